@@ -1,0 +1,160 @@
+//! Who owns which KV block: the allocator and the block table of a sequence.
+
+use candle_core::{Result, bail};
+
+/// Hands out KV blocks. Blocks are counted, so that sequences can share those of a common prefix.
+///
+/// The order is deterministic: ascending at first, then the block that was freed last, so that a
+/// light load touches few blocks.
+#[derive(Clone, Debug)]
+pub struct BlockAllocator {
+    free: Vec<u32>,
+    ref_counts: Vec<u32>,
+}
+
+impl BlockAllocator {
+    /// An allocator of blocks `0..num_blocks`.
+    pub fn new(num_blocks: usize) -> Result<Self> {
+        match u32::try_from(num_blocks) {
+            Ok(n) => Ok(Self { free: (0..n).rev().collect(), ref_counts: vec![0; num_blocks] }),
+            Err(_) => bail!("{num_blocks} KV blocks do not fit 32-bit block numbers"),
+        }
+    }
+
+    /// Number of blocks, free or not.
+    pub fn num_blocks(&self) -> usize {
+        self.ref_counts.len()
+    }
+
+    /// Number of free blocks.
+    pub fn num_free(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Takes a block with one owner; `None` if none is free.
+    pub fn allocate(&mut self) -> Option<u32> {
+        let block = self.free.pop()?;
+        if let Some(count) = self.ref_counts.get_mut(block as usize) {
+            *count = 1;
+        }
+        Some(block)
+    }
+
+    /// Number of owners of a block; 0 if it is free or unknown.
+    pub fn ref_count(&self, block: u32) -> u32 {
+        self.ref_counts.get(block as usize).copied().unwrap_or(0)
+    }
+
+    /// Adds an owner to a block that has one.
+    pub fn retain(&mut self, block: u32) -> Result<()> {
+        *self.owned(block)? += 1;
+        Ok(())
+    }
+
+    /// Removes an owner; `true` if it was the last one and the block is free now.
+    pub fn release(&mut self, block: u32) -> Result<bool> {
+        let count = self.owned(block)?;
+        *count -= 1;
+        let freed = *count == 0;
+        if freed {
+            self.free.push(block);
+        }
+        Ok(freed)
+    }
+
+    fn owned(&mut self, block: u32) -> Result<&mut u32> {
+        let blocks = self.ref_counts.len();
+        match self.ref_counts.get_mut(block as usize) {
+            Some(count) if *count > 0 => Ok(count),
+            Some(_) => bail!("KV block {block} is free already"),
+            None => bail!("KV block {block} is outside of the {blocks} blocks"),
+        }
+    }
+}
+
+/// The block table of one sequence. Blocks go back through [`SequenceBlocks::release`], not on
+/// drop: the table does not hold the allocator.
+#[derive(Debug, Default)]
+pub struct SequenceBlocks {
+    blocks: Vec<u32>,
+}
+
+impl SequenceBlocks {
+    /// An empty table.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The blocks, in the order of positions.
+    pub fn as_slice(&self) -> &[u32] {
+        &self.blocks
+    }
+
+    /// Appends a block that the caller has allocated or retained, such as one of a shared prefix.
+    pub fn push(&mut self, block: u32) {
+        self.blocks.push(block);
+    }
+
+    /// Makes room for `tokens` tokens. `false` if too few blocks are free; then nothing changes.
+    pub fn reserve(&mut self, tokens: usize, block_size: usize, allocator: &mut BlockAllocator) -> bool {
+        let missing = tokens.div_ceil(block_size.max(1)).saturating_sub(self.blocks.len());
+        if missing > allocator.num_free() {
+            return false;
+        }
+        self.blocks.extend((0..missing).map_while(|_| allocator.allocate()));
+        true
+    }
+
+    /// Gives every block back. The last block goes first, so that the next sequence gets them in
+    /// the order of positions.
+    pub fn release(&mut self, allocator: &mut BlockAllocator) -> Result<()> {
+        while let Some(block) = self.blocks.pop() {
+            allocator.release(block)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_come_in_a_fixed_order_and_are_counted() -> Result<()> {
+        let mut blocks = BlockAllocator::new(3)?;
+        assert_eq!([blocks.allocate(), blocks.allocate()], [Some(0), Some(1)]);
+        blocks.retain(0)?;
+        assert_eq!(blocks.ref_count(0), 2);
+        assert!(!blocks.release(0)?);
+        assert!(blocks.release(0)?);
+        assert_eq!([blocks.allocate(), blocks.allocate(), blocks.allocate()], [Some(0), Some(2), None]);
+        assert_eq!(blocks.num_free(), 0);
+        Ok(())
+    }
+
+    #[test]
+    fn misuse_is_an_error() -> Result<()> {
+        let mut blocks = BlockAllocator::new(2)?;
+        assert!(blocks.release(1).unwrap_err().to_string().contains("block 1 is free already"));
+        assert!(blocks.retain(0).is_err());
+        assert!(blocks.release(2).unwrap_err().to_string().contains("outside of the 2 blocks"));
+        assert_eq!(blocks.num_free(), 2);
+        Ok(())
+    }
+
+    #[test]
+    fn a_table_grows_by_need_and_all_or_nothing() -> Result<()> {
+        let mut pool = BlockAllocator::new(4)?;
+        let (mut a, mut b) = (SequenceBlocks::new(), SequenceBlocks::new());
+        assert!(a.reserve(5, 4, &mut pool));
+        assert_eq!(a.as_slice(), [0, 1]);
+        assert!(a.reserve(8, 4, &mut pool));
+        assert_eq!(a.as_slice(), [0, 1]);
+        assert!(!b.reserve(9, 4, &mut pool));
+        assert!(b.as_slice().is_empty() && pool.num_free() == 2);
+        a.release(&mut pool)?;
+        assert!(b.reserve(16, 4, &mut pool));
+        assert_eq!(b.as_slice(), [0, 1, 2, 3]);
+        Ok(())
+    }
+}

@@ -1,0 +1,220 @@
+//! Random weights in the place of a checkpoint, for benchmarks.
+//!
+//! An element depends on (seed, tensor name, index) alone: not on the number of threads, nor on
+//! the order in which tensors are asked for. Four elements share one 64-bit hash; each takes 16
+//! of its bits through a table of normal quantiles, which costs about a nanosecond an element.
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use candle_nn::VarBuilder;
+use candle_nn::var_builder::SimpleBackend;
+use half::vec::HalfBitsVecExt;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use super::verify::TensorSpec;
+use crate::hash::{GOLDEN, fnv1a, mix};
+
+/// Standard deviation of the weights, as in `initializer_range` of most models.
+const STD: f64 = 0.02;
+/// Elements per parallel task; a multiple of the four that share a hash.
+const CHUNK: usize = 1 << 18;
+
+/// Random weights for a list of tensors: normal with mean 0 and deviation 0.02, except that
+/// rank-1 tensors whose name contains `norm` are ones.
+///
+/// It holds exactly the tensors that it is given, so that a loader which looks for optional
+/// tensors finds what the list says.
+pub struct DummyWeights {
+    seed: u64,
+    shapes: HashMap<String, Vec<usize>>,
+}
+
+impl DummyWeights {
+    /// Random weights of these names and shapes.
+    pub fn new(specs: impl IntoIterator<Item = TensorSpec>, seed: u64) -> Self {
+        Self { seed, shapes: specs.into_iter().map(|s| (s.name, s.shape)).collect() }
+    }
+
+    /// A [`VarBuilder`] at the root of the checkpoint, in dtype f32, bf16 or f16.
+    pub fn var_builder(self, dtype: DType, device: &Device) -> VarBuilder<'static> {
+        VarBuilder::from_backend(Box::new(self), dtype, device.clone())
+    }
+
+    fn shape(&self, name: &str) -> Result<&[usize]> {
+        match self.shapes.get(name) {
+            Some(shape) => Ok(shape),
+            None => bail!("tensor `{name}` is not in the list of dummy weights"),
+        }
+    }
+
+    fn generate(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        if shape.len() == 1 && name.contains("norm") {
+            return Tensor::ones(shape, dtype, &Device::Cpu);
+        }
+        let key = mix(self.seed ^ mix(fnv1a(name.as_bytes())));
+        let Some(len) = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) else {
+            bail!("the shape {shape:?} of dummy weight `{name}` overflows")
+        };
+        match dtype {
+            DType::F32 => Tensor::from_vec(sample(len, key, |x| x as f32), shape, &Device::Cpu),
+            DType::BF16 => {
+                let bits = sample(len, key, |x| bf16::from_f64(x).to_bits());
+                Tensor::from_vec(bits.reinterpret_into::<bf16>(), shape, &Device::Cpu)
+            }
+            DType::F16 => {
+                let bits = sample(len, key, |x| f16::from_f64(x).to_bits());
+                Tensor::from_vec(bits.reinterpret_into::<f16>(), shape, &Device::Cpu)
+            }
+            other => {
+                bail!("dummy weights: expected dtype f32, bf16 or f16, got {} for `{name}`", other.as_str())
+            }
+        }
+    }
+}
+
+impl SimpleBackend for DummyWeights {
+    fn get(&self, s: Shape, name: &str, _: candle_nn::Init, dtype: DType, dev: &Device) -> Result<Tensor> {
+        let shape = self.shape(name)?;
+        if shape != s.dims() {
+            bail!("dummy weight `{name}`: expected shape {:?}, got {shape:?}", s.dims())
+        }
+        self.generate(name, shape, dtype)?.to_device(dev)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, dev: &Device) -> Result<Tensor> {
+        self.generate(name, self.shape(name)?, dtype)?.to_device(dev)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.shapes.contains_key(name)
+    }
+}
+
+/// `len` normal samples in the representation that `convert` gives.
+fn sample<T: Copy + Default + Send + Sync>(len: usize, key: u64, convert: impl Fn(f64) -> T) -> Vec<T> {
+    let table: Vec<T> = quantiles().map(|z| convert(z * STD)).collect();
+    let mut out = vec![T::default(); len];
+    out.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, out)| {
+        let first = (chunk * CHUNK / 4) as u64;
+        for (hash, four) in (first..).zip(out.chunks_mut(4)) {
+            let bits = mix(key.wrapping_add(hash.wrapping_mul(GOLDEN)));
+            for (j, o) in four.iter_mut().enumerate() {
+                // The table has an entry for each value of 16 bits.
+                *o = table[(bits >> (16 * j)) as u16 as usize];
+            }
+        }
+    });
+    out
+}
+
+/// Quantiles of the standard normal distribution at the midpoints of 2^16 equal parts.
+fn quantiles() -> impl Iterator<Item = f64> {
+    (0..1u32 << 16).map(|i| normal_quantile((i as f64 + 0.5) / (1u32 << 16) as f64))
+}
+
+/// Inverse of the normal distribution function: Acklam's rational approximation (relative error
+/// below 1.2e-9, P. J. Acklam 2003).
+fn normal_quantile(p: f64) -> f64 {
+    const A: [f64; 6] = [
+        -3.969683028665376e+01,
+        2.209460984245205e+02,
+        -2.759285104469687e+02,
+        1.383_577_518_672_69e2,
+        -3.066479806614716e+01,
+        2.506628277459239e+00,
+    ];
+    const B: [f64; 6] = [
+        -5.447609879822406e+01,
+        1.615858368580409e+02,
+        -1.556989798598866e+02,
+        6.680131188771972e+01,
+        -1.328068155288572e+01,
+        1.0,
+    ];
+    const C: [f64; 6] = [
+        -7.784894002430293e-03,
+        -3.223964580411365e-01,
+        -2.400758277161838e+00,
+        -2.549732539343734e+00,
+        4.374664141464968e+00,
+        2.938163982698783e+00,
+    ];
+    const D: [f64; 5] =
+        [7.784695709041462e-03, 3.224671290700398e-01, 2.445134137142996e+00, 3.754408661907416e+00, 1.0];
+    let poly = |c: &[f64], x: f64| c.iter().fold(0.0, |acc, c| acc * x + c);
+    let tail = |p: f64| {
+        let q = (-2.0 * p.ln()).sqrt();
+        poly(&C, q) / poly(&D, q)
+    };
+    const LOW: f64 = 0.02425;
+    if p < LOW {
+        tail(p)
+    } else if p > 1.0 - LOW {
+        -tail(1.0 - p)
+    } else {
+        let q = p - 0.5;
+        let r = q * q;
+        poly(&A, r) * q / poly(&B, r)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn weights(name: &str, shape: &[usize], seed: u64, dtype: DType) -> Result<Tensor> {
+        DummyWeights::new([TensorSpec::new(name, shape)], seed)
+            .var_builder(dtype, &Device::Cpu)
+            .get(shape, name)
+    }
+
+    #[test]
+    fn samples_are_normal() -> Result<()> {
+        let n = 1 << 20;
+        let x = weights("w", &[n], 0, DType::F32)?.to_vec1::<f32>()?;
+        let moment = |k: i32| x.iter().map(|&x| (x as f64 / STD).powi(k)).sum::<f64>() / n as f64;
+        // Standard errors of the first four moments of 2^20 normal samples: 0.001 to 0.01.
+        for (k, want, tolerance) in [(1, 0.0, 0.005), (2, 1.0, 0.007), (3, 0.0, 0.02), (4, 3.0, 0.05)] {
+            assert!((moment(k) - want).abs() < tolerance, "moment {k}: {}", moment(k));
+        }
+        // Neighbours that share a hash are not correlated.
+        let lag = x.windows(2).map(|w| (w[0] * w[1]) as f64).sum::<f64>() / (n as f64 * STD * STD);
+        assert!(lag.abs() < 0.005, "{lag}");
+        Ok(())
+    }
+
+    #[test]
+    fn an_element_depends_on_seed_name_and_index_alone() -> Result<()> {
+        let long = weights("a", &[CHUNK + 9], 1, DType::F32)?.to_vec1::<f32>()?;
+        let short = weights("a", &[7], 1, DType::F32)?.to_vec1::<f32>()?;
+        assert_eq!(long[..7], short);
+        assert_ne!(weights("b", &[7], 1, DType::F32)?.to_vec1::<f32>()?, short);
+        assert_ne!(weights("a", &[7], 2, DType::F32)?.to_vec1::<f32>()?, short);
+        let half = weights("a", &[7], 1, DType::BF16)?.to_vec1::<bf16>()?;
+        let rounded: Vec<bf16> = short.iter().map(|&x| bf16::from_f32(x)).collect();
+        assert_eq!(half, rounded);
+        Ok(())
+    }
+
+    #[test]
+    fn norms_are_ones_and_the_list_is_law() -> Result<()> {
+        let specs = [TensorSpec::new("model.norm.weight", &[3]), TensorSpec::new("w", &[2, 2])];
+        let vb = DummyWeights::new(specs, 0).var_builder(DType::F32, &Device::Cpu);
+        assert_eq!(vb.get(3, "model.norm.weight")?.to_vec1::<f32>()?, [1.0; 3]);
+        assert!(vb.contains_tensor("w") && !vb.contains_tensor("v"));
+        let e = vb.get((2, 3), "w").map(|_| ()).unwrap_err().to_string();
+        assert!(e.contains("expected shape [2, 3], got [2, 2]"), "{e}");
+        let e = vb.get(1, "v").map(|_| ()).unwrap_err().to_string();
+        assert!(e.contains("`v` is not in the list"), "{e}");
+        Ok(())
+    }
+
+    #[test]
+    fn quantiles_invert_the_normal_distribution() {
+        for (p, z) in [(0.5, 0.0), (0.975, 1.959963985), (0.001, -3.090232306), (0.9999, 3.719016485)] {
+            assert!((normal_quantile(p) - z).abs() < 1e-7, "{p}");
+        }
+    }
+}

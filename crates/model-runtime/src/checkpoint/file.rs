@@ -1,0 +1,180 @@
+//! One safetensors file: memory-mapped or embedded, its header validated before any use.
+
+use std::fs::File;
+use std::ops::Range;
+use std::path::Path;
+
+use memmap2::Mmap;
+use safetensors::tensor::{Dtype, SafeTensorError, SafeTensors};
+
+use super::error::CheckpointError;
+
+/// Bytes of the header's length field.
+const LENGTH_FIELD: usize = 8;
+/// What Git LFS leaves in place of a file that was not downloaded.
+const LFS_POINTER: &[u8] = b"version https://git-lfs";
+
+enum Bytes {
+    Mapped(Mmap),
+    Static(&'static [u8]),
+}
+
+/// A safetensors file whose header has been validated.
+pub(super) struct TensorFile {
+    label: String,
+    bytes: Bytes,
+}
+
+/// Where a tensor lies in its file.
+#[derive(Clone, Debug)]
+pub(super) struct Entry {
+    /// Index of the file.
+    pub file: usize,
+    /// Dtype in the file.
+    pub dtype: Dtype,
+    /// Dimensions.
+    pub shape: Vec<usize>,
+    /// Byte range in the file.
+    pub range: Range<usize>,
+}
+
+impl TensorFile {
+    /// Maps a file and reads its header. Tensors come in the order of their offsets.
+    pub fn open(path: &Path, index: usize) -> Result<(Self, Vec<(String, Entry)>), CheckpointError> {
+        let file = File::open(path).map_err(|e| CheckpointError::io(path, e))?;
+        let len = file.metadata().map_err(|e| CheckpointError::io(path, e))?.len();
+        let label = path.display().to_string();
+        if len == 0 {
+            return Err(CheckpointError::Corrupt { file: label, reason: "the file is empty".into() });
+        }
+        // SAFETY: the mapping is read-only and private to this process's reads. Whoever changes or
+        // truncates a checkpoint while it is being loaded gets wrong weights or a bus error, as with
+        // every memory-mapped loader; the documentation of `TensorFiles` says so.
+        let map = unsafe { Mmap::map(&file) }.map_err(|e| CheckpointError::io(path, e))?;
+        Self::validate(label, Bytes::Mapped(map), index)
+    }
+
+    /// Takes embedded bytes and reads their header.
+    pub fn from_static(
+        bytes: &'static [u8],
+        label: &str,
+        index: usize,
+    ) -> Result<(Self, Vec<(String, Entry)>), CheckpointError> {
+        Self::validate(label.to_string(), Bytes::Static(bytes), index)
+    }
+
+    fn validate(
+        label: String,
+        bytes: Bytes,
+        index: usize,
+    ) -> Result<(Self, Vec<(String, Entry)>), CheckpointError> {
+        let file = Self { label, bytes };
+        let data = file.bytes();
+        file.check_length(data)?;
+        let (header, metadata) = SafeTensors::read_metadata(data).map_err(|e| file.explain(data, e))?;
+        let start = LENGTH_FIELD + header;
+        let mut entries = Vec::new();
+        for name in metadata.offset_keys() {
+            let Some(info) = metadata.info(&name) else { continue };
+            // The crate checks sizes in wrapping arithmetic; a header that overflows must not
+            // become a range outside of the file.
+            let range = match (start.checked_add(info.data_offsets.0), start.checked_add(info.data_offsets.1))
+            {
+                (Some(from), Some(to)) if from <= to && to <= data.len() => from..to,
+                _ => return Err(file.corrupt(format!("tensor `{name}` lies outside of the file"))),
+            };
+            entries.push((name, Entry { file: index, dtype: info.dtype, shape: info.shape.clone(), range }));
+        }
+        Ok((file, entries))
+    }
+
+    /// The file's name in messages.
+    pub fn label(&self) -> &str {
+        &self.label
+    }
+
+    /// The whole file.
+    pub fn bytes(&self) -> &[u8] {
+        match &self.bytes {
+            Bytes::Mapped(map) => map,
+            Bytes::Static(bytes) => bytes,
+        }
+    }
+
+    /// Tells the kernel that a range has been copied, so that its pages do not stay resident
+    /// beside the copy. Only whole pages inside the range are released.
+    pub fn release(&self, range: &Range<usize>) {
+        #[cfg(unix)]
+        if let Bytes::Mapped(map) = &self.bytes {
+            // Multiple of every page size in use; a smaller page only leaves a few resident.
+            const PAGE: usize = 64 << 10;
+            let (from, to) = (range.start.next_multiple_of(PAGE), range.end / PAGE * PAGE);
+            if from < to {
+                // SAFETY: the mapping is shared, read-only and backed by the file, so the advice
+                // discards no data: a later access reads the same bytes from the file again.
+                let advised = unsafe {
+                    map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, from, to - from)
+                };
+                if let Err(e) = advised {
+                    tracing::debug!("{}: madvise failed: {e}", self.label);
+                }
+            }
+        }
+        #[cfg(not(unix))]
+        let _ = range;
+    }
+
+    fn corrupt(&self, reason: String) -> CheckpointError {
+        CheckpointError::Corrupt { file: self.label.clone(), reason }
+    }
+
+    fn truncated(&self, expected: u128, got: usize) -> CheckpointError {
+        CheckpointError::Truncated { file: self.label.clone(), expected, got }
+    }
+
+    /// The checks that tell a cut file from a wrong one, before the header is parsed.
+    fn check_length(&self, data: &[u8]) -> Result<(), CheckpointError> {
+        if data.starts_with(LFS_POINTER) {
+            return Err(
+                self.corrupt("it is a Git LFS pointer, not the weights; run `git lfs pull`".to_string())
+            );
+        }
+        let Some(length) = data.first_chunk::<LENGTH_FIELD>() else {
+            return Err(self.truncated(LENGTH_FIELD as u128, data.len()));
+        };
+        let header = u64::from_le_bytes(*length) as u128;
+        // The format caps headers at 100 MB; a longer one means that this is another kind of file.
+        if header <= 100_000_000 && LENGTH_FIELD as u128 + header > data.len() as u128 {
+            return Err(self.truncated(LENGTH_FIELD as u128 + header, data.len()));
+        }
+        Ok(())
+    }
+
+    /// Turns the parser's error into one that names sizes where they are the reason.
+    fn explain(&self, data: &[u8], error: SafeTensorError) -> CheckpointError {
+        match error {
+            SafeTensorError::HeaderTooLarge => self.corrupt(
+                "its first 8 bytes give a header of more than 100 MB; is this another kind of file?".into(),
+            ),
+            SafeTensorError::MetadataIncompleteBuffer => match declared_size(data) {
+                Some(expected) if expected > data.len() as u128 => self.truncated(expected, data.len()),
+                Some(expected) => self.corrupt(format!(
+                    "its header describes {expected} bytes, the file has {}; download or copy it again",
+                    data.len()
+                )),
+                None => self.corrupt(error.to_string()),
+            },
+            error => self.corrupt(error.to_string()),
+        }
+    }
+}
+
+/// Size of a file by its own header: the end of the last tensor.
+fn declared_size(data: &[u8]) -> Option<u128> {
+    let header = usize::try_from(u64::from_le_bytes(*data.first_chunk::<LENGTH_FIELD>()?)).ok()?;
+    let start = LENGTH_FIELD.checked_add(header)?;
+    let json: serde_json::Value = serde_json::from_slice(data.get(LENGTH_FIELD..start)?).ok()?;
+    let tensors = json.as_object()?.iter().filter(|(name, _)| *name != "__metadata__");
+    let ends = tensors.filter_map(|(_, t)| t.get("data_offsets")?.get(1)?.as_u64());
+    Some(start as u128 + ends.max().unwrap_or(0) as u128)
+}

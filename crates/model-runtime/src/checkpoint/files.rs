@@ -1,0 +1,237 @@
+//! A set of safetensors files seen as one map from tensor name to data.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Shape, Tensor};
+use candle_nn::VarBuilder;
+use candle_nn::var_builder::SimpleBackend;
+use safetensors::tensor::Dtype;
+
+use super::decode;
+use super::error::CheckpointError;
+use super::file::{Entry, TensorFile};
+use super::shards::{self, ShardIndex};
+use super::verify::abbreviate;
+
+/// Safetensors files, memory-mapped or embedded in the program, seen as one map from name to
+/// tensor. Cloning shares the files.
+///
+/// Nothing but headers is read until a tensor is asked for; then its data is copied once, into
+/// the tensor, converting the dtype on the way, and the mapped pages are given back. The files
+/// must not be changed or truncated while they are open.
+///
+/// It is a [`SimpleBackend`], so [`TensorFiles::var_builder`] feeds any candle module.
+#[derive(Clone)]
+pub struct TensorFiles(Arc<Inner>);
+
+struct Inner {
+    origin: String,
+    files: Vec<TensorFile>,
+    entries: BTreeMap<String, Entry>,
+}
+
+/// What a header says of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorInfo<'a> {
+    /// Full name.
+    pub name: &'a str,
+    /// Dimensions.
+    pub shape: &'a [usize],
+    /// Dtype in the file; `None` for one that cannot be loaded (such as FP8).
+    pub dtype: Option<DType>,
+}
+
+impl TensorFiles {
+    /// Opens the weights of a checkpoint directory: `model.safetensors`, else the shards that
+    /// `model.safetensors.index.json` names, else every `*.safetensors` file in the order of names.
+    pub fn open_dir(dir: impl AsRef<Path>) -> Result<Self, CheckpointError> {
+        let dir = dir.as_ref();
+        let found = shards::find(dir)?;
+        let files = found.paths.iter().enumerate().map(|(i, path)| TensorFile::open(path, i));
+        let inner = Inner::new(dir.display().to_string(), files)?;
+        if let Some(index) = found.index {
+            inner.check_index(&index)?;
+        }
+        Ok(Self(Arc::new(inner)))
+    }
+
+    /// Opens one safetensors file.
+    pub fn open_file(path: impl AsRef<Path>) -> Result<Self, CheckpointError> {
+        let path = path.as_ref();
+        let file = std::iter::once(TensorFile::open(path, 0));
+        Ok(Self(Arc::new(Inner::new(path.display().to_string(), file)?)))
+    }
+
+    /// Reads a safetensors file that is embedded in the program (`include_bytes!`); `label` names
+    /// it in messages.
+    pub fn from_static(bytes: &'static [u8], label: &str) -> Result<Self, CheckpointError> {
+        let file = std::iter::once(TensorFile::from_static(bytes, label, 0));
+        Ok(Self(Arc::new(Inner::new(label.to_string(), file)?)))
+    }
+
+    /// The directory or file, for messages.
+    pub fn origin(&self) -> &str {
+        &self.0.origin
+    }
+
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.0.entries.len()
+    }
+
+    /// Whether there is no tensor.
+    pub fn is_empty(&self) -> bool {
+        self.0.entries.is_empty()
+    }
+
+    /// Every tensor, in the order of names.
+    pub fn iter(&self) -> impl Iterator<Item = TensorInfo<'_>> {
+        self.0.entries.iter().map(|(name, e)| info(name, e))
+    }
+
+    /// What the header says of a tensor, if it is there.
+    pub fn info(&self, name: &str) -> Option<TensorInfo<'_>> {
+        self.0.entries.get_key_value(name).map(|(name, e)| info(name, e))
+    }
+
+    /// The float dtype that most bytes of the checkpoint have; `None` without floats.
+    pub fn float_dtype(&self) -> Option<DType> {
+        let mut bytes: BTreeMap<u8, (usize, DType)> = BTreeMap::new();
+        for e in self.0.entries.values() {
+            if let Some(dtype) = decode::dtype_of(e.dtype).filter(|d| d.is_float()) {
+                bytes.entry(dtype as u8).or_insert((0, dtype)).0 += e.range.len();
+            }
+        }
+        bytes.into_values().max_by_key(|(bytes, _)| *bytes).map(|(_, dtype)| dtype)
+    }
+
+    /// Loads a tensor as it is stored, into host memory.
+    pub fn tensor(&self, name: &str) -> candle_core::Result<Tensor> {
+        let entry = self.0.entry(name)?;
+        let wanted = decode::dtype_of(entry.dtype).unwrap_or(DType::F32);
+        self.0.load(name, entry, wanted, &Device::Cpu)
+    }
+
+    /// A [`VarBuilder`] at the root of the checkpoint. Floats are converted to `dtype`, rounding
+    /// to nearest even; a module that needs another dtype asks for it by name.
+    pub fn var_builder(&self, dtype: DType, device: &Device) -> VarBuilder<'static> {
+        VarBuilder::from_backend(Box::new(self.clone()), dtype, device.clone())
+    }
+
+    /// Shows the stored bytes of every tensor to `look`, in the order of names.
+    pub(super) fn visit(&self, mut look: impl FnMut(&str, Dtype, &[u8])) {
+        for (name, e) in &self.0.entries {
+            if let Some(file) = self.0.files.get(e.file) {
+                look(name, e.dtype, &file.bytes()[e.range.clone()]);
+                file.release(&e.range);
+            }
+        }
+    }
+}
+
+fn info<'a>(name: &'a str, entry: &'a Entry) -> TensorInfo<'a> {
+    TensorInfo { name, shape: &entry.shape, dtype: decode::dtype_of(entry.dtype) }
+}
+
+type Opened = Result<(TensorFile, Vec<(String, Entry)>), CheckpointError>;
+
+impl Inner {
+    fn new(origin: String, opened: impl Iterator<Item = Opened>) -> Result<Self, CheckpointError> {
+        let mut inner = Self { origin, files: Vec::new(), entries: BTreeMap::new() };
+        for opened in opened {
+            let (file, entries) = opened?;
+            inner.files.push(file);
+            for (name, entry) in entries {
+                let second = entry.file;
+                if let Some(old) = inner.entries.insert(name.clone(), entry) {
+                    let label = |i: usize| inner.label(i).to_string();
+                    let (first, second) = (label(old.file), label(second));
+                    return Err(CheckpointError::Duplicate { name, first, second });
+                }
+            }
+        }
+        Ok(inner)
+    }
+
+    fn label(&self, file: usize) -> &str {
+        self.files.get(file).map_or(&self.origin, |f| f.label())
+    }
+
+    /// Every tensor of the index is in the shard that it names.
+    fn check_index(&self, index: &ShardIndex) -> Result<(), CheckpointError> {
+        let wrong = |(name, &file): (&String, &usize)| match self.entries.get(name) {
+            Some(e) if e.file == file => None,
+            _ => Some(format!("{name} ({})", self.label(file))),
+        };
+        let lacking: Vec<String> = index.weight_map.iter().filter_map(wrong).collect();
+        if lacking.is_empty() {
+            return Ok(());
+        }
+        let reason = format!(
+            "{} tensors are not in the shards that the index names: {}; download the checkpoint again",
+            lacking.len(),
+            abbreviate(&lacking)
+        );
+        Err(CheckpointError::Index { file: index.file.clone(), reason })
+    }
+
+    fn entry(&self, name: &str) -> Result<&Entry, CheckpointError> {
+        let missing = || CheckpointError::Missing { name: name.to_string(), origin: self.origin.clone() };
+        self.entries.get(name).ok_or_else(missing)
+    }
+
+    fn load(&self, name: &str, e: &Entry, wanted: DType, device: &Device) -> candle_core::Result<Tensor> {
+        let Some(file) = self.files.get(e.file) else { candle_core::bail!("no file {} is open", e.file) };
+        let bytes = &file.bytes()[e.range.clone()];
+        let Some(tensor) = decode::tensor(bytes, e.dtype, &e.shape, wanted) else {
+            let hint = match decode::dtype_of(e.dtype) {
+                None => "; quantised checkpoints are not supported in this form",
+                Some(_) => "",
+            };
+            return Err(CheckpointError::Dtype {
+                name: name.to_string(),
+                file: file.label().to_string(),
+                stored: e.dtype.to_string(),
+                wanted: wanted.as_str(),
+                hint,
+            }
+            .into());
+        };
+        let tensor = tensor?;
+        file.release(&e.range);
+        tensor.to_device(device)
+    }
+}
+
+impl SimpleBackend for TensorFiles {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        _: candle_nn::Init,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
+        let entry = self.0.entry(name)?;
+        if entry.shape != shape.dims() {
+            return Err(CheckpointError::Shape {
+                name: name.to_string(),
+                file: self.0.label(entry.file).to_string(),
+                expected: shape.dims().to_vec(),
+                got: entry.shape.clone(),
+            }
+            .into());
+        }
+        self.0.load(name, entry, dtype, device)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        self.0.load(name, self.0.entry(name)?, dtype, device)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.0.entries.contains_key(name)
+    }
+}

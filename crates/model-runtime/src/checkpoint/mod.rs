@@ -1,0 +1,88 @@
+//! Checkpoints: safetensors files with their configs, on disk or embedded in the program.
+//!
+//! Layout of a checkpoint: the Hugging Face hub's (`config.json`, `generation_config.json`,
+//! `model.safetensors` or `model.safetensors.index.json` with its shards).
+
+mod decode;
+mod dummy;
+mod error;
+mod file;
+mod files;
+mod nan;
+mod shards;
+mod verify;
+
+use std::path::{Path, PathBuf};
+
+use candle_core::DType;
+
+use crate::config::Config;
+
+pub use dummy::DummyWeights;
+pub use error::CheckpointError;
+pub use files::{TensorFiles, TensorInfo};
+pub use nan::{NanReport, NonFinite};
+pub use verify::{Mismatches, TensorSpec};
+
+/// A model on disk or in the program: weights, `config.json` and, if present,
+/// `generation_config.json`.
+#[derive(Clone)]
+pub struct Checkpoint {
+    /// The weights.
+    pub tensors: TensorFiles,
+    /// The model's config.
+    pub config: Config,
+    /// Defaults for generation, if the checkpoint has any.
+    pub generation_config: Option<Config>,
+    dir: Option<PathBuf>,
+}
+
+impl Checkpoint {
+    /// Opens a checkpoint directory. Only configs and headers are read.
+    pub fn open(dir: impl AsRef<Path>) -> Result<Self, CheckpointError> {
+        let dir = dir.as_ref();
+        let config = Config::read(&dir.join("config.json"))?;
+        let generation = dir.join("generation_config.json");
+        let generation_config = generation.is_file().then(|| Config::read(&generation)).transpose()?;
+        let tensors = TensorFiles::open_dir(dir)?;
+        Ok(Self { tensors, config, generation_config, dir: Some(dir.to_path_buf()) })
+    }
+
+    /// A checkpoint that is embedded in the program (`include_bytes!`, `include_str!`).
+    pub fn from_static(
+        weights: &'static [u8],
+        config: &str,
+        generation_config: Option<&str>,
+    ) -> Result<Self, CheckpointError> {
+        Ok(Self {
+            tensors: TensorFiles::from_static(weights, "the embedded checkpoint")?,
+            config: Config::parse(config, "the embedded config.json")?,
+            generation_config: generation_config
+                .map(|text| Config::parse(text, "the embedded generation_config.json"))
+                .transpose()?,
+            dir: None,
+        })
+    }
+
+    /// The directory, for other files beside the weights; `None` if embedded.
+    pub fn dir(&self) -> Option<&Path> {
+        self.dir.as_deref()
+    }
+
+    /// The dtype to run in: the config's, else that of most weights, else f32.
+    pub fn dtype(&self) -> Result<DType, CheckpointError> {
+        let stored = || self.tensors.float_dtype().filter(|d| *d != DType::F64);
+        Ok(self.config.dtype()?.or_else(stored).unwrap_or(DType::F32))
+    }
+
+    /// End-of-sequence ids: generation_config.json's, else config.json's; empty if neither has any.
+    pub fn eos_token_ids(&self) -> Result<Vec<u32>, CheckpointError> {
+        let ids = |config: &Config| config.token_ids(&["eos_token_id"]);
+        if let Some(generation) = &self.generation_config
+            && let Some(found) = ids(generation)?
+        {
+            return Ok(found);
+        }
+        Ok(ids(&self.config)?.unwrap_or_default())
+    }
+}

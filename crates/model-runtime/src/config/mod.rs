@@ -1,0 +1,15 @@
+//! Reading Hugging Face configs: typed, with aliases, defaults and bounds.
+//!
+//! Every getter names the key, what was expected, what was found and the file. Sizes are bounded
+//! before anything is allocated from them, so that an absurd config is an error and not an
+//! out-of-memory kill.
+
+mod error;
+pub mod limits;
+mod rope;
+mod value;
+
+pub use error::ConfigError;
+pub use limits::{Bounds, checked_product};
+pub use rope::{RopeConfig, RopeScaling, Yarn, yarn_mscale};
+pub use value::Config;

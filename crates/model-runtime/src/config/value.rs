@@ -1,0 +1,263 @@
+//! The typed view of a config's JSON object.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::DType;
+use serde_json::{Map, Value};
+
+use super::error::ConfigError;
+use super::limits::Bounds;
+
+/// A JSON object with the name of its file, read through typed getters. Cloning is cheap.
+///
+/// A key that is absent and a key that is `null` are the same. Every getter takes aliases: the
+/// first name that is present counts, and another present alias must say the same.
+///
+/// ```
+/// use model_runtime::config::{Config, limits};
+/// let config = Config::parse(r#"{"num_local_experts": 8, "rope_theta": 1e6}"#, "config.json")?;
+/// assert_eq!(config.size(&["num_experts", "num_local_experts"], limits::EXPERTS)?, 8);
+/// assert_eq!(config.float_or(&["rope_theta"], 1e4)?, 1e6);
+/// let e = config.size(&["hidden_size"], limits::WIDTH).unwrap_err().to_string();
+/// assert!(e.contains("config.json: `hidden_size` is missing"));
+/// # Ok::<(), model_runtime::config::ConfigError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Config {
+    file: Arc<str>,
+    /// Path of this object inside the file, ending in a dot, or empty at the root.
+    prefix: String,
+    object: Arc<Map<String, Value>>,
+}
+
+impl Config {
+    /// Reads a JSON file that holds an object.
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        let file = path.display().to_string();
+        let bytes = std::fs::read(path).map_err(|source| ConfigError::Io { file: file.clone(), source })?;
+        Self::from_json(serde_json::from_slice(&bytes), file)
+    }
+
+    /// Parses a JSON object; `file` names it in messages.
+    pub fn parse(text: &str, file: &str) -> Result<Self, ConfigError> {
+        Self::from_json(serde_json::from_str(text), file.to_string())
+    }
+
+    fn from_json(parsed: serde_json::Result<Value>, file: String) -> Result<Self, ConfigError> {
+        match parsed {
+            Ok(Value::Object(object)) => {
+                Ok(Self { file: file.into(), prefix: String::new(), object: Arc::new(object) })
+            }
+            Ok(other) => Err(ConfigError::Json {
+                file,
+                reason: format!("expected a JSON object, got {}", show(&other)),
+            }),
+            Err(e) => Err(ConfigError::Json { file, reason: format!("not valid JSON: {e}") }),
+        }
+    }
+
+    /// The file's name in messages.
+    pub fn file(&self) -> &str {
+        &self.file
+    }
+
+    /// The raw object, for keys that no getter covers.
+    pub fn object(&self) -> &Map<String, Value> {
+        &self.object
+    }
+
+    /// Whether a key is present and not null.
+    pub fn has(&self, key: &str) -> bool {
+        self.object.get(key).is_some_and(|v| !v.is_null())
+    }
+
+    /// A nested object, if present.
+    pub fn section(&self, keys: &[&str]) -> Result<Option<Config>, ConfigError> {
+        let Some((key, value)) = self.find(keys)? else { return Ok(None) };
+        let Value::Object(object) = value else { return Err(self.invalid(key, "an object", value)) };
+        let prefix = format!("{}{key}.", self.prefix);
+        Ok(Some(Self { file: self.file.clone(), prefix, object: Arc::new(object.clone()) }))
+    }
+
+    /// A size; absent is an error.
+    pub fn size(&self, keys: &[&str], bounds: Bounds) -> Result<usize, ConfigError> {
+        self.opt_size(keys, bounds)?.ok_or_else(|| self.missing(keys, describe(bounds)))
+    }
+
+    /// A size with a default.
+    pub fn size_or(&self, keys: &[&str], default: usize, bounds: Bounds) -> Result<usize, ConfigError> {
+        Ok(self.opt_size(keys, bounds)?.unwrap_or(default))
+    }
+
+    /// A size, if present. Floats without a fraction are accepted.
+    pub fn opt_size(&self, keys: &[&str], bounds: Bounds) -> Result<Option<usize>, ConfigError> {
+        let Some((key, value)) = self.find(keys)? else { return Ok(None) };
+        match as_size(value) {
+            Some(n) if (bounds.min..=bounds.max).contains(&n) => Ok(Some(n)),
+            _ => Err(self.invalid(key, &describe(bounds), value)),
+        }
+    }
+
+    /// A finite number; absent is an error.
+    pub fn float(&self, keys: &[&str]) -> Result<f64, ConfigError> {
+        self.opt_float(keys)?.ok_or_else(|| self.missing(keys, "a number".into()))
+    }
+
+    /// A finite number with a default.
+    pub fn float_or(&self, keys: &[&str], default: f64) -> Result<f64, ConfigError> {
+        Ok(self.opt_float(keys)?.unwrap_or(default))
+    }
+
+    /// A finite number, if present.
+    pub fn opt_float(&self, keys: &[&str]) -> Result<Option<f64>, ConfigError> {
+        let Some((key, value)) = self.find(keys)? else { return Ok(None) };
+        match value.as_f64().filter(|x| x.is_finite()) {
+            Some(x) => Ok(Some(x)),
+            None => Err(self.invalid(key, "a finite number", value)),
+        }
+    }
+
+    /// A number above zero; absent means the default.
+    pub fn positive_float_or(&self, keys: &[&str], default: f64) -> Result<f64, ConfigError> {
+        let Some((key, value)) = self.find(keys)? else { return Ok(default) };
+        match value.as_f64().filter(|x| x.is_finite() && *x > 0.0) {
+            Some(x) => Ok(x),
+            None => Err(self.invalid(key, "a finite number above 0", value)),
+        }
+    }
+
+    /// A boolean with a default.
+    pub fn bool_or(&self, keys: &[&str], default: bool) -> Result<bool, ConfigError> {
+        let Some((key, value)) = self.find(keys)? else { return Ok(default) };
+        value.as_bool().ok_or_else(|| self.invalid(key, "true or false", value))
+    }
+
+    /// A string; absent is an error.
+    pub fn string(&self, keys: &[&str]) -> Result<&str, ConfigError> {
+        self.opt_string(keys)?.ok_or_else(|| self.missing(keys, "a string".into()))
+    }
+
+    /// A string, if present.
+    pub fn opt_string(&self, keys: &[&str]) -> Result<Option<&str>, ConfigError> {
+        let Some((key, value)) = self.find(keys)? else { return Ok(None) };
+        value.as_str().map(Some).ok_or_else(|| self.invalid(key, "a string", value))
+    }
+
+    /// A list of sizes; absent is an empty list.
+    pub fn sizes(&self, keys: &[&str], bounds: Bounds) -> Result<Vec<usize>, ConfigError> {
+        let Some((key, value)) = self.find(keys)? else { return Ok(Vec::new()) };
+        let list = value.as_array().and_then(|list| {
+            list.iter().map(|v| as_size(v).filter(|n| (bounds.min..=bounds.max).contains(n))).collect()
+        });
+        list.ok_or_else(|| self.invalid(key, &format!("a list, each {}", describe(bounds)), value))
+    }
+
+    /// Token ids given as one integer or a list of them, if present.
+    pub fn token_ids(&self, keys: &[&str]) -> Result<Option<Vec<u32>>, ConfigError> {
+        let Some((key, value)) = self.find(keys)? else { return Ok(None) };
+        let id = |v: &Value| v.as_u64().and_then(|id| u32::try_from(id).ok());
+        let ids = match value {
+            Value::Array(list) => list.iter().map(id).collect::<Option<Vec<u32>>>(),
+            one => id(one).map(|id| vec![id]),
+        };
+        ids.map(Some).ok_or_else(|| self.invalid(key, "a token id or a list of them", value))
+    }
+
+    /// The dtype under `dtype` or `torch_dtype`, if present: f32, bf16 or f16.
+    pub fn dtype(&self) -> Result<Option<DType>, ConfigError> {
+        let Some((key, value)) = self.find(&["dtype", "torch_dtype"])? else { return Ok(None) };
+        match value.as_str().map(|s| s.strip_prefix("torch.").unwrap_or(s)) {
+            Some("float32") => Ok(Some(DType::F32)),
+            Some("bfloat16") => Ok(Some(DType::BF16)),
+            Some("float16") => Ok(Some(DType::F16)),
+            Some("auto") => Ok(None),
+            _ => Err(self.invalid(key, "\"float32\", \"bfloat16\" or \"float16\"", value)),
+        }
+    }
+
+    /// Fails, naming the method, if the checkpoint is quantised.
+    pub fn refuse_quantization(&self) -> Result<(), ConfigError> {
+        let Some((key, value)) = self.find(&["quantization_config", "compression_config"])? else {
+            return Ok(());
+        };
+        let method = value.get("quant_method").and_then(Value::as_str);
+        let what = match method {
+            Some(method) => format!("quantisation method `{method}` (`{}{key}`)", self.prefix),
+            None => format!("`{}{key}` without a `quant_method`", self.prefix),
+        };
+        let advice = "; use the checkpoint in its original float dtype".to_string();
+        Err(ConfigError::Unsupported { file: self.file.to_string(), what, advice })
+    }
+
+    /// An error about a value of this config; `expected` completes "expected ...".
+    pub fn invalid(&self, key: &str, expected: &str, got: impl std::fmt::Display) -> ConfigError {
+        ConfigError::Invalid {
+            file: self.file.to_string(),
+            key: format!("{}{key}", self.prefix),
+            expected: expected.to_string(),
+            got: shorten(got.to_string()),
+        }
+    }
+
+    /// An error about a feature that the program lacks; `advice` follows the sentence.
+    pub fn unsupported(&self, what: impl Into<String>, advice: &str) -> ConfigError {
+        ConfigError::Unsupported {
+            file: self.file.to_string(),
+            what: what.into(),
+            advice: advice.to_string(),
+        }
+    }
+
+    fn missing(&self, keys: &[&str], expected: String) -> ConfigError {
+        let names: Vec<String> = keys.iter().map(|k| format!("{}{k}", self.prefix)).collect();
+        ConfigError::Missing { file: self.file.to_string(), key: names.join("` or `"), expected }
+    }
+
+    /// The first alias that is present, after checking that the others agree with it.
+    pub(super) fn find<'k>(&self, keys: &[&'k str]) -> Result<Option<(&'k str, &Value)>, ConfigError> {
+        let mut found: Option<(&'k str, &Value)> = None;
+        for &key in keys {
+            let Some(value) = self.object.get(key).filter(|v| !v.is_null()) else { continue };
+            match found {
+                None => found = Some((key, value)),
+                Some((first, v)) if v != value => {
+                    return Err(ConfigError::Contradiction {
+                        file: self.file.to_string(),
+                        first: format!("{}{first}", self.prefix),
+                        second: format!("{}{key}", self.prefix),
+                    });
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// A whole number that fits a usize; `8.0` counts as 8.
+fn as_size(value: &Value) -> Option<usize> {
+    if let Some(n) = value.as_u64() {
+        return usize::try_from(n).ok();
+    }
+    // Above 2^53 a float does not say which integer it means.
+    let x = value.as_f64()?;
+    (x >= 0.0 && x.fract() == 0.0 && x <= (1u64 << 53) as f64).then_some(x as usize)
+}
+
+fn describe(bounds: Bounds) -> String {
+    format!("an integer from {} to {}", bounds.min, bounds.max)
+}
+
+fn show(value: &Value) -> String {
+    shorten(value.to_string())
+}
+
+/// Values are quoted in messages, but a message is not a dump.
+fn shorten(text: String) -> String {
+    const LONGEST: usize = 120;
+    if text.chars().count() <= LONGEST {
+        return text;
+    }
+    text.chars().take(LONGEST).chain("...".chars()).collect()
+}

@@ -1,0 +1,134 @@
+//! The paged KV cache: per layer, keys and values in blocks of a fixed number of slots.
+//!
+//! Slot `s` of the cache is offset `s % block_size` of block `s / block_size`. A sequence owns
+//! the blocks of its block table; which ones never affects its results.
+
+use candle_core::{DType, Result, bail};
+
+use moe_kernels::{Buffer, View, ViewMut};
+
+/// What the KV cache of a model holds per token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvLayout {
+    /// Decoder layers with attention.
+    pub num_layers: usize,
+    /// Key-value heads on this rank, Hkv.
+    pub num_kv_heads: usize,
+    /// Dimensions of a head, D.
+    pub head_dim: usize,
+    /// Dtype of keys and values: the model's.
+    pub dtype: DType,
+}
+
+impl KvLayout {
+    /// Bytes that one token takes over all layers; an error on overflow.
+    pub fn bytes_per_token(&self) -> Result<usize> {
+        let factors = [2, self.num_layers, self.num_kv_heads, self.head_dim, self.dtype.size_in_bytes()];
+        match factors.iter().try_fold(1usize, |n, &f| n.checked_mul(f)) {
+            Some(bytes) => Ok(bytes),
+            None => bail!("the KV cache of {self:?} overflows"),
+        }
+    }
+
+    /// How many blocks of `block_size` slots fit into `bytes`.
+    pub fn blocks_in(&self, bytes: usize, block_size: usize) -> Result<usize> {
+        match self.bytes_per_token()?.checked_mul(block_size) {
+            Some(0) | None => bail!("a KV block of {block_size} slots of {self:?} has no valid size"),
+            Some(block) => Ok(bytes / block),
+        }
+    }
+}
+
+/// Keys and values of one layer, [num_blocks, Hkv, block_size, D] each, in the model dtype.
+#[derive(Debug)]
+pub struct KvLayer {
+    k: Buffer,
+    v: Buffer,
+}
+
+impl KvLayer {
+    /// The keys.
+    pub fn k(&self) -> View<'_> {
+        self.k.view()
+    }
+
+    /// The values.
+    pub fn v(&self) -> View<'_> {
+        self.v.view()
+    }
+
+    /// Keys and values, writable.
+    pub fn kv_mut(&mut self) -> (ViewMut<'_>, ViewMut<'_>) {
+        (self.k.view_mut(), self.v.view_mut())
+    }
+}
+
+/// Keys and values of all layers.
+#[derive(Debug)]
+pub struct KvCache {
+    layout: KvLayout,
+    num_blocks: usize,
+    block_size: usize,
+    layers: Vec<KvLayer>,
+}
+
+impl KvCache {
+    /// A cache of `num_blocks` blocks of `block_size` slots. Host memory is taken from the system
+    /// only as blocks are first written.
+    pub fn new(layout: KvLayout, num_blocks: usize, block_size: usize) -> Result<Self> {
+        if num_blocks == 0 || block_size == 0 {
+            bail!("the KV cache needs at least one block of one slot, got {num_blocks} of {block_size}")
+        }
+        // Slot u32::MAX means "write nothing".
+        if num_blocks.checked_mul(block_size).is_none_or(|slots| slots >= u32::MAX as usize) {
+            bail!("{num_blocks} KV blocks of {block_size} slots do not fit 32-bit slot numbers; use fewer")
+        }
+        let dims = [num_blocks, layout.num_kv_heads, block_size, layout.head_dim];
+        let bytes = layout.bytes_per_token()?;
+        if bytes.checked_mul(num_blocks * block_size).is_none_or(|bytes| bytes > isize::MAX as usize) {
+            bail!("a KV cache of {num_blocks} blocks of {block_size} slots of {layout:?} overflows")
+        }
+        let layer = || -> Result<KvLayer> {
+            Ok(KvLayer { k: Buffer::zeros(layout.dtype, &dims)?, v: Buffer::zeros(layout.dtype, &dims)? })
+        };
+        let layers = (0..layout.num_layers).map(|_| layer()).collect::<Result<_>>()?;
+        Ok(Self { layout, num_blocks, block_size, layers })
+    }
+
+    /// A cache that fills a memory budget with as many blocks as fit.
+    pub fn with_budget(layout: KvLayout, bytes: usize, block_size: usize) -> Result<Self> {
+        let blocks = layout.blocks_in(bytes, block_size)?;
+        if blocks == 0 {
+            bail!(
+                "a KV cache of {bytes} bytes holds no block: one of {block_size} slots needs {} bytes; \
+                 raise the budget or lower the block size",
+                layout.bytes_per_token()? * block_size
+            )
+        }
+        Self::new(layout, blocks, block_size)
+    }
+
+    /// What a token holds.
+    pub fn layout(&self) -> &KvLayout {
+        &self.layout
+    }
+
+    /// Number of blocks.
+    pub fn num_blocks(&self) -> usize {
+        self.num_blocks
+    }
+
+    /// Slots per block.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// Keys and values of one layer.
+    pub fn layer_mut(&mut self, layer: usize) -> Result<&mut KvLayer> {
+        let layers = self.layers.len();
+        match self.layers.get_mut(layer) {
+            Some(layer) => Ok(layer),
+            None => bail!("layer {layer} is outside of a KV cache of {layers} layers"),
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! The small modules of a decoder around its blocks: embedding, norm, vocabulary projection.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_nn::VarBuilder;
+
+use moe_kernels::{
+    Buffer, Exec, TensorView, View, ViewMut, Workspace, add_rms_norm_into, embedding_into, linear_into,
+    rms_norm_into,
+};
+
+/// RMS norm with a weight, `x / rms(x) * weight`, in f32 inside.
+#[derive(Clone, Debug)]
+pub struct RmsNorm {
+    weight: Tensor,
+    eps: f32,
+    workspace: Workspace,
+}
+
+impl RmsNorm {
+    /// From a weight `[H]`.
+    pub fn new(weight: Tensor, eps: f64) -> Result<Self> {
+        weight.dims1()?;
+        Ok(Self { weight: weight.contiguous()?, eps: eps as f32, workspace: Workspace::new() })
+    }
+
+    /// Loads `weight` `[size]`.
+    pub fn load(size: usize, eps: f64, vb: VarBuilder) -> Result<Self> {
+        Self::new(vb.get(size, "weight")?, eps)
+    }
+
+    /// The weight, `[H]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// `out` [T, H] (the weight's dtype) = norm of `x` [T, H] (the same or f32).
+    pub fn forward_into(&self, x: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        rms_norm_into(x, TensorView::new(&self.weight)?.view()?, self.eps, out, ex)
+    }
+
+    /// `residual` += `delta`, then `out` = norm of `residual`. All are [T, H]; `out` has the weight's
+    /// dtype, the other two either that or both f32.
+    pub fn add_forward_into(
+        &self,
+        delta: View,
+        residual: ViewMut,
+        out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        add_rms_norm_into(delta, TensorView::new(&self.weight)?.view()?, self.eps, residual, out, ex)
+    }
+
+    /// The norm of `x` [.., H] as a new tensor.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let mut ex = Exec::for_tensor(x, &self.workspace)?;
+        let rows = x.contiguous()?.reshape(((), self.weight.elem_count()))?;
+        let mut out = Buffer::zeros(x.dtype(), rows.dims())?;
+        self.forward_into(TensorView::new(&rows)?.view()?, out.view_mut(), &mut ex)?;
+        out.into_tensor()?.reshape(x.dims())
+    }
+}
+
+impl candle_nn::Module for RmsNorm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        RmsNorm::forward(self, x)
+    }
+}
+
+/// The token embedding.
+#[derive(Clone, Debug)]
+pub struct Embedding {
+    weight: Tensor,
+    workspace: Workspace,
+}
+
+impl Embedding {
+    /// From a table [V, H].
+    pub fn new(weight: Tensor) -> Result<Self> {
+        weight.dims2()?;
+        Ok(Self { weight: weight.contiguous()?, workspace: Workspace::new() })
+    }
+
+    /// Loads `weight` [vocab_size, hidden_size].
+    pub fn load(vocab_size: usize, hidden_size: usize, vb: VarBuilder) -> Result<Self> {
+        Self::new(vb.get((vocab_size, hidden_size), "weight")?)
+    }
+
+    /// The table, [V, H]: also the vocabulary projection of models with tied embeddings.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// `out` [T, H] (the table's dtype or f32) = the rows of `token_ids` `[T]` u32; an id outside of the
+    /// table is an error.
+    pub fn forward_into(&self, token_ids: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        embedding_into(TensorView::new(&self.weight)?.view()?, token_ids, out, ex)
+    }
+
+    /// The rows of `token_ids` (u32, any dims) as a new tensor with one more dimension.
+    pub fn forward(&self, token_ids: &Tensor) -> Result<Tensor> {
+        let mut ex = Exec::for_tensor(token_ids, &self.workspace)?;
+        let ids = token_ids.flatten_all()?.contiguous()?;
+        let hidden = self.weight.dims2()?.1;
+        let mut out = Buffer::zeros(self.weight.dtype(), &[ids.elem_count(), hidden])?;
+        self.forward_into(TensorView::new(&ids)?.view()?, out.view_mut(), &mut ex)?;
+        let dims: Vec<usize> = token_ids.dims().iter().copied().chain([hidden]).collect();
+        out.into_tensor()?.reshape(dims)
+    }
+}
+
+impl candle_nn::Module for Embedding {
+    fn forward(&self, token_ids: &Tensor) -> Result<Tensor> {
+        Embedding::forward(self, token_ids)
+    }
+}
+
+/// The vocabulary projection: hidden states to logits in f32.
+#[derive(Clone, Debug)]
+pub struct LmHead {
+    weight: Tensor,
+    workspace: Workspace,
+}
+
+impl LmHead {
+    /// From a weight [V, H]; pass a clone of [`Embedding::weight`] for tied embeddings.
+    pub fn new(weight: Tensor) -> Result<Self> {
+        weight.dims2()?;
+        Ok(Self { weight: weight.contiguous()?, workspace: Workspace::new() })
+    }
+
+    /// Loads `weight` [vocab_size, hidden_size].
+    pub fn load(vocab_size: usize, hidden_size: usize, vb: VarBuilder) -> Result<Self> {
+        Self::new(vb.get((vocab_size, hidden_size), "weight")?)
+    }
+
+    /// `logits` [R, V] f32 = `hidden` [R, H] times the weight's transpose, not rounded to the
+    /// model dtype.
+    pub fn forward_into(&self, hidden: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {
+        linear_into(hidden, TensorView::new(&self.weight)?.view()?, None, logits, ex)
+    }
+
+    /// Logits [R, V] f32 of `hidden` [R, H] as a new tensor.
+    pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
+        let mut ex = Exec::for_tensor(hidden, &self.workspace)?;
+        let hidden = hidden.contiguous()?;
+        let mut out = Buffer::zeros(DType::F32, &[hidden.dims2()?.0, self.weight.dims2()?.0])?;
+        self.forward_into(TensorView::new(&hidden)?.view()?, out.view_mut(), &mut ex)?;
+        out.into_tensor()
+    }
+}
+
+/// Copies the rows `rows` `[R]` u32 of `x` [T, H] to `out` [R, H]: the rows whose logits are wanted.
+/// A row outside of `x` is an error.
+pub fn gather_rows_into(x: View, rows: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    embedding_into(x, rows, out, ex)
+}
+
+/// Loads tensors of shape [rows, row...] under each other into one pack, each at its place, so that
+/// beside the pack only one of them is in memory. `parts` are names with their rows; `row` is
+/// `[columns]` for matrices and empty for vectors.
+pub fn load_packed<S: AsRef<str>>(vb: &VarBuilder, parts: &[(S, usize)], row: &[usize]) -> Result<Tensor> {
+    let dims = |rows: usize| [&[rows], row].concat();
+    let total = parts.iter().map(|(_, rows)| rows).sum();
+    let mut pack = Buffer::zeros(vb.dtype(), &dims(total))?;
+    let host = vb.clone().set_device(Device::Cpu);
+    let mut start = 0;
+    for (name, rows) in parts {
+        let part = host.get(dims(*rows), name.as_ref())?;
+        copy(TensorView::new(&part)?.view()?, pack.view_mut().narrow(start, *rows)?)?;
+        start += rows;
+    }
+    pack.into_tensor()?.to_device(vb.device())
+}
+
+fn copy(from: View, mut to: ViewMut) -> Result<()> {
+    fn typed<T: moe_kernels::Element>(from: View, to: &mut ViewMut) -> Result<()> {
+        let to = to.cpu_mut::<T>()?;
+        let from = from.cpu::<T>()?;
+        if from.len() != to.len() {
+            bail!("cannot copy {} elements to {}", from.len(), to.len())
+        }
+        to.copy_from_slice(from);
+        Ok(())
+    }
+    moe_kernels::with_float!(from.dtype(), "pack", T => typed::<T>(from, &mut to))
+}

@@ -1,0 +1,36 @@
+//! What a model author needs for fast candle inference: loading, attention, RoPE, paged KV cache, sampling.
+#![doc = include_str!("../README.md")]
+
+pub mod attention;
+pub mod blocks;
+pub mod checkpoint;
+pub mod config;
+pub mod generate;
+mod hash;
+pub mod kv_cache;
+pub mod layers;
+pub mod model;
+pub mod rope;
+pub mod sampling;
+pub mod step;
+
+pub use attention::{Attention, AttentionConfig, AttentionNames, AttentionWeights};
+pub use blocks::{BlockAllocator, SequenceBlocks};
+pub use checkpoint::{Checkpoint, CheckpointError, DummyWeights, TensorFiles, TensorSpec};
+pub use config::{Config, ConfigError, RopeConfig, RopeScaling};
+pub use generate::{
+    FinishReason, GenerateOptions, GenerateRequest, Generated, PromptError, TokenEvent, check_prompt,
+    generate, run_step,
+};
+pub use kv_cache::{KvCache, KvLayer, KvLayout};
+pub use layers::{Embedding, LmHead, RmsNorm};
+pub use model::{CausalLm, ModelInfo, MoeInfo, Observed, Observer};
+pub use rope::{Rope, RopeRows};
+pub use sampling::{SampleRow, SamplingError, SamplingParams, sample_rows};
+pub use step::{LogitsRows, SequenceStep, Step, StepViews};
+
+pub use moe_kernels::candle;
+pub use moe_kernels::{
+    Buffer, CpuIsa, Exec, RoutedExperts, Scratch, StepContext, TensorView, View, ViewMut, Workspace,
+};
+pub use moe_layer::Router;

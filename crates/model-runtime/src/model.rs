@@ -1,0 +1,87 @@
+//! What a causal language model is to the programs that run it.
+//!
+//! Generation, parity and benchmarks call the same [`CausalLm::forward`]; parity only adds an
+//! [`Observer`].
+
+use candle_core::Result;
+
+use moe_kernels::{Exec, View, ViewMut};
+
+use crate::kv_cache::{KvCache, KvLayout};
+use crate::step::StepViews;
+
+/// Facts of a model, from its config.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelInfo {
+    /// Number of token ids V.
+    pub vocab_size: usize,
+    /// Width of the residual stream H.
+    pub hidden_size: usize,
+    /// Number of decoder layers.
+    pub num_layers: usize,
+    /// `max_position_embeddings` of the config.
+    pub max_position_embeddings: usize,
+    /// The longest sequence that the positions are made for (RoPE scaling included).
+    pub max_context_len: usize,
+    /// What the KV cache holds per token; its dtype is the model's.
+    pub kv: KvLayout,
+    /// The routed experts; `None` for a dense model.
+    pub moe: Option<MoeInfo>,
+}
+
+/// Facts of a model's routed experts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MoeInfo {
+    /// Decoder layers that have experts, ascending. MoE layer m of captures and heat is decoder
+    /// layer `layers[m]`.
+    pub layers: Vec<usize>,
+    /// Routed experts E of a layer.
+    pub num_experts: usize,
+    /// Experts per token K, without fused shared ones.
+    pub top_k: usize,
+}
+
+/// What an [`Observer`] is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Observed {
+    /// Hidden states as transformers counts them (`output_hidden_states`), [T, H] in the model
+    /// dtype or f32: 0 = embeddings, i = after decoder layer i - 1, and the last, L, after the final
+    /// norm.
+    HiddenStates(usize),
+    /// Router logits of a decoder layer, [T, E] f32.
+    RouterLogits(usize),
+}
+
+/// Sees intermediate results of a forward pass.
+pub trait Observer: Send {
+    /// Called once for each result, in the order of execution. The view is only valid now.
+    fn observe(&mut self, what: Observed, data: View) -> Result<()>;
+}
+
+/// A causal language model with a paged KV cache.
+pub trait CausalLm: Send + Sync {
+    /// The model's facts.
+    fn info(&self) -> &ModelInfo;
+
+    /// The router of MoE layer `moe_layer` (an index into [`MoeInfo::layers`]), unless the layer
+    /// has none or hides it inside a kernel.
+    fn router(&self, moe_layer: usize) -> Option<&moe_layer::Router> {
+        let _ = moe_layer;
+        None
+    }
+
+    /// Executes a step: writes keys and values of all rows to `kv`, and the logits of the rows
+    /// that the step names to `logits`, [R, V] f32. With an observer, also shows it the
+    /// intermediate results of all rows; the logits' bits are the same.
+    ///
+    /// Token ids, replay, capture and heat of mixture-of-experts layers travel in `ex.step`
+    /// ([`moe_kernels::StepContext`]).
+    fn forward(
+        &self,
+        step: &StepViews,
+        kv: &mut KvCache,
+        logits: ViewMut,
+        observer: Option<&mut dyn Observer>,
+        ex: &mut Exec,
+    ) -> Result<()>;
+}

@@ -1,0 +1,126 @@
+//! One token from one row of logits.
+
+use super::nucleus;
+use super::random::random_bits;
+use super::select::{self, key, top};
+use super::weights::Weights;
+use super::{SMALLEST_TEMPERATURE, SamplingError, SamplingParams};
+
+/// Tokens whose weights are summed together.
+const BLOCK: usize = 1024;
+/// Running maxima that are kept side by side, so that the compiler vectorises the search.
+const LANES: usize = 16;
+
+/// Samples a token from `logits` (-inf excludes a token) for output position `position`.
+///
+/// 1. `e(i) = exp((logit(i) - max) / temperature)`, so the likeliest token has 1; min-p drops
+///    tokens with `e(i) < min_p`.
+/// 2. The weight of a token is `2^38 e(i)`, rounded to an integer.
+/// 3. top-k keeps k tokens in the order (higher logit, lower id).
+/// 4. top-p goes through that order and keeps tokens as long as the weight before them is less
+///    than `top_p` times the weight of all that are left.
+/// 5. With 64 random bits u, the first token in the order of ids at which the running weight
+///    exceeds `u * total / 2^64` is drawn.
+pub fn sample(logits: &[f32], params: &SamplingParams, position: u64) -> Result<u32, SamplingError> {
+    params.validate()?;
+    let (likeliest, max) = argmax(logits)?;
+    if params.is_greedy() {
+        return Ok(likeliest);
+    }
+    let temperature = params.temperature.max(SMALLEST_TEMPERATURE);
+    let weights = Weights { max, temperature, min_p: params.min_p };
+    let random = random_bits(params.seed, position);
+    let drawn = if params.top_k > 0 && params.top_k < logits.len() {
+        draw_top_k(logits, params, &weights, random)
+    } else if params.top_p < 1.0 {
+        let smallest = nucleus::smallest_key(logits, params.top_p, &weights);
+        draw(logits, |i, x| if key(x, i) >= smallest { weights.of(x) } else { 0 }, random)
+    } else {
+        draw(logits, |_, x| weights.of(x), random)
+    };
+    Ok(drawn.unwrap_or(likeliest))
+}
+
+/// The likeliest token and its logit; the lower id of equals.
+fn argmax(logits: &[f32]) -> Result<(u32, f32), SamplingError> {
+    let mut maxima = [f32::NEG_INFINITY; LANES];
+    let mut invalid = [false; LANES];
+    let (rows, rest) = logits.as_chunks::<LANES>();
+    for row in rows {
+        for (lane, &x) in row.iter().enumerate() {
+            maxima[lane] = if x > maxima[lane] { x } else { maxima[lane] };
+            invalid[lane] |= is_invalid(x);
+        }
+    }
+    let max = maxima.iter().chain(rest).fold(f32::NEG_INFINITY, |m, &x| if x > m { x } else { m });
+    if invalid.contains(&true) || rest.iter().any(|&x| is_invalid(x)) {
+        let bad = (0u32..).zip(logits).find(|&(_, &x)| is_invalid(x));
+        let (token_id, value) = bad.map_or((0, f32::NAN), |(i, &x)| (i, x));
+        return Err(SamplingError::NotFinite { token_id, value });
+    }
+    match logits.iter().position(|&x| x == max) {
+        Some(i) if max > f32::NEG_INFINITY => Ok((i as u32, max)),
+        _ => Err(SamplingError::Empty),
+    }
+}
+
+/// NaN or +inf: -inf is how a token is excluded.
+#[inline(always)]
+fn is_invalid(logit: f32) -> bool {
+    logit.is_nan() || logit == f32::INFINITY
+}
+
+/// The draw among the `top_k` likeliest tokens and, of these, the nucleus of `top_p`.
+fn draw_top_k(logits: &[f32], params: &SamplingParams, weights: &Weights, random: u64) -> Option<u32> {
+    let token = |key| {
+        let id = select::id(key);
+        (id, logits.get(id as usize).map_or(0, |&x| weights.of(x)))
+    };
+    let mut kept: Vec<(u32, u64)> = top(logits, params.top_k).into_iter().map(token).collect();
+    if params.top_p < 1.0 {
+        let wanted = params.top_p as f64 * kept.iter().map(|(_, w)| w).sum::<u64>() as f64;
+        let mut before = 0u64;
+        kept.retain(|(_, weight)| {
+            let keep = (before as f64) < wanted;
+            before += weight;
+            keep
+        });
+    }
+    kept.sort_unstable();
+    let total = kept.iter().map(|(_, w)| w).sum();
+    at_share(kept, share(total, random))
+}
+
+/// The draw over the whole vocabulary with these weights: block sums lead to the block of the
+/// drawn token.
+fn draw(logits: &[f32], weight: impl Fn(u32, f32) -> u64, random: u64) -> Option<u32> {
+    let blocks = || (0u32..).step_by(BLOCK).zip(logits.chunks(BLOCK));
+    let weights =
+        |(first, block)| -> _ { (first..).zip(block).map(|(i, &x): (u32, &f32)| (i, weight(i, x))) };
+    let sum = |block| weights(block).map(|(_, w)| w).sum();
+    let sums: Vec<u64> = blocks().map(sum).collect();
+    let mut share = share(sums.iter().sum(), random);
+    for (block, sum) in blocks().zip(sums) {
+        if share < sum {
+            return at_share(weights(block), share);
+        }
+        share -= sum;
+    }
+    None
+}
+
+/// The part of the total that 64 random bits stand for; below the total.
+fn share(total: u64, random: u64) -> u64 {
+    ((random as u128 * total as u128) >> 64) as u64
+}
+
+/// The first token at which the running weight exceeds `share`.
+fn at_share(tokens: impl IntoIterator<Item = (u32, u64)>, mut share: u64) -> Option<u32> {
+    for (id, weight) in tokens {
+        if share < weight {
+            return Some(id);
+        }
+        share -= weight;
+    }
+    None
+}

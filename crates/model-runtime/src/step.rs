@@ -1,0 +1,254 @@
+//! The step: which rows a model executes, as plain data.
+//!
+//! A step is one forward pass over the new tokens of several sequences: whole prompts, chunks of
+//! prompts and single decoded tokens, mixed. Scheduling ends where a step begins: executing it
+//! needs nothing else, so that the same step runs eagerly on a CPU or is replayed as a captured
+//! graph over device copies of the same arrays.
+//!
+//! | field | shape | meaning |
+//! |---|---|---|
+//! | `token_ids` | `[T]` | ids of the new tokens, sequence after sequence |
+//! | `positions` | `[T]` | position of each in its sequence |
+//! | `slot_mapping` | `[T]` | KV slot of each: `block * block_size + offset`; u32::MAX = write nothing |
+//! | `rope_len` | `[T]` | length that the rotary frequencies are for (see [`crate::rope`]) |
+//! | `query_start_loc` | [S+1] | rows of sequence s are `query_start_loc[s]..query_start_loc[s+1]` |
+//! | `block_tables` | [S, max_blocks] | KV blocks of each sequence, padded with 0 |
+//! | `logits_rows` | `[R]` | the rows whose logits are wanted, ascending |
+//! | `logits_start_loc` | [S+1] | logits of sequence s are `logits_start_loc[s]..logits_start_loc[s+1]` |
+
+use candle_core::{Result, bail};
+
+use moe_kernels::View;
+
+/// Which rows of a sequence need logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogitsRows {
+    /// None: a chunk of a prompt that goes on.
+    None,
+    /// The last one, to sample the next token.
+    Last,
+    /// All: teacher forcing, prompt logprobs.
+    All,
+}
+
+/// The new tokens of one sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct SequenceStep<'a> {
+    /// Ids of the new tokens; at least one.
+    pub token_ids: &'a [u32],
+    /// Position of the first: how many tokens of the sequence are in the KV cache.
+    pub start: usize,
+    /// Length of the prompt.
+    pub prompt_len: usize,
+    /// KV blocks of the sequence, enough for all tokens including the new ones.
+    pub blocks: &'a [u32],
+    /// Which rows need logits.
+    pub logits: LogitsRows,
+}
+
+/// One forward pass over the new tokens of several sequences, as host data.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    token_ids: Vec<u32>,
+    positions: Vec<u32>,
+    slot_mapping: Vec<u32>,
+    rope_len: Vec<u32>,
+    query_start_loc: Vec<u32>,
+    block_tables: Vec<u32>,
+    max_blocks: usize,
+    logits_rows: Vec<u32>,
+    logits_start_loc: Vec<u32>,
+}
+
+/// The arrays that executing a step reads, in host or device memory. All are u32; shapes as in
+/// the module's table.
+#[derive(Clone, Copy, Debug)]
+pub struct StepViews<'a> {
+    /// Token ids, `[T]`.
+    pub token_ids: View<'a>,
+    /// Positions, `[T]`.
+    pub positions: View<'a>,
+    /// KV slots, `[T]`.
+    pub slot_mapping: View<'a>,
+    /// Lengths for the rotary frequencies, `[T]`.
+    pub rope_len: View<'a>,
+    /// Row ranges of the sequences, [S+1].
+    pub query_start_loc: View<'a>,
+    /// KV blocks of the sequences, [S, max_blocks].
+    pub block_tables: View<'a>,
+    /// Rows whose logits are wanted, `[R]`.
+    pub logits_rows: View<'a>,
+}
+
+impl StepViews<'_> {
+    /// Number of rows T.
+    pub fn num_tokens(&self) -> usize {
+        self.token_ids.elem_count()
+    }
+
+    /// Number of rows R whose logits are wanted.
+    pub fn num_logits(&self) -> usize {
+        self.logits_rows.elem_count()
+    }
+}
+
+impl Step {
+    /// Assembles the step of some sequences; each has rows of its own, in the given order.
+    pub fn new<'a>(sequences: impl IntoIterator<Item = SequenceStep<'a>>, block_size: usize) -> Result<Self> {
+        let sequences: Vec<SequenceStep> = sequences.into_iter().collect();
+        let mut step = Self { query_start_loc: vec![0], logits_start_loc: vec![0], ..Self::default() };
+        step.max_blocks = sequences.iter().map(|s| s.blocks.len()).max().unwrap_or(0);
+        for (s, sequence) in sequences.iter().enumerate() {
+            if let Err(e) = step.push(sequence, block_size) {
+                bail!("step: sequence {s}: {e}")
+            }
+        }
+        Ok(step)
+    }
+
+    fn push(&mut self, seq: &SequenceStep, block_size: usize) -> Result<()> {
+        check(seq, block_size)?;
+        for (i, &id) in seq.token_ids.iter().enumerate() {
+            let position = seq.start + i;
+            let slot = seq.blocks[position / block_size] as usize * block_size + position % block_size;
+            match u32::try_from(slot) {
+                Ok(slot) if slot != u32::MAX => self.slot_mapping.push(slot),
+                _ => bail!("KV slot {slot} does not fit 32 bits; use fewer KV blocks"),
+            }
+            self.token_ids.push(id);
+            self.positions.push(position as u32);
+            self.rope_len.push(seq.prompt_len.max(position + 1) as u32);
+        }
+        let rows = self.token_ids.len();
+        if rows > u32::MAX as usize {
+            bail!("{rows} rows do not fit 32 bits")
+        }
+        self.query_start_loc.push(rows as u32);
+        self.block_tables.extend_from_slice(seq.blocks);
+        self.block_tables.resize(self.block_tables.len() + self.max_blocks - seq.blocks.len(), 0);
+        let first = match seq.logits {
+            LogitsRows::None => rows,
+            LogitsRows::Last => rows - 1,
+            LogitsRows::All => rows - seq.token_ids.len(),
+        };
+        self.logits_rows.extend(first as u32..rows as u32);
+        self.logits_start_loc.push(self.logits_rows.len() as u32);
+        Ok(())
+    }
+
+    /// Number of rows T.
+    pub fn num_tokens(&self) -> usize {
+        self.token_ids.len()
+    }
+
+    /// Number of sequences S.
+    pub fn num_sequences(&self) -> usize {
+        self.query_start_loc.len().saturating_sub(1)
+    }
+
+    /// Number of rows R whose logits are wanted.
+    pub fn num_logits(&self) -> usize {
+        self.logits_rows.len()
+    }
+
+    /// Ids of the new tokens, `[T]`.
+    pub fn token_ids(&self) -> &[u32] {
+        &self.token_ids
+    }
+
+    /// Positions, `[T]`.
+    pub fn positions(&self) -> &[u32] {
+        &self.positions
+    }
+
+    /// KV slots, `[T]`.
+    pub fn slot_mapping(&self) -> &[u32] {
+        &self.slot_mapping
+    }
+
+    /// Lengths for the rotary frequencies, `[T]`.
+    pub fn rope_len(&self) -> &[u32] {
+        &self.rope_len
+    }
+
+    /// Row ranges of the sequences, [S+1].
+    pub fn query_start_loc(&self) -> &[u32] {
+        &self.query_start_loc
+    }
+
+    /// KV blocks of the sequences, [S, max_blocks].
+    pub fn block_tables(&self) -> &[u32] {
+        &self.block_tables
+    }
+
+    /// Columns of `block_tables`.
+    pub fn max_blocks(&self) -> usize {
+        self.max_blocks
+    }
+
+    /// Rows whose logits are wanted, `[R]`.
+    pub fn logits_rows(&self) -> &[u32] {
+        &self.logits_rows
+    }
+
+    /// Which rows of the logits belong to sequence `s`; empty for an unknown one.
+    pub fn logits_range(&self, s: usize) -> std::ops::Range<usize> {
+        match self.logits_start_loc.get(s..s.saturating_add(2)) {
+            Some(&[from, to]) => from as usize..to as usize,
+            _ => 0..0,
+        }
+    }
+
+    /// Fails for a token id that the vocabulary lacks.
+    pub fn check_vocab(&self, vocab_size: usize) -> Result<()> {
+        match self.token_ids.iter().position(|&id| id as usize >= vocab_size) {
+            None => Ok(()),
+            Some(row) => bail!(
+                "step: row {row}: token id {} is outside of the vocabulary of {vocab_size}",
+                self.token_ids[row]
+            ),
+        }
+    }
+
+    /// The arrays in host memory.
+    pub fn views(&self) -> Result<StepViews<'_>> {
+        Ok(StepViews {
+            token_ids: vector(&self.token_ids)?,
+            positions: vector(&self.positions)?,
+            slot_mapping: vector(&self.slot_mapping)?,
+            rope_len: vector(&self.rope_len)?,
+            query_start_loc: vector(&self.query_start_loc)?,
+            block_tables: View::new(&self.block_tables, &[self.num_sequences(), self.max_blocks])?,
+            logits_rows: vector(&self.logits_rows)?,
+        })
+    }
+}
+
+fn vector(data: &[u32]) -> Result<View<'_>> {
+    View::new(data, &[data.len()])
+}
+
+/// Checks one sequence, so that none of its positions overflows or lies outside of its blocks.
+fn check(seq: &SequenceStep, block_size: usize) -> Result<()> {
+    if seq.token_ids.is_empty() {
+        bail!("expected at least one new token")
+    }
+    if seq.prompt_len == 0 {
+        bail!("expected a prompt of at least one token")
+    }
+    let Some(capacity) = seq.blocks.len().checked_mul(block_size) else {
+        bail!("{} KV blocks of {block_size} slots overflow", seq.blocks.len())
+    };
+    match seq.start.checked_add(seq.token_ids.len()) {
+        Some(end) if end.max(seq.prompt_len) > u32::MAX as usize => {
+            bail!("position {end} or a prompt of {} tokens does not fit 32 bits", seq.prompt_len)
+        }
+        Some(end) if end <= capacity => Ok(()),
+        _ => bail!(
+            "{} new tokens from position {} need more KV slots than the {capacity} of its {} blocks",
+            seq.token_ids.len(),
+            seq.start,
+            seq.blocks.len()
+        ),
+    }
+}

@@ -1,0 +1,202 @@
+//! The attention layer against its definition in f64 over whole sequences.
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::VarBuilder;
+use model_runtime::config::{Config, RopeConfig};
+use model_runtime::{
+    Attention, AttentionConfig, AttentionNames, AttentionWeights, KvCache, KvLayout, LogitsRows, Rope,
+    SequenceStep, Step,
+};
+use proptest::prelude::*;
+
+use crate::message;
+
+const CPU: Device = Device::Cpu;
+
+fn pseudo(seed: usize, n: usize) -> Vec<f32> {
+    (0..n).map(|i| (((i + 1) * 7919 + seed * 104_729) % 2003) as f32 / 1001.5 - 1.0).collect()
+}
+
+/// The layer with random weights, and the same weights by name.
+fn layer(config: &AttentionConfig) -> Result<(Attention, HashMap<String, Vec<f32>>)> {
+    let (h, d) = (config.hidden_size, config.head_dim);
+    let (q, kv) = (config.num_heads * d, config.num_kv_heads * d);
+    let mut shapes = vec![
+        ("query.weight", vec![q, h]),
+        ("k_proj.weight", vec![kv, h]),
+        ("v_proj.weight", vec![kv, h]),
+        ("o_proj.weight", vec![h, q]),
+    ];
+    if config.qkv_bias {
+        shapes.extend([("query.bias", vec![q]), ("k_proj.bias", vec![kv]), ("v_proj.bias", vec![kv])]);
+    }
+    if config.o_bias {
+        shapes.push(("o_proj.bias", vec![h]));
+    }
+    if config.qk_norm {
+        shapes.extend([("q_norm.weight", vec![d]), ("k_norm.weight", vec![d])]);
+    }
+    let (mut tensors, mut values) = (HashMap::new(), HashMap::new());
+    for (seed, (name, shape)) in shapes.into_iter().enumerate() {
+        let data = pseudo(seed, shape.iter().product());
+        tensors.insert(name.to_string(), Tensor::from_vec(data.clone(), shape, &CPU)?);
+        values.insert(name.to_string(), data);
+    }
+    let names = AttentionNames { q: "query", ..AttentionNames::default() };
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+    Ok((Attention::load(config.clone(), names, vb)?, values))
+}
+
+/// y = x w^T + b in f64.
+fn linear(x: &[f64], w: &[f32], b: Option<&Vec<f32>>) -> Vec<f64> {
+    let rows = w.chunks(x.len());
+    rows.enumerate()
+        .map(|(i, w)| {
+            let dot: f64 = w.iter().zip(x).map(|(&w, &x)| w as f64 * x).sum();
+            dot + b.map_or(0.0, |b| b[i] as f64)
+        })
+        .collect()
+}
+
+/// Norm (if any) and rotation of one head at a position.
+fn head(x: &[f64], norm: Option<&Vec<f32>>, eps: f64, position: usize) -> Vec<f64> {
+    let d = x.len();
+    let mut x = x.to_vec();
+    if let Some(w) = norm {
+        let rms = (x.iter().map(|x| x * x).sum::<f64>() / d as f64 + eps).sqrt();
+        x.iter_mut().zip(w).for_each(|(x, &w)| *x = *x / rms * w as f64);
+    }
+    (0..d)
+        .map(|i| {
+            let angle = position as f64 / 10000f64.powf((i % (d / 2)) as f64 * 2.0 / d as f64);
+            let other = if i < d / 2 { -x[i + d / 2] } else { x[i - d / 2] };
+            x[i] * angle.cos() + other * angle.sin()
+        })
+        .collect()
+}
+
+/// The outputs of a sequence from its inputs, by the definition.
+fn reference(config: &AttentionConfig, w: &HashMap<String, Vec<f32>>, x: &[Vec<f32>]) -> Vec<Vec<f64>> {
+    let (d, group) = (config.head_dim, config.num_heads / config.num_kv_heads);
+    let project = |x: &Vec<f32>, name: &str| {
+        let x: Vec<f64> = x.iter().map(|&x| x as f64).collect();
+        linear(&x, &w[&format!("{name}.weight")], w.get(&format!("{name}.bias")))
+    };
+    let heads = |x: &Vec<f32>, name: &str, norm: &str, position: usize| -> Vec<Vec<f64>> {
+        let norm = w.get(&format!("{norm}.weight"));
+        project(x, name).chunks(d).map(|h| head(h, norm, config.rms_norm_eps, position)).collect()
+    };
+    let keys: Vec<_> = x.iter().enumerate().map(|(p, x)| heads(x, "k_proj", "k_norm", p)).collect();
+    let values: Vec<Vec<f64>> = x.iter().map(|x| project(x, "v_proj")).collect();
+    let row = |(p, x): (usize, &Vec<f32>)| {
+        let first = config.sliding_window.map_or(0, |window| (p + 1).saturating_sub(window));
+        let mut attended = Vec::new();
+        for (h, q) in heads(x, "query", "q_norm", p).iter().enumerate() {
+            let scale = config.softmax_scale.unwrap_or(1.0 / (d as f64).sqrt());
+            let dot = |k: &[f64]| q.iter().zip(k).map(|(a, b)| a * b).sum::<f64>() * scale;
+            let scores: Vec<f64> = (first..=p).map(|j| dot(&keys[j][h / group])).collect();
+            let max = scores.iter().fold(f64::MIN, |a, &b| a.max(b));
+            let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            for i in 0..d {
+                let v = |j: usize| values[j][h / group * d + i];
+                attended.push((first..=p).zip(&weights).map(|(j, w)| w / total * v(j)).sum());
+            }
+        }
+        linear(&attended, &w["o_proj.weight"], w.get("o_proj.bias"))
+    };
+    x.iter().enumerate().map(row).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+    /// Two sequences, each cut into two parts, in one cache: every row equals the definition.
+    #[test]
+    fn equals_the_definition(
+        kv_heads in 1usize..3, group in 1usize..4, half in 1usize..6, hidden in 1usize..20,
+        qkv_bias: bool, o_bias: bool, qk_norm: bool,
+        window in prop_oneof![Just(None), (1usize..80).prop_map(Some)],
+        scale in prop_oneof![Just(None), Just(Some(0.3))],
+        lens in (1usize..90, 1usize..20), cut in 0.0f64..1.0, block_size in 1usize..20,
+    ) {
+        let config = AttentionConfig {
+            hidden_size: hidden, num_heads: kv_heads * group, num_kv_heads: kv_heads, head_dim: 2 * half,
+            qkv_bias, o_bias, qk_norm, rms_norm_eps: 1e-5, sliding_window: window, softmax_scale: scale,
+        };
+        let (attention, weights) = layer(&config).unwrap();
+        let rope = RopeConfig::from_config(&Config::parse("{}", "c").unwrap(), 2 * half, 4096).unwrap();
+        let rope = Rope::new(rope);
+        let layout = KvLayout { num_layers: 1, num_kv_heads: kv_heads, head_dim: 2 * half, dtype: DType::F32 };
+        let mut kv = KvCache::new(layout, 200, block_size).unwrap();
+        let lens = [lens.0, lens.1];
+        let inputs = [0, 1].map(|s| -> Vec<Vec<f32>> {
+            (0..lens[s]).map(|i| pseudo(50 + 13 * s + 2 * i, hidden)).collect()
+        });
+        // Interleaved blocks: sequence s has blocks s, s + 2, ...
+        let blocks = [0, 1].map(|s| -> Vec<u32> { (0..lens[s].div_ceil(block_size)).map(|b| (2 * b + s) as u32).collect() });
+        let mut outputs = [vec![], vec![]];
+        let cuts = lens.map(|len| (len as f64 * cut) as usize);
+        for spans in [[0..cuts[0], 0..cuts[1]], [cuts[0]..lens[0], cuts[1]..lens[1]]] {
+            let ids = [0u32; 100];
+            let active: Vec<usize> = (0..2).filter(|&s| !spans[s].is_empty()).collect();
+            if active.is_empty() { continue }
+            let step = Step::new(active.iter().map(|&s| SequenceStep {
+                token_ids: &ids[..spans[s].len()], start: spans[s].start, prompt_len: lens[s], blocks: &blocks[s],
+                logits: LogitsRows::None,
+            }), block_size).unwrap();
+            let rows: Vec<Vec<f32>> = active.iter().flat_map(|&s| inputs[s][spans[s].clone()].to_vec()).collect();
+            let x = Tensor::new(rows, &CPU).unwrap();
+            let out = attention.forward(&x, &step.views().unwrap(), &rope, kv.layer_mut(0).unwrap()).unwrap();
+            let mut rows = out.to_vec2::<f32>().unwrap().into_iter();
+            for &s in &active {
+                outputs[s].extend(rows.by_ref().take(spans[s].len()));
+            }
+        }
+        for s in 0..2 {
+            let want = reference(&config, &weights, &inputs[s]);
+            for (p, (got, want)) in outputs[s].iter().zip(&want).enumerate() {
+                for (got, want) in got.iter().zip(want) {
+                    prop_assert!((*got as f64 - want).abs() < 2e-3 * (1.0 + want.abs()), "sequence {s}, row {p}: {got} {want}");
+                }
+            }
+            prop_assert_eq!(outputs[s].len(), want.len());
+        }
+    }
+}
+
+#[test]
+fn wrong_configs_and_weights_are_refused() -> Result<()> {
+    let config = crate::tiny::attention_config(None);
+    let load = |config: AttentionConfig| {
+        Attention::load(config, AttentionNames::default(), VarBuilder::zeros(DType::F32, &CPU))
+    };
+    load(config.clone())?;
+    let e = message(load(AttentionConfig { num_heads: 3, ..config.clone() }));
+    assert!(e.contains("num_heads divisible by num_kv_heads, got 3 and 2"), "{e}");
+    assert!(
+        message(load(AttentionConfig { head_dim: 7, ..config.clone() })).contains("even head_dim, got 7")
+    );
+    assert!(message(load(AttentionConfig { sliding_window: Some(0), ..config.clone() })).contains("window"));
+
+    let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &CPU);
+    let weights = AttentionWeights {
+        qkv: zeros(&[64, 24])?,
+        qkv_bias: Some(zeros(&[64])?),
+        o: zeros(&[24, 32])?,
+        o_bias: None,
+        qk_norm: Some((zeros(&[8])?, zeros(&[8])?)),
+    };
+    Attention::new(config.clone(), weights.clone())?;
+    let wrong = AttentionWeights { o: zeros(&[32, 24])?, ..weights.clone() };
+    let e = message(Attention::new(config.clone(), wrong));
+    assert!(e.contains("expected o [24, 32] of dtype f32, got [32, 24] of f32"), "{e}");
+    let wrong = AttentionWeights { o: zeros(&[24, 32])?.to_dtype(DType::BF16)?, ..weights.clone() };
+    assert!(message(Attention::new(config.clone(), wrong)).contains("of bf16"));
+    let wrong = AttentionWeights { qkv_bias: None, ..weights.clone() };
+    assert!(message(Attention::new(config.clone(), wrong)).contains("expected qkv_bias to be present: true"));
+    let wrong = AttentionWeights { qk_norm: None, ..weights };
+    assert!(message(Attention::new(config, wrong)).contains("expected qk_norm to be present: true"));
+    Ok(())
+}

@@ -1,0 +1,87 @@
+//! The small modules, against their definitions.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Module, VarBuilder};
+use half::bf16;
+use model_runtime::layers::{gather_rows_into, load_packed};
+use model_runtime::{Embedding, Exec, LmHead, RmsNorm, View, ViewMut};
+
+use crate::message;
+
+const CPU: Device = Device::Cpu;
+
+#[test]
+fn rms_norm_is_its_formula() -> Result<()> {
+    let x = [0.5f32, -2.0, 3.0, 0.0, 0.0, 1.0];
+    let norm = RmsNorm::new(Tensor::new(&[1f32, 2.0, -1.0], &CPU)?, 1e-3)?;
+    let got = norm.forward(&Tensor::new(&x, &CPU)?.reshape((1, 2, 3))?)?;
+    assert_eq!(got.dims(), [1, 2, 3]);
+    for (r, row) in got.flatten_to(1)?.to_vec2::<f32>()?.iter().enumerate() {
+        let x = &x[r * 3..][..3];
+        let rms = (x.iter().map(|&x| (x as f64).powi(2)).sum::<f64>() / 3.0 + 1e-3).sqrt();
+        for (i, w) in [1.0, 2.0, -1.0].into_iter().enumerate() {
+            assert!((row[i] as f64 - x[i] as f64 / rms * w).abs() < 1e-6);
+        }
+    }
+    // The residual form: residual += delta, out = norm(residual).
+    let (delta, mut residual, mut out) = ([0.25f32, 1.0, -1.0], [0.5f32, -2.0, 3.0], [0f32; 3]);
+    norm.add_forward_into(
+        View::new(&delta, &[1, 3])?,
+        ViewMut::new(&mut residual, &[1, 3])?,
+        ViewMut::new(&mut out, &[1, 3])?,
+        &mut Exec::cpu(),
+    )?;
+    assert_eq!(residual, [0.75, -1.0, 2.0]);
+    assert_eq!(
+        out.to_vec(),
+        norm.forward(&Tensor::new(&[residual], &CPU)?)?.flatten_all()?.to_vec1::<f32>()?
+    );
+    Ok(())
+}
+
+#[test]
+fn embedding_gathers_and_lm_head_projects() -> Result<()> {
+    let table = Tensor::arange(0f32, 12.0, &CPU)?.reshape((4, 3))?.to_dtype(DType::BF16)?;
+    let embedding = Embedding::new(table)?;
+    let ids = Tensor::new(&[[3u32, 0], [1, 1]], &CPU)?;
+    let got = Module::forward(&embedding, &ids)?;
+    assert_eq!(got.dims(), [2, 2, 3]);
+    let want = [9., 10., 11., 0., 1., 2., 3., 4., 5., 3., 4., 5.].map(bf16::from_f64);
+    assert_eq!(got.flatten_all()?.to_vec1::<bf16>()?, want);
+    assert!(message(embedding.forward(&Tensor::new(&[4u32], &CPU)?)).contains('4'));
+
+    // Tied embeddings: the head shares the table. Its logits are f32.
+    let head = LmHead::new(embedding.weight().clone())?;
+    let hidden = Tensor::new(&[[1f32, 0.5, -1.0]], &CPU)?.to_dtype(DType::BF16)?;
+    assert_eq!(head.forward(&hidden)?.to_vec2::<f32>()?, [[-1.5, 0.0, 1.5, 3.0]]);
+    Ok(())
+}
+
+#[test]
+fn wanted_rows_are_gathered() -> Result<()> {
+    let (x, mut out) = ([1f32, 2.0, 3.0, 4.0, 5.0, 6.0], [0f32; 4]);
+    let (x, rows) = (View::new(&x, &[3, 2])?, [2u32, 0]);
+    gather_rows_into(x, View::new(&rows, &[2])?, ViewMut::new(&mut out, &[2, 2])?, &mut Exec::cpu())?;
+    assert_eq!(out, [5.0, 6.0, 1.0, 2.0]);
+    Ok(())
+}
+
+#[test]
+fn packs_hold_their_parts_in_order() -> Result<()> {
+    let t = |from: f32, dims: &[usize]| {
+        Tensor::arange(from, from + dims.iter().product::<usize>() as f32, &CPU)?.reshape(dims)
+    };
+    let tensors = [
+        ("q.weight", t(0.0, &[2, 3])?),
+        ("k.weight", t(10.0, &[1, 3])?),
+        ("q.bias", t(0.0, &[2])?),
+        ("k.bias", t(7.0, &[1])?),
+    ];
+    let tensors = tensors.into_iter().map(|(n, t)| (n.to_string(), t)).collect();
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+    let pack = load_packed(&vb, &[("q.weight", 2), ("k.weight", 1)], &[3])?;
+    assert_eq!(pack.to_vec2::<f32>()?, [[0., 1., 2.], [3., 4., 5.], [10., 11., 12.]]);
+    assert_eq!(load_packed(&vb, &[("q.bias", 2), ("k.bias", 1)], &[])?.to_vec1::<f32>()?, [0., 1., 7.]);
+    assert!(message(load_packed(&vb, &[("q.weight", 3)], &[3])).contains("q.weight"));
+    Ok(())
+}

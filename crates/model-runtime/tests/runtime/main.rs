@@ -1,0 +1,20 @@
+//! Tests of the public API, in one binary.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod attention;
+mod checkpoint;
+mod config;
+mod generate;
+mod layers;
+mod rope;
+mod sampling;
+mod step;
+mod tiny;
+
+/// The message of an error, or of a success that should have been one.
+fn message<T, E: std::fmt::Display>(result: Result<T, E>) -> String {
+    match result {
+        Ok(_) => "no error".to_string(),
+        Err(e) => e.to_string(),
+    }
+}

@@ -1,0 +1,160 @@
+//! What a rank says about a collective when it enters it, and whether the ranks agree.
+//!
+//! A [`Call`] is made by the door checks of [`check`](crate::check), which every communicator
+//! shares; transports that can compare calls (in-process ranks) do so before any data moves.
+
+use std::fmt;
+
+use candle_core::DType;
+use moe_kernels::Dims;
+
+use crate::communicator::ReduceOp;
+
+/// The collectives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Op {
+    AllReduce,
+    AllGather,
+    AllGatherV,
+    ReduceScatter,
+    ReduceScatterV,
+    AllToAll,
+    AllToAllV,
+    Broadcast,
+    Barrier,
+    Split,
+}
+
+impl Op {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all_reduce",
+            Self::AllGather => "all_gather",
+            Self::AllGatherV => "all_gather_v",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::ReduceScatterV => "reduce_scatter_v",
+            Self::AllToAll => "all_to_all",
+            Self::AllToAllV => "all_to_all_v",
+            Self::Broadcast => "broadcast",
+            Self::Barrier => "barrier",
+            Self::Split => "split",
+        }
+    }
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Row counts of a collective.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) enum Counts {
+    /// None, or implied by the dims.
+    Implied,
+    /// Rows of each rank, the same on every rank.
+    PerRank(Vec<usize>),
+    /// Rows sent to and received from each rank.
+    Pairwise { send: Vec<usize>, recv: Vec<usize> },
+}
+
+impl fmt::Debug for Counts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Implied => f.write_str("none"),
+            Self::PerRank(counts) => counts.fmt(f),
+            Self::Pairwise { send, recv } => write!(f, "{send:?} sent, {recv:?} received"),
+        }
+    }
+}
+
+/// A rank's entry into a collective.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub op: Op,
+    pub reduce: Option<ReduceOp>,
+    pub dtype: Option<DType>,
+    /// The dims that must agree: all of them, or the row dims where the rows may differ.
+    pub dims: Option<Dims>,
+    pub root: Option<usize>,
+    pub counts: Counts,
+}
+
+impl Call {
+    /// A call without data.
+    pub(crate) fn bare(op: Op) -> Self {
+        Self { op, reduce: None, dtype: None, dims: None, root: None, counts: Counts::Implied }
+    }
+}
+
+/// What the ranks' calls disagree about, if anything; `label` names a set of ranks.
+pub(crate) fn disagreement(calls: &[&Call], label: impl Fn(&[usize]) -> String) -> Option<String> {
+    let first = calls.first()?;
+    if calls.iter().all(|call| same(first, call)) {
+        return unmatched_rows(calls, &label);
+    }
+    type Aspect = fn(&Call) -> String;
+    // In this order, since the first difference explains the later ones.
+    let aspects: [(&str, Aspect); 6] = [
+        ("collective", |c| c.op.to_string()),
+        ("reduction", |c| c.reduce.map_or_else(|| "none".to_string(), |r| r.to_string())),
+        ("dtype", |c| c.dtype.map_or("none", |d| d.as_str()).to_string()),
+        ("dims", |c| format!("{:?}", c.dims.as_deref().unwrap_or(&[]))),
+        ("root", |c| format!("{:?}", c.root.unwrap_or(0))),
+        ("counts", |c| format!("{:?}", c.counts)),
+    ];
+    aspects.iter().find_map(|(what, value)| {
+        let groups = grouped(calls, value);
+        let list: Vec<String> = groups.iter().map(|(v, ranks)| format!("{v} on {}", label(ranks))).collect();
+        let what = match *what {
+            "collective" => what.to_string(),
+            "dims" if first.counts != Counts::Implied => format!("dims after the first in {}", first.op),
+            _ => format!("{what} in {}", first.op),
+        };
+        (groups.len() > 1).then(|| format!("ranks disagree about the {what}: {}", list.join(", ")))
+    })
+}
+
+/// The values of an aspect, each with the ranks that have it.
+fn grouped(calls: &[&Call], value: impl Fn(&Call) -> String) -> Vec<(String, Vec<usize>)> {
+    let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
+    for (rank, call) in calls.iter().enumerate() {
+        let value = value(call);
+        match groups.iter_mut().find(|(v, _)| *v == value) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => groups.push((value, vec![rank])),
+        }
+    }
+    groups
+}
+
+/// Equality of everything that every rank must pass alike.
+fn same(a: &Call, b: &Call) -> bool {
+    let counts = match (&a.counts, &b.counts) {
+        (Counts::Pairwise { .. }, Counts::Pairwise { .. }) => true,
+        (a, b) => a == b,
+    };
+    counts && (a.op, a.reduce, a.dtype, a.dims, a.root) == (b.op, b.reduce, b.dtype, b.dims, b.root)
+}
+
+/// A pair of ranks of which one sends other than what the other expects.
+fn unmatched_rows(calls: &[&Call], label: &impl Fn(&[usize]) -> String) -> Option<String> {
+    for (from, sender) in calls.iter().enumerate() {
+        for (to, receiver) in calls.iter().enumerate() {
+            let (Counts::Pairwise { send, .. }, Counts::Pairwise { recv, .. }) =
+                (&sender.counts, &receiver.counts)
+            else {
+                return None;
+            };
+            let (sent, expected) = (*send.get(to)?, *recv.get(from)?);
+            if sent != expected {
+                let (op, from, to) = (sender.op, label(&[from]), label(&[to]));
+                return Some(format!(
+                    "ranks disagree about the counts in {op}: {from} sends {sent} rows to {to}, which expects {expected}"
+                ));
+            }
+        }
+    }
+    None
+}

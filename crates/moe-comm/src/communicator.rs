@@ -1,0 +1,120 @@
+//! The collective operations that the ranks of a group call together.
+//!
+//! The names are those of MPI and NCCL. A communicator is shared (`Arc<dyn Communicator>`), so
+//! every method takes `&self`; the order of calls is the contract: all ranks of a group call
+//! the same collectives in the same order, one at a time per rank.
+
+use std::fmt::{self, Debug};
+use std::sync::Arc;
+
+use candle_core::Result;
+use moe_kernels::{Exec, View, ViewMut};
+
+/// How a reduction combines the ranks' values.
+///
+/// | dtype | Sum | Max, Min |
+/// |---|---|---|
+/// | f32, bf16, f16 | in f32, rank 0 first, ascending; one rounding at the end | NaN if any rank has one; of equal values (±0) the lowest rank's |
+/// | u8, u32, i32, i64 | wraps around modulo 2^bits | exact |
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// The sum.
+    Sum,
+    /// The largest value.
+    Max,
+    /// The smallest value.
+    Min,
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Sum => "sum",
+            Self::Max => "max",
+            Self::Min => "min",
+        })
+    }
+}
+
+/// One rank's handle to its group.
+///
+/// Conventions of every collective:
+/// - Views are of f32, bf16, f16, u8, u32, i32 or i64; all ranks pass the same dtype.
+/// - Counts and splits are in rows of dimension 0; the other dimensions ("row dims") are equal on
+///   all ranks. Zero rows are legal everywhere.
+/// - The calling rank's own rows take part like any other rank's.
+/// - Results are bit-identical on every rank, in every run, for every timing.
+///
+/// # Errors
+/// Wrong arguments, ranks that disagree about a call, and ranks that panic, leave, stall or
+/// abort are errors on every rank of the group, in bounded time, and name the rank. Collectives
+/// have no partial failure: the group, every group it was split from and every group split from
+/// those stay failed, and `out` is unspecified.
+pub trait Communicator: Send + Sync + Debug {
+    /// This rank in the group.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks in the group.
+    fn world_size(&self) -> usize;
+
+    /// Replaces `data` on every rank by the reduction of all ranks' `data`, element by element.
+    /// Any dims, the same on all ranks.
+    fn all_reduce(&self, data: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()>;
+
+    /// Concatenates `input` [R, ..], of the same R on all ranks, in rank order into `out`
+    /// [world_size * R, ..].
+    fn all_gather(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()>;
+
+    /// Concatenates `input` [counts\[rank\], ..] in rank order into `out` [sum(counts), ..].
+    /// `counts` has one entry per rank and is the same on all ranks.
+    fn all_gather_v(&self, input: View<'_>, counts: &[usize], out: ViewMut<'_>, ex: &mut Exec) -> Result<()>;
+
+    /// Reduces all ranks' `input` [world_size * R, ..] and leaves the rank-th R rows of the
+    /// result in `out` [R, ..].
+    fn reduce_scatter(&self, input: View<'_>, out: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()>;
+
+    /// Reduces all ranks' `input` [sum(counts), ..] and leaves this rank's rows of the result in
+    /// `out` [counts\[rank\], ..]. `counts` has one entry per rank and is the same on all ranks.
+    fn reduce_scatter_v(
+        &self,
+        input: View<'_>,
+        counts: &[usize],
+        out: ViewMut<'_>,
+        op: ReduceOp,
+        ex: &mut Exec,
+    ) -> Result<()>;
+
+    /// Sends the s-th R rows of `input` [world_size * R, ..] to rank s, and receives the same
+    /// from every rank, in rank order, into `out` [world_size * R, ..].
+    fn all_to_all(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()>;
+
+    /// Sends `send_counts[s]` rows of `input` [sum(send_counts), ..] to each rank s, in rank
+    /// order, and receives `recv_counts[s]` rows from each rank s, in rank order, into `out`
+    /// [sum(recv_counts), ..]. What a rank sends must be what the other expects.
+    fn all_to_all_v(
+        &self,
+        input: View<'_>,
+        send_counts: &[usize],
+        out: ViewMut<'_>,
+        recv_counts: &[usize],
+        ex: &mut Exec,
+    ) -> Result<()>;
+
+    /// Replaces `data` on every rank by rank `root`'s. Any dims, the same on all ranks.
+    fn broadcast(&self, data: ViewMut<'_>, root: usize, ex: &mut Exec) -> Result<()>;
+
+    /// Returns once every rank has called it.
+    fn barrier(&self, ex: &mut Exec) -> Result<()>;
+
+    /// Splits the group: the ranks that pass the same `color` form a new group, ordered by
+    /// `key`, then by rank in this group. The new group fails when this one fails and the other
+    /// way round.
+    fn split(&self, color: usize, key: usize, ex: &mut Exec) -> Result<Arc<dyn Communicator>>;
+
+    /// Fails the group on every rank, with `reason` in their errors. It may be called from any
+    /// thread at any time, so it takes no [`Exec`]; the first failure of a group stays.
+    fn abort(&self, reason: &str);
+
+    /// An error once the group has failed. It does not communicate.
+    fn check(&self) -> Result<()>;
+}

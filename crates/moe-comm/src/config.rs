@@ -1,0 +1,131 @@
+//! Parallel settings as a user writes them, and the rules that they must meet.
+//!
+//! They belong to an engine's configuration, never to a checkpoint's: the same checkpoint runs
+//! under any geometry. The rules are InfiniLM's (`moe_config.py`) without the limits that do
+//! not hold here: dp > 1 with expert parallelism, ep != tp, and `deepep` are allowed.
+
+use crate::error::GeometryError;
+use crate::geometry::Geometry;
+use crate::launch::Launch;
+use crate::names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement};
+
+/// The most ranks of a world. Far beyond any cluster in use, and small enough that tables of
+/// ranks are always cheap.
+pub const MAX_WORLD_SIZE: usize = 1 << 16;
+
+/// Parallel settings of an engine. The default is one rank.
+///
+/// ```
+/// use moe_comm::{EpBackend, ParallelConfig};
+/// let config = ParallelConfig { tp: 2, dp: 2, enable_expert_parallel: true, ..Default::default() };
+/// let rank3 = config.geometry(3)?;
+/// assert_eq!((rank3.dp_rank, rank3.tp_rank, rank3.ep_rank, rank3.ep_size), (1, 1, 3, 4));
+/// assert_eq!(rank3.backend, EpBackend::AllgatherReducescatter);
+/// # Ok::<(), moe_comm::GeometryError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ParallelConfig {
+    /// Tensor-parallel size (`--tp`).
+    pub tp: usize,
+    /// Data-parallel size (`--dp`).
+    pub dp: usize,
+    /// Whole experts per rank, spread over all `dp * tp` ranks (`--enable-expert-parallel`).
+    pub enable_expert_parallel: bool,
+    /// How rows reach the experts' owners (`--moe-ep-backend`).
+    pub backend: EpBackendChoice,
+    /// Which rank owns which expert.
+    pub placement: ExpertPlacement,
+    /// The form of the all-to-all backend (`--deepep-mode`).
+    pub deepep_mode: DeepEpMode,
+}
+
+impl Default for ParallelConfig {
+    fn default() -> Self {
+        Self {
+            tp: 1,
+            dp: 1,
+            enable_expert_parallel: false,
+            backend: EpBackendChoice::Auto,
+            placement: ExpertPlacement::Linear,
+            deepep_mode: DeepEpMode::Auto,
+        }
+    }
+}
+
+impl ParallelConfig {
+    /// `dp * tp`. Fails for a zero or absurd size.
+    pub fn world_size(&self) -> Result<usize, GeometryError> {
+        for (name, size) in [("tp", self.tp), ("dp", self.dp)] {
+            if size == 0 {
+                return Err(GeometryError::ZeroSize { name });
+            }
+        }
+        match self.dp.checked_mul(self.tp) {
+            Some(n) if n <= MAX_WORLD_SIZE => Ok(n),
+            _ => Err(GeometryError::WorldTooLarge { dp: self.dp, tp: self.tp, max: MAX_WORLD_SIZE }),
+        }
+    }
+
+    /// The backend that these settings mean. Fails for settings that contradict each other.
+    pub fn resolve_backend(&self) -> Result<EpBackend, GeometryError> {
+        let world_size = self.world_size()?;
+        let backend = match self.backend {
+            EpBackendChoice::Explicit(backend) => backend,
+            EpBackendChoice::Auto if !self.enable_expert_parallel || world_size == 1 => EpBackend::Disabled,
+            EpBackendChoice::Auto if self.dp == 1 => EpBackend::LocalAllreduce,
+            EpBackendChoice::Auto => EpBackend::AllgatherReducescatter,
+        };
+        let explicit = self.backend != EpBackendChoice::Auto;
+        if explicit && backend.is_expert_parallel() && !self.enable_expert_parallel {
+            return Err(GeometryError::BackendNeedsExpertParallel { backend });
+        }
+        if explicit && !backend.is_expert_parallel() && self.enable_expert_parallel {
+            return Err(GeometryError::ExpertParallelDisabled);
+        }
+        if backend == EpBackend::LocalAllreduce && self.dp > 1 {
+            return Err(GeometryError::LocalAllreduceWithDp { dp: self.dp });
+        }
+        if self.deepep_mode != DeepEpMode::Auto && backend != EpBackend::DeepEp {
+            return Err(GeometryError::ModeWithoutDeepEp { mode: self.deepep_mode.name(), backend });
+        }
+        Ok(backend)
+    }
+
+    /// The geometry as rank `rank` of `dp * tp` sees it.
+    pub fn geometry(&self, rank: usize) -> Result<Geometry, GeometryError> {
+        let world_size = self.world_size()?;
+        let backend = self.resolve_backend()?;
+        if rank >= world_size {
+            return Err(GeometryError::RankOutOfRange { rank, world_size });
+        }
+        let (dp_rank, tp_rank) = (rank / self.tp, rank % self.tp);
+        let (moe_tp_size, moe_tp_rank, ep_size, ep_rank) =
+            if self.enable_expert_parallel { (1, 0, world_size, rank) } else { (self.tp, tp_rank, 1, 0) };
+        Ok(Geometry {
+            world_size,
+            rank,
+            tp_size: self.tp,
+            tp_rank,
+            dp_size: self.dp,
+            dp_rank,
+            moe_tp_size,
+            moe_tp_rank,
+            ep_size,
+            ep_rank,
+            backend,
+            placement: self.placement,
+            deepep_mode: self.deepep_mode,
+        })
+    }
+
+    /// The geometry of a process that a launcher started. Fails unless the launcher started
+    /// exactly `dp * tp` ranks.
+    pub fn for_launch(&self, launch: &Launch) -> Result<Geometry, GeometryError> {
+        let expected = self.world_size()?;
+        if launch.world_size != expected {
+            let (dp, tp, got) = (self.dp, self.tp, launch.world_size);
+            return Err(GeometryError::WorldMismatch { dp, tp, expected, got });
+        }
+        self.geometry(launch.rank)
+    }
+}

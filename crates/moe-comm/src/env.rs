@@ -1,0 +1,66 @@
+//! Typed reads of environment variables through a caller's lookup.
+
+use crate::launch::{LaunchError, Launcher};
+
+/// Reads variables; an empty one counts as unset, which is how job templates clear them.
+pub(crate) struct Env<'a>(pub &'a dyn Fn(&str) -> Option<String>);
+
+impl Env<'_> {
+    pub(crate) fn get(&self, name: &str) -> Option<String> {
+        (self.0)(name).map(|v| v.trim().to_string()).filter(|v| !v.is_empty())
+    }
+
+    pub(crate) fn any(&self, names: &[&str]) -> bool {
+        names.iter().any(|name| self.get(name).is_some())
+    }
+
+    pub(crate) fn complete(
+        &self,
+        launcher: Launcher,
+        names: &[&str],
+        remedy: &'static str,
+    ) -> Result<(), LaunchError> {
+        let (present, missing): (Vec<&str>, Vec<&str>) = names.iter().partition(|name| self.any(&[name]));
+        if missing.is_empty() {
+            return Ok(());
+        }
+        Err(LaunchError::Partial {
+            launcher,
+            present: present.join(", "),
+            missing: missing.join(", "),
+            remedy,
+        })
+    }
+
+    pub(crate) fn optional_number(&self, name: &'static str) -> Result<Option<usize>, LaunchError> {
+        // Bounded, so that arithmetic on ranks and job numbers cannot overflow.
+        let Some(value) = self.get(name) else { return Ok(None) };
+        match value.parse::<u32>() {
+            Ok(n) => Ok(Some(n as usize)),
+            Err(_) => Err(LaunchError::Invalid { name, value, expected: "a whole number of at least 0" }),
+        }
+    }
+
+    pub(crate) fn number(&self, name: &'static str) -> Result<usize, LaunchError> {
+        let missing =
+            || LaunchError::Invalid { name, value: String::new(), expected: "a whole number of at least 0" };
+        self.optional_number(name)?.ok_or_else(missing)
+    }
+
+    pub(crate) fn port(&self, name: &'static str) -> Result<Option<u16>, LaunchError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        match value.parse::<u16>() {
+            Ok(port) if port > 0 => Ok(Some(port)),
+            _ => Err(LaunchError::Invalid { name, value, expected: "a port between 1 and 65535" }),
+        }
+    }
+
+    pub(crate) fn address(&self, name: &'static str) -> Result<Option<String>, LaunchError> {
+        match self.get(name) {
+            Some(value) if value.chars().any(char::is_whitespace) => {
+                Err(LaunchError::Invalid { name, value, expected: "a host name or address" })
+            }
+            value => Ok(value),
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Where a rank stands: its coordinates and its groups.
+//!
+//! Ranks are numbered `rank = dp_rank * tp + tp_rank` (vLLM's order), so the ranks of one
+//! tensor-parallel group are neighbours. Expert parallelism, when on, spans the whole world:
+//! each rank holds whole experts, and the experts' own tensor parallelism is 1. When off, each
+//! rank holds every expert, cut along the intermediate size by tp, and data-parallel ranks do
+//! not meet inside a layer.
+
+use candle_core::{Result, bail};
+use moe_kernels::Exec;
+use std::sync::Arc;
+
+use crate::communicator::Communicator;
+use crate::local::SelfComm;
+use crate::names::{DeepEpMode, EpBackend, ExpertPlacement};
+
+/// The parallel geometry as one rank sees it; made by
+/// [`ParallelConfig::geometry`](crate::ParallelConfig::geometry).
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Geometry {
+    /// All ranks: `dp_size * tp_size`.
+    pub world_size: usize,
+    /// This rank.
+    pub rank: usize,
+    /// Tensor-parallel size of attention, dense layers and vocabulary.
+    pub tp_size: usize,
+    /// This rank's place among them.
+    pub tp_rank: usize,
+    /// Data-parallel size: groups of ranks with their own requests.
+    pub dp_size: usize,
+    /// This rank's place among them.
+    pub dp_rank: usize,
+    /// Ranks over which one expert's intermediate size is cut: `tp_size`, or 1 with expert
+    /// parallelism.
+    pub moe_tp_size: usize,
+    /// This rank's place among them.
+    pub moe_tp_rank: usize,
+    /// Ranks over which experts are spread: `world_size`, or 1 without expert parallelism.
+    pub ep_size: usize,
+    /// This rank's place among them.
+    pub ep_rank: usize,
+    /// How rows reach the experts' owners.
+    pub backend: EpBackend,
+    /// Which rank owns which expert.
+    pub placement: ExpertPlacement,
+    /// The form of the all-to-all backend.
+    pub deepep_mode: DeepEpMode,
+}
+
+impl Default for Geometry {
+    /// One rank.
+    fn default() -> Self {
+        Self {
+            world_size: 1,
+            rank: 0,
+            tp_size: 1,
+            tp_rank: 0,
+            dp_size: 1,
+            dp_rank: 0,
+            moe_tp_size: 1,
+            moe_tp_rank: 0,
+            ep_size: 1,
+            ep_rank: 0,
+            backend: EpBackend::Disabled,
+            placement: ExpertPlacement::Linear,
+            deepep_mode: DeepEpMode::Auto,
+        }
+    }
+}
+
+impl Geometry {
+    /// Ranks that split one copy of the model and see the same tokens, ascending.
+    pub fn tp_group(&self) -> Vec<usize> {
+        (0..self.tp_size).map(|t| self.dp_rank * self.tp_size + t).collect()
+    }
+
+    /// Ranks that hold the same slice of the model for different requests, ascending.
+    pub fn dp_group(&self) -> Vec<usize> {
+        (0..self.dp_size).map(|d| d * self.tp_size + self.tp_rank).collect()
+    }
+
+    /// Ranks among which experts are spread, ascending; only this rank when `ep_size` is 1.
+    pub fn ep_group(&self) -> Vec<usize> {
+        if self.ep_size == 1 { vec![self.rank] } else { (0..self.world_size).collect() }
+    }
+
+    /// Ranks that split one expert's intermediate size, ascending; only this rank with expert
+    /// parallelism.
+    pub fn moe_tp_group(&self) -> Vec<usize> {
+        if self.moe_tp_size == 1 { vec![self.rank] } else { self.tp_group() }
+    }
+}
+
+/// The communicators of a geometry's groups. Cloning shares them.
+#[derive(Clone, Debug)]
+pub struct ParallelGroups {
+    /// All ranks.
+    pub world: Arc<dyn Communicator>,
+    /// The tensor-parallel group.
+    pub tp: Arc<dyn Communicator>,
+    /// The data-parallel group.
+    pub dp: Arc<dyn Communicator>,
+    /// The expert-parallel group.
+    pub ep: Arc<dyn Communicator>,
+}
+
+impl ParallelGroups {
+    /// Splits the world. Every rank calls it with its own geometry of the same settings.
+    pub fn new(geometry: &Geometry, world: Arc<dyn Communicator>, ex: &mut Exec) -> Result<Self> {
+        if (world.rank(), world.world_size()) != (geometry.rank, geometry.world_size) {
+            bail!(
+                "the geometry is of rank {} of {}, but the communicator is of rank {} of {}",
+                geometry.rank,
+                geometry.world_size,
+                world.rank(),
+                world.world_size()
+            )
+        }
+        let mut group = |size: usize, color: usize, key: usize| {
+            if size == world.world_size() { Ok(world.clone()) } else { world.split(color, key, ex) }
+        };
+        let tp = group(geometry.tp_size, geometry.dp_rank, geometry.tp_rank)?;
+        let dp = group(geometry.dp_size, geometry.tp_rank, geometry.dp_rank)?;
+        let ep = group(geometry.ep_size, geometry.rank, 0)?;
+        Ok(Self { tp, dp, ep, world })
+    }
+
+    /// The groups of a world of one rank.
+    pub fn single() -> Self {
+        let one: Arc<dyn Communicator> = Arc::new(SelfComm::new());
+        Self { world: one.clone(), tp: one.clone(), dp: one.clone(), ep: one }
+    }
+}

@@ -1,0 +1,282 @@
+//! What a launcher's environment says about this process, as plain data.
+//!
+//! | launcher | rank, size, local rank | address of rank 0 |
+//! |---|---|---|
+//! | torchrun, Kubernetes jobs | `RANK`, `WORLD_SIZE`, `LOCAL_RANK` | `MASTER_ADDR`, `MASTER_PORT` |
+//! | mpirun (Open MPI) | `OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK}` | `MASTER_ADDR`; one host: 127.0.0.1 |
+//! | srun (Slurm) | `SLURM_{PROCID,STEP_NUM_TASKS or NTASKS,LOCALID}` | `MASTER_ADDR`; else the step's first node |
+//!
+//! The first row that is present wins, because launchers nest in that order: srun starts
+//! mpirun's daemons, and either may start one torchrun per host, and each leaves its variables
+//! in the environment of what the next one starts. A row that is present only in part is an
+//! error, never a guess.
+
+use crate::env::Env;
+use crate::hostlist::first_host;
+
+/// Port of the master when mpirun gives none (torch's default).
+pub const DEFAULT_MASTER_PORT: u16 = 29500;
+
+/// Who started this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Launcher {
+    /// `RANK` and its companions: torchrun, a Kubernetes job, or by hand.
+    Torchrun,
+    /// Open MPI's mpirun.
+    OpenMpi,
+    /// Slurm's srun.
+    Slurm,
+}
+
+impl std::fmt::Display for Launcher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Torchrun => "torchrun or a Kubernetes job",
+            Self::OpenMpi => "mpirun",
+            Self::Slurm => "srun",
+        })
+    }
+}
+
+/// A process that a launcher started as one rank of a world.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Launch {
+    /// Who started it.
+    pub launcher: Launcher,
+    /// Its rank in the world.
+    pub rank: usize,
+    /// Ranks in the world.
+    pub world_size: usize,
+    /// Its rank among those of its host: the device to use.
+    pub local_rank: usize,
+    /// Ranks on its host, where the launcher says so.
+    pub local_world_size: Option<usize>,
+    /// Host of rank 0.
+    pub master_addr: String,
+    /// Port of rank 0.
+    pub master_port: u16,
+}
+
+/// Why an environment describes no launch.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// Some variables of a launcher are set, others are not.
+    #[error("the environment of {launcher} is incomplete: {present} is set, but {missing} is not; {remedy}")]
+    Partial {
+        /// The launcher that the variables belong to.
+        launcher: Launcher,
+        /// A variable that is set.
+        present: String,
+        /// The variables that are not.
+        missing: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// A value that cannot be read.
+    #[error("the environment variable {name} is {value:?}; expected {expected}")]
+    Invalid {
+        /// The variable.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What it may be.
+        expected: &'static str,
+    },
+    /// Values that contradict each other.
+    #[error(
+        "the launcher's environment contradicts itself: {name} is {value}, but {other_name} is {other}; expected {expected}"
+    )]
+    Inconsistent {
+        /// A variable.
+        name: &'static str,
+        /// Its value.
+        value: usize,
+        /// Another.
+        other_name: &'static str,
+        /// Its value.
+        other: usize,
+        /// Their relation.
+        expected: &'static str,
+    },
+    /// A Slurm allocation of several tasks, outside of any of them.
+    #[error(
+        "SLURM_NTASKS is {tasks}, but this process is not a task of a Slurm step; start the ranks with srun, or ask \
+         for one task (--ntasks=1) and let this process start its own ranks"
+    )]
+    OutsideStep {
+        /// Tasks of the allocation.
+        tasks: usize,
+    },
+}
+
+impl From<LaunchError> for candle_core::Error {
+    fn from(e: LaunchError) -> Self {
+        candle_core::Error::msg(e)
+    }
+}
+
+/// The launch that an environment describes; `None` if no launcher started this process.
+/// `lookup` returns a variable's value, so `|name| std::env::var(name).ok()` reads the real one.
+///
+/// ```
+/// use moe_comm::launch_from_env;
+/// let env = [("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("MASTER_ADDR", "host0"), ("MASTER_PORT", "29500")];
+/// let launch = launch_from_env(|name| env.iter().find(|(n, _)| *n == name).map(|(_, v)| v.to_string()))?;
+/// assert_eq!(launch.map(|l| (l.rank, l.world_size, l.local_rank)), Some((3, 4, 1)));
+/// # Ok::<(), moe_comm::LaunchError>(())
+/// ```
+pub fn launch_from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>, LaunchError> {
+    let env = Env(&lookup);
+    if env.any(&["RANK", "LOCAL_RANK"]) {
+        return torchrun(&env).map(Some);
+    }
+    if env.any(&["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"]) {
+        return open_mpi(&env).map(Some);
+    }
+    if env.get("SLURM_PROCID").is_some()
+        && let Some(launch) = slurm(&env)?
+    {
+        return Ok(Some(launch));
+    }
+    // No rank at all: what is left of a launcher's environment would be ignored silently.
+    match env.any(&["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]) {
+        true => torchrun(&env).map(Some),
+        false => Ok(None),
+    }
+}
+
+const TORCHRUN: [&str; 5] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"];
+
+fn torchrun(env: &Env) -> Result<Launch, LaunchError> {
+    env.complete(
+        Launcher::Torchrun,
+        &TORCHRUN,
+        "set all of them (LOCAL_RANK is 0 where each host runs one rank), or unset all of them",
+    )?;
+    checked(
+        env,
+        Place {
+            launcher: Launcher::Torchrun,
+            rank: env.number("RANK")?,
+            size: env.number("WORLD_SIZE")?,
+            local: env.number("LOCAL_RANK")?,
+            local_size: env.optional_number("LOCAL_WORLD_SIZE")?,
+            names: ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
+        },
+        None,
+        None,
+    )
+}
+
+fn open_mpi(env: &Env) -> Result<Launch, LaunchError> {
+    const NAMES: [&str; 4] = [
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ];
+    let [rank, size, local, local_size] = NAMES;
+    env.complete(Launcher::OpenMpi, &[rank, size, local], "start the ranks with Open MPI's mpirun")?;
+    let place = Place {
+        launcher: Launcher::OpenMpi,
+        rank: env.number(rank)?,
+        size: env.number(size)?,
+        local: env.number(local)?,
+        local_size: env.optional_number(local_size)?,
+        names: NAMES,
+    };
+    let one_host = place.local_size == Some(place.size);
+    checked(env, place, one_host.then(|| "127.0.0.1".to_string()), Some(DEFAULT_MASTER_PORT))
+}
+
+/// `None` in a batch script of one task or an interactive allocation, which are not started by
+/// srun although they see some of its variables.
+fn slurm(env: &Env) -> Result<Option<Launch>, LaunchError> {
+    const STEP: [&str; 4] = ["SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"];
+    let rank = env.number("SLURM_PROCID")?;
+    if !env.any(&STEP) && env.get("MASTER_ADDR").is_none() && rank == 0 {
+        let tasks = env.optional_number("SLURM_NTASKS")?.unwrap_or(1);
+        return if tasks > 1 { Err(LaunchError::OutsideStep { tasks }) } else { Ok(None) };
+    }
+    // An interactive step inherits the allocation's SLURM_NTASKS, so the step's own count comes first.
+    let size =
+        if env.get("SLURM_STEP_NUM_TASKS").is_some() { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
+    env.complete(Launcher::Slurm, &["SLURM_PROCID", size, "SLURM_LOCALID"], "start the ranks with srun")?;
+    let place = Place {
+        launcher: Launcher::Slurm,
+        rank,
+        size: env.number(size)?,
+        local: env.number("SLURM_LOCALID")?,
+        local_size: None,
+        names: ["SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_LOCALID"],
+    };
+    let nodes = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
+    let host = nodes.iter().find_map(|name| env.get(name)).and_then(|list| first_host(&list));
+    checked(env, place, host, slurm_port(env)?).map(Some)
+}
+
+/// A port that every rank of a step computes alike and that neighbours on a shared node do not
+/// share: below the usual ephemeral range, spread by job and step.
+fn slurm_port(env: &Env) -> Result<Option<u16>, LaunchError> {
+    let job = match env.optional_number("SLURM_JOB_ID")? {
+        Some(job) => Some(job),
+        None => env.optional_number("SLURM_JOBID")?,
+    };
+    let step = env.optional_number("SLURM_STEP_ID")?.unwrap_or(0);
+    Ok(job.map(|job| 20_000 + ((job % 10_000 * 31 + step % 10_000) % 10_000) as u16))
+}
+
+/// The numbers of a launch before they are checked against each other.
+struct Place {
+    launcher: Launcher,
+    rank: usize,
+    size: usize,
+    local: usize,
+    local_size: Option<usize>,
+    names: [&'static str; 4],
+}
+
+fn checked(
+    env: &Env,
+    place: Place,
+    default_addr: Option<String>,
+    default_port: Option<u16>,
+) -> Result<Launch, LaunchError> {
+    let Place { launcher, rank, size, local, local_size, names: [n_rank, n_size, n_local, n_local_size] } =
+        place;
+    let relate = |holds: bool, name, value, other_name, other, expected| match holds {
+        true => Ok(()),
+        false => Err(LaunchError::Inconsistent { name, value, other_name, other, expected }),
+    };
+    relate(rank < size, n_rank, rank, n_size, size, "a rank below the number of ranks")?;
+    // A host numbers its ranks in ascending order, so a rank's place on its host never exceeds it.
+    relate(local <= rank, n_local, local, n_rank, rank, "a local rank of at most the rank")?;
+    if let Some(local_size) = local_size {
+        let expected = "a local rank below the number of local ranks";
+        relate(local < local_size, n_local, local, n_local_size, local_size, expected)?;
+        let expected = "at most all ranks on one host";
+        relate(local_size <= size, n_local_size, local_size, n_size, size, expected)?;
+    }
+    if let Some(world) = env.optional_number("WORLD_SIZE")? {
+        relate(world == size, "WORLD_SIZE", world, n_size, size, "equal numbers of ranks")?;
+    }
+    let missing = |missing: &str| LaunchError::Partial {
+        launcher,
+        present: n_rank.to_string(),
+        missing: missing.to_string(),
+        remedy: "set it to the host and port of rank 0 for every rank",
+    };
+    let master_addr = env.address("MASTER_ADDR")?.or(default_addr).ok_or_else(|| missing("MASTER_ADDR"))?;
+    let master_port = env.port("MASTER_PORT")?.or(default_port).ok_or_else(|| missing("MASTER_PORT"))?;
+    Ok(Launch {
+        launcher,
+        rank,
+        world_size: size,
+        local_rank: local,
+        local_world_size: local_size,
+        master_addr,
+        master_port,
+    })
+}

@@ -1,0 +1,33 @@
+//! Communicators and parallel geometry for Mixture-of-Experts inference on candle.
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+mod call;
+mod check;
+mod communicator;
+mod config;
+mod dtype;
+mod env;
+mod error;
+mod geometry;
+mod hostlist;
+mod launch;
+mod local;
+mod names;
+mod placement;
+mod reduce;
+mod shard;
+mod thread;
+
+pub use communicator::{Communicator, ReduceOp};
+pub use config::{MAX_WORLD_SIZE, ParallelConfig};
+pub use error::GeometryError;
+pub use geometry::{Geometry, ParallelGroups};
+pub use launch::{DEFAULT_MASTER_PORT, Launch, LaunchError, Launcher, launch_from_env};
+pub use local::SelfComm;
+pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement};
+pub use placement::{ExpertLayout, partition};
+pub use shard::{HeadShard, RowShard};
+pub use thread::{DEFAULT_TIMEOUT, ThreadComm, run_ranks, run_ranks_with};
+
+pub use moe_kernels::{Buffer, Exec, View, ViewMut, candle};

@@ -1,0 +1,219 @@
+//! The meeting point of one group: a slot per rank, filled and emptied once per collective.
+//!
+//! A round goes `begin` (the previous round is emptied), `exchange` (post, wait for all posts),
+//! `end`; the last rank to end empties the board. Every wait ends by a deadline, by the world's
+//! failure, or by a rank that has left, so no rank waits forever.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use moe_kernels::Scratch;
+
+use crate::call::{Call, Op};
+use crate::thread::world::{World, lock};
+
+/// How long a waiting rank lets a rank that has left explain itself: its error or panic reaches
+/// the world right after its communicator is dropped, and says more than its absence.
+const LEAVE_GRACE: Duration = Duration::from_millis(100);
+
+/// How often a waiting rank yields its core before it sleeps. Ranks mostly arrive within
+/// microseconds of each other, and waking a sleeper costs tens of them (2 ranks on 2 cores: a
+/// barrier takes 3 us with yielding, 11 to 65 us without); a yield leaves the core to whoever
+/// computes.
+const YIELDS: usize = 64;
+
+/// Data that a rank posts.
+#[derive(Debug)]
+pub(super) enum Payload {
+    /// Nothing.
+    None,
+    /// Rows for the others to read.
+    Rows(Scratch),
+    /// A split's colour and key, and a cell for the new group's board, used if this rank leads
+    /// the group.
+    Split { color: usize, key: usize, board: OnceLock<Arc<Board>> },
+}
+
+/// What a rank posts for one round.
+#[derive(Debug)]
+pub(super) struct Post {
+    pub call: Call,
+    pub payload: Payload,
+}
+
+/// Why a rank's call stops.
+#[derive(Debug)]
+pub(super) enum Stop {
+    /// The world has failed already.
+    Failed,
+    /// This is why.
+    Cause(String),
+}
+
+/// The result of waiting.
+pub(super) type Outcome<T> = std::result::Result<T, Stop>;
+
+#[derive(Debug, Default)]
+struct State {
+    posts: Vec<Option<Arc<Post>>>,
+    /// Ranks that have ended the round.
+    ended: Vec<bool>,
+    /// Ranks that have dropped their communicator.
+    left: Vec<bool>,
+}
+
+/// The shared side of a group.
+#[derive(Debug)]
+pub(super) struct Board {
+    /// The group's ranks as ranks of the world.
+    members: Vec<usize>,
+    pub world: Arc<World>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Board {
+    pub fn new(world: &Arc<World>, members: Vec<usize>) -> Arc<Self> {
+        let n = members.len();
+        let state = State { posts: vec![None; n], ended: vec![false; n], left: vec![false; n] };
+        let changed = Condvar::new();
+        let board = Arc::new(Self { members, world: world.clone(), state: Mutex::new(state), changed });
+        world.register(&board);
+        board
+    }
+
+    pub fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// The world rank of a member.
+    pub fn world_rank(&self, rank: usize) -> usize {
+        self.members.get(rank).copied().unwrap_or(rank)
+    }
+
+    /// "rank 1", "ranks 1 and 2", with world ranks where those differ.
+    pub fn label(&self, ranks: &[usize]) -> String {
+        let names: Vec<String> = ranks
+            .iter()
+            .map(|&rank| match self.world_rank(rank) {
+                world if world == rank => rank.to_string(),
+                world => format!("{rank} (world rank {world})"),
+            })
+            .collect();
+        match &names[..] {
+            [one] => format!("rank {one}"),
+            [head @ .., last] => format!("ranks {} and {last}", head.join(", ")),
+            [] => "no rank".to_string(),
+        }
+    }
+
+    /// Waits until this rank's slot is free: all ranks have ended the previous round.
+    pub fn begin(&self, rank: usize, op: Op) -> Outcome<()> {
+        if self.world.failure().is_some() {
+            return Err(Stop::Failed);
+        }
+        let free = |state: &State| matches!(state.posts.get(rank), Some(None)).then_some(());
+        self.wait(op, "to end the collective before", free, |state, r| !state.ended[r])
+    }
+
+    /// Posts, and waits for every rank's post. [`begin`](Self::begin) comes first.
+    pub fn exchange(&self, rank: usize, post: Post) -> Outcome<Vec<Arc<Post>>> {
+        let op = post.call.op;
+        {
+            let mut state = lock(&self.state);
+            if let Some(slot) = state.posts.get_mut(rank) {
+                *slot = Some(Arc::new(post));
+            }
+            if state.posts.iter().all(Option::is_some) {
+                self.changed.notify_all();
+            }
+        }
+        // Complete rounds are taken even from a failed world, so that all ranks get this far or none.
+        let all = |state: &State| state.posts.iter().cloned().collect::<Option<Vec<_>>>();
+        self.wait(op, "for", all, |state, r| state.posts[r].is_none())
+    }
+
+    /// Ends the round for this rank, which has dropped what `exchange` gave it.
+    pub fn end(&self, rank: usize) {
+        let mut state = lock(&self.state);
+        if let Some(ended) = state.ended.get_mut(rank) {
+            *ended = true;
+        }
+        if state.ended.iter().all(|&e| e) {
+            // Under the lock, so that scratch is back in its workspace before the next round.
+            state.posts.fill(None);
+            state.ended.fill(false);
+            self.changed.notify_all();
+        }
+    }
+
+    /// This rank's communicator is gone.
+    pub fn leave(&self, rank: usize) {
+        let mut state = lock(&self.state);
+        if let Some(left) = state.left.get_mut(rank) {
+            *left = true;
+        }
+        self.changed.notify_all();
+    }
+
+    /// Makes waiting ranks look at the world's failure. Locking first closes the gap between
+    /// their look and their sleep.
+    pub fn wake(&self) {
+        let _state = lock(&self.state);
+        self.changed.notify_all();
+    }
+
+    /// Waits until `ready` gives a value; `absent` tells which ranks are waited for.
+    fn wait<T>(
+        &self,
+        op: Op,
+        why: &str,
+        ready: impl Fn(&State) -> Option<T>,
+        absent: impl Fn(&State, usize) -> bool,
+    ) -> Outcome<T> {
+        for _ in 0..YIELDS {
+            if let Some(value) = ready(&lock(&self.state)) {
+                return Ok(value);
+            }
+            std::thread::yield_now();
+        }
+        let start = Instant::now();
+        let mut leave_seen = None;
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(value) = ready(&state) {
+                return Ok(value);
+            }
+            if self.world.failure().is_some() {
+                return Err(Stop::Failed);
+            }
+            let missing: Vec<usize> = (0..self.size()).filter(|&r| absent(&state, r)).collect();
+            let gone: Vec<usize> = missing.iter().copied().filter(|&r| state.left[r]).collect();
+            let mut left = self.world.timeout.saturating_sub(start.elapsed());
+            if !gone.is_empty() {
+                let since = *leave_seen.get_or_insert_with(Instant::now);
+                let grace = LEAVE_GRACE.saturating_sub(since.elapsed());
+                if grace.is_zero() {
+                    let gone = self.label(&gone);
+                    return Err(Stop::Cause(format!(
+                        "{gone} left (dropped the communicator) while others waited {why} {op}"
+                    )));
+                }
+                left = left.min(grace);
+            }
+            if left.is_zero() {
+                let (missing, timeout) = (self.label(&missing), self.world.timeout);
+                return Err(Stop::Cause(format!(
+                    "{missing} stalled: others waited {why} {op} for {timeout:?}"
+                )));
+            }
+            state = self.sleep(state, left);
+        }
+    }
+
+    fn sleep<'a>(&self, state: MutexGuard<'a, State>, at_most: Duration) -> MutexGuard<'a, State> {
+        // Bounded, because not every platform waits for any Duration; the caller looks again.
+        let at_most = at_most.min(Duration::from_secs(3600));
+        self.changed.wait_timeout(state, at_most).unwrap_or_else(PoisonError::into_inner).0
+    }
+}

@@ -1,0 +1,50 @@
+//! What all groups of in-process ranks share: the first failure, and the boards to wake by it.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+
+use crate::thread::board::Board;
+
+/// Locks in spite of a panic elsewhere: every critical section of this module leaves its data
+/// consistent at each step, and a rank's panic must not cascade through a lock.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The ranks of one process and all groups split from them.
+#[derive(Debug)]
+pub(super) struct World {
+    failure: OnceLock<String>,
+    boards: Mutex<Vec<Weak<Board>>>,
+    pub timeout: Duration,
+}
+
+impl World {
+    pub fn new(timeout: Duration) -> Arc<Self> {
+        Arc::new(Self { failure: OnceLock::new(), boards: Mutex::new(Vec::new()), timeout })
+    }
+
+    /// Adds a board whose waiting ranks a failure must wake.
+    pub fn register(&self, board: &Arc<Board>) {
+        let mut boards = lock(&self.boards);
+        boards.retain(|b| b.strong_count() > 0);
+        boards.push(Arc::downgrade(board));
+    }
+
+    /// The first failure.
+    pub fn failure(&self) -> Option<&str> {
+        self.failure.get().map(String::as_str)
+    }
+
+    /// Fails every group, unless one has failed before. No board may be locked by the caller.
+    pub fn fail(&self, cause: String) {
+        if self.failure.set(cause).is_err() {
+            return;
+        }
+        // A board that is registered after this sees the failure before it first waits.
+        let boards: Vec<Arc<Board>> = lock(&self.boards).iter().filter_map(Weak::upgrade).collect();
+        for board in boards {
+            board.wake();
+        }
+    }
+}

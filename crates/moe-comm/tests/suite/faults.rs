@@ -1,0 +1,256 @@
+//! Ranks that panic, leave, stall, abort or err in each collective: every rank gets an error
+//! that names the rank and the collective, soon, and the group stays failed.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use moe_comm::candle::{Result, bail};
+use moe_comm::{Communicator, Exec, ReduceOp, ThreadComm, run_ranks, run_ranks_with};
+
+use crate::support::{text, view, view_mut};
+
+type Collective = fn(&dyn Communicator, columns: usize) -> Result<()>;
+
+/// Each collective on two rows per rank of `columns` elements.
+pub const COLLECTIVES: [(&str, Collective); 10] = [
+    ("all_reduce", |c, n| {
+        c.all_reduce(view_mut(&mut vec![1f32; 2 * n], 2, n), ReduceOp::Sum, &mut Exec::cpu())
+    }),
+    ("all_gather", |c, n| {
+        let (all, mut out) = (2 * c.world_size(), vec![0f32; 2 * c.world_size() * n]);
+        c.all_gather(view(&vec![1f32; 2 * n], 2, n), view_mut(&mut out, all, n), &mut Exec::cpu())
+    }),
+    ("all_gather_v", |c, n| {
+        let (all, mut out) = (2 * c.world_size(), vec![0f32; 2 * c.world_size() * n]);
+        let (input, counts) = (vec![1f32; 2 * n], vec![2; c.world_size()]);
+        c.all_gather_v(view(&input, 2, n), &counts, view_mut(&mut out, all, n), &mut Exec::cpu())
+    }),
+    ("reduce_scatter", |c, n| {
+        let (all, mut out) = (2 * c.world_size(), vec![0f32; 2 * n]);
+        let (input, out) = (vec![1f32; all * n], view_mut(&mut out, 2, n));
+        c.reduce_scatter(view(&input, all, n), out, ReduceOp::Max, &mut Exec::cpu())
+    }),
+    ("reduce_scatter_v", |c, n| {
+        let (all, mut out, counts) = (2 * c.world_size(), vec![0f32; 2 * n], vec![2; c.world_size()]);
+        let (input, out) = (vec![1f32; all * n], view_mut(&mut out, 2, n));
+        c.reduce_scatter_v(view(&input, all, n), &counts, out, ReduceOp::Sum, &mut Exec::cpu())
+    }),
+    ("all_to_all", |c, n| {
+        let all = 2 * c.world_size();
+        let (input, mut out) = (vec![1f32; all * n], vec![0f32; all * n]);
+        c.all_to_all(view(&input, all, n), view_mut(&mut out, all, n), &mut Exec::cpu())
+    }),
+    ("all_to_all_v", |c, n| {
+        let (all, counts) = (2 * c.world_size(), vec![2; c.world_size()]);
+        let (input, mut out) = (vec![1f32; all * n], vec![0f32; all * n]);
+        let out = view_mut(&mut out, all, n);
+        c.all_to_all_v(view(&input, all, n), &counts, out, &counts, &mut Exec::cpu())
+    }),
+    ("broadcast", |c, n| c.broadcast(view_mut(&mut vec![1f32; 2 * n], 2, n), 0, &mut Exec::cpu())),
+    ("barrier", |c, _| c.barrier(&mut Exec::cpu())),
+    ("split", |c, _| c.split(0, 0, &mut Exec::cpu()).map(|_| ())),
+];
+
+/// Far below the default timeout, so that a fault that is only found by it fails the test.
+const SOON: Duration = Duration::from_secs(5);
+
+/// Runs a world of 4 whose rank 2 does `fault` where the others call the collective. Returns
+/// the errors of the call on the other ranks, after checking that the group stays failed.
+fn errors_of(collective: Collective, fault: impl Fn(ThreadComm) -> Result<()> + Sync) -> Vec<String> {
+    let start = Instant::now();
+    let world = ThreadComm::world_with_timeout(4, Duration::from_secs(60));
+    let results = run_ranks_with(world, |rank, comm| {
+        // A healthy round comes first.
+        comm.barrier(&mut Exec::cpu())?;
+        if rank == 2 {
+            fault(comm)?;
+            return Ok(String::new());
+        }
+        let error = text(collective(&comm, 3).unwrap_err());
+        let cause = error.split_once(" of 4: ").unwrap().1;
+        for (_, again) in COLLECTIVES {
+            assert!(text(again(&comm, 1).unwrap_err()).ends_with(cause));
+        }
+        assert!(text(comm.check().unwrap_err()).ends_with(cause));
+        Ok(error)
+    });
+    assert!(start.elapsed() < SOON, "took {:?}", start.elapsed());
+    let others = results.into_iter().enumerate().filter(|(rank, _)| *rank != 2);
+    others.map(|(_, error)| error.unwrap()).collect()
+}
+
+#[track_caller]
+fn assert_all_say(errors: &[String], op: &str, cause: &str) {
+    for (error, rank) in errors.iter().zip([0, 1, 3]) {
+        assert_eq!(error, &format!("{op} on rank {rank} of 4: {cause}"));
+    }
+}
+
+/// Both orders: the fault comes first, or the others are already waiting.
+const DELAYS: [Duration; 2] = [Duration::ZERO, Duration::from_millis(15)];
+
+#[test]
+fn a_rank_that_panics() {
+    for (op, collective) in COLLECTIVES {
+        for delay in DELAYS {
+            let errors = errors_of(collective, |_comm| {
+                std::thread::sleep(delay);
+                panic!("index 7 is out of bounds")
+            });
+            assert_all_say(&errors, op, "rank 2 panicked: index 7 is out of bounds");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_returns_an_error() {
+    for (op, collective) in COLLECTIVES {
+        for delay in DELAYS {
+            let fault = |_comm| {
+                std::thread::sleep(delay);
+                bail!("out of memory")
+            };
+            let start = Instant::now();
+            let results = run_ranks(4, |rank, comm| match rank {
+                2 => fault(comm),
+                _ => collective(&comm, 3),
+            });
+            assert!(start.elapsed() < SOON);
+            let mut errors: Vec<String> = results.into_iter().map(|r| text(r.unwrap_err())).collect();
+            assert_eq!(errors.remove(2), "out of memory");
+            assert_all_say(&errors, op, "rank 2 failed: out of memory");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_leaves() {
+    for (op, collective) in COLLECTIVES {
+        for delay in DELAYS {
+            let errors = errors_of(collective, |comm| {
+                std::thread::sleep(delay);
+                drop(comm);
+                // It lives on, so its absence is all that the others can notice.
+                std::thread::sleep(Duration::from_millis(150));
+                Ok(())
+            });
+            let cause = format!("rank 2 left (dropped the communicator) while others waited for {op}");
+            assert_all_say(&errors, op, &cause);
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_aborts() {
+    for (op, collective) in COLLECTIVES {
+        for delay in DELAYS {
+            let errors = errors_of(collective, |comm| {
+                std::thread::sleep(delay);
+                comm.abort("interrupted");
+                comm.abort("only the first counts");
+                assert!(collective(&comm, 3).is_err());
+                Ok(())
+            });
+            assert_all_say(&errors, op, "rank 2 aborted: interrupted");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_stalls() {
+    // Long enough that a busy machine starts the healthy ranks in time.
+    let timeout = Duration::from_millis(300);
+    for (op, collective) in COLLECTIVES {
+        let start = Instant::now();
+        let results = run_ranks_with(ThreadComm::world_with_timeout(4, timeout), |rank, comm| {
+            if rank == 2 {
+                // Until the others have given up.
+                while comm.check().is_ok() {
+                    assert!(start.elapsed() < SOON);
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
+            let start = Instant::now();
+            let error = text(collective(&comm, 3).unwrap_err());
+            assert!(start.elapsed() < SOON);
+            Ok(error)
+        });
+        for (rank, error) in results.into_iter().enumerate() {
+            let cause = format!("rank 2 stalled: others waited for {op} for 300ms");
+            assert_eq!(error.unwrap(), format!("{op} on rank {rank} of 4: {cause}"));
+        }
+    }
+}
+
+#[test]
+fn several_stalled_ranks_are_all_named() {
+    let results =
+        run_ranks_with(ThreadComm::world_with_timeout(4, Duration::from_millis(300)), |rank, comm| {
+            if rank % 2 == 1 {
+                while comm.check().is_ok() {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
+            comm.barrier(&mut Exec::cpu())
+        });
+    for result in results {
+        let error = text(result.unwrap_err());
+        assert!(error.ends_with("ranks 1 and 3 stalled: others waited for barrier for 300ms"), "{error}");
+    }
+}
+
+/// Without `run_ranks`, a panic is still seen: the communicator is dropped by unwinding.
+#[test]
+fn an_unsupervised_rank_that_panics() {
+    let mut world = ThreadComm::world(2);
+    let (last, first) = (world.pop().unwrap(), world.pop().unwrap());
+    let start = Instant::now();
+    let handle = std::thread::spawn(move || {
+        let _comm = last;
+        panic!("unsupervised")
+    });
+    let error = text(first.barrier(&mut Exec::cpu()).unwrap_err());
+    assert_eq!(error, "barrier on rank 0 of 2: rank 1 panicked");
+    assert!(handle.join().is_err() && start.elapsed() < SOON);
+}
+
+#[test]
+fn two_calls_of_one_rank_at_once() {
+    let mut world = ThreadComm::world(2);
+    let (last, first) = (world.pop().unwrap(), Arc::new(world.pop().unwrap()));
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| text(first.barrier(&mut Exec::cpu()).unwrap_err()));
+        std::thread::sleep(Duration::from_millis(200));
+        let second = first.all_reduce(view_mut(&mut [1f32], 1, 1), ReduceOp::Sum, &mut Exec::cpu());
+        let cause = "rank 0 called all_reduce while another of its threads was in a collective";
+        assert_eq!(text(second.unwrap_err()), format!("all_reduce on rank 0 of 2: {cause}"));
+        assert_eq!(waiting.join().unwrap(), format!("barrier on rank 0 of 2: {cause}"));
+        let error = text(last.barrier(&mut Exec::cpu()).unwrap_err());
+        assert_eq!(error, format!("barrier on rank 1 of 2: {cause}"));
+    });
+}
+
+/// Panics carry their text into the rank's own result, whatever its type.
+#[test]
+fn panics_become_errors_of_their_rank() {
+    let results = run_ranks(3, |rank, _comm| match rank {
+        0 => panic!("rank {rank} is out"),
+        1 => std::panic::panic_any(7u8),
+        _ => Ok(rank),
+    });
+    let text: Vec<String> = results.iter().map(|r| format!("{:?}", r.as_ref().map_err(text))).collect();
+    let expected =
+        [r#"Err("rank 0 panicked: rank 0 is out")"#, r#"Err("rank 1 panicked: no message")"#, "Ok(2)"];
+    assert_eq!(text, expected);
+    assert!(run_ranks(0, |_, _| Ok(())).is_empty());
+}
+
+/// A rank may finish and leave while others are still reading the last round's data.
+#[test]
+fn leaving_after_the_last_collective_is_no_fault() {
+    for _ in 0..200 {
+        for result in run_ranks(4, |_, comm| COLLECTIVES[1].1(&comm, 5)) {
+            result.unwrap();
+        }
+    }
+}

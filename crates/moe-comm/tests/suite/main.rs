@@ -1,0 +1,12 @@
+//! The crate's integration tests, in one binary: candle links once.
+
+// Helpers outside of #[test] functions fail by panicking, too.
+#![allow(clippy::unwrap_used)]
+
+mod collectives;
+mod faults;
+mod geometry;
+mod groups;
+mod launch;
+mod misuse;
+mod support;

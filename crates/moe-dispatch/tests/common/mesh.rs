@@ -1,0 +1,302 @@
+//! Two all-to-all backends over channels between threads, after DeepEP's two kinds of kernels:
+//! they show that the contract carries real communication, without a communicator.
+
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver as Inbox, Sender, channel};
+
+use moe_dispatch::candle::{DType, Error, Result};
+use moe_dispatch::{
+    ActivationFormat, Dispatched, Exec, LocalExperts, PrepareFinalize, Receiver, View, ViewMut,
+    WeightAndReduce, weighted_sum_into,
+};
+
+/// Rows and what they are.
+type Packet = (Vec<f32>, Vec<u32>);
+
+/// The channels of one rank to and from every rank.
+pub struct Mesh {
+    to: Vec<Sender<Packet>>,
+    from: Vec<Inbox<Packet>>,
+}
+
+impl Mesh {
+    /// The meshes of all ranks.
+    pub fn connect(ranks: usize) -> Vec<Mesh> {
+        let mut meshes: Vec<_> = (0..ranks).map(|_| Mesh { to: Vec::new(), from: Vec::new() }).collect();
+        for from in 0..ranks {
+            for to in 0..ranks {
+                let (sender, inbox) = channel();
+                meshes[from].to.push(sender);
+                meshes[to].from.push(inbox);
+            }
+        }
+        meshes
+    }
+}
+
+/// Where every physical expert lives: (rank, local slot).
+#[derive(Clone, Debug)]
+pub struct Placement(pub Vec<(usize, usize)>);
+
+impl Placement {
+    pub fn local_experts(&self, rank: usize) -> Result<LocalExperts> {
+        let map: Vec<i32> =
+            self.0.iter().map(|&(r, slot)| if r == rank { slot as i32 } else { -1 }).collect();
+        LocalExperts::from_map(&map, self.0.iter().filter(|(r, _)| *r == rank).count())
+    }
+
+    /// The local slot of an id on a rank.
+    fn local(&self, rank: usize, id: u32) -> Option<usize> {
+        self.0.get(id as usize).filter(|(r, _)| *r == rank).map(|&(_, slot)| slot)
+    }
+}
+
+/// What both backends know.
+pub struct Peer {
+    placement: Placement,
+    experts: LocalExperts,
+    mesh: Mutex<Mesh>,
+    ranks: usize,
+}
+
+impl Peer {
+    pub fn new(placement: &Placement, rank: usize, mesh: Mesh) -> Result<Self> {
+        let (experts, ranks) = (placement.local_experts(rank)?, mesh.to.len());
+        Ok(Self { placement: placement.clone(), experts, mesh: Mutex::new(mesh), ranks })
+    }
+
+    fn send(&self, packets: Vec<Packet>) -> Result<()> {
+        let mesh = self.mesh.lock().map_err(|e| Error::msg(e.to_string()))?;
+        mesh.to.iter().zip(packets).try_for_each(|(to, packet)| to.send(packet).map_err(Error::wrap))
+    }
+
+    fn receive(&self) -> Result<Vec<Packet>> {
+        let mesh = self.mesh.lock().map_err(|e| Error::msg(e.to_string()))?;
+        mesh.from.iter().map(|from| from.recv().map_err(Error::wrap)).collect()
+    }
+
+    /// Slot rows come back as (row, slot number); the owner puts them in order and adds them.
+    fn combine(&self, d: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        let (slots, hidden) = (d.owner_topk_ids.dims(), out.dims()[1]);
+        let mut ordered = ex.scratch(DType::F32, &[slots[0], slots[1], hidden])?;
+        ordered.view_mut().cpu_mut::<f32>()?.fill(f32::NAN);
+        for (rows, numbers) in self.receive()? {
+            for (row, &slot) in rows.chunks(hidden).zip(&numbers) {
+                ordered.view_mut().cpu_mut::<f32>()?[slot as usize * hidden..][..hidden].copy_from_slice(row);
+            }
+        }
+        weighted_sum_into(ordered.view(), d.owner_topk_ids, d.owner_topk_weights, out, ex)
+    }
+}
+
+/// Standard rows, exact counts, one copy of a token per rank whatever it chose there.
+pub struct HighThroughput(pub Peer);
+
+/// The owner's slot numbers of each row's K slots, by source rank.
+struct Origins(Vec<Vec<u32>>);
+
+impl PrepareFinalize for HighThroughput {
+    fn name(&self) -> &'static str {
+        "HighThroughput"
+    }
+    fn activation_format(&self) -> ActivationFormat {
+        ActivationFormat::Standard
+    }
+    fn output_is_reduced(&self) -> bool {
+        true
+    }
+    fn num_dispatchers(&self) -> usize {
+        self.0.ranks
+    }
+    fn supports_async(&self) -> bool {
+        true
+    }
+
+    fn prepare<'a>(&'a self, h: View<'a>, i: View<'a>, w: View<'a>, ex: &mut Exec) -> Result<Dispatched<'a>> {
+        self.begin_prepare(h, i, w, ex)?.end(ex)
+    }
+
+    fn begin_prepare<'a>(
+        &'a self,
+        hidden: View<'a>,
+        topk_ids: View<'a>,
+        topk_weights: View<'a>,
+        _: &mut Exec,
+    ) -> Result<Receiver<'a, Dispatched<'a>>> {
+        let (width, top_k) = (hidden.dims()[1], topk_ids.dims()[1]);
+        let mut packets = vec![Packet::default(); self.0.ranks];
+        for (t, ids) in topk_ids.cpu::<u32>()?.chunks(top_k).enumerate() {
+            for (rank, (rows, meta)) in packets.iter_mut().enumerate() {
+                if ids.iter().any(|&id| self.0.placement.local(rank, id).is_some()) {
+                    rows.extend_from_slice(&hidden.cpu::<f32>()?[t * width..][..width]);
+                    meta.push(t as u32);
+                    meta.extend_from_slice(ids);
+                }
+            }
+        }
+        self.0.send(packets)?;
+        Ok(Receiver::pending(move |ex| {
+            let packets = self.0.receive()?;
+            let count = packets.iter().map(|(_, meta)| meta.len() / (top_k + 1)).sum();
+            let mut rows = ex.scratch(DType::F32, &[count, width])?;
+            let mut ids = ex.scratch(DType::U32, &[count, top_k])?;
+            let arrived: Vec<f32> = packets.iter().flat_map(|(rows, _)| rows.clone()).collect();
+            rows.view_mut().cpu_mut()?.copy_from_slice(&arrived);
+            let entries = packets.iter().flat_map(|(_, meta)| meta.chunks(top_k + 1));
+            let arrived: Vec<u32> = entries.flat_map(|entry| entry[1..].to_vec()).collect();
+            ids.view_mut().cpu_mut()?.copy_from_slice(&arrived);
+            let tokens =
+                |(_, meta): &Packet| meta.chunks(top_k + 1).map(|entry| entry[0] * top_k as u32).collect();
+            let origins = Origins(packets.iter().map(tokens).collect());
+            let mut d = Dispatched::standard(rows, topk_ids, topk_weights);
+            d.topk_ids = Some(ids.into());
+            d.topk_weights = None;
+            d.expert_map = self.0.experts.expert_map();
+            Ok(d.with_handle(origins))
+        }))
+    }
+
+    fn finalize(
+        &self,
+        y: View,
+        d: &Dispatched,
+        s: WeightAndReduce,
+        out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        self.begin_finalize(y, d, s, out, ex)?.end(ex)
+    }
+
+    fn begin_finalize<'a>(
+        &'a self,
+        expert_out: View<'a>,
+        d: &'a Dispatched<'a>,
+        _: WeightAndReduce,
+        out: ViewMut<'a>,
+        _: &mut Exec,
+    ) -> Result<Receiver<'a, ()>> {
+        let Origins(origins) = d.handle(self.name())?;
+        let (top_k, width) = (expert_out.dims()[1], expert_out.dims()[2]);
+        let (y, map) = (expert_out.cpu::<f32>()?, d.expert_map.map(|map| map.cpu::<i32>()).transpose()?);
+        let mut computed = d.topk_ids()?.cpu::<u32>()?.iter().zip(y.chunks(width));
+        let mut packets = Vec::new();
+        for first_slots in origins {
+            let (mut rows, mut numbers) = Packet::default();
+            for &first in first_slots {
+                for ((&id, row), k) in computed.by_ref().take(top_k).zip(0..) {
+                    if map.and_then(|map| map.get(id as usize)).is_some_and(|&local| local != -1) {
+                        rows.extend_from_slice(row);
+                        numbers.push(first + k);
+                    }
+                }
+            }
+            packets.push((rows, numbers));
+        }
+        self.0.send(packets)?;
+        Ok(Receiver::pending(move |ex| self.0.combine(d, out, ex)))
+    }
+}
+
+/// Batched rows of a fixed maximum: each rank has `max` rows of its own in every expert.
+pub struct LowLatency {
+    pub peer: Peer,
+    pub max: usize,
+}
+
+/// Source rank and owner's slot number of every row, by local expert.
+struct Sources(Vec<Vec<(usize, u32)>>);
+
+impl PrepareFinalize for LowLatency {
+    fn name(&self) -> &'static str {
+        "LowLatency"
+    }
+    fn activation_format(&self) -> ActivationFormat {
+        ActivationFormat::BatchedExperts
+    }
+    fn output_is_reduced(&self) -> bool {
+        true
+    }
+    fn max_num_tokens_per_rank(&self) -> Option<usize> {
+        Some(self.max)
+    }
+    fn num_dispatchers(&self) -> usize {
+        self.peer.ranks
+    }
+    fn supports_async(&self) -> bool {
+        true
+    }
+
+    fn prepare<'a>(&'a self, h: View<'a>, i: View<'a>, w: View<'a>, ex: &mut Exec) -> Result<Dispatched<'a>> {
+        self.begin_prepare(h, i, w, ex)?.end(ex)
+    }
+
+    fn begin_prepare<'a>(
+        &'a self,
+        hidden: View<'a>,
+        topk_ids: View<'a>,
+        topk_weights: View<'a>,
+        _: &mut Exec,
+    ) -> Result<Receiver<'a, Dispatched<'a>>> {
+        let (width, top_k) = (hidden.dims()[1], topk_ids.dims()[1]);
+        let mut packets = vec![Packet::default(); self.peer.ranks];
+        for (slot, &id) in topk_ids.cpu::<u32>()?.iter().enumerate() {
+            for (rank, (rows, meta)) in packets.iter_mut().enumerate() {
+                if let Some(local) = self.peer.placement.local(rank, id) {
+                    rows.extend_from_slice(&hidden.cpu::<f32>()?[slot / top_k * width..][..width]);
+                    meta.extend([local as u32, slot as u32]);
+                }
+            }
+        }
+        self.peer.send(packets)?;
+        Ok(Receiver::pending(move |ex| {
+            let (num_local, room) = (self.peer.experts.num_local(), self.max * self.peer.ranks);
+            let mut rows = ex.scratch(DType::F32, &[num_local, room, width])?;
+            let mut counts = ex.scratch(DType::U32, &[num_local])?;
+            let mut sources = Sources(vec![Vec::new(); num_local]);
+            for (rank, (arrived, meta)) in self.peer.receive()?.into_iter().enumerate() {
+                for (row, entry) in arrived.chunks(width).zip(meta.chunks(2)) {
+                    let expert = entry[0] as usize;
+                    let at = (expert * room + sources.0[expert].len()) * width;
+                    rows.view_mut().cpu_mut::<f32>()?[at..at + width].copy_from_slice(row);
+                    sources.0[expert].push((rank, entry[1]));
+                }
+            }
+            let n: Vec<u32> = sources.0.iter().map(|rows| rows.len() as u32).collect();
+            counts.view_mut().cpu_mut()?.copy_from_slice(&n);
+            Ok(Dispatched::batched(rows, counts, topk_ids, topk_weights).with_handle(sources))
+        }))
+    }
+
+    fn finalize(
+        &self,
+        y: View,
+        d: &Dispatched,
+        s: WeightAndReduce,
+        out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        self.begin_finalize(y, d, s, out, ex)?.end(ex)
+    }
+
+    fn begin_finalize<'a>(
+        &'a self,
+        expert_out: View<'a>,
+        d: &'a Dispatched<'a>,
+        _: WeightAndReduce,
+        out: ViewMut<'a>,
+        _: &mut Exec,
+    ) -> Result<Receiver<'a, ()>> {
+        let Sources(sources) = d.handle(self.name())?;
+        let (room, width) = (expert_out.dims()[1], expert_out.dims()[2]);
+        let mut packets = vec![Packet::default(); self.peer.ranks];
+        for (expert, rows) in sources.iter().enumerate() {
+            for (r, &(rank, slot)) in rows.iter().enumerate() {
+                let at = (expert * room + r) * width;
+                packets[rank].0.extend_from_slice(&expert_out.cpu::<f32>()?[at..at + width]);
+                packets[rank].1.push(slot);
+            }
+        }
+        self.peer.send(packets)?;
+        Ok(Receiver::pending(move |ex| self.peer.combine(d, out, ex)))
+    }
+}

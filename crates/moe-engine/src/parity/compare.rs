@@ -1,0 +1,74 @@
+//! The arithmetic of parity: relative errors, argmax, top-k sets and gaps.
+
+/// `||ours - reference|| / ||reference||` in f64; infinite if anything is not finite.
+pub fn relative_error(ours: &[f32], reference: &[f32]) -> f64 {
+    let (mut difference, mut norm) = (0f64, 0f64);
+    for (&a, &b) in ours.iter().zip(reference) {
+        let d = a as f64 - b as f64;
+        difference += d * d;
+        norm += b as f64 * b as f64;
+    }
+    let error = (difference / norm.max(f64::MIN_POSITIVE)).sqrt();
+    if error.is_finite() && ours.len() == reference.len() { error } else { f64::INFINITY }
+}
+
+/// The largest absolute difference; infinite if anything is not finite.
+pub fn max_difference(ours: &[f32], reference: &[f32]) -> f64 {
+    let differences = ours.iter().zip(reference).map(|(&a, &b)| (a as f64 - b as f64).abs());
+    differences.fold(0., |m, d| if d.is_finite() { f64::max(m, d) } else { f64::INFINITY })
+}
+
+/// Index of the largest value; the first among equals.
+pub fn argmax(row: &[f32]) -> usize {
+    let mut best = 0;
+    for (i, &x) in row.iter().enumerate() {
+        if x > row[best] {
+            best = i;
+        }
+    }
+    best
+}
+
+/// Whether two id lists hold the same set.
+pub fn same_set(a: &[u32], b: &[u32]) -> bool {
+    let sorted = |ids: &[u32]| {
+        let mut ids = ids.to_vec();
+        ids.sort_unstable();
+        ids
+    };
+    sorted(a) == sorted(b)
+}
+
+/// How clearly a row of keys separates its k largest from the rest: the k-th minus the
+/// (k+1)-th. Infinite if there is no (k+1)-th.
+pub fn top_k_gap(keys: &[f32], k: usize) -> f32 {
+    let mut sorted = keys.to_vec();
+    sorted.sort_unstable_by(|a, b| b.total_cmp(a));
+    match (k.checked_sub(1).and_then(|i| sorted.get(i)), sorted.get(k)) {
+        (Some(last), Some(next)) => last - next,
+        _ => f32::INFINITY,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_are_relative_and_nan_never_passes() {
+        assert_eq!(relative_error(&[3., 4.], &[3., 4.]), 0.);
+        assert!((relative_error(&[3., 5.], &[3., 4.]) - 0.2).abs() < 1e-12);
+        assert_eq!(relative_error(&[f32::NAN, 4.], &[3., 4.]), f64::INFINITY);
+        assert_eq!(relative_error(&[3.], &[3., 4.]), f64::INFINITY);
+        assert_eq!(max_difference(&[1., f32::NAN], &[1., 1.]), f64::INFINITY);
+        assert_eq!(max_difference(&[1., 3.], &[1., 1.]), 2.);
+    }
+
+    #[test]
+    fn sets_and_gaps() {
+        assert!(same_set(&[3, 1], &[1, 3]) && !same_set(&[3, 1], &[1, 2]));
+        assert_eq!(top_k_gap(&[0.1, 0.5, 0.25], 1), 0.25);
+        assert_eq!(top_k_gap(&[0.1, 0.5], 2), f32::INFINITY);
+        assert_eq!(argmax(&[1., 2., 2.]), 1);
+    }
+}

@@ -1,0 +1,68 @@
+//! `parity`: a model against a reference recorded from Hugging Face transformers.
+//!
+//! In f32 everything is free and must agree. In bf16 and f16 a token near a routing boundary may
+//! flip to another expert, which says nothing about the arithmetic; so the reference's routing is
+//! replayed (ids by our selection rule on its router logits, weights from our own), and the
+//! routing of our own logits is compared separately.
+
+mod compare;
+mod judge;
+mod reference;
+mod run;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use model_runtime::{CausalLm, Exec, RoutedExperts};
+use moe_layer::{DType, Device, Tensor};
+
+pub use judge::{LayerError, Report};
+
+use judge::{Rules, judge};
+use reference::Reference;
+
+/// Compares a model with a reference file.
+pub fn compare(model: &dyn CausalLm, reference: &Path, ex: &mut Exec) -> Result<Report> {
+    let info = model.info();
+    let reference = Reference::read(reference, info)?;
+    let dtype = info.kv.dtype;
+    let rules = Rules::new(dtype, matches!(ex.device(), Device::Cpu), reference.bf16_noise);
+    let select = |layer: usize, logits: &[f32]| select(model, layer, logits);
+
+    let count = reference.generated.as_ref().map_or(0, |(count, _)| *count);
+    let generated = run::greedy(model, &reference, count, ex)?;
+    if dtype != DType::F32 {
+        ex.step.replay = replay(model, &reference)?.map(Arc::new);
+    }
+    let ours = run::teacher_forced(model, &reference, ex)?;
+    ex.step.replay = None;
+    let mut report = judge(info, &reference, &ours, Some(&generated), &rules, &select)?;
+    report.device = format!("{:?}", ex.device().location()).to_lowercase();
+    report.dtype = dtype.as_str().to_string();
+    Ok(report)
+}
+
+/// The reference's routing, if it has the router logits of every MoE layer.
+fn replay(model: &dyn CausalLm, reference: &Reference) -> Result<Option<RoutedExperts>> {
+    let Some(moe) = &model.info().moe else { return Ok(None) };
+    let tokens = reference.batch * reference.length;
+    let mut routed = RoutedExperts::empty(tokens, moe.layers.len(), moe.top_k)?;
+    for (m, layer) in moe.layers.iter().enumerate() {
+        let Some(logits) = reference.router_logits.get(layer) else { return Ok(None) };
+        for (token, ids) in select(model, *layer, logits)?.chunks_exact(moe.top_k).enumerate() {
+            routed.set(token, m, ids)?;
+        }
+    }
+    Ok(Some(routed))
+}
+
+/// The ids [T, K] that the router of a decoder layer chooses from logits [T, E].
+fn select(model: &dyn CausalLm, layer: usize, logits: &[f32]) -> Result<Vec<u32>> {
+    let info = model.info().moe.as_ref().context("the model has no routed experts")?;
+    let m = info.layers.iter().position(|l| *l == layer).context("the layer has no router")?;
+    let router = model.router(m).context("the layer has no router")?;
+    let shape = (logits.len() / info.num_experts, info.num_experts);
+    let routed = router.route(&Tensor::from_slice(logits, shape, &Device::Cpu)?)?;
+    Ok(routed.topk_ids.flatten_all()?.to_vec1()?)
+}

@@ -1,0 +1,131 @@
+//! Opening a model for a command: checkpoint or random weights, device, dtype, backend.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use candle_core::{DType, Device};
+use candle_nn::VarBuilder;
+use model_runtime::{CausalLm, Checkpoint, Config, CpuIsa, DummyWeights, Exec};
+use tracing::info;
+
+use crate::cli::RunArgs;
+use crate::family::ModelFamily;
+use crate::tokenizer::Tokenizer;
+use crate::usage;
+
+/// More threads than any machine runs well.
+const MAX_THREADS: usize = 1024;
+
+/// A model that is ready to run.
+pub struct Session {
+    /// The model.
+    pub model: Box<dyn CausalLm>,
+    /// Where it runs.
+    pub ex: Exec,
+    /// The checkpoint; `None` with random weights.
+    pub checkpoint: Option<Checkpoint>,
+    embedded_tokenizer: Option<&'static [u8]>,
+}
+
+impl Session {
+    /// Opens a checkpoint folder, or the embedded checkpoint if `dir` is `None`.
+    pub fn open<F: ModelFamily>(dir: Option<&Path>, args: &RunArgs, check_weights: bool) -> Result<Self> {
+        let ex = exec(args)?;
+        let (checkpoint, embedded_tokenizer) = match (dir, F::embedded()) {
+            (Some(dir), _) => {
+                if !dir.is_dir() {
+                    return Err(usage(format!(
+                        "--model {}: no such folder; expected a checkpoint folder with config.json",
+                        dir.display()
+                    )));
+                }
+                (Checkpoint::open(dir)?, None)
+            }
+            (None, Some(e)) => {
+                let checkpoint = Checkpoint::from_static(e.weights, e.config, Some(e.generation_config))?;
+                (checkpoint, Some(e.tokenizer))
+            }
+            (None, None) => {
+                return Err(usage(
+                    "no model is given: this program has none embedded, name one with --model",
+                ));
+            }
+        };
+        let config = F::config(&checkpoint.config)?;
+        let has = |name: &str| checkpoint.tensors.info(name).is_some();
+        checkpoint.tensors.verify(F::tensors(&config, &has), F::ignored(&config))?;
+        if check_weights {
+            let report = checkpoint.tensors.nan_report();
+            anyhow::ensure!(report.is_clean(), "the checkpoint has weights that are not finite: {report}");
+        }
+        let dtype = match &args.dtype {
+            Some(name) => parse_dtype(name)?,
+            None => checkpoint.dtype()?,
+        };
+        let vb = checkpoint.tensors.var_builder(dtype, ex.device());
+        let model = load::<F>(&config, args, vb)?;
+        Ok(Self { model, ex, checkpoint: Some(checkpoint), embedded_tokenizer })
+    }
+
+    /// A model of this config with random weights.
+    pub fn dummy<F: ModelFamily>(config: &Path, args: &RunArgs) -> Result<Self> {
+        let ex = exec(args)?;
+        let raw = Config::read(config)?;
+        let config = F::config(&raw)?;
+        let dtype = match &args.dtype {
+            Some(name) => parse_dtype(name)?,
+            None => raw.dtype()?.unwrap_or(DType::F32),
+        };
+        // Packed experts: one tensor is generated for each pack, at full speed.
+        let weights = DummyWeights::new(F::tensors(&config, &|_| true), 0);
+        let model = load::<F>(&config, args, weights.var_builder(dtype, ex.device()))?;
+        Ok(Self { model, ex, checkpoint: None, embedded_tokenizer: None })
+    }
+
+    /// The checkpoint's tokenizer.
+    pub fn tokenizer(&self) -> Result<Tokenizer> {
+        match (self.embedded_tokenizer, self.checkpoint.as_ref().and_then(|c| c.dir())) {
+            (Some(bytes), _) => Tokenizer::from_bytes(bytes).context("the embedded tokenizer"),
+            (None, Some(dir)) => Tokenizer::from_dir(dir),
+            (None, None) => anyhow::bail!("a model with random weights has no tokenizer"),
+        }
+    }
+}
+
+fn load<F: ModelFamily>(config: &F::Config, args: &RunArgs, vb: VarBuilder) -> Result<Box<dyn CausalLm>> {
+    let loaded = F::load(config, args.moe_backend.as_deref(), vb)?;
+    info!(backend = %loaded.backend["chosen"], "expert backend");
+    if args.explain_backends {
+        eprintln!("{}", serde_json::to_string_pretty(&loaded.backend)?);
+    }
+    Ok(loaded.model)
+}
+
+/// The execution context that the flags ask for.
+fn exec(args: &RunArgs) -> Result<Exec> {
+    if args.device != "cpu" {
+        return Err(usage(format!("--device {}: this build runs on cpu only", args.device)));
+    }
+    let mut ex = Exec::cpu();
+    if let Some(isa) = &args.cpu_isa {
+        ex = ex.with_isa(CpuIsa::from_name(isa).map_err(|e| usage(format!("--cpu-isa: {e}")))?)?;
+    }
+    if let Some(threads) = args.num_threads {
+        if threads > MAX_THREADS {
+            return Err(usage(format!("--num-threads {threads}: expected 1 to {MAX_THREADS}")));
+        }
+        ex = ex.with_threads(threads).map_err(|e| usage(format!("--num-threads {threads}: {e}")))?;
+    }
+    debug_assert!(matches!(ex.device(), Device::Cpu));
+    info!(cpu_isa = ex.isa().name(), threads = ex.num_threads(), "running on the CPU");
+    Ok(ex)
+}
+
+fn parse_dtype(name: &str) -> Result<DType> {
+    match name {
+        "f32" => Ok(DType::F32),
+        "bf16" => Ok(DType::BF16),
+        "f16" => Ok(DType::F16),
+        other => Err(usage(format!("--dtype {other}: expected f32, bf16 or f16"))),
+    }
+}

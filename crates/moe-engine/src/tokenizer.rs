@@ -1,0 +1,187 @@
+//! Text to token ids and back. The work is the `tokenizers` crate's; this adds what generation
+//! needs: errors that name the file, and text that streams without breaking a character.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow};
+
+/// A tokenizer as `tokenizer.json` describes it.
+#[derive(Clone)]
+pub struct Tokenizer(tokenizers::Tokenizer);
+
+impl Tokenizer {
+    /// Reads `tokenizer.json` of a checkpoint folder.
+    pub fn from_dir(dir: &Path) -> Result<Self> {
+        let path = dir.join("tokenizer.json");
+        let bytes = std::fs::read(&path).with_context(|| {
+            format!("cannot read {}: generating text needs the checkpoint's tokenizer", path.display())
+        })?;
+        Self::from_bytes(&bytes).with_context(|| format!("{} is not a tokenizer", path.display()))
+    }
+
+    /// Parses the contents of a `tokenizer.json`.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        tokenizers::Tokenizer::from_bytes(bytes).map(Self).map_err(|e| anyhow!("{e}"))
+    }
+
+    /// Token ids of a text, with the special tokens that the tokenizer's own template adds.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding =
+            self.0.encode_fast(text, true).map_err(|e| anyhow!("cannot tokenize the prompt: {e}"))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Text of token ids, without special tokens. Bytes that are not UTF-8 become U+FFFD.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.0.decode(ids, true).map_err(|e| anyhow!("cannot decode tokens: {e}"))
+    }
+
+    /// Number of tokens, added ones included.
+    pub fn vocab_size(&self) -> usize {
+        self.0.get_vocab_size(true)
+    }
+
+    /// The id of a token's exact text.
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.0.token_to_id(token)
+    }
+}
+
+/// Turns a stream of token ids into a stream of text.
+///
+/// A token may end inside a character, so a piece of text is given out only once no later
+/// token can change it. Lossy decoding turns the bytes of an unfinished character, at most three,
+/// into U+FFFD at the end of the text (one for all of them in byte-level tokenizers, one each with
+/// byte fallback); so up to three of those are held back. With a byte-level tokenizer the pieces,
+/// with [`Self::finish`], concatenate to the decoding of all ids.
+#[derive(Default)]
+pub struct TextStream {
+    /// The ids whose decoding still matters: the last given-out ones, for context, and the rest.
+    window: Vec<u32>,
+    /// Bytes of the window's text that are given out.
+    emitted: usize,
+}
+
+impl TextStream {
+    /// Bytes that an unfinished UTF-8 character has at most.
+    const UNFINISHED: usize = 3;
+    /// Tokens of context kept for decoders that treat the first token specially.
+    const CONTEXT: usize = 4;
+
+    /// Tokens after which the window is cut even if its tail has no text.
+    const LONGEST: usize = 64;
+
+    /// A stream with nothing in it.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a token; the text that has become final, often empty.
+    pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
+        self.window.push(id);
+        let text = tokenizer.decode(&self.window)?;
+        let mut stable = text.as_str();
+        for _ in 0..Self::UNFINISHED {
+            stable = stable.strip_suffix(char::REPLACEMENT_CHARACTER).unwrap_or(stable);
+        }
+        let piece = stable.get(self.emitted..).unwrap_or_default().to_string();
+        self.emitted = self.emitted.max(stable.len());
+        if stable.len() == text.len() {
+            self.shrink(tokenizer, &text)?;
+        }
+        Ok(piece)
+    }
+
+    /// The rest of the text: an unfinished character, if there is one.
+    pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
+        let text = tokenizer.decode(&self.window)?;
+        let piece = text.get(self.emitted..).unwrap_or_default().to_string();
+        self.window.clear();
+        self.emitted = 0;
+        Ok(piece)
+    }
+
+    /// Drops all but the last tokens, if their text alone is the end of `text`: not so when
+    /// the cut would fall inside a character.
+    fn shrink(&mut self, tokenizer: &Tokenizer, text: &str) -> Result<()> {
+        if self.window.len() < 2 * Self::CONTEXT {
+            return Ok(());
+        }
+        let tail = self.window[self.window.len() - Self::CONTEXT..].to_vec();
+        let tail_text = tokenizer.decode(&tail)?;
+        // Skipped special tokens have no text; a run of them must not keep the window growing.
+        if text.ends_with(&tail_text) && (!tail_text.is_empty() || self.window.len() > Self::LONGEST) {
+            self.window = tail;
+            self.emitted = tail_text.len();
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A byte-level tokenizer without merges: every byte is a token, so tokens end inside characters.
+    fn bytes() -> Tokenizer {
+        let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
+        let mut chars: Vec<char> = alphabet.into_iter().collect();
+        chars.sort_unstable();
+        let vocab: serde_json::Map<String, serde_json::Value> =
+            chars.iter().enumerate().map(|(i, c)| (c.to_string(), i.into())).collect();
+        let json = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
+            "post_processor": null,
+            "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
+        });
+        Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn a_character_comes_out_whole() {
+        let t = bytes();
+        let ids = t.encode("aé€😀").unwrap();
+        assert_eq!(ids.len(), 1 + 2 + 3 + 4);
+        let mut stream = TextStream::new();
+        let pieces: Vec<String> = ids.iter().map(|&id| stream.push(&t, id).unwrap()).collect();
+        assert_eq!(pieces, ["a", "", "é", "", "", "€", "", "", "", "😀"]);
+    }
+
+    #[test]
+    fn an_unfinished_character_is_flushed() {
+        let t = bytes();
+        let ids = t.encode("x€").unwrap();
+        let mut stream = TextStream::new();
+        let mut text = String::new();
+        for &id in &ids[..3] {
+            text += &stream.push(&t, id).unwrap();
+        }
+        assert_eq!(text, "x");
+        text += &stream.finish(&t).unwrap();
+        assert_eq!(text, "x\u{FFFD}");
+    }
+
+    #[test]
+    fn not_a_tokenizer_is_an_error() {
+        assert!(Tokenizer::from_bytes(b"{}").is_err());
+        assert!(Tokenizer::from_bytes(b"\xff").is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_concatenate_to_the_whole(ids in prop::collection::vec(0u32..256, 0..60)) {
+            let t = bytes();
+            let mut stream = TextStream::new();
+            let mut text = String::new();
+            for &id in &ids {
+                text += &stream.push(&t, id).unwrap();
+            }
+            text += &stream.finish(&t).unwrap();
+            prop_assert_eq!(text, t.decode(&ids).unwrap());
+        }
+    }
+}

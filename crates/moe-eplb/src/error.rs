@@ -1,0 +1,148 @@
+//! What can be wrong with an input, said so that the caller can mend it.
+
+use std::fmt;
+
+/// Shorthand for this crate's results.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a call was refused.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Error {
+    /// A size that must be at least one is zero.
+    Empty(&'static str),
+    /// A buffer or table does not have the size that the other arguments imply.
+    Shape {
+        /// Which argument.
+        what: &'static str,
+        /// Entries it must have.
+        expected: usize,
+        /// Entries it has.
+        got: usize,
+    },
+    /// A load is NaN, infinite or negative.
+    BadLoad {
+        /// Episode of the load.
+        step: usize,
+        /// Layer of the load.
+        layer: usize,
+        /// Logical expert of the load.
+        expert: usize,
+        /// The load itself.
+        value: f64,
+    },
+    /// One quantity must be a multiple of another.
+    NotDivisible {
+        /// What is divided.
+        what: &'static str,
+        /// Its size.
+        total: usize,
+        /// What divides it.
+        by: &'static str,
+        /// Its size.
+        parts: usize,
+    },
+    /// Fewer physical slots than logical experts: some expert would have no home.
+    TooFewSlots {
+        /// Physical slots.
+        slots: usize,
+        /// Logical experts.
+        experts: usize,
+    },
+    /// More slots on a device than there are experts: two of them would hold the same expert.
+    DeviceTooWide {
+        /// Slots of one device.
+        slots_per_device: usize,
+        /// Logical experts.
+        experts: usize,
+    },
+    /// An id outside its range.
+    OutOfRange {
+        /// What the id names.
+        what: &'static str,
+        /// The id.
+        got: usize,
+        /// One past the largest valid id.
+        limit: usize,
+    },
+    /// A logical expert without any copy.
+    MissingExpert {
+        /// Layer of the gap.
+        layer: usize,
+        /// The expert without a copy.
+        expert: usize,
+    },
+    /// Two copies of one expert on one device.
+    DuplicateExpert {
+        /// Layer of the pair.
+        layer: usize,
+        /// Device that holds both.
+        device: usize,
+        /// The expert held twice.
+        expert: usize,
+    },
+    /// A setting outside its range.
+    Setting {
+        /// Which setting.
+        what: &'static str,
+        /// What it must satisfy.
+        must: &'static str,
+    },
+    /// A migration plan that would break the model, and where.
+    UnsafePlan {
+        /// Index of the transfer that breaks it (the number of transfers for the end state).
+        transfer: usize,
+        /// What would break.
+        reason: &'static str,
+    },
+    /// Text that is not in the expected format.
+    Format {
+        /// Line, counted from 1; 0 if the text is one document.
+        line: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Empty(what) => write!(f, "{what} must be at least 1"),
+            Self::Shape { what, expected, got } => {
+                write!(f, "{what}: expected {expected} entries, got {got}")
+            }
+            Self::BadLoad { step, layer, expert, value } => write!(
+                f,
+                "load of step {step}, layer {layer}, expert {expert} is {value}; loads must be finite and >= 0"
+            ),
+            Self::NotDivisible { what, total, by, parts } => {
+                write!(f, "{total} {what} cannot be divided evenly over {parts} {by}")
+            }
+            Self::TooFewSlots { slots, experts } => {
+                write!(f, "{slots} physical slots cannot hold {experts} logical experts")
+            }
+            Self::DeviceTooWide { slots_per_device, experts } => write!(
+                f,
+                "{slots_per_device} slots per device but only {experts} experts: \
+                 a device would hold an expert twice (allow duplicates to accept that)"
+            ),
+            Self::OutOfRange { what, got, limit } => {
+                write!(f, "{what} {got} is out of range 0..{limit}")
+            }
+            Self::MissingExpert { layer, expert } => {
+                write!(f, "layer {layer}: expert {expert} has no copy")
+            }
+            Self::DuplicateExpert { layer, device, expert } => {
+                write!(f, "layer {layer}: device {device} holds expert {expert} twice")
+            }
+            Self::Setting { what, must } => write!(f, "{what} must be {must}"),
+            Self::UnsafePlan { transfer, reason } => {
+                write!(f, "migration plan breaks at transfer {transfer}: {reason}")
+            }
+            Self::Format { line: 0, reason } => write!(f, "{reason}"),
+            Self::Format { line, reason } => write!(f, "line {line}: {reason}"),
+        }
+    }
+}
+
+impl std::error::Error for Error {}

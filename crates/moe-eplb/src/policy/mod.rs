@@ -1,0 +1,217 @@
+//! Policies: heat in, placement out.
+
+mod deepseek;
+mod flashlb;
+mod joint;
+mod swift;
+
+pub use deepseek::Deepseek;
+pub(crate) use deepseek::place_layer;
+pub use flashlb::FlashLb;
+pub use joint::Joint;
+pub use swift::Swift;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::bound;
+use crate::certificate::{BOUND_SLACK, Certificate, Proof};
+use crate::error::{Error, Result};
+use crate::loads::Loads;
+use crate::placement::{Placement, check_layer};
+use crate::score::{Objective, layer_par};
+use crate::topology::Topology;
+
+/// One layer to be placed.
+#[derive(Clone, Copy, Debug)]
+pub struct Task<'a> {
+    /// The machine.
+    pub topology: &'a Topology,
+    /// Loads `[steps, experts]`.
+    pub loads: &'a [f64],
+    /// The expert of every slot at the moment, if there is a placement.
+    pub current: Option<&'a [u32]>,
+    /// No placement without duplicates has a smaller PAR by the policy's objective.
+    pub lower_bound: f64,
+}
+
+impl<'a> Task<'a> {
+    /// A task with its bound.
+    pub fn new(
+        topology: &'a Topology,
+        loads: &'a [f64],
+        current: Option<&'a [u32]>,
+        objective: Objective,
+    ) -> Self {
+        let lower_bound = bound::layer_bound(loads, topology, objective, false);
+        Self { topology, loads, current, lower_bound }
+    }
+}
+
+/// A policy's answer for one layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// The expert of every slot.
+    pub slots: Vec<u32>,
+    /// Whether the policy excluded every better placement.
+    pub exhaustive: bool,
+    /// Steps it took.
+    pub steps: u64,
+}
+
+/// A placement with one certificate per layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// The expert of every slot of every layer.
+    pub placement: Placement,
+    /// What is known about each layer.
+    pub certificates: Vec<Certificate>,
+}
+
+impl Plan {
+    /// Mean PAR over layers (1 without layers).
+    pub fn mean_par(&self) -> f64 {
+        if self.certificates.is_empty() {
+            return 1.0;
+        }
+        self.certificates.iter().map(|c| c.par).sum::<f64>() / self.certificates.len() as f64
+    }
+}
+
+/// A way of turning loads into a placement. Implementations are pure: equal input gives equal
+/// output, bit for bit, on every rank and machine.
+pub trait Policy: Sync {
+    /// Short name, as the command line spells it.
+    fn name(&self) -> &'static str;
+
+    /// What the policy minimises, and what its certificates speak of.
+    fn objective(&self) -> Objective;
+
+    /// Whether shapes that force an expert twice onto a device are acceptable.
+    fn allows_duplicates(&self) -> bool {
+        false
+    }
+
+    /// Places one layer.
+    ///
+    /// # Errors
+    /// If the layer's shape is one that the policy cannot serve.
+    fn place(&self, task: &Task) -> Result<Layout>;
+
+    /// Places all layers on the calling thread.
+    ///
+    /// # Errors
+    /// If loads, topology and current placement do not fit together, or a layer cannot be served.
+    fn plan(&self, topology: &Topology, loads: &Loads, current: Option<&Placement>) -> Result<Plan> {
+        self.plan_on(topology, loads, current, 1)
+    }
+
+    /// Places all layers on `threads` threads. Layers are independent, so the result does not
+    /// depend on the number of threads.
+    ///
+    /// # Errors
+    /// As [`Policy::plan`].
+    fn plan_on(
+        &self,
+        topology: &Topology,
+        loads: &Loads,
+        current: Option<&Placement>,
+        threads: usize,
+    ) -> Result<Plan> {
+        check_input(topology, loads, current)?;
+        if !self.allows_duplicates() {
+            topology.check_no_forced_duplicates()?;
+        }
+        let one = |layer: usize| {
+            let current = current.map(|p| p.layer(layer));
+            let task = Task::new(topology, loads.layer(layer), current, self.objective());
+            let layout = self.place(&task)?;
+            let certificate = certify(&task, &layout, self.objective());
+            Ok((layout.slots, certificate))
+        };
+        let layers = for_each_layer(loads.layers(), threads, &one);
+        let mut slots = Vec::with_capacity(loads.layers() * topology.slots());
+        let mut certificates = Vec::with_capacity(loads.layers());
+        for layer in layers {
+            let (row, certificate) = layer?;
+            slots.extend(row);
+            certificates.push(certificate);
+        }
+        Ok(Plan { placement: Placement::from_phy2log(topology, loads.layers(), slots)?, certificates })
+    }
+}
+
+fn check_input(topology: &Topology, loads: &Loads, current: Option<&Placement>) -> Result<()> {
+    if loads.experts() != topology.experts() {
+        return Err(Error::Shape {
+            what: "experts of the loads",
+            expected: topology.experts(),
+            got: loads.experts(),
+        });
+    }
+    if let Some(p) = current {
+        let expected = (loads.layers(), topology.slots(), topology.slots_per_device());
+        if (p.layers(), p.slots(), p.slots_per_device()) != expected {
+            return Err(Error::Shape {
+                what: "current placement",
+                expected: loads.layers() * topology.slots(),
+                got: p.phy2log().len(),
+            });
+        }
+        p.check_ids(topology.experts())?;
+    }
+    Ok(())
+}
+
+/// Runs `one` for every layer, handing layers to threads in turn, results in layer order.
+fn for_each_layer<T: Send>(
+    layers: usize,
+    threads: usize,
+    one: &(impl Fn(usize) -> Result<T> + Sync),
+) -> Vec<Result<T>> {
+    if threads <= 1 || layers <= 1 {
+        return (0..layers).map(one).collect();
+    }
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        let mut done = Vec::new();
+        loop {
+            let layer = next.fetch_add(1, Ordering::Relaxed);
+            if layer >= layers {
+                return done;
+            }
+            done.push((layer, one(layer)));
+        }
+    };
+    let mut results: Vec<(usize, Result<T>)> = std::thread::scope(|scope| {
+        let handles: Vec<_> = (0..threads.min(layers)).map(|_| scope.spawn(worker)).collect();
+        let join = |handle: std::thread::ScopedJoinHandle<'_, _>| match handle.join() {
+            Ok(done) => done,
+            Err(panic) => std::panic::resume_unwind(panic),
+        };
+        handles.into_iter().flat_map(join).collect()
+    });
+    results.sort_by_key(|(layer, _)| *layer);
+    results.into_iter().map(|(_, result)| result).collect()
+}
+
+/// Scores a layout and bounds what any layout could reach.
+fn certify(task: &Task, layout: &Layout, objective: Objective) -> Certificate {
+    let topology = task.topology;
+    let (experts, devices, k) = (topology.experts(), topology.devices(), topology.slots_per_device());
+    let par = layer_par(task.loads, &layout.slots, experts, devices, objective);
+    let bound = match check_layer(&layout.slots, experts, k) {
+        Ok(()) => task.lower_bound,
+        // With duplicates the bound must not assume one copy per device.
+        Err(_) => bound::layer_bound(task.loads, topology, objective, true),
+    };
+    let lower_bound = bound.min(par);
+    let proof = if par <= lower_bound * (1.0 + BOUND_SLACK) {
+        Proof::Bound
+    } else if layout.exhaustive {
+        Proof::Exhaustive
+    } else {
+        Proof::None
+    };
+    let lower_bound = if proof == Proof::Exhaustive { par } else { lower_bound };
+    Certificate { par, lower_bound, proof, steps: layout.steps }
+}

@@ -1,0 +1,55 @@
+//! How balanced a placement is: peak device load over mean device load (PAR), 1.0 is perfect.
+
+use crate::loads::{Loads, sum_steps};
+use crate::placement::Placement;
+
+/// Over what the peak is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Objective {
+    /// The peak of the loads summed over the window.
+    Aggregate,
+    /// The mean over episodes of each episode's own peak: what a server waits for.
+    #[default]
+    Episode,
+}
+
+/// PAR of one layer: `loads` `[steps, experts]`, `slots` the expert of every slot. A step without
+/// load counts as perfectly balanced.
+pub fn layer_par(loads: &[f64], slots: &[u32], experts: usize, devices: usize, objective: Objective) -> f64 {
+    let summed;
+    let loads = match objective {
+        Objective::Episode => loads,
+        Objective::Aggregate => {
+            summed = sum_steps(loads, experts);
+            &summed
+        }
+    };
+    let mut copies = vec![0.0f64; experts];
+    for &e in slots {
+        copies[e as usize] += 1.0;
+    }
+    let k = slots.len() / devices;
+    let mut unit = vec![0.0; experts];
+    let mut sum = 0.0;
+    for step in loads.chunks_exact(experts) {
+        let total: f64 = step.iter().sum();
+        for ((unit, load), copies) in unit.iter_mut().zip(step).zip(&copies) {
+            *unit = load / copies;
+        }
+        let device_load = |row: &[u32]| row.iter().map(|&e| unit[e as usize]).sum::<f64>();
+        let peak = slots.chunks_exact(k).map(device_load).fold(0.0, f64::max);
+        sum += if total > 0.0 { peak * devices as f64 / total } else { 1.0 };
+    }
+    sum / (loads.len() / experts) as f64
+}
+
+/// PAR of every layer.
+///
+/// # Panics
+/// If the placement has fewer layers than the loads.
+pub fn par(loads: &Loads, placement: &Placement, objective: Objective) -> Vec<f64> {
+    let devices = placement.slots() / placement.slots_per_device();
+    (0..loads.layers())
+        .map(|l| layer_par(loads.layer(l), placement.layer(l), loads.experts(), devices, objective))
+        .collect()
+}

@@ -1,0 +1,128 @@
+//! What a window says about the next one: mean, spread, co-movement, drift, forecast.
+
+use crate::error::{Error, Result};
+use crate::loads::Loads;
+
+/// Statistics of one layer over the episodes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerStats {
+    /// Mean load of every expert.
+    pub mean: Vec<f64>,
+    /// Unbiased variance of every expert's load; zero with a single episode.
+    pub variance: Vec<f64>,
+    /// Unbiased covariance `[experts, experts]`; zero with a single episode.
+    pub covariance: Vec<f64>,
+}
+
+impl LayerStats {
+    /// Statistics of layer `layer`.
+    ///
+    /// # Panics
+    /// If `layer` is out of range.
+    pub fn of(loads: &Loads, layer: usize) -> Self {
+        let (steps, experts) = (loads.steps(), loads.experts());
+        let rows = loads.layer(layer);
+        let mut mean = vec![0.0; experts];
+        for row in rows.chunks_exact(experts) {
+            mean.iter_mut().zip(row).for_each(|(m, v)| *m += v / steps as f64);
+        }
+        let mut covariance = vec![0.0; experts * experts];
+        if steps > 1 {
+            let scale = 1.0 / (steps - 1) as f64;
+            for row in rows.chunks_exact(experts) {
+                let deviation: Vec<f64> = row.iter().zip(&mean).map(|(v, m)| v - m).collect();
+                for (line, a) in covariance.chunks_exact_mut(experts).zip(&deviation) {
+                    line.iter_mut().zip(&deviation).for_each(|(c, b)| *c += a * b * scale);
+                }
+            }
+        }
+        let variance = (0..experts).map(|e| covariance[e * experts + e]).collect();
+        Self { mean, variance, covariance }
+    }
+}
+
+/// Share of a layer's tokens that went elsewhere between two windows: half the L1 distance of the
+/// two popularity distributions, 0 (equal) to 1 (disjoint). An empty window drifts from nothing.
+///
+/// # Errors
+/// If the windows differ in layers or experts.
+pub fn drift(before: &Loads, after: &Loads) -> Result<Vec<f64>> {
+    let shape = |l: &Loads| (l.layers(), l.experts());
+    if shape(before) != shape(after) {
+        return Err(Error::Shape {
+            what: "later window",
+            expected: before.layers() * before.experts(),
+            got: after.layers() * after.experts(),
+        });
+    }
+    let (before, after) = (before.summed(), after.summed());
+    Ok((0..before.layers())
+        .map(|l| {
+            let (a, b) = (before.layer(l), after.layer(l));
+            let (total_a, total_b): (f64, f64) = (a.iter().sum(), b.iter().sum());
+            if total_a == 0.0 || total_b == 0.0 {
+                return 0.0;
+            }
+            a.iter().zip(b).map(|(x, y)| (x / total_a - y / total_b).abs()).sum::<f64>() / 2.0
+        })
+        .collect())
+}
+
+/// The episodes of the next window, as far as this one foretells them.
+///
+/// Each expert's deviation from its mean fades like a first-order autoregressive process whose
+/// memory is estimated from all experts of the layer together; its episodes are scaled to the level
+/// that the last ones thus predict for a window of equal length. The shape over the episodes, which
+/// the episode objective needs, is kept.
+///
+/// # Errors
+/// Never for valid loads; the result is validated like any.
+pub fn forecast(loads: &Loads) -> Result<Loads> {
+    let (steps, layers, experts) = (loads.steps(), loads.layers(), loads.experts());
+    let mut values = vec![0.0; steps * layers * experts];
+    for layer in 0..layers {
+        let rows = loads.layer(layer);
+        let mean = LayerMean::of(rows, experts);
+        let persistence = mean.persistence(rows, experts);
+        // Mean of rho, rho^2, ... over the next window.
+        let (mut weight, mut power) = (0.0, 1.0);
+        for _ in 0..steps {
+            power *= persistence;
+            weight += power / steps as f64;
+        }
+        let last = &rows[(steps - 1) * experts..];
+        for e in 0..experts {
+            let level = mean.0[e] + weight * (last[e] - mean.0[e]);
+            let scale = if mean.0[e] > 0.0 { level.max(0.0) / mean.0[e] } else { 1.0 };
+            for step in 0..steps {
+                values[(step * layers + layer) * experts + e] = rows[step * experts + e] * scale;
+            }
+        }
+    }
+    Loads::episodes(steps, layers, experts, &values)
+}
+
+struct LayerMean(Vec<f64>);
+
+impl LayerMean {
+    fn of(rows: &[f64], experts: usize) -> Self {
+        let mut mean = crate::loads::sum_steps(rows, experts);
+        let steps = (rows.len() / experts) as f64;
+        mean.iter_mut().for_each(|m| *m /= steps);
+        Self(mean)
+    }
+
+    /// Lag-one autocorrelation of the relative deviations, pooled over experts, within 0..=0.95.
+    fn persistence(&self, rows: &[f64], experts: usize) -> f64 {
+        let steps = rows.len() / experts;
+        let (mut lagged, mut power) = (0.0, 0.0);
+        for (e, &mean) in self.0.iter().enumerate().filter(|(_, m)| **m > 0.0) {
+            let deviation = |t: usize| rows[t * experts + e] / mean - 1.0;
+            for t in 1..steps {
+                lagged += deviation(t) * deviation(t - 1);
+                power += deviation(t - 1) * deviation(t - 1);
+            }
+        }
+        if power > 0.0 { (lagged / power).clamp(0.0, 0.95) } else { 0.0 }
+    }
+}

@@ -1,0 +1,203 @@
+//! What a backend can do, as plain data, and the checks that compare it with a specification.
+//!
+//! The order of the checks is that of vLLM's modular kernels (device, activation, quantisation,
+//! parallel configuration, routing method, sizes, activation format, batch invariance), so that a
+//! reader who knows one system finds the same first reason in the other.
+
+use candle_core::DType;
+use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme, RoutingMethod};
+
+use crate::reason::{Reason, activation_kind};
+
+/// The kind of device that a backend runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Target {
+    /// Host memory.
+    Cpu,
+    /// An NVIDIA GPU of at least this compute capability.
+    #[allow(dead_code)] // Constructed by the rows of GPU backends and by the tests below.
+    Cuda { min: (u32, u32) },
+}
+
+/// One row of the oracle's table.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Capability {
+    pub target: Target,
+    /// Names as [`activation_kind`] gives them.
+    pub activations: &'static [&'static str],
+    pub bias: bool,
+    pub quant: &'static [QuantScheme],
+    pub dtypes: &'static [DType],
+    /// Whether experts may be split along their intermediate size.
+    pub tensor_parallel: bool,
+    /// Routing methods of a monolithic kernel; `None` for modular ones, which take any.
+    pub routing: Option<&'static [RoutingMethod]>,
+    pub hidden_multiple_of: usize,
+    pub intermediate_multiple_of: usize,
+    pub format: ActivationFormat,
+    pub batch_invariant: bool,
+}
+
+impl Capability {
+    /// The first check that fails, in the documented order.
+    pub fn check(&self, spec: &ExpertsSpec) -> Result<(), Reason> {
+        self.check_device(spec)?;
+        self.check_weights(spec)?;
+        self.check_layout(spec)
+    }
+
+    fn check_device(&self, spec: &ExpertsSpec) -> Result<(), Reason> {
+        let fits = match (self.target, spec.compute_capability) {
+            (Target::Cpu, None) => true,
+            (Target::Cuda { min }, Some(got)) => got >= min,
+            _ => false,
+        };
+        if fits {
+            return Ok(());
+        }
+        let needs = match self.target {
+            Target::Cpu => "the CPU".to_string(),
+            Target::Cuda { min: (major, minor) } => {
+                format!("CUDA with compute capability {major}.{minor} or later")
+            }
+        };
+        let got = match spec.compute_capability {
+            None => "the CPU".to_string(),
+            Some((major, minor)) => format!("CUDA with compute capability {major}.{minor}"),
+        };
+        Err(Reason::Device { needs, got })
+    }
+
+    fn check_weights(&self, spec: &ExpertsSpec) -> Result<(), Reason> {
+        if !self.activations.contains(&activation_kind(spec.activation)) {
+            return Err(Reason::Activation { got: spec.activation, accepted: self.activations.to_vec() });
+        }
+        if spec.has_bias && !self.bias {
+            return Err(Reason::Bias);
+        }
+        if !self.quant.contains(&spec.quant) {
+            return Err(Reason::Quant { got: spec.quant });
+        }
+        if !self.dtypes.contains(&spec.dtype) {
+            let accepted = self.dtypes.iter().map(DType::as_str).collect();
+            return Err(Reason::Dtype { got: spec.dtype.as_str(), accepted });
+        }
+        Ok(())
+    }
+
+    fn check_layout(&self, spec: &ExpertsSpec) -> Result<(), Reason> {
+        if spec.tp_size > 1 && !self.tensor_parallel {
+            return Err(Reason::TensorParallel { tp_size: spec.tp_size });
+        }
+        if let Some(accepted) = self.routing
+            && !accepted.contains(&spec.routing)
+        {
+            return Err(Reason::Routing { got: spec.routing, accepted: accepted.to_vec() });
+        }
+        for (dimension, multiple_of, got) in [
+            ("hidden_size", self.hidden_multiple_of, spec.hidden_size),
+            ("intermediate_size", self.intermediate_multiple_of, spec.intermediate_size),
+        ] {
+            if !got.is_multiple_of(multiple_of) {
+                return Err(Reason::Shape { dimension, multiple_of, got });
+            }
+        }
+        if spec.activation_format != self.format {
+            return Err(Reason::ActivationFormat { needs: self.format, got: spec.activation_format });
+        }
+        if spec.batch_invariant && !self.batch_invariant {
+            return Err(Reason::BatchInvariance);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::oracle::tests::spec;
+    use moe_kernels::Activation;
+
+    /// A picky monolithic GPU kernel, so that every check can fail.
+    const PICKY: Capability = Capability {
+        target: Target::Cuda { min: (9, 0) },
+        activations: &["swiglu"],
+        bias: false,
+        quant: &[QuantScheme::None],
+        dtypes: &[DType::BF16],
+        tensor_parallel: false,
+        routing: Some(&[RoutingMethod::Renormalize, RoutingMethod::DeepSeekV3]),
+        hidden_multiple_of: 64,
+        intermediate_multiple_of: 32,
+        format: ActivationFormat::Standard,
+        batch_invariant: false,
+    };
+
+    type Change = fn(&mut ExpertsSpec);
+
+    /// Faults in the order of the checks: (what breaks it, its check, part of its text).
+    const FAULTS: [(Change, &str, &str); 11] = [
+        (
+            |s| s.compute_capability = Some((8, 9)),
+            "device",
+            "9.0 or later, but this rank computes on CUDA with compute capability 8.9",
+        ),
+        (
+            |s| s.activation = Activation::SwiGluOai { alpha: 1.5, limit: 7. },
+            "activation",
+            "swiglu_oai(alpha = 1.5, limit = 7); it has swiglu",
+        ),
+        (|s| s.has_bias = true, "bias", "adds no biases"),
+        (|s| s.dtype = DType::F16, "dtype", "computes in bf16, but the activations are f16"),
+        (|s| s.tp_size = 2, "tensor_parallel", "tp_size = 2"),
+        (|s| s.routing = RoutingMethod::Llama4, "routing", "Llama4; it has [Renormalize, DeepSeekV3]"),
+        (|s| s.hidden_size = 100, "shape", "hidden_size that is a multiple of 64, got 100"),
+        (|s| s.intermediate_size = 33, "shape", "intermediate_size that is a multiple of 32, got 33"),
+        (
+            |s| s.activation_format = ActivationFormat::BatchedExperts,
+            "activation_format",
+            "takes rows in the Standard format, but prepare hands over BatchedExperts",
+        ),
+        (|s| s.batch_invariant = true, "batch_invariance", "depend on its batch"),
+        (|s| s.compute_capability = None, "device", "but this rank computes on the CPU"),
+    ];
+
+    fn fitting() -> ExpertsSpec {
+        ExpertsSpec {
+            compute_capability: Some((9, 0)),
+            dtype: DType::BF16,
+            routing: RoutingMethod::Renormalize,
+            hidden_size: 128,
+            intermediate_size: 96,
+            ..spec()
+        }
+    }
+
+    #[test]
+    fn each_check_fails_with_its_own_reason() {
+        assert_eq!(PICKY.check(&fitting()), Ok(()));
+        for (change, check, text) in FAULTS {
+            let mut spec = fitting();
+            change(&mut spec);
+            let reason = PICKY.check(&spec).unwrap_err();
+            assert_eq!(reason.check(), check);
+            assert!(reason.to_string().contains(text), "{reason}");
+        }
+    }
+
+    #[test]
+    fn the_first_of_several_faults_is_the_reason() {
+        // The last fault is the first check again.
+        for first in 0..FAULTS.len() - 1 {
+            let mut spec = fitting();
+            FAULTS[first..FAULTS.len() - 1].iter().for_each(|(change, ..)| change(&mut spec));
+            assert_eq!(PICKY.check(&spec).unwrap_err().check(), FAULTS[first].1);
+        }
+    }
+
+    #[test]
+    fn a_quantisation_scheme_that_is_not_listed_is_refused() {
+        let none = Capability { quant: &[], ..PICKY };
+        assert_eq!(none.check(&fitting()), Err(Reason::Quant { got: QuantScheme::None }));
+    }
+}

@@ -1,0 +1,71 @@
+//! The CPU backends: grouped products over the slots of each local expert.
+//!
+//! Both formats are the same two kernel calls over different row numbers. A row's bits depend on
+//! the row, its expert's weights and the sizes H and I only, so the formats agree bit for bit, and
+//! neither batch nor threads nor the placement of experts on ranks shows in a row.
+
+mod batched;
+mod standard;
+
+pub use batched::{BatchLimits, CpuBatchedExperts};
+pub use standard::CpuExperts;
+
+use candle_core::{Device, Result, bail};
+use moe_kernels::door::expect_dtype;
+use moe_kernels::{
+    Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, TensorView, View, ViewMut,
+    grouped_down_into, grouped_gate_up_into,
+};
+
+use crate::weights::{ExpertWeights, ExpertsShape};
+
+/// Weights and activation: what both formats compute with.
+#[derive(Clone, Debug)]
+struct CpuMlp {
+    weights: ExpertWeights,
+    activation: Activation,
+}
+
+impl CpuMlp {
+    fn new(name: &str, weights: ExpertWeights, activation: Activation) -> Result<Self> {
+        if !matches!(weights.device(), Device::Cpu) {
+            bail!("{name} experts: expected weights on the CPU, got {:?}", weights.device().location())
+        }
+        Ok(Self { weights, activation })
+    }
+
+    fn shape(&self) -> ExpertsShape {
+        self.weights.shape()
+    }
+
+    /// Fails unless rows of this format, width and dtype are what the experts take.
+    fn check_rows(&self, name: &str, wanted: ActivationFormat, dispatched: &Dispatched) -> Result<()> {
+        if dispatched.format != wanted {
+            bail!("{name} experts: expected rows in the {wanted:?} format, got {:?}", dispatched.format)
+        }
+        let rows = dispatched.rows.view();
+        expect_dtype(name, "rows", &rows, self.shape().dtype)?;
+        match rows.dims().last() {
+            Some(&hidden) if hidden == self.shape().hidden_size => Ok(()),
+            _ => bail!(
+                "{name} experts: expected rows of hidden size {}, got dims {:?}",
+                self.shape().hidden_size,
+                rows.dims()
+            ),
+        }
+    }
+
+    /// `out[out_rows[i]] = MLP(expert e, x[in_rows[i]])` for every grouped slot i of e. `x` [R, H]
+    /// in the model dtype, `out` [S, H] f32; rows of `out` that no slot names are untouched.
+    fn run(&self, x: View, groups: &ExpertGroups, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        let dims = [groups.in_rows.elem_count(), self.shape().intermediate_size];
+        let mut activated = ex.scratch(self.shape().dtype, &dims)?;
+        let (w13, w2) = (TensorView::new(self.weights.w13())?, TensorView::new(self.weights.w2())?);
+        let w13_bias = self.weights.w13_bias().map(TensorView::new).transpose()?;
+        let w2_bias = self.weights.w2_bias().map(TensorView::new).transpose()?;
+        let w13_bias = w13_bias.as_ref().map(TensorView::view).transpose()?;
+        let w2_bias = w2_bias.as_ref().map(TensorView::view).transpose()?;
+        grouped_gate_up_into(x, groups, w13.view()?, w13_bias, self.activation, activated.view_mut(), ex)?;
+        grouped_down_into(activated.view(), groups, w2.view()?, w2_bias, out, ex)
+    }
+}

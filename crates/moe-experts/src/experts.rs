@@ -1,0 +1,223 @@
+//! The two families of experts, and what they need of the workspace.
+//!
+//! *Modular* experts take rows and the slots that routing chose; *monolithic* experts take hidden
+//! states and router logits and route inside the kernel. A block is built from one family: the
+//! families have different traits, and [`AnyExperts`] turns a choice made at run time into one of
+//! them or into an error that names both sides.
+
+use std::fmt;
+
+use candle_core::{DType, Result, bail};
+use moe_kernels::{
+    ActivationFormat, Dims, Dispatched, Exec, ExpertsSpec, View, ViewMut, WeightAndReduce, Workspace,
+};
+
+use crate::reason::Reason;
+use crate::weights::ExpertsShape;
+
+/// Modular experts: rows of prepared tokens in, one unweighted f32 row per slot out.
+///
+/// | format | `dispatched.rows` | `out` f32 |
+/// |---|---|---|
+/// | Standard | [T', H] | [T', K, H] |
+/// | BatchedExperts | [E_local, max_tokens, H] | [E_local, max_tokens, H] |
+///
+/// All of `out` is written: rows without a local expert, and rows of an expert after its
+/// `expert_num_tokens`, become zero. Router weights are never applied here, so a row's bits do
+/// not depend on who asks for it.
+pub trait Experts: Send + Sync {
+    /// The name in error messages and logs.
+    fn name(&self) -> &str;
+
+    /// The layout of the rows that [`apply`](Self::apply) takes.
+    fn activation_format(&self) -> ActivationFormat;
+
+    /// Sizes and dtype of the experts on this rank.
+    fn shape(&self) -> ExpertsShape;
+
+    /// Whether this implementation runs the specification, or the first reason why not.
+    fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason>;
+
+    /// How finalize must treat `out`. `Delegate`, the default, says that the rows are unweighted
+    /// and that the prepare/finalize backend chooses. Experts that weight and reduce by themselves
+    /// say `NoOp`, and are refused above one rank.
+    fn weight_and_reduce(&self) -> WeightAndReduce {
+        WeightAndReduce::Delegate
+    }
+
+    /// Tokens per dispatcher that these experts were built for. Batched experts say it, so that a
+    /// layer can check that prepare does not fill more; `None` in the Standard format.
+    fn max_num_tokens(&self) -> Option<usize> {
+        None
+    }
+
+    /// Dispatchers (ranks whose tokens arrive) that these experts were built for: said together
+    /// with [`max_num_tokens`](Self::max_num_tokens).
+    fn num_dispatchers(&self) -> Option<usize> {
+        None
+    }
+
+    /// Dims of `out` for these rows.
+    fn out_dims(&self, dispatched: &Dispatched) -> Result<Dims> {
+        dispatched.expert_out_dims()
+    }
+
+    /// The buffers that one call of [`apply`](Self::apply) takes from the workspace, beside `out`,
+    /// for at most `max_tokens` rows (Standard: token rows of `top_k` slots each; BatchedExperts:
+    /// rows per local expert, `top_k` does not matter). Kernels may take scratch of their own, whose
+    /// size does not grow with the number of tokens beyond some bound; before a workspace is
+    /// frozen, one call of the largest size makes it hold that too.
+    ///
+    /// # Errors
+    /// Sizes that overflow.
+    fn workspace(&self, max_tokens: usize, top_k: usize) -> Result<Reservation>;
+
+    /// Computes every slot of a local expert.
+    ///
+    /// # Errors
+    /// Rows in the other format; wrong dims or dtypes; an expert id or a row count out of range.
+    fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()>;
+}
+
+/// Monolithic experts: the router is part of the kernel, so they take logits, and their output is
+/// weighted and reduced. Routing cannot be captured, replayed or dispatched around them.
+pub trait MonolithicExperts: Send + Sync {
+    /// The name in error messages and logs.
+    fn name(&self) -> &str;
+
+    /// Sizes and dtype of the experts on this rank.
+    fn shape(&self) -> ExpertsShape;
+
+    /// Whether this implementation runs the specification, or the first reason why not.
+    fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason>;
+
+    /// The buffers that one call of [`apply`](Self::apply) takes from the workspace for at most
+    /// `max_tokens` tokens of `top_k` slots; see [`Experts::workspace`].
+    ///
+    /// # Errors
+    /// Sizes that overflow.
+    fn workspace(&self, max_tokens: usize, top_k: usize) -> Result<Reservation>;
+
+    /// `out` [T, H] = weighted and reduced output for `hidden` [T, H] in the model dtype, routed by
+    /// `router_logits` [T, E] f32.
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes.
+    fn apply(&self, hidden: View, router_logits: View, out: ViewMut, ex: &mut Exec) -> Result<()>;
+}
+
+/// Experts of either family, as chosen at run time.
+pub enum AnyExperts {
+    /// They take ids and weights that a router chose.
+    Modular(Box<dyn Experts>),
+    /// They route by themselves.
+    Monolithic(Box<dyn MonolithicExperts>),
+}
+
+impl AnyExperts {
+    /// The name in error messages and logs.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Modular(experts) => experts.name(),
+            Self::Monolithic(experts) => experts.name(),
+        }
+    }
+
+    /// The modular experts, to compose with a router and the prepare/finalize backend `partner`.
+    ///
+    /// # Errors
+    /// Monolithic experts; the message names both.
+    pub fn into_modular(self, partner: &str) -> Result<Box<dyn Experts>> {
+        match self {
+            Self::Modular(experts) => Ok(experts),
+            Self::Monolithic(experts) => bail!(
+                "cannot mix the monolithic experts `{}` (the router is inside the kernel) with the modular \
+                 `{partner}`; choose modular experts, or use these without router and prepare/finalize",
+                experts.name()
+            ),
+        }
+    }
+
+    /// The monolithic experts, to compose with `partner`, which hands over router logits.
+    ///
+    /// # Errors
+    /// Modular experts; the message names both.
+    pub fn into_monolithic(self, partner: &str) -> Result<Box<dyn MonolithicExperts>> {
+        match self {
+            Self::Monolithic(experts) => Ok(experts),
+            Self::Modular(experts) => bail!(
+                "cannot mix the modular experts `{}` (they take topk_ids and topk_weights) with the \
+                 monolithic `{partner}`; choose monolithic experts, or add a router and prepare/finalize",
+                experts.name()
+            ),
+        }
+    }
+}
+
+impl fmt::Debug for AnyExperts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let family = match self {
+            Self::Modular(_) => "Modular",
+            Self::Monolithic(_) => "Monolithic",
+        };
+        write!(f, "{family}({})", self.name())
+    }
+}
+
+impl From<Box<dyn Experts>> for AnyExperts {
+    fn from(experts: Box<dyn Experts>) -> Self {
+        Self::Modular(experts)
+    }
+}
+
+impl From<Box<dyn MonolithicExperts>> for AnyExperts {
+    fn from(experts: Box<dyn MonolithicExperts>) -> Self {
+        Self::Monolithic(experts)
+    }
+}
+
+/// Scratch buffers that a call holds at once: dtype and number of elements of each.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Reservation {
+    buffers: Vec<(DType, usize)>,
+}
+
+impl Reservation {
+    /// No buffers.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a buffer of these dims.
+    ///
+    /// # Errors
+    /// Dims that overflow.
+    pub fn with(mut self, dtype: DType, dims: &[usize]) -> Result<Self> {
+        let bytes = Dims::new(dims)?.elem_count()?.checked_mul(dtype.size_in_bytes());
+        if bytes.and_then(|b| b.checked_add(self.bytes())).is_none() {
+            bail!("a reservation of {} {dims:?} overflows", dtype.as_str())
+        }
+        self.buffers.push((dtype, Dims::new(dims)?.elem_count()?));
+        Ok(self)
+    }
+
+    /// The buffers.
+    pub fn buffers(&self) -> &[(DType, usize)] {
+        &self.buffers
+    }
+
+    /// Bytes of all buffers.
+    pub fn bytes(&self) -> usize {
+        self.buffers.iter().map(|(dtype, len)| dtype.size_in_bytes() * len).sum()
+    }
+
+    /// Makes the workspace hold all of the buffers at once, so that a call within the reserved size
+    /// does not allocate them.
+    ///
+    /// # Errors
+    /// A frozen workspace that lacks one of them.
+    pub fn reserve(&self, workspace: &Workspace) -> Result<()> {
+        let held = self.buffers.iter().map(|(dtype, len)| workspace.scratch(*dtype, &[*len]));
+        held.collect::<Result<Vec<_>>>().map(drop)
+    }
+}

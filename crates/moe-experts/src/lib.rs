@@ -1,0 +1,29 @@
+//! Fused expert MLPs with packed weights for candle.
+#![doc = include_str!("../README.md")]
+
+mod build;
+mod capability;
+mod cpu;
+mod experts;
+mod explain;
+mod fused;
+mod load;
+mod oracle;
+mod reason;
+mod weights;
+
+pub use build::{build, build_batched};
+pub use cpu::{BatchLimits, CpuBatchedExperts, CpuExperts};
+pub use experts::{AnyExperts, Experts, MonolithicExperts, Reservation};
+pub use fused::FusedExperts;
+pub use load::LoadSpec;
+pub use oracle::{Backend, OracleError, Rejection, Selection, select};
+pub use reason::Reason;
+pub use weights::{ExpertWeights, ExpertsShape};
+
+pub use candle_core as candle;
+pub use moe_kernels::{
+    Activation, ActivationFormat, Buffer, CpuIsa, Dims, Dispatched, Exec, ExpertsSpec, Lent, NO_EXPERT,
+    QuantScheme, RoutingMethod, Scratch, StepContext, TensorView, View, ViewMut, WeightAndReduce, Workspace,
+    group_slots_into, weighted_sum_into,
+};

@@ -1,0 +1,200 @@
+//! Loading expert weights from a checkpoint straight into the packs.
+//!
+//! A large model is mostly experts, so this is where its load time and its peak memory are
+//! decided: every pack is allocated once, untouched, and filled by all threads; each holds one
+//! checkpoint tensor at a time, copies the rows of this rank and drops it.
+
+use candle_core::{Device, Result, Tensor};
+use candle_nn::VarBuilder;
+use moe_kernels::{Float, TensorView, with_float};
+use rayon::prelude::*;
+
+mod spec;
+
+pub use spec::LoadSpec;
+
+use crate::weights::ExpertWeights;
+
+impl ExpertWeights {
+    /// Loads the experts of this rank, in the dtype (f32, bf16 or f16) and onto the device of
+    /// `vb`. Two layouts are known; the packed one is taken if `gate_up_proj` is present.
+    ///
+    /// | layout | tensor | shape |
+    /// |---|---|---|
+    /// | per expert | `{id}.gate_proj.weight`, `{id}.up_proj.weight` | [I, H] |
+    /// | | `{id}.down_proj.weight` | [H, I] |
+    /// | | with biases: `{id}.gate_proj.bias`, `{id}.up_proj.bias`, `{id}.down_proj.bias` | `[I]`, `[I]`, `[H]` |
+    /// | packed | `gate_up_proj` | [E, 2I, H], gate rows, then up rows |
+    /// | | `down_proj` | [E, H, I] |
+    /// | | with biases: `gate_up_proj_bias`, `down_proj_bias` | [E, 2I], [E, H] |
+    ///
+    /// For other names, rename: [`VarBuilder::rename_f`]. Per-expert tensors are read by all
+    /// threads, one at a time each, straight into the packs; experts of other ranks are not read.
+    /// A packed tensor becomes the pack itself where this rank holds all of it; otherwise it is in
+    /// memory as a whole while this rank's part is copied, because a `VarBuilder` reads whole
+    /// tensors. The down bias is not split by tensor parallelism: whoever adds the ranks' partial
+    /// sums adds it once.
+    ///
+    /// # Errors
+    /// A `spec` that contradicts itself; a missing tensor or one of another shape, by name; another
+    /// dtype. Sizes that the checkpoint does not have are refused before a pack is allocated.
+    pub fn load(spec: &LoadSpec, vb: VarBuilder) -> Result<Self> {
+        spec.check()?;
+        let device = vb.device().clone();
+        let vb = vb.set_device(Device::Cpu);
+        let dtype = vb.dtype();
+        let loader = Loader { spec, packed: vb.contains_tensor("gate_up_proj"), vb };
+        let load = |pack| -> Result<Tensor> {
+            let tensor = with_float!(dtype, "load experts", T => loader.load::<T>(pack))?;
+            tensor.to_device(&device)
+        };
+        loader.probe()?;
+        let w13 = load(Pack::W13)?;
+        let w2 = load(Pack::W2)?;
+        let bias = |pack| spec.has_bias.then(|| load(pack)).transpose();
+        Self::new(w13, w2, bias(Pack::W13Bias)?, bias(Pack::W2Bias)?)
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Pack {
+    W13,
+    W2,
+    W13Bias,
+    W2Bias,
+}
+
+impl Pack {
+    /// Name in the packed layout.
+    fn name(self) -> &'static str {
+        match self {
+            Self::W13 => "gate_up_proj",
+            Self::W2 => "down_proj",
+            Self::W13Bias => "gate_up_proj_bias",
+            Self::W2Bias => "down_proj_bias",
+        }
+    }
+
+    /// Dims of one expert, for an intermediate size of `i`.
+    fn expert_dims(self, h: usize, i: usize) -> Vec<usize> {
+        match self {
+            Self::W13 => vec![2 * i, h],
+            Self::W2 => vec![h, i],
+            Self::W13Bias => vec![2 * i],
+            Self::W2Bias => vec![h],
+        }
+    }
+}
+
+struct Loader<'a> {
+    spec: &'a LoadSpec,
+    packed: bool,
+    vb: VarBuilder<'a>,
+}
+
+impl Loader<'_> {
+    /// Reads one tensor of the last local expert, so that a size that the checkpoint does not
+    /// have is an error and not an allocation.
+    fn probe(&self) -> Result<()> {
+        let LoadSpec { hidden_size: h, intermediate_size: i, .. } = *self.spec;
+        if let Some(last) = self.spec.num_local().checked_sub(1)
+            && !self.packed
+        {
+            self.vb.get((i, h), &format!("{}.gate_proj.weight", self.spec.expert(last)))?;
+        }
+        Ok(())
+    }
+
+    fn load<T: Float>(&self, pack: Pack) -> Result<Tensor> {
+        if self.packed { self.load_packed::<T>(pack) } else { self.load_experts::<T>(pack) }
+    }
+
+    fn load_packed<T: Float>(&self, pack: Pack) -> Result<Tensor> {
+        let spec = self.spec;
+        let mut dims = pack.expert_dims(spec.hidden_size, spec.intermediate_size);
+        let expert = dims.iter().product::<usize>();
+        dims.insert(0, spec.num_experts);
+        if spec.num_local() == 0 {
+            return self.fill::<T>(pack, |_, _| Ok(()));
+        }
+        let whole = self.vb.get(dims, pack.name())?.contiguous()?;
+        if spec.is_whole() {
+            return Ok(whole);
+        }
+        let guard = TensorView::new(&whole)?;
+        let source = guard.view()?.cpu::<T>()?;
+        self.fill(pack, |slot, out| {
+            let expert = &source[spec.expert(slot) * expert..][..expert];
+            self.copy_part(pack, expert, out);
+            Ok(())
+        })
+    }
+
+    fn load_experts<T: Float>(&self, pack: Pack) -> Result<Tensor> {
+        let LoadSpec { hidden_size: h, intermediate_size: i, .. } = *self.spec;
+        let (start, width) = (self.spec.start(), self.spec.width());
+        self.fill::<T>(pack, |slot, out| {
+            let id = self.spec.expert(slot);
+            // Gate and up lie one after the other in the pack: this rank's rows of each.
+            let gate_up = |suffix: &str, dims: &[usize], row: usize, out: &mut [T]| {
+                let (gate, up) = out.split_at_mut(width * row);
+                for (name, out) in [("gate_proj", gate), ("up_proj", up)] {
+                    self.read(&format!("{id}.{name}.{suffix}"), dims, |tensor| {
+                        out.copy_from_slice(&tensor[start * row..][..width * row]);
+                    })?;
+                }
+                Ok(())
+            };
+            match pack {
+                Pack::W13 => gate_up("weight", &[i, h], h, out),
+                Pack::W13Bias => gate_up("bias", &[i], 1, out),
+                Pack::W2 => {
+                    self.read(&format!("{id}.down_proj.weight"), &[h, i], |t| self.copy_part(pack, t, out))
+                }
+                Pack::W2Bias => {
+                    self.read(&format!("{id}.down_proj.bias"), &[h], |t| self.copy_part(pack, t, out))
+                }
+            }
+        })
+    }
+
+    /// Shows a checkpoint tensor of exactly these dims to `use_it`.
+    fn read<T: Float>(&self, name: &str, dims: &[usize], use_it: impl FnOnce(&[T])) -> Result<()> {
+        let tensor = self.vb.get(dims, name)?.contiguous()?;
+        use_it(TensorView::new(&tensor)?.view()?.cpu::<T>()?);
+        Ok(())
+    }
+
+    /// Copies this rank's part of one expert in the packed layout.
+    fn copy_part<T: Float>(&self, pack: Pack, expert: &[T], out: &mut [T]) {
+        let LoadSpec { hidden_size: h, intermediate_size: i, .. } = *self.spec;
+        let (start, width) = (self.spec.start(), self.spec.width());
+        let halves = |row: usize, out: &mut [T]| {
+            for (from, to) in expert.chunks_exact(i * row).zip(out.chunks_exact_mut(width * row)) {
+                to.copy_from_slice(&from[start * row..][..width * row]);
+            }
+        };
+        match pack {
+            Pack::W13 => halves(h, out),
+            Pack::W13Bias => halves(1, out),
+            // Row by row of [H, I], some columns of each.
+            Pack::W2 => halves(1, out),
+            Pack::W2Bias => out.copy_from_slice(expert),
+        }
+    }
+
+    /// Allocates a pack and fills every local slot of it, in parallel. The zeros are untouched pages, so
+    /// each is first written by the thread that loads it.
+    fn fill<T: Float>(
+        &self,
+        pack: Pack,
+        fill_one: impl Fn(usize, &mut [T]) -> Result<()> + Sync,
+    ) -> Result<Tensor> {
+        let mut dims = pack.expert_dims(self.spec.hidden_size, self.spec.width());
+        let expert = dims.iter().product::<usize>();
+        dims.insert(0, self.spec.num_local());
+        let mut data = T::zeros(self.spec.num_local() * expert);
+        data.par_chunks_mut(expert).enumerate().try_for_each(|(slot, out)| fill_one(slot, out))?;
+        Tensor::from_vec(data, dims, &Device::Cpu)
+    }
+}

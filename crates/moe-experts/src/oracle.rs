@@ -1,0 +1,252 @@
+//! The oracle: which backend runs a specification, and why each other one does not.
+//!
+//! Pure data in, pure data out: nothing here touches a device, so the choice for any machine can
+//! be computed, printed and tested on any other.
+
+use std::fmt;
+
+use candle_core::DType;
+use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme};
+use serde::Serialize;
+
+use crate::capability::{Capability, Target};
+use crate::reason::Reason;
+
+/// An implementation of the fused experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Backend {
+    /// Grouped products on the CPU over token rows (Standard format).
+    Cpu,
+    /// The same products over one row block per expert (BatchedExperts format).
+    CpuBatched,
+}
+
+/// What both CPU backends share.
+const CPU: Capability = Capability {
+    target: Target::Cpu,
+    activations: &["swiglu", "swiglu_oai", "gelu", "gelu_tanh"],
+    bias: true,
+    quant: &[QuantScheme::None],
+    dtypes: &[DType::F32, DType::BF16, DType::F16],
+    tensor_parallel: false,
+    routing: None,
+    hidden_multiple_of: 1,
+    intermediate_multiple_of: 1,
+    format: ActivationFormat::Standard,
+    batch_invariant: true,
+};
+
+impl Backend {
+    /// Every backend, in the order in which the oracle tries them.
+    pub const ALL: [Backend; 2] = [Backend::Cpu, Backend::CpuBatched];
+
+    /// The name that a user gives (`--moe-backend`).
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::CpuBatched => "cpu_batched",
+        }
+    }
+
+    /// Whether this backend runs the specification, or the first reason why not.
+    pub fn supports(self, spec: &ExpertsSpec) -> Result<(), Reason> {
+        self.capability().check(spec)
+    }
+
+    fn capability(self) -> Capability {
+        match self {
+            Self::Cpu => CPU,
+            Self::CpuBatched => Capability { format: ActivationFormat::BatchedExperts, ..CPU },
+        }
+    }
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Backend {
+    type Err = OracleError;
+
+    /// The backend of that name; an error lists the accepted names.
+    fn from_str(name: &str) -> Result<Self, OracleError> {
+        let found = Self::ALL.into_iter().find(|b| b.name() == name);
+        found.ok_or_else(|| OracleError::UnknownBackend { name: name.to_string() })
+    }
+}
+
+/// A backend that was not chosen, and why.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Rejection {
+    /// The backend.
+    pub backend: Backend,
+    /// The first check that it failed.
+    pub reason: Reason,
+}
+
+impl fmt::Display for Rejection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.backend, self.reason)
+    }
+}
+
+/// The oracle's answer. Serialises to JSON for an explanation of the choice.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Selection {
+    /// The backend to run.
+    pub chosen: Backend,
+    /// Every other backend with the reason why it was not chosen, in the order of trial.
+    pub rejected: Vec<Rejection>,
+    /// What the choice was made for.
+    pub spec: ExpertsSpec,
+}
+
+/// Why no backend was chosen.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OracleError {
+    /// The specification contradicts itself.
+    #[error("invalid experts specification: {0}")]
+    InvalidSpec(String),
+    /// The user named a backend that does not exist.
+    #[error("unknown MoE backend {name:?}; expected auto or one of {}", Backend::ALL.map(Backend::name).join(", "))]
+    UnknownBackend {
+        /// What the user gave.
+        name: String,
+    },
+    /// The user named a backend that does not fit.
+    #[error(
+        "the MoE backend that was asked for does not fit: {}; use auto or another backend\nall backends:{}",
+        .asked, list(.rejected, .fitting)
+    )]
+    Unsupported {
+        /// The named backend and its reason.
+        asked: Rejection,
+        /// Every backend that does not fit, the named one included.
+        rejected: Vec<Rejection>,
+        /// Backends that would fit.
+        fitting: Vec<Backend>,
+    },
+    /// Nothing fits.
+    #[error("no MoE backend runs this configuration:{}", list(.rejected, &[]))]
+    NoBackend {
+        /// Every backend with its reason.
+        rejected: Vec<Rejection>,
+    },
+}
+
+impl OracleError {
+    /// The backends that were found not to fit.
+    pub fn rejected(&self) -> &[Rejection] {
+        match self {
+            Self::Unsupported { rejected, .. } | Self::NoBackend { rejected } => rejected,
+            Self::InvalidSpec(_) | Self::UnknownBackend { .. } => &[],
+        }
+    }
+}
+
+impl From<OracleError> for candle_core::Error {
+    fn from(error: OracleError) -> Self {
+        candle_core::Error::wrap(error)
+    }
+}
+
+fn list(rejected: &[Rejection], fitting: &[Backend]) -> String {
+    let rejected = rejected.iter().map(|r| format!("\n  {r}"));
+    rejected.chain(fitting.iter().map(|b| format!("\n  {b}: fits"))).collect()
+}
+
+/// Chooses the backend for a specification: the first of [`Backend::ALL`] that supports it, or
+/// the one that the user named (`None` or `auto`: no preference).
+///
+/// ```
+/// use moe_experts::{Activation, ActivationFormat, Backend, ExpertWeights, build, select};
+/// # use candle_core::{DType, Device, Tensor};
+/// # let w13 = Tensor::zeros((4, 12, 8), DType::BF16, &Device::Cpu)?;
+/// # let w2 = Tensor::zeros((4, 8, 6), DType::BF16, &Device::Cpu)?;
+/// let weights = ExpertWeights::new(w13, w2, None, None)?;
+/// let mut spec = weights.spec(Activation::SwiGlu, 2);
+/// spec.activation_format = ActivationFormat::BatchedExperts;
+/// let selection = select(&spec, None)?;
+/// assert_eq!(selection.chosen, Backend::CpuBatched);
+/// assert_eq!(
+///     selection.rejected[0].to_string(),
+///     "cpu: takes rows in the Standard format, but prepare hands over BatchedExperts"
+/// );
+/// let experts = build(&selection, weights)?;
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// A specification that contradicts itself; an unknown name (the accepted ones are listed); a
+/// named backend that does not fit (there is no fallback); nothing that fits. The last two list
+/// every rejected backend with its reason.
+pub fn select(spec: &ExpertsSpec, choice: Option<&str>) -> Result<Selection, OracleError> {
+    let asked = match choice {
+        None | Some("auto") => None,
+        Some(name) => Some(name.parse::<Backend>()?),
+    };
+    validate(spec)?;
+    let trials = Backend::ALL.map(|backend| (backend, backend.supports(spec)));
+    let (chosen, rejected) = decide(&trials, asked)?;
+    Ok(Selection { chosen, rejected, spec: spec.clone() })
+}
+
+/// The choice from the outcome of every trial, and everything else with its reason.
+fn decide(
+    trials: &[(Backend, Result<(), Reason>)],
+    asked: Option<Backend>,
+) -> Result<(Backend, Vec<Rejection>), OracleError> {
+    let fits = |backend| trials.iter().any(|(b, trial)| *b == backend && trial.is_ok());
+    let fitting: Vec<Backend> = trials.iter().map(|(b, _)| *b).filter(|b| fits(*b)).collect();
+    let chosen = match asked {
+        Some(asked) => Some(asked).filter(|b| fits(*b)),
+        None => fitting.first().copied(),
+    };
+    let mut rejected = Vec::new();
+    for (backend, trial) in trials {
+        let reason = match (trial, asked, chosen) {
+            (Err(reason), ..) => reason.clone(),
+            (Ok(()), _, Some(chosen)) if chosen == *backend => continue,
+            (Ok(()), Some(asked), Some(_)) => Reason::NotRequested { requested: asked.name() },
+            (Ok(()), None, Some(chosen)) => Reason::LowerPriority { chosen: chosen.name() },
+            (Ok(()), _, None) => continue,
+        };
+        rejected.push(Rejection { backend: *backend, reason });
+    }
+    match (chosen, rejected.iter().find(|r| Some(r.backend) == asked).cloned()) {
+        (Some(chosen), _) => Ok((chosen, rejected)),
+        (None, Some(asked)) => Err(OracleError::Unsupported { asked, rejected, fitting }),
+        (None, None) => Err(OracleError::NoBackend { rejected }),
+    }
+}
+
+/// What no backend can make sense of.
+fn validate(spec: &ExpertsSpec) -> Result<(), OracleError> {
+    let sizes = [
+        ("num_experts", spec.num_experts),
+        ("top_k", spec.top_k),
+        ("hidden_size", spec.hidden_size),
+        ("intermediate_size", spec.intermediate_size),
+        ("tp_size", spec.tp_size),
+        ("ep_size", spec.ep_size),
+    ];
+    if let Some((name, _)) = sizes.iter().find(|(_, size)| *size == 0) {
+        return Err(OracleError::InvalidSpec(format!("{name} must be at least 1, got 0")));
+    }
+    if spec.apply_router_weight_on_input && spec.top_k != 1 {
+        return Err(OracleError::InvalidSpec(format!(
+            "apply_router_weight_on_input needs top_k = 1, got {}",
+            spec.top_k
+        )));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[path = "oracle_tests.rs"]
+pub(crate) mod tests;

@@ -1,0 +1,167 @@
+//! Table tests of the oracle: specifications in, choices and reasons out.
+
+use candle_core::DType;
+use moe_kernels::{Activation, ActivationFormat, ExpertsSpec, QuantScheme, RoutingMethod};
+
+use super::*;
+
+/// Qwen3-30B-A3B in bf16 on one CPU rank.
+pub(crate) fn spec() -> ExpertsSpec {
+    ExpertsSpec {
+        num_experts: 128,
+        num_local_experts: 128,
+        top_k: 8,
+        hidden_size: 2048,
+        intermediate_size: 768,
+        dtype: DType::BF16,
+        quant: QuantScheme::None,
+        activation: Activation::SwiGlu,
+        has_bias: false,
+        activation_format: ActivationFormat::Standard,
+        routing: RoutingMethod::Renormalize,
+        apply_router_weight_on_input: false,
+        tp_size: 1,
+        ep_size: 1,
+        batch_invariant: false,
+        compute_capability: None,
+    }
+}
+
+type Change = fn(&mut ExpertsSpec);
+
+/// "chosen; rejected (check), .." or the error's first line.
+fn answer(change: Change, choice: Option<&str>) -> String {
+    let mut spec = spec();
+    change(&mut spec);
+    match select(&spec, choice) {
+        Ok(s) => {
+            let rejected: Vec<String> =
+                s.rejected.iter().map(|r| format!("{} ({})", r.backend, r.reason.check())).collect();
+            format!("{}; {}", s.chosen, rejected.join(", "))
+        }
+        Err(e) => e.to_string().lines().next().unwrap_or_default().to_string(),
+    }
+}
+
+const BATCHED: Change = |s| s.activation_format = ActivationFormat::BatchedExperts;
+
+#[test]
+fn the_table() {
+    let table: &[(Change, Option<&str>, &str)] = &[
+        (|_| (), None, "cpu; cpu_batched (activation_format)"),
+        (|_| (), Some("auto"), "cpu; cpu_batched (activation_format)"),
+        (|_| (), Some("cpu"), "cpu; cpu_batched (activation_format)"),
+        (BATCHED, None, "cpu_batched; cpu (activation_format)"),
+        (BATCHED, Some("cpu_batched"), "cpu_batched; cpu (activation_format)"),
+        (|s| s.dtype = DType::F32, None, "cpu; cpu_batched (activation_format)"),
+        (|s| s.dtype = DType::F16, None, "cpu; cpu_batched (activation_format)"),
+        (|s| s.activation = Activation::Gelu, None, "cpu; cpu_batched (activation_format)"),
+        (|s| s.activation = Activation::GeluTanh, None, "cpu; cpu_batched (activation_format)"),
+        (
+            |s| s.activation = Activation::SwiGluOai { alpha: 1.702, limit: 7. },
+            None,
+            "cpu; cpu_batched (activation_format)",
+        ),
+        (|s| s.has_bias = true, None, "cpu; cpu_batched (activation_format)"),
+        (|s| s.batch_invariant = true, None, "cpu; cpu_batched (activation_format)"),
+        // Expert parallelism: fewer local experts, none at all, odd sizes.
+        (|s| (s.ep_size, s.num_local_experts) = (8, 16), None, "cpu; cpu_batched (activation_format)"),
+        (|s| (s.ep_size, s.num_local_experts) = (200, 0), None, "cpu; cpu_batched (activation_format)"),
+        (|s| (s.hidden_size, s.intermediate_size) = (3, 1), None, "cpu; cpu_batched (activation_format)"),
+        (|s| s.routing = RoutingMethod::Custom, None, "cpu; cpu_batched (activation_format)"),
+        (
+            |s| (s.top_k, s.apply_router_weight_on_input) = (1, true),
+            None,
+            "cpu; cpu_batched (activation_format)",
+        ),
+        // Refusals.
+        (|s| s.dtype = DType::F64, None, "no MoE backend runs this configuration:"),
+        (|s| s.tp_size = 2, None, "no MoE backend runs this configuration:"),
+        (|s| s.compute_capability = Some((9, 0)), None, "no MoE backend runs this configuration:"),
+        (
+            |_| (),
+            Some("cpu_batched"),
+            "the MoE backend that was asked for does not fit: cpu_batched: takes rows in the \
+             BatchedExperts format, but prepare hands over Standard; use auto or another backend",
+        ),
+        (
+            |s| s.compute_capability = Some((9, 0)),
+            Some("cpu"),
+            "the MoE backend that was asked for does not fit: cpu: runs on the CPU, but this rank \
+             computes on CUDA with compute capability 9.0; use auto or another backend",
+        ),
+        (|_| (), Some("marlin"), "unknown MoE backend \"marlin\"; expected auto or one of cpu, cpu_batched"),
+        (|_| (), Some(""), "unknown MoE backend \"\"; expected auto or one of cpu, cpu_batched"),
+        // Nonsense.
+        (|s| s.top_k = 0, None, "invalid experts specification: top_k must be at least 1, got 0"),
+        (|s| s.ep_size = 0, None, "invalid experts specification: ep_size must be at least 1, got 0"),
+        (
+            |s| s.hidden_size = 0,
+            Some("cpu"),
+            "invalid experts specification: hidden_size must be at least 1, got 0",
+        ),
+        (
+            |s| s.apply_router_weight_on_input = true,
+            None,
+            "invalid experts specification: apply_router_weight_on_input needs top_k = 1, got 8",
+        ),
+    ];
+    for (i, (change, choice, want)) in table.iter().enumerate() {
+        assert_eq!(&answer(*change, *choice), want, "row {i}");
+    }
+}
+
+#[test]
+fn when_nothing_fits_every_backend_is_listed() {
+    let error = select(&ExpertsSpec { tp_size: 4, ..spec() }, None).unwrap_err();
+    let text = error.to_string();
+    for backend in Backend::ALL {
+        assert!(text.contains(&format!("\n  {backend}: computes whole experts, but tp_size = 4")), "{text}");
+    }
+    assert_eq!(error.rejected().len(), Backend::ALL.len());
+}
+
+#[test]
+fn a_refused_choice_lists_what_would_fit() {
+    let text = select(&spec(), Some("cpu_batched")).unwrap_err().to_string();
+    assert!(text.ends_with("\n  cpu: fits"), "{text}");
+}
+
+#[test]
+fn what_fits_beside_the_choice_is_rejected_with_a_reason() {
+    use Backend::{Cpu, CpuBatched};
+    let both = [(Cpu, Ok(())), (CpuBatched, Ok(()))];
+    let rejection = |asked| decide(&both, asked).map(|(chosen, r)| (chosen, r[0].to_string())).unwrap();
+    assert_eq!(rejection(None), (Cpu, "cpu_batched: fits, but cpu comes first".into()));
+    assert_eq!(rejection(Some(CpuBatched)), (CpuBatched, "cpu: fits, but cpu_batched was asked for".into()));
+}
+
+#[test]
+fn names_are_unique_and_parse_back() {
+    for backend in Backend::ALL {
+        assert_eq!(backend.name().parse(), Ok(backend));
+        assert_eq!(serde_json::to_value(backend).unwrap(), backend.name());
+    }
+}
+
+#[test]
+fn the_explanation_is_json() {
+    let spec = ExpertsSpec { activation: Activation::SwiGluOai { alpha: 1.702, limit: 7. }, ..spec() };
+    let json = serde_json::to_value(select(&spec, None).unwrap()).unwrap();
+    let want = serde_json::json!({
+        "chosen": "cpu",
+        "rejected": [{"backend": "cpu_batched", "reason": {
+            "check": "activation_format",
+            "text": "takes rows in the BatchedExperts format, but prepare hands over Standard"
+        }}],
+        "spec": {
+            "num_experts": 128, "num_local_experts": 128, "top_k": 8, "hidden_size": 2048,
+            "intermediate_size": 768, "dtype": "bf16", "quant": "none",
+            "activation": "swiglu_oai(alpha = 1.702, limit = 7)", "has_bias": false,
+            "activation_format": "standard", "routing": "Renormalize",
+            "apply_router_weight_on_input": false, "tp_size": 1, "ep_size": 1,
+            "batch_invariant": false, "compute_capability": null
+        }
+    });
+    assert_eq!(json, want);
+}

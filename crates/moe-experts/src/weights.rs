@@ -1,0 +1,219 @@
+//! Packed weights of the experts that live on this rank.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use moe_kernels::{Activation, ActivationFormat, ExpertsSpec, QuantScheme, RoutingMethod};
+
+/// Sizes and dtype of a set of local experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ExpertsShape {
+    /// Experts on this rank E_local; 0 is legal.
+    pub num_local_experts: usize,
+    /// Hidden size H.
+    pub hidden_size: usize,
+    /// Intermediate size I on this rank.
+    pub intermediate_size: usize,
+    /// Dtype of weights and activations: f32, bf16 or f16.
+    pub dtype: DType,
+}
+
+/// Packed expert weights.
+///
+/// | pack | shape | rows |
+/// |---|---|---|
+/// | `w13` | [E_local, 2I, H] | gate rows, then up rows |
+/// | `w2` | [E_local, H, I] | down rows |
+/// | `w13_bias` | [E_local, 2I] | optional |
+/// | `w2_bias` | [E_local, H] | optional |
+///
+/// All are contiguous, of one dtype (f32, bf16, f16) and on one device. Cloning shares the data.
+#[derive(Clone, Debug)]
+pub struct ExpertWeights {
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Option<Tensor>,
+    w2_bias: Option<Tensor>,
+    shape: ExpertsShape,
+}
+
+impl ExpertWeights {
+    /// From packs; the table of the type gives their shapes.
+    ///
+    /// # Errors
+    /// A wrong rank or wrong dims (printed with the expected ones), an odd number of w13 rows, a
+    /// size of zero, a pack that is not contiguous, another dtype or device than that of w13.
+    pub fn new(w13: Tensor, w2: Tensor, w13_bias: Option<Tensor>, w2_bias: Option<Tensor>) -> Result<Self> {
+        let &[num_local_experts, rows, hidden_size] = w13.dims() else {
+            bail!("expert weights: expected w13 [E_local, 2I, H], got {:?}", w13.dims())
+        };
+        if !rows.is_multiple_of(2) {
+            bail!("expert weights: expected w13 with an even number of rows (gate, then up), got {rows}")
+        }
+        let intermediate_size = rows / 2;
+        if hidden_size == 0 || intermediate_size == 0 {
+            bail!("expert weights: expected H and I of at least 1, got w13 {:?}", w13.dims())
+        }
+        let dtype = w13.dtype();
+        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+            bail!("expert weights: expected w13 of dtype f32, bf16 or f16, got {}", dtype.as_str())
+        }
+        let shape = ExpertsShape { num_local_experts, hidden_size, intermediate_size, dtype };
+        check_pack("w13", &w13, &w13, &[num_local_experts, rows, hidden_size])?;
+        check_pack("w2", &w2, &w13, &[num_local_experts, hidden_size, intermediate_size])?;
+        if let Some(bias) = &w13_bias {
+            check_pack("w13_bias", bias, &w13, &[num_local_experts, rows])?;
+        }
+        if let Some(bias) = &w2_bias {
+            check_pack("w2_bias", bias, &w13, &[num_local_experts, hidden_size])?;
+        }
+        Ok(Self { w13, w2, w13_bias, w2_bias, shape })
+    }
+
+    /// Gate and up weights, [E_local, 2I, H].
+    pub fn w13(&self) -> &Tensor {
+        &self.w13
+    }
+
+    /// Down weights, [E_local, H, I].
+    pub fn w2(&self) -> &Tensor {
+        &self.w2
+    }
+
+    /// Biases of gate and up, [E_local, 2I].
+    pub fn w13_bias(&self) -> Option<&Tensor> {
+        self.w13_bias.as_ref()
+    }
+
+    /// Biases of down, [E_local, H].
+    pub fn w2_bias(&self) -> Option<&Tensor> {
+        self.w2_bias.as_ref()
+    }
+
+    /// Sizes and dtype.
+    pub fn shape(&self) -> ExpertsShape {
+        self.shape
+    }
+
+    /// Whether there is a bias.
+    pub fn has_bias(&self) -> bool {
+        self.w13_bias.is_some() || self.w2_bias.is_some()
+    }
+
+    /// The device of the packs.
+    pub fn device(&self) -> &Device {
+        self.w13.device()
+    }
+
+    /// Bytes of all packs.
+    pub fn bytes(&self) -> usize {
+        let packs = [Some(&self.w13), Some(&self.w2), self.w13_bias.as_ref(), self.w2_bias.as_ref()];
+        let elements: usize = packs.into_iter().flatten().map(Tensor::elem_count).sum();
+        elements * self.shape.dtype.size_in_bytes()
+    }
+
+    /// The specification of these experts on one rank: every expert local, rows in the Standard
+    /// format, any routing method. Change fields as needed before asking [`select`](crate::select).
+    pub fn spec(&self, activation: Activation, top_k: usize) -> ExpertsSpec {
+        ExpertsSpec {
+            num_experts: self.shape.num_local_experts,
+            num_local_experts: self.shape.num_local_experts,
+            top_k,
+            hidden_size: self.shape.hidden_size,
+            intermediate_size: self.shape.intermediate_size,
+            dtype: self.shape.dtype,
+            quant: QuantScheme::None,
+            activation,
+            has_bias: self.has_bias(),
+            activation_format: ActivationFormat::Standard,
+            routing: RoutingMethod::Unspecified,
+            apply_router_weight_on_input: false,
+            tp_size: 1,
+            ep_size: 1,
+            batch_invariant: false,
+            compute_capability: None,
+        }
+    }
+}
+
+/// Checks one pack; dtype and device are those of w13.
+fn check_pack(name: &str, pack: &Tensor, w13: &Tensor, dims: &[usize]) -> Result<()> {
+    if pack.dims() != dims {
+        bail!(
+            "expert weights: expected {name} with dims {dims:?} beside w13 {:?}, got {:?}",
+            w13.dims(),
+            pack.dims()
+        )
+    }
+    if pack.dtype() != w13.dtype() {
+        bail!(
+            "expert weights: expected {name} of dtype {} like w13, got {}",
+            w13.dtype().as_str(),
+            pack.dtype().as_str()
+        )
+    }
+    if !pack.device().same_device(w13.device()) {
+        bail!(
+            "expert weights: expected {name} on {:?} like w13, got {:?}",
+            w13.device().location(),
+            pack.device().location()
+        )
+    }
+    if !pack.is_contiguous() {
+        bail!(
+            "expert weights: expected a contiguous {name}, got strides {:?}; call .contiguous()",
+            pack.stride()
+        )
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn zeros(dims: &[usize]) -> Tensor {
+        Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap()
+    }
+
+    fn refused(w13: Tensor, w2: Tensor, w13_bias: Option<Tensor>, w2_bias: Option<Tensor>) -> String {
+        ExpertWeights::new(w13, w2, w13_bias, w2_bias).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn shapes_are_read_from_the_packs() -> Result<()> {
+        let (b13, b2) = (zeros(&[3, 8]), zeros(&[3, 5]));
+        let w = ExpertWeights::new(zeros(&[3, 8, 5]), zeros(&[3, 5, 4]), Some(b13), Some(b2))?;
+        let want =
+            ExpertsShape { num_local_experts: 3, hidden_size: 5, intermediate_size: 4, dtype: DType::F32 };
+        assert_eq!(w.shape(), want);
+        assert_eq!(w.bytes(), 4 * (3 * 8 * 5 + 3 * 5 * 4 + 3 * 8 + 3 * 5));
+        assert!(w.has_bias());
+        let none = ExpertWeights::new(zeros(&[0, 8, 5]), zeros(&[0, 5, 4]), None, None)?;
+        assert_eq!((none.shape().num_local_experts, none.bytes()), (0, 0));
+        Ok(())
+    }
+
+    #[test]
+    fn wrong_packs_are_refused_with_expected_and_got() -> Result<()> {
+        let w13 = || zeros(&[3, 8, 5]);
+        let w2 = || zeros(&[3, 5, 4]);
+        let f16 = |t: Tensor| t.to_dtype(DType::F16).unwrap();
+        for (got, want) in [
+            (refused(zeros(&[8, 5]), w2(), None, None), "expected w13 [E_local, 2I, H], got [8, 5]"),
+            (refused(zeros(&[3, 7, 5]), w2(), None, None), "even number of rows (gate, then up), got 7"),
+            (refused(zeros(&[3, 0, 5]), w2(), None, None), "H and I of at least 1, got w13 [3, 0, 5]"),
+            (
+                refused(w13(), zeros(&[3, 4, 5]), None, None),
+                "expected w2 with dims [3, 5, 4] beside w13 [3, 8, 5], got [3, 4, 5]",
+            ),
+            (refused(w13(), zeros(&[2, 5, 4]), None, None), "expected w2 with dims [3, 5, 4]"),
+            (refused(w13(), w2(), Some(zeros(&[3, 4])), None), "expected w13_bias with dims [3, 8]"),
+            (refused(w13(), w2(), None, Some(zeros(&[3, 4]))), "expected w2_bias with dims [3, 5]"),
+            (refused(w13(), f16(w2()), None, None), "expected w2 of dtype f32 like w13, got f16"),
+            (refused(w13().to_dtype(DType::F64)?, w2(), None, None), "f32, bf16 or f16, got f64"),
+            (refused(zeros(&[3, 5, 8]).transpose(1, 2)?, w2(), None, None), "expected a contiguous w13"),
+        ] {
+            assert!(got.contains(want), "{got}");
+        }
+        Ok(())
+    }
+}

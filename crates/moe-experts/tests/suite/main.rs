@@ -1,0 +1,10 @@
+//! Tests of the crate's contract, through its public interface only.
+
+// Helpers here may panic like the tests that call them.
+#![allow(clippy::unwrap_used)]
+
+mod experts;
+mod families;
+mod fused;
+mod loading;
+mod reference;

@@ -1,0 +1,101 @@
+//! The ops at the shapes of a Qwen3-MoE of 0.9 B parameters, 0.2 B active: H 1024, I 512, 32
+//! experts, top-4, 16 query and 4 KV heads of 64, vocabulary 32000, bf16.
+//!
+//! Weights rotate through 256 MiB and more, so that none is still cached when its turn comes.
+//! After each criterion report a line gives GB/s, GFLOP/s and the part of the time that the floor
+//! would take: bytes over read bandwidth or FLOP over the multiply-add peak, whichever is longer.
+
+#![allow(missing_docs, clippy::expect_used)] // criterion_group! makes an undocumented function.
+
+#[path = "ops/roof.rs"]
+mod roof;
+#[path = "ops/shapes.rs"]
+mod shapes;
+
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use moe_kernels::{CpuIsa, Exec};
+
+use roof::Roof;
+
+/// What one call moves and computes, at least.
+#[derive(Clone, Copy)]
+pub struct Floor {
+    pub bytes: f64,
+    pub flop: f64,
+}
+
+/// Runs cases and prints them against the roof.
+pub struct Bench<'a> {
+    criterion: &'a mut Criterion,
+    roof: Roof,
+    ex: Exec,
+}
+
+impl Bench<'_> {
+    /// Times `call`, which gets the number of the call.
+    pub fn case(
+        &mut self,
+        op: &str,
+        shape: &str,
+        floor: Floor,
+        mut call: impl FnMut(usize, &mut Exec) + Send,
+    ) {
+        let best = Cell::new(f64::INFINITY);
+        let (count, ex) = (Cell::new(0), &self.ex);
+        let mut group = self.criterion.benchmark_group(op);
+        group.bench_function(BenchmarkId::from_parameter(shape), |b| {
+            b.iter_custom(|iterations| {
+                let first = count.replace(count.get() + iterations as usize);
+                let (call, context) = (&mut call, &mut ex.clone());
+                // Inside the pool, as a model runs its steps.
+                let elapsed = ex.install(move || {
+                    let start = Instant::now();
+                    (first..first + iterations as usize).for_each(|i| call(i, context));
+                    start.elapsed()
+                });
+                best.set(best.get().min(elapsed.as_secs_f64() / iterations as f64));
+                elapsed
+            });
+        });
+        group.finish();
+        let (time, roof) = (best.get(), &self.roof);
+        if time.is_finite() {
+            let least = (floor.bytes / roof.read).max(floor.flop / roof.fma.max(roof.dot));
+            println!(
+                "{op:<22} {shape:<26} {:>9.1} us {:>7.1} GB/s {:>7.1} GFLOP/s {:>6.1} % of roof",
+                time * 1e6,
+                floor.bytes / time / 1e9,
+                floor.flop / time / 1e9,
+                100.0 * least / time
+            );
+        }
+    }
+}
+
+fn ops(criterion: &mut Criterion) {
+    let isa = std::env::var("CPU_ISA").map(|name| CpuIsa::from_name(&name).expect("CPU_ISA"));
+    let ex = Exec::cpu().with_isa(isa.unwrap_or(CpuIsa::detect())).expect("a supported path");
+    let roof = Roof::measure();
+    println!(
+        "path {}, {} threads: read {:.1} GB/s, f32 multiply-add {:.0} GFLOP/s, bf16 dot {:.0} GFLOP/s",
+        ex.isa().name(),
+        ex.num_threads(),
+        roof.read / 1e9,
+        roof.fma / 1e9,
+        roof.dot / 1e9
+    );
+    shapes::all(&mut Bench { criterion, roof, ex });
+}
+
+criterion_group! {
+    name = benches;
+    config = Criterion::default()
+        .warm_up_time(Duration::from_millis(300))
+        .measurement_time(Duration::from_secs(2))
+        .sample_size(20);
+    targets = ops
+}
+criterion_main!(benches);

@@ -1,0 +1,234 @@
+//! Token alignment: which slots each local expert computes, and in which order.
+//!
+//! A slot is one (token, k) pair, numbered t*K + k. Three layouts serve three kinds of kernels:
+//! [`group_slots_into`] sorts slots by local expert without padding, for kernels that take a
+//! range per expert; [`align_tokens_into`] pads each expert to whole blocks, for kernels that
+//! take a block per tile; [`batch_rows_into`] gives each expert a fixed number of rows.
+
+mod blocks;
+mod ids;
+mod rows;
+
+pub use blocks::{
+    AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, align_batched_tokens_into, align_tokens_into,
+    max_aligned_sizes, max_batched_aligned_sizes,
+};
+pub use ids::{contiguous_local_ids_into, mask_nonlocal_into};
+pub use rows::{RowBatches, batch_rows_into, copy_rows_into, fill_into, scale_rows_into, unbatch_rows_into};
+
+use candle_core::{DType, Result, bail};
+
+use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::exec::Exec;
+use crate::routed::NO_EXPERT;
+use crate::view::{View, ViewMut};
+
+/// The table that sends a physical expert id to its local slot, checked entry by entry on use.
+struct ExpertMap<'a> {
+    op: &'static str,
+    map: Option<&'a [i32]>,
+    num_local: usize,
+}
+
+impl<'a> ExpertMap<'a> {
+    fn new(op: &'static str, map: Option<View<'a>>, num_local: usize) -> Result<Self> {
+        let Some(view) = map else { return Ok(Self { op, map: None, num_local }) };
+        expect_dtype(op, "expert_map", &view, DType::I32)?;
+        expect_dims(op, "expert_map", &view, &[view.elem_count()])?;
+        Ok(Self { op, map: Some(view.cpu()?), num_local })
+    }
+
+    /// The local slot of an id; `None` if the expert is absent or lives elsewhere.
+    fn local(&self, id: u32) -> Result<Option<usize>> {
+        if id == NO_EXPERT {
+            return Ok(None);
+        }
+        let local = match self.map {
+            None => i64::from(id),
+            Some(map) => match map.get(id as usize) {
+                Some(-1) => return Ok(None),
+                Some(&local) => i64::from(local),
+                None => bail!(
+                    "{}: expert id {id} is out of range; expert_map holds {} physical experts",
+                    self.op,
+                    map.len()
+                ),
+            },
+        };
+        match usize::try_from(local) {
+            Ok(local) if local < self.num_local => Ok(Some(local)),
+            _ if self.map.is_some() => bail!(
+                "{}: expert_map sends expert {id} to local slot {local}; expected -1 or 0..{}",
+                self.op,
+                self.num_local
+            ),
+            _ => bail!(
+                "{}: expert id {id} is out of range; expected 0..{} (pass an expert_map if experts live elsewhere)",
+                self.op,
+                self.num_local
+            ),
+        }
+    }
+}
+
+/// The ids of a [T, K] view; fails where a slot number would not fit in u32 beside its sentinel.
+fn checked_ids<'a>(op: &str, topk_ids: View<'a>) -> Result<&'a [u32]> {
+    expect_dtype(op, "topk_ids", &topk_ids, DType::U32)?;
+    expect_matrix(op, "topk_ids", &topk_ids)?;
+    let ids = topk_ids.cpu::<u32>()?;
+    if u32::try_from(ids.len()).is_err() {
+        bail!("{op}: {} slots do not fit in u32; split the tokens into chunks", ids.len())
+    }
+    Ok(ids)
+}
+
+/// Groups slots by local expert (a stable counting sort).
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `topk_ids` | [T, K] u32, physical expert ids, [`NO_EXPERT`] = no expert |
+/// | `expert_map` | \[P\] i32, physical expert to local slot, -1 = elsewhere; `None` = identity |
+/// | `offsets` | out: [E_local + 1] u32; group of expert e is `slots[offsets[e]..offsets[e + 1]]` |
+/// | `slots` | out: \[T*K\] u32 slot numbers t*K + k, ascending inside a group |
+///
+/// Slots of [`NO_EXPERT`] and of experts that live elsewhere are in no group; entries of `slots`
+/// after `offsets[E_local]` are left as they were. Output sizes depend on T, K and E_local only,
+/// so the op can be captured into a graph.
+///
+/// # Errors
+/// Wrong dtypes or dims; an id outside of `expert_map` (without a map: outside of 0..E_local); a
+/// map entry outside of -1..E_local.
+pub fn group_slots_into(
+    topk_ids: View,
+    expert_map: Option<View>,
+    mut offsets: ViewMut,
+    mut slots: ViewMut,
+    _ex: &mut Exec,
+) -> Result<()> {
+    const OP: &str = "group_slots";
+    let ids = checked_ids(OP, topk_ids)?;
+    expect_dtype(OP, "offsets", &offsets, DType::U32)?;
+    expect_dims(OP, "offsets", &offsets, &[offsets.elem_count()])?;
+    expect_dtype(OP, "slots", &slots, DType::U32)?;
+    expect_dims(OP, "slots", &slots, &[ids.len()])?;
+    let Some(num_local) = offsets.elem_count().checked_sub(1) else {
+        bail!("{OP}: expected offsets with E_local + 1 elements, got none")
+    };
+    let map = ExpertMap::new(OP, expert_map, num_local)?;
+    let (offsets, slots) = (offsets.cpu_mut::<u32>()?, slots.cpu_mut::<u32>()?);
+
+    offsets.fill(0);
+    for &id in ids {
+        if let Some(e) = map.local(id)? {
+            offsets[e + 1] += 1;
+        }
+    }
+    // offsets[e + 1] becomes the start of group e; filling the group moves it to the group's end.
+    let mut start = 0;
+    for count in &mut offsets[1..] {
+        start += std::mem::replace(count, start);
+    }
+    for (slot, &id) in ids.iter().enumerate() {
+        if let Some(e) = map.local(id)? {
+            slots[offsets[e + 1] as usize] = slot as u32;
+            offsets[e + 1] += 1;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    pub(super) fn group(
+        ids: &[u32],
+        k: usize,
+        map: Option<&[i32]>,
+        local: usize,
+    ) -> Result<(Vec<u32>, Vec<u32>)> {
+        let (mut offsets, mut slots) = (vec![7u32; local + 1], vec![9u32; ids.len()]);
+        let map = map.map(|m| View::new(m, &[m.len()])).transpose()?;
+        let ids_view = View::new(ids, &[ids.len() / k, k])?;
+        let (n_off, n_slots) = (offsets.len(), slots.len());
+        let out = (ViewMut::new(&mut offsets, &[n_off])?, ViewMut::new(&mut slots, &[n_slots])?);
+        group_slots_into(ids_view, map, out.0, out.1, &mut Exec::cpu())?;
+        Ok((offsets, slots))
+    }
+
+    /// Ids [T, K] over `physical` experts with some absent, and a map with holes onto local slots.
+    pub(super) fn routing() -> impl Strategy<Value = (Vec<u32>, usize, Option<Vec<i32>>, usize)> {
+        (1usize..5, 0usize..40, 1usize..12).prop_flat_map(|(k, t, physical)| {
+            let id = prop_oneof![8 => 0..physical as u32, 1 => Just(NO_EXPERT)];
+            let ids = proptest::collection::vec(id, t * k);
+            let holes = proptest::collection::vec(any::<bool>(), physical);
+            let order = Just((0..physical as i32).collect::<Vec<_>>()).prop_shuffle();
+            (ids, holes, order, any::<bool>()).prop_map(move |(ids, holes, order, identity)| {
+                if identity {
+                    return (ids, k, None, physical);
+                }
+                let mut next = 0;
+                let mut map = vec![-1; physical];
+                for &p in order.iter().filter(|&&p| !holes[p as usize]) {
+                    map[p as usize] = next;
+                    next += 1;
+                }
+                (ids, k, Some(map), next as usize)
+            })
+        })
+    }
+
+    pub(super) fn local_of(id: u32, map: &Option<Vec<i32>>) -> Option<usize> {
+        let local = match (id, map) {
+            (NO_EXPERT, _) => -1,
+            (id, None) => id as i32,
+            (id, Some(map)) => map[id as usize],
+        };
+        usize::try_from(local).ok()
+    }
+
+    proptest! {
+        #[test]
+        fn groups_match_the_definition((ids, k, map, local) in routing()) {
+            let (offsets, slots) = group(&ids, k, map.as_deref(), local).unwrap();
+            let mut at = 0;
+            prop_assert_eq!(offsets[0], 0);
+            for e in 0..local {
+                let want: Vec<u32> =
+                    (0..ids.len()).filter(|&s| local_of(ids[s], &map) == Some(e)).map(|s| s as u32).collect();
+                prop_assert_eq!(&slots[at..at + want.len()], &want[..]);
+                at += want.len();
+                prop_assert_eq!(offsets[e + 1] as usize, at);
+            }
+            prop_assert!(slots[at..].iter().all(|&s| s == 9), "entries after the last group were written");
+        }
+    }
+
+    #[test]
+    fn bad_ids_and_maps_are_named() {
+        let message = |r: Result<(Vec<u32>, Vec<u32>)>| r.unwrap_err().to_string();
+        let e = message(group(&[0, 3], 1, None, 3));
+        assert!(e.contains("expert id 3 is out of range; expected 0..3"), "{e}");
+        let e = message(group(&[5], 1, Some(&[0, -1]), 1));
+        assert!(e.contains("expert id 5 is out of range; expert_map holds 2"), "{e}");
+        let e = message(group(&[1], 1, Some(&[0, 4]), 1));
+        assert!(e.contains("expert_map sends expert 1 to local slot 4; expected -1 or 0..1"), "{e}");
+        let e = message(group(&[1], 1, Some(&[0, -2]), 1));
+        assert!(e.contains("local slot -2"), "{e}");
+    }
+
+    #[test]
+    fn outputs_of_a_wrong_size_are_refused() -> Result<()> {
+        let ids = View::new(&[0u32, 1], &[1, 2])?;
+        let mut off = [0u32; 3];
+        let mut few = [0u32; 1];
+        let (offsets, slots) = (ViewMut::new(&mut off, &[3])?, ViewMut::new(&mut few, &[1])?);
+        let e = group_slots_into(ids, None, offsets, slots, &mut Exec::cpu()).unwrap_err().to_string();
+        assert!(e.contains("expected slots with dims [2], got [1]"), "{e}");
+        let (offsets, slots) = (ViewMut::new::<u32>(&mut [], &[0])?, ViewMut::new(&mut off[..2], &[2])?);
+        let e = group_slots_into(ids, None, offsets, slots, &mut Exec::cpu()).unwrap_err().to_string();
+        assert!(e.contains("E_local + 1 elements, got none"), "{e}");
+        Ok(())
+    }
+}

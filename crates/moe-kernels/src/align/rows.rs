@@ -1,0 +1,228 @@
+//! Rows to experts and back: the BatchedExperts layout, and what the owner does to rows.
+//!
+//! A batched buffer gives every local expert `max_tokens` rows; row r of expert e holds the r-th
+//! of the expert's slots in ascending slot order. That order is part of the format: it makes the
+//! way back a pure function of the ids.
+
+use candle_core::{DType, Result, bail};
+use rayon::prelude::*;
+
+use crate::door::{Shaped, expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::element::{Element, Float};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+use crate::with_float;
+
+/// Which slots the rows of a batched buffer belong to: the outputs of
+/// [`group_slots_into`](super::group_slots_into).
+#[derive(Clone, Copy, Debug)]
+pub struct RowBatches<'a> {
+    /// [E_local + 1] u32: the range of `slots` of each local expert.
+    pub offsets: View<'a>,
+    /// \[T*K\] u32 slot numbers t*K + k, grouped by local expert.
+    pub slots: View<'a>,
+    /// Slots per token K.
+    pub top_k: usize,
+}
+
+impl<'a> RowBatches<'a> {
+    /// The slots of each expert, checked against a buffer of E_local experts with `max_tokens`
+    /// rows each.
+    fn groups(&self, op: &str, num_local: usize, max_tokens: usize) -> Result<Vec<&'a [u32]>> {
+        expect_dtype(op, "offsets", &self.offsets, DType::U32)?;
+        expect_dims(op, "offsets", &self.offsets, &[num_local + 1])?;
+        expect_dtype(op, "slots", &self.slots, DType::U32)?;
+        let (offsets, slots) = (self.offsets.cpu::<u32>()?, self.slots.cpu::<u32>()?);
+        let mut groups = Vec::with_capacity(num_local);
+        for (e, range) in offsets.windows(2).enumerate() {
+            let Some(group) = slots.get(range[0] as usize..range[1] as usize) else {
+                bail!("{op}: offsets {}..{} leave the {} slots", range[0], range[1], slots.len())
+            };
+            if group.len() > max_tokens {
+                bail!(
+                    "{op}: local expert {e} got {} rows, expected at most max_num_tokens = {max_tokens}; \
+                     raise max_num_tokens or split the tokens into chunks",
+                    group.len()
+                )
+            }
+            if let Some(slot) = group.iter().find(|&&slot| slot as usize >= slots.len()) {
+                bail!("{op}: slot {slot} is out of range; expected 0..{}", slots.len())
+            }
+            groups.push(group);
+        }
+        Ok(groups)
+    }
+}
+
+/// Copies token rows into the BatchedExperts layout; `rows` stays as it is.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `rows` | [T, H] f32, bf16 or f16 |
+/// | `batches` | offsets [E_local + 1], slots \[T*K\] |
+/// | `out` | [E_local, max_tokens, H] of the same dtype; unused rows become zero |
+/// | `expert_num_tokens` | out: \[E_local\] u32 rows per local expert |
+///
+/// # Errors
+/// Wrong dtypes or dims; an expert with more than `max_tokens` rows; slots out of range.
+pub fn batch_rows_into(
+    rows: View,
+    batches: &RowBatches,
+    mut out: ViewMut,
+    mut expert_num_tokens: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    const OP: &str = "batch_rows";
+    let (tokens, hidden) = expect_matrix(OP, "rows", &rows)?;
+    let (num_local, max_tokens, _) = expect_rank3(OP, "out", &out)?;
+    expect_dims(OP, "out", &out, &[num_local, max_tokens, hidden])?;
+    expect_dtype(OP, "out", &out, rows.dtype())?;
+    expect_slots(OP, &batches.slots, tokens, batches.top_k)?;
+    expect_dtype(OP, "expert_num_tokens", &expert_num_tokens, DType::U32)?;
+    expect_dims(OP, "expert_num_tokens", &expert_num_tokens, &[num_local])?;
+    let groups = batches.groups(OP, num_local, max_tokens)?;
+    for (count, group) in expert_num_tokens.cpu_mut::<u32>()?.iter_mut().zip(&groups) {
+        *count = group.len() as u32;
+    }
+    if out.elem_count() == 0 {
+        return Ok(());
+    }
+    with_float!(rows.dtype(), OP, T => {
+        let (rows, out) = (rows.cpu::<T>()?, out.cpu_mut::<T>()?);
+        ex.install(|| {
+            out.par_chunks_mut(max_tokens * hidden).zip(&groups).for_each(|(out, group)| {
+                let (used, unused) = out.split_at_mut(group.len() * hidden);
+                for (to, &slot) in used.chunks_exact_mut(hidden).zip(*group) {
+                    let token = slot as usize / batches.top_k;
+                    to.copy_from_slice(&rows[token * hidden..][..hidden]);
+                }
+                unused.fill(T::default());
+            })
+        });
+        Ok(())
+    })
+}
+
+/// Copies batched rows back to their slots, the inverse of [`batch_rows_into`].
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `rows` | [E_local, max_tokens, H] f32, bf16 or f16 |
+/// | `batches` | as given to [`batch_rows_into`] |
+/// | `out` | [T, K, H] of the same dtype; rows of slots in no group are left untouched |
+///
+/// # Errors
+/// Wrong dtypes or dims; an expert with more than `max_tokens` rows; slots out of range.
+pub fn unbatch_rows_into(rows: View, batches: &RowBatches, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    const OP: &str = "unbatch_rows";
+    let (num_local, max_tokens, hidden) = expect_rank3(OP, "rows", &rows)?;
+    let (tokens, _, _) = expect_rank3(OP, "out", &out)?;
+    expect_dims(OP, "out", &out, &[tokens, batches.top_k, hidden])?;
+    expect_dtype(OP, "out", &out, rows.dtype())?;
+    expect_slots(OP, &batches.slots, tokens, batches.top_k)?;
+    let groups = batches.groups(OP, num_local, max_tokens)?;
+    if out.elem_count() == 0 {
+        return Ok(());
+    }
+    // Row of each slot, so that the copy runs over disjoint output rows; 0 = none, else row + 1.
+    let mut row_of_slot = ex.scratch(DType::I64, &[tokens * batches.top_k])?;
+    let mut row_of_slot = row_of_slot.view_mut();
+    let row_of_slot = row_of_slot.cpu_mut::<i64>()?;
+    row_of_slot.fill(0);
+    for (e, group) in groups.iter().enumerate() {
+        for (r, &slot) in group.iter().enumerate() {
+            row_of_slot[slot as usize] = (e * max_tokens + r + 1) as i64;
+        }
+    }
+    with_float!(rows.dtype(), OP, T => {
+        let (rows, out) = (rows.cpu::<T>()?, out.cpu_mut::<T>()?);
+        ex.install(|| {
+            out.par_chunks_mut(hidden).zip(&*row_of_slot).filter(|(_, row)| **row != 0).for_each(|(to, &row)| {
+                to.copy_from_slice(&rows[(row as usize - 1) * hidden..][..hidden]);
+            })
+        });
+        Ok(())
+    })
+}
+
+/// Multiplies each row by its own factor: out = round(row * scale), the product in f32. With
+/// K = 1 this applies router weights to a copy of the input rows (Llama-4).
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `rows` | [T, H] f32, bf16 or f16 |
+/// | `scale` | [T, 1] f32 |
+/// | `out` | [T, H] of the dtype of `rows` |
+///
+/// # Errors
+/// Wrong dtypes or dims.
+pub fn scale_rows_into(rows: View, scale: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    const OP: &str = "scale_rows";
+    let (tokens, hidden) = expect_matrix(OP, "rows", &rows)?;
+    expect_dtype(OP, "scale", &scale, DType::F32)?;
+    expect_dims(OP, "scale", &scale, &[tokens, 1])?;
+    expect_dtype(OP, "out", &out, rows.dtype())?;
+    expect_dims(OP, "out", &out, rows.dims())?;
+    if out.elem_count() == 0 {
+        return Ok(());
+    }
+    let scale = scale.cpu::<f32>()?;
+    with_float!(rows.dtype(), OP, T => {
+        let (rows, out) = (rows.cpu::<T>()?, out.cpu_mut::<T>()?);
+        ex.install(|| {
+            out.par_chunks_mut(hidden).zip(rows.par_chunks(hidden)).zip(scale).for_each(|((to, row), &w)| {
+                for (to, &x) in to.iter_mut().zip(row) {
+                    *to = T::narrow(x.widen() * w);
+                }
+            })
+        });
+        Ok(())
+    })
+}
+
+/// Copies rows, rounding f32 rows to the dtype of `out`.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `rows` | [T, H] of the dtype of `out`, or f32 |
+/// | `out` | [T, H] f32, bf16 or f16 |
+///
+/// # Errors
+/// Wrong dtypes or dims.
+pub fn copy_rows_into(rows: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    const OP: &str = "copy_rows";
+    expect_matrix(OP, "rows", &rows)?;
+    expect_dims(OP, "out", &out, rows.dims())?;
+    with_float!(out.dtype(), OP, T => {
+        if rows.dtype() == T::DTYPE {
+            out.cpu_mut::<T>()?.copy_from_slice(rows.cpu()?);
+            return Ok(());
+        }
+        expect_dtype(OP, "rows", &rows, DType::F32)?;
+        let (rows, out) = (rows.cpu::<f32>()?, out.cpu_mut::<T>()?);
+        ex.install(|| out.par_iter_mut().zip(rows).for_each(|(to, &x)| *to = T::narrow(x)));
+        Ok(())
+    })
+}
+
+/// Sets every element to `value`: the weights of rows that already carry theirs.
+///
+/// # Errors
+/// An `out` that is not f32.
+pub fn fill_into(value: f32, mut out: ViewMut, _ex: &mut Exec) -> Result<()> {
+    expect_dtype("fill", "out", &out, DType::F32)?;
+    out.cpu_mut::<f32>()?.fill(value);
+    Ok(())
+}
+
+/// Fails unless there is one slot for each of K experts of each token.
+fn expect_slots(op: &str, slots: &impl Shaped, tokens: usize, top_k: usize) -> Result<()> {
+    match tokens.checked_mul(top_k) {
+        Some(len) => expect_dims(op, "slots", slots, &[len]),
+        None => bail!("{op}: {tokens} tokens of {top_k} slots overflow"),
+    }
+}
+
+#[cfg(test)]
+#[path = "rows_tests.rs"]
+mod tests;

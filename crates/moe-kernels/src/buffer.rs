@@ -1,0 +1,202 @@
+//! Owned buffers and the workspace that recycles them.
+//!
+//! A forward pass asks the workspace for scratch and returns it on drop, so that after the
+//! first pass at the largest size nothing allocates. A frozen workspace refuses to grow: that
+//! is the state in which a step may be captured into a graph.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Result, Storage, Tensor, bail};
+
+use crate::element::{CpuVec, Element};
+use crate::view::{Dims, View, ViewMut};
+
+/// An owned, contiguous array.
+#[derive(Debug)]
+pub struct Buffer {
+    data: CpuVec,
+    dims: Dims,
+}
+
+impl Buffer {
+    /// A buffer of zeros in host memory.
+    pub fn zeros(dtype: DType, dims: &[usize]) -> Result<Self> {
+        let dims = Dims::new(dims)?;
+        let len = dims.elem_count()?;
+        check_memory(dtype, len)?;
+        match CpuVec::zeros(dtype, len) {
+            Some(data) => Ok(Self { data, dims }),
+            None => bail!("no buffer holds dtype {}", dtype.as_str()),
+        }
+    }
+
+    /// Takes over a vector.
+    pub fn from_vec<T: Element>(data: Vec<T>, dims: &[usize]) -> Result<Self> {
+        View::new(&data, dims)?;
+        Ok(Self { data: T::wrap_vec(data), dims: Dims::new(dims)? })
+    }
+
+    /// The dimensions.
+    pub fn dims(&self) -> &[usize] {
+        &self.dims
+    }
+
+    /// The dtype.
+    pub fn dtype(&self) -> DType {
+        self.data.dtype()
+    }
+
+    /// A read-only view.
+    pub fn view(&self) -> View<'_> {
+        // The dims are checked by every constructor, and a scratch buffer may be longer than its dims.
+        let len = self.dims.iter().product();
+        View::trusted(self.data.as_slice().range(0, len), self.dims)
+    }
+
+    /// A writable view.
+    pub fn view_mut(&mut self) -> ViewMut<'_> {
+        let len = self.dims.iter().product();
+        ViewMut::trusted(self.data.as_slice_mut().range(0, len), self.dims)
+    }
+
+    /// Moves the data into a candle tensor, without a copy.
+    pub fn into_tensor(mut self) -> Result<Tensor> {
+        self.data.truncate(self.dims.iter().product());
+        let dims = self.dims.to_vec();
+        let storage = Storage::Cpu(self.data.into_storage());
+        Ok(Tensor::from_storage(storage, dims, BackpropOp::none(), false))
+    }
+}
+
+/// Fails if the system refuses memory for `len` elements: an error where `vec!` would abort.
+fn check_memory(dtype: DType, len: usize) -> Result<()> {
+    // Small requests do not fail one by one, and asking twice would cost more than they do.
+    const LARGE: usize = 1 << 24;
+    let bytes = len.saturating_mul(dtype.size_in_bytes());
+    if bytes > LARGE && Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
+        bail!("the system refuses {bytes} bytes of memory for {len} elements of {}", dtype.as_str())
+    }
+    Ok(())
+}
+
+#[derive(Default, Debug)]
+struct Pool {
+    free: Vec<CpuVec>,
+    bytes: usize,
+    frozen: bool,
+}
+
+/// A pool of scratch buffers. Cloning shares the pool.
+#[derive(Clone, Default, Debug)]
+pub struct Workspace(Arc<Mutex<Pool>>);
+
+impl Workspace {
+    /// An empty pool.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Scratch of this dtype and these dims, with unspecified contents. It goes back to the
+    /// pool when dropped. On a frozen workspace, a request that no free buffer can hold is an
+    /// error.
+    pub fn scratch(&self, dtype: DType, dims: &[usize]) -> Result<Scratch> {
+        let dims = Dims::new(dims)?;
+        let len = dims.elem_count()?;
+        let mut pool = self.lock();
+        let best = (0..pool.free.len())
+            .filter(|&i| pool.free[i].dtype() == dtype && pool.free[i].len() >= len)
+            .min_by_key(|&i| pool.free[i].len());
+        let data = match best {
+            Some(i) => pool.free.swap_remove(i),
+            None if pool.frozen => bail!(
+                "the workspace is frozen and holds no free {} buffer for dims {dims:?}; \
+                 reserve it for a larger number of tokens",
+                dtype.as_str()
+            ),
+            None => {
+                check_memory(dtype, len)?;
+                let Some(data) = CpuVec::zeros(dtype, len) else {
+                    bail!("no workspace buffer holds dtype {}", dtype.as_str())
+                };
+                pool.bytes += len * dtype.size_in_bytes();
+                data
+            }
+        };
+        Ok(Scratch { buffer: Some(Buffer { data, dims }), pool: self.clone() })
+    }
+
+    /// Refuses to allocate from now on (`true`), or allows it again.
+    pub fn freeze(&self, frozen: bool) {
+        self.lock().frozen = frozen;
+    }
+
+    /// Bytes that the pool has allocated so far, lent or free.
+    pub fn bytes(&self) -> usize {
+        self.lock().bytes
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Pool> {
+        // A panic elsewhere cannot leave the pool inconsistent: every update is one push or remove.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A buffer lent by a [`Workspace`]; it goes back when dropped.
+#[derive(Debug)]
+pub struct Scratch {
+    buffer: Option<Buffer>,
+    pool: Workspace,
+}
+
+impl std::ops::Deref for Scratch {
+    type Target = Buffer;
+    #[allow(clippy::expect_used)]
+    fn deref(&self) -> &Buffer {
+        self.buffer.as_ref().expect("scratch is only empty inside drop")
+    }
+}
+
+impl std::ops::DerefMut for Scratch {
+    #[allow(clippy::expect_used)]
+    fn deref_mut(&mut self) -> &mut Buffer {
+        self.buffer.as_mut().expect("scratch is only empty inside drop")
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.buffer.take() {
+            self.pool.lock().free.push(buffer.data);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absurd_sizes_are_errors() {
+        let e = Buffer::zeros(DType::BF16, &[1 << 40, 1 << 10]).unwrap_err().to_string();
+        assert!(e.contains("refuses"), "{e}");
+        assert!(Workspace::new().scratch(DType::F32, &[1 << 50]).is_err());
+        assert!(Buffer::zeros(DType::F32, &[usize::MAX, 2]).is_err());
+    }
+
+    #[test]
+    fn scratch_is_recycled_and_a_frozen_workspace_does_not_grow() -> Result<()> {
+        let workspace = Workspace::new();
+        drop(workspace.scratch(DType::F32, &[4, 8])?);
+        assert_eq!(workspace.bytes(), 128);
+        workspace.freeze(true);
+        let held = workspace.scratch(DType::F32, &[3])?;
+        assert_eq!((held.dims(), held.view().elem_count()), (&[3][..], 3));
+        let e = workspace.scratch(DType::F32, &[1]).unwrap_err().to_string();
+        assert!(e.contains("the workspace is frozen"), "{e}");
+        drop(held);
+        assert!(workspace.scratch(DType::BF16, &[1]).is_err());
+        assert!(workspace.scratch(DType::F32, &[32]).is_ok());
+        Ok(())
+    }
+}

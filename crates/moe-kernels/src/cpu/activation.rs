@@ -1,0 +1,49 @@
+//! Gated activations in f32.
+
+use super::math::{sigmoid, tanh};
+use super::simd::{LANES, Simd};
+use crate::spec::Activation;
+
+/// The activation of gate and up values.
+#[inline(always)]
+pub(crate) fn gated<S: Simd>(s: S, activation: Activation, gate: S::V, up: S::V) -> S::V {
+    match activation {
+        Activation::SwiGlu => s.mul(s.mul(gate, sigmoid(s, gate)), up),
+        Activation::SwiGluOai { alpha, limit } => {
+            let limit = s.splat(limit);
+            let gate = s.min(limit, gate);
+            let up = s.max(s.sub(s.splat(0.0), limit), s.min(limit, up));
+            let gate = s.mul(gate, sigmoid(s, s.mul(s.splat(alpha), gate)));
+            s.mul(gate, s.add(up, s.splat(1.0)))
+        }
+        Activation::Gelu => {
+            let scaled = s.mul(gate, s.splat(std::f32::consts::FRAC_1_SQRT_2));
+            half_gate(s, gate, erf(s, scaled), up)
+        }
+        Activation::GeluTanh => {
+            const SQRT_2_OVER_PI: f32 = 0.797_884_6;
+            let square = s.mul(gate, gate);
+            let inner =
+                s.mul(gate, s.fma(square, s.splat(0.044715 * SQRT_2_OVER_PI), s.splat(SQRT_2_OVER_PI)));
+            half_gate(s, gate, tanh(s, inner), up)
+        }
+    }
+}
+
+/// gate / 2 * (1 + t) * up.
+#[inline(always)]
+fn half_gate<S: Simd>(s: S, gate: S::V, t: S::V, up: S::V) -> S::V {
+    s.mul(s.mul(s.mul(gate, s.splat(0.5)), s.add(t, s.splat(1.0))), up)
+}
+
+/// The error function, lane by lane through the library: exactness matters more than speed
+/// where 1 + erf cancels.
+#[inline(always)]
+fn erf<S: Simd>(s: S, x: S::V) -> S::V {
+    let mut lanes = [0f32; LANES];
+    s.store(x, &mut lanes);
+    for x in &mut lanes {
+        *x = candle_core::cpu::erf::erf_f32(*x);
+    }
+    s.load(&lanes)
+}

@@ -1,0 +1,271 @@
+//! The AVX-512 path: one register per vector of 16 lanes, and the BF16 dot product where the
+//! processor has it.
+
+use std::arch::x86_64::*;
+
+use half::{bf16, f16};
+
+use super::Kernel;
+use super::simd::{LANES, Simd, dot_bf16_by_fma};
+
+/// AVX-512 F, BW, DQ, VL with FMA and F16C; with `BF16`, also the BF16 dot product. A value
+/// exists only inside [`run`] and [`run_bf16`], whose callers have checked the processor; that
+/// is what every `SAFETY` line below relies on.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512<const BF16: bool>(());
+
+/// Runs a kernel with AVX-512 F, BW, DQ, VL.
+///
+/// # Safety
+/// The processor must support `CpuIsa::Avx512`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub(crate) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(Avx512::<false>(()))
+}
+
+/// Runs a kernel with the BF16 dot product as well.
+///
+/// # Safety
+/// The processor must support `CpuIsa::Avx512Bf16`.
+#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub(crate) unsafe fn run_bf16<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(Avx512::<true>(()))
+}
+
+impl<const BF16: bool> Simd for Avx512<BF16> {
+    type V = __m512;
+    type Raw = __m512i;
+    const TILE_VECTORS: usize = 2;
+    const TILE_ROWS: usize = 12;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    fn load(self, a: &[f32; LANES]) -> __m512 {
+        // SAFETY: `self` proves AVX-512; the array holds 16 values.
+        unsafe { _mm512_loadu_ps(a.as_ptr()) }
+    }
+    #[inline(always)]
+    fn store(self, v: __m512, a: &mut [f32; LANES]) {
+        // SAFETY: `self` proves AVX-512; the array holds 16 values.
+        unsafe { _mm512_storeu_ps(a.as_mut_ptr(), v) }
+    }
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_div_ps(a, b) }
+    }
+    #[inline(always)]
+    fn max(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_max_ps(a, b) }
+    }
+    #[inline(always)]
+    fn min(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_min_ps(a, b) }
+    }
+    #[inline(always)]
+    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    fn fold_add(self, v: __m512) -> f32 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe {
+            let v = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
+            let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+            _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+        }
+    }
+    #[inline(always)]
+    fn fold_max(self, v: __m512) -> f32 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe {
+            let v = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
+            let v = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let v = _mm_max_ps(v, _mm_movehl_ps(v, v));
+            _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
+        }
+    }
+    #[inline(always)]
+    fn exp2_biased(self, v: __m512) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe {
+            let exponent = _mm512_add_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(127));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<23>(exponent))
+        }
+    }
+    #[inline(always)]
+    fn zero_below(self, v: __m512, x: __m512, bound: f32) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe {
+            // Not less than: true where x is NaN, so that v is kept.
+            let keep = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(bound));
+            _mm512_maskz_mov_ps(keep, v)
+        }
+    }
+
+    #[inline(always)]
+    fn load_bf16(self, a: &[bf16; LANES]) -> __m512 {
+        // SAFETY: `self` proves AVX-512; the array holds 32 bytes.
+        unsafe {
+            let half = _mm256_loadu_si256(a.as_ptr().cast());
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half)))
+        }
+    }
+    #[inline(always)]
+    fn store_bf16(self, v: __m512, a: &mut [bf16; LANES]) {
+        // vcvtneps2bf16 would flush subnormals; this rounds as `bf16::from_f32` does.
+        // SAFETY: `self` proves AVX-512; the array holds 32 bytes.
+        unsafe {
+            let bits = _mm512_castps_si512(v);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+            let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+            let rounded = _mm512_mask_mov_epi32(rounded, nan, quiet);
+            let half = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded));
+            _mm256_storeu_si256(a.as_mut_ptr().cast(), half);
+        }
+    }
+    #[inline(always)]
+    fn load_f16(self, a: &[f16; LANES]) -> __m512 {
+        // SAFETY: `self` proves AVX-512; the array holds 32 bytes.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(a.as_ptr().cast())) }
+    }
+    #[inline(always)]
+    fn store_f16(self, v: __m512, a: &mut [f16; LANES]) {
+        // SAFETY: `self` proves AVX-512; the array holds 32 bytes.
+        unsafe {
+            let half = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v);
+            _mm256_storeu_si256(a.as_mut_ptr().cast(), half);
+        }
+    }
+
+    #[inline(always)]
+    fn words_f32(self, a: &[f32; LANES]) -> __m512i {
+        // SAFETY: `self` proves AVX-512; the array holds 64 bytes.
+        unsafe { _mm512_loadu_si512(a.as_ptr().cast()) }
+    }
+    #[inline(always)]
+    fn words_u16(self, a: &[u16; 2 * LANES]) -> __m512i {
+        // SAFETY: `self` proves AVX-512; the array holds 64 bytes.
+        unsafe { _mm512_loadu_si512(a.as_ptr().cast()) }
+    }
+    #[inline(always)]
+    fn transpose(self, r: [__m512i; LANES]) -> [__m512i; LANES] {
+        // SAFETY: `self` proves AVX-512.
+        unsafe {
+            // Within each 128-bit quarter q: pairs[i] holds columns 4q.. of two rows interleaved,
+            // quads[4g + c] column 4q + c of rows 4g..4g + 4.
+            let mut pairs = r;
+            for i in 0..8 {
+                pairs[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+                pairs[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+            }
+            let mut quads = pairs;
+            for g in 0..4 {
+                let p = &pairs[4 * g..4 * g + 4];
+                quads[4 * g] = _mm512_unpacklo_epi64(p[0], p[2]);
+                quads[4 * g + 1] = _mm512_unpackhi_epi64(p[0], p[2]);
+                quads[4 * g + 2] = _mm512_unpacklo_epi64(p[1], p[3]);
+                quads[4 * g + 3] = _mm512_unpackhi_epi64(p[1], p[3]);
+            }
+            // Column 4q + c gathers quarter q of quads[c], quads[4 + c], quads[8 + c], quads[12 + c].
+            let mut out = quads;
+            for c in 0..4 {
+                let low = [
+                    _mm512_shuffle_i32x4::<0x88>(quads[c], quads[4 + c]),
+                    _mm512_shuffle_i32x4::<0xdd>(quads[c], quads[4 + c]),
+                ];
+                let high = [
+                    _mm512_shuffle_i32x4::<0x88>(quads[8 + c], quads[12 + c]),
+                    _mm512_shuffle_i32x4::<0xdd>(quads[8 + c], quads[12 + c]),
+                ];
+                out[c] = _mm512_shuffle_i32x4::<0x88>(low[0], high[0]);
+                out[4 + c] = _mm512_shuffle_i32x4::<0x88>(low[1], high[1]);
+                out[8 + c] = _mm512_shuffle_i32x4::<0xdd>(low[0], high[0]);
+                out[12 + c] = _mm512_shuffle_i32x4::<0xdd>(low[1], high[1]);
+            }
+            out
+        }
+    }
+    #[inline(always)]
+    fn as_f32(self, v: __m512i) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_castsi512_ps(v) }
+    }
+    #[inline(always)]
+    fn half_bf16<const HIGH: bool>(self, v: __m512i) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe {
+            _mm512_castsi512_ps(if HIGH {
+                _mm512_and_si512(v, _mm512_set1_epi32(0xffff_0000_u32 as i32))
+            } else {
+                _mm512_slli_epi32::<16>(v)
+            })
+        }
+    }
+    #[inline(always)]
+    fn half_f16<const HIGH: bool>(self, v: __m512i) -> __m512 {
+        // SAFETY: `self` proves AVX-512.
+        unsafe {
+            let word = if HIGH { _mm512_srli_epi32::<16>(v) } else { v };
+            _mm512_cvtph_ps(_mm512_cvtepi32_epi16(word))
+        }
+    }
+    #[inline(always)]
+    fn to_words(self, v: __m512) -> __m512i {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_castps_si512(v) }
+    }
+    #[inline(always)]
+    fn load_words(self, a: &[u32; LANES]) -> __m512i {
+        // SAFETY: `self` proves AVX-512; the array holds 64 bytes.
+        unsafe { _mm512_loadu_si512(a.as_ptr().cast()) }
+    }
+    #[inline(always)]
+    fn store_words(self, v: __m512i, a: &mut [u32; LANES]) {
+        // SAFETY: `self` proves AVX-512; the array holds 64 bytes.
+        unsafe { _mm512_storeu_si512(a.as_mut_ptr().cast(), v) }
+    }
+    #[inline(always)]
+    fn dot_bf16(self, acc: __m512, x: u32, w: __m512i) -> __m512 {
+        if !BF16 {
+            return dot_bf16_by_fma(self, acc, x, w);
+        }
+        // SAFETY: `self` with BF16 proves AVX-512 BF16; __m512bh and __m512i are the same bits.
+        unsafe {
+            let w = std::mem::transmute::<__m512i, __m512bh>(w);
+            let x = std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(x as i32));
+            _mm512_dpbf16_ps(acc, x, w)
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch<T>(self, p: *const T) {
+        // SAFETY: a prefetch never faults, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+    }
+}

@@ -1,0 +1,107 @@
+//! What becomes of the sums of a product: bias, activation, one rounding, and the place in out.
+
+use super::activation::gated;
+use super::gemm::Epilogue;
+use super::shared::Shared;
+use super::simd::{LANES, Lanes, Simd};
+use super::tile::{UNIT, UnitSums};
+use super::{Kernel, dispatch};
+use crate::exec::CpuIsa;
+use crate::spec::Activation;
+
+/// out\[row\] = sums + bias, rounded.
+pub(crate) struct Store<'a, T, O> {
+    pub isa: CpuIsa,
+    /// Columns of out.
+    pub n: usize,
+    /// [groups, n].
+    pub bias: Option<&'a [T]>,
+    /// The row of out that row i writes, each once; `None`: row i.
+    pub rows: Option<&'a [u32]>,
+    pub out: Shared<'a, O>,
+}
+
+impl<T: Lanes, O: Lanes> Epilogue for Store<'_, T, O> {
+    fn take(&self, group: usize, row: usize, unit: usize, sums: &[UnitSums]) {
+        let column = unit * UNIT;
+        let width = UNIT.min(self.n - column);
+        let bias = self.bias.map(|bias| &bias[group * self.n + column..][..width]);
+        for (i, sums) in sums.iter().enumerate() {
+            let row = self.rows.map_or(row + i, |rows| rows[row + i] as usize);
+            // SAFETY: each row of out has one row of sums, and each of its units comes once.
+            let out = unsafe { self.out.range(row * self.n + column, width) };
+            dispatch(self.isa, StoreRow { sums, bias, out });
+        }
+    }
+}
+
+struct StoreRow<'a, T, O> {
+    sums: &'a UnitSums,
+    bias: Option<&'a [T]>,
+    out: &'a mut [O],
+}
+
+impl<T: Lanes, O: Lanes> Kernel for StoreRow<'_, T, O> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let vectors = self.sums.as_chunks::<LANES>().0.iter().zip(self.out.chunks_mut(LANES));
+        for (i, (sums, out)) in vectors.enumerate() {
+            let mut sum = s.load(sums);
+            if let Some(bias) = self.bias {
+                sum = s.add(sum, T::load_some(s, &bias[i * LANES..]));
+            }
+            O::store_some(s, sum, out);
+        }
+    }
+}
+
+/// out\[row\] = act(gate sums + bias, up sums + bias), rounded.
+pub(crate) struct GateUp<'a, T> {
+    pub isa: CpuIsa,
+    /// Columns of out: half the rows of w13.
+    pub width: usize,
+    /// [groups, 2 * width].
+    pub bias: Option<&'a [T]>,
+    pub activation: Activation,
+    pub out: Shared<'a, T>,
+}
+
+impl<T: Lanes> Epilogue for GateUp<'_, T> {
+    fn take(&self, group: usize, row: usize, unit: usize, sums: &[UnitSums]) {
+        let column = unit * LANES;
+        let width = LANES.min(self.width - column);
+        let bias = self.bias.map(|bias| {
+            let (gate, up) = bias[group * 2 * self.width..][..2 * self.width].split_at(self.width);
+            [&gate[column..][..width], &up[column..][..width]]
+        });
+        for (i, sums) in sums.iter().enumerate() {
+            // SAFETY: each row of out has one row of sums, and each of its units comes once.
+            let out = unsafe { self.out.range((row + i) * self.width + column, width) };
+            dispatch(self.isa, GateUpRow { sums, bias, activation: self.activation, out });
+        }
+    }
+}
+
+struct GateUpRow<'a, T> {
+    sums: &'a UnitSums,
+    bias: Option<[&'a [T]; 2]>,
+    activation: Activation,
+    out: &'a mut [T],
+}
+
+impl<T: Lanes> Kernel for GateUpRow<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let sums = self.sums.as_chunks().0;
+        let (mut gate, mut up) = (s.load(&sums[0]), s.load(&sums[1]));
+        if let Some([gate_bias, up_bias]) = self.bias {
+            gate = s.add(gate, T::load_some(s, gate_bias));
+            up = s.add(up, T::load_some(s, up_bias));
+        }
+        T::store_some(s, gated(s, self.activation, gate, up), self.out);
+    }
+}

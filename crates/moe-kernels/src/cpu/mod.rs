@@ -1,0 +1,57 @@
+//! CPU kernels.
+//!
+//! The ops check their arguments and call these functions, which trust them. A kernel is written
+//! once, generic over an instruction set ([`simd::Simd`]); [`dispatch`] runs it on the path that
+//! the execution context names.
+
+// Loops over indices keep arrays of vectors in registers, where iterators by value move them.
+#![allow(clippy::needless_range_loop)]
+
+pub(crate) mod activation;
+pub(crate) mod attention;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+pub(crate) mod combine;
+pub(crate) mod epilogue;
+pub(crate) mod gemm;
+pub(crate) mod math;
+pub(crate) mod norm;
+pub(crate) mod pack;
+pub(crate) mod parallel;
+pub(crate) mod product;
+pub(crate) mod rope;
+mod scalar;
+pub(crate) mod shared;
+pub(crate) mod simd;
+pub(crate) mod stream;
+pub(crate) mod tile;
+
+use crate::exec::CpuIsa;
+use simd::Simd;
+
+/// A piece of work that is generic over the instruction set: a closure with a type parameter.
+pub(crate) trait Kernel {
+    /// What the kernel returns.
+    type Output;
+    /// Does the work. Implementations are `#[inline(always)]`.
+    fn run<S: Simd>(self, s: S) -> Self::Output;
+}
+
+/// Runs a kernel on one instruction-set path. `isa` comes from an [`Exec`](crate::Exec), which
+/// only holds a path that this machine supports.
+pub(crate) fn dispatch<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
+    match isa {
+        // SAFETY: the path comes from an Exec, which has checked that the processor supports it.
+        #[cfg(target_arch = "x86_64")]
+        CpuIsa::Avx2 => unsafe { avx2::run(kernel) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        CpuIsa::Avx512 => unsafe { avx512::run(kernel) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        CpuIsa::Avx512Bf16 => unsafe { avx512::run_bf16(kernel) },
+        _ => kernel.run(scalar::Scalar),
+    }
+}

@@ -1,0 +1,199 @@
+//! The vector that every CPU kernel is written against: 16 f32 lanes on every instruction set.
+//!
+//! A kernel is one generic function over [`Simd`]; each instruction set is one thin file that
+//! implements the trait ([`super::scalar`], [`super::avx2`], [`super::avx512`]). Because the lane
+//! count is the same everywhere, sums take the same order on every path. Paths differ in one
+//! operation only: [`Simd::fma`] rounds once where the processor fuses, twice in portable Rust.
+//! So the fused paths agree bit for bit.
+//!
+//! Every function that takes a `Simd` is `#[inline(always)]`: the instruction set is enabled by
+//! the one `#[target_feature]` function of the path, and code that is not inlined into it would
+//! be compiled without.
+
+use half::{bf16, f16};
+
+use crate::element::Float;
+
+/// Lanes of a vector.
+pub(crate) const LANES: usize = 16;
+
+/// An instruction set: operations on vectors of 16 lanes.
+pub(crate) trait Simd: Copy {
+    /// Sixteen f32.
+    type V: Copy;
+    /// Sixteen 32-bit words.
+    type Raw: Copy;
+    /// Vectors of a product tile side by side: 2 where there are 32 wide registers, else 1.
+    const TILE_VECTORS: usize;
+    /// Rows of x of a product tile, at most [`super::tile::MAX_ROWS`].
+    const TILE_ROWS: usize;
+
+    fn splat(self, x: f32) -> Self::V;
+    fn load(self, a: &[f32; LANES]) -> Self::V;
+    fn store(self, v: Self::V, a: &mut [f32; LANES]);
+    fn add(self, a: Self::V, b: Self::V) -> Self::V;
+    fn sub(self, a: Self::V, b: Self::V) -> Self::V;
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `if a > b { a } else { b }`, so b where either is NaN.
+    fn max(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `if a < b { a } else { b }`, so b where either is NaN.
+    fn min(self, a: Self::V, b: Self::V) -> Self::V;
+    /// a * b + c.
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// Sum of the lanes: lane i takes lane i + 8, then + 4, + 2, + 1.
+    #[inline(always)]
+    fn fold_add(self, v: Self::V) -> f32 {
+        fold(self, v, |a, b| a + b)
+    }
+    /// Maximum of the lanes, in the order of [`Simd::fold_add`].
+    #[inline(always)]
+    fn fold_max(self, v: Self::V) -> f32 {
+        fold(self, v, |a, b| if a > b { a } else { b })
+    }
+    /// 2^n for lanes that hold 1.5 * 2^23 + n with -127 <= n <= 127 (0 at -127).
+    fn exp2_biased(self, v: Self::V) -> Self::V;
+    /// v, but 0 in lanes where x < bound.
+    fn zero_below(self, v: Self::V, x: Self::V, bound: f32) -> Self::V;
+
+    fn load_bf16(self, a: &[bf16; LANES]) -> Self::V;
+    fn store_bf16(self, v: Self::V, a: &mut [bf16; LANES]);
+    fn load_f16(self, a: &[f16; LANES]) -> Self::V;
+    fn store_f16(self, v: Self::V, a: &mut [f16; LANES]);
+
+    /// Sixteen words that each hold one f32.
+    fn words_f32(self, a: &[f32; LANES]) -> Self::Raw;
+    /// Sixteen words that each hold two 16-bit floats, the first in the low half.
+    fn words_u16(self, a: &[u16; 2 * LANES]) -> Self::Raw;
+    /// Transposes a 16 x 16 matrix of words.
+    fn transpose(self, rows: [Self::Raw; LANES]) -> [Self::Raw; LANES];
+    /// Words as f32.
+    fn as_f32(self, v: Self::Raw) -> Self::V;
+    /// The bf16 in the low (`HIGH` = false) or high half of each word.
+    fn half_bf16<const HIGH: bool>(self, v: Self::Raw) -> Self::V;
+    /// The f16 in the low or high half of each word.
+    fn half_f16<const HIGH: bool>(self, v: Self::Raw) -> Self::V;
+    /// f32 as words.
+    fn to_words(self, v: Self::V) -> Self::Raw;
+    fn load_words(self, a: &[u32; LANES]) -> Self::Raw;
+    fn store_words(self, v: Self::Raw, a: &mut [u32; LANES]);
+
+    /// acc + second(x) * second(w) + first(x) * first(w) over pairs of bf16 (the first in the low
+    /// half of a word), in that order: the BF16 dot product. Where the processor has the
+    /// instruction, it also flushes subnormals.
+    #[inline(always)]
+    fn dot_bf16(self, acc: Self::V, x: u32, w: Self::Raw) -> Self::V {
+        dot_bf16_by_fma(self, acc, x, w)
+    }
+
+    /// Asks for the cache line at `p`, which need not be valid.
+    fn prefetch<T>(self, p: *const T);
+}
+
+/// A model dtype, as the kernels load and store it.
+pub(crate) trait Lanes: Float {
+    /// Values per 32-bit word.
+    const PER_WORD: usize;
+    fn load<S: Simd>(s: S, a: &[Self; LANES]) -> S::V;
+    fn store<S: Simd>(s: S, v: S::V, a: &mut [Self; LANES]);
+    /// Sixteen words from the start of `a`, which holds at least 16 * PER_WORD values.
+    fn words<S: Simd>(s: S, a: &[Self]) -> S::Raw;
+    /// The values of each word, first and second; the second repeats the first where
+    /// PER_WORD is 1.
+    fn values<S: Simd>(s: S, v: S::Raw) -> [S::V; 2];
+
+    /// Loads up to 16 values; missing lanes are 0.
+    #[inline(always)]
+    fn load_some<S: Simd>(s: S, a: &[Self]) -> S::V {
+        match a.first_chunk() {
+            Some(a) => Self::load(s, a),
+            None => {
+                let mut lanes = [Self::default(); LANES];
+                lanes[..a.len()].copy_from_slice(a);
+                Self::load(s, &lanes)
+            }
+        }
+    }
+
+    /// Stores the first lanes, as many as `a` holds, at most 16.
+    #[inline(always)]
+    fn store_some<S: Simd>(s: S, v: S::V, a: &mut [Self]) {
+        match a.first_chunk_mut() {
+            Some(a) => Self::store(s, v, a),
+            None => {
+                let mut lanes = [Self::default(); LANES];
+                Self::store(s, v, &mut lanes);
+                a.copy_from_slice(&lanes[..a.len()]);
+            }
+        }
+    }
+}
+
+impl Lanes for f32 {
+    const PER_WORD: usize = 1;
+    #[inline(always)]
+    fn load<S: Simd>(s: S, a: &[f32; LANES]) -> S::V {
+        s.load(a)
+    }
+    #[inline(always)]
+    fn store<S: Simd>(s: S, v: S::V, a: &mut [f32; LANES]) {
+        s.store(v, a);
+    }
+    #[inline(always)]
+    fn words<S: Simd>(s: S, a: &[f32]) -> S::Raw {
+        s.words_f32(&a.as_chunks().0[0])
+    }
+    #[inline(always)]
+    fn values<S: Simd>(s: S, v: S::Raw) -> [S::V; 2] {
+        [s.as_f32(v); 2]
+    }
+}
+
+macro_rules! half_lanes {
+    ($ty:ty, $load:ident, $store:ident, $half:ident) => {
+        impl Lanes for $ty {
+            const PER_WORD: usize = 2;
+            #[inline(always)]
+            fn load<S: Simd>(s: S, a: &[$ty; LANES]) -> S::V {
+                s.$load(a)
+            }
+            #[inline(always)]
+            fn store<S: Simd>(s: S, v: S::V, a: &mut [$ty; LANES]) {
+                s.$store(v, a);
+            }
+            #[inline(always)]
+            fn words<S: Simd>(s: S, a: &[$ty]) -> S::Raw {
+                use half::slice::HalfFloatSliceExt;
+                s.words_u16(&a.reinterpret_cast().as_chunks().0[0])
+            }
+            #[inline(always)]
+            fn values<S: Simd>(s: S, v: S::Raw) -> [S::V; 2] {
+                [s.$half::<false>(v), s.$half::<true>(v)]
+            }
+        }
+    };
+}
+
+half_lanes!(bf16, load_bf16, store_bf16, half_bf16);
+half_lanes!(f16, load_f16, store_f16, half_f16);
+
+/// [`Simd::dot_bf16`] by two multiply-adds.
+#[inline(always)]
+pub(crate) fn dot_bf16_by_fma<S: Simd>(s: S, acc: S::V, x: u32, w: S::Raw) -> S::V {
+    let [first, second] = [f32::from_bits(x << 16), f32::from_bits(x & 0xffff_0000)];
+    let acc = s.fma(s.splat(second), s.half_bf16::<true>(w), acc);
+    s.fma(s.splat(first), s.half_bf16::<false>(w), acc)
+}
+
+/// Folds 16 lanes to one by halves.
+#[inline(always)]
+fn fold<S: Simd>(s: S, v: S::V, f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut lanes = [0f32; LANES];
+    s.store(v, &mut lanes);
+    for width in [8, 4, 2, 1] {
+        for i in 0..width {
+            lanes[i] = f(lanes[i], lanes[i + width]);
+        }
+    }
+    lanes[0]
+}

@@ -1,0 +1,218 @@
+//! What prepare hands to the experts, and what combine needs of the owner.
+//!
+//! Dispatch separates two sides. The *experts' side* is the rows that this rank computes, with
+//! the ids of their slots; they may come from other ranks. The *owner's side* is the routing of
+//! the tokens that this rank passed in: only the owner weights and adds a token's slot rows, so
+//! its own ids and weights stay here whatever travels.
+
+use std::any::{Any, type_name};
+
+use candle_core::{Result, bail};
+
+use crate::buffer::Scratch;
+use crate::spec::ActivationFormat;
+use crate::view::{Dims, View};
+
+/// An array that is borrowed from the caller or owned by the dispatch.
+#[derive(Debug)]
+pub enum Lent<'a> {
+    /// The caller's data, unchanged.
+    Borrowed(View<'a>),
+    /// Data that prepare made.
+    Owned(Scratch),
+}
+
+impl Lent<'_> {
+    /// The data.
+    pub fn view(&self) -> View<'_> {
+        match self {
+            Self::Borrowed(view) => *view,
+            Self::Owned(scratch) => scratch.view(),
+        }
+    }
+}
+
+impl<'a> From<View<'a>> for Lent<'a> {
+    fn from(view: View<'a>) -> Self {
+        Self::Borrowed(view)
+    }
+}
+
+impl From<Scratch> for Lent<'_> {
+    fn from(scratch: Scratch) -> Self {
+        Self::Owned(scratch)
+    }
+}
+
+/// The result of one prepare call: rows for the experts of this rank, and the owner's routing.
+///
+/// T is the number of tokens that the caller owns, T' the number of rows that arrived (T' = T
+/// without communication).
+///
+/// | field | Standard | BatchedExperts |
+/// |---|---|---|
+/// | `rows` | [T', H] | [E_local, max_tokens, H]; expert e computes its first `expert_num_tokens[e]` rows |
+/// | `topk_ids` | [T', K] u32, physical ids | `None`: a row's expert is its first index |
+/// | `topk_weights` | [T', K] f32, if they travelled | `None` |
+/// | `expert_num_tokens` | \[E_local\] u32, if prepare knows it | \[E_local\] u32 |
+/// | `expert_map` | \[P\] i32, `None` = identity | the same |
+/// | `owner_topk_ids`, `owner_topk_weights` | [T, K] u32, [T, K] f32 | the same |
+/// | experts return, f32, unweighted | [T', K, H] | [E_local, max_tokens, H] |
+///
+/// Slots of [`NO_EXPERT`](crate::NO_EXPERT) and slots whose expert lives elsewhere are not
+/// computed, and their rows of the experts' output are never read.
+///
+/// Construct one with [`standard`](Self::standard) or [`batched`](Self::batched) and set the
+/// remaining fields as needed; the struct may gain fields.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Dispatched<'a> {
+    /// Layout of `rows`.
+    pub format: ActivationFormat,
+    /// Activation rows in the model dtype.
+    pub rows: Lent<'a>,
+    /// Physical expert ids of the rows' slots; `u32::MAX` = no expert.
+    pub topk_ids: Option<Lent<'a>>,
+    /// Router weights of the rows' slots, for experts that reduce by themselves.
+    pub topk_weights: Option<Lent<'a>>,
+    /// Rows per local expert.
+    pub expert_num_tokens: Option<Lent<'a>>,
+    /// Physical expert to local slot, -1 = elsewhere.
+    pub expert_map: Option<View<'a>>,
+    /// The owner's ids of its own T tokens.
+    pub owner_topk_ids: View<'a>,
+    /// The owner's weights of its own T tokens.
+    pub owner_topk_weights: View<'a>,
+    /// The rows already carry the router weight; combine must use 1.
+    pub weights_applied: bool,
+    handle: Option<Box<dyn Any + Send + Sync>>,
+}
+
+impl<'a> Dispatched<'a> {
+    /// Rows [T, H] in the Standard format that stay with their owner: the experts see the
+    /// owner's own ids [T, K] and weights [T, K].
+    pub fn standard(rows: impl Into<Lent<'a>>, topk_ids: View<'a>, topk_weights: View<'a>) -> Self {
+        Self {
+            format: ActivationFormat::Standard,
+            rows: rows.into(),
+            topk_ids: Some(topk_ids.into()),
+            topk_weights: Some(topk_weights.into()),
+            expert_num_tokens: None,
+            expert_map: None,
+            owner_topk_ids: topk_ids,
+            owner_topk_weights: topk_weights,
+            weights_applied: false,
+            handle: None,
+        }
+    }
+
+    /// Rows [E_local, max_tokens, H] in the BatchedExperts format, with the rows per local expert
+    /// \[E_local\] and the owner's ids and weights [T, K].
+    pub fn batched(
+        rows: impl Into<Lent<'a>>,
+        expert_num_tokens: impl Into<Lent<'a>>,
+        topk_ids: View<'a>,
+        topk_weights: View<'a>,
+    ) -> Self {
+        Self {
+            format: ActivationFormat::BatchedExperts,
+            topk_ids: None,
+            topk_weights: None,
+            expert_num_tokens: Some(expert_num_tokens.into()),
+            ..Self::standard(rows, topk_ids, topk_weights)
+        }
+    }
+
+    /// Attaches what the backend needs again in finalize (counts, permutations, buffers).
+    pub fn with_handle<T: Any + Send + Sync>(mut self, handle: T) -> Self {
+        self.handle = Some(Box::new(handle));
+        self
+    }
+
+    /// What the backend attached. An error if it is of another backend.
+    pub fn handle<T: Any>(&self, op: &str) -> Result<&T> {
+        match self.handle.as_deref().and_then(|h| h.downcast_ref()) {
+            Some(handle) => Ok(handle),
+            None => bail!(
+                "{op}: expected rows that carry a {}; finalize with the backend that prepared them",
+                type_name::<T>()
+            ),
+        }
+    }
+
+    /// The ids [T', K] of the rows' slots; an error if the format has none.
+    pub fn topk_ids(&self) -> Result<View<'_>> {
+        self.field("topk_ids", &self.topk_ids)
+    }
+
+    /// The weights [T', K] of the rows' slots; an error if they did not travel.
+    pub fn topk_weights(&self) -> Result<View<'_>> {
+        self.field("topk_weights", &self.topk_weights)
+    }
+
+    /// The rows per local expert \[E_local\]; an error if prepare does not know them.
+    pub fn expert_num_tokens(&self) -> Result<View<'_>> {
+        self.field("expert_num_tokens", &self.expert_num_tokens)
+    }
+
+    fn field<'b>(&self, name: &str, field: &'b Option<Lent<'a>>) -> Result<View<'b>> {
+        match field {
+            Some(field) => Ok(field.view()),
+            None => bail!("dispatched rows in the {:?} format carry no {name}", self.format),
+        }
+    }
+
+    /// Dims of the f32 rows that the experts return: [T', K, H] or [E_local, max_tokens, H].
+    pub fn expert_out_dims(&self) -> Result<Dims> {
+        let rows = self.rows.view();
+        match (self.format, rows.dims()) {
+            (ActivationFormat::Standard, &[tokens, hidden]) => {
+                let top_k = self.topk_ids()?.dims().get(1).copied().unwrap_or(0);
+                Dims::new(&[tokens, top_k, hidden])
+            }
+            (ActivationFormat::BatchedExperts, dims @ &[_, _, _]) => Dims::new(dims),
+            (format, dims) => bail!("dispatched rows with dims {dims:?} are not in the {format:?} format"),
+        }
+    }
+
+    /// Whether no row can have arrived, so that running the experts may be skipped. Finalize must
+    /// still be called: on several ranks it is a collective.
+    pub fn is_empty(&self) -> bool {
+        self.rows.view().elem_count() == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn formats_carry_what_they_promise() -> Result<()> {
+        let (rows, ids, weights, counts) = ([0f32; 12], [0u32, 1], [0.5f32; 2], [1u32, 1]);
+        let (ids, weights) = (View::new(&ids, &[1, 2])?, View::new(&weights, &[1, 2])?);
+        let d = Dispatched::standard(View::new(&rows[..3], &[1, 3])?, ids, weights);
+        assert_eq!(&*d.expert_out_dims()?, &[1, 2, 3]);
+        assert_eq!(d.topk_ids()?.dims(), &[1, 2]);
+        let e = d.expert_num_tokens().unwrap_err().to_string();
+        assert!(e.contains("Standard format carry no expert_num_tokens"), "{e}");
+
+        let counts = View::new(&counts, &[2])?;
+        let d = Dispatched::batched(View::new(&rows, &[2, 2, 3])?, counts, ids, weights);
+        assert_eq!(&*d.expert_out_dims()?, &[2, 2, 3]);
+        assert!(!d.is_empty());
+        let e = d.topk_ids().unwrap_err().to_string();
+        assert!(e.contains("BatchedExperts format carry no topk_ids"), "{e}");
+        Ok(())
+    }
+
+    #[test]
+    fn a_foreign_handle_is_refused() -> Result<()> {
+        let (ids, weights) = (View::new::<u32>(&[], &[0, 2])?, View::new::<f32>(&[], &[0, 2])?);
+        let d = Dispatched::standard(View::new::<f32>(&[], &[0, 3])?, ids, weights).with_handle(7usize);
+        assert_eq!(*d.handle::<usize>("finalize")?, 7);
+        let e = d.handle::<String>("finalize").unwrap_err().to_string();
+        assert!(e.contains("finalize: expected rows that carry a alloc::string::String"), "{e}");
+        assert!(d.is_empty());
+        Ok(())
+    }
+}

@@ -1,0 +1,200 @@
+//! The scalar types that views and buffers hold.
+//!
+//! candle's CPU storage is an enum of typed vectors. The same shape is used here, so that a
+//! view of a candle tensor is a plain borrow and no kernel ever reinterprets bytes.
+
+use candle_core::DType;
+use half::vec::HalfBitsVecExt;
+use half::{bf16, f16};
+
+/// A scalar type that a [`View`](crate::View) can hold.
+pub trait Element: Copy + Default + Send + Sync + std::fmt::Debug + 'static {
+    /// The candle dtype of this type.
+    const DTYPE: DType;
+    /// The typed slice, if `s` holds this type.
+    fn slice<'a>(s: CpuSlice<'a>) -> Option<&'a [Self]>;
+    /// The typed mutable slice, if `s` holds this type.
+    fn slice_mut<'a>(s: CpuSliceMut<'a>) -> Option<&'a mut [Self]>;
+    /// Wraps a slice of this type.
+    fn wrap(s: &[Self]) -> CpuSlice<'_>;
+    /// Wraps a mutable slice of this type.
+    fn wrap_mut(s: &mut [Self]) -> CpuSliceMut<'_>;
+    /// Wraps a vector of this type.
+    fn wrap_vec(v: Vec<Self>) -> CpuVec;
+    /// Zeros that take memory from the system only as they are written.
+    fn zeros(len: usize) -> Vec<Self>;
+}
+
+/// A float type of weights and activations. Every kernel accumulates in f32.
+pub trait Float: Element + candle_core::WithDType {
+    /// Exact widening.
+    fn widen(self) -> f32;
+    /// Rounds to nearest, ties to even.
+    fn narrow(x: f32) -> Self;
+}
+
+macro_rules! elements {
+    ($($variant:ident $ty:ty, $zeros:expr);* $(;)?) => {
+        /// A typed slice in host memory.
+        #[derive(Clone, Copy, Debug)]
+        pub enum CpuSlice<'a> { $(#[doc = stringify!($ty)] $variant(&'a [$ty])),* }
+
+        /// A typed mutable slice in host memory.
+        #[derive(Debug)]
+        pub enum CpuSliceMut<'a> { $(#[doc = stringify!($ty)] $variant(&'a mut [$ty])),* }
+
+        /// An owned, typed vector in host memory.
+        #[derive(Debug)]
+        pub enum CpuVec { $(#[doc = stringify!($ty)] $variant(Vec<$ty>)),* }
+
+        impl<'a> CpuSlice<'a> {
+            /// The dtype of the elements.
+            pub fn dtype(self) -> DType { match self { $(Self::$variant(_) => DType::$variant),* } }
+            /// Number of elements.
+            pub fn len(self) -> usize { match self { $(Self::$variant(s) => s.len()),* } }
+            /// Whether there is no element.
+            pub fn is_empty(self) -> bool { self.len() == 0 }
+            /// Elements `start..start + len`; the caller has checked the range.
+            pub(crate) fn range(self, start: usize, len: usize) -> Self {
+                match self { $(Self::$variant(s) => Self::$variant(&s[start..start + len])),* }
+            }
+        }
+
+        impl<'a> CpuSliceMut<'a> {
+            /// The dtype of the elements.
+            pub fn dtype(&self) -> DType { match self { $(Self::$variant(_) => DType::$variant),* } }
+            /// Number of elements.
+            pub fn len(&self) -> usize { match self { $(Self::$variant(s) => s.len()),* } }
+            /// Whether there is no element.
+            pub fn is_empty(&self) -> bool { self.len() == 0 }
+            pub(crate) fn as_slice(&self) -> CpuSlice<'_> {
+                match self { $(Self::$variant(s) => CpuSlice::$variant(s)),* }
+            }
+            pub(crate) fn reborrow(&mut self) -> CpuSliceMut<'_> {
+                match self { $(Self::$variant(s) => CpuSliceMut::$variant(s)),* }
+            }
+            pub(crate) fn range(self, start: usize, len: usize) -> Self {
+                match self { $(Self::$variant(s) => Self::$variant(&mut s[start..start + len])),* }
+            }
+            pub(crate) fn split_at(self, mid: usize) -> (Self, Self) {
+                match self { $(Self::$variant(s) => {
+                    let (a, b) = s.split_at_mut(mid);
+                    (Self::$variant(a), Self::$variant(b))
+                }),* }
+            }
+        }
+
+        impl CpuVec {
+            /// A vector of `len` zeros; `None` for a dtype that no view holds.
+            pub(crate) fn zeros(dtype: DType, len: usize) -> Option<Self> {
+                match dtype { $(DType::$variant => Some(Self::$variant(<$ty>::zeros(len))),)* _ => None }
+            }
+            pub(crate) fn dtype(&self) -> DType { match self { $(Self::$variant(_) => DType::$variant),* } }
+            pub(crate) fn len(&self) -> usize { match self { $(Self::$variant(v) => v.len()),* } }
+            pub(crate) fn as_slice(&self) -> CpuSlice<'_> {
+                match self { $(Self::$variant(v) => CpuSlice::$variant(v)),* }
+            }
+            pub(crate) fn as_slice_mut(&mut self) -> CpuSliceMut<'_> {
+                match self { $(Self::$variant(v) => CpuSliceMut::$variant(v)),* }
+            }
+            pub(crate) fn truncate(&mut self, len: usize) {
+                match self { $(Self::$variant(v) => v.truncate(len)),* }
+            }
+            /// Moves the vector into candle's storage, without a copy.
+            pub(crate) fn into_storage(self) -> candle_core::CpuStorage {
+                match self { $(Self::$variant(v) => candle_core::CpuStorage::$variant(v)),* }
+            }
+        }
+
+        /// The slice that a candle CPU storage holds; `None` for dtypes that no view holds.
+        pub(crate) fn storage_slice(s: &candle_core::CpuStorage) -> Option<CpuSlice<'_>> {
+            match s { $(candle_core::CpuStorage::$variant(v) => Some(CpuSlice::$variant(v)),)* _ => None }
+        }
+
+        $(impl Element for $ty {
+            const DTYPE: DType = DType::$variant;
+            fn slice<'a>(s: CpuSlice<'a>) -> Option<&'a [Self]> {
+                match s { CpuSlice::$variant(s) => Some(s), _ => None }
+            }
+            fn slice_mut<'a>(s: CpuSliceMut<'a>) -> Option<&'a mut [Self]> {
+                match s { CpuSliceMut::$variant(s) => Some(s), _ => None }
+            }
+            fn wrap(s: &[Self]) -> CpuSlice<'_> { CpuSlice::$variant(s) }
+            fn wrap_mut(s: &mut [Self]) -> CpuSliceMut<'_> { CpuSliceMut::$variant(s) }
+            fn wrap_vec(v: Vec<Self>) -> CpuVec { CpuVec::$variant(v) }
+            fn zeros(len: usize) -> Vec<Self> { $zeros(len) }
+        })*
+    };
+}
+
+elements!(
+    U8 u8, |n| vec![0; n];
+    U32 u32, |n| vec![0; n];
+    I32 i32, |n| vec![0; n];
+    I64 i64, |n| vec![0; n];
+    F32 f32, |n| vec![0.; n];
+    // Zero bits are zero; a vector of half::bf16 would be written element by element.
+    BF16 bf16, |n| vec![0u16; n].reinterpret_into();
+    F16 f16, |n| vec![0u16; n].reinterpret_into();
+);
+
+impl Float for f32 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn narrow(x: f32) -> Self {
+        x
+    }
+}
+
+impl Float for bf16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits((self.to_bits() as u32) << 16)
+    }
+    #[inline(always)]
+    fn narrow(x: f32) -> Self {
+        bf16::from_f32(x)
+    }
+}
+
+impl Float for f16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self.to_f32()
+    }
+    #[inline(always)]
+    fn narrow(x: f32) -> Self {
+        f16::from_f32(x)
+    }
+}
+
+/// Runs `$body` with the type `$t` bound to the Rust type of a float dtype (f32, bf16, f16);
+/// any other dtype is an error that names the op.
+#[macro_export]
+macro_rules! with_float {
+    ($dtype:expr, $op:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            $crate::candle::DType::F32 => {
+                type $t = f32;
+                $body
+            }
+            $crate::candle::DType::BF16 => {
+                type $t = $crate::half::bf16;
+                $body
+            }
+            $crate::candle::DType::F16 => {
+                type $t = $crate::half::f16;
+                $body
+            }
+            other => Err($crate::candle::Error::Msg(format!(
+                "{}: expected dtype f32, bf16 or f16, got {}",
+                $op,
+                other.as_str()
+            ))
+            .bt()),
+        }
+    };
+}

@@ -1,0 +1,39 @@
+//! Kernels, views and workspaces of the Mixture-of-Experts crates.
+#![doc = include_str!("../README.md")]
+
+mod align;
+mod buffer;
+mod cpu;
+mod dispatched;
+pub mod door;
+mod element;
+mod exec;
+mod ops;
+mod philox;
+mod routed;
+mod spec;
+mod tensor;
+mod view;
+
+pub use align::{
+    AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, RowBatches, align_batched_tokens_into, align_tokens_into,
+    batch_rows_into, contiguous_local_ids_into, copy_rows_into, fill_into, group_slots_into,
+    mask_nonlocal_into, max_aligned_sizes, max_batched_aligned_sizes, scale_rows_into, unbatch_rows_into,
+};
+pub use buffer::{Buffer, Scratch, Workspace};
+pub use dispatched::{Dispatched, Lent};
+pub use element::{CpuSlice, CpuSliceMut, CpuVec, Element, Float};
+pub use exec::{CpuIsa, Exec};
+pub use ops::{
+    ATTENTION_BLOCK, AttentionMeta, ExpertGroups, QkNormRope, add_into, add_rms_norm_into, embedding_into,
+    grouped_down_into, grouped_gate_up_into, linear_into, linear_row_parallel_into, paged_attention_into,
+    qk_norm_rope_cache_into, rms_norm_into, row_parallel_segments, softmax_into, weighted_sum_into,
+};
+pub use philox::Philox4x32;
+pub use routed::{ExpertHeat, NO_EXPERT, RoutedExperts, StepContext};
+pub use spec::{Activation, ActivationFormat, ExpertsSpec, QuantScheme, RoutingMethod, WeightAndReduce};
+pub use tensor::TensorView;
+pub use view::{Dims, MAX_RANK, View, ViewMut};
+
+pub use candle_core as candle;
+pub use half;

@@ -1,0 +1,156 @@
+//! Causal attention over a paged KV cache, for any mix of prefill and decode rows.
+
+use candle_core::{DType, Result, bail};
+
+use super::qk_norm_rope::expect_cache;
+use crate::cpu::attention::{Attention, Sequence, attend};
+use crate::cpu::simd::Lanes;
+use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3, expect_stream};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+use crate::with_float;
+
+/// Which sequence and which keys each row belongs to.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionMeta<'a> {
+    /// [S + 1] u32, ascending from 0 to at most T: the rows of each sequence.
+    pub query_start_loc: View<'a>,
+    /// \[T\] u32: each row's position in its sequence.
+    pub positions: View<'a>,
+    /// [S, max_blocks] u32: cache block of positions `i * block_size..` of each sequence.
+    pub block_tables: View<'a>,
+    /// Factor of the scores, usually 1 / sqrt(D).
+    pub scale: f32,
+    /// Number of positions that a row sees, itself included; `None` = all.
+    pub sliding_window: Option<usize>,
+}
+
+/// out = softmax(scale · q · kᵀ) · v, causal, in f32, rounded once.
+///
+/// A row at position p sees positions `max(0, p + 1 - window)..=p` of its sequence, whose keys
+/// and values must already be in the cache. KV is walked in blocks of
+/// [`ATTENTION_BLOCK`](crate::ATTENTION_BLOCK) positions aligned at position 0, each block's
+/// partial has its own maximum, and partials are merged in ascending order (the online softmax
+/// of Milakov and Gimelshein, 2018, as in FlashAttention). So a row's bits depend neither on the
+/// cache's block size, nor on the other rows, nor on how the prompt was chunked. Rows that belong
+/// to no sequence (padding) are zeroed.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `q` | [T, Hq, D] model dtype or f32 |
+/// | `k_cache`, `v_cache` | [num_blocks, Hkv, block_size, D] model dtype (f32, bf16, f16); Hkv divides Hq |
+/// | `meta` | see [`AttentionMeta`] |
+/// | `out` | [T, Hq · D] model dtype |
+///
+/// # Errors
+/// A wrong dtype or wrong dims; heads that do not divide; row ranges that do not ascend; a
+/// position beyond its block table; a block beyond the cache, anywhere between the first and the
+/// last position that the rows of a sequence see; a window of 0.
+pub fn paged_attention_into(
+    q: View,
+    k_cache: View,
+    v_cache: View,
+    meta: &AttentionMeta,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "paged_attention";
+    let (t, hq, d) = expect_rank3(op, "q", &q)?;
+    let hkv = k_cache.dims().get(1).copied().unwrap_or(0);
+    expect_cache(op, "k_cache", &k_cache, hkv, d)?;
+    if hkv == 0 || !hq.is_multiple_of(hkv) {
+        bail!("{op}: {hkv} key heads do not divide {hq} query heads")
+    }
+    expect_stream(op, "q", &q, k_cache.dtype())?;
+    expect_dims(op, "v_cache", &v_cache, k_cache.dims())?;
+    expect_dtype(op, "v_cache", &v_cache, k_cache.dtype())?;
+    expect_dims(op, "out", &out, &[t, hq * d])?;
+    expect_dtype(op, "out", &out, k_cache.dtype())?;
+    let sequences = check_sequences(op, meta, t, k_cache.dims()[0], k_cache.dims()[2])?;
+    with_float!(k_cache.dtype(), op, T => match q.dtype() {
+        DType::F32 => run::<T, f32>(q, k_cache, v_cache, meta, &sequences, out, ex),
+        _ => run::<T, T>(q, k_cache, v_cache, meta, &sequences, out, ex),
+    })
+}
+
+/// Checks every index that the kernel will follow.
+fn check_sequences<'a>(
+    op: &str,
+    meta: &AttentionMeta<'a>,
+    t: usize,
+    num_blocks: usize,
+    block_size: usize,
+) -> Result<Vec<Sequence<'a>>> {
+    let (s, max_blocks) = expect_matrix(op, "block_tables", &meta.block_tables)?;
+    expect_dtype(op, "block_tables", &meta.block_tables, DType::U32)?;
+    expect_dims(op, "query_start_loc", &meta.query_start_loc, &[s + 1])?;
+    expect_dtype(op, "query_start_loc", &meta.query_start_loc, DType::U32)?;
+    expect_dims(op, "positions", &meta.positions, &[t])?;
+    expect_dtype(op, "positions", &meta.positions, DType::U32)?;
+    if meta.sliding_window == Some(0) {
+        bail!("{op}: expected a sliding_window of at least 1, got 0")
+    }
+    let starts = meta.query_start_loc.cpu::<u32>()?;
+    let ascending = starts.first() == Some(&0) && starts.is_sorted();
+    if !ascending || starts.last().is_none_or(|&last| last as usize > t) {
+        bail!("{op}: expected query_start_loc that ascends from 0 to at most {t}, got {starts:?}")
+    }
+    let positions = meta.positions.cpu::<u32>()?;
+    let tables = meta.block_tables.cpu::<u32>()?;
+    let mut sequences = Vec::with_capacity(s);
+    for (sequence, bounds) in starts.windows(2).enumerate() {
+        let rows = bounds[0] as usize..bounds[1] as usize;
+        let row_positions = &positions[rows.clone()];
+        let (Some(&first), Some(&last)) = (row_positions.iter().min(), row_positions.iter().max()) else {
+            continue;
+        };
+        let blocks = &tables[sequence * max_blocks..(sequence + 1) * max_blocks];
+        let end = last as usize + 1;
+        let start = meta.sliding_window.map_or(0, |window| (first as usize + 1).saturating_sub(window));
+        let used = start / block_size..end.div_ceil(block_size);
+        if used.end > max_blocks {
+            bail!(
+                "{op}: sequence {sequence} has a row at position {last}, beyond the {max_blocks} blocks of \
+                 {block_size} in its block table"
+            )
+        }
+        if let Some(i) = used.into_iter().find(|&i| blocks[i] as usize >= num_blocks) {
+            bail!("{op}: block_tables[{sequence}][{i}] is {}; the cache holds {num_blocks} blocks", blocks[i])
+        }
+        sequences.push(Sequence { blocks, rows });
+    }
+    Ok(sequences)
+}
+
+fn run<T: Lanes, Q: Lanes>(
+    q: View,
+    k_cache: View,
+    v_cache: View,
+    meta: &AttentionMeta,
+    sequences: &[Sequence],
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (num_heads, head_dim) = (q.dims()[1], q.dims()[2]);
+    let out = out.cpu_mut::<T>()?;
+    if out.is_empty() {
+        return Ok(());
+    }
+    let used = sequences.last().map_or(0, |s| s.rows.end);
+    let (out, padding) = out.split_at_mut(used * num_heads * head_dim);
+    padding.fill(T::default());
+    let attention = Attention {
+        q: q.cpu::<Q>()?,
+        k_cache: k_cache.cpu::<T>()?,
+        v_cache: v_cache.cpu::<T>()?,
+        block_size: k_cache.dims()[2],
+        num_heads,
+        num_kv_heads: k_cache.dims()[1],
+        head_dim,
+        sequences,
+        positions: meta.positions.cpu()?,
+        scale: meta.scale,
+        window: meta.sliding_window,
+    };
+    attend(&attention, out, ex)
+}

@@ -1,0 +1,181 @@
+//! Row-wise ops: embedding lookup, RMS norm, residual addition, softmax.
+
+use candle_core::{DType, Result, bail};
+
+use crate::cpu::dispatch;
+use crate::cpu::norm::{Add, AddRmsNorm, RmsNorm, Softmax};
+use crate::cpu::parallel::{for_each_item, rows_per_task};
+use crate::cpu::simd::{LANES, Lanes};
+use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_stream};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+use crate::with_float;
+
+/// out\[t\] = table[ids\[t\]].
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `table` | [V, H] model dtype (f32, bf16, f16) |
+/// | `ids` | \[T\] u32 |
+/// | `out` | [T, H] dtype of the table, or f32 |
+///
+/// # Errors
+/// A wrong dtype or wrong dims; an id that is not below V.
+pub fn embedding_into(table: View, ids: View, out: ViewMut, _ex: &mut Exec) -> Result<()> {
+    let op = "embedding";
+    let (v, h) = expect_matrix(op, "table", &table)?;
+    expect_dtype(op, "ids", &ids, DType::U32)?;
+    expect_dims(op, "ids", &ids, &[ids.elem_count()])?;
+    expect_dims(op, "out", &out, &[ids.elem_count(), h])?;
+    expect_stream(op, "out", &out, table.dtype())?;
+    let ids = ids.cpu::<u32>()?;
+    if let Some((t, id)) = ids.iter().enumerate().find(|(_, id)| **id as usize >= v) {
+        bail!("{op}: id {id} at position {t} is out of range; expected 0..{v}")
+    }
+    with_float!(table.dtype(), op, T => match out.dtype() {
+        DType::F32 => embed::<T, f32>(table, ids, out),
+        _ => embed::<T, T>(table, ids, out),
+    })
+}
+
+fn embed<T: Lanes, S: Lanes>(table: View, ids: &[u32], mut out: ViewMut) -> Result<()> {
+    let h = table.dims()[1];
+    let (table, out) = (table.cpu::<T>()?, out.cpu_mut::<S>()?);
+    if h > 0 {
+        for (out, id) in out.chunks_exact_mut(h).zip(ids) {
+            for (out, x) in out.iter_mut().zip(&table[*id as usize * h..][..h]) {
+                *out = S::narrow(x.widen());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// out = x / sqrt(mean(x²) + eps) · weight by rows, in f32, rounded once
+/// (Zhang and Sennrich, 2019).
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `weight` | \[D\] model dtype (f32, bf16, f16) |
+/// | `x` | [R, D] model dtype or f32 |
+/// | `out` | [R, D] model dtype |
+///
+/// # Errors
+/// A wrong dtype or wrong dims.
+pub fn rms_norm_into(x: View, weight: View, eps: f32, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "rms_norm";
+    let (r, d) = expect_matrix(op, "x", &x)?;
+    expect_dims(op, "weight", &weight, &[d])?;
+    expect_stream(op, "x", &x, weight.dtype())?;
+    expect_dims(op, "out", &out, &[r, d])?;
+    expect_dtype(op, "out", &out, weight.dtype())?;
+    with_float!(weight.dtype(), op, T => match x.dtype() {
+        DType::F32 => norm::<T, f32>(x, weight, eps, out, ex),
+        _ => norm::<T, T>(x, weight, eps, out, ex),
+    })
+}
+
+fn norm<T: Lanes, S: Lanes>(x: View, weight: View, eps: f32, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    let (x, weight, out) = (x.cpu::<S>()?, weight.cpu::<T>()?, out.cpu_mut::<T>()?);
+    let Some(chunk) = rows_per_task(ex, x.len(), weight.len()) else { return Ok(()) };
+    let tasks = out.chunks_mut(chunk).zip(x.chunks(chunk)).collect();
+    for_each_item(ex, tasks, x.len(), |(out, x)| dispatch(ex.isa(), RmsNorm { x, weight, eps, out }));
+    Ok(())
+}
+
+/// acc = round(acc + x), element by element.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `x` | any dims, f32, bf16 or f16 |
+/// | `acc` | same dims, f32, bf16 or f16 |
+///
+/// # Errors
+/// A wrong dtype or wrong dims.
+pub fn add_into(x: View, acc: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "add";
+    expect_dims(op, "acc", &acc, x.dims())?;
+    with_float!(x.dtype(), op, T => with_float!(acc.dtype(), op, S => add::<T, S>(x, acc, ex)))
+}
+
+fn add<T: Lanes, S: Lanes>(x: View, mut acc: ViewMut, ex: &mut Exec) -> Result<()> {
+    let (x, acc) = (x.cpu::<T>()?, acc.cpu_mut::<S>()?);
+    let Some(chunk) = rows_per_task(ex, x.len(), LANES) else { return Ok(()) };
+    let tasks = acc.chunks_mut(chunk).zip(x.chunks(chunk)).collect();
+    for_each_item(ex, tasks, x.len(), |(acc, x)| dispatch(ex.isa(), Add { x, acc }));
+    Ok(())
+}
+
+/// residual = round(residual + delta), then out = rms_norm(residual): the step between two
+/// sub-layers of a pre-norm transformer, in one pass.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `weight` | \[H\] model dtype (f32, bf16, f16) |
+/// | `delta` | [T, H] model dtype or f32 |
+/// | `residual` | [T, H] dtype of `delta`, updated |
+/// | `out` | [T, H] model dtype |
+///
+/// # Errors
+/// A wrong dtype or wrong dims.
+pub fn add_rms_norm_into(
+    delta: View,
+    weight: View,
+    eps: f32,
+    residual: ViewMut,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "add_rms_norm";
+    let (t, h) = expect_matrix(op, "delta", &delta)?;
+    expect_dims(op, "weight", &weight, &[h])?;
+    expect_stream(op, "delta", &delta, weight.dtype())?;
+    expect_dims(op, "residual", &residual, &[t, h])?;
+    expect_dtype(op, "residual", &residual, delta.dtype())?;
+    expect_dims(op, "out", &out, &[t, h])?;
+    expect_dtype(op, "out", &out, weight.dtype())?;
+    with_float!(weight.dtype(), op, T => match delta.dtype() {
+        DType::F32 => add_norm::<T, f32>(delta, weight, eps, residual, out, ex),
+        _ => add_norm::<T, T>(delta, weight, eps, residual, out, ex),
+    })
+}
+
+fn add_norm<T: Lanes, S: Lanes>(
+    delta: View,
+    weight: View,
+    eps: f32,
+    mut residual: ViewMut,
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (delta, weight) = (delta.cpu::<S>()?, weight.cpu::<T>()?);
+    let (residual, out) = (residual.cpu_mut::<S>()?, out.cpu_mut::<T>()?);
+    let Some(chunk) = rows_per_task(ex, delta.len(), weight.len()) else { return Ok(()) };
+    let rows = delta.chunks(chunk).zip(residual.chunks_mut(chunk)).zip(out.chunks_mut(chunk));
+    for_each_item(ex, rows.collect(), delta.len(), |((delta, residual), out)| {
+        dispatch(ex.isa(), AddRmsNorm { delta, weight, eps, residual, out });
+    });
+    Ok(())
+}
+
+/// out = softmax(x) by rows, in f32. A row's bits depend on that row only.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `x` | [R, N] f32 |
+/// | `out` | [R, N] f32 |
+///
+/// # Errors
+/// A wrong dtype or wrong dims.
+pub fn softmax_into(x: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "softmax";
+    let (r, n) = expect_matrix(op, "x", &x)?;
+    expect_dtype(op, "x", &x, DType::F32)?;
+    expect_dims(op, "out", &out, &[r, n])?;
+    expect_dtype(op, "out", &out, DType::F32)?;
+    let (x, out) = (x.cpu::<f32>()?, out.cpu_mut::<f32>()?);
+    let Some(chunk) = rows_per_task(ex, x.len(), n) else { return Ok(()) };
+    let tasks = out.chunks_mut(chunk).zip(x.chunks(chunk)).collect();
+    for_each_item(ex, tasks, x.len(), |(out, x)| dispatch(ex.isa(), Softmax { x, n, out }));
+    Ok(())
+}

@@ -1,0 +1,215 @@
+//! Grouped expert products: gate and up with the activation, and down.
+
+use candle_core::{DType, Result, bail};
+
+use crate::cpu::epilogue::{GateUp, Store};
+use crate::cpu::gemm::{Products, Units, products};
+use crate::cpu::shared::Shared;
+use crate::cpu::simd::Lanes;
+use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::exec::Exec;
+use crate::ops::row_parallel_segments;
+use crate::spec::Activation;
+use crate::view::{View, ViewMut};
+use crate::with_float;
+
+/// Which rows each local expert computes.
+///
+/// Grouped slots are numbered 0..P; those of expert e are `offsets[e]..offsets[e + 1]`.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertGroups<'a> {
+    /// [E_local + 1] u32, ascending, from 0 to at most P: the slots of each local expert.
+    pub offsets: View<'a>,
+    /// \[P\] u32: the row of x that a grouped slot reads.
+    pub in_rows: View<'a>,
+    /// \[P\] u32: the row of out that a grouped slot writes; no row twice.
+    pub out_rows: View<'a>,
+}
+
+/// [`ExpertGroups`] after the door: every index is in range.
+struct Checked<'a> {
+    offsets: &'a [u32],
+    in_rows: &'a [u32],
+    out_rows: &'a [u32],
+}
+
+impl<'a> ExpertGroups<'a> {
+    /// Number of grouped slots P.
+    fn len(&self) -> usize {
+        self.in_rows.elem_count()
+    }
+
+    fn check(&self, op: &str, experts: usize) -> Result<Checked<'a>> {
+        let p = self.len();
+        for (name, view, len) in [
+            ("offsets", &self.offsets, experts + 1),
+            ("in_rows", &self.in_rows, p),
+            ("out_rows", &self.out_rows, p),
+        ] {
+            expect_dtype(op, name, view, DType::U32)?;
+            expect_dims(op, name, view, &[len])?;
+        }
+        let offsets = self.offsets.cpu::<u32>()?;
+        let ascending = offsets.first() == Some(&0) && offsets.is_sorted();
+        if !ascending || offsets.last().is_none_or(|&last| last as usize > p) {
+            bail!("{op}: expected offsets that ascend from 0 to at most {p}, got {offsets:?}")
+        }
+        Ok(Checked { offsets, in_rows: self.in_rows.cpu()?, out_rows: self.out_rows.cpu()? })
+    }
+}
+
+impl Checked<'_> {
+    fn used(&self) -> usize {
+        self.offsets.last().map_or(0, |&n| n as usize)
+    }
+
+    fn expect_below(&self, op: &str, name: &str, rows: &[u32], bound: usize) -> Result<()> {
+        let used = rows.iter().take(self.used());
+        match used.enumerate().find(|(_, row)| **row as usize >= bound) {
+            Some((i, row)) => bail!("{op}: {name}[{i}] is {row}; expected a row below {bound}"),
+            None => Ok(()),
+        }
+    }
+
+    fn expect_distinct(&self, op: &str, name: &str, rows: &[u32], bound: usize) -> Result<()> {
+        let mut seen = vec![false; bound];
+        for (i, &row) in rows.iter().take(self.used()).enumerate() {
+            if std::mem::replace(&mut seen[row as usize], true) {
+                bail!("{op}: {name}[{i}] names row {row} a second time; each row may be written once")
+            }
+        }
+        Ok(())
+    }
+}
+
+/// out\[i\] = act(x[in_rows\[i\]] · w13\[e\]ᵀ + w13_bias\[e\]) for every grouped slot i of expert e: the
+/// gate and up products and the gated activation in one pass. Sums and activation are f32, one
+/// rounding. Rows of out after `offsets[E_local]` are left untouched.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `x` | [R, H] model dtype (f32, bf16, f16) |
+/// | `groups` | see [`ExpertGroups`]; `out_rows` is not used |
+/// | `w13` | [E_local, 2I, H] same dtype: I gate rows, then I up rows |
+/// | `w13_bias` | [E_local, 2I] same dtype |
+/// | `out` | [P, I] same dtype |
+///
+/// # Errors
+/// A wrong dtype or wrong dims; an odd number of w13 rows; offsets that do not ascend; an
+/// `in_rows` entry in use that is not below R.
+pub fn grouped_gate_up_into(
+    x: View,
+    groups: &ExpertGroups,
+    w13: View,
+    w13_bias: Option<View>,
+    activation: Activation,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "grouped_gate_up";
+    let (r, h) = expect_matrix(op, "x", &x)?;
+    let (e, two_i, _) = expect_rank3(op, "w13", &w13)?;
+    expect_dims(op, "w13", &w13, &[e, two_i, h])?;
+    expect_dtype(op, "w13", &w13, x.dtype())?;
+    if !two_i.is_multiple_of(2) {
+        bail!("{op}: expected w13 with an even number of rows (gate, then up), got {two_i}")
+    }
+    if let Some(bias) = &w13_bias {
+        expect_dims(op, "w13_bias", bias, &[e, two_i])?;
+        expect_dtype(op, "w13_bias", bias, x.dtype())?;
+    }
+    expect_dims(op, "out", &out, &[groups.len(), two_i / 2])?;
+    expect_dtype(op, "out", &out, x.dtype())?;
+    let groups = groups.check(op, e)?;
+    groups.expect_below(op, "in_rows", groups.in_rows, r)?;
+    with_float!(x.dtype(), op, T => gate_up::<T>(x, &groups, w13, w13_bias, activation, out, ex))
+}
+
+fn gate_up<T: Lanes>(
+    x: View,
+    groups: &Checked,
+    w13: View,
+    bias: Option<View>,
+    activation: Activation,
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (k, width) = (w13.dims()[2], w13.dims()[1] / 2);
+    let p = Products {
+        x: x.cpu::<T>()?,
+        index: Some(groups.in_rows),
+        w: w13.cpu()?,
+        matrix_rows: 2 * width,
+        k,
+        segments: 1,
+        offsets: groups.offsets,
+        units: Units::GateUp(width),
+    };
+    let bias = bias.map(|b| b.cpu::<T>()).transpose()?;
+    let out = Shared::new(out.cpu_mut::<T>()?);
+    products(&p, ex, &GateUp { isa: ex.isa(), width, bias, activation, out })
+}
+
+/// out[out_rows\[i\]] = x\[i\] · w2\[e\]ᵀ + w2_bias\[e\] for every grouped slot i of expert e, in f32.
+/// K is cut into segments as in [`linear_row_parallel_into`](crate::linear_row_parallel_into).
+/// Rows of out that no slot names are left untouched.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `x` | [P, I] model dtype (f32, bf16, f16) |
+/// | `groups` | see [`ExpertGroups`]; `in_rows` is not used |
+/// | `w2` | [E_local, H, I] same dtype |
+/// | `w2_bias` | [E_local, H] same dtype |
+/// | `out` | [S, H] f32 |
+///
+/// # Errors
+/// A wrong dtype or wrong dims; offsets that do not ascend; an `out_rows` entry in use that is
+/// not below S or occurs twice.
+pub fn grouped_down_into(
+    x: View,
+    groups: &ExpertGroups,
+    w2: View,
+    w2_bias: Option<View>,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "grouped_down";
+    let (e, h, i) = expect_rank3(op, "w2", &w2)?;
+    expect_dims(op, "x", &x, &[groups.len(), i])?;
+    expect_dtype(op, "w2", &w2, x.dtype())?;
+    if let Some(bias) = &w2_bias {
+        expect_dims(op, "w2_bias", bias, &[e, h])?;
+        expect_dtype(op, "w2_bias", bias, x.dtype())?;
+    }
+    let (s, _) = expect_matrix(op, "out", &out)?;
+    expect_dims(op, "out", &out, &[s, h])?;
+    expect_dtype(op, "out", &out, DType::F32)?;
+    let groups = groups.check(op, e)?;
+    groups.expect_below(op, "out_rows", groups.out_rows, s)?;
+    groups.expect_distinct(op, "out_rows", groups.out_rows, s)?;
+    with_float!(x.dtype(), op, T => down::<T>(x, &groups, w2, w2_bias, out, ex))
+}
+
+fn down<T: Lanes>(
+    x: View,
+    groups: &Checked,
+    w2: View,
+    bias: Option<View>,
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (n, k) = (w2.dims()[1], w2.dims()[2]);
+    let p = Products {
+        x: x.cpu::<T>()?,
+        index: None,
+        w: w2.cpu()?,
+        matrix_rows: n,
+        k,
+        segments: row_parallel_segments(k),
+        offsets: groups.offsets,
+        units: Units::Rows(n),
+    };
+    let bias = bias.map(|b| b.cpu::<T>()).transpose()?;
+    let out = Shared::new(out.cpu_mut::<f32>()?);
+    products(&p, ex, &Store { isa: ex.isa(), n, bias, rows: Some(groups.out_rows), out })
+}

@@ -1,0 +1,19 @@
+//! The ops: door checks, then the kernel of the device.
+//!
+//! Each op is an `_into` function over views and an [`Exec`](crate::Exec). It checks dtypes and
+//! dims once and then dispatches on the device.
+
+mod attention;
+mod combine;
+mod elementwise;
+mod experts;
+mod linear;
+mod qk_norm_rope;
+
+pub use crate::cpu::attention::ATTENTION_BLOCK;
+pub use attention::{AttentionMeta, paged_attention_into};
+pub use combine::weighted_sum_into;
+pub use elementwise::{add_into, add_rms_norm_into, embedding_into, rms_norm_into, softmax_into};
+pub use experts::{ExpertGroups, grouped_down_into, grouped_gate_up_into};
+pub use linear::{linear_into, linear_row_parallel_into, row_parallel_segments};
+pub use qk_norm_rope::{QkNormRope, qk_norm_rope_cache_into};

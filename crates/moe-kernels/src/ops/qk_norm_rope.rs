@@ -1,0 +1,145 @@
+//! Head norm, rotary embedding and cache write of one attention layer, in one pass.
+
+use candle_core::{DType, Result, bail};
+
+use crate::cpu::parallel::for_each;
+use crate::cpu::rope::{NO_SLOT, RopeCache};
+use crate::cpu::shared::Shared;
+use crate::cpu::simd::Lanes;
+use crate::door::{Shaped, expect_dims, expect_dtype, expect_stream};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+use crate::with_float;
+
+/// Arguments of [`qk_norm_rope_cache_into`].
+#[derive(Clone, Copy, Debug)]
+pub struct QkNormRope<'a> {
+    /// [T, (Hq + 2 Hkv) · D] model dtype or f32: q heads, then k heads, then v heads.
+    pub qkv: View<'a>,
+    /// \[D\] model dtype: RMS norm weight of every q head.
+    pub q_norm: Option<View<'a>>,
+    /// \[D\] model dtype: RMS norm weight of every k head.
+    pub k_norm: Option<View<'a>>,
+    /// Epsilon of both norms.
+    pub eps: f32,
+    /// [T, D/2] f32: cosines of the rows' angles.
+    pub cos: View<'a>,
+    /// [T, D/2] f32: sines of the rows' angles.
+    pub sin: View<'a>,
+    /// \[T\] u32: cache slot (block · block_size + offset) of each row; `u32::MAX` writes nothing.
+    pub slot_mapping: View<'a>,
+    /// Query heads Hq.
+    pub num_heads: usize,
+    /// Key and value heads Hkv.
+    pub num_kv_heads: usize,
+    /// Head size D, even.
+    pub head_dim: usize,
+}
+
+/// Normalises q and k by head (if weights are given), rotates them (rotate-half RoPE, Su et al.
+/// 2021, in the GPT-NeoX layout), writes q to `q_out` and k, v to their cache slots. Arithmetic
+/// is f32 with one rounding. If two rows name one slot, the later row wins.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `args` | see [`QkNormRope`] |
+/// | `q_out` | [T, Hq, D] dtype of `qkv` |
+/// | `k_cache`, `v_cache` | [num_blocks, Hkv, block_size, D] model dtype (f32, bf16, f16) |
+///
+/// # Errors
+/// A wrong dtype or wrong dims; an odd head size; a slot beyond the cache.
+pub fn qk_norm_rope_cache_into(
+    args: &QkNormRope,
+    q_out: ViewMut,
+    k_cache: ViewMut,
+    v_cache: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "qk_norm_rope_cache";
+    let slots = check(op, args, &q_out, &k_cache, &v_cache)?;
+    with_float!(k_cache.dtype(), op, T => match args.qkv.dtype() {
+        DType::F32 => run::<T, f32>(args, slots, q_out, k_cache, v_cache, ex),
+        _ => run::<T, T>(args, slots, q_out, k_cache, v_cache, ex),
+    })
+}
+
+fn check<'a>(
+    op: &str,
+    args: &QkNormRope<'a>,
+    q_out: &ViewMut,
+    k_cache: &ViewMut,
+    v_cache: &ViewMut,
+) -> Result<&'a [u32]> {
+    let (hq, hkv, d) = (args.num_heads, args.num_kv_heads, args.head_dim);
+    if d == 0 || !d.is_multiple_of(2) {
+        bail!("{op}: expected an even head_dim above 0, got {d}")
+    }
+    let dtype = k_cache.dtype();
+    expect_stream(op, "qkv", &args.qkv, dtype)?;
+    let t = args.qkv.rows();
+    let width = hkv.checked_mul(2).and_then(|n| n.checked_add(hq)).and_then(|n| n.checked_mul(d));
+    let Some(width) = width else { bail!("{op}: {hq} + 2 * {hkv} heads of size {d} overflow") };
+    expect_dims(op, "qkv", &args.qkv, &[t, width])?;
+    for (name, weight) in [("q_norm", &args.q_norm), ("k_norm", &args.k_norm)] {
+        if let Some(weight) = weight {
+            expect_dims(op, name, weight, &[d])?;
+            expect_dtype(op, name, weight, dtype)?;
+        }
+    }
+    for (name, table) in [("cos", &args.cos), ("sin", &args.sin)] {
+        expect_dims(op, name, table, &[t, d / 2])?;
+        expect_dtype(op, name, table, DType::F32)?;
+    }
+    expect_dims(op, "q_out", q_out, &[t, hq, d])?;
+    expect_dtype(op, "q_out", q_out, args.qkv.dtype())?;
+    let num_slots = expect_cache(op, "k_cache", k_cache, hkv, d)?;
+    expect_dims(op, "v_cache", v_cache, k_cache.dims())?;
+    expect_dtype(op, "v_cache", v_cache, dtype)?;
+    expect_dims(op, "slot_mapping", &args.slot_mapping, &[t])?;
+    expect_dtype(op, "slot_mapping", &args.slot_mapping, DType::U32)?;
+    let slots = args.slot_mapping.cpu::<u32>()?;
+    let bad = |slot: u32| slot != NO_SLOT && slot as usize >= num_slots;
+    if let Some((i, slot)) = slots.iter().enumerate().find(|(_, slot)| bad(**slot)) {
+        bail!("{op}: slot_mapping[{i}] is {slot}; the cache holds {num_slots} slots")
+    }
+    Ok(slots)
+}
+
+/// Number of slots of a cache [num_blocks, Hkv, block_size, D]; fails for other dims.
+pub(super) fn expect_cache(op: &str, name: &str, cache: &impl Shaped, hkv: usize, d: usize) -> Result<usize> {
+    match cache.dims() {
+        &[blocks, heads, block_size, size] if heads == hkv && size == d && block_size > 0 => {
+            Ok(blocks * block_size)
+        }
+        dims => {
+            bail!("{op}: expected {name} with dims [num_blocks, {hkv}, block_size > 0, {d}], got {dims:?}")
+        }
+    }
+}
+
+fn run<'a, T: Lanes, S: Lanes>(
+    args: &QkNormRope<'a>,
+    slots: &[u32],
+    mut q_out: ViewMut,
+    mut k_cache: ViewMut,
+    mut v_cache: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let weight = |view: Option<View<'a>>| view.map(|w| w.cpu::<T>()).transpose();
+    let rope = RopeCache {
+        isa: ex.isa(),
+        heads: (args.num_heads, args.num_kv_heads, args.head_dim),
+        block_size: k_cache.dims()[2],
+        qkv: args.qkv.cpu::<S>()?,
+        norms: (weight(args.q_norm)?, weight(args.k_norm)?),
+        eps: args.eps,
+        angles: (args.cos.cpu()?, args.sin.cpu()?),
+        slots,
+        q_out: Shared::new(q_out.cpu_mut::<S>()?),
+        k_cache: Shared::new(k_cache.cpu_mut::<T>()?),
+        v_cache: Shared::new(v_cache.cpu_mut::<T>()?),
+    };
+    let heads = args.num_heads + args.num_kv_heads;
+    for_each(ex, heads, rope.qkv.len(), |head| rope.head(head));
+    Ok(())
+}

@@ -1,0 +1,156 @@
+//! What a step carries beside its tensors: token ids, routing capture and replay, heat.
+//!
+//! Capture, replay and heat all speak of *logical* experts and of MoE layers counted from 0
+//! (dense layers do not count), so that a recording made under one placement or parallel
+//! geometry can be replayed under another.
+
+use std::sync::Arc;
+
+use candle_core::{Result, bail};
+
+/// The id of an absent expert: padding rows and masked slots.
+pub const NO_EXPERT: u32 = u32::MAX;
+
+/// Routing decisions of a run of tokens: logical expert ids, shape [T, L_moe, K].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RoutedExperts {
+    tokens: usize,
+    layers: usize,
+    top_k: usize,
+    ids: Vec<u32>,
+}
+
+impl RoutedExperts {
+    /// A recording with every id [`NO_EXPERT`].
+    pub fn empty(tokens: usize, layers: usize, top_k: usize) -> Result<Self> {
+        let Some(len) = tokens.checked_mul(layers).and_then(|n| n.checked_mul(top_k)) else {
+            bail!("routed experts of {tokens} tokens, {layers} layers and top-{top_k} overflow")
+        };
+        Ok(Self { tokens, layers, top_k, ids: vec![NO_EXPERT; len] })
+    }
+
+    /// A recording from ids of shape [tokens, layers, top_k].
+    pub fn from_ids(tokens: usize, layers: usize, top_k: usize, ids: Vec<u32>) -> Result<Self> {
+        if Some(ids.len()) != tokens.checked_mul(layers).and_then(|n| n.checked_mul(top_k)) {
+            bail!("routed experts [{tokens}, {layers}, {top_k}] do not match {} ids", ids.len())
+        }
+        Ok(Self { tokens, layers, top_k, ids })
+    }
+
+    /// Number of tokens T.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Number of MoE layers.
+    pub fn layers(&self) -> usize {
+        self.layers
+    }
+
+    /// Slots per token and layer.
+    pub fn top_k(&self) -> usize {
+        self.top_k
+    }
+
+    /// All ids, [T, L_moe, K] row-major.
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    /// The ids of one token in one MoE layer.
+    pub fn get(&self, token: usize, layer: usize) -> Result<&[u32]> {
+        let at = self.offset(token, layer)?;
+        Ok(&self.ids[at..at + self.top_k])
+    }
+
+    /// Records the ids of one token in one MoE layer; `ids` holds exactly K of them.
+    pub fn set(&mut self, token: usize, layer: usize, ids: &[u32]) -> Result<()> {
+        let at = self.offset(token, layer)?;
+        if ids.len() != self.top_k {
+            bail!("routed experts hold {} ids per token and layer, got {}", self.top_k, ids.len())
+        }
+        self.ids[at..at + self.top_k].copy_from_slice(ids);
+        Ok(())
+    }
+
+    /// Appends the tokens of `other`, which has the same layers and top-k.
+    pub fn extend(&mut self, other: &RoutedExperts) -> Result<()> {
+        if (self.layers, self.top_k) != (other.layers, other.top_k) {
+            bail!(
+                "cannot append routed experts of {} layers, top-{} to {} layers, top-{}",
+                other.layers,
+                other.top_k,
+                self.layers,
+                self.top_k
+            )
+        }
+        self.ids.extend_from_slice(&other.ids);
+        self.tokens += other.tokens;
+        Ok(())
+    }
+
+    fn offset(&self, token: usize, layer: usize) -> Result<usize> {
+        if token >= self.tokens || layer >= self.layers {
+            bail!(
+                "token {token}, MoE layer {layer} is outside of routed experts of {} tokens and {} layers",
+                self.tokens,
+                self.layers
+            )
+        }
+        Ok((token * self.layers + layer) * self.top_k)
+    }
+}
+
+/// Tokens routed to each logical expert, [L_moe, E].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ExpertHeat {
+    experts: usize,
+    counts: Vec<u64>,
+}
+
+impl ExpertHeat {
+    /// All zero.
+    pub fn new(layers: usize, experts: usize) -> Self {
+        Self { experts, counts: vec![0; layers * experts] }
+    }
+
+    /// Counts of one MoE layer, \[E\]; empty if the layer is unknown.
+    pub fn layer(&self, layer: usize) -> &[u64] {
+        let at = layer * self.experts;
+        self.counts.get(at..at + self.experts).unwrap_or(&[])
+    }
+
+    /// Number of MoE layers.
+    pub fn layers(&self) -> usize {
+        self.counts.len().checked_div(self.experts).unwrap_or(0)
+    }
+
+    /// Counts the ids of one MoE layer; [`NO_EXPERT`] and ids of another model are not heat.
+    pub fn record(&mut self, layer: usize, ids: &[u32]) {
+        let at = layer * self.experts;
+        let Some(counts) = self.counts.get_mut(at..at + self.experts) else { return };
+        for &id in ids {
+            if let Some(c) = counts.get_mut(id as usize) {
+                *c += 1;
+            }
+        }
+    }
+}
+
+/// What a step carries beside its tensors. Everything is off by default.
+#[derive(Clone, Debug, Default)]
+pub struct StepContext {
+    /// Token ids of the step's rows, \[T\]; needed by hash routing.
+    pub token_ids: Option<Arc<[u32]>>,
+    /// Routing to force instead of choosing, one token per row of the step. A row whose ids are
+    /// all [`NO_EXPERT`] routes freely.
+    pub replay: Option<Arc<RoutedExperts>>,
+    /// Routing is recorded here, one token per row of the step.
+    pub capture: Option<RoutedExperts>,
+    /// Expert counts are added here.
+    pub heat: Option<ExpertHeat>,
+    /// Replaces ids by an evenly spread pattern, for profiling; the seed varies it.
+    pub force_balance: Option<u64>,
+    /// Number of the step; random routing (force-balance, simulation) differs from step to step.
+    pub step: u64,
+}

@@ -1,0 +1,109 @@
+//! Enums and plain data that several crates share: formats, activations, routing tags, specs.
+
+use candle_core::DType;
+
+/// The layout in which prepare hands rows to the experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ActivationFormat {
+    /// Rows [T, H] with topk_ids [T, K].
+    Standard,
+    /// Rows [E_local, max_tokens, H] with expert_num_tokens \[E_local\].
+    BatchedExperts,
+}
+
+/// How unweighted expert rows become token rows. Exactly one stage applies the weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WeightAndReduce {
+    /// Someone else must choose; calling it is an error.
+    Delegate,
+    /// The rows are already weighted and reduced: [T, H].
+    NoOp,
+    /// Slot rows [T, K, H]: weight and add k = 0..K-1.
+    Contiguous,
+    /// Batched rows [E_local, max_tokens, H]: add each expert's rows back to their tokens.
+    NaiveBatched {
+        /// The rank that owns the local experts.
+        rank: usize,
+    },
+}
+
+/// The gated activation between the two expert products. `g` is the gate row, `u` the up row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Activation {
+    /// silu(g) * u.
+    SwiGlu,
+    /// gpt-oss: g' = min(g, limit), u' = clamp(u, -limit, limit), g' * sigmoid(alpha * g') * (u' + 1).
+    SwiGluOai {
+        /// Slope inside the sigmoid (1.702 in gpt-oss).
+        alpha: f32,
+        /// Clamp bound (7 in gpt-oss).
+        limit: f32,
+    },
+    /// gelu(g) * u with the exact error function.
+    Gelu,
+    /// gelu(g) * u with the tanh approximation.
+    GeluTanh,
+}
+
+/// Weight quantisation of an expert pack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum QuantScheme {
+    /// Weights in the activation dtype.
+    None,
+}
+
+/// The routing method as kernels with built-in routing tag it (vLLM's `RoutingMethodType`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[allow(missing_docs)] // The names are the tags; each is described in moe-router.
+pub enum RoutingMethod {
+    Default,
+    Renormalize,
+    DeepSeekV3,
+    Llama4,
+    RenormalizeNaive,
+    TopK,
+    SigmoidRenorm,
+    MiniMax2,
+    Sigmoid,
+    DeepSeekV4,
+    Custom,
+    Simulated,
+    Unspecified,
+}
+
+/// Everything the choice of an expert backend depends on, as plain data.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ExpertsSpec {
+    /// Logical experts E.
+    pub num_experts: usize,
+    /// Experts on this rank.
+    pub num_local_experts: usize,
+    /// Slots per token K.
+    pub top_k: usize,
+    /// Hidden size H.
+    pub hidden_size: usize,
+    /// Intermediate size I on this rank.
+    pub intermediate_size: usize,
+    /// Dtype of activations.
+    pub dtype: DType,
+    /// Quantisation of the weights.
+    pub quant: QuantScheme,
+    /// The gated activation.
+    pub activation: Activation,
+    /// Whether the packs carry `w13_bias` and `w2_bias`.
+    pub has_bias: bool,
+    /// The format that prepare hands over.
+    pub activation_format: ActivationFormat,
+    /// Tag of the routing method.
+    pub routing: RoutingMethod,
+    /// Router weights are applied to the input rows, so experts and combine must not.
+    pub apply_router_weight_on_input: bool,
+    /// Tensor-parallel size of the experts.
+    pub tp_size: usize,
+    /// Expert-parallel size.
+    pub ep_size: usize,
+    /// A token's bits must not depend on its batch.
+    pub batch_invariant: bool,
+    /// `None`: CPU. `Some((major, minor))`: CUDA compute capability.
+    pub compute_capability: Option<(u32, u32)>,
+}

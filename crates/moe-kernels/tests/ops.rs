@@ -1,0 +1,17 @@
+//! The ops against independent definitions: bit for bit where the order of additions is part of
+//! the contract, in f64 where it is not.
+
+#![allow(clippy::unwrap_used)]
+
+#[path = "ops/attention.rs"]
+mod attention;
+#[path = "ops/common.rs"]
+mod common;
+#[path = "ops/errors.rs"]
+mod errors;
+#[path = "ops/experts.rs"]
+mod experts;
+#[path = "ops/products.rs"]
+mod products;
+#[path = "ops/rows.rs"]
+mod rows;

@@ -1,0 +1,75 @@
+//! Whether the parts of a block fit each other: checked once, when the block is built.
+
+use moe_dispatch::{ExpertsSide, PrepareFinalize, check_composition};
+use moe_experts::Experts;
+use moe_kernels::candle::{DType, Error, Result, Tensor, bail};
+use moe_router::RouterConfig;
+
+/// Router, prepare/finalize and modular experts: formats, limits, who applies the weights, and the
+/// number of experts.
+pub(crate) fn check_modular(
+    config: &RouterConfig,
+    prepare: &dyn PrepareFinalize,
+    experts: &dyn Experts,
+) -> Result<()> {
+    let side = ExpertsSide {
+        name: experts.name(),
+        activation_format: experts.activation_format(),
+        weight_and_reduce: experts.weight_and_reduce(),
+        max_num_tokens: experts.max_num_tokens(),
+        num_dispatchers: experts.num_dispatchers(),
+    };
+    check_composition(prepare, &side).map_err(Error::wrap)?;
+    let (by_router, by_prepare) =
+        (config.apply_router_weight_on_input, prepare.applies_router_weight_on_input());
+    if by_router != by_prepare {
+        bail!(
+            "the router has apply_router_weight_on_input = {by_router}, but {} = {by_prepare}; \
+             build both from one setting",
+            prepare.name()
+        )
+    }
+    check_expert_counts(config, prepare, experts)
+}
+
+/// Every id that the router chooses must be an expert that prepare knows, and every local slot of
+/// prepare one of the experts.
+fn check_expert_counts(
+    config: &RouterConfig,
+    prepare: &dyn PrepareFinalize,
+    experts: &dyn Experts,
+) -> Result<()> {
+    let routed = config.num_experts + config.num_fused_shared_experts;
+    let local = experts.shape().num_local_experts;
+    let placement = prepare.local_experts();
+    let (known, slots) = placement.map_or((local, local), |p| (p.num_experts(), p.num_local()));
+    if slots != local {
+        bail!(
+            "{} sends rows to {slots} local experts, but {} has weights of {local}",
+            prepare.name(),
+            experts.name()
+        )
+    }
+    if routed != known {
+        let side = if placement.is_some() { prepare.name() } else { experts.name() };
+        bail!(
+            "the router chooses among {routed} experts ({} routed + {} fused shared), but {side} has {known}",
+            config.num_experts,
+            config.num_fused_shared_experts
+        )
+    }
+    Ok(())
+}
+
+/// The router's weight must be [logits, hidden] in the experts' dtype.
+pub(crate) fn check_gate(gate: &Tensor, logits: usize, hidden: usize, dtype: DType) -> Result<()> {
+    if gate.dims() != [logits, hidden] || gate.dtype() != dtype {
+        bail!(
+            "router gate: expected weight [{logits}, {hidden}] of dtype {}, got {:?} of {}",
+            dtype.as_str(),
+            gate.dims(),
+            gate.dtype().as_str()
+        )
+    }
+    Ok(())
+}

@@ -1,0 +1,29 @@
+//! A sparse Mixture-of-Experts block for candle: router, dispatch, experts, shared experts.
+#![doc = include_str!("../README.md")]
+
+mod block;
+mod check;
+mod door;
+mod load;
+mod mlp;
+mod pack;
+mod scaled;
+mod shared;
+
+pub use block::SparseMoeBlock;
+pub use load::{BlockOptions, load_block};
+pub use mlp::GatedMlp;
+pub use shared::SharedExperts;
+
+pub use moe_dispatch::{BatchedReference, LocalExperts, NoEp, PrepareFinalize};
+pub use moe_experts::{
+    AnyExperts, BatchLimits, ExpertWeights, Experts, ExpertsShape, LoadSpec, MonolithicExperts, OracleError,
+    Reason, Reservation, Selection as BackendSelection, build as build_experts,
+    build_batched as build_batched_experts, select as select_backend,
+};
+pub use moe_kernels::candle::{self, DType, Device, Tensor};
+pub use moe_kernels::{
+    Activation, ActivationFormat, Buffer, CpuIsa, Exec, ExpertHeat, ExpertsSpec, NO_EXPERT, RoutedExperts,
+    StepContext, TensorView, View, ViewMut, Workspace,
+};
+pub use moe_router::{RouteInput, RouteOutput, Router, RouterConfig, RouterError, RouterParams};

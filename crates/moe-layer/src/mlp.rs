@@ -1,0 +1,103 @@
+//! The gated MLP of dense layers and of shared experts: `down(act(gate(x)) * up(x))`.
+//!
+//! It runs on the experts' own kernels, as one expert that every token visits, so dense and
+//! sparse layers share one arithmetic: fused gate and up products, one rounding of the
+//! activation, and a row-parallel down product.
+
+use moe_kernels::candle::{DType, Result, Tensor, bail};
+use moe_kernels::{
+    Activation, Exec, ExpertGroups, TensorView, View, ViewMut, Workspace, grouped_gate_up_into,
+    linear_row_parallel_into,
+};
+
+use crate::door::forward_rows;
+use crate::pack::load_rows;
+
+/// A gated MLP with packed gate and up weights.
+///
+/// | tensor | shape |
+/// |---|---|
+/// | w13 | [1, 2I, H]: gate rows, then up rows |
+/// | w2 | [H, I] |
+#[derive(Debug, Clone)]
+pub struct GatedMlp {
+    w13: Tensor,
+    w2: Tensor,
+    activation: Activation,
+    workspace: Workspace,
+}
+
+impl GatedMlp {
+    /// From packed weights `w13` [2I, H] (gate rows, then up rows) and `w2` [H, I].
+    ///
+    /// # Errors
+    /// Dims that do not match each other; two dtypes.
+    pub fn new(w13: Tensor, w2: Tensor, activation: Activation) -> Result<Self> {
+        let (rows, hidden) = w13.dims2()?;
+        let (out, intermediate) = w2.dims2()?;
+        if rows != 2 * intermediate || out != hidden {
+            bail!("gated MLP: expected w13 [2I, H] and w2 [H, I], got {:?} and {:?}", w13.dims(), w2.dims())
+        }
+        if w13.dtype() != w2.dtype() {
+            bail!("gated MLP: w13 is {} but w2 is {}", w13.dtype().as_str(), w2.dtype().as_str())
+        }
+        let w13 = w13.contiguous()?.reshape((1, rows, hidden))?;
+        Ok(Self { w13, w2: w2.contiguous()?, activation, workspace: Workspace::new() })
+    }
+
+    /// Loads `gate_proj.weight`, `up_proj.weight` [I, H] and `down_proj.weight` [H, I]; gate and up
+    /// go straight into their pack.
+    ///
+    /// # Errors
+    /// Missing or wrongly shaped tensors.
+    pub fn load(
+        hidden_size: usize,
+        intermediate_size: usize,
+        activation: Activation,
+        vb: candle_nn::VarBuilder,
+    ) -> Result<Self> {
+        let names = ["gate_proj.weight", "up_proj.weight"];
+        let w13 = load_rows(&vb, &names, intermediate_size, hidden_size)?;
+        let w2 = vb.get((hidden_size, intermediate_size), "down_proj.weight")?;
+        Self::new(w13, w2, activation)
+    }
+
+    /// Width of the activation between the two products.
+    pub fn intermediate_size(&self) -> usize {
+        self.w2.dims()[1]
+    }
+
+    /// Dtype of the weights.
+    pub fn dtype(&self) -> DType {
+        self.w2.dtype()
+    }
+
+    /// Hidden size H.
+    pub fn hidden_size(&self) -> usize {
+        self.w2.dims()[0]
+    }
+
+    /// `out` [T, H] (the weights' dtype or f32) = MLP(`x` [T, H], the weights' dtype).
+    pub fn forward_into(&self, x: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        let rows = x.rows();
+        let mut index = ex.scratch(DType::U32, &[rows])?;
+        for (i, row) in index.view_mut().cpu_mut::<u32>()?.iter_mut().enumerate() {
+            *row = i as u32;
+        }
+        let offsets = [0, rows as u32];
+        let groups = ExpertGroups {
+            offsets: View::new(&offsets, &[2])?,
+            in_rows: index.view(),
+            out_rows: index.view(),
+        };
+        let (w13, w2) = (TensorView::new(&self.w13)?, TensorView::new(&self.w2)?);
+        let mut activated = ex.scratch(x.dtype(), &[rows, self.intermediate_size()])?;
+        grouped_gate_up_into(x, &groups, w13.view()?, None, self.activation, activated.view_mut(), ex)?;
+        linear_row_parallel_into(activated.view(), w2.view()?, None, out, ex)
+    }
+
+    /// The same on candle tensors: `x` [.., H].
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        forward_rows(x, &self.workspace, |x, out, ex| self.forward_into(x, out, ex))
+    }
+}

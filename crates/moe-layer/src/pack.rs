@@ -1,0 +1,29 @@
+//! Loading tensors into one pack, so that a large model never holds a part and its copy at once.
+
+use candle_nn::VarBuilder;
+use moe_kernels::candle::{Device, Result, Tensor};
+use moe_kernels::{Buffer, Exec, TensorView, copy_rows_into};
+
+/// The tensors `names`, each [rows, columns], under each other: [names * rows, columns]. Beside the
+/// pack, one of them at a time is in memory.
+pub(crate) fn load_rows(vb: &VarBuilder, names: &[&str], rows: usize, columns: usize) -> Result<Tensor> {
+    let host = vb.clone().set_device(Device::Cpu);
+    let mut parts = names.iter().enumerate();
+    // The first part is read before the pack is allocated, so that a size that the checkpoint does
+    // not have is an error that names a tensor.
+    let Some((_, first)) = parts.next() else {
+        return Tensor::zeros((0, columns), vb.dtype(), vb.device());
+    };
+    let first = host.get((rows, columns), first)?.contiguous()?;
+    let mut pack = Buffer::zeros(vb.dtype(), &[names.len() * rows, columns])?;
+    let mut put = |index: usize, part: &Tensor| {
+        let to = pack.view_mut().narrow(index * rows, rows)?;
+        copy_rows_into(TensorView::new(part)?.view()?, to, &mut Exec::cpu())
+    };
+    put(0, &first)?;
+    drop(first);
+    for (index, name) in parts {
+        put(index, &host.get((rows, columns), name)?.contiguous()?)?;
+    }
+    pack.into_tensor()?.to_device(vb.device())
+}

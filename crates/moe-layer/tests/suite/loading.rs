@@ -1,0 +1,128 @@
+//! Blocks and shared experts from a checkpoint.
+
+use std::collections::HashMap;
+
+use candle_nn::VarBuilder;
+use moe_layer::candle::{Result, Tensor};
+use moe_layer::{Activation, BlockOptions, DType, Device, GatedMlp, SharedExperts, load_block};
+
+use crate::reference::{Problem, Shared, example, problem};
+use crate::{bits, message};
+
+/// A checkpoint of the problem: gate, per-expert tensors and shared experts under their usual names.
+fn checkpoint(p: &Problem) -> Result<HashMap<String, Tensor>> {
+    let (h, i) = (p.hidden, p.width);
+    let mut tensors = HashMap::from([("mlp.gate.weight".to_string(), p.gate_weight()?)]);
+    let mut put_mlp = |prefix: String, w13: &Tensor, w2: &Tensor, i: usize| -> Result<()> {
+        tensors.insert(format!("{prefix}.gate_proj.weight"), w13.narrow(0, 0, i)?.copy()?);
+        tensors.insert(format!("{prefix}.up_proj.weight"), w13.narrow(0, i, i)?.copy()?);
+        tensors.insert(format!("{prefix}.down_proj.weight"), w2.clone());
+        Ok(())
+    };
+    let weights = p.weights()?;
+    for e in 0..p.packed() {
+        put_mlp(format!("mlp.experts.{e}"), &weights.w13().get(e)?, &weights.w2().get(e)?.copy()?, i)?;
+    }
+    if let Some(Shared { width, w13, w2, gate }) = &p.shared {
+        let w13 = p.tensor(w13, &[2 * width, h])?;
+        put_mlp("mlp.shared_expert".into(), &w13, &p.tensor(w2, &[h, *width])?, *width)?;
+        if let Some(gate) = gate {
+            tensors.insert("mlp.shared_expert_gate.weight".into(), p.tensor(gate, &[1, h])?);
+        }
+    }
+    Ok(tensors)
+}
+
+fn options(p: &Problem) -> BlockOptions {
+    BlockOptions {
+        router: p.config.clone(),
+        hidden_size: p.hidden,
+        intermediate_size: p.width,
+        activation: Activation::SwiGlu,
+        layer: 0,
+        backend: None,
+    }
+}
+
+fn vb(p: &Problem) -> Result<VarBuilder<'static>> {
+    Ok(VarBuilder::from_tensors(checkpoint(p)?, p.dtype, &Device::Cpu).pp("mlp"))
+}
+
+#[test]
+fn a_loaded_block_has_the_bits_of_one_from_tensors() -> Result<()> {
+    let config = example(DType::F32).config;
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for shared in [None, Some((7, false)), Some((7, true))] {
+            let p = problem((6, 21, 10, 4), config.clone(), shared, dtype, 11);
+            let vb = vb(&p)?;
+            let (mut block, selection) = load_block(&options(&p), vb.pp("gate"), vb.pp("experts"))?;
+            assert_eq!(selection.chosen.name(), "cpu");
+            if let Some((width, gated)) = shared {
+                let gate = gated.then(|| vb.pp("shared_expert_gate"));
+                let mlp = vb.pp("shared_expert");
+                let shared = SharedExperts::load(p.hidden, width, Activation::SwiGlu, mlp, gate)?;
+                assert_eq!((shared.hidden_size(), shared.dtype()), (p.hidden, dtype));
+                block = block.with_shared_experts(shared)?;
+            }
+            assert_eq!(bits(&block.forward(&p.rows()?)?), bits(&p.standard()?.forward(&p.rows()?)?));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_router_weight_on_the_input_reaches_the_loaded_block() -> Result<()> {
+    let config =
+        moe_layer::RouterConfig { apply_router_weight_on_input: true, ..moe_layer::RouterConfig::new(6, 1) };
+    let p = problem((6, 21, 10, 4), config, None, DType::F32, 11);
+    let (block, _) = load_block(&options(&p), vb(&p)?.pp("gate"), vb(&p)?.pp("experts"))?;
+    assert_eq!(bits(&block.forward(&p.rows()?)?), bits(&p.standard()?.forward(&p.rows()?)?));
+    Ok(())
+}
+
+#[test]
+fn what_is_missing_is_named() -> Result<()> {
+    let p = problem((6, 21, 10, 4), example(DType::F32).config, Some((7, true)), DType::F32, 11);
+    let without = |name: &str| -> Result<VarBuilder<'static>> {
+        let mut tensors = checkpoint(&p)?;
+        assert!(tensors.remove(name).is_some(), "{name}");
+        Ok(VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu).pp("mlp"))
+    };
+    for name in ["mlp.gate.weight", "mlp.experts.3.up_proj.weight", "mlp.experts.0.down_proj.weight"] {
+        let vb = without(name)?;
+        let e = message(load_block(&options(&p), vb.pp("gate"), vb.pp("experts")));
+        assert!(e.contains(name), "{e}");
+    }
+    for name in ["gate_proj", "up_proj", "down_proj"] {
+        let name = format!("mlp.shared_expert.{name}.weight");
+        let vb = without(&name)?;
+        let (act, gate) = (Activation::SwiGlu, Some(vb.pp("shared_expert_gate")));
+        let e = message(SharedExperts::load(p.hidden, 7, act, vb.pp("shared_expert"), gate));
+        assert!(e.contains(&name), "{e}");
+    }
+    let vb = without("mlp.shared_expert_gate.weight")?;
+    let gate = Some(vb.pp("shared_expert_gate"));
+    let e = message(SharedExperts::load(p.hidden, 7, Activation::SwiGlu, vb.pp("shared_expert"), gate));
+    assert!(e.contains("mlp.shared_expert_gate.weight"), "{e}");
+    // A size that the checkpoint does not have.
+    let e = message(GatedMlp::load(p.hidden, 8, Activation::SwiGlu, vb.pp("shared_expert")));
+    assert!(e.contains("gate_proj"), "{e}");
+    let other = BlockOptions { backend: Some("cpu_batched".into()), ..options(&p) };
+    let e = message(load_block(&other, vb.pp("gate"), vb.pp("experts")));
+    assert!(e.contains("cpu_batched"), "{e}");
+    Ok(())
+}
+
+#[test]
+fn an_mlp_of_dense_layers_runs_alone() -> Result<()> {
+    let p = problem((6, 21, 10, 4), example(DType::F32).config, Some((7, false)), DType::F32, 11);
+    let mlp = GatedMlp::load(p.hidden, 7, Activation::SwiGlu, vb(&p)?.pp("shared_expert"))?;
+    assert_eq!((mlp.hidden_size(), mlp.intermediate_size(), mlp.dtype()), (21, 7, DType::F32));
+    // The block is its routed part plus this.
+    let routed = Problem { shared: None, ..p.clone() };
+    let sum = (routed.standard()?.forward(&p.rows()?)? + mlp.forward(&p.rows()?)?)?;
+    assert_eq!(bits(&sum), bits(&p.standard()?.forward(&p.rows()?)?));
+    let none = Tensor::zeros((0, 21), DType::F32, &Device::Cpu)?;
+    assert_eq!(mlp.forward(&none)?.dims(), [0, 21]);
+    Ok(())
+}

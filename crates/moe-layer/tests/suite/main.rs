@@ -1,0 +1,39 @@
+//! Tests of the crate's contract, through its public interface only.
+
+// Helpers here may panic like the tests that call them.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod block;
+mod errors;
+mod loading;
+mod monolith;
+mod reference;
+mod step;
+
+use moe_layer::candle::{Result, Tensor};
+use moe_layer::{Buffer, DType, Exec, SparseMoeBlock, TensorView};
+
+/// The message of an error that must be one.
+pub fn message<T>(result: Result<T>) -> String {
+    match result {
+        Ok(_) => panic!("expected an error"),
+        Err(e) => e.to_string(),
+    }
+}
+
+/// The block's output for `x` in the context `ex`, in `dtype`.
+pub fn run(block: &SparseMoeBlock, x: &Tensor, dtype: DType, ex: &mut Exec) -> Result<Tensor> {
+    let mut out = Buffer::zeros(dtype, x.dims())?;
+    block.forward_into(TensorView::new(x)?.view()?, out.view_mut(), ex)?;
+    out.into_tensor()
+}
+
+/// Every element, widened; widening is exact, so equal values are equal bits (or zeros of two signs).
+pub fn floats(x: &Tensor) -> Vec<f32> {
+    x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Bits of every element.
+pub fn bits(x: &Tensor) -> Vec<u32> {
+    floats(x).iter().map(|x| x.to_bits()).collect()
+}

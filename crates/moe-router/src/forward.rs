@@ -1,0 +1,110 @@
+//! The candle door: tensors in, tensors out.
+
+use candle_core::{DType, Result, Tensor};
+use moe_kernels::{Buffer, Exec, TensorView};
+
+use crate::gate::GateInput;
+use crate::router::{RouteInput, RouteOutput, Router};
+
+/// Routing of T tokens as tensors.
+#[derive(Clone, Debug)]
+pub struct Routed {
+    /// Logical expert ids [T, K] u32; [`NO_EXPERT`](moe_kernels::NO_EXPERT) = no expert.
+    pub topk_ids: Tensor,
+    /// Weights [T, K] f32.
+    pub topk_weights: Tensor,
+    /// Identity weights `[T]` f32 of a router with zero experts.
+    pub zero_expert_weights: Option<Tensor>,
+}
+
+/// The outputs of one call, owned.
+struct Outputs {
+    topk_ids: Buffer,
+    topk_weights: Buffer,
+    zero_expert_weights: Option<Buffer>,
+}
+
+impl Outputs {
+    fn new(router: &Router, tokens: usize) -> Result<Self> {
+        let slots = [tokens, router.config.num_slots()];
+        let zero = router.config.num_zero_experts > 0;
+        Ok(Self {
+            topk_ids: Buffer::zeros(DType::U32, &slots)?,
+            topk_weights: Buffer::zeros(DType::F32, &slots)?,
+            zero_expert_weights: zero.then(|| Buffer::zeros(DType::F32, &[tokens])).transpose()?,
+        })
+    }
+
+    fn views(&mut self) -> RouteOutput<'_> {
+        RouteOutput {
+            topk_ids: self.topk_ids.view_mut(),
+            topk_weights: self.topk_weights.view_mut(),
+            zero_expert_weights: self.zero_expert_weights.as_mut().map(Buffer::view_mut),
+        }
+    }
+
+    fn into_tensors(self) -> Result<Routed> {
+        Ok(Routed {
+            topk_ids: self.topk_ids.into_tensor()?,
+            topk_weights: self.topk_weights.into_tensor()?,
+            zero_expert_weights: self.zero_expert_weights.map(Buffer::into_tensor).transpose()?,
+        })
+    }
+}
+
+impl Router {
+    /// Routes router logits [T, E] f32, without a step context.
+    ///
+    /// # Errors
+    ///
+    /// As [`route_into`](Self::route_into).
+    pub fn route(&self, router_logits: &Tensor) -> Result<Routed> {
+        let mut ex = Exec::for_tensor(router_logits, &self.workspace)?;
+        self.route_step(router_logits, None, 0, &mut ex)
+    }
+
+    /// Routes router logits [T, E] f32 of one MoE layer within the step of `ex`; `hidden` [T, H]
+    /// is for routing functions that look at it.
+    ///
+    /// # Errors
+    ///
+    /// As [`route_into`](Self::route_into).
+    pub fn route_step(
+        &self,
+        router_logits: &Tensor,
+        hidden: Option<&Tensor>,
+        layer: usize,
+        ex: &mut Exec,
+    ) -> Result<Routed> {
+        let logits = TensorView::new(router_logits)?;
+        let hidden = hidden.map(TensorView::new).transpose()?;
+        let hidden = hidden.as_ref().map(TensorView::view).transpose()?;
+        let input = RouteInput { hidden, ..RouteInput::new(logits.view()?, layer) };
+        let mut out = Outputs::new(self, input.logits.rows())?;
+        self.route_into(&input, out.views(), ex)?;
+        out.into_tensors()
+    }
+
+    /// Routes hidden states [T, H] through a gate of weight [E, H] and optional bias `[E]`, within
+    /// the step of `ex`.
+    ///
+    /// # Errors
+    ///
+    /// As [`gate_and_route_into`](Self::gate_and_route_into).
+    pub fn gate_and_route(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        layer: usize,
+        ex: &mut Exec,
+    ) -> Result<Routed> {
+        let (hidden, weight) = (TensorView::new(hidden)?, TensorView::new(weight)?);
+        let bias = bias.map(TensorView::new).transpose()?;
+        let bias = bias.as_ref().map(TensorView::view).transpose()?;
+        let input = GateInput { bias, ..GateInput::new(hidden.view()?, weight.view()?, layer) };
+        let mut out = Outputs::new(self, input.hidden.rows())?;
+        self.gate_and_route_into(&input, None, out.views(), ex)?;
+        out.into_tensors()
+    }
+}

@@ -1,0 +1,119 @@
+//! Typed access to the keys of a JSON configuration, aliases included.
+//!
+//! `null` means absent, as transformers writes it. Two spellings of one setting may both be
+//! there, but must agree: which one would win differs between loaders.
+
+use serde_json::{Map, Value};
+
+use crate::error::RouterError;
+
+type Result<T> = std::result::Result<T, RouterError>;
+
+/// The keys of one configuration object.
+#[derive(Clone, Copy)]
+pub(crate) struct Keys<'a>(&'a Map<String, Value>);
+
+impl<'a> Keys<'a> {
+    /// The routing keys of a configuration: those of `text_config` for multimodal models.
+    pub fn of(config: &'a Value) -> Result<Self> {
+        let Value::Object(map) = config else {
+            return Err(RouterError::NotAnObject { got: brief(config) });
+        };
+        match map.get("text_config") {
+            Some(Value::Object(text)) => Ok(Self(text)),
+            _ => Ok(Self(map)),
+        }
+    }
+
+    /// The first present of several spellings; they must agree.
+    fn find(&self, names: &[&'static str]) -> Result<Option<(&'static str, &'a Value)>> {
+        let mut found: Option<(&'static str, &Value)> = None;
+        for &name in names {
+            let Some(value) = self.0.get(name).filter(|v| !v.is_null()) else { continue };
+            match found {
+                None => found = Some((name, value)),
+                Some((first, first_value)) if first_value != value => {
+                    return Err(RouterError::ConflictingKeys {
+                        first: first.to_owned(),
+                        first_value: brief(first_value),
+                        second: name.to_owned(),
+                        second_value: brief(value),
+                    });
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(found)
+    }
+
+    /// A non-negative integer.
+    pub fn count(&self, names: &[&'static str]) -> Result<Option<usize>> {
+        let Some((name, value)) = self.find(names)? else { return Ok(None) };
+        match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
+            Some(n) => Ok(Some(n)),
+            None => Err(wrong_type(name, "a non-negative integer", value)),
+        }
+    }
+
+    /// A non-negative integer without a default.
+    pub fn required(&self, names: &[&'static str], default: Option<usize>) -> Result<usize> {
+        match self.count(names)?.or(default) {
+            Some(n) => Ok(n),
+            None => Err(RouterError::MissingKey { key: names.join(" or ") }),
+        }
+    }
+
+    /// A number, narrowed to f32.
+    pub fn number(&self, name: &'static str) -> Result<Option<f32>> {
+        let Some((name, value)) = self.find(&[name])? else { return Ok(None) };
+        match value.as_f64() {
+            Some(x) => Ok(Some(x as f32)),
+            None => Err(wrong_type(name, "a number", value)),
+        }
+    }
+
+    /// A boolean, with the spelling that gave it.
+    pub fn flag(&self, names: &[&'static str]) -> Result<Option<(&'static str, bool)>> {
+        let Some((name, value)) = self.find(names)? else { return Ok(None) };
+        match value.as_bool() {
+            Some(b) => Ok(Some((name, b))),
+            None => Err(wrong_type(name, "true or false", value)),
+        }
+    }
+
+    /// A string; an empty one means absent.
+    pub fn text(&self, name: &'static str) -> Result<Option<&'a str>> {
+        let Some((name, value)) = self.find(&[name])? else { return Ok(None) };
+        match value.as_str() {
+            Some("") => Ok(None),
+            Some(text) => Ok(Some(text)),
+            None => Err(wrong_type(name, "a string", value)),
+        }
+    }
+
+    /// The string at `index` of an array of strings.
+    pub fn text_at(&self, name: &'static str, index: usize) -> Result<Option<&'a str>> {
+        let Some((name, value)) = self.find(&[name])? else { return Ok(None) };
+        match value.as_array().and_then(|a| a.get(index)).and_then(Value::as_str) {
+            Some(text) => Ok(Some(text)),
+            None => Err(RouterError::WrongType {
+                key: name.to_owned(),
+                expected: "an array with a string for every layer",
+                got: brief(value),
+            }),
+        }
+    }
+}
+
+fn wrong_type(key: &str, expected: &'static str, value: &Value) -> RouterError {
+    RouterError::WrongType { key: key.to_owned(), expected, got: brief(value) }
+}
+
+/// The value as JSON, cut so that a message stays one line.
+fn brief(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(60) {
+        Some((at, _)) => format!("{}...", &text[..at]),
+        None => text,
+    }
+}

@@ -1,0 +1,240 @@
+//! A router configuration from a model's `config.json`.
+//!
+//! Three dialects meet here: transformers (model types whose code fixes the method), DeepSeek's
+//! own keys (`topk_method`, `scoring_func`, `n_group`), and InfiniLM's (`moe_router_backend`,
+//! `num_expert_group`, `moe_softcapping`). One order of precedence covers them:
+//! `moe_router_backend`, then `topk_method`, then the model type, with `scoring_func` naming the
+//! scores of the last two. What they leave open or contradict is an error.
+
+mod keys;
+mod profile;
+
+use serde_json::Value;
+
+use crate::config::{RouterConfig, Scoring, Selection};
+use crate::error::RouterError;
+use keys::Keys;
+use profile::{Method, Profile};
+
+type Result<T> = std::result::Result<T, RouterError>;
+
+const NUM_EXPERTS: [&str; 3] = ["num_experts", "num_local_experts", "n_routed_experts"];
+const TOP_K: [&str; 2] = ["num_experts_per_tok", "moe_topk"];
+const NUM_EXPERT_GROUP: [&str; 2] = ["num_expert_group", "n_group"];
+const CORRECTION_BIAS: [&str; 2] = ["e_score_correction_bias", "moe_router_use_correction_bias"];
+
+/// What the keys say about the method, before sizes.
+struct Choice {
+    scoring: Scoring,
+    /// Grouped selection under this name, for messages.
+    grouped: Option<&'static str>,
+    bias: bool,
+    raw_logits: bool,
+}
+
+impl Choice {
+    fn plain(scoring: Scoring) -> Self {
+        Self { scoring, grouped: None, bias: false, raw_logits: false }
+    }
+
+    fn noaux(scoring: Scoring) -> Self {
+        Self { grouped: Some("fused_gate (noaux_tc)"), bias: true, ..Self::plain(scoring) }
+    }
+}
+
+impl RouterConfig {
+    /// The routing method of a model's `config.json`.
+    ///
+    /// | setting | keys | default |
+    /// |---|---|---|
+    /// | method | `moe_router_backend` (`softmax`, `sigmoid`, `fused_gate` = `noaux_tc`), else `topk_method` (`greedy`, `group_limited_greedy`, `noaux_tc`) | by `model_type`; without one, plain top-k |
+    /// | scores | `scoring_func` (`softmax`, `sigmoid`, `sqrtsoftplus`) | by method and `model_type`; softmax |
+    /// | experts | `num_experts`, `num_local_experts`, `n_routed_experts` | by `model_type` |
+    /// | experts per token | `num_experts_per_tok`, `moe_topk`; counts fused shared experts | by `model_type` |
+    /// | groups | `num_expert_group`, `n_group`; `topk_group` | by `model_type` |
+    /// | bias | `e_score_correction_bias`, `moe_router_use_correction_bias` | true for noaux_tc |
+    /// | renormalise | `norm_topk_prob` | by `model_type`; false |
+    /// | scale | `routed_scaling_factor` | by `model_type`; 1 |
+    /// | capping | `moe_softcapping` (0 = off) | 0 |
+    /// | fused shared experts | `num_fused_shared_experts` | 0 |
+    /// | zero experts | `zero_expert_num`, `zero_expert_type` | by `model_type`; 0 |
+    /// | weight on input | `apply_router_weight_on_input` | by `model_type`; false |
+    ///
+    /// Model types with a profile: deepseek_v2, deepseek_v3, deepseek_v32, deepseek_v4, dots1,
+    /// glm4_moe, gpt_oss, llama4_text, longcat_flash, minimax_m2, mixtral, olmoe, qwen2_moe,
+    /// qwen3_moe, qwen3_next, qwen3_5_moe_text. `text_config` of a multimodal model is looked
+    /// into. Any other model type must name its method.
+    ///
+    /// Where references disagree: the factor always applies, after renormalising, as in vLLM
+    /// (InfiniLM drops it on its softmax and sigmoid paths; DeepSeek-V2's published code scales
+    /// only if it does not renormalise; transformers' never renormalises for deepseek_v2), and
+    /// `norm_topk_prob` is honoured on every path. `apply_routed_scaling_factor_on_output` says
+    /// where the factor is applied, not whether: it changes nothing here.
+    ///
+    /// # Errors
+    ///
+    /// One [`RouterError`] per fault: unknown names, missing, contradicting or mistyped keys, and
+    /// everything that [`validate`](Self::validate) refuses.
+    pub fn from_hf(config: &Value) -> Result<Self> {
+        let keys = Keys::of(config)?;
+        let (profile, known) = profile_of(keys)?;
+        let choice = choose_method(keys, &profile, known)?;
+        let num_fused_shared_experts = keys.count(&["num_fused_shared_experts"])?.unwrap_or(0);
+        let slots = keys.required(&TOP_K, profile.top_k)?;
+        if num_fused_shared_experts > 0 && slots <= num_fused_shared_experts {
+            let num_experts_per_tok = slots;
+            return Err(RouterError::FusedSharedExceedTopK { num_experts_per_tok, num_fused_shared_experts });
+        }
+        keys.flag(&["apply_routed_scaling_factor_on_output"])?;
+        let correction_bias = correction_bias(keys, &choice)?;
+        let out = Self {
+            scoring: choice.scoring,
+            selection: selection(keys, &profile, &choice)?,
+            correction_bias,
+            renormalize: keys.flag(&["norm_topk_prob"])?.map_or(profile.renormalize, |(_, b)| b),
+            routed_scaling_factor: keys
+                .number("routed_scaling_factor")?
+                .unwrap_or(profile.routed_scaling_factor),
+            softcapping: keys.number("moe_softcapping")?.filter(|&cap| cap != 0.0),
+            num_zero_experts: zero_experts(keys, &profile)?,
+            num_fused_shared_experts,
+            apply_router_weight_on_input: keys
+                .flag(&["apply_router_weight_on_input"])?
+                .map_or(profile.weight_on_input, |(_, b)| b),
+            ..Self::new(keys.required(&NUM_EXPERTS, profile.num_experts)?, slots - num_fused_shared_experts)
+        };
+        out.validate()?;
+        Ok(out)
+    }
+
+    /// [`from_hf`](Self::from_hf) for one decoder layer (dense layers count): the first layers of
+    /// DeepSeek-V4 route by token id (`mlp_layer_types` = `hash_moe`, or `num_hash_layers`, by
+    /// default 3). For every other model all layers are alike.
+    ///
+    /// # Errors
+    ///
+    /// As [`from_hf`](Self::from_hf).
+    pub fn from_hf_layer(config: &Value, layer: usize) -> Result<Self> {
+        let out = Self::from_hf(config)?;
+        let keys = Keys::of(config)?;
+        if keys.text("model_type")? != Some("deepseek_v4") {
+            return Ok(out);
+        }
+        let hash = match keys.text_at("mlp_layer_types", layer)? {
+            Some("hash_moe") => true,
+            Some("moe") => false,
+            Some(name) => {
+                return Err(RouterError::UnknownName {
+                    key: "mlp_layer_types",
+                    name: name.to_owned(),
+                    expected: "hash_moe, moe",
+                });
+            }
+            None => layer < keys.count(&["num_hash_layers"])?.unwrap_or(3),
+        };
+        if !hash {
+            return Ok(out);
+        }
+        let vocab_size = keys.required(&["vocab_size"], None)?;
+        let out = Self { selection: Selection::Hash { vocab_size }, correction_bias: false, ..out };
+        out.validate()?;
+        Ok(out)
+    }
+}
+
+/// The profile, and whether the model type has one of its own.
+fn profile_of(keys: Keys<'_>) -> Result<(Profile, bool)> {
+    let found = keys.text("model_type")?.and_then(Profile::find);
+    Ok((found.copied().unwrap_or(Profile::GENERIC), found.is_some()))
+}
+
+/// The method by precedence: backend, topk_method, model type.
+fn choose_method(keys: Keys<'_>, profile: &Profile, known: bool) -> Result<Choice> {
+    let scoring: Option<Scoring> = keys.text("scoring_func")?.map(str::parse).transpose()?;
+    let biased = matches!(profile.method, Method::Noaux(..) | Method::BiasedTopK);
+    let or_sigmoid = || scoring.unwrap_or(if biased { profile.scoring } else { Scoring::Sigmoid });
+    if let Some(name) = keys.text("moe_router_backend")? {
+        return match name {
+            "softmax" | "topksoftmax" | "legacy_softmax" => Ok(Choice::plain(Scoring::Softmax)),
+            "sigmoid" => Ok(Choice::plain(Scoring::Sigmoid)),
+            "fused_gate" | "noaux_tc" => Ok(Choice::noaux(or_sigmoid())),
+            _ => Err(RouterError::UnknownName {
+                key: "moe_router_backend",
+                name: name.to_owned(),
+                expected: "softmax, topksoftmax, legacy_softmax, sigmoid, fused_gate, noaux_tc",
+            }),
+        };
+    }
+    if let Some(name) = keys.text("topk_method")? {
+        let scoring = scoring.unwrap_or(profile.scoring);
+        return match name {
+            "greedy" => Ok(Choice::plain(scoring)),
+            "group_limited_greedy" => {
+                Ok(Choice { grouped: Some("group_limited_greedy"), ..Choice::plain(scoring) })
+            }
+            "noaux_tc" => Ok(Choice::noaux(or_sigmoid())),
+            _ => Err(RouterError::UnknownName {
+                key: "topk_method",
+                name: name.to_owned(),
+                expected: "greedy, group_limited_greedy, noaux_tc",
+            }),
+        };
+    }
+    if let (Some(model_type), None, false) = (keys.text("model_type")?, scoring, known) {
+        return Err(RouterError::UnknownModelType { model_type: model_type.to_owned() });
+    }
+    let scoring = scoring.unwrap_or(profile.scoring);
+    if let Method::Noaux(..) = profile.method {
+        return Ok(Choice::noaux(scoring));
+    }
+    // transformers' DeepseekV2Config spells its default out: topk_method "greedy" ignores groups.
+    let greedy = profile.model_types.contains(&"deepseek_v2");
+    let groups = keys.count(&NUM_EXPERT_GROUP)?.filter(|&n| n > 1 && !greedy);
+    if let Some(num_expert_group) = groups {
+        return Err(RouterError::AmbiguousGroups { num_expert_group });
+    }
+    let (bias, raw_logits) = (profile.method == Method::BiasedTopK, profile.method == Method::RawLogits);
+    Ok(Choice { bias, raw_logits, ..Choice::plain(scoring) })
+}
+
+fn selection(keys: Keys<'_>, profile: &Profile, choice: &Choice) -> Result<Selection> {
+    let Some(method) = choice.grouped else {
+        return Ok(if choice.raw_logits { Selection::RawLogits } else { Selection::TopK });
+    };
+    let (mut num_expert_group, mut topk_group) =
+        (keys.count(&NUM_EXPERT_GROUP)?, keys.count(&["topk_group"])?);
+    match profile.method {
+        Method::Noaux(groups, kept) => {
+            num_expert_group = num_expert_group.or(Some(groups));
+            topk_group = topk_group.or(Some(kept));
+        }
+        // Some models say noaux_tc for a bias without groups (DeepSeek-V4).
+        Method::BiasedTopK if num_expert_group.is_none() && topk_group.is_none() => {
+            return Ok(Selection::TopK);
+        }
+        _ => {}
+    }
+    match (num_expert_group, topk_group) {
+        (Some(groups @ 1..), Some(kept @ 1..)) => {
+            Ok(Selection::Grouped { num_expert_group: groups, topk_group: kept })
+        }
+        _ => Err(RouterError::MissingGroups { method, num_expert_group, topk_group }),
+    }
+}
+
+fn correction_bias(keys: Keys<'_>, choice: &Choice) -> Result<bool> {
+    let fused_gate = choice.bias && choice.grouped.is_some();
+    match keys.flag(&CORRECTION_BIAS)? {
+        Some((key, false)) if fused_gate => Err(RouterError::FusedGateNeedsBias { key }),
+        Some((_, bias)) => Ok(bias),
+        None => Ok(choice.bias),
+    }
+}
+
+fn zero_experts(keys: Keys<'_>, profile: &Profile) -> Result<usize> {
+    match keys.text("zero_expert_type")? {
+        None | Some("identity") => {}
+        Some(name) => return Err(RouterError::UnknownZeroExpertType { name: name.to_owned() }),
+    }
+    Ok(keys.count(&["zero_expert_num"])?.unwrap_or(profile.num_zero_experts))
+}

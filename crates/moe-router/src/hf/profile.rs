@@ -1,0 +1,126 @@
+//! What transformers computes for a model type when its configuration leaves keys out.
+//!
+//! Modelling code fixes part of the routing (Mixtral always renormalises, DeepSeek-V3 is always
+//! sigmoid with a bias), so defaults alone are not enough: a profile also holds the method.
+//! Values are those of transformers 5.17; `tests/transformers.json` compares the results.
+
+use crate::config::Scoring;
+
+/// Selection of a profile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Method {
+    /// Plain top-k.
+    TopK,
+    /// Top-k on score + bias, without groups.
+    BiasedTopK,
+    /// noaux_tc: biased, with these defaults of (n_group, topk_group).
+    Noaux(usize, usize),
+    /// Top-k on raw logits.
+    RawLogits,
+}
+
+/// Defaults and fixed parts of one family of model types.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Profile {
+    /// The model types.
+    pub model_types: &'static [&'static str],
+    /// `num_experts`, where there is a default.
+    pub num_experts: Option<usize>,
+    /// `num_experts_per_tok`, where there is a default.
+    pub top_k: Option<usize>,
+    /// Scoring function.
+    pub scoring: Scoring,
+    /// Selection.
+    pub method: Method,
+    /// `norm_topk_prob`, or what the code always does.
+    pub renormalize: bool,
+    /// `routed_scaling_factor`.
+    pub routed_scaling_factor: f32,
+    /// `zero_expert_num`.
+    pub num_zero_experts: usize,
+    /// Experts see `weight * hidden`.
+    pub weight_on_input: bool,
+}
+
+/// Softmax top-k, not renormalised: the family of Qwen2-MoE.
+const BASE: Profile = Profile {
+    model_types: &[],
+    num_experts: None,
+    top_k: None,
+    scoring: Scoring::Softmax,
+    method: Method::TopK,
+    renormalize: false,
+    routed_scaling_factor: 1.0,
+    num_zero_experts: 0,
+    weight_on_input: false,
+};
+
+/// DeepSeek-V3 and the models that took over its router.
+const NOAUX: Profile = Profile {
+    scoring: Scoring::Sigmoid,
+    method: Method::Noaux(1, 1),
+    renormalize: true,
+    num_experts: Some(128),
+    top_k: Some(8),
+    ..BASE
+};
+
+const fn base(model_types: &'static [&'static str], num_experts: usize, top_k: usize) -> Profile {
+    Profile { model_types, num_experts: Some(num_experts), top_k: Some(top_k), ..BASE }
+}
+
+const PROFILES: &[Profile] = &[
+    base(&["qwen2_moe"], 60, 4),
+    base(&["qwen3_moe"], 128, 8),
+    Profile { renormalize: true, ..base(&["qwen3_next"], 512, 10) },
+    Profile { renormalize: true, ..base(&["qwen3_5_moe_text"], 256, 8) },
+    base(&["olmoe"], 64, 8),
+    Profile { renormalize: true, ..base(&["mixtral"], 8, 2) },
+    Profile { method: Method::RawLogits, ..base(&["gpt_oss"], 128, 4) },
+    Profile {
+        scoring: Scoring::Sigmoid,
+        method: Method::RawLogits,
+        weight_on_input: true,
+        ..base(&["llama4_text"], 16, 1)
+    },
+    Profile { model_types: &["deepseek_v2"], num_experts: Some(64), ..BASE },
+    Profile {
+        model_types: &["deepseek_v3", "deepseek_v32"],
+        num_experts: Some(256),
+        method: Method::Noaux(8, 4),
+        routed_scaling_factor: 2.5,
+        ..NOAUX
+    },
+    Profile {
+        scoring: Scoring::SqrtSoftplus,
+        method: Method::BiasedTopK,
+        renormalize: true,
+        routed_scaling_factor: 1.5,
+        ..base(&["deepseek_v4"], 256, 6)
+    },
+    Profile { model_types: &["glm4_moe"], ..NOAUX },
+    Profile { model_types: &["dots1"], num_experts: None, top_k: None, renormalize: false, ..NOAUX },
+    Profile {
+        scoring: Scoring::Sigmoid,
+        method: Method::BiasedTopK,
+        renormalize: true,
+        ..base(&["minimax_m2"], 256, 8)
+    },
+    Profile {
+        method: Method::BiasedTopK,
+        routed_scaling_factor: 6.0,
+        num_zero_experts: 256,
+        ..base(&["longcat_flash"], 512, 12)
+    },
+];
+
+impl Profile {
+    /// The profile of a configuration without a model type: softmax top-k, every key at the
+    /// default of InfiniLM's reader.
+    pub const GENERIC: Profile = BASE;
+
+    /// The profile of a model type.
+    pub fn find(model_type: &str) -> Option<&'static Profile> {
+        PROFILES.iter().find(|p| p.model_types.contains(&model_type))
+    }
+}

@@ -1,0 +1,202 @@
+//! The router: a configuration with its parameters, checked once.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Result, Tensor, bail};
+use candle_nn::VarBuilder;
+use moe_kernels::{View, ViewMut, Workspace};
+
+use crate::config::{RouterConfig, Selection};
+use crate::custom::RoutingFunction;
+use crate::error::RouterError;
+use crate::score::ids_fault;
+use crate::simulate::{RoutingStrategy, Strategies};
+
+/// What a router needs beside its configuration. Everything that the configuration does not call
+/// for stays at its default; a superfluous parameter is an error.
+#[derive(Clone, Default)]
+pub struct RouterParams {
+    /// `e_score_correction_bias` [num_experts + num_zero_experts] f32, with
+    /// [`RouterConfig::correction_bias`].
+    pub correction_bias: Option<Tensor>,
+    /// Expert ids by token id, [vocab_size, top_k] of an integer dtype, with
+    /// [`Selection::Hash`]. The ids of a row are distinct.
+    pub hash_table: Option<Tensor>,
+    /// The routing function, with [`Selection::Custom`].
+    pub function: Option<Arc<dyn RoutingFunction>>,
+    /// The strategies that [`Selection::Simulated`] names one of.
+    pub strategies: Strategies,
+}
+
+/// Router logits and their place in the step.
+#[derive(Clone, Copy, Debug)]
+pub struct RouteInput<'a> {
+    /// Router logits [T, num_experts + num_zero_experts] f32.
+    pub logits: View<'a>,
+    /// Hidden states [T, H], for routing functions that look at them.
+    pub hidden: Option<View<'a>>,
+    /// MoE layer counted from 0 without dense layers: the layer of capture, replay and heat.
+    pub layer: usize,
+    /// Row of the step that row 0 is, where a step is routed in pieces.
+    pub first_row: usize,
+}
+
+impl<'a> RouteInput<'a> {
+    /// The logits of a whole step in one MoE layer.
+    pub fn new(logits: View<'a>, layer: usize) -> Self {
+        Self { logits, hidden: None, layer, first_row: 0 }
+    }
+}
+
+/// Where routing goes.
+#[derive(Debug)]
+pub struct RouteOutput<'a> {
+    /// Logical expert ids [T, K] u32; [`NO_EXPERT`](moe_kernels::NO_EXPERT) = no expert.
+    pub topk_ids: ViewMut<'a>,
+    /// Weights [T, K] f32; 0 where there is no expert.
+    pub topk_weights: ViewMut<'a>,
+    /// Identity weights `[T]` f32: the block adds `weight * hidden` once. Required with zero
+    /// experts; without them it is optional and filled with 0.
+    pub zero_expert_weights: Option<ViewMut<'a>>,
+}
+
+/// A routing method with its parameters.
+#[derive(Clone)]
+pub struct Router {
+    pub(crate) config: RouterConfig,
+    pub(crate) bias: Option<Tensor>,
+    pub(crate) table: Option<Tensor>,
+    pub(crate) function: Option<Arc<dyn RoutingFunction>>,
+    pub(crate) strategy: Option<Arc<dyn RoutingStrategy>>,
+    pub(crate) workspace: Workspace,
+}
+
+impl Router {
+    /// A router of this method.
+    ///
+    /// # Errors
+    ///
+    /// An invalid configuration, or parameters that do not fit it: a missing or superfluous one,
+    /// a bias that is not f32 or not finite, a table with bad ids, an unknown strategy.
+    pub fn new(config: RouterConfig, params: RouterParams) -> Result<Self> {
+        config.validate()?;
+        let bias = checked_bias(&config, params.correction_bias)?;
+        let table = checked_table(&config, params.hash_table)?;
+        let is_custom = config.selection == Selection::Custom;
+        wanted(&config, is_custom, params.function.is_some(), FUNCTION)?;
+        let strategy = match &config.selection {
+            Selection::Simulated { strategy, .. } => Some(params.strategies.get(strategy)?),
+            _ => None,
+        };
+        Ok(Self { config, bias, table, function: params.function, strategy, workspace: Workspace::new() })
+    }
+
+    /// A router with its parameters from a checkpoint; `vb` has the gate's prefix
+    /// (`model.layers.N.mlp.gate`).
+    ///
+    /// Reads `e_score_correction_bias` (kept in f32 whatever the dtype of `vb`) with
+    /// [`RouterConfig::correction_bias`], and `tid2eid` with [`Selection::Hash`]. The gate's
+    /// weight belongs to the block.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new); a missing tensor is an error that names it.
+    pub fn load(config: &RouterConfig, vb: VarBuilder) -> Result<Self> {
+        config.validate()?;
+        let get = |name: &str, dims: &[usize], dtype: DType| {
+            let tensor = vb.get_with_hints_dtype(dims, name, Default::default(), dtype);
+            tensor.map_err(|e| {
+                let prefix = vb.prefix();
+                candle_core::Error::Msg(format!(
+                    "{config_needs} `{prefix}.{name}` {dims:?}: {e}",
+                    config_needs = "the router's configuration calls for"
+                ))
+                .bt()
+            })
+        };
+        let mut params = RouterParams::default();
+        if config.correction_bias {
+            let dims = [config.num_logits()];
+            params.correction_bias = Some(get("e_score_correction_bias", &dims, DType::F32)?);
+        }
+        if let Selection::Hash { vocab_size } = config.selection {
+            params.hash_table = Some(get("tid2eid", &[vocab_size, config.top_k], DType::I64)?);
+        }
+        Self::new(config.clone(), params)
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &RouterConfig {
+        &self.config
+    }
+}
+
+impl std::fmt::Debug for Router {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Router").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+const FUNCTION: [&str; 2] = ["needs a routing function", "does not use the routing function that was given"];
+const TABLE: [&str; 2] = ["needs a hash table", "does not use the hash table that was given"];
+
+/// Fails if a parameter is missing or superfluous; `faults` says so.
+fn wanted(config: &RouterConfig, wanted: bool, given: bool, faults: [&'static str; 2]) -> Result<()> {
+    if wanted == given {
+        return Ok(());
+    }
+    let fault = if wanted { faults[0] } else { faults[1] };
+    Err(RouterError::WrongParams { selection: config.selection.name(), fault }.into())
+}
+
+fn checked_bias(config: &RouterConfig, bias: Option<Tensor>) -> Result<Option<Tensor>> {
+    let bias = match (config.correction_bias, bias) {
+        (true, Some(bias)) => bias,
+        (false, None) => return Ok(None),
+        (true, None) => return Err(RouterError::MissingCorrectionBias.into()),
+        (false, Some(_)) => return Err(RouterError::UnexpectedCorrectionBias.into()),
+    };
+    if bias.dtype() != DType::F32 {
+        bail!(
+            "e_score_correction_bias must be f32, because a rounded bias changes routing; got {}",
+            bias.dtype().as_str()
+        )
+    }
+    let want = [config.num_logits()];
+    if bias.dims() != want {
+        bail!("expected e_score_correction_bias with dims {want:?}, got {:?}", bias.dims())
+    }
+    for (expert, b) in bias.to_vec1::<f32>()?.into_iter().enumerate() {
+        if !b.is_finite() {
+            bail!("e_score_correction_bias of expert {expert} is {b}; it must be finite")
+        }
+    }
+    Ok(Some(bias.contiguous()?))
+}
+
+/// The hash table as u32, its ids checked.
+fn checked_table(config: &RouterConfig, table: Option<Tensor>) -> Result<Option<Tensor>> {
+    let Selection::Hash { vocab_size } = config.selection else {
+        wanted(config, false, table.is_some(), TABLE)?;
+        return Ok(None);
+    };
+    wanted(config, true, table.is_some(), TABLE)?;
+    let Some(table) = table else { return Ok(None) };
+    if !table.dtype().is_int() {
+        bail!("the hash table must hold integers, got dtype {}", table.dtype().as_str())
+    }
+    let want = [vocab_size, config.top_k];
+    if table.dims() != want {
+        bail!("expected a hash table with dims {want:?}, got {:?}", table.dims())
+    }
+    let ids = table.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
+    // Negative ids become u32::MAX - 1: out of range, and not the mark of an absent expert.
+    let ids: Vec<u32> =
+        ids.iter().map(|&id| u32::try_from(id).unwrap_or(u32::MAX).min(u32::MAX - 1)).collect();
+    for (token, row) in ids.chunks_exact(config.top_k).enumerate() {
+        if let Some(fault) = ids_fault(row, config.num_experts) {
+            bail!("hash table, token {token}: {fault}")
+        }
+    }
+    Ok(Some(Tensor::from_vec(ids, &want, table.device())?))
+}

@@ -1,0 +1,70 @@
+//! Gate and route in one call.
+
+use moe_router::candle::{DType, Device, Result, Tensor};
+use moe_router::{Exec, GateInput, RouteOutput, Router, RouterConfig, RouterParams, TensorView, ViewMut};
+
+use crate::{bits, logits, message, rows, some_logits};
+
+fn router(num_experts: usize) -> Result<Router> {
+    let config = RouterConfig { renormalize: true, ..RouterConfig::new(num_experts, 2) };
+    Router::new(config, RouterParams::default())
+}
+
+#[test]
+fn the_gate_is_a_product_with_f32_logits() -> Result<()> {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        // Powers of two and small integers: every dtype and every order of summation is exact.
+        let values = |n: usize, m: usize| (0..n * m).map(|i| ((i * 7) % 11) as f32 - 5.0).collect::<Vec<_>>();
+        let hidden = Tensor::from_vec(values(3, 8), (3, 8), &Device::Cpu)?.to_dtype(dtype)?;
+        let weight = (Tensor::from_vec(values(5, 8), (5, 8), &Device::Cpu)? / 64.)?.to_dtype(dtype)?;
+        let bias = Tensor::new(&[0f32, 0.5, -0.25, 0.0, 1.0], &Device::Cpu)?.to_dtype(dtype)?;
+        let f32 = |t: &Tensor| t.to_dtype(DType::F32);
+        let want = f32(&hidden)?.matmul(&f32(&weight)?.t()?)?.broadcast_add(&f32(&bias)?)?;
+
+        let mut ex = Exec::cpu();
+        let routed = router(5)?.gate_and_route(&hidden, &weight, Some(&bias), 0, &mut ex)?;
+        assert_eq!(bits(&routed)?, bits(&router(5)?.route(&want)?)?, "{dtype:?}");
+        // The bias matters.
+        let unbiased = router(5)?.gate_and_route(&hidden, &weight, None, 0, &mut ex)?;
+        assert_ne!(bits(&unbiased)?, bits(&routed)?);
+    }
+    Ok(())
+}
+
+#[test]
+fn logits_are_handed_out_on_request() -> Result<()> {
+    let hidden = logits(&some_logits(4, 8, 1), 8)?;
+    let weight = logits(&some_logits(5, 8, 2), 8)?;
+    let router = router(5)?;
+    let mut ex = Exec::cpu();
+    let (mut ids, mut weights, mut out) = ([0u32; 8], [0f32; 8], [f32::NAN; 20]);
+    let (h, w) = (TensorView::new(&hidden)?, TensorView::new(&weight)?);
+    let output = RouteOutput {
+        topk_ids: ViewMut::new(&mut ids, &[4, 2])?,
+        topk_weights: ViewMut::new(&mut weights, &[4, 2])?,
+        zero_expert_weights: None,
+    };
+    let input = GateInput::new(h.view()?, w.view()?, 0);
+    router.gate_and_route_into(&input, Some(ViewMut::new(&mut out, &[4, 5])?), output, &mut ex)?;
+    let exact = hidden.matmul(&weight.t()?)?.flatten_all()?.to_vec1::<f32>()?;
+    assert!(out.iter().zip(&exact).all(|(a, b)| (a - b).abs() < 1e-4), "{out:?} {exact:?}");
+    let routed = router.route(&Tensor::from_vec(out.to_vec(), (4, 5), &Device::Cpu)?)?;
+    assert_eq!(rows(&routed)?.into_iter().flat_map(|(ids, _)| ids).collect::<Vec<_>>(), ids);
+    Ok(())
+}
+
+#[test]
+fn a_gate_that_does_not_fit_is_refused() -> Result<()> {
+    let tensor = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &Device::Cpu);
+    let hidden = tensor(&[2, 8], DType::F32)?;
+    let run = |weight: Tensor, bias: Option<Tensor>| {
+        message(router(5).unwrap().gate_and_route(&hidden, &weight, bias.as_ref(), 0, &mut Exec::cpu()))
+    };
+    let e = run(tensor(&[4, 8], DType::F32)?, None);
+    assert_eq!(e, "gate_and_route: expected gate weight with dims [5, 8], got [4, 8]");
+    let e = run(tensor(&[5, 8], DType::BF16)?, None);
+    assert!(e.contains("expected") && e.contains("bf16"), "{e}");
+    let e = run(tensor(&[5, 8], DType::F32)?, Some(tensor(&[4], DType::F32)?));
+    assert!(e.contains("[5]") && e.contains("[4]"), "{e}");
+    Ok(())
+}

@@ -1,0 +1,217 @@
+//! The Qwen3-MoE decoder: a composition of runtime modules and sparse blocks.
+//!
+//! One forward for everything: bulk and chunked prefill, decode, parity. The residual stream is
+//! f32 whatever the model dtype: it is small beside the weights, and rounding it in every layer is
+//! most of what a bf16 run loses. Each norm also adds the block's output to it.
+
+use candle_nn::VarBuilder;
+use model_runtime::attention::{Attention, AttentionConfig, AttentionNames};
+use model_runtime::layers::{Embedding, LmHead, RmsNorm, gather_rows_into};
+use model_runtime::{
+    CausalLm, Exec, KvCache, KvLayout, ModelInfo, MoeInfo, Observed, Observer, Rope, StepViews, View, ViewMut,
+};
+use moe_layer::candle::Result;
+use moe_layer::{BackendSelection, BlockOptions, DType, GatedMlp, Router, SparseMoeBlock, load_block};
+
+use crate::config::Qwen3MoeConfig;
+
+enum Mlp {
+    Dense(GatedMlp),
+    Sparse(Box<SparseMoeBlock>),
+}
+
+struct DecoderLayer {
+    input_norm: RmsNorm,
+    attention: Attention,
+    post_attention_norm: RmsNorm,
+    mlp: Mlp,
+}
+
+/// A loaded Qwen3-MoE model.
+pub struct Qwen3Moe {
+    info: ModelInfo,
+    embedding: Embedding,
+    layers: Vec<DecoderLayer>,
+    norm: RmsNorm,
+    lm_head: LmHead,
+    rope: Rope,
+    backend: Option<BackendSelection>,
+}
+
+impl Qwen3Moe {
+    /// Loads the model's tensors; `vb` is at the root of the checkpoint and has the model dtype.
+    /// `backend` names the expert backend; `None` lets the oracle choose.
+    pub fn load(config: &Qwen3MoeConfig, backend: Option<&str>, vb: VarBuilder) -> Result<Self> {
+        let (h, eps) = (config.hidden_size, config.rms_norm_eps as f64);
+        let model = vb.pp("model");
+        let embedding = Embedding::load(config.vocab_size, h, model.pp("embed_tokens"))?;
+        let mut layers = Vec::new();
+        let mut chosen = None;
+        let mut moe_layers = Vec::new();
+        for (index, sparse) in config.is_sparse.iter().enumerate() {
+            let vb = model.pp("layers").pp(index);
+            let mlp = if *sparse {
+                let options = block_options(config, moe_layers.len(), backend);
+                let vb = vb.pp("mlp");
+                let (block, selection) = load_block(&options, vb.pp("gate"), vb.pp("experts"))?;
+                moe_layers.push(index);
+                chosen = Some(selection);
+                Mlp::Sparse(Box::new(block))
+            } else {
+                let width = config.intermediate_size;
+                Mlp::Dense(GatedMlp::load(h, width, config.activation, vb.pp("mlp"))?)
+            };
+            layers.push(DecoderLayer {
+                input_norm: RmsNorm::load(h, eps, vb.pp("input_layernorm"))?,
+                attention: Attention::load(
+                    attention_config(config),
+                    AttentionNames::default(),
+                    vb.pp("self_attn"),
+                )?,
+                post_attention_norm: RmsNorm::load(h, eps, vb.pp("post_attention_layernorm"))?,
+                mlp,
+            });
+        }
+        let lm_head = match config.tie_word_embeddings {
+            true => LmHead::new(embedding.weight().clone())?,
+            false => LmHead::load(config.vocab_size, h, vb.pp("lm_head"))?,
+        };
+        let rope = Rope::new(config.rope.clone());
+        Ok(Self {
+            info: info(config, moe_layers, &rope, vb.dtype()),
+            embedding,
+            layers,
+            norm: RmsNorm::load(h, eps, model.pp("norm"))?,
+            lm_head,
+            rope,
+            backend: chosen,
+        })
+    }
+
+    /// The oracle's choice of expert backend; `None` for a model without sparse layers.
+    pub fn backend(&self) -> Option<&BackendSelection> {
+        self.backend.as_ref()
+    }
+}
+
+impl CausalLm for Qwen3Moe {
+    fn info(&self) -> &ModelInfo {
+        &self.info
+    }
+
+    fn router(&self, moe_layer: usize) -> Option<&Router> {
+        let layer = *self.info.moe.as_ref()?.layers.get(moe_layer)?;
+        match &self.layers.get(layer)?.mlp {
+            Mlp::Sparse(block) => block.router(),
+            Mlp::Dense(_) => None,
+        }
+    }
+
+    fn forward(
+        &self,
+        step: &StepViews,
+        kv: &mut KvCache,
+        logits: ViewMut,
+        observer: Option<&mut dyn Observer>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let dims = [step.num_tokens(), self.info.hidden_size];
+        let dtype = self.info.kv.dtype;
+        let mut observe = Observe(observer);
+        let mut residual = ex.scratch(DType::F32, &dims)?;
+        let mut delta = ex.scratch(DType::F32, &dims)?;
+        let mut x = ex.scratch(dtype, &dims)?;
+        let rope = self.rope.rows(step.positions, step.rope_len, ex)?;
+        self.embedding.forward_into(step.token_ids, residual.view_mut(), ex)?;
+        observe.hidden(0, residual.view())?;
+        let first = self.layers.first().map_or(&self.norm, |layer| &layer.input_norm);
+        first.forward_into(residual.view(), x.view_mut(), ex)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let kv = kv.layer_mut(index)?;
+            layer.attention.forward_into(x.view(), step, &rope, kv, delta.view_mut(), ex)?;
+            let norm = &layer.post_attention_norm;
+            norm.add_forward_into(delta.view(), residual.view_mut(), x.view_mut(), ex)?;
+            match &layer.mlp {
+                Mlp::Dense(mlp) => mlp.forward_into(x.view(), delta.view_mut(), ex)?,
+                Mlp::Sparse(block) => {
+                    let mut see = |logits: View<'_>| observe.router(index, logits);
+                    block.forward_observed_into(x.view(), delta.view_mut(), &mut see, ex)?;
+                }
+            }
+            let next = self.layers.get(index + 1).map_or(&self.norm, |layer| &layer.input_norm);
+            next.add_forward_into(delta.view(), residual.view_mut(), x.view_mut(), ex)?;
+            let is_last = index + 1 == self.layers.len();
+            observe.hidden(index + 1, if is_last { x.view() } else { residual.view() })?;
+        }
+        let mut last = ex.scratch(dtype, &[step.num_logits(), self.info.hidden_size])?;
+        gather_rows_into(x.view(), step.logits_rows, last.view_mut(), ex)?;
+        self.lm_head.forward_into(last.view(), logits, ex)
+    }
+}
+
+/// The observer, if there is one.
+struct Observe<'a>(Option<&'a mut dyn Observer>);
+
+impl Observe<'_> {
+    fn hidden(&mut self, index: usize, data: View<'_>) -> Result<()> {
+        self.show(Observed::HiddenStates(index), data)
+    }
+
+    fn router(&mut self, layer: usize, data: View<'_>) -> Result<()> {
+        self.show(Observed::RouterLogits(layer), data)
+    }
+
+    fn show(&mut self, what: Observed, data: View<'_>) -> Result<()> {
+        match &mut self.0 {
+            Some(observer) => observer.observe(what, data),
+            None => Ok(()),
+        }
+    }
+}
+
+fn block_options(config: &Qwen3MoeConfig, layer: usize, backend: Option<&str>) -> BlockOptions {
+    BlockOptions {
+        router: config.router.clone(),
+        hidden_size: config.hidden_size,
+        intermediate_size: config.moe_intermediate_size,
+        activation: config.activation,
+        layer,
+        backend: backend.map(str::to_string),
+    }
+}
+
+fn attention_config(config: &Qwen3MoeConfig) -> AttentionConfig {
+    AttentionConfig {
+        hidden_size: config.hidden_size,
+        num_heads: config.num_attention_heads,
+        num_kv_heads: config.num_key_value_heads,
+        head_dim: config.head_dim,
+        qkv_bias: config.attention_bias,
+        o_bias: config.attention_bias,
+        qk_norm: true,
+        rms_norm_eps: config.rms_norm_eps as f64,
+        sliding_window: config.sliding_window,
+        softmax_scale: None,
+    }
+}
+
+fn info(config: &Qwen3MoeConfig, layers: Vec<usize>, rope: &Rope, dtype: DType) -> ModelInfo {
+    ModelInfo {
+        vocab_size: config.vocab_size,
+        hidden_size: config.hidden_size,
+        num_layers: config.num_hidden_layers,
+        max_position_embeddings: config.max_position_embeddings,
+        max_context_len: rope.config().max_context_len(),
+        kv: KvLayout {
+            num_layers: config.num_hidden_layers,
+            num_kv_heads: config.num_key_value_heads,
+            head_dim: config.head_dim,
+            dtype,
+        },
+        moe: (!layers.is_empty()).then_some(MoeInfo {
+            layers,
+            num_experts: config.router.num_experts,
+            top_k: config.router.top_k,
+        }),
+    }
+}

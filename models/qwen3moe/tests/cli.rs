@@ -1,0 +1,352 @@
+//! The program as a user runs it: text, exit codes, and a clear error for every kind of bad input.
+#![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::{Value, json};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(name)
+}
+
+fn run(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
+    command.args(args).env("RUST_BACKTRACE", "0").output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// Runs, expects this exit code and one line on stderr that holds all of the words.
+fn fails(args: &[&str], code: i32, words: &[&str]) {
+    let output = run(args);
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(code), "{args:?}\n{stderr}");
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    for word in words {
+        assert!(stderr.contains(word), "{args:?}: expected {word:?} in\n{stderr}");
+    }
+}
+
+/// A copy of a fixture that a test may damage.
+struct Copied(tempfile::TempDir);
+
+impl Copied {
+    fn new(name: &str) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        for entry in fs::read_dir(fixture(name)).unwrap() {
+            let path = entry.unwrap().path();
+            fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+        }
+        Self(dir)
+    }
+
+    fn path(&self, file: &str) -> PathBuf {
+        self.0.path().join(file)
+    }
+
+    fn config(&self, key: &str, value: Value) {
+        let path = self.path("config.json");
+        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        config[key] = value;
+        fs::write(path, config.to_string()).unwrap();
+    }
+
+    fn fails(&self, words: &[&str]) {
+        fails(&["--model", self.0.path().to_str().unwrap(), "--prompt", "x"], 1, words);
+    }
+}
+
+#[test]
+fn the_embedded_model_continues_a_prompt() {
+    let args = ["--prompt", "First Citizen:", "--max-new-tokens", "40", "--temperature", "0"];
+    let first = run(&args);
+    assert!(first.status.success());
+    assert!(stdout(&first).chars().count() > 40, "{}", stdout(&first));
+    assert!(!stdout(&first).contains("First Citizen:\nFirst Citizen:"), "only the continuation is printed");
+    assert_eq!(stdout(&first), stdout(&run(&args)), "greedy output repeats");
+    assert_eq!(stdout(&first), stdout(&run(&[&["generate"], &args[..]].concat())));
+    let one_thread = [&args[..], &["--num-threads", "1", "--block-size", "3"]].concat();
+    assert_eq!(stdout(&first), stdout(&run(&one_thread)), "threads and blocks do not change the text");
+}
+
+#[test]
+fn sampling_is_reproducible_by_seed() {
+    let with_seed = |seed: &str| stdout(&run(&["--max-new-tokens", "24", "--seed", seed]));
+    assert_eq!(with_seed("7"), with_seed("7"));
+    assert_ne!(with_seed("7"), with_seed("8"));
+}
+
+#[test]
+fn text_equals_that_of_transformers() {
+    let dir = fixture("text");
+    let case: Value = serde_json::from_slice(&fs::read(dir.join("text_case.json")).unwrap()).unwrap();
+    for greedy in case["greedy"].as_array().unwrap() {
+        let count = greedy["generated_ids"].as_array().unwrap().len().to_string();
+        let prompt = greedy["prompt"].as_str().unwrap();
+        let output = run(&[
+            "--model",
+            dir.to_str().unwrap(),
+            "--prompt",
+            prompt,
+            "--max-new-tokens",
+            &count,
+            "--temperature",
+            "0",
+            "--ignore-eos",
+            "--dtype",
+            "f32",
+        ]);
+        assert_eq!(stdout(&output), greedy["generated_text"].as_str().unwrap(), "prompt {prompt:?}");
+    }
+}
+
+#[test]
+fn prompts_come_from_files_and_stdin() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("prompt.txt");
+    fs::write(&file, "ROMEO:").unwrap();
+    let common = ["--max-new-tokens", "8", "--temperature", "0"];
+    let by_flag = run(&[&["--prompt", "ROMEO:"], &common[..]].concat());
+    let by_file = run(&[&["--prompt-file", file.to_str().unwrap()], &common[..]].concat());
+    assert_eq!(stdout(&by_flag), stdout(&by_file));
+    let by_stdin = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"))
+        .args(["-"])
+        .args(common)
+        .stdin(fs::File::open(&file).unwrap())
+        .output()
+        .unwrap();
+    assert_eq!(stdout(&by_flag), stdout(&by_stdin));
+}
+
+#[test]
+fn wrong_calls_are_usage_errors() {
+    fails(&["--prompt", "x", "--prompt-file", "y"], 2, &["cannot be used with"]);
+    fails(&["--prompt", "x", "--device", "tpu"], 2, &["tpu"]);
+    fails(&["--prompt", "x", "--dtype", "int3"], 2, &["int3", "f32, bf16 or f16"]);
+    fails(&["--prompt", "x", "--cpu-isa", "sse9"], 2, &["sse9", "scalar, avx2"]);
+    fails(&["--prompt", "x", "--num-threads", "0"], 2, &["at least 1"]);
+    fails(&["--prompt", "x", "--top-p", "1.5"], 2, &["top_p", "1.5"]);
+    fails(&["--prompt", "x", "--temperature", "-1"], 2, &["temperature"]);
+    fails(&["--prompt", "x", "--top-k", "-7"], 2, &["--top-k -7"]);
+    fails(&["--prompt", "x", "--num-threads", "100000"], 2, &["100000", "1024"]);
+    fails(&["--prompt", "x", "--block-size", "0"], 2, &["--block-size"]);
+    fails(&["--prompt", "x", "--max-model-len", "100000"], 2, &["--max-model-len", "512"]);
+    fails(&["--prompt", "x", "--model", "/no/such/folder"], 2, &["/no/such/folder"]);
+    fails(&["--prompt", "x", "--moe-backend", "warp"], 1, &["warp", "cpu"]);
+    fails(&["--prompt", "x", "--moe-backend", "cpu_batched"], 1, &["cpu_batched", "BatchedExperts"]);
+}
+
+#[test]
+fn bad_prompts_are_named() {
+    fails(&["--prompt", ""], 1, &["prompt is empty"]);
+    fails(&["--prompt", &"word ".repeat(2000)], 1, &["longer than the context", "512"]);
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("latin1.txt");
+    fs::write(&file, b"caf\xe9").unwrap();
+    fails(&["--prompt-file", file.to_str().unwrap()], 1, &["not UTF-8", "0xe9", "offset 3", "latin1.txt"]);
+    fails(&["--prompt-file", "/no/such/file"], 1, &["/no/such/file"]);
+}
+
+#[test]
+fn damaged_weights_are_named() {
+    let model = Copied::new("text");
+    let weights = model.path("model.safetensors");
+    let bytes = fs::read(&weights).unwrap();
+    fs::write(&weights, &bytes[..bytes.len() / 2]).unwrap();
+    model.fails(&["model.safetensors"]);
+    fs::write(&weights, &bytes[..3]).unwrap();
+    model.fails(&["model.safetensors"]);
+    fs::write(&weights, [&u64::MAX.to_le_bytes()[..], &bytes[8..]].concat()).unwrap();
+    model.fails(&["model.safetensors"]);
+    fs::write(&weights, b"").unwrap();
+    model.fails(&["model.safetensors"]);
+    fs::remove_file(&weights).unwrap();
+    fs::remove_file(model.path("reference.safetensors")).unwrap();
+    model.fails(&["safetensors"]);
+}
+
+#[test]
+fn every_mismatch_is_in_one_message() {
+    let model = Copied::new("text");
+    // Another width: many tensors have another shape, and one layer more is missing altogether.
+    model.config("moe_intermediate_size", json!(24));
+    let layers = serde_json::from_slice::<Value>(&fs::read(model.path("config.json")).unwrap()).unwrap()
+        ["num_hidden_layers"]
+        .as_u64()
+        .unwrap();
+    model.config("num_hidden_layers", json!(layers + 1));
+    model.fails(&[
+        "missing",
+        &format!("model.layers.{layers}.input_layernorm.weight"),
+        "of another shape",
+        "24",
+    ]);
+    model.config("num_hidden_layers", json!(layers - 1));
+    model.fails(&["unexpected", &format!("model.layers.{}.input_layernorm.weight", layers - 1)]);
+}
+
+#[test]
+fn a_missing_shard_is_named() {
+    let model = Copied::new("sharded");
+    let shard = fs::read_dir(model.0.path())
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .find(|p| p.to_string_lossy().contains("-of-"))
+        .unwrap();
+    fs::remove_file(&shard).unwrap();
+    model.fails(&[shard.file_name().unwrap().to_str().unwrap()]);
+}
+
+#[test]
+fn broken_configs_are_refused_before_anything_is_allocated() {
+    for (key, value, words) in [
+        ("model_type", json!("llama"), &["model_type", "llama", "qwen3_moe"][..]),
+        ("model_type", json!(null), &["model_type"]),
+        ("hidden_size", json!(1u64 << 60), &["hidden_size"]),
+        ("hidden_size", json!(-1), &["hidden_size", "-1"]),
+        ("hidden_size", json!("many"), &["hidden_size", "many"]),
+        ("num_hidden_layers", json!(1e12), &["num_hidden_layers"]),
+        ("vocab_size", json!(u64::MAX), &["vocab_size"]),
+        ("num_experts_per_tok", json!(1000), &["num_experts_per_tok"]),
+        ("num_experts_per_tok", json!(0), &["num_experts_per_tok"]),
+        ("num_attention_heads", json!(3), &["num_key_value_heads"]),
+        ("head_dim", json!(7), &["head_dim"]),
+        ("hidden_act", json!("relu6"), &["relu6"]),
+        ("rope_scaling", json!({"rope_type": "llama3", "factor": 8}), &["llama3"]),
+        ("quantization_config", json!({"quant_method": "awq"}), &["awq"]),
+        ("torch_dtype", json!("float8"), &["float8"]),
+    ] {
+        let model = Copied::new("text");
+        model.config(key, value);
+        model.fails(words);
+    }
+    let model = Copied::new("text");
+    fs::write(model.path("config.json"), "{\"model_type\": ").unwrap();
+    model.fails(&["config.json", "JSON"]);
+    fs::remove_file(model.path("config.json")).unwrap();
+    model.fails(&["config.json"]);
+}
+
+#[test]
+fn not_finite_weights_are_reported_on_request() {
+    let model = Copied::new("f32");
+    let weights = model.path("model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let end = bytes.len();
+    bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    fs::write(&weights, bytes).unwrap();
+    let path = model.0.path().to_str().unwrap().to_string();
+    fails(&["--model", &path, "--prompt", "x", "--check-weights"], 1, &["not finite", "NaN"]);
+}
+
+#[test]
+fn a_missing_tokenizer_is_named() {
+    let model = Copied::new("base");
+    model.fails(&["tokenizer.json"]);
+    let model = Copied::new("text");
+    fs::write(model.path("tokenizer.json"), "[]").unwrap();
+    model.fails(&["tokenizer.json"]);
+}
+
+#[test]
+fn absurd_sizes_are_errors_and_not_aborts() {
+    let model = fixture("base");
+    let bench = |flags: &[&str], words: &[&str]| {
+        fails(&[&["bench", "--model", model.to_str().unwrap()], flags].concat(), 2, words);
+    };
+    bench(&["--prompt", "100000000000"], &["--prompt", "100000000000"]);
+    bench(&["--prompt", "4", "--output", "4", "--batches", "10000000000"], &["--batches 10000000000"]);
+    bench(&["--prompt", "4", "--output", "4", "--lengths", "18446744073709551615"], &["--lengths"]);
+    let long = Copied::new("text");
+    long.config("max_position_embeddings", json!(1u64 << 31));
+    let path = long.0.path().to_str().unwrap().to_string();
+    let flags = ["--model", &path, "--prompt", "x", "--max-new-tokens", "2000000000"];
+    fails(&[&flags[..], &["--max-model-len", "2000000000"]].concat(), 1, &["memory"]);
+}
+
+#[test]
+fn a_full_disk_behind_stdout_is_an_error() {
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"))
+        .args(["--prompt", "x", "--max-new-tokens", "2", "--ignore-eos"])
+        .stdout(full)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("cannot write to stdout"));
+}
+
+#[test]
+fn backends_are_explained_as_json() {
+    let output = run(&["--prompt", "x", "--max-new-tokens", "1", "--log", "warn", "--explain-backends"]);
+    let explained: Value = serde_json::from_slice(&output.stderr).unwrap();
+    assert_eq!(explained["chosen"], "cpu");
+    assert_eq!(explained["rejected"][0]["backend"], "cpu_batched");
+}
+
+#[test]
+fn parity_fails_on_a_foreign_reference() {
+    let (model, foreign) = (fixture("base"), fixture("f32").join("reference.safetensors"));
+    let json = tempfile::NamedTempFile::new().unwrap();
+    let output = run(&[
+        "parity",
+        "--model",
+        model.to_str().unwrap(),
+        "--reference",
+        foreign.to_str().unwrap(),
+        "--json",
+        json.path().to_str().unwrap(),
+    ]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("expected"), "the sizes do not fit this model");
+}
+
+#[test]
+fn a_reference_with_absurd_noise_does_not_switch_the_comparison_off() {
+    let model = Copied::new("base");
+    let reference = model.path("reference.safetensors");
+    let mut bytes = fs::read(&reference).unwrap();
+    let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();
+    let at = 8 + header_len + header["bf16_noise"]["data_offsets"][0].as_u64().unwrap() as usize;
+    bytes[at..at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+    fs::write(&reference, bytes).unwrap();
+    let path = model.0.path().to_str().unwrap().to_string();
+    fails(
+        &["parity", "--model", &path, "--reference", reference.to_str().unwrap()],
+        1,
+        &["bf16_noise", "NaN"],
+    );
+}
+
+#[test]
+fn parity_names_the_first_tensor_that_differs() {
+    let model = Copied::new("f32");
+    let weights = model.path("model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    // The sign of one weight in the last tensor of the file.
+    let end = bytes.len();
+    bytes[end - 1] ^= 0x80;
+    fs::write(&weights, bytes).unwrap();
+    let reference = model.path("reference.safetensors");
+    let output = run(&[
+        "parity",
+        "--model",
+        model.0.path().to_str().unwrap(),
+        "--reference",
+        reference.to_str().unwrap(),
+        "--dtype",
+        "f32",
+    ]);
+    assert_eq!(output.status.code(), Some(1));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["passed"], json!(false));
+    assert!(
+        report["failures"][0].as_str().unwrap().contains("is the first tensor that differs"),
+        "{report:#}"
+    );
+}

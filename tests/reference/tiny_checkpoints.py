@@ -1,0 +1,126 @@
+"""Builds tiny random Qwen3-MoE models and writes them in each checkpoint layout that loaders meet.
+
+Weights are scaled so that a comparison means something: every sublayer moves the residual stream
+by a similar amount, attention and routing are far from uniform, norms are not all ones and biases
+not zero, so that no tensor can be dropped, transposed or misplaced without a visible difference.
+"""
+
+import json
+
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+HUB_KEYS = [
+    "architectures", "attention_bias", "attention_dropout", "bos_token_id", "decoder_sparse_step",
+    "eos_token_id", "head_dim", "hidden_act", "hidden_size", "initializer_range",
+    "intermediate_size", "max_position_embeddings", "max_window_layers", "mlp_only_layers",
+    "model_type", "moe_intermediate_size", "norm_topk_prob", "num_attention_heads", "num_experts",
+    "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "output_router_logits",
+    "rms_norm_eps", "rope_scaling", "rope_theta", "router_aux_loss_coef", "sliding_window",
+    "tie_word_embeddings", "torch_dtype", "use_cache", "use_sliding_window", "vocab_size",
+]  # fmt: skip
+
+
+def build(config_values, dtype, seed):
+    """A model with random weights of storage type `dtype`, a function of config and seed alone."""
+    config = Qwen3MoeConfig(**config_values)
+    model = Qwen3MoeForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    # Sorted names: the draw order must not depend on the order in which modules register.
+    for name, parameter in sorted(model.named_parameters()):
+        mean, std = weight_scale(name, parameter, config)
+        values = torch.randn(parameter.shape, generator=generator) * std + mean
+        parameter.data.copy_(values)
+    return model.to(dtype).eval()
+
+
+def weight_scale(name, parameter, config):
+    """(mean, standard deviation) of one tensor; matrices are scaled by their fan-in."""
+    fan_in = parameter.shape[-1]
+    if name.endswith("norm.weight"):
+        # Sharper queries and keys, so that attention depends on position and not on the mean.
+        return (1.4, 0.3) if "q_norm" in name or "k_norm" in name else (1.0, 0.25)
+    if name.endswith(".bias"):
+        return 0.0, 0.3
+    if name.endswith("embed_tokens.weight"):
+        # A tied embedding is also the output head, whose logits grow with sqrt(hidden).
+        return 0.0, 0.3 if config.tie_word_embeddings else 1.0
+    gain = 1.0
+    if name.endswith(("mlp.gate.weight", "lm_head.weight")):
+        gain = 2.0
+    elif "down_proj" in name:
+        gain = 1.5
+    return 0.0, gain * fan_in**-0.5
+
+
+def hub_state(packed, tied):
+    """One tensor per expert and projection, as published checkpoints have it, from packed ones."""
+    state = {}
+    for name, tensor in packed.items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            split = {"gate_proj": gate, "up_proj": up}
+        elif name.endswith("experts.down_proj"):
+            split = {"down_proj": tensor}
+        else:
+            state[name] = tensor.contiguous().clone()
+            continue
+        prefix = name.rsplit(".", 1)[0]
+        for projection, experts in split.items():
+            for e, expert in enumerate(experts):
+                state[f"{prefix}.{e}.{projection}.weight"] = expert.contiguous().clone()
+    if tied:
+        state.pop("lm_head.weight", None)
+    return state
+
+
+def hub_config(config_values, dtype, drop):
+    """config.json in the style of published checkpoints, in their key order, less `drop`."""
+    defaults = {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": None, "decoder_sparse_step": 1, "eos_token_id": None, "hidden_act": "silu",
+        "initializer_range": 0.02, "max_window_layers": config_values["num_hidden_layers"],
+        "mlp_only_layers": [], "model_type": "qwen3_moe", "norm_topk_prob": False,
+        "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_scaling": None,
+        "rope_theta": 10000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "tie_word_embeddings": False, "torch_dtype": str(dtype).removeprefix("torch."),
+        "use_cache": True, "use_sliding_window": False,
+    }  # fmt: skip
+    values = defaults | config_values
+    unknown = set(values) - set(HUB_KEYS)
+    if unknown:
+        raise ValueError(f"keys without a place in a hub-style config: {sorted(unknown)}")
+    return {key: values[key] for key in HUB_KEYS if key in values and key not in drop}
+
+
+def write_json(path, value):
+    """Indented JSON with a final newline."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_hub(model, directory, config_values, dtype, shards, drop, packed=False):
+    """Hub-style config and tensors, in one file or in `shards` files with an index."""
+    write_json(directory / "config.json", hub_config(config_values, dtype, drop))
+    if packed:
+        state = {name: t.contiguous().clone() for name, t in model.state_dict().items()}
+    else:
+        state = hub_state(model.state_dict(), model.config.tie_word_embeddings)
+    if shards == 1:
+        save_file(state, directory / "model.safetensors", {"format": "pt"})
+        return
+    names, weight_map = sorted(state), {}
+    for s in range(shards):
+        file = f"model-{s + 1:05}-of-{shards:05}.safetensors"
+        # Strided assignment: a layer's tensors, even one expert's, lie in different shards.
+        chosen = names[s::shards]
+        save_file({name: state[name] for name in chosen}, directory / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(chosen, file)
+    total = sum(t.numel() * t.element_size() for t in state.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(directory / "model.safetensors.index.json", index)
+
+
+def write_saved(model, directory, packed, max_shard_size="1GB"):
+    """The directory as transformers 5 saves it; `packed` keeps the 3-D expert tensors."""
+    model.save_pretrained(directory, save_original_format=not packed, max_shard_size=max_shard_size)

@@ -1,0 +1,82 @@
+//! Helpers shared by the cross-crate tests: fixtures, and running a model step by step.
+
+use std::path::PathBuf;
+
+use candle_core::{DType, Device, Result};
+use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig};
+use model_runtime::{
+    BlockAllocator, CausalLm, Checkpoint, Exec, KvCache, LogitsRows, SequenceBlocks, SequenceStep, Step,
+    run_step,
+};
+
+/// The folder of a fixture.
+pub fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(name)
+}
+
+/// Loads a fixture in a dtype.
+pub fn load(name: &str, dtype: DType) -> Result<Qwen3Moe> {
+    let checkpoint = Checkpoint::open(fixture(name))?;
+    let config = Qwen3MoeConfig::new(&checkpoint.config)?;
+    Qwen3Moe::load(&config, None, checkpoint.tensors.var_builder(dtype, &Device::Cpu))
+}
+
+/// How a set of sequences is cut into steps.
+#[derive(Clone, Copy, Debug)]
+pub struct Schedule {
+    /// Rows per sequence and step.
+    pub chunk: usize,
+    /// Positions per KV block.
+    pub block_size: usize,
+    /// Whether all sequences share a step, or each runs alone after the other.
+    pub together: bool,
+}
+
+/// The logits of every position of every sequence, [T, V] each, computed under a schedule. KV blocks
+/// are handed out interleaved, so that no sequence's blocks are contiguous.
+pub fn all_logits(
+    model: &dyn CausalLm,
+    sequences: &[Vec<u32>],
+    schedule: Schedule,
+    ex: &mut Exec,
+) -> Result<Vec<Vec<f32>>> {
+    let needed: usize = sequences.iter().map(|s| s.len().div_ceil(schedule.block_size)).sum();
+    let mut kv = KvCache::new(model.info().kv, needed, schedule.block_size)?;
+    let mut allocator = BlockAllocator::new(needed)?;
+    let mut tables: Vec<SequenceBlocks> = sequences.iter().map(|_| SequenceBlocks::new()).collect();
+    let longest = sequences.iter().map(Vec::len).max().unwrap_or(0);
+    for blocks in 1..=longest.div_ceil(schedule.block_size) {
+        for (table, sequence) in tables.iter_mut().zip(sequences) {
+            let tokens = (blocks * schedule.block_size).min(sequence.len());
+            assert!(table.reserve(tokens, schedule.block_size, &mut allocator));
+        }
+    }
+    let mut logits = vec![Vec::new(); sequences.len()];
+    let groups: Vec<Vec<usize>> = match schedule.together {
+        true => vec![(0..sequences.len()).collect()],
+        false => (0..sequences.len()).map(|s| vec![s]).collect(),
+    };
+    for group in groups {
+        for start in (0..longest).step_by(schedule.chunk) {
+            let live: Vec<usize> = group.iter().copied().filter(|&s| start < sequences[s].len()).collect();
+            let parts = live.iter().map(|&s| SequenceStep {
+                token_ids: &sequences[s][start..sequences[s].len().min(start + schedule.chunk)],
+                start,
+                prompt_len: sequences[s].len(),
+                blocks: tables[s].as_slice(),
+                logits: LogitsRows::All,
+            });
+            let step = Step::new(parts, schedule.block_size)?;
+            if step.num_tokens() == 0 {
+                continue;
+            }
+            let out = run_step(model, &step, &mut kv, None, ex)?;
+            let (out, vocab) = (out.view(), model.info().vocab_size);
+            for (i, &s) in live.iter().enumerate() {
+                let rows = step.logits_range(i);
+                logits[s].extend_from_slice(&out.cpu::<f32>()?[rows.start * vocab..rows.end * vocab]);
+            }
+        }
+    }
+    Ok(logits)
+}

@@ -1,0 +1,4 @@
+//! Cross-crate tests, one binary.
+
+mod invariance;
+mod layouts;

@@ -1,0 +1,78 @@
+//! `xtask eplb plan`: recorded heat in, placement and maps out.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::Args;
+use moe_eplb::json::{read_expert_map, write_expert_map};
+use serde_json::json;
+
+use super::PolicyOptions;
+use super::input::{InputOptions, window};
+
+/// What to plan.
+#[derive(Args)]
+pub struct Options {
+    #[command(flatten)]
+    input: InputOptions,
+    #[command(flatten)]
+    policy: PolicyOptions,
+    /// Episodes that the steps are summed to.
+    #[arg(long, default_value_t = 16)]
+    episodes: usize,
+    /// Threads.
+    #[arg(long, default_value_t = 1)]
+    threads: usize,
+    /// Placement in force, as an expert map.
+    #[arg(long)]
+    current: Option<PathBuf>,
+    /// Write the placement here as an expert map (vllm-ascend's format).
+    #[arg(long)]
+    out: PathBuf,
+    /// Write phy2log, log2phy, logcnt and the certificates here.
+    #[arg(long)]
+    maps: Option<PathBuf>,
+}
+
+/// Plans and writes the files.
+pub fn run(options: &Options) -> Result<()> {
+    let (topology, loads) = options.input.read()?;
+    let loads = window(&loads, 0..loads.steps(), options.episodes)?;
+    let current = match &options.current {
+        Some(path) => {
+            let map = serde_json::from_slice(&std::fs::read(path)?)?;
+            Some(read_expert_map(&map, topology.experts())?.1)
+        }
+        None => None,
+    };
+    let policy = options.policy.build()?;
+    let plan = policy.plan_on(&topology, &loads, current.as_ref(), options.threads)?;
+    std::fs::write(&options.out, serde_json::to_string(&write_expert_map(&plan.placement))?)?;
+    if let Some(path) = &options.maps {
+        let (log2phy, width) = plan.placement.log2phy();
+        let certificates: Vec<_> = plan
+            .certificates
+            .iter()
+            .map(|c| json!({"par": c.par, "lower_bound": c.lower_bound, "gap": c.gap(), "optimal": c.is_optimal(), "steps": c.steps}))
+            .collect();
+        let rows = |flat: &[u32], size: usize| flat.chunks(size).map(<[u32]>::to_vec).collect::<Vec<_>>();
+        let log2phy: Vec<Vec<&[i32]>> =
+            log2phy.chunks(topology.experts() * width).map(|layer| layer.chunks(width).collect()).collect();
+        let maps = json!({
+            "phy2log": rows(plan.placement.phy2log(), topology.slots()),
+            "log2phy": log2phy,
+            "logcnt": rows(&plan.placement.logcnt(), topology.experts()),
+            "certificates": certificates,
+        });
+        std::fs::write(path, serde_json::to_string(&maps)?)?;
+    }
+    let bound = plan.certificates.iter().map(|c| c.lower_bound).sum::<f64>();
+    println!(
+        "{} layers: mean PAR {:.4}, lower bound {:.4}, {} proven optimal",
+        plan.certificates.len(),
+        plan.mean_par(),
+        bound / plan.certificates.len().max(1) as f64,
+        plan.certificates.iter().filter(|c| c.is_optimal()).count(),
+    );
+    Ok(())
+}

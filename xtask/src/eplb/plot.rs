@@ -1,0 +1,190 @@
+//! `xtask eplb plot`: pictures of a replay, of the price of moves, of cost against size (SVG).
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+use clap::Args;
+use plotters::prelude::SeriesLabelPosition;
+use serde_json::Value;
+
+use super::charts::{self, Frame, Scale, Series};
+use super::heatmap::{self, Grid};
+use super::replay::{Outcome, ReplayOptions, replay};
+
+/// What to draw.
+#[derive(Args)]
+pub struct Options {
+    #[command(flatten)]
+    replay: ReplayOptions,
+    /// Draw balance against moves from bench rows made with several --move-price.
+    #[arg(long)]
+    pareto: Option<PathBuf>,
+    /// Draw solve time against size from bench rows.
+    #[arg(long)]
+    scaling: Option<PathBuf>,
+    /// Layer of the expert heat map.
+    #[arg(long, default_value_t = 0)]
+    layer: usize,
+    /// Folder for the pictures.
+    #[arg(long)]
+    out: PathBuf,
+}
+
+/// Draws whatever the options name.
+pub fn run(options: &Options) -> Result<()> {
+    std::fs::create_dir_all(&options.out)?;
+    if let Some(rows) = &options.pareto {
+        pareto(&read_rows(rows)?, &options.out.join("pareto.svg"))?;
+    }
+    if let Some(rows) = &options.scaling {
+        scaling(&read_rows(rows)?, &options.out.join("scaling.svg"))?;
+    }
+    if options.replay.input.is_given() {
+        let outcome = replay(&options.replay)?;
+        if options.layer >= outcome.loads.layers() {
+            bail!("layer {} of {}", options.layer, outcome.loads.layers());
+        }
+        over_time(&outcome, &options.out.join("par_over_time.svg"))?;
+        expert_heat(&outcome, options.layer, &options.out.join("expert_heat.svg"))?;
+        before_after(&outcome, &options.out.join("before_after.svg"))?;
+    }
+    Ok(())
+}
+
+fn read_rows(path: &Path) -> Result<Vec<Value>> {
+    Ok(serde_json::from_slice(&std::fs::read(path)?)?)
+}
+
+fn over_time(outcome: &Outcome, path: &Path) -> Result<()> {
+    let line = |values: &[f64]| values.iter().enumerate().map(|(i, &v)| (i as f64, v)).collect::<Vec<_>>();
+    let moves = outcome.events.iter().map(|e| (e.0 as f64, outcome.par[e.0])).collect();
+    charts::draw(
+        path,
+        Frame {
+            title: "Balance over time",
+            x: "step",
+            y: "peak / mean device load (mean over layers)",
+            scale: Scale::Linear,
+            legend: SeriesLabelPosition::MiddleRight,
+        },
+        &[
+            Series::line("placement never changed", line(&outcome.par_static)),
+            Series::line("rebalanced", line(&outcome.par)),
+            Series::points("layers moved after this step", moves),
+        ],
+    )
+}
+
+/// Experts (hottest first) against steps.
+fn expert_heat(outcome: &Outcome, layer: usize, path: &Path) -> Result<()> {
+    let experts = outcome.loads.experts();
+    let rows: Vec<&[f64]> = outcome.loads.layer(layer).chunks(experts).collect();
+    let total = |e: usize| rows.iter().map(|r| r[e]).sum::<f64>();
+    let mut order: Vec<usize> = (0..experts).collect();
+    order.sort_by(|&a, &b| total(b).total_cmp(&total(a)).then(a.cmp(&b)));
+    let mean = (0..experts).map(total).sum::<f64>() / (experts * rows.len()) as f64;
+    let cell = |x: usize, y: usize| rows[x][order[y]] / mean.max(f64::MIN_POSITIVE);
+    let title = format!("Load of each expert over the mean expert, layer {layer}");
+    heatmap::draw(
+        path,
+        ("step", "expert, hottest first"),
+        &[Grid { title, width: rows.len(), height: experts, cell: &cell }],
+        // Beyond four times the mean everything is simply hot.
+        (0.0, 4.0),
+    )
+}
+
+/// Device loads of every layer on the last steps, with the first and with the last placement.
+fn before_after(outcome: &Outcome, path: &Path) -> Result<()> {
+    let (devices, layers) = (outcome.topology.devices(), outcome.loads.layers());
+    let k = outcome.topology.slots_per_device();
+    let (steps, experts) = (outcome.loads.steps(), outcome.loads.experts());
+    let loads_of = |placement: &moe_eplb::Placement| -> Vec<f64> {
+        let mut grid = Vec::new();
+        for layer in 0..layers {
+            let mut sum = vec![0.0; experts];
+            for row in outcome.loads.layer(layer).chunks(experts).skip(steps - steps.min(8)) {
+                sum.iter_mut().zip(row).for_each(|(s, v)| *s += v);
+            }
+            let slots = placement.layer(layer);
+            let mut copies = vec![0.0; experts];
+            slots.iter().for_each(|&e| copies[e as usize] += 1.0);
+            let mean = sum.iter().sum::<f64>() / devices as f64;
+            let load = |row: &[u32]| row.iter().map(|&e| sum[e as usize] / copies[e as usize]).sum::<f64>();
+            grid.extend(slots.chunks(k).map(|row| load(row) / mean.max(f64::MIN_POSITIVE)));
+        }
+        grid
+    };
+    let (before, after) = (loads_of(&outcome.first), loads_of(&outcome.last));
+    let at = |grid: &[f64], x: usize, y: usize| grid[y * devices + x];
+    heatmap::draw(
+        path,
+        ("device", "layer"),
+        &[
+            Grid { title: "before".into(), width: devices, height: layers, cell: &|x, y| at(&before, x, y) },
+            Grid { title: "after".into(), width: devices, height: layers, cell: &|x, y| at(&after, x, y) },
+        ],
+        (0.0, 2.0),
+    )
+}
+
+fn pareto(rows: &[Value], path: &Path) -> Result<()> {
+    let mut series: Vec<Series> = Vec::new();
+    for row in rows {
+        let (Some(name), Some(moved), Some(par)) = (
+            row["workload"].as_str(),
+            row["moved_fraction"].as_f64(),
+            row["drift_par_episode_mean"].as_f64(),
+        ) else {
+            continue;
+        };
+        match series.iter_mut().find(|s| s.name == name) {
+            Some(s) => s.values.push((moved * 100.0, par)),
+            None => series.push(Series::marked(name, vec![(moved * 100.0, par)])),
+        }
+    }
+    series.iter_mut().for_each(|s| s.values.sort_by(|a, b| a.0.total_cmp(&b.0)));
+    charts::draw(
+        path,
+        Frame {
+            title: "Balance after drift against moves",
+            x: "slots moved, %",
+            y: "peak / mean device load per episode",
+            scale: Scale::Linear,
+            legend: SeriesLabelPosition::UpperRight,
+        },
+        &series,
+    )
+}
+
+fn scaling(rows: &[Value], path: &Path) -> Result<()> {
+    let mut series: Vec<Series> = Vec::new();
+    for row in rows {
+        let (Some(name), Some(objective), Some(size), Some(ms)) = (
+            row["workload"].as_str(),
+            row["objective"].as_str(),
+            row["experts"].as_f64().zip(row["layers"].as_f64()).map(|(e, l)| e * l),
+            row["solve_ms"].as_f64(),
+        ) else {
+            continue;
+        };
+        let Some((_, family)) = name.split_once('/') else { continue };
+        let label = format!("{family}, {objective}");
+        match series.iter_mut().find(|s| s.name == label) {
+            Some(s) => s.values.push((size, ms)),
+            None => series.push(Series::marked(&label, vec![(size, ms)])),
+        }
+    }
+    series.iter_mut().for_each(|s| s.values.sort_by(|a, b| a.0.total_cmp(&b.0)));
+    charts::draw(
+        path,
+        Frame {
+            title: "Time to plan all layers, one thread",
+            x: "experts x layers",
+            y: "ms",
+            scale: Scale::Logarithmic,
+            legend: SeriesLabelPosition::UpperLeft,
+        },
+        &series,
+    )
+}

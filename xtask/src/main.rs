@@ -1,0 +1,44 @@
+//! Project tasks: `cargo xtask <task>`. One file per task; a task that others run too (CI) is
+//! the same code here.
+#![forbid(unsafe_code)]
+
+mod eplb;
+mod fixtures;
+mod parity;
+mod standalone;
+mod tidy;
+mod workspace;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Tasks of the moe workspace")]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Check the rules of the workspace: dependency edges, module headers, file length, READMEs.
+    Tidy,
+    /// Compare the models with Hugging Face transformers on recorded references.
+    Parity(parity::Args),
+    /// Recreate the reference fixtures with pinned transformers, in a virtual environment.
+    Fixtures(fixtures::Args),
+    /// Expert placement: bench, plan, replay and plot.
+    #[command(subcommand)]
+    Eplb(eplb::Command),
+    /// Run each library's README examples in a scratch project that has only that crate.
+    Standalone(standalone::Args),
+}
+
+fn main() -> anyhow::Result<()> {
+    match Cli::parse().task {
+        Task::Tidy => tidy::run(),
+        Task::Eplb(command) => eplb::run(&command),
+        Task::Parity(args) => parity::run(&args),
+        Task::Fixtures(args) => fixtures::run(&args),
+        Task::Standalone(args) => standalone::run(&args),
+    }
+}

@@ -1,0 +1,137 @@
+//! `cargo xtask tidy`: the rules of the workspace that no compiler checks.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Result, bail};
+
+use crate::workspace::{self, Package};
+
+/// Lines after which a file no longer holds one idea.
+const MAX_LINES: usize = 400;
+
+/// Which of our crates each of our crates may depend on. `tests` may use anything.
+const EDGES: &[(&str, &[&str])] = &[
+    ("moe-kernels", &[]),
+    ("moe-eplb", &[]),
+    ("moe-chunking", &[]),
+    ("moe-router", &["moe-kernels"]),
+    ("moe-experts", &["moe-kernels"]),
+    ("moe-comm", &["moe-kernels"]),
+    ("moe-dispatch", &["moe-comm", "moe-kernels"]),
+    (
+        "moe-layer",
+        &["moe-router", "moe-dispatch", "moe-experts", "moe-eplb", "moe-chunking", "moe-comm", "moe-kernels"],
+    ),
+    ("model-runtime", &["moe-layer", "moe-comm", "moe-kernels"]),
+    ("moe-engine", &["model-runtime", "moe-layer", "moe-comm", "moe-eplb"]),
+    ("model-qwen3moe", &["moe-engine", "model-runtime", "moe-layer"]),
+    ("model-deepseekv2-legacy", &["moe-engine", "model-runtime", "moe-layer"]),
+    ("xtask", &["moe-eplb"]),
+];
+
+/// Crates that must build without candle.
+const NO_CANDLE: &[&str] = &["moe-eplb", "moe-chunking", "xtask"];
+
+pub fn run() -> Result<()> {
+    let packages = workspace::packages()?;
+    let mut faults = Vec::new();
+    let ours: BTreeSet<&str> = packages.iter().map(|p| p.name.as_str()).collect();
+    for package in &packages {
+        check_edges(package, &ours, &mut faults);
+        if package.has_lib && package.publish {
+            check_library(package, &mut faults);
+        }
+    }
+    check_files(&workspace::root(), &mut faults)?;
+    if faults.is_empty() {
+        println!("tidy: {} packages, no faults", packages.len());
+        return Ok(());
+    }
+    for fault in &faults {
+        eprintln!("tidy: {fault}");
+    }
+    bail!("{} faults", faults.len())
+}
+
+fn check_edges(package: &Package, ours: &BTreeSet<&str>, faults: &mut Vec<String>) {
+    let name = package.name.as_str();
+    if name != "moe-tests" {
+        let Some((_, allowed)) = EDGES.iter().find(|(n, _)| *n == name) else {
+            faults.push(format!("{name}: not in the list of dependency edges (xtask/src/tidy.rs)"));
+            return;
+        };
+        for dep in package.deps.iter().filter(|d| ours.contains(d.as_str())) {
+            if !allowed.contains(&dep.as_str()) {
+                faults.push(format!("{name}: may not depend on {dep}; allowed: {allowed:?}"));
+            }
+        }
+    }
+    for dep in &package.deps {
+        if dep == "cudarc" || dep == "nccl" {
+            faults.push(format!("{name}: use cudarc through candle_core::cuda_backend::cudarc, not {dep}"));
+        }
+        if NO_CANDLE.contains(&name) && dep.starts_with("candle") {
+            faults.push(format!("{name}: must not depend on {dep}"));
+        }
+    }
+}
+
+fn check_library(package: &Package, faults: &mut Vec<String>) {
+    let name = &package.name;
+    for key in ["description", "license", "documentation", "readme", "rust_version"] {
+        if package.field(key).is_none() {
+            faults.push(format!("{name}: its manifest lacks {key}"));
+        }
+    }
+    for file in ["LICENSE-MIT", "LICENSE-APACHE"] {
+        if !package.dir.join(file).exists() {
+            faults.push(format!("{name}: lacks {file}"));
+        }
+    }
+    let readme = fs::read_to_string(package.dir.join("README.md")).unwrap_or_default();
+    if workspace::rust_blocks(&readme).is_empty() {
+        faults.push(format!("{name}: README.md has no compiled rust example"));
+    }
+    let lib = fs::read_to_string(package.dir.join("src/lib.rs")).unwrap_or_default();
+    if !lib.contains("include_str!(\"../README.md\")") {
+        faults.push(format!("{name}: src/lib.rs does not include README.md, so its example is not tested"));
+    }
+}
+
+fn check_files(root: &Path, faults: &mut Vec<String>) -> Result<()> {
+    for file in tracked_files(root)? {
+        let Some(extension) = Path::new(&file).extension().and_then(|e| e.to_str()) else { continue };
+        let source = matches!(extension, "rs" | "cu" | "cuh" | "py" | "sh");
+        if !source && !matches!(extension, "md" | "toml") {
+            continue;
+        }
+        // A file that is deleted but not yet committed is still listed.
+        let Ok(text) = fs::read_to_string(root.join(&file)) else { continue };
+        if source && text.lines().count() > MAX_LINES {
+            faults.push(format!("{file}: {} lines, at most {MAX_LINES}", text.lines().count()));
+        }
+        if extension == "rs" && !text.starts_with("//!") {
+            faults.push(format!("{file}: does not begin with a //! header that says what and why"));
+        }
+        if let Some(n) = text.lines().position(|l| l.ends_with([' ', '\t'])) {
+            faults.push(format!("{file}:{}: trailing white space", n + 1));
+        }
+        if !text.is_empty() && !text.ends_with('\n') {
+            faults.push(format!("{file}: does not end with a newline"));
+        }
+    }
+    Ok(())
+}
+
+fn tracked_files(root: &Path) -> Result<Vec<String>> {
+    let output = std::process::Command::new("git")
+        .args(["ls-files", "--cached", "--others", "--exclude-standard"])
+        .current_dir(root)
+        .output()?;
+    if !output.status.success() {
+        bail!("git ls-files failed: {}", String::from_utf8_lossy(&output.stderr))
+    }
+    Ok(String::from_utf8(output.stdout)?.lines().map(str::to_string).collect())
+}

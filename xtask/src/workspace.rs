@@ -1,0 +1,122 @@
+//! The workspace as cargo sees it, and running cargo from a task.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+/// One of our packages.
+pub struct Package {
+    pub name: String,
+    pub dir: PathBuf,
+    /// Normal and build dependencies by package name, external ones too.
+    pub deps: Vec<String>,
+    pub has_lib: bool,
+    /// May be published, so it is a library that others build on.
+    pub publish: bool,
+    manifest: Value,
+}
+
+impl Package {
+    /// A string field of the manifest as cargo resolved it.
+    pub fn field(&self, key: &str) -> Option<&str> {
+        self.manifest[key].as_str()
+    }
+}
+
+/// The workspace's root folder.
+pub fn root() -> PathBuf {
+    let xtask = Path::new(env!("CARGO_MANIFEST_DIR"));
+    xtask.parent().unwrap_or(xtask).to_path_buf()
+}
+
+/// Where cargo builds: `CARGO_TARGET_DIR` or the workspace's target folder.
+pub fn target_dir() -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(dir) => root().join(dir),
+        None => root().join("target"),
+    }
+}
+
+/// A cargo command that runs in the workspace's root.
+pub fn cargo() -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root());
+    command
+}
+
+/// Runs a command; a failure names it.
+pub fn run(command: &mut Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
+    if !status.success() {
+        bail!("{command:?} failed with {status}")
+    }
+    Ok(())
+}
+
+/// All packages of the workspace.
+pub fn packages() -> Result<Vec<Package>> {
+    let output = cargo().args(["metadata", "--no-deps", "--format-version", "1"]).output()?;
+    if !output.status.success() {
+        bail!("cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr))
+    }
+    let metadata: Value = serde_json::from_slice(&output.stdout)?;
+    let packages = metadata["packages"].as_array().context("cargo metadata lists no packages")?;
+    packages.iter().map(package).collect()
+}
+
+fn package(p: &Value) -> Result<Package> {
+    let manifest = p["manifest_path"].as_str().context("a package has no manifest path")?;
+    let array = |v: &Value| v.as_array().cloned().unwrap_or_default();
+    let deps = array(&p["dependencies"])
+        .iter()
+        .filter(|d| d["kind"].as_str() != Some("dev"))
+        .filter_map(|d| d["name"].as_str().map(str::to_string))
+        .collect();
+    let has_lib =
+        array(&p["targets"]).iter().any(|t| array(&t["kind"]).iter().any(|k| k.as_str() == Some("lib")));
+    Ok(Package {
+        name: p["name"].as_str().unwrap_or_default().to_string(),
+        dir: Path::new(manifest).parent().context("a manifest has no folder")?.to_path_buf(),
+        deps,
+        has_lib,
+        publish: p["publish"].is_null(),
+        manifest: p.clone(),
+    })
+}
+
+/// The examples of a README: the contents of its fenced `rust` blocks that are compiled.
+pub fn rust_blocks(markdown: &str) -> Vec<String> {
+    let mut blocks = Vec::new();
+    let mut current: Option<Vec<&str>> = None;
+    let mut skipping = false;
+    for line in markdown.lines() {
+        let fence = line.trim_start().strip_prefix("```");
+        match (fence, current.as_mut()) {
+            (Some(_), Some(block)) => {
+                blocks.push(block.join("\n"));
+                current = None;
+            }
+            (Some(_), None) if skipping => skipping = false,
+            (Some(info), None) => match info.trim() {
+                "" | "rust" => current = Some(Vec::new()),
+                _ => skipping = true,
+            },
+            (None, Some(block)) => block.push(line),
+            (None, None) => {}
+        }
+    }
+    blocks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rust_blocks;
+
+    #[test]
+    fn only_compiled_rust_blocks_are_examples() {
+        let text = "a\n```sh\nls\n```\n```rust\nlet x = 1;\n```\nb\n```text\n```\n```\ny\n```\n";
+        assert_eq!(rust_blocks(text), ["let x = 1;", "y"]);
+    }
+}
