@@ -2,21 +2,30 @@
 
 use candle_core::{Result, bail};
 
-/// Hands out KV blocks. Blocks are counted, so that sequences can share those of a common prefix.
+use crate::prefix::{PrefixId, PrefixTable};
+
+/// Hands out KV blocks. Blocks are counted, so that sequences can share those of a common prefix;
+/// a block whose contents were announced ([`BlockAllocator::announce`]) can be found by them, also
+/// after its last owner has released it, until it is needed for something else.
 ///
 /// The order is deterministic: ascending at first, then the block that was freed last, so that a
-/// light load touches few blocks.
+/// light load touches few blocks; then, if none is empty, the announced one that was released first.
 #[derive(Clone, Debug)]
 pub struct BlockAllocator {
     free: Vec<u32>,
     ref_counts: Vec<u32>,
+    prefixes: PrefixTable,
 }
 
 impl BlockAllocator {
     /// An allocator of blocks `0..num_blocks`.
     pub fn new(num_blocks: usize) -> Result<Self> {
         match u32::try_from(num_blocks) {
-            Ok(n) => Ok(Self { free: (0..n).rev().collect(), ref_counts: vec![0; num_blocks] }),
+            Ok(n) => Ok(Self {
+                free: (0..n).rev().collect(),
+                ref_counts: vec![0; num_blocks],
+                prefixes: PrefixTable::new(),
+            }),
             Err(_) => bail!("{num_blocks} KV blocks do not fit 32-bit block numbers"),
         }
     }
@@ -26,14 +35,14 @@ impl BlockAllocator {
         self.ref_counts.len()
     }
 
-    /// Number of free blocks.
+    /// Number of blocks without an owner.
     pub fn num_free(&self) -> usize {
-        self.free.len()
+        self.free.len() + self.prefixes.num_idle()
     }
 
     /// Takes a block with one owner; `None` if none is free.
     pub fn allocate(&mut self) -> Option<u32> {
-        let block = self.free.pop()?;
+        let block = self.free.pop().or_else(|| self.prefixes.evict())?;
         if let Some(count) = self.ref_counts.get_mut(block as usize) {
             *count = 1;
         }
@@ -56,10 +65,28 @@ impl BlockAllocator {
         let count = self.owned(block)?;
         *count -= 1;
         let freed = *count == 0;
-        if freed {
+        if freed && !self.prefixes.leave(block) {
             self.free.push(block);
         }
         Ok(freed)
+    }
+
+    /// Notes that an owned, full block holds the keys and values of `tokens` after the prefix
+    /// `parent`; the id of the longer prefix. A block is announced once, and not written after.
+    pub fn announce(&mut self, block: u32, parent: PrefixId, tokens: &[u32]) -> Result<PrefixId> {
+        self.owned(block)?;
+        Ok(self.prefixes.insert(block, parent, tokens))
+    }
+
+    /// Adds an owner to the block that holds `tokens` after the prefix `parent`, if there is one.
+    pub fn share(&mut self, parent: PrefixId, tokens: &[u32]) -> Option<(u32, PrefixId)> {
+        let (block, id) = self.prefixes.find(parent, tokens)?;
+        let count = self.ref_counts.get_mut(block as usize)?;
+        if *count == 0 {
+            self.prefixes.take(block);
+        }
+        *count += 1;
+        Some((block, id))
     }
 
     fn owned(&mut self, block: u32) -> Result<&mut u32> {
@@ -129,6 +156,36 @@ mod tests {
         assert!(blocks.release(0)?);
         assert_eq!([blocks.allocate(), blocks.allocate(), blocks.allocate()], [Some(0), Some(2), None]);
         assert_eq!(blocks.num_free(), 0);
+        Ok(())
+    }
+
+    #[test]
+    fn contents_are_found_until_their_block_is_needed() -> Result<()> {
+        let mut pool = BlockAllocator::new(3)?;
+        let root = PrefixId::root(0);
+        let mut table = SequenceBlocks::new();
+        assert!(table.reserve(6, 2, &mut pool));
+        let first = pool.announce(0, root, &[1, 2])?;
+        let second = pool.announce(1, first, &[3, 4])?;
+        assert!(second != first && pool.share(second, &[5, 6]).is_none());
+        table.release(&mut pool)?;
+        assert_eq!(pool.num_free(), 3);
+
+        assert_eq!(pool.share(root, &[1, 2]), Some((0, first)));
+        assert_eq!(pool.share(first, &[3, 4]), Some((1, second)));
+        assert_eq!(pool.share(PrefixId::root(1), &[1, 2]), None);
+        assert_eq!((pool.ref_count(0), pool.num_free()), (1, 1));
+        // The same contents in another block: the first stays known.
+        let other = pool.allocate();
+        assert_eq!(other, Some(2));
+        assert_eq!(pool.announce(2, root, &[1, 2])?, first);
+        assert_eq!(pool.share(root, &[1, 2]), Some((0, first)));
+        assert!(!pool.release(0)? && pool.release(1)? && pool.release(0)? && pool.release(2)?);
+
+        // Block 2 has nothing to keep; then the one released first goes, with its contents.
+        assert_eq!([pool.allocate(), pool.allocate()], [Some(2), Some(1)]);
+        assert!(pool.share(first, &[3, 4]).is_none() && pool.share(root, &[1, 2]).is_some());
+        assert!(pool.announce(7, root, &[0]).is_err());
         Ok(())
     }
 

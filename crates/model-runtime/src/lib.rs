@@ -5,12 +5,13 @@ pub mod attention;
 pub mod blocks;
 pub mod checkpoint;
 pub mod config;
-pub mod generate;
 mod hash;
 pub mod kv_cache;
 pub mod layers;
 pub mod model;
+mod prefix;
 pub mod rope;
+mod run;
 pub mod sampling;
 pub mod step;
 
@@ -18,15 +19,16 @@ pub use attention::{Attention, AttentionConfig, AttentionNames, AttentionWeights
 pub use blocks::{BlockAllocator, SequenceBlocks};
 pub use checkpoint::{Checkpoint, CheckpointError, DummyWeights, TensorFiles, TensorSpec};
 pub use config::{Config, ConfigError, RopeConfig, RopeScaling};
-pub use generate::{
-    FinishReason, GenerateOptions, GenerateRequest, Generated, PromptError, TokenEvent, check_prompt,
-    generate, run_step,
-};
 pub use kv_cache::{KvCache, KvLayer, KvLayout};
 pub use layers::{Embedding, LmHead, RmsNorm};
 pub use model::{CausalLm, ModelInfo, MoeInfo, Observed, Observer};
+pub use prefix::PrefixId;
 pub use rope::{Rope, RopeRows};
-pub use sampling::{SampleRow, SamplingError, SamplingParams, sample_rows};
+pub use run::run_step;
+pub use sampling::{
+    SampleRow, Sampled, SamplingError, SamplingParams, TokenLogprob, TokenLogprobs, sample_rows,
+    token_logprobs,
+};
 pub use step::{LogitsRows, SequenceStep, Step, StepViews};
 
 pub use moe_kernels::candle;

@@ -23,6 +23,9 @@ pub struct ModelInfo {
     pub max_position_embeddings: usize,
     /// The longest sequence that the positions are made for (RoPE scaling included).
     pub max_context_len: usize,
+    /// Whether a token's keys depend on the length of its prompt (dynamic NTK RoPE), so that only
+    /// prompts of one length can share a cached prefix.
+    pub keys_depend_on_prompt_len: bool,
     /// What the KV cache holds per token; its dtype is the model's.
     pub kv: KvLayout,
     /// The routed experts; `None` for a dense model.

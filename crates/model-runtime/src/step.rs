@@ -136,6 +136,14 @@ impl Step {
         Ok(())
     }
 
+    /// Sets the token of a row: one that was not known when the step was assembled. A row outside
+    /// of the step is left alone.
+    pub fn set_token(&mut self, row: usize, token_id: u32) {
+        if let Some(id) = self.token_ids.get_mut(row) {
+            *id = token_id;
+        }
+    }
+
     /// Number of rows T.
     pub fn num_tokens(&self) -> usize {
         self.token_ids.len()

@@ -5,19 +5,16 @@
 //! medians of `--repeat` runs. A decode row also counts the distinct experts per layer and step,
 //! because a model whose routing collapsed would read fewer weights and look fast.
 
-use std::ops::ControlFlow;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use model_runtime::{
-    CausalLm, Exec, GenerateOptions, GenerateRequest, KvCache, ModelInfo, MoeInfo, Observer, SamplingParams,
-    StepViews, ViewMut, generate, sampling::random_bits,
-};
-use moe_layer::ExpertHeat;
+use model_runtime::sampling::random_bits;
+use model_runtime::{ModelInfo, MoeInfo, SamplingParams};
 use serde_json::{Value, json};
 
 use crate::cli::BenchArgs;
+use crate::engine::{Engine, EngineConfig, Request};
 use crate::family::ModelFamily;
 use crate::session::Session;
 use crate::{usage, write_json};
@@ -135,17 +132,16 @@ impl Bench {
     /// Seconds to generate `output` tokens for `batch` random prompts.
     fn time(&mut self, batch: usize, prompt: usize, output: usize) -> Result<f64> {
         let requests = self.requests(batch, prompt, output);
-        let mut kv = self.kv_cache(batch, prompt + output)?;
-        let options = GenerateOptions { max_num_seqs: batch, ..GenerateOptions::default() };
-        let Session { model, ex, .. } = &mut self.session;
+        let mut engine = self.engine(batch, prompt + output, false)?;
         let start = Instant::now();
-        let done = generate(model.as_ref(), &requests, &options, &mut kv, ex, |_| ControlFlow::Continue(()))?;
-        let seconds = start.elapsed().as_secs_f64();
+        requests.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
+        let mut tokens = 0;
+        engine.run(|output| tokens += usize::from(output.token_id.is_some()))?;
         ensure!(
-            done.iter().all(|g| g.token_ids.len() == output),
-            "a request ended early; is the context too short?"
+            tokens == batch * output,
+            "a request ended early: {tokens} tokens; is the context too short?"
         );
-        Ok(seconds)
+        Ok(start.elapsed().as_secs_f64())
     }
 
     /// Mean distinct experts per layer and decode step, and whether that is as spread as uniform
@@ -153,77 +149,53 @@ impl Bench {
     fn distinct_experts(&mut self, batch: usize, prompt: usize, moe: &MoeInfo) -> Result<Value> {
         const STEPS: usize = 16;
         let requests = self.requests(batch, prompt, STEPS + 1);
-        let mut kv = self.kv_cache(batch, prompt + STEPS + 1)?;
-        let options = GenerateOptions { max_num_seqs: batch, ..GenerateOptions::default() };
-        let Session { model, ex, .. } = &mut self.session;
-        let watched = Watched { model: model.as_ref(), moe, distinct: Mutex::default() };
-        generate(&watched, &requests, &options, &mut kv, ex, |_| ControlFlow::Continue(()))?;
-        ex.step.heat = None;
-        let distinct = watched.distinct.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut engine = self.engine(batch, prompt + STEPS + 1, true)?;
+        requests.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
+        let mut distinct = Vec::new();
+        while !engine.is_idle() {
+            engine.step()?;
+            if let Some(step) =
+                engine.take_step_heat().filter(|s| s.prefill_rows == 0 && s.decode_rows == batch)
+            {
+                let used = |layer| step.heat.layer(layer).iter().filter(|count| **count > 0).count();
+                distinct.extend((0..step.heat.layers()).map(used));
+            }
+        }
         let mean = distinct.iter().sum::<usize>() as f64 / distinct.len().max(1) as f64;
         let (e, k) = (moe.num_experts as f64, moe.top_k as f64);
         let uniform = e * (1. - (1. - k / e).powi(batch as i32));
         Ok(json!({"mean": mean, "uniform": uniform, "valid": mean >= 0.97 * uniform}))
     }
 
-    fn requests(&mut self, batch: usize, prompt: usize, output: usize) -> Vec<GenerateRequest> {
+    fn requests(&mut self, batch: usize, prompt: usize, output: usize) -> Vec<Request> {
         self.runs += 1;
         let vocab = self.session.model.info().vocab_size as u64;
         let token = |i: usize| (random_bits(self.runs, i as u64) % vocab) as u32;
         (0..batch)
-            .map(|b| GenerateRequest {
-                prompt: (0..prompt).map(|i| token(b * prompt + i)).collect(),
+            .map(|b| Request {
                 sampling: SamplingParams {
                     temperature: 1.,
                     seed: self.runs << 32 | b as u64,
                     ..SamplingParams::default()
                 },
-                max_new_tokens: output,
-                stop_ids: Vec::new(),
+                max_tokens: Some(output),
+                ..Request::new((0..prompt).map(|i| token(b * prompt + i)).collect())
             })
             .collect()
     }
 
-    fn kv_cache(&self, batch: usize, length: usize) -> Result<KvCache> {
-        Ok(KvCache::new(self.session.model.info().kv, batch * length.div_ceil(BLOCK_SIZE), BLOCK_SIZE)?)
-    }
-}
-
-/// A model that counts the distinct experts of each decode step.
-struct Watched<'a> {
-    model: &'a dyn CausalLm,
-    moe: &'a MoeInfo,
-    distinct: Mutex<Vec<usize>>,
-}
-
-impl CausalLm for Watched<'_> {
-    fn info(&self) -> &ModelInfo {
-        self.model.info()
-    }
-
-    fn router(&self, moe_layer: usize) -> Option<&moe_layer::Router> {
-        self.model.router(moe_layer)
-    }
-
-    fn forward(
-        &self,
-        step: &StepViews,
-        kv: &mut KvCache,
-        logits: ViewMut,
-        observer: Option<&mut dyn Observer>,
-        ex: &mut Exec,
-    ) -> candle_core::Result<()> {
-        ex.step.heat = Some(ExpertHeat::new(self.moe.layers.len(), self.moe.num_experts));
-        self.model.forward(step, kv, logits, observer, ex)?;
-        let positions = step.positions.cpu::<u32>()?;
-        let is_decode =
-            step.num_tokens() + 1 == step.query_start_loc.elem_count() && positions.iter().all(|p| *p > 0);
-        if let (true, Some(heat)) = (is_decode, ex.step.heat.take()) {
-            let used = |layer| heat.layer(layer).iter().filter(|count| **count > 0).count();
-            let mut distinct = self.distinct.lock().unwrap_or_else(PoisonError::into_inner);
-            distinct.extend((0..heat.layers()).map(used));
-        }
-        Ok(())
+    /// The engine that generation uses, with a KV cache of the size that the row needs.
+    fn engine(&self, batch: usize, length: usize, collect_heat: bool) -> Result<Engine<'_>> {
+        let info = self.session.model.info();
+        let blocks = batch * length.div_ceil(BLOCK_SIZE);
+        let config = EngineConfig {
+            max_num_seqs: batch,
+            block_size: BLOCK_SIZE,
+            kv_cache_memory: Some(blocks * BLOCK_SIZE * info.kv.bytes_per_token()?),
+            collect_heat,
+            ..EngineConfig::default()
+        };
+        Engine::new(self.session.model.as_ref(), self.session.ex.clone(), None, &config)
     }
 }
 

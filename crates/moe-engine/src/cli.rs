@@ -71,21 +71,59 @@ pub struct GenerateArgs {
     /// Sampling.
     #[command(flatten)]
     pub sampling: SamplingArgs,
-    /// Longest sequence, prompt and output (default: the model's context).
-    #[arg(long, help_heading = "Engine")]
-    pub max_model_len: Option<usize>,
-    /// Positions per KV-cache block.
-    #[arg(long, default_value_t = 16, help_heading = "Engine")]
-    pub block_size: usize,
+    /// Independent continuations of the prompt.
+    #[arg(short, long, default_value_t = 1, help_heading = "Sampling")]
+    pub n: usize,
+    /// Print the log-probability of each new token and of this many of the likeliest to stderr, as
+    /// JSON lines.
+    #[arg(long, value_name = "N", help_heading = "Sampling")]
+    pub logprobs: Option<usize>,
     /// Report every weight that is NaN or infinite before running.
     #[arg(long, help_heading = "Engine")]
     pub check_weights: bool,
-    /// Print timing to stderr at the end.
-    #[arg(long, help_heading = "Engine")]
-    pub stats: bool,
+    /// Scheduler and KV cache.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Record which experts each token chose, as safetensors `routed_experts` [T, L_moe, K].
+    #[arg(long, value_name = "FILE", help_heading = "Routing")]
+    pub routed_experts_out: Option<PathBuf>,
+    /// Force the experts of such a recording, position by position.
+    #[arg(long, value_name = "FILE", help_heading = "Routing")]
+    pub replay_routed_experts: Option<PathBuf>,
     /// Device and backend.
     #[command(flatten)]
     pub run: RunArgs,
+}
+
+/// Scheduler and KV cache; names are vLLM's.
+#[derive(Args, Debug, Clone)]
+pub struct EngineArgs {
+    /// Sequences that run at once, at most.
+    #[arg(long, default_value_t = 256, help_heading = "Engine")]
+    pub max_num_seqs: usize,
+    /// Tokens of one forward pass, at most; longer prompts are computed in chunks.
+    #[arg(long, default_value_t = 512, help_heading = "Engine")]
+    pub max_num_batched_tokens: usize,
+    /// Longest sequence, prompt and output (default: the model's context).
+    #[arg(long, help_heading = "Engine")]
+    pub max_model_len: Option<usize>,
+    /// Tokens per KV-cache block.
+    #[arg(long, default_value_t = 16, help_heading = "Engine")]
+    pub block_size: usize,
+    /// Memory of the KV cache, such as 512MiB or 4GiB (default: what the sequences can use, at most
+    /// half of the memory that is free).
+    #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
+    pub kv_cache_memory: Option<usize>,
+    /// Share the KV cache of common prefixes.
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, num_args = 0..=1,
+        default_missing_value = "true", value_name = "BOOL", help_heading = "Engine")]
+    pub enable_prefix_caching: bool,
+    /// Print counters and times to stderr at the end.
+    #[arg(long, help_heading = "Engine")]
+    pub stats: bool,
+    /// Spread tokens evenly over the experts, whatever the router says: for profiling only.
+    #[arg(long, help_heading = "Routing")]
+    pub force_balance: bool,
 }
 
 /// vLLM's sampling parameters. What is left out comes from generation_config.json.
@@ -106,12 +144,41 @@ pub struct SamplingArgs {
     /// Keep tokens at least this likely relative to the likeliest.
     #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
     pub min_p: Option<f32>,
-    /// Seed of the request.
+    /// Above 1: makes tokens of the prompt and the output less likely.
+    #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
+    pub repetition_penalty: Option<f32>,
+    /// Above 0: makes tokens of the output less likely.
+    #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
+    pub presence_penalty: Option<f32>,
+    /// Above 0: makes tokens of the output less likely, each time more.
+    #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
+    pub frequency_penalty: Option<f32>,
+    /// Added to the logits of tokens: ID=BIAS,...
+    #[arg(long, value_delimiter = ',', value_parser = crate::options::parse_bias,
+        allow_hyphen_values = true, value_name = "ID=BIAS", help_heading = "Sampling")]
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Seed; requests without a seed of their own derive theirs from it.
     #[arg(long, default_value_t = 0, help_heading = "Sampling")]
     pub seed: u64,
+    /// Text that ends the output; repeatable.
+    #[arg(long, value_name = "TEXT", help_heading = "Sampling")]
+    pub stop: Vec<String>,
+    /// Token ids that end the output.
+    #[arg(long, value_delimiter = ',', value_name = "ID", help_heading = "Sampling")]
+    pub stop_token_ids: Vec<u32>,
+    /// Keep the stop text in the output.
+    #[arg(long, help_heading = "Sampling")]
+    pub include_stop_str_in_output: bool,
     /// Do not stop at the end-of-sequence token.
     #[arg(long, help_heading = "Sampling")]
     pub ignore_eos: bool,
+    /// Tokens to generate at least.
+    #[arg(long, default_value_t = 0, help_heading = "Sampling")]
+    pub min_tokens: usize,
+    /// Leave special tokens out of the text.
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, num_args = 0..=1,
+        default_missing_value = "true", value_name = "BOOL", help_heading = "Sampling")]
+    pub skip_special_tokens: bool,
 }
 
 /// Flags of `parity`.

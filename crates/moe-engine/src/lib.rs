@@ -4,11 +4,14 @@
 
 pub mod bench;
 pub mod cli;
+pub mod engine;
 mod error;
 pub mod family;
 pub mod generate;
+pub mod options;
 pub mod parity;
 mod prompt;
+pub mod routing;
 pub mod session;
 pub mod tokenizer;
 

@@ -33,7 +33,12 @@ impl Tokenizer {
 
     /// Text of token ids, without special tokens. Bytes that are not UTF-8 become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.0.decode(ids, true).map_err(|e| anyhow!("cannot decode tokens: {e}"))
+        self.decode_with(ids, true)
+    }
+
+    /// Text of token ids, with or without special tokens.
+    pub fn decode_with(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
+        self.0.decode(ids, skip_special_tokens).map_err(|e| anyhow!("cannot decode tokens: {e}"))
     }
 
     /// Number of tokens, added ones included.
@@ -60,6 +65,7 @@ pub struct TextStream {
     window: Vec<u32>,
     /// Bytes of the window's text that are given out.
     emitted: usize,
+    special_tokens: bool,
 }
 
 impl TextStream {
@@ -76,10 +82,20 @@ impl TextStream {
         Self::default()
     }
 
+    /// Whether special tokens are part of the text; they are not by default.
+    pub fn with_special_tokens(mut self, on: bool) -> Self {
+        self.special_tokens = on;
+        self
+    }
+
+    fn decode(&self, tokenizer: &Tokenizer, ids: &[u32]) -> Result<String> {
+        tokenizer.decode_with(ids, !self.special_tokens)
+    }
+
     /// Adds a token; the text that has become final, often empty.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
         self.window.push(id);
-        let text = tokenizer.decode(&self.window)?;
+        let text = self.decode(tokenizer, &self.window)?;
         let mut stable = text.as_str();
         for _ in 0..Self::UNFINISHED {
             stable = stable.strip_suffix(char::REPLACEMENT_CHARACTER).unwrap_or(stable);
@@ -94,7 +110,7 @@ impl TextStream {
 
     /// The rest of the text: an unfinished character, if there is one.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
-        let text = tokenizer.decode(&self.window)?;
+        let text = self.decode(tokenizer, &self.window)?;
         let piece = text.get(self.emitted..).unwrap_or_default().to_string();
         self.window.clear();
         self.emitted = 0;
@@ -108,7 +124,7 @@ impl TextStream {
             return Ok(());
         }
         let tail = self.window[self.window.len() - Self::CONTEXT..].to_vec();
-        let tail_text = tokenizer.decode(&tail)?;
+        let tail_text = self.decode(tokenizer, &tail)?;
         // Skipped special tokens have no text; a run of them must not keep the window growing.
         if text.ends_with(&tail_text) && (!tail_text.is_empty() || self.window.len() > Self::LONGEST) {
             self.window = tail;
@@ -119,12 +135,12 @@ impl TextStream {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
 
     /// A byte-level tokenizer without merges: every byte is a token, so tokens end inside characters.
-    fn bytes() -> Tokenizer {
+    pub(crate) fn bytes() -> Tokenizer {
         let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
         let mut chars: Vec<char> = alphabet.into_iter().collect();
         chars.sort_unstable();

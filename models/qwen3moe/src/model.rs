@@ -202,6 +202,7 @@ fn info(config: &Qwen3MoeConfig, layers: Vec<usize>, rope: &Rope, dtype: DType) 
         num_layers: config.num_hidden_layers,
         max_position_embeddings: config.max_position_embeddings,
         max_context_len: rope.config().max_context_len(),
+        keys_depend_on_prompt_len: rope.config().depends_on_prompt_len(),
         kv: KvLayout {
             num_layers: config.num_hidden_layers,
             num_kv_heads: config.num_key_value_heads,

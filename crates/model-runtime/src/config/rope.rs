@@ -114,6 +114,11 @@ impl RopeConfig {
         }
     }
 
+    /// Whether the frequencies of a token depend on the length of its prompt.
+    pub fn depends_on_prompt_len(&self) -> bool {
+        matches!(self.scaling, RopeScaling::Dynamic { .. })
+    }
+
     /// The longest sequence that the positions are made for: `max_position_embeddings`, times the
     /// factor of linear and dynamic scaling; for YaRN the original context times the factor, but
     /// not less than `max_position_embeddings` (the rule of vLLM's `max_model_len`).

@@ -4,9 +4,9 @@
 mod attention;
 mod checkpoint;
 mod config;
-mod generate;
 mod layers;
 mod rope;
+mod run;
 mod sampling;
 mod step;
 mod tiny;

@@ -71,6 +71,7 @@ impl Tiny {
                 num_layers: LAYERS,
                 max_position_embeddings: 64,
                 max_context_len: rope.max_context_len(),
+                keys_depend_on_prompt_len: rope.depends_on_prompt_len(),
                 kv: KvLayout { num_layers: LAYERS, num_kv_heads: 2, head_dim: 8, dtype },
                 moe: None,
             },

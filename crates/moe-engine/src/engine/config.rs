@@ -1,0 +1,106 @@
+//! What an engine may use.
+
+use anyhow::{Result, bail, ensure};
+use model_runtime::{KvCache, ModelInfo};
+
+/// Settings of an engine. Names are vLLM's.
+#[derive(Clone, Debug)]
+pub struct EngineConfig {
+    /// The most sequences that run at once.
+    pub max_num_seqs: usize,
+    /// The most rows of a step: longer prompts are computed in chunks, beside what is decoding.
+    pub max_num_batched_tokens: usize,
+    /// The longest sequence, prompt and output; `None`: the model's context.
+    pub max_model_len: Option<usize>,
+    /// Tokens per KV block.
+    pub block_size: usize,
+    /// Bytes of the KV cache; `None`: enough for all sequences at full length, but at most half of
+    /// the memory that is free now.
+    pub kv_cache_memory: Option<usize>,
+    /// Shares the KV blocks of common prefixes.
+    pub enable_prefix_caching: bool,
+    /// Schedules a step before the tokens of the one before are known.
+    pub async_scheduling: bool,
+    /// Counts how often each expert is chosen, by step.
+    pub collect_heat: bool,
+    /// Replaces the routing by an even one, for profiling; the seed varies it.
+    pub force_balance: Option<u64>,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            max_num_seqs: 256,
+            max_num_batched_tokens: 512,
+            max_model_len: None,
+            block_size: 16,
+            kv_cache_memory: None,
+            enable_prefix_caching: true,
+            async_scheduling: false,
+            collect_heat: false,
+            force_balance: None,
+        }
+    }
+}
+
+/// The largest KV block: a larger one only wastes memory.
+const MAX_BLOCK_SIZE: usize = 1 << 16;
+
+impl EngineConfig {
+    /// Checks the settings against a model; the longest sequence.
+    pub(super) fn check(&self, info: &ModelInfo) -> Result<usize> {
+        ensure!(self.max_num_seqs > 0, "--max-num-seqs must be at least 1, got 0");
+        ensure!(self.max_num_batched_tokens > 0, "--max-num-batched-tokens must be at least 1, got 0");
+        ensure!(
+            (1..=MAX_BLOCK_SIZE).contains(&self.block_size),
+            "--block-size must be from 1 to {MAX_BLOCK_SIZE}, got {}",
+            self.block_size
+        );
+        match self.max_model_len {
+            Some(len) if len == 0 || len > info.max_context_len => bail!(
+                "--max-model-len {len}: expected 1 to {}, the context of the model",
+                info.max_context_len
+            ),
+            Some(len) => Ok(len),
+            None => Ok(info.max_context_len),
+        }
+    }
+
+    /// The KV cache: at most what all sequences can use at once.
+    pub(super) fn kv_cache(&self, info: &ModelInfo, max_model_len: usize) -> Result<KvCache> {
+        let per_sequence = max_model_len.div_ceil(self.block_size);
+        let useful = per_sequence.saturating_mul(self.max_num_seqs);
+        let free = available_memory();
+        let budget = match (self.kv_cache_memory, free) {
+            (Some(bytes), Some(free)) if bytes as u64 > free => bail!(
+                "--kv-cache-memory asks for {bytes} bytes, but only {free} bytes of memory are available; ask for less"
+            ),
+            (Some(bytes), _) => bytes,
+            (None, Some(free)) => usize::try_from(free / 2).unwrap_or(usize::MAX),
+            (None, None) => DEFAULT_BUDGET,
+        };
+        let fitting = info.kv.blocks_in(budget, self.block_size)?;
+        // Slot numbers are 32 bits wide.
+        let addressable = (u32::MAX as usize - 1) / self.block_size;
+        let blocks = useful.min(fitting).min(addressable);
+        ensure!(
+            blocks > 0,
+            "a KV cache of {budget} bytes holds no block: one of {} tokens needs {} bytes; raise --kv-cache-memory or \
+             lower --block-size",
+            self.block_size,
+            info.kv.bytes_per_token()? * self.block_size
+        );
+        Ok(KvCache::new(info.kv, blocks, self.block_size)?)
+    }
+}
+
+/// Where the free memory is not known.
+const DEFAULT_BUDGET: usize = 4 << 30;
+
+/// Bytes of memory that can be used without swapping, as Linux estimates them.
+fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}

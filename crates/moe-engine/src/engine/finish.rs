@@ -1,0 +1,247 @@
+//! What a new token does to its sequence, and how sequences end.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs};
+
+use super::Engine;
+use super::request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
+use super::scheduler::Part;
+use super::sequence::{Key, Sequence};
+
+/// The most choices of a request.
+const MAX_CHOICES: usize = 16384;
+
+impl Engine<'_> {
+    /// Whether a request can run; the length at which its sequences end.
+    pub(super) fn check(&self, request: &Request) -> Result<usize, RequestError> {
+        let (prompt, vocab_size, max_model_len) = (&request.prompt, self.info.vocab_size, self.max_model_len);
+        let parameter = |name, expected: &str, got: &dyn std::fmt::Display| {
+            Err(RequestError::Parameter { name, expected: expected.into(), got: got.to_string() })
+        };
+        if prompt.is_empty() {
+            return Err(RequestError::EmptyPrompt);
+        }
+        if prompt.len() >= max_model_len {
+            return Err(RequestError::PromptTooLong { len: prompt.len(), max_model_len });
+        }
+        if let Some(position) = prompt.iter().position(|&id| id as usize >= vocab_size) {
+            return Err(RequestError::UnknownToken { position, token_id: prompt[position], vocab_size });
+        }
+        request.sampling.validate(vocab_size)?;
+        if !(1..=MAX_CHOICES).contains(&request.n) {
+            return parameter("n", "from 1 to 16384", &request.n);
+        }
+        if request.max_tokens == Some(0) {
+            return parameter("max_tokens", "at least 1", &0);
+        }
+        if let Some(max) = request.max_tokens.filter(|max| *max < request.min_tokens) {
+            return parameter("min_tokens", &format!("at most max_tokens = {max}"), &request.min_tokens);
+        }
+        if request.stop.iter().any(String::is_empty) {
+            return parameter("stop", "texts that are not empty", &"an empty one");
+        }
+        if !request.stop.is_empty() && self.tokenizer.is_none() {
+            return parameter("stop", "empty without a tokenizer", &format!("{:?}", request.stop));
+        }
+        self.check_routing(request)?;
+        let max_tokens = request.max_tokens.unwrap_or(max_model_len);
+        let max_len = prompt.len().saturating_add(max_tokens).min(max_model_len);
+        // The last token is never written to the cache.
+        let (needed, (_, blocks)) = ((max_len - 1).div_ceil(self.block_size), self.scheduler.kv_blocks());
+        if needed > blocks {
+            return Err(RequestError::KvCacheTooSmall {
+                tokens: max_len,
+                needed,
+                blocks,
+                block_size: self.block_size,
+            });
+        }
+        Ok(max_len)
+    }
+
+    fn check_routing(&self, request: &Request) -> Result<(), RequestError> {
+        let shape = self.info.moe.as_ref().map(|moe| (moe.layers.len(), moe.top_k, moe.num_experts));
+        let refuse =
+            |name, expected: String, got: String| Err(RequestError::Parameter { name, expected, got });
+        let Some((layers, top_k, experts)) = shape else {
+            return match request.capture_routing || request.replay_routing.is_some() {
+                true => refuse(
+                    "capture or replay of routing",
+                    "off: the model has no experts".into(),
+                    "on".into(),
+                ),
+                false => Ok(()),
+            };
+        };
+        let Some(replay) = &request.replay_routing else { return Ok(()) };
+        if (replay.layers(), replay.top_k()) != (layers, top_k) {
+            let got = format!("[T, {}, {}]", replay.layers(), replay.top_k());
+            return refuse(
+                "routed_experts",
+                format!("[T, {layers}, {top_k}] (MoE layers, experts per token)"),
+                got,
+            );
+        }
+        let no_expert = moe_layer::NO_EXPERT;
+        match replay.ids().iter().find(|&&id| id as usize >= experts && id != no_expert) {
+            Some(id) => refuse("routed_experts", format!("ids below {experts}"), id.to_string()),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends requests whose time is over.
+    pub(super) fn end_late_requests(&mut self) -> Result<()> {
+        if self.deadlines.is_empty() {
+            return Ok(());
+        }
+        let now = Instant::now();
+        let late: Vec<u64> = self.deadlines.iter().filter(|(_, d)| **d <= now).map(|(id, _)| *id).collect();
+        late.into_iter().try_for_each(|id| self.end_request(id, &FinishReason::TimedOut))
+    }
+
+    /// Ends all choices of a request.
+    pub(super) fn end_request(&mut self, id: u64, reason: &FinishReason) -> Result<()> {
+        self.deadlines.remove(&id);
+        let sequences = self.scheduler.running.iter().chain(&self.scheduler.waiting);
+        let mut keys: Vec<Key> = sequences.map(|s| s.key).filter(|key| key.0 == id).collect();
+        keys.sort_unstable();
+        let mut ended = std::mem::take(&mut self.ended);
+        for key in keys {
+            self.end(key, reason.clone(), String::new(), None, &mut ended)?;
+        }
+        self.ended = ended;
+        Ok(())
+    }
+
+    pub(super) fn accept_prompt_logprobs(
+        &mut self,
+        part: &Part,
+        logprobs: Result<Vec<TokenLogprobs>, SamplingError>,
+        outputs: &mut Vec<Output>,
+    ) -> Result<()> {
+        let Some(sequence) = self.scheduler.get_mut(part.key) else { return Ok(()) };
+        match logprobs {
+            // Rows that are computed again are known already.
+            Ok(rows) => {
+                let known = sequence.prompt_logprobs.len().saturating_sub(part.start);
+                sequence.prompt_logprobs.extend(rows.into_iter().skip(known));
+                Ok(())
+            }
+            Err(e) => self.end(part.key, FinishReason::Failed(e.to_string()), String::new(), None, outputs),
+        }
+    }
+
+    /// A sequence gets the token of output position `position`.
+    pub(super) fn accept(
+        &mut self,
+        key: Key,
+        position: usize,
+        sampled: Result<Sampled, SamplingError>,
+        outputs: &mut Vec<Output>,
+    ) -> Result<()> {
+        // A sequence that has ended meanwhile ignores what was still under way.
+        let Some(sequence) = self.scheduler.get_mut(key) else { return Ok(()) };
+        let sampled = match sampled {
+            Ok(sampled) => sampled,
+            Err(e) => {
+                return self.end(key, FinishReason::Failed(e.to_string()), String::new(), None, outputs);
+            }
+        };
+        let at = sequence.prompt_len() + position;
+        if let Some(token) = sequence.tokens.get_mut(at) {
+            *token = sampled.token_id;
+            sequence.in_flight -= 1;
+        }
+        let waited = sequence.last_token.replace(Instant::now());
+        self.stats.token(sequence.added, waited, sequence.last_token);
+
+        let mut finish = stop_reason(sequence, sampled.token_id, position).map(FinishReason::Stop);
+        let mut text = String::new();
+        if let (Some(output), Some(tokenizer)) = (&mut sequence.text, &self.tokenizer) {
+            let shown = finish.is_none() || sequence.request.include_stop_str_in_output;
+            if shown {
+                let may_stop = position + 1 > sequence.request.min_tokens;
+                let (piece, stopped) = output.push(tokenizer, sampled.token_id, may_stop)?;
+                text = piece;
+                finish = finish.or(stopped.map(|stop| FinishReason::Stop(StopReason::Text(stop))));
+            }
+        }
+        if finish.is_none() && at + 1 >= sequence.max_len {
+            finish = Some(FinishReason::Length);
+        }
+        if let Some(finish) = finish {
+            return self.end(key, finish, text, Some(sampled), outputs);
+        }
+        let prompt_logprobs = take_prompt_logprobs(sequence);
+        outputs.push(Output {
+            request: RequestId(key.0),
+            choice: key.1,
+            token_id: Some(sampled.token_id),
+            text,
+            logprobs: sampled.logprobs,
+            prompt_logprobs,
+            finish: None,
+            routed_experts: None,
+            num_cached_tokens: sequence.num_cached_tokens.unwrap_or(0),
+        });
+        Ok(())
+    }
+
+    /// Ends a sequence and reports it, with the token that ended it.
+    fn end(
+        &mut self,
+        key: Key,
+        finish: FinishReason,
+        mut text: String,
+        token: Option<Sampled>,
+        outputs: &mut Vec<Output>,
+    ) -> Result<()> {
+        let Some(mut sequence) = self.scheduler.remove(key)? else { return Ok(()) };
+        let cut = matches!(finish, FinishReason::Stop(StopReason::Text(_)));
+        if let (Some(output), Some(tokenizer), false) = (&mut sequence.text, &self.tokenizer, cut) {
+            text += &output.finish(tokenizer)?;
+        }
+        if !self.scheduler.running.iter().chain(&self.scheduler.waiting).any(|s| s.key.0 == key.0) {
+            self.deadlines.remove(&key.0);
+        }
+        self.stats.finished();
+        outputs.push(Output {
+            request: RequestId(key.0),
+            choice: key.1,
+            token_id: token.as_ref().map(|t| t.token_id),
+            text,
+            logprobs: token.and_then(|t| t.logprobs),
+            prompt_logprobs: take_prompt_logprobs(&mut sequence),
+            finish: Some(finish),
+            routed_experts: sequence.routed.take(),
+            num_cached_tokens: sequence.num_cached_tokens.unwrap_or(0),
+        });
+        Ok(())
+    }
+}
+
+/// The prompt's log-probabilities, once they are complete.
+fn take_prompt_logprobs(sequence: &mut Sequence) -> Option<Vec<TokenLogprobs>> {
+    let ready = sequence.key.1 == 0
+        && sequence.request.prompt_logprobs.is_some()
+        && !sequence.wants_prompt_logprobs()
+        && !sequence.prompt_logprobs_given;
+    ready.then(|| {
+        sequence.prompt_logprobs_given = true;
+        sequence.prompt_logprobs.clone()
+    })
+}
+
+/// Why a token ends its sequence.
+fn stop_reason(sequence: &Sequence, token: u32, position: usize) -> Option<StopReason> {
+    let request = &sequence.request;
+    if position < request.min_tokens {
+        return None;
+    }
+    if !request.ignore_eos && request.eos_token_ids.contains(&token) {
+        return Some(StopReason::EndOfSequence);
+    }
+    request.stop_token_ids.contains(&token).then_some(StopReason::Token(token))
+}

@@ -1,0 +1,286 @@
+//! The offline engine: requests in, tokens and text out, many at once.
+//!
+//! ```text
+//! add ─► waiting ─► scheduler ─► step (plain data) ─► runner ─► tokens ─► text, stop ─► outputs
+//!            ▲          │                                        │
+//!            └ preempted┘            KV blocks, prefix cache      └ finished: blocks given back
+//! ```
+//!
+//! [`Engine::step`] runs one forward pass over rows of many requests and returns what is new. What
+//! a request generates does not depend on the others, on the limits, on preemption or on the
+//! prefix cache. A request that fails, is cancelled or runs out of time leaves the others alone.
+
+mod config;
+mod finish;
+mod request;
+mod runner;
+mod scheduler;
+mod sequence;
+mod stats;
+mod text;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use model_runtime::{CausalLm, Exec, ModelInfo, SequenceBlocks};
+use moe_layer::{ExpertHeat, RoutedExperts};
+
+use crate::tokenizer::Tokenizer;
+
+pub use config::EngineConfig;
+pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
+pub use stats::{Stats, Summary};
+
+use runner::{Runner, StepResult};
+use scheduler::{Limits, Scheduler};
+use sequence::Sequence;
+use text::TextOutput;
+
+/// Runs requests on a model.
+pub struct Engine<'m> {
+    info: &'m ModelInfo,
+    tokenizer: Option<Tokenizer>,
+    max_model_len: usize,
+    block_size: usize,
+    scheduler: Scheduler,
+    runner: Runner<'m>,
+    next_id: u64,
+    /// When requests with a timeout must end.
+    deadlines: BTreeMap<u64, Instant>,
+    /// Ends that happened between steps.
+    ended: Vec<Output>,
+    stats: Stats,
+    step_heat: Option<StepHeat>,
+}
+
+/// How often each expert was chosen in one step.
+#[derive(Clone, Debug)]
+pub struct StepHeat {
+    /// Number of the step, from 0.
+    pub step: u64,
+    /// Rows that were the newest token of a sequence, and other rows.
+    pub decode_rows: usize,
+    /// Rows of prompts (or of what is computed again).
+    pub prefill_rows: usize,
+    /// The counts.
+    pub heat: ExpertHeat,
+}
+
+impl<'m> Engine<'m> {
+    /// An engine on a model. Without a tokenizer outputs have no text and stop strings are refused.
+    pub fn new(
+        model: &'m dyn CausalLm,
+        ex: Exec,
+        tokenizer: Option<Tokenizer>,
+        config: &EngineConfig,
+    ) -> Result<Self> {
+        let info = model.info();
+        let max_model_len = config.check(info)?;
+        let kv = config.kv_cache(info, max_model_len)?;
+        let limits = Limits {
+            max_num_seqs: config.max_num_seqs,
+            max_num_batched_tokens: config.max_num_batched_tokens,
+            block_size: config.block_size,
+            prefix_caching: config.enable_prefix_caching,
+            prefix_by_prompt_len: info.keys_depend_on_prompt_len,
+        };
+        let scheduler = Scheduler::new(limits, kv.num_blocks())?;
+        let runner = Runner::new(model, kv, ex, usize::from(config.async_scheduling))
+            .with_heat(config.collect_heat)
+            .with_force_balance(config.force_balance);
+        Ok(Self {
+            info,
+            tokenizer,
+            max_model_len,
+            block_size: config.block_size,
+            scheduler,
+            runner,
+            next_id: 0,
+            deadlines: BTreeMap::new(),
+            ended: Vec::new(),
+            stats: Stats::new(),
+            step_heat: None,
+        })
+    }
+
+    /// The longest sequence, prompt and output.
+    pub fn max_model_len(&self) -> usize {
+        self.max_model_len
+    }
+
+    /// Takes a request, or says why not; then nothing has changed.
+    pub fn add(&mut self, request: Request) -> Result<RequestId, RequestError> {
+        let max_len = self.check(&request)?;
+        let id = self.next_id;
+        self.next_id += 1;
+        let added = Instant::now();
+        if let Some(timeout) = request.timeout
+            && let Some(deadline) = added.checked_add(timeout)
+        {
+            self.deadlines.insert(id, deadline);
+        }
+        let request = Arc::new(request);
+        for choice in 0..request.n {
+            let mut sampling = request.sampling.clone();
+            sampling.seed = sampling.seed.wrapping_add(choice as u64);
+            let text = || {
+                TextOutput::new(
+                    &request.stop,
+                    request.include_stop_str_in_output,
+                    request.skip_special_tokens,
+                )
+            };
+            self.scheduler.waiting.push_back(Sequence {
+                key: (id, choice),
+                sampling,
+                tokens: request.prompt.clone(),
+                in_flight: 0,
+                max_len,
+                computed: 0,
+                blocks: SequenceBlocks::new(),
+                chain: Vec::new(),
+                num_cached_tokens: None,
+                text: self.tokenizer.as_ref().map(|_| text()),
+                routed: None,
+                prompt_logprobs: Vec::new(),
+                prompt_logprobs_given: false,
+                added,
+                last_token: None,
+                request: request.clone(),
+            });
+        }
+        self.stats.added(request.prompt.len());
+        Ok(RequestId(id))
+    }
+
+    /// Ends a request with what it has; its last outputs come with the next step. An unknown or
+    /// finished one is left alone.
+    pub fn cancel(&mut self, request: RequestId) -> Result<()> {
+        self.end_request(request.0, &FinishReason::Cancelled)
+    }
+
+    /// Whether nothing is left to run or to report.
+    pub fn is_idle(&self) -> bool {
+        self.scheduler.waiting.is_empty()
+            && self.scheduler.running.is_empty()
+            && self.runner.in_flight() == 0
+            && self.ended.is_empty()
+    }
+
+    /// Requests' choices that are waiting or running.
+    pub fn num_unfinished(&self) -> usize {
+        self.scheduler.waiting.len() + self.scheduler.running.len()
+    }
+
+    /// Runs a step; returns what is new since the last one.
+    ///
+    /// # Errors
+    /// Only what ends all requests: the model cannot run. What concerns one request is in its
+    /// [`Output::finish`].
+    pub fn step(&mut self) -> Result<Vec<Output>> {
+        self.end_late_requests()?;
+        let mut outputs = std::mem::take(&mut self.ended);
+        if self.needs_history() {
+            self.collect(0, &mut outputs)?;
+        }
+        let plan = self.scheduler.schedule().context("scheduling a step")?;
+        let keep = match plan {
+            Some(plan) => {
+                self.stats.step(plan.step.num_tokens(), self.scheduler.kv_blocks());
+                self.runner.launch(plan, &self.scheduler.running).context("running a step")?;
+                self.runner.ahead()
+            }
+            None => 0,
+        };
+        self.collect(keep, &mut outputs)?;
+        Ok(outputs)
+    }
+
+    /// Runs until every request has ended, and shows each output to `on_output`.
+    pub fn run(&mut self, mut on_output: impl FnMut(Output)) -> Result<()> {
+        while !self.is_idle() {
+            self.step()?.into_iter().for_each(&mut on_output);
+        }
+        Ok(())
+    }
+
+    /// Counters and times so far.
+    pub fn stats(&self) -> Summary {
+        let scheduler = &self.scheduler;
+        self.stats.summary(scheduler.num_preemptions, scheduler.num_cached_tokens, scheduler.kv_blocks().1)
+    }
+
+    /// Expert counts of the last collected step, if they are collected.
+    pub fn take_step_heat(&mut self) -> Option<StepHeat> {
+        self.step_heat.take()
+    }
+
+    /// Whether some running request's next token depends on its last ones beyond the model, so that
+    /// they must be known on the host.
+    fn needs_history(&self) -> bool {
+        self.runner.in_flight() > 0 && self.scheduler.running.iter().any(|s| s.request.needs_history())
+    }
+
+    /// Collects steps until only `keep` are under way.
+    fn collect(&mut self, keep: usize, outputs: &mut Vec<Output>) -> Result<()> {
+        while self.runner.in_flight() > keep {
+            if let Some(result) = self.runner.collect() {
+                self.apply(result, outputs)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the results of a step to its sequences.
+    fn apply(&mut self, mut result: StepResult, outputs: &mut Vec<Output>) -> Result<()> {
+        let mut first_row = 0;
+        for part in &result.parts {
+            let rows = first_row..first_row + part.rows;
+            first_row = rows.end;
+            if let (Some(all), Some(sequence)) = (&result.routed, self.scheduler.get_mut(part.key))
+                && sequence.request.capture_routing
+            {
+                record_routing(sequence, part.start, all, rows)?;
+            }
+            if let Some(logprobs) = result.prompt_logprobs.remove(&part.key) {
+                self.accept_prompt_logprobs(part, logprobs, outputs)?;
+            }
+            if let (Some(position), Some(sampled)) = (part.samples, result.sampled.remove(&part.key)) {
+                self.accept(part.key, position, sampled, outputs)?;
+            }
+        }
+        if let Some(heat) = result.heat {
+            let decode_rows =
+                result.parts.iter().filter(|p| p.rows == 1 && p.samples.is_some_and(|n| n > 0)).count();
+            let step = self.stats.num_steps() - 1 - self.runner.in_flight() as u64;
+            self.step_heat =
+                Some(StepHeat { step, decode_rows, prefill_rows: first_row - decode_rows, heat });
+        }
+        Ok(())
+    }
+}
+
+/// Copies the experts of a part's rows to its sequence; positions that are computed again get the
+/// same ones.
+fn record_routing(
+    sequence: &mut Sequence,
+    start: usize,
+    all: &RoutedExperts,
+    rows: std::ops::Range<usize>,
+) -> candle_core::Result<()> {
+    let (layers, top_k) = (all.layers(), all.top_k());
+    let routed = match &mut sequence.routed {
+        Some(routed) => routed,
+        none => none.insert(RoutedExperts::empty(0, layers, top_k)?),
+    };
+    let per_token = layers * top_k;
+    for (position, row) in (start..).zip(rows) {
+        if position == routed.tokens() {
+            let ids = all.ids()[row * per_token..(row + 1) * per_token].to_vec();
+            routed.extend(&RoutedExperts::from_ids(1, layers, top_k, ids)?)?;
+        }
+    }
+    Ok(())
+}

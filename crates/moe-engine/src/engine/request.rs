@@ -1,0 +1,193 @@
+//! What goes into the engine and what comes out.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use model_runtime::sampling::{SamplingError, TokenLogprobs};
+use model_runtime::{RoutedExperts, SamplingParams};
+
+/// Names a request of one engine; ascending in the order in which requests were added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(pub(super) u64);
+
+/// A prompt to continue. Names and meanings are those of vLLM's `SamplingParams`.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Token ids of the prompt; at least one.
+    pub prompt: Vec<u32>,
+    /// How tokens are chosen. Choice c of several draws with seed + c.
+    pub sampling: SamplingParams,
+    /// Independent continuations.
+    pub n: usize,
+    /// The most tokens to generate; `None`: until the context ends.
+    pub max_tokens: Option<usize>,
+    /// Until so many tokens are generated, nothing but the length ends a choice: stop ids cannot be
+    /// drawn and stop strings are not looked for.
+    pub min_tokens: usize,
+    /// Ids that end the text as the model's own end.
+    pub eos_token_ids: Vec<u32>,
+    /// Treats `eos_token_ids` as ordinary tokens.
+    pub ignore_eos: bool,
+    /// Further ids that end the text.
+    pub stop_token_ids: Vec<u32>,
+    /// Texts that end the text; needs a tokenizer.
+    pub stop: Vec<String>,
+    /// Keeps the stop string, or the text of the stop token, at the end.
+    pub include_stop_str_in_output: bool,
+    /// Leaves special tokens out of the text.
+    pub skip_special_tokens: bool,
+    /// Log-probabilities of the prompt's tokens, each with this many of the likeliest.
+    pub prompt_logprobs: Option<usize>,
+    /// Ends the request after this time, with what it has.
+    pub timeout: Option<Duration>,
+    /// Records which experts were chosen for each token.
+    pub capture_routing: bool,
+    /// Routing to force: one token per position, from the first of the prompt on. Positions after
+    /// its end route freely.
+    pub replay_routing: Option<Arc<RoutedExperts>>,
+}
+
+impl Request {
+    /// A request with vLLM's defaults, but greedy and without a limit of tokens.
+    pub fn new(prompt: Vec<u32>) -> Self {
+        Self {
+            prompt,
+            sampling: SamplingParams::default(),
+            n: 1,
+            max_tokens: None,
+            min_tokens: 0,
+            eos_token_ids: Vec::new(),
+            ignore_eos: false,
+            stop_token_ids: Vec::new(),
+            stop: Vec::new(),
+            include_stop_str_in_output: false,
+            skip_special_tokens: true,
+            prompt_logprobs: None,
+            timeout: None,
+            capture_routing: false,
+            replay_routing: None,
+        }
+    }
+
+    /// The ids that end the text now.
+    pub(super) fn stop_ids(&self) -> impl Iterator<Item = u32> + '_ {
+        let eos: &[u32] = if self.ignore_eos { &[] } else { &self.eos_token_ids };
+        eos.iter().chain(&self.stop_token_ids).copied()
+    }
+
+    /// Whether the next token depends on which tokens came before, beyond the model.
+    pub(super) fn needs_history(&self) -> bool {
+        let s = &self.sampling;
+        s.repetition_penalty != 1.0
+            || s.presence_penalty != 0.0
+            || s.frequency_penalty != 0.0
+            || !s.bad_words.is_empty()
+    }
+}
+
+/// Why a request was not taken.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum RequestError {
+    /// There is no token.
+    #[error("the prompt is empty; give it at least one token")]
+    EmptyPrompt,
+    /// It leaves no room for an answer.
+    #[error(
+        "the prompt of {len} tokens is longer than the context: at most {} fit the model length of {max_model_len} \
+         beside one new token",
+        max_model_len.saturating_sub(1)
+    )]
+    PromptTooLong {
+        /// Tokens of the prompt.
+        len: usize,
+        /// The longest sequence.
+        max_model_len: usize,
+    },
+    /// A token id is not in the vocabulary.
+    #[error("token id {token_id} at position {position} is outside of the vocabulary of {vocab_size}")]
+    UnknownToken {
+        /// Where it is in the prompt.
+        position: usize,
+        /// The id.
+        token_id: u32,
+        /// Number of token ids.
+        vocab_size: usize,
+    },
+    /// It cannot run even alone.
+    #[error(
+        "it can come to {tokens} tokens, which need {needed} KV blocks; the cache has {blocks} of {block_size} tokens: \
+         lower max_tokens or enlarge --kv-cache-memory"
+    )]
+    KvCacheTooSmall {
+        /// Tokens of prompt and output.
+        tokens: usize,
+        /// Blocks that they need.
+        needed: usize,
+        /// Blocks that there are.
+        blocks: usize,
+        /// Tokens per block.
+        block_size: usize,
+    },
+    /// A sampling parameter is out of its range.
+    #[error(transparent)]
+    Sampling(#[from] SamplingError),
+    /// Another parameter is out of its range.
+    #[error("{name} must be {expected}, got {got}")]
+    Parameter {
+        /// The parameter.
+        name: &'static str,
+        /// Its range.
+        expected: String,
+        /// The value.
+        got: String,
+    },
+}
+
+/// Why a choice ended.
+#[derive(Clone, Debug, PartialEq)]
+pub enum FinishReason {
+    /// The model's own end, a stop id or a stop string.
+    Stop(StopReason),
+    /// `max_tokens`, or the end of the context.
+    Length,
+    /// [`super::Engine::cancel`] ended it.
+    Cancelled,
+    /// Its time was over.
+    TimedOut,
+    /// No token could be sampled; the message says why. Other requests go on.
+    Failed(String),
+}
+
+/// What stopped a text.
+#[derive(Clone, Debug, PartialEq)]
+pub enum StopReason {
+    /// An end-of-sequence id.
+    EndOfSequence,
+    /// One of `stop_token_ids`.
+    Token(u32),
+    /// One of `stop`.
+    Text(String),
+}
+
+/// News of one choice of a request.
+#[derive(Clone, Debug)]
+pub struct Output {
+    /// The request.
+    pub request: RequestId,
+    /// Which of its `n` continuations.
+    pub choice: usize,
+    /// The new token; `None` for an end without one.
+    pub token_id: Option<u32>,
+    /// Text that has become final; often empty, always empty without a tokenizer.
+    pub text: String,
+    /// The new token's log-probabilities, if they were asked for.
+    pub logprobs: Option<TokenLogprobs>,
+    /// Log-probabilities of prompt tokens 1.., once, with the first token of choice 0.
+    pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
+    /// Set on the choice's last output.
+    pub finish: Option<FinishReason>,
+    /// With the last output: the experts of each token but the last, [T, L_moe, K], if asked for.
+    pub routed_experts: Option<RoutedExperts>,
+    /// Prompt tokens that were found in the prefix cache when the choice first ran.
+    pub num_cached_tokens: usize,
+}

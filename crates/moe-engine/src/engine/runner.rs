@@ -1,0 +1,195 @@
+//! Executing steps in host memory.
+//!
+//! A step is launched and its results are collected later. With `ahead` = 0 they are collected at
+//! once. With `ahead` = 1 the next step is launched first, and a token that it needs from the
+//! step before is fed to it here, where a GPU keeps it on the device; the host then always works
+//! one step behind the device. Results do not depend on `ahead`.
+
+use std::collections::{HashMap, VecDeque};
+
+use candle_core::{Result, bail};
+use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs, token_logprobs};
+use model_runtime::{CausalLm, Exec, KvCache, RoutedExperts, SampleRow, ViewMut, run_step, sample_rows};
+use moe_layer::{ExpertHeat, NO_EXPERT};
+
+use super::scheduler::{Part, Plan};
+use super::sequence::{Key, Sequence};
+
+/// What a step found out.
+pub(super) struct StepResult {
+    pub parts: Vec<Part>,
+    /// The token of each part that samples.
+    pub sampled: HashMap<Key, std::result::Result<Sampled, SamplingError>>,
+    /// Log-probabilities of prompt tokens, from the part's first row on.
+    pub prompt_logprobs: HashMap<Key, std::result::Result<Vec<TokenLogprobs>, SamplingError>>,
+    pub routed: Option<RoutedExperts>,
+    pub heat: Option<ExpertHeat>,
+}
+
+pub(super) struct Runner<'m> {
+    model: &'m dyn CausalLm,
+    kv: KvCache,
+    ex: Exec,
+    ahead: usize,
+    results: VecDeque<StepResult>,
+    steps: u64,
+    collect_heat: bool,
+    force_balance: Option<u64>,
+}
+
+impl<'m> Runner<'m> {
+    pub fn new(model: &'m dyn CausalLm, kv: KvCache, ex: Exec, ahead: usize) -> Self {
+        let results = VecDeque::new();
+        Self { model, kv, ex, ahead, results, steps: 0, collect_heat: false, force_balance: None }
+    }
+
+    /// Counts experts in every step.
+    pub fn with_heat(mut self, on: bool) -> Self {
+        self.collect_heat = on && self.model.info().moe.is_some();
+        self
+    }
+
+    /// Spreads routing evenly, for profiling.
+    pub fn with_force_balance(mut self, seed: Option<u64>) -> Self {
+        self.force_balance = seed;
+        self
+    }
+
+    /// Steps that may be under way while the next one is scheduled.
+    pub fn ahead(&self) -> usize {
+        self.ahead
+    }
+
+    /// Steps launched and not collected.
+    pub fn in_flight(&self) -> usize {
+        self.results.len()
+    }
+
+    /// Starts a step. `sequences` holds those of the plan.
+    pub fn launch(&mut self, mut plan: Plan, sequences: &[Sequence]) -> Result<()> {
+        self.feed(&mut plan)?;
+        let sequences: HashMap<Key, &Sequence> = sequences.iter().map(|s| (s.key, s)).collect();
+        self.prepare(&plan, &sequences)?;
+        let mut logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut self.ex)?;
+        let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.view().cpu::<f32>()?);
+        let sampled = self.sample(&plan, &sequences, logits.view_mut())?;
+        let context = &mut self.ex.step;
+        let (routed, heat) = (context.capture.take(), context.heat.take());
+        self.results.push_back(StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, heat });
+        Ok(())
+    }
+
+    /// The results of the oldest step under way.
+    pub fn collect(&mut self) -> Option<StepResult> {
+        self.results.pop_front()
+    }
+
+    /// Fills in tokens that the step before has sampled. A sequence whose sampling failed runs on
+    /// with any token until its end is noticed.
+    fn feed(&self, plan: &mut Plan) -> Result<()> {
+        for &(row, key) in &plan.fed {
+            let sampled = self.results.back().and_then(|result| result.sampled.get(&key));
+            match sampled {
+                Some(Ok(sampled)) => plan.step.set_token(row, sampled.token_id),
+                Some(Err(_)) => plan.step.set_token(row, 0),
+                None => bail!("step {}: the token of row {row} was never sampled", self.steps),
+            }
+        }
+        Ok(())
+    }
+
+    /// The step's context: replay, capture, heat.
+    fn prepare(&mut self, plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> Result<()> {
+        self.steps += 1;
+        let context = &mut self.ex.step;
+        context.step = self.steps;
+        context.force_balance = self.force_balance;
+        (context.capture, context.replay, context.heat) = (None, None, None);
+        let Some(moe) = &self.model.info().moe else { return Ok(()) };
+        let (layers, rows) = (moe.layers.len(), plan.step.num_tokens());
+        context.heat = self.collect_heat.then(|| ExpertHeat::new(layers, moe.num_experts));
+        let of = |part: &Part| sequences.get(&part.key);
+        if plan.parts.iter().filter_map(of).any(|s| s.request.capture_routing) {
+            context.capture = Some(RoutedExperts::empty(rows, layers, moe.top_k)?);
+        }
+        if plan.parts.iter().filter_map(of).any(|s| s.request.replay_routing.is_some()) {
+            let mut replay = RoutedExperts::empty(rows, layers, moe.top_k)?;
+            let mut row = 0;
+            for part in &plan.parts {
+                for position in part.start..part.start + part.rows {
+                    if let Some((recorded, token)) = of(part).and_then(|s| s.replay(position)) {
+                        for layer in 0..layers {
+                            replay.set(row, layer, recorded.get(token, layer)?)?;
+                        }
+                    }
+                    row += 1;
+                }
+            }
+            context.replay = replay.ids().iter().any(|&id| id != NO_EXPERT).then(|| replay.into());
+        }
+        Ok(())
+    }
+
+    /// Log-probabilities of the prompt tokens that the parts' rows predict.
+    fn prompt_logprobs(
+        &self,
+        plan: &Plan,
+        sequences: &HashMap<Key, &Sequence>,
+        logits: &[f32],
+    ) -> HashMap<Key, std::result::Result<Vec<TokenLogprobs>, SamplingError>> {
+        let vocab = self.model.info().vocab_size;
+        let mut found = HashMap::new();
+        for (s, part) in plan.parts.iter().enumerate() {
+            let Some(sequence) = sequences.get(&part.key).filter(|s| s.wants_prompt_logprobs()) else {
+                continue;
+            };
+            let Some(n) = sequence.request.prompt_logprobs else { continue };
+            let next = sequence.request.prompt.get(part.start + 1..).unwrap_or_default();
+            let rows = logits[plan.step.logits_range(s).start * vocab..].chunks_exact(vocab).take(part.rows);
+            let logprobs = rows.zip(next).map(|(row, &token)| token_logprobs(row, token, n)).collect();
+            found.insert(part.key, logprobs);
+        }
+        found
+    }
+
+    /// Samples a token for each part that ends its sequence.
+    fn sample(
+        &self,
+        plan: &Plan,
+        sequences: &HashMap<Key, &Sequence>,
+        mut logits: ViewMut,
+    ) -> Result<HashMap<Key, std::result::Result<Sampled, SamplingError>>> {
+        let vocab = self.model.info().vocab_size;
+        let mut keys = Vec::new();
+        let mut rows = Vec::new();
+        let mut wanted = Vec::new();
+        let mut banned: Vec<Vec<u32>> = Vec::new();
+        for (s, part) in plan.parts.iter().enumerate() {
+            let (Some(position), Some(sequence)) = (part.samples, sequences.get(&part.key)) else { continue };
+            keys.push((part.key, *sequence, position));
+            wanted.push(plan.step.logits_range(s).end - 1);
+            let too_early = position < sequence.request.min_tokens;
+            banned.push(if too_early { sequence.request.stop_ids().collect() } else { Vec::new() });
+        }
+        for ((_, sequence, position), banned) in keys.iter().zip(&banned) {
+            let end = sequence.prompt_len() + position;
+            rows.push(SampleRow {
+                params: &sequence.sampling,
+                prompt: &sequence.request.prompt,
+                output: &sequence.tokens[sequence.prompt_len()..end],
+                banned,
+            });
+        }
+        let sampled = if wanted.len() == plan.step.num_logits() {
+            sample_rows(logits, &rows, &self.ex)?
+        } else {
+            // Rows of prompts lie between: the wanted ones are put side by side.
+            let all = logits.cpu_mut::<f32>()?;
+            let mut packed: Vec<f32> = Vec::with_capacity(wanted.len() * vocab);
+            wanted.iter().for_each(|&row| packed.extend_from_slice(&all[row * vocab..(row + 1) * vocab]));
+            let dims = [wanted.len(), vocab];
+            sample_rows(ViewMut::new(&mut packed, &dims)?, &rows, &self.ex)?
+        };
+        Ok(keys.iter().map(|(key, ..)| *key).zip(sampled).collect())
+    }
+}

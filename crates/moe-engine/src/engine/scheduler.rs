@@ -1,0 +1,199 @@
+//! Scheduling: which rows of which sequences run in the next step.
+//!
+//! As in vLLM's v1 scheduler there are no prefill and decode phases: a sequence has tokens that
+//! are not computed yet, one or a whole prompt, and each step computes some of them. Sequences
+//! that run go first, in the order of arrival, then waiting ones are admitted while rows, places
+//! and KV blocks last. If a running sequence needs a block and none is free, the one that arrived
+//! last gives all of its blocks back and waits again, to be recomputed from its tokens. All of it
+//! is a function of the requests and the limits: no clock, no randomness.
+
+use std::collections::VecDeque;
+
+use candle_core::Result;
+use model_runtime::{BlockAllocator, PrefixId, Step};
+
+use super::sequence::{IN_FLIGHT, Key, Sequence};
+
+/// What bounds a step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    pub max_num_seqs: usize,
+    pub max_num_batched_tokens: usize,
+    pub block_size: usize,
+    pub prefix_caching: bool,
+    /// Prefixes are shared only between prompts of one length.
+    pub prefix_by_prompt_len: bool,
+}
+
+/// The rows of one sequence in a step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    pub key: Key,
+    /// Position of its first row.
+    pub start: usize,
+    pub rows: usize,
+    /// Whether its last row samples a token, and which output position that is.
+    pub samples: Option<usize>,
+}
+
+/// A step and whose rows it has.
+pub(super) struct Plan {
+    pub step: Step,
+    pub parts: Vec<Part>,
+    /// Rows whose token is in flight, with the sequence that it was sampled for.
+    pub fed: Vec<(usize, Key)>,
+}
+
+pub(super) struct Scheduler {
+    limits: Limits,
+    pub waiting: VecDeque<Sequence>,
+    pub running: Vec<Sequence>,
+    pub allocator: BlockAllocator,
+    pub num_preemptions: u64,
+    pub num_cached_tokens: u64,
+}
+
+impl Scheduler {
+    pub fn new(limits: Limits, num_blocks: usize) -> Result<Self> {
+        Ok(Self {
+            limits,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            allocator: BlockAllocator::new(num_blocks)?,
+            num_preemptions: 0,
+            num_cached_tokens: 0,
+        })
+    }
+
+    /// The next step; `None` if no sequence has anything to compute.
+    pub fn schedule(&mut self) -> Result<Option<Plan>> {
+        self.announce()?;
+        let mut budget = self.limits.max_num_batched_tokens;
+        let mut rows = Vec::with_capacity(self.running.len());
+        let preempted = self.continue_running(&mut rows, &mut budget)?;
+        if !preempted {
+            self.admit(&mut rows, &mut budget)?;
+        }
+        if rows.iter().all(|&rows| rows == 0) { Ok(None) } else { self.plan(&rows).map(Some) }
+    }
+
+    /// Rows for running sequences, in order; whether one had to give way.
+    fn continue_running(&mut self, rows: &mut Vec<usize>, budget: &mut usize) -> Result<bool> {
+        let before = self.num_preemptions;
+        while rows.len() < self.running.len() {
+            let (i, block_size) = (rows.len(), self.limits.block_size);
+            let sequence = &mut self.running[i];
+            let want = sequence.remaining().min(*budget);
+            if sequence.blocks.reserve(sequence.computed + want, block_size, &mut self.allocator) {
+                rows.push(want);
+                *budget -= want;
+            } else {
+                // The last one, which may be this one; then the loop ends.
+                self.preempt_last()?;
+            }
+        }
+        Ok(self.num_preemptions > before)
+    }
+
+    fn preempt_last(&mut self) -> Result<()> {
+        if let Some(mut last) = self.running.pop() {
+            last.release(&mut self.allocator)?;
+            self.waiting.push_front(last);
+            self.num_preemptions += 1;
+        }
+        Ok(())
+    }
+
+    /// Starts waiting sequences in order.
+    fn admit(&mut self, rows: &mut Vec<usize>, budget: &mut usize) -> Result<()> {
+        let Limits { block_size, max_num_seqs, .. } = self.limits;
+        while *budget > 0 && self.running.len() < max_num_seqs {
+            let Some(mut sequence) = self.waiting.pop_front() else { break };
+            if self.limits.prefix_caching {
+                sequence.take_prefix(self.root(&sequence), block_size, &mut self.allocator);
+            }
+            let want = sequence.remaining().min(*budget);
+            if !sequence.blocks.reserve(sequence.computed + want, block_size, &mut self.allocator) {
+                sequence.release(&mut self.allocator)?;
+                self.waiting.push_front(sequence);
+                break;
+            }
+            let cached = sequence.computed;
+            if sequence.num_cached_tokens.is_none() {
+                sequence.num_cached_tokens = Some(cached);
+                self.num_cached_tokens += cached as u64;
+            }
+            rows.push(want);
+            *budget -= want;
+            self.running.push(sequence);
+        }
+        Ok(())
+    }
+
+    /// Assembles the step and moves the sequences on.
+    fn plan(&mut self, rows: &[usize]) -> Result<Plan> {
+        let active = || self.running.iter().zip(rows).filter(|&(_, &rows)| rows > 0);
+        let step = Step::new(active().map(|(s, &rows)| s.step(rows)), self.limits.block_size)?;
+        let (mut parts, mut fed, mut first) = (Vec::new(), Vec::new(), 0);
+        for (s, &rows) in self.running.iter_mut().zip(rows).filter(|&(_, &rows)| rows > 0) {
+            let start = s.computed;
+            s.computed += rows;
+            if s.tokens[start..s.computed].last() == Some(&IN_FLIGHT) {
+                fed.push((first + rows - 1, s.key));
+            }
+            first += rows;
+            let samples = (s.computed == s.tokens.len()).then(|| s.generated());
+            if samples.is_some() {
+                s.tokens.push(IN_FLIGHT);
+                s.in_flight += 1;
+            }
+            parts.push(Part { key: s.key, start, rows, samples });
+        }
+        Ok(Plan { step, parts, fed })
+    }
+
+    /// Announces blocks that are full, so that other sequences can share them.
+    fn announce(&mut self) -> Result<()> {
+        if self.limits.prefix_caching {
+            for i in 0..self.running.len() {
+                let root = self.root(&self.running[i]);
+                self.running[i].announce(root, self.limits.block_size, &mut self.allocator)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn root(&self, sequence: &Sequence) -> PrefixId {
+        let salt = if self.limits.prefix_by_prompt_len { sequence.prompt_len() as u32 } else { 0 };
+        PrefixId::root(salt)
+    }
+
+    /// The sequence, waiting or running; `None` once it has ended.
+    pub fn get_mut(&mut self, key: Key) -> Option<&mut Sequence> {
+        match self.running.iter().position(|s| s.key == key) {
+            Some(i) => self.running.get_mut(i),
+            None => self.waiting.iter_mut().find(|s| s.key == key),
+        }
+    }
+
+    /// Takes a sequence out and gives its blocks back. Rows of it that are still under way write
+    /// to those blocks before any later step does.
+    pub fn remove(&mut self, key: Key) -> Result<Option<Sequence>> {
+        let found = match self.running.iter().position(|s| s.key == key) {
+            Some(i) => Some(self.running.remove(i)),
+            None => self.waiting.iter().position(|s| s.key == key).and_then(|i| self.waiting.remove(i)),
+        };
+        let Some(mut sequence) = found else { return Ok(None) };
+        if self.limits.prefix_caching {
+            sequence.announce(self.root(&sequence), self.limits.block_size, &mut self.allocator)?;
+        }
+        sequence.release(&mut self.allocator)?;
+        Ok(Some(sequence))
+    }
+
+    /// KV blocks in use and in all.
+    pub fn kv_blocks(&self) -> (usize, usize) {
+        let all = self.allocator.num_blocks();
+        (all - self.allocator.num_free(), all)
+    }
+}

@@ -1,0 +1,141 @@
+//! One choice of a request: its tokens, and how far they are computed.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use model_runtime::sampling::TokenLogprobs;
+use model_runtime::{
+    BlockAllocator, LogitsRows, PrefixId, RoutedExperts, SamplingParams, SequenceBlocks, SequenceStep,
+};
+
+use super::request::Request;
+use super::text::TextOutput;
+
+/// The id of a token that is sampled but not known to the host yet.
+pub(super) const IN_FLIGHT: u32 = u32::MAX;
+
+/// Names a sequence: request and choice. Ascending in the order of arrival.
+pub(super) type Key = (u64, usize);
+
+pub(super) struct Sequence {
+    pub key: Key,
+    pub request: Arc<Request>,
+    /// The request's parameters with the seed of this choice.
+    pub sampling: SamplingParams,
+    /// Prompt and generated tokens; those at the end may be [`IN_FLIGHT`].
+    pub tokens: Vec<u32>,
+    /// Tokens at the end that are in flight.
+    pub in_flight: usize,
+    /// The length at which it ends.
+    pub max_len: usize,
+    /// Tokens whose keys and values are in the cache, or will be after the steps under way.
+    pub computed: usize,
+    pub blocks: SequenceBlocks,
+    /// The prefixes of its announced blocks.
+    pub chain: Vec<PrefixId>,
+    /// Set when it first runs.
+    pub num_cached_tokens: Option<usize>,
+    pub text: Option<TextOutput>,
+    pub routed: Option<RoutedExperts>,
+    pub prompt_logprobs: Vec<TokenLogprobs>,
+    /// They are handed out once.
+    pub prompt_logprobs_given: bool,
+    pub added: Instant,
+    pub last_token: Option<Instant>,
+}
+
+impl Sequence {
+    /// Tokens that wait to be computed; 0 while it only waits for a token in flight.
+    pub fn remaining(&self) -> usize {
+        if self.tokens.len() >= self.max_len { 0 } else { self.tokens.len() - self.computed }
+    }
+
+    pub fn prompt_len(&self) -> usize {
+        self.request.prompt.len()
+    }
+
+    /// Tokens generated, in flight or known.
+    pub fn generated(&self) -> usize {
+        self.tokens.len() - self.prompt_len()
+    }
+
+    /// Whether its tokens must come from the model, not from the prefix cache: somebody wants to see
+    /// them computed.
+    fn is_watched(&self) -> bool {
+        let r = &self.request;
+        r.capture_routing
+            || r.replay_routing.is_some()
+            || (r.prompt_logprobs.is_some() && self.wants_prompt_logprobs())
+    }
+
+    /// Whether log-probabilities of its prompt are still to be computed.
+    pub fn wants_prompt_logprobs(&self) -> bool {
+        let (first, prompt) = (self.key.1 == 0, self.prompt_len());
+        first && self.request.prompt_logprobs.is_some() && self.prompt_logprobs.len() + 1 < prompt
+    }
+
+    /// Its part in a step of `rows` more rows: at least one.
+    pub fn step(&self, rows: usize) -> SequenceStep<'_> {
+        let end = self.computed + rows;
+        let logits = if self.wants_prompt_logprobs() && self.computed < self.prompt_len() {
+            LogitsRows::All
+        } else if end == self.tokens.len() {
+            LogitsRows::Last
+        } else {
+            LogitsRows::None
+        };
+        SequenceStep {
+            token_ids: &self.tokens[self.computed..end],
+            start: self.computed,
+            prompt_len: self.prompt_len(),
+            blocks: self.blocks.as_slice(),
+            logits,
+        }
+    }
+
+    /// The routing to force for a position.
+    pub fn replay(&self, position: usize) -> Option<(&RoutedExperts, usize)> {
+        let replay = self.request.replay_routing.as_deref()?;
+        (position < replay.tokens()).then_some((replay, position))
+    }
+
+    /// Takes the blocks of its longest cached prefix; at least one token stays to be computed.
+    pub fn take_prefix(&mut self, root: PrefixId, block_size: usize, allocator: &mut BlockAllocator) {
+        if self.is_watched() || self.computed > 0 || !self.blocks.as_slice().is_empty() {
+            return;
+        }
+        let usable = self.tokens.len() - 1;
+        for tokens in self.tokens[..usable].chunks_exact(block_size) {
+            let parent = self.chain.last().copied().unwrap_or(root);
+            let Some((block, prefix)) = allocator.share(parent, tokens) else { break };
+            self.blocks.push(block);
+            self.chain.push(prefix);
+            self.computed += block_size;
+        }
+    }
+
+    /// Announces the blocks that have become full with known tokens.
+    pub fn announce(
+        &mut self,
+        root: PrefixId,
+        block_size: usize,
+        allocator: &mut BlockAllocator,
+    ) -> candle_core::Result<()> {
+        let known = self.computed.min(self.tokens.len() - self.in_flight);
+        while (self.chain.len() + 1) * block_size <= known {
+            let (i, parent) = (self.chain.len(), self.chain.last().copied().unwrap_or(root));
+            let Some(&block) = self.blocks.as_slice().get(i) else { break };
+            let tokens = &self.tokens[i * block_size..(i + 1) * block_size];
+            self.chain.push(allocator.announce(block, parent, tokens)?);
+        }
+        Ok(())
+    }
+
+    /// Gives its blocks back; what was computed must be computed again.
+    pub fn release(&mut self, allocator: &mut BlockAllocator) -> candle_core::Result<()> {
+        self.blocks.release(allocator)?;
+        self.chain.clear();
+        self.computed = 0;
+        Ok(())
+    }
+}
