@@ -38,7 +38,7 @@ pub fn request_defaults(args: &SamplingArgs, session: &Session, name: &str) -> R
     set(&mut sampling.presence_penalty, args.presence_penalty);
     set(&mut sampling.frequency_penalty, args.frequency_penalty);
     if let Some(k) = args.top_k {
-        sampling.top_k = top_k(k).map_err(|e| usage(format!("--top-k: {e}")))?;
+        sampling.top_k = top_k(k).map_err(|e| usage(format!("--top-k {k}: {e}")))?;
     }
     sampling.logit_bias = args.logit_bias.clone();
     sampling.seed = model_runtime::sampling::request_seed(args.seed, name);
@@ -65,9 +65,9 @@ pub fn request_defaults(args: &SamplingArgs, session: &Session, name: &str) -> R
 pub fn top_k(k: i64) -> Result<usize> {
     match k {
         -1 => Ok(0),
-        k => usize::try_from(k)
-            .ok()
-            .with_context(|| format!("expected a number of tokens, or -1 for all, got {k}")),
+        k => {
+            usize::try_from(k).ok().with_context(|| "expected a number of tokens, or -1 for all".to_string())
+        }
     }
 }
 

@@ -84,6 +84,13 @@ impl Engine<'_> {
                 got,
             );
         }
+        if self.runner.forces_balance() {
+            return refuse(
+                "routed_experts",
+                "left out with --force-balance, which dictates the experts too".into(),
+                "some".into(),
+            );
+        }
         let no_expert = moe_layer::NO_EXPERT;
         match replay.ids().iter().find(|&&id| id as usize >= experts && id != no_expert) {
             Some(id) => refuse("routed_experts", format!("ids below {experts}"), id.to_string()),

@@ -55,6 +55,11 @@ impl<'m> Runner<'m> {
         self
     }
 
+    /// Whether routing is spread evenly by force.
+    pub fn forces_balance(&self) -> bool {
+        self.force_balance.is_some()
+    }
+
     /// Steps that may be under way while the next one is scheduled.
     pub fn ahead(&self) -> usize {
         self.ahead

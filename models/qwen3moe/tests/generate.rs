@@ -1,0 +1,111 @@
+//! Flags of `generate` beyond the prompt, through the real program and its embedded checkpoint.
+#![allow(clippy::unwrap_used)]
+
+use std::process::Command;
+
+/// Exit code, stdout and stderr.
+fn run(args: &[&str]) -> (Option<i32>, String, String) {
+    let greedy = if args.contains(&"--temperature") { &[][..] } else { &["--temperature", "0"] };
+    let output = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"))
+        .args(["--log", "warn", "--prompt", "First Citizen:\n"])
+        .args(greedy)
+        .args(args)
+        .output()
+        .unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+fn text(args: &[&str]) -> String {
+    let (code, stdout, stderr) = run(args);
+    assert_eq!(code, Some(0), "{stderr}");
+    stdout
+}
+
+#[test]
+fn stop_strings_and_ids_end_the_text() {
+    let whole = text(&["--max-new-tokens", "40"]);
+    let stop = whole.split_whitespace().nth(5).unwrap();
+    let before = &whole[..whole.find(stop).unwrap()];
+    assert_eq!(text(&["--max-new-tokens", "40", "--stop", stop]), before);
+    let kept = text(&["--max-new-tokens", "40", "--stop", stop, "--include-stop-str-in-output"]);
+    assert_eq!(kept, format!("{before}{stop}"));
+    let (_, _, stderr) = run(&["--max-new-tokens", "4", "--logprobs", "0"]);
+    let id = serde_json::from_str::<serde_json::Value>(stderr.lines().nth(2).unwrap()).unwrap()["token_id"]
+        .to_string();
+    assert!(text(&["--max-new-tokens", "40", "--stop-token-ids", &id]).len() < whole.len());
+    let banned = format!("{id}=-100");
+    assert_ne!(text(&["--max-new-tokens", "40", "--logit-bias", &banned]), whole);
+}
+
+#[test]
+fn choices_follow_each_other() {
+    let args = ["--temperature", "1", "--max-new-tokens", "12", "--ignore-eos"];
+    let three = text(&[&args[..], &["-n", "3"]].concat());
+    let one = text(&args);
+    assert!(three.starts_with(&one) && three.len() > one.len() + 20, "{three:?}");
+    assert_eq!(three, text(&[&args[..], &["-n", "3"]].concat()));
+}
+
+#[test]
+fn penalties_change_the_text() {
+    let args = ["--max-new-tokens", "60", "--ignore-eos"];
+    let plain = text(&args);
+    for flag in [["--repetition-penalty", "1.5"], ["--presence-penalty", "2"], ["--frequency-penalty", "2"]] {
+        assert_ne!(text(&[&args[..], &flag].concat()), plain, "{flag:?}");
+    }
+    assert_eq!(text(&[&args[..], &["--repetition-penalty", "1"]].concat()), plain);
+}
+
+#[test]
+fn logprobs_are_json_lines() {
+    let (_, stdout, stderr) = run(&["--max-new-tokens", "5", "--ignore-eos", "--logprobs", "3"]);
+    let lines: Vec<serde_json::Value> =
+        stderr.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 5);
+    let tokens: String = lines.iter().map(|line| line["token"].as_str().unwrap()).collect();
+    assert_eq!(tokens, stdout);
+    for line in &lines {
+        assert_eq!((line["rank"].as_u64(), line["top_logprobs"].as_array().unwrap().len()), (Some(1), 3));
+        assert_eq!(line["top_logprobs"][0]["logprob"], line["logprob"]);
+        assert!(line["logprob"].as_f64().unwrap() <= 0.0);
+    }
+}
+
+#[test]
+fn routing_is_recorded_and_replayed() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("routing.safetensors");
+    let file = file.to_str().unwrap();
+    let args = ["--max-new-tokens", "20", "--ignore-eos"];
+    let recorded = text(&[&args[..], &["--routed-experts-out", file]].concat());
+    assert_eq!(text(&[&args[..], &["--replay-routed-experts", file]].concat()), recorded);
+    assert_ne!(text(&[&args[..], &["--force-balance"]].concat()), recorded);
+    let (code, _, stderr) = run(&["--replay-routed-experts", file, "--force-balance"]);
+    assert!(code == Some(1) && stderr.contains("force-balance"), "{stderr}");
+    std::fs::write(file, "no recording").unwrap();
+    let (code, _, stderr) = run(&["--replay-routed-experts", file]);
+    assert!(code == Some(1) && stderr.contains("is not a routing recording"), "{stderr}");
+}
+
+#[test]
+fn wrong_values_are_named() {
+    for (args, words) in [
+        (["--kv-cache-memory", "4 parsecs"], "unknown unit"),
+        (["--logit-bias", "5"], "expected ID=BIAS"),
+        (["--logit-bias", "99999=1"], "99999"),
+        (["--repetition-penalty", "0"], "repetition_penalty"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1"),
+        (["--enable-prefix-caching", "maybe"], "maybe"),
+    ] {
+        let (code, _, stderr) = run(&args);
+        assert!(code == Some(2) && stderr.contains(words), "{args:?}: {stderr}");
+    }
+    for (args, words) in [
+        (["--min-tokens", "500"], "min_tokens"),
+        (["--max-new-tokens", "0"], "max_tokens must be at least 1"),
+    ] {
+        let (code, _, stderr) = run(&args);
+        assert!(code == Some(1) && stderr.contains(words), "{args:?}: {stderr}");
+    }
+}
