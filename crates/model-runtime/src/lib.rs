@@ -26,7 +26,10 @@ pub use kv_cache::{KvCache, KvLayer, KvLayout};
 pub use layers::{Embedding, LmHead, RmsNorm};
 pub use model::{CausalLm, ModelInfo, MoeInfo, Observed, Observer};
 pub use rope::{Rope, RopeRows};
-pub use sampling::{SampleRow, SamplingError, SamplingParams, sample_rows};
+pub use sampling::{
+    SampleRow, Sampled, SamplingError, SamplingParams, TokenLogprob, TokenLogprobs, sample_rows,
+    token_logprobs,
+};
 pub use step::{LogitsRows, SequenceStep, Step, StepViews};
 
 pub use moe_kernels::candle;

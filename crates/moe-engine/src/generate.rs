@@ -158,7 +158,7 @@ fn sampling(args: &SamplingArgs, session: &Session) -> Result<SamplingParams> {
         };
     }
     params.seed = model_runtime::sampling::request_seed(args.seed, "0");
-    params.validate().map_err(|e| usage(e.to_string()))?;
+    params.validate(session.model.info().vocab_size).map_err(|e| usage(e.to_string()))?;
     Ok(params)
 }
 

@@ -88,7 +88,7 @@ impl<'a> Batch<'a> {
 
     fn check(&self, request: &GenerateRequest, vocab_size: usize) -> Result<()> {
         check_prompt(&request.prompt, vocab_size, self.max_model_len)?;
-        request.sampling.validate()?;
+        request.sampling.validate(vocab_size)?;
         let blocks = (self.longest(request) - 1).div_ceil(self.block_size);
         if blocks > self.allocator.num_blocks() {
             bail!(
@@ -160,9 +160,10 @@ impl<'a> Batch<'a> {
     }
 
     /// How the next token of a running request is sampled.
-    pub fn sample_row(&self, running: usize) -> SampleRow<'a> {
+    pub fn sample_row(&self, running: usize) -> SampleRow<'_> {
         let r = &self.running[running];
-        SampleRow { params: &r.request.sampling, position: r.generated() as u64 }
+        let (prompt, output) = r.tokens.split_at(r.request.prompt.len());
+        SampleRow { params: &r.request.sampling, prompt, output, banned: &[] }
     }
 
     /// Appends a token to a running request and shows it to the caller.

@@ -27,7 +27,7 @@ pub use prompt::{PromptError, check_prompt};
 pub struct GenerateRequest {
     /// Token ids of the prompt; at least one.
     pub prompt: Vec<u32>,
-    /// How tokens are chosen.
+    /// How tokens are chosen. Log-probabilities are not returned.
     pub sampling: SamplingParams,
     /// The most tokens to generate; the context may end earlier.
     pub max_new_tokens: usize,
@@ -119,11 +119,11 @@ pub fn generate(
     let mut batch = Batch::new(model.info(), requests, options, kv)?;
     while batch.admit() {
         let (step, sampled) = batch.step()?;
-        let logits = run_step(model, &step, kv, None, ex)?;
+        let mut logits = run_step(model, &step, kv, None, ex)?;
         let rows: Vec<SampleRow> = sampled.iter().map(|&r| batch.sample_row(r)).collect();
-        let tokens = sample_rows(logits.view(), &rows, ex)?;
+        let tokens = sample_rows(logits.view_mut(), &rows, ex)?;
         for (&running, token) in sampled.iter().zip(tokens) {
-            batch.accept(running, token?, &mut on_token);
+            batch.accept(running, token?.token_id, &mut on_token);
         }
         batch.retire()?;
     }

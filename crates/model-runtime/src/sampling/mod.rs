@@ -1,18 +1,20 @@
 //! Sampling the next token, as vLLM defines it and reproducible to the bit.
 //!
 //! Order of operations (vLLM's `v1/sample/sampler.py` and `logits_processor/builtin.py`):
-//! temperature, min-p, top-k, top-p, draw. A temperature below 1e-5 is greedy. Ties go to the
-//! lower token id everywhere.
+//! log-probabilities are read; allowed tokens, bad words, minimum of tokens, logit bias and
+//! penalties edit the logits; then temperature, min-p, top-k, top-p, draw. A temperature below
+//! 1e-5 is greedy. Ties go to the lower token id everywhere.
 //!
-//! Logits processors that can change a greedy choice (penalties, logit bias, minimum tokens) edit
-//! a row of logits before it comes here; log-probabilities read it before that.
-//!
-//! A draw depends on the row of logits, the request's seed and the output position alone. The
-//! random number is Philox4x32-10 with the seed as key and the position as counter; token weights
-//! are fixed-point integers ([`sample`]), so that sums do not depend on their order and every
-//! machine draws the same token from the same logits.
+//! A draw depends on the row of logits, the request's parameters and its own tokens alone. The
+//! random number is Philox4x32-10 with the seed as key and the output position as counter; token
+//! weights are fixed-point integers ([`sample_row`]), so that sums do not depend on their order
+//! and every machine draws the same token from the same logits.
 
+mod error;
+mod logprobs;
 mod nucleus;
+mod params;
+mod processors;
 mod random;
 mod sampler;
 mod select;
@@ -21,111 +23,19 @@ mod weights;
 use candle_core::bail;
 use rayon::prelude::*;
 
-use moe_kernels::{Exec, View};
+use moe_kernels::{Exec, ViewMut};
 
-use crate::config::{Config, ConfigError};
 use crate::hash::{fnv1a, mix};
 
+pub use error::SamplingError;
+pub use logprobs::{TokenLogprob, TokenLogprobs, token_logprobs};
+pub use params::SamplingParams;
 pub use random::random_bits;
-pub use sampler::sample;
 
 /// Below this temperature, sampling is greedy.
 const GREEDY_BELOW: f32 = 1e-5;
 /// vLLM raises smaller temperatures to this one.
 const SMALLEST_TEMPERATURE: f32 = 1e-2;
-
-/// How the next token of a request is chosen. Names and meanings are vLLM's.
-#[derive(Clone, Debug, PartialEq)]
-pub struct SamplingParams {
-    /// Divides the logits; below 1e-5 the likeliest token is taken and nothing else counts. From
-    /// there up to 0.01 it counts as 0.01.
-    pub temperature: f32,
-    /// Keeps this many of the likeliest tokens; 0 keeps all.
-    pub top_k: usize,
-    /// Keeps the likeliest tokens up to this total probability; in (0, 1].
-    pub top_p: f32,
-    /// Keeps tokens of at least this probability relative to the likeliest; in [0, 1].
-    pub min_p: f32,
-    /// Key of the random numbers.
-    pub seed: u64,
-}
-
-impl Default for SamplingParams {
-    /// Greedy.
-    fn default() -> Self {
-        Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 }
-    }
-}
-
-/// Why no token can be sampled.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum SamplingError {
-    /// A parameter is out of its range.
-    #[error("{name} must be {expected}, got {got}")]
-    Parameter {
-        /// The parameter.
-        name: &'static str,
-        /// Its range.
-        expected: &'static str,
-        /// The value.
-        got: f32,
-    },
-    /// A logit is NaN or +inf.
-    #[error(
-        "the logit of token {token_id} is {value}: the weights hold values that are not finite, or activations \
-         overflowed; check the weights or use a wider dtype"
-    )]
-    NotFinite {
-        /// The first such token.
-        token_id: u32,
-        /// Its logit.
-        value: f32,
-    },
-    /// Every logit is -inf, or there is none.
-    #[error("no token can be sampled: every logit is -inf")]
-    Empty,
-}
-
-impl From<SamplingError> for candle_core::Error {
-    fn from(e: SamplingError) -> Self {
-        Self::msg(e)
-    }
-}
-
-impl SamplingParams {
-    /// The defaults that `generation_config.json` gives; greedy where it says nothing of sampling
-    /// or has `do_sample` false.
-    pub fn from_generation_config(config: &Config) -> Result<Self, ConfigError> {
-        let mut params = Self::default();
-        let float = |key: &str, default: f32| -> Result<f32, ConfigError> {
-            Ok(config.float_or(&[key], default as f64)? as f32)
-        };
-        params.top_k = config.size_or(&["top_k"], 0, crate::config::limits::VOCAB_OR_NONE)?;
-        (params.top_p, params.min_p) = (float("top_p", 1.0)?, float("min_p", 0.0)?);
-        // A config that asks for sampling without a temperature means 1.
-        let samples = config.bool_or(&["do_sample"], config.has("temperature"))?;
-        params.temperature = if samples { float("temperature", 1.0)? } else { 0.0 };
-        params.validate().map_err(|e| config.invalid("sampling parameters", "valid values", e))?;
-        Ok(params)
-    }
-
-    /// Whether the likeliest token is always taken.
-    pub fn is_greedy(&self) -> bool {
-        self.temperature < GREEDY_BELOW
-    }
-
-    /// Fails for a parameter out of its range.
-    pub fn validate(&self) -> Result<(), SamplingError> {
-        let check = |name, expected, got: f32, ok: bool| match ok {
-            true => Ok(()),
-            false => Err(SamplingError::Parameter { name, expected, got }),
-        };
-        let t = self.temperature;
-        check("temperature", "a finite number of at least 0", t, t.is_finite() && t >= 0.0)?;
-        check("top_p", "above 0 and at most 1", self.top_p, self.top_p > 0.0 && self.top_p <= 1.0)?;
-        check("min_p", "from 0 to 1", self.min_p, (0.0..=1.0).contains(&self.min_p))
-    }
-}
 
 /// The seed of a request that brings none: a hash of the run's seed and the request's name, its
 /// `custom_id` or its index in decimal digits.
@@ -133,29 +43,74 @@ pub fn request_seed(seed: u64, name: &str) -> u64 {
     mix(seed ^ mix(fnv1a(name.as_bytes())))
 }
 
-/// One row of logits to sample from.
+/// A request at the position whose token is sampled.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRow<'a> {
     /// The request's parameters.
     pub params: &'a SamplingParams,
-    /// Output position: how many tokens the request has generated before.
-    pub position: u64,
+    /// Token ids of the prompt.
+    pub prompt: &'a [u32],
+    /// Token ids generated so far; their number is the output position.
+    pub output: &'a [u32],
+    /// Token ids that are excluded here: the stop ids, as long as the output is shorter than the
+    /// request's minimum of tokens.
+    pub banned: &'a [u32],
 }
 
-/// Samples one token for each row of `logits`, [R, V] f32, rows in parallel. A row that cannot be
-/// sampled does not affect the others.
+/// A sampled token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampled {
+    /// The token.
+    pub token_id: u32,
+    /// Set if the request asks for them.
+    pub logprobs: Option<TokenLogprobs>,
+}
+
+/// Samples a token from `logits`, [V], where -inf excludes a token. The logits are edited in
+/// place if the request has penalties, biases or exclusions.
+///
+/// 1. Log-probabilities, if the request asks for them, are those of the logits as given.
+/// 2. Only the allowed tokens stay; the token that would complete a bad word and the banned ones
+///    are excluded.
+/// 3. Biases are added. The logit x of a token that occurs in the prompt or n times in the output
+///    becomes x / r if positive, else x r (r: repetition penalty); then n times the frequency
+///    penalty is subtracted, and the presence penalty if n > 0.
+/// 4. Greedy: the likeliest token. Otherwise `e(i) = exp((logit(i) - max) / temperature)`, so
+///    the likeliest token has 1; min-p drops tokens with `e(i) < min_p`.
+/// 5. The weight of a token is `2^38 e(i)`, rounded to an integer.
+/// 6. top-k keeps k tokens in the order (higher logit, lower id).
+/// 7. top-p goes through that order and keeps tokens as long as the weight before them is less
+///    than `top_p` times the weight of all that are left.
+/// 8. With 64 random bits u, the first token in the order of ids at which the running weight
+///    exceeds `u * total / 2^64` is drawn.
+pub fn sample_row(logits: &mut [f32], row: &SampleRow) -> Result<Sampled, SamplingError> {
+    row.params.validate(logits.len())?;
+    let wanted = row.params.logprobs;
+    let mut raw = None;
+    if processors::any(row) {
+        raw = wanted.map(|_| logits.to_vec());
+        processors::apply(logits, row);
+    }
+    let token_id = sampler::sample(logits, row.params, row.output.len() as u64)?;
+    let raw = raw.as_deref().unwrap_or(logits);
+    let logprobs = wanted.map(|n| token_logprobs(raw, token_id, n)).transpose()?;
+    Ok(Sampled { token_id, logprobs })
+}
+
+/// Samples one token for each row of `logits`, [R, V] f32, rows in parallel; see [`sample_row`].
+/// A row that cannot be sampled does not affect the others.
 pub fn sample_rows(
-    logits: View,
+    mut logits: ViewMut,
     rows: &[SampleRow],
     ex: &Exec,
-) -> candle_core::Result<Vec<Result<u32, SamplingError>>> {
+) -> candle_core::Result<Vec<Result<Sampled, SamplingError>>> {
     let &[r, v] = logits.dims() else {
         bail!("sampling: expected logits [R, V], got dims {:?}", logits.dims())
     };
     if r != rows.len() || v == 0 {
         bail!("sampling: expected logits of {} rows, got dims {:?}", rows.len(), logits.dims())
     }
-    let draw = |(logits, row): (&[f32], &SampleRow)| sample(logits, row.params, row.position);
-    let logits = logits.cpu::<f32>()?;
-    Ok(ex.install(|| logits.par_chunks(v).zip(rows.par_iter()).map(draw).collect()))
+    let logits = logits.cpu_mut::<f32>()?;
+    let sample = |(logits, row): (&mut [f32], &SampleRow)| sample_row(logits, row);
+    Ok(ex.install(|| logits.par_chunks_mut(v).zip(rows.par_iter()).map(sample).collect()))
 }

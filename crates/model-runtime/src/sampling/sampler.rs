@@ -11,18 +11,9 @@ const BLOCK: usize = 1024;
 /// Running maxima that are kept side by side, so that the compiler vectorises the search.
 const LANES: usize = 16;
 
-/// Samples a token from `logits` (-inf excludes a token) for output position `position`.
-///
-/// 1. `e(i) = exp((logit(i) - max) / temperature)`, so the likeliest token has 1; min-p drops
-///    tokens with `e(i) < min_p`.
-/// 2. The weight of a token is `2^38 e(i)`, rounded to an integer.
-/// 3. top-k keeps k tokens in the order (higher logit, lower id).
-/// 4. top-p goes through that order and keeps tokens as long as the weight before them is less
-///    than `top_p` times the weight of all that are left.
-/// 5. With 64 random bits u, the first token in the order of ids at which the running weight
-///    exceeds `u * total / 2^64` is drawn.
-pub fn sample(logits: &[f32], params: &SamplingParams, position: u64) -> Result<u32, SamplingError> {
-    params.validate()?;
+/// Temperature, min-p, top-k, top-p and draw (steps 4 to 8 of [`sample_row`](super::sample_row)) on
+/// logits that are final otherwise, for output position `position`.
+pub(super) fn sample(logits: &[f32], params: &SamplingParams, position: u64) -> Result<u32, SamplingError> {
     let (likeliest, max) = argmax(logits)?;
     if params.is_greedy() {
         return Ok(likeliest);
@@ -42,7 +33,7 @@ pub fn sample(logits: &[f32], params: &SamplingParams, position: u64) -> Result<
 }
 
 /// The likeliest token and its logit; the lower id of equals.
-fn argmax(logits: &[f32]) -> Result<(u32, f32), SamplingError> {
+pub(super) fn argmax(logits: &[f32]) -> Result<(u32, f32), SamplingError> {
     let mut maxima = [f32::NEG_INFINITY; LANES];
     let mut invalid = [false; LANES];
     let (rows, rest) = logits.as_chunks::<LANES>();

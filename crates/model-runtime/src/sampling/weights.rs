@@ -7,7 +7,7 @@
 /// e^-30 is below half a unit: tokens this far behind the likeliest have no weight.
 pub(super) const FARTHEST: f32 = -30.0;
 /// Weight of the likeliest token. With it, the sum over 2^24 tokens fits 63 bits.
-const UNIT: f64 = (1u64 << 38) as f64;
+pub(super) const UNIT: f64 = (1u64 << 38) as f64;
 /// Adding 2^52 to an f64 below it rounds to the nearest integer and leaves it in the low bits.
 const TO_INTEGER: f64 = (1u64 << 52) as f64;
 const INTEGER_BITS: u64 = (1 << 52) - 1;

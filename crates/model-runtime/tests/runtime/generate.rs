@@ -201,3 +201,25 @@ fn no_requests_is_no_error() -> Result<()> {
     assert!(run(&model, &[], GenerateOptions::default(), 1, 16)?.is_empty());
     Ok(())
 }
+
+#[test]
+fn sampling_sees_the_prompt_and_the_output() -> Result<()> {
+    let model = Tiny::new(DType::F32, "{}", None)?;
+    let generated = |sampling, max_new_tokens| -> Result<Vec<u32>> {
+        let request = GenerateRequest { prompt: vec![3, 9], sampling, max_new_tokens, stop_ids: vec![] };
+        Ok(run(&model, &[request], GenerateOptions::default(), 8, 16)?.remove(0).token_ids)
+    };
+    let allowed = |ids: &[u32]| SamplingParams {
+        allowed_token_ids: Some(ids.to_vec()),
+        logit_bias: ids.iter().map(|&id| (id, 50.0)).collect(),
+        ..SamplingParams::default()
+    };
+    // Of 3 and 4, only 3 is in the prompt.
+    let repeated = SamplingParams { repetition_penalty: 10.0, ..allowed(&[3, 4]) };
+    assert_eq!(generated(repeated, 1)?, [4]);
+    // Where neither may follow itself, they alternate.
+    let words = SamplingParams { bad_words: vec![vec![3, 3], vec![4, 4]], ..allowed(&[3, 4]) };
+    let tokens = generated(words, 12)?;
+    assert!(tokens.windows(2).all(|pair| pair[0] != pair[1]), "{tokens:?}");
+    Ok(())
+}

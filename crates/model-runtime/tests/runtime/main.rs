@@ -6,6 +6,8 @@ mod checkpoint;
 mod config;
 mod generate;
 mod layers;
+mod logprobs;
+mod processors;
 mod rope;
 mod sampling;
 mod step;

@@ -1,0 +1,129 @@
+//! What a request may ask of sampling, and what is wrong with a request that asks for more.
+
+use super::{GREEDY_BELOW, SamplingError};
+use crate::config::{Config, ConfigError, limits};
+
+/// How the next token of a request is chosen. Names, meanings and ranges are vLLM's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// Divides the logits; below 1e-5 the likeliest token is taken, and min-p, top-k, top-p and
+    /// seed do not count. From there up to 0.01 it counts as 0.01.
+    pub temperature: f32,
+    /// Keeps this many of the likeliest tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Keeps the likeliest tokens up to this total probability; in (0, 1].
+    pub top_p: f32,
+    /// Keeps tokens of at least this probability relative to the likeliest; in [0, 1].
+    pub min_p: f32,
+    /// Divides the positive and multiplies the other logits of tokens that the prompt or the
+    /// output holds; above 0, and 1 changes nothing.
+    pub repetition_penalty: f32,
+    /// Subtracted from the logits of tokens that the output holds; in [-2, 2].
+    pub presence_penalty: f32,
+    /// Subtracted from the logit of a token once for each time that the output holds it; in
+    /// [-2, 2].
+    pub frequency_penalty: f32,
+    /// Added to the logits of these tokens; finite. A token that is named twice gets both.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Only these tokens can be sampled; `None` allows all, an empty list is refused.
+    pub allowed_token_ids: Option<Vec<u32>>,
+    /// Token sequences that the output must not contain: the last token of one is excluded where
+    /// the output ends with the others. None may be empty.
+    pub bad_words: Vec<Vec<u32>>,
+    /// Key of the random numbers.
+    pub seed: u64,
+    /// `Some(n)` asks for the log-probabilities of the sampled token and of the n likeliest;
+    /// `usize::MAX` for those of all tokens.
+    pub logprobs: Option<usize>,
+}
+
+impl Default for SamplingParams {
+    /// Greedy.
+    fn default() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+            allowed_token_ids: None,
+            bad_words: Vec::new(),
+            seed: 0,
+            logprobs: None,
+        }
+    }
+}
+
+impl SamplingParams {
+    /// The defaults that `generation_config.json` gives; greedy where it says nothing of sampling
+    /// or has `do_sample` false.
+    pub fn from_generation_config(config: &Config) -> Result<Self, ConfigError> {
+        let float = |key: &str, default: f32| -> Result<f32, ConfigError> {
+            Ok(config.float_or(&[key], default as f64)? as f32)
+        };
+        // A config that asks for sampling without a temperature means 1.
+        let samples = config.bool_or(&["do_sample"], config.has("temperature"))?;
+        let params = Self {
+            temperature: if samples { float("temperature", 1.0)? } else { 0.0 },
+            top_k: config.size_or(&["top_k"], 0, limits::VOCAB_OR_NONE)?,
+            top_p: float("top_p", 1.0)?,
+            min_p: float("min_p", 0.0)?,
+            repetition_penalty: float("repetition_penalty", 1.0)?,
+            ..Self::default()
+        };
+        params.check_numbers().map_err(|e| config.invalid("sampling parameters", "valid values", e))?;
+        Ok(params)
+    }
+
+    /// Whether the likeliest token is always taken.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature < GREEDY_BELOW
+    }
+
+    /// Fails for a parameter out of its range and for token ids of `vocab_size` or more.
+    pub fn validate(&self, vocab_size: usize) -> Result<(), SamplingError> {
+        self.check_numbers()?;
+        let known = |name, ids: &[u32]| match ids.iter().find(|&&id| id as usize >= vocab_size) {
+            Some(&token_id) => Err(SamplingError::UnknownToken { name, token_id, vocab_size }),
+            None => Ok(()),
+        };
+        for &(id, bias) in &self.logit_bias {
+            known("logit_bias", &[id])?;
+            check("logit_bias", "finite numbers", bias, bias.is_finite())?;
+        }
+        if let Some(ids) = &self.allowed_token_ids {
+            known("allowed_token_ids", ids)?;
+            if ids.is_empty() {
+                return Err(SamplingError::NoTokens { name: "allowed_token_ids" });
+            }
+        }
+        for word in &self.bad_words {
+            known("bad_words", word)?;
+            if word.is_empty() {
+                return Err(SamplingError::NoTokens { name: "bad_words" });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_numbers(&self) -> Result<(), SamplingError> {
+        let (t, r) = (self.temperature, self.repetition_penalty);
+        let penalty = |name, x: f32| check(name, "from -2 to 2", x, (-2.0..=2.0).contains(&x));
+        check("temperature", "a finite number of at least 0", t, t.is_finite() && t >= 0.0)?;
+        check("top_p", "above 0 and at most 1", self.top_p, self.top_p > 0.0 && self.top_p <= 1.0)?;
+        check("min_p", "from 0 to 1", self.min_p, (0.0..=1.0).contains(&self.min_p))?;
+        check("repetition_penalty", "a finite number above 0", r, r.is_finite() && r > 0.0)?;
+        penalty("presence_penalty", self.presence_penalty)?;
+        penalty("frequency_penalty", self.frequency_penalty)
+    }
+}
+
+fn check(name: &'static str, expected: &'static str, got: f32, ok: bool) -> Result<(), SamplingError> {
+    match ok {
+        true => Ok(()),
+        false => Err(SamplingError::Parameter { name, expected, got }),
+    }
+}

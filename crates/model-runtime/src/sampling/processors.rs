@@ -1,0 +1,93 @@
+//! The logits processors: what a request's parameters and its tokens so far do to a row of logits
+//! before the temperature. They can change which token is the likeliest.
+//!
+//! Order of operations (vLLM's `v1/sample/sampler.py`): allowed tokens, bad words, minimum of
+//! tokens, logit bias, then repetition, frequency and presence penalty.
+
+use super::SampleRow;
+
+/// Whether the row's logits must be edited at all.
+pub(super) fn any(row: &SampleRow) -> bool {
+    let p = row.params;
+    let excludes = p.allowed_token_ids.is_some() || !p.bad_words.is_empty() || !row.banned.is_empty();
+    excludes || !p.logit_bias.is_empty() || penalises(row)
+}
+
+/// Applies all of them to `logits`, [V]. Ids outside of it are passed over.
+pub(super) fn apply(logits: &mut [f32], row: &SampleRow) {
+    if let Some(allowed) = &row.params.allowed_token_ids {
+        keep(logits, allowed);
+    }
+    let bad = row.params.bad_words.iter().filter_map(|word| {
+        let (&last, before) = word.split_last()?;
+        row.output.ends_with(before).then_some(last)
+    });
+    for id in bad.chain(row.banned.iter().copied()) {
+        edit(logits, id, |_| f32::NEG_INFINITY);
+    }
+    for &(id, bias) in &row.params.logit_bias {
+        edit(logits, id, |x| saturate(x, x + bias));
+    }
+    if penalises(row) {
+        penalise(logits, row);
+    }
+}
+
+/// Excludes every other token.
+fn keep(logits: &mut [f32], allowed: &[u32]) {
+    let kept: Vec<(u32, f32)> =
+        allowed.iter().filter_map(|&id| Some((id, *logits.get(id as usize)?))).collect();
+    logits.fill(f32::NEG_INFINITY);
+    for (id, logit) in kept {
+        edit(logits, id, |_| logit);
+    }
+}
+
+fn penalises(row: &SampleRow) -> bool {
+    let p = row.params;
+    let of_output = p.frequency_penalty != 0.0 || p.presence_penalty != 0.0;
+    p.repetition_penalty != 1.0 || of_output && !row.output.is_empty()
+}
+
+/// The three penalties, each token once; O(prompt + output + V).
+fn penalise(logits: &mut [f32], row: &SampleRow) {
+    let p = row.params;
+    let prompt = if p.repetition_penalty == 1.0 { &[] } else { row.prompt };
+    // 1 for a token of the prompt, and 1 more than the times in the output for one of the output.
+    let mut uses = vec![0u32; logits.len()];
+    for &id in prompt {
+        if let Some(n) = uses.get_mut(id as usize) {
+            *n = 1;
+        }
+    }
+    for &id in row.output {
+        if let Some(n) = uses.get_mut(id as usize) {
+            *n = (*n).max(1) + 1;
+        }
+    }
+    for &id in prompt.iter().chain(row.output) {
+        // Taken out, so that the next occurrence finds nothing left to do.
+        let uses = uses.get_mut(id as usize).map_or(0, std::mem::take);
+        if uses == 0 {
+            continue;
+        }
+        let count = (uses - 1) as f32;
+        let presence = if uses > 1 { p.presence_penalty } else { 0.0 };
+        edit(logits, id, |x| {
+            let repeated = if x > 0.0 { x / p.repetition_penalty } else { x * p.repetition_penalty };
+            saturate(x, repeated - p.frequency_penalty * count - presence)
+        });
+    }
+}
+
+fn edit(logits: &mut [f32], id: u32, f: impl FnOnce(f32) -> f32) {
+    if let Some(logit) = logits.get_mut(id as usize) {
+        *logit = f(*logit);
+    }
+}
+
+/// The edited logit. A finite one stays finite, so that no parameter can exclude a token or look
+/// like an overflow of the model; an excluded token stays excluded, a NaN stays for the error.
+fn saturate(before: f32, after: f32) -> f32 {
+    if before.is_finite() { after.clamp(f32::MIN, f32::MAX) } else { before }
+}
