@@ -258,6 +258,9 @@ fn sampling_defaults_of_a_generation_config() {
     assert_eq!(params(r#"{"do_sample": true}"#).unwrap().temperature, 1.0);
     assert_eq!(params(r#"{"temperature": 0.7}"#).unwrap().temperature, 0.7);
     assert!(message(params(r#"{"temperature": -1}"#)).contains("temperature must be"));
+    assert_eq!(params(r#"{"repetition_penalty": 1.05}"#).unwrap().repetition_penalty, 1.05);
+    assert_eq!(params("{}").unwrap().repetition_penalty, 1.0);
+    assert!(message(params(r#"{"repetition_penalty": 0}"#)).contains("repetition_penalty must be"));
     assert!(message(params(r#"{"top_p": 0}"#)).contains("top_p must be above 0 and at most 1, got 0"));
 }
 
@@ -309,7 +312,7 @@ proptest! {
 
     #[test]
     fn hostile_values_do_not_panic_any_getter(value in hostile()) {
-        let c = config(&serde_json::json!({ "k": value, "eos_token_id": value, "dtype": value, "top_p": value, "temperature": value }).to_string());
+        let c = config(&serde_json::json!({ "k": value, "eos_token_id": value, "dtype": value, "top_p": value, "temperature": value, "repetition_penalty": value }).to_string());
         let _ = (c.size(&["k"], limits::WIDTH), c.float(&["k"]), c.positive_float_or(&["k"], 1.0), c.bool_or(&["k"], true));
         let _ = (c.string(&["k"]), c.sizes(&["k"], limits::WIDTH), c.section(&["k"]), c.token_ids(&["eos_token_id"]), c.dtype());
         let _ = SamplingParams::from_generation_config(&c);

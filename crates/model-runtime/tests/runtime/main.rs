@@ -5,6 +5,8 @@ mod attention;
 mod checkpoint;
 mod config;
 mod layers;
+mod logprobs;
+mod processors;
 mod rope;
 mod run;
 mod sampling;

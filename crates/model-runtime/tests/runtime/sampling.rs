@@ -1,8 +1,7 @@
 //! Sampling against its definition, computed independently in f64 over all tokens.
 
-use candle_core::Result;
-use model_runtime::sampling::{SamplingError, random_bits, request_seed, sample};
-use model_runtime::{Exec, SampleRow, SamplingParams, View, sample_rows};
+use model_runtime::sampling::{SamplingError, random_bits, request_seed, sample_row};
+use model_runtime::{Exec, SampleRow, Sampled, SamplingParams, ViewMut, sample_rows};
 use proptest::prelude::*;
 
 use crate::message;
@@ -52,7 +51,21 @@ fn ambiguous(logits: &[f32], params: &SamplingParams, e: f64) -> bool {
 }
 
 fn params(temperature: f32, top_k: usize, top_p: f32, min_p: f32, seed: u64) -> SamplingParams {
-    SamplingParams { temperature, top_k, top_p, min_p, seed }
+    SamplingParams { temperature, top_k, top_p, min_p, seed, ..SamplingParams::default() }
+}
+
+/// An output whose only meaning is its length.
+static OUTPUT: [u32; 40_000] = [0; 40_000];
+
+/// The token at an output position.
+fn sample(logits: &[f32], params: &SamplingParams, position: usize) -> Result<u32, SamplingError> {
+    let row = SampleRow { params, prompt: &[0], output: &OUTPUT[..position], banned: &[] };
+    let mut edited = logits.to_vec();
+    let sampled = sample_row(&mut edited, &row)?;
+    let bits = |x: &[f32]| -> Vec<u32> { x.iter().map(|x| x.to_bits()).collect() };
+    assert_eq!(bits(&edited), bits(logits), "nothing asks for an edit");
+    assert_eq!(sampled.logprobs, None);
+    Ok(sampled.token_id)
 }
 
 proptest! {
@@ -65,14 +78,14 @@ proptest! {
         top_p in prop_oneof![Just(1f32), 0.01f32..1.0],
         min_p in prop_oneof![Just(0f32), 0f32..0.5],
         seed: u64,
-        position: u64,
+        position in 0..OUTPUT.len(),
     ) {
         let params = params(temperature, top_k, top_p, min_p, seed);
         prop_assume!(!ambiguous(&logits, &params, 1e-5));
         let p = probabilities(&logits, &params);
         let token = sample(&logits, &params, position).unwrap();
         // The token whose slice of the distribution, in the order of ids, holds the random share.
-        let u = random_bits(seed, position) as f64 / 2f64.powi(64);
+        let u = random_bits(seed, position as u64) as f64 / 2f64.powi(64);
         let before: f64 = p[..token as usize].iter().sum();
         prop_assert!(p[token as usize] > 0.0, "token {token} is excluded");
         prop_assert!(before - 1e-6 <= u && u < before + p[token as usize] + 1e-6, "{u} {before} {token}");
@@ -142,7 +155,7 @@ fn a_long_flat_row_needs_more_than_the_first_look() {
     assert!(p.iter().filter(|p| **p > 0.0).count() > 4000);
     for position in 0..200 {
         let token = sample(&logits, &params, position).unwrap();
-        let u = random_bits(11, position) as f64 / 2f64.powi(64);
+        let u = random_bits(11, position as u64) as f64 / 2f64.powi(64);
         let before: f64 = p[..token as usize].iter().sum();
         assert!(before - 1e-6 <= u && u < before + p[token as usize] + 1e-6);
     }
@@ -188,25 +201,69 @@ fn parameters_out_of_range() {
         let e = message(sample(&[0.0, 1.0], &params, 0));
         assert!(e.contains(words), "{e}");
     }
+    let with = |edit: fn(&mut SamplingParams)| {
+        let mut params = SamplingParams::default();
+        edit(&mut params);
+        params
+    };
+    for (params, words) in [
+        (with(|p| p.repetition_penalty = 0.0), "repetition_penalty must be a finite number above 0, got 0"),
+        (with(|p| p.repetition_penalty = f32::INFINITY), "repetition_penalty must be"),
+        (with(|p| p.repetition_penalty = f32::NAN), "repetition_penalty must be"),
+        (with(|p| p.presence_penalty = 2.5), "presence_penalty must be from -2 to 2, got 2.5"),
+        (with(|p| p.presence_penalty = f32::NAN), "presence_penalty must be"),
+        (with(|p| p.frequency_penalty = -2.1), "frequency_penalty must be from -2 to 2, got -2.1"),
+        (with(|p| p.logit_bias = vec![(1, f32::NAN)]), "logit_bias must be finite numbers, got NaN"),
+        (with(|p| p.logit_bias = vec![(0, 1.0), (1, f32::NEG_INFINITY)]), "logit_bias must be"),
+        (with(|p| p.logit_bias = vec![(2, 1.0)]), "logit_bias: token id 2 is outside of the vocabulary of 2"),
+        (with(|p| p.allowed_token_ids = Some(vec![])), "allowed_token_ids holds an empty list"),
+        (with(|p| p.allowed_token_ids = Some(vec![0, 9])), "allowed_token_ids: token id 9 is outside"),
+        (with(|p| p.bad_words = vec![vec![1], vec![]]), "bad_words holds an empty list"),
+        (with(|p| p.bad_words = vec![vec![7, 1]]), "bad_words: token id 7 is outside"),
+    ] {
+        assert_eq!(message(params.validate(2)), message(sample(&[0.0, 1.0], &params, 0)));
+        let e = message(params.validate(2));
+        assert!(e.contains(words), "{e}");
+    }
+    let edges = SamplingParams {
+        presence_penalty: -2.0,
+        frequency_penalty: 2.0,
+        repetition_penalty: 1e-30,
+        logit_bias: vec![(1, -100.0)],
+        allowed_token_ids: Some(vec![1]),
+        bad_words: vec![vec![1, 1]],
+        ..params(0.0, 5, 1.0, 1.0, 0)
+    };
+    assert_eq!(edges.validate(2), Ok(()));
 }
 
 #[test]
-fn rows_are_independent() -> Result<()> {
+fn rows_are_independent() -> candle_core::Result<()> {
     let v = 300;
     let logits: Vec<f32> = (0..4 * v).map(|i| ((i * 7919) % 613) as f32 / 100.0).collect();
     let mut broken = logits.clone();
     broken[v] = f32::NAN;
-    let params: Vec<SamplingParams> = (0..4).map(|i| params(1.0, 0, 0.9, 0.0, i)).collect();
-    let rows: Vec<SampleRow> = params.iter().map(|params| SampleRow { params, position: 5 }).collect();
+    let mut params: Vec<SamplingParams> = (0..4).map(|i| params(1.0, 0, 0.9, 0.0, i)).collect();
+    params[2].repetition_penalty = 3.0;
+    params[2].logprobs = Some(2);
+    let prompts: [&[u32]; 4] = [&[1], &[2, 3], &[5, 298, 5], &[7]];
+    let rows: Vec<SampleRow> = (params.iter().zip(prompts))
+        .map(|(params, prompt)| SampleRow { params, prompt, output: &OUTPUT[..5], banned: &[] })
+        .collect();
     let ex = Exec::cpu().with_threads(3)?;
-    let got = sample_rows(View::new(&broken, &[4, v])?, &rows, &ex)?;
+    let got = sample_rows(ViewMut::new(&mut broken, &[4, v])?, &rows, &ex)?;
     assert!(got[1].is_err());
     for i in [0, 2, 3] {
-        assert_eq!(got[i], sample(&logits[i * v..][..v], &params[i], 5));
+        let mut alone = logits[i * v..][..v].to_vec();
+        let want: Result<Sampled, SamplingError> = sample_row(&mut alone, &rows[i]);
+        assert_eq!(got[i], want);
+        assert_eq!(alone == logits[i * v..][..v], i != 2, "only the penalised row is edited");
     }
-    let e = message(sample_rows(View::new(&logits, &[2, 2 * v])?, &rows, &ex));
+    assert_eq!(got[2].as_ref().unwrap().logprobs.as_ref().unwrap().top.len(), 2);
+    let mut logits = logits;
+    let e = message(sample_rows(ViewMut::new(&mut logits, &[2, 2 * v])?, &rows, &ex));
     assert!(e.contains("expected logits of 4 rows, got dims [2, 600]"), "{e}");
-    assert!(sample_rows(View::new(&[0f32; 0], &[0, 5])?, &[], &ex)?.is_empty());
+    assert!(sample_rows(ViewMut::new(&mut [0f32; 0], &[0, 5])?, &[], &ex)?.is_empty());
     Ok(())
 }
 
