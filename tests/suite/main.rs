@@ -1,7 +1,8 @@
 //! Cross-crate tests, one binary.
-
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
 mod engine;
 mod invariance;
 mod layouts;
+mod requests;
+mod running;
