@@ -7,6 +7,7 @@ pub mod cli;
 mod error;
 pub mod family;
 pub mod generate;
+pub mod hub;
 pub mod parity;
 mod prompt;
 pub mod session;
@@ -75,7 +76,7 @@ fn run<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
 }
 
 fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
-    let mut session = Session::open::<F>(Some(&args.model), &args.run, false)?;
+    let mut session = Session::open::<F>(Some(args.model.as_str()), &args.run, false)?;
     let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;
     write_json(args.json.as_deref(), &report)?;
     for failure in &report.failures {
