@@ -51,6 +51,9 @@ pub struct RunArgs {
     /// Log filter, such as info or moe_engine=debug.
     #[arg(long, default_value = "info", help_heading = "Engine")]
     pub log: String,
+    /// Write the time of every step and layer here, as a Chrome trace.
+    #[arg(long, help_heading = "Engine")]
+    pub profile: Option<PathBuf>,
 }
 
 /// Flags of `generate`.

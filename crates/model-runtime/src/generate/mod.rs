@@ -13,6 +13,7 @@ use std::ops::ControlFlow;
 use candle_core::{DType, Result};
 
 use moe_kernels::{Exec, Scratch};
+use tracing::trace_span;
 
 use crate::kv_cache::KvCache;
 use crate::model::{CausalLm, Observer};
@@ -99,7 +100,11 @@ pub fn run_step(
     let mut logits = ex.scratch(DType::F32, &[step.num_logits(), vocab_size])?;
     // The step enters the thread pool once, and not once for each op.
     let pool = ex.handle();
-    pool.install(|| model.forward(&step.views()?, kv, logits.view_mut(), observer, ex))?;
+    pool.install(|| {
+        // Inside the pool: the spans of the layers run on this thread and find their parent on it.
+        let _span = trace_span!("step", tokens = step.num_tokens(), logits = step.num_logits()).entered();
+        model.forward(&step.views()?, kv, logits.view_mut(), observer, ex)
+    })?;
     Ok(logits)
 }
 
@@ -121,7 +126,8 @@ pub fn generate(
         let (step, sampled) = batch.step()?;
         let logits = run_step(model, &step, kv, None, ex)?;
         let rows: Vec<SampleRow> = sampled.iter().map(|&r| batch.sample_row(r)).collect();
-        let tokens = sample_rows(logits.view(), &rows, ex)?;
+        let sample = trace_span!("sample", rows = rows.len());
+        let tokens = sample.in_scope(|| sample_rows(logits.view(), &rows, ex))?;
         for (&running, token) in sampled.iter().zip(tokens) {
             batch.accept(running, token?, &mut on_token);
         }
