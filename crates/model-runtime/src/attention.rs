@@ -11,6 +11,7 @@ use moe_kernels::{
     AttentionMeta, Buffer, Exec, QkNormRope, TensorView, View, ViewMut, Workspace, linear_into,
     linear_row_parallel_into, paged_attention_into, qk_norm_rope_cache_into,
 };
+use tracing::trace_span;
 
 use crate::kv_cache::KvLayer;
 use crate::layers::load_packed;
@@ -198,6 +199,7 @@ impl Attention {
         out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
+        let _span = trace_span!("attention").entered();
         let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = self.config;
         let (t, dtype, w) = (x.rows(), x.dtype(), &self.weights);
         // q, k and v are rounded once: k and v when they enter the cache, q never.

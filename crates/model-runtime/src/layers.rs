@@ -7,6 +7,7 @@ use moe_kernels::{
     Buffer, Exec, TensorView, View, ViewMut, Workspace, add_rms_norm_into, embedding_into, linear_into,
     rms_norm_into,
 };
+use tracing::trace_span;
 
 /// RMS norm with a weight, `x / rms(x) * weight`, in f32 inside.
 #[derive(Clone, Debug)]
@@ -136,6 +137,7 @@ impl LmHead {
     /// `logits` [R, V] f32 = `hidden` [R, H] times the weight's transpose, not rounded to the
     /// model dtype.
     pub fn forward_into(&self, hidden: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {
+        let _span = trace_span!("lm_head").entered();
         linear_into(hidden, TensorView::new(&self.weight)?.view()?, None, logits, ex)
     }
 

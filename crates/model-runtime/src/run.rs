@@ -3,6 +3,7 @@
 use candle_core::{DType, Result};
 
 use moe_kernels::{Exec, Scratch};
+use tracing::trace_span;
 
 use crate::kv_cache::KvCache;
 use crate::model::{CausalLm, Observer};
@@ -22,6 +23,10 @@ pub fn run_step(
     let mut logits = ex.scratch(DType::F32, &[step.num_logits(), vocab_size])?;
     // The step enters the thread pool once, and not once for each op.
     let pool = ex.handle();
-    pool.install(|| model.forward(&step.views()?, kv, logits.view_mut(), observer, ex))?;
+    pool.install(|| {
+        // Inside the pool: the spans of the layers run on this thread and find their parent on it.
+        let _span = trace_span!("step", tokens = step.num_tokens(), logits = step.num_logits()).entered();
+        model.forward(&step.views()?, kv, logits.view_mut(), observer, ex)
+    })?;
     Ok(logits)
 }

@@ -51,14 +51,18 @@ pub struct RunArgs {
     /// Log filter, such as info or moe_engine=debug.
     #[arg(long, default_value = "info", help_heading = "Engine")]
     pub log: String,
+    /// Write the time of every step and layer here, as a Chrome trace.
+    #[arg(long, help_heading = "Engine")]
+    pub profile: Option<PathBuf>,
 }
 
 /// Flags of `generate`.
 #[derive(Args, Debug, Clone)]
 pub struct GenerateArgs {
-    /// Checkpoint folder (default: the embedded checkpoint, where the binary has one).
+    /// Checkpoint folder, or ORG/NAME[@REVISION] on the hub (default: the embedded checkpoint, where
+    /// the binary has one).
     #[arg(long)]
-    pub model: Option<PathBuf>,
+    pub model: Option<String>,
     /// Prompt text.
     #[arg(long, conflicts_with = "prompt_file")]
     pub prompt: Option<String>,
@@ -184,9 +188,9 @@ pub struct SamplingArgs {
 /// Flags of `parity`.
 #[derive(Args, Debug, Clone)]
 pub struct ParityArgs {
-    /// Checkpoint folder.
+    /// Checkpoint folder, or ORG/NAME[@REVISION] on the hub.
     #[arg(long)]
-    pub model: PathBuf,
+    pub model: String,
     /// reference.safetensors of that checkpoint.
     #[arg(long)]
     pub reference: PathBuf,
@@ -207,9 +211,9 @@ pub struct BenchArgs {
     /// Random weights instead of a checkpoint; needed with --config.
     #[arg(long, requires = "config")]
     pub dummy_weights: bool,
-    /// Checkpoint folder, instead of --config.
+    /// Checkpoint folder or ORG/NAME[@REVISION] on the hub, instead of --config.
     #[arg(long, conflicts_with = "config")]
-    pub model: Option<PathBuf>,
+    pub model: Option<String>,
     /// Batch sizes of the decode rows.
     #[arg(long, value_delimiter = ',', default_value = "1,8")]
     pub batches: Vec<usize>,

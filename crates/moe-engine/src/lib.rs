@@ -9,8 +9,10 @@ pub mod engine;
 mod error;
 pub mod family;
 pub mod generate;
+pub mod hub;
 pub mod options;
 pub mod parity;
+pub mod profile;
 mod prompt;
 pub mod routing;
 pub mod session;
@@ -22,8 +24,14 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Parser;
 
-use cli::{Cli, Command, ParityArgs};
+use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, fmt};
+
+use cli::{Cli, Command, ParityArgs, RunArgs};
 pub use family::{Embedded, LoadedModel, ModelFamily};
+use profile::Profile;
 pub use session::Session;
 
 /// A mistake in how the program was called: exit code 2, like clap's own.
@@ -57,29 +65,30 @@ pub fn main<F: ModelFamily>() -> ExitCode {
 }
 
 fn run<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
+    let args = match &cli.command {
+        None => &cli.generate.run,
+        Some(Command::Generate(args)) => &args.run,
+        Some(Command::Parity(args)) => &args.run,
+        Some(Command::Bench(args)) => &args.run,
+    };
+    let profile = start_log(args)?;
+    let code = run_command::<F>(cli)?;
+    profile.map_or(Ok(()), Profile::finish)?;
+    Ok(code)
+}
+
+fn run_command<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
     match &cli.command {
-        None => {
-            start_log(&cli.generate.run.log)?;
-            generate::run::<F>(&cli.generate)?;
-        }
-        Some(Command::Generate(args)) => {
-            start_log(&args.run.log)?;
-            generate::run::<F>(args)?;
-        }
-        Some(Command::Parity(args)) => {
-            start_log(&args.run.log)?;
-            return run_parity::<F>(args);
-        }
-        Some(Command::Bench(args)) => {
-            start_log(&args.run.log)?;
-            bench::run::<F>(args)?;
-        }
+        None => generate::run::<F>(&cli.generate)?,
+        Some(Command::Generate(args)) => generate::run::<F>(args)?,
+        Some(Command::Parity(args)) => return run_parity::<F>(args),
+        Some(Command::Bench(args)) => bench::run::<F>(args)?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
 fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
-    let mut session = Session::open::<F>(Some(&args.model), &args.run, false)?;
+    let mut session = Session::open::<F>(Some(args.model.as_str()), &args.run, false)?;
     let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;
     write_json(args.json.as_deref(), &report)?;
     for failure in &report.failures {
@@ -106,12 +115,17 @@ fn write_stdout(text: &str) -> Result<()> {
     }
 }
 
-fn start_log(filter: &str) -> Result<()> {
-    let filter = tracing_subscriber::EnvFilter::try_new(filter)
-        .map_err(|e| usage(format!("--log {filter}: {e}; expected a level such as info, or target=level")))?;
-    // A second call in one process (tests) keeps the first log.
+/// Starts the log on stderr and, if asked for, the profile.
+fn start_log(args: &RunArgs) -> Result<Option<Profile>> {
+    let filter = EnvFilter::try_new(&args.log).map_err(|e| {
+        usage(format!("--log {}: {e}; expected a level such as info, or target=level", args.log))
+    })?;
+    let profile = args.profile.as_deref().map(Profile::create).transpose()?;
     let colours = std::io::stderr().is_terminal();
-    let format = tracing_subscriber::fmt().without_time().with_target(false).with_ansi(colours);
-    let _ = format.with_env_filter(filter).with_writer(std::io::stderr).try_init();
-    Ok(())
+    let log = fmt::layer().without_time().with_target(false).with_ansi(colours).with_writer(std::io::stderr);
+    // The log's level says nothing about the profile, which wants every span and no message.
+    let spans = profile.as_ref().map(|p| p.layer().with_filter(filter_fn(|metadata| metadata.is_span())));
+    // A second call in one process (tests) keeps the first log.
+    let _ = tracing_subscriber::registry().with(log.with_filter(filter)).with(spans).try_init();
+    Ok(profile)
 }

@@ -11,7 +11,7 @@ use tracing::info;
 use crate::cli::RunArgs;
 use crate::family::ModelFamily;
 use crate::tokenizer::Tokenizer;
-use crate::usage;
+use crate::{hub, usage};
 
 /// More threads than any machine runs well.
 const MAX_THREADS: usize = 1024;
@@ -28,19 +28,11 @@ pub struct Session {
 }
 
 impl Session {
-    /// Opens a checkpoint folder, or the embedded checkpoint if `dir` is `None`.
-    pub fn open<F: ModelFamily>(dir: Option<&Path>, args: &RunArgs, check_weights: bool) -> Result<Self> {
+    /// Opens a checkpoint folder or a model of the hub, or the embedded checkpoint if `model` is `None`.
+    pub fn open<F: ModelFamily>(model: Option<&str>, args: &RunArgs, check_weights: bool) -> Result<Self> {
         let ex = exec(args)?;
-        let (checkpoint, embedded_tokenizer) = match (dir, F::embedded()) {
-            (Some(dir), _) => {
-                if !dir.is_dir() {
-                    return Err(usage(format!(
-                        "--model {}: no such folder; expected a checkpoint folder with config.json",
-                        dir.display()
-                    )));
-                }
-                (Checkpoint::open(dir)?, None)
-            }
+        let (checkpoint, embedded_tokenizer) = match (model, F::embedded()) {
+            (Some(model), _) => (Checkpoint::open(hub::resolve(model)?)?, None),
             (None, Some(e)) => {
                 let checkpoint = Checkpoint::from_static(e.weights, e.config, Some(e.generation_config))?;
                 (checkpoint, Some(e.tokenizer))

@@ -9,6 +9,7 @@ use moe_experts::{AnyExperts, Experts, MonolithicExperts, Reservation};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::{Exec, TensorView, View, ViewMut, Workspace, linear_into};
 use moe_router::{RouteInput, RouteOutput, Router};
+use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
 use crate::door::forward_rows;
@@ -126,10 +127,11 @@ impl SparseMoeBlock {
         observe: &mut dyn FnMut(View<'_>) -> Result<()>,
         ex: &mut Exec,
     ) -> Result<()> {
+        let _span = trace_span!("moe").entered();
         let gate = TensorView::new(&self.gate)?;
         let gate = gate.view()?;
         let mut logits = ex.scratch(DType::F32, &[hidden.rows(), gate.rows()])?;
-        linear_into(hidden, gate, None, logits.view_mut(), ex)?;
+        trace_span!("gate").in_scope(|| linear_into(hidden, gate, None, logits.view_mut(), ex))?;
         observe(logits.view())?;
         match &self.family {
             Family::Modular { router, prepare, experts } => {
@@ -138,11 +140,12 @@ impl SparseMoeBlock {
             }
             Family::Monolithic(experts) => {
                 refuse_routing_context(experts.as_ref(), ex)?;
+                let _span = trace_span!("experts").entered();
                 experts.apply(hidden, logits.view(), out.reborrow(), ex)?;
             }
         }
         match &self.shared {
-            Some(shared) => shared.add_into(hidden, out, ex),
+            Some(shared) => trace_span!("shared_experts").in_scope(|| shared.add_into(hidden, out, ex)),
             None => Ok(()),
         }
     }
@@ -190,11 +193,11 @@ impl Modular<'_> {
             topk_weights: topk_weights.view_mut(),
             zero_expert_weights: Some(identity.view_mut()),
         };
-        self.router.route_into(&input, output, ex)?;
+        trace_span!("router").in_scope(|| self.router.route_into(&input, output, ex))?;
 
         let dispatched = self.prepare.prepare(hidden, topk_ids.view(), topk_weights.view(), ex)?;
         let mut rows = ex.scratch(DType::F32, &self.experts.out_dims(&dispatched)?)?;
-        self.experts.apply(&dispatched, rows.view_mut(), ex)?;
+        trace_span!("experts").in_scope(|| self.experts.apply(&dispatched, rows.view_mut(), ex))?;
         let strategy = self.experts.weight_and_reduce();
         self.prepare.finalize(rows.view(), &dispatched, strategy, out.reborrow(), ex)?;
         if config.num_zero_experts > 0 {

@@ -12,6 +12,7 @@ use model_runtime::{
 };
 use moe_layer::candle::Result;
 use moe_layer::{BackendSelection, BlockOptions, DType, GatedMlp, Router, SparseMoeBlock, load_block};
+use tracing::trace_span;
 
 use crate::config::Qwen3MoeConfig;
 
@@ -127,12 +128,15 @@ impl CausalLm for Qwen3Moe {
         let first = self.layers.first().map_or(&self.norm, |layer| &layer.input_norm);
         first.forward_into(residual.view(), x.view_mut(), ex)?;
         for (index, layer) in self.layers.iter().enumerate() {
+            let _span = trace_span!("layer", layer = index).entered();
             let kv = kv.layer_mut(index)?;
             layer.attention.forward_into(x.view(), step, &rope, kv, delta.view_mut(), ex)?;
             let norm = &layer.post_attention_norm;
             norm.add_forward_into(delta.view(), residual.view_mut(), x.view_mut(), ex)?;
             match &layer.mlp {
-                Mlp::Dense(mlp) => mlp.forward_into(x.view(), delta.view_mut(), ex)?,
+                Mlp::Dense(mlp) => {
+                    trace_span!("mlp").in_scope(|| mlp.forward_into(x.view(), delta.view_mut(), ex))?;
+                }
                 Mlp::Sparse(block) => {
                     let mut see = |logits: View<'_>| observe.router(index, logits);
                     block.forward_observed_into(x.view(), delta.view_mut(), &mut see, ex)?;

@@ -11,6 +11,7 @@ use candle_core::{Result, bail};
 use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs, token_logprobs};
 use model_runtime::{CausalLm, Exec, KvCache, RoutedExperts, SampleRow, ViewMut, run_step, sample_rows};
 use moe_layer::{ExpertHeat, NO_EXPERT};
+use tracing::trace_span;
 
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
@@ -77,7 +78,8 @@ impl<'m> Runner<'m> {
         self.prepare(&plan, &sequences)?;
         let mut logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut self.ex)?;
         let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.view().cpu::<f32>()?);
-        let sampled = self.sample(&plan, &sequences, logits.view_mut())?;
+        let span = trace_span!("sample", rows = plan.parts.len());
+        let sampled = span.in_scope(|| self.sample(&plan, &sequences, logits.view_mut()))?;
         let context = &mut self.ex.step;
         let (routed, heat) = (context.capture.take(), context.heat.take());
         self.results.push_back(StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, heat });

@@ -1,0 +1,87 @@
+//! Connections that break, go silent or restart, and programs that are killed.
+
+use std::fs;
+use std::time::Duration;
+
+use super::server::{Act, Request};
+use super::{Case, fixture};
+
+const WEIGHTS: &str = "model.safetensors";
+
+/// The ranges that were asked of the storage, in order.
+fn ranges(seen: &[Request]) -> Vec<&str> {
+    let bodies = seen.iter().filter(|r| r.method == "GET" && r.path.starts_with("/storage/"));
+    bodies.map(|r| r.range.as_deref().unwrap_or("all")).collect()
+}
+
+fn is_whole(case: &Case) {
+    let dir = case.get("org/tiny").unwrap();
+    assert_eq!(fs::read(dir.join(WEIGHTS)).unwrap(), fs::read(fixture("text").join(WEIGHTS)).unwrap());
+    assert!(!case.partial(WEIGHTS).exists());
+}
+
+#[test]
+fn a_broken_connection_is_continued_where_it_broke() {
+    let case = Case::new("text");
+    case.server.spoil("GET", "/storage/", 1, Act::Cut(1000));
+    case.server.spoil("GET", "/storage/", 1, Act::Cut(70_000));
+    case.server.spoil("GET", "/storage/", 1, Act::Status(503, "", ""));
+    is_whole(&case);
+    assert_eq!(ranges(&case.server.seen()), ["all", "bytes=1000-", "bytes=71000-", "bytes=71000-"]);
+}
+
+#[test]
+fn a_later_run_continues_what_an_earlier_one_began() {
+    let case = Case::new("text");
+    case.server.spoil("GET", "/storage/", 1, Act::Cut(5000));
+    case.server.spoil("GET", "/storage/", 100, Act::Cut(0));
+    let error = case.error("org/tiny");
+    assert!(error.contains("after 5000 of 133480 bytes") && error.contains("is kept"), "{error}");
+    assert_eq!(ranges(&case.server.seen()).len(), 6, "five tries that get no further are enough");
+    assert_eq!(fs::metadata(case.partial(WEIGHTS)).unwrap().len(), 5000);
+    assert!(!case.folder().join("refs").exists(), "half a snapshot is no revision");
+    case.server.heal();
+    is_whole(&case);
+    assert_eq!(ranges(&case.server.seen()), ["bytes=5000-"]);
+}
+
+#[test]
+fn a_silent_server_is_given_up() {
+    let mut case = Case::new("text");
+    case.settings.timeout = Duration::from_millis(1500);
+    case.server.spoil("GET", "/storage/", 1, Act::Stall(40_000));
+    is_whole(&case);
+    assert!(ranges(&case.server.seen()).contains(&"bytes=40000-"));
+}
+
+#[test]
+fn a_server_without_ranges_sends_the_file_again() {
+    let case = Case::new("text");
+    case.server.spoil("GET", "/storage/", 1, Act::Cut(30_000));
+    case.server.spoil("GET", "/storage/", 1, Act::IgnoreRange);
+    is_whole(&case);
+    assert_eq!(ranges(&case.server.seen()), ["all", "bytes=30000-"]);
+}
+
+#[test]
+fn what_a_killed_program_left_is_used_or_replaced() {
+    let weights = fs::read(fixture("text").join(WEIGHTS)).unwrap();
+    // Killed before the last step: nothing is asked for. Longer than the file: it is another one.
+    for (left, expected) in [(weights.clone(), vec![]), ([&weights[..], b"x"].concat(), vec!["all"])] {
+        let case = Case::new("text");
+        fs::create_dir_all(case.folder().join("blobs")).unwrap();
+        fs::write(case.partial(WEIGHTS), left).unwrap();
+        is_whole(&case);
+        assert_eq!(ranges(&case.server.seen()), expected);
+    }
+}
+
+#[test]
+fn a_range_that_is_refused_starts_over() {
+    let case = Case::new("text");
+    fs::create_dir_all(case.folder().join("blobs")).unwrap();
+    fs::write(case.partial(WEIGHTS), b"abc").unwrap();
+    case.server.spoil("GET", "/storage/", 1, Act::Status(416, "", ""));
+    is_whole(&case);
+    assert_eq!(ranges(&case.server.seen()), ["bytes=3-", "all"]);
+}
