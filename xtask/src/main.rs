@@ -5,8 +5,10 @@
 mod eplb;
 mod fixtures;
 mod parity;
+mod plot;
 mod standalone;
 mod tidy;
+mod trace;
 mod workspace;
 
 use clap::{Parser, Subcommand};
@@ -29,6 +31,9 @@ enum Task {
     /// Expert placement: bench, plan, replay and plot.
     #[command(subcommand)]
     Eplb(eplb::Command),
+    /// Draw what runs have recorded.
+    #[command(subcommand)]
+    Plot(plot::Command),
     /// Run each library's README examples in a scratch project that has only that crate.
     Standalone(standalone::Args),
 }
@@ -37,6 +42,7 @@ fn main() -> anyhow::Result<()> {
     match Cli::parse().task {
         Task::Tidy => tidy::run(),
         Task::Eplb(command) => eplb::run(&command),
+        Task::Plot(command) => plot::run(&command),
         Task::Parity(args) => parity::run(&args),
         Task::Fixtures(args) => fixtures::run(&args),
         Task::Standalone(args) => standalone::run(&args),

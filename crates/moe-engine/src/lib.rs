@@ -9,6 +9,7 @@ pub mod engine;
 mod error;
 pub mod family;
 pub mod generate;
+pub mod heat;
 pub mod hub;
 pub mod options;
 pub mod parity;

@@ -1,16 +1,13 @@
 //! Where recorded heat comes from: a trace, or a workload file read as one.
 
-use std::fs::File;
-use std::io::BufReader;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
-use moe_eplb::heat::StageFilter;
-use moe_eplb::json::{TraceReader, trace_loads};
 use moe_eplb::{Loads, Topology};
 
 use super::workload;
+use crate::trace;
 
 /// Recorded heat and the machine it is for.
 #[derive(Args, Clone, Debug)]
@@ -50,15 +47,7 @@ impl InputOptions {
         let (Some(path), Some(slots), Some(devices)) = (&self.trace, self.slots, self.devices) else {
             bail!("give --workload FILE, or --trace FILE with --slots and --devices");
         };
-        let filter = match self.stage.as_str() {
-            "all" => StageFilter::All,
-            "prefill" => StageFilter::Prefill,
-            "decode" => StageFilter::Decode,
-            other => bail!("unknown stage `{other}`; expected all, prefill or decode"),
-        };
-        let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
-        let loads = trace_loads(TraceReader::new(BufReader::new(file)), filter)
-            .with_context(|| format!("bad trace {}", path.display()))?;
+        let loads = trace::read(path, &self.stage)?;
         let topology = Topology::new(loads.experts(), slots, devices)?.with_nodes(self.nodes, 1)?;
         Ok((topology, loads))
     }

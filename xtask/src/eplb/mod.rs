@@ -2,8 +2,6 @@
 
 mod baseline;
 mod bench;
-mod charts;
-mod heatmap;
 mod input;
 mod plan;
 mod plot;

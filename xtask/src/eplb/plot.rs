@@ -7,9 +7,9 @@ use clap::Args;
 use plotters::prelude::SeriesLabelPosition;
 use serde_json::Value;
 
-use super::charts::{self, Frame, Scale, Series};
-use super::heatmap::{self, Grid};
 use super::replay::{Outcome, ReplayOptions, replay};
+use crate::plot::charts::{self, Frame, Scale, Series};
+use crate::plot::heatmap::{self, Bar, Grid};
 
 /// What to draw.
 #[derive(Args)]
@@ -90,7 +90,7 @@ fn expert_heat(outcome: &Outcome, layer: usize, path: &Path) -> Result<()> {
         ("step", "expert, hottest first"),
         &[Grid { title, width: rows.len(), height: experts, cell: &cell }],
         // Beyond four times the mean everything is simply hot.
-        (0.0, 4.0),
+        &Bar { range: (0.0, 4.0), label: &decimal },
     )
 }
 
@@ -124,8 +124,12 @@ fn before_after(outcome: &Outcome, path: &Path) -> Result<()> {
             Grid { title: "before".into(), width: devices, height: layers, cell: &|x, y| at(&before, x, y) },
             Grid { title: "after".into(), width: devices, height: layers, cell: &|x, y| at(&after, x, y) },
         ],
-        (0.0, 2.0),
+        &Bar { range: (0.0, 2.0), label: &decimal },
     )
+}
+
+fn decimal(value: &f64) -> String {
+    format!("{value:.1}")
 }
 
 fn pareto(rows: &[Value], path: &Path) -> Result<()> {

@@ -15,6 +15,14 @@ pub struct Grid<'a> {
     pub cell: &'a dyn Fn(usize, usize) -> f64,
 }
 
+/// The colour scale.
+pub struct Bar<'a> {
+    /// The coldest and the hottest value; what is beyond looks like them.
+    pub range: (f64, f64),
+    /// How a value is written beside it.
+    pub label: &'a dyn Fn(&f64) -> String,
+}
+
 /// Dark blue (cold) over white to dark red (hot), as shares of the range.
 const STOPS: [(f64, [f64; 3]); 5] = [
     (0.0, [33.0, 60.0, 130.0]),
@@ -34,25 +42,26 @@ fn colour(value: f64, range: (f64, f64)) -> RGBColor {
 }
 
 /// Draws `grids` next to each other and a colour bar into an SVG file.
-pub fn draw(path: &Path, axes: (&str, &str), grids: &[Grid], range: (f64, f64)) -> Result<()> {
+pub fn draw(path: &Path, axes: (&str, &str), grids: &[Grid], bar: &Bar) -> Result<()> {
+    let range = bar.range;
     let area = SVGBackend::new(path, (960, 560)).into_drawing_area();
     area.fill(&WHITE).map_err(failed)?;
-    let (maps, bar) = area.split_horizontally(860);
+    let (maps, side) = area.split_horizontally(860);
     for (grid, part) in grids.iter().zip(maps.split_evenly((1, grids.len()))) {
         let mut chart = ChartBuilder::on(&part)
             .caption(&grid.title, ("sans-serif", 20))
             .margin(10)
             .x_label_area_size(42)
             .y_label_area_size(58)
-            .build_cartesian_2d(0.0..grid.width as f64, grid.height as f64..0.0)
+            .build_cartesian_2d(-0.5..grid.width as f64 - 0.5, grid.height as f64 - 0.5..-0.5)
             .map_err(failed)?;
         chart
             .configure_mesh()
             .disable_mesh()
             .x_desc(axes.0)
             .y_desc(axes.1)
-            .x_label_formatter(&|v| format!("{v:.0}"))
-            .y_label_formatter(&|v| format!("{v:.0}"))
+            .x_label_formatter(&index)
+            .y_label_formatter(&index)
             .label_style(("sans-serif", 13))
             .axis_desc_style(("sans-serif", 15))
             .draw()
@@ -60,12 +69,13 @@ pub fn draw(path: &Path, axes: (&str, &str), grids: &[Grid], range: (f64, f64)) 
         let cells = (0..grid.height).flat_map(|y| (0..grid.width).map(move |x| (x, y)));
         chart
             .draw_series(cells.map(|(x, y)| {
-                let corners = [(x as f64, y as f64), ((x + 1) as f64, (y + 1) as f64)];
+                let (column, row) = (x as f64, y as f64);
+                let corners = [(column - 0.5, row - 0.5), (column + 0.5, row + 0.5)];
                 Rectangle::new(corners, colour((grid.cell)(x, y), range).filled())
             }))
             .map_err(failed)?;
     }
-    let mut scale = ChartBuilder::on(&bar)
+    let mut scale = ChartBuilder::on(&side)
         .margin_top(44)
         .margin_bottom(52)
         .margin_right(12)
@@ -76,6 +86,7 @@ pub fn draw(path: &Path, axes: (&str, &str), grids: &[Grid], range: (f64, f64)) 
         .configure_mesh()
         .disable_mesh()
         .disable_x_axis()
+        .y_label_formatter(bar.label)
         .label_style(("sans-serif", 13))
         .draw()
         .map_err(failed)?;
@@ -87,4 +98,9 @@ pub fn draw(path: &Path, axes: (&str, &str), grids: &[Grid], range: (f64, f64)) 
         }))
         .map_err(failed)?;
     area.present().map_err(failed)
+}
+
+/// Names the middle of a cell, and nothing between two.
+fn index(value: &f64) -> String {
+    if value.fract() == 0.0 { format!("{value:.0}") } else { String::new() }
 }
