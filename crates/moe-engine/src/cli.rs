@@ -125,6 +125,9 @@ pub struct EngineArgs {
     /// Print counters and times to stderr at the end.
     #[arg(long, help_heading = "Engine")]
     pub stats: bool,
+    /// Write how many tokens each expert gets, step by step, as a heat trace.
+    #[arg(long, value_name = "FILE", help_heading = "Routing")]
+    pub expert_heat: Option<PathBuf>,
     /// Spread tokens evenly over the experts, whatever the router says: for profiling only.
     #[arg(long, help_heading = "Routing")]
     pub force_balance: bool,

@@ -4,7 +4,7 @@
 //! The model and the engine open `tracing` spans; this layer writes each as one complete event when
 //! it closes. Without it nobody is interested in those spans, and one costs a load and a comparison.
 //! The file ends as valid JSON also when the run ends in an error, and an error of the file itself
-//! is reported (the tracing-chrome crate panics in a thread of its own instead).
+//! is reported.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};

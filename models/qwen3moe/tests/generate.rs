@@ -89,6 +89,26 @@ fn routing_is_recorded_and_replayed() {
 }
 
 #[test]
+fn heat_counts_every_token() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("heat.jsonl");
+    let args = ["--max-new-tokens", "6", "--ignore-eos", "--stats", "--expert-heat", file.to_str().unwrap()];
+    let (code, _, stderr) = run(&args);
+    assert!(code == Some(0) && stderr.contains("hottest expert over the mean, by MoE layer: "), "{stderr}");
+    let trace = std::fs::read_to_string(&file).unwrap();
+    let lines: Vec<serde_json::Value> =
+        trace.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    // Four MoE layers; one step for the prompt, five for the tokens after it but the last.
+    assert_eq!(lines.len(), 4 * 6);
+    for (i, line) in lines.iter().enumerate() {
+        let total: u64 = line["counts"].as_array().unwrap().iter().map(|c| c.as_u64().unwrap()).sum();
+        let (step, stage) = (i as u64 / 4, if i < 4 { "prefill" } else { "decode" });
+        assert_eq!((line["step"].as_u64(), line["stage"].as_str()), (Some(step), Some(stage)));
+        assert!(if i < 4 { total > 4 && total.is_multiple_of(4) } else { total == 4 }, "{line}");
+    }
+}
+
+#[test]
 fn wrong_values_are_named() {
     for (args, words) in [
         (["--kv-cache-memory", "4 parsecs"], "unknown unit"),

@@ -1,5 +1,7 @@
 //! What an engine may use.
 
+use std::path::PathBuf;
+
 use anyhow::{Result, bail, ensure};
 use model_runtime::{KvCache, ModelInfo};
 
@@ -23,6 +25,8 @@ pub struct EngineConfig {
     pub async_scheduling: bool,
     /// Counts how often each expert is chosen, by step.
     pub collect_heat: bool,
+    /// Writes those counts to this file, as a heat trace.
+    pub expert_heat: Option<PathBuf>,
     /// Replaces the routing by an even one, for profiling; the seed varies it.
     pub force_balance: Option<u64>,
 }
@@ -38,6 +42,7 @@ impl Default for EngineConfig {
             enable_prefix_caching: true,
             async_scheduling: false,
             collect_heat: false,
+            expert_heat: None,
             force_balance: None,
         }
     }

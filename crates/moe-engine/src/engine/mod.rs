@@ -27,6 +27,7 @@ use anyhow::{Context, Result};
 use model_runtime::{CausalLm, Exec, ModelInfo, SequenceBlocks};
 use moe_layer::{ExpertHeat, RoutedExperts};
 
+use crate::heat::{HeatWriter, Stage};
 use crate::tokenizer::Tokenizer;
 
 pub use config::EngineConfig;
@@ -53,6 +54,7 @@ pub struct Engine<'m> {
     ended: Vec<Output>,
     stats: Stats,
     step_heat: Option<StepHeat>,
+    heat_trace: Option<HeatWriter>,
 }
 
 /// How often each expert was chosen in one step.
@@ -88,7 +90,7 @@ impl<'m> Engine<'m> {
         };
         let scheduler = Scheduler::new(limits, kv.num_blocks())?;
         let runner = Runner::new(model, kv, ex, usize::from(config.async_scheduling))
-            .with_heat(config.collect_heat)
+            .with_heat(config.collect_heat || config.expert_heat.is_some())
             .with_force_balance(config.force_balance);
         Ok(Self {
             info,
@@ -102,6 +104,7 @@ impl<'m> Engine<'m> {
             ended: Vec::new(),
             stats: Stats::new(),
             step_heat: None,
+            heat_trace: config.expert_heat.as_deref().map(HeatWriter::create).transpose()?,
         })
     }
 
@@ -252,12 +255,21 @@ impl<'m> Engine<'m> {
             }
         }
         if let Some(heat) = result.heat {
-            let decode_rows =
-                result.parts.iter().filter(|p| p.rows == 1 && p.samples.is_some_and(|n| n > 0)).count();
+            let decodes = |p: &&scheduler::Part| p.rows == 1 && p.samples.is_some_and(|n| n > 0);
+            let decode_rows = result.parts.iter().filter(decodes).count();
             let step = self.stats.num_steps() - 1 - self.runner.in_flight() as u64;
-            self.step_heat =
-                Some(StepHeat { step, decode_rows, prefill_rows: first_row - decode_rows, heat });
+            self.heat(StepHeat { step, decode_rows, prefill_rows: first_row - decode_rows, heat })?;
         }
+        Ok(())
+    }
+
+    fn heat(&mut self, step: StepHeat) -> Result<()> {
+        if let Some(trace) = &mut self.heat_trace {
+            let stage = if step.prefill_rows > 0 { Stage::Prefill } else { Stage::Decode };
+            trace.write(step.step, stage, &step.heat)?;
+        }
+        self.stats.heat(&step.heat);
+        self.step_heat = Some(step);
         Ok(())
     }
 }

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use moe_layer::ExpertHeat;
 use serde::Serialize;
 
 /// Times in buckets that grow by a fifth: any percentile to within 10 %.
@@ -68,6 +69,8 @@ pub struct Stats {
     peak_kv_blocks: usize,
     time_to_first_token: Histogram,
     inter_token_latency: Histogram,
+    /// Tokens by MoE layer and expert.
+    heat: Vec<Vec<u64>>,
 }
 
 /// A summary of [`Stats`].
@@ -101,6 +104,9 @@ pub struct Summary {
     pub time_to_first_token_ms: Option<Percentiles>,
     /// From token to token of a choice, ms.
     pub inter_token_latency_ms: Option<Percentiles>,
+    /// For each MoE layer the tokens of its hottest expert over the mean of all; empty unless heat is
+    /// collected.
+    pub hottest_expert_over_mean: Vec<f64>,
 }
 
 impl Stats {
@@ -116,6 +122,7 @@ impl Stats {
             peak_kv_blocks: 0,
             time_to_first_token: Histogram::new(),
             inter_token_latency: Histogram::new(),
+            heat: Vec::new(),
         }
     }
 
@@ -144,6 +151,16 @@ impl Stats {
         }
     }
 
+    /// Adds the expert counts of a step.
+    pub(super) fn heat(&mut self, step: &ExpertHeat) {
+        self.heat.resize(step.layers(), Vec::new());
+        for (layer, sums) in self.heat.iter_mut().enumerate() {
+            let counts = step.layer(layer);
+            sums.resize(counts.len(), 0);
+            sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+        }
+    }
+
     pub(super) fn finished(&mut self) {
         self.finished += 1;
     }
@@ -165,8 +182,14 @@ impl Stats {
             kv_blocks,
             time_to_first_token_ms: self.time_to_first_token.percentiles(),
             inter_token_latency_ms: self.inter_token_latency.percentiles(),
+            hottest_expert_over_mean: self.heat.iter().map(|counts| hottest_over_mean(counts)).collect(),
         }
     }
+}
+
+fn hottest_over_mean(counts: &[u64]) -> f64 {
+    let (sum, max) = (counts.iter().sum::<u64>(), counts.iter().max().copied().unwrap_or(0));
+    (max * counts.len() as u64) as f64 / sum.max(1) as f64
 }
 
 impl std::fmt::Display for Summary {
@@ -193,6 +216,11 @@ impl std::fmt::Display for Summary {
                 writeln!(f, "{name}: {p50:.1} ms (median), {p90:.1} (90 %), {p99:.1} (99 %)")?;
             }
         }
+        if !self.hottest_expert_over_mean.is_empty() {
+            let layers: Vec<String> =
+                self.hottest_expert_over_mean.iter().map(|ratio| format!("{ratio:.2}")).collect();
+            writeln!(f, "hottest expert over the mean, by MoE layer: {}", layers.join(" "))?;
+        }
         Ok(())
     }
 }
@@ -200,6 +228,17 @@ impl std::fmt::Display for Summary {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_hottest_expert_is_seen() {
+        assert_eq!(hottest_over_mean(&[1, 5, 2, 0]), 2.5);
+        assert_eq!(hottest_over_mean(&[0, 0]), 0.0);
+        let (mut stats, mut heat) = (Stats::new(), ExpertHeat::new(2, 4));
+        heat.record(1, &[3, 3, 0, 1]);
+        stats.heat(&heat);
+        stats.heat(&heat);
+        assert_eq!(stats.summary(0, 0, 1).hottest_expert_over_mean, [0.0, 2.0]);
+    }
 
     #[test]
     fn percentiles_are_within_a_tenth() {
