@@ -19,9 +19,9 @@ pub fn local_time() -> NaiveDateTime {
     Local::now().naive_local()
 }
 
-/// Instructions of one rendering, some seconds. The most that a known template takes is in the
-/// order of (number of messages)².
-const FUEL: u64 = 50_000_000;
+/// Instructions of one rendering, about a second. Most templates take a few hundred for a message;
+/// one that looks for a later message at every tool call takes ten for each pair.
+const FUEL: u64 = 20_000_000;
 
 /// Bytes of a prompt.
 const MAX_OUTPUT: usize = 64 << 20;
@@ -31,7 +31,7 @@ const MAX_SOURCE: usize = 128 << 10;
 
 /// Bytes of the stack that templates are compiled and rendered on: an expression of `MAX_SOURCE`
 /// bytes nests deep, and what is never touched costs nothing.
-const STACK: usize = 128 << 20;
+const STACK: usize = 256 << 20;
 
 /// An environment without templates.
 pub fn environment(clock: Clock) -> Result<Environment<'static>, ChatError> {

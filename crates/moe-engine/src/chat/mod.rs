@@ -1,9 +1,9 @@
 //! Chat templates: from a conversation to the prompt that the model was trained on, as
 //! transformers' `apply_chat_template` makes it.
 //!
-//! A template is Jinja2 under Python; minijinja runs it here. [`engine`] sets minijinja up as
-//! transformers sets up Jinja2, [`python`] and [`json`] are what is Python in templates,
-//! [`checkpoint`] finds the templates and special tokens. docs/chat.md lists what still differs.
+//! A template is Jinja2 under Python; minijinja runs it here. `engine` sets minijinja up as
+//! transformers sets up Jinja2, `python` and `json` are what is Python in templates,
+//! `checkpoint` finds the templates and special tokens. docs/chat.md lists what still differs.
 
 mod checkpoint;
 mod continuation;
