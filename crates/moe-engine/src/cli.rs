@@ -59,7 +59,7 @@ pub struct RunArgs {
 /// Flags of `generate`.
 #[derive(Args, Debug, Clone)]
 pub struct GenerateArgs {
-    /// Checkpoint folder, or ORG/NAME[@REVISION] on the hub (default: the embedded checkpoint, where
+    /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint, where
     /// the binary has one).
     #[arg(long)]
     pub model: Option<String>,
@@ -191,7 +191,7 @@ pub struct SamplingArgs {
 /// Flags of `parity`.
 #[derive(Args, Debug, Clone)]
 pub struct ParityArgs {
-    /// Checkpoint folder, or ORG/NAME[@REVISION] on the hub.
+    /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub.
     #[arg(long)]
     pub model: String,
     /// reference.safetensors of that checkpoint.
@@ -214,7 +214,7 @@ pub struct BenchArgs {
     /// Random weights instead of a checkpoint; needed with --config.
     #[arg(long, requires = "config")]
     pub dummy_weights: bool,
-    /// Checkpoint folder or ORG/NAME[@REVISION] on the hub, instead of --config.
+    /// Checkpoint folder or ORG/NAME or ORG/NAME@REVISION on the hub, instead of --config.
     #[arg(long, conflicts_with = "config")]
     pub model: Option<String>,
     /// Batch sizes of the decode rows.

@@ -26,7 +26,7 @@ pub struct TokenLogprobs {
 }
 
 /// The log-probabilities of `token` and of the `n` likeliest (all if there are fewer) under
-/// `logits`, [V]: log softmax in f32, with an error below 1e-6 times the larger of 1 and the result.
+/// `logits`, `[V]`: log softmax in f32, with an error below 1e-6 times the larger of 1 and the result.
 ///
 /// For prompt log-probabilities, `logits` are those of the position before the token's.
 ///

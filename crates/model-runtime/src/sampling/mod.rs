@@ -66,7 +66,7 @@ pub struct Sampled {
     pub logprobs: Option<TokenLogprobs>,
 }
 
-/// Samples a token from `logits`, [V], where -inf excludes a token. The logits are edited in
+/// Samples a token from `logits`, `[V]`, where -inf excludes a token. The logits are edited in
 /// place if the request has penalties, biases or exclusions.
 ///
 /// 1. Log-probabilities, if the request asks for them, are those of the logits as given.
