@@ -1,0 +1,31 @@
+//! config.json and generation_config.json: refused with a message, or usable.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use model_qwen3moe::Qwen3MoeConfig;
+use model_runtime::{Config, Exec, Rope, SamplingParams, View};
+
+fuzz_target!(|text: &str| {
+    let config = match Config::parse(text, "config.json") {
+        Ok(config) => config,
+        Err(e) => return drop(e.to_string()),
+    };
+    if let Ok(params) = SamplingParams::from_generation_config(&config) {
+        assert_eq!(params.validate(1), Ok(()));
+    }
+    let _ = config.token_ids(&["eos_token_id"]);
+    let model = match Qwen3MoeConfig::new(&config) {
+        Ok(model) => model,
+        Err(e) => return drop(e.to_string()),
+    };
+    // Positions at both ends of the context that the config claims.
+    let last = (model.rope.max_context_len() - 1) as u32;
+    let (positions, lens) = ([0, last], [1, u32::MAX]);
+    let views = (View::new(&positions, &[2]).unwrap(), View::new(&lens, &[2]).unwrap());
+    let rows = Rope::new(model.rope.clone()).rows(views.0, views.1, &mut Exec::cpu()).unwrap();
+    assert!(rows.cos().cpu::<f32>().unwrap().iter().all(|x| x.is_finite()));
+    // The list is bounded too, but millions of names are slow to write down for every input.
+    if model.num_moe_layers() * model.num_experts <= 4096 {
+        assert!(model.tensors(|_| true).len() <= model.tensors(|_| false).len());
+    }
+});
