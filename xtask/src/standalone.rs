@@ -2,7 +2,9 @@
 //!
 //! A crate that works in the workspace may still lean on a sibling's dependency or feature. So
 //! the examples of its README are compiled and run in a project of their own, outside the
-//! workspace, whose only dependencies are candle and that crate by path.
+//! workspace, whose only dependencies are candle and that crate by path. Unoptimised, as
+//! `cargo package` builds: features differ from crate to crate, so candle is compiled several times,
+//! and this is about what is there, not about speed.
 
 use std::fs;
 use std::path::Path;
@@ -26,7 +28,7 @@ fn run_examples(package: &Package, dir: &Path) -> Result<usize> {
     }
     fs::create_dir_all(dir.join("src/bin"))?;
     fs::write(dir.join("Cargo.toml"), manifest(package))?;
-    // The workspace's lock file, so that the scratch project finds candle already compiled.
+    // The workspace's lock file, so that the versions are those that are tested.
     fs::copy(root().join("Cargo.lock"), dir.join("Cargo.lock"))?;
     for (i, example) in examples.iter().enumerate() {
         fs::write(dir.join(format!("src/bin/example{i}.rs")), program(example))?;
@@ -35,7 +37,7 @@ fn run_examples(package: &Package, dir: &Path) -> Result<usize> {
         workspace::run(
             cargo()
                 .current_dir(dir)
-                .args(["run", "--release", "-q", "--bin", &format!("example{i}")])
+                .args(["run", "-q", "--bin", &format!("example{i}")])
                 .env("CARGO_TARGET_DIR", workspace::target_dir()),
         )
         .with_context(|| format!("{}: README example {i} fails alone", package.name))?;
@@ -74,8 +76,7 @@ fn manifest(package: &Package) -> String {
     };
     format!(
         "[package]\nname = \"scratch-{name}\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\n\
-         [dependencies]\n{name} = {{ path = {path:?} }}\n{candle}\n\
-         [profile.release]\ndebug = \"line-tables-only\"\n\n[workspace]\n",
+         [dependencies]\n{name} = {{ path = {path:?} }}\n{candle}\n[workspace]\n",
         name = package.name,
         path = package.dir,
     )
