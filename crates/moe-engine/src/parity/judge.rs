@@ -218,3 +218,6 @@ fn routing(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;
