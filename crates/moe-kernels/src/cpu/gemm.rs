@@ -177,7 +177,7 @@ impl<T: Lanes, E: Epilogue, P: Step> Driver<'_, T, E, P> {
         for_each_item(self.ex, tiles, rows * words, |(row, m, panel)| self.pack_x(row, m, panel));
         let packed = &*packed;
         let units = self.p.units.count();
-        for_each(self.ex, pieces.len() * units, rows * words * units, |task| {
+        for_each(self.ex, pieces.len() * units, rows * words * units * UNIT, |task| {
             let piece = pieces[task / units];
             let x = &packed[piece.packed * words..][..piece.rows * words];
             if piece.rows <= most {
