@@ -19,6 +19,8 @@ use anyhow::{Context, Result};
 use clap::Parser;
 
 use cli::{Cli, Command, ParityArgs};
+pub use model_runtime::HugePages;
+
 pub use family::{Embedded, LoadedModel, ModelFamily};
 pub use session::Session;
 

@@ -8,6 +8,7 @@ mod dispatched;
 pub mod door;
 mod element;
 mod exec;
+mod memory;
 mod ops;
 mod philox;
 mod routed;
@@ -24,6 +25,7 @@ pub use buffer::{Buffer, Scratch, Workspace};
 pub use dispatched::{Dispatched, Lent};
 pub use element::{CpuSlice, CpuSliceMut, CpuVec, Element, Float};
 pub use exec::{CpuIsa, Exec};
+pub use memory::HugePages;
 pub use ops::{
     ATTENTION_BLOCK, AttentionMeta, ExpertGroups, QkNormRope, add_into, add_rms_norm_into, embedding_into,
     grouped_down_into, grouped_gate_up_into, linear_into, linear_row_parallel_into, paged_attention_into,
