@@ -9,6 +9,7 @@ pub mod family;
 pub mod generate;
 pub mod parity;
 mod prompt;
+mod roofline;
 pub mod session;
 pub mod tokenizer;
 

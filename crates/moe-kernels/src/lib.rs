@@ -11,6 +11,7 @@ mod exec;
 mod memory;
 mod ops;
 mod philox;
+mod roof;
 mod routed;
 mod spec;
 mod tensor;
@@ -32,6 +33,7 @@ pub use ops::{
     qk_norm_rope_cache_into, rms_norm_into, row_parallel_segments, softmax_into, weighted_sum_into,
 };
 pub use philox::Philox4x32;
+pub use roof::Roof;
 pub use routed::{ExpertHeat, NO_EXPERT, RoutedExperts, StepContext};
 pub use spec::{Activation, ActivationFormat, ExpertsSpec, QuantScheme, RoutingMethod, WeightAndReduce};
 pub use tensor::TensorView;

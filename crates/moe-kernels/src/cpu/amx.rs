@@ -10,8 +10,8 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-pub(crate) use self::tiles::is_supported;
 use self::tiles::{EMPTY, STEP, STEP_WORDS, TileSums, configure, multiply, release, store, zero};
+pub(crate) use self::tiles::{PEAK_FLOP, is_supported, peak};
 use super::gemm::{Method, Work, even_parts};
 use super::pack::Pack;
 use super::product::Pair;

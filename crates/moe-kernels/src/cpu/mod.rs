@@ -23,6 +23,7 @@ pub(crate) mod norm;
 pub(crate) mod pack;
 pub(crate) mod parallel;
 pub(crate) mod product;
+pub(crate) mod roof;
 pub(crate) mod rope;
 mod scalar;
 pub(crate) mod shared;

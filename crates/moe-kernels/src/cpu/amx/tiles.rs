@@ -8,6 +8,7 @@ use std::arch::asm;
 use std::sync::OnceLock;
 
 use crate::cpu::simd::LANES;
+use crate::cpu::tile::UNIT;
 
 /// Values of k that one tile instruction covers.
 pub(super) const STEP: usize = 32;
@@ -138,4 +139,20 @@ pub(super) fn store(to: &mut [TileSums; 4], m: [usize; 2]) {
                 c = in(reg) c, d = in(reg) d, s = in(reg) m[1] * 4, options(nostack));
         }
     }
+}
+/// FLOP of a round of [`peak`].
+pub(crate) const PEAK_FLOP: usize = 2 * UNIT * UNIT * STEP;
+
+/// Multiplies full tiles of zeros `rounds` times, to measure the limit of this machine.
+pub(crate) fn peak(rounds: usize) {
+    #[repr(align(64))]
+    struct Tile([u32; STEP_WORDS * LANES]);
+    let Tile(zeros) = &Tile([0; STEP_WORDS * LANES]);
+    configure([LANES; 2]);
+    zero(true);
+    for _ in 0..rounds {
+        // SAFETY: the registers are configured for these tiles, and zeros holds 16 rows of w.
+        unsafe { multiply([(zeros.as_ptr(), STEP * 2); 2], [(zeros.as_slice(), LANES); 2]) };
+    }
+    release();
 }
