@@ -33,6 +33,7 @@ pub use step::{LogitsRows, SequenceStep, Step, StepViews};
 
 pub use moe_kernels::candle;
 pub use moe_kernels::{
-    Buffer, CpuIsa, Exec, RoutedExperts, Scratch, StepContext, TensorView, View, ViewMut, Workspace,
+    Buffer, CpuIsa, Exec, HugePages, Roof, RoutedExperts, Scratch, StepContext, TensorView, View, ViewMut,
+    Workspace,
 };
 pub use moe_layer::Router;

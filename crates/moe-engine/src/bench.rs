@@ -17,7 +17,7 @@ use crate::cli::BenchArgs;
 use crate::engine::{Engine, EngineConfig, Request};
 use crate::family::ModelFamily;
 use crate::session::Session;
-use crate::{usage, write_json};
+use crate::{roofline, usage, write_json};
 
 const BLOCK_SIZE: usize = 16;
 
@@ -72,6 +72,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
         let full = bench.median(args.repeat, 1, args.long_context, 128)?;
         result["decode_long"] = json!({"context": args.long_context, "tok_s": 127. / (full - one)});
     }
+    result["roofline"] = roofline::measure::<F>(args, &result, bench.session)?;
     write_json(args.json.as_deref(), &result)
 }
 

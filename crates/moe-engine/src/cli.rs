@@ -39,7 +39,8 @@ pub struct RunArgs {
     /// CPU threads (default: all cores).
     #[arg(long, help_heading = "Device")]
     pub num_threads: Option<usize>,
-    /// CPU instruction set: scalar, avx2 or avx512-bf16 (default: the fastest supported).
+    /// CPU instruction set: scalar, avx2, avx512, avx512-bf16 or amx-bf16 (default: the fastest
+    /// supported).
     #[arg(long, help_heading = "Device")]
     pub cpu_isa: Option<String>,
     /// Expert backend (default: the first that supports the configuration).

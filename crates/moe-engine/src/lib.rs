@@ -15,6 +15,7 @@ pub mod options;
 pub mod parity;
 pub mod profile;
 mod prompt;
+mod roofline;
 pub mod routing;
 pub mod session;
 pub mod tokenizer;
@@ -32,6 +33,7 @@ use tracing_subscriber::{EnvFilter, Layer, fmt};
 
 use cli::{Cli, Command, ParityArgs, RunArgs};
 pub use family::{Embedded, LoadedModel, ModelFamily};
+pub use model_runtime::HugePages;
 use profile::Profile;
 pub use session::Session;
 

@@ -7,8 +7,6 @@
 
 #![allow(missing_docs, clippy::expect_used)] // criterion_group! makes an undocumented function.
 
-#[path = "ops/roof.rs"]
-mod roof;
 #[path = "ops/shapes.rs"]
 mod shapes;
 
@@ -16,15 +14,21 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use moe_kernels::{CpuIsa, Exec};
+use moe_kernels::{CpuIsa, Exec, HugePages, Roof};
 
-use roof::Roof;
+#[global_allocator]
+static ALLOCATOR: HugePages = HugePages;
 
 /// What one call moves and computes, at least.
 #[derive(Clone, Copy)]
 pub struct Floor {
     pub bytes: f64,
     pub flop: f64,
+}
+
+/// The highest multiply-add peak of the path.
+fn peak(roof: &Roof) -> f64 {
+    roof.matrix.or(roof.dot).unwrap_or(0.0).max(roof.fma)
 }
 
 /// Runs cases and prints them against the roof.
@@ -63,7 +67,7 @@ impl Bench<'_> {
         group.finish();
         let (time, roof) = (best.get(), &self.roof);
         if time.is_finite() {
-            let least = (floor.bytes / roof.read).max(floor.flop / roof.fma.max(roof.dot));
+            let least = (floor.bytes / roof.read).max(floor.flop / peak(roof));
             println!(
                 "{op:<22} {shape:<26} {:>9.1} us {:>7.1} GB/s {:>7.1} GFLOP/s {:>6.1} % of roof",
                 time * 1e6,
@@ -78,14 +82,13 @@ impl Bench<'_> {
 fn ops(criterion: &mut Criterion) {
     let isa = std::env::var("CPU_ISA").map(|name| CpuIsa::from_name(&name).expect("CPU_ISA"));
     let ex = Exec::cpu().with_isa(isa.unwrap_or(CpuIsa::detect())).expect("a supported path");
-    let roof = Roof::measure();
+    let roof = Roof::measure(&ex).expect("a buffer of 1 GiB");
     println!(
-        "path {}, {} threads: read {:.1} GB/s, f32 multiply-add {:.0} GFLOP/s, bf16 dot {:.0} GFLOP/s",
+        "path {}, {} threads: read {:.1} GB/s, multiply-add peak {:.0} GFLOP/s, {roof:?}",
         ex.isa().name(),
         ex.num_threads(),
         roof.read / 1e9,
-        roof.fma / 1e9,
-        roof.dot / 1e9
+        peak(&roof) / 1e9
     );
     shapes::all(&mut Bench { criterion, roof, ex });
 }

@@ -22,11 +22,14 @@ pub enum CpuIsa {
     Avx512,
     /// AVX-512 with the BF16 dot product for bf16 weights; the rest as [`CpuIsa::Avx512`].
     Avx512Bf16,
+    /// AMX matrix registers for products of bf16; the rest as [`CpuIsa::Avx512Bf16`].
+    AmxBf16,
 }
 
 impl CpuIsa {
     /// Every path.
-    pub const ALL: [CpuIsa; 4] = [CpuIsa::Scalar, CpuIsa::Avx2, CpuIsa::Avx512, CpuIsa::Avx512Bf16];
+    pub const ALL: [CpuIsa; 5] =
+        [CpuIsa::Scalar, CpuIsa::Avx2, CpuIsa::Avx512, CpuIsa::Avx512Bf16, CpuIsa::AmxBf16];
 
     /// The fastest path that this machine runs.
     pub fn detect() -> Self {
@@ -53,6 +56,8 @@ impl CpuIsa {
             }
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 => Self::Avx512.is_supported() && is_x86_feature_detected!("avx512bf16"),
+            #[cfg(target_arch = "x86_64")]
+            Self::AmxBf16 => Self::Avx512Bf16.is_supported() && crate::cpu::amx::is_supported(),
             #[cfg(not(target_arch = "x86_64"))]
             _ => false,
         }
@@ -65,6 +70,7 @@ impl CpuIsa {
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Avx512Bf16 => "avx512-bf16",
+            Self::AmxBf16 => "amx-bf16",
         }
     }
 

@@ -1,31 +1,26 @@
 //! The driver of all products: dense and grouped by expert, for one row or thousands.
 //!
-//! Work is cut into units of 32 rows of w for one group of rows of x. A unit with few rows
-//! streams its weights ([`super::stream`]); one with more packs each chain of its weights once
-//! and multiplies it with every tile of x ([`super::tile`]). Rows of x are packed before, in
-//! waves of bounded size, so that scratch does not grow with the number of tokens.
+//! Work is cut into units of 32 rows of w for one piece of the rows of x. Rows of x are packed
+//! before, in waves of bounded size, so that scratch does not grow with the number of tokens. How
+//! they are packed and a unit is computed is a [`Method`]: on vector registers
+//! ([`super::vectors`]) or on matrix registers ([`super::amx`]).
 
-use std::cell::RefCell;
 use std::marker::PhantomData;
 
 use candle_core::{DType, Result};
 
-use super::dispatch;
-use super::pack::Pack;
+#[cfg(target_arch = "x86_64")]
+use super::amx::Amx;
 use super::parallel::{for_each, for_each_item};
-use super::product::{Chain, K_BLOCK, Pair, Single, Step, chains, row_words};
+use super::product::{Pair, Single};
 use super::simd::{LANES, Lanes};
-use super::stream::{Next, Stream};
-use super::tile::{Ahead, CACHE_LINE, MAX_ROWS, Shape, Tile, UNIT, UnitSums};
+use super::tile::{CACHE_LINE, UNIT, UnitSums};
+use super::vectors::Vectors;
 use crate::element::Element;
 use crate::exec::{CpuIsa, Exec};
 
-/// The most rows of x that share a packed chain of weights. The panel costs about as much as
-/// eight rows; the sums of a unit and the tiles of x stay in the second-level cache.
-const PIECE_ROWS: usize = 240;
-
-/// Rows of x that are packed at a time.
-const WAVE_ROWS: usize = 960;
+/// Pieces of the largest size whose rows are packed at a time.
+const WAVE_PIECES: usize = 4;
 
 /// Which rows of a matrix form a unit.
 #[derive(Clone, Copy, Debug)]
@@ -89,12 +84,45 @@ pub(crate) trait Epilogue: Sync {
     fn take(&self, group: usize, row: usize, unit: usize, sums: &[UnitSums]);
 }
 
+/// One unit of a matrix and the rows of x that it is multiplied with.
+pub(crate) struct Work<'a, T> {
+    /// Rows of w; missing rows repeat another.
+    pub rows: &'a [&'a [T]; UNIT],
+    /// Values from a row to that of the unit that this thread is likely to take next.
+    pub next: usize,
+    /// Packed rows of x, tile by tile.
+    pub x: &'a [u32],
+    /// Rows of x, at least one.
+    pub m: usize,
+    /// Segments of K.
+    pub segments: usize,
+}
+
+/// How rows of x are packed and a unit is computed.
+pub(crate) trait Method<T>: Sync {
+    /// The most rows of x that share the weights of a unit.
+    const PIECE_ROWS: usize;
+    /// First row and number of rows of the tiles of m rows of x; a tile has at most 16.
+    fn tiles(&self, m: usize) -> impl Iterator<Item = (usize, usize)>;
+    /// Words of a packed row.
+    fn row_words(&self, k: usize, segments: usize) -> usize;
+    /// Packs a tile of `m` rows; missing rows repeat another. Word i of row j goes to
+    /// `panel[i * m + j]`.
+    fn pack(&self, rows: &[&[T]; LANES], m: usize, segments: usize, panel: &mut [u32]);
+    /// Computes a unit and hands over the sums of its m rows.
+    fn unit(&self, work: &Work<T>, take: impl FnOnce(&[UnitSums]));
+}
+
 /// Computes the products and hands them to the epilogue.
 pub(crate) fn products<T: Lanes>(p: &Products<T>, ex: &Exec, epilogue: &impl Epilogue) -> Result<()> {
-    if ex.isa() == CpuIsa::Avx512Bf16 && <T as Element>::DTYPE == DType::BF16 {
-        Driver { p, ex, epilogue, step: PhantomData::<Pair> }.run()
-    } else {
-        Driver { p, ex, epilogue, step: PhantomData::<Single> }.run()
+    let isa = ex.isa();
+    match (isa, <T as Element>::DTYPE) {
+        #[cfg(target_arch = "x86_64")]
+        (CpuIsa::AmxBf16, DType::BF16) => Driver { p, ex, epilogue, method: Amx }.run(),
+        (CpuIsa::Avx512Bf16, DType::BF16) => {
+            Driver { p, ex, epilogue, method: Vectors { isa, step: PhantomData::<Pair> } }.run()
+        }
+        _ => Driver { p, ex, epilogue, method: Vectors { isa, step: PhantomData::<Single> } }.run(),
     }
 }
 
@@ -108,15 +136,8 @@ struct Piece {
     packed: usize,
 }
 
-impl Piece {
-    /// First row and number of rows of tile i: as even as `most` rows per tile allow.
-    fn tiles(self, most: usize) -> impl Iterator<Item = (usize, usize)> {
-        even_parts(self.rows, self.rows.div_ceil(most))
-    }
-}
-
 /// Start and length of `parts` parts of `total`, which differ by one at most.
-fn even_parts(total: usize, parts: usize) -> impl Iterator<Item = (usize, usize)> {
+pub(crate) fn even_parts(total: usize, parts: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..parts).scan(0, move |start, i| {
         let len = total / parts + usize::from(i < total % parts);
         *start += len;
@@ -124,19 +145,14 @@ fn even_parts(total: usize, parts: usize) -> impl Iterator<Item = (usize, usize)
     })
 }
 
-struct Driver<'a, T, E, P> {
+struct Driver<'a, T, E, M> {
     p: &'a Products<'a, T>,
     ex: &'a Exec,
     epilogue: &'a E,
-    step: PhantomData<P>,
+    method: M,
 }
 
-thread_local! {
-    /// Panel and sums of the unit that this thread works on; kept so that steps do not allocate.
-    static LOCAL: RefCell<(Vec<u32>, Vec<UnitSums>)> = const { RefCell::new((Vec::new(), Vec::new())) };
-}
-
-impl<T: Lanes, E: Epilogue, P: Step> Driver<'_, T, E, P> {
+impl<T: Lanes, E: Epilogue, M: Method<T>> Driver<'_, T, E, M> {
     fn run(&self) -> Result<()> {
         if self.p.units.count() == 0 {
             return Ok(());
@@ -145,10 +161,10 @@ impl<T: Lanes, E: Epilogue, P: Step> Driver<'_, T, E, P> {
         let mut packed = 0;
         for (group, bounds) in self.p.offsets.windows(2).enumerate() {
             let (first, rows) = (bounds[0] as usize, (bounds[1] - bounds[0]) as usize);
-            for (start, rows) in even_parts(rows, rows.div_ceil(PIECE_ROWS)) {
+            for (start, rows) in even_parts(rows, rows.div_ceil(M::PIECE_ROWS)) {
                 wave.push(Piece { group, row: first + start, rows, packed });
                 packed += rows;
-                if packed >= WAVE_ROWS {
+                if packed >= WAVE_PIECES * M::PIECE_ROWS {
                     self.wave(&wave, packed)?;
                     wave.clear();
                     packed = 0;
@@ -160,51 +176,48 @@ impl<T: Lanes, E: Epilogue, P: Step> Driver<'_, T, E, P> {
 
     /// Packs the rows of the pieces and computes all their units.
     fn wave(&self, pieces: &[Piece], rows: usize) -> Result<()> {
-        let (_, most) = dispatch(self.ex.isa(), Shape);
-        let words = row_words(self.p.k, self.p.segments, P::DEPTH);
-        let mut scratch = self.ex.scratch(DType::U32, &[rows, words])?;
+        let words = self.method.row_words(self.p.k, self.p.segments);
+        let mut scratch = self.ex.scratch(DType::U32, &[rows * words + LANES])?;
         let mut view = scratch.view_mut();
+        // From a cache line on, so that 16 words do not lie across two.
         let packed = view.cpu_mut::<u32>()?;
+        let first = packed.as_ptr().align_offset(CACHE_LINE).min(LANES);
+        let packed = &mut packed[first..];
         let mut rest = &mut *packed;
-        let mut tiles = Vec::with_capacity(rows.div_ceil(most) + pieces.len());
+        let mut tiles = Vec::with_capacity(rows);
         for piece in pieces {
-            for (start, m) in piece.tiles(most) {
+            for (start, m) in self.method.tiles(piece.rows) {
                 let (panel, tail) = rest.split_at_mut(m * words);
                 rest = tail;
                 tiles.push((piece.row + start, m, panel));
             }
         }
-        for_each_item(self.ex, tiles, rows * words, |(row, m, panel)| self.pack_x(row, m, panel));
+        for_each_item(self.ex, tiles, rows * words, |(row, m, panel)| {
+            self.method.pack(&self.x_rows(row, m), m, self.p.segments, panel);
+        });
         let packed = &*packed;
         let units = self.p.units.count();
-        for_each(self.ex, pieces.len() * units, rows * words * units, |task| {
-            let piece = pieces[task / units];
-            let x = &packed[piece.packed * words..][..piece.rows * words];
-            if piece.rows <= most {
-                self.stream(piece, task % units, x);
-            } else {
-                LOCAL.with_borrow_mut(|(panel, sums)| self.tiled(piece, task % units, x, panel, sums));
-            }
+        for_each(self.ex, pieces.len() * units, rows * words * units * UNIT, |task| {
+            let (piece, unit) = (pieces[task / units], task % units);
+            let work = Work {
+                rows: &self.unit_rows(piece.group, unit),
+                next: self.p.units.stride() * self.p.k,
+                x: &packed[piece.packed * words..][..piece.rows * words],
+                m: piece.rows,
+                segments: self.p.segments,
+            };
+            self.method.unit(&work, |sums| self.epilogue.take(piece.group, piece.row, unit, sums));
         });
         Ok(())
     }
 
-    fn chains(&self) -> impl Iterator<Item = Chain> {
-        chains(self.p.k, self.p.segments, P::DEPTH)
-    }
-
-    /// Packs a tile of x.
-    fn pack_x(&self, row: usize, m: usize, panel: &mut [u32]) {
-        let rows: [&[T]; LANES] = std::array::from_fn(|j| {
+    /// The rows of a tile of x.
+    fn x_rows(&self, row: usize, m: usize) -> [&[T]; LANES] {
+        std::array::from_fn(|j| {
             let i = row + j.min(m - 1);
             let i = self.p.index.map_or(i, |index| index[i] as usize);
             &self.p.x[i * self.p.k..(i + 1) * self.p.k]
-        });
-        for chain in self.chains() {
-            let out = &mut panel[chain.word * m..];
-            let range = chain.start..chain.start + chain.len;
-            dispatch(self.ex.isa(), Pack { rows: &rows, range, stride: m, out, step: self.step });
-        }
+        })
     }
 
     fn unit_rows(&self, group: usize, unit: usize) -> [&[T]; UNIT] {
@@ -214,98 +227,5 @@ impl<T: Lanes, E: Epilogue, P: Step> Driver<'_, T, E, P> {
             let row = self.p.units.row(unit, j);
             &w[row * k..(row + 1) * k]
         })
-    }
-
-    /// One unit for a piece of one tile.
-    fn stream(&self, piece: Piece, unit: usize, x: &[u32]) {
-        let mut sums = [[0.0; UNIT]; MAX_ROWS];
-        let out = &mut sums[..piece.rows];
-        dispatch(
-            self.ex.isa(),
-            Stream {
-                rows: &self.unit_rows(piece.group, unit),
-                next: Next::Unit(self.p.units.stride() * self.p.k),
-                x,
-                m: piece.rows,
-                segments: self.p.segments,
-                out,
-                step: self.step,
-            },
-        );
-        self.epilogue.take(piece.group, piece.row, unit, &sums[..piece.rows]);
-    }
-
-    /// One unit for a piece of several tiles.
-    fn tiled(&self, piece: Piece, unit: usize, x: &[u32], panel: &mut Vec<u32>, sums: &mut Vec<UnitSums>) {
-        let (vectors, _) = dispatch(self.ex.isa(), Shape);
-        panel.resize(K_BLOCK * LANES * vectors, 0);
-        sums.clear();
-        sums.resize(2 * piece.rows, [0.0; UNIT]);
-        let (total, segment) = sums.split_at_mut(piece.rows);
-        let rows = self.unit_rows(piece.group, unit);
-        for vector in (0..2).step_by(vectors) {
-            let rows = &rows[vector * LANES..(vector + vectors) * LANES];
-            for chain in self.chains() {
-                let panel = &mut panel[..chain.len.div_ceil(P::DEPTH) * LANES * vectors];
-                for (i, rows) in rows.as_chunks().0.iter().enumerate() {
-                    let (out, range) = (&mut panel[i * LANES..], chain.start..chain.start + chain.len);
-                    let stride = LANES * vectors;
-                    dispatch(self.ex.isa(), Pack { rows, range, stride, out, step: self.step });
-                }
-                let to = if chain.to_segment { &mut *segment } else { &mut *total };
-                self.tiles(piece, x, panel, rows, vector, chain, to);
-                if let Some(add) = chain.flush {
-                    flush(segment, total, add, vector * LANES..(vector + vectors) * LANES);
-                }
-            }
-        }
-        self.epilogue.take(piece.group, piece.row, unit, total);
-    }
-
-    /// All tiles of a piece over one packed chain, while the weights of the next one are fetched.
-    #[allow(clippy::too_many_arguments)]
-    fn tiles(
-        &self,
-        piece: Piece,
-        x: &[u32],
-        w: &[u32],
-        rows: &[&[T]],
-        vector: usize,
-        chain: Chain,
-        to: &mut [UnitSums],
-    ) {
-        let (_, most) = dispatch(self.ex.isa(), Shape);
-        let (words, chain_words) =
-            (row_words(self.p.k, self.p.segments, P::DEPTH), chain.len.div_ceil(P::DEPTH));
-        let end = chain.start + chain.len;
-        let next = if end < self.p.k { end } else { self.p.units.stride() * self.p.k };
-        let mut starts = [std::ptr::null(); UNIT];
-        for (start, row) in starts.iter_mut().zip(rows) {
-            *start = row.as_ptr().wrapping_add(next).cast();
-        }
-        let lines = rows.len() * (chain.len * size_of::<T>()).div_ceil(CACHE_LINE);
-        let parts = even_parts(lines, piece.rows.div_ceil(most));
-        for ((start, m), (first, count)) in piece.tiles(most).zip(parts) {
-            let tile = Tile {
-                x: &x[start * words + chain.word * m..][..chain_words * m],
-                w,
-                m,
-                vector,
-                out: &mut to[start..start + m],
-                add: chain.add,
-                ahead: Ahead { rows: &starts[..rows.len()], first, count },
-                step: self.step,
-            };
-            dispatch(self.ex.isa(), tile);
-        }
-    }
-}
-
-/// Adds the sums of a segment to the totals, or starts the totals with them.
-fn flush(segment: &[UnitSums], total: &mut [UnitSums], add: bool, lanes: std::ops::Range<usize>) {
-    for (total, segment) in total.iter_mut().zip(segment) {
-        for (total, segment) in total[lanes.clone()].iter_mut().zip(&segment[lanes.clone()]) {
-            *total = if add { *total + segment } else { *segment };
-        }
     }
 }

@@ -8,6 +8,8 @@
 #![allow(clippy::needless_range_loop)]
 
 pub(crate) mod activation;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
 pub(crate) mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -21,12 +23,14 @@ pub(crate) mod norm;
 pub(crate) mod pack;
 pub(crate) mod parallel;
 pub(crate) mod product;
+pub(crate) mod roof;
 pub(crate) mod rope;
 mod scalar;
 pub(crate) mod shared;
 pub(crate) mod simd;
 pub(crate) mod stream;
 pub(crate) mod tile;
+mod vectors;
 
 use crate::exec::CpuIsa;
 use simd::Simd;
@@ -51,7 +55,7 @@ pub(crate) fn dispatch<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
         CpuIsa::Avx512 => unsafe { avx512::run(kernel) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        CpuIsa::Avx512Bf16 => unsafe { avx512::run_bf16(kernel) },
+        CpuIsa::Avx512Bf16 | CpuIsa::AmxBf16 => unsafe { avx512::run_bf16(kernel) },
         _ => kernel.run(scalar::Scalar),
     }
 }

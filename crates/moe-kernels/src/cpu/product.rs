@@ -17,6 +17,10 @@
 //!
 //! On the path with the BF16 dot product, bf16 chains advance by pairs:
 //! chain = x\[k\] * w\[k\] + (x[k + 1] * w[k + 1] + chain), and subnormals are flushed.
+//!
+//! On the path with AMX, a bf16 segment is one chain of blocks of 32, the last one padded with
+//! zeros; within a block, even and odd k are chains of their own, and subnormals are flushed:
+//! chain = chain + (even + odd). Its roundings are no more than K / 32 + 18.
 
 /// Length of the longest chain.
 pub(crate) const K_BLOCK: usize = 256;

@@ -51,16 +51,31 @@ pub fn view<'a, T: Element>(x: &'a [T], dims: &[usize]) -> View<'a> {
     View::new(x, dims).unwrap()
 }
 
-/// x · w in the defined order: chains of 256 from 0, blocks, then segments, all ascending.
+/// x · w in the defined order: chains of 256 from 0, blocks, then segments, all ascending;
+/// with AMX, one chain of blocks of 32 per segment.
 pub fn product<T: Float>(isa: CpuIsa, x: &[T], w: &[T], segments: usize) -> f32 {
     let ascending = |sums: Vec<f32>| sums.into_iter().reduce(|a, b| a + b).unwrap_or(0.0);
     let length = x.len() / segments;
     let segment = |s: usize| {
         let range = s * length..(s + 1) * length;
+        if isa == CpuIsa::AmxBf16 && <T as Element>::DTYPE == DType::BF16 {
+            return amx_chain(&x[range.clone()], &w[range]);
+        }
         let blocks = x[range.clone()].chunks(256).zip(w[range].chunks(256));
         ascending(blocks.map(|(x, w)| chain(isa, x, w)).collect())
     };
     ascending((0..segments).map(segment).collect())
+}
+
+/// Blocks of 32, each the sum of an even and an odd chain.
+fn amx_chain<T: Float>(x: &[T], w: &[T]) -> f32 {
+    x.chunks(32).zip(w.chunks(32)).fold(0.0, |sum, (x, w)| {
+        let mut chains = [0f32; 2];
+        for (i, (x, w)) in x.iter().zip(w).enumerate() {
+            chains[i % 2] = x.widen().mul_add(w.widen(), chains[i % 2]);
+        }
+        sum + (chains[0] + chains[1])
+    })
 }
 
 fn chain<T: Float>(isa: CpuIsa, x: &[T], w: &[T]) -> f32 {
@@ -89,7 +104,7 @@ pub fn exact<T: Float>(x: &[T], w: &[T]) -> (f64, f64) {
 }
 
 /// The stated bound of a product over K against the exact sum of terms of this magnitude: every
-/// term passes at most 256 + K / 256 + 8 additions; the multiplication may round too, and a
+/// term passes at most 256 + K / 256 + 8 additions (AMX: K / 32 + 18); the multiplication may round too, and a
 /// little is left for higher orders.
 pub fn bound(k: usize, abs: f64) -> f64 {
     2.0 * (256.0f64.min(k as f64) + (k as f64 / 256.0).ceil() + 9.0) * f64::powi(2.0, -24) * abs * 1.01

@@ -1,0 +1,145 @@
+//! The allocator of programs that hold large weights.
+//!
+//! A decode step reads each weight once, so translating the addresses of 4 KiB pages shows, and
+//! the matrix registers load rows that lie across cache lines at a third of their speed. Large
+//! allocations therefore start at a huge page and ask for huge pages; all others are the
+//! system's. Kernels only gain speed by it: their results do not depend on where data lies.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+
+/// A global allocator: large allocations on huge pages, on Linux.
+///
+/// ```
+/// #[global_allocator]
+/// static ALLOCATOR: moe_kernels::HugePages = moe_kernels::HugePages;
+/// assert_eq!(vec![0u8; 5 << 20].as_ptr() as usize % 64, 0);
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HugePages;
+
+// SAFETY: a large allocation is a mapping of its own, any other the system allocator's; which of
+// them it is follows from the layout, that `alloc` and `dealloc` see alike.
+unsafe impl GlobalAlloc for HugePages {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        match mapping::len(layout) {
+            Some(len) => mapping::new(len),
+            // SAFETY: the caller's promises are those that the system allocator asks for.
+            None => unsafe { System.alloc(layout) },
+        }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        match mapping::len(layout) {
+            Some(len) => mapping::new(len), // Fresh pages are zeros.
+            // SAFETY: as above.
+            None => unsafe { System.alloc_zeroed(layout) },
+        }
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        match mapping::len(layout) {
+            // SAFETY: `alloc` made this mapping for a layout of this length.
+            Some(len) => unsafe { mapping::remove(start, len) },
+            // SAFETY: as above.
+            None => unsafe { System.dealloc(start, layout) },
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+mod mapping {
+    use std::alloc::Layout;
+
+    const HUGE_PAGE: usize = 2 << 20;
+
+    /// Bytes of the mapping for a layout; `None` for layouts that the system allocator serves.
+    pub(super) fn len(layout: Layout) -> Option<usize> {
+        // SAFETY: asks for a number.
+        let page = || unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+        (layout.size() >= HUGE_PAGE && layout.align() <= HUGE_PAGE)
+            .then(|| layout.size().next_multiple_of(page()))
+    }
+
+    /// A mapping of zeros that starts at a huge page; null if the system refuses it.
+    pub(super) fn new(len: usize) -> *mut u8 {
+        use libc::{MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, PROT_WRITE};
+        let (none, flags) = (std::ptr::null_mut(), MAP_PRIVATE | MAP_ANONYMOUS);
+        // SAFETY: a new mapping touches no other; the parts that are removed are outside of what
+        // is returned; the advice does not change contents.
+        unsafe {
+            let all = libc::mmap(none, len + HUGE_PAGE, PROT_READ | PROT_WRITE, flags, -1, 0);
+            if all == libc::MAP_FAILED {
+                return std::ptr::null_mut();
+            }
+            let before = (all as usize).next_multiple_of(HUGE_PAGE) - all as usize;
+            let start = all.wrapping_byte_add(before);
+            if before > 0 {
+                libc::munmap(all, before);
+            }
+            if before < HUGE_PAGE {
+                libc::munmap(start.wrapping_byte_add(len), HUGE_PAGE - before);
+            }
+            libc::madvise(start, len, libc::MADV_HUGEPAGE);
+            start.cast()
+        }
+    }
+
+    /// Gives a mapping back.
+    ///
+    /// # Safety
+    /// It came from [`new`] with this length and is not used any more.
+    pub(super) unsafe fn remove(start: *mut u8, len: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { libc::munmap(start.cast(), len) };
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod mapping {
+    use std::alloc::Layout;
+
+    pub(super) fn len(_layout: Layout) -> Option<usize> {
+        None
+    }
+
+    pub(super) fn new(_len: usize) -> *mut u8 {
+        std::ptr::null_mut()
+    }
+
+    pub(super) unsafe fn remove(_start: *mut u8, _len: usize) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sizes around the limit, and an alignment that no mapping gives.
+    #[test]
+    fn allocations_are_aligned_zeroed_and_writable() {
+        for (size, align) in
+            [(1, 1), (2 << 20, 2), ((2 << 20) - 1, 64), ((5 << 20) + 3, 16), (3 << 20, 4 << 20)]
+        {
+            let layout = Layout::from_size_align(size, align).unwrap();
+            // SAFETY: the layout is not empty, and the memory is used inside its bounds and freed once.
+            unsafe {
+                let start = HugePages.alloc_zeroed(layout);
+                assert!(!start.is_null() && (start as usize).is_multiple_of(align));
+                assert!(size < 2 << 20 || (start as usize).is_multiple_of(2 << 20));
+                let bytes = std::slice::from_raw_parts_mut(start, size);
+                assert!(bytes.iter().all(|&b| b == 0));
+                bytes.fill(7);
+                let grown = HugePages.realloc(start, layout, size + (1 << 20));
+                assert!(std::slice::from_raw_parts(grown, size).iter().all(|&b| b == 7));
+                HugePages.dealloc(grown, Layout::from_size_align(size + (1 << 20), align).unwrap());
+            }
+        }
+    }
+
+    /// An absurd size is refused, not an abort.
+    #[test]
+    fn a_refused_mapping_is_null() {
+        let layout = Layout::from_size_align(1 << 60, 64).unwrap();
+        // SAFETY: the layout is not empty.
+        assert!(unsafe { HugePages.alloc(layout) }.is_null());
+    }
+}
