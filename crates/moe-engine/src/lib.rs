@@ -3,6 +3,7 @@
 #![doc = include_str!("../README.md")]
 
 pub mod bench;
+pub mod chat;
 pub mod cli;
 pub mod engine;
 mod error;

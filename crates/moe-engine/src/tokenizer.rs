@@ -26,9 +26,17 @@ impl Tokenizer {
 
     /// Token ids of a text, with the special tokens that the tokenizer's own template adds.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding =
-            self.0.encode_fast(text, true).map_err(|e| anyhow!("cannot tokenize the prompt: {e}"))?;
-        Ok(encoding.get_ids().to_vec())
+        self.ids(text, true)
+    }
+
+    /// Token ids of a rendered chat, which holds all its special tokens already.
+    pub fn encode_rendered(&self, text: &str) -> Result<Vec<u32>> {
+        self.ids(text, false)
+    }
+
+    fn ids(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
+        let encoding = self.0.encode_fast(text, add_special_tokens);
+        Ok(encoding.map_err(|e| anyhow!("cannot tokenize the prompt: {e}"))?.get_ids().to_vec())
     }
 
     /// Text of token ids, without special tokens. Bytes that are not UTF-8 become U+FFFD.
@@ -179,6 +187,23 @@ pub(crate) mod tests {
         assert_eq!(text, "x");
         text += &stream.finish(&t).unwrap();
         assert_eq!(text, "x\u{FFFD}");
+    }
+
+    #[test]
+    fn a_rendered_chat_gets_no_second_bos() {
+        let token = serde_json::json!({"id": 0, "content": "<s>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true});
+        let sequence = serde_json::json!({"Sequence": {"id": "A", "type_id": 0}});
+        let bos = serde_json::json!({"SpecialToken": {"id": "<s>", "type_id": 0}});
+        let json = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [token], "normalizer": null,
+            "pre_tokenizer": null, "decoder": null, "model": {"type": "WordLevel", "vocab": {"<s>": 0, "a": 1}, "unk_token": "a"},
+            "post_processor": {"type": "TemplateProcessing", "single": [bos, sequence], "pair": [sequence],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}},
+        });
+        let t = Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap();
+        assert_eq!(t.encode("a").unwrap(), [0, 1]);
+        assert_eq!(t.encode_rendered("<s>a").unwrap(), [0, 1]);
     }
 
     #[test]

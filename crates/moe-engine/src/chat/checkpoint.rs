@@ -1,0 +1,151 @@
+//! Where a checkpoint keeps its chat templates and special tokens, with the priorities of
+//! transformers: `chat_template.jinja` and `additional_chat_templates/*.jinja` replace the
+//! `chat_template` of `tokenizer_config.json`.
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::error::ChatError;
+
+/// The file that holds a tokenizer's settings.
+const CONFIG: &str = "tokenizer_config.json";
+
+/// Special tokens that every tokenizer has a name for.
+const STANDARD_TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// What a checkpoint says about chat.
+pub struct ChatFiles {
+    /// Templates by name; a single one is called `default`.
+    pub templates: BTreeMap<String, String>,
+    /// Special tokens by their variable's name.
+    pub special_tokens: Map<String, Value>,
+}
+
+/// Reads a checkpoint folder. None of the files needs to exist.
+pub fn read(dir: &Path) -> Result<ChatFiles, ChatError> {
+    let path = dir.join(CONFIG);
+    let mut config = object(&path, bytes(&path)?.as_deref().unwrap_or(b"{}"))?;
+    let map = dir.join("special_tokens_map.json");
+    // Written by older versions; newer ones say it all in the configuration.
+    if !config.contains_key("added_tokens_decoder")
+        && let Some(bytes) = bytes(&map)?
+    {
+        config.extend(object(&map, &bytes)?);
+    }
+    let mut files = from_config(&path, &config)?;
+    let own = template_files(dir)?;
+    if !own.is_empty() {
+        files.templates = own;
+    }
+    Ok(files)
+}
+
+/// Reads the contents of a `tokenizer_config.json` alone.
+pub fn parse(json: &[u8]) -> Result<ChatFiles, ChatError> {
+    let path = Path::new(CONFIG);
+    from_config(path, &object(path, json)?)
+}
+
+fn from_config(path: &Path, config: &Map<String, Value>) -> Result<ChatFiles, ChatError> {
+    Ok(ChatFiles {
+        templates: config_templates(path, config)?,
+        special_tokens: special_tokens(path, config)?,
+    })
+}
+
+fn fault(path: &Path, reason: impl Into<String>) -> ChatError {
+    ChatError::File { path: path.to_path_buf(), reason: reason.into() }
+}
+
+/// The contents of a file; `None` if there is no such file.
+fn bytes(path: &Path) -> Result<Option<Vec<u8>>, ChatError> {
+    match std::fs::read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(fault(path, format!("cannot be read: {e}"))),
+    }
+}
+
+fn object(path: &Path, json: &[u8]) -> Result<Map<String, Value>, ChatError> {
+    match serde_json::from_slice(json) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) => Err(fault(path, "expected a JSON object")),
+        Err(e) => Err(fault(path, format!("not JSON: {e}"))),
+    }
+}
+
+fn template_file(path: &Path) -> Result<Option<String>, ChatError> {
+    let Some(bytes) = bytes(path)? else { return Ok(None) };
+    String::from_utf8(bytes).map(Some).map_err(|e| fault(path, format!("not UTF-8: {}", e.utf8_error())))
+}
+
+fn template_files(dir: &Path) -> Result<BTreeMap<String, String>, ChatError> {
+    let mut templates = BTreeMap::new();
+    if let Some(template) = template_file(&dir.join("chat_template.jinja"))? {
+        templates.insert("default".to_string(), template);
+    }
+    let folder = dir.join("additional_chat_templates");
+    let unreadable = |e: std::io::Error| fault(&folder, format!("cannot be read: {e}"));
+    let entries = match std::fs::read_dir(&folder) {
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(templates),
+        entries => entries.map_err(unreadable)?,
+    };
+    for entry in entries {
+        let path = entry.map_err(unreadable)?.path();
+        let name = path.file_name().and_then(|name| name.to_str()?.strip_suffix(".jinja"));
+        if let Some(name) = name
+            && let Some(template) = template_file(&path)?
+        {
+            templates.insert(name.to_string(), template);
+        }
+    }
+    Ok(templates)
+}
+
+/// The `chat_template` of a configuration: a text, a list of `{name, template}`, or an object of
+/// texts.
+fn config_templates(path: &Path, config: &Map<String, Value>) -> Result<BTreeMap<String, String>, ChatError> {
+    let templates: Option<BTreeMap<_, _>> = match config.get("chat_template") {
+        None | Some(Value::Null) => Some(BTreeMap::new()),
+        Some(Value::String(text)) => Some(BTreeMap::from([("default".to_string(), text.clone())])),
+        Some(Value::Array(list)) => {
+            list.iter().map(|entry| Some((text(entry, "name")?, text(entry, "template")?))).collect()
+        }
+        Some(named @ Value::Object(map)) => {
+            map.keys().map(|name| Some((name.clone(), text(named, name)?))).collect()
+        }
+        Some(_) => None,
+    };
+    let expected = "chat_template must be a text, a list of {\"name\", \"template\"}, or an object of texts";
+    templates.ok_or_else(|| fault(path, expected))
+}
+
+fn text(object: &Value, key: &str) -> Option<String> {
+    Some(object.get(key)?.as_str()?.to_string())
+}
+
+/// The variables that a template gets for special tokens: the standard ones, and those that the
+/// checkpoint adds under names of its own.
+fn special_tokens(path: &Path, config: &Map<String, Value>) -> Result<Map<String, Value>, ChatError> {
+    let extra = config.get("extra_special_tokens").and_then(Value::as_object);
+    let mut tokens = Map::new();
+    for (name, value) in config.iter().chain(extra.into_iter().flatten()) {
+        let standard = STANDARD_TOKENS.contains(&name.as_str());
+        if !standard && !name.ends_with("_token") {
+            continue;
+        }
+        // A text, or an `AddedToken`. Other settings may be called `.._token` too (`add_bos_token`).
+        match value.as_str().or_else(|| value.get("content")?.as_str()) {
+            Some(token) => drop(tokens.insert(name.clone(), token.into())),
+            None if standard && !value.is_null() => {
+                return Err(fault(path, format!("{name} must be a text or an object with `content`")));
+            }
+            None => {}
+        }
+    }
+    Ok(tokens)
+}

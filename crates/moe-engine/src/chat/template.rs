@@ -1,0 +1,139 @@
+//! [`ChatTemplate`]: a checkpoint's templates, compiled once, rendered for each conversation.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use minijinja::Environment;
+use minijinja::value::{Serde, Value as Object};
+use serde_json::{Map, Value};
+
+use super::checkpoint::{self, ChatFiles};
+use super::engine::{self, Clock};
+use super::error::ChatError;
+use super::{ChatRequest, continuation};
+
+/// Names that a request's further variables cannot take.
+const RESERVED: [&str; 4] = ["messages", "tools", "documents", "add_generation_prompt"];
+
+/// The chat templates of a checkpoint with its special tokens. Clones share them.
+#[derive(Clone)]
+pub struct ChatTemplate(Arc<Templates>);
+
+struct Templates {
+    environment: Environment<'static>,
+    /// By name, the templates that compile and the errors of those that do not: one bad template
+    /// of several is an error only when it is used.
+    names: BTreeMap<String, Result<(), ChatError>>,
+    special_tokens: Map<String, Value>,
+}
+
+impl ChatTemplate {
+    /// The templates of a checkpoint folder; `None` if it has none.
+    ///
+    /// # Errors
+    /// A file that cannot be read or has not the expected form.
+    pub fn from_dir(dir: &Path) -> Result<Option<Self>, ChatError> {
+        Self::new(checkpoint::read(dir)?, engine::local_time)
+    }
+
+    /// The templates in the contents of a `tokenizer_config.json`; `None` if it has none.
+    ///
+    /// # Errors
+    /// Contents that have not the expected form.
+    pub fn from_tokenizer_config(json: &[u8]) -> Result<Option<Self>, ChatError> {
+        Self::new(checkpoint::parse(json)?, engine::local_time)
+    }
+
+    pub(super) fn new(files: ChatFiles, clock: Clock) -> Result<Option<Self>, ChatError> {
+        if files.templates.is_empty() {
+            return Ok(None);
+        }
+        let mut environment = engine::environment(clock)?;
+        let names = files.templates.into_iter().map(|(name, source)| {
+            let compiled = engine::add(&mut environment, &name, &source);
+            (name, compiled)
+        });
+        let names = names.collect();
+        Ok(Some(Self(Arc::new(Templates { environment, names, special_tokens: files.special_tokens }))))
+    }
+
+    /// The prompt of a conversation: what `apply_chat_template(tokenize=False)` returns. It holds
+    /// its special tokens; tokenize it with [`crate::tokenizer::Tokenizer::encode_rendered`].
+    ///
+    /// With tools the template `tool_use` is taken if there is one, otherwise `default`.
+    ///
+    /// # Errors
+    /// A malformed request, a conversation that the template refuses, a template that is broken or
+    /// takes more than the limits.
+    pub fn render(&self, chat: &ChatRequest) -> Result<String, ChatError> {
+        check(chat)?;
+        let name = self.select(chat.tools.is_some())?;
+        if !chat.continue_final_message {
+            return self.render_messages(name, chat, &chat.messages);
+        }
+        let mut messages = chat.messages.clone();
+        let text = continuation::mark(&mut messages)?;
+        continuation::cut(&self.render_messages(name, chat, &messages)?, &text)
+    }
+
+    fn render_messages(
+        &self,
+        name: &str,
+        chat: &ChatRequest,
+        messages: &[Value],
+    ) -> Result<String, ChatError> {
+        engine::render(&self.0.environment, name, || {
+            let tokens = self.0.special_tokens.iter().chain(&chat.chat_template_kwargs);
+            let variables = tokens.map(|(name, value)| (name.as_str(), Object::from(Serde(value))));
+            Object::from_pairs(variables.chain([
+                ("messages", Object::from(Serde(messages))),
+                ("tools", Object::from(Serde(&chat.tools))),
+                ("documents", Object::from(Serde(&chat.documents))),
+                ("add_generation_prompt", Object::from(chat.add_generation_prompt)),
+            ]))
+        })
+    }
+
+    fn select(&self, with_tools: bool) -> Result<&str, ChatError> {
+        let named = |name| self.0.names.get_key_value(name);
+        let chosen = named("tool_use").filter(|_| with_tools).or_else(|| named("default"));
+        match chosen {
+            Some((name, Ok(()))) => Ok(name),
+            Some((_, Err(e))) => Err(e.clone()),
+            None => Err(ChatError::NoDefault { available: self.0.names.keys().cloned().collect() }),
+        }
+    }
+}
+
+impl std::fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("ChatTemplate").field(&self.0.names).finish()
+    }
+}
+
+fn check(chat: &ChatRequest) -> Result<(), ChatError> {
+    let refuse = |message: String| Err(ChatError::Request(message));
+    if chat.messages.is_empty() {
+        return refuse("the conversation is empty: give at least one message".to_string());
+    }
+    if chat.continue_final_message && chat.add_generation_prompt {
+        return refuse("continue_final_message and add_generation_prompt exclude each other".to_string());
+    }
+    let lists = [
+        ("messages", Some(&chat.messages)),
+        ("tools", chat.tools.as_ref()),
+        ("documents", chat.documents.as_ref()),
+    ];
+    for (name, list) in lists {
+        if let Some(index) = list.into_iter().flatten().position(|entry| !entry.is_object()) {
+            return refuse(format!("{name}[{index}] is not a JSON object"));
+        }
+    }
+    match RESERVED.iter().find(|name| chat.chat_template_kwargs.contains_key(**name)) {
+        Some(name) => refuse(format!(
+            "chat_template_kwargs cannot set `{name}`: it has a place of its own in the request"
+        )),
+        None => Ok(()),
+    }
+}
