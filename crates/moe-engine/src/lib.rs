@@ -1,7 +1,8 @@
-//! Offline generation for Mixture-of-Experts models: tokenizer, command line, generate, parity,
-//! bench.
+//! Offline generation for Mixture-of-Experts models: tokenizer, command line, generate, batch,
+//! parity, bench.
 #![doc = include_str!("../README.md")]
 
+pub mod batch;
 pub mod bench;
 pub mod chat;
 pub mod cli;
@@ -9,6 +10,7 @@ pub mod engine;
 mod error;
 pub mod family;
 pub mod generate;
+mod interrupt;
 pub mod options;
 pub mod parity;
 mod prompt;
@@ -65,6 +67,10 @@ fn run<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
         Some(Command::Generate(args)) => {
             start_log(&args.run.log)?;
             generate::run::<F>(args)?;
+        }
+        Some(Command::Batch(args)) => {
+            start_log(&args.run.log)?;
+            return batch::run::<F>(args);
         }
         Some(Command::Parity(args)) => {
             start_log(&args.run.log)?;
