@@ -21,6 +21,8 @@ pub struct Cli {
 pub enum Command {
     /// Continue a prompt; the continuation goes to stdout.
     Generate(Box<GenerateArgs>),
+    /// Answer a file of requests in OpenAI's batch format; a rerun continues.
+    Batch(Box<BatchArgs>),
     /// Compare with a reference recorded from Hugging Face transformers.
     Parity(ParityArgs),
     /// Time prefill and decode.
@@ -100,6 +102,46 @@ pub struct GenerateArgs {
     pub run: RunArgs,
 }
 
+/// Flags of `batch`. What the body of a request says wins over these, these win over
+/// generation_config.json, and that over vLLM's defaults.
+#[derive(Args, Debug, Clone)]
+pub struct BatchArgs {
+    /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint,
+    /// where the binary has one).
+    #[arg(long)]
+    pub model: Option<String>,
+    /// Requests, one JSON object per line: custom_id, method, url, body; - reads stdin.
+    #[arg(long, value_name = "FILE")]
+    pub input: PathBuf,
+    /// Answers are appended here as they finish, and lines that it answers already are skipped;
+    /// - writes to stdout.
+    #[arg(long, value_name = "FILE")]
+    pub output: PathBuf,
+    /// Chat template.
+    #[command(flatten)]
+    pub chat: TemplateArgs,
+    /// Sampling.
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Scheduler and KV cache.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Device and backend.
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+/// How conversations become prompts.
+#[derive(Args, Debug, Clone)]
+pub struct TemplateArgs {
+    /// Jinja file to use instead of the checkpoint's chat template.
+    #[arg(long, value_name = "FILE", help_heading = "Chat")]
+    pub chat_template: Option<PathBuf>,
+    /// Variables for the chat template, such as '{"enable_thinking": false}'.
+    #[arg(long, value_name = "JSON", value_parser = crate::options::parse_object, help_heading = "Chat")]
+    pub chat_template_kwargs: Option<serde_json::Map<String, serde_json::Value>>,
+}
+
 /// Scheduler and KV cache; names are vLLM's.
 #[derive(Args, Debug, Clone)]
 pub struct EngineArgs {
@@ -137,9 +179,9 @@ pub struct EngineArgs {
 /// vLLM's sampling parameters. What is left out comes from generation_config.json.
 #[derive(Args, Debug, Clone, Default)]
 pub struct SamplingArgs {
-    /// Tokens to generate at most.
-    #[arg(long, default_value_t = 128, help_heading = "Sampling")]
-    pub max_new_tokens: usize,
+    /// Tokens to generate at most (default: 128; in a batch, what vLLM allows a request).
+    #[arg(long, help_heading = "Sampling")]
+    pub max_new_tokens: Option<usize>,
     /// 0 is greedy (default: generation_config.json, else 0).
     #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
     pub temperature: Option<f32>,

@@ -1,7 +1,8 @@
-//! Offline generation for Mixture-of-Experts models: tokenizer, command line, generate, parity,
-//! bench.
+//! Offline generation for Mixture-of-Experts models: tokenizer, command line, generate, batch,
+//! parity, bench.
 #![doc = include_str!("../README.md")]
 
+pub mod batch;
 pub mod bench;
 pub mod chat;
 pub mod cli;
@@ -11,6 +12,7 @@ pub mod family;
 pub mod generate;
 pub mod heat;
 pub mod hub;
+mod interrupt;
 pub mod options;
 pub mod parity;
 pub mod profile;
@@ -71,6 +73,7 @@ fn run<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
     let args = match &cli.command {
         None => &cli.generate.run,
         Some(Command::Generate(args)) => &args.run,
+        Some(Command::Batch(args)) => &args.run,
         Some(Command::Parity(args)) => &args.run,
         Some(Command::Bench(args)) => &args.run,
     };
@@ -84,6 +87,7 @@ fn run_command<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
     match &cli.command {
         None => generate::run::<F>(&cli.generate)?,
         Some(Command::Generate(args)) => generate::run::<F>(args)?,
+        Some(Command::Batch(args)) => return batch::run::<F>(args),
         Some(Command::Parity(args)) => return run_parity::<F>(args),
         Some(Command::Bench(args)) => bench::run::<F>(args)?,
     }

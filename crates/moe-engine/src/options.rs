@@ -2,11 +2,17 @@
 
 use anyhow::{Context, Result, ensure};
 use model_runtime::SamplingParams;
+use model_runtime::config::limits;
+use serde_json::{Map, Value};
 
-use crate::cli::{EngineArgs, SamplingArgs};
+use crate::chat::ChatTemplate;
+use crate::cli::{EngineArgs, SamplingArgs, TemplateArgs};
 use crate::engine::{EngineConfig, Request};
 use crate::session::Session;
 use crate::usage;
+
+/// Tokens that `generate` makes where nothing says how many.
+const MAX_NEW_TOKENS: usize = 128;
 
 /// The engine settings of the flags.
 pub fn engine_config(args: &EngineArgs) -> EngineConfig {
@@ -51,7 +57,7 @@ pub fn request_defaults(args: &SamplingArgs, session: &Session, name: &str) -> R
     };
     Ok(Request {
         sampling,
-        max_tokens: Some(args.max_new_tokens),
+        max_tokens: Some(args.max_new_tokens.unwrap_or(MAX_NEW_TOKENS)),
         min_tokens: args.min_tokens,
         eos_token_ids,
         ignore_eos: args.ignore_eos,
@@ -61,6 +67,36 @@ pub fn request_defaults(args: &SamplingArgs, session: &Session, name: &str) -> R
         skip_special_tokens: args.skip_special_tokens,
         ..Request::new(Vec::new())
     })
+}
+
+/// A request without a prompt as an API makes one: the flags over generation_config.json over vLLM's
+/// defaults, which are temperature 1 and no limit of tokens.
+pub fn api_defaults(args: &SamplingArgs, session: &Session) -> Result<Request> {
+    let mut request = request_defaults(args, session, "")?;
+    let config = session.checkpoint.as_ref().and_then(|c| c.generation_config.as_ref());
+    let says = |key| config.is_some_and(|config| config.has(key));
+    if args.temperature.is_none() && !says("temperature") && !says("do_sample") {
+        request.sampling.temperature = 1.0;
+    }
+    let configured = match config {
+        Some(config) => config.opt_size(&["max_new_tokens"], limits::POSITIONS)?,
+        None => None,
+    };
+    request.max_tokens = args.max_new_tokens.or(configured);
+    Ok(request)
+}
+
+/// The chat template that the flags name, else the checkpoint's, if it has one.
+pub fn chat_template(args: &TemplateArgs, session: &Session) -> Result<Option<ChatTemplate>> {
+    let dir = session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir());
+    match (&args.chat_template, dir) {
+        (Some(file), dir) => {
+            let template = ChatTemplate::from_file(file, dir);
+            Ok(Some(template.map_err(|e| usage(format!("--chat-template: {e}")))?))
+        }
+        (None, Some(dir)) => Ok(ChatTemplate::from_dir(dir)?),
+        (None, None) => Ok(None),
+    }
 }
 
 /// vLLM's top-k as ours: there, 0 and -1 keep all.
@@ -94,6 +130,11 @@ pub fn parse_bytes(text: &str) -> Result<usize> {
     let bytes = number * factor;
     ensure!(bytes >= 1.0 && bytes <= isize::MAX as f64, "expected a size of at least one byte, got {text:?}");
     Ok(bytes as usize)
+}
+
+/// A JSON object from text.
+pub fn parse_object(text: &str) -> Result<Map<String, Value>> {
+    serde_json::from_str(text).with_context(|| format!("expected a JSON object, got {text:?}"))
 }
 
 /// A token's bias from ID=BIAS.

@@ -44,6 +44,13 @@ pub fn read(dir: &Path) -> Result<ChatFiles, ChatError> {
     Ok(files)
 }
 
+/// The template of a file with the special tokens of a checkpoint folder.
+pub fn read_with(file: &Path, dir: Option<&Path>) -> Result<ChatFiles, ChatError> {
+    let template = template_file(file)?.ok_or_else(|| fault(file, "no such file"))?;
+    let special_tokens = dir.map(read).transpose()?.map(|files| files.special_tokens).unwrap_or_default();
+    Ok(ChatFiles { templates: BTreeMap::from([("default".to_string(), template)]), special_tokens })
+}
+
 /// Reads the contents of a `tokenizer_config.json` alone.
 pub fn parse(json: &[u8]) -> Result<ChatFiles, ChatError> {
     let path = Path::new(CONFIG);

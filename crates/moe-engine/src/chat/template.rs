@@ -45,6 +45,18 @@ impl ChatTemplate {
         Self::new(checkpoint::parse(json)?, engine::local_time)
     }
 
+    /// The template of a file of its own, with the special tokens of a checkpoint folder.
+    ///
+    /// # Errors
+    /// A file that cannot be read, is not UTF-8 or no template.
+    pub fn from_file(file: &Path, dir: Option<&Path>) -> Result<Self, ChatError> {
+        let fault = |reason: String| ChatError::File { path: file.to_path_buf(), reason };
+        let template = Self::new(checkpoint::read_with(file, dir)?, engine::local_time)?;
+        let template = template.ok_or_else(|| fault("it holds no template".into()))?;
+        template.select(false).map_err(|e| fault(e.to_string()))?;
+        Ok(template)
+    }
+
     pub(super) fn new(files: ChatFiles, clock: Clock) -> Result<Option<Self>, ChatError> {
         if files.templates.is_empty() {
             return Ok(None);

@@ -14,6 +14,7 @@ fn info() -> ModelInfo {
         num_layers: 2,
         max_position_embeddings: 8,
         max_context_len: 8,
+        keys_depend_on_prompt_len: false,
         kv: KvLayout { num_layers: 2, num_kv_heads: 1, head_dim: 2, dtype: DType::F32 },
         moe: Some(MoeInfo { layers: vec![1], num_experts: 4, top_k: 2 }),
     }

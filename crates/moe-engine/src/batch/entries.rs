@@ -1,0 +1,139 @@
+//! Lines of the input to work: what is done already, what is wrong, and what is to run.
+//!
+//! This runs on a thread of its own, ahead of the engine, so that reading and tokenizing cost the
+//! model no time.
+
+use std::io;
+
+use serde_json::{Map, Value};
+
+use super::body::{Job, Parser};
+use super::fields::{ApiError, Fields, short};
+use super::input::{Line, Lines, MAX_LINE};
+use super::known::{Known, line_id, request_id};
+
+/// Names a record.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Key {
+    /// Its `id`.
+    pub id: String,
+    /// The line's `custom_id`, where it has one.
+    pub custom_id: Option<String>,
+}
+
+/// A line of the input that is not blank.
+pub struct Entry {
+    /// Its number, from 1.
+    pub line: u64,
+    /// Bytes of the input up to its end.
+    pub end: u64,
+    /// What names its record.
+    pub key: Key,
+    /// What is to be done for it.
+    pub work: Work,
+}
+
+/// What a line asks for.
+pub enum Work {
+    /// Nothing: an earlier run answered it.
+    Done,
+    /// An error record.
+    Refused(ApiError),
+    /// Generation.
+    Job(Box<Job>),
+}
+
+/// The entries of an input.
+pub struct Entries {
+    /// Its lines.
+    pub lines: Lines,
+    /// What is answered.
+    pub known: Known,
+    /// What turns bodies into requests.
+    pub parser: Parser,
+}
+
+impl Iterator for Entries {
+    type Item = io::Result<Entry>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let line = self.lines.next()?;
+        Some(line.map(|line| self.entry(line)))
+    }
+}
+
+impl Entries {
+    fn entry(&mut self, line: Line) -> Entry {
+        let (number, end) = (line.number, line.end);
+        let (key, result) = match named(line) {
+            Ok((custom_id, object)) if self.known.meet(&custom_id) => {
+                let done = self.known.is_done(number, Some(&custom_id));
+                let result = (!done).then(|| self.parser.parse(&object, &custom_id));
+                (Key { id: request_id(number), custom_id: Some(custom_id) }, result)
+            }
+            Ok((custom_id, _)) => {
+                let message =
+                    format!("custom_id {custom_id:?} is that of an earlier line; each must be unique");
+                let error = ApiError { param: Some("custom_id".into()), ..ApiError::bad(message) };
+                (Key { id: line_id(number), custom_id: Some(custom_id) }, self.unless_done(number, error))
+            }
+            Err(error) => (Key { id: line_id(number), custom_id: None }, self.unless_done(number, error)),
+        };
+        let work = match result {
+            None => Work::Done,
+            Some(Ok(job)) => Work::Job(Box::new(job)),
+            Some(Err(error)) => Work::Refused(error),
+        };
+        Entry { line: number, end, key, work }
+    }
+
+    fn unless_done(&self, line: u64, error: ApiError) -> Option<Result<Job, ApiError>> {
+        (!self.known.is_done(line, None)).then_some(Err(error))
+    }
+}
+
+/// The object of a line and its `custom_id`.
+fn named(line: Line) -> Result<(String, Map<String, Value>), ApiError> {
+    let too_long = || ApiError::bad(format!("it is longer than {} MiB", MAX_LINE >> 20));
+    let bytes = line.bytes.ok_or_else(too_long)?;
+    let text = std::str::from_utf8(&bytes).map_err(|e| {
+        let at = e.valid_up_to();
+        ApiError::bad(format!("it is not UTF-8: byte {:#04x} at offset {at}", bytes[at]))
+    })?;
+    let object = match serde_json::from_str(text) {
+        Ok(Value::Object(object)) => object,
+        Ok(other) => return Err(ApiError::bad(format!("expected a JSON object, got {}", short(&other)))),
+        Err(e) => return Err(ApiError::bad(format!("it is not JSON: {}", without_line(&e)))),
+    };
+    match Fields(&object).text("custom_id")? {
+        Some(custom_id) => Ok((custom_id.to_string(), object)),
+        None => Err(ApiError::field("custom_id", "it is missing; give each line a string of its own")),
+    }
+}
+
+/// The message of a JSON error, whose line is always 1 here.
+fn without_line(error: &serde_json::Error) -> String {
+    let (text, place) = (error.to_string(), format!(" at line {} column", error.line()));
+    text.replace(&place, " at column")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(bytes: &[u8]) -> String {
+        named(Line { number: 1, end: 0, bytes: Some(bytes.to_vec()) }).unwrap_err().message
+    }
+
+    #[test]
+    fn bad_lines_are_described() {
+        assert_eq!(error(b"{\"a\": }"), "it is not JSON: expected value at column 7");
+        assert_eq!(error(b"ab\xffc"), "it is not UTF-8: byte 0xff at offset 2");
+        assert_eq!(error(b"[1,2]"), "expected a JSON object, got [1,2]");
+        assert_eq!(error(b"{\"custom_id\": 5}"), "custom_id: expected a string, got 5");
+        assert!(error(b"{\"custom_id\": null}").contains("missing"));
+        assert!(error(&[b'['; 100_000]).contains("recursion limit"), "deep nesting is no stack overflow");
+        let long = Line { number: 1, end: 0, bytes: None };
+        assert_eq!(named(long).unwrap_err().message, "it is longer than 64 MiB");
+    }
+}

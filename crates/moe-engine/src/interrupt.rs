@@ -1,0 +1,31 @@
+//! Ctrl-C: the first one asks to stop, the next one ends the program.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, Result};
+
+static REQUESTED: AtomicBool = AtomicBool::new(false);
+
+/// Whether Ctrl-C was pressed, where a program has asked for it.
+pub struct Interrupt(());
+
+impl Interrupt {
+    /// What a shell calls a program that Ctrl-C ended.
+    pub const EXIT_CODE: u8 = 130;
+
+    /// Catches Ctrl-C from now on.
+    pub fn install() -> Result<Self> {
+        ctrlc::set_handler(|| {
+            if REQUESTED.swap(true, Ordering::Relaxed) {
+                std::process::exit(i32::from(Self::EXIT_CODE));
+            }
+        })
+        .context("cannot catch Ctrl-C")?;
+        Ok(Self(()))
+    }
+
+    /// Whether it was pressed.
+    pub fn requested(&self) -> bool {
+        REQUESTED.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,136 @@
+//! What may happen to a run on the way: kills, a full disk, Ctrl-C.
+
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant, SystemTime};
+
+use serde_json::{Value, json};
+
+use super::{Folder, by_name, completion, stderr};
+
+/// Ten kills at random moments: nothing is lost, doubled or changed.
+#[cfg(unix)]
+#[test]
+fn killed_runs_continue() {
+    let seed = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos() as u64;
+    println!("seed {seed}");
+    let mut state = seed;
+    let mut random = |bound: u64| {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 33) % bound
+    };
+    let mut lines: Vec<Value> = (0..200)
+        .map(|i| {
+            let body = json!({"prompt": format!("Line {i}: "), "max_tokens": 1 + i % 24, "n": 1 + i % 2, "ignore_eos": true});
+            completion(&format!("request {i}"), body)
+        })
+        .collect();
+    lines[20] = completion("bad", json!({"prompt": "x", "temperature": "hot"}));
+    lines[40] = lines[39].clone(); // a repeated custom_id
+    lines[60] = json!("no request");
+    let undisturbed = Folder::new(&lines);
+    let flags = ["--max-num-seqs", "8"];
+    let start = Instant::now();
+    assert!(undisturbed.run(&flags).status.success());
+    let whole = start.elapsed();
+    let want = by_name(&undisturbed.records());
+    assert_eq!(want.len(), 200);
+
+    let disturbed = Folder::new(&lines);
+    let mut kills = 0;
+    while kills < 10 {
+        let mut run = disturbed.command("in.jsonl", "out.jsonl");
+        let mut run = run.args(flags).stderr(Stdio::null()).spawn().unwrap();
+        // The model's start is a good part of a run this short.
+        let pause = whole.as_micros() as u64 / 2;
+        std::thread::sleep(Duration::from_micros(random(pause)));
+        let running = run.try_wait().unwrap().is_none();
+        run.kill().unwrap(); // SIGKILL
+        run.wait().unwrap();
+        kills += 1;
+        let written = fs::read(disturbed.path("out.jsonl")).unwrap_or_default();
+        println!("kill {kills}: {} bytes written, while it ran: {running}", written.len());
+        if written.ends_with(b"\n") && random(2) == 0 {
+            // A kill rarely tears a line: tear one.
+            let cut = written.len() - 1 - random(20) as usize;
+            fs::write(disturbed.path("out.jsonl"), &written[..cut]).unwrap();
+        }
+    }
+    assert!(disturbed.run(&flags).status.success());
+    assert_eq!(by_name(&disturbed.records()), want);
+    let before = fs::read(disturbed.path("out.jsonl")).unwrap();
+    let again = disturbed.run(&flags);
+    assert!(stderr(&again).contains("200 done before"), "{}", stderr(&again));
+    assert_eq!(fs::read(disturbed.path("out.jsonl")).unwrap(), before, "nothing is left to do");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_stops_the_run_with_a_clear_error() {
+    let folder = Folder::new(&[completion("a", json!({"prompt": "x", "max_tokens": 2}))]);
+    let output = folder.command("in.jsonl", "/dev/full").output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        stderr(&output).contains("/dev/full") && stderr(&output).contains("No space left"),
+        "{}",
+        stderr(&output)
+    );
+}
+
+/// A limit on the size of files stands for a disk that fills up while records are written.
+#[cfg(target_os = "linux")]
+#[test]
+fn what_is_written_before_the_disk_is_full_is_intact() {
+    let lines: Vec<Value> =
+        (0..20).map(|i| completion(&format!("{i}"), json!({"prompt": "x", "max_tokens": 2}))).collect();
+    let folder = Folder::new(&lines);
+    let shell = "trap '' XFSZ; ulimit -f 4; exec \"$@\"";
+    let limited = Command::new("bash")
+        .args([
+            "-c",
+            shell,
+            "-",
+            env!("CARGO_BIN_EXE_model-qwen3moe"),
+            "batch",
+            "--input",
+            "in.jsonl",
+            "--output",
+            "out.jsonl",
+        ])
+        .current_dir(folder.path(""))
+        .output()
+        .unwrap();
+    assert_eq!(limited.status.code(), Some(1), "{}", stderr(&limited));
+    assert!(stderr(&limited).contains("records are intact"), "{}", stderr(&limited));
+    let before = folder.records();
+    assert!((1..20).contains(&before.len()), "{} records", before.len());
+    assert!(folder.run(&[]).status.success());
+    assert_eq!(folder.records()[..before.len()], before);
+    assert_eq!(by_name(&folder.records()).len(), 20);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn an_interrupted_run_says_how_to_continue() {
+    let lines: Vec<Value> = (0..64)
+        .map(|i| completion(&format!("{i}"), json!({"prompt": "x", "max_tokens": 200, "ignore_eos": true})))
+        .collect();
+    let folder = Folder::new(&lines);
+    let run = folder
+        .command("in.jsonl", "out.jsonl")
+        .args(["--max-num-seqs", "2"])
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while fs::metadata(folder.path("out.jsonl")).map_or(0, |m| m.len()) == 0 {
+        assert!(Instant::now() < deadline, "no record is written");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(Command::new("kill").args(["-INT", &run.id().to_string()]).status().unwrap().success());
+    let output = run.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+    assert!(stderr(&output).contains("run the same command again"), "{}", stderr(&output));
+    let count = folder.records().len();
+    assert!((1..64).contains(&count), "{count} whole records");
+}

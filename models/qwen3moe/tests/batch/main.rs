@@ -1,0 +1,296 @@
+//! `batch` as a user runs it: every line is answered once, whatever happens on the way.
+#![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
+
+mod faults;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::{Value, json};
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new(lines: &[Value]) -> Self {
+        let folder = Self(tempfile::tempdir().unwrap());
+        folder.write(lines);
+        folder
+    }
+
+    fn write(&self, lines: &[Value]) {
+        let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
+        fs::write(self.path("in.jsonl"), text).unwrap();
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn command(&self, input: &str, output: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
+        command.current_dir(self.0.path()).args(["batch", "--input", input, "--output", output]);
+        command.env("RUST_BACKTRACE", "0");
+        command
+    }
+
+    fn run(&self, flags: &[&str]) -> Output {
+        self.command("in.jsonl", "out.jsonl").args(flags).output().unwrap()
+    }
+
+    fn records(&self) -> Vec<Value> {
+        records(&fs::read(self.path("out.jsonl")).unwrap())
+    }
+}
+
+fn records(bytes: &[u8]) -> Vec<Value> {
+    String::from_utf8(bytes.to_vec())
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+fn stderr(output: &Output) -> String {
+    let text = String::from_utf8(output.stderr.clone()).unwrap();
+    assert!(!text.contains("panicked"), "{text}");
+    text
+}
+
+fn completion(custom_id: &str, body: Value) -> Value {
+    json!({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body})
+}
+
+/// What a rerun must repeat.
+fn essence(record: &Value) -> Value {
+    let response = &record["response"];
+    json!([response["status_code"], response["body"]["choices"], response["body"]["usage"], record["error"]])
+}
+
+/// The essence of each record by what names it; none may be named twice.
+fn by_name(records: &[Value]) -> BTreeMap<String, Value> {
+    let name = |record: &Value| match record["id"].as_str().unwrap() {
+        line if line.starts_with("line-") => line.to_string(),
+        _ => record["custom_id"].as_str().unwrap().to_string(),
+    };
+    let map: BTreeMap<String, Value> = records.iter().map(|record| (name(record), essence(record))).collect();
+    assert_eq!(map.len(), records.len(), "a line is answered twice");
+    map
+}
+
+#[test]
+fn records_have_the_format_of_run_batch() {
+    let folder = Folder::new(&[
+        completion("a", json!({"prompt": "ROMEO:", "max_tokens": 5, "temperature": 0, "model": "mine"})),
+        completion(
+            "b",
+            json!({"prompt": ["JULIET:", [5, 6, 7]], "n": 2, "max_tokens": 3, "ignore_eos": true, "logprobs": 1}),
+        ),
+    ]);
+    let output = folder.run(&["--stats"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(output.stdout.is_empty());
+    assert!(stderr(&output).contains("2 requests") && stderr(&output).contains("steps of"));
+    let records = folder.records();
+    let [a, b] = ["a", "b"].map(|id| records.iter().find(|record| record["custom_id"] == id).unwrap());
+    let keys: Vec<&String> = a.as_object().unwrap().keys().collect();
+    assert_eq!(keys, ["id", "custom_id", "response", "error"]);
+    assert_eq!((&a["response"]["status_code"], &a["error"]), (&json!(200), &Value::Null));
+    let body = &a["response"]["body"];
+    assert_eq!((&body["object"], &body["model"]), (&json!("text_completion"), &json!("mine")));
+    let generated = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"))
+        .args(["--prompt", "ROMEO:", "--max-new-tokens", "5", "--temperature", "0"])
+        .output()
+        .unwrap();
+    assert_eq!(
+        body["choices"][0]["text"].as_str().unwrap().as_bytes(),
+        generated.stdout,
+        "as `generate` has it"
+    );
+    assert_eq!(body["usage"]["completion_tokens"], 5);
+    let body = &b["response"]["body"];
+    let indices: Vec<u64> =
+        body["choices"].as_array().unwrap().iter().map(|c| c["index"].as_u64().unwrap()).collect();
+    assert_eq!(indices, [0, 1, 2, 3]);
+    let tokens = |choice: &Value| choice["logprobs"]["tokens"].as_array().unwrap().len();
+    assert!(
+        body["choices"].as_array().unwrap().iter().all(|c| tokens(c) == 3 && c["finish_reason"] == "length")
+    );
+    assert_eq!(body["usage"]["completion_tokens"], 12);
+    assert_ne!(body["choices"][0]["text"], body["choices"][1]["text"], "two samples of one prompt");
+}
+
+#[test]
+fn bad_lines_are_answered_once_and_the_run_goes_on() {
+    let folder = Folder::new(&[]);
+    let good = |id: &str| completion(id, json!({"prompt": "x", "max_tokens": 2})).to_string();
+    let chat = json!({"custom_id": "chat", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "x"}]}});
+    let lines: Vec<(Vec<u8>, u64, &str)> = vec![
+        (good("first").into(), 200, ""),
+        (b"{not json".to_vec(), 400, "not JSON"),
+        (b"{\"custom_id\": \"\xff\"}".to_vec(), 400, "not UTF-8"),
+        (b"[]".to_vec(), 400, "object"),
+        (b"{}".to_vec(), 400, "custom_id"),
+        (good("first").into(), 400, "earlier line"),
+        (
+            completion("long", json!({"prompt": "word ".repeat(2000)})).to_string().into(),
+            400,
+            "longer than the context",
+        ),
+        (completion("empty", json!({"prompt": ""})).to_string().into(), 400, "empty"),
+        (completion("token", json!({"prompt": [1, 99999]})).to_string().into(), 400, "vocabulary"),
+        (completion("hot", json!({"prompt": "x", "temperature": -1})).to_string().into(), 400, "temperature"),
+        // All prompts of a line are answered or none.
+        (completion("half", json!({"prompt": ["x", ""]})).to_string().into(), 400, "empty"),
+        (
+            json!({"custom_id": "url", "url": "/v1/embeddings", "body": {}}).to_string().into(),
+            400,
+            "/v1/embeddings",
+        ),
+        (chat.to_string().into(), 400, "chat template"),
+        (good("last").into(), 200, ""),
+    ];
+    let bytes: Vec<u8> = lines.iter().flat_map(|(line, ..)| [&line[..], b"\n"].concat()).collect();
+    fs::write(folder.path("in.jsonl"), &bytes).unwrap();
+    let output = folder.run(&[]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("14 requests") && stderr(&output).contains("12 with errors"));
+    let records = folder.records();
+    for (number, (_, status, word)) in (1..).zip(&lines) {
+        let ids = [format!("line-{number}"), format!("request-{number}")];
+        let found: Vec<&Value> = records.iter().filter(|r| ids.iter().any(|id| r["id"] == **id)).collect();
+        assert_eq!(found.len(), 1, "line {number}");
+        assert_eq!(found[0]["response"]["status_code"], *status, "line {number}: {}", found[0]);
+        let message = found[0]["error"]["error"]["message"].as_str().unwrap_or_default();
+        assert!(message.contains(word), "line {number}: {message}");
+    }
+    assert_eq!(records.len(), lines.len());
+    assert!(folder.run(&[]).status.success());
+    assert_eq!(folder.records().len(), lines.len(), "a rerun repeats no error record");
+    // What is added to the input is answered by the next run.
+    fs::write(folder.path("in.jsonl"), [&bytes[..], good("new").as_bytes()].concat()).unwrap();
+    assert!(folder.run(&[]).status.success());
+    assert_eq!(folder.records().last().unwrap()["custom_id"], "new");
+    assert_eq!(folder.records().len(), lines.len() + 1);
+}
+
+#[test]
+fn results_do_not_depend_on_order_or_limits() {
+    let mut lines: Vec<Value> = (0..12)
+        .map(|i| {
+            completion(
+                &format!("{i}"),
+                json!({"prompt": "To be", "max_tokens": 8, "temperature": 1, "ignore_eos": true}),
+            )
+        })
+        .collect();
+    let one = Folder::new(&lines);
+    assert!(one.run(&[]).status.success());
+    lines.reverse();
+    let other = Folder::new(&lines);
+    assert!(
+        other
+            .run(&["--max-num-seqs", "3", "--max-num-batched-tokens", "2", "--enable-prefix-caching=false"])
+            .status
+            .success()
+    );
+    assert_eq!(by_name(&one.records()), by_name(&other.records()));
+    let texts: std::collections::BTreeSet<String> =
+        one.records().iter().map(|r| r["response"]["body"]["choices"][0]["text"].to_string()).collect();
+    assert!(texts.len() > 6, "each custom_id has a seed of its own: {texts:?}");
+    let reseeded = Folder::new(&lines);
+    assert!(reseeded.run(&["--seed", "9"]).status.success());
+    assert_ne!(by_name(&one.records()), by_name(&reseeded.records()));
+}
+
+#[test]
+fn the_body_wins_over_flags_and_flags_over_the_checkpoint() {
+    let folder = Folder::new(&[
+        completion("flags", json!({"prompt": "To be"})),
+        completion(
+            "body",
+            json!({"prompt": "To be", "max_tokens": 4, "ignore_eos": false, "temperature": 1}),
+        ),
+    ]);
+    assert!(folder.run(&["--max-new-tokens", "7", "--ignore-eos", "--temperature", "0"]).status.success());
+    let tokens = |folder: &Folder, id: &str| {
+        let records = folder.records();
+        let record = records.iter().find(|record| record["custom_id"] == id).unwrap().clone();
+        record["response"]["body"]["usage"]["completion_tokens"].clone()
+    };
+    assert_eq!(tokens(&folder, "flags"), 7);
+    assert_eq!(tokens(&folder, "body"), 4);
+    let plain = Folder::new(&[completion("plain", json!({"prompt": "To be", "ignore_eos": true}))]);
+    assert!(plain.run(&[]).status.success());
+    assert_eq!(tokens(&plain, "plain"), 16, "vLLM's default");
+}
+
+#[test]
+fn stdin_and_stdout_work() {
+    let folder = Folder::new(&[]);
+    let mut run = folder
+        .command("-", "-")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = run.stdin.take().unwrap();
+    let line = |id: &str| format!("{}\n", completion(id, json!({"prompt": "x", "max_tokens": 2})));
+    stdin.write_all(line("a").as_bytes()).unwrap();
+    // The answer comes although the input stays open.
+    let mut first = String::new();
+    let mut out = std::io::BufReader::new(run.stdout.take().unwrap());
+    std::io::BufRead::read_line(&mut out, &mut first).unwrap();
+    assert_eq!(serde_json::from_str::<Value>(&first).unwrap()["custom_id"], "a");
+    stdin.write_all(line("b").as_bytes()).unwrap();
+    drop(stdin);
+    let mut rest = Vec::new();
+    std::io::Read::read_to_end(&mut out, &mut rest).unwrap();
+    assert_eq!(records(&rest)[0]["custom_id"], "b");
+    assert!(run.wait().unwrap().success());
+}
+
+#[test]
+fn wrong_calls_are_usage_errors() {
+    let folder = Folder::new(&[completion("a", json!({"prompt": "x"}))]);
+    let fails = |input: &str, output: &str, word: &str| {
+        let result = folder.command(input, output).output().unwrap();
+        assert_eq!(result.status.code(), Some(2), "{}", stderr(&result));
+        assert!(stderr(&result).contains(word), "{}", stderr(&result));
+    };
+    fails("in.jsonl", "in.jsonl", "is the input");
+    fails("missing.jsonl", "out.jsonl", "missing.jsonl");
+    fails(".", "out.jsonl", "folder");
+    fails("in.jsonl", "no/such/folder/out.jsonl", "no/such/folder");
+    assert!(!Path::new(&folder.path("out.jsonl")).exists(), "a wrong call leaves nothing behind");
+    fs::write(folder.path("notes.txt"), "my notes\n").unwrap();
+    let result = folder.command("in.jsonl", "notes.txt").output().unwrap();
+    assert_eq!(result.status.code(), Some(1));
+    assert_eq!(fs::read_to_string(folder.path("notes.txt")).unwrap(), "my notes\n");
+}
+
+#[test]
+fn chat_is_answered_with_the_checkpoints_template() {
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/text");
+    let line = json!({
+        "custom_id": "c", "method": "POST", "url": "/v1/chat/completions",
+        "body": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": true},
+    });
+    let rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n";
+    let body = json!({"prompt": rendered, "max_tokens": 4, "ignore_eos": true, "add_special_tokens": false});
+    let folder = Folder::new(&[line, completion("p", body)]);
+    let output = folder.run(&["--model", model.to_str().unwrap()]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let records = folder.records();
+    let find = |id: &str| &records.iter().find(|r| r["custom_id"] == id).unwrap()["response"]["body"];
+    let (chat, plain) = (find("c"), find("p"));
+    assert_eq!(chat["object"], "chat.completion", "{chat}");
+    assert_eq!(
+        chat["choices"][0]["message"],
+        json!({"role": "assistant", "content": plain["choices"][0]["text"]})
+    );
+    assert_eq!(chat["usage"], plain["usage"]);
+}

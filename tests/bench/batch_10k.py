@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""Does a long batch keep its speed and its memory?
+
+Sends many short requests through `batch` on the bundled checkpoint and prints, as JSON, the new
+tokens per second of each thousand of answers and the resident memory over time. Start-up is in the
+first thousand, and the last one ends in half-empty steps, so the second and the last but one are
+compared: it passes if they are within 10 % of each other and memory has stopped growing by then.
+
+    cargo build --release -p model-qwen3moe
+    tests/bench/batch_10k.py target/release/model-qwen3moe
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+GROUP = 1000
+WORDS = "the king queen love death night day sword crown heart eyes father daughter speak come go what who".split()
+
+
+def write_requests(path, count):
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for i in range(count):
+            prompt = " ".join(rng.choices(WORDS, k=rng.randint(4, 24)))
+            body = {"prompt": prompt, "max_tokens": rng.randint(8, 24), "ignore_eos": True}
+            line = {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+
+
+def resident_mib(pid):
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) / 1024
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def watch(process, output, every):
+    """When each answer was written, how many tokens it has, and memory by number of answers."""
+    answers, memory, rest = [], [], b""
+    with output.open("rb") as file:
+        while True:
+            ended = process.poll() is not None
+            now = time.monotonic()
+            lines = (rest + file.read()).split(b"\n")
+            rest = lines.pop()
+            for line in lines:
+                usage = json.loads(line)["response"]["body"]["usage"]
+                answers.append((now, usage["completion_tokens"]))
+            mib = resident_mib(process.pid)
+            if mib is not None:
+                memory.append((len(answers), mib))
+            if ended:
+                return answers, memory
+            time.sleep(every)
+
+
+def rates(answers):
+    """Tokens per second of each full group."""
+    result = []
+    for first in range(0, len(answers) - GROUP + 1, GROUP):
+        group = answers[first : first + GROUP]
+        seconds = group[-1][0] - group[0][0]
+        result.append(sum(tokens for _, tokens in group) / seconds if seconds > 0 else None)
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("binary", type=Path)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("flags", nargs="*", help="further flags of batch, after --")
+    args = parser.parse_args()
+    if args.requests < 3 * GROUP:
+        parser.error(f"--requests: expected at least {3 * GROUP}")
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
+        write_requests(source, args.requests)
+        output.touch()
+        command = [args.binary, "batch", "--input", source, "--output", output, "--log", "warn", *args.flags]
+        load = os.getloadavg()
+        process = subprocess.Popen(command)
+        answers, memory = watch(process, output, every=0.05)
+    if process.returncode != 0 or len(answers) != args.requests:
+        sys.exit(f"batch ended with {process.returncode} after {len(answers)} of {args.requests} answers")
+    speeds = rates(answers)
+    first, last = speeds[1], speeds[-2]
+    at = lambda count: max(mib for done, mib in memory if done <= count)
+    warm, peak = at(2 * GROUP), max(mib for _, mib in memory)
+    ratio = last / first
+    result = {
+        "requests": args.requests,
+        "load_average": load,
+        "tok_s_by_thousand": [round(speed, 1) for speed in speeds],
+        "last_to_first": round(ratio, 4),
+        "rss_mib_by_thousand": [round(at(count), 1) for count in range(GROUP, args.requests + 1, GROUP)],
+        "rss_growth_after_warm_up": round(peak / warm - 1, 4),
+        "passed": abs(ratio - 1) <= 0.1 and peak <= warm * 1.02,
+    }
+    print(json.dumps(result, indent=2))
+    sys.exit(0 if result["passed"] else 1)
+
+
+if __name__ == "__main__":
+    main()
