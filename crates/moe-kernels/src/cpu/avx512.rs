@@ -266,6 +266,6 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     fn prefetch<T>(self, p: *const T) {
         // SAFETY: a prefetch never faults, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
 }
