@@ -4,9 +4,11 @@
 
 mod eplb;
 mod fixtures;
+mod kernels;
 mod parity;
 mod standalone;
 mod tidy;
+mod toolkit;
 mod workspace;
 
 use clap::{Parser, Subcommand};
@@ -31,6 +33,10 @@ enum Task {
     Eplb(eplb::Command),
     /// Run each library's README examples in a scratch project that has only that crate.
     Standalone(standalone::Args),
+    /// Fetch a CUDA compiler and link libraries into target/toolkit where no CUDA is installed.
+    Toolkit(toolkit::Args),
+    /// Build the CUDA kernels and print registers, shared memory and spills of each.
+    Kernels(kernels::Args),
 }
 
 fn main() -> anyhow::Result<()> {
@@ -40,5 +46,7 @@ fn main() -> anyhow::Result<()> {
         Task::Parity(args) => parity::run(&args),
         Task::Fixtures(args) => fixtures::run(&args),
         Task::Standalone(args) => standalone::run(&args),
+        Task::Toolkit(args) => toolkit::run(&args),
+        Task::Kernels(args) => kernels::run(&args),
     }
 }
