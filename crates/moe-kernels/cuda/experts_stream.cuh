@@ -1,0 +1,148 @@
+// Geometry of the weight-streaming expert kernel: what is multiplied in which order, and where it lies in
+// shared memory. Host and device compute it from the same code.
+#pragma once
+
+#include "align.cuh"
+
+namespace moe::stream {
+
+constexpr int kConsumers = 8;                       // warps that multiply; each takes every 8th step of 16 along K
+constexpr int kThreads = (kConsumers + 2) * 32;     // and one warp each that loads weights and activations
+constexpr int kTileRows = 16;                       // weight rows of a tile: one mma
+constexpr int kMaxSlots = 2048;                     // T K; more belongs to the grouped kernel
+constexpr int kMaxStages = 16;
+constexpr int kMinStages = 4;
+constexpr int kFlagHeader = 32;                     // words before the units' flags: grid barrier
+
+struct Args {
+  const bf16* x;
+  const bf16* w13;
+  const bf16* w2;
+  const uint32_t* topk_ids;
+  const float* topk_weights;
+  const int32_t* expert_map;
+  bf16* act;         // [T K, I]
+  float* slot_rows;  // [T K, H]
+  bf16* out;         // [T, H], or null: slot_rows are the result
+  uint32_t* flags;
+  int tokens, top_k, num_ids, num_local, hidden, inter;
+  int chunk[2], stages;  // elements along K per pipeline stage, for each product
+
+  __host__ __device__ int slots() const { return tokens * top_k; }
+  /// Length of the sums of a product: gate and up (0), down (1).
+  __host__ __device__ int depth(int product) const { return product == 0 ? hidden : inter; }
+  /// Tiles of 16 weight rows per expert: 8 gate and 8 up rows, or 16 rows of w2.
+  __host__ __device__ int tiles(int product) const {
+    return product == 0 ? inter / (kTileRows / 2) : hidden / kTileRows;
+  }
+};
+
+/// Up to `pass` slots of one expert: what one read of its weights serves.
+struct Unit {
+  uint16_t expert, first, rows;  // slots are sorted[first .. first + rows]
+};
+
+/// Rows are padded by 16 bytes: their stride is 16 modulo 128, so ldmatrix has no bank conflicts.
+__host__ __device__ constexpr uint32_t padded(int elements) { return elements * 2 + 16; }
+
+/// Byte offsets into dynamic shared memory.
+struct Layout {
+  uint32_t units, sorted, partial, rows, stage, row_stride, stage_bytes, total;
+};
+
+__host__ __device__ inline Layout layout(const Args& a, int pass) {
+  Layout l;
+  const int units = (a.slots() < a.num_local ? a.slots() : a.num_local) + a.slots() / pass;
+  l.units = 512;  // barriers and the number of units come first
+  l.sorted = round_up(l.units + units * static_cast<uint32_t>(sizeof(Unit)), 16);
+  l.partial = round_up(l.sorted + a.slots() * 2u, 16);
+  l.rows = l.partial + 2 * kConsumers * kTileRows * (pass + 4) * 4;
+  l.row_stride = padded(a.hidden > a.inter ? a.hidden : a.inter);
+  l.stage = round_up(l.rows + pass * l.row_stride, 128);
+  l.stage_bytes = kTileRows * padded(a.chunk[0] > a.chunk[1] ? a.chunk[0] : a.chunk[1]);
+  l.total = l.stage + a.stages * l.stage_bytes;
+  return l;
+}
+
+/// Bytes that alignment needs; they lie where the stages will be.
+__host__ __device__ inline uint32_t align_bytes(const Args& a) {
+  return a.slots() * 4u + (2 * a.num_local + 2) * 4u;
+}
+
+/// A consecutive share of `total` tiles.
+struct Range {
+  int begin, end;
+};
+
+__device__ __forceinline__ Range share(int total) {
+  const int64_t n = total;
+  return {static_cast<int>(n * blockIdx.x / gridDim.x), static_cast<int>(n * (blockIdx.x + 1) / gridDim.x)};
+}
+
+/// Calls f(unit, first tile, end tile) for each run of tiles of one unit; tiles count within the unit.
+template <class F>
+__device__ __forceinline__ void for_each_run(int units, int tiles, F f) {
+  const Range range = share(units * tiles);
+  for (int t = range.begin; t < range.end;) {
+    const int unit = t / tiles, first = t % tiles;
+    const int end = min(tiles, first + range.end - t);
+    f(unit, first, end);
+    t += end - first;
+  }
+}
+
+/// A place in a ring of stages and the parity of its barriers.
+struct Cursor {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// Sorts the slots by expert and cuts them into units; every block finds the same ones. Returns their number.
+template <int kPass>
+__device__ int build_units(const Args& a, uint8_t* smem, const Layout& l) {
+  int16_t* local = reinterpret_cast<int16_t*>(smem + l.stage);
+  uint16_t* place = reinterpret_cast<uint16_t*>(local + a.slots());
+  uint32_t* offsets = reinterpret_cast<uint32_t*>(place + a.slots());
+  uint32_t* unit_base = offsets + a.num_local + 1;
+  Unit* units = reinterpret_cast<Unit*>(smem + l.units);
+  uint16_t* sorted = reinterpret_cast<uint16_t*>(smem + l.sorted);
+  uint32_t* num_units = reinterpret_cast<uint32_t*>(smem + l.units - 16);
+
+  for (int s = threadIdx.x; s < a.slots(); s += kThreads)
+    local[s] = static_cast<int16_t>(local_expert(a.topk_ids[s], a.expert_map, a.num_ids, a.num_local));
+  for (int e = threadIdx.x; e < a.num_local; e += kThreads) offsets[e] = 0;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    for (int s = threadIdx.x; s < round_up(a.slots(), 32); s += 32) {
+      const uint32_t rank = rank_in_expert(s < a.slots() ? local[s] : -1, offsets);
+      if (s < a.slots()) place[s] = static_cast<uint16_t>(rank);
+    }
+    for (int e = threadIdx.x; e < a.num_local; e += 32) unit_base[e] = ceil_div(offsets[e], kPass);
+    __syncwarp();
+    warp_offsets(offsets, a.num_local);
+    warp_offsets(unit_base, a.num_local);
+    if (threadIdx.x == 0) *num_units = unit_base[a.num_local];
+  }
+  __syncthreads();
+  for (int s = threadIdx.x; s < a.slots(); s += kThreads)
+    if (local[s] >= 0) sorted[offsets[local[s]] + place[s]] = static_cast<uint16_t>(s);
+  for (int e = threadIdx.x; e < a.num_local; e += kThreads) {
+    uint32_t first = offsets[e];
+    for (uint32_t u = unit_base[e]; u < unit_base[e + 1]; ++u, first += kPass) {
+      const uint32_t rows = min(static_cast<uint32_t>(kPass), offsets[e + 1] - first);
+      units[u] = {static_cast<uint16_t>(e), static_cast<uint16_t>(first), static_cast<uint16_t>(rows)};
+    }
+  }
+  fence_async_proxy();  // the copy engine fills this memory next
+  __syncthreads();
+  return static_cast<int>(*num_units);
+}
+
+}  // namespace moe::stream
