@@ -95,35 +95,70 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-/// Arrivals that complete a phase of a barrier filled by `copy_rows`.
-__device__ __forceinline__ uint32_t copy_rows_arrivals() { return MOE_SM90 ? 1 : 32; }
+/// Arrivals that complete a phase of a barrier filled by one call of `copy_rows` or `copy_strided`.
+__device__ __forceinline__ uint32_t copy_arrivals() { return MOE_SM90 ? 1 : 32; }
+
+#if MOE_SM90
+/// True in one lane of the warp; unlike a test of the lane number it tells the compiler so, which then
+/// issues bulk copies back to back (a loop over lanes costs about 75 cycles per copy).
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+  return elected != 0;
+}
+
+__device__ __forceinline__ void arrive_expecting(uint64_t* bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   smem_addr(dst)), "l"(src), "r"(bytes), "r"(smem_addr(bar)) : "memory");
+}
+#else
+__device__ __forceinline__ void cp_async_arrive(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
+}
+#endif
 
 /// Copies `rows` rows of `bytes` bytes (a multiple of 16) into shared rows `stride` bytes apart;
 /// `source(r)` is row r's address, 16-byte aligned. Called by one whole warp; the data is there when
-/// the current phase of `bar`, initialised with `copy_rows_arrivals()`, completes.
+/// the current phase of `bar`, initialised with `copy_arrivals()`, completes.
 template <class Source>
 __device__ __forceinline__ void copy_rows(uint8_t* dst, uint32_t stride, uint32_t rows, uint32_t bytes,
                                           uint64_t* bar, Source source) {
   const uint32_t lane = threadIdx.x % 32;
 #if MOE_SM90
-  if (lane == 0) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(rows * bytes)
-                 : "memory");
-  }
+  if (lane == 0) arrive_expecting(bar, rows * bytes);
   __syncwarp();
-  for (uint32_t r = lane; r < rows; r += 32) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            smem_addr(dst + r * stride)),
-        "l"(source(r)), "r"(bytes), "r"(smem_addr(bar))
-        : "memory");
-  }
+  for (uint32_t r = lane; r < rows; r += 32) bulk_copy(dst + r * stride, source(r), bytes, bar);
 #else
   for (uint32_t r = 0; r < rows; ++r) {
     const uint8_t* src = reinterpret_cast<const uint8_t*>(source(r));
     for (uint32_t at = lane * 16; at < bytes; at += 32 * 16) cp_async16(dst + r * stride + at, src + at);
   }
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
+  cp_async_arrive(bar);
+#endif
+}
+
+/// As `copy_rows`, for kRows rows that lie `src_stride` bytes apart.
+template <int kRows>
+__device__ __forceinline__ void copy_strided(uint8_t* dst, uint32_t stride, const void* src, size_t src_stride,
+                                             uint32_t bytes, uint64_t* bar) {
+  const uint8_t* from = static_cast<const uint8_t*>(src);
+#if MOE_SM90
+  if (elect_one()) {
+    arrive_expecting(bar, kRows * bytes);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) bulk_copy(dst + r * stride, from + r * src_stride, bytes, bar);
+  }
+  __syncwarp();
+#else
+  for (uint32_t at = threadIdx.x % 32 * 16; at < bytes; at += 32 * 16) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) cp_async16(dst + r * stride + at, from + r * src_stride + at);
+  }
+  cp_async_arrive(bar);
 #endif
 }
 
@@ -142,15 +177,9 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return v;
 }
 
-__device__ __forceinline__ void store_release(uint32_t* p, uint32_t v) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-
 /// Adds to a counter; this thread's earlier writes are visible to whoever acquires the sum.
-__device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t v) {
-  uint32_t old;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
-  return old;
+__device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
 // ---- barriers among some warps of a block
