@@ -33,51 +33,57 @@ def make_weights():
 
 
 def stream_calls(lib, inputs, plan):
-    flags = torch.zeros(lib.raw("moe_experts_stream_flags", inputs.tokens * K, E), dtype=torch.int32, device="cuda")
+    flags = torch.zeros(lib.raw("moe_experts_stream_flags", inputs.tokens * K, E, I), dtype=torch.int32, device="cuda")
 
     def call(i):
         (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
         lib.launch("moe_experts_stream_planned", inputs.x, w13, w2, ids, weights, None, inputs.act, inputs.rows,
-                   inputs.out, flags, inputs.tokens, K, E, E, H, I, *plan)
+                   inputs.out, flags, flags.numel(), inputs.tokens, K, E, E, H, I, *plan)
 
     return [lambda i=i: call(i) for i in range(len(inputs.routes))]
 
 
-def grouped_calls(lib, inputs):
+def grouped_calls(lib, inputs, only=None):
+    """All launches of the grouped path, or one of them alone (after one complete run)."""
     slots = inputs.tokens * K
     i32 = dict(dtype=torch.int32, device="cuda")
     meta = (torch.empty(E + 1, **i32), torch.empty(slots, **i32),
             torch.empty(lib.raw("moe_max_tiles", slots, E, 128), 2, **i32), torch.empty(1, **i32))
 
-    def call(i):
+    def call(i, only):
         (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
-        lib.launch("moe_align_tokens", ids, None, slots, E, E, 128, *meta)
-        lib.launch("moe_experts_grouped_gate_up", inputs.x, w13, *meta, inputs.act, slots, K, E, H, I)
-        lib.launch("moe_experts_grouped_down", inputs.act, w2, *meta, inputs.rows, slots, E, H, I)
-        lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, inputs.tokens, K, E, E, H)
+        if only in (None, "align"):
+            lib.launch("moe_align_tokens", ids, None, slots, E, E, 128, *meta)
+        if only in (None, "gate_up"):
+            lib.launch("moe_experts_grouped_gate_up", inputs.x, w13, *meta, inputs.act, slots, K, E, H, I)
+        if only in (None, "down"):
+            lib.launch("moe_experts_grouped_down", inputs.act, w2, *meta, inputs.rows, slots, E, H, I)
+        if only in (None, "combine"):
+            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, inputs.tokens, K, E, E, H)
 
-    return [lambda i=i: call(i) for i in range(len(inputs.routes))]
+    call(0, None)
+    return [lambda i=i: call(i, only) for i in range(len(inputs.routes))]
 
 
 def variants(lib, inputs):
-    """Kernel name -> calls. A plan is (columns per pass, elements per stage, cooperative)."""
+    """Kernel name -> calls. A plan is (columns per pass, elements per stage)."""
     tokens = inputs.tokens
     found = {}
     if tokens * K <= 2048:
-        found["stream"] = stream_calls(lib, inputs, (0, 512, 1))
-        found["stream not cooperative"] = stream_calls(lib, inputs, (0, 512, 0))
-        found["stream stage 256"] = stream_calls(lib, inputs, (0, 256, 1))
-        if tokens <= 64:
-            found["stream stage 1024"] = stream_calls(lib, inputs, (8, 1024, 1))
+        found["stream"] = stream_calls(lib, inputs, (0, 1024))
+        for chunk in (512, 768, 2048):
+            found[f"stream, stage of {chunk}"] = stream_calls(lib, inputs, (0, chunk))
         for columns in (8, 16, 32):
             if 8 <= tokens <= 32 * columns:
-                found[f"stream {columns} columns"] = stream_calls(lib, inputs, (columns, 512 if columns < 32 else 256, 1))
+                found[f"stream, {columns} columns"] = stream_calls(lib, inputs, (columns, 1024 if columns < 32 else 384))
     if tokens >= 64:
         found["grouped"] = grouped_calls(lib, inputs)
+        for part in ("align", "gate_up", "down", "combine"):
+            found[f"grouped, {part} alone"] = grouped_calls(lib, inputs, part)
     return found
 
 
-def run(lib, token_counts, skews=(0.0, 0.5, 1.0)):
+def run(lib, token_counts, skews):
     weights = make_weights()
     rows = []
     for skew in skews:

@@ -1,6 +1,6 @@
 """Checks the expert kernels against float64 on fresh random inputs, then times them.
 
-  python tests/cuda/experts.py LIBRARY [--out experts.json] [--no-bench] [--tokens 1,8,..]
+  python tests/cuda/experts.py LIBRARY [--out experts.json] [--no-bench] [--tokens 1,8,..] [--skews 0,0.5,1]
 """
 import argparse
 import json
@@ -13,7 +13,7 @@ from library import NO_EXPERT
 import bench_experts
 
 # E, K, H, I: the Qwen3-30B-A3B shape, then small and uneven ones.
-SHAPES = [(128, 8, 2048, 768), (8, 2, 64, 64), (16, 4, 320, 192), (60, 6, 1024, 448), (5, 1, 576, 1344), (40, 3, 128, 2560)]
+SHAPES = [(128, 8, 2048, 768), (8, 2, 64, 64), (16, 4, 320, 192), (60, 6, 1024, 448), (5, 1, 576, 1344), (40, 3, 128, 2560), (12, 4, 4096, 1536)]
 CHECKS = []
 
 
@@ -68,18 +68,20 @@ class Case:
         return self.tokens, self.top_k, self.experts, self.local, self.hidden, self.inter
 
 
-def flags_for(lib, slots, local):
-    return torch.zeros(lib.raw("moe_experts_stream_flags", slots, local), dtype=torch.int32, device="cuda")
+def flags_for(lib, slots, local, inter):
+    return torch.zeros(lib.raw("moe_experts_stream_flags", slots, local, inter), dtype=torch.int32, device="cuda")
 
 
-def run_stream(lib, case, plan=None, flags=None, want_out=True):
+def run_stream(lib, case, plan=None, flags=None):
+    """Slot rows and token rows: two launches, because only without `out` are slot rows a result."""
+    flags = flags_for(lib, case.tokens * case.top_k, case.local, case.inter) if flags is None else flags
     act, rows, out = case.buffers()
-    flags = flags_for(lib, case.tokens * case.top_k, case.local) if flags is None else flags
-    args = (case.x, case.w13, case.w2, case.ids, case.weights, case.map, act, rows, out if want_out else None, flags)
-    if plan is None:
-        lib.launch("moe_experts_stream", *args, *case.sizes())
-    else:
-        lib.launch("moe_experts_stream_planned", *args, *case.sizes(), *plan)
+    for slot_rows, result in ((torch.empty_like(rows), out), (rows, None)):
+        args = (case.x, case.w13, case.w2, case.ids, case.weights, case.map, act, slot_rows, result, flags, flags.numel())
+        if plan is None:
+            lib.launch("moe_experts_stream", *args, *case.sizes())
+        else:
+            lib.launch("moe_experts_stream_planned", *args, *case.sizes(), *plan)
     return rows, out
 
 
@@ -185,15 +187,15 @@ def stream_matches_float64(lib):
 @check
 def stream_plans_agree_bit_for_bit(lib):
     for shape in SHAPES:
-        for tokens in (1, 40):
+        for tokens in (1, 4, 40):
             case = with_padding(Case(tokens, shape)) if tokens > 1 else Case(tokens, shape)
             for chunk in (64, 256, 512):
-                rows, out = run_stream(lib, case, (8, chunk, 1))
+                rows, out = run_stream(lib, case, (8, chunk))
                 expect_close(f"{shape} T={tokens} chunk {chunk}", case, (rows, out))
-                for columns, cooperative in ((16, 1), (32, 0)):
+                for columns in (16, 32):
                     if lib_refuses_plan(lib, case, columns, chunk):
                         continue
-                    got = run_stream(lib, case, (columns, chunk, cooperative))
+                    got = run_stream(lib, case, (columns, chunk))
                     same = torch.equal(got[1], out) and torch.equal(got[0].nan_to_num(7.0), rows.nan_to_num(7.0))
                     assert same, f"{shape} T={tokens}: {columns} columns, chunk {chunk} differ from 8"
 
@@ -205,18 +207,31 @@ def lib_refuses_plan(lib, case, columns, chunk):
 
 
 @check
-def stream_repeats_and_leaves_its_flags_clean(lib):
+def stream_repeats_with_shared_flags(lib):
+    """Launches of all sizes in turn on one flag buffer: each finds its flags clear."""
     shape = SHAPES[0]
-    flags = flags_for(lib, 2048, shape[0])
-    for tokens in (1, 24, 200):
-        case = Case(tokens, shape)
-        first = run_stream(lib, case, flags=flags)
-        for _ in range(20):
-            again = run_stream(lib, case, flags=flags)
-            assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1]), f"T={tokens}: runs differ"
-        assert flags[0] == 0 and (flags[2:] == 0).all(), "flags are not as they were found"
-        rows, out = run_stream(lib, case, flags=flags, want_out=False)
-        assert torch.equal(rows, first[0]) and out.isnan().all(), "without out only slot rows are written"
+    flags = flags_for(lib, 2048, shape[0], shape[3])
+    sizes = [Case(tokens, shape) for tokens in (1, 24, 200, 4, 2)]
+    first = [run_stream(lib, case, flags=flags) for case in sizes]
+    for _ in range(15):
+        for case, want in zip(sizes, first):
+            rows, out = run_stream(lib, case, flags=flags)
+            assert torch.equal(rows, want[0]) and torch.equal(out, want[1]), f"T={case.tokens}: runs differ"
+
+
+@check
+def graph_equals_eager(lib):
+    case = Case(3, SHAPES[0])
+    flags = flags_for(lib, 64, case.local, case.inter)
+    _, want = run_stream(lib, case, flags=flags)
+    act, rows, out = case.buffers()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lib.launch("moe_experts_stream", case.x, case.w13, case.w2, case.ids, case.weights, case.map, act, rows, out, flags, flags.numel(), *case.sizes())
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, want), "a replayed graph differs from the eager launch"
 
 
 @check
@@ -235,10 +250,11 @@ def grouped_matches_float64(lib):
 def sizes_that_do_not_fit_are_refused(lib):
     none = [None] * 10
     for tokens, top_k, hidden, inter in ((1, 2, 96, 64), (1, 2, 64, 100), (2049, 1, 64, 64), (-1, 2, 64, 64), (1, 0, 64, 64), (1, 1, 1 << 20, 64)):
-        assert lib.refused("moe_experts_stream", *none, tokens, top_k, 8, 8, hidden, inter), (tokens, top_k, hidden, inter)
+        assert lib.refused("moe_experts_stream", *none, 9999, tokens, top_k, 8, 8, hidden, inter), (tokens, top_k, hidden, inter)
     assert lib.refused("moe_experts_grouped_gate_up", *none[:7], 8, 2, 8, 96, 64)
     assert lib.refused("moe_experts_grouped_down", *none[:7], 8, 8, 64, 100)
-    assert lib.raw("moe_experts_stream", *none, 0, 2, 8, 8, 64, 64, None) == 0, "no tokens is no error"
+    assert lib.refused("moe_experts_stream", *none, 40, 4, 8, 8, 8, 64, 64), "too small a flag buffer"
+    assert lib.raw("moe_experts_stream", *none, 9999, 0, 2, 8, 8, 64, 64, None) == 0, "no tokens is no error"
 
 
 def main():
@@ -247,6 +263,7 @@ def main():
     ap.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "experts.json"))
     ap.add_argument("--no-bench", action="store_true")
     ap.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512,1024")
+    ap.add_argument("--skews", default="0,0.5,1")
     args = ap.parse_args()
     lib = Library(args.library)
     failures = 0
@@ -259,7 +276,7 @@ def main():
             failures += 1
             print(f"FAILED {function.__name__}: {error}", flush=True)
     if not args.no_bench:
-        rows = bench_experts.run(lib, [int(t) for t in args.tokens.split(",")])
+        rows = bench_experts.run(lib, [int(t) for t in args.tokens.split(",")], [float(s) for s in args.skews.split(",")])
         with open(args.out, "w") as f:
             json.dump({"device": torch.cuda.get_device_name(), "rows": rows}, f, indent=1)
     if failures:

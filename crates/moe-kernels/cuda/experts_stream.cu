@@ -37,21 +37,10 @@ __device__ void grid_barrier(uint32_t* arrived) {
   __syncthreads();
 }
 
-/// This launch's set of flags; clears the other. The count of blocks that have left tells the launches
-/// apart: it grows by gridDim.x with each, and cannot reach the next multiple while a block is here.
-__device__ uint32_t* choose_flags(const Args& a) {
-  const uint64_t left = *reinterpret_cast<const volatile uint64_t*>(a.flags);
-  uint32_t* sets = a.flags + kFlagHeader;
-  const bool odd = left / gridDim.x % 2 != 0;
-  uint32_t* other = sets + (odd ? 0 : a.flag_set);
-  for (int i = blockIdx.x * kThreads + threadIdx.x; i < a.flag_set; i += gridDim.x * kThreads) other[i] = 0;
-  return sets + (odd ? a.flag_set : 0);
-}
-
 template <int kPass>
 __global__ __launch_bounds__(kThreads, 1) void experts_stream(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) uint8_t smem[];
-  Block b = {a, layout(a, kPass), smem, nullptr, 0};
+  Block b = {a, layout(a, kPass), smem, 0, 0};
   if (threadIdx.x == 0) {
     for (int s = 0; s < a.stages; ++s) {
       mbarrier_init(b.full(s), kLoaders * copy_arrivals());
@@ -62,22 +51,25 @@ __global__ __launch_bounds__(kThreads, 1) void experts_stream(const __grid_const
     mbarrier_fence_init();
   }
   pdl_wait();
-  b.flags = choose_flags(a);
+  b.left = *reinterpret_cast<const volatile uint64_t*>(a.flags);  // used later: in flight meanwhile
   b.units = build_units<kPass>(a, smem, b.l);
   const int warp = threadIdx.x / 32;
   if (warp < kConsumers) {
-    Consumer<kPass> consumer = {b, {}};
-    consumer.gate_up();
+    Consumer<kPass> consumer = {b, Flags(a, b.left), {}};
+    for (int i = blockIdx.x * kConsumers * 32 + threadIdx.x; i < a.flag_set; i += gridDim.x * kConsumers * 32)
+      consumer.flags.other[i] = 0;
+    uint32_t parity = 0;
+    consumer.product(0, parity);
     pdl_launch_dependents();
-    if (a.few) consumer.down_few();
-    else consumer.down();
+    if (a.few) consumer.columns();
+    else consumer.product(1, parity);
   } else if (warp < kConsumers + kLoaders) {
     load_weights(b);
   } else {
     load_rows(b);
   }
   if (!a.few && a.out != nullptr) {
-    grid_barrier(b.flags);
+    grid_barrier(Flags(a, b.left).arrived());
     combine_share({a.slot_rows, a.topk_ids, a.topk_weights, a.expert_map, a.out, a.tokens, a.top_k, a.num_ids,
                    a.num_local, a.hidden});
   }
@@ -120,20 +112,22 @@ int choose_plan(Args* a, int chunk_limit, int block_smem) {
   return 0;
 }
 
-cudaError_t run(Args a, int pass, int chunk_limit, bool cooperative, void* stream) {
-  if (max_units(a.slots(), a.num_local, 8) >= a.flag_set) return cudaErrorInvalidValue;
+cudaError_t run(Args a, int pass, int chunk_limit, void* stream) {
+  if (kSetHeader + max_units(a.slots(), a.num_local, 8) > a.flag_set) return cudaErrorInvalidValue;
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (pass == 0) pass = choose_plan(&a, chunk_limit, limits.block_smem);
   else if (!plan(&a, pass, chunk_limit, limits.block_smem)) pass = 0;
+  if (pass == 0) return cudaErrorInvalidValue;
+  a.pass = pass;
   Launch l = {dim3(limits.sms), dim3(kThreads), stream, layout(a, pass).total};
-  l.cooperative = cooperative;
+  l.cooperative = true;
   switch (pass) {
     case 8: return launch(experts_stream<8>, l, a);
     case 16: return launch(experts_stream<16>, l, a);
     case 32: return launch(experts_stream<32>, l, a);
-    default: return cudaErrorInvalidValue;  // nothing fits
+    default: return cudaErrorInvalidValue;
   }
 }
 
@@ -141,29 +135,31 @@ cudaError_t run(Args a, int pass, int chunk_limit, bool cooperative, void* strea
 }  // namespace moe::stream
 
 /// Words of the zeroed `flags` buffer that launches with up to `slots` slots may share.
-extern "C" int moe_experts_stream_flags(int slots, int num_local) {
-  return moe::stream::kFlagHeader + 2 * (1 + moe::stream::max_units(slots, num_local, 8));
+extern "C" int moe_experts_stream_flags(int slots, int num_local, int inter) {
+  using namespace moe::stream;
+  return kFlagHeader + 2 * moe::round_up(kSetHeader + max_units(slots, num_local, 8), 4) + kFewSlots * inter;
 }
 
 /// As `moe_experts_stream`, with the choices that it makes itself: columns per pass (8, 16, 32; 0 = choose),
-/// elements per pipeline stage, cooperative launch. For tests and for tuning.
+/// elements per pipeline stage. For tests and for tuning.
 extern "C" int moe_experts_stream_planned(const void* x, const void* w13, const void* w2, const void* topk_ids,
                                           const void* topk_weights, const void* expert_map, void* act,
                                           void* slot_rows, void* out, void* flags, int flag_words, int tokens,
                                           int top_k, int num_ids, int num_local, int hidden, int inter, int pass,
-                                          int chunk, int cooperative, void* stream) {
+                                          int chunk, void* stream) {
   using namespace moe;
   if (tokens < 0 || top_k <= 0 || num_ids <= 0 || num_local <= 0 || num_local > INT16_MAX || hidden <= 0 ||
       inter <= 0 || hidden % 64 != 0 || inter % 64 != 0 || tokens > stream::kMaxSlots / top_k || chunk < 64)
     return cudaErrorInvalidValue;
   if (tokens == 0) return cudaSuccess;
+  const int flag_set = (flag_words - stream::kFlagHeader - stream::kFewSlots * inter) / 2 / 4 * 4;
   const stream::Args args = {static_cast<const bf16*>(x), static_cast<const bf16*>(w13),
                              static_cast<const bf16*>(w2), static_cast<const uint32_t*>(topk_ids),
                              static_cast<const float*>(topk_weights), static_cast<const int32_t*>(expert_map),
                              static_cast<bf16*>(act), static_cast<float*>(slot_rows), static_cast<bf16*>(out),
-                             static_cast<uint32_t*>(flags), (flag_words - stream::kFlagHeader) / 2, tokens, top_k,
-                             num_ids, num_local, hidden, inter, 0, {0, 0}, 0};
-  return stream::run(args, pass, chunk, cooperative != 0, stream);
+                             static_cast<uint32_t*>(flags), flag_set, 0, tokens, top_k, num_ids, num_local, hidden,
+                             inter, 0, {0, 0}, 0};
+  return stream::run(args, pass, chunk, stream);
 }
 
 /// out[t] = sum over k of topk_weights[t, k] * w2[e] (silu(gate) * up), gate and up from w13[e] x[t], e = topk_ids[t, k].
@@ -176,7 +172,7 @@ extern "C" int moe_experts_stream_planned(const void* x, const void* w13, const 
 /// | `expert_map` | [num_ids] i32, physical id to local expert, -1 = elsewhere; null = identity |
 /// | `act`, `slot_rows` | scratch [T K, I] bf16, [T K, H] f32 |
 /// | `out` | [T, H] bf16; null: `slot_rows` is the result, each slot's unweighted row |
-/// | `flags` | [flag_words >= moe_experts_stream_flags] u32, zeroed once; launches that share it must not overlap |
+/// | `flags` | [flag_words >= moe_experts_stream_flags] u32, zeroed once; launches that share it have the same I and must not overlap |
 ///
 /// Refuses T K > 2048, H or I that are no multiple of 64, and H too large for shared memory.
 extern "C" int moe_experts_stream(const void* x, const void* w13, const void* w2, const void* topk_ids,
@@ -184,5 +180,5 @@ extern "C" int moe_experts_stream(const void* x, const void* w13, const void* w2
                                   void* out, void* flags, int flag_words, int tokens, int top_k, int num_ids,
                                   int num_local, int hidden, int inter, void* stream) {
   return moe_experts_stream_planned(x, w13, w2, topk_ids, topk_weights, expert_map, act, slot_rows, out, flags,
-                                    flag_words, tokens, top_k, num_ids, num_local, hidden, inter, 0, 1024, 1, stream);
+                                    flag_words, tokens, top_k, num_ids, num_local, hidden, inter, 0, 1024, stream);
 }

@@ -16,6 +16,7 @@ constexpr uint16_t kNoPlace = 0xffff;
 constexpr int kMaxStages = 16;
 constexpr int kMinStages = 4;
 constexpr int kFlagHeader = 32;    // words of the flag buffer before its two sets
+constexpr int kSetHeader = 4;      // words of a set before the units' flags: the grid barrier
 
 struct Args {
   const bf16* x;
@@ -29,6 +30,7 @@ struct Args {
   bf16* out;         // [T, H], or null: slot_rows are the result
   uint32_t* flags;
   int flag_set;      // words of one set of flags
+  int pass;          // slots that one read of weights serves at most
   int tokens, top_k, num_ids, num_local, hidden, inter;
   int few;               // at most kFewSlots slots
   int chunk[2], stages;  // elements along K per pipeline stage, for each product
@@ -89,20 +91,8 @@ struct Range {
 };
 
 __device__ __forceinline__ Range share(int total) {
-  const int64_t n = total;
+  const uint32_t n = total;  // at most about 10^5 tiles: times a block number it fits in 32 bits
   return {static_cast<int>(n * blockIdx.x / gridDim.x), static_cast<int>(n * (blockIdx.x + 1) / gridDim.x)};
-}
-
-/// Calls f(unit, first tile, end tile) for each run of tiles of one unit; tiles count within the unit.
-template <class F>
-__device__ __forceinline__ void for_each_run(int units, int tiles, F f) {
-  const Range range = share(units * tiles);
-  for (int t = range.begin; t < range.end;) {
-    const int unit = t / tiles, first = t % tiles;
-    const int end = min(tiles, first + range.end - t);
-    f(unit, first, end);
-    t += end - first;
-  }
 }
 
 /// A place in a ring of stages and the parity of its barriers.

@@ -1,37 +1,9 @@
 // The warps of the weight-streaming expert kernel that bring weights and rows to shared memory.
 #pragma once
 
-#include "experts_stream.cuh"
+#include "experts_stream_block.cuh"
 
 namespace moe::stream {
-
-/// Everything the roles of a block share.
-struct Block {
-  const Args& a;
-  Layout l;
-  uint8_t* smem;
-  uint32_t* flags;  // of this launch: barrier arrivals, then one per unit
-  int units;
-
-  __device__ uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(smem) + stage; }
-  __device__ uint64_t* empty(int stage) const { return full(kMaxStages + stage); }
-  __device__ uint64_t* rows_full() const { return full(2 * kMaxStages); }
-  __device__ uint64_t* rows_empty() const { return full(2 * kMaxStages + 1); }
-  __device__ uint8_t* stage(int i) const { return smem + l.stage + i * l.stage_bytes; }
-  __device__ Unit unit(int u) const { return Routing(smem, l).units[u]; }
-  __device__ int slot(int place) const { return Routing(smem, l).sorted[place]; }
-  __device__ uint32_t row_stride(int product) const {
-    return product == 1 && a.few ? padded(a.inter) : l.row_stride;
-  }
-};
-
-/// Calls f(unit, tile) for every tile of the down product's share where a block owns whole columns.
-template <class F>
-__device__ __forceinline__ void for_each_few(const Block& b, F f) {
-  const Range columns = share(b.a.tiles(1));
-  for (int tile = columns.begin; tile < columns.end; ++tile)
-    for (int u = 0; u < b.units; ++u) f(u, tile);
-}
 
 /// This warp's rows of one tile, stage by stage.
 __device__ __forceinline__ void load_tile(const Block& b, int product, int expert, int tile, Cursor& at) {
@@ -57,7 +29,8 @@ __device__ void load_weights(const Block& b) {
   Cursor at;
   const auto load_runs = [&](int product) {
     for_each_run(b.units, b.a.tiles(product), [&](int u, int first, int end) {
-      for (int tile = first; tile < end; ++tile) load_tile(b, product, b.unit(u).expert, tile, at);
+      const int expert = b.unit(u).expert;
+      for (int tile = first; tile < end; ++tile) load_tile(b, product, expert, tile, at);
     });
   };
   load_runs(0);
@@ -65,36 +38,52 @@ __device__ void load_weights(const Block& b) {
   else load_runs(1);
 }
 
-/// Waits until all blocks have written the unit's activations.
-__device__ __forceinline__ void wait_for_unit(const Block& b, int u) {
-  while (load_acquire(b.flags + 1 + u) < static_cast<uint32_t>(b.a.tiles(0))) {
-  }
-  fence_async_proxy();
-}
-
-/// Loads the rows of each unit: token rows, then activations as soon as they are there.
+/// Loads the rows of each run, and tells other blocks which activations are written: the consumers, who
+/// release a run's rows after their last write, need not wait for that.
 __device__ void load_rows(const Block& b) {
+  const Args& a = b.a;
+  if (b.one_row()) {
+    if (b.units > 0) copy_rows(b.smem + b.l.rows, b.row_stride(0), min(a.pass, a.slots()), a.hidden * 2, b.rows_full(), [&](int) { return a.x; });
+    return;
+  }
+  const Flags flags(a, b.left);
   uint32_t parity = 1;
-  const auto load = [&](int product, int first, int rows) {
+  int written = -1, tiles = 0;  // unit and number of tiles that are written but not announced
+  const auto wait_for_consumers = [&] {
     mbarrier_wait(b.rows_empty(), parity);
     parity ^= 1;
-    copy_rows(b.smem + b.l.rows, b.row_stride(product), rows, b.a.depth(product) * 2, b.rows_full(), [&](int r) {
-      const uint32_t slot = b.slot(first + r);
-      return product == 0 ? b.a.x + static_cast<size_t>(slot / b.a.top_k) * b.a.hidden
-                          : b.a.act + static_cast<size_t>(slot) * b.a.inter;
-    });
   };
-  for_each_run(b.units, b.a.tiles(0), [&](int u, int, int) { load(0, b.unit(u).first, b.unit(u).rows); });
-  if (!b.a.few) {
-    for_each_run(b.units, b.a.tiles(1), [&](int u, int, int) {
-      wait_for_unit(b, u);
-      load(1, b.unit(u).first, b.unit(u).rows);
+  const auto announce = [&] {
+    if (written >= 0 && !a.few && threadIdx.x % 32 == 0) {
+      fence_async_proxy();
+      add_release(flags.unit(written), tiles);
+    }
+    written = -1;
+  };
+  for_each_run(b.units, a.tiles(0), [&](int u, int first, int end) {
+    wait_for_consumers();
+    const Unit unit = b.unit(u);
+    copy_rows(b.smem + b.l.rows, b.row_stride(0), unit.rows, a.hidden * 2, b.rows_full(), [&](int r) {
+      return a.x + static_cast<size_t>(b.slot(unit.first + r) / a.top_k) * a.hidden;
     });
-  } else if (b.units > 0) {
-    for (int u = 0; u < b.units; ++u) wait_for_unit(b, u);
-    const Unit last = b.unit(b.units - 1);
-    load(1, 0, last.first + last.rows);
-  }
+    announce();
+    written = u, tiles = end - first;
+  });
+  if (a.few) return;
+  wait_for_consumers();
+  announce();
+  bool free = true;
+  for_each_run(b.units, a.tiles(1), [&](int u, int, int) {
+    if (!free) wait_for_consumers();
+    free = false;
+    while (load_acquire(flags.unit(u)) < static_cast<uint32_t>(a.tiles(0))) {
+    }
+    fence_async_proxy();
+    const Unit unit = b.unit(u);
+    copy_rows(b.smem + b.l.rows, b.row_stride(1), unit.rows, a.inter * 2, b.rows_full(), [&](int r) {
+      return a.act + static_cast<size_t>(b.slot(unit.first + r)) * a.inter;
+    });
+  });
 }
 
 }  // namespace moe::stream
