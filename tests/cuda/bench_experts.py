@@ -33,7 +33,7 @@ def make_weights():
 
 
 def stream_calls(lib, inputs, plan):
-    flags = torch.zeros(lib.raw("moe_experts_stream_flags", inputs.tokens * K, E, I), dtype=torch.int32, device="cuda")
+    flags = torch.zeros(lib.raw("moe_experts_stream_flags", inputs.tokens * K, E), dtype=torch.int32, device="cuda")
 
     def call(i):
         (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]

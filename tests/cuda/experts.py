@@ -68,13 +68,13 @@ class Case:
         return self.tokens, self.top_k, self.experts, self.local, self.hidden, self.inter
 
 
-def flags_for(lib, slots, local, inter):
-    return torch.zeros(lib.raw("moe_experts_stream_flags", slots, local, inter), dtype=torch.int32, device="cuda")
+def flags_for(lib, slots, local):
+    return torch.zeros(lib.raw("moe_experts_stream_flags", slots, local), dtype=torch.int32, device="cuda")
 
 
 def run_stream(lib, case, plan=None, flags=None):
     """Slot rows and token rows: two launches, because only without `out` are slot rows a result."""
-    flags = flags_for(lib, case.tokens * case.top_k, case.local, case.inter) if flags is None else flags
+    flags = flags_for(lib, case.tokens * case.top_k, case.local) if flags is None else flags
     act, rows, out = case.buffers()
     for slot_rows, result in ((torch.empty_like(rows), out), (rows, None)):
         args = (case.x, case.w13, case.w2, case.ids, case.weights, case.map, act, slot_rows, result, flags, flags.numel())
@@ -202,15 +202,15 @@ def stream_plans_agree_bit_for_bit(lib):
 
 def lib_refuses_plan(lib, case, columns, chunk):
     """Whether this many columns do not fit into shared memory beside four stages."""
-    both = max(case.hidden, case.inter) * 2 + 16
-    return columns * both + 4 * 16 * (chunk * 2 + 16) + columns * 1100 > 220_000
+    rows = max(case.hidden * 2 + 16, 2 * (case.inter * 2 + 16))
+    return columns * rows + 4 * 16 * (chunk * 2 + 16) + columns * 1100 > 220_000
 
 
 @check
 def stream_repeats_with_shared_flags(lib):
     """Launches of all sizes in turn on one flag buffer: each finds its flags clear."""
     shape = SHAPES[0]
-    flags = flags_for(lib, 2048, shape[0], shape[3])
+    flags = flags_for(lib, 2048, shape[0])
     sizes = [Case(tokens, shape) for tokens in (1, 24, 200, 4, 2)]
     first = [run_stream(lib, case, flags=flags) for case in sizes]
     for _ in range(15):
@@ -222,7 +222,7 @@ def stream_repeats_with_shared_flags(lib):
 @check
 def graph_equals_eager(lib):
     case = Case(3, SHAPES[0])
-    flags = flags_for(lib, 64, case.local, case.inter)
+    flags = flags_for(lib, 64, case.local)
     _, want = run_stream(lib, case, flags=flags)
     act, rows, out = case.buffers()
     graph = torch.cuda.CUDAGraph()

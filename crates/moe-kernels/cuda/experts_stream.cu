@@ -12,10 +12,6 @@
 // keeps the tile small enough to spread 8 experts evenly over 132 multiprocessors. Their partial sums are
 // added in warp order: the result of a slot depends on its own row only, never on the batch.
 //
-// With few slots latency counts as much as bytes: a block then owns whole output columns of the down product, keeps all
-// activations and its columns of every slot in shared memory and adds the experts there, so nothing follows
-// the last weight but one short sum. With more slots the slots' rows go through memory and a grid barrier.
-//
 // Blocks wait for each other (flags per unit), so the launch is cooperative. The flags come in two sets: a
 // launch uses one and clears the other, so clearing costs no time and one zeroed buffer serves all launches.
 #include "combine.cuh"
@@ -46,8 +42,11 @@ __global__ __launch_bounds__(kThreads, 1) void experts_stream(const __grid_const
       mbarrier_init(b.full(s), kLoaders * copy_arrivals());
       mbarrier_init(b.empty(s), kConsumers);
     }
-    mbarrier_init(b.rows_full(), copy_arrivals());
-    mbarrier_init(b.rows_empty(), kConsumers);
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(b.rows_full(i), copy_arrivals());
+      mbarrier_init(b.rows_empty(i), kConsumers);
+    }
+    for (int i = 0; i < 4; ++i) mbarrier_init(b.run_full(i), 1);
     mbarrier_fence_init();
   }
   pdl_wait();
@@ -55,20 +54,17 @@ __global__ __launch_bounds__(kThreads, 1) void experts_stream(const __grid_const
   b.units = build_units<kPass>(a, smem, b.l);
   const int warp = threadIdx.x / 32;
   if (warp < kConsumers) {
-    Consumer<kPass> consumer = {b, Flags(a, b.left), {}};
+    const Flags flags(a, b.left);
     for (int i = blockIdx.x * kConsumers * 32 + threadIdx.x; i < a.flag_set; i += gridDim.x * kConsumers * 32)
-      consumer.flags.other[i] = 0;
-    uint32_t parity = 0;
-    consumer.product(0, parity);
+      flags.other[i] = 0;
+    consume<kPass>(b);
     pdl_launch_dependents();
-    if (a.few) consumer.columns();
-    else consumer.product(1, parity);
   } else if (warp < kConsumers + kLoaders) {
     load_weights(b);
   } else {
-    load_rows(b);
+    load_rows<kPass>(b);
   }
-  if (!a.few && a.out != nullptr) {
+  if (a.out != nullptr) {
     grid_barrier(Flags(a, b.left).arrived());
     combine_share({a.slot_rows, a.topk_ids, a.topk_weights, a.expert_map, a.out, a.tokens, a.top_k, a.num_ids,
                    a.num_local, a.hidden});
@@ -97,11 +93,8 @@ int stages_that_fit(Args a, int pass, int block_smem) {
 bool plan(Args* a, int pass, int chunk_limit, int block_smem) {
   a->chunk[0] = even_chunk(a->hidden, chunk_limit);
   a->chunk[1] = even_chunk(a->inter, chunk_limit);
-  for (a->few = a->out != nullptr && a->slots() <= kFewSlots; a->few >= 0; --a->few) {
-    a->stages = stages_that_fit(*a, pass, block_smem);
-    if (a->stages >= kMinStages && align_bytes(*a) <= a->stages * layout(*a, pass).stage_bytes) return true;
-  }
-  return false;
+  a->stages = stages_that_fit(*a, pass, block_smem);
+  return a->stages >= kMinStages && align_bytes(*a) <= a->stages * layout(*a, pass).stage_bytes;
 }
 
 /// Most columns first, because a second read of weights costs most; then the longest stages. 0 = nothing fits.
@@ -120,7 +113,6 @@ cudaError_t run(Args a, int pass, int chunk_limit, void* stream) {
   if (pass == 0) pass = choose_plan(&a, chunk_limit, limits.block_smem);
   else if (!plan(&a, pass, chunk_limit, limits.block_smem)) pass = 0;
   if (pass == 0) return cudaErrorInvalidValue;
-  a.pass = pass;
   Launch l = {dim3(limits.sms), dim3(kThreads), stream, layout(a, pass).total};
   l.cooperative = true;
   switch (pass) {
@@ -135,9 +127,9 @@ cudaError_t run(Args a, int pass, int chunk_limit, void* stream) {
 }  // namespace moe::stream
 
 /// Words of the zeroed `flags` buffer that launches with up to `slots` slots may share.
-extern "C" int moe_experts_stream_flags(int slots, int num_local, int inter) {
+extern "C" int moe_experts_stream_flags(int slots, int num_local) {
   using namespace moe::stream;
-  return kFlagHeader + 2 * moe::round_up(kSetHeader + max_units(slots, num_local, 8), 4) + kFewSlots * inter;
+  return kFlagHeader + 2 * (kSetHeader + max_units(slots, num_local, 8));
 }
 
 /// As `moe_experts_stream`, with the choices that it makes itself: columns per pass (8, 16, 32; 0 = choose),
@@ -152,13 +144,13 @@ extern "C" int moe_experts_stream_planned(const void* x, const void* w13, const 
       inter <= 0 || hidden % 64 != 0 || inter % 64 != 0 || tokens > stream::kMaxSlots / top_k || chunk < 64)
     return cudaErrorInvalidValue;
   if (tokens == 0) return cudaSuccess;
-  const int flag_set = (flag_words - stream::kFlagHeader - stream::kFewSlots * inter) / 2 / 4 * 4;
+  const int flag_set = (flag_words - stream::kFlagHeader) / 2;
   const stream::Args args = {static_cast<const bf16*>(x), static_cast<const bf16*>(w13),
                              static_cast<const bf16*>(w2), static_cast<const uint32_t*>(topk_ids),
                              static_cast<const float*>(topk_weights), static_cast<const int32_t*>(expert_map),
                              static_cast<bf16*>(act), static_cast<float*>(slot_rows), static_cast<bf16*>(out),
-                             static_cast<uint32_t*>(flags), flag_set, 0, tokens, top_k, num_ids, num_local, hidden,
-                             inter, 0, {0, 0}, 0};
+                             static_cast<uint32_t*>(flags), flag_set, tokens, top_k, num_ids, num_local, hidden,
+                             inter, {0, 0}, 0};
   return stream::run(args, pass, chunk, stream);
 }
 
@@ -172,7 +164,7 @@ extern "C" int moe_experts_stream_planned(const void* x, const void* w13, const 
 /// | `expert_map` | [num_ids] i32, physical id to local expert, -1 = elsewhere; null = identity |
 /// | `act`, `slot_rows` | scratch [T K, I] bf16, [T K, H] f32 |
 /// | `out` | [T, H] bf16; null: `slot_rows` is the result, each slot's unweighted row |
-/// | `flags` | [flag_words >= moe_experts_stream_flags] u32, zeroed once; launches that share it have the same I and must not overlap |
+/// | `flags` | [flag_words >= moe_experts_stream_flags] u32, zeroed once; launches that share it must not overlap |
 ///
 /// Refuses T K > 2048, H or I that are no multiple of 64, and H too large for shared memory.
 extern "C" int moe_experts_stream(const void* x, const void* w13, const void* w2, const void* topk_ids,

@@ -11,12 +11,11 @@ constexpr int kLoaders = 2;        // warps that load weights, half a tile each
 constexpr int kThreads = (kConsumers + kLoaders + 1) * 32;  // the last warp loads token rows and activations
 constexpr int kTileRows = 16;      // weight rows of a tile: one mma
 constexpr int kMaxSlots = 2048;    // T K; more belongs to the grouped kernel
-constexpr int kFewSlots = 32;      // T K up to which a block finishes whole columns of the output alone
-constexpr uint16_t kNoPlace = 0xffff;
 constexpr int kMaxStages = 16;
 constexpr int kMinStages = 4;
 constexpr int kFlagHeader = 32;    // words of the flag buffer before its two sets
-constexpr int kSetHeader = 4;      // words of a set before the units' flags: the grid barrier
+constexpr int kSetHeader = 4;      // words of a set before the units' flags: grid barrier, tickets
+constexpr int kTicketTiles = 4;    // tiles of a ticket; divides every tile count
 
 struct Args {
   const bf16* x;
@@ -30,9 +29,7 @@ struct Args {
   bf16* out;         // [T, H], or null: slot_rows are the result
   uint32_t* flags;
   int flag_set;      // words of one set of flags
-  int pass;          // slots that one read of weights serves at most
   int tokens, top_k, num_ids, num_local, hidden, inter;
-  int few;               // at most kFewSlots slots
   int chunk[2], stages;  // elements along K per pipeline stage, for each product
 
   __host__ __device__ int slots() const { return tokens * top_k; }
@@ -58,23 +55,18 @@ __host__ __device__ constexpr uint32_t padded(int elements) { return elements * 
 
 /// Byte offsets into dynamic shared memory.
 struct Layout {
-  uint32_t units, sorted, places, weights, results, partial, rows, stage, row_stride, stage_bytes, total;
+  uint32_t units, sorted, partial, rows, stage, stage_bytes, total;
 };
 
 __host__ __device__ inline Layout layout(const Args& a, int pass) {
   Layout l;
   l.units = 512;  // barriers and the number of units come first
   l.sorted = round_up(l.units + max_units(a.slots(), a.num_local, pass) * static_cast<uint32_t>(sizeof(Unit)), 16);
-  l.places = round_up(l.sorted + a.slots() * 2u, 16);
-  l.weights = l.places + (a.few ? kFewSlots * 2u : 0);
-  l.results = l.weights + (a.few ? kFewSlots * 4u : 0);
-  l.partial = l.results + (a.few ? kFewSlots * kTileRows * 4u : 0);
+  l.partial = round_up(l.sorted + a.slots() * 2u, 16);
   l.rows = l.partial + 2 * kConsumers * kTileRows * (pass + 4) * 4;
-  l.row_stride = padded(a.hidden > a.inter ? a.hidden : a.inter);
-  const uint32_t first = pass * l.row_stride;
-  // Few slots: all activations at once, and what an mma reads beyond the last.
-  const uint32_t second = a.few ? (a.slots() + pass) * padded(a.inter) : 0;
-  l.stage = round_up(l.rows + (first > second ? first : second), 128);
+  // The down product keeps the rows of two runs, so that the next run's are there in time.
+  const uint32_t twice = 2 * pass * padded(a.inter);
+  l.stage = round_up(l.rows + (twice > pass * padded(a.hidden) ? twice : pass * padded(a.hidden)), 128);
   l.stage_bytes = kTileRows * padded(a.chunk[0] > a.chunk[1] ? a.chunk[0] : a.chunk[1]);
   l.total = l.stage + a.stages * l.stage_bytes;
   return l;
@@ -112,15 +104,11 @@ struct Cursor {
 struct Routing {
   Unit* units;
   uint16_t* sorted;  // place -> slot
-  uint16_t* places;  // few slots only: slot -> place or kNoPlace
-  float* weights;    // few slots only: topk_weights
   uint32_t* num_units;
 
   __device__ Routing(uint8_t* smem, const Layout& l)
       : units(reinterpret_cast<Unit*>(smem + l.units)),
         sorted(reinterpret_cast<uint16_t*>(smem + l.sorted)),
-        places(reinterpret_cast<uint16_t*>(smem + l.places)),
-        weights(reinterpret_cast<float*>(smem + l.weights)),
         num_units(reinterpret_cast<uint32_t*>(smem + l.units - 16)) {}
 };
 
@@ -130,7 +118,6 @@ __device__ __forceinline__ void build_few(const Args& a, const Routing& to) {
   const int lane = threadIdx.x;
   const int local =
       lane < a.slots() ? local_expert(a.topk_ids[lane], a.expert_map, a.num_ids, a.num_local) : -1;
-  const float weight = lane < a.slots() ? a.topk_weights[lane] : 0;
   const uint32_t same = __match_any_sync(0xffffffffu, local);
   const int before = __popc(same & ((1u << lane) - 1));
   const bool leads = local >= 0 && before % kPass == 0;
@@ -140,7 +127,6 @@ __device__ __forceinline__ void build_few(const Args& a, const Routing& to) {
     const bool other_leads = __shfl_sync(0xffffffffu, leads, j);
     if (other >= 0 && other < local) place += 1, unit += other_leads;
   }
-  if (lane < a.slots()) to.places[lane] = local < 0 ? kNoPlace : place, to.weights[lane] = weight;
   if (local >= 0) to.sorted[place] = lane;
   if (leads) {
     const int rows = min(kPass, __popc(same) - before);
@@ -189,7 +175,7 @@ __device__ __forceinline__ void build_many(const Args& a, const Routing& to, uin
 template <int kPass>
 __device__ __forceinline__ int build_units(const Args& a, uint8_t* smem, const Layout& l) {
   const Routing to(smem, l);
-  if (!a.few) {
+  if (a.slots() > 32) {
     build_many<kPass>(a, to, smem + l.stage);
   } else if (threadIdx.x < 32) {
     build_few<kPass>(a, to);

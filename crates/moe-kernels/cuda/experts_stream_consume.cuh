@@ -5,17 +5,16 @@
 
 namespace moe::stream {
 
-/// One 16-row tile times the rows from `first` on: this warp's steps along K, from ring to registers.
+/// One 16-row tile times the rows at `rows`: this warp's steps along K, from ring to registers.
 template <int kPass>
-__device__ __forceinline__ void multiply(const Block& b, int product, int first, Cursor& at,
+__device__ __forceinline__ void multiply(const Block& b, int product, const uint8_t* rows, Cursor& at,
                                          float (&acc)[kPass / 8][4]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int depth = b.a.depth(product), chunk = b.a.chunk[product];
   const uint32_t weight_at = lane % 16 * padded(chunk) + lane / 16 * 16;
   // Matrices for ldmatrix: (columns 0-7, K 0-7), (0-7, 8-15), then the same of columns 8-15.
-  const uint32_t stride = b.row_stride(product);
-  const uint8_t* row =
-      b.smem + b.l.rows + (first + lane % 8 + (kPass > 8 ? lane / 16 * 8 : 0)) * stride + lane / 8 % 2 * 16;
+  const uint32_t stride = padded(depth);
+  const uint8_t* row = rows + (lane % 8 + (kPass > 8 ? lane / 16 * 8 : 0)) * stride + lane / 8 % 2 * 16;
   // Two chains of sums, for every other step: an mma that waits for the one before takes twice as long.
   float odd[kPass / 8][4];
 #pragma unroll
@@ -84,125 +83,39 @@ __device__ __forceinline__ void for_each_result(int rows, int columns, F f) {
   for (int i = threadIdx.x; i < rows * columns; i += kConsumers * 32) f(i % rows, i / rows);
 }
 
-/// The consumers of one block; `at` and `buffer` run on through both products.
+/// The consuming warps: all runs of this block.
 template <int kPass>
-struct Consumer {
-  const Block& b;
-  Flags flags;
+__device__ void consume(const Block& b) {
   Cursor at;
   int buffer = 0;
-
-  __device__ void sync() { named_barrier(1, kConsumers * 32); }
-
-  /// A tile of gate and up rows: activations of this unit, to memory.
-  template <class Sum>
-  __device__ __forceinline__ void write_act(const Unit& unit, int tile, Sum sum) {
-    constexpr int kRows = kTileRows / 2;
-    const auto activate = [&](int r, int n) {
-      const float gate = sum(r, n), up = sum(r + kRows, n);
-      return gate / (1.0f + __expf(-gate)) * up;
-    };
-    if (b.a.few) {
-      for_each_result(kRows / 2, unit.rows, [&](int pair, int n) {
-        const size_t at_word = (static_cast<size_t>(b.slot(unit.first + n)) * b.a.inter + tile * kRows) / 2 + pair;
-        store_relaxed(flags.act + at_word, pack_bf16(activate(2 * pair, n), activate(2 * pair + 1, n)), flags.epoch);
-      });
-    } else {
-      for_each_result(kRows, unit.rows, [&](int r, int n) {
-        b.a.act[static_cast<size_t>(b.slot(unit.first + n)) * b.a.inter + tile * kRows + r] = __float2bfloat16(activate(r, n));
-      });
-    }
-  }
-
-  /// This block's share of a product, by units.
-  __device__ void product(int p, uint32_t& parity) {
-    const bool stay = b.one_row();
-    if (stay && b.units > 0) mbarrier_wait(b.rows_full(), 0);
-    for_each_run(b.units, b.a.tiles(p), [&](int u, int first, int end) {
-      const Unit unit = b.unit(u);
-      if (!stay) {
-        mbarrier_wait(b.rows_full(), parity);
-        parity ^= 1;
-      }
-      for (int tile = first; tile < end; ++tile, buffer ^= 1) {
-        float acc[kPass / 8][4];
-        multiply<kPass>(b, p, 0, at, acc);
-        const auto sum = reduce<kPass>(b, buffer, acc);
-        if (p == 0) {
-          write_act(unit, tile, sum);
-        } else {
-          for_each_result(kTileRows, unit.rows, [&](int r, int n) {
-            const size_t slot = b.slot(unit.first + n);
-            b.a.slot_rows[slot * b.a.hidden + tile * kTileRows + r] = sum(r, n);
-          });
-        }
-      }
-      __syncwarp();
-      if (!stay && threadIdx.x % 32 == 0) mbarrier_arrive(b.rows_empty());
-    });
-  }
-
-  /// Brings the activations of all slots, whoever computed them, to shared memory. Each 8 bytes carry the
-  /// epoch beside their two values, so there is no flag to wait for before the data can be fetched.
-  __device__ void collect_act() {
-    const Unit last = b.unit(b.units - 1);
-    const int quads = b.a.inter / 4, total = (last.first + last.rows) * quads;
-    constexpr int kBatch = 8;  // loads in flight
-    sync();  // all are done with the token rows, which lie in the same place
-    for (int first = threadIdx.x; first < total; first += kBatch * kConsumers * 32) {
-      ulonglong2 v[kBatch];
-      const auto from = [&](int i) {
-        return flags.act + (static_cast<size_t>(b.slot(i / quads)) * quads + i % quads) * 2;
-      };
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const int i = first + j * kConsumers * 32;
-        if (i < total) v[j] = load_relaxed_pair(from(i));
-      }
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const int i = first + j * kConsumers * 32;
-        if (i >= total) break;
-        while (v[j].x >> 32 != flags.epoch || v[j].y >> 32 != flags.epoch) v[j] = load_relaxed_pair(from(i));
-        *reinterpret_cast<uint2*>(b.smem + b.l.rows + i / quads * padded(b.a.inter) + i % quads * 8) = {
-            static_cast<uint32_t>(v[j].x), static_cast<uint32_t>(v[j].y)};
-      }
-    }
-    sync();
-  }
-
-  /// Down product by output columns: the sum over k is this block's own.
-  __device__ void columns() {
-    float* results = reinterpret_cast<float*>(b.smem + b.l.results);  // [place][16]
-    if (b.units == 0) {
-      const Range zeros = share(b.a.tiles(1));
-      for (int tile = zeros.begin; tile < zeros.end; ++tile) write_columns(results, tile);
-      return;
-    }
-    collect_act();
-    for_each_few(b, [&](int u, int tile) {
-      const Unit unit = b.unit(u);
+  uint32_t full_parity[2] = {0, 0};
+  for_each_run_and_ticket(b, [&](int product, const Run& run, int i) {
+    const Unit unit = b.unit(run.unit);
+    const int place = product == 0 ? 0 : i % 2;
+    mbarrier_wait(b.rows_full(place), place == 0 ? full_parity[0] : full_parity[1]);
+    if (place == 0) full_parity[0] ^= 1;
+    else full_parity[1] ^= 1;
+    for (int tile = run.first; tile < run.end; ++tile, buffer ^= 1) {
       float acc[kPass / 8][4];
-      multiply<kPass>(b, 1, unit.first, at, acc);
+      multiply<kPass>(b, product, b.rows(product, i, kPass), at, acc);
       const auto sum = reduce<kPass>(b, buffer, acc);
-      buffer ^= 1;
-      for_each_result(kTileRows, unit.rows, [&](int r, int n) { results[(unit.first + n) * kTileRows + r] = sum(r, n); });
-      if (u + 1 == b.units) write_columns(results, tile);
-    });
-  }
-
-  __device__ __forceinline__ void write_columns(const float* results, int tile) {
-    const Routing routing(b.smem, b.l);
-    sync();
-    for_each_result(kTileRows, b.a.tokens, [&](int r, int t) {
-      float sum = 0;
-      for (int k = 0; k < b.a.top_k; ++k) {
-        const int slot = t * b.a.top_k + k, place = routing.places[slot];
-        if (place != kNoPlace) sum = fmaf(routing.weights[slot], results[place * kTileRows + r], sum);
+      if (product == 0) {
+        constexpr int kRows = kTileRows / 2;
+        for_each_result(kRows, unit.rows, [&](int r, int n) {
+          const float gate = sum(r, n), up = sum(r + kRows, n);
+          bf16* to = b.a.act + static_cast<size_t>(b.slot(unit.first + n)) * b.a.inter + tile * kRows + r;
+          *to = __float2bfloat16(gate / (1.0f + __expf(-gate)) * up);
+        });
+      } else {
+        for_each_result(kTileRows, unit.rows, [&](int r, int n) {
+          const size_t slot = b.slot(unit.first + n);
+          b.a.slot_rows[slot * b.a.hidden + tile * kTileRows + r] = sum(r, n);
+        });
       }
-      b.a.out[static_cast<size_t>(t) * b.a.hidden + tile * kTileRows + r] = __float2bfloat16(sum);
-    });
-  }
-};
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.rows_empty(place));
+  });
+}
 
 }  // namespace moe::stream

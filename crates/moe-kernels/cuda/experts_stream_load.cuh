@@ -27,63 +27,72 @@ __device__ __forceinline__ void load_tile(const Block& b, int product, int exper
 
 __device__ void load_weights(const Block& b) {
   Cursor at;
-  const auto load_runs = [&](int product) {
-    for_each_run(b.units, b.a.tiles(product), [&](int u, int first, int end) {
-      const int expert = b.unit(u).expert;
-      for (int tile = first; tile < end; ++tile) load_tile(b, product, expert, tile, at);
-    });
-  };
-  load_runs(0);
-  if (b.a.few) for_each_few(b, [&](int u, int tile) { load_tile(b, 1, b.unit(u).expert, tile, at); });
-  else load_runs(1);
+  for_each_run_and_ticket(b, [&](int product, const Run& run, int) {
+    const int expert = b.unit(run.unit).expert;
+    for (int tile = run.first; tile < run.end; ++tile) load_tile(b, product, expert, tile, at);
+  });
 }
 
-/// Loads the rows of each run, and tells other blocks which activations are written: the consumers, who
-/// release a run's rows after their last write, need not wait for that.
+/// Loads the rows of each run, draws the tickets, and tells other blocks which activations are written: the
+/// consumers, who release a run's rows after their last write, need not wait for that.
+template <int kPass>
 __device__ void load_rows(const Block& b) {
   const Args& a = b.a;
-  if (b.one_row()) {
-    if (b.units > 0) copy_rows(b.smem + b.l.rows, b.row_stride(0), min(a.pass, a.slots()), a.hidden * 2, b.rows_full(), [&](int) { return a.x; });
-    return;
-  }
+  const bool leader = threadIdx.x % 32 == 0;
   const Flags flags(a, b.left);
+  Run written = {0, 0, 0};  // not announced yet
   uint32_t parity = 1;
-  int written = -1, tiles = 0;  // unit and number of tiles that are written but not announced
-  const auto wait_for_consumers = [&] {
-    mbarrier_wait(b.rows_empty(), parity);
-    parity ^= 1;
-  };
   const auto announce = [&] {
-    if (written >= 0 && !a.few && threadIdx.x % 32 == 0) {
-      fence_async_proxy();
-      add_release(flags.unit(written), tiles);
-    }
-    written = -1;
+    if (written.first == written.end || !leader) return;
+    fence_async_proxy();
+    add_release(flags.unit(written.unit), written.end - written.first);
   };
-  for_each_run(b.units, a.tiles(0), [&](int u, int first, int end) {
-    wait_for_consumers();
-    const Unit unit = b.unit(u);
-    copy_rows(b.smem + b.l.rows, b.row_stride(0), unit.rows, a.hidden * 2, b.rows_full(), [&](int r) {
+  for_each_run(b.units * a.tiles(0), a.tiles(0), [&](const Run& run) {
+    mbarrier_wait(b.rows_empty(0), parity);
+    parity ^= 1;
+    const Unit unit = b.unit(run.unit);
+    copy_rows(b.rows(0, 0, kPass), padded(a.hidden), unit.rows, a.hidden * 2, b.rows_full(0), [&](int r) {
       return a.x + static_cast<size_t>(b.slot(unit.first + r) / a.top_k) * a.hidden;
     });
     announce();
-    written = u, tiles = end - first;
+    written = run;
   });
-  if (a.few) return;
-  wait_for_consumers();
+  mbarrier_wait(b.rows_empty(0), parity);
   announce();
-  bool free = true;
-  for_each_run(b.units, a.tiles(1), [&](int u, int, int) {
-    if (!free) wait_for_consumers();
-    free = false;
-    while (load_acquire(flags.unit(u)) < static_cast<uint32_t>(a.tiles(0))) {
+
+  // The second product has barriers of both places from their first phase on, but those of place 0 have
+  // been used: `phase` continues them.
+  const uint32_t phase0 = parity ^ 1;
+  const auto load = [&](const Run& run, int i) {
+    const uint32_t phase = i % 2 == 0 ? phase0 + i / 2 : i / 2;
+    if (i > 1) mbarrier_wait(b.rows_empty(i), (phase ^ 1) & 1);
+    while (load_acquire(flags.unit(run.unit)) < static_cast<uint32_t>(a.tiles(0))) {
     }
     fence_async_proxy();
-    const Unit unit = b.unit(u);
-    copy_rows(b.smem + b.l.rows, b.row_stride(1), unit.rows, a.inter * 2, b.rows_full(), [&](int r) {
+    const Unit unit = b.unit(run.unit);
+    copy_rows(b.rows(1, i, kPass), padded(a.inter), unit.rows, a.inter * 2, b.rows_full(i), [&](int r) {
       return a.act + static_cast<size_t>(b.slot(unit.first + r)) * a.inter;
     });
-  });
+  };
+  const int total = b.units * a.tiles(1);
+  const auto draw = [&] { return leader ? atomicAdd(flags.tickets(), 1) : 0; };
+  uint32_t drawn = draw();  // the next ticket is on its way while this one's rows are loaded
+  int i = 0;
+  for_each_run(b.assigned(), a.tiles(1), [&](const Run& run) { load(run, i++); });
+  for (int ticket = 0;; ++ticket) {
+    const int first = b.assigned() + static_cast<int>(__shfl_sync(0xffffffffu, drawn, 0)) * kTicketTiles;
+    const int tile = first % a.tiles(1);
+    const bool more = first < total;
+    const Run run = {static_cast<uint16_t>(first / a.tiles(1)), static_cast<uint16_t>(tile),
+                     static_cast<uint16_t>(more ? tile + kTicketTiles : tile)};
+    if (leader) {
+      *b.run(ticket) = run;
+      mbarrier_arrive(b.run_full(ticket));
+    }
+    if (!more) return;
+    drawn = draw();
+    load(run, i++);
+  }
 }
 
 }  // namespace moe::stream

@@ -177,19 +177,6 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return v;
 }
 
-/// Stores 8 bytes at once: whoever reads part of them new reads all of them new.
-__device__ __forceinline__ void store_relaxed(uint64_t* p, uint32_t low, uint32_t high) {
-  const uint64_t v = static_cast<uint64_t>(high) << 32 | low;
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-
-/// Two neighbouring values of `store_relaxed`; each is whole, the two may differ in age.
-__device__ __forceinline__ ulonglong2 load_relaxed_pair(const uint64_t* p) {
-  ulonglong2 v;
-  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
-  return v;
-}
-
 /// Adds to a counter; this thread's earlier writes are visible to whoever acquires the sum.
 __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
