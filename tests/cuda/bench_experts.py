@@ -71,7 +71,7 @@ def variants(lib, inputs):
     found = {}
     if tokens * K <= 2048:
         found["stream"] = stream_calls(lib, inputs, (0, 1024))
-        for chunk in (512, 768, 2048):
+        for chunk in (512, 768):
             found[f"stream, stage of {chunk}"] = stream_calls(lib, inputs, (0, chunk))
         for columns in (8, 16, 32):
             if 8 <= tokens <= 32 * columns:

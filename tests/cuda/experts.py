@@ -193,17 +193,17 @@ def stream_plans_agree_bit_for_bit(lib):
                 rows, out = run_stream(lib, case, (8, chunk))
                 expect_close(f"{shape} T={tokens} chunk {chunk}", case, (rows, out))
                 for columns in (16, 32):
-                    if lib_refuses_plan(lib, case, columns, chunk):
+                    if too_large(case, columns, chunk):
                         continue
                     got = run_stream(lib, case, (columns, chunk))
                     same = torch.equal(got[1], out) and torch.equal(got[0].nan_to_num(7.0), rows.nan_to_num(7.0))
                     assert same, f"{shape} T={tokens}: {columns} columns, chunk {chunk} differ from 8"
 
 
-def lib_refuses_plan(lib, case, columns, chunk):
-    """Whether this many columns do not fit into shared memory beside four stages."""
+def too_large(case, columns, chunk):
+    """Whether this many columns do not fit into shared memory beside four stages (a bound from above)."""
     rows = max(case.hidden * 2 + 16, 2 * (case.inter * 2 + 16))
-    return columns * rows + 4 * 16 * (chunk * 2 + 16) + columns * 1100 > 220_000
+    return columns * rows + 4 * 16 * (chunk * 2 + 144) + columns * 1100 > 220_000
 
 
 @check
@@ -262,9 +262,12 @@ def main():
     ap.add_argument("library")
     ap.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "experts.json"))
     ap.add_argument("--no-bench", action="store_true")
+    ap.add_argument("--small", action="store_true", help="small shapes only, for compute-sanitizer")
     ap.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512,1024")
     ap.add_argument("--skews", default="0,0.5,1")
     args = ap.parse_args()
+    if args.small:
+        SHAPES[:] = SHAPES[1:3]
     lib = Library(args.library)
     failures = 0
     for function in CHECKS:

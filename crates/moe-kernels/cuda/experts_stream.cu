@@ -91,7 +91,7 @@ int stages_that_fit(Args a, int pass, int block_smem) {
 
 /// Fills in chunks and stages for this many columns and this chunk limit; false if the ring would be too short.
 bool plan(Args* a, int pass, int chunk_limit, int block_smem) {
-  a->chunk[0] = even_chunk(a->hidden, chunk_limit);
+  a->chunk[0] = even_chunk(a->hidden, 2 * chunk_limit);  // its stages are half as high
   a->chunk[1] = even_chunk(a->inter, chunk_limit);
   a->stages = stages_that_fit(*a, pass, block_smem);
   return a->stages >= kMinStages && align_bytes(*a) <= a->stages * layout(*a, pass).stage_bytes;
@@ -133,7 +133,7 @@ extern "C" int moe_experts_stream_flags(int slots, int num_local) {
 }
 
 /// As `moe_experts_stream`, with the choices that it makes itself: columns per pass (8, 16, 32; 0 = choose),
-/// elements per pipeline stage. For tests and for tuning.
+/// elements along K of a stage of 16 rows. For tests and for tuning.
 extern "C" int moe_experts_stream_planned(const void* x, const void* w13, const void* w2, const void* topk_ids,
                                           const void* topk_weights, const void* expert_map, void* act,
                                           void* slot_rows, void* out, void* flags, int flag_words, int tokens,

@@ -67,7 +67,8 @@ __host__ __device__ inline Layout layout(const Args& a, int pass) {
   // The down product keeps the rows of two runs, so that the next run's are there in time.
   const uint32_t twice = 2 * pass * padded(a.inter);
   l.stage = round_up(l.rows + (twice > pass * padded(a.hidden) ? twice : pass * padded(a.hidden)), 128);
-  l.stage_bytes = kTileRows * padded(a.chunk[0] > a.chunk[1] ? a.chunk[0] : a.chunk[1]);
+  const uint32_t half = kTileRows / 2 * padded(a.chunk[0]), whole = kTileRows * padded(a.chunk[1]);
+  l.stage_bytes = half > whole ? half : whole;
   l.total = l.stage + a.stages * l.stage_bytes;
   return l;
 }

@@ -11,7 +11,9 @@ __device__ __forceinline__ void multiply(const Block& b, int product, const uint
                                          float (&acc)[kPass / 8][4]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int depth = b.a.depth(product), chunk = b.a.chunk[product];
-  const uint32_t weight_at = lane % 16 * padded(chunk) + lane / 16 * 16;
+  // Gate and up rows lie in two stages, rows of w2 in one.
+  const bool upper = product == 0 && lane % 16 >= 8;
+  const uint32_t weight_at = (lane % 16 - (upper ? 8 : 0)) * padded(chunk) + lane / 16 * 16;
   // Matrices for ldmatrix: (columns 0-7, K 0-7), (0-7, 8-15), then the same of columns 8-15.
   const uint32_t stride = padded(depth);
   const uint8_t* row = rows + (lane % 8 + (kPass > 8 ? lane / 16 * 8 : 0)) * stride + lane / 8 % 2 * 16;
@@ -21,8 +23,13 @@ __device__ __forceinline__ void multiply(const Block& b, int product, const uint
   for (int n = 0; n < kPass / 8; ++n)
     for (int c = 0; c < 4; ++c) acc[n][c] = odd[n][c] = 0;
   for (int k = 0; k < depth; k += chunk) {
+    const Cursor first = at;
     mbarrier_wait(b.full(at.stage), at.parity);
-    const uint8_t* weights = b.stage(at.stage) + weight_at;
+    if (product == 0) {
+      at.advance(b.a.stages);
+      mbarrier_wait(b.full(at.stage), at.parity);
+    }
+    const uint8_t* weights = b.stage(upper ? at.stage : first.stage) + weight_at;
     const int steps = min(chunk, depth - k) / 16;
     const auto step = [&](int s, float (&sum)[kPass / 8][4]) {
       uint32_t w[4];
@@ -47,7 +54,10 @@ __device__ __forceinline__ void multiply(const Block& b, int product, const uint
       if (s + kConsumers < steps) step(s + kConsumers, odd);
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(b.empty(at.stage));
+    if (lane == 0) {
+      mbarrier_arrive(b.empty(first.stage));
+      if (product == 0) mbarrier_arrive(b.empty(at.stage));
+    }
     at.advance(b.a.stages);
   }
 #pragma unroll

@@ -5,23 +5,31 @@
 
 namespace moe::stream {
 
-/// This warp's rows of one tile, stage by stage.
+template <int kRows>
+struct Rows {
+  static constexpr int value = kRows;
+};
+
+/// This warp's rows of one tile, stage by stage. A stage is one consecutive piece of memory where K fits: 8
+/// gate rows, then 8 up rows; or 16 rows of w2.
 __device__ __forceinline__ void load_tile(const Block& b, int product, int expert, int tile, Cursor& at) {
-  constexpr int kRows = kTileRows / kLoaders;
   const int depth = b.a.depth(product), chunk = b.a.chunk[product];
-  const int r = (threadIdx.x / 32 - kConsumers) * kRows;  // first row of this warp within the tile
-  const bf16* from;
-  if (product == 0) {
-    const int row = tile * (kTileRows / 2) + r % (kTileRows / 2) + (r < kTileRows / 2 ? 0 : b.a.inter);
-    from = b.a.w13 + (static_cast<size_t>(expert) * 2 * b.a.inter + row) * depth;
-  } else {
-    from = b.a.w2 + (static_cast<size_t>(expert) * b.a.hidden + tile * kTileRows + r) * depth;
-  }
-  for (int k = 0; k < depth; k += chunk) {
+  const int loader = threadIdx.x / 32 - kConsumers;
+  const auto load = [&](auto rows, size_t row, const bf16* w, int k) {
+    constexpr int kRows = decltype(rows)::value / kLoaders;
     mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
-    copy_strided<kRows>(b.stage(at.stage) + r * padded(chunk), padded(chunk), from + k, depth * 2,
-                        min(chunk, depth - k) * 2, b.full(at.stage));
+    copy_strided<kRows>(b.stage(at.stage) + loader * kRows * padded(chunk), padded(chunk),
+                        w + (row + loader * kRows) * depth + k, depth * 2, min(chunk, depth - k) * 2, b.full(at.stage));
     at.advance(b.a.stages);
+  };
+  for (int k = 0; k < depth; k += chunk) {
+    if (product == 0) {
+      const size_t gate = static_cast<size_t>(expert) * 2 * b.a.inter + tile * (kTileRows / 2);
+      load(Rows<kTileRows / 2>{}, gate, b.a.w13, k);
+      load(Rows<kTileRows / 2>{}, gate + b.a.inter, b.a.w13, k);
+    } else {
+      load(Rows<kTileRows>{}, static_cast<size_t>(expert) * b.a.hidden + tile * kTileRows, b.a.w2, k);
+    }
   }
 }
 
