@@ -34,6 +34,13 @@ __device__ __forceinline__ float score_alone(Scoring scoring, float x) {
   return sqrtf(fmaxf(x, 0.0f) + log1pf(e));
 }
 
+/// An integer in the order of the floats, above 0; 0 for NaN. Both zeros are equal.
+__device__ __forceinline__ uint32_t sort_key(float x) {
+  if (x != x) return 0;
+  const uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
 /// Softmax over a warp's values, N per lane; -inf scores 0, also where there is nothing else.
 template <int N>
 __device__ __forceinline__ void warp_softmax(float (&v)[N]) {
@@ -73,35 +80,29 @@ __device__ __forceinline__ void route_row(const RouteArgs& a, const float* logit
     if (a.softcap > 0 && e < a.experts) score[j] = a.softcap * tanhf(score[j] / a.softcap);
   }
   if (!a.raw_logits && a.scoring == Scoring::kSoftmax) warp_softmax(score);
-  float key[N];
+  uint32_t key[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     const int e = j * 32 + lane;
     if (!a.raw_logits && a.scoring != Scoring::kSoftmax) score[j] = score_alone(a.scoring, score[j]);
-    key[j] = e < a.experts ? score[j] + (a.correction_bias == nullptr ? 0.0f : a.correction_bias[e]) : NAN;
+    key[j] = e < a.experts ? sort_key(score[j] + (a.correction_bias == nullptr ? 0.0f : a.correction_bias[e])) : 0;
   }
 
   uint32_t own_id = kNoExpert;
   float own[1] = {a.raw_logits ? -INFINITY : 0.0f};
   for (int k = 0; k < a.top_k; ++k) {
-    float best = -INFINITY, best_score = 0;
-    uint32_t id = kNoExpert;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const uint32_t e = j * 32 + lane;
-      if (key[j] > best || (key[j] == best && e < id)) best = key[j], id = e, best_score = score[j];
-    }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      const float other = __shfl_xor_sync(0xffffffffu, best, step);
-      const float other_score = __shfl_xor_sync(0xffffffffu, best_score, step);
-      const uint32_t other_id = __shfl_xor_sync(0xffffffffu, id, step);
-      if (other > best || (other == best && other_id < id)) best = other, id = other_id, best_score = other_score;
-    }
+    uint32_t best = 0, best_id = kNoExpert;
+    float best_score = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j)
-      if (static_cast<uint32_t>(j * 32 + lane) == id) key[j] = NAN;  // taken
-    if (lane == k && id != kNoExpert) own_id = id, own[0] = best_score;
+      if (key[j] > best) best = key[j], best_id = j * 32 + lane, best_score = score[j];
+    const uint32_t top = __reduce_max_sync(0xffffffffu, best);
+    const uint32_t id = __reduce_min_sync(0xffffffffu, best == top ? best_id : kNoExpert);
+    best_score = __shfl_sync(0xffffffffu, best_score, id % 32);
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (static_cast<uint32_t>(j * 32 + lane) == id) key[j] = 0;  // taken
+    if (lane == k && top != 0) own_id = id, own[0] = best_score;
   }
 
   if (a.raw_logits) {
