@@ -4,13 +4,15 @@
 // Floor: touched experts * 6 H I bytes; 6 T K H I FLOPs are far below it (T = 256 on 128 experts, top 8:
 // 16 rows per expert, 16 FLOP per byte). So only bytes in flight count.
 //
-// Design: one persistent block per multiprocessor takes an equal, consecutive share of the 16-row weight tiles of
-// both products. Two warps do nothing but copy weights into a ring that fills shared memory, through
-// both products without a pause: while the down product waits for the activations of other blocks, its
-// weights are already on the way, so the memory never idles between the products. The weights are the mma's 16 rows, the
-// slots its 8 columns; so one token costs no more than eight, and the eight consumer warps split K, which
-// keeps the tile small enough to spread 8 experts evenly over 132 multiprocessors. Their partial sums are
-// added in warp order: the result of a slot depends on its own row only, never on the batch.
+// Design: one persistent block per multiprocessor takes consecutive 16-row weight tiles of both products
+// (experts_stream_block.cuh says which). Two warps do nothing but copy weights into a ring that fills shared
+// memory, through both products without a pause: while the down product waits for the activations of other
+// blocks, its weights are already on the way. The weights are the mma's 16 rows, the slots its 8 columns; so
+// one token costs no more than eight, and the eight consumer warps split K, which keeps the tile small
+// enough to spread 8 experts over 132 multiprocessors. Their partial sums are added in warp order: a slot's
+// bits depend on its own row and on the length of a stage, not on the batch beside it.
+//
+// Measured, one H200 (141 GB), Qwen3-30B-A3B: 2.58 TB/s at T = 1, 3.85 at 8, 4.10 at 32, 3.83 at 128; docs/kernels.md has the rest.
 //
 // Blocks wait for each other (flags per unit), so the launch is cooperative. The flags come in two sets: a
 // launch uses one and clears the other, so clearing costs no time and one zeroed buffer serves all launches.

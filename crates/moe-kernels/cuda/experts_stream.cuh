@@ -6,7 +6,7 @@
 
 namespace moe::stream {
 
-constexpr int kConsumers = 8;      // warps that multiply; each takes every 8th step of 16 along K
+constexpr int kConsumers = 8;      // warps that multiply; each takes every 8th step of 16 along K (16 warps: slower from T = 64)
 constexpr int kLoaders = 2;        // warps that load weights, half a tile each
 constexpr int kThreads = (kConsumers + kLoaders + 1) * 32;  // the last warp loads token rows and activations
 constexpr int kTileRows = 16;      // weight rows of a tile: one mma
