@@ -4,10 +4,12 @@
 
 mod eplb;
 mod fixtures;
+mod kernels;
 mod parity;
 mod plot;
 mod standalone;
 mod tidy;
+mod toolkit;
 mod trace;
 mod workspace;
 
@@ -36,6 +38,10 @@ enum Task {
     Plot(plot::Command),
     /// Run each library's README examples in a scratch project that has only that crate.
     Standalone(standalone::Args),
+    /// Fetch a CUDA compiler and link libraries into target/toolkit where no CUDA is installed.
+    Toolkit(toolkit::Args),
+    /// Build the CUDA kernels and print registers, shared memory and spills of each.
+    Kernels(kernels::Args),
 }
 
 fn main() -> anyhow::Result<()> {
@@ -46,5 +52,7 @@ fn main() -> anyhow::Result<()> {
         Task::Parity(args) => parity::run(&args),
         Task::Fixtures(args) => fixtures::run(&args),
         Task::Standalone(args) => standalone::run(&args),
+        Task::Toolkit(args) => toolkit::run(&args),
+        Task::Kernels(args) => kernels::run(&args),
     }
 }

@@ -1,0 +1,145 @@
+// What every kernel file shares: the launch, device limits, vector loads and warp reductions.
+//
+// Rules of a launcher `extern "C" int moe_xxx(args.., void* stream)`: it returns a cudaError_t (0 =
+// launched), refuses sizes it cannot do with cudaErrorInvalidValue, allocates nothing and never
+// synchronises, so that any launcher can be captured into a graph. Pointers are device pointers,
+// 16-byte aligned; `stream` is a cudaStream_t.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace moe {
+
+using bf16 = __nv_bfloat16;
+
+/// topk_id of an absent expert: padding rows and masked slots.
+constexpr uint32_t kNoExpert = 0xffffffffu;
+
+template <class A, class B>
+__host__ __device__ constexpr A ceil_div(A a, B b) {
+  return (a + static_cast<A>(b) - 1) / static_cast<A>(b);
+}
+
+template <class A, class B>
+__host__ __device__ constexpr A round_up(A a, B b) {
+  return ceil_div(a, b) * static_cast<A>(b);
+}
+
+// ---- host: limits and launch
+
+struct DeviceLimits {
+  int sms;         // multiprocessors
+  int block_smem;  // shared memory a block may opt in to, bytes
+};
+
+/// Limits of the current device.
+inline cudaError_t device_limits(DeviceLimits* out) {
+  int device = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&out->sms, cudaDevAttrMultiProcessorCount, device);
+  if (e == cudaSuccess)
+    e = cudaDeviceGetAttribute(&out->block_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return e;
+}
+
+struct Launch {
+  dim3 grid;
+  dim3 block;
+  void* stream;
+  size_t smem = 0;           // dynamic shared memory, bytes
+  bool overlap = true;       // start before the kernel ahead ends; the kernel then calls pdl_wait()
+  bool cooperative = false;  // all blocks resident at once, so that they may wait for each other
+};
+
+/// Launches `kernel`; the error is the launch's own, not one left behind by an earlier call.
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {
+  int device = 0, major = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e == cudaSuccess && l.smem > 48 * 1024)
+    e = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(l.smem));
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (e != cudaSuccess) return e;
+  cudaLaunchAttribute attributes[2];
+  unsigned count = 0;
+  if (l.overlap && major >= 9) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (l.cooperative) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = l.grid;
+  config.blockDim = l.block;
+  config.dynamicSmemBytes = l.smem;
+  config.stream = static_cast<cudaStream_t>(l.stream);
+  config.attrs = attributes;
+  config.numAttrs = count;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+}
+
+// ---- device: vectors
+
+/// 16 bytes in registers.
+struct alignas(16) Vec16 {
+  uint32_t word[4];
+};
+
+/// Loads 16 bytes that no kernel writes meanwhile, through the read-only path.
+__device__ __forceinline__ Vec16 load_const(const void* p) {
+  const uint4 v = __ldg(static_cast<const uint4*>(p));
+  return {{v.x, v.y, v.z, v.w}};
+}
+
+/// As `load_const`, for data read once: it does not stay in L1.
+__device__ __forceinline__ Vec16 load_stream(const void* p) {
+  Vec16 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3]) : "l"(p));
+  return v;
+}
+
+/// Both halves of a word of two bf16.
+__device__ __forceinline__ float2 unpack_bf16(uint32_t word) {
+  return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+}
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+// ---- device: reductions over a warp; every lane gets the result
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
+  return v;
+}
+
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, step));
+  return v;
+}
+
+/// Sum of the lanes before this one, and the total.
+__device__ __forceinline__ uint32_t warp_exclusive_sum(uint32_t v, uint32_t* total) {
+  const uint32_t lane = threadIdx.x % 32;
+  uint32_t sum = v;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint32_t other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= static_cast<uint32_t>(step)) sum += other;
+  }
+  *total = __shfl_sync(0xffffffffu, sum, 31);
+  return sum - v;
+}
+
+}  // namespace moe

@@ -1,0 +1,215 @@
+// Thin wrappers of the PTX that the kernels use. Nothing here knows what it is used for.
+//
+// Two transports bring rows to shared memory behind one interface (`copy_rows`): Hopper's bulk
+// copies, which need one instruction per row and complete by bytes, and Ampere's cp.async, 16 bytes
+// per lane. So a pipelined kernel is written once for sm_80 and sm_90a.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+namespace moe {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define MOE_SM90 1
+#else
+#define MOE_SM90 0
+#endif
+
+__device__ __forceinline__ uint32_t smem_addr(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---- programmatic dependent launch; before Hopper kernels simply run one after the other
+
+/// Waits until the kernels before this one have finished and their writes are visible. Everything
+/// that does not depend on them (barriers, weight prefetch) belongs above this call.
+__device__ __forceinline__ void pdl_wait() {
+#if MOE_SM90
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Lets the next kernel's blocks start where there is room for them. It orders nothing.
+__device__ __forceinline__ void pdl_launch_dependents() {
+#if MOE_SM90
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- mbarrier
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* bar, uint32_t count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_addr(bar)), "r"(count) : "memory");
+}
+
+/// Makes initialised barriers visible to the copy engine; a block barrier must follow.
+__device__ __forceinline__ void mbarrier_fence_init() {
+#if MOE_SM90
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(smem_addr(bar)) : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_test(uint64_t* bar, uint32_t parity) {
+  uint32_t done;
+#if MOE_SM90
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(done) : "r"(smem_addr(bar)), "r"(parity) : "memory");
+#else
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(done) : "r"(smem_addr(bar)), "r"(parity) : "memory");
+#endif
+  return done != 0;
+}
+
+/// Waits for the phase with this parity to complete.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
+  while (!mbarrier_test(bar, parity)) {
+  }
+}
+
+// ---- global memory to shared memory
+
+__device__ __forceinline__ void cp_async16(void* dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_addr(dst)), "l"(src) : "memory");
+}
+
+/// As `cp_async16`, but writes zeros and reads nothing where `valid` is false.
+__device__ __forceinline__ void cp_async16_or_zero(void* dst, const void* src, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_addr(dst)), "l"(src),
+               "r"(valid ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Waits until at most N groups of this thread are in flight.
+template <int N>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+/// Arrivals that complete a phase of a barrier filled by one call of `copy_rows` or `copy_strided`.
+__device__ __forceinline__ uint32_t copy_arrivals() { return MOE_SM90 ? 1 : 32; }
+
+#if MOE_SM90
+/// True in one lane of the warp; unlike a test of the lane number it tells the compiler so, which then
+/// issues bulk copies back to back (a loop over lanes costs about 75 cycles per copy).
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+  return elected != 0;
+}
+
+__device__ __forceinline__ void arrive_expecting(uint64_t* bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   smem_addr(dst)), "l"(src), "r"(bytes), "r"(smem_addr(bar)) : "memory");
+}
+#else
+__device__ __forceinline__ void cp_async_arrive(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
+}
+#endif
+
+/// Copies `rows` rows of `bytes` bytes (a multiple of 16) into shared rows `stride` bytes apart;
+/// `source(r)` is row r's address, 16-byte aligned. Called by one whole warp; the data is there when
+/// the current phase of `bar`, initialised with `copy_arrivals()`, completes.
+template <class Source>
+__device__ __forceinline__ void copy_rows(uint8_t* dst, uint32_t stride, uint32_t rows, uint32_t bytes,
+                                          uint64_t* bar, Source source) {
+  const uint32_t lane = threadIdx.x % 32;
+#if MOE_SM90
+  if (lane == 0) arrive_expecting(bar, rows * bytes);
+  __syncwarp();
+  for (uint32_t r = lane; r < rows; r += 32) bulk_copy(dst + r * stride, source(r), bytes, bar);
+#else
+  for (uint32_t r = 0; r < rows; ++r) {
+    const uint8_t* src = reinterpret_cast<const uint8_t*>(source(r));
+    for (uint32_t at = lane * 16; at < bytes; at += 32 * 16) cp_async16(dst + r * stride + at, src + at);
+  }
+  cp_async_arrive(bar);
+#endif
+}
+
+/// As `copy_rows`, for kRows rows that lie `src_stride` bytes apart.
+template <int kRows>
+__device__ __forceinline__ void copy_strided(uint8_t* dst, uint32_t stride, const void* src, size_t src_stride,
+                                             uint32_t bytes, uint64_t* bar) {
+  const uint8_t* from = static_cast<const uint8_t*>(src);
+#if MOE_SM90
+  if (elect_one()) {
+    arrive_expecting(bar, kRows * bytes);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) bulk_copy(dst + r * stride, from + r * src_stride, bytes, bar);
+  }
+  __syncwarp();
+#else
+  for (uint32_t at = threadIdx.x % 32 * 16; at < bytes; at += 32 * 16) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) cp_async16(dst + r * stride + at, from + r * src_stride + at);
+  }
+  cp_async_arrive(bar);
+#endif
+}
+
+/// Orders this thread's ordinary accesses with copies of the bulk engine.
+__device__ __forceinline__ void fence_async_proxy() {
+#if MOE_SM90
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+
+// ---- flags in global memory
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+/// Adds to a counter; this thread's earlier writes are visible to whoever acquires the sum.
+__device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// ---- barriers among some warps of a block
+
+/// Barrier `id` (1..15) among `threads` threads.
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- tensor cores
+
+/// Four 8 x 8 matrices of 16-bit elements; lanes 8i..8i+7 hold the row addresses of matrix i.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(smem_addr(row)) : "memory");
+}
+
+/// Two 8 x 8 matrices; lanes 0..15 hold the row addresses.
+__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1]) : "r"(smem_addr(row)) : "memory");
+}
+
+/// c[16 x 8] += a[16 x 16] b[16 x 8]. Lane 4g + t holds c[g][2t], c[g][2t+1], c[g+8][2t], c[g+8][2t+1].
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace moe

@@ -1,0 +1,106 @@
+"""Times the expert kernels: CUDA graphs, weights rotated so that nothing is warm in L2, medians.
+
+Bytes counted: weights of the experts that the routing touches, plus token rows read and written.
+"""
+import torch
+
+from library import graph_us, routing
+
+E, K, H, I = 128, 8, 2048, 768
+SETS = 4  # of 1.2 GB: a set comes back after at least 226 MB of others, also with one token
+
+
+class Inputs:
+    """Weight sets, and fresh rows and routing for each call."""
+
+    def __init__(self, tokens, skew, weights, calls):
+        self.tokens = tokens
+        self.weights = weights
+        self.x = torch.randn(tokens, H, device="cuda", dtype=torch.bfloat16)
+        self.routes = [routing(tokens, E, K, skew) for _ in range(calls)]
+        self.act = torch.empty(tokens * K, I, device="cuda", dtype=torch.bfloat16)
+        self.rows = torch.empty(tokens * K, H, device="cuda", dtype=torch.float32)
+        self.out = torch.empty(tokens, H, device="cuda", dtype=torch.bfloat16)
+        self.distinct = sum(ids.unique().numel() for ids, _ in self.routes) / calls
+
+    def bytes(self):
+        return self.distinct * 3 * H * I * 2 + self.tokens * H * 4
+
+
+def make_weights():
+    bf16 = dict(device="cuda", dtype=torch.bfloat16)
+    return [(torch.randn(E, 2 * I, H, **bf16) * 0.02, torch.randn(E, H, I, **bf16) * 0.02) for _ in range(SETS)]
+
+
+def stream_calls(lib, inputs, plan):
+    flags = torch.zeros(lib.raw("moe_experts_stream_flags", inputs.tokens * K, E), dtype=torch.int32, device="cuda")
+
+    def call(i):
+        (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
+        lib.launch("moe_experts_stream_planned", inputs.x, w13, w2, ids, weights, None, inputs.act, inputs.rows,
+                   inputs.out, flags, flags.numel(), inputs.tokens, K, E, E, H, I, *plan)
+
+    return [lambda i=i: call(i) for i in range(len(inputs.routes))]
+
+
+def grouped_calls(lib, inputs, only=None):
+    """All launches of the grouped path, or one of them alone (after one complete run)."""
+    slots = inputs.tokens * K
+    i32 = dict(dtype=torch.int32, device="cuda")
+    meta = (torch.empty(E + 1, **i32), torch.empty(slots, **i32),
+            torch.empty(lib.raw("moe_max_tiles", slots, E, 128), 2, **i32), torch.empty(1, **i32))
+
+    def call(i, only):
+        (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
+        if only in (None, "align"):
+            lib.launch("moe_align_tokens", ids, None, slots, E, E, 128, *meta)
+        if only in (None, "gate_up"):
+            lib.launch("moe_experts_grouped_gate_up", inputs.x, w13, *meta, inputs.act, slots, K, E, H, I)
+        if only in (None, "down"):
+            lib.launch("moe_experts_grouped_down", inputs.act, w2, *meta, inputs.rows, slots, E, H, I)
+        if only in (None, "combine"):
+            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, inputs.tokens, K, E, E, H)
+
+    call(0, None)
+    return [lambda i=i: call(i, only) for i in range(len(inputs.routes))]
+
+
+def variants(lib, inputs):
+    """Kernel name -> calls. A plan is (columns per pass, elements per stage)."""
+    tokens = inputs.tokens
+    found = {}
+    if tokens * K <= 2048:
+        found["stream"] = stream_calls(lib, inputs, (0, 1024))
+        for chunk in (512, 768):
+            found[f"stream, stage of {chunk}"] = stream_calls(lib, inputs, (0, chunk))
+        for columns in (8, 16, 32):
+            if 8 <= tokens <= 32 * columns:
+                found[f"stream, {columns} columns"] = stream_calls(lib, inputs, (columns, 1024 if columns < 32 else 384))
+    if tokens >= 64:
+        found["grouped"] = grouped_calls(lib, inputs)
+        for part in ("align", "gate_up", "down", "combine"):
+            found[f"grouped, {part} alone"] = grouped_calls(lib, inputs, part)
+    return found
+
+
+def run(lib, token_counts, skews):
+    weights = make_weights()
+    rows = []
+    for skew in skews:
+        for tokens in token_counts:
+            inputs = Inputs(tokens, skew, weights, calls=max(8, min(48, 96 // tokens)))
+            for name, calls in variants(lib, inputs).items():
+                if skew and name not in ("stream", "grouped"):
+                    continue
+                try:
+                    us = graph_us(calls)
+                except RuntimeError as error:
+                    print(f"{name}, T={tokens}: {error}")
+                    continue
+                flops = 6 * tokens * K * H * I
+                rows.append({"kernel": name, "tokens": tokens, "skew": skew, "us": us, "distinct": inputs.distinct,
+                             "tb_s": inputs.bytes() / us / 1e6, "tflop_s": flops / us / 1e6})
+    print(f"{'kernel':<24} {'T':>5} {'skew':>5} {'us':>8} {'experts':>8} {'TB/s':>6} {'TFLOP/s':>8}")
+    for r in rows:
+        print(f"{r['kernel']:<24} {r['tokens']:>5} {r['skew']:>5} {r['us']:>8.1f} {r['distinct']:>8.1f} {r['tb_s']:>6.2f} {r['tflop_s']:>8.1f}")
+    return rows

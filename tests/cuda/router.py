@@ -1,0 +1,125 @@
+"""Checks the router kernel (gate product, scoring, top-k in one launch) against float64, then times it.
+
+  python tests/cuda/router.py LIBRARY
+"""
+import argparse
+
+import torch
+
+from library import Library, NO_EXPERT, graph_us, ids_back, poison, rel_error
+
+SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+def score(logits, scoring):
+    if scoring == "softmax":
+        return torch.softmax(logits, -1)
+    if scoring == "sigmoid":
+        return torch.sigmoid(logits)
+    return torch.nn.functional.softplus(logits).sqrt()
+
+
+def run(lib, x, gate, top_k, scoring="softmax", bias=None, gate_bias=None, raw=False, renormalize=True, scale=1.0, cap=0.0, valid=None):
+    tokens, experts = x.shape[0], gate.shape[0]
+    logits = poison(tokens, experts, dtype=torch.float32)
+    ids, weights = poison(tokens, top_k, dtype=torch.int32), poison(tokens, top_k, dtype=torch.float32)
+    tickets = torch.zeros((tokens + 7) // 8, dtype=torch.int32, device="cuda")
+    lib.launch("moe_gate_route", x, gate, gate_bias, bias, valid, logits, ids, weights, tickets, tokens, x.shape[1],
+               experts, top_k, SCORINGS.index(scoring), int(raw), int(renormalize), scale, cap)
+    assert (tickets == 0).all(), "tickets are not as they were found"
+    return logits, ids_back(ids), weights
+
+
+def expected(logits, top_k, scoring, bias, raw, renormalize, scale, cap):
+    """Ids and weights of f64 logits, by stable sorting: ties go to the lower id."""
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    values = logits if raw else score(logits, scoring)
+    keys = values if bias is None else values + bias.double()
+    ids = torch.sort(keys, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = values.gather(1, ids)
+    if raw:
+        weights = score(weights, scoring)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights * scale, keys
+
+
+def expect_same_choice(name, logits, got_ids, got_weights, top_k, **how):
+    ids, weights, keys = expected(logits.double(), top_k, **how)
+    # A choice may differ only where the keys are as good as equal.
+    gap = (keys.gather(1, ids) - keys.gather(1, got_ids)).abs()
+    assert gap.max() < 2e-6 * keys.abs().max(), f"{name}: chose {got_ids[gap.max(1).values.argmax()].tolist()}"
+    assert (got_ids.sort(-1).values.diff(dim=-1) > 0).all(), f"{name}: an id occurs twice"
+    same = (ids == got_ids).all(-1)
+    assert same.float().mean() > 0.9, f"{name}: only {same.float().mean():.3f} of the rows agree"
+    error = rel_error(got_weights[same], weights[same])
+    assert error < 1e-5, f"{name}: weights are off by {error}"
+
+
+def check_shapes(lib):
+    for tokens, hidden, experts, top_k in ((1, 2048, 128, 8), (3, 64, 5, 2), (70, 320, 60, 6), (9, 1024, 200, 4), (130, 7168, 256, 8), (33, 512, 384, 8), (12, 128, 1000, 32), (1, 64, 1, 1), (1024, 2048, 128, 8)):
+        x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        gate = torch.randn(experts, hidden, device="cuda", dtype=torch.bfloat16) / hidden**0.5
+        bias = torch.randn(experts, device="cuda") * 0.1
+        gate_bias = torch.randn(experts, device="cuda", dtype=torch.bfloat16)
+        for scoring in SCORINGS:
+            for raw, use_bias, cap in ((False, False, 0.0), (False, True, 0.0), (True, False, 0.0), (False, False, 1.5)):
+                how = dict(scoring=scoring, bias=bias if use_bias else None, raw=raw, renormalize=not use_bias, scale=2.5 if use_bias else 1.0, cap=cap)
+                logits, ids, weights = run(lib, x, gate, top_k, gate_bias=gate_bias if cap else None, **how)
+                ref = x.double() @ gate.double().T + (gate_bias.double() if cap else 0)
+                name = f"T={tokens} H={hidden} E={experts} K={top_k} {scoring} raw={raw} bias={use_bias}"
+                assert rel_error(logits, ref) < 2e-6, f"{name}: logits are off by {rel_error(logits, ref)}"
+                expect_same_choice(name, logits, ids, weights, top_k, **how)
+
+
+def check_ties_and_padding(lib):
+    x = torch.randn(20, 256, device="cuda", dtype=torch.bfloat16)
+    gate = torch.randn(1, 256, device="cuda", dtype=torch.bfloat16).expand(96, 256).contiguous()
+    valid = torch.tensor([13], dtype=torch.int32, device="cuda")
+    _, ids, weights = run(lib, x, gate, 6, valid=valid)
+    assert (ids[:13] == torch.arange(6, device="cuda")).all(), "equal keys do not go to the lower ids"
+    assert torch.allclose(weights[:13], torch.full_like(weights[:13], 1 / 6)), "equal experts differ in weight"
+    assert (ids[13:] == NO_EXPERT).all() and (weights[13:] == 0).all(), "padding rows have experts"
+
+
+def check_refusals(lib):
+    none = [None] * 9
+    for hidden, experts, top_k, scoring in ((96, 8, 2, 0), (64, 1025, 2, 0), (64, 8, 9, 0), (64, 64, 33, 0), (64, 8, 2, 3)):
+        assert lib.refused("moe_gate_route", *none, 1, hidden, experts, top_k, scoring, 0, 1, 1.0, 0.0), (hidden, experts, top_k)
+
+
+def bench(lib):
+    gates = [torch.randn(128, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(512)]
+    print(f"{'router, T':<12} {'us':>8}")
+    for tokens in (1, 8, 32, 64, 128, 256, 1024):
+        x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
+        logits = torch.empty(tokens, 128, device="cuda")
+        ids, weights = torch.empty(tokens, 8, device="cuda", dtype=torch.int32), torch.empty(tokens, 8, device="cuda")
+        tickets = torch.zeros((tokens + 7) // 8, dtype=torch.int32, device="cuda")
+        call = lambda g: lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tickets, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0)
+        print(f"{tokens:<12} {graph_us([lambda g=g: call(g) for g in gates]):>8.2f}")
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap.add_argument("library")
+    ap.add_argument("--no-bench", action="store_true")
+    args = ap.parse_args()
+    lib = Library(args.library)
+    failures = 0
+    for check in (check_shapes, check_ties_and_padding, check_refusals):
+        try:
+            check(lib)
+            torch.cuda.synchronize()
+            print(f"ok {check.__name__}", flush=True)
+        except (AssertionError, RuntimeError) as error:
+            failures += 1
+            print(f"FAILED {check.__name__}: {error}", flush=True)
+    if not args.no_bench:
+        bench(lib)
+    if failures:
+        raise SystemExit(f"{failures} checks failed")
+
+
+if __name__ == "__main__":
+    main()
