@@ -33,6 +33,7 @@ __host__ __device__ constexpr A round_up(A a, B b) {
 struct DeviceLimits {
   int sms;         // multiprocessors
   int block_smem;  // shared memory a block may opt in to, bytes
+  int major;       // compute capability: 9 has clusters, bulk copies and warpgroup products
 };
 
 /// Limits of the current device.
@@ -42,6 +43,7 @@ inline cudaError_t device_limits(DeviceLimits* out) {
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&out->sms, cudaDevAttrMultiProcessorCount, device);
   if (e == cudaSuccess)
     e = cudaDeviceGetAttribute(&out->block_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&out->major, cudaDevAttrComputeCapabilityMajor, device);
   return e;
 }
 
@@ -52,6 +54,7 @@ struct Launch {
   size_t smem = 0;           // dynamic shared memory, bytes
   bool overlap = true;       // start before the kernel ahead ends; the kernel then calls pdl_wait()
   bool cooperative = false;  // all blocks resident at once, so that they may wait for each other
+  unsigned cluster = 1;      // blocks, along x, that share their shared memory (Hopper)
 };
 
 /// Launches `kernel`; the error is the launch's own, not one left behind by an earlier call.
@@ -62,9 +65,14 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {
   if (e == cudaSuccess && l.smem > 48 * 1024)
     e = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                              cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(l.smem));
+  // All of L1 that can be shared memory: with a carve-out that fits this kernel alone, the next one's blocks would
+  // not start beside it.
+  if (e == cudaSuccess)
+    e = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
+                             cudaSharedmemCarveoutMaxShared);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (e != cudaSuccess) return e;
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[4];
   unsigned count = 0;
   if (l.overlap && major >= 9) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -73,6 +81,15 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {
   if (l.cooperative) {
     attributes[count].id = cudaLaunchAttributeCooperative;
     attributes[count++].val.cooperative = 1;
+  }
+  if (l.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = l.cluster;
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+    // Blocks of a cluster packed on one multiprocessor keep the next kernel's block out of it.
+    attributes[count].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
+    attributes[count++].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicySpread;
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = l.grid;

@@ -182,6 +182,14 @@ __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+/// Adds to a counter and returns what it was: this thread's earlier writes are visible to whoever acquires the sum, and
+/// this thread sees what others released before.
+__device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t v) {
+  uint32_t old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+
 // ---- barriers among some warps of a block
 
 /// Barrier `id` (1..15) among `threads` threads.
@@ -201,6 +209,19 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
 __device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(r[0]), "=r"(r[1]) : "r"(smem_addr(row)) : "memory");
+}
+
+/// As `ldmatrix_x4`, each matrix transposed: lane 4g + t gets elements [2t][g] and [2t + 1][g].
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(smem_addr(row)) : "memory");
+}
+
+/// Transposes an 8 x 8 matrix of 16-bit elements held by a warp: lane 4g + t holds [g][2t] and [g][2t + 1].
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
 }
 
 /// c[16 x 8] += a[16 x 16] b[16 x 8]. Lane 4g + t holds c[g][2t], c[g][2t+1], c[g+8][2t], c[g+8][2t+1].

@@ -1,0 +1,204 @@
+"""Checks of norm + RoPE + cache write and of both attention kernels against float64."""
+
+import math
+
+import torch
+from check_rows import norm_ref
+from kernels import Out, attention_splits, attention_workspace, call, randn, refuses, rel, u32
+
+BOUND = 1e-2  # q, weights, keys, values and result rounded to bf16; sharp softmaxes round worst
+
+
+class Paged:
+    """A random cache with shuffled block tables for sequences of the given lengths (after this step)."""
+
+    def __init__(self, lengths, kv_heads, head_dim, block_size):
+        self.lengths, self.block_size, self.kv_heads, self.d = lengths, block_size, kv_heads, head_dim
+        per = [max(1, -(-n // block_size)) for n in lengths]
+        self.max_blocks = max(per) + 1
+        self.num_blocks = sum(per) + 3
+        order = torch.randperm(self.num_blocks).tolist()
+        # Entries past a sequence's blocks are no blocks: nothing may follow them.
+        table = torch.full((len(lengths), self.max_blocks), 0x7FFFFFFF, dtype=torch.int64)
+        for s, n in enumerate(per):
+            table[s, :n] = torch.tensor([order.pop() for _ in range(n)])
+        self.host_table = table
+        self.table = table.to(torch.int32).cuda()
+        shape = (self.num_blocks, kv_heads, block_size, head_dim)
+        self.k, self.v = randn(*shape), randn(*shape)
+
+    def slot(self, s, position):
+        return int(self.host_table[s, position // self.block_size]) * self.block_size + position % self.block_size
+
+    def gather(self, cache, s, count):
+        """[kv_heads, count, D] float64 of the first positions."""
+        slots = torch.tensor([self.slot(s, p) for p in range(count)], device="cuda", dtype=torch.long)
+        flat = cache.permute(1, 0, 2, 3).reshape(self.kv_heads, -1, self.d)
+        return flat[:, slots].double()
+
+
+def rope_ref(x, cos, sin):
+    """x [.., heads, D] float64, cos and sin [.., D/2]."""
+    a, b = x.chunk(2, -1)
+    c, s = cos.double().unsqueeze(-2), sin.double().unsqueeze(-2)
+    return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+
+def split_qkv(qkv, heads, kv, d):
+    return [t.view(-1, n, d) for t, n in zip(qkv.split([heads * d, kv * d, kv * d], -1), (heads, kv, kv))]
+
+
+def angles(count, d):
+    a = torch.rand(count, d // 2, device="cuda") * 6.3
+    return torch.cos(a), torch.sin(a)
+
+
+def attend(q, k, v, visible, scale):
+    """q [Hq, D], k and v [Hkv, n, D]; the last `visible` positions count."""
+    group = q.shape[0] // k.shape[0]
+    k, v = (t[:, -visible:].repeat_interleave(group, 0) for t in (k, v))
+    return torch.einsum("hn,hnd->hd", torch.softmax(torch.einsum("hd,hnd->hn", q, k) * scale, -1), v)
+
+
+def decode_case(heads, kv, d, block_size, positions, splits, window=0, norms=True, padding=(), index=False):
+    rows = len(positions)
+    paged = Paged([p + 1 for p in positions], kv, d, block_size)
+    qkv = randn(rows, (heads + 2 * kv) * d, dtype=torch.float32, scale=2.0)
+    gains = (randn(d), randn(d)) if norms else (None, None)
+    cos, sin = angles(rows + 5, d)
+    at = torch.randperm(rows + 5)[:rows].tolist() if index else list(range(rows))
+    slots = [0xFFFFFFFF if r in padding else paged.slot(r, p) for r, p in enumerate(positions)]
+    scale = d**-0.5
+    q, k, v = (t.double() for t in split_qkv(qkv, heads, kv, d))
+    if norms:
+        q, k = norm_ref(q, gains[0], 1e-6), norm_ref(k, gains[1], 1e-6)
+    q, k = (rope_ref(t, cos[at], sin[at]) for t in (q, k))
+    k, v = k.to(torch.bfloat16), v.to(torch.bfloat16)
+    before_k, before_v = paged.k.clone(), paged.v.clone()
+    out = Out((rows, heads * d), torch.bfloat16)
+    work = attention_workspace(rows, heads, kv, d, splits)
+
+    rows_at, row_slots, row_positions = u32(at) if index else None, u32(slots), u32(positions)
+
+    def run(to):
+        call("moe_attention_decode", qkv, *gains, 1e-6, cos, sin, rows_at, row_slots, row_positions, paged.table,
+             paged.max_blocks, paged.k, paged.v, to, work, rows, heads, kv, d, block_size, scale, window, splits)
+
+    torch.cuda.synchronize()
+    run(out.t)
+    name = f"Hq={heads} Hkv={kv} D={d} bs={block_size} splits={splits} window={window} rows={rows} max={max(positions)}"
+    untouched = torch.ones(paged.num_blocks, block_size, dtype=torch.bool)
+    worst = 0.0
+    for r, p in enumerate(positions):
+        if r in padding:
+            assert bool((out.t[r] == 0).all()), f"{name}: padding row {r} is not zero"
+            continue
+        block, offset = divmod(slots[r], block_size)
+        untouched[block, offset] = False
+        assert rel(paged.k[block, :, offset], k[r]) < 1e-3, f"{name}: key of row {r}"
+        assert torch.equal(paged.v[block, :, offset], v[r]), f"{name}: value of row {r}"
+        keys, values = (paged.gather(c, r, p + 1) for c in (paged.k, paged.v))
+        visible = min(p + 1, window) if window else p + 1
+        want = attend(q[r], keys, values, visible, scale)
+        worst = max(worst, rel(out.t[r].view(heads, d), want))
+    assert worst < BOUND, f"{name}: error {worst:.2e}"
+    mask = untouched.cuda()[:, None, :, None].expand_as(paged.k)
+    assert torch.equal(paged.k[mask], before_k[mask]) and torch.equal(paged.v[mask], before_v[mask]), f"{name}: wrote elsewhere"
+    out.check_guard()
+    again = torch.empty_like(out.t)
+    run(again)
+    assert torch.equal(again, out.t), f"{name}: not repeatable"
+
+
+def decode():
+    edges = [0, 1, 15, 16, 17, 63, 64, 65, 127, 255, 256, 1000]
+    for splits in (1, 2, 4, 8, 16, 32):
+        decode_case(32, 4, 128, 16, edges, splits, padding=(3,))
+    decode_case(32, 4, 128, 16, [255], attention_splits(1, 32, 4), index=True)
+    decode_case(32, 4, 128, 64, [8191, 5000], 32)
+    decode_case(32, 4, 128, 16, [8191], 64)
+    for heads, kv, d in [(8, 8, 64), (12, 1, 128), (16, 4, 64), (32, 2, 128), (6, 2, 128), (5, 1, 64)]:
+        for splits in (1, 4, 8, 16):
+            decode_case(heads, kv, d, 7, edges, splits, norms=splits != 4)
+    for window in (1, 16, 100, 2000):
+        for splits in (1, 2, 16):
+            decode_case(16, 2, 128, 16, edges, splits, window=window)
+    decode_case(32, 4, 128, 16, torch.randint(0, 400, (256,)).tolist(), 1, padding=tuple(range(200, 256)))
+    decode_case(32, 4, 128, 16, [40], 8, padding=(0,))
+
+
+def qk_norm_rope():
+    for heads, kv, d, tokens, norms in [(32, 4, 128, 70, True), (5, 1, 64, 3, True), (8, 2, 128, 1, False)]:
+        paged = Paged([200], kv, d, 16)
+        qkv, cos_sin = randn(tokens, (heads + 2 * kv) * d, dtype=torch.float32), angles(tokens, d)
+        gains = (randn(d), randn(d)) if norms else (None, None)
+        where = torch.randperm(200)[:tokens].tolist()
+        slots = [paged.slot(0, p) for p in where]
+        if tokens > 1:
+            slots[1] = 0xFFFFFFFF
+        before = paged.k.clone()
+        out = Out((tokens, heads, d), torch.bfloat16)
+        call("moe_qk_norm_rope_cache", qkv, *gains, 1e-6, *cos_sin, None, u32(slots), out.t, paged.k, paged.v, tokens,
+             heads, kv, d, 16)
+        q, k, v = (t.double() for t in split_qkv(qkv, heads, kv, d))
+        if norms:
+            q, k = norm_ref(q, gains[0], 1e-6), norm_ref(k, gains[1], 1e-6)
+        assert rel(out.t, rope_ref(q, *cos_sin)) < 3e-3
+        k = rope_ref(k, *cos_sin)
+        written = torch.zeros(paged.num_blocks, 16, dtype=torch.bool)
+        for r, slot in enumerate(slots):
+            if slot != 0xFFFFFFFF:
+                written[slot // 16, slot % 16] = True
+                assert rel(paged.k[slot // 16, :, slot % 16], k[r]) < 4e-3
+                assert torch.equal(paged.v[slot // 16, :, slot % 16], v[r].to(torch.bfloat16))
+        mask = ~written.cuda()[:, None, :, None].expand_as(paged.k)
+        assert torch.equal(paged.k[mask], before[mask])
+        out.check_guard()
+
+
+def prefill_case(heads, kv, d, block_size, chunks, window=0, pad=0):
+    """chunks: (start, count) of each sequence."""
+    paged = Paged([s + n for s, n in chunks], kv, d, block_size)
+    starts = [0]
+    for _, n in chunks:
+        starts.append(starts[-1] + n)
+    tokens = starts[-1] + pad
+    positions = [s + i for s, n in chunks for i in range(n)] + [0] * pad
+    q = randn(tokens, heads, d)
+    out = Out((tokens, heads * d), torch.bfloat16)
+    call("moe_attention_prefill", q, paged.k, paged.v, u32(starts), u32(positions), paged.table, paged.max_blocks, out.t,
+         tokens, len(chunks), heads, kv, d, block_size, d**-0.5, window)
+    group, name = heads // kv, f"prefill Hq={heads} Hkv={kv} D={d} chunks={chunks} window={window}"
+    for s, (start, n) in enumerate(chunks):
+        if n == 0:
+            continue
+        k, v = (paged.gather(c, s, start + n).repeat_interleave(group, 0) for c in (paged.k, paged.v))
+        scores = torch.einsum("thd,hnd->htn", q[starts[s] : starts[s + 1]].double(), k) * d**-0.5
+        at = torch.arange(start, start + n, device="cuda")[:, None]
+        keys = torch.arange(start + n, device="cuda")[None]
+        hidden = (keys > at) | ((keys <= at - window) if window else torch.zeros_like(keys, dtype=torch.bool))
+        want = torch.einsum("htn,hnd->thd", torch.softmax(scores.masked_fill(hidden, -math.inf), -1), v)
+        error = rel(out.t[starts[s] : starts[s + 1]].view(n, heads, d), want)
+        assert error < BOUND, f"{name}: sequence {s}: error {error:.2e}"
+    assert bool((out.t[starts[-1] :] == 0).all()), f"{name}: padding rows are not zero"
+    out.check_guard()
+
+
+def prefill():
+    prefill_case(32, 4, 128, 16, [(0, 200)])
+    prefill_case(32, 4, 128, 16, [(0, 1), (7, 65), (0, 0), (130, 1), (64, 64)], pad=9)
+    prefill_case(32, 4, 128, 7, [(i * 3, 1 + i % 5) for i in range(70)], pad=1)
+    prefill_case(8, 8, 64, 64, [(100, 33), (0, 129)])
+    prefill_case(12, 4, 128, 16, [(100, 33), (0, 129)], window=20)
+    prefill_case(5, 1, 64, 16, [(500, 3)], window=1, pad=300)
+    prefill_case(32, 2, 128, 16, [(0, 1500)], window=700)
+
+
+def refusals():
+    x, i = randn(1, 64, dtype=torch.float32), u32([0])
+    assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 96, 16, 1.0, 0, 1)
+    assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 64, 16, 1.0, 0, 3)
+    assert refuses("moe_attention_prefill", x, x, x, i, i, i, 1, x, 1, 1, 3, 2, 64, 16, 1.0, 0)
+
+
+CHECKS = [decode, qk_norm_rope, prefill, refusals]

@@ -1,0 +1,60 @@
+"""Checks, then times, the decode kernels on a GPU: python tests/cuda/decode.py [check|bench] [NAME ..]
+
+MOE_KERNELS_SO names the library. Fresh random inputs on each run; JSON goes to $OUT/decode.json if OUT is set.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+
+import torch
+
+
+def check(names):
+    import check_attention
+    import check_rows
+    import check_sampling
+
+    seed = int.from_bytes(os.urandom(4), "little")
+    torch.manual_seed(seed)
+    failed = []
+    for module in (check_rows, check_attention, check_sampling):
+        for run in module.CHECKS:
+            if names and run.__name__ not in names:
+                continue
+            began = time.time()
+            try:
+                run()
+                torch.cuda.synchronize()
+                print(f"ok    {run.__name__} ({time.time() - began:.1f} s)", flush=True)
+            except Exception as e:
+                failed.append(run.__name__)
+                last = traceback.extract_tb(e.__traceback__)[-1]
+                print(f"FAIL  {run.__name__} (seed {seed}): {type(e).__name__} {e} [{last.name}:{last.lineno} {last.line}]", flush=True)
+    return failed
+
+
+def bench(names):
+    import bench_decode
+
+    rows = []
+    print(torch.cuda.get_device_name(0), flush=True)
+    for run in bench_decode.BENCHES:
+        if not names or run.__name__ in names:
+            try:
+                run(rows)
+            except Exception:
+                traceback.print_exc()
+    if "OUT" in os.environ:
+        with open(os.path.join(os.environ["OUT"], "decode.json"), "w") as f:
+            json.dump({"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "rows": rows}, f, indent=1)
+
+
+if __name__ == "__main__":
+    command, names = (sys.argv[1:] or ["all"])[0], sys.argv[2:]
+    failed = check(names) if command in ("all", "check") else []
+    if command in ("all", "bench"):
+        bench(names)
+    sys.exit(1 if failed else 0)
