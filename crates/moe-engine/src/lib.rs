@@ -1,10 +1,11 @@
-//! Offline generation for Mixture-of-Experts models: tokenizer, command line, generate, batch,
-//! parity, bench.
+//! Offline generation for Mixture-of-Experts models: tokenizer, command line, generate, chat,
+//! batch, parity, bench.
 #![doc = include_str!("../README.md")]
 
 pub mod batch;
 pub mod bench;
 pub mod chat;
+pub mod chat_command;
 pub mod cli;
 pub mod engine;
 mod error;
@@ -67,6 +68,10 @@ fn run<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
         Some(Command::Generate(args)) => {
             start_log(&args.run.log)?;
             generate::run::<F>(args)?;
+        }
+        Some(Command::Chat(args)) => {
+            start_log(&args.run.log)?;
+            chat_command::run::<F>(args)?;
         }
         Some(Command::Batch(args)) => {
             start_log(&args.run.log)?;
