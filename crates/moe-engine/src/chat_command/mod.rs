@@ -176,7 +176,7 @@ impl Chat<'_> {
         };
         // Ctrl-C before there is an answer does not concern it.
         self.interrupt.take();
-        let (mut answer, mut open) = (String::new(), true);
+        let (mut answer, mut open, mut failed) = (String::new(), true, false);
         while !self.engine.is_idle() {
             if self.interrupt.take() {
                 self.engine.cancel(id)?;
@@ -186,13 +186,17 @@ impl Chat<'_> {
                 open = open && print(&output.text)?;
                 if let Some(finish) = output.finish {
                     self.notice(&finish);
+                    failed = matches!(finish, FinishReason::Failed(_));
                 }
             }
             if !open {
                 return Ok(false);
             }
         }
-        self.conversation.answer(answer);
+        match failed {
+            true => self.conversation.take_back(),
+            false => self.conversation.answer(answer),
+        }
         print("\n")
     }
 
