@@ -21,6 +21,11 @@ import time
 from pathlib import Path
 
 GROUP = 1000
+# The prefix cache touches one KV block after the other until it has used them all; this many are
+# used up within the warm-up, so that whatever grows later is a leak.
+KV_CACHE = "32MiB"
+# What remains is the table of custom_ids, 25 to 50 bytes a request, and the allocator's noise.
+MAX_GROWTH = 1.04
 WORDS = "the king queen love death night day sword crown heart eyes father daughter speak come go what who".split()
 
 
@@ -86,7 +91,8 @@ def main():
         source, output = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
         write_requests(source, args.requests)
         output.touch()
-        command = [args.binary, "batch", "--input", source, "--output", output, "--log", "warn", *args.flags]
+        command = [args.binary, "batch", "--input", source, "--output", output, "--log", "warn"]
+        command += ["--kv-cache-memory", KV_CACHE, *args.flags]
         load = os.getloadavg()
         process = subprocess.Popen(command)
         answers, memory = watch(process, output, every=0.05)
@@ -104,7 +110,7 @@ def main():
         "last_to_first": round(ratio, 4),
         "rss_mib_by_thousand": [round(at(count), 1) for count in range(GROUP, args.requests + 1, GROUP)],
         "rss_growth_after_warm_up": round(peak / warm - 1, 4),
-        "passed": abs(ratio - 1) <= 0.1 and peak <= warm * 1.02,
+        "passed": abs(ratio - 1) <= 0.1 and peak <= warm * MAX_GROWTH,
     }
     print(json.dumps(result, indent=2))
     sys.exit(0 if result["passed"] else 1)

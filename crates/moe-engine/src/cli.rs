@@ -21,6 +21,8 @@ pub struct Cli {
 pub enum Command {
     /// Continue a prompt; the continuation goes to stdout.
     Generate(Box<GenerateArgs>),
+    /// Talk with the model.
+    Chat(Box<ChatArgs>),
     /// Answer a file of requests in OpenAI's batch format; a rerun continues.
     Batch(Box<BatchArgs>),
     /// Compare with a reference recorded from Hugging Face transformers.
@@ -131,6 +133,30 @@ pub struct BatchArgs {
     pub run: RunArgs,
 }
 
+/// Flags of `chat`.
+#[derive(Args, Debug, Clone)]
+pub struct ChatArgs {
+    /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint,
+    /// where the binary has one).
+    #[arg(long)]
+    pub model: Option<String>,
+    /// What the model is told beforehand.
+    #[arg(long, value_name = "TEXT", help_heading = "Chat")]
+    pub system: Option<String>,
+    /// Chat template.
+    #[command(flatten)]
+    pub chat: TemplateArgs,
+    /// Sampling.
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Scheduler and KV cache.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Device and backend.
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
 /// How conversations become prompts.
 #[derive(Args, Debug, Clone)]
 pub struct TemplateArgs {
@@ -179,7 +205,7 @@ pub struct EngineArgs {
 /// vLLM's sampling parameters. What is left out comes from generation_config.json.
 #[derive(Args, Debug, Clone, Default)]
 pub struct SamplingArgs {
-    /// Tokens to generate at most (default: 128; in a batch, what vLLM allows a request).
+    /// Tokens to generate at most (default: 128; chat: no limit; batch: vLLM's).
     #[arg(long, help_heading = "Sampling")]
     pub max_new_tokens: Option<usize>,
     /// 0 is greedy (default: generation_config.json, else 0).

@@ -28,4 +28,9 @@ impl Interrupt {
     pub fn requested(&self) -> bool {
         REQUESTED.load(Ordering::Relaxed)
     }
+
+    /// Whether it was pressed; forgets it.
+    pub fn take(&self) -> bool {
+        REQUESTED.swap(false, Ordering::Relaxed)
+    }
 }

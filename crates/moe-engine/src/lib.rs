@@ -1,10 +1,11 @@
-//! Offline generation for Mixture-of-Experts models: tokenizer, command line, generate, batch,
-//! parity, bench.
+//! Offline generation for Mixture-of-Experts models: tokenizer, command line, generate, chat,
+//! batch, parity, bench.
 #![doc = include_str!("../README.md")]
 
 pub mod batch;
 pub mod bench;
 pub mod chat;
+pub mod chat_command;
 pub mod cli;
 pub mod engine;
 mod error;
@@ -73,6 +74,7 @@ fn run<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
     let args = match &cli.command {
         None => &cli.generate.run,
         Some(Command::Generate(args)) => &args.run,
+        Some(Command::Chat(args)) => &args.run,
         Some(Command::Batch(args)) => &args.run,
         Some(Command::Parity(args)) => &args.run,
         Some(Command::Bench(args)) => &args.run,
@@ -87,6 +89,7 @@ fn run_command<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
     match &cli.command {
         None => generate::run::<F>(&cli.generate)?,
         Some(Command::Generate(args)) => generate::run::<F>(args)?,
+        Some(Command::Chat(args)) => chat_command::run::<F>(args)?,
         Some(Command::Batch(args)) => return batch::run::<F>(args),
         Some(Command::Parity(args)) => return run_parity::<F>(args),
         Some(Command::Bench(args)) => bench::run::<F>(args)?,

@@ -25,7 +25,7 @@ pub fn line_id(line: u64) -> String {
 pub struct Known {
     hashers: [RandomState; 2],
     /// By the hash of a `custom_id`.
-    ids: HashMap<u128, State>,
+    ids: HashMap<[u64; 2], State>,
     /// Numbers of answered lines that no `custom_id` names.
     lines: HashSet<u64>,
 }
@@ -38,9 +38,8 @@ struct State {
 
 impl Known {
     /// 128 bits, so that among billions no two are alike.
-    fn hash(&self, custom_id: &str) -> u128 {
-        let [high, low] = [0, 1].map(|i: usize| self.hashers[i].hash_one(custom_id));
-        (u128::from(high) << 64) | u128::from(low)
+    fn hash(&self, custom_id: &str) -> [u64; 2] {
+        [0, 1].map(|i: usize| self.hashers[i].hash_one(custom_id))
     }
 
     /// Notes a record of the output.

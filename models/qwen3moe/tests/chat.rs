@@ -1,0 +1,122 @@
+//! `chat` through pipes: answers on stdout, everything else on stderr.
+#![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+fn fixture() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/text")
+}
+
+fn start(flags: &[&str]) -> Child {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
+    command.arg("chat").args(["--model", fixture().to_str().unwrap()]).args(flags);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).env("RUST_BACKTRACE", "0");
+    command.spawn().unwrap()
+}
+
+fn talk(flags: &[&str], input: &str) -> (Output, String) {
+    let mut chat = start(flags);
+    // A program that ends early closes its input.
+    let _ = chat.stdin.take().unwrap().write_all(input.as_bytes());
+    let output = chat.wait_with_output().unwrap();
+    let stderr = String::from_utf8(output.stderr.clone()).unwrap();
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    (output, stderr)
+}
+
+/// Short answers, the same each time.
+const SHORT: [&str; 5] = ["--max-new-tokens", "6", "--temperature", "0", "--ignore-eos"];
+
+/// What the model says to a rendered conversation.
+fn continued(prompt: &str) -> String {
+    let model = fixture();
+    let output = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"))
+        .args(["--model", model.to_str().unwrap(), "--prompt", prompt])
+        .args(SHORT)
+        .output()
+        .unwrap();
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn user(text: &str) -> String {
+    format!("<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+}
+
+#[test]
+fn turns_continue_the_conversation() {
+    let first = continued(&user("Hello"));
+    let second = continued(&format!("{}{first}<|im_end|>\n{}", user("Hello"), user("Again")));
+    let (output, stderr) = talk(&[&SHORT[..], &["--stats"]].concat(), "Hello\nAgain\n/reset\nHello\n");
+    assert!(output.status.success(), "{stderr}");
+    let want = format!("{first}\n{second}\n{first}\n");
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), want);
+    let cached = stderr.split("prompt tokens (").nth(1).and_then(|rest| rest.split(' ').next());
+    assert_ne!(cached, Some("0"), "a turn computes only what is new: {stderr}");
+}
+
+#[test]
+fn commands_are_not_messages() {
+    let (output, stderr) =
+        talk(&SHORT, "/help\n/nonsense\n/system Be kind.\nHello\\\nthere\n/history\n/quit\nunheard\n");
+    assert!(output.status.success(), "{stderr}");
+    let system = "<|im_start|>system\nBe kind.<|im_end|>\n";
+    let answer = continued(&format!("{system}{}", user("Hello\nthere")));
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), format!("{answer}\n"));
+    for word in ["/reset", "no /nonsense", "system: Be kind.", "user: Hello\nthere", "assistant: "] {
+        assert!(stderr.contains(word), "{word}: {stderr}");
+    }
+}
+
+#[test]
+fn a_full_context_drops_the_oldest_turns() {
+    let long = "word ".repeat(40);
+    let flags = [&SHORT[..], &["--max-model-len", "256"]].concat();
+    let (output, stderr) = talk(&flags, &format!("{long}\n{long}\n{long}\n{}\n", "word ".repeat(2000)));
+    assert!(output.status.success(), "{stderr}");
+    assert!(stderr.contains("the context of 256 tokens is full"), "{stderr}");
+    assert!(stderr.contains("the message is too long"), "{stderr}");
+}
+
+#[test]
+fn a_model_without_a_template_is_named() {
+    let chat = |flags: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
+        let output = command.arg("chat").args(flags).stdin(Stdio::null()).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (code, stderr) = chat(&[]);
+    assert!(code == Some(1) && stderr.contains("embedded") && stderr.contains("--chat-template"), "{stderr}");
+    let template = tempfile::NamedTempFile::new().unwrap();
+    let path = template.path().to_str().unwrap();
+    std::fs::write(path, "{{ messages[0].content }}").unwrap();
+    assert_eq!(chat(&["--chat-template", path]).0, Some(0));
+    std::fs::write(path, "{{ messages[").unwrap();
+    let (code, stderr) = chat(&["--chat-template", path]);
+    assert!(code == Some(2) && stderr.contains("--chat-template") && stderr.contains("line 1"), "{stderr}");
+    let (code, stderr) = chat(&["--chat-template", "/no/such/file"]);
+    assert!(code == Some(2) && stderr.contains("/no/such/file"), "{stderr}");
+}
+
+/// Ctrl-C stops the answer and not the program.
+#[cfg(unix)]
+#[test]
+fn an_interrupted_answer_is_not_the_end() {
+    let flags = ["--temperature", "0", "--ignore-eos"];
+    let whole = String::from_utf8(talk(&flags, "Hello\n").0.stdout).unwrap();
+    let mut chat = start(&flags);
+    let mut stdin = chat.stdin.take().unwrap();
+    let mut stdout = BufReader::new(chat.stdout.take().unwrap());
+    stdin.write_all(b"Hello\n").unwrap();
+    // The answer has begun, and goes on until the context ends.
+    assert!(!stdout.fill_buf().unwrap().is_empty());
+    assert!(Command::new("kill").args(["-INT", &chat.id().to_string()]).status().unwrap().success());
+    stdin.write_all(b"/reset\nHello\n").unwrap();
+    drop(stdin);
+    let mut rest = Vec::new();
+    std::io::Read::read_to_end(&mut stdout, &mut rest).unwrap();
+    assert!(chat.wait().unwrap().success(), "the program goes on to the end of its input");
+    let text = String::from_utf8(rest).unwrap();
+    assert!(text.ends_with(&whole) && text.len() > whole.len(), "then answers the next message: {text}");
+}
