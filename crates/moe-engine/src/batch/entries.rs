@@ -92,6 +92,12 @@ impl Entries {
     }
 }
 
+/// What a line alone asks for.
+pub fn job(bytes: &[u8], parser: &Parser) -> Result<Job, ApiError> {
+    let (custom_id, object) = named(Line { number: 1, end: 0, bytes: Some(bytes.to_vec()) })?;
+    parser.parse(&object, &custom_id)
+}
+
 /// The object of a line and its `custom_id`.
 fn named(line: Line) -> Result<(String, Map<String, Value>), ApiError> {
     let too_long = || ApiError::bad(format!("it is longer than {} MiB", MAX_LINE >> 20));

@@ -30,8 +30,9 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use tracing::info;
 
+use crate::chat::ChatTemplate;
 use crate::cli::BatchArgs;
-use crate::engine::{Engine, Output, RequestId};
+use crate::engine::{Engine, Output, Request, RequestId};
 use crate::family::ModelFamily;
 use crate::interrupt::Interrupt;
 use crate::session::Session;
@@ -90,6 +91,29 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         return Ok(ExitCode::from(Interrupt::EXIT_CODE));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Checks a line of an input as [`run`] would, for a model with this tokenizer and chat template:
+/// how many prompts it has.
+///
+/// # Errors
+/// The message of its error record.
+pub fn check_line(
+    line: &[u8],
+    tokenizer: &Tokenizer,
+    template: Option<&ChatTemplate>,
+    max_model_len: usize,
+) -> Result<usize, String> {
+    let parser = Parser {
+        tokenizer: tokenizer.clone(),
+        template: template.cloned(),
+        template_kwargs: serde_json::Map::new(),
+        defaults: Request::new(Vec::new()),
+        seed: 0,
+        max_model_len,
+        model: String::new(),
+    };
+    entries::job(line, &parser).map(|job| job.requests.len()).map_err(|e| e.message)
 }
 
 fn parser(

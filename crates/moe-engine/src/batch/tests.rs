@@ -260,3 +260,12 @@ fn a_choice_that_failed_is_an_internal_error() {
     let error = completion::body("r", &job.form, &[choice], &bytes()).unwrap_err();
     assert_eq!((error.status, error.message.as_str()), (500, "NaN"));
 }
+
+#[test]
+fn a_line_is_checked_without_a_model() {
+    let check = |line: &str| super::check_line(line.as_bytes(), &bytes(), None, 100);
+    let body = r#"{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": ["x", "y"]}}"#;
+    assert_eq!(check(body), Ok(2));
+    assert!(check("{").unwrap_err().contains("it is not JSON"));
+    assert!(check(&body.replace("\"x\"", "true")).unwrap_err().contains("prompt"));
+}

@@ -1,0 +1,28 @@
+//! A line of a batch input: refused with a message, or requests for the engine.
+#![no_main]
+
+use std::sync::LazyLock;
+
+use libfuzzer_sys::fuzz_target;
+use model_qwen3moe::Qwen3MoeFamily;
+use moe_engine::ModelFamily;
+use moe_engine::batch::check_line;
+use moe_engine::chat::ChatTemplate;
+use moe_engine::tokenizer::Tokenizer;
+
+static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| {
+    let embedded = Qwen3MoeFamily::embedded().expect("an embedded checkpoint");
+    Tokenizer::from_bytes(embedded.tokenizer).expect("its tokenizer")
+});
+
+static TEMPLATE: LazyLock<Option<ChatTemplate>> = LazyLock::new(|| {
+    let config = r#"{"chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"}"#;
+    ChatTemplate::from_tokenizer_config(config.as_bytes()).expect("a template")
+});
+
+fuzz_target!(|line: &[u8]| {
+    match check_line(line, &TOKENIZER, TEMPLATE.as_ref(), 512) {
+        Ok(prompts) => assert!(prompts > 0),
+        Err(message) => assert!(!message.is_empty()),
+    }
+});
