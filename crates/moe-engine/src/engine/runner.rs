@@ -78,7 +78,7 @@ impl<'m> Runner<'m> {
         self.prepare(&plan, &sequences)?;
         let mut logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut self.ex)?;
         let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.view().cpu::<f32>()?);
-        let span = trace_span!("sample", rows = plan.parts.len());
+        let span = trace_span!("sample", rows = plan.parts.iter().filter(|p| p.samples.is_some()).count());
         let sampled = span.in_scope(|| self.sample(&plan, &sequences, logits.view_mut()))?;
         let context = &mut self.ex.step;
         let (routed, heat) = (context.capture.take(), context.heat.take());
