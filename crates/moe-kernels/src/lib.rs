@@ -4,6 +4,8 @@
 mod align;
 mod buffer;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod dispatched;
 pub mod door;
 mod element;
@@ -14,6 +16,7 @@ mod philox;
 mod roof;
 mod routed;
 mod spec;
+mod storage;
 mod tensor;
 mod view;
 
