@@ -11,7 +11,7 @@ namespace {
 __device__ __forceinline__ void route_row(const AnyRoute& a, const RouteScratch& s, int t) {
   const int lane = threadIdx.x % 32, logits = a.experts + a.zero_experts;
   const size_t first = static_cast<size_t>(t) * a.top_k;
-  const bool forced = a.replay != nullptr && copy_ids(a.replay + t * a.step_stride, a, s);
+  const bool forced = a.replay != nullptr && copy_ids(a.replay + first, a, s);
   const auto selection = static_cast<Selection>(a.selection);
   if (selection == Selection::kGiven) {
     if (!forced) copy_ids(a.given_ids + first, a, s);
@@ -56,7 +56,7 @@ __device__ __forceinline__ void finish_row(const AnyRoute& a, const RouteScratch
       a.topk_weights[at] = padding ? 0.f : a.shared_weight;
       continue;
     }
-    if (a.capture != nullptr) a.capture[t * a.step_stride + k] = s.ids[k];
+    if (a.capture != nullptr) a.capture[static_cast<size_t>(t) * a.top_k + k] = s.ids[k];
     if (a.heat != nullptr && s.ids[k] < experts) atomicAdd(a.heat + s.ids[k], 1ull);
     a.topk_ids[at] = is_zero_expert(k) ? kNoExpert : s.ids[k];
     a.topk_weights[at] = is_zero_expert(k) ? 0.f : s.weights[k];
@@ -101,7 +101,7 @@ bool is_valid(const AnyRoute& a) {
 /// Refuses more experts than shared memory holds scores of (about 28,000).
 extern "C" int moe_any_route(const moe::AnyRoute* args, void* stream) {
   using namespace moe;
-  static_assert(sizeof(AnyRoute) == 13 * 8 + 16 + 18 * 4, "the layout that callers mirror");
+  static_assert(sizeof(AnyRoute) == 13 * 8 + 8 + 18 * 4, "the layout that callers mirror");
   if (args == nullptr || !is_valid(*args)) return cudaErrorInvalidValue;
   if (args->tokens == 0) return cudaSuccess;
   DeviceLimits limits;

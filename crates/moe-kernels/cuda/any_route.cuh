@@ -20,15 +20,14 @@ struct AnyRoute {
   const uint32_t* token_ids;       // [T], with kHash
   const uint32_t* given_ids;       // [T, K], with kGiven
   const float* given_weights;      // [T, K], with kGiven; null = zeros
-  const uint32_t* replay;          // ids to force: K at t * step_stride, all absent = free; or null
-  uint32_t* capture;               // the routed ids, K at t * step_stride; or null
+  const uint32_t* replay;          // [T, K] ids to force, a row of absent ones is free; or null
+  uint32_t* capture;               // [T, K] the routed ids; or null
   unsigned long long* heat;        // [experts] counts to add to, or null
   const uint32_t* valid;           // [1] rows from there on are padding; null = none
   uint32_t* topk_ids;              // [T, S]
   float* topk_weights;             // [T, S]
   float* zero_weights;             // [T] or null
   uint64_t balance_seed;
-  int64_t step_stride;
   int tokens, experts, zero_experts, top_k, shared_slots, vocab, groups, topk_group;
   int selection, scoring, renormalize, balance;
   float softcap;                   // 0 = none

@@ -7,13 +7,12 @@
 use moe_dispatch::PrepareFinalize;
 use moe_experts::{AnyExperts, Experts, MonolithicExperts, Reservation};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::{Exec, TensorView, View, ViewMut, Workspace, linear_into};
+use moe_kernels::{Exec, TensorView, View, ViewMut, Workspace, add_scaled_into, linear_into};
 use moe_router::{RouteInput, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
 use crate::door::forward_rows;
-use crate::scaled::add_scaled_into;
 use crate::shared::SharedExperts;
 
 /// The two families of experts with what each needs around it.

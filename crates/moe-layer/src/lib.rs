@@ -7,7 +7,6 @@ mod door;
 mod load;
 mod mlp;
 mod pack;
-mod scaled;
 mod shared;
 
 pub use block::SparseMoeBlock;

@@ -8,11 +8,13 @@
 //! caller: indices (token ids, slots, block tables, rows) are in range. On the CPU they are
 //! checked.
 
+pub(crate) mod any;
 pub(crate) mod ffi;
 mod graph;
 mod memory;
 mod stream;
 
+pub use any::{Choice, Route, RouteOut, route_into};
 pub use graph::Graph;
 pub use memory::PinnedWords;
 pub(crate) use memory::{DeviceMemory, storage_slice};
