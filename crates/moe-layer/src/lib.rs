@@ -7,8 +7,6 @@ mod door;
 mod load;
 mod mlp;
 mod pack;
-mod route;
-mod scaled;
 mod shared;
 
 pub use block::SparseMoeBlock;

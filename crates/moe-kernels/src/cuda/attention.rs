@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result};
 
-use super::{ffi, small};
+use super::{any, ffi, small};
 use crate::exec::Exec;
 use crate::ops::{AttentionMeta, QkNormRope};
 use crate::view::{View, ViewMut};
@@ -22,7 +22,7 @@ pub(crate) fn qk_norm_rope_cache(
     let (op, cuda) = ("qk_norm_rope_cache", ex.cuda("qk_norm_rope_cache")?);
     let bf16 = k_cache.dtype() == DType::BF16 && args.qkv.dtype() == DType::F32;
     if !bf16 || q_out.dtype() != DType::BF16 || !head_dim_fits(args.head_dim) {
-        return super::unsupported(op, k_cache.dtype(), args.qkv.dims());
+        return any::qk_norm_rope_cache(cuda, op, args, q_out, k_cache, v_cache);
     }
     let block_size = small(op, k_cache.dims()[2])?;
     // SAFETY: the door has checked dims and dtypes; the launcher's conditions are checked above.
@@ -62,7 +62,7 @@ pub(crate) fn paged_attention(
     let (op, cuda) = ("paged_attention", ex.cuda("paged_attention")?);
     let (heads, head_dim) = (q.dims()[1], q.dims()[2]);
     if k_cache.dtype() != DType::BF16 || q.dtype() != DType::BF16 || !head_dim_fits(head_dim) {
-        return super::unsupported(op, k_cache.dtype(), q.dims());
+        return any::paged_attention(cuda, op, q, k_cache, v_cache, meta, out);
     }
     let tables = meta.block_tables.dims();
     // SAFETY: the door has checked dims and dtypes; the launcher's conditions are checked above.

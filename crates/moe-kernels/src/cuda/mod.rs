@@ -8,6 +8,7 @@
 //! caller: indices (token ids, slots, block tables, rows) are in range. On the CPU they are
 //! checked.
 
+pub(crate) mod any;
 pub(crate) mod attention;
 mod experts;
 pub(crate) mod ffi;
@@ -19,8 +20,9 @@ pub(crate) mod rows;
 mod step;
 mod stream;
 
-use candle_core::{DType, Result, bail};
+use candle_core::{Result, bail};
 
+pub use any::{Choice, Route, RouteOut, route_into};
 pub use experts::{FusedExperts, fused_experts_into};
 pub use graph::Graph;
 pub use memory::PinnedWords;
@@ -35,9 +37,4 @@ fn small(op: &str, n: usize) -> Result<i32> {
         Ok(n) => Ok(n),
         Err(_) => bail!("{op}: a size of {n} does not fit 32 bits"),
     }
-}
-
-/// The error of an op that has no CUDA kernel for these sizes.
-fn unsupported(op: &str, dtype: DType, dims: &[usize]) -> Result<()> {
-    bail!("{op}: no CUDA kernel for dtype {} and dims {dims:?}", dtype.as_str())
 }

@@ -1,8 +1,9 @@
-//! Row-wise ops on CUDA.
+//! Row-wise ops on CUDA: bf16 weights beside an f32 residual stream by kernels of their own, everything
+//! else by those for any dtype.
 
 use candle_core::{DType, Result};
 
-use super::{ffi, small};
+use super::{any, ffi, small};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -18,7 +19,7 @@ pub(crate) fn embedding(table: View, ids: View, mut out: ViewMut, ex: &Exec) -> 
     let (op, cuda) = ("embedding", ex.cuda("embedding")?);
     let (v, h) = (table.dims()[0], table.dims()[1]);
     if !fits(table.dtype(), out.dtype(), h) {
-        return super::unsupported(op, table.dtype(), table.dims());
+        return any::gather(cuda, op, table, ids, out);
     }
     let (table, ids_at) = (cuda.read(op, "table", table)?, cuda.read(op, "ids", ids)?);
     let (out, tokens) = (cuda.write(op, "out", &mut out)?, small(op, ids.elem_count())?);
@@ -32,7 +33,7 @@ pub(crate) fn rms_norm(x: View, weight: View, eps: f32, mut out: ViewMut, ex: &E
     let (op, cuda) = ("rms_norm", ex.cuda("rms_norm")?);
     let (rows, h) = (x.dims()[0], x.dims()[1]);
     if !fits(weight.dtype(), x.dtype(), h) {
-        return super::unsupported(op, weight.dtype(), x.dims());
+        return any::rms_norm(cuda, op, x, weight, eps, out);
     }
     let (x, weight) = (cuda.read(op, "x", x)?, cuda.read(op, "weight", weight)?);
     let out = cuda.write(op, "out", &mut out)?;
@@ -53,7 +54,7 @@ pub(crate) fn add_rms_norm(
     let (op, cuda) = ("add_rms_norm", ex.cuda("add_rms_norm")?);
     let (rows, h) = (delta.dims()[0], delta.dims()[1]);
     if !fits(weight.dtype(), delta.dtype(), h) {
-        return super::unsupported(op, weight.dtype(), delta.dims());
+        return any::add_rms_norm(cuda, op, delta, weight, eps, residual, out);
     }
     let (delta, weight) = (cuda.read(op, "delta", delta)?, cuda.read(op, "weight", weight)?);
     let (residual, out) = (cuda.write(op, "residual", &mut residual)?, cuda.write(op, "out", &mut out)?);
