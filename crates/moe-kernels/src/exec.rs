@@ -94,6 +94,19 @@ impl CpuIsa {
     }
 }
 
+/// Compute capability (major, minor) of a CUDA device, (0, 0) if the driver does not tell; `None` for
+/// other devices.
+pub fn compute_capability(device: &Device) -> Option<(u32, u32)> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            let capability = device.cuda_stream().context().compute_capability();
+            Some(capability.map_or((0, 0), |(major, minor)| (major.max(0) as u32, minor.max(0) as u32)))
+        }
+        _ => None,
+    }
+}
+
 /// The context that every op runs in.
 #[derive(Clone)]
 pub struct Exec {

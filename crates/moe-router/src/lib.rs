@@ -10,6 +10,8 @@ mod custom;
 mod device;
 mod error;
 mod forward;
+#[cfg(feature = "cuda")]
+mod fused;
 mod gate;
 mod hf;
 mod math;

@@ -210,6 +210,7 @@ unsafe extern "C" {
         num_ids: i32,
         num_local: i32,
         hidden: i32,
+        output: i32,
         stream: *mut c_void,
     ) -> i32;
     pub(crate) fn moe_experts_stream_flags(slots: i32, num_local: i32) -> i32;
@@ -231,6 +232,34 @@ unsafe extern "C" {
         num_local: i32,
         hidden: i32,
         inter: i32,
+        output: i32,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_rope_rows(
+        positions: *const u32,
+        inv_freq: *const f32,
+        half: i32,
+        attention_factor: f32,
+        cos: *mut f32,
+        sin: *mut f32,
+        rows: i32,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_feed_tokens(
+        from: *const u32,
+        sampled: *const u32,
+        ids: *mut u32,
+        valid: *const u32,
+        kept_valid: *mut u32,
+        rows: i32,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_fill_random(
+        out: *mut bf16,
+        count: usize,
+        seed: u64,
+        stream_id: u64,
+        bound: f32,
         stream: *mut c_void,
     ) -> i32;
     pub(crate) fn moe_sample(

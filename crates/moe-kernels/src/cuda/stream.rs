@@ -74,6 +74,11 @@ impl CudaExec {
         self.read(op, name, view.as_view()).map(<*const T>::cast_mut)
     }
 
+    /// The word that holds the number of valid rows of a padded step.
+    pub(crate) fn valid_rows(&self) -> Result<*mut u32> {
+        Ok(self.counters("valid_rows", 1)?.cast())
+    }
+
     /// At least `words` u32 words that were zeroed once and that launches of `name`, one after the
     /// other, leave ready for the next one. Earlier, shorter ones stay alive: graphs know them.
     pub(crate) fn counters(&self, name: &'static str, words: usize) -> Result<*mut c_void> {
