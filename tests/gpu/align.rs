@@ -9,7 +9,8 @@ use moe_kernels::{
 use crate::common::*;
 
 /// Sizes up to more experts than shared memory counts, and one expert with everything.
-const CASES: [(usize, usize, usize); 6] = [(0, 1, 3), (1, 1, 1), (40, 4, 6), (1000, 8, 128), (64, 2, 3000), (500, 1, 1)];
+const CASES: [(usize, usize, usize); 6] =
+    [(0, 1, 3), (1, 1, 1), (40, 4, 6), (1000, 8, 128), (64, 2, 3000), (500, 1, 1)];
 
 fn routed(rng: &mut Rng, tokens: usize, top_k: usize, experts: usize) -> (Buffer, Buffer) {
     let id = |rng: &mut Rng| if rng.below(6) == 0 { NO_EXPERT } else { rng.below(experts) as u32 };
@@ -51,13 +52,15 @@ fn groups_and_local_ids_are_the_same() {
 fn batched_rows_go_and_come_back() {
     let mut rng = Rng::new();
     for dtype in FLOATS {
-        for (tokens, top_k, experts, width) in [(0, 1, 3, 4), (1, 1, 1, 1), (40, 3, 6, 33), (100, 2, 5, 300)] {
+        for (tokens, top_k, experts, width) in [(0, 1, 3, 4), (1, 1, 1, 1), (40, 3, 6, 33), (100, 2, 5, 300)]
+        {
             let (ids, map) = routed(&mut rng, tokens, top_k, experts);
             let (rows, max_tokens) = (rng.floats(dtype, &[tokens, width]), (tokens * top_k).max(2));
             let op = |p: &mut Place| {
                 let (ids, map, rows) = (p.put(&ids), p.put(&map), p.put(&rows));
                 let slots_n = tokens * top_k;
-                let (mut offsets, mut slots) = (p.out(DType::U32, &[experts + 1]), p.out(DType::U32, &[slots_n]));
+                let (mut offsets, mut slots) =
+                    (p.out(DType::U32, &[experts + 1]), p.out(DType::U32, &[slots_n]));
                 let out = (offsets.view_mut(), slots.view_mut());
                 group_slots_into(ids.view(), Some(map.view()), out.0, out.1, &mut p.ex)?;
                 let batches = RowBatches { offsets: offsets.view(), slots: slots.view(), top_k };

@@ -17,7 +17,8 @@ pub fn streams(model: DType) -> Vec<DType> {
 /// A context on the GPU; all share one stream.
 pub fn cuda() -> Exec {
     static DEVICE: OnceLock<Device> = OnceLock::new();
-    let device = DEVICE.get_or_init(|| Device::new_cuda_with_stream(0).expect("the GPU tests need a CUDA device"));
+    let device =
+        DEVICE.get_or_init(|| Device::new_cuda_with_stream(0).expect("the GPU tests need a CUDA device"));
     Exec::on(device).unwrap()
 }
 
@@ -80,7 +81,8 @@ pub fn words(data: Vec<u32>, dims: &[usize]) -> Buffer {
 /// A buffer of a value that no result has.
 pub fn poisoned(dtype: DType, dims: &[usize]) -> Buffer {
     let n = dims.iter().product::<usize>();
-    let poison = |x: f32| with_float!(dtype, "poison", T => Buffer::from_vec(vec![<T as Float>::narrow(x); n], dims));
+    let poison =
+        |x: f32| with_float!(dtype, "poison", T => Buffer::from_vec(vec![<T as Float>::narrow(x); n], dims));
     match dtype {
         DType::U32 => words(vec![0xdead_beef; n], dims),
         _ => poison(77.0).unwrap(),

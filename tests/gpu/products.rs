@@ -2,8 +2,8 @@
 
 use candle_core::DType;
 use moe_kernels::{
-    Activation, Buffer, ExpertGroups, NO_EXPERT, grouped_down_into, grouped_gate_up_into,
-    group_token_slots_into, linear_into, linear_row_parallel_into, weighted_sum_into, zero_absent_into,
+    Activation, Buffer, ExpertGroups, NO_EXPERT, group_token_slots_into, grouped_down_into,
+    grouped_gate_up_into, linear_into, linear_row_parallel_into, weighted_sum_into, zero_absent_into,
 };
 
 use crate::common::*;
@@ -17,8 +17,18 @@ fn sum_bound(k: usize) -> f64 {
 fn dense_products_agree() {
     let mut rng = Rng::new();
     let sizes = [
-        (0, 5, 8), (1, 1, 1), (1, 300, 64), (3, 7, 5), (8, 33, 64), (9, 64, 256), (31, 130, 72), (33, 65, 100),
-        (64, 64, 64), (130, 70, 129), (200, 9, 7), (257, 129, 320),
+        (0, 5, 8),
+        (1, 1, 1),
+        (1, 300, 64),
+        (3, 7, 5),
+        (8, 33, 64),
+        (9, 64, 256),
+        (31, 130, 72),
+        (33, 65, 100),
+        (64, 64, 64),
+        (130, 70, 129),
+        (200, 9, 7),
+        (257, 129, 320),
     ];
     for dtype in FLOATS {
         for out_dtype in streams(dtype) {
@@ -52,7 +62,14 @@ struct Routing {
 }
 
 /// `spread`: ids over all experts; else all slots of expert `only` (none, if that is absent).
-fn routing(rng: &mut Rng, tokens: usize, top_k: usize, experts: usize, only: Option<u32>, mapped: bool) -> Routing {
+fn routing(
+    rng: &mut Rng,
+    tokens: usize,
+    top_k: usize,
+    experts: usize,
+    only: Option<u32>,
+    mapped: bool,
+) -> Routing {
     let mut ids = Vec::new();
     for _ in 0..tokens {
         let order = rng.permutation(experts);
@@ -75,7 +92,14 @@ fn routing(rng: &mut Rng, tokens: usize, top_k: usize, experts: usize, only: Opt
     }
 }
 
-fn layers_agree(rng: &mut Rng, dtype: DType, activation: Activation, r: &Routing, sizes: (usize, usize), biased: bool) {
+fn layers_agree(
+    rng: &mut Rng,
+    dtype: DType,
+    activation: Activation,
+    r: &Routing,
+    sizes: (usize, usize),
+    biased: bool,
+) {
     let (hidden, inter, e) = (sizes.0, sizes.1, r.num_local);
     let (tokens, top_k) = (r.ids.dims()[0], r.ids.dims()[1]);
     let x = rng.floats(dtype, &[tokens, hidden]);
@@ -83,7 +107,8 @@ fn layers_agree(rng: &mut Rng, dtype: DType, activation: Activation, r: &Routing
     let bias13 = biased.then(|| rng.floats(dtype, &[e, 2 * inter]));
     let bias2 = biased.then(|| rng.floats(dtype, &[e, hidden]));
     let op = |p: &mut Place| {
-        let (ids, weights, map, x) = (p.put(&r.ids), p.put(&r.weights), p.put_some(r.map.as_ref()), p.put(&x));
+        let (ids, weights, map, x) =
+            (p.put(&r.ids), p.put(&r.weights), p.put_some(r.map.as_ref()), p.put(&x));
         let (w13, w2) = (p.put(&w13), p.put(&w2));
         let (bias13, bias2) = (p.put_some(bias13.as_ref()), p.put_some(bias2.as_ref()));
         let slots_n = tokens * top_k;
@@ -135,8 +160,14 @@ fn expert_layers_agree_at_the_edges() {
     let mut rng = Rng::new();
     let none = Some(NO_EXPERT);
     let cases = [
-        (0, 2, 4, None, false), (1, 1, 1, None, false), (5, 2, 9, none, false), (5, 2, 9, none, true),
-        (300, 2, 6, Some(4), false), (150, 4, 5, None, true), (260, 3, 3, None, false), (33, 8, 200, None, true),
+        (0, 2, 4, None, false),
+        (1, 1, 1, None, false),
+        (5, 2, 9, none, false),
+        (5, 2, 9, none, true),
+        (300, 2, 6, Some(4), false),
+        (150, 4, 5, None, true),
+        (260, 3, 3, None, false),
+        (33, 8, 200, None, true),
     ];
     for dtype in FLOATS {
         for (i, (tokens, top_k, experts, only, mapped)) in cases.into_iter().enumerate() {

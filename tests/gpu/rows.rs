@@ -18,7 +18,8 @@ fn gathered_rows_are_those_of_the_table() {
             for (rows, width) in SIZES {
                 let (table, ids) = (rng.floats(dtype, &[11, width]), rng.ids(11, &[rows]));
                 let op = |p: &mut Place| {
-                    let (table, ids, mut out) = (p.put(&table), p.put(&ids), p.out(out_dtype, &[rows, width]));
+                    let (table, ids, mut out) =
+                        (p.put(&table), p.put(&ids), p.out(out_dtype, &[rows, width]));
                     embedding_into(table.view(), ids.view(), out.view_mut(), &mut p.ex)?;
                     Ok(vec![out])
                 };
@@ -38,7 +39,8 @@ fn norms_agree() {
                 let weight = rng.floats(dtype, &[width]);
                 let op = |p: &mut Place| {
                     let (delta, weight, mut x) = (p.put(&delta), p.put(&weight), p.put(&x));
-                    let (mut normed, mut added) = (p.out(dtype, &[rows, width]), p.out(dtype, &[rows, width]));
+                    let (mut normed, mut added) =
+                        (p.out(dtype, &[rows, width]), p.out(dtype, &[rows, width]));
                     rms_norm_into(x.view(), weight.view(), 1e-6, normed.view_mut(), &mut p.ex)?;
                     let out = added.view_mut();
                     add_rms_norm_into(delta.view(), weight.view(), 1e-6, x.view_mut(), out, &mut p.ex)?;
@@ -63,7 +65,8 @@ fn additions_and_scalings_are_the_same_bits() {
                 let (x, acc) = (rng.floats(dtype, &[rows, width]), rng.floats(other, &[rows, width]));
                 let scales = rng.floats(DType::F32, &[rows, 1]);
                 let op = |p: &mut Place| {
-                    let (x, scales, mut sum, mut scaled) = (p.put(&x), p.put(&scales), p.put(&acc), p.put(&acc));
+                    let (x, scales, mut sum, mut scaled) =
+                        (p.put(&x), p.put(&scales), p.put(&acc), p.put(&acc));
                     add_into(x.view(), sum.view_mut(), &mut p.ex)?;
                     add_scaled_into(x.view(), scales.view(), scaled.view_mut(), &mut p.ex)?;
                     let mut rows_out = p.out(dtype, &[rows, width]);

@@ -14,7 +14,9 @@ pub use blocks::{
     AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, align_batched_tokens_into, align_tokens_into,
     max_aligned_sizes, max_batched_aligned_sizes,
 };
-pub use group::{group_slots_into, group_token_slots_into, number_rows_into, zero_absent_into, zero_unused_into};
+pub use group::{
+    group_slots_into, group_token_slots_into, number_rows_into, zero_absent_into, zero_unused_into,
+};
 pub use ids::{contiguous_local_ids_into, mask_nonlocal_into};
 pub use rows::{RowBatches, batch_rows_into, copy_rows_into, fill_into, scale_rows_into, unbatch_rows_into};
 

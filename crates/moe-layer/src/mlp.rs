@@ -82,8 +82,7 @@ impl GatedMlp {
         let rows = x.rows();
         let (mut offsets, mut index) = (ex.scratch(DType::U32, &[2])?, ex.scratch(DType::U32, &[rows])?);
         one_group_into(offsets.view_mut(), index.view_mut(), ex)?;
-        let groups =
-            ExpertGroups { offsets: offsets.view(), in_rows: index.view(), out_rows: index.view() };
+        let groups = ExpertGroups { offsets: offsets.view(), in_rows: index.view(), out_rows: index.view() };
         let (w13, w2) = (TensorView::new(&self.w13)?, TensorView::new(&self.w2)?);
         let mut activated = ex.scratch(x.dtype(), &[rows, self.intermediate_size()])?;
         grouped_gate_up_into(x, &groups, w13.view()?, None, self.activation, activated.view_mut(), ex)?;

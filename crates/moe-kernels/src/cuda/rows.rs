@@ -14,7 +14,11 @@ const MAX_HIDDEN: usize = 16 * 1024;
 /// Whether the kernels for bf16 weights beside an f32 residual stream fit.
 fn fits(weights: DType, stream: DType, hidden: usize) -> bool {
     // The norms keep a row in shared memory.
-    hidden <= MAX_HIDDEN && weights == DType::BF16 && stream == DType::F32 && hidden > 0 && hidden.is_multiple_of(VECTOR)
+    hidden <= MAX_HIDDEN
+        && weights == DType::BF16
+        && stream == DType::F32
+        && hidden > 0
+        && hidden.is_multiple_of(VECTOR)
 }
 
 pub(crate) fn embedding(table: View, ids: View, mut out: ViewMut, ex: &Exec) -> Result<()> {

@@ -98,8 +98,7 @@ pub(crate) fn local_ids(
     mut out: ViewMut,
 ) -> Result<()> {
     let (n, num_local) = (count(op, ids.elem_count())?, u32::try_from(num_local).unwrap_or(u32::MAX));
-    let (ids, out, stream) =
-        (cuda.read(op, "topk_ids", ids)?, cuda.write(op, "out", &mut out)?, cuda.raw()?);
+    let (ids, out, stream) = (cuda.read(op, "topk_ids", ids)?, cuda.write(op, "out", &mut out)?, cuda.raw()?);
     // SAFETY: see above.
     cuda.check(op, unsafe { ffi::moe_any_local_ids(ids, first, num_local, n, out, stream) })
 }
@@ -163,9 +162,7 @@ pub(crate) fn number_rows(
     let offsets = cuda.write(op, "offsets", &mut offsets)?;
     let numbers = cuda.write(op, "numbers", &mut numbers)?;
     // SAFETY: see above.
-    cuda.check(op, unsafe {
-        ffi::moe_any_number_rows(counts, experts, max_tokens, offsets, numbers, stream)
-    })
+    cuda.check(op, unsafe { ffi::moe_any_number_rows(counts, experts, max_tokens, offsets, numbers, stream) })
 }
 
 pub(crate) fn zero_unused(

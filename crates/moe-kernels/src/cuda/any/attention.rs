@@ -33,8 +33,27 @@ pub(crate) fn qk_norm_rope_cache(
     // SAFETY: see above; slots beyond the cache are not written.
     cuda.check(op, unsafe {
         ffi::moe_any_qk_norm_rope_cache(
-            qkv, q_norm, k_norm, args.eps, cos, sin, index, slots, q_out, k, v, dtype, stream_dtype, q_dtype,
-            tokens, heads, kv_heads, head_dim, block_size, num_slots, stream,
+            qkv,
+            q_norm,
+            k_norm,
+            args.eps,
+            cos,
+            sin,
+            index,
+            slots,
+            q_out,
+            k,
+            v,
+            dtype,
+            stream_dtype,
+            q_dtype,
+            tokens,
+            heads,
+            kv_heads,
+            head_dim,
+            block_size,
+            num_slots,
+            stream,
         )
     })
 }

@@ -57,8 +57,8 @@ pub(crate) fn gate_up(
     // SAFETY: see above; rows beyond x read nothing, and offsets beyond the rows are cut.
     cuda.check(op, unsafe {
         ffi::moe_any_gate_up(
-            x, offsets, in_rows, w13, bias, out, dtype, activation, alpha, limit, x_rows, rows, experts, width,
-            hidden, stream,
+            x, offsets, in_rows, w13, bias, out, dtype, activation, alpha, limit, x_rows, rows, experts,
+            width, hidden, stream,
         )
     })
 }

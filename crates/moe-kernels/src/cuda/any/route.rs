@@ -8,7 +8,6 @@ use candle_core::{DType, Result, bail};
 use super::{ffi, int};
 use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
-use crate::routed::NO_EXPERT;
 use crate::view::{View, ViewMut};
 
 /// How [`route_into`] chooses.
@@ -117,7 +116,7 @@ pub(super) struct RawRoute {
 const _: () = assert!(size_of::<RawRoute>() == 13 * 8 + 8 + 18 * 4);
 
 /// Routes rows on a CUDA device by any method, with the bits of the CPU's router. A NaN logit is
-/// never chosen; a slot without a choice gets [`NO_EXPERT`] and weight 0, as does every slot of a padding
+/// never chosen; a slot without a choice gets [`NO_EXPERT`](crate::NO_EXPERT) and weight 0, as does every slot of a padding
 /// row ([`StepContext::padded`](crate::StepContext::padded)).
 ///
 /// # Errors
@@ -179,12 +178,7 @@ pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result
             size(groups.0)?,
             size(groups.1)?,
         ],
-        modes: [
-            selection,
-            route.scoring,
-            i32::from(route.renormalize),
-            i32::from(route.balance.is_some()),
-        ],
+        modes: [selection, route.scoring, i32::from(route.renormalize), i32::from(route.balance.is_some())],
         softcap: route.softcap.unwrap_or(0.0),
         scale: route.scale,
         shared_weight: route.shared.1,
