@@ -7,7 +7,6 @@ mod door;
 mod load;
 mod mlp;
 mod pack;
-mod route;
 mod shared;
 
 pub use block::SparseMoeBlock;

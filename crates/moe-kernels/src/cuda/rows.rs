@@ -1,4 +1,5 @@
-//! Row-wise ops on CUDA.
+//! Row-wise ops on CUDA: bf16 weights beside an f32 residual stream by kernels of their own, everything
+//! else by those for any dtype.
 
 use candle_core::{DType, Result};
 
