@@ -188,11 +188,12 @@ impl Bench {
     /// The engine that generation uses, with a KV cache of the size that the row needs.
     fn engine(&self, batch: usize, length: usize, collect_heat: bool) -> Result<Engine<'_>> {
         let info = self.session.model.info();
-        let blocks = batch * length.div_ceil(BLOCK_SIZE);
+        let blocks = batch.saturating_mul(length.div_ceil(BLOCK_SIZE));
         let config = EngineConfig {
             max_num_seqs: batch,
+            max_model_len: Some(length.min(info.max_context_len)),
             block_size: BLOCK_SIZE,
-            kv_cache_memory: Some(blocks * BLOCK_SIZE * info.kv.bytes_per_token()?),
+            kv_cache_memory: Some((blocks * BLOCK_SIZE).saturating_mul(info.kv.bytes_per_token()?)),
             collect_heat,
             ..EngineConfig::default()
         };
