@@ -5,7 +5,7 @@ use model_runtime::SamplingParams;
 use model_runtime::config::limits;
 use serde_json::{Map, Value};
 
-use crate::chat::ChatTemplate;
+use crate::chat::{self, ChatFiles, ChatTemplate};
 use crate::cli::{EngineArgs, SamplingArgs, TemplateArgs};
 use crate::engine::{EngineConfig, Request};
 use crate::session::Session;
@@ -86,15 +86,20 @@ pub fn api_defaults(args: &SamplingArgs, session: &Session) -> Result<Request> {
     Ok(request)
 }
 
-/// The chat template that the flags name, else the checkpoint's, if it has one.
+/// The chat template that the flags name, else the checkpoint's, if it has one. A checkpoint may be
+/// anybody's: it is rendered in a process of its own.
 pub fn chat_template(args: &TemplateArgs, session: &Session) -> Result<Option<ChatTemplate>> {
     let dir = session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir());
+    let program = chat::this_program().context("cannot find this program, which renders chat templates")?;
     match (&args.chat_template, dir) {
         (Some(file), dir) => {
-            let template = ChatTemplate::from_file(file, dir);
-            Ok(Some(template.map_err(|e| usage(format!("--chat-template: {e}")))?))
+            let wrong = |e| usage(format!("--chat-template {}: {e}", file.display()));
+            let files = ChatFiles::from_file(file, dir).map_err(wrong)?;
+            let template = ChatTemplate::isolated(files, program);
+            template.iter().try_for_each(ChatTemplate::check).map_err(wrong)?;
+            Ok(template)
         }
-        (None, Some(dir)) => Ok(ChatTemplate::from_dir(dir)?),
+        (None, Some(dir)) => Ok(ChatTemplate::isolated(ChatFiles::from_dir(dir)?, program)),
         (None, None) => Ok(None),
     }
 }
