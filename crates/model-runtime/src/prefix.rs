@@ -204,8 +204,9 @@ mod tests {
     fn it_does_what_a_map_and_a_list_do() {
         const BLOCKS: u32 = 13;
         let mut table = PrefixTable::new(BLOCKS as usize, 2);
-        let (mut keys, mut idle): (HashMap<u32, (PrefixId, [u32; 2], PrefixId)>, Vec<u32>) =
-            Default::default();
+        // (parent, tokens, id) by block.
+        let mut keys = HashMap::<u32, (PrefixId, [u32; 2], PrefixId)>::new();
+        let mut idle = Vec::<u32>::new();
         let mut state = 7u64;
         let mut random = |bound: u64| {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
