@@ -11,7 +11,8 @@ happened, thousand by thousand of the answers. It fails if a limit is exceeded:
 Why 16: the first thousand answers pay for those that have begun when they are complete, and the
 last thousand find theirs begun. With 16 at once that is 1 % of a thousand; with the default 256,
 half of which is done on average, 13 % each. For the default flags the speed in new tokens is
-printed beside it, which counts a token when it is drawn.
+printed beside it, which counts a token when it is drawn. Answers by second of processor time tell
+a loaded machine from a program that slows down.
 
     cargo build --release -p model-qwen3moe
     tests/bench/batch_10k.py target/release/model-qwen3moe
@@ -54,15 +55,24 @@ def resident_mib(pid):
     return None
 
 
+def cpu_seconds(pid):
+    """Processor time of all threads."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except FileNotFoundError:
+        return None
+
+
 def watch(process, output):
-    """(time, answers, resident MiB) every few milliseconds, to the end."""
-    answers, seen, mib = 0, [], 0.0
+    """(time, answers, resident MiB, processor time) every few milliseconds, to the end."""
+    answers, seen, mib, cpu = 0, [], 0.0, 0.0
     with output.open("rb") as file:
         while True:
             ended = process.poll() is not None
             answers += file.read().count(b"\n")
-            mib = resident_mib(process.pid) or mib
-            seen.append((time.monotonic(), answers, mib))
+            mib, cpu = resident_mib(process.pid) or mib, cpu_seconds(process.pid) or cpu
+            seen.append((time.monotonic(), answers, mib, cpu))
             if ended:
                 return seen
             time.sleep(0.01)
@@ -95,16 +105,19 @@ def drawn(profile, parts=10):
 def summary(seen, count):
     # From the first answers on: what comes before is the start of the program. Answers come several
     # at a time, so a thousand is counted between the moments at or after its ends.
-    moments = [(t, n) for (t, n, _), (_, before, _) in zip(seen[1:], seen) if n > before]
-    speeds = []
+    moments = [now for now, before in zip(seen[1:], seen) if now[1] > before[1]]
+    speeds, by_cpu = [], []
     for first in range(0, count, GROUP):
         begin = next(m for m in moments if m[1] >= first)
         end = next(m for m in moments if m[1] >= first + GROUP)
         speeds.append((end[1] - begin[1]) / (end[0] - begin[0]))
-    peak = lambda limit: max(mib for _, n, mib in seen if n <= limit)
+        by_cpu.append((end[1] - begin[1]) / (end[3] - begin[3]))
+    peak = lambda limit: max(mib for _, n, mib, _ in seen if n <= limit)
     return {
         "answers_s_by_thousand": [round(speed, 1) for speed in speeds],
         "last_to_first": round(speeds[-1] / speeds[0], 4),
+        "answers_cpu_s_by_thousand": [round(speed, 1) for speed in by_cpu],
+        "last_to_first_by_cpu_s": round(by_cpu[-1] / by_cpu[0], 4),
         "rss_mib_by_thousand": [round(peak(n), 1) for n in range(GROUP, count + 1, GROUP)],
         "rss_growth_after_warm_up": round(peak(count) / peak(WARM_UP) - 1, 4),
     }
