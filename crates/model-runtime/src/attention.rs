@@ -222,7 +222,9 @@ impl Attention {
             num_kv_heads,
             head_dim,
         };
-        let (k_cache, v_cache) = kv.kv_mut();
+        let (k_cache, Some(v_cache)) = kv.kv_mut() else {
+            bail!("attention: expected a KV cache with value rows, got one of keys only")
+        };
         qk_norm_rope_cache_into(&args, q.view_mut(), k_cache, v_cache, ex)?;
 
         let meta = AttentionMeta {
@@ -250,10 +252,10 @@ impl Attention {
 }
 
 /// An optional tensor under its read guard.
-struct Lock<'a>(Option<TensorView<'a>>);
+pub(crate) struct Lock<'a>(Option<TensorView<'a>>);
 
 impl<'a> Lock<'a> {
-    fn new(tensor: &'a Option<Tensor>) -> Result<Self> {
+    pub(crate) fn new(tensor: &'a Option<Tensor>) -> Result<Self> {
         Self::of(tensor.as_ref())
     }
 
@@ -261,7 +263,7 @@ impl<'a> Lock<'a> {
         Ok(Self(tensor.map(TensorView::new).transpose()?))
     }
 
-    fn view(&self) -> Result<Option<View<'_>>> {
+    pub(crate) fn view(&self) -> Result<Option<View<'_>>> {
         self.0.as_ref().map(|t| t.view()).transpose()
     }
 }

@@ -8,6 +8,7 @@ pub mod config;
 mod hash;
 pub mod kv_cache;
 pub mod layers;
+pub mod mla;
 pub mod model;
 mod prefix;
 pub mod rope;
@@ -21,7 +22,8 @@ pub use checkpoint::{Checkpoint, CheckpointError, DummyWeights, TensorFiles, Ten
 pub use config::{Config, ConfigError, RopeConfig, RopeScaling};
 pub use kv_cache::{KvCache, KvLayer, KvLayout};
 pub use layers::{Embedding, LmHead, RmsNorm};
-pub use model::{CausalLm, ModelInfo, MoeInfo, Observed, Observer};
+pub use mla::{MlaAttention, MlaConfig, MlaForm, MlaNames};
+pub use model::{CausalLm, ModelInfo, MoeInfo, Observe, Observed, Observer};
 pub use prefix::PrefixId;
 pub use rope::{Rope, RopeRows};
 pub use run::run_step;

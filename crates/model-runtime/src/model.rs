@@ -61,6 +61,28 @@ pub trait Observer: Send {
     fn observe(&mut self, what: Observed, data: View) -> Result<()>;
 }
 
+/// The observer of a forward pass, if there is one.
+pub struct Observe<'a>(pub Option<&'a mut dyn Observer>);
+
+impl Observe<'_> {
+    /// Shows [`Observed::HiddenStates`].
+    pub fn hidden(&mut self, index: usize, data: View<'_>) -> Result<()> {
+        self.show(Observed::HiddenStates(index), data)
+    }
+
+    /// Shows [`Observed::RouterLogits`].
+    pub fn router(&mut self, layer: usize, data: View<'_>) -> Result<()> {
+        self.show(Observed::RouterLogits(layer), data)
+    }
+
+    fn show(&mut self, what: Observed, data: View<'_>) -> Result<()> {
+        match &mut self.0 {
+            Some(observer) => observer.observe(what, data),
+            None => Ok(()),
+        }
+    }
+}
+
 /// A causal language model with a paged KV cache.
 pub trait CausalLm: Send + Sync {
     /// The model's facts.
