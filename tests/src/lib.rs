@@ -8,6 +8,7 @@ use model_runtime::{
     BlockAllocator, CausalLm, Checkpoint, Exec, KvCache, LogitsRows, SequenceBlocks, SequenceStep, Step,
     run_step,
 };
+use moe_layer::MoePath;
 
 /// The folder of a fixture.
 pub fn fixture(name: &str) -> PathBuf {
@@ -18,7 +19,8 @@ pub fn fixture(name: &str) -> PathBuf {
 pub fn load(name: &str, dtype: DType) -> Result<Qwen3Moe> {
     let checkpoint = Checkpoint::open(fixture(name))?;
     let config = Qwen3MoeConfig::new(&checkpoint.config)?;
-    Qwen3Moe::load(&config, None, checkpoint.tensors.var_builder(dtype, &Device::Cpu))
+    let vb = checkpoint.tensors.var_builder(dtype, &Device::Cpu);
+    Ok(Qwen3Moe::load(&config, MoePath::Fused, None, vb)?.0)
 }
 
 /// How a set of sequences is cut into steps.

@@ -9,7 +9,7 @@ use model_runtime::{CausalLm, Checkpoint, Config, CpuIsa, DummyWeights, Exec};
 use tracing::info;
 
 use crate::cli::RunArgs;
-use crate::family::ModelFamily;
+use crate::family::{LoadOptions, ModelFamily};
 use crate::tokenizer::Tokenizer;
 use crate::{hub, usage};
 
@@ -85,7 +85,8 @@ impl Session {
 }
 
 fn load<F: ModelFamily>(config: &F::Config, args: &RunArgs, vb: VarBuilder) -> Result<Box<dyn CausalLm>> {
-    let loaded = F::load(config, args.moe_backend.as_deref(), vb)?;
+    let options = LoadOptions { backend: args.moe_backend.clone(), moe_path: args.moe_path, mla: args.mla };
+    let loaded = F::load(config, &options, vb)?;
     info!(backend = %loaded.backend["chosen"], "expert backend");
     if args.explain_backends {
         eprintln!("{}", serde_json::to_string_pretty(&loaded.backend)?);
