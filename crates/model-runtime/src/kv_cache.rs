@@ -3,7 +3,7 @@
 //! Slot `s` of the cache is offset `s % block_size` of block `s / block_size`. A sequence owns
 //! the blocks of its block table; which ones never affects its results.
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Device, Result, bail};
 
 use moe_kernels::{Buffer, View, ViewMut};
 
@@ -78,9 +78,14 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// A cache of `num_blocks` blocks of `block_size` slots. Host memory is taken from the system
-    /// only as blocks are first written.
+    /// A cache in host memory of `num_blocks` blocks of `block_size` slots. Memory is taken from the
+    /// system only as blocks are first written.
     pub fn new(layout: KvLayout, num_blocks: usize, block_size: usize) -> Result<Self> {
+        Self::new_on(&Device::Cpu, layout, num_blocks, block_size)
+    }
+
+    /// A cache on a device.
+    pub fn new_on(device: &Device, layout: KvLayout, num_blocks: usize, block_size: usize) -> Result<Self> {
         if num_blocks == 0 || block_size == 0 {
             bail!("the KV cache needs at least one block of one slot, got {num_blocks} of {block_size}")
         }
@@ -92,7 +97,8 @@ impl KvCache {
         if bytes.checked_mul(num_blocks * block_size).is_none_or(|bytes| bytes > isize::MAX as usize) {
             bail!("a KV cache of {num_blocks} blocks of {block_size} slots of {layout:?} overflows")
         }
-        let rows = |dim| Buffer::zeros(layout.dtype, &[num_blocks, layout.num_kv_heads, block_size, dim]);
+        let rows =
+            |dim| Buffer::zeros_on(device, layout.dtype, &[num_blocks, layout.num_kv_heads, block_size, dim]);
         let layer = || -> Result<KvLayer> {
             Ok(KvLayer { k: rows(layout.head_dim)?, v: layout.value_dim.map(rows).transpose()? })
         };

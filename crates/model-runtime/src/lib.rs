@@ -5,6 +5,8 @@ pub mod attention;
 pub mod blocks;
 pub mod checkpoint;
 pub mod config;
+#[cfg(feature = "cuda")]
+pub mod device_step;
 mod hash;
 pub mod kv_cache;
 pub mod layers;
@@ -34,6 +36,9 @@ pub use sampling::{
 pub use step::{LogitsRows, SequenceStep, Step, StepViews};
 
 pub use moe_kernels::candle;
+pub use moe_kernels::compute_capability;
+#[cfg(feature = "cuda")]
+pub use moe_kernels::cuda;
 pub use moe_kernels::{
     Buffer, CpuIsa, Exec, HugePages, Roof, RoutedExperts, Scratch, StepContext, TensorView, View, ViewMut,
     Workspace,

@@ -57,7 +57,7 @@ pub enum Observed {
 
 /// Sees intermediate results of a forward pass.
 pub trait Observer: Send {
-    /// Called once for each result, in the order of execution. The view is only valid now.
+    /// Called once for each result, in the order of execution. The view is of host memory and only valid now.
     fn observe(&mut self, what: Observed, data: View) -> Result<()>;
 }
 
@@ -65,18 +65,19 @@ pub trait Observer: Send {
 pub struct Observe<'a>(pub Option<&'a mut dyn Observer>);
 
 impl Observe<'_> {
-    /// Shows [`Observed::HiddenStates`].
-    pub fn hidden(&mut self, index: usize, data: View<'_>) -> Result<()> {
-        self.show(Observed::HiddenStates(index), data)
+    /// Shows [`Observed::HiddenStates`]; `ex` brings it to the host.
+    pub fn hidden(&mut self, index: usize, data: View<'_>, ex: &Exec) -> Result<()> {
+        self.show(Observed::HiddenStates(index), data, ex)
     }
 
-    /// Shows [`Observed::RouterLogits`].
-    pub fn router(&mut self, layer: usize, data: View<'_>) -> Result<()> {
-        self.show(Observed::RouterLogits(layer), data)
+    /// Shows [`Observed::RouterLogits`]; `ex` brings it to the host.
+    pub fn router(&mut self, layer: usize, data: View<'_>, ex: &Exec) -> Result<()> {
+        self.show(Observed::RouterLogits(layer), data, ex)
     }
 
-    fn show(&mut self, what: Observed, data: View<'_>) -> Result<()> {
+    fn show(&mut self, what: Observed, data: View<'_>, ex: &Exec) -> Result<()> {
         match &mut self.0 {
+            Some(observer) if data.is_cuda() => observer.observe(what, ex.to_host(data)?.view()),
             Some(observer) => observer.observe(what, data),
             None => Ok(()),
         }

@@ -17,6 +17,9 @@ use crate::reason::Reason;
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Backend {
+    /// Weights streamed once past all tokens, or grouped products on tensor cores, with the weighted
+    /// sum in the same call (CUDA, Standard format).
+    CudaFused,
     /// Grouped products on the CPU over token rows (Standard format).
     Cpu,
     /// The same products over one row block per expert (BatchedExperts format).
@@ -38,13 +41,26 @@ const CPU: Capability = Capability {
     batch_invariant: true,
 };
 
+/// 16-byte loads of rows that are padded to no bank conflict want multiples of 64.
+const CUDA_FUSED: Capability = Capability {
+    target: Target::Cuda { min: (8, 0) },
+    activations: &["swiglu"],
+    bias: false,
+    dtypes: &[DType::BF16],
+    hidden_multiple_of: 64,
+    intermediate_multiple_of: 64,
+    batch_invariant: false,
+    ..CPU
+};
+
 impl Backend {
     /// Every backend, in the order in which the oracle tries them.
-    pub const ALL: [Backend; 2] = [Backend::Cpu, Backend::CpuBatched];
+    pub const ALL: [Backend; 3] = [Backend::CudaFused, Backend::Cpu, Backend::CpuBatched];
 
     /// The name that a user gives (`--moe-backend`).
     pub fn name(self) -> &'static str {
         match self {
+            Self::CudaFused => "cuda_fused",
             Self::Cpu => "cpu",
             Self::CpuBatched => "cpu_batched",
         }
@@ -52,11 +68,16 @@ impl Backend {
 
     /// Whether this backend runs the specification, or the first reason why not.
     pub fn supports(self, spec: &ExpertsSpec) -> Result<(), Reason> {
-        self.capability().check(spec)
+        self.capability().check(spec)?;
+        if self == Self::CudaFused && spec.apply_router_weight_on_input {
+            return Err(Reason::RouterWeightOnInput);
+        }
+        Ok(())
     }
 
     fn capability(self) -> Capability {
         match self {
+            Self::CudaFused => CUDA_FUSED,
             Self::Cpu => CPU,
             Self::CpuBatched => Capability { format: ActivationFormat::BatchedExperts, ..CPU },
         }

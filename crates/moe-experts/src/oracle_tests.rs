@@ -48,31 +48,55 @@ const BATCHED: Change = |s| s.activation_format = ActivationFormat::BatchedExper
 #[test]
 fn the_table() {
     let table: &[(Change, Option<&str>, &str)] = &[
-        (|_| (), None, "cpu; cpu_batched (activation_format)"),
-        (|_| (), Some("auto"), "cpu; cpu_batched (activation_format)"),
-        (|_| (), Some("cpu"), "cpu; cpu_batched (activation_format)"),
-        (BATCHED, None, "cpu_batched; cpu (activation_format)"),
-        (BATCHED, Some("cpu_batched"), "cpu_batched; cpu (activation_format)"),
-        (|s| s.dtype = DType::F32, None, "cpu; cpu_batched (activation_format)"),
-        (|s| s.dtype = DType::F16, None, "cpu; cpu_batched (activation_format)"),
-        (|s| s.activation = Activation::Gelu, None, "cpu; cpu_batched (activation_format)"),
-        (|s| s.activation = Activation::GeluTanh, None, "cpu; cpu_batched (activation_format)"),
+        (|_| (), None, "cpu; cuda_fused (device), cpu_batched (activation_format)"),
+        (|_| (), Some("auto"), "cpu; cuda_fused (device), cpu_batched (activation_format)"),
+        (|_| (), Some("cpu"), "cpu; cuda_fused (device), cpu_batched (activation_format)"),
+        (BATCHED, None, "cpu_batched; cuda_fused (device), cpu (activation_format)"),
+        (BATCHED, Some("cpu_batched"), "cpu_batched; cuda_fused (device), cpu (activation_format)"),
+        (|s| s.dtype = DType::F32, None, "cpu; cuda_fused (device), cpu_batched (activation_format)"),
+        (|s| s.dtype = DType::F16, None, "cpu; cuda_fused (device), cpu_batched (activation_format)"),
+        (
+            |s| s.activation = Activation::Gelu,
+            None,
+            "cpu; cuda_fused (device), cpu_batched (activation_format)",
+        ),
+        (
+            |s| s.activation = Activation::GeluTanh,
+            None,
+            "cpu; cuda_fused (device), cpu_batched (activation_format)",
+        ),
         (
             |s| s.activation = Activation::SwiGluOai { alpha: 1.702, limit: 7. },
             None,
-            "cpu; cpu_batched (activation_format)",
+            "cpu; cuda_fused (device), cpu_batched (activation_format)",
         ),
-        (|s| s.has_bias = true, None, "cpu; cpu_batched (activation_format)"),
-        (|s| s.batch_invariant = true, None, "cpu; cpu_batched (activation_format)"),
+        (|s| s.has_bias = true, None, "cpu; cuda_fused (device), cpu_batched (activation_format)"),
+        (|s| s.batch_invariant = true, None, "cpu; cuda_fused (device), cpu_batched (activation_format)"),
         // Expert parallelism: fewer local experts, none at all, odd sizes.
-        (|s| (s.ep_size, s.num_local_experts) = (8, 16), None, "cpu; cpu_batched (activation_format)"),
-        (|s| (s.ep_size, s.num_local_experts) = (200, 0), None, "cpu; cpu_batched (activation_format)"),
-        (|s| (s.hidden_size, s.intermediate_size) = (3, 1), None, "cpu; cpu_batched (activation_format)"),
-        (|s| s.routing = RoutingMethod::Custom, None, "cpu; cpu_batched (activation_format)"),
+        (
+            |s| (s.ep_size, s.num_local_experts) = (8, 16),
+            None,
+            "cpu; cuda_fused (device), cpu_batched (activation_format)",
+        ),
+        (
+            |s| (s.ep_size, s.num_local_experts) = (200, 0),
+            None,
+            "cpu; cuda_fused (device), cpu_batched (activation_format)",
+        ),
+        (
+            |s| (s.hidden_size, s.intermediate_size) = (3, 1),
+            None,
+            "cpu; cuda_fused (device), cpu_batched (activation_format)",
+        ),
+        (
+            |s| s.routing = RoutingMethod::Custom,
+            None,
+            "cpu; cuda_fused (device), cpu_batched (activation_format)",
+        ),
         (
             |s| (s.top_k, s.apply_router_weight_on_input) = (1, true),
             None,
-            "cpu; cpu_batched (activation_format)",
+            "cpu; cuda_fused (device), cpu_batched (activation_format)",
         ),
         // Refusals.
         (|s| s.dtype = DType::F64, None, "no MoE backend runs this configuration:"),

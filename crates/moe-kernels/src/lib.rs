@@ -4,6 +4,8 @@
 mod align;
 mod buffer;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod dispatched;
 pub mod door;
 mod element;
@@ -14,6 +16,7 @@ mod philox;
 mod roof;
 mod routed;
 mod spec;
+mod storage;
 mod tensor;
 mod view;
 
@@ -25,14 +28,14 @@ pub use align::{
 pub use buffer::{Buffer, Scratch, Workspace};
 pub use dispatched::{Dispatched, Lent};
 pub use element::{CpuSlice, CpuSliceMut, CpuVec, Element, Float};
-pub use exec::{CpuIsa, Exec};
+pub use exec::{CpuIsa, Exec, compute_capability};
 pub use memory::HugePages;
 pub use ops::{
     ATTENTION_BLOCK, AttentionMeta, ExpertGroups, MlaLatent, MlaQuery, QkNormRope, add_into,
     add_rms_norm_into, embedding_into, gated_activation_into, grouped_down_into, grouped_gate_up_into,
     linear_into, linear_row_parallel_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into,
-    paged_attention_into, qk_norm_rope_cache_into, rms_norm_into, row_parallel_segments, softmax_into,
-    weighted_sum_into,
+    paged_attention_into, qk_norm_rope_cache_into, rms_norm_into, rope_attention_into, row_parallel_segments,
+    softmax_into, weighted_sum_into,
 };
 pub use philox::Philox4x32;
 pub use roof::Roof;

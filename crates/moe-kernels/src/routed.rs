@@ -151,6 +151,9 @@ pub struct StepContext {
     pub heat: Option<ExpertHeat>,
     /// Replaces ids by an evenly spread pattern, for profiling; the seed varies it.
     pub force_balance: Option<u64>,
+    /// The step has padding rows: routing reads on the device how many rows are valid
+    /// (`cuda::feed_tokens_into` has written it) and gives the others no expert.
+    pub padded: bool,
     /// Number of the step; random routing (force-balance, simulation) differs from step to step.
     pub step: u64,
 }

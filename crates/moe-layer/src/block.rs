@@ -7,12 +7,13 @@
 use moe_dispatch::PrepareFinalize;
 use moe_experts::{AnyExperts, Experts, MonolithicExperts, Reservation};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::{Exec, TensorView, View, ViewMut, Workspace, linear_into};
-use moe_router::{RouteInput, RouteOutput, Router};
+use moe_kernels::{Exec, TensorView, View, ViewMut, WeightAndReduce, Workspace, linear_into};
+use moe_router::{RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
 use crate::door::forward_rows;
+use crate::route::route_into;
 use crate::scaled::add_scaled_into;
 use crate::shared::SharedExperts;
 
@@ -122,15 +123,15 @@ impl SparseMoeBlock {
         let _span = trace_span!("moe").entered();
         let gate = TensorView::new(&self.gate)?;
         let gate = gate.view()?;
-        let mut logits = ex.scratch(DType::F32, &[hidden.rows(), gate.rows()])?;
-        trace_span!("gate").in_scope(|| linear_into(hidden, gate, None, logits.view_mut(), ex))?;
-        observe(logits.view())?;
         match &self.family {
             Family::Modular { router, prepare, experts } => {
                 let parts = Modular { router, prepare: prepare.as_ref(), experts: experts.as_ref() };
-                parts.forward_into(self.layer, hidden, logits.view(), out.reborrow(), ex)?;
+                parts.forward_into(self.layer, hidden, gate, out.reborrow(), observe, ex)?;
             }
             Family::Monolithic(experts) => {
+                let mut logits = ex.scratch(DType::F32, &[hidden.rows(), gate.rows()])?;
+                trace_span!("gate").in_scope(|| linear_into(hidden, gate, None, logits.view_mut(), ex))?;
+                observe(logits.view())?;
                 refuse_routing_context(experts.as_ref(), ex)?;
                 let _span = trace_span!("experts").entered();
                 experts.apply(hidden, logits.view(), out.reborrow(), ex)?;
@@ -171,27 +172,36 @@ impl Modular<'_> {
         &self,
         layer: usize,
         hidden: View<'_>,
-        logits: View<'_>,
+        gate: View<'_>,
         mut out: ViewMut<'_>,
+        observe: &mut dyn FnMut(View<'_>) -> Result<()>,
         ex: &mut Exec,
     ) -> Result<()> {
         let (tokens, config) = (hidden.rows(), self.router.config());
+        let mut logits = ex.scratch(DType::F32, &[tokens, gate.rows()])?;
         let mut topk_ids = ex.scratch(DType::U32, &[tokens, config.num_slots()])?;
         let mut topk_weights = ex.scratch(DType::F32, &[tokens, config.num_slots()])?;
         let mut identity = ex.scratch(DType::F32, &[tokens])?;
-        let input = RouteInput { hidden: Some(hidden), ..RouteInput::new(logits, layer) };
         let output = RouteOutput {
             topk_ids: topk_ids.view_mut(),
             topk_weights: topk_weights.view_mut(),
             zero_expert_weights: Some(identity.view_mut()),
         };
-        trace_span!("router").in_scope(|| self.router.route_into(&input, output, ex))?;
+        route_into(self.router, layer, hidden, gate, logits.view_mut(), output, ex)?;
+        observe(logits.view())?;
 
         let dispatched = self.prepare.prepare(hidden, topk_ids.view(), topk_weights.view(), ex)?;
-        let mut rows = ex.scratch(DType::F32, &self.experts.out_dims(&dispatched)?)?;
-        trace_span!("experts").in_scope(|| self.experts.apply(&dispatched, rows.view_mut(), ex))?;
-        let strategy = self.experts.weight_and_reduce();
-        self.prepare.finalize(rows.view(), &dispatched, strategy, out.reborrow(), ex)?;
+        let (dims, strategy) = (self.experts.out_dims(&dispatched)?, self.experts.weight_and_reduce());
+        let is_final = strategy == WeightAndReduce::NoOp && self.prepare.finalize_copies_reduced();
+        if is_final && out.dtype() == DType::F32 {
+            // The experts' rows are the block's: finalize would only copy them.
+            let out = out.reborrow();
+            trace_span!("experts").in_scope(|| self.experts.apply(&dispatched, out, ex))?;
+        } else {
+            let mut rows = ex.scratch(DType::F32, &dims)?;
+            trace_span!("experts").in_scope(|| self.experts.apply(&dispatched, rows.view_mut(), ex))?;
+            self.prepare.finalize(rows.view(), &dispatched, strategy, out.reborrow(), ex)?;
+        }
         if config.num_zero_experts > 0 {
             add_scaled_into(hidden, identity.view(), out, ex)?;
         }

@@ -13,12 +13,13 @@ use moe_kernels::{
     Activation, Exec, TensorView, View, ViewMut, Workspace, embedding_into, gated_activation_into,
     group_slots_into, linear_into, linear_row_parallel_into, weighted_sum_into,
 };
-use moe_router::{RouteInput, RouteOutput, Router, RouterConfig};
+use moe_router::{RouteOutput, Router, RouterConfig};
 use tracing::trace_span;
 
 use crate::check::check_gate;
 use crate::door::forward_rows;
 use crate::load::BlockOptions;
+use crate::route::route_into;
 use crate::shared::SharedExperts;
 
 /// The matrices of one expert: `down(act(gate(x)) * up(x))`.
@@ -143,17 +144,16 @@ impl MoeMlp {
         let gate = TensorView::new(&self.gate)?;
         let (tokens, k) = (hidden.rows(), self.router.config().top_k);
         let mut logits = ex.scratch(DType::F32, &[tokens, self.experts.len()])?;
-        trace_span!("gate").in_scope(|| linear_into(hidden, gate.view()?, None, logits.view_mut(), ex))?;
-        observe(logits.view())?;
         let mut topk_ids = ex.scratch(DType::U32, &[tokens, k])?;
         let mut topk_weights = ex.scratch(DType::F32, &[tokens, k])?;
-        let input = RouteInput { hidden: Some(hidden), ..RouteInput::new(logits.view(), self.layer) };
         let output = RouteOutput {
             topk_ids: topk_ids.view_mut(),
             topk_weights: topk_weights.view_mut(),
             zero_expert_weights: None,
         };
-        trace_span!("router").in_scope(|| self.router.route_into(&input, output, ex))?;
+        let router = &self.router;
+        route_into(router, self.layer, hidden, gate.view()?, logits.view_mut(), output, ex)?;
+        observe(logits.view())?;
         let mut slots = ex.scratch(DType::F32, &[tokens, k, hidden.dims()[1]])?;
         trace_span!("experts")
             .in_scope(|| self.experts_into(hidden, topk_ids.view(), slots.view_mut(), ex))?;

@@ -9,6 +9,7 @@ mod load;
 mod mlp;
 mod pack;
 mod path;
+mod route;
 mod scaled;
 mod shared;
 

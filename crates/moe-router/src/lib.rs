@@ -8,6 +8,8 @@ mod config;
 mod custom;
 mod error;
 mod forward;
+#[cfg(feature = "cuda")]
+mod fused;
 mod gate;
 mod hf;
 mod math;

@@ -37,6 +37,9 @@ impl ModelFamily for DeepseekV2Family {
         options: &LoadOptions,
         vb: VarBuilder,
     ) -> candle_core::Result<LoadedModel> {
+        if !vb.device().is_cpu() {
+            candle_core::bail!("DeepSeek-V2 runs on the CPU only so far; leave --device out")
+        }
         for option in config.ignored_by_transformers() {
             warn!("config.json: {option} is honoured here, but transformers 5.17 ignores it");
         }
