@@ -9,6 +9,8 @@ use moe_layer::{Activation, RouterConfig};
 
 /// Epsilon of the norms of latents, which `rms_norm_eps` says nothing about.
 const LATENT_NORM_EPS: f64 = 1e-6;
+/// Far above any `mscale_all_dim` in use, and small enough that scores stay finite.
+const LARGEST_MSCALE: f64 = 1e3;
 /// `first_k_dense_replace` and `moe_layer_freq`.
 const LAYERS_OR_NONE: Bounds = Bounds::up_to(limits::LAYERS.max);
 
@@ -197,11 +199,14 @@ fn mscale(config: &Config, rope: &RopeConfig) -> Result<f64, ConfigError> {
         RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor } => *factor,
         RopeScaling::Yarn(yarn) => yarn.factor,
     };
-    let all_dim = match RopeConfig::section(config)? {
-        Some(section) => section.float_or(&["mscale_all_dim"], 0.0)?,
-        None => 0.0,
-    };
-    Ok(if all_dim == 0.0 { 1.0 } else { yarn_mscale(factor, all_dim) })
+    let Some(section) = RopeConfig::section(config)? else { return Ok(1.0) };
+    let all_dim = section.float_or(&["mscale_all_dim"], 0.0)?;
+    if !(0.0..=LARGEST_MSCALE).contains(&all_dim) {
+        let expected = format!("a number from 0 to {LARGEST_MSCALE}");
+        return Err(section.invalid("mscale_all_dim", &expected, all_dim));
+    }
+    // At 0 this is 1, as where the key is absent.
+    Ok(yarn_mscale(factor, all_dim))
 }
 
 /// The routing; an explicit null for the number of experts means a dense model.

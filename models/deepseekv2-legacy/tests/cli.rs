@@ -202,6 +202,11 @@ fn unsupported_values_are_refused_by_name() {
         ("n_shared_experts", json!(-1), &["n_shared_experts", "-1"]),
         ("moe_layer_freq", json!("often"), &["moe_layer_freq", "often"]),
         ("rope_scaling", json!({"type": "longrope", "factor": 8}), &["longrope"]),
+        (
+            "rope_scaling",
+            json!({"type": "yarn", "factor": 4, "mscale_all_dim": -1}),
+            &["mscale_all_dim", "-1"],
+        ),
         ("rope_scaling", json!({"type": "yarn", "factor": 0.5}), &["factor", "0.5"]),
     ] {
         let model = Copied::new("deepseek-text", &[(key, value)]);
