@@ -38,9 +38,7 @@ impl Session {
                 (checkpoint, Some(e.tokenizer))
             }
             (None, None) => {
-                return Err(usage(
-                    "no model is given: this program has none embedded, name one with --model",
-                ));
+                return Err(no_model());
             }
         };
         let config = F::config(&checkpoint.config)?;
@@ -82,6 +80,13 @@ impl Session {
             (None, None) => anyhow::bail!("a model with random weights has no tokenizer"),
         }
     }
+}
+
+/// The mistake of naming no model to a program that has none of its own.
+pub fn no_model() -> anyhow::Error {
+    usage(
+        "no model is given, and none is part of this program: name one with --model (--help lists the flags)",
+    )
 }
 
 fn load<F: ModelFamily>(config: &F::Config, args: &RunArgs, vb: VarBuilder) -> Result<Box<dyn CausalLm>> {

@@ -4,9 +4,9 @@
 use candle_core::{DType, Result};
 use half::bf16;
 use moe_kernels::{
-    Activation, AttentionMeta, Buffer, CpuIsa, Element, Exec, Float, MlaLatent, MlaQuery, View,
-    gated_activation_into, grouped_gate_up_into, linear_into, mla_cache_into, mla_latent_into,
-    mla_query_into, mla_value_into, paged_attention_into, rms_norm_into,
+    Activation, AttentionMeta, Buffer, CpuIsa, Exec, Float, MlaLatent, MlaQuery, View, gated_activation_into,
+    grouped_gate_up_into, linear_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into,
+    paged_attention_into, rms_norm_into,
 };
 
 use crate::common::{bits, data, exec, filled, isas, product, values, view, wide};
@@ -157,16 +157,13 @@ fn rows_go_to_their_slots_and_nowhere_else() -> Result<()> {
 }
 
 /// Attention over one sequence with everything in one call.
-fn attend<K: Element>(
+fn attend<K: Float>(
     isa: CpuIsa,
     q: View,
     k: (&[K], usize),
     v: (&[K], usize),
     value_dim: usize,
-) -> Result<Vec<K>>
-where
-    K: Float,
-{
+) -> Result<Vec<K>> {
     let (len, heads, size) = (q.dims()[0], q.dims()[1], 7);
     let blocks = len.div_ceil(size);
     let cache = |x: &[K], d: usize| {
