@@ -20,6 +20,10 @@ pub enum Backend {
     /// Weights streamed once past all tokens, or grouped products on tensor cores, with the weighted
     /// sum in the same call (CUDA, Standard format).
     CudaFused,
+    /// Grouped products on a CUDA device over token rows, of any dtype and size (Standard format).
+    Cuda,
+    /// The same products over one row block per expert (BatchedExperts format).
+    CudaBatched,
     /// Grouped products on the CPU over token rows (Standard format).
     Cpu,
     /// The same products over one row block per expert (BatchedExperts format).
@@ -41,26 +45,30 @@ const CPU: Capability = Capability {
     batch_invariant: true,
 };
 
+/// What the CPU backends run, CUDA runs too; but which kernel takes a row depends on the number of rows.
+const CUDA: Capability = Capability { target: Target::Cuda { min: (8, 0) }, batch_invariant: false, ..CPU };
+
 /// 16-byte loads of rows that are padded to no bank conflict want multiples of 64.
 const CUDA_FUSED: Capability = Capability {
-    target: Target::Cuda { min: (8, 0) },
     activations: &["swiglu"],
     bias: false,
     dtypes: &[DType::BF16],
     hidden_multiple_of: 64,
     intermediate_multiple_of: 64,
-    batch_invariant: false,
-    ..CPU
+    ..CUDA
 };
 
 impl Backend {
     /// Every backend, in the order in which the oracle tries them.
-    pub const ALL: [Backend; 3] = [Backend::CudaFused, Backend::Cpu, Backend::CpuBatched];
+    pub const ALL: [Backend; 5] =
+        [Self::CudaFused, Self::Cuda, Self::CudaBatched, Self::Cpu, Self::CpuBatched];
 
     /// The name that a user gives (`--moe-backend`).
     pub fn name(self) -> &'static str {
         match self {
             Self::CudaFused => "cuda_fused",
+            Self::Cuda => "cuda",
+            Self::CudaBatched => "cuda_batched",
             Self::Cpu => "cpu",
             Self::CpuBatched => "cpu_batched",
         }
@@ -78,6 +86,8 @@ impl Backend {
     fn capability(self) -> Capability {
         match self {
             Self::CudaFused => CUDA_FUSED,
+            Self::Cuda => CUDA,
+            Self::CudaBatched => Capability { format: ActivationFormat::BatchedExperts, ..CUDA },
             Self::Cpu => CPU,
             Self::CpuBatched => Capability { format: ActivationFormat::BatchedExperts, ..CPU },
         }
@@ -195,7 +205,7 @@ fn list(rejected: &[Rejection], fitting: &[Backend]) -> String {
 /// let selection = select(&spec, None)?;
 /// assert_eq!(selection.chosen, Backend::CpuBatched);
 /// assert_eq!(
-///     selection.rejected[0].to_string(),
+///     selection.rejected[3].to_string(),
 ///     "cpu: takes rows in the Standard format, but prepare hands over BatchedExperts"
 /// );
 /// let experts = build(&selection, weights)?;

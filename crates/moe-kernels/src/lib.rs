@@ -23,7 +23,8 @@ mod view;
 pub use align::{
     AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, RowBatches, align_batched_tokens_into, align_tokens_into,
     batch_rows_into, contiguous_local_ids_into, copy_rows_into, fill_into, group_slots_into,
-    mask_nonlocal_into, max_aligned_sizes, max_batched_aligned_sizes, scale_rows_into, unbatch_rows_into,
+    group_token_slots_into, mask_nonlocal_into, max_aligned_sizes, max_batched_aligned_sizes,
+    number_rows_into, scale_rows_into, unbatch_rows_into, zero_absent_into, zero_unused_into,
 };
 pub use buffer::{Buffer, Scratch, Workspace};
 pub use dispatched::{Dispatched, Lent};
@@ -32,10 +33,10 @@ pub use exec::{CpuIsa, Exec, compute_capability};
 pub use memory::HugePages;
 pub use ops::{
     ATTENTION_BLOCK, AttentionMeta, ExpertGroups, MlaLatent, MlaQuery, QkNormRope, add_into,
-    add_rms_norm_into, embedding_into, gated_activation_into, grouped_down_into, grouped_gate_up_into,
-    linear_into, linear_row_parallel_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into,
-    paged_attention_into, qk_norm_rope_cache_into, rms_norm_into, rope_attention_into, row_parallel_segments,
-    softmax_into, weighted_sum_into,
+    add_rms_norm_into, add_scaled_into, embedding_into, gated_activation_into, grouped_down_into,
+    grouped_gate_up_into, linear_into, linear_row_parallel_into, mla_cache_into, mla_latent_into,
+    mla_query_into, mla_value_into, one_group_into, paged_attention_into, qk_norm_rope_cache_into,
+    rms_norm_into, rope_attention_into, row_parallel_segments, sigmoid_into, softmax_into, weighted_sum_into,
 };
 pub use philox::Philox4x32;
 pub use roof::Roof;

@@ -7,14 +7,14 @@
 use moe_dispatch::PrepareFinalize;
 use moe_experts::{AnyExperts, Experts, MonolithicExperts, Reservation};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::{Exec, TensorView, View, ViewMut, WeightAndReduce, Workspace, linear_into};
-use moe_router::{RouteOutput, Router};
+use moe_kernels::{
+    Exec, TensorView, View, ViewMut, WeightAndReduce, Workspace, add_scaled_into, linear_into,
+};
+use moe_router::{GateInput, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
 use crate::door::forward_rows;
-use crate::route::route_into;
-use crate::scaled::add_scaled_into;
 use crate::shared::SharedExperts;
 
 /// The two families of experts with what each needs around it.
@@ -185,9 +185,11 @@ impl Modular<'_> {
         let output = RouteOutput {
             topk_ids: topk_ids.view_mut(),
             topk_weights: topk_weights.view_mut(),
-            zero_expert_weights: Some(identity.view_mut()),
+            zero_expert_weights: (config.num_zero_experts > 0).then(|| identity.view_mut()),
         };
-        route_into(self.router, layer, hidden, gate, logits.view_mut(), output, ex)?;
+        let input = GateInput::new(hidden, gate, layer);
+        trace_span!("router")
+            .in_scope(|| self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, ex))?;
         observe(logits.view())?;
 
         let dispatched = self.prepare.prepare(hidden, topk_ids.view(), topk_weights.view(), ex)?;

@@ -13,13 +13,12 @@ use moe_kernels::{
     Activation, Exec, TensorView, View, ViewMut, Workspace, embedding_into, gated_activation_into,
     group_slots_into, linear_into, linear_row_parallel_into, weighted_sum_into,
 };
-use moe_router::{RouteOutput, Router, RouterConfig};
+use moe_router::{GateInput, RouteOutput, Router, RouterConfig};
 use tracing::trace_span;
 
 use crate::check::check_gate;
 use crate::door::forward_rows;
 use crate::load::BlockOptions;
-use crate::route::route_into;
 use crate::shared::SharedExperts;
 
 /// The matrices of one expert: `down(act(gate(x)) * up(x))`.
@@ -151,8 +150,9 @@ impl MoeMlp {
             topk_weights: topk_weights.view_mut(),
             zero_expert_weights: None,
         };
-        let router = &self.router;
-        route_into(router, self.layer, hidden, gate.view()?, logits.view_mut(), output, ex)?;
+        let input = GateInput::new(hidden, gate.view()?, self.layer);
+        trace_span!("router")
+            .in_scope(|| self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, ex))?;
         observe(logits.view())?;
         let mut slots = ex.scratch(DType::F32, &[tokens, k, hidden.dims()[1]])?;
         trace_span!("experts")

@@ -9,8 +9,6 @@ mod load;
 mod mlp;
 mod pack;
 mod path;
-mod route;
-mod scaled;
 mod shared;
 
 pub use block::SparseMoeBlock;

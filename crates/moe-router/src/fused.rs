@@ -2,15 +2,16 @@
 
 use candle_core::Result;
 use moe_kernels::cuda::{GateRoute, GateScoring, gate_route_fits, gate_route_into};
-use moe_kernels::{Exec, TensorView, View};
+use moe_kernels::{Exec, TensorView, View, ViewMut};
 
 use crate::config::{RouterConfig, Scoring, Selection};
+use crate::gate::GateInput;
 use crate::router::{RouteOutput, Router};
 
 impl Router {
-    /// Whether [`gate_route_into`](Self::gate_route_into) does all that this configuration and the step
-    /// ask for: plain top-k on scores or logits, nothing recorded or forced, sizes of the kernel.
-    pub fn gate_route_fits(&self, hidden: View<'_>, ex: &Exec) -> bool {
+    /// Whether one launch does all that this configuration and the step ask for: plain top-k on scores
+    /// or logits, nothing recorded or forced, sizes of the kernel.
+    pub(crate) fn gate_route_fits(&self, hidden: View<'_>, ex: &Exec) -> bool {
         let c = &self.config;
         let width = hidden.dims().last().copied().unwrap_or(0);
         let step = &ex.step;
@@ -22,24 +23,20 @@ impl Router {
             && gate_route_fits(width, c.num_experts, c.top_k, hidden.dtype(), ex)
     }
 
-    /// `logits` [T, E] f32 of `hidden` [T, H] and `gate` [E, H], and the experts chosen by them: as a
-    /// product and [`route_into`](Self::route_into), except that logits are not checked.
-    ///
-    /// # Errors
-    /// What [`gate_route_fits`](Self::gate_route_fits) refuses; wrong dims or dtypes.
-    pub fn gate_route_into(
+    /// Gate and route in one launch; [`gate_route_fits`](Self::gate_route_fits) has said yes.
+    pub(crate) fn gate_route(
         &self,
-        hidden: View<'_>,
-        gate: View<'_>,
-        logits: moe_kernels::ViewMut<'_>,
+        input: &GateInput<'_>,
+        logits: ViewMut<'_>,
         out: RouteOutput<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
         let c = &self.config;
         let bias = self.bias.as_ref().map(TensorView::new).transpose()?;
         let args = GateRoute {
-            x: hidden,
-            gate,
+            x: input.hidden,
+            gate: input.weight,
+            gate_bias: input.bias,
             correction_bias: bias.as_ref().map(TensorView::view).transpose()?,
             scoring: match c.scoring {
                 Scoring::Softmax => GateScoring::Softmax,
@@ -51,7 +48,11 @@ impl Router {
             scale: c.routed_scaling_factor,
             softcap: c.softcapping,
         };
-        gate_route_into(&args, logits, out.topk_ids, out.topk_weights, ex)
+        gate_route_into(&args, logits, out.topk_ids, out.topk_weights, ex)?;
+        match out.zero_expert_weights {
+            Some(zeros) => moe_kernels::fill_into(0.0, zeros, ex),
+            None => Ok(()),
+        }
     }
 }
 

@@ -6,6 +6,8 @@ mod check;
 mod choose;
 mod config;
 mod custom;
+#[cfg(feature = "cuda")]
+mod device;
 mod error;
 mod forward;
 #[cfg(feature = "cuda")]

@@ -4,10 +4,13 @@
 //! launcher (`ffi`). Launchers allocate nothing and never synchronise, so that any sequence of
 //! ops on one [`Exec`](crate::Exec) can be captured into a [`Graph`].
 //!
+//! An op takes the kernel for its dtype and sizes where there is one, and else the one for any (`any`).
+//!
 //! What a kernel could only check by reading device memory on the host is a contract of the
 //! caller: indices (token ids, slots, block tables, rows) are in range. On the CPU they are
 //! checked.
 
+pub(crate) mod any;
 pub(crate) mod attention;
 mod experts;
 pub(crate) mod ffi;
@@ -19,8 +22,12 @@ pub(crate) mod rows;
 mod step;
 mod stream;
 
-use candle_core::{DType, Result, bail};
+use candle_core::{Result, bail};
 
+use crate::storage::Data;
+use crate::view::View;
+
+pub use any::{Choice, Route, RouteOut, route_into};
 pub use experts::{FusedExperts, fused_experts_into};
 pub use graph::Graph;
 pub use memory::PinnedWords;
@@ -37,7 +44,7 @@ fn small(op: &str, n: usize) -> Result<i32> {
     }
 }
 
-/// The error of an op that has no CUDA kernel for these sizes.
-fn unsupported(op: &str, dtype: DType, dims: &[usize]) -> Result<()> {
-    bail!("{op}: no CUDA kernel for dtype {} and dims {dims:?}", dtype.as_str())
+/// Whether all views begin at multiples of 16 bytes, as vector loads want.
+fn aligned(views: &[View]) -> bool {
+    views.iter().all(|view| matches!(view.data(), Data::Device(s) if s.address().is_multiple_of(16)))
 }

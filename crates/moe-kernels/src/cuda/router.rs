@@ -31,6 +31,8 @@ pub struct GateRoute<'a> {
     pub x: View<'a>,
     /// [E, H] bf16.
     pub gate: View<'a>,
+    /// \[E\] bf16, part of the logits.
+    pub gate_bias: Option<View<'a>>,
     /// \[E\] f32, added to the scores for the choice only.
     pub correction_bias: Option<View<'a>>,
     /// How logits become scores.
@@ -75,6 +77,10 @@ pub fn gate_route_into(
     expect_dtype(op, "topk_ids", &topk_ids, DType::U32)?;
     expect_dims(op, "topk_weights", &topk_weights, &[t, k])?;
     expect_dtype(op, "topk_weights", &topk_weights, DType::F32)?;
+    if let Some(bias) = &args.gate_bias {
+        expect_dims(op, "gate_bias", bias, &[e])?;
+        expect_dtype(op, "gate_bias", bias, args.x.dtype())?;
+    }
     if let Some(bias) = &args.correction_bias {
         expect_dims(op, "correction_bias", bias, &[e])?;
         expect_dtype(op, "correction_bias", bias, DType::F32)?;
@@ -91,7 +97,7 @@ pub fn gate_route_into(
         ffi::moe_gate_route(
             cuda.read(op, "x", args.x)?,
             cuda.read(op, "gate", args.gate)?,
-            none,
+            cuda.read_or_null(op, "gate_bias", args.gate_bias)?,
             cuda.read_or_null(op, "correction_bias", args.correction_bias)?,
             valid,
             cuda.write(op, "logits", &mut logits)?,

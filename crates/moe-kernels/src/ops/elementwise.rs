@@ -104,6 +104,10 @@ fn norm<T: Lanes, S: Lanes>(x: View, weight: View, eps: f32, mut out: ViewMut, e
 pub fn add_into(x: View, acc: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "add";
     expect_dims(op, "acc", &acc, x.dims())?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::add(ex.cuda(op)?, op, x, acc);
+    }
     with_float!(x.dtype(), op, T => with_float!(acc.dtype(), op, S => add::<T, S>(x, acc, ex)))
 }
 
@@ -186,6 +190,10 @@ pub fn softmax_into(x: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     expect_dtype(op, "x", &x, DType::F32)?;
     expect_dims(op, "out", &out, &[r, n])?;
     expect_dtype(op, "out", &out, DType::F32)?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::softmax(ex.cuda(op)?, op, x, out);
+    }
     let (x, out) = (x.cpu::<f32>()?, out.cpu_mut::<f32>()?);
     let Some(chunk) = rows_per_task(ex, x.len(), n) else { return Ok(()) };
     let tasks = out.chunks_mut(chunk).zip(x.chunks(chunk)).collect();

@@ -11,6 +11,7 @@ mod experts;
 mod linear;
 mod mla;
 mod qk_norm_rope;
+mod scaled;
 
 pub use crate::cpu::attention::ATTENTION_BLOCK;
 pub use activation::gated_activation_into;
@@ -21,3 +22,4 @@ pub use experts::{ExpertGroups, grouped_down_into, grouped_gate_up_into};
 pub use linear::{linear_into, linear_row_parallel_into, row_parallel_segments};
 pub use mla::{MlaLatent, MlaQuery, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into};
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_cache_into, rope_attention_into};
+pub use scaled::{add_scaled_into, one_group_into, sigmoid_into};
