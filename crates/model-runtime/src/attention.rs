@@ -229,7 +229,9 @@ impl Attention {
             sliding_window: self.config.sliding_window,
         };
         let mut attended = ex.scratch(dtype, &[t, num_heads * head_dim])?;
-        let (k_cache, v_cache) = kv.kv_mut();
+        let (k_cache, Some(v_cache)) = kv.kv_mut() else {
+            bail!("attention: expected a KV cache with value rows, got one of keys only")
+        };
         rope_attention_into(&args, &meta, step.one_row_each, k_cache, v_cache, attended.view_mut(), ex)?;
         let bias = Lock::new(&w.o_bias)?;
         linear_row_parallel_into(attended.view(), TensorView::new(&w.o)?.view()?, bias.view()?, out, ex)
@@ -247,10 +249,10 @@ impl Attention {
 }
 
 /// An optional tensor under its read guard.
-struct Lock<'a>(Option<TensorView<'a>>);
+pub(crate) struct Lock<'a>(Option<TensorView<'a>>);
 
 impl<'a> Lock<'a> {
-    fn new(tensor: &'a Option<Tensor>) -> Result<Self> {
+    pub(crate) fn new(tensor: &'a Option<Tensor>) -> Result<Self> {
         Self::of(tensor.as_ref())
     }
 
@@ -258,7 +260,7 @@ impl<'a> Lock<'a> {
         Ok(Self(tensor.map(TensorView::new).transpose()?))
     }
 
-    fn view(&self) -> Result<Option<View<'_>>> {
+    pub(crate) fn view(&self) -> Result<Option<View<'_>>> {
         self.0.as_ref().map(|t| t.view()).transpose()
     }
 }

@@ -2,14 +2,43 @@
 //! perhaps a checkpoint inside the binary.
 
 use candle_nn::VarBuilder;
-use model_runtime::{CausalLm, Config, ConfigError, TensorSpec};
+use model_runtime::{CausalLm, Config, ConfigError, MlaForm, TensorSpec};
+use moe_layer::{BackendSelection, MoePath};
+
+/// What the command line says about how a model is built. A family refuses, by name, what it does
+/// not have.
+#[derive(Clone, Debug, Default)]
+pub struct LoadOptions {
+    /// Name of the expert backend; `None`: the oracle chooses.
+    pub backend: Option<String>,
+    /// Expert path; `None`: the family's default.
+    pub moe_path: Option<MoePath>,
+    /// Form of multi-head latent attention; `None`: absorbed.
+    pub mla: Option<MlaForm>,
+}
 
 /// A loaded model.
 pub struct LoadedModel {
     /// The model.
     pub model: Box<dyn CausalLm>,
-    /// The oracle's choice of expert backend with the rejected ones, as JSON.
+    /// The oracle's choice of expert backend with the rejected ones, as JSON; `chosen` alone where
+    /// there was nothing to choose.
     pub backend: serde_json::Value,
+}
+
+impl LoadedModel {
+    /// A model on a path of experts; `selection` is the oracle's choice on the fused one.
+    pub fn new(
+        model: Box<dyn CausalLm>,
+        path: MoePath,
+        selection: Option<BackendSelection>,
+    ) -> candle_core::Result<Self> {
+        let backend = match path {
+            MoePath::Legacy => serde_json::json!({"chosen": "legacy"}),
+            MoePath::Fused => serde_json::to_value(selection).map_err(candle_core::Error::wrap)?,
+        };
+        Ok(Self { model, backend })
+    }
 }
 
 /// A checkpoint that is part of the program.
@@ -42,9 +71,8 @@ pub trait ModelFamily {
     /// Names that a checkpoint may have without being expected; `*` is a wildcard.
     fn ignored(config: &Self::Config) -> &'static [&'static str];
 
-    /// Loads the model in the dtype of `vb`, which is at the root of the checkpoint. `backend`
-    /// names the expert backend.
-    fn load(config: &Self::Config, backend: Option<&str>, vb: VarBuilder)
+    /// Loads the model in the dtype of `vb`, which is at the root of the checkpoint.
+    fn load(config: &Self::Config, options: &LoadOptions, vb: VarBuilder)
     -> candle_core::Result<LoadedModel>;
 
     /// The checkpoint in the binary, if it has one.

@@ -35,7 +35,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
 use cli::{Cli, Command, ParityArgs, RunArgs};
-pub use family::{Embedded, LoadedModel, ModelFamily};
+pub use family::{Embedded, LoadOptions, LoadedModel, ModelFamily};
 pub use model_runtime::HugePages;
 use profile::Profile;
 pub use session::Session;

@@ -9,7 +9,7 @@ use model_runtime::{CausalLm, Checkpoint, Config, CpuIsa, DummyWeights, Exec};
 use tracing::info;
 
 use crate::cli::RunArgs;
-use crate::family::ModelFamily;
+use crate::family::{LoadOptions, ModelFamily};
 use crate::tokenizer::Tokenizer;
 use crate::{hub, usage};
 
@@ -38,9 +38,7 @@ impl Session {
                 (checkpoint, Some(e.tokenizer))
             }
             (None, None) => {
-                return Err(usage(
-                    "no model is given: this program has none embedded, name one with --model",
-                ));
+                return Err(no_model());
             }
         };
         let config = F::config(&checkpoint.config)?;
@@ -84,8 +82,16 @@ impl Session {
     }
 }
 
+/// The mistake of naming no model to a program that has none of its own.
+pub fn no_model() -> anyhow::Error {
+    usage(
+        "no model is given, and none is part of this program: name one with --model (--help lists the flags)",
+    )
+}
+
 fn load<F: ModelFamily>(config: &F::Config, args: &RunArgs, vb: VarBuilder) -> Result<Box<dyn CausalLm>> {
-    let loaded = F::load(config, args.moe_backend.as_deref(), vb)?;
+    let options = LoadOptions { backend: args.moe_backend.clone(), moe_path: args.moe_path, mla: args.mla };
+    let loaded = F::load(config, &options, vb)?;
     info!(backend = %loaded.backend["chosen"], "expert backend");
     if args.explain_backends {
         eprintln!("{}", serde_json::to_string_pretty(&loaded.backend)?);

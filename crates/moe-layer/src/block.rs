@@ -75,15 +75,7 @@ impl SparseMoeBlock {
     /// # Errors
     /// Another hidden size or dtype.
     pub fn with_shared_experts(mut self, shared: SharedExperts) -> Result<Self> {
-        let (hidden, dtype) = (self.gate.dims2()?.1, self.gate.dtype());
-        if shared.hidden_size() != hidden || shared.dtype() != dtype {
-            bail!(
-                "shared experts: expected hidden size {hidden} and dtype {} like the router gate, got {} and {}",
-                dtype.as_str(),
-                shared.hidden_size(),
-                shared.dtype().as_str()
-            )
-        }
+        shared.check_fits(&self.gate)?;
         self.shared = Some(shared);
         Ok(self)
     }

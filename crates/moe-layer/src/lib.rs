@@ -4,14 +4,18 @@
 mod block;
 mod check;
 mod door;
+pub mod legacy;
 mod load;
 mod mlp;
 mod pack;
+mod path;
 mod shared;
 
 pub use block::SparseMoeBlock;
+pub use legacy::MoeMlp;
 pub use load::{BlockOptions, load_block};
 pub use mlp::GatedMlp;
+pub use path::{MoePath, SparseLayer};
 pub use shared::SharedExperts;
 
 pub use moe_dispatch::{BatchedReference, LocalExperts, NoEp, PrepareFinalize};
@@ -25,4 +29,6 @@ pub use moe_kernels::{
     Activation, ActivationFormat, Buffer, CpuIsa, Exec, ExpertHeat, ExpertsSpec, NO_EXPERT, RoutedExperts,
     StepContext, TensorView, View, ViewMut, Workspace,
 };
-pub use moe_router::{RouteInput, RouteOutput, Router, RouterConfig, RouterError, RouterParams};
+pub use moe_router::{
+    RouteInput, RouteOutput, Router, RouterConfig, RouterError, RouterParams, Selection as RouterSelection,
+};

@@ -4,7 +4,8 @@
 
 use candle_nn::VarBuilder;
 use model_runtime::{Config, ConfigError, TensorSpec};
-use moe_engine::{Embedded, LoadedModel, ModelFamily};
+use moe_engine::{Embedded, LoadOptions, LoadedModel, ModelFamily};
+use moe_layer::MoePath;
 
 use crate::config::Qwen3MoeConfig;
 use crate::model::Qwen3Moe;
@@ -33,12 +34,15 @@ impl ModelFamily for Qwen3MoeFamily {
 
     fn load(
         config: &Qwen3MoeConfig,
-        backend: Option<&str>,
+        options: &LoadOptions,
         vb: VarBuilder,
     ) -> candle_core::Result<LoadedModel> {
-        let model = Qwen3Moe::load(config, backend, vb)?;
-        let explained = serde_json::to_value(model.backend()).map_err(candle_core::Error::wrap)?;
-        Ok(LoadedModel { model: Box::new(model), backend: explained })
+        if options.mla.is_some() {
+            candle_core::bail!("--mla: Qwen3-MoE has no multi-head latent attention; leave the flag out")
+        }
+        let path = options.moe_path.unwrap_or(MoePath::Fused);
+        let (model, selection) = Qwen3Moe::load(config, path, options.backend.as_deref(), vb)?;
+        LoadedModel::new(Box::new(model), path, selection)
     }
 
     fn embedded() -> Option<Embedded> {

@@ -8,17 +8,17 @@ use candle_nn::VarBuilder;
 use model_runtime::attention::{Attention, AttentionConfig, AttentionNames};
 use model_runtime::layers::{Embedding, LmHead, RmsNorm, gather_rows_into};
 use model_runtime::{
-    CausalLm, Exec, KvCache, KvLayout, ModelInfo, MoeInfo, Observed, Observer, Rope, StepViews, View, ViewMut,
+    CausalLm, Exec, KvCache, KvLayout, ModelInfo, MoeInfo, Observe, Observer, Rope, StepViews, View, ViewMut,
 };
 use moe_layer::candle::Result;
-use moe_layer::{BackendSelection, BlockOptions, DType, GatedMlp, Router, SparseMoeBlock, load_block};
+use moe_layer::{BackendSelection, BlockOptions, DType, GatedMlp, MoePath, Router, SparseLayer};
 use tracing::trace_span;
 
 use crate::config::Qwen3MoeConfig;
 
 enum Mlp {
     Dense(GatedMlp),
-    Sparse(Box<SparseMoeBlock>),
+    Sparse(SparseLayer),
 }
 
 struct DecoderLayer {
@@ -36,13 +36,18 @@ pub struct Qwen3Moe {
     norm: RmsNorm,
     lm_head: LmHead,
     rope: Rope,
-    backend: Option<BackendSelection>,
 }
 
 impl Qwen3Moe {
     /// Loads the model's tensors; `vb` is at the root of the checkpoint and has the model dtype.
-    /// `backend` names the expert backend; `None` lets the oracle choose.
-    pub fn load(config: &Qwen3MoeConfig, backend: Option<&str>, vb: VarBuilder) -> Result<Self> {
+    /// `backend` names the expert backend of the fused path; `None` lets the oracle choose. Its choice
+    /// comes along, unless there was none to make.
+    pub fn load(
+        config: &Qwen3MoeConfig,
+        path: MoePath,
+        backend: Option<&str>,
+        vb: VarBuilder,
+    ) -> Result<(Self, Option<BackendSelection>)> {
         let (h, eps) = (config.hidden_size, config.rms_norm_eps as f64);
         let model = vb.pp("model");
         let embedding = Embedding::load(config.vocab_size, h, model.pp("embed_tokens"))?;
@@ -54,10 +59,11 @@ impl Qwen3Moe {
             let mlp = if *sparse {
                 let options = block_options(config, moe_layers.len(), backend);
                 let vb = vb.pp("mlp");
-                let (block, selection) = load_block(&options, vb.pp("gate"), vb.pp("experts"))?;
+                let (sparse, selection) =
+                    SparseLayer::load(path, &options, vb.pp("gate"), vb.pp("experts"), None)?;
                 moe_layers.push(index);
-                chosen = Some(selection);
-                Mlp::Sparse(Box::new(block))
+                chosen = selection;
+                Mlp::Sparse(sparse)
             } else {
                 let width = config.intermediate_size;
                 Mlp::Dense(GatedMlp::load(h, width, config.activation, vb.pp("mlp"))?)
@@ -78,20 +84,15 @@ impl Qwen3Moe {
             false => LmHead::load(config.vocab_size, h, vb.pp("lm_head"))?,
         };
         let rope = Rope::new(config.rope.clone());
-        Ok(Self {
+        let model = Self {
             info: info(config, moe_layers, &rope, vb.dtype()),
             embedding,
             layers,
             norm: RmsNorm::load(h, eps, model.pp("norm"))?,
             lm_head,
             rope,
-            backend: chosen,
-        })
-    }
-
-    /// The oracle's choice of expert backend; `None` for a model without sparse layers.
-    pub fn backend(&self) -> Option<&BackendSelection> {
-        self.backend.as_ref()
+        };
+        Ok((model, chosen))
     }
 }
 
@@ -103,7 +104,7 @@ impl CausalLm for Qwen3Moe {
     fn router(&self, moe_layer: usize) -> Option<&Router> {
         let layer = *self.info.moe.as_ref()?.layers.get(moe_layer)?;
         match &self.layers.get(layer)?.mlp {
-            Mlp::Sparse(block) => block.router(),
+            Mlp::Sparse(sparse) => sparse.router(),
             Mlp::Dense(_) => None,
         }
     }
@@ -137,10 +138,10 @@ impl CausalLm for Qwen3Moe {
                 Mlp::Dense(mlp) => {
                     trace_span!("mlp").in_scope(|| mlp.forward_into(x.view(), delta.view_mut(), ex))?;
                 }
-                Mlp::Sparse(block) => {
+                Mlp::Sparse(sparse) => {
                     let host = ex.handle();
                     let mut see = |logits: View<'_>| observe.router(index, logits, &host);
-                    block.forward_observed_into(x.view(), delta.view_mut(), &mut see, ex)?;
+                    sparse.forward_observed_into(x.view(), delta.view_mut(), &mut see, ex)?;
                 }
             }
             let next = self.layers.get(index + 1).map_or(&self.norm, |layer| &layer.input_norm);
@@ -154,27 +155,6 @@ impl CausalLm for Qwen3Moe {
         let mut last = ex.scratch(dtype, &[step.num_logits(), self.info.hidden_size])?;
         gather_rows_into(x.view(), step.logits_rows, last.view_mut(), ex)?;
         self.lm_head.forward_into(last.view(), logits, ex)
-    }
-}
-
-/// The observer, if there is one.
-struct Observe<'a>(Option<&'a mut dyn Observer>);
-
-impl Observe<'_> {
-    fn hidden(&mut self, index: usize, data: View<'_>, ex: &Exec) -> Result<()> {
-        self.show(Observed::HiddenStates(index), data, ex)
-    }
-
-    fn router(&mut self, layer: usize, data: View<'_>, ex: &Exec) -> Result<()> {
-        self.show(Observed::RouterLogits(layer), data, ex)
-    }
-
-    fn show(&mut self, what: Observed, data: View<'_>, ex: &Exec) -> Result<()> {
-        match &mut self.0 {
-            Some(observer) if data.is_cuda() => observer.observe(what, ex.to_host(data)?.view()),
-            Some(observer) => observer.observe(what, data),
-            None => Ok(()),
-        }
     }
 }
 
@@ -216,6 +196,7 @@ fn info(config: &Qwen3MoeConfig, layers: Vec<usize>, rope: &Rope, dtype: DType) 
             num_layers: config.num_hidden_layers,
             num_kv_heads: config.num_key_value_heads,
             head_dim: config.head_dim,
+            value_dim: Some(config.head_dim),
             dtype,
         },
         moe: (!layers.is_empty()).then_some(MoeInfo {

@@ -5,6 +5,7 @@
 
 mod block;
 mod errors;
+mod legacy;
 mod loading;
 mod monolith;
 mod reference;
