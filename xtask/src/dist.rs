@@ -38,7 +38,7 @@ pub fn run(args: &Args) -> Result<()> {
         .collect();
     let mut build = cargo();
     build.args(["build", "--release", "--features", "cuda"]).envs(environment.clone());
-    binaries.iter().for_each(|name| drop(build.args(["-p", name])));
+    build.args(binaries.iter().flat_map(|name| ["-p", name]));
     workspace::run(&mut build)?;
 
     let folder = target_dir().join("dist").join("moe");
