@@ -42,7 +42,7 @@ fn config(max_num_seqs: usize, enforce_eager: bool) -> EngineConfig {
 /// The tokens of every request.
 fn run(engine: &mut Engine<'_>, requests: Vec<Request>) -> Vec<Vec<u32>> {
     let mut tokens = BTreeMap::<_, Vec<u32>>::new();
-    requests.into_iter().for_each(|request| drop(engine.add(request).unwrap()));
+    requests.into_iter().map(|request| engine.add(request)).collect::<Result<Vec<_>, _>>().unwrap();
     engine.run(|output| tokens.entry(output.request).or_default().extend(output.token_id)).unwrap();
     tokens.into_values().collect()
 }
@@ -89,7 +89,7 @@ fn what_only_the_host_can_sample_runs_too() {
     let mut logprobs = 0;
     let mut tokens = BTreeMap::<_, usize>::new();
     let mut captured = 0;
-    all.into_iter().for_each(|request| drop(engine.add(request).unwrap()));
+    all.into_iter().map(|request| engine.add(request)).collect::<Result<Vec<_>, _>>().unwrap();
     let collect = |output: moe_engine::engine::Output| {
         logprobs += usize::from(output.logprobs.is_some());
         captured += usize::from(output.routed_experts.is_some());

@@ -1,8 +1,8 @@
 //! `cargo xtask dist`: one compressed archive for a machine with a GPU and without Rust.
 //!
-//! target/dist/moe.tar.gz holds the model binaries and the GPU test binary (stripped), the fixtures
+//! target/dist/moe.tar.xz holds the model binaries and the GPU test binary (stripped), the fixtures
 //! and the scripts of tests/gpu and tests/cuda. On the target machine:
-//! `tar xzf moe.tar.gz && moe/tests/gpu/run.sh`.
+//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -59,7 +59,7 @@ pub fn run(args: &Args) -> Result<()> {
         copy_tracked(path, &folder)?;
     }
 
-    let archive = target_dir().join("dist").join("moe.tar.gz");
+    let archive = target_dir().join("dist").join("moe.tar.xz");
     let parent = folder.parent().unwrap_or(&folder);
     workspace::run(
         Command::new("tar").env("GZIP", "-9").arg("czf").arg(&archive).arg("-C").arg(parent).arg("moe"),
