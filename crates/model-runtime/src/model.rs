@@ -65,6 +65,11 @@ pub trait Observer: Send {
 pub struct Observe<'a>(pub Option<&'a mut dyn Observer>);
 
 impl Observe<'_> {
+    /// Whether nobody looks.
+    pub fn is_nobody(&self) -> bool {
+        self.0.is_none()
+    }
+
     /// Shows [`Observed::HiddenStates`]; `ex` brings it to the host.
     pub fn hidden(&mut self, index: usize, data: View<'_>, ex: &Exec) -> Result<()> {
         self.show(Observed::HiddenStates(index), data, ex)

@@ -13,7 +13,7 @@ use moe_kernels::{
 };
 
 use crate::reason::Reason;
-use crate::weights::ExpertsShape;
+use crate::weights::{ExpertWeights, ExpertsShape};
 
 /// Modular experts: rows of prepared tokens in, one unweighted f32 row per slot out.
 ///
@@ -54,6 +54,12 @@ pub trait Experts: Send + Sync {
     /// Dispatchers (ranks whose tokens arrive) that these experts were built for: said together
     /// with [`max_num_tokens`](Self::max_num_tokens).
     fn num_dispatchers(&self) -> Option<usize> {
+        None
+    }
+
+    /// The packed bf16 weights on a CUDA device, SwiGLU and without bias, of experts that may be computed in
+    /// one launch with what is around them; `None` for all others.
+    fn packed(&self) -> Option<&ExpertWeights> {
         None
     }
 

@@ -18,7 +18,7 @@ use crate::door::forward_rows;
 use crate::shared::SharedExperts;
 
 /// The two families of experts with what each needs around it.
-enum Family {
+pub(crate) enum Family {
     Modular { router: Box<Router>, prepare: Box<dyn PrepareFinalize>, experts: Box<dyn Experts> },
     Monolithic(Box<dyn MonolithicExperts>),
 }
@@ -78,6 +78,21 @@ impl SparseMoeBlock {
         shared.check_fits(&self.gate)?;
         self.shared = Some(shared);
         Ok(self)
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn gate(&self) -> &Tensor {
+        &self.gate
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn family(&self) -> &Family {
+        &self.family
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn has_shared_experts(&self) -> bool {
+        self.shared.is_some()
     }
 
     /// The router, unless it is inside the experts' kernel.

@@ -10,6 +10,8 @@ mod mlp;
 mod pack;
 mod path;
 mod shared;
+#[cfg(feature = "cuda")]
+mod small;
 
 pub use block::SparseMoeBlock;
 pub use legacy::MoeMlp;

@@ -74,6 +74,14 @@ impl SparseLayer {
         }
     }
 
+    /// The block on packed weights.
+    pub fn fused(&self) -> Option<&SparseMoeBlock> {
+        match self {
+            Self::Fused(block) => Some(block),
+            Self::Legacy(_) => None,
+        }
+    }
+
     /// The router, unless it is inside the experts' kernel.
     pub fn router(&self) -> Option<&Router> {
         match self {

@@ -5,6 +5,8 @@
 //! most of what a bf16 run loses. Each norm also adds the block's output to it.
 
 use candle_nn::VarBuilder;
+#[cfg(feature = "cuda")]
+use model_runtime::RopeRows;
 use model_runtime::attention::{Attention, AttentionConfig, AttentionNames};
 use model_runtime::layers::{Embedding, LmHead, RmsNorm, gather_rows_into};
 use model_runtime::{
@@ -126,6 +128,12 @@ impl CausalLm for Qwen3Moe {
         let rope = self.rope.rows(step.positions, step.rope_len, ex)?;
         self.embedding.forward_into(step.token_ids, residual.view_mut(), ex)?;
         observe.hidden(0, residual.view(), ex)?;
+        #[cfg(feature = "cuda")]
+        if observe.is_nobody() && self.fuses(step, ex) {
+            self.add_layers_into(step, &rope, kv, residual.view_mut(), ex)?;
+            self.norm.forward_into(residual.view(), x.view_mut(), ex)?;
+            return self.lm_head.forward_into(x.view(), logits, ex);
+        }
         let first = self.layers.first().map_or(&self.norm, |layer| &layer.input_norm);
         first.forward_into(residual.view(), x.view_mut(), ex)?;
         for (index, layer) in self.layers.iter().enumerate() {
@@ -155,6 +163,45 @@ impl CausalLm for Qwen3Moe {
         let mut last = ex.scratch(dtype, &[step.num_logits(), self.info.hidden_size])?;
         gather_rows_into(x.view(), step.logits_rows, last.view_mut(), ex)?;
         self.lm_head.forward_into(last.view(), logits, ex)
+    }
+}
+
+/// Decode steps of a few tokens on CUDA: four launches a layer, with norms and additions inside.
+#[cfg(feature = "cuda")]
+impl Qwen3Moe {
+    fn fuses(&self, step: &StepViews, ex: &Exec) -> bool {
+        let tokens = step.num_tokens();
+        let layer_fuses = |layer: &DecoderLayer| {
+            let block = match &layer.mlp {
+                Mlp::Dense(_) => None,
+                Mlp::Sparse(sparse) => sparse.fused(),
+            };
+            layer.attention.fuses(tokens, ex) && block.is_some_and(|block| block.fuses(tokens, ex))
+        };
+        step.one_row_each && step.num_logits() == tokens && self.layers.iter().all(layer_fuses)
+    }
+
+    fn add_layers_into(
+        &self,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvCache,
+        mut residual: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        for (index, layer) in self.layers.iter().enumerate() {
+            let kv = kv.layer_mut(index)?;
+            layer.input_norm.with_pre_norm(|norm| {
+                layer.attention.add_normed_into(norm, residual.reborrow(), step, rope, kv, ex)
+            })?;
+            if let Mlp::Sparse(sparse) = &layer.mlp
+                && let Some(block) = sparse.fused()
+            {
+                let norm = &layer.post_attention_norm;
+                norm.with_pre_norm(|norm| block.add_normed_into(norm, residual.reborrow(), ex))?;
+            }
+        }
+        Ok(())
     }
 }
 
