@@ -18,7 +18,7 @@ pub fn streams(model: DType) -> Vec<DType> {
 pub fn cuda() -> Exec {
     static DEVICE: OnceLock<Device> = OnceLock::new();
     let device =
-        DEVICE.get_or_init(|| Device::new_cuda_with_stream(0).expect("the GPU tests need a CUDA device"));
+        DEVICE.get_or_init(|| moe_kernels::cuda::device(0).expect("the GPU tests need a CUDA device"));
     Exec::on(device).unwrap()
 }
 

@@ -136,13 +136,7 @@ fn device(name: &str) -> Result<Device> {
 
 #[cfg(feature = "cuda")]
 fn cuda_device(ordinal: usize) -> Result<Device> {
-    let device = Device::new_cuda_with_stream(ordinal)
-        .with_context(|| format!("cannot open CUDA device {ordinal}"))?;
-    if let Device::Cuda(cuda) = &device {
-        // SAFETY: this program uses one stream per device, so no use of memory needs an event to wait for another.
-        unsafe { cuda.disable_event_tracking() };
-    }
-    Ok(device)
+    model_runtime::cuda::device(ordinal).with_context(|| format!("cannot open CUDA device {ordinal}"))
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -138,7 +138,7 @@ impl Exec {
     /// A context on a device: the stream of a CUDA device, or [`cpu`](Self::cpu).
     ///
     /// All work on a CUDA device runs on the stream of the candle device, so make that with
-    /// `Device::new_cuda_with_stream`: the default is another stream in each thread.
+    /// `cuda::device`: candle's default is another stream in each thread.
     pub fn on(device: &Device) -> Result<Self> {
         match device {
             Device::Cpu => Ok(Self::cpu()),

@@ -24,7 +24,7 @@ mod small;
 mod step;
 mod stream;
 
-use candle_core::{Result, bail};
+use candle_core::{Device, Result, bail};
 
 use crate::storage::Data;
 use crate::view::View;
@@ -43,6 +43,20 @@ pub use step::{
     sample_into,
 };
 pub(crate) use stream::CudaExec;
+
+/// A CUDA device with a stream of its own, on which everything runs: candle's default stream is another
+/// one in each thread, and its events, which order several streams, cannot be captured into a graph.
+///
+/// # Errors
+/// A device that does not exist or cannot be opened.
+pub fn device(ordinal: usize) -> Result<Device> {
+    let device = Device::new_cuda_with_stream(ordinal)?;
+    if let Device::Cuda(cuda) = &device {
+        // SAFETY: tensors of this device are used on its one stream, so no use needs an event to wait for another.
+        unsafe { cuda.disable_event_tracking() };
+    }
+    Ok(device)
+}
 
 /// A size as launchers take it.
 fn small(op: &str, n: usize) -> Result<i32> {
