@@ -237,9 +237,13 @@ unsafe extern "C" {
     ) -> i32;
     pub(crate) fn moe_rope_rows(
         positions: *const u32,
+        rope_len: *const u32,
         inv_freq: *const f32,
         half: i32,
         attention_factor: f32,
+        theta: f32,
+        factor: f32,
+        max_len: f32,
         cos: *mut f32,
         sin: *mut f32,
         rows: i32,

@@ -12,6 +12,7 @@
 
 pub(crate) mod any;
 pub(crate) mod attention;
+mod blas;
 mod experts;
 pub(crate) mod ffi;
 mod graph;
@@ -33,7 +34,10 @@ pub use graph::Graph;
 pub use memory::PinnedWords;
 pub(crate) use memory::{DeviceMemory, storage_slice};
 pub use router::{GateRoute, GateScoring, gate_route_fits, gate_route_into};
-pub use step::{SAMPLE_WORDS, SampleParams, feed_tokens_into, fill_random_into, rope_rows_into, sample_into};
+pub use step::{
+    RopeFrequencies, SAMPLE_WORDS, SampleParams, feed_tokens_into, fill_random_into, rope_rows_into,
+    sample_into,
+};
 pub(crate) use stream::CudaExec;
 
 /// A size as launchers take it.
