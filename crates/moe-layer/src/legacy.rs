@@ -50,7 +50,7 @@ impl MoeMlp {
     /// # Errors
     /// Another number of experts than the router chooses among; experts of different shapes or
     /// dtypes; a gate of other dims; routing that only the fused block offers (zero experts, fused
-    /// shared experts, router weights on the input).
+    /// shared experts, router weights on the input); another device than the CPU.
     pub fn new(
         gate: Tensor,
         router: Router,
@@ -85,6 +85,9 @@ impl MoeMlp {
             }
         }
         check_gate(&gate, experts.len(), hidden, dtype)?;
+        if !gate.device().is_cpu() {
+            bail!("the legacy expert path runs on the CPU; choose the fused path")
+        }
         let gate = gate.contiguous()?;
         Ok(Self { gate, router, experts, activation, shared: None, layer, workspace: Workspace::new() })
     }

@@ -7,6 +7,7 @@ use model_runtime::MlaForm;
 use model_runtime::config::Config;
 use moe_engine::ModelFamily;
 use moe_layer::RouterSelection;
+use proptest::prelude::*;
 use serde_json::{Value, json};
 
 fn config(value: Value) -> DeepseekV2Config {
@@ -142,4 +143,61 @@ fn mscale_scales_the_softmax_of_every_scaled_rope() {
     close(scale(json!({"type": "yarn", "factor": 4, "mscale_all_dim": 0.9})), mscale(4.0, 0.9));
     close(scale(json!({"type": "linear", "factor": 2.5, "mscale_all_dim": 0.5})), mscale(2.5, 0.5));
     close(scale(json!({"type": "linear", "factor": 1, "mscale_all_dim": 0.5})), 1.0);
+}
+
+/// Values that configs in the wild and vandals give.
+fn value() -> impl Strategy<Value = Value> {
+    let number =
+        prop_oneof![0u64..9, Just(64u64), Just(1 << 20), Just((1 << 20) + 1), Just(1 << 46), Just(u64::MAX)];
+    prop_oneof![
+        number.prop_map(|n| json!(n)),
+        prop_oneof![Just(-1.0), Just(0.5), Just(1e-300), Just(1e300)].prop_map(|x| json!(x)),
+        prop_oneof![Just("greedy"), Just("group_limited_greedy"), Just("sigmoid"), Just("yarn"), Just("x")]
+            .prop_map(|s| json!(s)),
+        any::<bool>().prop_map(|b| json!(b)),
+        Just(json!(null)),
+        Just(json!([1])),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Any config is refused with a message, or is one whose sizes and scales are usable.
+    #[test]
+    fn absurd_configs_are_refused_or_usable(
+        changes in proptest::collection::vec((0usize..60, value()), 1..4),
+        rope in proptest::collection::vec((0usize..9, value()), 0..3),
+    ) {
+        let mut config = v2_lite();
+        let keys: Vec<String> = config.as_object().unwrap().keys().cloned().collect();
+        let rope_keys: Vec<String> = config["rope_scaling"].as_object().unwrap().keys().cloned().collect();
+        for (key, value) in rope {
+            config["rope_scaling"][&rope_keys[key % rope_keys.len()]] = value;
+        }
+        for (key, value) in changes {
+            let key = &keys[key % keys.len()];
+            if key != "model_type" {
+                config[key] = value;
+            }
+        }
+        let text = config.to_string();
+        let config = match DeepseekV2Config::new(&Config::parse(&text, "config.json").unwrap()) {
+            Ok(config) => config,
+            Err(e) => {
+                prop_assert!(e.to_string().contains("config.json"), "{e}");
+                return Ok(());
+            }
+        };
+        let scale = config.attention.softmax_scale as f32;
+        prop_assert!(scale.is_finite() && scale > 0.0, "{scale}");
+        prop_assert_eq!(config.is_sparse.len(), config.num_hidden_layers);
+        for form in [MlaForm::Absorbed, MlaForm::Naive] {
+            prop_assert!(config.mla(form).kv_layout(config.num_hidden_layers, DType::F32).bytes_per_token().is_ok());
+        }
+        if config.num_hidden_layers * config.num_experts().max(1) <= 4096 {
+            let count = |packed: bool| DeepseekV2Family::tensors(&config, &|_| packed).len();
+            prop_assert!(count(true) <= count(false) + 3 * config.num_hidden_layers);
+        }
+    }
 }
