@@ -28,9 +28,10 @@ pub use element::{CpuSlice, CpuSliceMut, CpuVec, Element, Float};
 pub use exec::{CpuIsa, Exec};
 pub use memory::HugePages;
 pub use ops::{
-    ATTENTION_BLOCK, AttentionMeta, ExpertGroups, QkNormRope, add_into, add_rms_norm_into, embedding_into,
-    grouped_down_into, grouped_gate_up_into, linear_into, linear_row_parallel_into, paged_attention_into,
-    qk_norm_rope_cache_into, rms_norm_into, row_parallel_segments, softmax_into, weighted_sum_into,
+    ATTENTION_BLOCK, AttentionMeta, ExpertGroups, QkNormRope, Segment, add_into, add_rms_norm_into,
+    embedding_into, grouped_down_into, grouped_down_segment_into, grouped_gate_up_into, linear_into,
+    linear_row_parallel_into, linear_segment_into, paged_attention_into, qk_norm_rope_cache_into,
+    rms_norm_into, row_parallel_segments, softmax_into, weighted_sum_into,
 };
 pub use philox::Philox4x32;
 pub use roof::Roof;

@@ -151,6 +151,11 @@ pub struct StepContext {
     pub heat: Option<ExpertHeat>,
     /// Replaces ids by an evenly spread pattern, for profiling; the seed varies it.
     pub force_balance: Option<u64>,
+    /// Tokens that each rank of the expert-parallel group brings to the current call, where the
+    /// ranks have agreed on it; `None`: who needs it asks the others.
+    pub rank_tokens: Option<Arc<[usize]>>,
+    /// Whether the ranks have agreed that each of them only decodes.
+    pub only_decode: bool,
     /// Number of the step; random routing (force-balance, simulation) differs from step to step.
     pub step: u64,
 }

@@ -15,3 +15,5 @@ mod experts;
 mod products;
 #[path = "ops/rows.rs"]
 mod rows;
+#[path = "ops/segments.rs"]
+mod segments;

@@ -27,15 +27,15 @@ pub struct ExpertGroups<'a> {
 }
 
 /// [`ExpertGroups`] after the door: every index is in range.
-struct Checked<'a> {
-    offsets: &'a [u32],
+pub(super) struct Checked<'a> {
+    pub offsets: &'a [u32],
     in_rows: &'a [u32],
-    out_rows: &'a [u32],
+    pub out_rows: &'a [u32],
 }
 
 impl<'a> ExpertGroups<'a> {
     /// Number of grouped slots P.
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.in_rows.elem_count()
     }
 
@@ -55,6 +55,14 @@ impl<'a> ExpertGroups<'a> {
             bail!("{op}: expected offsets that ascend from 0 to at most {p}, got {offsets:?}")
         }
         Ok(Checked { offsets, in_rows: self.in_rows.cpu()?, out_rows: self.out_rows.cpu()? })
+    }
+
+    /// The groups of `experts` experts that write to `rows` rows, each at most once.
+    pub(super) fn check_out(&self, op: &str, experts: usize, rows: usize) -> Result<Checked<'a>> {
+        let groups = self.check(op, experts)?;
+        groups.expect_below(op, "out_rows", groups.out_rows, rows)?;
+        groups.expect_distinct(op, "out_rows", groups.out_rows, rows)?;
+        Ok(groups)
     }
 }
 
@@ -141,6 +149,8 @@ fn gate_up<T: Lanes>(
         w: w13.cpu()?,
         matrix_rows: 2 * width,
         k,
+        stride: k,
+        start: 0,
         segments: 1,
         offsets: groups.offsets,
         units: Units::GateUp(width),
@@ -184,9 +194,7 @@ pub fn grouped_down_into(
     let (s, _) = expect_matrix(op, "out", &out)?;
     expect_dims(op, "out", &out, &[s, h])?;
     expect_dtype(op, "out", &out, DType::F32)?;
-    let groups = groups.check(op, e)?;
-    groups.expect_below(op, "out_rows", groups.out_rows, s)?;
-    groups.expect_distinct(op, "out_rows", groups.out_rows, s)?;
+    let groups = groups.check_out(op, e, s)?;
     with_float!(x.dtype(), op, T => down::<T>(x, &groups, w2, w2_bias, out, ex))
 }
 
@@ -205,6 +213,8 @@ fn down<T: Lanes>(
         w: w2.cpu()?,
         matrix_rows: n,
         k,
+        stride: k,
+        start: 0,
         segments: row_parallel_segments(k),
         offsets: groups.offsets,
         units: Units::Rows(n),

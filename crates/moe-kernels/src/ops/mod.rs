@@ -9,6 +9,7 @@ mod elementwise;
 mod experts;
 mod linear;
 mod qk_norm_rope;
+mod segments;
 
 pub use crate::cpu::attention::ATTENTION_BLOCK;
 pub use attention::{AttentionMeta, paged_attention_into};
@@ -17,3 +18,4 @@ pub use elementwise::{add_into, add_rms_norm_into, embedding_into, rms_norm_into
 pub use experts::{ExpertGroups, grouped_down_into, grouped_gate_up_into};
 pub use linear::{linear_into, linear_row_parallel_into, row_parallel_segments};
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_cache_into};
+pub use segments::{Segment, grouped_down_segment_into, linear_segment_into};
