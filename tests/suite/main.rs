@@ -4,5 +4,6 @@
 mod engine;
 mod invariance;
 mod layouts;
+mod parallel;
 mod requests;
 mod running;

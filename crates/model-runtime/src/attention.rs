@@ -7,6 +7,7 @@
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
+use moe_comm::RowParallel;
 use moe_kernels::{
     AttentionMeta, Buffer, Exec, QkNormRope, TensorView, View, ViewMut, Workspace, linear_into,
     linear_row_parallel_into, paged_attention_into, qk_norm_rope_cache_into,
@@ -89,6 +90,8 @@ pub struct Attention {
     config: AttentionConfig,
     weights: AttentionWeights,
     scale: f32,
+    /// The ranks that cut the heads, if these are a part of them.
+    ranks: Option<RowParallel>,
     workspace: Workspace,
 }
 
@@ -157,7 +160,13 @@ impl Attention {
             ),
         }
         let scale = config.softmax_scale.unwrap_or((config.head_dim as f64).powf(-0.5)) as f32;
-        Ok(Self { config, weights, scale, workspace: Workspace::new() })
+        Ok(Self { config, weights, scale, ranks: None, workspace: Workspace::new() })
+    }
+
+    /// Makes this the part of a layer whose heads some ranks share: the config counts this rank's
+    /// heads, `o` has their columns, and `o_bias` is whole.
+    pub fn with_row_parallel(self, ranks: RowParallel) -> Self {
+        Self { ranks: Some(ranks), ..self }
     }
 
     /// Loads the tensors of a layer; q, k and v go straight into their pack.
@@ -235,7 +244,11 @@ impl Attention {
         let mut attended = ex.scratch(dtype, &[t, num_heads * head_dim])?;
         paged_attention_into(q.view(), kv.k(), kv.v(), &meta, attended.view_mut(), ex)?;
         let bias = Lock::new(&w.o_bias)?;
-        linear_row_parallel_into(attended.view(), TensorView::new(&w.o)?.view()?, bias.view()?, out, ex)
+        let o = TensorView::new(&w.o)?;
+        match &self.ranks {
+            None => linear_row_parallel_into(attended.view(), o.view()?, bias.view()?, out, ex),
+            Some(ranks) => ranks.linear_into(attended.view(), o.view()?, bias.view()?, out, ex),
+        }
     }
 
     /// The same on candle tensors: `x` [T, H] to a new tensor [T, H].

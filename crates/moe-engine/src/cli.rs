@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::parallel::ParallelArgs;
+
 /// Command line of a model binary. Without a subcommand it generates.
 #[derive(Parser, Debug)]
 #[command(version, args_conflicts_with_subcommands = true)]
@@ -53,6 +55,9 @@ pub struct RunArgs {
     /// Print the chosen expert backend and why the others were rejected, as JSON on stderr.
     #[arg(long, help_heading = "MoE")]
     pub explain_backends: bool,
+    /// Ranks and chunks.
+    #[command(flatten)]
+    pub parallel: ParallelArgs,
     /// Log filter, such as info or moe_engine=debug.
     #[arg(long, default_value = "info", help_heading = "Engine")]
     pub log: String,
@@ -183,8 +188,8 @@ pub struct EngineArgs {
     /// Tokens per KV-cache block.
     #[arg(long, default_value_t = 16, help_heading = "Engine")]
     pub block_size: usize,
-    /// Memory of the KV cache, such as 512MiB or 4GiB (default: what the sequences can use, at most
-    /// half of the memory that is free).
+    /// Memory of the KV cache of each rank, such as 512MiB or 4GiB (default: what the sequences can
+    /// use; all ranks together at most half of the memory that is free).
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
     pub kv_cache_memory: Option<usize>,
     /// Share the KV cache of common prefixes.

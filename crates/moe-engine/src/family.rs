@@ -2,7 +2,9 @@
 //! perhaps a checkpoint inside the binary.
 
 use candle_nn::VarBuilder;
-use model_runtime::{CausalLm, Config, ConfigError, TensorSpec};
+use model_runtime::{
+    BlockContext, CausalLm, Config, ConfigError, Geometry, GeometryError, TensorSlice, TensorSpec,
+};
 
 /// A loaded model.
 pub struct LoadedModel {
@@ -10,6 +12,15 @@ pub struct LoadedModel {
     pub model: Box<dyn CausalLm>,
     /// The oracle's choice of expert backend with the rejected ones, as JSON.
     pub backend: serde_json::Value,
+}
+
+/// How a model is loaded.
+#[derive(Clone, Debug, Default)]
+pub struct LoadOptions {
+    /// Name of the expert backend; `None` lets the oracle choose.
+    pub backend: Option<String>,
+    /// This rank's place, and how MoE layers cut their tokens.
+    pub context: BlockContext,
 }
 
 /// A checkpoint that is part of the program.
@@ -30,7 +41,7 @@ pub struct Embedded {
 /// A family of models that one binary runs.
 pub trait ModelFamily {
     /// The parsed config.
-    type Config;
+    type Config: Sync;
 
     /// Reads and validates `config.json`.
     fn config(config: &Config) -> Result<Self::Config, ConfigError>;
@@ -46,6 +57,36 @@ pub trait ModelFamily {
     /// names the expert backend.
     fn load(config: &Self::Config, backend: Option<&str>, vb: VarBuilder)
     -> candle_core::Result<LoadedModel>;
+
+    /// Loads the part of one rank, as `options` say. `vb` shows the rank's slices.
+    ///
+    /// The default serves families that neither split nor cut: it refuses other options.
+    fn load_on(
+        config: &Self::Config,
+        options: &LoadOptions,
+        vb: VarBuilder,
+    ) -> candle_core::Result<LoadedModel> {
+        let BlockContext { geometry, chunked_moe, .. } = &options.context;
+        if geometry.world_size > 1 || chunked_moe.enable_chunked_moe {
+            candle_core::bail!(
+                "this model runs on one rank and without chunked MoE; drop --tp, --dp and --enable-chunked-moe"
+            )
+        }
+        Self::load(config, options.backend.as_deref(), vb)
+    }
+
+    /// The parts of the tensors that the rank of this geometry holds; the others it holds whole.
+    ///
+    /// # Errors
+    /// Sizes that the geometry cannot cut.
+    fn slices(
+        config: &Self::Config,
+        geometry: &Geometry,
+        has: &dyn Fn(&str) -> bool,
+    ) -> Result<Vec<TensorSlice>, GeometryError> {
+        let _ = (config, geometry, has);
+        Ok(Vec::new())
+    }
 
     /// The checkpoint in the binary, if it has one.
     fn embedded() -> Option<Embedded>;

@@ -8,7 +8,7 @@ use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
 use serde_json::json;
 
 use crate::cli::GenerateArgs;
-use crate::engine::{Engine, FinishReason, Output, Request};
+use crate::engine::{FinishReason, Output, Request};
 use crate::family::ModelFamily;
 use crate::session::Session;
 use crate::tokenizer::Tokenizer;
@@ -33,14 +33,9 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
         ..options::request_defaults(&args.sampling, &session, "0")?
     };
     request.sampling.logprobs = args.logprobs;
-    let model = session.model.as_ref();
-    let mut engine = Engine::new(
-        model,
-        session.ex.clone(),
-        Some(tokenizer.clone()),
-        &options::engine_config(&args.engine),
-    )
-    .map_err(|e| usage(format!("{e:#}")))?;
+    let mut engine = session
+        .engine(Some(tokenizer.clone()), &options::engine_config(&args.engine))
+        .map_err(|e| usage(format!("{e:#}")))?;
     let mut printer = Printer::new(args, &tokenizer);
     engine.add(request)?;
     while !engine.is_idle() && !printer.closed {

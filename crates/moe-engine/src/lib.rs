@@ -15,6 +15,7 @@ pub mod heat;
 pub mod hub;
 mod interrupt;
 pub mod options;
+pub mod parallel;
 pub mod parity;
 pub mod profile;
 mod prompt;
@@ -35,7 +36,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
 use cli::{Cli, Command, ParityArgs, RunArgs};
-pub use family::{Embedded, LoadedModel, ModelFamily};
+pub use family::{Embedded, LoadOptions, LoadedModel, ModelFamily};
 pub use model_runtime::HugePages;
 use profile::Profile;
 pub use session::Session;
@@ -98,6 +99,9 @@ fn run_command<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
 }
 
 fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
+    if args.run.parallel.dp > 1 {
+        return Err(usage("parity runs the reference's tokens on one data-parallel group; use --dp 1"));
+    }
     let mut session = Session::open::<F>(Some(args.model.as_str()), &args.run, false)?;
     let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;
     write_json(args.json.as_deref(), &report)?;

@@ -5,11 +5,16 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
-use model_runtime::{CausalLm, Checkpoint, Config, CpuIsa, DummyWeights, Exec};
+use model_runtime::{
+    BlockContext, CausalLm, Checkpoint, Config, CpuIsa, DummyWeights, Exec, RankView, TensorSlice,
+};
+use moe_comm::ParallelConfig;
 use tracing::info;
 
 use crate::cli::RunArgs;
-use crate::family::ModelFamily;
+use crate::engine::{DpEngine, EngineConfig};
+use crate::family::{LoadOptions, ModelFamily};
+use crate::parallel::{self, Replica};
 use crate::tokenizer::Tokenizer;
 use crate::{hub, usage};
 
@@ -22,6 +27,9 @@ pub struct Session {
     pub model: Box<dyn CausalLm>,
     /// Where it runs.
     pub ex: Exec,
+    /// The other data-parallel replicas of the model.
+    pub replicas: Vec<Replica>,
+    parallel: ParallelConfig,
     /// The checkpoint; `None` with random weights.
     pub checkpoint: Option<Checkpoint>,
     embedded_tokenizer: Option<&'static [u8]>,
@@ -54,9 +62,11 @@ impl Session {
             Some(name) => parse_dtype(name)?,
             None => checkpoint.dtype()?,
         };
-        let vb = checkpoint.tensors.var_builder(dtype, ex.device());
-        let model = load::<F>(&config, args, vb)?;
-        Ok(Self { model, ex, checkpoint: Some(checkpoint), embedded_tokenizer })
+        let tensors = |slices: Vec<TensorSlice>| {
+            RankView::new(checkpoint.tensors.clone(), slices).var_builder(dtype, ex.device())
+        };
+        let loaded = load::<F>(&config, args, &has, &tensors, &ex)?;
+        Ok(Self { checkpoint: Some(checkpoint), embedded_tokenizer, ..loaded })
     }
 
     /// A model of this config with random weights.
@@ -69,9 +79,24 @@ impl Session {
             None => raw.dtype()?.unwrap_or(DType::F32),
         };
         // Packed experts: one tensor is generated for each pack, at full speed.
-        let weights = DummyWeights::new(F::tensors(&config, &|_| true), 0);
-        let model = load::<F>(&config, args, weights.var_builder(dtype, ex.device()))?;
-        Ok(Self { model, ex, checkpoint: None, embedded_tokenizer: None })
+        let specs = F::tensors(&config, &|_| true);
+        let tensors = |slices: Vec<TensorSlice>| {
+            RankView::new(DummyWeights::new(specs.clone(), 0), slices).var_builder(dtype, ex.device())
+        };
+        load::<F>(&config, args, &|_| true, &tensors, &ex)
+    }
+
+    /// The engine that runs requests on all replicas.
+    pub fn engine(&self, tokenizer: Option<Tokenizer>, config: &EngineConfig) -> Result<DpEngine<'_>> {
+        let first = (self.model.as_ref(), self.ex.clone());
+        let others = self.replicas.iter().map(|replica| (replica.model.as_ref(), replica.ex.clone()));
+        let config = EngineConfig {
+            ranks: self.parallel.world_size()?,
+            lockstep: self.parallel.enable_expert_parallel && !self.replicas.is_empty(),
+            ..config.clone()
+        };
+        let world = self.replicas.first().map(|replica| replica.world.clone());
+        DpEngine::new(std::iter::once(first).chain(others), world, tokenizer, &config)
     }
 
     /// The checkpoint's tokenizer.
@@ -84,13 +109,34 @@ impl Session {
     }
 }
 
-fn load<F: ModelFamily>(config: &F::Config, args: &RunArgs, vb: VarBuilder) -> Result<Box<dyn CausalLm>> {
-    let loaded = F::load(config, args.moe_backend.as_deref(), vb)?;
-    info!(backend = %loaded.backend["chosen"], "expert backend");
+/// Loads the model on one rank, or on all that the flags ask for.
+fn load<F: ModelFamily>(
+    config: &F::Config,
+    args: &RunArgs,
+    has: &(dyn Fn(&str) -> bool + Sync),
+    tensors: &(dyn Fn(Vec<TensorSlice>) -> VarBuilder<'static> + Sync),
+    ex: &Exec,
+) -> Result<Session> {
+    let (settings, chunked_moe) = (args.parallel.config()?, args.parallel.chunked_moe());
+    let backend = args.moe_backend.as_deref();
+    let (mut replicas, chosen) = if settings.world_size()? == 1 {
+        // One rank: its backend is `disabled`, or an explicit one over a group of itself.
+        let geometry = settings.geometry(0)?;
+        let context = BlockContext { geometry, chunked_moe, sliced_weights: true, ..BlockContext::default() };
+        let options = LoadOptions { backend: backend.map(str::to_string), context };
+        let world = options.context.groups.world.clone();
+        let loaded = F::load_on(config, &options, tensors(Vec::new()))?;
+        (vec![Replica { model: loaded.model, ex: ex.clone(), world }], loaded.backend)
+    } else {
+        let source = parallel::Source::<F> { config, has, tensors, backend, chunked_moe };
+        parallel::load(&source, &settings, ex)?
+    };
+    info!(backend = %chosen["chosen"], "expert backend");
     if args.explain_backends {
-        eprintln!("{}", serde_json::to_string_pretty(&loaded.backend)?);
+        eprintln!("{}", serde_json::to_string_pretty(&chosen)?);
     }
-    Ok(loaded.model)
+    let Replica { model, ex, .. } = replicas.remove(0);
+    Ok(Session { model, ex, replicas, parallel: settings, checkpoint: None, embedded_tokenizer: None })
 }
 
 /// The execution context that the flags ask for.
@@ -98,6 +144,7 @@ fn exec(args: &RunArgs) -> Result<Exec> {
     if args.device != "cpu" {
         return Err(usage(format!("--device {}: this build runs on cpu only", args.device)));
     }
+    args.parallel.config()?;
     let mut ex = Exec::cpu();
     if let Some(isa) = &args.cpu_isa {
         ex = ex.with_isa(CpuIsa::from_name(isa).map_err(|e| usage(format!("--cpu-isa: {e}")))?)?;

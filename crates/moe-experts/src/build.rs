@@ -57,7 +57,7 @@ fn build_with(
         )
     }
     let experts: Box<dyn Experts> = match (selection.chosen, limits) {
-        (Backend::Cpu, None) => Box::new(CpuExperts::new(weights, spec.activation)?),
+        (Backend::Cpu, None) => Box::new(CpuExperts::new(weights, spec.activation)?.with_tp(spec.tp_size)?),
         (Backend::Cpu, Some(limits)) => {
             bail!("{} experts take the Standard format, which has no {limits:?}", selection.chosen)
         }

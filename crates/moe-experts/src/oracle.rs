@@ -30,7 +30,7 @@ const CPU: Capability = Capability {
     bias: true,
     quant: &[QuantScheme::None],
     dtypes: &[DType::F32, DType::BF16, DType::F16],
-    tensor_parallel: false,
+    tensor_parallel: true,
     routing: None,
     hidden_multiple_of: 1,
     intermediate_multiple_of: 1,
@@ -58,7 +58,9 @@ impl Backend {
     fn capability(self) -> Capability {
         match self {
             Self::Cpu => CPU,
-            Self::CpuBatched => Capability { format: ActivationFormat::BatchedExperts, ..CPU },
+            Self::CpuBatched => {
+                Capability { format: ActivationFormat::BatchedExperts, tensor_parallel: false, ..CPU }
+            }
         }
     }
 }

@@ -68,6 +68,8 @@ fn the_table() {
         (|s| (s.ep_size, s.num_local_experts) = (8, 16), None, "cpu; cpu_batched (activation_format)"),
         (|s| (s.ep_size, s.num_local_experts) = (200, 0), None, "cpu; cpu_batched (activation_format)"),
         (|s| (s.hidden_size, s.intermediate_size) = (3, 1), None, "cpu; cpu_batched (activation_format)"),
+        // Tensor parallelism cuts experts of token rows only.
+        (|s| s.tp_size = 2, None, "cpu; cpu_batched (tensor_parallel)"),
         (|s| s.routing = RoutingMethod::Custom, None, "cpu; cpu_batched (activation_format)"),
         (
             |s| (s.top_k, s.apply_router_weight_on_input) = (1, true),
@@ -76,7 +78,6 @@ fn the_table() {
         ),
         // Refusals.
         (|s| s.dtype = DType::F64, None, "no MoE backend runs this configuration:"),
-        (|s| s.tp_size = 2, None, "no MoE backend runs this configuration:"),
         (|s| s.compute_capability = Some((9, 0)), None, "no MoE backend runs this configuration:"),
         (
             |_| (),
@@ -113,10 +114,13 @@ fn the_table() {
 
 #[test]
 fn when_nothing_fits_every_backend_is_listed() {
-    let error = select(&ExpertsSpec { tp_size: 4, ..spec() }, None).unwrap_err();
+    let error = select(&ExpertsSpec { dtype: DType::F64, ..spec() }, None).unwrap_err();
     let text = error.to_string();
     for backend in Backend::ALL {
-        assert!(text.contains(&format!("\n  {backend}: computes whole experts, but tp_size = 4")), "{text}");
+        assert!(
+            text.contains(&format!("\n  {backend}: computes in f32, bf16, f16, but the activations are f64")),
+            "{text}"
+        );
     }
     assert_eq!(error.rejected().len(), Backend::ALL.len());
 }

@@ -120,6 +120,13 @@ impl ExpertHeat {
         self.counts.get(at..at + self.experts).unwrap_or(&[])
     }
 
+    /// Adds the counts of another part of the same step; those of another model are not heat.
+    pub fn add(&mut self, other: &ExpertHeat) {
+        if self.experts == other.experts {
+            self.counts.iter_mut().zip(&other.counts).for_each(|(count, n)| *count += n);
+        }
+    }
+
     /// Number of MoE layers.
     pub fn layers(&self) -> usize {
         self.counts.len().checked_div(self.experts).unwrap_or(0)

@@ -3,18 +3,23 @@
 
 mod block;
 mod check;
+mod context;
 mod door;
 mod load;
 mod mlp;
 mod pack;
+mod path;
 mod scaled;
 mod shared;
 
 pub use block::SparseMoeBlock;
-pub use load::{BlockOptions, load_block};
+pub use context::{BlockContext, LOW_LATENCY_TOKENS};
+pub use load::{BlockOptions, load_block, load_block_on};
 pub use mlp::GatedMlp;
 pub use shared::SharedExperts;
 
+pub use moe_chunking::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
+pub use moe_comm::{Communicator, Geometry, ParallelConfig, ParallelGroups, RowParallel};
 pub use moe_dispatch::{BatchedReference, LocalExperts, NoEp, PrepareFinalize};
 pub use moe_experts::{
     AnyExperts, BatchLimits, ExpertWeights, Experts, ExpertsShape, LoadSpec, MonolithicExperts, OracleError,

@@ -3,8 +3,8 @@
 //! real before anything is downloaded.
 
 use candle_nn::VarBuilder;
-use model_runtime::{Config, ConfigError, TensorSpec};
-use moe_engine::{Embedded, LoadedModel, ModelFamily};
+use model_runtime::{Config, ConfigError, Geometry, GeometryError, TensorSlice, TensorSpec};
+use moe_engine::{Embedded, LoadOptions, LoadedModel, ModelFamily};
 
 use crate::config::Qwen3MoeConfig;
 use crate::model::Qwen3Moe;
@@ -36,9 +36,26 @@ impl ModelFamily for Qwen3MoeFamily {
         backend: Option<&str>,
         vb: VarBuilder,
     ) -> candle_core::Result<LoadedModel> {
-        let model = Qwen3Moe::load(config, backend, vb)?;
+        let options = LoadOptions { backend: backend.map(str::to_string), ..LoadOptions::default() };
+        Self::load_on(config, &options, vb)
+    }
+
+    fn load_on(
+        config: &Qwen3MoeConfig,
+        options: &LoadOptions,
+        vb: VarBuilder,
+    ) -> candle_core::Result<LoadedModel> {
+        let model = Qwen3Moe::load_on(config, options.backend.as_deref(), &options.context, vb)?;
         let explained = serde_json::to_value(model.backend()).map_err(candle_core::Error::wrap)?;
         Ok(LoadedModel { model: Box::new(model), backend: explained })
+    }
+
+    fn slices(
+        config: &Qwen3MoeConfig,
+        geometry: &Geometry,
+        has: &dyn Fn(&str) -> bool,
+    ) -> Result<Vec<TensorSlice>, GeometryError> {
+        config.slices(geometry, |layer| has(&format!("model.layers.{layer}.mlp.experts.gate_up_proj")))
     }
 
     fn embedded() -> Option<Embedded> {

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::chat::{ChatRequest, ChatTemplate};
 use crate::cli::ChatArgs;
-use crate::engine::{Engine, FinishReason, Request};
+use crate::engine::{DpEngine, FinishReason, Request};
 use crate::error::describe;
 use crate::family::ModelFamily;
 use crate::interrupt::Interrupt;
@@ -45,8 +45,7 @@ pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
         )
     })?;
     let config = options::engine_config(&args.engine);
-    let engine = Engine::new(session.model.as_ref(), session.ex.clone(), Some(tokenizer.clone()), &config)
-        .map_err(|e| usage(format!("{e:#}")))?;
+    let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
     let defaults = options::request_defaults(&args.sampling, &session, "")?;
     let mut chat = Chat {
         engine,
@@ -67,7 +66,7 @@ pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
 }
 
 struct Chat<'a> {
-    engine: Engine<'a>,
+    engine: DpEngine<'a>,
     tokenizer: Tokenizer,
     template: ChatTemplate,
     defaults: Request,

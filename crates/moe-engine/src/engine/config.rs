@@ -29,6 +29,10 @@ pub struct EngineConfig {
     pub expert_heat: Option<PathBuf>,
     /// Replaces the routing by an even one, for profiling; the seed varies it.
     pub force_balance: Option<u64>,
+    /// Ranks whose KV caches share this machine's memory.
+    pub ranks: usize,
+    /// Runs a step without rows where there is nothing to compute: other ranks' experts wait for it.
+    pub lockstep: bool,
 }
 
 impl Default for EngineConfig {
@@ -44,6 +48,8 @@ impl Default for EngineConfig {
             collect_heat: false,
             expert_heat: None,
             force_balance: None,
+            ranks: 1,
+            lockstep: false,
         }
     }
 }
@@ -75,10 +81,11 @@ impl EngineConfig {
     pub(super) fn kv_cache(&self, info: &ModelInfo, max_model_len: usize) -> Result<KvCache> {
         let per_sequence = max_model_len.div_ceil(self.block_size);
         let useful = per_sequence.saturating_mul(self.max_num_seqs);
-        let free = available_memory();
+        let ranks = self.ranks.max(1) as u64;
+        let free = available_memory().map(|free| free / ranks);
         let budget = match (self.kv_cache_memory, free) {
             (Some(bytes), Some(free)) if bytes as u64 > free => bail!(
-                "--kv-cache-memory asks for {bytes} bytes, but only {free} bytes of memory are available; ask for less"
+                "--kv-cache-memory asks for {bytes} bytes, but only {free} bytes of memory are available for each of {ranks} ranks; ask for less"
             ),
             (Some(bytes), _) => bytes,
             (None, Some(free)) => usize::try_from(free / 2).unwrap_or(usize::MAX),

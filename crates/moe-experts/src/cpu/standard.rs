@@ -26,6 +26,15 @@ impl CpuExperts {
     pub fn new(weights: ExpertWeights, activation: Activation) -> Result<Self> {
         CpuMlp::new(Backend::Cpu.name(), weights, activation).map(Self)
     }
+
+    /// Experts of which `tp_size` ranks hold an equal part of the intermediate size each: they
+    /// return the sums of their segments apart, so that whoever gathers them adds all in order.
+    ///
+    /// # Errors
+    /// A size whose segments the ranks do not divide; a bias of w2.
+    pub fn with_tp(self, tp_size: usize) -> Result<Self> {
+        self.0.cut(Backend::Cpu.name(), tp_size).map(Self)
+    }
 }
 
 impl Experts for CpuExperts {
@@ -39,6 +48,10 @@ impl Experts for CpuExperts {
 
     fn shape(&self) -> ExpertsShape {
         self.0.shape()
+    }
+
+    fn segments(&self) -> Option<usize> {
+        self.0.segments
     }
 
     fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason> {
@@ -63,7 +76,7 @@ impl Experts for CpuExperts {
         let (_, top_k) = expect_matrix(name, "topk_ids", &ids)?;
         expect_dims(name, "topk_ids", &ids, &[tokens, top_k])?;
         expect_dtype(name, "out", &out, DType::F32)?;
-        expect_dims(name, "out", &out, &[tokens, top_k, hidden])?;
+        expect_dims(name, "out", &out, &self.out_dims(dispatched)?)?;
 
         let mut offsets = ex.scratch(DType::U32, &[shape.num_local_experts + 1])?;
         let mut slots = ex.scratch(DType::U32, &[ids.elem_count()])?;
@@ -78,7 +91,7 @@ impl Experts for CpuExperts {
             zero_absent(ids, dispatched.expert_map, &mut out, ex)?;
         }
         let groups = ExpertGroups { offsets: offsets.view(), in_rows: in_rows.view(), out_rows: slots };
-        self.0.run(rows, &groups, out.reshape(&[tokens * top_k, hidden])?, ex)
+        self.0.run(rows, &groups, out.reshape(&[self.0.segments.unwrap_or(1) * tokens * top_k, hidden])?, ex)
     }
 }
 
@@ -89,8 +102,9 @@ fn zero_absent(ids: View, map: Option<View>, out: &mut ViewMut, ex: &Exec) -> Re
     let elsewhere = |id: u32| map.is_some_and(|m| m.get(id as usize).is_none_or(|&slot| slot < 0));
     let (ids, out) = (ids.cpu::<u32>()?, out.cpu_mut::<f32>()?);
     ex.install(|| {
-        let rows = out.par_chunks_mut(hidden).zip(ids);
-        rows.filter(|(_, id)| **id == NO_EXPERT || elsewhere(**id)).for_each(|(row, _)| row.fill(0.));
+        // The slots of each segment.
+        let rows = out.par_chunks_mut(hidden).enumerate().map(|(i, row)| (row, ids[i % ids.len()]));
+        rows.filter(|(_, id)| *id == NO_EXPERT || elsewhere(*id)).for_each(|(row, _)| row.fill(0.));
     });
     Ok(())
 }

@@ -115,8 +115,11 @@ fn wrong_segments_and_shapes_are_refused() -> Result<()> {
     let e = refused(0, 2, [2, 3], DType::BF16);
     assert!(e.contains("expected out of dtype f32, got bf16"), "{e}");
     let ids = [0u32, 1, 1];
-    let groups =
-        ExpertGroups { offsets: view(&[0u32, 3], &[2]), in_rows: view(&ids, &[3]), out_rows: view(&ids, &[3]) };
+    let groups = ExpertGroups {
+        offsets: view(&[0u32, 3], &[2]),
+        in_rows: view(&ids, &[3]),
+        out_rows: view(&ids, &[3]),
+    };
     let (x, w) = (data::<f32>(12, 1), data::<f32>(8, 2));
     let mut out = Buffer::zeros(DType::F32, &[3, 2])?;
     let segment = Segment { index: 0, of: 1 };
