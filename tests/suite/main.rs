@@ -5,5 +5,6 @@ mod engine;
 mod invariance;
 mod layouts;
 mod parallel;
+mod ranks;
 mod requests;
 mod running;

@@ -3,8 +3,10 @@
 //! An installed CUDA 13 wins (`CUDA_HOME`, else the nvcc on PATH). Elsewhere the vendor's wheels,
 //! whose versions are pinned here, go into target/toolkit and are given the two things they lack: library
 //! names without a version, and a libcuda to link against (the real one comes with the driver).
+//! `cargo xtask toolkit -- COMMAND` runs a command, say a build with `--features cuda`, with it.
 
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -34,6 +36,9 @@ pub struct Args {
     /// Python interpreter that makes the virtual environment.
     #[arg(long, default_value = "python3")]
     python: String,
+    /// A command to run with the compiler and the libraries in its environment.
+    #[arg(last = true)]
+    command: Vec<String>,
 }
 
 /// Where a CUDA compiler and its libraries are.
@@ -48,10 +53,32 @@ impl Toolkit {
     pub fn nvcc(&self) -> PathBuf {
         self.home.join("bin/nvcc")
     }
+
+    /// The variables by which the builds of this workspace and of candle find this toolkit. Those
+    /// that are set already are kept.
+    fn environment(&self) -> Result<Vec<(&'static str, OsString)>> {
+        let before = |dirs: &[PathBuf], name: &str| {
+            let old = std::env::var_os(name).unwrap_or_default();
+            let old = std::env::split_paths(&old).filter(|dir| !dir.as_os_str().is_empty());
+            std::env::join_paths(dirs.iter().cloned().chain(old))
+        };
+        // candle's own kernels are shipped as PTX, that newer cards translate: no card is needed to build.
+        let capability = std::env::var_os("CUDA_COMPUTE_CAP").unwrap_or_else(|| "80".into());
+        Ok(vec![
+            ("CUDA_HOME", self.home.clone().into()),
+            ("PATH", before(&[self.home.join("bin")], "PATH")?),
+            ("LIBRARY_PATH", before(&self.libraries, "LIBRARY_PATH")?),
+            ("CUDA_COMPUTE_CAP", capability),
+        ])
+    }
 }
 
 pub fn run(args: &Args) -> Result<()> {
     let toolkit = find_or_install(&args.python)?;
+    if let Some((program, arguments)) = args.command.split_first() {
+        let mut command = Command::new(program);
+        return workspace::run(command.args(arguments).envs(toolkit.environment()?));
+    }
     println!("CUDA_HOME={}", toolkit.home.display());
     for dir in &toolkit.libraries {
         println!("link with -L{}", dir.display());

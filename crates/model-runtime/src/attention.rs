@@ -10,7 +10,7 @@ use candle_nn::VarBuilder;
 use moe_comm::RowParallel;
 use moe_kernels::{
     AttentionMeta, Buffer, Exec, QkNormRope, TensorView, View, ViewMut, Workspace, linear_into,
-    linear_row_parallel_into, paged_attention_into, qk_norm_rope_cache_into,
+    linear_row_parallel_into, rope_attention_into,
 };
 use tracing::trace_span;
 
@@ -216,7 +216,6 @@ impl Attention {
         let bias = Lock::new(&w.qkv_bias)?;
         linear_into(x, TensorView::new(&w.qkv)?.view()?, bias.view()?, qkv.view_mut(), ex)?;
 
-        let mut q = ex.scratch(DType::F32, &[t, num_heads, head_dim])?;
         let norms = w.qk_norm.as_ref();
         let (q_norm, k_norm) = (Lock::of(norms.map(|n| &n.0))?, Lock::of(norms.map(|n| &n.1))?);
         let args = QkNormRope {
@@ -231,9 +230,6 @@ impl Attention {
             num_kv_heads,
             head_dim,
         };
-        let (k_cache, v_cache) = kv.kv_mut();
-        qk_norm_rope_cache_into(&args, q.view_mut(), k_cache, v_cache, ex)?;
-
         let meta = AttentionMeta {
             query_start_loc: step.query_start_loc,
             positions: step.positions,
@@ -242,7 +238,8 @@ impl Attention {
             sliding_window: self.config.sliding_window,
         };
         let mut attended = ex.scratch(dtype, &[t, num_heads * head_dim])?;
-        paged_attention_into(q.view(), kv.k(), kv.v(), &meta, attended.view_mut(), ex)?;
+        let (k_cache, v_cache) = kv.kv_mut();
+        rope_attention_into(&args, &meta, step.one_row_each, k_cache, v_cache, attended.view_mut(), ex)?;
         let bias = Lock::new(&w.o_bias)?;
         let o = TensorView::new(&w.o)?;
         match &self.ranks {

@@ -3,7 +3,7 @@
 //! Slot `s` of the cache is offset `s % block_size` of block `s / block_size`. A sequence owns
 //! the blocks of its block table; which ones never affects its results.
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Device, Result, bail};
 
 use moe_kernels::{Buffer, View, ViewMut};
 
@@ -73,9 +73,14 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// A cache of `num_blocks` blocks of `block_size` slots. Host memory is taken from the system
-    /// only as blocks are first written.
+    /// A cache in host memory of `num_blocks` blocks of `block_size` slots. Memory is taken from the
+    /// system only as blocks are first written.
     pub fn new(layout: KvLayout, num_blocks: usize, block_size: usize) -> Result<Self> {
+        Self::new_on(&Device::Cpu, layout, num_blocks, block_size)
+    }
+
+    /// A cache on a device.
+    pub fn new_on(device: &Device, layout: KvLayout, num_blocks: usize, block_size: usize) -> Result<Self> {
         if num_blocks == 0 || block_size == 0 {
             bail!("the KV cache needs at least one block of one slot, got {num_blocks} of {block_size}")
         }
@@ -89,7 +94,8 @@ impl KvCache {
             bail!("a KV cache of {num_blocks} blocks of {block_size} slots of {layout:?} overflows")
         }
         let layer = || -> Result<KvLayer> {
-            Ok(KvLayer { k: Buffer::zeros(layout.dtype, &dims)?, v: Buffer::zeros(layout.dtype, &dims)? })
+            let zeros = || Buffer::zeros_on(device, layout.dtype, &dims);
+            Ok(KvLayer { k: zeros()?, v: zeros()? })
         };
         let layers = (0..layout.num_layers).map(|_| layer()).collect::<Result<_>>()?;
         Ok(Self { layout, num_blocks, block_size, layers })

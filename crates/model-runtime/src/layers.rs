@@ -186,6 +186,10 @@ pub fn gather_rows_into(x: View, rows: View, out: ViewMut, ex: &mut Exec) -> Res
 /// `[columns]` for matrices and empty for vectors.
 pub fn load_packed<S: AsRef<str>>(vb: &VarBuilder, parts: &[(S, usize)], row: &[usize]) -> Result<Tensor> {
     let dims = |rows: usize| [&[rows], row].concat();
+    if !vb.device().is_cpu() {
+        let part = |(name, rows): &(S, usize)| vb.get(dims(*rows), name.as_ref());
+        return Tensor::cat(&parts.iter().map(part).collect::<Result<Vec<_>>>()?, 0);
+    }
     let total = parts.iter().map(|(_, rows)| rows).sum();
     let mut pack = Buffer::zeros(vb.dtype(), &dims(total))?;
     let host = vb.clone().set_device(Device::Cpu);

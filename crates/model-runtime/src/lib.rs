@@ -5,6 +5,8 @@ pub mod attention;
 pub mod blocks;
 pub mod checkpoint;
 pub mod config;
+#[cfg(feature = "cuda")]
+pub mod device_step;
 mod hash;
 pub mod kv_cache;
 pub mod layers;
@@ -37,6 +39,9 @@ pub use vocab::VocabParallel;
 
 pub use moe_comm::{Geometry, GeometryError, ParallelConfig, ParallelGroups};
 pub use moe_kernels::candle;
+pub use moe_kernels::compute_capability;
+#[cfg(feature = "cuda")]
+pub use moe_kernels::cuda;
 pub use moe_kernels::{
     Buffer, CpuIsa, Exec, HugePages, Roof, RoutedExperts, Scratch, StepContext, TensorView, View, ViewMut,
     Workspace,

@@ -57,7 +57,7 @@ pub enum Observed {
 
 /// Sees intermediate results of a forward pass.
 pub trait Observer: Send {
-    /// Called once for each result, in the order of execution. The view is only valid now.
+    /// Called once for each result, in the order of execution. The view is of host memory and only valid now.
     fn observe(&mut self, what: Observed, data: View) -> Result<()>;
 }
 

@@ -104,6 +104,14 @@ impl Rope {
             expect_dtype("rope", name, out, DType::F32)?;
             expect_dims("rope", name, out, &[t, half])?;
         }
+        #[cfg(feature = "cuda")]
+        if ex.is_cuda() {
+            if matches!(self.config.scaling, RopeScaling::Dynamic { .. }) {
+                bail!("rope: dynamic NTK scaling runs on the CPU only; use --device cpu")
+            }
+            let (freq, factor) = (&self.inv_freq, self.attention_factor);
+            return moe_kernels::cuda::rope_rows_into(positions, freq, factor, cos, sin, ex);
+        }
         let (positions, rope_len) = (positions.cpu::<u32>()?, rope_len.cpu::<u32>()?);
         if let Some(row) = positions.iter().zip(rope_len).position(|(p, len)| p >= len) {
             bail!(

@@ -1,4 +1,4 @@
-//! Running a step on a model in host memory.
+//! Running a step on a model, wherever it is.
 
 use candle_core::{DType, Result};
 
@@ -9,7 +9,8 @@ use crate::kv_cache::KvCache;
 use crate::model::{CausalLm, Observer};
 use crate::step::Step;
 
-/// Executes a step on a model that runs in host memory; returns the logits, [R, V] f32.
+/// Executes a step on a model; returns the logits, [R, V] f32, where the model is. On a CUDA device
+/// the step's arrays are copied there first.
 pub fn run_step(
     model: &dyn CausalLm,
     step: &Step,
@@ -21,11 +22,20 @@ pub fn run_step(
     step.check_vocab(vocab_size)?;
     ex.step.token_ids = Some(step.token_ids().into());
     let mut logits = ex.scratch(DType::F32, &[step.num_logits(), vocab_size])?;
+    let span = || trace_span!("step", tokens = step.num_tokens(), logits = step.num_logits());
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        let _span = span().entered();
+        let mut words = crate::device_step::DeviceStep::new(crate::device_step::Shape::of(step).words(), ex)?;
+        let views = words.upload(step, &crate::device_step::Extras::none(step), ex)?;
+        model.forward(&views.step, kv, logits.view_mut(), observer, ex)?;
+        return Ok(logits);
+    }
     // The step enters the thread pool once, and not once for each op.
     let pool = ex.handle();
     pool.install(|| {
         // Inside the pool: the spans of the layers run on this thread and find their parent on it.
-        let _span = trace_span!("step", tokens = step.num_tokens(), logits = step.num_logits()).entered();
+        let _span = span().entered();
         model.forward(&step.views()?, kv, logits.view_mut(), observer, ex)
     })?;
     Ok(logits)

@@ -78,6 +78,8 @@ pub struct StepViews<'a> {
     pub block_tables: View<'a>,
     /// Rows whose logits are wanted, `[R]`.
     pub logits_rows: View<'a>,
+    /// Whether row i is the one new row of sequence i, as in pure decoding.
+    pub one_row_each: bool,
 }
 
 impl StepViews<'_> {
@@ -194,6 +196,11 @@ impl Step {
         self.max_blocks
     }
 
+    /// Whether each sequence has one row, as in pure decoding.
+    pub fn one_row_each(&self) -> bool {
+        self.num_tokens() == self.num_sequences()
+    }
+
     /// Rows whose logits are wanted, `[R]`.
     pub fn logits_rows(&self) -> &[u32] {
         &self.logits_rows
@@ -228,6 +235,7 @@ impl Step {
             query_start_loc: vector(&self.query_start_loc)?,
             block_tables: View::new(&self.block_tables, &[self.num_sequences(), self.max_blocks])?,
             logits_rows: vector(&self.logits_rows)?,
+            one_row_each: self.one_row_each(),
         })
     }
 }

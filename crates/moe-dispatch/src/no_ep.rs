@@ -59,6 +59,10 @@ impl PrepareFinalize for NoEp {
         self.router_weight_on_input
     }
 
+    fn finalize_copies_reduced(&self) -> bool {
+        true
+    }
+
     fn prepare<'a>(
         &'a self,
         hidden: View<'a>,

@@ -84,6 +84,12 @@ pub trait PrepareFinalize: Send + Sync {
         false
     }
 
+    /// Whether finalize only copies rows that the experts have weighted and reduced: then they may write
+    /// the block's output themselves.
+    fn finalize_copies_reduced(&self) -> bool {
+        false
+    }
+
     /// The dtype in which prepare takes `topk_ids`.
     fn topk_ids_dtype(&self) -> DType {
         DType::U32

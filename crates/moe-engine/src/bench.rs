@@ -191,6 +191,7 @@ impl Bench {
         let blocks = batch * length.div_ceil(BLOCK_SIZE);
         let config = EngineConfig {
             max_num_seqs: batch,
+            max_model_len: Some(length.min(info.max_context_len)),
             block_size: BLOCK_SIZE,
             kv_cache_memory: Some(blocks * BLOCK_SIZE * info.kv.bytes_per_token()?),
             collect_heat,

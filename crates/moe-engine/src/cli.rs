@@ -36,7 +36,7 @@ pub enum Command {
 /// Where and how the model runs.
 #[derive(Args, Debug, Clone)]
 pub struct RunArgs {
-    /// Device: cpu.
+    /// Device: cpu, cuda or cuda:N.
     #[arg(long, default_value = "cpu", help_heading = "Device")]
     pub device: String,
     /// f32, bf16 or f16 (default: the checkpoint's).
@@ -192,6 +192,9 @@ pub struct EngineArgs {
     /// use; all ranks together at most half of the memory that is free).
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
     pub kv_cache_memory: Option<usize>,
+    /// Launch decode steps on a GPU one by one instead of as a captured CUDA graph.
+    #[arg(long, help_heading = "Engine")]
+    pub enforce_eager: bool,
     /// Share the KV cache of common prefixes.
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, num_args = 0..=1,
         default_missing_value = "true", value_name = "BOOL", help_heading = "Engine")]

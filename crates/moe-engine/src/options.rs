@@ -23,6 +23,7 @@ pub fn engine_config(args: &EngineArgs) -> EngineConfig {
         block_size: args.block_size,
         kv_cache_memory: args.kv_cache_memory,
         enable_prefix_caching: args.enable_prefix_caching,
+        enforce_eager: args.enforce_eager,
         collect_heat: args.stats,
         expert_heat: args.expert_heat.clone(),
         force_balance: args.force_balance.then_some(0),

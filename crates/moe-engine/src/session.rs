@@ -127,6 +127,10 @@ fn load<F: ModelFamily>(
         let world = options.context.groups.world.clone();
         let loaded = F::load_on(config, &options, tensors(Vec::new()))?;
         (vec![Replica { model: loaded.model, ex: ex.clone(), world }], loaded.backend)
+    } else if !matches!(ex.device(), Device::Cpu) {
+        return Err(usage(
+            "--tp and --dp above 1 run on the CPU only, as threads of one process; use --device cpu",
+        ));
     } else {
         let source = parallel::Source::<F> { config, has, tensors, backend, chunked_moe };
         parallel::load(&source, &settings, ex)?
@@ -141,11 +145,11 @@ fn load<F: ModelFamily>(
 
 /// The execution context that the flags ask for.
 fn exec(args: &RunArgs) -> Result<Exec> {
-    if args.device != "cpu" {
-        return Err(usage(format!("--device {}: this build runs on cpu only", args.device)));
-    }
     args.parallel.config()?;
-    let mut ex = Exec::cpu();
+    let mut ex = match device(&args.device)? {
+        Device::Cpu => Exec::cpu(),
+        device => Exec::on(&device)?,
+    };
     if let Some(isa) = &args.cpu_isa {
         ex = ex.with_isa(CpuIsa::from_name(isa).map_err(|e| usage(format!("--cpu-isa: {e}")))?)?;
     }
@@ -155,9 +159,42 @@ fn exec(args: &RunArgs) -> Result<Exec> {
         }
         ex = ex.with_threads(threads).map_err(|e| usage(format!("--num-threads {threads}: {e}")))?;
     }
-    debug_assert!(matches!(ex.device(), Device::Cpu));
-    info!(cpu_isa = ex.isa().name(), threads = ex.num_threads(), "running on the CPU");
+    match ex.device() {
+        Device::Cpu => info!(cpu_isa = ex.isa().name(), threads = ex.num_threads(), "running on the CPU"),
+        device => info!(device = ?device.location(), "running on CUDA"),
+    }
     Ok(ex)
+}
+
+/// `cpu`, `cuda` or `cuda:N`.
+fn device(name: &str) -> Result<Device> {
+    let ordinal = match name.split_once(':').unwrap_or((name, "0")) {
+        ("cpu", "0") if !name.contains(':') => return Ok(Device::Cpu),
+        ("cuda", ordinal) => ordinal.parse::<usize>().ok(),
+        _ => None,
+    };
+    let Some(ordinal) = ordinal else {
+        return Err(usage(format!("--device {name}: expected cpu, cuda or cuda:N")));
+    };
+    cuda_device(ordinal)
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_device(ordinal: usize) -> Result<Device> {
+    let device = Device::new_cuda_with_stream(ordinal)
+        .with_context(|| format!("cannot open CUDA device {ordinal}"))?;
+    if let Device::Cuda(cuda) = &device {
+        // SAFETY: this program uses one stream per device, so no use of memory needs an event to wait for another.
+        unsafe { cuda.disable_event_tracking() };
+    }
+    Ok(device)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_device(ordinal: usize) -> Result<Device> {
+    Err(usage(format!(
+        "--device cuda:{ordinal}: this program was built without CUDA; build it with --features cuda"
+    )))
 }
 
 fn parse_dtype(name: &str) -> Result<DType> {

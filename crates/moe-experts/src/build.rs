@@ -61,6 +61,15 @@ fn build_with(
         (Backend::Cpu, Some(limits)) => {
             bail!("{} experts take the Standard format, which has no {limits:?}", selection.chosen)
         }
+        #[cfg(feature = "cuda")]
+        (Backend::CudaFused, None) => Box::new(crate::cuda::CudaFusedExperts::new(weights)?),
+        #[cfg(not(feature = "cuda"))]
+        (Backend::CudaFused, None) => {
+            bail!("{} experts need a build with the feature `cuda`", selection.chosen)
+        }
+        (Backend::CudaFused, Some(limits)) => {
+            bail!("{} experts take the Standard format, which has no {limits:?}", selection.chosen)
+        }
         (Backend::CpuBatched, None) => Box::new(CpuBatchedExperts::new(weights, spec.activation)?),
         (Backend::CpuBatched, Some(limits)) => {
             Box::new(CpuBatchedExperts::new(weights, spec.activation)?.with_limits(limits))

@@ -15,7 +15,6 @@ pub(crate) enum Target {
     /// Host memory.
     Cpu,
     /// An NVIDIA GPU of at least this compute capability.
-    #[allow(dead_code)] // Constructed by the rows of GPU backends and by the tests below.
     Cuda { min: (u32, u32) },
 }
 

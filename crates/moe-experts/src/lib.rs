@@ -4,6 +4,8 @@
 mod build;
 mod capability;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod experts;
 mod explain;
 mod fused;

@@ -17,6 +17,13 @@ use crate::reason::Reason;
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Backend {
+    /// Weights streamed once past all tokens, or grouped products on tensor cores, with the weighted
+    /// sum in the same call (CUDA, Standard format).
+    CudaFused,
+    /// Grouped products on a CUDA device over token rows, of any dtype and size (Standard format).
+    Cuda,
+    /// The same products over one row block per expert (BatchedExperts format).
+    CudaBatched,
     /// Grouped products on the CPU over token rows (Standard format).
     Cpu,
     /// The same products over one row block per expert (BatchedExperts format).
@@ -30,7 +37,7 @@ const CPU: Capability = Capability {
     bias: true,
     quant: &[QuantScheme::None],
     dtypes: &[DType::F32, DType::BF16, DType::F16],
-    tensor_parallel: true,
+    tensor_parallel: false,
     routing: None,
     hidden_multiple_of: 1,
     intermediate_multiple_of: 1,
@@ -38,13 +45,30 @@ const CPU: Capability = Capability {
     batch_invariant: true,
 };
 
+/// What the CPU backends run, CUDA runs too; but which kernel takes a row depends on the number of rows.
+const CUDA: Capability = Capability { target: Target::Cuda { min: (8, 0) }, batch_invariant: false, ..CPU };
+
+/// 16-byte loads of rows that are padded to no bank conflict want multiples of 64.
+const CUDA_FUSED: Capability = Capability {
+    activations: &["swiglu"],
+    bias: false,
+    dtypes: &[DType::BF16],
+    hidden_multiple_of: 64,
+    intermediate_multiple_of: 64,
+    ..CUDA
+};
+
 impl Backend {
     /// Every backend, in the order in which the oracle tries them.
-    pub const ALL: [Backend; 2] = [Backend::Cpu, Backend::CpuBatched];
+    pub const ALL: [Backend; 5] =
+        [Self::CudaFused, Self::Cuda, Self::CudaBatched, Self::Cpu, Self::CpuBatched];
 
     /// The name that a user gives (`--moe-backend`).
     pub fn name(self) -> &'static str {
         match self {
+            Self::CudaFused => "cuda_fused",
+            Self::Cuda => "cuda",
+            Self::CudaBatched => "cuda_batched",
             Self::Cpu => "cpu",
             Self::CpuBatched => "cpu_batched",
         }
@@ -52,15 +76,20 @@ impl Backend {
 
     /// Whether this backend runs the specification, or the first reason why not.
     pub fn supports(self, spec: &ExpertsSpec) -> Result<(), Reason> {
-        self.capability().check(spec)
+        self.capability().check(spec)?;
+        if self == Self::CudaFused && spec.apply_router_weight_on_input {
+            return Err(Reason::RouterWeightOnInput);
+        }
+        Ok(())
     }
 
     fn capability(self) -> Capability {
         match self {
+            Self::CudaFused => CUDA_FUSED,
+            Self::Cuda => CUDA,
+            Self::CudaBatched => Capability { format: ActivationFormat::BatchedExperts, ..CUDA },
             Self::Cpu => CPU,
-            Self::CpuBatched => {
-                Capability { format: ActivationFormat::BatchedExperts, tensor_parallel: false, ..CPU }
-            }
+            Self::CpuBatched => Capability { format: ActivationFormat::BatchedExperts, ..CPU },
         }
     }
 }
@@ -176,7 +205,7 @@ fn list(rejected: &[Rejection], fitting: &[Backend]) -> String {
 /// let selection = select(&spec, None)?;
 /// assert_eq!(selection.chosen, Backend::CpuBatched);
 /// assert_eq!(
-///     selection.rejected[0].to_string(),
+///     selection.rejected[3].to_string(),
 ///     "cpu: takes rows in the Standard format, but prepare hands over BatchedExperts"
 /// );
 /// let experts = build(&selection, weights)?;

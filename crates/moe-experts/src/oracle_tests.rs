@@ -45,40 +45,151 @@ fn answer(change: Change, choice: Option<&str>) -> String {
 
 const BATCHED: Change = |s| s.activation_format = ActivationFormat::BatchedExperts;
 
+const ON_CUDA: Change = |s| s.compute_capability = Some((9, 0));
+
 #[test]
 fn the_table() {
     let table: &[(Change, Option<&str>, &str)] = &[
-        (|_| (), None, "cpu; cpu_batched (activation_format)"),
-        (|_| (), Some("auto"), "cpu; cpu_batched (activation_format)"),
-        (|_| (), Some("cpu"), "cpu; cpu_batched (activation_format)"),
-        (BATCHED, None, "cpu_batched; cpu (activation_format)"),
-        (BATCHED, Some("cpu_batched"), "cpu_batched; cpu (activation_format)"),
-        (|s| s.dtype = DType::F32, None, "cpu; cpu_batched (activation_format)"),
-        (|s| s.dtype = DType::F16, None, "cpu; cpu_batched (activation_format)"),
-        (|s| s.activation = Activation::Gelu, None, "cpu; cpu_batched (activation_format)"),
-        (|s| s.activation = Activation::GeluTanh, None, "cpu; cpu_batched (activation_format)"),
+        (
+            |_| (),
+            None,
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
+        (
+            |_| (),
+            Some("auto"),
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
+        (
+            |_| (),
+            Some("cpu"),
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
+        (
+            BATCHED,
+            None,
+            "cpu_batched; cuda_fused (device), cuda (device), cuda_batched (device), cpu (activation_format)",
+        ),
+        (
+            BATCHED,
+            Some("cpu_batched"),
+            "cpu_batched; cuda_fused (device), cuda (device), cuda_batched (device), cpu (activation_format)",
+        ),
+        (
+            |s| s.dtype = DType::F32,
+            None,
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
+        (
+            |s| s.dtype = DType::F16,
+            None,
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
+        (
+            |s| s.activation = Activation::Gelu,
+            None,
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
+        (
+            |s| s.activation = Activation::GeluTanh,
+            None,
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
         (
             |s| s.activation = Activation::SwiGluOai { alpha: 1.702, limit: 7. },
             None,
-            "cpu; cpu_batched (activation_format)",
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
         ),
-        (|s| s.has_bias = true, None, "cpu; cpu_batched (activation_format)"),
-        (|s| s.batch_invariant = true, None, "cpu; cpu_batched (activation_format)"),
+        (
+            |s| s.has_bias = true,
+            None,
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
+        (
+            |s| s.batch_invariant = true,
+            None,
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
         // Expert parallelism: fewer local experts, none at all, odd sizes.
-        (|s| (s.ep_size, s.num_local_experts) = (8, 16), None, "cpu; cpu_batched (activation_format)"),
-        (|s| (s.ep_size, s.num_local_experts) = (200, 0), None, "cpu; cpu_batched (activation_format)"),
-        (|s| (s.hidden_size, s.intermediate_size) = (3, 1), None, "cpu; cpu_batched (activation_format)"),
-        // Tensor parallelism cuts experts of token rows only.
-        (|s| s.tp_size = 2, None, "cpu; cpu_batched (tensor_parallel)"),
-        (|s| s.routing = RoutingMethod::Custom, None, "cpu; cpu_batched (activation_format)"),
+        (
+            |s| (s.ep_size, s.num_local_experts) = (8, 16),
+            None,
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
+        (
+            |s| (s.ep_size, s.num_local_experts) = (200, 0),
+            None,
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
+        (
+            |s| (s.hidden_size, s.intermediate_size) = (3, 1),
+            None,
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
+        (
+            |s| s.routing = RoutingMethod::Custom,
+            None,
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
         (
             |s| (s.top_k, s.apply_router_weight_on_input) = (1, true),
             None,
-            "cpu; cpu_batched (activation_format)",
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
+        ),
+        // CUDA: the fused kernels where they fit, else the grouped ones for everything.
+        (
+            ON_CUDA,
+            None,
+            "cuda_fused; cuda (lower_priority), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+        ),
+        (
+            ON_CUDA,
+            Some("cuda"),
+            "cuda; cuda_fused (not_requested), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+        ),
+        (
+            |s| (s.compute_capability, s.dtype) = (Some((8, 0)), DType::F16),
+            None,
+            "cuda; cuda_fused (dtype), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+        ),
+        (
+            |s| (s.compute_capability, s.activation) = (Some((9, 0)), Activation::Gelu),
+            None,
+            "cuda; cuda_fused (activation), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+        ),
+        (
+            |s| (s.compute_capability, s.has_bias) = (Some((9, 0)), true),
+            None,
+            "cuda; cuda_fused (bias), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+        ),
+        (
+            |s| (s.compute_capability, s.hidden_size) = (Some((9, 0)), 96),
+            None,
+            "cuda; cuda_fused (shape), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+        ),
+        (
+            |s| (s.compute_capability, s.top_k, s.apply_router_weight_on_input) = (Some((9, 0)), 1, true),
+            None,
+            "cuda; cuda_fused (router_weight_on_input), cuda_batched (activation_format), cpu (device), \
+             cpu_batched (device)",
+        ),
+        (
+            |s| {
+                (s.compute_capability, s.activation_format) = (Some((9, 0)), ActivationFormat::BatchedExperts)
+            },
+            None,
+            "cuda_batched; cuda_fused (activation_format), cuda (activation_format), cpu (device), \
+             cpu_batched (device)",
+        ),
+        (
+            |s| (s.compute_capability, s.batch_invariant) = (Some((9, 0)), true),
+            None,
+            "no MoE backend runs this configuration:",
         ),
         // Refusals.
         (|s| s.dtype = DType::F64, None, "no MoE backend runs this configuration:"),
-        (|s| s.compute_capability = Some((9, 0)), None, "no MoE backend runs this configuration:"),
+        (|s| s.tp_size = 2, None, "no MoE backend runs this configuration:"),
+        (|s| s.compute_capability = Some((7, 5)), None, "no MoE backend runs this configuration:"),
         (
             |_| (),
             Some("cpu_batched"),
@@ -91,8 +202,16 @@ fn the_table() {
             "the MoE backend that was asked for does not fit: cpu: runs on the CPU, but this rank \
              computes on CUDA with compute capability 9.0; use auto or another backend",
         ),
-        (|_| (), Some("marlin"), "unknown MoE backend \"marlin\"; expected auto or one of cpu, cpu_batched"),
-        (|_| (), Some(""), "unknown MoE backend \"\"; expected auto or one of cpu, cpu_batched"),
+        (
+            |_| (),
+            Some("marlin"),
+            "unknown MoE backend \"marlin\"; expected auto or one of cuda_fused, cuda, cuda_batched, cpu, cpu_batched",
+        ),
+        (
+            |_| (),
+            Some(""),
+            "unknown MoE backend \"\"; expected auto or one of cuda_fused, cuda, cuda_batched, cpu, cpu_batched",
+        ),
         // Nonsense.
         (|s| s.top_k = 0, None, "invalid experts specification: top_k must be at least 1, got 0"),
         (|s| s.ep_size = 0, None, "invalid experts specification: ep_size must be at least 1, got 0"),
@@ -114,13 +233,10 @@ fn the_table() {
 
 #[test]
 fn when_nothing_fits_every_backend_is_listed() {
-    let error = select(&ExpertsSpec { dtype: DType::F64, ..spec() }, None).unwrap_err();
+    let error = select(&ExpertsSpec { tp_size: 4, ..spec() }, None).unwrap_err();
     let text = error.to_string();
     for backend in Backend::ALL {
-        assert!(
-            text.contains(&format!("\n  {backend}: computes in f32, bf16, f16, but the activations are f64")),
-            "{text}"
-        );
+        assert!(text.contains(&format!("\n  {backend}: computes whole experts, but tp_size = 4")), "{text}");
     }
     assert_eq!(error.rejected().len(), Backend::ALL.len());
 }
@@ -152,12 +268,19 @@ fn names_are_unique_and_parse_back() {
 fn the_explanation_is_json() {
     let spec = ExpertsSpec { activation: Activation::SwiGluOai { alpha: 1.702, limit: 7. }, ..spec() };
     let json = serde_json::to_value(select(&spec, None).unwrap()).unwrap();
+    let on_cuda = |backend| {
+        let text = "runs on CUDA with compute capability 8.0 or later, but this rank computes on the CPU";
+        serde_json::json!({"backend": backend, "reason": {"check": "device", "text": text}})
+    };
     let want = serde_json::json!({
         "chosen": "cpu",
-        "rejected": [{"backend": "cpu_batched", "reason": {
-            "check": "activation_format",
-            "text": "takes rows in the BatchedExperts format, but prepare hands over Standard"
-        }}],
+        "rejected": [on_cuda("cuda_fused"), on_cuda("cuda"), on_cuda("cuda_batched"), {
+            "backend": "cpu_batched",
+            "reason": {
+                "check": "activation_format",
+                "text": "takes rows in the BatchedExperts format, but prepare hands over Standard"
+            }
+        }],
         "spec": {
             "num_experts": 128, "num_local_experts": 128, "top_k": 8, "hidden_size": 2048,
             "intermediate_size": 768, "dtype": "bf16", "quant": "none",

@@ -57,6 +57,11 @@ pub enum Reason {
         /// Methods that the kernel has.
         accepted: Vec<RoutingMethod>,
     },
+    /// The backend weights rows by itself, so weighted input would be weighted twice.
+    #[error(
+        "applies router weights to its output, but apply_router_weight_on_input applies them to the input"
+    )]
+    RouterWeightOnInput,
     /// A size does not fit the kernel's tiles.
     #[error("needs a {dimension} that is a multiple of {multiple_of}, got {got}")]
     Shape {
@@ -106,6 +111,7 @@ impl Reason {
             Self::Dtype { .. } => "dtype",
             Self::TensorParallel { .. } => "tensor_parallel",
             Self::Routing { .. } => "routing",
+            Self::RouterWeightOnInput => "router_weight_on_input",
             Self::Shape { .. } => "shape",
             Self::ActivationFormat { .. } => "activation_format",
             Self::BatchInvariance => "batch_invariance",

@@ -129,7 +129,7 @@ impl ExpertWeights {
             tp_size: 1,
             ep_size: 1,
             batch_invariant: false,
-            compute_capability: None,
+            compute_capability: moe_kernels::compute_capability(self.device()),
         }
     }
 }

@@ -1,4 +1,4 @@
-// The weighted sum of a token's expert rows, k ascending in f32 with one rounding at the end, so that
+// The weighted sum of a token's expert rows, k ascending in f32 with one rounding at the end, if any, so that
 // the result does not depend on which block or kernel adds it.
 #pragma once
 
@@ -11,7 +11,8 @@ struct CombineArgs {
   const uint32_t* topk_ids;
   const float* topk_weights;  // [T, K]
   const int32_t* expert_map;
-  bf16* out;  // [T, H]
+  bf16* out;  // [T, H], or null: out_f32 instead
+  float* out_f32;
   int tokens, top_k, num_ids, num_local, hidden;
 };
 
@@ -41,8 +42,12 @@ __device__ __forceinline__ void combine_columns(const CombineArgs& a, int token,
       sum.w = fmaf(weight[b], row[b].w, sum.w);
     }
   }
-  uint2* to = reinterpret_cast<uint2*>(a.out + static_cast<size_t>(token) * a.hidden);
-  to[i] = {pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)};
+  const size_t at = static_cast<size_t>(token) * a.hidden;
+  if (a.out == nullptr) {
+    reinterpret_cast<float4*>(a.out_f32 + at)[i] = sum;
+  } else {
+    reinterpret_cast<uint2*>(a.out + at)[i] = {pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)};
+  }
 }
 
 /// This block's share of all tokens and columns.

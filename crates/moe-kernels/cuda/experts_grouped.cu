@@ -230,18 +230,20 @@ extern "C" int moe_experts_grouped_down(const void* act, const void* w2, const v
   return run<true>(args, slots, num_local, stream);
 }
 
-/// out[t] = sum over k of topk_weights[t, k] slot_rows[t, k], k ascending in f32; out [T, H] bf16. Slots without
-/// a local expert are skipped and never read.
+/// out[t] = sum over k of topk_weights[t, k] slot_rows[t, k], k ascending in f32; out [T, H], bf16
+/// (`output` 0) or f32 (1). Slots without a local expert are skipped and never read.
 extern "C" int moe_combine(const void* slot_rows, const void* topk_ids, const void* topk_weights,
                            const void* expert_map, void* out, int tokens, int top_k, int num_ids, int num_local,
-                           int hidden, void* stream) {
+                           int hidden, int output, void* stream) {
   using namespace moe;
-  if (tokens < 0 || top_k <= 0 || num_ids <= 0 || num_local <= 0 || hidden <= 0 || hidden % 4 != 0)
+  if (tokens < 0 || top_k <= 0 || num_ids <= 0 || num_local <= 0 || hidden <= 0 || hidden % 4 != 0 || output < 0 ||
+      output > 1)
     return cudaErrorInvalidValue;
   if (tokens == 0) return cudaSuccess;
   const CombineArgs args = {static_cast<const float*>(slot_rows), static_cast<const uint32_t*>(topk_ids),
                             static_cast<const float*>(topk_weights), static_cast<const int32_t*>(expert_map),
-                            static_cast<bf16*>(out), tokens, top_k, num_ids, num_local, hidden};
+                            output == 1 ? nullptr : static_cast<bf16*>(out),
+                            output == 1 ? static_cast<float*>(out) : nullptr, tokens, top_k, num_ids, num_local, hidden};
   const int64_t blocks = ceil_div(static_cast<int64_t>(tokens) * (hidden / 4), 256);
   return launch(combine, {dim3(static_cast<unsigned>(blocks)), dim3(256), stream}, args);
 }

@@ -66,9 +66,9 @@ __global__ __launch_bounds__(kThreads, 1) void experts_stream(const __grid_const
   } else {
     load_rows<kPass>(b);
   }
-  if (a.out != nullptr) {
+  if (a.out != nullptr || a.out_f32 != nullptr) {
     grid_barrier(Flags(a, b.left).arrived());
-    combine_share({a.slot_rows, a.topk_ids, a.topk_weights, a.expert_map, a.out, a.tokens, a.top_k, a.num_ids,
+    combine_share({a.slot_rows, a.topk_ids, a.topk_weights, a.expert_map, a.out, a.out_f32, a.tokens, a.top_k, a.num_ids,
                    a.num_local, a.hidden});
   }
   if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(a.flags), 1ull);
@@ -139,18 +139,20 @@ extern "C" int moe_experts_stream_flags(int slots, int num_local) {
 extern "C" int moe_experts_stream_planned(const void* x, const void* w13, const void* w2, const void* topk_ids,
                                           const void* topk_weights, const void* expert_map, void* act,
                                           void* slot_rows, void* out, void* flags, int flag_words, int tokens,
-                                          int top_k, int num_ids, int num_local, int hidden, int inter, int pass,
-                                          int chunk, void* stream) {
+                                          int top_k, int num_ids, int num_local, int hidden, int inter, int output,
+                                          int pass, int chunk, void* stream) {
   using namespace moe;
   if (tokens < 0 || top_k <= 0 || num_ids <= 0 || num_local <= 0 || num_local > INT16_MAX || hidden <= 0 ||
-      inter <= 0 || hidden % 64 != 0 || inter % 64 != 0 || tokens > stream::kMaxSlots / top_k || chunk < 64)
+      inter <= 0 || hidden % 64 != 0 || inter % 64 != 0 || tokens > stream::kMaxSlots / top_k || chunk < 64 || output < 0 || output > 1)
     return cudaErrorInvalidValue;
   if (tokens == 0) return cudaSuccess;
+  const bool is_f32 = output == 1;
   const int flag_set = (flag_words - stream::kFlagHeader) / 2;
   const stream::Args args = {static_cast<const bf16*>(x), static_cast<const bf16*>(w13),
                              static_cast<const bf16*>(w2), static_cast<const uint32_t*>(topk_ids),
                              static_cast<const float*>(topk_weights), static_cast<const int32_t*>(expert_map),
-                             static_cast<bf16*>(act), static_cast<float*>(slot_rows), static_cast<bf16*>(out),
+                             static_cast<bf16*>(act), static_cast<float*>(slot_rows), is_f32 ? nullptr : static_cast<bf16*>(out),
+                             is_f32 ? static_cast<float*>(out) : nullptr,
                              static_cast<uint32_t*>(flags), flag_set, tokens, top_k, num_ids, num_local, hidden,
                              inter, {0, 0}, 0};
   return stream::run(args, pass, chunk, stream);
@@ -165,14 +167,14 @@ extern "C" int moe_experts_stream_planned(const void* x, const void* w13, const 
 /// | `topk_ids`, `topk_weights` | [T, K] u32 (0xffffffff = none), f32 |
 /// | `expert_map` | [num_ids] i32, physical id to local expert, -1 = elsewhere; null = identity |
 /// | `act`, `slot_rows` | scratch [T K, I] bf16, [T K, H] f32 |
-/// | `out` | [T, H] bf16; null: `slot_rows` is the result, each slot's unweighted row |
+/// | `out` | [T, H], bf16 (`output` 0) or f32 (1); null: `slot_rows` is the result, each slot's unweighted row |
 /// | `flags` | [flag_words >= moe_experts_stream_flags] u32, zeroed once; launches that share it must not overlap |
 ///
 /// Refuses T K > 2048, H or I that are no multiple of 64, and H too large for shared memory.
 extern "C" int moe_experts_stream(const void* x, const void* w13, const void* w2, const void* topk_ids,
                                   const void* topk_weights, const void* expert_map, void* act, void* slot_rows,
                                   void* out, void* flags, int flag_words, int tokens, int top_k, int num_ids,
-                                  int num_local, int hidden, int inter, void* stream) {
+                                  int num_local, int hidden, int inter, int output, void* stream) {
   return moe_experts_stream_planned(x, w13, w2, topk_ids, topk_weights, expert_map, act, slot_rows, out, flags,
-                                    flag_words, tokens, top_k, num_ids, num_local, hidden, inter, 0, 1024, stream);
+                                    flag_words, tokens, top_k, num_ids, num_local, hidden, inter, output, 0, 1024, stream);
 }

@@ -26,7 +26,8 @@ struct Args {
   const int32_t* expert_map;
   bf16* act;         // [T K, I]
   float* slot_rows;  // [T K, H]
-  bf16* out;         // [T, H], or null: slot_rows are the result
+  bf16* out;         // [T, H], or null
+  float* out_f32;    // [T, H], or null; both null: slot_rows are the result
   uint32_t* flags;
   int flag_set;      // words of one set of flags
   int tokens, top_k, num_ids, num_local, hidden, inter;

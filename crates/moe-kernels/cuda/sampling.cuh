@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "philox.cuh"
+
 namespace moe {
 
 /// A token as an integer that orders as (logit, lower id first); -0 and 0 are the same logit.
@@ -53,22 +55,10 @@ struct Weights {
   }
 };
 
-/// 64 random bits of an output position: Philox4x32-10, the seed as key, (position, 0) as counter.
+/// 64 random bits of an output position: the seed as key, (position, 0) as counter.
 __device__ __forceinline__ uint64_t random_bits(uint64_t seed, uint64_t position) {
-  uint32_t c0 = static_cast<uint32_t>(position), c1 = static_cast<uint32_t>(position >> 32), c2 = 0, c3 = 0;
-  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-#pragma unroll
-  for (int i = 0; i < 10; ++i) {
-    const uint64_t p0 = static_cast<uint64_t>(0xd2511f53u) * c0, p1 = static_cast<uint64_t>(0xcd9e8d57u) * c2;
-    const uint32_t n0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0, n2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
-    c1 = static_cast<uint32_t>(p1);
-    c3 = static_cast<uint32_t>(p0);
-    c0 = n0;
-    c2 = n2;
-    k0 += 0x9e3779b9u;
-    k1 += 0xbb67ae85u;
-  }
-  return static_cast<uint64_t>(c1) << 32 | c0;
+  const Philox p = philox(seed, static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), 0, 0);
+  return static_cast<uint64_t>(p.word[1]) << 32 | p.word[0];
 }
 
 }  // namespace moe

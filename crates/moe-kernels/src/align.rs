@@ -6,6 +6,7 @@
 //! take a block per tile; [`batch_rows_into`] gives each expert a fixed number of rows.
 
 mod blocks;
+mod group;
 mod ids;
 mod rows;
 
@@ -13,17 +14,20 @@ pub use blocks::{
     AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, align_batched_tokens_into, align_tokens_into,
     max_aligned_sizes, max_batched_aligned_sizes,
 };
+pub use group::{
+    group_slots_into, group_token_slots_into, number_rows_into, zero_absent_into, zero_unused_into,
+};
 pub use ids::{contiguous_local_ids_into, mask_nonlocal_into};
 pub use rows::{RowBatches, batch_rows_into, copy_rows_into, fill_into, scale_rows_into, unbatch_rows_into};
 
 use candle_core::{DType, Result, bail};
 
 use crate::door::{expect_dims, expect_dtype, expect_matrix};
-use crate::exec::Exec;
 use crate::routed::NO_EXPERT;
-use crate::view::{View, ViewMut};
+use crate::view::View;
 
-/// The table that sends a physical expert id to its local slot, checked entry by entry on use.
+/// The table that sends a physical expert id to its local slot, checked entry by entry on use. Kernels cannot
+/// refuse an id: on CUDA one that has no local expert is no expert.
 struct ExpertMap<'a> {
     op: &'static str,
     map: Option<&'a [i32]>,
@@ -31,11 +35,9 @@ struct ExpertMap<'a> {
 }
 
 impl<'a> ExpertMap<'a> {
+    /// A map that [`check_map`] has passed.
     fn new(op: &'static str, map: Option<View<'a>>, num_local: usize) -> Result<Self> {
-        let Some(view) = map else { return Ok(Self { op, map: None, num_local }) };
-        expect_dtype(op, "expert_map", &view, DType::I32)?;
-        expect_dims(op, "expert_map", &view, &[view.elem_count()])?;
-        Ok(Self { op, map: Some(view.cpu()?), num_local })
+        Ok(Self { op, map: map.map(|map| map.cpu()).transpose()?, num_local })
     }
 
     /// The local slot of an id; `None` if the expert is absent or lives elsewhere.
@@ -71,75 +73,29 @@ impl<'a> ExpertMap<'a> {
     }
 }
 
-/// The ids of a [T, K] view; fails where a slot number would not fit in u32 beside its sentinel.
-fn checked_ids<'a>(op: &str, topk_ids: View<'a>) -> Result<&'a [u32]> {
+/// Fails unless the ids are [T, K] u32; and where a slot number would not fit in u32 beside its sentinel.
+fn check_ids(op: &str, topk_ids: View) -> Result<()> {
     expect_dtype(op, "topk_ids", &topk_ids, DType::U32)?;
     expect_matrix(op, "topk_ids", &topk_ids)?;
-    let ids = topk_ids.cpu::<u32>()?;
-    if u32::try_from(ids.len()).is_err() {
-        bail!("{op}: {} slots do not fit in u32; split the tokens into chunks", ids.len())
-    }
-    Ok(ids)
-}
-
-/// Groups slots by local expert (a stable counting sort).
-///
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `topk_ids` | [T, K] u32, physical expert ids, [`NO_EXPERT`] = no expert |
-/// | `expert_map` | \[P\] i32, physical expert to local slot, -1 = elsewhere; `None` = identity |
-/// | `offsets` | out: [E_local + 1] u32; group of expert e is `slots[offsets[e]..offsets[e + 1]]` |
-/// | `slots` | out: \[T*K\] u32 slot numbers t*K + k, ascending inside a group |
-///
-/// Slots of [`NO_EXPERT`] and of experts that live elsewhere are in no group; entries of `slots`
-/// after `offsets[E_local]` are left as they were. Output sizes depend on T, K and E_local only,
-/// so the op can be captured into a graph.
-///
-/// # Errors
-/// Wrong dtypes or dims; an id outside of `expert_map` (without a map: outside of 0..E_local); a
-/// map entry outside of -1..E_local.
-pub fn group_slots_into(
-    topk_ids: View,
-    expert_map: Option<View>,
-    mut offsets: ViewMut,
-    mut slots: ViewMut,
-    _ex: &mut Exec,
-) -> Result<()> {
-    const OP: &str = "group_slots";
-    let ids = checked_ids(OP, topk_ids)?;
-    expect_dtype(OP, "offsets", &offsets, DType::U32)?;
-    expect_dims(OP, "offsets", &offsets, &[offsets.elem_count()])?;
-    expect_dtype(OP, "slots", &slots, DType::U32)?;
-    expect_dims(OP, "slots", &slots, &[ids.len()])?;
-    let Some(num_local) = offsets.elem_count().checked_sub(1) else {
-        bail!("{OP}: expected offsets with E_local + 1 elements, got none")
-    };
-    let map = ExpertMap::new(OP, expert_map, num_local)?;
-    let (offsets, slots) = (offsets.cpu_mut::<u32>()?, slots.cpu_mut::<u32>()?);
-
-    offsets.fill(0);
-    for &id in ids {
-        if let Some(e) = map.local(id)? {
-            offsets[e + 1] += 1;
-        }
-    }
-    // offsets[e + 1] becomes the start of group e; filling the group moves it to the group's end.
-    let mut start = 0;
-    for count in &mut offsets[1..] {
-        start += std::mem::replace(count, start);
-    }
-    for (slot, &id) in ids.iter().enumerate() {
-        if let Some(e) = map.local(id)? {
-            slots[offsets[e + 1] as usize] = slot as u32;
-            offsets[e + 1] += 1;
-        }
+    let slots = topk_ids.elem_count();
+    if u32::try_from(slots).is_err() {
+        bail!("{op}: {slots} slots do not fit in u32; split the tokens into chunks")
     }
     Ok(())
+}
+
+/// Fails unless the map is \[P\] i32.
+fn check_map(op: &str, map: Option<View>) -> Result<()> {
+    let Some(map) = map else { return Ok(()) };
+    expect_dtype(op, "expert_map", &map, DType::I32)?;
+    expect_dims(op, "expert_map", &map, &[map.elem_count()])
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::exec::Exec;
+    use crate::view::ViewMut;
     use proptest::prelude::*;
 
     pub(super) fn group(

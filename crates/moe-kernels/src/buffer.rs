@@ -7,34 +7,42 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::op::BackpropOp;
-use candle_core::{DType, Result, Storage, Tensor, bail};
+use candle_core::{DType, Device, Result, Storage, Tensor, bail};
 
-use crate::element::{CpuVec, Element};
+use crate::element::{CpuVec, Element, with_element};
+use crate::storage::Memory;
 use crate::view::{Dims, View, ViewMut};
 
 /// An owned, contiguous array.
 #[derive(Debug)]
 pub struct Buffer {
-    data: CpuVec,
+    data: Memory,
     dims: Dims,
 }
 
 impl Buffer {
     /// A buffer of zeros in host memory.
     pub fn zeros(dtype: DType, dims: &[usize]) -> Result<Self> {
+        Self::zeros_on(&Device::Cpu, dtype, dims)
+    }
+
+    /// A buffer of zeros in host memory or on a CUDA device.
+    pub fn zeros_on(device: &Device, dtype: DType, dims: &[usize]) -> Result<Self> {
         let dims = Dims::new(dims)?;
-        let len = dims.elem_count()?;
-        check_memory(dtype, len)?;
-        match CpuVec::zeros(dtype, len) {
-            Some(data) => Ok(Self { data, dims }),
-            None => bail!("no buffer holds dtype {}", dtype.as_str()),
-        }
+        Ok(Self { data: allocate(device, dtype, dims.elem_count()?)?, dims })
     }
 
     /// Takes over a vector.
     pub fn from_vec<T: Element>(data: Vec<T>, dims: &[usize]) -> Result<Self> {
         View::new(&data, dims)?;
-        Ok(Self { data: T::wrap_vec(data), dims: Dims::new(dims)? })
+        Ok(Self { data: Memory::Cpu(T::wrap_vec(data)), dims: Dims::new(dims)? })
+    }
+
+    /// A copy of a view of host memory.
+    pub(crate) fn copy_of(view: View<'_>) -> Result<Self> {
+        let mut copy = Self::zeros(view.dtype(), view.dims())?;
+        copy_host(view, copy.view_mut())?;
+        Ok(copy)
     }
 
     /// The dimensions.
@@ -51,21 +59,59 @@ impl Buffer {
     pub fn view(&self) -> View<'_> {
         // The dims are checked by every constructor, and a scratch buffer may be longer than its dims.
         let len = self.dims.iter().product();
-        View::trusted(self.data.as_slice().range(0, len), self.dims)
+        View::trusted(self.data.as_data().range(0, len), self.dims)
     }
 
     /// A writable view.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         let len = self.dims.iter().product();
-        ViewMut::trusted(self.data.as_slice_mut().range(0, len), self.dims)
+        ViewMut::trusted(self.data.as_data_mut().range(0, len), self.dims)
     }
 
     /// Moves the data into a candle tensor, without a copy.
-    pub fn into_tensor(mut self) -> Result<Tensor> {
-        self.data.truncate(self.dims.iter().product());
+    pub fn into_tensor(self) -> Result<Tensor> {
         let dims = self.dims.to_vec();
-        let storage = Storage::Cpu(self.data.into_storage());
+        let storage = match self.data {
+            Memory::Cpu(mut data) => {
+                data.truncate(self.dims.iter().product());
+                Storage::Cpu(data.into_storage())
+            }
+            #[cfg(feature = "cuda")]
+            Memory::Cuda(data) => Storage::Cuda(data.into_storage()),
+        };
         Ok(Tensor::from_storage(storage, dims, BackpropOp::none(), false))
+    }
+}
+
+/// Copies host data; dtypes and lengths are equal.
+pub(crate) fn copy_host(from: View<'_>, mut to: ViewMut<'_>) -> Result<()> {
+    with_element!(from.dtype(), "copy", T => {
+        to.cpu_mut::<T>()?.copy_from_slice(from.cpu::<T>()?);
+        Ok(())
+    })
+}
+
+/// Zeros on a device.
+fn allocate(device: &Device, dtype: DType, len: usize) -> Result<Memory> {
+    match device {
+        Device::Cpu => {
+            check_memory(dtype, len)?;
+            match CpuVec::zeros(dtype, len) {
+                Some(data) => Ok(Memory::Cpu(data)),
+                None => bail!("no buffer holds dtype {}", dtype.as_str()),
+            }
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => crate::cuda::DeviceMemory::zeros(device, dtype, len).map(Memory::Cuda),
+        other => bail!("no buffer lies on {:?}", other.location()),
+    }
+}
+
+/// Ordinal of a CUDA device; `None` for the CPU.
+fn ordinal(device: &Device) -> Option<usize> {
+    match device.location() {
+        candle_core::DeviceLocation::Cuda { gpu_id } => Some(gpu_id),
+        _ => None,
     }
 }
 
@@ -82,7 +128,7 @@ fn check_memory(dtype: DType, len: usize) -> Result<()> {
 
 #[derive(Default, Debug)]
 struct Pool {
-    free: Vec<CpuVec>,
+    free: Vec<Memory>,
     bytes: usize,
     frozen: bool,
 }
@@ -101,11 +147,21 @@ impl Workspace {
     /// pool when dropped. On a frozen workspace, a request that no free buffer can hold is an
     /// error.
     pub fn scratch(&self, dtype: DType, dims: &[usize]) -> Result<Scratch> {
+        self.scratch_on(&Device::Cpu, dtype, dims)
+    }
+
+    /// The same on a device. Buffers on a CUDA device must be used on that device's stream: one that
+    /// comes back is lent again while kernels may still read it.
+    pub fn scratch_on(&self, device: &Device, dtype: DType, dims: &[usize]) -> Result<Scratch> {
+        let place = ordinal(device);
         let dims = Dims::new(dims)?;
         let len = dims.elem_count()?;
         let mut pool = self.lock();
         let best = (0..pool.free.len())
-            .filter(|&i| pool.free[i].dtype() == dtype && pool.free[i].len() >= len)
+            .filter(|&i| {
+                let memory = &pool.free[i];
+                memory.dtype() == dtype && memory.len() >= len && memory.device() == place
+            })
             .min_by_key(|&i| pool.free[i].len());
         let data = match best {
             Some(i) => pool.free.swap_remove(i),
@@ -115,10 +171,7 @@ impl Workspace {
                 dtype.as_str()
             ),
             None => {
-                check_memory(dtype, len)?;
-                let Some(data) = CpuVec::zeros(dtype, len) else {
-                    bail!("no workspace buffer holds dtype {}", dtype.as_str())
-                };
+                let data = allocate(device, dtype, len)?;
                 pool.bytes += len * dtype.size_in_bytes();
                 data
             }

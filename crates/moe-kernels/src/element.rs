@@ -4,6 +4,8 @@
 //! view of a candle tensor is a plain borrow and no kernel ever reinterprets bytes.
 
 use candle_core::DType;
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::cudarc;
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
@@ -106,6 +108,35 @@ macro_rules! elements {
             }
         }
 
+        /// An owned, typed allocation on a CUDA device.
+        #[cfg(feature = "cuda")]
+        #[derive(Debug)]
+        pub(crate) enum CudaVec { $($variant(cudarc::driver::CudaSlice<$ty>)),* }
+
+        #[cfg(feature = "cuda")]
+        impl CudaVec {
+            /// `len` zeros; `None` for a dtype that no view holds.
+            pub(crate) fn zeros(device: &candle_core::CudaDevice, dtype: DType, len: usize) -> candle_core::Result<Option<Self>> {
+                Ok(match dtype { $(DType::$variant => Some(Self::$variant(device.alloc_zeros(len)?)),)* _ => None })
+            }
+            pub(crate) fn dtype(&self) -> DType { match self { $(Self::$variant(_) => DType::$variant),* } }
+            pub(crate) fn len(&self) -> usize { match self { $(Self::$variant(v) => v.len()),* } }
+            pub(crate) fn address(&self, stream: &cudarc::driver::CudaStream) -> u64 {
+                match self { $(Self::$variant(v) => device_address(v, stream)),* }
+            }
+            pub(crate) fn into_storage(self, device: candle_core::CudaDevice) -> candle_core::CudaStorage {
+                match self { $(Self::$variant(v) => candle_core::CudaStorage::wrap_cuda_slice(v, device)),* }
+            }
+        }
+
+        /// Address and length of what a candle CUDA storage holds; `None` for dtypes that no view holds.
+        #[cfg(feature = "cuda")]
+        pub(crate) fn cuda_address(s: &candle_core::CudaStorage) -> Option<u64> {
+            use candle_core::cuda_backend::CudaStorageSlice;
+            let stream = s.device.cuda_stream();
+            match &s.slice { $(CudaStorageSlice::$variant(v) => Some(device_address(v, &stream)),)* _ => None }
+        }
+
         /// The slice that a candle CPU storage holds; `None` for dtypes that no view holds.
         pub(crate) fn storage_slice(s: &candle_core::CpuStorage) -> Option<CpuSlice<'_>> {
             match s { $(candle_core::CpuStorage::$variant(v) => Some(CpuSlice::$variant(v)),)* _ => None }
@@ -125,6 +156,15 @@ macro_rules! elements {
             fn zeros(len: usize) -> Vec<Self> { $zeros(len) }
         })*
     };
+}
+
+/// The address of an allocation, ordered after other streams' use of it if events are tracked. The
+/// guard that would order later uses is dropped at once: all our kernels run on the stream of the
+/// tensor's device.
+#[cfg(feature = "cuda")]
+fn device_address<T>(slice: &cudarc::driver::CudaSlice<T>, stream: &cudarc::driver::CudaStream) -> u64 {
+    use cudarc::driver::DevicePtr;
+    slice.device_ptr(stream).0
 }
 
 elements!(
@@ -170,6 +210,33 @@ impl Float for f16 {
         f16::from_f32(x)
     }
 }
+
+/// Runs `$body` with the type `$t` bound to the Rust type of any dtype that views hold; any other
+/// dtype is an error that names the op.
+macro_rules! with_element {
+    ($dtype:expr, $op:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::U8 => {
+                type $t = u8;
+                $body
+            }
+            candle_core::DType::U32 => {
+                type $t = u32;
+                $body
+            }
+            candle_core::DType::I32 => {
+                type $t = i32;
+                $body
+            }
+            candle_core::DType::I64 => {
+                type $t = i64;
+                $body
+            }
+            dtype => $crate::with_float!(dtype, $op, $t => $body),
+        }
+    };
+}
+pub(crate) use with_element;
 
 /// Runs `$body` with the type `$t` bound to the Rust type of a float dtype (f32, bf16, f16);
 /// any other dtype is an error that names the op.

@@ -8,8 +8,12 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::buffer::{Scratch, Workspace};
+use crate::buffer::{Buffer, Scratch, Workspace};
+#[cfg(feature = "cuda")]
+use crate::cuda::PinnedWords;
+use crate::door;
 use crate::routed::StepContext;
+use crate::view::{View, ViewMut};
 
 /// The instruction-set path of the CPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -90,6 +94,19 @@ impl CpuIsa {
     }
 }
 
+/// Compute capability (major, minor) of a CUDA device, (0, 0) if the driver does not tell; `None` for
+/// other devices.
+pub fn compute_capability(device: &Device) -> Option<(u32, u32)> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            let capability = device.cuda_stream().context().compute_capability();
+            Some(capability.map_or((0, 0), |(major, minor)| (major.max(0) as u32, minor.max(0) as u32)))
+        }
+        _ => None,
+    }
+}
+
 /// The context that every op runs in.
 #[derive(Clone)]
 pub struct Exec {
@@ -97,6 +114,8 @@ pub struct Exec {
     isa: CpuIsa,
     threads: Option<Arc<rayon::ThreadPool>>,
     workspace: Workspace,
+    #[cfg(feature = "cuda")]
+    cuda: Option<crate::cuda::CudaExec>,
     /// What this step carries beside its tensors.
     pub step: StepContext,
 }
@@ -110,16 +129,34 @@ impl Exec {
             isa: CpuIsa::detect(),
             threads: None,
             workspace: Workspace::new(),
+            #[cfg(feature = "cuda")]
+            cuda: None,
             step: StepContext::default(),
+        }
+    }
+
+    /// A context on a device: the stream of a CUDA device, or [`cpu`](Self::cpu).
+    ///
+    /// All work on a CUDA device runs on the stream of the candle device, so make that with
+    /// `Device::new_cuda_with_stream`: the default is another stream in each thread.
+    pub fn on(device: &Device) -> Result<Self> {
+        match device {
+            Device::Cpu => Ok(Self::cpu()),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => {
+                let cuda = Some(crate::cuda::CudaExec::new(cuda)?);
+                Ok(Self { device: device.clone(), cuda, ..Self::cpu() })
+            }
+            other => bail!(
+                "expected the CPU or, in a build with the feature `cuda`, a CUDA device; got {:?}",
+                other.location()
+            ),
         }
     }
 
     /// The context of a tensor's device, with a module's workspace.
     pub fn for_tensor(tensor: &Tensor, workspace: &Workspace) -> Result<Self> {
-        match tensor.device() {
-            Device::Cpu => Ok(Self { workspace: workspace.clone(), ..Self::cpu() }),
-            other => bail!("expected a tensor on the CPU, got one on {:?}", other.location()),
-        }
+        Ok(Self { workspace: workspace.clone(), ..Self::on(tensor.device())? })
     }
 
     /// Forces an instruction set; an error if this machine lacks it.
@@ -171,17 +208,92 @@ impl Exec {
             isa: self.isa,
             threads: self.threads.clone(),
             workspace: self.workspace.clone(),
+            #[cfg(feature = "cuda")]
+            cuda: self.cuda.clone(),
             step: StepContext::default(),
         }
     }
 
+    /// Whether ops run on a CUDA device.
+    pub fn is_cuda(&self) -> bool {
+        self.device.is_cuda()
+    }
+
+    /// A buffer of zeros on the device.
+    pub fn zeros(&self, dtype: DType, dims: &[usize]) -> Result<Buffer> {
+        Buffer::zeros_on(&self.device, dtype, dims)
+    }
+
     /// Scratch from the workspace, with unspecified contents.
     pub fn scratch(&self, dtype: DType, dims: &[usize]) -> Result<Scratch> {
-        self.workspace.scratch(dtype, dims)
+        self.workspace.scratch_on(&self.device, dtype, dims)
     }
 
     /// The workspace.
     pub fn workspace(&self) -> &Workspace {
         &self.workspace
+    }
+
+    /// Blocks until everything on a CUDA device's stream has ended; the CPU is never behind.
+    pub fn synchronize(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(cuda) = &self.cuda {
+            return cuda.synchronize();
+        }
+        Ok(())
+    }
+
+    /// A copy in host memory. From a device: waits for all work before it.
+    pub fn to_host(&self, view: View<'_>) -> Result<Buffer> {
+        #[cfg(feature = "cuda")]
+        if let Some(cuda) = self.cuda.as_ref().filter(|_| view.is_cuda()) {
+            return cuda.to_host(view);
+        }
+        Buffer::copy_of(view)
+    }
+
+    /// Copies host data of the same dtype and number of elements to a view of the device. To a
+    /// device: returns when the host data may change again.
+    pub fn copy_from_host(&self, from: View<'_>, to: ViewMut<'_>) -> Result<()> {
+        door::expect_dtype("copy_from_host", "from", &from, to.dtype())?;
+        if from.elem_count() != to.elem_count() {
+            bail!("copy_from_host: expected {} elements, got {}", to.elem_count(), from.elem_count())
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(cuda) = self.cuda.as_ref().filter(|_| to.is_cuda()) {
+            return cuda.copy_from_host(from, to);
+        }
+        crate::buffer::copy_host(from, to)
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Exec {
+    /// The CUDA side; an error on the CPU.
+    pub(crate) fn cuda(&self, op: &str) -> Result<&crate::cuda::CudaExec> {
+        match &self.cuda {
+            Some(cuda) => Ok(cuda),
+            None => bail!("{op}: expected a context on a CUDA device, got one on the CPU"),
+        }
+    }
+
+    /// Page-locked words to copy from and to.
+    pub fn pinned(&self, len: usize) -> Result<PinnedWords> {
+        self.cuda("pinned")?.pinned(len)
+    }
+
+    /// Copies the first words of `from` to `to` (u32), in stream order; returns at once.
+    pub fn upload(&self, from: &mut PinnedWords, to: ViewMut<'_>) -> Result<()> {
+        self.cuda("upload")?.upload(from, to)
+    }
+
+    /// Copies `from` (u32) to the first words of `to`, in stream order; returns at once.
+    pub fn download(&self, from: View<'_>, to: &mut PinnedWords) -> Result<()> {
+        self.cuda("download")?.download(from, to)
+    }
+
+    /// Free and total memory of the device, bytes.
+    pub fn device_memory(&self) -> Result<(usize, usize)> {
+        self.cuda("device_memory")?.memory()
     }
 }

@@ -4,6 +4,8 @@
 mod align;
 mod buffer;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod dispatched;
 pub mod door;
 mod element;
@@ -14,24 +16,27 @@ mod philox;
 mod roof;
 mod routed;
 mod spec;
+mod storage;
 mod tensor;
 mod view;
 
 pub use align::{
     AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, RowBatches, align_batched_tokens_into, align_tokens_into,
     batch_rows_into, contiguous_local_ids_into, copy_rows_into, fill_into, group_slots_into,
-    mask_nonlocal_into, max_aligned_sizes, max_batched_aligned_sizes, scale_rows_into, unbatch_rows_into,
+    group_token_slots_into, mask_nonlocal_into, max_aligned_sizes, max_batched_aligned_sizes,
+    number_rows_into, scale_rows_into, unbatch_rows_into, zero_absent_into, zero_unused_into,
 };
 pub use buffer::{Buffer, Scratch, Workspace};
 pub use dispatched::{Dispatched, Lent};
 pub use element::{CpuSlice, CpuSliceMut, CpuVec, Element, Float};
-pub use exec::{CpuIsa, Exec};
+pub use exec::{CpuIsa, Exec, compute_capability};
 pub use memory::HugePages;
 pub use ops::{
     ATTENTION_BLOCK, AttentionMeta, ExpertGroups, QkNormRope, Segment, add_into, add_rms_norm_into,
-    embedding_into, grouped_down_into, grouped_down_segment_into, grouped_gate_up_into, linear_into,
-    linear_row_parallel_into, linear_segment_into, paged_attention_into, qk_norm_rope_cache_into,
-    rms_norm_into, row_parallel_segments, softmax_into, weighted_sum_into,
+    add_scaled_into, embedding_into, grouped_down_into, grouped_down_segment_into, grouped_gate_up_into,
+    linear_into, linear_row_parallel_into, linear_segment_into, one_group_into, paged_attention_into,
+    qk_norm_rope_cache_into, rms_norm_into, rope_attention_into, row_parallel_segments, sigmoid_into,
+    softmax_into, weighted_sum_into,
 };
 pub use philox::Philox4x32;
 pub use roof::Roof;

@@ -5,6 +5,7 @@ use parking_lot::RwLockReadGuard;
 use candle_core::{Layout, Result, Storage, Tensor, bail};
 
 use crate::element::storage_slice;
+use crate::storage::Data;
 use crate::view::View;
 
 /// A candle tensor held under its read guard, so that a [`View`] can borrow its data.
@@ -38,14 +39,17 @@ impl<'a> TensorView<'a> {
 
     /// The view of the tensor's data.
     pub fn view(&self) -> Result<View<'_>> {
-        let Storage::Cpu(cpu) = &*self.storage else {
-            bail!("expected a tensor on the CPU, got one on {:?}", self.storage.device().location())
+        let (start, len) = (self.layout.start_offset(), self.layout.shape().elem_count());
+        let data = match &*self.storage {
+            Storage::Cpu(cpu) => storage_slice(cpu).map(Data::Cpu),
+            #[cfg(feature = "cuda")]
+            Storage::Cuda(cuda) => crate::cuda::storage_slice(cuda, start + len).map(Data::Device),
+            other => bail!("tensors on {:?} cannot be viewed", other.device().location()),
         };
-        let Some(data) = storage_slice(cpu) else {
+        let Some(data) = data else {
             bail!("tensors of dtype {} cannot be viewed", self.storage.dtype().as_str())
         };
-        let len = self.layout.shape().elem_count();
-        View::from_slice(data.range(self.layout.start_offset(), len), self.layout.dims())
+        View::from_data(data.range(start, len), self.layout.dims())
     }
 }
 

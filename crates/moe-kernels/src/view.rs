@@ -4,11 +4,12 @@
 //! be read but not lent mutably to another crate, and because a captured CUDA graph needs
 //! fixed, caller-owned outputs. A [`View`] borrows a candle tensor under its read guard
 //! ([`TensorView`](crate::TensorView)), a slice, or a buffer; a [`ViewMut`] borrows a slice or
-//! a buffer. Offsets are resolved when the view is made, so ops only ever see dense data.
+//! a buffer. The data lies in host memory or on a CUDA device. Offsets are resolved when the view is made, so ops only ever see dense data.
 
 use candle_core::{DType, Result, bail};
 
-use crate::element::{CpuSlice, CpuSliceMut, Element};
+use crate::element::Element;
+use crate::storage::{Data, DataMut};
 
 /// The most dimensions a view has.
 pub const MAX_RANK: usize = 4;
@@ -64,29 +65,29 @@ fn checked_dims(dims: &[usize], len: usize) -> Result<Dims> {
 /// A borrowed, read-only array.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
-    data: CpuSlice<'a>,
+    data: Data<'a>,
     dims: Dims,
 }
 
 /// A borrowed, writable array.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
-    data: CpuSliceMut<'a>,
+    data: DataMut<'a>,
     dims: Dims,
 }
 
 impl<'a> View<'a> {
     /// A view of host data. The dims' product must equal the slice's length.
     pub fn new<T: Element>(data: &'a [T], dims: &[usize]) -> Result<Self> {
-        Self::from_slice(T::wrap(data), dims)
+        Self::from_data(Data::Cpu(T::wrap(data)), dims)
     }
 
-    pub(crate) fn from_slice(data: CpuSlice<'a>, dims: &[usize]) -> Result<Self> {
+    pub(crate) fn from_data(data: Data<'a>, dims: &[usize]) -> Result<Self> {
         Ok(Self { data, dims: checked_dims(dims, data.len())? })
     }
 
     /// A view whose dims the caller has already checked against the data.
-    pub(crate) fn trusted(data: CpuSlice<'a>, dims: Dims) -> Self {
+    pub(crate) fn trusted(data: Data<'a>, dims: Dims) -> Self {
         Self { data, dims }
     }
 
@@ -110,9 +111,20 @@ impl<'a> View<'a> {
         self.dims.first().copied().unwrap_or(1)
     }
 
-    /// The host data; an error if the dtype differs.
+    /// Where the elements lie.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn data(&self) -> Data<'a> {
+        self.data
+    }
+
+    /// Whether the elements lie on a CUDA device.
+    pub fn is_cuda(&self) -> bool {
+        matches!(self.data, Data::Device(_))
+    }
+
+    /// The host data; an error if the dtype differs or the data lies on a device.
     pub fn cpu<T: Element>(&self) -> Result<&'a [T]> {
-        match T::slice(self.data) {
+        match T::slice(self.data.cpu()?) {
             Some(s) => Ok(s),
             None => bail!("expected a {} view, got {}", T::DTYPE.as_str(), self.dtype().as_str()),
         }
@@ -127,7 +139,7 @@ impl<'a> View<'a> {
 
     /// The same data with other dims of equal element count.
     pub fn reshape(&self, dims: &[usize]) -> Result<View<'a>> {
-        Self::from_slice(self.data, dims)
+        Self::from_data(self.data, dims)
     }
 
     /// Rows `start..start + len` of dimension 0.
@@ -140,16 +152,16 @@ impl<'a> View<'a> {
 impl<'a> ViewMut<'a> {
     /// A writable view of host data. The dims' product must equal the slice's length.
     pub fn new<T: Element>(data: &'a mut [T], dims: &[usize]) -> Result<Self> {
-        Self::from_slice(T::wrap_mut(data), dims)
+        Self::from_data(DataMut::Cpu(T::wrap_mut(data)), dims)
     }
 
-    pub(crate) fn from_slice(data: CpuSliceMut<'a>, dims: &[usize]) -> Result<Self> {
+    pub(crate) fn from_data(data: DataMut<'a>, dims: &[usize]) -> Result<Self> {
         let dims = checked_dims(dims, data.len())?;
         Ok(Self { data, dims })
     }
 
     /// A view whose dims the caller has already checked against the data.
-    pub(crate) fn trusted(data: CpuSliceMut<'a>, dims: Dims) -> Self {
+    pub(crate) fn trusted(data: DataMut<'a>, dims: Dims) -> Self {
         Self { data, dims }
     }
 
@@ -175,7 +187,7 @@ impl<'a> ViewMut<'a> {
 
     /// A read-only view of the same data.
     pub fn as_view(&self) -> View<'_> {
-        View { data: self.data.as_slice(), dims: self.dims }
+        View { data: self.data.as_data(), dims: self.dims }
     }
 
     /// A shorter borrow of the same data, to pass on by value.
@@ -183,10 +195,15 @@ impl<'a> ViewMut<'a> {
         ViewMut { data: self.data.reborrow(), dims: self.dims }
     }
 
-    /// The host data; an error if the dtype differs.
+    /// Whether the elements lie on a CUDA device.
+    pub fn is_cuda(&self) -> bool {
+        self.as_view().is_cuda()
+    }
+
+    /// The host data; an error if the dtype differs or the data lies on a device.
     pub fn cpu_mut<T: Element>(&mut self) -> Result<&mut [T]> {
         let got = self.dtype();
-        match T::slice_mut(self.data.reborrow()) {
+        match T::slice_mut(self.data.reborrow().cpu()?) {
             Some(s) => Ok(s),
             None => bail!("expected a {} view, got {}", T::DTYPE.as_str(), got.as_str()),
         }
@@ -194,7 +211,7 @@ impl<'a> ViewMut<'a> {
 
     /// The same data with other dims of equal element count.
     pub fn reshape(self, dims: &[usize]) -> Result<ViewMut<'a>> {
-        Self::from_slice(self.data, dims)
+        Self::from_data(self.data, dims)
     }
 
     /// Rows `start..start + len` of dimension 0.

@@ -10,7 +10,7 @@ use moe_dispatch::PrepareFinalize;
 use moe_experts::{AnyExperts, MonolithicExperts, Reservation};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::{Exec, TensorView, View, ViewMut, Workspace, linear_into};
-use moe_router::{RouteInput, RouteOutput, Router};
+use moe_router::{GateInput, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
@@ -206,15 +206,15 @@ impl SparseMoeBlock {
         let _span = trace_span!("moe").entered();
         let gate = TensorView::new(&self.gate)?;
         let gate = gate.view()?;
-        let mut logits = ex.scratch(DType::F32, &[hidden.rows(), gate.rows()])?;
-        trace_span!("gate").in_scope(|| linear_into(hidden, gate, None, logits.view_mut(), ex))?;
-        observe(logits.view())?;
         match &self.family {
             Family::Modular { router, path, decode } => {
                 let path = decode.as_ref().filter(|_| ex.step.only_decode).unwrap_or(path);
-                self.modular(router, path, hidden, logits.view(), out, ex)
+                self.modular(router, path, (hidden, gate), out, observe, ex)
             }
             Family::Monolithic(experts) => {
+                let mut logits = ex.scratch(DType::F32, &[hidden.rows(), gate.rows()])?;
+                trace_span!("gate").in_scope(|| linear_into(hidden, gate, None, logits.view_mut(), ex))?;
+                observe(logits.view())?;
                 refuse_routing_context(experts.as_ref(), ex)?;
                 trace_span!("experts")
                     .in_scope(|| experts.apply(hidden, logits.view(), out.reborrow(), ex))?;
@@ -234,22 +234,26 @@ impl SparseMoeBlock {
         &self,
         router: &Router,
         path: &Path,
-        hidden: View<'_>,
-        logits: View<'_>,
+        (hidden, gate): (View<'_>, View<'_>),
         out: ViewMut<'_>,
+        observe: &mut dyn FnMut(View<'_>) -> Result<()>,
         ex: &mut Exec,
     ) -> Result<()> {
         let (tokens, config) = (hidden.rows(), router.config());
+        let mut logits = ex.scratch(DType::F32, &[tokens, gate.rows()])?;
         let mut topk_ids = ex.scratch(DType::U32, &[tokens, config.num_slots()])?;
         let mut topk_weights = ex.scratch(DType::F32, &[tokens, config.num_slots()])?;
         let mut identity = ex.scratch(DType::F32, &[tokens])?;
-        let input = RouteInput { hidden: Some(hidden), ..RouteInput::new(logits, self.layer) };
         let output = RouteOutput {
             topk_ids: topk_ids.view_mut(),
             topk_weights: topk_weights.view_mut(),
-            zero_expert_weights: Some(identity.view_mut()),
+            zero_expert_weights: (config.num_zero_experts > 0).then(|| identity.view_mut()),
         };
-        trace_span!("router").in_scope(|| router.route_into(&input, output, ex))?;
+        let input = GateInput::new(hidden, gate, self.layer);
+        trace_span!("router")
+            .in_scope(|| router.gate_and_route_into(&input, Some(logits.view_mut()), output, ex))?;
+        observe(logits.view())?;
+        drop(logits);
         let routed = Routed {
             hidden,
             topk_ids: topk_ids.view(),

@@ -9,7 +9,6 @@ mod load;
 mod mlp;
 mod pack;
 mod path;
-mod scaled;
 mod shared;
 
 pub use block::SparseMoeBlock;

@@ -8,7 +8,7 @@ use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::{
     Activation, Exec, ExpertGroups, TensorView, View, ViewMut, Workspace, grouped_gate_up_into,
-    linear_row_parallel_into,
+    linear_row_parallel_into, one_group_into,
 };
 
 use crate::door::forward_rows;
@@ -89,16 +89,9 @@ impl GatedMlp {
     /// `out` [T, H] (the weights' dtype or f32) = MLP(`x` [T, H], the weights' dtype).
     pub fn forward_into(&self, x: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
         let rows = x.rows();
-        let mut index = ex.scratch(DType::U32, &[rows])?;
-        for (i, row) in index.view_mut().cpu_mut::<u32>()?.iter_mut().enumerate() {
-            *row = i as u32;
-        }
-        let offsets = [0, rows as u32];
-        let groups = ExpertGroups {
-            offsets: View::new(&offsets, &[2])?,
-            in_rows: index.view(),
-            out_rows: index.view(),
-        };
+        let (mut offsets, mut index) = (ex.scratch(DType::U32, &[2])?, ex.scratch(DType::U32, &[rows])?);
+        one_group_into(offsets.view_mut(), index.view_mut(), ex)?;
+        let groups = ExpertGroups { offsets: offsets.view(), in_rows: index.view(), out_rows: index.view() };
         let (w13, w2) = (TensorView::new(&self.w13)?, TensorView::new(&self.w2)?);
         let mut activated = ex.scratch(x.dtype(), &[rows, self.intermediate_size()])?;
         grouped_gate_up_into(x, &groups, w13.view()?, None, self.activation, activated.view_mut(), ex)?;

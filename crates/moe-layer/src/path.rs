@@ -9,10 +9,9 @@ use moe_chunking::ChunkPlan;
 use moe_dispatch::PrepareFinalize;
 use moe_experts::Experts;
 use moe_kernels::candle::{DType, Error, Result};
-use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut};
+use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce, add_scaled_into};
 use tracing::trace_span;
 
-use crate::scaled::add_scaled_into;
 use crate::shared::{SharedExperts, SharedRows};
 
 /// A prepare/finalize backend and the experts that fit it.
@@ -82,13 +81,17 @@ impl Path {
     /// One pass; on several ranks a collective, also without a token.
     fn chunk(&self, routed: &Routed, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
         let (dispatched, shared) = self.dispatch(routed, ex)?;
-        let mut rows = ex.scratch(DType::F32, &self.experts.out_dims(&dispatched)?)?;
-        if !dispatched.is_empty() {
-            trace_span!("experts").in_scope(|| self.experts.apply(&dispatched, rows.view_mut(), ex))?;
-        }
         let strategy = self.experts.weight_and_reduce();
-        self.prepare.finalize(rows.view(), &dispatched, strategy, out.reborrow(), ex)?;
-        drop((rows, dispatched));
+        let is_final = strategy == WeightAndReduce::NoOp && self.prepare.finalize_copies_reduced();
+        if is_final && out.dtype() == DType::F32 {
+            // The experts' rows are the block's: finalize would only copy them.
+            self.apply(&dispatched, out.reborrow(), ex)?;
+        } else {
+            let mut rows = ex.scratch(DType::F32, &self.experts.out_dims(&dispatched)?)?;
+            self.apply(&dispatched, rows.view_mut(), ex)?;
+            self.prepare.finalize(rows.view(), &dispatched, strategy, out.reborrow(), ex)?;
+        }
+        drop(dispatched);
         if let Some(weights) = routed.identity {
             add_scaled_into(routed.hidden, weights, out.reborrow(), ex)?;
         }
@@ -99,6 +102,14 @@ impl Path {
             }
             (None, None) => Ok(()),
         }
+    }
+
+    /// The experts, unless no row has arrived.
+    fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        if dispatched.is_empty() {
+            return Ok(());
+        }
+        trace_span!("experts").in_scope(|| self.experts.apply(dispatched, out, ex))
     }
 
     /// The rows of this rank's experts. Shared experts are computed meanwhile, where rows travel on

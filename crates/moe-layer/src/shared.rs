@@ -6,10 +6,11 @@
 use candle_nn::VarBuilder;
 use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::{Activation, Exec, Scratch, TensorView, View, ViewMut, linear_into};
+use moe_kernels::{
+    Activation, Exec, Scratch, TensorView, View, ViewMut, add_scaled_into, linear_into, sigmoid_into,
+};
 
 use crate::mlp::GatedMlp;
-use crate::scaled::add_scaled_into;
 
 /// Shared experts, fused into one MLP, with an optional per-token gate.
 #[derive(Debug, Clone)]
@@ -94,9 +95,7 @@ impl SharedExperts {
         let mut scales = ex.scratch(DType::F32, &[x.rows(), 1])?;
         let gate = TensorView::new(gate)?;
         linear_into(x, gate.view()?, None, scales.view_mut(), ex)?;
-        for scale in scales.view_mut().cpu_mut::<f32>()? {
-            *scale = 1. / (1. + (-*scale).exp());
-        }
+        sigmoid_into(scales.view_mut(), ex)?;
         Ok(SharedRows { rows, scales: Some(scales) })
     }
 }

@@ -25,13 +25,13 @@ struct Outputs {
 }
 
 impl Outputs {
-    fn new(router: &Router, tokens: usize) -> Result<Self> {
+    fn new(router: &Router, tokens: usize, ex: &Exec) -> Result<Self> {
         let slots = [tokens, router.config.num_slots()];
         let zero = router.config.num_zero_experts > 0;
         Ok(Self {
-            topk_ids: Buffer::zeros(DType::U32, &slots)?,
-            topk_weights: Buffer::zeros(DType::F32, &slots)?,
-            zero_expert_weights: zero.then(|| Buffer::zeros(DType::F32, &[tokens])).transpose()?,
+            topk_ids: ex.zeros(DType::U32, &slots)?,
+            topk_weights: ex.zeros(DType::F32, &slots)?,
+            zero_expert_weights: zero.then(|| ex.zeros(DType::F32, &[tokens])).transpose()?,
         })
     }
 
@@ -80,7 +80,7 @@ impl Router {
         let hidden = hidden.map(TensorView::new).transpose()?;
         let hidden = hidden.as_ref().map(TensorView::view).transpose()?;
         let input = RouteInput { hidden, ..RouteInput::new(logits.view()?, layer) };
-        let mut out = Outputs::new(self, input.logits.rows())?;
+        let mut out = Outputs::new(self, input.logits.rows(), ex)?;
         self.route_into(&input, out.views(), ex)?;
         out.into_tensors()
     }
@@ -103,7 +103,7 @@ impl Router {
         let bias = bias.map(TensorView::new).transpose()?;
         let bias = bias.as_ref().map(TensorView::view).transpose()?;
         let input = GateInput { bias, ..GateInput::new(hidden.view()?, weight.view()?, layer) };
-        let mut out = Outputs::new(self, input.hidden.rows())?;
+        let mut out = Outputs::new(self, input.hidden.rows(), ex)?;
         self.gate_and_route_into(&input, None, out.views(), ex)?;
         out.into_tensors()
     }

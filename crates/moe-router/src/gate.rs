@@ -59,6 +59,10 @@ impl Router {
             return Ok(());
         };
         expect_dtype(op, "router_logits", &logits, DType::F32)?;
+        #[cfg(feature = "cuda")]
+        if self.gate_route_fits(input.hidden, ex) {
+            return self.gate_route(input, logits, out, ex);
+        }
         linear_into(input.hidden, input.weight, input.bias, logits.reborrow(), ex)?;
         let input = RouteInput {
             logits: logits.as_view(),

@@ -6,8 +6,12 @@ mod check;
 mod choose;
 mod config;
 mod custom;
+#[cfg(feature = "cuda")]
+mod device;
 mod error;
 mod forward;
+#[cfg(feature = "cuda")]
+mod fused;
 mod gate;
 mod hf;
 mod math;

@@ -26,11 +26,20 @@ impl Router {
     /// Wrong dims or dtypes; logits that are NaN, +inf, or -inf throughout, forced ids that are
     /// out of range or repeated, and token ids outside of the table (each names the row); a step
     /// context whose sizes do not fit. The outputs are then unspecified.
+    ///
+    /// On CUDA the choice is the same bit for bit, but logits and token ids are not checked: a NaN is
+    /// never chosen, and a slot without a choice gets [`NO_EXPERT`] and weight 0. Replay, token ids,
+    /// simulation, capture and heat of the step context lie in host memory, so using one waits for
+    /// the device.
     pub fn route_into(&self, input: &RouteInput<'_>, out: RouteOutput<'_>, ex: &mut Exec) -> Result<()> {
         let tokens = self.check_views(input, &out)?;
         let end = self.check_step(input, tokens, &ex.step)?;
         if tokens == 0 {
             return Ok(());
+        }
+        #[cfg(feature = "cuda")]
+        if ex.is_cuda() {
+            return self.route_on_device(input, out, ex);
         }
         let RouteOutput { mut topk_ids, mut topk_weights, zero_expert_weights } = out;
         let (token_ids, replay) = (ex.step.token_ids.clone(), ex.step.replay.clone());
@@ -50,7 +59,8 @@ impl Router {
         if let Some(seed) = ex.step.force_balance {
             self.balance(rows, seed, topk_ids.cpu_mut()?);
         }
-        self.record(input, end, topk_ids.cpu_mut()?, &mut ex.step)?;
+        let slots = self.config.num_slots();
+        self.record(input, end, topk_ids.cpu_mut::<u32>()?.chunks_exact(slots), &mut ex.step)?;
         self.finish(topk_ids, topk_weights, zero_expert_weights)
     }
 
@@ -64,15 +74,14 @@ impl Router {
     }
 
     /// Capture and heat of the routed slots.
-    fn record(
+    pub(crate) fn record<'a>(
         &self,
         input: &RouteInput<'_>,
         end: usize,
-        topk_ids: &[u32],
+        rows: impl Iterator<Item = &'a [u32]>,
         step: &mut StepContext,
     ) -> Result<()> {
         let top_k = self.config.top_k;
-        let rows = topk_ids.chunks_exact(self.config.num_slots());
         for (row, ids) in (input.first_row..end).zip(rows) {
             if let Some(capture) = &mut step.capture {
                 capture.set(row, input.layer, &ids[..top_k])?;

@@ -45,6 +45,34 @@ impl<'a> StepRows<'a> {
         }
     }
 
+    /// Ids and weights of row `t` by a strategy of simulation, the ids forced if there are any.
+    pub fn simulate(
+        &self,
+        t: usize,
+        strategy: &dyn RoutingStrategy,
+        seed: u64,
+        forced: Option<&[u32]>,
+        topk_ids: &mut [u32],
+        topk_weights: &mut [f32],
+    ) -> Result<()> {
+        let StepRows { layer, first_row, step, limit, .. } = *self;
+        let rng = |stream| RowRng::new(seed, stream, step, layer, first_row + t);
+        match forced {
+            Some(ids) => topk_ids.copy_from_slice(ids),
+            None => strategy.select(&mut rng(Stream::SimulatedIds), limit as u32, topk_ids),
+        }
+        if let Some(fault) = ids_fault(topk_ids, limit) {
+            bail!("routing simulation, {}: {fault}", self.place(t))
+        }
+        strategy.weigh(&mut rng(Stream::SimulatedWeights), topk_weights);
+        for (w, &id) in topk_weights.iter_mut().zip(topk_ids.iter()) {
+            if id == NO_EXPERT {
+                *w = 0.0;
+            }
+        }
+        Ok(())
+    }
+
     /// Fails if a row of logits is meaningless.
     pub fn check_logits(&self, t: usize, logits: &[f32]) -> Result<()> {
         match logits_fault(logits) {
@@ -123,7 +151,7 @@ impl RowRouter<'_> {
     ) -> Result<()> {
         let forced = self.rows.forced(t)?;
         if let (Some(strategy), Selection::Simulated { seed, .. }) = (self.strategy, &self.config.selection) {
-            return self.simulate(t, strategy, *seed, forced, topk_ids, topk_weights);
+            return self.rows.simulate(t, strategy, *seed, forced, topk_ids, topk_weights);
         }
         self.rows.check_logits(t, logits)?;
         score_row(self.config, logits, scratch.scores);
@@ -173,33 +201,6 @@ impl RowRouter<'_> {
                 "hash routing, {}: token id {token} is outside of the vocabulary of {vocab_size}",
                 self.rows.place(t)
             ),
-        }
-        Ok(())
-    }
-
-    fn simulate(
-        &self,
-        t: usize,
-        strategy: &dyn RoutingStrategy,
-        seed: u64,
-        forced: Option<&[u32]>,
-        topk_ids: &mut [u32],
-        topk_weights: &mut [f32],
-    ) -> Result<()> {
-        let StepRows { layer, first_row, step, limit, .. } = self.rows;
-        let rng = |stream| RowRng::new(seed, stream, step, layer, first_row + t);
-        match forced {
-            Some(ids) => topk_ids.copy_from_slice(ids),
-            None => strategy.select(&mut rng(Stream::SimulatedIds), limit as u32, topk_ids),
-        }
-        if let Some(fault) = ids_fault(topk_ids, limit) {
-            bail!("routing simulation, {}: {fault}", self.rows.place(t))
-        }
-        strategy.weigh(&mut rng(Stream::SimulatedWeights), topk_weights);
-        for (w, &id) in topk_weights.iter_mut().zip(topk_ids.iter()) {
-            if id == NO_EXPERT {
-                *w = 0.0;
-            }
         }
         Ok(())
     }

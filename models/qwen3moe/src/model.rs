@@ -152,7 +152,7 @@ impl CausalLm for Qwen3Moe {
         let mut x = ex.scratch(dtype, &dims)?;
         let rope = self.rope.rows(step.positions, step.rope_len, ex)?;
         self.embedding.forward_into(step.token_ids, residual.view_mut(), ex)?;
-        observe.hidden(0, residual.view())?;
+        observe.hidden(0, residual.view(), ex)?;
         let first = self.layers.first().map_or(&self.norm, |layer| &layer.input_norm);
         first.forward_into(residual.view(), x.view_mut(), ex)?;
         for (index, layer) in self.layers.iter().enumerate() {
@@ -166,14 +166,18 @@ impl CausalLm for Qwen3Moe {
                     trace_span!("mlp").in_scope(|| mlp.forward_into(x.view(), delta.view_mut(), ex))?;
                 }
                 Mlp::Sparse(block) => {
-                    let mut see = |logits: View<'_>| observe.router(index, logits);
+                    let host = ex.handle();
+                    let mut see = |logits: View<'_>| observe.router(index, logits, &host);
                     block.forward_observed_into(x.view(), delta.view_mut(), &mut see, ex)?;
                 }
             }
             let next = self.layers.get(index + 1).map_or(&self.norm, |layer| &layer.input_norm);
             next.add_forward_into(delta.view(), residual.view_mut(), x.view_mut(), ex)?;
             let is_last = index + 1 == self.layers.len();
-            observe.hidden(index + 1, if is_last { x.view() } else { residual.view() })?;
+            observe.hidden(index + 1, if is_last { x.view() } else { residual.view() }, ex)?;
+        }
+        if step.num_logits() == step.num_tokens() {
+            return self.lm_head.forward_into(x.view(), logits, ex);
         }
         let mut last = ex.scratch(dtype, &[step.num_logits(), self.info.hidden_size])?;
         gather_rows_into(x.view(), step.logits_rows, last.view_mut(), ex)?;
@@ -185,16 +189,17 @@ impl CausalLm for Qwen3Moe {
 struct Observe<'a>(Option<&'a mut dyn Observer>);
 
 impl Observe<'_> {
-    fn hidden(&mut self, index: usize, data: View<'_>) -> Result<()> {
-        self.show(Observed::HiddenStates(index), data)
+    fn hidden(&mut self, index: usize, data: View<'_>, ex: &Exec) -> Result<()> {
+        self.show(Observed::HiddenStates(index), data, ex)
     }
 
-    fn router(&mut self, layer: usize, data: View<'_>) -> Result<()> {
-        self.show(Observed::RouterLogits(layer), data)
+    fn router(&mut self, layer: usize, data: View<'_>, ex: &Exec) -> Result<()> {
+        self.show(Observed::RouterLogits(layer), data, ex)
     }
 
-    fn show(&mut self, what: Observed, data: View<'_>) -> Result<()> {
+    fn show(&mut self, what: Observed, data: View<'_>, ex: &Exec) -> Result<()> {
         match &mut self.0 {
+            Some(observer) if data.is_cuda() => observer.observe(what, ex.to_host(data)?.view()),
             Some(observer) => observer.observe(what, data),
             None => Ok(()),
         }

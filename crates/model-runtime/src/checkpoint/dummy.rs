@@ -49,6 +49,20 @@ impl DummyWeights {
         }
     }
 
+    /// bf16 matrices are made on a CUDA device itself, where numbers are uniform with the same
+    /// deviation; everything else comes from the host.
+    fn generate_on(&self, device: &Device, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if device.is_cuda() && dtype == DType::BF16 && shape.len() > 1 {
+            let mut out = moe_kernels::Buffer::zeros_on(device, dtype, shape)?;
+            let key = mix(self.seed ^ mix(fnv1a(name.as_bytes())));
+            let (bound, ex) = ((STD * 3f64.sqrt()) as f32, moe_kernels::Exec::on(device)?);
+            moe_kernels::cuda::fill_random_into(out.view_mut(), key, 0, bound, &ex)?;
+            return out.into_tensor();
+        }
+        self.generate(name, shape, dtype)?.to_device(device)
+    }
+
     fn generate(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
         if shape.len() == 1 && name.contains("norm") {
             return Tensor::ones(shape, dtype, &Device::Cpu);
@@ -80,11 +94,11 @@ impl SimpleBackend for DummyWeights {
         if shape != s.dims() {
             bail!("dummy weight `{name}`: expected shape {:?}, got {shape:?}", s.dims())
         }
-        self.generate(name, shape, dtype)?.to_device(dev)
+        self.generate_on(dev, name, shape, dtype)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, dev: &Device) -> Result<Tensor> {
-        self.generate(name, self.shape(name)?, dtype)?.to_device(dev)
+        self.generate_on(dev, name, self.shape(name)?, dtype)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

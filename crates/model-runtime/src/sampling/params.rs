@@ -83,6 +83,15 @@ impl SamplingParams {
         self.temperature < GREEDY_BELOW
     }
 
+    /// Whether the draw needs the logits of its row and nothing else: no edits by other tokens, no
+    /// log-probabilities.
+    pub fn is_plain(&self) -> bool {
+        let edits =
+            self.allowed_token_ids.is_some() || !self.bad_words.is_empty() || !self.logit_bias.is_empty();
+        let penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty);
+        !edits && penalties == (1.0, 0.0, 0.0) && self.logprobs.is_none()
+    }
+
     /// Fails for a parameter out of its range and for token ids of `vocab_size` or more.
     pub fn validate(&self, vocab_size: usize) -> Result<(), SamplingError> {
         self.check_numbers()?;

@@ -5,8 +5,10 @@
 //! [`DpEngine::step`] runs one step of each, side by side. With expert parallelism they meet in
 //! every layer, so a rank without requests runs steps without rows until all have finished.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::thread::ScopedJoinHandle;
 
 use anyhow::{Result, anyhow};
 use model_runtime::{CausalLm, Exec};
@@ -14,7 +16,7 @@ use moe_comm::Communicator;
 
 use super::{Engine, EngineConfig, Output, Request, RequestError, RequestId, StepHeat, Summary};
 use crate::heat::{HeatWriter, Stage};
-use crate::parallel::AbortOnPanic;
+use crate::parallel::{AbortOnPanic, panic_text};
 use crate::tokenizer::Tokenizer;
 
 /// Runs requests on the replicas of a model.
@@ -136,16 +138,21 @@ impl<'m> DpEngine<'m> {
     pub fn step(&mut self) -> Result<Vec<Output>> {
         let (world, lockstep) = (self.world.as_deref(), self.lockstep);
         let busy = self.ranks.iter_mut().filter(|rank| lockstep || !rank.engine.is_idle());
-        let outputs: Result<Vec<Vec<Output>>> = std::thread::scope(|scope| {
-            let mut busy = busy.collect::<Vec<_>>().into_iter();
-            // One of them runs here.
-            let own = busy.next();
-            let threads: Vec<_> = busy.map(|rank| scope.spawn(move || rank.step(world))).collect();
-            let own = own.map(|rank| rank.step(world)).into_iter();
-            let joined =
-                threads.into_iter().map(|t| t.join().unwrap_or_else(|_| Err(anyhow!("a rank panicked"))));
-            own.chain(joined.collect::<Vec<_>>()).collect()
-        });
+        let mut busy: Vec<&mut Rank> = busy.collect();
+        let outputs: Result<Vec<Vec<Output>>> = match busy.as_mut_slice() {
+            [rank] => rank.step(world).map(|outputs| vec![outputs]),
+            ranks => std::thread::scope(|scope| {
+                let threads: Vec<_> =
+                    ranks.iter_mut().map(|rank| scope.spawn(move || rank.step(world))).collect();
+                let join = |thread: ScopedJoinHandle<Result<Vec<Output>>>| {
+                    let panicked =
+                        |panic: Box<dyn Any + Send>| anyhow!("a rank panicked: {}", panic_text(&*panic));
+                    thread.join().map_err(panicked)?
+                };
+                // All are joined, whatever the first one says.
+                threads.into_iter().map(join).collect::<Vec<_>>().into_iter().collect()
+            }),
+        };
         let outputs = outputs?.concat();
         for output in outputs.iter().filter(|output| output.finish.is_some()) {
             let done = self.placed.get(&output.request).is_some_and(|(place, local)| {

@@ -11,6 +11,8 @@
 //! prefix cache. A request that fails, is cancelled or runs out of time leaves the others alone.
 
 mod config;
+#[cfg(feature = "cuda")]
+mod device;
 mod dp;
 mod finish;
 mod request;
@@ -84,7 +86,7 @@ impl<'m> Engine<'m> {
     ) -> Result<Self> {
         let info = model.info();
         let max_model_len = config.check(info)?;
-        let kv = config.kv_cache(info, max_model_len)?;
+        let kv = config.kv_cache(info, max_model_len, &ex)?;
         let limits = Limits {
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
@@ -93,7 +95,13 @@ impl<'m> Engine<'m> {
             prefix_by_prompt_len: info.keys_depend_on_prompt_len,
         };
         let scheduler = Scheduler::new(limits, kv.num_blocks())?;
-        let runner = Runner::new(model, kv, ex, usize::from(config.async_scheduling))
+        let ahead = usize::from(config.async_scheduling || ex.is_cuda());
+        #[cfg(feature = "cuda")]
+        let device = config.device_runner(info, max_model_len, &ex)?;
+        let runner = Runner::new(model, kv, ex, ahead);
+        #[cfg(feature = "cuda")]
+        let runner = runner.with_device(device);
+        let runner = runner
             .with_heat(config.collect_heat || config.expert_heat.is_some())
             .with_force_balance(config.force_balance);
         Ok(Self {
@@ -239,7 +247,7 @@ impl<'m> Engine<'m> {
     /// Collects steps until only `keep` are under way.
     fn collect(&mut self, keep: usize, outputs: &mut Vec<Output>) -> Result<()> {
         while self.runner.in_flight() > keep {
-            if let Some(result) = self.runner.collect() {
+            if let Some(result) = self.runner.collect()? {
                 self.apply(result, outputs)?;
             }
         }

@@ -1,24 +1,28 @@
-//! Executing steps in host memory.
+//! Executing steps.
 //!
 //! A step is launched and its results are collected later. With `ahead` = 0 they are collected at
 //! once. With `ahead` = 1 the next step is launched first, and a token that it needs from the
-//! step before is fed to it here, where a GPU keeps it on the device; the host then always works
-//! one step behind the device. Results do not depend on `ahead`.
+//! step before is fed to it here, or on a CUDA device stays there; the host then always works one
+//! step behind. Results do not depend on `ahead`.
 
 use std::collections::{HashMap, VecDeque};
 
 use candle_core::{Result, bail};
 use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs, token_logprobs};
 use model_runtime::{
-    CausalLm, Exec, KvCache, RoutedExperts, SampleRow, Step, StepContext, ViewMut, run_step, sample_rows,
+    Buffer, CausalLm, Exec, KvCache, RoutedExperts, SampleRow, Scratch, Step, StepContext, ViewMut, run_step,
+    sample_rows,
 };
 use moe_layer::{ExpertHeat, NO_EXPERT};
 use tracing::trace_span;
 
+#[cfg(feature = "cuda")]
+use super::device::{DeviceRunner, InFlight};
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
 
 /// What a step found out.
+#[derive(Default)]
 pub(super) struct StepResult {
     pub parts: Vec<Part>,
     /// The token of each part that samples.
@@ -29,12 +33,56 @@ pub(super) struct StepResult {
     pub heat: Option<ExpertHeat>,
 }
 
+/// Fills in tokens that the step before has sampled. A sequence whose sampling failed runs on
+/// with any token until its end is noticed.
+fn feed(plan: &mut Plan, before: &StepResult) -> Result<()> {
+    for (row, key) in plan.fed.drain(..) {
+        match before.sampled.get(&key) {
+            Some(Ok(sampled)) => plan.step.set_token(row, sampled.token_id),
+            Some(Err(_)) => plan.step.set_token(row, 0),
+            None => bail!("the token of row {row} was never sampled"),
+        }
+    }
+    Ok(())
+}
+
+/// The logits of a step where the host can edit them.
+enum HostLogits {
+    Here(Scratch),
+    Copied(Buffer),
+}
+
+impl HostLogits {
+    fn new(logits: Scratch, ex: &Exec) -> Result<Self> {
+        match logits.view().is_cuda() {
+            false => Ok(Self::Here(logits)),
+            true => Ok(Self::Copied(ex.to_host(logits.view())?)),
+        }
+    }
+
+    fn view_mut(&mut self) -> ViewMut<'_> {
+        match self {
+            Self::Here(logits) => logits.view_mut(),
+            Self::Copied(logits) => logits.view_mut(),
+        }
+    }
+}
+
+/// A launched step.
+enum Launched {
+    Done(StepResult),
+    #[cfg(feature = "cuda")]
+    OnDevice(InFlight),
+}
+
 pub(super) struct Runner<'m> {
     model: &'m dyn CausalLm,
     kv: KvCache,
     ex: Exec,
     ahead: usize,
-    results: VecDeque<StepResult>,
+    results: VecDeque<Launched>,
+    #[cfg(feature = "cuda")]
+    device: Option<DeviceRunner>,
     steps: u64,
     collect_heat: bool,
     force_balance: Option<u64>,
@@ -42,8 +90,25 @@ pub(super) struct Runner<'m> {
 
 impl<'m> Runner<'m> {
     pub fn new(model: &'m dyn CausalLm, kv: KvCache, ex: Exec, ahead: usize) -> Self {
-        let results = VecDeque::new();
-        Self { model, kv, ex, ahead, results, steps: 0, collect_heat: false, force_balance: None }
+        Self {
+            model,
+            kv,
+            ex,
+            ahead,
+            results: VecDeque::new(),
+            #[cfg(feature = "cuda")]
+            device: None,
+            steps: 0,
+            collect_heat: false,
+            force_balance: None,
+        }
+    }
+
+    /// Draws tokens on a CUDA device where it can.
+    #[cfg(feature = "cuda")]
+    pub fn with_device(mut self, device: Option<DeviceRunner>) -> Self {
+        self.device = device;
+        self
     }
 
     /// Counts experts in every step.
@@ -75,16 +140,34 @@ impl<'m> Runner<'m> {
 
     /// Starts a step. `sequences` holds those of the plan.
     pub fn launch(&mut self, mut plan: Plan, sequences: &[Sequence]) -> Result<()> {
-        self.feed(&mut plan)?;
         let sequences: HashMap<Key, &Sequence> = sequences.iter().map(|s| (s.key, s)).collect();
+        #[cfg(feature = "cuda")]
+        if let Some(device) = self.device.as_mut().filter(|device| {
+            !self.collect_heat && self.force_balance.is_none() && device.takes(&plan, &sequences)
+        }) {
+            self.steps += 1;
+            if let Some(Launched::Done(result)) = self.results.back() {
+                feed(&mut plan, result)?;
+            }
+            let launched = device.launch(self.model, &mut self.kv, plan, &sequences, &mut self.ex)?;
+            self.results.push_back(Launched::OnDevice(launched));
+            return Ok(());
+        }
+        if let Some(last) = self.results.pop_back() {
+            let result = self.finish(last)?;
+            feed(&mut plan, &result)?;
+            self.results.push_back(Launched::Done(result));
+        }
         self.prepare(&plan, &sequences)?;
-        let mut logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut self.ex)?;
-        let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.view().cpu::<f32>()?);
+        let logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut self.ex)?;
+        let mut logits = HostLogits::new(logits, &self.ex)?;
+        let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.view_mut().cpu_mut::<f32>()?);
         let span = trace_span!("sample", rows = plan.parts.iter().filter(|p| p.samples.is_some()).count());
         let sampled = span.in_scope(|| self.sample(&plan, &sequences, logits.view_mut()))?;
         let context = &mut self.ex.step;
         let (routed, heat) = (context.capture.take(), context.heat.take());
-        self.results.push_back(StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, heat });
+        let result = StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, heat };
+        self.results.push_back(Launched::Done(result));
         Ok(())
     }
 
@@ -97,22 +180,19 @@ impl<'m> Runner<'m> {
     }
 
     /// The results of the oldest step under way.
-    pub fn collect(&mut self) -> Option<StepResult> {
-        self.results.pop_front()
+    pub fn collect(&mut self) -> Result<Option<StepResult>> {
+        self.results.pop_front().map(|step| self.finish(step)).transpose()
     }
 
-    /// Fills in tokens that the step before has sampled. A sequence whose sampling failed runs on
-    /// with any token until its end is noticed.
-    fn feed(&self, plan: &mut Plan) -> Result<()> {
-        for &(row, key) in &plan.fed {
-            let sampled = self.results.back().and_then(|result| result.sampled.get(&key));
-            match sampled {
-                Some(Ok(sampled)) => plan.step.set_token(row, sampled.token_id),
-                Some(Err(_)) => plan.step.set_token(row, 0),
-                None => bail!("step {}: the token of row {row} was never sampled", self.steps),
-            }
+    fn finish(&mut self, step: Launched) -> Result<StepResult> {
+        match step {
+            Launched::Done(result) => Ok(result),
+            #[cfg(feature = "cuda")]
+            Launched::OnDevice(step) => match &mut self.device {
+                Some(device) => device.collect(step),
+                None => bail!("a step on a device that is gone"),
+            },
         }
-        Ok(())
     }
 
     /// The step's context: replay, capture, heat.

@@ -10,7 +10,7 @@ use moe_comm::{Communicator, Geometry, ParallelConfig, ThreadComm};
 use moe_layer::ChunkedMoe;
 use tracing::info;
 
-use super::ranks::{LocalRanks, Rank};
+use super::ranks::{LocalRanks, Rank, panic_text};
 use crate::family::{LoadOptions, ModelFamily};
 use crate::usage;
 
@@ -41,6 +41,9 @@ pub struct Source<'a, F: ModelFamily> {
     pub chunked_moe: ChunkedMoe,
 }
 
+/// A rank's geometry and what it reads.
+type Place = (Geometry, Vec<TensorSlice>);
+
 /// Loads every rank of `parallel`, each its own slices, and the oracle's choice of the first. `ex`
 /// gives the instruction set and the threads, which the ranks share evenly.
 pub fn load<F: ModelFamily>(
@@ -53,25 +56,33 @@ where
 {
     let world = parallel.world_size()?;
     let threads = (ex.num_threads() / world).max(1);
-    let comms = ThreadComm::world_with_timeout(world, PATIENCE);
-    let load_rank = |(rank, comm): (usize, ThreadComm)| -> Result<(Rank, Exec, serde_json::Value)> {
-        let comm: Arc<dyn Communicator> = Arc::new(comm);
+    // A size that the geometry cannot cut is a mistake in the call, found before anything is loaded.
+    let slices = |rank| -> Result<_> {
         let geometry = parallel.geometry(rank)?;
-        let mut ex = Exec::cpu().with_isa(ex.isa())?.with_threads(threads)?;
-        let loaded = ParallelGroups::new(&geometry, comm.clone(), &mut ex)
-            .map_err(anyhow::Error::new)
-            .and_then(|groups| Ok((load_part(source, &geometry, &groups)?, groups)));
-        let ((model, backend), groups) = loaded.inspect_err(|e| comm.abort(&format!("{e:#}")))?;
-        Ok((Rank { model, geometry, groups }, ex, backend))
+        let slices = F::slices(source.config, &geometry, source.has).map_err(|e| usage(e.to_string()))?;
+        Ok((geometry, slices))
     };
+    let places = (0..world).map(slices).collect::<Result<Vec<_>>>()?;
+    let load_rank =
+        |(comm, (geometry, slices)): (ThreadComm, Place)| -> Result<(Rank, Exec, serde_json::Value)> {
+            let comm: Arc<dyn Communicator> = Arc::new(comm);
+            let mut ex = Exec::cpu().with_isa(ex.isa())?.with_threads(threads)?;
+            let loaded = ParallelGroups::new(&geometry, comm.clone(), &mut ex)
+                .map_err(anyhow::Error::new)
+                .and_then(|groups| Ok((load_part(source, slices, &geometry, &groups)?, groups)));
+            let ((model, backend), groups) = loaded.inspect_err(|e| comm.abort(&format!("{e:#}")))?;
+            Ok((Rank { model, geometry, groups }, ex, backend))
+        };
+    let comms = ThreadComm::world_with_timeout(world, PATIENCE);
     let load_rank = &load_rank;
     let ranks = std::thread::scope(|scope| {
         let threads: Vec<_> =
-            comms.into_iter().enumerate().map(|place| scope.spawn(move || load_rank(place))).collect();
+            comms.into_iter().zip(places).map(|place| scope.spawn(move || load_rank(place))).collect();
         let joined = threads.into_iter().map(|thread| thread.join());
-        joined
-            .map(|rank| rank.map_err(|_| anyhow!("a rank panicked while it loaded"))?)
-            .collect::<Result<Vec<_>>>()
+        let rank = |joined: std::thread::Result<Result<_>>| {
+            joined.map_err(|panic| anyhow!("a rank panicked while it loaded: {}", panic_text(&*panic)))?
+        };
+        joined.map(rank).collect::<Result<Vec<_>>>()
     })?;
     let mut ranks = ranks.into_iter();
     let first = parallel.geometry(0)?;
@@ -94,11 +105,10 @@ where
 /// The part of one rank.
 fn load_part<F: ModelFamily>(
     source: &Source<F>,
+    slices: Vec<TensorSlice>,
     geometry: &Geometry,
     groups: &ParallelGroups,
 ) -> Result<(Box<dyn CausalLm>, serde_json::Value)> {
-    // A size that the geometry cannot cut is a mistake in the call.
-    let slices = F::slices(source.config, geometry, source.has).map_err(|e| usage(e.to_string()))?;
     let options = LoadOptions {
         backend: source.backend.map(str::to_string),
         context: BlockContext {

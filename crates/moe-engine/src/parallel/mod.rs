@@ -9,5 +9,5 @@ mod ranks;
 
 pub use args::ParallelArgs;
 pub use load::{Replica, Source, load};
-pub(crate) use ranks::AbortOnPanic;
+pub(crate) use ranks::{AbortOnPanic, panic_text};
 pub use ranks::{LocalRanks, Rank};

@@ -7,7 +7,7 @@
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Error, Result, bail};
 use model_runtime::{
     CausalLm, Exec, KvCache, ModelInfo, Observer, ParallelGroups, Router, StepContext, StepViews, View,
     ViewMut,
@@ -89,7 +89,10 @@ impl CausalLm for LocalRanks {
             for (thread, follower) in threads.into_iter().zip(&self.followers) {
                 let ended = match thread.map(|thread| thread.join()) {
                     Ok(Ok(ended)) => ended,
-                    Ok(Err(panic)) => Err(panicked(&follower.rank, panic.as_ref())),
+                    Ok(Err(panic)) => {
+                        let rank = follower.rank.geometry.rank;
+                        Err(Error::msg(format!("rank {rank} panicked: {}", panic_text(panic.as_ref()))))
+                    }
                     Err(e) => Err(e.into()),
                 };
                 result = result.and(ended);
@@ -181,8 +184,8 @@ impl Drop for AbortOnPanic<'_> {
     }
 }
 
-fn panicked(rank: &Rank, panic: &(dyn Any + Send)) -> candle_core::Error {
+/// The text of a panic, where it has one.
+pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
-    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message");
-    candle_core::Error::msg(format!("rank {} panicked: {text}", rank.geometry.rank))
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }

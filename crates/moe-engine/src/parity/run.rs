@@ -44,10 +44,10 @@ struct Sequences {
 }
 
 impl Sequences {
-    fn new(model: &dyn CausalLm, batch: usize, tokens: usize) -> Result<Self> {
+    fn new(model: &dyn CausalLm, batch: usize, tokens: usize, ex: &Exec) -> Result<Self> {
         let per_sequence = tokens.div_ceil(BLOCK_SIZE);
         let mut allocator = BlockAllocator::new(batch * per_sequence)?;
-        let kv = KvCache::new(model.info().kv, batch * per_sequence, BLOCK_SIZE)?;
+        let kv = KvCache::new_on(ex.device(), model.info().kv, batch * per_sequence, BLOCK_SIZE)?;
         let mut blocks = Vec::new();
         for _ in 0..batch {
             let mut table = SequenceBlocks::new();
@@ -72,12 +72,12 @@ impl Sequences {
 
 /// One pass over the reference's input, all sequences at once.
 pub fn teacher_forced(model: &dyn CausalLm, reference: &Reference, ex: &mut Exec) -> Result<Observations> {
-    let mut sequences = Sequences::new(model, reference.batch, reference.length)?;
+    let mut sequences = Sequences::new(model, reference.batch, reference.length, ex)?;
     let tokens: Vec<&[u32]> = (0..reference.batch).map(|b| reference.sequence(b)).collect();
     let mut seen = Observations::default();
     let step = sequences.step(&tokens, 0, reference.length, LogitsRows::All)?;
     let logits = run_step(model, &step, &mut sequences.kv, Some(&mut seen), ex)?;
-    seen.logits = logits.view().to_f32_vec()?;
+    seen.logits = ex.to_host(logits.view())?.view().to_f32_vec()?;
     Ok(seen)
 }
 
@@ -85,7 +85,7 @@ pub fn teacher_forced(model: &dyn CausalLm, reference: &Reference, ex: &mut Exec
 /// ordinary token.
 pub fn greedy(model: &dyn CausalLm, reference: &Reference, count: usize, ex: &mut Exec) -> Result<Vec<u32>> {
     let (batch, length, vocab) = (reference.batch, reference.length, model.info().vocab_size);
-    let mut sequences = Sequences::new(model, batch, length + count)?;
+    let mut sequences = Sequences::new(model, batch, length + count, ex)?;
     let mut generated: Vec<Vec<u32>> = vec![Vec::new(); batch];
     for n in 0..count {
         let start = if n == 0 { 0 } else { length + n - 1 };
@@ -93,6 +93,7 @@ pub fn greedy(model: &dyn CausalLm, reference: &Reference, count: usize, ex: &mu
             (0..batch).map(|b| if n == 0 { reference.sequence(b) } else { &generated[b][n - 1..] }).collect();
         let step = sequences.step(&tokens, start, length, LogitsRows::Last)?;
         let logits = run_step(model, &step, &mut sequences.kv, None, ex)?;
+        let logits = ex.to_host(logits.view())?;
         for (tokens, row) in generated.iter_mut().zip(logits.view().cpu::<f32>()?.chunks_exact(vocab)) {
             tokens.push(argmax(row) as u32);
         }

@@ -41,10 +41,17 @@ impl ExpertWeights {
     pub fn load(spec: &LoadSpec, vb: VarBuilder) -> Result<Self> {
         spec.check()?;
         let device = vb.device().clone();
+        let on_device = vb.clone();
         let vb = vb.set_device(Device::Cpu);
         let dtype = vb.dtype();
         let loader = Loader { spec, packed: vb.contains_tensor("gate_up_proj"), vb };
-        let load = |pack| -> Result<Tensor> {
+        let load = |pack: Pack| -> Result<Tensor> {
+            // A whole pack on a device comes from the checkpoint (or is made) without a stop here.
+            if loader.packed && spec.is_whole() && !device.is_cpu() && spec.num_local() > 0 {
+                let mut dims = pack.expert_dims(spec.hidden_size, spec.intermediate_size);
+                dims.insert(0, spec.num_experts);
+                return on_device.get(dims, pack.name())?.contiguous();
+            }
             let tensor = with_float!(dtype, "load experts", T => loader.load::<T>(pack))?;
             tensor.to_device(&device)
         };

@@ -3,11 +3,12 @@
 //! This is vLLM's `moe_align_block_size`. A block-tiled grouped GEMM launches one tile row per
 //! block, reads the block's expert once and needs no search. Output sizes are bounded by the
 //! number of slots, so buffers are made for the maximum before a graph is captured, and the
-//! kernel stops at the device-side count.
+//! kernel stops at the device-side count. These ops run on the CPU; the CUDA kernels that work by blocks
+//! align by themselves.
 
 use candle_core::{DType, Result, bail};
 
-use super::{ExpertMap, checked_ids};
+use super::{ExpertMap, check_ids, check_map};
 use crate::door::{expect_dims, expect_dtype};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
@@ -118,7 +119,9 @@ pub fn align_tokens_into(
     ex: &mut Exec,
 ) -> Result<()> {
     const OP: &str = "align_tokens";
-    let ids = checked_ids(OP, topk_ids)?;
+    check_ids(OP, topk_ids)?;
+    check_map(OP, expert_map)?;
+    let ids = topk_ids.cpu::<u32>()?;
     let max = max_aligned_sizes(ids.len(), num_local, block_size)?;
     let mut out = out.open(OP, max, ids.len() as u32)?;
     let map = ExpertMap::new(OP, expert_map, num_local)?;

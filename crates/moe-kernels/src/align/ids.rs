@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Result, bail};
 
-use super::{ExpertMap, checked_ids};
+use super::{ExpertMap, check_ids, check_map};
 use crate::door::{expect_dims, expect_dtype};
 use crate::exec::Exec;
 use crate::routed::NO_EXPERT;
@@ -19,12 +19,19 @@ use crate::view::{View, ViewMut};
 ///
 /// # Errors
 /// Wrong dtypes or dims; an id outside of `expert_map`; a map entry below -1.
-pub fn mask_nonlocal_into(topk_ids: View, expert_map: View, mut out: ViewMut, _ex: &mut Exec) -> Result<()> {
+pub fn mask_nonlocal_into(topk_ids: View, expert_map: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     const OP: &str = "mask_nonlocal";
-    let ids = checked_ids(OP, topk_ids)?;
-    let map = ExpertMap::new(OP, Some(expert_map), i32::MAX as usize)?;
+    check_ids(OP, topk_ids)?;
+    check_map(OP, Some(expert_map))?;
     expect_dtype(OP, "out", &out, DType::U32)?;
     expect_dims(OP, "out", &out, topk_ids.dims())?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::mask_nonlocal(ex.cuda(OP)?, OP, topk_ids, expert_map, out);
+    }
+    let _ = ex;
+    let ids = topk_ids.cpu::<u32>()?;
+    let map = ExpertMap::new(OP, Some(expert_map), i32::MAX as usize)?;
     for (out, &id) in out.cpu_mut::<u32>()?.iter_mut().zip(ids) {
         *out = if map.local(id)?.is_some() { id } else { NO_EXPERT };
     }
@@ -46,15 +53,21 @@ pub fn contiguous_local_ids_into(
     rank: usize,
     num_local: usize,
     mut out: ViewMut,
-    _ex: &mut Exec,
+    ex: &mut Exec,
 ) -> Result<()> {
     const OP: &str = "contiguous_local_ids";
-    let ids = checked_ids(OP, topk_ids)?;
+    check_ids(OP, topk_ids)?;
     expect_dtype(OP, "out", &out, DType::U32)?;
     expect_dims(OP, "out", &out, topk_ids.dims())?;
     let Some(first) = rank.checked_mul(num_local).and_then(|first| u32::try_from(first).ok()) else {
         bail!("{OP}: rank {rank} with {num_local} local experts does not fit in u32 ids")
     };
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::local_ids(ex.cuda(OP)?, OP, topk_ids, first, num_local, out);
+    }
+    let _ = ex;
+    let ids = topk_ids.cpu::<u32>()?;
     for (out, &id) in out.cpu_mut::<u32>()?.iter_mut().zip(ids) {
         let slot = id.checked_sub(first).filter(|&slot| id != NO_EXPERT && (slot as usize) < num_local);
         *out = slot.unwrap_or(NO_EXPERT);

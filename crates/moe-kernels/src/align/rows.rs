@@ -7,7 +7,7 @@
 use candle_core::{DType, Result, bail};
 use rayon::prelude::*;
 
-use crate::door::{Shaped, expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3, expect_stream};
 use crate::element::{Element, Float};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
@@ -26,12 +26,20 @@ pub struct RowBatches<'a> {
 }
 
 impl<'a> RowBatches<'a> {
-    /// The slots of each expert, checked against a buffer of E_local experts with `max_tokens`
-    /// rows each.
-    fn groups(&self, op: &str, num_local: usize, max_tokens: usize) -> Result<Vec<&'a [u32]>> {
+    /// Checks dims and dtypes for T tokens and E_local experts.
+    fn check(&self, op: &str, tokens: usize, num_local: usize) -> Result<()> {
         expect_dtype(op, "offsets", &self.offsets, DType::U32)?;
         expect_dims(op, "offsets", &self.offsets, &[num_local + 1])?;
         expect_dtype(op, "slots", &self.slots, DType::U32)?;
+        match tokens.checked_mul(self.top_k) {
+            Some(len) => expect_dims(op, "slots", &self.slots, &[len]),
+            None => bail!("{op}: {tokens} tokens of {} slots overflow", self.top_k),
+        }
+    }
+
+    /// The slots of each expert, checked against a buffer of E_local experts with `max_tokens`
+    /// rows each.
+    fn groups(&self, op: &str, num_local: usize, max_tokens: usize) -> Result<Vec<&'a [u32]>> {
         let (offsets, slots) = (self.offsets.cpu::<u32>()?, self.slots.cpu::<u32>()?);
         let mut groups = Vec::with_capacity(num_local);
         for (e, range) in offsets.windows(2).enumerate() {
@@ -64,7 +72,8 @@ impl<'a> RowBatches<'a> {
 /// | `expert_num_tokens` | out: \[E_local\] u32 rows per local expert |
 ///
 /// # Errors
-/// Wrong dtypes or dims; an expert with more than `max_tokens` rows; slots out of range.
+/// Wrong dtypes or dims; on the CPU also an expert with more than `max_tokens` rows and slots out of
+/// range, which on CUDA are left out.
 pub fn batch_rows_into(
     rows: View,
     batches: &RowBatches,
@@ -77,9 +86,13 @@ pub fn batch_rows_into(
     let (num_local, max_tokens, _) = expect_rank3(OP, "out", &out)?;
     expect_dims(OP, "out", &out, &[num_local, max_tokens, hidden])?;
     expect_dtype(OP, "out", &out, rows.dtype())?;
-    expect_slots(OP, &batches.slots, tokens, batches.top_k)?;
+    batches.check(OP, tokens, num_local)?;
     expect_dtype(OP, "expert_num_tokens", &expert_num_tokens, DType::U32)?;
     expect_dims(OP, "expert_num_tokens", &expert_num_tokens, &[num_local])?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::batch_rows(ex.cuda(OP)?, OP, rows, batches, out, expert_num_tokens);
+    }
     let groups = batches.groups(OP, num_local, max_tokens)?;
     for (count, group) in expert_num_tokens.cpu_mut::<u32>()?.iter_mut().zip(&groups) {
         *count = group.len() as u32;
@@ -112,14 +125,18 @@ pub fn batch_rows_into(
 /// | `out` | [T, K, H] of the same dtype; rows of slots in no group are left untouched |
 ///
 /// # Errors
-/// Wrong dtypes or dims; an expert with more than `max_tokens` rows; slots out of range.
+/// As [`batch_rows_into`].
 pub fn unbatch_rows_into(rows: View, batches: &RowBatches, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     const OP: &str = "unbatch_rows";
     let (num_local, max_tokens, hidden) = expect_rank3(OP, "rows", &rows)?;
     let (tokens, _, _) = expect_rank3(OP, "out", &out)?;
     expect_dims(OP, "out", &out, &[tokens, batches.top_k, hidden])?;
     expect_dtype(OP, "out", &out, rows.dtype())?;
-    expect_slots(OP, &batches.slots, tokens, batches.top_k)?;
+    batches.check(OP, tokens, num_local)?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::unbatch_rows(ex.cuda(OP)?, OP, rows, batches, out);
+    }
     let groups = batches.groups(OP, num_local, max_tokens)?;
     if out.elem_count() == 0 {
         return Ok(());
@@ -163,6 +180,10 @@ pub fn scale_rows_into(rows: View, scale: View, mut out: ViewMut, ex: &mut Exec)
     expect_dims(OP, "scale", &scale, &[tokens, 1])?;
     expect_dtype(OP, "out", &out, rows.dtype())?;
     expect_dims(OP, "out", &out, rows.dims())?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::scale_rows(ex.cuda(OP)?, OP, rows, scale, out);
+    }
     if out.elem_count() == 0 {
         return Ok(());
     }
@@ -193,12 +214,16 @@ pub fn copy_rows_into(rows: View, mut out: ViewMut, ex: &mut Exec) -> Result<()>
     const OP: &str = "copy_rows";
     expect_matrix(OP, "rows", &rows)?;
     expect_dims(OP, "out", &out, rows.dims())?;
+    expect_stream(OP, "rows", &rows, out.dtype())?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::copy(ex.cuda(OP)?, OP, rows, out);
+    }
     with_float!(out.dtype(), OP, T => {
         if rows.dtype() == T::DTYPE {
             out.cpu_mut::<T>()?.copy_from_slice(rows.cpu()?);
             return Ok(());
         }
-        expect_dtype(OP, "rows", &rows, DType::F32)?;
         let (rows, out) = (rows.cpu::<f32>()?, out.cpu_mut::<T>()?);
         ex.install(|| out.par_iter_mut().zip(rows).for_each(|(to, &x)| *to = T::narrow(x)));
         Ok(())
@@ -209,18 +234,16 @@ pub fn copy_rows_into(rows: View, mut out: ViewMut, ex: &mut Exec) -> Result<()>
 ///
 /// # Errors
 /// An `out` that is not f32.
-pub fn fill_into(value: f32, mut out: ViewMut, _ex: &mut Exec) -> Result<()> {
-    expect_dtype("fill", "out", &out, DType::F32)?;
+pub fn fill_into(value: f32, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    const OP: &str = "fill";
+    expect_dtype(OP, "out", &out, DType::F32)?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::fill(ex.cuda(OP)?, OP, value, out);
+    }
+    let _ = ex;
     out.cpu_mut::<f32>()?.fill(value);
     Ok(())
-}
-
-/// Fails unless there is one slot for each of K experts of each token.
-fn expect_slots(op: &str, slots: &impl Shaped, tokens: usize, top_k: usize) -> Result<()> {
-    match tokens.checked_mul(top_k) {
-        Some(len) => expect_dims(op, "slots", slots, &[len]),
-        None => bail!("{op}: {tokens} tokens of {top_k} slots overflow"),
-    }
 }
 
 #[cfg(test)]

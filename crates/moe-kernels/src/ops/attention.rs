@@ -66,6 +66,11 @@ pub fn paged_attention_into(
     expect_dtype(op, "v_cache", &v_cache, k_cache.dtype())?;
     expect_dims(op, "out", &out, &[t, hq * d])?;
     expect_dtype(op, "out", &out, k_cache.dtype())?;
+    check_meta(op, meta, t)?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::attention::paged_attention(q, k_cache, v_cache, meta, out, ex);
+    }
     let sequences = check_sequences(op, meta, t, k_cache.dims()[0], k_cache.dims()[2])?;
     with_float!(k_cache.dtype(), op, T => match q.dtype() {
         DType::F32 => run::<T, f32>(q, k_cache, v_cache, meta, &sequences, out, ex),
@@ -73,15 +78,9 @@ pub fn paged_attention_into(
     })
 }
 
-/// Checks every index that the kernel will follow.
-fn check_sequences<'a>(
-    op: &str,
-    meta: &AttentionMeta<'a>,
-    t: usize,
-    num_blocks: usize,
-    block_size: usize,
-) -> Result<Vec<Sequence<'a>>> {
-    let (s, max_blocks) = expect_matrix(op, "block_tables", &meta.block_tables)?;
+/// Checks dims and dtypes.
+pub(super) fn check_meta(op: &str, meta: &AttentionMeta, t: usize) -> Result<()> {
+    let (s, _) = expect_matrix(op, "block_tables", &meta.block_tables)?;
     expect_dtype(op, "block_tables", &meta.block_tables, DType::U32)?;
     expect_dims(op, "query_start_loc", &meta.query_start_loc, &[s + 1])?;
     expect_dtype(op, "query_start_loc", &meta.query_start_loc, DType::U32)?;
@@ -90,6 +89,18 @@ fn check_sequences<'a>(
     if meta.sliding_window == Some(0) {
         bail!("{op}: expected a sliding_window of at least 1, got 0")
     }
+    Ok(())
+}
+
+/// Checks every index that the kernel will follow; [`check_meta`] has passed.
+fn check_sequences<'a>(
+    op: &str,
+    meta: &AttentionMeta<'a>,
+    t: usize,
+    num_blocks: usize,
+    block_size: usize,
+) -> Result<Vec<Sequence<'a>>> {
+    let (s, max_blocks) = (meta.block_tables.dims()[0], meta.block_tables.dims()[1]);
     let starts = meta.query_start_loc.cpu::<u32>()?;
     let ascending = starts.first() == Some(&0) && starts.is_sorted();
     if !ascending || starts.last().is_none_or(|&last| last as usize > t) {

@@ -12,7 +12,7 @@ use crate::view::{View, ViewMut};
 use crate::with_float;
 
 /// out\[t\] = Σ_k topk_weights[t, k] · slots[t, k], with k ascending in f32 and one rounding.
-/// Slots whose id is [`NO_EXPERT`](crate::NO_EXPERT)(crate::NO_EXPERT) are skipped and never read.
+/// Slots whose id is [`NO_EXPERT`](crate::NO_EXPERT) are skipped and never read.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -38,6 +38,10 @@ pub fn weighted_sum_into(
     expect_dims(op, "topk_weights", &topk_weights, &[t, k])?;
     expect_dtype(op, "topk_weights", &topk_weights, DType::F32)?;
     expect_dims(op, "out", &out, &[t, h])?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::weighted_sum(ex.cuda(op)?, op, slots, topk_ids, topk_weights, out);
+    }
     with_float!(out.dtype(), op, T => run::<T>(slots, topk_ids, topk_weights, out, ex))
 }
 

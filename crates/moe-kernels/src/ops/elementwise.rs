@@ -21,13 +21,18 @@ use crate::with_float;
 ///
 /// # Errors
 /// A wrong dtype or wrong dims; an id that is not below V.
-pub fn embedding_into(table: View, ids: View, out: ViewMut, _ex: &mut Exec) -> Result<()> {
+pub fn embedding_into(table: View, ids: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "embedding";
     let (v, h) = expect_matrix(op, "table", &table)?;
     expect_dtype(op, "ids", &ids, DType::U32)?;
     expect_dims(op, "ids", &ids, &[ids.elem_count()])?;
     expect_dims(op, "out", &out, &[ids.elem_count(), h])?;
     expect_stream(op, "out", &out, table.dtype())?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::rows::embedding(table, ids, out, ex);
+    }
+    let _ = ex;
     let ids = ids.cpu::<u32>()?;
     if let Some((t, id)) = ids.iter().enumerate().find(|(_, id)| **id as usize >= v) {
         bail!("{op}: id {id} at position {t} is out of range; expected 0..{v}")
@@ -69,6 +74,10 @@ pub fn rms_norm_into(x: View, weight: View, eps: f32, out: ViewMut, ex: &mut Exe
     expect_stream(op, "x", &x, weight.dtype())?;
     expect_dims(op, "out", &out, &[r, d])?;
     expect_dtype(op, "out", &out, weight.dtype())?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::rows::rms_norm(x, weight, eps, out, ex);
+    }
     with_float!(weight.dtype(), op, T => match x.dtype() {
         DType::F32 => norm::<T, f32>(x, weight, eps, out, ex),
         _ => norm::<T, T>(x, weight, eps, out, ex),
@@ -95,6 +104,10 @@ fn norm<T: Lanes, S: Lanes>(x: View, weight: View, eps: f32, mut out: ViewMut, e
 pub fn add_into(x: View, acc: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "add";
     expect_dims(op, "acc", &acc, x.dims())?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::add(ex.cuda(op)?, op, x, acc);
+    }
     with_float!(x.dtype(), op, T => with_float!(acc.dtype(), op, S => add::<T, S>(x, acc, ex)))
 }
 
@@ -134,6 +147,10 @@ pub fn add_rms_norm_into(
     expect_dtype(op, "residual", &residual, delta.dtype())?;
     expect_dims(op, "out", &out, &[t, h])?;
     expect_dtype(op, "out", &out, weight.dtype())?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::rows::add_rms_norm(delta, weight, eps, residual, out, ex);
+    }
     with_float!(weight.dtype(), op, T => match delta.dtype() {
         DType::F32 => add_norm::<T, f32>(delta, weight, eps, residual, out, ex),
         _ => add_norm::<T, T>(delta, weight, eps, residual, out, ex),
@@ -173,6 +190,10 @@ pub fn softmax_into(x: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     expect_dtype(op, "x", &x, DType::F32)?;
     expect_dims(op, "out", &out, &[r, n])?;
     expect_dtype(op, "out", &out, DType::F32)?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::softmax(ex.cuda(op)?, op, x, out);
+    }
     let (x, out) = (x.cpu::<f32>()?, out.cpu_mut::<f32>()?);
     let Some(chunk) = rows_per_task(ex, x.len(), n) else { return Ok(()) };
     let tasks = out.chunks_mut(chunk).zip(x.chunks(chunk)).collect();

@@ -16,6 +16,8 @@ use crate::with_float;
 /// Which rows each local expert computes.
 ///
 /// Grouped slots are numbered 0..P; those of expert e are `offsets[e]..offsets[e + 1]`.
+///
+/// The CPU checks every index. On CUDA a row number beyond its array reads zeros or writes nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertGroups<'a> {
     /// [E_local + 1] u32, ascending, from 0 to at most P: the slots of each local expert.
@@ -39,7 +41,8 @@ impl<'a> ExpertGroups<'a> {
         self.in_rows.elem_count()
     }
 
-    fn check(&self, op: &str, experts: usize) -> Result<Checked<'a>> {
+    /// Checks dims and dtypes.
+    pub(super) fn check_views(&self, op: &str, experts: usize) -> Result<()> {
         let p = self.len();
         for (name, view, len) in [
             ("offsets", &self.offsets, experts + 1),
@@ -49,6 +52,12 @@ impl<'a> ExpertGroups<'a> {
             expect_dtype(op, name, view, DType::U32)?;
             expect_dims(op, name, view, &[len])?;
         }
+        Ok(())
+    }
+
+    /// The indices, once [`check_views`](Self::check_views) has passed; fails unless offsets ascend.
+    fn check(&self, op: &str) -> Result<Checked<'a>> {
+        let p = self.len();
         let offsets = self.offsets.cpu::<u32>()?;
         let ascending = offsets.first() == Some(&0) && offsets.is_sorted();
         if !ascending || offsets.last().is_none_or(|&last| last as usize > p) {
@@ -57,9 +66,9 @@ impl<'a> ExpertGroups<'a> {
         Ok(Checked { offsets, in_rows: self.in_rows.cpu()?, out_rows: self.out_rows.cpu()? })
     }
 
-    /// The groups of `experts` experts that write to `rows` rows, each at most once.
-    pub(super) fn check_out(&self, op: &str, experts: usize, rows: usize) -> Result<Checked<'a>> {
-        let groups = self.check(op, experts)?;
+    /// As [`check`](Self::check), for groups that write to `rows` rows, each at most once.
+    pub(super) fn check_out(&self, op: &str, rows: usize) -> Result<Checked<'a>> {
+        let groups = self.check(op)?;
         groups.expect_below(op, "out_rows", groups.out_rows, rows)?;
         groups.expect_distinct(op, "out_rows", groups.out_rows, rows)?;
         Ok(groups)
@@ -128,7 +137,12 @@ pub fn grouped_gate_up_into(
     }
     expect_dims(op, "out", &out, &[groups.len(), two_i / 2])?;
     expect_dtype(op, "out", &out, x.dtype())?;
-    let groups = groups.check(op, e)?;
+    groups.check_views(op, e)?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::gate_up(ex.cuda(op)?, op, x, groups, (w13, w13_bias), activation, out);
+    }
+    let groups = groups.check(op)?;
     groups.expect_below(op, "in_rows", groups.in_rows, r)?;
     with_float!(x.dtype(), op, T => gate_up::<T>(x, &groups, w13, w13_bias, activation, out, ex))
 }
@@ -194,7 +208,12 @@ pub fn grouped_down_into(
     let (s, _) = expect_matrix(op, "out", &out)?;
     expect_dims(op, "out", &out, &[s, h])?;
     expect_dtype(op, "out", &out, DType::F32)?;
-    let groups = groups.check_out(op, e, s)?;
+    groups.check_views(op, e)?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::down(ex.cuda(op)?, op, x, groups, (w2, w2_bias), out);
+    }
+    let groups = groups.check_out(op, s)?;
     with_float!(x.dtype(), op, T => down::<T>(x, &groups, w2, w2_bias, out, ex))
 }
 

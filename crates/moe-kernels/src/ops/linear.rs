@@ -76,6 +76,10 @@ fn product(
     if u32::try_from(t).is_err() {
         bail!("{op}: {t} rows are more than a u32 counts; split them")
     }
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::linear::linear(op, x, w, bias, out, ex);
+    }
     with_float!(x.dtype(), op, X => {
         if out.dtype() == DType::F32 {
             run::<X, f32>(segments, x, w, bias, out, ex)

@@ -9,6 +9,7 @@ mod elementwise;
 mod experts;
 mod linear;
 mod qk_norm_rope;
+mod scaled;
 mod segments;
 
 pub use crate::cpu::attention::ATTENTION_BLOCK;
@@ -17,5 +18,6 @@ pub use combine::weighted_sum_into;
 pub use elementwise::{add_into, add_rms_norm_into, embedding_into, rms_norm_into, softmax_into};
 pub use experts::{ExpertGroups, grouped_down_into, grouped_gate_up_into};
 pub use linear::{linear_into, linear_row_parallel_into, row_parallel_segments};
-pub use qk_norm_rope::{QkNormRope, qk_norm_rope_cache_into};
+pub use qk_norm_rope::{QkNormRope, qk_norm_rope_cache_into, rope_attention_into};
+pub use scaled::{add_scaled_into, one_group_into, sigmoid_into};
 pub use segments::{Segment, grouped_down_segment_into, linear_segment_into};

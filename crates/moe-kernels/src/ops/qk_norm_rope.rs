@@ -2,6 +2,9 @@
 
 use candle_core::{DType, Result, bail};
 
+#[cfg(feature = "cuda")]
+use super::attention::check_meta;
+use super::attention::{AttentionMeta, paged_attention_into};
 use crate::cpu::parallel::for_each;
 use crate::cpu::rope::{NO_SLOT, RopeCache};
 use crate::cpu::shared::Shared;
@@ -43,7 +46,7 @@ pub struct QkNormRope<'a> {
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `args` | see [`QkNormRope`] |
-/// | `q_out` | [T, Hq, D] dtype of `qkv` |
+/// | `q_out` | [T, Hq, D] dtype of `qkv`; on CUDA also the model dtype |
 /// | `k_cache`, `v_cache` | [num_blocks, Hkv, block_size, D] model dtype (f32, bf16, f16) |
 ///
 /// # Errors
@@ -56,20 +59,27 @@ pub fn qk_norm_rope_cache_into(
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "qk_norm_rope_cache";
-    let slots = check(op, args, &q_out, &k_cache, &v_cache)?;
+    let num_slots = check(op, args, &k_cache, &v_cache)?;
+    expect_dims(op, "q_out", &q_out, &[args.qkv.rows(), args.num_heads, args.head_dim])?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        expect_stream(op, "q_out", &q_out, k_cache.dtype())?;
+        return crate::cuda::attention::qk_norm_rope_cache(args, q_out, k_cache, v_cache, ex);
+    }
+    expect_dtype(op, "q_out", &q_out, args.qkv.dtype())?;
+    let slots = args.slot_mapping.cpu::<u32>()?;
+    let bad = |slot: u32| slot != NO_SLOT && slot as usize >= num_slots;
+    if let Some((i, slot)) = slots.iter().enumerate().find(|(_, slot)| bad(**slot)) {
+        bail!("{op}: slot_mapping[{i}] is {slot}; the cache holds {num_slots} slots")
+    }
     with_float!(k_cache.dtype(), op, T => match args.qkv.dtype() {
         DType::F32 => run::<T, f32>(args, slots, q_out, k_cache, v_cache, ex),
         _ => run::<T, T>(args, slots, q_out, k_cache, v_cache, ex),
     })
 }
 
-fn check<'a>(
-    op: &str,
-    args: &QkNormRope<'a>,
-    q_out: &ViewMut,
-    k_cache: &ViewMut,
-    v_cache: &ViewMut,
-) -> Result<&'a [u32]> {
+/// Checks dims and dtypes; returns the number of slots of the cache.
+fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> Result<usize> {
     let (hq, hkv, d) = (args.num_heads, args.num_kv_heads, args.head_dim);
     if d == 0 || !d.is_multiple_of(2) {
         bail!("{op}: expected an even head_dim above 0, got {d}")
@@ -90,19 +100,48 @@ fn check<'a>(
         expect_dims(op, name, table, &[t, d / 2])?;
         expect_dtype(op, name, table, DType::F32)?;
     }
-    expect_dims(op, "q_out", q_out, &[t, hq, d])?;
-    expect_dtype(op, "q_out", q_out, args.qkv.dtype())?;
     let num_slots = expect_cache(op, "k_cache", k_cache, hkv, d)?;
     expect_dims(op, "v_cache", v_cache, k_cache.dims())?;
     expect_dtype(op, "v_cache", v_cache, dtype)?;
     expect_dims(op, "slot_mapping", &args.slot_mapping, &[t])?;
     expect_dtype(op, "slot_mapping", &args.slot_mapping, DType::U32)?;
-    let slots = args.slot_mapping.cpu::<u32>()?;
-    let bad = |slot: u32| slot != NO_SLOT && slot as usize >= num_slots;
-    if let Some((i, slot)) = slots.iter().enumerate().find(|(_, slot)| bad(**slot)) {
-        bail!("{op}: slot_mapping[{i}] is {slot}; the cache holds {num_slots} slots")
+    Ok(num_slots)
+}
+
+/// [`qk_norm_rope_cache_into`], then [`paged_attention_into`](crate::paged_attention_into): the
+/// attention of a layer between its two products. On CUDA the two are one launch if
+/// `one_row_each` says that row i of the step is the one new row of sequence i.
+///
+/// `out` is [T, Hq · D] in the model dtype, the other arguments those of the two ops.
+///
+/// # Errors
+/// Those of the two ops.
+pub fn rope_attention_into(
+    args: &QkNormRope,
+    meta: &AttentionMeta,
+    one_row_each: bool,
+    mut k_cache: ViewMut,
+    mut v_cache: ViewMut,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (t, heads, d, model) = (args.qkv.rows(), args.num_heads, args.head_dim, k_cache.dtype());
+    #[cfg(feature = "cuda")]
+    if one_row_each && crate::cuda::attention::decode_fits(args, k_cache.as_view(), ex) {
+        let op = "rope_attention";
+        check(op, args, &k_cache, &v_cache)?;
+        check_meta(op, meta, t)?;
+        expect_dims(op, "block_tables", &meta.block_tables, &[t, meta.block_tables.dims()[1]])?;
+        expect_dims(op, "out", &out, &[t, heads * d])?;
+        expect_dtype(op, "out", &out, model)?;
+        return crate::cuda::attention::decode_attention(args, meta, k_cache, v_cache, out, ex);
     }
-    Ok(slots)
+    let _ = one_row_each;
+    // The CPU rounds q never, CUDA as it becomes an operand of the tensor cores.
+    let q_dtype = if ex.is_cuda() { model } else { args.qkv.dtype() };
+    let mut q = ex.scratch(q_dtype, &[t, heads, d])?;
+    qk_norm_rope_cache_into(args, q.view_mut(), k_cache.reborrow(), v_cache.reborrow(), ex)?;
+    paged_attention_into(q.view(), k_cache.as_view(), v_cache.as_view(), meta, out, ex)
 }
 
 /// Number of slots of a cache [num_blocks, Hkv, block_size, D]; fails for other dims.

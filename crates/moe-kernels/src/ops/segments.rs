@@ -88,7 +88,8 @@ pub fn grouped_down_segment_into(
     expect_dims(op, "out", &out, &[s, h])?;
     expect_dtype(op, "out", &out, DType::F32)?;
     let columns = segment.columns(op, i)?;
-    let Checked { offsets, out_rows, .. } = groups.check_out(op, e, s)?;
+    groups.check_views(op, e)?;
+    let Checked { offsets, out_rows, .. } = groups.check_out(op, s)?;
     with_float!(x.dtype(), op, T => run::<T>((x, w2), (h, i), columns, offsets, Some(out_rows), out, ex))
 }
 

@@ -1,0 +1,213 @@
+//! A step's arrays on a CUDA device: one block of words, copied with one transfer.
+//!
+//! ```text
+//! valid_rows | token_ids | positions | slot_mapping | rope_len | feed | query_start_loc
+//!            | block_tables | logits_rows | sampling parameters
+//! ```
+//!
+//! Each array begins at a multiple of four words. Where it lies depends on the [`Shape`] alone, so that a
+//! captured graph of a shape serves every step that is padded to it.
+
+use candle_core::{DType, Result, bail};
+
+use moe_kernels::cuda::{PinnedWords, SAMPLE_WORDS, SampleParams, feed_tokens_into};
+use moe_kernels::{Buffer, Exec, View};
+
+use crate::step::{Step, StepViews};
+
+/// Sizes of a step's arrays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// Rows T.
+    pub rows: usize,
+    /// Sequences S.
+    pub sequences: usize,
+    /// Columns of the block tables.
+    pub max_blocks: usize,
+    /// Rows R whose logits are wanted.
+    pub logits: usize,
+}
+
+/// What a step brings for sampling on the device.
+#[derive(Clone, Debug)]
+pub struct Extras {
+    /// Per row of the step: the row of the step before whose sampled token it takes; u32::MAX = it has
+    /// its own.
+    pub feed: Vec<u32>,
+    /// Per wanted row of logits.
+    pub sampling: Vec<SampleParams>,
+}
+
+impl Extras {
+    /// No token comes from the step before, and nothing is sampled.
+    pub fn none(step: &Step) -> Self {
+        Self { feed: vec![u32::MAX; step.num_tokens()], sampling: vec![PADDING; step.num_logits()] }
+    }
+}
+
+/// A row that draws nothing.
+const PADDING: SampleParams =
+    SampleParams { temperature: 0., top_p: 1., min_p: 0., top_k: 0, seed: 0, position: u64::MAX };
+
+/// The arrays in device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceViews<'a> {
+    /// What the model reads.
+    pub step: StepViews<'a>,
+    /// Number of rows that are not padding, [1] u32.
+    pub valid_rows: View<'a>,
+    /// [`Extras::feed`], `[T]` u32.
+    pub feed: View<'a>,
+    /// [`Extras::sampling`], [R, 8] u32.
+    pub sampling: View<'a>,
+}
+
+/// Number of arrays.
+const ARRAYS: usize = 10;
+
+impl Shape {
+    /// The shape of a step as it is.
+    pub fn of(step: &Step) -> Self {
+        Self {
+            rows: step.num_tokens(),
+            sequences: step.num_sequences(),
+            max_blocks: step.max_blocks(),
+            logits: step.num_logits(),
+        }
+    }
+
+    /// A decode step of this many sequences.
+    pub fn decode(sequences: usize, max_blocks: usize) -> Self {
+        Self { rows: sequences, sequences, max_blocks, logits: sequences }
+    }
+
+    fn lengths(&self) -> [usize; ARRAYS] {
+        let Self { rows, sequences, max_blocks, logits } = *self;
+        let tables = sequences * max_blocks;
+        [1, rows, rows, rows, rows, rows, sequences + 1, tables, logits, logits * SAMPLE_WORDS]
+    }
+
+    /// Words of all arrays.
+    pub fn words(&self) -> usize {
+        self.lengths().iter().map(|len| len.next_multiple_of(4)).sum()
+    }
+}
+
+/// The words of a step on the device, and page-locked ones to fill them from. Two of these take turns,
+/// so that a step may be prepared while the copy of the one before is under way.
+pub struct DeviceStep {
+    words: Buffer,
+    pinned: [PinnedWords; 2],
+    turn: usize,
+}
+
+impl DeviceStep {
+    /// Room for steps of up to this many words.
+    pub fn new(words: usize, ex: &Exec) -> Result<Self> {
+        let pinned = [ex.pinned(words)?, ex.pinned(words)?];
+        Ok(Self { words: ex.zeros(DType::U32, &[words])?, pinned, turn: 0 })
+    }
+
+    /// Copies a step as it is.
+    pub fn upload(&mut self, step: &Step, extras: &Extras, ex: &Exec) -> Result<DeviceViews<'_>> {
+        self.upload_padded(step, extras, Shape::of(step), ex)
+    }
+
+    /// Copies a step, padded to a shape: padding rows have token 0 at position 0, write nothing and draw
+    /// nothing.
+    pub fn upload_padded(
+        &mut self,
+        step: &Step,
+        extras: &Extras,
+        shape: Shape,
+        ex: &Exec,
+    ) -> Result<DeviceViews<'_>> {
+        let own = Shape::of(step);
+        let fits = own.rows <= shape.rows
+            && own.sequences <= shape.sequences
+            && own.max_blocks <= shape.max_blocks
+            && own.logits <= shape.logits;
+        if !fits || shape.words() > self.words.view().elem_count() {
+            bail!(
+                "device step: {own:?} does not fit {shape:?} of at most {} words",
+                self.words.view().elem_count()
+            )
+        }
+        self.turn = 1 - self.turn;
+        let pinned = &mut self.pinned[self.turn];
+        fill(pinned.wait()?, step, extras, shape);
+        ex.upload(pinned, self.words.view_mut().narrow(0, shape.words())?)?;
+        self.views(shape)
+    }
+
+    /// The arrays of a shape.
+    pub fn views(&self, shape: Shape) -> Result<DeviceViews<'_>> {
+        let words = self.words.view();
+        let mut start = 0;
+        let mut next = |len: usize, dims: &[usize]| {
+            let view = words.narrow(start, len)?.reshape(dims);
+            start += len.next_multiple_of(4);
+            view
+        };
+        let Shape { rows, sequences, max_blocks, logits } = shape;
+        let valid_rows = next(1, &[1])?;
+        let token_ids = next(rows, &[rows])?;
+        let positions = next(rows, &[rows])?;
+        let slot_mapping = next(rows, &[rows])?;
+        let rope_len = next(rows, &[rows])?;
+        let feed = next(rows, &[rows])?;
+        let query_start_loc = next(sequences + 1, &[sequences + 1])?;
+        let block_tables = next(sequences * max_blocks, &[sequences, max_blocks])?;
+        let logits_rows = next(logits, &[logits])?;
+        let sampling = next(logits * SAMPLE_WORDS, &[logits, SAMPLE_WORDS])?;
+        let one_row_each = rows == sequences;
+        let step = StepViews {
+            token_ids,
+            positions,
+            slot_mapping,
+            rope_len,
+            query_start_loc,
+            block_tables,
+            logits_rows,
+            one_row_each,
+        };
+        Ok(DeviceViews { step, valid_rows, feed, sampling })
+    }
+
+    /// The first launch of a step: rows whose token was drawn by the step before take it from `sampled`.
+    pub fn feed(&mut self, shape: Shape, sampled: View<'_>, ex: &Exec) -> Result<()> {
+        let row = shape.rows.next_multiple_of(4);
+        let (head, tail) = self.words.view_mut().split_at(4 + row)?;
+        let (valid_rows, token_ids) = head.split_at(4)?;
+        let feed = tail.as_view().narrow(3 * row, shape.rows)?;
+        let valid_rows = valid_rows.as_view().narrow(0, 1)?;
+        feed_tokens_into(feed, sampled, valid_rows, token_ids.narrow(0, shape.rows)?, ex)
+    }
+}
+
+/// Writes the arrays one behind the other, each padded.
+fn fill(words: &mut [u32], step: &Step, extras: &Extras, shape: Shape) {
+    let lengths = shape.lengths();
+    let mut rest = words;
+    let mut put = |index: usize, padding: u32, data: &mut dyn Iterator<Item = u32>| {
+        let (array, after) = std::mem::take(&mut rest).split_at_mut(lengths[index].next_multiple_of(4));
+        rest = after;
+        for word in array {
+            *word = data.next().unwrap_or(padding);
+        }
+    };
+    let rows = step.num_tokens() as u32;
+    put(0, 0, &mut [rows].into_iter());
+    put(1, 0, &mut step.token_ids().iter().copied());
+    put(2, 0, &mut step.positions().iter().copied());
+    put(3, u32::MAX, &mut step.slot_mapping().iter().copied());
+    put(4, 1, &mut step.rope_len().iter().copied());
+    put(5, u32::MAX, &mut extras.feed.iter().copied());
+    put(6, rows, &mut step.query_start_loc().iter().copied());
+    let gap = shape.max_blocks - step.max_blocks();
+    let tables = step.block_tables().chunks(step.max_blocks().max(1));
+    put(7, 0, &mut tables.flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(0, gap))));
+    put(8, 0, &mut step.logits_rows().iter().copied());
+    let padding = std::iter::repeat_n(&PADDING, shape.logits - extras.sampling.len());
+    put(9, 0, &mut extras.sampling.iter().chain(padding).flat_map(SampleParams::words));
+}

@@ -1,0 +1,229 @@
+//! Grouping: the slots of each local expert, and the rows that no expert computes.
+
+use candle_core::{DType, Result, bail};
+use rayon::prelude::*;
+
+use super::{ExpertMap, check_ids, check_map};
+use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+
+/// Groups slots by local expert (a stable counting sort).
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `topk_ids` | [T, K] u32, physical expert ids, [`NO_EXPERT`](crate::NO_EXPERT) = no expert |
+/// | `expert_map` | \[P\] i32, physical expert to local slot, -1 = elsewhere; `None` = identity |
+/// | `offsets` | out: [E_local + 1] u32; group of expert e is `slots[offsets[e]..offsets[e + 1]]` |
+/// | `slots` | out: \[T*K\] u32 slot numbers t*K + k, ascending inside a group |
+///
+/// Slots of [`NO_EXPERT`](crate::NO_EXPERT) and of experts that live elsewhere are in no group; entries of `slots`
+/// after `offsets[E_local]` are left as they were. Output sizes depend on T, K and E_local only,
+/// so the op can be captured into a graph.
+///
+/// # Errors
+/// Wrong dtypes or dims; on the CPU also an id outside of `expert_map` (without a map: outside of
+/// 0..E_local) and a map entry outside of -1..E_local, which on CUDA are no expert.
+pub fn group_slots_into(
+    topk_ids: View,
+    expert_map: Option<View>,
+    offsets: ViewMut,
+    slots: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    group("group_slots", topk_ids, expert_map, offsets, slots, None, ex)
+}
+
+/// [`group_slots_into`] that also writes the token of each grouped slot, `token_rows` \[T*K\] u32:
+/// the row that the slot reads.
+///
+/// # Errors
+/// As [`group_slots_into`].
+pub fn group_token_slots_into(
+    topk_ids: View,
+    expert_map: Option<View>,
+    offsets: ViewMut,
+    slots: ViewMut,
+    token_rows: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    const OP: &str = "group_token_slots";
+    expect_dtype(OP, "token_rows", &token_rows, DType::U32)?;
+    expect_dims(OP, "token_rows", &token_rows, &[topk_ids.elem_count()])?;
+    group(OP, topk_ids, expert_map, offsets, slots, Some(token_rows), ex)
+}
+
+fn group(
+    op: &'static str,
+    topk_ids: View,
+    expert_map: Option<View>,
+    mut offsets: ViewMut,
+    mut slots: ViewMut,
+    token_rows: Option<ViewMut>,
+    ex: &mut Exec,
+) -> Result<()> {
+    check_ids(op, topk_ids)?;
+    check_map(op, expert_map)?;
+    expect_dtype(op, "offsets", &offsets, DType::U32)?;
+    expect_dims(op, "offsets", &offsets, &[offsets.elem_count()])?;
+    expect_dtype(op, "slots", &slots, DType::U32)?;
+    expect_dims(op, "slots", &slots, &[topk_ids.elem_count()])?;
+    let Some(num_local) = offsets.elem_count().checked_sub(1) else {
+        bail!("{op}: expected offsets with E_local + 1 elements, got none")
+    };
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        let routed = crate::cuda::any::Routed { topk_ids, expert_map, num_local };
+        return crate::cuda::any::group_slots(ex, op, routed, offsets, slots, token_rows);
+    }
+    let _ = ex;
+    let map = ExpertMap::new(op, expert_map, num_local)?;
+    let (offsets, slots) = (offsets.cpu_mut::<u32>()?, slots.cpu_mut::<u32>()?);
+    let used = sort(topk_ids.cpu()?, &map, offsets, slots)?;
+    if let Some(mut token_rows) = token_rows {
+        let top_k = topk_ids.dims()[1] as u32;
+        let rows = token_rows.cpu_mut::<u32>()?.iter_mut();
+        rows.zip(&slots[..used]).for_each(|(row, slot)| *row = slot / top_k);
+    }
+    Ok(())
+}
+
+/// The counting sort; returns the number of slots in groups.
+fn sort(ids: &[u32], map: &ExpertMap, offsets: &mut [u32], slots: &mut [u32]) -> Result<usize> {
+    offsets.fill(0);
+    for &id in ids {
+        if let Some(e) = map.local(id)? {
+            offsets[e + 1] += 1;
+        }
+    }
+    // offsets[e + 1] becomes the start of group e; filling the group moves it to the group's end.
+    let mut start = 0;
+    for count in &mut offsets[1..] {
+        start += std::mem::replace(count, start);
+    }
+    for (slot, &id) in ids.iter().enumerate() {
+        if let Some(e) = map.local(id)? {
+            slots[offsets[e + 1] as usize] = slot as u32;
+            offsets[e + 1] += 1;
+        }
+    }
+    Ok(start as usize)
+}
+
+/// Zeroes the rows of slots without a local expert: `out` is [T, K, H] f32, the other arguments as
+/// for [`group_slots_into`] with `num_local` experts.
+///
+/// # Errors
+/// As [`group_slots_into`].
+pub fn zero_absent_into(
+    topk_ids: View,
+    expert_map: Option<View>,
+    num_local: usize,
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    const OP: &str = "zero_absent";
+    check_ids(OP, topk_ids)?;
+    check_map(OP, expert_map)?;
+    let (tokens, top_k) = expect_matrix(OP, "topk_ids", &topk_ids)?;
+    let (_, _, hidden) = expect_rank3(OP, "out", &out)?;
+    expect_dtype(OP, "out", &out, DType::F32)?;
+    expect_dims(OP, "out", &out, &[tokens, top_k, hidden])?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        let routed = crate::cuda::any::Routed { topk_ids, expert_map, num_local };
+        return crate::cuda::any::zero_absent(ex.cuda(OP)?, OP, routed, out);
+    }
+    let map = ExpertMap::new(OP, expert_map, num_local)?;
+    let rows = out.cpu_mut::<f32>()?.par_chunks_mut(hidden.max(1)).zip(topk_ids.cpu::<u32>()?);
+    ex.install(|| {
+        rows.try_for_each(|(row, &id)| {
+            if map.local(id)?.is_none() {
+                row.fill(0.0);
+            }
+            Ok(())
+        })
+    })
+}
+
+/// Numbers the rows in use of a batched buffer [E_local, max_tokens, ..]: those of expert e are
+/// e * max_tokens + r for r below `expert_num_tokens[e]`.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `expert_num_tokens` | \[E_local\] u32 |
+/// | `offsets` | out: [E_local + 1] u32; expert e's numbers are `numbers[offsets[e]..offsets[e + 1]]` |
+/// | `numbers` | out: [E_local * max_tokens] u32; entries after `offsets[E_local]` are left as they were |
+///
+/// # Errors
+/// Wrong dtypes or dims; row numbers that do not fit in u32; on the CPU also a count above
+/// `max_tokens`, which on CUDA is taken as `max_tokens`.
+pub fn number_rows_into(
+    expert_num_tokens: View,
+    max_tokens: usize,
+    mut offsets: ViewMut,
+    mut numbers: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    const OP: &str = "number_rows";
+    let experts = check_counts(OP, &expert_num_tokens)?;
+    let Some(rows) = experts.checked_mul(max_tokens).filter(|&rows| u32::try_from(rows).is_ok()) else {
+        bail!("{OP}: {experts} x {max_tokens} rows do not fit in u32")
+    };
+    for (name, view, len) in [("offsets", &offsets, experts + 1), ("numbers", &numbers, rows)] {
+        expect_dtype(OP, name, view, DType::U32)?;
+        expect_dims(OP, name, view, &[len])?;
+    }
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        let cuda = ex.cuda(OP)?;
+        return crate::cuda::any::number_rows(cuda, OP, expert_num_tokens, max_tokens, offsets, numbers);
+    }
+    let _ = ex;
+    let counts = expert_num_tokens.cpu::<u32>()?;
+    if let Some((e, n)) = counts.iter().enumerate().find(|(_, n)| **n as usize > max_tokens) {
+        bail!("{OP}: expert_num_tokens[{e}] is {n}; expected at most max_tokens = {max_tokens}")
+    }
+    let used = counts.iter().enumerate().flat_map(|(e, &n)| {
+        let first = (e * max_tokens) as u32;
+        first..first + n
+    });
+    numbers.cpu_mut::<u32>()?.iter_mut().zip(used).for_each(|(number, row)| *number = row);
+    let mut end = 0;
+    for (offset, n) in offsets.cpu_mut::<u32>()?.iter_mut().zip([0].iter().chain(counts)) {
+        end += n;
+        *offset = end;
+    }
+    Ok(())
+}
+
+/// Zeroes the rows of a batched buffer `out` [E_local, max_tokens, H] f32 that are not in use.
+///
+/// # Errors
+/// Wrong dtypes or dims.
+pub fn zero_unused_into(expert_num_tokens: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    const OP: &str = "zero_unused";
+    let experts = check_counts(OP, &expert_num_tokens)?;
+    let (_, max_tokens, hidden) = expect_rank3(OP, "out", &out)?;
+    expect_dtype(OP, "out", &out, DType::F32)?;
+    expect_dims(OP, "out", &out, &[experts, max_tokens, hidden])?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::zero_unused(ex.cuda(OP)?, OP, expert_num_tokens, max_tokens, out);
+    }
+    let (counts, block) = (expert_num_tokens.cpu::<u32>()?, max_tokens * hidden);
+    let out = out.cpu_mut::<f32>()?;
+    if block > 0 {
+        ex.install(|| {
+            let blocks = out.par_chunks_mut(block).zip(counts);
+            blocks.for_each(|(rows, &n)| rows[block.min(n as usize * hidden)..].fill(0.0));
+        });
+    }
+    Ok(())
+}
+
+fn check_counts(op: &str, counts: &View) -> Result<usize> {
+    expect_dtype(op, "expert_num_tokens", counts, DType::U32)?;
+    expect_dims(op, "expert_num_tokens", counts, &[counts.elem_count()])?;
+    Ok(counts.elem_count())
+}

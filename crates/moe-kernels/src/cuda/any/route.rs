@@ -1,0 +1,226 @@
+//! Routing of any method, for the router of moe-router.
+
+use std::ffi::c_void;
+use std::ptr::{null, null_mut};
+
+use candle_core::{DType, Result, bail};
+
+use super::{ffi, int};
+use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::exec::Exec;
+use crate::routed::NO_EXPERT;
+use crate::view::{View, ViewMut};
+
+/// How [`route_into`] chooses.
+#[derive(Clone, Copy, Debug)]
+pub enum Choice<'a> {
+    /// The best scores, plus bias.
+    TopK,
+    /// The best experts of the best groups.
+    Grouped {
+        /// Number of equal groups.
+        groups: usize,
+        /// Groups kept.
+        topk_group: usize,
+        /// A group's score is the sum of its two best keys, not the best one.
+        top_two: bool,
+    },
+    /// The largest logits; the chosen ones are scored.
+    RawLogits,
+    /// Ids from a table [vocab, K] u32 by token id.
+    Hash {
+        /// The table.
+        table: View<'a>,
+        /// \[T\] u32.
+        token_ids: View<'a>,
+    },
+    /// Ids and weights [T, K] that were chosen before; without weights these are 0.
+    Given {
+        /// The ids, u32.
+        ids: View<'a>,
+        /// The weights, f32.
+        weights: Option<View<'a>>,
+    },
+}
+
+/// Arguments of [`route_into`]; T rows, L = experts + zero experts, K = top_k.
+#[derive(Clone, Copy, Debug)]
+pub struct Route<'a> {
+    /// [T, L] f32.
+    pub logits: View<'a>,
+    /// Correction bias, \[L\] f32.
+    pub bias: Option<View<'a>>,
+    /// How experts are chosen.
+    pub choice: Choice<'a>,
+    /// 0 softmax, 1 sigmoid, 2 sqrt(softplus).
+    pub scoring: i32,
+    /// Routed experts.
+    pub experts: usize,
+    /// Routed slots K.
+    pub top_k: usize,
+    /// Shared experts behind the routed ones, and their weight.
+    pub shared: (usize, f32),
+    /// Divide the chosen scores by their sum.
+    pub renormalize: bool,
+    /// Factor of the weights.
+    pub scale: f32,
+    /// cap * tanh(x / cap) before anything else.
+    pub softcap: Option<f32>,
+    /// Ids to force, [T, K] u32; a row of absent ids routes freely. Ids in range and distinct.
+    pub replay: Option<View<'a>>,
+    /// Seed of a random, evenly spread choice that replaces the ids.
+    pub balance: Option<u64>,
+    /// MoE layer, row of the step that row 0 is, and number of the step: what `balance` varies by.
+    pub place: (usize, usize, u64),
+    /// \[1\] u32 on the device: rows from there on are padding and get no expert.
+    pub valid_rows: Option<View<'a>>,
+}
+
+/// Outputs of [`route_into`].
+#[derive(Debug)]
+pub struct RouteOut<'a> {
+    /// [T, K + shared] u32.
+    pub topk_ids: ViewMut<'a>,
+    /// [T, K + shared] f32.
+    pub topk_weights: ViewMut<'a>,
+    /// \[T\] f32: the weights of zero experts.
+    pub zero_weights: Option<ViewMut<'a>>,
+    /// [T, K] u32: the routed ids, zero experts among them.
+    pub capture: Option<ViewMut<'a>>,
+    /// \[experts\] i64 counts that the routed ids are added to.
+    pub heat: Option<ViewMut<'a>>,
+}
+
+/// `AnyRoute` of `cuda/any_route.cuh`.
+#[repr(C)]
+pub(super) struct RawRoute {
+    logits: *const c_void,
+    bias: *const c_void,
+    table: *const c_void,
+    token_ids: *const c_void,
+    given_ids: *const c_void,
+    given_weights: *const c_void,
+    replay: *const c_void,
+    capture: *mut c_void,
+    heat: *mut c_void,
+    valid: *const c_void,
+    topk_ids: *mut c_void,
+    topk_weights: *mut c_void,
+    zero_weights: *mut c_void,
+    balance_seed: u64,
+    sizes: [i32; 8],
+    modes: [i32; 4],
+    softcap: f32,
+    scale: f32,
+    shared_weight: f32,
+    place: [u32; 3],
+}
+
+const _: () = assert!(size_of::<RawRoute>() == 13 * 8 + 8 + 18 * 4);
+
+/// Routes rows on a CUDA device by any method, with the bits of the CPU's router. A NaN logit is
+/// never chosen; a slot without a choice gets [`NO_EXPERT`] and weight 0.
+///
+/// # Errors
+/// A context on the CPU; views of host memory; wrong dims or dtypes; more experts than shared
+/// memory holds scores of (about 28,000).
+pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result<()> {
+    const OP: &str = "route";
+    let cuda = ex.cuda(OP)?;
+    let (tokens, logits) = expect_matrix(OP, "router_logits", &route.logits)?;
+    let Some(zero_experts) = logits.checked_sub(route.experts) else {
+        bail!("{OP}: expected at least {} logits per row, got {logits}", route.experts)
+    };
+    check(OP, route, &out, tokens, logits)?;
+    let read = |name: &str, view: Option<View<'_>>| cuda.read_or_null::<c_void>(OP, name, view);
+    let write = |name: &str, view: &mut Option<ViewMut<'_>>| match view {
+        Some(view) => cuda.write::<c_void>(OP, name, view),
+        None => Ok(null_mut()),
+    };
+    let (mut groups, mut table, mut given) = ((0, 0), (null(), null(), 0), (null(), null()));
+    let selection = match route.choice {
+        Choice::TopK => 0,
+        Choice::Grouped { groups: n, topk_group, top_two } => {
+            groups = (n, topk_group);
+            1 + i32::from(top_two)
+        }
+        Choice::RawLogits => 3,
+        Choice::Hash { table: ids, token_ids } => {
+            table = (read("hash table", Some(ids))?, read("token_ids", Some(token_ids))?, ids.rows());
+            4
+        }
+        Choice::Given { ids, weights } => {
+            given = (read("ids", Some(ids))?, read("weights", weights)?);
+            5
+        }
+    };
+    let size = |n: usize| int(OP, n);
+    let raw = RawRoute {
+        logits: cuda.read(OP, "router_logits", route.logits)?,
+        bias: read("correction_bias", route.bias)?,
+        table: table.0,
+        token_ids: table.1,
+        given_ids: given.0,
+        given_weights: given.1,
+        replay: read("replay", route.replay)?,
+        capture: write("capture", &mut out.capture)?,
+        heat: write("heat", &mut out.heat)?,
+        valid: match route.valid_rows {
+            None if ex.step.padded => cuda.valid_rows()?.cast_const().cast(),
+            given => read("valid_rows", given)?,
+        },
+        topk_ids: cuda.write(OP, "topk_ids", &mut out.topk_ids)?,
+        topk_weights: cuda.write(OP, "topk_weights", &mut out.topk_weights)?,
+        zero_weights: write("zero_expert_weights", &mut out.zero_weights)?,
+        balance_seed: route.balance.unwrap_or(0),
+        sizes: [
+            size(tokens)?,
+            size(route.experts)?,
+            size(zero_experts)?,
+            size(route.top_k)?,
+            size(route.shared.0)?,
+            size(table.2)?,
+            size(groups.0)?,
+            size(groups.1)?,
+        ],
+        modes: [selection, route.scoring, i32::from(route.renormalize), i32::from(route.balance.is_some())],
+        softcap: route.softcap.unwrap_or(0.0),
+        scale: route.scale,
+        shared_weight: route.shared.1,
+        place: [route.place.1 as u32, route.place.0 as u32, route.place.2 as u32],
+    };
+    let stream = cuda.raw()?;
+    // SAFETY: dims and dtypes are checked, so each pointer covers what AnyRoute states; the kernel
+    // reads and writes no element by an id that is out of range.
+    cuda.check(OP, unsafe { ffi::moe_any_route(&raw, stream) })
+}
+
+/// Dims and dtypes of all views.
+fn check(op: &str, route: &Route<'_>, out: &RouteOut<'_>, tokens: usize, logits: usize) -> Result<()> {
+    let (routed, slots) = ([tokens, route.top_k], [tokens, route.top_k + route.shared.0]);
+    let input = |name: &str, view: Option<View<'_>>, dtype: DType, dims: &[usize]| match view {
+        Some(view) => expect_dtype(op, name, &view, dtype).and_then(|()| expect_dims(op, name, &view, dims)),
+        None => Ok(()),
+    };
+    input("router_logits", Some(route.logits), DType::F32, &[tokens, logits])?;
+    input("correction_bias", route.bias, DType::F32, &[logits])?;
+    input("replay", route.replay, DType::U32, &routed)?;
+    input("valid_rows", route.valid_rows, DType::U32, &[1])?;
+    match route.choice {
+        Choice::Hash { table, token_ids } => {
+            input("hash table", Some(table), DType::U32, &[table.rows(), route.top_k])?;
+            input("token_ids", Some(token_ids), DType::U32, &[tokens])?;
+        }
+        Choice::Given { ids, weights } => {
+            input("ids", Some(ids), DType::U32, &routed)?;
+            input("weights", weights, DType::F32, &routed)?;
+        }
+        Choice::TopK | Choice::Grouped { .. } | Choice::RawLogits => {}
+    }
+    let zero = out.zero_weights.as_ref().map(ViewMut::as_view);
+    input("topk_ids", Some(out.topk_ids.as_view()), DType::U32, &slots)?;
+    input("topk_weights", Some(out.topk_weights.as_view()), DType::F32, &slots)?;
+    input("zero_expert_weights", zero, DType::F32, &[tokens])?;
+    input("capture", out.capture.as_ref().map(ViewMut::as_view), DType::U32, &routed)?;
+    input("heat", out.heat.as_ref().map(ViewMut::as_view), DType::I64, &[route.experts])
+}

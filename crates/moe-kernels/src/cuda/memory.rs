@@ -1,0 +1,89 @@
+//! Device allocations, pinned host memory, and copies between them.
+
+use std::sync::Arc;
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
+use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
+
+use crate::element::{CudaVec, cuda_address};
+use crate::storage::DeviceSlice;
+
+/// Owned elements on a CUDA device.
+#[derive(Debug)]
+pub(crate) struct DeviceMemory {
+    data: CudaVec,
+    address: u64,
+    device: CudaDevice,
+    ordinal: usize,
+}
+
+impl DeviceMemory {
+    /// `len` zeros. An error if the device has not that much memory left.
+    pub(crate) fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<Self> {
+        let bytes = len.saturating_mul(dtype.size_in_bytes());
+        // An empty allocation is refused by the driver.
+        let data = match CudaVec::zeros(device, dtype, len.max(1)) {
+            Ok(Some(data)) => data,
+            Ok(None) => bail!("no buffer holds dtype {}", dtype.as_str()),
+            Err(e) => bail!("the device refuses {bytes} bytes of memory: {e}"),
+        };
+        let stream = device.cuda_stream();
+        let ordinal = stream.context().ordinal();
+        Ok(Self { address: data.address(&stream), data, device: device.clone(), ordinal })
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.data.dtype()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.data.len()
+    }
+
+    pub(crate) fn as_slice(&self) -> DeviceSlice<'_> {
+        DeviceSlice::new(self.address, self.dtype(), self.len(), self.ordinal)
+    }
+
+    /// Moves the allocation into candle's storage, without a copy.
+    pub(crate) fn into_storage(self) -> CudaStorage {
+        self.data.into_storage(self.device)
+    }
+}
+
+/// The first `len` elements of candle's storage; `None` for dtypes that no view holds.
+pub(crate) fn storage_slice(storage: &CudaStorage, len: usize) -> Option<DeviceSlice<'_>> {
+    use candle_core::backend::BackendStorage;
+    let ordinal = storage.device.cuda_stream().context().ordinal();
+    Some(DeviceSlice::new(cuda_address(storage)?, storage.dtype(), len, ordinal))
+}
+
+/// Page-locked host memory for u32 words, that a device copies from and to by itself.
+///
+/// Copies are ordered on a stream and return at once ([`Exec::upload`](crate::Exec::upload),
+/// [`Exec::download`](crate::Exec::download)); [`wait`](Self::wait) blocks until the last one has ended.
+pub struct PinnedWords {
+    words: PinnedHostSlice<u32>,
+    copied: CudaEvent,
+}
+
+impl PinnedWords {
+    pub(super) fn new(stream: &Arc<CudaStream>, len: usize) -> Result<Self> {
+        // SAFETY: any bits are a u32, and the words are set before anybody sees them.
+        let mut words = unsafe { stream.context().alloc_pinned_with_flags::<u32>(len.max(1), 0) }.w()?;
+        words.as_mut_slice().w()?.fill(0);
+        Ok(Self { words, copied: stream.record_event(None).w()? })
+    }
+
+    /// The words, after the last copy has ended.
+    pub fn wait(&mut self) -> Result<&mut [u32]> {
+        self.copied.synchronize().w()?;
+        self.words.as_mut_slice().w()
+    }
+
+    /// The words and the mark of their last copy, for a copy that is now put on a stream. The caller
+    /// has waited for the one before.
+    pub(super) fn parts(&mut self) -> Result<(&mut [u32], &CudaEvent)> {
+        Ok((self.words.as_mut_slice().w()?, &self.copied))
+    }
+}

@@ -1,0 +1,40 @@
+//! CUDA: memory, streams, graphs and the launches of the kernels in `cuda/`.
+//!
+//! Each op of this crate checks its arguments once and then either runs on the CPU or calls a
+//! launcher (`ffi`). Launchers allocate nothing and never synchronise, so that any sequence of
+//! ops on one [`Exec`](crate::Exec) can be captured into a [`Graph`].
+//!
+//! What a kernel could only check by reading device memory on the host is a contract of the
+//! caller: indices (token ids, slots, block tables, rows) are in range. On the CPU they are
+//! checked.
+
+pub(crate) mod any;
+pub(crate) mod attention;
+mod experts;
+pub(crate) mod ffi;
+mod graph;
+pub(crate) mod linear;
+mod memory;
+mod router;
+pub(crate) mod rows;
+mod step;
+mod stream;
+
+use candle_core::{Result, bail};
+
+pub use any::{Choice, Route, RouteOut, route_into};
+pub use experts::{FusedExperts, fused_experts_into};
+pub use graph::Graph;
+pub use memory::PinnedWords;
+pub(crate) use memory::{DeviceMemory, storage_slice};
+pub use router::{GateRoute, GateScoring, gate_route_fits, gate_route_into};
+pub use step::{SAMPLE_WORDS, SampleParams, feed_tokens_into, fill_random_into, rope_rows_into, sample_into};
+pub(crate) use stream::CudaExec;
+
+/// A size as launchers take it.
+fn small(op: &str, n: usize) -> Result<i32> {
+    match i32::try_from(n) {
+        Ok(n) => Ok(n),
+        Err(_) => bail!("{op}: a size of {n} does not fit 32 bits"),
+    }
+}

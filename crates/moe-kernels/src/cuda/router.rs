@@ -1,0 +1,120 @@
+//! The gate product and the choice of experts in one launch.
+
+use candle_core::{DType, Result, bail};
+
+use super::{ffi, small};
+use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+
+/// Tokens of a block of the kernel.
+const BLOCK_TOKENS: usize = 8;
+/// Limits of the kernel.
+const MAX_EXPERTS: usize = 1024;
+const MAX_TOP_K: usize = 32;
+
+/// How logits become scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GateScoring {
+    /// Over all experts.
+    Softmax,
+    /// One by one.
+    Sigmoid,
+    /// sqrt(softplus), one by one.
+    SqrtSoftplus,
+}
+
+/// Arguments of [`gate_route_into`].
+#[derive(Clone, Copy, Debug)]
+pub struct GateRoute<'a> {
+    /// [T, H] bf16.
+    pub x: View<'a>,
+    /// [E, H] bf16.
+    pub gate: View<'a>,
+    /// \[E\] bf16, part of the logits.
+    pub gate_bias: Option<View<'a>>,
+    /// \[E\] f32, added to the scores for the choice only.
+    pub correction_bias: Option<View<'a>>,
+    /// How logits become scores.
+    pub scoring: GateScoring,
+    /// Choose by logits and score only the chosen (softmax over them).
+    pub raw_logits: bool,
+    /// Divide the chosen weights by their sum.
+    pub renormalize: bool,
+    /// Factor of the weights.
+    pub scale: f32,
+    /// Logits become cap · tanh(x / cap); `None` leaves them.
+    pub softcap: Option<f32>,
+}
+
+/// Whether the kernel fits: dtypes, widths and limits.
+pub fn gate_route_fits(hidden: usize, experts: usize, top_k: usize, dtype: DType, ex: &Exec) -> bool {
+    let sizes = hidden > 0 && hidden.is_multiple_of(64) && (1..=MAX_EXPERTS).contains(&experts);
+    ex.is_cuda() && dtype == DType::BF16 && sizes && (1..=MAX_TOP_K.min(experts)).contains(&top_k)
+}
+
+/// logits [T, E] f32 = x · gateᵀ, and the top K of their scores: topk_ids [T, K] u32 by descending
+/// score, ties to the lower id, and topk_weights [T, K] f32.
+///
+/// # Errors
+/// A CPU context; a wrong dtype or wrong dims; sizes that [`gate_route_fits`] refuses.
+pub fn gate_route_into(
+    args: &GateRoute,
+    mut logits: ViewMut,
+    mut topk_ids: ViewMut,
+    mut topk_weights: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "gate_route";
+    let (t, h) = expect_matrix(op, "x", &args.x)?;
+    let (e, _) = expect_matrix(op, "gate", &args.gate)?;
+    let (_, k) = expect_matrix(op, "topk_ids", &topk_ids)?;
+    expect_dims(op, "gate", &args.gate, &[e, h])?;
+    expect_dtype(op, "gate", &args.gate, args.x.dtype())?;
+    expect_dims(op, "logits", &logits, &[t, e])?;
+    expect_dtype(op, "logits", &logits, DType::F32)?;
+    expect_dims(op, "topk_ids", &topk_ids, &[t, k])?;
+    expect_dtype(op, "topk_ids", &topk_ids, DType::U32)?;
+    expect_dims(op, "topk_weights", &topk_weights, &[t, k])?;
+    expect_dtype(op, "topk_weights", &topk_weights, DType::F32)?;
+    if let Some(bias) = &args.gate_bias {
+        expect_dims(op, "gate_bias", bias, &[e])?;
+        expect_dtype(op, "gate_bias", bias, args.x.dtype())?;
+    }
+    if let Some(bias) = &args.correction_bias {
+        expect_dims(op, "correction_bias", bias, &[e])?;
+        expect_dtype(op, "correction_bias", bias, DType::F32)?;
+    }
+    let cuda = ex.cuda(op)?;
+    if !gate_route_fits(h, e, k, args.x.dtype(), ex) {
+        bail!("{op}: the kernel does not fit H = {h}, E = {e}, K = {k}, dtype {}", args.x.dtype().as_str())
+    }
+    let tickets = cuda.counters(op, t.div_ceil(BLOCK_TOKENS))?;
+    let none = std::ptr::null();
+    let valid = if ex.step.padded { cuda.valid_rows()?.cast_const().cast() } else { none };
+    // SAFETY: dims, dtypes and the launcher's conditions are checked above.
+    let code = unsafe {
+        ffi::moe_gate_route(
+            cuda.read(op, "x", args.x)?,
+            cuda.read(op, "gate", args.gate)?,
+            cuda.read_or_null(op, "gate_bias", args.gate_bias)?,
+            cuda.read_or_null(op, "correction_bias", args.correction_bias)?,
+            valid,
+            cuda.write(op, "logits", &mut logits)?,
+            cuda.write(op, "topk_ids", &mut topk_ids)?,
+            cuda.write(op, "topk_weights", &mut topk_weights)?,
+            tickets,
+            small(op, t)?,
+            small(op, h)?,
+            small(op, e)?,
+            small(op, k)?,
+            args.scoring as i32,
+            i32::from(args.raw_logits),
+            i32::from(args.renormalize),
+            args.scale,
+            args.softcap.unwrap_or(0.),
+            cuda.raw()?,
+        )
+    };
+    cuda.check(op, code)
+}

@@ -1,0 +1,65 @@
+//! Row-wise ops on CUDA: bf16 weights beside an f32 residual stream by kernels of their own, everything
+//! else by those for any dtype.
+
+use candle_core::{DType, Result};
+
+use super::{any, ffi, small};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+
+/// Values that a thread of the row-wise kernels takes at once.
+const VECTOR: usize = 8;
+
+/// Whether the kernels for bf16 weights beside an f32 residual stream fit.
+fn fits(weights: DType, stream: DType, hidden: usize) -> bool {
+    weights == DType::BF16 && stream == DType::F32 && hidden > 0 && hidden.is_multiple_of(VECTOR)
+}
+
+pub(crate) fn embedding(table: View, ids: View, mut out: ViewMut, ex: &Exec) -> Result<()> {
+    let (op, cuda) = ("embedding", ex.cuda("embedding")?);
+    let (v, h) = (table.dims()[0], table.dims()[1]);
+    if !fits(table.dtype(), out.dtype(), h) {
+        return any::gather(cuda, op, table, ids, out);
+    }
+    let (table, ids_at) = (cuda.read(op, "table", table)?, cuda.read(op, "ids", ids)?);
+    let (out, tokens) = (cuda.write(op, "out", &mut out)?, small(op, ids.elem_count())?);
+    // SAFETY: the door has checked dims and dtypes, `fits` the launcher's conditions.
+    let code =
+        unsafe { ffi::moe_embedding(table, ids_at, out, tokens, small(op, h)?, small(op, v)?, cuda.raw()?) };
+    cuda.check(op, code)
+}
+
+pub(crate) fn rms_norm(x: View, weight: View, eps: f32, mut out: ViewMut, ex: &Exec) -> Result<()> {
+    let (op, cuda) = ("rms_norm", ex.cuda("rms_norm")?);
+    let (rows, h) = (x.dims()[0], x.dims()[1]);
+    if !fits(weight.dtype(), x.dtype(), h) {
+        return any::rms_norm(cuda, op, x, weight, eps, out);
+    }
+    let (x, weight) = (cuda.read(op, "x", x)?, cuda.read(op, "weight", weight)?);
+    let out = cuda.write(op, "out", &mut out)?;
+    // SAFETY: the door has checked dims and dtypes, `fits` the launcher's conditions.
+    let code =
+        unsafe { ffi::moe_rms_norm(x, weight, eps, out, small(op, rows)?, small(op, h)?, cuda.raw()?) };
+    cuda.check(op, code)
+}
+
+pub(crate) fn add_rms_norm(
+    delta: View,
+    weight: View,
+    eps: f32,
+    mut residual: ViewMut,
+    mut out: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    let (op, cuda) = ("add_rms_norm", ex.cuda("add_rms_norm")?);
+    let (rows, h) = (delta.dims()[0], delta.dims()[1]);
+    if !fits(weight.dtype(), delta.dtype(), h) {
+        return any::add_rms_norm(cuda, op, delta, weight, eps, residual, out);
+    }
+    let (delta, weight) = (cuda.read(op, "delta", delta)?, cuda.read(op, "weight", weight)?);
+    let (residual, out) = (cuda.write(op, "residual", &mut residual)?, cuda.write(op, "out", &mut out)?);
+    let (rows, h) = (small(op, rows)?, small(op, h)?);
+    // SAFETY: the door has checked dims and dtypes, `fits` the launcher's conditions.
+    let code = unsafe { ffi::moe_add_rms_norm(delta, residual, weight, eps, out, rows, h, cuda.raw()?) };
+    cuda.check(op, code)
+}

@@ -1,0 +1,181 @@
+//! The device side of an execution context: one stream of one device.
+
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, result, sys};
+use candle_core::{CudaDevice, DType, Device, Result, bail};
+
+use super::{PinnedWords, ffi};
+use crate::buffer::Buffer;
+use crate::element::with_element;
+use crate::storage::Data;
+use crate::view::{View, ViewMut};
+
+/// A device, its stream, and what launches need to know of both.
+#[derive(Clone)]
+pub(crate) struct CudaExec {
+    pub(crate) stream: Arc<CudaStream>,
+    /// Ordinal of the device.
+    pub(crate) ordinal: usize,
+    /// Multiprocessors.
+    pub(crate) sms: usize,
+    /// Major compute capability: 9 is Hopper.
+    pub(crate) major: usize,
+    device: Device,
+    counters: Arc<Mutex<Vec<(&'static str, Buffer)>>>,
+}
+
+impl CudaExec {
+    pub(crate) fn new(device: &CudaDevice) -> Result<Self> {
+        let stream = device.cuda_stream();
+        let context = stream.context().clone();
+        let attribute = |a| context.attribute(a).w().map(|n| n.max(0) as usize);
+        use sys::CUdevice_attribute_enum::*;
+        Ok(Self {
+            ordinal: context.ordinal(),
+            sms: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            major: attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            device: Device::Cuda(device.clone()),
+            stream,
+            counters: Arc::default(),
+        })
+    }
+
+    /// The stream as launchers take it; makes the device current on this thread.
+    pub(crate) fn raw(&self) -> Result<*mut c_void> {
+        self.stream.context().bind_to_thread().w()?;
+        Ok(self.stream.cu_stream().cast())
+    }
+
+    /// Address of a view's data; an error if it does not lie on this device.
+    pub(crate) fn read<T>(&self, op: &str, name: &str, view: View<'_>) -> Result<*const T> {
+        match view.data() {
+            Data::Device(s) if s.device() == self.ordinal => Ok(s.address() as *const T),
+            Data::Device(s) => bail!(
+                "{op}: expected {name} on CUDA device {}, got a view of CUDA device {}",
+                self.ordinal,
+                s.device()
+            ),
+            Data::Cpu(_) => {
+                bail!("{op}: expected {name} on CUDA device {}, got a view of host memory", self.ordinal)
+            }
+        }
+    }
+
+    /// The same for an optional view; null if there is none.
+    pub(crate) fn read_or_null<T>(&self, op: &str, name: &str, view: Option<View<'_>>) -> Result<*const T> {
+        view.map_or(Ok(std::ptr::null()), |view| self.read(op, name, view))
+    }
+
+    /// Address of a writable view's data.
+    pub(crate) fn write<T>(&self, op: &str, name: &str, view: &mut ViewMut<'_>) -> Result<*mut T> {
+        self.read(op, name, view.as_view()).map(<*const T>::cast_mut)
+    }
+
+    /// The word that holds the number of valid rows of a padded step.
+    pub(crate) fn valid_rows(&self) -> Result<*mut u32> {
+        Ok(self.counters("valid_rows", 1)?.cast())
+    }
+
+    /// At least `words` u32 words that were zeroed once and that launches of `name`, one after the
+    /// other, leave ready for the next one. Earlier, shorter ones stay alive: graphs know them.
+    pub(crate) fn counters(&self, name: &'static str, words: usize) -> Result<*mut c_void> {
+        // A panic elsewhere cannot leave the list inconsistent: every update is one push.
+        let mut all = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |(n, b): &&(&str, Buffer)| *n == name && b.view().elem_count() >= words;
+        if !all.iter().any(|entry| fits(&entry)) {
+            all.push((name, Buffer::zeros_on(&self.device, DType::U32, &[words])?));
+        }
+        match all.iter().find(fits) {
+            Some((_, buffer)) => {
+                self.read::<c_void>(name, "counters", buffer.view()).map(<*const _>::cast_mut)
+            }
+            None => bail!("{name}: no counters"),
+        }
+    }
+
+    /// Blocks until everything on the stream has ended.
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        self.stream.synchronize().w()
+    }
+
+    /// Free and total memory, bytes.
+    pub(crate) fn memory(&self) -> Result<(usize, usize)> {
+        self.stream.context().mem_get_info().w()
+    }
+
+    /// A copy in host memory, after all work before it.
+    pub(crate) fn to_host(&self, view: View<'_>) -> Result<Buffer> {
+        let address = self.read::<u8>("to_host", "view", view)? as u64;
+        let mut host = Buffer::zeros(view.dtype(), view.dims())?;
+        self.raw()?;
+        let stream = self.stream.cu_stream();
+        with_element!(view.dtype(), "to_host", T => {
+            let mut to = host.view_mut();
+            // SAFETY: both sides hold as many elements, and the wait below keeps the host side until the copy has ended.
+            unsafe { result::memcpy_dtoh_async(to.cpu_mut::<T>()?, address, stream) }.w()
+        })?;
+        self.synchronize()?;
+        Ok(host)
+    }
+
+    /// Copies host data to the device and waits for it. Same dtype and number of elements.
+    pub(crate) fn copy_from_host(&self, from: View<'_>, mut to: ViewMut<'_>) -> Result<()> {
+        let address = self.write::<u8>("copy_from_host", "to", &mut to)? as u64;
+        self.raw()?;
+        let stream = self.stream.cu_stream();
+        with_element!(from.dtype(), "copy_from_host", T => {
+            // SAFETY: both sides hold as many elements, and the wait below keeps the host side until the copy has ended.
+            unsafe { result::memcpy_htod_async(address, from.cpu::<T>()?, stream) }.w()
+        })?;
+        self.synchronize()
+    }
+
+    /// Page-locked words.
+    pub(crate) fn pinned(&self, len: usize) -> Result<PinnedWords> {
+        PinnedWords::new(&self.stream, len)
+    }
+
+    /// Copies the first words of `from` to `to`, in stream order; returns at once.
+    pub(crate) fn upload(&self, from: &mut PinnedWords, mut to: ViewMut<'_>) -> Result<()> {
+        crate::door::expect_dtype("upload", "to", &to, DType::U32)?;
+        let len = to.elem_count();
+        let address = self.write::<u32>("upload", "to", &mut to)?;
+        self.raw()?;
+        let (words, copied) = from.parts()?;
+        let Some(words) = words.get(..len) else {
+            bail!("upload: expected at most {} words, got {len}", words.len())
+        };
+        // SAFETY: both sides hold `len` words, and the host's live on: dropping them waits for the stream.
+        unsafe { result::memcpy_htod_async(address as u64, words, self.stream.cu_stream()) }.w()?;
+        copied.record(&self.stream).w()
+    }
+
+    /// Copies `from` to the first words of `to`, in stream order; returns at once.
+    pub(crate) fn download(&self, from: View<'_>, to: &mut PinnedWords) -> Result<()> {
+        crate::door::expect_dtype("download", "from", &from, DType::U32)?;
+        let len = from.elem_count();
+        let address = self.read::<u32>("download", "from", from)?;
+        self.raw()?;
+        let (words, copied) = to.parts()?;
+        let available = words.len();
+        let Some(words) = words.get_mut(..len) else {
+            bail!("download: expected at most {available} words, got {len}")
+        };
+        // SAFETY: both sides hold `len` words, and the host's live on: dropping them waits for the stream.
+        unsafe { result::memcpy_dtoh_async(words, address as u64, self.stream.cu_stream()) }.w()?;
+        copied.record(&self.stream).w()
+    }
+
+    /// Turns a launcher's code into a result.
+    pub(crate) fn check(&self, op: &str, code: i32) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: returns a static, null-terminated string for any code.
+        let text = unsafe { std::ffi::CStr::from_ptr(ffi::cudaGetErrorString(code)) };
+        bail!("{op}: the CUDA launch failed: {}", text.to_string_lossy())
+    }
+}

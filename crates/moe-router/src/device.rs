@@ -1,0 +1,186 @@
+//! Routing on a CUDA device: every method in one launch, with the bits of the CPU.
+//!
+//! What of the step context lies in host memory is copied there and back; a step that carries
+//! nothing of it stays on the device.
+
+use candle_core::{DType, Result, bail};
+use moe_kernels::cuda::{Choice, Route, RouteOut, route_into};
+use moe_kernels::{Element, Exec, NO_EXPERT, Scratch, TensorView, View};
+
+use crate::config::{Scoring, Selection};
+use crate::router::{RouteInput, RouteOutput, Router};
+use crate::row::StepRows;
+
+/// Ids and weights [T, K] that were not chosen by logits.
+struct Given {
+    ids: Scratch,
+    weights: Scratch,
+}
+
+impl Router {
+    /// [`route_into`](Self::route_into) on the device of `ex`; the door has passed.
+    pub(crate) fn route_on_device(
+        &self,
+        input: &RouteInput<'_>,
+        out: RouteOutput<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let (config, tokens) = (&self.config, input.logits.rows());
+        let replay = self.replay(input, ex)?;
+        let replay = replay.as_ref().map(|ids| ids.view());
+        let token_ids = self.token_ids(input, ex)?;
+        let given = self.given(input, replay, ex)?;
+        let bias = self.bias.as_ref().map(TensorView::new).transpose()?;
+        let table = self.table.as_ref().map(TensorView::new).transpose()?;
+        let mut route = Route {
+            choice: match (&config.selection, &given, &table, &token_ids) {
+                (_, Some(given), ..) => {
+                    Choice::Given { ids: given.ids.view(), weights: Some(given.weights.view()) }
+                }
+                (Selection::Hash { .. }, _, Some(table), Some(token_ids)) => {
+                    Choice::Hash { table: table.view()?, token_ids: token_ids.view() }
+                }
+                (Selection::Hash { .. }, ..) => {
+                    bail!("hash routing: the step carries no token ids for its rows")
+                }
+                (&Selection::Grouped { num_expert_group: groups, topk_group }, ..) => {
+                    Choice::Grouped { groups, topk_group, top_two: config.correction_bias }
+                }
+                (Selection::RawLogits, ..) => Choice::RawLogits,
+                _ => Choice::TopK,
+            },
+            bias: bias.as_ref().map(TensorView::view).transpose()?,
+            shared: (config.num_fused_shared_experts, config.fused_shared_weight),
+            balance: ex.step.force_balance,
+            ..self.plain(input, ex)
+        };
+        if given.is_none() {
+            route.replay = replay;
+        }
+        let recorded = ex.step.capture.is_some() || ex.step.heat.is_some();
+        let mut ids = recorded.then(|| ex.scratch(DType::U32, &[tokens, config.top_k])).transpose()?;
+        let out = RouteOut {
+            topk_ids: out.topk_ids,
+            topk_weights: out.topk_weights,
+            zero_weights: out.zero_expert_weights,
+            capture: ids.as_mut().map(|ids| ids.view_mut()),
+            heat: None,
+        };
+        route_into(&route, out, ex)?;
+        let Some(ids) = ids else { return Ok(()) };
+        let ids = ex.to_host(ids.view())?;
+        let rows = ids.view().cpu::<u32>()?.chunks_exact(config.top_k);
+        self.record(input, input.first_row + tokens, rows, &mut ex.step)
+    }
+
+    /// A routing by the best scores, without bias or anything of the step.
+    fn plain<'a>(&self, input: &RouteInput<'a>, ex: &Exec) -> Route<'a> {
+        let config = &self.config;
+        Route {
+            logits: input.logits,
+            bias: None,
+            choice: Choice::TopK,
+            scoring: match config.scoring {
+                Scoring::Softmax => 0,
+                Scoring::Sigmoid => 1,
+                Scoring::SqrtSoftplus => 2,
+            },
+            experts: config.num_experts,
+            top_k: config.top_k,
+            shared: (0, 0.0),
+            renormalize: config.renormalize,
+            scale: config.routed_scaling_factor,
+            softcap: config.softcapping,
+            replay: None,
+            balance: None,
+            place: (input.layer, input.first_row, ex.step.step),
+            valid_rows: None,
+        }
+    }
+
+    /// The step's rows, for rules that run on the host.
+    fn step_rows<'a>(&self, input: &RouteInput<'_>, ex: &'a Exec) -> StepRows<'a> {
+        StepRows {
+            token_ids: ex.step.token_ids.as_deref(),
+            replay: ex.step.replay.as_deref(),
+            layer: input.layer,
+            first_row: input.first_row,
+            step: ex.step.step,
+            limit: self.config.num_logits(),
+        }
+    }
+
+    /// The forced ids [T, K], checked and on the device.
+    fn replay(&self, input: &RouteInput<'_>, ex: &Exec) -> Result<Option<Scratch>> {
+        if ex.step.replay.is_none() {
+            return Ok(None);
+        }
+        let (tokens, top_k) = (input.logits.rows(), self.config.top_k);
+        let rows = self.step_rows(input, ex);
+        let mut ids = vec![NO_EXPERT; tokens * top_k];
+        for (t, ids) in ids.chunks_exact_mut(top_k).enumerate() {
+            if let Some(forced) = rows.forced(t)? {
+                ids.copy_from_slice(forced);
+            }
+        }
+        upload(&ids, &[tokens, top_k], ex).map(Some)
+    }
+
+    /// The token ids \[T\] of hash routing, on the device.
+    fn token_ids(&self, input: &RouteInput<'_>, ex: &Exec) -> Result<Option<Scratch>> {
+        if !matches!(self.config.selection, Selection::Hash { .. }) {
+            return Ok(None);
+        }
+        let rows = input.first_row..input.first_row + input.logits.rows();
+        match ex.step.token_ids.as_deref().and_then(|ids| ids.get(rows.clone())) {
+            Some(ids) => upload(ids, &[rows.len()], ex).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// What a routing function or a simulation chooses, forced ids among it.
+    fn given(
+        &self,
+        input: &RouteInput<'_>,
+        replay: Option<View<'_>>,
+        ex: &mut Exec,
+    ) -> Result<Option<Given>> {
+        let dims = [input.logits.rows(), self.config.top_k];
+        if let (Some(strategy), &Selection::Simulated { seed, .. }) = (&self.strategy, &self.config.selection)
+        {
+            let rows = self.step_rows(input, ex);
+            let (mut ids, mut weights) = (vec![0u32; dims[0] * dims[1]], vec![0f32; dims[0] * dims[1]]);
+            let slots = ids.chunks_exact_mut(dims[1]).zip(weights.chunks_exact_mut(dims[1]));
+            for (t, (ids, weights)) in slots.enumerate() {
+                rows.simulate(t, strategy.as_ref(), seed, rows.forced(t)?, ids, weights)?;
+            }
+            return Ok(Some(Given { ids: upload(&ids, &dims, ex)?, weights: upload(&weights, &dims, ex)? }));
+        }
+        let Some(function) = &self.function else { return Ok(None) };
+        let (mut ids, mut weights) = (ex.scratch(DType::U32, &dims)?, ex.scratch(DType::F32, &dims)?);
+        function.select(&self.config, input, ids.view_mut(), ex)?;
+        if replay.is_some() {
+            let mut forced = ex.scratch(DType::U32, &dims)?;
+            let choice = Choice::Given { ids: ids.view(), weights: None };
+            let route = Route { choice, replay, ..self.plain(input, ex) };
+            let out = RouteOut {
+                topk_ids: forced.view_mut(),
+                topk_weights: weights.view_mut(),
+                zero_weights: None,
+                capture: None,
+                heat: None,
+            };
+            route_into(&route, out, ex)?;
+            ids = forced;
+        }
+        function.weigh(&self.config, input, ids.view(), weights.view_mut(), ex)?;
+        Ok(Some(Given { ids, weights }))
+    }
+}
+
+/// A copy of host data on the device.
+fn upload<T: Element>(data: &[T], dims: &[usize], ex: &Exec) -> Result<Scratch> {
+    let mut copy = ex.scratch(T::DTYPE, dims)?;
+    ex.copy_from_host(View::new(data, dims)?, copy.view_mut())?;
+    Ok(copy)
+}
