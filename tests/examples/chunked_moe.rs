@@ -8,8 +8,8 @@ use std::time::Instant;
 use candle_core::{DType, Device, Result};
 use model_runtime::{DummyWeights, TensorSpec};
 use moe_layer::{
-    Activation, BlockContext, BlockOptions, Buffer, ChunkedMoe, Exec, RouterConfig, SparseMoeBlock, TensorView,
-    load_block_on,
+    Activation, BlockContext, BlockOptions, Buffer, ChunkedMoe, Exec, RouterConfig, SparseMoeBlock,
+    TensorView, load_block_on,
 };
 
 const H: usize = 1024;
@@ -41,7 +41,7 @@ fn main() -> Result<()> {
         .var_builder(DType::BF16, &Device::Cpu)
         .get((tokens, H), "x")?;
     let whole = block(ChunkedMoe::default())?.chunk_bytes(tokens)?;
-    let of = |n| ChunkedMoe::of_size(NonZeroUsize::MIN.saturating_add(n - 1));
+    let of = |n: usize| ChunkedMoe::of_size(NonZeroUsize::MIN.saturating_add(n - 1));
     println!("chunk   workspace MiB   s per layer");
     for chunked in [ChunkedMoe::default(), ChunkedMoe::within(whole / 8), of(256), of(64)] {
         let block = block(chunked)?;

@@ -130,9 +130,9 @@ pub fn outcome(replicas: &[Replica], lockstep: bool) -> anyhow::Result<Outcome> 
         lockstep,
         ..EngineConfig::default()
     };
-    let world = (replicas.len() > 1).then(|| replicas[0].world.clone());
-    let pairs = taps.iter().zip(replicas).map(|(tap, r)| (tap as &dyn CausalLm, r.ex.clone()));
-    let mut engine = DpEngine::new(pairs, world, None, &config)?;
+    let pairs =
+        taps.iter().zip(replicas).map(|(tap, r)| (tap as &dyn CausalLm, r.ex.clone(), r.world.clone()));
+    let mut engine = DpEngine::new(pairs, None, &config)?;
     for (i, len) in [19, 1].into_iter().enumerate() {
         let mut request = Request::new(prompt(info.vocab_size, len, i as u32 + 1));
         (request.sampling.temperature, request.sampling.seed) = (1.0, i as u64);

@@ -78,9 +78,9 @@ fn requests_go_where_the_least_work_is() {
     let replicas = load("base", DType::F32, &parallel, None).unwrap();
     let models: Vec<Faulty> =
         replicas.iter().map(|r| Faulty::new(r.model.as_ref(), usize::MAX, Fault::Error)).collect();
-    let pairs = models.iter().zip(&replicas).map(|(m, r)| (m as &dyn CausalLm, r.ex.clone()));
-    let world = Some(replicas[0].world.clone());
-    let mut engine = DpEngine::new(pairs, world, None, &config(replicas[0].model.info(), false)).unwrap();
+    let pairs =
+        models.iter().zip(&replicas).map(|(m, r)| (m as &dyn CausalLm, r.ex.clone(), r.world.clone()));
+    let mut engine = DpEngine::new(pairs, None, &config(replicas[0].model.info(), false)).unwrap();
     // Work of 40 tokens, then eight of 10: the first rank has enough.
     let mut ids = Vec::new();
     for (len, max_tokens) in [(20, 20)].into_iter().chain([(4, 6); 8]) {
@@ -159,9 +159,9 @@ fn a_rank_that_fails_ends_all_soon_and_keeps_what_was_done() {
             Faulty::new(replicas[0].model.as_ref(), usize::MAX, fault),
             Faulty::new(replicas[1].model.as_ref(), 2, fault),
         ];
-        let pairs = models.iter().zip(&replicas).map(|(m, r)| (m as &dyn CausalLm, r.ex.clone()));
-        let world = Some(replicas[0].world.clone());
-        let mut engine = DpEngine::new(pairs, world, None, &config(replicas[0].model.info(), true)).unwrap();
+        let pairs =
+            models.iter().zip(&replicas).map(|(m, r)| (m as &dyn CausalLm, r.ex.clone(), r.world.clone()));
+        let mut engine = DpEngine::new(pairs, None, &config(replicas[0].model.info(), true)).unwrap();
         engine.add(Request { max_tokens: Some(9), ..Request::new(prompt(128, 5, 1)) }).unwrap();
         let (start, mut tokens) = (Instant::now(), 0);
         let error = engine.run(|output| tokens += usize::from(output.token_id.is_some())).unwrap_err();

@@ -203,6 +203,25 @@ fn wrong_requests_are_refused_and_nothing_changes() {
 }
 
 #[test]
+fn an_answer_without_a_limit_gets_what_the_kv_cache_holds() {
+    let model = load("base", DType::F32).unwrap();
+    let config = kv_blocks(&model, 3, 4);
+    let mut engine = engine(&model, &config);
+    assert_eq!(engine.max_model_len(), 13, "of the last token no key is kept");
+    let endless = Request { ignore_eos: true, ..Request::new(vec![1, 2, 3]) };
+    let done = run(&model, std::slice::from_ref(&endless), &config);
+    assert_eq!((done[0].tokens.len(), &done[0].finish), (10, &Some(FinishReason::Length)));
+    // What is asked for is refused where it does not fit, and not cut.
+    let error = engine.add(Request { max_tokens: Some(11), ..endless.clone() }).unwrap_err().to_string();
+    assert!(error.contains("it can come to 14 tokens, which need 4 KV blocks; the cache has 3"), "{error}");
+    assert!(engine.add(Request { max_tokens: Some(10), ..endless.clone() }).is_ok());
+    let error = engine.add(Request::new(vec![1; 13])).unwrap_err().to_string();
+    assert!(error.contains("at most 12 fit the model length of 13"), "{error}");
+    let fits = EngineConfig { max_model_len: Some(13), ..config };
+    assert_eq!(run(&model, &[endless], &fits), done);
+}
+
+#[test]
 fn absurd_settings_are_errors() {
     let model = load("base", DType::F32).unwrap();
     let fails = |config: EngineConfig, words: &str| {
@@ -218,5 +237,8 @@ fn absurd_settings_are_errors() {
     fails(EngineConfig { block_size: 0, ..default() }, "--block-size must be from 1");
     fails(EngineConfig { max_model_len: Some(1 << 40), ..default() }, "expected 1 to");
     fails(EngineConfig { kv_cache_memory: Some(1), ..default() }, "holds no block");
-    fails(EngineConfig { kv_cache_memory: Some(usize::MAX >> 1), ..default() }, "are available");
+    let all = EngineConfig { kv_cache_memory: Some(usize::MAX >> 1), max_num_seqs: usize::MAX, ..default() };
+    fails(all, "are available");
+    let short = EngineConfig { max_model_len: Some(14), ..kv_blocks(&model, 3, 4) };
+    fails(short, "holds 13 tokens, and a sequence may have 14: raise --kv-cache-memory");
 }

@@ -14,20 +14,27 @@ use crate::prefix::{PrefixId, PrefixTable};
 pub struct BlockAllocator {
     free: Vec<u32>,
     ref_counts: Vec<u32>,
-    prefixes: PrefixTable,
+    prefixes: Option<PrefixTable>,
 }
 
 impl BlockAllocator {
-    /// An allocator of blocks `0..num_blocks`.
+    /// An allocator of blocks `0..num_blocks` that are not shared.
     pub fn new(num_blocks: usize) -> Result<Self> {
         match u32::try_from(num_blocks) {
-            Ok(n) => Ok(Self {
-                free: (0..n).rev().collect(),
-                ref_counts: vec![0; num_blocks],
-                prefixes: PrefixTable::new(),
-            }),
-            Err(_) => bail!("{num_blocks} KV blocks do not fit 32-bit block numbers"),
+            Ok(n) if n < u32::MAX => {
+                Ok(Self { free: (0..n).rev().collect(), ref_counts: vec![0; num_blocks], prefixes: None })
+            }
+            _ => bail!("{num_blocks} KV blocks do not fit 32-bit block numbers"),
         }
+    }
+
+    /// An allocator of blocks of `block_size` tokens that can be found by their contents.
+    pub fn with_prefix_cache(num_blocks: usize, block_size: usize) -> Result<Self> {
+        if num_blocks.checked_mul(block_size).is_none_or(|slots| slots >= u32::MAX as usize) {
+            bail!("{num_blocks} KV blocks of {block_size} slots do not fit 32-bit slot numbers; use fewer")
+        }
+        let prefixes = Some(PrefixTable::new(num_blocks, block_size));
+        Ok(Self { prefixes, ..Self::new(num_blocks)? })
     }
 
     /// Number of blocks, free or not.
@@ -37,12 +44,12 @@ impl BlockAllocator {
 
     /// Number of blocks without an owner.
     pub fn num_free(&self) -> usize {
-        self.free.len() + self.prefixes.num_idle()
+        self.free.len() + self.prefixes.as_ref().map_or(0, PrefixTable::num_idle)
     }
 
     /// Takes a block with one owner; `None` if none is free.
     pub fn allocate(&mut self) -> Option<u32> {
-        let block = self.free.pop().or_else(|| self.prefixes.evict())?;
+        let block = self.free.pop().or_else(|| self.prefixes.as_mut()?.evict())?;
         if let Some(count) = self.ref_counts.get_mut(block as usize) {
             *count = 1;
         }
@@ -65,7 +72,7 @@ impl BlockAllocator {
         let count = self.owned(block)?;
         *count -= 1;
         let freed = *count == 0;
-        if freed && !self.prefixes.leave(block) {
+        if freed && !self.prefixes.as_mut().is_some_and(|prefixes| prefixes.leave(block)) {
             self.free.push(block);
         }
         Ok(freed)
@@ -75,15 +82,24 @@ impl BlockAllocator {
     /// `parent`; the id of the longer prefix. A block is announced once, and not written after.
     pub fn announce(&mut self, block: u32, parent: PrefixId, tokens: &[u32]) -> Result<PrefixId> {
         self.owned(block)?;
-        Ok(self.prefixes.insert(block, parent, tokens))
+        match &mut self.prefixes {
+            Some(prefixes) if prefixes.block_size() == tokens.len() => {
+                Ok(prefixes.insert(block, parent, tokens))
+            }
+            Some(prefixes) => {
+                bail!("a block of {} tokens cannot hold {}", prefixes.block_size(), tokens.len())
+            }
+            None => bail!("block {block} cannot be announced: the allocator has no prefix cache"),
+        }
     }
 
     /// Adds an owner to the block that holds `tokens` after the prefix `parent`, if there is one.
     pub fn share(&mut self, parent: PrefixId, tokens: &[u32]) -> Option<(u32, PrefixId)> {
-        let (block, id) = self.prefixes.find(parent, tokens)?;
+        let prefixes = self.prefixes.as_mut()?;
+        let (block, id) = prefixes.find(parent, tokens)?;
         let count = self.ref_counts.get_mut(block as usize)?;
         if *count == 0 {
-            self.prefixes.take(block);
+            prefixes.take(block);
         }
         *count += 1;
         Some((block, id))
@@ -161,7 +177,7 @@ mod tests {
 
     #[test]
     fn contents_are_found_until_their_block_is_needed() -> Result<()> {
-        let mut pool = BlockAllocator::new(3)?;
+        let mut pool = BlockAllocator::with_prefix_cache(3, 2)?;
         let root = PrefixId::root(0);
         let mut table = SequenceBlocks::new();
         assert!(table.reserve(6, 2, &mut pool));
@@ -185,7 +201,13 @@ mod tests {
         // Block 2 has nothing to keep; then the one released first goes, with its contents.
         assert_eq!([pool.allocate(), pool.allocate()], [Some(2), Some(1)]);
         assert!(pool.share(first, &[3, 4]).is_none() && pool.share(root, &[1, 2]).is_some());
-        assert!(pool.announce(7, root, &[0]).is_err());
+        let error = pool.announce(7, root, &[0, 0]).unwrap_err().to_string();
+        assert!(error.contains("outside of the 3 blocks"), "{error}");
+        assert!(pool.announce(2, root, &[0]).unwrap_err().to_string().contains("cannot hold 1"));
+        let mut plain = BlockAllocator::new(1)?;
+        assert_eq!((plain.allocate(), plain.share(root, &[1, 2])), (Some(0), None));
+        assert!(plain.announce(0, root, &[1, 2]).unwrap_err().to_string().contains("no prefix cache"));
+        assert!(BlockAllocator::with_prefix_cache(1 << 20, 1 << 12).is_err());
         Ok(())
     }
 

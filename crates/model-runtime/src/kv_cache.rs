@@ -4,8 +4,9 @@
 //! the blocks of its block table; which ones never affects its results.
 
 use candle_core::{DType, Device, Result, bail};
+use rayon::prelude::*;
 
-use moe_kernels::{Buffer, View, ViewMut};
+use moe_kernels::{Buffer, Exec, View, ViewMut, with_float};
 
 /// What the KV cache of a model holds per token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,7 +75,7 @@ pub struct KvCache {
 
 impl KvCache {
     /// A cache in host memory of `num_blocks` blocks of `block_size` slots. Memory is taken from the
-    /// system only as blocks are first written.
+    /// system only as blocks are first written, or by [`Self::commit`].
     pub fn new(layout: KvLayout, num_blocks: usize, block_size: usize) -> Result<Self> {
         Self::new_on(&Device::Cpu, layout, num_blocks, block_size)
     }
@@ -114,6 +115,23 @@ impl KvCache {
         Self::new(layout, blocks, block_size)
     }
 
+    /// Takes the memory from the system now, layers side by side on the threads of `ex`, so that a
+    /// long run cannot grow or fail for lack of it later. On a device it is taken already.
+    pub fn commit(&mut self, ex: &Exec) -> Result<()> {
+        if ex.is_cuda() {
+            return Ok(());
+        }
+        let layers = &mut self.layers;
+        with_float!(self.layout.dtype, "KV cache", T => ex.install(|| {
+            layers.par_iter_mut().try_for_each(|layer| {
+                let (mut k, mut v) = layer.kv_mut();
+                touch(k.cpu_mut::<T>()?);
+                touch(v.cpu_mut::<T>()?);
+                Ok(())
+            })
+        }))
+    }
+
     /// What a token holds.
     pub fn layout(&self) -> &KvLayout {
         &self.layout
@@ -136,5 +154,13 @@ impl KvCache {
             Some(layer) => Ok(layer),
             None => bail!("layer {layer} is outside of a KV cache of {layers} layers"),
         }
+    }
+}
+
+/// Writes to every page of fresh zeros. The compiler must not know that zeros are there already.
+fn touch<T: Default>(zeros: &mut [T]) {
+    const PAGE: usize = 4096;
+    for page in std::hint::black_box(zeros).chunks_mut(PAGE / size_of::<T>()) {
+        page[0] = T::default();
     }
 }

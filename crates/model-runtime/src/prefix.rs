@@ -4,8 +4,11 @@
 //! ids stands for a whole prefix. Keys are compared, not hashed to a digest: two prefixes never
 //! meet by accident. Blocks keep their contents after their last owner has gone, and are taken for
 //! new contents in the order in which they were left (least recently used first).
+//!
+//! Everything lies in arrays by block that are written when they are made, so that a cache that
+//! fills takes no memory.
 
-use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasher, RandomState};
 
 /// A prefix of tokens that ends with a full block, or the empty prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -19,92 +22,226 @@ impl PrefixId {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Key {
-    parent: PrefixId,
-    tokens: Box<[u32]>,
-}
+/// No block.
+const NONE: u32 = u32::MAX;
 
-#[derive(Clone, Debug)]
+/// What a block holds, beside its tokens.
+#[derive(Clone, Copy, Debug)]
 struct Content {
+    /// The prefix that ends with the block, and the one before it.
     id: PrefixId,
-    key: Key,
-    /// When its last owner left; `None` while it has one.
-    left: Option<u64>,
+    parent: PrefixId,
+    /// The next block whose key has the same place in `heads`.
+    next: u32,
 }
 
 /// The contents of blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct PrefixTable {
-    blocks: HashMap<Key, u32>,
-    contents: HashMap<u32, Content>,
-    /// Blocks without an owner, the one left first at the front.
-    idle: BTreeMap<u64, u32>,
-    /// Of ids and of times; above every root.
-    next: u64,
+    block_size: usize,
+    /// [num_blocks, block_size].
+    tokens: Vec<u32>,
+    contents: Vec<Option<Content>>,
+    /// First blocks by the hash of their keys.
+    heads: Vec<u32>,
+    hasher: RandomState,
+    idle: Idle,
+    /// Above every root.
+    last_id: u64,
 }
 
 impl PrefixTable {
-    pub fn new() -> Self {
+    /// A table of `num_blocks` blocks of `block_size` tokens, empty.
+    pub fn new(num_blocks: usize, block_size: usize) -> Self {
         Self {
-            blocks: HashMap::new(),
-            contents: HashMap::new(),
-            idle: BTreeMap::new(),
-            next: u32::MAX as u64 + 1,
+            block_size,
+            tokens: vec![NONE; num_blocks * block_size],
+            contents: vec![None; num_blocks],
+            heads: vec![NONE; num_blocks.next_power_of_two()],
+            hasher: RandomState::new(),
+            idle: Idle::new(num_blocks),
+            last_id: u32::MAX as u64,
         }
+    }
+
+    /// Tokens of a block.
+    pub fn block_size(&self) -> usize {
+        self.block_size
     }
 
     /// Number of blocks that have contents and no owner.
     pub fn num_idle(&self) -> usize {
-        self.idle.len()
+        self.idle.len
     }
 
     /// The block that holds `tokens` after `parent`.
     pub fn find(&self, parent: PrefixId, tokens: &[u32]) -> Option<(u32, PrefixId)> {
-        let block = *self.blocks.get(&Key { parent, tokens: tokens.into() })?;
-        Some((block, self.contents.get(&block)?.id))
+        let mut block = self.heads[self.place(parent, tokens)];
+        while let Some(content) = self.content(block) {
+            if content.parent == parent && self.tokens(block) == tokens {
+                return Some((block, content.id));
+            }
+            block = content.next;
+        }
+        None
     }
 
-    /// Notes that an owned block holds `tokens` after `parent`. If another block holds them
-    /// already, that one stays the known one.
+    /// Notes that an owned block holds `tokens`, as many as a block has, after `parent`. If another
+    /// block holds them already, that one stays the known one.
     pub fn insert(&mut self, block: u32, parent: PrefixId, tokens: &[u32]) -> PrefixId {
         if let Some((_, id)) = self.find(parent, tokens) {
             return id;
         }
-        let id = PrefixId(self.tick());
-        let key = Key { parent, tokens: tokens.into() };
-        self.blocks.insert(key.clone(), block);
-        self.contents.insert(block, Content { id, key, left: None });
+        self.forget(block);
+        self.last_id += 1;
+        let (place, id) = (self.place(parent, tokens), PrefixId(self.last_id));
+        self.contents[block as usize] = Some(Content { id, parent, next: self.heads[place] });
+        self.heads[place] = block;
+        self.tokens[block as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
         id
     }
 
     /// The block's last owner leaves; `false` if it holds nothing worth keeping.
     pub fn leave(&mut self, block: u32) -> bool {
-        let now = self.tick();
-        let Some(content) = self.contents.get_mut(&block) else { return false };
-        content.left = Some(now);
-        self.idle.insert(now, block);
-        true
+        let keeps = self.content(block).is_some();
+        if keeps {
+            self.idle.push(block);
+        }
+        keeps
     }
 
     /// A block without owners gets one again.
     pub fn take(&mut self, block: u32) {
-        if let Some(left) = self.contents.get_mut(&block).and_then(|c| c.left.take()) {
-            self.idle.remove(&left);
-        }
+        self.idle.remove(block);
     }
 
     /// Forgets the contents of the block that was left first and hands it out.
     pub fn evict(&mut self) -> Option<u32> {
-        let (_, block) = self.idle.pop_first()?;
-        if let Some(content) = self.contents.remove(&block) {
-            self.blocks.remove(&content.key);
-        }
+        let block = self.idle.first()?;
+        self.idle.remove(block);
+        self.forget(block);
         Some(block)
     }
 
-    fn tick(&mut self) -> u64 {
-        self.next += 1;
-        self.next
+    fn content(&self, block: u32) -> Option<Content> {
+        *self.contents.get(block as usize)?
+    }
+
+    fn tokens(&self, block: u32) -> &[u32] {
+        &self.tokens[block as usize * self.block_size..][..self.block_size]
+    }
+
+    fn place(&self, parent: PrefixId, tokens: &[u32]) -> usize {
+        self.hasher.hash_one((parent, tokens)) as usize & (self.heads.len() - 1)
+    }
+
+    fn forget(&mut self, block: u32) {
+        let Some(content) = self.content(block) else { return };
+        let place = self.place(content.parent, self.tokens(block));
+        let (mut before, mut at) = (None, self.heads[place]);
+        while at != block {
+            let Some(other) = self.content(at) else { return };
+            (before, at) = (Some(at), other.next);
+        }
+        match before.and_then(|before| self.contents[before as usize].as_mut()) {
+            Some(before) => before.next = content.next,
+            None => self.heads[place] = content.next,
+        }
+        self.contents[block as usize] = None;
+    }
+}
+
+/// Blocks without an owner, the one left first at the front: a doubly linked list in an array, whose
+/// last entry is both ends. A block that is not in it is linked to itself.
+#[derive(Clone, Debug)]
+struct Idle {
+    /// [previous, next] by block.
+    links: Vec<[u32; 2]>,
+    len: usize,
+}
+
+impl Idle {
+    fn new(num_blocks: usize) -> Self {
+        Self { links: (0..=num_blocks as u32).map(|block| [block; 2]).collect(), len: 0 }
+    }
+
+    fn ends(&self) -> u32 {
+        self.links.len() as u32 - 1
+    }
+
+    fn first(&self) -> Option<u32> {
+        let first = self.links[self.ends() as usize][1];
+        (first != self.ends()).then_some(first)
+    }
+
+    fn push(&mut self, block: u32) {
+        self.remove(block);
+        let (ends, last) = (self.ends(), self.links[self.ends() as usize][0]);
+        self.links[block as usize] = [last, ends];
+        self.links[last as usize][1] = block;
+        self.links[ends as usize][0] = block;
+        self.len += 1;
+    }
+
+    fn remove(&mut self, block: u32) {
+        let [previous, next] = self.links[block as usize];
+        if next != block {
+            self.links[previous as usize][1] = next;
+            self.links[next as usize][0] = previous;
+            self.links[block as usize] = [block; 2];
+            self.len -= 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashMap;
+
+    /// Against a table of whole keys and a list, over many random moves.
+    #[test]
+    fn it_does_what_a_map_and_a_list_do() {
+        const BLOCKS: u32 = 13;
+        let mut table = PrefixTable::new(BLOCKS as usize, 2);
+        // (parent, tokens, id) by block.
+        let mut keys = HashMap::<u32, (PrefixId, [u32; 2], PrefixId)>::new();
+        let mut idle = Vec::<u32>::new();
+        let mut state = 7u64;
+        let mut random = |bound: u64| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            ((state >> 33) % bound) as u32
+        };
+        for _ in 0..20_000 {
+            let (block, tokens) = (random(BLOCKS as u64), [random(3), random(2)]);
+            let parents: Vec<PrefixId> = keys.values().map(|key| key.2).chain([PrefixId::root(0)]).collect();
+            let parent = parents[random(parents.len() as u64) as usize];
+            let known = keys.iter().find(|(_, key)| (key.0, key.1) == (parent, tokens));
+            let known = known.map(|(block, key)| (*block, key.2));
+            assert_eq!(table.find(parent, &tokens), known);
+            match random(4) {
+                0 if !idle.contains(&block) => {
+                    let id = table.insert(block, parent, &tokens);
+                    assert!(known.is_none_or(|known| known.1 == id));
+                    if known.is_none() {
+                        keys.insert(block, (parent, tokens, id));
+                    }
+                }
+                1 if !idle.contains(&block) => {
+                    assert_eq!(table.leave(block), keys.contains_key(&block));
+                    idle.extend(keys.contains_key(&block).then_some(block));
+                }
+                2 => {
+                    table.take(block);
+                    idle.retain(|other| *other != block);
+                }
+                _ => {
+                    let first = (!idle.is_empty()).then(|| idle.remove(0));
+                    assert_eq!(table.evict(), first);
+                    first.map(|block| keys.remove(&block));
+                }
+            }
+            assert_eq!(table.num_idle(), idle.len());
+        }
     }
 }

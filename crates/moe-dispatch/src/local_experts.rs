@@ -1,7 +1,7 @@
 //! Which physical experts live on this rank.
 
-use candle_core::{Result, bail};
-use moe_kernels::{Buffer, View};
+use candle_core::{Device, Result, bail};
+use moe_kernels::{Buffer, Exec, View};
 
 /// The experts of this rank: how many, and where each physical expert lives.
 #[derive(Debug)]
@@ -39,6 +39,14 @@ impl LocalExperts {
         }
         let expert_map = Buffer::from_vec(expert_map.to_vec(), &[expert_map.len()])?;
         Ok(Self { num_local, expert_map: Some(expert_map) })
+    }
+
+    /// The same with the map on a device: that of the experts and of the rows.
+    pub fn on(self, device: &Device) -> Result<Self> {
+        let Some(map) = &self.expert_map else { return Ok(self) };
+        let mut copy = Buffer::zeros_on(device, map.dtype(), map.dims())?;
+        Exec::on(device)?.copy_from_host(map.view(), copy.view_mut())?;
+        Ok(Self { expert_map: Some(copy), ..self })
     }
 
     /// Number of local slots E_local.

@@ -39,13 +39,12 @@ impl EpRanks {
                 tp.rank()
             )
         }
-        let here = layout.owners.iter().filter(|&&owner| owner as usize == rank).count();
-        if here != layout.num_local_experts() || layout.owners.iter().any(|&o| o as usize >= ranks) {
+        let owned = layout.owners.iter().enumerate().filter(|(_, owner)| **owner as usize == rank);
+        let fits = owned.map(|(expert, _)| expert as u32).eq(layout.local_experts.iter().copied());
+        if !fits || layout.owners.iter().any(|&owner| owner as usize >= ranks) {
             bail!(
-                "expert parallelism: the layout has {} local experts and owners up to {:?}, which is not that of rank \
-                 {rank} of {ranks}",
-                layout.num_local_experts(),
-                layout.owners.iter().max()
+                "expert parallelism: the layout with the local experts {:?} is not that of rank {rank} of {ranks}",
+                layout.local_experts
             )
         }
         let experts = match &layout.expert_map {

@@ -31,6 +31,9 @@ pub enum Command {
     Parity(ParityArgs),
     /// Time prefill and decode.
     Bench(BenchArgs),
+    /// Render chat templates for the program that starts this one.
+    #[command(name = crate::chat::RENDER_COMMAND, hide = true)]
+    RenderChatTemplates,
 }
 
 /// Where and how the model runs.
@@ -179,17 +182,19 @@ pub struct EngineArgs {
     /// Sequences that run at once, at most.
     #[arg(long, default_value_t = 256, help_heading = "Engine")]
     pub max_num_seqs: usize,
-    /// Tokens of one forward pass, at most; longer prompts are computed in chunks.
-    #[arg(long, default_value_t = 512, help_heading = "Engine")]
-    pub max_num_batched_tokens: usize,
-    /// Longest sequence, prompt and output (default: the model's context).
+    /// Tokens of one forward pass, at most; longer prompts are computed in chunks (default: 512, on a
+    /// GPU 8192).
+    #[arg(long, help_heading = "Engine")]
+    pub max_num_batched_tokens: Option<usize>,
+    /// Longest sequence, prompt and output, which the KV cache must hold (default: the model's context,
+    /// or as much of it as the KV cache holds).
     #[arg(long, help_heading = "Engine")]
     pub max_model_len: Option<usize>,
     /// Tokens per KV-cache block.
     #[arg(long, default_value_t = 16, help_heading = "Engine")]
     pub block_size: usize,
-    /// Memory of the KV cache of each rank, such as 512MiB or 4GiB (default: what the sequences can
-    /// use; all ranks together at most half of the memory that is free).
+    /// Memory of the KV cache of each rank, such as 512MiB or 4GiB, taken at the start (default: 4GiB,
+    /// all ranks together at most half of what is free); never more than the sequences can use.
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
     pub kv_cache_memory: Option<usize>,
     /// Launch decode steps on a GPU one by one instead of as a captured CUDA graph.

@@ -4,11 +4,12 @@ use std::io::{IsTerminal, Write};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use model_runtime::Exec;
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
 use serde_json::json;
 
 use crate::cli::GenerateArgs;
-use crate::engine::{FinishReason, Output, Request};
+use crate::engine::{EngineConfig, FinishReason, Output, Request};
 use crate::family::ModelFamily;
 use crate::session::Session;
 use crate::tokenizer::Tokenizer;
@@ -33,9 +34,8 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
         ..options::request_defaults(&args.sampling, &session, "0")?
     };
     request.sampling.logprobs = args.logprobs;
-    let mut engine = session
-        .engine(Some(tokenizer.clone()), &options::engine_config(&args.engine))
-        .map_err(|e| usage(format!("{e:#}")))?;
+    let config = engine_config(args, &request, session.model.info().max_context_len, &session.ex);
+    let mut engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
     let mut printer = Printer::new(args, &tokenizer);
     engine.add(request)?;
     while !engine.is_idle() && !printer.closed {
@@ -48,6 +48,17 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
         eprint!("{}", engine.stats());
     }
     Ok(())
+}
+
+/// The settings of the flags, with a KV cache for this request and no more.
+fn engine_config(args: &GenerateArgs, request: &Request, context: usize, ex: &Exec) -> EngineConfig {
+    let config = options::engine_config(&args.engine, ex);
+    let longest = request.prompt.len().saturating_add(request.max_tokens.map_or(context, |max| max.max(1)));
+    EngineConfig {
+        max_num_seqs: config.max_num_seqs.min(args.n.max(1)),
+        max_model_len: config.max_model_len.or((longest < context).then_some(longest)),
+        ..config
+    }
 }
 
 /// Streams the text of the first choice; those of further ones follow whole.

@@ -79,6 +79,7 @@ fn run<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
         Some(Command::Batch(args)) => &args.run,
         Some(Command::Parity(args)) => &args.run,
         Some(Command::Bench(args)) => &args.run,
+        Some(Command::RenderChatTemplates) => return chat::serve().map(|()| ExitCode::SUCCESS),
     };
     let profile = start_log(args)?;
     let code = run_command::<F>(cli)?;
@@ -94,6 +95,7 @@ fn run_command<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
         Some(Command::Batch(args)) => return batch::run::<F>(args),
         Some(Command::Parity(args)) => return run_parity::<F>(args),
         Some(Command::Bench(args)) => bench::run::<F>(args)?,
+        Some(Command::RenderChatTemplates) => chat::serve()?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -1,11 +1,11 @@
 //! Flags and `generation_config.json` to what the engine understands.
 
 use anyhow::{Context, Result, ensure};
-use model_runtime::SamplingParams;
 use model_runtime::config::limits;
+use model_runtime::{Exec, SamplingParams};
 use serde_json::{Map, Value};
 
-use crate::chat::ChatTemplate;
+use crate::chat::{self, ChatFiles, ChatTemplate};
 use crate::cli::{EngineArgs, SamplingArgs, TemplateArgs};
 use crate::engine::{EngineConfig, Request};
 use crate::session::Session;
@@ -15,10 +15,11 @@ use crate::usage;
 const MAX_NEW_TOKENS: usize = 128;
 
 /// The engine settings of the flags.
-pub fn engine_config(args: &EngineArgs) -> EngineConfig {
+pub fn engine_config(args: &EngineArgs, ex: &Exec) -> EngineConfig {
+    let default = EngineConfig::for_device(ex);
     EngineConfig {
         max_num_seqs: args.max_num_seqs,
-        max_num_batched_tokens: args.max_num_batched_tokens,
+        max_num_batched_tokens: args.max_num_batched_tokens.unwrap_or(default.max_num_batched_tokens),
         max_model_len: args.max_model_len,
         block_size: args.block_size,
         kv_cache_memory: args.kv_cache_memory,
@@ -27,7 +28,7 @@ pub fn engine_config(args: &EngineArgs) -> EngineConfig {
         collect_heat: args.stats,
         expert_heat: args.expert_heat.clone(),
         force_balance: args.force_balance.then_some(0),
-        ..EngineConfig::default()
+        ..default
     }
 }
 
@@ -87,15 +88,20 @@ pub fn api_defaults(args: &SamplingArgs, session: &Session) -> Result<Request> {
     Ok(request)
 }
 
-/// The chat template that the flags name, else the checkpoint's, if it has one.
+/// The chat template that the flags name, else the checkpoint's, if it has one. A checkpoint may be
+/// anybody's: it is rendered in a process of its own.
 pub fn chat_template(args: &TemplateArgs, session: &Session) -> Result<Option<ChatTemplate>> {
     let dir = session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir());
+    let program = chat::this_program().context("cannot find this program, which renders chat templates")?;
     match (&args.chat_template, dir) {
         (Some(file), dir) => {
-            let template = ChatTemplate::from_file(file, dir);
-            Ok(Some(template.map_err(|e| usage(format!("--chat-template: {e}")))?))
+            let wrong = |e| usage(format!("--chat-template {}: {e}", file.display()));
+            let files = ChatFiles::from_file(file, dir).map_err(wrong)?;
+            let template = ChatTemplate::isolated(files, program);
+            template.iter().try_for_each(ChatTemplate::check).map_err(wrong)?;
+            Ok(template)
         }
-        (None, Some(dir)) => Ok(ChatTemplate::from_dir(dir)?),
+        (None, Some(dir)) => Ok(ChatTemplate::isolated(ChatFiles::from_dir(dir)?, program)),
         (None, None) => Ok(None),
     }
 }

@@ -65,39 +65,50 @@ pub fn measure<F: ModelFamily>(args: &BenchArgs, result: &Value, session: Sessio
     drop(model);
     let weights = StepWeights::new(&F::tensors(&config, &|_| true), &info);
     let context = args.prompt as f64 + args.output as f64 / 2.;
-    roofline(result, &Roof::measure(&ex)?, &weights, &info, context)
+    // What a GPU can do at most is in its data sheet; the rates stand for themselves there.
+    let roof = (!ex.is_cuda()).then(|| Roof::measure(&ex)).transpose()?;
+    roofline(result, roof.as_ref(), &weights, &info, context)
 }
 
 /// The parts of the limits that a bench result reaches: its `decode`, `distinct_experts` and
 /// `prefill` against `roof`. `context` is the mean number of cached tokens of a decode row.
 fn roofline(
     result: &Value,
-    roof: &Roof,
+    roof: Option<&Roof>,
     weights: &StepWeights,
     info: &ModelInfo,
     context: f64,
 ) -> Result<Value> {
-    let mut report = json!({
-        "read_gb_s": roof.read / 1e9,
-        "f32_multiply_add_gflop_s": roof.fma / 1e9,
-        "bf16_dot_gflop_s": roof.dot.map(|dot| dot / 1e9),
-        "bf16_matrix_gflop_s": roof.matrix.map(|matrix| matrix / 1e9),
-        "decode": {}, "prefill": {},
-    });
+    let mut report = match roof {
+        Some(roof) => json!({
+            "read_gb_s": roof.read / 1e9,
+            "f32_multiply_add_gflop_s": roof.fma / 1e9,
+            "bf16_dot_gflop_s": roof.dot.map(|dot| dot / 1e9),
+            "bf16_matrix_gflop_s": roof.matrix.map(|matrix| matrix / 1e9),
+        }),
+        None => json!({}),
+    };
+    (report["decode"], report["prefill"]) = (json!({}), json!({}));
     for (batch, row) in result["decode"].as_object().into_iter().flatten() {
         let seconds = row["step_ms"].as_f64().unwrap_or(f64::NAN) / 1e3;
         let distinct = result["distinct_experts"][batch]["mean"].as_f64().unwrap_or(0.);
         let tokens = batch.parse::<f64>()? * context;
         let bytes = weights.decode_bytes(info, distinct, tokens)?;
-        report["decode"][batch] = json!({"bytes": bytes, "fraction": bytes / seconds / roof.read});
+        report["decode"][batch] = json!({"bytes": bytes, "gb_s": bytes / seconds / 1e9});
+        if let Some(roof) = roof {
+            report["decode"][batch]["fraction"] = json!(bytes / seconds / roof.read);
+        }
     }
     // The limit of bf16 products is the BF16 dot product's, of others the f32 multiply-add's.
-    let peak = roof.dot.filter(|_| info.kv.dtype == DType::BF16).unwrap_or(roof.fma);
+    let peak = roof.map(|roof| roof.dot.filter(|_| info.kv.dtype == DType::BF16).unwrap_or(roof.fma));
     for (length, rate) in result["prefill"].as_object().into_iter().flatten() {
         let tokens = length.parse::<usize>()?;
         let seconds = tokens as f64 / rate.as_f64().unwrap_or(f64::NAN);
         let flops = weights.prefill_flops(tokens);
-        report["prefill"][length] = json!({"flops": flops, "fraction": flops / seconds / peak});
+        report["prefill"][length] = json!({"flops": flops, "gflop_s": flops / seconds / 1e9});
+        if let Some(peak) = peak {
+            report["prefill"][length]["fraction"] = json!(flops / seconds / peak);
+        }
     }
     Ok(report)
 }
@@ -143,7 +154,7 @@ mod tests {
             "prefill": {"20": 1000.},
         });
         let roof = Roof { read: 1e7, fma: 5e6, dot: Some(1e7), matrix: None };
-        let report = roofline(&result, &roof, &weights(), &info(), 3.)?;
+        let report = roofline(&result, Some(&roof), &weights(), &info(), 3.)?;
         // 220 + 500 + 5 * 180 elements of two bytes, and 4 * 3 tokens of 2 * 2 * 4 * 2 bytes.
         let bytes = 2. * 1620. + 12. * 32.;
         assert_eq!(report["decode"]["4"], json!({"bytes": bytes, "fraction": bytes / 2e-3 / 1e7}));

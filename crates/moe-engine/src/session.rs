@@ -1,6 +1,7 @@
 //! Opening a model for a command: checkpoint or random weights, device, dtype, backend.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device};
@@ -8,7 +9,7 @@ use candle_nn::VarBuilder;
 use model_runtime::{
     BlockContext, CausalLm, Checkpoint, Config, CpuIsa, DummyWeights, Exec, RankView, TensorSlice,
 };
-use moe_comm::ParallelConfig;
+use moe_comm::{Communicator, ParallelConfig};
 use tracing::info;
 
 use crate::cli::RunArgs;
@@ -27,6 +28,7 @@ pub struct Session {
     pub model: Box<dyn CausalLm>,
     /// Where it runs.
     pub ex: Exec,
+    world: Arc<dyn Communicator>,
     /// The other data-parallel replicas of the model.
     pub replicas: Vec<Replica>,
     parallel: ParallelConfig,
@@ -88,15 +90,17 @@ impl Session {
 
     /// The engine that runs requests on all replicas.
     pub fn engine(&self, tokenizer: Option<Tokenizer>, config: &EngineConfig) -> Result<DpEngine<'_>> {
-        let first = (self.model.as_ref(), self.ex.clone());
-        let others = self.replicas.iter().map(|replica| (replica.model.as_ref(), replica.ex.clone()));
+        let first = (self.model.as_ref(), self.ex.clone(), self.world.clone());
+        let others = self
+            .replicas
+            .iter()
+            .map(|replica| (replica.model.as_ref(), replica.ex.clone(), replica.world.clone()));
         let config = EngineConfig {
             ranks: self.parallel.world_size()?,
             lockstep: self.parallel.enable_expert_parallel && !self.replicas.is_empty(),
             ..config.clone()
         };
-        let world = self.replicas.first().map(|replica| replica.world.clone());
-        DpEngine::new(std::iter::once(first).chain(others), world, tokenizer, &config)
+        DpEngine::new(std::iter::once(first).chain(others), tokenizer, &config)
     }
 
     /// The checkpoint's tokenizer.
@@ -139,8 +143,8 @@ fn load<F: ModelFamily>(
     if args.explain_backends {
         eprintln!("{}", serde_json::to_string_pretty(&chosen)?);
     }
-    let Replica { model, ex, .. } = replicas.remove(0);
-    Ok(Session { model, ex, replicas, parallel: settings, checkpoint: None, embedded_tokenizer: None })
+    let Replica { model, ex, world } = replicas.remove(0);
+    Ok(Session { model, ex, world, replicas, parallel: settings, checkpoint: None, embedded_tokenizer: None })
 }
 
 /// The execution context that the flags ask for.

@@ -2,8 +2,8 @@
 
 use candle_core::{Result, bail};
 
-use crate::cpu::{BatchLimits, CpuBatchedExperts, CpuExperts};
 use crate::experts::{AnyExperts, Experts};
+use crate::grouped::{BatchLimits, GroupedBatchedExperts, GroupedExperts};
 use crate::oracle::{Backend, Selection};
 use crate::weights::ExpertWeights;
 
@@ -56,9 +56,15 @@ fn build_with(
             describe(shape.dtype, weights.has_bias())
         )
     }
+    if weights.device().is_cuda() != spec.compute_capability.is_some() {
+        bail!(
+            "{} experts: expected weights on the device of the specification, got {:?}",
+            selection.chosen,
+            weights.device().location()
+        )
+    }
     let experts: Box<dyn Experts> = match (selection.chosen, limits) {
-        (Backend::Cpu, None) => Box::new(CpuExperts::new(weights, spec.activation)?.with_tp(spec.tp_size)?),
-        (Backend::Cpu, Some(limits)) => {
+        (Backend::CudaFused | Backend::Cuda | Backend::Cpu, Some(limits)) => {
             bail!("{} experts take the Standard format, which has no {limits:?}", selection.chosen)
         }
         #[cfg(feature = "cuda")]
@@ -67,12 +73,15 @@ fn build_with(
         (Backend::CudaFused, None) => {
             bail!("{} experts need a build with the feature `cuda`", selection.chosen)
         }
-        (Backend::CudaFused, Some(limits)) => {
-            bail!("{} experts take the Standard format, which has no {limits:?}", selection.chosen)
+        (Backend::Cuda | Backend::Cpu, None) => {
+            Box::new(GroupedExperts::new(weights, spec.activation)?.with_tp(spec.tp_size)?)
         }
-        (Backend::CpuBatched, None) => Box::new(CpuBatchedExperts::new(weights, spec.activation)?),
-        (Backend::CpuBatched, Some(limits)) => {
-            Box::new(CpuBatchedExperts::new(weights, spec.activation)?.with_limits(limits))
+        (Backend::CudaBatched | Backend::CpuBatched, limits) => {
+            let experts = GroupedBatchedExperts::new(weights, spec.activation)?;
+            match limits {
+                Some(limits) => Box::new(experts.with_limits(limits)),
+                None => Box::new(experts),
+            }
         }
     };
     Ok(experts.into())

@@ -3,21 +3,21 @@
 
 mod build;
 mod capability;
-mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod experts;
 mod explain;
 mod fused;
+mod grouped;
 mod load;
 mod oracle;
 mod reason;
 mod weights;
 
 pub use build::{build, build_batched};
-pub use cpu::{BatchLimits, CpuBatchedExperts, CpuExperts};
 pub use experts::{AnyExperts, Experts, MonolithicExperts, Reservation};
 pub use fused::FusedExperts;
+pub use grouped::{BatchLimits, GroupedBatchedExperts, GroupedExperts};
 pub use load::LoadSpec;
 pub use oracle::{Backend, OracleError, Rejection, Selection, select};
 pub use reason::Reason;

@@ -1,4 +1,4 @@
-//! Routing on a CUDA device: every method in one launch, with the bits of the CPU.
+//! Routing on a CUDA device: every method in one launch, with the choices of the CPU.
 //!
 //! What of the step context lies in host memory is copied there and back; a step that carries
 //! nothing of it stays on the device.
@@ -94,7 +94,6 @@ impl Router {
             replay: None,
             balance: None,
             place: (input.layer, input.first_row, ex.step.step),
-            valid_rows: None,
         }
     }
 

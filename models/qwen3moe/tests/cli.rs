@@ -265,7 +265,11 @@ fn absurd_sizes_are_errors_and_not_aborts() {
     long.config("max_position_embeddings", json!(1u64 << 31));
     let path = long.0.path().to_str().unwrap().to_string();
     let flags = ["--model", &path, "--prompt", "x", "--max-new-tokens", "2000000000"];
-    fails(&[&flags[..], &["--max-model-len", "2000000000"]].concat(), 1, &["memory"]);
+    fails(&flags, 2, &["holds", "raise --kv-cache-memory", "--max-new-tokens"]);
+    fails(&[&flags[..], &["--max-model-len", "2000000000"]].concat(), 2, &["holds", "--max-model-len"]);
+    // Taken at the start, or not at all.
+    let all = ["--max-model-len", "2000000000", "--kv-cache-memory", "1000000GB"];
+    fails(&[&flags[..], &all].concat(), 2, &["bytes of memory are available"]);
 }
 
 #[test]

@@ -64,7 +64,7 @@ fn the_text_the_routing_and_the_heat_are_those_of_one_rank() {
         let of = |path: &str| moe_engine::routing::read(Path::new(path)).unwrap();
         let (forced, recorded) = (of(&again), of(&recorded));
         let tokens = forced.tokens().min(recorded.tokens());
-        assert!(tokens > 8);
+        assert!(tokens > 4, "{tokens}");
         for token in 0..tokens {
             assert_eq!(forced.get(token, 1).unwrap(), recorded.get(token, 1).unwrap(), "{geometry:?}");
         }

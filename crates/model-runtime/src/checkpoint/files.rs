@@ -139,7 +139,8 @@ impl TensorFiles {
         let Some(file) = self.0.files.get(entry.file) else {
             candle_core::bail!("no file {} is open", entry.file)
         };
-        let bytes: Vec<u8> = runs.iter().flat_map(|run| &file.bytes()[at(run)]).copied().collect();
+        let mut bytes = Vec::with_capacity(shape.iter().product::<usize>() * size);
+        runs.iter().for_each(|run| bytes.extend_from_slice(&file.bytes()[at(run)]));
         let tensor = self.0.decode(name, entry, &bytes, &shape, wanted)?;
         file.release(&entry.range);
         tensor.to_device(device)

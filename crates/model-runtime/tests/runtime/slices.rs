@@ -34,7 +34,9 @@ proptest! {
         let got = view.var_builder(dtype, &Device::Cpu).get(want.dims(), "a").unwrap();
         prop_assert_eq!(got.dtype(), dtype);
         let flat = |t: &Tensor| t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        prop_assert_eq!(flat(&got), flat(&want));
+        // candle cannot read a narrowed tensor without elements.
+        prop_assert!(want.elem_count() == 0 || flat(&got) == flat(&want));
+        prop_assert_eq!(got.dims(), want.dims());
         // f32 is four bytes.
         prop_assert_eq!(files.bytes_read() as usize, 4 * want.elem_count());
     }
@@ -64,7 +66,7 @@ fn packs_are_shown_in_parts_and_the_rest_as_it_is() -> Result<()> {
 fn boxes_outside_of_a_tensor_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let (files, ..) = files(&dir);
-    for ranges in [vec![0..4, 0..6], vec![0..5, 0..6, 0..5], vec![2..1, 0..6, 0..5]] {
+    for ranges in [vec![0..4, 0..6], vec![0..5, 0..6, 0..5], vec![3..5, 0..6, 0..5]] {
         let dims: Vec<usize> = ranges.iter().map(|r: &std::ops::Range<usize>| r.len()).collect();
         let view = RankView::new(files.clone(), [TensorSlice::new("a", &ranges)]);
         let e = message(view.var_builder(DType::F32, &Device::Cpu).get(dims, "a"));

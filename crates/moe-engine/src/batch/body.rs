@@ -162,7 +162,9 @@ impl Parser {
             prompts: prompts.iter().map(Prompt::form).collect(),
         };
         let requests = prompts.into_iter().enumerate().map(|(i, prompt)| {
-            let mut request = Request { prompt: prompt.ids, ..request.clone() };
+            let room = self.max_model_len.saturating_sub(prompt.ids.len()).max(1);
+            let max_tokens = request.max_tokens.map(|max| max.min(room));
+            let mut request = Request { prompt: prompt.ids, max_tokens, ..request.clone() };
             // The choices of a line differ, also where its prompts are the same.
             request.sampling.seed = own_seed.unwrap_or(derived.wrapping_add((i * form.n) as u64));
             request

@@ -30,9 +30,18 @@ pub struct Lines {
     end: u64,
 }
 
+/// How much there is to read.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Size {
+    /// Bytes.
+    pub bytes: u64,
+    /// Lines, if all are as long as the first ones.
+    pub lines: u64,
+}
+
 impl Lines {
     /// Opens a file, or stdin if it is `-`; also its size, if it has one.
-    pub fn open(path: &Path) -> Result<(Self, Option<u64>)> {
+    pub fn open(path: &Path) -> Result<(Self, Option<Size>)> {
         if path.as_os_str() == "-" {
             return Ok((Self::new(BufReader::new(io::stdin())), None));
         }
@@ -42,7 +51,13 @@ impl Lines {
         if metadata.is_dir() {
             return Err(usage(format!("--input {}: it is a folder; expected a JSONL file", path.display())));
         }
-        Ok((Self::new(BufReader::new(file)), metadata.is_file().then_some(metadata.len())))
+        let mut reader = BufReader::with_capacity(SAMPLE, file);
+        let bytes = metadata.len();
+        let size = match metadata.is_file() {
+            true => Some(Size { bytes, lines: count(reader.fill_buf().with_context(cannot)?, bytes) }),
+            false => None,
+        };
+        Ok((Self::new(reader), size))
     }
 
     fn new(reader: impl BufRead + Send + 'static) -> Self {
@@ -81,6 +96,16 @@ impl Iterator for Lines {
     }
 }
 
+/// Bytes of the beginning that tell how long lines are.
+const SAMPLE: usize = 1 << 16;
+
+/// Lines of a file of this many bytes that begins so.
+fn count(beginning: &[u8], bytes: u64) -> u64 {
+    let ends = beginning.iter().filter(|byte| **byte == b'\n').count();
+    let lines = (bytes as u128 * ends as u128).div_ceil(beginning.len().max(1) as u128);
+    (lines as u64).max(1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -88,6 +113,17 @@ mod tests {
     fn read(text: &'static [u8], max_line: usize) -> Vec<(u64, u64, Option<Vec<u8>>)> {
         let lines = Lines { max_line, ..Lines::new(text) };
         lines.map(|line| line.unwrap()).map(|line| (line.number, line.end, line.bytes)).collect()
+    }
+
+    #[test]
+    fn the_beginning_tells_how_many_lines_there_are() {
+        assert_eq!(count(b"12345\n789\n", 1000), 200);
+        assert_eq!((count(b"no end", 6), count(b"", 0)), (1, 1));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "one line\n".repeat(100_000)).unwrap();
+        let (lines, size) = Lines::open(file.path()).unwrap();
+        let Some(Size { bytes: 900_000, lines: 90_000..=110_000 }) = size else { panic!("{size:?}") };
+        assert_eq!(lines.count(), 100_000, "and nothing is lost by looking");
     }
 
     #[test]

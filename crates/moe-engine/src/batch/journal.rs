@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     fn open(path: &Path) -> Result<(Journal, Known)> {
-        let mut known = Known::default();
+        let mut known = Known::with_lines(0);
         Ok((Journal::open(path, Path::new("in.jsonl"), &mut known)?, known))
     }
 
@@ -200,7 +200,7 @@ mod tests {
         let path = dir.path().join("in.jsonl");
         std::fs::write(&path, "").unwrap();
         let other = dir.path().join(".").join("in.jsonl");
-        let error = Journal::open(&other, &path, &mut Known::default()).err().unwrap().to_string();
+        let error = Journal::open(&other, &path, &mut Known::with_lines(0)).err().unwrap().to_string();
         assert!(error.contains("is the input"), "{error}");
     }
 }

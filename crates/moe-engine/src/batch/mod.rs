@@ -56,7 +56,7 @@ const LOOK: Duration = Duration::from_millis(50);
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let (lines, size) = Lines::open(&args.input)?;
-    let mut known = Known::default();
+    let mut known = Known::with_lines(size.map_or(0, |size| size.lines));
     let journal = Journal::open(&args.output, &args.input, &mut known)?;
     if journal.records() > 0 {
         info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records());
@@ -64,7 +64,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let interrupt = Interrupt::install()?;
     let session = Session::open::<F>(args.model.as_deref(), &args.run, false)?;
     let tokenizer = session.tokenizer()?;
-    let config = options::engine_config(&args.engine);
+    let config = options::engine_config(&args.engine, &session.ex);
     let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
     let parser = parser(args, &session, &tokenizer, engine.max_model_len())?;
     let entries = read_ahead(Entries { lines, known, parser })?;
@@ -75,7 +75,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         window: args.engine.max_num_seqs.saturating_mul(2),
         lines: HashMap::new(),
         owners: HashMap::new(),
-        progress: Progress::new(size),
+        progress: Progress::new(size.map(|size| size.bytes)),
     };
     let result = batch.run(&entries, &interrupt);
     batch.progress.finish();

@@ -77,6 +77,19 @@ fn parameters_come_from_the_body_over_the_defaults() {
 }
 
 #[test]
+fn a_default_limit_is_cut_and_a_limit_of_the_body_must_fit() {
+    let limit = |body: Value| completions(body).map(|job| job.requests[0].max_tokens).map_err(|e| e.message);
+    let long = "x".repeat(90);
+    assert_eq!(limit(json!({"prompt": "x".repeat(80)})), Ok(Some(16)), "the API's default");
+    assert_eq!(limit(json!({"prompt": long})), Ok(Some(10)), "what the context leaves of it");
+    assert_eq!(limit(json!({"prompt": long, "max_tokens": 10})), Ok(Some(10)));
+    let error = limit(json!({"prompt": long, "max_tokens": 11})).unwrap_err();
+    assert_eq!(error, "max_tokens: 11 is too large: the context is 100 tokens, the prompt has 90");
+    let chat = chat(json!({"messages": [{"role": "user", "content": "Hi"}]})).unwrap();
+    assert_eq!(chat.requests[0].max_tokens, None, "the rest of the context");
+}
+
+#[test]
 fn prompts_have_four_forms() {
     let prompts = |prompt: Value| -> Vec<String> {
         let job = completions(json!({"prompt": prompt, "n": 2})).unwrap();

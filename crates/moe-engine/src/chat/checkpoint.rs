@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::error::ChatError;
@@ -18,6 +19,7 @@ const STANDARD_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// What a checkpoint says about chat.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ChatFiles {
     /// Templates by name; a single one is called `default`.
     pub templates: BTreeMap<String, String>,
@@ -25,8 +27,36 @@ pub struct ChatFiles {
     pub special_tokens: Map<String, Value>,
 }
 
-/// Reads a checkpoint folder. None of the files needs to exist.
-pub fn read(dir: &Path) -> Result<ChatFiles, ChatError> {
+impl ChatFiles {
+    /// Those of a checkpoint folder, where none of the files needs to exist.
+    ///
+    /// # Errors
+    /// A file that cannot be read or has not the expected form.
+    pub fn from_dir(dir: &Path) -> Result<Self, ChatError> {
+        read(dir)
+    }
+
+    /// The template of a file of its own, with the special tokens of a checkpoint folder.
+    ///
+    /// # Errors
+    /// A file that cannot be read or has not the expected form.
+    pub fn from_file(file: &Path, dir: Option<&Path>) -> Result<Self, ChatError> {
+        let template = template_file(file)?.ok_or_else(|| fault(file, "no such file"))?;
+        let special_tokens = dir.map(read).transpose()?.map(|files| files.special_tokens).unwrap_or_default();
+        Ok(Self { templates: BTreeMap::from([("default".to_string(), template)]), special_tokens })
+    }
+
+    /// Those in the contents of a `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// Contents that have not the expected form.
+    pub fn from_tokenizer_config(json: &[u8]) -> Result<Self, ChatError> {
+        let path = Path::new(CONFIG);
+        from_config(path, &object(path, json)?)
+    }
+}
+
+fn read(dir: &Path) -> Result<ChatFiles, ChatError> {
     let path = dir.join(CONFIG);
     let mut config = object(&path, bytes(&path)?.as_deref().unwrap_or(b"{}"))?;
     let map = dir.join("special_tokens_map.json");
@@ -42,19 +72,6 @@ pub fn read(dir: &Path) -> Result<ChatFiles, ChatError> {
         files.templates = own;
     }
     Ok(files)
-}
-
-/// The template of a file with the special tokens of a checkpoint folder.
-pub fn read_with(file: &Path, dir: Option<&Path>) -> Result<ChatFiles, ChatError> {
-    let template = template_file(file)?.ok_or_else(|| fault(file, "no such file"))?;
-    let special_tokens = dir.map(read).transpose()?.map(|files| files.special_tokens).unwrap_or_default();
-    Ok(ChatFiles { templates: BTreeMap::from([("default".to_string(), template)]), special_tokens })
-}
-
-/// Reads the contents of a `tokenizer_config.json` alone.
-pub fn parse(json: &[u8]) -> Result<ChatFiles, ChatError> {
-    let path = Path::new(CONFIG);
-    from_config(path, &object(path, json)?)
 }
 
 fn from_config(path: &Path, config: &Map<String, Value>) -> Result<ChatFiles, ChatError> {

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 /// Why a chat template could not be loaded or rendered.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error, serde::Serialize, serde::Deserialize)]
 pub enum ChatError {
     /// A file of the checkpoint cannot be read or does not say what it must.
     #[error("{}: {reason}", path.display())]

@@ -3,7 +3,8 @@
 //!
 //! A template is Jinja2 under Python; minijinja runs it here. `engine` sets minijinja up as
 //! transformers sets up Jinja2, `python` and `json` are what is Python in templates,
-//! `checkpoint` finds the templates and special tokens. docs/chat.md lists what still differs.
+//! `checkpoint` finds the templates and special tokens, `worker` renders in a process that a bad
+//! template may take down. docs/chat.md lists what still differs.
 
 mod checkpoint;
 mod continuation;
@@ -14,15 +15,18 @@ mod python;
 mod template;
 #[cfg(test)]
 mod tests;
+mod worker;
 
 use serde_json::{Map, Value};
 
+pub use checkpoint::ChatFiles;
 pub use error::ChatError;
 pub use template::ChatTemplate;
+pub use worker::{RENDER_COMMAND, serve, this_program};
 
 /// A conversation and how to render it: the arguments of `apply_chat_template`, under the names
 /// they have in a request to `/v1/chat/completions`.
-#[derive(Clone, Debug, Default, serde::Deserialize)]
+#[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
 #[serde(default)]
 pub struct ChatRequest {
     /// The messages, each an object; templates expect `role` and `content` at least.

@@ -1,16 +1,17 @@
 //! [`ChatTemplate`]: a checkpoint's templates, compiled once, rendered for each conversation.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use minijinja::Environment;
 use minijinja::value::{Serde, Value as Object};
 use serde_json::{Map, Value};
 
-use super::checkpoint::{self, ChatFiles};
+use super::checkpoint::ChatFiles;
 use super::engine::{self, Clock};
 use super::error::ChatError;
+use super::worker::Worker;
 use super::{ChatRequest, continuation};
 
 /// Names that a request's further variables cannot take.
@@ -18,7 +19,12 @@ const RESERVED: [&str; 4] = ["messages", "tools", "documents", "add_generation_p
 
 /// The chat templates of a checkpoint with its special tokens. Clones share them.
 #[derive(Clone)]
-pub struct ChatTemplate(Arc<Templates>);
+pub struct ChatTemplate(Arc<Renderer>);
+
+enum Renderer {
+    Here(Box<Templates>),
+    Elsewhere(Worker),
+}
 
 struct Templates {
     environment: Environment<'static>,
@@ -34,7 +40,7 @@ impl ChatTemplate {
     /// # Errors
     /// A file that cannot be read or has not the expected form.
     pub fn from_dir(dir: &Path) -> Result<Option<Self>, ChatError> {
-        Self::new(checkpoint::read(dir)?, engine::local_time)
+        Self::new(ChatFiles::from_dir(dir)?, engine::local_time)
     }
 
     /// The templates in the contents of a `tokenizer_config.json`; `None` if it has none.
@@ -42,19 +48,27 @@ impl ChatTemplate {
     /// # Errors
     /// Contents that have not the expected form.
     pub fn from_tokenizer_config(json: &[u8]) -> Result<Option<Self>, ChatError> {
-        Self::new(checkpoint::parse(json)?, engine::local_time)
+        Self::new(ChatFiles::from_tokenizer_config(json)?, engine::local_time)
     }
 
-    /// The template of a file of its own, with the special tokens of a checkpoint folder.
+    /// Templates that another process renders, with limits that hold whatever they do: see
+    /// [`super::serve`]. `program` is run with the argument [`super::RENDER_COMMAND`] when it is
+    /// first needed; [`super::this_program`] names a program of this library. `None` if there are no
+    /// templates. What is wrong with them is found by [`Self::check`] and [`Self::render`].
+    pub fn isolated(files: ChatFiles, program: PathBuf) -> Option<Self> {
+        let some = !files.templates.is_empty();
+        some.then(|| Self(Arc::new(Renderer::Elsewhere(Worker::new(program, files)))))
+    }
+
+    /// Whether the template for conversations without tools compiles.
     ///
     /// # Errors
-    /// A file that cannot be read, is not UTF-8 or no template.
-    pub fn from_file(file: &Path, dir: Option<&Path>) -> Result<Self, ChatError> {
-        let fault = |reason: String| ChatError::File { path: file.to_path_buf(), reason };
-        let template = Self::new(checkpoint::read_with(file, dir)?, engine::local_time)?;
-        let template = template.ok_or_else(|| fault("it holds no template".into()))?;
-        template.select(false).map_err(|e| fault(e.to_string()))?;
-        Ok(template)
+    /// Where it does not.
+    pub fn check(&self) -> Result<(), ChatError> {
+        match &*self.0 {
+            Renderer::Here(templates) => templates.select(false).map(drop),
+            Renderer::Elsewhere(worker) => worker.render(None).map(drop),
+        }
     }
 
     pub(super) fn new(files: ChatFiles, clock: Clock) -> Result<Option<Self>, ChatError> {
@@ -67,7 +81,8 @@ impl ChatTemplate {
             (name, compiled)
         });
         let names = names.collect();
-        Ok(Some(Self(Arc::new(Templates { environment, names, special_tokens: files.special_tokens }))))
+        let templates = Templates { environment, names, special_tokens: files.special_tokens };
+        Ok(Some(Self(Arc::new(Renderer::Here(Box::new(templates))))))
     }
 
     /// The prompt of a conversation: what `apply_chat_template(tokenize=False)` returns. It holds
@@ -80,6 +95,15 @@ impl ChatTemplate {
     /// takes more than the limits.
     pub fn render(&self, chat: &ChatRequest) -> Result<String, ChatError> {
         check(chat)?;
+        match &*self.0 {
+            Renderer::Here(templates) => templates.render(chat),
+            Renderer::Elsewhere(worker) => worker.render(Some(chat)),
+        }
+    }
+}
+
+impl Templates {
+    fn render(&self, chat: &ChatRequest) -> Result<String, ChatError> {
         let name = self.select(chat.tools.is_some())?;
         if !chat.continue_final_message {
             return self.render_messages(name, chat, &chat.messages);
@@ -95,8 +119,8 @@ impl ChatTemplate {
         chat: &ChatRequest,
         messages: &[Value],
     ) -> Result<String, ChatError> {
-        engine::render(&self.0.environment, name, || {
-            let tokens = self.0.special_tokens.iter().chain(&chat.chat_template_kwargs);
+        engine::render(&self.environment, name, || {
+            let tokens = self.special_tokens.iter().chain(&chat.chat_template_kwargs);
             let variables = tokens.map(|(name, value)| (name.as_str(), Object::from(Serde(value))));
             Object::from_pairs(variables.chain([
                 ("messages", Object::from(Serde(messages))),
@@ -108,19 +132,22 @@ impl ChatTemplate {
     }
 
     fn select(&self, with_tools: bool) -> Result<&str, ChatError> {
-        let named = |name| self.0.names.get_key_value(name);
+        let named = |name| self.names.get_key_value(name);
         let chosen = named("tool_use").filter(|_| with_tools).or_else(|| named("default"));
         match chosen {
             Some((name, Ok(()))) => Ok(name),
             Some((_, Err(e))) => Err(e.clone()),
-            None => Err(ChatError::NoDefault { available: self.0.names.keys().cloned().collect() }),
+            None => Err(ChatError::NoDefault { available: self.names.keys().cloned().collect() }),
         }
     }
 }
 
 impl std::fmt::Debug for ChatTemplate {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("ChatTemplate").field(&self.0.names).finish()
+        match &*self.0 {
+            Renderer::Here(templates) => f.debug_tuple("ChatTemplate").field(&templates.names).finish(),
+            Renderer::Elsewhere(_) => f.write_str("ChatTemplate(isolated)"),
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::chat::{ChatRequest, ChatTemplate};
 use crate::cli::ChatArgs;
-use crate::engine::{DpEngine, FinishReason, Request};
+use crate::engine::{DpEngine, EngineConfig, FinishReason, Request};
 use crate::error::describe;
 use crate::family::ModelFamily;
 use crate::interrupt::Interrupt;
@@ -44,7 +44,8 @@ pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
              supply one with --chat-template FILE, or use generate"
         )
     })?;
-    let config = options::engine_config(&args.engine);
+    // One conversation; the blocks of its earlier turns are part of the newest prompt.
+    let config = EngineConfig { max_num_seqs: 1, ..options::engine_config(&args.engine, &session.ex) };
     let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
     let defaults = options::request_defaults(&args.sampling, &session, "")?;
     let mut chat = Chat {
@@ -235,7 +236,9 @@ impl Chat<'_> {
                 fitted.dropped
             );
         }
-        let mut request = Request { prompt: fitted.prompt, ..self.defaults.clone() };
+        let left = max_model_len - fitted.prompt.len();
+        let max_tokens = self.defaults.max_tokens.map(|max| max.min(left));
+        let mut request = Request { prompt: fitted.prompt, max_tokens, ..self.defaults.clone() };
         request.sampling.seed = request_seed(self.args.sampling.seed, &self.answers.to_string());
         self.answers += 1;
         Ok(request)

@@ -3,10 +3,12 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
-use model_runtime::{Exec, KvCache, ModelInfo};
+use model_runtime::{Exec, ModelInfo};
+use tracing::warn;
 
 #[cfg(feature = "cuda")]
 use super::device::DeviceRunner;
+use super::memory;
 
 /// Settings of an engine. Names are vLLM's.
 #[derive(Clone, Debug)]
@@ -15,12 +17,13 @@ pub struct EngineConfig {
     pub max_num_seqs: usize,
     /// The most rows of a step: longer prompts are computed in chunks, beside what is decoding.
     pub max_num_batched_tokens: usize,
-    /// The longest sequence, prompt and output; `None`: the model's context.
+    /// The longest sequence, prompt and output, which the KV cache must hold; `None`: the model's
+    /// context, or as much of it as the KV cache holds.
     pub max_model_len: Option<usize>,
     /// Tokens per KV block.
     pub block_size: usize,
-    /// Bytes of the KV cache; `None`: enough for all sequences at full length, but at most half of
-    /// the memory that is free now (of a GPU: nine tenths).
+    /// Bytes of the KV cache, which are taken when the engine is made; `None`: 4 GiB, but at most half
+    /// of the memory that is free then; on a GPU nine tenths of what is free there. Never more than all sequences need at full length.
     pub kv_cache_memory: Option<usize>,
     /// Shares the KV blocks of common prefixes.
     pub enable_prefix_caching: bool,
@@ -38,6 +41,15 @@ pub struct EngineConfig {
     pub ranks: usize,
     /// Runs a step without rows where there is nothing to compute: other ranks' experts wait for it.
     pub lockstep: bool,
+}
+
+impl EngineConfig {
+    /// The defaults for a device: a GPU computes more rows in a step before a step gets long.
+    pub fn for_device(ex: &Exec) -> Self {
+        let default = Self::default();
+        let max_num_batched_tokens = if ex.is_cuda() { 8192 } else { default.max_num_batched_tokens };
+        Self { max_num_batched_tokens, ..default }
+    }
 }
 
 impl Default for EngineConfig {
@@ -64,8 +76,8 @@ impl Default for EngineConfig {
 const MAX_BLOCK_SIZE: usize = 1 << 16;
 
 impl EngineConfig {
-    /// Checks the settings against a model; the longest sequence.
-    pub(super) fn check(&self, info: &ModelInfo) -> Result<usize> {
+    /// Checks the settings against a model; the longest sequence as far as the model is concerned.
+    fn context(&self, info: &ModelInfo) -> Result<usize> {
         ensure!(self.max_num_seqs > 0, "--max-num-seqs must be at least 1, got 0");
         ensure!(self.max_num_batched_tokens > 0, "--max-num-batched-tokens must be at least 1, got 0");
         ensure!(
@@ -83,33 +95,43 @@ impl EngineConfig {
         }
     }
 
-    /// The KV cache: at most what all sequences can use at once.
-    pub(super) fn kv_cache(&self, info: &ModelInfo, max_model_len: usize, ex: &Exec) -> Result<KvCache> {
-        let per_sequence = max_model_len.div_ceil(self.block_size);
-        let useful = per_sequence.saturating_mul(self.max_num_seqs);
-        let ranks = self.ranks.max(1) as u64;
-        let (free, share) = available_memory(ex)?;
-        let free = free.map(|free| free / ranks);
-        let budget = match (self.kv_cache_memory, free) {
-            (Some(bytes), Some(free)) if bytes as u64 > free => bail!(
-                "--kv-cache-memory asks for {bytes} bytes, but only {free} bytes of memory are available for each of {ranks} ranks; ask for less"
-            ),
-            (Some(bytes), _) => bytes,
-            (None, Some(free)) => usize::try_from((free as f64 * share) as u64).unwrap_or(usize::MAX),
-            (None, None) => DEFAULT_BUDGET,
-        };
-        let fitting = info.kv.blocks_in(budget, self.block_size)?;
+    /// Sizes the KV cache: at most what all sequences can use at once.
+    pub(super) fn capacity(&self, info: &ModelInfo, ex: &Exec) -> Result<Capacity> {
+        let context_len = self.context(info)?;
+        let useful = context_len.div_ceil(self.block_size).saturating_mul(self.max_num_seqs);
+        let free = memory::available(ex)?.map(|free| free / self.ranks.max(1) as u64);
+        let share =
+            |n: u64, d: u64| free.and_then(|free| usize::try_from(free / d * n).ok()).unwrap_or(usize::MAX);
+        let default = if ex.is_cuda() { share(9, 10) } else { DEFAULT_BUDGET.min(share(1, 2)) };
+        let budget = self.kv_cache_memory.unwrap_or(default);
         // Slot numbers are 32 bits wide.
         let addressable = (u32::MAX as usize - 1) / self.block_size;
-        let blocks = useful.min(fitting).min(addressable);
+        let num_blocks = useful.min(info.kv.blocks_in(budget, self.block_size)?).min(addressable);
+        let block_bytes = info.kv.bytes_per_token()? * self.block_size;
         ensure!(
-            blocks > 0,
-            "a KV cache of {budget} bytes holds no block: one of {} tokens needs {} bytes; raise --kv-cache-memory or \
-             lower --block-size",
+            num_blocks > 0,
+            "a KV cache of {budget} bytes holds no block: one of {} tokens needs {block_bytes} bytes; raise \
+             --kv-cache-memory or lower --block-size",
             self.block_size,
-            info.kv.bytes_per_token()? * self.block_size
         );
-        Ok(KvCache::new_on(ex.device(), info.kv, blocks, self.block_size)?)
+        let bytes = num_blocks.saturating_mul(block_bytes);
+        ensure!(
+            free.is_none_or(|free| bytes as u64 <= free),
+            "the KV cache of --kv-cache-memory needs {bytes} bytes, but only {} bytes of memory are available; ask \
+             for less",
+            free.unwrap_or_default()
+        );
+        // The last token of a sequence is never written to the cache.
+        let held = num_blocks * self.block_size + 1;
+        if held < context_len {
+            let sizes = format!(
+                "the KV cache of {bytes} bytes holds {held} tokens, and a sequence may have {context_len}: raise \
+                 --kv-cache-memory, or ask for shorter ones (--max-model-len, --max-new-tokens)"
+            );
+            ensure!(self.max_model_len.is_none(), "{sizes}");
+            warn!("{sizes}; until then no sequence gets longer than {held} tokens");
+        }
+        Ok(Capacity { num_blocks, context_len, max_model_len: context_len.min(held) })
     }
 
     /// What runs steps on a CUDA device; `None` on the CPU and on cards that cannot draw tokens.
@@ -129,24 +151,15 @@ impl EngineConfig {
     }
 }
 
-/// Where the free memory is not known.
+/// What an engine has room for.
+pub(super) struct Capacity {
+    /// Blocks of the KV cache.
+    pub num_blocks: usize,
+    /// The longest sequence that is asked for.
+    pub context_len: usize,
+    /// The longest sequence that also fits the KV cache.
+    pub max_model_len: usize,
+}
+
+/// As vLLM has it on CPUs; taking more would make the start slow without being asked for.
 const DEFAULT_BUDGET: usize = 4 << 30;
-
-/// Bytes of memory that are free where the cache will be, and the share of them that it may take: the
-/// whole machine is not ours, a GPU is, but for a step's activations.
-fn available_memory(ex: &Exec) -> Result<(Option<u64>, f64)> {
-    #[cfg(feature = "cuda")]
-    if ex.is_cuda() {
-        return Ok((Some(ex.device_memory()?.0 as u64), 0.9));
-    }
-    let _ = ex;
-    Ok((host_memory(), 0.5))
-}
-
-/// Bytes of host memory that can be used without swapping, as Linux estimates them.
-fn host_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
-}

@@ -22,8 +22,6 @@ use crate::tokenizer::Tokenizer;
 /// Runs requests on the replicas of a model.
 pub struct DpEngine<'m> {
     ranks: Vec<Rank<'m>>,
-    /// What fails all ranks; `None` with a single one.
-    world: Option<Arc<dyn Communicator>>,
     lockstep: bool,
     next_id: u64,
     /// Where a request runs.
@@ -35,6 +33,8 @@ pub struct DpEngine<'m> {
 
 struct Rank<'m> {
     engine: Engine<'m>,
+    /// What fails all ranks, under this one's name.
+    world: Arc<dyn Communicator>,
     /// Tokens that its unfinished choices can come to.
     work: usize,
     requests: HashMap<RequestId, Placed>,
@@ -49,13 +49,12 @@ struct Placed {
 }
 
 impl<'m> DpEngine<'m> {
-    /// An engine per replica. Without a tokenizer outputs have no text and stop strings are refused.
+    /// An engine per replica: a model, where it runs, and its place among all ranks. Without a tokenizer outputs have no text and stop strings are refused.
     ///
     /// # Errors
     /// Settings that do not fit the model or the machine.
     pub fn new(
-        replicas: impl Iterator<Item = (&'m dyn CausalLm, Exec)>,
-        world: Option<Arc<dyn Communicator>>,
+        replicas: impl Iterator<Item = (&'m dyn CausalLm, Exec, Arc<dyn Communicator>)>,
         tokenizer: Option<Tokenizer>,
         config: &EngineConfig,
     ) -> Result<Self> {
@@ -67,14 +66,13 @@ impl<'m> DpEngine<'m> {
             expert_heat: config.expert_heat.clone().filter(|_| alone),
             ..config.clone()
         };
-        let rank = |(model, ex)| -> Result<Rank<'m>> {
+        let rank = |(model, ex, world)| -> Result<Rank<'m>> {
             let engine = Engine::new(model, ex, tokenizer.clone(), if alone { config } else { &each })?;
-            Ok(Rank { engine, work: 0, requests: HashMap::new() })
+            Ok(Rank { engine, world, work: 0, requests: HashMap::new() })
         };
         let trace = config.expert_heat.as_deref().filter(|_| !alone);
         Ok(Self {
             ranks: replicas.into_iter().map(rank).collect::<Result<_>>()?,
-            world,
             lockstep: config.lockstep,
             next_id: 0,
             placed: HashMap::new(),
@@ -99,7 +97,8 @@ impl<'m> DpEngine<'m> {
         let n = request.n;
         let least = (0..self.ranks.len()).min_by_key(|&rank| self.ranks.get(rank).map(|rank| rank.work));
         let Some((place, rank)) = least.and_then(|place| Some((place, self.ranks.get_mut(place)?))) else {
-            return Err(RequestError::EmptyPrompt);
+            let (expected, got) = ("at least one".to_string(), "none".to_string());
+            return Err(RequestError::Parameter { name: "data-parallel ranks", expected, got });
         };
         let local = rank.engine.add(request)?;
         let id = RequestId(self.next_id);
@@ -136,14 +135,13 @@ impl<'m> DpEngine<'m> {
     /// # Errors
     /// Only what ends all requests: the model cannot run, or a rank died.
     pub fn step(&mut self) -> Result<Vec<Output>> {
-        let (world, lockstep) = (self.world.as_deref(), self.lockstep);
+        let lockstep = self.lockstep;
         let busy = self.ranks.iter_mut().filter(|rank| lockstep || !rank.engine.is_idle());
         let mut busy: Vec<&mut Rank> = busy.collect();
         let outputs: Result<Vec<Vec<Output>>> = match busy.as_mut_slice() {
-            [rank] => rank.step(world).map(|outputs| vec![outputs]),
+            [rank] => rank.step().map(|outputs| vec![outputs]),
             ranks => std::thread::scope(|scope| {
-                let threads: Vec<_> =
-                    ranks.iter_mut().map(|rank| scope.spawn(move || rank.step(world))).collect();
+                let threads: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(|| rank.step())).collect();
                 let join = |thread: ScopedJoinHandle<Result<Vec<Output>>>| {
                     let panicked =
                         |panic: Box<dyn Any + Send>| anyhow!("a rank panicked: {}", panic_text(&*panic));
@@ -223,13 +221,9 @@ impl<'m> DpEngine<'m> {
 
 impl Rank<'_> {
     /// A step of this rank; one that fails fails the others, which may be waiting for it.
-    fn step(&mut self, world: Option<&dyn Communicator>) -> Result<Vec<Output>> {
-        let _guard = world.map(AbortOnPanic);
-        let result = self.engine.step();
-        if let (Err(e), Some(world)) = (&result, world) {
-            world.abort(&format!("{e:#}"));
-        }
-        let mut outputs = result?;
+    fn step(&mut self) -> Result<Vec<Output>> {
+        let _guard = AbortOnPanic(self.world.as_ref());
+        let mut outputs = self.engine.step().inspect_err(|e| self.world.abort(&format!("{e:#}")))?;
         for output in &mut outputs {
             let Some(placed) = self.requests.get_mut(&output.request) else { continue };
             let local = std::mem::replace(&mut output.request, placed.id);

@@ -46,19 +46,15 @@ impl Engine<'_> {
             return parameter("stop", "empty without a tokenizer", &format!("{:?}", request.stop));
         }
         self.check_routing(request)?;
-        let max_tokens = request.max_tokens.unwrap_or(max_model_len);
-        let max_len = prompt.len().saturating_add(max_tokens).min(max_model_len);
-        // The last token is never written to the cache.
-        let (needed, (_, blocks)) = ((max_len - 1).div_ceil(self.block_size), self.scheduler.kv_blocks());
-        if needed > blocks {
-            return Err(RequestError::KvCacheTooSmall {
-                tokens: max_len,
-                needed,
-                blocks,
-                block_size: self.block_size,
-            });
+        // What is asked for must fit the KV cache; without a wish the answer gets what is there.
+        let asked =
+            request.max_tokens.map_or(0, |max| prompt.len().saturating_add(max).min(self.context_len));
+        if asked > max_model_len {
+            let (block_size, (_, blocks)) = (self.block_size, self.scheduler.kv_blocks());
+            let needed = (asked - 1).div_ceil(block_size);
+            return Err(RequestError::KvCacheTooSmall { tokens: asked, needed, blocks, block_size });
         }
-        Ok(max_len)
+        Ok(if request.max_tokens.is_some() { asked } else { max_model_len })
     }
 
     fn check_routing(&self, request: &Request) -> Result<(), RequestError> {

@@ -15,6 +15,7 @@ mod config;
 mod device;
 mod dp;
 mod finish;
+mod memory;
 mod request;
 mod runner;
 mod scheduler;
@@ -27,7 +28,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use model_runtime::{CausalLm, Exec, ModelInfo, SequenceBlocks};
+use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, SequenceBlocks};
 use moe_layer::{ExpertHeat, RoutedExperts};
 
 use crate::heat::{HeatWriter, Stage};
@@ -38,6 +39,7 @@ pub use dp::DpEngine;
 pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
 pub use stats::{Stats, Summary};
 
+use config::Capacity;
 use runner::{Runner, StepResult};
 use scheduler::{Limits, Scheduler};
 use sequence::Sequence;
@@ -47,6 +49,8 @@ use text::TextOutput;
 pub struct Engine<'m> {
     info: &'m ModelInfo,
     tokenizer: Option<Tokenizer>,
+    /// The longest sequence that was asked for, and the longest that the KV cache holds.
+    context_len: usize,
     max_model_len: usize,
     block_size: usize,
     scheduler: Scheduler,
@@ -85,8 +89,9 @@ impl<'m> Engine<'m> {
         config: &EngineConfig,
     ) -> Result<Self> {
         let info = model.info();
-        let max_model_len = config.check(info)?;
-        let kv = config.kv_cache(info, max_model_len, &ex)?;
+        let Capacity { num_blocks, context_len, max_model_len } = config.capacity(info, &ex)?;
+        let mut kv = KvCache::new_on(ex.device(), info.kv, num_blocks, config.block_size)?;
+        kv.commit(&ex)?;
         let limits = Limits {
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
@@ -94,7 +99,7 @@ impl<'m> Engine<'m> {
             prefix_caching: config.enable_prefix_caching,
             prefix_by_prompt_len: info.keys_depend_on_prompt_len,
         };
-        let scheduler = Scheduler::new(limits, kv.num_blocks())?;
+        let scheduler = Scheduler::new(limits, num_blocks)?;
         let ahead = usize::from(config.async_scheduling || ex.is_cuda());
         #[cfg(feature = "cuda")]
         let device = config.device_runner(info, max_model_len, &ex)?;
@@ -107,6 +112,7 @@ impl<'m> Engine<'m> {
         Ok(Self {
             info,
             tokenizer,
+            context_len,
             max_model_len,
             block_size: config.block_size,
             scheduler,

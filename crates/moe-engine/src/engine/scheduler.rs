@@ -55,11 +55,15 @@ pub(super) struct Scheduler {
 
 impl Scheduler {
     pub fn new(limits: Limits, num_blocks: usize) -> Result<Self> {
+        let allocator = match limits.prefix_caching {
+            true => BlockAllocator::with_prefix_cache(num_blocks, limits.block_size)?,
+            false => BlockAllocator::new(num_blocks)?,
+        };
         Ok(Self {
             limits,
             waiting: VecDeque::new(),
             running: Vec::new(),
-            allocator: BlockAllocator::new(num_blocks)?,
+            allocator,
             num_preemptions: 0,
             num_cached_tokens: 0,
         })

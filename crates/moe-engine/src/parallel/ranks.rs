@@ -73,7 +73,9 @@ impl CausalLm for LocalRanks {
         ex: &mut Exec,
     ) -> Result<()> {
         // What a step counts is counted by the first rank alone.
-        let context = StepContext { capture: None, heat: None, ..ex.step.clone() };
+        let counts = (ex.step.capture.take(), ex.step.heat.take());
+        let context = ex.step.clone();
+        (ex.step.capture, ex.step.heat) = counts;
         let blocks = (kv.num_blocks(), kv.block_size());
         std::thread::scope(|scope| {
             let follow = |follower| {

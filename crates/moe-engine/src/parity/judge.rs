@@ -120,6 +120,9 @@ pub fn judge(
     if let (Some((count, expected)), Some(got)) = (&reference.generated, generated) {
         report.generated_match = Some(expected.as_slice() == got);
         let first = expected.iter().zip(got).position(|(a, b)| a != b);
+        if rules.exact && expected.len() != got.len() {
+            report.failures.push(format!("generated: expected {} tokens, got {}", expected.len(), got.len()));
+        }
         if let (true, Some(at)) = (rules.exact, first) {
             report.failures.push(format!(
                 "generated: sequence {}, token {}: expected {}, got {}",

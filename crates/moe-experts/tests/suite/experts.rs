@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Result};
 use moe_experts::{
-    Buffer, CpuBatchedExperts, CpuExperts, CpuIsa, Dispatched, Exec, ExpertWeights, Experts, NO_EXPERT,
-    TensorView, View, ViewMut,
+    Buffer, CpuIsa, Dispatched, Exec, ExpertWeights, Experts, GroupedBatchedExperts, GroupedExperts,
+    NO_EXPERT, TensorView, View, ViewMut,
 };
 use moe_kernels::{ExpertGroups, grouped_down_into, grouped_gate_up_into};
 use proptest::prelude::*;
@@ -12,7 +12,7 @@ use crate::reference::{Problem, example, problems};
 
 /// Slot rows [T, K, H] of the Standard backend; the output starts as NaN.
 fn standard(p: &Problem, weights: ExpertWeights, ex: &mut Exec) -> Result<Vec<f32>> {
-    let experts = CpuExperts::new(weights, p.activation)?;
+    let experts = GroupedExperts::new(weights, p.activation)?;
     let (rows, weights) = (p.rows()?, vec![f32::NAN; p.ids.len()]);
     let guard = TensorView::new(&rows)?;
     let dims = [p.tokens, p.top_k];
@@ -31,7 +31,7 @@ fn groups(p: &Problem) -> Vec<Vec<usize>> {
 
 /// Slot rows [T, K, H] by way of the Batched backend, with `spare` unused rows per expert.
 fn batched(p: &Problem, spare: usize, ex: &mut Exec) -> Result<Vec<f32>> {
-    let experts = CpuBatchedExperts::new(p.weights()?, p.activation)?;
+    let experts = GroupedBatchedExperts::new(p.weights()?, p.activation)?;
     let groups = groups(p);
     let max = groups.iter().map(Vec::len).max().unwrap_or(0) + spare;
     // Unused rows hold NaN, which would show up anywhere they are read.
@@ -181,8 +181,10 @@ fn the_reservation_is_what_a_call_takes_beside_its_kernels() -> Result<()> {
     let p = Problem { tokens: 6, ids, x: vec![0.5; 6 * p.hidden], ..p };
     type Run = fn(&Problem, &mut Exec) -> Result<Vec<f32>>;
     let cases: [(Box<dyn Experts>, usize, Run); 2] = [
-        (Box::new(CpuExperts::new(p.weights()?, p.activation)?), 6, |p, ex| standard(p, p.weights()?, ex)),
-        (Box::new(CpuBatchedExperts::new(p.weights()?, p.activation)?), 3, |p, ex| batched(p, 0, ex)),
+        (Box::new(GroupedExperts::new(p.weights()?, p.activation)?), 6, |p, ex| {
+            standard(p, p.weights()?, ex)
+        }),
+        (Box::new(GroupedBatchedExperts::new(p.weights()?, p.activation)?), 3, |p, ex| batched(p, 0, ex)),
     ];
     for (experts, max_tokens, run) in cases {
         let mut ex = Exec::cpu();
@@ -232,8 +234,8 @@ fn rows_of_the_wrong_format_or_dims_are_refused() -> Result<()> {
     let counts = View::new(&counts, &[4])?;
     let blocks = View::new(&x, &[4, 2, 24])?;
     let rows = View::new(&x[..5 * 24], &[5, 24])?;
-    let cpu = CpuExperts::new(p.weights()?, p.activation)?;
-    let batched = CpuBatchedExperts::new(p.weights()?, p.activation)?;
+    let cpu = GroupedExperts::new(p.weights()?, p.activation)?;
+    let batched = GroupedBatchedExperts::new(p.weights()?, p.activation)?;
     let mut refused = |experts: &dyn Experts, rows: Dispatched, dims: &[usize]| {
         let out = ViewMut::new(&mut out[..dims.iter().product()], dims).unwrap();
         experts.apply(&rows, out, &mut Exec::cpu()).unwrap_err().to_string()
@@ -262,7 +264,7 @@ fn rows_of_the_wrong_format_or_dims_are_refused() -> Result<()> {
         ),
         (
             refused(&batched, Dispatched::batched(blocks, counts, ids, w), dims),
-            "cpu_batched experts: expert_num_tokens[1] is 3; expected at most max_tokens = 2",
+            "number_rows: expert_num_tokens[1] is 3; expected at most max_tokens = 2",
         ),
         (
             refused(&batched, Dispatched::batched(blocks, few, ids, w), dims),

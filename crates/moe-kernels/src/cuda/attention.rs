@@ -2,10 +2,13 @@
 
 use candle_core::{DType, Result};
 
-use super::{any, ffi, small};
+use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
 use crate::ops::{AttentionMeta, QkNormRope};
 use crate::view::{View, ViewMut};
+
+/// Most rows of a grid.
+const MAX_ROWS: usize = 65_535;
 
 fn head_dim_fits(head_dim: usize) -> bool {
     matches!(head_dim, 64 | 128)
@@ -21,7 +24,9 @@ pub(crate) fn qk_norm_rope_cache(
 ) -> Result<()> {
     let (op, cuda) = ("qk_norm_rope_cache", ex.cuda("qk_norm_rope_cache")?);
     let bf16 = k_cache.dtype() == DType::BF16 && args.qkv.dtype() == DType::F32;
-    if !bf16 || q_out.dtype() != DType::BF16 || !head_dim_fits(args.head_dim) {
+    let fits = bf16 && q_out.dtype() == DType::BF16 && head_dim_fits(args.head_dim) && args.num_heads > 0;
+    let caches = [k_cache.as_view(), v_cache.as_view(), q_out.as_view()];
+    if !fits || args.qkv.rows() > MAX_ROWS || !aligned(&caches) || !aligned(&[args.qkv, args.cos, args.sin]) {
         return any::qk_norm_rope_cache(cuda, op, args, q_out, k_cache, v_cache);
     }
     let block_size = small(op, k_cache.dims()[2])?;
@@ -61,7 +66,8 @@ pub(crate) fn paged_attention(
 ) -> Result<()> {
     let (op, cuda) = ("paged_attention", ex.cuda("paged_attention")?);
     let (heads, head_dim) = (q.dims()[1], q.dims()[2]);
-    if k_cache.dtype() != DType::BF16 || q.dtype() != DType::BF16 || !head_dim_fits(head_dim) {
+    let bf16 = k_cache.dtype() == DType::BF16 && q.dtype() == DType::BF16;
+    if !bf16 || !head_dim_fits(head_dim) || !aligned(&[q, k_cache, v_cache, out.as_view()]) {
         return any::paged_attention(cuda, op, q, k_cache, v_cache, meta, out);
     }
     let tables = meta.block_tables.dims();
@@ -93,7 +99,8 @@ pub(crate) fn paged_attention(
 /// Whether [`decode_attention`] fits.
 pub(crate) fn decode_fits(args: &QkNormRope, k_cache: View, ex: &Exec) -> bool {
     let bf16 = k_cache.dtype() == DType::BF16 && args.qkv.dtype() == DType::F32;
-    ex.is_cuda() && bf16 && head_dim_fits(args.head_dim)
+    let fits = bf16 && head_dim_fits(args.head_dim) && args.num_heads > 0 && args.qkv.rows() <= MAX_ROWS;
+    ex.is_cuda() && fits && aligned(&[args.qkv, args.cos, args.sin, k_cache])
 }
 
 /// Head norm, rotation, cache write and attention of one new token per sequence, in one launch.

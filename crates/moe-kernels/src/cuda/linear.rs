@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result};
 
-use super::{any, ffi, small};
+use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -26,7 +26,7 @@ pub(crate) fn linear(
     let (m, n, k) = (x.dims()[0], w.dims()[0], w.dims()[1]);
     let bf16 = x.dtype() == DType::BF16 && k > 0 && k.is_multiple_of(64);
     let streams = m <= STREAM_ROWS && k <= STREAM_K && (n < WIDE || cuda.major < 9);
-    if !bf16 || !(streams || cuda.major >= 9) {
+    if !bf16 || !(streams || cuda.major >= 9) || !aligned(&[x, w, out.as_view()]) {
         return any::linear(cuda, op, x, w, bias, out);
     }
     let output = i32::from(out.dtype() == DType::BF16);

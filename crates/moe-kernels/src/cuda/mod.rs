@@ -4,6 +4,8 @@
 //! launcher (`ffi`). Launchers allocate nothing and never synchronise, so that any sequence of
 //! ops on one [`Exec`](crate::Exec) can be captured into a [`Graph`].
 //!
+//! An op takes the kernel for its dtype and sizes where there is one, and else the one for any (`any`).
+//!
 //! What a kernel could only check by reading device memory on the host is a contract of the
 //! caller: indices (token ids, slots, block tables, rows) are in range. On the CPU they are
 //! checked.
@@ -22,6 +24,9 @@ mod stream;
 
 use candle_core::{Result, bail};
 
+use crate::storage::Data;
+use crate::view::View;
+
 pub use any::{Choice, Route, RouteOut, route_into};
 pub use experts::{FusedExperts, fused_experts_into};
 pub use graph::Graph;
@@ -37,4 +42,9 @@ fn small(op: &str, n: usize) -> Result<i32> {
         Ok(n) => Ok(n),
         Err(_) => bail!("{op}: a size of {n} does not fit 32 bits"),
     }
+}
+
+/// Whether all views begin at multiples of 16 bytes, as vector loads want.
+fn aligned(views: &[View]) -> bool {
+    views.iter().all(|view| matches!(view.data(), Data::Device(s) if s.address().is_multiple_of(16)))
 }

@@ -3,22 +3,29 @@
 
 use candle_core::{DType, Result};
 
-use super::{any, ffi, small};
+use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
 /// Values that a thread of the row-wise kernels takes at once.
 const VECTOR: usize = 8;
+/// Longest rows that they keep in shared memory.
+const MAX_HIDDEN: usize = 16 * 1024;
 
 /// Whether the kernels for bf16 weights beside an f32 residual stream fit.
 fn fits(weights: DType, stream: DType, hidden: usize) -> bool {
-    weights == DType::BF16 && stream == DType::F32 && hidden > 0 && hidden.is_multiple_of(VECTOR)
+    // The norms keep a row in shared memory.
+    hidden <= MAX_HIDDEN
+        && weights == DType::BF16
+        && stream == DType::F32
+        && hidden > 0
+        && hidden.is_multiple_of(VECTOR)
 }
 
 pub(crate) fn embedding(table: View, ids: View, mut out: ViewMut, ex: &Exec) -> Result<()> {
     let (op, cuda) = ("embedding", ex.cuda("embedding")?);
     let (v, h) = (table.dims()[0], table.dims()[1]);
-    if !fits(table.dtype(), out.dtype(), h) {
+    if !fits(table.dtype(), out.dtype(), h) || !aligned(&[table, out.as_view()]) {
         return any::gather(cuda, op, table, ids, out);
     }
     let (table, ids_at) = (cuda.read(op, "table", table)?, cuda.read(op, "ids", ids)?);
@@ -32,7 +39,7 @@ pub(crate) fn embedding(table: View, ids: View, mut out: ViewMut, ex: &Exec) -> 
 pub(crate) fn rms_norm(x: View, weight: View, eps: f32, mut out: ViewMut, ex: &Exec) -> Result<()> {
     let (op, cuda) = ("rms_norm", ex.cuda("rms_norm")?);
     let (rows, h) = (x.dims()[0], x.dims()[1]);
-    if !fits(weight.dtype(), x.dtype(), h) {
+    if !fits(weight.dtype(), x.dtype(), h) || !aligned(&[x, weight, out.as_view()]) {
         return any::rms_norm(cuda, op, x, weight, eps, out);
     }
     let (x, weight) = (cuda.read(op, "x", x)?, cuda.read(op, "weight", weight)?);
@@ -53,7 +60,9 @@ pub(crate) fn add_rms_norm(
 ) -> Result<()> {
     let (op, cuda) = ("add_rms_norm", ex.cuda("add_rms_norm")?);
     let (rows, h) = (delta.dims()[0], delta.dims()[1]);
-    if !fits(weight.dtype(), delta.dtype(), h) {
+    if !fits(weight.dtype(), delta.dtype(), h)
+        || !aligned(&[delta, weight, residual.as_view(), out.as_view()])
+    {
         return any::add_rms_norm(cuda, op, delta, weight, eps, residual, out);
     }
     let (delta, weight) = (cuda.read(op, "delta", delta)?, cuda.read(op, "weight", weight)?);

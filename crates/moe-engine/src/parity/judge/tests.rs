@@ -156,6 +156,9 @@ fn greedy_tokens_must_agree_in_f32() {
     assert_eq!((r.generated_match, r.passed), (Some(false), false));
     let r = report(&reference, &ours, &[0, 0, 1, 1], noisy());
     assert_eq!((r.generated_match, r.passed), (Some(false), true));
+    let r = report(&reference, &ours, &[0, 0, 1], exact());
+    assert_eq!(r.failures, ["generated: expected 4 tokens, got 3"]);
+    assert_eq!((r.generated_match, r.passed), (Some(false), false));
     let none = Reference { generated: None, ..reference };
     assert_eq!(compare(&none, &ours, exact()).generated_match, None);
 }

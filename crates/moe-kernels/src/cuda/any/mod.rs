@@ -18,7 +18,7 @@ pub(crate) use rows::*;
 
 use candle_core::{DType, Result, bail};
 
-use super::CudaExec;
+use super::{CudaExec, small as int};
 
 /// The launchers' code of a float dtype.
 fn code(op: &str, dtype: DType) -> Result<i32> {
@@ -27,14 +27,6 @@ fn code(op: &str, dtype: DType) -> Result<i32> {
         DType::BF16 => Ok(1),
         DType::F16 => Ok(2),
         other => bail!("{op}: expected dtype f32, bf16 or f16, got {}", other.as_str()),
-    }
-}
-
-/// A size as launchers take it.
-fn int(op: &str, n: usize) -> Result<i32> {
-    match i32::try_from(n) {
-        Ok(n) => Ok(n),
-        Err(_) => bail!("{op}: a size of {n} does not fit in the 32 bits of a launch; split the rows"),
     }
 }
 

@@ -8,7 +8,6 @@ use candle_core::{DType, Result, bail};
 use super::{ffi, int};
 use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
-use crate::routed::NO_EXPERT;
 use crate::view::{View, ViewMut};
 
 /// How [`route_into`] chooses.
@@ -72,8 +71,6 @@ pub struct Route<'a> {
     pub balance: Option<u64>,
     /// MoE layer, row of the step that row 0 is, and number of the step: what `balance` varies by.
     pub place: (usize, usize, u64),
-    /// \[1\] u32 on the device: rows from there on are padding and get no expert.
-    pub valid_rows: Option<View<'a>>,
 }
 
 /// Outputs of [`route_into`].
@@ -119,7 +116,8 @@ pub(super) struct RawRoute {
 const _: () = assert!(size_of::<RawRoute>() == 13 * 8 + 8 + 18 * 4);
 
 /// Routes rows on a CUDA device by any method, with the bits of the CPU's router. A NaN logit is
-/// never chosen; a slot without a choice gets [`NO_EXPERT`] and weight 0.
+/// never chosen; a slot without a choice gets [`NO_EXPERT`](crate::NO_EXPERT) and weight 0, as does every slot of a padding
+/// row ([`StepContext::padded`](crate::StepContext::padded)).
 ///
 /// # Errors
 /// A context on the CPU; views of host memory; wrong dims or dtypes; more experts than shared
@@ -165,10 +163,7 @@ pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result
         replay: read("replay", route.replay)?,
         capture: write("capture", &mut out.capture)?,
         heat: write("heat", &mut out.heat)?,
-        valid: match route.valid_rows {
-            None if ex.step.padded => cuda.valid_rows()?.cast_const().cast(),
-            given => read("valid_rows", given)?,
-        },
+        valid: if ex.step.padded { cuda.valid_rows()?.cast_const().cast() } else { null() },
         topk_ids: cuda.write(OP, "topk_ids", &mut out.topk_ids)?,
         topk_weights: cuda.write(OP, "topk_weights", &mut out.topk_weights)?,
         zero_weights: write("zero_expert_weights", &mut out.zero_weights)?,
@@ -205,7 +200,6 @@ fn check(op: &str, route: &Route<'_>, out: &RouteOut<'_>, tokens: usize, logits:
     input("router_logits", Some(route.logits), DType::F32, &[tokens, logits])?;
     input("correction_bias", route.bias, DType::F32, &[logits])?;
     input("replay", route.replay, DType::U32, &routed)?;
-    input("valid_rows", route.valid_rows, DType::U32, &[1])?;
     match route.choice {
         Choice::Hash { table, token_ids } => {
             input("hash table", Some(table), DType::U32, &[table.rows(), route.top_k])?;

@@ -1,43 +1,49 @@
-//! The CPU backends: grouped products over the slots of each local expert.
+//! Grouped products over the slots of each local expert, on the CPU or a CUDA device.
 //!
-//! Both formats are the same two kernel calls over different row numbers. A row's bits depend on
+//! Both formats are the same two kernel calls over different row numbers. On the CPU a row's bits depend on
 //! the row, its expert's weights and the sizes H and I only, so the formats agree bit for bit, and
-//! neither batch nor threads nor the placement of experts on ranks shows in a row.
+//! neither batch nor threads nor the placement of experts on ranks shows in a row. On CUDA every dtype and
+//! size runs, and nothing is read on the host, so that the calls can be captured into a graph.
 
 mod batched;
 mod standard;
 
-pub use batched::{BatchLimits, CpuBatchedExperts};
-pub use standard::CpuExperts;
+pub use batched::{BatchLimits, GroupedBatchedExperts};
+pub use standard::GroupedExperts;
 
-use candle_core::{Device, Result, bail};
+use candle_core::{Result, bail};
 use moe_kernels::door::expect_dtype;
 use moe_kernels::{
     Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, Segment, TensorView, View, ViewMut,
     grouped_down_into, grouped_down_segment_into, grouped_gate_up_into, row_parallel_segments,
 };
 
+use crate::oracle::Backend;
 use crate::weights::{ExpertWeights, ExpertsShape};
 
 /// Weights and activation: what both formats compute with.
 #[derive(Clone, Debug)]
-struct CpuMlp {
+struct GroupedMlp {
+    backend: Backend,
     weights: ExpertWeights,
     activation: Activation,
     /// This rank's segments of the intermediate size, where tensor parallelism cuts the experts.
     segments: Option<usize>,
 }
 
-impl CpuMlp {
-    fn new(name: &str, weights: ExpertWeights, activation: Activation) -> Result<Self> {
-        if !matches!(weights.device(), Device::Cpu) {
-            bail!("{name} experts: expected weights on the CPU, got {:?}", weights.device().location())
+impl GroupedMlp {
+    /// With `cpu` or `cuda`, by the device of the weights.
+    fn new([cpu, cuda]: [Backend; 2], weights: ExpertWeights, activation: Activation) -> Result<Self> {
+        let backend = if weights.device().is_cuda() { cuda } else { cpu };
+        if !(weights.device().is_cpu() || weights.device().is_cuda()) {
+            bail!("{cpu} experts: expected weights on the CPU, got {:?}", weights.device().location())
         }
-        Ok(Self { weights, activation, segments: None })
+        Ok(Self { backend, weights, activation, segments: None })
     }
 
     /// The part of experts that `tp_size` ranks cut along their intermediate size.
-    fn cut(self, name: &str, tp_size: usize) -> Result<Self> {
+    fn cut(self, tp_size: usize) -> Result<Self> {
+        let name = self.backend.name();
         let segments = row_parallel_segments(self.shape().intermediate_size * tp_size);
         if tp_size == 0 || !segments.is_multiple_of(tp_size) {
             bail!(
@@ -73,7 +79,8 @@ impl CpuMlp {
     }
 
     /// `out[out_rows[i]] = MLP(expert e, x[in_rows[i]])` for every grouped slot i of e. `x` [R, H]
-    /// in the model dtype, `out` [S, H] f32 ([segments * S, H] of cut experts); rows of `out` that no slot names are untouched.
+    /// in the model dtype, `out` [S, H] f32 ([segments * S, H] of cut experts); rows of `out` that no
+    /// slot names are untouched.
     fn run(&self, x: View, groups: &ExpertGroups, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
         let dims = [groups.in_rows.elem_count(), self.shape().intermediate_size];
         let mut activated = ex.scratch(self.shape().dtype, &dims)?;

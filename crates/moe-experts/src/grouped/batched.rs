@@ -1,23 +1,25 @@
-//! CPU experts over batched rows: each expert has a block of rows, filled from the front.
+//! Experts over batched rows: each expert has a block of rows, filled from the front.
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_rank3};
-use moe_kernels::{Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, ExpertsSpec, ViewMut};
-use rayon::prelude::*;
+use moe_kernels::{
+    Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, ExpertsSpec, ViewMut, number_rows_into,
+    zero_unused_into,
+};
 
-use super::CpuMlp;
+use super::GroupedMlp;
 use crate::experts::{Experts, Reservation};
 use crate::oracle::Backend;
 use crate::reason::Reason;
 use crate::weights::{ExpertWeights, ExpertsShape};
 
-/// Experts on the CPU in the BatchedExperts format: one block of rows per local expert, of which
-/// the first `expert_num_tokens[e]` are computed. Bit-equal per row to [`CpuExperts`](super::CpuExperts).
+/// Experts in the BatchedExperts format: one block of rows per local expert, of which the first
+/// `expert_num_tokens[e]` are computed. On the CPU bit-equal per row to [`GroupedExperts`](super::GroupedExperts).
 ///
 /// A layer takes only experts that were told their [`limits`](Self::with_limits).
 #[derive(Clone, Debug)]
-pub struct CpuBatchedExperts {
-    mlp: CpuMlp,
+pub struct GroupedBatchedExperts {
+    mlp: GroupedMlp,
     limits: Option<BatchLimits>,
 }
 
@@ -37,10 +39,10 @@ impl BatchLimits {
     }
 }
 
-impl CpuBatchedExperts {
-    /// Experts with these weights, which must be on the CPU.
+impl GroupedBatchedExperts {
+    /// Experts with these weights, on whose device they run: the CPU or a CUDA device.
     pub fn new(weights: ExpertWeights, activation: Activation) -> Result<Self> {
-        let mlp = CpuMlp::new(Backend::CpuBatched.name(), weights, activation)?;
+        let mlp = GroupedMlp::new([Backend::CpuBatched, Backend::CudaBatched], weights, activation)?;
         Ok(Self { mlp, limits: None })
     }
 
@@ -51,9 +53,9 @@ impl CpuBatchedExperts {
     }
 }
 
-impl Experts for CpuBatchedExperts {
+impl Experts for GroupedBatchedExperts {
     fn name(&self) -> &str {
-        Backend::CpuBatched.name()
+        self.mlp.backend.name()
     }
 
     fn activation_format(&self) -> ActivationFormat {
@@ -65,7 +67,7 @@ impl Experts for CpuBatchedExperts {
     }
 
     fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason> {
-        Backend::CpuBatched.supports(spec)
+        self.mlp.backend.supports(spec)
     }
 
     fn max_num_tokens(&self) -> Option<usize> {
@@ -98,55 +100,14 @@ impl Experts for CpuBatchedExperts {
         expect_dims(name, "expert_num_tokens", &counts, &[experts])?;
         expect_dtype(name, "out", &out, DType::F32)?;
         expect_dims(name, "out", &out, rows.dims())?;
-        let counts = counts.cpu::<u32>()?;
-        let used = checked_rows(name, counts, max_tokens)?;
 
         let mut offsets = ex.scratch(DType::U32, &[experts + 1])?;
-        let mut numbers = ex.scratch(DType::U32, &[used])?;
-        number_rows(counts, max_tokens, offsets.view_mut().cpu_mut()?, numbers.view_mut().cpu_mut()?);
-        zero_unused(counts, max_tokens * hidden, hidden, &mut out, ex)?;
+        let mut numbers = ex.scratch(DType::U32, &[experts.saturating_mul(max_tokens)])?;
+        number_rows_into(counts, max_tokens, offsets.view_mut(), numbers.view_mut(), ex)?;
+        zero_unused_into(counts, out.reborrow(), ex)?;
         let groups =
             ExpertGroups { offsets: offsets.view(), in_rows: numbers.view(), out_rows: numbers.view() };
         let flat = [experts * max_tokens, hidden];
         self.mlp.run(rows.reshape(&flat)?, &groups, out.reshape(&flat)?, ex)
     }
-}
-
-/// Rows of all experts together; fails where an expert has more than its block holds, or where a
-/// row number would not fit in u32.
-fn checked_rows(name: &str, counts: &[u32], max_tokens: usize) -> Result<usize> {
-    if let Some((e, n)) = counts.iter().enumerate().find(|(_, n)| **n as usize > max_tokens) {
-        bail!("{name} experts: expert_num_tokens[{e}] is {n}; expected at most max_tokens = {max_tokens}")
-    }
-    match counts.len().checked_mul(max_tokens).map(u32::try_from) {
-        Some(Ok(_)) => Ok(counts.iter().map(|&n| n as usize).sum()),
-        _ => bail!("{name} experts: {} x {max_tokens} rows do not fit in u32", counts.len()),
-    }
-}
-
-/// Group offsets [E_local + 1], and the row number e * max_tokens + r of every used row.
-fn number_rows(counts: &[u32], max_tokens: usize, offsets: &mut [u32], numbers: &mut [u32]) {
-    let used = counts.iter().enumerate().flat_map(|(e, &n)| {
-        let first = (e * max_tokens) as u32;
-        first..first + n
-    });
-    numbers.iter_mut().zip(used).for_each(|(number, row)| *number = row);
-    let mut end = 0;
-    for (offset, n) in offsets.iter_mut().zip([0].iter().chain(counts)) {
-        end += n;
-        *offset = end;
-    }
-}
-
-/// Zeroes the rows of each expert's block after its count.
-fn zero_unused(counts: &[u32], block: usize, hidden: usize, out: &mut ViewMut, ex: &Exec) -> Result<()> {
-    let out = out.cpu_mut::<f32>()?;
-    if block == 0 {
-        return Ok(());
-    }
-    ex.install(|| {
-        let blocks = out.par_chunks_mut(block).zip(counts);
-        blocks.for_each(|(rows, &n)| rows[n as usize * hidden..].fill(0.));
-    });
-    Ok(())
 }

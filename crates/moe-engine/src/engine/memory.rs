@@ -1,0 +1,95 @@
+//! How much memory this process may still take: what the machine has, and what its control groups
+//! (containers, jobs) allow.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::Result;
+use model_runtime::Exec;
+
+/// Bytes that are free where `ex` runs.
+pub(super) fn available(ex: &Exec) -> Result<Option<u64>> {
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return Ok(Some(ex.device_memory()?.0 as u64));
+    }
+    let _ = ex;
+    Ok(host())
+}
+
+/// Bytes that can be used without swapping or being killed; `None` where the system does not say.
+fn host() -> Option<u64> {
+    let machine = machine(&fs::read_to_string("/proc/meminfo").ok()?)?;
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    Some(machine.min(allowed(&groups, Path::new("/sys/fs/cgroup"))))
+}
+
+/// Linux' own estimate.
+fn machine(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+/// What is left of the tightest limit of the control groups in `/proc/self/cgroup`, version 1 or 2.
+/// A container may not see its own path, only its group as the root, so all ancestors are asked.
+fn allowed(groups: &str, root: &Path) -> u64 {
+    let mut least = u64::MAX;
+    for group in groups.lines() {
+        let mut fields = group.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
+        let (root, limit, usage) = match controllers {
+            "" => (root.to_path_buf(), "memory.max", "memory.current"),
+            "memory" => (root.join("memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+            _ => continue,
+        };
+        for path in Path::new(path.trim_start_matches('/')).ancestors() {
+            least = least.min(left(&root.join(path), limit, usage).unwrap_or(u64::MAX));
+        }
+    }
+    least
+}
+
+/// What one group may still take. Cached files that nobody has used for a while give way.
+fn left(group: &Path, limit: &str, usage: &str) -> Option<u64> {
+    let number = |file: &str| fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok();
+    let limit = number(limit)?;
+    let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+    let cached = stat.lines().find_map(|line| line.strip_prefix("inactive_file ")?.parse::<u64>().ok());
+    Some(limit.saturating_sub(number(usage)?.saturating_sub(cached.unwrap_or(0))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_machine_says_what_is_available() {
+        assert_eq!(machine("MemTotal: 9 kB\nMemAvailable:   23 kB\n"), Some(23 << 10));
+        assert_eq!(machine("MemTotal: 9 kB\n"), None);
+        #[cfg(target_os = "linux")]
+        assert!(host().is_some_and(|bytes| bytes > 1 << 20));
+    }
+
+    #[test]
+    fn the_tightest_group_counts() {
+        let root = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let allowed = |groups| allowed(groups, root.path());
+        assert_eq!(allowed("0::/a/b\n4:memory:/a\nnonsense\n"), u64::MAX, "no limit is set");
+        write("a/b/memory.max", "max\n");
+        write("a/b/memory.current", "70\n");
+        write("a/memory.max", "1000\n");
+        write("a/memory.current", "300\n");
+        write("a/memory.stat", "active_file 5\ninactive_file 100\n");
+        assert_eq!(allowed("0::/a/b\n"), 800, "of the parent, without its cached files");
+        // Version 1 in a container, which sees its group as the root.
+        write("memory/memory.limit_in_bytes", "500\n");
+        write("memory/memory.usage_in_bytes", "600\n");
+        assert_eq!(allowed("3:cpu:/x\n4:memory:/docker/123\n0::/a/b\n"), 0);
+    }
+}

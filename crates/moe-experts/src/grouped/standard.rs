@@ -1,0 +1,96 @@
+//! Experts over token rows: slots are sorted by expert, computed in groups, and each row is
+//! written to its own slot of the output.
+
+use candle_core::{DType, Result};
+use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix};
+use moe_kernels::{
+    Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, ExpertsSpec, ViewMut,
+    group_token_slots_into, zero_absent_into,
+};
+
+use super::GroupedMlp;
+use crate::experts::{Experts, Reservation};
+use crate::oracle::Backend;
+use crate::reason::Reason;
+use crate::weights::{ExpertWeights, ExpertsShape};
+
+/// Experts in the Standard format: token rows with the ids of their slots.
+///
+/// Weights in f32, bf16 or f16; sums in f32; the activation is rounded once to the weights' dtype.
+#[derive(Clone, Debug)]
+pub struct GroupedExperts(GroupedMlp);
+
+impl GroupedExperts {
+    /// Experts with these weights, on whose device they run: the CPU or a CUDA device.
+    pub fn new(weights: ExpertWeights, activation: Activation) -> Result<Self> {
+        GroupedMlp::new([Backend::Cpu, Backend::Cuda], weights, activation).map(Self)
+    }
+
+    /// Experts of which `tp_size` ranks hold an equal part of the intermediate size each: they
+    /// return the sums of their segments apart, so that whoever gathers them adds all in order.
+    ///
+    /// # Errors
+    /// A size whose segments the ranks do not divide; a bias of w2.
+    pub fn with_tp(self, tp_size: usize) -> Result<Self> {
+        self.0.cut(tp_size).map(Self)
+    }
+}
+
+impl Experts for GroupedExperts {
+    fn name(&self) -> &str {
+        self.0.backend.name()
+    }
+
+    fn activation_format(&self) -> ActivationFormat {
+        ActivationFormat::Standard
+    }
+
+    fn shape(&self) -> ExpertsShape {
+        self.0.shape()
+    }
+
+    fn segments(&self) -> Option<usize> {
+        self.0.segments
+    }
+
+    fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason> {
+        self.0.backend.supports(spec)
+    }
+
+    fn workspace(&self, max_tokens: usize, top_k: usize) -> Result<Reservation> {
+        let shape = self.shape();
+        Reservation::new()
+            .with(DType::U32, &[shape.num_local_experts + 1])?
+            .with(DType::U32, &[max_tokens, top_k])?
+            .with(DType::U32, &[max_tokens, top_k])?
+            .with(shape.dtype, &[max_tokens, top_k, shape.intermediate_size])
+    }
+
+    fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        let (name, shape) = (self.name(), self.shape());
+        self.0.check_rows(name, self.activation_format(), dispatched)?;
+        let rows = dispatched.rows.view();
+        let (tokens, hidden) = expect_matrix(name, "rows", &rows)?;
+        let ids = dispatched.topk_ids()?;
+        let (_, top_k) = expect_matrix(name, "topk_ids", &ids)?;
+        expect_dims(name, "topk_ids", &ids, &[tokens, top_k])?;
+        expect_dtype(name, "out", &out, DType::F32)?;
+        expect_dims(name, "out", &out, &self.out_dims(dispatched)?)?;
+
+        let (map, slots) = (dispatched.expert_map, ids.elem_count());
+        let mut offsets = ex.scratch(DType::U32, &[shape.num_local_experts + 1])?;
+        let (mut grouped, mut in_rows) =
+            (ex.scratch(DType::U32, &[slots])?, ex.scratch(DType::U32, &[slots])?);
+        let groups = (offsets.view_mut(), grouped.view_mut(), in_rows.view_mut());
+        group_token_slots_into(ids, map, groups.0, groups.1, groups.2, ex)?;
+        let segments = self.0.segments.unwrap_or(1);
+        let mut out = out.reshape(&[segments * tokens, top_k, hidden])?;
+        for segment in 0..segments {
+            let part = out.reborrow().narrow(segment * tokens, tokens)?;
+            zero_absent_into(ids, map, shape.num_local_experts, part, ex)?;
+        }
+        let groups =
+            ExpertGroups { offsets: offsets.view(), in_rows: in_rows.view(), out_rows: grouped.view() };
+        self.0.run(rows, &groups, out.reshape(&[segments * slots, hidden])?, ex)
+    }
+}

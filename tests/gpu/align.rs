@@ -1,0 +1,88 @@
+//! Grouping, ids as a rank sees them, and the batched layout: integers and copies, so equal bits.
+
+use candle_core::DType;
+use moe_kernels::{
+    Buffer, NO_EXPERT, RowBatches, batch_rows_into, contiguous_local_ids_into, group_slots_into,
+    mask_nonlocal_into, number_rows_into, unbatch_rows_into, zero_unused_into,
+};
+
+use crate::common::*;
+
+/// Sizes up to more experts than shared memory counts, and one expert with everything.
+const CASES: [(usize, usize, usize); 6] =
+    [(0, 1, 3), (1, 1, 1), (40, 4, 6), (1000, 8, 128), (64, 2, 3000), (500, 1, 1)];
+
+fn routed(rng: &mut Rng, tokens: usize, top_k: usize, experts: usize) -> (Buffer, Buffer) {
+    let id = |rng: &mut Rng| if rng.below(6) == 0 { NO_EXPERT } else { rng.below(experts) as u32 };
+    let ids = (0..tokens * top_k).map(|_| id(rng)).collect();
+    let slots = rng.permutation(experts).into_iter().map(|s| if s % 4 == 3 { -1 } else { s as i32 });
+    let map = Buffer::from_vec(slots.collect::<Vec<i32>>(), &[experts]).unwrap();
+    (words(ids, &[tokens, top_k]), map)
+}
+
+#[test]
+fn groups_and_local_ids_are_the_same() {
+    let mut rng = Rng::new();
+    for (tokens, top_k, experts) in CASES {
+        for mapped in [false, true] {
+            let (ids, map) = routed(&mut rng, tokens, top_k, experts);
+            let op = |p: &mut Place| {
+                let (ids, map) = (p.put(&ids), p.put(&map));
+                let local_map = mapped.then(|| map.view());
+                let dims = [tokens, top_k];
+                let (mut offsets, mut slots) =
+                    (p.out(DType::U32, &[experts + 1]), p.out(DType::U32, &[tokens * top_k]));
+                group_slots_into(ids.view(), local_map, offsets.view_mut(), slots.view_mut(), &mut p.ex)?;
+                let (mut masked, mut local) = (p.out(DType::U32, &dims), p.out(DType::U32, &dims));
+                mask_nonlocal_into(ids.view(), map.view(), masked.view_mut(), &mut p.ex)?;
+                let share = experts.div_ceil(3);
+                contiguous_local_ids_into(ids.view(), 1, share, local.view_mut(), &mut p.ex)?;
+                Ok(vec![offsets, slots, masked, local])
+            };
+            on_both(op, |c, g| {
+                for (what, i) in [("offsets", 0), ("slots", 1), ("masked", 2), ("local", 3)] {
+                    assert_same(what, &c[i], &g[i]);
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn batched_rows_go_and_come_back() {
+    let mut rng = Rng::new();
+    for dtype in FLOATS {
+        for (tokens, top_k, experts, width) in [(0, 1, 3, 4), (1, 1, 1, 1), (40, 3, 6, 33), (100, 2, 5, 300)]
+        {
+            let (ids, map) = routed(&mut rng, tokens, top_k, experts);
+            let (rows, max_tokens) = (rng.floats(dtype, &[tokens, width]), (tokens * top_k).max(2));
+            let op = |p: &mut Place| {
+                let (ids, map, rows) = (p.put(&ids), p.put(&map), p.put(&rows));
+                let slots_n = tokens * top_k;
+                let (mut offsets, mut slots) =
+                    (p.out(DType::U32, &[experts + 1]), p.out(DType::U32, &[slots_n]));
+                let out = (offsets.view_mut(), slots.view_mut());
+                group_slots_into(ids.view(), Some(map.view()), out.0, out.1, &mut p.ex)?;
+                let batches = RowBatches { offsets: offsets.view(), slots: slots.view(), top_k };
+                let mut batched = p.out(dtype, &[experts, max_tokens, width]);
+                let mut counts = p.out(DType::U32, &[experts]);
+                batch_rows_into(rows.view(), &batches, batched.view_mut(), counts.view_mut(), &mut p.ex)?;
+                let mut back = p.out(dtype, &[tokens, top_k, width]);
+                unbatch_rows_into(batched.view(), &batches, back.view_mut(), &mut p.ex)?;
+                let mut numbers = p.out(DType::U32, &[experts * max_tokens]);
+                let mut starts = p.out(DType::U32, &[experts + 1]);
+                let out = (starts.view_mut(), numbers.view_mut());
+                number_rows_into(counts.view(), max_tokens, out.0, out.1, &mut p.ex)?;
+                let mut cleared = p.out(DType::F32, &[experts, max_tokens, width]);
+                zero_unused_into(counts.view(), cleared.view_mut(), &mut p.ex)?;
+                Ok(vec![batched, counts, back, starts, numbers, cleared])
+            };
+            on_both(op, |c, g| {
+                let names = ["batched", "counts", "back", "starts", "numbers", "cleared"];
+                for (what, (c, g)) in names.iter().zip(c.iter().zip(g)) {
+                    assert_same(what, c, g);
+                }
+            });
+        }
+    }
+}

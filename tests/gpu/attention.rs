@@ -1,0 +1,169 @@
+//! Head norm, rotation, cache write, and paged attention over the cache that they wrote.
+
+use candle_core::DType;
+use moe_kernels::{
+    AttentionMeta, Buffer, QkNormRope, paged_attention_into, qk_norm_rope_cache_into, rope_attention_into,
+};
+
+use crate::common::*;
+
+/// Rows of one sequence in a step: the first position and how many.
+type Sequence = (usize, usize);
+
+struct Case {
+    heads: (usize, usize),
+    head_dim: usize,
+    block_size: usize,
+    window: Option<usize>,
+    norms: bool,
+    sequences: Vec<Sequence>,
+    padding: usize,
+}
+
+struct Data {
+    rows: usize,
+    qkv: Buffer,
+    norms: Option<(Buffer, Buffer)>,
+    cos: Buffer,
+    sin: Buffer,
+    slots: Buffer,
+    caches: [Buffer; 2],
+    starts: Buffer,
+    positions: Buffer,
+    tables: Buffer,
+}
+
+impl Case {
+    fn data(&self, rng: &mut Rng, model: DType, stream: DType) -> Data {
+        let ((hq, hkv), d, bs) = (self.heads, self.head_dim, self.block_size);
+        let used: usize = self.sequences.iter().map(|s| s.1).sum();
+        let rows = used + self.padding;
+        let max_blocks = self.sequences.iter().map(|s| (s.0 + s.1).div_ceil(bs)).max().unwrap_or(0).max(1);
+        let num_blocks = self.sequences.len() * max_blocks + 2;
+        // Blocks in random order; padding of a table is no block at all.
+        let order = rng.permutation(num_blocks);
+        let (mut tables, mut starts, mut positions, mut slots) =
+            (Vec::new(), vec![0], Vec::new(), Vec::new());
+        for (s, &(first, count)) in self.sequences.iter().enumerate() {
+            let blocks = &order[s * max_blocks..(s + 1) * max_blocks];
+            let needed = (first + count).div_ceil(bs);
+            tables.extend(blocks.iter().enumerate().map(|(i, &b)| if i < needed { b } else { u32::MAX }));
+            positions.extend(first as u32..(first + count) as u32);
+            slots.extend((first..first + count).map(|p| blocks[p / bs] * bs as u32 + (p % bs) as u32));
+            starts.push(positions.len() as u32);
+        }
+        positions.resize(rows, 0);
+        slots.resize(rows, u32::MAX);
+        let cache = [num_blocks, hkv, bs, d];
+        Data {
+            rows,
+            qkv: rng.floats(stream, &[rows, (hq + 2 * hkv) * d]),
+            norms: self.norms.then(|| (rng.floats(model, &[d]), rng.floats(model, &[d]))),
+            cos: rng.floats(DType::F32, &[rows, d / 2]),
+            sin: rng.floats(DType::F32, &[rows, d / 2]),
+            slots: words(slots, &[rows]),
+            caches: [rng.floats(model, &cache), rng.floats(model, &cache)],
+            starts: words(starts, &[self.sequences.len() + 1]),
+            positions: words(positions, &[rows]),
+            tables: words(tables, &[self.sequences.len(), max_blocks]),
+        }
+    }
+
+    fn check(&self, rng: &mut Rng, model: DType, stream: DType) {
+        let (data, (hq, hkv), d) = (self.data(rng, model, stream), self.heads, self.head_dim);
+        let op = |p: &mut Place| {
+            let (qkv, cos, sin) = (p.put(&data.qkv), p.put(&data.cos), p.put(&data.sin));
+            let norms = data.norms.as_ref();
+            let (q_norm, k_norm) = (p.put_some(norms.map(|n| &n.0)), p.put_some(norms.map(|n| &n.1)));
+            let (slots, starts, positions) =
+                (p.put(&data.slots), p.put(&data.starts), p.put(&data.positions));
+            let tables = p.put(&data.tables);
+            let (mut k, mut v) = (p.put(&data.caches[0]), p.put(&data.caches[1]));
+            let args = QkNormRope {
+                qkv: qkv.view(),
+                q_norm: view_of(&q_norm),
+                k_norm: view_of(&k_norm),
+                eps: 1e-6,
+                cos: cos.view(),
+                sin: sin.view(),
+                slot_mapping: slots.view(),
+                num_heads: hq,
+                num_kv_heads: hkv,
+                head_dim: d,
+            };
+            let meta = AttentionMeta {
+                query_start_loc: starts.view(),
+                positions: positions.view(),
+                block_tables: tables.view(),
+                scale: (d as f32).powf(-0.5),
+                sliding_window: self.window,
+            };
+            let mut q = p.out(stream, &[data.rows, hq, d]);
+            qk_norm_rope_cache_into(&args, q.view_mut(), k.view_mut(), v.view_mut(), &mut p.ex)?;
+            let mut out = p.out(model, &[data.rows, hq * d]);
+            paged_attention_into(q.view(), k.view(), v.view(), &meta, out.view_mut(), &mut p.ex)?;
+            let mut whole = p.out(model, &[data.rows, hq * d]);
+            let one_row_each = data.rows == self.sequences.len() && self.sequences.iter().all(|s| s.1 == 1);
+            let to = whole.view_mut();
+            rope_attention_into(&args, &meta, one_row_each, k.view_mut(), v.view_mut(), to, &mut p.ex)?;
+            Ok(vec![q, k, v, out, whole])
+        };
+        on_both(op, |c, g| {
+            let what = |part| {
+                format!("{part} {hq}/{hkv} heads of {d} in {} beside {}", model.as_str(), stream.as_str())
+            };
+            assert_close(&what("q"), &c[0], &g[0], 4e-6);
+            assert_close(&what("k"), &c[1], &g[1], 4e-6);
+            assert_same(&what("v"), &c[2], &g[2]);
+            // A rounding of a key or of a tensor-core operand moves scores.
+            let bound = 1e-5 + 12.0 * if model == DType::F32 { 0.0 } else { rounding(model) };
+            assert_close(&what("attention"), &c[3], &g[3], bound);
+            assert_close(&what("rope_attention"), &c[4], &g[4], bound);
+        });
+    }
+}
+
+#[test]
+fn attention_agrees_on_mixed_steps() {
+    let mut rng = Rng::new();
+    let mixed = vec![(0, 5), (37, 1), (0, 0), (128, 9), (0, 1), (300, 1)];
+    let shapes = [
+        ((1, 1), 2, 1, None, true),
+        ((8, 2), 10, 5, Some(3), false),
+        ((6, 6), 64, 16, None, true),
+        ((20, 1), 96, 16, Some(130), true),
+        ((32, 4), 128, 16, None, true),
+        ((4, 2), 256, 7, None, false),
+        ((3, 1), 18, 64, Some(1), true),
+    ];
+    for model in FLOATS {
+        for stream in streams(model) {
+            for (heads, head_dim, block_size, window, norms) in shapes {
+                let (sequences, padding) = (mixed.clone(), 3);
+                Case { heads, head_dim, block_size, window, norms, sequences, padding }
+                    .check(&mut rng, model, stream);
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_agrees_on_decoding_prefill_and_nothing() {
+    let mut rng = Rng::new();
+    let steps: [(Vec<Sequence>, usize); 5] = [
+        (vec![(0, 150)], 0),
+        (vec![(7, 1), (0, 1), (129, 1), (1000, 1), (63, 1), (64, 1)], 0),
+        (vec![(5, 40), (200, 40)], 0),
+        (vec![], 4),
+        (vec![], 0),
+    ];
+    for model in FLOATS {
+        for (sequences, padding) in &steps {
+            for (heads, head_dim) in [((8, 1), 128), ((4, 4), 64), ((5, 1), 40)] {
+                let (sequences, padding) = (sequences.clone(), *padding);
+                Case { heads, head_dim, block_size: 16, window: None, norms: true, sequences, padding }
+                    .check(&mut rng, model, DType::F32);
+            }
+        }
+    }
+}

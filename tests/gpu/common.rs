@@ -1,0 +1,204 @@
+//! Two places that run the same op, random data, and comparisons.
+
+use std::sync::OnceLock;
+use std::time::SystemTime;
+
+use candle_core::{DType, Device, Result};
+use moe_kernels::{Buffer, Element, Exec, Float, View, ViewMut, with_float};
+
+/// The float dtypes.
+pub const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+/// Dtypes of a stream beside a model dtype.
+pub fn streams(model: DType) -> Vec<DType> {
+    if model == DType::F32 { vec![DType::F32] } else { vec![model, DType::F32] }
+}
+
+/// A context on the GPU; all share one stream.
+pub fn cuda() -> Exec {
+    static DEVICE: OnceLock<Device> = OnceLock::new();
+    let device =
+        DEVICE.get_or_init(|| Device::new_cuda_with_stream(0).expect("the GPU tests need a CUDA device"));
+    Exec::on(device).unwrap()
+}
+
+/// Random numbers whose seed is printed.
+pub struct Rng(u64);
+
+impl Rng {
+    pub fn new() -> Self {
+        let seed = std::env::var("GPU_TEST_SEED").ok().and_then(|s| s.parse().ok());
+        let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos() as u64;
+        let seed = seed.unwrap_or_else(now);
+        println!("GPU_TEST_SEED={seed}");
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub fn bits(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 >> 16
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.bits() % n as u64) as usize
+    }
+
+    /// In -1..1.
+    pub fn float(&mut self) -> f32 {
+        (self.bits() & 0xff_ffff) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    pub fn floats(&mut self, dtype: DType, dims: &[usize]) -> Buffer {
+        let n = dims.iter().product::<usize>();
+        let buffer: Result<Buffer> = with_float!(dtype, "data", T => {
+            Buffer::from_vec((0..n).map(|_| <T as Float>::narrow(self.float())).collect::<Vec<T>>(), dims)
+        });
+        buffer.unwrap()
+    }
+
+    /// Numbers below `n`.
+    pub fn ids(&mut self, n: usize, dims: &[usize]) -> Buffer {
+        let len = dims.iter().product::<usize>();
+        words((0..len).map(|_| self.below(n) as u32).collect(), dims)
+    }
+
+    /// The numbers 0..n in random order.
+    pub fn permutation(&mut self, n: usize) -> Vec<u32> {
+        let mut all: Vec<u32> = (0..n as u32).collect();
+        for i in (1..n).rev() {
+            all.swap(i, self.below(i + 1));
+        }
+        all
+    }
+}
+
+pub fn words(data: Vec<u32>, dims: &[usize]) -> Buffer {
+    Buffer::from_vec(data, dims).unwrap()
+}
+
+/// A buffer of a value that no result has.
+pub fn poisoned(dtype: DType, dims: &[usize]) -> Buffer {
+    let n = dims.iter().product::<usize>();
+    let poison =
+        |x: f32| with_float!(dtype, "poison", T => Buffer::from_vec(vec![<T as Float>::narrow(x); n], dims));
+    match dtype {
+        DType::U32 => words(vec![0xdead_beef; n], dims),
+        _ => poison(77.0).unwrap(),
+    }
+}
+
+/// Where an op runs: the CPU or the GPU; and whether data lies at misaligned addresses.
+pub struct Place {
+    pub ex: Exec,
+    offset: usize,
+}
+
+/// Data at a place.
+pub struct Placed {
+    data: Buffer,
+    offset: usize,
+    dims: Vec<usize>,
+}
+
+impl Place {
+    /// A copy of host data here.
+    pub fn put(&self, host: &Buffer) -> Placed {
+        let (dims, len) = (host.dims().to_vec(), host.view().elem_count());
+        let mut data = self.ex.zeros(host.dtype(), &[len + self.offset]).unwrap();
+        let to = data.view_mut().narrow(self.offset, len).unwrap();
+        self.ex.copy_from_host(host.view(), to).unwrap();
+        Placed { data, offset: self.offset, dims }
+    }
+
+    pub fn put_some(&self, host: Option<&Buffer>) -> Option<Placed> {
+        host.map(|host| self.put(host))
+    }
+
+    /// Poisoned memory for an output.
+    pub fn out(&self, dtype: DType, dims: &[usize]) -> Placed {
+        self.put(&poisoned(dtype, dims))
+    }
+}
+
+impl Placed {
+    pub fn view(&self) -> View<'_> {
+        let len = self.dims.iter().product();
+        self.data.view().narrow(self.offset, len).unwrap().reshape(&self.dims).unwrap()
+    }
+
+    pub fn view_mut(&mut self) -> ViewMut<'_> {
+        let len = self.dims.iter().product();
+        self.data.view_mut().narrow(self.offset, len).unwrap().reshape(&self.dims).unwrap()
+    }
+
+    /// A copy in host memory.
+    pub fn host(&self, place: &Place) -> Buffer {
+        place.ex.to_host(self.view()).unwrap()
+    }
+}
+
+pub fn view_of(placed: &Option<Placed>) -> Option<View<'_>> {
+    placed.as_ref().map(Placed::view)
+}
+
+/// What `op` leaves in its outputs on the CPU and on the GPU, first with aligned, then with misaligned data.
+pub fn on_both(op: impl Fn(&mut Place) -> Result<Vec<Placed>>, mut check: impl FnMut(&[Buffer], &[Buffer])) {
+    for offset in [0, 3] {
+        let run = |ex: Exec| {
+            let mut place = Place { ex, offset };
+            let outputs = op(&mut place).unwrap();
+            outputs.iter().map(|out| out.host(&place)).collect::<Vec<_>>()
+        };
+        let (cpu, gpu) = (run(Exec::cpu()), run(cuda()));
+        assert_eq!(cpu.len(), gpu.len());
+        check(&cpu, &gpu);
+    }
+}
+
+/// Half a unit in the last place, relative.
+pub fn rounding(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => f64::powi(2.0, -8),
+        DType::F16 => f64::powi(2.0, -11),
+        _ => f64::powi(2.0, -24),
+    }
+}
+
+/// Fails unless values agree within `absolute` plus two roundings of their dtype.
+pub fn assert_close(what: &str, cpu: &Buffer, gpu: &Buffer, absolute: f64) {
+    assert_eq!((cpu.dims(), cpu.dtype()), (gpu.dims(), gpu.dtype()), "{what}");
+    let relative = 2.0 * rounding(cpu.dtype());
+    let (cpu, gpu) = (cpu.view().to_f32_vec().unwrap(), gpu.view().to_f32_vec().unwrap());
+    for (i, (&c, &g)) in cpu.iter().zip(&gpu).enumerate() {
+        let (c, g) = (f64::from(c), f64::from(g));
+        let close = (c - g).abs() <= absolute + relative * c.abs().max(g.abs()) || c == g;
+        assert!(close, "{what}: element {i} of {}: CPU {c}, GPU {g}, bound {absolute}", cpu.len());
+    }
+}
+
+/// Fails unless bits agree.
+pub fn assert_same(what: &str, cpu: &Buffer, gpu: &Buffer) {
+    assert_eq!((cpu.dims(), cpu.dtype()), (gpu.dims(), gpu.dtype()), "{what}");
+    if cpu.dtype() == DType::U32 {
+        assert_eq!(values::<u32>(cpu), values::<u32>(gpu), "{what}");
+        return;
+    }
+    let bits = |b: &Buffer| b.view().to_f32_vec().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>();
+    let (cpu, gpu) = (bits(cpu), bits(gpu));
+    if let Some(i) = cpu.iter().zip(&gpu).position(|(c, g)| c != g) {
+        let (c, g) = (f32::from_bits(cpu[i]), f32::from_bits(gpu[i]));
+        panic!("{what}: element {i} of {}: CPU {c:e}, GPU {g:e}", cpu.len())
+    }
+}
+
+pub fn values<T: Element>(b: &Buffer) -> Vec<T> {
+    b.view().cpu::<T>().unwrap().to_vec()
+}
+
+/// Fails unless the result is an error that contains all parts.
+pub fn assert_error<T>(result: Result<T>, parts: &[&str]) {
+    let message = result.err().expect("an error").to_string();
+    assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+}

@@ -1,0 +1,100 @@
+//! Expert backends on CUDA behind the block's seam: prepare, experts, finalize.
+
+use candle_core::{DType, Tensor};
+use moe_dispatch::{BatchedReference, LocalExperts, NoEp, PrepareFinalize};
+use moe_experts::{Activation, ActivationFormat, BatchLimits, ExpertWeights, build, build_batched, select};
+use moe_kernels::{Buffer, Exec, NO_EXPERT};
+
+use crate::common::*;
+
+struct Problem {
+    x: Buffer,
+    ids: Buffer,
+    weights: Buffer,
+    packs: [Buffer; 4],
+    map: Vec<i32>,
+}
+
+const EXPERTS: usize = 9;
+
+impl Problem {
+    fn new(rng: &mut Rng, dtype: DType, tokens: usize, top_k: usize, hidden: usize, inter: usize) -> Self {
+        let ids = (0..tokens).flat_map(|_| {
+            let order = rng.permutation(EXPERTS);
+            let absent = rng.below(top_k + 3);
+            (0..top_k).map(|k| if k == absent { NO_EXPERT } else { order[k] }).collect::<Vec<_>>()
+        });
+        let ids = words(ids.collect(), &[tokens, top_k]);
+        let (e, h, i) = (EXPERTS, hidden, inter);
+        let packs =
+            [vec![e, 2 * i, h], vec![e, h, i], vec![e, 2 * i], vec![e, h]].map(|d| rng.floats(dtype, &d));
+        let map = rng.permutation(EXPERTS).into_iter().map(|s| if s == 4 { -1 } else { s as i32 }).collect();
+        Self {
+            x: rng.floats(dtype, &[tokens, hidden]),
+            ids,
+            weights: rng.floats(DType::F32, &[tokens, top_k]),
+            packs,
+            map,
+        }
+    }
+
+    /// Token rows by a backend of this format.
+    fn run(&self, format: ActivationFormat, activation: Activation, biased: bool, mut ex: Exec) -> Buffer {
+        let place = |b: &Buffer| {
+            let mut to = ex.zeros(b.dtype(), b.dims()).unwrap();
+            ex.copy_from_host(b.view(), to.view_mut()).unwrap();
+            to
+        };
+        let [w13, w2, b13, b2]: [Tensor; 4] =
+            std::array::from_fn(|i| place(&self.packs[i]).into_tensor().unwrap());
+        let (b13, b2) = (biased.then_some(b13), biased.then_some(b2));
+        let weights = ExpertWeights::new(w13, w2, b13, b2).unwrap();
+        let (x, ids, topk_weights) = (place(&self.x), place(&self.ids), place(&self.weights));
+        let (tokens, top_k) = (self.ids.dims()[0], self.ids.dims()[1]);
+        let mut spec = weights.spec(activation, top_k);
+        spec.activation_format = format;
+        let batched = format == ActivationFormat::BatchedExperts;
+        // Not the fused backend: that is compared by itself.
+        let name = [["cpu", "cpu_batched"], ["cuda", "cuda_batched"]][usize::from(ex.is_cuda())]
+            [usize::from(batched)];
+        let selection = select(&spec, Some(name)).unwrap();
+        let local = LocalExperts::from_map(&self.map, EXPERTS).unwrap().on(ex.device()).unwrap();
+        let (experts, prepare): (_, Box<dyn PrepareFinalize>) = if batched {
+            let limits = BatchLimits { max_num_tokens: tokens * top_k, num_dispatchers: 1 };
+            let experts = build_batched(&selection, weights, limits).unwrap();
+            (experts, Box::new(BatchedReference::new(local, tokens * top_k)))
+        } else {
+            (build(&selection, weights).unwrap(), Box::new(NoEp::new().with_local_experts(local)))
+        };
+        let experts = experts.into_modular(prepare.name()).unwrap();
+        assert_eq!(experts.name(), name);
+        let mut out = ex.zeros(self.x.dtype(), self.x.dims()).unwrap();
+        let dispatched = prepare.prepare(x.view(), ids.view(), topk_weights.view(), &mut ex).unwrap();
+        let mut rows = ex.scratch(DType::F32, &experts.out_dims(&dispatched).unwrap()).unwrap();
+        experts.apply(&dispatched, rows.view_mut(), &mut ex).unwrap();
+        let strategy = experts.weight_and_reduce();
+        prepare.finalize(rows.view(), &dispatched, strategy, out.view_mut(), &mut ex).unwrap();
+        ex.to_host(out.view()).unwrap()
+    }
+}
+
+#[test]
+fn both_formats_agree_with_the_cpu() {
+    let mut rng = Rng::new();
+    let oai = Activation::SwiGluOai { alpha: 1.702, limit: 1.5 };
+    for dtype in FLOATS {
+        for (tokens, top_k, hidden, inter) in [(0, 2, 16, 8), (1, 1, 7, 5), (23, 3, 40, 24), (400, 4, 64, 32)]
+        {
+            for (activation, biased) in [(Activation::SwiGlu, false), (oai, true), (Activation::Gelu, true)] {
+                let p = Problem::new(&mut rng, dtype, tokens, top_k, hidden, inter);
+                for format in [ActivationFormat::Standard, ActivationFormat::BatchedExperts] {
+                    let cpu = p.run(format, activation, biased, Exec::cpu());
+                    let gpu = p.run(format, activation, biased, cuda());
+                    let size = (hidden * inter * top_k) as f64;
+                    let bound = 1e-5 * size + 4.0 * rounding(dtype) * size;
+                    assert_close(&format!("{format:?} {activation:?} {}", dtype.as_str()), &cpu, &gpu, bound);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,13 @@
+//! Every op on a CUDA device against the same op on the CPU: fresh random inputs, odd shapes, nothing at all,
+//! misaligned views. A failure prints the seed; GPU_TEST_SEED repeats it.
+//!
+//! The binary exists only with the feature `cuda` and fails without a device: nothing is skipped.
+#![allow(clippy::unwrap_used, clippy::expect_used)] // helpers of tests are not tests in clippy's eyes
+
+mod align;
+mod attention;
+mod common;
+mod experts;
+mod products;
+mod route;
+mod rows;

@@ -1,0 +1,179 @@
+//! Dense products, and whole expert layers from ids to token rows.
+
+use candle_core::DType;
+use moe_kernels::{
+    Activation, Buffer, ExpertGroups, NO_EXPERT, group_token_slots_into, grouped_down_into,
+    grouped_gate_up_into, linear_into, linear_row_parallel_into, weighted_sum_into, zero_absent_into,
+};
+
+use crate::common::*;
+
+/// Error of an f32 sum of `k` products of values in -1..1, for two orders of addition.
+fn sum_bound(k: usize) -> f64 {
+    k as f64 * 4e-7 + 1e-6
+}
+
+#[test]
+fn dense_products_agree() {
+    let mut rng = Rng::new();
+    let sizes = [
+        (0, 5, 8),
+        (1, 1, 1),
+        (1, 300, 64),
+        (3, 7, 5),
+        (8, 33, 64),
+        (9, 64, 256),
+        (31, 130, 72),
+        (33, 65, 100),
+        (64, 64, 64),
+        (130, 70, 129),
+        (200, 9, 7),
+        (257, 129, 320),
+    ];
+    for dtype in FLOATS {
+        for out_dtype in streams(dtype) {
+            for (i, (m, n, k)) in sizes.into_iter().enumerate() {
+                let (x, w) = (rng.floats(dtype, &[m, k]), rng.floats(dtype, &[n, k]));
+                let bias = (i % 2 == 0).then(|| rng.floats(dtype, &[n]));
+                let op = |p: &mut Place| {
+                    let (x, w, bias) = (p.put(&x), p.put(&w), p.put_some(bias.as_ref()));
+                    let (mut whole, mut parts) = (p.out(out_dtype, &[m, n]), p.out(out_dtype, &[m, n]));
+                    linear_into(x.view(), w.view(), view_of(&bias), whole.view_mut(), &mut p.ex)?;
+                    let out = parts.view_mut();
+                    linear_row_parallel_into(x.view(), w.view(), view_of(&bias), out, &mut p.ex)?;
+                    Ok(vec![whole, parts])
+                };
+                on_both(op, |c, g| {
+                    let what = format!("linear {m} x {n} x {k} {}", dtype.as_str());
+                    assert_close(&what, &c[0], &g[0], sum_bound(k));
+                    assert_close(&what, &c[1], &g[1], sum_bound(k));
+                });
+            }
+        }
+    }
+}
+
+/// Who computes what.
+struct Routing {
+    ids: Buffer,
+    weights: Buffer,
+    map: Option<Buffer>,
+    num_local: usize,
+}
+
+/// `spread`: ids over all experts; else all slots of expert `only` (none, if that is absent).
+fn routing(
+    rng: &mut Rng,
+    tokens: usize,
+    top_k: usize,
+    experts: usize,
+    only: Option<u32>,
+    mapped: bool,
+) -> Routing {
+    let mut ids = Vec::new();
+    for _ in 0..tokens {
+        let order = rng.permutation(experts);
+        ids.extend((0..top_k).map(|k| match only {
+            Some(id) if k == 0 => id,
+            Some(_) => NO_EXPERT,
+            None if rng.below(8) == 0 => NO_EXPERT,
+            None => order[k],
+        }));
+    }
+    let map = mapped.then(|| {
+        let slots = rng.permutation(experts).into_iter().map(|s| if s % 3 == 0 { -1 } else { s as i32 });
+        Buffer::from_vec(slots.collect::<Vec<i32>>(), &[experts]).unwrap()
+    });
+    Routing {
+        ids: words(ids, &[tokens, top_k]),
+        weights: rng.floats(DType::F32, &[tokens, top_k]),
+        map,
+        num_local: experts,
+    }
+}
+
+fn layers_agree(
+    rng: &mut Rng,
+    dtype: DType,
+    activation: Activation,
+    r: &Routing,
+    sizes: (usize, usize),
+    biased: bool,
+) {
+    let (hidden, inter, e) = (sizes.0, sizes.1, r.num_local);
+    let (tokens, top_k) = (r.ids.dims()[0], r.ids.dims()[1]);
+    let x = rng.floats(dtype, &[tokens, hidden]);
+    let (w13, w2) = (rng.floats(dtype, &[e, 2 * inter, hidden]), rng.floats(dtype, &[e, hidden, inter]));
+    let bias13 = biased.then(|| rng.floats(dtype, &[e, 2 * inter]));
+    let bias2 = biased.then(|| rng.floats(dtype, &[e, hidden]));
+    let op = |p: &mut Place| {
+        let (ids, weights, map, x) =
+            (p.put(&r.ids), p.put(&r.weights), p.put_some(r.map.as_ref()), p.put(&x));
+        let (w13, w2) = (p.put(&w13), p.put(&w2));
+        let (bias13, bias2) = (p.put_some(bias13.as_ref()), p.put_some(bias2.as_ref()));
+        let slots_n = tokens * top_k;
+        let (mut offsets, mut slots) = (p.out(DType::U32, &[e + 1]), p.out(DType::U32, &[slots_n]));
+        let mut in_rows = p.out(DType::U32, &[slots_n]);
+        let out = (offsets.view_mut(), slots.view_mut(), in_rows.view_mut());
+        group_token_slots_into(ids.view(), view_of(&map), out.0, out.1, out.2, &mut p.ex)?;
+        let mut rows = p.out(DType::F32, &[tokens, top_k, hidden]);
+        zero_absent_into(ids.view(), view_of(&map), e, rows.view_mut(), &mut p.ex)?;
+        let groups =
+            ExpertGroups { offsets: offsets.view(), in_rows: in_rows.view(), out_rows: slots.view() };
+        let mut act = p.put(&Buffer::zeros(dtype, &[slots_n, inter])?);
+        let out = act.view_mut();
+        grouped_gate_up_into(x.view(), &groups, w13.view(), view_of(&bias13), activation, out, &mut p.ex)?;
+        let out = rows.view_mut().reshape(&[slots_n, hidden])?;
+        grouped_down_into(act.view(), &groups, w2.view(), view_of(&bias2), out, &mut p.ex)?;
+        let mut sum = p.out(dtype, &[tokens, hidden]);
+        weighted_sum_into(rows.view(), ids.view(), weights.view(), sum.view_mut(), &mut p.ex)?;
+        Ok(vec![offsets, slots, in_rows, act, rows, sum])
+    };
+    on_both(op, |c, g| {
+        for i in 0..3 {
+            assert_same("groups", &c[i], &g[i]);
+        }
+        // |up| and |gate| reach sqrt(H); a rounding of the activation moves the down product.
+        let gate = sum_bound(hidden) * (hidden as f64).sqrt();
+        assert_close("gate_up", &c[3], &g[3], gate);
+        let act = (hidden as f64) * rounding(dtype) * 2.0 + gate;
+        let down = sum_bound(inter) * (hidden as f64) + (inter as f64) * act;
+        assert_close("down", &c[4], &g[4], down);
+        assert_close("sum", &c[5], &g[5], down * top_k as f64);
+    });
+}
+
+#[test]
+fn expert_layers_agree_for_every_activation() {
+    let mut rng = Rng::new();
+    let oai = Activation::SwiGluOai { alpha: 1.702, limit: 2.0 };
+    for dtype in FLOATS {
+        for activation in [Activation::SwiGlu, oai, Activation::Gelu, Activation::GeluTanh] {
+            let r = routing(&mut rng, 19, 3, 7, None, true);
+            layers_agree(&mut rng, dtype, activation, &r, (24, 10), true);
+        }
+    }
+}
+
+#[test]
+fn expert_layers_agree_at_the_edges() {
+    let mut rng = Rng::new();
+    let none = Some(NO_EXPERT);
+    let cases = [
+        (0, 2, 4, None, false),
+        (1, 1, 1, None, false),
+        (5, 2, 9, none, false),
+        (5, 2, 9, none, true),
+        (300, 2, 6, Some(4), false),
+        (150, 4, 5, None, true),
+        (260, 3, 3, None, false),
+        (33, 8, 200, None, true),
+    ];
+    for dtype in FLOATS {
+        for (i, (tokens, top_k, experts, only, mapped)) in cases.into_iter().enumerate() {
+            let r = routing(&mut rng, tokens, top_k, experts, only, mapped);
+            let sizes = [(16, 8), (33, 7), (64, 70)][i % 3];
+            layers_agree(&mut rng, dtype, Activation::SwiGlu, &r, sizes, i % 2 == 1);
+        }
+    }
+}
