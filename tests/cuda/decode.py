@@ -14,13 +14,14 @@ import torch
 
 def check(names):
     import check_attention
+    import check_layer
     import check_rows
     import check_sampling
 
     seed = int.from_bytes(os.urandom(4), "little")
     torch.manual_seed(seed)
     failed = []
-    for module in (check_rows, check_attention, check_sampling):
+    for module in (check_rows, check_attention, check_sampling, check_layer):
         for run in module.CHECKS:
             if names and run.__name__ not in names:
                 continue
@@ -38,10 +39,11 @@ def check(names):
 
 def bench(names):
     import bench_decode
+    import bench_layer
 
     rows = []
     print(torch.cuda.get_device_name(0), flush=True)
-    for run in bench_decode.BENCHES:
+    for run in bench_decode.BENCHES + bench_layer.BENCHES:
         if not names or run.__name__ in names:
             try:
                 run(rows)

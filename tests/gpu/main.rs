@@ -7,6 +7,7 @@
 mod align;
 mod attention;
 mod common;
+mod engine;
 mod experts;
 mod products;
 mod route;

@@ -147,7 +147,7 @@ fn methods(experts: usize, top_k: usize) -> Vec<RouterConfig> {
             all.push(RouterConfig { num_fused_shared_experts: 2, fused_shared_weight: 0.3, ..with.clone() });
             all.push(RouterConfig { selection: Selection::Hash { vocab_size: 50 }, ..with.clone() });
             for (num_expert_group, topk_group) in [(1, 1), (4, 3)] {
-                if experts % num_expert_group == 0 && experts / num_expert_group >= 2.max(top_k) {
+                if experts.is_multiple_of(num_expert_group) && experts / num_expert_group >= 2.max(top_k) {
                     let selection = Selection::Grouped { num_expert_group, topk_group };
                     all.push(RouterConfig { selection: selection.clone(), ..with.clone() });
                     all.push(RouterConfig { selection, correction_bias: true, ..with.clone() });

@@ -1,35 +1,18 @@
-"""The list of parity fixtures: one tiny Qwen3-MoE checkpoint per option of the architecture.
+"""The list of parity fixtures: one tiny checkpoint per option of each architecture.
+
+Qwen3-MoE is here, DeepSeek-V2 in `deepseek_specs.py`.
 
 Sizes are odd on purpose (hidden size unequal to heads x head_dim, widths that are no multiple of
 32), and small, because the files are committed. Seeds were found by `search_seeds.py`; those of the
 dynamic RoPE fixtures also make `generated` depend on which frequencies cached keys carry.
 """
 
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-
-@dataclass
-class Spec:
-    """One fixture: the config, how it is stored, and how its reference is made."""
-
-    name: str
-    covers: str
-    seed: int
-    config: dict = field(default_factory=dict)
-    dtype: torch.dtype = torch.bfloat16
-    layout: str = "hub"  # hub | hub-packed | saved | saved-packed
-    shards: int = 1
-    drop: tuple = ()  # keys left out of a hub-style config
-    batch: int = 2
-    length: int = 24
-    generate: int = 16
-
-    def config_values(self):
-        """The fixture's config on top of the common one."""
-        return BASE | self.config
-
+from deepseek_specs import DEEPSEEK_SPECS
+from spec import Spec as AnySpec
 
 BASE = {
     "vocab_size": 128,
@@ -47,9 +30,11 @@ BASE = {
     "rope_theta": 10000.0,
 }
 
+Spec = partial(AnySpec, BASE)
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
-SPECS = [
+QWEN_SPECS = [
     Spec("base", "hub-style config and per-expert tensors, bf16, renormalised top-2; the eos token "
          "of generation_config.json occurs in `generated` and must not stop it", 24,
          {"num_hidden_layers": 3, "num_experts": 8, "rope_theta": 1000000.0, "eos_token_id": 84}),
@@ -130,8 +115,10 @@ SPECS = [
          batch=1, length=200),
     Spec("text", "byte-level BPE tokenizer with special tokens and a chat template, and the text "
          "that greedy generation gives (text_case.json)", 9,
-         {"vocab_size": 300, "eos_token_id": [299, 297], "bos_token_id": 297}),
+         {"vocab_size": 300, "eos_token_id": [299, 297], "bos_token_id": 297}, text=True),
 ]  # fmt: skip
+
+SPECS = QWEN_SPECS + DEEPSEEK_SPECS
 
 
 def by_name(names):

@@ -1,4 +1,4 @@
-"""Makes the parity fixtures: tiny Qwen3-MoE checkpoints with their transformers references.
+"""Makes the parity fixtures: tiny checkpoints with their transformers references.
 
     python make_fixtures.py --out tests/fixtures [--only NAME,..]
 
@@ -46,7 +46,7 @@ def write_checkpoint(spec, model, directory):
     if spec.config.get("eos_token_id") is not None:
         generation = {"eos_token_id": values["eos_token_id"], "do_sample": False}
         write_json(directory / "generation_config.json", generation)
-    if spec.name == "text":
+    if spec.text:
         write_tokenizer(directory, values["vocab_size"])
 
 
@@ -101,7 +101,7 @@ def make(spec, out):
         if spec.name == "base" and not (tensors["generated"] == eos).any():
             raise RuntimeError(f"base: eos {eos} does not occur in {tensors['generated'].tolist()}")
         save_file(tensors, directory / "reference.safetensors")
-        if spec.name == "text":
+        if spec.text:
             write_json(directory / "text_case.json", text_cases(directory, spec.generate))
         figures = measure(model, input_ids, spec.generate)
         check_margins(spec, figures)

@@ -1,9 +1,9 @@
-"""Runs a Qwen3-MoE checkpoint through transformers and writes its `reference.safetensors`.
+"""Runs a Qwen3-MoE or DeepSeek-V2 checkpoint through transformers and writes its `reference.safetensors`.
 
 The file holds what the parity check compares: teacher-forced logits, per-layer hidden states and
 router logits, and a greedy continuation, all computed in f32 with the plain (eager) attention and
 expert loop, plus the error that transformers itself makes when it runs the checkpoint in bf16.
-It works on any Qwen3-MoE directory:
+It works on any directory of these families:
 
     python make_reference.py --model DIR --out reference.safetensors
         [--batch B --length T --generate N --seed S] [--no-hidden-states]
@@ -26,53 +26,51 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import DynamicCache, Qwen3MoeForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import (
-    Qwen3MoeRotaryEmbedding,
-    Qwen3MoeSparseMoeBlock,
-)
+from transformers import AutoConfig, DynamicCache
+
+from families import FAMILIES
 
 
 def load(model_dir, dtype):
     """Loads a checkpoint with the implementations that define the reference."""
-    model = Qwen3MoeForCausalLM.from_pretrained(
+    model_type = AutoConfig.from_pretrained(model_dir).model_type
+    model = FAMILIES[model_type].model.from_pretrained(
         model_dir, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     return model.eval()
 
 
+def family(model):
+    """The family of a model."""
+    return FAMILIES[model.config.model_type]
+
+
 def reset_rope(model):
     """Forgets the longest sequence seen (dynamic RoPE) and restores f32 frequencies after a cast."""
-    model.model.rotary_emb = Qwen3MoeRotaryEmbedding(model.config)
-
-
-def moe_layers(model):
-    """Decoder indices of the layers whose MLP is a sparse MoE block."""
-    layers = model.model.layers
-    return [i for i, layer in enumerate(layers) if isinstance(layer.mlp, Qwen3MoeSparseMoeBlock)]
+    model.model.rotary_emb = family(model).rotary(model.config)
 
 
 @torch.no_grad()
 def teacher_force(model, input_ids):
     """Logits, hidden states and router logits of one pass over `input_ids`, as f32 tensors."""
     reset_rope(model)
-    out = model(
-        input_ids,
-        use_cache=False,
-        output_hidden_states=True,
-        # The flag also asks for the load-balancing loss, which costs nothing at these sizes.
-        output_router_logits=bool(moe_layers(model)),  # without MoE layers it fails in the balancing loss
-    )
-    tensors = {"logits": out.logits.float()}
+    tensors = {}
+
+    def record(name):
+        return lambda _module, _inputs, output: tensors.update({name: output[0].float()})
+
+    # Not every family returns its router logits, so they are taken from the gates. The file names
+    # them by decoder index.
+    hooks = [
+        model.model.layers[i].mlp.gate.register_forward_hook(record(f"router_logits.{i}"))
+        for i in family(model).moe_layers(model)
+    ]
+    out = model(input_ids, use_cache=False, output_hidden_states=True)
+    for hook in hooks:
+        hook.remove()
+    tensors["logits"] = out.logits.float()
     for i, hidden in enumerate(out.hidden_states):
         tensors[f"hidden_states.{i}"] = hidden.float()
-    indices = moe_layers(model)
-    router_logits = out.router_logits or ()
-    # transformers returns one entry per MoE layer; the file names them by decoder index.
-    if len(router_logits) != len(indices):
-        raise RuntimeError(f"{len(router_logits)} router logits for MoE layers {indices}")
-    for index, logits in zip(indices, router_logits):
-        tensors[f"router_logits.{index}"] = logits.float()
     return tensors
 
 
@@ -146,7 +144,7 @@ def main():
     parser.add_argument("--no-hidden-states", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    vocab_size = Qwen3MoeForCausalLM.config_class.from_pretrained(args.model).vocab_size
+    vocab_size = AutoConfig.from_pretrained(args.model).vocab_size
     input_ids = random_ids(vocab_size, args.batch, args.length, args.seed)
     tensors = make_reference(args.model, input_ids, args.generate, not args.no_hidden_states)
     save_file(tensors, args.out)

@@ -10,12 +10,31 @@ import torch
 from make_reference import bf16_noise, greedy, reset_rope, teacher_force
 
 
-def topk_sets(logits, k):
-    """The chosen experts of each row as a boolean mask."""
-    return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, logits.topk(k).indices, True)
+def kept_groups(logits, config):
+    """The experts that group-limited routing may choose, as a boolean mask, and how clearly their
+    groups are separated from the next; all experts where there are no groups."""
+    if getattr(config, "topk_method", "greedy") != "group_limited_greedy":
+        return torch.ones_like(logits, dtype=torch.bool), float("inf")
+    best = logits.unflatten(-1, (config.n_group, -1)).amax(-1)
+    ordered = best.sort(-1, descending=True).values
+    k = config.topk_group
+    gap = (ordered[:, k - 1] - ordered[:, k]).min().item() if k < config.n_group else float("inf")
+    groups = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(k).indices, True)
+    return groups.repeat_interleave(logits.shape[-1] // config.n_group, -1), gap
 
 
-def margins(f32, bf16, step_logits, k):
+def topk_sets(logits, config):
+    """The chosen experts of each row as a boolean mask, and the smallest gap that decides it."""
+    mask, gap = kept_groups(logits, config)
+    k, masked = config.num_experts_per_tok, logits.masked_fill(~mask, float("-inf"))
+    if k < int(mask[0].sum()):
+        ordered = masked.sort(-1, descending=True).values
+        gap = min(gap, (ordered[:, k - 1] - ordered[:, k]).min().item())
+    chosen = torch.zeros_like(mask).scatter_(-1, masked.topk(k).indices, True)
+    return chosen, gap
+
+
+def margins(f32, bf16, step_logits, config):
     """Smallest gaps of the f32 run, the experts that bf16 flips, and the bf16 error."""
     best = step_logits.topk(2).values
     token_gap = ((best[..., 0] - best[..., 1]) / step_logits.std(-1)).min().item()
@@ -23,11 +42,9 @@ def margins(f32, bf16, step_logits, k):
     for name, logits in f32.items():
         if not name.startswith("router_logits."):
             continue
-        ordered = logits.sort(-1, descending=True).values
-        if k < logits.shape[-1]:
-            router_gap = min(router_gap, (ordered[:, k - 1] - ordered[:, k]).min().item())
-            changed = topk_sets(logits, k) != topk_sets(bf16[name], k)
-            flips += int(changed.any(-1).sum())
+        chosen, gap = topk_sets(logits, config)
+        router_gap = min(router_gap, gap)
+        flips += int((chosen != topk_sets(bf16[name], config)[0]).any(-1).sum())
     return {
         "token_gap": token_gap,
         "router_gap": router_gap,
@@ -43,7 +60,6 @@ def margins(f32, bf16, step_logits, k):
 
 def measure(model, input_ids, generate):
     """Margins of an in-memory model, which is left in bf16."""
-    k = model.config.num_experts_per_tok
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
     model.float()
@@ -51,4 +67,4 @@ def measure(model, input_ids, generate):
     steps = greedy(model, input_ids, generate)[1]
     model.bfloat16()
     reset_rope(model)
-    return margins(f32, teacher_force(model, input_ids), steps, k)
+    return margins(f32, teacher_force(model, input_ids), steps, model.config)

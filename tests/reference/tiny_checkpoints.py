@@ -1,4 +1,4 @@
-"""Builds tiny random Qwen3-MoE models and writes them in each checkpoint layout that loaders meet.
+"""Builds tiny random models and writes them in each checkpoint layout that loaders meet.
 
 Weights are scaled so that a comparison means something: every sublayer moves the residual stream
 by a similar amount, attention and routing are far from uniform, norms are not all ones and biases
@@ -9,23 +9,15 @@ import json
 
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-HUB_KEYS = [
-    "architectures", "attention_bias", "attention_dropout", "bos_token_id", "decoder_sparse_step",
-    "eos_token_id", "head_dim", "hidden_act", "hidden_size", "initializer_range",
-    "intermediate_size", "max_position_embeddings", "max_window_layers", "mlp_only_layers",
-    "model_type", "moe_intermediate_size", "norm_topk_prob", "num_attention_heads", "num_experts",
-    "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "output_router_logits",
-    "rms_norm_eps", "rope_scaling", "rope_theta", "router_aux_loss_coef", "sliding_window",
-    "tie_word_embeddings", "torch_dtype", "use_cache", "use_sliding_window", "vocab_size",
-]  # fmt: skip
+from families import FAMILIES
 
 
 def build(config_values, dtype, seed):
     """A model with random weights of storage type `dtype`, a function of config and seed alone."""
-    config = Qwen3MoeConfig(**config_values)
-    model = Qwen3MoeForCausalLM(config)
+    family = FAMILIES[config_values.get("model_type", "qwen3_moe")]
+    config = family.config(**config_values)
+    model = family.model(config)
     generator = torch.Generator().manual_seed(seed)
     # Sorted names: the draw order must not depend on the order in which modules register.
     for name, parameter in sorted(model.named_parameters()):
@@ -37,7 +29,7 @@ def build(config_values, dtype, seed):
 
 def weight_scale(name, parameter, config):
     """(mean, standard deviation) of one tensor; matrices are scaled by their fan-in."""
-    fan_in = parameter.shape[-1]
+    fan_in = max(parameter.shape[-1], 1)
     if name.endswith("norm.weight"):
         # Sharper queries and keys, so that attention depends on position and not on the mean.
         return (1.4, 0.3) if "q_norm" in name or "k_norm" in name else (1.0, 0.25)
@@ -51,6 +43,9 @@ def weight_scale(name, parameter, config):
         gain = 2.0
     elif "down_proj" in name:
         gain = 1.5
+    elif name.endswith(("q_a_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")):
+        # Latent attention has no norm on its queries and keys to sharpen them by.
+        gain = 1.5
     return 0.0, gain * fan_in**-0.5
 
 
@@ -58,6 +53,8 @@ def hub_state(packed, tied):
     """One tensor per expert and projection, as published checkpoints have it, from packed ones."""
     state = {}
     for name, tensor in packed.items():
+        if tensor.numel() == 0:
+            continue  # no shared experts: transformers holds them with a width of 0
         if name.endswith("experts.gate_up_proj"):
             gate, up = tensor.chunk(2, dim=1)
             split = {"gate_proj": gate, "up_proj": up}
@@ -77,21 +74,17 @@ def hub_state(packed, tied):
 
 def hub_config(config_values, dtype, drop):
     """config.json in the style of published checkpoints, in their key order, less `drop`."""
-    defaults = {
-        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "bos_token_id": None, "decoder_sparse_step": 1, "eos_token_id": None, "hidden_act": "silu",
-        "initializer_range": 0.02, "max_window_layers": config_values["num_hidden_layers"],
-        "mlp_only_layers": [], "model_type": "qwen3_moe", "norm_topk_prob": False,
-        "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_scaling": None,
-        "rope_theta": 10000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
-        "tie_word_embeddings": False, "torch_dtype": str(dtype).removeprefix("torch."),
-        "use_cache": True, "use_sliding_window": False,
-    }  # fmt: skip
-    values = defaults | config_values
-    unknown = set(values) - set(HUB_KEYS)
+    family = FAMILIES[config_values.get("model_type", "qwen3_moe")]
+    values = family.hub_defaults | {
+        "max_window_layers": config_values["num_hidden_layers"],
+        "num_key_value_heads": config_values["num_attention_heads"],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    values = {key: value for key, value in values.items() if key in family.hub_keys} | config_values
+    unknown = set(values) - set(family.hub_keys)
     if unknown:
         raise ValueError(f"keys without a place in a hub-style config: {sorted(unknown)}")
-    return {key: values[key] for key in HUB_KEYS if key in values and key not in drop}
+    return {key: values[key] for key in family.hub_keys if key in values and key not in drop}
 
 
 def write_json(path, value):

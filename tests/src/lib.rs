@@ -3,22 +3,38 @@
 use std::path::PathBuf;
 
 use candle_core::{DType, Device, Result};
+use model_deepseekv2_legacy::{DeepseekV2, DeepseekV2Config};
 use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig};
 use model_runtime::{
-    BlockAllocator, CausalLm, Checkpoint, Exec, KvCache, LogitsRows, SequenceBlocks, SequenceStep, Step,
-    run_step,
+    BlockAllocator, CausalLm, Checkpoint, Exec, KvCache, LogitsRows, MlaForm, SequenceBlocks, SequenceStep,
+    Step, run_step,
 };
+use moe_layer::MoePath;
 
 /// The folder of a fixture.
 pub fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(name)
 }
 
-/// Loads a fixture in a dtype.
+/// Loads a fixture of Qwen3-MoE in a dtype.
 pub fn load(name: &str, dtype: DType) -> Result<Qwen3Moe> {
+    load_on(name, MoePath::Fused, dtype)
+}
+
+/// The same on a path of experts.
+pub fn load_on(name: &str, path: MoePath, dtype: DType) -> Result<Qwen3Moe> {
     let checkpoint = Checkpoint::open(fixture(name))?;
     let config = Qwen3MoeConfig::new(&checkpoint.config)?;
-    Qwen3Moe::load(&config, None, checkpoint.tensors.var_builder(dtype, &Device::Cpu))
+    let vb = checkpoint.tensors.var_builder(dtype, &Device::Cpu);
+    Ok(Qwen3Moe::load(&config, path, None, vb)?.0)
+}
+
+/// Loads a fixture of DeepSeek-V2 on a path of experts and in a form of attention.
+pub fn load_deepseek(name: &str, path: MoePath, mla: MlaForm, dtype: DType) -> Result<DeepseekV2> {
+    let checkpoint = Checkpoint::open(fixture(name))?;
+    let config = DeepseekV2Config::new(&checkpoint.config)?;
+    let vb = checkpoint.tensors.var_builder(dtype, &Device::Cpu);
+    Ok(DeepseekV2::load(&config, path, mla, None, vb)?.0)
 }
 
 /// How a set of sequences is cut into steps.

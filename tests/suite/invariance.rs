@@ -6,10 +6,10 @@ use model_runtime::{CausalLm, CpuIsa, Exec};
 use moe_tests::{Schedule, all_logits, load};
 use proptest::prelude::*;
 
-const ALONE: Schedule = Schedule { chunk: usize::MAX >> 1, block_size: 16, together: false };
+pub const ALONE: Schedule = Schedule { chunk: usize::MAX >> 1, block_size: 16, together: false };
 
 /// Sequences of different lengths, some beyond one attention block of 64 positions.
-fn sequences(vocab: usize, lengths: &[usize], seed: u32) -> Vec<Vec<u32>> {
+pub fn sequences(vocab: usize, lengths: &[usize], seed: u32) -> Vec<Vec<u32>> {
     let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
     let mut token = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -18,7 +18,7 @@ fn sequences(vocab: usize, lengths: &[usize], seed: u32) -> Vec<Vec<u32>> {
     lengths.iter().map(|&n| (0..n).map(|_| token()).collect()).collect()
 }
 
-fn bits(logits: &[Vec<f32>]) -> Vec<Vec<u32>> {
+pub fn bits(logits: &[Vec<f32>]) -> Vec<Vec<u32>> {
     logits.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
 }
 
@@ -29,15 +29,24 @@ fn isas() -> impl Iterator<Item = CpuIsa> {
 /// Every supported instruction set, with several dtypes and thread counts, against one sequence
 /// alone, prefilled in bulk, on one thread.
 fn check(name: &str, dtype: DType, lengths: &[usize], schedules: &[Schedule]) -> Result<()> {
-    let model = load(name, dtype)?;
+    check_model(&load(name, dtype)?, name, lengths, schedules)
+}
+
+pub fn check_model(
+    model: &dyn CausalLm,
+    name: &str,
+    lengths: &[usize],
+    schedules: &[Schedule],
+) -> Result<()> {
+    let dtype = model.info().kv.dtype;
     let sequences = sequences(model.info().vocab_size, lengths, lengths.len() as u32);
     for isa in isas() {
         let mut ex = Exec::cpu().with_isa(isa)?.with_threads(1)?;
-        let expected = bits(&all_logits(&model, &sequences, ALONE, &mut ex)?);
+        let expected = bits(&all_logits(model, &sequences, ALONE, &mut ex)?);
         for threads in [1, 3] {
             let mut ex = Exec::cpu().with_isa(isa)?.with_threads(threads)?;
             for schedule in schedules {
-                let got = bits(&all_logits(&model, &sequences, *schedule, &mut ex)?);
+                let got = bits(&all_logits(model, &sequences, *schedule, &mut ex)?);
                 assert!(
                     got == expected,
                     "{name} {dtype:?} {}: {schedule:?} on {threads} threads differs",
@@ -49,7 +58,7 @@ fn check(name: &str, dtype: DType, lengths: &[usize], schedules: &[Schedule]) ->
     Ok(())
 }
 
-fn schedules() -> Vec<Schedule> {
+pub fn schedules() -> Vec<Schedule> {
     vec![
         Schedule { chunk: 1, block_size: 16, together: true },
         Schedule { chunk: 7, block_size: 1, together: true },

@@ -12,9 +12,9 @@ use model_runtime::{
     CausalLm, Checkpoint, Exec, KvCache, ModelInfo, Observer, RankView, StepViews, TensorSlice, ViewMut,
 };
 use moe_comm::{DeepEpMode, EpBackend, ExpertPlacement, ParallelConfig};
-use moe_engine::ModelFamily;
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::parallel::{self, Replica, Source};
+use moe_engine::{LoadOptions, ModelFamily};
 use moe_layer::{ChunkedMoe, Router};
 use moe_tests::fixture;
 
@@ -106,7 +106,7 @@ pub fn load(
         tensors: &|slices: Vec<TensorSlice>| {
             RankView::new(checkpoint.tensors.clone(), slices).var_builder(dtype, &Device::Cpu)
         },
-        backend: None,
+        options: &|context| LoadOptions { context, ..LoadOptions::default() },
         chunked_moe,
     };
     let ex = Exec::cpu().with_threads(1)?;
@@ -195,7 +195,7 @@ fn one_rank(model: &'static str, dtype: DType) -> Outcome {
         let config = Qwen3MoeConfig::new(&checkpoint.config).unwrap();
         let vb = checkpoint.tensors.var_builder(dtype, &Device::Cpu);
         // Without any of the code that parallelism adds.
-        let plain = Qwen3MoeFamily::load(&config, None, vb).unwrap();
+        let plain = Qwen3MoeFamily::load(&config, &LoadOptions::default(), vb).unwrap();
         let world = std::sync::Arc::new(moe_comm::SelfComm::new());
         outcome(&[Replica { model: plain.model, ex: Exec::cpu().with_threads(1).unwrap(), world }], false)
             .unwrap()

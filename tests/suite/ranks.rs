@@ -9,6 +9,7 @@ use model_runtime::{
     CausalLm, Checkpoint, Exec, KvCache, ModelInfo, Observer, RankView, StepViews, TensorSlice, ViewMut,
 };
 use moe_comm::{EpBackend, ParallelConfig};
+use moe_engine::LoadOptions;
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::parallel::{self, Source};
 use moe_layer::ChunkedMoe;
@@ -27,7 +28,7 @@ fn bytes_read(name: &str, parallel: &ParallelConfig) -> u64 {
         tensors: &|slices: Vec<TensorSlice>| {
             RankView::new(checkpoint.tensors.clone(), slices).var_builder(DType::F32, &Device::Cpu)
         },
-        backend: None,
+        options: &|context| LoadOptions { context, ..LoadOptions::default() },
         chunked_moe: ChunkedMoe::default(),
     };
     parallel::load(&source, parallel, &Exec::cpu().with_threads(1).unwrap()).unwrap();

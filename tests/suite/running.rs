@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use model_qwen3moe::Qwen3Moe;
 use model_runtime::sampling::TokenLogprobs;
 use model_runtime::{CausalLm, Exec, RoutedExperts, SamplingParams};
 use moe_engine::engine::{Engine, EngineConfig, FinishReason, Output, Request, RequestId};
@@ -31,12 +30,12 @@ pub fn collect(results: &mut Results, output: Output) {
     done.finish = output.finish;
 }
 
-pub fn engine<'m>(model: &'m Qwen3Moe, config: &EngineConfig) -> Engine<'m> {
+pub fn engine<'m>(model: &'m dyn CausalLm, config: &EngineConfig) -> Engine<'m> {
     Engine::new(model, Exec::cpu(), None, config).unwrap()
 }
 
 /// Runs requests together; the results in the order of requests and choices.
-pub fn run(model: &Qwen3Moe, requests: &[Request], config: &EngineConfig) -> Vec<Done> {
+pub fn run(model: &dyn CausalLm, requests: &[Request], config: &EngineConfig) -> Vec<Done> {
     let mut engine = engine(model, config);
     for request in requests {
         engine.add(request.clone()).unwrap();
@@ -46,7 +45,7 @@ pub fn run(model: &Qwen3Moe, requests: &[Request], config: &EngineConfig) -> Vec
     results.into_values().collect()
 }
 
-pub fn kv_blocks(model: &Qwen3Moe, blocks: usize, block_size: usize) -> EngineConfig {
+pub fn kv_blocks(model: &dyn CausalLm, blocks: usize, block_size: usize) -> EngineConfig {
     let bytes = model.info().kv.bytes_per_token().unwrap() * blocks * block_size;
     EngineConfig { kv_cache_memory: Some(bytes), block_size, ..EngineConfig::default() }
 }
@@ -56,7 +55,7 @@ pub fn prompt(vocab: usize, len: usize, seed: u32) -> Vec<u32> {
 }
 
 /// Requests that sample, with different lengths and parameters.
-pub fn requests(model: &Qwen3Moe, lengths: &[usize], max_tokens: usize) -> Vec<Request> {
+pub fn requests(model: &dyn CausalLm, lengths: &[usize], max_tokens: usize) -> Vec<Request> {
     let vocab = model.info().vocab_size;
     let request = |(i, &len): (usize, &usize)| Request {
         sampling: SamplingParams {

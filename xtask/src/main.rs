@@ -2,6 +2,7 @@
 //! the same code here.
 #![forbid(unsafe_code)]
 
+mod dist;
 mod eplb;
 mod fixtures;
 mod kernels;
@@ -42,6 +43,8 @@ enum Task {
     Toolkit(toolkit::Args),
     /// Build the CUDA kernels and print registers, shared memory and spills of each.
     Kernels(kernels::Args),
+    /// Pack the CUDA binaries, GPU tests and fixtures into one archive for a GPU machine.
+    Dist(dist::Args),
 }
 
 fn main() -> anyhow::Result<()> {
@@ -54,5 +57,6 @@ fn main() -> anyhow::Result<()> {
         Task::Standalone(args) => standalone::run(&args),
         Task::Toolkit(args) => toolkit::run(&args),
         Task::Kernels(args) => kernels::run(&args),
+        Task::Dist(args) => dist::run(&args),
     }
 }

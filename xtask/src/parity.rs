@@ -1,9 +1,11 @@
 //! `cargo xtask parity`: the models against Hugging Face transformers.
 //!
 //! Each case is a checkpoint folder and a reference recorded by tests/reference. The binary
-//! that the checkpoint's `model_type` names is built and run once per dtype; it compares and
-//! judges, this task collects. Without arguments every fixture runs in f32 and bf16.
+//! that the checkpoint's `model_type` names is built and run once per dtype and variant; it compares
+//! and judges, this task collects. Without arguments every fixture runs in f32 and bf16, and those of
+//! DeepSeek-V2 on both expert paths and in both forms of latent attention.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -12,8 +14,27 @@ use serde_json::{Value, json};
 
 use crate::workspace::{self, cargo, root};
 
-/// Which package runs a checkpoint, by the `model_type` of its config.json.
-const MODELS: &[(&str, &str)] = &[("qwen3_moe", "model-qwen3moe")];
+/// What runs a checkpoint, by the `model_type` of its config.json.
+struct Model {
+    model_type: &'static str,
+    package: &'static str,
+    /// Flags of each way to run it.
+    variants: &'static [&'static [&'static str]],
+}
+
+const MODELS: &[Model] = &[
+    Model { model_type: "qwen3_moe", package: "model-qwen3moe", variants: &[&[]] },
+    Model {
+        model_type: "deepseek_v2",
+        package: "model-deepseekv2-legacy",
+        variants: &[
+            &["--moe-path", "legacy", "--mla", "absorbed"],
+            &["--moe-path", "legacy", "--mla", "naive"],
+            &["--moe-path", "fused", "--mla", "absorbed"],
+            &["--moe-path", "fused", "--mla", "naive"],
+        ],
+    },
+];
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -41,7 +62,15 @@ struct Case {
     name: String,
     model: PathBuf,
     reference: PathBuf,
-    package: &'static str,
+    runner: &'static Model,
+}
+
+impl Case {
+    /// The ways to run it; where the user's flags say which, that one.
+    fn variants(&self, flags: &[String]) -> &'static [&'static [&'static str]] {
+        let given = |name: &&str| flags.iter().any(|flag| flag.split('=').next() == Some(*name));
+        if self.runner.variants.iter().copied().flatten().any(given) { &[&[]] } else { self.runner.variants }
+    }
 }
 
 pub fn run(args: &Args) -> Result<()> {
@@ -50,8 +79,7 @@ pub fn run(args: &Args) -> Result<()> {
         _ => fixtures()?,
     };
     let dtypes: Vec<&str> = args.dtype.as_deref().map_or(vec!["f32", "bf16"], |d| vec![d]);
-    let mut packages: Vec<&str> = cases.iter().map(|c| c.package).collect();
-    packages.dedup();
+    let packages: BTreeSet<&str> = cases.iter().map(|c| c.runner.package).collect();
     for package in packages {
         workspace::run(cargo().args(["build", "--release", "-q", "-p", package]))?;
     }
@@ -59,11 +87,13 @@ pub fn run(args: &Args) -> Result<()> {
     let mut results = Vec::new();
     let mut failed = 0;
     for case in &cases {
-        for dtype in &dtypes {
-            let row = run_case(case, dtype, args, &scratch)?;
-            failed += usize::from(row["passed"] != json!(true));
-            eprintln!("{}", summary(case, dtype, &row));
-            results.push(row);
+        for variant in case.variants(&args.flags) {
+            for dtype in &dtypes {
+                let row = run_case(case, dtype, variant, args, &scratch)?;
+                failed += usize::from(row["passed"] != json!(true));
+                eprintln!("{}", summary(case, dtype, variant, &row));
+                results.push(row);
+            }
         }
     }
     let _ = std::fs::remove_file(&scratch);
@@ -77,9 +107,9 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn run_case(case: &Case, dtype: &str, args: &Args, out: &Path) -> Result<Value> {
+fn run_case(case: &Case, dtype: &str, variant: &[&str], args: &Args, out: &Path) -> Result<Value> {
     let _ = std::fs::remove_file(out);
-    let binary = workspace::target_dir().join("release").join(case.package);
+    let binary = workspace::target_dir().join("release").join(case.runner.package);
     let output = Command::new(binary)
         .arg("parity")
         .arg("--model")
@@ -88,6 +118,7 @@ fn run_case(case: &Case, dtype: &str, args: &Args, out: &Path) -> Result<Value> 
         .arg(&case.reference)
         .args(["--device", &args.device, "--dtype", dtype, "--json"])
         .arg(out)
+        .args(variant)
         .args(&args.flags)
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
@@ -99,12 +130,16 @@ fn run_case(case: &Case, dtype: &str, args: &Args, out: &Path) -> Result<Value> 
     };
     row["fixture"] = json!(case.name);
     row["dtype"] = json!(dtype);
+    row["flags"] = json!(variant);
     Ok(row)
 }
 
-fn summary(case: &Case, dtype: &str, row: &Value) -> String {
+fn summary(case: &Case, dtype: &str, variant: &[&str], row: &Value) -> String {
     let verdict = if row["passed"] == json!(true) { "ok  " } else { "FAIL" };
     let mut line = format!("{verdict} {:32} {dtype:5}", case.name);
+    for value in variant.iter().filter(|flag| !flag.starts_with("--")) {
+        line += &format!(" {value:8}");
+    }
     for key in ["relative_error", "tolerance"] {
         if let Some(x) = row[key].as_f64() {
             line += &format!(" {key} {x:.2e}");
@@ -143,11 +178,11 @@ fn case(model: &Path, reference: &Path) -> Result<Case> {
     let config: Value =
         serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))?;
     let model_type = config["model_type"].as_str().unwrap_or_default();
-    let Some((_, package)) = MODELS.iter().find(|(name, _)| *name == model_type) else {
-        let known: Vec<&str> = MODELS.iter().map(|(name, _)| *name).collect();
+    let Some(runner) = MODELS.iter().find(|model| model.model_type == model_type) else {
+        let known: Vec<&str> = MODELS.iter().map(|model| model.model_type).collect();
         bail!("{}: model_type {model_type:?} has no model here; known: {known:?}", path.display())
     };
     let name = model.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     // The binary runs in our working directory, so relative paths stay valid.
-    Ok(Case { name, model: model.to_path_buf(), reference: reference.to_path_buf(), package })
+    Ok(Case { name, model: model.to_path_buf(), reference: reference.to_path_buf(), runner })
 }

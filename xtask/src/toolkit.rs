@@ -56,7 +56,7 @@ impl Toolkit {
 
     /// The variables by which the builds of this workspace and of candle find this toolkit. Those
     /// that are set already are kept.
-    fn environment(&self) -> Result<Vec<(&'static str, OsString)>> {
+    pub fn environment(&self) -> Result<Vec<(&'static str, OsString)>> {
         let before = |dirs: &[PathBuf], name: &str| {
             let old = std::env::var_os(name).unwrap_or_default();
             let old = std::env::split_paths(&old).filter(|dir| !dir.as_os_str().is_empty());

@@ -209,17 +209,69 @@ impl Attention {
         ex: &mut Exec,
     ) -> Result<()> {
         let _span = trace_span!("attention").entered();
-        let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = self.config;
-        let (t, dtype, w) = (x.rows(), x.dtype(), &self.weights);
+        let (t, w) = (x.rows(), &self.weights);
         // q, k and v are rounded once: k and v when they enter the cache, q never.
         let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
         let bias = Lock::new(&w.qkv_bias)?;
         linear_into(x, TensorView::new(&w.qkv)?.view()?, bias.view()?, qkv.view_mut(), ex)?;
+        let mut attended = ex.scratch(x.dtype(), &[t, self.config.num_heads * self.config.head_dim])?;
+        self.attend_into(qkv.view(), step, rope, kv, attended.view_mut(), ex)?;
+        let (o, bias) = (TensorView::new(&w.o)?, Lock::new(&w.o_bias)?);
+        match &self.ranks {
+            None => linear_row_parallel_into(attended.view(), o.view()?, bias.view()?, out, ex),
+            Some(ranks) => ranks.linear_into(attended.view(), o.view()?, bias.view()?, out, ex),
+        }
+    }
 
-        let norms = w.qk_norm.as_ref();
+    /// Whether [`add_normed_into`](Self::add_normed_into) runs this layer for so many tokens.
+    #[cfg(feature = "cuda")]
+    pub fn fuses(&self, tokens: usize, ex: &Exec) -> bool {
+        let (w, q) = (&self.weights, self.config.num_heads * self.config.head_dim);
+        let fits = |k| moe_kernels::cuda::small_linear_fits(tokens, k, w.qkv.dtype(), ex);
+        self.ranks.is_none() && fits(self.config.hidden_size) && fits(q)
+    }
+
+    /// `residual` [T, H] f32 += attention(norm(`residual`)): on CUDA, for a few tokens, with norm and
+    /// addition in the launches of the products.
+    ///
+    /// # Errors
+    /// What [`fuses`](Self::fuses) refuses; those of [`forward_into`](Self::forward_into).
+    #[cfg(feature = "cuda")]
+    pub fn add_normed_into(
+        &self,
+        norm: &moe_kernels::cuda::PreNorm<'_>,
+        mut residual: ViewMut,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvLayer,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        use moe_kernels::cuda::{linear_add_into, norm_linear_into};
+        let (t, w) = (residual.rows(), &self.weights);
+        let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
+        let (packed, bias) = (TensorView::new(&w.qkv)?, Lock::new(&w.qkv_bias)?);
+        norm_linear_into(residual.as_view(), norm, packed.view()?, bias.view()?, qkv.view_mut(), ex)?;
+        let mut attended = ex.scratch(w.qkv.dtype(), &[t, self.config.num_heads * self.config.head_dim])?;
+        self.attend_into(qkv.view(), step, rope, kv, attended.view_mut(), ex)?;
+        let (o, bias) = (TensorView::new(&w.o)?, Lock::new(&w.o_bias)?);
+        linear_add_into(attended.view(), o.view()?, bias.view()?, residual.reborrow(), ex)
+    }
+
+    /// `attended` [T, Hq * D] (model dtype) from the products `qkv` [T, (Hq + 2 Hkv) * D] f32.
+    fn attend_into(
+        &self,
+        qkv: View,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvLayer,
+        attended: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = self.config;
+        let norms = self.weights.qk_norm.as_ref();
         let (q_norm, k_norm) = (Lock::of(norms.map(|n| &n.0))?, Lock::of(norms.map(|n| &n.1))?);
         let args = QkNormRope {
-            qkv: qkv.view(),
+            qkv,
             q_norm: q_norm.view()?,
             k_norm: k_norm.view()?,
             eps: self.config.rms_norm_eps as f32,
@@ -237,15 +289,10 @@ impl Attention {
             scale: self.scale,
             sliding_window: self.config.sliding_window,
         };
-        let mut attended = ex.scratch(dtype, &[t, num_heads * head_dim])?;
-        let (k_cache, v_cache) = kv.kv_mut();
-        rope_attention_into(&args, &meta, step.one_row_each, k_cache, v_cache, attended.view_mut(), ex)?;
-        let bias = Lock::new(&w.o_bias)?;
-        let o = TensorView::new(&w.o)?;
-        match &self.ranks {
-            None => linear_row_parallel_into(attended.view(), o.view()?, bias.view()?, out, ex),
-            Some(ranks) => ranks.linear_into(attended.view(), o.view()?, bias.view()?, out, ex),
-        }
+        let (k_cache, Some(v_cache)) = kv.kv_mut() else {
+            bail!("attention: expected a KV cache with value rows, got one of keys only")
+        };
+        rope_attention_into(&args, &meta, step.one_row_each, k_cache, v_cache, attended, ex)
     }
 
     /// The same on candle tensors: `x` [T, H] to a new tensor [T, H].
@@ -260,10 +307,10 @@ impl Attention {
 }
 
 /// An optional tensor under its read guard.
-struct Lock<'a>(Option<TensorView<'a>>);
+pub(crate) struct Lock<'a>(Option<TensorView<'a>>);
 
 impl<'a> Lock<'a> {
-    fn new(tensor: &'a Option<Tensor>) -> Result<Self> {
+    pub(crate) fn new(tensor: &'a Option<Tensor>) -> Result<Self> {
         Self::of(tensor.as_ref())
     }
 
@@ -271,7 +318,7 @@ impl<'a> Lock<'a> {
         Ok(Self(tensor.map(TensorView::new).transpose()?))
     }
 
-    fn view(&self) -> Result<Option<View<'_>>> {
+    pub(crate) fn view(&self) -> Result<Option<View<'_>>> {
         self.0.as_ref().map(|t| t.view()).transpose()
     }
 }

@@ -15,8 +15,11 @@ pub struct KvLayout {
     pub num_layers: usize,
     /// Key-value heads on this rank, Hkv.
     pub num_kv_heads: usize,
-    /// Dimensions of a head, D.
+    /// Dimensions of a key, D.
     pub head_dim: usize,
+    /// Dimensions of a value; `None` if a value is the start of its key and has no row of its own
+    /// (the latent rows of MLA).
+    pub value_dim: Option<usize>,
     /// Dtype of keys and values: the model's.
     pub dtype: DType,
 }
@@ -24,8 +27,9 @@ pub struct KvLayout {
 impl KvLayout {
     /// Bytes that one token takes over all layers; an error on overflow.
     pub fn bytes_per_token(&self) -> Result<usize> {
-        let factors = [2, self.num_layers, self.num_kv_heads, self.head_dim, self.dtype.size_in_bytes()];
-        match factors.iter().try_fold(1usize, |n, &f| n.checked_mul(f)) {
+        let row = self.head_dim.checked_add(self.value_dim.unwrap_or(0));
+        let factors = [self.num_layers, self.num_kv_heads, self.dtype.size_in_bytes()];
+        match row.and_then(|row| factors.iter().try_fold(row, |n, &f| n.checked_mul(f))) {
             Some(bytes) => Ok(bytes),
             None => bail!("the KV cache of {self:?} overflows"),
         }
@@ -40,11 +44,12 @@ impl KvLayout {
     }
 }
 
-/// Keys and values of one layer, [num_blocks, Hkv, block_size, D] each, in the model dtype.
+/// Keys and values of one layer, [num_blocks, Hkv, block_size, D] each (values with their own
+/// number of dimensions), in the model dtype.
 #[derive(Debug)]
 pub struct KvLayer {
     k: Buffer,
-    v: Buffer,
+    v: Option<Buffer>,
 }
 
 impl KvLayer {
@@ -53,14 +58,14 @@ impl KvLayer {
         self.k.view()
     }
 
-    /// The values.
+    /// The rows that values are in: the keys, if values have none of their own.
     pub fn v(&self) -> View<'_> {
-        self.v.view()
+        self.v.as_ref().unwrap_or(&self.k).view()
     }
 
-    /// Keys and values, writable.
-    pub fn kv_mut(&mut self) -> (ViewMut<'_>, ViewMut<'_>) {
-        (self.k.view_mut(), self.v.view_mut())
+    /// Keys, and values if they have rows of their own, writable.
+    pub fn kv_mut(&mut self) -> (ViewMut<'_>, Option<ViewMut<'_>>) {
+        (self.k.view_mut(), self.v.as_mut().map(Buffer::view_mut))
     }
 }
 
@@ -89,14 +94,14 @@ impl KvCache {
         if num_blocks.checked_mul(block_size).is_none_or(|slots| slots >= u32::MAX as usize) {
             bail!("{num_blocks} KV blocks of {block_size} slots do not fit 32-bit slot numbers; use fewer")
         }
-        let dims = [num_blocks, layout.num_kv_heads, block_size, layout.head_dim];
         let bytes = layout.bytes_per_token()?;
         if bytes.checked_mul(num_blocks * block_size).is_none_or(|bytes| bytes > isize::MAX as usize) {
             bail!("a KV cache of {num_blocks} blocks of {block_size} slots of {layout:?} overflows")
         }
+        let rows =
+            |dim| Buffer::zeros_on(device, layout.dtype, &[num_blocks, layout.num_kv_heads, block_size, dim]);
         let layer = || -> Result<KvLayer> {
-            let zeros = || Buffer::zeros_on(device, layout.dtype, &dims);
-            Ok(KvLayer { k: zeros()?, v: zeros()? })
+            Ok(KvLayer { k: rows(layout.head_dim)?, v: layout.value_dim.map(rows).transpose()? })
         };
         let layers = (0..layout.num_layers).map(|_| layer()).collect::<Result<_>>()?;
         Ok(Self { layout, num_blocks, block_size, layers })
@@ -124,9 +129,10 @@ impl KvCache {
         let layers = &mut self.layers;
         with_float!(self.layout.dtype, "KV cache", T => ex.install(|| {
             layers.par_iter_mut().try_for_each(|layer| {
-                let (mut k, mut v) = layer.kv_mut();
-                touch(k.cpu_mut::<T>()?);
-                touch(v.cpu_mut::<T>()?);
+                let (k, v) = layer.kv_mut();
+                for mut rows in std::iter::once(k).chain(v) {
+                    touch(rows.cpu_mut::<T>()?);
+                }
                 Ok(())
             })
         }))

@@ -36,6 +36,19 @@ impl RmsNorm {
         &self.weight
     }
 
+    /// Shows the norm to a launch that contains it.
+    ///
+    /// # Errors
+    /// Those of `launch`.
+    #[cfg(feature = "cuda")]
+    pub fn with_pre_norm<R>(
+        &self,
+        launch: impl FnOnce(&moe_kernels::cuda::PreNorm<'_>) -> Result<R>,
+    ) -> Result<R> {
+        let weight = TensorView::new(&self.weight)?;
+        launch(&moe_kernels::cuda::PreNorm { weight: weight.view()?, eps: self.eps })
+    }
+
     /// `out` [T, H] (the weight's dtype) = norm of `x` [T, H] (the same or f32).
     pub fn forward_into(&self, x: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
         rms_norm_into(x, TensorView::new(&self.weight)?.view()?, self.eps, out, ex)

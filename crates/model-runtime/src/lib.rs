@@ -10,6 +10,7 @@ pub mod device_step;
 mod hash;
 pub mod kv_cache;
 pub mod layers;
+pub mod mla;
 pub mod model;
 mod prefix;
 pub mod rope;
@@ -26,7 +27,8 @@ pub use checkpoint::{
 pub use config::{Config, ConfigError, RopeConfig, RopeScaling};
 pub use kv_cache::{KvCache, KvLayer, KvLayout};
 pub use layers::{Embedding, LmHead, RmsNorm};
-pub use model::{CausalLm, ModelInfo, MoeInfo, Observed, Observer};
+pub use mla::{MlaAttention, MlaConfig, MlaForm, MlaNames};
+pub use model::{CausalLm, ModelInfo, MoeInfo, Observe, Observed, Observer};
 pub use prefix::PrefixId;
 pub use rope::{Rope, RopeRows};
 pub use run::run_step;

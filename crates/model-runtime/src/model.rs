@@ -61,6 +61,34 @@ pub trait Observer: Send {
     fn observe(&mut self, what: Observed, data: View) -> Result<()>;
 }
 
+/// The observer of a forward pass, if there is one.
+pub struct Observe<'a>(pub Option<&'a mut dyn Observer>);
+
+impl Observe<'_> {
+    /// Whether nobody looks.
+    pub fn is_nobody(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// Shows [`Observed::HiddenStates`]; `ex` brings it to the host.
+    pub fn hidden(&mut self, index: usize, data: View<'_>, ex: &Exec) -> Result<()> {
+        self.show(Observed::HiddenStates(index), data, ex)
+    }
+
+    /// Shows [`Observed::RouterLogits`]; `ex` brings it to the host.
+    pub fn router(&mut self, layer: usize, data: View<'_>, ex: &Exec) -> Result<()> {
+        self.show(Observed::RouterLogits(layer), data, ex)
+    }
+
+    fn show(&mut self, what: Observed, data: View<'_>, ex: &Exec) -> Result<()> {
+        match &mut self.0 {
+            Some(observer) if data.is_cuda() => observer.observe(what, ex.to_host(data)?.view()),
+            Some(observer) => observer.observe(what, data),
+            None => Ok(()),
+        }
+    }
+}
+
 /// A causal language model with a paged KV cache.
 pub trait CausalLm: Send + Sync {
     /// The model's facts.

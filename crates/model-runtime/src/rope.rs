@@ -106,11 +106,16 @@ impl Rope {
         }
         #[cfg(feature = "cuda")]
         if ex.is_cuda() {
-            if matches!(self.config.scaling, RopeScaling::Dynamic { .. }) {
-                bail!("rope: dynamic NTK scaling runs on the CPU only; use --device cpu")
-            }
-            let (freq, factor) = (&self.inv_freq, self.attention_factor);
-            return moe_kernels::cuda::rope_rows_into(positions, freq, factor, cos, sin, ex);
+            let max = self.config.max_position_embeddings as f32;
+            let frequencies = moe_kernels::cuda::RopeFrequencies {
+                inv_freq: &self.inv_freq,
+                attention_factor: self.attention_factor,
+                dynamic: match self.config.scaling {
+                    RopeScaling::Dynamic { factor } => Some((self.config.theta as f32, factor as f32, max)),
+                    _ => None,
+                },
+            };
+            return moe_kernels::cuda::rope_rows_into(positions, rope_len, &frequencies, cos, sin, ex);
         }
         let (positions, rope_len) = (positions.cpu::<u32>()?, rope_len.cpu::<u32>()?);
         if let Some(row) = positions.iter().zip(rope_len).position(|(p, len)| p >= len) {

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
+use model_runtime::MlaForm;
+use moe_layer::MoePath;
 
 use crate::parallel::ParallelArgs;
 
@@ -55,6 +57,14 @@ pub struct RunArgs {
     /// Expert backend (default: the first that supports the configuration).
     #[arg(long, help_heading = "MoE")]
     pub moe_backend: Option<String>,
+    /// How experts run: fused (packed weights, grouped kernels) or legacy (one expert after the
+    /// other) (default: fused; DeepSeek-V2: legacy).
+    #[arg(long, value_name = "PATH", help_heading = "MoE")]
+    pub moe_path: Option<MoePath>,
+    /// Form of multi-head latent attention: absorbed (latent KV cache) or naive (keys and values of
+    /// every head) (default: absorbed; DeepSeek-V2 only).
+    #[arg(long, value_name = "FORM", help_heading = "MoE")]
+    pub mla: Option<MlaForm>,
     /// Print the chosen expert backend and why the others were rejected, as JSON on stderr.
     #[arg(long, help_heading = "MoE")]
     pub explain_backends: bool,

@@ -3,24 +3,62 @@
 
 use candle_nn::VarBuilder;
 use model_runtime::{
-    BlockContext, CausalLm, Config, ConfigError, Geometry, GeometryError, TensorSlice, TensorSpec,
+    BlockContext, CausalLm, Config, ConfigError, Geometry, GeometryError, MlaForm, TensorSlice, TensorSpec,
 };
+use moe_layer::{BackendSelection, MoePath};
+
+/// What the command line says about how a model is built. A family refuses, by name, what it does
+/// not have.
+#[derive(Clone, Debug, Default)]
+pub struct LoadOptions {
+    /// Name of the expert backend; `None`: the oracle chooses.
+    pub backend: Option<String>,
+    /// Expert path; `None`: the family's default.
+    pub moe_path: Option<MoePath>,
+    /// Form of multi-head latent attention; `None`: absorbed.
+    pub mla: Option<MlaForm>,
+    /// This rank's place, and how MoE layers cut their tokens.
+    pub context: BlockContext,
+}
+
+impl LoadOptions {
+    /// For families that neither split nor cut.
+    ///
+    /// # Errors
+    /// More than one rank; chunked MoE.
+    pub fn expect_one_rank(&self) -> candle_core::Result<()> {
+        let BlockContext { geometry, chunked_moe, .. } = &self.context;
+        if geometry.world_size > 1 || chunked_moe.enable_chunked_moe {
+            candle_core::bail!(
+                "this model runs on one rank and without chunked MoE; drop --tp, --dp and --enable-chunked-moe"
+            )
+        }
+        Ok(())
+    }
+}
 
 /// A loaded model.
 pub struct LoadedModel {
     /// The model.
     pub model: Box<dyn CausalLm>,
-    /// The oracle's choice of expert backend with the rejected ones, as JSON.
+    /// The oracle's choice of expert backend with the rejected ones, as JSON; `chosen` alone where
+    /// there was nothing to choose.
     pub backend: serde_json::Value,
 }
 
-/// How a model is loaded.
-#[derive(Clone, Debug, Default)]
-pub struct LoadOptions {
-    /// Name of the expert backend; `None` lets the oracle choose.
-    pub backend: Option<String>,
-    /// This rank's place, and how MoE layers cut their tokens.
-    pub context: BlockContext,
+impl LoadedModel {
+    /// A model on a path of experts; `selection` is the oracle's choice on the fused one.
+    pub fn new(
+        model: Box<dyn CausalLm>,
+        path: MoePath,
+        selection: Option<BackendSelection>,
+    ) -> candle_core::Result<Self> {
+        let backend = match path {
+            MoePath::Legacy => serde_json::json!({"chosen": "legacy"}),
+            MoePath::Fused => serde_json::to_value(selection).map_err(candle_core::Error::wrap)?,
+        };
+        Ok(Self { model, backend })
+    }
 }
 
 /// A checkpoint that is part of the program.
@@ -53,27 +91,10 @@ pub trait ModelFamily {
     /// Names that a checkpoint may have without being expected; `*` is a wildcard.
     fn ignored(config: &Self::Config) -> &'static [&'static str];
 
-    /// Loads the model in the dtype of `vb`, which is at the root of the checkpoint. `backend`
-    /// names the expert backend.
-    fn load(config: &Self::Config, backend: Option<&str>, vb: VarBuilder)
+    /// Loads the model, or one rank's part of it, in the dtype of `vb`, which is at the root of the
+    /// checkpoint and shows the rank's slices.
+    fn load(config: &Self::Config, options: &LoadOptions, vb: VarBuilder)
     -> candle_core::Result<LoadedModel>;
-
-    /// Loads the part of one rank, as `options` say. `vb` shows the rank's slices.
-    ///
-    /// The default serves families that neither split nor cut: it refuses other options.
-    fn load_on(
-        config: &Self::Config,
-        options: &LoadOptions,
-        vb: VarBuilder,
-    ) -> candle_core::Result<LoadedModel> {
-        let BlockContext { geometry, chunked_moe, .. } = &options.context;
-        if geometry.world_size > 1 || chunked_moe.enable_chunked_moe {
-            candle_core::bail!(
-                "this model runs on one rank and without chunked MoE; drop --tp, --dp and --enable-chunked-moe"
-            )
-        }
-        Self::load(config, options.backend.as_deref(), vb)
-    }
 
     /// The parts of the tensors that the rank of this geometry holds; the others it holds whole.
     ///

@@ -11,13 +11,16 @@ use serde_json::json;
 use crate::cli::GenerateArgs;
 use crate::engine::{EngineConfig, FinishReason, Output, Request};
 use crate::family::ModelFamily;
-use crate::session::Session;
+use crate::session::{Session, no_model};
 use crate::tokenizer::Tokenizer;
 use crate::{options, prompt, routing, usage};
 
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     let embedded = F::embedded().filter(|_| args.model.is_none());
+    if args.model.is_none() && embedded.is_none() {
+        return Err(no_model());
+    }
     let prompt = match (prompt::read(args)?, embedded) {
         (Some(text), _) => text,
         (None, Some(embedded)) => embedded.prompt.to_string(),

@@ -126,7 +126,13 @@ mod tests {
             max_position_embeddings: 64,
             max_context_len: 64,
             keys_depend_on_prompt_len: false,
-            kv: KvLayout { num_layers: 2, num_kv_heads: 1, head_dim: 4, dtype: DType::BF16 },
+            kv: KvLayout {
+                num_layers: 2,
+                num_kv_heads: 1,
+                head_dim: 4,
+                value_dim: Some(4),
+                dtype: DType::BF16,
+            },
             moe: Some(MoeInfo { layers: vec![0, 1], num_experts: 8, top_k: 2 }),
         }
     }

@@ -48,9 +48,7 @@ impl Session {
                 (checkpoint, Some(e.tokenizer))
             }
             (None, None) => {
-                return Err(usage(
-                    "no model is given: this program has none embedded, name one with --model",
-                ));
+                return Err(no_model());
             }
         };
         let config = F::config(&checkpoint.config)?;
@@ -113,6 +111,13 @@ impl Session {
     }
 }
 
+/// The mistake of naming no model to a program that has none of its own.
+pub fn no_model() -> anyhow::Error {
+    usage(
+        "no model is given, and none is part of this program: name one with --model (--help lists the flags)",
+    )
+}
+
 /// Loads the model on one rank, or on all that the flags ask for.
 fn load<F: ModelFamily>(
     config: &F::Config,
@@ -122,21 +127,25 @@ fn load<F: ModelFamily>(
     ex: &Exec,
 ) -> Result<Session> {
     let (settings, chunked_moe) = (args.parallel.config()?, args.parallel.chunked_moe());
-    let backend = args.moe_backend.as_deref();
+    let options = |context| LoadOptions {
+        backend: args.moe_backend.clone(),
+        moe_path: args.moe_path,
+        mla: args.mla,
+        context,
+    };
     let (mut replicas, chosen) = if settings.world_size()? == 1 {
         // One rank: its backend is `disabled`, or an explicit one over a group of itself.
         let geometry = settings.geometry(0)?;
         let context = BlockContext { geometry, chunked_moe, sliced_weights: true, ..BlockContext::default() };
-        let options = LoadOptions { backend: backend.map(str::to_string), context };
-        let world = options.context.groups.world.clone();
-        let loaded = F::load_on(config, &options, tensors(Vec::new()))?;
+        let world = context.groups.world.clone();
+        let loaded = F::load(config, &options(context), tensors(Vec::new()))?;
         (vec![Replica { model: loaded.model, ex: ex.clone(), world }], loaded.backend)
     } else if !matches!(ex.device(), Device::Cpu) {
         return Err(usage(
             "--tp and --dp above 1 run on the CPU only, as threads of one process; use --device cpu",
         ));
     } else {
-        let source = parallel::Source::<F> { config, has, tensors, backend, chunked_moe };
+        let source = parallel::Source::<F> { config, has, tensors, options: &options, chunked_moe };
         parallel::load(&source, &settings, ex)?
     };
     info!(backend = %chosen["chosen"], "expert backend");

@@ -48,6 +48,10 @@ impl Experts for CudaFusedExperts {
         Backend::CudaFused.supports(spec)
     }
 
+    fn packed(&self) -> Option<&ExpertWeights> {
+        Some(&self.0)
+    }
+
     fn weight_and_reduce(&self) -> WeightAndReduce {
         WeightAndReduce::NoOp
     }

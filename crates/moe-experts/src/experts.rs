@@ -13,7 +13,7 @@ use moe_kernels::{
 };
 
 use crate::reason::Reason;
-use crate::weights::ExpertsShape;
+use crate::weights::{ExpertWeights, ExpertsShape};
 
 /// Modular experts: rows of prepared tokens in, one unweighted f32 row per slot out.
 ///
@@ -63,6 +63,12 @@ pub trait Experts: Send + Sync {
     /// Where tensor parallelism cuts the experts: how many partial sums of a row are left apart, this
     /// rank's segments of the intermediate size in ascending order.
     fn segments(&self) -> Option<usize> {
+        None
+    }
+
+    /// The packed bf16 weights on a CUDA device, SwiGLU and without bias, of experts that may be computed in
+    /// one launch with what is around them; `None` for all others.
+    fn packed(&self) -> Option<&ExpertWeights> {
         None
     }
 

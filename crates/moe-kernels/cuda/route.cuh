@@ -68,17 +68,20 @@ __device__ __forceinline__ void route_nothing(const RouteArgs& a, int token) {
   }
 }
 
-/// Routes `token`, whose E <= 32 N logits are `logits[..]`, written by any block. A NaN is never chosen.
+/// A lane's share of a token's choice: lane k < K has the k-th expert; the other lanes have none.
+struct Choice {
+  uint32_t id;
+  float weight;
+};
+
+/// Chooses among the E <= 32 N logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond
+/// E). One whole warp. A NaN is never chosen.
 template <int N>
-__device__ __forceinline__ void route_row(const RouteArgs& a, const float* logits, int token) {
+__device__ __forceinline__ Choice choose(const RouteArgs& a, float (&score)[N]) {
   const int lane = threadIdx.x % 32;
-  float score[N];
 #pragma unroll
-  for (int j = 0; j < N; ++j) {
-    const int e = j * 32 + lane;
-    score[j] = e < a.experts ? __ldcg(logits + e) : -INFINITY;
-    if (a.softcap > 0 && e < a.experts) score[j] = a.softcap * tanhf(score[j] / a.softcap);
-  }
+  for (int j = 0; j < N; ++j)
+    if (a.softcap > 0 && j * 32 + lane < a.experts) score[j] = a.softcap * tanhf(score[j] / a.softcap);
   if (!a.raw_logits && a.scoring == Scoring::kSoftmax) warp_softmax(score);
   uint32_t key[N];
 #pragma unroll
@@ -110,9 +113,20 @@ __device__ __forceinline__ void route_row(const RouteArgs& a, const float* logit
     else own[0] = own_id == kNoExpert ? 0.0f : score_alone(a.scoring, own[0]);
   }
   if (a.renormalize) own[0] /= fmaxf(warp_sum(own[0]), kMinScoreSum);
+  return {own_id, own[0] * a.scale};
+}
+
+/// Routes `token`, whose logits are `logits[0 .. E]`, written by any block.
+template <int N>
+__device__ __forceinline__ void route_row(const RouteArgs& a, const float* logits, int token) {
+  const int lane = threadIdx.x % 32;
+  float score[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) score[j] = j * 32 + lane < a.experts ? __ldcg(logits + j * 32 + lane) : -INFINITY;
+  const Choice c = choose<N>(a, score);
   if (lane < a.top_k) {
-    a.topk_ids[static_cast<size_t>(token) * a.top_k + lane] = own_id;
-    a.topk_weights[static_cast<size_t>(token) * a.top_k + lane] = own[0] * a.scale;
+    a.topk_ids[static_cast<size_t>(token) * a.top_k + lane] = c.id;
+    a.topk_weights[static_cast<size_t>(token) * a.top_k + lane] = c.weight;
   }
 }
 

@@ -14,15 +14,33 @@ struct Frequencies {
   float inv_freq[kMaxHalf];
   float attention_factor;
   int half;
+  float theta, factor, max_len;  // dynamic NTK; factor 0 = none
 };
+
+/// x^y with one rounding to f32.
+__device__ __forceinline__ float pow_once(float x, float y) {
+  return static_cast<float>(pow(static_cast<double>(x), static_cast<double>(y)));
+}
+
+/// Dynamic NTK: the inverse frequency for a sequence of `len` tokens, longer than `max_len`; roundings as on the CPU.
+__device__ __forceinline__ float dynamic_inv_freq(const Frequencies& f, float len, int i) {
+  const double dim = 2.0 * f.half;
+  const float stretched = __fsub_rn(__fdiv_rn(__fmul_rn(f.factor, len), f.max_len), static_cast<float>(f.factor - 1.0));
+  const float base = __fmul_rn(f.theta, pow_once(stretched, static_cast<float>(dim / (dim - 2.0))));
+  return __fdiv_rn(1.f, pow_once(base, __fdiv_rn(static_cast<float>(2 * i), static_cast<float>(dim))));
+}
 
 /// Floor: 8 D / 2 bytes per row. The angle is an f32 product as in torch, its functions are f64 rounded once as on
 /// the CPU, so that both agree.
-__global__ void rope_rows(const uint32_t* positions, const __grid_constant__ Frequencies f, float* cos, float* sin,
-                          int rows) {
+__global__ void rope_rows(const uint32_t* positions, const uint32_t* rope_len, const __grid_constant__ Frequencies f,
+                          float* cos, float* sin, int rows) {
   const int at = blockIdx.x * kThreads + threadIdx.x;
   if (at >= rows * f.half) return;
-  const float angle = __fmul_rn(static_cast<float>(positions[at / f.half]), f.inv_freq[at % f.half]);
+  const int row = at / f.half, i = at % f.half;
+  float freq = f.inv_freq[i];
+  if (f.factor > 0.f && static_cast<float>(rope_len[row]) > f.max_len)
+    freq = dynamic_inv_freq(f, static_cast<float>(rope_len[row]), i);
+  const float angle = __fmul_rn(static_cast<float>(positions[row]), freq);
   double sine, cosine;
   sincos(static_cast<double>(angle), &sine, &cosine);
   cos[at] = __fmul_rn(static_cast<float>(cosine), f.attention_factor);
@@ -52,18 +70,20 @@ __global__ void fill_random(bf16* out, size_t count, uint64_t seed, uint64_t str
 }  // namespace
 }  // namespace moe
 
-/// cos, sin [rows, half] f32 of positions [rows] u32; inv_freq [half] is host memory, half at most 256. Does not
+/// cos, sin [rows, half] f32 of positions [rows] u32; inv_freq [half] is host memory, half at most 256. With a
+/// `factor` above 0 rows whose rope_len [rows] u32 exceeds `max_len` use dynamic NTK frequencies of `theta`. Does not
 /// overlap the launch before it.
-extern "C" int moe_rope_rows(const uint32_t* positions, const float* inv_freq, int half, float attention_factor,
-                             float* cos, float* sin, int rows, void* stream) {
+extern "C" int moe_rope_rows(const uint32_t* positions, const uint32_t* rope_len, const float* inv_freq, int half,
+                             float attention_factor, float theta, float factor, float max_len, float* cos, float* sin,
+                             int rows, void* stream) {
   using namespace moe;
   if (rows < 0 || half <= 0 || half > kMaxHalf || rows > INT_MAX / kMaxHalf) return cudaErrorInvalidValue;
   if (rows == 0) return cudaSuccess;
-  Frequencies f = {{}, attention_factor, half};
+  Frequencies f = {{}, attention_factor, half, theta, factor, max_len};
   for (int i = 0; i < half; ++i) f.inv_freq[i] = inv_freq[i];
   Launch l = {dim3(ceil_div(rows * half, kThreads)), dim3(kThreads), stream};
   l.overlap = false;
-  return launch(rope_rows, l, positions, f, cos, sin, rows);
+  return launch(rope_rows, l, positions, rope_len, f, cos, sin, rows);
 }
 
 /// ids[row] = sampled[from[row]] where from [rows] is not u32::MAX; ids [rows]; kept_valid [1] = valid [1]. Does not

@@ -144,7 +144,7 @@ impl Exec {
             Device::Cpu => Ok(Self::cpu()),
             #[cfg(feature = "cuda")]
             Device::Cuda(cuda) => {
-                let cuda = Some(crate::cuda::CudaExec::new(cuda)?);
+                let cuda = Some(crate::cuda::CudaExec::of(cuda)?);
                 Ok(Self { device: device.clone(), cuda, ..Self::cpu() })
             }
             other => bail!(

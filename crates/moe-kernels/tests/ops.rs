@@ -11,6 +11,8 @@ mod common;
 mod errors;
 #[path = "ops/experts.rs"]
 mod experts;
+#[path = "ops/mla.rs"]
+mod mla;
 #[path = "ops/products.rs"]
 mod products;
 #[path = "ops/rows.rs"]

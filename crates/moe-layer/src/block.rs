@@ -14,12 +14,12 @@ use moe_router::{GateInput, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
+use crate::chunked::{Path, Routed};
 use crate::door::forward_rows;
-use crate::path::{Path, Routed};
 use crate::shared::SharedExperts;
 
 /// The two families of experts with what each needs around it.
-enum Family {
+pub(crate) enum Family {
     Modular {
         router: Box<Router>,
         path: Path,
@@ -122,17 +122,24 @@ impl SparseMoeBlock {
     /// # Errors
     /// Another hidden size or dtype.
     pub fn with_shared_experts(mut self, shared: SharedExperts) -> Result<Self> {
-        let (hidden, dtype) = (self.gate.dims2()?.1, self.gate.dtype());
-        if shared.hidden_size() != hidden || shared.dtype() != dtype {
-            bail!(
-                "shared experts: expected hidden size {hidden} and dtype {} like the router gate, got {} and {}",
-                dtype.as_str(),
-                shared.hidden_size(),
-                shared.dtype().as_str()
-            )
-        }
+        shared.check_fits(&self.gate)?;
         self.shared = Some(shared);
         Ok(self)
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn gate(&self) -> &Tensor {
+        &self.gate
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn family(&self) -> &Family {
+        &self.family
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn has_shared_experts(&self) -> bool {
+        self.shared.is_some()
     }
 
     /// The router, unless it is inside the experts' kernel.

@@ -3,18 +3,24 @@
 
 mod block;
 mod check;
+mod chunked;
 mod context;
 mod door;
+pub mod legacy;
 mod load;
 mod mlp;
 mod pack;
 mod path;
 mod shared;
+#[cfg(feature = "cuda")]
+mod small;
 
 pub use block::SparseMoeBlock;
 pub use context::{BlockContext, LOW_LATENCY_TOKENS};
+pub use legacy::MoeMlp;
 pub use load::{BlockOptions, load_block, load_block_on};
 pub use mlp::GatedMlp;
+pub use path::{MoePath, SparseLayer};
 pub use shared::SharedExperts;
 
 pub use moe_chunking::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
@@ -30,4 +36,6 @@ pub use moe_kernels::{
     Activation, ActivationFormat, Buffer, CpuIsa, Exec, ExpertHeat, ExpertsSpec, NO_EXPERT, RoutedExperts,
     StepContext, TensorView, View, ViewMut, Workspace,
 };
-pub use moe_router::{RouteInput, RouteOutput, Router, RouterConfig, RouterError, RouterParams};
+pub use moe_router::{
+    RouteInput, RouteOutput, Router, RouterConfig, RouterError, RouterParams, Selection as RouterSelection,
+};

@@ -78,6 +78,20 @@ impl SharedExperts {
         Self { mlp: self.mlp.with_row_parallel(ranks), ..self }
     }
 
+    /// Fails unless the experts take the rows that a router `gate` [E, H] takes.
+    pub(crate) fn check_fits(&self, gate: &Tensor) -> Result<()> {
+        let (hidden, dtype) = (gate.dims2()?.1, gate.dtype());
+        if self.hidden_size() != hidden || self.dtype() != dtype {
+            bail!(
+                "shared experts: expected hidden size {hidden} and dtype {} like the router gate, got {} and {}",
+                dtype.as_str(),
+                self.hidden_size(),
+                self.dtype().as_str()
+            )
+        }
+        Ok(())
+    }
+
     /// Adds the shared experts' output for `x` [T, H] (model dtype) to `acc` [T, H] (model
     /// dtype or f32). The output and its scaling stay in f32; the sum is rounded once.
     ///

@@ -1,7 +1,7 @@
 //! Gate product and routing in one launch, on CUDA.
 
 use candle_core::Result;
-use moe_kernels::cuda::{GateRoute, GateScoring, gate_route_fits, gate_route_into};
+use moe_kernels::cuda::{Gate, GateScoring, gate_route_fits, gate_route_into};
 use moe_kernels::{Exec, TensorView, View, ViewMut};
 
 use crate::config::{RouterConfig, Scoring, Selection};
@@ -14,13 +14,7 @@ impl Router {
     pub(crate) fn gate_route_fits(&self, hidden: View<'_>, ex: &Exec) -> bool {
         let c = &self.config;
         let width = hidden.dims().last().copied().unwrap_or(0);
-        let step = &ex.step;
-        let observed = step.capture.is_some() || step.heat.is_some();
-        let forced = step.replay.is_some() || step.force_balance.is_some();
-        is_plain(c)
-            && !observed
-            && !forced
-            && gate_route_fits(width, c.num_experts, c.top_k, hidden.dtype(), ex)
+        self.is_plain(ex) && gate_route_fits(width, c.num_experts, c.top_k, hidden.dtype(), ex)
     }
 
     /// Gate and route in one launch; [`gate_route_fits`](Self::gate_route_fits) has said yes.
@@ -31,13 +25,41 @@ impl Router {
         out: RouteOutput<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
+        self.with_gate(input.weight, input.bias, |gate| {
+            gate_route_into(input.hidden, gate, logits, out.topk_ids, out.topk_weights, ex)
+        })?;
+        match out.zero_expert_weights {
+            Some(zeros) => moe_kernels::fill_into(0.0, zeros, ex),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether kernels with a built-in router route like this one in this step: plain top-k, nothing
+    /// recorded or forced.
+    pub fn is_plain(&self, ex: &Exec) -> bool {
+        let step = &ex.step;
+        let observed = step.capture.is_some() || step.heat.is_some();
+        let forced = step.replay.is_some() || step.force_balance.is_some();
+        is_plain(&self.config) && !observed && !forced
+    }
+
+    /// Shows the gate with this routing to a kernel that has a router inside;
+    /// [`is_plain`](Self::is_plain) has said that it may.
+    ///
+    /// # Errors
+    /// Those of `launch`.
+    pub fn with_gate<R>(
+        &self,
+        weight: View<'_>,
+        bias: Option<View<'_>>,
+        launch: impl FnOnce(&Gate<'_>) -> Result<R>,
+    ) -> Result<R> {
         let c = &self.config;
-        let bias = self.bias.as_ref().map(TensorView::new).transpose()?;
-        let args = GateRoute {
-            x: input.hidden,
-            gate: input.weight,
-            gate_bias: input.bias,
-            correction_bias: bias.as_ref().map(TensorView::view).transpose()?,
+        let correction = self.bias.as_ref().map(TensorView::new).transpose()?;
+        launch(&Gate {
+            weight,
+            bias,
+            correction_bias: correction.as_ref().map(TensorView::view).transpose()?,
             scoring: match c.scoring {
                 Scoring::Softmax => GateScoring::Softmax,
                 Scoring::Sigmoid => GateScoring::Sigmoid,
@@ -47,12 +69,7 @@ impl Router {
             renormalize: c.renormalize,
             scale: c.routed_scaling_factor,
             softcap: c.softcapping,
-        };
-        gate_route_into(&args, logits, out.topk_ids, out.topk_weights, ex)?;
-        match out.zero_expert_weights {
-            Some(zeros) => moe_kernels::fill_into(0.0, zeros, ex),
-            None => Ok(()),
-        }
+        })
     }
 }
 

@@ -102,10 +102,10 @@ impl Qwen3MoeConfig {
             max_position_embeddings,
             rms_norm_eps: rms_norm_eps as f32,
             tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
-            activation: activation(config)?,
+            activation: config.activation()?,
             rope: RopeConfig::from_config(config, head_dim, max_position_embeddings)?,
             num_experts: config.size_or(&["num_experts", "num_local_experts"], 128, limits::EXPERTS)?,
-            router: router(config)?,
+            router: config.router()?,
             is_sparse: sparse_layers(config)?,
             dtype: config.dtype()?,
         };
@@ -215,26 +215,6 @@ fn mlp_tensors(prefix: &str, hidden: usize, intermediate: usize, list: &mut Vec<
     ] {
         list.push(TensorSpec::new(format!("{prefix}.{name}.weight"), &[rows, columns]));
     }
-}
-
-fn activation(config: &Config) -> Result<Activation, ConfigError> {
-    match config.opt_string(&["hidden_act"])?.unwrap_or("silu") {
-        "silu" | "swish" => Ok(Activation::SwiGlu),
-        "gelu" => Ok(Activation::Gelu),
-        "gelu_pytorch_tanh" | "gelu_new" => Ok(Activation::GeluTanh),
-        other => Err(config.unsupported(
-            format!("hidden_act {other:?}"),
-            "; supported are silu, gelu and gelu_pytorch_tanh",
-        )),
-    }
-}
-
-fn router(config: &Config) -> Result<RouterConfig, ConfigError> {
-    let object = serde_json::Value::Object(config.object().clone());
-    RouterConfig::from_hf(&object).map_err(|e| ConfigError::Json {
-        file: config.file().to_string(),
-        reason: format!("the routing it describes is not usable: {e}"),
-    })
 }
 
 /// Which layers are sparse: every `decoder_sparse_step`-th, except `mlp_only_layers`.

@@ -5,6 +5,7 @@
 use candle_nn::VarBuilder;
 use model_runtime::{Config, ConfigError, Geometry, GeometryError, TensorSlice, TensorSpec};
 use moe_engine::{Embedded, LoadOptions, LoadedModel, ModelFamily};
+use moe_layer::MoePath;
 
 use crate::config::Qwen3MoeConfig;
 use crate::model::Qwen3Moe;
@@ -33,21 +34,16 @@ impl ModelFamily for Qwen3MoeFamily {
 
     fn load(
         config: &Qwen3MoeConfig,
-        backend: Option<&str>,
-        vb: VarBuilder,
-    ) -> candle_core::Result<LoadedModel> {
-        let options = LoadOptions { backend: backend.map(str::to_string), ..LoadOptions::default() };
-        Self::load_on(config, &options, vb)
-    }
-
-    fn load_on(
-        config: &Qwen3MoeConfig,
         options: &LoadOptions,
         vb: VarBuilder,
     ) -> candle_core::Result<LoadedModel> {
-        let model = Qwen3Moe::load_on(config, options.backend.as_deref(), &options.context, vb)?;
-        let explained = serde_json::to_value(model.backend()).map_err(candle_core::Error::wrap)?;
-        Ok(LoadedModel { model: Box::new(model), backend: explained })
+        if options.mla.is_some() {
+            candle_core::bail!("--mla: Qwen3-MoE has no multi-head latent attention; leave the flag out")
+        }
+        let path = options.moe_path.unwrap_or(MoePath::Fused);
+        let (model, selection) =
+            Qwen3Moe::load_on(config, path, options.backend.as_deref(), &options.context, vb)?;
+        LoadedModel::new(Box::new(model), path, selection)
     }
 
     fn slices(

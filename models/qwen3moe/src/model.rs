@@ -5,16 +5,17 @@
 //! most of what a bf16 run loses. Each norm also adds the block's output to it.
 
 use candle_nn::VarBuilder;
+#[cfg(feature = "cuda")]
+use model_runtime::RopeRows;
 use model_runtime::attention::{Attention, AttentionConfig, AttentionNames};
 use model_runtime::layers::{Embedding, LmHead, RmsNorm, gather_rows_into};
 use model_runtime::{
-    CausalLm, Exec, KvCache, KvLayout, ModelInfo, MoeInfo, Observed, Observer, Rope, StepViews, View,
-    ViewMut, VocabParallel,
+    CausalLm, Exec, KvCache, KvLayout, ModelInfo, MoeInfo, Observe, Observer, Rope, StepViews, View, ViewMut,
+    VocabParallel,
 };
 use moe_layer::candle::Result;
 use moe_layer::{
-    BackendSelection, BlockContext, BlockOptions, DType, GatedMlp, Router, RowParallel, SparseMoeBlock,
-    load_block_on,
+    BackendSelection, BlockContext, BlockOptions, DType, GatedMlp, MoePath, Router, RowParallel, SparseLayer,
 };
 use tracing::trace_span;
 
@@ -22,7 +23,7 @@ use crate::config::Qwen3MoeConfig;
 
 enum Mlp {
     Dense(GatedMlp),
-    Sparse(Box<SparseMoeBlock>),
+    Sparse(SparseLayer),
 }
 
 struct DecoderLayer {
@@ -40,14 +41,20 @@ pub struct Qwen3Moe {
     norm: RmsNorm,
     lm_head: LmHead,
     rope: Rope,
-    backend: Option<BackendSelection>,
 }
 
 impl Qwen3Moe {
     /// Loads the model's tensors; `vb` is at the root of the checkpoint and has the model dtype.
-    /// `backend` names the expert backend; `None` lets the oracle choose.
-    pub fn load(config: &Qwen3MoeConfig, backend: Option<&str>, vb: VarBuilder) -> Result<Self> {
-        Self::load_on(config, backend, &BlockContext { sliced_weights: true, ..BlockContext::default() }, vb)
+    /// `backend` names the expert backend of the fused path; `None` lets the oracle choose. Its choice
+    /// comes along, unless there was none to make.
+    pub fn load(
+        config: &Qwen3MoeConfig,
+        path: MoePath,
+        backend: Option<&str>,
+        vb: VarBuilder,
+    ) -> Result<(Self, Option<BackendSelection>)> {
+        let context = BlockContext { sliced_weights: true, ..BlockContext::default() };
+        Self::load_on(config, path, backend, &context, vb)
     }
 
     /// Loads the part of a rank. `vb` shows its slices ([`Qwen3MoeConfig::slices`]).
@@ -56,10 +63,11 @@ impl Qwen3Moe {
     /// Missing or wrongly shaped tensors; sizes that the geometry cannot cut.
     pub fn load_on(
         config: &Qwen3MoeConfig,
+        path: MoePath,
         backend: Option<&str>,
         context: &BlockContext,
         vb: VarBuilder,
-    ) -> Result<Self> {
+    ) -> Result<(Self, Option<BackendSelection>)> {
         let (h, eps) = (config.hidden_size, config.rms_norm_eps as f64);
         let model = vb.pp("model");
         let split = Split::new(config, context)?;
@@ -72,10 +80,11 @@ impl Qwen3Moe {
             let mlp = if *sparse {
                 let options = block_options(config, moe_layers.len(), backend);
                 let vb = vb.pp("mlp");
-                let (block, selection) = load_block_on(&options, context, vb.pp("gate"), vb.pp("experts"))?;
+                let (gate, experts) = (vb.pp("gate"), vb.pp("experts"));
+                let (sparse, selection) = SparseLayer::load_on(path, &options, context, gate, experts, None)?;
                 moe_layers.push(index);
-                chosen = Some(selection);
-                Mlp::Sparse(Box::new(block))
+                chosen = selection;
+                Mlp::Sparse(sparse)
             } else {
                 let mlp = GatedMlp::load(h, split.dense, config.activation, vb.pp("mlp"))?;
                 Mlp::Dense(match &split.ranks {
@@ -106,20 +115,15 @@ impl Qwen3Moe {
             None => (embedding, lm_head),
         };
         let rope = Rope::new(config.rope.clone());
-        Ok(Self {
+        let model = Self {
             info: info(config, split.attention.num_kv_heads, moe_layers, &rope, vb.dtype()),
             embedding,
             layers,
             norm: RmsNorm::load(h, eps, model.pp("norm"))?,
             lm_head,
             rope,
-            backend: chosen,
-        })
-    }
-
-    /// The oracle's choice of expert backend; `None` for a model without sparse layers.
-    pub fn backend(&self) -> Option<&BackendSelection> {
-        self.backend.as_ref()
+        };
+        Ok((model, chosen))
     }
 }
 
@@ -131,7 +135,7 @@ impl CausalLm for Qwen3Moe {
     fn router(&self, moe_layer: usize) -> Option<&Router> {
         let layer = *self.info.moe.as_ref()?.layers.get(moe_layer)?;
         match &self.layers.get(layer)?.mlp {
-            Mlp::Sparse(block) => block.router(),
+            Mlp::Sparse(sparse) => sparse.router(),
             Mlp::Dense(_) => None,
         }
     }
@@ -153,6 +157,12 @@ impl CausalLm for Qwen3Moe {
         let rope = self.rope.rows(step.positions, step.rope_len, ex)?;
         self.embedding.forward_into(step.token_ids, residual.view_mut(), ex)?;
         observe.hidden(0, residual.view(), ex)?;
+        #[cfg(feature = "cuda")]
+        if observe.is_nobody() && self.fuses(step, ex) {
+            self.add_layers_into(step, &rope, kv, residual.view_mut(), ex)?;
+            self.norm.forward_into(residual.view(), x.view_mut(), ex)?;
+            return self.lm_head.forward_into(x.view(), logits, ex);
+        }
         let first = self.layers.first().map_or(&self.norm, |layer| &layer.input_norm);
         first.forward_into(residual.view(), x.view_mut(), ex)?;
         for (index, layer) in self.layers.iter().enumerate() {
@@ -165,10 +175,10 @@ impl CausalLm for Qwen3Moe {
                 Mlp::Dense(mlp) => {
                     trace_span!("mlp").in_scope(|| mlp.forward_into(x.view(), delta.view_mut(), ex))?;
                 }
-                Mlp::Sparse(block) => {
+                Mlp::Sparse(sparse) => {
                     let host = ex.handle();
                     let mut see = |logits: View<'_>| observe.router(index, logits, &host);
-                    block.forward_observed_into(x.view(), delta.view_mut(), &mut see, ex)?;
+                    sparse.forward_observed_into(x.view(), delta.view_mut(), &mut see, ex)?;
                 }
             }
             let next = self.layers.get(index + 1).map_or(&self.norm, |layer| &layer.input_norm);
@@ -185,24 +195,42 @@ impl CausalLm for Qwen3Moe {
     }
 }
 
-/// The observer, if there is one.
-struct Observe<'a>(Option<&'a mut dyn Observer>);
-
-impl Observe<'_> {
-    fn hidden(&mut self, index: usize, data: View<'_>, ex: &Exec) -> Result<()> {
-        self.show(Observed::HiddenStates(index), data, ex)
+/// Decode steps of a few tokens on CUDA: four launches a layer, with norms and additions inside.
+#[cfg(feature = "cuda")]
+impl Qwen3Moe {
+    fn fuses(&self, step: &StepViews, ex: &Exec) -> bool {
+        let tokens = step.num_tokens();
+        let layer_fuses = |layer: &DecoderLayer| {
+            let block = match &layer.mlp {
+                Mlp::Dense(_) => None,
+                Mlp::Sparse(sparse) => sparse.fused(),
+            };
+            layer.attention.fuses(tokens, ex) && block.is_some_and(|block| block.fuses(tokens, ex))
+        };
+        step.one_row_each && step.num_logits() == tokens && self.layers.iter().all(layer_fuses)
     }
 
-    fn router(&mut self, layer: usize, data: View<'_>, ex: &Exec) -> Result<()> {
-        self.show(Observed::RouterLogits(layer), data, ex)
-    }
-
-    fn show(&mut self, what: Observed, data: View<'_>, ex: &Exec) -> Result<()> {
-        match &mut self.0 {
-            Some(observer) if data.is_cuda() => observer.observe(what, ex.to_host(data)?.view()),
-            Some(observer) => observer.observe(what, data),
-            None => Ok(()),
+    fn add_layers_into(
+        &self,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvCache,
+        mut residual: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        for (index, layer) in self.layers.iter().enumerate() {
+            let kv = kv.layer_mut(index)?;
+            layer.input_norm.with_pre_norm(|norm| {
+                layer.attention.add_normed_into(norm, residual.reborrow(), step, rope, kv, ex)
+            })?;
+            if let Mlp::Sparse(sparse) = &layer.mlp
+                && let Some(block) = sparse.fused()
+            {
+                let norm = &layer.post_attention_norm;
+                norm.with_pre_norm(|norm| block.add_normed_into(norm, residual.reborrow(), ex))?;
+            }
         }
+        Ok(())
     }
 }
 
@@ -291,7 +319,13 @@ fn info(
         max_position_embeddings: config.max_position_embeddings,
         max_context_len: rope.config().max_context_len(),
         keys_depend_on_prompt_len: rope.config().depends_on_prompt_len(),
-        kv: KvLayout { num_layers: config.num_hidden_layers, num_kv_heads, head_dim: config.head_dim, dtype },
+        kv: KvLayout {
+            num_layers: config.num_hidden_layers,
+            num_kv_heads,
+            head_dim: config.head_dim,
+            value_dim: Some(config.head_dim),
+            dtype,
+        },
         moe: (!layers.is_empty()).then_some(MoeInfo {
             layers,
             num_experts: config.router.num_experts,

@@ -6,6 +6,7 @@
 
 mod error;
 pub mod limits;
+mod moe;
 mod rope;
 mod value;
 

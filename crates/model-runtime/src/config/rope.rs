@@ -80,12 +80,7 @@ impl RopeConfig {
         if dim == 0 || !dim.is_multiple_of(2) {
             return Err(config.invalid("head_dim", "an even number of rotated dimensions", dim));
         }
-        // `rope_scaling` wins where a config has both, as in transformers; `{}` counts as absent.
-        let section = |key| -> Result<Option<Config>, ConfigError> {
-            Ok(config.section(&[key])?.filter(|s| !s.object().is_empty()))
-        };
-        let scaling = section("rope_scaling")?;
-        let scaling = if scaling.is_some() { scaling } else { section("rope_parameters")? };
+        let scaling = Self::section(config)?;
         let mut theta = config.positive_float_or(&["rope_theta"], DEFAULT_THETA)?;
         let mut rotary = config.positive_float_or(&["partial_rotary_factor"], 1.0)?;
         let mut kind = RopeScaling::Default;
@@ -112,6 +107,16 @@ impl RopeConfig {
             }
             scaling => Ok(Self { theta, dim, max_position_embeddings, scaling }),
         }
+    }
+
+    /// The object with the settings: `rope_scaling` wins where a config also has `rope_parameters`, as
+    /// in transformers; `{}` counts as absent.
+    pub fn section(config: &Config) -> Result<Option<Config>, ConfigError> {
+        let section = |key| -> Result<Option<Config>, ConfigError> {
+            Ok(config.section(&[key])?.filter(|s| !s.object().is_empty()))
+        };
+        let scaling = section("rope_scaling")?;
+        if scaling.is_some() { Ok(scaling) } else { section("rope_parameters") }
     }
 
     /// Whether the frequencies of a token depend on the length of its prompt.

@@ -6,6 +6,7 @@ mod checkpoint;
 mod config;
 mod layers;
 mod logprobs;
+mod mla;
 mod processors;
 mod rope;
 mod run;

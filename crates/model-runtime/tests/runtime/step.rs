@@ -89,7 +89,8 @@ proptest! {
     }
 }
 
-const LAYOUT: KvLayout = KvLayout { num_layers: 3, num_kv_heads: 2, head_dim: 8, dtype: DType::BF16 };
+const LAYOUT: KvLayout =
+    KvLayout { num_layers: 3, num_kv_heads: 2, head_dim: 8, value_dim: Some(8), dtype: DType::BF16 };
 
 #[test]
 fn the_cache_is_sized_by_blocks_or_by_bytes() -> Result<()> {

@@ -72,7 +72,7 @@ impl Tiny {
                 max_position_embeddings: 64,
                 max_context_len: rope.max_context_len(),
                 keys_depend_on_prompt_len: rope.depends_on_prompt_len(),
-                kv: KvLayout { num_layers: LAYERS, num_kv_heads: 2, head_dim: 8, dtype },
+                kv: KvLayout { num_layers: LAYERS, num_kv_heads: 2, head_dim: 8, value_dim: Some(8), dtype },
                 moe: None,
             },
             rope: Rope::new(rope),

@@ -52,6 +52,8 @@ pub(super) struct DeviceRunner {
     max_blocks: usize,
     max_seqs: usize,
     eager: bool,
+    /// Steps that replayed a graph.
+    replayed: u64,
 }
 
 impl DeviceRunner {
@@ -77,7 +79,13 @@ impl DeviceRunner {
             max_blocks,
             max_seqs: seqs,
             eager,
+            replayed: 0,
         })
+    }
+
+    /// Steps that replayed a graph.
+    pub fn num_replayed(&self) -> u64 {
+        self.replayed
     }
 
     /// Whether the device can draw every token of a plan.
@@ -193,7 +201,10 @@ impl DeviceRunner {
         ex: &mut Exec,
     ) -> Result<()> {
         match self.graphs.get_mut(&bucket) {
-            Some(Recording::Ready(graph)) => return graph.launch(),
+            Some(Recording::Ready(graph)) => {
+                self.replayed += 1;
+                return graph.launch();
+            }
             Some(Recording::Never) => return self.run(shape, model, kv, ex),
             None => {
                 self.graphs.insert(bucket, Recording::Warm);
@@ -209,6 +220,7 @@ impl DeviceRunner {
         match recorded {
             Ok(mut graph) => {
                 graph.launch()?;
+                self.replayed += 1;
                 self.graphs.insert(bucket, Recording::Ready(graph));
                 Ok(())
             }

@@ -239,6 +239,11 @@ impl<'m> Engine<'m> {
         self.stats.summary(scheduler.num_preemptions, scheduler.num_cached_tokens, scheduler.kv_blocks().1)
     }
 
+    /// Steps that replayed a captured CUDA graph.
+    pub fn num_graph_steps(&self) -> u64 {
+        self.runner.num_graph_steps()
+    }
+
     /// Expert counts of the last collected step, if they are collected.
     pub fn take_step_heat(&mut self) -> Option<StepHeat> {
         self.step_heat.take()

@@ -138,6 +138,15 @@ impl<'m> Runner<'m> {
         self.results.len()
     }
 
+    /// Steps that replayed a CUDA graph.
+    pub fn num_graph_steps(&self) -> u64 {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = &self.device {
+            return device.num_replayed();
+        }
+        0
+    }
+
     /// Starts a step. `sequences` holds those of the plan.
     pub fn launch(&mut self, mut plan: Plan, sequences: &[Sequence]) -> Result<()> {
         let sequences: HashMap<Key, &Sequence> = sequences.iter().map(|s| (s.key, s)).collect();

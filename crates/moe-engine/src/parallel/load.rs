@@ -35,8 +35,8 @@ pub struct Source<'a, F: ModelFamily> {
     pub has: &'a (dyn Fn(&str) -> bool + Sync),
     /// The tensors as a rank with these slices sees them.
     pub tensors: &'a (dyn Fn(Vec<TensorSlice>) -> VarBuilder<'static> + Sync),
-    /// Name of the expert backend.
-    pub backend: Option<&'a str>,
+    /// The options of a rank at this place.
+    pub options: &'a (dyn Fn(BlockContext) -> LoadOptions + Sync),
     /// How MoE layers cut their tokens.
     pub chunked_moe: ChunkedMoe,
 }
@@ -109,17 +109,15 @@ fn load_part<F: ModelFamily>(
     geometry: &Geometry,
     groups: &ParallelGroups,
 ) -> Result<(Box<dyn CausalLm>, serde_json::Value)> {
-    let options = LoadOptions {
-        backend: source.backend.map(str::to_string),
-        context: BlockContext {
-            geometry: geometry.clone(),
-            groups: groups.clone(),
-            chunked_moe: source.chunked_moe,
-            sliced_weights: true,
-            ..BlockContext::default()
-        },
+    let context = BlockContext {
+        geometry: geometry.clone(),
+        groups: groups.clone(),
+        chunked_moe: source.chunked_moe,
+        sliced_weights: true,
+        ..BlockContext::default()
     };
-    let loaded = F::load_on(source.config, &options, (source.tensors)(slices));
+    let options = (source.options)(context);
+    let loaded = F::load(source.config, &options, (source.tensors)(slices));
     let loaded = loaded.with_context(|| format!("loading rank {}", geometry.rank))?;
     Ok((loaded.model, loaded.backend))
 }

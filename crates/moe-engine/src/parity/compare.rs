@@ -50,6 +50,19 @@ pub fn top_k_gap(keys: &[f32], k: usize) -> f32 {
     }
 }
 
+/// [`top_k_gap`] of a selection among the experts of the `kept` best of `groups` equal groups, a
+/// group being as good as its best expert: how clearly the groups are separated, or the experts of
+/// the kept ones, whichever is closer.
+pub fn grouped_gap(keys: &[f32], k: usize, groups: usize, kept: usize) -> f32 {
+    let size = (keys.len() / groups.max(1)).max(1);
+    let best = |group: &[f32]| group.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let mut by_score: Vec<&[f32]> = keys.chunks(size).collect();
+    by_score.sort_by(|a, b| best(b).total_cmp(&best(a)));
+    let scores: Vec<f32> = by_score.iter().map(|group| best(group)).collect();
+    let members: Vec<f32> = by_score.iter().take(kept).copied().flatten().copied().collect();
+    top_k_gap(&scores, kept).min(top_k_gap(&members, k))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -69,6 +82,11 @@ mod tests {
         assert!(same_set(&[3, 1], &[1, 3]) && !same_set(&[3, 1], &[1, 2]));
         assert_eq!(top_k_gap(&[0.1, 0.5, 0.25], 1), 0.25);
         assert_eq!(top_k_gap(&[0.1, 0.5], 2), f32::INFINITY);
+        // Two of three pairs stay: 1.0 and 0.5 lead, 0.25 apart from the third; then 0.5 over 0.375.
+        let keys = [0.125, 0.5, 0.375, 1.0, 0.25, 0.0];
+        assert_eq!(grouped_gap(&keys, 2, 3, 2), 0.125);
+        assert_eq!(grouped_gap(&[0.125, 0.5, 0.0, 1.0, 0.4375, 0.0], 2, 3, 2), 0.0625);
+        assert_eq!(grouped_gap(&keys, 2, 1, 1), top_k_gap(&keys, 2));
         assert_eq!(argmax(&[1., 2., 2.]), 1);
     }
 }

@@ -6,7 +6,7 @@ use model_runtime::ModelInfo;
 use moe_layer::DType;
 use serde::Serialize;
 
-use super::compare::{argmax, max_difference, relative_error, same_set, top_k_gap};
+use super::compare::{argmax, max_difference, relative_error, same_set};
 use super::reference::Reference;
 use super::run::Observations;
 
@@ -76,10 +76,9 @@ impl Rules {
         }
     }
 
-    /// Whether experts must agree where the reference's k-th and (k+1)-th key are this far apart.
-    /// The bf16 gap is relative to the row's largest logit, which is what its noise scales with.
-    fn is_clear(&self, row: &[f32], k: usize) -> bool {
-        let gap = top_k_gap(row, k);
+    /// Whether experts must agree where the reference's selection is this clear. The bf16 gap is
+    /// relative to the row's largest logit, which is what its noise scales with.
+    fn is_clear(&self, row: &[f32], gap: f32) -> bool {
         match self.exact {
             true => gap > 1e-5,
             false => gap > row.iter().fold(0f32, |m, x| m.max(x.abs())) * 2f32.powi(-6),
@@ -87,9 +86,13 @@ impl Rules {
     }
 }
 
-/// The expert ids that the model's selection rule takes from router logits [T, E]: [T, K] by
-/// decoder layer.
-pub type Select<'a> = &'a dyn Fn(usize, &[f32]) -> Result<Vec<u32>>;
+/// The model's selection rule, by decoder layer.
+pub trait Selection {
+    /// The expert ids that it takes from router logits [T, E]: [T, K].
+    fn ids(&self, layer: usize, logits: &[f32]) -> Result<Vec<u32>>;
+    /// How clearly it separates the chosen experts of one row [E] from the others, in logits.
+    fn gap(&self, layer: usize, row: &[f32]) -> Result<f32>;
+}
 
 /// Compares a teacher-forced run, and greedy tokens if both sides have them.
 pub fn judge(
@@ -98,7 +101,7 @@ pub fn judge(
     ours: &Observations,
     generated: Option<&[u32]>,
     rules: &Rules,
-    select: Select,
+    selection: &dyn Selection,
 ) -> Result<Report> {
     let mut report = Report {
         device: String::new(),
@@ -116,7 +119,7 @@ pub fn judge(
     };
     tensors(info, reference, ours, rules, &mut report);
     tokens(info, reference, ours, rules, &mut report);
-    routing(info, reference, ours, rules, select, &mut report)?;
+    routing(info, reference, ours, rules, selection, &mut report)?;
     if let (Some((count, expected)), Some(got)) = (&reference.generated, generated) {
         report.generated_match = Some(expected.as_slice() == got);
         let first = expected.iter().zip(got).position(|(a, b)| a != b);
@@ -191,14 +194,14 @@ fn routing(
     reference: &Reference,
     ours: &Observations,
     rules: &Rules,
-    select: Select,
+    selection: &dyn Selection,
     report: &mut Report,
 ) -> Result<()> {
     let Some(moe) = &info.moe else { return Ok(()) };
     let mut compared = 0;
     for (&layer, expected) in &reference.router_logits {
         let Some(got) = ours.router_logits.get(&layer) else { continue };
-        let (a, b) = (select(layer, got)?, select(layer, expected)?);
+        let (a, b) = (selection.ids(layer, got)?, selection.ids(layer, expected)?);
         let rows = a.chunks_exact(moe.top_k).zip(b.chunks_exact(moe.top_k));
         for (row, (a, b)) in rows.enumerate() {
             compared += 1;
@@ -207,11 +210,11 @@ fn routing(
             }
             report.routing_flips += 1;
             let keys = &expected[row * moe.num_experts..(row + 1) * moe.num_experts];
-            if rules.is_clear(keys, moe.top_k) && report.failures.len() < MAX_FAILURES {
+            let gap = selection.gap(layer, keys)?;
+            if rules.is_clear(keys, gap) && report.failures.len() < MAX_FAILURES {
                 report.failures.push(format!(
                     "experts of layer {layer}, row {row}: expected {b:?}, got {a:?}, though the reference's gap \
-                     of {:.2e} is clear",
-                    top_k_gap(keys, moe.top_k)
+                     of {gap:.2e} is clear"
                 ));
             }
         }

@@ -14,12 +14,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use model_runtime::{CausalLm, Exec, RoutedExperts};
-use moe_layer::{DType, Device, Tensor};
+use model_runtime::{CausalLm, Exec, MoeInfo, RoutedExperts, Router};
+use moe_layer::{DType, Device, RouterSelection, Tensor};
 
 pub use judge::{LayerError, Report};
 
-use judge::{Rules, judge};
+use compare::{grouped_gap, top_k_gap};
+use judge::{Rules, Selection, judge};
 use reference::Reference;
 
 /// Compares a model with a reference file.
@@ -28,7 +29,6 @@ pub fn compare(model: &dyn CausalLm, reference: &Path, ex: &mut Exec) -> Result<
     let reference = Reference::read(reference, info)?;
     let dtype = info.kv.dtype;
     let rules = Rules::new(dtype, matches!(ex.device(), Device::Cpu), reference.bf16_noise);
-    let select = |layer: usize, logits: &[f32]| select(model, layer, logits);
 
     let count = reference.generated.as_ref().map_or(0, |(count, _)| *count);
     let generated = run::greedy(model, &reference, count, ex)?;
@@ -37,7 +37,7 @@ pub fn compare(model: &dyn CausalLm, reference: &Path, ex: &mut Exec) -> Result<
     }
     let ours = run::teacher_forced(model, &reference, ex)?;
     ex.step.replay = None;
-    let mut report = judge(info, &reference, &ours, Some(&generated), &rules, &select)?;
+    let mut report = judge(info, &reference, &ours, Some(&generated), &rules, &Routers(model))?;
     report.device = format!("{:?}", ex.device().location()).to_lowercase();
     report.dtype = dtype.as_str().to_string();
     Ok(report)
@@ -50,19 +50,39 @@ fn replay(model: &dyn CausalLm, reference: &Reference) -> Result<Option<RoutedEx
     let mut routed = RoutedExperts::empty(tokens, moe.layers.len(), moe.top_k)?;
     for (m, layer) in moe.layers.iter().enumerate() {
         let Some(logits) = reference.router_logits.get(layer) else { return Ok(None) };
-        for (token, ids) in select(model, *layer, logits)?.chunks_exact(moe.top_k).enumerate() {
+        for (token, ids) in Routers(model).ids(*layer, logits)?.chunks_exact(moe.top_k).enumerate() {
             routed.set(token, m, ids)?;
         }
     }
     Ok(Some(routed))
 }
 
-/// The ids [T, K] that the router of a decoder layer chooses from logits [T, E].
-fn select(model: &dyn CausalLm, layer: usize, logits: &[f32]) -> Result<Vec<u32>> {
-    let info = model.info().moe.as_ref().context("the model has no routed experts")?;
-    let m = info.layers.iter().position(|l| *l == layer).context("the layer has no router")?;
-    let router = model.router(m).context("the layer has no router")?;
-    let shape = (logits.len() / info.num_experts, info.num_experts);
-    let routed = router.route(&Tensor::from_slice(logits, shape, &Device::Cpu)?)?;
-    Ok(routed.topk_ids.flatten_all()?.to_vec1()?)
+/// The selection rule of a model's routers.
+struct Routers<'a>(&'a dyn CausalLm);
+
+impl<'a> Routers<'a> {
+    fn router(&self, layer: usize) -> Result<(&'a Router, &'a MoeInfo)> {
+        let info = self.0.info().moe.as_ref().context("the model has no routed experts")?;
+        let m = info.layers.iter().position(|l| *l == layer).context("the layer has no router")?;
+        Ok((self.0.router(m).context("the layer has no router")?, info))
+    }
+}
+
+impl Selection for Routers<'_> {
+    fn ids(&self, layer: usize, logits: &[f32]) -> Result<Vec<u32>> {
+        let (router, info) = self.router(layer)?;
+        let shape = (logits.len() / info.num_experts, info.num_experts);
+        let routed = router.route(&Tensor::from_slice(logits, shape, &Device::Cpu)?)?;
+        Ok(routed.topk_ids.flatten_all()?.to_vec1()?)
+    }
+
+    fn gap(&self, layer: usize, row: &[f32]) -> Result<f32> {
+        let (router, info) = self.router(layer)?;
+        Ok(match router.config().selection {
+            RouterSelection::Grouped { num_expert_group, topk_group } => {
+                grouped_gap(row, info.top_k, num_expert_group, topk_group)
+            }
+            _ => top_k_gap(row, info.top_k),
+        })
+    }
 }

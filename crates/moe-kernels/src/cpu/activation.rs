@@ -1,8 +1,30 @@
 //! Gated activations in f32.
 
+use super::Kernel;
 use super::math::{sigmoid, tanh};
-use super::simd::{LANES, Simd};
+use super::simd::{LANES, Lanes, Simd};
 use crate::spec::Activation;
+
+/// out = act(gate, up), rounded once.
+pub(crate) struct Gated<'a, T> {
+    pub gate: &'a [f32],
+    pub up: &'a [f32],
+    pub activation: Activation,
+    pub out: &'a mut [T],
+}
+
+impl<T: Lanes> Kernel for Gated<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let inputs = self.gate.chunks(LANES).zip(self.up.chunks(LANES));
+        for ((gate, up), out) in inputs.zip(self.out.chunks_mut(LANES)) {
+            let (gate, up) = (f32::load_some(s, gate), f32::load_some(s, up));
+            T::store_some(s, gated(s, self.activation, gate, up), out);
+        }
+    }
+}
 
 /// The activation of gate and up values.
 #[inline(always)]

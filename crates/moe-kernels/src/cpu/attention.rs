@@ -57,12 +57,16 @@ pub(crate) struct Attention<'a, T, Q> {
     pub q: &'a [Q],
     /// [num_blocks, Hkv, block_size, D].
     pub k_cache: &'a [T],
-    /// The same.
+    /// [num_blocks, Hkv, block_size, value_row]; may be the keys.
     pub v_cache: &'a [T],
     pub block_size: usize,
     pub num_heads: usize,
     pub num_kv_heads: usize,
     pub head_dim: usize,
+    /// Length of a row of `v_cache`.
+    pub value_row: usize,
+    /// Values at the start of such a row that are the value.
+    pub value_dim: usize,
     pub sequences: &'a [Sequence<'a>],
     /// Position of each row.
     pub positions: &'a [u32],
@@ -119,9 +123,9 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
         self.a.num_heads / self.a.num_kv_heads
     }
 
-    /// Head size, rounded up to whole vectors.
+    /// Size of a value, rounded up to whole vectors.
     fn width(&self) -> usize {
-        self.a.head_dim.next_multiple_of(LANES)
+        self.a.value_dim.next_multiple_of(LANES)
     }
 
     /// Positions that a row sees.
@@ -208,7 +212,7 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
     /// Divides and writes row i of a task.
     fn finish(&self, task: &Task, i: usize, sum: f32, values: &[f32], out: &Shared<T>) {
         let (row, head) = self.place(task, i);
-        let d = self.a.head_dim;
+        let d = self.a.value_dim;
         // SAFETY: each (row, head) belongs to one task, and within it to one i.
         let out = unsafe { out.range((row * self.a.num_heads + head) * d, d) };
         dispatch(self.ex.isa(), Divide { values, sum, out });

@@ -35,10 +35,11 @@ impl<T: Lanes, O: Lanes> Epilogue for Store<'_, T, O> {
     }
 }
 
-struct StoreRow<'a, T, O> {
-    sums: &'a UnitSums,
-    bias: Option<&'a [T]>,
-    out: &'a mut [O],
+/// The sums of one row of x with one unit, plus bias, rounded.
+pub(crate) struct StoreRow<'a, T, O> {
+    pub sums: &'a UnitSums,
+    pub bias: Option<&'a [T]>,
+    pub out: &'a mut [O],
 }
 
 impl<T: Lanes, O: Lanes> Kernel for StoreRow<'_, T, O> {

@@ -19,6 +19,7 @@ pub(crate) mod combine;
 pub(crate) mod epilogue;
 pub(crate) mod gemm;
 pub(crate) mod math;
+pub(crate) mod mla;
 pub(crate) mod norm;
 pub(crate) mod pack;
 pub(crate) mod parallel;

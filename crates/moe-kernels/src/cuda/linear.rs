@@ -2,12 +2,14 @@
 
 use candle_core::{DType, Result};
 
-use super::{aligned, any, ffi, small};
+use super::{aligned, any, blas, ffi, small};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
 /// Most rows for which streaming the weights beats the tensor-core kernel (docs/kernels-decode.md).
 const STREAM_ROWS: usize = 4;
+/// From this many rows on cuBLAS is the fastest.
+const BLAS_ROWS: usize = 65;
 /// From this many weight rows on, a product is a vocabulary projection.
 const WIDE: usize = 32 * 1024;
 /// Longest rows of x of which [`STREAM_ROWS`] fit beside the weights' ring.
@@ -25,6 +27,9 @@ pub(crate) fn linear(
     let cuda = ex.cuda(op)?;
     let (m, n, k) = (x.dims()[0], w.dims()[0], w.dims()[1]);
     let bf16 = x.dtype() == DType::BF16 && k > 0 && k.is_multiple_of(64);
+    if bf16 && m >= BLAS_ROWS && bias.is_none() {
+        return blas::product(cuda, op, x, w, out);
+    }
     let streams = m <= STREAM_ROWS && k <= STREAM_K && (n < WIDE || cuda.major < 9);
     if !bf16 || !(streams || cuda.major >= 9) || !aligned(&[x, w, out.as_view()]) {
         return any::linear(cuda, op, x, w, bias, out);

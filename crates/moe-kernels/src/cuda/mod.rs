@@ -12,6 +12,7 @@
 
 pub(crate) mod any;
 pub(crate) mod attention;
+mod blas;
 mod experts;
 pub(crate) mod ffi;
 mod graph;
@@ -19,6 +20,7 @@ pub(crate) mod linear;
 mod memory;
 mod router;
 pub(crate) mod rows;
+mod small;
 mod step;
 mod stream;
 
@@ -32,8 +34,14 @@ pub use experts::{FusedExperts, fused_experts_into};
 pub use graph::Graph;
 pub use memory::PinnedWords;
 pub(crate) use memory::{DeviceMemory, storage_slice};
-pub use router::{GateRoute, GateScoring, gate_route_fits, gate_route_into};
-pub use step::{SAMPLE_WORDS, SampleParams, feed_tokens_into, fill_random_into, rope_rows_into, sample_into};
+pub use router::{Gate, GateScoring, gate_route_fits, gate_route_into};
+pub use small::{
+    PreNorm, linear_add_into, norm_experts_add_into, norm_linear_into, small_experts_fit, small_linear_fits,
+};
+pub use step::{
+    RopeFrequencies, SAMPLE_WORDS, SampleParams, feed_tokens_into, fill_random_into, rope_rows_into,
+    sample_into,
+};
 pub(crate) use stream::CudaExec;
 
 /// A size as launchers take it.

@@ -24,15 +24,13 @@ pub enum GateScoring {
     SqrtSoftplus,
 }
 
-/// Arguments of [`gate_route_into`].
+/// A gate and how experts are chosen by its logits.
 #[derive(Clone, Copy, Debug)]
-pub struct GateRoute<'a> {
-    /// [T, H] bf16.
-    pub x: View<'a>,
+pub struct Gate<'a> {
     /// [E, H] bf16.
-    pub gate: View<'a>,
+    pub weight: View<'a>,
     /// \[E\] bf16, part of the logits.
-    pub gate_bias: Option<View<'a>>,
+    pub bias: Option<View<'a>>,
     /// \[E\] f32, added to the scores for the choice only.
     pub correction_bias: Option<View<'a>>,
     /// How logits become scores.
@@ -47,47 +45,55 @@ pub struct GateRoute<'a> {
     pub softcap: Option<f32>,
 }
 
+/// Dims and dtypes of a gate.
+pub(super) fn check_gate(op: &str, gate: &Gate, experts: usize, hidden: usize) -> Result<()> {
+    expect_dims(op, "gate", &gate.weight, &[experts, hidden])?;
+    expect_dtype(op, "gate", &gate.weight, DType::BF16)?;
+    for (name, bias, dtype) in
+        [("gate_bias", gate.bias, DType::BF16), ("correction_bias", gate.correction_bias, DType::F32)]
+    {
+        if let Some(bias) = bias {
+            expect_dims(op, name, &bias, &[experts])?;
+            expect_dtype(op, name, &bias, dtype)?;
+        }
+    }
+    Ok(())
+}
+
 /// Whether the kernel fits: dtypes, widths and limits.
 pub fn gate_route_fits(hidden: usize, experts: usize, top_k: usize, dtype: DType, ex: &Exec) -> bool {
     let sizes = hidden > 0 && hidden.is_multiple_of(64) && (1..=MAX_EXPERTS).contains(&experts);
     ex.is_cuda() && dtype == DType::BF16 && sizes && (1..=MAX_TOP_K.min(experts)).contains(&top_k)
 }
 
-/// logits [T, E] f32 = x · gateᵀ, and the top K of their scores: topk_ids [T, K] u32 by descending
+/// logits [T, E] f32 = x [T, H] · gateᵀ, and the top K of their scores: topk_ids [T, K] u32 by descending
 /// score, ties to the lower id, and topk_weights [T, K] f32.
 ///
 /// # Errors
 /// A CPU context; a wrong dtype or wrong dims; sizes that [`gate_route_fits`] refuses.
 pub fn gate_route_into(
-    args: &GateRoute,
+    x: View,
+    gate: &Gate,
     mut logits: ViewMut,
     mut topk_ids: ViewMut,
     mut topk_weights: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "gate_route";
-    let (t, h) = expect_matrix(op, "x", &args.x)?;
-    let (e, _) = expect_matrix(op, "gate", &args.gate)?;
+    let (t, h) = expect_matrix(op, "x", &x)?;
+    let (e, _) = expect_matrix(op, "gate", &gate.weight)?;
     let (_, k) = expect_matrix(op, "topk_ids", &topk_ids)?;
-    expect_dims(op, "gate", &args.gate, &[e, h])?;
-    expect_dtype(op, "gate", &args.gate, args.x.dtype())?;
+    check_gate(op, gate, e, h)?;
+    expect_dtype(op, "x", &x, DType::BF16)?;
     expect_dims(op, "logits", &logits, &[t, e])?;
     expect_dtype(op, "logits", &logits, DType::F32)?;
     expect_dims(op, "topk_ids", &topk_ids, &[t, k])?;
     expect_dtype(op, "topk_ids", &topk_ids, DType::U32)?;
     expect_dims(op, "topk_weights", &topk_weights, &[t, k])?;
     expect_dtype(op, "topk_weights", &topk_weights, DType::F32)?;
-    if let Some(bias) = &args.gate_bias {
-        expect_dims(op, "gate_bias", bias, &[e])?;
-        expect_dtype(op, "gate_bias", bias, args.x.dtype())?;
-    }
-    if let Some(bias) = &args.correction_bias {
-        expect_dims(op, "correction_bias", bias, &[e])?;
-        expect_dtype(op, "correction_bias", bias, DType::F32)?;
-    }
     let cuda = ex.cuda(op)?;
-    if !gate_route_fits(h, e, k, args.x.dtype(), ex) {
-        bail!("{op}: the kernel does not fit H = {h}, E = {e}, K = {k}, dtype {}", args.x.dtype().as_str())
+    if !gate_route_fits(h, e, k, x.dtype(), ex) {
+        bail!("{op}: the kernel does not fit H = {h}, E = {e}, K = {k}, dtype {}", x.dtype().as_str())
     }
     let tickets = cuda.counters(op, t.div_ceil(BLOCK_TOKENS))?;
     let none = std::ptr::null();
@@ -95,10 +101,10 @@ pub fn gate_route_into(
     // SAFETY: dims, dtypes and the launcher's conditions are checked above.
     let code = unsafe {
         ffi::moe_gate_route(
-            cuda.read(op, "x", args.x)?,
-            cuda.read(op, "gate", args.gate)?,
-            cuda.read_or_null(op, "gate_bias", args.gate_bias)?,
-            cuda.read_or_null(op, "correction_bias", args.correction_bias)?,
+            cuda.read(op, "x", x)?,
+            cuda.read(op, "gate", gate.weight)?,
+            cuda.read_or_null(op, "gate_bias", gate.bias)?,
+            cuda.read_or_null(op, "correction_bias", gate.correction_bias)?,
             valid,
             cuda.write(op, "logits", &mut logits)?,
             cuda.write(op, "topk_ids", &mut topk_ids)?,
@@ -108,11 +114,11 @@ pub fn gate_route_into(
             small(op, h)?,
             small(op, e)?,
             small(op, k)?,
-            args.scoring as i32,
-            i32::from(args.raw_logits),
-            i32::from(args.renormalize),
-            args.scale,
-            args.softcap.unwrap_or(0.),
+            gate.scoring as i32,
+            i32::from(gate.raw_logits),
+            i32::from(gate.renormalize),
+            gate.scale,
+            gate.softcap.unwrap_or(0.),
             cuda.raw()?,
         )
     };

@@ -8,29 +8,56 @@ use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
-/// cos, sin [T, D/2] f32 of positions \[T\] u32 and inverse frequencies [D/2].
+/// Rotary frequencies of [`rope_rows_into`].
+#[derive(Clone, Copy, Debug)]
+pub struct RopeFrequencies<'a> {
+    /// [D/2], at most 256.
+    pub inv_freq: &'a [f32],
+    /// Factor of cosines and sines.
+    pub attention_factor: f32,
+    /// Dynamic NTK beyond a length: base, scaling factor, and that length.
+    pub dynamic: Option<(f32, f32, f32)>,
+}
+
+/// cos, sin [T, D/2] f32 of positions \[T\] u32; `rope_len` \[T\] u32 is the length that a row's dynamic
+/// frequencies are for.
 pub fn rope_rows_into(
     positions: View,
-    inv_freq: &[f32],
-    attention_factor: f32,
+    rope_len: View,
+    frequencies: &RopeFrequencies,
     mut cos: ViewMut,
     mut sin: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
     let (op, cuda) = ("rope_rows", ex.cuda("rope_rows")?);
-    let dims = [positions.elem_count(), inv_freq.len()];
-    expect_dtype(op, "positions", &positions, DType::U32)?;
+    let dims = [positions.elem_count(), frequencies.inv_freq.len()];
+    for (name, view) in [("positions", &positions), ("rope_len", &rope_len)] {
+        expect_dtype(op, name, view, DType::U32)?;
+        expect_dims(op, name, view, &dims[..1])?;
+    }
     for (name, out) in [("cos", &cos), ("sin", &sin)] {
         expect_dtype(op, name, out, DType::F32)?;
         expect_dims(op, name, out, &dims)?;
     }
-    let (cos, sin) = (cuda.write(op, "cos", &mut cos)?, cuda.write(op, "sin", &mut sin)?);
-    let (positions, half) = (cuda.read(op, "positions", positions)?, small(op, inv_freq.len())?);
-    let rows = small(op, dims[0])?;
-    let freq = inv_freq.as_ptr();
+    let (theta, factor, max_len) = frequencies.dynamic.unwrap_or((1., 0., 0.));
+    let freq = frequencies.inv_freq.as_ptr();
     // SAFETY: dims and dtypes are checked above; the launcher refuses more than 256 frequencies.
-    let code =
-        unsafe { ffi::moe_rope_rows(positions, freq, half, attention_factor, cos, sin, rows, cuda.raw()?) };
+    let code = unsafe {
+        ffi::moe_rope_rows(
+            cuda.read(op, "positions", positions)?,
+            cuda.read(op, "rope_len", rope_len)?,
+            freq,
+            small(op, dims[1])?,
+            frequencies.attention_factor,
+            theta,
+            factor,
+            max_len,
+            cuda.write(op, "cos", &mut cos)?,
+            cuda.write(op, "sin", &mut sin)?,
+            small(op, dims[0])?,
+            cuda.raw()?,
+        )
+    };
     cuda.check(op, code)
 }
 

@@ -1,10 +1,11 @@
 //! The device side of an execution context: one stream of one device.
 
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::cublas::CudaBlas;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, result, sys};
+use candle_core::cuda_backend::{DeviceId, WrapErr};
 use candle_core::{CudaDevice, DType, Device, Result, bail};
 
 use super::{PinnedWords, ffi};
@@ -23,12 +24,33 @@ pub(crate) struct CudaExec {
     pub(crate) sms: usize,
     /// Major compute capability: 9 is Hopper.
     pub(crate) major: usize,
+    /// candle's handle for dense products, and whether it has its workspace.
+    pub(super) blas: Arc<CudaBlas>,
+    pub(super) blas_ready: Arc<OnceLock<()>>,
     device: Device,
     counters: Arc<Mutex<Vec<(&'static str, Buffer)>>>,
 }
 
+/// What was made for each candle device: counters and workspaces outlive every context, because candle's
+/// cuBLAS handle and captured graphs know them.
+static KNOWN: Mutex<Vec<(DeviceId, CudaExec)>> = Mutex::new(Vec::new());
+
 impl CudaExec {
-    pub(crate) fn new(device: &CudaDevice) -> Result<Self> {
+    /// The device side of all contexts on a candle device.
+    pub(crate) fn of(device: &CudaDevice) -> Result<Self> {
+        // A panic elsewhere cannot leave the list inconsistent: every update is one push.
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        match known.iter().find(|(id, _)| *id == device.id()) {
+            Some((_, cuda)) => Ok(cuda.clone()),
+            None => {
+                let cuda = Self::new(device)?;
+                known.push((device.id(), cuda.clone()));
+                Ok(cuda)
+            }
+        }
+    }
+
+    fn new(device: &CudaDevice) -> Result<Self> {
         let stream = device.cuda_stream();
         let context = stream.context().clone();
         let attribute = |a| context.attribute(a).w().map(|n| n.max(0) as usize);
@@ -37,6 +59,8 @@ impl CudaExec {
             ordinal: context.ordinal(),
             sms: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             major: attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            blas: device.cublas_handle(),
+            blas_ready: Arc::default(),
             device: Device::Cuda(device.clone()),
             stream,
             counters: Arc::default(),

@@ -38,9 +38,10 @@ pub struct AttentionMeta<'a> {
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `q` | [T, Hq, D] model dtype or f32 |
-/// | `k_cache`, `v_cache` | [num_blocks, Hkv, block_size, D] model dtype (f32, bf16, f16); Hkv divides Hq |
+/// | `k_cache` | [num_blocks, Hkv, block_size, D] model dtype (f32, bf16, f16); Hkv divides Hq |
+/// | `v_cache` | [num_blocks, Hkv, block_size, at least Dv] same dtype: a value is the first Dv of its row, so the latent cache of MLA is both |
 /// | `meta` | see [`AttentionMeta`] |
-/// | `out` | [T, Hq · D] model dtype |
+/// | `out` | [T, Hq · Dv] model dtype |
 ///
 /// # Errors
 /// A wrong dtype or wrong dims; heads that do not divide; row ranges that do not ascend; a
@@ -62,13 +63,15 @@ pub fn paged_attention_into(
         bail!("{op}: {hkv} key heads do not divide {hq} query heads")
     }
     expect_stream(op, "q", &q, k_cache.dtype())?;
-    expect_dims(op, "v_cache", &v_cache, k_cache.dims())?;
     expect_dtype(op, "v_cache", &v_cache, k_cache.dtype())?;
-    expect_dims(op, "out", &out, &[t, hq * d])?;
+    let value_dim = expect_values(op, &k_cache, &v_cache, &out, hq)?;
+    expect_dims(op, "out", &out, &[t, hq * value_dim])?;
     expect_dtype(op, "out", &out, k_cache.dtype())?;
     check_meta(op, meta, t)?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
+        expect_dims(op, "v_cache", &v_cache, k_cache.dims())?;
+        expect_dims(op, "out", &out, &[t, hq * d])?;
         return crate::cuda::attention::paged_attention(q, k_cache, v_cache, meta, out, ex);
     }
     let sequences = check_sequences(op, meta, t, k_cache.dims()[0], k_cache.dims()[2])?;
@@ -76,6 +79,25 @@ pub fn paged_attention_into(
         DType::F32 => run::<T, f32>(q, k_cache, v_cache, meta, &sequences, out, ex),
         _ => run::<T, T>(q, k_cache, v_cache, meta, &sequences, out, ex),
     })
+}
+
+/// The size of a value, which `out` names and a row of `v_cache` must hold.
+fn expect_values(op: &str, k_cache: &View, v_cache: &View, out: &ViewMut, hq: usize) -> Result<usize> {
+    let value_dim = out.dims().last().map_or(0, |width| width / hq.max(1));
+    match (k_cache.dims(), v_cache.dims()) {
+        (&[blocks, hkv, size, _], &[b, h, s, row])
+            if [b, h, s] == [blocks, hkv, size] && row >= value_dim =>
+        {
+            Ok(value_dim)
+        }
+        (k, v) => bail!(
+            "{op}: expected v_cache with dims [{}, {}, {}, at least {value_dim}] for an out of {hq} heads of \
+             {value_dim}, got {v:?}",
+            k[0],
+            k[1],
+            k[2]
+        ),
+    }
 }
 
 /// Checks dims and dtypes.
@@ -143,12 +165,13 @@ fn run<T: Lanes, Q: Lanes>(
     ex: &mut Exec,
 ) -> Result<()> {
     let (num_heads, head_dim) = (q.dims()[1], q.dims()[2]);
+    let value_dim = out.dims()[1] / num_heads.max(1);
     let out = out.cpu_mut::<T>()?;
     if out.is_empty() {
         return Ok(());
     }
     let used = sequences.last().map_or(0, |s| s.rows.end);
-    let (out, padding) = out.split_at_mut(used * num_heads * head_dim);
+    let (out, padding) = out.split_at_mut(used * num_heads * value_dim);
     padding.fill(T::default());
     let attention = Attention {
         q: q.cpu::<Q>()?,
@@ -158,6 +181,8 @@ fn run<T: Lanes, Q: Lanes>(
         num_heads,
         num_kv_heads: k_cache.dims()[1],
         head_dim,
+        value_row: v_cache.dims()[3],
+        value_dim,
         sequences,
         positions: meta.positions.cpu()?,
         scale: meta.scale,

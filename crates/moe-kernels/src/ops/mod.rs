@@ -3,21 +3,25 @@
 //! Each op is an `_into` function over views and an [`Exec`](crate::Exec). It checks dtypes and
 //! dims once and then dispatches on the device.
 
+mod activation;
 mod attention;
 mod combine;
 mod elementwise;
 mod experts;
 mod linear;
+mod mla;
 mod qk_norm_rope;
 mod scaled;
 mod segments;
 
 pub use crate::cpu::attention::ATTENTION_BLOCK;
+pub use activation::gated_activation_into;
 pub use attention::{AttentionMeta, paged_attention_into};
 pub use combine::weighted_sum_into;
 pub use elementwise::{add_into, add_rms_norm_into, embedding_into, rms_norm_into, softmax_into};
 pub use experts::{ExpertGroups, grouped_down_into, grouped_gate_up_into};
 pub use linear::{linear_into, linear_row_parallel_into, row_parallel_segments};
+pub use mla::{MlaLatent, MlaQuery, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into};
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_cache_into, rope_attention_into};
 pub use scaled::{add_scaled_into, one_group_into, sigmoid_into};
 pub use segments::{Segment, grouped_down_segment_into, linear_segment_into};

@@ -10,7 +10,7 @@ use crate::reference::{Problem, Shared, example, problem};
 use crate::{bits, message};
 
 /// A checkpoint of the problem: gate, per-expert tensors and shared experts under their usual names.
-fn checkpoint(p: &Problem) -> Result<HashMap<String, Tensor>> {
+pub fn checkpoint(p: &Problem) -> Result<HashMap<String, Tensor>> {
     let (h, i) = (p.hidden, p.width);
     let mut tensors = HashMap::from([("mlp.gate.weight".to_string(), p.gate_weight()?)]);
     let mut put_mlp = |prefix: String, w13: &Tensor, w2: &Tensor, i: usize| -> Result<()> {
@@ -33,7 +33,7 @@ fn checkpoint(p: &Problem) -> Result<HashMap<String, Tensor>> {
     Ok(tensors)
 }
 
-fn options(p: &Problem) -> BlockOptions {
+pub fn options(p: &Problem) -> BlockOptions {
     BlockOptions {
         router: p.config.clone(),
         hidden_size: p.hidden,

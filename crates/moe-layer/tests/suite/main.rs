@@ -6,6 +6,7 @@
 mod block;
 mod chunks;
 mod errors;
+mod legacy;
 mod loading;
 mod monolith;
 mod reference;

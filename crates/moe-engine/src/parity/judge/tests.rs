@@ -15,7 +15,7 @@ fn info() -> ModelInfo {
         max_position_embeddings: 8,
         max_context_len: 8,
         keys_depend_on_prompt_len: false,
-        kv: KvLayout { num_layers: 2, num_kv_heads: 1, head_dim: 2, dtype: DType::F32 },
+        kv: KvLayout { num_layers: 2, num_kv_heads: 1, head_dim: 2, value_dim: Some(2), dtype: DType::F32 },
         moe: Some(MoeInfo { layers: vec![1], num_experts: 4, top_k: 2 }),
     }
 }
@@ -44,13 +44,21 @@ fn same(reference: &Reference) -> Observations {
 }
 
 /// The two largest keys of each row, in any order.
-fn select(_: usize, logits: &[f32]) -> Result<Vec<u32>> {
-    let best = |row: &[f32]| -> Vec<u32> {
-        let mut ids: Vec<u32> = (0..4).collect();
-        ids.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
-        ids[..2].to_vec()
-    };
-    Ok(logits.chunks_exact(4).flat_map(best).collect())
+struct TopTwo;
+
+impl Selection for TopTwo {
+    fn ids(&self, _: usize, logits: &[f32]) -> Result<Vec<u32>> {
+        let best = |row: &[f32]| -> Vec<u32> {
+            let mut ids: Vec<u32> = (0..4).collect();
+            ids.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
+            ids[..2].to_vec()
+        };
+        Ok(logits.chunks_exact(4).flat_map(best).collect())
+    }
+
+    fn gap(&self, _: usize, row: &[f32]) -> Result<f32> {
+        Ok(crate::parity::compare::top_k_gap(row, 2))
+    }
 }
 
 fn exact() -> Rules {
@@ -62,7 +70,7 @@ fn noisy() -> Rules {
 }
 
 fn report(reference: &Reference, ours: &Observations, generated: &[u32], rules: Rules) -> Report {
-    judge(&info(), reference, ours, Some(generated), &rules, &select).unwrap()
+    judge(&info(), reference, ours, Some(generated), &rules, &TopTwo).unwrap()
 }
 
 fn compare(reference: &Reference, ours: &Observations, rules: Rules) -> Report {

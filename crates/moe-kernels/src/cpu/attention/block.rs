@@ -35,7 +35,7 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
         }
         let isa = self.ex.isa();
         let places = self.places(task, block, &seen);
-        let (keys, values) = (self.rows(self.a.k_cache, &places), self.rows(self.a.v_cache, &places));
+        let (keys, values) = (self.keys(&places), self.values(&places));
         self.scores(&keys, &values, &seen, rows, local);
         local.weights.resize(rows, [0.0; ATTENTION_BLOCK]);
         local.stats.resize(rows, (0.0, 0.0));
@@ -53,14 +53,14 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
         let mut next = [std::ptr::null(); ATTENTION_BLOCK];
         if block + 1 < task.blocks.end {
             let end = ATTENTION_BLOCK.min(task.end - (block + 1) * ATTENTION_BLOCK);
-            next = self.lines(self.a.k_cache, &self.places(task, block + 1, &(0..end)));
+            next = self.key_lines(&self.places(task, block + 1, &(0..end)));
         }
         self.weigh(&values, &next, rows, local);
     }
 
-    /// Where in the cache the positions of a block are; those outside of `seen` repeat its first.
+    /// The cache's rows of the positions of a block; those outside of `seen` repeat its first.
     fn places(&self, task: &Task, block: usize, seen: &Range<usize>) -> [usize; ATTENTION_BLOCK] {
-        let (d, size) = (self.a.head_dim, self.a.block_size);
+        let size = self.a.block_size;
         let mut places = [0; ATTENTION_BLOCK];
         let mut offset = seen.start;
         while offset < seen.end {
@@ -69,7 +69,7 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
             let cache_block = task.cache_blocks[position / size] as usize;
             let slot = (cache_block * self.a.num_kv_heads + task.kv_head) * size + position % size;
             for (i, place) in places[offset..offset + run].iter_mut().enumerate() {
-                *place = (slot + i) * d;
+                *place = slot + i;
             }
             offset += run;
         }
@@ -79,19 +79,24 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
         places
     }
 
-    /// The rows at these places.
-    fn rows<'c>(&self, cache: &'c [T], places: &[usize; ATTENTION_BLOCK]) -> [&'c [T]; ATTENTION_BLOCK] {
-        places.map(|place| &cache[place..place + self.a.head_dim])
+    /// The keys in these rows of the cache.
+    fn keys(&self, places: &[usize; ATTENTION_BLOCK]) -> [&[T]; ATTENTION_BLOCK] {
+        places.map(|row| &self.a.k_cache[row * self.a.head_dim..][..self.a.head_dim])
     }
 
-    /// Pointers to the rows at these places, to fetch.
-    fn lines(&self, cache: &[T], places: &[usize; ATTENTION_BLOCK]) -> [*const u8; ATTENTION_BLOCK] {
-        places.map(|place| cache.as_ptr().wrapping_add(place).cast())
+    /// The values in these rows of the cache.
+    fn values(&self, places: &[usize; ATTENTION_BLOCK]) -> [&[T]; ATTENTION_BLOCK] {
+        places.map(|row| &self.a.v_cache[row * self.a.value_row..][..self.a.value_dim])
     }
 
-    /// Lines per row.
-    fn row_lines(&self) -> usize {
-        (self.a.head_dim * size_of::<T>()).div_ceil(CACHE_LINE)
+    /// Pointers to the keys in these rows, to fetch.
+    fn key_lines(&self, places: &[usize; ATTENTION_BLOCK]) -> [*const u8; ATTENTION_BLOCK] {
+        places.map(|row| self.a.k_cache.as_ptr().wrapping_add(row * self.a.head_dim).cast())
+    }
+
+    /// Cache lines of a row of this many values.
+    fn row_lines(values: usize) -> usize {
+        (values * size_of::<T>()).div_ceil(CACHE_LINE)
     }
 
     /// q · k of all rows with the positions of a block, into `local.scores` unit by unit. Where keys
@@ -116,7 +121,11 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
             if rows <= most {
                 let values = &values.as_chunks::<UNIT>().0[unit];
                 let values = values.map(|row| row.as_ptr().cast());
-                let next = Next::Rows(Ahead { rows: &values, first: 0, count: UNIT * self.row_lines() });
+                let next = Next::Rows(Ahead {
+                    rows: &values,
+                    first: 0,
+                    count: UNIT * Self::row_lines(self.a.value_dim),
+                });
                 let (x, out, step) = (&local.q[..], scores, PhantomData::<Single>);
                 dispatch(isa, Stream { rows: keys, next, x, m: rows, segments: 1, out, step });
                 continue;
@@ -155,7 +164,7 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
     ) {
         let (isa, width) = (self.ex.isa(), self.width());
         let (_, most) = dispatch(isa, Shape);
-        let mut ahead = Ahead { rows: next, first: 0, count: next.len() * self.row_lines() };
+        let mut ahead = Ahead { rows: next, first: 0, count: next.len() * Self::row_lines(self.a.head_dim) };
         let mut add = |range: Range<usize>, visible: Range<usize>| {
             if !visible.is_empty() {
                 let weights = &local.weights[range.clone()];

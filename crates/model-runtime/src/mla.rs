@@ -1,0 +1,362 @@
+//! Multi-head latent attention (DeepSeek-V2) over the paged KV cache, in two forms.
+//!
+//! One latent row per token stands for the keys and values of all heads. The naive form expands
+//! it to every head before caching; the absorbed form caches the row itself and attends in latent
+//! space, with the up-projections moved to the query and behind the sum. A run uses one form for
+//! prefill and decode alike, so that a token's bits do not depend on how its prompt was chunked.
+
+use std::str::FromStr;
+
+use candle_core::{DType, Result, Tensor, bail};
+use candle_nn::VarBuilder;
+
+use moe_kernels::{
+    AttentionMeta, Exec, MlaLatent, MlaQuery, TensorView, View, ViewMut, linear_into,
+    linear_row_parallel_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into,
+    paged_attention_into,
+};
+use tracing::trace_span;
+
+use crate::attention::Lock;
+use crate::kv_cache::{KvLayer, KvLayout};
+use crate::layers::RmsNorm;
+use crate::rope::RopeRows;
+use crate::step::StepViews;
+
+/// What the KV cache holds, and where the up-projections happen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MlaForm {
+    /// Latent rows: L + R values per token and layer.
+    #[default]
+    Absorbed,
+    /// Keys and values of every head.
+    Naive,
+}
+
+impl FromStr for MlaForm {
+    type Err = String;
+
+    fn from_str(name: &str) -> std::result::Result<Self, String> {
+        match name {
+            "absorbed" => Ok(Self::Absorbed),
+            "naive" => Ok(Self::Naive),
+            other => Err(format!("unknown form of MLA {other:?}; expected absorbed or naive")),
+        }
+    }
+}
+
+/// Sizes and options of an MLA layer; the names are those of DeepSeek's config.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MlaConfig {
+    /// Width of the residual stream H.
+    pub hidden_size: usize,
+    /// Query heads Hq.
+    pub num_heads: usize,
+    /// Width of the query's down-projection; `None`: queries are projected at once.
+    pub q_lora_rank: Option<usize>,
+    /// Width of the latent row, L.
+    pub kv_lora_rank: usize,
+    /// Dimensions of a head's query and key that are not rotated, N.
+    pub qk_nope_head_dim: usize,
+    /// Dimensions that are rotated, R; even.
+    pub qk_rope_head_dim: usize,
+    /// Dimensions of a head's value, V.
+    pub v_head_dim: usize,
+    /// Whether the down-projections and the output product have biases.
+    pub bias: bool,
+    /// Epsilon of the norms of both latents.
+    pub norm_eps: f64,
+    /// Factor of the scores: 1 / sqrt(N + R), times what YaRN adds.
+    pub softmax_scale: f64,
+    /// The form.
+    pub form: MlaForm,
+}
+
+impl MlaConfig {
+    /// The KV cache that `num_layers` layers of this form fill.
+    pub fn kv_layout(&self, num_layers: usize, dtype: DType) -> KvLayout {
+        let rope = self.qk_rope_head_dim;
+        let (num_kv_heads, head_dim, value_dim) = match self.form {
+            MlaForm::Absorbed => (1, self.kv_lora_rank + rope, None),
+            MlaForm::Naive => (self.num_heads, self.qk_nope_head_dim + rope, Some(self.v_head_dim)),
+        };
+        KvLayout { num_layers, num_kv_heads, head_dim, value_dim, dtype }
+    }
+
+    fn check(&self) -> Result<()> {
+        for (name, size) in [
+            ("num_heads", self.num_heads),
+            ("q_lora_rank", self.q_lora_rank.unwrap_or(1)),
+            ("kv_lora_rank", self.kv_lora_rank),
+            ("qk_nope_head_dim", self.qk_nope_head_dim),
+            ("qk_rope_head_dim", self.qk_rope_head_dim),
+            ("v_head_dim", self.v_head_dim),
+        ] {
+            if size == 0 {
+                bail!("MLA: expected {name} of at least 1, got 0")
+            }
+        }
+        if !self.qk_rope_head_dim.is_multiple_of(2) {
+            bail!("MLA: expected an even qk_rope_head_dim, got {}", self.qk_rope_head_dim)
+        }
+        Ok(())
+    }
+}
+
+/// Names of an MLA layer's tensors under its prefix. A projection has `.weight` and perhaps
+/// `.bias`; a norm has `.weight`.
+#[derive(Clone, Copy, Debug)]
+pub struct MlaNames<'a> {
+    /// [Hq*(N+R), H], without a query down-projection.
+    pub q: &'a str,
+    /// Query down-projection, [q_lora_rank, H].
+    pub q_a: &'a str,
+    /// Norm of the query latent.
+    pub q_a_norm: &'a str,
+    /// Query up-projection, [Hq*(N+R), q_lora_rank].
+    pub q_b: &'a str,
+    /// Down-projection of the latent and the shared rotated key, [L+R, H].
+    pub kv_a: &'a str,
+    /// Norm of the latent.
+    pub kv_a_norm: &'a str,
+    /// Up-projection to N key and V value dimensions per head, [Hq*(N+V), L].
+    pub kv_b: &'a str,
+    /// Output projection, [H, Hq*V].
+    pub o: &'a str,
+}
+
+impl Default for MlaNames<'_> {
+    /// DeepSeek's names.
+    fn default() -> Self {
+        Self {
+            q: "q_proj",
+            q_a: "q_a_proj",
+            q_a_norm: "q_a_layernorm",
+            q_b: "q_b_proj",
+            kv_a: "kv_a_proj_with_mqa",
+            kv_a_norm: "kv_a_layernorm",
+            kv_b: "kv_b_proj",
+            o: "o_proj",
+        }
+    }
+}
+
+/// A projection, perhaps with a bias.
+#[derive(Clone, Debug)]
+struct Projection {
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+impl Projection {
+    fn load(rows: usize, columns: usize, bias: bool, vb: VarBuilder) -> Result<Self> {
+        let weight = vb.get((rows, columns), "weight")?;
+        Ok(Self { weight, bias: bias.then(|| vb.get(rows, "bias")).transpose()? })
+    }
+
+    fn forward_into(&self, x: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        let bias = Lock::new(&self.bias)?;
+        linear_into(x, TensorView::new(&self.weight)?.view()?, bias.view()?, out, ex)
+    }
+}
+
+/// How queries come from hidden states.
+#[derive(Clone, Debug)]
+enum Query {
+    Direct(Projection),
+    Low { a: Projection, norm: RmsNorm, b: Projection },
+}
+
+impl Query {
+    fn load(config: &MlaConfig, names: &MlaNames, vb: &VarBuilder) -> Result<Self> {
+        let rows = config.num_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim);
+        let h = config.hidden_size;
+        let Some(rank) = config.q_lora_rank else {
+            return Ok(Self::Direct(Projection::load(rows, h, false, vb.pp(names.q))?));
+        };
+        Ok(Self::Low {
+            a: Projection::load(rank, h, config.bias, vb.pp(names.q_a))?,
+            norm: RmsNorm::load(rank, config.norm_eps, vb.pp(names.q_a_norm))?,
+            b: Projection::load(rows, rank, false, vb.pp(names.q_b))?,
+        })
+    }
+
+    /// `out` [T, Hq*(N+R)] f32.
+    fn forward_into(&self, x: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        let (a, norm, b) = match self {
+            Self::Direct(projection) => return projection.forward_into(x, out, ex),
+            Self::Low { a, norm, b } => (a, norm, b),
+        };
+        let dims = [x.rows(), norm.weight().elem_count()];
+        let mut down = ex.scratch(DType::F32, &dims)?;
+        a.forward_into(x, down.view_mut(), ex)?;
+        let mut normed = ex.scratch(x.dtype(), &dims)?;
+        norm.forward_into(down.view(), normed.view_mut(), ex)?;
+        b.forward_into(normed.view(), out, ex)
+    }
+}
+
+/// The up-projection of latents, as its form needs it.
+#[derive(Clone, Debug)]
+enum Up {
+    /// W_UKᵀ [Hq, L, N] and W_UV [Hq, V, L].
+    Absorbed { w_uk: Tensor, w_uv: Tensor },
+    /// [Hq*(N+V), L].
+    Naive(Projection),
+}
+
+impl Up {
+    fn load(config: &MlaConfig, vb: VarBuilder) -> Result<Self> {
+        let (heads, l) = (config.num_heads, config.kv_lora_rank);
+        let (n, v) = (config.qk_nope_head_dim, config.v_head_dim);
+        let projection = Projection::load(heads * (n + v), l, false, vb)?;
+        if config.form == MlaForm::Naive {
+            return Ok(Self::Naive(projection));
+        }
+        let by_head = projection.weight.reshape((heads, n + v, l))?;
+        let w_uk = by_head.narrow(1, 0, n)?.transpose(1, 2)?.contiguous()?;
+        Ok(Self::Absorbed { w_uk, w_uv: by_head.narrow(1, n, v)?.contiguous()? })
+    }
+}
+
+/// An MLA layer.
+#[derive(Clone, Debug)]
+pub struct MlaAttention {
+    config: MlaConfig,
+    query: Query,
+    kv_a: Projection,
+    kv_a_norm: Tensor,
+    up: Up,
+    o: Projection,
+}
+
+impl MlaAttention {
+    /// Loads the tensors of a layer, in the model dtype.
+    ///
+    /// # Errors
+    /// Sizes of zero; an odd rotated part; missing or wrongly shaped tensors.
+    pub fn load(config: MlaConfig, names: MlaNames, vb: VarBuilder) -> Result<Self> {
+        config.check()?;
+        let (h, l) = (config.hidden_size, config.kv_lora_rank);
+        let (rope, out) = (config.qk_rope_head_dim, config.num_heads * config.v_head_dim);
+        Ok(Self {
+            query: Query::load(&config, &names, &vb)?,
+            kv_a: Projection::load(l + rope, h, config.bias, vb.pp(names.kv_a))?,
+            kv_a_norm: vb.pp(names.kv_a_norm).get(l, "weight")?,
+            up: Up::load(&config, vb.pp(names.kv_b))?,
+            o: Projection::load(h, out, config.bias, vb.pp(names.o))?,
+            config,
+        })
+    }
+
+    /// The config.
+    pub fn config(&self) -> &MlaConfig {
+        &self.config
+    }
+
+    /// Attends for the rows of a step: writes what they cache to `kv`, then `out` [T, H] (model
+    /// dtype or f32) from `x` [T, H] (model dtype). `rope` holds cosines and sines of R
+    /// dimensions; the layout of `kv` is [`MlaConfig::kv_layout`].
+    pub fn forward_into(
+        &self,
+        x: View,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvLayer,
+        out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _span = trace_span!("attention").entered();
+        let MlaConfig { num_heads, v_head_dim, .. } = self.config;
+        let (t, dtype) = (x.rows(), x.dtype());
+        self.cache(x, step, rope, kv, ex)?;
+        let q = self.query(x, rope, ex)?;
+        let meta = AttentionMeta {
+            query_start_loc: step.query_start_loc,
+            positions: step.positions,
+            block_tables: step.block_tables,
+            scale: self.config.softmax_scale as f32,
+            sliding_window: None,
+        };
+        let mut attended = ex.scratch(dtype, &[t, num_heads * v_head_dim])?;
+        match &self.up {
+            Up::Naive(_) => {
+                paged_attention_into(q.view(), kv.k(), kv.v(), &meta, attended.view_mut(), ex)?;
+            }
+            Up::Absorbed { w_uv, .. } => {
+                let mut latent = ex.scratch(dtype, &[t, num_heads * self.config.kv_lora_rank])?;
+                paged_attention_into(q.view(), kv.k(), kv.v(), &meta, latent.view_mut(), ex)?;
+                let w_uv = TensorView::new(w_uv)?;
+                mla_value_into(latent.view(), w_uv.view()?, attended.view_mut(), ex)?;
+            }
+        }
+        let bias = Lock::new(&self.o.bias)?;
+        linear_row_parallel_into(
+            attended.view(),
+            TensorView::new(&self.o.weight)?.view()?,
+            bias.view()?,
+            out,
+            ex,
+        )
+    }
+
+    /// Writes the rows' cache entries.
+    fn cache(
+        &self,
+        x: View,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvLayer,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let MlaConfig { num_heads, kv_lora_rank: l, qk_rope_head_dim: r, .. } = self.config;
+        let (t, dtype) = (x.rows(), x.dtype());
+        let mut compressed = ex.scratch(DType::F32, &[t, l + r])?;
+        self.kv_a.forward_into(x, compressed.view_mut(), ex)?;
+        let norm = TensorView::new(&self.kv_a_norm)?;
+        let args = MlaLatent {
+            compressed: compressed.view(),
+            norm: norm.view()?,
+            eps: self.config.norm_eps as f32,
+            cos: rope.cos(),
+            sin: rope.sin(),
+        };
+        let (mut latent, mut rotated) = (ex.scratch(dtype, &[t, l])?, ex.scratch(dtype, &[t, r])?);
+        mla_latent_into(&args, latent.view_mut(), rotated.view_mut(), ex)?;
+        let (k_cache, v_cache) = kv.kv_mut();
+        match &self.up {
+            Up::Absorbed { .. } => {
+                let rows = latent.view().reshape(&[t, 1, l])?;
+                mla_cache_into(rows, rotated.view(), step.slot_mapping, k_cache, v_cache, ex)
+            }
+            Up::Naive(up) => {
+                let width = self.config.qk_nope_head_dim + self.config.v_head_dim;
+                let mut heads = ex.scratch(DType::F32, &[t, num_heads * width])?;
+                up.forward_into(latent.view(), heads.view_mut(), ex)?;
+                let rows = heads.view().reshape(&[t, num_heads, width])?;
+                mla_cache_into(rows, rotated.view(), step.slot_mapping, k_cache, v_cache, ex)
+            }
+        }
+    }
+
+    /// The rows' queries, [T, Hq, N+R] or, in latent space, [T, Hq, L+R], f32.
+    fn query(&self, x: View, rope: &RopeRows, ex: &mut Exec) -> Result<moe_kernels::Scratch> {
+        let MlaConfig { num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, .. } = self.config;
+        let (t, width) = (x.rows(), qk_nope_head_dim + qk_rope_head_dim);
+        let mut q = ex.scratch(DType::F32, &[t, num_heads * width])?;
+        self.query.forward_into(x, q.view_mut(), ex)?;
+        let (w_uk, head_dim) = match &self.up {
+            Up::Naive(_) => (None, width),
+            Up::Absorbed { w_uk, .. } => (Some(TensorView::new(w_uk)?), kv_lora_rank + qk_rope_head_dim),
+        };
+        let mut out = ex.scratch(DType::F32, &[t, num_heads, head_dim])?;
+        let args = MlaQuery {
+            q: q.view().reshape(&[t, num_heads, width])?,
+            w_uk: w_uk.as_ref().map(TensorView::view).transpose()?,
+            cos: rope.cos(),
+            sin: rope.sin(),
+        };
+        mla_query_into(&args, out.view_mut(), ex)?;
+        Ok(out)
+    }
+}

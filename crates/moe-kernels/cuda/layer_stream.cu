@@ -1,0 +1,308 @@
+// A sub-layer of a decode step for 1 to 4 tokens in one launch: RMSNorm, router, experts and their weighted sum, from the
+// residual stream back to it.
+//
+// Floor: 6 H I bytes for each expert chosen (75.5 MB for one token of Qwen3-30B-A3B: 16.4 us at 4.59 TB/s). Everything
+// else is latency: norm, logits, choice, two products and a sum depend on each other across all multiprocessors. Here
+// blocks meet twice and there is no launch in between:
+//   - logits travel as words that carry the launch's number, so a block polls the words themselves: one way there, one
+//     way back, no fence. Every block then makes the same choice.
+//   - gate and up: tiles of 4 outputs (32 KB, two copies) from all units in one list; three quarters of it in equal
+//     consecutive shares, the rest by ticket, because multiprocessors get unequal shares of a saturated memory.
+//   - activations of all units go through L2; blocks meet at one counter.
+//   - down: a block owns columns of the output for all units, so that the weighted sum stays in its registers.
+//
+// Copies are long (12 to 24 KB: whole rows, unpadded), because one thread issues them; only two are on their way at a
+// time, because a fence waits for those under way. Weights are the 16 rows of mma.sync (8 in the first product), and a
+// lane feeds two products with each 16 bytes. Warps split K and are added in warp order; units are added in the order of
+// experts: a token's bits do not depend on the tokens beside it.
+//
+// Measured, one H200: docs/kernels.md. Blocks wait for each other, so the launch is cooperative.
+#include "layer_stream_load.cuh"
+
+namespace moe::layer {
+namespace {
+
+#if MOE_SM90
+
+/// The multiplying warps' side of the ring.
+struct Consumer {
+  const Args& a;
+  const Shared& s;
+
+  __device__ __forceinline__ void wait(int product, const Cursor& at) const {
+    mbarrier_wait(s.full(product, at.stage), at.parity);
+  }
+  __device__ __forceinline__ void release(int product, const Cursor& at) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(s.empty(product, at.stage));
+  }
+
+  /// The steps of a stage that are this warp's. Rows g of `low` (and 8 + g of `high`) are a lane's weights, `x` is its
+  /// token's row.
+  ///
+  /// In memory rows lie a multiple of 128 bytes apart, so two rows in the same 64 bytes of 128 would meet in the banks.
+  /// Therefore odd rows take the two halves of a step in the other order, and so do odd columns: token t is in columns 2t
+  /// and 2t + 1, and row g's sum for it in the column of g's parity.
+  template <bool kTwo>
+  __device__ __forceinline__ void multiply(const uint8_t* low, const uint8_t* high, const uint8_t* x, int warp, int elements,
+                                           float (&acc)[4][4]) const {
+    const uint32_t lane = threadIdx.x % 32, first = lane / 4 % 2 * 64 + lane % 4 * 16, second = first ^ 64;
+    const auto load = [](const uint8_t* p) { return *reinterpret_cast<const uint4*>(p); };
+#pragma unroll 2
+    for (int i = warp; i < elements / kStep; i += kConsumers) {
+      const int at = i * kStep * 2;
+      const uint4 p = load(low + at + first), r = load(low + at + second), q = load(x + at + first), y = load(x + at + second);
+      const uint4 h = kTwo ? load(high + at + first) : uint4{}, j = kTwo ? load(high + at + second) : uint4{};
+      mma_bf16(acc[0], {p.x, h.x, p.y, h.y}, q.x, q.y);
+      mma_bf16(acc[1], {p.z, h.z, p.w, h.w}, q.z, q.w);
+      mma_bf16(acc[2], {r.x, j.x, r.y, j.y}, y.x, y.y);
+      mma_bf16(acc[3], {r.z, j.z, r.w, j.w}, y.z, y.w);
+    }
+  }
+
+  /// This lane's sum of row g (`high`: 8 + g) for token t.
+  static __device__ __forceinline__ float sum(const float (&acc)[4][4], int high) {
+    const bool odd = threadIdx.x / 4 % 2 != 0;
+    const int c = 2 * high;
+    const float even_sum = (acc[0][c] + acc[1][c]) + (acc[2][c] + acc[3][c]);
+    const float odd_sum = (acc[0][c + 1] + acc[1][c + 1]) + (acc[2][c + 1] + acc[3][c + 1]);
+    return odd ? odd_sum : even_sum;
+  }
+
+  /// Activations of a tile, by one warp: a lane per pair and token.
+  __device__ __forceinline__ void activate(const Tile& tile, const float* parts) const {
+    const int pair = threadIdx.x % 32 % kPairs, token = threadIdx.x % 32 / kPairs;
+    if (token >= a.tokens) return;
+    float gate = 0, up = 0;
+#pragma unroll
+    for (int w = 0; w < kConsumers; ++w) {
+      const float* part = parts + (w * 2 * kPairs + pair) * a.tokens + token;
+      gate += part[0], up += part[kPairs * a.tokens];
+    }
+    const float scale = s.scale()[token];
+    gate *= scale, up *= scale;
+    const uint32_t slot = s.unit_slot(tile.unit)[token];
+    if (slot != kNoSlot)
+      a.act[static_cast<size_t>(slot) * a.inter + tile.row + pair] = __float2bfloat16(gate / (1.0f + __expf(-gate)) * up);
+  }
+
+  /// Returns the first stage of the second product.
+  __device__ __forceinline__ int gate_up() const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4;
+    const uint8_t* x = s.rows() + min(lane / 8, a.tokens - 1) * a.hidden * 2;
+    Cursor at;
+    for (int i = 0;; ++i) {
+      wait(0, at);
+      const Tile tile = *s.tile(at.stage);
+      if (tile.pairs == 0) {
+        release(0, at);
+        return tile.row;
+      }
+      float acc[4][4] = {};
+      for (int k = 0; k < a.hidden; k += a.chunk[0]) {
+        if (k > 0) wait(0, at);
+        const uint8_t* w = s.stage(0, at.stage) + lane / 4 * a.chunk[0] * 2;
+        multiply<false>(w, w, x + k * 2, warp, min(a.chunk[0], a.hidden - k), acc);
+        release(0, at);
+        at.advance(a.stages[0]);
+      }
+      // Two buffers: a warp is at the next barrier only when it has read the buffer before this one.
+      float* parts = s.partial() + i % 2 * kConsumers * 2 * kPairs * a.tokens;
+      if (token < a.tokens) parts[(warp * 2 * kPairs + lane / 4) * a.tokens + token] = sum(acc, 0);
+      consumers_sync();
+      if (i % kConsumers == warp) activate(tile, parts);
+    }
+  }
+
+  /// Waits until all blocks have written their activations, and fetches them.
+  __device__ __forceinline__ void meet(uint64_t met) const {
+    consumers_sync();
+    if (threadIdx.x == 0) {
+      add_release(&a.state->arrived, 1);
+      mbarrier_arrive(s.arrived());
+      while (load_acquire(&a.state->arrived) < met) {
+      }
+      fence_async_proxy();
+      const uint32_t bytes = s.slots * a.inter * 2;
+      arrive_expecting(s.act_full(), bytes);
+      bulk_copy(s.rows(), a.act, bytes, s.act_full());
+    }
+  }
+
+  template <Output kOutput>
+  __device__ __forceinline__ void down(int units, int first, int last, int stage) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
+    const int my_row = threadIdx.x % kDownRows, my_token = threadIdx.x / kDownRows;
+    if (first == last) mbarrier_wait(s.act_full(), 0);  // no block leaves while it is being written to
+    Cursor at = {stage};
+    for (int top = first; top < last; top += kDownRows) {
+      const bool mine = my_token < a.tokens && top + my_row < last;
+      const size_t to = static_cast<size_t>(my_token) * a.hidden + top + my_row;
+      float value = mine ? before<kOutput>(a.out, to) : 0.0f;
+      if (top == first) mbarrier_wait(s.act_full(), 0);
+      float low = 0, high = 0;
+      for (int u = 0; u < units; ++u) {
+        const uint32_t* slots = s.unit_slot(u);
+        const uint32_t slot = slots[min(lane / 8, a.tokens - 1)];
+        const uint8_t* act = s.rows() + (slot == kNoSlot ? 0 : slot) * a.inter * 2;  // of no slot: not used
+        const bool uses = token < a.tokens && slots[token] != kNoSlot;
+        const float weight = uses ? s.unit_weight(u)[token] : 0;
+        float acc[4][4] = {};
+        for (int k = 0; k < a.inter; k += a.chunk[1]) {
+          wait(1, at);
+          const uint8_t* w = s.stage(1, at.stage) + g * a.chunk[1] * 2;
+          // 12 steps are 8 and 4: with other experts the other warps take the 4.
+          multiply<true>(w, w + kDownRows / 2 * a.chunk[1] * 2, act + k * 2, warp ^ s.expert()[u] % 2 * 4, min(a.chunk[1], a.inter - k), acc);
+          release(1, at);
+          at.advance(a.stages[1]);
+        }
+        if (uses) low = fmaf(weight, sum(acc, 0), low), high = fmaf(weight, sum(acc, 1), high);
+      }
+      float* parts = s.partial();
+      if (token < a.tokens) {
+        parts[(warp * kDownRows + g) * a.tokens + token] = low;
+        parts[(warp * kDownRows + kDownRows / 2 + g) * a.tokens + token] = high;
+      }
+      consumers_sync();
+      if (mine) {
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < kConsumers; ++w) sum += parts[(w * kDownRows + my_row) * a.tokens + my_token];
+        store<kOutput>(a.out, to, value + sum);
+      }
+      if (top + kDownRows < last) consumers_sync();
+    }
+  }
+};
+
+#endif  // MOE_SM90
+
+template <int kPerLane, Output kOutput>
+__global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constant__ Args a) {
+#if MOE_SM90
+  extern __shared__ __align__(128) uint8_t smem[];
+  const Shared s(smem, a);
+  const int warp = threadIdx.x / 32, at = threadIdx.x * 8;
+  Vec16 gain = {}, gate = {};
+  if (warp < kConsumers && at < a.hidden) {
+    if (a.norm != nullptr) gain = load_const(a.norm + at);
+    if (a.gate != nullptr && static_cast<int>(blockIdx.x) < a.route.experts)
+      gate = load_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + at);
+  }
+  if (threadIdx.x == 0) {
+    for (int product = 0; product < 2; ++product) {
+      for (int i = 0; i < a.stages[product]; ++i) {
+        mbarrier_init(s.full(product, i), 1);
+        mbarrier_init(s.empty(product, i), kConsumers);
+      }
+    }
+    mbarrier_init(s.act_full(), 1);
+    mbarrier_init(s.arrived(), 1);
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  const uint32_t first = a.hidden * blockIdx.x / gridDim.x, last = a.hidden * (blockIdx.x + 1) / gridDim.x;
+  const int token = warp - kConsumers;
+  if (warp < kConsumers) {
+    pdl_wait();
+    const uint64_t launches = __ldcg(&a.state->launches);
+    stage_rows(a, s, gain);
+    if (a.gate != nullptr) publish_logits(a, s, gate, launch_number(launches));
+    const Consumer c = {a, s};
+    const int stage = c.gate_up();
+    c.meet((launches + 1) * gridDim.x);
+    if (threadIdx.x == 0 && blockIdx.x == 0) {
+      // All blocks have read both, and drawn their last ticket.
+      a.state->launches = launches + 1;
+      a.state->tickets = 0;
+    }
+    c.down<kOutput>(*s.units(), first, last, stage);
+  } else if (token < a.tokens) {
+    route<kPerLane>(a, s, token);
+    if (token == 0 && elect_one()) {
+      Loader l = {a, s, static_cast<int>(*s.units())};
+      const int tiles = l.units * (a.inter / kPairs);
+      l.load_gate_up(tiles, tiles - tiles / kByTicket, &a.state->tickets);
+      l.load_down(first, last);
+      pdl_launch_dependents();  // earlier, blocks that find no room yet cost 2 us
+    }
+  }
+#endif
+}
+
+template <int kPerLane>
+cudaError_t run(const Launch& l, Output output, const Args& a) {
+  switch (output) {
+    case Output::F32: return launch(layer_kernel<kPerLane, Output::F32>, l, a);
+    case Output::Bf16: return launch(layer_kernel<kPerLane, Output::Bf16>, l, a);
+    default: return launch(layer_kernel<kPerLane, Output::Add>, l, a);
+  }
+}
+
+cudaError_t run(Args a, Output output, void* stream) {
+  DeviceLimits limits;
+  const cudaError_t e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  if (limits.major < 9) return cudaErrorNotSupported;
+  const int room = limits.block_smem - static_cast<int>(layout(a).total);
+  for (int product = 0; product < 2; ++product) {
+    a.chunk[product] = a.depth(product) < kMaxChunk[product] ? a.depth(product) : kMaxChunk[product];
+    const int fit = room / a.stage_bytes(product);
+    if (fit < kMinStages) return cudaErrorInvalidValue;
+    a.stages[product] = fit < kMaxStages ? fit : kMaxStages;
+    const int bytes = a.stages[product] * a.stage_bytes(product);
+    if (bytes > a.ring) a.ring = bytes;
+  }
+  Launch l = {dim3(limits.sms), dim3(kThreads), stream, layout(a).total};
+  l.cooperative = true;
+  const int experts = a.gate == nullptr ? 1 : a.route.experts;
+  if (experts <= 128) return run<4>(l, output, a);
+  return run<16>(l, output, a);
+}
+
+}  // namespace
+}  // namespace moe::layer
+
+/// Bytes of the zeroed `state` buffer of launches with up to this many experts.
+extern "C" size_t moe_layer_stream_state(int experts) {
+  return sizeof(moe::layer::State) + sizeof(uint64_t) * moe::layer::kMaxTokens * experts;
+}
+
+/// out[t] (+)= sum over k of topk_weights[t, k] * w2[e] (silu(gate) * up), gate and up from w13[e] y[t], e = topk_ids[t, k],
+/// y = x or its RMSNorm, ids and weights from the router logits y gate^T or given.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `x` | [T, H] bf16; f32 where `norm` is given, normed with it and `eps` |
+/// | `norm` | [H] bf16 or null |
+/// | `gate` | [E, H] bf16; null: `topk_ids` and `topk_weights` are inputs |
+/// | `gate_bias`, `correction_bias`, `valid`, `scoring`, `raw_logits`, `renormalize`, `scale`, `softcap` | as in `moe_gate_route` |
+/// | `topk_ids`, `topk_weights` | [T, K] u32, f32; out where `gate` is given |
+/// | `w13`, `w2`, `expert_map` | as in `moe_experts_stream` |
+/// | `act` | scratch [T K, I] bf16 |
+/// | `out` | [T, H], `output`: 0 = f32, 1 = bf16, 2 = added to f32; may be `x` |
+/// | `state` | moe_layer_stream_state bytes, zeroed once; launches that share it must not overlap |
+///
+/// Refuses T > 4, T K > 32, E > 512, H or I that are no multiple of 64 or too large for shared memory.
+extern "C" int moe_layer_stream(const void* x, const moe::bf16* norm, float eps, const moe::bf16* gate,
+                                const moe::bf16* gate_bias, const float* correction_bias, const uint32_t* valid,
+                                uint32_t* topk_ids, float* topk_weights, const moe::bf16* w13, const moe::bf16* w2,
+                                const int32_t* expert_map, moe::bf16* act, void* out, int output, void* state,
+                                int tokens, int hidden, int inter, int num_ids,
+                                int num_local, int top_k, int scoring, int raw_logits, int renormalize, float scale,
+                                float softcap, void* stream) {
+  using namespace moe;
+  using namespace moe::layer;
+  if (tokens < 0 || tokens > kMaxTokens || top_k <= 0 || top_k > kMaxTopK || tokens * top_k > kMaxSlots || hidden <= 0 ||
+      hidden % 64 != 0 || inter <= 0 || inter % 64 != 0 || num_ids <= 0 || num_local <= 0 || num_local > 1024 ||
+      output < 0 || output > 2)
+    return cudaErrorInvalidValue;
+  if (gate != nullptr && (num_ids > 512 || top_k > num_ids || scoring < 0 || scoring > 2)) return cudaErrorInvalidValue;
+  if (tokens == 0) return cudaSuccess;
+  const Args a = {x, norm, eps, gate, gate_bias, valid,
+                  {correction_bias, topk_ids, topk_weights, num_ids, top_k, static_cast<Scoring>(scoring), raw_logits,
+                   renormalize, scale, softcap},
+                  w13, w2, expert_map, act, out, static_cast<State*>(state),
+                  tokens, num_local, hidden, inter, {0, 0}, {0, 0}, 0};
+  return moe::layer::run(a, static_cast<Output>(output), stream);
+}

@@ -1,0 +1,118 @@
+// The thread of layer_stream.cu that brings weights to shared memory.
+#pragma once
+
+#include "layer_stream.cuh"
+
+namespace moe::layer {
+
+#if MOE_SM90
+
+/// Brings stages to shared memory, in the order in which `Consumer` takes them. One thread.
+struct Loader {
+  const Args& a;
+  const Shared& s;
+  int units;
+  Cursor at = {}, landed = {};  // of the first product
+  int flying = 0;
+
+  /// `rows` rows of a stage; whole rows are one consecutive piece.
+  __device__ __forceinline__ void copy_tile(uint8_t* to, const bf16* from, int product, int rows, int k,
+                                            uint64_t* bar) const {
+    const int depth = a.depth(product), chunk = a.chunk[product];
+    if (chunk == depth) {
+      bulk_copy(to, from, rows * depth * 2, bar);
+    } else {
+      for (int r = 0; r < rows; ++r)
+        bulk_copy(to + r * chunk * 2, from + static_cast<size_t>(r) * depth + k, min(chunk, depth - k) * 2, bar);
+    }
+  }
+
+  /// Waits until the oldest stage has come if too many are on their way: requests that memory cannot take yet stand
+  /// in front of the few on which all blocks wait.
+  __device__ __forceinline__ void bound(int product, Cursor& oldest) {
+    if (++flying <= kFlying) return;
+    mbarrier_wait(s.full(product, oldest.stage), oldest.parity);
+    oldest.advance(a.stages[product]);
+    --flying;
+  }
+
+  __device__ __forceinline__ void load_pairs(int pair) {
+    const int unit = pair / a.inter, row = pair % a.inter;
+    const bf16* gate = a.w13 + (static_cast<size_t>(s.expert()[unit]) * 2 * a.inter + row) * a.hidden;
+    for (int k = 0; k < a.hidden; k += a.chunk[0]) {
+      bound(0, landed);
+      mbarrier_wait(s.empty(0, at.stage), at.parity ^ 1);
+      uint64_t* bar = s.full(0, at.stage);
+      uint8_t* to = s.stage(0, at.stage);
+      *s.tile(at.stage) = {static_cast<uint16_t>(unit), kPairs, row};
+      arrive_expecting(bar, 2 * kPairs * min(a.chunk[0], a.hidden - k) * 2);
+      copy_tile(to, gate, 0, kPairs, k, bar);
+      copy_tile(to + kPairs * a.chunk[0] * 2, gate + static_cast<size_t>(a.inter) * a.hidden, 0, kPairs, k, bar);
+      at.advance(a.stages[0]);
+    }
+  }
+
+  /// This block's share of the first `assigned` tiles, then tickets; two tickets are always on their way.
+  __device__ __forceinline__ void load_gate_up(int total, int assigned, uint32_t* tickets) {
+    const uint32_t begin = assigned * blockIdx.x / gridDim.x, end = assigned * (blockIdx.x + 1) / gridDim.x;
+    for (uint32_t tile = begin; tile < end; ++tile) load_pairs(tile * kPairs);
+    if (assigned == total) return;
+    uint32_t next = atomicAdd(tickets, 1), after = atomicAdd(tickets, 1);
+    for (int tile; (tile = assigned + static_cast<int>(next)) < total;) {
+      next = after;
+      after = atomicAdd(tickets, 1);
+      load_pairs(tile * kPairs);
+    }
+    asm volatile("" ::"r"(after));  // drawn for certain: the tickets begin anew once all blocks have met
+  }
+
+  /// Tells the consumers that the first product is over, and in which stage the second one begins: the one that is free
+  /// first. Stages of the first are freed from the one after `at` on.
+  __device__ __forceinline__ int change_over() {
+    mbarrier_wait(s.empty(0, at.stage), at.parity ^ 1);
+    const int oldest = (at.stage + 1) % a.stages[0];
+    const int first = ceil_div(oldest * s.stage_bytes[0], s.stage_bytes[1]) % a.stages[1];
+    *s.tile(at.stage) = {0, 0, first};
+    mbarrier_arrive(s.full(0, at.stage));
+    at.advance(a.stages[0]);
+    return first;
+  }
+
+  /// Waits until the first product needs nothing of a stage of the second any more.
+  __device__ __forceinline__ void wait_for_first(int stage) const {
+    const int begin = stage * s.stage_bytes[1] / s.stage_bytes[0];
+    const int end = ((stage + 1) * s.stage_bytes[1] - 1) / s.stage_bytes[0];
+    for (int i = begin; i <= min(end, a.stages[0] - 1); ++i)
+      mbarrier_wait(s.empty(0, i), i >= at.stage ? at.parity ^ 1 : at.parity);
+  }
+
+  /// Rows [first, last) of every unit's w2.
+  __device__ __forceinline__ void load_down(int first, int last) {
+    Cursor to = {change_over()}, oldest = to;
+    flying = 0;
+    int issued = 0;
+    bool used = false;  // whether the ring has been filled once
+    for (int top = first; top < last; top += kDownRows) {
+      const int rows = min(kDownRows, last - top);
+      for (int u = 0; u < units; ++u) {
+        const bf16* w = a.w2 + (static_cast<size_t>(s.expert()[u]) * a.hidden + top) * a.inter;
+        for (int k = 0; k < a.inter; k += a.chunk[1]) {
+          // The fence before the arrival waits for the copies under way.
+          if (++issued > kAhead) mbarrier_wait(s.arrived(), 0);
+          bound(1, oldest);
+          if (used) mbarrier_wait(s.empty(1, to.stage), to.parity ^ 1);
+          else wait_for_first(to.stage);
+          uint64_t* bar = s.full(1, to.stage);
+          arrive_expecting(bar, rows * min(a.chunk[1], a.inter - k) * 2);
+          copy_tile(s.stage(1, to.stage), w, 1, rows, k, bar);
+          to.advance(a.stages[1]);
+          used = used || to.turn == 0;
+        }
+      }
+    }
+  }
+};
+
+#endif  // MOE_SM90
+
+}  // namespace moe::layer

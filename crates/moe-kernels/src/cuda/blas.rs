@@ -1,0 +1,59 @@
+//! Large dense products by cuBLAS, which beats our kernels above 64 rows (docs/kernels-decode.md).
+
+use std::ffi::c_void;
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::cublas::result::gemm_ex;
+use candle_core::cuda_backend::cudarc::cublas::sys;
+use candle_core::{DType, Result, bail};
+
+use super::{CudaExec, small};
+use crate::view::{View, ViewMut};
+
+/// Scratch that cuBLAS may use; what its documentation recommends for Hopper. It is given once, so
+/// that products inside a captured graph allocate nothing.
+const WORKSPACE_WORDS: usize = (32 << 20) / 4;
+
+/// out [M, N] (bf16 or f32) = x [M, K] · w [N, K]ᵀ, both bf16, summed in f32. The door has checked dims
+/// and dtypes.
+pub(crate) fn product(cuda: &CudaExec, op: &str, x: View, w: View, mut out: ViewMut) -> Result<()> {
+    let (m, n, k) = (small(op, x.rows())?, small(op, w.rows())?, small(op, w.dims()[1])?);
+    let out_type = match out.dtype() {
+        DType::F32 => sys::cudaDataType::CUDA_R_32F,
+        _ => sys::cudaDataType::CUDA_R_16BF,
+    };
+    let (x, w) = (cuda.read::<c_void>(op, "x", x)?, cuda.read::<c_void>(op, "w", w)?);
+    let out = cuda.write::<c_void>(op, "out", &mut out)?;
+    let (one, zero) = (1f32, 0f32);
+    let (one, zero) = ((&raw const one).cast(), (&raw const zero).cast());
+    let handle = handle(cuda)?;
+    let bf16 = sys::cudaDataType::CUDA_R_16BF;
+    let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+    let algorithm = sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP;
+    let (transposed, plain) = (sys::cublasOperation_t::CUBLAS_OP_T, sys::cublasOperation_t::CUBLAS_OP_N);
+    // Row-major arrays are column-major ones transposed: outᵀ [N, M] = w · xᵀ.
+    // SAFETY: the addresses cover [N, K], [M, K] and [M, N] elements on the handle's device.
+    unsafe {
+        gemm_ex(
+            handle, transposed, plain, n, m, k, one, w, bf16, k, x, bf16, k, zero, out, out_type, n, compute,
+            algorithm,
+        )
+    }
+    .w()
+}
+
+/// candle's handle of this device, with our workspace.
+fn handle(cuda: &CudaExec) -> Result<sys::cublasHandle_t> {
+    let handle = *cuda.blas.handle();
+    cuda.raw()?; // makes the device current
+    if cuda.blas_ready.get().is_none() {
+        let workspace = cuda.counters("cublas", WORKSPACE_WORDS)?;
+        // SAFETY: the workspace lives as long as the context, and the handle is used on its stream alone.
+        let status = unsafe { sys::cublasSetWorkspace_v2(handle, workspace, WORKSPACE_WORDS * 4) };
+        if status != sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS {
+            bail!("cuBLAS refuses a workspace: {status:?}")
+        }
+        let _ = cuda.blas_ready.set(());
+    }
+    Ok(handle)
+}

@@ -1,0 +1,214 @@
+//! The sub-layers of a decode step of a few tokens, each with its norm before and the addition to the
+//! residual stream after it in the same launch (docs/kernels.md).
+
+use candle_core::{DType, Result, bail};
+
+use super::router::check_gate;
+use super::{Gate, ffi, small};
+use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+
+/// Most tokens of such a step.
+const MAX_TOKENS: usize = 4;
+/// Most slots, and most experts of a gate.
+const MAX_SLOTS: usize = 32;
+const MAX_EXPERTS: usize = 512;
+/// Widths up to which the rows fit beside the weights' ring in shared memory.
+const MAX_HIDDEN: usize = 4096;
+const MAX_INTER: usize = 2048;
+
+/// RMS norm before a sub-layer.
+#[derive(Clone, Copy, Debug)]
+pub struct PreNorm<'a> {
+    /// \[H\] bf16.
+    pub weight: View<'a>,
+    /// Epsilon.
+    pub eps: f32,
+}
+
+/// Whether [`norm_linear_into`] and [`linear_add_into`] fit products of this depth.
+pub fn small_linear_fits(tokens: usize, k: usize, dtype: DType, ex: &Exec) -> bool {
+    let depth = k > 0 && k.is_multiple_of(64) && k <= 2 * MAX_HIDDEN;
+    is_hopper(ex) && dtype == DType::BF16 && tokens <= MAX_TOKENS && depth
+}
+
+/// Whether [`norm_experts_add_into`] fits.
+pub fn small_experts_fit(
+    tokens: usize,
+    (experts, top_k): (usize, usize),
+    (hidden, inter): (usize, usize),
+    ex: &Exec,
+) -> bool {
+    let widths = [(hidden, MAX_HIDDEN), (inter, MAX_INTER)];
+    let aligned = widths.iter().all(|&(n, max)| n > 0 && n.is_multiple_of(64) && n <= max);
+    let slots = (1..=experts).contains(&top_k) && tokens * top_k <= MAX_SLOTS && experts <= MAX_EXPERTS;
+    is_hopper(ex) && tokens <= MAX_TOKENS && aligned && slots
+}
+
+fn is_hopper(ex: &Exec) -> bool {
+    ex.cuda("small").is_ok_and(|cuda| cuda.major >= 9)
+}
+
+/// out [T, N] f32 = norm(residual [T, H] f32) · wᵀ + bias, w [N, H] bf16.
+///
+/// # Errors
+/// A CPU context; wrong dims or dtypes; sizes that [`small_linear_fits`] refuses.
+pub fn norm_linear_into(
+    residual: View,
+    norm: &PreNorm,
+    w: View,
+    bias: Option<View>,
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "norm_linear";
+    let (t, h) = expect_matrix(op, "residual", &residual)?;
+    expect_dtype(op, "residual", &residual, DType::F32)?;
+    check_norm(op, norm, h)?;
+    let n = check_linear(op, w, bias, h)?;
+    expect_dims(op, "out", &out, &[t, n])?;
+    expect_dtype(op, "out", &out, DType::F32)?;
+    let cuda = ex.cuda(op)?;
+    // SAFETY: dims and dtypes are checked above; the launcher refuses sizes that do not fit it.
+    let code = unsafe {
+        ffi::moe_linear_stream(
+            cuda.read(op, "residual", residual)?,
+            cuda.read(op, "norm", norm.weight)?,
+            norm.eps,
+            cuda.read(op, "w", w)?,
+            cuda.read_or_null(op, "bias", bias)?,
+            cuda.write(op, "out", &mut out)?,
+            0,
+            small(op, t)?,
+            small(op, n)?,
+            small(op, h)?,
+            cuda.raw()?,
+        )
+    };
+    cuda.check(op, code)
+}
+
+/// residual [T, N] f32 += x [T, K] · wᵀ + bias, x and w [N, K] bf16.
+///
+/// # Errors
+/// As [`norm_linear_into`].
+pub fn linear_add_into(
+    x: View,
+    w: View,
+    bias: Option<View>,
+    mut residual: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "linear_add";
+    let (t, k) = expect_matrix(op, "x", &x)?;
+    expect_dtype(op, "x", &x, DType::BF16)?;
+    let n = check_linear(op, w, bias, k)?;
+    expect_dims(op, "residual", &residual, &[t, n])?;
+    expect_dtype(op, "residual", &residual, DType::F32)?;
+    let cuda = ex.cuda(op)?;
+    // SAFETY: dims and dtypes are checked above; the launcher refuses sizes that do not fit it.
+    let code = unsafe {
+        ffi::moe_linear_stream(
+            cuda.read(op, "x", x)?,
+            std::ptr::null(),
+            0.,
+            cuda.read(op, "w", w)?,
+            cuda.read_or_null(op, "bias", bias)?,
+            cuda.write(op, "residual", &mut residual)?,
+            2,
+            small(op, t)?,
+            small(op, n)?,
+            small(op, k)?,
+            cuda.raw()?,
+        )
+    };
+    cuda.check(op, code)
+}
+
+/// residual [T, H] f32 += Σ_k weight_k · w2\[e\] (silu(gate) · up) of its norm, with the experts that `gate`
+/// chooses: norm, router, experts and combine in one launch. w13 [E, 2I, H], w2 [E, H, I] bf16.
+///
+/// # Errors
+/// A CPU context; wrong dims or dtypes; sizes that [`small_experts_fit`] refuses.
+pub fn norm_experts_add_into(
+    norm: &PreNorm,
+    gate: &Gate,
+    top_k: usize,
+    (w13, w2): (View, View),
+    mut residual: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "norm_experts_add";
+    let (t, h) = expect_matrix(op, "residual", &residual)?;
+    expect_dtype(op, "residual", &residual, DType::F32)?;
+    let (e, _, i) = expect_rank3(op, "w2", &w2)?;
+    for (name, view, dims) in [("w13", w13, [e, 2 * i, h]), ("w2", w2, [e, h, i])] {
+        expect_dims(op, name, &view, &dims)?;
+        expect_dtype(op, name, &view, DType::BF16)?;
+    }
+    check_norm(op, norm, h)?;
+    check_gate(op, gate, e, h)?;
+    if !small_experts_fit(t, (e, top_k), (h, i), ex) {
+        bail!("{op}: the kernel does not fit T = {t}, E = {e}, K = {top_k}, H = {h}, I = {i}")
+    }
+    let mut ids = ex.scratch(DType::U32, &[t, top_k])?;
+    let mut weights = ex.scratch(DType::F32, &[t, top_k])?;
+    let mut act = ex.scratch(DType::BF16, &[t * top_k, i])?;
+    let cuda = ex.cuda(op)?;
+    // SAFETY: a pure function of a number.
+    let state = cuda.counters(op, unsafe { ffi::moe_layer_stream_state(small(op, e)?) }.div_ceil(4))?;
+    let valid = if ex.step.padded { cuda.valid_rows()?.cast_const() } else { std::ptr::null() };
+    let stream: *mut f32 = cuda.write(op, "residual", &mut residual)?;
+    // SAFETY: dims, dtypes and the launcher's conditions are checked above; it may read x where it adds.
+    let code = unsafe {
+        ffi::moe_layer_stream(
+            stream.cast_const().cast(),
+            cuda.read(op, "norm", norm.weight)?,
+            norm.eps,
+            cuda.read(op, "gate", gate.weight)?,
+            cuda.read_or_null(op, "gate_bias", gate.bias)?,
+            cuda.read_or_null(op, "correction_bias", gate.correction_bias)?,
+            valid,
+            cuda.write(op, "topk_ids", &mut ids.view_mut())?,
+            cuda.write(op, "topk_weights", &mut weights.view_mut())?,
+            cuda.read(op, "w13", w13)?,
+            cuda.read(op, "w2", w2)?,
+            std::ptr::null(),
+            cuda.write(op, "act", &mut act.view_mut())?,
+            stream.cast(),
+            2,
+            state,
+            small(op, t)?,
+            small(op, h)?,
+            small(op, i)?,
+            small(op, e)?,
+            small(op, e)?,
+            small(op, top_k)?,
+            gate.scoring as i32,
+            i32::from(gate.raw_logits),
+            i32::from(gate.renormalize),
+            gate.scale,
+            gate.softcap.unwrap_or(0.),
+            cuda.raw()?,
+        )
+    };
+    cuda.check(op, code)
+}
+
+fn check_norm(op: &str, norm: &PreNorm, hidden: usize) -> Result<()> {
+    expect_dims(op, "norm", &norm.weight, &[hidden])?;
+    expect_dtype(op, "norm", &norm.weight, DType::BF16)
+}
+
+/// Checks a weight and its bias; the number of outputs.
+fn check_linear(op: &str, w: View, bias: Option<View>, k: usize) -> Result<usize> {
+    let (n, _) = expect_matrix(op, "w", &w)?;
+    expect_dims(op, "w", &w, &[n, k])?;
+    expect_dtype(op, "w", &w, DType::BF16)?;
+    if let Some(bias) = &bias {
+        expect_dims(op, "bias", bias, &[n])?;
+        expect_dtype(op, "bias", bias, DType::BF16)?;
+    }
+    Ok(n)
+}

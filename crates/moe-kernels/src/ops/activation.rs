@@ -1,0 +1,48 @@
+//! The gated activation by itself, for gate and up products that were computed apart.
+
+use candle_core::{DType, Result};
+
+use crate::cpu::activation::Gated;
+use crate::cpu::dispatch;
+use crate::cpu::parallel::{for_each_item, rows_per_task};
+use crate::cpu::simd::{LANES, Lanes};
+use crate::door::{expect_dims, expect_dtype};
+use crate::exec::Exec;
+use crate::spec::Activation;
+use crate::view::{View, ViewMut};
+use crate::with_float;
+
+/// out = act(gate, up), element by element, in f32 with one rounding: the bits that
+/// [`grouped_gate_up_into`](crate::grouped_gate_up_into) gives for the same sums.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `gate`, `up` | any dims, f32 |
+/// | `out` | same dims, model dtype (f32, bf16, f16) |
+///
+/// # Errors
+/// A wrong dtype or wrong dims.
+pub fn gated_activation_into(
+    gate: View,
+    up: View,
+    activation: Activation,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "gated_activation";
+    expect_dtype(op, "gate", &gate, DType::F32)?;
+    expect_dims(op, "up", &up, gate.dims())?;
+    expect_dtype(op, "up", &up, DType::F32)?;
+    expect_dims(op, "out", &out, gate.dims())?;
+    with_float!(out.dtype(), op, T => run::<T>(gate, up, activation, out, ex))
+}
+
+fn run<T: Lanes>(gate: View, up: View, activation: Activation, mut out: ViewMut, ex: &Exec) -> Result<()> {
+    let (gate, up, out) = (gate.cpu::<f32>()?, up.cpu::<f32>()?, out.cpu_mut::<T>()?);
+    let Some(chunk) = rows_per_task(ex, gate.len(), LANES) else { return Ok(()) };
+    let tasks = gate.chunks(chunk).zip(up.chunks(chunk)).zip(out.chunks_mut(chunk)).collect();
+    for_each_item(ex, tasks, gate.len(), |((gate, up), out)| {
+        dispatch(ex.isa(), Gated { gate, up, activation, out });
+    });
+    Ok(())
+}

@@ -1,0 +1,308 @@
+//! Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) around its products and softmax.
+//!
+//! Keys and values of all heads come from one latent row c of L values per token, and one rotated
+//! key part of R values that all heads share. Two forms compute the same:
+//!
+//! - naive: k = [W_UK c | rotated part] and v = W_UV c of every head are expanded and cached;
+//! - absorbed: the cache row is [c | rotated part]; W_UK moves to the query
+//!   (q · W_UK c = W_UKᵀ q · c) and W_UV behind the weighted sum, so a token costs L + R values.
+//!
+//! Rotation is that of the interleaved (GPT-J) layout.
+
+use candle_core::{DType, Result, bail};
+
+use super::qk_norm_rope::expect_cache;
+use crate::cpu::dispatch;
+use crate::cpu::mla::{PerHead, rotate_pairs, round_row};
+use crate::cpu::norm::RmsNorm;
+use crate::cpu::parallel::for_each_item;
+use crate::cpu::rope::NO_SLOT;
+use crate::cpu::simd::Lanes;
+use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3, expect_stream};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+use crate::with_float;
+
+/// Arguments of [`mla_latent_into`].
+#[derive(Clone, Copy, Debug)]
+pub struct MlaLatent<'a> {
+    /// [T, L + R] f32: the down-projected row, then the key part that is rotated.
+    pub compressed: View<'a>,
+    /// \[L\] model dtype: RMS norm weight of the latent.
+    pub norm: View<'a>,
+    /// Epsilon of that norm.
+    pub eps: f32,
+    /// [T, R/2] f32: cosines of the rows' angles.
+    pub cos: View<'a>,
+    /// [T, R/2] f32: sines of the rows' angles.
+    pub sin: View<'a>,
+}
+
+/// Splits the down-projected rows: the latent is normalised, the key part rotated, both in f32
+/// with one rounding.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `args` | see [`MlaLatent`] |
+/// | `latent` | [T, L] model dtype (f32, bf16, f16) |
+/// | `rotated` | [T, R] same dtype |
+///
+/// # Errors
+/// A wrong dtype or wrong dims; an odd R.
+pub fn mla_latent_into(args: &MlaLatent, latent: ViewMut, rotated: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "mla_latent";
+    let (t, l) = expect_matrix(op, "latent", &latent)?;
+    let (_, r) = expect_matrix(op, "rotated", &rotated)?;
+    expect_dims(op, "rotated", &rotated, &[t, r])?;
+    expect_dtype(op, "rotated", &rotated, latent.dtype())?;
+    expect_dims(op, "compressed", &args.compressed, &[t, l + r])?;
+    expect_dtype(op, "compressed", &args.compressed, DType::F32)?;
+    expect_dims(op, "norm", &args.norm, &[l])?;
+    expect_dtype(op, "norm", &args.norm, latent.dtype())?;
+    expect_angles(op, &args.cos, &args.sin, t, r)?;
+    with_float!(latent.dtype(), op, T => split_latent::<T>(args, latent, rotated, ex))
+}
+
+fn split_latent<T: Lanes>(
+    args: &MlaLatent,
+    mut latent: ViewMut,
+    mut rotated: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    let (l, r) = (latent.dims()[1], rotated.dims()[1]);
+    let (x, weight) = (args.compressed.cpu::<f32>()?, args.norm.cpu::<T>()?);
+    let angles = Angles::new(&args.cos, &args.sin, r)?;
+    let (latent, rotated) = (latent.cpu_mut::<T>()?, rotated.cpu_mut::<T>()?);
+    if l == 0 || r == 0 {
+        bail!("mla_latent: expected a latent and a rotated part, got {l} and {r} values")
+    }
+    let rows = x.chunks_exact(l + r).zip(latent.chunks_exact_mut(l).zip(rotated.chunks_exact_mut(r)));
+    for_each_item(ex, rows.enumerate().collect(), x.len(), |(t, (x, (out, rotated)))| {
+        let (x, tail) = x.split_at(l);
+        dispatch(ex.isa(), RmsNorm { x, weight, eps: args.eps, out });
+        angles.rotate(t, tail, rotated);
+    });
+    Ok(())
+}
+
+/// Writes the keys of all heads, and values if they have a cache of their own, to the rows' slots.
+/// The key of a head is its first N values in `kv` and then the rotated part, its value the V
+/// values after those N. The latent row of the absorbed form is a head with V = 0. If two rows
+/// name one slot, the later row wins.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `kv` | [T, Hkv, N + V] model dtype or f32 |
+/// | `rotated` | [T, R] model dtype |
+/// | `slot_mapping` | \[T\] u32: slot (block · block_size + offset); `u32::MAX` writes nothing |
+/// | `k_cache` | [num_blocks, Hkv, block_size, N + R] model dtype (f32, bf16, f16) |
+/// | `v_cache` | [num_blocks, Hkv, block_size, V] same dtype; `None`: V = 0 |
+///
+/// # Errors
+/// A wrong dtype or wrong dims; a slot beyond the cache.
+pub fn mla_cache_into(
+    kv: View,
+    rotated: View,
+    slot_mapping: View,
+    k_cache: ViewMut,
+    v_cache: Option<ViewMut>,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "mla_cache";
+    let (t, heads, width) = expect_rank3(op, "kv", &kv)?;
+    let (_, r) = expect_matrix(op, "rotated", &rotated)?;
+    expect_dims(op, "rotated", &rotated, &[t, r])?;
+    expect_dtype(op, "rotated", &rotated, k_cache.dtype())?;
+    expect_stream(op, "kv", &kv, k_cache.dtype())?;
+    let v = v_cache.as_ref().map_or(0, |cache| cache.dims().last().copied().unwrap_or(0));
+    let Some(n) = width.checked_sub(v) else {
+        bail!("{op}: kv has {width} values per head, fewer than the {v} of a value")
+    };
+    let slots = expect_cache(op, "k_cache", &k_cache, heads, n + r)?;
+    if let Some(cache) = &v_cache {
+        expect_dims(op, "v_cache", cache, &[&k_cache.dims()[..3], &[v]].concat())?;
+        expect_dtype(op, "v_cache", cache, k_cache.dtype())?;
+    }
+    expect_dims(op, "slot_mapping", &slot_mapping, &[t])?;
+    expect_dtype(op, "slot_mapping", &slot_mapping, DType::U32)?;
+    for (i, slot) in slot_mapping.cpu::<u32>()?.iter().enumerate() {
+        if *slot != NO_SLOT && *slot as usize >= slots {
+            bail!("{op}: slot_mapping[{i}] is {slot}; the cache holds {slots} slots")
+        }
+    }
+    with_float!(k_cache.dtype(), op, T => match kv.dtype() {
+        DType::F32 => write_cache::<T, f32>(kv, rotated, slot_mapping, k_cache, v_cache, ex),
+        _ => write_cache::<T, T>(kv, rotated, slot_mapping, k_cache, v_cache, ex),
+    })
+}
+
+fn write_cache<T: Lanes, X: Lanes>(
+    kv: View,
+    rotated: View,
+    slot_mapping: View,
+    mut k_cache: ViewMut,
+    mut v_cache: Option<ViewMut>,
+    _ex: &Exec,
+) -> Result<()> {
+    let (heads, block_size, key) = (kv.dims()[1], k_cache.dims()[2], k_cache.dims()[3]);
+    let (width, r) = (kv.dims()[2], rotated.dims()[1]);
+    let (kv, rotated) = (kv.cpu::<X>()?, rotated.cpu::<T>()?);
+    let keys = k_cache.cpu_mut::<T>()?;
+    let mut values = v_cache.as_mut().map(|cache| cache.cpu_mut::<T>()).transpose()?;
+    for (t, &slot) in slot_mapping.cpu::<u32>()?.iter().enumerate().filter(|(_, slot)| **slot != NO_SLOT) {
+        let (block, offset) = (slot as usize / block_size, slot as usize % block_size);
+        for head in 0..heads {
+            let row = (block * heads + head) * block_size + offset;
+            let (k, v) = kv[(t * heads + head) * width..][..width].split_at(key - r);
+            let out = &mut keys[row * key..][..key];
+            round_row(k, &mut out[..key - r]);
+            out[key - r..].copy_from_slice(&rotated[t * r..][..r]);
+            if let Some(values) = &mut values {
+                round_row(v, &mut values[row * v.len()..][..v.len()]);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Arguments of [`mla_query_into`].
+#[derive(Clone, Copy, Debug)]
+pub struct MlaQuery<'a> {
+    /// [T, Hq, N + R] f32: the queries of all heads.
+    pub q: View<'a>,
+    /// [Hq, L, N] model dtype: W_UKᵀ of every head; `None` in the naive form.
+    pub w_uk: Option<View<'a>>,
+    /// [T, R/2] f32: cosines of the rows' angles.
+    pub cos: View<'a>,
+    /// [T, R/2] f32: sines of the rows' angles.
+    pub sin: View<'a>,
+}
+
+/// The queries as attention takes them: the last R values of each head are rotated, the others
+/// stay (naive) or are rounded to the model dtype and multiplied with W_UKᵀ (absorbed).
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `args` | see [`MlaQuery`] |
+/// | `out` | [T, Hq, N + R] f32, or [T, Hq, L + R] f32 with `w_uk` |
+///
+/// # Errors
+/// A wrong dtype or wrong dims; an odd R.
+pub fn mla_query_into(args: &MlaQuery, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "mla_query";
+    let (t, heads, width) = expect_rank3(op, "q", &args.q)?;
+    expect_dtype(op, "q", &args.q, DType::F32)?;
+    expect_dtype(op, "out", &out, DType::F32)?;
+    let r = 2 * args.cos.dims().last().copied().unwrap_or(0);
+    expect_angles(op, &args.cos, &args.sin, t, r)?;
+    let Some(n) = width.checked_sub(r) else {
+        bail!("{op}: q has {width} values per head, fewer than the {r} that are rotated")
+    };
+    expect_rows(op, t, heads)?;
+    let Some(w) = args.w_uk else {
+        expect_dims(op, "out", &out, &[t, heads, n + r])?;
+        return split_query::<f32>(args, r, None, out, ex);
+    };
+    let (_, l, _) = expect_rank3(op, "w_uk", &w)?;
+    expect_dims(op, "w_uk", &w, &[heads, l, n])?;
+    expect_dims(op, "out", &out, &[t, heads, l + r])?;
+    with_float!(w.dtype(), op, T => {
+        let mut out = out;
+        let mut nope = ex.scratch(w.dtype(), &[t, heads, n])?;
+        split_query::<T>(args, r, Some(nope.view_mut()), out.reborrow(), ex)?;
+        let (x, w) = (nope.view().cpu::<T>()?, w.cpu::<T>()?);
+        PerHead { x, w, heads, n: l, k: n, out: out.cpu_mut::<f32>()?, stride: l + r }.run(ex)
+    })
+}
+
+/// Rotates the tails of all heads into `out`; their heads go to `nope`, rounded, or to `out`.
+fn split_query<T: Lanes>(
+    args: &MlaQuery,
+    r: usize,
+    nope: Option<ViewMut>,
+    mut out: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    let (heads, width, out_width) = (args.q.dims()[1], args.q.dims()[2], out.dims()[2]);
+    let (q, angles) = (args.q.cpu::<f32>()?, Angles::new(&args.cos, &args.sin, r)?);
+    let n = width - r;
+    let rows = q.chunks_exact(width.max(1)).zip(out.cpu_mut::<f32>()?.chunks_exact_mut(out_width.max(1)));
+    let Some(mut nope) = nope else {
+        for_each_item(ex, rows.enumerate().collect(), q.len(), |(i, (q, out))| {
+            out[..n].copy_from_slice(&q[..n]);
+            angles.rotate(i / heads, &q[n..], &mut out[n..]);
+        });
+        return Ok(());
+    };
+    if n == 0 {
+        bail!("mla_query: expected queries with a part that is not rotated, got {width} values, all rotated")
+    }
+    let rows = rows.zip(nope.cpu_mut::<T>()?.chunks_exact_mut(n));
+    for_each_item(ex, rows.enumerate().collect(), q.len(), |(i, ((q, out), nope))| {
+        round_row(&q[..n], nope);
+        angles.rotate(i / heads, &q[n..], &mut out[out_width - r..]);
+    });
+    Ok(())
+}
+
+/// out[t, h] = W_UV\[h\] · x[t, h]: values out of the latent space, after attention.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `x` | [T, Hq · L] model dtype (f32, bf16, f16) |
+/// | `w_uv` | [Hq, V, L] same dtype |
+/// | `out` | [T, Hq · V] same dtype |
+///
+/// # Errors
+/// A wrong dtype or wrong dims.
+pub fn mla_value_into(x: View, w_uv: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "mla_value";
+    let (heads, v, l) = expect_rank3(op, "w_uv", &w_uv)?;
+    let (t, _) = expect_matrix(op, "x", &x)?;
+    expect_dims(op, "x", &x, &[t, heads * l])?;
+    expect_dtype(op, "w_uv", &w_uv, x.dtype())?;
+    expect_dims(op, "out", &out, &[t, heads * v])?;
+    expect_dtype(op, "out", &out, x.dtype())?;
+    expect_rows(op, t, heads)?;
+    with_float!(x.dtype(), op, T => {
+        let (x, w, out) = (x.cpu::<T>()?, w_uv.cpu::<T>()?, out.cpu_mut::<T>()?);
+        PerHead { x, w, heads, n: v, k: l, out, stride: v }.run(ex)
+    })
+}
+
+/// Cosines and sines by row.
+struct Angles<'a> {
+    cos: &'a [f32],
+    sin: &'a [f32],
+    half: usize,
+}
+
+impl<'a> Angles<'a> {
+    fn new(cos: &View<'a>, sin: &View<'a>, r: usize) -> Result<Self> {
+        Ok(Self { cos: cos.cpu()?, sin: sin.cpu()?, half: r / 2 })
+    }
+
+    fn rotate<O: Lanes>(&self, row: usize, x: &[f32], out: &mut [O]) {
+        let [cos, sin] = [self.cos, self.sin].map(|a| &a[row * self.half..][..self.half]);
+        rotate_pairs(x, cos, sin, out);
+    }
+}
+
+fn expect_angles(op: &str, cos: &View, sin: &View, t: usize, r: usize) -> Result<()> {
+    if !r.is_multiple_of(2) {
+        bail!("{op}: expected an even number of rotated values, got {r}")
+    }
+    for (name, table) in [("cos", cos), ("sin", sin)] {
+        expect_dims(op, name, table, &[t, r / 2])?;
+        expect_dtype(op, name, table, DType::F32)?;
+    }
+    Ok(())
+}
+
+/// Rows of heads are counted by a u32.
+fn expect_rows(op: &str, t: usize, heads: usize) -> Result<()> {
+    match t.checked_mul(heads).map(u32::try_from) {
+        Some(Ok(_)) => Ok(()),
+        _ => bail!("{op}: {t} rows of {heads} heads are more than a u32 counts; split them"),
+    }
+}

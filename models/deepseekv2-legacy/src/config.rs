@@ -1,0 +1,247 @@
+//! DeepSeek-V2's config.json, with the defaults of transformers 5.17.
+
+use candle_core::DType;
+use model_runtime::config::{
+    Bounds, Config, ConfigError, RopeConfig, RopeScaling, checked_product, limits, yarn_mscale,
+};
+use model_runtime::{MlaConfig, MlaForm};
+use moe_layer::{Activation, RouterConfig};
+
+/// Epsilon of the norms of latents, which `rms_norm_eps` says nothing about.
+const LATENT_NORM_EPS: f64 = 1e-6;
+/// Far above any `mscale_all_dim` in use, and small enough that scores stay finite.
+const LARGEST_MSCALE: f64 = 1e3;
+/// `first_k_dense_replace` and `moe_layer_freq`.
+const LAYERS_OR_NONE: Bounds = Bounds::up_to(limits::LAYERS.max);
+
+/// Everything a DeepSeek-V2 config says that changes the forward pass.
+#[derive(Clone, Debug)]
+pub struct DeepseekV2Config {
+    /// Tokens in the vocabulary.
+    pub vocab_size: usize,
+    /// Width of the residual stream, H.
+    pub hidden_size: usize,
+    /// Width of dense layers' MLPs.
+    pub intermediate_size: usize,
+    /// Width of one expert's MLP, I.
+    pub moe_intermediate_size: usize,
+    /// Number of layers.
+    pub num_hidden_layers: usize,
+    /// Attention, in the absorbed form.
+    pub attention: MlaConfig,
+    /// Longest sequence.
+    pub max_position_embeddings: usize,
+    /// Epsilon of the norms between layers.
+    pub rms_norm_eps: f32,
+    /// Whether lm_head is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Activation of dense MLPs and experts.
+    pub activation: Activation,
+    /// Rotary embedding of the rotated dimensions.
+    pub rope: RopeConfig,
+    /// Routing; `None` for a model without routed experts.
+    pub router: Option<RouterConfig>,
+    /// Shared experts, which are one MLP of this many times I.
+    pub n_shared_experts: usize,
+    /// Per layer: whether its MLP is a sparse block.
+    pub is_sparse: Vec<bool>,
+    /// The dtype that the config names.
+    pub dtype: Option<DType>,
+    ignored_by_transformers: Vec<String>,
+}
+
+impl DeepseekV2Config {
+    /// Reads and validates a config. Nothing is allocated from its sizes before they are bounded.
+    pub fn new(config: &Config) -> Result<Self, ConfigError> {
+        refuse_other_models(config)?;
+        config.refuse_quantization()?;
+        if config.bool_or(&["mlp_bias"], false)? {
+            return Err(config.unsupported("mlp_bias true", "; MLPs without biases are supported"));
+        }
+        let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
+        let max_position_embeddings =
+            config.size_or(&["max_position_embeddings"], 2048, limits::POSITIONS)?;
+        let rope_dim = config.size_or(&["qk_rope_head_dim"], 64, limits::HEAD_DIM)?;
+        if rope_dim % 2 != 0 {
+            return Err(config.invalid("qk_rope_head_dim", "an even number, for rotary embedding", rope_dim));
+        }
+        let rope = RopeConfig::from_config(config, rope_dim, max_position_embeddings)?;
+        let rms_norm_eps = config.float_or(&["rms_norm_eps"], 1e-6)?;
+        if rms_norm_eps < 0. {
+            return Err(config.invalid("rms_norm_eps", "a number of at least 0", rms_norm_eps));
+        }
+        let router = router(config)?;
+        let this = Self {
+            vocab_size: config.size_or(&["vocab_size"], 102400, limits::VOCAB)?,
+            hidden_size: width("hidden_size", 4096)?,
+            intermediate_size: width("intermediate_size", 11008)?,
+            moe_intermediate_size: width("moe_intermediate_size", 1407)?,
+            num_hidden_layers: config.size_or(&["num_hidden_layers"], 32, limits::LAYERS)?,
+            attention: attention(config, &rope)?,
+            max_position_embeddings,
+            rms_norm_eps: rms_norm_eps as f32,
+            tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
+            activation: config.activation()?,
+            rope,
+            n_shared_experts: or_null(config, "n_shared_experts", 2, Bounds::up_to(limits::EXPERTS.max))?
+                .unwrap_or(0),
+            is_sparse: sparse_layers(config, router.is_some())?,
+            dtype: config.dtype()?,
+            ignored_by_transformers: ignored_by_transformers(config, router.as_ref())?,
+            router,
+        };
+        this.check_sizes(config)?;
+        Ok(this)
+    }
+
+    /// Options that this config sets and that transformers 5.17 does not look at: a checkpoint
+    /// behaves differently there. As in vLLM, `norm_topk_prob` divides the chosen scores by their
+    /// sum before `routed_scaling_factor` multiplies them.
+    pub fn ignored_by_transformers(&self) -> &[String] {
+        &self.ignored_by_transformers
+    }
+
+    /// Attention in a form.
+    pub fn mla(&self, form: MlaForm) -> MlaConfig {
+        MlaConfig { form, ..self.attention.clone() }
+    }
+
+    /// Width of the MLP that the shared experts are.
+    pub fn shared_intermediate_size(&self) -> usize {
+        self.n_shared_experts * self.moe_intermediate_size
+    }
+
+    /// Number of routed experts; 0 in a dense model.
+    pub fn num_experts(&self) -> usize {
+        self.router.as_ref().map_or(0, |router| router.num_experts)
+    }
+
+    /// Refuses sizes that are each valid but absurd together.
+    fn check_sizes(&self, config: &Config) -> Result<(), ConfigError> {
+        let (layers, h, mla) = (self.num_hidden_layers, self.hidden_size, &self.attention);
+        let moe_layers = self.is_sparse.iter().filter(|sparse| **sparse).count();
+        let experts = self.num_experts();
+        let head = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim;
+        let reads = h.max(mla.kv_lora_rank).max(mla.q_lora_rank.unwrap_or(0));
+        let shared = [self.n_shared_experts.max(1), self.moe_intermediate_size];
+        for (what, factors, limit) in [
+            ("the number of tensors", &[layers, 20][..], limits::TENSORS),
+            ("the number of expert tensors", &[moe_layers, experts, 3], limits::TENSORS),
+            (
+                "the number of expert weights",
+                &[moe_layers, experts, self.moe_intermediate_size, h, 3],
+                limits::WEIGHTS,
+            ),
+            ("the number of shared weights", &[moe_layers, shared[0], shared[1], h, 3], limits::WEIGHTS),
+            ("the number of attention weights", &[layers, mla.num_heads, head, reads, 2], limits::WEIGHTS),
+            ("the number of dense weights", &[layers, self.intermediate_size, h, 3], limits::WEIGHTS),
+            ("the number of embedding weights", &[self.vocab_size, h], limits::WEIGHTS),
+        ] {
+            checked_product(config, what, factors, limit)?;
+        }
+        Ok(())
+    }
+}
+
+fn refuse_other_models(config: &Config) -> Result<(), ConfigError> {
+    match config.string(&["model_type"])? {
+        "deepseek_v2" => Ok(()),
+        other => {
+            let advice = match other {
+                "deepseek_v3" | "deepseek_v32" => {
+                    "; this program runs model_type \"deepseek_v2\": it has neither the noaux_tc routing nor the \
+                     FP8 weights of DeepSeek-V3"
+                }
+                _ => "; this program runs model_type \"deepseek_v2\"",
+            };
+            Err(config.unsupported(format!("model_type {other:?}"), advice))
+        }
+    }
+}
+
+/// A size whose absence means a default and whose explicit null means none, as in DeepSeek's own
+/// configs.
+fn or_null(config: &Config, key: &str, default: usize, bounds: Bounds) -> Result<Option<usize>, ConfigError> {
+    match config.object().contains_key(key) {
+        true => config.opt_size(&[key], bounds),
+        false => Ok(Some(default)),
+    }
+}
+
+fn attention(config: &Config, rope: &RopeConfig) -> Result<MlaConfig, ConfigError> {
+    let num_heads = config.size_or(&["num_attention_heads"], 32, limits::HEADS)?;
+    let kv_heads = config.size_or(&["num_key_value_heads"], num_heads, limits::HEADS)?;
+    if kv_heads != num_heads {
+        let expected = format!("num_attention_heads = {num_heads}: every head has keys of its own");
+        return Err(config.invalid("num_key_value_heads", &expected, kv_heads));
+    }
+    let qk_nope_head_dim = config.size_or(&["qk_nope_head_dim"], 128, limits::HEAD_DIM)?;
+    Ok(MlaConfig {
+        hidden_size: config.size_or(&["hidden_size"], 4096, limits::WIDTH)?,
+        num_heads,
+        q_lora_rank: or_null(config, "q_lora_rank", 1536, limits::WIDTH)?,
+        kv_lora_rank: config.size_or(&["kv_lora_rank"], 512, limits::WIDTH)?,
+        qk_nope_head_dim,
+        qk_rope_head_dim: rope.dim,
+        v_head_dim: config.size_or(&["v_head_dim"], 128, limits::HEAD_DIM)?,
+        bias: config.bool_or(&["attention_bias"], false)?,
+        norm_eps: LATENT_NORM_EPS,
+        softmax_scale: ((qk_nope_head_dim + rope.dim) as f64).powf(-0.5) * mscale(config, rope)?.powi(2),
+        form: MlaForm::Absorbed,
+    })
+}
+
+/// DeepSeek's temperature of long contexts: `mscale_all_dim` of scaled RoPE also multiplies both
+/// sides of every score.
+fn mscale(config: &Config, rope: &RopeConfig) -> Result<f64, ConfigError> {
+    let factor = match &rope.scaling {
+        RopeScaling::Default => return Ok(1.0),
+        RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor } => *factor,
+        RopeScaling::Yarn(yarn) => yarn.factor,
+    };
+    let Some(section) = RopeConfig::section(config)? else { return Ok(1.0) };
+    let all_dim = section.float_or(&["mscale_all_dim"], 0.0)?;
+    if !(0.0..=LARGEST_MSCALE).contains(&all_dim) {
+        let expected = format!("a number from 0 to {LARGEST_MSCALE}");
+        return Err(section.invalid("mscale_all_dim", &expected, all_dim));
+    }
+    // At 0 this is 1, as where the key is absent.
+    Ok(yarn_mscale(factor, all_dim))
+}
+
+/// The routing; an explicit null for the number of experts means a dense model.
+fn router(config: &Config) -> Result<Option<RouterConfig>, ConfigError> {
+    if config.object().get("n_routed_experts").is_some_and(|experts| experts.is_null()) {
+        return Ok(None);
+    }
+    if config.opt_string(&["topk_method"])? == Some("noaux_tc") {
+        let advice = ", the routing of DeepSeek-V3; supported are greedy and group_limited_greedy";
+        return Err(config.unsupported("topk_method \"noaux_tc\"", advice));
+    }
+    config.size_or(&["num_experts", "num_local_experts", "n_routed_experts"], 64, limits::EXPERTS)?;
+    config.router().map(Some)
+}
+
+/// Which layers are sparse: every `moe_layer_freq`-th from `first_k_dense_replace` on; a frequency
+/// of 0 means every layer.
+fn sparse_layers(config: &Config, has_experts: bool) -> Result<Vec<bool>, ConfigError> {
+    let layers = config.size_or(&["num_hidden_layers"], 32, limits::LAYERS)?;
+    let first = config.size_or(&["first_k_dense_replace"], 0, LAYERS_OR_NONE)?;
+    let every = config.size_or(&["moe_layer_freq"], 1, LAYERS_OR_NONE)?.max(1);
+    Ok((0..layers).map(|layer| has_experts && layer >= first && layer.is_multiple_of(every)).collect())
+}
+
+fn ignored_by_transformers(
+    config: &Config,
+    router: Option<&RouterConfig>,
+) -> Result<Vec<String>, ConfigError> {
+    let Some(router) = router else { return Ok(Vec::new()) };
+    let every = config.size_or(&["moe_layer_freq"], 1, LAYERS_OR_NONE)?;
+    let scoring = router.scoring.name();
+    let options = [
+        (router.renormalize, "norm_topk_prob true".to_string()),
+        (scoring != "softmax", format!("scoring_func {scoring:?}")),
+        (every > 1, format!("moe_layer_freq {every}")),
+    ];
+    Ok(options.into_iter().filter(|(set, _)| *set).map(|(_, name)| name).collect())
+}

@@ -1,0 +1,170 @@
+"""Checks moe_layer_stream (norm, router, experts, weighted sum in one launch) against float64."""
+
+import torch
+from kernels import LIB, call, randn, refuses, rel, u32
+from library import NO_EXPERT, ids_back, poison
+from router import SCORINGS, expected
+
+CHECKS = []
+# E, K, H, I
+SHAPES = [(128, 8, 2048, 768), (8, 2, 64, 64), (16, 4, 320, 192), (60, 6, 1024, 448), (5, 1, 576, 1344), (40, 3, 128, 2560),
+          (200, 4, 4096, 128)]
+
+
+def check(function):
+    CHECKS.append(function)
+    return function
+
+
+def state_for(experts):
+    return torch.zeros(LIB.raw("moe_layer_stream_state", experts), dtype=torch.uint8, device="cuda")
+
+
+class Case:
+    """Weights and rows of one shape; `given`: ids instead of a router."""
+
+    def __init__(self, tokens, shape, normed=True, given=False, output=2, table=None, local=None, scoring="softmax", raw=False,
+                 renormalize=True, scale=1.0, biased=False, valid=None):
+        self.tokens, (self.experts, self.top_k, self.hidden, self.inter) = tokens, shape
+        self.given, self.output, self.table = given, output, table
+        self.local = self.experts if local is None else local
+        self.x = randn(tokens, self.hidden, scale=3.0, dtype=torch.float32 if normed else torch.bfloat16)
+        self.norm = randn(self.hidden) if normed else None
+        self.gate = randn(self.experts, self.hidden, scale=self.hidden**-0.5)
+        self.gate_bias = randn(self.experts) if biased else None
+        self.bias = randn(self.experts, dtype=torch.float32, scale=0.1) if biased else None
+        self.how = dict(scoring=scoring, bias=self.bias, raw=raw, renormalize=renormalize, scale=scale, cap=0.0)
+        self.valid = None if valid is None else u32([valid])
+        self.live = tokens if valid is None else valid
+        self.w13 = randn(self.local, 2 * self.inter, self.hidden, scale=self.hidden**-0.5)
+        self.w2 = randn(self.local, self.hidden, self.inter, scale=self.inter**-0.5)
+        self.ids = torch.rand(tokens, self.experts, device="cuda").topk(self.top_k, -1).indices.to(torch.int32)
+        self.weights = torch.softmax(torch.randn(tokens, self.top_k, device="cuda"), -1)
+        self.dtype = torch.bfloat16 if output == 1 else torch.float32
+        self.before = randn(tokens, self.hidden, dtype=torch.float32)
+
+    def run(self, state, out=None):
+        if not self.given:
+            self.ids, self.weights = poison(self.tokens, self.top_k, dtype=torch.int32), poison(self.tokens, self.top_k, dtype=torch.float32)
+        if out is None:
+            out = self.before.clone() if self.output == 2 else poison(self.tokens, self.hidden, dtype=self.dtype)
+        act = poison(self.tokens * self.top_k, self.inter, dtype=torch.bfloat16)
+        how = self.how
+        call("moe_layer_stream", self.x, self.norm, 1e-6, None if self.given else self.gate, self.gate_bias, self.bias, self.valid,
+             self.ids, self.weights, self.w13, self.w2, self.table, act, out, self.output, state,
+             self.tokens, self.hidden, self.inter, self.experts, self.local, self.top_k, SCORINGS.index(how["scoring"]),
+             int(how["raw"]), int(how["renormalize"]), how["scale"], how["cap"])
+        return out
+
+    def rows(self):
+        """Rows as the kernel rounds them, f64."""
+        if self.norm is None:
+            return self.x.double()
+        factor = (self.x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return (self.x * self.norm.float()).to(torch.bfloat16).double() * factor
+
+    def expect(self, name, out):
+        x = self.rows()
+        ids = ids_back(self.ids)
+        if not self.given:
+            logits = x @ self.gate.double().T + (self.gate_bias.double() if self.gate_bias is not None else 0)
+            want, weights, keys = expected(logits, self.top_k, **self.how)
+            assert (ids[self.live :] == NO_EXPERT).all() and (self.weights[self.live :] == 0).all(), f"{name}: padding has experts"
+            live = slice(0, self.live)
+            gap = (keys[live].gather(1, want[live]) - keys[live].gather(1, ids[live])).abs()
+            assert self.live == 0 or gap.max() < 4e-6 * keys.abs().max(), f"{name}: chose {ids.tolist()} instead of {want.tolist()}"
+            same = (want == ids).all(-1)
+            assert rel(self.weights[same], weights[same]) < 2e-5, f"{name}: routing weights"
+        table = torch.arange(self.experts, device="cuda") if self.table is None else self.table.long()
+        local = torch.where(ids < self.experts, table[ids.clamp(max=self.experts - 1)], -1)
+        ref = torch.zeros(self.tokens, self.hidden, dtype=torch.float64, device="cuda")
+        for t in range(self.tokens):
+            for k in range(self.top_k):
+                e = int(local[t, k])
+                if e >= 0:
+                    gate, up = (self.w13[e].double() @ x[t]).split(self.inter)
+                    act = (gate * torch.sigmoid(gate) * up).to(torch.bfloat16).double()
+                    ref[t] += self.weights[t, k].double() * (self.w2[e].double() @ act)
+        got = out.double() - (self.before.double() if self.output == 2 else 0)
+        error = rel(got, ref)
+        assert error < (5e-3 if self.output == 1 else 8e-4), f"{name}: off by {error}"
+        return error
+
+
+def token_counts(shape):
+    return [t for t in (1, 2, 3, 4) if t * shape[1] <= 32]
+
+
+@check
+def layer_matches_float64():
+    worst = 0.0
+    for shape in SHAPES:
+        state = state_for(shape[0])
+        for tokens in token_counts(shape):
+            for output in (0, 1, 2):
+                for normed, given in ((True, False), (False, False), (False, True)):
+                    case = Case(tokens, shape, normed, given, output)
+                    worst = max(worst, case.expect(f"{shape} T={tokens} output {output} {normed} {given}", case.run(state)))
+    print(f"      worst error {worst:.1e}")
+
+
+@check
+def layer_routes_like_the_router():
+    for shape in SHAPES[:4]:
+        state = state_for(shape[0])
+        for scoring in SCORINGS:
+            for raw, biased in ((False, True), (True, False)):
+                case = Case(2, shape, scoring=scoring, raw=raw, biased=biased, renormalize=not biased, scale=2.5)
+                case.expect(f"{shape} {scoring} raw={raw}", case.run(state))
+
+
+@check
+def layer_skips_padding_holes_and_repeats():
+    for shape in SHAPES[:4]:
+        experts, top_k = shape[0], shape[1]
+        state = state_for(experts)
+        for valid in (0, 2):
+            case = Case(3, shape, valid=valid)
+            case.expect(f"{shape} valid {valid}", case.run(state))
+        table = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
+        here = torch.arange(0, experts, 2, device="cuda").flip(0)
+        table[here] = torch.arange(here.numel(), dtype=torch.int32, device="cuda")
+        for given in (False, True):
+            case = Case(4, shape, table=table, local=here.numel(), given=given, normed=not given)
+            case.expect(f"{shape} map", case.run(state))
+        case = Case(4, shape, given=True, normed=False)
+        case.ids[0] = case.ids[0, 0]  # one expert K times
+        case.ids[1] = NO_EXPERT - (1 << 32)
+        case.ids[2, 0] = experts + 3
+        case.expect(f"{shape} repeated, absent, out of range", case.run(state))
+
+
+@check
+def layer_repeats_bit_for_bit():
+    """Also whichever tokens stand beside one, and in place on the residual."""
+    shape = SHAPES[0]
+    state = state_for(shape[0])
+    case = Case(4, shape)
+    first = case.run(state)
+    for _ in range(20):
+        assert torch.equal(case.run(state), first), "runs differ"
+    ids = case.ids
+    for t in (0, 3):
+        one = Case(1, shape)
+        one.norm, one.gate, one.w13, one.w2 = case.norm, case.gate, case.w13, case.w2
+        one.x, one.before = case.x[t : t + 1].contiguous(), case.before[t : t + 1].contiguous()
+        assert torch.equal(one.run(state)[0], first[t]), "a token depends on its neighbours"
+        assert torch.equal(one.ids[0], ids[t])
+    case.before = case.x
+    apart = case.run(state)
+    case.run(state, out=case.x)
+    assert torch.equal(case.x, apart), "in place"
+
+
+@check
+def layer_refuses_what_it_cannot_do():
+    none = [None] * 10
+    for tokens, hidden, inter, experts, top_k in ((5, 64, 64, 8, 2), (-1, 64, 64, 8, 2), (1, 96, 64, 8, 2), (1, 64, 100, 8, 2),
+                                                  (4, 64, 64, 16, 9), (1, 64, 64, 8, 0), (1, 1 << 20, 64, 8, 2), (1, 64, 64, 2000, 2)):
+        assert refuses("moe_layer_stream", None, None, 0.0, *none, None, 0, None, tokens, hidden, inter, experts, experts, top_k,
+                       0, 0, 1, 1.0, 0.0), (tokens, hidden, inter, experts, top_k)

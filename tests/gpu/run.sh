@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Every check of a GPU machine, from the bundle that `cargo xtask dist` packs: the ops against the CPU, the engine,
+# parity on the fixtures and with a mid-size model, then the decode table. Results go to $OUT (default: results).
+set -uo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+out=${OUT:-$root/results}
+mkdir -p "$out"
+failed=0
+check() {
+  local name=$1
+  shift
+  if "$@" >"$out/$name.log" 2>&1; then echo "ok      $name: $(tail -n 1 "$out/$name.log" | cut -c1-150)"; else
+    failed=1
+    echo "FAILED  $name"
+    grep -E "panicked|FAILED|error" -A 6 "$out/$name.log" | tail -n 40 | cut -c1-300
+  fi
+}
+qwen="$root/bin/model-qwen3moe"
+check ops timeout 240 "$root/bin/gpu" --test-threads 1
+check parity timeout 120 "$root/tests/gpu/parity.sh" "$qwen"
+check midsize timeout 120 python3 "$root/tests/gpu/midsize.py" "$qwen"
+check bench timeout 200 "$qwen" bench --config "$root/tests/bench/configs/qwen3-30b-a3b.json" --dummy-weights \
+  --dtype bf16 --device cuda --batches 1,8,32,64,128,256 --lengths 2048,8192 --long-context 8192 --json "$out/bench.json"
+grep -E "^(decode|prefill)" "$out/bench.log"
+exit $failed

@@ -1,0 +1,90 @@
+"""The model families that references are made for: their transformers classes and config keys."""
+
+from dataclasses import dataclass, field
+
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+
+import deepseek_definition
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between families."""
+
+    config: type
+    model: type
+    rotary: type
+    sparse_block: type
+    # Keys of a published config.json in their order, and the values of those that a fixture leaves out.
+    hub_keys: tuple
+    hub_defaults: dict = field(default_factory=dict)
+
+    def moe_layers(self, model):
+        """Decoder indices of the layers whose MLP is a sparse MoE block."""
+        layers = enumerate(model.model.layers)
+        return [i for i, layer in layers if isinstance(layer.mlp, self.sparse_block)]
+
+
+QWEN3_MOE = Family(
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    qwen3_moe.Qwen3MoeRotaryEmbedding,
+    qwen3_moe.Qwen3MoeSparseMoeBlock,
+    (
+        "architectures", "attention_bias", "attention_dropout", "bos_token_id",
+        "decoder_sparse_step", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
+        "initializer_range", "intermediate_size", "max_position_embeddings", "max_window_layers",
+        "mlp_only_layers", "model_type", "moe_intermediate_size", "norm_topk_prob",
+        "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers",
+        "num_key_value_heads", "output_router_logits", "rms_norm_eps", "rope_scaling",
+        "rope_theta", "router_aux_loss_coef", "sliding_window", "tie_word_embeddings",
+        "torch_dtype", "use_cache", "use_sliding_window", "vocab_size",
+    ),
+    {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": None, "decoder_sparse_step": 1,
+        "eos_token_id": None, "hidden_act": "silu", "initializer_range": 0.02,
+        "mlp_only_layers": [], "model_type": "qwen3_moe", "norm_topk_prob": False,
+        "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_scaling": None,
+        "rope_theta": 10000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "tie_word_embeddings": False, "use_cache": True, "use_sliding_window": False,
+    },
+)  # fmt: skip
+
+DEEPSEEK_V2 = Family(
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    deepseek_v2.DeepseekV2RotaryEmbedding,
+    deepseek_v2.DeepseekV2Moe,
+    (
+        "architectures", "attention_bias", "attention_dropout", "aux_loss_alpha", "bos_token_id",
+        "eos_token_id", "ep_size", "first_k_dense_replace", "hidden_act", "hidden_size",
+        "initializer_range", "intermediate_size", "kv_lora_rank", "max_position_embeddings",
+        "model_type", "moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts",
+        "n_shared_experts", "norm_topk_prob", "num_attention_heads", "num_experts_per_tok",
+        "num_hidden_layers", "num_key_value_heads", "pretraining_tp", "q_lora_rank",
+        "qk_nope_head_dim", "qk_rope_head_dim", "rms_norm_eps", "rope_scaling", "rope_theta",
+        "routed_scaling_factor", "scoring_func", "seq_aux", "tie_word_embeddings", "topk_group",
+        "topk_method", "torch_dtype", "use_cache", "v_head_dim", "vocab_size",
+    ),
+    {
+        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "bos_token_id": None,
+        "eos_token_id": None, "ep_size": 1, "hidden_act": "silu", "initializer_range": 0.02,
+        "model_type": "deepseek_v2", "moe_layer_freq": 1, "n_group": 1, "norm_topk_prob": False,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000.0,
+        "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "use_cache": True,
+    },
+)  # fmt: skip
+
+FAMILIES = {"qwen3_moe": QWEN3_MOE, "deepseek_v2": DEEPSEEK_V2}
+
+deepseek_definition.install()

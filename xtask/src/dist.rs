@@ -1,0 +1,106 @@
+//! `cargo xtask dist`: one compressed archive for a machine with a GPU and without Rust.
+//!
+//! target/dist/moe.tar.xz holds the model binaries and the GPU test binary (stripped), the fixtures
+//! and the scripts of tests/gpu and tests/cuda. On the target machine:
+//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::toolkit;
+use crate::workspace::{self, cargo, root, target_dir};
+
+/// Most bytes of an archive, so that it can be carried to a machine.
+const MAX_BYTES: u64 = 60 << 20;
+
+/// What of the sources goes along.
+const FILES: &[&str] =
+    &["tests/fixtures", "tests/gpu", "tests/cuda", "tests/bench/configs", "tests/bench/peers"];
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Python interpreter that fetches the toolkit where no CUDA is installed.
+    #[arg(long, default_value = "python3")]
+    python: String,
+}
+
+pub fn run(args: &Args) -> Result<()> {
+    let toolkit = toolkit::find_or_install(&args.python)?;
+    let environment = toolkit.environment()?;
+    let binaries: Vec<String> = workspace::packages()?
+        .into_iter()
+        .filter(|package| package.dir.starts_with(root().join("models")))
+        .map(|package| package.name)
+        .collect();
+    let mut build = cargo();
+    build.args(["build", "--release", "--features", "cuda"]).envs(environment.clone());
+    build.args(binaries.iter().flat_map(|name| ["-p", name]));
+    workspace::run(&mut build)?;
+
+    let folder = target_dir().join("dist").join("moe");
+    if folder.exists() {
+        fs::remove_dir_all(&folder)?;
+    }
+    fs::create_dir_all(folder.join("bin")).with_context(|| format!("cannot make {}", folder.display()))?;
+    for name in &binaries {
+        strip(&target_dir().join("release").join(name), &folder.join("bin").join(name))?;
+    }
+    let mut tests = cargo();
+    tests.args(["test", "--release", "-p", "moe-tests", "--features", "cuda", "--test", "gpu", "--no-run"]);
+    strip(
+        &test_binary(tests.args(["--message-format", "json"]).envs(environment))?,
+        &folder.join("bin/gpu"),
+    )?;
+    for path in FILES {
+        copy_tracked(path, &folder)?;
+    }
+
+    let archive = target_dir().join("dist").join("moe.tar.xz");
+    let parent = folder.parent().unwrap_or(&folder);
+    workspace::run(
+        Command::new("tar").env("GZIP", "-9").arg("czf").arg(&archive).arg("-C").arg(parent).arg("moe"),
+    )?;
+    let bytes = fs::metadata(&archive)?.len();
+    println!("{} ({:.1} MiB)", archive.display(), bytes as f64 / (1 << 20) as f64);
+    if bytes > MAX_BYTES {
+        bail!("the archive has {bytes} bytes; at most {MAX_BYTES} are wanted")
+    }
+    Ok(())
+}
+
+/// A copy without debug information.
+fn strip(from: &Path, to: &Path) -> Result<()> {
+    workspace::run(Command::new("strip").arg("-o").arg(to).arg(from))
+}
+
+/// The test executable that cargo reports.
+fn test_binary(command: &mut Command) -> Result<PathBuf> {
+    let output = command.stderr(std::process::Stdio::inherit()).output()?;
+    if !output.status.success() {
+        bail!("{command:?} failed with {}", output.status)
+    }
+    let messages = String::from_utf8_lossy(&output.stdout).into_owned();
+    let executable = messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok())
+        .filter(|m| m["target"]["name"] == "gpu")
+        .find_map(|m| m["executable"].as_str().map(PathBuf::from));
+    executable.context("cargo reported no executable of the GPU tests")
+}
+
+/// Copies the files below a path that git tracks.
+fn copy_tracked(path: &str, folder: &Path) -> Result<()> {
+    let output = Command::new("git").args(["ls-files", path]).current_dir(root()).output()?;
+    for file in String::from_utf8(output.stdout)?.lines() {
+        let to = folder.join(file);
+        if let Some(parent) = to.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        fs::copy(root().join(file), &to).with_context(|| format!("cannot copy {file}"))?;
+    }
+    Ok(())
+}
