@@ -5,5 +5,7 @@ mod deepseek;
 mod engine;
 mod invariance;
 mod layouts;
+mod parallel;
+mod ranks;
 mod requests;
 mod running;

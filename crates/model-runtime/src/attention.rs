@@ -7,6 +7,7 @@
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
+use moe_comm::RowParallel;
 use moe_kernels::{
     AttentionMeta, Buffer, Exec, QkNormRope, TensorView, View, ViewMut, Workspace, linear_into,
     linear_row_parallel_into, rope_attention_into,
@@ -89,6 +90,8 @@ pub struct Attention {
     config: AttentionConfig,
     weights: AttentionWeights,
     scale: f32,
+    /// The ranks that cut the heads, if these are a part of them.
+    ranks: Option<RowParallel>,
     workspace: Workspace,
 }
 
@@ -157,7 +160,13 @@ impl Attention {
             ),
         }
         let scale = config.softmax_scale.unwrap_or((config.head_dim as f64).powf(-0.5)) as f32;
-        Ok(Self { config, weights, scale, workspace: Workspace::new() })
+        Ok(Self { config, weights, scale, ranks: None, workspace: Workspace::new() })
+    }
+
+    /// Makes this the part of a layer whose heads some ranks share: the config counts this rank's
+    /// heads, `o` has their columns, and `o_bias` is whole.
+    pub fn with_row_parallel(self, ranks: RowParallel) -> Self {
+        Self { ranks: Some(ranks), ..self }
     }
 
     /// Loads the tensors of a layer; q, k and v go straight into their pack.
@@ -207,8 +216,11 @@ impl Attention {
         linear_into(x, TensorView::new(&w.qkv)?.view()?, bias.view()?, qkv.view_mut(), ex)?;
         let mut attended = ex.scratch(x.dtype(), &[t, self.config.num_heads * self.config.head_dim])?;
         self.attend_into(qkv.view(), step, rope, kv, attended.view_mut(), ex)?;
-        let bias = Lock::new(&w.o_bias)?;
-        linear_row_parallel_into(attended.view(), TensorView::new(&w.o)?.view()?, bias.view()?, out, ex)
+        let (o, bias) = (TensorView::new(&w.o)?, Lock::new(&w.o_bias)?);
+        match &self.ranks {
+            None => linear_row_parallel_into(attended.view(), o.view()?, bias.view()?, out, ex),
+            Some(ranks) => ranks.linear_into(attended.view(), o.view()?, bias.view()?, out, ex),
+        }
     }
 
     /// Whether [`add_normed_into`](Self::add_normed_into) runs this layer for so many tokens.
@@ -216,7 +228,7 @@ impl Attention {
     pub fn fuses(&self, tokens: usize, ex: &Exec) -> bool {
         let (w, q) = (&self.weights, self.config.num_heads * self.config.head_dim);
         let fits = |k| moe_kernels::cuda::small_linear_fits(tokens, k, w.qkv.dtype(), ex);
-        fits(self.config.hidden_size) && fits(q)
+        self.ranks.is_none() && fits(self.config.hidden_size) && fits(q)
     }
 
     /// `residual` [T, H] f32 += attention(norm(`residual`)): on CUDA, for a few tokens, with norm and

@@ -9,6 +9,8 @@ use moe_kernels::{
 };
 use tracing::trace_span;
 
+use crate::vocab::VocabParallel;
+
 /// RMS norm with a weight, `x / rms(x) * weight`, in f32 inside.
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
@@ -84,6 +86,8 @@ impl candle_nn::Module for RmsNorm {
 #[derive(Clone, Debug)]
 pub struct Embedding {
     weight: Tensor,
+    /// The ranks that hold the table, if this is a run of its rows.
+    ranks: Option<VocabParallel>,
     workspace: Workspace,
 }
 
@@ -91,12 +95,17 @@ impl Embedding {
     /// From a table [V, H].
     pub fn new(weight: Tensor) -> Result<Self> {
         weight.dims2()?;
-        Ok(Self { weight: weight.contiguous()?, workspace: Workspace::new() })
+        Ok(Self { weight: weight.contiguous()?, ranks: None, workspace: Workspace::new() })
     }
 
     /// Loads `weight` [vocab_size, hidden_size].
     pub fn load(vocab_size: usize, hidden_size: usize, vb: VarBuilder) -> Result<Self> {
         Self::new(vb.get((vocab_size, hidden_size), "weight")?)
+    }
+
+    /// Makes this one rank's run of a table.
+    pub fn with_vocab_parallel(self, ranks: VocabParallel) -> Self {
+        Self { ranks: Some(ranks), ..self }
     }
 
     /// The table, [V, H]: also the vocabulary projection of models with tied embeddings.
@@ -107,7 +116,11 @@ impl Embedding {
     /// `out` [T, H] (the table's dtype or f32) = the rows of `token_ids` `[T]` u32; an id outside of the
     /// table is an error.
     pub fn forward_into(&self, token_ids: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        embedding_into(TensorView::new(&self.weight)?.view()?, token_ids, out, ex)
+        let weight = TensorView::new(&self.weight)?;
+        match &self.ranks {
+            None => embedding_into(weight.view()?, token_ids, out, ex),
+            Some(ranks) => ranks.embed_into(weight.view()?, token_ids, out, ex),
+        }
     }
 
     /// The rows of `token_ids` (u32, any dims) as a new tensor with one more dimension.
@@ -132,6 +145,8 @@ impl candle_nn::Module for Embedding {
 #[derive(Clone, Debug)]
 pub struct LmHead {
     weight: Tensor,
+    /// The ranks that hold the vocabulary, if this is a run of its rows.
+    ranks: Option<VocabParallel>,
     workspace: Workspace,
 }
 
@@ -139,7 +154,7 @@ impl LmHead {
     /// From a weight [V, H]; pass a clone of [`Embedding::weight`] for tied embeddings.
     pub fn new(weight: Tensor) -> Result<Self> {
         weight.dims2()?;
-        Ok(Self { weight: weight.contiguous()?, workspace: Workspace::new() })
+        Ok(Self { weight: weight.contiguous()?, ranks: None, workspace: Workspace::new() })
     }
 
     /// Loads `weight` [vocab_size, hidden_size].
@@ -147,11 +162,20 @@ impl LmHead {
         Self::new(vb.get((vocab_size, hidden_size), "weight")?)
     }
 
+    /// Makes this one rank's run of the vocabulary; every rank gets all logits.
+    pub fn with_vocab_parallel(self, ranks: VocabParallel) -> Self {
+        Self { ranks: Some(ranks), ..self }
+    }
+
     /// `logits` [R, V] f32 = `hidden` [R, H] times the weight's transpose, not rounded to the
     /// model dtype.
     pub fn forward_into(&self, hidden: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {
         let _span = trace_span!("lm_head").entered();
-        linear_into(hidden, TensorView::new(&self.weight)?.view()?, None, logits, ex)
+        let weight = TensorView::new(&self.weight)?;
+        let Some(ranks) = &self.ranks else { return linear_into(hidden, weight.view()?, None, logits, ex) };
+        let mut local = ex.scratch(DType::F32, &[hidden.rows(), ranks.num_local()])?;
+        linear_into(hidden, weight.view()?, None, local.view_mut(), ex)?;
+        ranks.gather_logits(local.view(), logits, ex)
     }
 
     /// Logits [R, V] f32 of `hidden` [R, H] as a new tensor.

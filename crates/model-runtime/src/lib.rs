@@ -17,10 +17,13 @@ pub mod rope;
 mod run;
 pub mod sampling;
 pub mod step;
+mod vocab;
 
 pub use attention::{Attention, AttentionConfig, AttentionNames, AttentionWeights};
 pub use blocks::{BlockAllocator, SequenceBlocks};
-pub use checkpoint::{Checkpoint, CheckpointError, DummyWeights, TensorFiles, TensorSpec};
+pub use checkpoint::{
+    Checkpoint, CheckpointError, DummyWeights, RankView, SliceSource, TensorFiles, TensorSlice, TensorSpec,
+};
 pub use config::{Config, ConfigError, RopeConfig, RopeScaling};
 pub use kv_cache::{KvCache, KvLayer, KvLayout};
 pub use layers::{Embedding, LmHead, RmsNorm};
@@ -34,7 +37,9 @@ pub use sampling::{
     token_logprobs,
 };
 pub use step::{LogitsRows, SequenceStep, Step, StepViews};
+pub use vocab::VocabParallel;
 
+pub use moe_comm::{Geometry, GeometryError, ParallelConfig, ParallelGroups};
 pub use moe_kernels::candle;
 pub use moe_kernels::compute_capability;
 #[cfg(feature = "cuda")]
@@ -43,4 +48,4 @@ pub use moe_kernels::{
     Buffer, CpuIsa, Exec, HugePages, Roof, RoutedExperts, Scratch, StepContext, TensorView, View, ViewMut,
     Workspace,
 };
-pub use moe_layer::Router;
+pub use moe_layer::{BlockContext, Router};

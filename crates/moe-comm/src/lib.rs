@@ -16,6 +16,7 @@ mod local;
 mod names;
 mod placement;
 mod reduce;
+mod row_parallel;
 mod shard;
 mod thread;
 
@@ -27,6 +28,7 @@ pub use launch::{DEFAULT_MASTER_PORT, Launch, LaunchError, Launcher, launch_from
 pub use local::SelfComm;
 pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement};
 pub use placement::{ExpertLayout, partition};
+pub use row_parallel::{RowParallel, reduce_segments_into, shares};
 pub use shard::{HeadShard, RowShard};
 pub use thread::{DEFAULT_TIMEOUT, ThreadComm, run_ranks, run_ranks_with};
 

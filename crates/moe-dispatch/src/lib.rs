@@ -2,28 +2,46 @@
 //! experts and back.
 #![doc = include_str!("../README.md")]
 
+mod allgather;
 mod batched;
+mod combine;
 mod compose;
+mod deepep;
+mod local_allreduce;
 mod local_experts;
 mod no_ep;
 mod prepare_finalize;
+mod ranks;
 mod receiver;
 mod reduce;
+mod rows;
 mod tensor;
+mod tensor_parallel;
 mod tokens;
+mod transport;
 
+pub use allgather::AllgatherReducescatter;
 pub use batched::BatchedReference;
 pub use compose::{CompositionError, ExpertsSide, check_composition};
+pub use deepep::{Dispatching, HighThroughput, LowLatency};
+pub use local_allreduce::LocalAllreduce;
 pub use local_experts::LocalExperts;
 pub use no_ep::NoEp;
 pub use prepare_finalize::PrepareFinalize;
+pub use ranks::EpRanks;
 pub use receiver::Receiver;
 pub use reduce::{CombineArgs, weight_and_reduce_into};
 pub use tensor::{
     AlignedTensors, DispatchedTensors, Dispatcher, group_slots, moe_align_block_size, weight_and_reduce,
 };
 
+pub use tensor_parallel::TensorParallel;
+pub use transport::{Collective, Sent, Transport};
+
 pub use candle_core as candle;
+pub use moe_comm::{
+    Communicator, ExpertLayout, Geometry, ParallelConfig, ParallelGroups, ThreadComm, run_ranks,
+};
 pub use moe_kernels::{
     ActivationFormat, AlignedSizes, AlignedTokens, Buffer, Dims, Dispatched, Exec, Lent, NO_EXPERT,
     RowBatches, Scratch, TensorView, View, ViewMut, WeightAndReduce, Workspace, align_batched_tokens_into,

@@ -4,6 +4,8 @@
 //! experts return *unweighted* f32 rows, and the token's owner alone weights them and adds them
 //! in slot order. So the result does not depend on which rank computed a row.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Result};
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
@@ -51,6 +53,23 @@ pub trait PrepareFinalize: Send + Sync {
     /// `max_num_tokens_per_rank`.
     fn num_dispatchers(&self) -> usize {
         1
+    }
+
+    /// The most rows that a call hands to the experts, where each rank brings at most `tokens`
+    /// tokens: per local expert in the BatchedExperts format.
+    fn max_rows(&self, tokens: usize) -> usize {
+        tokens
+    }
+
+    /// The tokens that each rank brings to a call to which this one brings `tokens`, for callers
+    /// that cut the tokens into several calls; `None` where ranks need not agree. It is a
+    /// collective unless the step context knows the answer.
+    ///
+    /// # Errors
+    /// A step context that says otherwise; a rank that died.
+    fn rank_tokens(&self, tokens: usize, ex: &mut Exec) -> Result<Option<Arc<[usize]>>> {
+        let _ = (tokens, ex);
+        Ok(None)
     }
 
     /// Where the physical experts live; `None` = all on this rank, physical id = local slot. A

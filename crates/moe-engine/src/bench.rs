@@ -14,7 +14,7 @@ use model_runtime::{ModelInfo, MoeInfo, SamplingParams};
 use serde_json::{Value, json};
 
 use crate::cli::BenchArgs;
-use crate::engine::{Engine, EngineConfig, Request};
+use crate::engine::{DpEngine, EngineConfig, Request};
 use crate::family::ModelFamily;
 use crate::session::Session;
 use crate::{roofline, usage, write_json};
@@ -194,7 +194,7 @@ impl Bench {
     }
 
     /// The engine that generation uses, with a KV cache of the size that the row needs.
-    fn engine(&self, batch: usize, length: usize, collect_heat: bool) -> Result<Engine<'_>> {
+    fn engine(&self, batch: usize, length: usize, collect_heat: bool) -> Result<DpEngine<'_>> {
         let info = self.session.model.info();
         let blocks = batch.saturating_mul(length.div_ceil(BLOCK_SIZE));
         let config = EngineConfig {
@@ -205,7 +205,7 @@ impl Bench {
             collect_heat,
             ..EngineConfig::for_device(&self.session.ex)
         };
-        Engine::new(self.session.model.as_ref(), self.session.ex.clone(), None, &config)
+        self.session.engine(None, &config)
     }
 }
 

@@ -6,6 +6,8 @@ use clap::{Args, Parser, Subcommand};
 use model_runtime::MlaForm;
 use moe_layer::MoePath;
 
+use crate::parallel::ParallelArgs;
+
 /// Command line of a model binary. Without a subcommand it generates.
 #[derive(Parser, Debug)]
 #[command(version, args_conflicts_with_subcommands = true)]
@@ -66,6 +68,9 @@ pub struct RunArgs {
     /// Print the chosen expert backend and why the others were rejected, as JSON on stderr.
     #[arg(long, help_heading = "MoE")]
     pub explain_backends: bool,
+    /// Ranks and chunks.
+    #[command(flatten)]
+    pub parallel: ParallelArgs,
     /// Log filter, such as info or moe_engine=debug.
     #[arg(long, default_value = "info", help_heading = "Engine")]
     pub log: String,
@@ -198,8 +203,8 @@ pub struct EngineArgs {
     /// Tokens per KV-cache block.
     #[arg(long, default_value_t = 16, help_heading = "Engine")]
     pub block_size: usize,
-    /// Memory of the KV cache, such as 512MiB or 4GiB, taken at the start (default: 4GiB, at most half
-    /// of what is free); never more than the sequences can use.
+    /// Memory of the KV cache of each rank, such as 512MiB or 4GiB, taken at the start (default: 4GiB,
+    /// all ranks together at most half of what is free); never more than the sequences can use.
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
     pub kv_cache_memory: Option<usize>,
     /// Launch decode steps on a GPU one by one instead of as a captured CUDA graph.

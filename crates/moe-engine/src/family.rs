@@ -2,7 +2,9 @@
 //! perhaps a checkpoint inside the binary.
 
 use candle_nn::VarBuilder;
-use model_runtime::{CausalLm, Config, ConfigError, MlaForm, TensorSpec};
+use model_runtime::{
+    BlockContext, CausalLm, Config, ConfigError, Geometry, GeometryError, MlaForm, TensorSlice, TensorSpec,
+};
 use moe_layer::{BackendSelection, MoePath};
 
 /// What the command line says about how a model is built. A family refuses, by name, what it does
@@ -15,6 +17,24 @@ pub struct LoadOptions {
     pub moe_path: Option<MoePath>,
     /// Form of multi-head latent attention; `None`: absorbed.
     pub mla: Option<MlaForm>,
+    /// This rank's place, and how MoE layers cut their tokens.
+    pub context: BlockContext,
+}
+
+impl LoadOptions {
+    /// For families that neither split nor cut.
+    ///
+    /// # Errors
+    /// More than one rank; chunked MoE.
+    pub fn expect_one_rank(&self) -> candle_core::Result<()> {
+        let BlockContext { geometry, chunked_moe, .. } = &self.context;
+        if geometry.world_size > 1 || chunked_moe.enable_chunked_moe {
+            candle_core::bail!(
+                "this model runs on one rank and without chunked MoE; drop --tp, --dp and --enable-chunked-moe"
+            )
+        }
+        Ok(())
+    }
 }
 
 /// A loaded model.
@@ -59,7 +79,7 @@ pub struct Embedded {
 /// A family of models that one binary runs.
 pub trait ModelFamily {
     /// The parsed config.
-    type Config;
+    type Config: Sync;
 
     /// Reads and validates `config.json`.
     fn config(config: &Config) -> Result<Self::Config, ConfigError>;
@@ -71,9 +91,23 @@ pub trait ModelFamily {
     /// Names that a checkpoint may have without being expected; `*` is a wildcard.
     fn ignored(config: &Self::Config) -> &'static [&'static str];
 
-    /// Loads the model in the dtype of `vb`, which is at the root of the checkpoint.
+    /// Loads the model, or one rank's part of it, in the dtype of `vb`, which is at the root of the
+    /// checkpoint and shows the rank's slices.
     fn load(config: &Self::Config, options: &LoadOptions, vb: VarBuilder)
     -> candle_core::Result<LoadedModel>;
+
+    /// The parts of the tensors that the rank of this geometry holds; the others it holds whole.
+    ///
+    /// # Errors
+    /// Sizes that the geometry cannot cut.
+    fn slices(
+        config: &Self::Config,
+        geometry: &Geometry,
+        has: &dyn Fn(&str) -> bool,
+    ) -> Result<Vec<TensorSlice>, GeometryError> {
+        let _ = (config, geometry, has);
+        Ok(Vec::new())
+    }
 
     /// The checkpoint in the binary, if it has one.
     fn embedded() -> Option<Embedded>;

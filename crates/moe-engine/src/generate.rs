@@ -9,7 +9,7 @@ use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
 use serde_json::json;
 
 use crate::cli::GenerateArgs;
-use crate::engine::{Engine, EngineConfig, FinishReason, Output, Request};
+use crate::engine::{EngineConfig, FinishReason, Output, Request};
 use crate::family::ModelFamily;
 use crate::session::{Session, no_model};
 use crate::tokenizer::Tokenizer;
@@ -37,10 +37,8 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
         ..options::request_defaults(&args.sampling, &session, "0")?
     };
     request.sampling.logprobs = args.logprobs;
-    let model = session.model.as_ref();
-    let config = engine_config(args, &request, model.info().max_context_len, &session.ex);
-    let mut engine = Engine::new(model, session.ex.clone(), Some(tokenizer.clone()), &config)
-        .map_err(|e| usage(format!("{e:#}")))?;
+    let config = engine_config(args, &request, session.model.info().max_context_len, &session.ex);
+    let mut engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
     let mut printer = Printer::new(args, &tokenizer);
     engine.add(request)?;
     while !engine.is_idle() && !printer.closed {

@@ -15,6 +15,7 @@ pub mod heat;
 pub mod hub;
 mod interrupt;
 pub mod options;
+pub mod parallel;
 pub mod parity;
 pub mod profile;
 mod prompt;
@@ -100,6 +101,9 @@ fn run_command<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
 }
 
 fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
+    if args.run.parallel.dp > 1 {
+        return Err(usage("parity runs the reference's tokens on one data-parallel group; use --dp 1"));
+    }
     let mut session = Session::open::<F>(Some(args.model.as_str()), &args.run, false)?;
     let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;
     write_json(args.json.as_deref(), &report)?;

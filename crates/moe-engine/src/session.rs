@@ -1,15 +1,21 @@
 //! Opening a model for a command: checkpoint or random weights, device, dtype, backend.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
-use model_runtime::{CausalLm, Checkpoint, Config, CpuIsa, DummyWeights, Exec};
+use model_runtime::{
+    BlockContext, CausalLm, Checkpoint, Config, CpuIsa, DummyWeights, Exec, RankView, TensorSlice,
+};
+use moe_comm::{Communicator, ParallelConfig};
 use tracing::info;
 
 use crate::cli::RunArgs;
+use crate::engine::{DpEngine, EngineConfig};
 use crate::family::{LoadOptions, ModelFamily};
+use crate::parallel::{self, Replica};
 use crate::tokenizer::Tokenizer;
 use crate::{hub, usage};
 
@@ -22,6 +28,10 @@ pub struct Session {
     pub model: Box<dyn CausalLm>,
     /// Where it runs.
     pub ex: Exec,
+    world: Arc<dyn Communicator>,
+    /// The other data-parallel replicas of the model.
+    pub replicas: Vec<Replica>,
+    parallel: ParallelConfig,
     /// The checkpoint; `None` with random weights.
     pub checkpoint: Option<Checkpoint>,
     embedded_tokenizer: Option<&'static [u8]>,
@@ -52,9 +62,11 @@ impl Session {
             Some(name) => parse_dtype(name)?,
             None => checkpoint.dtype()?,
         };
-        let vb = checkpoint.tensors.var_builder(dtype, ex.device());
-        let model = load::<F>(&config, args, vb)?;
-        Ok(Self { model, ex, checkpoint: Some(checkpoint), embedded_tokenizer })
+        let tensors = |slices: Vec<TensorSlice>| {
+            RankView::new(checkpoint.tensors.clone(), slices).var_builder(dtype, ex.device())
+        };
+        let loaded = load::<F>(&config, args, &has, &tensors, &ex)?;
+        Ok(Self { checkpoint: Some(checkpoint), embedded_tokenizer, ..loaded })
     }
 
     /// A model of this config with random weights.
@@ -67,9 +79,26 @@ impl Session {
             None => raw.dtype()?.unwrap_or(DType::F32),
         };
         // Packed experts: one tensor is generated for each pack, at full speed.
-        let weights = DummyWeights::new(F::tensors(&config, &|_| true), 0);
-        let model = load::<F>(&config, args, weights.var_builder(dtype, ex.device()))?;
-        Ok(Self { model, ex, checkpoint: None, embedded_tokenizer: None })
+        let specs = F::tensors(&config, &|_| true);
+        let tensors = |slices: Vec<TensorSlice>| {
+            RankView::new(DummyWeights::new(specs.clone(), 0), slices).var_builder(dtype, ex.device())
+        };
+        load::<F>(&config, args, &|_| true, &tensors, &ex)
+    }
+
+    /// The engine that runs requests on all replicas.
+    pub fn engine(&self, tokenizer: Option<Tokenizer>, config: &EngineConfig) -> Result<DpEngine<'_>> {
+        let first = (self.model.as_ref(), self.ex.clone(), self.world.clone());
+        let others = self
+            .replicas
+            .iter()
+            .map(|replica| (replica.model.as_ref(), replica.ex.clone(), replica.world.clone()));
+        let config = EngineConfig {
+            ranks: self.parallel.world_size()?,
+            lockstep: self.parallel.enable_expert_parallel && !self.replicas.is_empty(),
+            ..config.clone()
+        };
+        DpEngine::new(std::iter::once(first).chain(others), tokenizer, &config)
     }
 
     /// The checkpoint's tokenizer.
@@ -89,18 +118,47 @@ pub fn no_model() -> anyhow::Error {
     )
 }
 
-fn load<F: ModelFamily>(config: &F::Config, args: &RunArgs, vb: VarBuilder) -> Result<Box<dyn CausalLm>> {
-    let options = LoadOptions { backend: args.moe_backend.clone(), moe_path: args.moe_path, mla: args.mla };
-    let loaded = F::load(config, &options, vb)?;
-    info!(backend = %loaded.backend["chosen"], "expert backend");
+/// Loads the model on one rank, or on all that the flags ask for.
+fn load<F: ModelFamily>(
+    config: &F::Config,
+    args: &RunArgs,
+    has: &(dyn Fn(&str) -> bool + Sync),
+    tensors: &(dyn Fn(Vec<TensorSlice>) -> VarBuilder<'static> + Sync),
+    ex: &Exec,
+) -> Result<Session> {
+    let (settings, chunked_moe) = (args.parallel.config()?, args.parallel.chunked_moe());
+    let options = |context| LoadOptions {
+        backend: args.moe_backend.clone(),
+        moe_path: args.moe_path,
+        mla: args.mla,
+        context,
+    };
+    let (mut replicas, chosen) = if settings.world_size()? == 1 {
+        // One rank: its backend is `disabled`, or an explicit one over a group of itself.
+        let geometry = settings.geometry(0)?;
+        let context = BlockContext { geometry, chunked_moe, sliced_weights: true, ..BlockContext::default() };
+        let world = context.groups.world.clone();
+        let loaded = F::load(config, &options(context), tensors(Vec::new()))?;
+        (vec![Replica { model: loaded.model, ex: ex.clone(), world }], loaded.backend)
+    } else if !matches!(ex.device(), Device::Cpu) {
+        return Err(usage(
+            "--tp and --dp above 1 run on the CPU only, as threads of one process; use --device cpu",
+        ));
+    } else {
+        let source = parallel::Source::<F> { config, has, tensors, options: &options, chunked_moe };
+        parallel::load(&source, &settings, ex)?
+    };
+    info!(backend = %chosen["chosen"], "expert backend");
     if args.explain_backends {
-        eprintln!("{}", serde_json::to_string_pretty(&loaded.backend)?);
+        eprintln!("{}", serde_json::to_string_pretty(&chosen)?);
     }
-    Ok(loaded.model)
+    let Replica { model, ex, world } = replicas.remove(0);
+    Ok(Session { model, ex, world, replicas, parallel: settings, checkpoint: None, embedded_tokenizer: None })
 }
 
 /// The execution context that the flags ask for.
 fn exec(args: &RunArgs) -> Result<Exec> {
+    args.parallel.config()?;
     let mut ex = match device(&args.device)? {
         Device::Cpu => Exec::cpu(),
         device => Exec::on(&device)?,

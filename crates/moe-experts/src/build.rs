@@ -73,7 +73,9 @@ fn build_with(
         (Backend::CudaFused, None) => {
             bail!("{} experts need a build with the feature `cuda`", selection.chosen)
         }
-        (Backend::Cuda | Backend::Cpu, None) => Box::new(GroupedExperts::new(weights, spec.activation)?),
+        (Backend::Cuda | Backend::Cpu, None) => {
+            Box::new(GroupedExperts::new(weights, spec.activation)?.with_tp(spec.tp_size)?)
+        }
         (Backend::CudaBatched | Backend::CpuBatched, limits) => {
             let experts = GroupedBatchedExperts::new(weights, spec.activation)?;
             match limits {

@@ -22,6 +22,9 @@ use crate::weights::{ExpertWeights, ExpertsShape};
 /// | Standard | [T', H] | [T', K, H] |
 /// | BatchedExperts | [E_local, max_tokens, H] | [E_local, max_tokens, H] |
 ///
+/// Experts of which several ranks hold a part each leave [`segments`](Self::segments) sums apart: one
+/// more leading dimension of `out`.
+///
 /// All of `out` is written: rows without a local expert, and rows of an expert after its
 /// `expert_num_tokens`, become zero. Router weights are never applied here, so a row's bits do
 /// not depend on who asks for it.
@@ -57,6 +60,12 @@ pub trait Experts: Send + Sync {
         None
     }
 
+    /// Where tensor parallelism cuts the experts: how many partial sums of a row are left apart, this
+    /// rank's segments of the intermediate size in ascending order.
+    fn segments(&self) -> Option<usize> {
+        None
+    }
+
     /// The packed bf16 weights on a CUDA device, SwiGLU and without bias, of experts that may be computed in
     /// one launch with what is around them; `None` for all others.
     fn packed(&self) -> Option<&ExpertWeights> {
@@ -65,7 +74,11 @@ pub trait Experts: Send + Sync {
 
     /// Dims of `out` for these rows.
     fn out_dims(&self, dispatched: &Dispatched) -> Result<Dims> {
-        dispatched.expert_out_dims()
+        let dims = dispatched.expert_out_dims()?;
+        match self.segments() {
+            None => Ok(dims),
+            Some(segments) => Dims::new(&[&[segments], &*dims].concat()),
+        }
     }
 
     /// The buffers that one call of [`apply`](Self::apply) takes from the workspace, beside `out`,

@@ -88,7 +88,8 @@ impl Backend {
             Self::CudaFused => CUDA_FUSED,
             Self::Cuda => CUDA,
             Self::CudaBatched => Capability { format: ActivationFormat::BatchedExperts, ..CUDA },
-            Self::Cpu => CPU,
+            // Only the CPU's kernels leave the sums of segments apart.
+            Self::Cpu => Capability { tensor_parallel: true, ..CPU },
             Self::CpuBatched => Capability { format: ActivationFormat::BatchedExperts, ..CPU },
         }
     }

@@ -136,6 +136,12 @@ fn the_table() {
             None,
             "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
         ),
+        // Tensor parallelism cuts experts of token rows, on the CPU.
+        (
+            |s| s.tp_size = 2,
+            None,
+            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (tensor_parallel)",
+        ),
         // CUDA: the fused kernels where they fit, else the grouped ones for everything.
         (
             ON_CUDA,
@@ -188,7 +194,11 @@ fn the_table() {
         ),
         // Refusals.
         (|s| s.dtype = DType::F64, None, "no MoE backend runs this configuration:"),
-        (|s| s.tp_size = 2, None, "no MoE backend runs this configuration:"),
+        (
+            |s| (s.tp_size, s.compute_capability) = (2, Some((9, 0))),
+            None,
+            "no MoE backend runs this configuration:",
+        ),
         (|s| s.compute_capability = Some((7, 5)), None, "no MoE backend runs this configuration:"),
         (
             |_| (),
@@ -233,10 +243,13 @@ fn the_table() {
 
 #[test]
 fn when_nothing_fits_every_backend_is_listed() {
-    let error = select(&ExpertsSpec { tp_size: 4, ..spec() }, None).unwrap_err();
+    let error = select(&ExpertsSpec { tp_size: 4, ..spec() }, Some("cpu_batched")).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("\n  cpu_batched: computes whole experts, but tp_size = 4"), "{text}");
+    let error = select(&ExpertsSpec { dtype: DType::F64, ..spec() }, None).unwrap_err();
     let text = error.to_string();
     for backend in Backend::ALL {
-        assert!(text.contains(&format!("\n  {backend}: computes whole experts, but tp_size = 4")), "{text}");
+        assert!(text.contains(&format!("\n  {backend}: ")), "{text}");
     }
     assert_eq!(error.rejected().len(), Backend::ALL.len());
 }

@@ -120,6 +120,13 @@ impl ExpertHeat {
         self.counts.get(at..at + self.experts).unwrap_or(&[])
     }
 
+    /// Adds the counts of another part of the same step; those of another model are not heat.
+    pub fn add(&mut self, other: &ExpertHeat) {
+        if self.experts == other.experts {
+            self.counts.iter_mut().zip(&other.counts).for_each(|(count, n)| *count += n);
+        }
+    }
+
     /// Number of MoE layers.
     pub fn layers(&self) -> usize {
         self.counts.len().checked_div(self.experts).unwrap_or(0)
@@ -151,6 +158,11 @@ pub struct StepContext {
     pub heat: Option<ExpertHeat>,
     /// Replaces ids by an evenly spread pattern, for profiling; the seed varies it.
     pub force_balance: Option<u64>,
+    /// Tokens that each rank of the expert-parallel group brings to the current call, where the
+    /// ranks have agreed on it; `None`: who needs it asks the others.
+    pub rank_tokens: Option<Arc<[usize]>>,
+    /// Whether the ranks have agreed that each of them only decodes.
+    pub only_decode: bool,
     /// The step has padding rows: routing reads on the device how many rows are valid
     /// (`cuda::feed_tokens_into` has written it) and gives the others no expert.
     pub padded: bool,

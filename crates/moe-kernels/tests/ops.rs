@@ -17,3 +17,5 @@ mod mla;
 mod products;
 #[path = "ops/rows.rs"]
 mod rows;
+#[path = "ops/segments.rs"]
+mod segments;

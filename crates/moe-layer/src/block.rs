@@ -4,22 +4,28 @@
 //! boxed traits, chosen when the block is built and checked against each other there, so that a
 //! forward pass has no decision left to make.
 
+use std::num::NonZeroUsize;
+
 use moe_dispatch::PrepareFinalize;
-use moe_experts::{AnyExperts, Experts, MonolithicExperts, Reservation};
+use moe_experts::{AnyExperts, MonolithicExperts, Reservation};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::{
-    Exec, TensorView, View, ViewMut, WeightAndReduce, Workspace, add_scaled_into, linear_into,
-};
+use moe_kernels::{Exec, TensorView, View, ViewMut, Workspace, linear_into};
 use moe_router::{GateInput, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
+use crate::chunked::{Path, Routed};
 use crate::door::forward_rows;
 use crate::shared::SharedExperts;
 
 /// The two families of experts with what each needs around it.
 pub(crate) enum Family {
-    Modular { router: Box<Router>, prepare: Box<dyn PrepareFinalize>, experts: Box<dyn Experts> },
+    Modular {
+        router: Box<Router>,
+        path: Path,
+        /// Another path, for steps of which the ranks agreed that all only decode.
+        decode: Option<Path>,
+    },
     Monolithic(Box<dyn MonolithicExperts>),
 }
 
@@ -29,6 +35,8 @@ pub struct SparseMoeBlock {
     family: Family,
     shared: Option<SharedExperts>,
     layer: usize,
+    /// Tokens of a chunk, at most.
+    chunk: Option<NonZeroUsize>,
     workspace: Workspace,
 }
 
@@ -52,8 +60,9 @@ impl SparseMoeBlock {
         let config = router.config();
         check_modular(config, prepare.as_ref(), experts.as_ref())?;
         check_gate(&gate, config.num_logits(), experts.shape().hidden_size, experts.shape().dtype)?;
-        let family = Family::Modular { router: Box::new(router), prepare, experts };
-        Ok(Self { gate: gate.contiguous()?, family, shared: None, layer, workspace: Workspace::new() })
+        let path = Path { prepare, experts };
+        let family = Family::Modular { router: Box::new(router), path, decode: None };
+        Ok(Self::of(gate.contiguous()?, family, layer))
     }
 
     /// A block whose experts contain their router. `gate` is the router's weight [E, H].
@@ -67,7 +76,45 @@ impl SparseMoeBlock {
         let logits = gate.dims().first().map_or(0, |rows| *rows).max(experts.shape().num_local_experts);
         check_gate(&gate, logits, experts.shape().hidden_size, experts.shape().dtype)?;
         let family = Family::Monolithic(experts);
-        Ok(Self { gate: gate.contiguous()?, family, shared: None, layer, workspace: Workspace::new() })
+        Ok(Self::of(gate.contiguous()?, family, layer))
+    }
+
+    fn of(gate: Tensor, family: Family, layer: usize) -> Self {
+        Self { gate, family, shared: None, layer, chunk: None, workspace: Workspace::new() }
+    }
+
+    /// Computes the tokens of a call in even chunks of at most `size`; the output is the same. On
+    /// several ranks all must have the same size.
+    pub fn with_chunk_size(mut self, size: Option<NonZeroUsize>) -> Self {
+        self.chunk = size;
+        self
+    }
+
+    /// Adds another prepare/finalize backend with its experts, over the same weights, for steps of
+    /// which the ranks agreed that all of them only decode (`StepContext::only_decode`).
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); monolithic experts in this block.
+    pub fn with_decode_path(
+        mut self,
+        prepare: Box<dyn PrepareFinalize>,
+        experts: AnyExperts,
+    ) -> Result<Self> {
+        let Family::Modular { router, path, decode } = &mut self.family else {
+            bail!("cannot add a decode path with {} to monolithic experts", prepare.name())
+        };
+        let experts = experts.into_modular(prepare.name())?;
+        check_modular(router.config(), prepare.as_ref(), experts.as_ref())?;
+        if experts.shape() != path.experts.shape() {
+            bail!(
+                "decode path: expected experts like those of {}, {:?}, got {:?}",
+                path.prepare.name(),
+                path.experts.shape(),
+                experts.shape()
+            )
+        }
+        *decode = Some(Path { prepare, experts });
+        Ok(self)
     }
 
     /// Adds shared experts.
@@ -106,7 +153,7 @@ impl SparseMoeBlock {
     /// The experts' name, for logs.
     pub fn experts_name(&self) -> &str {
         match &self.family {
-            Family::Modular { experts, .. } => experts.name(),
+            Family::Modular { path, .. } => path.experts.name(),
             Family::Monolithic(experts) => experts.name(),
         }
     }
@@ -114,10 +161,38 @@ impl SparseMoeBlock {
     /// The experts' largest buffers for at most `max_tokens` tokens.
     pub fn experts_workspace(&self, max_tokens: usize) -> Result<Reservation> {
         match &self.family {
-            Family::Modular { router, experts, .. } => {
-                experts.workspace(max_tokens, router.config().num_slots())
+            Family::Modular { router, path, .. } => {
+                path.experts.workspace(max_tokens, router.config().num_slots())
             }
             Family::Monolithic(experts) => experts.workspace(max_tokens, 1),
+        }
+    }
+
+    /// The name of the prepare/finalize backend, for logs.
+    pub fn dispatch_name(&self) -> &str {
+        match &self.family {
+            Family::Modular { path, .. } => path.prepare.name(),
+            Family::Monolithic(_) => "none",
+        }
+    }
+
+    /// Tokens of a chunk, at most; `None` without chunks.
+    pub fn chunk_size(&self) -> Option<NonZeroUsize> {
+        self.chunk
+    }
+
+    /// Bytes of workspace that a chunk of `tokens` tokens takes: rows that arrive, expert
+    /// intermediates and slot rows, for the most rows that can arrive. It does not fall as `tokens`
+    /// rise.
+    ///
+    /// # Errors
+    /// Sizes that overflow.
+    pub fn chunk_bytes(&self, tokens: usize) -> Result<usize> {
+        match &self.family {
+            Family::Modular { router, path, .. } => {
+                path.chunk_bytes(tokens, router.config().num_slots(), self.shared.as_ref())
+            }
+            Family::Monolithic(experts) => Ok(experts.workspace(tokens, 1)?.bytes()),
         }
     }
 
@@ -139,23 +214,61 @@ impl SparseMoeBlock {
         let gate = TensorView::new(&self.gate)?;
         let gate = gate.view()?;
         match &self.family {
-            Family::Modular { router, prepare, experts } => {
-                let parts = Modular { router, prepare: prepare.as_ref(), experts: experts.as_ref() };
-                parts.forward_into(self.layer, hidden, gate, out.reborrow(), observe, ex)?;
+            Family::Modular { router, path, decode } => {
+                let path = decode.as_ref().filter(|_| ex.step.only_decode).unwrap_or(path);
+                self.modular(router, path, (hidden, gate), out, observe, ex)
             }
             Family::Monolithic(experts) => {
                 let mut logits = ex.scratch(DType::F32, &[hidden.rows(), gate.rows()])?;
                 trace_span!("gate").in_scope(|| linear_into(hidden, gate, None, logits.view_mut(), ex))?;
                 observe(logits.view())?;
                 refuse_routing_context(experts.as_ref(), ex)?;
-                let _span = trace_span!("experts").entered();
-                experts.apply(hidden, logits.view(), out.reborrow(), ex)?;
+                trace_span!("experts")
+                    .in_scope(|| experts.apply(hidden, logits.view(), out.reborrow(), ex))?;
+                match &self.shared {
+                    Some(shared) => {
+                        trace_span!("shared_experts").in_scope(|| shared.add_into(hidden, out, ex))
+                    }
+                    None => Ok(()),
+                }
             }
         }
-        match &self.shared {
-            Some(shared) => trace_span!("shared_experts").in_scope(|| shared.add_into(hidden, out, ex)),
-            None => Ok(()),
-        }
+    }
+
+    /// Routes all tokens at once, so that what the step context counts is the step's rows, then
+    /// computes them chunk by chunk.
+    fn modular(
+        &self,
+        router: &Router,
+        path: &Path,
+        (hidden, gate): (View<'_>, View<'_>),
+        out: ViewMut<'_>,
+        observe: &mut dyn FnMut(View<'_>) -> Result<()>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let (tokens, config) = (hidden.rows(), router.config());
+        let mut logits = ex.scratch(DType::F32, &[tokens, gate.rows()])?;
+        let mut topk_ids = ex.scratch(DType::U32, &[tokens, config.num_slots()])?;
+        let mut topk_weights = ex.scratch(DType::F32, &[tokens, config.num_slots()])?;
+        let mut identity = ex.scratch(DType::F32, &[tokens])?;
+        let output = RouteOutput {
+            topk_ids: topk_ids.view_mut(),
+            topk_weights: topk_weights.view_mut(),
+            zero_expert_weights: (config.num_zero_experts > 0).then(|| identity.view_mut()),
+        };
+        let input = GateInput::new(hidden, gate, self.layer);
+        trace_span!("router")
+            .in_scope(|| router.gate_and_route_into(&input, Some(logits.view_mut()), output, ex))?;
+        observe(logits.view())?;
+        drop(logits);
+        let routed = Routed {
+            hidden,
+            topk_ids: topk_ids.view(),
+            topk_weights: topk_weights.view(),
+            identity: (config.num_zero_experts > 0).then(|| identity.view()),
+            shared: self.shared.as_ref(),
+        };
+        path.run(&routed, self.chunk, out, ex)
     }
 
     /// The same on candle tensors: `hidden` [.., H].
@@ -172,57 +285,6 @@ impl std::fmt::Debug for SparseMoeBlock {
             .field("experts", &self.experts_name())
             .field("shared", &self.shared.is_some())
             .finish()
-    }
-}
-
-/// The parts of a modular block.
-struct Modular<'a> {
-    router: &'a Router,
-    prepare: &'a dyn PrepareFinalize,
-    experts: &'a dyn Experts,
-}
-
-impl Modular<'_> {
-    fn forward_into(
-        &self,
-        layer: usize,
-        hidden: View<'_>,
-        gate: View<'_>,
-        mut out: ViewMut<'_>,
-        observe: &mut dyn FnMut(View<'_>) -> Result<()>,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let (tokens, config) = (hidden.rows(), self.router.config());
-        let mut logits = ex.scratch(DType::F32, &[tokens, gate.rows()])?;
-        let mut topk_ids = ex.scratch(DType::U32, &[tokens, config.num_slots()])?;
-        let mut topk_weights = ex.scratch(DType::F32, &[tokens, config.num_slots()])?;
-        let mut identity = ex.scratch(DType::F32, &[tokens])?;
-        let output = RouteOutput {
-            topk_ids: topk_ids.view_mut(),
-            topk_weights: topk_weights.view_mut(),
-            zero_expert_weights: (config.num_zero_experts > 0).then(|| identity.view_mut()),
-        };
-        let input = GateInput::new(hidden, gate, layer);
-        trace_span!("router")
-            .in_scope(|| self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, ex))?;
-        observe(logits.view())?;
-
-        let dispatched = self.prepare.prepare(hidden, topk_ids.view(), topk_weights.view(), ex)?;
-        let (dims, strategy) = (self.experts.out_dims(&dispatched)?, self.experts.weight_and_reduce());
-        let is_final = strategy == WeightAndReduce::NoOp && self.prepare.finalize_copies_reduced();
-        if is_final && out.dtype() == DType::F32 {
-            // The experts' rows are the block's: finalize would only copy them.
-            let out = out.reborrow();
-            trace_span!("experts").in_scope(|| self.experts.apply(&dispatched, out, ex))?;
-        } else {
-            let mut rows = ex.scratch(DType::F32, &dims)?;
-            trace_span!("experts").in_scope(|| self.experts.apply(&dispatched, rows.view_mut(), ex))?;
-            self.prepare.finalize(rows.view(), &dispatched, strategy, out.reborrow(), ex)?;
-        }
-        if config.num_zero_experts > 0 {
-            add_scaled_into(hidden, identity.view(), out, ex)?;
-        }
-        Ok(())
     }
 }
 

@@ -3,6 +3,8 @@
 
 mod block;
 mod check;
+mod chunked;
+mod context;
 mod door;
 pub mod legacy;
 mod load;
@@ -14,12 +16,15 @@ mod shared;
 mod small;
 
 pub use block::SparseMoeBlock;
+pub use context::{BlockContext, LOW_LATENCY_TOKENS};
 pub use legacy::MoeMlp;
-pub use load::{BlockOptions, load_block};
+pub use load::{BlockOptions, load_block, load_block_on};
 pub use mlp::GatedMlp;
 pub use path::{MoePath, SparseLayer};
 pub use shared::SharedExperts;
 
+pub use moe_chunking::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
+pub use moe_comm::{Communicator, Geometry, ParallelConfig, ParallelGroups, RowParallel};
 pub use moe_dispatch::{BatchedReference, LocalExperts, NoEp, PrepareFinalize};
 pub use moe_experts::{
     AnyExperts, BatchLimits, ExpertWeights, Experts, ExpertsShape, LoadSpec, MonolithicExperts, OracleError,

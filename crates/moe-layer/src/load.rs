@@ -1,13 +1,19 @@
 //! Building a block from a checkpoint: weights, the oracle's backend, and the dispatch around it.
 
 use candle_nn::VarBuilder;
-use moe_dispatch::NoEp;
-use moe_experts::{ExpertWeights, LoadSpec, Selection, build, select};
-use moe_kernels::candle::Result;
+use moe_chunking::ridge_tokens;
+use moe_comm::{ExpertLayout, Geometry};
+use moe_dispatch::PrepareFinalize;
+use moe_experts::{
+    AnyExperts, BatchLimits, ExpertWeights, LoadSpec, Selection, build, build_batched, select,
+};
+use moe_kernels::candle::{Error, Result};
 use moe_kernels::{Activation, ActivationFormat, ExpertsSpec};
 use moe_router::{Router, RouterConfig};
+use tracing::warn;
 
 use crate::block::SparseMoeBlock;
+use crate::context::BlockContext;
 
 /// What a block is built from, beside its tensors.
 #[derive(Clone, Debug)]
@@ -27,12 +33,20 @@ pub struct BlockOptions {
 }
 
 impl BlockOptions {
-    /// What the oracle decides on: all experts on this rank, rows in the Standard format.
-    fn spec(&self, weights: &ExpertWeights) -> ExpertsSpec {
+    /// Experts with weights: the routed and the fused shared ones.
+    fn packed_experts(&self) -> usize {
+        self.router.num_experts + self.router.num_fused_shared_experts
+    }
+
+    /// What the oracle decides on.
+    fn spec(&self, weights: &ExpertWeights, format: ActivationFormat, geometry: &Geometry) -> ExpertsSpec {
         ExpertsSpec {
+            num_experts: self.packed_experts(),
             routing: self.router.routing_method(),
-            activation_format: ActivationFormat::Standard,
+            activation_format: format,
             apply_router_weight_on_input: self.router.apply_router_weight_on_input,
+            tp_size: geometry.moe_tp_size,
+            ep_size: geometry.ep_size,
             ..weights.spec(self.activation, self.router.num_slots())
         }
     }
@@ -52,15 +66,87 @@ pub fn load_block(
     gate: VarBuilder,
     experts: VarBuilder,
 ) -> Result<(SparseMoeBlock, Selection)> {
-    let config = &options.router;
+    load_block_on(options, &BlockContext::default(), gate, experts)
+}
+
+/// Loads the part of a block that lives on this rank: whole experts with expert parallelism, else a
+/// slice of each, with the prepare/finalize backend of the geometry and the chunks of the settings.
+/// The rest is as in [`load_block`].
+///
+/// # Errors
+/// As [`load_block`]; sizes that the geometry cannot cut; a memory budget below one token.
+pub fn load_block_on(
+    options: &BlockOptions,
+    context: &BlockContext,
+    gate: VarBuilder,
+    experts: VarBuilder,
+) -> Result<(SparseMoeBlock, Selection)> {
+    let (config, geometry) = (&options.router, &context.geometry);
+    let layout = geometry.expert_layout(options.packed_experts())?;
     let router = Router::load(config, gate.clone())?;
     let weight = gate.get((config.num_logits(), options.hidden_size), "weight")?;
-    let packed_experts = config.num_experts + config.num_fused_shared_experts;
-    let sizes = LoadSpec::new(packed_experts, options.hidden_size, options.intermediate_size);
-    let weights = ExpertWeights::load(&sizes, experts)?;
-    let selection = select(&options.spec(&weights), options.backend.as_deref())?;
-    let prepare = NoEp::new().with_router_weight_on_input(config.apply_router_weight_on_input);
-    let experts = build(&selection, weights)?;
-    let block = SparseMoeBlock::new(weight, router, Box::new(prepare), experts, options.layer)?;
-    Ok((block, selection))
+    let weights = ExpertWeights::load(&load_spec(options, context, &layout)?, experts)?;
+
+    let (prepare, decode) = context.backends(&layout, config.apply_router_weight_on_input)?;
+    let (selection, main) = choose(options, context, &weights, prepare.as_ref(), options.backend.as_deref())?;
+    let mut block = SparseMoeBlock::new(weight, router, prepare, main, options.layer)?;
+    if let Some(decode) = decode {
+        let (_, experts) = choose(options, context, &weights, decode.as_ref(), None)?;
+        block = block.with_decode_path(decode, experts)?;
+    }
+    let bytes = |tokens| block.chunk_bytes(tokens).unwrap_or(usize::MAX);
+    let size = context.chunked_moe.size(MAX_CHUNK, bytes).map_err(Error::wrap)?;
+    if let Some(size) = size.filter(|_| options.layer == 0) {
+        warn_below_ridge(size.get(), options);
+    }
+    Ok((block.with_chunk_size(size), selection))
+}
+
+/// Larger than any step.
+const MAX_CHUNK: usize = 1 << 24;
+
+/// Rows of one expert at which a CPU's arithmetic takes about as long as reading its weights: the
+/// kernels stream the weights for a dozen rows, and compute from a few dozen on.
+const RIDGE_ROWS: usize = 32;
+
+fn warn_below_ridge(size: usize, options: &BlockOptions) {
+    let ridge = ridge_tokens(RIDGE_ROWS, options.packed_experts(), options.router.num_slots());
+    if size < ridge {
+        warn!(
+            "chunks of {size} tokens read all experts' weights for few rows each; from about {ridge} tokens on              chunking costs little time"
+        );
+    }
+}
+
+/// This rank's part of the experts.
+fn load_spec(options: &BlockOptions, context: &BlockContext, layout: &ExpertLayout) -> Result<LoadSpec> {
+    let geometry = &context.geometry;
+    let width = geometry.expert_intermediate(options.intermediate_size)?.range.len();
+    let sliced = context.sliced_weights;
+    let intermediate = if sliced { width } else { options.intermediate_size };
+    let mut spec = LoadSpec::new(options.packed_experts(), options.hidden_size, intermediate);
+    if geometry.ep_size > 1 {
+        spec = spec.with_local_experts(layout.local_experts.iter().map(|&id| id as usize).collect());
+    }
+    Ok(if sliced { spec } else { spec.with_tp(geometry.moe_tp_rank, geometry.moe_tp_size) })
+}
+
+/// The oracle's experts for a prepare/finalize backend.
+fn choose(
+    options: &BlockOptions,
+    context: &BlockContext,
+    weights: &ExpertWeights,
+    prepare: &dyn PrepareFinalize,
+    backend: Option<&str>,
+) -> Result<(Selection, AnyExperts)> {
+    let spec = options.spec(weights, prepare.activation_format(), &context.geometry);
+    let selection = select(&spec, backend)?;
+    let experts = match prepare.max_num_tokens_per_rank() {
+        Some(max_num_tokens) => {
+            let limits = BatchLimits { max_num_tokens, num_dispatchers: prepare.num_dispatchers() };
+            build_batched(&selection, weights.clone(), limits)?
+        }
+        None => build(&selection, weights.clone())?,
+    };
+    Ok((selection, experts))
 }

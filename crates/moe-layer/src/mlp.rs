@@ -4,6 +4,7 @@
 //! sparse layers share one arithmetic: fused gate and up products, one rounding of the
 //! activation, and a row-parallel down product.
 
+use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::{
     Activation, Exec, ExpertGroups, TensorView, View, ViewMut, Workspace, grouped_gate_up_into,
@@ -24,6 +25,8 @@ pub struct GatedMlp {
     w13: Tensor,
     w2: Tensor,
     activation: Activation,
+    /// The ranks that cut it, if it is a part.
+    ranks: Option<RowParallel>,
     workspace: Workspace,
 }
 
@@ -42,7 +45,7 @@ impl GatedMlp {
             bail!("gated MLP: w13 is {} but w2 is {}", w13.dtype().as_str(), w2.dtype().as_str())
         }
         let w13 = w13.contiguous()?.reshape((1, rows, hidden))?;
-        Ok(Self { w13, w2: w2.contiguous()?, activation, workspace: Workspace::new() })
+        Ok(Self { w13, w2: w2.contiguous()?, activation, ranks: None, workspace: Workspace::new() })
     }
 
     /// Loads `gate_proj.weight`, `up_proj.weight` [I, H] and `down_proj.weight` [H, I]; gate and up
@@ -60,6 +63,12 @@ impl GatedMlp {
         let w13 = load_rows(&vb, &names, intermediate_size, hidden_size)?;
         let w2 = vb.get((hidden_size, intermediate_size), "down_proj.weight")?;
         Self::new(w13, w2, activation)
+    }
+
+    /// Makes this the part of an MLP that some ranks cut along its intermediate size; each holds its
+    /// rows of gate and up and its columns of down.
+    pub fn with_row_parallel(self, ranks: RowParallel) -> Self {
+        Self { ranks: Some(ranks), ..self }
     }
 
     /// Width of the activation between the two products.
@@ -86,7 +95,10 @@ impl GatedMlp {
         let (w13, w2) = (TensorView::new(&self.w13)?, TensorView::new(&self.w2)?);
         let mut activated = ex.scratch(x.dtype(), &[rows, self.intermediate_size()])?;
         grouped_gate_up_into(x, &groups, w13.view()?, None, self.activation, activated.view_mut(), ex)?;
-        linear_row_parallel_into(activated.view(), w2.view()?, None, out, ex)
+        match &self.ranks {
+            None => linear_row_parallel_into(activated.view(), w2.view()?, None, out, ex),
+            Some(ranks) => ranks.linear_into(activated.view(), w2.view()?, None, out, ex),
+        }
     }
 
     /// The same on candle tensors: `x` [.., H].

@@ -4,13 +4,14 @@ use std::str::FromStr;
 
 use candle_nn::VarBuilder;
 use moe_experts::Selection;
-use moe_kernels::candle::Result;
+use moe_kernels::candle::{Result, bail};
 use moe_kernels::{Exec, View, ViewMut};
 use moe_router::Router;
 
 use crate::block::SparseMoeBlock;
+use crate::context::BlockContext;
 use crate::legacy::MoeMlp;
-use crate::load::{BlockOptions, load_block};
+use crate::load::{BlockOptions, load_block_on};
 use crate::shared::SharedExperts;
 
 /// How a sparse layer runs its experts.
@@ -44,7 +45,7 @@ pub enum SparseLayer {
 }
 
 impl SparseLayer {
-    /// Loads the experts of a layer, as [`load_block`] and [`MoeMlp::load`] do, with the shared
+    /// Loads the experts of a layer, as [`load_block`](crate::load_block) and [`MoeMlp::load`] do, with the shared
     /// experts if there are any. The oracle's choice comes along on the fused path.
     ///
     /// # Errors
@@ -56,13 +57,31 @@ impl SparseLayer {
         experts: VarBuilder,
         shared: Option<SharedExperts>,
     ) -> Result<(Self, Option<Selection>)> {
+        Self::load_on(path, options, &BlockContext::default(), gate, experts, shared)
+    }
+
+    /// The same for one rank, and in chunks, as [`load_block_on`] does.
+    ///
+    /// # Errors
+    /// Those of the path's loader; ranks or chunks on the legacy path.
+    pub fn load_on(
+        path: MoePath,
+        options: &BlockOptions,
+        context: &BlockContext,
+        gate: VarBuilder,
+        experts: VarBuilder,
+        shared: Option<SharedExperts>,
+    ) -> Result<(Self, Option<Selection>)> {
         match path {
             MoePath::Fused => {
-                let (mut block, selection) = load_block(options, gate, experts)?;
+                let (mut block, selection) = load_block_on(options, context, gate, experts)?;
                 if let Some(shared) = shared {
                     block = block.with_shared_experts(shared)?;
                 }
                 Ok((Self::Fused(Box::new(block)), Some(selection)))
+            }
+            MoePath::Legacy if context.geometry.world_size > 1 || context.chunked_moe.enable_chunked_moe => {
+                bail!("the legacy expert path runs on one rank and in one pass; use the fused path")
             }
             MoePath::Legacy => {
                 let mut block = MoeMlp::load(options, gate, experts)?;

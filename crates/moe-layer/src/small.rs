@@ -6,6 +6,7 @@ use moe_kernels::{Exec, TensorView, ViewMut};
 use moe_router::Router;
 
 use crate::block::{Family, SparseMoeBlock};
+use crate::chunked::Path;
 
 impl SparseMoeBlock {
     /// Whether [`add_normed_into`](Self::add_normed_into) runs this block for so many tokens in this step.
@@ -37,7 +38,9 @@ impl SparseMoeBlock {
 
     /// Router and weights of a block without communication, zero experts or shared experts.
     fn fused_parts(&self) -> Option<(&Router, &moe_experts::ExpertWeights)> {
-        let Family::Modular { router, prepare, experts } = self.family() else { return None };
+        let Family::Modular { router, path: Path { prepare, experts }, decode: None } = self.family() else {
+            return None;
+        };
         let local = prepare.finalize_copies_reduced() && prepare.local_experts().is_none();
         let weights = experts.packed().filter(|_| local && !self.has_shared_experts())?;
         Some((router, weights))

@@ -40,6 +40,7 @@ impl ModelFamily for DeepseekV2Family {
         if !vb.device().is_cpu() {
             candle_core::bail!("DeepSeek-V2 runs on the CPU only so far; leave --device out")
         }
+        options.expect_one_rank()?;
         for option in config.ignored_by_transformers() {
             warn!("config.json: {option} is honoured here, but transformers 5.17 ignores it");
         }

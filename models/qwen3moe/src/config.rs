@@ -3,6 +3,7 @@
 use candle_core::DType;
 use model_runtime::checkpoint::TensorSpec;
 use model_runtime::config::{Config, ConfigError, RopeConfig, checked_product, limits};
+use model_runtime::{Geometry, GeometryError, TensorSlice};
 use moe_layer::{Activation, RouterConfig};
 
 /// Everything a Qwen3-MoE config says that changes the forward pass.
@@ -136,6 +137,18 @@ impl Qwen3MoeConfig {
             list.push(TensorSpec::new("lm_head.weight", &[self.vocab_size, h]));
         }
         list
+    }
+
+    /// The parts of those tensors that the rank of this geometry holds; the others it holds whole.
+    ///
+    /// # Errors
+    /// Sizes that the geometry cannot cut.
+    pub fn slices(
+        &self,
+        geometry: &Geometry,
+        packed: impl Fn(usize) -> bool,
+    ) -> Result<Vec<TensorSlice>, GeometryError> {
+        crate::slices::slices(self, geometry, packed)
     }
 
     fn attention_tensors(&self, prefix: &str, list: &mut Vec<TensorSpec>) {

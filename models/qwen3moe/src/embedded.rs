@@ -3,7 +3,7 @@
 //! real before anything is downloaded.
 
 use candle_nn::VarBuilder;
-use model_runtime::{Config, ConfigError, TensorSpec};
+use model_runtime::{Config, ConfigError, Geometry, GeometryError, TensorSlice, TensorSpec};
 use moe_engine::{Embedded, LoadOptions, LoadedModel, ModelFamily};
 use moe_layer::MoePath;
 
@@ -41,8 +41,17 @@ impl ModelFamily for Qwen3MoeFamily {
             candle_core::bail!("--mla: Qwen3-MoE has no multi-head latent attention; leave the flag out")
         }
         let path = options.moe_path.unwrap_or(MoePath::Fused);
-        let (model, selection) = Qwen3Moe::load(config, path, options.backend.as_deref(), vb)?;
+        let (model, selection) =
+            Qwen3Moe::load_on(config, path, options.backend.as_deref(), &options.context, vb)?;
         LoadedModel::new(Box::new(model), path, selection)
+    }
+
+    fn slices(
+        config: &Qwen3MoeConfig,
+        geometry: &Geometry,
+        has: &dyn Fn(&str) -> bool,
+    ) -> Result<Vec<TensorSlice>, GeometryError> {
+        config.slices(geometry, |layer| has(&format!("model.layers.{layer}.mlp.experts.gate_up_proj")))
     }
 
     fn embedded() -> Option<Embedded> {

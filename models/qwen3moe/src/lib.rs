@@ -4,6 +4,7 @@
 mod config;
 mod embedded;
 mod model;
+mod slices;
 
 pub use config::Qwen3MoeConfig;
 pub use embedded::Qwen3MoeFamily;

@@ -11,9 +11,12 @@ use model_runtime::attention::{Attention, AttentionConfig, AttentionNames};
 use model_runtime::layers::{Embedding, LmHead, RmsNorm, gather_rows_into};
 use model_runtime::{
     CausalLm, Exec, KvCache, KvLayout, ModelInfo, MoeInfo, Observe, Observer, Rope, StepViews, View, ViewMut,
+    VocabParallel,
 };
 use moe_layer::candle::Result;
-use moe_layer::{BackendSelection, BlockOptions, DType, GatedMlp, MoePath, Router, SparseLayer};
+use moe_layer::{
+    BackendSelection, BlockContext, BlockOptions, DType, GatedMlp, MoePath, Router, RowParallel, SparseLayer,
+};
 use tracing::trace_span;
 
 use crate::config::Qwen3MoeConfig;
@@ -50,9 +53,25 @@ impl Qwen3Moe {
         backend: Option<&str>,
         vb: VarBuilder,
     ) -> Result<(Self, Option<BackendSelection>)> {
+        let context = BlockContext { sliced_weights: true, ..BlockContext::default() };
+        Self::load_on(config, path, backend, &context, vb)
+    }
+
+    /// Loads the part of a rank. `vb` shows its slices ([`Qwen3MoeConfig::slices`]).
+    ///
+    /// # Errors
+    /// Missing or wrongly shaped tensors; sizes that the geometry cannot cut.
+    pub fn load_on(
+        config: &Qwen3MoeConfig,
+        path: MoePath,
+        backend: Option<&str>,
+        context: &BlockContext,
+        vb: VarBuilder,
+    ) -> Result<(Self, Option<BackendSelection>)> {
         let (h, eps) = (config.hidden_size, config.rms_norm_eps as f64);
         let model = vb.pp("model");
-        let embedding = Embedding::load(config.vocab_size, h, model.pp("embed_tokens"))?;
+        let split = Split::new(config, context)?;
+        let embedding = Embedding::load(split.vocab, h, model.pp("embed_tokens"))?;
         let mut layers = Vec::new();
         let mut chosen = None;
         let mut moe_layers = Vec::new();
@@ -61,33 +80,43 @@ impl Qwen3Moe {
             let mlp = if *sparse {
                 let options = block_options(config, moe_layers.len(), backend);
                 let vb = vb.pp("mlp");
-                let (sparse, selection) =
-                    SparseLayer::load(path, &options, vb.pp("gate"), vb.pp("experts"), None)?;
+                let (gate, experts) = (vb.pp("gate"), vb.pp("experts"));
+                let (sparse, selection) = SparseLayer::load_on(path, &options, context, gate, experts, None)?;
                 moe_layers.push(index);
                 chosen = selection;
                 Mlp::Sparse(sparse)
             } else {
-                let width = config.intermediate_size;
-                Mlp::Dense(GatedMlp::load(h, width, config.activation, vb.pp("mlp"))?)
+                let mlp = GatedMlp::load(h, split.dense, config.activation, vb.pp("mlp"))?;
+                Mlp::Dense(match &split.ranks {
+                    Some(Ranks { dense: Some(dense), .. }) => mlp.with_row_parallel(dense.clone()),
+                    _ => mlp,
+                })
             };
+            let attention =
+                Attention::load(split.attention.clone(), AttentionNames::default(), vb.pp("self_attn"))?;
             layers.push(DecoderLayer {
                 input_norm: RmsNorm::load(h, eps, vb.pp("input_layernorm"))?,
-                attention: Attention::load(
-                    attention_config(config),
-                    AttentionNames::default(),
-                    vb.pp("self_attn"),
-                )?,
+                attention: match &split.ranks {
+                    Some(ranks) => attention.with_row_parallel(ranks.attention.clone()),
+                    None => attention,
+                },
                 post_attention_norm: RmsNorm::load(h, eps, vb.pp("post_attention_layernorm"))?,
                 mlp,
             });
         }
         let lm_head = match config.tie_word_embeddings {
             true => LmHead::new(embedding.weight().clone())?,
-            false => LmHead::load(config.vocab_size, h, vb.pp("lm_head"))?,
+            false => LmHead::load(split.vocab, h, vb.pp("lm_head"))?,
+        };
+        let (embedding, lm_head) = match &split.ranks {
+            Some(Ranks { vocab, .. }) => {
+                (embedding.with_vocab_parallel(vocab.clone()), lm_head.with_vocab_parallel(vocab.clone()))
+            }
+            None => (embedding, lm_head),
         };
         let rope = Rope::new(config.rope.clone());
         let model = Self {
-            info: info(config, moe_layers, &rope, vb.dtype()),
+            info: info(config, split.attention.num_kv_heads, moe_layers, &rope, vb.dtype()),
             embedding,
             layers,
             norm: RmsNorm::load(h, eps, model.pp("norm"))?,
@@ -216,6 +245,51 @@ fn block_options(config: &Qwen3MoeConfig, layer: usize, backend: Option<&str>) -
     }
 }
 
+/// This rank's sizes, and the ranks that share them.
+struct Split {
+    attention: AttentionConfig,
+    vocab: usize,
+    dense: usize,
+    ranks: Option<Ranks>,
+}
+
+/// What tensor parallelism puts together.
+struct Ranks {
+    attention: RowParallel,
+    /// With dense layers.
+    dense: Option<RowParallel>,
+    vocab: VocabParallel,
+}
+
+impl Split {
+    fn new(config: &Qwen3MoeConfig, context: &BlockContext) -> Result<Self> {
+        let (geometry, tp) = (&context.geometry, &context.groups.tp);
+        let heads = geometry.attention_heads(config.num_attention_heads, config.num_key_value_heads)?;
+        let whole = attention_config(config);
+        let attention =
+            AttentionConfig { num_heads: heads.heads.len(), num_kv_heads: heads.kv_heads.len(), ..whole };
+        let width = config.num_attention_heads * config.head_dim;
+        let ranks = || -> Result<Ranks> {
+            let output = geometry.row_shard("the width of all query heads", width)?;
+            let dense = || -> Result<RowParallel> {
+                let shard = geometry.row_shard("intermediate_size", config.intermediate_size)?;
+                RowParallel::new(&shard, tp.clone())
+            };
+            Ok(Ranks {
+                attention: RowParallel::new(&output, tp.clone())?,
+                dense: config.is_sparse.contains(&false).then(dense).transpose()?,
+                vocab: VocabParallel::new(config.vocab_size, tp.clone()),
+            })
+        };
+        Ok(Self {
+            attention,
+            vocab: geometry.vocab_shard(config.vocab_size).len(),
+            dense: config.intermediate_size / geometry.tp_size,
+            ranks: (geometry.tp_size > 1).then(ranks).transpose()?,
+        })
+    }
+}
+
 fn attention_config(config: &Qwen3MoeConfig) -> AttentionConfig {
     AttentionConfig {
         hidden_size: config.hidden_size,
@@ -231,7 +305,13 @@ fn attention_config(config: &Qwen3MoeConfig) -> AttentionConfig {
     }
 }
 
-fn info(config: &Qwen3MoeConfig, layers: Vec<usize>, rope: &Rope, dtype: DType) -> ModelInfo {
+fn info(
+    config: &Qwen3MoeConfig,
+    num_kv_heads: usize,
+    layers: Vec<usize>,
+    rope: &Rope,
+    dtype: DType,
+) -> ModelInfo {
     ModelInfo {
         vocab_size: config.vocab_size,
         hidden_size: config.hidden_size,
@@ -241,7 +321,7 @@ fn info(config: &Qwen3MoeConfig, layers: Vec<usize>, rope: &Rope, dtype: DType) 
         keys_depend_on_prompt_len: rope.config().depends_on_prompt_len(),
         kv: KvLayout {
             num_layers: config.num_hidden_layers,
-            num_kv_heads: config.num_key_value_heads,
+            num_kv_heads,
             head_dim: config.head_dim,
             value_dim: Some(config.head_dim),
             dtype,

@@ -1,8 +1,10 @@
 //! A set of safetensors files seen as one map from tensor name to data.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::VarBuilder;
@@ -13,6 +15,7 @@ use super::decode;
 use super::error::CheckpointError;
 use super::file::{Entry, TensorFile};
 use super::shards::{self, ShardIndex};
+use super::slices::check_ranges;
 use super::verify::abbreviate;
 
 /// Safetensors files, memory-mapped or embedded in the program, seen as one map from name to
@@ -30,6 +33,7 @@ struct Inner {
     origin: String,
     files: Vec<TensorFile>,
     entries: BTreeMap<String, Entry>,
+    bytes_read: AtomicU64,
 }
 
 /// What a header says of a tensor.
@@ -107,6 +111,41 @@ impl TensorFiles {
         bytes.into_values().max_by_key(|(bytes, _)| *bytes).map(|(_, dtype)| dtype)
     }
 
+    /// Bytes of tensors that have been loaded so far, as they are stored.
+    pub fn bytes_read(&self) -> u64 {
+        self.0.bytes_read.load(Ordering::Relaxed)
+    }
+
+    /// Loads a part of a tensor, and reads no more than the rows that it crosses.
+    pub(super) fn load_slice(
+        &self,
+        name: &str,
+        ranges: &[Range<usize>],
+        wanted: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
+        let entry = self.0.entry(name)?;
+        check_ranges(name, ranges, &entry.shape)?;
+        let elements: usize = entry.shape.iter().product();
+        let size = entry.range.len().checked_div(elements).unwrap_or(0);
+        let runs = runs(ranges, &entry.shape);
+        let at =
+            |run: &Range<usize>| entry.range.start + run.start * size..entry.range.start + run.end * size;
+        let shape: Vec<usize> = ranges.iter().map(|r| r.len()).collect();
+        if let [run] = runs.as_slice() {
+            let part = Entry { shape, range: at(run), ..entry.clone() };
+            return self.0.load(name, &part, wanted, device);
+        }
+        let Some(file) = self.0.files.get(entry.file) else {
+            candle_core::bail!("no file {} is open", entry.file)
+        };
+        let mut bytes = Vec::with_capacity(shape.iter().product::<usize>() * size);
+        runs.iter().for_each(|run| bytes.extend_from_slice(&file.bytes()[at(run)]));
+        let tensor = self.0.decode(name, entry, &bytes, &shape, wanted)?;
+        file.release(&entry.range);
+        tensor.to_device(device)
+    }
+
     /// Loads a tensor as it is stored, into host memory.
     pub fn tensor(&self, name: &str) -> candle_core::Result<Tensor> {
         let entry = self.0.entry(name)?;
@@ -139,7 +178,8 @@ type Opened = Result<(TensorFile, Vec<(String, Entry)>), CheckpointError>;
 
 impl Inner {
     fn new(origin: String, opened: impl Iterator<Item = Opened>) -> Result<Self, CheckpointError> {
-        let mut inner = Self { origin, files: Vec::new(), entries: BTreeMap::new() };
+        let mut inner =
+            Self { origin, files: Vec::new(), entries: BTreeMap::new(), bytes_read: AtomicU64::new(0) };
         for opened in opened {
             let (file, entries) = opened?;
             inner.files.push(file);
@@ -184,25 +224,52 @@ impl Inner {
 
     fn load(&self, name: &str, e: &Entry, wanted: DType, device: &Device) -> candle_core::Result<Tensor> {
         let Some(file) = self.files.get(e.file) else { candle_core::bail!("no file {} is open", e.file) };
-        let bytes = &file.bytes()[e.range.clone()];
-        let Some(tensor) = decode::tensor(bytes, e.dtype, &e.shape, wanted) else {
+        let tensor = self.decode(name, e, &file.bytes()[e.range.clone()], &e.shape, wanted)?;
+        file.release(&e.range);
+        tensor.to_device(device)
+    }
+
+    /// Decodes bytes of a tensor, or of a part of it.
+    fn decode(
+        &self,
+        name: &str,
+        e: &Entry,
+        bytes: &[u8],
+        shape: &[usize],
+        wanted: DType,
+    ) -> candle_core::Result<Tensor> {
+        self.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        let Some(tensor) = decode::tensor(bytes, e.dtype, shape, wanted) else {
             let hint = match decode::dtype_of(e.dtype) {
                 None => "; quantised checkpoints are not supported in this form",
                 Some(_) => "",
             };
             return Err(CheckpointError::Dtype {
                 name: name.to_string(),
-                file: file.label().to_string(),
+                file: self.label(e.file).to_string(),
                 stored: e.dtype.to_string(),
                 wanted: wanted.as_str(),
                 hint,
             }
             .into());
         };
-        let tensor = tensor?;
-        file.release(&e.range);
-        tensor.to_device(device)
+        tensor
     }
+}
+
+/// The runs of neighbouring elements of a box, ascending.
+fn runs(ranges: &[Range<usize>], shape: &[usize]) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = std::iter::once(0..1).collect();
+    for (range, &dim) in ranges.iter().zip(shape) {
+        if *range == (0..dim) {
+            runs.iter_mut().for_each(|run| *run = run.start * dim..run.end * dim);
+            continue;
+        }
+        // Rows of a run that is longer than one lie apart from here on.
+        let parts = runs.into_iter().flatten();
+        runs = parts.map(|at| at * dim + range.start..at * dim + range.end).collect();
+    }
+    runs
 }
 
 impl SimpleBackend for TensorFiles {

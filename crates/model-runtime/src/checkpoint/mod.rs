@@ -10,6 +10,7 @@ mod file;
 mod files;
 mod nan;
 mod shards;
+mod slices;
 mod verify;
 
 use std::path::{Path, PathBuf};
@@ -22,6 +23,7 @@ pub use dummy::DummyWeights;
 pub use error::CheckpointError;
 pub use files::{TensorFiles, TensorInfo};
 pub use nan::{NanReport, NonFinite};
+pub use slices::{RankView, SliceSource, TensorSlice};
 pub use verify::{Mismatches, TensorSpec};
 
 /// A model on disk or in the program: weights, `config.json` and, if present,

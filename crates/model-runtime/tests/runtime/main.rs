@@ -11,8 +11,10 @@ mod processors;
 mod rope;
 mod run;
 mod sampling;
+mod slices;
 mod step;
 mod tiny;
+mod vocab;
 
 /// The message of an error, or of a success that should have been one.
 fn message<T, E: std::fmt::Display>(result: Result<T, E>) -> String {

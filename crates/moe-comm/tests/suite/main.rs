@@ -9,4 +9,5 @@ mod geometry;
 mod groups;
 mod launch;
 mod misuse;
+mod row_parallel;
 mod support;

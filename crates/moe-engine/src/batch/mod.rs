@@ -32,7 +32,7 @@ use tracing::info;
 
 use crate::chat::ChatTemplate;
 use crate::cli::BatchArgs;
-use crate::engine::{Engine, Output, Request, RequestId};
+use crate::engine::{DpEngine, Output, Request, RequestId};
 use crate::family::ModelFamily;
 use crate::interrupt::Interrupt;
 use crate::session::Session;
@@ -65,8 +65,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let session = Session::open::<F>(args.model.as_deref(), &args.run, false)?;
     let tokenizer = session.tokenizer()?;
     let config = options::engine_config(&args.engine, &session.ex);
-    let engine = Engine::new(session.model.as_ref(), session.ex.clone(), Some(tokenizer.clone()), &config)
-        .map_err(|e| usage(format!("{e:#}")))?;
+    let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
     let parser = parser(args, &session, &tokenizer, engine.max_model_len())?;
     let entries = read_ahead(Entries { lines, known, parser })?;
     let mut batch = Batch {
@@ -159,7 +158,7 @@ struct Line {
 }
 
 struct Batch<'m> {
-    engine: Engine<'m>,
+    engine: DpEngine<'m>,
     tokenizer: Tokenizer,
     journal: Journal,
     /// The most choices in the engine.

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::chat::{ChatRequest, ChatTemplate};
 use crate::cli::ChatArgs;
-use crate::engine::{Engine, EngineConfig, FinishReason, Request};
+use crate::engine::{DpEngine, EngineConfig, FinishReason, Request};
 use crate::error::describe;
 use crate::family::ModelFamily;
 use crate::interrupt::Interrupt;
@@ -46,8 +46,7 @@ pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
     })?;
     // One conversation; the blocks of its earlier turns are part of the newest prompt.
     let config = EngineConfig { max_num_seqs: 1, ..options::engine_config(&args.engine, &session.ex) };
-    let engine = Engine::new(session.model.as_ref(), session.ex.clone(), Some(tokenizer.clone()), &config)
-        .map_err(|e| usage(format!("{e:#}")))?;
+    let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
     let defaults = options::request_defaults(&args.sampling, &session, "")?;
     let mut chat = Chat {
         engine,
@@ -68,7 +67,7 @@ pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
 }
 
 struct Chat<'a> {
-    engine: Engine<'a>,
+    engine: DpEngine<'a>,
     tokenizer: Tokenizer,
     template: ChatTemplate,
     defaults: Request,

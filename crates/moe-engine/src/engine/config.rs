@@ -37,6 +37,10 @@ pub struct EngineConfig {
     pub expert_heat: Option<PathBuf>,
     /// Replaces the routing by an even one, for profiling; the seed varies it.
     pub force_balance: Option<u64>,
+    /// Ranks whose KV caches share this machine's memory.
+    pub ranks: usize,
+    /// Runs a step without rows where there is nothing to compute: other ranks' experts wait for it.
+    pub lockstep: bool,
 }
 
 impl EngineConfig {
@@ -62,6 +66,8 @@ impl Default for EngineConfig {
             collect_heat: false,
             expert_heat: None,
             force_balance: None,
+            ranks: 1,
+            lockstep: false,
         }
     }
 }
@@ -93,7 +99,7 @@ impl EngineConfig {
     pub(super) fn capacity(&self, info: &ModelInfo, ex: &Exec) -> Result<Capacity> {
         let context_len = self.context(info)?;
         let useful = context_len.div_ceil(self.block_size).saturating_mul(self.max_num_seqs);
-        let free = memory::available(ex)?;
+        let free = memory::available(ex)?.map(|free| free / self.ranks.max(1) as u64);
         let share =
             |n: u64, d: u64| free.and_then(|free| usize::try_from(free / d * n).ok()).unwrap_or(usize::MAX);
         let default = if ex.is_cuda() { share(9, 10) } else { DEFAULT_BUDGET.min(share(1, 2)) };

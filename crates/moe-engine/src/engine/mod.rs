@@ -13,6 +13,7 @@
 mod config;
 #[cfg(feature = "cuda")]
 mod device;
+mod dp;
 mod finish;
 mod memory;
 mod request;
@@ -34,6 +35,7 @@ use crate::heat::{HeatWriter, Stage};
 use crate::tokenizer::Tokenizer;
 
 pub use config::EngineConfig;
+pub use dp::DpEngine;
 pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
 pub use stats::{Stats, Summary};
 
@@ -61,6 +63,8 @@ pub struct Engine<'m> {
     stats: Stats,
     step_heat: Option<StepHeat>,
     heat_trace: Option<HeatWriter>,
+    /// Other ranks take part in every step.
+    lockstep: bool,
 }
 
 /// How often each expert was chosen in one step.
@@ -119,6 +123,7 @@ impl<'m> Engine<'m> {
             stats: Stats::new(),
             step_heat: None,
             heat_trace: config.expert_heat.as_deref().map(HeatWriter::create).transpose()?,
+            lockstep: config.lockstep,
         })
     }
 
@@ -209,7 +214,12 @@ impl<'m> Engine<'m> {
                 self.runner.launch(plan, &self.scheduler.running).context("running a step")?;
                 self.runner.ahead()
             }
-            None => 0,
+            None => {
+                if self.lockstep {
+                    self.runner.launch_empty().context("running a step without rows")?;
+                }
+                0
+            }
         };
         self.collect(keep, &mut outputs)?;
         Ok(outputs)

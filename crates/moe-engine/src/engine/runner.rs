@@ -10,7 +10,8 @@ use std::collections::{HashMap, VecDeque};
 use candle_core::{Result, bail};
 use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs, token_logprobs};
 use model_runtime::{
-    Buffer, CausalLm, Exec, KvCache, RoutedExperts, SampleRow, Scratch, ViewMut, run_step, sample_rows,
+    Buffer, CausalLm, Exec, KvCache, RoutedExperts, SampleRow, Scratch, Step, StepContext, ViewMut, run_step,
+    sample_rows,
 };
 use moe_layer::{ExpertHeat, NO_EXPERT};
 use tracing::trace_span;
@@ -177,6 +178,14 @@ impl<'m> Runner<'m> {
         let result = StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, heat };
         self.results.push_back(Launched::Done(result));
         Ok(())
+    }
+
+    /// Runs a step without rows: this rank's part in the steps of others.
+    pub fn launch_empty(&mut self) -> Result<()> {
+        self.steps += 1;
+        self.ex.step = StepContext { step: self.steps, ..StepContext::default() };
+        run_step(self.model, &Step::new([], self.kv.block_size())?, &mut self.kv, None, &mut self.ex)
+            .map(drop)
     }
 
     /// The results of the oldest step under way.

@@ -28,6 +28,11 @@ impl Histogram {
         self.total += 1;
     }
 
+    fn absorb(&mut self, other: &Self) {
+        self.counts.iter_mut().zip(&other.counts).for_each(|(count, n)| *count += n);
+        self.total += other.total;
+    }
+
     /// Milliseconds below which `share` of the times lie; the middle of their bucket.
     fn percentile(&self, share: f64) -> Option<f64> {
         let wanted = ((self.total as f64 * share).ceil() as u64).max(1);
@@ -109,6 +114,12 @@ pub struct Summary {
     pub hottest_expert_over_mean: Vec<f64>,
 }
 
+impl Default for Stats {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl Stats {
     pub(super) fn new() -> Self {
         Self {
@@ -156,6 +167,25 @@ impl Stats {
         self.heat.resize(step.layers(), Vec::new());
         for (layer, sums) in self.heat.iter_mut().enumerate() {
             let counts = step.layer(layer);
+            sums.resize(counts.len(), 0);
+            sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+        }
+    }
+
+    /// Adds what another rank's engine counted; steps that ran side by side count as one.
+    pub(super) fn absorb(&mut self, other: &Stats) {
+        self.start = self.start.min(other.start);
+        self.requests += other.requests;
+        self.finished += other.finished;
+        self.prompt_tokens += other.prompt_tokens;
+        self.generated_tokens += other.generated_tokens;
+        self.steps = self.steps.max(other.steps);
+        self.rows += other.rows;
+        self.peak_kv_blocks += other.peak_kv_blocks;
+        self.time_to_first_token.absorb(&other.time_to_first_token);
+        self.inter_token_latency.absorb(&other.inter_token_latency);
+        self.heat.resize(self.heat.len().max(other.heat.len()), Vec::new());
+        for (sums, counts) in self.heat.iter_mut().zip(&other.heat) {
             sums.resize(counts.len(), 0);
             sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
         }

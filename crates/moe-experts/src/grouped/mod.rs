@@ -14,8 +14,8 @@ pub use standard::GroupedExperts;
 use candle_core::{Result, bail};
 use moe_kernels::door::expect_dtype;
 use moe_kernels::{
-    Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, TensorView, View, ViewMut,
-    grouped_down_into, grouped_gate_up_into,
+    Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, Segment, TensorView, View, ViewMut,
+    grouped_down_into, grouped_down_segment_into, grouped_gate_up_into, row_parallel_segments,
 };
 
 use crate::oracle::Backend;
@@ -27,6 +27,8 @@ struct GroupedMlp {
     backend: Backend,
     weights: ExpertWeights,
     activation: Activation,
+    /// This rank's segments of the intermediate size, where tensor parallelism cuts the experts.
+    segments: Option<usize>,
 }
 
 impl GroupedMlp {
@@ -36,7 +38,23 @@ impl GroupedMlp {
         if !(weights.device().is_cpu() || weights.device().is_cuda()) {
             bail!("{cpu} experts: expected weights on the CPU, got {:?}", weights.device().location())
         }
-        Ok(Self { backend, weights, activation })
+        Ok(Self { backend, weights, activation, segments: None })
+    }
+
+    /// The part of experts that `tp_size` ranks cut along their intermediate size.
+    fn cut(self, tp_size: usize) -> Result<Self> {
+        let name = self.backend.name();
+        let segments = row_parallel_segments(self.shape().intermediate_size * tp_size);
+        if tp_size == 0 || !segments.is_multiple_of(tp_size) {
+            bail!(
+                "{name} experts: tp_size {tp_size} does not divide the {segments} segments of the intermediate size {}",
+                self.shape().intermediate_size * tp_size
+            )
+        }
+        if tp_size > 1 && self.weights.w2_bias().is_some() {
+            bail!("{name} experts: a bias of w2 cannot be cut over {tp_size} ranks; use expert parallelism")
+        }
+        Ok(Self { segments: (tp_size > 1).then_some(segments / tp_size), ..self })
     }
 
     fn shape(&self) -> ExpertsShape {
@@ -61,8 +79,9 @@ impl GroupedMlp {
     }
 
     /// `out[out_rows[i]] = MLP(expert e, x[in_rows[i]])` for every grouped slot i of e. `x` [R, H]
-    /// in the model dtype, `out` [S, H] f32; rows of `out` that no slot names are untouched.
-    fn run(&self, x: View, groups: &ExpertGroups, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    /// in the model dtype, `out` [S, H] f32 ([segments * S, H] of cut experts); rows of `out` that no
+    /// slot names are untouched.
+    fn run(&self, x: View, groups: &ExpertGroups, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
         let dims = [groups.in_rows.elem_count(), self.shape().intermediate_size];
         let mut activated = ex.scratch(self.shape().dtype, &dims)?;
         let (w13, w2) = (TensorView::new(self.weights.w13())?, TensorView::new(self.weights.w2())?);
@@ -71,6 +90,14 @@ impl GroupedMlp {
         let w13_bias = w13_bias.as_ref().map(TensorView::view).transpose()?;
         let w2_bias = w2_bias.as_ref().map(TensorView::view).transpose()?;
         grouped_gate_up_into(x, groups, w13.view()?, w13_bias, self.activation, activated.view_mut(), ex)?;
-        grouped_down_into(activated.view(), groups, w2.view()?, w2_bias, out, ex)
+        let Some(of) = self.segments else {
+            return grouped_down_into(activated.view(), groups, w2.view()?, w2_bias, out, ex);
+        };
+        let rows = out.rows() / of;
+        for index in 0..of {
+            let (x, to) = (activated.view(), out.reborrow().narrow(index * rows, rows)?);
+            grouped_down_segment_into(x, groups, w2.view()?, Segment { index, of }, to, ex)?;
+        }
+        Ok(())
     }
 }

@@ -25,6 +25,15 @@ impl GroupedExperts {
     pub fn new(weights: ExpertWeights, activation: Activation) -> Result<Self> {
         GroupedMlp::new([Backend::Cpu, Backend::Cuda], weights, activation).map(Self)
     }
+
+    /// Experts of which `tp_size` ranks hold an equal part of the intermediate size each: they
+    /// return the sums of their segments apart, so that whoever gathers them adds all in order.
+    ///
+    /// # Errors
+    /// A size whose segments the ranks do not divide; a bias of w2.
+    pub fn with_tp(self, tp_size: usize) -> Result<Self> {
+        self.0.cut(tp_size).map(Self)
+    }
 }
 
 impl Experts for GroupedExperts {
@@ -40,6 +49,10 @@ impl Experts for GroupedExperts {
         self.0.shape()
     }
 
+    fn segments(&self) -> Option<usize> {
+        self.0.segments
+    }
+
     fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason> {
         self.0.backend.supports(spec)
     }
@@ -53,7 +66,7 @@ impl Experts for GroupedExperts {
             .with(shape.dtype, &[max_tokens, top_k, shape.intermediate_size])
     }
 
-    fn apply(&self, dispatched: &Dispatched, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
         let (name, shape) = (self.name(), self.shape());
         self.0.check_rows(name, self.activation_format(), dispatched)?;
         let rows = dispatched.rows.view();
@@ -62,7 +75,7 @@ impl Experts for GroupedExperts {
         let (_, top_k) = expect_matrix(name, "topk_ids", &ids)?;
         expect_dims(name, "topk_ids", &ids, &[tokens, top_k])?;
         expect_dtype(name, "out", &out, DType::F32)?;
-        expect_dims(name, "out", &out, &[tokens, top_k, hidden])?;
+        expect_dims(name, "out", &out, &self.out_dims(dispatched)?)?;
 
         let (map, slots) = (dispatched.expert_map, ids.elem_count());
         let mut offsets = ex.scratch(DType::U32, &[shape.num_local_experts + 1])?;
@@ -70,9 +83,14 @@ impl Experts for GroupedExperts {
             (ex.scratch(DType::U32, &[slots])?, ex.scratch(DType::U32, &[slots])?);
         let groups = (offsets.view_mut(), grouped.view_mut(), in_rows.view_mut());
         group_token_slots_into(ids, map, groups.0, groups.1, groups.2, ex)?;
-        zero_absent_into(ids, map, shape.num_local_experts, out.reborrow(), ex)?;
+        let segments = self.0.segments.unwrap_or(1);
+        let mut out = out.reshape(&[segments * tokens, top_k, hidden])?;
+        for segment in 0..segments {
+            let part = out.reborrow().narrow(segment * tokens, tokens)?;
+            zero_absent_into(ids, map, shape.num_local_experts, part, ex)?;
+        }
         let groups =
             ExpertGroups { offsets: offsets.view(), in_rows: in_rows.view(), out_rows: grouped.view() };
-        self.0.run(rows, &groups, out.reshape(&[slots, hidden])?, ex)
+        self.0.run(rows, &groups, out.reshape(&[segments * slots, hidden])?, ex)
     }
 }

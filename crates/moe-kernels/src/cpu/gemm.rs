@@ -59,16 +59,20 @@ impl Units {
 
 /// Products of groups of rows, each group with a matrix of its own.
 pub(crate) struct Products<'a, T> {
-    /// Rows of x, `k` values each.
+    /// Rows of x, `stride` values each.
     pub x: &'a [T],
     /// The row of x that row i of the groups reads; `None`: row i.
     pub index: Option<&'a [u32]>,
-    /// One matrix per group, [matrix_rows, k] each.
+    /// One matrix per group, [matrix_rows, stride] each.
     pub w: &'a [T],
     /// Rows of a matrix.
     pub matrix_rows: usize,
     /// Length of the products.
     pub k: usize,
+    /// Values from a row of x or w to the next: k, unless only some columns are multiplied.
+    pub stride: usize,
+    /// First column that is multiplied.
+    pub start: usize,
     /// Segments of k; see [`super::product`].
     pub segments: usize,
     /// Rows of group g: `offsets[g]..offsets[g + 1]`.
@@ -201,7 +205,7 @@ impl<T: Lanes, E: Epilogue, M: Method<T>> Driver<'_, T, E, M> {
             let (piece, unit) = (pieces[task / units], task % units);
             let work = Work {
                 rows: &self.unit_rows(piece.group, unit),
-                next: self.p.units.stride() * self.p.k,
+                next: self.p.units.stride() * self.p.stride,
                 x: &packed[piece.packed * words..][..piece.rows * words],
                 m: piece.rows,
                 segments: self.p.segments,
@@ -216,16 +220,16 @@ impl<T: Lanes, E: Epilogue, M: Method<T>> Driver<'_, T, E, M> {
         std::array::from_fn(|j| {
             let i = row + j.min(m - 1);
             let i = self.p.index.map_or(i, |index| index[i] as usize);
-            &self.p.x[i * self.p.k..(i + 1) * self.p.k]
+            &self.p.x[i * self.p.stride + self.p.start..][..self.p.k]
         })
     }
 
     fn unit_rows(&self, group: usize, unit: usize) -> [&[T]; UNIT] {
-        let (k, matrix_rows) = (self.p.k, self.p.matrix_rows);
-        let w = &self.p.w[group * matrix_rows * k..(group + 1) * matrix_rows * k];
+        let Products { k, stride, start, matrix_rows, .. } = *self.p;
+        let w = &self.p.w[group * matrix_rows * stride..(group + 1) * matrix_rows * stride];
         std::array::from_fn(|j| {
             let row = self.p.units.row(unit, j);
-            &w[row * k..(row + 1) * k]
+            &w[row * stride + start..][..k]
         })
     }
 }

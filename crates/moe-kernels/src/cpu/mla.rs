@@ -61,6 +61,8 @@ impl<T: Lanes, O: Lanes> PerHead<'_, T, O> {
             w: self.w,
             matrix_rows: self.n,
             k: self.k,
+            stride: self.k,
+            start: 0,
             segments: 1,
             offsets: &offsets,
             units: Units::Rows(self.n),

@@ -29,20 +29,20 @@ pub struct ExpertGroups<'a> {
 }
 
 /// [`ExpertGroups`] after the door: every index is in range.
-struct Checked<'a> {
-    offsets: &'a [u32],
+pub(super) struct Checked<'a> {
+    pub offsets: &'a [u32],
     in_rows: &'a [u32],
-    out_rows: &'a [u32],
+    pub out_rows: &'a [u32],
 }
 
 impl<'a> ExpertGroups<'a> {
     /// Number of grouped slots P.
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.in_rows.elem_count()
     }
 
     /// Checks dims and dtypes.
-    fn check_views(&self, op: &str, experts: usize) -> Result<()> {
+    pub(super) fn check_views(&self, op: &str, experts: usize) -> Result<()> {
         let p = self.len();
         for (name, view, len) in [
             ("offsets", &self.offsets, experts + 1),
@@ -64,6 +64,14 @@ impl<'a> ExpertGroups<'a> {
             bail!("{op}: expected offsets that ascend from 0 to at most {p}, got {offsets:?}")
         }
         Ok(Checked { offsets, in_rows: self.in_rows.cpu()?, out_rows: self.out_rows.cpu()? })
+    }
+
+    /// As [`check`](Self::check), for groups that write to `rows` rows, each at most once.
+    pub(super) fn check_out(&self, op: &str, rows: usize) -> Result<Checked<'a>> {
+        let groups = self.check(op)?;
+        groups.expect_below(op, "out_rows", groups.out_rows, rows)?;
+        groups.expect_distinct(op, "out_rows", groups.out_rows, rows)?;
+        Ok(groups)
     }
 }
 
@@ -155,6 +163,8 @@ fn gate_up<T: Lanes>(
         w: w13.cpu()?,
         matrix_rows: 2 * width,
         k,
+        stride: k,
+        start: 0,
         segments: 1,
         offsets: groups.offsets,
         units: Units::GateUp(width),
@@ -203,9 +213,7 @@ pub fn grouped_down_into(
     if ex.is_cuda() {
         return crate::cuda::any::down(ex.cuda(op)?, op, x, groups, (w2, w2_bias), out);
     }
-    let groups = groups.check(op)?;
-    groups.expect_below(op, "out_rows", groups.out_rows, s)?;
-    groups.expect_distinct(op, "out_rows", groups.out_rows, s)?;
+    let groups = groups.check_out(op, s)?;
     with_float!(x.dtype(), op, T => down::<T>(x, &groups, w2, w2_bias, out, ex))
 }
 
@@ -224,6 +232,8 @@ fn down<T: Lanes>(
         w: w2.cpu()?,
         matrix_rows: n,
         k,
+        stride: k,
+        start: 0,
         segments: row_parallel_segments(k),
         offsets: groups.offsets,
         units: Units::Rows(n),

@@ -106,6 +106,8 @@ fn run<X: Lanes, O: Lanes>(
         w: w.cpu()?,
         matrix_rows: n,
         k,
+        stride: k,
+        start: 0,
         segments,
         offsets: &rows,
         units: Units::Rows(n),

@@ -12,6 +12,7 @@ mod linear;
 mod mla;
 mod qk_norm_rope;
 mod scaled;
+mod segments;
 
 pub use crate::cpu::attention::ATTENTION_BLOCK;
 pub use activation::gated_activation_into;
@@ -23,3 +24,4 @@ pub use linear::{linear_into, linear_row_parallel_into, row_parallel_segments};
 pub use mla::{MlaLatent, MlaQuery, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into};
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_cache_into, rope_attention_into};
 pub use scaled::{add_scaled_into, one_group_into, sigmoid_into};
+pub use segments::{Segment, grouped_down_segment_into, linear_segment_into};

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod block;
+mod chunks;
 mod errors;
 mod legacy;
 mod loading;

@@ -120,10 +120,16 @@ impl Problem {
 
     /// The same through the BatchedExperts format, with room for every token in one expert.
     pub fn batched(&self) -> Result<SparseMoeBlock> {
+        let (prepare, experts) = self.batched_parts()?;
+        self.block(prepare, experts)
+    }
+
+    /// A backend of that format with its experts.
+    pub fn batched_parts(&self) -> Result<(Box<dyn PrepareFinalize>, AnyExperts)> {
         let room = self.tokens.max(1);
         let prepare = BatchedReference::new(LocalExperts::all(self.packed()), room)
             .with_router_weight_on_input(self.config.apply_router_weight_on_input);
-        self.block(Box::new(prepare), self.batched_experts(Some(room))?)
+        Ok((Box::new(prepare), self.batched_experts(Some(room))?))
     }
 
     fn row(&self, token: usize) -> &[f64] {

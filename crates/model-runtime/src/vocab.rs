@@ -1,0 +1,90 @@
+//! A vocabulary cut over the ranks of a tensor-parallel group: each holds a run of rows of the
+//! embedding and of the projection.
+//!
+//! Rows and logits are gathered, not added up, so their bits are those of one rank, signs of zero
+//! included, and each row travels once.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Result, bail};
+use moe_comm::{Communicator, partition, shares};
+use moe_kernels::{Exec, View, ViewMut, embedding_into};
+
+/// The ranks that hold a vocabulary.
+#[derive(Clone, Debug)]
+pub struct VocabParallel {
+    comm: Arc<dyn Communicator>,
+    vocab_size: usize,
+}
+
+impl VocabParallel {
+    /// A vocabulary of `vocab_size` ids over the ranks of `comm`; uneven runs are legal.
+    pub fn new(vocab_size: usize, comm: Arc<dyn Communicator>) -> Self {
+        Self { comm, vocab_size }
+    }
+
+    /// Ids on this rank.
+    pub fn num_local(&self) -> usize {
+        partition(self.vocab_size, self.comm.world_size(), self.comm.rank()).len()
+    }
+
+    /// `out` [T, H] (dtype of the table or f32) = the rows of `ids` `[T]` of the whole table, of
+    /// which `table` [V_local, H] is this rank's run.
+    ///
+    /// # Errors
+    /// An id outside of the vocabulary; ranks that disagree, or died.
+    pub(crate) fn embed_into(&self, table: View, ids: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+        let (ranks, rank) = (self.comm.world_size(), self.comm.rank());
+        let ids = ids.cpu::<u32>()?;
+        let starts: Vec<usize> = (0..ranks).map(|r| partition(self.vocab_size, ranks, r).start).collect();
+        let mut rows = vec![Vec::new(); ranks];
+        for (t, &id) in ids.iter().enumerate() {
+            if id as usize >= self.vocab_size {
+                bail!("embedding: id {id} at position {t} is out of range; expected 0..{}", self.vocab_size)
+            }
+            let owner = starts.partition_point(|&start| start <= id as usize) - 1;
+            rows[owner].push(t);
+        }
+        let own: Vec<u32> =
+            rows[rank].iter().filter_map(|&t| ids.get(t)).map(|&id| id - starts[rank] as u32).collect();
+        let width = out.dims().get(1).copied().unwrap_or(0);
+        let mut mine = ex.scratch(table.dtype(), &[own.len(), width])?;
+        embedding_into(table, View::new(&own, &[own.len()])?, mine.view_mut(), ex)?;
+
+        let counts: Vec<usize> = rows.iter().map(Vec::len).collect();
+        let mut all = ex.scratch(table.dtype(), &[ids.len(), width])?;
+        self.comm.all_gather_v(mine.view(), &counts, all.view_mut(), ex)?;
+        let mut order = vec![0u32; ids.len()];
+        for (row, t) in (0u32..).zip(rows.into_iter().flatten()) {
+            order[t] = row;
+        }
+        embedding_into(all.view(), View::new(&order, &[order.len()])?, out.reborrow(), ex)
+    }
+
+    /// `logits` [R, V] from the ranks' `local` [R, V_local], f32.
+    ///
+    /// # Errors
+    /// Ranks that disagree, or died.
+    pub(crate) fn gather_logits(&self, local: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {
+        let (rows, widths) = (local.rows(), shares(self.vocab_size, self.comm.world_size()));
+        let counts: Vec<usize> = widths.iter().map(|width| rows * width).collect();
+        let flat = local.reshape(&[local.elem_count()])?;
+        let mut out = logits.reshape(&[rows * self.vocab_size])?;
+        if rows == 1 {
+            return self.comm.all_gather_v(flat, &counts, out, ex);
+        }
+        let mut all = ex.scratch(DType::F32, &[rows * self.vocab_size])?;
+        self.comm.all_gather_v(flat, &counts, all.view_mut(), ex)?;
+        let (all, out) = (all.view(), out.cpu_mut::<f32>()?);
+        let mut rest = all.cpu::<f32>()?;
+        let mut column = 0;
+        for width in widths {
+            let (block, tail) = rest.split_at(rows * width);
+            for (from, to) in block.chunks(width.max(1)).zip(out.chunks_mut(self.vocab_size.max(1))) {
+                to[column..column + width].copy_from_slice(from);
+            }
+            (rest, column) = (tail, column + width);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,59 @@
+//! How large a chunk may be, and how small it should not be.
+
+use std::fmt;
+use std::num::NonZeroUsize;
+
+/// A budget that holds not even one token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BudgetError {
+    /// Bytes that there are.
+    pub budget: usize,
+    /// Bytes that one token needs.
+    pub needed: usize,
+}
+
+impl fmt::Display for BudgetError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { budget, needed } = self;
+        write!(
+            f,
+            "the MoE memory budget of {budget} bytes is too small: one token needs {needed} bytes of workspace"
+        )
+    }
+}
+
+impl std::error::Error for BudgetError {}
+
+/// The largest chunk of at most `max_tokens` tokens whose workspace fits `budget` bytes.
+/// `bytes(tokens)` is the workspace of a chunk; it must not fall as tokens rise.
+///
+/// # Errors
+/// A budget that is too small for one token.
+pub fn size_for_budget(
+    max_tokens: usize,
+    budget: usize,
+    bytes: impl Fn(usize) -> usize,
+) -> Result<NonZeroUsize, BudgetError> {
+    let needed = bytes(1);
+    if needed > budget {
+        return Err(BudgetError { budget, needed });
+    }
+    // `fits` fits, `above` is the first that may not.
+    let (mut fits, mut above) = (NonZeroUsize::MIN, max_tokens.max(1).saturating_add(1));
+    while above - fits.get() > 1 {
+        let middle = fits.get() + (above - fits.get()) / 2;
+        match NonZeroUsize::new(middle) {
+            Some(size) if bytes(middle) <= budget => fits = size,
+            _ => above = middle,
+        }
+    }
+    Ok(fits)
+}
+
+/// The ridge of the roofline in tokens per chunk: below it a chunk takes as long as reading the
+/// weights of all experts does, so that chunking costs time. `rows` is the number of rows of one
+/// expert at which arithmetic takes as long as reading its weights (peak FLOP/s over bandwidth in
+/// weights/s, over 2).
+pub fn ridge_tokens(rows: usize, num_experts: usize, top_k: usize) -> usize {
+    rows.saturating_mul(num_experts).div_ceil(top_k.max(1))
+}

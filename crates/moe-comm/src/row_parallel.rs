@@ -1,0 +1,138 @@
+//! Row-parallel products over the ranks of a tensor-parallel group.
+//!
+//! The sums of all S segments of K are added in ascending order, each computed on one rank, so
+//! the result has the bits of one rank. Each rank adds up a share of the rows, and all ranks
+//! gather them: a reduce-scatter and an all-gather, as a large all-reduce is made of, but in an
+//! order that does not depend on the number of ranks.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Result, bail};
+use moe_kernels::door::{expect_dims, expect_dtype, expect_rank3};
+use moe_kernels::{
+    Exec, Segment, View, ViewMut, add_into, copy_rows_into, linear_row_parallel_into, linear_segment_into,
+};
+
+use crate::communicator::Communicator;
+use crate::placement::partition;
+use crate::shard::RowShard;
+
+/// How many of `rows` rows each of `ranks` ranks takes as its share.
+pub fn shares(rows: usize, ranks: usize) -> Vec<usize> {
+    (0..ranks).map(|rank| partition(rows, ranks, rank).len()).collect()
+}
+
+/// Adds the segments of all ranks in ascending order and leaves this rank's share of the rows.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `partials` | [S_local, T, W] f32: this rank's segments; rank r holds segments r * S_local .. |
+/// | `shares` | rows of T that each rank takes, one entry per rank |
+/// | `out` | [shares\[rank\], W] f32 |
+///
+/// # Errors
+/// Wrong dims or dtypes; ranks that disagree, or died.
+pub fn reduce_segments_into(
+    comm: &dyn Communicator,
+    partials: View<'_>,
+    shares: &[usize],
+    mut out: ViewMut<'_>,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "reduce_segments";
+    let (segments, rows, width) = expect_rank3(op, "partials", &partials)?;
+    expect_dtype(op, "partials", &partials, DType::F32)?;
+    let Some(&mine) = shares.get(comm.rank()) else {
+        bail!("{op}: expected a share for each of {} ranks, got {shares:?}", comm.world_size())
+    };
+    expect_dims(op, "out", &out, &[mine, width])?;
+    let ranks = comm.world_size();
+    let mut arrived = ex.scratch(DType::F32, &[segments, ranks * mine, width])?;
+    for s in 0..segments {
+        let part = partials.narrow(s, 1)?.reshape(&[rows, width])?;
+        let to = arrived.view_mut().narrow(s, 1)?.reshape(&[ranks * mine, width])?;
+        comm.all_to_all_v(part, shares, to, &vec![mine; ranks], ex)?;
+    }
+    for (i, (rank, s)) in (0..ranks).flat_map(|rank| (0..segments).map(move |s| (rank, s))).enumerate() {
+        let part = arrived.view().narrow(s, 1)?.reshape(&[ranks * mine, width])?.narrow(rank * mine, mine)?;
+        match i {
+            0 => copy_rows_into(part, out.reborrow(), ex)?,
+            _ => add_into(part, out.reborrow(), ex)?,
+        }
+    }
+    Ok(())
+}
+
+/// The ranks among which a row-parallel product is cut, and this rank's part of it.
+#[derive(Clone, Debug)]
+pub struct RowParallel {
+    comm: Arc<dyn Communicator>,
+    /// Segments on this rank.
+    segments: usize,
+}
+
+impl RowParallel {
+    /// For a weight of which this rank holds the columns of `shard`.
+    ///
+    /// # Errors
+    /// A shard of another number of ranks than the communicator's, or of another rank.
+    pub fn new(shard: &RowShard, comm: Arc<dyn Communicator>) -> Result<Self> {
+        let segments = shard.local_segments.len();
+        let (rank, ranks) = (comm.rank(), comm.world_size());
+        if segments * ranks != shard.segments || shard.local_segments.start != rank * segments {
+            bail!(
+                "row-parallel product: segments {:?} of {} are not the part of rank {rank} of {ranks}",
+                shard.local_segments,
+                shard.segments
+            )
+        }
+        Ok(Self { comm, segments })
+    }
+
+    /// `out` [T, N] = x · wᵀ + bias, over all ranks' columns; one rounding.
+    ///
+    /// | argument | shape, dtype |
+    /// |---|---|
+    /// | `x` | [T, K_local] model dtype |
+    /// | `w` | [N, K_local] same dtype |
+    /// | `bias` | \[N\] same dtype, the same on all ranks |
+    /// | `out` | [T, N] same dtype or f32 |
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes; ranks that disagree, or died.
+    pub fn linear_into(
+        &self,
+        x: View<'_>,
+        w: View<'_>,
+        bias: Option<View<'_>>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let (ranks, rank) = (self.comm.world_size(), self.comm.rank());
+        if ranks == 1 {
+            return linear_row_parallel_into(x, w, bias, out, ex);
+        }
+        let (t, n) = (x.rows(), w.rows());
+        let mut partials = ex.scratch(DType::F32, &[self.segments, t, n])?;
+        for index in 0..self.segments {
+            let to = partials.view_mut().narrow(index, 1)?.reshape(&[t, n])?;
+            linear_segment_into(x, w, Segment { index, of: self.segments }, to, ex)?;
+        }
+        let shares = shares(t, ranks);
+        let mut sums = ex.scratch(DType::F32, &[partition(t, ranks, rank).len(), n])?;
+        reduce_segments_into(self.comm.as_ref(), partials.view(), &shares, sums.view_mut(), ex)?;
+        drop(partials);
+        if let Some(bias) = bias {
+            let bias = bias.reshape(&[1, n])?;
+            for row in 0..sums.dims().first().copied().unwrap_or(0) {
+                add_into(bias, sums.view_mut().narrow(row, 1)?, ex)?;
+            }
+        }
+        if out.dtype() == DType::F32 {
+            return self.comm.all_gather_v(sums.view(), &shares, out, ex);
+        }
+        let mut rounded = ex.scratch(out.dtype(), sums.dims())?;
+        copy_rows_into(sums.view(), rounded.view_mut(), ex)?;
+        self.comm.all_gather_v(rounded.view(), &shares, out, ex)
+    }
+}

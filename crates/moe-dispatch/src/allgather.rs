@@ -1,0 +1,126 @@
+//! `allgather_reducescatter`: the rows of all ranks are gathered, each rank computes the slots of
+//! its own experts, and slot rows go back to their owners.
+//!
+//! Ranks may bring different numbers of tokens, also none. Tokens that several ranks see (tensor
+//! parallelism) are gathered from their owner alone.
+
+use candle_core::{DType, Result};
+use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
+use std::sync::Arc;
+
+use crate::combine::{Returns, combine_a, combine_b};
+use crate::local_experts::LocalExperts;
+use crate::prepare_finalize::PrepareFinalize;
+use crate::ranks::EpRanks;
+use crate::rows::Layout;
+use crate::tokens::Tokens;
+use crate::transport::Collective;
+
+/// The backend `allgather_reducescatter`.
+#[derive(Debug)]
+pub struct AllgatherReducescatter {
+    ranks: EpRanks,
+    transport: Collective,
+}
+
+const NAME: &str = "allgather_reducescatter";
+
+impl AllgatherReducescatter {
+    /// Over these ranks.
+    pub fn new(ranks: EpRanks) -> Self {
+        let transport = Collective(ranks.ep.clone());
+        Self { ranks, transport }
+    }
+}
+
+impl PrepareFinalize for AllgatherReducescatter {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn activation_format(&self) -> ActivationFormat {
+        ActivationFormat::Standard
+    }
+
+    fn output_is_reduced(&self) -> bool {
+        true
+    }
+
+    fn num_dispatchers(&self) -> usize {
+        self.ranks.world_size()
+    }
+
+    fn max_rows(&self, tokens: usize) -> usize {
+        arrivals(&self.ranks, tokens)
+    }
+
+    fn local_experts(&self) -> Option<&LocalExperts> {
+        Some(self.ranks.local_experts())
+    }
+
+    fn applies_router_weight_on_input(&self) -> bool {
+        self.ranks.router_weight_on_input
+    }
+
+    fn rank_tokens(&self, tokens: usize, ex: &mut Exec) -> Result<Option<Arc<[usize]>>> {
+        self.ranks.rank_tokens(NAME, tokens, ex).map(Some)
+    }
+
+    fn prepare<'a>(
+        &'a self,
+        hidden: View<'a>,
+        topk_ids: View<'a>,
+        topk_weights: View<'a>,
+        ex: &mut Exec,
+    ) -> Result<Dispatched<'a>> {
+        let tokens = Tokens::check(NAME, hidden, topk_ids, topk_weights)?;
+        let (ranks, top_k) = (&self.ranks, tokens.top_k);
+        let counts = ranks.owned_counts(&ranks.rank_tokens(NAME, hidden.rows(), ex)?);
+        let total = counts.iter().sum();
+        let owned = ranks.owned(hidden.rows());
+
+        let input = tokens.input_rows(ranks.router_weight_on_input, ex)?;
+        let mut rows = ex.scratch(hidden.dtype(), &[total, tokens.hidden_size()])?;
+        ranks.ep.all_gather_v(
+            input.view().narrow(owned.start, owned.len())?,
+            &counts,
+            rows.view_mut(),
+            ex,
+        )?;
+        let mut ids = ex.scratch(DType::U32, &[total, top_k])?;
+        ranks.ep.all_gather_v(topk_ids.narrow(owned.start, owned.len())?, &counts, ids.view_mut(), ex)?;
+
+        let blocks = Layout::Exact.blocks(&counts);
+        let own = topk_ids.narrow(owned.start, owned.len())?;
+        let returns = Returns {
+            backend: NAME,
+            send: ranks.computed_slots(NAME, ids.view().cpu()?, top_k, &blocks)?,
+            receive: ranks.slots_by_rank(NAME, own.cpu()?)?,
+            owned,
+            layout: Layout::Exact,
+        };
+        let mut dispatched = Dispatched::standard(rows, topk_ids, topk_weights);
+        dispatched.topk_ids = Some(ids.into());
+        dispatched.topk_weights = None;
+        dispatched.expert_map = ranks.local_experts().expert_map();
+        dispatched.weights_applied = ranks.router_weight_on_input;
+        Ok(dispatched.with_handle(returns))
+    }
+
+    fn finalize(
+        &self,
+        expert_out: View,
+        dispatched: &Dispatched,
+        strategy: WeightAndReduce,
+        out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let sent = combine_a(NAME, &self.transport, expert_out, dispatched, strategy, ex)?;
+        combine_b(NAME, &self.ranks, &self.transport, sent, dispatched, out, ex)
+    }
+}
+
+/// The most rows that can arrive where each rank brings at most `tokens` tokens.
+pub(crate) fn arrivals(ranks: &EpRanks, tokens: usize) -> usize {
+    tokens.div_ceil(ranks.tp.world_size()).saturating_mul(ranks.world_size())
+}

@@ -1,0 +1,170 @@
+//! What every backend over several ranks knows: the groups, who owns which expert, and which rank
+//! owns which token.
+//!
+//! Ranks of one tensor-parallel group see the same tokens. Each token belongs to one of them (an
+//! even share in order), so that nothing is sent or weighted twice; what the owners have added up
+//! is gathered by the group at the end.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{DType, Result, bail};
+use moe_comm::{Communicator, ExpertLayout, partition, shares};
+use moe_kernels::{Exec, NO_EXPERT, View, ViewMut};
+
+use crate::local_experts::LocalExperts;
+use crate::rows::RowLists;
+
+/// The ranks of an expert-parallel group, as one of them sees it.
+#[derive(Debug)]
+pub struct EpRanks {
+    pub(crate) ep: Arc<dyn Communicator>,
+    pub(crate) tp: Arc<dyn Communicator>,
+    owners: Vec<u32>,
+    experts: LocalExperts,
+    pub(crate) router_weight_on_input: bool,
+}
+
+impl EpRanks {
+    /// `layout` is this rank's among those of `ep`; `tp` joins the ranks that see the same tokens,
+    /// which are neighbours in `ep`.
+    ///
+    /// # Errors
+    /// A layout of another rank or of more ranks; a `tp` that is no part of `ep`.
+    pub fn new(layout: &ExpertLayout, ep: Arc<dyn Communicator>, tp: Arc<dyn Communicator>) -> Result<Self> {
+        let (rank, ranks, tp_size) = (ep.rank(), ep.world_size(), tp.world_size());
+        if !ranks.is_multiple_of(tp_size) || rank % tp_size != tp.rank() {
+            bail!(
+                "expert parallelism: tensor-parallel rank {} of {tp_size} is no part of rank {rank} of {ranks}",
+                tp.rank()
+            )
+        }
+        let owned = layout.owners.iter().enumerate().filter(|(_, owner)| **owner as usize == rank);
+        let fits = owned.map(|(expert, _)| expert as u32).eq(layout.local_experts.iter().copied());
+        if !fits || layout.owners.iter().any(|&owner| owner as usize >= ranks) {
+            bail!(
+                "expert parallelism: the layout with the local experts {:?} is not that of rank {rank} of {ranks}",
+                layout.local_experts
+            )
+        }
+        let experts = match &layout.expert_map {
+            Some(map) => LocalExperts::from_map(map, layout.num_local_experts())?,
+            None => LocalExperts::all(layout.num_experts()),
+        };
+        Ok(Self { ep, tp, owners: layout.owners.clone(), experts, router_weight_on_input: false })
+    }
+
+    /// Whether the router weight multiplies a copy of the input rows instead of the experts' rows
+    /// (`apply_router_weight_on_input`, Llama-4). Needs K = 1.
+    pub fn with_router_weight_on_input(mut self, on_input: bool) -> Self {
+        self.router_weight_on_input = on_input;
+        self
+    }
+
+    /// Where the experts live.
+    pub fn local_experts(&self) -> &LocalExperts {
+        &self.experts
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.ep.world_size()
+    }
+
+    /// Which of `tokens` tokens this rank owns.
+    pub(crate) fn owned(&self, tokens: usize) -> Range<usize> {
+        partition(tokens, self.tp.world_size(), self.tp.rank())
+    }
+
+    /// How many tokens each rank owns, where rank r brings `tokens[r]`.
+    pub(crate) fn owned_counts(&self, tokens: &[usize]) -> Vec<usize> {
+        let tp = self.tp.world_size();
+        tokens.iter().enumerate().map(|(rank, &n)| partition(n, tp, rank % tp).len()).collect()
+    }
+
+    /// The rank that computes an expert; `None` for [`NO_EXPERT`].
+    fn owner(&self, op: &str, id: u32) -> Result<Option<usize>> {
+        match self.owners.get(id as usize) {
+            Some(&owner) => Ok(Some(owner as usize)),
+            None if id == NO_EXPERT => Ok(None),
+            None => bail!("{op}: expert id {id} is out of range; expected 0..{}", self.owners.len()),
+        }
+    }
+
+    /// The slots of `ids` by the rank that computes them, ascending.
+    pub(crate) fn slots_by_rank(&self, op: &str, ids: &[u32]) -> Result<RowLists> {
+        RowLists::collect(self.world_size(), |push| {
+            for (slot, &id) in ids.iter().enumerate() {
+                if let Some(rank) = self.owner(op, id)? {
+                    push(rank, slot);
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// The tokens of `ids` [T, K] by rank, each once per rank that computes any of its slots.
+    pub(crate) fn tokens_by_rank(&self, op: &str, ids: &[u32], top_k: usize) -> Result<RowLists> {
+        RowLists::collect(self.world_size(), |push| {
+            for (token, ids) in ids.chunks(top_k.max(1)).enumerate() {
+                let mut ranks = ids.iter().map(|&id| self.owner(op, id)).collect::<Result<Vec<_>>>()?;
+                ranks.sort_unstable();
+                ranks.dedup();
+                ranks.into_iter().flatten().for_each(|rank| push(rank, token));
+            }
+            Ok(())
+        })
+    }
+
+    /// Which slots of rows that arrived from rank r (`blocks[r]`, rows of `ids` [R, K]) are computed
+    /// here, ascending.
+    pub(crate) fn computed_slots(
+        &self,
+        op: &str,
+        ids: &[u32],
+        top_k: usize,
+        blocks: &[Range<usize>],
+    ) -> Result<RowLists> {
+        let here = self.ep.rank();
+        RowLists::collect(self.world_size(), |push| {
+            for (rank, rows) in blocks.iter().enumerate() {
+                for slot in rows.start * top_k..rows.end * top_k {
+                    let id = ids.get(slot).copied().unwrap_or(NO_EXPERT);
+                    if self.owner(op, id)? == Some(here) {
+                        push(rank, slot);
+                    }
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Tokens that each rank brings to this call: as the step says, else by asking.
+    pub(crate) fn rank_tokens(&self, op: &str, tokens: usize, ex: &mut Exec) -> Result<Arc<[usize]>> {
+        let Some(agreed) = ex.step.rank_tokens.clone() else {
+            return gather_counts(self.ep.as_ref(), tokens, ex);
+        };
+        if agreed.len() != self.world_size() || agreed.get(self.ep.rank()) != Some(&tokens) {
+            bail!(
+                "{op}: rank {} of {} brings {tokens} tokens, but the step agreed on {agreed:?}",
+                self.ep.rank(),
+                self.world_size()
+            )
+        }
+        Ok(agreed)
+    }
+
+    /// The owners' rows [T_owned, H] become those of all tokens, in `out` [T, H].
+    pub(crate) fn gather_owned(&self, rows: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        let counts = shares(out.rows(), self.tp.world_size());
+        self.tp.all_gather_v(rows, &counts, out, ex)
+    }
+}
+
+/// One number of every rank.
+pub(crate) fn gather_counts(comm: &dyn Communicator, own: usize, ex: &mut Exec) -> Result<Arc<[usize]>> {
+    let Ok(own) = u32::try_from(own) else { bail!("{own} tokens do not fit in u32; split them") };
+    let mut all = ex.scratch(DType::U32, &[comm.world_size()])?;
+    comm.all_gather(View::new(&[own], &[1])?, all.view_mut(), ex)?;
+    Ok(all.view().cpu::<u32>()?.iter().map(|&n| n as usize).collect())
+}

@@ -1,0 +1,195 @@
+//! Faults in each collective of each backend: every rank gets an error in bounded time.
+
+mod common;
+#[path = "common/saboteur.rs"]
+mod saboteur;
+#[path = "common/world.rs"]
+mod world;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::Problem;
+use moe_comm::{ExpertPlacement, run_ranks_with};
+use moe_dispatch::candle::{Error, Result};
+use moe_dispatch::{
+    EpRanks, Exec, ExpertLayout, HighThroughput, NoEp, PrepareFinalize, ThreadComm, View, ViewMut,
+    WeightAndReduce,
+};
+use saboteur::{Fault, Saboteur};
+use world::{BACKENDS, World};
+
+/// Far below any patience, far above a busy machine's delays.
+const SOON: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_millis(250);
+
+fn world(tp: usize, groups: usize) -> World {
+    let problem = |tokens: usize| Problem {
+        tokens,
+        hidden: 3,
+        top_k: 2,
+        rows: vec![1.; tokens * 3],
+        ids: (0..tokens as u32 * 2).map(|i| i % 6).collect(),
+        weights: vec![0.5; tokens * 2],
+        map: (0..6).collect(),
+        num_local: 6,
+    };
+    let problems = (0..groups).map(|g| problem(5 + g)).collect();
+    World { tp, placement: ExpertPlacement::RoundRobin, problems, on_input: false }
+}
+
+fn text(e: &Error) -> String {
+    match e {
+        Error::WithBacktrace { inner, .. } => text(inner),
+        e => e.to_string(),
+    }
+}
+
+/// Runs a call of every rank with a fault in collective `at` of rank 1; the ranks' errors, or none
+/// if there are fewer collectives.
+fn errors(world: &World, name: &str, fault: Fault, at: usize) -> Option<Vec<String>> {
+    let start = Instant::now();
+    let timeout = if fault == Fault::Stall { TIMEOUT } else { SOON * 6 };
+    let comms = ThreadComm::world_with_timeout(world.ranks(), timeout);
+    let results = run_ranks_with(comms, |rank, comm| {
+        let comm: Arc<dyn moe_dispatch::Communicator> = match rank {
+            1 => Arc::new(Saboteur::new(Arc::new(comm), fault, at)),
+            _ => Arc::new(comm),
+        };
+        let backend = world.backend(name, comm.clone())?;
+        world.run(backend.as_ref(), rank, at.is_multiple_of(2), &mut Exec::cpu())?;
+        // Ranks whose part was done before the fault learn it at the next meeting.
+        comm.barrier(&mut Exec::cpu())
+    });
+    assert!(start.elapsed() < SOON, "{name} {fault:?} {at}: took {:?}", start.elapsed());
+    if results.iter().all(Result::is_ok) {
+        return None;
+    }
+    Some(results.iter().map(|r| r.as_ref().err().map_or("no error".to_string(), text)).collect())
+}
+
+#[test]
+fn a_fault_in_any_collective_is_an_error_on_every_rank() {
+    for name in BACKENDS {
+        let world = if name == "local_allreduce" { world(4, 1) } else { world(2, 2) };
+        for (fault, cause) in [
+            (Fault::Panic, "rank 1 panicked: sabotaged"),
+            (Fault::Error, "rank 1 failed: sabotaged"),
+            (Fault::Other, "ranks disagree about the collective"),
+            (Fault::Stall, "stalled: others waited for"),
+        ] {
+            // The split into groups is the first one.
+            let mut at = 0;
+            while let Some(errors) = errors(&world, name, fault, at) {
+                for (rank, error) in errors.iter().enumerate() {
+                    let own = rank == 1 && error.contains("sabotaged");
+                    assert!(own || error.contains(cause), "{name} {fault:?} {at}, rank {rank}: {error}");
+                }
+                at += 1;
+            }
+            assert!(at > 2, "{name}: only {at} collectives were reached");
+        }
+    }
+}
+
+#[test]
+fn ranks_that_disagree_on_shapes_all_fail() {
+    for name in BACKENDS {
+        let mut world = if name == "local_allreduce" { world(2, 1) } else { world(1, 2) };
+        let wide =
+            Problem { hidden: 4, rows: vec![1.; world.problems[0].tokens * 4], ..world.problems[0].clone() };
+        let odd = World { problems: vec![wide; world.problems.len()], ..world.clone() };
+        world.problems[0].tokens = world.problems[0].rows.len() / 3;
+        let comms = ThreadComm::world_with_timeout(2, SOON);
+        let results = run_ranks_with(comms, |rank, comm| {
+            let world = if rank == 1 { &odd } else { &world };
+            let backend = world.backend(name, Arc::new(comm))?;
+            world.run(backend.as_ref(), rank, false, &mut Exec::cpu()).map(drop)
+        });
+        for result in results {
+            let e = text(&result.unwrap_err());
+            assert!(e.contains("ranks disagree about the dims"), "{name}: {e}");
+        }
+    }
+}
+
+#[test]
+fn a_dropped_half_fails_the_peers() {
+    let world = world(1, 2);
+    let results = run_ranks_with(ThreadComm::world_with_timeout(2, SOON * 6), |rank, comm| {
+        let backend = world.backend("high_throughput", Arc::new(comm))?;
+        let p = &world.problems[rank];
+        let (ids, weights) = (View::new(&p.ids, &[p.tokens, 2])?, View::new(&p.weights, &[p.tokens, 2])?);
+        let hidden = View::new(&p.rows, &[p.tokens, 3])?;
+        let begun = backend.begin_prepare(hidden, ids, weights, &mut Exec::cpu())?;
+        if rank == 1 {
+            drop(begun);
+            std::thread::sleep(Duration::from_millis(200));
+            return Ok(());
+        }
+        begun.end(&mut Exec::cpu()).map(drop)
+    });
+    let e = text(results[0].as_ref().unwrap_err());
+    assert!(e.contains("rank 1 aborted: a dispatch that had begun was dropped before its end"), "{e}");
+}
+
+/// What one rank can know to be wrong is an error before anybody waits for it.
+#[test]
+fn wrong_calls_are_refused() -> Result<()> {
+    let comm = || -> Arc<dyn moe_dispatch::Communicator> { Arc::new(moe_comm::SelfComm::new()) };
+    let layout = ExpertLayout::new(2, 1, 0, ExpertPlacement::Linear).unwrap();
+    let ranks = || EpRanks::new(&layout, comm(), comm());
+    let (backend, ex) = (HighThroughput::new(ranks()?), &mut Exec::cpu());
+    let (rows, weights) = ([1f32; 4], [1f32; 2]);
+    let (hidden, weights) = (View::new(&rows, &[2, 2])?, View::new(&weights, &[2, 1])?);
+    let ids = [0u32, 2];
+    let e = text(&backend.prepare(hidden, View::new(&ids, &[2, 1])?, weights, ex).unwrap_err());
+    assert!(e.contains("deepep high_throughput: expert id 2 is out of range; expected 0..2"), "{e}");
+
+    let ids = [0u32, 1];
+    let ids = View::new(&ids, &[2, 1])?;
+    let d = backend.prepare(hidden, ids, weights, ex)?;
+    let (y, mut out) = ([0f32; 4], [0f32; 4]);
+    let mut finalize = |backend: &dyn PrepareFinalize, d, dims: &[usize], strategy| {
+        let out = ViewMut::new(&mut out, &[2, 2]).unwrap();
+        text(&backend.finalize(View::new(&y, dims).unwrap(), d, strategy, out, &mut Exec::cpu()).unwrap_err())
+    };
+    let e = finalize(&backend, &d, &[2, 1, 2], WeightAndReduce::NoOp);
+    assert!(e.contains("only a token's owner can weight them"), "{e}");
+    let e = finalize(&backend, &d, &[2, 2], WeightAndReduce::Delegate);
+    assert!(e.contains("expected expert_out with dims [2, 1, 2], got [2, 2]"), "{e}");
+    let other = moe_dispatch::LowLatency::new(ranks()?, 4);
+    let e = finalize(&other, &d, &[2, 1, 2], WeightAndReduce::Delegate);
+    assert!(e.contains("were prepared by deepep high_throughput"), "{e}");
+    let no_ep = NoEp::new();
+    let plain = no_ep.prepare(hidden, ids, weights, ex)?;
+    let e = finalize(&backend, &plain, &[2, 1, 2], WeightAndReduce::Delegate);
+    assert!(e.contains("expected rows that carry a"), "{e}");
+    let small = moe_dispatch::LowLatency::new(ranks()?, 1);
+    let e = text(&small.prepare(hidden, ids, weights, ex).unwrap_err());
+    assert!(e.contains("expected at most 1 tokens per rank, got 2"), "{e}");
+
+    ex.step.rank_tokens = Some([3].into());
+    let gather = moe_dispatch::AllgatherReducescatter::new(ranks()?);
+    let e = text(&gather.prepare(hidden, ids, weights, ex).unwrap_err());
+    assert!(e.contains("rank 0 of 1 brings 2 tokens, but the step agreed on [3]"), "{e}");
+    Ok(())
+}
+
+#[test]
+fn groups_that_do_not_fit_are_refused() {
+    let one = || -> Arc<dyn moe_dispatch::Communicator> { Arc::new(moe_comm::SelfComm::new()) };
+    let two = || -> Arc<dyn moe_dispatch::Communicator> { Arc::new(ThreadComm::world(2).remove(1)) };
+    let layout = |ep, rank| ExpertLayout::new(4, ep, rank, ExpertPlacement::Linear).unwrap();
+    let refused = |layout: ExpertLayout, ep, tp| text(&EpRanks::new(&layout, ep, tp).unwrap_err());
+    let e = refused(layout(1, 0), one(), two());
+    assert!(e.contains("tensor-parallel rank 1 of 2 is no part of rank 0 of 1"), "{e}");
+    for wrong in [layout(2, 0), layout(3, 1)] {
+        let e = refused(wrong, two(), one());
+        assert!(e.contains("is not that of rank 1 of 2"), "{e}");
+    }
+    let e = text(
+        &moe_dispatch::LocalAllreduce::new(EpRanks::new(&layout(2, 1), two(), one()).unwrap()).unwrap_err(),
+    );
+    assert!(e.contains("expected one tensor-parallel group of all 2 ranks, got groups of 1"), "{e}");
+}

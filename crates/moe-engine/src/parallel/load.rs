@@ -1,0 +1,123 @@
+//! Loading a model over the ranks of a world of threads.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use candle_nn::VarBuilder;
+use model_runtime::{BlockContext, CausalLm, Exec, ParallelGroups, TensorSlice};
+use moe_comm::{Communicator, Geometry, ParallelConfig, ThreadComm};
+use moe_layer::ChunkedMoe;
+use tracing::info;
+
+use super::ranks::{LocalRanks, Rank, panic_text};
+use crate::family::{LoadOptions, ModelFamily};
+use crate::usage;
+
+/// How long a rank waits for another in one collective: far longer than any layer computes.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A data-parallel replica: a model with the context that it runs in.
+pub struct Replica {
+    /// The model, over its tensor-parallel ranks.
+    pub model: Box<dyn CausalLm>,
+    /// Where its first rank runs.
+    pub ex: Exec,
+    /// The world that its engine fails when it cannot go on.
+    pub world: Arc<dyn Communicator>,
+}
+
+/// What all ranks load.
+pub struct Source<'a, F: ModelFamily> {
+    /// The model's config.
+    pub config: &'a F::Config,
+    /// Which names the checkpoint has.
+    pub has: &'a (dyn Fn(&str) -> bool + Sync),
+    /// The tensors as a rank with these slices sees them.
+    pub tensors: &'a (dyn Fn(Vec<TensorSlice>) -> VarBuilder<'static> + Sync),
+    /// The options of a rank at this place.
+    pub options: &'a (dyn Fn(BlockContext) -> LoadOptions + Sync),
+    /// How MoE layers cut their tokens.
+    pub chunked_moe: ChunkedMoe,
+}
+
+/// A rank's geometry and what it reads.
+type Place = (Geometry, Vec<TensorSlice>);
+
+/// Loads every rank of `parallel`, each its own slices, and the oracle's choice of the first. `ex`
+/// gives the instruction set and the threads, which the ranks share evenly.
+pub fn load<F: ModelFamily>(
+    source: &Source<F>,
+    parallel: &ParallelConfig,
+    ex: &Exec,
+) -> Result<(Vec<Replica>, serde_json::Value)>
+where
+    F::Config: Sync,
+{
+    let world = parallel.world_size()?;
+    let threads = (ex.num_threads() / world).max(1);
+    // A size that the geometry cannot cut is a mistake in the call, found before anything is loaded.
+    let slices = |rank| -> Result<_> {
+        let geometry = parallel.geometry(rank)?;
+        let slices = F::slices(source.config, &geometry, source.has).map_err(|e| usage(e.to_string()))?;
+        Ok((geometry, slices))
+    };
+    let places = (0..world).map(slices).collect::<Result<Vec<_>>>()?;
+    let load_rank =
+        |(comm, (geometry, slices)): (ThreadComm, Place)| -> Result<(Rank, Exec, serde_json::Value)> {
+            let comm: Arc<dyn Communicator> = Arc::new(comm);
+            let mut ex = Exec::cpu().with_isa(ex.isa())?.with_threads(threads)?;
+            let loaded = ParallelGroups::new(&geometry, comm.clone(), &mut ex)
+                .map_err(anyhow::Error::new)
+                .and_then(|groups| Ok((load_part(source, slices, &geometry, &groups)?, groups)));
+            let ((model, backend), groups) = loaded.inspect_err(|e| comm.abort(&format!("{e:#}")))?;
+            Ok((Rank { model, geometry, groups }, ex, backend))
+        };
+    let comms = ThreadComm::world_with_timeout(world, PATIENCE);
+    let load_rank = &load_rank;
+    let ranks = std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            comms.into_iter().zip(places).map(|place| scope.spawn(move || load_rank(place))).collect();
+        let joined = threads.into_iter().map(|thread| thread.join());
+        let rank = |joined: std::thread::Result<Result<_>>| {
+            joined.map_err(|panic| anyhow!("a rank panicked while it loaded: {}", panic_text(&*panic)))?
+        };
+        joined.map(rank).collect::<Result<Vec<_>>>()
+    })?;
+    let mut ranks = ranks.into_iter();
+    let first = parallel.geometry(0)?;
+    info!(
+        tp = parallel.tp, dp = parallel.dp, ep = first.ep_size, backend = %first.backend, threads_per_rank = threads,
+        "running on {world} ranks, threads of this process"
+    );
+    let (mut replicas, mut chosen) = (Vec::new(), serde_json::Value::Null);
+    while let Some((first, ex, backend)) = ranks.next() {
+        let followers = ranks.by_ref().take(parallel.tp - 1).map(|(rank, ex, _)| (rank, ex)).collect();
+        let model = LocalRanks::new(first, followers);
+        if replicas.is_empty() {
+            chosen = backend;
+        }
+        replicas.push(Replica { world: model.world(), model: Box::new(model), ex });
+    }
+    Ok((replicas, chosen))
+}
+
+/// The part of one rank.
+fn load_part<F: ModelFamily>(
+    source: &Source<F>,
+    slices: Vec<TensorSlice>,
+    geometry: &Geometry,
+    groups: &ParallelGroups,
+) -> Result<(Box<dyn CausalLm>, serde_json::Value)> {
+    let context = BlockContext {
+        geometry: geometry.clone(),
+        groups: groups.clone(),
+        chunked_moe: source.chunked_moe,
+        sliced_weights: true,
+        ..BlockContext::default()
+    };
+    let options = (source.options)(context);
+    let loaded = F::load(source.config, &options, (source.tensors)(slices));
+    let loaded = loaded.with_context(|| format!("loading rank {}", geometry.rank))?;
+    Ok((loaded.model, loaded.backend))
+}

@@ -1,0 +1,193 @@
+//! The ranks of one tensor-parallel group, as one model.
+//!
+//! A step runs on all of them at once: the first on the caller's thread and with its KV cache, the
+//! others on threads and with caches of their own. A rank that fails or panics fails the whole
+//! world, so that nobody waits for it.
+
+use std::any::Any;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{DType, Error, Result, bail};
+use model_runtime::{
+    CausalLm, Exec, KvCache, ModelInfo, Observer, ParallelGroups, Router, StepContext, StepViews, View,
+    ViewMut,
+};
+use moe_comm::{Communicator, Geometry};
+
+/// One rank: its part of the model and its place in the world.
+pub struct Rank {
+    /// The part.
+    pub model: Box<dyn CausalLm>,
+    /// The place.
+    pub geometry: Geometry,
+    /// The groups.
+    pub groups: ParallelGroups,
+}
+
+/// The ranks that see the same tokens, as one model; its KV layout is that of one rank.
+pub struct LocalRanks {
+    first: Rank,
+    followers: Vec<Follower>,
+}
+
+/// A rank that runs what the first one does.
+struct Follower {
+    rank: Rank,
+    state: Mutex<FollowerState>,
+}
+
+struct FollowerState {
+    ex: Exec,
+    /// Made when the first step tells its size.
+    kv: Option<KvCache>,
+}
+
+impl LocalRanks {
+    /// `first`, and the other ranks of its tensor-parallel group with their contexts.
+    pub fn new(first: Rank, followers: Vec<(Rank, Exec)>) -> Self {
+        let follower = |(rank, ex)| Follower { rank, state: Mutex::new(FollowerState { ex, kv: None }) };
+        Self { first, followers: followers.into_iter().map(follower).collect() }
+    }
+
+    /// The first rank's communicator of the whole world: what fails everybody.
+    pub fn world(&self) -> Arc<dyn Communicator> {
+        self.first.groups.world.clone()
+    }
+}
+
+impl CausalLm for LocalRanks {
+    fn info(&self) -> &ModelInfo {
+        self.first.model.info()
+    }
+
+    fn router(&self, moe_layer: usize) -> Option<&Router> {
+        self.first.model.router(moe_layer)
+    }
+
+    fn forward(
+        &self,
+        step: &StepViews,
+        kv: &mut KvCache,
+        logits: ViewMut,
+        observer: Option<&mut dyn Observer>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        // What a step counts is counted by the first rank alone.
+        let counts = (ex.step.capture.take(), ex.step.heat.take());
+        let context = ex.step.clone();
+        (ex.step.capture, ex.step.heat) = counts;
+        let blocks = (kv.num_blocks(), kv.block_size());
+        std::thread::scope(|scope| {
+            let follow = |follower| {
+                let context = context.clone();
+                std::thread::Builder::new()
+                    .spawn_scoped(scope, move || Follower::run(follower, step, blocks, context))
+            };
+            let threads: Vec<_> = self.followers.iter().map(follow).collect();
+            if let Some(Err(e)) = threads.iter().find(|thread| thread.is_err()) {
+                self.first.groups.world.abort(&format!("cannot start a thread: {e}"));
+            }
+            let mut result = self.first.run(step, kv, logits, observer, ex);
+            for (thread, follower) in threads.into_iter().zip(&self.followers) {
+                let ended = match thread.map(|thread| thread.join()) {
+                    Ok(Ok(ended)) => ended,
+                    Ok(Err(panic)) => {
+                        let rank = follower.rank.geometry.rank;
+                        Err(Error::msg(format!("rank {rank} panicked: {}", panic_text(panic.as_ref()))))
+                    }
+                    Err(e) => Err(e.into()),
+                };
+                result = result.and(ended);
+            }
+            result
+        })
+    }
+}
+
+impl Follower {
+    fn run(
+        &self,
+        step: &StepViews,
+        (num_blocks, block_size): (usize, usize),
+        context: StepContext,
+    ) -> Result<()> {
+        let _guard = AbortOnPanic(self.rank.groups.world.as_ref());
+        // A rank that panicked has failed the world; what it held is not used again.
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let FollowerState { ex, kv } = &mut *state;
+        let info = self.rank.model.info();
+        let fits = |kv: &&mut KvCache| (kv.num_blocks(), kv.block_size()) == (num_blocks, block_size);
+        let kv = match kv.as_mut().filter(fits) {
+            Some(_) => kv,
+            None => {
+                // The old cache goes before the new one is allocated.
+                *kv = None;
+                *kv = Some(self.checked(KvCache::new(info.kv, num_blocks, block_size))?);
+                kv
+            }
+        };
+        let Some(kv) = kv.as_mut() else { bail!("a rank lost its KV cache") };
+        ex.step = context;
+        let mut logits = self.checked(ex.scratch(DType::F32, &[step.num_logits(), info.vocab_size]))?;
+        let pool = ex.handle();
+        pool.install(|| self.rank.run(step, kv, logits.view_mut(), None, ex))
+    }
+
+    /// Fails the world if this rank cannot even begin.
+    fn checked<T>(&self, result: Result<T>) -> Result<T> {
+        result.inspect_err(|e| self.rank.groups.world.abort(&e.to_string()))
+    }
+}
+
+impl Rank {
+    /// Runs a step on this rank, after the ranks have agreed on it.
+    fn run(
+        &self,
+        step: &StepViews,
+        kv: &mut KvCache,
+        logits: ViewMut,
+        observer: Option<&mut dyn Observer>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let world = self.groups.world.as_ref();
+        let _guard = AbortOnPanic(world);
+        let result = self.agree(step, ex).and_then(|()| self.model.forward(step, kv, logits, observer, ex));
+        (ex.step.rank_tokens, ex.step.only_decode) = (None, false);
+        result.inspect_err(|e| world.abort(&e.to_string()))
+    }
+
+    /// One exchange per step: how many tokens each rank brings, and whether all only decode. Ranks
+    /// of a tensor-parallel group have the same, so the data-parallel groups suffice.
+    fn agree(&self, step: &StepViews, ex: &mut Exec) -> Result<()> {
+        if self.geometry.ep_size == 1 {
+            return Ok(());
+        }
+        let (tokens, sequences) = (step.num_tokens(), step.query_start_loc.elem_count().saturating_sub(1));
+        let own = [tokens as u32, u32::from(tokens == sequences)];
+        let mut all = ex.scratch(DType::U32, &[self.geometry.dp_size, 2])?;
+        self.groups.dp.all_gather(View::new(&own, &[1, 2])?, all.view_mut(), ex)?;
+        let all = all.view();
+        let groups = all.cpu::<u32>()?.as_chunks::<2>().0;
+        let tokens = groups.iter().flat_map(|[n, _]| std::iter::repeat_n(*n as usize, self.geometry.tp_size));
+        ex.step.rank_tokens = Some(tokens.collect());
+        ex.step.only_decode = groups.iter().all(|[_, only_decode]| *only_decode == 1);
+        Ok(())
+    }
+}
+
+/// Fails the world while a panic unwinds.
+pub(crate) struct AbortOnPanic<'a>(pub &'a dyn Communicator);
+
+impl Drop for AbortOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.abort("it panicked");
+        }
+    }
+}
+
+/// The text of a panic, where it has one.
+pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}

@@ -1,0 +1,151 @@
+//! One way of routed tokens through their experts: prepare, experts, finalize, chunk by chunk.
+//!
+//! Chunks are rows of the caller's input and output, so nothing is cut or joined: each chunk reads
+//! its rows and writes its rows, and all use the same buffers of the workspace.
+
+use std::num::NonZeroUsize;
+
+use moe_chunking::ChunkPlan;
+use moe_dispatch::PrepareFinalize;
+use moe_experts::Experts;
+use moe_kernels::candle::{DType, Error, Result};
+use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce, add_scaled_into};
+use tracing::trace_span;
+
+use crate::shared::{SharedExperts, SharedRows};
+
+/// A prepare/finalize backend and the experts that fit it.
+pub(crate) struct Path {
+    pub prepare: Box<dyn PrepareFinalize>,
+    pub experts: Box<dyn Experts>,
+}
+
+/// What is computed for a layer's tokens.
+#[derive(Clone, Copy)]
+pub(crate) struct Routed<'a> {
+    /// [T, H] model dtype.
+    pub hidden: View<'a>,
+    /// [T, K] u32 physical ids.
+    pub topk_ids: View<'a>,
+    /// [T, K] f32.
+    pub topk_weights: View<'a>,
+    /// \[T\] f32 weights of the tokens' own rows, with zero experts.
+    pub identity: Option<View<'a>>,
+    pub shared: Option<&'a SharedExperts>,
+}
+
+impl<'a> Routed<'a> {
+    fn narrow(&self, start: usize, len: usize) -> Result<Routed<'a>> {
+        Ok(Routed {
+            hidden: self.hidden.narrow(start, len)?,
+            topk_ids: self.topk_ids.narrow(start, len)?,
+            topk_weights: self.topk_weights.narrow(start, len)?,
+            identity: self.identity.map(|weights| weights.narrow(start, len)).transpose()?,
+            shared: self.shared,
+        })
+    }
+}
+
+impl Path {
+    /// All tokens, in chunks of at most `size`, and of no more than the backend takes.
+    pub fn run(
+        &self,
+        routed: &Routed,
+        size: Option<NonZeroUsize>,
+        mut out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let limit = self.prepare.max_num_tokens_per_rank().and_then(NonZeroUsize::new);
+        let Some(size) = size.into_iter().chain(limit).min() else { return self.chunk(routed, out, ex) };
+        let tokens = routed.hidden.rows();
+        let Some(all) = self.prepare.rank_tokens(tokens, ex)? else {
+            for rows in ChunkPlan::new(tokens, size).ranges() {
+                let to = out.reborrow().narrow(rows.start, rows.len())?;
+                self.chunk(&routed.narrow(rows.start, rows.len())?, to, ex)?;
+            }
+            return Ok(());
+        };
+        // Every rank runs as many rounds as the one with the most chunks.
+        let rounds = all.iter().map(|&tokens| moe_chunking::num_chunks(tokens, size)).max().unwrap_or(0);
+        let plan = ChunkPlan::new(tokens, size).with_rounds(rounds).map_err(Error::wrap)?;
+        let agreed = ex.step.rank_tokens.take();
+        for (round, rows) in plan.ranges().enumerate() {
+            ex.step.rank_tokens = Some(ChunkPlan::rank_tokens(round, &all, size).into());
+            let to = out.reborrow().narrow(rows.start, rows.len())?;
+            self.chunk(&routed.narrow(rows.start, rows.len())?, to, ex)?;
+        }
+        ex.step.rank_tokens = agreed;
+        Ok(())
+    }
+
+    /// One pass; on several ranks a collective, also without a token.
+    fn chunk(&self, routed: &Routed, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+        let (dispatched, shared) = self.dispatch(routed, ex)?;
+        let strategy = self.experts.weight_and_reduce();
+        let is_final = strategy == WeightAndReduce::NoOp && self.prepare.finalize_copies_reduced();
+        if is_final && out.dtype() == DType::F32 {
+            // The experts' rows are the block's: finalize would only copy them.
+            self.apply(&dispatched, out.reborrow(), ex)?;
+        } else {
+            let mut rows = ex.scratch(DType::F32, &self.experts.out_dims(&dispatched)?)?;
+            self.apply(&dispatched, rows.view_mut(), ex)?;
+            self.prepare.finalize(rows.view(), &dispatched, strategy, out.reborrow(), ex)?;
+        }
+        drop(dispatched);
+        if let Some(weights) = routed.identity {
+            add_scaled_into(routed.hidden, weights, out.reborrow(), ex)?;
+        }
+        match (shared, routed.shared) {
+            (Some(rows), _) => rows.add_into(out, ex),
+            (None, Some(shared)) => {
+                trace_span!("shared_experts").in_scope(|| shared.add_into(routed.hidden, out, ex))
+            }
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// The experts, unless no row has arrived.
+    fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        if dispatched.is_empty() {
+            return Ok(());
+        }
+        trace_span!("experts").in_scope(|| self.experts.apply(dispatched, out, ex))
+    }
+
+    /// The rows of this rank's experts. Shared experts are computed meanwhile, where rows travel on
+    /// their own.
+    fn dispatch<'a>(
+        &'a self,
+        routed: &Routed<'a>,
+        ex: &mut Exec,
+    ) -> Result<(Dispatched<'a>, Option<SharedRows>)> {
+        let Routed { hidden, topk_ids, topk_weights, .. } = *routed;
+        let Some(shared) = routed.shared.filter(|_| self.prepare.supports_async()) else {
+            return Ok((self.prepare.prepare(hidden, topk_ids, topk_weights, ex)?, None));
+        };
+        let begun = self.prepare.begin_prepare(hidden, topk_ids, topk_weights, ex)?;
+        let rows = trace_span!("shared_experts").in_scope(|| shared.compute(hidden, ex))?;
+        Ok((begun.end(ex)?, Some(rows)))
+    }
+
+    /// Bytes of the buffers that grow with a chunk: rows that arrive, what the experts hold
+    /// between their products, and the slot rows on their way to the output. Input and output of
+    /// the layer are not among them.
+    pub fn chunk_bytes(&self, tokens: usize, top_k: usize, shared: Option<&SharedExperts>) -> Result<usize> {
+        let shape = self.experts.shape();
+        let (rows, h) = (self.prepare.max_rows(tokens), shape.hidden_size);
+        let product = |factors: &[usize]| factors.iter().fold(1usize, |n, &f| n.saturating_mul(f));
+        let standard = self.experts.activation_format() == ActivationFormat::Standard;
+        let slots =
+            if standard { product(&[rows, top_k]) } else { product(&[shape.num_local_experts, rows]) };
+        let (float, model) = (DType::F32.size_in_bytes(), shape.dtype.size_in_bytes());
+        let several_ranks = self.prepare.num_dispatchers() > 1;
+        // Packed to travel, arrived, and brought into the order of slots.
+        let travelling = if several_ranks { product(&[3, tokens, top_k, h, float]) } else { 0 };
+        let arrived = if several_ranks || !standard { product(&[slots.max(rows), h, model]) } else { 0 };
+        let shared = shared.map_or(0, |s| product(&[tokens, s.intermediate_size() * model + h * float]));
+        let out = product(&[slots, h, float, self.experts.segments().unwrap_or(1)]);
+        let experts = self.experts.workspace(rows, top_k)?.bytes();
+        Ok([experts, out, travelling, arrived, shared].into_iter().fold(0, usize::saturating_add))
+    }
+}

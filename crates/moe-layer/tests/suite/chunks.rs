@@ -1,0 +1,192 @@
+//! Chunks change the memory of a layer and nothing else.
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+use moe_comm::{EpBackend, ParallelConfig, ParallelGroups, run_ranks};
+use moe_layer::candle::{Result, Tensor};
+use moe_layer::{
+    Activation, BlockContext, BlockOptions, Buffer, ChunkedMoe, CpuIsa, DType, Device, Exec, ExpertHeat,
+    RoutedExperts, RouterConfig, SparseMoeBlock, TensorView, load_block_on,
+};
+use proptest::prelude::*;
+
+use crate::reference::{example, problem, problems};
+use crate::{bits, message, run};
+
+fn size(n: usize) -> Option<NonZeroUsize> {
+    NonZeroUsize::new(n)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn chunks_give_the_same_bits(p in problems(), n in 1usize..12) {
+        let x = p.rows().unwrap();
+        let want = bits(&p.standard().unwrap().forward(&x).unwrap());
+        for block in [p.standard().unwrap(), p.batched().unwrap()] {
+            let got = block.with_chunk_size(size(n)).forward(&x).unwrap();
+            prop_assert_eq!(bits(&got), want.clone());
+        }
+    }
+}
+
+#[test]
+fn what_the_step_records_is_that_of_the_whole_step() -> Result<()> {
+    let p = example(DType::BF16);
+    let x = p.rows()?;
+    let record = |block: SparseMoeBlock| -> Result<_> {
+        let mut ex = Exec::cpu();
+        ex.step.capture = Some(RoutedExperts::empty(5, 1, 2)?);
+        ex.step.heat = Some(ExpertHeat::new(1, 6));
+        let out = bits(&run(&block, &x, DType::BF16, &mut ex)?);
+        Ok((out, ex.step.capture, ex.step.heat))
+    };
+    let whole = record(p.standard()?)?;
+    assert!(whole.1.as_ref().is_some_and(|c| c.ids().iter().all(|&id| id < 6)));
+    assert_eq!(record(p.standard()?.with_chunk_size(size(2)))?, whole);
+    Ok(())
+}
+
+/// A thousand tokens of a larger block, with shared experts.
+fn large() -> Result<(crate::reference::Problem, Tensor)> {
+    let config = RouterConfig { renormalize: true, ..RouterConfig::new(8, 4) };
+    let p = problem((8, 64, 48, 1024), config, Some((32, true)), DType::BF16, 3);
+    let x = p.rows()?;
+    Ok((p, x))
+}
+
+/// Bytes that a forward pass takes from an empty workspace.
+fn workspace(block: &SparseMoeBlock, x: &Tensor) -> Result<usize> {
+    // The scalar path packs the fewest rows at a time, so that its own scratch is soon at its bound.
+    let mut ex = Exec::cpu().with_threads(2)?.with_isa(CpuIsa::Scalar)?;
+    let mut out = Buffer::zeros(x.dtype(), x.dims())?;
+    for pass in 0..2 {
+        block.forward_into(TensorView::new(x)?.view()?, out.view_mut(), &mut ex)?;
+        // The second pass, and every chunk after the first, reuse what is there.
+        ex.workspace().freeze(true);
+        assert!(pass == 0 || ex.workspace().bytes() > 0);
+    }
+    Ok(ex.workspace().bytes())
+}
+
+#[test]
+fn chunks_cut_the_workspace_and_reuse_it() -> Result<()> {
+    let (p, x) = large()?;
+    let whole = workspace(&p.standard()?, &x)?;
+    let chunked = workspace(&p.standard()?.with_chunk_size(size(64)), &x)?;
+    // Routing of all tokens and the kernels' own scratch remain.
+    assert!(chunked * 4 < whole, "{chunked} of {whole}");
+    Ok(())
+}
+
+#[test]
+fn the_estimate_covers_what_grows() -> Result<()> {
+    let (p, x) = large()?;
+    let block = p.standard()?;
+    // From here on the kernels' own scratch, which is bounded, does not grow any more.
+    let (small, whole) = (workspace(&block, &x.narrow(0, 0, 512)?)?, workspace(&block, &x)?);
+    let estimated = block.chunk_bytes(1024)? - block.chunk_bytes(512)?;
+    // Routing of all tokens is not part of a chunk.
+    let routing = 512 * (8 * 4 + 4 * 8 + 4);
+    let grown = whole - small;
+    assert!(grown >= estimated && grown <= estimated + estimated / 2 + routing, "{grown}, {estimated}");
+    Ok(())
+}
+
+#[test]
+fn a_budget_decides_the_size() -> Result<()> {
+    let vb = candle_nn::VarBuilder::from_varmap(&candle_nn::VarMap::new(), DType::F32, &Device::Cpu);
+    let options = BlockOptions {
+        router: RouterConfig::new(4, 2),
+        hidden_size: 8,
+        intermediate_size: 16,
+        activation: Activation::SwiGlu,
+        layer: 0,
+        backend: None,
+    };
+    let load = |chunked_moe| {
+        let context = BlockContext { chunked_moe, ..BlockContext::default() };
+        load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts")).map(|(block, _)| block)
+    };
+    let block = load(ChunkedMoe::within(100_000))?;
+    let n = block.chunk_size().map_or(0, NonZeroUsize::get);
+    assert!(block.chunk_bytes(n)? <= 100_000 && block.chunk_bytes(n + 1)? > 100_000, "{n}");
+    assert_eq!(load(ChunkedMoe::default())?.chunk_size(), None);
+    assert_eq!(load(ChunkedMoe { enable_chunked_moe: true, ..Default::default() })?.chunk_size(), size(256));
+    let e = message(load(ChunkedMoe::within(10)));
+    assert!(e.contains("the MoE memory budget of 10 bytes is too small: one token needs"), "{e}");
+    Ok(())
+}
+
+/// Two ranks with different numbers of tokens run the same rounds; the one without tokens, too.
+#[test]
+fn ranks_run_the_same_rounds() -> Result<()> {
+    let config = RouterConfig { renormalize: true, ..RouterConfig::new(5, 2) };
+    let p = problem((5, 16, 8, 9), config.clone(), None, DType::F32, 11);
+    let x = p.rows()?;
+    let want = bits(&p.standard()?.forward(&x)?);
+    let w = p.weights()?;
+    let tensors = [
+        ("gate.weight", p.gate_weight()?),
+        ("experts.gate_up_proj", w.w13().clone()),
+        ("experts.down_proj", w.w2().clone()),
+    ];
+    let tensors = tensors.map(|(name, t)| (name.to_string(), t)).into_iter().collect();
+    let vb = candle_nn::VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+    let options = BlockOptions {
+        router: config,
+        hidden_size: 16,
+        intermediate_size: 8,
+        activation: Activation::SwiGlu,
+        layer: 0,
+        backend: None,
+    };
+    for (backend, rows) in [
+        (EpBackend::AllgatherReducescatter, [9, 0]),
+        (EpBackend::DeepEp, [2, 9]),
+        (EpBackend::AllgatherReducescatter, [1, 8]),
+    ] {
+        let results = run_ranks(2, |rank, comm| {
+            let parallel = ParallelConfig {
+                dp: 2,
+                enable_expert_parallel: true,
+                backend: backend.into(),
+                ..ParallelConfig::default()
+            };
+            let geometry = parallel.geometry(rank)?;
+            let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut Exec::cpu())?;
+            let chunked_moe = ChunkedMoe::of_size(NonZeroUsize::MIN.saturating_add(1));
+            let context = BlockContext { geometry, groups, chunked_moe, ..BlockContext::default() };
+            let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
+            // Rank 1 takes the last rows, so that the ranks have different tokens.
+            let start = if rank == 0 { 0 } else { 9 - rows[1] };
+            let out = run(&block, &x.narrow(0, start, rows[rank])?, DType::F32, &mut Exec::cpu())?;
+            Ok((start, bits(&out)))
+        });
+        for result in results {
+            let (start, got) = result?;
+            assert_eq!(got, want[start * 16..start * 16 + got.len()], "{backend}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_decode_path_must_fit_and_is_taken_when_all_only_decode() -> Result<()> {
+    let p = example(DType::F32);
+    let (x, whole) = (p.rows()?, p.standard()?);
+    let want = bits(&whole.forward(&x)?);
+    let (prepare, experts) = p.batched_parts()?;
+    let block = whole.with_decode_path(prepare, experts)?;
+    let mut ex = Exec::cpu();
+    for only_decode in [false, true] {
+        ex.step.only_decode = only_decode;
+        assert_eq!(bits(&run(&block, &x, DType::F32, &mut ex)?), want);
+    }
+    let other = problem((6, 24, 8, 5), p.config.clone(), None, DType::F32, 1);
+    let (prepare, experts) = other.batched_parts()?;
+    let e = message(p.standard()?.with_decode_path(prepare, experts));
+    assert!(e.contains("decode path: expected experts like those of NoEp"), "{e}");
+    Ok(())
+}
