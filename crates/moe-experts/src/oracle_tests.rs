@@ -236,7 +236,11 @@ fn when_nothing_fits_every_backend_is_listed() {
     let error = select(&ExpertsSpec { tp_size: 4, ..spec() }, None).unwrap_err();
     let text = error.to_string();
     for backend in Backend::ALL {
-        assert!(text.contains(&format!("\n  {backend}: computes whole experts, but tp_size = 4")), "{text}");
+        let reason = match backend {
+            Backend::Cpu | Backend::CpuBatched => "computes whole experts, but tp_size = 4",
+            _ => "runs on CUDA with compute capability 8.0 or later, but this rank computes on the CPU",
+        };
+        assert!(text.contains(&format!("\n  {backend}: {reason}")), "{text}");
     }
     assert_eq!(error.rejected().len(), Backend::ALL.len());
 }
