@@ -30,7 +30,9 @@ pub struct Args {
 
 pub fn run(args: &Args) -> Result<()> {
     let toolkit = toolkit::find_or_install(&args.python)?;
-    let environment = toolkit.environment()?;
+    let mut environment = toolkit.environment()?;
+    // Benchmarks name the commit; there is no repository where they run.
+    environment.push(("MOE_COMMIT", workspace::commit()?.into()));
     let binaries: Vec<String> = workspace::packages()?
         .into_iter()
         .filter(|package| package.dir.starts_with(root().join("models")))

@@ -46,6 +46,15 @@ pub fn cargo() -> Command {
     command
 }
 
+/// The commit that is checked out, with a `+` if files differ from it.
+pub fn commit() -> Result<String> {
+    let git = |args: &[&str]| Command::new("git").args(args).current_dir(root()).output();
+    let commit = git(&["rev-parse", "--short", "HEAD"]).context("cannot ask git for the commit")?;
+    let changed = !git(&["status", "--porcelain", "--untracked-files=no"])?.stdout.is_empty();
+    let commit = String::from_utf8_lossy(&commit.stdout).trim().to_string();
+    Ok(if changed { commit + "+" } else { commit })
+}
+
 /// Runs a command; a failure names it.
 pub fn run(command: &mut Command) -> Result<()> {
     let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
