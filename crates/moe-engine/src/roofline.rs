@@ -163,10 +163,16 @@ mod tests {
         let report = roofline(&result, Some(&roof), &weights(), &info(), 3.)?;
         // 220 + 500 + 5 * 180 elements of two bytes, and 4 * 3 tokens of 2 * 2 * 4 * 2 bytes.
         let bytes = 2. * 1620. + 12. * 32.;
-        assert_eq!(report["decode"]["4"], json!({"bytes": bytes, "fraction": bytes / 2e-3 / 1e7}));
+        assert_eq!(
+            report["decode"]["4"],
+            json!({"bytes": bytes, "gb_s": bytes / 2e-3 / 1e9, "fraction": bytes / 2e-3 / 1e7})
+        );
         // 20 tokens use 220 + 2 * 180 elements each, the last one the vocabulary, in 20 ms.
         let flops = 2. * (20. * 580. + 500.);
-        assert_eq!(report["prefill"]["20"], json!({"flops": flops, "fraction": flops / 0.02 / 1e7}));
+        assert_eq!(
+            report["prefill"]["20"],
+            json!({"flops": flops, "gflop_s": flops / 0.02 / 1e9, "fraction": flops / 0.02 / 1e7})
+        );
         Ok(())
     }
 }

@@ -1,5 +1,5 @@
-// Compiling the CUDA kernels. Shared by this crate's build script and by `cargo xtask kernels`, so
-// that what is linked is what is reported.
+//! Compiling the CUDA kernels. Shared by this crate's build script and by `cargo xtask kernels`, so
+//! that what is linked is what is reported.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -98,7 +98,7 @@ extern "C" int64_t moe_any_group_slots_workspace(int num_local) {
 /// | `offsets` | out [num_local + 1] u32: expert e's slots are slots[offsets[e]..offsets[e + 1]] |
 /// | `slots` | out [count] u32, ascending within an expert; the tail is left as it was |
 /// | `in_rows` | out [count] u32: slot / top_k of each of them; null = not wanted |
-/// | `workspace` | moe_any_group_slots_workspace(num_local) u32 
+/// | `workspace` | moe_any_group_slots_workspace(num_local) u32
 extern "C" int moe_any_group_slots(const void* topk_ids, const void* expert_map, int count, int top_k, int num_ids,
                                    int num_local, void* offsets, void* slots, void* in_rows, void* workspace,
                                    void* stream) {

@@ -49,6 +49,9 @@ pub fn expect_dtype(op: &str, name: &str, v: &impl Shaped, dtype: DType) -> Resu
 /// Fails unless `v` has the model dtype or is f32: results that are not rounded on the way to the
 /// residual stream.
 pub fn expect_stream(op: &str, name: &str, v: &impl Shaped, model: DType) -> Result<()> {
+    if model == DType::F32 {
+        return expect_dtype(op, name, v, model);
+    }
     if v.dtype() != model && v.dtype() != DType::F32 {
         bail!("{op}: expected {name} of dtype {} or f32, got {}", model.as_str(), v.dtype().as_str())
     }

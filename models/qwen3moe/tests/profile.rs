@@ -44,7 +44,7 @@ fn every_layer_of_every_step_is_in_the_profile() {
     {
         assert_eq!(count[name], steps * times, "{name}");
     }
-    for name in ["gate", "router", "experts"] {
+    for name in ["router", "experts"] {
         assert_eq!(count[name], count["moe"], "{name}");
     }
     let inside = |inner: &Value, outer: &str| {
@@ -56,7 +56,7 @@ fn every_layer_of_every_step_is_in_the_profile() {
         assert_eq!(event["tid"], 0, "one engine, one row: {event}");
         let outer = match event["name"].as_str().unwrap() {
             "step" | "sample" => continue,
-            "gate" | "router" | "experts" => "moe",
+            "router" | "experts" => "moe",
             "attention" | "moe" => "layer",
             _ => "step",
         };
