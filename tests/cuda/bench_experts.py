@@ -38,7 +38,7 @@ def stream_calls(lib, inputs, plan):
     def call(i):
         (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
         lib.launch("moe_experts_stream_planned", inputs.x, w13, w2, ids, weights, None, inputs.act, inputs.rows,
-                   inputs.out, flags, flags.numel(), inputs.tokens, K, E, E, H, I, *plan)
+                   inputs.out, flags, flags.numel(), inputs.tokens, K, E, E, H, I, 0, *plan)
 
     return [lambda i=i: call(i) for i in range(len(inputs.routes))]
 
@@ -59,7 +59,7 @@ def grouped_calls(lib, inputs, only=None):
         if only in (None, "down"):
             lib.launch("moe_experts_grouped_down", inputs.act, w2, *meta, inputs.rows, slots, E, H, I)
         if only in (None, "combine"):
-            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, inputs.tokens, K, E, E, H)
+            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, inputs.tokens, K, E, E, H, 0)
 
     call(0, None)
     return [lambda i=i: call(i, only) for i in range(len(inputs.routes))]

@@ -57,13 +57,13 @@ class Step:
     def experts(self, i):
         if self.batch < 256:
             call("moe_experts_stream", self.x, self.m.w13[i], self.m.w2[i], self.ids, self.weights, None, self.act, self.rows, self.out,
-                 self.flags, self.flags.numel(), self.batch, K, E, E, H, I)
+                 self.flags, self.flags.numel(), self.batch, K, E, E, H, I, 0)
             return
         slots = self.batch * K
         call("moe_align_tokens", self.ids, None, slots, E, E, 128, *self.meta)
         call("moe_experts_grouped_gate_up", self.x, self.m.w13[i], *self.meta, self.act, slots, K, E, H, I)
         call("moe_experts_grouped_down", self.act, self.m.w2[i], *self.meta, self.rows, slots, E, H, I)
-        call("moe_combine", self.rows, self.ids, self.weights, None, self.out, self.batch, K, E, E, H)
+        call("moe_combine", self.rows, self.ids, self.weights, None, self.out, self.batch, K, E, E, H, 0)
 
     def one_launch(self, i):
         """Norm, router, experts and addition to the residual."""
@@ -76,7 +76,7 @@ class Step:
 
     def experts_alone(self, i):
         call("moe_experts_stream", self.x, self.m.w13[i], self.m.w2[i], self.routes[i], self.weights, None, self.act, self.rows, self.out,
-             self.flags, self.flags.numel(), self.batch, K, E, E, H, I)
+             self.flags, self.flags.numel(), self.batch, K, E, E, H, I, 0)
 
     def separate(self, i):
         if self.batch <= 4:

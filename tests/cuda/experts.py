@@ -73,15 +73,17 @@ def flags_for(lib, slots, local):
 
 
 def run_stream(lib, case, plan=None, flags=None):
-    """Slot rows and token rows: two launches, because only without `out` are slot rows a result."""
+    """Slot rows and token rows, the latter in both dtypes: a launch each, because only without `out` are slot rows a result."""
     flags = flags_for(lib, case.tokens * case.top_k, case.local) if flags is None else flags
     act, rows, out = case.buffers()
-    for slot_rows, result in ((torch.empty_like(rows), out), (rows, None)):
+    exact = poison(*out.shape, dtype=torch.float32)
+    for slot_rows, result in ((torch.empty_like(rows), out), (torch.empty_like(rows), exact), (rows, None)):
         args = (case.x, case.w13, case.w2, case.ids, case.weights, case.map, act, slot_rows, result, flags, flags.numel())
         if plan is None:
-            lib.launch("moe_experts_stream", *args, *case.sizes())
+            lib.launch("moe_experts_stream", *args, *case.sizes(), int(result is exact))
         else:
-            lib.launch("moe_experts_stream_planned", *args, *case.sizes(), *plan)
+            lib.launch("moe_experts_stream_planned", *args, *case.sizes(), int(result is exact), *plan)
+    assert torch.equal(exact.to(torch.bfloat16), out), "stream: f32 token rows, rounded, are not the bf16 ones"
     return rows, out
 
 
@@ -102,7 +104,10 @@ def run_grouped(lib, case):
     meta = (offsets, in_order, tiles, count)
     lib.launch("moe_experts_grouped_gate_up", case.x, case.w13, *meta, act, tokens * top_k, top_k, local, hidden, inter)
     lib.launch("moe_experts_grouped_down", act, case.w2, *meta, rows, tokens * top_k, local, hidden, inter)
-    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden)
+    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, 0)
+    exact = poison(*out.shape, dtype=torch.float32)
+    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, exact, tokens, top_k, experts, local, hidden, 1)
+    assert torch.equal(exact.to(torch.bfloat16), out), "combine: f32 token rows, rounded, are not the bf16 ones"
     return rows, out
 
 
@@ -227,7 +232,7 @@ def graph_equals_eager(lib):
     act, rows, out = case.buffers()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lib.launch("moe_experts_stream", case.x, case.w13, case.w2, case.ids, case.weights, case.map, act, rows, out, flags, flags.numel(), *case.sizes())
+        lib.launch("moe_experts_stream", case.x, case.w13, case.w2, case.ids, case.weights, case.map, act, rows, out, flags, flags.numel(), *case.sizes(), 0)
     for _ in range(3):
         out.fill_(float("nan"))
         graph.replay()
@@ -250,11 +255,12 @@ def grouped_matches_float64(lib):
 def sizes_that_do_not_fit_are_refused(lib):
     none = [None] * 10
     for tokens, top_k, hidden, inter in ((1, 2, 96, 64), (1, 2, 64, 100), (2049, 1, 64, 64), (-1, 2, 64, 64), (1, 0, 64, 64), (1, 1, 1 << 20, 64)):
-        assert lib.refused("moe_experts_stream", *none, 9999, tokens, top_k, 8, 8, hidden, inter), (tokens, top_k, hidden, inter)
+        assert lib.refused("moe_experts_stream", *none, 9999, tokens, top_k, 8, 8, hidden, inter, 0), (tokens, top_k, hidden, inter)
     assert lib.refused("moe_experts_grouped_gate_up", *none[:7], 8, 2, 8, 96, 64)
     assert lib.refused("moe_experts_grouped_down", *none[:7], 8, 8, 64, 100)
-    assert lib.refused("moe_experts_stream", *none, 40, 4, 8, 8, 8, 64, 64), "too small a flag buffer"
-    assert lib.raw("moe_experts_stream", *none, 9999, 0, 2, 8, 8, 64, 64, None) == 0, "no tokens is no error"
+    assert lib.refused("moe_experts_stream", *none, 40, 4, 8, 8, 8, 64, 64, 0), "too small a flag buffer"
+    assert lib.refused("moe_experts_stream", *none, 9999, 1, 2, 8, 8, 64, 64, 2), "an unknown output"
+    assert lib.raw("moe_experts_stream", *none, 9999, 0, 2, 8, 8, 64, 64, 0, None) == 0, "no tokens is no error"
 
 
 def main():
