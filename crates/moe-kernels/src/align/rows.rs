@@ -7,7 +7,7 @@
 use candle_core::{DType, Result, bail};
 use rayon::prelude::*;
 
-use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3, expect_stream};
+use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use crate::element::{Element, Float};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
@@ -214,7 +214,9 @@ pub fn copy_rows_into(rows: View, mut out: ViewMut, ex: &mut Exec) -> Result<()>
     const OP: &str = "copy_rows";
     expect_matrix(OP, "rows", &rows)?;
     expect_dims(OP, "out", &out, rows.dims())?;
-    expect_stream(OP, "rows", &rows, out.dtype())?;
+    if rows.dtype() != out.dtype() {
+        expect_dtype(OP, "rows", &rows, DType::F32)?;
+    }
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::copy(ex.cuda(OP)?, OP, rows, out);
