@@ -26,6 +26,8 @@ pub(super) struct InFlight {
     parts: Vec<Part>,
     /// Whose token each row of the read-back is.
     keys: Vec<Key>,
+    /// Rows of the read-back, padding included: statuses lie behind so many tokens.
+    padded: usize,
     /// Which of the read-back buffers it uses.
     slot: usize,
 }
@@ -130,16 +132,13 @@ impl DeviceRunner {
         self.turn = 1 - self.turn;
         ex.download(self.drawn.view().narrow(0, 2 * shape.logits)?, &mut self.read_back[self.turn])?;
         self.last.clone_from(&keys);
-        Ok(InFlight { parts: plan.parts, keys, slot: self.turn })
+        Ok(InFlight { parts: plan.parts, keys, padded: shape.logits, slot: self.turn })
     }
 
     /// Waits for a step and reads its tokens.
     pub fn collect(&mut self, step: InFlight) -> Result<StepResult> {
         let words = self.read_back[step.slot].wait()?;
-        // Statuses lie behind the tokens of the padded step.
-        let rows = step.keys.len();
-        let padded = bucket(rows).filter(|_| step.parts.iter().all(|p| p.rows == 1)).unwrap_or(rows);
-        let drawn = |row: usize| match words[padded + row] {
+        let drawn = |row: usize| match words[step.padded + row] {
             0 => Ok(Sampled { token_id: words[row], logprobs: None }),
             1 => Err(SamplingError::NotFinite { token_id: words[row], value: f32::NAN }),
             _ => Err(SamplingError::Empty),
