@@ -2,6 +2,7 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod bytes;
 mod call;
 mod check;
 mod communicator;
@@ -16,10 +17,14 @@ mod local;
 mod names;
 mod placement;
 mod reduce;
+mod round;
 mod row_parallel;
+mod run;
 mod shard;
+mod socket;
 mod thread;
 
+pub use bytes::{all_gather_bytes, broadcast_bytes};
 pub use communicator::{Communicator, ReduceOp};
 pub use config::{MAX_WORLD_SIZE, ParallelConfig};
 pub use error::GeometryError;
@@ -28,8 +33,11 @@ pub use launch::{DEFAULT_MASTER_PORT, Launch, LaunchError, Launcher, launch_from
 pub use local::SelfComm;
 pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement};
 pub use placement::{ExpertLayout, partition};
+pub use round::wait::DEFAULT_TIMEOUT;
 pub use row_parallel::{RowParallel, reduce_segments_into, shares};
+pub use run::{Supervised, Supervisor, run_ranks, run_ranks_with};
 pub use shard::{HeadShard, RowShard};
-pub use thread::{DEFAULT_TIMEOUT, ThreadComm, run_ranks, run_ranks_with};
+pub use socket::{Join, Messages, SocketComm, SocketTimeouts, Watch};
+pub use thread::ThreadComm;
 
 pub use moe_kernels::{Buffer, Exec, View, ViewMut, candle};

@@ -9,5 +9,7 @@ mod geometry;
 mod groups;
 mod launch;
 mod misuse;
+mod rendezvous;
 mod row_parallel;
+mod sockets;
 mod support;
