@@ -72,6 +72,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
         let full = bench.median(args.repeat, 1, args.long_context, 128)?;
         result["decode_long"] = json!({"context": args.long_context, "tok_s": 127. / (full - one)});
     }
+    bench.session.finish()?;
     result["roofline"] = roofline::measure::<F>(args, &result, bench.session)?;
     write_json(args.json.as_deref(), &result)
 }
