@@ -116,7 +116,7 @@ impl Part {
         if model.is_none() && F::embedded().is_none() {
             return Err(no_model());
         }
-        let processes = Processes::start(args, model)?;
+        let processes = Processes::start(args, model, &ex)?;
         let (checkpoint, embedded_tokenizer) = match (model, F::embedded()) {
             (Some(model), _) => (Checkpoint::open(hub::resolve(model)?)?, None),
             (None, Some(e)) => {
@@ -147,7 +147,7 @@ impl Part {
     pub fn dummy<F: ModelFamily>(config: &Path, args: &RunArgs) -> Result<Self> {
         let ex = exec(args)?;
         let raw = Config::read(config)?;
-        let processes = Processes::start(args, config.to_str())?;
+        let processes = Processes::start(args, config.to_str(), &ex)?;
         let config = F::config(&raw)?;
         let dtype = match &args.dtype {
             Some(name) => parse_dtype(name)?,

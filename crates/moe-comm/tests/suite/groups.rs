@@ -1,6 +1,6 @@
 //! Groups split from a world: members, order, collectives inside, and shared failure.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use moe_comm::candle::Result;
@@ -100,9 +100,11 @@ fn groups_are_independent<C: World>() {
 /// Ranks 0 and 1 form one group, 2 and 3 another, in which rank 3 fails; everyone learns it.
 fn a_failure_in_a_group_fails_the_world<C: World>() {
     let start = Instant::now();
+    let split = Barrier::new(4);
     let results = run_ranks_with(C::world_with_timeout(4, Duration::from_secs(60)), |rank, comm| {
         let mut ex = Exec::cpu();
         let group = comm.split(rank / 2, 0, &mut ex)?;
+        split.wait();
         match rank {
             3 => panic!("lost"),
             2 => group.barrier(&mut ex),
@@ -119,11 +121,13 @@ fn a_failure_in_a_group_fails_the_world<C: World>() {
 }
 
 fn a_failure_of_the_world_fails_its_groups<C: World>() {
+    let healthy = Barrier::new(4);
     let results = run::<C, _>(4, |rank, comm| {
         let mut ex = Exec::cpu();
         let group = comm.split(rank / 2, 0, &mut ex)?;
         let inner = group.split(0, 1 - rank % 2, &mut ex)?;
         comm.barrier(&mut ex)?;
+        healthy.wait();
         if rank == 1 {
             comm.abort("enough");
         } else {
@@ -143,9 +147,11 @@ fn a_failure_of_the_world_fails_its_groups<C: World>() {
 
 /// Faults inside a group speak of its ranks and of the world's.
 fn group_faults_name_world_ranks<C: World>() {
+    let split = Barrier::new(3);
     let results = run::<C, _>(3, |rank, comm| {
         let mut ex = Exec::cpu();
         let group = comm.split(usize::from(rank > 0), 0, &mut ex)?;
+        split.wait();
         if rank == 2 {
             drop(group);
             // Stay, so that only the group is left.

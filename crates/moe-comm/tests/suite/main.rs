@@ -7,6 +7,7 @@ mod collectives;
 mod faults;
 mod geometry;
 mod groups;
+mod intruder;
 mod launch;
 mod misuse;
 mod rendezvous;

@@ -27,23 +27,26 @@ pub(crate) fn placement(args: &ParallelArgs) -> Result<Placement> {
 }
 
 fn placement_in(args: &ParallelArgs, lookup: impl Fn(&str) -> Option<String>) -> Result<Placement> {
-    let config = args.config()?;
-    if args.distributed_executor_backend == ExecutorBackend::Threads {
+    let (config, backend) = (args.config()?, args.distributed_executor_backend);
+    if backend == ExecutorBackend::Threads {
         return Ok(Placement::Threads);
     }
-    let Some(launch) = launch_from_env(lookup).map_err(|e| usage(e.to_string()))? else {
-        return match args.distributed_executor_backend {
-            ExecutorBackend::ExternalLauncher => Err(usage(
-                "--distributed-executor-backend external_launcher: no launcher started this process; start it with \
-                 torchrun, srun or mpirun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
-            )),
-            ExecutorBackend::Mp if config.world_size()? > 1 => Ok(Placement::Start),
-            _ => Ok(Placement::Threads),
-        };
-    };
-    config.for_launch(&launch).map_err(|e| usage(e.to_string()))?;
-    // A launcher's only rank has nobody to meet.
-    Ok(if launch.world_size == 1 { Placement::Threads } else { Placement::Launched(launch) })
+    let launch = launch_from_env(lookup).map_err(|e| {
+        usage(format!("{e}; --distributed-executor-backend threads does not look at the environment"))
+    })?;
+    match (launch, backend) {
+        (None, ExecutorBackend::ExternalLauncher) => Err(usage(
+            "--distributed-executor-backend external_launcher: no launcher started this process; start it with \
+             torchrun, srun or mpirun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
+        )),
+        (Some(launch), _) if launch.world_size > 1 || backend == ExecutorBackend::ExternalLauncher => {
+            config.for_launch(&launch).map_err(|e| usage(e.to_string()))?;
+            Ok(if launch.world_size == 1 { Placement::Threads } else { Placement::Launched(launch) })
+        }
+        // A launcher's only process has nobody to meet: the ranks are its own.
+        (_, ExecutorBackend::Mp) if config.world_size()? > 1 => Ok(Placement::Start),
+        _ => Ok(Placement::Threads),
+    }
 }
 
 #[cfg(test)]
@@ -81,9 +84,14 @@ mod tests {
         let threads = "--tp 2 --distributed-executor-backend threads";
         assert_eq!(place(threads, &ENV).unwrap(), Placement::Threads);
         let one = [("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ENV[3], ENV[4]];
-        assert_eq!(place("", &one).unwrap(), Placement::Threads);
+        for flags in ["", "--tp 2", "--distributed-executor-backend external_launcher"] {
+            assert_eq!(place(flags, &one).unwrap(), Placement::Threads, "{flags}");
+        }
+        assert_eq!(place("--tp 2 --distributed-executor-backend mp", &one).unwrap(), Placement::Start);
         for (flags, env, part) in [
             ("--tp 3", &ENV[..], "3"),
+            ("--tp 2 --distributed-executor-backend external_launcher", &one, "1"),
+            ("--tp 2", &ENV[..2], "--distributed-executor-backend threads"),
             ("", &ENV, "2"),
             ("--tp 2", &ENV[..2], "LOCAL_RANK"),
             (

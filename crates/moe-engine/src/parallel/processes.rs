@@ -49,7 +49,7 @@ impl Processes {
     ///
     /// # Errors
     /// Ranks that do not appear, or were started with other flags.
-    pub fn start(args: &RunArgs, model: Option<&str>) -> Result<Option<Self>> {
+    pub fn start(args: &RunArgs, model: Option<&str>, ex: &Exec) -> Result<Option<Self>> {
         let env = |name: &str| std::env::var(name).ok();
         let timeouts = SocketTimeouts::from_env(env).map_err(|e| usage(e.to_string()))?;
         let (launch, listener, children) = match placement(&args.parallel)? {
@@ -66,7 +66,8 @@ impl Processes {
             }
         };
         let alive = || children.check().map_err(candle_core::Error::msg);
-        let join = Join { timeouts, listener, alive: &alive, ..Join::new(&launch, settings(args, model)) };
+        let join =
+            Join { timeouts, listener, alive: &alive, ..Join::new(&launch, settings(args, model, ex)) };
         let comm = SocketComm::connect(join)?;
         end_with_world(&comm)?;
         end_with_parent(true)?;
@@ -152,11 +153,11 @@ impl Drop for Processes {
     }
 }
 
-/// What must be the same on all ranks.
-fn settings(args: &RunArgs, model: Option<&str>) -> Vec<(String, String)> {
+/// What must be the same on all ranks. Bits depend on the instruction set, too.
+fn settings(args: &RunArgs, model: Option<&str>, ex: &Exec) -> Vec<(String, String)> {
     let p = &args.parallel;
     let name = |value: &Option<String>| value.clone().unwrap_or_else(|| "default".to_string());
-    let all: [(&str, String); 16] = [
+    let all: [(&str, String); 17] = [
         ("the program's version", env!("CARGO_PKG_VERSION").to_string()),
         ("--model", model.unwrap_or("embedded").to_string()),
         ("--tp", p.tp.to_string()),
@@ -170,6 +171,7 @@ fn settings(args: &RunArgs, model: Option<&str>) -> Vec<(String, String)> {
         ("--moe-memory-budget", format!("{:?}", p.moe_memory_budget)),
         ("--device", args.device.clone()),
         ("--dtype", name(&args.dtype)),
+        ("--cpu-isa", ex.isa().name().to_string()),
         ("--moe-backend", name(&args.moe_backend)),
         ("--moe-path", format!("{:?}", args.moe_path)),
         ("--mla", format!("{:?}", args.mla)),

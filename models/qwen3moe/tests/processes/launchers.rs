@@ -28,6 +28,10 @@ fn ranks_with_other_flags_end_all_with_their_name() {
     for (ranks, cause) in [
         ([flags("f32", tp), flags("bf16", tp)], "rank 1 has --dtype bf16, but rank 0 has f32"),
         ([flags("f32", tp), flags("f32", ["--dp", "2"])], "rank 1 has --tp 1, but rank 0 has 2"),
+        (
+            [flags("f32", tp), [&flags("f32", tp)[..], &["--cpu-isa", "scalar"]].concat()],
+            "rank 1 has --cpu-isa scalar, but rank 0 has",
+        ),
     ] {
         for output in outputs(launch(&ranks)) {
             assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
