@@ -22,6 +22,9 @@ const MAX_LEN: usize = 4 << 20;
 /// Connections that may be saying hello at once.
 const MAX_GUESTS: usize = 256;
 
+/// Between two looks for a connection, at first.
+const PAUSE: Duration = Duration::from_micros(200);
+
 /// How long a process that has connected may take to say who it is.
 pub(super) const HELLO: Duration = Duration::from_secs(5);
 
@@ -113,14 +116,8 @@ impl Door {
         deadline: Instant,
         alive: &dyn Fn() -> Result<()>,
     ) -> Result<Option<(TcpStream, Hello)>> {
-        let mut pause = Duration::from_micros(200);
+        let mut pause = PAUSE;
         while Instant::now() < deadline {
-            match self.listener.accept() {
-                Ok((stream, from)) => self.greet(stream, from),
-                Err(e) if e.kind() == ErrorKind::WouldBlock => {}
-                Err(e) if matches!(e.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {}
-                Err(e) => bail!("cannot accept connections: {e}"),
-            }
             while let Ok((stream, from, hello)) = self.guests.try_recv() {
                 self.saying_hello -= 1;
                 match hello {
@@ -128,11 +125,31 @@ impl Door {
                     Err(e) => self.turn_away(&stream, &format!("{from}: {e}")),
                 }
             }
+            if self.accept()? {
+                pause = PAUSE;
+                continue;
+            }
             alive()?;
             thread::sleep(pause);
             pause = (pause * 2).min(Duration::from_millis(20));
         }
         Ok(None)
+    }
+
+    /// Lets one process in that has connected, if there is one and a place for it.
+    fn accept(&mut self) -> Result<bool> {
+        if self.saying_hello == MAX_GUESTS {
+            return Ok(false);
+        }
+        match self.listener.accept() {
+            Ok((stream, from)) => {
+                self.greet(stream, from)?;
+                Ok(true)
+            }
+            Err(e) if e.kind() == ErrorKind::WouldBlock => Ok(false),
+            Err(e) if matches!(e.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => Ok(false),
+            Err(e) => bail!("cannot accept connections: {e}"),
+        }
     }
 
     /// Refuses a process, and remembers it.
@@ -149,15 +166,15 @@ impl Door {
         }
     }
 
-    fn greet(&mut self, stream: TcpStream, from: SocketAddr) {
+    fn greet(&mut self, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
         let send = self.send.clone();
         let hear = move || {
             let hello = stream.set_nonblocking(false).and_then(|()| hear(&stream, HELLO));
             // Nobody listens any more once the world has formed.
             let _ = send.send((stream, from, hello));
         };
-        if self.saying_hello < MAX_GUESTS && thread::Builder::new().name("hello".into()).spawn(hear).is_ok() {
-            self.saying_hello += 1;
-        }
+        thread::Builder::new().name("hello".into()).spawn(hear)?;
+        self.saying_hello += 1;
+        Ok(())
     }
 }

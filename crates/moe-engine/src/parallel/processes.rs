@@ -37,8 +37,10 @@ const PARENT: &str = "MOE_PARENT_PID";
 pub(crate) struct Processes {
     world: Arc<dyn Communicator>,
     messages: Messages,
-    /// Ranks on this host.
-    local_world_size: usize,
+    /// Ranks on this host, where that is known.
+    local_world_size: Option<usize>,
+    /// Ranks anywhere.
+    world_size: usize,
     children: Children,
     finished: bool,
 }
@@ -72,8 +74,9 @@ impl Processes {
         end_with_world(&comm)?;
         end_with_parent(true)?;
         let messages = comm.messages();
-        let local_world_size = launch.local_world_size.unwrap_or(launch.world_size);
-        Ok(Some(Self { world: Arc::new(comm), messages, local_world_size, children, finished: false }))
+        let Launch { local_world_size, world_size, .. } = launch;
+        let world: Arc<dyn Communicator> = Arc::new(comm);
+        Ok(Some(Self { world, messages, local_world_size, world_size, children, finished: false }))
     }
 
     /// Whether this is rank 0.
@@ -81,9 +84,9 @@ impl Processes {
         self.world.rank() == 0
     }
 
-    /// Ranks that share this host.
+    /// The most ranks that share this host's memory.
     pub fn local_world_size(&self) -> usize {
-        self.local_world_size
+        self.local_world_size.unwrap_or(self.world_size)
     }
 
     pub fn messages(&self) -> &Messages {
@@ -97,10 +100,11 @@ impl Processes {
         parallel: &ParallelConfig,
         ex: &Exec,
     ) -> Result<(Ranks, serde_json::Value)> {
-        let threads = (ex.num_threads() / self.local_world_size).max(1);
+        // A launcher that does not say how many ranks share the host (srun) gives each its own cores.
+        let threads = (ex.num_threads() / self.local_world_size.unwrap_or(1)).max(1);
         let (rank, ex, chosen) = load_rank(source, parallel, self.world.clone(), ex, threads)?;
         self.wait_for_all()?;
-        let (geometry, world_size) = (rank.geometry.clone(), self.world.world_size());
+        let (geometry, world_size) = (rank.geometry.clone(), self.world_size);
         info!(
             tp = parallel.tp, dp = parallel.dp, ep = geometry.ep_size, backend = %geometry.backend,
             threads_per_rank = threads, "running on {world_size} ranks, a process each"
@@ -119,7 +123,7 @@ impl Processes {
         if !self.is_driver() {
             return Ok(self.messages.send(0, b"loaded")?);
         }
-        for rank in 1..self.world.world_size() {
+        for rank in 1..self.world_size {
             self.messages.recv(rank)?.with_context(|| format!("rank {rank} left while it loaded"))?;
         }
         Ok(())
@@ -138,7 +142,7 @@ impl Processes {
     pub fn finish(mut self) -> Result<()> {
         self.finished = true;
         if self.is_driver() {
-            (1..self.world.world_size()).try_for_each(|rank| self.messages.send(rank, b""))?;
+            (1..self.world_size).try_for_each(|rank| self.messages.send(rank, b""))?;
             self.children.wait()?;
         }
         Ok(())
