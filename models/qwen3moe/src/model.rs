@@ -203,7 +203,7 @@ impl Qwen3Moe {
         let layer_fuses = |layer: &DecoderLayer| {
             let block = match &layer.mlp {
                 Mlp::Dense(_) => None,
-                Mlp::Sparse(sparse) => sparse.fused(),
+                Mlp::Sparse(sparse) => sparse.block(),
             };
             layer.attention.fuses(tokens, ex) && block.is_some_and(|block| block.fuses(tokens, ex))
         };
@@ -224,7 +224,7 @@ impl Qwen3Moe {
                 layer.attention.add_normed_into(norm, residual.reborrow(), step, rope, kv, ex)
             })?;
             if let Mlp::Sparse(sparse) = &layer.mlp
-                && let Some(block) = sparse.fused()
+                && let Some(block) = sparse.block()
             {
                 let norm = &layer.post_attention_norm;
                 norm.with_pre_norm(|norm| block.add_normed_into(norm, residual.reborrow(), ex))?;
