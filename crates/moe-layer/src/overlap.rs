@@ -6,6 +6,7 @@
 
 use moe_kernels::candle::{DType, Device, Result, Tensor, bail};
 use moe_kernels::{Exec, TensorView, Workspace};
+use tracing::trace_span;
 
 use crate::block::{Family, SparseMoeBlock};
 use crate::chunked::SharedOrder;
@@ -25,6 +26,7 @@ impl SparseMoeBlock {
         if !self.has_shared_experts() {
             return Ok(());
         }
+        let _span = trace_span!("check_shared_experts").entered();
         let x = rows_beside(self.gate())?;
         let (x, gate) = (TensorView::new(&x)?, TensorView::new(self.gate())?);
         let (x, gate) = (x.view()?, gate.view()?);

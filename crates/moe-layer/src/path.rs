@@ -3,6 +3,7 @@
 use std::str::FromStr;
 
 use candle_nn::VarBuilder;
+use moe_comm::{EpBackend, Geometry};
 use moe_experts::Selection;
 use moe_kernels::candle::Result;
 use moe_kernels::{Exec, View, ViewMut};
@@ -38,9 +39,9 @@ impl FromStr for MoePath {
 /// A sparse layer on either path.
 #[derive(Debug)]
 pub enum SparseLayer {
-    /// Behind dispatch: packed weights, or on several ranks or in chunks separate ones.
+    /// Behind dispatch: packed weights, or, where ranks share the experts and in chunks, separate ones.
     Block(Box<SparseMoeBlock>),
-    /// On separate weights and one rank, in one pass.
+    /// On separate weights, all of them on this rank, in one pass.
     Loop(Box<MoeMlp>),
 }
 
@@ -73,9 +74,10 @@ impl SparseLayer {
         experts: VarBuilder,
         shared: Option<SharedExperts>,
     ) -> Result<(Self, Option<Selection>)> {
-        let in_one_pass = context.geometry.world_size == 1 && !context.chunked_moe.enable_chunked_moe;
+        let Geometry { backend, moe_tp_size, .. } = context.geometry;
+        let whole = backend == EpBackend::Disabled && moe_tp_size == 1;
         let (mut block, selection) = match path {
-            MoePath::Legacy if in_one_pass => {
+            MoePath::Legacy if whole && !context.chunked_moe.enable_chunked_moe => {
                 let mut block = MoeMlp::load(options, gate, experts)?;
                 if let Some(shared) = shared {
                     block = block.with_shared_experts(shared)?;
