@@ -3,15 +3,17 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Device, Result, bail};
 use model_deepseekv2_legacy::DeepseekV2Family;
 use model_qwen3moe::Qwen3MoeFamily;
-use model_runtime::{CausalLm, Checkpoint, Exec, KvCache, ModelInfo, Observer, StepViews, ViewMut};
+use model_runtime::{
+    CausalLm, Checkpoint, DummyWeights, Exec, KvCache, ModelInfo, Observer, RankView, StepViews, ViewMut,
+};
 use moe_comm::{EpBackend, ParallelConfig};
-use moe_engine::ModelFamily;
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
-use moe_engine::parallel::Replica;
-use moe_layer::MoePath;
+use moe_engine::parallel::{self, Replica, Source};
+use moe_engine::{LoadOptions, ModelFamily};
+use moe_layer::{ChunkedMoe, MoePath};
 use moe_tests::fixture;
 
 use crate::geometries::{Case, Origin};
@@ -172,4 +174,32 @@ fn a_rank_that_fails_ends_all_soon_and_keeps_what_was_done() {
         // It stays failed.
         assert!(engine.step().is_err());
     }
+}
+
+/// While one rank cannot read its tensors, the others already wait for it in the check of the first
+/// layer with shared experts.
+#[test]
+fn a_rank_that_cannot_load_ends_all_soon() {
+    let checkpoint = Checkpoint::open(fixture("deepseek-v2")).unwrap();
+    let config = DeepseekV2Family::config(&checkpoint.config).unwrap();
+    let parallel = ParallelConfig { dp: 3, enable_expert_parallel: true, ..ParallelConfig::default() };
+    let opened = AtomicUsize::new(0);
+    let source = Source::<DeepseekV2Family> {
+        config: &config,
+        has: &|name| checkpoint.tensors.info(name).is_some(),
+        tensors: &|slices| {
+            let view = match opened.fetch_add(1, Ordering::SeqCst) {
+                1 => RankView::new(DummyWeights::new([], 0), slices),
+                _ => RankView::new(checkpoint.tensors.clone(), slices),
+            };
+            view.var_builder(DType::F32, &Device::Cpu)
+        },
+        options: &|context| LoadOptions { moe_path: Some(MoePath::Fused), context, ..LoadOptions::default() },
+        chunked_moe: ChunkedMoe::default(),
+    };
+    let start = Instant::now();
+    let result = parallel::load(&source, &parallel, &Exec::cpu().with_threads(1).unwrap());
+    let text = format!("{:#}", result.err().unwrap());
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    assert!(text.contains("loading rank") && text.contains("model.embed_tokens.weight"), "{text}");
 }

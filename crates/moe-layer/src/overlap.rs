@@ -39,8 +39,8 @@ impl SparseMoeBlock {
                 ex.to_host(out.view())?.view().to_f32_vec()
             };
             let (around, integrated) = (run(SharedOrder::AroundDispatch)?, run(SharedOrder::Integrated)?);
-            let rows = around.iter().zip(&integrated).enumerate();
-            if let Some((at, (got, want))) = rows.into_iter().find(|(_, (a, b))| a.to_bits() != b.to_bits()) {
+            let mut rows = around.iter().zip(&integrated).enumerate();
+            if let Some((at, (got, want))) = rows.find(|(_, (a, b))| a.to_bits() != b.to_bits()) {
                 let width = x.dims()[1];
                 bail!(
                     "MoE layer {}: shared experts computed around dispatch ({}) differ from the integrated form in \
