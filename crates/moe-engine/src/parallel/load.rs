@@ -59,8 +59,8 @@ where
     // A size that the geometry cannot cut is a mistake in the call, found before anything is loaded.
     let slices = |rank| -> Result<_> {
         let geometry = parallel.geometry(rank)?;
-        let slices = F::slices(source.config, &geometry, source.has).map_err(|e| usage(e.to_string()))?;
-        Ok((geometry, slices))
+        let layout = F::layout(source.config, &geometry, source.has).map_err(|e| usage(e.to_string()))?;
+        Ok((geometry, layout.slices))
     };
     let places = (0..world).map(slices).collect::<Result<Vec<_>>>()?;
     let load_rank =
