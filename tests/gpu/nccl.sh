@@ -14,8 +14,8 @@ check() {
   if timeout "$seconds" "$root/bin/gpu" "nccl::$name" --test-threads 1 --nocapture "$@" >"$out/nccl-$name.log" 2>&1; then
     echo "ok      $name: $(grep '^test result' "$out/nccl-$name.log" | cut -c1-100)"
   else
+    echo "FAILED  $name (exit code $?)"
     failed=1
-    echo "FAILED  $name ($?)"
     grep -E "panicked|FAILED|error|NCCL" -A 4 "$out/nccl-$name.log" | tail -n 30 | cut -c1-300
   fi
 }
