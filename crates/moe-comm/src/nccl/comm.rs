@@ -12,11 +12,11 @@ use moe_kernels::{Exec, Scratch, View, ViewMut};
 use super::handle::{self, Handle, Progress};
 use super::library::Library;
 use super::world::{Group, World, plain};
+use crate::DEFAULT_TIMEOUT;
 use crate::call::{Call, Op};
 use crate::check::Place;
 use crate::dtype::copy;
 use crate::parts::Part;
-use crate::thread::DEFAULT_TIMEOUT;
 
 /// One rank of a group of GPUs that communicate by NCCL.
 ///
