@@ -80,8 +80,10 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let dtypes: Vec<&str> = args.dtype.as_deref().map_or(vec!["f32", "bf16"], |d| vec![d]);
     let packages: BTreeSet<&str> = cases.iter().map(|c| c.runner.package).collect();
+    // The CUDA build needs a compiler: `cargo xtask toolkit -- cargo xtask parity --device cuda`.
+    let features: &[&str] = if args.device.starts_with("cuda") { &["--features", "cuda"] } else { &[] };
     for package in packages {
-        workspace::run(cargo().args(["build", "--release", "-q", "-p", package]))?;
+        workspace::run(cargo().args(["build", "--release", "-q", "-p", package]).args(features))?;
     }
     let scratch = std::env::temp_dir().join(format!("moe-parity-{}.json", std::process::id()));
     let mut results = Vec::new();

@@ -5,16 +5,14 @@
 //! parallelism) are gathered from their owner alone.
 
 use candle_core::{DType, Result};
-use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
-use std::sync::Arc;
+use moe_kernels::{ActivationFormat, Dispatched, Exec, View};
 
-use crate::combine::{Returns, combine_a, combine_b};
-use crate::local_experts::LocalExperts;
-use crate::prepare_finalize::PrepareFinalize;
+use crate::combine::Returns;
+use crate::exchange::Exchange;
 use crate::ranks::EpRanks;
 use crate::rows::Layout;
 use crate::tokens::Tokens;
-use crate::transport::Collective;
+use crate::transport::{Collective, Transport};
 
 /// The backend `allgather_reducescatter`.
 #[derive(Debug)]
@@ -33,40 +31,24 @@ impl AllgatherReducescatter {
     }
 }
 
-impl PrepareFinalize for AllgatherReducescatter {
-    fn name(&self) -> &'static str {
-        NAME
+impl Exchange for AllgatherReducescatter {
+    const NAME: &'static str = NAME;
+    const FORMAT: ActivationFormat = ActivationFormat::Standard;
+    type Dispatching<'a> = Dispatched<'a>;
+
+    fn ranks(&self) -> &EpRanks {
+        &self.ranks
     }
 
-    fn activation_format(&self) -> ActivationFormat {
-        ActivationFormat::Standard
-    }
-
-    fn output_is_reduced(&self) -> bool {
-        true
-    }
-
-    fn num_dispatchers(&self) -> usize {
-        self.ranks.world_size()
+    fn transport(&self) -> &dyn Transport {
+        &self.transport
     }
 
     fn max_rows(&self, tokens: usize) -> usize {
         arrivals(&self.ranks, tokens)
     }
 
-    fn local_experts(&self) -> Option<&LocalExperts> {
-        Some(self.ranks.local_experts())
-    }
-
-    fn applies_router_weight_on_input(&self) -> bool {
-        self.ranks.router_weight_on_input
-    }
-
-    fn rank_tokens(&self, tokens: usize, ex: &mut Exec) -> Result<Option<Arc<[usize]>>> {
-        self.ranks.rank_tokens(NAME, tokens, ex).map(Some)
-    }
-
-    fn prepare<'a>(
+    fn dispatch_a<'a>(
         &'a self,
         hidden: View<'a>,
         topk_ids: View<'a>,
@@ -107,16 +89,8 @@ impl PrepareFinalize for AllgatherReducescatter {
         Ok(dispatched.with_handle(returns))
     }
 
-    fn finalize(
-        &self,
-        expert_out: View,
-        dispatched: &Dispatched,
-        strategy: WeightAndReduce,
-        out: ViewMut,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let sent = combine_a(NAME, &self.transport, expert_out, dispatched, strategy, ex)?;
-        combine_b(NAME, &self.ranks, &self.transport, sent, dispatched, out, ex)
+    fn dispatch_b<'a>(&'a self, begun: Dispatched<'a>, _: &mut Exec) -> Result<Dispatched<'a>> {
+        Ok(begun)
     }
 }
 

@@ -98,7 +98,7 @@ pub(crate) fn combine_b(
 }
 
 /// Weights and adds the slots of the owned tokens.
-fn weigh(
+pub(crate) fn weigh(
     slots: View,
     ids: View,
     dispatched: &Dispatched,

@@ -14,45 +14,5 @@
 mod high_throughput;
 mod low_latency;
 
-use candle_core::Result;
-use moe_kernels::Exec;
-
-use crate::receiver::Receiver;
-use crate::transport::Transport;
-
-pub use high_throughput::{Dispatching, HighThroughput};
+pub use high_throughput::HighThroughput;
 pub use low_latency::LowLatency;
-
-/// Fails the group if a call that has begun is dropped before its second half: peers wait for it.
-struct Begun<'a> {
-    transport: &'a dyn Transport,
-    what: &'static str,
-    ended: bool,
-}
-
-impl Begun<'_> {
-    fn end(mut self) {
-        self.ended = true;
-    }
-}
-
-impl Drop for Begun<'_> {
-    fn drop(&mut self) {
-        if !self.ended {
-            self.transport.abort(&format!("a {} that had begun was dropped before its end", self.what));
-        }
-    }
-}
-
-/// The second half of a call, as a receiver.
-fn pending<'a, T>(
-    transport: &'a dyn Transport,
-    what: &'static str,
-    end: impl FnOnce(&mut Exec) -> Result<T> + Send + 'a,
-) -> Receiver<'a, T> {
-    let begun = Begun { transport, what, ended: false };
-    Receiver::pending(move |ex| {
-        begun.end();
-        end(ex)
-    })
-}

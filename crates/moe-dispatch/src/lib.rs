@@ -7,6 +7,7 @@ mod batched;
 mod combine;
 mod compose;
 mod deepep;
+mod exchange;
 mod local_allreduce;
 mod local_experts;
 mod no_ep;
@@ -23,7 +24,7 @@ mod transport;
 pub use allgather::AllgatherReducescatter;
 pub use batched::BatchedReference;
 pub use compose::{CompositionError, ExpertsSide, check_composition};
-pub use deepep::{Dispatching, HighThroughput, LowLatency};
+pub use deepep::{HighThroughput, LowLatency};
 pub use local_allreduce::LocalAllreduce;
 pub use local_experts::LocalExperts;
 pub use no_ep::NoEp;
@@ -34,7 +35,6 @@ pub use reduce::{CombineArgs, weight_and_reduce_into};
 pub use tensor::{
     AlignedTensors, DispatchedTensors, Dispatcher, group_slots, moe_align_block_size, weight_and_reduce,
 };
-
 pub use tensor_parallel::TensorParallel;
 pub use transport::{Collective, Sent, Transport};
 

@@ -5,15 +5,14 @@
 //! reduce-scatter and all-gather of an all-reduce, in the order of one rank.
 
 use candle_core::{Result, bail};
-use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
+use moe_kernels::{ActivationFormat, Dispatched, Exec, View};
 
-use crate::combine::{Returns, combine_a, combine_b};
-use crate::local_experts::LocalExperts;
-use crate::prepare_finalize::PrepareFinalize;
+use crate::combine::Returns;
+use crate::exchange::Exchange;
 use crate::ranks::EpRanks;
 use crate::rows::Layout;
 use crate::tokens::Tokens;
-use crate::transport::Collective;
+use crate::transport::{Collective, Transport};
 
 /// The backend `local_allreduce`, for data-parallel size 1.
 #[derive(Debug)]
@@ -41,32 +40,25 @@ impl LocalAllreduce {
     }
 }
 
-impl PrepareFinalize for LocalAllreduce {
-    fn name(&self) -> &'static str {
-        NAME
+impl Exchange for LocalAllreduce {
+    const NAME: &'static str = NAME;
+    const FORMAT: ActivationFormat = ActivationFormat::Standard;
+    const COUNTS_DIFFER: bool = false;
+    type Dispatching<'a> = Dispatched<'a>;
+
+    fn ranks(&self) -> &EpRanks {
+        &self.ranks
     }
 
-    fn activation_format(&self) -> ActivationFormat {
-        ActivationFormat::Standard
+    fn transport(&self) -> &dyn Transport {
+        &self.transport
     }
 
-    fn output_is_reduced(&self) -> bool {
-        true
+    fn max_rows(&self, tokens: usize) -> usize {
+        tokens
     }
 
-    fn num_dispatchers(&self) -> usize {
-        self.ranks.world_size()
-    }
-
-    fn local_experts(&self) -> Option<&LocalExperts> {
-        Some(self.ranks.local_experts())
-    }
-
-    fn applies_router_weight_on_input(&self) -> bool {
-        self.ranks.router_weight_on_input
-    }
-
-    fn prepare<'a>(
+    fn dispatch_a<'a>(
         &'a self,
         hidden: View<'a>,
         topk_ids: View<'a>,
@@ -94,15 +86,7 @@ impl PrepareFinalize for LocalAllreduce {
         Ok(dispatched.with_handle(returns))
     }
 
-    fn finalize(
-        &self,
-        expert_out: View,
-        dispatched: &Dispatched,
-        strategy: WeightAndReduce,
-        out: ViewMut,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let sent = combine_a(NAME, &self.transport, expert_out, dispatched, strategy, ex)?;
-        combine_b(NAME, &self.ranks, &self.transport, sent, dispatched, out, ex)
+    fn dispatch_b<'a>(&'a self, begun: Dispatched<'a>, _: &mut Exec) -> Result<Dispatched<'a>> {
+        Ok(begun)
     }
 }

@@ -10,10 +10,9 @@ use std::sync::Arc;
 use candle_core::{DType, Result, bail};
 use moe_comm::{Communicator, partition, reduce_segments_into, shares};
 use moe_kernels::door::{expect_dims, expect_dtype};
-use moe_kernels::{
-    ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce, fill_into, weighted_sum_into,
-};
+use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
+use crate::combine::weigh;
 use crate::prepare_finalize::PrepareFinalize;
 use crate::tokens::Tokens;
 
@@ -103,14 +102,7 @@ impl PrepareFinalize for TensorParallel {
 
         let own_ids = ids.narrow(owned.start, owned.len())?;
         let mut rows = ex.scratch(out.dtype(), &[owned.len(), width])?;
-        if dispatched.weights_applied {
-            let mut ones = ex.scratch(DType::F32, &[owned.len(), top_k])?;
-            fill_into(1., ones.view_mut(), ex)?;
-            weighted_sum_into(slots.view(), own_ids, ones.view(), rows.view_mut(), ex)?;
-        } else {
-            let weights = dispatched.owner_topk_weights.narrow(owned.start, owned.len())?;
-            weighted_sum_into(slots.view(), own_ids, weights, rows.view_mut(), ex)?;
-        }
+        weigh(slots.view(), own_ids, dispatched, &owned, rows.view_mut(), ex)?;
         self.comm.all_gather_v(rows.view(), &shares, out, ex)
     }
 }

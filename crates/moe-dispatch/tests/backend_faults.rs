@@ -22,6 +22,18 @@ use world::{BACKENDS, World};
 /// Far below any patience, far above a busy machine's delays.
 const SOON: Duration = Duration::from_secs(10);
 const TIMEOUT: Duration = Duration::from_millis(250);
+/// Tensor parallelism: experts cut over ranks that hold the same tokens.
+const DISABLED: &str = "disabled";
+
+/// All backends over several ranks.
+fn backends() -> impl Iterator<Item = &'static str> {
+    BACKENDS.into_iter().chain([DISABLED])
+}
+
+/// Whether the ranks hold the same tokens.
+fn is_replicated(name: &str) -> bool {
+    name == "local_allreduce" || name == DISABLED
+}
 
 fn world(tp: usize, groups: usize) -> World {
     let problem = |tokens: usize| Problem {
@@ -56,8 +68,12 @@ fn errors(world: &World, name: &str, fault: Fault, at: usize) -> Option<Vec<Stri
             1 => Arc::new(Saboteur::new(Arc::new(comm), fault, at)),
             _ => Arc::new(comm),
         };
-        let backend = world.backend(name, comm.clone())?;
-        world.run(backend.as_ref(), rank, at.is_multiple_of(2), &mut Exec::cpu())?;
+        if name == DISABLED {
+            world.run_disabled(rank, comm.clone(), &mut Exec::cpu())?;
+        } else {
+            let backend = world.backend(name, comm.clone())?;
+            world.run(backend.as_ref(), rank, at.is_multiple_of(2), &mut Exec::cpu())?;
+        }
         // Ranks whose part was done before the fault learn it at the next meeting.
         comm.barrier(&mut Exec::cpu())
     });
@@ -70,15 +86,15 @@ fn errors(world: &World, name: &str, fault: Fault, at: usize) -> Option<Vec<Stri
 
 #[test]
 fn a_fault_in_any_collective_is_an_error_on_every_rank() {
-    for name in BACKENDS {
-        let world = if name == "local_allreduce" { world(4, 1) } else { world(2, 2) };
+    for name in backends() {
+        let world = if is_replicated(name) { world(4, 1) } else { world(2, 2) };
         for (fault, cause) in [
             (Fault::Panic, "rank 1 panicked: sabotaged"),
             (Fault::Error, "rank 1 failed: sabotaged"),
             (Fault::Other, "ranks disagree about the collective"),
             (Fault::Stall, "stalled: others waited for"),
         ] {
-            // The split into groups is the first one.
+            // With expert parallelism the split into groups is the first one.
             let mut at = 0;
             while let Some(errors) = errors(&world, name, fault, at) {
                 for (rank, error) in errors.iter().enumerate() {
@@ -94,8 +110,8 @@ fn a_fault_in_any_collective_is_an_error_on_every_rank() {
 
 #[test]
 fn ranks_that_disagree_on_shapes_all_fail() {
-    for name in BACKENDS {
-        let mut world = if name == "local_allreduce" { world(2, 1) } else { world(1, 2) };
+    for name in backends() {
+        let mut world = if is_replicated(name) { world(2, 1) } else { world(1, 2) };
         let wide =
             Problem { hidden: 4, rows: vec![1.; world.problems[0].tokens * 4], ..world.problems[0].clone() };
         let odd = World { problems: vec![wide; world.problems.len()], ..world.clone() };
@@ -103,6 +119,9 @@ fn ranks_that_disagree_on_shapes_all_fail() {
         let comms = ThreadComm::world_with_timeout(2, SOON);
         let results = run_ranks_with(comms, |rank, comm| {
             let world = if rank == 1 { &odd } else { &world };
+            if name == DISABLED {
+                return world.run_disabled(rank, Arc::new(comm), &mut Exec::cpu()).map(drop);
+            }
             let backend = world.backend(name, Arc::new(comm))?;
             world.run(backend.as_ref(), rank, false, &mut Exec::cpu()).map(drop)
         });

@@ -39,7 +39,9 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
         (None, model) => Session::open::<F>(model.as_deref(), &args.run, false)?,
     };
     check_sizes(args, session.model.info())?;
-    let mut bench = Bench { session, runs: 0 };
+    let default = EngineConfig::for_device(&session.ex).max_num_batched_tokens;
+    let max_num_batched_tokens = args.max_num_batched_tokens.unwrap_or(default);
+    let mut bench = Bench { session, max_num_batched_tokens, runs: 0 };
     bench.time(1, 1, 1)?;
     let mut result = json!({
         "engine": env!("CARGO_PKG_NAME"),
@@ -50,6 +52,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
         "dtype": bench.session.model.info().kv.dtype.as_str(),
         "commit": commit(),
         "start_s": START.get().map(|start| start.elapsed().as_secs_f64()),
+        "max_num_batched_tokens": max_num_batched_tokens,
         "prefill": {}, "decode": {}, "distinct_experts": {},
     });
     for &length in &args.lengths {
@@ -72,6 +75,8 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
         let full = bench.median(args.repeat, 1, args.long_context, 128)?;
         result["decode_long"] = json!({"context": args.long_context, "tok_s": 127. / (full - one)});
     }
+    // Of the first rank: activations and scratch, without weights and KV cache.
+    result["workspace_bytes"] = bench.session.ex.workspace().bytes().into();
     result["roofline"] = roofline::measure::<F>(args, &result, bench.session)?;
     write_json(args.json.as_deref(), &result)
 }
@@ -106,6 +111,7 @@ fn check_sizes(args: &BenchArgs, info: &ModelInfo) -> Result<()> {
 
 struct Bench {
     session: Session,
+    max_num_batched_tokens: usize,
     runs: u64,
 }
 
@@ -203,6 +209,7 @@ impl Bench {
             block_size: BLOCK_SIZE,
             kv_cache_memory: Some((blocks * BLOCK_SIZE).saturating_mul(info.kv.bytes_per_token()?)),
             collect_heat,
+            max_num_batched_tokens: self.max_num_batched_tokens,
             ..EngineConfig::for_device(&self.session.ex)
         };
         self.session.engine(None, &config)

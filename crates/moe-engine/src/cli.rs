@@ -321,6 +321,9 @@ pub struct BenchArgs {
     /// Prompt lengths of the prefill rows.
     #[arg(long, value_delimiter = ',', default_value = "2048")]
     pub lengths: Vec<usize>,
+    /// Tokens of one forward pass, at most (default: 512, on a GPU 8192).
+    #[arg(long)]
+    pub max_num_batched_tokens: Option<usize>,
     /// Context of the long decode row; 0 leaves it out.
     #[arg(long, default_value_t = 0)]
     pub long_context: usize,

@@ -1,16 +1,12 @@
 //! The form with exact counts: what prefill wants.
 
 use candle_core::{DType, Result};
-use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, Scratch, View, ViewMut, WeightAndReduce};
-use std::sync::Arc;
+use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, Scratch, View};
 
-use super::pending;
 use crate::allgather::arrivals;
-use crate::combine::{Returns, combine_a, combine_b};
-use crate::local_experts::LocalExperts;
-use crate::prepare_finalize::PrepareFinalize;
+use crate::combine::Returns;
+use crate::exchange::Exchange;
 use crate::ranks::EpRanks;
-use crate::receiver::Receiver;
 use crate::rows::{Layout, pack_ids, pack_rows};
 use crate::tokens::Tokens;
 use crate::transport::{Collective, Sent, Transport};
@@ -49,13 +45,28 @@ impl HighThroughput {
     pub fn with_transport(ranks: EpRanks, transport: impl Transport + 'static) -> Self {
         Self { ranks, transport: Box::new(transport) }
     }
+}
 
-    /// First half of dispatch: the ranks learn how many rows come, and rows leave.
-    ///
-    /// # Errors
-    /// Wrong dims or dtypes; an unknown expert; a rank that died.
-    pub fn dispatch_a<'a>(
-        &self,
+impl Exchange for HighThroughput {
+    const NAME: &'static str = NAME;
+    const FORMAT: ActivationFormat = ActivationFormat::Standard;
+    type Dispatching<'a> = Dispatching<'a>;
+
+    fn ranks(&self) -> &EpRanks {
+        &self.ranks
+    }
+
+    fn transport(&self) -> &dyn Transport {
+        self.transport.as_ref()
+    }
+
+    fn max_rows(&self, tokens: usize) -> usize {
+        arrivals(&self.ranks, tokens)
+    }
+
+    /// The ranks learn how many rows come, and rows leave.
+    fn dispatch_a<'a>(
+        &'a self,
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
@@ -79,11 +90,7 @@ impl HighThroughput {
         Ok(Dispatching { topk_ids, topk_weights, hidden_size, dtype, rows, ids, send: lists.counts, receive })
     }
 
-    /// Second half of dispatch: what has arrived.
-    ///
-    /// # Errors
-    /// Ranks that disagree, or died.
-    pub fn dispatch_b<'a>(&'a self, begun: Dispatching<'a>, ex: &mut Exec) -> Result<Dispatched<'a>> {
+    fn dispatch_b<'a>(&'a self, begun: Dispatching<'a>, ex: &mut Exec) -> Result<Dispatched<'a>> {
         let Dispatching {
             topk_ids,
             topk_weights,
@@ -116,111 +123,5 @@ impl HighThroughput {
         dispatched.expert_map = self.ranks.local_experts().expert_map();
         dispatched.weights_applied = self.ranks.router_weight_on_input;
         Ok(dispatched.with_handle(returns))
-    }
-
-    /// First half of combine: computed slot rows leave for their owners.
-    ///
-    /// # Errors
-    /// Wrong dims or dtypes; experts that do not return unweighted rows; a rank that died.
-    pub fn combine_a(
-        &self,
-        expert_out: View,
-        dispatched: &Dispatched,
-        strategy: WeightAndReduce,
-        ex: &mut Exec,
-    ) -> Result<Sent> {
-        combine_a(NAME, self.transport.as_ref(), expert_out, dispatched, strategy, ex)
-    }
-
-    /// Second half of combine: the owners weight and add.
-    ///
-    /// # Errors
-    /// Ranks that disagree, or died.
-    pub fn combine_b(&self, sent: Sent, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        combine_b(NAME, &self.ranks, self.transport.as_ref(), sent, dispatched, out, ex)
-    }
-}
-
-impl PrepareFinalize for HighThroughput {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn activation_format(&self) -> ActivationFormat {
-        ActivationFormat::Standard
-    }
-
-    fn output_is_reduced(&self) -> bool {
-        true
-    }
-
-    fn num_dispatchers(&self) -> usize {
-        self.ranks.world_size()
-    }
-
-    fn max_rows(&self, tokens: usize) -> usize {
-        arrivals(&self.ranks, tokens)
-    }
-
-    fn local_experts(&self) -> Option<&LocalExperts> {
-        Some(self.ranks.local_experts())
-    }
-
-    fn applies_router_weight_on_input(&self) -> bool {
-        self.ranks.router_weight_on_input
-    }
-
-    fn supports_async(&self) -> bool {
-        self.transport.is_async()
-    }
-
-    fn rank_tokens(&self, tokens: usize, ex: &mut Exec) -> Result<Option<Arc<[usize]>>> {
-        self.ranks.rank_tokens(NAME, tokens, ex).map(Some)
-    }
-
-    fn prepare<'a>(
-        &'a self,
-        hidden: View<'a>,
-        topk_ids: View<'a>,
-        topk_weights: View<'a>,
-        ex: &mut Exec,
-    ) -> Result<Dispatched<'a>> {
-        let begun = self.dispatch_a(hidden, topk_ids, topk_weights, ex)?;
-        self.dispatch_b(begun, ex)
-    }
-
-    fn finalize(
-        &self,
-        expert_out: View,
-        dispatched: &Dispatched,
-        strategy: WeightAndReduce,
-        out: ViewMut,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let sent = self.combine_a(expert_out, dispatched, strategy, ex)?;
-        self.combine_b(sent, dispatched, out, ex)
-    }
-
-    fn begin_prepare<'a>(
-        &'a self,
-        hidden: View<'a>,
-        topk_ids: View<'a>,
-        topk_weights: View<'a>,
-        ex: &mut Exec,
-    ) -> Result<Receiver<'a, Dispatched<'a>>> {
-        let begun = self.dispatch_a(hidden, topk_ids, topk_weights, ex)?;
-        Ok(pending(self.transport.as_ref(), "dispatch", move |ex| self.dispatch_b(begun, ex)))
-    }
-
-    fn begin_finalize<'a>(
-        &'a self,
-        expert_out: View<'a>,
-        dispatched: &'a Dispatched<'a>,
-        strategy: WeightAndReduce,
-        out: ViewMut<'a>,
-        ex: &mut Exec,
-    ) -> Result<Receiver<'a, ()>> {
-        let sent = self.combine_a(expert_out, dispatched, strategy, ex)?;
-        Ok(pending(self.transport.as_ref(), "combine", move |ex| self.combine_b(sent, dispatched, out, ex)))
     }
 }

@@ -7,17 +7,13 @@
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::{
-    ActivationFormat, Dispatched, Exec, NO_EXPERT, RowBatches, Scratch, View, ViewMut, WeightAndReduce,
-    batch_rows_into, group_slots_into,
+    ActivationFormat, Dispatched, Exec, NO_EXPERT, RowBatches, Scratch, View, batch_rows_into,
+    group_slots_into,
 };
-use std::sync::Arc;
 
-use super::pending;
-use crate::combine::{Returns, combine_a, combine_b};
-use crate::local_experts::LocalExperts;
-use crate::prepare_finalize::PrepareFinalize;
+use crate::combine::Returns;
+use crate::exchange::Exchange;
 use crate::ranks::EpRanks;
-use crate::receiver::Receiver;
 use crate::rows::{Layout, RowLists, pack_ids, pack_rows};
 use crate::tokens::Tokens;
 use crate::transport::{Collective, Sent, Transport};
@@ -34,7 +30,7 @@ const NAME: &str = "deepep low_latency";
 
 /// A dispatch whose rows are on their way.
 #[derive(Debug)]
-struct Dispatching<'a> {
+pub struct Dispatching<'a> {
     topk_ids: View<'a>,
     topk_weights: View<'a>,
     hidden_size: usize,
@@ -65,8 +61,68 @@ impl LowLatency {
         self.max_num_tokens.div_ceil(self.ranks.tp.world_size())
     }
 
+    /// How rows get back, from the ids that arrived and where their slots were sorted to.
+    fn returns(&self, topk_ids: View, ids: &[u32], offsets: &[u32], slots: &[u32]) -> Result<Returns> {
+        let (block, ranks) = (self.block(), self.ranks.world_size());
+        let (total, top_k) = (block * ranks, topk_ids.dims().get(1).copied().unwrap_or(0));
+        let mut row_of_slot = vec![0u32; ids.len()];
+        for (expert, bounds) in offsets.windows(2).enumerate() {
+            let group = slots.get(bounds[0] as usize..bounds[1] as usize).unwrap_or(&[]);
+            for (row, &slot) in group.iter().enumerate() {
+                if let Some(place) = row_of_slot.get_mut(slot as usize) {
+                    *place = (expert * total + row) as u32;
+                }
+            }
+        }
+        let blocks: Vec<_> = (0..ranks).map(|rank| rank * block..(rank + 1) * block).collect();
+        let mut send: RowLists = self.ranks.computed_slots(NAME, ids, top_k, &blocks)?;
+        for row in &mut send.rows {
+            *row = row_of_slot.get(first_slot(ids, top_k, *row as usize)).copied().unwrap_or(0);
+        }
+        let owned = self.ranks.owned(topk_ids.rows());
+        let receive = self.ranks.slots_by_rank(NAME, topk_ids.narrow(owned.start, owned.len())?.cpu()?)?;
+        let layout = Layout::Fixed(block * top_k);
+        Ok(Returns { backend: NAME, send, receive, owned, layout })
+    }
+}
+
+/// The ids of each row [K] without repetition: a row has one place in an expert's block, also where
+/// a recording or a random router names the expert twice.
+fn name_once(ids: &[u32], top_k: usize, once: &mut [u32]) {
+    for (slot, (&id, once)) in ids.iter().zip(once).enumerate() {
+        *once = if first_slot(ids, top_k, slot) == slot { id } else { NO_EXPERT };
+    }
+}
+
+/// The first slot of the same row with the same expert.
+fn first_slot(ids: &[u32], top_k: usize, slot: usize) -> usize {
+    let row = slot - slot % top_k.max(1);
+    (row..slot).find(|&earlier| ids.get(earlier) == ids.get(slot)).unwrap_or(slot)
+}
+
+impl Exchange for LowLatency {
+    const NAME: &'static str = NAME;
+    const FORMAT: ActivationFormat = ActivationFormat::BatchedExperts;
+    type Dispatching<'a> = Dispatching<'a>;
+
+    fn ranks(&self) -> &EpRanks {
+        &self.ranks
+    }
+
+    fn transport(&self) -> &dyn Transport {
+        self.transport.as_ref()
+    }
+
+    fn max_num_tokens(&self) -> Option<usize> {
+        Some(self.max_num_tokens)
+    }
+
+    fn max_rows(&self, _tokens: usize) -> usize {
+        self.block() * self.ranks.world_size()
+    }
+
     fn dispatch_a<'a>(
-        &self,
+        &'a self,
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
@@ -119,135 +175,5 @@ impl LowLatency {
         dispatched.expert_map = experts.expert_map();
         dispatched.weights_applied = self.ranks.router_weight_on_input;
         Ok(dispatched.with_handle(returns))
-    }
-
-    /// How rows get back, from the ids that arrived and where their slots were sorted to.
-    fn returns(&self, topk_ids: View, ids: &[u32], offsets: &[u32], slots: &[u32]) -> Result<Returns> {
-        let (block, ranks) = (self.block(), self.ranks.world_size());
-        let (total, top_k) = (block * ranks, topk_ids.dims().get(1).copied().unwrap_or(0));
-        let mut row_of_slot = vec![0u32; ids.len()];
-        for (expert, bounds) in offsets.windows(2).enumerate() {
-            let group = slots.get(bounds[0] as usize..bounds[1] as usize).unwrap_or(&[]);
-            for (row, &slot) in group.iter().enumerate() {
-                if let Some(place) = row_of_slot.get_mut(slot as usize) {
-                    *place = (expert * total + row) as u32;
-                }
-            }
-        }
-        let blocks: Vec<_> = (0..ranks).map(|rank| rank * block..(rank + 1) * block).collect();
-        let mut send: RowLists = self.ranks.computed_slots(NAME, ids, top_k, &blocks)?;
-        for row in &mut send.rows {
-            *row = row_of_slot.get(first_slot(ids, top_k, *row as usize)).copied().unwrap_or(0);
-        }
-        let owned = self.ranks.owned(topk_ids.rows());
-        let receive = self.ranks.slots_by_rank(NAME, topk_ids.narrow(owned.start, owned.len())?.cpu()?)?;
-        let layout = Layout::Fixed(block * top_k);
-        Ok(Returns { backend: NAME, send, receive, owned, layout })
-    }
-
-    fn combine_b(&self, sent: Sent, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        combine_b(NAME, &self.ranks, self.transport.as_ref(), sent, dispatched, out, ex)
-    }
-}
-
-/// The ids of each row [K] without repetition: a row has one place in an expert's block, also where
-/// a recording or a random router names the expert twice.
-fn name_once(ids: &[u32], top_k: usize, once: &mut [u32]) {
-    for (slot, (&id, once)) in ids.iter().zip(once).enumerate() {
-        *once = if first_slot(ids, top_k, slot) == slot { id } else { NO_EXPERT };
-    }
-}
-
-/// The first slot of the same row with the same expert.
-fn first_slot(ids: &[u32], top_k: usize, slot: usize) -> usize {
-    let row = slot - slot % top_k.max(1);
-    (row..slot).find(|&earlier| ids.get(earlier) == ids.get(slot)).unwrap_or(slot)
-}
-
-impl PrepareFinalize for LowLatency {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn activation_format(&self) -> ActivationFormat {
-        ActivationFormat::BatchedExperts
-    }
-
-    fn output_is_reduced(&self) -> bool {
-        true
-    }
-
-    fn max_num_tokens_per_rank(&self) -> Option<usize> {
-        Some(self.max_num_tokens)
-    }
-
-    fn num_dispatchers(&self) -> usize {
-        self.ranks.world_size()
-    }
-
-    fn max_rows(&self, _tokens: usize) -> usize {
-        self.block() * self.ranks.world_size()
-    }
-
-    fn local_experts(&self) -> Option<&LocalExperts> {
-        Some(self.ranks.local_experts())
-    }
-
-    fn applies_router_weight_on_input(&self) -> bool {
-        self.ranks.router_weight_on_input
-    }
-
-    fn supports_async(&self) -> bool {
-        self.transport.is_async()
-    }
-
-    fn rank_tokens(&self, tokens: usize, ex: &mut Exec) -> Result<Option<Arc<[usize]>>> {
-        self.ranks.rank_tokens(NAME, tokens, ex).map(Some)
-    }
-
-    fn prepare<'a>(
-        &'a self,
-        hidden: View<'a>,
-        topk_ids: View<'a>,
-        topk_weights: View<'a>,
-        ex: &mut Exec,
-    ) -> Result<Dispatched<'a>> {
-        let begun = self.dispatch_a(hidden, topk_ids, topk_weights, ex)?;
-        self.dispatch_b(begun, ex)
-    }
-
-    fn finalize(
-        &self,
-        expert_out: View,
-        dispatched: &Dispatched,
-        strategy: WeightAndReduce,
-        out: ViewMut,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let sent = combine_a(NAME, self.transport.as_ref(), expert_out, dispatched, strategy, ex)?;
-        self.combine_b(sent, dispatched, out, ex)
-    }
-
-    fn begin_prepare<'a>(
-        &'a self,
-        hidden: View<'a>,
-        topk_ids: View<'a>,
-        topk_weights: View<'a>,
-        ex: &mut Exec,
-    ) -> Result<Receiver<'a, Dispatched<'a>>> {
-        let begun = self.dispatch_a(hidden, topk_ids, topk_weights, ex)?;
-        Ok(pending(self.transport.as_ref(), "dispatch", move |ex| self.dispatch_b(begun, ex)))
-    }
-
-    fn begin_finalize<'a>(
-        &'a self,
-        expert_out: View<'a>,
-        dispatched: &'a Dispatched<'a>,
-        strategy: WeightAndReduce,
-        out: ViewMut<'a>,
-        ex: &mut Exec,
-    ) -> Result<Receiver<'a, ()>> {
-        let sent = combine_a(NAME, self.transport.as_ref(), expert_out, dispatched, strategy, ex)?;
-        Ok(pending(self.transport.as_ref(), "combine", move |ex| self.combine_b(sent, dispatched, out, ex)))
     }
 }

@@ -7,7 +7,7 @@ use moe_comm::ExpertPlacement;
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
     AllgatherReducescatter, Communicator, EpRanks, Exec, ExpertLayout, HighThroughput, LocalAllreduce,
-    LowLatency, PrepareFinalize, View, ViewMut, WeightAndReduce,
+    LowLatency, PrepareFinalize, TensorParallel, View, ViewMut, WeightAndReduce,
 };
 
 use super::common::{Problem, run_named_experts};
@@ -54,6 +54,22 @@ impl World {
             "high_throughput" => Box::new(HighThroughput::new(ranks)),
             _ => Box::new(LowLatency::new(ranks, self.max_tokens())),
         })
+    }
+
+    /// What rank `rank` of `disabled` over `ep` gets, with two segments of made-up experts of its own.
+    pub fn run_disabled(&self, rank: usize, ep: Arc<dyn Communicator>, ex: &mut Exec) -> Result<Vec<f32>> {
+        let p = &self.problems[0];
+        let backend = TensorParallel::new(ep);
+        let hidden = View::new(&p.rows, &[p.tokens, p.hidden])?;
+        let ids = View::new(&p.ids, &[p.tokens, p.top_k])?;
+        let weights = View::new(&p.weights, &[p.tokens, p.top_k])?;
+        let dispatched = backend.prepare(hidden, ids, weights, ex)?;
+        let segments = vec![rank as f32; 2 * p.tokens * p.top_k * p.hidden];
+        let segments = View::new(&segments, &[2, p.tokens, p.top_k, p.hidden])?;
+        let mut out = vec![f32::NAN; p.rows.len()];
+        let to = ViewMut::new(&mut out, &[p.tokens, p.hidden])?;
+        backend.finalize(segments, &dispatched, WeightAndReduce::Delegate, to, ex)?;
+        Ok(out)
     }
 
     /// What rank `rank` gets for its tokens, by the whole calls or by their halves.

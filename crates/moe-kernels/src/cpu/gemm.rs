@@ -181,7 +181,9 @@ impl<T: Lanes, E: Epilogue, M: Method<T>> Driver<'_, T, E, M> {
     /// Packs the rows of the pieces and computes all their units.
     fn wave(&self, pieces: &[Piece], rows: usize) -> Result<()> {
         let words = self.method.row_words(self.p.k, self.p.segments);
-        let mut scratch = self.ex.scratch(DType::U32, &[rows * words + LANES])?;
+        // The size of the largest wave that there can be: waves of many sizes share one buffer.
+        let most = self.num_rows().min((WAVE_PIECES + 1) * M::PIECE_ROWS);
+        let mut scratch = self.ex.scratch(DType::U32, &[most * words + LANES])?;
         let mut view = scratch.view_mut();
         // From a cache line on, so that 16 words do not lie across two.
         let packed = view.cpu_mut::<u32>()?;
@@ -213,6 +215,14 @@ impl<T: Lanes, E: Epilogue, M: Method<T>> Driver<'_, T, E, M> {
             self.method.unit(&work, |sums| self.epilogue.take(piece.group, piece.row, unit, sums));
         });
         Ok(())
+    }
+
+    /// Rows of all groups.
+    fn num_rows(&self) -> usize {
+        match self.p.offsets {
+            [first, .., last] => (last - first) as usize,
+            _ => 0,
+        }
     }
 
     /// The rows of a tile of x.
