@@ -3,6 +3,7 @@
 mod collectives;
 mod faults;
 mod graphs;
+mod products;
 mod rounds;
 mod timing;
 
