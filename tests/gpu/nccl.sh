@@ -7,6 +7,9 @@ out=${OUT:-$root/results}
 mkdir -p "$out"
 # Multicast over NVLink needs a fabric manager that containers often cannot reach.
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+# NCCL, where it came by pip.
+nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
+  export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 check() {
   local name=$1 seconds=$2

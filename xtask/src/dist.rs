@@ -17,7 +17,7 @@ use crate::workspace::{self, cargo, root, target_dir};
 /// Most bytes of an archive, so that it can be carried to a machine.
 const MAX_BYTES: u64 = 60 << 20;
 
-/// What is built in: one GPU and several; NCCL is opened only where ranks use it.
+/// What is built in: one GPU and several.
 const FEATURES: &str = "cuda,nccl";
 
 /// What of the sources goes along.

@@ -10,7 +10,7 @@ use candle_core::{Error, Result, bail};
 use moe_kernels::{Exec, Scratch, View, ViewMut};
 
 use super::handle::{self, Handle, Progress};
-use super::library::Library;
+use super::library;
 use super::world::{Group, World, plain};
 use crate::DEFAULT_TIMEOUT;
 use crate::call::{Call, Op};
@@ -75,7 +75,7 @@ impl NcclComm {
     /// A new identity for a group, made by one rank and carried to all others.
     ///
     /// # Errors
-    /// NCCL is missing or too old, or finds no network interface.
+    /// NCCL is too old, or finds no network interface.
     pub fn unique_id() -> Result<[u8; 128]> {
         handle::unique_id()
     }
@@ -83,16 +83,16 @@ impl NcclComm {
     /// The version of the NCCL that is loaded, such as "2.28.9".
     ///
     /// # Errors
-    /// NCCL is missing or too old.
+    /// NCCL is too old.
     pub fn version() -> Result<String> {
-        Ok(Library::get()?.version_text())
+        Ok(library::version()?.to_string())
     }
 
     /// Joins the group of `id` as `rank` of `world_size`, on the device of `ex`. Returns when all ranks
     /// have joined. The time limit is [`DEFAULT_TIMEOUT`].
     ///
     /// # Errors
-    /// No CUDA context; a rank outside of the world; NCCL is missing; a rank did not join in time.
+    /// No CUDA context; a rank outside of the world; NCCL is too old; a rank did not join in time.
     pub fn new(id: [u8; 128], rank: usize, world_size: usize, ex: &Exec) -> Result<Self> {
         Self::with_timeout(id, rank, world_size, ex, DEFAULT_TIMEOUT)
     }

@@ -2,24 +2,31 @@
 //!
 //! Calls on a communicator must not overlap and must not follow its end, so each one holds the
 //! lock around the pointer, and whoever ends the communicator takes the pointer away first. The
-//! library's calls do not block (see [`Config::non_blocking`]), so the lock is held for moments.
+//! library's calls do not block (see [`non_blocking`]), so the lock is held for moments.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::nccl::sys;
+use candle_core::cuda_backend::cudarc::nccl::sys::{
+    ncclComm, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t,
+};
 use candle_core::{DType, Error, Result, bail};
 use moe_kernels::{Exec, View, ViewMut};
 
-use super::library::{Code, Config, IN_PROGRESS, Library, RawComm, SUCCESS, UniqueId};
+use super::library::{explain, non_blocking, version};
 use crate::communicator::ReduceOp;
 use crate::parts::{Part, Verb};
 
 /// How long a communicator that is dropped may take to end its work and its connections.
 const FAREWELL: Duration = Duration::from_secs(5);
+
+const SUCCESS: ncclResult_t = ncclResult_t::ncclSuccess;
+const IN_PROGRESS: ncclResult_t = ncclResult_t::ncclInProgress;
 
 /// A part as the library takes it.
 struct Call {
@@ -27,7 +34,7 @@ struct Call {
     input: *const c_void,
     out: *mut c_void,
     count: usize,
-    dtype: c_int,
+    dtype: ncclDataType_t,
 }
 
 /// Whether the library still works on what it was last asked for.
@@ -39,12 +46,11 @@ pub(super) enum Progress {
 
 /// A communicator of the library.
 pub(super) struct Handle {
-    library: &'static Library,
     /// None once somebody has ended it.
     comm: Mutex<Option<Comm>>,
 }
 
-struct Comm(*mut RawComm);
+struct Comm(ncclComm_t);
 
 // SAFETY: the library's communicators belong to no thread; overlapping calls are excluded by the lock.
 unsafe impl Send for Comm {}
@@ -52,7 +58,7 @@ unsafe impl Send for Comm {}
 /// Where the library writes a communicator, now or when it is ready.
 ///
 /// A late write must find the memory, so the few bytes are never freed.
-pub(super) struct Slot(&'static AtomicPtr<RawComm>);
+pub(super) struct Slot(&'static AtomicPtr<ncclComm>);
 
 impl Slot {
     fn new() -> Self {
@@ -63,46 +69,47 @@ impl Slot {
 impl Handle {
     /// Begins to join the group of `id`.
     pub(super) fn init(id: [u8; 128], rank: usize, size: usize) -> Result<Self> {
-        let library = Library::get()?;
-        let (slot, mut config) = (Slot::new(), Config::non_blocking());
+        version()?;
+        let (slot, mut config) = (Slot::new(), non_blocking());
+        let id = sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
         let (size, rank) = (number("world size", size)?, number("rank", rank)?);
         // SAFETY: the slot lives on; the configuration is read before the call returns.
-        let code = unsafe { (library.init_rank)(slot.0.as_ptr(), size, UniqueId(id), rank, &mut config) };
-        Self::begun(library, code, &slot, "ncclCommInitRankConfig")
+        let code = unsafe { sys::ncclCommInitRankConfig(slot.0.as_ptr(), size, id, rank, &mut config) };
+        Self::begun(code, &slot, "ncclCommInitRankConfig")
     }
 
-    fn begun(library: &'static Library, code: Code, slot: &Slot, call: &str) -> Result<Self> {
+    fn begun(code: ncclResult_t, slot: &Slot, call: &str) -> Result<Self> {
         let comm = slot.0.load(Ordering::Acquire);
         if !matches!(code, SUCCESS | IN_PROGRESS) || comm.is_null() {
-            bail!("{call}: {}", library.explain(code, null_mut()))
+            bail!("{call}: {}", explain(code, null_mut()))
         }
-        Ok(Self { library, comm: Mutex::new(Some(Comm(comm))) })
+        Ok(Self { comm: Mutex::new(Some(Comm(comm))) })
     }
 
     /// Begins to split the group; [`split_end`](Self::split_end) follows once this one is idle.
     pub(super) fn split_begin(&self, color: usize, key: usize) -> Result<(Slot, Progress)> {
-        let (slot, mut config) = (Slot::new(), Config::non_blocking());
+        let (slot, mut config) = (Slot::new(), non_blocking());
         let (color, key) = (number("color", color)?, number("key", key)?);
         // SAFETY: the communicator lives while the lock is held; the slot lives on, and the configuration is read
         // before the call returns.
-        let progress = self.call("ncclCommSplit", |library, comm| unsafe {
-            (library.split)(comm, color, key, slot.0.as_ptr(), &mut config)
+        let progress = self.call("ncclCommSplit", |comm| unsafe {
+            sys::ncclCommSplit(comm, color, key, slot.0.as_ptr(), &mut config)
         })?;
         Ok((slot, progress))
     }
 
     /// The communicator of the new group.
     pub(super) fn split_end(&self, slot: &Slot) -> Result<Self> {
-        Self::begun(self.library, SUCCESS, slot, "ncclCommSplit")
+        Self::begun(SUCCESS, slot, "ncclCommSplit")
     }
 
     /// This rank and the number of ranks, as the library counts them.
     pub(super) fn place(&self) -> Result<(usize, usize)> {
         let (mut rank, mut size) = (0, 0);
         // SAFETY: the communicator lives while the lock is held; each call writes one number.
-        self.call("ncclCommUserRank", |library, comm| unsafe { (library.user_rank)(comm, &mut rank) })?;
+        self.call("ncclCommUserRank", |comm| unsafe { sys::ncclCommUserRank(comm, &mut rank) })?;
         // SAFETY: as above.
-        self.call("ncclCommCount", |library, comm| unsafe { (library.count)(comm, &mut size) })?;
+        self.call("ncclCommCount", |comm| unsafe { sys::ncclCommCount(comm, &mut size) })?;
         Ok((usize::try_from(rank).map_err(Error::wrap)?, usize::try_from(size).map_err(Error::wrap)?))
     }
 
@@ -119,16 +126,15 @@ impl Handle {
         // SAFETY: the communicator lives while the lock is held; addresses and counts are those of views of its
         // device, whose memory is freed or lent again only in the order of this stream; a group that begins here
         // ends here, whatever its calls return.
-        self.call("NCCL", |library, comm| unsafe {
-            let begun = (library.group_start)();
+        self.call("NCCL", |comm| unsafe {
+            let begun = sys::ncclGroupStart();
             if begun != SUCCESS {
                 return begun;
             }
-            let codes =
-                calls.iter().filter(|call| call.count > 0).map(|call| call.make(library, comm, stream));
+            let codes = calls.iter().filter(|call| call.count > 0).map(|call| call.make(comm, stream));
             let failed =
                 codes.filter(|code| !matches!(*code, SUCCESS | IN_PROGRESS)).reduce(|first, _| first);
-            let ended = (library.group_end)();
+            let ended = sys::ncclGroupEnd();
             failed.unwrap_or(ended)
         })
     }
@@ -137,7 +143,7 @@ impl Handle {
     pub(super) fn progress(&self) -> Result<Progress> {
         let mut state = SUCCESS;
         // SAFETY: the communicator lives while the lock is held; the call writes one number.
-        let call = |library: &Library, comm| match unsafe { (library.async_error)(comm, &mut state) } {
+        let call = |comm| match unsafe { sys::ncclCommGetAsyncError(comm, &mut state) } {
             SUCCESS => state,
             code => code,
         };
@@ -149,7 +155,7 @@ impl Handle {
     pub(super) fn abort(&self) {
         if let Some(Comm(comm)) = self.take() {
             // SAFETY: nobody else has the pointer any more. There is nobody to tell about a failure.
-            unsafe { (self.library.abort)(comm) };
+            unsafe { sys::ncclCommAbort(comm) };
         }
     }
 
@@ -164,13 +170,13 @@ impl Handle {
     }
 
     /// Calls the library under the lock.
-    fn call(&self, what: &str, f: impl FnOnce(&'static Library, *mut RawComm) -> Code) -> Result<Progress> {
+    fn call(&self, what: &str, f: impl FnOnce(ncclComm_t) -> ncclResult_t) -> Result<Progress> {
         let comm = self.lock();
         let Some(Comm(comm)) = *comm else { bail!("{what}: the communicator has been aborted") };
-        match f(self.library, comm) {
+        match f(comm) {
             SUCCESS => Ok(Progress::Done),
             IN_PROGRESS => Ok(Progress::Busy),
-            code => bail!("{what}: {}", self.library.explain(code, comm)),
+            code => bail!("{what}: {}", explain(code, comm)),
         }
     }
 }
@@ -180,7 +186,7 @@ impl Drop for Handle {
     /// other ranks are gone or a recorded graph still lives; then the process ends with it.
     fn drop(&mut self) {
         // SAFETY: the communicator lives while the lock is held.
-        let finalize = |library: &Library, comm| unsafe { (library.finalize)(comm) };
+        let finalize = |comm| unsafe { sys::ncclCommFinalize(comm) };
         let mut progress = self.call("ncclCommFinalize", finalize);
         let start = Instant::now();
         while matches!(progress, Ok(Progress::Busy)) && start.elapsed() < FAREWELL {
@@ -189,7 +195,7 @@ impl Drop for Handle {
         }
         if let (Ok(Progress::Done), Some(Comm(comm))) = (progress, self.take()) {
             // SAFETY: nobody else has the pointer any more, and the communicator is idle.
-            unsafe { (self.library.destroy)(comm) };
+            unsafe { sys::ncclCommDestroy(comm) };
         }
     }
 }
@@ -219,24 +225,24 @@ impl Call {
     /// # Safety
     /// The communicator and the stream live; the addresses hold what the verb reads and writes until
     /// the stream has passed the call.
-    unsafe fn make(&self, library: &Library, comm: *mut RawComm, stream: *mut c_void) -> Code {
+    unsafe fn make(&self, comm: ncclComm_t, stream: sys::cudaStream_t) -> ncclResult_t {
         let Self { verb, input, out, count, dtype } = *self;
         // SAFETY: the caller's promise. Ranks and roots are below the world's size, which is a c_int.
         unsafe {
             match verb {
-                Verb::AllReduce(op) => (library.all_reduce)(input, out, count, dtype, code(op), comm, stream),
-                Verb::AllGather => (library.all_gather)(input, out, count, dtype, comm, stream),
+                Verb::AllReduce(op) => sys::ncclAllReduce(input, out, count, dtype, code(op), comm, stream),
+                Verb::AllGather => sys::ncclAllGather(input, out, count, dtype, comm, stream),
                 Verb::ReduceScatter(op) => {
-                    (library.reduce_scatter)(input, out, count, dtype, code(op), comm, stream)
+                    sys::ncclReduceScatter(input, out, count, dtype, code(op), comm, stream)
                 }
                 Verb::Broadcast { root } => {
-                    (library.broadcast)(input, out, count, dtype, root as c_int, comm, stream)
+                    sys::ncclBroadcast(input, out, count, dtype, root as c_int, comm, stream)
                 }
                 Verb::Reduce { op, root } => {
-                    (library.reduce)(input, out, count, dtype, code(op), root as c_int, comm, stream)
+                    sys::ncclReduce(input, out, count, dtype, code(op), root as c_int, comm, stream)
                 }
-                Verb::Send { to } => (library.send)(input, count, dtype, to as c_int, comm, stream),
-                Verb::Recv { from } => (library.recv)(out, count, dtype, from as c_int, comm, stream),
+                Verb::Send { to } => sys::ncclSend(input, count, dtype, to as c_int, comm, stream),
+                Verb::Recv { from } => sys::ncclRecv(out, count, dtype, from as c_int, comm, stream),
             }
         }
     }
@@ -244,12 +250,12 @@ impl Call {
 
 /// A new identity for a group.
 pub(super) fn unique_id() -> Result<[u8; 128]> {
-    let library = Library::get()?;
-    let mut id = UniqueId([0; 128]);
+    version()?;
+    let mut id = sys::ncclUniqueId { internal: [0; 128] };
     // SAFETY: writes 128 bytes.
-    match unsafe { (library.get_unique_id)(&mut id) } {
-        SUCCESS => Ok(id.0),
-        code => bail!("ncclGetUniqueId: {}", library.explain(code, null_mut())),
+    match unsafe { sys::ncclGetUniqueId(&mut id) } {
+        SUCCESS => Ok(id.internal.map(|byte| byte as u8)),
+        code => bail!("ncclGetUniqueId: {}", explain(code, null_mut())),
     }
 }
 
@@ -260,25 +266,23 @@ fn number(what: &str, n: usize) -> Result<c_int> {
     }
 }
 
-/// ncclRedOp_t.
-fn code(op: ReduceOp) -> c_int {
+fn code(op: ReduceOp) -> ncclRedOp_t {
     match op {
-        ReduceOp::Sum => 0,
-        ReduceOp::Max => 2,
-        ReduceOp::Min => 3,
+        ReduceOp::Sum => ncclRedOp_t::ncclSum,
+        ReduceOp::Max => ncclRedOp_t::ncclMax,
+        ReduceOp::Min => ncclRedOp_t::ncclMin,
     }
 }
 
-/// ncclDataType_t.
-fn dtype(dtype: DType) -> Result<c_int> {
+fn dtype(dtype: DType) -> Result<ncclDataType_t> {
     Ok(match dtype {
-        DType::U8 => 1,
-        DType::I32 => 2,
-        DType::U32 => 3,
-        DType::I64 => 4,
-        DType::F16 => 6,
-        DType::F32 => 7,
-        DType::BF16 => 9,
+        DType::U8 => ncclDataType_t::ncclUint8,
+        DType::I32 => ncclDataType_t::ncclInt32,
+        DType::U32 => ncclDataType_t::ncclUint32,
+        DType::I64 => ncclDataType_t::ncclInt64,
+        DType::F16 => ncclDataType_t::ncclFloat16,
+        DType::F32 => ncclDataType_t::ncclFloat32,
+        DType::BF16 => ncclDataType_t::ncclBfloat16,
         other => bail!("no collective moves dtype {}", other.as_str()),
     })
 }

@@ -1,178 +1,71 @@
-//! libnccl.so.2, opened when the first communicator is made.
-//!
-//! It is opened at run time because candle links CUDA's libraries: with NCCL among them, no
-//! program of this build would start on a machine without NCCL, not even on one GPU. The
-//! declarations are those of nccl.h, of which this crate needs few; their layout has been the
-//! same since NCCL 2.18.
+//! What cudarc's bindings of NCCL leave to the caller: the version, errors as text, the configuration.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int};
+use std::mem::offset_of;
 use std::sync::OnceLock;
 
+use candle_core::cuda_backend::cudarc::nccl::sys;
 use candle_core::{Error, Result};
-use libloading::Library as SharedObject;
 
-/// What the dynamic loader is asked for.
-const SONAME: &str = "libnccl.so.2";
-
-/// The oldest version with everything that is used here (communicators that can be split).
+/// The oldest version with everything that is used here (communicators that can be split). The
+/// layout of the configuration and of the functions has been the same since.
 const OLDEST: c_int = 21800;
 
-/// ncclResult_t.
-pub(super) type Code = c_int;
-pub(super) const SUCCESS: Code = 0;
-pub(super) const IN_PROGRESS: Code = 7;
-
-/// What ncclComm_t points at.
-#[repr(C)]
-pub(super) struct RawComm {
-    _opaque: [u8; 0],
+/// Calls return at once, with `ncclInProgress` where something remains to be done: only so can a
+/// rank that waits for others inside the library be aborted. The rest is the library's choice.
+pub(super) fn non_blocking() -> sys::ncclConfig_t {
+    const MAGIC: u32 = 0xcafe_beef;
+    const UNDEFINED: c_int = c_int::MIN;
+    // SAFETY: numbers and a pointer, of which zero is a value.
+    let mut config: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
+    // What a newer header adds lies behind this part, which is all that the library reads.
+    config.size = (offset_of!(sys::ncclConfig_t, splitShare) + size_of::<c_int>()).next_multiple_of(8);
+    (config.magic, config.version) = (MAGIC, OLDEST as u32);
+    config.blocking = 0;
+    (config.cgaClusterSize, config.minCTAs, config.maxCTAs) = (UNDEFINED, UNDEFINED, UNDEFINED);
+    config.splitShare = UNDEFINED;
+    config
 }
 
-/// ncclUniqueId.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct UniqueId(pub [u8; 128]);
-
-/// ncclConfig_t as of NCCL 2.18; newer libraries take what it lacks from their defaults.
-#[repr(C)]
-pub(super) struct Config {
-    size: usize,
-    magic: c_uint,
-    version: c_uint,
-    blocking: c_int,
-    cga_cluster_size: c_int,
-    min_ctas: c_int,
-    max_ctas: c_int,
-    net_name: *const c_char,
-    split_share: c_int,
-}
-
-impl Config {
-    /// Calls return at once, with `IN_PROGRESS` where something remains to be done: only so can a
-    /// rank that waits for others inside the library be aborted. The rest is the library's choice.
-    pub(super) fn non_blocking() -> Self {
-        const UNDEFINED: c_int = c_int::MIN;
-        Self {
-            size: size_of::<Self>(),
-            magic: 0xcafe_beef,
-            version: OLDEST as c_uint,
-            blocking: 0,
-            cga_cluster_size: UNDEFINED,
-            min_ctas: UNDEFINED,
-            max_ctas: UNDEFINED,
-            net_name: std::ptr::null(),
-            split_share: UNDEFINED,
-        }
+/// The library's version, such as "2.28.9".
+///
+/// # Errors
+/// A library that is too old. The first answer stays.
+pub(super) fn version() -> Result<&'static str> {
+    static VERSION: OnceLock<std::result::Result<String, String>> = OnceLock::new();
+    match VERSION.get_or_init(checked_version) {
+        Ok(version) => Ok(version),
+        Err(e) => Err(Error::msg(e)),
     }
 }
 
-/// Declares the functions of the library by their C signatures.
-macro_rules! library {
-    ($($name:ident = $symbol:literal ($($arg:ty),*) -> $result:ty;)*) => {
-        /// The functions of the library.
-        pub(super) struct Library {
-            $(pub(super) $name: unsafe extern "C" fn($($arg),*) -> $result,)*
-            /// Keeps the functions loaded.
-            _object: SharedObject,
-        }
-
-        impl Library {
-            fn load(name: &str) -> std::result::Result<Self, libloading::Error> {
-                // SAFETY: loading runs the initialisers of NCCL, as starting a program linked with it would; each
-                // function has the signature of nccl.h, which no version 2 has changed.
-                unsafe {
-                    let object = SharedObject::new(name)?;
-                    Ok(Self {
-                        $($name: *object.get(concat!($symbol, "\0").as_bytes())?,)*
-                        _object: object,
-                    })
-                }
-            }
-        }
-    };
+fn checked_version() -> std::result::Result<String, String> {
+    let mut version = 0;
+    // SAFETY: writes one number.
+    let code = unsafe { sys::ncclGetVersion(&mut version) };
+    if code != sys::ncclResult_t::ncclSuccess {
+        return Err(format!("NCCL cannot be used: {}", explain(code, std::ptr::null_mut())));
+    }
+    usable(version)
 }
 
-type Stream = *mut c_void;
-
-library! {
-    get_version = "ncclGetVersion"(*mut c_int) -> Code;
-    get_unique_id = "ncclGetUniqueId"(*mut UniqueId) -> Code;
-    get_error_string = "ncclGetErrorString"(Code) -> *const c_char;
-    get_last_error = "ncclGetLastError"(*mut RawComm) -> *const c_char;
-    init_rank = "ncclCommInitRankConfig"(*mut *mut RawComm, c_int, UniqueId, c_int, *mut Config) -> Code;
-    split = "ncclCommSplit"(*mut RawComm, c_int, c_int, *mut *mut RawComm, *mut Config) -> Code;
-    async_error = "ncclCommGetAsyncError"(*mut RawComm, *mut Code) -> Code;
-    count = "ncclCommCount"(*mut RawComm, *mut c_int) -> Code;
-    user_rank = "ncclCommUserRank"(*mut RawComm, *mut c_int) -> Code;
-    finalize = "ncclCommFinalize"(*mut RawComm) -> Code;
-    destroy = "ncclCommDestroy"(*mut RawComm) -> Code;
-    abort = "ncclCommAbort"(*mut RawComm) -> Code;
-    group_start = "ncclGroupStart"() -> Code;
-    group_end = "ncclGroupEnd"() -> Code;
-    all_reduce = "ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, *mut RawComm, Stream) -> Code;
-    all_gather = "ncclAllGather"(*const c_void, *mut c_void, usize, c_int, *mut RawComm, Stream) -> Code;
-    reduce_scatter =
-        "ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, *mut RawComm, Stream) -> Code;
-    broadcast = "ncclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, *mut RawComm, Stream) -> Code;
-    reduce =
-        "ncclReduce"(*const c_void, *mut c_void, usize, c_int, c_int, c_int, *mut RawComm, Stream) -> Code;
-    send = "ncclSend"(*const c_void, usize, c_int, c_int, *mut RawComm, Stream) -> Code;
-    recv = "ncclRecv"(*mut c_void, usize, c_int, c_int, *mut RawComm, Stream) -> Code;
+/// The text of a version that is new enough.
+fn usable(version: c_int) -> std::result::Result<String, String> {
+    let text = format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100);
+    if version < OLDEST {
+        return Err(format!(
+            "NCCL cannot be used: libnccl.so.2 is {text}; install 2.18 or newer for this CUDA (libnccl2, or pip's \
+             nvidia-nccl-cu13) and name its folder in LD_LIBRARY_PATH"
+        ));
+    }
+    Ok(text)
 }
 
-impl Library {
-    /// The library of this process.
-    ///
-    /// # Errors
-    /// It cannot be found, or is too old. The first answer stays.
-    pub(super) fn get() -> Result<&'static Self> {
-        static LIBRARY: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
-        match LIBRARY.get_or_init(|| Self::open(SONAME)) {
-            Ok(library) => Ok(library),
-            Err(e) => Err(Error::msg(e)),
-        }
-    }
-
-    fn open(name: &str) -> std::result::Result<Self, String> {
-        let library = Self::load(name).map_err(|e| {
-            format!(
-                "NCCL cannot be used: {}; install NCCL 2.18 or newer for this CUDA (the driver's package \
-                 libnccl2, or pip's nvidia-nccl-cu13) and name the folder with {SONAME} in LD_LIBRARY_PATH",
-                chain(&e)
-            )
-        })?;
-        match library.version() {
-            Ok(version) if version >= OLDEST => Ok(library),
-            Ok(version) => {
-                Err(format!("NCCL cannot be used: {name} is {}; expected 2.18 or newer", dotted(version)))
-            }
-            Err(code) => {
-                Err(format!("NCCL cannot be used: {name}: {}", library.explain(code, std::ptr::null_mut())))
-            }
-        }
-    }
-
-    fn version(&self) -> std::result::Result<c_int, Code> {
-        let mut version = 0;
-        // SAFETY: writes one number.
-        match unsafe { (self.get_version)(&mut version) } {
-            SUCCESS => Ok(version),
-            code => Err(code),
-        }
-    }
-
-    /// "2.28.9".
-    pub(super) fn version_text(&self) -> String {
-        self.version().map_or_else(|_| "unknown".to_string(), dotted)
-    }
-
-    /// What a code means, with the library's last message. `comm` may be null, and else lives.
-    pub(super) fn explain(&self, code: Code, comm: *mut RawComm) -> String {
-        // SAFETY: both return null or a null-terminated string that the library owns; it is copied at once.
-        let (what, last) =
-            unsafe { (text((self.get_error_string)(code)), text((self.get_last_error)(comm))) };
-        if last.is_empty() { what } else { format!("{what} ({last})") }
-    }
+/// What a code means, with the library's last message. `comm` is null, or lives.
+pub(super) fn explain(code: sys::ncclResult_t, comm: sys::ncclComm_t) -> String {
+    // SAFETY: both return null or a null-terminated string that the library owns; it is copied at once.
+    let (what, last) = unsafe { (text(sys::ncclGetErrorString(code)), text(sys::ncclGetLastError(comm))) };
+    if last.is_empty() { what } else { format!("{what} ({last})") }
 }
 
 /// A copy of a C string; empty for null.
@@ -187,47 +80,31 @@ unsafe fn text(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_string()
 }
 
-/// "2.28.9" of 22809.
-fn dotted(version: c_int) -> String {
-    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
-}
-
-/// An error with its causes: the loader's own words are a cause.
-fn chain(e: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(Some(e), |e| e.source()).map(ToString::to_string);
-    causes.collect::<Vec<_>>().join(": ")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_says_what_to_do() {
-        let e = Library::open("libnccl-of-nobody.so.2").err().unwrap();
-        for part in ["libnccl-of-nobody.so.2", "cannot open", "2.18", "LD_LIBRARY_PATH"] {
+    fn an_old_library_says_what_to_do() {
+        let e = usable(21_705).unwrap_err();
+        for part in ["2.17.5", "2.18", "LD_LIBRARY_PATH"] {
             assert!(e.contains(part), "{e}");
         }
-    }
-
-    #[test]
-    fn another_library_lacks_the_functions() {
-        let e = Library::open("libc.so.6").err().unwrap();
-        assert!(e.contains("ncclGetVersion"), "{e}");
+        assert_eq!(usable(22_809).as_deref(), Ok("2.28.9"));
     }
 
     /// Needs the library, as every test of ranks does.
     #[test]
-    fn the_installed_library_has_every_function() {
-        let library = Library::get().map_err(|e| e.to_string()).unwrap();
-        assert!(library.version().unwrap() >= OLDEST, "{}", library.version_text());
-        assert_eq!(library.explain(4, std::ptr::null_mut()).split(" (").next(), Some("invalid argument"));
+    fn the_linked_library_answers() {
+        assert!(version().is_ok_and(|version| version.starts_with("2.")));
+        let text = explain(sys::ncclResult_t::ncclInvalidArgument, std::ptr::null_mut());
+        assert_eq!(text.split(" (").next(), Some("invalid argument"));
     }
 
     #[test]
-    fn versions_and_layout_are_those_of_the_header() {
-        assert_eq!((dotted(22809), dotted(21805)), ("2.28.9".to_string(), "2.18.5".to_string()));
-        assert_eq!((size_of::<Config>(), std::mem::offset_of!(Config, split_share)), (48, 40));
-        assert_eq!((size_of::<UniqueId>(), align_of::<UniqueId>()), (128, 1));
+    fn the_configuration_is_that_of_the_oldest_header() {
+        let config = non_blocking();
+        assert_eq!((config.size, config.version, config.blocking), (48, 21_800, 0));
+        assert!(config.netName.is_null() && config.splitShare == c_int::MIN);
     }
 }

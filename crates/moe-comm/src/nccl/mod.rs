@@ -2,7 +2,7 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `library` | libnccl.so.2, opened at run time |
+//! | `library` | version, errors and configuration of the library, which cudarc binds |
 //! | `handle` | one communicator of the library: the only file that calls it |
 //! | `world` | what all groups of this process share: the first failure, and the thread that notices one |
 //! | `comm` | a rank: calls, waiting, host views, splits |
