@@ -23,6 +23,9 @@ pub(crate) enum Op {
     Broadcast,
     Barrier,
     Split,
+    /// The replay of recorded collectives.
+    #[cfg(feature = "nccl")]
+    Replay,
 }
 
 impl Op {
@@ -38,6 +41,8 @@ impl Op {
             Self::Broadcast => "broadcast",
             Self::Barrier => "barrier",
             Self::Split => "split",
+            #[cfg(feature = "nccl")]
+            Self::Replay => "the replay of a graph",
         }
     }
 }
