@@ -2,8 +2,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use model_qwen3moe::Qwen3MoeConfig;
-use model_runtime::{Config, Exec, Rope, SamplingParams, View};
+use model_qwen3moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_runtime::{Config, Exec, Geometry, Rope, SamplingParams, View};
+use moe_engine::ModelFamily;
 
 fuzz_target!(|text: &str| {
     let config = match Config::parse(text, "config.json") {
@@ -18,14 +19,18 @@ fuzz_target!(|text: &str| {
         Ok(model) => model,
         Err(e) => return drop(e.to_string()),
     };
+    let decoder = &model.decoder;
     // Positions at both ends of the context that the config claims.
-    let last = (model.rope.max_context_len() - 1) as u32;
+    let last = (decoder.rope.max_context_len() - 1) as u32;
     let (positions, lens) = ([0, last], [1, u32::MAX]);
     let views = (View::new(&positions, &[2]).unwrap(), View::new(&lens, &[2]).unwrap());
-    let rows = Rope::new(model.rope.clone()).rows(views.0, views.1, &mut Exec::cpu()).unwrap();
+    let rows = Rope::new(decoder.rope.clone()).rows(views.0, views.1, &mut Exec::cpu()).unwrap();
     assert!(rows.cos().cpu::<f32>().unwrap().iter().all(|x| x.is_finite()));
     // The list is bounded too, but millions of names are slow to write down for every input.
-    if model.num_moe_layers() * model.num_experts <= 4096 {
-        assert!(model.tensors(|_| true).len() <= model.tensors(|_| false).len());
+    if decoder.moe_layers().len() * decoder.num_experts() <= 4096 {
+        let count = |packed: bool| {
+            Qwen3MoeFamily::layout(&model, &Geometry::default(), &|_| packed).unwrap().tensors.len()
+        };
+        assert!(count(true) <= count(false));
     }
 });

@@ -31,6 +31,11 @@ impl Rng {
         let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos() as u64;
         let seed = seed.unwrap_or_else(now);
         println!("GPU_TEST_SEED={seed}");
+        Self::seeded(seed)
+    }
+
+    /// The same numbers wherever the seed is the same.
+    pub fn seeded(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 
 use candle_core::DType;
-use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig};
-use model_runtime::{Config, DummyWeights, SamplingParams};
+use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
+use model_runtime::{Config, DummyWeights, Geometry, SamplingParams};
 use moe_engine::engine::{Engine, EngineConfig, Request};
+use moe_engine::{LoadOptions, ModelFamily};
 use moe_layer::MoePath;
 
 use crate::common::cuda;
@@ -20,9 +21,9 @@ const CONFIG: &str = r#"{
 
 fn model() -> Qwen3Moe {
     let config = Qwen3MoeConfig::new(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
-    let weights = DummyWeights::new(config.tensors(|_| true), 7);
-    let vb = weights.var_builder(DType::BF16, cuda().device());
-    Qwen3Moe::load(&config, MoePath::Fused, None, vb).unwrap().0
+    let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|_| true).unwrap();
+    let vb = DummyWeights::new(layout.tensors, 7).var_builder(DType::BF16, cuda().device());
+    model_qwen3moe::load(&config, &LoadOptions::default().decoder(MoePath::Fused), vb).unwrap().0
 }
 
 fn requests(count: usize, new_tokens: usize) -> Vec<Request> {

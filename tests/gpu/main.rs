@@ -9,6 +9,8 @@ mod attention;
 mod common;
 mod engine;
 mod experts;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod products;
 mod route;
 mod rows;

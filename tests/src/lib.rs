@@ -9,6 +9,7 @@ use model_runtime::{
     BlockAllocator, CausalLm, Checkpoint, Exec, KvCache, LogitsRows, MlaForm, SequenceBlocks, SequenceStep,
     Step, run_step,
 };
+use moe_engine::LoadOptions;
 use moe_layer::MoePath;
 
 /// The folder of a fixture.
@@ -26,7 +27,7 @@ pub fn load_on(name: &str, path: MoePath, dtype: DType) -> Result<Qwen3Moe> {
     let checkpoint = Checkpoint::open(fixture(name))?;
     let config = Qwen3MoeConfig::new(&checkpoint.config)?;
     let vb = checkpoint.tensors.var_builder(dtype, &Device::Cpu);
-    Ok(Qwen3Moe::load(&config, path, None, vb)?.0)
+    Ok(model_qwen3moe::load(&config, &LoadOptions::default().decoder(path), vb)?.0)
 }
 
 /// Loads a fixture of DeepSeek-V2 on a path of experts and in a form of attention.
@@ -34,7 +35,7 @@ pub fn load_deepseek(name: &str, path: MoePath, mla: MlaForm, dtype: DType) -> R
     let checkpoint = Checkpoint::open(fixture(name))?;
     let config = DeepseekV2Config::new(&checkpoint.config)?;
     let vb = checkpoint.tensors.var_builder(dtype, &Device::Cpu);
-    Ok(DeepseekV2::load(&config, path, mla, None, vb)?.0)
+    Ok(model_deepseekv2_legacy::load(&config, mla, &LoadOptions::default().decoder(path), vb)?.0)
 }
 
 /// How a set of sequences is cut into steps.

@@ -3,6 +3,7 @@
 
 mod deepseek;
 mod engine;
+mod geometries;
 mod invariance;
 mod layouts;
 mod parallel;

@@ -4,35 +4,23 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Result, bail};
-use model_qwen3moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_deepseekv2_legacy::DeepseekV2Family;
+use model_qwen3moe::Qwen3MoeFamily;
 use model_runtime::{
-    CausalLm, Checkpoint, Exec, KvCache, ModelInfo, Observer, RankView, StepViews, TensorSlice, ViewMut,
+    CausalLm, Checkpoint, DummyWeights, Exec, KvCache, ModelInfo, Observer, RankView, StepViews, ViewMut,
 };
 use moe_comm::{EpBackend, ParallelConfig};
-use moe_engine::LoadOptions;
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
-use moe_engine::parallel::{self, Source};
-use moe_layer::ChunkedMoe;
+use moe_engine::parallel::{self, Replica, Source};
+use moe_engine::{LoadOptions, ModelFamily};
+use moe_layer::{ChunkedMoe, MoePath};
 use moe_tests::fixture;
 
-use crate::parallel::load;
+use crate::geometries::{Case, Origin};
 use crate::running::prompt;
 
-/// Bytes that all ranks of a geometry read of a fixture.
-fn bytes_read(name: &str, parallel: &ParallelConfig) -> u64 {
-    let checkpoint = Checkpoint::open(fixture(name)).unwrap();
-    let config = Qwen3MoeConfig::new(&checkpoint.config).unwrap();
-    let source = Source::<Qwen3MoeFamily> {
-        config: &config,
-        has: &|name| checkpoint.tensors.info(name).is_some(),
-        tensors: &|slices: Vec<TensorSlice>| {
-            RankView::new(checkpoint.tensors.clone(), slices).var_builder(DType::F32, &Device::Cpu)
-        },
-        options: &|context| LoadOptions { context, ..LoadOptions::default() },
-        chunked_moe: ChunkedMoe::default(),
-    };
-    parallel::load(&source, parallel, &Exec::cpu().with_threads(1).unwrap()).unwrap();
-    checkpoint.tensors.bytes_read()
+fn base(parallel: &ParallelConfig) -> Vec<Replica> {
+    Origin::<Qwen3MoeFamily>::open("base").load(&Case::new("base", DType::F32, *parallel)).unwrap()
 }
 
 /// Bytes of the tensors of a fixture whose names have one of these parts.
@@ -45,26 +33,38 @@ fn bytes_of(name: &str, parts: &[&str]) -> u64 {
     wanted.map(|t| of(&t) as u64).sum()
 }
 
+/// All ranks together read each slice once, and on every rank the tensors with names like `everywhere`.
+/// A rank may read `probe` bytes more: the fused loader looks at one matrix of one expert of each of
+/// three layers first.
+fn check_bytes<F: ModelFamily>(name: &'static str, path: MoePath, everywhere: &[&str], probe: u64) {
+    let all = bytes_of(name, &[""]);
+    let shared = bytes_of(name, everywhere);
+    for (tp, dp, ep) in [(2, 1, false), (2, 1, true), (1, 2, true), (2, 2, true), (1, 2, false)] {
+        let parallel = ParallelConfig { tp, dp, enable_expert_parallel: ep, ..ParallelConfig::default() };
+        let (ranks, copies) = ((tp * dp) as u64, dp as u64);
+        let experts = bytes_of(name, &["mlp.experts"]);
+        let want = (all - shared - experts) * copies + shared * ranks + experts * if ep { 1 } else { copies };
+        let origin = Origin::<F>::open(name);
+        origin.load(&Case { path: Some(path), ..Case::new(name, DType::F32, parallel) }).unwrap();
+        let got = origin.bytes_read();
+        assert!(
+            got >= want && got <= want + ranks * probe,
+            "{name} {path:?} {parallel:?}: {got}, expected {want}"
+        );
+    }
+}
+
 #[test]
 fn a_rank_reads_its_slices_and_what_all_have() {
-    let everywhere = ["norm", "gate.weight"];
     for name in ["base", "packed", "tied", "mlp-only-layers"] {
-        let all = bytes_of(name, &[""]);
-        // Norms and router gates are on every rank; the loader looks at one expert's gate twice.
-        let shared = bytes_of(name, &everywhere);
-        let probes = |ranks: u64| ranks * 3 * 20 * 40 * 2;
-        for (tp, dp, ep) in [(2, 1, false), (2, 1, true), (1, 2, true), (2, 2, true), (1, 2, false)] {
-            let parallel = ParallelConfig { tp, dp, enable_expert_parallel: ep, ..ParallelConfig::default() };
-            let (ranks, copies) = ((tp * dp) as u64, dp as u64);
-            let experts = bytes_of(name, &["mlp.experts"]);
-            let want =
-                (all - shared - experts) * copies + shared * ranks + experts * if ep { 1 } else { copies };
-            let got = bytes_read(name, &parallel);
-            assert!(
-                got >= want && got <= want + probes(ranks),
-                "{name} {parallel:?}: {got}, expected {want}"
-            );
-        }
+        check_bytes::<Qwen3MoeFamily>(name, MoePath::Fused, &["norm", "gate.weight"], 3 * 20 * 40 * 2);
+    }
+    // Heads share the latents, so their down-projections are on every rank.
+    let everywhere = ["norm", "gate.weight", "kv_a_proj", "q_a_proj"];
+    for name in ["deepseek-v2", "deepseek-v2-lite", "deepseek-packed", "deepseek-tied", "deepseek-layer-freq"]
+    {
+        check_bytes::<DeepseekV2Family>(name, MoePath::Legacy, &everywhere, 0);
+        check_bytes::<DeepseekV2Family>(name, MoePath::Fused, &everywhere, 3 * 14 * 40 * 2);
     }
 }
 
@@ -76,7 +76,7 @@ fn config(info: &ModelInfo, lockstep: bool) -> EngineConfig {
 #[test]
 fn requests_go_where_the_least_work_is() {
     let parallel = ParallelConfig { dp: 3, ..ParallelConfig::default() };
-    let replicas = load("base", DType::F32, &parallel, None).unwrap();
+    let replicas = base(&parallel);
     let models: Vec<Faulty> =
         replicas.iter().map(|r| Faulty::new(r.model.as_ref(), usize::MAX, Fault::Error)).collect();
     let pairs =
@@ -154,7 +154,7 @@ fn a_rank_that_fails_ends_all_soon_and_keeps_what_was_done() {
         ..ParallelConfig::default()
     };
     for fault in [Fault::Error, Fault::Panic] {
-        let replicas = load("base", DType::F32, &parallel, None).unwrap();
+        let replicas = base(&parallel);
         // Rank 1 has nothing to do, but takes part in every step.
         let models = [
             Faulty::new(replicas[0].model.as_ref(), usize::MAX, fault),
@@ -174,4 +174,32 @@ fn a_rank_that_fails_ends_all_soon_and_keeps_what_was_done() {
         // It stays failed.
         assert!(engine.step().is_err());
     }
+}
+
+/// While one rank cannot read its tensors, the others already wait for it in the check of the first
+/// layer with shared experts.
+#[test]
+fn a_rank_that_cannot_load_ends_all_soon() {
+    let checkpoint = Checkpoint::open(fixture("deepseek-v2")).unwrap();
+    let config = DeepseekV2Family::config(&checkpoint.config).unwrap();
+    let parallel = ParallelConfig { dp: 3, enable_expert_parallel: true, ..ParallelConfig::default() };
+    let opened = AtomicUsize::new(0);
+    let source = Source::<DeepseekV2Family> {
+        config: &config,
+        has: &|name| checkpoint.tensors.info(name).is_some(),
+        tensors: &|slices| {
+            let view = match opened.fetch_add(1, Ordering::SeqCst) {
+                1 => RankView::new(DummyWeights::new([], 0), slices),
+                _ => RankView::new(checkpoint.tensors.clone(), slices),
+            };
+            view.var_builder(DType::F32, &Device::Cpu)
+        },
+        options: &|context| LoadOptions { moe_path: Some(MoePath::Fused), context, ..LoadOptions::default() },
+        chunked_moe: ChunkedMoe::default(),
+    };
+    let start = Instant::now();
+    let result = parallel::load(&source, &parallel, &Exec::cpu().with_threads(1).unwrap());
+    let text = format!("{:#}", result.err().unwrap());
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    assert!(text.contains("loading rank") && text.contains("model.embed_tokens.weight"), "{text}");
 }

@@ -2,7 +2,7 @@
 //!
 //! target/dist/moe.tar.xz holds the model binaries and the GPU test binary (stripped), the fixtures
 //! and the scripts of tests/gpu and tests/cuda. On the target machine:
-//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`.
+//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`; with several GPUs also `moe/tests/gpu/nccl.sh`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,6 +16,9 @@ use crate::workspace::{self, cargo, root, target_dir};
 
 /// Most bytes of an archive, so that it can be carried to a machine.
 const MAX_BYTES: u64 = 60 << 20;
+
+/// What is built in: one GPU and several.
+const FEATURES: &str = "cuda,nccl";
 
 /// What of the sources goes along.
 const FILES: &[&str] =
@@ -39,7 +42,7 @@ pub fn run(args: &Args) -> Result<()> {
         .map(|package| package.name)
         .collect();
     let mut build = cargo();
-    build.args(["build", "--release", "--features", "cuda"]).envs(environment.clone());
+    build.args(["build", "--release", "--features", FEATURES]).envs(environment.clone());
     build.args(binaries.iter().flat_map(|name| ["-p", name]));
     workspace::run(&mut build)?;
 
@@ -52,7 +55,7 @@ pub fn run(args: &Args) -> Result<()> {
         strip(&target_dir().join("release").join(name), &folder.join("bin").join(name))?;
     }
     let mut tests = cargo();
-    tests.args(["test", "--release", "-p", "moe-tests", "--features", "cuda", "--test", "gpu", "--no-run"]);
+    tests.args(["test", "--release", "-p", "moe-tests", "--features", FEATURES, "--test", "gpu", "--no-run"]);
     strip(
         &test_binary(tests.args(["--message-format", "json"]).envs(environment))?,
         &folder.join("bin/gpu"),

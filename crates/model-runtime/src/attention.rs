@@ -14,6 +14,7 @@ use moe_kernels::{
 };
 use tracing::trace_span;
 
+use crate::decoder::SelfAttention;
 use crate::kv_cache::KvLayer;
 use crate::layers::load_packed;
 use crate::rope::{Rope, RopeRows};
@@ -165,8 +166,8 @@ impl Attention {
 
     /// Makes this the part of a layer whose heads some ranks share: the config counts this rank's
     /// heads, `o` has their columns, and `o_bias` is whole.
-    pub fn with_row_parallel(self, ranks: RowParallel) -> Self {
-        Self { ranks: Some(ranks), ..self }
+    pub fn with_row_parallel(self, ranks: impl Into<Option<RowParallel>>) -> Self {
+        Self { ranks: ranks.into(), ..self }
     }
 
     /// Loads the tensors of a layer; q, k and v go straight into their pack.
@@ -195,66 +196,6 @@ impl Attention {
     /// The config.
     pub fn config(&self) -> &AttentionConfig {
         &self.config
-    }
-
-    /// Attends for the rows of a step: writes their keys and values to `kv`, then `out` [T, H]
-    /// (model dtype or f32) from `x` [T, H] (model dtype). `rope` holds the rows' cosines and sines.
-    pub fn forward_into(
-        &self,
-        x: View,
-        step: &StepViews,
-        rope: &RopeRows,
-        kv: &mut KvLayer,
-        out: ViewMut,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let _span = trace_span!("attention").entered();
-        let (t, w) = (x.rows(), &self.weights);
-        // q, k and v are rounded once: k and v when they enter the cache, q never.
-        let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
-        let bias = Lock::new(&w.qkv_bias)?;
-        linear_into(x, TensorView::new(&w.qkv)?.view()?, bias.view()?, qkv.view_mut(), ex)?;
-        let mut attended = ex.scratch(x.dtype(), &[t, self.config.num_heads * self.config.head_dim])?;
-        self.attend_into(qkv.view(), step, rope, kv, attended.view_mut(), ex)?;
-        let (o, bias) = (TensorView::new(&w.o)?, Lock::new(&w.o_bias)?);
-        match &self.ranks {
-            None => linear_row_parallel_into(attended.view(), o.view()?, bias.view()?, out, ex),
-            Some(ranks) => ranks.linear_into(attended.view(), o.view()?, bias.view()?, out, ex),
-        }
-    }
-
-    /// Whether [`add_normed_into`](Self::add_normed_into) runs this layer for so many tokens.
-    #[cfg(feature = "cuda")]
-    pub fn fuses(&self, tokens: usize, ex: &Exec) -> bool {
-        let (w, q) = (&self.weights, self.config.num_heads * self.config.head_dim);
-        let fits = |k| moe_kernels::cuda::small_linear_fits(tokens, k, w.qkv.dtype(), ex);
-        self.ranks.is_none() && fits(self.config.hidden_size) && fits(q)
-    }
-
-    /// `residual` [T, H] f32 += attention(norm(`residual`)): on CUDA, for a few tokens, with norm and
-    /// addition in the launches of the products.
-    ///
-    /// # Errors
-    /// What [`fuses`](Self::fuses) refuses; those of [`forward_into`](Self::forward_into).
-    #[cfg(feature = "cuda")]
-    pub fn add_normed_into(
-        &self,
-        norm: &moe_kernels::cuda::PreNorm<'_>,
-        mut residual: ViewMut,
-        step: &StepViews,
-        rope: &RopeRows,
-        kv: &mut KvLayer,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        use moe_kernels::cuda::{linear_add_into, norm_linear_into};
-        let (t, w) = (residual.rows(), &self.weights);
-        let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
-        let (packed, bias) = (TensorView::new(&w.qkv)?, Lock::new(&w.qkv_bias)?);
-        norm_linear_into(residual.as_view(), norm, packed.view()?, bias.view()?, qkv.view_mut(), ex)?;
-        let mut attended = ex.scratch(w.qkv.dtype(), &[t, self.config.num_heads * self.config.head_dim])?;
-        self.attend_into(qkv.view(), step, rope, kv, attended.view_mut(), ex)?;
-        let (o, bias) = (TensorView::new(&w.o)?, Lock::new(&w.o_bias)?);
-        linear_add_into(attended.view(), o.view()?, bias.view()?, residual.reborrow(), ex)
     }
 
     /// `attended` [T, Hq * D] (model dtype) from the products `qkv` [T, (Hq + 2 Hkv) * D] f32.
@@ -303,6 +244,60 @@ impl Attention {
         let mut out = Buffer::zeros(x.dtype(), &[x.dims2()?.0, self.config.hidden_size])?;
         self.forward_into(TensorView::new(&x)?.view()?, step, &rows, kv, out.view_mut(), &mut ex)?;
         out.into_tensor()
+    }
+}
+
+impl SelfAttention for Attention {
+    fn forward_into(
+        &self,
+        x: View,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvLayer,
+        out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _span = trace_span!("attention").entered();
+        let (t, w) = (x.rows(), &self.weights);
+        // q, k and v are rounded once: k and v when they enter the cache, q never.
+        let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
+        let bias = Lock::new(&w.qkv_bias)?;
+        linear_into(x, TensorView::new(&w.qkv)?.view()?, bias.view()?, qkv.view_mut(), ex)?;
+        let mut attended = ex.scratch(x.dtype(), &[t, self.config.num_heads * self.config.head_dim])?;
+        self.attend_into(qkv.view(), step, rope, kv, attended.view_mut(), ex)?;
+        let (o, bias) = (TensorView::new(&w.o)?, Lock::new(&w.o_bias)?);
+        match &self.ranks {
+            None => linear_row_parallel_into(attended.view(), o.view()?, bias.view()?, out, ex),
+            Some(ranks) => ranks.linear_into(attended.view(), o.view()?, bias.view()?, out, ex),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn fuses(&self, tokens: usize, ex: &Exec) -> bool {
+        let (w, q) = (&self.weights, self.config.num_heads * self.config.head_dim);
+        let fits = |k| moe_kernels::cuda::small_linear_fits(tokens, k, w.qkv.dtype(), ex);
+        self.ranks.is_none() && fits(self.config.hidden_size) && fits(q)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn add_normed_into(
+        &self,
+        norm: &moe_kernels::cuda::PreNorm<'_>,
+        mut residual: ViewMut,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvLayer,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        use moe_kernels::cuda::{linear_add_into, norm_linear_into};
+        let (t, w) = (residual.rows(), &self.weights);
+        let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
+        let (packed, bias) = (TensorView::new(&w.qkv)?, Lock::new(&w.qkv_bias)?);
+        norm_linear_into(residual.as_view(), norm, packed.view()?, bias.view()?, qkv.view_mut(), ex)?;
+        let mut attended = ex.scratch(w.qkv.dtype(), &[t, self.config.num_heads * self.config.head_dim])?;
+        self.attend_into(qkv.view(), step, rope, kv, attended.view_mut(), ex)?;
+        let (o, bias) = (TensorView::new(&w.o)?, Lock::new(&w.o_bias)?);
+        linear_add_into(attended.view(), o.view()?, bias.view()?, residual.reborrow(), ex)
     }
 }
 

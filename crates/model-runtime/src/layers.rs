@@ -104,8 +104,8 @@ impl Embedding {
     }
 
     /// Makes this one rank's run of a table.
-    pub fn with_vocab_parallel(self, ranks: VocabParallel) -> Self {
-        Self { ranks: Some(ranks), ..self }
+    pub fn with_vocab_parallel(self, ranks: impl Into<Option<VocabParallel>>) -> Self {
+        Self { ranks: ranks.into(), ..self }
     }
 
     /// The table, [V, H]: also the vocabulary projection of models with tied embeddings.
@@ -163,8 +163,8 @@ impl LmHead {
     }
 
     /// Makes this one rank's run of the vocabulary; every rank gets all logits.
-    pub fn with_vocab_parallel(self, ranks: VocabParallel) -> Self {
-        Self { ranks: Some(ranks), ..self }
+    pub fn with_vocab_parallel(self, ranks: impl Into<Option<VocabParallel>>) -> Self {
+        Self { ranks: ranks.into(), ..self }
     }
 
     /// `logits` [R, V] f32 = `hidden` [R, H] times the weight's transpose, not rounded to the

@@ -5,6 +5,7 @@ pub mod attention;
 pub mod blocks;
 pub mod checkpoint;
 pub mod config;
+pub mod decoder;
 #[cfg(feature = "cuda")]
 pub mod device_step;
 mod hash;
@@ -22,9 +23,11 @@ mod vocab;
 pub use attention::{Attention, AttentionConfig, AttentionNames, AttentionWeights};
 pub use blocks::{BlockAllocator, SequenceBlocks};
 pub use checkpoint::{
-    Checkpoint, CheckpointError, DummyWeights, RankView, SliceSource, TensorFiles, TensorSlice, TensorSpec,
+    Checkpoint, CheckpointError, DummyWeights, RankView, SliceSource, TensorFiles, TensorLayout, TensorSlice,
+    TensorSpec,
 };
 pub use config::{Config, ConfigError, RopeConfig, RopeScaling};
+pub use decoder::{Decoder, DecoderConfig, DecoderNames, DecoderOptions, MoeConfig, SelfAttention};
 pub use kv_cache::{KvCache, KvLayer, KvLayout};
 pub use layers::{Embedding, LmHead, RmsNorm};
 pub use mla::{MlaAttention, MlaConfig, MlaForm, MlaNames};

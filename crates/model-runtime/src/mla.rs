@@ -10,6 +10,7 @@ use std::str::FromStr;
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
+use moe_comm::RowParallel;
 use moe_kernels::{
     AttentionMeta, Exec, MlaLatent, MlaQuery, TensorView, View, ViewMut, linear_into,
     linear_row_parallel_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into,
@@ -18,6 +19,7 @@ use moe_kernels::{
 use tracing::trace_span;
 
 use crate::attention::Lock;
+use crate::decoder::SelfAttention;
 use crate::kv_cache::{KvLayer, KvLayout};
 use crate::layers::RmsNorm;
 use crate::rope::RopeRows;
@@ -73,6 +75,11 @@ pub struct MlaConfig {
 }
 
 impl MlaConfig {
+    /// The same with this many heads: those of a rank.
+    pub fn with_heads(self, num_heads: usize) -> Self {
+        Self { num_heads, ..self }
+    }
+
     /// The KV cache that `num_layers` layers of this form fill.
     pub fn kv_layout(&self, num_layers: usize, dtype: DType) -> KvLayout {
         let rope = self.qk_rope_head_dim;
@@ -228,6 +235,8 @@ pub struct MlaAttention {
     kv_a_norm: Tensor,
     up: Up,
     o: Projection,
+    /// The ranks that cut the heads, if these are a part of them.
+    ranks: Option<RowParallel>,
 }
 
 impl MlaAttention {
@@ -245,59 +254,21 @@ impl MlaAttention {
             kv_a_norm: vb.pp(names.kv_a_norm).get(l, "weight")?,
             up: Up::load(&config, vb.pp(names.kv_b))?,
             o: Projection::load(h, out, config.bias, vb.pp(names.o))?,
+            ranks: None,
             config,
         })
+    }
+
+    /// Makes this the part of a layer whose heads some ranks share: the config counts this rank's heads,
+    /// `q_b` (or `q`) and `kv_b` have their rows, `o` has their columns, and all else is whole. In the
+    /// absorbed form every rank caches the same latent rows.
+    pub fn with_row_parallel(self, ranks: impl Into<Option<RowParallel>>) -> Self {
+        Self { ranks: ranks.into(), ..self }
     }
 
     /// The config.
     pub fn config(&self) -> &MlaConfig {
         &self.config
-    }
-
-    /// Attends for the rows of a step: writes what they cache to `kv`, then `out` [T, H] (model
-    /// dtype or f32) from `x` [T, H] (model dtype). `rope` holds cosines and sines of R
-    /// dimensions; the layout of `kv` is [`MlaConfig::kv_layout`].
-    pub fn forward_into(
-        &self,
-        x: View,
-        step: &StepViews,
-        rope: &RopeRows,
-        kv: &mut KvLayer,
-        out: ViewMut,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let _span = trace_span!("attention").entered();
-        let MlaConfig { num_heads, v_head_dim, .. } = self.config;
-        let (t, dtype) = (x.rows(), x.dtype());
-        self.cache(x, step, rope, kv, ex)?;
-        let q = self.query(x, rope, ex)?;
-        let meta = AttentionMeta {
-            query_start_loc: step.query_start_loc,
-            positions: step.positions,
-            block_tables: step.block_tables,
-            scale: self.config.softmax_scale as f32,
-            sliding_window: None,
-        };
-        let mut attended = ex.scratch(dtype, &[t, num_heads * v_head_dim])?;
-        match &self.up {
-            Up::Naive(_) => {
-                paged_attention_into(q.view(), kv.k(), kv.v(), &meta, attended.view_mut(), ex)?;
-            }
-            Up::Absorbed { w_uv, .. } => {
-                let mut latent = ex.scratch(dtype, &[t, num_heads * self.config.kv_lora_rank])?;
-                paged_attention_into(q.view(), kv.k(), kv.v(), &meta, latent.view_mut(), ex)?;
-                let w_uv = TensorView::new(w_uv)?;
-                mla_value_into(latent.view(), w_uv.view()?, attended.view_mut(), ex)?;
-            }
-        }
-        let bias = Lock::new(&self.o.bias)?;
-        linear_row_parallel_into(
-            attended.view(),
-            TensorView::new(&self.o.weight)?.view()?,
-            bias.view()?,
-            out,
-            ex,
-        )
     }
 
     /// Writes the rows' cache entries.
@@ -358,5 +329,49 @@ impl MlaAttention {
         };
         mla_query_into(&args, out.view_mut(), ex)?;
         Ok(out)
+    }
+}
+
+/// `rope` has R dimensions; the layout of `kv` is [`MlaConfig::kv_layout`].
+impl SelfAttention for MlaAttention {
+    fn forward_into(
+        &self,
+        x: View,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvLayer,
+        out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _span = trace_span!("attention").entered();
+        let MlaConfig { num_heads, v_head_dim, .. } = self.config;
+        let (t, dtype) = (x.rows(), x.dtype());
+        self.cache(x, step, rope, kv, ex)?;
+        let q = self.query(x, rope, ex)?;
+        let meta = AttentionMeta {
+            query_start_loc: step.query_start_loc,
+            positions: step.positions,
+            block_tables: step.block_tables,
+            scale: self.config.softmax_scale as f32,
+            sliding_window: None,
+        };
+        let mut attended = ex.scratch(dtype, &[t, num_heads * v_head_dim])?;
+        match &self.up {
+            Up::Naive(_) => {
+                paged_attention_into(q.view(), kv.k(), kv.v(), &meta, attended.view_mut(), ex)?;
+            }
+            Up::Absorbed { w_uv, .. } => {
+                let mut latent = ex.scratch(dtype, &[t, num_heads * self.config.kv_lora_rank])?;
+                paged_attention_into(q.view(), kv.k(), kv.v(), &meta, latent.view_mut(), ex)?;
+                let w_uv = TensorView::new(w_uv)?;
+                mla_value_into(latent.view(), w_uv.view()?, attended.view_mut(), ex)?;
+            }
+        }
+        let (attended, bias) = (attended.view(), Lock::new(&self.o.bias)?);
+        let (o, bias) = (TensorView::new(&self.o.weight)?, bias.view()?);
+        match &self.ranks {
+            None => linear_row_parallel_into(attended, o.view()?, bias, out, ex),
+            Some(ranks) => ranks.linear_into(attended, o.view()?, bias, out, ex),
+        }
     }
 }

@@ -24,6 +24,9 @@ pub(crate) enum Op {
     Broadcast,
     Barrier,
     Split,
+    /// The replay of recorded collectives.
+    #[cfg(feature = "nccl")]
+    Replay,
 }
 
 impl Op {
@@ -39,6 +42,8 @@ impl Op {
             Self::Broadcast => "broadcast",
             Self::Barrier => "barrier",
             Self::Split => "split",
+            #[cfg(feature = "nccl")]
+            Self::Replay => "the replay of a graph",
         }
     }
 }

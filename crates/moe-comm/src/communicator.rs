@@ -118,4 +118,11 @@ pub trait Communicator: Send + Sync + Debug {
 
     /// An error once the group has failed. It does not communicate.
     fn check(&self) -> Result<()>;
+
+    /// Has the group fail if the work that is on `ex`'s stream now has not ended within the group's
+    /// time limit. To be called after the replay of a graph with collectives; collectives that are
+    /// called are watched without it. Does nothing where calls return when they are done.
+    fn watch(&self, _ex: &mut Exec) -> Result<()> {
+        self.check()
+    }
 }

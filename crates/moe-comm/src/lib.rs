@@ -1,6 +1,7 @@
 //! Communicators and parallel geometry for Mixture-of-Experts inference on candle.
 #![doc = include_str!("../README.md")]
-#![forbid(unsafe_code)]
+#![cfg_attr(not(feature = "nccl"), forbid(unsafe_code))]
+#![cfg_attr(feature = "nccl", deny(unsafe_code))]
 
 mod bytes;
 mod call;
@@ -15,6 +16,12 @@ mod hostlist;
 mod launch;
 mod local;
 mod names;
+#[cfg(feature = "nccl")]
+mod nccl;
+#[cfg(any(test, feature = "nccl"))]
+mod overdue;
+#[cfg(any(test, feature = "nccl"))]
+mod parts;
 mod placement;
 mod reduce;
 mod round;
@@ -32,6 +39,8 @@ pub use geometry::{Geometry, ParallelGroups};
 pub use launch::{DEFAULT_MASTER_PORT, Launch, LaunchError, Launcher, launch_from_env};
 pub use local::SelfComm;
 pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement};
+#[cfg(feature = "nccl")]
+pub use nccl::NcclComm;
 pub use placement::{ExpertLayout, partition};
 pub use round::wait::DEFAULT_TIMEOUT;
 pub use row_parallel::{RowParallel, reduce_segments_into, shares};

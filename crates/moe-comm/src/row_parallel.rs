@@ -4,16 +4,20 @@
 //! the result has the bits of one rank. Each rank adds up a share of the rows, and all ranks
 //! gather them: a reduce-scatter and an all-gather, as a large all-reduce is made of, but in an
 //! order that does not depend on the number of ranks.
+//!
+//! On CUDA, in the fast mode, each rank computes one product over all of its columns and the
+//! transport adds the products up.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_rank3};
 use moe_kernels::{
-    Exec, Segment, View, ViewMut, add_into, copy_rows_into, linear_row_parallel_into, linear_segment_into,
+    Exec, Segment, View, ViewMut, add_into, copy_rows_into, linear_into, linear_row_parallel_into,
+    linear_segment_into,
 };
 
-use crate::communicator::Communicator;
+use crate::communicator::{Communicator, ReduceOp};
 use crate::placement::partition;
 use crate::shard::RowShard;
 
@@ -89,7 +93,10 @@ impl RowParallel {
         Ok(Self { comm, segments })
     }
 
-    /// `out` [T, N] = x · wᵀ + bias, over all ranks' columns; one rounding.
+    /// `out` [T, N] = x · wᵀ + bias, over all ranks' columns.
+    ///
+    /// On the CPU one rounding, and the bits of one rank. On CUDA each rank's product is rounded to
+    /// `out`'s dtype, and [`all_reduce`](Communicator::all_reduce) adds them; nothing waits for the device.
     ///
     /// | argument | shape, dtype |
     /// |---|---|
@@ -105,12 +112,16 @@ impl RowParallel {
         x: View<'_>,
         w: View<'_>,
         bias: Option<View<'_>>,
-        out: ViewMut<'_>,
+        mut out: ViewMut<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
         let (ranks, rank) = (self.comm.world_size(), self.comm.rank());
         if ranks == 1 {
             return linear_row_parallel_into(x, w, bias, out, ex);
+        }
+        if ex.is_cuda() {
+            linear_into(x, w, bias.filter(|_| rank == 0), out.reborrow(), ex)?;
+            return self.comm.all_reduce(out, ReduceOp::Sum, ex);
         }
         let (t, n) = (x.rows(), w.rows());
         let mut partials = ex.scratch(DType::F32, &[self.segments, t, n])?;

@@ -3,7 +3,8 @@
 
 use candle_nn::VarBuilder;
 use model_runtime::{
-    BlockContext, CausalLm, Config, ConfigError, Geometry, GeometryError, MlaForm, TensorSlice, TensorSpec,
+    BlockContext, CausalLm, Config, ConfigError, DecoderOptions, Geometry, GeometryError, MlaForm,
+    TensorLayout,
 };
 use moe_layer::{BackendSelection, MoePath};
 
@@ -22,18 +23,13 @@ pub struct LoadOptions {
 }
 
 impl LoadOptions {
-    /// For families that neither split nor cut.
-    ///
-    /// # Errors
-    /// More than one rank; chunked MoE.
-    pub fn expect_one_rank(&self) -> candle_core::Result<()> {
-        let BlockContext { geometry, chunked_moe, .. } = &self.context;
-        if geometry.world_size > 1 || chunked_moe.enable_chunked_moe {
-            candle_core::bail!(
-                "this model runs on one rank and without chunked MoE; drop --tp, --dp and --enable-chunked-moe"
-            )
+    /// The same for a decoder, on `default` if no path of experts is asked for.
+    pub fn decoder(&self, default: MoePath) -> DecoderOptions<'_> {
+        DecoderOptions {
+            path: self.moe_path.unwrap_or(default),
+            backend: self.backend.as_deref(),
+            context: &self.context,
         }
-        Ok(())
     }
 }
 
@@ -84,9 +80,16 @@ pub trait ModelFamily {
     /// Reads and validates `config.json`.
     fn config(config: &Config) -> Result<Self::Config, ConfigError>;
 
-    /// The tensors that a checkpoint of this config has. `has` tells which names are present, for
-    /// layouts that differ in them.
-    fn tensors(config: &Self::Config, has: &dyn Fn(&str) -> bool) -> Vec<TensorSpec>;
+    /// The tensors that a checkpoint of this config has, and the parts of them that the rank of this
+    /// geometry holds. `has` tells which names are present, for layouts that differ in them.
+    ///
+    /// # Errors
+    /// Sizes that the geometry cannot cut; none on one rank.
+    fn layout(
+        config: &Self::Config,
+        geometry: &Geometry,
+        has: &dyn Fn(&str) -> bool,
+    ) -> Result<TensorLayout, GeometryError>;
 
     /// Names that a checkpoint may have without being expected; `*` is a wildcard.
     fn ignored(config: &Self::Config) -> &'static [&'static str];
@@ -95,19 +98,6 @@ pub trait ModelFamily {
     /// checkpoint and shows the rank's slices.
     fn load(config: &Self::Config, options: &LoadOptions, vb: VarBuilder)
     -> candle_core::Result<LoadedModel>;
-
-    /// The parts of the tensors that the rank of this geometry holds; the others it holds whole.
-    ///
-    /// # Errors
-    /// Sizes that the geometry cannot cut.
-    fn slices(
-        config: &Self::Config,
-        geometry: &Geometry,
-        has: &dyn Fn(&str) -> bool,
-    ) -> Result<Vec<TensorSlice>, GeometryError> {
-        let _ = (config, geometry, has);
-        Ok(Vec::new())
-    }
 
     /// The checkpoint in the binary, if it has one.
     fn embedded() -> Option<Embedded>;

@@ -3,7 +3,7 @@
 
 use anyhow::{Result, bail};
 use candle_core::DType;
-use model_runtime::{Config, ModelInfo, Roof, TensorSpec};
+use model_runtime::{Config, Geometry, ModelInfo, Roof, TensorSpec};
 use serde_json::{Value, json};
 
 use crate::cli::BenchArgs;
@@ -63,7 +63,8 @@ pub fn measure<F: ModelFamily>(args: &BenchArgs, result: &Value, session: Sessio
     };
     let info = model.info().clone();
     drop(model);
-    let weights = StepWeights::new(&F::tensors(&config, &|_| true), &info);
+    let layout = F::layout(&config, &Geometry::default(), &|_| true)?;
+    let weights = StepWeights::new(&layout.tensors, &info);
     let context = args.prompt as f64 + args.output as f64 / 2.;
     // What a GPU can do at most is in its data sheet; the rates stand for themselves there.
     let roof = (!ex.is_cuda()).then(|| Roof::measure(&ex)).transpose()?;

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
 use model_runtime::{
-    BlockContext, CausalLm, Checkpoint, Config, CpuIsa, DummyWeights, Exec, RankView, TensorSlice,
+    BlockContext, CausalLm, Checkpoint, Config, CpuIsa, DummyWeights, Exec, Geometry, RankView, TensorSlice,
 };
 use moe_comm::{Communicator, ParallelConfig};
 use tracing::info;
@@ -127,7 +127,8 @@ impl Part {
         };
         let config = F::config(&checkpoint.config)?;
         let has = |name: &str| checkpoint.tensors.info(name).is_some();
-        checkpoint.tensors.verify(F::tensors(&config, &has), F::ignored(&config))?;
+        let layout = F::layout(&config, &Geometry::default(), &has)?;
+        checkpoint.tensors.verify(layout.tensors, F::ignored(&config))?;
         if check_weights {
             let report = checkpoint.tensors.nan_report();
             anyhow::ensure!(report.is_clean(), "the checkpoint has weights that are not finite: {report}");
@@ -154,7 +155,7 @@ impl Part {
             None => raw.dtype()?.unwrap_or(DType::F32),
         };
         // Packed experts: one tensor is generated for each pack, at full speed.
-        let specs = F::tensors(&config, &|_| true);
+        let specs = F::layout(&config, &Geometry::default(), &|_| true)?.tensors;
         let tensors = |slices: Vec<TensorSlice>| {
             RankView::new(DummyWeights::new(specs.clone(), 0), slices).var_builder(dtype, ex.device())
         };

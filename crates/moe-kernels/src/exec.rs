@@ -6,6 +6,8 @@
 
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::buffer::{Buffer, Scratch, Workspace};
@@ -275,6 +277,24 @@ impl Exec {
             Some(cuda) => Ok(cuda),
             None => bail!("{op}: expected a context on a CUDA device, got one on the CPU"),
         }
+    }
+
+    /// The stream that all ops of this context run on, for libraries that launch by themselves.
+    ///
+    /// # Errors
+    /// A context on the CPU.
+    pub fn stream(&self) -> Result<&Arc<CudaStream>> {
+        Ok(&self.cuda("stream")?.stream)
+    }
+
+    /// Address of a view's data on this context's device, for libraries that launch by themselves on
+    /// [`stream`](Self::stream): memory is freed and lent again in the order of that stream. `op` and
+    /// `name` say in errors who asks for what.
+    ///
+    /// # Errors
+    /// A context on the CPU; a view of host memory or of another device.
+    pub fn address(&self, op: &str, name: &str, view: View<'_>) -> Result<u64> {
+        self.cuda(op)?.read::<u8>(op, name, view).map(|address| address as u64)
     }
 
     /// Page-locked words to copy from and to.

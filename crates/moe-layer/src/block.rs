@@ -14,7 +14,7 @@ use moe_router::{GateInput, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
-use crate::chunked::{Path, Routed};
+use crate::chunked::{Path, Routed, SharedOrder};
 use crate::door::forward_rows;
 use crate::shared::SharedExperts;
 
@@ -127,17 +127,18 @@ impl SparseMoeBlock {
         Ok(self)
     }
 
-    #[cfg(feature = "cuda")]
     pub(crate) fn gate(&self) -> &Tensor {
         &self.gate
     }
 
-    #[cfg(feature = "cuda")]
     pub(crate) fn family(&self) -> &Family {
         &self.family
     }
 
-    #[cfg(feature = "cuda")]
+    pub(crate) fn layer(&self) -> usize {
+        self.layer
+    }
+
     pub(crate) fn has_shared_experts(&self) -> bool {
         self.shared.is_some()
     }
@@ -216,7 +217,7 @@ impl SparseMoeBlock {
         match &self.family {
             Family::Modular { router, path, decode } => {
                 let path = decode.as_ref().filter(|_| ex.step.only_decode).unwrap_or(path);
-                self.modular(router, path, (hidden, gate), out, observe, ex)
+                self.modular(router, (path, path.shared_order()), (hidden, gate), out, observe, ex)
             }
             Family::Monolithic(experts) => {
                 let mut logits = ex.scratch(DType::F32, &[hidden.rows(), gate.rows()])?;
@@ -237,10 +238,10 @@ impl SparseMoeBlock {
 
     /// Routes all tokens at once, so that what the step context counts is the step's rows, then
     /// computes them chunk by chunk.
-    fn modular(
+    pub(crate) fn modular(
         &self,
         router: &Router,
-        path: &Path,
+        (path, order): (&Path, SharedOrder),
         (hidden, gate): (View<'_>, View<'_>),
         out: ViewMut<'_>,
         observe: &mut dyn FnMut(View<'_>) -> Result<()>,
@@ -267,6 +268,7 @@ impl SparseMoeBlock {
             topk_weights: topk_weights.view(),
             identity: (config.num_zero_experts > 0).then(|| identity.view()),
             shared: self.shared.as_ref(),
+            order,
         };
         path.run(&routed, self.chunk, out, ex)
     }

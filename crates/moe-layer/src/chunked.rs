@@ -20,6 +20,15 @@ pub(crate) struct Path {
     pub experts: Box<dyn Experts>,
 }
 
+/// When a chunk's shared experts are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SharedOrder {
+    /// Between the halves of dispatch, while rows travel.
+    AroundDispatch,
+    /// After the routed experts, straight onto their sum.
+    Integrated,
+}
+
 /// What is computed for a layer's tokens.
 #[derive(Clone, Copy)]
 pub(crate) struct Routed<'a> {
@@ -32,6 +41,7 @@ pub(crate) struct Routed<'a> {
     /// \[T\] f32 weights of the tokens' own rows, with zero experts.
     pub identity: Option<View<'a>>,
     pub shared: Option<&'a SharedExperts>,
+    pub order: SharedOrder,
 }
 
 impl<'a> Routed<'a> {
@@ -42,11 +52,17 @@ impl<'a> Routed<'a> {
             topk_weights: self.topk_weights.narrow(start, len)?,
             identity: self.identity.map(|weights| weights.narrow(start, len)).transpose()?,
             shared: self.shared,
+            order: self.order,
         })
     }
 }
 
 impl Path {
+    /// When shared experts run best: meanwhile, where rows travel on their own.
+    pub fn shared_order(&self) -> SharedOrder {
+        if self.prepare.supports_async() { SharedOrder::AroundDispatch } else { SharedOrder::Integrated }
+    }
+
     /// All tokens, in chunks of at most `size`, and of no more than the backend takes.
     pub fn run(
         &self,
@@ -112,15 +128,14 @@ impl Path {
         trace_span!("experts").in_scope(|| self.experts.apply(dispatched, out, ex))
     }
 
-    /// The rows of this rank's experts. Shared experts are computed meanwhile, where rows travel on
-    /// their own.
+    /// The rows of this rank's experts, and what shared experts computed meanwhile.
     fn dispatch<'a>(
         &'a self,
         routed: &Routed<'a>,
         ex: &mut Exec,
     ) -> Result<(Dispatched<'a>, Option<SharedRows>)> {
         let Routed { hidden, topk_ids, topk_weights, .. } = *routed;
-        let Some(shared) = routed.shared.filter(|_| self.prepare.supports_async()) else {
+        let Some(shared) = routed.shared.filter(|_| routed.order == SharedOrder::AroundDispatch) else {
             return Ok((self.prepare.prepare(hidden, topk_ids, topk_weights, ex)?, None));
         };
         let begun = self.prepare.begin_prepare(hidden, topk_ids, topk_weights, ex)?;

@@ -1,7 +1,7 @@
 //! Where a block runs: its place among the ranks, and how its tokens are cut.
 
 use moe_chunking::ChunkedMoe;
-use moe_comm::{DeepEpMode, EpBackend, ExpertLayout, Geometry, ParallelGroups};
+use moe_comm::{DeepEpMode, EpBackend, ExpertLayout, Geometry, ParallelGroups, RowParallel};
 use moe_dispatch::{
     AllgatherReducescatter, EpRanks, HighThroughput, LocalAllreduce, LowLatency, NoEp, PrepareFinalize,
     TensorParallel,
@@ -43,6 +43,18 @@ impl Default for BlockContext {
 type Backends = (Box<dyn PrepareFinalize>, Option<Box<dyn PrepareFinalize>>);
 
 impl BlockContext {
+    /// The ranks that cut a row-parallel product (o_proj, a dense or shared down_proj) of reduced size
+    /// `size`, which `what` names in an error; `None` where one rank holds all of it.
+    ///
+    /// # Errors
+    /// A size that the geometry cannot cut.
+    pub fn row_parallel(&self, what: &'static str, size: usize) -> Result<Option<RowParallel>> {
+        if self.geometry.tp_size == 1 {
+            return Ok(None);
+        }
+        RowParallel::new(&self.geometry.row_shard(what, size)?, self.groups.tp.clone()).map(Some)
+    }
+
     /// The prepare/finalize backend of the geometry, and, where the mode of `deepep` is open, the one
     /// for steps that only decode.
     pub(crate) fn backends(&self, layout: &ExpertLayout, on_input: bool) -> Result<Backends> {

@@ -9,6 +9,7 @@ mod door;
 pub mod legacy;
 mod load;
 mod mlp;
+mod overlap;
 mod pack;
 mod path;
 mod shared;

@@ -81,17 +81,31 @@ pub fn load_block_on(
     gate: VarBuilder,
     experts: VarBuilder,
 ) -> Result<(SparseMoeBlock, Selection)> {
-    let (config, geometry) = (&options.router, &context.geometry);
-    let layout = geometry.expert_layout(options.packed_experts())?;
+    let layout = context.geometry.expert_layout(options.packed_experts())?;
+    let weights = ExpertWeights::load(&load_spec(options, context, &layout)?, experts)?;
+    compose(options, context, &layout, gate, |prepare, backend| {
+        choose(options, context, &weights, prepare, backend).map(|(selection, experts)| (experts, selection))
+    })
+}
+
+/// A block of the context's prepare/finalize backends, each with the experts that `experts` makes for
+/// it; what that says of the main path comes along. An explicit expert backend is asked for there
+/// alone: the path of steps that only decode may have another format.
+pub(crate) fn compose<S>(
+    options: &BlockOptions,
+    context: &BlockContext,
+    layout: &ExpertLayout,
+    gate: VarBuilder,
+    experts: impl Fn(&dyn PrepareFinalize, Option<&str>) -> Result<(AnyExperts, S)>,
+) -> Result<(SparseMoeBlock, S)> {
+    let config = &options.router;
     let router = Router::load(config, gate.clone())?;
     let weight = gate.get((config.num_logits(), options.hidden_size), "weight")?;
-    let weights = ExpertWeights::load(&load_spec(options, context, &layout)?, experts)?;
-
-    let (prepare, decode) = context.backends(&layout, config.apply_router_weight_on_input)?;
-    let (selection, main) = choose(options, context, &weights, prepare.as_ref(), options.backend.as_deref())?;
+    let (prepare, decode) = context.backends(layout, config.apply_router_weight_on_input)?;
+    let (main, said) = experts(prepare.as_ref(), options.backend.as_deref())?;
     let mut block = SparseMoeBlock::new(weight, router, prepare, main, options.layer)?;
     if let Some(decode) = decode {
-        let (_, experts) = choose(options, context, &weights, decode.as_ref(), None)?;
+        let (experts, _) = experts(decode.as_ref(), None)?;
         block = block.with_decode_path(decode, experts)?;
     }
     let bytes = |tokens| block.chunk_bytes(tokens).unwrap_or(usize::MAX);
@@ -99,7 +113,7 @@ pub fn load_block_on(
     if let Some(size) = size.filter(|_| options.layer == 0) {
         warn_below_ridge(size.get(), options);
     }
-    Ok((block.with_chunk_size(size), selection))
+    Ok((block.with_chunk_size(size), said))
 }
 
 /// Larger than any step.
@@ -113,7 +127,8 @@ fn warn_below_ridge(size: usize, options: &BlockOptions) {
     let ridge = ridge_tokens(RIDGE_ROWS, options.packed_experts(), options.router.num_slots());
     if size < ridge {
         warn!(
-            "chunks of {size} tokens read all experts' weights for few rows each; from about {ridge} tokens on              chunking costs little time"
+            "chunks of {size} tokens read all experts' weights for few rows each; from about {ridge} tokens on \
+             chunking costs little time"
         );
     }
 }

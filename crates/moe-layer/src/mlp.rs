@@ -67,8 +67,8 @@ impl GatedMlp {
 
     /// Makes this the part of an MLP that some ranks cut along its intermediate size; each holds its
     /// rows of gate and up and its columns of down.
-    pub fn with_row_parallel(self, ranks: RowParallel) -> Self {
-        Self { ranks: Some(ranks), ..self }
+    pub fn with_row_parallel(self, ranks: impl Into<Option<RowParallel>>) -> Self {
+        Self { ranks: ranks.into(), ..self }
     }
 
     /// Width of the activation between the two products.

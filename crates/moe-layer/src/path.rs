@@ -3,14 +3,15 @@
 use std::str::FromStr;
 
 use candle_nn::VarBuilder;
+use moe_comm::{EpBackend, Geometry};
 use moe_experts::Selection;
-use moe_kernels::candle::{Result, bail};
+use moe_kernels::candle::Result;
 use moe_kernels::{Exec, View, ViewMut};
 use moe_router::Router;
 
 use crate::block::SparseMoeBlock;
 use crate::context::BlockContext;
-use crate::legacy::MoeMlp;
+use crate::legacy::{MoeMlp, load_loop_on};
 use crate::load::{BlockOptions, load_block_on};
 use crate::shared::SharedExperts;
 
@@ -38,10 +39,10 @@ impl FromStr for MoePath {
 /// A sparse layer on either path.
 #[derive(Debug)]
 pub enum SparseLayer {
-    /// On packed weights.
-    Fused(Box<SparseMoeBlock>),
-    /// On separate weights.
-    Legacy(Box<MoeMlp>),
+    /// Behind dispatch: packed weights, or, where ranks share the experts and in chunks, separate ones.
+    Block(Box<SparseMoeBlock>),
+    /// On separate weights, all of them on this rank, in one pass.
+    Loop(Box<MoeMlp>),
 }
 
 impl SparseLayer {
@@ -60,10 +61,11 @@ impl SparseLayer {
         Self::load_on(path, options, &BlockContext::default(), gate, experts, shared)
     }
 
-    /// The same for one rank, and in chunks, as [`load_block_on`] does.
+    /// The same for one rank of several, and in chunks, as [`load_block_on`] does. The first layer with
+    /// shared experts passes [`SparseMoeBlock::check_shared_experts`].
     ///
     /// # Errors
-    /// Those of the path's loader; ranks or chunks on the legacy path.
+    /// Those of the path's loader, and of the check.
     pub fn load_on(
         path: MoePath,
         options: &BlockOptions,
@@ -72,40 +74,44 @@ impl SparseLayer {
         experts: VarBuilder,
         shared: Option<SharedExperts>,
     ) -> Result<(Self, Option<Selection>)> {
-        match path {
-            MoePath::Fused => {
-                let (mut block, selection) = load_block_on(options, context, gate, experts)?;
-                if let Some(shared) = shared {
-                    block = block.with_shared_experts(shared)?;
-                }
-                Ok((Self::Fused(Box::new(block)), Some(selection)))
-            }
-            MoePath::Legacy if context.geometry.world_size > 1 || context.chunked_moe.enable_chunked_moe => {
-                bail!("the legacy expert path runs on one rank and in one pass; use the fused path")
-            }
-            MoePath::Legacy => {
+        let Geometry { backend, moe_tp_size, .. } = context.geometry;
+        let whole = backend == EpBackend::Disabled && moe_tp_size == 1;
+        let (mut block, selection) = match path {
+            MoePath::Legacy if whole && !context.chunked_moe.enable_chunked_moe => {
                 let mut block = MoeMlp::load(options, gate, experts)?;
                 if let Some(shared) = shared {
                     block = block.with_shared_experts(shared)?;
                 }
-                Ok((Self::Legacy(Box::new(block)), None))
+                return Ok((Self::Loop(Box::new(block)), None));
+            }
+            MoePath::Legacy => (load_loop_on(options, context, gate, experts)?, None),
+            MoePath::Fused => {
+                let (block, selection) = load_block_on(options, context, gate, experts)?;
+                (block, Some(selection))
+            }
+        };
+        if let Some(shared) = shared {
+            block = block.with_shared_experts(shared)?;
+            if options.layer == 0 {
+                block.check_shared_experts()?;
             }
         }
+        Ok((Self::Block(Box::new(block)), selection))
     }
 
-    /// The block on packed weights.
-    pub fn fused(&self) -> Option<&SparseMoeBlock> {
+    /// The block behind dispatch, if this is one.
+    pub fn block(&self) -> Option<&SparseMoeBlock> {
         match self {
-            Self::Fused(block) => Some(block),
-            Self::Legacy(_) => None,
+            Self::Block(block) => Some(block),
+            Self::Loop(_) => None,
         }
     }
 
     /// The router, unless it is inside the experts' kernel.
     pub fn router(&self) -> Option<&Router> {
         match self {
-            Self::Fused(block) => block.router(),
-            Self::Legacy(block) => Some(block.router()),
+            Self::Block(block) => block.router(),
+            Self::Loop(block) => Some(block.router()),
         }
     }
 
@@ -119,8 +125,8 @@ impl SparseLayer {
         ex: &mut Exec,
     ) -> Result<()> {
         match self {
-            Self::Fused(block) => block.forward_observed_into(hidden, out, observe, ex),
-            Self::Legacy(block) => block.forward_observed_into(hidden, out, observe, ex),
+            Self::Block(block) => block.forward_observed_into(hidden, out, observe, ex),
+            Self::Loop(block) => block.forward_observed_into(hidden, out, observe, ex),
         }
     }
 }

@@ -74,7 +74,7 @@ impl SharedExperts {
     }
 
     /// The MLP's down product over the ranks that cut it; they hold the MLP's slices.
-    pub fn with_row_parallel(self, ranks: RowParallel) -> Self {
+    pub fn with_row_parallel(self, ranks: impl Into<Option<RowParallel>>) -> Self {
         Self { mlp: self.mlp.with_row_parallel(ranks), ..self }
     }
 

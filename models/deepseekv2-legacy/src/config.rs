@@ -1,11 +1,12 @@
 //! DeepSeek-V2's config.json, with the defaults of transformers 5.17.
 
 use candle_core::DType;
-use model_runtime::config::{
-    Bounds, Config, ConfigError, RopeConfig, RopeScaling, checked_product, limits, yarn_mscale,
-};
-use model_runtime::{MlaConfig, MlaForm};
-use moe_layer::{Activation, RouterConfig};
+use model_runtime::config::{Bounds, Config, ConfigError, RopeConfig, RopeScaling, limits, yarn_mscale};
+use model_runtime::{DecoderConfig, MlaConfig, MlaForm, MoeConfig};
+use moe_layer::RouterConfig;
+
+/// Tensors of a layer without its experts, at most.
+const LAYER_TENSORS: usize = 20;
 
 /// Epsilon of the norms of latents, which `rms_norm_eps` says nothing about.
 const LATENT_NORM_EPS: f64 = 1e-6;
@@ -17,34 +18,10 @@ const LAYERS_OR_NONE: Bounds = Bounds::up_to(limits::LAYERS.max);
 /// Everything a DeepSeek-V2 config says that changes the forward pass.
 #[derive(Clone, Debug)]
 pub struct DeepseekV2Config {
-    /// Tokens in the vocabulary.
-    pub vocab_size: usize,
-    /// Width of the residual stream, H.
-    pub hidden_size: usize,
-    /// Width of dense layers' MLPs.
-    pub intermediate_size: usize,
-    /// Width of one expert's MLP, I.
-    pub moe_intermediate_size: usize,
-    /// Number of layers.
-    pub num_hidden_layers: usize,
-    /// Attention, in the absorbed form.
+    /// The decoder around the attention.
+    pub decoder: DecoderConfig,
+    /// Attention, in the absorbed form and with the heads of all ranks.
     pub attention: MlaConfig,
-    /// Longest sequence.
-    pub max_position_embeddings: usize,
-    /// Epsilon of the norms between layers.
-    pub rms_norm_eps: f32,
-    /// Whether lm_head is the embedding.
-    pub tie_word_embeddings: bool,
-    /// Activation of dense MLPs and experts.
-    pub activation: Activation,
-    /// Rotary embedding of the rotated dimensions.
-    pub rope: RopeConfig,
-    /// Routing; `None` for a model without routed experts.
-    pub router: Option<RouterConfig>,
-    /// Shared experts, which are one MLP of this many times I.
-    pub n_shared_experts: usize,
-    /// Per layer: whether its MLP is a sparse block.
-    pub is_sparse: Vec<bool>,
     /// The dtype that the config names.
     pub dtype: Option<DType>,
     ignored_by_transformers: Vec<String>,
@@ -70,28 +47,31 @@ impl DeepseekV2Config {
         if rms_norm_eps < 0. {
             return Err(config.invalid("rms_norm_eps", "a number of at least 0", rms_norm_eps));
         }
-        let router = router(config)?;
-        let this = Self {
+        let (router, intermediate_size) = (router(config)?, width("moe_intermediate_size", 1407)?);
+        let shared = or_null(config, "n_shared_experts", 2, Bounds::up_to(limits::EXPERTS.max))?.unwrap_or(0);
+        let ignored_by_transformers = ignored_by_transformers(config, router.as_ref())?;
+        let is_sparse = sparse_layers(config, router.is_some())?;
+        let attention = attention(config, &rope)?;
+        let decoder = DecoderConfig {
             vocab_size: config.size_or(&["vocab_size"], 102400, limits::VOCAB)?,
-            hidden_size: width("hidden_size", 4096)?,
+            hidden_size: attention.hidden_size,
             intermediate_size: width("intermediate_size", 11008)?,
-            moe_intermediate_size: width("moe_intermediate_size", 1407)?,
-            num_hidden_layers: config.size_or(&["num_hidden_layers"], 32, limits::LAYERS)?,
-            attention: attention(config, &rope)?,
-            max_position_embeddings,
-            rms_norm_eps: rms_norm_eps as f32,
-            tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
             activation: config.activation()?,
+            rms_norm_eps,
+            tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
+            max_position_embeddings,
             rope,
-            n_shared_experts: or_null(config, "n_shared_experts", 2, Bounds::up_to(limits::EXPERTS.max))?
-                .unwrap_or(0),
-            is_sparse: sparse_layers(config, router.is_some())?,
-            dtype: config.dtype()?,
-            ignored_by_transformers: ignored_by_transformers(config, router.as_ref())?,
-            router,
+            moe: router.map(|router| MoeConfig {
+                router,
+                intermediate_size,
+                shared_intermediate_size: shared * intermediate_size,
+            }),
+            is_sparse,
         };
-        this.check_sizes(config)?;
-        Ok(this)
+        let head = attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim;
+        let reads = attention.hidden_size.max(attention.kv_lora_rank).max(attention.q_lora_rank.unwrap_or(0));
+        decoder.check_sizes(config, LAYER_TENSORS, &[attention.num_heads, head, reads, 2])?;
+        Ok(Self { decoder, attention, dtype: config.dtype()?, ignored_by_transformers })
     }
 
     /// Options that this config sets and that transformers 5.17 does not look at: a checkpoint
@@ -104,42 +84,6 @@ impl DeepseekV2Config {
     /// Attention in a form.
     pub fn mla(&self, form: MlaForm) -> MlaConfig {
         MlaConfig { form, ..self.attention.clone() }
-    }
-
-    /// Width of the MLP that the shared experts are.
-    pub fn shared_intermediate_size(&self) -> usize {
-        self.n_shared_experts * self.moe_intermediate_size
-    }
-
-    /// Number of routed experts; 0 in a dense model.
-    pub fn num_experts(&self) -> usize {
-        self.router.as_ref().map_or(0, |router| router.num_experts)
-    }
-
-    /// Refuses sizes that are each valid but absurd together.
-    fn check_sizes(&self, config: &Config) -> Result<(), ConfigError> {
-        let (layers, h, mla) = (self.num_hidden_layers, self.hidden_size, &self.attention);
-        let moe_layers = self.is_sparse.iter().filter(|sparse| **sparse).count();
-        let experts = self.num_experts();
-        let head = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim;
-        let reads = h.max(mla.kv_lora_rank).max(mla.q_lora_rank.unwrap_or(0));
-        let shared = [self.n_shared_experts.max(1), self.moe_intermediate_size];
-        for (what, factors, limit) in [
-            ("the number of tensors", &[layers, 20][..], limits::TENSORS),
-            ("the number of expert tensors", &[moe_layers, experts, 3], limits::TENSORS),
-            (
-                "the number of expert weights",
-                &[moe_layers, experts, self.moe_intermediate_size, h, 3],
-                limits::WEIGHTS,
-            ),
-            ("the number of shared weights", &[moe_layers, shared[0], shared[1], h, 3], limits::WEIGHTS),
-            ("the number of attention weights", &[layers, mla.num_heads, head, reads, 2], limits::WEIGHTS),
-            ("the number of dense weights", &[layers, self.intermediate_size, h, 3], limits::WEIGHTS),
-            ("the number of embedding weights", &[self.vocab_size, h], limits::WEIGHTS),
-        ] {
-            checked_product(config, what, factors, limit)?;
-        }
-        Ok(())
     }
 }
 

@@ -2,100 +2,33 @@
 //! everything that it does not support.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
+#[path = "../../../tests/cli/program.rs"]
+mod program;
+
 use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Output, Stdio};
 
+use program::{Copied, Program, fixture, stdout};
 use serde_json::{Value, json};
 
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(name)
-}
-
-fn program() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_model-deepseekv2-legacy"));
-    command.env("RUST_BACKTRACE", "0");
-    command
-}
+const PROGRAM: Program = Program { path: env!("CARGO_BIN_EXE_model-deepseekv2-legacy"), flags: &[] };
 
 fn run(args: &[&str]) -> Output {
-    program().args(args).output().unwrap()
+    PROGRAM.run(args)
 }
 
-fn stdout(output: &Output) -> String {
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout.clone()).unwrap()
-}
-
-/// Runs, expects this exit code and all of the words on stderr.
 fn fails(args: &[&str], code: i32, words: &[&str]) {
-    let output = run(args);
-    let stderr = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(code), "{args:?}\n{stderr}");
-    assert!(!stderr.contains("panicked"), "{stderr}");
-    for word in words {
-        assert!(stderr.contains(word), "{args:?}: expected {word:?} in\n{stderr}");
-    }
-}
-
-/// A copy of a fixture with another config.
-struct Copied(tempfile::TempDir);
-
-impl Copied {
-    fn new(name: &str, changes: &[(&str, Value)]) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        for entry in fs::read_dir(fixture(name)).unwrap() {
-            let path = entry.unwrap().path();
-            fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
-        }
-        let path = dir.path().join("config.json");
-        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-        for (key, value) in changes {
-            config[*key] = value.clone();
-        }
-        fs::write(path, config.to_string()).unwrap();
-        Self(dir)
-    }
-
-    fn path(&self) -> &str {
-        self.0.path().to_str().unwrap()
-    }
+    PROGRAM.fails(args, code, words);
 }
 
 #[test]
 fn text_equals_that_of_transformers_on_both_paths_and_in_both_forms() {
-    let dir = fixture("deepseek-text");
-    let case: Value = serde_json::from_slice(&fs::read(dir.join("text_case.json")).unwrap()).unwrap();
     for (path, form) in
         [("legacy", "absorbed"), ("fused", "absorbed"), ("legacy", "naive"), ("fused", "naive")]
     {
-        for greedy in case["greedy"].as_array().unwrap() {
-            let count = greedy["generated_ids"].as_array().unwrap().len().to_string();
-            let prompt = greedy["prompt"].as_str().unwrap();
-            let output = run(&[
-                "--model",
-                dir.to_str().unwrap(),
-                "--prompt",
-                prompt,
-                "--max-new-tokens",
-                &count,
-                "--temperature",
-                "0",
-                "--ignore-eos",
-                "--dtype",
-                "f32",
-                "--moe-path",
-                path,
-                "--mla",
-                form,
-            ]);
-            assert_eq!(
-                stdout(&output),
-                greedy["generated_text"].as_str().unwrap(),
-                "{path} {form} {prompt:?}"
-            );
-        }
+        let flags = ["--moe-path", path, "--mla", form];
+        Program { flags: &flags, ..PROGRAM }.continues_like_transformers("deepseek-text");
     }
 }
 
@@ -136,8 +69,8 @@ fn batch_answers_and_chat_talks() {
     let answer =
         find("a")["response"]["body"]["choices"][0]["message"]["content"].as_str().unwrap().to_string();
 
-    let mut chat = program();
-    chat.args(["chat", "--model", model, "--max-new-tokens", "6", "--temperature", "0", "--ignore-eos"]);
+    let flags = ["chat", "--model", model, "--max-new-tokens", "6", "--temperature", "0", "--ignore-eos"];
+    let mut chat = PROGRAM.command(&flags);
     let mut chat = chat.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     chat.stdin.take().unwrap().write_all(b"Hello\n").unwrap();
     let talked = stdout(&chat.wait_with_output().unwrap());
@@ -209,8 +142,8 @@ fn unsupported_values_are_refused_by_name() {
         ),
         ("rope_scaling", json!({"type": "yarn", "factor": 0.5}), &["factor", "0.5"]),
     ] {
-        let model = Copied::new("deepseek-text", &[(key, value)]);
-        fails(&["--model", model.path(), "--prompt", "x"], 1, words);
+        let model = Copied::with("deepseek-text", &[(key, value)]);
+        fails(&["--model", model.dir(), "--prompt", "x"], 1, words);
     }
     let grouped = [("topk_method", json!("group_limited_greedy"))];
     for (groups, kept, words) in [
@@ -220,23 +153,23 @@ fn unsupported_values_are_refused_by_name() {
         (json!(6), json!(1), &["2", "1"]),
     ] {
         let changes = [&grouped[..], &[("n_group", groups), ("topk_group", kept)]].concat();
-        let model = Copied::new("deepseek-text", &changes);
-        fails(&["--model", model.path(), "--prompt", "x"], 1, words);
+        let model = Copied::with("deepseek-text", &changes);
+        fails(&["--model", model.dir(), "--prompt", "x"], 1, words);
     }
 }
 
 #[test]
 fn checkpoints_that_do_not_fit_are_listed() {
-    let model = Copied::new("deepseek-text", &[("q_lora_rank", json!(8))]);
+    let model = Copied::with("deepseek-text", &[("q_lora_rank", json!(8))]);
     let names =
         ["missing", "q_a_proj.weight [8, 40]", "q_a_layernorm.weight", "q_b_proj", "unexpected", "q_proj"];
-    fails(&["--model", model.path(), "--prompt", "x"], 1, &names);
+    fails(&["--model", model.dir(), "--prompt", "x"], 1, &names);
     // Shared experts that the config denies are not dropped in silence.
-    let model = Copied::new("deepseek-text", &[("n_shared_experts", json!(0))]);
-    fails(&["--model", model.path(), "--prompt", "x"], 1, &["shared_experts.gate_proj.weight", "[0, 40]"]);
+    let model = Copied::with("deepseek-text", &[("n_shared_experts", json!(0))]);
+    fails(&["--model", model.dir(), "--prompt", "x"], 1, &["shared_experts.gate_proj.weight", "[0, 40]"]);
     // An explicit null means a dense model, so every expert is too many.
-    let model = Copied::new("deepseek-text", &[("n_routed_experts", json!(null))]);
-    fails(&["--model", model.path(), "--prompt", "x"], 1, &["unexpected", "experts.0.gate_proj.weight"]);
+    let model = Copied::with("deepseek-text", &[("n_routed_experts", json!(null))]);
+    fails(&["--model", model.dir(), "--prompt", "x"], 1, &["unexpected", "experts.0.gate_proj.weight"]);
 }
 
 #[test]

@@ -3,8 +3,8 @@
 
 use candle_core::DType;
 use model_deepseekv2_legacy::{DeepseekV2Config, DeepseekV2Family};
-use model_runtime::MlaForm;
 use model_runtime::config::Config;
+use model_runtime::{Geometry, MlaForm, TensorSpec};
 use moe_engine::ModelFamily;
 use moe_layer::RouterSelection;
 use proptest::prelude::*;
@@ -12,6 +12,11 @@ use serde_json::{Value, json};
 
 fn config(value: Value) -> DeepseekV2Config {
     DeepseekV2Config::new(&Config::parse(&value.to_string(), "config.json").unwrap()).unwrap()
+}
+
+/// The tensors of a checkpoint with its experts packed or one by one.
+fn tensors(config: &DeepseekV2Config, packed: bool) -> Vec<TensorSpec> {
+    DeepseekV2Family::layout(config, &Geometry::default(), &|_| packed).unwrap().tensors
 }
 
 /// DeepSeek-V2-Lite's config.json, less what changes nothing here.
@@ -36,19 +41,20 @@ fn with(changes: Value) -> DeepseekV2Config {
 #[test]
 fn v2_lite_and_v2_come_to_their_published_sizes() {
     let lite = config(v2_lite());
-    assert_eq!(lite.is_sparse, [vec![false], vec![true; 26]].concat());
+    let decoder = &lite.decoder;
+    assert_eq!(decoder.is_sparse, [vec![false], vec![true; 26]].concat());
     assert_eq!(
-        (lite.shared_intermediate_size(), lite.num_experts(), lite.attention.q_lora_rank),
+        (decoder.shared_intermediate_size(), decoder.num_experts(), lite.attention.q_lora_rank),
         (2816, 64, None)
     );
-    let router = lite.router.clone().unwrap();
-    assert_eq!((router.top_k, router.renormalize, router.selection), (6, false, RouterSelection::TopK));
-    assert_eq!((lite.rope.max_context_len(), lite.dtype), (163840, Some(DType::BF16)));
+    let router = &decoder.moe.as_ref().unwrap().router;
+    assert_eq!((router.top_k, router.renormalize, &router.selection), (6, false, &RouterSelection::TopK));
+    assert_eq!((decoder.rope.max_context_len(), lite.dtype), (163840, Some(DType::BF16)));
     assert!(lite.ignored_by_transformers().is_empty());
     // 192^-1/2 times (0.1 * 0.707 * ln 40 + 1)^2.
     assert!((lite.attention.softmax_scale - 0.114_721_386).abs() < 1e-8, "{}", lite.attention.softmax_scale);
     let weights = |config: &DeepseekV2Config| -> usize {
-        let specs = DeepseekV2Family::tensors(config, &|_| false);
+        let specs = tensors(config, false);
         specs.iter().map(|t| t.shape.iter().product::<usize>()).sum()
     };
     assert_eq!(weights(&lite), 15_706_484_224);
@@ -58,10 +64,10 @@ fn v2_lite_and_v2_come_to_their_published_sizes() {
         "num_key_value_heads": 128, "q_lora_rank": 1536, "routed_scaling_factor": 16.0, "topk_group": 3,
         "topk_method": "group_limited_greedy"}));
     assert_eq!(weights(&v2), 235_741_434_880);
-    let router = v2.router.clone().unwrap();
+    let router = &v2.decoder.moe.as_ref().unwrap().router;
     assert_eq!(router.selection, RouterSelection::Grouped { num_expert_group: 8, topk_group: 3 });
     assert_eq!(router.routed_scaling_factor, 16.0);
-    let kv = |form| v2.mla(form).kv_layout(v2.num_hidden_layers, DType::BF16).bytes_per_token().unwrap();
+    let kv = |form| v2.mla(form).kv_layout(v2.decoder.num_layers(), DType::BF16).bytes_per_token().unwrap();
     assert_eq!(kv(MlaForm::Absorbed), 60 * 2 * (512 + 64));
     assert_eq!(kv(MlaForm::Naive), 60 * 2 * 128 * (128 + 64 + 128));
 }
@@ -69,12 +75,14 @@ fn v2_lite_and_v2_come_to_their_published_sizes() {
 #[test]
 fn what_is_left_out_has_the_defaults_of_transformers() {
     let config = config(json!({"model_type": "deepseek_v2", "num_experts_per_tok": 6}));
-    let mla = &config.attention;
-    assert_eq!((config.vocab_size, config.hidden_size, config.intermediate_size), (102400, 4096, 11008));
-    assert_eq!((config.num_hidden_layers, mla.num_heads, config.moe_intermediate_size), (32, 32, 1407));
+    let (decoder, mla) = (&config.decoder, &config.attention);
+    let moe = decoder.moe.as_ref().unwrap();
+    assert_eq!((decoder.vocab_size, decoder.hidden_size, decoder.intermediate_size), (102400, 4096, 11008));
+    assert_eq!((decoder.num_layers(), mla.num_heads, moe.intermediate_size), (32, 32, 1407));
     assert_eq!((mla.q_lora_rank, mla.kv_lora_rank, mla.v_head_dim), (Some(1536), 512, 128));
-    assert_eq!((config.n_shared_experts, config.num_experts(), config.is_sparse), (2, 64, vec![true; 32]));
-    assert_eq!((mla.bias, config.tie_word_embeddings, config.rms_norm_eps), (false, false, 1e-6));
+    assert_eq!((moe.shared_intermediate_size, moe.router.num_experts), (2 * 1407, 64));
+    assert_eq!(decoder.is_sparse, [true; 32]);
+    assert_eq!((mla.bias, decoder.tie_word_embeddings, decoder.rms_norm_eps), (false, false, 1e-6));
     assert!((mla.softmax_scale - 192f64.powf(-0.5)).abs() < 1e-12);
 }
 
@@ -82,9 +90,10 @@ fn what_is_left_out_has_the_defaults_of_transformers() {
 fn explicit_nulls_mean_none_as_in_published_configs() {
     let config =
         with(json!({"n_routed_experts": null, "n_shared_experts": null, "num_experts_per_tok": null}));
-    assert!(config.router.is_none() && config.is_sparse.iter().all(|sparse| !sparse));
-    assert_eq!((config.n_shared_experts, config.num_experts()), (0, 0));
-    assert!(with(json!({"topk_method": null, "n_group": null, "topk_group": null})).router.is_some());
+    assert!(config.decoder.moe.is_none() && config.decoder.moe_layers().is_empty());
+    let none = with(json!({"n_shared_experts": null}));
+    assert_eq!((none.decoder.shared_intermediate_size(), none.decoder.num_experts()), (0, 64));
+    assert!(with(json!({"topk_method": null, "n_group": null, "topk_group": null})).decoder.moe.is_some());
 }
 
 #[test]
@@ -92,8 +101,7 @@ fn layers_follow_first_k_dense_replace_and_moe_layer_freq() {
     let sparse = |first: usize, every: usize| -> Vec<usize> {
         let changes =
             json!({"first_k_dense_replace": first, "moe_layer_freq": every, "num_hidden_layers": 7});
-        let config = with(changes);
-        (0..7).filter(|layer| config.is_sparse[*layer]).collect()
+        with(changes).decoder.moe_layers()
     };
     assert_eq!(sparse(0, 1), [0, 1, 2, 3, 4, 5, 6]);
     assert_eq!(sparse(3, 1), [3, 4, 5, 6]);
@@ -129,7 +137,8 @@ fn both_styles_say_the_same() {
             .clone(),
     );
     let saved = config(value);
-    assert_eq!((saved.rope, saved.attention, saved.dtype), (hub.rope, hub.attention, hub.dtype));
+    assert_eq!((saved.decoder.rope, saved.attention), (hub.decoder.rope, hub.attention));
+    assert_eq!(saved.dtype, hub.dtype);
 }
 
 #[test]
@@ -191,13 +200,13 @@ proptest! {
         };
         let scale = config.attention.softmax_scale as f32;
         prop_assert!(scale.is_finite() && scale > 0.0, "{scale}");
-        prop_assert_eq!(config.is_sparse.len(), config.num_hidden_layers);
+        let layers = config.decoder.num_layers();
         for form in [MlaForm::Absorbed, MlaForm::Naive] {
-            prop_assert!(config.mla(form).kv_layout(config.num_hidden_layers, DType::F32).bytes_per_token().is_ok());
+            prop_assert!(config.mla(form).kv_layout(layers, DType::F32).bytes_per_token().is_ok());
         }
-        if config.num_hidden_layers * config.num_experts().max(1) <= 4096 {
-            let count = |packed: bool| DeepseekV2Family::tensors(&config, &|_| packed).len();
-            prop_assert!(count(true) <= count(false) + 3 * config.num_hidden_layers);
+        if layers * config.decoder.num_experts().max(1) <= 4096 {
+            let count = |packed| tensors(&config, packed).len();
+            prop_assert!(count(true) <= count(false) + 3 * layers);
         }
     }
 }

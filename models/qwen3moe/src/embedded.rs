@@ -3,12 +3,12 @@
 //! real before anything is downloaded.
 
 use candle_nn::VarBuilder;
-use model_runtime::{Config, ConfigError, Geometry, GeometryError, TensorSlice, TensorSpec};
+use model_runtime::{Config, ConfigError, Geometry, GeometryError, TensorLayout};
 use moe_engine::{Embedded, LoadOptions, LoadedModel, ModelFamily};
 use moe_layer::MoePath;
 
 use crate::config::Qwen3MoeConfig;
-use crate::model::Qwen3Moe;
+use crate::model;
 
 /// The family that `model-qwen3moe` runs.
 pub struct Qwen3MoeFamily;
@@ -20,12 +20,16 @@ impl ModelFamily for Qwen3MoeFamily {
         Qwen3MoeConfig::new(config)
     }
 
-    fn tensors(config: &Qwen3MoeConfig, has: &dyn Fn(&str) -> bool) -> Vec<TensorSpec> {
-        config.tensors(|layer| has(&format!("model.layers.{layer}.mlp.experts.gate_up_proj")))
+    fn layout(
+        config: &Qwen3MoeConfig,
+        geometry: &Geometry,
+        has: &dyn Fn(&str) -> bool,
+    ) -> Result<TensorLayout, GeometryError> {
+        model::layout(config, geometry, has)
     }
 
     fn ignored(config: &Qwen3MoeConfig) -> &'static [&'static str] {
-        match config.tie_word_embeddings {
+        match config.decoder.tie_word_embeddings {
             // Some exporters write the tied weight twice.
             true => &["*.rotary_emb.inv_freq", "lm_head.weight"],
             false => &["*.rotary_emb.inv_freq"],
@@ -40,18 +44,9 @@ impl ModelFamily for Qwen3MoeFamily {
         if options.mla.is_some() {
             candle_core::bail!("--mla: Qwen3-MoE has no multi-head latent attention; leave the flag out")
         }
-        let path = options.moe_path.unwrap_or(MoePath::Fused);
-        let (model, selection) =
-            Qwen3Moe::load_on(config, path, options.backend.as_deref(), &options.context, vb)?;
-        LoadedModel::new(Box::new(model), path, selection)
-    }
-
-    fn slices(
-        config: &Qwen3MoeConfig,
-        geometry: &Geometry,
-        has: &dyn Fn(&str) -> bool,
-    ) -> Result<Vec<TensorSlice>, GeometryError> {
-        config.slices(geometry, |layer| has(&format!("model.layers.{layer}.mlp.experts.gate_up_proj")))
+        let options = options.decoder(MoePath::Fused);
+        let (model, selection) = model::load(config, &options, vb)?;
+        LoadedModel::new(Box::new(model), options.path, selection)
     }
 
     fn embedded() -> Option<Embedded> {

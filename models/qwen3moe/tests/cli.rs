@@ -1,63 +1,28 @@
 //! The program as a user runs it: text, exit codes, and a clear error for every kind of bad input.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+#[path = "../../../tests/cli/program.rs"]
+mod program;
 
+use std::fs;
+use std::process::Output;
+
+use program::{Copied, Program, fixture, stdout};
 use serde_json::{Value, json};
 
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(name)
-}
+const PROGRAM: Program = Program { path: env!("CARGO_BIN_EXE_model-qwen3moe"), flags: &[] };
 
 fn run(args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
-    command.args(args).env("RUST_BACKTRACE", "0").output().unwrap()
+    PROGRAM.run(args)
 }
 
-fn stdout(output: &Output) -> String {
-    String::from_utf8(output.stdout.clone()).unwrap()
-}
-
-/// Runs, expects this exit code and one line on stderr that holds all of the words.
 fn fails(args: &[&str], code: i32, words: &[&str]) {
-    let output = run(args);
-    let stderr = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(code), "{args:?}\n{stderr}");
-    assert!(!stderr.contains("panicked"), "{stderr}");
-    for word in words {
-        assert!(stderr.contains(word), "{args:?}: expected {word:?} in\n{stderr}");
-    }
+    PROGRAM.fails(args, code, words);
 }
 
-/// A copy of a fixture that a test may damage.
-struct Copied(tempfile::TempDir);
-
-impl Copied {
-    fn new(name: &str) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        for entry in fs::read_dir(fixture(name)).unwrap() {
-            let path = entry.unwrap().path();
-            fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
-        }
-        Self(dir)
-    }
-
-    fn path(&self, file: &str) -> PathBuf {
-        self.0.path().join(file)
-    }
-
-    fn config(&self, key: &str, value: Value) {
-        let path = self.path("config.json");
-        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-        config[key] = value;
-        fs::write(path, config.to_string()).unwrap();
-    }
-
-    fn fails(&self, words: &[&str]) {
-        fails(&["--model", self.0.path().to_str().unwrap(), "--prompt", "x"], 1, words);
-    }
+/// A model that cannot be run, and why.
+fn unusable(model: &Copied, words: &[&str]) {
+    fails(&["--model", model.dir(), "--prompt", "x"], 1, words);
 }
 
 #[test]
@@ -82,26 +47,7 @@ fn sampling_is_reproducible_by_seed() {
 
 #[test]
 fn text_equals_that_of_transformers() {
-    let dir = fixture("text");
-    let case: Value = serde_json::from_slice(&fs::read(dir.join("text_case.json")).unwrap()).unwrap();
-    for greedy in case["greedy"].as_array().unwrap() {
-        let count = greedy["generated_ids"].as_array().unwrap().len().to_string();
-        let prompt = greedy["prompt"].as_str().unwrap();
-        let output = run(&[
-            "--model",
-            dir.to_str().unwrap(),
-            "--prompt",
-            prompt,
-            "--max-new-tokens",
-            &count,
-            "--temperature",
-            "0",
-            "--ignore-eos",
-            "--dtype",
-            "f32",
-        ]);
-        assert_eq!(stdout(&output), greedy["generated_text"].as_str().unwrap(), "prompt {prompt:?}");
-    }
+    PROGRAM.continues_like_transformers("text");
 }
 
 #[test]
@@ -113,9 +59,8 @@ fn prompts_come_from_files_and_stdin() {
     let by_flag = run(&[&["--prompt", "ROMEO:"], &common[..]].concat());
     let by_file = run(&[&["--prompt-file", file.to_str().unwrap()], &common[..]].concat());
     assert_eq!(stdout(&by_flag), stdout(&by_file));
-    let by_stdin = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"))
-        .args(["-"])
-        .args(common)
+    let by_stdin = PROGRAM
+        .command(&[&["-"], &common[..]].concat())
         .stdin(fs::File::open(&file).unwrap())
         .output()
         .unwrap();
@@ -157,16 +102,16 @@ fn damaged_weights_are_named() {
     let weights = model.path("model.safetensors");
     let bytes = fs::read(&weights).unwrap();
     fs::write(&weights, &bytes[..bytes.len() / 2]).unwrap();
-    model.fails(&["model.safetensors"]);
+    unusable(&model, &["model.safetensors"]);
     fs::write(&weights, &bytes[..3]).unwrap();
-    model.fails(&["model.safetensors"]);
+    unusable(&model, &["model.safetensors"]);
     fs::write(&weights, [&u64::MAX.to_le_bytes()[..], &bytes[8..]].concat()).unwrap();
-    model.fails(&["model.safetensors"]);
+    unusable(&model, &["model.safetensors"]);
     fs::write(&weights, b"").unwrap();
-    model.fails(&["model.safetensors"]);
+    unusable(&model, &["model.safetensors"]);
     fs::remove_file(&weights).unwrap();
     fs::remove_file(model.path("reference.safetensors")).unwrap();
-    model.fails(&["safetensors"]);
+    unusable(&model, &["safetensors"]);
 }
 
 #[test]
@@ -179,26 +124,24 @@ fn every_mismatch_is_in_one_message() {
         .as_u64()
         .unwrap();
     model.config("num_hidden_layers", json!(layers + 1));
-    model.fails(&[
-        "missing",
-        &format!("model.layers.{layers}.input_layernorm.weight"),
-        "of another shape",
-        "24",
-    ]);
+    unusable(
+        &model,
+        &["missing", &format!("model.layers.{layers}.input_layernorm.weight"), "of another shape", "24"],
+    );
     model.config("num_hidden_layers", json!(layers - 1));
-    model.fails(&["unexpected", &format!("model.layers.{}.input_layernorm.weight", layers - 1)]);
+    unusable(&model, &["unexpected", &format!("model.layers.{}.input_layernorm.weight", layers - 1)]);
 }
 
 #[test]
 fn a_missing_shard_is_named() {
     let model = Copied::new("sharded");
-    let shard = fs::read_dir(model.0.path())
+    let shard = fs::read_dir(model.dir())
         .unwrap()
         .map(|e| e.unwrap().path())
         .find(|p| p.to_string_lossy().contains("-of-"))
         .unwrap();
     fs::remove_file(&shard).unwrap();
-    model.fails(&[shard.file_name().unwrap().to_str().unwrap()]);
+    unusable(&model, &[shard.file_name().unwrap().to_str().unwrap()]);
 }
 
 #[test]
@@ -222,13 +165,13 @@ fn broken_configs_are_refused_before_anything_is_allocated() {
     ] {
         let model = Copied::new("text");
         model.config(key, value);
-        model.fails(words);
+        unusable(&model, words);
     }
     let model = Copied::new("text");
     fs::write(model.path("config.json"), "{\"model_type\": ").unwrap();
-    model.fails(&["config.json", "JSON"]);
+    unusable(&model, &["config.json", "JSON"]);
     fs::remove_file(model.path("config.json")).unwrap();
-    model.fails(&["config.json"]);
+    unusable(&model, &["config.json"]);
 }
 
 #[test]
@@ -239,17 +182,17 @@ fn not_finite_weights_are_reported_on_request() {
     let end = bytes.len();
     bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
     fs::write(&weights, bytes).unwrap();
-    let path = model.0.path().to_str().unwrap().to_string();
+    let path = model.dir().to_string();
     fails(&["--model", &path, "--prompt", "x", "--check-weights"], 1, &["not finite", "NaN"]);
 }
 
 #[test]
 fn a_missing_tokenizer_is_named() {
     let model = Copied::new("base");
-    model.fails(&["tokenizer.json"]);
+    unusable(&model, &["tokenizer.json"]);
     let model = Copied::new("text");
     fs::write(model.path("tokenizer.json"), "[]").unwrap();
-    model.fails(&["tokenizer.json"]);
+    unusable(&model, &["tokenizer.json"]);
 }
 
 #[test]
@@ -263,7 +206,7 @@ fn absurd_sizes_are_errors_and_not_aborts() {
     bench(&["--prompt", "4", "--output", "4", "--lengths", "18446744073709551615"], &["--lengths"]);
     let long = Copied::new("text");
     long.config("max_position_embeddings", json!(1u64 << 31));
-    let path = long.0.path().to_str().unwrap().to_string();
+    let path = long.dir().to_string();
     let flags = ["--model", &path, "--prompt", "x", "--max-new-tokens", "2000000000"];
     fails(&flags, 2, &["holds", "raise --kv-cache-memory", "--max-new-tokens"]);
     fails(&[&flags[..], &["--max-model-len", "2000000000"]].concat(), 2, &["holds", "--max-model-len"]);
@@ -275,8 +218,8 @@ fn absurd_sizes_are_errors_and_not_aborts() {
 #[test]
 fn a_full_disk_behind_stdout_is_an_error() {
     let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let output = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"))
-        .args(["--prompt", "x", "--max-new-tokens", "2", "--ignore-eos"])
+    let output = PROGRAM
+        .command(&["--prompt", "x", "--max-new-tokens", "2", "--ignore-eos"])
         .stdout(full)
         .output()
         .unwrap();
@@ -321,7 +264,7 @@ fn a_reference_with_absurd_noise_does_not_switch_the_comparison_off() {
     let at = 8 + header_len + header["bf16_noise"]["data_offsets"][0].as_u64().unwrap() as usize;
     bytes[at..at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
     fs::write(&reference, bytes).unwrap();
-    let path = model.0.path().to_str().unwrap().to_string();
+    let path = model.dir().to_string();
     fails(
         &["parity", "--model", &path, "--reference", reference.to_str().unwrap()],
         1,
@@ -342,7 +285,7 @@ fn parity_names_the_first_tensor_that_differs() {
     let output = run(&[
         "parity",
         "--model",
-        model.0.path().to_str().unwrap(),
+        model.dir(),
         "--reference",
         reference.to_str().unwrap(),
         "--dtype",

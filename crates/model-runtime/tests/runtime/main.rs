@@ -5,6 +5,7 @@ mod attention;
 mod checkpoint;
 mod config;
 mod layers;
+mod layout;
 mod logprobs;
 mod mla;
 mod processors;

@@ -1,13 +1,16 @@
 //! Latent attention in both forms against its definition in f64 over whole sequences.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use model_runtime::config::{Config, RopeConfig};
 use model_runtime::{
-    Exec, KvCache, KvLayout, LogitsRows, MlaAttention, MlaConfig, MlaForm, MlaNames, Rope, SequenceStep, Step,
+    Exec, KvCache, KvLayout, LogitsRows, MlaAttention, MlaConfig, MlaForm, MlaNames, Rope, SelfAttention,
+    SequenceStep, Step,
 };
+use moe_comm::{ParallelConfig, RowParallel, run_ranks};
 use moe_kernels::{Buffer, TensorView};
 use proptest::prelude::*;
 
@@ -235,6 +238,50 @@ fn bf16_caches_stay_near_the_definition_and_keep_their_bits() -> Result<()> {
         let difference = norm(&mut bulk.iter().zip(&want).map(|(a, b)| *a as f64 - b));
         assert!(difference < 1e-2 * norm(&mut want.iter().copied()), "{form:?}: {difference}");
         assert_eq!(run(&layer, &rows(&xs, DType::BF16)?, 1, 3)?, bulk, "{form:?}: decode is prefill");
+    }
+    Ok(())
+}
+
+/// Each rank has some heads; all cache the same latent rows, or the keys and values of their heads.
+#[test]
+fn ranks_that_share_the_heads_have_the_bits_of_one() -> Result<()> {
+    for (rank, dtype) in [(Some(9), DType::F32), (None, DType::BF16)] {
+        let c = MlaConfig { num_heads: 4, q_lora_rank: rank, ..config() };
+        let (weights, xs) = (weights(&c), rows(&inputs(21, c.hidden_size), dtype)?);
+        for form in [MlaForm::Absorbed, MlaForm::Naive] {
+            let c = MlaConfig { form, ..c.clone() };
+            let want = run(&load(&c, &weights, dtype)?, &xs, 5, 4)?;
+            for tp in [2, 4] {
+                let parallel = ParallelConfig { tp, ..ParallelConfig::default() };
+                let results = run_ranks(tp, |rank, comm| {
+                    let geometry = parallel.geometry(rank)?;
+                    let heads = geometry.attention_heads(4, 4)?.heads;
+                    let cut = |name: &str, tensor: &Tensor| {
+                        let width = |rows: usize| heads.start * rows / 4..heads.end * rows / 4;
+                        match name {
+                            "q_proj.weight" | "q_b_proj.weight" | "kv_b_proj.weight" => {
+                                let held = width(tensor.dims()[0]);
+                                tensor.narrow(0, held.start, held.len())
+                            }
+                            "o_proj.weight" => {
+                                let held = width(tensor.dims()[1]);
+                                tensor.narrow(1, held.start, held.len())?.contiguous()
+                            }
+                            _ => Ok(tensor.clone()),
+                        }
+                    };
+                    let part: Weights =
+                        weights.iter().map(|(n, t)| Ok((n.clone(), cut(n, t)?))).collect::<Result<_>>()?;
+                    let shard = geometry.row_shard("heads", 4 * c.v_head_dim)?;
+                    let ranks = RowParallel::new(&shard, Arc::new(comm))?;
+                    let layer = load(&c.clone().with_heads(heads.len()), &part, dtype)?;
+                    run(&layer.with_row_parallel(ranks), &xs, 5, 4)
+                });
+                for got in results {
+                    assert!(got? == want, "{form:?} {dtype:?} over {tp} ranks");
+                }
+            }
+        }
     }
     Ok(())
 }

@@ -5,7 +5,7 @@ use model_runtime::config::{Config, RopeConfig};
 use model_runtime::layers::gather_rows_into;
 use model_runtime::{
     Attention, AttentionConfig, AttentionNames, CausalLm, DummyWeights, Embedding, Exec, KvCache, KvLayout,
-    LmHead, ModelInfo, Observed, Observer, RmsNorm, Rope, StepViews, TensorSpec, ViewMut,
+    LmHead, ModelInfo, Observed, Observer, RmsNorm, Rope, SelfAttention, StepViews, TensorSpec, ViewMut,
 };
 use moe_kernels::add_into;
 

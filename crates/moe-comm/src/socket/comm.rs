@@ -86,7 +86,7 @@ impl SocketComm {
     }
 
     /// Tells how the world ends, to a thread that does nothing else.
-    pub fn watch(&self) -> Watch {
+    pub fn watcher(&self) -> Watch {
         Watch(self.world().clone())
     }
 

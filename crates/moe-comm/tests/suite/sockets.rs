@@ -98,7 +98,7 @@ fn an_abort_ends_the_wait_for_messages() {
 fn a_watch_sees_the_end() {
     let mut world = SocketComm::world(2);
     let (second, first) = (world.pop().unwrap(), world.pop().unwrap());
-    let watches = [first.watch(), second.watch()];
+    let watches = [first.watcher(), second.watcher()];
     let messages: Messages = second.messages();
     drop(second);
     messages.send(0, b"the last handle keeps the connection").unwrap();

@@ -106,8 +106,8 @@ pub(crate) fn load_rank<F: ModelFamily>(
 /// A size that the geometry cannot cut is a mistake in the call, found before anything is loaded.
 fn place<F: ModelFamily>(source: &Source<F>, parallel: &ParallelConfig, rank: usize) -> Result<Place> {
     let geometry = parallel.geometry(rank)?;
-    let slices = F::slices(source.config, &geometry, source.has).map_err(|e| usage(e.to_string()))?;
-    Ok((geometry, slices))
+    let layout = F::layout(source.config, &geometry, source.has).map_err(|e| usage(e.to_string()))?;
+    Ok((geometry, layout.slices))
 }
 
 fn load_place<F: ModelFamily>(

@@ -269,7 +269,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 /// Ends this process some time after the world has failed, if it has not ended by then.
 fn end_with_world(comm: &SocketComm) -> Result<()> {
-    let watch = comm.watch();
+    let watch = comm.watcher();
     let end = move || {
         let Some(cause) = watch.wait() else { return };
         std::thread::sleep(GRACE);

@@ -7,8 +7,10 @@ mod block;
 mod chunks;
 mod errors;
 mod legacy;
+mod legacy_ranks;
 mod loading;
 mod monolith;
+mod overlap;
 mod reference;
 mod step;
 

@@ -1,0 +1,128 @@
+//! The tensors of a checkpoint and the part of each that one rank holds, listed together.
+//!
+//! A model crate names each tensor once, with its shape and how ranks cut it. The shapes verify a
+//! checkpoint; the parts are what a [`RankView`](super::RankView) reads.
+
+use std::ops::Range;
+
+use moe_comm::{Geometry, GeometryError};
+
+use super::{TensorSlice, TensorSpec};
+
+/// What a checkpoint has, as one rank sees it.
+#[derive(Clone, Debug)]
+pub struct TensorLayout {
+    /// All tensors, in their stored shapes.
+    pub tensors: Vec<TensorSpec>,
+    /// The parts of some that this rank holds; the others it holds whole, or does not need.
+    pub slices: Vec<TensorSlice>,
+    geometry: Geometry,
+}
+
+impl TensorLayout {
+    /// No tensors yet, for the rank of this geometry.
+    pub fn new(geometry: &Geometry) -> Self {
+        Self { tensors: Vec::new(), slices: Vec::new(), geometry: geometry.clone() }
+    }
+
+    /// The rank's place.
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    /// A tensor that every rank holds whole.
+    pub fn whole(&mut self, name: impl Into<String>, dims: &[usize]) {
+        self.tensors.push(TensorSpec::new(name, dims));
+    }
+
+    /// A tensor of which this rank holds a box, one range for each dimension.
+    pub fn part(&mut self, name: impl Into<String>, dims: &[usize], ranges: &[Range<usize>]) {
+        let name = name.into();
+        if !dims.iter().zip(ranges).all(|(&dim, range)| *range == (0..dim)) {
+            self.slices.push(TensorSlice::new(&name, ranges));
+        }
+        self.whole(name, dims);
+    }
+
+    /// A matrix of which this rank holds some rows: a column-parallel product.
+    pub fn rows(&mut self, name: impl Into<String>, [rows, columns]: [usize; 2], held: Range<usize>) {
+        self.part(name, &[rows, columns], &[held, 0..columns]);
+    }
+
+    /// A matrix of which this rank holds some columns: a row-parallel product.
+    pub fn columns(&mut self, name: impl Into<String>, [rows, columns]: [usize; 2], held: Range<usize>) {
+        self.part(name, &[rows, columns], &[0..rows, held]);
+    }
+
+    /// An embedding or vocabulary projection [V, H], cut over the vocabulary.
+    pub fn vocabulary(&mut self, name: impl Into<String>, vocab_size: usize, hidden: usize) {
+        let held = self.geometry.vocab_shard(vocab_size);
+        self.rows(name, [vocab_size, hidden], held);
+    }
+
+    /// The tensors of a [`GatedMlp`](moe_layer::GatedMlp) of [H, I], cut along I, which `what` names
+    /// in an error. One of width 0, which some checkpoints have, has nothing to cut.
+    ///
+    /// # Errors
+    /// A size that the geometry cannot cut.
+    pub fn gated_mlp(
+        &mut self,
+        prefix: &str,
+        what: &'static str,
+        [hidden, intermediate]: [usize; 2],
+    ) -> Result<(), GeometryError> {
+        let held = match intermediate {
+            0 => 0..0,
+            _ => self.geometry.row_shard(what, intermediate)?.range,
+        };
+        self.mlp(prefix, [hidden, intermediate], &held);
+        Ok(())
+    }
+
+    /// The tensors of E experts of [H, I], one by one, or packed as transformers 5 writes them: whole
+    /// experts of this rank, or its part of each. Packed experts are shown one by one where ranks
+    /// share them, so that a rank reads its own only.
+    ///
+    /// # Errors
+    /// Sizes that the geometry cannot cut.
+    pub fn experts(
+        &mut self,
+        prefix: &str,
+        packed: bool,
+        [experts, hidden, intermediate]: [usize; 3],
+    ) -> Result<(), GeometryError> {
+        let held = self.geometry.expert_intermediate(intermediate)?.range;
+        if !packed {
+            for expert in 0..experts {
+                self.mlp(&format!("{prefix}.{expert}"), [hidden, intermediate], &held);
+            }
+            return Ok(());
+        }
+        let (gate_up, down) = (format!("{prefix}.gate_up_proj"), format!("{prefix}.down_proj"));
+        self.whole(&gate_up, &[experts, 2 * intermediate, hidden]);
+        self.whole(&down, &[experts, hidden, intermediate]);
+        if self.geometry.ep_size == 1 && self.geometry.moe_tp_size == 1 {
+            return Ok(());
+        }
+        for expert in self.geometry.expert_layout(experts)?.local_experts {
+            let (e, name) = (expert as usize, format!("{prefix}.{expert}"));
+            let mut show = |projection: &str, pack: &str, ranges: [Range<usize>; 2]| {
+                let [rows, columns] = ranges;
+                let ranges = [e..e + 1, rows, columns];
+                self.slices.push(TensorSlice::renamed(format!("{name}.{projection}.weight"), pack, &ranges));
+            };
+            let up = intermediate + held.start..intermediate + held.end;
+            show("gate_proj", &gate_up, [held.clone(), 0..hidden]);
+            show("up_proj", &gate_up, [up, 0..hidden]);
+            show("down_proj", &down, [0..hidden, held.clone()]);
+        }
+        Ok(())
+    }
+
+    fn mlp(&mut self, prefix: &str, [hidden, intermediate]: [usize; 2], held: &Range<usize>) {
+        for name in ["gate_proj", "up_proj"] {
+            self.rows(format!("{prefix}.{name}.weight"), [intermediate, hidden], held.clone());
+        }
+        self.columns(format!("{prefix}.down_proj.weight"), [hidden, intermediate], held.clone());
+    }
+}

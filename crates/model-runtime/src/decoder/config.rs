@@ -1,0 +1,142 @@
+//! What a decoder is made of beside its attention, and what its tensors are called.
+
+use moe_layer::{Activation, RouterConfig};
+
+use crate::config::{Config, ConfigError, RopeConfig, checked_product, limits};
+
+/// Sizes and options of a decoder: what a config says beside its attention.
+#[derive(Clone, Debug)]
+pub struct DecoderConfig {
+    /// Tokens in the vocabulary.
+    pub vocab_size: usize,
+    /// Width of the residual stream, H.
+    pub hidden_size: usize,
+    /// Width of dense layers' MLPs.
+    pub intermediate_size: usize,
+    /// Activation of dense MLPs and experts.
+    pub activation: Activation,
+    /// Epsilon of the norms between layers.
+    pub rms_norm_eps: f64,
+    /// Whether the vocabulary projection is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Longest sequence that the config claims.
+    pub max_position_embeddings: usize,
+    /// Rotary embedding.
+    pub rope: RopeConfig,
+    /// Experts of sparse layers; `None` for a dense model.
+    pub moe: Option<MoeConfig>,
+    /// Per layer: whether it has experts. Without `moe`, none has.
+    pub is_sparse: Vec<bool>,
+}
+
+/// The experts of a decoder's sparse layers.
+#[derive(Clone, Debug)]
+pub struct MoeConfig {
+    /// Routing, with the number of experts E.
+    pub router: RouterConfig,
+    /// Width of one expert's MLP, I.
+    pub intermediate_size: usize,
+    /// Width of the MLP that the shared experts are together; 0 without any.
+    pub shared_intermediate_size: usize,
+}
+
+impl DecoderConfig {
+    /// Number of layers.
+    pub fn num_layers(&self) -> usize {
+        self.is_sparse.len()
+    }
+
+    /// The sparse layers, ascending.
+    pub fn moe_layers(&self) -> Vec<usize> {
+        (0..self.num_layers()).filter(|&layer| self.is_sparse[layer]).collect()
+    }
+
+    /// Number of experts of a sparse layer, E; 0 in a dense model.
+    pub fn num_experts(&self) -> usize {
+        self.moe.as_ref().map_or(0, |moe| moe.router.num_experts)
+    }
+
+    /// Width of the MLP that the shared experts are together.
+    pub fn shared_intermediate_size(&self) -> usize {
+        self.moe.as_ref().map_or(0, |moe| moe.shared_intermediate_size)
+    }
+
+    /// Refuses sizes that are each valid but absurd together, by the key of `config`. A layer has at
+    /// most `layer_tensors` tensors without its experts, and `attention` multiplies to its weights.
+    ///
+    /// # Errors
+    /// The first product beyond its limit.
+    pub fn check_sizes(
+        &self,
+        config: &Config,
+        layer_tensors: usize,
+        attention: &[usize],
+    ) -> Result<(), ConfigError> {
+        let (layers, h) = (self.num_layers(), self.hidden_size);
+        let (moe_layers, experts) = (self.moe_layers().len(), self.num_experts());
+        let width = self.moe.as_ref().map_or(0, |moe| moe.intermediate_size);
+        let attention = [&[layers][..], attention].concat();
+        for (what, factors, limit) in [
+            ("the number of tensors", &[layers, layer_tensors][..], limits::TENSORS),
+            ("the number of expert tensors", &[moe_layers, experts, 3], limits::TENSORS),
+            ("the number of expert weights", &[moe_layers, experts, width, h, 3], limits::WEIGHTS),
+            (
+                "the number of shared weights",
+                &[moe_layers, self.shared_intermediate_size(), h, 3],
+                limits::WEIGHTS,
+            ),
+            ("the number of attention weights", &attention, limits::WEIGHTS),
+            ("the number of dense weights", &[layers, self.intermediate_size, h, 3], limits::WEIGHTS),
+            ("the number of embedding weights", &[self.vocab_size, h], limits::WEIGHTS),
+        ] {
+            checked_product(config, what, factors, limit)?;
+        }
+        Ok(())
+    }
+}
+
+/// Prefixes of a decoder's modules.
+#[derive(Clone, Copy, Debug)]
+pub struct DecoderNames<'a> {
+    /// Embedding, from the root.
+    pub embedding: &'a str,
+    /// Layers, from the root; a layer's prefix ends with its number.
+    pub layers: &'a str,
+    /// Norm before the attention, from the layer.
+    pub input_norm: &'a str,
+    /// Attention, from the layer.
+    pub attention: &'a str,
+    /// Norm before the MLP, from the layer.
+    pub post_attention_norm: &'a str,
+    /// MLP, from the layer: dense, or the prefix of the three below.
+    pub mlp: &'a str,
+    /// Router, from the MLP.
+    pub gate: &'a str,
+    /// Routed experts, from the MLP.
+    pub experts: &'a str,
+    /// Shared experts, from the MLP; `None` for a family that has none.
+    pub shared_experts: Option<&'a str>,
+    /// Last norm, from the root.
+    pub norm: &'a str,
+    /// Vocabulary projection, from the root.
+    pub lm_head: &'a str,
+}
+
+impl Default for DecoderNames<'_> {
+    /// The names of most models, without shared experts.
+    fn default() -> Self {
+        Self {
+            embedding: "model.embed_tokens",
+            layers: "model.layers",
+            input_norm: "input_layernorm",
+            attention: "self_attn",
+            post_attention_norm: "post_attention_layernorm",
+            mlp: "mlp",
+            gate: "gate",
+            experts: "experts",
+            shared_experts: None,
+            norm: "model.norm",
+            lm_head: "lm_head",
+        }
+    }
+}

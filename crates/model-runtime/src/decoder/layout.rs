@@ -1,0 +1,72 @@
+//! Which tensors a decoder has, and which parts of them a rank holds.
+//!
+//! Attention heads, dense MLPs, shared experts and the vocabulary are cut over the tensor-parallel
+//! group. Experts are cut along their intermediate size or, with expert parallelism, whole on one
+//! rank each. Norms and router gates are on every rank.
+
+use moe_comm::{Geometry, GeometryError};
+
+use super::{DecoderConfig, DecoderNames, MoeConfig};
+use crate::checkpoint::TensorLayout;
+
+/// What errors call the width of dense layers.
+pub(super) const DENSE: &str = "intermediate_size";
+/// What errors call the width of shared experts.
+pub(super) const SHARED: &str = "the shared experts' intermediate size";
+
+impl DecoderConfig {
+    /// The tensors of a checkpoint, and the parts that the rank of `geometry` holds. `has` tells which names are present, for layouts that differ in them; `attention`
+    /// lists that of a layer, under its prefix.
+    ///
+    /// # Errors
+    /// Sizes that the geometry cannot cut.
+    pub fn layout(
+        &self,
+        names: &DecoderNames,
+        geometry: &Geometry,
+        has: &dyn Fn(&str) -> bool,
+        attention: impl Fn(&str, &mut TensorLayout) -> Result<(), GeometryError>,
+    ) -> Result<TensorLayout, GeometryError> {
+        let (h, mut list) = (self.hidden_size, TensorLayout::new(geometry));
+        list.vocabulary(format!("{}.weight", names.embedding), self.vocab_size, h);
+        for (layer, &sparse) in self.is_sparse.iter().enumerate() {
+            let prefix = format!("{}.{layer}", names.layers);
+            attention(&format!("{prefix}.{}", names.attention), &mut list)?;
+            for norm in [names.input_norm, names.post_attention_norm] {
+                list.whole(format!("{prefix}.{norm}.weight"), &[h]);
+            }
+            let mlp = format!("{prefix}.{}", names.mlp);
+            match self.moe.as_ref().filter(|_| sparse) {
+                Some(moe) => self.sparse_layout(moe, names, &mlp, has, &mut list)?,
+                None => list.gated_mlp(&mlp, DENSE, [h, self.intermediate_size])?,
+            }
+        }
+        list.whole(format!("{}.weight", names.norm), &[h]);
+        if !self.tie_word_embeddings {
+            list.vocabulary(format!("{}.weight", names.lm_head), self.vocab_size, h);
+        }
+        Ok(list)
+    }
+
+    fn sparse_layout(
+        &self,
+        moe: &MoeConfig,
+        names: &DecoderNames,
+        mlp: &str,
+        has: &dyn Fn(&str) -> bool,
+        list: &mut TensorLayout,
+    ) -> Result<(), GeometryError> {
+        let (e, h) = (moe.router.num_experts, self.hidden_size);
+        list.whole(format!("{mlp}.{}.weight", names.gate), &[e, h]);
+        let width = moe.shared_intermediate_size;
+        let shared = names.shared_experts.map(|name| format!("{mlp}.{name}"));
+        // Without shared experts, transformers 5 writes their tensors with a width of 0.
+        let is_there = |shared: &String| width > 0 || has(&format!("{shared}.down_proj.weight"));
+        if let Some(shared) = shared.filter(is_there) {
+            list.gated_mlp(&shared, SHARED, [h, width])?;
+        }
+        let experts = format!("{mlp}.{}", names.experts);
+        let packed = has(&format!("{experts}.gate_up_proj"));
+        list.experts(&experts, packed, [e, h, moe.intermediate_size])
+    }
+}

@@ -1,0 +1,317 @@
+//! A rank of a group of GPUs.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, TryLockError};
+use std::time::{Duration, Instant};
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus;
+use candle_core::{Error, Result, bail};
+use moe_kernels::{Exec, Scratch, View, ViewMut};
+
+use super::handle::{self, Handle, Progress};
+use super::library;
+use super::world::{Group, World, plain};
+use crate::DEFAULT_TIMEOUT;
+use crate::call::{Call, Op};
+use crate::check::Place;
+use crate::dtype::copy;
+use crate::parts::Part;
+
+/// One rank of a group of GPUs that communicate by NCCL.
+///
+/// - **Order.** A collective is put on the stream of the context that it is given and returns; ops of
+///   that context that follow see its result. Only [`barrier`](crate::Communicator::barrier) and
+///   collectives on views of host memory wait.
+/// - **Host memory.** Views of host memory go through scratch on the device, which the call waits for:
+///   for small exchanges outside of a step. In one call all views lie at the same place.
+/// - **Graphs.** Collectives on device views can be recorded into a [`Graph`](moe_kernels::cuda::Graph);
+///   every rank records the same ones. Their buffers must live as long as the graph: take them from the
+///   workspace, which keeps them. Drop the graphs before the communicator, which else stays until the
+///   process ends. Nothing watches a replay by itself: call [`watch`](crate::Communicator::watch) after it.
+/// - **Failures.** Work that has not ended within the time limit, counted from the call and so with the
+///   work before it on the stream, fails the world, as do broken connections, wrong arguments, panics and
+///   [`abort`](crate::Communicator::abort). All communicators of the world in this process are then
+///   aborted, and whoever waits for the stream goes on; results are unspecified, so ask
+///   [`check`](crate::Communicator::check) before using them. NCCL carries no reasons: a rank in another
+///   process learns of a failure by its own limit or connections.
+/// - **Sums.** The result has the same bits on every rank, but NCCL chooses the order of addition by size
+///   and topology, and rounds between additions of f16 and bf16. Whether a maximum or minimum shows a NaN
+///   is not defined.
+/// - **Agreement.** NCCL does not compare calls. Ranks that disagree about dtypes or counts may get wrong
+///   data; ranks that call different collectives stall, which the time limit ends.
+///
+/// Eager calls cost a thread's start each on the host (some 10 us), because a library call that blocks
+/// cannot be aborted; recorded calls cost nothing on replay. NCCL's own variable `NCCL_COMM_BLOCKING=1`
+/// trades that for calls that can hang while connections are made.
+pub struct NcclComm {
+    place: Place,
+    group: Arc<Group>,
+    world: Arc<World>,
+    /// Ordinal of the device.
+    device: usize,
+    /// Held during a call.
+    turn: Mutex<()>,
+}
+
+/// Why a call stops.
+pub(super) enum Stop {
+    /// The world has failed already.
+    Failed,
+    /// This is why.
+    Cause(String),
+}
+
+impl From<Error> for Stop {
+    fn from(e: Error) -> Self {
+        Self::Cause(plain(&e))
+    }
+}
+
+/// The result of waiting.
+pub(super) type Outcome<T> = std::result::Result<T, Stop>;
+
+impl NcclComm {
+    /// A new identity for a group, made by one rank and carried to all others.
+    ///
+    /// # Errors
+    /// NCCL is too old, or finds no network interface.
+    pub fn unique_id() -> Result<[u8; 128]> {
+        handle::unique_id()
+    }
+
+    /// The version of the NCCL that is loaded, such as "2.28.9".
+    ///
+    /// # Errors
+    /// NCCL is too old.
+    pub fn version() -> Result<String> {
+        Ok(library::version()?.to_string())
+    }
+
+    /// Joins the group of `id` as `rank` of `world_size`, on the device of `ex`. Returns when all ranks
+    /// have joined. The time limit is [`DEFAULT_TIMEOUT`].
+    ///
+    /// # Errors
+    /// No CUDA context; a rank outside of the world; NCCL is too old; a rank did not join in time.
+    pub fn new(id: [u8; 128], rank: usize, world_size: usize, ex: &Exec) -> Result<Self> {
+        Self::with_timeout(id, rank, world_size, ex, DEFAULT_TIMEOUT)
+    }
+
+    /// Like [`new`](Self::new), with the time that joining and each collective may take.
+    pub fn with_timeout(
+        id: [u8; 128],
+        rank: usize,
+        world_size: usize,
+        ex: &Exec,
+        limit: Duration,
+    ) -> Result<Self> {
+        if rank >= world_size {
+            bail!("NCCL: rank {rank} is outside of a world of {world_size} ranks")
+        }
+        let context = ex.stream()?.context().clone();
+        context.bind_to_thread().w()?;
+        let handle = Handle::init(id, rank, world_size)?;
+        let (place, name) = (Place { rank, size: world_size }, format!("rank {rank} of {world_size}"));
+        Self::join(place, name, limit, handle, World::join(id)?, ex)
+    }
+
+    /// The rank of a group that its handle is joining.
+    fn join(
+        place: Place,
+        name: String,
+        limit: Duration,
+        handle: Handle,
+        world: Arc<World>,
+        ex: &Exec,
+    ) -> Result<Self> {
+        let stream = ex.stream()?;
+        let group = Group::new(name, limit, handle, stream)?;
+        world.register(&group);
+        let comm = Self { place, group, world, device: stream.context().ordinal(), turn: Mutex::new(()) };
+        match comm.settle(&comm.group.handle, "joining the group") {
+            Ok(()) => Ok(comm),
+            Err(stop) => Err(comm.failed("", stop)),
+        }
+    }
+
+    pub(super) fn place(&self) -> Place {
+        self.place
+    }
+
+    /// Runs a collective whose arguments have given `call`. Without `input`, `out` is both. `parts`
+    /// says what the library does with the views, which lie on the device.
+    pub(super) fn collective(
+        &self,
+        op: Op,
+        call: Result<Call>,
+        input: Option<View<'_>>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+        parts: impl for<'v> FnOnce(Option<View<'v>>, ViewMut<'v>) -> Result<Vec<Part<'v>>>,
+    ) -> Result<()> {
+        self.guarded(op, || {
+            call?;
+            if out.is_cuda() {
+                return self.launch(op, &parts(input, out)?, ex);
+            }
+            let (input, mut result) = self.staged(input, &out, ex)?;
+            let views = parts(input.as_ref().map(|input| input.view()), result.view_mut())?;
+            self.launch(op, &views, ex)?;
+            self.wait(ex)?;
+            Ok(copy(ex.to_host(result.view())?.view(), out)?)
+        })
+    }
+
+    /// Copies of host views on the device; without an input, the output's contents count.
+    fn staged(
+        &self,
+        input: Option<View<'_>>,
+        out: &ViewMut<'_>,
+        ex: &Exec,
+    ) -> Result<(Option<Scratch>, Scratch)> {
+        if is_recorded(ex)? {
+            bail!("views of host memory cannot take part in a recorded graph; pass views of the device")
+        }
+        let placed = |view: View| {
+            let mut scratch = ex.scratch(view.dtype(), view.dims())?;
+            ex.copy_from_host(view, scratch.view_mut())?;
+            Ok::<_, Error>(scratch)
+        };
+        match input {
+            Some(input) => Ok((Some(placed(input)?), ex.scratch(out.dtype(), out.dims())?)),
+            None => Ok((None, placed(out.as_view())?)),
+        }
+    }
+
+    /// Runs one call of this rank; any failure fails the world.
+    pub(super) fn guarded<T>(&self, op: Op, f: impl FnOnce() -> Outcome<T>) -> Result<T> {
+        let outcome = match self.turn.try_lock() {
+            _ if self.world.failure().is_some() => Err(Stop::Failed),
+            Err(TryLockError::WouldBlock) => {
+                Err(Stop::Cause(format!("called {op} while another of its threads was in a collective")))
+            }
+            _turn => f(),
+        };
+        outcome.map_err(|stop| self.failed(&format!("{op} on "), stop))
+    }
+
+    /// Puts parts on the stream of the context.
+    fn launch(&self, op: Op, parts: &[Part<'_>], ex: &Exec) -> Outcome<()> {
+        let stream = ex.stream()?;
+        if stream.context().ordinal() != self.device {
+            let (own, got) = (self.device, stream.context().ordinal());
+            return Err(Stop::Cause(format!("expected a context on CUDA device {own}, got one on {got}")));
+        }
+        if self.group.handle.launch(parts, ex)? == Progress::Busy {
+            self.settle(&self.group.handle, op.name())?;
+        }
+        self.mark(op, ex)
+    }
+
+    /// Has the work on the stream watched, unless it is only being recorded.
+    pub(super) fn mark(&self, op: Op, ex: &Exec) -> Outcome<()> {
+        if !is_recorded(ex)? {
+            self.group.mark(op, ex.stream()?)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the library has done what a handle was last asked for; the device may still be at work.
+    fn settle(&self, handle: &Handle, what: &str) -> Outcome<()> {
+        self.until(what, self.group.limit, || Ok(handle.progress()? == Progress::Done))
+    }
+
+    /// Waits for everything on the stream. The collectives on it are watched, so this ends.
+    fn wait(&self, ex: &Exec) -> Outcome<()> {
+        let event = ex.stream()?.record_event(None).w()?;
+        self.until("the stream", Duration::MAX, || event.try_is_complete().w())
+    }
+
+    /// Asks until the answer is yes, the world has failed, or the time is over.
+    fn until(&self, what: &str, limit: Duration, mut done: impl FnMut() -> Result<bool>) -> Outcome<()> {
+        let start = Instant::now();
+        for asked in 0u64.. {
+            if self.world.failure().is_some() {
+                return Err(Stop::Failed);
+            }
+            if done()? {
+                break;
+            }
+            if start.elapsed() > limit {
+                return Err(Stop::Cause(format!(
+                    "{what} did not end within {limit:?}: another rank is missing"
+                )));
+            }
+            // The library's thread needs some 10 us; a rank that is waited for longer may take its time.
+            match asked {
+                0..1000 => std::thread::yield_now(),
+                _ => std::thread::sleep(Duration::from_micros(50)),
+            }
+        }
+        Ok(())
+    }
+
+    /// The group of the ranks of a colour.
+    pub(super) fn part(&self, color: usize, key: usize, ex: &Exec) -> Outcome<Self> {
+        if is_recorded(ex)? {
+            return Err(Stop::Cause("groups cannot be split while a graph is recorded".to_string()));
+        }
+        ex.stream()?.context().bind_to_thread().w()?;
+        let (slot, progress) = self.group.handle.split_begin(color, key)?;
+        if progress == Progress::Busy {
+            self.settle(&self.group.handle, "split")?;
+        }
+        let handle = self.group.handle.split_end(&slot)?;
+        self.settle(&handle, "split")?;
+        let (rank, size) = handle.place()?;
+        let name = format!("rank {rank} of {size} (split from {})", self.group.name);
+        let (limit, world) = (self.group.limit, self.world.clone());
+        Ok(Self::join(Place { rank, size }, name, limit, handle, world, ex)?)
+    }
+
+    /// Fails the world for a cause of this rank, and returns its failure as this rank reports it.
+    pub(super) fn failed(&self, context: &str, stop: Stop) -> Error {
+        if let Stop::Cause(cause) = stop {
+            self.fail(&format!("failed: {cause}"));
+        }
+        let cause = self.world.failure().unwrap_or("unknown failure");
+        Error::msg(format!("{context}{}: {cause}", self.group.name))
+    }
+
+    /// Fails the world; `what` follows this rank's name.
+    pub(super) fn fail(&self, what: &str) {
+        self.world.fail(format!("{} {what}", self.group.name));
+    }
+
+    /// An error if the world has failed, or the library says that it has.
+    pub(super) fn checked(&self) -> Result<()> {
+        // No event is asked: that would end the recording of a graph.
+        if let (None, Err(e)) = (self.world.failure(), self.group.handle.progress()) {
+            self.fail(&format!("failed: {}", plain(&e)));
+        }
+        match self.world.failure() {
+            Some(_) => Err(self.failed("", Stop::Failed)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Whether the context's stream is being recorded into a graph.
+pub(super) fn is_recorded(ex: &Exec) -> Result<bool> {
+    let status = ex.stream()?.capture_status().w()?;
+    Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
+impl fmt::Debug for NcclComm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NcclComm({}, CUDA device {})", self.group.name, self.device)
+    }
+}
+
+impl Drop for NcclComm {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.fail("panicked");
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! Ranks on GPUs: the collectives of NCCL on the stream of an execution context.
+//!
+//! | file | what |
+//! |---|---|
+//! | `library` | version, errors and configuration of the library, which cudarc binds |
+//! | `handle` | one communicator of the library: the only file that calls it |
+//! | `world` | what all groups of this process share: the first failure, and the thread that notices one |
+//! | `comm` | a rank: calls, waiting, host views, splits |
+//! | `collectives` | each collective as calls of the library |
+//!
+//! A collective returns when it is on the stream. Nothing waits for the device, except what
+//! promises a result to the host: barriers and views of host memory.
+
+#[allow(unsafe_code)]
+mod handle;
+#[allow(unsafe_code)]
+mod library;
+
+mod collectives;
+mod comm;
+mod world;
+
+pub use comm::NcclComm;

@@ -1,0 +1,164 @@
+//! What the groups of one world share in this process: the first failure, and the thread that
+//! looks for one.
+//!
+//! NCCL's kernels wait for other ranks for ever. The watching thread asks events of the groups'
+//! streams whether the work is done, and the library whether its connections broke. If not in
+//! time, or if so, the world fails: every communicator of it in this process is aborted, by which
+//! the kernels that wait end, and with them whoever waits for the stream.
+//!
+//! Ranks that are threads of one process share their world by the identity of its group. Other
+//! processes notice a failure by their own time limits and connections.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, CudaStream};
+use candle_core::{Error, Result};
+
+use super::handle::Handle;
+use crate::call::Op;
+use crate::overdue::Marks;
+
+/// How often the watching thread looks.
+const PERIOD: Duration = Duration::from_millis(50);
+
+/// Locks in spite of a panic elsewhere: no critical section of this module leaves data half-done.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An error's text without the backtrace of the rank that it happened on.
+pub(super) fn plain(e: &Error) -> String {
+    match e {
+        Error::WithBacktrace { inner, .. } => plain(inner),
+        other => other.to_string(),
+    }
+}
+
+/// One rank's part of a group.
+pub(super) struct Group {
+    /// "rank 1 of 4".
+    pub name: String,
+    /// How long work may take, from the call on.
+    pub limit: Duration,
+    pub handle: Handle,
+    context: Arc<CudaContext>,
+    marks: Mutex<Marks<CudaEvent>>,
+}
+
+impl Group {
+    pub(super) fn new(
+        name: String,
+        limit: Duration,
+        handle: Handle,
+        stream: &CudaStream,
+    ) -> Result<Arc<Self>> {
+        let context = stream.context().clone();
+        let event = || context.new_event(None).w();
+        let marks = Mutex::new(Marks::new(event()?, event()?));
+        Ok(Arc::new(Self { name, limit, handle, context, marks }))
+    }
+
+    /// Has the work that is on the stream now watched. Not while the stream is recorded.
+    pub(super) fn mark(&self, op: Op, stream: &CudaStream) -> Result<()> {
+        lock(&self.marks).add(op, Instant::now(), |event| event.record(stream)).w()
+    }
+
+    /// Why this part has failed, if it has.
+    fn fault(&self) -> Option<String> {
+        let Self { name, limit, .. } = self;
+        if let Err(e) = self.handle.progress() {
+            return Some(format!("{name} failed: {}", plain(&e)));
+        }
+        let late = self
+            .context
+            .bind_to_thread()
+            .and_then(|()| lock(&self.marks).overdue(Instant::now(), *limit, CudaEvent::try_is_complete));
+        match late {
+            Ok(None) => None,
+            Ok(Some(op)) => Some(format!(
+                "{op} on {name} did not end within {limit:?}: another rank stalled, died or called something else"
+            )),
+            Err(e) => Some(format!("{name} failed: the device reports {e}")),
+        }
+    }
+}
+
+/// The groups of one world that this process takes part in.
+pub(super) struct World {
+    failure: OnceLock<String>,
+    groups: Mutex<Vec<Weak<Group>>>,
+}
+
+/// The worlds of this process by the identity of their first group.
+static WORLDS: Mutex<Vec<([u8; 128], Weak<World>)>> = Mutex::new(Vec::new());
+
+impl World {
+    /// The world of an identity, with a thread that watches it.
+    pub(super) fn join(id: [u8; 128]) -> Result<Arc<Self>> {
+        let mut worlds = lock(&WORLDS);
+        worlds.retain(|(_, world)| world.strong_count() > 0);
+        if let Some(world) = worlds.iter().find(|(i, _)| *i == id).and_then(|(_, world)| world.upgrade()) {
+            return Ok(world);
+        }
+        let world = Arc::new(Self { failure: OnceLock::new(), groups: Mutex::default() });
+        let watched = Arc::downgrade(&world);
+        thread::Builder::new().name("nccl-watch".to_string()).spawn(move || watch(watched))?;
+        worlds.push((id, Arc::downgrade(&world)));
+        Ok(world)
+    }
+
+    /// Adds a group that fails with the world.
+    pub(super) fn register(&self, group: &Arc<Group>) {
+        {
+            let mut groups = lock(&self.groups);
+            groups.retain(|group| group.strong_count() > 0);
+            groups.push(Arc::downgrade(group));
+        }
+        if self.failure().is_some() {
+            abort(group.clone());
+        }
+    }
+
+    /// The first failure.
+    pub(super) fn failure(&self) -> Option<&str> {
+        self.failure.get().map(String::as_str)
+    }
+
+    /// Fails every group, unless one has failed before.
+    pub(super) fn fail(&self, cause: String) {
+        if self.failure.set(cause).is_ok() {
+            self.groups().into_iter().for_each(abort);
+        }
+    }
+
+    fn groups(&self) -> Vec<Arc<Group>> {
+        lock(&self.groups).iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+/// Aborts on a thread of its own: the library waits there for recorded graphs to be dropped, and
+/// who fails a world must not.
+fn abort(group: Arc<Group>) {
+    let here = group.clone();
+    if thread::Builder::new().name("nccl-abort".to_string()).spawn(move || group.handle.abort()).is_err() {
+        here.handle.abort();
+    }
+}
+
+/// Looks at the groups of a world until it ends or fails.
+fn watch(world: Weak<World>) {
+    loop {
+        thread::sleep(PERIOD);
+        let Some(world) = world.upgrade() else { return };
+        if world.failure().is_some() {
+            return;
+        }
+        if let Some(cause) = world.groups().iter().find_map(|group| group.fault()) {
+            // A rank that fails a world by itself knows more than a connection that broke by it.
+            world.fail(cause);
+        }
+    }
+}

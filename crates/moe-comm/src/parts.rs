@@ -1,0 +1,201 @@
+//! The collectives of NCCL as the calls that its library has: who passes which rows to whom.
+//!
+//! The forms with counts are groups of calls that NCCL runs as one: a broadcast per rank for
+//! gathering, a reduction per rank for scattering, a send and a receive per pair. Counts are used on the
+//! host alone. Where all counts are equal, the library's own collective is used, which is faster.
+#![cfg_attr(not(feature = "nccl"), allow(dead_code))] // without NCCL only its tests use it
+
+use candle_core::{Result, bail};
+use moe_kernels::{View, ViewMut};
+
+use crate::check::Place;
+use crate::communicator::ReduceOp;
+
+/// What the library is asked to do with the views of a [`Part`].
+#[derive(Clone, Copy)]
+pub(crate) enum Verb {
+    AllReduce(ReduceOp),
+    AllGather,
+    ReduceScatter(ReduceOp),
+    Broadcast { root: usize },
+    Reduce { op: ReduceOp, root: usize },
+    Send { to: usize },
+    Recv { from: usize },
+}
+
+/// One call of the library. Without `input`, the output's own data is the input; ranks that
+/// receive nothing have no output. The door checks have compared all sizes.
+pub(crate) struct Part<'a> {
+    pub verb: Verb,
+    pub input: Option<View<'a>>,
+    pub out: Option<ViewMut<'a>>,
+}
+
+/// The runs of `counts` rows of a view, one after the other.
+fn runs<'a>(view: View<'a>, counts: &[usize]) -> Result<Vec<View<'a>>> {
+    let mut start = 0;
+    let run = |&count: &usize| {
+        let run = view.narrow(start, count);
+        start += count;
+        run
+    };
+    counts.iter().map(run).collect()
+}
+
+/// The same of a writable view.
+fn runs_mut<'a>(view: ViewMut<'a>, counts: &[usize]) -> Result<Vec<ViewMut<'a>>> {
+    let mut rest = view;
+    let mut all = Vec::with_capacity(counts.len());
+    for &count in counts {
+        let (run, after) = rest.split_at(count)?;
+        all.push(run);
+        rest = after;
+    }
+    Ok(all)
+}
+
+/// The input of a collective that has one.
+fn needed(input: Option<View<'_>>) -> Result<View<'_>> {
+    match input {
+        Some(input) => Ok(input),
+        None => bail!("a collective without input"),
+    }
+}
+
+fn all_equal(counts: &[usize]) -> bool {
+    counts.windows(2).all(|pair| pair[0] == pair[1])
+}
+
+/// A broadcast of each rank's rows into their place.
+pub(crate) fn gather_parts<'v>(
+    place: Place,
+    input: Option<View<'v>>,
+    out: ViewMut<'v>,
+    counts: &[usize],
+) -> Result<Vec<Part<'v>>> {
+    if all_equal(counts) {
+        return one(Verb::AllGather, input, out);
+    }
+    let input = needed(input)?;
+    let part = |(root, out)| Part {
+        verb: Verb::Broadcast { root },
+        input: (root == place.rank).then_some(input),
+        out: Some(out),
+    };
+    Ok(runs_mut(out, counts)?.into_iter().enumerate().map(part).collect())
+}
+
+/// A reduction of each rank's rows on that rank.
+pub(crate) fn scatter_parts<'v>(
+    place: Place,
+    input: Option<View<'v>>,
+    out: ViewMut<'v>,
+    counts: &[usize],
+    op: ReduceOp,
+) -> Result<Vec<Part<'v>>> {
+    if all_equal(counts) {
+        return one(Verb::ReduceScatter(op), input, out);
+    }
+    let mut out = Some(out);
+    let part = |(root, rows)| Part {
+        verb: Verb::Reduce { op, root },
+        input: Some(rows),
+        out: if root == place.rank { out.take() } else { None },
+    };
+    Ok(runs(needed(input)?, counts)?.into_iter().enumerate().map(part).collect())
+}
+
+/// A send to and a receive from each rank.
+pub(crate) fn exchange_parts<'v>(
+    input: Option<View<'v>>,
+    send: &[usize],
+    out: ViewMut<'v>,
+    recv: &[usize],
+) -> Result<Vec<Part<'v>>> {
+    let sends = runs(needed(input)?, send)?.into_iter().enumerate();
+    let sends = sends.map(|(to, rows)| Part { verb: Verb::Send { to }, input: Some(rows), out: None });
+    let recvs = runs_mut(out, recv)?.into_iter().enumerate();
+    let recvs = recvs.map(|(from, rows)| Part { verb: Verb::Recv { from }, input: None, out: Some(rows) });
+    Ok(sends.chain(recvs).collect())
+}
+
+/// One call.
+pub(crate) fn one<'v>(verb: Verb, input: Option<View<'v>>, out: ViewMut<'v>) -> Result<Vec<Part<'v>>> {
+    Ok(vec![Part { verb, input, out: Some(out) }])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn view(data: &[u32], width: usize) -> View<'_> {
+        View::new(data, &[data.len() / width, width]).unwrap()
+    }
+
+    #[test]
+    fn runs_cover_the_rows_in_order() {
+        let mut data: Vec<u32> = (0..12).collect();
+        let counts = [1, 0, 3, 2];
+        let firsts = |lens: Vec<Option<u32>>| assert_eq!(lens, [Some(0), None, Some(2), Some(8)]);
+        let all = runs(view(&data, 2), &counts).unwrap();
+        firsts(all.iter().map(|run| run.cpu::<u32>().unwrap().first().copied()).collect());
+        assert_eq!(all.iter().map(View::rows).collect::<Vec<_>>(), counts);
+        let out = ViewMut::new(&mut data, &[6, 2]).unwrap();
+        let all = runs_mut(out, &counts).unwrap();
+        firsts(all.iter().map(|run| run.as_view().cpu::<u32>().unwrap().first().copied()).collect());
+        assert!(runs(view(&[1, 2], 1), &[1, 2]).is_err());
+    }
+
+    /// In a group, what one rank sends the other receives: every rank names the same roots in the same order.
+    #[test]
+    fn each_rank_is_root_once_and_owns_its_part() {
+        let (input, mut out) = ([1u32, 2], [0u32; 6]);
+        let counts = [1, 2, 3];
+        let place = Place { rank: 1, size: 3 };
+        let out = ViewMut::new(&mut out, &[6, 1]).unwrap();
+        let parts = gather_parts(place, Some(view(&input, 1)), out, &counts).unwrap();
+        let roots = |part: &Part| match part.verb {
+            Verb::Broadcast { root } | Verb::Reduce { root, .. } => root,
+            _ => usize::MAX,
+        };
+        assert_eq!(parts.iter().map(roots).collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(parts.iter().map(|p| p.input.is_some()).collect::<Vec<_>>(), [false, true, false]);
+        assert_eq!(parts.iter().map(|p| p.out.as_ref().unwrap().rows()).collect::<Vec<_>>(), counts);
+
+        let (input, mut out) = ([0u32; 6], [0u32; 2]);
+        let out = ViewMut::new(&mut out, &[2, 1]).unwrap();
+        let parts = scatter_parts(place, Some(view(&input, 1)), out, &counts, ReduceOp::Sum).unwrap();
+        assert_eq!(parts.iter().map(roots).collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(parts.iter().map(|p| p.out.is_some()).collect::<Vec<_>>(), [false, true, false]);
+        assert_eq!(parts.iter().map(|p| p.input.unwrap().rows()).collect::<Vec<_>>(), counts);
+    }
+
+    #[test]
+    fn equal_counts_are_one_call() {
+        let (input, place) = ([7u32, 8], Place { rank: 1, size: 3 });
+        let (mut all, mut own) = ([0u32; 6], [0u32; 2]);
+        let out = ViewMut::new(&mut all, &[6, 1]).unwrap();
+        let parts = gather_parts(place, Some(view(&input, 1)), out, &[2, 2, 2]).unwrap();
+        assert!(matches!(parts[..], [Part { verb: Verb::AllGather, input: Some(_), out: Some(_) }]));
+        let out = ViewMut::new(&mut own, &[2, 1]).unwrap();
+        let parts = scatter_parts(place, Some(view(&all, 1)), out, &[2, 2, 2], ReduceOp::Max).unwrap();
+        assert!(matches!(
+            parts[..],
+            [Part { verb: Verb::ReduceScatter(ReduceOp::Max), input: Some(_), out: Some(_) }]
+        ));
+    }
+
+    #[test]
+    fn an_exchange_sends_to_and_receives_from_each_rank() {
+        let (input, mut out) = ([7u32, 8, 9], [0u32; 4]);
+        let out = ViewMut::new(&mut out, &[4, 1]).unwrap();
+        let parts = exchange_parts(Some(view(&input, 1)), &[0, 3], out, &[4, 0]).unwrap();
+        let pairs = |part: &Part| match part.verb {
+            Verb::Send { to } => (true, to, part.input.unwrap().rows()),
+            Verb::Recv { from } => (false, from, part.out.as_ref().unwrap().rows()),
+            _ => panic!("neither sends nor receives"),
+        };
+        let expected = [(true, 0, 0), (true, 1, 3), (false, 0, 4), (false, 1, 0)];
+        assert_eq!(parts.iter().map(pairs).collect::<Vec<_>>(), expected);
+    }
+}

@@ -1,0 +1,250 @@
+//! The loop itself: separate matrices of the experts on this rank, one expert after the other.
+//!
+//! Rows of an expert are gathered, multiplied by dense products, and put back to their slots.
+//! As [`Experts`] the loop also stands behind dispatch, so several ranks run it: each its own
+//! experts, or its part of every one.
+
+use moe_comm::RowShard;
+use moe_experts::{Backend, BatchLimits, Experts, ExpertsShape, Reason, Reservation};
+use moe_kernels::candle::{DType, Result, Tensor, bail};
+use moe_kernels::door::{expect_dims, expect_dtype, expect_rank3};
+use moe_kernels::{
+    Activation, ActivationFormat, Dispatched, Exec, ExpertsSpec, Segment, TensorView, View, ViewMut,
+    embedding_into, fill_into, gated_activation_into, group_slots_into, linear_into,
+    linear_row_parallel_into, linear_segment_into, zero_absent_into, zero_unused_into,
+};
+
+/// The matrices of one expert: `down(act(gate(x)) * up(x))`.
+#[derive(Clone, Debug)]
+pub struct ExpertMlp {
+    /// [I, H].
+    pub gate: Tensor,
+    /// [I, H].
+    pub up: Tensor,
+    /// [H, I].
+    pub down: Tensor,
+}
+
+/// The experts of a rank with separate weights. Cloning shares the weights.
+#[derive(Clone, Debug)]
+pub struct ExpertLoop {
+    experts: Vec<ExpertMlp>,
+    shape: ExpertsShape,
+    activation: Activation,
+    /// This rank's segments of the intermediate size, where tensor parallelism cuts the experts.
+    segments: Option<usize>,
+    /// In the BatchedExperts format.
+    limits: Option<BatchLimits>,
+}
+
+const NAME: &str = "legacy experts";
+
+impl ExpertLoop {
+    /// Experts of this shape; a rank may have none.
+    ///
+    /// # Errors
+    /// Another number of experts; matrices of other dims or another dtype; a device other than the CPU.
+    pub fn new(experts: Vec<ExpertMlp>, shape: ExpertsShape, activation: Activation) -> Result<Self> {
+        let ExpertsShape { num_local_experts, hidden_size: h, intermediate_size: i, dtype } = shape;
+        if experts.len() != num_local_experts {
+            bail!("{NAME}: expected {num_local_experts} experts, got {}", experts.len())
+        }
+        for (e, expert) in experts.iter().enumerate() {
+            let ExpertMlp { gate, up, down } = expert;
+            for (name, tensor, dims) in [("gate", gate, [i, h]), ("up", up, [i, h]), ("down", down, [h, i])] {
+                if tensor.dims() != dims || tensor.dtype() != dtype {
+                    bail!(
+                        "{NAME}: expected {name} of expert {e} with dims {dims:?} of dtype {}, got {:?} of {}",
+                        dtype.as_str(),
+                        tensor.dims(),
+                        tensor.dtype().as_str()
+                    )
+                }
+                if !tensor.device().is_cpu() {
+                    bail!("the legacy expert path runs on the CPU; choose the fused path")
+                }
+            }
+        }
+        Ok(Self { experts, shape, activation, segments: None, limits: None })
+    }
+
+    /// Makes these the parts of experts that ranks cut along their intermediate size.
+    pub(super) fn with_shard(self, shard: &RowShard) -> Self {
+        let local = shard.local_segments.len();
+        Self { segments: (local < shard.segments).then_some(local), ..self }
+    }
+
+    /// The same experts for rows in the BatchedExperts format.
+    pub(crate) fn with_limits(self, limits: BatchLimits) -> Self {
+        Self { limits: Some(limits), ..self }
+    }
+
+    /// Runs every expert here that a slot names. `out` [S, T, K, H] f32 gets their unweighted rows, S
+    /// sums of each where the experts are cut and else one; rows without an expert here become zero.
+    pub(super) fn slots_into(
+        &self,
+        hidden: View,
+        topk_ids: View,
+        expert_map: Option<View>,
+        out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let (t, k, h) = (topk_ids.dims()[0], topk_ids.dims()[1], self.shape.hidden_size);
+        let (slots, segments) = (t * k, self.segments.unwrap_or(1));
+        let mut offsets = ex.scratch(DType::U32, &[self.experts.len() + 1])?;
+        let mut order = ex.scratch(DType::U32, &[slots])?;
+        group_slots_into(topk_ids, expert_map, offsets.view_mut(), order.view_mut(), ex)?;
+        let offsets = offsets.view().cpu::<u32>()?;
+        let used = offsets.last().map_or(0, |&end| end as usize);
+        if used == 0 {
+            return fill_into(0., out, ex);
+        }
+        let mut place = ex.scratch(DType::U32, &[slots])?;
+        let mut tokens = ex.scratch(DType::U32, &[used])?;
+        let order = &order.view().cpu::<u32>()?[..used];
+        invert(order, k, place.view_mut().cpu_mut()?, tokens.view_mut().cpu_mut()?);
+        let mut grouped = ex.scratch(DType::F32, &[segments * used, h])?;
+        for (expert, range) in self.experts.iter().zip(offsets.windows(2)) {
+            let (start, rows) = (range[0] as usize, (range[1] - range[0]) as usize);
+            if rows > 0 {
+                let mut x = ex.scratch(hidden.dtype(), &[rows, h])?;
+                embedding_into(hidden, tokens.view().narrow(start, rows)?, x.view_mut(), ex)?;
+                self.expert_into(expert, x.view(), grouped.view_mut(), (start, used), ex)?;
+            }
+        }
+        let mut out = out.reshape(&[segments * t, k, h])?;
+        for segment in 0..segments {
+            let mut part = out.reborrow().narrow(segment * t, t)?;
+            let rows = grouped.view().narrow(segment * used, used)?;
+            embedding_into(rows, place.view(), part.reborrow().reshape(&[slots, h])?, ex)?;
+            zero_absent_into(topk_ids, expert_map, self.experts.len(), part, ex)?;
+        }
+        Ok(())
+    }
+
+    /// The expert's rows of `x` [R, H], from row `start` on in `out` [S * stride, H] f32: one sum for
+    /// each segment, `stride` rows apart.
+    fn expert_into(
+        &self,
+        expert: &ExpertMlp,
+        x: View,
+        mut out: ViewMut,
+        (start, stride): (usize, usize),
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let dims = [x.rows(), self.shape.intermediate_size];
+        let mut gate = ex.scratch(DType::F32, &dims)?;
+        let mut up = ex.scratch(DType::F32, &dims)?;
+        linear_into(x, TensorView::new(&expert.gate)?.view()?, None, gate.view_mut(), ex)?;
+        linear_into(x, TensorView::new(&expert.up)?.view()?, None, up.view_mut(), ex)?;
+        let mut activated = ex.scratch(x.dtype(), &dims)?;
+        gated_activation_into(gate.view(), up.view(), self.activation, activated.view_mut(), ex)?;
+        let (x, down) = (activated.view(), TensorView::new(&expert.down)?);
+        let Some(of) = self.segments else {
+            return linear_row_parallel_into(x, down.view()?, None, out.narrow(start, x.rows())?, ex);
+        };
+        for index in 0..of {
+            let to = out.reborrow().narrow(index * stride + start, x.rows())?;
+            linear_segment_into(x, down.view()?, Segment { index, of }, to, ex)?;
+        }
+        Ok(())
+    }
+
+    /// Batched rows [E_local, max_tokens, H]: each expert computes the first rows of its block.
+    fn batches_into(&self, dispatched: &Dispatched, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+        let (rows, counts) = (dispatched.rows.view(), dispatched.expert_num_tokens()?);
+        let (experts, max_tokens, h) = expect_rank3(NAME, "rows", &rows)?;
+        expect_dims(NAME, "rows", &rows, &[self.experts.len(), max_tokens, h])?;
+        expect_dims(NAME, "expert_num_tokens", &counts, &[experts])?;
+        zero_unused_into(counts, out.reborrow(), ex)?;
+        let (rows, mut out) =
+            (rows.reshape(&[experts * max_tokens, h])?, out.reshape(&[experts * max_tokens, h])?);
+        for (e, (expert, &count)) in self.experts.iter().zip(counts.cpu::<u32>()?).enumerate() {
+            let x = rows.narrow(e * max_tokens, count as usize)?;
+            if count > 0 {
+                self.expert_into(expert, x, out.reborrow(), (e * max_tokens, 0), ex)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Experts for ExpertLoop {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn activation_format(&self) -> ActivationFormat {
+        match self.limits {
+            None => ActivationFormat::Standard,
+            Some(_) => ActivationFormat::BatchedExperts,
+        }
+    }
+
+    fn shape(&self) -> ExpertsShape {
+        self.shape
+    }
+
+    /// What the grouped products on the CPU take.
+    fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason> {
+        if self.limits.is_some() { Backend::CpuBatched } else { Backend::Cpu }.supports(spec)
+    }
+
+    fn max_num_tokens(&self) -> Option<usize> {
+        self.limits.map(|limits| limits.max_num_tokens)
+    }
+
+    fn num_dispatchers(&self) -> Option<usize> {
+        self.limits.map(|limits| limits.num_dispatchers)
+    }
+
+    fn segments(&self) -> Option<usize> {
+        self.segments
+    }
+
+    fn workspace(&self, max_tokens: usize, top_k: usize) -> Result<Reservation> {
+        let ExpertsShape { hidden_size: h, intermediate_size: i, dtype, .. } = self.shape;
+        let one_expert = Reservation::new()
+            .with(DType::F32, &[max_tokens, i])?
+            .with(DType::F32, &[max_tokens, i])?
+            .with(dtype, &[max_tokens, i])?;
+        if self.limits.is_some() {
+            return Ok(one_expert);
+        }
+        one_expert
+            .with(DType::U32, &[self.experts.len() + 1])?
+            .with(DType::U32, &[3, max_tokens, top_k])?
+            .with(dtype, &[max_tokens, h])?
+            .with(DType::F32, &[self.segments.unwrap_or(1), max_tokens, top_k, h])
+    }
+
+    fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        let (rows, wanted) = (dispatched.rows.view(), self.activation_format());
+        if dispatched.format != wanted {
+            bail!("{NAME}: expected rows in the {wanted:?} format, got {:?}", dispatched.format)
+        }
+        expect_dtype(NAME, "rows", &rows, self.shape.dtype)?;
+        if rows.dims().last() != Some(&self.shape.hidden_size) {
+            bail!("{NAME}: expected rows of hidden size {}, got {:?}", self.shape.hidden_size, rows.dims())
+        }
+        expect_dtype(NAME, "out", &out, DType::F32)?;
+        expect_dims(NAME, "out", &out, &self.out_dims(dispatched)?)?;
+        match wanted {
+            ActivationFormat::Standard => {
+                let ids = dispatched.topk_ids()?;
+                self.slots_into(rows, ids, dispatched.expert_map, out, ex)
+            }
+            ActivationFormat::BatchedExperts => self.batches_into(dispatched, out, ex),
+        }
+    }
+}
+
+/// The grouped row of each slot and the token of each grouped row. Slots that no group has read
+/// row 0 first, and become zero after.
+fn invert(order: &[u32], top_k: usize, place: &mut [u32], tokens: &mut [u32]) {
+    place.fill(0);
+    for (row, (&slot, token)) in order.iter().zip(tokens).enumerate() {
+        place[slot as usize] = row as u32;
+        *token = slot / top_k as u32;
+    }
+}

@@ -1,0 +1,150 @@
+//! The loop behind dispatch: over ranks and in chunks it has the bits of the loop on one rank.
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+use candle_nn::VarBuilder;
+use moe_comm::{DeepEpMode, EpBackend, ParallelConfig, ParallelGroups, run_ranks};
+use moe_experts::Experts;
+use moe_layer::candle::{Result, Tensor};
+use moe_layer::legacy::{ExpertLoop, ExpertMlp, MoeMlp};
+use moe_layer::{
+    Activation, ActivationFormat, BlockContext, BlockOptions, Buffer, ChunkedMoe, DType, Device, Exec,
+    ExpertsShape, MoePath, RouterConfig, SparseLayer, TensorView,
+};
+
+use crate::loading::{checkpoint, options};
+use crate::reference::{Problem, example, problem};
+use crate::{bits, floats, message};
+
+/// Both layouts of a problem's tensors.
+fn layouts(p: &Problem) -> Result<[VarBuilder<'static>; 2]> {
+    let w = p.weights()?;
+    let packed = [
+        ("mlp.gate.weight", p.gate_weight()?),
+        ("mlp.experts.gate_up_proj", w.w13().clone()),
+        ("mlp.experts.down_proj", w.w2().clone()),
+    ];
+    let packed = packed.map(|(name, tensor)| (name.to_string(), tensor)).into_iter().collect();
+    Ok([checkpoint(p)?, packed]
+        .map(|tensors| VarBuilder::from_tensors(tensors, p.dtype, &Device::Cpu).pp("mlp")))
+}
+
+/// The layer's output for some rows.
+fn layer(p: &Problem, context: &BlockContext, vb: &VarBuilder, x: &Tensor) -> Result<Vec<u32>> {
+    let (layer, selection) =
+        SparseLayer::load_on(MoePath::Legacy, &options(p), context, vb.pp("gate"), vb.pp("experts"), None)?;
+    assert!(selection.is_none() && layer.block().is_some_and(|b| b.experts_name() == "legacy experts"));
+    let mut out = Buffer::zeros(p.dtype, x.dims())?;
+    let ex = &mut Exec::cpu();
+    layer.forward_observed_into(TensorView::new(x)?.view()?, out.view_mut(), &mut |_| Ok(()), ex)?;
+    out.into_tensor().map(|out| bits(&out))
+}
+
+#[test]
+fn ranks_have_the_bits_of_one() -> Result<()> {
+    let ep = ParallelConfig { enable_expert_parallel: true, ..ParallelConfig::default() };
+    let deepep = |deepep_mode| ParallelConfig { backend: EpBackend::DeepEp.into(), deepep_mode, ..ep };
+    let cases = [
+        ParallelConfig { tp: 2, ..ParallelConfig::default() },
+        ParallelConfig { tp: 8, ..ParallelConfig::default() },
+        ParallelConfig { tp: 2, ..ep },
+        // More ranks than experts: some have none.
+        ParallelConfig { dp: 7, ..ep },
+        ParallelConfig { tp: 2, dp: 2, ..deepep(DeepEpMode::HighThroughput) },
+        ParallelConfig { tp: 2, dp: 2, ..deepep(DeepEpMode::LowLatency) },
+    ];
+    for dtype in [DType::F32, DType::BF16] {
+        let config = RouterConfig { renormalize: true, ..RouterConfig::new(6, 3) };
+        let p = problem((6, 24, 16, 9), config, None, dtype, 5);
+        let x = p.rows()?;
+        for vb in layouts(&p)? {
+            let want = bits(&MoeMlp::load(&options(&p), vb.pp("gate"), vb.pp("experts"))?.forward(&x)?);
+            for (parallel, chunk) in cases.iter().flat_map(|p| [(p, None), (p, NonZeroUsize::new(2))]) {
+                let results = run_ranks(parallel.world_size()?, |rank, comm| {
+                    let geometry = parallel.geometry(rank)?;
+                    let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut Exec::cpu())?;
+                    let chunked_moe = chunk.map_or_else(ChunkedMoe::default, ChunkedMoe::of_size);
+                    // The groups of data-parallel ranks have different rows, the last one none at times.
+                    let (start, len) = (geometry.dp_rank, 9usize.saturating_sub(3 * geometry.dp_rank));
+                    let context = BlockContext { geometry, groups, chunked_moe, ..BlockContext::default() };
+                    let rows = x.narrow(0, start.min(9 - len), len)?.force_contiguous()?;
+                    Ok((start.min(9 - len), layer(&p, &context, &vb, &rows)?))
+                });
+                for result in results {
+                    let (start, got) = result?;
+                    assert_eq!(got, want[start * 24..][..got.len()], "{dtype:?} {parallel:?} {chunk:?}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn chunks_on_one_rank_have_the_bits_of_one_pass() -> Result<()> {
+    let p = example(DType::BF16);
+    let (x, [vb, _]) = (p.rows()?, layouts(&p)?);
+    let want = bits(&MoeMlp::load(&options(&p), vb.pp("gate"), vb.pp("experts"))?.forward(&x)?);
+    let chunked_moe = ChunkedMoe::of_size(NonZeroUsize::MIN);
+    let context = BlockContext { chunked_moe, ..BlockContext::default() };
+    assert_eq!(layer(&p, &context, &vb, &x)?, want);
+    // A budget below one token is refused here too.
+    let context = BlockContext { chunked_moe: ChunkedMoe::within(10), ..BlockContext::default() };
+    let e = message(layer(&p, &context, &vb, &x));
+    assert!(e.contains("the MoE memory budget of 10 bytes is too small: one token needs"), "{e}");
+    Ok(())
+}
+
+#[test]
+fn rows_without_an_expert_here_become_zero() -> Result<()> {
+    let p = example(DType::F32);
+    let w = p.weights()?;
+    let (w13, w2) = (w.w13().get(4)?, w.w2().get(4)?);
+    let one = ExpertMlp {
+        gate: w13.narrow(0, 0, 16)?.force_contiguous()?,
+        up: w13.narrow(0, 16, 16)?.force_contiguous()?,
+        down: w2.force_contiguous()?,
+    };
+    let shape = ExpertsShape { num_local_experts: 1, ..w.shape() };
+    let experts = ExpertLoop::new(vec![one.clone()], shape, Activation::SwiGlu)?;
+    let x = p.rows()?.narrow(0, 0, 2)?.contiguous()?;
+    let (ids, weights) = ([4u32, 1, 3, 4], [1f32; 4]);
+    let map = [-1i32, -1, -1, -1, 0, -1];
+    let (ids, weights) = (moe_layer::View::new(&ids, &[2, 2])?, moe_layer::View::new(&weights, &[2, 2])?);
+    let guard = TensorView::new(&x)?;
+    let mut dispatched = moe_kernels::Dispatched::standard(guard.view()?, ids, weights);
+    dispatched.expert_map = Some(moe_layer::View::new(&map, &[6])?);
+    let mut out = Buffer::from_vec(vec![7f32; 2 * 2 * 24], &[2, 2, 24])?;
+    experts.apply(&dispatched, out.view_mut(), &mut Exec::cpu())?;
+    let out = floats(&out.into_tensor()?);
+    let is_zero: Vec<bool> = out.chunks(24).map(|row| row.iter().all(|x| *x == 0.)).collect();
+    assert_eq!(is_zero, [false, true, true, false]);
+
+    let wrong = moe_kernels::Dispatched::standard(guard.view()?.narrow(0, 1)?, ids, weights);
+    let mut out = Buffer::zeros(DType::F32, &[2, 2, 24])?;
+    let e = message(experts.apply(&wrong, out.view_mut(), &mut Exec::cpu()));
+    assert!(e.contains("legacy experts: expected out"), "{e}");
+    let e = message(ExpertLoop::new(vec![one.clone(), one], shape, Activation::SwiGlu));
+    assert!(e.contains("expected 1 experts, got 2"), "{e}");
+    assert_eq!(experts.activation_format(), ActivationFormat::Standard);
+    Ok(())
+}
+
+#[test]
+fn what_only_the_fused_path_has_is_refused_on_ranks_too() -> Result<()> {
+    let p = example(DType::F32);
+    let [vb, _] = layouts(&p)?;
+    let chunked_moe = ChunkedMoe::of_size(NonZeroUsize::MIN);
+    let context = BlockContext { chunked_moe, ..BlockContext::default() };
+    let refused = |options: BlockOptions| {
+        let (gate, experts) = (vb.pp("gate"), vb.pp("experts"));
+        message(SparseLayer::load_on(MoePath::Legacy, &options, &context, gate, experts, None))
+    };
+    let e = refused(BlockOptions { backend: Some("cpu".into()), ..options(&p) });
+    assert!(e.contains("no backends") && e.contains("cpu"), "{e}");
+    let router = RouterConfig { num_zero_experts: 2, ..p.config.clone() };
+    let e = refused(BlockOptions { router, ..options(&p) });
+    assert!(e.contains("does not support zero experts"), "{e}");
+    Ok(())
+}

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Every check of a machine with several GPUs, from the bundle that `cargo xtask dist` packs: the collectives of NCCL
+# against CPU ranks, groups, graphs, products, faults, then the table of latencies. Results go to $OUT (default: results).
+set -uo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+out=${OUT:-$root/results}
+mkdir -p "$out"
+# Multicast over NVLink needs a fabric manager that containers often cannot reach.
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+# NCCL, where it came by pip.
+nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
+  export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+failed=0
+check() {
+  local name=$1 seconds=$2
+  shift 2
+  if timeout "$seconds" "$root/bin/gpu" "nccl::$name" --test-threads 1 --nocapture "$@" >"$out/nccl-$name.log" 2>&1; then
+    echo "ok      $name: $(grep '^test result' "$out/nccl-$name.log" | cut -c1-100)"
+  else
+    echo "FAILED  $name (exit code $?)"
+    failed=1
+    grep -E "panicked|FAILED|error|NCCL" -A 4 "$out/nccl-$name.log" | tail -n 30 | cut -c1-300
+  fi
+}
+check collectives 150
+check graphs 60
+check products 60
+check faults 120
+check timing 90
+grep -E "^(all_reduce|\||64 MiB)" "$out/nccl-timing.log"
+exit $failed

@@ -1,0 +1,245 @@
+//! Running a model of either family under a geometry, and comparing it with one rank.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::num::NonZeroUsize;
+use std::sync::{Mutex, OnceLock};
+
+use candle_core::{DType, Device, Result};
+use candle_nn::VarBuilder;
+use model_runtime::{
+    BlockContext, CausalLm, Checkpoint, Config, DummyWeights, Exec, Geometry, KvCache, MlaForm, ModelInfo,
+    Observer, RankView, StepViews, TensorSlice, TensorSpec, ViewMut,
+};
+use moe_comm::{DeepEpMode, EpBackend, ExpertPlacement, ParallelConfig, SelfComm};
+use moe_engine::engine::{DpEngine, EngineConfig, Request};
+use moe_engine::parallel::{self, Replica, Source};
+use moe_engine::{LoadOptions, ModelFamily};
+use moe_layer::{ChunkedMoe, MoePath, Router};
+use moe_tests::fixture;
+
+use crate::running::{Done, Results, collect, prompt};
+
+/// One way to run a model.
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    /// A fixture, `embedded`, or the text of a config for random weights.
+    pub model: &'static str,
+    pub dtype: DType,
+    pub parallel: ParallelConfig,
+    pub chunk: Option<usize>,
+    pub path: Option<MoePath>,
+    pub mla: Option<MlaForm>,
+}
+
+impl Case {
+    pub fn new(model: &'static str, dtype: DType, parallel: ParallelConfig) -> Self {
+        Self { model, dtype, parallel, chunk: None, path: None, mla: None }
+    }
+
+    fn options(&self, context: BlockContext) -> LoadOptions {
+        LoadOptions { backend: None, moe_path: self.path, mla: self.mla, context }
+    }
+}
+
+/// Where a model's tensors come from.
+enum Weights {
+    Stored(Checkpoint),
+    Random(Vec<TensorSpec>),
+}
+
+/// A model to load.
+pub struct Origin<F: ModelFamily> {
+    pub config: F::Config,
+    weights: Weights,
+}
+
+impl<F: ModelFamily> Origin<F> {
+    pub fn open(model: &str) -> Self {
+        if model.starts_with('{') {
+            let config = F::config(&Config::parse(model, "config.json").unwrap()).unwrap();
+            let tensors = F::layout(&config, &Geometry::default(), &|_| true).unwrap().tensors;
+            return Self { config, weights: Weights::Random(tensors) };
+        }
+        let checkpoint = match F::embedded().filter(|_| model == "embedded") {
+            Some(e) => Checkpoint::from_static(e.weights, e.config, None).unwrap(),
+            None => Checkpoint::open(fixture(model)).unwrap(),
+        };
+        Self { config: F::config(&checkpoint.config).unwrap(), weights: Weights::Stored(checkpoint) }
+    }
+
+    fn has(&self, name: &str) -> bool {
+        match &self.weights {
+            Weights::Stored(checkpoint) => checkpoint.tensors.info(name).is_some(),
+            Weights::Random(specs) => specs.iter().any(|spec| spec.name == name),
+        }
+    }
+
+    fn view(&self, slices: Vec<TensorSlice>, dtype: DType) -> VarBuilder<'static> {
+        let view = match &self.weights {
+            Weights::Stored(checkpoint) => RankView::new(checkpoint.tensors.clone(), slices),
+            Weights::Random(specs) => RankView::new(DummyWeights::new(specs.clone(), 5), slices),
+        };
+        view.var_builder(dtype, &Device::Cpu)
+    }
+
+    /// Whether a geometry can cut the model.
+    pub fn fits(&self, parallel: &ParallelConfig) -> bool {
+        F::layout(&self.config, &parallel.geometry(0).unwrap(), &|name| self.has(name)).is_ok()
+    }
+
+    /// The replicas of a case of this model.
+    pub fn load(&self, case: &Case) -> anyhow::Result<Vec<Replica>> {
+        let chunked_moe = match case.chunk.and_then(NonZeroUsize::new) {
+            Some(size) => ChunkedMoe::of_size(size),
+            None => ChunkedMoe::default(),
+        };
+        let source = Source::<F> {
+            config: &self.config,
+            has: &|name| self.has(name),
+            tensors: &|slices| self.view(slices, case.dtype),
+            options: &|context| case.options(context),
+            chunked_moe,
+        };
+        let ex = Exec::cpu().with_threads(1)?;
+        parallel::load(&source, &case.parallel, &ex).map(|(replicas, _)| replicas)
+    }
+
+    /// Bytes read of the checkpoint so far.
+    pub fn bytes_read(&self) -> u64 {
+        match &self.weights {
+            Weights::Stored(checkpoint) => checkpoint.tensors.bytes_read(),
+            Weights::Random(_) => 0,
+        }
+    }
+}
+
+/// A model that notes the logits of every row that it computes: token, position and bits.
+struct Tap<'m> {
+    model: &'m dyn CausalLm,
+    rows: Mutex<Vec<(u32, u32, u64)>>,
+}
+
+impl CausalLm for Tap<'_> {
+    fn info(&self) -> &ModelInfo {
+        self.model.info()
+    }
+
+    fn router(&self, moe_layer: usize) -> Option<&Router> {
+        self.model.router(moe_layer)
+    }
+
+    fn forward(
+        &self,
+        step: &StepViews,
+        kv: &mut KvCache,
+        mut logits: ViewMut,
+        observer: Option<&mut dyn Observer>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        self.model.forward(step, kv, logits.reborrow(), observer, ex)?;
+        let (ids, positions) = (step.token_ids.cpu::<u32>()?, step.positions.cpu::<u32>()?);
+        let logits = logits.as_view();
+        let rows = logits.cpu::<f32>()?.chunks(self.info().vocab_size);
+        for (row, logits) in step.logits_rows.cpu::<u32>()?.iter().zip(rows) {
+            let mut hash = DefaultHasher::new();
+            logits.iter().for_each(|x| x.to_bits().hash(&mut hash));
+            let (id, position) = (ids[*row as usize], positions[*row as usize]);
+            self.rows.lock().unwrap().push((id, position, hash.finish()));
+        }
+        Ok(())
+    }
+}
+
+/// What requests came to, and the logits of all rows in a fixed order.
+pub type Outcome = (Vec<Done>, Vec<(u32, u32, u64)>);
+
+/// Runs a few requests, fewer than some geometries have data-parallel ranks.
+fn outcome(replicas: &[Replica], lockstep: bool) -> anyhow::Result<Outcome> {
+    let taps: Vec<Tap> =
+        replicas.iter().map(|r| Tap { model: r.model.as_ref(), rows: Mutex::default() }).collect();
+    let info = taps[0].info();
+    let config = EngineConfig {
+        max_num_batched_tokens: 16,
+        block_size: 4,
+        kv_cache_memory: Some(info.kv.bytes_per_token()? * 128),
+        enable_prefix_caching: false,
+        ranks: 1,
+        lockstep,
+        ..EngineConfig::default()
+    };
+    let pairs =
+        taps.iter().zip(replicas).map(|(tap, r)| (tap as &dyn CausalLm, r.ex.clone(), r.world.clone()));
+    let mut engine = DpEngine::new(pairs, None, &config)?;
+    for (i, len) in [19, 1].into_iter().enumerate() {
+        let mut request = Request::new(prompt(info.vocab_size, len, i as u32 + 1));
+        (request.sampling.temperature, request.sampling.seed) = (1.0, i as u64);
+        request.max_tokens = Some(3 + i);
+        request.sampling.logprobs = Some(2);
+        request.prompt_logprobs = Some(1);
+        request.capture_routing = true;
+        engine.add(request)?;
+    }
+    let mut results = Results::new();
+    engine.run(|output| collect(&mut results, output))?;
+    let mut rows: Vec<_> = taps.into_iter().flat_map(|tap| tap.rows.into_inner().unwrap()).collect();
+    rows.sort_unstable();
+    Ok((results.into_values().collect(), rows))
+}
+
+/// Every backend with the geometries that it takes.
+pub fn backends() -> Vec<ParallelConfig> {
+    let mut all = Vec::new();
+    for tp in [1, 2, 4] {
+        for dp in [1, 2, 3] {
+            let base = ParallelConfig { tp, dp, ..ParallelConfig::default() };
+            all.push(base);
+            let ep = ParallelConfig { enable_expert_parallel: true, ..base };
+            let with = |backend: EpBackend| ParallelConfig { backend: backend.into(), ..ep };
+            if dp == 1 {
+                all.push(with(EpBackend::LocalAllreduce));
+            }
+            all.push(ParallelConfig {
+                placement: ExpertPlacement::RoundRobin,
+                ..with(EpBackend::AllgatherReducescatter)
+            });
+            for deepep_mode in DeepEpMode::ALL {
+                all.push(ParallelConfig { deepep_mode, ..with(EpBackend::DeepEp) });
+            }
+        }
+    }
+    all
+}
+
+/// The outcome of one rank without any of the code that parallelism adds, and, where a family has it,
+/// on the loop without dispatch.
+pub fn one_rank<F: ModelFamily>(case: &Case) -> Outcome {
+    type Key = (&'static str, bool, bool);
+    static KNOWN: OnceLock<Mutex<HashMap<Key, Outcome>>> = OnceLock::new();
+    let mut known = KNOWN.get_or_init(Mutex::default).lock().unwrap();
+    let key = (case.model, case.dtype == DType::F32, case.mla == Some(MlaForm::Naive));
+    let entry = known.entry(key).or_insert_with(|| {
+        let origin = Origin::<F>::open(case.model);
+        let options = Case { path: None, ..*case }.options(BlockContext::default());
+        let plain = F::load(&origin.config, &options, origin.view(Vec::new(), case.dtype)).unwrap();
+        let world = std::sync::Arc::new(SelfComm::new());
+        outcome(&[Replica { model: plain.model, ex: Exec::cpu().with_threads(1).unwrap(), world }], false)
+            .unwrap()
+    });
+    entry.clone()
+}
+
+/// Runs all cases; how often each model was run.
+pub fn check<F: ModelFamily>(cases: &[Case]) -> BTreeMap<&'static str, usize> {
+    let mut seen = BTreeMap::new();
+    for case in cases {
+        let want = one_rank::<F>(case);
+        let replicas = Origin::<F>::open(case.model).load(case).unwrap_or_else(|e| panic!("{case:?}: {e:#}"));
+        let lockstep = case.parallel.enable_expert_parallel && case.parallel.dp > 1;
+        let got = outcome(&replicas, lockstep).unwrap_or_else(|e| panic!("{case:?}: {e:#}"));
+        assert!(got.1 == want.1, "{case:?}: other logits");
+        assert!(got.0 == want.0, "{case:?}: other results");
+        *seen.entry(case.model).or_default() += 1;
+    }
+    seen
+}
