@@ -54,12 +54,15 @@ pub(crate) struct RemoteEngine {
     idle: bool,
     unfinished: usize,
     step_heat: Option<StepHeat>,
+    /// What the next step reports.
+    failure: Option<anyhow::Error>,
 }
 
 impl RemoteEngine {
     /// The engine of this rank of the world; it does nothing until it is started.
     pub fn new(messages: Messages, rank: usize) -> Self {
-        Self { messages, rank, max_model_len: 0, idle: true, unfinished: 0, step_heat: None }
+        let (step_heat, failure) = (None, None);
+        Self { messages, rank, max_model_len: 0, idle: true, unfinished: 0, step_heat, failure }
     }
 
     /// Replaces the engine there by one with these settings.
@@ -87,13 +90,17 @@ impl RemoteEngine {
         self.unfinished
     }
 
+    /// A rank that is gone takes any request: nothing is wrong with that, and the next step fails.
     pub fn add(&mut self, request: Request) -> Result<RequestId, RequestError> {
-        match self.ask(&Question::Add(Box::new(request))) {
-            Ok(Reply::Added(id)) => Ok(id),
-            Ok(Reply::Refused(why)) => Err(RequestError::Refused(why)),
-            Ok(_) => Err(RequestError::Refused(format!("rank {} answers another question", self.rank))),
-            Err(e) => Err(RequestError::Refused(format!("{e:#}"))),
-        }
+        let reply = self.ask(&Question::Add(Box::new(request)));
+        let failure = match reply {
+            Ok(Reply::Added(id)) => return Ok(id),
+            Ok(Reply::Refused(why)) => return Err(RequestError::Refused(why)),
+            Ok(_) => self.confused::<()>().err(),
+            Err(e) => Some(e),
+        };
+        (self.failure, self.idle) = (failure, false);
+        Ok(RequestId(u64::MAX))
     }
 
     pub fn cancel(&mut self, request: RequestId) -> Result<()> {
@@ -104,6 +111,9 @@ impl RemoteEngine {
     }
 
     pub fn step(&mut self) -> Result<Vec<Output>> {
+        if let Some(failure) = self.failure.take() {
+            return Err(failure);
+        }
         match self.ask(&Question::Step)? {
             Reply::Stepped(outputs, heat) => {
                 self.step_heat = heat;

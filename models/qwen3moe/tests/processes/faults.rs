@@ -100,7 +100,9 @@ fn a_rank_that_is_killed_ends_all_and_a_rerun_completes() {
         wait_until("a process is left", || processes(batch.dir.path()).is_empty());
         assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
         let done = answers(&batch.output());
-        assert!(!done.is_empty() && done.len() < 16 && done.iter().all(|record| want.contains(record)));
+        // No line is answered by its rank's death.
+        assert!(!done.is_empty() && done.len() < 16, "{} records", done.len());
+        assert!(done.iter().all(|record| want.contains(record)), "{done:?}");
         batch.rerun();
         assert_eq!(answers(&batch.output()), want, "rank {rank}");
     }
