@@ -1,17 +1,18 @@
 //! What a rank says about a collective when it enters it, and whether the ranks agree.
 //!
 //! A [`Call`] is made by the door checks of [`check`](crate::check), which every communicator
-//! shares; transports that can compare calls (in-process ranks) do so before any data moves.
+//! shares; ranks of threads and of processes compare them before they read any data.
 
 use std::fmt;
 
 use candle_core::DType;
 use moe_kernels::Dims;
+use serde::{Deserialize, Serialize};
 
 use crate::communicator::ReduceOp;
 
 /// The collectives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Op {
     AllReduce,
     AllGather,
@@ -54,7 +55,7 @@ impl fmt::Display for Op {
 }
 
 /// Row counts of a collective.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Counts {
     /// None, or implied by the dims.
     Implied,

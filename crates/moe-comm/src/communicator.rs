@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use candle_core::Result;
 use moe_kernels::{Exec, View, ViewMut};
+use serde::{Deserialize, Serialize};
 
 /// How a reduction combines the ranks' values.
 ///
@@ -16,7 +17,7 @@ use moe_kernels::{Exec, View, ViewMut};
 /// |---|---|---|
 /// | f32, bf16, f16 | in f32, rank 0 first, ascending; one rounding at the end | NaN if any rank has one; of equal values (±0) the lowest rank's |
 /// | u8, u32, i32, i64 | wraps around modulo 2^bits | exact |
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ReduceOp {
     /// The sum.
     Sum,

@@ -6,6 +6,9 @@
 //! | mpirun (Open MPI) | `OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK}` | `MASTER_ADDR`; one host: 127.0.0.1 |
 //! | srun (Slurm) | `SLURM_{PROCID,STEP_NUM_TASKS or NTASKS,LOCALID}` | `MASTER_ADDR`; else the step's first node |
 //!
+//! Under torchrun the ranks meet at the port after `MASTER_PORT` (before it, if that is the last),
+//! which is taken by torchrun's own store (`TORCHELASTIC_USE_AGENT_STORE`).
+//!
 //! The first row that is present wins, because launchers nest in that order: srun starts
 //! mpirun's daemons, and either may start one torchrun per host, and each leaves its variables
 //! in the environment of what the next one starts. A row that is present only in part is an
@@ -155,7 +158,7 @@ fn torchrun(env: &Env) -> Result<Launch, LaunchError> {
         &TORCHRUN,
         "set all of them (LOCAL_RANK is 0 where each host runs one rank), or unset all of them",
     )?;
-    checked(
+    let mut launch = checked(
         env,
         Place {
             launcher: Launcher::Torchrun,
@@ -167,7 +170,12 @@ fn torchrun(env: &Env) -> Result<Launch, LaunchError> {
         },
         None,
         None,
-    )
+    )?;
+    // torchrun keeps a store of its own at the port of rank 0, for ranks that use torch.
+    if env.get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|used| used.eq_ignore_ascii_case("true")) {
+        launch.master_port = launch.master_port.checked_add(1).unwrap_or(launch.master_port - 1);
+    }
+    Ok(launch)
 }
 
 fn open_mpi(env: &Env) -> Result<Launch, LaunchError> {

@@ -3,6 +3,7 @@
 #![cfg_attr(not(feature = "nccl"), forbid(unsafe_code))]
 #![cfg_attr(feature = "nccl", deny(unsafe_code))]
 
+mod bytes;
 mod call;
 mod check;
 mod communicator;
@@ -23,10 +24,14 @@ mod overdue;
 mod parts;
 mod placement;
 mod reduce;
+mod round;
 mod row_parallel;
+mod run;
 mod shard;
+mod socket;
 mod thread;
 
+pub use bytes::{all_gather_bytes, broadcast_bytes};
 pub use communicator::{Communicator, ReduceOp};
 pub use config::{MAX_WORLD_SIZE, ParallelConfig};
 pub use error::GeometryError;
@@ -37,8 +42,11 @@ pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement};
 #[cfg(feature = "nccl")]
 pub use nccl::NcclComm;
 pub use placement::{ExpertLayout, partition};
+pub use round::wait::DEFAULT_TIMEOUT;
 pub use row_parallel::{RowParallel, reduce_segments_into, shares};
+pub use run::{Supervised, Supervisor, run_ranks, run_ranks_with};
 pub use shard::{HeadShard, RowShard};
-pub use thread::{DEFAULT_TIMEOUT, ThreadComm, run_ranks, run_ranks_with};
+pub use socket::{Join, Messages, SocketComm, SocketTimeouts, Watch};
+pub use thread::ThreadComm;
 
 pub use moe_kernels::{Buffer, Exec, View, ViewMut, candle};

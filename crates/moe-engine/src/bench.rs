@@ -77,6 +77,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     }
     // Of the first rank: activations and scratch, without weights and KV cache.
     result["workspace_bytes"] = bench.session.ex.workspace().bytes().into();
+    bench.session.finish()?;
     result["roofline"] = roofline::measure::<F>(args, &result, bench.session)?;
     write_json(args.json.as_deref(), &result)
 }

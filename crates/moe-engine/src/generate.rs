@@ -27,7 +27,7 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
         (None, None) => return Err(usage("no prompt is given: use --prompt, --prompt-file or -")),
     };
     let replay = args.replay_routed_experts.as_deref().map(routing::read).transpose()?;
-    let session = Session::open::<F>(args.model.as_deref(), &args.run, args.check_weights)?;
+    let mut session = Session::open::<F>(args.model.as_deref(), &args.run, args.check_weights)?;
     let tokenizer = session.tokenizer()?;
     let mut request = Request {
         prompt: tokenizer.encode(&prompt)?,
@@ -50,7 +50,8 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     if args.engine.stats {
         eprint!("{}", engine.stats());
     }
-    Ok(())
+    drop(engine);
+    session.finish()
 }
 
 /// The settings of the flags, with a KV cache for this request and no more.

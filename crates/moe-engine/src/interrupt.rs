@@ -6,6 +6,11 @@ use anyhow::{Context, Result};
 
 static REQUESTED: AtomicBool = AtomicBool::new(false);
 
+/// Leaves Ctrl-C to another process of the terminal, which ends this one.
+pub fn ignore() -> Result<()> {
+    ctrlc::set_handler(|| {}).context("cannot catch Ctrl-C")
+}
+
 /// Whether Ctrl-C was pressed, where a program has asked for it.
 pub struct Interrupt(());
 

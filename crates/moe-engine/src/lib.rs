@@ -23,6 +23,7 @@ mod roofline;
 pub mod routing;
 pub mod session;
 pub mod tokenizer;
+mod worker;
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -81,6 +82,12 @@ fn run<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
         Some(Command::Bench(args)) => &args.run,
         Some(Command::RenderChatTemplates) => return chat::serve().map(|()| ExitCode::SUCCESS),
     };
+    if let parallel::Placement::Launched(launch) = parallel::placement(&args.parallel)?
+        && launch.rank > 0
+    {
+        start_log(&RunArgs { profile: None, log: worker::log(&args.log), ..args.clone() })?;
+        return worker::run::<F>(cli, args).map(|()| ExitCode::SUCCESS);
+    }
     let profile = start_log(args)?;
     let code = run_command::<F>(cli)?;
     profile.map_or(Ok(()), Profile::finish)?;
@@ -106,6 +113,7 @@ fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
     }
     let mut session = Session::open::<F>(Some(args.model.as_str()), &args.run, false)?;
     let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;
+    session.finish()?;
     write_json(args.json.as_deref(), &report)?;
     for failure in &report.failures {
         eprintln!("parity: {failure}");

@@ -15,7 +15,7 @@ use tracing::info;
 use crate::cli::RunArgs;
 use crate::engine::{DpEngine, EngineConfig};
 use crate::family::{LoadOptions, ModelFamily};
-use crate::parallel::{self, Replica};
+use crate::parallel::{self, Follower, Processes, Replica};
 use crate::tokenizer::Tokenizer;
 use crate::{hub, usage};
 
@@ -29,9 +29,11 @@ pub struct Session {
     /// Where it runs.
     pub ex: Exec,
     world: Arc<dyn Communicator>,
-    /// The other data-parallel replicas of the model.
+    /// The other data-parallel replicas of the model in this process.
     pub replicas: Vec<Replica>,
     parallel: ParallelConfig,
+    /// The processes of the other ranks.
+    processes: Option<Processes>,
     /// The checkpoint; `None` with random weights.
     pub checkpoint: Option<Checkpoint>,
     embedded_tokenizer: Option<&'static [u8]>,
@@ -40,16 +42,88 @@ pub struct Session {
 impl Session {
     /// Opens a checkpoint folder or a model of the hub, or the embedded checkpoint if `model` is `None`.
     pub fn open<F: ModelFamily>(model: Option<&str>, args: &RunArgs, check_weights: bool) -> Result<Self> {
+        Part::open::<F>(model, args, check_weights)?.session()
+    }
+
+    /// A model of this config with random weights.
+    pub fn dummy<F: ModelFamily>(config: &Path, args: &RunArgs) -> Result<Self> {
+        Part::dummy::<F>(config, args)?.session()
+    }
+
+    /// The engine that runs requests on all replicas.
+    pub fn engine(&self, tokenizer: Option<Tokenizer>, config: &EngineConfig) -> Result<DpEngine<'_>> {
+        let first = (self.model.as_ref(), self.ex.clone(), self.world.clone());
+        let others = self
+            .replicas
+            .iter()
+            .map(|replica| (replica.model.as_ref(), replica.ex.clone(), replica.world.clone()));
+        let config = EngineConfig {
+            ranks: match &self.processes {
+                Some(processes) => processes.local_world_size(),
+                None => self.parallel.world_size()?,
+            },
+            lockstep: self.parallel.enable_expert_parallel && self.parallel.dp > 1,
+            ..config.clone()
+        };
+        let remotes = self.processes.as_ref().map(|p| p.remote_engines(&self.parallel)).unwrap_or_default();
+        DpEngine::with_remotes(std::iter::once(first).chain(others), remotes, tokenizer, &config)
+    }
+
+    /// Ends the processes of the other ranks, which is their only way to end well. What runs on the
+    /// session's model is over.
+    ///
+    /// # Errors
+    /// One of them failed.
+    pub fn finish(&mut self) -> Result<()> {
+        self.processes.take().map_or(Ok(()), Processes::finish)
+    }
+
+    /// The checkpoint's tokenizer.
+    pub fn tokenizer(&self) -> Result<Tokenizer> {
+        tokenizer(self.checkpoint.as_ref(), self.embedded_tokenizer)
+    }
+}
+
+fn tokenizer(checkpoint: Option<&Checkpoint>, embedded: Option<&'static [u8]>) -> Result<Tokenizer> {
+    match (embedded, checkpoint.and_then(|c| c.dir())) {
+        (Some(bytes), _) => Tokenizer::from_bytes(bytes).context("the embedded tokenizer"),
+        (None, Some(dir)) => Tokenizer::from_dir(dir),
+        (None, None) => anyhow::bail!("a model with random weights has no tokenizer"),
+    }
+}
+
+/// What this process has of a model.
+pub(crate) struct Part {
+    pub ranks: Ranks,
+    pub processes: Option<Processes>,
+    parallel: ParallelConfig,
+    checkpoint: Option<Checkpoint>,
+    embedded_tokenizer: Option<&'static [u8]>,
+}
+
+/// The ranks of this process.
+pub(crate) enum Ranks {
+    /// Data-parallel replicas, at least one.
+    Replicas(Vec<Replica>),
+    /// A rank that follows one in another process.
+    Follower(Box<Follower>),
+}
+
+impl Part {
+    /// As [`Session::open`].
+    pub fn open<F: ModelFamily>(model: Option<&str>, args: &RunArgs, check_weights: bool) -> Result<Self> {
         let ex = exec(args)?;
+        if model.is_none() && F::embedded().is_none() {
+            return Err(no_model());
+        }
+        let processes = Processes::start(args, model, &ex)?;
         let (checkpoint, embedded_tokenizer) = match (model, F::embedded()) {
             (Some(model), _) => (Checkpoint::open(hub::resolve(model)?)?, None),
             (None, Some(e)) => {
                 let checkpoint = Checkpoint::from_static(e.weights, e.config, Some(e.generation_config))?;
                 (checkpoint, Some(e.tokenizer))
             }
-            (None, None) => {
-                return Err(no_model());
-            }
+            (None, None) => return Err(no_model()),
         };
         let config = F::config(&checkpoint.config)?;
         let has = |name: &str| checkpoint.tensors.info(name).is_some();
@@ -66,14 +140,15 @@ impl Session {
         let tensors = |slices: Vec<TensorSlice>| {
             RankView::new(checkpoint.tensors.clone(), slices).var_builder(dtype, ex.device())
         };
-        let loaded = load::<F>(&config, args, &has, &tensors, &ex)?;
+        let loaded = load::<F>(&config, args, &has, &tensors, &ex, processes)?;
         Ok(Self { checkpoint: Some(checkpoint), embedded_tokenizer, ..loaded })
     }
 
-    /// A model of this config with random weights.
+    /// As [`Session::dummy`].
     pub fn dummy<F: ModelFamily>(config: &Path, args: &RunArgs) -> Result<Self> {
         let ex = exec(args)?;
         let raw = Config::read(config)?;
+        let processes = Processes::start(args, config.to_str(), &ex)?;
         let config = F::config(&raw)?;
         let dtype = match &args.dtype {
             Some(name) => parse_dtype(name)?,
@@ -84,31 +159,21 @@ impl Session {
         let tensors = |slices: Vec<TensorSlice>| {
             RankView::new(DummyWeights::new(specs.clone(), 0), slices).var_builder(dtype, ex.device())
         };
-        load::<F>(&config, args, &|_| true, &tensors, &ex)
+        load::<F>(&config, args, &|_| true, &tensors, &ex, processes)
     }
 
-    /// The engine that runs requests on all replicas.
-    pub fn engine(&self, tokenizer: Option<Tokenizer>, config: &EngineConfig) -> Result<DpEngine<'_>> {
-        let first = (self.model.as_ref(), self.ex.clone(), self.world.clone());
-        let others = self
-            .replicas
-            .iter()
-            .map(|replica| (replica.model.as_ref(), replica.ex.clone(), replica.world.clone()));
-        let config = EngineConfig {
-            ranks: self.parallel.world_size()?,
-            lockstep: self.parallel.enable_expert_parallel && !self.replicas.is_empty(),
-            ..config.clone()
+    /// The tokenizer, if the model has one.
+    pub fn tokenizer(&self) -> Option<Tokenizer> {
+        tokenizer(self.checkpoint.as_ref(), self.embedded_tokenizer).ok()
+    }
+
+    fn session(self) -> Result<Session> {
+        let Self { ranks, processes, parallel, checkpoint, embedded_tokenizer } = self;
+        let Ranks::Replicas(mut replicas) = ranks else {
+            anyhow::bail!("this process follows another one's rank and runs no command")
         };
-        DpEngine::new(std::iter::once(first).chain(others), tokenizer, &config)
-    }
-
-    /// The checkpoint's tokenizer.
-    pub fn tokenizer(&self) -> Result<Tokenizer> {
-        match (self.embedded_tokenizer, self.checkpoint.as_ref().and_then(|c| c.dir())) {
-            (Some(bytes), _) => Tokenizer::from_bytes(bytes).context("the embedded tokenizer"),
-            (None, Some(dir)) => Tokenizer::from_dir(dir),
-            (None, None) => anyhow::bail!("a model with random weights has no tokenizer"),
-        }
+        let Replica { model, ex, world } = replicas.remove(0);
+        Ok(Session { model, ex, world, replicas, parallel, processes, checkpoint, embedded_tokenizer })
     }
 }
 
@@ -119,14 +184,15 @@ pub fn no_model() -> anyhow::Error {
     )
 }
 
-/// Loads the model on one rank, or on all that the flags ask for.
+/// Loads the model on one rank, on all that the flags ask for, or this process's part.
 fn load<F: ModelFamily>(
     config: &F::Config,
     args: &RunArgs,
     has: &(dyn Fn(&str) -> bool + Sync),
     tensors: &(dyn Fn(Vec<TensorSlice>) -> VarBuilder<'static> + Sync),
     ex: &Exec,
-) -> Result<Session> {
+    processes: Option<Processes>,
+) -> Result<Part> {
     let (settings, chunked_moe) = (args.parallel.config()?, args.parallel.chunked_moe());
     let options = |context| LoadOptions {
         backend: args.moe_backend.clone(),
@@ -134,33 +200,36 @@ fn load<F: ModelFamily>(
         mla: args.mla,
         context,
     };
-    let (mut replicas, chosen) = if settings.world_size()? == 1 {
+    let source = parallel::Source::<F> { config, has, tensors, options: &options, chunked_moe };
+    let (ranks, chosen) = if let Some(processes) = &processes {
+        processes.load(&source, &settings, ex)?
+    } else if settings.world_size()? == 1 {
         // One rank: its backend is `disabled`, or an explicit one over a group of itself.
         let geometry = settings.geometry(0)?;
         let context = BlockContext { geometry, chunked_moe, sliced_weights: true, ..BlockContext::default() };
         let world = context.groups.world.clone();
         let loaded = F::load(config, &options(context), tensors(Vec::new()))?;
-        (vec![Replica { model: loaded.model, ex: ex.clone(), world }], loaded.backend)
-    } else if !matches!(ex.device(), Device::Cpu) {
-        return Err(usage(
-            "--tp and --dp above 1 run on the CPU only, as threads of one process; use --device cpu",
-        ));
+        let replica = Replica { model: loaded.model, ex: ex.clone(), world };
+        (Ranks::Replicas(vec![replica]), loaded.backend)
     } else {
-        let source = parallel::Source::<F> { config, has, tensors, options: &options, chunked_moe };
-        parallel::load(&source, &settings, ex)?
+        let (replicas, chosen) = parallel::load(&source, &settings, ex)?;
+        (Ranks::Replicas(replicas), chosen)
     };
     info!(backend = %chosen["chosen"], "expert backend");
-    if args.explain_backends {
+    if args.explain_backends && processes.as_ref().is_none_or(Processes::is_driver) {
         eprintln!("{}", serde_json::to_string_pretty(&chosen)?);
     }
-    let Replica { model, ex, world } = replicas.remove(0);
-    Ok(Session { model, ex, world, replicas, parallel: settings, checkpoint: None, embedded_tokenizer: None })
+    Ok(Part { ranks, processes, parallel: settings, checkpoint: None, embedded_tokenizer: None })
 }
 
 /// The execution context that the flags ask for.
 fn exec(args: &RunArgs) -> Result<Exec> {
-    args.parallel.config()?;
-    let mut ex = match device(&args.device)? {
+    let parallel = args.parallel.config()?;
+    let device = device(&args.device)?;
+    if parallel.world_size()? > 1 && !matches!(device, Device::Cpu) {
+        return Err(usage("--tp and --dp above 1 run on the CPU only; use --device cpu"));
+    }
+    let mut ex = match device {
         Device::Cpu => Exec::cpu(),
         device => Exec::on(&device)?,
     };

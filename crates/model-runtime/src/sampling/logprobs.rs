@@ -1,12 +1,14 @@
 //! Log-probabilities of tokens, from the logits as the model gave them (vLLM's `raw_logprobs`).
 
+use serde::{Deserialize, Serialize};
+
 use super::SamplingError;
 use super::sampler::argmax;
 use super::select::{self, key, top};
 use super::weights::{UNIT, Weights};
 
 /// A token and how likely the model holds it.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenLogprob {
     /// The token.
     pub token_id: u32,
@@ -17,7 +19,7 @@ pub struct TokenLogprob {
 }
 
 /// Log-probabilities at one position.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenLogprobs {
     /// The token that was sampled, or that the prompt holds.
     pub chosen: TokenLogprob,

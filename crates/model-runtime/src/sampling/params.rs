@@ -1,10 +1,12 @@
 //! What a request may ask of sampling, and what is wrong with a request that asks for more.
 
+use serde::{Deserialize, Serialize};
+
 use super::{GREEDY_BELOW, SamplingError};
 use crate::config::{Config, ConfigError, limits};
 
 /// How the next token of a request is chosen. Names, meanings and ranges are vLLM's.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SamplingParams {
     /// Divides the logits; below 1e-5 the likeliest token is taken, and min-p, top-k, top-p and
     /// seed do not count. From there up to 0.01 it counts as 0.01.

@@ -1,34 +1,24 @@
 //! The meeting point of one group: a slot per rank, filled and emptied once per collective.
 //!
 //! A round goes `begin` (the previous round is emptied), `exchange` (post, wait for all posts),
-//! `end`; the last rank to end empties the board. Every wait ends by a deadline, by the world's
-//! failure, or by a rank that has left, so no rank waits forever.
+//! `end`; the last rank to end empties the board.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use moe_kernels::Scratch;
 
 use crate::call::{Call, Op};
-use crate::thread::world::{World, lock};
-
-/// How long a waiting rank lets a rank that has left explain itself: its error or panic reaches
-/// the world right after its communicator is dropped, and says more than its absence.
-const LEAVE_GRACE: Duration = Duration::from_millis(100);
-
-/// How often a waiting rank yields its core before it sleeps. Ranks mostly arrive within
-/// microseconds of each other, and waking a sleeper costs tens of them (2 ranks on 2 cores: a
-/// barrier takes 3 us with yielding, 11 to 65 us without); a yield leaves the core to whoever
-/// computes.
-const YIELDS: usize = 64;
+use crate::round::wait::{Absent, Outcome, Stop, Wait};
+use crate::round::{Parts, label, lock};
+use crate::thread::world::World;
 
 /// Data that a rank posts.
 #[derive(Debug)]
 pub(super) enum Payload {
     /// Nothing.
     None,
-    /// Rows for the others to read.
-    Rows(Scratch),
+    /// Rows for the others to read, and who reads which.
+    Rows(Scratch, Parts),
     /// A split's colour and key, and a cell for the new group's board, used if this rank leads
     /// the group.
     Split { color: usize, key: usize, board: OnceLock<Arc<Board>> },
@@ -40,18 +30,6 @@ pub(super) struct Post {
     pub call: Call,
     pub payload: Payload,
 }
-
-/// Why a rank's call stops.
-#[derive(Debug)]
-pub(super) enum Stop {
-    /// The world has failed already.
-    Failed,
-    /// This is why.
-    Cause(String),
-}
-
-/// The result of waiting.
-pub(super) type Outcome<T> = std::result::Result<T, Stop>;
 
 #[derive(Debug, Default)]
 struct State {
@@ -93,18 +71,7 @@ impl Board {
 
     /// "rank 1", "ranks 1 and 2", with world ranks where those differ.
     pub fn label(&self, ranks: &[usize]) -> String {
-        let names: Vec<String> = ranks
-            .iter()
-            .map(|&rank| match self.world_rank(rank) {
-                world if world == rank => rank.to_string(),
-                world => format!("{rank} (world rank {world})"),
-            })
-            .collect();
-        match &names[..] {
-            [one] => format!("rank {one}"),
-            [head @ .., last] => format!("ranks {} and {last}", head.join(", ")),
-            [] => "no rank".to_string(),
-        }
+        label(ranks, &self.members)
     }
 
     /// Waits until this rank's slot is free: all ranks have ended the previous round.
@@ -171,49 +138,16 @@ impl Board {
         ready: impl Fn(&State) -> Option<T>,
         absent: impl Fn(&State, usize) -> bool,
     ) -> Outcome<T> {
-        for _ in 0..YIELDS {
-            if let Some(value) = ready(&lock(&self.state)) {
-                return Ok(value);
-            }
-            std::thread::yield_now();
-        }
-        let start = Instant::now();
-        let mut leave_seen = None;
-        let mut state = lock(&self.state);
-        loop {
-            if let Some(value) = ready(&state) {
-                return Ok(value);
-            }
-            if self.world.failure().is_some() {
-                return Err(Stop::Failed);
-            }
-            let missing: Vec<usize> = (0..self.size()).filter(|&r| absent(&state, r)).collect();
-            let gone: Vec<usize> = missing.iter().copied().filter(|&r| state.left[r]).collect();
-            let mut left = self.world.timeout.saturating_sub(start.elapsed());
-            if !gone.is_empty() {
-                let since = *leave_seen.get_or_insert_with(Instant::now);
-                let grace = LEAVE_GRACE.saturating_sub(since.elapsed());
-                if grace.is_zero() {
-                    let gone = self.label(&gone);
-                    return Err(Stop::Cause(format!(
-                        "{gone} left (dropped the communicator) while others waited {why} {op}"
-                    )));
-                }
-                left = left.min(grace);
-            }
-            if left.is_zero() {
-                let (missing, timeout) = (self.label(&missing), self.world.timeout);
-                return Err(Stop::Cause(format!(
-                    "{missing} stalled: others waited {why} {op} for {timeout:?}"
-                )));
-            }
-            state = self.sleep(state, left);
-        }
-    }
-
-    fn sleep<'a>(&self, state: MutexGuard<'a, State>, at_most: Duration) -> MutexGuard<'a, State> {
-        // Bounded, because not every platform waits for any Duration; the caller looks again.
-        let at_most = at_most.min(Duration::from_secs(3600));
-        self.changed.wait_timeout(state, at_most).unwrap_or_else(PoisonError::into_inner).0
+        let (failed, label) = (|| self.world.failure().is_some(), |ranks: &[usize]| self.label(ranks));
+        let wait = Wait { op, why, timeout: self.world.timeout, failed: &failed, label: &label };
+        wait.until(
+            (&self.state, &self.changed),
+            |state| ready(state),
+            |state| {
+                let missing: Vec<usize> = (0..self.size()).filter(|&r| absent(state, r)).collect();
+                let gone = missing.iter().copied().filter(|&r| state.left[r]).collect();
+                Absent { missing, gone }
+            },
+        )
     }
 }

@@ -1,19 +1,20 @@
 //! The in-process communicator: one round at the board per collective.
 
-use std::sync::{Arc, Mutex, TryLockError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use candle_core::{Error, Result};
+use candle_core::{Result, bail};
 use moe_kernels::{Exec, View};
 
-use crate::call::{Call, Op, disagreement};
+use crate::call::Call;
 use crate::check::Place;
+use crate::communicator::Communicator;
 use crate::dtype::copied;
-use crate::thread::board::{Board, Outcome, Payload, Post, Stop};
+use crate::round::wait::{DEFAULT_TIMEOUT, Outcome};
+use crate::round::{Give, Posts, Rounds};
+use crate::run::{Supervised, Supervisor};
+use crate::thread::board::{Board, Payload, Post};
 use crate::thread::world::World;
-
-/// How long a rank waits for the others in one collective.
-pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// One rank of a world of threads in this process.
 ///
@@ -26,7 +27,7 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub struct ThreadComm {
     rank: usize,
-    pub(super) board: Arc<Board>,
+    board: Arc<Board>,
     /// Held during a call.
     turn: Mutex<()>,
     /// Someone else reports this rank's panic, with its message.
@@ -50,94 +51,91 @@ impl ThreadComm {
     fn new(rank: usize, board: Arc<Board>, supervised: bool) -> Self {
         Self { rank, board, turn: Mutex::new(()), supervised }
     }
+}
 
-    /// Promises that the caller fails the world if this rank panics.
-    pub(super) fn supervise(&mut self) -> Arc<World> {
-        self.supervised = true;
-        self.board.world.clone()
-    }
+impl Rounds for ThreadComm {
+    type Posts = Shared;
 
-    pub(super) fn place(&self) -> Place {
+    fn place(&self) -> Place {
         Place { rank: self.rank, size: self.board.size() }
     }
 
-    /// A copy of `rows` for the others to read.
-    pub(super) fn pack(&self, rows: View, ex: &Exec) -> Result<Payload> {
-        // Alone, the caller's own rows are all that is read.
-        if self.board.size() == 1 { Ok(Payload::None) } else { Ok(Payload::Rows(copied(rows, ex)?)) }
+    fn turn(&self) -> &Mutex<()> {
+        &self.turn
     }
 
-    /// One round: posts `call` with the payload that `pack` makes of `data`, and hands `data` and
-    /// everyone's posts to `read`. Any failure fails the world.
-    pub(super) fn round<D, R>(
-        &self,
-        op: Op,
-        call: Result<Call>,
-        data: D,
-        pack: impl FnOnce(&D) -> Result<Payload>,
-        read: impl FnOnce(D, &[Arc<Post>]) -> Result<R>,
-    ) -> Result<R> {
-        self.try_round(op, call, data, pack, read).map_err(|stop| {
-            if let Stop::Cause(cause) = stop {
-                self.board.world.fail(cause);
-            }
-            self.failure(&format!("{op} on "))
-        })
+    fn exchange(&self, call: Call, give: Give<'_>, ex: &Exec) -> Outcome<Shared> {
+        self.board.begin(self.rank, call.op)?;
+        let payload = match give {
+            Give::Nothing => Payload::None,
+            Give::Rows(rows, parts) => Payload::Rows(copied(rows, ex).map_err(|e| self.local(&e))?, parts),
+            Give::Split { color, key } => Payload::Split { color, key, board: OnceLock::new() },
+        };
+        let posts = self.board.exchange(self.rank, Post { call, payload })?;
+        Ok(Shared { posts, rank: self.rank })
     }
 
-    fn try_round<D, R>(
-        &self,
-        op: Op,
-        call: Result<Call>,
-        data: D,
-        pack: impl FnOnce(&D) -> Result<Payload>,
-        read: impl FnOnce(D, &[Arc<Post>]) -> Result<R>,
-    ) -> Outcome<R> {
-        let local = |e: Error| Stop::Cause(format!("{} failed: {}", self.name(), plain(&e)));
-        let turn = self.turn.try_lock();
-        if matches!(turn, Err(TryLockError::WouldBlock)) {
-            let name = self.name();
-            return Err(Stop::Cause(format!(
-                "{name} called {op} while another of its threads was in a collective"
-            )));
-        }
-        self.board.begin(self.rank, op)?;
-        let post = Post { call: call.map_err(local)?, payload: pack(&data).map_err(local)? };
-        let posts = self.board.exchange(self.rank, post)?;
-        let calls: Vec<&Call> = posts.iter().map(|p| &p.call).collect();
-        if let Some(cause) = disagreement(&calls, |ranks| self.board.label(ranks)) {
-            return Err(Stop::Cause(cause));
-        }
-        let value = read(data, &posts).map_err(local)?;
+    fn end(&self, posts: Shared) {
         drop(posts);
         self.board.end(self.rank);
-        Ok(value)
     }
 
-    /// "rank 1", with the world rank where that differs.
-    pub(super) fn name(&self) -> String {
-        self.board.label(&[self.rank])
+    /// The leader's post carries the board, which whoever gets there first makes; all would make
+    /// the same.
+    fn join(&self, posts: &Shared, members: &[usize], own: usize) -> Result<Arc<dyn Communicator>> {
+        let leader = members.first().and_then(|&leader| posts.posts.get(leader));
+        let Some(Payload::Split { board, .. }) = leader.map(|post| &post.payload) else {
+            bail!("the split lost its first rank")
+        };
+        let world_ranks = || members.iter().map(|&rank| self.board.world_rank(rank)).collect();
+        let board = board.get_or_init(|| Board::new(&self.board.world, world_ranks()));
+        Ok(Arc::new(Self::new(own, board.clone(), self.supervised)))
     }
 
-    /// The world's failure as this rank reports it.
-    pub(super) fn failure(&self, context: &str) -> Error {
-        let cause = self.board.world.failure().unwrap_or("unknown failure");
-        Error::msg(format!("{context}{} of {}: {cause}", self.name(), self.board.size()))
+    fn label(&self, ranks: &[usize]) -> String {
+        self.board.label(ranks)
     }
 
-    /// The communicator of a group split from this one.
-    pub(super) fn child(&self, rank: usize, board: Arc<Board>) -> ThreadComm {
-        Self::new(rank, board, self.supervised)
+    fn fail(&self, cause: String) {
+        self.board.world.fail(cause);
+    }
+
+    fn failure(&self) -> Option<&str> {
+        self.board.world.failure()
     }
 }
 
-/// An error's text without the backtrace of the rank that it happened on.
-pub(super) fn plain(e: &Error) -> String {
-    match e {
-        Error::WithBacktrace { inner, .. } => plain(inner),
-        Error::WithPath { inner, path } => format!("{}: {}", path.display(), plain(inner)),
-        Error::Context { inner, context } => format!("{context}: {}", plain(inner)),
-        other => other.to_string(),
+/// The posts of one round, which all ranks share.
+pub(crate) struct Shared {
+    posts: Vec<Arc<Post>>,
+    rank: usize,
+}
+
+impl Posts for Shared {
+    fn calls(&self) -> Vec<&Call> {
+        self.posts.iter().map(|post| &post.call).collect()
+    }
+
+    fn rows(&self, from: usize) -> Result<View<'_>> {
+        match self.posts.get(from).map(|post| &post.payload) {
+            Some(Payload::Rows(rows, parts)) => parts.of(rows.view(), self.rank),
+            _ => bail!("a rank posted no rows"),
+        }
+    }
+
+    fn split(&self, from: usize) -> Result<(usize, usize)> {
+        match self.posts.get(from).map(|post| &post.payload) {
+            Some(Payload::Split { color, key, .. }) => Ok((*color, *key)),
+            _ => bail!("a rank posted no colour"),
+        }
+    }
+}
+
+impl Supervised for ThreadComm {
+    fn supervise(&mut self) -> Supervisor {
+        self.supervised = true;
+        let (name, world) = (self.name(), self.board.world.clone());
+        Supervisor::new(name, move |cause| world.fail(cause))
     }
 }
 

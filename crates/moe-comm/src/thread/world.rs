@@ -1,15 +1,10 @@
 //! What all groups of in-process ranks share: the first failure, and the boards to wake by it.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
+use crate::round::lock;
 use crate::thread::board::Board;
-
-/// Locks in spite of a panic elsewhere: every critical section of this module leaves its data
-/// consistent at each step, and a rank's panic must not cascade through a lock.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The ranks of one process and all groups split from them.
 #[derive(Debug)]

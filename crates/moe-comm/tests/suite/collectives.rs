@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use half::{bf16, f16};
 use moe_comm::candle::Result;
-use moe_comm::{Communicator, Exec, ReduceOp, SelfComm, ViewMut, run_ranks};
+use moe_comm::{Communicator, Exec, ReduceOp, SelfComm, SocketComm, ThreadComm, ViewMut};
 use proptest::prelude::*;
 
-use crate::support::{Stream, Value, bits, view, view_mut};
+use crate::support::{Stream, Value, World, bits, over_both, run, view, view_mut};
 
 const OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
 
@@ -164,13 +164,16 @@ impl Case {
     }
 
     fn check<T: Value>(&self) {
-        for (rank, outputs) in
-            run_ranks(self.world, |r, comm| self.run::<T>(r, &comm)).into_iter().enumerate()
-        {
-            assert_eq!(outputs.unwrap(), self.expected::<T>(rank), "rank {rank}");
-        }
+        self.check_over::<T, ThreadComm>();
         if self.world == 1 {
             assert_eq!(self.run::<T>(0, &SelfComm::new()).unwrap(), self.expected::<T>(0));
+        }
+    }
+
+    fn check_over<T: Value, C: World>(&self) {
+        let outputs = run::<C, _>(self.world, |rank, comm| self.run::<T>(rank, &comm));
+        for (rank, outputs) in outputs.into_iter().enumerate() {
+            assert_eq!(outputs.unwrap(), self.expected::<T>(rank), "rank {rank}");
         }
     }
 }
@@ -187,14 +190,17 @@ proptest! {
         case.check::<u32>();
         case.check::<i32>();
         case.check::<i64>();
+        case.check_over::<f32, SocketComm>();
+        case.check_over::<bf16, SocketComm>();
+        case.check_over::<i64, SocketComm>();
     }
 }
 
-fn large_all_reduce<T: Value>(world: usize, len: usize, op: ReduceOp) {
+fn large_all_reduce<T: Value, C: World>(world: usize, len: usize, op: ReduceOp) {
     let inputs: Vec<Vec<T>> = (0..world).map(|r| T::randoms(r as u64, len)).collect();
     let element = |e: usize| T::reduced(op, &inputs.iter().map(|x| x[e]).collect::<Vec<T>>());
     let expected = bits(&(0..len).map(element).collect::<Vec<T>>());
-    let outputs = run_ranks(world, |rank, comm| {
+    let outputs = run::<C, _>(world, |rank, comm| {
         let mut data = inputs[rank].clone();
         comm.all_reduce(ViewMut::new(&mut data, &[len])?, op, &mut Exec::cpu())?;
         Ok(bits(&data))
@@ -205,24 +211,22 @@ fn large_all_reduce<T: Value>(world: usize, len: usize, op: ReduceOp) {
 }
 
 /// Large all-reduces are shared by the ranks; the bits must not show it.
-#[test]
-fn the_size_of_an_all_reduce_does_not_show() {
+fn the_size_of_an_all_reduce_does_not_show<C: World>() {
     for world in [1, 2, 3, 5, 6] {
         for op in OPS {
             for len in [8_191, 8_192, 8_193, 50_001] {
-                large_all_reduce::<f32>(world, len, op);
+                large_all_reduce::<f32, C>(world, len, op);
             }
-            large_all_reduce::<bf16>(world, 40_007, op);
-            large_all_reduce::<i64>(world, 4_097, op);
+            large_all_reduce::<bf16, C>(world, 40_007, op);
+            large_all_reduce::<i64, C>(world, 4_097, op);
         }
     }
 }
 
 /// All ranks and all runs agree on every bit of a sum whose order matters.
-#[test]
-fn timing_does_not_change_a_bit() {
-    let run = |round: u64| {
-        run_ranks(4, |rank, comm| {
+fn timing_does_not_change_a_bit<C: World>() {
+    let all_runs = |round: u64| {
+        run::<C, _>(4, |rank, comm| {
             let mut ex = Exec::cpu();
             let mut stream = Stream(round * 4 + rank as u64);
             let mut all = Vec::new();
@@ -235,18 +239,17 @@ fn timing_does_not_change_a_bit() {
             Ok(all)
         })
     };
-    let first = run(0).remove(0).unwrap();
+    let first = all_runs(0).remove(0).unwrap();
     for round in 0..10 {
-        for output in run(round) {
+        for output in all_runs(round) {
             assert!(output.unwrap() == first);
         }
     }
 }
 
 /// Any dims that a view has, also none, are reduced and broadcast.
-#[test]
-fn scalars_and_many_dims() {
-    let outputs = run_ranks(3, |rank, comm| {
+fn scalars_and_many_dims<C: World>() {
+    let outputs = run::<C, _>(3, |rank, comm| {
         let mut ex = Exec::cpu();
         let (mut scalar, mut block) = ([rank as i64], vec![rank as u32; 24]);
         comm.all_reduce(ViewMut::new(&mut scalar, &[])?, ReduceOp::Sum, &mut ex)?;
@@ -259,9 +262,8 @@ fn scalars_and_many_dims() {
 }
 
 /// After the first round the workspace holds all that rounds need, so a frozen one serves them.
-#[test]
-fn rounds_reuse_the_workspace() {
-    let outputs = run_ranks(3, |rank, comm| {
+fn rounds_reuse_the_workspace<C: World>() {
+    let outputs = run::<C, _>(3, |rank, comm| {
         let mut ex = Exec::cpu();
         let round = |ex: &mut Exec| -> Result<()> {
             let (mut large, mut out) = (vec![rank as f32; 40_000], vec![0f32; 120_000]);
@@ -281,9 +283,8 @@ fn rounds_reuse_the_workspace() {
 }
 
 /// Thousands of rounds without a pause: no lost wake-up.
-#[test]
-fn many_rounds_in_a_row() {
-    let outputs = run_ranks(4, |rank, comm| {
+fn many_rounds_in_a_row<C: World>() {
+    let outputs = run::<C, _>(4, |rank, comm| {
         let (mut ex, mut sum) = (Exec::cpu(), 0u64);
         for i in 0..3000u32 {
             let mut data = [i + rank as u32];
@@ -303,4 +304,12 @@ fn many_rounds_in_a_row() {
         _ => 0,
     });
     assert_eq!(sums, [expected.sum::<u64>(); 4]);
+}
+
+over_both! {
+    the_size_of_an_all_reduce_does_not_show
+    timing_does_not_change_a_bit
+    scalars_and_many_dims
+    rounds_reuse_the_workspace
+    many_rounds_in_a_row
 }

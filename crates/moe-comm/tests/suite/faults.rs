@@ -1,13 +1,13 @@
 //! Ranks that panic, leave, stall, abort or err in each collective: every rank gets an error
 //! that names the rank and the collective, soon, and the group stays failed.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use moe_comm::candle::{Result, bail};
-use moe_comm::{Communicator, Exec, ReduceOp, ThreadComm, run_ranks, run_ranks_with};
+use moe_comm::{Communicator, Exec, ReduceOp, run_ranks_with};
 
-use crate::support::{text, view, view_mut};
+use crate::support::{World, over_both, run, text, view, view_mut};
 
 type Collective = fn(&dyn Communicator, columns: usize) -> Result<()>;
 
@@ -56,12 +56,14 @@ const SOON: Duration = Duration::from_secs(5);
 
 /// Runs a world of 4 whose rank 2 does `fault` where the others call the collective. Returns
 /// the errors of the call on the other ranks, after checking that the group stays failed.
-fn errors_of(collective: Collective, fault: impl Fn(ThreadComm) -> Result<()> + Sync) -> Vec<String> {
+fn errors_of<C: World>(collective: Collective, fault: impl Fn(C) -> Result<()> + Sync) -> Vec<String> {
     let start = Instant::now();
-    let world = ThreadComm::world_with_timeout(4, Duration::from_secs(60));
+    let world = C::world_with_timeout(4, Duration::from_secs(60));
+    let healthy = Barrier::new(4);
     let results = run_ranks_with(world, |rank, comm| {
-        // A healthy round comes first.
+        // A healthy round comes first; between processes a fault may overtake its last posts.
         comm.barrier(&mut Exec::cpu())?;
+        healthy.wait();
         if rank == 2 {
             fault(comm)?;
             return Ok(String::new());
@@ -89,11 +91,10 @@ fn assert_all_say(errors: &[String], op: &str, cause: &str) {
 /// Both orders: the fault comes first, or the others are already waiting.
 const DELAYS: [Duration; 2] = [Duration::ZERO, Duration::from_millis(15)];
 
-#[test]
-fn a_rank_that_panics() {
+fn a_rank_that_panics<C: World>() {
     for (op, collective) in COLLECTIVES {
         for delay in DELAYS {
-            let errors = errors_of(collective, |_comm| {
+            let errors = errors_of(collective, |_comm: C| {
                 std::thread::sleep(delay);
                 panic!("index 7 is out of bounds")
             });
@@ -102,16 +103,15 @@ fn a_rank_that_panics() {
     }
 }
 
-#[test]
-fn a_rank_that_returns_an_error() {
+fn a_rank_that_returns_an_error<C: World>() {
     for (op, collective) in COLLECTIVES {
         for delay in DELAYS {
-            let fault = |_comm| {
+            let fault = |_comm: C| {
                 std::thread::sleep(delay);
                 bail!("out of memory")
             };
             let start = Instant::now();
-            let results = run_ranks(4, |rank, comm| match rank {
+            let results = run::<C, _>(4, |rank, comm| match rank {
                 2 => fault(comm),
                 _ => collective(&comm, 3),
             });
@@ -123,11 +123,10 @@ fn a_rank_that_returns_an_error() {
     }
 }
 
-#[test]
-fn a_rank_that_leaves() {
+fn a_rank_that_leaves<C: World>() {
     for (op, collective) in COLLECTIVES {
         for delay in DELAYS {
-            let errors = errors_of(collective, |comm| {
+            let errors = errors_of(collective, |comm: C| {
                 std::thread::sleep(delay);
                 drop(comm);
                 // It lives on, so its absence is all that the others can notice.
@@ -140,11 +139,10 @@ fn a_rank_that_leaves() {
     }
 }
 
-#[test]
-fn a_rank_that_aborts() {
+fn a_rank_that_aborts<C: World>() {
     for (op, collective) in COLLECTIVES {
         for delay in DELAYS {
-            let errors = errors_of(collective, |comm| {
+            let errors = errors_of(collective, |comm: C| {
                 std::thread::sleep(delay);
                 comm.abort("interrupted");
                 comm.abort("only the first counts");
@@ -156,13 +154,12 @@ fn a_rank_that_aborts() {
     }
 }
 
-#[test]
-fn a_rank_that_stalls() {
+fn a_rank_that_stalls<C: World>() {
     // Long enough that a busy machine starts the healthy ranks in time.
     let timeout = Duration::from_millis(300);
     for (op, collective) in COLLECTIVES {
         let start = Instant::now();
-        let results = run_ranks_with(ThreadComm::world_with_timeout(4, timeout), |rank, comm| {
+        let results = run_ranks_with(C::world_with_timeout(4, timeout), |rank, comm| {
             if rank == 2 {
                 // Until the others have given up.
                 while comm.check().is_ok() {
@@ -182,17 +179,15 @@ fn a_rank_that_stalls() {
     }
 }
 
-#[test]
-fn several_stalled_ranks_are_all_named() {
-    let results =
-        run_ranks_with(ThreadComm::world_with_timeout(4, Duration::from_millis(300)), |rank, comm| {
-            if rank % 2 == 1 {
-                while comm.check().is_ok() {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
+fn several_stalled_ranks_are_all_named<C: World>() {
+    let results = run_ranks_with(C::world_with_timeout(4, Duration::from_millis(300)), |rank, comm| {
+        if rank % 2 == 1 {
+            while comm.check().is_ok() {
+                std::thread::sleep(Duration::from_millis(5));
             }
-            comm.barrier(&mut Exec::cpu())
-        });
+        }
+        comm.barrier(&mut Exec::cpu())
+    });
     for result in results {
         let error = text(result.unwrap_err());
         assert!(error.ends_with("ranks 1 and 3 stalled: others waited for barrier for 300ms"), "{error}");
@@ -200,9 +195,8 @@ fn several_stalled_ranks_are_all_named() {
 }
 
 /// Without `run_ranks`, a panic is still seen: the communicator is dropped by unwinding.
-#[test]
-fn an_unsupervised_rank_that_panics() {
-    let mut world = ThreadComm::world(2);
+fn an_unsupervised_rank_that_panics<C: World>() {
+    let mut world = C::world(2);
     let (last, first) = (world.pop().unwrap(), world.pop().unwrap());
     let start = Instant::now();
     let handle = std::thread::spawn(move || {
@@ -214,9 +208,8 @@ fn an_unsupervised_rank_that_panics() {
     assert!(handle.join().is_err() && start.elapsed() < SOON);
 }
 
-#[test]
-fn two_calls_of_one_rank_at_once() {
-    let mut world = ThreadComm::world(2);
+fn two_calls_of_one_rank_at_once<C: World>() {
+    let mut world = C::world(2);
     let (last, first) = (world.pop().unwrap(), Arc::new(world.pop().unwrap()));
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| text(first.barrier(&mut Exec::cpu()).unwrap_err()));
@@ -231,9 +224,8 @@ fn two_calls_of_one_rank_at_once() {
 }
 
 /// Panics carry their text into the rank's own result, whatever its type.
-#[test]
-fn panics_become_errors_of_their_rank() {
-    let results = run_ranks(3, |rank, _comm| match rank {
+fn panics_become_errors_of_their_rank<C: World>() {
+    let results = run::<C, _>(3, |rank, _comm| match rank {
         0 => panic!("rank {rank} is out"),
         1 => std::panic::panic_any(7u8),
         _ => Ok(rank),
@@ -242,15 +234,27 @@ fn panics_become_errors_of_their_rank() {
     let expected =
         [r#"Err("rank 0 panicked: rank 0 is out")"#, r#"Err("rank 1 panicked: no message")"#, "Ok(2)"];
     assert_eq!(text, expected);
-    assert!(run_ranks(0, |_, _| Ok(())).is_empty());
+    assert!(run::<C, _>(0, |_, _| Ok(())).is_empty());
 }
 
 /// A rank may finish and leave while others are still reading the last round's data.
-#[test]
-fn leaving_after_the_last_collective_is_no_fault() {
+fn leaving_after_the_last_collective_is_no_fault<C: World>() {
     for _ in 0..200 {
-        for result in run_ranks(4, |_, comm| COLLECTIVES[1].1(&comm, 5)) {
+        for result in run::<C, _>(4, |_, comm| COLLECTIVES[1].1(&comm, 5)) {
             result.unwrap();
         }
     }
+}
+
+over_both! {
+    a_rank_that_panics
+    a_rank_that_returns_an_error
+    a_rank_that_leaves
+    a_rank_that_aborts
+    a_rank_that_stalls
+    several_stalled_ranks_are_all_named
+    an_unsupervised_rank_that_panics
+    two_calls_of_one_rank_at_once
+    panics_become_errors_of_their_rank
+    leaving_after_the_last_collective_is_no_fault
 }

@@ -1,14 +1,16 @@
 //! Groups split from a world: members, order, collectives inside, and shared failure.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use moe_comm::candle::Result;
-use moe_comm::{Communicator, Exec, ParallelConfig, ParallelGroups, ReduceOp, SelfComm, ThreadComm};
-use moe_comm::{run_ranks, run_ranks_with};
+use moe_comm::{
+    Communicator, Exec, ParallelConfig, ParallelGroups, ReduceOp, SelfComm, SocketComm, ThreadComm,
+    run_ranks_with,
+};
 use proptest::prelude::*;
 
-use crate::support::{text, view, view_mut};
+use crate::support::{World, over_both, run, text, view, view_mut};
 
 /// The world ranks of a group, in its order.
 fn members(comm: &dyn Communicator, rank: usize, ex: &mut Exec) -> Result<Vec<u32>> {
@@ -24,34 +26,38 @@ proptest! {
     fn split_groups_by_colour_and_orders_by_key(
         ranks in prop::collection::vec((0..3usize, 0..3usize), 1..=6),
     ) {
-        let results = run_ranks(ranks.len(), |rank, comm| {
-            let mut ex = Exec::cpu();
-            let (color, key) = ranks[rank];
-            let group = comm.split(color, key, &mut ex)?;
-            let members = members(&*group, rank, &mut ex)?;
-            assert_eq!(members[group.rank()], rank as u32);
-            // The parent still works, and a group of the group as well.
-            comm.barrier(&mut ex)?;
-            let alone = group.split(rank, 0, &mut ex)?;
-            assert_eq!((alone.rank(), alone.world_size()), (0, 1));
-            Ok(members)
-        });
-        for (rank, members) in results.into_iter().enumerate() {
-            let mut expected: Vec<usize> = (0..ranks.len()).filter(|&r| ranks[r].0 == ranks[rank].0).collect();
-            expected.sort_by_key(|&r| (ranks[r].1, r));
-            let expected: Vec<u32> = expected.into_iter().map(|r| r as u32).collect();
-            prop_assert_eq!(members.unwrap(), expected);
-        }
+        split_groups::<ThreadComm>(&ranks);
+        split_groups::<SocketComm>(&ranks);
+    }
+}
+
+fn split_groups<C: World>(ranks: &[(usize, usize)]) {
+    let results = run::<C, _>(ranks.len(), |rank, comm| {
+        let mut ex = Exec::cpu();
+        let (color, key) = ranks[rank];
+        let group = comm.split(color, key, &mut ex)?;
+        let members = members(&*group, rank, &mut ex)?;
+        assert_eq!(members[group.rank()], rank as u32);
+        // The parent still works, and a group of the group as well.
+        comm.barrier(&mut ex)?;
+        let alone = group.split(rank, 0, &mut ex)?;
+        assert_eq!((alone.rank(), alone.world_size()), (0, 1));
+        Ok(members)
+    });
+    for (rank, members) in results.into_iter().enumerate() {
+        let mut expected: Vec<usize> = (0..ranks.len()).filter(|&r| ranks[r].0 == ranks[rank].0).collect();
+        expected.sort_by_key(|&r| (ranks[r].1, r));
+        let expected: Vec<u32> = expected.into_iter().map(|r| r as u32).collect();
+        assert_eq!(members.unwrap(), expected);
     }
 }
 
 /// The groups of a geometry are the ranks that its tables say, for every small geometry.
-#[test]
-fn groups_of_a_geometry() {
+fn groups_of_a_geometry<C: World>() {
     for (tp, dp, ep) in [(1, 1, true), (2, 1, false), (2, 2, true), (2, 3, false), (1, 4, true), (3, 2, true)]
     {
         let config = ParallelConfig { tp, dp, enable_expert_parallel: ep, ..Default::default() };
-        let results = run_ranks(tp * dp, |rank, comm| {
+        let results = run::<C, _>(tp * dp, |rank, comm| {
             let mut ex = Exec::cpu();
             let geometry = config.geometry(rank)?;
             let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut ex)?;
@@ -77,9 +83,8 @@ fn groups_of_a_geometry() {
 }
 
 /// Groups run at the same time without meeting.
-#[test]
-fn groups_are_independent() {
-    let results = run_ranks(4, |rank, comm| {
+fn groups_are_independent<C: World>() {
+    let results = run::<C, _>(4, |rank, comm| {
         let mut ex = Exec::cpu();
         let group = comm.split(rank % 2, 0, &mut ex)?;
         for i in 0..(if rank % 2 == 0 { 500 } else { 3 }) {
@@ -93,12 +98,13 @@ fn groups_are_independent() {
 }
 
 /// Ranks 0 and 1 form one group, 2 and 3 another, in which rank 3 fails; everyone learns it.
-#[test]
-fn a_failure_in_a_group_fails_the_world() {
+fn a_failure_in_a_group_fails_the_world<C: World>() {
     let start = Instant::now();
-    let results = run_ranks_with(ThreadComm::world_with_timeout(4, Duration::from_secs(60)), |rank, comm| {
+    let split = Barrier::new(4);
+    let results = run_ranks_with(C::world_with_timeout(4, Duration::from_secs(60)), |rank, comm| {
         let mut ex = Exec::cpu();
         let group = comm.split(rank / 2, 0, &mut ex)?;
+        split.wait();
         match rank {
             3 => panic!("lost"),
             2 => group.barrier(&mut ex),
@@ -114,13 +120,14 @@ fn a_failure_in_a_group_fails_the_world() {
     }
 }
 
-#[test]
-fn a_failure_of_the_world_fails_its_groups() {
-    let results = run_ranks(4, |rank, comm| {
+fn a_failure_of_the_world_fails_its_groups<C: World>() {
+    let healthy = Barrier::new(4);
+    let results = run::<C, _>(4, |rank, comm| {
         let mut ex = Exec::cpu();
         let group = comm.split(rank / 2, 0, &mut ex)?;
         let inner = group.split(0, 1 - rank % 2, &mut ex)?;
         comm.barrier(&mut ex)?;
+        healthy.wait();
         if rank == 1 {
             comm.abort("enough");
         } else {
@@ -139,11 +146,12 @@ fn a_failure_of_the_world_fails_its_groups() {
 }
 
 /// Faults inside a group speak of its ranks and of the world's.
-#[test]
-fn group_faults_name_world_ranks() {
-    let results = run_ranks(3, |rank, comm| {
+fn group_faults_name_world_ranks<C: World>() {
+    let split = Barrier::new(3);
+    let results = run::<C, _>(3, |rank, comm| {
         let mut ex = Exec::cpu();
         let group = comm.split(usize::from(rank > 0), 0, &mut ex)?;
+        split.wait();
         if rank == 2 {
             drop(group);
             // Stay, so that only the group is left.
@@ -161,9 +169,8 @@ fn group_faults_name_world_ranks() {
 }
 
 /// Dropping a group is not leaving the world.
-#[test]
-fn dropped_groups_leave_the_world_alone() {
-    let results = run_ranks(3, |rank, comm| {
+fn dropped_groups_leave_the_world_alone<C: World>() {
+    let results = run::<C, _>(3, |rank, comm| {
         let mut ex = Exec::cpu();
         for _ in 0..50 {
             comm.split(rank % 2, rank, &mut ex)?.barrier(&mut ex)?;
@@ -182,4 +189,13 @@ fn a_world_of_one_aborts_with_its_groups() {
     assert_eq!(text(comm.check().unwrap_err()), "rank 0 of 1: rank 0 aborted: stop");
     let error = text(comm.barrier(&mut ex).unwrap_err());
     assert_eq!(error, "barrier on rank 0 of 1: rank 0 aborted: stop");
+}
+
+over_both! {
+    groups_of_a_geometry
+    groups_are_independent
+    a_failure_in_a_group_fails_the_world
+    a_failure_of_the_world_fails_its_groups
+    group_faults_name_world_ranks
+    dropped_groups_leave_the_world_alone
 }

@@ -20,6 +20,19 @@ fn launches() {
     let table = [
         (TORCHRUN.to_string(), (Launcher::Torchrun, 5, 8, 1, Some(4), "host0", 29400)),
         (
+            // torchrun's store has the port.
+            format!("{TORCHRUN} TORCHELASTIC_USE_AGENT_STORE=True"),
+            (Launcher::Torchrun, 5, 8, 1, Some(4), "host0", 29401),
+        ),
+        (
+            TORCHRUN.replace("29400", "65535 TORCHELASTIC_USE_AGENT_STORE=True"),
+            (Launcher::Torchrun, 5, 8, 1, Some(4), "host0", 65534),
+        ),
+        (
+            format!("{TORCHRUN} TORCHELASTIC_USE_AGENT_STORE=False"),
+            (Launcher::Torchrun, 5, 8, 1, Some(4), "host0", 29400),
+        ),
+        (
             // A Kubernetes job with one rank per pod.
             "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=moe-0.moe MASTER_PORT=23456".to_string(),
             (Launcher::Torchrun, 1, 2, 0, None, "moe-0.moe", 23456),

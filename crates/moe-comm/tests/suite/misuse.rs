@@ -4,19 +4,19 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use moe_comm::candle::Result;
-use moe_comm::{Communicator, Exec, ReduceOp, SelfComm, ThreadComm, run_ranks_with};
+use moe_comm::{Communicator, Exec, ReduceOp, SelfComm, run_ranks_with};
 
 use crate::faults::COLLECTIVES;
-use crate::support::{text, view, view_mut};
+use crate::support::{World, over_both, run, text, view, view_mut};
 
 /// The causes that the ranks of a world of 3 report; ranks 0 and 2 call `usual`, rank 1 `odd`.
 #[track_caller]
-fn causes(
+fn causes<C: World>(
     usual: impl Fn(&dyn Communicator) -> Result<()> + Sync,
     odd: impl Fn(&dyn Communicator) -> Result<()> + Sync,
 ) -> String {
     let start = Instant::now();
-    let world = ThreadComm::world_with_timeout(3, Duration::from_secs(60));
+    let world = C::world_with_timeout(3, Duration::from_secs(60));
     let results = run_ranks_with(world, |rank, comm| if rank == 1 { odd(&comm) } else { usual(&comm) });
     assert!(start.elapsed() < Duration::from_secs(5));
     let cause = |(rank, result): (usize, Result<()>)| {
@@ -31,13 +31,12 @@ fn causes(
     causes.remove(0)
 }
 
-#[test]
-fn shapes_that_differ() {
+fn shapes_that_differ<C: World>() {
     for (op, collective) in COLLECTIVES {
         if matches!(op, "barrier" | "split") {
             continue;
         }
-        let cause = causes(|c| collective(c, 3), |c| collective(c, 4));
+        let cause = causes::<C>(|c| collective(c, 3), |c| collective(c, 4));
         let rows = match op {
             "reduce_scatter" | "all_to_all" => 6,
             _ => 2,
@@ -55,24 +54,23 @@ fn shapes_that_differ() {
     }
 }
 
-#[test]
-fn collectives_that_differ() {
+fn collectives_that_differ<C: World>() {
     for (op, collective) in COLLECTIVES {
         let (other, odd) = if op == "barrier" { COLLECTIVES[0] } else { COLLECTIVES[8] };
-        let cause = causes(|c| collective(c, 3), |c| odd(c, 3));
+        let cause = causes::<C>(|c| collective(c, 3), |c| odd(c, 3));
         let expected =
             format!("ranks disagree about the collective: {op} on ranks 0 and 2, {other} on rank 1");
         assert_eq!(cause, expected);
     }
 }
 
-#[test]
-fn dtypes_reductions_and_roots_that_differ() {
+fn dtypes_reductions_and_roots_that_differ<C: World>() {
     let ex = Exec::cpu;
     let f32s = |c: &dyn Communicator| c.all_reduce(view_mut(&mut [1f32; 4], 2, 2), ReduceOp::Sum, &mut ex());
-    let cause = causes(f32s, |c| c.all_reduce(view_mut(&mut [bf16::ONE; 4], 2, 2), ReduceOp::Sum, &mut ex()));
+    let cause =
+        causes::<C>(f32s, |c| c.all_reduce(view_mut(&mut [bf16::ONE; 4], 2, 2), ReduceOp::Sum, &mut ex()));
     assert_eq!(cause, "ranks disagree about the dtype in all_reduce: f32 on ranks 0 and 2, bf16 on rank 1");
-    let cause = causes(f32s, |c| c.all_reduce(view_mut(&mut [1f32; 4], 2, 2), ReduceOp::Min, &mut ex()));
+    let cause = causes::<C>(f32s, |c| c.all_reduce(view_mut(&mut [1f32; 4], 2, 2), ReduceOp::Min, &mut ex()));
     assert_eq!(
         cause,
         "ranks disagree about the reduction in all_reduce: sum on ranks 0 and 2, min on rank 1"
@@ -80,12 +78,11 @@ fn dtypes_reductions_and_roots_that_differ() {
     let root = |root: usize| {
         move |c: &dyn Communicator| c.broadcast(view_mut(&mut [1u32], 1, 1), root, &mut Exec::cpu())
     };
-    let cause = causes(root(0), root(2));
+    let cause = causes::<C>(root(0), root(2));
     assert_eq!(cause, "ranks disagree about the root in broadcast: 0 on ranks 0 and 2, 2 on rank 1");
 }
 
-#[test]
-fn counts_that_differ() {
+fn counts_that_differ<C: World>() {
     let gather = |counts: [usize; 3]| {
         move |c: &dyn Communicator| {
             let (own, all) = (counts[c.rank()], counts.iter().sum());
@@ -93,7 +90,7 @@ fn counts_that_differ() {
             c.all_gather_v(view(&input, own, 1), &counts, view_mut(&mut out, all, 1), &mut Exec::cpu())
         }
     };
-    let cause = causes(gather([1, 0, 2]), gather([1, 1, 2]));
+    let cause = causes::<C>(gather([1, 0, 2]), gather([1, 1, 2]));
     let counts = "[1, 0, 2] on ranks 0 and 2, [1, 1, 2] on rank 1";
     assert_eq!(cause, format!("ranks disagree about the counts in all_gather_v: {counts}"));
 
@@ -105,15 +102,14 @@ fn counts_that_differ() {
             c.all_to_all_v(view(&input, sent, 1), &send, out, &recv, &mut Exec::cpu())
         }
     };
-    let cause = causes(exchange([1; 3], [1; 3]), exchange([1; 3], [1, 1, 2]));
+    let cause = causes::<C>(exchange([1; 3], [1; 3]), exchange([1; 3], [1, 1, 2]));
     let counts = "rank 2 sends 1 rows to rank 1, which expects 2";
     assert_eq!(cause, format!("ranks disagree about the counts in all_to_all_v: {counts}"));
 }
 
 /// A rank that fails at its own door fails the others too, instead of leaving them waiting.
-#[test]
-fn wrong_arguments_on_one_rank() {
-    let cause = causes(
+fn wrong_arguments_on_one_rank<C: World>() {
+    let cause = causes::<C>(
         |c| c.all_gather(view(&[1f32; 2], 1, 2), view_mut(&mut [0f32; 6], 3, 2), &mut Exec::cpu()),
         |c| c.all_gather(view(&[1f32; 2], 1, 2), view_mut(&mut [0f32; 4], 2, 2), &mut Exec::cpu()),
     );
@@ -170,9 +166,8 @@ fn door_errors() {
 }
 
 /// Sums of counts that overflow are errors, not panics.
-#[test]
-fn absurd_counts() {
-    let results = run_ranks_with(ThreadComm::world(2), |_, comm| {
+fn absurd_counts<C: World>() {
+    let results = run::<C, _>(2, |_, comm| {
         let mut out = [0f32; 0];
         let counts = [usize::MAX, 2];
         comm.all_gather_v(view(&[0f32; 0], 0, 1), &counts, view_mut(&mut out, 0, 1), &mut Exec::cpu())
@@ -181,7 +176,7 @@ fn absurd_counts() {
         let error = text(result.unwrap_err());
         assert!(error.contains("overflow"), "{error}");
     }
-    let results = run_ranks_with(ThreadComm::world(3), |_, comm| {
+    let results = run::<C, _>(3, |_, comm| {
         let (input, mut out) = ([0f32; 4], [0f32; 4]);
         comm.all_to_all(view(&input, 4, 1), view_mut(&mut out, 4, 1), &mut Exec::cpu())
     });
@@ -189,4 +184,13 @@ fn absurd_counts() {
         let error = text(result.unwrap_err());
         assert!(error.contains("expected input with a multiple of 3 rows, got dims [4, 1]"), "{error}");
     }
+}
+
+over_both! {
+    shapes_that_differ
+    collectives_that_differ
+    dtypes_reductions_and_roots_that_differ
+    counts_that_differ
+    wrong_arguments_on_one_rank
+    absurd_counts
 }

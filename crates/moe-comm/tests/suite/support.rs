@@ -1,11 +1,54 @@
-//! What the tests share: random values, their bits, the definition of a reduction, errors' texts.
+//! What the tests share: worlds of threads and of sockets, random values, their bits, the definition
+//! of a reduction, errors' texts.
 
 use std::borrow::Borrow;
+use std::time::Duration;
 
 use half::{bf16, f16};
-use moe_comm::candle::Error;
-use moe_comm::{ReduceOp, View, ViewMut};
+use moe_comm::candle::{Error, Result};
+use moe_comm::{
+    DEFAULT_TIMEOUT, ReduceOp, SocketComm, Supervised, ThreadComm, View, ViewMut, run_ranks_with,
+};
 use moe_kernels::Element;
+
+/// A kind of communicator whose worlds a test can make.
+pub trait World: Supervised + Sized {
+    fn world_with_timeout(n: usize, timeout: Duration) -> Vec<Self>;
+
+    fn world(n: usize) -> Vec<Self> {
+        Self::world_with_timeout(n, DEFAULT_TIMEOUT)
+    }
+}
+
+impl World for ThreadComm {
+    fn world_with_timeout(n: usize, timeout: Duration) -> Vec<Self> {
+        ThreadComm::world_with_timeout(n, timeout)
+    }
+}
+
+impl World for SocketComm {
+    fn world_with_timeout(n: usize, timeout: Duration) -> Vec<Self> {
+        SocketComm::loopback_with_timeout(n, timeout).unwrap()
+    }
+}
+
+/// Runs a function on every rank of a new world.
+pub fn run<C: World, R: Send>(n: usize, f: impl Fn(usize, C) -> Result<R> + Sync) -> Vec<Result<R>> {
+    run_ranks_with(C::world(n), f)
+}
+
+/// Makes a test of each function for every kind of communicator.
+macro_rules! over_both {
+    ($($name:ident)*) => {
+        mod threads {
+            $(#[test] fn $name() { super::$name::<moe_comm::ThreadComm>() })*
+        }
+        mod sockets {
+            $(#[test] fn $name() { super::$name::<moe_comm::SocketComm>() })*
+        }
+    };
+}
+pub(crate) use over_both;
 
 /// A deterministic stream of numbers (SplitMix64).
 pub struct Stream(pub u64);

@@ -44,7 +44,7 @@ impl From<RequestError> for ApiError {
             | RequestError::PromptTooLong { .. }
             | RequestError::UnknownToken { .. } => Some("prompt"),
             RequestError::KvCacheTooSmall { .. } => Some("max_tokens"),
-            RequestError::Sampling(_) => None,
+            RequestError::Sampling(_) | RequestError::Refused(_) => None,
         };
         Self { status: 400, param: param.map(str::to_string), message: e.to_string() }
     }

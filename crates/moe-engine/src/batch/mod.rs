@@ -62,7 +62,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records());
     }
     let interrupt = Interrupt::install()?;
-    let session = Session::open::<F>(args.model.as_deref(), &args.run, false)?;
+    let mut session = Session::open::<F>(args.model.as_deref(), &args.run, false)?;
     let tokenizer = session.tokenizer()?;
     let config = options::engine_config(&args.engine, &session.ex);
     let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
@@ -85,6 +85,8 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     }
     let finished = result?;
     batch.journal.finish()?;
+    drop(batch.engine);
+    session.finish()?;
     if !finished {
         eprintln!("stopped; run the same command again to continue");
         return Ok(ExitCode::from(Interrupt::EXIT_CODE));

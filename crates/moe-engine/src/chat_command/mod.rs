@@ -35,7 +35,7 @@ A backslash at the end of a line continues it. Ctrl-C stops an answer.";
 
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
-    let session = Session::open::<F>(args.model.as_deref(), &args.run, false)?;
+    let mut session = Session::open::<F>(args.model.as_deref(), &args.run, false)?;
     let tokenizer = session.tokenizer()?;
     let template = options::chat_template(&args.chat, &session)?.with_context(|| {
         let name = args.model.clone().unwrap_or_else(|| "the embedded checkpoint".to_string());
@@ -63,7 +63,8 @@ pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
     if args.engine.stats {
         eprint!("{}", chat.engine.stats());
     }
-    Ok(())
+    drop(chat);
+    session.finish()
 }
 
 struct Chat<'a> {

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
 use model_runtime::{Exec, ModelInfo};
+use serde::{Deserialize, Serialize};
 use tracing::warn;
 
 #[cfg(feature = "cuda")]
@@ -11,7 +12,7 @@ use super::device::DeviceRunner;
 use super::memory;
 
 /// Settings of an engine. Names are vLLM's.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct EngineConfig {
     /// The most sequences that run at once.
     pub max_num_seqs: usize,

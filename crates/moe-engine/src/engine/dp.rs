@@ -14,7 +14,10 @@ use anyhow::{Result, anyhow};
 use model_runtime::{CausalLm, Exec};
 use moe_comm::Communicator;
 
-use super::{Engine, EngineConfig, Output, Request, RequestError, RequestId, StepHeat, Summary};
+use super::stats::Counters;
+use super::{
+    Engine, EngineConfig, Output, RemoteEngine, Request, RequestError, RequestId, StepHeat, Summary,
+};
 use crate::heat::{HeatWriter, Stage};
 use crate::parallel::{AbortOnPanic, panic_text};
 use crate::tokenizer::Tokenizer;
@@ -32,12 +35,20 @@ pub struct DpEngine<'m> {
 }
 
 struct Rank<'m> {
-    engine: Engine<'m>,
+    engine: Member<'m>,
     /// What fails all ranks, under this one's name.
     world: Arc<dyn Communicator>,
     /// Tokens that its unfinished choices can come to.
     work: usize,
     requests: HashMap<RequestId, Placed>,
+}
+
+/// The engine of one data-parallel rank.
+enum Member<'m> {
+    /// In this process.
+    Here(Box<Engine<'m>>),
+    /// In the process of the rank.
+    There(RemoteEngine),
 }
 
 /// A request under the name that its rank gave it.
@@ -58,21 +69,37 @@ impl<'m> DpEngine<'m> {
         tokenizer: Option<Tokenizer>,
         config: &EngineConfig,
     ) -> Result<Self> {
+        Self::with_remotes(replicas, Vec::new(), tokenizer, config)
+    }
+
+    /// Like [`new`](Self::new), with further replicas in other processes.
+    pub(crate) fn with_remotes(
+        replicas: impl Iterator<Item = (&'m dyn CausalLm, Exec, Arc<dyn Communicator>)>,
+        remotes: Vec<(RemoteEngine, Arc<dyn Communicator>)>,
+        tokenizer: Option<Tokenizer>,
+        config: &EngineConfig,
+    ) -> Result<Self> {
         let replicas: Vec<_> = replicas.collect();
-        let alone = replicas.len() == 1;
+        let alone = replicas.len() + remotes.len() == 1;
         // One trace for all ranks, a line per step of all.
         let each = EngineConfig {
             collect_heat: config.collect_heat || config.expert_heat.is_some(),
             expert_heat: config.expert_heat.clone().filter(|_| alone),
             ..config.clone()
         };
-        let rank = |(model, ex, world)| -> Result<Rank<'m>> {
+        let rank = |engine, world| Rank { engine, world, work: 0, requests: HashMap::new() };
+        let mut ranks = Vec::new();
+        for (model, ex, world) in replicas {
             let engine = Engine::new(model, ex, tokenizer.clone(), if alone { config } else { &each })?;
-            Ok(Rank { engine, world, work: 0, requests: HashMap::new() })
-        };
+            ranks.push(rank(Member::Here(Box::new(engine)), world));
+        }
+        for (mut engine, world) in remotes {
+            engine.start(&each, tokenizer.is_some())?;
+            ranks.push(rank(Member::There(engine), world));
+        }
         let trace = config.expert_heat.as_deref().filter(|_| !alone);
         Ok(Self {
-            ranks: replicas.into_iter().map(rank).collect::<Result<_>>()?,
+            ranks,
             lockstep: config.lockstep,
             next_id: 0,
             placed: HashMap::new(),
@@ -84,7 +111,7 @@ impl<'m> DpEngine<'m> {
 
     /// The longest sequence, prompt and output.
     pub fn max_model_len(&self) -> usize {
-        self.ranks.first().map_or(0, |rank| rank.engine.max_model_len())
+        self.ranks.iter().map(|rank| rank.engine.max_model_len()).min().unwrap_or(0)
     }
 
     /// Takes a request to the rank with the least work, or says why not; then nothing has changed.
@@ -95,6 +122,10 @@ impl<'m> DpEngine<'m> {
         let most = self.max_model_len();
         let work = request.prompt.len().saturating_add(request.max_tokens.unwrap_or(most)).min(most);
         let n = request.n;
+        // What is wrong with it is known here as well as there.
+        if let Some(Rank { engine: Member::Here(engine), .. }) = self.ranks.first() {
+            engine.check(&request)?;
+        }
         let least = (0..self.ranks.len()).min_by_key(|&rank| self.ranks.get(rank).map(|rank| rank.work));
         let Some((place, rank)) = least.and_then(|place| Some((place, self.ranks.get_mut(place)?))) else {
             let (expected, got) = ("at least one".to_string(), "none".to_string());
@@ -177,15 +208,10 @@ impl<'m> DpEngine<'m> {
 
     /// Counters and times so far, of all ranks.
     pub fn stats(&self) -> Summary {
-        let mut ranks = self.ranks.iter().map(|rank| &rank.engine);
-        let mut total = ranks.next().map(|engine| engine.stats.clone()).unwrap_or_default();
-        ranks.for_each(|engine| total.absorb(&engine.stats));
-        let sum = |of: &dyn Fn(&Engine) -> u64| self.ranks.iter().map(|rank| of(&rank.engine)).sum();
-        total.summary(
-            sum(&|engine| engine.scheduler.num_preemptions),
-            sum(&|engine| engine.scheduler.num_cached_tokens),
-            sum(&|engine| engine.scheduler.kv_blocks().1 as u64) as usize,
-        )
+        let mut ranks = self.ranks.iter().map(|rank| rank.engine.counters());
+        let mut total = ranks.next().unwrap_or_default();
+        ranks.for_each(|counters| total.absorb(&counters));
+        total.summary()
     }
 
     /// Expert counts of the last collected step, if they are collected.
@@ -216,6 +242,64 @@ impl<'m> DpEngine<'m> {
         }
         self.step_heat = Some(heat);
         Ok(())
+    }
+}
+
+impl Member<'_> {
+    fn max_model_len(&self) -> usize {
+        match self {
+            Self::Here(engine) => engine.max_model_len(),
+            Self::There(engine) => engine.max_model_len(),
+        }
+    }
+
+    fn add(&mut self, request: Request) -> Result<RequestId, RequestError> {
+        match self {
+            Self::Here(engine) => engine.add(request),
+            Self::There(engine) => engine.add(request),
+        }
+    }
+
+    fn cancel(&mut self, request: RequestId) -> Result<()> {
+        match self {
+            Self::Here(engine) => engine.cancel(request),
+            Self::There(engine) => engine.cancel(request),
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        match self {
+            Self::Here(engine) => engine.is_idle(),
+            Self::There(engine) => engine.is_idle(),
+        }
+    }
+
+    fn num_unfinished(&self) -> usize {
+        match self {
+            Self::Here(engine) => engine.num_unfinished(),
+            Self::There(engine) => engine.num_unfinished(),
+        }
+    }
+
+    fn step(&mut self) -> Result<Vec<Output>> {
+        match self {
+            Self::Here(engine) => engine.step(),
+            Self::There(engine) => engine.step(),
+        }
+    }
+
+    fn take_step_heat(&mut self) -> Option<StepHeat> {
+        match self {
+            Self::Here(engine) => engine.take_step_heat(),
+            Self::There(engine) => engine.take_step_heat(),
+        }
+    }
+
+    fn counters(&self) -> Counters {
+        match self {
+            Self::Here(engine) => engine.counters(),
+            Self::There(engine) => engine.counters(),
+        }
     }
 }
 

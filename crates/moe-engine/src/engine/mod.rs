@@ -16,6 +16,7 @@ mod device;
 mod dp;
 mod finish;
 mod memory;
+mod remote;
 mod request;
 mod runner;
 mod scheduler;
@@ -30,12 +31,15 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, SequenceBlocks};
 use moe_layer::{ExpertHeat, RoutedExperts};
+use serde::{Deserialize, Serialize};
 
 use crate::heat::{HeatWriter, Stage};
+use crate::parallel::wire;
 use crate::tokenizer::Tokenizer;
 
 pub use config::EngineConfig;
 pub use dp::DpEngine;
+pub(crate) use remote::{RemoteEngine, serve};
 pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
 pub use stats::{Stats, Summary};
 
@@ -43,6 +47,7 @@ use config::Capacity;
 use runner::{Runner, StepResult};
 use scheduler::{Limits, Scheduler};
 use sequence::Sequence;
+use stats::Counters;
 use text::TextOutput;
 
 /// Runs requests on a model.
@@ -68,7 +73,7 @@ pub struct Engine<'m> {
 }
 
 /// How often each expert was chosen in one step.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct StepHeat {
     /// Number of the step, from 0.
     pub step: u64,
@@ -77,6 +82,7 @@ pub struct StepHeat {
     /// Rows of prompts (or of what is computed again).
     pub prefill_rows: usize,
     /// The counts.
+    #[serde(with = "wire::heat")]
     pub heat: ExpertHeat,
 }
 
@@ -235,8 +241,17 @@ impl<'m> Engine<'m> {
 
     /// Counters and times so far.
     pub fn stats(&self) -> Summary {
+        self.counters().summary()
+    }
+
+    fn counters(&self) -> Counters {
         let scheduler = &self.scheduler;
-        self.stats.summary(scheduler.num_preemptions, scheduler.num_cached_tokens, scheduler.kv_blocks().1)
+        Counters {
+            stats: self.stats.clone(),
+            preemptions: scheduler.num_preemptions,
+            cached_tokens: scheduler.num_cached_tokens,
+            kv_blocks: scheduler.kv_blocks().1,
+        }
     }
 
     /// Steps that replayed a captured CUDA graph.

@@ -5,13 +5,16 @@ use std::time::Duration;
 
 use model_runtime::sampling::{SamplingError, TokenLogprobs};
 use model_runtime::{RoutedExperts, SamplingParams};
+use serde::{Deserialize, Serialize};
+
+use crate::parallel::wire;
 
 /// Names a request of one engine; ascending in the order in which requests were added.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RequestId(pub(super) u64);
 
 /// A prompt to continue. Names and meanings are those of vLLM's `SamplingParams`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Request {
     /// Token ids of the prompt; at least one.
     pub prompt: Vec<u32>,
@@ -44,6 +47,7 @@ pub struct Request {
     pub capture_routing: bool,
     /// Routing to force: one token per position, from the first of the prompt on. Positions after
     /// its end route freely.
+    #[serde(with = "wire::routed")]
     pub replay_routing: Option<Arc<RoutedExperts>>,
 }
 
@@ -141,10 +145,13 @@ pub enum RequestError {
         /// The value.
         got: String,
     },
+    /// The rank that would run it, in another process, says why not.
+    #[error("{0}")]
+    Refused(String),
 }
 
 /// Why a choice ended.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FinishReason {
     /// The model's own end, a stop id or a stop string.
     Stop(StopReason),
@@ -159,7 +166,7 @@ pub enum FinishReason {
 }
 
 /// What stopped a text.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum StopReason {
     /// An end-of-sequence id.
     EndOfSequence,
@@ -170,7 +177,7 @@ pub enum StopReason {
 }
 
 /// News of one choice of a request.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Output {
     /// The request.
     pub request: RequestId,
@@ -187,6 +194,7 @@ pub struct Output {
     /// Set on the choice's last output.
     pub finish: Option<FinishReason>,
     /// With the last output: the experts of each token but the last, [T, L_moe, K], if asked for.
+    #[serde(with = "wire::routed")]
     pub routed_experts: Option<RoutedExperts>,
     /// Prompt tokens that were found in the prefix cache when the choice first ran.
     pub num_cached_tokens: usize,

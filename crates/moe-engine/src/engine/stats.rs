@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use moe_layer::ExpertHeat;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Times in buckets that grow by a fifth: any percentile to within 10 %.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Histogram {
     counts: Vec<u64>,
     total: u64,
@@ -62,8 +62,10 @@ pub struct Percentiles {
 }
 
 /// What an engine counts while it runs.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Stats {
+    /// Of another process: when its counts arrived.
+    #[serde(skip, default = "Instant::now")]
     start: Instant,
     requests: u64,
     finished: u64,
@@ -76,6 +78,29 @@ pub struct Stats {
     inter_token_latency: Histogram,
     /// Tokens by MoE layer and expert.
     heat: Vec<Vec<u64>>,
+}
+
+/// All that an engine counts.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(super) struct Counters {
+    pub stats: Stats,
+    pub preemptions: u64,
+    pub cached_tokens: u64,
+    pub kv_blocks: usize,
+}
+
+impl Counters {
+    /// Adds those of another rank's engine.
+    pub fn absorb(&mut self, other: &Self) {
+        self.stats.absorb(&other.stats);
+        self.preemptions += other.preemptions;
+        self.cached_tokens += other.cached_tokens;
+        self.kv_blocks += other.kv_blocks;
+    }
+
+    pub fn summary(&self) -> Summary {
+        self.stats.summary(self.preemptions, self.cached_tokens, self.kv_blocks)
+    }
 }
 
 /// A summary of [`Stats`].

@@ -3,11 +3,25 @@
 use std::num::NonZeroUsize;
 
 use anyhow::Result;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use moe_comm::ParallelConfig;
 use moe_layer::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 
 use crate::usage;
+
+/// Where ranks run.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+#[value(rename_all = "snake_case")]
+pub enum ExecutorBackend {
+    /// The processes of a launcher, if one started this process; else threads.
+    Auto,
+    /// A process per rank, started by this one, or by a launcher.
+    Mp,
+    /// Threads of this process.
+    Threads,
+    /// The processes of torchrun, srun, mpirun or a Kubernetes job.
+    ExternalLauncher,
+}
 
 /// How the model is spread over ranks, and how MoE layers cut their tokens.
 #[derive(Args, Debug, Clone)]
@@ -31,6 +45,17 @@ pub struct ParallelArgs {
     /// Which rank has which experts: linear or round_robin.
     #[arg(long, default_value = "linear", value_name = "NAME", help_heading = "Parallel")]
     pub expert_placement_strategy: String,
+    /// Where ranks run: auto, mp (a process per rank), threads, or external_launcher (processes of
+    /// torchrun, srun, mpirun or a Kubernetes job).
+    #[arg(
+        long,
+        value_enum,
+        default_value = "auto",
+        value_name = "NAME",
+        hide_possible_values = true,
+        help_heading = "Parallel"
+    )]
+    pub distributed_executor_backend: ExecutorBackend,
     /// Compute MoE layers in chunks of tokens: less memory, the same results.
     #[arg(long, help_heading = "MoE")]
     pub enable_chunked_moe: bool,

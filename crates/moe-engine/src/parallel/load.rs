@@ -1,4 +1,4 @@
-//! Loading a model over the ranks of a world of threads.
+//! Loading a model over the ranks of a world of threads, or the part of one process.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -56,23 +56,9 @@ where
 {
     let world = parallel.world_size()?;
     let threads = (ex.num_threads() / world).max(1);
-    // A size that the geometry cannot cut is a mistake in the call, found before anything is loaded.
-    let slices = |rank| -> Result<_> {
-        let geometry = parallel.geometry(rank)?;
-        let layout = F::layout(source.config, &geometry, source.has).map_err(|e| usage(e.to_string()))?;
-        Ok((geometry, layout.slices))
-    };
-    let places = (0..world).map(slices).collect::<Result<Vec<_>>>()?;
+    let places = (0..world).map(|rank| place(source, parallel, rank)).collect::<Result<Vec<_>>>()?;
     let load_rank =
-        |(comm, (geometry, slices)): (ThreadComm, Place)| -> Result<(Rank, Exec, serde_json::Value)> {
-            let comm: Arc<dyn Communicator> = Arc::new(comm);
-            let mut ex = Exec::cpu().with_isa(ex.isa())?.with_threads(threads)?;
-            let loaded = ParallelGroups::new(&geometry, comm.clone(), &mut ex)
-                .map_err(anyhow::Error::new)
-                .and_then(|groups| Ok((load_part(source, slices, &geometry, &groups)?, groups)));
-            let ((model, backend), groups) = loaded.inspect_err(|e| comm.abort(&format!("{e:#}")))?;
-            Ok((Rank { model, geometry, groups }, ex, backend))
-        };
+        |(comm, place): (ThreadComm, Place)| load_place(source, place, Arc::new(comm), ex, threads);
     let comms = ThreadComm::world_with_timeout(world, PATIENCE);
     let load_rank = &load_rank;
     let ranks = std::thread::scope(|scope| {
@@ -100,6 +86,43 @@ where
         replicas.push(Replica { world: model.world(), model: Box::new(model), ex });
     }
     Ok((replicas, chosen))
+}
+
+/// A rank, where it runs, and the oracle's choice.
+type Loaded = (Rank, Exec, serde_json::Value);
+
+/// Loads the rank that this process is, on `threads` threads.
+pub(crate) fn load_rank<F: ModelFamily>(
+    source: &Source<F>,
+    parallel: &ParallelConfig,
+    comm: Arc<dyn Communicator>,
+    ex: &Exec,
+    threads: usize,
+) -> Result<Loaded> {
+    let place = place(source, parallel, comm.rank());
+    load_place(source, place.inspect_err(|e| comm.abort(&format!("{e:#}")))?, comm, ex, threads)
+}
+
+/// A size that the geometry cannot cut is a mistake in the call, found before anything is loaded.
+fn place<F: ModelFamily>(source: &Source<F>, parallel: &ParallelConfig, rank: usize) -> Result<Place> {
+    let geometry = parallel.geometry(rank)?;
+    let layout = F::layout(source.config, &geometry, source.has).map_err(|e| usage(e.to_string()))?;
+    Ok((geometry, layout.slices))
+}
+
+fn load_place<F: ModelFamily>(
+    source: &Source<F>,
+    (geometry, slices): Place,
+    comm: Arc<dyn Communicator>,
+    ex: &Exec,
+    threads: usize,
+) -> Result<Loaded> {
+    let mut ex = Exec::cpu().with_isa(ex.isa())?.with_threads(threads)?;
+    let loaded = ParallelGroups::new(&geometry, comm.clone(), &mut ex)
+        .map_err(anyhow::Error::new)
+        .and_then(|groups| Ok((load_part(source, slices, &geometry, &groups)?, groups)));
+    let ((model, backend), groups) = loaded.inspect_err(|e| comm.abort(&format!("{e:#}")))?;
+    Ok((Rank { model, geometry, groups }, ex, backend))
 }
 
 /// The part of one rank.

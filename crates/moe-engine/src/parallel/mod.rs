@@ -1,13 +1,22 @@
-//! Several ranks in one process: flags, loading, and the ranks of a step.
+//! Several ranks: flags, processes, loading, and the ranks of a step.
 //!
-//! On the CPU a rank is a thread with a thread pool, a slice of the model and a KV cache of its own.
-//! Each data-parallel group has a scheduler; its first rank samples, the others follow.
+//! A rank has a thread pool, a slice of the model and a KV cache of its own, and is a thread of one
+//! process or a process. Each data-parallel group has a scheduler; its first rank samples, the others
+//! follow. Of processes, that of rank 0 is the driver: it runs the command, and the others run the
+//! steps that they are sent.
 
 mod args;
+mod follow;
+mod launch;
 mod load;
+mod processes;
 mod ranks;
+pub(crate) mod wire;
 
-pub use args::ParallelArgs;
+pub use args::{ExecutorBackend, ParallelArgs};
+pub(crate) use follow::Follower;
+pub(crate) use launch::{Placement, placement};
 pub use load::{Replica, Source, load};
+pub(crate) use processes::Processes;
 pub(crate) use ranks::{AbortOnPanic, panic_text};
 pub use ranks::{LocalRanks, Rank};

@@ -5,14 +5,15 @@
 //! world, so that nobody waits for it.
 
 use std::any::Any;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use candle_core::{DType, Error, Result, bail};
+use candle_core::{DType, Error, Result};
 use model_runtime::{
-    CausalLm, Exec, KvCache, ModelInfo, Observer, ParallelGroups, Router, StepContext, StepViews, View,
-    ViewMut,
+    CausalLm, Exec, KvCache, ModelInfo, Observer, ParallelGroups, Router, StepViews, View, ViewMut,
 };
 use moe_comm::{Communicator, Geometry};
+
+use super::follow::{Follower, RemoteFollowers};
 
 /// One rank: its part of the model and its place in the world.
 pub struct Rank {
@@ -28,25 +29,19 @@ pub struct Rank {
 pub struct LocalRanks {
     first: Rank,
     followers: Vec<Follower>,
-}
-
-/// A rank that runs what the first one does.
-struct Follower {
-    rank: Rank,
-    state: Mutex<FollowerState>,
-}
-
-struct FollowerState {
-    ex: Exec,
-    /// Made when the first step tells its size.
-    kv: Option<KvCache>,
+    remote: Option<RemoteFollowers>,
 }
 
 impl LocalRanks {
     /// `first`, and the other ranks of its tensor-parallel group with their contexts.
     pub fn new(first: Rank, followers: Vec<(Rank, Exec)>) -> Self {
-        let follower = |(rank, ex)| Follower { rank, state: Mutex::new(FollowerState { ex, kv: None }) };
-        Self { first, followers: followers.into_iter().map(follower).collect() }
+        let followers = followers.into_iter().map(|(rank, ex)| Follower::new(rank, ex)).collect();
+        Self { first, followers, remote: None }
+    }
+
+    /// `first`, whose followers are processes.
+    pub(crate) fn with_remote(first: Rank, remote: RemoteFollowers) -> Self {
+        Self { first, followers: Vec::new(), remote: Some(remote) }
     }
 
     /// The first rank's communicator of the whole world: what fails everybody.
@@ -77,6 +72,9 @@ impl CausalLm for LocalRanks {
         let context = ex.step.clone();
         (ex.step.capture, ex.step.heat) = counts;
         let blocks = (kv.num_blocks(), kv.block_size());
+        if let Some(remote) = &self.remote {
+            remote.send(step, blocks, &context)?;
+        }
         std::thread::scope(|scope| {
             let follow = |follower| {
                 let context = context.clone();
@@ -92,7 +90,7 @@ impl CausalLm for LocalRanks {
                 let ended = match thread.map(|thread| thread.join()) {
                     Ok(Ok(ended)) => ended,
                     Ok(Err(panic)) => {
-                        let rank = follower.rank.geometry.rank;
+                        let rank = follower.rank();
                         Err(Error::msg(format!("rank {rank} panicked: {}", panic_text(panic.as_ref()))))
                     }
                     Err(e) => Err(e.into()),
@@ -104,44 +102,9 @@ impl CausalLm for LocalRanks {
     }
 }
 
-impl Follower {
-    fn run(
-        &self,
-        step: &StepViews,
-        (num_blocks, block_size): (usize, usize),
-        context: StepContext,
-    ) -> Result<()> {
-        let _guard = AbortOnPanic(self.rank.groups.world.as_ref());
-        // A rank that panicked has failed the world; what it held is not used again.
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let FollowerState { ex, kv } = &mut *state;
-        let info = self.rank.model.info();
-        let fits = |kv: &&mut KvCache| (kv.num_blocks(), kv.block_size()) == (num_blocks, block_size);
-        let kv = match kv.as_mut().filter(fits) {
-            Some(_) => kv,
-            None => {
-                // The old cache goes before the new one is allocated.
-                *kv = None;
-                *kv = Some(self.checked(KvCache::new(info.kv, num_blocks, block_size))?);
-                kv
-            }
-        };
-        let Some(kv) = kv.as_mut() else { bail!("a rank lost its KV cache") };
-        ex.step = context;
-        let mut logits = self.checked(ex.scratch(DType::F32, &[step.num_logits(), info.vocab_size]))?;
-        let pool = ex.handle();
-        pool.install(|| self.rank.run(step, kv, logits.view_mut(), None, ex))
-    }
-
-    /// Fails the world if this rank cannot even begin.
-    fn checked<T>(&self, result: Result<T>) -> Result<T> {
-        result.inspect_err(|e| self.rank.groups.world.abort(&e.to_string()))
-    }
-}
-
 impl Rank {
     /// Runs a step on this rank, after the ranks have agreed on it.
-    fn run(
+    pub(super) fn run(
         &self,
         step: &StepViews,
         kv: &mut KvCache,

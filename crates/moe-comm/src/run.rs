@@ -1,4 +1,4 @@
-//! Running a function on every rank of a world of threads.
+//! Running a function on every rank of a world, each on a thread of its own.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,7 +7,26 @@ use std::thread;
 use candle_core::{Error, Result, bail};
 
 use crate::communicator::Communicator;
-use crate::thread::comm::{ThreadComm, plain};
+use crate::round::plain;
+use crate::thread::ThreadComm;
+
+/// A communicator whose rank's end somebody else watches and explains to the other ranks.
+pub trait Supervised: Communicator + 'static {
+    /// Promises that the caller fails the world if this rank panics.
+    fn supervise(&mut self) -> Supervisor;
+}
+
+/// Fails the world of a supervised rank.
+pub struct Supervisor {
+    name: String,
+    fail: Box<dyn Fn(String) + Send>,
+}
+
+impl Supervisor {
+    pub(crate) fn new(name: String, fail: impl Fn(String) + Send + 'static) -> Self {
+        Self { name, fail: Box::new(fail) }
+    }
+}
 
 /// Runs `f(rank, communicator)` on a thread per rank of a new world and returns every rank's
 /// result, in rank order.
@@ -35,21 +54,18 @@ where
 
 /// Like [`run_ranks`], on communicators made before: those of
 /// [`ThreadComm::world_with_timeout`], or any other set of ranks that know each other.
-pub fn run_ranks_with<R, F>(comms: Vec<ThreadComm>, f: F) -> Vec<Result<R>>
+pub fn run_ranks_with<C, R, F>(comms: Vec<C>, f: F) -> Vec<Result<R>>
 where
+    C: Supervised,
     R: Send,
-    F: Fn(usize, ThreadComm) -> Result<R> + Sync,
+    F: Fn(usize, C) -> Result<R> + Sync,
 {
     let f = &f;
     thread::scope(|scope| {
-        let start = |comm: ThreadComm| {
-            let (rank, world) = (comm.rank(), comm.board.world.clone());
+        let start = |mut comm: C| {
+            let (rank, supervisor) = (comm.rank(), comm.supervise());
             let thread = thread::Builder::new().name(format!("rank-{rank}"));
-            let handle = thread.spawn_scoped(scope, move || supervised(comm, f));
-            if let Err(e) = &handle {
-                world.fail(format!("rank {rank} could not start: {e}"));
-            }
-            (rank, handle)
+            (rank, thread.spawn_scoped(scope, move || supervised(comm, supervisor, f)))
         };
         let handles: Vec<_> = comms.into_iter().map(start).collect();
         let join = |(rank, handle): (usize, std::io::Result<thread::ScopedJoinHandle<Result<R>>>)| {
@@ -60,20 +76,24 @@ where
     })
 }
 
-/// Runs one rank and tells the world how it failed.
-fn supervised<R>(mut comm: ThreadComm, f: impl Fn(usize, ThreadComm) -> Result<R>) -> Result<R> {
-    let (rank, name) = (comm.rank(), comm.name());
-    let world = comm.supervise();
+/// Runs one rank and tells the world how it failed. A rank whose thread cannot start drops its
+/// communicator, which the others notice.
+fn supervised<C: Supervised, R>(
+    comm: C,
+    Supervisor { name, fail }: Supervisor,
+    f: impl Fn(usize, C) -> Result<R>,
+) -> Result<R> {
+    let rank = comm.rank();
     // What a panic leaves half-done is dropped with the rank; the others see only the failed world.
     match catch_unwind(AssertUnwindSafe(|| f(rank, comm))) {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(e)) => {
-            world.fail(format!("{name} failed: {}", plain(&e)));
+            fail(format!("{name} failed: {}", plain(&e)));
             Err(e)
         }
         Err(panic) => {
             let cause = format!("{name} panicked: {}", message(&*panic));
-            world.fail(cause.clone());
+            fail(cause.clone());
             Err(Error::msg(cause))
         }
     }

@@ -1,0 +1,192 @@
+//! A collective is a round: every rank says what it calls and gives the others what they need,
+//! takes what they gave, compares all calls, and reads.
+//!
+//! [`Rounds`] is what differs between ranks of one process and ranks of several: how that reaches
+//! the others. What the collectives are ([`collectives`]), how a rank waits ([`wait`]) and how it
+//! fails is the same for both. Once a rank has everything that a round gives it, the outcome no
+//! longer depends on what the others do: all find the same agreement or disagreement and combine
+//! the same data in the same order.
+
+mod collectives;
+pub(crate) mod wait;
+
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+
+use candle_core::{Error, Result};
+use moe_kernels::{Exec, View};
+
+use crate::call::{Call, Op, disagreement};
+use crate::check::Place;
+use crate::communicator::Communicator;
+use wait::{Outcome, Stop};
+
+/// Locks in spite of a panic elsewhere: every critical section of this crate leaves its data
+/// consistent at each step, and a rank's panic must not cascade through a lock.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a rank gives to the others in one round.
+pub(crate) enum Give<'a> {
+    /// Nothing.
+    Nothing,
+    /// Rows, and who needs which.
+    Rows(View<'a>, Parts),
+    /// A split's colour and key.
+    Split { color: usize, key: usize },
+}
+
+/// Which of the given rows a rank needs.
+#[derive(Clone, Debug)]
+pub(crate) enum Parts {
+    /// Every rank all of them.
+    Whole,
+    /// Each rank these.
+    Each(Vec<Range<usize>>),
+}
+
+impl Parts {
+    /// The rows of `view` that are for rank `to`.
+    pub fn of<'a>(&self, view: View<'a>, to: usize) -> Result<View<'a>> {
+        match self {
+            Self::Whole => Ok(view),
+            Self::Each(ranges) => match ranges.get(to) {
+                Some(range) => view.narrow(range.start, range.len()),
+                None => candle_core::bail!("rank {to} has no part of {} parts", ranges.len()),
+            },
+        }
+    }
+}
+
+/// What a rank has from all ranks, itself included, in one round.
+pub(crate) trait Posts {
+    /// What every rank calls, in rank order.
+    fn calls(&self) -> Vec<&Call>;
+    /// The rows that a rank gave this one.
+    fn rows(&self, from: usize) -> Result<View<'_>>;
+    /// Colour and key of a rank in a split.
+    fn split(&self, from: usize) -> Result<(usize, usize)>;
+}
+
+/// One rank of a group, as the collectives need it.
+pub(crate) trait Rounds: Debug + Send + Sync + Sized + 'static {
+    type Posts: Posts;
+
+    fn place(&self) -> Place;
+
+    /// Held during a call: a rank is in one collective at a time.
+    fn turn(&self) -> &Mutex<()>;
+
+    /// Gives, and waits for what the others give.
+    fn exchange(&self, call: Call, give: Give<'_>, ex: &Exec) -> Outcome<Self::Posts>;
+
+    /// Ends the round for this rank.
+    fn end(&self, posts: Self::Posts);
+
+    /// This rank's communicator of a group: `members` are ranks of this group in the new order,
+    /// `own` is this rank's place among them.
+    fn join(&self, posts: &Self::Posts, members: &[usize], own: usize) -> Result<Arc<dyn Communicator>>;
+
+    /// "rank 1", "ranks 1 and 2", with world ranks where those differ.
+    fn label(&self, ranks: &[usize]) -> String;
+
+    /// Fails the world, unless it has failed before.
+    fn fail(&self, cause: String);
+
+    /// The world's first failure.
+    fn failure(&self) -> Option<&str>;
+
+    /// This rank's name.
+    fn name(&self) -> String {
+        self.label(&[self.place().rank])
+    }
+
+    /// The world's failure as this rank reports it.
+    fn error(&self, context: &str) -> Error {
+        let (name, size) = (self.name(), self.place().size);
+        Error::msg(format!("{context}{name} of {size}: {}", self.failure().unwrap_or("unknown failure")))
+    }
+
+    /// Enters a round with `call`. Any failure fails the world.
+    fn enter(&self, op: Op, call: Result<Call>, give: Give<'_>, ex: &Exec) -> Result<Round<'_, Self>> {
+        self.try_enter(op, call, give, ex).map_err(|stop| self.stopped(op, stop))
+    }
+
+    fn try_enter(&self, op: Op, call: Result<Call>, give: Give<'_>, ex: &Exec) -> Outcome<Round<'_, Self>> {
+        let turn = match self.turn().try_lock() {
+            Ok(turn) => turn,
+            Err(TryLockError::Poisoned(turn)) => turn.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                let name = self.name();
+                return Err(Stop::Cause(format!(
+                    "{name} called {op} while another of its threads was in a collective"
+                )));
+            }
+        };
+        let call = call.map_err(|e| self.local(&e))?;
+        let posts = self.exchange(call, give, ex)?;
+        match disagreement(&posts.calls(), |ranks| self.label(ranks)) {
+            Some(cause) => Err(Stop::Cause(cause)),
+            None => Ok(Round { group: self, op, posts, _turn: turn }),
+        }
+    }
+
+    /// What went wrong on this rank alone.
+    fn local(&self, e: &Error) -> Stop {
+        Stop::Cause(format!("{} failed: {}", self.name(), plain(e)))
+    }
+
+    fn stopped(&self, op: Op, stop: Stop) -> Error {
+        if let Stop::Cause(cause) = stop {
+            self.fail(cause);
+        }
+        self.error(&format!("{op} on "))
+    }
+}
+
+/// A round that all ranks have entered and agree on.
+pub(crate) struct Round<'g, G: Rounds> {
+    group: &'g G,
+    op: Op,
+    posts: G::Posts,
+    _turn: MutexGuard<'g, ()>,
+}
+
+impl<G: Rounds> Round<'_, G> {
+    /// Reads what this rank needs, and ends the round.
+    pub fn read<R>(self, read: impl FnOnce(&G::Posts) -> Result<R>) -> Result<R> {
+        let value = read(&self.posts);
+        let value = value.map_err(|e| self.group.stopped(self.op, self.group.local(&e)))?;
+        self.group.end(self.posts);
+        Ok(value)
+    }
+}
+
+/// "rank 1", "ranks 1 and 2", with world ranks where those differ; `members` are a group's ranks
+/// as ranks of the world.
+pub(crate) fn label(ranks: &[usize], members: &[usize]) -> String {
+    let names: Vec<String> = ranks
+        .iter()
+        .map(|&rank| match members.get(rank) {
+            Some(&world) if world != rank => format!("{rank} (world rank {world})"),
+            _ => rank.to_string(),
+        })
+        .collect();
+    match &names[..] {
+        [one] => format!("rank {one}"),
+        [head @ .., last] => format!("ranks {} and {last}", head.join(", ")),
+        [] => "no rank".to_string(),
+    }
+}
+
+/// An error's text without the backtrace of the rank that it happened on.
+pub(crate) fn plain(e: &Error) -> String {
+    match e {
+        Error::WithBacktrace { inner, .. } => plain(inner),
+        Error::WithPath { inner, path } => format!("{}: {}", path.display(), plain(inner)),
+        Error::Context { inner, context } => format!("{context}: {}", plain(inner)),
+        other => other.to_string(),
+    }
+}

@@ -1,0 +1,77 @@
+//! Messages between two processes of a world, beside its collectives.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use candle_core::Result;
+
+use crate::round::lock;
+use crate::round::wait::{Stop, sleep};
+use crate::socket::frame::Outgoing;
+use crate::socket::world::{Member, World};
+
+/// Messages of this process to and from others, in order for each pair. Waiting for one has no
+/// limit, so that a rank may be idle for hours; it ends at once when the world fails.
+#[derive(Clone, Debug)]
+pub struct Messages(pub(super) Arc<Member>);
+
+impl Messages {
+    /// Sends a message to a rank of the world. One that has left in order gets nothing.
+    ///
+    /// # Errors
+    /// The world has failed, or the rank takes nothing.
+    pub fn send(&self, to: usize, message: &[u8]) -> Result<()> {
+        let world = &self.0.0;
+        if world.failure().is_some() {
+            return Err(world.error());
+        }
+        world.send(to, &Outgoing::message(message)?).map_err(|stop| {
+            if let Stop::Cause(cause) = stop {
+                world.fail(cause);
+            }
+            world.error()
+        })
+    }
+
+    /// The next message of a rank of the world; `None` once it has left in order. One thread at a
+    /// time waits for a rank.
+    ///
+    /// # Errors
+    /// The world has failed.
+    pub fn recv(&self, from: usize) -> Result<Option<Vec<u8>>> {
+        let world = &self.0.0;
+        let mut inbox = lock(&world.inbox);
+        loop {
+            if let Some(message) = inbox.take_message(from) {
+                return Ok(Some(message));
+            }
+            if world.failure().is_some() {
+                return Err(world.error());
+            }
+            if inbox.is_gone(from) {
+                return Ok(None);
+            }
+            inbox = sleep(&world.changed, inbox, Duration::MAX);
+        }
+    }
+}
+
+/// Waits for the end of the world.
+#[derive(Debug)]
+pub struct Watch(pub(super) Arc<World>);
+
+impl Watch {
+    /// Blocks until the world has failed, and says why; `None` if this process left it in order.
+    pub fn wait(&self) -> Option<String> {
+        let mut inbox = lock(&self.0.inbox);
+        loop {
+            if self.0.failure().is_some() {
+                return Some(self.0.report());
+            }
+            if inbox.over {
+                return None;
+            }
+            inbox = sleep(&self.0.changed, inbox, Duration::MAX);
+        }
+    }
+}

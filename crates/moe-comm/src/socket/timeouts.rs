@@ -1,0 +1,46 @@
+//! How long ranks wait for each other, and the variables that say otherwise.
+
+use std::time::Duration;
+
+use crate::env::Env;
+use crate::launch::LaunchError;
+
+/// How long ranks wait for each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SocketTimeouts {
+    /// For all ranks to appear: hosts may start minutes apart.
+    pub rendezvous: Duration,
+    /// For the others in one collective.
+    pub collective: Duration,
+}
+
+impl Default for SocketTimeouts {
+    /// Five minutes for both: far longer than any layer computes.
+    fn default() -> Self {
+        Self { rendezvous: Duration::from_secs(300), collective: Duration::from_secs(300) }
+    }
+}
+
+impl SocketTimeouts {
+    /// The defaults, or what `MOE_RENDEZVOUS_TIMEOUT` and `MOE_COLLECTIVE_TIMEOUT` say, in seconds.
+    /// `lookup` returns a variable's value.
+    ///
+    /// # Errors
+    /// A value that is not a whole number of at least 1.
+    pub fn from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Self, LaunchError> {
+        let env = Env(&lookup);
+        let seconds = |name: &'static str, default: Duration| match env.optional_number(name)? {
+            Some(0) => {
+                let expected = "seconds, a whole number of at least 1";
+                Err(LaunchError::Invalid { name, value: "0".to_string(), expected })
+            }
+            Some(seconds) => Ok(Duration::from_secs(seconds as u64)),
+            None => Ok(default),
+        };
+        let default = Self::default();
+        Ok(Self {
+            rendezvous: seconds("MOE_RENDEZVOUS_TIMEOUT", default.rendezvous)?,
+            collective: seconds("MOE_COLLECTIVE_TIMEOUT", default.collective)?,
+        })
+    }
+}

@@ -1,0 +1,135 @@
+//! What only ranks of several processes have: connections that break or carry garbage, messages, and
+//! the end of the world.
+
+use std::time::{Duration, Instant};
+
+use moe_comm::candle::Result;
+use moe_comm::{Communicator, Exec, Messages, ReduceOp, SocketComm, View, ViewMut};
+
+use crate::support::{World, run, text, view_mut};
+
+/// Both sides send more than any socket buffers, to everybody at once.
+#[test]
+fn large_payloads_cross_without_a_deadlock() {
+    let len = 3 << 20;
+    let results = run::<SocketComm, _>(3, |rank, comm| {
+        let ex = &mut Exec::cpu();
+        let (input, mut out) = (vec![rank as f32; 3 * len], vec![0f32; 3 * len]);
+        comm.all_to_all(View::new(&input, &[3, len])?, ViewMut::new(&mut out, &[3, len])?, ex)?;
+        let expected = |i: usize| (i / len) as f32;
+        Ok((0..3 * len).all(|i| out[i] == expected(i)))
+    });
+    assert!(results.into_iter().all(|ok| ok.unwrap()));
+}
+
+#[test]
+fn messages_keep_their_order_and_wait_without_limit() {
+    let world = SocketComm::world_with_timeout(3, Duration::from_millis(300));
+    let results = moe_comm::run_ranks_with(world, |rank, comm| {
+        let messages = comm.messages();
+        match rank {
+            0 => {
+                // Longer than the limit of a collective.
+                std::thread::sleep(Duration::from_millis(700));
+                for i in 0..100u32 {
+                    messages.send(1, &i.to_le_bytes())?;
+                }
+                messages.send(2, &vec![9; 5 << 20])?;
+                assert_eq!(messages.recv(2)?.unwrap(), b"thanks");
+            }
+            1 => {
+                for i in 0..100u32 {
+                    assert_eq!(messages.recv(0)?.unwrap(), i.to_le_bytes());
+                }
+            }
+            _ => {
+                assert_eq!(messages.recv(0)?.unwrap(), vec![9; 5 << 20]);
+                messages.send(0, b"thanks")?;
+            }
+        }
+        comm.barrier(&mut Exec::cpu())
+    });
+    results.into_iter().for_each(|result| result.unwrap());
+}
+
+/// Waits for a message of rank 0 as a rank of a world whose rank 0 does something else.
+fn wait_while(rank_0: impl FnOnce(SocketComm) + Send) -> Vec<Result<Option<Vec<u8>>>> {
+    let mut world = SocketComm::world_with_timeout(3, Duration::from_secs(60));
+    let others = world.split_off(1);
+    let first = world.remove(0);
+    let start = Instant::now();
+    let results = std::thread::scope(|scope| {
+        let wait = |comm: SocketComm| move || comm.messages().recv(0);
+        let waiting: Vec<_> = others.into_iter().map(|comm| scope.spawn(wait(comm))).collect();
+        std::thread::sleep(Duration::from_millis(30));
+        scope.spawn(|| rank_0(first));
+        waiting.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(start.elapsed() < Duration::from_secs(5));
+    results
+}
+
+#[test]
+fn a_goodbye_ends_the_wait_for_messages() {
+    for result in wait_while(|comm| {
+        comm.messages().send(1, b"last").unwrap();
+        drop(comm);
+    })
+    .into_iter()
+    .skip(1)
+    {
+        assert_eq!(result.unwrap(), None);
+    }
+    // What was sent before is still there.
+    let results = wait_while(|comm| comm.messages().send(1, b"last").unwrap());
+    assert_eq!(results.into_iter().next().unwrap().unwrap().unwrap(), b"last");
+}
+
+#[test]
+fn an_abort_ends_the_wait_for_messages() {
+    for (rank, result) in wait_while(|comm| comm.abort("no more")).into_iter().enumerate() {
+        let error = text(result.unwrap_err());
+        assert_eq!(error, format!("rank {} of 3: rank 0 aborted: no more", rank + 1));
+    }
+}
+
+/// A watch tells how it ends; a world that is left in order has not failed.
+#[test]
+fn a_watch_sees_the_end() {
+    let mut world = SocketComm::world(2);
+    let (second, first) = (world.pop().unwrap(), world.pop().unwrap());
+    let watches = [first.watcher(), second.watcher()];
+    let messages: Messages = second.messages();
+    drop(second);
+    messages.send(0, b"the last handle keeps the connection").unwrap();
+    assert!(first.messages().recv(1).unwrap().is_some());
+    drop(messages);
+    assert_eq!(first.messages().recv(1).unwrap(), None);
+    assert_eq!(watches[1].wait(), None);
+    first.check().unwrap();
+    first.abort("bored");
+    assert_eq!(watches[0].wait().unwrap(), "rank 0 of 2: rank 0 aborted: bored");
+}
+
+/// Ranks in different groups, all waiting, learn of a failure in one of them.
+#[test]
+fn an_abort_reaches_every_group() {
+    let start = Instant::now();
+    let results = run::<SocketComm, _>(5, |rank, comm| {
+        let ex = &mut Exec::cpu();
+        let group = comm.split(rank / 2, 0, ex)?;
+        if rank == 4 {
+            std::thread::sleep(Duration::from_millis(50));
+            group.abort("out of paper");
+        }
+        loop {
+            group.all_reduce(view_mut(&mut [1f32; 1000], 1000, 1), ReduceOp::Sum, ex)?;
+        }
+    });
+    assert!(start.elapsed() < Duration::from_secs(5));
+    for result in results {
+        let result: Result<()> = result;
+        let error = text(result.unwrap_err());
+        assert!(error.ends_with(": rank 0 (world rank 4) aborted: out of paper"), "{error}");
+    }
+}

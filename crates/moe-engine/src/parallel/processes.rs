@@ -1,0 +1,303 @@
+//! The processes of a run, one for each rank, as each of them sees the others.
+//!
+//! Rank 0 is the driver. It ends the others by telling them to stop, which is their only way to end
+//! well: a process that ends otherwise, or a driver that is dropped, fails all of them.
+
+use std::net::{Ipv4Addr, TcpListener};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use model_runtime::Exec;
+use moe_comm::{
+    Communicator, Join, Launch, Messages, ParallelConfig, SocketComm, SocketTimeouts, launch_from_env,
+};
+use tracing::info;
+
+use super::follow::{Follower, RemoteFollowers};
+use super::launch::{Placement, placement};
+use super::load::{Replica, Source, load_rank};
+use super::ranks::LocalRanks;
+use crate::chat::this_program;
+use crate::cli::RunArgs;
+use crate::engine::RemoteEngine;
+use crate::family::ModelFamily;
+use crate::session::Ranks;
+use crate::usage;
+
+/// How long a process may take to end by itself once the world has failed: it may be computing, or
+/// waiting for somebody to type.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// Names the process that started a rank.
+const PARENT: &str = "MOE_PARENT_PID";
+
+/// One rank's process among those of its run.
+pub(crate) struct Processes {
+    world: Arc<dyn Communicator>,
+    messages: Messages,
+    /// Ranks on this host, where that is known.
+    local_world_size: Option<usize>,
+    /// Ranks anywhere.
+    world_size: usize,
+    children: Children,
+    finished: bool,
+}
+
+impl Processes {
+    /// Forms the world, after starting its processes if nobody else has; `None` where all ranks are
+    /// in this process.
+    ///
+    /// # Errors
+    /// Ranks that do not appear, or were started with other flags.
+    pub fn start(args: &RunArgs, model: Option<&str>, ex: &Exec) -> Result<Option<Self>> {
+        let env = |name: &str| std::env::var(name).ok();
+        let timeouts = SocketTimeouts::from_env(env).map_err(|e| usage(e.to_string()))?;
+        let (launch, listener, children) = match placement(&args.parallel)? {
+            Placement::Threads => return Ok(None),
+            Placement::Launched(launch) => {
+                end_with_parent(false)?;
+                (launch, None, Children::default())
+            }
+            Placement::Start => {
+                let world_size = args.parallel.config()?.world_size()?;
+                let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot open a port")?;
+                let port = listener.local_addr()?.port();
+                (local_launch(0, world_size, port)?, Some(listener), Children::start(world_size, port)?)
+            }
+        };
+        let alive = || children.check().map_err(candle_core::Error::msg);
+        let join =
+            Join { timeouts, listener, alive: &alive, ..Join::new(&launch, settings(args, model, ex)) };
+        let comm = SocketComm::connect(join)?;
+        end_with_world(&comm)?;
+        end_with_parent(true)?;
+        let messages = comm.messages();
+        let Launch { local_world_size, world_size, .. } = launch;
+        let world: Arc<dyn Communicator> = Arc::new(comm);
+        Ok(Some(Self { world, messages, local_world_size, world_size, children, finished: false }))
+    }
+
+    /// Whether this is rank 0.
+    pub fn is_driver(&self) -> bool {
+        self.world.rank() == 0
+    }
+
+    /// The most ranks that share this host's memory.
+    pub fn local_world_size(&self) -> usize {
+        self.local_world_size.unwrap_or(self.world_size)
+    }
+
+    pub fn messages(&self) -> &Messages {
+        &self.messages
+    }
+
+    /// Loads this process's rank, and waits until all others have theirs.
+    pub fn load<F: ModelFamily>(
+        &self,
+        source: &Source<F>,
+        parallel: &ParallelConfig,
+        ex: &Exec,
+    ) -> Result<(Ranks, serde_json::Value)> {
+        // A launcher that does not say how many ranks share the host (srun) gives each its own cores.
+        let threads = (ex.num_threads() / self.local_world_size.unwrap_or(1)).max(1);
+        let (rank, ex, chosen) = load_rank(source, parallel, self.world.clone(), ex, threads)?;
+        self.wait_for_all()?;
+        let (geometry, world_size) = (rank.geometry.clone(), self.world_size);
+        info!(
+            tp = parallel.tp, dp = parallel.dp, ep = geometry.ep_size, backend = %geometry.backend,
+            threads_per_rank = threads, "running on {world_size} ranks, a process each"
+        );
+        if geometry.tp_rank > 0 {
+            return Ok((Ranks::Follower(Box::new(Follower::new(rank, ex))), chosen));
+        }
+        let followers = (geometry.rank + 1..geometry.rank + geometry.tp_size).collect();
+        let remote = RemoteFollowers { messages: self.messages.clone(), ranks: followers };
+        let (world, model) = (rank.groups.world.clone(), Box::new(LocalRanks::with_remote(rank, remote)));
+        Ok((Ranks::Replicas(vec![Replica { model, ex, world }]), chosen))
+    }
+
+    /// Loading takes as long as it takes: no collective waits for it.
+    fn wait_for_all(&self) -> Result<()> {
+        if !self.is_driver() {
+            return Ok(self.messages.send(0, b"loaded")?);
+        }
+        for rank in 1..self.world_size {
+            self.messages.recv(rank)?.with_context(|| format!("rank {rank} left while it loaded"))?;
+        }
+        Ok(())
+    }
+
+    /// The engines of the data-parallel ranks in other processes.
+    pub fn remote_engines(&self, parallel: &ParallelConfig) -> Vec<(RemoteEngine, Arc<dyn Communicator>)> {
+        let first_ranks = (1..parallel.dp).map(|dp_rank| dp_rank * parallel.tp);
+        first_ranks.map(|rank| (RemoteEngine::new(self.messages.clone(), rank), self.world.clone())).collect()
+    }
+
+    /// This process's part is done; the driver's tells the others so.
+    ///
+    /// # Errors
+    /// A process that failed, or does not end.
+    pub fn finish(mut self) -> Result<()> {
+        self.finished = true;
+        if self.is_driver() {
+            (1..self.world_size).try_for_each(|rank| self.messages.send(rank, b""))?;
+            self.children.wait()?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Processes {
+    fn drop(&mut self) {
+        if !self.finished {
+            self.world.abort("it ended before its work was done");
+        }
+    }
+}
+
+/// What must be the same on all ranks. Bits depend on the instruction set, too.
+fn settings(args: &RunArgs, model: Option<&str>, ex: &Exec) -> Vec<(String, String)> {
+    let p = &args.parallel;
+    let name = |value: &Option<String>| value.clone().unwrap_or_else(|| "default".to_string());
+    let all: [(&str, String); 17] = [
+        ("the program's version", env!("CARGO_PKG_VERSION").to_string()),
+        ("--model", model.unwrap_or("embedded").to_string()),
+        ("--tp", p.tp.to_string()),
+        ("--dp", p.dp.to_string()),
+        ("--enable-expert-parallel", p.enable_expert_parallel.to_string()),
+        ("--moe-ep-backend", p.moe_ep_backend.clone()),
+        ("--deepep-mode", p.deepep_mode.clone()),
+        ("--expert-placement-strategy", p.expert_placement_strategy.clone()),
+        ("--enable-chunked-moe", p.enable_chunked_moe.to_string()),
+        ("--chunked-moe-size", format!("{:?}", p.chunked_moe_size)),
+        ("--moe-memory-budget", format!("{:?}", p.moe_memory_budget)),
+        ("--device", args.device.clone()),
+        ("--dtype", name(&args.dtype)),
+        ("--cpu-isa", ex.isa().name().to_string()),
+        ("--moe-backend", name(&args.moe_backend)),
+        ("--moe-path", format!("{:?}", args.moe_path)),
+        ("--mla", format!("{:?}", args.mla)),
+    ];
+    all.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
+}
+
+/// The environment of a rank that this program starts.
+fn local_env(rank: usize, world_size: usize, port: u16) -> [(&'static str, String); 7] {
+    let (rank, size) = (rank.to_string(), world_size.to_string());
+    [
+        ("RANK", rank.clone()),
+        ("LOCAL_RANK", rank),
+        ("WORLD_SIZE", size.clone()),
+        ("LOCAL_WORLD_SIZE", size),
+        ("MASTER_ADDR", "127.0.0.1".to_string()),
+        ("MASTER_PORT", port.to_string()),
+        (PARENT, std::process::id().to_string()),
+    ]
+}
+
+fn local_launch(rank: usize, world_size: usize, port: u16) -> Result<Launch> {
+    let env = local_env(rank, world_size, port);
+    let launch = launch_from_env(|name| env.iter().find(|(n, _)| *n == name).map(|(_, v)| v.clone()))?;
+    launch.context("a rank's own environment describes no launch")
+}
+
+/// The processes that this one has started: ranks 1.. of the world.
+#[derive(Default)]
+struct Children(Mutex<Vec<(usize, Child)>>);
+
+impl Children {
+    fn start(world_size: usize, port: u16) -> Result<Self> {
+        let children = Self::default();
+        for rank in 1..world_size {
+            let mut command = Command::new(this_program()?);
+            command.args(std::env::args_os().skip(1)).envs(local_env(rank, world_size, port));
+            // What a driver reads and writes is not theirs.
+            command.stdin(Stdio::null()).stdout(Stdio::null());
+            let child =
+                command.spawn().with_context(|| format!("cannot start the process of rank {rank}"))?;
+            lock(&children.0).push((rank, child));
+        }
+        Ok(children)
+    }
+
+    /// An error once one has ended.
+    fn check(&self) -> Result<(), String> {
+        for (rank, child) in lock(&self.0).iter_mut() {
+            if let Ok(Some(status)) = child.try_wait() {
+                return Err(format!("the process of rank {rank} ended ({status})"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until all have ended well.
+    fn wait(&self) -> Result<()> {
+        let deadline = Instant::now() + GRACE;
+        for (rank, child) in lock(&self.0).iter_mut() {
+            loop {
+                match child.try_wait()? {
+                    Some(status) if status.success() => break,
+                    Some(status) => bail!("the process of rank {rank} ended ({status})"),
+                    None if Instant::now() > deadline => bail!("the process of rank {rank} does not end"),
+                    None => std::thread::sleep(Duration::from_millis(2)),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Children {
+    fn drop(&mut self) {
+        // Those that still run have a moment to say why they end.
+        let deadline = Instant::now() + Duration::from_secs(2);
+        for (_, child) in lock(&self.0).iter_mut() {
+            while Instant::now() < deadline && matches!(child.try_wait(), Ok(None)) {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Ends this process some time after the world has failed, if it has not ended by then.
+fn end_with_world(comm: &SocketComm) -> Result<()> {
+    let watch = comm.watcher();
+    let end = move || {
+        let Some(cause) = watch.wait() else { return };
+        std::thread::sleep(GRACE);
+        eprintln!("error: {cause}");
+        std::process::exit(1);
+    };
+    std::thread::Builder::new().name("end".into()).spawn(end).context("cannot start a thread")?;
+    Ok(())
+}
+
+/// Whether the system ends this process with the one that started it as a rank: until this rank is
+/// connected, and can see and say for itself that rank 0 has died.
+#[cfg(target_os = "linux")]
+fn end_with_parent(connected: bool) -> Result<()> {
+    let Ok(parent) = std::env::var(PARENT) else { return Ok(()) };
+    let signal = if connected { 0 } else { libc::SIGKILL as libc::c_ulong };
+    // SAFETY: a setting of this process; touches no memory.
+    if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, signal) } != 0 {
+        return Err(std::io::Error::last_os_error()).context("cannot ask to end with the parent process");
+    }
+    // It may have ended before.
+    if parent != std::os::unix::process::parent_id().to_string() {
+        bail!("the process that started this rank has ended");
+    }
+    Ok(())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn end_with_parent(_connected: bool) -> Result<()> {
+    Ok(())
+}

@@ -1,0 +1,147 @@
+//! How requests, outputs and steps travel between processes: postcard, in which a number comes back
+//! bit for bit.
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// A message of a value.
+pub(crate) fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
+    postcard::to_stdvec(value).context("cannot write a message to another rank")
+}
+
+/// The value of a message.
+pub(crate) fn decode<T: DeserializeOwned>(message: &[u8]) -> Result<T> {
+    postcard::from_bytes(message).context("cannot read a message of another rank")
+}
+
+/// Routing decisions, as shape and ids.
+pub(crate) mod routed {
+    use std::borrow::Borrow;
+
+    use model_runtime::RoutedExperts;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+
+    type Parts = (usize, usize, usize, Vec<u32>);
+
+    pub fn serialize<R: Borrow<RoutedExperts>, S: Serializer>(
+        routed: &Option<R>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let parts = |r: &RoutedExperts| (r.tokens(), r.layers(), r.top_k(), r.ids().to_vec());
+        routed.as_ref().map(|routed| parts(routed.borrow())).serialize(serializer)
+    }
+
+    pub fn deserialize<'de, R: From<RoutedExperts>, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<R>, D::Error> {
+        let Some((tokens, layers, top_k, ids)) = Option::<Parts>::deserialize(deserializer)? else {
+            return Ok(None);
+        };
+        let routed = RoutedExperts::from_ids(tokens, layers, top_k, ids).map_err(D::Error::custom)?;
+        Ok(Some(routed.into()))
+    }
+}
+
+/// Expert counts, layer by layer.
+pub(crate) mod heat {
+    use moe_layer::ExpertHeat;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub fn serialize<S: Serializer>(heat: &ExpertHeat, serializer: S) -> Result<S::Ok, S::Error> {
+        let layers: Vec<&[u64]> = (0..heat.layers()).map(|layer| heat.layer(layer)).collect();
+        layers.serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ExpertHeat, D::Error> {
+        let layers: Vec<Vec<u64>> = Vec::deserialize(deserializer)?;
+        let mut heat = ExpertHeat::new(layers.len(), layers.first().map_or(0, Vec::len));
+        for (layer, counts) in layers.iter().enumerate() {
+            // The counts of one step: as many ids as its rows chose.
+            let ids = (0u32..).zip(counts).flat_map(|(id, &n)| std::iter::repeat_n(id, n as usize));
+            heat.record(layer, &ids.collect::<Vec<u32>>());
+        }
+        Ok(heat)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
+    use model_runtime::{RoutedExperts, SamplingParams};
+    use moe_layer::ExpertHeat;
+
+    use super::*;
+    use crate::engine::{FinishReason, Output, Request, StepHeat, StopReason};
+
+    fn routed() -> RoutedExperts {
+        RoutedExperts::from_ids(2, 1, 2, vec![3, u32::MAX, 0, 1]).unwrap()
+    }
+
+    #[test]
+    fn requests_come_back() {
+        let sampling = SamplingParams {
+            temperature: 0.1,
+            logit_bias: vec![(7, f32::MIN_POSITIVE)],
+            allowed_token_ids: Some(vec![1, 2]),
+            bad_words: vec![vec![5], vec![6, 7]],
+            seed: u64::MAX,
+            logprobs: Some(usize::MAX),
+            ..SamplingParams::default()
+        };
+        let request = Request {
+            sampling,
+            stop: vec!["ä\u{0}".into()],
+            timeout: Some(Duration::from_nanos(1_500_000_001)),
+            replay_routing: Some(Arc::new(routed())),
+            max_tokens: Some(0),
+            ..Request::new(vec![0, u32::MAX])
+        };
+        let again: Request = decode(&encode(&request).unwrap()).unwrap();
+        assert_eq!(format!("{again:?}"), format!("{request:?}"));
+        let plain = Request::new(vec![1]);
+        let again: Request = decode(&encode(&plain).unwrap()).unwrap();
+        assert_eq!(format!("{again:?}"), format!("{plain:?}"));
+    }
+
+    #[test]
+    fn outputs_come_back_bit_for_bit() {
+        let values = [f32::NEG_INFINITY, -0.0, 1e-45, -12.345_679, f32::from_bits(0x7fc0_1234)];
+        let one = |logprob| TokenLogprob { token_id: 9, logprob, rank: u32::MAX };
+        let logprobs = TokenLogprobs { chosen: one(0.1), top: values.map(one).to_vec() };
+        let output = Output {
+            request: decode(&[5]).unwrap(),
+            choice: 3,
+            token_id: Some(1),
+            text: "\u{fffd}x".into(),
+            logprobs: Some(logprobs.clone()),
+            prompt_logprobs: Some(vec![logprobs]),
+            finish: Some(FinishReason::Stop(StopReason::Text("end".into()))),
+            routed_experts: Some(routed()),
+            num_cached_tokens: 16,
+        };
+        let again: Output = decode(&encode(&output).unwrap()).unwrap();
+        assert_eq!(format!("{again:?}"), format!("{output:?}"));
+        let bits = |output: &Output| -> Vec<u32> {
+            output.logprobs.iter().flat_map(|l| &l.top).map(|t| t.logprob.to_bits()).collect()
+        };
+        assert_eq!(bits(&again), values.map(f32::to_bits));
+        assert_eq!(again.routed_experts, output.routed_experts);
+    }
+
+    #[test]
+    fn heat_comes_back_and_garbage_is_refused() {
+        let mut heat = ExpertHeat::new(2, 3);
+        heat.record(0, &[2, 2, 0]);
+        heat.record(1, &[1; 40]);
+        let step = StepHeat { step: 7, decode_rows: 1, prefill_rows: 2, heat };
+        let bytes = encode(&step).unwrap();
+        let again: StepHeat = decode(&bytes).unwrap();
+        assert_eq!((again.heat, again.step, again.prefill_rows), (step.heat, 7, 2));
+        assert!(decode::<StepHeat>(&bytes[..bytes.len() - 1]).is_err());
+        assert!(decode::<Request>(&[0xff; 40]).is_err());
+    }
+}

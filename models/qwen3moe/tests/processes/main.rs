@@ -1,0 +1,91 @@
+//! A process per rank: the same results as one rank, however the processes are started.
+#![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
+
+#[cfg(target_os = "linux")]
+mod faults;
+mod launchers;
+mod runs;
+
+use std::net::{Ipv4Addr, TcpListener};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+use serde_json::{Value, json};
+
+/// The program, away from whatever started the tests.
+fn program() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
+    for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"] {
+        command.env_remove(name);
+    }
+    command.env("RUST_BACKTRACE", "0").env("MOE_RENDEZVOUS_TIMEOUT", "60");
+    command
+}
+
+const MP: [&str; 2] = ["--distributed-executor-backend", "mp"];
+
+fn run(args: &[&str]) -> Output {
+    program().args(args).output().unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// The output of a run that succeeds.
+#[track_caller]
+fn succeeds(args: &[&str]) -> Output {
+    let output = run(args);
+    assert!(output.status.success(), "{args:?}\n{}", stderr(&output));
+    output
+}
+
+/// Starts the ranks of a world as torchrun does, each with its own flags.
+fn launch(flags: &[Vec<&str>]) -> Vec<Child> {
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let world_size = flags.len().to_string();
+    let mut children = Vec::new();
+    for (rank, flags) in flags.iter().enumerate() {
+        let rank = rank.to_string();
+        let env = [
+            ("RANK", rank.as_str()),
+            ("LOCAL_RANK", &rank),
+            ("WORLD_SIZE", &world_size),
+            ("LOCAL_WORLD_SIZE", &world_size),
+            ("MASTER_ADDR", "127.0.0.1"),
+        ];
+        let mut command = program();
+        command.args(flags).envs(env).env("MASTER_PORT", port.to_string());
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        children.push(command.spawn().unwrap());
+    }
+    children
+}
+
+fn outputs(children: Vec<Child>) -> Vec<Output> {
+    children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
+}
+
+/// A batch of completions of different lengths.
+fn write_batch(path: &Path, lines: usize, max_tokens: impl Fn(usize) -> usize) {
+    let line = |i: usize| {
+        let body = json!({
+            "prompt": format!("Line {i}:"), "max_tokens": max_tokens(i), "n": 1 + i % 2, "seed": i,
+            "logprobs": 2, "ignore_eos": true,
+        });
+        json!({"custom_id": i.to_string(), "method": "POST", "url": "/v1/completions", "body": body})
+    };
+    std::fs::write(path, (0..lines).map(|i| line(i).to_string() + "\n").collect::<String>()).unwrap();
+}
+
+/// What a batch answered, by custom_id.
+fn answers(path: &Path) -> Vec<(String, Value)> {
+    let text = std::fs::read_to_string(path).unwrap();
+    let record = |line: &str| {
+        let record: Value = serde_json::from_str(line).unwrap();
+        (record["custom_id"].as_str().unwrap().to_string(), record["response"]["body"]["choices"].clone())
+    };
+    let mut records: Vec<_> = text.lines().map(record).collect();
+    records.sort_by_key(|(id, _)| id.parse::<usize>().unwrap());
+    records
+}
