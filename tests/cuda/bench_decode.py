@@ -1,10 +1,10 @@
 """Times of the decode kernels in CUDA graphs, weights and caches rotated, cuBLAS beside them, against byte floors."""
 
 import os
-import struct
 
 import library
 import torch
+from check_sampling import PLAIN, pack_rows
 from kernels import attention_splits, attention_workspace, call, randn, u32
 
 READ = 4.59e12  # bytes per second of a read-only stream on this card
@@ -150,12 +150,23 @@ def small(rows):
     for count in (1, 8, 64, 256):
         logits = [randn(count, VOCAB, dtype=torch.float32, scale=2.0) for _ in range(max(2, 400 // count if count > 2 else 8))]
         tokens, status = u32([0] * count), u32([0] * count)
-        for name, (t, k, p) in {"greedy": (0.0, 0, 1.0), "temperature": (1.0, 0, 1.0), "top-k 50": (1.0, 50, 1.0),
-                                "top-p 0.9": (1.0, 0, 0.9), "top-k 50 top-p 0.9": (1.0, 50, 0.9)}.items():
-            packed = b"".join(struct.pack("<fffIQQ", t, p, 0.0, k, i, i) for i in range(count))
-            params = torch.frombuffer(bytearray(packed), dtype=torch.uint8).cuda()
-            us = graph_us(lambda: [call("moe_sample", x, params, count, VOCAB, tokens, status) for x in logits], len(logits))
-            report(rows, f"sample rows={count} {name}", us, count * VOCAB * 4)
+        slots, history = torch.zeros(count, VOCAB, dtype=torch.int32, device="cuda"), torch.randint(VOCAB, (count, 2000), device="cuda")
+        slots.scatter_(1, history, 1)
+        edits = u32([[0] * 2048] * count)
+        found = torch.zeros(count, 72, dtype=torch.int32, device="cuda")
+        kinds = {"greedy": (0.0, 0, 1.0), "temperature": (1.0, 0, 1.0), "temperature 0.7": (0.7, 0, 1.0), "top-k 50": (1.0, 50, 1.0),
+                 "top-p 0.9": (1.0, 0, 0.9), "top-k 50 top-p 0.9": (1.0, 50, 0.9), "penalties": (1.0, 0, 1.0),
+                 "logprobs 0": (0.0, 0, 1.0), "logprobs 20": (0.0, 0, 1.0)}
+        for name, (t, k, p) in kinds.items():
+            penalties, asked = name == "penalties", int(name.split()[1]) + 1 if name.startswith("logprobs") else 0
+            more = lambda i: (1.2, 0.1, 0.1, i, 0, 0, 0, 0) if penalties else (*PLAIN[:-1], asked)
+            params = pack_rows([(t, k, p, 0.0, i, i) for i in range(count)], [more(i) for i in range(count)])
+            if asked > 0:
+                run = lambda x: call("moe_logprobs", x, params, 16, tokens, count, VOCAB, found)
+            else:
+                run = lambda x: call("moe_sample", x, params, slots, edits, count, VOCAB, tokens, status)
+            us = graph_us(lambda: [run(x) for x in logits], len(logits))
+            report(rows, f"sample rows={count} {name}", us, count * VOCAB * 4 * (2 if penalties else 1))
         del logits
 
 

@@ -1,10 +1,10 @@
-"""Sampling and penalties against a port of their definition (model-runtime, `sampling`): equal tokens, not close ones."""
+"""Sampling, slots and log-probabilities against a port of their definition (model-runtime, `sampling`): equal tokens, not close ones."""
 
 import struct
 
 import numpy as np
 import torch
-from kernels import NOTHING, Out, call, randn, rel, u32
+from kernels import Out, call, u32
 
 F = np.float32
 
@@ -73,19 +73,32 @@ def known_answers():
     assert got.tolist() == [248719818752, 101121933312, 22563352576, 118401608, 567]
 
 
-def run_rows(logits, params, name):
+NO_SLOT, MAX_EDITS, LOGPROB_WORDS = 0xFFFFFFFF, 1024, 72
+PLAIN = (1.0, 0.0, 0.0, NO_SLOT, 0, 0, 0, 0)  # no penalties, no slot, no edits, no log-probabilities
+
+
+def pack_rows(params, extras=None):
+    """SampleRow of sampling.cu: (temperature, k, p, min_p, seed, position) and what follows a slot."""
+    rows = zip(params, extras or [PLAIN] * len(params))
+    packed = b"".join(struct.pack("<fffIQQfffIIIII", t, p, m, k, seed, at, *more) for (t, k, p, m, seed, at), more in rows)
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8).cuda()
+
+
+def run_rows(logits, params, name, extras=None, uses=None, edits=None, edited=None):
+    """Checks one launch; `edited` are the logits that the reference samples from."""
     rows, vocab = logits.shape
-    packed = b"".join(struct.pack("<fffIQQ", t, p, m, k, seed, at) for t, k, p, m, seed, at in params)
-    device = torch.frombuffer(bytearray(packed), dtype=torch.uint8).cuda()
     tokens, status = Out((rows,), torch.int32), Out((rows,), torch.int32)
-    call("moe_sample", torch.from_numpy(logits).cuda(), device, rows, vocab, tokens.t, status.t)
+    device, packed = torch.from_numpy(logits).cuda(), pack_rows(params, extras)
+    call("moe_sample", device, packed, uses, edits, rows, vocab, tokens.t, status.t)
     got = [(t & 0xFFFFFFFF, s) for t, s in zip(tokens.t.tolist(), status.t.tolist())]
     for r, (t, k, p, m, seed, at) in enumerate(params):
-        want = sample_ref(logits[r], t, k, p, m, seed, at)
+        want = sample_ref((logits if edited is None else edited)[r], t, k, p, m, seed, at)
         same = got[r] == want if want[1] != 2 else got[r][1] == 2
         assert same, f"{name} row {r} {params[r]}: got {got[r]}, want {want}"
     tokens.check_guard()
     status.check_guard()
+    assert np.array_equal(device.cpu().numpy().view(np.uint32), logits.view(np.uint32)), "the logits changed"
+    return device, packed, tokens.t, [g[0] for g in got]
 
 
 def params_mix(rng, rows, vocab):
@@ -129,38 +142,68 @@ def sampling():
     run_rows(logits, [(1.0, 0, 1.0, 0.0, int(rng.integers(2**63)), i) for i in range(256)], "256 rows at temperature 1")
 
 
-def penalties():
-    rows, slots = 9, 12
+def slots():
+    """Rebuilt slots, penalties, edits, counted tokens, log-probabilities."""
+    rng = np.random.default_rng(torch.randint(2**31, ()).item())
+    rows, count = 9, 12
     for vocab in (33, 5000, 151936):
-        logits = randn(rows, vocab, dtype=torch.float32)
-        counts = (torch.rand(slots, vocab, device="cuda") * 4 - 2).clamp(min=0).ceil().to(torch.int16)
-        seen = torch.rand(slots, vocab, device="cuda") < 0.3
-        bits = torch.nn.functional.pad(seen, (0, -vocab % 32)).view(slots, -1, 32).long()
-        prompt = (bits << torch.arange(32, device="cuda")).sum(-1).to(torch.int32)
-        slot = torch.randperm(slots)[:rows].tolist()
-        params = [(1.3, 0.2, 0.5), (1.0, 0.0, 0.0), (0.8, 0.0, 0.0), (1.0, -0.3, 0.0), (1.0, 0.0, 2.0)] * 2
-        slot[8] = 0xFFFFFFFF
-        packed = b"".join(struct.pack("<fffI", *params[r], slot[r]) for r in range(rows))
-        device = torch.frombuffer(bytearray(packed), dtype=torch.uint8).cuda()
-        want = logits.clone()
-        for r in range(rows - 1):
-            repetition, frequency, presence = params[r]
-            n = counts[slot[r]].float()
-            hit = (n > 0) | seen[slot[r]]
-            x = torch.where(want[r] > 0, want[r] / repetition, want[r] * repetition)
-            want[r] = torch.where(hit, x - frequency * n - presence * (n > 0), want[r])
-        got = logits.clone()
-        call("moe_penalties", got, device, counts, prompt, rows, vocab)
-        assert rel(got, want) < 1e-6
-        assert torch.equal(got[1], logits[1]) and torch.equal(got[8], logits[8])
-        tokens = torch.randint(0, vocab, (rows,), device="cuda").to(torch.int32)
-        tokens[2] = NOTHING
-        after = counts.clone()
-        call("moe_count_tokens", tokens, device, after, rows, vocab)
-        for r in range(rows - 1):
-            if r != 2:
-                counts[slot[r], int(tokens[r])] += 1
-        assert torch.equal(after, counts)
+        logits = rng.standard_normal((rows, vocab)).astype(F) * F(3)
+        slot = rng.permutation(count)[:rows].tolist()
+        prompts = [rng.integers(vocab, size=rng.integers(1, 60)) for _ in range(rows)]
+        outputs = [rng.integers(min(vocab, 50), size=rng.integers(0, 60)) for _ in range(rows)]
+        bias = [np.sort(rng.integers(vocab, size=rng.integers(0, 9))) for _ in range(rows)]
+        bans = [np.sort(rng.integers(vocab, size=2)) for _ in range(rows)]
+        values = [np.where(rng.random(len(b)) < 0.3, -np.inf, rng.standard_normal(len(b)) * 3).astype(F) for b in bias]
+        entries, tail = [], []
+        for r in range(rows):
+            ids, at = np.concatenate([prompts[r], outputs[r]]).astype(np.uint32), 8 * rows + len(tail)
+            changes = list(zip(bans[r].tolist(), [0xFF800000] * 2)) + list(zip(bias[r].tolist(), values[r].view(np.uint32).tolist()))
+            entries += [slot[r], at, len(prompts[r]), len(ids), at + len(ids), len(changes), 0, 0]
+            tail += ids.tolist() + [word for pair in changes for word in pair]
+        uses, edits = u32([[7] * vocab] * count), u32([[0] * 2 * MAX_EDITS] * count)
+        call("moe_reset_slots", u32(entries + tail), rows, uses, edits, vocab)
+        held = uses.cpu().numpy().view(np.uint32).copy()
+        choices = [(1.3, 0.2, 0.5), (1.0, 0.0, 0.0), (0.8, 0.0, 0.0), (1.0, -0.3, 0.0), (1.0, 0.0, 2.0)] * 2
+        wanted, extras, edited = [1, 0, 6, 21, 2, 33, 0, 3, 1], [], logits.copy()
+        for r in range(rows):
+            n = np.bincount(outputs[r], minlength=vocab)
+            flags = np.zeros(vocab, np.uint32)
+            flags[prompts[r]] = 1 << 31
+            assert np.array_equal(held[slot[r]], flags + n.astype(np.uint32)), f"slot of row {r}"
+            repetition, frequency, presence = (F(v) for v in choices[r])
+            early, x = r % 2 == 0, edited[r]
+            if early:
+                x[bans[r]] = -np.inf
+            for i, b in zip(bias[r], values[r]):
+                x[i] = -np.inf if b == -np.inf else x[i] + b
+            used = (n > 0) | (flags > 0)
+            y = np.where(x > 0, x / repetition, x * repetition) - frequency * n.astype(F) - np.where(n > 0, presence, F(0))
+            edited[r] = np.where(used & np.isfinite(x), y, x)
+            extras.append((*choices[r], slot[r], 2 if early else 0, len(bias[r]), 2, wanted[r]))
+        params = params_mix(rng, rows, vocab)
+        device, packed, tokens, drawn = run_rows(logits, params, f"slots V={vocab}", extras, uses, edits, edited)
+        for r in range(rows):
+            held[slot[r], drawn[r]] += 1
+        assert np.array_equal(uses.cpu().numpy().view(np.uint32), held), "counts"
+        check_logprobs(logits, device, packed, tokens, drawn, wanted)
 
 
-CHECKS = [known_answers, sampling, penalties]
+def check_logprobs(logits, device, packed, tokens, drawn, wanted):
+    rows, vocab = logits.shape
+    out = Out((rows, LOGPROB_WORDS), torch.int32)
+    call("moe_logprobs", device, packed, 16, tokens, rows, vocab, out.t)
+    out.check_guard()
+    words = out.t.cpu().numpy().view(np.uint32)
+    for r in [r for r in range(rows) if wanted[r] > 0]:
+        order = np.lexsort((np.arange(vocab), -logits[r].astype(np.float64)))
+        total = int(weights(logits[r], logits[r].max(), F(1), 0.0).sum())
+        want = [0, int(np.flatnonzero(order == drawn[r])[0]) + 1, logits[r].max().view(np.uint32), logits[r, drawn[r]].view(np.uint32)]
+        assert words[r, :4].tolist() == [int(w) for w in want], f"row {r}: {words[r, :4]} {want}"
+        assert int(words[r, 4]) | int(words[r, 5]) << 32 == total
+        n = min(wanted[r] - 1, vocab)
+        assert {int(~w & 0xFFFFFFFF) for w in words[r, 8 : 8 + 2 * n : 2].astype(np.int64)} == set(order[:n].tolist())
+    for r in [r for r in range(rows) if wanted[r] == 0]:
+        assert (words[r] == 0x5A5A5A5A).all()
+
+
+CHECKS = [known_answers, sampling, slots]

@@ -108,6 +108,11 @@ pub struct Placed {
 }
 
 impl Place {
+    /// A place with aligned data.
+    pub fn new(ex: Exec) -> Self {
+        Self { ex, offset: 0 }
+    }
+
     /// A copy of host data here.
     pub fn put(&self, host: &Buffer) -> Placed {
         let (dims, len) = (host.dims().to_vec(), host.view().elem_count());

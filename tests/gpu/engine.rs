@@ -77,7 +77,7 @@ fn steps_allocate_nothing_once_they_have_run() {
     assert!(engine.num_graph_steps() >= steps + 38);
 }
 
-/// Requests that the device cannot draw for (log-probabilities, penalties) run beside others.
+/// Requests whose steps go to the host (routing capture) run beside others, some with log-probabilities and penalties.
 #[test]
 fn what_only_the_host_can_sample_runs_too() {
     let model = model();

@@ -7,6 +7,7 @@
 mod align;
 mod attention;
 mod common;
+mod drawing;
 mod engine;
 mod experts;
 #[cfg(feature = "nccl")]
@@ -14,3 +15,4 @@ mod nccl;
 mod products;
 mod route;
 mod rows;
+mod sampling;

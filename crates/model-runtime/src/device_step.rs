@@ -41,13 +41,12 @@ pub struct Extras {
 impl Extras {
     /// No token comes from the step before, and nothing is sampled.
     pub fn none(step: &Step) -> Self {
-        Self { feed: vec![u32::MAX; step.num_tokens()], sampling: vec![PADDING; step.num_logits()] }
+        Self {
+            feed: vec![u32::MAX; step.num_tokens()],
+            sampling: vec![SampleParams::PADDING; step.num_logits()],
+        }
     }
 }
-
-/// A row that draws nothing.
-const PADDING: SampleParams =
-    SampleParams { temperature: 0., top_p: 1., min_p: 0., top_k: 0, seed: 0, position: u64::MAX };
 
 /// The arrays in device memory.
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +57,7 @@ pub struct DeviceViews<'a> {
     pub valid_rows: View<'a>,
     /// [`Extras::feed`], `[T]` u32.
     pub feed: View<'a>,
-    /// [`Extras::sampling`], [R, 8] u32.
+    /// [`Extras::sampling`], [R, 16] u32.
     pub sampling: View<'a>,
 }
 
@@ -208,6 +207,6 @@ fn fill(words: &mut [u32], step: &Step, extras: &Extras, shape: Shape) {
     let tables = step.block_tables().chunks(step.max_blocks().max(1));
     put(7, 0, &mut tables.flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(0, gap))));
     put(8, 0, &mut step.logits_rows().iter().copied());
-    let padding = std::iter::repeat_n(&PADDING, shape.logits - extras.sampling.len());
+    let padding = std::iter::repeat_n(&SampleParams::PADDING, shape.logits - extras.sampling.len());
     put(9, 0, &mut extras.sampling.iter().chain(padding).flat_map(SampleParams::words));
 }

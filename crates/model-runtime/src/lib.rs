@@ -7,6 +7,8 @@ pub mod checkpoint;
 pub mod config;
 pub mod decoder;
 #[cfg(feature = "cuda")]
+pub mod device_slots;
+#[cfg(feature = "cuda")]
 pub mod device_step;
 mod hash;
 pub mod kv_cache;

@@ -95,6 +95,14 @@ __device__ __forceinline__ void cluster_store(float* p, [[maybe_unused]] uint32_
 #endif
 }
 
+__device__ __forceinline__ void cluster_store(uint64_t* p, [[maybe_unused]] uint32_t rank, uint64_t v) {
+#if MOE_SM90
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(cluster_addr(p, rank)), "l"(v) : "memory");
+#else
+  *p = v;
+#endif
+}
+
 __device__ __forceinline__ void cluster_store4(float* p, [[maybe_unused]] uint32_t rank, float4 v) {
 #if MOE_SM90
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_addr(p, rank)), "f"(v.x), "f"(v.y),

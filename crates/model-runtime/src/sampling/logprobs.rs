@@ -41,20 +41,48 @@ pub fn token_logprobs(logits: &[f32], token: u32, n: usize) -> Result<TokenLogpr
         return Err(SamplingError::UnknownToken { name, token_id: token, vocab_size });
     };
     let weights = Weights { max, temperature: 1.0, min_p: 0.0 };
-    let total: u64 = logits.iter().map(|&x| weights.of(x)).sum();
-    let log_total = (total as f64 / UNIT).ln();
-    let entry = |token_id, logit: f32, rank| {
-        let logprob = (logit as f64 - max as f64 - log_total) as f32;
-        TokenLogprob { token_id, logprob, rank }
-    };
+    let scale = Scale::new(max, logits.iter().map(|&x| weights.of(x)).sum());
     let own = key(logit, token);
     let before = (0u32..).zip(logits).map(|(i, &x)| (key(x, i) > own) as u32).sum::<u32>();
-    let listed = |(rank, key)| {
-        let id = select::id(key);
-        entry(id, logits.get(id as usize).copied().unwrap_or(f32::NEG_INFINITY), rank)
-    };
-    Ok(TokenLogprobs {
-        chosen: entry(token, logit, before + 1),
-        top: (1u32..).zip(top(logits, n)).map(listed).collect(),
-    })
+    Ok(TokenLogprobs { chosen: scale.entry(token, logit, before + 1), top: scale.list(&top(logits, n)) })
+}
+
+/// The log-probabilities of a token that was drawn on a device, from what the device found in its row of logits.
+#[cfg(feature = "cuda")]
+pub fn device_logprobs(
+    row: moe_kernels::cuda::SampleLogprobs,
+    token: u32,
+) -> Result<TokenLogprobs, SamplingError> {
+    match row.status {
+        0 => {}
+        1 => return Err(SamplingError::NotFinite { token_id: row.rank, value: f32::NAN }),
+        _ => return Err(SamplingError::Empty),
+    }
+    let mut top = row.top;
+    top.sort_unstable_by(|a, b| b.cmp(a));
+    let scale = Scale::new(row.max, row.total);
+    Ok(TokenLogprobs { chosen: scale.entry(token, row.logit, row.rank), top: scale.list(&top) })
+}
+
+/// What makes a log-probability of a logit.
+struct Scale {
+    max: f64,
+    log_total: f64,
+}
+
+impl Scale {
+    /// From the largest logit and the sum of all weights at temperature 1.
+    fn new(max: f32, total: u64) -> Self {
+        Self { max: max as f64, log_total: (total as f64 / UNIT).ln() }
+    }
+
+    fn entry(&self, token_id: u32, logit: f32, rank: u32) -> TokenLogprob {
+        TokenLogprob { token_id, logprob: (logit as f64 - self.max - self.log_total) as f32, rank }
+    }
+
+    /// Keys from the likeliest down.
+    fn list(&self, keys: &[u64]) -> Vec<TokenLogprob> {
+        let ranked = (1u32..).zip(keys);
+        ranked.map(|(rank, &key)| self.entry(select::id(key), select::logit(key), rank)).collect()
+    }
 }

@@ -10,6 +10,7 @@
 //! weights are fixed-point integers ([`sample_row`]), so that sums do not depend on their order
 //! and every machine draws the same token from the same logits.
 
+mod edits;
 mod error;
 mod logprobs;
 mod nucleus;
@@ -27,7 +28,10 @@ use moe_kernels::{Exec, ViewMut};
 
 use crate::hash::{fnv1a, mix};
 
+pub use edits::LogitEdits;
 pub use error::SamplingError;
+#[cfg(feature = "cuda")]
+pub use logprobs::device_logprobs;
 pub use logprobs::{TokenLogprob, TokenLogprobs, token_logprobs};
 pub use params::SamplingParams;
 pub use random::random_bits;

@@ -85,13 +85,9 @@ impl SamplingParams {
         self.temperature < GREEDY_BELOW
     }
 
-    /// Whether the draw needs the logits of its row and nothing else: no edits by other tokens, no
-    /// log-probabilities.
-    pub fn is_plain(&self) -> bool {
-        let edits =
-            self.allowed_token_ids.is_some() || !self.bad_words.is_empty() || !self.logit_bias.is_empty();
-        let penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty);
-        !edits && penalties == (1.0, 0.0, 0.0) && self.logprobs.is_none()
+    /// Whether logits change with the tokens that the sequence holds.
+    pub fn has_penalties(&self) -> bool {
+        (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
     }
 
     /// Fails for a parameter out of its range and for token ids of `vocab_size` or more.

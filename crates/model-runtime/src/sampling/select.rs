@@ -12,6 +12,12 @@ pub(super) fn id(key: u64) -> u32 {
     !(key as u32)
 }
 
+/// The logit of a key.
+pub(super) fn logit(key: u64) -> f32 {
+    let ordered = (key >> 32) as u32;
+    f32::from_bits(if ordered >> 31 == 0 { !ordered } else { ordered & !(1 << 31) })
+}
+
 /// The keys of the `n` likeliest tokens, likeliest first, or of all if there are fewer.
 ///
 /// One pass with a bounded buffer: keys above the best floor known so far are collected, and when
@@ -57,6 +63,7 @@ mod tests {
             // total_cmp tells -0 from 0; the definition does not.
             want.sort_by(|&a, &b| logits[b as usize].partial_cmp(&logits[a as usize]).unwrap().then(a.cmp(&b)));
             want.truncate(n);
+            prop_assert!(top(&logits, n).into_iter().all(|key| logit(key) == logits[id(key) as usize]));
             let got: Vec<u32> = top(&logits, n).into_iter().map(id).collect();
             prop_assert_eq!(got, want);
         }

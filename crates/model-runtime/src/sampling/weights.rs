@@ -105,4 +105,27 @@ mod tests {
         let got = [-0.1f32, -1.0, -2.5, -7.75, -20.0].map(|x| weights.of(x));
         assert_eq!(got, [248719818752, 101121933312, 22563352576, 118401608, 567]);
     }
+
+    /// 2^38 e^x as CUDA computes it (`exp_scaled` of moe-kernels): fewer roundings, which must change no bit.
+    fn exp_of_cuda(x: f32) -> f32 {
+        let round = ROUND + 38.0;
+        let shifted = x.mul_add(std::f32::consts::LOG2_E, round);
+        let n = shifted - round;
+        let r = (-n).mul_add(LN2_HI, x) - n * LN2_LO;
+        let mut p = 1.987_569_1e-4f32.mul_add(r, 1.398_2e-3);
+        for c in [8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5e-1] {
+            p = p * r + c;
+        }
+        let p = p * (r * r) + r + 1.0;
+        f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23))
+    }
+
+    /// Every 37th f32 from -30 to 0.
+    #[test]
+    fn the_fused_form_of_cuda_has_the_same_bits() {
+        for bits in ((-0.0f32).to_bits()..=FARTHEST.to_bits()).step_by(37) {
+            let x = f32::from_bits(bits);
+            assert_eq!(exp_of_cuda(x).to_bits(), (exp(x) * UNIT as f32).to_bits(), "{x:e}");
+        }
+    }
 }

@@ -146,9 +146,9 @@ impl EngineConfig {
         if model_runtime::compute_capability(ex.device()).is_none_or(|capability| capability < (9, 0)) {
             return Ok(None);
         }
-        let blocks = max_model_len.div_ceil(self.block_size);
         let (rows, seqs) = (self.max_num_batched_tokens, self.max_num_seqs);
-        Ok(Some(DeviceRunner::new(info.vocab_size, rows, seqs, blocks, self.enforce_eager, ex)?))
+        let context = (max_model_len, self.block_size);
+        Ok(Some(DeviceRunner::new(info.vocab_size, rows, seqs, context, self.enforce_eager, ex)?))
     }
 }
 

@@ -8,12 +8,13 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Result, bail};
-use model_runtime::cuda::{Graph, PinnedWords, SampleParams, sample_into};
+use model_runtime::cuda::{Graph, LOGPROB_WORDS, PinnedWords, SampleLogprobs, logprobs_into, sample_into};
 use model_runtime::device_step::{DeviceStep, Extras, Shape};
-use model_runtime::sampling::{Sampled, SamplingError};
+use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
 use model_runtime::{Buffer, CausalLm, Exec, KvCache};
 use tracing::{trace_span, warn};
 
+use super::drawing::{Asked, Drawing};
 use super::runner::StepResult;
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
@@ -21,12 +22,15 @@ use super::sequence::{Key, Sequence};
 /// Most sequences of a graph.
 const MAX_BUCKET: usize = 512;
 
+/// Words of a row that was drawn: token, status, log-probabilities.
+const DRAWN_WORDS: usize = 2 + LOGPROB_WORDS;
+
 /// What a launched step left on the device.
 pub(super) struct InFlight {
     parts: Vec<Part>,
-    /// Whose token each row of the read-back is.
-    keys: Vec<Key>,
-    /// Rows of the read-back, padding included: statuses lie behind so many tokens.
+    /// Whose token each row of the read-back is, and how many likeliest tokens it lists if it has log-probabilities.
+    rows: Vec<(Key, Option<usize>)>,
+    /// Rows of the read-back, padding included: it holds so many tokens, then statuses, then log-probabilities.
     padded: usize,
     /// Which of the read-back buffers it uses.
     slot: usize,
@@ -43,14 +47,15 @@ enum Recording {
 
 pub(super) struct DeviceRunner {
     step: DeviceStep,
+    drawing: Drawing,
     logits: Buffer,
-    /// Tokens, then statuses, of the last step, [2, R].
+    /// Tokens, then statuses, of the last step, [2, R]; then log-probabilities where they are asked for.
     drawn: Buffer,
     read_back: [PinnedWords; 2],
     turn: usize,
     /// Keys of the last launched step, in the order of `drawn`.
     last: Vec<Key>,
-    graphs: HashMap<usize, Recording>,
+    graphs: HashMap<(usize, Asked), Recording>,
     max_blocks: usize,
     max_seqs: usize,
     eager: bool,
@@ -59,22 +64,24 @@ pub(super) struct DeviceRunner {
 }
 
 impl DeviceRunner {
-    /// For steps of at most `max_rows` rows of `max_seqs` sequences of `max_blocks` blocks.
+    /// For steps of at most `max_rows` rows of `max_seqs` sequences of `max_model_len` tokens, in blocks of `block_size`.
     pub fn new(
         vocab_size: usize,
         max_rows: usize,
         max_seqs: usize,
-        max_blocks: usize,
+        (max_model_len, block_size): (usize, usize),
         eager: bool,
         ex: &Exec,
     ) -> Result<Self> {
         let seqs = bucket(max_seqs).unwrap_or(max_seqs);
+        let max_blocks = max_model_len.div_ceil(block_size);
         let shape = Shape { rows: max_rows.max(seqs), sequences: seqs, max_blocks, logits: seqs };
         Ok(Self {
             step: DeviceStep::new(shape.words(), ex)?,
             logits: ex.zeros(DType::F32, &[seqs, vocab_size])?,
-            drawn: ex.zeros(DType::U32, &[2 * seqs])?,
-            read_back: [ex.pinned(2 * seqs)?, ex.pinned(2 * seqs)?],
+            drawing: Drawing::new(seqs, vocab_size, max_model_len),
+            drawn: ex.zeros(DType::U32, &[seqs * DRAWN_WORDS])?,
+            read_back: [ex.pinned(seqs * DRAWN_WORDS)?, ex.pinned(seqs * DRAWN_WORDS)?],
             turn: 0,
             last: Vec::new(),
             graphs: HashMap::new(),
@@ -91,28 +98,29 @@ impl DeviceRunner {
     }
 
     /// Whether the device can draw every token of a plan.
-    pub fn takes(&self, plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> bool {
-        let plain = |part: &Part| {
-            let Some(sequence) = sequences.get(&part.key) else { return false };
-            let (request, sampling) = (&sequence.request, &sequence.sampling);
-            let recorded = request.capture_routing || request.replay_routing.is_some();
-            let early = part.samples.is_some_and(|position| position < request.min_tokens);
-            !recorded && !early && sampling.is_plain() && !sequence.wants_prompt_logprobs()
-        };
-        plan.parts.len() <= self.max_seqs && plan.parts.iter().all(plain)
+    pub fn takes(&mut self, plan: &Plan, sequences: &HashMap<Key, &Sequence>, ex: &Exec) -> bool {
+        plan.parts.len() <= self.max_seqs && self.drawing.takes(plan, sequences, ex)
     }
 
     /// Starts a step; returns at once. Tokens that the plan says are fed come from the last step that was
-    /// launched here.
+    /// launched here; `before` is the result of the last step, if the host drew its tokens.
     pub fn launch(
         &mut self,
         model: &dyn CausalLm,
         kv: &mut KvCache,
         mut plan: Plan,
         sequences: &HashMap<Key, &Sequence>,
+        before: Option<&StepResult>,
         ex: &mut Exec,
     ) -> Result<InFlight> {
-        let (extras, keys) = self.extras(&mut plan, sequences)?;
+        let feed = self.feed(&mut plan)?;
+        let draws = self.drawing.draw(&plan, sequences, before, ex)?;
+        let (asked, keys) = (draws.asked, draws.keys);
+        if keys.len() != plan.step.num_logits() {
+            bail!("{} tokens to draw from {} rows of logits", keys.len(), plan.step.num_logits())
+        }
+        let listed: Vec<_> = draws.params.iter().map(|p| p.logprobs.map(|n| n as usize)).collect();
+        let extras = Extras { feed, sampling: draws.params };
         plan.step.check_vocab(model.info().vocab_size)?;
         let rows = plan.step.num_tokens();
         let bucket = bucket(rows).filter(|_| plan.step.one_row_each() && keys.len() == rows);
@@ -124,111 +132,127 @@ impl DeviceRunner {
         self.step.upload_padded(&plan.step, &extras, shape, ex)?;
         ex.step.padded = bucket.is_some();
         let launched = match bucket {
-            Some(rows) if !self.eager => self.replay(rows, shape, model, kv, ex),
-            _ => self.run(shape, model, kv, ex),
+            Some(rows) if !self.eager => self.replay((rows, asked), shape, model, kv, ex),
+            _ => self.run(shape, asked, model, kv, ex),
         };
         ex.step.padded = false;
         launched?;
         self.turn = 1 - self.turn;
-        ex.download(self.drawn.view().narrow(0, 2 * shape.logits)?, &mut self.read_back[self.turn])?;
+        let words = shape.logits * if asked.logprobs { DRAWN_WORDS } else { 2 };
+        ex.download(self.drawn.view().narrow(0, words)?, &mut self.read_back[self.turn])?;
         self.last.clone_from(&keys);
-        Ok(InFlight { parts: plan.parts, keys, padded: shape.logits, slot: self.turn })
+        let rows = keys.into_iter().zip(listed).collect();
+        Ok(InFlight { parts: plan.parts, rows, padded: shape.logits, slot: self.turn })
     }
 
     /// Waits for a step and reads its tokens.
     pub fn collect(&mut self, step: InFlight) -> Result<StepResult> {
         let words = self.read_back[step.slot].wait()?;
-        let drawn = |row: usize| match words[step.padded + row] {
-            0 => Ok(Sampled { token_id: words[row], logprobs: None }),
-            1 => Err(SamplingError::NotFinite { token_id: words[row], value: f32::NAN }),
-            _ => Err(SamplingError::Empty),
-        };
-        let sampled = step.keys.iter().enumerate().map(|(row, key)| (*key, drawn(row))).collect();
+        let vocab_size = self.logits.dims()[1];
+        let (drawn, logprobs) = words.split_at(2 * step.padded);
+        let mut sampled = HashMap::with_capacity(step.rows.len());
+        for (row, (key, listed)) in step.rows.into_iter().enumerate() {
+            let token_id = drawn[row];
+            let logprobs = || -> Result<_> {
+                let Some(n) = listed else { return Ok(Ok(None)) };
+                let row = SampleLogprobs::read(
+                    &logprobs[row * LOGPROB_WORDS..][..LOGPROB_WORDS],
+                    n.min(vocab_size),
+                )?;
+                Ok(device_logprobs(row, token_id).map(Some))
+            };
+            let result = match drawn[step.padded + row] {
+                0 => logprobs()?.map(|logprobs| Sampled { token_id, logprobs }),
+                1 => Err(SamplingError::NotFinite { token_id, value: f32::NAN }),
+                _ => Err(SamplingError::Empty),
+            };
+            sampled.insert(key, result);
+        }
         Ok(StepResult { parts: step.parts, sampled, ..StepResult::default() })
     }
 
-    /// Where each token comes from and how each is drawn; the keys of those that are drawn.
-    fn extras(&self, plan: &mut Plan, sequences: &HashMap<Key, &Sequence>) -> Result<(Extras, Vec<Key>)> {
-        let mut extras = Extras::none(&plan.step);
+    /// Per row of a plan: the row of the last step whose token it takes, u32::MAX if it has its own.
+    fn feed(&self, plan: &mut Plan) -> Result<Vec<u32>> {
+        let mut feed = vec![u32::MAX; plan.step.num_tokens()];
         for &(row, key) in &plan.fed {
             match self.last.iter().position(|k| *k == key) {
                 Some(at) => {
                     plan.step.set_token(row, 0);
-                    extras.feed[row] = at as u32;
+                    feed[row] = at as u32;
                 }
                 None => bail!("the token of row {row} was never sampled"),
             }
         }
-        let (mut sampling, mut keys) = (Vec::new(), Vec::new());
-        for part in &plan.parts {
-            let (Some(position), Some(sequence)) = (part.samples, sequences.get(&part.key)) else { continue };
-            let p = &sequence.sampling;
-            sampling.push(SampleParams {
-                temperature: p.temperature,
-                top_p: p.top_p,
-                min_p: p.min_p,
-                top_k: u32::try_from(p.top_k).unwrap_or(0),
-                seed: p.seed,
-                position: position as u64,
-            });
-            keys.push(part.key);
-        }
-        if keys.len() != plan.step.num_logits() {
-            bail!("{} tokens to draw from {} rows of logits", keys.len(), plan.step.num_logits())
-        }
-        extras.sampling = sampling;
-        Ok((extras, keys))
+        Ok(feed)
     }
 
     /// The launches of a step.
-    fn run(&mut self, shape: Shape, model: &dyn CausalLm, kv: &mut KvCache, ex: &mut Exec) -> Result<()> {
+    fn run(
+        &mut self,
+        shape: Shape,
+        asked: Asked,
+        model: &dyn CausalLm,
+        kv: &mut KvCache,
+        ex: &mut Exec,
+    ) -> Result<()> {
         let rows = shape.logits;
         self.step.feed(shape, self.drawn.view(), ex)?;
         let views = self.step.views(shape)?;
         model.forward(&views.step, kv, self.logits.view_mut().narrow(0, rows)?, None, ex)?;
-        let (tokens, rest) = self.drawn.view_mut().split_at(rows)?;
-        sample_into(self.logits.view().narrow(0, rows)?, views.sampling, tokens, rest.narrow(0, rows)?, ex)
+        let (mut tokens, rest) = self.drawn.view_mut().split_at(rows)?;
+        let (status, rest) = rest.split_at(rows)?;
+        let logits = self.logits.view().narrow(0, rows)?;
+        let slots = if asked.slots { self.drawing.slots() } else { None };
+        sample_into(logits, views.sampling, slots, tokens.reborrow(), status, ex)?;
+        if asked.logprobs {
+            let out = rest.narrow(0, rows * LOGPROB_WORDS)?.reshape(&[rows, LOGPROB_WORDS])?;
+            logprobs_into(logits, views.sampling, tokens.as_view(), out, ex)?;
+        }
+        Ok(())
     }
 
     /// The same, recorded the second time and replayed from then on.
     fn replay(
         &mut self,
-        bucket: usize,
+        variant: (usize, Asked),
         shape: Shape,
         model: &dyn CausalLm,
         kv: &mut KvCache,
         ex: &mut Exec,
     ) -> Result<()> {
-        match self.graphs.get_mut(&bucket) {
+        match self.graphs.get_mut(&variant) {
             Some(Recording::Ready(graph)) => {
                 self.replayed += 1;
                 return graph.launch();
             }
-            Some(Recording::Never) => return self.run(shape, model, kv, ex),
+            Some(Recording::Never) => return self.run(shape, variant.1, model, kv, ex),
             None => {
-                self.graphs.insert(bucket, Recording::Warm);
-                return self.run(shape, model, kv, ex);
+                self.graphs.insert(variant, Recording::Warm);
+                return self.run(shape, variant.1, model, kv, ex);
             }
             Some(Recording::Warm) => {}
         }
         let padded = ex.step.padded;
         let recorded = Graph::capture(ex, |ex| {
             ex.step.padded = padded;
-            self.run(shape, model, kv, ex)
+            self.run(shape, variant.1, model, kv, ex)
         });
         match recorded {
             Ok(mut graph) => {
                 graph.launch()?;
                 self.replayed += 1;
-                self.graphs.insert(bucket, Recording::Ready(graph));
+                self.graphs.insert(variant, Recording::Ready(graph));
                 Ok(())
             }
             Err(e) => {
                 if !self.graphs.values().any(|r| matches!(r, Recording::Never)) {
-                    warn!("decoding without CUDA graphs: a batch of {bucket} could not be recorded: {e}");
+                    warn!(
+                        "decoding without CUDA graphs: a batch of {} could not be recorded: {e}",
+                        variant.0
+                    );
                 }
-                self.graphs.insert(bucket, Recording::Never);
-                self.run(shape, model, kv, ex)
+                self.graphs.insert(variant, Recording::Never);
+                self.run(shape, variant.1, model, kv, ex)
             }
         }
     }

@@ -14,6 +14,8 @@ mod config;
 #[cfg(feature = "cuda")]
 mod device;
 mod dp;
+#[cfg(feature = "cuda")]
+mod drawing;
 mod finish;
 mod memory;
 mod remote;
@@ -21,6 +23,8 @@ mod request;
 mod runner;
 mod scheduler;
 mod sequence;
+#[cfg(any(test, feature = "cuda"))]
+mod slots;
 mod stats;
 mod text;
 
@@ -210,9 +214,6 @@ impl<'m> Engine<'m> {
     pub fn step(&mut self) -> Result<Vec<Output>> {
         self.end_late_requests()?;
         let mut outputs = std::mem::take(&mut self.ended);
-        if self.needs_history() {
-            self.collect(0, &mut outputs)?;
-        }
         let plan = self.scheduler.schedule().context("scheduling a step")?;
         let keep = match plan {
             Some(plan) => {
@@ -262,12 +263,6 @@ impl<'m> Engine<'m> {
     /// Expert counts of the last collected step, if they are collected.
     pub fn take_step_heat(&mut self) -> Option<StepHeat> {
         self.step_heat.take()
-    }
-
-    /// Whether some running request's next token depends on its last ones beyond the model, so that
-    /// they must be known on the host.
-    fn needs_history(&self) -> bool {
-        self.runner.in_flight() > 0 && self.scheduler.running.iter().any(|s| s.request.needs_history())
     }
 
     /// Collects steps until only `keep` are under way.

@@ -78,15 +78,6 @@ impl Request {
         let eos: &[u32] = if self.ignore_eos { &[] } else { &self.eos_token_ids };
         eos.iter().chain(&self.stop_token_ids).copied()
     }
-
-    /// Whether the next token depends on which tokens came before, beyond the model.
-    pub(super) fn needs_history(&self) -> bool {
-        let s = &self.sampling;
-        s.repetition_penalty != 1.0
-            || s.presence_penalty != 0.0
-            || s.frequency_penalty != 0.0
-            || !s.bad_words.is_empty()
-    }
 }
 
 /// Why a request was not taken.

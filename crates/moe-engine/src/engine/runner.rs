@@ -5,6 +5,7 @@
 //! step before is fed to it here, or on a CUDA device stays there; the host then always works one
 //! step behind. Results do not depend on `ahead`.
 
+use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 
 use candle_core::{Result, bail};
@@ -151,32 +152,37 @@ impl<'m> Runner<'m> {
     pub fn launch(&mut self, mut plan: Plan, sequences: &[Sequence]) -> Result<()> {
         let sequences: HashMap<Key, &Sequence> = sequences.iter().map(|s| (s.key, s)).collect();
         #[cfg(feature = "cuda")]
-        if let Some(device) = self.device.as_mut().filter(|device| {
-            !self.collect_heat && self.force_balance.is_none() && device.takes(&plan, &sequences)
-        }) {
+        if let Some(device) = &mut self.device
+            && !self.collect_heat
+            && self.force_balance.is_none()
+            && device.takes(&plan, &sequences, &self.ex)
+        {
             self.steps += 1;
-            if let Some(Launched::Done(result)) = self.results.back() {
+            let before = match self.results.back() {
+                Some(Launched::Done(result)) => Some(result),
+                _ => None,
+            };
+            if let Some(result) = before {
                 feed(&mut plan, result)?;
             }
-            let launched = device.launch(self.model, &mut self.kv, plan, &sequences, &mut self.ex)?;
+            let launched = device.launch(self.model, &mut self.kv, plan, &sequences, before, &mut self.ex)?;
             self.results.push_back(Launched::OnDevice(launched));
             return Ok(());
         }
-        if let Some(last) = self.results.pop_back() {
-            let result = self.finish(last)?;
-            feed(&mut plan, &result)?;
-            self.results.push_back(Launched::Done(result));
+        let before = self.results.pop_back().map(|last| self.finish(last)).transpose()?;
+        if let Some(result) = &before {
+            feed(&mut plan, result)?;
         }
         self.prepare(&plan, &sequences)?;
         let logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut self.ex)?;
         let mut logits = HostLogits::new(logits, &self.ex)?;
         let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.view_mut().cpu_mut::<f32>()?);
         let span = trace_span!("sample", rows = plan.parts.iter().filter(|p| p.samples.is_some()).count());
-        let sampled = span.in_scope(|| self.sample(&plan, &sequences, logits.view_mut()))?;
+        let sampled = span.in_scope(|| self.sample(&plan, &sequences, before.as_ref(), logits.view_mut()))?;
         let context = &mut self.ex.step;
         let (routed, heat) = (context.capture.take(), context.heat.take());
         let result = StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, heat };
-        self.results.push_back(Launched::Done(result));
+        self.results.extend(before.into_iter().chain([result]).map(Launched::Done));
         Ok(())
     }
 
@@ -258,34 +264,35 @@ impl<'m> Runner<'m> {
         found
     }
 
-    /// Samples a token for each part that ends its sequence.
+    /// Samples a token for each part that ends its sequence. `before` holds the tokens that are not collected yet.
     fn sample(
         &self,
         plan: &Plan,
         sequences: &HashMap<Key, &Sequence>,
+        before: Option<&StepResult>,
         mut logits: ViewMut,
     ) -> Result<HashMap<Key, std::result::Result<Sampled, SamplingError>>> {
         let vocab = self.model.info().vocab_size;
         let mut keys = Vec::new();
-        let mut rows = Vec::new();
         let mut wanted = Vec::new();
-        let mut banned: Vec<Vec<u32>> = Vec::new();
+        // What each row knows beyond its request: ids that are excluded now, and the output so far.
+        let mut known: Vec<(Vec<u32>, Cow<[u32]>)> = Vec::new();
         for (s, part) in plan.parts.iter().enumerate() {
             let (Some(position), Some(sequence)) = (part.samples, sequences.get(&part.key)) else { continue };
-            keys.push((part.key, *sequence, position));
+            keys.push((part.key, *sequence));
             wanted.push(plan.step.logits_range(s).end - 1);
             let too_early = position < sequence.request.min_tokens;
-            banned.push(if too_early { sequence.request.stop_ids().collect() } else { Vec::new() });
+            let banned = if too_early { sequence.request.stop_ids().collect() } else { Vec::new() };
+            known.push((banned, sequence.output(position, before)?));
         }
-        for ((_, sequence, position), banned) in keys.iter().zip(&banned) {
-            let end = sequence.prompt_len() + position;
-            rows.push(SampleRow {
+        let rows: Vec<SampleRow> = (keys.iter().zip(&known))
+            .map(|((_, sequence), (banned, output))| SampleRow {
                 params: &sequence.sampling,
                 prompt: &sequence.request.prompt,
-                output: &sequence.tokens[sequence.prompt_len()..end],
+                output,
                 banned,
-            });
-        }
+            })
+            .collect();
         let sampled = if wanted.len() == plan.step.num_logits() {
             sample_rows(logits, &rows, &self.ex)?
         } else {

@@ -1,14 +1,17 @@
 //! One choice of a request: its tokens, and how far they are computed.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
 
+use candle_core::{Result, bail};
 use model_runtime::sampling::TokenLogprobs;
 use model_runtime::{
     BlockAllocator, LogitsRows, PrefixId, RoutedExperts, SamplingParams, SequenceBlocks, SequenceStep,
 };
 
 use super::request::Request;
+use super::runner::StepResult;
 use super::text::TextOutput;
 
 /// The id of a token that is sampled but not known to the host yet.
@@ -57,6 +60,24 @@ impl Sequence {
     /// Tokens generated, in flight or known.
     pub fn generated(&self) -> usize {
         self.tokens.len() - self.prompt_len()
+    }
+
+    /// What it has generated before an output position. The last token may be one that the step before has drawn and
+    /// that nobody has collected yet: it is in `before`. A token that could not be drawn counts as 0, as it is fed.
+    pub fn output(&self, position: usize, before: Option<&StepResult>) -> Result<Cow<'_, [u32]>> {
+        let prompt = self.prompt_len();
+        let output = &self.tokens[prompt..prompt + position];
+        let known = output.iter().take_while(|id| **id != IN_FLIGHT).count();
+        if known == position {
+            return Ok(Cow::Borrowed(output));
+        }
+        match before.and_then(|result| result.sampled.get(&self.key)) {
+            Some(drawn) if known + 1 == position => {
+                let last = drawn.as_ref().map_or(0, |sampled| sampled.token_id);
+                Ok(Cow::Owned([&output[..known], &[last]].concat()))
+            }
+            _ => bail!("output tokens {known} to {position} of sequence {:?} are still in flight", self.key),
+        }
     }
 
     /// Whether its tokens must come from the model, not from the prefix cache: somebody wants to see
@@ -120,7 +141,7 @@ impl Sequence {
         root: PrefixId,
         block_size: usize,
         allocator: &mut BlockAllocator,
-    ) -> candle_core::Result<()> {
+    ) -> Result<()> {
         let known = self.computed.min(self.tokens.len() - self.in_flight);
         while (self.chain.len() + 1) * block_size <= known {
             let (i, parent) = (self.chain.len(), self.chain.last().copied().unwrap_or(root));
@@ -132,7 +153,7 @@ impl Sequence {
     }
 
     /// Gives its blocks back; what was computed must be computed again.
-    pub fn release(&mut self, allocator: &mut BlockAllocator) -> candle_core::Result<()> {
+    pub fn release(&mut self, allocator: &mut BlockAllocator) -> Result<()> {
         self.blocks.release(allocator)?;
         self.chain.clear();
         self.computed = 0;

@@ -6,6 +6,7 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
+use super::counts;
 use crate::element::{CudaVec, cuda_address};
 use crate::storage::DeviceSlice;
 
@@ -22,6 +23,7 @@ impl DeviceMemory {
     /// `len` zeros. An error if the device has not that much memory left.
     pub(crate) fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<Self> {
         let bytes = len.saturating_mul(dtype.size_in_bytes());
+        counts::allocation();
         // An empty allocation is refused by the driver.
         let data = match CudaVec::zeros(device, dtype, len.max(1)) {
             Ok(Some(data)) => data,
@@ -69,6 +71,7 @@ pub struct PinnedWords {
 
 impl PinnedWords {
     pub(super) fn new(stream: &Arc<CudaStream>, len: usize) -> Result<Self> {
+        counts::allocation();
         // SAFETY: any bits are a u32, and the words are set before anybody sees them.
         let mut words = unsafe { stream.context().alloc_pinned_with_flags::<u32>(len.max(1), 0) }.w()?;
         words.as_mut_slice().w()?.fill(0);
@@ -77,7 +80,10 @@ impl PinnedWords {
 
     /// The words, after the last copy has ended.
     pub fn wait(&mut self) -> Result<&mut [u32]> {
-        self.copied.synchronize().w()?;
+        if !self.copied.try_is_complete().w()? {
+            counts::wait();
+            self.copied.synchronize().w()?;
+        }
         self.words.as_mut_slice().w()
     }
 

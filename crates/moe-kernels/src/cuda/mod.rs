@@ -13,6 +13,7 @@
 pub(crate) mod any;
 pub(crate) mod attention;
 mod blas;
+mod counts;
 mod experts;
 pub(crate) mod ffi;
 mod graph;
@@ -20,6 +21,7 @@ pub(crate) mod linear;
 mod memory;
 mod router;
 pub(crate) mod rows;
+mod sampling;
 mod small;
 mod step;
 mod stream;
@@ -30,18 +32,20 @@ use crate::storage::Data;
 use crate::view::View;
 
 pub use any::{Choice, Route, RouteOut, route_into};
+pub use counts::{DeviceCalls, device_calls};
 pub use experts::{FusedExperts, fused_experts_into};
 pub use graph::Graph;
 pub use memory::PinnedWords;
 pub(crate) use memory::{DeviceMemory, storage_slice};
 pub use router::{Gate, GateScoring, gate_route_fits, gate_route_into};
+pub use sampling::{
+    LOGPROB_WORDS, MAX_EDITS, MAX_LOGPROBS, SAMPLE_WORDS, SampleLogprobs, SampleParams, SampleSlots,
+    SlotReset, logprobs_into, reset_slots_into, sample_into,
+};
 pub use small::{
     PreNorm, linear_add_into, norm_experts_add_into, norm_linear_into, small_experts_fit, small_linear_fits,
 };
-pub use step::{
-    RopeFrequencies, SAMPLE_WORDS, SampleParams, feed_tokens_into, fill_random_into, rope_rows_into,
-    sample_into,
-};
+pub use step::{RopeFrequencies, feed_tokens_into, fill_random_into, rope_rows_into};
 pub(crate) use stream::CudaExec;
 
 /// A CUDA device with a stream of its own, on which everything runs: candle's default stream is another

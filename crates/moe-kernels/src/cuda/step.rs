@@ -1,10 +1,9 @@
-//! What a step needs on CUDA besides its layers: rotary angles, fed tokens, sampling; and random
-//! weights.
+//! What a step needs on CUDA besides its layers and sampling: rotary angles, fed tokens; and random weights.
 
 use candle_core::{DType, Result, bail};
 
 use super::{ffi, small};
-use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::door::{expect_dims, expect_dtype};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -91,64 +90,6 @@ pub fn feed_tokens_into(
     // SAFETY: dims and dtypes are checked above; the indices are the caller's promise.
     let code =
         unsafe { ffi::moe_feed_tokens(from, sampled, ids, valid, kept, small(op, rows)?, cuda.raw()?) };
-    cuda.check(op, code)
-}
-
-/// Words of a row of [`sample_into`]'s parameters.
-pub const SAMPLE_WORDS: usize = 8;
-
-/// The parameters of a row of [`sample_into`].
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SampleParams {
-    /// 0 (below 1e-5) is greedy.
-    pub temperature: f32,
-    /// 1 keeps all.
-    pub top_p: f32,
-    /// 0 keeps all.
-    pub min_p: f32,
-    /// 0 keeps all.
-    pub top_k: u32,
-    /// Key of the random bits.
-    pub seed: u64,
-    /// Counter of the random bits: the output position; u64::MAX draws nothing (padding).
-    pub position: u64,
-}
-
-impl SampleParams {
-    /// The row as the kernel reads it.
-    pub fn words(&self) -> [u32; SAMPLE_WORDS] {
-        let halves = |x: u64| [x as u32, (x >> 32) as u32];
-        let ([s0, s1], [p0, p1]) = (halves(self.seed), halves(self.position));
-        let floats = [self.temperature, self.top_p, self.min_p].map(f32::to_bits);
-        [floats[0], floats[1], floats[2], self.top_k, s0, s1, p0, p1]
-    }
-}
-
-/// Draws a token per row: `tokens` \[R\] u32 from `logits` [R, V] f32 with `params` [R, 8] u32
-/// ([`SampleParams::words`]). `status` \[R\] u32: 0 = drawn, 1 = a logit is NaN or +inf (the token is
-/// the first such), 2 = every logit is -inf. The same tokens as on the CPU.
-pub fn sample_into(
-    logits: View,
-    params: View,
-    mut tokens: ViewMut,
-    mut status: ViewMut,
-    ex: &Exec,
-) -> Result<()> {
-    let (op, cuda) = ("sample", ex.cuda("sample")?);
-    let (rows, vocab) = expect_matrix(op, "logits", &logits)?;
-    expect_dtype(op, "logits", &logits, DType::F32)?;
-    expect_dims(op, "params", &params, &[rows, SAMPLE_WORDS])?;
-    expect_dtype(op, "params", &params, DType::U32)?;
-    for (name, out) in [("tokens", &tokens), ("status", &status)] {
-        expect_dtype(op, name, out, DType::U32)?;
-        expect_dims(op, name, out, &[rows])?;
-    }
-    let (logits, params) = (cuda.read(op, "logits", logits)?, cuda.read(op, "params", params)?);
-    let tokens = cuda.write(op, "tokens", &mut tokens)?;
-    let status = cuda.write(op, "status", &mut status)?;
-    let (rows, vocab) = (small(op, rows)?, small(op, vocab)?);
-    // SAFETY: dims and dtypes are checked above.
-    let code = unsafe { ffi::moe_sample(logits, params, rows, vocab, tokens, status, cuda.raw()?) };
     cuda.check(op, code)
 }
 

@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaStream, result, sys};
 use candle_core::cuda_backend::{DeviceId, WrapErr};
 use candle_core::{CudaDevice, DType, Device, Result, bail};
 
-use super::{PinnedWords, ffi};
+use super::{PinnedWords, counts, ffi};
 use crate::buffer::Buffer;
 use crate::element::with_element;
 use crate::storage::Data;
@@ -122,6 +122,7 @@ impl CudaExec {
 
     /// Blocks until everything on the stream has ended.
     pub(crate) fn synchronize(&self) -> Result<()> {
+        counts::synchronization();
         self.stream.synchronize().w()
     }
 

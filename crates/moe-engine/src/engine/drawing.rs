@@ -1,0 +1,204 @@
+//! How a CUDA device draws the tokens of a step: which requests it can draw for, the parameters of each row, and the
+//! slots of those whose logits depend on more than the model.
+
+use std::collections::HashMap;
+
+use candle_core::{Result, bail};
+use model_runtime::cuda::{MAX_EDITS, MAX_LOGPROBS, SampleParams, SampleSlots, SlotReset};
+use model_runtime::device_slots::DeviceSlots;
+use model_runtime::sampling::LogitEdits;
+use model_runtime::{Exec, SamplingParams};
+use tracing::{info, warn};
+
+use super::runner::StepResult;
+use super::scheduler::{Part, Plan};
+use super::sequence::{Key, Sequence};
+use super::slots::{Assigned, Slots};
+
+/// The memory of the slots, which is taken when a request first needs one.
+enum Memory {
+    None,
+    Ready(Box<DeviceSlots>),
+    /// The device has no room: the host draws.
+    Refused,
+}
+
+/// What the rows of a step ask for: each combination is a graph of its own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(super) struct Asked {
+    pub slots: bool,
+    pub logprobs: bool,
+}
+
+pub(super) struct Drawing {
+    memory: Memory,
+    slots: Slots,
+    num_slots: usize,
+    vocab_size: usize,
+    max_model_len: usize,
+}
+
+/// The rows of a step that draw a token.
+pub(super) struct Draws {
+    pub params: Vec<SampleParams>,
+    pub keys: Vec<Key>,
+    pub asked: Asked,
+}
+
+impl Drawing {
+    /// For steps of at most `num_slots` sequences of at most `max_model_len` tokens.
+    pub fn new(num_slots: usize, vocab_size: usize, max_model_len: usize) -> Self {
+        Self { memory: Memory::None, slots: Slots::new(num_slots), num_slots, vocab_size, max_model_len }
+    }
+
+    /// The slots for the sampling kernel; `None` before the first request that needs one.
+    pub fn slots(&mut self) -> Option<SampleSlots<'_>> {
+        match &mut self.memory {
+            Memory::Ready(slots) => Some(slots.views()),
+            _ => None,
+        }
+    }
+
+    /// Whether the device can draw every token of a plan. Makes the slots if they are needed first here: between
+    /// steps, so that none allocates.
+    pub fn takes(&mut self, plan: &Plan, sequences: &HashMap<Key, &Sequence>, ex: &Exec) -> bool {
+        let known = |part: &Part| sequences.get(&part.key).map(|sequence| (*sequence, part.samples));
+        let parts: Option<Vec<_>> = plan.parts.iter().map(known).collect();
+        let Some(parts) = parts.filter(|parts| parts.iter().all(|(s, position)| self.draws(s, *position)))
+        else {
+            return false;
+        };
+        let mut draws = parts.iter().filter_map(|(s, position)| Some((s, (*position)?)));
+        !draws.any(|(s, position)| needs_slot(s, position)) || self.has_memory(ex)
+    }
+
+    /// Whether the device can draw what a sequence asks for.
+    fn draws(&self, sequence: &Sequence, position: Option<usize>) -> bool {
+        let (request, p) = (&sequence.request, &sequence.sampling);
+        let watched =
+            request.capture_routing || request.replay_routing.is_some() || sequence.wants_prompt_logprobs();
+        let listed = p.logprobs.is_none_or(|n| n.min(self.vocab_size) <= MAX_LOGPROBS);
+        let few = num_edits(sequence) <= MAX_EDITS;
+        let one_by_one = p.allowed_token_ids.is_none() && p.bad_words.iter().all(|word| word.len() == 1);
+        !watched && (position.is_none() || listed && few && one_by_one)
+    }
+
+    fn has_memory(&mut self, ex: &Exec) -> bool {
+        if let Memory::None = self.memory {
+            self.memory = match DeviceSlots::new(self.num_slots, self.vocab_size, self.max_model_len, ex) {
+                Ok(slots) => {
+                    info!(
+                        "{} bytes on the device for penalties and logit bias of {} sequences",
+                        slots.bytes(),
+                        self.num_slots
+                    );
+                    Memory::Ready(Box::new(slots))
+                }
+                Err(e) => {
+                    warn!(
+                        "steps with penalties or logit bias go to the host: {e}; a lower --max-num-seqs needs less"
+                    );
+                    Memory::Refused
+                }
+            };
+        }
+        matches!(self.memory, Memory::Ready(_))
+    }
+
+    /// How each token of a plan is drawn. Slots that are stale are rebuilt; `before` holds the tokens of the step
+    /// before, if the host drew them.
+    pub fn draw(
+        &mut self,
+        plan: &Plan,
+        sequences: &HashMap<Key, &Sequence>,
+        before: Option<&StepResult>,
+        ex: &Exec,
+    ) -> Result<Draws> {
+        let drawn = |part: &Part| Some((*sequences.get(&part.key)?, part.samples?));
+        let draws: Vec<(&Sequence, usize)> = plan.parts.iter().filter_map(drawn).collect();
+        let mut params: Vec<SampleParams> =
+            draws.iter().map(|(s, position)| row(&s.sampling, *position)).collect();
+        let with_slot: Vec<usize> =
+            (0..draws.len()).filter(|&i| needs_slot(draws[i].0, draws[i].1)).collect();
+        let wanted: Vec<(Key, usize)> = with_slot.iter().map(|&i| (draws[i].0.key, draws[i].1)).collect();
+        let Some(assigned) = self.slots.assign(&wanted) else {
+            bail!("{} sequences need a slot, and there are {}", wanted.len(), self.num_slots)
+        };
+        let mut stale = Vec::new();
+        for (&i, Assigned { slot, stale: is_stale }) in with_slot.iter().zip(assigned) {
+            let (sequence, position) = draws[i];
+            let bans = num_bans(sequence);
+            let p = &sequence.sampling;
+            params[i].penalties = [p.repetition_penalty, p.frequency_penalty, p.presence_penalty];
+            params[i].slot = slot as u32;
+            let early = if position < sequence.request.min_tokens { bans } else { 0 };
+            params[i].edits = [early, bans, num_edits(sequence) - bans].map(|n| n as u32);
+            if is_stale {
+                stale.push((slot as u32, sequence, position));
+            }
+        }
+        self.rebuild(&stale, before, ex)?;
+        let asked =
+            Asked { slots: !wanted.is_empty(), logprobs: params.iter().any(|p| p.logprobs.is_some()) };
+        Ok(Draws { params, keys: draws.iter().map(|(s, _)| s.key).collect(), asked })
+    }
+
+    fn rebuild(
+        &mut self,
+        stale: &[(u32, &Sequence, usize)],
+        before: Option<&StepResult>,
+        ex: &Exec,
+    ) -> Result<()> {
+        let Memory::Ready(memory) = &mut self.memory else { return Ok(()) };
+        let mut edits = Vec::new();
+        let mut outputs = Vec::new();
+        for (_, sequence, position) in stale {
+            edits.push(LogitEdits::new(&sequence.sampling, bans(sequence)).unwrap_or_default());
+            outputs.push(sequence.output(*position, before)?);
+        }
+        let resets: Vec<SlotReset> = (stale.iter().zip(&edits).zip(&outputs))
+            .map(|(((slot, sequence, _), edits), output)| SlotReset {
+                slot: *slot,
+                prompt: &sequence.request.prompt,
+                output,
+                edits: &edits.list,
+            })
+            .collect();
+        memory.reset(&resets, ex)
+    }
+}
+
+/// The parameters of a row without a slot.
+fn row(p: &SamplingParams, position: usize) -> SampleParams {
+    SampleParams {
+        temperature: p.temperature,
+        top_p: p.top_p,
+        min_p: p.min_p,
+        top_k: u32::try_from(p.top_k).unwrap_or(0),
+        seed: p.seed,
+        position: position as u64,
+        logprobs: p.logprobs.map(|n| n.min(MAX_LOGPROBS) as u32),
+        ..SampleParams::PADDING
+    }
+}
+
+/// Ids that are excluded until the minimum of tokens.
+fn bans(sequence: &Sequence) -> impl Iterator<Item = u32> + '_ {
+    sequence.request.stop_ids().filter(|_| sequence.request.min_tokens > 0)
+}
+
+fn num_bans(sequence: &Sequence) -> usize {
+    bans(sequence).count()
+}
+
+/// Length of the sequence's [`LogitEdits::list`].
+fn num_edits(sequence: &Sequence) -> usize {
+    num_bans(sequence) + sequence.sampling.bad_words.len() + sequence.sampling.logit_bias.len()
+}
+
+/// Whether the token of an output position depends on more than the logits and the row's own parameters.
+fn needs_slot(sequence: &Sequence, position: usize) -> bool {
+    let bans = num_bans(sequence);
+    let early = bans > 0 && position < sequence.request.min_tokens;
+    sequence.sampling.has_penalties() || early || num_edits(sequence) > bans
+}

@@ -1,0 +1,104 @@
+//! Which slot of a device holds what a sequence's tokens so far mean for its next one, and whether it is up to date.
+//!
+//! A slot is up to date if it has counted as many tokens as its sequence has: the device counts what it draws. It is
+//! not for a sequence that is new, that lost its slot while it was preempted, or whose tokens were drawn by the host;
+//! then it is rebuilt from the sequence's tokens. Nobody gives slots back: one whose sequence has not run for longest
+//! is taken. There are as many as sequences run at once, so a sequence that runs in every step keeps its slot.
+
+use super::sequence::Key;
+
+#[derive(Clone, Default)]
+struct Slot {
+    owner: Option<Key>,
+    /// Output tokens that it will have counted after the steps launched so far.
+    counted: usize,
+    /// The last step that used it.
+    step: u64,
+}
+
+/// A sequence's slot in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Assigned {
+    pub slot: usize,
+    /// Whether the slot does not hold the sequence's tokens.
+    pub stale: bool,
+}
+
+pub(super) struct Slots {
+    slots: Vec<Slot>,
+    step: u64,
+}
+
+impl Slots {
+    pub fn new(count: usize) -> Self {
+        Self { slots: vec![Slot::default(); count], step: 0 }
+    }
+
+    /// The slots of the sequences of a step that draw the tokens of these output positions; `None` if there are more
+    /// sequences than slots.
+    pub fn assign(&mut self, draws: &[(Key, usize)]) -> Option<Vec<Assigned>> {
+        self.step += 1;
+        // First those that have one, so that no other takes it.
+        let kept: Vec<Option<usize>> = draws.iter().map(|(key, _)| self.touch(*key)).collect();
+        draws.iter().zip(kept).map(|(&(key, position), kept)| self.use_slot(key, position, kept)).collect()
+    }
+
+    fn touch(&mut self, key: Key) -> Option<usize> {
+        let at = self.slots.iter().position(|slot| slot.owner == Some(key))?;
+        self.slots[at].step = self.step;
+        Some(at)
+    }
+
+    fn use_slot(&mut self, key: Key, position: usize, kept: Option<usize>) -> Option<Assigned> {
+        let idle = || {
+            let idle = self.slots.iter().enumerate().filter(|(_, slot)| slot.step < self.step);
+            idle.min_by_key(|(_, slot)| slot.step).map(|(at, _)| at)
+        };
+        let at = kept.or_else(idle)?;
+        let slot = &mut self.slots[at];
+        let stale = kept.is_none() || slot.counted != position;
+        *slot = Slot { owner: Some(key), counted: position + 1, step: self.step };
+        Some(Assigned { slot: at, stale })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn assign(slots: &mut Slots, draws: &[(u64, usize)]) -> Vec<(usize, bool)> {
+        let draws: Vec<(Key, usize)> = draws.iter().map(|&(id, position)| ((id, 0), position)).collect();
+        slots.assign(&draws).unwrap().into_iter().map(|a| (a.slot, a.stale)).collect()
+    }
+
+    #[test]
+    fn a_running_sequence_keeps_its_slot_and_counts() {
+        let mut slots = Slots::new(3);
+        assert_eq!(assign(&mut slots, &[(7, 0), (8, 0)]), [(0, true), (1, true)]);
+        assert_eq!(assign(&mut slots, &[(8, 1), (7, 1)]), [(1, false), (0, false)]);
+        // The host drew position 2 of sequence 7.
+        assert_eq!(assign(&mut slots, &[(7, 3), (8, 2)]), [(0, true), (1, false)]);
+    }
+
+    #[test]
+    fn the_slot_that_rested_longest_is_taken() {
+        let mut slots = Slots::new(2);
+        assert_eq!(assign(&mut slots, &[(1, 0), (2, 0)]), [(0, true), (1, true)]);
+        assert_eq!(assign(&mut slots, &[(2, 1)]), [(1, false)]);
+        // A new one comes first in the step and must not take the slot of one that follows.
+        assert_eq!(assign(&mut slots, &[(3, 0), (2, 2)]), [(0, true), (1, false)]);
+        // Sequence 1 was preempted and resumes: its counts are gone.
+        assert_eq!(assign(&mut slots, &[(1, 1), (3, 1)]), [(1, true), (0, false)]);
+        assert!(slots.assign(&[((4, 0), 0), ((5, 0), 0), ((6, 0), 0)]).is_none());
+    }
+
+    #[test]
+    fn a_preempted_sequence_whose_slot_nobody_took_goes_on() {
+        let mut slots = Slots::new(2);
+        assert_eq!(assign(&mut slots, &[(1, 0), (2, 0)]), [(0, true), (1, true)]);
+        assert_eq!(assign(&mut slots, &[(2, 1)]), [(1, false)]);
+        assert_eq!(assign(&mut slots, &[(2, 2), (1, 1)]), [(1, false), (0, false)]);
+        // Choices of one request are different sequences.
+        assert_eq!(slots.assign(&[((1, 1), 1)]), Some(vec![Assigned { slot: 0, stale: true }]));
+    }
+}

@@ -1,0 +1,290 @@
+//! Drawing tokens on CUDA: sampling with penalties and edits of single logits, what log-probabilities
+//! need, and the slots that hold what a sequence's tokens so far mean for its next one.
+
+use candle_core::{DType, Result, bail};
+
+use super::{ffi, small};
+use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+
+/// Words of a row of [`sample_into`]'s parameters.
+pub const SAMPLE_WORDS: usize = 16;
+/// Most edits of a slot.
+pub const MAX_EDITS: usize = 1024;
+/// Most likeliest tokens that [`logprobs_into`] lists.
+pub const MAX_LOGPROBS: usize = 32;
+/// Words of a row of [`logprobs_into`]'s result.
+pub const LOGPROB_WORDS: usize = LOGPROB_HEADER + 2 * MAX_LOGPROBS;
+const LOGPROB_HEADER: usize = 8;
+/// Words of an entry of [`reset_slots_into`].
+const RESET_WORDS: usize = 8;
+
+/// The parameters of a row of [`sample_into`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SampleParams {
+    /// 0 (below 1e-5) is greedy.
+    pub temperature: f32,
+    /// 1 keeps all.
+    pub top_p: f32,
+    /// 0 keeps all.
+    pub min_p: f32,
+    /// 0 keeps all.
+    pub top_k: u32,
+    /// Key of the random bits.
+    pub seed: u64,
+    /// Counter of the random bits: the output position; u64::MAX draws nothing (padding).
+    pub position: u64,
+    /// Repetition, frequency and presence penalty; 1, 0, 0 change nothing.
+    pub penalties: [f32; 3],
+    /// Its slot; u32::MAX = none, then neither penalties nor edits.
+    pub slot: u32,
+    /// How many of the slot's first edits are made, then how many from which one on.
+    pub edits: [u32; 3],
+    /// Likeliest tokens to list, at most [`MAX_LOGPROBS`]; `None` asks for no log-probabilities.
+    pub logprobs: Option<u32>,
+}
+
+impl SampleParams {
+    /// A row that draws nothing.
+    pub const PADDING: Self = Self {
+        temperature: 0.,
+        top_p: 1.,
+        min_p: 0.,
+        top_k: 0,
+        seed: 0,
+        position: u64::MAX,
+        penalties: [1., 0., 0.],
+        slot: u32::MAX,
+        edits: [0; 3],
+        logprobs: None,
+    };
+
+    /// The row as the kernel reads it.
+    pub fn words(&self) -> [u32; SAMPLE_WORDS] {
+        let halves = |x: u64| [x as u32, (x >> 32) as u32];
+        let ([s0, s1], [p0, p1]) = (halves(self.seed), halves(self.position));
+        let [t, top_p, min_p] = [self.temperature, self.top_p, self.min_p].map(f32::to_bits);
+        let [repetition, frequency, presence] = self.penalties.map(f32::to_bits);
+        let [bans, from, count] = self.edits;
+        let logprobs = self.logprobs.map_or(0, |n| n + 1);
+        [
+            t, top_p, min_p, self.top_k, s0, s1, p0, p1, repetition, frequency, presence, self.slot, bans,
+            count, from, logprobs,
+        ]
+    }
+}
+
+/// What slots hold, for the kernels.
+#[derive(Debug)]
+pub struct SampleSlots<'a> {
+    /// How often each token occurred, [S, V] u32: bit 31 for the prompt, the others count it in the output.
+    pub uses: ViewMut<'a>,
+    /// Edits of single logits, [S, [`MAX_EDITS`], 2] u32: an id and the bits of a bias; -inf excludes it. The
+    /// edits of one id follow each other.
+    pub edits: ViewMut<'a>,
+}
+
+impl SampleSlots<'_> {
+    fn check(&self, op: &str, vocab: usize) -> Result<()> {
+        let (slots, _) = expect_matrix(op, "uses", &self.uses)?;
+        expect_dims(op, "uses", &self.uses, &[slots, vocab])?;
+        expect_dims(op, "edits", &self.edits, &[slots, MAX_EDITS, 2])?;
+        expect_dtype(op, "uses", &self.uses, DType::U32)?;
+        expect_dtype(op, "edits", &self.edits, DType::U32)
+    }
+}
+
+/// Draws a token per row: `tokens` \[R\] u32 from `logits` [R, V] f32 with `params` [R, 16] u32
+/// ([`SampleParams::words`]). `status` \[R\] u32: 0 = drawn, 1 = a logit is NaN or +inf (the token is
+/// the first such), 2 = every logit is -inf. The same tokens as on the CPU; the logits stay as they are.
+///
+/// A row that names a slot reads `slots` and counts its token there. Slots that rows name exist, and no two
+/// rows name the same.
+pub fn sample_into(
+    logits: View,
+    params: View,
+    slots: Option<SampleSlots>,
+    mut tokens: ViewMut,
+    mut status: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    let (op, cuda) = ("sample", ex.cuda("sample")?);
+    let (rows, vocab) = expect_matrix(op, "logits", &logits)?;
+    expect_dtype(op, "logits", &logits, DType::F32)?;
+    expect_dims(op, "params", &params, &[rows, SAMPLE_WORDS])?;
+    expect_dtype(op, "params", &params, DType::U32)?;
+    for (name, out) in [("tokens", &tokens), ("status", &status)] {
+        expect_dtype(op, name, out, DType::U32)?;
+        expect_dims(op, name, out, &[rows])?;
+    }
+    let (mut uses, mut edits) = (std::ptr::null_mut(), std::ptr::null());
+    if let Some(mut slots) = slots {
+        slots.check(op, vocab)?;
+        uses = cuda.write(op, "uses", &mut slots.uses)?;
+        edits = cuda.read(op, "edits", slots.edits.as_view())?;
+    }
+    let (logits, params) = (cuda.read(op, "logits", logits)?, cuda.read(op, "params", params)?);
+    let tokens = cuda.write(op, "tokens", &mut tokens)?;
+    let status = cuda.write(op, "status", &mut status)?;
+    let (rows, vocab) = (small(op, rows)?, small(op, vocab)?);
+    // SAFETY: dims and dtypes are checked above; which slots rows name is the caller's promise.
+    let code =
+        unsafe { ffi::moe_sample(logits, params, uses, edits, rows, vocab, tokens, status, cuda.raw()?) };
+    cuda.check(op, code)
+}
+
+/// A slot that gets the tokens of another sequence, or those that it does not know yet.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SlotReset<'a> {
+    /// The slot.
+    pub slot: u32,
+    /// The prompt.
+    pub prompt: &'a [u32],
+    /// What was generated so far.
+    pub output: &'a [u32],
+    /// At most [`MAX_EDITS`] ids and biases, -inf to exclude; those of one id follow each other.
+    pub edits: &'a [(u32, f32)],
+}
+
+impl SlotReset<'_> {
+    /// Words that it takes in the array of [`reset_slots_into`].
+    pub fn words(&self) -> usize {
+        RESET_WORDS + self.prompt.len() + self.output.len() + 2 * self.edits.len()
+    }
+
+    /// The array of several resets; fails if it is longer than `words`.
+    pub fn write(resets: &[SlotReset], words: &mut [u32]) -> Result<usize> {
+        let len = resets.iter().map(SlotReset::words).sum::<usize>();
+        let available = words.len();
+        let Some(words) = words.get_mut(..len) else {
+            bail!("reset_slots: expected at most {available} words, got {len}")
+        };
+        let (entries, mut rest) = words.split_at_mut(RESET_WORDS * resets.len());
+        let mut at = entries.len();
+        for (entry, reset) in entries.chunks_exact_mut(RESET_WORDS).zip(resets) {
+            let edits = reset.edits.iter().flat_map(|(id, bias)| [*id, bias.to_bits()]);
+            let ids = reset.prompt.iter().chain(reset.output).copied();
+            let history = reset.prompt.len() + reset.output.len();
+            let numbers =
+                [at, reset.prompt.len(), history, at + history, reset.edits.len()].map(|n| n as u32);
+            entry.copy_from_slice(&[&[reset.slot], &numbers[..], &[0, 0]].concat());
+            let (own, after) = std::mem::take(&mut rest).split_at_mut(reset.words() - RESET_WORDS);
+            own.iter_mut().zip(ids.chain(edits)).for_each(|(word, value)| *word = value);
+            at += own.len();
+            rest = after;
+        }
+        Ok(len)
+    }
+}
+
+/// Rebuilds the slots of the first `count` entries of `words` ([`SlotReset::write`]), which are all different.
+pub fn reset_slots_into(words: View, count: usize, mut slots: SampleSlots, ex: &Exec) -> Result<()> {
+    let (op, cuda) = ("reset_slots", ex.cuda("reset_slots")?);
+    expect_dtype(op, "words", &words, DType::U32)?;
+    let (_, vocab) = expect_matrix(op, "uses", &slots.uses)?;
+    slots.check(op, vocab)?;
+    if words.elem_count() < count * RESET_WORDS {
+        bail!("{op}: expected {count} entries of {RESET_WORDS} words, got {} words", words.elem_count())
+    }
+    let words = cuda.read(op, "words", words)?;
+    let uses = cuda.write(op, "uses", &mut slots.uses)?;
+    let edits = cuda.write(op, "edits", &mut slots.edits)?;
+    let (count, vocab) = (small(op, count)?, small(op, vocab)?);
+    // SAFETY: dims and dtypes are checked above; `SlotReset::write` made the offsets.
+    let code = unsafe { ffi::moe_reset_slots(words, count, uses, edits, vocab, cuda.raw()?) };
+    cuda.check(op, code)
+}
+
+/// What log-probabilities need of rows of `logits` [R, V] f32 whose token was drawn (`tokens` \[R\]) and whose
+/// `params` [R, 16] u32 ask for them: `out` [R, [`LOGPROB_WORDS`]] u32, which [`SampleLogprobs::read`] reads; other
+/// rows stay as they are.
+pub fn logprobs_into(logits: View, params: View, tokens: View, mut out: ViewMut, ex: &Exec) -> Result<()> {
+    let (op, cuda) = ("logprobs", ex.cuda("logprobs")?);
+    let (rows, vocab) = expect_matrix(op, "logits", &logits)?;
+    expect_dtype(op, "logits", &logits, DType::F32)?;
+    expect_dims(op, "params", &params, &[rows, SAMPLE_WORDS])?;
+    expect_dims(op, "tokens", &tokens, &[rows])?;
+    expect_dims(op, "out", &out, &[rows, LOGPROB_WORDS])?;
+    for (name, dtype) in [("params", params.dtype()), ("tokens", tokens.dtype()), ("out", out.dtype())] {
+        if dtype != DType::U32 {
+            bail!("{op}: expected {name} of dtype u32, got {}", dtype.as_str())
+        }
+    }
+    let (logits, params) = (cuda.read(op, "logits", logits)?, cuda.read(op, "params", params)?);
+    let (tokens, out) = (cuda.read(op, "tokens", tokens)?, cuda.write(op, "out", &mut out)?);
+    let (rows, vocab) = (small(op, rows)?, small(op, vocab)?);
+    // SAFETY: dims and dtypes are checked above.
+    let code = unsafe {
+        ffi::moe_logprobs(logits, params, SAMPLE_WORDS as i32, tokens, rows, vocab, out, cuda.raw()?)
+    };
+    cuda.check(op, code)
+}
+
+/// A row of [`logprobs_into`]'s result.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SampleLogprobs {
+    /// 0; 1 = a logit is NaN or +inf, and `rank` is the first such id; 2 = every logit is -inf. With 1 and 2 nothing
+    /// else is set.
+    pub status: u32,
+    /// The token's place in the order (higher logit, lower id), from 1.
+    pub rank: u32,
+    /// The largest logit and the token's.
+    pub max: f32,
+    /// The token's logit.
+    pub logit: f32,
+    /// Sum of the weights of all tokens at temperature 1, in units of 2^-38.
+    pub total: u64,
+    /// Keys of the likeliest tokens, in any order: logit and id as one integer (`moe_sample`'s).
+    pub top: Vec<u64>,
+}
+
+impl SampleLogprobs {
+    /// Reads a row that lists `n` tokens.
+    pub fn read(row: &[u32], n: usize) -> Result<Self> {
+        let Some((header, keys)) =
+            row.split_at_checked(LOGPROB_HEADER).filter(|(_, keys)| 2 * n <= keys.len())
+        else {
+            bail!("logprobs: expected {n} tokens in a row of {LOGPROB_WORDS} words, got {} words", row.len())
+        };
+        let long = |low: u32, high: u32| (high as u64) << 32 | low as u64;
+        Ok(Self {
+            status: header[0],
+            rank: header[1],
+            max: f32::from_bits(header[2]),
+            logit: f32::from_bits(header[3]),
+            total: long(header[4], header[5]),
+            top: keys.chunks_exact(2).take(n).map(|key| long(key[0], key[1])).collect(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resets_name_their_words() {
+        let all = [
+            SlotReset { slot: 3, prompt: &[10, 11], output: &[12], edits: &[(7, 0.5)] },
+            SlotReset { slot: 1, prompt: &[20], output: &[], edits: &[] },
+        ];
+        let mut words = [u32::MAX; 23];
+        assert_eq!(SlotReset::write(&all, &mut words).unwrap(), 22);
+        assert_eq!(words[..8], [3, 16, 2, 3, 19, 1, 0, 0]);
+        assert_eq!(words[8..16], [1, 21, 1, 1, 22, 0, 0, 0]);
+        assert_eq!(words[16..], [10, 11, 12, 7, 0.5f32.to_bits(), 20, u32::MAX]);
+        assert!(SlotReset::write(&all, &mut words[..21]).is_err());
+    }
+
+    #[test]
+    fn a_row_of_log_probabilities_is_read_back() {
+        let mut row = [0; LOGPROB_WORDS];
+        row[..8].copy_from_slice(&[0, 4, 2f32.to_bits(), 1f32.to_bits(), 5, 6, 0, 0]);
+        row[8..12].copy_from_slice(&[1, 2, 3, 4]);
+        let read = SampleLogprobs::read(&row, 2).unwrap();
+        assert_eq!((read.rank, read.max, read.logit, read.total), (4, 2., 1., 6 << 32 | 5));
+        assert_eq!(read.top, [2 << 32 | 1, 4 << 32 | 3]);
+        assert!(SampleLogprobs::read(&row, MAX_LOGPROBS + 1).is_err());
+    }
+}
