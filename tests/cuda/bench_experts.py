@@ -53,7 +53,7 @@ def grouped_calls(lib, inputs, only=None):
     def call(i, only):
         (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
         if only in (None, "align"):
-            lib.launch("moe_align_tokens", ids, None, slots, E, E, 128, *meta)
+            lib.launch("moe_align_tokens", ids, None, slots, E, E, 128, *meta, None)
         if only in (None, "gate_up"):
             lib.launch("moe_experts_grouped_gate_up", inputs.x, w13, *meta, inputs.act, slots, K, E, H, I)
         if only in (None, "down"):
@@ -63,6 +63,24 @@ def grouped_calls(lib, inputs, only=None):
 
     call(0, None)
     return [lambda i=i: call(i, only) for i in range(len(inputs.routes))]
+
+
+def tensor_calls(lib, inputs, only=None):
+    slots = inputs.tokens * K
+    i32 = dict(dtype=torch.int32, device="cuda")
+    meta = (torch.empty(E + 1, **i32), torch.empty(slots, **i32), torch.empty(min(slots, E) + 1, 2, **i32), torch.empty(1, **i32))
+    progress = torch.empty(E + 2, **i32)
+
+    def call(i):
+        (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
+        lib.launch("moe_align_tokens", ids, None, slots, E, E, slots, *meta, progress)
+        if only == "align":
+            return
+        lib.launch("moe_experts_tensor", inputs.x, w13, w2, *meta, inputs.act, inputs.rows, progress, slots, K, E, H, I)
+        if only != "products":
+            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, inputs.tokens, K, E, E, H, 0)
+
+    return [lambda i=i: call(i) for i in range(len(inputs.routes))]
 
 
 def variants(lib, inputs):
@@ -76,6 +94,10 @@ def variants(lib, inputs):
         for columns in (8, 16, 32):
             if 8 <= tokens <= 32 * columns:
                 found[f"stream, {columns} columns"] = stream_calls(lib, inputs, (columns, 1024 if columns < 32 else 384))
+    if tokens >= 16:
+        found["tensor"] = tensor_calls(lib, inputs)
+        found["tensor: no combine"] = tensor_calls(lib, inputs, "products")
+        found["tensor: align alone"] = tensor_calls(lib, inputs, "align")
     if tokens >= 64:
         found["grouped"] = grouped_calls(lib, inputs)
         for part in ("align", "gate_up", "down", "combine"):
@@ -83,14 +105,16 @@ def variants(lib, inputs):
     return found
 
 
-def run(lib, token_counts, skews):
+def run(lib, token_counts, skews, only=None):
     weights = make_weights()
     rows = []
     for skew in skews:
         for tokens in token_counts:
             inputs = Inputs(tokens, skew, weights, calls=max(8, min(48, 96 // tokens)))
             for name, calls in variants(lib, inputs).items():
-                if skew and name not in ("stream", "grouped"):
+                if only and name not in only:
+                    continue
+                if skew and name not in ("stream", "grouped", "tensor"):
                     continue
                 try:
                     us = graph_us(calls)

@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 use moe_dispatch::{BatchedReference, LocalExperts, NoEp, PrepareFinalize};
 use moe_experts::{Activation, ActivationFormat, BatchLimits, ExpertWeights, build, build_batched, select};
-use moe_kernels::{Buffer, Exec, NO_EXPERT};
+use moe_kernels::{Buffer, Exec, NO_EXPERT, add_rms_norm_into};
 
 use crate::common::*;
 
@@ -95,6 +95,72 @@ fn both_formats_agree_with_the_cpu() {
                     assert_close(&format!("{format:?} {activation:?} {}", dtype.as_str()), &cpu, &gpu, bound);
                 }
             }
+        }
+    }
+}
+
+/// The fused kernels for any number of tokens agree with the CPU's experts, and the form that ends in an addition and a
+/// norm has the bits of the three ops.
+#[test]
+fn fused_experts_agree_with_the_cpu() {
+    use moe_kernels::cuda::{
+        FusedExperts, PreNorm, experts_add_norm_fits, experts_add_norm_into, fused_experts_into,
+    };
+    let mut rng = Rng::new();
+    for (tokens, top_k, hidden, inter) in [
+        (1, 2, 64, 64),
+        (7, 9, 128, 192),
+        (8, 3, 192, 64),
+        (33, 4, 320, 128),
+        (300, 8, 64, 192),
+        (1100, 2, 128, 64),
+    ] {
+        let p = Problem::new(&mut rng, DType::BF16, tokens, top_k, hidden, inter);
+        let cpu = p.run(ActivationFormat::Standard, Activation::SwiGlu, false, Exec::cpu());
+        let mut ex = cuda();
+        let place = |b: &Buffer| {
+            let mut to = ex.zeros(b.dtype(), b.dims()).unwrap();
+            ex.copy_from_host(b.view(), to.view_mut()).unwrap();
+            to
+        };
+        let map = Buffer::from_vec(p.map.clone(), &[EXPERTS]).unwrap();
+        let (x, ids, weights) = (place(&p.x), place(&p.ids), place(&p.weights));
+        let (w13, w2, map) = (place(&p.packs[0]), place(&p.packs[1]), place(&map));
+        let args = FusedExperts {
+            x: x.view(),
+            w13: w13.view(),
+            w2: w2.view(),
+            topk_ids: ids.view(),
+            topk_weights: weights.view(),
+            expert_map: Some(map.view()),
+        };
+        let gain = place(&rng.floats(DType::BF16, &[hidden]));
+        let start = rng.floats(DType::F32, &[tokens, hidden]);
+        let (mut sums, mut residual) = (place(&start), place(&start));
+        let mut rounded = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
+        let mut delta = ex.zeros(DType::F32, &[tokens, hidden]).unwrap();
+        let (mut want, mut got) = (place(&p.x), place(&p.x));
+        fused_experts_into(&args, rounded.view_mut(), &mut ex).unwrap();
+        let values = |b: &Buffer| b.view().to_f32_vec().unwrap();
+        let (cpu, gpu) = (values(&cpu), values(&ex.to_host(rounded.view()).unwrap()));
+        let norm = |v: &mut dyn Iterator<Item = f32>| v.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+        let off = norm(&mut cpu.iter().zip(&gpu).map(|(c, g)| c - g)) / norm(&mut cpu.iter().copied());
+        // Activations and results are rounded to bf16 on both sides.
+        assert!(off < 1e-2, "fused T={tokens}: off by {off}");
+        if !experts_add_norm_fits(tokens, EXPERTS, (hidden, inter), &ex) {
+            continue;
+        }
+        fused_experts_into(&args, delta.view_mut(), &mut ex).unwrap();
+        add_rms_norm_into(delta.view(), gain.view(), 1e-6, sums.view_mut(), want.view_mut(), &mut ex)
+            .unwrap();
+        let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
+        experts_add_norm_into(&args, &norm, residual.view_mut(), got.view_mut(), &mut ex).unwrap();
+        for (name, a, b) in [("residual", &sums, &residual), ("norm", &want, &got)] {
+            assert_same(
+                &format!("{name} T={tokens}"),
+                &ex.to_host(a.view()).unwrap(),
+                &ex.to_host(b.view()).unwrap(),
+            );
         }
     }
 }

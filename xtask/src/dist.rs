@@ -21,8 +21,14 @@ const MAX_BYTES: u64 = 60 << 20;
 const FEATURES: &str = "cuda,nccl";
 
 /// What of the sources goes along.
-const FILES: &[&str] =
-    &["tests/fixtures", "tests/gpu", "tests/cuda", "tests/bench/configs", "tests/bench/peers"];
+const FILES: &[&str] = &[
+    "tests/fixtures",
+    "tests/reference",
+    "tests/gpu",
+    "tests/cuda",
+    "tests/bench/configs",
+    "tests/bench/peers",
+];
 
 #[derive(clap::Args)]
 pub struct Args {

@@ -116,13 +116,13 @@ __device__ __forceinline__ Choice choose(const RouteArgs& a, float (&score)[N]) 
   return {own_id, own[0] * a.scale};
 }
 
-/// Routes `token`, whose logits are `logits[0 .. E]`, written by any block.
+/// Routes `token`, whose logits are `logits[0 .. E]` in shared memory.
 template <int N>
 __device__ __forceinline__ void route_row(const RouteArgs& a, const float* logits, int token) {
   const int lane = threadIdx.x % 32;
   float score[N];
 #pragma unroll
-  for (int j = 0; j < N; ++j) score[j] = j * 32 + lane < a.experts ? __ldcg(logits + j * 32 + lane) : -INFINITY;
+  for (int j = 0; j < N; ++j) score[j] = j * 32 + lane < a.experts ? logits[j * 32 + lane] : -INFINITY;
   const Choice c = choose<N>(a, score);
   if (lane < a.top_k) {
     a.topk_ids[static_cast<size_t>(token) * a.top_k + lane] = c.id;

@@ -257,10 +257,8 @@ impl NcclComm {
             return Err(Stop::Cause("groups cannot be split while a graph is recorded".to_string()));
         }
         ex.stream()?.context().bind_to_thread().w()?;
-        let (slot, progress) = self.group.handle.split_begin(color, key)?;
-        if progress == Progress::Busy {
-            self.settle(&self.group.handle, "split")?;
-        }
+        let slot = self.group.handle.split_begin(color, key)?;
+        self.settle(&self.group.handle, "split")?;
         let handle = self.group.handle.split_end(&slot)?;
         self.settle(&handle, "split")?;
         let (rank, size) = handle.place()?;

@@ -144,7 +144,6 @@ unsafe extern "C" {
         logits: *mut c_void,
         topk_ids: *mut c_void,
         topk_weights: *mut c_void,
-        tickets: *mut c_void,
         tokens: i32,
         hidden: i32,
         experts: i32,
@@ -168,6 +167,25 @@ unsafe extern "C" {
         sorted: *mut c_void,
         tiles: *mut c_void,
         num_tiles: *mut c_void,
+        progress: *mut c_void,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_experts_tensor(
+        x: *const c_void,
+        w13: *const c_void,
+        w2: *const c_void,
+        offsets: *const c_void,
+        sorted: *const c_void,
+        tiles: *const c_void,
+        num_tiles: *const c_void,
+        act: *mut c_void,
+        slot_rows: *mut c_void,
+        progress: *mut c_void,
+        slots: i32,
+        top_k: i32,
+        num_local: i32,
+        hidden: i32,
+        inter: i32,
         stream: *mut c_void,
     ) -> i32;
     pub(crate) fn moe_experts_grouped_gate_up(
@@ -211,6 +229,22 @@ unsafe extern "C" {
         num_local: i32,
         hidden: i32,
         output: i32,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_combine_add_rms_norm(
+        slot_rows: *const c_void,
+        topk_ids: *const c_void,
+        topk_weights: *const c_void,
+        expert_map: *const c_void,
+        residual: *mut c_void,
+        weight: *const c_void,
+        eps: f32,
+        out: *mut c_void,
+        tokens: i32,
+        top_k: i32,
+        num_ids: i32,
+        num_local: i32,
+        hidden: i32,
         stream: *mut c_void,
     ) -> i32;
     pub(crate) fn moe_experts_stream_flags(slots: i32, num_local: i32) -> i32;

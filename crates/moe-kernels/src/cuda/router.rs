@@ -7,8 +7,6 @@ use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
-/// Tokens of a block of the kernel.
-const BLOCK_TOKENS: usize = 8;
 /// Limits of the kernel.
 const MAX_EXPERTS: usize = 1024;
 const MAX_TOP_K: usize = 32;
@@ -95,7 +93,6 @@ pub fn gate_route_into(
     if !gate_route_fits(h, e, k, x.dtype(), ex) {
         bail!("{op}: the kernel does not fit H = {h}, E = {e}, K = {k}, dtype {}", x.dtype().as_str())
     }
-    let tickets = cuda.counters(op, t.div_ceil(BLOCK_TOKENS))?;
     let none = std::ptr::null();
     let valid = if ex.step.padded { cuda.valid_rows()?.cast_const().cast() } else { none };
     // SAFETY: dims, dtypes and the launcher's conditions are checked above.
@@ -109,7 +106,6 @@ pub fn gate_route_into(
             cuda.write(op, "logits", &mut logits)?,
             cuda.write(op, "topk_ids", &mut topk_ids)?,
             cuda.write(op, "topk_weights", &mut topk_weights)?,
-            tickets,
             small(op, t)?,
             small(op, h)?,
             small(op, e)?,
