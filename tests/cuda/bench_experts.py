@@ -53,7 +53,7 @@ def grouped_calls(lib, inputs, only=None):
     def call(i, only):
         (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
         if only in (None, "align"):
-            lib.launch("moe_align_tokens", ids, None, slots, E, E, 128, *meta, None)
+            lib.launch("moe_align_tokens", ids, None, slots, E, E, 128, *meta)
         if only in (None, "gate_up"):
             lib.launch("moe_experts_grouped_gate_up", inputs.x, w13, *meta, inputs.act, slots, K, E, H, I)
         if only in (None, "down"):
@@ -66,19 +66,20 @@ def grouped_calls(lib, inputs, only=None):
 
 
 def tensor_calls(lib, inputs, only=None):
-    slots = inputs.tokens * K
+    tokens, slots = inputs.tokens, inputs.tokens * K
     i32 = dict(dtype=torch.int32, device="cuda")
-    meta = (torch.empty(E + 1, **i32), torch.empty(slots, **i32), torch.empty(min(slots, E) + 1, 2, **i32), torch.empty(1, **i32))
-    progress = torch.empty(E + 2, **i32)
+    offsets, listed = torch.empty(E + 1, **i32), torch.empty(slots, **i32)
+    tiles, count = torch.empty(min(slots, E) + 1, 2, **i32), torch.empty(1, **i32)
+    counters = torch.zeros(lib.raw("moe_experts_tensor_counters", E), **i32)
 
     def call(i):
         (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
-        lib.launch("moe_align_tokens", ids, None, slots, E, E, slots, *meta, progress)
+        lib.launch("moe_align_tokens", ids, None, slots, E, E, slots, offsets, listed, tiles, count)
         if only == "align":
             return
-        lib.launch("moe_experts_tensor", inputs.x, w13, w2, *meta, inputs.act, inputs.rows, progress, slots, K, E, H, I)
+        lib.launch("moe_experts_tensor", inputs.x, w13, w2, listed, offsets, tiles, count, inputs.act, inputs.rows, counters, tokens, K, E, H, I)
         if only != "products":
-            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, inputs.tokens, K, E, E, H, 0)
+            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, 0)
 
     return [lambda i=i: call(i) for i in range(len(inputs.routes))]
 

@@ -38,7 +38,8 @@ class Step:
         self.state = state_for(E)
         self.routes = [routing(batch, E, K)[0] for _ in range(LAYERS)]
         slots = batch * K
-        self.progress = torch.empty(E + 2, **i32)
+        self.counters = torch.zeros(LIB.raw("moe_experts_tensor_counters", E), **i32)
+        self.buckets = torch.empty(E, batch, **i32)
         self.meta = (torch.empty(E + 1, **i32), torch.empty(slots, **i32), torch.empty(LIB.raw("moe_max_tiles", slots, E, 128), 2, **i32), torch.empty(1, **i32))
 
     def attention_fused(self, i):
@@ -51,20 +52,20 @@ class Step:
         self.caches.attend(i, self.q, self.att, self.work, self.splits)
         call("moe_linear_tensor", self.att, self.m.o[i], None, self.delta, 0, self.batch, H, HQ * D, 0)
 
-    def route(self, i):
-        call("moe_gate_route", self.x, self.m.gate[i], None, None, None, self.logits, self.ids, self.weights, self.batch,
-             H, E, K, 0, 0, 1, 1.0, 0.0)
+    def route(self, i, counts=None, buckets=None):
+        call("moe_gate_route", self.x, self.m.gate[i], None, None, None, self.logits, self.ids, self.weights, self.batch, H, E, K, 0, 0, 1,
+             1.0, 0.0, counts, buckets)
 
     def products(self, i):
-        slots = self.batch * K
-        call("moe_align_tokens", self.ids, None, slots, E, E, slots, *self.meta, self.progress)
-        call("moe_experts_tensor", self.x, self.m.w13[i], self.m.w2[i], *self.meta, self.act, self.rows, self.progress, slots, K, E, H, I)
+        """Router and products, without an alignment: the router lists the slots of each expert."""
+        self.route(i, self.counters[LIB.raw("moe_experts_tensor_counts") :], self.buckets)
+        call("moe_experts_tensor", self.x, self.m.w13[i], self.m.w2[i], self.buckets, None, None, None, self.act, self.rows, self.counters,
+             self.batch, K, E, H, I)
 
     def combined(self, i):
         """Attention half, router, products, then one launch for weighted sum, addition and the next norm."""
         self.attention_tensor(i)
         call("moe_add_rms_norm", self.delta, self.residual, self.m.gain, 1e-6, self.x, self.batch, H)
-        self.route(i)
         self.products(i)
         call("moe_combine_add_rms_norm", self.rows, self.ids, self.weights, None, self.residual, self.m.gain, 1e-6, self.x, self.batch, K, E, E, H)
 
@@ -74,7 +75,7 @@ class Step:
                  self.flags, self.flags.numel(), self.batch, K, E, E, H, I, 0)
             return
         slots = self.batch * K
-        call("moe_align_tokens", self.ids, None, slots, E, E, 128, *self.meta, None)
+        call("moe_align_tokens", self.ids, None, slots, E, E, 128, *self.meta)
         call("moe_experts_grouped_gate_up", self.x, self.m.w13[i], *self.meta, self.act, slots, K, E, H, I)
         call("moe_experts_grouped_down", self.act, self.m.w2[i], *self.meta, self.rows, slots, E, H, I)
         call("moe_combine", self.rows, self.ids, self.weights, None, self.out, self.batch, K, E, E, H, 0)

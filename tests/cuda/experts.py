@@ -93,7 +93,7 @@ def run_align(lib, case, tile_rows):
     in_order = poison(max(slots, 1), dtype=torch.int32)
     tiles = poison(lib.raw("moe_max_tiles", slots, case.local, tile_rows) + 1, 2, dtype=torch.int32)
     count = poison(1, dtype=torch.int32)
-    lib.launch("moe_align_tokens", case.ids, case.map, slots, case.experts, case.local, tile_rows, offsets, in_order, tiles, count, None)
+    lib.launch("moe_align_tokens", case.ids, case.map, slots, case.experts, case.local, tile_rows, offsets, in_order, tiles, count)
     return offsets, in_order, tiles, count
 
 
@@ -111,17 +111,29 @@ def run_grouped(lib, case):
     return rows, out
 
 
-def run_tensor(lib, case):
-    """The one launch on warpgroup products, after an alignment with one tile per touched expert."""
+def counters_for(lib, local):
+    return torch.zeros(lib.raw("moe_experts_tensor_counters", local), dtype=torch.int32, device="cuda")
+
+
+def run_tensor(lib, case, buckets=False):
+    """The one launch on warpgroup products, behind the alignment or with each expert's slots in a bucket, shuffled."""
     act, rows, out = case.buffers()
     tokens, top_k, experts, local, hidden, inter = case.sizes()
-    slots = tokens * top_k
-    i32 = dict(dtype=torch.int32)
-    meta = poison(local + 1, **i32), poison(slots, **i32), poison(min(slots, local) + 1, 2, **i32), poison(1, **i32)
-    progress = poison(local + 2, **i32)
-    lib.launch("moe_align_tokens", case.ids, case.map, slots, experts, local, slots, *meta, progress)
-    lib.launch("moe_experts_tensor", case.x, case.w13, case.w2, *meta, act, rows, progress, slots, top_k, local, hidden, inter)
+    slots, counters = tokens * top_k, counters_for(lib, local)
+    if buckets:
+        listed, meta = poison(local, tokens, dtype=torch.int32), (None, None, None)
+        of_slot = case.local_ids()
+        for e in of_slot.unique().tolist():
+            mine = (of_slot == e).nonzero().flatten()
+            if e >= 0:
+                listed[e, : mine.numel()] = mine[torch.randperm(mine.numel(), device="cuda")].to(torch.int32)
+                counters[lib.raw("moe_experts_tensor_counts") + e] = mine.numel()
+    else:
+        offsets, listed, tiles, count = run_align(lib, case, slots)
+        meta = (offsets, tiles, count)
+    lib.launch("moe_experts_tensor", case.x, case.w13, case.w2, listed, *meta, act, rows, counters, tokens, top_k, local, hidden, inter)
     lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, 0)
+    assert (counters == 0).all(), "tensor: counters are not left zero"
     return rows, out
 
 
@@ -269,7 +281,11 @@ def grouped_matches_float64(lib):
 def tensor_matches_float64(lib):
     worst = 0.0
     for name, case in cases([1, 17, 300]):
-        worst = max(worst, expect_close(f"tensor {name}", case, run_tensor(lib, case)))
+        got = run_tensor(lib, case)
+        worst = max(worst, expect_close(f"tensor {name}", case, got))
+        listed = run_tensor(lib, case, buckets=True)
+        same = torch.equal(got[0].nan_to_num(7.0), listed[0].nan_to_num(7.0)) and torch.equal(got[1], listed[1])
+        assert same, f"tensor {name}: buckets differ from the alignment"
     for tokens in (64, 128, 256, 512, 1024):
         case = Case(tokens, SHAPES[0])
         worst = max(worst, expect_close(f"tensor T={tokens}", case, run_tensor(lib, case)))
@@ -314,7 +330,7 @@ def sizes_that_do_not_fit_are_refused(lib):
         assert lib.refused("moe_experts_stream", *none, 9999, tokens, top_k, 8, 8, hidden, inter, 0), (tokens, top_k, hidden, inter)
     assert lib.refused("moe_experts_grouped_gate_up", *none[:7], 8, 2, 8, 96, 64)
     assert lib.refused("moe_experts_grouped_down", *none[:7], 8, 8, 64, 100)
-    assert lib.refused("moe_experts_tensor", *none, 8, 2, 8, 96, 64)
+    assert lib.refused("moe_experts_tensor", *none, 4, 2, 8, 96, 64)
     assert lib.refused("moe_experts_stream", *none, 40, 4, 8, 8, 8, 64, 64, 0), "too small a flag buffer"
     assert lib.refused("moe_experts_stream", *none, 9999, 1, 2, 8, 8, 64, 64, 2), "an unknown output"
     assert lib.raw("moe_experts_stream", *none, 9999, 0, 2, 8, 8, 64, 64, 0, None) == 0, "no tokens is no error"

@@ -3,7 +3,11 @@
 use candle_core::{DType, Tensor};
 use moe_dispatch::{BatchedReference, LocalExperts, NoEp, PrepareFinalize};
 use moe_experts::{Activation, ActivationFormat, BatchLimits, ExpertWeights, build, build_batched, select};
-use moe_kernels::{Buffer, Exec, NO_EXPERT, add_rms_norm_into};
+use moe_kernels::cuda::{
+    FusedExperts, Gate, GateScoring, PreNorm, fused_experts_into, gate_route_into,
+    route_experts_add_norm_fits, route_experts_add_norm_into,
+};
+use moe_kernels::{Buffer, Exec, NO_EXPERT, add_into, add_rms_norm_into};
 
 use crate::common::*;
 
@@ -99,33 +103,31 @@ fn both_formats_agree_with_the_cpu() {
     }
 }
 
-/// The fused kernels for any number of tokens agree with the CPU's experts, and the form that ends in an addition and a
-/// norm has the bits of the three ops.
+fn on_device(b: &Buffer, ex: &Exec) -> Buffer {
+    let mut to = ex.zeros(b.dtype(), b.dims()).unwrap();
+    ex.copy_from_host(b.view(), to.view_mut()).unwrap();
+    to
+}
+
+const SIZES: [(usize, usize, usize, usize); 6] = [
+    (1, 2, 64, 64),
+    (7, 9, 128, 192),
+    (8, 3, 192, 64),
+    (33, 4, 320, 128),
+    (300, 8, 64, 192),
+    (1100, 2, 128, 64),
+];
+
 #[test]
 fn fused_experts_agree_with_the_cpu() {
-    use moe_kernels::cuda::{
-        FusedExperts, PreNorm, experts_add_norm_fits, experts_add_norm_into, fused_experts_into,
-    };
     let mut rng = Rng::new();
-    for (tokens, top_k, hidden, inter) in [
-        (1, 2, 64, 64),
-        (7, 9, 128, 192),
-        (8, 3, 192, 64),
-        (33, 4, 320, 128),
-        (300, 8, 64, 192),
-        (1100, 2, 128, 64),
-    ] {
+    for (tokens, top_k, hidden, inter) in SIZES {
         let p = Problem::new(&mut rng, DType::BF16, tokens, top_k, hidden, inter);
         let cpu = p.run(ActivationFormat::Standard, Activation::SwiGlu, false, Exec::cpu());
         let mut ex = cuda();
-        let place = |b: &Buffer| {
-            let mut to = ex.zeros(b.dtype(), b.dims()).unwrap();
-            ex.copy_from_host(b.view(), to.view_mut()).unwrap();
-            to
-        };
         let map = Buffer::from_vec(p.map.clone(), &[EXPERTS]).unwrap();
-        let (x, ids, weights) = (place(&p.x), place(&p.ids), place(&p.weights));
-        let (w13, w2, map) = (place(&p.packs[0]), place(&p.packs[1]), place(&map));
+        let [x, w13, w2, ids, weights, map] =
+            [&p.x, &p.packs[0], &p.packs[1], &p.ids, &p.weights, &map].map(|b| on_device(b, &ex));
         let args = FusedExperts {
             x: x.view(),
             w13: w13.view(),
@@ -134,33 +136,78 @@ fn fused_experts_agree_with_the_cpu() {
             topk_weights: weights.view(),
             expert_map: Some(map.view()),
         };
-        let gain = place(&rng.floats(DType::BF16, &[hidden]));
-        let start = rng.floats(DType::F32, &[tokens, hidden]);
-        let (mut sums, mut residual) = (place(&start), place(&start));
-        let mut rounded = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
-        let mut delta = ex.zeros(DType::F32, &[tokens, hidden]).unwrap();
-        let (mut want, mut got) = (place(&p.x), place(&p.x));
-        fused_experts_into(&args, rounded.view_mut(), &mut ex).unwrap();
+        let mut out = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
+        fused_experts_into(&args, out.view_mut(), &mut ex).unwrap();
         let values = |b: &Buffer| b.view().to_f32_vec().unwrap();
-        let (cpu, gpu) = (values(&cpu), values(&ex.to_host(rounded.view()).unwrap()));
+        let (cpu, gpu) = (values(&cpu), values(&ex.to_host(out.view()).unwrap()));
         let norm = |v: &mut dyn Iterator<Item = f32>| v.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
         let off = norm(&mut cpu.iter().zip(&gpu).map(|(c, g)| c - g)) / norm(&mut cpu.iter().copied());
         // Activations and results are rounded to bf16 on both sides.
-        assert!(off < 1e-2, "fused T={tokens}: off by {off}");
-        if !experts_add_norm_fits(tokens, EXPERTS, (hidden, inter), &ex) {
+        assert!(off < 1e-2, "T={tokens}: off by {off}");
+    }
+}
+
+/// Router, experts, addition and norm in three launches have the bits of the four ops.
+#[test]
+fn experts_with_the_next_norm_are_the_ops_one_by_one() {
+    let mut rng = Rng::new();
+    for (tokens, top_k, hidden, inter) in SIZES {
+        let mut ex = cuda();
+        if !route_experts_add_norm_fits(tokens, (EXPERTS, top_k), (hidden, inter), &ex) {
+            assert!(tokens < 8, "T={tokens} is refused");
             continue;
         }
+        let mut put = |dtype, dims: &[usize]| on_device(&rng.floats(dtype, dims), &ex);
+        let (x, gate, gain) = (
+            put(DType::BF16, &[tokens, hidden]),
+            put(DType::BF16, &[EXPERTS, hidden]),
+            put(DType::BF16, &[hidden]),
+        );
+        let w13 = put(DType::BF16, &[EXPERTS, 2 * inter, hidden]);
+        let w2 = put(DType::BF16, &[EXPERTS, hidden, inter]);
+        let start = put(DType::F32, &[tokens, hidden]);
+        let gate = Gate {
+            weight: gate.view(),
+            bias: None,
+            correction_bias: None,
+            scoring: GateScoring::Softmax,
+            raw_logits: false,
+            renormalize: true,
+            scale: 1.0,
+            softcap: None,
+        };
+        let zeros = |dtype, dims: &[usize]| ex.zeros(dtype, dims).unwrap();
+        let (mut logits, mut ids) =
+            (zeros(DType::F32, &[tokens, EXPERTS]), zeros(DType::U32, &[tokens, top_k]));
+        let (mut weights, mut delta) =
+            (zeros(DType::F32, &[tokens, top_k]), zeros(DType::F32, &[tokens, hidden]));
+        let mut want = [zeros(DType::F32, &[tokens, hidden]), zeros(DType::BF16, &[tokens, hidden])];
+        let mut got = [zeros(DType::F32, &[tokens, hidden]), zeros(DType::BF16, &[tokens, hidden])];
+        for residual in [&mut want[0], &mut got[0]] {
+            add_into(start.view(), residual.view_mut(), &mut ex).unwrap();
+        }
+        let (l, i, w) = (logits.view_mut(), ids.view_mut(), weights.view_mut());
+        gate_route_into(x.view(), &gate, l, i, w, &mut ex).unwrap();
+        let args = FusedExperts {
+            x: x.view(),
+            w13: w13.view(),
+            w2: w2.view(),
+            topk_ids: ids.view(),
+            topk_weights: weights.view(),
+            expert_map: None,
+        };
         fused_experts_into(&args, delta.view_mut(), &mut ex).unwrap();
-        add_rms_norm_into(delta.view(), gain.view(), 1e-6, sums.view_mut(), want.view_mut(), &mut ex)
+        let [sums, normed] = &mut want;
+        add_rms_norm_into(delta.view(), gain.view(), 1e-6, sums.view_mut(), normed.view_mut(), &mut ex)
             .unwrap();
         let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
-        experts_add_norm_into(&args, &norm, residual.view_mut(), got.view_mut(), &mut ex).unwrap();
-        for (name, a, b) in [("residual", &sums, &residual), ("norm", &want, &got)] {
-            assert_same(
-                &format!("{name} T={tokens}"),
-                &ex.to_host(a.view()).unwrap(),
-                &ex.to_host(b.view()).unwrap(),
-            );
+        let packs = (w13.view(), w2.view());
+        let [sums, normed] = &mut got;
+        let (sums, normed) = (sums.view_mut(), normed.view_mut());
+        route_experts_add_norm_into(x.view(), (&gate, top_k), packs, &norm, sums, normed, &ex).unwrap();
+        for (name, a, b) in [("residual", &want[0], &got[0]), ("norm", &want[1], &got[1])] {
+            let (a, b) = (ex.to_host(a.view()).unwrap(), ex.to_host(b.view()).unwrap());
+            assert_same(&format!("{name} T={tokens}"), &a, &b);
         }
     }
 }

@@ -25,7 +25,6 @@ struct AlignArgs {
   uint32_t* sorted;   // [T K]
   uint32_t* tiles;    // [max_tiles, 2]: expert, first sorted slot
   uint32_t* num_tiles;
-  uint32_t* progress;  // [2 + E], zeroed; or null
 };
 
 /// Shared memory: counts, which become starting places [E + 1]; first tiles [E + 1]; a bitmap [E, words] and the bits before
@@ -107,10 +106,8 @@ __global__ __launch_bounds__(kAlignThreads) void align_tokens(const __grid_const
   for (int e = threadIdx.x; e <= a.num_local; e += kAlignThreads) {
     const uint32_t first = m.offsets[e];
     a.offsets[e] = first;
-    if (a.progress != nullptr) a.progress[e] = 0;
     if (e == a.num_local) {
       *a.num_tiles = m.tile_base[e];
-      if (a.progress != nullptr) a.progress[e + 1] = 0;
       break;
     }
     for (uint32_t t = m.tile_base[e]; t < m.tile_base[e + 1]; ++t) {
@@ -164,10 +161,9 @@ extern "C" int moe_max_tiles(int slots, int num_local, int tile_rows) {
 /// | `sorted` | out [T K] u32 slot numbers, ascending within an expert; the tail is left as it was |
 /// | `tiles` | out [moe_max_tiles, 2] u32: expert, first place in `sorted`; a tile ends after `tile_rows` places or with its expert |
 /// | `num_tiles` | out [1] u32 |
-/// | `progress` | out [2 + num_local] u32, zeros, for the kernels that count in it; or null |
 extern "C" int moe_align_tokens(const void* topk_ids, const void* expert_map, int slots, int num_ids,
                                 int num_local, int tile_rows, void* offsets, void* sorted, void* tiles,
-                                void* num_tiles, void* progress, void* stream) {
+                                void* num_tiles, void* stream) {
   using namespace moe;
   if (slots < 0 || num_ids <= 0 || num_local <= 0 || tile_rows <= 0) return cudaErrorInvalidValue;
   DeviceLimits limits;
@@ -181,6 +177,6 @@ extern "C" int moe_align_tokens(const void* topk_ids, const void* expert_map, in
   const AlignArgs args = {static_cast<const uint32_t*>(topk_ids), static_cast<const int32_t*>(expert_map),
                           slots, num_ids, num_local, tile_rows, words, words | 1, static_cast<uint32_t*>(offsets),
                           static_cast<uint32_t*>(sorted), static_cast<uint32_t*>(tiles),
-                          static_cast<uint32_t*>(num_tiles), static_cast<uint32_t*>(progress)};
+                          static_cast<uint32_t*>(num_tiles)};
   return launch(align_tokens, {dim3(1), dim3(kAlignThreads), stream, smem}, args);
 }

@@ -1,5 +1,5 @@
 // Experts for 4 to a few hundred rows per expert on Hopper's warpgroup products: gate and up with SwiGLU, then the down
-// product, one launch for both over the slots that moe_align_tokens has sorted (one tile per touched expert).
+// product, one launch for both, over the slots that the router has listed by expert or moe_align_tokens has sorted.
 //
 // Floor: touched experts * 6 H I bytes (Qwen3-30B-A3B, all 128: 1.2 GB = 263 us at 4.59 TB/s); 6 T K H I FLOPs are below
 // it to about T = 2,000. So each weight is to be read once and the memory must never wait.
@@ -50,7 +50,7 @@ __device__ __forceinline__ void compute(const Block& b, const Args& a, const Uni
   uint32_t place[kResults];  // of each result: fetched before the products, which hide its latency
 #pragma unroll
   for (int i = 0; i < kResults; ++i)
-    place[i] = row(i) >= unit.rows ? kNoExpert : unit.product == 0 ? unit.first + row(i) : a.sorted[unit.first + row(i)];
+    place[i] = row(i) >= unit.rows ? kNoExpert : unit.product == 0 ? unit.first + row(i) : unit.slots[row(i)];
   float acc[kColumns / 2] = {};
   multiply<kColumns>(b, unit.steps, at, acc);
 #pragma unroll
@@ -94,8 +94,8 @@ __device__ __forceinline__ void consume(const Block& b, const Args& a) {
     fence_async_proxy();  // the copy engine of another block reads them
     named_barrier(1, kConsumers * 32);
     if (threadIdx.x == 0) {
-      add_release(a.progress + 2 + unit.expert, unit.rows);
-      add_release(a.progress + 1, unit.rows);
+      add_release(a.progress(unit.expert), unit.rows);
+      add_release(a.finished(), unit.rows);
     }
   });
 }
@@ -140,6 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     gather<kCapacity>(b, a, &act);
   }
+  clear_counters(b, a);
 #endif
 }
 
@@ -162,7 +163,7 @@ cudaError_t run(Args a, const bf16* w13, const bf16* w2, void* stream) {
   CUtensorMap w13_map, w2_map, act_map;
   e = map_gate_up(&w13_map, w13, a.num_local, a.inter, a.hidden);
   if (e == cudaSuccess) e = make_tensor_map(&w2_map, w2, a.num_local * a.hidden, a.inter, kTileRows);
-  if (e == cudaSuccess) e = make_tensor_map(&act_map, a.act, a.slots, a.inter, kActRows);
+  if (e == cudaSuccess) e = make_tensor_map(&act_map, a.act, a.num_slots(), a.inter, kActRows);
   if (e != cudaSuccess) return e;
   constexpr int kRing = 200 * 1024;  // leaves room for the blocks of the kernels ahead
   a.stages = kRing / stage_bytes(kCapacity);
@@ -176,31 +177,40 @@ cudaError_t run(Args a, const bf16* w13, const bf16* w2, void* stream) {
 }  // namespace
 }  // namespace moe::experts_tensor
 
+/// Words of `counters`.
+extern "C" int moe_experts_tensor_counters(int num_local) { return moe::experts_tensor::kCounters + 2 * num_local; }
+
+/// Where in `counters` the counts of the buckets lie.
+extern "C" int moe_experts_tensor_counts() { return moe::experts_tensor::kCounters; }
+
 /// slot_rows[slot] = w2[e] (silu(gate) * up) in f32, gate and up from w13[e] x[slot / K], of each slot that has a local expert e.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `x`, `w13`, `w2` | [T, H], [E, 2 I, H] (gate rows, then up rows), [E, H, I] bf16 |
-/// | `offsets`, `sorted`, `tiles`, `num_tiles`, `progress` | from moe_align_tokens with tile_rows >= T K |
+/// | `slots` | the buckets [E, T] of moe_gate_route, whose `counts` lie in `counters`; or `sorted` of moe_align_tokens with tile_rows >= T K |
+/// | `offsets`, `tiles`, `num_tiles` | the others of moe_align_tokens; null with buckets |
 /// | `act`, `slot_rows` | scratch [T K, I] bf16; out [T K, H] f32 |
+/// | `counters` | [moe_experts_tensor_counters] u32, zeroed once; launches that share it must not overlap |
 ///
-/// Must follow moe_align_tokens on the stream. Hopper only; H and I are multiples of 64.
-extern "C" int moe_experts_tensor(const void* x, const void* w13, const void* w2, const void* offsets, const void* sorted,
-                                  const void* tiles, const void* num_tiles, void* act, void* slot_rows, void* progress,
-                                  int slots, int top_k, int num_local, int hidden, int inter, void* stream) {
+/// Must follow the routing on the stream. Hopper only; H and I are multiples of 64.
+extern "C" int moe_experts_tensor(const void* x, const void* w13, const void* w2, const void* slots, const void* offsets,
+                                  const void* tiles, const void* num_tiles, void* act, void* slot_rows, void* counters,
+                                  int tokens, int top_k, int num_local, int hidden, int inter, void* stream) {
   using namespace moe;
   using namespace moe::experts_tensor;
-  if (slots < 0 || top_k <= 0 || num_local <= 0 || hidden <= 0 || inter <= 0 || hidden % 64 != 0 || inter % 64 != 0 ||
-      num_local > INT32_MAX / hidden)
+  if (tokens < 0 || top_k <= 0 || num_local <= 0 || hidden <= 0 || inter <= 0 || hidden % 64 != 0 || inter % 64 != 0 ||
+      num_local > INT32_MAX / hidden || tokens > INT32_MAX / top_k)
     return cudaErrorInvalidValue;
-  if (slots == 0) return cudaSuccess;
-  const Args a = {static_cast<const bf16*>(x), static_cast<const uint32_t*>(offsets), static_cast<const uint32_t*>(sorted),
+  if (tokens == 0) return cudaSuccess;
+  const auto* num_rows = offsets == nullptr ? nullptr : static_cast<const uint32_t*>(offsets) + num_local;
+  const Args a = {static_cast<const bf16*>(x), static_cast<const uint32_t*>(slots), num_rows,
                   static_cast<const uint2*>(tiles), static_cast<const uint32_t*>(num_tiles), static_cast<bf16*>(act),
-                  static_cast<float*>(slot_rows), static_cast<uint32_t*>(progress), slots, top_k, num_local, hidden, inter, 0,
-                  slots >= 2 * num_local};
+                  static_cast<float*>(slot_rows), static_cast<uint32_t*>(counters), tokens, top_k, num_local, hidden, inter, 0,
+                  tokens * top_k >= 2 * num_local};
   const bf16 *gate_up = static_cast<const bf16*>(w13), *down = static_cast<const bf16*>(w2);
   // Place for more rows shortens the ring; an expert with more rows than that reads its weights again.
-  const int mean = slots / num_local;
+  const int mean = tokens * top_k / num_local;
   if (mean <= 18) return run<32>(a, gate_up, down, stream);
   if (mean <= 40) return run<64>(a, gate_up, down, stream);
   return run<128>(a, gate_up, down, stream);

@@ -16,19 +16,20 @@ constexpr int kWeightBytes = kTileRows * kTileColumns * 2;  // of a stage
 constexpr int kUnitSlots = 4;   // units announced ahead to the other warps
 constexpr int kMaxStages = 16;
 constexpr int kHeader = 1024;   // barriers and units
+constexpr int kCounters = 4;    // before the counts of the buckets and the progress of each expert
 constexpr int kPaceNs = 800;   // between the first stages
 constexpr int kActRows = 8;     // rows of one load of activations: an atom of the swizzle
 
 struct Args {
   const bf16* x;  // [T, H]
-  const uint32_t* offsets;
-  const uint32_t* sorted;
-  const uint2* tiles;  // (expert, first place) of each touched expert
+  const uint32_t* slots;     // of each expert: in its bucket, or all in order of experts
+  const uint32_t* num_rows;  // end of the ordered slots, or null: counts of the buckets
+  const uint2* tiles;        // (expert, first place) of each touched expert, with ordered slots
   const uint32_t* num_tiles;
-  bf16* act;           // [T K, I], in the order of `sorted`
+  bf16* act;           // [T K, I], in order of experts
   float* slot_rows;    // [T K, H], by slot
-  uint32_t* progress;  // [2 + E], zero at the start: tickets drawn, activations finished, of each expert
-  int slots, top_k, num_local, hidden, inter, stages;
+  uint32_t* counters;  // [kCounters + 2 E], zero at the start and at the end
+  int tokens, top_k, num_local, hidden, inter, stages;
   bool guess;          // nearly every expert is touched: load weights before it is known which
 
   /// Units of one expert in each product: 64 gate and 64 up rows, or 128 rows of w2.
@@ -37,7 +38,13 @@ struct Args {
   }
   /// Stages of one unit.
   __host__ __device__ int steps(int product) const { return (product == 0 ? hidden : inter) / kTileColumns; }
-  __host__ __device__ int max_tiles() const { return slots < num_local ? slots : num_local; }
+  __host__ __device__ int num_slots() const { return tokens * top_k; }
+  __host__ __device__ int max_tiles() const { return num_slots() < num_local ? num_slots() : num_local; }
+  __device__ uint32_t* tickets() const { return counters; }
+  __device__ uint32_t* finished() const { return counters + 1; }  // activation rows times units
+  __device__ uint32_t* left() const { return counters + 2; }      // blocks that have ended
+  __device__ uint32_t* counts() const { return counters + kCounters; }
+  __device__ uint32_t* progress(int expert) const { return counters + kCounters + num_local + expert; }
   /// Where the ring begins in shared memory: behind the barriers and the table of touched experts.
   __host__ __device__ int ring() const { return round_up(kHeader + (max_tiles() + 1) * 8, 1024); }
 };
@@ -45,7 +52,8 @@ struct Args {
 /// 128 weight rows of an expert times up to `capacity` of its rows. No rows: stages that nobody needs.
 struct Unit {
   int product, expert, tile;  // product -1: the end
-  int first, rows;            // places in `sorted`
+  int first, rows;            // places of its activations
+  const uint32_t* slots;      // of its rows
   int total;                  // rows of the expert
   int steps;
 };
@@ -63,12 +71,13 @@ struct Block {
   __device__ __forceinline__ uint64_t* unit_full(int i) const { return full(2 * kMaxStages + i % kUnitSlots); }
   __device__ __forceinline__ uint64_t* unit_empty(int i) const { return unit_full(i) + kUnitSlots; }
   __device__ __forceinline__ Unit* unit(int i) const { return reinterpret_cast<Unit*>(smem + 512) + i % kUnitSlots; }
+  __device__ __forceinline__ bool* flag() const { return reinterpret_cast<bool*>(smem + kHeader - 16); }
   /// (expert, first place) of each touched expert, then (touched experts, all rows).
   __device__ __forceinline__ uint2* table() const { return reinterpret_cast<uint2*>(smem + kHeader); }
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
   __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + kWeightBytes; }
 };
-static_assert((2 * kMaxStages + 2 * kUnitSlots) * 8 <= 512 && kUnitSlots * sizeof(Unit) <= 512);
+static_assert((2 * kMaxStages + 2 * kUnitSlots) * 8 <= 512 && kUnitSlots * sizeof(Unit) <= 512 - 16);
 
 /// A place in the ring and the parity of its barriers.
 struct Cursor {
@@ -95,16 +104,43 @@ __device__ __forceinline__ void for_each_unit(const Block& b, F f) {
 
 #if MOE_SM90
 
-/// Copies what the alignment found into shared memory, so that no unit begins with a chain of loads. All threads.
-__device__ __forceinline__ void fill_table(const Block& b, const Args& a) {
-  uint2* table = b.table();
-  const int touched = static_cast<int>(*a.num_tiles);
-  for (int i = threadIdx.x; i < a.max_tiles(); i += kThreads) {
-    const uint2 tile = a.tiles[i];
-    if (i < touched) table[i] = tile;
+/// The table of touched experts from the counts of their buckets. One warp.
+__device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
+  const int lane = threadIdx.x % 32;
+  uint32_t touched = 0, rows = 0;
+  for (int base = 0; base < a.num_local; base += 32) {
+    const uint32_t count = base + lane < a.num_local ? __ldcg(a.counts() + base + lane) : 0;
+    const uint32_t some = __ballot_sync(0xffffffffu, count > 0);
+    uint32_t total;
+    const uint32_t before = warp_exclusive_sum(count, &total);
+    if (count > 0) b.table()[touched + __popc(some & ((1u << lane) - 1))] = {static_cast<uint32_t>(base + lane), rows + before};
+    touched += __popc(some), rows += total;
   }
-  if (threadIdx.x == 0) table[a.max_tiles()] = {static_cast<uint32_t>(touched), a.offsets[a.num_local]};
+  if (lane == 0) b.table()[a.max_tiles()] = {touched, rows};
+}
+
+/// What the routing chose, to shared memory, so that no unit begins with a chain of loads. All threads.
+__device__ __forceinline__ void fill_table(const Block& b, const Args& a) {
+  if (a.num_rows == nullptr) {
+    if (threadIdx.x < 32) scan_counts(b, a);
+  } else {
+    const uint32_t touched = *a.num_tiles;
+    for (int i = threadIdx.x; i < a.max_tiles(); i += kThreads) {
+      const uint2 tile = a.tiles[i];
+      if (i < touched) b.table()[i] = tile;
+    }
+    if (threadIdx.x == 0) b.table()[a.max_tiles()] = {touched, *a.num_rows};
+  }
   __syncthreads();
+}
+
+/// The last block to end leaves the counters zero. All threads.
+__device__ __forceinline__ void clear_counters(const Block& b, const Args& a) {
+  __syncthreads();
+  if (threadIdx.x == 0) *b.flag() = add_acq_rel(a.left(), 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!*b.flag()) return;
+  for (int i = threadIdx.x; i < kCounters + 2 * a.num_local; i += kThreads) a.counters[i] = 0;
 }
 
 /// Weights are read once: they leave L2 before rows, activations and results do (T = 128: 5 us of 301).
@@ -165,7 +201,7 @@ struct Producer {
     const uint2 end = table[a.max_tiles()];
     const int experts = end.x, guessed = blockIdx.x / a.units(0);
     if (ready > 0 && (guessed >= experts || static_cast<int>(table[guessed].x) != guessed)) {
-      announce({0, guessed, 0, 0, 0, 0, ready});
+      announce({0, guessed, 0, 0, 0, nullptr, 0, ready});
       for (; ready > 0; --ready) at.advance(b.stages);
     }
     const int gate_up = experts * a.units(0), total = gate_up + experts * a.units(1);
@@ -174,12 +210,13 @@ struct Producer {
       const int touched = n / a.units(product), tile = n % a.units(product), steps = a.steps(product);
       const int expert = table[touched].x, first = table[touched].y;
       const int last = touched + 1 < experts ? table[touched + 1].y : end.y;
+      const uint32_t* slots = a.slots + (a.num_rows == nullptr ? static_cast<size_t>(expert) * a.tokens : first);
       uint32_t drawn = 0;
       for (int place = first; place < last; place += kCapacity) {
-        announce({product, expert, tile, place, min(kCapacity, last - place), last - first, steps});
+        announce({product, expert, tile, place, min(kCapacity, last - place), slots + (place - first), last - first, steps});
         for (int i = 0; i < steps; ++i) {
           // As late as hides its latency: the block that is ahead takes the next unit.
-          if (i == max(steps - 6, 0) && place + kCapacity >= last) drawn = atomicAdd(a.progress, 1);
+          if (i == max(steps - 6, 0) && place + kCapacity >= last) drawn = atomicAdd(a.tickets(), 1);
           if (i >= ready) {
             mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
             load(product, expert, tile, i, at.stage);
@@ -190,7 +227,7 @@ struct Producer {
       }
       ticket = gridDim.x + drawn;
     }
-    announce({-1, 0, 0, 0, 0, 0, 0});
+    announce({-1, 0, 0, 0, 0, nullptr, 0, 0});
   }
 };
 
@@ -198,8 +235,8 @@ struct Producer {
 __device__ __forceinline__ void await_activations(const Args& a, const Unit& unit, uint32_t all_rows, bool* all) {
   if (*all) return;
   const uint32_t units = a.units(0);
-  *all = load_acquire(a.progress + 1) == all_rows * units;
-  while (!*all && load_acquire(a.progress + 2 + unit.expert) < unit.total * units) {
+  *all = load_acquire(a.finished()) == all_rows * units;
+  while (!*all && load_acquire(a.progress(unit.expert)) < unit.total * units) {
   }
   fence_async_proxy();
 }
@@ -218,7 +255,7 @@ __device__ __forceinline__ void gather(const Block& b, const Args& a, const CUte
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int r = index / 8 + i * (kGatherLanes / 8);
-        from[i] = r < unit.rows ? a.x + static_cast<size_t>(a.sorted[unit.first + r] / a.top_k) * a.hidden + column * 8 : nullptr;
+        from[i] = r < unit.rows ? a.x + static_cast<size_t>(unit.slots[r] / a.top_k) * a.hidden + column * 8 : nullptr;
       }
     } else if (elect_one()) {
       await_activations(a, unit, all_rows, &all);

@@ -20,6 +20,9 @@ struct RouteArgs {
   int renormalize;
   float scale;
   float softcap;      // 0 = none
+  uint32_t* counts = nullptr;   // [E], or null: slots are also listed by expert, buckets[e][0 .. counts[e]], in any order
+  uint32_t* buckets = nullptr;  // [E, tokens]
+  int tokens = 0;
 };
 
 /// Most slots per token: a lane holds one.
@@ -127,6 +130,10 @@ __device__ __forceinline__ void route_row(const RouteArgs& a, const float* logit
   if (lane < a.top_k) {
     a.topk_ids[static_cast<size_t>(token) * a.top_k + lane] = c.id;
     a.topk_weights[static_cast<size_t>(token) * a.top_k + lane] = c.weight;
+    if (a.counts != nullptr && c.id != kNoExpert) {
+      const uint32_t place = atomicAdd(a.counts + c.id, 1);
+      a.buckets[static_cast<size_t>(c.id) * a.tokens + place] = token * a.top_k + lane;
+    }
   }
 }
 

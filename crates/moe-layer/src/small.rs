@@ -1,14 +1,13 @@
 //! The block of a decode step on CUDA together with what surrounds it: for a few tokens all in one launch; for more,
 //! the end of the experts with the addition to the residual stream and the next norm.
 
-use moe_kernels::candle::{DType, Result, bail};
+use moe_kernels::candle::{Result, bail};
 use moe_kernels::cuda::{
-    FusedExperts, PreNorm, experts_add_norm_fits, experts_add_norm_into, norm_experts_add_into,
+    PreNorm, norm_experts_add_into, route_experts_add_norm_fits, route_experts_add_norm_into,
     small_experts_fit,
 };
 use moe_kernels::{Exec, TensorView, View, ViewMut};
-use moe_router::{GateInput, RouteOutput, Router};
-use tracing::trace_span;
+use moe_router::Router;
 
 use crate::block::{Family, SparseMoeBlock};
 use crate::chunked::Path;
@@ -45,9 +44,10 @@ impl SparseMoeBlock {
     pub fn fuses_next_norm(&self, tokens: usize, ex: &Exec) -> bool {
         self.chunk_size().is_none()
             && self.fused_parts().is_some_and(|(router, weights)| {
-                let shape = weights.shape();
+                let (config, shape) = (router.config(), weights.shape());
+                let experts = (config.num_experts, config.top_k);
                 let widths = (shape.hidden_size, shape.intermediate_size);
-                router.is_plain(ex) && experts_add_norm_fits(tokens, shape.num_local_experts, widths, ex)
+                router.is_plain(ex) && route_experts_add_norm_fits(tokens, experts, widths, ex)
             })
     }
 
@@ -67,29 +67,13 @@ impl SparseMoeBlock {
         let Some((router, weights)) = self.fused_parts() else {
             bail!("{}: these experts are not computed together with the next norm", self.experts_name())
         };
-        let (tokens, slots) = (hidden.rows(), router.config().num_slots());
         let gate = TensorView::new(self.gate())?;
         let (w13, w2) = (TensorView::new(weights.w13())?, TensorView::new(weights.w2())?);
-        let mut logits = ex.scratch(DType::F32, &[tokens, router.config().num_logits()])?;
-        let mut topk_ids = ex.scratch(DType::U32, &[tokens, slots])?;
-        let mut topk_weights = ex.scratch(DType::F32, &[tokens, slots])?;
-        let output = RouteOutput {
-            topk_ids: topk_ids.view_mut(),
-            topk_weights: topk_weights.view_mut(),
-            zero_expert_weights: None,
-        };
-        let input = GateInput::new(hidden, gate.view()?, self.layer());
-        trace_span!("router")
-            .in_scope(|| router.gate_and_route_into(&input, Some(logits.view_mut()), output, ex))?;
-        let args = FusedExperts {
-            x: hidden,
-            w13: w13.view()?,
-            w2: w2.view()?,
-            topk_ids: topk_ids.view(),
-            topk_weights: topk_weights.view(),
-            expert_map: None,
-        };
-        trace_span!("experts").in_scope(|| experts_add_norm_into(&args, norm, residual, out, ex))
+        let packs = (w13.view()?, w2.view()?);
+        let top_k = router.config().top_k;
+        router.with_gate(gate.view()?, None, |gate| {
+            route_experts_add_norm_into(hidden, (gate, top_k), packs, norm, residual, out, ex)
+        })
     }
 
     /// Router and weights of a block without communication, zero experts or shared experts.

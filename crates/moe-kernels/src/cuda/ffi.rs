@@ -153,6 +153,8 @@ unsafe extern "C" {
         renormalize: i32,
         scale: f32,
         softcap: f32,
+        counts: *mut c_void,
+        buckets: *mut c_void,
         stream: *mut c_void,
     ) -> i32;
     pub(crate) fn moe_max_tiles(slots: i32, num_local: i32, tile_rows: i32) -> i32;
@@ -167,27 +169,28 @@ unsafe extern "C" {
         sorted: *mut c_void,
         tiles: *mut c_void,
         num_tiles: *mut c_void,
-        progress: *mut c_void,
         stream: *mut c_void,
     ) -> i32;
     pub(crate) fn moe_experts_tensor(
         x: *const c_void,
         w13: *const c_void,
         w2: *const c_void,
+        slots: *const c_void,
         offsets: *const c_void,
-        sorted: *const c_void,
         tiles: *const c_void,
         num_tiles: *const c_void,
         act: *mut c_void,
         slot_rows: *mut c_void,
-        progress: *mut c_void,
-        slots: i32,
+        counters: *mut c_void,
+        tokens: i32,
         top_k: i32,
         num_local: i32,
         hidden: i32,
         inter: i32,
         stream: *mut c_void,
     ) -> i32;
+    pub(crate) fn moe_experts_tensor_counters(num_local: i32) -> i32;
+    pub(crate) fn moe_experts_tensor_counts() -> i32;
     pub(crate) fn moe_experts_grouped_gate_up(
         x: *const c_void,
         w13: *const c_void,

@@ -30,7 +30,9 @@ use crate::storage::Data;
 use crate::view::View;
 
 pub use any::{Choice, Route, RouteOut, route_into};
-pub use experts::{FusedExperts, experts_add_norm_fits, experts_add_norm_into, fused_experts_into};
+pub use experts::{
+    FusedExperts, fused_experts_into, route_experts_add_norm_fits, route_experts_add_norm_into,
+};
 pub use graph::Graph;
 pub use memory::PinnedWords;
 pub(crate) use memory::{DeviceMemory, storage_slice};

@@ -1,5 +1,7 @@
 //! The gate product and the choice of experts in one launch.
 
+use std::ffi::c_void;
+
 use candle_core::{DType, Result, bail};
 
 use super::{ffi, small};
@@ -72,10 +74,30 @@ pub fn gate_route_fits(hidden: usize, experts: usize, top_k: usize, dtype: DType
 pub fn gate_route_into(
     x: View,
     gate: &Gate,
-    mut logits: ViewMut,
-    mut topk_ids: ViewMut,
-    mut topk_weights: ViewMut,
+    logits: ViewMut,
+    topk_ids: ViewMut,
+    topk_weights: ViewMut,
     ex: &mut Exec,
+) -> Result<()> {
+    let none = Buckets { counts: std::ptr::null_mut(), slots: std::ptr::null_mut() };
+    gate_route(x, gate, (logits, topk_ids, topk_weights), none, ex)
+}
+
+/// Where the router also lists the slots of each expert; null for nowhere.
+pub(super) struct Buckets {
+    /// \[E\] u32, zero before.
+    pub counts: *mut c_void,
+    /// [E, T] u32.
+    pub slots: *mut c_void,
+}
+
+/// [`gate_route_into`] with buckets.
+pub(super) fn gate_route(
+    x: View,
+    gate: &Gate,
+    (mut logits, mut topk_ids, mut topk_weights): (ViewMut, ViewMut, ViewMut),
+    buckets: Buckets,
+    ex: &Exec,
 ) -> Result<()> {
     let op = "gate_route";
     let (t, h) = expect_matrix(op, "x", &x)?;
@@ -115,6 +137,8 @@ pub fn gate_route_into(
             i32::from(gate.renormalize),
             gate.scale,
             gate.softcap.unwrap_or(0.),
+            buckets.counts,
+            buckets.slots,
             cuda.raw()?,
         )
     };

@@ -11,16 +11,7 @@ use crate::exec::Exec;
 use crate::view::ViewMut;
 
 /// Rows of a tile of the grouped kernels.
-const GROUPED_ROWS: i32 = 128;
-
-/// The kernels behind an alignment.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Products {
-    /// Both products in one launch, on warpgroup products.
-    Tensor,
-    /// A launch each, in tiles of [`GROUPED_ROWS`].
-    Grouped,
-}
+const GROUPED_ROWS: usize = 128;
 
 /// Addresses of the arguments.
 pub(super) struct Inputs {
@@ -34,9 +25,26 @@ pub(super) struct Inputs {
 }
 
 /// Scratch of the workspace with its address.
-struct Lease {
-    at: *mut c_void,
+pub(super) struct Lease {
+    pub at: *mut c_void,
     _scratch: Scratch,
+}
+
+/// What `moe_align_tokens` writes.
+pub(super) struct Aligned {
+    offsets: Lease,
+    sorted: Lease,
+    tiles: Lease,
+    num_tiles: Lease,
+}
+
+/// The slots of each expert.
+#[derive(Clone, Copy)]
+pub(super) enum Slots<'a> {
+    /// [E, T], as the router lists them; their counts are among the kernel's counters.
+    Buckets(&'a Lease),
+    /// In order of experts.
+    Aligned(&'a Aligned),
 }
 
 /// What lies between the products and the sum.
@@ -48,11 +56,25 @@ pub(super) struct Rows {
 }
 
 impl Lease {
-    fn new(op: &str, dtype: DType, dims: &[usize], ex: &Exec) -> Result<Self> {
+    pub(super) fn new(op: &str, dtype: DType, dims: &[usize], ex: &Exec) -> Result<Self> {
         let mut scratch = ex.scratch(dtype, dims)?;
         let at = ex.cuda(op)?.write(op, "scratch", &mut scratch.view_mut())?;
         Ok(Self { at, _scratch: scratch })
     }
+}
+
+/// The counters of `moe_experts_tensor`, zero between launches.
+fn counters(num_local: usize, ex: &Exec) -> Result<*mut u32> {
+    let op = "experts_tensor";
+    // SAFETY: a pure function of a number.
+    let words = unsafe { ffi::moe_experts_tensor_counters(small(op, num_local)?) } as usize;
+    Ok(ex.cuda(op)?.counters(op, words)?.cast())
+}
+
+/// Where the router counts the slots of each expert for `moe_experts_tensor`.
+pub(super) fn bucket_counts(num_local: usize, ex: &Exec) -> Result<*mut c_void> {
+    // SAFETY: the place is a constant below the number of counters.
+    Ok(unsafe { counters(num_local, ex)?.add(ffi::moe_experts_tensor_counts() as usize) }.cast())
 }
 
 impl Inputs {
@@ -117,89 +139,100 @@ impl Inputs {
         cuda.check(op, code)
     }
 
-    /// Alignment and both products: the rows of all slots that have a local expert.
-    pub(super) fn products(&self, s: &Sizes, products: Products, rows: &Rows, ex: &Exec) -> Result<()> {
+    /// Slots in order of their experts, and tiles of at most `tile_rows` of them.
+    pub(super) fn align(&self, s: &Sizes, tile_rows: usize, ex: &Exec) -> Result<Aligned> {
         let op = self.op;
-        let slots = small(op, s.slots())?;
-        let (num_ids, num_local) = (small(op, s.num_ids)?, small(op, s.num_local)?);
-        let (top_k, hidden, inter) = (small(op, s.top_k)?, small(op, s.hidden)?, small(op, s.inter)?);
-        // One tile per touched expert, or tiles of so many rows.
-        let tile_rows = if products == Products::Tensor { slots } else { GROUPED_ROWS };
+        let (slots, num_local) = (small(op, s.slots())?, small(op, s.num_local)?);
+        let tile_rows = small(op, tile_rows)?;
         // SAFETY: a pure function of numbers.
         let max_tiles = unsafe { ffi::moe_max_tiles(slots, num_local, tile_rows) } as usize;
         let words = |n: usize| Lease::new(op, DType::U32, &[n], ex);
-        let (offsets, sorted) = (words(s.num_local + 1)?, words(s.slots())?);
-        let (tiles, num_tiles, progress) = (words(2 * max_tiles)?, words(1)?, words(s.num_local + 2)?);
+        let to = Aligned {
+            offsets: words(s.num_local + 1)?,
+            sorted: words(s.slots())?,
+            tiles: words(2 * max_tiles)?,
+            num_tiles: words(1)?,
+        };
+        let cuda = ex.cuda(op)?;
+        // SAFETY: `Sizes::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
+        // it asks for.
+        let code = unsafe {
+            ffi::moe_align_tokens(
+                self.topk_ids,
+                self.expert_map,
+                slots,
+                small(op, s.num_ids)?,
+                num_local,
+                tile_rows,
+                to.offsets.at,
+                to.sorted.at,
+                to.tiles.at,
+                to.num_tiles.at,
+                cuda.raw()?,
+            )
+        };
+        cuda.check("align_tokens", code)?;
+        Ok(to)
+    }
+
+    /// Both products on warpgroup products: the rows of all slots that have a local expert.
+    pub(super) fn tensor(&self, s: &Sizes, slots: Slots, rows: &Rows, ex: &Exec) -> Result<()> {
+        let (op, cuda) = (self.op, ex.cuda(self.op)?);
+        let none = std::ptr::null();
+        let (listed, offsets, tiles, num_tiles) = match slots {
+            Slots::Buckets(buckets) => (buckets.at.cast_const(), none, none, none),
+            Slots::Aligned(a) => (
+                a.sorted.at.cast_const(),
+                a.offsets.at.cast_const(),
+                a.tiles.at.cast_const(),
+                a.num_tiles.at.cast_const(),
+            ),
+        };
+        // SAFETY: `Sizes::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
+        // it asks for, and routing or alignment has filled it.
+        let code = unsafe {
+            ffi::moe_experts_tensor(
+                self.x,
+                self.w13,
+                self.w2,
+                listed,
+                offsets,
+                tiles,
+                num_tiles,
+                rows.act.at,
+                rows.slot_rows.at,
+                counters(s.num_local, ex)?.cast(),
+                small(op, s.tokens)?,
+                small(op, s.top_k)?,
+                small(op, s.num_local)?,
+                small(op, s.hidden)?,
+                small(op, s.inter)?,
+                cuda.raw()?,
+            )
+        };
+        cuda.check("experts_tensor", code)
+    }
+
+    /// Alignment and both products, a launch each: the rows of all slots that have a local expert.
+    pub(super) fn grouped(&self, s: &Sizes, rows: &Rows, ex: &Exec) -> Result<()> {
+        let op = self.op;
+        let (slots, num_local) = (small(op, s.slots())?, small(op, s.num_local)?);
+        let (top_k, hidden, inter) = (small(op, s.top_k)?, small(op, s.hidden)?, small(op, s.inter)?);
+        let a = self.align(s, GROUPED_ROWS, ex)?;
+        let (offsets, sorted, tiles, num_tiles) = (a.offsets.at, a.sorted.at, a.tiles.at, a.num_tiles.at);
         let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
         let cuda = ex.cuda(op)?;
         let stream = cuda.raw()?;
         // SAFETY: `Sizes::check` has checked dims, dtypes and the launchers' conditions; the scratch has the sizes that
         // they ask for, and what each reads the one before has written.
         unsafe {
-            let code = ffi::moe_align_tokens(
-                self.topk_ids,
-                self.expert_map,
-                slots,
-                num_ids,
-                num_local,
-                tile_rows,
-                offsets.at,
-                sorted.at,
-                tiles.at,
-                num_tiles.at,
-                progress.at,
-                stream,
-            );
-            cuda.check("align_tokens", code)?;
-            if products == Products::Tensor {
-                let code = ffi::moe_experts_tensor(
-                    self.x,
-                    self.w13,
-                    self.w2,
-                    offsets.at,
-                    sorted.at,
-                    tiles.at,
-                    num_tiles.at,
-                    act,
-                    slot_rows,
-                    progress.at,
-                    slots,
-                    top_k,
-                    num_local,
-                    hidden,
-                    inter,
-                    stream,
-                );
-                return cuda.check("experts_tensor", code);
-            }
             let code = ffi::moe_experts_grouped_gate_up(
-                self.x,
-                self.w13,
-                offsets.at,
-                sorted.at,
-                tiles.at,
-                num_tiles.at,
-                act,
-                slots,
-                top_k,
-                num_local,
-                hidden,
-                inter,
-                stream,
+                self.x, self.w13, offsets, sorted, tiles, num_tiles, act, slots, top_k, num_local, hidden,
+                inter, stream,
             );
             cuda.check("experts_grouped_gate_up", code)?;
             let code = ffi::moe_experts_grouped_down(
-                act,
-                self.w2,
-                offsets.at,
-                sorted.at,
-                tiles.at,
-                num_tiles.at,
-                slot_rows,
-                slots,
-                num_local,
-                hidden,
-                inter,
+                act, self.w2, offsets, sorted, tiles, num_tiles, slot_rows, slots, num_local, hidden, inter,
                 stream,
             );
             cuda.check("experts_grouped_down", code)

@@ -4,11 +4,12 @@ mod launch;
 
 use candle_core::{DType, Result, bail};
 
+use super::router::{Buckets, Gate, gate_route, gate_route_fits};
 use super::{PreNorm, aligned};
 use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
-use launch::{Inputs, Products};
+use launch::{Inputs, Lease, Slots, bucket_counts};
 
 /// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
 const TENSOR_TOKENS: usize = 8;
@@ -58,56 +59,75 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
     match sizes.form(ex.cuda(op)?.major) {
         Form::Stream => inputs.stream(&sizes, scratch, (out, output), ex),
         Form::Tensor => {
-            inputs.products(&sizes, Products::Tensor, &scratch, ex)?;
+            // One tile for each expert that is touched.
+            let aligned = inputs.align(&sizes, sizes.slots(), ex)?;
+            inputs.tensor(&sizes, Slots::Aligned(&aligned), &scratch, ex)?;
             inputs.combine(&sizes, &scratch, (out, output), ex)
         }
         Form::Grouped => {
-            inputs.products(&sizes, Products::Grouped, &scratch, ex)?;
+            inputs.grouped(&sizes, &scratch, ex)?;
             inputs.combine(&sizes, &scratch, (out, output), ex)
         }
     }
 }
 
-/// Whether [`experts_add_norm_into`] fits a step of so many tokens.
-pub fn experts_add_norm_fits(
+/// Whether [`route_experts_add_norm_into`] fits a step of so many tokens.
+pub fn route_experts_add_norm_fits(
     tokens: usize,
-    num_local: usize,
+    (experts, top_k): (usize, usize),
     (hidden, inter): (usize, usize),
     ex: &Exec,
 ) -> bool {
-    let sizes = Sizes { tokens, top_k: 1, num_ids: num_local, num_local, hidden, inter };
+    let sizes = Sizes { tokens, top_k, num_ids: experts, num_local: experts, hidden, inter };
     let tensor = |major| matches!(sizes.form(major), Form::Tensor);
-    Sizes::fit(hidden, inter) && ex.cuda("experts_add_norm").is_ok_and(|cuda| tensor(cuda.major))
+    Sizes::fit(hidden, inter)
+        && gate_route_fits(hidden, experts, top_k, DType::BF16, ex)
+        && ex.cuda("route_experts_add_norm").is_ok_and(|cuda| tensor(cuda.major))
 }
 
-/// residual += what [`fused_experts_into`] computes, then out = norm(residual), the norm of the next sub-layer;
-/// `residual` [T, H] f32, `out` [T, H] bf16. The same bits as one after the other.
+/// The experts that `gate` chooses, with what follows them: residual += Σ_k weight_k · w2\[e\] (silu(gate) · up) of x,
+/// then out = norm(residual), the norm of the next sub-layer. The same bits as [`gate_route_into`],
+/// [`fused_experts_into`] and the norm one after the other, in three launches. x and out [T, H] bf16, `residual` [T, H]
+/// f32, w13 [E, 2I, H], w2 [E, H, I] bf16.
 ///
 /// # Errors
-/// As [`fused_experts_into`]; sizes that [`experts_add_norm_fits`] refuses.
-pub fn experts_add_norm_into(
-    args: &FusedExperts,
+/// A CPU context; wrong dims or dtypes; sizes that [`route_experts_add_norm_fits`] refuses.
+pub fn route_experts_add_norm_into(
+    x: View,
+    (gate, top_k): (&Gate, usize),
+    (w13, w2): (View, View),
     norm: &PreNorm,
     mut residual: ViewMut,
     mut out: ViewMut,
-    ex: &mut Exec,
+    ex: &Exec,
 ) -> Result<()> {
-    let op = "experts_add_norm";
-    let sizes = Sizes::check(op, args)?;
-    norm.check(op, sizes.hidden)?;
+    let op = "route_experts_add_norm";
+    let (tokens, hidden) = expect_matrix(op, "x", &x)?;
+    let (experts, _, inter) = expect_rank3(op, "w2", &w2)?;
+    norm.check(op, hidden)?;
     for (name, view, dtype) in [("residual", &residual, DType::F32), ("out", &out, DType::BF16)] {
-        expect_dims(op, name, view, &[sizes.tokens, sizes.hidden])?;
+        expect_dims(op, name, view, &[tokens, hidden])?;
         expect_dtype(op, name, view, dtype)?;
     }
-    if !aligned(&[residual.as_view(), out.as_view(), norm.weight]) {
-        bail!("{op}: expected views that begin at multiples of 16 bytes")
+    if !route_experts_add_norm_fits(tokens, (experts, top_k), (hidden, inter), ex)
+        || !aligned(&[residual.as_view(), out.as_view(), norm.weight])
+    {
+        bail!(
+            "{op}: the kernels do not fit T = {tokens}, E = {experts}, K = {top_k}, H = {hidden}, I = {inter}"
+        )
     }
-    if sizes.tokens == 0 {
-        return Ok(());
-    }
-    let inputs = Inputs::of(op, args, ex)?;
+    let mut logits = ex.scratch(DType::F32, &[tokens, experts])?;
+    let mut ids = ex.scratch(DType::U32, &[tokens, top_k])?;
+    let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
+    let buckets = Lease::new(op, DType::U32, &[experts, tokens], ex)?;
+    let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
+    gate_route(x, gate, outputs, Buckets { counts: bucket_counts(experts, ex)?, slots: buckets.at }, ex)?;
+    let args =
+        FusedExperts { x, w13, w2, topk_ids: ids.view(), topk_weights: weights.view(), expert_map: None };
+    let sizes = Sizes::check(op, &args)?;
+    let inputs = Inputs::of(op, &args, ex)?;
     let scratch = inputs.scratch(&sizes, ex)?;
-    inputs.products(&sizes, Products::Tensor, &scratch, ex)?;
+    inputs.tensor(&sizes, Slots::Buckets(&buckets), &scratch, ex)?;
     inputs.combine_add_norm(&sizes, &scratch, norm, (&mut residual, &mut out), ex)
 }
 
