@@ -3,6 +3,9 @@
 mod collectives;
 mod faults;
 mod graphs;
+mod peer_runs;
+mod peers;
+mod processes;
 mod products;
 mod rounds;
 mod timing;

@@ -18,6 +18,7 @@ pub(crate) mod ffi;
 mod graph;
 pub(crate) mod linear;
 mod memory;
+mod peer;
 mod router;
 pub(crate) mod rows;
 mod small;
@@ -36,6 +37,7 @@ pub use experts::{
 pub use graph::Graph;
 pub use memory::PinnedWords;
 pub(crate) use memory::{DeviceMemory, storage_slice};
+pub use peer::{MAX_PEERS, PeerBuffers};
 pub use router::{Gate, GateScoring, gate_route_fits, gate_route_into};
 pub use small::{
     PreNorm, linear_add_into, norm_experts_add_into, norm_linear_into, small_experts_fit, small_linear_fits,
