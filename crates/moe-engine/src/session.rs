@@ -73,10 +73,15 @@ impl Session {
         DpEngine::with_remotes(std::iter::once(first).chain(others), remotes, tokenizer, &config)
     }
 
-    /// Whether each step of the expert-parallel backend is decided on the host, so that none is a graph.
+    /// Whether the expert-parallel backend decides on the host who needs a row, so that no step is a graph.
     fn reads_on_the_host(&self) -> Result<bool> {
         let geometry = self.parallel.geometry(0)?;
-        let exact = geometry.deepep_mode == DeepEpMode::HighThroughput;
+        let exact = match geometry.deepep_mode {
+            DeepEpMode::HighThroughput => true,
+            // A rank alone agrees with nobody that it only decodes.
+            DeepEpMode::Auto => geometry.world_size == 1,
+            DeepEpMode::LowLatency => false,
+        };
         Ok(self.ex.is_cuda() && geometry.backend == EpBackend::DeepEp && exact)
     }
 

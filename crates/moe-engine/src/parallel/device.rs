@@ -14,6 +14,7 @@ use moe_comm::{Messages, ReduceOp};
 use moe_layer::ExpertHeat;
 use serde::{Deserialize, Serialize};
 
+use super::agree::{Proposal, common_bucket};
 use super::follow::RemoteFollowers;
 use super::ranks::{AbortOnPanic, LocalRanks, Rank};
 use super::wire::{self, decode, encode};
@@ -102,34 +103,6 @@ impl Rank {
         world.abort(&e.to_string());
         e
     }
-}
-
-/// What a data-parallel rank brings to a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Proposal {
-    rows: usize,
-    only_decode: bool,
-    /// See [`Announced::bucket`].
-    bucket: Option<usize>,
-}
-
-impl Proposal {
-    fn words(&self) -> [u32; 3] {
-        [self.rows as u32, u32::from(self.only_decode), self.bucket.map_or(0, |rows| rows as u32 + 1)]
-    }
-
-    fn from_words(&[rows, only_decode, bucket]: &[u32; 3]) -> Self {
-        Self {
-            rows: rows as usize,
-            only_decode: only_decode == 1,
-            bucket: bucket.checked_sub(1).map(|rows| rows as usize),
-        }
-    }
-}
-
-/// The largest bucket, if every rank has one.
-fn common_bucket(proposals: &[Proposal]) -> Option<usize> {
-    proposals.iter().map(|proposal| proposal.bucket).try_fold(0, |most, bucket| Some(most.max(bucket?)))
 }
 
 impl RemoteFollowers {
@@ -260,23 +233,8 @@ impl DeviceFollower {
 mod tests {
     use super::*;
 
-    fn proposal(rows: usize, bucket: Option<usize>) -> Proposal {
-        Proposal { rows, only_decode: bucket.is_some(), bucket }
-    }
-
     #[test]
-    fn ranks_pad_to_the_largest_bucket_or_not_at_all() {
-        assert_eq!(common_bucket(&[proposal(3, Some(4)), proposal(9, Some(16))]), Some(16));
-        assert_eq!(common_bucket(&[proposal(0, Some(0)), proposal(1, Some(1))]), Some(1));
-        assert_eq!(common_bucket(&[proposal(0, Some(0)), proposal(0, Some(0))]), Some(0));
-        assert_eq!(common_bucket(&[proposal(3, Some(4)), proposal(100, None)]), None);
-    }
-
-    #[test]
-    fn proposals_and_draws_travel() {
-        for sent in [proposal(0, Some(0)), proposal(7, Some(8)), proposal(4096, None)] {
-            assert_eq!(Proposal::from_words(&sent.words()), sent);
-        }
+    fn draws_travel() {
         let params = SampleParams {
             temperature: 0.7,
             top_p: 0.9,

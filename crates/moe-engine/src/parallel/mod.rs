@@ -5,6 +5,8 @@
 //! follow. Of processes, that of rank 0 is the driver: it runs the command, and the others run the
 //! steps that they are sent.
 
+#[cfg(any(test, feature = "cuda"))]
+mod agree;
 mod args;
 #[cfg(feature = "cuda")]
 mod device;

@@ -5,6 +5,8 @@
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::process::{Child, Command, Stdio};
+#[cfg(feature = "nccl")]
+use std::sync::OnceLock;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -20,6 +22,8 @@ use super::device::DeviceFollower;
 use super::follow::{Follower, RemoteFollowers};
 use super::launch::{Placement, placement};
 use super::load::{Replica, Source, load_rank};
+#[cfg(feature = "nccl")]
+use super::nccl::Devices;
 use super::ranks::LocalRanks;
 use crate::chat::this_program;
 use crate::cli::RunArgs;
@@ -49,6 +53,11 @@ pub(crate) struct Processes {
     local_world_size: Option<usize>,
     /// Ranks anywhere.
     world_size: usize,
+    /// Ranks of a tensor-parallel group.
+    tp: usize,
+    /// This rank's GPU among the others, where they run on some.
+    #[cfg(feature = "nccl")]
+    devices: OnceLock<Devices>,
     children: Children,
     finished: bool,
 }
@@ -82,19 +91,19 @@ impl Processes {
         let comm = SocketComm::connect(join)?;
         end_with_world(&comm)?;
         end_with_parent(true)?;
-        let (messages, limit) = (comm.messages(), timeouts.collective);
         let Launch { local_rank, local_world_size, world_size, .. } = launch;
-        let world = Arc::new(comm);
-        let finished = false;
         Ok(Some(Self {
-            world,
-            messages,
-            limit,
+            messages: comm.messages(),
+            world: Arc::new(comm),
+            limit: timeouts.collective,
             local_rank,
             local_world_size,
             world_size,
+            tp: args.parallel.tp,
+            #[cfg(feature = "nccl")]
+            devices: OnceLock::new(),
             children,
-            finished,
+            finished: false,
         }))
     }
 
@@ -111,8 +120,11 @@ impl Processes {
     /// The GPUs of all ranks, if they run on some.
     #[cfg(feature = "nccl")]
     fn join_devices(&self, ex: &Exec) -> Result<Option<Arc<dyn Communicator>>> {
-        let join = || super::nccl::join(&self.world, self.limit, ex).map(Some);
-        if ex.is_cuda() { self.explained(join) } else { Ok(None) }
+        if !ex.is_cuda() {
+            return Ok(None);
+        }
+        let joined = self.explained(|| Devices::join(&self.world, self.limit, ex))?;
+        Ok(Some(self.devices.get_or_init(|| joined).communicator()))
     }
 
     #[cfg(not(feature = "nccl"))]
@@ -185,14 +197,25 @@ impl Processes {
         first_ranks.map(engine).collect()
     }
 
-    /// This process's part is done; the driver's tells the others so.
+    /// This process's part is done; the driver's tells the others so, and the first rank of a group those
+    /// that follow it.
     ///
     /// # Errors
     /// A process that failed, or does not end.
     pub fn finish(mut self) -> Result<()> {
+        let rank = self.world.rank();
+        let told = match rank {
+            0 => 1..self.world_size,
+            first if first % self.tp == 0 => first + 1..first + self.tp,
+            _ => 0..0,
+        };
         self.finished = true;
-        if self.is_driver() {
-            (1..self.world_size).try_for_each(|rank| self.messages.send(rank, b""))?;
+        told.into_iter().try_for_each(|rank| self.messages.send(rank, b""))?;
+        #[cfg(feature = "nccl")]
+        if let Some(devices) = self.devices.get() {
+            devices.leave(&self.world)?;
+        }
+        if rank == 0 {
             self.children.wait()?;
         }
         Ok(())
