@@ -12,5 +12,6 @@ mod experts;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod products;
+mod ranks;
 mod route;
 mod rows;

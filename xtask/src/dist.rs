@@ -2,7 +2,7 @@
 //!
 //! target/dist/moe.tar.xz holds the model binaries and the GPU test binary (stripped), the fixtures
 //! and the scripts of tests/gpu and tests/cuda. On the target machine:
-//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`; with several GPUs also `moe/tests/gpu/nccl.sh`.
+//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`; with several GPUs also `moe/tests/gpu/nccl.sh` and `moe/tests/gpu/ranks.sh`.
 
 use std::fs;
 use std::path::{Path, PathBuf};

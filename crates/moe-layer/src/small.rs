@@ -81,7 +81,8 @@ impl SparseMoeBlock {
         let Family::Modular { router, path: Path { prepare, experts }, decode: None } = self.family() else {
             return None;
         };
-        let local = prepare.finalize_copies_reduced() && prepare.local_experts().is_none();
+        let local = prepare.num_dispatchers() == 1 && prepare.local_experts().is_none();
+        let local = local && prepare.finalize_copies_reduced();
         let weights = experts.packed().filter(|_| local && !self.has_shared_experts())?;
         Some((router, weights))
     }

@@ -125,6 +125,13 @@ impl NcclComm {
         Self::join(place, name, limit, handle, World::join(id)?, ex)
     }
 
+    /// Leaves the world with all of its groups in this process; calls fail from now on. Dropping a
+    /// communicator is the library's farewell, in which the ranks of a host wait for each other. This is
+    /// for a process that ends, once no rank has work left.
+    pub fn leave(&self) {
+        self.world.leave();
+    }
+
     /// The rank of a group that its handle is joining.
     fn join(
         place: Place,

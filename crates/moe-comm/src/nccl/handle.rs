@@ -160,6 +160,11 @@ impl Handle {
         }
     }
 
+    /// Leaves the communicator to the end of the process.
+    pub(super) fn leave(&self) {
+        self.take();
+    }
+
     /// Takes the communicator away from all who could call it.
     fn take(&self) -> Option<Comm> {
         self.lock().take()

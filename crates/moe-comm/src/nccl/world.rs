@@ -149,6 +149,13 @@ impl World {
         }
     }
 
+    /// Ends every group here without a word to the other ranks.
+    pub(super) fn leave(&self) {
+        if self.failure.set("this rank has left".to_string()).is_ok() {
+            self.groups().iter().for_each(|group| group.handle.leave());
+        }
+    }
+
     fn groups(&self) -> Vec<Arc<Group>> {
         lock(&self.groups).iter().filter_map(Weak::upgrade).collect()
     }

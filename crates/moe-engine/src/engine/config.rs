@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
+#[cfg(feature = "cuda")]
+use model_runtime::DrawSizes;
 use model_runtime::{Exec, ModelInfo};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
@@ -147,8 +149,9 @@ impl EngineConfig {
             return Ok(None);
         }
         let blocks = max_model_len.div_ceil(self.block_size);
-        let (rows, seqs) = (self.max_num_batched_tokens, self.max_num_seqs);
-        Ok(Some(DeviceRunner::new(info.vocab_size, rows, seqs, blocks, self.enforce_eager, ex)?))
+        let (rows, sequences) = (self.max_num_batched_tokens, self.max_num_seqs);
+        let sizes = DrawSizes { rows, sequences, blocks, eager: self.enforce_eager };
+        Ok(Some(DeviceRunner::new(info.vocab_size, sizes, ex)?))
     }
 }
 

@@ -4,6 +4,9 @@
 //! device and fed to the next step there; the host reads them when it collects the step. Pure decode
 //! steps are padded to a bucket and replayed as captured graphs. What a graph's bucket computes is
 //! the same launches in the same order as without a graph, so both give the same bits.
+//!
+//! Where ranks share a model, each runs the same steps, pads them alike, and draws the same tokens from the same
+//! logits: no token travels. What one of them cannot record as a graph, none does.
 
 use std::collections::HashMap;
 
@@ -11,7 +14,7 @@ use candle_core::{DType, Result, bail};
 use model_runtime::cuda::{Graph, PinnedWords, SampleParams, sample_into};
 use model_runtime::device_step::{DeviceStep, Extras, Shape};
 use model_runtime::sampling::{Sampled, SamplingError};
-use model_runtime::{Buffer, CausalLm, Exec, KvCache};
+use model_runtime::{Announced, Buffer, CausalLm, DrawSizes, Exec, KvCache, Step};
 use tracing::{trace_span, warn};
 
 use super::runner::StepResult;
@@ -19,7 +22,7 @@ use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
 
 /// Most sequences of a graph.
-const MAX_BUCKET: usize = 512;
+const MAX_BUCKET: usize = 1024;
 
 /// What a launched step left on the device.
 pub(super) struct InFlight {
@@ -41,7 +44,9 @@ enum Recording {
     Never,
 }
 
-pub(super) struct DeviceRunner {
+/// What runs steps and draws their tokens: on the rank that an engine drives, and on those that follow it.
+pub(crate) struct DeviceRunner {
+    sizes: DrawSizes,
     step: DeviceStep,
     logits: Buffer,
     /// Tokens, then statuses, of the last step, [2, R].
@@ -51,26 +56,19 @@ pub(super) struct DeviceRunner {
     /// Keys of the last launched step, in the order of `drawn`.
     last: Vec<Key>,
     graphs: HashMap<usize, Recording>,
-    max_blocks: usize,
     max_seqs: usize,
-    eager: bool,
     /// Steps that replayed a graph.
     replayed: u64,
 }
 
 impl DeviceRunner {
-    /// For steps of at most `max_rows` rows of `max_seqs` sequences of `max_blocks` blocks.
-    pub fn new(
-        vocab_size: usize,
-        max_rows: usize,
-        max_seqs: usize,
-        max_blocks: usize,
-        eager: bool,
-        ex: &Exec,
-    ) -> Result<Self> {
-        let seqs = bucket(max_seqs).unwrap_or(max_seqs);
-        let shape = Shape { rows: max_rows.max(seqs), sequences: seqs, max_blocks, logits: seqs };
+    /// For steps of at most these sizes.
+    pub fn new(vocab_size: usize, sizes: DrawSizes, ex: &Exec) -> Result<Self> {
+        let DrawSizes { rows, sequences, blocks, .. } = sizes;
+        let seqs = bucket(sequences).unwrap_or(sequences);
+        let shape = Shape { rows: rows.max(seqs), sequences: seqs, max_blocks: blocks, logits: seqs };
         Ok(Self {
+            sizes,
             step: DeviceStep::new(shape.words(), ex)?,
             logits: ex.zeros(DType::F32, &[seqs, vocab_size])?,
             drawn: ex.zeros(DType::U32, &[2 * seqs])?,
@@ -78,9 +76,7 @@ impl DeviceRunner {
             turn: 0,
             last: Vec::new(),
             graphs: HashMap::new(),
-            max_blocks,
             max_seqs: seqs,
-            eager,
             replayed: 0,
         })
     }
@@ -91,7 +87,7 @@ impl DeviceRunner {
     }
 
     /// Whether the device can draw every token of a plan.
-    pub fn takes(&self, plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> bool {
+    pub(super) fn takes(&self, plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> bool {
         let plain = |part: &Part| {
             let Some(sequence) = sequences.get(&part.key) else { return false };
             let (request, sampling) = (&sequence.request, &sequence.sampling);
@@ -104,7 +100,7 @@ impl DeviceRunner {
 
     /// Starts a step; returns at once. Tokens that the plan says are fed come from the last step that was
     /// launched here.
-    pub fn launch(
+    pub(super) fn launch(
         &mut self,
         model: &dyn CausalLm,
         kv: &mut KvCache,
@@ -114,30 +110,57 @@ impl DeviceRunner {
     ) -> Result<InFlight> {
         let (extras, keys) = self.extras(&mut plan, sequences)?;
         plan.step.check_vocab(model.info().vocab_size)?;
-        let rows = plan.step.num_tokens();
-        let bucket = bucket(rows).filter(|_| plan.step.one_row_each() && keys.len() == rows);
+        let padded = self.draw(model, kv, &plan.step, &extras, ex)?;
+        self.turn = 1 - self.turn;
+        ex.download(self.drawn.view().narrow(0, 2 * padded)?, &mut self.read_back[self.turn])?;
+        self.last.clone_from(&keys);
+        Ok(InFlight { parts: plan.parts, keys, padded, slot: self.turn })
+    }
+
+    /// Runs a step and draws its tokens, with the ranks that share the model; returns at once. The rows
+    /// of logits, padding included.
+    pub fn draw(
+        &mut self,
+        model: &dyn CausalLm,
+        kv: &mut KvCache,
+        step: &Step,
+        extras: &Extras,
+        ex: &mut Exec,
+    ) -> Result<usize> {
+        let rows = step.num_tokens();
+        let fits = step.one_row_each() && step.num_logits() == rows;
+        let mut bucket = bucket(rows).filter(|_| fits);
+        let _span = trace_span!("step", tokens = rows, logits = step.num_logits()).entered();
+        if let Some(ranks) = model.ranks() {
+            let cache = (kv.id(), kv.num_blocks(), kv.block_size());
+            bucket = ranks.begin(&Announced { step, draw: Some((extras, self.sizes)), cache, bucket }, ex)?;
+        }
+        if bucket == Some(0) {
+            // No rank has a row.
+            return Ok(0);
+        }
         let shape = match bucket {
-            Some(rows) => Shape::decode(rows, self.max_blocks),
-            None => Shape::of(&plan.step),
+            Some(rows) => Shape::decode(rows, self.sizes.blocks),
+            None => Shape::of(step),
         };
-        let _span = trace_span!("step", tokens = rows, logits = keys.len()).entered();
-        self.step.upload_padded(&plan.step, &extras, shape, ex)?;
+        self.step.upload_padded(step, extras, shape, ex)?;
         ex.step.padded = bucket.is_some();
         let launched = match bucket {
-            Some(rows) if !self.eager => self.replay(rows, shape, model, kv, ex),
+            Some(rows) if !self.sizes.eager => self.replay(rows, shape, model, kv, ex),
             _ => self.run(shape, model, kv, ex),
         };
         ex.step.padded = false;
+        (ex.step.rank_tokens, ex.step.only_decode) = (None, false);
         launched?;
-        self.turn = 1 - self.turn;
-        ex.download(self.drawn.view().narrow(0, 2 * shape.logits)?, &mut self.read_back[self.turn])?;
-        self.last.clone_from(&keys);
-        Ok(InFlight { parts: plan.parts, keys, padded: shape.logits, slot: self.turn })
+        Ok(shape.logits)
     }
 
     /// Waits for a step and reads its tokens.
-    pub fn collect(&mut self, step: InFlight) -> Result<StepResult> {
+    pub(super) fn collect(&mut self, model: &dyn CausalLm, step: InFlight) -> Result<StepResult> {
         let words = self.read_back[step.slot].wait()?;
+        if let Some(ranks) = model.ranks() {
+            ranks.check()?;
+        }
         let drawn = |row: usize| match words[step.padded + row] {
             0 => Ok(Sampled { token_id: words[row], logprobs: None }),
             1 => Err(SamplingError::NotFinite { token_id: words[row], value: f32::NAN }),
@@ -202,7 +225,8 @@ impl DeviceRunner {
         match self.graphs.get_mut(&bucket) {
             Some(Recording::Ready(graph)) => {
                 self.replayed += 1;
-                return graph.launch();
+                graph.launch()?;
+                return model.ranks().map_or(Ok(()), |ranks| ranks.watch(ex));
             }
             Some(Recording::Never) => return self.run(shape, model, kv, ex),
             None => {
@@ -216,16 +240,21 @@ impl DeviceRunner {
             ex.step.padded = padded;
             self.run(shape, model, kv, ex)
         });
+        let by_all = match model.ranks() {
+            Some(ranks) => ranks.all(recorded.is_ok())?,
+            None => recorded.is_ok(),
+        };
         match recorded {
-            Ok(mut graph) => {
+            Ok(mut graph) if by_all => {
                 graph.launch()?;
                 self.replayed += 1;
                 self.graphs.insert(bucket, Recording::Ready(graph));
-                Ok(())
+                model.ranks().map_or(Ok(()), |ranks| ranks.watch(ex))
             }
-            Err(e) => {
+            recorded => {
                 if !self.graphs.values().any(|r| matches!(r, Recording::Never)) {
-                    warn!("decoding without CUDA graphs: a batch of {bucket} could not be recorded: {e}");
+                    let why = recorded.err().map_or("another rank could not".to_string(), |e| e.to_string());
+                    warn!("decoding without CUDA graphs: a batch of {bucket} could not be recorded: {why}");
                 }
                 self.graphs.insert(bucket, Recording::Never);
                 self.run(shape, model, kv, ex)

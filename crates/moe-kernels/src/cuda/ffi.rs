@@ -336,6 +336,38 @@ unsafe extern "C" {
         bound: f32,
         stream: *mut c_void,
     ) -> i32;
+    pub(crate) fn moe_fill_random_box(
+        out: *mut bf16,
+        matrices: i64,
+        rows: i64,
+        columns: i64,
+        start: u64,
+        matrix_stride: u64,
+        row_stride: u64,
+        seed: u64,
+        bound: f32,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_embed_part(
+        table: *const c_void,
+        ids: *const u32,
+        out: *mut c_void,
+        dtype: i32,
+        out_dtype: i32,
+        rows: i32,
+        width: i32,
+        first: i32,
+        count: i32,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_join_columns(
+        parts: *const f32,
+        out: *mut f32,
+        rows: i32,
+        width: i32,
+        ranks: i32,
+        stream: *mut c_void,
+    ) -> i32;
     pub(crate) fn moe_sample(
         logits: *const f32,
         params: *const c_void,

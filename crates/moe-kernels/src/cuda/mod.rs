@@ -19,12 +19,15 @@ mod graph;
 pub(crate) mod linear;
 mod memory;
 mod peer;
+mod ranks;
 mod router;
 pub(crate) mod rows;
 mod small;
 mod step;
 mod stream;
 
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::{Device, Result, bail};
 
 use crate::storage::Data;
@@ -38,6 +41,7 @@ pub use graph::Graph;
 pub use memory::PinnedWords;
 pub(crate) use memory::{DeviceMemory, storage_slice};
 pub use peer::{MAX_PEERS, PeerBuffers};
+pub use ranks::{embed_part_into, fill_random_box_into, join_columns_into};
 pub use router::{Gate, GateScoring, gate_route_fits, gate_route_into};
 pub use small::{
     PreNorm, linear_add_into, norm_experts_add_into, norm_linear_into, small_experts_fit, small_linear_fits,
@@ -60,6 +64,14 @@ pub fn device(ordinal: usize) -> Result<Device> {
         unsafe { cuda.disable_event_tracking() };
     }
     Ok(device)
+}
+
+/// CUDA devices that this process sees.
+///
+/// # Errors
+/// No driver.
+pub fn device_count() -> Result<usize> {
+    Ok(CudaContext::device_count().w()?.max(0) as usize)
 }
 
 /// A size as launchers take it.

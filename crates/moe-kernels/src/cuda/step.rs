@@ -122,6 +122,19 @@ impl SampleParams {
         let floats = [self.temperature, self.top_p, self.min_p].map(f32::to_bits);
         [floats[0], floats[1], floats[2], self.top_k, s0, s1, p0, p1]
     }
+
+    /// The parameters of a row as the kernel reads it.
+    pub fn from_words([temperature, top_p, min_p, top_k, s0, s1, p0, p1]: [u32; SAMPLE_WORDS]) -> Self {
+        let whole = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
+        Self {
+            temperature: f32::from_bits(temperature),
+            top_p: f32::from_bits(top_p),
+            min_p: f32::from_bits(min_p),
+            top_k,
+            seed: whole(s0, s1),
+            position: whole(p0, p1),
+        }
+    }
 }
 
 /// Draws a token per row: `tokens` \[R\] u32 from `logits` [R, V] f32 with `params` [R, 8] u32
