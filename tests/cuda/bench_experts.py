@@ -65,6 +65,25 @@ def grouped_calls(lib, inputs, only=None):
     return [lambda i=i: call(i, only) for i in range(len(inputs.routes))]
 
 
+def tensor_calls(lib, inputs, only=None):
+    tokens, slots = inputs.tokens, inputs.tokens * K
+    i32 = dict(dtype=torch.int32, device="cuda")
+    offsets, listed = torch.empty(E + 1, **i32), torch.empty(slots, **i32)
+    tiles, count = torch.empty(min(slots, E) + 1, 2, **i32), torch.empty(1, **i32)
+    counters = torch.zeros(lib.raw("moe_experts_tensor_counters", E), **i32)
+
+    def call(i):
+        (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
+        lib.launch("moe_align_tokens", ids, None, slots, E, E, slots, offsets, listed, tiles, count)
+        if only == "align":
+            return
+        lib.launch("moe_experts_tensor", inputs.x, w13, w2, listed, offsets, tiles, count, inputs.act, inputs.rows, counters, tokens, K, E, H, I)
+        if only != "products":
+            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, 0)
+
+    return [lambda i=i: call(i) for i in range(len(inputs.routes))]
+
+
 def variants(lib, inputs):
     """Kernel name -> calls. A plan is (columns per pass, elements per stage)."""
     tokens = inputs.tokens
@@ -76,6 +95,10 @@ def variants(lib, inputs):
         for columns in (8, 16, 32):
             if 8 <= tokens <= 32 * columns:
                 found[f"stream, {columns} columns"] = stream_calls(lib, inputs, (columns, 1024 if columns < 32 else 384))
+    if tokens >= 16:
+        found["tensor"] = tensor_calls(lib, inputs)
+        found["tensor: no combine"] = tensor_calls(lib, inputs, "products")
+        found["tensor: align alone"] = tensor_calls(lib, inputs, "align")
     if tokens >= 64:
         found["grouped"] = grouped_calls(lib, inputs)
         for part in ("align", "gate_up", "down", "combine"):
@@ -83,14 +106,16 @@ def variants(lib, inputs):
     return found
 
 
-def run(lib, token_counts, skews):
+def run(lib, token_counts, skews, only=None):
     weights = make_weights()
     rows = []
     for skew in skews:
         for tokens in token_counts:
             inputs = Inputs(tokens, skew, weights, calls=max(8, min(48, 96 // tokens)))
             for name, calls in variants(lib, inputs).items():
-                if skew and name not in ("stream", "grouped"):
+                if only and name not in only:
+                    continue
+                if skew and name not in ("stream", "grouped", "tensor"):
                     continue
                 try:
                     us = graph_us(calls)

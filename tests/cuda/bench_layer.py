@@ -31,13 +31,15 @@ class Step:
         self.x, self.out = torch.empty(batch, H, **bf16), torch.empty(batch, H, **bf16)
         self.splits = attention_splits(batch, HQ, HKV)
         self.work = attention_workspace(batch, HQ, HKV, D, self.splits)
-        self.logits, self.tickets = torch.empty(batch, E, **f32), torch.zeros((batch + 7) // 8, **i32)
+        self.logits = torch.empty(batch, E, **f32)
         self.ids, self.weights = torch.empty(batch, K, **i32), torch.empty(batch, K, **f32)
         self.act, self.rows = torch.empty(batch * K, I, **bf16), torch.empty(batch * K, H, **f32)
         self.flags = torch.zeros(LIB.raw("moe_experts_stream_flags", batch * K, E), **i32)
         self.state = state_for(E)
         self.routes = [routing(batch, E, K)[0] for _ in range(LAYERS)]
         slots = batch * K
+        self.counters = torch.zeros(LIB.raw("moe_experts_tensor_counters", E), **i32)
+        self.buckets = torch.empty(E, batch, **i32)
         self.meta = (torch.empty(E + 1, **i32), torch.empty(slots, **i32), torch.empty(LIB.raw("moe_max_tiles", slots, E, 128), 2, **i32), torch.empty(1, **i32))
 
     def attention_fused(self, i):
@@ -50,9 +52,22 @@ class Step:
         self.caches.attend(i, self.q, self.att, self.work, self.splits)
         call("moe_linear_tensor", self.att, self.m.o[i], None, self.delta, 0, self.batch, H, HQ * D, 0)
 
-    def route(self, i):
-        call("moe_gate_route", self.x, self.m.gate[i], None, None, None, self.logits, self.ids, self.weights, self.tickets, self.batch,
-             H, E, K, 0, 0, 1, 1.0, 0.0)
+    def route(self, i, counts=None, buckets=None):
+        call("moe_gate_route", self.x, self.m.gate[i], None, None, None, self.logits, self.ids, self.weights, self.batch, H, E, K, 0, 0, 1,
+             1.0, 0.0, counts, buckets)
+
+    def products(self, i):
+        """Router and products, without an alignment: the router lists the slots of each expert."""
+        self.route(i, self.counters[LIB.raw("moe_experts_tensor_counts") :], self.buckets)
+        call("moe_experts_tensor", self.x, self.m.w13[i], self.m.w2[i], self.buckets, None, None, None, self.act, self.rows, self.counters,
+             self.batch, K, E, H, I)
+
+    def combined(self, i):
+        """Attention half, router, products, then one launch for weighted sum, addition and the next norm."""
+        self.attention_tensor(i)
+        call("moe_add_rms_norm", self.delta, self.residual, self.m.gain, 1e-6, self.x, self.batch, H)
+        self.products(i)
+        call("moe_combine_add_rms_norm", self.rows, self.ids, self.weights, None, self.residual, self.m.gain, 1e-6, self.x, self.batch, K, E, E, H)
 
     def experts(self, i):
         if self.batch < 256:
@@ -109,6 +124,8 @@ def layers(rows):
     for batch, context in [(b, 256) for b in BATCHES] + [(1, 8192)]:
         step = Step(model, batch, context)
         runs = {"separate launches": step.separate}
+        if batch >= 8:
+            runs |= {"experts on warpgroup products, combine with norm": step.combined}
         if batch <= 4:
             runs |= {"one launch for norm, router, experts": step.fused, "  that launch alone": step.one_launch,
                      "  its experts alone": step.experts_of_one_launch, "  moe_experts_stream alone": step.experts_alone,

@@ -111,6 +111,32 @@ def run_grouped(lib, case):
     return rows, out
 
 
+def counters_for(lib, local):
+    return torch.zeros(lib.raw("moe_experts_tensor_counters", local), dtype=torch.int32, device="cuda")
+
+
+def run_tensor(lib, case, buckets=False):
+    """The one launch on warpgroup products, behind the alignment or with each expert's slots in a bucket, shuffled."""
+    act, rows, out = case.buffers()
+    tokens, top_k, experts, local, hidden, inter = case.sizes()
+    slots, counters = tokens * top_k, counters_for(lib, local)
+    if buckets:
+        listed, meta = poison(local, tokens, dtype=torch.int32), (None, None, None)
+        of_slot = case.local_ids()
+        for e in of_slot.unique().tolist():
+            mine = (of_slot == e).nonzero().flatten()
+            if e >= 0:
+                listed[e, : mine.numel()] = mine[torch.randperm(mine.numel(), device="cuda")].to(torch.int32)
+                counters[lib.raw("moe_experts_tensor_counts") + e] = mine.numel()
+    else:
+        offsets, listed, tiles, count = run_align(lib, case, slots)
+        meta = (offsets, tiles, count)
+    lib.launch("moe_experts_tensor", case.x, case.w13, case.w2, listed, *meta, act, rows, counters, tokens, top_k, local, hidden, inter)
+    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, 0)
+    assert (counters == 0).all(), "tensor: counters are not left zero"
+    return rows, out
+
+
 def expect_close(name, case, got):
     rows, out = got
     ref_rows, ref_out = case.reference()
@@ -252,12 +278,59 @@ def grouped_matches_float64(lib):
 
 
 @check
+def tensor_matches_float64(lib):
+    worst = 0.0
+    for name, case in cases([1, 17, 300]):
+        got = run_tensor(lib, case)
+        worst = max(worst, expect_close(f"tensor {name}", case, got))
+        listed = run_tensor(lib, case, buckets=True)
+        same = torch.equal(got[0].nan_to_num(7.0), listed[0].nan_to_num(7.0)) and torch.equal(got[1], listed[1])
+        assert same, f"tensor {name}: buckets differ from the alignment"
+    for tokens in (64, 128, 256, 512, 1024):
+        case = Case(tokens, SHAPES[0])
+        worst = max(worst, expect_close(f"tensor T={tokens}", case, run_tensor(lib, case)))
+        first = run_tensor(lib, case)
+        for _ in range(20):
+            again = run_tensor(lib, case)
+            assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1]), f"tensor T={tokens}: runs differ"
+    print(f"  tensor: worst error of token rows {worst:.2e}")
+
+
+@check
+def tensor_rows_do_not_depend_on_the_batch(lib):
+    shape = SHAPES[0]
+    case = Case(700, shape)
+    whole, _ = run_tensor(lib, case)
+    for tokens in (1, 5, 40, 200):
+        part = Case(tokens, shape, ids=ids_back(case.ids)[:tokens])
+        part.x, part.w13, part.w2 = case.x[:tokens].contiguous(), case.w13, case.w2
+        rows, _ = run_tensor(lib, part)
+        assert torch.equal(rows, whole[: rows.shape[0]]), f"tensor: rows of {tokens} tokens differ from those among 700"
+
+
+@check
+def combine_with_norm_is_combine_then_norm(lib):
+    for tokens, shape in ((1, SHAPES[0]), (77, SHAPES[0]), (5, SHAPES[2]), (9, SHAPES[5]), (33, (24, 12, 128, 64))):
+        case = with_padding(Case(tokens, shape)) if tokens > 1 else Case(tokens, shape)
+        rows, _ = run_grouped(lib, case)
+        top_k, experts, local, hidden = shape[1], shape[0], case.local, shape[2]
+        residual, gain = torch.randn(tokens, hidden, device="cuda"), torch.randn(hidden, device="cuda", dtype=torch.bfloat16)
+        sums, want, got = residual.clone(), torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16), residual.clone()
+        delta, out = poison(tokens, hidden, dtype=torch.float32), poison(tokens, hidden, dtype=torch.bfloat16)
+        lib.launch("moe_combine", rows, case.ids, case.weights, None, delta, tokens, top_k, experts, local, hidden, 1)
+        lib.launch("moe_add_rms_norm", delta, sums, gain, 1e-6, want, tokens, hidden)
+        lib.launch("moe_combine_add_rms_norm", rows, case.ids, case.weights, None, got, gain, 1e-6, out, tokens, top_k, experts, local, hidden)
+        assert torch.equal(got, sums) and torch.equal(out, want), f"{shape} T={tokens}: combine with norm differs"
+
+
+@check
 def sizes_that_do_not_fit_are_refused(lib):
     none = [None] * 10
     for tokens, top_k, hidden, inter in ((1, 2, 96, 64), (1, 2, 64, 100), (2049, 1, 64, 64), (-1, 2, 64, 64), (1, 0, 64, 64), (1, 1, 1 << 20, 64)):
         assert lib.refused("moe_experts_stream", *none, 9999, tokens, top_k, 8, 8, hidden, inter, 0), (tokens, top_k, hidden, inter)
     assert lib.refused("moe_experts_grouped_gate_up", *none[:7], 8, 2, 8, 96, 64)
     assert lib.refused("moe_experts_grouped_down", *none[:7], 8, 8, 64, 100)
+    assert lib.refused("moe_experts_tensor", *none, 4, 2, 8, 96, 64)
     assert lib.refused("moe_experts_stream", *none, 40, 4, 8, 8, 8, 64, 64, 0), "too small a flag buffer"
     assert lib.refused("moe_experts_stream", *none, 9999, 1, 2, 8, 8, 64, 64, 2), "an unknown output"
     assert lib.raw("moe_experts_stream", *none, 9999, 0, 2, 8, 8, 64, 64, 0, None) == 0, "no tokens is no error"
@@ -271,12 +344,14 @@ def main():
     ap.add_argument("--small", action="store_true", help="small shapes only, for compute-sanitizer")
     ap.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512,1024")
     ap.add_argument("--skews", default="0,0.5,1")
+    ap.add_argument("--kernels", help="time these only, by name, with commas")
+    ap.add_argument("--no-checks", action="store_true")
     args = ap.parse_args()
     if args.small:
         SHAPES[:] = SHAPES[1:3]
     lib = Library(args.library)
     failures = 0
-    for function in CHECKS:
+    for function in [] if args.no_checks else CHECKS:
         try:
             function(lib)
             torch.cuda.synchronize()
@@ -285,7 +360,8 @@ def main():
             failures += 1
             print(f"FAILED {function.__name__}: {error}", flush=True)
     if not args.no_bench:
-        rows = bench_experts.run(lib, [int(t) for t in args.tokens.split(",")], [float(s) for s in args.skews.split(",")])
+        rows = bench_experts.run(lib, [int(t) for t in args.tokens.split(",")], [float(s) for s in args.skews.split(",")],
+                                 args.kernels and args.kernels.split(","))
         with open(args.out, "w") as f:
             json.dump({"device": torch.cuda.get_device_name(), "rows": rows}, f, indent=1)
     if failures:

@@ -23,11 +23,21 @@ def run(lib, x, gate, top_k, scoring="softmax", bias=None, gate_bias=None, raw=F
     tokens, experts = x.shape[0], gate.shape[0]
     logits = poison(tokens, experts, dtype=torch.float32)
     ids, weights = poison(tokens, top_k, dtype=torch.int32), poison(tokens, top_k, dtype=torch.float32)
-    tickets = torch.zeros((tokens + 7) // 8, dtype=torch.int32, device="cuda")
-    lib.launch("moe_gate_route", x, gate, gate_bias, bias, valid, logits, ids, weights, tickets, tokens, x.shape[1],
-               experts, top_k, SCORINGS.index(scoring), int(raw), int(renormalize), scale, cap)
-    assert (tickets == 0).all(), "tickets are not as they were found"
+    lib.launch("moe_gate_route", x, gate, gate_bias, bias, valid, logits, ids, weights, tokens, x.shape[1],
+               experts, top_k, SCORINGS.index(scoring), int(raw), int(renormalize), scale, cap, counts := torch.zeros(experts, dtype=torch.int32, device="cuda"),
+               buckets := poison(experts, tokens, dtype=torch.int32))
+    check_buckets(ids_back(ids), counts, buckets)
     return logits, ids_back(ids), weights
+
+
+def check_buckets(ids, counts, buckets):
+    """Each expert's slots, in any order, and nothing behind them."""
+    chosen = ids.flatten()
+    assert torch.equal(counts.long(), torch.bincount(chosen[chosen != NO_EXPERT], minlength=counts.numel())), "counts of the buckets"
+    filled = torch.arange(buckets.shape[1], device="cuda") < counts[:, None]
+    assert (buckets[~filled] == 0x5A5A5A5A).all(), "wrote behind a bucket"
+    expert = torch.arange(counts.numel(), device="cuda")[:, None].expand_as(buckets)[filled]
+    assert torch.equal(chosen[buckets[filled].long()], expert) and buckets[filled].unique().numel() == filled.sum(), "slots of the buckets"
 
 
 def expected(logits, top_k, scoring, bias, raw, renormalize, scale, cap):
@@ -83,9 +93,9 @@ def check_ties_and_padding(lib):
 
 
 def check_refusals(lib):
-    none = [None] * 9
+    none = [None] * 8
     for hidden, experts, top_k, scoring in ((96, 8, 2, 0), (64, 1025, 2, 0), (64, 8, 9, 0), (64, 64, 33, 0), (64, 8, 2, 3)):
-        assert lib.refused("moe_gate_route", *none, 1, hidden, experts, top_k, scoring, 0, 1, 1.0, 0.0), (hidden, experts, top_k)
+        assert lib.refused("moe_gate_route", *none, 1, hidden, experts, top_k, scoring, 0, 1, 1.0, 0.0, None, None), (hidden, experts, top_k)
 
 
 def bench(lib):
@@ -95,8 +105,7 @@ def bench(lib):
         x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
         logits = torch.empty(tokens, 128, device="cuda")
         ids, weights = torch.empty(tokens, 8, device="cuda", dtype=torch.int32), torch.empty(tokens, 8, device="cuda")
-        tickets = torch.zeros((tokens + 7) // 8, dtype=torch.int32, device="cuda")
-        call = lambda g: lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tickets, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0)
+        call = lambda g: lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0, None, None)
         print(f"{tokens:<12} {graph_us([lambda g=g: call(g) for g in gates]):>8.2f}")
 
 

@@ -3,7 +3,11 @@
 use candle_core::{DType, Tensor};
 use moe_dispatch::{BatchedReference, LocalExperts, NoEp, PrepareFinalize};
 use moe_experts::{Activation, ActivationFormat, BatchLimits, ExpertWeights, build, build_batched, select};
-use moe_kernels::{Buffer, Exec, NO_EXPERT};
+use moe_kernels::cuda::{
+    FusedExperts, Gate, GateScoring, PreNorm, fused_experts_into, gate_route_into,
+    route_experts_add_norm_fits, route_experts_add_norm_into,
+};
+use moe_kernels::{Buffer, Exec, NO_EXPERT, add_into, add_rms_norm_into};
 
 use crate::common::*;
 
@@ -95,6 +99,115 @@ fn both_formats_agree_with_the_cpu() {
                     assert_close(&format!("{format:?} {activation:?} {}", dtype.as_str()), &cpu, &gpu, bound);
                 }
             }
+        }
+    }
+}
+
+fn on_device(b: &Buffer, ex: &Exec) -> Buffer {
+    let mut to = ex.zeros(b.dtype(), b.dims()).unwrap();
+    ex.copy_from_host(b.view(), to.view_mut()).unwrap();
+    to
+}
+
+const SIZES: [(usize, usize, usize, usize); 6] = [
+    (1, 2, 64, 64),
+    (7, 9, 128, 192),
+    (8, 3, 192, 64),
+    (33, 4, 320, 128),
+    (300, 8, 64, 192),
+    (1100, 2, 128, 64),
+];
+
+#[test]
+fn fused_experts_agree_with_the_cpu() {
+    let mut rng = Rng::new();
+    for (tokens, top_k, hidden, inter) in SIZES {
+        let p = Problem::new(&mut rng, DType::BF16, tokens, top_k, hidden, inter);
+        let cpu = p.run(ActivationFormat::Standard, Activation::SwiGlu, false, Exec::cpu());
+        let mut ex = cuda();
+        let map = Buffer::from_vec(p.map.clone(), &[EXPERTS]).unwrap();
+        let [x, w13, w2, ids, weights, map] =
+            [&p.x, &p.packs[0], &p.packs[1], &p.ids, &p.weights, &map].map(|b| on_device(b, &ex));
+        let args = FusedExperts {
+            x: x.view(),
+            w13: w13.view(),
+            w2: w2.view(),
+            topk_ids: ids.view(),
+            topk_weights: weights.view(),
+            expert_map: Some(map.view()),
+        };
+        let mut out = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
+        fused_experts_into(&args, out.view_mut(), &mut ex).unwrap();
+        let values = |b: &Buffer| b.view().to_f32_vec().unwrap();
+        let (cpu, gpu) = (values(&cpu), values(&ex.to_host(out.view()).unwrap()));
+        let norm = |v: &mut dyn Iterator<Item = f32>| v.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+        let off = norm(&mut cpu.iter().zip(&gpu).map(|(c, g)| c - g)) / norm(&mut cpu.iter().copied());
+        // Activations and results are rounded to bf16 on both sides.
+        assert!(off < 1e-2, "T={tokens}: off by {off}");
+    }
+}
+
+/// Router, experts, addition and norm in three launches have the bits of the four ops.
+#[test]
+fn experts_with_the_next_norm_are_the_ops_one_by_one() {
+    let mut rng = Rng::new();
+    for (tokens, top_k, hidden, inter) in SIZES {
+        let mut ex = cuda();
+        if !route_experts_add_norm_fits(tokens, (EXPERTS, top_k), (hidden, inter), &ex) {
+            assert!(tokens < 8, "T={tokens} is refused");
+            continue;
+        }
+        let mut put = |dtype, dims: &[usize]| on_device(&rng.floats(dtype, dims), &ex);
+        let (x, gate, gain) = (
+            put(DType::BF16, &[tokens, hidden]),
+            put(DType::BF16, &[EXPERTS, hidden]),
+            put(DType::BF16, &[hidden]),
+        );
+        let w13 = put(DType::BF16, &[EXPERTS, 2 * inter, hidden]);
+        let w2 = put(DType::BF16, &[EXPERTS, hidden, inter]);
+        let start = put(DType::F32, &[tokens, hidden]);
+        let gate = Gate {
+            weight: gate.view(),
+            bias: None,
+            correction_bias: None,
+            scoring: GateScoring::Softmax,
+            raw_logits: false,
+            renormalize: true,
+            scale: 1.0,
+            softcap: None,
+        };
+        let zeros = |dtype, dims: &[usize]| ex.zeros(dtype, dims).unwrap();
+        let (mut logits, mut ids) =
+            (zeros(DType::F32, &[tokens, EXPERTS]), zeros(DType::U32, &[tokens, top_k]));
+        let (mut weights, mut delta) =
+            (zeros(DType::F32, &[tokens, top_k]), zeros(DType::F32, &[tokens, hidden]));
+        let mut want = [zeros(DType::F32, &[tokens, hidden]), zeros(DType::BF16, &[tokens, hidden])];
+        let mut got = [zeros(DType::F32, &[tokens, hidden]), zeros(DType::BF16, &[tokens, hidden])];
+        for residual in [&mut want[0], &mut got[0]] {
+            add_into(start.view(), residual.view_mut(), &mut ex).unwrap();
+        }
+        let (l, i, w) = (logits.view_mut(), ids.view_mut(), weights.view_mut());
+        gate_route_into(x.view(), &gate, l, i, w, &mut ex).unwrap();
+        let args = FusedExperts {
+            x: x.view(),
+            w13: w13.view(),
+            w2: w2.view(),
+            topk_ids: ids.view(),
+            topk_weights: weights.view(),
+            expert_map: None,
+        };
+        fused_experts_into(&args, delta.view_mut(), &mut ex).unwrap();
+        let [sums, normed] = &mut want;
+        add_rms_norm_into(delta.view(), gain.view(), 1e-6, sums.view_mut(), normed.view_mut(), &mut ex)
+            .unwrap();
+        let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
+        let packs = (w13.view(), w2.view());
+        let [sums, normed] = &mut got;
+        let (sums, normed) = (sums.view_mut(), normed.view_mut());
+        route_experts_add_norm_into(x.view(), (&gate, top_k), packs, &norm, sums, normed, &ex).unwrap();
+        for (name, a, b) in [("residual", &want[0], &got[0]), ("norm", &want[1], &got[1])] {
+            let (a, b) = (ex.to_host(a.view()).unwrap(), ex.to_host(b.view()).unwrap());
+            assert_same(&format!("{name} T={tokens}"), &a, &b);
         }
     }
 }

@@ -13,6 +13,7 @@ mod experts;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod products;
+mod ranks;
 mod route;
 mod rows;
 mod sampling;

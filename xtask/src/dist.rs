@@ -2,7 +2,7 @@
 //!
 //! target/dist/moe.tar.xz holds the model binaries and the GPU test binary (stripped), the fixtures
 //! and the scripts of tests/gpu and tests/cuda. On the target machine:
-//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`; with several GPUs also `moe/tests/gpu/nccl.sh`.
+//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`; with several GPUs also `moe/tests/gpu/nccl.sh` and `moe/tests/gpu/ranks.sh`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,8 +21,14 @@ const MAX_BYTES: u64 = 60 << 20;
 const FEATURES: &str = "cuda,nccl";
 
 /// What of the sources goes along.
-const FILES: &[&str] =
-    &["tests/fixtures", "tests/gpu", "tests/cuda", "tests/bench/configs", "tests/bench/peers"];
+const FILES: &[&str] = &[
+    "tests/fixtures",
+    "tests/reference",
+    "tests/gpu",
+    "tests/cuda",
+    "tests/bench/configs",
+    "tests/bench/peers",
+];
 
 #[derive(clap::Args)]
 pub struct Args {

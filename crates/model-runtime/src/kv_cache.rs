@@ -3,6 +3,8 @@
 //! Slot `s` of the cache is offset `s % block_size` of block `s / block_size`. A sequence owns
 //! the blocks of its block table; which ones never affects its results.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use candle_core::{DType, Device, Result, bail};
 use rayon::prelude::*;
 
@@ -72,6 +74,7 @@ impl KvLayer {
 /// Keys and values of all layers.
 #[derive(Debug)]
 pub struct KvCache {
+    id: u64,
     layout: KvLayout,
     num_blocks: usize,
     block_size: usize,
@@ -104,7 +107,9 @@ impl KvCache {
             Ok(KvLayer { k: rows(layout.head_dim)?, v: layout.value_dim.map(rows).transpose()? })
         };
         let layers = (0..layout.num_layers).map(|_| layer()).collect::<Result<_>>()?;
-        Ok(Self { layout, num_blocks, block_size, layers })
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { id, layout, num_blocks, block_size, layers })
     }
 
     /// A cache that fills a memory budget with as many blocks as fit.
@@ -136,6 +141,11 @@ impl KvCache {
                 Ok(())
             })
         }))
+    }
+
+    /// Tells the caches of this process apart: also a later one of the same size.
+    pub fn id(&self) -> u64 {
+        self.id
     }
 
     /// What a token holds.

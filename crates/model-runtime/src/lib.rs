@@ -20,6 +20,8 @@ pub mod rope;
 mod run;
 pub mod sampling;
 pub mod step;
+#[cfg(feature = "cuda")]
+pub mod step_ranks;
 mod vocab;
 
 pub use attention::{Attention, AttentionConfig, AttentionNames, AttentionWeights};
@@ -36,12 +38,14 @@ pub use mla::{MlaAttention, MlaConfig, MlaForm, MlaNames};
 pub use model::{CausalLm, ModelInfo, MoeInfo, Observe, Observed, Observer};
 pub use prefix::PrefixId;
 pub use rope::{Rope, RopeRows};
-pub use run::run_step;
+pub use run::{host_logits, run_step};
 pub use sampling::{
     SampleRow, Sampled, SamplingError, SamplingParams, TokenLogprob, TokenLogprobs, sample_rows,
     token_logprobs,
 };
 pub use step::{LogitsRows, SequenceStep, Step, StepViews};
+#[cfg(feature = "cuda")]
+pub use step_ranks::{Announced, DrawSizes, StepRanks};
 pub use vocab::VocabParallel;
 
 pub use moe_comm::{Geometry, GeometryError, ParallelConfig, ParallelGroups};

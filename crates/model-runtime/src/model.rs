@@ -101,6 +101,12 @@ pub trait CausalLm: Send + Sync {
         None
     }
 
+    /// The ranks that run this model's steps together on devices, if it is spread over some.
+    #[cfg(feature = "cuda")]
+    fn ranks(&self) -> Option<&dyn crate::step_ranks::StepRanks> {
+        None
+    }
+
     /// Executes a step: writes keys and values of all rows to `kv`, and the logits of the rows
     /// that the step names to `logits`, [R, V] f32. With an observer, also shows it the
     /// intermediate results of all rows; the logits' bits are the same.

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result};
 
-use moe_kernels::{Exec, Scratch};
+use moe_kernels::{Buffer, Exec, Scratch};
 use tracing::trace_span;
 
 use crate::kv_cache::KvCache;
@@ -26,10 +26,15 @@ pub fn run_step(
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         let _span = span().entered();
+        if let Some(ranks) = model.ranks() {
+            let cache = (kv.id(), kv.num_blocks(), kv.block_size());
+            ranks.begin(&crate::step_ranks::Announced { step, draw: None, cache, bucket: None }, ex)?;
+        }
         let mut words = crate::device_step::DeviceStep::new(crate::device_step::Shape::of(step).words(), ex)?;
         let views = words.upload(step, &crate::device_step::Extras::none(step), ex)?;
-        model.forward(&views.step, kv, logits.view_mut(), observer, ex)?;
-        return Ok(logits);
+        let ran = model.forward(&views.step, kv, logits.view_mut(), observer, ex);
+        (ex.step.rank_tokens, ex.step.only_decode) = (None, false);
+        return ran.map(|()| logits);
     }
     // The step enters the thread pool once, and not once for each op.
     let pool = ex.handle();
@@ -39,4 +44,15 @@ pub fn run_step(
         model.forward(&step.views()?, kv, logits.view_mut(), observer, ex)
     })?;
     Ok(logits)
+}
+
+/// A copy of a step's logits [R, V] f32 in host memory; an error if a rank failed before they were there.
+pub fn host_logits(model: &dyn CausalLm, logits: &Scratch, ex: &Exec) -> Result<Buffer> {
+    let host = ex.to_host(logits.view())?;
+    #[cfg(feature = "cuda")]
+    if let Some(ranks) = model.ranks() {
+        ranks.check()?;
+    }
+    let _ = model;
+    Ok(host)
 }

@@ -17,6 +17,7 @@
 //! | `logits_start_loc` | [S+1] | logits of sequence s are `logits_start_loc[s]..logits_start_loc[s+1]` |
 
 use candle_core::{Result, bail};
+use serde::{Deserialize, Serialize};
 
 use moe_kernels::View;
 
@@ -47,7 +48,7 @@ pub struct SequenceStep<'a> {
 }
 
 /// One forward pass over the new tokens of several sequences, as host data.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Step {
     token_ids: Vec<u32>,
     positions: Vec<u32>,

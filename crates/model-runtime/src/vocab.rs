@@ -1,12 +1,15 @@
 //! A vocabulary cut over the ranks of a tensor-parallel group: each holds a run of rows of the
 //! embedding and of the projection.
 //!
-//! Rows and logits are gathered, not added up, so their bits are those of one rank, signs of zero
-//! included, and each row travels once.
+//! On the CPU rows and logits are gathered, not added up, so their bits are those of one rank, signs of
+//! zero included, and each row travels once. On devices nothing is read on the host: rows are added to
+//! zeros, and logits are gathered.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
+#[cfg(feature = "cuda")]
+use moe_comm::ReduceOp;
 use moe_comm::{Communicator, partition, shares};
 use moe_kernels::{Exec, View, ViewMut, embedding_into};
 
@@ -34,6 +37,10 @@ impl VocabParallel {
     /// # Errors
     /// An id outside of the vocabulary; ranks that disagree, or died.
     pub(crate) fn embed_into(&self, table: View, ids: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if ex.is_cuda() {
+            return self.embed_on_device(table, ids, out, ex);
+        }
         let (ranks, rank) = (self.comm.world_size(), self.comm.rank());
         let ids = ids.cpu::<u32>()?;
         let starts: Vec<usize> = (0..ranks).map(|r| partition(self.vocab_size, ranks, r).start).collect();
@@ -66,7 +73,8 @@ impl VocabParallel {
     /// # Errors
     /// Ranks that disagree, or died.
     pub(crate) fn gather_logits(&self, local: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (rows, widths) = (local.rows(), shares(self.vocab_size, self.comm.world_size()));
+        let (rows, ranks) = (local.rows(), self.comm.world_size());
+        let widths = shares(self.vocab_size, ranks);
         let counts: Vec<usize> = widths.iter().map(|width| rows * width).collect();
         let flat = local.reshape(&[local.elem_count()])?;
         let mut out = logits.reshape(&[rows * self.vocab_size])?;
@@ -75,6 +83,11 @@ impl VocabParallel {
         }
         let mut all = ex.scratch(DType::F32, &[rows * self.vocab_size])?;
         self.comm.all_gather_v(flat, &counts, all.view_mut(), ex)?;
+        #[cfg(feature = "cuda")]
+        if ex.is_cuda() {
+            let out = out.reshape(&[rows, self.vocab_size])?;
+            return moe_kernels::cuda::join_columns_into(all.view(), ranks, out, ex);
+        }
         let (all, out) = (all.view(), out.cpu_mut::<f32>()?);
         let mut rest = all.cpu::<f32>()?;
         let mut column = 0;
@@ -86,5 +99,14 @@ impl VocabParallel {
             (rest, column) = (tail, column + width);
         }
         Ok(())
+    }
+
+    /// The same where ids are known to the device alone: each rank has the rows of its own run and zeros
+    /// elsewhere, and their sum is exact.
+    #[cfg(feature = "cuda")]
+    fn embed_on_device(&self, table: View, ids: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+        let first = partition(self.vocab_size, self.comm.world_size(), self.comm.rank()).start;
+        moe_kernels::cuda::embed_part_into(table, first, ids, out.reborrow(), ex)?;
+        self.comm.all_reduce(out, ReduceOp::Sum, ex)
     }
 }

@@ -8,7 +8,7 @@ use std::fmt::{self, Debug};
 use std::sync::Arc;
 
 use candle_core::Result;
-use moe_kernels::{Exec, View, ViewMut};
+use moe_kernels::{Exec, View, ViewMut, add_rms_norm_into};
 use serde::{Deserialize, Serialize};
 
 /// How a reduction combines the ranks' values.
@@ -61,6 +61,28 @@ pub trait Communicator: Send + Sync + Debug {
     /// Replaces `data` on every rank by the reduction of all ranks' `data`, element by element.
     /// Any dims, the same on all ranks.
     fn all_reduce(&self, data: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()>;
+
+    /// What follows a row-parallel product in a decoder layer: `residual` += the sum of all ranks' `partial`, then
+    /// `out` = RMS norm of `residual`. `partial` is scratch afterwards. A communicator may do it in one launch; then
+    /// sums are f32 additions in rank order, as those of [`ReduceOp::Sum`] on the CPU are.
+    ///
+    /// | argument | shape, dtype |
+    /// |---|---|
+    /// | `partial` | [T, H] model dtype or f32, the same dims on all ranks |
+    /// | `weight` | \[H\] model dtype, the same on all ranks |
+    /// | `residual` | [T, H] dtype of `partial`, the same on all ranks before and after |
+    /// | `out` | [T, H] model dtype |
+    fn all_reduce_add_rms_norm(
+        &self,
+        partial: ViewMut<'_>,
+        weight: View<'_>,
+        eps: f32,
+        residual: ViewMut<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        one_by_one(self, partial, weight, eps, residual, out, ex)
+    }
 
     /// Concatenates `input` [R, ..], of the same R on all ranks, in rank order into `out`
     /// [world_size * R, ..].
@@ -125,4 +147,18 @@ pub trait Communicator: Send + Sync + Debug {
     fn watch(&self, _ex: &mut Exec) -> Result<()> {
         self.check()
     }
+}
+
+/// [`Communicator::all_reduce_add_rms_norm`] as a sum and an addition with norm.
+pub(crate) fn one_by_one(
+    comm: &(impl Communicator + ?Sized),
+    mut partial: ViewMut<'_>,
+    weight: View<'_>,
+    eps: f32,
+    residual: ViewMut<'_>,
+    out: ViewMut<'_>,
+    ex: &mut Exec,
+) -> Result<()> {
+    comm.all_reduce(partial.reborrow(), ReduceOp::Sum, ex)?;
+    add_rms_norm_into(partial.as_view(), weight, eps, residual, out, ex)
 }

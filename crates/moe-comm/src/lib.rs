@@ -22,6 +22,8 @@ mod nccl;
 mod overdue;
 #[cfg(any(test, feature = "nccl"))]
 mod parts;
+#[cfg(any(test, feature = "nccl"))]
+mod peer;
 mod placement;
 mod reduce;
 mod round;
@@ -41,6 +43,8 @@ pub use local::SelfComm;
 pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement};
 #[cfg(feature = "nccl")]
 pub use nccl::NcclComm;
+#[cfg(feature = "nccl")]
+pub use peer::PeerAllReduce;
 pub use placement::{ExpertLayout, partition};
 pub use round::wait::DEFAULT_TIMEOUT;
 pub use row_parallel::{RowParallel, reduce_segments_into, shares};

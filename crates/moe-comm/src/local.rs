@@ -8,7 +8,6 @@ use moe_kernels::{Exec, View, ViewMut};
 use crate::call::{Call, Op};
 use crate::check::Place;
 use crate::communicator::{Communicator, ReduceOp};
-use crate::dtype::copy;
 
 /// A world of one rank: collectives check their arguments like any other communicator's and
 /// copy. Code written for many ranks runs on it unchanged.
@@ -57,19 +56,19 @@ impl Communicator for SelfComm {
         self.enter(Op::AllReduce, ALONE.all_reduce(&data, op))
     }
 
-    fn all_gather(&self, input: View<'_>, out: ViewMut<'_>, _: &mut Exec) -> Result<()> {
+    fn all_gather(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
         self.enter(Op::AllGather, ALONE.all_gather(&input, &out))?;
-        copy(input, out)
+        ex.copy(input, out)
     }
 
-    fn all_gather_v(&self, input: View<'_>, counts: &[usize], out: ViewMut<'_>, _: &mut Exec) -> Result<()> {
+    fn all_gather_v(&self, input: View<'_>, counts: &[usize], out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
         self.enter(Op::AllGatherV, ALONE.all_gather_v(&input, counts, &out))?;
-        copy(input, out)
+        ex.copy(input, out)
     }
 
-    fn reduce_scatter(&self, input: View<'_>, out: ViewMut<'_>, op: ReduceOp, _: &mut Exec) -> Result<()> {
+    fn reduce_scatter(&self, input: View<'_>, out: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()> {
         self.enter(Op::ReduceScatter, ALONE.reduce_scatter(&input, &out, op))?;
-        copy(input, out)
+        ex.copy(input, out)
     }
 
     fn reduce_scatter_v(
@@ -78,15 +77,15 @@ impl Communicator for SelfComm {
         counts: &[usize],
         out: ViewMut<'_>,
         op: ReduceOp,
-        _: &mut Exec,
+        ex: &mut Exec,
     ) -> Result<()> {
         self.enter(Op::ReduceScatterV, ALONE.reduce_scatter_v(&input, counts, &out, op))?;
-        copy(input, out)
+        ex.copy(input, out)
     }
 
-    fn all_to_all(&self, input: View<'_>, out: ViewMut<'_>, _: &mut Exec) -> Result<()> {
+    fn all_to_all(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
         self.enter(Op::AllToAll, ALONE.all_to_all(&input, &out))?;
-        copy(input, out)
+        ex.copy(input, out)
     }
 
     fn all_to_all_v(
@@ -95,10 +94,10 @@ impl Communicator for SelfComm {
         send_counts: &[usize],
         out: ViewMut<'_>,
         recv_counts: &[usize],
-        _: &mut Exec,
+        ex: &mut Exec,
     ) -> Result<()> {
         self.enter(Op::AllToAllV, ALONE.all_to_all_v(&input, send_counts, &out, recv_counts))?;
-        copy(input, out)
+        ex.copy(input, out)
     }
 
     fn broadcast(&self, data: ViewMut<'_>, root: usize, _: &mut Exec) -> Result<()> {

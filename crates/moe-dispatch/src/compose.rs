@@ -90,7 +90,7 @@ pub enum CompositionError {
         /// Its strategy.
         strategy: WeightAndReduce,
     },
-    /// Above one rank only the owner may weight and add.
+    /// Above one rank only the owner may weight and add, unless ranks' sums are added.
     #[error(
         "{experts} weights and reduces by itself (NoOp), but {prepare} brings rows of {num_dispatchers} \
          ranks, whose owners need unweighted rows"
@@ -107,7 +107,7 @@ pub enum CompositionError {
 
 /// Fails unless the two sides fit: one format; limits given exactly in the BatchedExperts format
 /// and large enough; a strategy that reduces that format; experts that reduce by themselves on
-/// one rank only.
+/// one rank, or where the ranks' sums are added.
 ///
 /// # Errors
 /// The first rule that is broken, naming both sides.
@@ -136,7 +136,8 @@ pub fn check_composition(
         return Err(CompositionError::Strategy { experts: experts_name, format, strategy });
     }
     let num_dispatchers = prepare.num_dispatchers();
-    if experts.weight_and_reduce == WeightAndReduce::NoOp && num_dispatchers > 1 {
+    let reduced = experts.weight_and_reduce == WeightAndReduce::NoOp;
+    if reduced && num_dispatchers > 1 && !prepare.adds_partial_sums() {
         return Err(CompositionError::ReducesAcrossRanks {
             prepare: prepare_name,
             num_dispatchers,

@@ -90,6 +90,22 @@ pub trait PrepareFinalize: Send + Sync {
         false
     }
 
+    /// What remains of finalize once the experts have written weighted and reduced rows to `out` [T, H]
+    /// themselves, where [`finalize_copies_reduced`](Self::finalize_copies_reduced) lets them.
+    ///
+    /// # Errors
+    /// A rank that died.
+    fn complete_reduced(&self, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        let _ = (out, ex);
+        Ok(())
+    }
+
+    /// Whether finalize adds up rows that each rank's experts have weighted and reduced, so that experts
+    /// that do so by themselves are welcome also above one rank.
+    fn adds_partial_sums(&self) -> bool {
+        false
+    }
+
     /// The dtype in which prepare takes `topk_ids`.
     fn topk_ids_dtype(&self) -> DType {
         DType::U32

@@ -8,9 +8,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{DType, Result, bail};
+use candle_core::{Device, Result, bail};
 use moe_comm::{Communicator, ExpertLayout, partition, shares};
-use moe_kernels::{Exec, NO_EXPERT, View, ViewMut};
+use moe_kernels::{Exec, NO_EXPERT, View, ViewMut, copy_rows_into};
 
 use crate::local_experts::LocalExperts;
 use crate::rows::RowLists;
@@ -59,6 +59,11 @@ impl EpRanks {
     pub fn with_router_weight_on_input(mut self, on_input: bool) -> Self {
         self.router_weight_on_input = on_input;
         self
+    }
+
+    /// The same with the map of the experts on a device: that of the rows.
+    pub fn on(self, device: &Device) -> Result<Self> {
+        Ok(Self { experts: self.experts.on(device)?, ..self })
     }
 
     /// Where the experts live.
@@ -159,12 +164,26 @@ impl EpRanks {
         let counts = shares(out.rows(), self.tp.world_size());
         self.tp.all_gather_v(rows, &counts, out, ex)
     }
+
+    /// The same from rows that may be f32 beside an `out` of the model dtype: rounded once.
+    pub(crate) fn share_owned(&self, rows: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
+        if self.tp.world_size() == 1 {
+            return copy_rows_into(rows, out, ex);
+        }
+        if rows.dtype() == out.dtype() {
+            return self.gather_owned(rows, out, ex);
+        }
+        let mut rounded = ex.scratch(out.dtype(), rows.dims())?;
+        copy_rows_into(rows, rounded.view_mut(), ex)?;
+        self.gather_owned(rounded.view(), out, ex)
+    }
 }
 
-/// One number of every rank.
+/// One number of every rank, by way of the host.
 pub(crate) fn gather_counts(comm: &dyn Communicator, own: usize, ex: &mut Exec) -> Result<Arc<[usize]>> {
     let Ok(own) = u32::try_from(own) else { bail!("{own} tokens do not fit in u32; split them") };
-    let mut all = ex.scratch(DType::U32, &[comm.world_size()])?;
-    comm.all_gather(View::new(&[own], &[1])?, all.view_mut(), ex)?;
-    Ok(all.view().cpu::<u32>()?.iter().map(|&n| n as usize).collect())
+    let mut all = vec![0u32; comm.world_size()];
+    let dims = [all.len()];
+    comm.all_gather(View::new(&[own], &[1])?, ViewMut::new(&mut all, &dims)?, ex)?;
+    Ok(all.into_iter().map(|n| n as usize).collect())
 }

@@ -41,7 +41,7 @@ pub enum Command {
 /// Where and how the model runs.
 #[derive(Args, Debug, Clone)]
 pub struct RunArgs {
-    /// Device: cpu, cuda or cuda:N.
+    /// Device: cpu, cuda or cuda:N. With several ranks: cuda, a GPU for each.
     #[arg(long, default_value = "cpu", help_heading = "Device")]
     pub device: String,
     /// f32, bf16 or f16 (default: the checkpoint's).

@@ -7,6 +7,7 @@ pub mod bench;
 pub mod chat;
 pub mod chat_command;
 pub mod cli;
+mod device;
 pub mod engine;
 mod error;
 pub mod family;
@@ -82,7 +83,7 @@ fn run<F: ModelFamily>(cli: &Cli) -> Result<ExitCode> {
         Some(Command::Bench(args)) => &args.run,
         Some(Command::RenderChatTemplates) => return chat::serve().map(|()| ExitCode::SUCCESS),
     };
-    if let parallel::Placement::Launched(launch) = parallel::placement(&args.parallel)?
+    if let parallel::Placement::Launched(launch) = parallel::placement(args)?
         && launch.rank > 0
     {
         start_log(&RunArgs { profile: None, log: worker::log(&args.log), ..args.clone() })?;

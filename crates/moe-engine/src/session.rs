@@ -4,15 +4,16 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use candle_core::{DType, Device};
+use candle_core::DType;
 use candle_nn::VarBuilder;
 use model_runtime::{
     BlockContext, CausalLm, Checkpoint, Config, CpuIsa, DummyWeights, Exec, Geometry, RankView, TensorSlice,
 };
-use moe_comm::{Communicator, ParallelConfig};
+use moe_comm::{Communicator, DeepEpMode, EpBackend, ParallelConfig};
 use tracing::info;
 
 use crate::cli::RunArgs;
+use crate::device::DeviceFlag;
 use crate::engine::{DpEngine, EngineConfig};
 use crate::family::{LoadOptions, ModelFamily};
 use crate::parallel::{self, Follower, Processes, Replica};
@@ -59,14 +60,29 @@ impl Session {
             .map(|replica| (replica.model.as_ref(), replica.ex.clone(), replica.world.clone()));
         let config = EngineConfig {
             ranks: match &self.processes {
+                // Each has a GPU of its own.
+                _ if self.ex.is_cuda() => 1,
                 Some(processes) => processes.local_world_size(),
                 None => self.parallel.world_size()?,
             },
             lockstep: self.parallel.enable_expert_parallel && self.parallel.dp > 1,
+            enforce_eager: config.enforce_eager || self.reads_on_the_host()?,
             ..config.clone()
         };
         let remotes = self.processes.as_ref().map(|p| p.remote_engines(&self.parallel)).unwrap_or_default();
         DpEngine::with_remotes(std::iter::once(first).chain(others), remotes, tokenizer, &config)
+    }
+
+    /// Whether the expert-parallel backend decides on the host who needs a row, so that no step is a graph.
+    fn reads_on_the_host(&self) -> Result<bool> {
+        let geometry = self.parallel.geometry(0)?;
+        let exact = match geometry.deepep_mode {
+            DeepEpMode::HighThroughput => true,
+            // A rank alone agrees with nobody that it only decodes.
+            DeepEpMode::Auto => geometry.world_size == 1,
+            DeepEpMode::LowLatency => false,
+        };
+        Ok(self.ex.is_cuda() && geometry.backend == EpBackend::DeepEp && exact)
     }
 
     /// Ends the processes of the other ranks, which is their only way to end well. What runs on the
@@ -107,16 +123,20 @@ pub(crate) enum Ranks {
     Replicas(Vec<Replica>),
     /// A rank that follows one in another process.
     Follower(Box<Follower>),
+    /// The same on a GPU.
+    #[cfg(feature = "cuda")]
+    DeviceFollower(Box<crate::parallel::DeviceFollower>),
 }
 
 impl Part {
     /// As [`Session::open`].
     pub fn open<F: ModelFamily>(model: Option<&str>, args: &RunArgs, check_weights: bool) -> Result<Self> {
-        let ex = exec(args)?;
+        let host = host_exec(args)?;
         if model.is_none() && F::embedded().is_none() {
             return Err(no_model());
         }
-        let processes = Processes::start(args, model, &ex)?;
+        let processes = Processes::start(args, model, &host)?;
+        let ex = on_device(host, args, processes.as_ref())?;
         let (checkpoint, embedded_tokenizer) = match (model, F::embedded()) {
             (Some(model), _) => (Checkpoint::open(hub::resolve(model)?)?, None),
             (None, Some(e)) => {
@@ -146,9 +166,10 @@ impl Part {
 
     /// As [`Session::dummy`].
     pub fn dummy<F: ModelFamily>(config: &Path, args: &RunArgs) -> Result<Self> {
-        let ex = exec(args)?;
+        let host = host_exec(args)?;
         let raw = Config::read(config)?;
-        let processes = Processes::start(args, config.to_str(), &ex)?;
+        let processes = Processes::start(args, config.to_str(), &host)?;
+        let ex = on_device(host, args, processes.as_ref())?;
         let config = F::config(&raw)?;
         let dtype = match &args.dtype {
             Some(name) => parse_dtype(name)?,
@@ -222,17 +243,10 @@ fn load<F: ModelFamily>(
     Ok(Part { ranks, processes, parallel: settings, checkpoint: None, embedded_tokenizer: None })
 }
 
-/// The execution context that the flags ask for.
-fn exec(args: &RunArgs) -> Result<Exec> {
-    let parallel = args.parallel.config()?;
-    let device = device(&args.device)?;
-    if parallel.world_size()? > 1 && !matches!(device, Device::Cpu) {
-        return Err(usage("--tp and --dp above 1 run on the CPU only; use --device cpu"));
-    }
-    let mut ex = match device {
-        Device::Cpu => Exec::cpu(),
-        device => Exec::on(&device)?,
-    };
+/// The execution context of the host that the flags ask for.
+fn host_exec(args: &RunArgs) -> Result<Exec> {
+    DeviceFlag::of(args)?;
+    let mut ex = Exec::cpu();
     if let Some(isa) = &args.cpu_isa {
         ex = ex.with_isa(CpuIsa::from_name(isa).map_err(|e| usage(format!("--cpu-isa: {e}")))?)?;
     }
@@ -242,36 +256,23 @@ fn exec(args: &RunArgs) -> Result<Exec> {
         }
         ex = ex.with_threads(threads).map_err(|e| usage(format!("--num-threads {threads}: {e}")))?;
     }
-    match ex.device() {
-        Device::Cpu => info!(cpu_isa = ex.isa().name(), threads = ex.num_threads(), "running on the CPU"),
-        device => info!(device = ?device.location(), "running on CUDA"),
-    }
     Ok(ex)
 }
 
-/// `cpu`, `cuda` or `cuda:N`.
-fn device(name: &str) -> Result<Device> {
-    let ordinal = match name.split_once(':').unwrap_or((name, "0")) {
-        ("cpu", "0") if !name.contains(':') => return Ok(Device::Cpu),
-        ("cuda", ordinal) => ordinal.parse::<usize>().ok(),
-        _ => None,
-    };
-    let Some(ordinal) = ordinal else {
-        return Err(usage(format!("--device {name}: expected cpu, cuda or cuda:N")));
-    };
-    cuda_device(ordinal)
-}
-
-#[cfg(feature = "cuda")]
-fn cuda_device(ordinal: usize) -> Result<Device> {
-    model_runtime::cuda::device(ordinal).with_context(|| format!("cannot open CUDA device {ordinal}"))
-}
-
-#[cfg(not(feature = "cuda"))]
-fn cuda_device(ordinal: usize) -> Result<Device> {
-    Err(usage(format!(
-        "--device cuda:{ordinal}: this program was built without CUDA; build it with --features cuda"
-    )))
+/// The same on the device that the flags ask for, and that is this rank's.
+fn on_device(host: Exec, args: &RunArgs, processes: Option<&Processes>) -> Result<Exec> {
+    let open = || DeviceFlag::of(args)?.open(processes.map_or(0, Processes::local_rank));
+    let device = processes.map_or_else(open, |processes| processes.explained(open))?;
+    if device.is_cpu() {
+        info!(cpu_isa = host.isa().name(), threads = host.num_threads(), "running on the CPU");
+        return Ok(host);
+    }
+    info!(device = ?device.location(), "running on CUDA");
+    let ex = Exec::on(&device)?.with_isa(host.isa())?;
+    Ok(match args.num_threads {
+        Some(threads) => ex.with_threads(threads)?,
+        None => ex,
+    })
 }
 
 fn parse_dtype(name: &str) -> Result<DType> {

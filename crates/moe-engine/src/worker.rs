@@ -22,13 +22,15 @@ pub fn run<F: ModelFamily>(cli: &Cli, args: &RunArgs) -> Result<()> {
         Model::Checkpoint(model, check_weights) => Part::open::<F>(model, args, check_weights)?,
         Model::Dummy(config) => Part::dummy::<F>(config, args)?,
     };
+    let tokenizer = part.tokenizer();
     let Some(processes) = part.processes.take() else {
         anyhow::bail!("this process is a rank of its own and has no driver")
     };
-    match &part.ranks {
+    match &mut part.ranks {
+        #[cfg(feature = "cuda")]
+        Ranks::DeviceFollower(follower) => follower.serve(processes.messages())?,
         Ranks::Follower(follower) => follower.serve(processes.messages())?,
         Ranks::Replicas(replicas) => {
-            let tokenizer = part.tokenizer();
             for Replica { model, ex, world } in replicas {
                 engine::serve(model.as_ref(), ex, tokenizer.as_ref(), world, processes.messages())?;
             }

@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, bail};
 use moe_kernels::cuda::{FusedExperts, fused_experts_into};
 use moe_kernels::{
-    ActivationFormat, Dims, Dispatched, Exec, ExpertsSpec, TensorView, ViewMut, WeightAndReduce,
+    ActivationFormat, Dims, Dispatched, Exec, ExpertsSpec, TensorView, ViewMut, WeightAndReduce, fill_into,
 };
 
 use crate::experts::{Experts, Reservation};
@@ -70,6 +70,10 @@ impl Experts for CudaFusedExperts {
     fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
         if dispatched.format != ActivationFormat::Standard || dispatched.weights_applied {
             bail!("{}: expected rows in the Standard format without their router weights", self.name())
+        }
+        if self.shape().num_local_experts == 0 {
+            // More ranks than experts: this one adds nothing.
+            return fill_into(0., out, ex);
         }
         let (w13, w2) = (TensorView::new(self.0.w13())?, TensorView::new(self.0.w2())?);
         let args = FusedExperts {

@@ -85,10 +85,10 @@ impl Backend {
 
     fn capability(self) -> Capability {
         match self {
-            Self::CudaFused => CUDA_FUSED,
-            Self::Cuda => CUDA,
+            // Ranks that cut experts add up whole sums, or, on the CPU, those of segments, which are left apart.
+            Self::CudaFused => Capability { tensor_parallel: true, ..CUDA_FUSED },
+            Self::Cuda => Capability { tensor_parallel: true, ..CUDA },
             Self::CudaBatched => Capability { format: ActivationFormat::BatchedExperts, ..CUDA },
-            // Only the CPU's kernels leave the sums of segments apart.
             Self::Cpu => Capability { tensor_parallel: true, ..CPU },
             Self::CpuBatched => Capability { format: ActivationFormat::BatchedExperts, ..CPU },
         }

@@ -136,7 +136,17 @@ fn the_table() {
             None,
             "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
         ),
-        // Tensor parallelism cuts experts of token rows, on the CPU.
+        // Tensor parallelism cuts experts of token rows: 384 columns are a multiple of 64, 96 are not.
+        (
+            |s| (s.tp_size, s.intermediate_size, s.compute_capability) = (2, 384, Some((9, 0))),
+            None,
+            "cuda_fused; cuda (lower_priority), cuda_batched (tensor_parallel), cpu (device), cpu_batched (device)",
+        ),
+        (
+            |s| (s.tp_size, s.intermediate_size, s.compute_capability) = (8, 96, Some((9, 0))),
+            None,
+            "cuda; cuda_fused (shape), cuda_batched (tensor_parallel), cpu (device), cpu_batched (device)",
+        ),
         (
             |s| s.tp_size = 2,
             None,
@@ -194,11 +204,6 @@ fn the_table() {
         ),
         // Refusals.
         (|s| s.dtype = DType::F64, None, "no MoE backend runs this configuration:"),
-        (
-            |s| (s.tp_size, s.compute_capability) = (2, Some((9, 0))),
-            None,
-            "no MoE backend runs this configuration:",
-        ),
         (|s| s.compute_capability = Some((7, 5)), None, "no MoE backend runs this configuration:"),
         (
             |_| (),

@@ -9,23 +9,10 @@
 //
 // The first kernel of a step, the embedding, does not overlap the kernel ahead of it. So whatever was written
 // before a step (KV cache, block tables, positions) may be read by every kernel of the step before its pdl_wait.
-#include "common.cuh"
-#include "ptx.cuh"
+#include "norm.cuh"
 
 namespace moe {
 namespace {
-
-constexpr int kThreads = 256;
-constexpr int kVector = 8;  // elements per thread and turn
-
-__device__ __forceinline__ void widen(const Vec16& v, float (&x)[kVector]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack_bf16(v.word[i]);
-    x[2 * i] = pair.x;
-    x[2 * i + 1] = pair.y;
-  }
-}
 
 /// out[t] = table[ids[t]], zeros where the id is no token (padding rows).
 __global__ void __launch_bounds__(kThreads)
@@ -41,17 +28,6 @@ __global__ void __launch_bounds__(kThreads)
   to[1] = {x[4], x[5], x[6], x[7]};
 }
 
-/// Sum over the block, in a fixed order; every thread gets it.
-__device__ __forceinline__ float block_sum(float v, float* parts) {
-  v = warp_sum(v);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
-  __syncthreads();
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kThreads / 32; ++i) sum += parts[i];
-  return sum;
-}
-
 /// residual += delta (if kAdd), out = norm(residual); one row per block.
 template <bool kAdd>
 __global__ void __launch_bounds__(kThreads)
@@ -61,8 +37,7 @@ __global__ void __launch_bounds__(kThreads)
   float* row = parts + kThreads / 32;
   uint4* gain = reinterpret_cast<uint4*>(row + hidden);
   // Each thread touches only what it wrote itself, so that no barrier is needed around the row.
-  for (int at = threadIdx.x; at < hidden / kVector; at += kThreads)
-    gain[at] = __ldg(reinterpret_cast<const uint4*>(weight) + at);
+  fetch_gain(gain, weight, hidden);
   pdl_launch_dependents();
   pdl_wait();
   const size_t base = static_cast<size_t>(blockIdx.x) * hidden;
@@ -80,18 +55,7 @@ __global__ void __launch_bounds__(kThreads)
       squares += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
     }
   }
-  const float scale = 1.f / sqrtf(block_sum(squares, parts) / hidden + eps);
-  for (int at = threadIdx.x * kVector; at < hidden; at += kThreads * kVector) {
-    const uint4 g = gain[at / kVector];
-    float w[kVector];
-    widen({{g.x, g.y, g.z, g.w}}, w);
-    uint4 packed;
-    packed.x = pack_bf16(row[at] * scale * w[0], row[at + 1] * scale * w[1]);
-    packed.y = pack_bf16(row[at + 2] * scale * w[2], row[at + 3] * scale * w[3]);
-    packed.z = pack_bf16(row[at + 4] * scale * w[4], row[at + 5] * scale * w[5]);
-    packed.w = pack_bf16(row[at + 6] * scale * w[6], row[at + 7] * scale * w[7]);
-    *reinterpret_cast<uint4*>(out + base + at) = packed;
-  }
+  write_norm(row, gain, squares, parts, eps, out + base, hidden);
 }
 
 template <bool kAdd>
@@ -99,8 +63,7 @@ int norm(const float* delta, float* residual, const bf16* weight, float eps, bf1
          void* stream) {
   if (rows < 0 || hidden <= 0 || hidden % kVector != 0) return cudaErrorInvalidValue;
   if (rows == 0) return cudaSuccess;
-  const size_t smem = kThreads / 32 * sizeof(float) + static_cast<size_t>(hidden) * (sizeof(float) + sizeof(bf16));
-  const Launch l = {dim3(rows), dim3(kThreads), stream, smem};
+  const Launch l = {dim3(rows), dim3(kThreads), stream, norm_smem(hidden)};
   return launch(norm_kernel<kAdd>, l, delta, residual, weight, eps, out, hidden);
 }
 

@@ -1,4 +1,4 @@
-// Experts for many rows per expert: gate and up products with SwiGLU, down product, weighted sum; one launch
+// Experts for many rows per expert before Hopper: gate and up products with SwiGLU, down product; one launch
 // each, over the tiles that moe_align_tokens made (tile_rows = 128).
 //
 // Floor: touched experts * 6 H I bytes, and 6 T K H I FLOPs (Qwen3-30B-A3B, T = 1024: 1.2 GB = 263 us at 4.59 TB/s, 77
@@ -11,7 +11,7 @@
 // gate and its up value into one lane. Three cp.async stages of 64 along K, two blocks per multiprocessor: one
 // block's epilogue hides behind the other's loads. Results leave through shared memory in whole rows.
 // The sum over K is one ascending chain per element: a row's bits depend on that row only.
-#include "combine.cuh"
+#include "common.cuh"
 #include "ptx.cuh"
 
 namespace moe {
@@ -180,12 +180,6 @@ __global__ __launch_bounds__(kThreads, 2) void experts_grouped(const __grid_cons
   store<kDown>(a, smem, first, rows);
 }
 
-__global__ __launch_bounds__(256) void combine(const __grid_constant__ CombineArgs a) {
-  pdl_launch_dependents();
-  pdl_wait();
-  combine_share(a);
-}
-
 bool valid_sizes(int slots, int num_local, int depth, int width) {
   return slots >= 0 && num_local > 0 && depth > 0 && width > 0 && depth % 64 == 0 && width % 64 == 0;
 }
@@ -228,22 +222,4 @@ extern "C" int moe_experts_grouped_down(const void* act, const void* w2, const v
                             static_cast<const uint32_t*>(tiles), static_cast<const uint32_t*>(num_tiles), slot_rows,
                             inter, hidden, 1};
   return run<true>(args, slots, num_local, stream);
-}
-
-/// out[t] = sum over k of topk_weights[t, k] slot_rows[t, k], k ascending in f32; out [T, H], bf16
-/// (`output` 0) or f32 (1). Slots without a local expert are skipped and never read.
-extern "C" int moe_combine(const void* slot_rows, const void* topk_ids, const void* topk_weights,
-                           const void* expert_map, void* out, int tokens, int top_k, int num_ids, int num_local,
-                           int hidden, int output, void* stream) {
-  using namespace moe;
-  if (tokens < 0 || top_k <= 0 || num_ids <= 0 || num_local <= 0 || hidden <= 0 || hidden % 4 != 0 || output < 0 ||
-      output > 1)
-    return cudaErrorInvalidValue;
-  if (tokens == 0) return cudaSuccess;
-  const CombineArgs args = {static_cast<const float*>(slot_rows), static_cast<const uint32_t*>(topk_ids),
-                            static_cast<const float*>(topk_weights), static_cast<const int32_t*>(expert_map),
-                            output == 1 ? nullptr : static_cast<bf16*>(out),
-                            output == 1 ? static_cast<float*>(out) : nullptr, tokens, top_k, num_ids, num_local, hidden};
-  const int64_t blocks = ceil_div(static_cast<int64_t>(tokens) * (hidden / 4), 256);
-  return launch(combine, {dim3(static_cast<unsigned>(blocks)), dim3(256), stream}, args);
 }

@@ -98,6 +98,11 @@ __device__ __forceinline__ void cp_async_wait() {
 /// Arrivals that complete a phase of a barrier filled by one call of `copy_rows` or `copy_strided`.
 __device__ __forceinline__ uint32_t copy_arrivals() { return MOE_SM90 ? 1 : 32; }
 
+/// One arrival of this thread at a barrier, when all its cp.async before have landed.
+__device__ __forceinline__ void cp_async_arrive(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
+}
+
 #if MOE_SM90
 /// True in one lane of the warp; unlike a test of the lane number it tells the compiler so, which then
 /// issues bulk copies back to back (a loop over lanes costs about 75 cycles per copy).
@@ -115,9 +120,14 @@ __device__ __forceinline__ void bulk_copy(void* dst, const void* src, uint32_t b
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    smem_addr(dst)), "l"(src), "r"(bytes), "r"(smem_addr(bar)) : "memory");
 }
-#else
-__device__ __forceinline__ void cp_async_arrive(uint64_t* bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_addr(bar)) : "memory");
+
+/// More bytes that the current phase waits for, without an arrival.
+__device__ __forceinline__ void expect_bytes(uint64_t* bar, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_many(uint64_t* bar, uint32_t count) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(smem_addr(bar)), "r"(count) : "memory");
 }
 #endif
 
@@ -166,6 +176,13 @@ __device__ __forceinline__ void copy_strided(uint8_t* dst, uint32_t stride, cons
 __device__ __forceinline__ void fence_async_proxy() {
 #if MOE_SM90
   asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+
+/// The same for shared memory alone.
+__device__ __forceinline__ void fence_async_shared() {
+#if MOE_SM90
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 

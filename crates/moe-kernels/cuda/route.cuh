@@ -20,6 +20,9 @@ struct RouteArgs {
   int renormalize;
   float scale;
   float softcap;      // 0 = none
+  uint32_t* counts = nullptr;   // [E], or null: slots are also listed by expert, buckets[e][0 .. counts[e]], in any order
+  uint32_t* buckets = nullptr;  // [E, tokens]
+  int tokens = 0;
 };
 
 /// Most slots per token: a lane holds one.
@@ -116,17 +119,21 @@ __device__ __forceinline__ Choice choose(const RouteArgs& a, float (&score)[N]) 
   return {own_id, own[0] * a.scale};
 }
 
-/// Routes `token`, whose logits are `logits[0 .. E]`, written by any block.
+/// Routes `token`, whose logits are `logits[0 .. E]` in shared memory.
 template <int N>
 __device__ __forceinline__ void route_row(const RouteArgs& a, const float* logits, int token) {
   const int lane = threadIdx.x % 32;
   float score[N];
 #pragma unroll
-  for (int j = 0; j < N; ++j) score[j] = j * 32 + lane < a.experts ? __ldcg(logits + j * 32 + lane) : -INFINITY;
+  for (int j = 0; j < N; ++j) score[j] = j * 32 + lane < a.experts ? logits[j * 32 + lane] : -INFINITY;
   const Choice c = choose<N>(a, score);
   if (lane < a.top_k) {
     a.topk_ids[static_cast<size_t>(token) * a.top_k + lane] = c.id;
     a.topk_weights[static_cast<size_t>(token) * a.top_k + lane] = c.weight;
+    if (a.counts != nullptr && c.id != kNoExpert) {
+      const uint32_t place = atomicAdd(a.counts + c.id, 1);
+      a.buckets[static_cast<size_t>(c.id) * a.tokens + place] = token * a.top_k + lane;
+    }
   }
 }
 

@@ -269,6 +269,22 @@ impl Exec {
     }
 }
 
+impl Exec {
+    /// Copies `from` to `to`, of the same dtype and number of elements, both in host memory or both on
+    /// the device, there in stream order.
+    pub fn copy(&self, from: View<'_>, to: ViewMut<'_>) -> Result<()> {
+        door::expect_dtype("copy", "to", &to, from.dtype())?;
+        if from.elem_count() != to.elem_count() {
+            bail!("copy: expected {} elements, got {}", from.elem_count(), to.elem_count())
+        }
+        #[cfg(feature = "cuda")]
+        if from.is_cuda() || to.is_cuda() {
+            return self.cuda("copy")?.copy(from, to);
+        }
+        crate::buffer::copy_host(from, to)
+    }
+}
+
 #[cfg(feature = "cuda")]
 impl Exec {
     /// The CUDA side; an error on the CPU.

@@ -100,8 +100,9 @@ impl Path {
         let strategy = self.experts.weight_and_reduce();
         let is_final = strategy == WeightAndReduce::NoOp && self.prepare.finalize_copies_reduced();
         if is_final && out.dtype() == DType::F32 {
-            // The experts' rows are the block's: finalize would only copy them.
+            // The experts' rows are the block's: finalize would only copy them, and add the ranks'.
             self.apply(&dispatched, out.reborrow(), ex)?;
+            self.prepare.complete_reduced(out.reborrow(), ex)?;
         } else {
             let mut rows = ex.scratch(DType::F32, &self.experts.out_dims(&dispatched)?)?;
             self.apply(&dispatched, rows.view_mut(), ex)?;

@@ -3,10 +3,10 @@
 use moe_chunking::ChunkedMoe;
 use moe_comm::{DeepEpMode, EpBackend, ExpertLayout, Geometry, ParallelGroups, RowParallel};
 use moe_dispatch::{
-    AllgatherReducescatter, EpRanks, HighThroughput, LocalAllreduce, LowLatency, NoEp, PrepareFinalize,
-    TensorParallel,
+    AllgatherReducescatter, EpRanks, HighThroughput, LocalAllreduce, LocalExperts, LowLatency, NoEp,
+    PrepareFinalize, SumAllReduce, SumAllToAll, SumGather, TensorParallel,
 };
-use moe_kernels::candle::Result;
+use moe_kernels::candle::{Device, Result, bail};
 
 /// Tokens that a rank brings to the low-latency form of `deepep` at most; longer steps are cut.
 pub const LOW_LATENCY_TOKENS: usize = 128;
@@ -56,8 +56,17 @@ impl BlockContext {
     }
 
     /// The prepare/finalize backend of the geometry, and, where the mode of `deepep` is open, the one
-    /// for steps that only decode.
-    pub(crate) fn backends(&self, layout: &ExpertLayout, on_input: bool) -> Result<Backends> {
+    /// for steps that only decode. On the CPU those with the bits of one rank, on a `device` those that add
+    /// the ranks' sums.
+    pub(crate) fn backends(
+        &self,
+        layout: &ExpertLayout,
+        on_input: bool,
+        device: &Device,
+    ) -> Result<Backends> {
+        if !device.is_cpu() {
+            return self.sums(layout, on_input, device);
+        }
         let ranks = || -> Result<EpRanks> {
             let ranks = EpRanks::new(layout, self.groups.ep.clone(), self.groups.tp.clone())?;
             Ok(ranks.with_router_weight_on_input(on_input))
@@ -77,6 +86,41 @@ impl BlockContext {
             (EpBackend::DeepEp, DeepEpMode::LowLatency) => (Box::new(low_latency()?), None),
             (EpBackend::DeepEp, DeepEpMode::Auto) => {
                 (Box::new(HighThroughput::new(ranks()?)), Some(Box::new(low_latency()?)))
+            }
+        })
+    }
+
+    /// The backends of the fast mode.
+    fn sums(&self, layout: &ExpertLayout, on_input: bool, device: &Device) -> Result<Backends> {
+        let ranks = || -> Result<EpRanks> {
+            let ranks = EpRanks::new(layout, self.groups.ep.clone(), self.groups.tp.clone())?.on(device)?;
+            Ok(ranks.with_router_weight_on_input(on_input))
+        };
+        let low_latency = || -> Result<_> { Ok(SumGather::batched(ranks()?, self.low_latency_tokens)) };
+        Ok(match (self.geometry.backend, self.geometry.deepep_mode) {
+            (EpBackend::Disabled, _) if self.geometry.moe_tp_size > 1 => {
+                let cut = SumAllReduce::of_cut_experts(self.groups.tp.clone());
+                (Box::new(cut.with_router_weight_on_input(on_input)), None)
+            }
+            (EpBackend::Disabled, _) => (Box::new(NoEp::new().with_router_weight_on_input(on_input)), None),
+            (EpBackend::LocalAllreduce, _) => {
+                if self.geometry.dp_size > 1 {
+                    bail!(
+                        "local_allreduce: ranks bring tokens of their own; use allgather_reducescatter or deepep"
+                    )
+                }
+                let experts = match &layout.expert_map {
+                    Some(map) => LocalExperts::from_map(map, layout.num_local_experts())?.on(device)?,
+                    None => LocalExperts::all(layout.num_experts()),
+                };
+                let whole = SumAllReduce::of_whole_experts(experts, self.groups.ep.clone());
+                (Box::new(whole.with_router_weight_on_input(on_input)), None)
+            }
+            (EpBackend::AllgatherReducescatter, _) => (Box::new(SumGather::standard(ranks()?)), None),
+            (EpBackend::DeepEp, DeepEpMode::HighThroughput) => (Box::new(SumAllToAll::new(ranks()?)), None),
+            (EpBackend::DeepEp, DeepEpMode::LowLatency) => (Box::new(low_latency()?), None),
+            (EpBackend::DeepEp, DeepEpMode::Auto) => {
+                (Box::new(SumAllToAll::new(ranks()?)), Some(Box::new(low_latency()?)))
             }
         })
     }

@@ -101,7 +101,7 @@ pub(crate) fn compose<S>(
     let config = &options.router;
     let router = Router::load(config, gate.clone())?;
     let weight = gate.get((config.num_logits(), options.hidden_size), "weight")?;
-    let (prepare, decode) = context.backends(layout, config.apply_router_weight_on_input)?;
+    let (prepare, decode) = context.backends(layout, config.apply_router_weight_on_input, weight.device())?;
     let (main, said) = experts(prepare.as_ref(), options.backend.as_deref())?;
     let mut block = SparseMoeBlock::new(weight, router, prepare, main, options.layer)?;
     if let Some(decode) = decode {
@@ -139,7 +139,8 @@ fn load_spec(options: &BlockOptions, context: &BlockContext, layout: &ExpertLayo
     let width = geometry.expert_intermediate(options.intermediate_size)?.range.len();
     let sliced = context.sliced_weights;
     let intermediate = if sliced { width } else { options.intermediate_size };
-    let mut spec = LoadSpec::new(options.packed_experts(), options.hidden_size, intermediate);
+    let mut spec = LoadSpec::new(options.packed_experts(), options.hidden_size, intermediate)
+        .with_parts_on_device(sliced && geometry.world_size > 1);
     if geometry.ep_size > 1 {
         spec = spec.with_local_experts(layout.local_experts.iter().map(|&id| id as usize).collect());
     }

@@ -1,8 +1,12 @@
-//! The block of a decode step of a few tokens on CUDA, in one launch.
+//! The block of a decode step on CUDA together with what surrounds it: for a few tokens all in one launch; for more,
+//! the end of the experts with the addition to the residual stream and the next norm.
 
 use moe_kernels::candle::{Result, bail};
-use moe_kernels::cuda::{PreNorm, norm_experts_add_into, small_experts_fit};
-use moe_kernels::{Exec, TensorView, ViewMut};
+use moe_kernels::cuda::{
+    PreNorm, norm_experts_add_into, route_experts_add_norm_fits, route_experts_add_norm_into,
+    small_experts_fit,
+};
+use moe_kernels::{Exec, TensorView, View, ViewMut};
 use moe_router::Router;
 
 use crate::block::{Family, SparseMoeBlock};
@@ -36,12 +40,49 @@ impl SparseMoeBlock {
         })
     }
 
+    /// Whether [`forward_add_norm_into`](Self::forward_add_norm_into) runs this block for so many tokens in this step.
+    pub fn fuses_next_norm(&self, tokens: usize, ex: &Exec) -> bool {
+        self.chunk_size().is_none()
+            && self.fused_parts().is_some_and(|(router, weights)| {
+                let (config, shape) = (router.config(), weights.shape());
+                let experts = (config.num_experts, config.top_k);
+                let widths = (shape.hidden_size, shape.intermediate_size);
+                router.is_plain(ex) && route_experts_add_norm_fits(tokens, experts, widths, ex)
+            })
+    }
+
+    /// `residual` [T, H] f32 += block(`hidden` [T, H]), then `out` [T, H] = norm(`residual`): the norm of the next
+    /// sub-layer. The same bits as one after the other.
+    ///
+    /// # Errors
+    /// What [`fuses_next_norm`](Self::fuses_next_norm) refuses; wrong dims or dtypes.
+    pub fn forward_add_norm_into(
+        &self,
+        hidden: View<'_>,
+        norm: &PreNorm<'_>,
+        residual: ViewMut<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let Some((router, weights)) = self.fused_parts() else {
+            bail!("{}: these experts are not computed together with the next norm", self.experts_name())
+        };
+        let gate = TensorView::new(self.gate())?;
+        let (w13, w2) = (TensorView::new(weights.w13())?, TensorView::new(weights.w2())?);
+        let packs = (w13.view()?, w2.view()?);
+        let top_k = router.config().top_k;
+        router.with_gate(gate.view()?, None, |gate| {
+            route_experts_add_norm_into(hidden, (gate, top_k), packs, norm, residual, out, ex)
+        })
+    }
+
     /// Router and weights of a block without communication, zero experts or shared experts.
     fn fused_parts(&self) -> Option<(&Router, &moe_experts::ExpertWeights)> {
         let Family::Modular { router, path: Path { prepare, experts }, decode: None } = self.family() else {
             return None;
         };
-        let local = prepare.finalize_copies_reduced() && prepare.local_experts().is_none();
+        let local = prepare.num_dispatchers() == 1 && prepare.local_experts().is_none();
+        let local = local && prepare.finalize_copies_reduced();
         let weights = experts.packed().filter(|_| local && !self.has_shared_experts())?;
         Some((router, weights))
     }

@@ -3,6 +3,9 @@
 mod collectives;
 mod faults;
 mod graphs;
+mod peer_runs;
+mod peers;
+mod processes;
 mod products;
 mod rounds;
 mod timing;
@@ -44,12 +47,14 @@ pub fn run_nccl_ranks<R: Send>(
     f: impl Fn(&NcclComm, &mut Exec) -> R + Sync,
 ) -> Vec<R> {
     let id = NcclComm::unique_id().unwrap();
-    let f = &f;
+    // A rank that fails on purpose must not find another still joining.
+    let (f, joined) = (&f, &std::sync::Barrier::new(n));
     std::thread::scope(|scope| {
         let rank = |rank| {
             move || {
                 let mut ex = context(rank).unwrap();
                 let comm = NcclComm::with_timeout(id, rank, n, &ex, limit).unwrap();
+                joined.wait();
                 f(&comm, &mut ex)
             }
         };

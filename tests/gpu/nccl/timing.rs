@@ -6,8 +6,9 @@ use std::time::Instant;
 use candle_core::{DType, Result};
 use moe_comm::{Communicator, NcclComm, ReduceOp};
 use moe_kernels::cuda::Graph;
-use moe_kernels::{Buffer, Exec};
+use moe_kernels::{Buffer, Exec, add_rms_norm_into};
 
+use super::peers::peers_of;
 use super::{LIMIT, run_nccl_ranks, worlds};
 
 const HIDDEN: usize = 2048;
@@ -33,19 +34,65 @@ fn time(
     Ok(start.elapsed().as_secs_f64() * 1e6 / count as f64)
 }
 
+/// Microseconds of one of `RECORDED` calls of a graph.
+fn replayed(comm: &NcclComm, ex: &mut Exec, mut call: impl FnMut(&mut Exec) -> Result<()>) -> Result<f64> {
+    call(ex)?;
+    let mut graph = Graph::capture(ex, |ex| (0..RECORDED).try_for_each(|_| call(ex)))?;
+    Ok(time(comm, ex, 20, |_| graph.launch())? / RECORDED as f64)
+}
+
 /// Microseconds of an all-reduce, called and replayed.
 fn all_reduce(comm: &NcclComm, data: &mut Buffer, ex: &mut Exec) -> Result<(f64, f64)> {
     let mut call = |ex: &mut Exec| comm.all_reduce(data.view_mut(), ReduceOp::Sum, ex);
     let eager = time(comm, ex, 200, &mut call)?;
-    let mut graph = Graph::capture(ex, |ex| (0..RECORDED).try_for_each(|_| call(ex)))?;
-    let replay = time(comm, ex, 10, |_| graph.launch())? / RECORDED as f64;
-    Ok((eager, replay))
+    Ok((eager, replayed(comm, ex, call)?))
+}
+
+/// Rows of f32 over NCCL and over peer memory: the sum, and the sum with what follows it in a decoder layer.
+fn peer_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 4]> {
+    let mut data = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
+    let mut residual = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
+    let (weight, mut out) = (ex.zeros(DType::BF16, &[HIDDEN])?, ex.zeros(DType::BF16, &[tokens, HIDDEN])?);
+    // Loaded here and not while another rank's collective waits for this one's.
+    add_rms_norm_into(data.view(), weight.view(), 1e-6, residual.view_mut(), out.view_mut(), ex)?;
+    ex.synchronize()?;
+    let mut all = [0.0; 4];
+    for (over_peers, times) in [false, true].into_iter().zip(all.chunks_mut(2)) {
+        comm.use_peers(over_peers);
+        times[0] = replayed(comm, ex, |ex| comm.all_reduce(data.view_mut(), ReduceOp::Sum, ex))?;
+        times[1] = replayed(comm, ex, |ex| {
+            let (partial, stream, to) = (data.view_mut(), residual.view_mut(), out.view_mut());
+            comm.all_reduce_add_rms_norm(partial, weight.view(), 1e-6, stream, to, ex)
+        })?;
+    }
+    Ok(all)
+}
+
+#[test]
+fn peer_table() {
+    for n in worlds() {
+        let tables = run_nccl_ranks(n, LIMIT, |comm, ex| {
+            peers_of(comm);
+            let mut text =
+                format!("all_reduce over peer memory, {n} GPUs, f32 rows of {HIDDEN}, us in a graph:\n");
+            text += "| tokens | NCCL | peers | NCCL, then add + norm | peers with add + norm |\n|---|---|---|---|---|\n";
+            for tokens in (0..=8).map(|i| 1 << i) {
+                let [nccl, peers, separate, fused] = peer_row(comm, tokens, ex)?;
+                writeln!(text, "| {tokens} | {nccl:.1} | {peers:.1} | {separate:.1} | {fused:.1} |").unwrap();
+                assert!(peers < 1000.0 && fused < 1000.0, "{text}");
+            }
+            comm.check()?;
+            Ok::<_, candle_core::Error>(text)
+        });
+        println!("{}", tables.into_iter().next().unwrap().unwrap());
+    }
 }
 
 #[test]
 fn table() {
     for n in worlds() {
         let tables = run_nccl_ranks(n, LIMIT, |comm, ex| {
+            comm.use_peers(false);
             let mut text = String::new();
             writeln!(text, "all_reduce, {n} GPUs, NCCL {}, bf16 rows of {HIDDEN}:", NcclComm::version()?)
                 .unwrap();

@@ -63,6 +63,27 @@ impl DummyWeights {
         self.generate(name, shape, dtype)?.to_device(device)
     }
 
+    /// A part of what [`generate_on`](Self::generate_on) makes on a device; `None` where the host makes it.
+    #[cfg(feature = "cuda")]
+    pub(super) fn generate_part_on(
+        &self,
+        device: &Device,
+        name: &str,
+        ranges: &[std::ops::Range<usize>],
+        dtype: DType,
+    ) -> Result<Option<Tensor>> {
+        let shape = self.shape(name)?;
+        if !device.is_cuda() || dtype != DType::BF16 || !(2..=3).contains(&shape.len()) {
+            return Ok(None);
+        }
+        let dims: Vec<usize> = ranges.iter().map(|range| range.len()).collect();
+        let mut out = moe_kernels::Buffer::zeros_on(device, dtype, &dims)?;
+        let key = mix(self.seed ^ mix(fnv1a(name.as_bytes())));
+        let (bound, ex) = ((STD * 3f64.sqrt()) as f32, moe_kernels::Exec::on(device)?);
+        moe_kernels::cuda::fill_random_box_into(out.view_mut(), shape, ranges, key, bound, &ex)?;
+        out.into_tensor().map(Some)
+    }
+
     fn generate(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
         if shape.len() == 1 && name.contains("norm") {
             return Tensor::ones(shape, dtype, &Device::Cpu);

@@ -58,6 +58,10 @@ impl SliceSource for TensorFiles {
 
 impl SliceSource for DummyWeights {
     fn slice(&self, name: &str, ranges: &[Range<usize>], dtype: DType, device: &Device) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(part) = self.generate_part_on(device, name, ranges, dtype)? {
+            return Ok(part);
+        }
         let mut tensor = self.get_unchecked(name, dtype, &Device::Cpu)?;
         check_ranges(name, ranges, tensor.dims())?;
         for (dim, range) in ranges.iter().enumerate() {

@@ -1,12 +1,40 @@
-//! Decode steps of a few tokens on CUDA: four launches a layer, with norms and additions inside.
+//! Decode steps on CUDA with norms and additions inside other launches: of a few tokens four launches a layer, of more
+//! the end of the experts.
 
 use candle_core::Result;
-use moe_kernels::{Exec, ViewMut};
+use moe_kernels::{Exec, Scratch, ViewMut};
 
 use super::{Decoder, DecoderLayer, Mlp, SelfAttention};
 use crate::kv_cache::KvCache;
+use crate::layers::RmsNorm;
 use crate::rope::RopeRows;
 use crate::step::StepViews;
+
+/// Whether [`add_next_norm`] computes this sub-layer in this step.
+pub(super) fn fuses_next_norm(mlp: &Mlp, tokens: usize, ex: &Exec) -> bool {
+    match mlp {
+        Mlp::Dense(_) => false,
+        Mlp::Sparse(sparse) => sparse.block().is_some_and(|block| block.fuses_next_norm(tokens, ex)),
+    }
+}
+
+/// `residual` += sub-layer(`x`), then `x` = norm(`residual`); [`fuses_next_norm`] has said yes.
+pub(super) fn add_next_norm(
+    mlp: &Mlp,
+    norm: &RmsNorm,
+    residual: ViewMut,
+    x: &mut Scratch,
+    ex: &mut Exec,
+) -> Result<()> {
+    if let Mlp::Sparse(sparse) = mlp
+        && let Some(block) = sparse.block()
+    {
+        let mut out = ex.scratch(x.view().dtype(), x.view().dims())?;
+        norm.with_pre_norm(|norm| block.forward_add_norm_into(x.view(), norm, residual, out.view_mut(), ex))?;
+        *x = out;
+    }
+    Ok(())
+}
 
 impl<A: SelfAttention> Decoder<A> {
     pub(super) fn fuses(&self, step: &StepViews, ex: &Exec) -> bool {

@@ -135,6 +135,12 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
             layer.attention.forward_into(x.view(), step, &rope, kv, delta.view_mut(), ex)?;
             let norm = &layer.post_attention_norm;
             norm.add_forward_into(delta.view(), residual.view_mut(), x.view_mut(), ex)?;
+            let next = self.layers.get(index + 1).map_or(&self.norm, |layer| &layer.input_norm);
+            #[cfg(feature = "cuda")]
+            if observe.is_nobody() && fused::fuses_next_norm(&layer.mlp, dims[0], ex) {
+                fused::add_next_norm(&layer.mlp, next, residual.view_mut(), &mut x, ex)?;
+                continue;
+            }
             match &layer.mlp {
                 Mlp::Dense(mlp) => {
                     trace_span!("mlp").in_scope(|| mlp.forward_into(x.view(), delta.view_mut(), ex))?;
@@ -145,7 +151,6 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
                     sparse.forward_observed_into(x.view(), delta.view_mut(), &mut see, ex)?;
                 }
             }
-            let next = self.layers.get(index + 1).map_or(&self.norm, |layer| &layer.input_norm);
             next.add_forward_into(delta.view(), residual.view_mut(), x.view_mut(), ex)?;
             let is_last = index + 1 == self.layers.len();
             observe.hidden(index + 1, if is_last { x.view() } else { residual.view() }, ex)?;

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use candle_core::Result;
+use moe_kernels::cuda::PreNorm;
 use moe_kernels::{Exec, View, ViewMut};
 
 use super::comm::{NcclComm, Outcome, Stop, is_recorded};
 use crate::call::{Call, Op};
-use crate::communicator::{Communicator, ReduceOp};
+use crate::communicator::{Communicator, ReduceOp, one_by_one};
 use crate::parts::{Verb, exchange_parts, gather_parts, one, scatter_parts};
 
 impl Communicator for NcclComm {
@@ -22,6 +23,24 @@ impl Communicator for NcclComm {
     fn all_reduce(&self, data: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()> {
         let call = self.place().all_reduce(&data, op);
         self.collective(Op::AllReduce, call, None, data, ex, |_, data| one(Verb::AllReduce(op), None, data))
+    }
+
+    fn all_reduce_add_rms_norm(
+        &self,
+        partial: ViewMut<'_>,
+        weight: View<'_>,
+        eps: f32,
+        residual: ViewMut<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        match self.peers_for_norm(&partial, &weight) {
+            Some(peers) => self.on_stream(Op::AllReduce, ex, |ex| {
+                let norm = PreNorm { weight, eps };
+                peers.all_reduce_add_norm_into(partial.as_view(), residual, Some((&norm, out)), ex)
+            }),
+            None => one_by_one(self, partial, weight, eps, residual, out, ex),
+        }
     }
 
     fn all_gather(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {

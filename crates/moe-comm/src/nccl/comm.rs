@@ -1,12 +1,13 @@
 //! A rank of a group of GPUs.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus;
-use candle_core::{Error, Result, bail};
+use candle_core::{DType, Error, Result, bail};
 use moe_kernels::{Exec, Scratch, View, ViewMut};
 
 use super::handle::{self, Handle, Progress};
@@ -15,8 +16,10 @@ use super::world::{Group, World, plain};
 use crate::DEFAULT_TIMEOUT;
 use crate::call::{Call, Op};
 use crate::check::Place;
+use crate::communicator::ReduceOp;
 use crate::dtype::copy;
-use crate::parts::Part;
+use crate::parts::{Part, Verb};
+use crate::peer::PeerAllReduce;
 
 /// One rank of a group of GPUs that communicate by NCCL.
 ///
@@ -35,9 +38,13 @@ use crate::parts::Part;
 ///   aborted, and whoever waits for the stream goes on; results are unspecified, so ask
 ///   [`check`](crate::Communicator::check) before using them. NCCL carries no reasons: a rank in another
 ///   process learns of a failure by its own limit or connections.
-/// - **Sums.** The result has the same bits on every rank, but NCCL chooses the order of addition by size
-///   and topology, and rounds between additions of f16 and bf16. Whether a maximum or minimum shows a NaN
-///   is not defined.
+/// - **Peer memory.** Where the ranks can share memory, sums of f32 and bf16 of up to [`PeerAllReduce::CAPACITY`]
+///   bytes are those of a [`PeerAllReduce`], as is
+///   [`all_reduce_add_rms_norm`](crate::Communicator::all_reduce_add_rms_norm) of device views; all on the stream
+///   that the communicator was made with.
+/// - **Sums.** The result has the same bits on every rank. Over peer memory they are added in rank order in f32. For
+///   other sums NCCL chooses the order of addition by size and topology, and rounds between additions of f16 and
+///   bf16. Whether a maximum or minimum shows a NaN is not defined.
 /// - **Agreement.** NCCL does not compare calls. Ranks that disagree about dtypes or counts may get wrong
 ///   data; ranks that call different collectives stall, which the time limit ends.
 ///
@@ -46,6 +53,9 @@ use crate::parts::Part;
 /// trades that for calls that can hang while connections are made.
 pub struct NcclComm {
     place: Place,
+    /// Before the group, which ends kernels that wait.
+    peers: std::result::Result<PeerAllReduce, String>,
+    uses_peers: AtomicBool,
     group: Arc<Group>,
     world: Arc<World>,
     /// Ordinal of the device.
@@ -115,6 +125,13 @@ impl NcclComm {
         Self::join(place, name, limit, handle, World::join(id)?, ex)
     }
 
+    /// Leaves the world with all of its groups in this process; calls fail from now on. Dropping a
+    /// communicator is the library's farewell, in which the ranks of a host wait for each other. This is
+    /// for a process that ends, once no rank has work left.
+    pub fn leave(&self) {
+        self.world.leave();
+    }
+
     /// The rank of a group that its handle is joining.
     fn join(
         place: Place,
@@ -127,11 +144,42 @@ impl NcclComm {
         let stream = ex.stream()?;
         let group = Group::new(name, limit, handle, stream)?;
         world.register(&group);
-        let comm = Self { place, group, world, device: stream.context().ordinal(), turn: Mutex::new(()) };
-        match comm.settle(&comm.group.handle, "joining the group") {
-            Ok(()) => Ok(comm),
-            Err(stop) => Err(comm.failed("", stop)),
+        let device = stream.context().ordinal();
+        let (peers, uses_peers) = (Err("the group is not complete".to_string()), AtomicBool::new(true));
+        let mut comm = Self { place, peers, uses_peers, group, world, device, turn: Mutex::new(()) };
+        if let Err(stop) = comm.settle(&comm.group.handle, "joining the group") {
+            return Err(comm.failed("", stop));
         }
+        // The watching thread ends a wait within twice the limit, and knows what was called; the kernels' own limit is
+        // for a process whose threads all hang.
+        comm.peers = PeerAllReduce::new(&comm, &mut ex.handle(), limit.saturating_mul(4), ex)?;
+        if let Ok(peers) = &comm.peers {
+            comm.group.watch_peers(peers.status().clone());
+        }
+        Ok(comm)
+    }
+
+    /// The all-reduces over peer memory, or why the ranks cannot share memory.
+    pub fn peers(&self) -> std::result::Result<&PeerAllReduce, &str> {
+        self.peers.as_ref().map_err(String::as_str)
+    }
+
+    /// Whether small sums go over peer memory where they can (they do unless this says otherwise), for comparisons.
+    /// All ranks say the same between the same calls.
+    pub fn use_peers(&self, on: bool) {
+        self.uses_peers.store(on, Ordering::Relaxed);
+    }
+
+    fn usable_peers(&self) -> Option<&PeerAllReduce> {
+        self.peers.as_ref().ok().filter(|_| self.uses_peers.load(Ordering::Relaxed))
+    }
+
+    /// The peers for [`all_reduce_add_rms_norm`](crate::Communicator::all_reduce_add_rms_norm), decided by what is
+    /// the same on all ranks.
+    pub(super) fn peers_for_norm(&self, partial: &ViewMut<'_>, weight: &View<'_>) -> Option<&PeerAllReduce> {
+        let (rows, hidden) = (partial.rows(), weight.elem_count());
+        let dtypes = (partial.dtype(), weight.dtype()) == (DType::F32, DType::BF16);
+        self.usable_peers().filter(|peers| partial.is_cuda() && dtypes && peers.fits_norm(rows, hidden))
     }
 
     pub(super) fn place(&self) -> Place {
@@ -152,11 +200,12 @@ impl NcclComm {
         self.guarded(op, || {
             call?;
             if out.is_cuda() {
-                return self.launch(op, &parts(input, out)?, ex);
+                return self.launch(op, &mut parts(input, out)?, ex);
             }
             let (input, mut result) = self.staged(input, &out, ex)?;
-            let views = parts(input.as_ref().map(|input| input.view()), result.view_mut())?;
-            self.launch(op, &views, ex)?;
+            let mut views = parts(input.as_ref().map(|input| input.view()), result.view_mut())?;
+            self.launch(op, &mut views, ex)?;
+            drop(views);
             self.wait(ex)?;
             Ok(copy(ex.to_host(result.view())?.view(), out)?)
         })
@@ -195,14 +244,32 @@ impl NcclComm {
         outcome.map_err(|stop| self.failed(&format!("{op} on "), stop))
     }
 
+    /// Runs a call that puts work on the stream of the context by itself.
+    pub(super) fn on_stream(
+        &self,
+        op: Op,
+        ex: &mut Exec,
+        f: impl FnOnce(&mut Exec) -> Result<()>,
+    ) -> Result<()> {
+        self.guarded(op, || {
+            f(ex)?;
+            self.mark(op, ex)
+        })
+    }
+
     /// Puts parts on the stream of the context.
-    fn launch(&self, op: Op, parts: &[Part<'_>], ex: &Exec) -> Outcome<()> {
-        let stream = ex.stream()?;
-        if stream.context().ordinal() != self.device {
-            let (own, got) = (self.device, stream.context().ordinal());
-            return Err(Stop::Cause(format!("expected a context on CUDA device {own}, got one on {got}")));
+    fn launch(&self, op: Op, parts: &mut [Part<'_>], ex: &mut Exec) -> Outcome<()> {
+        let at = ex.stream()?.context().ordinal();
+        if at != self.device {
+            let own = self.device;
+            return Err(Stop::Cause(format!("expected a context on CUDA device {own}, got one on {at}")));
         }
-        if self.group.handle.launch(parts, ex)? == Progress::Busy {
+        if let [Part { verb: Verb::AllReduce(ReduceOp::Sum), out: Some(data), .. }] = &mut *parts
+            && let Some(peers) = self.usable_peers()
+            && peers.fits(data.dtype(), data.elem_count())
+        {
+            peers.all_reduce_into(data.reborrow(), ex)?;
+        } else if self.group.handle.launch(parts, ex)? == Progress::Busy {
             self.settle(&self.group.handle, op.name())?;
         }
         self.mark(op, ex)
@@ -257,10 +324,8 @@ impl NcclComm {
             return Err(Stop::Cause("groups cannot be split while a graph is recorded".to_string()));
         }
         ex.stream()?.context().bind_to_thread().w()?;
-        let (slot, progress) = self.group.handle.split_begin(color, key)?;
-        if progress == Progress::Busy {
-            self.settle(&self.group.handle, "split")?;
-        }
+        let slot = self.group.handle.split_begin(color, key)?;
+        self.settle(&self.group.handle, "split")?;
         let handle = self.group.handle.split_end(&slot)?;
         self.settle(&handle, "split")?;
         let (rank, size) = handle.place()?;
@@ -286,8 +351,8 @@ impl NcclComm {
     /// An error if the world has failed, or the library says that it has.
     pub(super) fn checked(&self) -> Result<()> {
         // No event is asked: that would end the recording of a graph.
-        if let (None, Err(e)) = (self.world.failure(), self.group.handle.progress()) {
-            self.fail(&format!("failed: {}", plain(&e)));
+        if let (None, Some(cause)) = (self.world.failure(), self.group.reported()) {
+            self.fail(&format!("failed: {cause}"));
         }
         match self.world.failure() {
             Some(_) => Err(self.failed("", Stop::Failed)),

@@ -86,16 +86,17 @@ impl Handle {
         Ok(Self { comm: Mutex::new(Some(Comm(comm))) })
     }
 
-    /// Begins to split the group; [`split_end`](Self::split_end) follows once this one is idle.
-    pub(super) fn split_begin(&self, color: usize, key: usize) -> Result<(Slot, Progress)> {
+    /// Begins to split the group; [`split_end`](Self::split_end) follows once this one is idle, which the call
+    /// itself does not tell: the library returns success while the split is under way.
+    pub(super) fn split_begin(&self, color: usize, key: usize) -> Result<Slot> {
         let (slot, mut config) = (Slot::new(), non_blocking());
         let (color, key) = (number("color", color)?, number("key", key)?);
         // SAFETY: the communicator lives while the lock is held; the slot lives on, and the configuration is read
         // before the call returns.
-        let progress = self.call("ncclCommSplit", |comm| unsafe {
+        self.call("ncclCommSplit", |comm| unsafe {
             sys::ncclCommSplit(comm, color, key, slot.0.as_ptr(), &mut config)
         })?;
-        Ok((slot, progress))
+        Ok(slot)
     }
 
     /// The communicator of the new group.
@@ -157,6 +158,11 @@ impl Handle {
             // SAFETY: nobody else has the pointer any more. There is nobody to tell about a failure.
             unsafe { sys::ncclCommAbort(comm) };
         }
+    }
+
+    /// Leaves the communicator to the end of the process.
+    pub(super) fn leave(&self) {
+        self.take();
     }
 
     /// Takes the communicator away from all who could call it.

@@ -20,6 +20,7 @@ use candle_core::{Error, Result};
 use super::handle::Handle;
 use crate::call::Op;
 use crate::overdue::Marks;
+use crate::peer::Status;
 
 /// How often the watching thread looks.
 const PERIOD: Duration = Duration::from_millis(50);
@@ -46,6 +47,8 @@ pub(super) struct Group {
     pub handle: Handle,
     context: Arc<CudaContext>,
     marks: Mutex<Marks<CudaEvent>>,
+    /// What ends the waiting of kernels over peer memory.
+    peers: OnceLock<Arc<Status>>,
 }
 
 impl Group {
@@ -58,7 +61,19 @@ impl Group {
         let context = stream.context().clone();
         let event = || context.new_event(None).w();
         let marks = Mutex::new(Marks::new(event()?, event()?));
-        Ok(Arc::new(Self { name, limit, handle, context, marks }))
+        Ok(Arc::new(Self { name, limit, handle, context, marks, peers: OnceLock::new() }))
+    }
+
+    /// Has all-reduces over peer memory fail with the group, and the group with them.
+    pub(super) fn watch_peers(&self, status: Arc<Status>) {
+        // Said once, when the group is made.
+        let _ = self.peers.set(status);
+    }
+
+    /// Why the library's or the peers' part says that it has failed, if it does.
+    pub(super) fn reported(&self) -> Option<String> {
+        let library = self.handle.progress().err().map(|e| plain(&e));
+        library.or_else(|| self.peers.get().and_then(|peers| peers.failure()))
     }
 
     /// Has the work that is on the stream now watched. Not while the stream is recorded.
@@ -69,8 +84,8 @@ impl Group {
     /// Why this part has failed, if it has.
     fn fault(&self) -> Option<String> {
         let Self { name, limit, .. } = self;
-        if let Err(e) = self.handle.progress() {
-            return Some(format!("{name} failed: {}", plain(&e)));
+        if let Some(cause) = self.reported() {
+            return Some(format!("{name} failed: {cause}"));
         }
         let late = self
             .context
@@ -134,6 +149,13 @@ impl World {
         }
     }
 
+    /// Ends every group here without a word to the other ranks.
+    pub(super) fn leave(&self) {
+        if self.failure.set("this rank has left".to_string()).is_ok() {
+            self.groups().iter().for_each(|group| group.handle.leave());
+        }
+    }
+
     fn groups(&self) -> Vec<Arc<Group>> {
         lock(&self.groups).iter().filter_map(Weak::upgrade).collect()
     }
@@ -142,6 +164,9 @@ impl World {
 /// Aborts on a thread of its own: the library waits there for recorded graphs to be dropped, and
 /// who fails a world must not.
 fn abort(group: Arc<Group>) {
+    if let Some(peers) = group.peers.get() {
+        peers.stop();
+    }
     let here = group.clone();
     if thread::Builder::new().name("nccl-abort".to_string()).spawn(move || group.handle.abort()).is_err() {
         here.handle.abort();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use half::{bf16, f16};
 use moe_comm::candle::Result;
-use moe_comm::{Communicator, Exec, ReduceOp, SelfComm, SocketComm, ThreadComm, ViewMut};
+use moe_comm::{Communicator, Exec, ReduceOp, SelfComm, SocketComm, ThreadComm, View, ViewMut};
 use proptest::prelude::*;
 
 use crate::support::{Stream, Value, World, bits, over_both, run, view, view_mut};
@@ -282,6 +282,36 @@ fn rounds_reuse_the_workspace<C: World>() {
     outputs.into_iter().for_each(|o| o.unwrap());
 }
 
+/// residual + the sum in rank order, and its norm by the definition.
+fn a_sum_is_added_and_normed<C: World>() {
+    let (t, h, eps) = (3, 40, 1e-5f32);
+    let stream = |seed: u64, len: usize| f32::randoms(seed, len);
+    let (residual, weight) = (stream(90, t * h), stream(91, h));
+    let partial = |rank: usize| stream(rank as u64, t * h);
+    let outputs = run::<C, _>(3, |rank, comm| {
+        let (mut ex, mut partial, mut residual) = (Exec::cpu(), partial(rank), residual.clone());
+        let mut out = vec![0f32; t * h];
+        let (delta, to, norm) =
+            (view_mut(&mut partial, t, h), view_mut(&mut residual, t, h), view_mut(&mut out, t, h));
+        comm.all_reduce_add_rms_norm(delta, View::new(&weight, &[h])?, eps, to, norm, &mut ex)?;
+        Ok((residual, out))
+    });
+    let sum = |i: usize| partial(0)[i] + partial(1)[i] + partial(2)[i];
+    let expected: Vec<f32> = (0..t * h).map(|i| residual[i] + sum(i)).collect();
+    for output in outputs {
+        let (residual, out) = output.unwrap();
+        assert_eq!(bits(&residual), bits(&expected));
+        for (row, out) in expected.chunks(h).zip(out.chunks(h)) {
+            let squares: f64 = row.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+            let scale = 1.0 / (squares / h as f64 + f64::from(eps)).sqrt();
+            for ((x, w), out) in row.iter().zip(&weight).zip(out) {
+                let normed = f64::from(*x) * scale * f64::from(*w);
+                assert!((normed - f64::from(*out)).abs() <= 1e-5 * normed.abs() + 1e-7, "{normed} {out}");
+            }
+        }
+    }
+}
+
 /// Thousands of rounds without a pause: no lost wake-up.
 fn many_rounds_in_a_row<C: World>() {
     let outputs = run::<C, _>(4, |rank, comm| {
@@ -311,5 +341,6 @@ over_both! {
     timing_does_not_change_a_bit
     scalars_and_many_dims
     rounds_reuse_the_workspace
+    a_sum_is_added_and_normed
     many_rounds_in_a_row
 }

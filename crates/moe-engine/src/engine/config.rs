@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
+#[cfg(feature = "cuda")]
+use model_runtime::DrawSizes;
 use model_runtime::{Exec, ModelInfo};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
@@ -146,9 +148,10 @@ impl EngineConfig {
         if model_runtime::compute_capability(ex.device()).is_none_or(|capability| capability < (9, 0)) {
             return Ok(None);
         }
-        let (rows, seqs) = (self.max_num_batched_tokens, self.max_num_seqs);
-        let context = (max_model_len, self.block_size);
-        Ok(Some(DeviceRunner::new(info.vocab_size, rows, seqs, context, self.enforce_eager, ex)?))
+        let blocks = max_model_len.div_ceil(self.block_size);
+        let (rows, sequences) = (self.max_num_batched_tokens, self.max_num_seqs);
+        let sizes = DrawSizes { rows, sequences, tokens: max_model_len, blocks, eager: self.enforce_eager };
+        Ok(Some(DeviceRunner::new(info.vocab_size, sizes, ex)?))
     }
 }
 

@@ -4,6 +4,9 @@
 //! device and fed to the next step there; the host reads them when it collects the step. Pure decode
 //! steps are padded to a bucket and replayed as captured graphs. What a graph's bucket computes is
 //! the same launches in the same order as without a graph, so both give the same bits.
+//!
+//! Where ranks share a model, each runs the same steps, pads them alike, and draws the same tokens from the same
+//! logits: no token travels. What one of them cannot record as a graph, none does.
 
 use std::collections::HashMap;
 
@@ -11,7 +14,7 @@ use candle_core::{DType, Result, bail};
 use model_runtime::cuda::{Graph, LOGPROB_WORDS, PinnedWords, SampleLogprobs, logprobs_into, sample_into};
 use model_runtime::device_step::{DeviceStep, Extras, Shape};
 use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
-use model_runtime::{Buffer, CausalLm, Exec, KvCache};
+use model_runtime::{Announced, Buffer, CausalLm, DrawSizes, Exec, KvCache, Step};
 use tracing::{trace_span, warn};
 
 use super::drawing::{Asked, Drawing};
@@ -20,7 +23,7 @@ use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
 
 /// Most sequences of a graph.
-const MAX_BUCKET: usize = 512;
+const MAX_BUCKET: usize = 1024;
 
 /// Words of a row that was drawn: token, status, log-probabilities.
 const DRAWN_WORDS: usize = 2 + LOGPROB_WORDS;
@@ -45,7 +48,9 @@ enum Recording {
     Never,
 }
 
-pub(super) struct DeviceRunner {
+/// What runs steps and draws their tokens: on the rank that an engine drives, and on those that follow it.
+pub(crate) struct DeviceRunner {
+    sizes: DrawSizes,
     step: DeviceStep,
     drawing: Drawing,
     logits: Buffer,
@@ -56,38 +61,28 @@ pub(super) struct DeviceRunner {
     /// Keys of the last launched step, in the order of `drawn`.
     last: Vec<Key>,
     graphs: HashMap<(usize, Asked), Recording>,
-    max_blocks: usize,
     max_seqs: usize,
-    eager: bool,
     /// Steps that replayed a graph.
     replayed: u64,
 }
 
 impl DeviceRunner {
-    /// For steps of at most `max_rows` rows of `max_seqs` sequences of `max_model_len` tokens, in blocks of `block_size`.
-    pub fn new(
-        vocab_size: usize,
-        max_rows: usize,
-        max_seqs: usize,
-        (max_model_len, block_size): (usize, usize),
-        eager: bool,
-        ex: &Exec,
-    ) -> Result<Self> {
-        let seqs = bucket(max_seqs).unwrap_or(max_seqs);
-        let max_blocks = max_model_len.div_ceil(block_size);
-        let shape = Shape { rows: max_rows.max(seqs), sequences: seqs, max_blocks, logits: seqs };
+    /// For steps of at most these sizes.
+    pub fn new(vocab_size: usize, sizes: DrawSizes, ex: &Exec) -> Result<Self> {
+        let DrawSizes { rows, sequences, tokens, blocks, .. } = sizes;
+        let seqs = bucket(sequences).unwrap_or(sequences);
+        let shape = Shape { rows: rows.max(seqs), sequences: seqs, max_blocks: blocks, logits: seqs };
         Ok(Self {
+            sizes,
             step: DeviceStep::new(shape.words(), ex)?,
             logits: ex.zeros(DType::F32, &[seqs, vocab_size])?,
-            drawing: Drawing::new(seqs, vocab_size, max_model_len),
+            drawing: Drawing::new(seqs, vocab_size, tokens),
             drawn: ex.zeros(DType::U32, &[seqs * DRAWN_WORDS])?,
             read_back: [ex.pinned(seqs * DRAWN_WORDS)?, ex.pinned(seqs * DRAWN_WORDS)?],
             turn: 0,
             last: Vec::new(),
             graphs: HashMap::new(),
-            max_blocks,
             max_seqs: seqs,
-            eager,
             replayed: 0,
         })
     }
@@ -98,13 +93,20 @@ impl DeviceRunner {
     }
 
     /// Whether the device can draw every token of a plan.
-    pub fn takes(&mut self, plan: &Plan, sequences: &HashMap<Key, &Sequence>, ex: &Exec) -> bool {
-        plan.parts.len() <= self.max_seqs && self.drawing.takes(plan, sequences, ex)
+    pub(super) fn takes(
+        &mut self,
+        model: &dyn CausalLm,
+        plan: &Plan,
+        sequences: &HashMap<Key, &Sequence>,
+        ex: &Exec,
+    ) -> bool {
+        let alone = model.ranks().is_none();
+        plan.parts.len() <= self.max_seqs && self.drawing.takes(plan, sequences, alone, ex)
     }
 
     /// Starts a step; returns at once. Tokens that the plan says are fed come from the last step that was
     /// launched here; `before` is the result of the last step, if the host drew its tokens.
-    pub fn launch(
+    pub(super) fn launch(
         &mut self,
         model: &dyn CausalLm,
         kv: &mut KvCache,
@@ -115,39 +117,67 @@ impl DeviceRunner {
     ) -> Result<InFlight> {
         let feed = self.feed(&mut plan)?;
         let draws = self.drawing.draw(&plan, sequences, before, ex)?;
-        let (asked, keys) = (draws.asked, draws.keys);
+        let keys = draws.keys;
         if keys.len() != plan.step.num_logits() {
             bail!("{} tokens to draw from {} rows of logits", keys.len(), plan.step.num_logits())
         }
         let listed: Vec<_> = draws.params.iter().map(|p| p.logprobs.map(|n| n as usize)).collect();
         let extras = Extras { feed, sampling: draws.params };
         plan.step.check_vocab(model.info().vocab_size)?;
-        let rows = plan.step.num_tokens();
-        let bucket = bucket(rows).filter(|_| plan.step.one_row_each() && keys.len() == rows);
-        let shape = match bucket {
-            Some(rows) => Shape::decode(rows, self.max_blocks),
-            None => Shape::of(&plan.step),
-        };
-        let _span = trace_span!("step", tokens = rows, logits = keys.len()).entered();
-        self.step.upload_padded(&plan.step, &extras, shape, ex)?;
-        ex.step.padded = bucket.is_some();
-        let launched = match bucket {
-            Some(rows) if !self.eager => self.replay((rows, asked), shape, model, kv, ex),
-            _ => self.run(shape, asked, model, kv, ex),
-        };
-        ex.step.padded = false;
-        launched?;
+        let padded = self.draw(model, kv, &plan.step, &extras, ex)?;
         self.turn = 1 - self.turn;
-        let words = shape.logits * if asked.logprobs { DRAWN_WORDS } else { 2 };
+        let words = padded * if Asked::of(&extras.sampling).logprobs { DRAWN_WORDS } else { 2 };
         ex.download(self.drawn.view().narrow(0, words)?, &mut self.read_back[self.turn])?;
         self.last.clone_from(&keys);
         let rows = keys.into_iter().zip(listed).collect();
-        Ok(InFlight { parts: plan.parts, rows, padded: shape.logits, slot: self.turn })
+        Ok(InFlight { parts: plan.parts, rows, padded, slot: self.turn })
+    }
+
+    /// Runs a step and draws its tokens, with the ranks that share the model; returns at once. The rows
+    /// of logits, padding included.
+    pub fn draw(
+        &mut self,
+        model: &dyn CausalLm,
+        kv: &mut KvCache,
+        step: &Step,
+        extras: &Extras,
+        ex: &mut Exec,
+    ) -> Result<usize> {
+        let rows = step.num_tokens();
+        let fits = step.one_row_each() && step.num_logits() == rows;
+        let mut bucket = bucket(rows).filter(|_| fits);
+        let _span = trace_span!("step", tokens = rows, logits = step.num_logits()).entered();
+        if let Some(ranks) = model.ranks() {
+            let cache = (kv.id(), kv.num_blocks(), kv.block_size());
+            bucket = ranks.begin(&Announced { step, draw: Some((extras, self.sizes)), cache, bucket }, ex)?;
+        }
+        if bucket == Some(0) {
+            // No rank has a row.
+            return Ok(0);
+        }
+        let shape = match bucket {
+            Some(rows) => Shape::decode(rows, self.sizes.blocks),
+            None => Shape::of(step),
+        };
+        self.step.upload_padded(step, extras, shape, ex)?;
+        ex.step.padded = bucket.is_some();
+        let asked = Asked::of(&extras.sampling);
+        let launched = match bucket {
+            Some(rows) if !self.sizes.eager => self.replay((rows, asked), shape, model, kv, ex),
+            _ => self.run(shape, asked, model, kv, ex),
+        };
+        ex.step.padded = false;
+        (ex.step.rank_tokens, ex.step.only_decode) = (None, false);
+        launched?;
+        Ok(shape.logits)
     }
 
     /// Waits for a step and reads its tokens.
-    pub fn collect(&mut self, step: InFlight) -> Result<StepResult> {
+    pub(super) fn collect(&mut self, model: &dyn CausalLm, step: InFlight) -> Result<StepResult> {
         let words = self.read_back[step.slot].wait()?;
+        if let Some(ranks) = model.ranks() {
+            ranks.check()?;
+        }
         let vocab_size = self.logits.dims()[1];
         let (drawn, logprobs) = words.split_at(2 * step.padded);
         let mut sampled = HashMap::with_capacity(step.rows.len());
@@ -223,7 +253,8 @@ impl DeviceRunner {
         match self.graphs.get_mut(&variant) {
             Some(Recording::Ready(graph)) => {
                 self.replayed += 1;
-                return graph.launch();
+                graph.launch()?;
+                return model.ranks().map_or(Ok(()), |ranks| ranks.watch(ex));
             }
             Some(Recording::Never) => return self.run(shape, variant.1, model, kv, ex),
             None => {
@@ -237,19 +268,22 @@ impl DeviceRunner {
             ex.step.padded = padded;
             self.run(shape, variant.1, model, kv, ex)
         });
+        let by_all = match model.ranks() {
+            Some(ranks) => ranks.all(recorded.is_ok())?,
+            None => recorded.is_ok(),
+        };
         match recorded {
-            Ok(mut graph) => {
+            Ok(mut graph) if by_all => {
                 graph.launch()?;
                 self.replayed += 1;
                 self.graphs.insert(variant, Recording::Ready(graph));
-                Ok(())
+                model.ranks().map_or(Ok(()), |ranks| ranks.watch(ex))
             }
-            Err(e) => {
+            recorded => {
                 if !self.graphs.values().any(|r| matches!(r, Recording::Never)) {
-                    warn!(
-                        "decoding without CUDA graphs: a batch of {} could not be recorded: {e}",
-                        variant.0
-                    );
+                    let why = recorded.err().map_or("another rank could not".to_string(), |e| e.to_string());
+                    let rows = variant.0;
+                    warn!("decoding without CUDA graphs: a batch of {rows} could not be recorded: {why}");
                 }
                 self.graphs.insert(variant, Recording::Never);
                 self.run(shape, variant.1, model, kv, ex)

@@ -30,6 +30,14 @@ pub(super) struct Asked {
     pub logprobs: bool,
 }
 
+impl Asked {
+    /// What these rows ask for.
+    pub fn of(rows: &[SampleParams]) -> Self {
+        let slots = rows.iter().any(|row| row.slot != SampleParams::PADDING.slot);
+        Self { slots, logprobs: rows.iter().any(|row| row.logprobs.is_some()) }
+    }
+}
+
 pub(super) struct Drawing {
     memory: Memory,
     slots: Slots,
@@ -42,7 +50,6 @@ pub(super) struct Drawing {
 pub(super) struct Draws {
     pub params: Vec<SampleParams>,
     pub keys: Vec<Key>,
-    pub asked: Asked,
 }
 
 impl Drawing {
@@ -60,16 +67,25 @@ impl Drawing {
     }
 
     /// Whether the device can draw every token of a plan. Makes the slots if they are needed first here: between
-    /// steps, so that none allocates.
-    pub fn takes(&mut self, plan: &Plan, sequences: &HashMap<Key, &Sequence>, ex: &Exec) -> bool {
+    /// steps, so that none allocates. Unless it is `alone`, other ranks draw the same tokens and agree on graphs: only
+    /// those that need neither slots, which they do not have, nor log-probabilities.
+    pub fn takes(
+        &mut self,
+        plan: &Plan,
+        sequences: &HashMap<Key, &Sequence>,
+        alone: bool,
+        ex: &Exec,
+    ) -> bool {
         let known = |part: &Part| sequences.get(&part.key).map(|sequence| (*sequence, part.samples));
         let parts: Option<Vec<_>> = plan.parts.iter().map(known).collect();
         let Some(parts) = parts.filter(|parts| parts.iter().all(|(s, position)| self.draws(s, *position)))
         else {
             return false;
         };
-        let mut draws = parts.iter().filter_map(|(s, position)| Some((s, (*position)?)));
-        !draws.any(|(s, position)| needs_slot(s, position)) || self.has_memory(ex)
+        let draws = || parts.iter().filter_map(|(s, position)| Some((s, (*position)?)));
+        let with_slots = draws().any(|(s, position)| needs_slot(s, position));
+        let with_logprobs = draws().any(|(s, _)| s.sampling.logprobs.is_some());
+        (alone || !with_slots && !with_logprobs) && (!with_slots || self.has_memory(ex))
     }
 
     /// Whether the device can draw what a sequence asks for.
@@ -138,9 +154,7 @@ impl Drawing {
             }
         }
         self.rebuild(&stale, before, ex)?;
-        let asked =
-            Asked { slots: !wanted.is_empty(), logprobs: params.iter().any(|p| p.logprobs.is_some()) };
-        Ok(Draws { params, keys: draws.iter().map(|(s, _)| s.key).collect(), asked })
+        Ok(Draws { params, keys: draws.iter().map(|(s, _)| s.key).collect() })
     }
 
     fn rebuild(

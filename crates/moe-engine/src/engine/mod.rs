@@ -42,6 +42,8 @@ use crate::parallel::wire;
 use crate::tokenizer::Tokenizer;
 
 pub use config::EngineConfig;
+#[cfg(feature = "cuda")]
+pub(crate) use device::DeviceRunner;
 pub use dp::DpEngine;
 pub(crate) use remote::{RemoteEngine, serve};
 pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};

@@ -9,10 +9,12 @@ use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 
 use candle_core::{Result, bail};
+#[cfg(feature = "cuda")]
+use model_runtime::device_step::Extras;
 use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs, token_logprobs};
 use model_runtime::{
-    Buffer, CausalLm, Exec, KvCache, RoutedExperts, SampleRow, Scratch, Step, StepContext, ViewMut, run_step,
-    sample_rows,
+    Buffer, CausalLm, Exec, KvCache, RoutedExperts, SampleRow, Scratch, Step, StepContext, ViewMut,
+    host_logits, run_step, sample_rows,
 };
 use moe_layer::{ExpertHeat, NO_EXPERT};
 use tracing::trace_span;
@@ -54,10 +56,10 @@ enum HostLogits {
 }
 
 impl HostLogits {
-    fn new(logits: Scratch, ex: &Exec) -> Result<Self> {
+    fn new(model: &dyn CausalLm, logits: Scratch, ex: &Exec) -> Result<Self> {
         match logits.view().is_cuda() {
             false => Ok(Self::Here(logits)),
-            true => Ok(Self::Copied(ex.to_host(logits.view())?)),
+            true => Ok(Self::Copied(host_logits(model, &logits, ex)?)),
         }
     }
 
@@ -155,9 +157,10 @@ impl<'m> Runner<'m> {
         if let Some(device) = &mut self.device
             && !self.collect_heat
             && self.force_balance.is_none()
-            && device.takes(&plan, &sequences, &self.ex)
+            && device.takes(self.model, &plan, &sequences, &self.ex)
         {
             self.steps += 1;
+            self.ex.step = StepContext { step: self.steps, ..StepContext::default() };
             let before = match self.results.back() {
                 Some(Launched::Done(result)) => Some(result),
                 _ => None,
@@ -175,7 +178,7 @@ impl<'m> Runner<'m> {
         }
         self.prepare(&plan, &sequences)?;
         let logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut self.ex)?;
-        let mut logits = HostLogits::new(logits, &self.ex)?;
+        let mut logits = HostLogits::new(self.model, logits, &self.ex)?;
         let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.view_mut().cpu_mut::<f32>()?);
         let span = trace_span!("sample", rows = plan.parts.iter().filter(|p| p.samples.is_some()).count());
         let sampled = span.in_scope(|| self.sample(&plan, &sequences, before.as_ref(), logits.view_mut()))?;
@@ -190,8 +193,14 @@ impl<'m> Runner<'m> {
     pub fn launch_empty(&mut self) -> Result<()> {
         self.steps += 1;
         self.ex.step = StepContext { step: self.steps, ..StepContext::default() };
-        run_step(self.model, &Step::new([], self.kv.block_size())?, &mut self.kv, None, &mut self.ex)
-            .map(drop)
+        let step = Step::new([], self.kv.block_size())?;
+        #[cfg(feature = "cuda")]
+        if let (Some(device), Some(_)) = (&mut self.device, self.model.ranks()) {
+            // Padded rows, where the others decode padded rows.
+            let extras = Extras::none(&step);
+            return device.draw(self.model, &mut self.kv, &step, &extras, &mut self.ex).map(drop);
+        }
+        run_step(self.model, &step, &mut self.kv, None, &mut self.ex).map(drop)
     }
 
     /// The results of the oldest step under way.
@@ -204,7 +213,7 @@ impl<'m> Runner<'m> {
             Launched::Done(result) => Ok(result),
             #[cfg(feature = "cuda")]
             Launched::OnDevice(step) => match &mut self.device {
-                Some(device) => device.collect(step),
+                Some(device) => device.collect(self.model, step),
                 None => bail!("a step on a device that is gone"),
             },
         }

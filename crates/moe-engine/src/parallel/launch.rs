@@ -5,6 +5,8 @@ use anyhow::Result;
 use moe_comm::{Launch, launch_from_env};
 
 use super::args::{ExecutorBackend, ParallelArgs};
+use crate::cli::RunArgs;
+use crate::device::DeviceFlag;
 use crate::usage;
 
 /// Where the ranks are.
@@ -18,17 +20,29 @@ pub(crate) enum Placement {
     Launched(Launch),
 }
 
-/// Where the flags and the environment put the ranks.
+/// Where the flags and the environment put the ranks. A GPU belongs to a process.
 ///
 /// # Errors
-/// A launcher's environment that is incomplete, or of another number of ranks: mistakes in the call.
-pub(crate) fn placement(args: &ParallelArgs) -> Result<Placement> {
-    placement_in(args, |name| std::env::var(name).ok())
+/// A launcher's environment that is incomplete, or of another number of ranks; several GPUs in one
+/// process: mistakes in the call.
+pub(crate) fn placement(args: &RunArgs) -> Result<Placement> {
+    let on_gpus = DeviceFlag::of(args)? != DeviceFlag::Cpu;
+    placement_in(&args.parallel, on_gpus, |name| std::env::var(name).ok())
 }
 
-fn placement_in(args: &ParallelArgs, lookup: impl Fn(&str) -> Option<String>) -> Result<Placement> {
+fn placement_in(
+    args: &ParallelArgs,
+    on_gpus: bool,
+    lookup: impl Fn(&str) -> Option<String>,
+) -> Result<Placement> {
     let (config, backend) = (args.config()?, args.distributed_executor_backend);
+    let several_gpus = on_gpus && config.world_size()? > 1;
     if backend == ExecutorBackend::Threads {
+        if several_gpus {
+            return Err(usage(
+                "--distributed-executor-backend threads: ranks on GPUs are a process each; use mp, a launcher, or auto",
+            ));
+        }
         return Ok(Placement::Threads);
     }
     let launch = launch_from_env(lookup).map_err(|e| {
@@ -45,6 +59,7 @@ fn placement_in(args: &ParallelArgs, lookup: impl Fn(&str) -> Option<String>) ->
         }
         // A launcher's only process has nobody to meet: the ranks are its own.
         (_, ExecutorBackend::Mp) if config.world_size()? > 1 => Ok(Placement::Start),
+        _ if several_gpus => Ok(Placement::Start),
         _ => Ok(Placement::Threads),
     }
 }
@@ -66,7 +81,18 @@ mod tests {
     fn place(flags: &str, env: &[(&str, &str)]) -> Result<Placement> {
         let cli = Cli::try_parse_from(["m"].into_iter().chain(flags.split_whitespace())).unwrap();
         let lookup = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, v)| v.to_string());
-        placement_in(&cli.generate.run.parallel, lookup)
+        let run = &cli.generate.run;
+        placement_in(&run.parallel, run.device != "cpu", lookup)
+    }
+
+    #[test]
+    fn ranks_on_gpus_are_processes() {
+        assert_eq!(place("--device cuda", &[]).unwrap(), Placement::Threads);
+        assert_eq!(place("--device cuda --tp 2", &[]).unwrap(), Placement::Start);
+        let launched = place("--device cuda --tp 2", &ENV).unwrap();
+        assert!(matches!(launched, Placement::Launched(launch) if launch.local_rank == 1));
+        let error = place("--device cuda --tp 2 --distributed-executor-backend threads", &[]).unwrap_err();
+        assert!(error.to_string().contains("a process each"), "{error}");
     }
 
     #[test]

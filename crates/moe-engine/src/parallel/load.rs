@@ -58,7 +58,7 @@ where
     let threads = (ex.num_threads() / world).max(1);
     let places = (0..world).map(|rank| place(source, parallel, rank)).collect::<Result<Vec<_>>>()?;
     let load_rank =
-        |(comm, place): (ThreadComm, Place)| load_place(source, place, Arc::new(comm), ex, threads);
+        |(comm, place): (ThreadComm, Place)| load_place(source, place, Arc::new(comm), None, ex, threads);
     let comms = ThreadComm::world_with_timeout(world, PATIENCE);
     let load_rank = &load_rank;
     let ranks = std::thread::scope(|scope| {
@@ -91,16 +91,18 @@ where
 /// A rank, where it runs, and the oracle's choice.
 type Loaded = (Rank, Exec, serde_json::Value);
 
-/// Loads the rank that this process is, on `threads` threads.
+/// Loads the rank that this process is, on `threads` threads, and on the device of `ex`, if that is one
+/// of those that `device` joins.
 pub(crate) fn load_rank<F: ModelFamily>(
     source: &Source<F>,
     parallel: &ParallelConfig,
     comm: Arc<dyn Communicator>,
+    device: Option<Arc<dyn Communicator>>,
     ex: &Exec,
     threads: usize,
 ) -> Result<Loaded> {
     let place = place(source, parallel, comm.rank());
-    load_place(source, place.inspect_err(|e| comm.abort(&format!("{e:#}")))?, comm, ex, threads)
+    load_place(source, place.inspect_err(|e| comm.abort(&format!("{e:#}")))?, comm, device, ex, threads)
 }
 
 /// A size that the geometry cannot cut is a mistake in the call, found before anything is loaded.
@@ -114,15 +116,22 @@ fn load_place<F: ModelFamily>(
     source: &Source<F>,
     (geometry, slices): Place,
     comm: Arc<dyn Communicator>,
+    device: Option<Arc<dyn Communicator>>,
     ex: &Exec,
     threads: usize,
 ) -> Result<Loaded> {
-    let mut ex = Exec::cpu().with_isa(ex.isa())?.with_threads(threads)?;
-    let loaded = ParallelGroups::new(&geometry, comm.clone(), &mut ex)
-        .map_err(anyhow::Error::new)
-        .and_then(|groups| Ok((load_part(source, slices, &geometry, &groups)?, groups)));
-    let ((model, backend), groups) = loaded.inspect_err(|e| comm.abort(&format!("{e:#}")))?;
-    Ok((Rank { model, geometry, groups }, ex, backend))
+    let mut ex = Exec::on(ex.device())?.with_isa(ex.isa())?.with_threads(threads)?;
+    let load = || -> Result<_> {
+        let groups = ParallelGroups::new(&geometry, comm.clone(), &mut Exec::cpu())?;
+        // What layers exchange goes from GPU to GPU.
+        let layers = match &device {
+            Some(device) => ParallelGroups::new(&geometry, device.clone(), &mut ex)?,
+            None => groups.clone(),
+        };
+        Ok((load_part(source, slices, &geometry, &layers)?, groups))
+    };
+    let ((model, backend), groups) = load().inspect_err(|e| comm.abort(&format!("{e:#}")))?;
+    Ok((Rank { model, geometry, groups, device }, ex, backend))
 }
 
 /// The part of one rank.

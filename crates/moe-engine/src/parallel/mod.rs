@@ -1,19 +1,27 @@
 //! Several ranks: flags, processes, loading, and the ranks of a step.
 //!
 //! A rank has a thread pool, a slice of the model and a KV cache of its own, and is a thread of one
-//! process or a process. Each data-parallel group has a scheduler; its first rank samples, the others
+//! process or a process; on GPUs it is a process with one GPU. Each data-parallel group has a scheduler; its first rank samples, the others
 //! follow. Of processes, that of rank 0 is the driver: it runs the command, and the others run the
 //! steps that they are sent.
 
+#[cfg(any(test, feature = "cuda"))]
+mod agree;
 mod args;
+#[cfg(feature = "cuda")]
+mod device;
 mod follow;
 mod launch;
 mod load;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod processes;
 mod ranks;
 pub(crate) mod wire;
 
 pub use args::{ExecutorBackend, ParallelArgs};
+#[cfg(feature = "cuda")]
+pub(crate) use device::DeviceFollower;
 pub(crate) use follow::Follower;
 pub(crate) use launch::{Placement, placement};
 pub use load::{Replica, Source, load};

@@ -5,6 +5,8 @@
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::process::{Child, Command, Stdio};
+#[cfg(feature = "nccl")]
+use std::sync::OnceLock;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -15,12 +17,17 @@ use moe_comm::{
 };
 use tracing::info;
 
+#[cfg(feature = "cuda")]
+use super::device::DeviceFollower;
 use super::follow::{Follower, RemoteFollowers};
 use super::launch::{Placement, placement};
 use super::load::{Replica, Source, load_rank};
+#[cfg(feature = "nccl")]
+use super::nccl::Devices;
 use super::ranks::LocalRanks;
 use crate::chat::this_program;
 use crate::cli::RunArgs;
+use crate::device::DeviceFlag;
 use crate::engine::RemoteEngine;
 use crate::family::ModelFamily;
 use crate::session::Ranks;
@@ -35,12 +42,22 @@ const PARENT: &str = "MOE_PARENT_PID";
 
 /// One rank's process among those of its run.
 pub(crate) struct Processes {
-    world: Arc<dyn Communicator>,
+    world: Arc<SocketComm>,
     messages: Messages,
+    /// How long a collective may take.
+    #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
+    limit: Duration,
+    /// This rank among those of its host.
+    local_rank: usize,
     /// Ranks on this host, where that is known.
     local_world_size: Option<usize>,
     /// Ranks anywhere.
     world_size: usize,
+    /// Ranks of a tensor-parallel group.
+    tp: usize,
+    /// This rank's GPU among the others, where they run on some.
+    #[cfg(feature = "nccl")]
+    devices: OnceLock<Devices>,
     children: Children,
     finished: bool,
 }
@@ -54,7 +71,7 @@ impl Processes {
     pub fn start(args: &RunArgs, model: Option<&str>, ex: &Exec) -> Result<Option<Self>> {
         let env = |name: &str| std::env::var(name).ok();
         let timeouts = SocketTimeouts::from_env(env).map_err(|e| usage(e.to_string()))?;
-        let (launch, listener, children) = match placement(&args.parallel)? {
+        let (launch, listener, children) = match placement(args)? {
             Placement::Threads => return Ok(None),
             Placement::Launched(launch) => {
                 end_with_parent(false)?;
@@ -62,6 +79,7 @@ impl Processes {
             }
             Placement::Start => {
                 let world_size = args.parallel.config()?.world_size()?;
+                DeviceFlag::of(args)?.check_visible(world_size)?;
                 let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot open a port")?;
                 let port = listener.local_addr()?.port();
                 (local_launch(0, world_size, port)?, Some(listener), Children::start(world_size, port)?)
@@ -73,10 +91,45 @@ impl Processes {
         let comm = SocketComm::connect(join)?;
         end_with_world(&comm)?;
         end_with_parent(true)?;
-        let messages = comm.messages();
-        let Launch { local_world_size, world_size, .. } = launch;
-        let world: Arc<dyn Communicator> = Arc::new(comm);
-        Ok(Some(Self { world, messages, local_world_size, world_size, children, finished: false }))
+        let Launch { local_rank, local_world_size, world_size, .. } = launch;
+        Ok(Some(Self {
+            messages: comm.messages(),
+            world: Arc::new(comm),
+            limit: timeouts.collective,
+            local_rank,
+            local_world_size,
+            world_size,
+            tp: args.parallel.tp,
+            #[cfg(feature = "nccl")]
+            devices: OnceLock::new(),
+            children,
+            finished: false,
+        }))
+    }
+
+    /// This rank among those of its host: its GPU.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
+    }
+
+    /// What `begin` returns; the other ranks learn why it fails.
+    pub fn explained<T>(&self, begin: impl FnOnce() -> Result<T>) -> Result<T> {
+        begin().inspect_err(|e| self.world.abort(&format!("{e:#}")))
+    }
+
+    /// The GPUs of all ranks, if they run on some.
+    #[cfg(feature = "nccl")]
+    fn join_devices(&self, ex: &Exec) -> Result<Option<Arc<dyn Communicator>>> {
+        if !ex.is_cuda() {
+            return Ok(None);
+        }
+        let joined = self.explained(|| Devices::join(&self.world, self.limit, ex))?;
+        Ok(Some(self.devices.get_or_init(|| joined).communicator()))
+    }
+
+    #[cfg(not(feature = "nccl"))]
+    fn join_devices(&self, _: &Exec) -> Result<Option<Arc<dyn Communicator>>> {
+        Ok(None)
     }
 
     /// Whether this is rank 0.
@@ -102,13 +155,19 @@ impl Processes {
     ) -> Result<(Ranks, serde_json::Value)> {
         // A launcher that does not say how many ranks share the host (srun) gives each its own cores.
         let threads = (ex.num_threads() / self.local_world_size.unwrap_or(1)).max(1);
-        let (rank, ex, chosen) = load_rank(source, parallel, self.world.clone(), ex, threads)?;
+        let device = self.join_devices(ex)?;
+        let (rank, ex, chosen) = load_rank(source, parallel, self.world.clone(), device, ex, threads)?;
         self.wait_for_all()?;
         let (geometry, world_size) = (rank.geometry.clone(), self.world_size);
         info!(
             tp = parallel.tp, dp = parallel.dp, ep = geometry.ep_size, backend = %geometry.backend,
             threads_per_rank = threads, "running on {world_size} ranks, a process each"
         );
+        #[cfg(feature = "cuda")]
+        if geometry.tp_rank > 0 && ex.is_cuda() {
+            let follower = DeviceFollower::new(rank, self.messages.clone(), ex);
+            return Ok((Ranks::DeviceFollower(Box::new(follower)), chosen));
+        }
         if geometry.tp_rank > 0 {
             return Ok((Ranks::Follower(Box::new(Follower::new(rank, ex))), chosen));
         }
@@ -132,17 +191,31 @@ impl Processes {
     /// The engines of the data-parallel ranks in other processes.
     pub fn remote_engines(&self, parallel: &ParallelConfig) -> Vec<(RemoteEngine, Arc<dyn Communicator>)> {
         let first_ranks = (1..parallel.dp).map(|dp_rank| dp_rank * parallel.tp);
-        first_ranks.map(|rank| (RemoteEngine::new(self.messages.clone(), rank), self.world.clone())).collect()
+        let engine = |rank| -> (RemoteEngine, Arc<dyn Communicator>) {
+            (RemoteEngine::new(self.messages.clone(), rank), self.world.clone())
+        };
+        first_ranks.map(engine).collect()
     }
 
-    /// This process's part is done; the driver's tells the others so.
+    /// This process's part is done; the driver's tells the others so, and the first rank of a group those
+    /// that follow it.
     ///
     /// # Errors
     /// A process that failed, or does not end.
     pub fn finish(mut self) -> Result<()> {
+        let rank = self.world.rank();
+        let told = match rank {
+            0 => 1..self.world_size,
+            first if first % self.tp == 0 => first + 1..first + self.tp,
+            _ => 0..0,
+        };
         self.finished = true;
-        if self.is_driver() {
-            (1..self.world_size).try_for_each(|rank| self.messages.send(rank, b""))?;
+        told.into_iter().try_for_each(|rank| self.messages.send(rank, b""))?;
+        #[cfg(feature = "nccl")]
+        if let Some(devices) = self.devices.get() {
+            devices.leave(&self.world)?;
+        }
+        if rank == 0 {
             self.children.wait()?;
         }
         Ok(())

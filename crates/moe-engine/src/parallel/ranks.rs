@@ -21,15 +21,17 @@ pub struct Rank {
     pub model: Box<dyn CausalLm>,
     /// The place.
     pub geometry: Geometry,
-    /// The groups.
+    /// The groups, as the hosts talk to each other.
     pub groups: ParallelGroups,
+    /// All ranks' GPUs, where the model runs on one: the layers have groups of them.
+    pub device: Option<Arc<dyn Communicator>>,
 }
 
 /// The ranks that see the same tokens, as one model; its KV layout is that of one rank.
 pub struct LocalRanks {
-    first: Rank,
+    pub(super) first: Rank,
     followers: Vec<Follower>,
-    remote: Option<RemoteFollowers>,
+    pub(super) remote: Option<RemoteFollowers>,
 }
 
 impl LocalRanks {
@@ -59,6 +61,11 @@ impl CausalLm for LocalRanks {
         self.first.model.router(moe_layer)
     }
 
+    #[cfg(feature = "cuda")]
+    fn ranks(&self) -> Option<&dyn model_runtime::StepRanks> {
+        self.first.device.is_some().then_some(self)
+    }
+
     fn forward(
         &self,
         step: &StepViews,
@@ -67,6 +74,12 @@ impl CausalLm for LocalRanks {
         observer: Option<&mut dyn Observer>,
         ex: &mut Exec,
     ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if ex.is_cuda() {
+            // The other ranks know of it: whoever runs a step there has begun it with them.
+            let ran = self.first.model.forward(step, kv, logits, observer, ex);
+            return ran.map_err(|e| self.first.failed(e));
+        }
         // What a step counts is counted by the first rank alone.
         let counts = (ex.step.capture.take(), ex.step.heat.take());
         let context = ex.step.clone();

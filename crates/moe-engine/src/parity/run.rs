@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 use model_runtime::{
     BlockAllocator, CausalLm, Exec, KvCache, LogitsRows, Observed, Observer, SequenceBlocks, SequenceStep,
-    Step, View, run_step,
+    Step, View, host_logits, run_step,
 };
 
 use super::compare::argmax;
@@ -77,7 +77,7 @@ pub fn teacher_forced(model: &dyn CausalLm, reference: &Reference, ex: &mut Exec
     let mut seen = Observations::default();
     let step = sequences.step(&tokens, 0, reference.length, LogitsRows::All)?;
     let logits = run_step(model, &step, &mut sequences.kv, Some(&mut seen), ex)?;
-    seen.logits = ex.to_host(logits.view())?.view().to_f32_vec()?;
+    seen.logits = host_logits(model, &logits, ex)?.view().to_f32_vec()?;
     Ok(seen)
 }
 
@@ -93,7 +93,7 @@ pub fn greedy(model: &dyn CausalLm, reference: &Reference, count: usize, ex: &mu
             (0..batch).map(|b| if n == 0 { reference.sequence(b) } else { &generated[b][n - 1..] }).collect();
         let step = sequences.step(&tokens, start, length, LogitsRows::Last)?;
         let logits = run_step(model, &step, &mut sequences.kv, None, ex)?;
-        let logits = ex.to_host(logits.view())?;
+        let logits = host_logits(model, &logits, ex)?;
         for (tokens, row) in generated.iter_mut().zip(logits.view().cpu::<f32>()?.chunks_exact(vocab)) {
             tokens.push(argmax(row) as u32);
         }

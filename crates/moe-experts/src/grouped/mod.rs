@@ -54,7 +54,9 @@ impl GroupedMlp {
         if tp_size > 1 && self.weights.w2_bias().is_some() {
             bail!("{name} experts: a bias of w2 cannot be cut over {tp_size} ranks; use expert parallelism")
         }
-        Ok(Self { segments: (tp_size > 1).then_some(segments / tp_size), ..self })
+        // On a device each rank sums all of its columns: the ranks' sums are added in the transport's order.
+        let apart = tp_size > 1 && self.weights.device().is_cpu();
+        Ok(Self { segments: apart.then_some(segments / tp_size), ..self })
     }
 
     fn shape(&self) -> ExpertsShape {

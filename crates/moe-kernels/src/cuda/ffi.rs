@@ -7,6 +7,8 @@ use std::ffi::{c_char, c_void};
 
 use half::bf16;
 
+use super::PeerBuffers;
+
 unsafe extern "C" {
     pub(crate) fn cudaGetErrorString(code: i32) -> *const c_char;
 
@@ -144,7 +146,6 @@ unsafe extern "C" {
         logits: *mut c_void,
         topk_ids: *mut c_void,
         topk_weights: *mut c_void,
-        tickets: *mut c_void,
         tokens: i32,
         hidden: i32,
         experts: i32,
@@ -154,6 +155,8 @@ unsafe extern "C" {
         renormalize: i32,
         scale: f32,
         softcap: f32,
+        counts: *mut c_void,
+        buckets: *mut c_void,
         stream: *mut c_void,
     ) -> i32;
     pub(crate) fn moe_max_tiles(slots: i32, num_local: i32, tile_rows: i32) -> i32;
@@ -170,6 +173,26 @@ unsafe extern "C" {
         num_tiles: *mut c_void,
         stream: *mut c_void,
     ) -> i32;
+    pub(crate) fn moe_experts_tensor(
+        x: *const c_void,
+        w13: *const c_void,
+        w2: *const c_void,
+        slots: *const c_void,
+        offsets: *const c_void,
+        tiles: *const c_void,
+        num_tiles: *const c_void,
+        act: *mut c_void,
+        slot_rows: *mut c_void,
+        counters: *mut c_void,
+        tokens: i32,
+        top_k: i32,
+        num_local: i32,
+        hidden: i32,
+        inter: i32,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_experts_tensor_counters(num_local: i32) -> i32;
+    pub(crate) fn moe_experts_tensor_counts() -> i32;
     pub(crate) fn moe_experts_grouped_gate_up(
         x: *const c_void,
         w13: *const c_void,
@@ -211,6 +234,22 @@ unsafe extern "C" {
         num_local: i32,
         hidden: i32,
         output: i32,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_combine_add_rms_norm(
+        slot_rows: *const c_void,
+        topk_ids: *const c_void,
+        topk_weights: *const c_void,
+        expert_map: *const c_void,
+        residual: *mut c_void,
+        weight: *const c_void,
+        eps: f32,
+        out: *mut c_void,
+        tokens: i32,
+        top_k: i32,
+        num_ids: i32,
+        num_local: i32,
+        hidden: i32,
         stream: *mut c_void,
     ) -> i32;
     pub(crate) fn moe_experts_stream_flags(slots: i32, num_local: i32) -> i32;
@@ -297,6 +336,38 @@ unsafe extern "C" {
         bound: f32,
         stream: *mut c_void,
     ) -> i32;
+    pub(crate) fn moe_fill_random_box(
+        out: *mut bf16,
+        matrices: i64,
+        rows: i64,
+        columns: i64,
+        start: u64,
+        matrix_stride: u64,
+        row_stride: u64,
+        seed: u64,
+        bound: f32,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_embed_part(
+        table: *const c_void,
+        ids: *const u32,
+        out: *mut c_void,
+        dtype: i32,
+        out_dtype: i32,
+        rows: i32,
+        width: i32,
+        first: i32,
+        count: i32,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_join_columns(
+        parts: *const f32,
+        out: *mut f32,
+        rows: i32,
+        width: i32,
+        ranks: i32,
+        stream: *mut c_void,
+    ) -> i32;
     pub(crate) fn moe_sample(
         logits: *const f32,
         params: *const c_void,
@@ -324,6 +395,27 @@ unsafe extern "C" {
         rows: i32,
         vocab: i32,
         out: *mut u32,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_peer_buffer_bytes(ranks: i32, capacity: usize) -> usize;
+    pub(crate) fn moe_peer_buffer_init(buffer: *mut c_void, bytes: usize, stream: *mut c_void) -> i32;
+    pub(crate) fn moe_peer_all_reduce(
+        peers: *const PeerBuffers,
+        input: *const c_void,
+        out: *mut c_void,
+        dtype: i32,
+        count: usize,
+        stream: *mut c_void,
+    ) -> i32;
+    pub(crate) fn moe_peer_all_reduce_add_rms_norm(
+        peers: *const PeerBuffers,
+        partial: *const f32,
+        residual: *mut f32,
+        weight: *const bf16,
+        eps: f32,
+        out: *mut bf16,
+        rows: i32,
+        hidden: i32,
         stream: *mut c_void,
     ) -> i32;
 }

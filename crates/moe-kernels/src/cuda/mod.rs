@@ -19,6 +19,8 @@ pub(crate) mod ffi;
 mod graph;
 pub(crate) mod linear;
 mod memory;
+mod peer;
+mod ranks;
 mod router;
 pub(crate) mod rows;
 mod sampling;
@@ -26,6 +28,8 @@ mod small;
 mod step;
 mod stream;
 
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::{Device, Result, bail};
 
 use crate::storage::Data;
@@ -33,10 +37,14 @@ use crate::view::View;
 
 pub use any::{Choice, Route, RouteOut, route_into};
 pub use counts::{DeviceCalls, device_calls};
-pub use experts::{FusedExperts, fused_experts_into};
+pub use experts::{
+    FusedExperts, fused_experts_into, route_experts_add_norm_fits, route_experts_add_norm_into,
+};
 pub use graph::Graph;
 pub use memory::PinnedWords;
 pub(crate) use memory::{DeviceMemory, storage_slice};
+pub use peer::{MAX_PEERS, PeerBuffers};
+pub use ranks::{embed_part_into, fill_random_box_into, join_columns_into};
 pub use router::{Gate, GateScoring, gate_route_fits, gate_route_into};
 pub use sampling::{
     LOGPROB_WORDS, MAX_EDITS, MAX_LOGPROBS, SAMPLE_WORDS, SampleLogprobs, SampleParams, SampleSlots,
@@ -60,6 +68,14 @@ pub fn device(ordinal: usize) -> Result<Device> {
         unsafe { cuda.disable_event_tracking() };
     }
     Ok(device)
+}
+
+/// CUDA devices that this process sees.
+///
+/// # Errors
+/// No driver.
+pub fn device_count() -> Result<usize> {
+    Ok(CudaContext::device_count().w()?.max(0) as usize)
 }
 
 /// A size as launchers take it.

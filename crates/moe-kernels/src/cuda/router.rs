@@ -1,5 +1,7 @@
 //! The gate product and the choice of experts in one launch.
 
+use std::ffi::c_void;
+
 use candle_core::{DType, Result, bail};
 
 use super::{ffi, small};
@@ -7,8 +9,6 @@ use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
-/// Tokens of a block of the kernel.
-const BLOCK_TOKENS: usize = 8;
 /// Limits of the kernel.
 const MAX_EXPERTS: usize = 1024;
 const MAX_TOP_K: usize = 32;
@@ -74,10 +74,30 @@ pub fn gate_route_fits(hidden: usize, experts: usize, top_k: usize, dtype: DType
 pub fn gate_route_into(
     x: View,
     gate: &Gate,
-    mut logits: ViewMut,
-    mut topk_ids: ViewMut,
-    mut topk_weights: ViewMut,
+    logits: ViewMut,
+    topk_ids: ViewMut,
+    topk_weights: ViewMut,
     ex: &mut Exec,
+) -> Result<()> {
+    let none = Buckets { counts: std::ptr::null_mut(), slots: std::ptr::null_mut() };
+    gate_route(x, gate, (logits, topk_ids, topk_weights), none, ex)
+}
+
+/// Where the router also lists the slots of each expert; null for nowhere.
+pub(super) struct Buckets {
+    /// \[E\] u32, zero before.
+    pub counts: *mut c_void,
+    /// [E, T] u32.
+    pub slots: *mut c_void,
+}
+
+/// [`gate_route_into`] with buckets.
+pub(super) fn gate_route(
+    x: View,
+    gate: &Gate,
+    (mut logits, mut topk_ids, mut topk_weights): (ViewMut, ViewMut, ViewMut),
+    buckets: Buckets,
+    ex: &Exec,
 ) -> Result<()> {
     let op = "gate_route";
     let (t, h) = expect_matrix(op, "x", &x)?;
@@ -95,7 +115,6 @@ pub fn gate_route_into(
     if !gate_route_fits(h, e, k, x.dtype(), ex) {
         bail!("{op}: the kernel does not fit H = {h}, E = {e}, K = {k}, dtype {}", x.dtype().as_str())
     }
-    let tickets = cuda.counters(op, t.div_ceil(BLOCK_TOKENS))?;
     let none = std::ptr::null();
     let valid = if ex.step.padded { cuda.valid_rows()?.cast_const().cast() } else { none };
     // SAFETY: dims, dtypes and the launcher's conditions are checked above.
@@ -109,7 +128,6 @@ pub fn gate_route_into(
             cuda.write(op, "logits", &mut logits)?,
             cuda.write(op, "topk_ids", &mut topk_ids)?,
             cuda.write(op, "topk_weights", &mut topk_weights)?,
-            tickets,
             small(op, t)?,
             small(op, h)?,
             small(op, e)?,
@@ -119,6 +137,8 @@ pub fn gate_route_into(
             i32::from(gate.renormalize),
             gate.scale,
             gate.softcap.unwrap_or(0.),
+            buckets.counts,
+            buckets.slots,
             cuda.raw()?,
         )
     };

@@ -73,6 +73,25 @@ impl SampleParams {
             count, from, logprobs,
         ]
     }
+
+    /// The parameters of a row as the kernel reads it.
+    pub fn from_words(words: [u32; SAMPLE_WORDS]) -> Self {
+        let [t, top_p, min_p, top_k, s0, s1, p0, p1, repetition, frequency, presence, slot, ..] = words;
+        let [.., bans, count, from, logprobs] = words;
+        let whole = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
+        Self {
+            temperature: f32::from_bits(t),
+            top_p: f32::from_bits(top_p),
+            min_p: f32::from_bits(min_p),
+            top_k,
+            seed: whole(s0, s1),
+            position: whole(p0, p1),
+            penalties: [repetition, frequency, presence].map(f32::from_bits),
+            slot,
+            edits: [bans, from, count],
+            logprobs: logprobs.checked_sub(1),
+        }
+    }
 }
 
 /// What slots hold, for the kernels.
@@ -262,6 +281,25 @@ impl SampleLogprobs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_come_back_from_their_words() {
+        let row = SampleParams {
+            temperature: 0.7,
+            top_p: 0.9,
+            min_p: 0.1,
+            top_k: 40,
+            seed: 1 << 40 | 3,
+            position: 5 << 32 | 7,
+            penalties: [1.5, -0.5, 0.25],
+            slot: 9,
+            edits: [1, 2, 3],
+            logprobs: Some(0),
+        };
+        for row in [row, SampleParams::PADDING] {
+            assert_eq!(SampleParams::from_words(row.words()), row);
+        }
+    }
 
     #[test]
     fn resets_name_their_words() {

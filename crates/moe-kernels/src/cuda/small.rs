@@ -27,6 +27,13 @@ pub struct PreNorm<'a> {
     pub eps: f32,
 }
 
+impl PreNorm<'_> {
+    pub(super) fn check(&self, op: &str, hidden: usize) -> Result<()> {
+        expect_dims(op, "norm", &self.weight, &[hidden])?;
+        expect_dtype(op, "norm", &self.weight, DType::BF16)
+    }
+}
+
 /// Whether [`norm_linear_into`] and [`linear_add_into`] fit products of this depth.
 pub fn small_linear_fits(tokens: usize, k: usize, dtype: DType, ex: &Exec) -> bool {
     let depth = k > 0 && k.is_multiple_of(64) && k <= 2 * MAX_HIDDEN;
@@ -65,7 +72,7 @@ pub fn norm_linear_into(
     let op = "norm_linear";
     let (t, h) = expect_matrix(op, "residual", &residual)?;
     expect_dtype(op, "residual", &residual, DType::F32)?;
-    check_norm(op, norm, h)?;
+    norm.check(op, h)?;
     let n = check_linear(op, w, bias, h)?;
     expect_dims(op, "out", &out, &[t, n])?;
     expect_dtype(op, "out", &out, DType::F32)?;
@@ -147,7 +154,7 @@ pub fn norm_experts_add_into(
         expect_dims(op, name, &view, &dims)?;
         expect_dtype(op, name, &view, DType::BF16)?;
     }
-    check_norm(op, norm, h)?;
+    norm.check(op, h)?;
     check_gate(op, gate, e, h)?;
     if !small_experts_fit(t, (e, top_k), (h, i), ex) {
         bail!("{op}: the kernel does not fit T = {t}, E = {e}, K = {top_k}, H = {h}, I = {i}")
@@ -194,11 +201,6 @@ pub fn norm_experts_add_into(
         )
     };
     cuda.check(op, code)
-}
-
-fn check_norm(op: &str, norm: &PreNorm, hidden: usize) -> Result<()> {
-    expect_dims(op, "norm", &norm.weight, &[hidden])?;
-    expect_dtype(op, "norm", &norm.weight, DType::BF16)
 }
 
 /// Checks a weight and its bias; the number of outputs.

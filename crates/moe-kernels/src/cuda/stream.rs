@@ -158,6 +158,19 @@ impl CudaExec {
         self.synchronize()
     }
 
+    /// Copies from view to view of this device, in stream order. Same dtype and number of elements.
+    pub(crate) fn copy(&self, from: View<'_>, mut to: ViewMut<'_>) -> Result<()> {
+        let bytes = from.elem_count() * from.dtype().size_in_bytes();
+        let source = self.read::<u8>("copy", "from", from)? as u64;
+        let target = self.write::<u8>("copy", "to", &mut to)? as u64;
+        self.raw()?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: both sides hold `bytes` bytes of this device, lent or freed again only in the order of this stream.
+        unsafe { result::memcpy_dtod_async(target, source, bytes, self.stream.cu_stream()) }.w()
+    }
+
     /// Page-locked words.
     pub(crate) fn pinned(&self, len: usize) -> Result<PinnedWords> {
         PinnedWords::new(&self.stream, len)

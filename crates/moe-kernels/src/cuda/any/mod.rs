@@ -21,7 +21,7 @@ use candle_core::{DType, Result, bail};
 use super::{CudaExec, small as int};
 
 /// The launchers' code of a float dtype.
-fn code(op: &str, dtype: DType) -> Result<i32> {
+pub(super) fn code(op: &str, dtype: DType) -> Result<i32> {
     match dtype {
         DType::F32 => Ok(0),
         DType::BF16 => Ok(1),

@@ -1,0 +1,207 @@
+//! A rank of a group of GPUs that add up small arrays in each other's memory.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
+use candle_core::{DType, Error, Result, bail};
+use moe_kernels::cuda::{MAX_PEERS, PeerBuffers, PreNorm};
+use moe_kernels::{Exec, View, ViewMut};
+
+use super::memory::{Mapping, Owned, Status, group};
+use super::offer::{Answer, Offer, host_id, process_id, refusal};
+use crate::bytes::all_gather_bytes_on;
+use crate::communicator::Communicator;
+
+/// Small all-reduces by kernels that write to each other's memory, for the ranks of one host.
+///
+/// - **When.** An NCCL call takes some 15 us however little it moves; this takes what a store over NVLink and a kernel
+///   take. Alone or with the addition to the residual stream and the norm that follow in a decoder layer.
+/// - **Sums** are f32 additions in rank order, rounded once: the same bits on every rank, in every run, with and
+///   without graphs.
+/// - **Order.** All ranks launch the same calls, in the same order, each on the stream of the context that the group
+///   was made with. Calls return when they are on the stream, and can be recorded into a
+///   [`Graph`](moe_kernels::cuda::Graph), which must be dropped before this.
+/// - **Failures.** A kernel that waits for a rank longer than the limit ends; its results and all later ones are
+///   garbage, and [`check`](Self::check) names the rank. The group does not recover. Arguments are not compared: ranks
+///   that pass different sizes get wrong data or run into the limit.
+pub struct PeerAllReduce {
+    buffers: PeerBuffers,
+    rank: usize,
+    ranks: usize,
+    status: Arc<Status>,
+    stream: Arc<CudaStream>,
+    /// The other ranks' buffers, closed before the own one is freed.
+    _mappings: Vec<Mapping>,
+    _own: Arc<Owned>,
+}
+
+impl PeerAllReduce {
+    /// Bytes of the largest array: 256 tokens of H = 2,048 in f32.
+    pub const CAPACITY: usize = 2 << 20;
+
+    /// Makes the group of the ranks of `comm`, with the buffers on the device of `ex`; the inner error says why these
+    /// ranks cannot share memory, the same on all of them. A collective of `comm`, whose exchanges of host memory run
+    /// in `wire`: the CPU's context for a [`SocketComm`](crate::SocketComm), `ex` for an
+    /// [`NcclComm`](crate::NcclComm). `limit` is how long a kernel waits for another rank.
+    ///
+    /// Ranks can share memory if there are 2 to 8 of them, on one host, each with a GPU of its own that the others
+    /// may access, and `NCCL_P2P_DISABLE` is not set. `NCCL_HOSTID` tells hosts apart as it does for NCCL.
+    ///
+    /// # Errors
+    /// A context on the CPU; whatever fails a collective of `comm`.
+    pub fn new(
+        comm: &dyn Communicator,
+        wire: &mut Exec,
+        limit: Duration,
+        ex: &Exec,
+    ) -> Result<std::result::Result<Self, String>> {
+        let (rank, ranks) = (comm.rank(), comm.world_size());
+        let stream = ex.stream()?.clone();
+        if !(2..=MAX_PEERS).contains(&ranks) {
+            return Ok(Err(format!("expected 2 to {MAX_PEERS} ranks, got {ranks}")));
+        }
+        let prepared = prepare(ranks, ex);
+        let answer: Answer = prepared.as_ref().map(|(_, _, offer)| offer.clone()).map_err(Error::to_string);
+        let answers = exchange(comm, &answer, wire)?;
+        if let Some(reason) = refusal(&answers) {
+            return Ok(Err(reason));
+        }
+        let (own, status, offer) = prepared?;
+        let offers: Vec<Offer> = answers.into_iter().flatten().collect();
+        if offers.iter().any(|other| other.process != offer.process) {
+            own.keep();
+        }
+        let mapped = map(rank, &own, &offers, &stream);
+        // Also the sign that all ranks have mapped this one's buffer, or never will.
+        let mine: std::result::Result<(), String> =
+            mapped.as_ref().map(|_| ()).map_err(|e| format!("rank {rank} cannot map the others': {e}"));
+        if let Some(reason) = exchange(comm, &mine, wire)?.into_iter().find_map(std::result::Result::err) {
+            return Ok(Err(reason));
+        }
+        let (addresses, _mappings) = mapped?;
+        let buffers = group(rank, &addresses, Self::CAPACITY, &status, limit)?;
+        Ok(Ok(Self { buffers, rank, ranks, status, stream, _mappings, _own: own }))
+    }
+
+    /// Whether [`all_reduce_into`](Self::all_reduce_into) takes so many elements of a dtype: the same on all ranks.
+    pub fn fits(&self, dtype: DType, count: usize) -> bool {
+        self.buffers.fits(dtype, count)
+    }
+
+    /// Whether [`all_reduce_add_norm_into`](Self::all_reduce_add_norm_into) takes so many rows of H elements.
+    pub fn fits_norm(&self, rows: usize, hidden: usize) -> bool {
+        self.buffers.fits_norm(rows, hidden)
+    }
+
+    /// Replaces `data` (f32 or bf16, any dims) on every rank by the sum of all ranks' `data`.
+    ///
+    /// # Errors
+    /// A context on another stream than the group's; what [`fits`](Self::fits) refuses; the group has failed.
+    pub fn all_reduce_into(&self, data: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        self.ready(ex)?;
+        self.buffers.all_reduce_into(data, ex)
+    }
+
+    /// `residual` += the sum of all ranks' `partial`; with `norm`, then its `out` = RMS norm of `residual`.
+    ///
+    /// | argument | shape, dtype |
+    /// |---|---|
+    /// | `partial` | [T, H] f32 |
+    /// | `residual` | [T, H] f32, the same on all ranks before and after |
+    /// | `norm` | weight \[H\] bf16 and `out` [T, H] bf16 |
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes; views that do not begin at multiples of 16 bytes; a context on another stream than the
+    /// group's; what [`fits_norm`](Self::fits_norm) refuses; the group has failed.
+    pub fn all_reduce_add_norm_into(
+        &self,
+        partial: View<'_>,
+        residual: ViewMut<'_>,
+        norm: Option<(&PreNorm<'_>, ViewMut<'_>)>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        self.ready(ex)?;
+        self.buffers.all_reduce_add_rms_norm_into(partial, residual, norm, ex)
+    }
+
+    /// An error once a kernel has given up waiting, or [`stop`](Self::stop) was called. To be asked after the work
+    /// whose results are used has ended.
+    pub fn check(&self) -> Result<()> {
+        match self.status.failure() {
+            Some(cause) => bail!("{self:?}: {cause}"),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the waiting of this rank's kernels within some 10 ms, now and from now on; from any thread.
+    pub fn stop(&self) {
+        self.status.stop();
+    }
+
+    /// What ends the waiting, for who must not hold the group.
+    pub(crate) fn status(&self) -> &Arc<Status> {
+        &self.status
+    }
+
+    fn ready(&self, ex: &Exec) -> Result<()> {
+        self.check()?;
+        if ex.stream()?.cu_stream() != self.stream.cu_stream() {
+            bail!("{self:?}: expected the context that the group was made with, got one on another stream")
+        }
+        Ok(())
+    }
+}
+
+/// The buffer, the word that ends waiting, and the offer to the other ranks.
+fn prepare(ranks: usize, ex: &Exec) -> Result<(Arc<Owned>, Arc<Status>, Offer)> {
+    let host = host_id(|name| std::env::var(name).ok()).map_err(Error::msg)?;
+    let context = ex.stream()?.context().clone();
+    let own = Owned::new(ranks, PeerAllReduce::CAPACITY, ex)?;
+    let status = Arc::new(Status::new(&context)?);
+    let device = context.uuid().w()?.bytes.map(|byte| byte as u8);
+    let (address, handle) = (own.address(), own.handle().map_err(|e| e.to_string()));
+    let offer = Offer { host, process: process_id(), device, address, handle };
+    Ok((own, status, offer))
+}
+
+/// The addresses of all ranks' buffers for this rank's device, and the mappings behind them.
+fn map(rank: usize, own: &Owned, offers: &[Offer], stream: &CudaStream) -> Result<(Vec<u64>, Vec<Mapping>)> {
+    let (mut addresses, mut mappings) = (Vec::new(), Vec::new());
+    for (other, offer) in offers.iter().enumerate() {
+        if other == rank {
+            addresses.push(own.address());
+            continue;
+        }
+        let mapping = Mapping::of(offer, process_id(), stream.context())?;
+        addresses.push(mapping.address());
+        mappings.push(mapping);
+    }
+    Ok((addresses, mappings))
+}
+
+/// Every rank's value, in rank order.
+fn exchange<T: serde::Serialize + serde::de::DeserializeOwned>(
+    comm: &dyn Communicator,
+    mine: &T,
+    wire: &mut Exec,
+) -> Result<Vec<T>> {
+    let bytes = postcard::to_allocvec(mine).map_err(Error::wrap)?;
+    let all = all_gather_bytes_on(comm, &bytes, wire)?;
+    all.iter().map(|bytes| postcard::from_bytes(bytes).map_err(Error::wrap)).collect()
+}
+
+impl fmt::Debug for PeerAllReduce {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PeerAllReduce(rank {} of {})", self.rank, self.ranks)
+    }
+}
+
+impl Drop for PeerAllReduce {
+    fn drop(&mut self) {
+        // Kernels of this rank use every buffer. They end by themselves; there is nobody to tell about a failure.
+        let _ = self.stream.synchronize();
+    }
+}

@@ -1,0 +1,53 @@
+//! What data-parallel ranks on GPUs agree on before a step, as plain data.
+
+/// What a data-parallel rank brings to a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Proposal {
+    pub rows: usize,
+    pub only_decode: bool,
+    /// Rows to which it would pad them, to run them as a graph; 0 rows fit any.
+    pub bucket: Option<usize>,
+}
+
+impl Proposal {
+    pub fn words(&self) -> [u32; 3] {
+        [self.rows as u32, u32::from(self.only_decode), self.bucket.map_or(0, |rows| rows as u32 + 1)]
+    }
+
+    pub fn from_words(&[rows, only_decode, bucket]: &[u32; 3]) -> Self {
+        Self {
+            rows: rows as usize,
+            only_decode: only_decode == 1,
+            bucket: bucket.checked_sub(1).map(|rows| rows as usize),
+        }
+    }
+}
+
+/// The largest bucket, if every rank has one.
+pub(super) fn common_bucket(proposals: &[Proposal]) -> Option<usize> {
+    proposals.iter().map(|proposal| proposal.bucket).try_fold(0, |most, bucket| Some(most.max(bucket?)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn proposal(rows: usize, bucket: Option<usize>) -> Proposal {
+        Proposal { rows, only_decode: bucket.is_some(), bucket }
+    }
+
+    #[test]
+    fn ranks_pad_to_the_largest_bucket_or_not_at_all() {
+        assert_eq!(common_bucket(&[proposal(3, Some(4)), proposal(9, Some(16))]), Some(16));
+        assert_eq!(common_bucket(&[proposal(0, Some(0)), proposal(1, Some(1))]), Some(1));
+        assert_eq!(common_bucket(&[proposal(0, Some(0)), proposal(0, Some(0))]), Some(0));
+        assert_eq!(common_bucket(&[proposal(3, Some(4)), proposal(100, None)]), None);
+    }
+
+    #[test]
+    fn proposals_travel() {
+        for sent in [proposal(0, Some(0)), proposal(7, Some(8)), proposal(4096, None)] {
+            assert_eq!(Proposal::from_words(&sent.words()), sent);
+        }
+    }
+}

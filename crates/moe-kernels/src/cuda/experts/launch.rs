@@ -1,0 +1,302 @@
+//! The launches that an expert layer is made of.
+
+use std::ffi::c_void;
+
+use candle_core::{DType, Result};
+
+use super::{FusedExperts, STREAM_SLOTS, Sizes};
+use crate::buffer::Scratch;
+use crate::cuda::{PreNorm, ffi, small};
+use crate::exec::Exec;
+use crate::view::ViewMut;
+
+/// Rows of a tile of the grouped kernels.
+const GROUPED_ROWS: usize = 128;
+
+/// Addresses of the arguments.
+pub(super) struct Inputs {
+    op: &'static str,
+    x: *const c_void,
+    w13: *const c_void,
+    w2: *const c_void,
+    topk_ids: *const c_void,
+    topk_weights: *const c_void,
+    expert_map: *const c_void,
+}
+
+/// Scratch of the workspace with its address.
+pub(super) struct Lease {
+    pub at: *mut c_void,
+    _scratch: Scratch,
+}
+
+/// What `moe_align_tokens` writes.
+pub(super) struct Aligned {
+    offsets: Lease,
+    sorted: Lease,
+    tiles: Lease,
+    num_tiles: Lease,
+}
+
+/// The slots of each expert.
+#[derive(Clone, Copy)]
+pub(super) enum Slots<'a> {
+    /// [E, T], as the router lists them; their counts are among the kernel's counters.
+    Buckets(&'a Lease),
+    /// In order of experts.
+    Aligned(&'a Aligned),
+}
+
+/// What lies between the products and the sum.
+pub(super) struct Rows {
+    /// [T K, I] bf16.
+    act: Lease,
+    /// [T K, H] f32.
+    slot_rows: Lease,
+}
+
+impl Lease {
+    pub(super) fn new(op: &str, dtype: DType, dims: &[usize], ex: &Exec) -> Result<Self> {
+        let mut scratch = ex.scratch(dtype, dims)?;
+        let at = ex.cuda(op)?.write(op, "scratch", &mut scratch.view_mut())?;
+        Ok(Self { at, _scratch: scratch })
+    }
+}
+
+/// The counters of `moe_experts_tensor`, zero between launches.
+fn counters(num_local: usize, ex: &Exec) -> Result<*mut u32> {
+    let op = "experts_tensor";
+    // SAFETY: a pure function of a number.
+    let words = unsafe { ffi::moe_experts_tensor_counters(small(op, num_local)?) } as usize;
+    Ok(ex.cuda(op)?.counters(op, words)?.cast())
+}
+
+/// Where the router counts the slots of each expert for `moe_experts_tensor`.
+pub(super) fn bucket_counts(num_local: usize, ex: &Exec) -> Result<*mut c_void> {
+    // SAFETY: the place is a constant below the number of counters.
+    Ok(unsafe { counters(num_local, ex)?.add(ffi::moe_experts_tensor_counts() as usize) }.cast())
+}
+
+impl Inputs {
+    pub(super) fn of(op: &'static str, args: &FusedExperts, ex: &Exec) -> Result<Self> {
+        let cuda = ex.cuda(op)?;
+        Ok(Self {
+            op,
+            x: cuda.read(op, "x", args.x)?,
+            w13: cuda.read(op, "w13", args.w13)?,
+            w2: cuda.read(op, "w2", args.w2)?,
+            topk_ids: cuda.read(op, "topk_ids", args.topk_ids)?,
+            topk_weights: cuda.read(op, "topk_weights", args.topk_weights)?,
+            expert_map: cuda.read_or_null(op, "expert_map", args.expert_map)?,
+        })
+    }
+
+    pub(super) fn scratch(&self, s: &Sizes, ex: &Exec) -> Result<Rows> {
+        Ok(Rows {
+            act: Lease::new(self.op, DType::BF16, &[s.slots(), s.inter], ex)?,
+            slot_rows: Lease::new(self.op, DType::F32, &[s.slots(), s.hidden], ex)?,
+        })
+    }
+
+    /// Everything in one launch; `out` with 0 for bf16, 1 for f32.
+    pub(super) fn stream(
+        &self,
+        s: &Sizes,
+        rows: Rows,
+        (out, output): (*mut c_void, i32),
+        ex: &Exec,
+    ) -> Result<()> {
+        let (op, cuda) = (self.op, ex.cuda(self.op)?);
+        let num_local = small(op, s.num_local)?;
+        // SAFETY: a pure function of numbers.
+        let words = unsafe { ffi::moe_experts_stream_flags(STREAM_SLOTS as i32, num_local) };
+        let flags = cuda.counters("experts_stream", words as usize)?;
+        // SAFETY: `Sizes::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes
+        // that it asks for.
+        let code = unsafe {
+            ffi::moe_experts_stream(
+                self.x,
+                self.w13,
+                self.w2,
+                self.topk_ids,
+                self.topk_weights,
+                self.expert_map,
+                rows.act.at,
+                rows.slot_rows.at,
+                out,
+                flags,
+                words,
+                small(op, s.tokens)?,
+                small(op, s.top_k)?,
+                small(op, s.num_ids)?,
+                num_local,
+                small(op, s.hidden)?,
+                small(op, s.inter)?,
+                output,
+                cuda.raw()?,
+            )
+        };
+        cuda.check(op, code)
+    }
+
+    /// Slots in order of their experts, and tiles of at most `tile_rows` of them.
+    pub(super) fn align(&self, s: &Sizes, tile_rows: usize, ex: &Exec) -> Result<Aligned> {
+        let op = self.op;
+        let (slots, num_local) = (small(op, s.slots())?, small(op, s.num_local)?);
+        let tile_rows = small(op, tile_rows)?;
+        // SAFETY: a pure function of numbers.
+        let max_tiles = unsafe { ffi::moe_max_tiles(slots, num_local, tile_rows) } as usize;
+        let words = |n: usize| Lease::new(op, DType::U32, &[n], ex);
+        let to = Aligned {
+            offsets: words(s.num_local + 1)?,
+            sorted: words(s.slots())?,
+            tiles: words(2 * max_tiles)?,
+            num_tiles: words(1)?,
+        };
+        let cuda = ex.cuda(op)?;
+        // SAFETY: `Sizes::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
+        // it asks for.
+        let code = unsafe {
+            ffi::moe_align_tokens(
+                self.topk_ids,
+                self.expert_map,
+                slots,
+                small(op, s.num_ids)?,
+                num_local,
+                tile_rows,
+                to.offsets.at,
+                to.sorted.at,
+                to.tiles.at,
+                to.num_tiles.at,
+                cuda.raw()?,
+            )
+        };
+        cuda.check("align_tokens", code)?;
+        Ok(to)
+    }
+
+    /// Both products on warpgroup products: the rows of all slots that have a local expert.
+    pub(super) fn tensor(&self, s: &Sizes, slots: Slots, rows: &Rows, ex: &Exec) -> Result<()> {
+        let (op, cuda) = (self.op, ex.cuda(self.op)?);
+        let none = std::ptr::null();
+        let (listed, offsets, tiles, num_tiles) = match slots {
+            Slots::Buckets(buckets) => (buckets.at.cast_const(), none, none, none),
+            Slots::Aligned(a) => (
+                a.sorted.at.cast_const(),
+                a.offsets.at.cast_const(),
+                a.tiles.at.cast_const(),
+                a.num_tiles.at.cast_const(),
+            ),
+        };
+        // SAFETY: `Sizes::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
+        // it asks for, and routing or alignment has filled it.
+        let code = unsafe {
+            ffi::moe_experts_tensor(
+                self.x,
+                self.w13,
+                self.w2,
+                listed,
+                offsets,
+                tiles,
+                num_tiles,
+                rows.act.at,
+                rows.slot_rows.at,
+                counters(s.num_local, ex)?.cast(),
+                small(op, s.tokens)?,
+                small(op, s.top_k)?,
+                small(op, s.num_local)?,
+                small(op, s.hidden)?,
+                small(op, s.inter)?,
+                cuda.raw()?,
+            )
+        };
+        cuda.check("experts_tensor", code)
+    }
+
+    /// Alignment and both products, a launch each: the rows of all slots that have a local expert.
+    pub(super) fn grouped(&self, s: &Sizes, rows: &Rows, ex: &Exec) -> Result<()> {
+        let op = self.op;
+        let (slots, num_local) = (small(op, s.slots())?, small(op, s.num_local)?);
+        let (top_k, hidden, inter) = (small(op, s.top_k)?, small(op, s.hidden)?, small(op, s.inter)?);
+        let a = self.align(s, GROUPED_ROWS, ex)?;
+        let (offsets, sorted, tiles, num_tiles) = (a.offsets.at, a.sorted.at, a.tiles.at, a.num_tiles.at);
+        let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
+        let cuda = ex.cuda(op)?;
+        let stream = cuda.raw()?;
+        // SAFETY: `Sizes::check` has checked dims, dtypes and the launchers' conditions; the scratch has the sizes that
+        // they ask for, and what each reads the one before has written.
+        unsafe {
+            let code = ffi::moe_experts_grouped_gate_up(
+                self.x, self.w13, offsets, sorted, tiles, num_tiles, act, slots, top_k, num_local, hidden,
+                inter, stream,
+            );
+            cuda.check("experts_grouped_gate_up", code)?;
+            let code = ffi::moe_experts_grouped_down(
+                act, self.w2, offsets, sorted, tiles, num_tiles, slot_rows, slots, num_local, hidden, inter,
+                stream,
+            );
+            cuda.check("experts_grouped_down", code)
+        }
+    }
+
+    /// The weighted sum; `out` with 0 for bf16, 1 for f32.
+    pub(super) fn combine(
+        &self,
+        s: &Sizes,
+        rows: &Rows,
+        (out, output): (*mut c_void, i32),
+        ex: &Exec,
+    ) -> Result<()> {
+        let (op, cuda) = (self.op, ex.cuda(self.op)?);
+        // SAFETY: as in `products`, whose rows this reads.
+        let code = unsafe {
+            ffi::moe_combine(
+                rows.slot_rows.at,
+                self.topk_ids,
+                self.topk_weights,
+                self.expert_map,
+                out,
+                small(op, s.tokens)?,
+                small(op, s.top_k)?,
+                small(op, s.num_ids)?,
+                small(op, s.num_local)?,
+                small(op, s.hidden)?,
+                output,
+                cuda.raw()?,
+            )
+        };
+        cuda.check("combine", code)
+    }
+
+    /// The weighted sum, added to `residual` [T, H] f32, and the norm of that to `out` [T, H] bf16.
+    pub(super) fn combine_add_norm(
+        &self,
+        s: &Sizes,
+        rows: &Rows,
+        norm: &PreNorm,
+        (residual, out): (&mut ViewMut, &mut ViewMut),
+        ex: &Exec,
+    ) -> Result<()> {
+        let (op, cuda) = (self.op, ex.cuda(self.op)?);
+        // SAFETY: as in `products`, whose rows this reads; the caller has checked `residual`, `norm` and `out`.
+        let code = unsafe {
+            ffi::moe_combine_add_rms_norm(
+                rows.slot_rows.at,
+                self.topk_ids,
+                self.topk_weights,
+                self.expert_map,
+                cuda.write(op, "residual", residual)?,
+                cuda.read(op, "norm", norm.weight)?,
+                norm.eps,
+                cuda.write(op, "out", out)?,
+                small(op, s.tokens)?,
+                small(op, s.top_k)?,
+                small(op, s.num_ids)?,
+                small(op, s.num_local)?,
+                small(op, s.hidden)?,
+                cuda.raw()?,
+            )
+        };
+        cuda.check("combine_add_rms_norm", code)
+    }
+}

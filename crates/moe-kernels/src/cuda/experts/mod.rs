@@ -1,0 +1,194 @@
+//! The whole expert layer on CUDA: from token rows and their top-k to the weighted sum.
+
+mod launch;
+
+use candle_core::{DType, Result, bail};
+
+use super::router::{Buckets, Gate, gate_route, gate_route_fits};
+use super::{PreNorm, aligned};
+use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+use launch::{Inputs, Lease, Slots, bucket_counts};
+
+/// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
+const TENSOR_TOKENS: usize = 8;
+/// Most experts of those products, whose table lies in shared memory.
+const TENSOR_EXPERTS: usize = 2048;
+/// From this many tokens on the grouped kernels of other cards beat the streaming one.
+const GROUPED_TOKENS: usize = 256;
+/// Most slots of the streaming kernel.
+const STREAM_SLOTS: usize = 2048;
+
+/// Arguments of [`fused_experts_into`].
+#[derive(Clone, Copy, Debug)]
+pub struct FusedExperts<'a> {
+    /// [T, H] bf16.
+    pub x: View<'a>,
+    /// [E_local, 2I, H] bf16: gate rows, then up rows.
+    pub w13: View<'a>,
+    /// [E_local, H, I] bf16.
+    pub w2: View<'a>,
+    /// [T, K] u32 physical ids; `u32::MAX` and ids that live elsewhere add nothing.
+    pub topk_ids: View<'a>,
+    /// [T, K] f32.
+    pub topk_weights: View<'a>,
+    /// \[P\] i32, physical expert to local slot, -1 = elsewhere; `None` = identity.
+    pub expert_map: Option<View<'a>>,
+}
+
+/// out\[t\] = Σ_k topk_weights[t, k] · w2\[e\] (silu(gate) · up), gate and up from w13\[e\] x\[t\], e =
+/// topk_ids[t, k]; k ascending in f32. `out` is [T, H] f32 or bf16.
+///
+/// # Errors
+/// A CPU context; a wrong dtype or wrong dims; H or I that are no multiple of 64.
+pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "fused_experts";
+    let sizes = Sizes::check(op, args)?;
+    expect_dims(op, "out", &out, &[sizes.tokens, sizes.hidden])?;
+    if !matches!(out.dtype(), DType::F32 | DType::BF16) {
+        bail!("{op}: expected out of dtype f32 or bf16, got {}", out.dtype().as_str())
+    }
+    if sizes.tokens == 0 {
+        return Ok(());
+    }
+    let output = i32::from(out.dtype() == DType::F32);
+    let inputs = Inputs::of(op, args, ex)?;
+    let scratch = inputs.scratch(&sizes, ex)?;
+    let out = ex.cuda(op)?.write(op, "out", &mut out)?;
+    match sizes.form(ex.cuda(op)?.major) {
+        Form::Stream => inputs.stream(&sizes, scratch, (out, output), ex),
+        Form::Tensor => {
+            // One tile for each expert that is touched.
+            let aligned = inputs.align(&sizes, sizes.slots(), ex)?;
+            inputs.tensor(&sizes, Slots::Aligned(&aligned), &scratch, ex)?;
+            inputs.combine(&sizes, &scratch, (out, output), ex)
+        }
+        Form::Grouped => {
+            inputs.grouped(&sizes, &scratch, ex)?;
+            inputs.combine(&sizes, &scratch, (out, output), ex)
+        }
+    }
+}
+
+/// Whether [`route_experts_add_norm_into`] fits a step of so many tokens.
+pub fn route_experts_add_norm_fits(
+    tokens: usize,
+    (experts, top_k): (usize, usize),
+    (hidden, inter): (usize, usize),
+    ex: &Exec,
+) -> bool {
+    let sizes = Sizes { tokens, top_k, num_ids: experts, num_local: experts, hidden, inter };
+    let tensor = |major| matches!(sizes.form(major), Form::Tensor);
+    Sizes::fit(hidden, inter)
+        && gate_route_fits(hidden, experts, top_k, DType::BF16, ex)
+        && ex.cuda("route_experts_add_norm").is_ok_and(|cuda| tensor(cuda.major))
+}
+
+/// The experts that `gate` chooses, with what follows them: residual += Σ_k weight_k · w2\[e\] (silu(gate) · up) of x,
+/// then out = norm(residual), the norm of the next sub-layer. The same bits as [`gate_route_into`],
+/// [`fused_experts_into`] and the norm one after the other, in three launches. x and out [T, H] bf16, `residual` [T, H]
+/// f32, w13 [E, 2I, H], w2 [E, H, I] bf16.
+///
+/// # Errors
+/// A CPU context; wrong dims or dtypes; sizes that [`route_experts_add_norm_fits`] refuses.
+pub fn route_experts_add_norm_into(
+    x: View,
+    (gate, top_k): (&Gate, usize),
+    (w13, w2): (View, View),
+    norm: &PreNorm,
+    mut residual: ViewMut,
+    mut out: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    let op = "route_experts_add_norm";
+    let (tokens, hidden) = expect_matrix(op, "x", &x)?;
+    let (experts, _, inter) = expect_rank3(op, "w2", &w2)?;
+    norm.check(op, hidden)?;
+    for (name, view, dtype) in [("residual", &residual, DType::F32), ("out", &out, DType::BF16)] {
+        expect_dims(op, name, view, &[tokens, hidden])?;
+        expect_dtype(op, name, view, dtype)?;
+    }
+    if !route_experts_add_norm_fits(tokens, (experts, top_k), (hidden, inter), ex)
+        || !aligned(&[residual.as_view(), out.as_view(), norm.weight])
+    {
+        bail!(
+            "{op}: the kernels do not fit T = {tokens}, E = {experts}, K = {top_k}, H = {hidden}, I = {inter}"
+        )
+    }
+    let mut logits = ex.scratch(DType::F32, &[tokens, experts])?;
+    let mut ids = ex.scratch(DType::U32, &[tokens, top_k])?;
+    let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
+    let buckets = Lease::new(op, DType::U32, &[experts, tokens], ex)?;
+    let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
+    gate_route(x, gate, outputs, Buckets { counts: bucket_counts(experts, ex)?, slots: buckets.at }, ex)?;
+    let args =
+        FusedExperts { x, w13, w2, topk_ids: ids.view(), topk_weights: weights.view(), expert_map: None };
+    let sizes = Sizes::check(op, &args)?;
+    let inputs = Inputs::of(op, &args, ex)?;
+    let scratch = inputs.scratch(&sizes, ex)?;
+    inputs.tensor(&sizes, Slots::Buckets(&buckets), &scratch, ex)?;
+    inputs.combine_add_norm(&sizes, &scratch, norm, (&mut residual, &mut out), ex)
+}
+
+/// Which kernels compute the products.
+enum Form {
+    Stream,
+    Tensor,
+    Grouped,
+}
+
+pub(super) struct Sizes {
+    pub tokens: usize,
+    pub top_k: usize,
+    pub num_ids: usize,
+    pub num_local: usize,
+    pub hidden: usize,
+    pub inter: usize,
+}
+
+impl Sizes {
+    fn check(op: &str, args: &FusedExperts) -> Result<Self> {
+        let (tokens, hidden) = expect_matrix(op, "x", &args.x)?;
+        let (num_local, _, inter) = expect_rank3(op, "w2", &args.w2)?;
+        let (_, top_k) = expect_matrix(op, "topk_ids", &args.topk_ids)?;
+        expect_dims(op, "w2", &args.w2, &[num_local, hidden, inter])?;
+        expect_dims(op, "w13", &args.w13, &[num_local, 2 * inter, hidden])?;
+        for (name, view, dtype) in
+            [("x", args.x, DType::BF16), ("w13", args.w13, DType::BF16), ("w2", args.w2, DType::BF16)]
+        {
+            expect_dtype(op, name, &view, dtype)?;
+        }
+        expect_dims(op, "topk_ids", &args.topk_ids, &[tokens, top_k])?;
+        expect_dtype(op, "topk_ids", &args.topk_ids, DType::U32)?;
+        expect_dims(op, "topk_weights", &args.topk_weights, &[tokens, top_k])?;
+        expect_dtype(op, "topk_weights", &args.topk_weights, DType::F32)?;
+        if let Some(map) = &args.expert_map {
+            expect_dtype(op, "expert_map", map, DType::I32)?;
+        }
+        if !Self::fit(hidden, inter) {
+            bail!("{op}: expected H and I to be multiples of 64, got {hidden} and {inter}")
+        }
+        let num_ids = args.expert_map.map_or(num_local, |map| map.elem_count());
+        Ok(Self { tokens, top_k, num_ids, num_local, hidden, inter })
+    }
+
+    pub(super) fn slots(&self) -> usize {
+        self.tokens * self.top_k
+    }
+
+    /// By sizes and card alone. `major` is the compute capability.
+    fn form(&self, major: usize) -> Form {
+        if major >= 9 && self.tokens >= TENSOR_TOKENS && self.num_local <= TENSOR_EXPERTS {
+            Form::Tensor
+        } else if self.tokens < GROUPED_TOKENS && self.slots() <= STREAM_SLOTS {
+            Form::Stream
+        } else {
+            Form::Grouped
+        }
+    }
+
+    fn fit(hidden: usize, inter: usize) -> bool {
+        [hidden, inter].iter().all(|n| *n > 0 && n.is_multiple_of(64))
+    }
+}

@@ -1,0 +1,215 @@
+//! All-reduce of small arrays over memory that the ranks of a host share: the launches of `cuda/all_reduce.cu`.
+//!
+//! Who allocates that memory, maps it and knows the other ranks is the caller (moe-comm's `PeerAllReduce`);
+//! here are the addresses, the checks and the launches.
+
+use std::time::Duration;
+
+use candle_core::{DType, Result, bail};
+
+use super::{PreNorm, aligned, ffi, small};
+use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+
+/// Most ranks of a group.
+pub const MAX_PEERS: usize = 8;
+
+/// Widest rows of the fused form: a block keeps its part of a row in shared memory.
+const MAX_HIDDEN: usize = 16 * 1024;
+
+/// A group's buffers as a rank's kernels address them; `moe::Peers` of `cuda/peer.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct PeerBuffers {
+    buffers: [u64; MAX_PEERS],
+    status: u64,
+    limit: u64,
+    capacity: u64,
+    rank: i32,
+    ranks: i32,
+}
+
+impl PeerBuffers {
+    /// Bytes of each rank's buffer for calls of up to `capacity` bytes.
+    ///
+    /// # Errors
+    /// Fewer than 2 or more than [`MAX_PEERS`] ranks; a capacity above 1 GiB.
+    pub fn bytes(ranks: usize, capacity: usize) -> Result<usize> {
+        // SAFETY: a pure function of two numbers.
+        match unsafe { ffi::moe_peer_buffer_bytes(small("peers", ranks)?, capacity) } {
+            0 => bail!(
+                "peers: expected 2 to {MAX_PEERS} ranks and at most 1 GiB, got {ranks} and {capacity} bytes"
+            ),
+            bytes => Ok(bytes),
+        }
+    }
+
+    /// Makes a new buffer of this rank ready, in stream order.
+    ///
+    /// # Safety
+    /// `buffer` is the address of `bytes` bytes on the context's device, a size from [`bytes`](Self::bytes).
+    ///
+    /// # Errors
+    /// A context on the CPU; the device refuses.
+    pub unsafe fn init(buffer: u64, bytes: usize, ex: &Exec) -> Result<()> {
+        let cuda = ex.cuda("peers")?;
+        // SAFETY: the caller's promise.
+        cuda.check("peers", unsafe { ffi::moe_peer_buffer_init(buffer as *mut _, bytes, cuda.raw()?) })
+    }
+
+    /// The group of the ranks that have these buffers, as `rank` addresses them. A kernel that waits longer than
+    /// `limit` for a rank ends and writes 1 + that rank to the u32 at `status`; one that finds something there
+    /// does not wait.
+    ///
+    /// # Safety
+    /// For as long as kernels of this group run: each address is that of a buffer of [`bytes`](Self::bytes)
+    /// for this capacity that the device of `rank` reads and writes, and `status` that of a word in host memory
+    /// that it does. All were made ready before. The ranks launch the same calls in the same order, each on one
+    /// stream.
+    ///
+    /// # Errors
+    /// A number of ranks or a capacity that cannot be; a rank outside of the group.
+    pub unsafe fn new(
+        rank: usize,
+        buffers: &[u64],
+        capacity: usize,
+        status: u64,
+        limit: Duration,
+    ) -> Result<Self> {
+        Self::bytes(buffers.len(), capacity)?;
+        if rank >= buffers.len() {
+            bail!("peers: rank {rank} is outside of a group of {} ranks", buffers.len())
+        }
+        let mut all = [0; MAX_PEERS];
+        all[..buffers.len()].copy_from_slice(buffers);
+        Ok(Self {
+            buffers: all,
+            status,
+            limit: u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX),
+            capacity: capacity as u64,
+            rank: small("peers", rank)?,
+            ranks: small("peers", buffers.len())?,
+        })
+    }
+
+    /// Whether [`all_reduce_into`](Self::all_reduce_into) takes so many elements: the same answer on all ranks.
+    pub fn fits(&self, dtype: DType, count: usize) -> bool {
+        let bytes = count.saturating_mul(dtype.size_in_bytes());
+        matches!(dtype, DType::F32 | DType::BF16) && bytes as u64 <= self.capacity
+    }
+
+    /// Whether [`all_reduce_add_rms_norm_into`](Self::all_reduce_add_rms_norm_into) takes rows of so many elements.
+    pub fn fits_norm(&self, rows: usize, hidden: usize) -> bool {
+        let row = hidden > 0 && hidden.is_multiple_of(8) && hidden <= MAX_HIDDEN;
+        row && self.fits(DType::F32, rows.saturating_mul(hidden))
+    }
+
+    /// Replaces `data` (f32 or bf16, any dims, any alignment) by the sum over the ranks: f32 additions in rank
+    /// order, rounded once. The same bits on every rank and in every run.
+    ///
+    /// # Errors
+    /// A view that does not lie on the context's device; what [`fits`](Self::fits) refuses.
+    pub fn all_reduce_into(&self, mut data: ViewMut, ex: &mut Exec) -> Result<()> {
+        let (op, cuda, dtype) = ("peer all_reduce", ex.cuda("peer all_reduce")?, data.dtype());
+        let count = data.elem_count();
+        if !self.fits(dtype, count) {
+            let (dtype, most) = (dtype.as_str(), self.capacity);
+            bail!("{op}: expected f32 or bf16 and at most {most} bytes, got {count} elements of {dtype}")
+        }
+        let at: *mut std::ffi::c_void = cuda.write(op, "data", &mut data)?;
+        let dtype = i32::from(dtype == DType::BF16);
+        // SAFETY: dtype and size are checked above; the buffers are the promise of `new`.
+        let code = unsafe { ffi::moe_peer_all_reduce(self, at, at, dtype, count, cuda.raw()?) };
+        cuda.check(op, code)
+    }
+
+    /// `residual` [T, H] f32 += the sum over the ranks of `partial` [T, H] f32, added as by
+    /// [`all_reduce_into`](Self::all_reduce_into); with `norm`, then its `out` [T, H] bf16 = norm of `residual`.
+    /// A residual that is the same on all ranks stays so, bit by bit.
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes; a view that does not lie on the context's device or does not begin at a multiple of
+    /// 16 bytes; what [`fits_norm`](Self::fits_norm) refuses.
+    pub fn all_reduce_add_rms_norm_into(
+        &self,
+        partial: View,
+        mut residual: ViewMut,
+        norm: Option<(&PreNorm, ViewMut)>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let (op, cuda) = ("peer all_reduce_add_rms_norm", ex.cuda("peer all_reduce_add_rms_norm")?);
+        let (t, h) = expect_matrix(op, "partial", &partial)?;
+        expect_dtype(op, "partial", &partial, DType::F32)?;
+        expect_dims(op, "residual", &residual, &[t, h])?;
+        expect_dtype(op, "residual", &residual, DType::F32)?;
+        let mut weight = std::ptr::null();
+        let (mut eps, mut to, mut vectors) =
+            (0., std::ptr::null_mut(), aligned(&[partial, residual.as_view()]));
+        if let Some((norm, mut out)) = norm {
+            expect_dims(op, "weight", &norm.weight, &[h])?;
+            expect_dtype(op, "weight", &norm.weight, DType::BF16)?;
+            expect_dims(op, "out", &out, &[t, h])?;
+            expect_dtype(op, "out", &out, DType::BF16)?;
+            vectors &= aligned(&[norm.weight, out.as_view()]);
+            (weight, eps) = (cuda.read(op, "weight", norm.weight)?, norm.eps);
+            to = cuda.write(op, "out", &mut out)?;
+        }
+        let partial = cuda.read(op, "partial", partial)?;
+        let residual = cuda.write(op, "residual", &mut residual)?;
+        if !self.fits_norm(t, h) || !vectors {
+            bail!(
+                "{op}: expected views at multiples of 16 bytes, H a multiple of 8 up to {MAX_HIDDEN} and at most {} \
+                 bytes of f32; got dims [{t}, {h}]",
+                self.capacity
+            )
+        }
+        // SAFETY: dims, dtypes, alignment and size are checked above; the buffers are the promise of `new`.
+        let code = unsafe {
+            ffi::moe_peer_all_reduce_add_rms_norm(
+                self,
+                partial,
+                residual,
+                weight,
+                eps,
+                to,
+                small(op, t)?,
+                small(op, h)?,
+                cuda.raw()?,
+            )
+        };
+        cuda.check(op, code)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What one process allocates, the others address by the same rule.
+    #[test]
+    fn buffers_hold_both_halves_of_one_and_two_shots() {
+        for (ranks, capacity) in [(2, 1 << 20), (3, 100), (4, 2 << 20), (8, 2 << 20), (8, 1)] {
+            let bytes = PeerBuffers::bytes(ranks, capacity).unwrap();
+            assert!(bytes >= 256 + 2 * 2 * capacity, "{ranks} ranks, {capacity} bytes: {bytes}");
+            assert!(
+                bytes <= 1024 + 2 * (2 * capacity + (4 << 20)),
+                "{ranks} ranks, {capacity} bytes: {bytes}"
+            );
+        }
+        for (ranks, capacity) in [(1, 64), (9, 64), (4, 2 << 30)] {
+            assert!(PeerBuffers::bytes(ranks, capacity).is_err(), "{ranks} ranks, {capacity} bytes");
+        }
+    }
+
+    #[test]
+    fn a_rank_is_one_of_the_group() {
+        // SAFETY: nothing is launched.
+        let at =
+            |rank, n: usize| unsafe { PeerBuffers::new(rank, &vec![0; n], 64, 0, Duration::from_secs(1)) };
+        assert!(at(1, 2).is_ok_and(|group| group.fits(DType::F32, 16) && !group.fits(DType::F32, 17)));
+        assert!(at(0, 8).is_ok_and(|group| group.fits_norm(2, 8) && !group.fits_norm(1, 12)));
+        assert!(at(2, 2).is_err_and(|e| e.to_string().contains("rank 2 is outside of a group of 2 ranks")));
+        assert!(at(0, 9).is_err());
+    }
+}

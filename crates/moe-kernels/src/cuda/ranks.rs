@@ -1,0 +1,104 @@
+//! What ranks that share a model need on CUDA beside its layers: a part of a vocabulary, and parts of
+//! random weights.
+
+use std::ops::Range;
+
+use candle_core::{DType, Result, bail};
+
+use super::any::code;
+use super::{ffi, small};
+use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_stream};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+
+/// out\[t\] = the row `ids`\[t\] of a whole table, of which `table` [V_local, H] is the run from row
+/// `first` on; zeros for ids outside of it, so that the parts of all ranks add up to the whole lookup.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `table` | [V_local, H] f32, bf16 or f16 |
+/// | `ids` | \[T\] u32 |
+/// | `out` | [T, H] dtype of the table, or f32 |
+///
+/// # Errors
+/// A CPU context; a wrong dtype or wrong dims.
+pub fn embed_part_into(table: View, first: usize, ids: View, mut out: ViewMut, ex: &Exec) -> Result<()> {
+    let (op, cuda) = ("embed_part", ex.cuda("embed_part")?);
+    let (count, width) = expect_matrix(op, "table", &table)?;
+    expect_dtype(op, "ids", &ids, DType::U32)?;
+    expect_dims(op, "out", &out, &[ids.elem_count(), width])?;
+    expect_stream(op, "out", &out, table.dtype())?;
+    let (dtype, out_dtype) = (code(op, table.dtype())?, code(op, out.dtype())?);
+    let (rows, width) = (small(op, ids.elem_count())?, small(op, width)?);
+    let (first, count) = (small(op, first)?, small(op, count)?);
+    let (table, ids) = (cuda.read(op, "table", table)?, cuda.read(op, "ids", ids)?);
+    let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
+    // SAFETY: dims and dtypes are checked above; an id outside of the run reads nothing.
+    let code =
+        unsafe { ffi::moe_embed_part(table, ids, out, dtype, out_dtype, rows, width, first, count, stream) };
+    cuda.check(op, code)
+}
+
+/// out [R, N] from the columns of `ranks` ranks, which lie behind each other in `parts` [R * N]: for each
+/// rank [R, its columns]. Each has an even share of the columns, the first N mod `ranks` one more. f32.
+///
+/// # Errors
+/// A CPU context; a wrong dtype or wrong dims; no rank.
+pub fn join_columns_into(parts: View, ranks: usize, mut out: ViewMut, ex: &Exec) -> Result<()> {
+    let (op, cuda) = ("join_columns", ex.cuda("join_columns")?);
+    let (rows, width) = expect_matrix(op, "out", &out)?;
+    expect_dtype(op, "parts", &parts, DType::F32)?;
+    expect_dtype(op, "out", &out, DType::F32)?;
+    if ranks == 0 || parts.elem_count() != rows * width {
+        bail!("{op}: expected the {rows} x {width} elements of {ranks} ranks, got {}", parts.elem_count())
+    }
+    let (rows, width, ranks) = (small(op, rows)?, small(op, width)?, small(op, ranks)?);
+    let (parts, out) = (cuda.read(op, "parts", parts)?, cuda.write(op, "out", &mut out)?);
+    // SAFETY: dims and dtypes are checked above.
+    let code = unsafe { ffi::moe_join_columns(parts, out, rows, width, ranks, cuda.raw()?) };
+    cuda.check(op, code)
+}
+
+/// Fills `out` (bf16) with the box `ranges` of what [`fill_random_into`](super::fill_random_into) gives
+/// a tensor of these `dims` with this seed and stream 0. At most three dimensions.
+///
+/// # Errors
+/// A CPU context; a wrong dtype; a box that is not inside of the tensor, or has another size than `out`.
+pub fn fill_random_box_into(
+    mut out: ViewMut,
+    dims: &[usize],
+    ranges: &[Range<usize>],
+    seed: u64,
+    bound: f32,
+    ex: &Exec,
+) -> Result<()> {
+    let (op, cuda) = ("fill_random_box", ex.cuda("fill_random_box")?);
+    expect_dtype(op, "out", &out, DType::BF16)?;
+    let inside = |(range, &dim): (&Range<usize>, &usize)| range.start <= range.end && range.end <= dim;
+    if dims.len() != ranges.len() || dims.len() > 3 || !ranges.iter().zip(dims).all(inside) {
+        bail!("{op}: a tensor with dims {dims:?} has no box {ranges:?} of at most three dimensions")
+    }
+    let [matrices, rows, columns] = last_three(ranges.iter().map(Range::len), 1);
+    if matrices * rows * columns != out.elem_count() {
+        bail!("{op}: the box {ranges:?} does not fill dims {:?}", out.dims())
+    }
+    let ([_, height, width], [m, r, c]) =
+        (last_three(dims.iter().copied(), 1), last_three(ranges.iter().map(|range| range.start), 0));
+    let start = (m * height + r) * width + c;
+    let out = cuda.write(op, "out", &mut out)?;
+    let signed = |n: usize| i64::try_from(n).map_err(candle_core::Error::wrap);
+    let (matrices, rows, columns) = (signed(matrices)?, signed(rows)?, signed(columns)?);
+    let (start, matrix, row) = (start as u64, (height * width) as u64, width as u64);
+    // SAFETY: `out` holds as many bf16 values as the box, by the check above.
+    let code = unsafe {
+        ffi::moe_fill_random_box(out, matrices, rows, columns, start, matrix, row, seed, bound, cuda.raw()?)
+    };
+    cuda.check(op, code)
+}
+
+/// The values, with `missing` in the place of leading dimensions that are not there.
+fn last_three(values: impl Iterator<Item = usize>, missing: usize) -> [usize; 3] {
+    let values: Vec<usize> = values.collect();
+    let at = |i: usize| (i + values.len()).checked_sub(3).and_then(|i| values.get(i).copied());
+    [0, 1, 2].map(|i| at(i).unwrap_or(missing))
+}

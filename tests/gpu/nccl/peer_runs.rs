@@ -1,0 +1,226 @@
+//! Many sums over peer memory in a row: without a wait, in graphs, in turn with NCCL, and with a rank that stays away.
+
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Result};
+use moe_comm::{Communicator, NcclComm, PeerAllReduce, ReduceOp};
+use moe_kernels::cuda::Graph;
+use moe_kernels::{Buffer, Exec};
+
+use super::peers::peers_of;
+use super::{LIMIT, run_nccl_ranks, worlds};
+use crate::common::assert_error;
+
+/// One shot, one shot with many rows, two shots on 4 GPUs.
+const SHAPES: [[usize; 2]; 3] = [[1, 2048], [40, 1024], [64, 2048]];
+/// Arrays of each shape that calls use in turn, so that a call that reads what another one left is noticed.
+const ARRAYS: usize = 5;
+
+fn upload(ex: &Exec, values: Vec<f32>, dims: &[usize]) -> Buffer {
+    let mut data = ex.zeros(DType::F32, dims).unwrap();
+    ex.copy_from_host(Buffer::from_vec(values, dims).unwrap().view(), data.view_mut()).unwrap();
+    data
+}
+
+/// What rank `rank`'s array `array` holds: small whole numbers, whose sums are exact.
+fn value(rank: usize, array: usize, i: usize) -> usize {
+    (rank + 1) * (array + 1) + i % 7
+}
+
+/// Sums that pile up in residual streams, and how often each array has been added.
+struct Piles {
+    partials: Vec<Vec<Buffer>>,
+    residuals: Vec<Buffer>,
+    times: [[usize; ARRAYS]; SHAPES.len()],
+}
+
+impl Piles {
+    fn new(rank: usize, ex: &Exec) -> Self {
+        let partial = |[t, h]: [usize; 2], array| {
+            upload(ex, (0..t * h).map(|i| value(rank, array, i) as f32).collect(), &[t, h])
+        };
+        Self {
+            partials: SHAPES.map(|shape| (0..ARRAYS).map(|array| partial(shape, array)).collect()).into(),
+            residuals: SHAPES.map(|dims| ex.zeros(DType::F32, &dims).unwrap()).into(),
+            times: Default::default(),
+        }
+    }
+
+    /// The shape and array of call number `i`.
+    fn of(i: usize) -> (usize, usize) {
+        (i % SHAPES.len(), i / SHAPES.len() % ARRAYS)
+    }
+
+    /// Puts call number `i` on the stream.
+    fn call(&mut self, i: usize, peers: &PeerAllReduce, ex: &mut Exec) -> Result<()> {
+        let (shape, array) = Self::of(i);
+        let (partial, residual) = (self.partials[shape][array].view(), self.residuals[shape].view_mut());
+        peers.all_reduce_add_norm_into(partial, residual, None, ex)
+    }
+
+    /// Counts call number `i`, which runs.
+    fn count(&mut self, i: usize) {
+        let (shape, array) = Self::of(i);
+        self.times[shape][array] += 1;
+    }
+
+    fn check(&self, n: usize, ex: &Exec) {
+        for (shape, residual) in self.residuals.iter().enumerate() {
+            let got = ex.to_host(residual.view()).unwrap().view().to_f32_vec().unwrap();
+            for (i, got) in got.into_iter().enumerate() {
+                let sum = |array| (0..n).map(|rank| value(rank, array, i)).sum::<usize>();
+                let expected: usize = (0..ARRAYS).map(|array| self.times[shape][array] * sum(array)).sum();
+                assert!(expected < 1 << 24, "f32 must hold {expected}");
+                assert_eq!(got, expected as f32, "element {i} of shape {:?}", SHAPES[shape]);
+            }
+        }
+    }
+}
+
+/// Ranks drift apart and meet again, one size after the other, and nobody waits for the device.
+#[test]
+fn ten_thousand_calls_without_a_wait() {
+    for n in worlds() {
+        run_nccl_ranks(n, LIMIT, |comm, ex| {
+            let (peers, mut piles) = (peers_of(comm), Piles::new(comm.rank(), ex));
+            for i in 0..10_000 {
+                // Each rank is late at other times.
+                if i % 997 == 100 * comm.rank() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                piles.call(i, peers, ex).unwrap();
+                piles.count(i);
+            }
+            piles.check(n, ex);
+            comm.check().unwrap();
+        });
+    }
+}
+
+/// A recorded step of an odd number of calls uses the halves of the buffers in another order with each replay.
+#[test]
+fn replays_take_turns_with_calls_and_nccl() {
+    const RECORDED: usize = 7;
+    for n in worlds() {
+        run_nccl_ranks(n, LIMIT, |comm, ex| {
+            let (peers, rank) = (peers_of(comm), comm.rank());
+            let mut piles = Piles::new(rank, ex);
+            let own = upload(ex, vec![rank as f32; 512], &[512]);
+            let mut all = ex.zeros(DType::F32, &[n * 512]).unwrap();
+            let gather = |all: &mut Buffer, ex: &mut Exec| comm.all_gather(own.view(), all.view_mut(), ex);
+            gather(&mut all, ex).unwrap();
+            let record = |ex: &mut Exec| {
+                (0..3).try_for_each(|i| piles.call(i, peers, ex))?;
+                gather(&mut all, ex)?;
+                peers.all_reduce_into(all.view_mut(), ex)?;
+                (3..RECORDED).try_for_each(|i| piles.call(i, peers, ex))
+            };
+            let mut graph = Graph::capture(ex, record).unwrap();
+            for replay in 0..200 {
+                graph.launch().unwrap();
+                comm.watch(ex).unwrap();
+                (0..RECORDED).for_each(|i| piles.count(i));
+                for i in 0..replay % 4 {
+                    piles.call(i, peers, ex).unwrap();
+                    piles.count(i);
+                }
+            }
+            piles.check(n, ex);
+            let expected: Vec<f32> = (0..n * 512).map(|i| (n * (i / 512)) as f32).collect();
+            assert_eq!(ex.to_host(all.view()).unwrap().view().to_f32_vec().unwrap(), expected);
+            comm.check().unwrap();
+        });
+    }
+}
+
+/// The same sums of whole numbers by both, one after the other on the same data.
+#[test]
+fn nccl_and_peers_agree() {
+    for n in worlds() {
+        run_nccl_ranks(n, LIMIT, |comm, ex| {
+            peers_of(comm);
+            for round in 0..100 {
+                let len = [5, 2048, 100_000][round % 3];
+                let mut data =
+                    upload(ex, (0..len).map(|i| ((i + round + comm.rank()) % 9) as f32).collect(), &[len]);
+                for over_peers in [round % 2 == 0, round % 2 == 1] {
+                    comm.use_peers(over_peers);
+                    comm.all_reduce(data.view_mut(), ReduceOp::Sum, ex).unwrap();
+                }
+                comm.use_peers(true);
+                let sum = |i: usize| (0..n).map(|rank| (i + round + rank) % 9).sum::<usize>();
+                let expected: Vec<f32> = (0..len).map(|i| (n * sum(i)) as f32).collect();
+                assert_eq!(
+                    ex.to_host(data.view()).unwrap().view().to_f32_vec().unwrap(),
+                    expected,
+                    "round {round}"
+                );
+            }
+            comm.check().unwrap();
+        });
+    }
+}
+
+/// A group of its own beside the communicator's, with a limit of its own.
+fn group(comm: &NcclComm, limit: Duration, ex: &Exec) -> PeerAllReduce {
+    PeerAllReduce::new(comm, &mut ex.handle(), limit, ex).unwrap().unwrap()
+}
+
+/// Kernels that wait for a rank that never comes end, and say which; the others' groups go on.
+#[test]
+fn a_rank_that_stays_away_ends_the_wait() {
+    for n in worlds() {
+        let done = Barrier::new(n);
+        for len in [2048, 200_000] {
+            run_nccl_ranks(n, LIMIT, |comm, ex| {
+                let peers = group(comm, Duration::from_secs(1), ex);
+                let mut data = ex.zeros(DType::F32, &[len]).unwrap();
+                for _ in 0..3 {
+                    peers.all_reduce_into(data.view_mut(), ex).unwrap();
+                }
+                ex.synchronize().unwrap();
+                peers.check().unwrap();
+                if comm.rank() < n - 1 {
+                    let start = Instant::now();
+                    // The second and third are on the stream before the first has given up.
+                    for _ in 0..3 {
+                        peers.all_reduce_into(data.view_mut(), ex).unwrap();
+                    }
+                    ex.synchronize().unwrap();
+                    let took = start.elapsed();
+                    assert!((1..5).contains(&took.as_secs()), "{took:?}");
+                    let cause = format!("rank {} did not come to an all-reduce over peer memory", n - 1);
+                    assert_error(peers.check(), &[&cause]);
+                    assert_error(peers.all_reduce_into(data.view_mut(), ex), &[&cause]);
+                }
+                done.wait();
+                comm.all_reduce(data.view_mut(), ReduceOp::Sum, ex).unwrap();
+                ex.synchronize().unwrap();
+                comm.check().unwrap();
+            });
+        }
+    }
+}
+
+#[test]
+fn any_thread_may_stop_the_wait() {
+    run_nccl_ranks(2, LIMIT, |comm, ex| {
+        let peers = group(comm, Duration::from_secs(60), ex);
+        let mut data = ex.zeros(DType::F32, &[2048]).unwrap();
+        if comm.rank() == 0 {
+            peers.all_reduce_into(data.view_mut(), ex).unwrap();
+            let start = Instant::now();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(300));
+                    peers.stop();
+                });
+                ex.synchronize().unwrap();
+            });
+            assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+            assert_error(peers.check(), &["were stopped"]);
+        }
+        comm.barrier(ex).unwrap();
+    });
+}

@@ -1,0 +1,254 @@
+#!/usr/bin/env bash
+# Ranks on GPUs, a process each, from the bundle that `cargo xtask dist` packs:
+#   ranks.sh [short | long | PART...]    parts: parity tokens death hosts bench backends
+# short (default) is every part but backends, below 4 minutes on 4 GPUs; long adds backends: each one at every batch
+# size. GPUS is the number of ranks (default: all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go to $OUT
+# (default: results); tables come last.
+set -uo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+out=${OUT:-$root/results}/ranks
+mkdir -p "$out"
+qwen=${MOE_PROGRAM:-$root/bin/model-qwen3moe}
+visible=$(nvidia-smi -L | wc -l)
+n=${GPUS:-$((visible < 4 ? visible : 4))}
+[ "$n" -ge 2 ] || { echo "ranks.sh needs at least 2 GPUs, found $visible" && exit 1; }
+half=$((n / 2))
+# Multicast over NVLink needs a fabric manager that containers often cannot reach.
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+# A rank that hangs is no reason to wait five minutes here.
+export MOE_COLLECTIVE_TIMEOUT=${MOE_COLLECTIVE_TIMEOUT:-45} MOE_RENDEZVOUS_TIMEOUT=${MOE_RENDEZVOUS_TIMEOUT:-45}
+# NCCL, where it came by pip.
+nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
+  export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+ep="--enable-expert-parallel --moe-ep-backend"
+config=$root/tests/bench/configs/qwen3-30b-a3b.json
+failed=0
+
+# check NAME SECONDS COMMAND...: one line, and the end of its log if it fails.
+check() {
+  local name=$1 seconds=$2 start=$SECONDS
+  shift 2
+  if timeout -k 5 "$seconds" "$@" >"$out/$name.log" 2>&1; then
+    echo "ok      $name ($((SECONDS - start)) s)"
+  else
+    echo "FAILED  $name (exit code $?, $((SECONDS - start)) s)"
+    failed=1
+    grep -vE '^ *$' "$out/$name.log" | tail -n 8 | cut -c1-300
+  fi
+}
+
+# Parity with transformers over tensor-parallel ranks, by every backend: f32 and bf16, and a model of the fast kernels'
+# sizes where midsize.py has left one.
+parity() {
+  local label flags fixture dtype
+  while read -r label flags; do
+    for fixture in base narrow-experts; do
+      for dtype in f32 bf16; do
+        [ $fixture-$dtype = narrow-experts-bf16 ] && continue
+        # shellcheck disable=SC2086
+        check "parity-$label-$fixture-$dtype" 40 "$qwen" parity --model "$root/tests/fixtures/$fixture" --reference \
+          "$root/tests/fixtures/$fixture/reference.safetensors" --device cuda --dtype $dtype --tp $n --log error $flags \
+          --json "$out/parity-$label-$fixture-$dtype.json"
+      done
+    done
+    [ -f /tmp/midsize/reference.safetensors ] || continue
+    # shellcheck disable=SC2086
+    check "parity-$label-midsize-bf16" 60 "$qwen" parity --model /tmp/midsize --reference \
+      /tmp/midsize/reference.safetensors --device cuda --dtype bf16 --tp $n --log error $flags
+  done <<END
+disabled
+local_allreduce $ep local_allreduce
+allgather $ep allgather_reducescatter
+high_throughput $ep deepep --deepep-mode high_throughput
+low_latency $ep deepep --deepep-mode low_latency
+END
+}
+
+# requests FILE COUNT TOKENS: greedy completions of the embedded checkpoint.
+requests() {
+  python3 - "$@" <<'END'
+import json, sys
+path, count, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+names = ["ROMEO:", "JULIET:", "First Citizen:", "KING RICHARD III:", "What", "O, ", "The", "MENENIUS:"]
+with open(path, "w") as out:
+    for i in range(count):
+        body = {"model": "m", "prompt": names[i % 8] + "\n" * (i % 3), "max_tokens": tokens, "temperature": 0}
+        out.write(json.dumps({"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}) + "\n")
+END
+}
+
+# generate NAME FLAGS...: answers of the requests in $out/NAME.jsonl.
+generate() {
+  local name=$1
+  shift
+  rm -f "$out/$name.jsonl"
+  check "$name" 60 "$qwen" batch --input "$out/requests.jsonl" --output "$out/$name.jsonl" --device cuda --dtype f32 \
+    --ignore-eos --log error "$@"
+}
+
+# same NAME: whether its answers are those of one GPU. f32 sums in another order round otherwise, so a tie may flip.
+same() {
+  python3 - "$out/one.jsonl" "$out/$1.jsonl" <<'END' || failed=1
+import json, sys
+def texts(path):
+    lines = [json.loads(line) for line in open(path)]
+    return {l["custom_id"]: l["response"]["body"]["choices"][0]["text"] for l in lines}
+try:
+    want, got = map(texts, sys.argv[1:])
+except (OSError, KeyError, TypeError) as e:
+    sys.exit(f"FAILED  {sys.argv[2]}: {e!r}")
+equal = sum(got.get(key) == text for key, text in want.items())
+name = sys.argv[2].split("/")[-1]
+print(f"{'ok     ' if equal >= 0.9 * len(want) else 'FAILED '} {name}: {equal} of {len(want)} texts equal one GPU's")
+sys.exit(equal < 0.9 * len(want))
+END
+}
+
+# The engine over ranks: greedy tokens of every geometry, with graphs and without, against one GPU's.
+tokens() {
+  local label flags mode
+  requests "$out/requests.jsonl" 24 32
+  generate one
+  while read -r label flags; do
+    for mode in graph eager; do
+      # shellcheck disable=SC2086
+      generate "tokens-$label-$mode" $flags $([ $mode = eager ] && echo --enforce-eager)
+      same "tokens-$label-$mode"
+    done
+  done <<END
+tp-disabled --tp $n
+tp-local_allreduce --tp $n $ep local_allreduce
+dp-allgather --dp $n $ep allgather_reducescatter
+dp-deepep --dp $n $ep deepep
+$([ "$half" -ge 2 ] && echo "tp-dp-allgather --tp $half --dp 2 $ep allgather_reducescatter")
+END
+}
+
+# A killed rank ends all others soon, with an error that names it.
+death() {
+  local label flags driver victim start code
+  # More than a minute of work.
+  requests "$out/long.jsonl" 20000 400
+  while read -r label flags; do
+    rm -f "$out/death.jsonl"
+    # shellcheck disable=SC2086
+    "$qwen" batch --input "$out/long.jsonl" --output "$out/death.jsonl" --device cuda --ignore-eos --log error $flags \
+      >"$out/death-$label.log" 2>&1 &
+    driver=$!
+    sleep 7
+    victim=$(pgrep -P $driver | tail -n 1)
+    if [ -z "$victim" ]; then
+      echo "FAILED  death-$label: the run ended before a rank could be killed"
+      failed=1
+      continue
+    fi
+    kill -KILL "$victim"
+    start=$SECONDS
+    for _ in $(seq 300); do kill -0 $driver 2>/dev/null && sleep 0.1; done
+    kill -KILL $driver 2>/dev/null && echo "FAILED  death-$label: still running after 30 s" && failed=1
+    wait $driver
+    code=$?
+    if [ $code -eq 1 ] && grep -qE "rank [0-9]+ (died|cannot be reached)" "$out/death-$label.log"; then
+      echo "ok      death-$label: exit code 1 after $((SECONDS - start)) s, $(grep -oE "rank [0-9]+ (died|cannot)[^,]*" "$out/death-$label.log" | head -n 1 | cut -c1-80)"
+    else
+      echo "FAILED  death-$label: exit code $code"
+      failed=1
+      tail -n 5 "$out/death-$label.log" | cut -c1-300
+    fi
+  done <<END
+tp --tp $n
+dp --dp $n $ep allgather_reducescatter
+END
+}
+
+# Two simulated hosts of half the GPUs each, that NCCL joins by sockets; the ranks are started as a launcher does it.
+hosts() {
+  local label flags rank pids=() code=0 port=$((20000 + RANDOM % 10000))
+  requests "$out/requests.jsonl" 24 32
+  [ -f "$out/one.jsonl" ] || generate one
+  while read -r label flags; do
+    rm -f "$out/hosts-$label.jsonl"
+    pids=() code=0 port=$((port + 1))
+    for rank in $(seq 0 $((2 * half - 1))); do
+      local host=$((rank / half)) first=$((rank / half * half))
+      # shellcheck disable=SC2086
+      env RANK=$rank WORLD_SIZE=$((2 * half)) LOCAL_RANK=$((rank % half)) LOCAL_WORLD_SIZE=$half MASTER_ADDR=127.0.0.1 \
+        MASTER_PORT=$port NCCL_HOSTID=host$host NCCL_NET=Socket NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} \
+        CUDA_VISIBLE_DEVICES=$(seq -s, $first $((first + half - 1))) timeout -k 5 60 "$qwen" batch \
+        --input "$out/requests.jsonl" --output "$out/hosts-$label.jsonl" --device cuda --dtype f32 --ignore-eos \
+        --log error $flags \
+        >"$out/hosts-$label-$rank.log" 2>&1 &
+      pids+=($!)
+    done
+    for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+    [ $code -eq 0 ] || { failed=1 && tail -n 3 "$out/hosts-$label-"*.log | cut -c1-300; }
+    same "hosts-$label"
+  done <<END
+tp --tp $((2 * half))
+dp --dp 2 --tp $half $ep allgather_reducescatter
+END
+}
+
+# bench_row NAME SECONDS BATCHES FLAGS...: Qwen3-30B-A3B with random weights.
+bench_row() {
+  local name=$1 seconds=$2 batches=$3
+  shift 3
+  check "bench-$name" "$seconds" "$qwen" bench --config "$config" --dummy-weights --dtype bf16 --device cuda --batches \
+    "$batches" --lengths 8192 --repeat "${REPEAT:-1}" --log warn --json "$out/bench-$name.json" "$@"
+}
+
+bench() {
+  bench_row tp-disabled 75 1,8,64,256 --tp "$n" --output 128
+  # shellcheck disable=SC2086
+  bench_row tp-local_allreduce 75 1,8,64,256 --tp "$n" --output 128 $ep local_allreduce
+}
+
+# Each backend at every batch size, with graphs where it has them.
+backends() {
+  local all=1,2,4,8,16,32,64,128,256,512,1024 label flags
+  while read -r label flags; do
+    # shellcheck disable=SC2086
+    bench_row "$label" 400 $all $flags
+  done <<END
+tp-disabled --tp $n
+tp-local_allreduce --tp $n $ep local_allreduce
+tp-allgather --tp $n $ep allgather_reducescatter
+dp-allgather --dp $n $ep allgather_reducescatter
+dp-deepep --dp $n $ep deepep
+dp-high_throughput --dp $n $ep deepep --deepep-mode high_throughput
+END
+}
+
+table() {
+  python3 - "$out"/bench-*.json <<'END'
+import json, sys
+runs = {}
+for path in sys.argv[1:]:
+    try:
+        runs[path.split("/bench-")[-1][:-5]] = json.load(open(path))
+    except (OSError, ValueError):
+        pass
+batches = sorted({int(b) for run in runs.values() for b in run["decode"]})
+if runs:
+    print(f"{'tok/s':20}" + "".join(f"{'B=' + str(b):>9}" for b in batches) + "  prefill 8192  start s")
+for name, run in sorted(runs.items()):
+    cells = [run["decode"].get(str(b), {}).get("tok_s") for b in batches]
+    row = "".join(f"{c:9.0f}" if c else f"{'-':>9}" for c in cells)
+    print(f"{name:20}{row}  {run['prefill'].get('8192', 0):12.0f}  {run['start_s']:7.1f}")
+END
+}
+
+parts=("${@:-short}")
+case ${parts[0]} in
+  short) parts=(parity tokens death hosts bench) ;;
+  long) parts=(parity tokens death hosts backends) ;;
+esac
+for part in "${parts[@]}"; do
+  case $part in
+    parity | tokens | death | hosts | bench | backends) echo "== $part on $n GPUs ($SECONDS s)" && $part ;;
+    *) echo "unknown part $part" && exit 2 ;;
+  esac
+done
+echo "== $SECONDS s"
+table
+exit $failed
