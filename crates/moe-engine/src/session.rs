@@ -208,7 +208,8 @@ fn load<F: ModelFamily>(
         let geometry = settings.geometry(0)?;
         let context = BlockContext { geometry, chunked_moe, sliced_weights: true, ..BlockContext::default() };
         let world = context.groups.world.clone();
-        let loaded = F::load(config, &options(context), tensors(Vec::new()))?;
+        let slices = F::layout(config, &context.geometry, has)?.slices_for(ex.device());
+        let loaded = F::load(config, &options(context), tensors(slices))?;
         let replica = Replica { model: loaded.model, ex: ex.clone(), world };
         (Ranks::Replicas(vec![replica]), loaded.backend)
     } else {

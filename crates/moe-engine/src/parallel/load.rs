@@ -56,7 +56,7 @@ where
 {
     let world = parallel.world_size()?;
     let threads = (ex.num_threads() / world).max(1);
-    let places = (0..world).map(|rank| place(source, parallel, rank)).collect::<Result<Vec<_>>>()?;
+    let places = (0..world).map(|rank| place(source, parallel, rank, ex)).collect::<Result<Vec<_>>>()?;
     let load_rank =
         |(comm, place): (ThreadComm, Place)| load_place(source, place, Arc::new(comm), ex, threads);
     let comms = ThreadComm::world_with_timeout(world, PATIENCE);
@@ -99,15 +99,20 @@ pub(crate) fn load_rank<F: ModelFamily>(
     ex: &Exec,
     threads: usize,
 ) -> Result<Loaded> {
-    let place = place(source, parallel, comm.rank());
+    let place = place(source, parallel, comm.rank(), ex);
     load_place(source, place.inspect_err(|e| comm.abort(&format!("{e:#}")))?, comm, ex, threads)
 }
 
 /// A size that the geometry cannot cut is a mistake in the call, found before anything is loaded.
-fn place<F: ModelFamily>(source: &Source<F>, parallel: &ParallelConfig, rank: usize) -> Result<Place> {
+fn place<F: ModelFamily>(
+    source: &Source<F>,
+    parallel: &ParallelConfig,
+    rank: usize,
+    ex: &Exec,
+) -> Result<Place> {
     let geometry = parallel.geometry(rank)?;
     let layout = F::layout(source.config, &geometry, source.has).map_err(|e| usage(e.to_string()))?;
-    Ok((geometry, layout.slices))
+    Ok((geometry, layout.slices_for(ex.device())))
 }
 
 fn load_place<F: ModelFamily>(

@@ -21,6 +21,7 @@ mod memory;
 mod router;
 pub(crate) mod rows;
 mod small;
+mod staging;
 mod step;
 mod stream;
 
@@ -38,6 +39,7 @@ pub use router::{Gate, GateScoring, gate_route_fits, gate_route_into};
 pub use small::{
     PreNorm, linear_add_into, norm_experts_add_into, norm_linear_into, small_experts_fit, small_linear_fits,
 };
+pub use staging::Staging;
 pub use step::{
     RopeFrequencies, SAMPLE_WORDS, SampleParams, feed_tokens_into, fill_random_into, rope_rows_into,
     sample_into,
