@@ -6,6 +6,7 @@
 //! the same launches in the same order as without a graph, so both give the same bits.
 
 use std::collections::HashMap;
+use std::time::Instant;
 
 use candle_core::{DType, Result, bail};
 use model_runtime::cuda::{Graph, PinnedWords, SampleParams, sample_into};
@@ -17,6 +18,7 @@ use tracing::{trace_span, warn};
 use super::runner::StepResult;
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
+use super::track::StepMarks;
 
 /// Most sequences of a graph.
 const MAX_BUCKET: usize = 512;
@@ -30,6 +32,8 @@ pub(super) struct InFlight {
     padded: usize,
     /// Which of the read-back buffers it uses.
     slot: usize,
+    /// What the device does when, for a profile.
+    marks: Option<StepMarks>,
 }
 
 /// How far a bucket's graph is.
@@ -121,23 +125,30 @@ impl DeviceRunner {
             None => Shape::of(&plan.step),
         };
         let _span = trace_span!("step", tokens = rows, logits = keys.len()).entered();
-        self.step.upload_padded(&plan.step, &extras, shape, ex)?;
+        let begin = Instant::now();
+        ex.mark("upload", rows)?;
+        trace_span!("upload")
+            .in_scope(|| self.step.upload_padded(&plan.step, &extras, shape, ex).map(drop))?;
         ex.step.padded = bucket.is_some();
-        let launched = match bucket {
+        let launched = trace_span!("launch").in_scope(|| match bucket {
             Some(rows) if !self.eager => self.replay(rows, shape, model, kv, ex),
             _ => self.run(shape, model, kv, ex),
-        };
+        });
         ex.step.padded = false;
         launched?;
+        let marks = StepMarks::end(rows, begin, ex)?;
         self.turn = 1 - self.turn;
         ex.download(self.drawn.view().narrow(0, 2 * shape.logits)?, &mut self.read_back[self.turn])?;
         self.last.clone_from(&keys);
-        Ok(InFlight { parts: plan.parts, keys, padded: shape.logits, slot: self.turn })
+        Ok(InFlight { parts: plan.parts, keys, padded: shape.logits, slot: self.turn, marks })
     }
 
     /// Waits for a step and reads its tokens.
     pub fn collect(&mut self, step: InFlight) -> Result<StepResult> {
-        let words = self.read_back[step.slot].wait()?;
+        let words = trace_span!("wait").in_scope(|| self.read_back[step.slot].wait())?;
+        if let Some(marks) = step.marks {
+            marks.report()?;
+        }
         let drawn = |row: usize| match words[step.padded + row] {
             0 => Ok(Sampled { token_id: words[row], logprobs: None }),
             1 => Err(SamplingError::NotFinite { token_id: words[row], value: f32::NAN }),
@@ -183,9 +194,11 @@ impl DeviceRunner {
     /// The launches of a step.
     fn run(&mut self, shape: Shape, model: &dyn CausalLm, kv: &mut KvCache, ex: &mut Exec) -> Result<()> {
         let rows = shape.logits;
+        ex.mark("embedding", 0)?;
         self.step.feed(shape, self.drawn.view(), ex)?;
         let views = self.step.views(shape)?;
         model.forward(&views.step, kv, self.logits.view_mut().narrow(0, rows)?, None, ex)?;
+        ex.mark("sample", 0)?;
         let (tokens, rest) = self.drawn.view_mut().split_at(rows)?;
         sample_into(self.logits.view().narrow(0, rows)?, views.sampling, tokens, rest.narrow(0, rows)?, ex)
     }
@@ -202,6 +215,7 @@ impl DeviceRunner {
         match self.graphs.get_mut(&bucket) {
             Some(Recording::Ready(graph)) => {
                 self.replayed += 1;
+                ex.mark("graph", bucket)?;
                 return graph.launch();
             }
             Some(Recording::Never) => return self.run(shape, model, kv, ex),
@@ -218,6 +232,7 @@ impl DeviceRunner {
         });
         match recorded {
             Ok(mut graph) => {
+                ex.mark("graph", bucket)?;
                 graph.launch()?;
                 self.replayed += 1;
                 self.graphs.insert(bucket, Recording::Ready(graph));

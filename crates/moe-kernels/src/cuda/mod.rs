@@ -24,6 +24,7 @@ mod small;
 mod staging;
 mod step;
 mod stream;
+mod timeline;
 
 use candle_core::{Device, Result, bail};
 
@@ -45,6 +46,7 @@ pub use step::{
     sample_into,
 };
 pub(crate) use stream::CudaExec;
+pub use timeline::{Mark, Section, Timeline};
 
 /// A CUDA device with a stream of its own, on which everything runs: candle's default stream is another
 /// one in each thread, and its events, which order several streams, cannot be captured into a graph.

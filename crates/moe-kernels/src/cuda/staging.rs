@@ -107,7 +107,11 @@ impl Staging {
             if !is_free && stages.made < self.most {
                 stages.made += 1;
                 drop(stages);
-                return self.make().inspect_err(|_| self.lock().made -= 1);
+                return self.make().inspect_err(|_| {
+                    self.lock().made -= 1;
+                    // Whoever waits for a buffer must not wait for this one.
+                    self.returned.notify_all();
+                });
             }
             if let Some(stage) = stages.idle.pop_front() {
                 drop(stages);
