@@ -198,7 +198,7 @@ fn load<F: ModelFamily>(
         backend: args.moe_backend.clone(),
         moe_path: args.moe_path,
         mla: args.mla,
-        context,
+        context: BlockContext { batch_invariant: args.batch_invariant, ..context },
     };
     let source = parallel::Source::<F> { config, has, tensors, options: &options, chunked_moe };
     let (ranks, chosen) = if let Some(processes) = &processes {
@@ -234,6 +234,7 @@ fn exec(args: &RunArgs) -> Result<Exec> {
         Device::Cpu => Exec::cpu(),
         device => Exec::on(&device)?,
     };
+    ex = ex.with_batch_invariant(args.batch_invariant);
     if let Some(isa) = &args.cpu_isa {
         ex = ex.with_isa(CpuIsa::from_name(isa).map_err(|e| usage(format!("--cpu-isa: {e}")))?)?;
     }

@@ -59,7 +59,7 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
         })
     };
     let at = addresses(ex.cuda(op)?)?;
-    if sizes.tokens < GROUPED_TOKENS && sizes.tokens * sizes.top_k <= STREAM_SLOTS {
+    if !ex.batch_invariant() && sizes.tokens < GROUPED_TOKENS && sizes.tokens * sizes.top_k <= STREAM_SLOTS {
         stream(op, &sizes, &at, output, ex)
     } else {
         grouped(op, &sizes, &at, output, ex)
