@@ -9,8 +9,12 @@ mod attention;
 mod common;
 mod engine;
 mod experts;
+mod invariant;
+mod load;
+mod load_bench;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod products;
 mod route;
 mod rows;
+mod timeline;
