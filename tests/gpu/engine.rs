@@ -12,7 +12,7 @@ use moe_layer::MoePath;
 use crate::common::cuda;
 
 /// Small, but of shapes that every fast kernel takes.
-const CONFIG: &str = r#"{
+pub const CONFIG: &str = r#"{
     "model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512,
     "moe_intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,
     "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": true, "rms_norm_eps": 1e-6,
@@ -26,7 +26,7 @@ fn model() -> Qwen3Moe {
     model_qwen3moe::load(&config, &LoadOptions::default().decoder(MoePath::Fused), vb).unwrap().0
 }
 
-fn requests(count: usize, new_tokens: usize) -> Vec<Request> {
+pub fn requests(count: usize, new_tokens: usize) -> Vec<Request> {
     let request = |i: usize| Request {
         sampling: SamplingParams { temperature: 1.0, seed: i as u64, ..SamplingParams::default() },
         max_tokens: Some(new_tokens),
@@ -41,7 +41,7 @@ fn config(max_num_seqs: usize, enforce_eager: bool) -> EngineConfig {
 }
 
 /// The tokens of every request.
-fn run(engine: &mut Engine<'_>, requests: Vec<Request>) -> Vec<Vec<u32>> {
+pub fn run(engine: &mut Engine<'_>, requests: Vec<Request>) -> Vec<Vec<u32>> {
     let mut tokens = BTreeMap::<_, Vec<u32>>::new();
     requests.into_iter().map(|request| engine.add(request)).collect::<Result<Vec<_>, _>>().unwrap();
     engine.run(|output| tokens.entry(output.request).or_default().extend(output.token_id)).unwrap();

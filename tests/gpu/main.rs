@@ -10,6 +10,9 @@ mod common;
 mod drawing;
 mod engine;
 mod experts;
+mod invariant;
+mod load;
+mod load_bench;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod products;
@@ -17,3 +20,4 @@ mod ranks;
 mod route;
 mod rows;
 mod sampling;
+mod timeline;

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Every check of a GPU machine, from the bundle that `cargo xtask dist` packs: the ops against the CPU, the engine,
-# parity on the fixtures and with a mid-size model, then the decode table. Results go to $OUT (default: results).
+# parity on the fixtures and with a mid-size model, then the decode table, the speed of a load and the timeline of
+# steps. Results go to $OUT (default: results).
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=${OUT:-$root/results}
@@ -24,5 +25,8 @@ check parity timeout 120 "$root/tests/gpu/parity.sh" "$qwen"
 check midsize timeout 120 python3 "$root/tests/gpu/midsize.py" "$qwen"
 check bench timeout 200 "$qwen" bench --config "$root/tests/bench/configs/qwen3-30b-a3b.json" --dummy-weights \
   --dtype bf16 --device cuda --batches 1,8,32,64,128,256 --lengths 2048,8192 --long-context 8192 --json "$out/bench.json"
+check load "$root/tests/gpu/load.sh"
+check timeline env OUT="$out" "$root/tests/gpu/timeline.sh"
 grep -E "^(decode|prefill)" "$out/bench.log"
+grep -hE "^(page cache|load|B=)" "$out/load.log" "$out/timeline.log"
 exit $failed

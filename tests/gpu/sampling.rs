@@ -76,7 +76,7 @@ impl Sequence {
             seed: p.seed,
             position: self.output.len() as u64,
             penalties: [p.repetition_penalty, p.frequency_penalty, p.presence_penalty],
-            slot: if needed || slot % 2 == 0 { slot } else { u32::MAX },
+            slot: if needed || slot.is_multiple_of(2) { slot } else { u32::MAX },
             edits: [bans, edits.bans, edits.list.len() - edits.bans].map(|n| n as u32),
             logprobs: p.logprobs.map(|n| n as u32),
         }

@@ -12,9 +12,11 @@ use model_runtime::{
 use moe_engine::LoadOptions;
 use moe_layer::MoePath;
 
-/// The folder of a fixture.
+/// The folder of a fixture: in the sources or, where these are not, in the bundle that this program lies in.
 pub fn fixture(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(name)
+    let sources = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures");
+    let bundle = || Some(std::env::current_exe().ok()?.ancestors().nth(2)?.join("tests/fixtures"));
+    if sources.is_dir() { sources } else { bundle().unwrap_or(sources) }.join(name)
 }
 
 /// Loads a fixture of Qwen3-MoE in a dtype.
@@ -58,7 +60,7 @@ pub fn all_logits(
     ex: &mut Exec,
 ) -> Result<Vec<Vec<f32>>> {
     let needed: usize = sequences.iter().map(|s| s.len().div_ceil(schedule.block_size)).sum();
-    let mut kv = KvCache::new(model.info().kv, needed, schedule.block_size)?;
+    let mut kv = KvCache::new_on(ex.device(), model.info().kv, needed, schedule.block_size)?;
     let mut allocator = BlockAllocator::new(needed)?;
     let mut tables: Vec<SequenceBlocks> = sequences.iter().map(|_| SequenceBlocks::new()).collect();
     let longest = sequences.iter().map(Vec::len).max().unwrap_or(0);
@@ -88,6 +90,7 @@ pub fn all_logits(
                 continue;
             }
             let out = run_step(model, &step, &mut kv, None, ex)?;
+            let out = ex.to_host(out.view())?;
             let (out, vocab) = (out.view(), model.info().vocab_size);
             for (i, &s) in live.iter().enumerate() {
                 let rows = step.logits_range(i);

@@ -68,6 +68,10 @@ pub struct RunArgs {
     /// Print the chosen expert backend and why the others were rejected, as JSON on stderr.
     #[arg(long, help_heading = "MoE")]
     pub explain_backends: bool,
+    /// Give a row the same bits whatever rows are computed beside it, with slower kernels (on the CPU it is always
+    /// so).
+    #[arg(long, help_heading = "MoE")]
+    pub batch_invariant: bool,
     /// Ranks and chunks.
     #[command(flatten)]
     pub parallel: ParallelArgs,
@@ -355,6 +359,8 @@ mod tests {
         assert_eq!((cli.generate.prompt.as_deref(), cli.generate.sampling.top_k), (Some("x"), Some(-1)));
         let cli = Cli::try_parse_from(["m", "generate", "-"]).unwrap();
         assert!(matches!(cli.command, Some(Command::Generate(g)) if g.stdin.as_deref() == Some("-")));
+        let cli = Cli::try_parse_from(["m", "--batch-invariant"]).unwrap();
+        assert!(cli.generate.run.batch_invariant);
         assert!(Cli::try_parse_from(["m", "--prompt", "x", "--prompt-file", "y"]).is_err());
         assert!(Cli::try_parse_from(["m", "bench"]).is_err());
     }

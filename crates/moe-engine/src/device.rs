@@ -19,7 +19,9 @@ impl DeviceFlag {
     /// The flag of a command; what this build cannot do is a mistake in the call.
     pub fn of(args: &RunArgs) -> Result<Self> {
         let flag = Self::parse(&args.device)?;
-        flag.check(&args.device, args.parallel.config()?.world_size()?)?;
+        let ranks = args.parallel.config()?.world_size()?;
+        flag.check(&args.device, ranks)?;
+        flag.check_invariant(args.batch_invariant, ranks)?;
         Ok(flag)
     }
 
@@ -53,6 +55,17 @@ impl DeviceFlag {
             return Err(usage(
                 "--tp and --dp above 1 on GPUs need NCCL, and this program was built without; build it with \
                  --features cuda,nccl, or use --device cpu",
+            ));
+        }
+        Ok(())
+    }
+
+    /// NCCL chooses the order of its sums by their size.
+    fn check_invariant(self, asked: bool, world_size: usize) -> Result<()> {
+        if asked && world_size > 1 && self != Self::Cpu {
+            return Err(usage(
+                "--batch-invariant does not hold over several GPUs, whose sums depend on the number of rows; use one \
+                 GPU, or --device cpu",
             ));
         }
         Ok(())
@@ -139,6 +152,16 @@ mod tests {
         assert!(error.contains(expected), "{error}");
         assert_eq!(DeviceFlag::Cuda(None).check("cuda", 2).is_ok(), cfg!(feature = "nccl"));
         assert_eq!(DeviceFlag::Cuda(None).check("cuda", 1).is_ok(), cfg!(feature = "cuda"));
+    }
+
+    #[test]
+    fn several_gpus_are_not_batch_invariant() {
+        let cuda = DeviceFlag::Cuda(None);
+        let error = cuda.check_invariant(true, 2).unwrap_err().to_string();
+        assert!(error.contains("--batch-invariant does not hold over several GPUs"), "{error}");
+        for (flag, asked, ranks) in [(cuda, true, 1), (cuda, false, 2), (DeviceFlag::Cpu, true, 2)] {
+            assert!(flag.check_invariant(asked, ranks).is_ok(), "{flag:?} {asked} {ranks}");
+        }
     }
 
     #[test]

@@ -149,7 +149,7 @@ fn start_log(args: &RunArgs) -> Result<Option<Profile>> {
     let colours = std::io::stderr().is_terminal();
     let log = fmt::layer().without_time().with_target(false).with_ansi(colours).with_writer(std::io::stderr);
     // The log's level says nothing about the profile, which wants every span and no message.
-    let spans = profile.as_ref().map(|p| p.layer().with_filter(filter_fn(|metadata| metadata.is_span())));
+    let spans = profile.as_ref().map(|p| p.layer().with_filter(filter_fn(profile::wants)));
     // A second call in one process (tests) keeps the first log.
     let _ = tracing_subscriber::registry().with(log.with_filter(filter)).with(spans).try_init();
     Ok(profile)

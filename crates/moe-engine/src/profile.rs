@@ -3,23 +3,52 @@
 //!
 //! The model and the engine open `tracing` spans; this layer writes each as one complete event when
 //! it closes. Without it nobody is interested in those spans, and one costs a load and a comparison.
+//! What a CUDA device did comes as events with times of their own ([`device_section`]), on a track beside.
 //! The file ends as valid JSON also when the run ends in an error, and an error of the file itself
 //! is reported.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
 use serde_json::{Map, Value, json};
-use tracing::Subscriber;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::Layer;
 use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
+
+/// Target of the events of [`device_section`].
+const DEVICE: &str = "moe_engine::device";
+/// The row of the picture that they have: far below those of spans.
+const DEVICE_ROW: usize = 1000;
+
+/// Where the time of profiles starts.
+pub(crate) fn origin() -> Instant {
+    static ORIGIN: OnceLock<Instant> = OnceLock::new();
+    *ORIGIN.get_or_init(Instant::now)
+}
+
+/// Whether anybody wants to know what a device does.
+#[cfg(feature = "cuda")]
+pub(crate) fn wants_device() -> bool {
+    tracing::enabled!(target: DEVICE, Level::TRACE)
+}
+
+/// Tells what a device did, in microseconds since [`origin`]; `index` says which one of several.
+#[cfg(any(feature = "cuda", test))]
+pub(crate) fn device_section(what: &str, index: usize, start_us: f64, duration_us: f64) {
+    tracing::event!(target: DEVICE, Level::TRACE, what, index, start_us, duration_us);
+}
+
+/// Whether a profile is interested: in every span and in what devices did.
+pub(crate) fn wants(metadata: &Metadata<'_>) -> bool {
+    metadata.is_span() || metadata.target() == DEVICE
+}
 
 /// A trace that is being written. Dropping it ends the file.
 pub struct Profile {
@@ -33,7 +62,7 @@ impl Profile {
         let file =
             File::create(path).with_context(|| format!("cannot write the profile {}", path.display()))?;
         let state = State { out: Some(BufWriter::new(file)), ..State::default() };
-        let trace = Trace { start: Instant::now(), state: Mutex::new(state) };
+        let trace = Trace { start: origin(), state: Mutex::new(state) };
         Ok(Self { path: path.to_path_buf(), trace: Arc::new(trace) })
     }
 
@@ -83,6 +112,8 @@ struct State {
     error: Option<io::Error>,
     /// Which rows of the picture an outermost span has now.
     busy: Vec<bool>,
+    /// Whether the device's row has its name.
+    has_device: bool,
 }
 
 impl State {
@@ -143,6 +174,31 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for ProfileLayer {
         if let Some(open) = span.extensions_mut().get_mut::<Open>() {
             values.record(&mut Args(&mut open.args));
         }
+    }
+
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        if event.metadata().target() != DEVICE {
+            return;
+        }
+        let mut args = Map::new();
+        event.record(&mut Args(&mut args));
+        let mut field = |name| args.remove(name).unwrap_or_default();
+        let section = json!({
+            "name": field("what"),
+            "ph": "X",
+            "ts": field("start_us"),
+            "dur": field("duration_us"),
+            "pid": 1,
+            "tid": DEVICE_ROW,
+            "args": {"index": field("index")},
+        });
+        let mut state = self.0.state();
+        if !std::mem::replace(&mut state.has_device, true) {
+            let args = json!({"name": "CUDA device"});
+            state
+                .write(&json!({"name": "thread_name", "ph": "M", "pid": 1, "tid": DEVICE_ROW, "args": args}));
+        }
+        state.write(&section);
     }
 
     fn on_close(&self, id: Id, context: Context<'_, S>) {
@@ -249,6 +305,26 @@ mod tests {
         let rows: Vec<_> =
             events.iter().map(|e| (e["name"].as_str().unwrap(), e["tid"].as_u64().unwrap())).collect();
         assert_eq!(rows, [("a", 0), ("inner", 1), ("b", 1)]);
+    }
+
+    #[test]
+    fn a_device_has_a_row_of_its_own_with_its_own_times() {
+        let events = events(|profile| {
+            let _step = trace_span!("step").entered();
+            device_section("graph", 64, 10.5, 2.25);
+            tracing::trace!("another event");
+            device_section("layer", 3, 13., 1.);
+            profile.finish().unwrap();
+        });
+        assert_eq!(events[0]["args"], json!({"name": "CUDA device"}));
+        let rows =
+            events.iter().skip(1).map(|e| (&e["name"], &e["ts"], &e["dur"], &e["args"])).collect::<Vec<_>>();
+        let want = [
+            (&json!("graph"), &json!(10.5), &json!(2.25), &json!({"index": 64})),
+            (&json!("layer"), &json!(13.), &json!(1.), &json!({"index": 3})),
+        ];
+        assert_eq!(rows, want);
+        assert!(events.iter().all(|e| e["tid"] == json!(DEVICE_ROW)));
     }
 
     #[test]

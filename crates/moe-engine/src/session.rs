@@ -219,7 +219,7 @@ fn load<F: ModelFamily>(
         backend: args.moe_backend.clone(),
         moe_path: args.moe_path,
         mla: args.mla,
-        context,
+        context: BlockContext { batch_invariant: args.batch_invariant, ..context },
     };
     let source = parallel::Source::<F> { config, has, tensors, options: &options, chunked_moe };
     let (ranks, chosen) = if let Some(processes) = &processes {
@@ -229,7 +229,8 @@ fn load<F: ModelFamily>(
         let geometry = settings.geometry(0)?;
         let context = BlockContext { geometry, chunked_moe, sliced_weights: true, ..BlockContext::default() };
         let world = context.groups.world.clone();
-        let loaded = F::load(config, &options(context), tensors(Vec::new()))?;
+        let slices = F::layout(config, &context.geometry, has)?.slices_for(ex.device());
+        let loaded = F::load(config, &options(context), tensors(slices))?;
         let replica = Replica { model: loaded.model, ex: ex.clone(), world };
         (Ranks::Replicas(vec![replica]), loaded.backend)
     } else {
@@ -246,7 +247,7 @@ fn load<F: ModelFamily>(
 /// The execution context of the host that the flags ask for.
 fn host_exec(args: &RunArgs) -> Result<Exec> {
     DeviceFlag::of(args)?;
-    let mut ex = Exec::cpu();
+    let mut ex = Exec::cpu().with_batch_invariant(args.batch_invariant);
     if let Some(isa) = &args.cpu_isa {
         ex = ex.with_isa(CpuIsa::from_name(isa).map_err(|e| usage(format!("--cpu-isa: {e}")))?)?;
     }
@@ -268,7 +269,7 @@ fn on_device(host: Exec, args: &RunArgs, processes: Option<&Processes>) -> Resul
         return Ok(host);
     }
     info!(device = ?device.location(), "running on CUDA");
-    let ex = Exec::on(&device)?.with_isa(host.isa())?;
+    let ex = Exec::on(&device)?.with_isa(host.isa())?.with_batch_invariant(args.batch_invariant);
     Ok(match args.num_threads {
         Some(threads) => ex.with_threads(threads)?,
         None => ex,

@@ -45,8 +45,9 @@ const CPU: Capability = Capability {
     batch_invariant: true,
 };
 
-/// What the CPU backends run, CUDA runs too; but which kernel takes a row depends on the number of rows.
-const CUDA: Capability = Capability { target: Target::Cuda { min: (8, 0) }, batch_invariant: false, ..CPU };
+/// What the CPU backends run, CUDA runs too. Which kernel takes a row depends on the number of rows, unless the context
+/// asks for batch invariance.
+const CUDA: Capability = Capability { target: Target::Cuda { min: (8, 0) }, ..CPU };
 
 /// 16-byte loads of rows that are padded to no bank conflict want multiples of 64.
 const CUDA_FUSED: Capability = Capability {

@@ -200,7 +200,7 @@ fn the_table() {
         (
             |s| (s.compute_capability, s.batch_invariant) = (Some((9, 0)), true),
             None,
-            "no MoE backend runs this configuration:",
+            "cuda_fused; cuda (lower_priority), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         // Refusals.
         (|s| s.dtype = DType::F64, None, "no MoE backend runs this configuration:"),

@@ -192,7 +192,8 @@ __device__ __forceinline__ void attend(const Smem<kQ>& s, const Meta& m, const S
   uint32_t first = 0xffffffffu, last = 0;
   for (int pair = 0; pair < pairs; ++pair) first = min(first, s.begin[pair]), last = max(last, s.end[pair]);
   const uint32_t* table = m.tables + static_cast<size_t>(sequence) * m.max_blocks;
-  for (uint32_t base = first; base < last; base += kChunk) {
+  // Chunks begin at multiples of their size, whatever rows a block has: so a row's sums do not depend on its neighbours.
+  for (uint32_t base = first / kChunk * kChunk; base < last; base += kChunk) {
     const int count = static_cast<int>(min(last - base, static_cast<uint32_t>(kChunk)));
     for (int i = threadIdx.x; i < count; i += kThreads) {
       const uint32_t at = (base + i) / shape.block_size, offset = (base + i) % shape.block_size;
@@ -272,11 +273,12 @@ cudaError_t launch_attention(const Meta& m, Shape shape, const Arrays<T, S>& a, 
 /// | `tables` | [sequences, max_blocks] u32; a position outside of its table or cache is not seen |
 /// | `window` | positions that a row sees, itself included; 0 = all |
 ///
-/// Refuses a head_dim above about 1,600 (shared memory).
+/// With `invariant` a row's bits do not depend on `rows` and `sequences`. Refuses a head_dim above about 1,600 (shared memory).
 extern "C" int moe_any_attention(const void* q, const void* k_cache, const void* v_cache, const void* starts,
                                  const void* positions, const void* tables, void* out, int dtype, int q_dtype,
                                  int rows, int sequences, int max_blocks, int heads, int kv_heads, int head_dim,
-                                 int num_blocks, int block_size, float scale, int window, void* stream) {
+                                 int num_blocks, int block_size, float scale, int window, int invariant,
+                                 void* stream) {
   using namespace moe;
   if (rows < 0 || sequences < 0 || max_blocks < 0 || heads <= 0 || kv_heads <= 0 || heads % kv_heads != 0 ||
       head_dim <= 0 || num_blocks < 0 || block_size <= 0 || window < 0)
@@ -290,7 +292,8 @@ extern "C" int moe_any_attention(const void* q, const void* k_cache, const void*
     using S = typename decltype(s)::type;
     const Arrays<T, S> a = {static_cast<const S*>(q), static_cast<const T*>(k_cache), static_cast<const T*>(v_cache),
                             static_cast<T*>(out)};
-    const bool few = heads / kv_heads <= 4 && rows <= 2 * sequences;
+    // The order in which a warp adds depends on the number of pairs.
+    const bool few = invariant == 0 && heads / kv_heads <= 4 && rows <= 2 * sequences;
     return few ? launch_attention<4, T, S>(m, shape, a, stream) : launch_attention<16, T, S>(m, shape, a, stream);
   });
 }

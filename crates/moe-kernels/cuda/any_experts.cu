@@ -60,15 +60,17 @@ struct StoreGated {
 /// | `w13`, `bias` | [experts, 2 width, hidden], [experts, 2 width] or null: gate rows, then up rows |
 /// | `out` | [rows, width]; rows from offsets[experts] on are left as they were |
 ///
-/// `activation`: 0 SwiGLU, 1 gpt-oss's (alpha, limit), 2 GELU by erf, 3 GELU by tanh.
+/// `activation`: 0 SwiGLU, 1 gpt-oss's (alpha, limit), 2 GELU by erf, 3 GELU by tanh. With `invariant` a row's bits do
+/// not depend on `rows`.
 extern "C" int moe_any_gate_up(const void* x, const void* offsets, const void* in_rows, const void* w13,
                                const void* bias, void* out, int dtype, int activation, float alpha, float limit,
-                               int x_rows, int rows, int experts, int width, int hidden, void* stream) {
+                               int x_rows, int rows, int experts, int width, int hidden, int invariant,
+                               void* stream) {
   using namespace moe;
   if (x_rows < 0 || activation < 0 || activation > 3 || offsets == nullptr) return cudaErrorInvalidValue;
   const Gated gated = {static_cast<Activation>(activation), alpha, limit};
   const Groups groups = {static_cast<const uint32_t*>(offsets), static_cast<const uint32_t*>(in_rows), experts, rows,
-                         static_cast<uint32_t>(x_rows)};
+                         static_cast<uint32_t>(x_rows), invariant != 0};
   return with_dtype(dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     const Product<T> product = {static_cast<const T*>(x), static_cast<const T*>(w13), groups, width, hidden};
@@ -88,10 +90,11 @@ extern "C" int moe_any_gate_up(const void* x, const void* offsets, const void* i
 /// | `out` | [num_out, hidden] f32; rows that no grouped row names are left as they were |
 extern "C" int moe_any_down(const void* x, const void* offsets, const void* out_rows, const void* w2, const void* bias,
                             void* out, int dtype, int rows, int num_out, int experts, int hidden, int width,
-                            void* stream) {
+                            int invariant, void* stream) {
   using namespace moe;
   if (num_out < 0 || offsets == nullptr) return cudaErrorInvalidValue;
-  const Groups groups = {static_cast<const uint32_t*>(offsets), nullptr, experts, rows, static_cast<uint32_t>(rows)};
+  const Groups groups = {static_cast<const uint32_t*>(offsets), nullptr, experts, rows, static_cast<uint32_t>(rows),
+                         invariant != 0};
   return with_dtype(dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     const Product<T> product = {static_cast<const T*>(x), static_cast<const T*>(w2), groups, hidden, width};

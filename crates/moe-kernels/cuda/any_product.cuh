@@ -17,6 +17,7 @@ struct Groups {
   const uint32_t* in_rows;  // [rows] row of x that a grouped row reads, or null: its own number
   int experts, rows;
   uint32_t x_rows;          // rows of x: an in_row from there on reads zeros
+  bool invariant;           // one kernel for any number of rows, so that a row's bits do not depend on it
 };
 
 template <class T>
@@ -201,7 +202,8 @@ __global__ void __launch_bounds__(kTileThreads) product_tile(const Product<T> p,
 
 // ---- launch
 
-/// Rows per expert up to which weights are streamed once per 8 rows rather than computed in tiles.
+/// Rows per expert up to which weights are streamed once per 8 rows rather than computed in tiles. The two add in
+/// other orders.
 constexpr int kStreamMost = 32;
 constexpr int kMaxGridY = 65535;
 
@@ -215,7 +217,7 @@ cudaError_t launch_product(const Product<T>& p, const Epilogue& epilogue, void* 
   if (g.rows == 0 || g.experts == 0 || p.n == 0) return cudaSuccess;
   const int stream_columns = ceil_div(p.n, kStreamWarps), tile_columns = ceil_div(p.n, kTile);
   if (tile_columns > kMaxGridY) return cudaErrorInvalidValue;
-  if (g.rows / g.experts > kStreamMost || stream_columns > kMaxGridY) {
+  if (g.invariant || g.rows / g.experts > kStreamMost || stream_columns > kMaxGridY) {
     const dim3 grid(static_cast<unsigned>(max_tiles(g, kTile)), tile_columns);
     return launch(product_tile<kMatrices, T, Epilogue>, {grid, dim3(kTileThreads), stream}, p, epilogue);
   }

@@ -251,11 +251,12 @@ int run(const bf16* x, const bf16* w, const Args& a, Output output, const Shape&
 
 /// out [m, n] = x [m, k] w[n, k]^T (+ bias [n]), bf16 operands, k a multiple of 64, any m.
 ///
-/// `output`: 0 = f32, 1 = bf16, 2 = added to f32. `splits` of K, 1 .. 8, or 0 for what was measured to be best.
+/// `output`: 0 = f32, 1 = bf16, 2 = added to f32. `splits` of K, 1 .. 8, or 0 for what was measured to be best, or -1
+/// for what is best for few rows: the bits of a row then do not depend on m.
 extern "C" int moe_linear_tensor(const moe::bf16* x, const moe::bf16* w, const moe::bf16* bias, void* out, int output,
                                  int m, int n, int k, int splits, void* stream) {
   using namespace moe;
-  if (m < 0 || n < 0 || k <= 0 || k % kTileColumns != 0 || output < 0 || output > 2 || splits < 0 || splits > kMaxSplits)
+  if (m < 0 || n < 0 || k <= 0 || k % kTileColumns != 0 || output < 0 || output > 2 || splits < -1 || splits > kMaxSplits)
     return cudaErrorInvalidValue;
   if (m == 0 || n == 0) return cudaSuccess;
   DeviceLimits limits;
@@ -263,7 +264,7 @@ extern "C" int moe_linear_tensor(const moe::bf16* x, const moe::bf16* w, const m
   if (e != cudaSuccess) return e;
   if (limits.major < 9) return cudaErrorNotSupported;
   Shape s = shape(m, n, limits);
-  if (splits > 0) s.splits = splits;
+  if (splits != 0) s.splits = splits > 0 ? splits : shape(1, n, limits).splits;
   if (s.splits > k / kTileColumns) s.splits = k / kTileColumns;
   const Args a = {bias, out, m, n, k, 0};
   const Output o = static_cast<Output>(output);

@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::buffer::{Buffer, Scratch, Workspace};
 #[cfg(feature = "cuda")]
-use crate::cuda::PinnedWords;
+use crate::cuda::{PinnedWords, Timeline};
 use crate::door;
 use crate::routed::StepContext;
 use crate::view::{View, ViewMut};
@@ -116,8 +116,11 @@ pub struct Exec {
     isa: CpuIsa,
     threads: Option<Arc<rayon::ThreadPool>>,
     workspace: Workspace,
+    batch_invariant: bool,
     #[cfg(feature = "cuda")]
     cuda: Option<crate::cuda::CudaExec>,
+    #[cfg(feature = "cuda")]
+    timeline: Option<Timeline>,
     /// What this step carries beside its tensors.
     pub step: StepContext,
 }
@@ -131,8 +134,11 @@ impl Exec {
             isa: CpuIsa::detect(),
             threads: None,
             workspace: Workspace::new(),
+            batch_invariant: false,
             #[cfg(feature = "cuda")]
             cuda: None,
+            #[cfg(feature = "cuda")]
+            timeline: None,
             step: StepContext::default(),
         }
     }
@@ -177,6 +183,28 @@ impl Exec {
         Ok(self)
     }
 
+    /// Makes a row's bits depend on nothing but the row, whatever rows are computed beside it: every op
+    /// takes a form that does not depend on the number of rows. On the CPU it is always so; on CUDA the
+    /// forms for any number of rows are slower than those chosen by it.
+    pub fn with_batch_invariant(self, batch_invariant: bool) -> Self {
+        Self { batch_invariant, ..self }
+    }
+
+    /// Whether a row's bits must not depend on other rows.
+    pub fn batch_invariant(&self) -> bool {
+        self.batch_invariant
+    }
+
+    /// Marks what begins here on the device's [timeline](Self::with_timeline); without one, and on the CPU, nothing.
+    pub fn mark(&self, what: &'static str, index: usize) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(timeline) = &self.timeline {
+            return timeline.mark(what, index);
+        }
+        let _ = (what, index);
+        Ok(())
+    }
+
     /// The device that ops run on.
     pub fn device(&self) -> &Device {
         &self.device
@@ -210,8 +238,11 @@ impl Exec {
             isa: self.isa,
             threads: self.threads.clone(),
             workspace: self.workspace.clone(),
+            batch_invariant: self.batch_invariant,
             #[cfg(feature = "cuda")]
             cuda: self.cuda.clone(),
+            #[cfg(feature = "cuda")]
+            timeline: self.timeline.clone(),
             step: StepContext::default(),
         }
     }
@@ -293,6 +324,16 @@ impl Exec {
             Some(cuda) => Ok(cuda),
             None => bail!("{op}: expected a context on a CUDA device, got one on the CPU"),
         }
+    }
+
+    /// Collects [marks](Self::mark) in a timeline.
+    pub fn with_timeline(self, timeline: Option<Timeline>) -> Self {
+        Self { timeline, ..self }
+    }
+
+    /// The timeline, if marks are collected.
+    pub fn timeline(&self) -> Option<&Timeline> {
+        self.timeline.as_ref()
     }
 
     /// The stream that all ops of this context run on, for libraries that launch by themselves.

@@ -25,6 +25,9 @@ pub struct BlockContext {
     /// Whether the weights' source shows this rank's slices instead of whole tensors: rows of gate
     /// and up, columns of down. Experts keep their global ids.
     pub sliced_weights: bool,
+    /// Whether a row's bits must not depend on its batch: what the oracle is asked for. The execution context decides
+    /// the rest.
+    pub batch_invariant: bool,
 }
 
 impl Default for BlockContext {
@@ -35,6 +38,7 @@ impl Default for BlockContext {
             chunked_moe: ChunkedMoe::default(),
             low_latency_tokens: LOW_LATENCY_TOKENS,
             sliced_weights: false,
+            batch_invariant: false,
         }
     }
 }

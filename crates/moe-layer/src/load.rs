@@ -2,7 +2,7 @@
 
 use candle_nn::VarBuilder;
 use moe_chunking::ridge_tokens;
-use moe_comm::{ExpertLayout, Geometry};
+use moe_comm::ExpertLayout;
 use moe_dispatch::PrepareFinalize;
 use moe_experts::{
     AnyExperts, BatchLimits, ExpertWeights, LoadSpec, Selection, build, build_batched, select,
@@ -39,8 +39,10 @@ impl BlockOptions {
     }
 
     /// What the oracle decides on.
-    fn spec(&self, weights: &ExpertWeights, format: ActivationFormat, geometry: &Geometry) -> ExpertsSpec {
+    fn spec(&self, weights: &ExpertWeights, format: ActivationFormat, context: &BlockContext) -> ExpertsSpec {
+        let geometry = &context.geometry;
         ExpertsSpec {
+            batch_invariant: context.batch_invariant,
             num_experts: self.packed_experts(),
             routing: self.router.routing_method(),
             activation_format: format,
@@ -155,7 +157,7 @@ fn choose(
     prepare: &dyn PrepareFinalize,
     backend: Option<&str>,
 ) -> Result<(Selection, AnyExperts)> {
-    let spec = options.spec(weights, prepare.activation_format(), &context.geometry);
+    let spec = options.spec(weights, prepare.activation_format(), context);
     let selection = select(&spec, backend)?;
     let experts = match prepare.max_num_tokens_per_rank() {
         Some(max_num_tokens) => {

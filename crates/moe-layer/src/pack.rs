@@ -1,12 +1,17 @@
-//! Loading tensors into one pack, so that a large model never holds a part and its copy at once.
+//! Loading tensors into one pack, so that the host never holds a part of a large model and its copy at once.
 
 use candle_nn::VarBuilder;
 use moe_kernels::candle::{Device, Result, Tensor};
 use moe_kernels::{Buffer, Exec, TensorView, copy_rows_into};
 
 /// The tensors `names`, each [rows, columns], under each other: [names * rows, columns]. Beside the
-/// pack, one of them at a time is in memory.
+/// pack, one of them at a time is in host memory.
 pub(crate) fn load_rows(vb: &VarBuilder, names: &[&str], rows: usize, columns: usize) -> Result<Tensor> {
+    if !vb.device().is_cpu() && !names.is_empty() {
+        // Parts come to a device without a stop on the host, and are copied there.
+        let parts = names.iter().map(|name| vb.get((rows, columns), name)).collect::<Result<Vec<_>>>()?;
+        return Tensor::cat(&parts, 0);
+    }
     let host = vb.clone().set_device(Device::Cpu);
     let mut parts = names.iter().enumerate();
     // The first part is read before the pack is allocated, so that a size that the checkpoint does

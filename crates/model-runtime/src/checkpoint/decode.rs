@@ -42,6 +42,48 @@ pub(super) fn tensor(bytes: &[u8], stored: Dtype, shape: &[usize], wanted: DType
     }
 }
 
+/// Whether [`into_bytes`] converts this pair of dtypes: those that [`tensor`] does.
+#[cfg(any(feature = "cuda", test))]
+pub(super) fn converts(stored: Dtype, wanted: DType) -> bool {
+    let is_float = |dtype: DType| matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+    let from = dtype_of(stored);
+    from == Some(wanted) || from.is_some_and(|d| d == DType::F64 || is_float(d)) && is_float(wanted)
+}
+
+/// Converts elements as [`tensor`] does, on one thread, into little-endian bytes; `out` has room for as
+/// many as `bytes` holds. Of pairs that [`converts`] refuses, nothing is written.
+#[cfg(any(feature = "cuda", test))]
+pub(super) fn into_bytes(bytes: &[u8], stored: Dtype, wanted: DType, out: &mut [u8]) {
+    match stored {
+        _ if dtype_of(stored) == Some(wanted) => out.copy_from_slice(bytes),
+        Dtype::F32 => narrow_into(bytes, wanted, out, f32::from_le_bytes),
+        Dtype::BF16 => narrow_into(bytes, wanted, out, widen_bf16),
+        Dtype::F16 => narrow_into(bytes, wanted, out, |b| f16::from_le_bytes(b).to_f32()),
+        Dtype::F64 => narrow_into(bytes, wanted, out, |b| f64::from_le_bytes(b) as f32),
+        _ => {}
+    }
+}
+
+#[cfg(any(feature = "cuda", test))]
+fn narrow_into<const N: usize>(bytes: &[u8], wanted: DType, out: &mut [u8], widen: impl Fn([u8; N]) -> f32) {
+    fn fill<const N: usize, const M: usize>(
+        bytes: &[u8],
+        out: &mut [u8],
+        convert: impl Fn([u8; N]) -> [u8; M],
+    ) {
+        let (from, to) = (bytes.as_chunks::<N>().0, out.as_chunks_mut::<M>().0);
+        for (to, &from) in to.iter_mut().zip(from) {
+            *to = convert(from);
+        }
+    }
+    match wanted {
+        DType::F32 => fill(bytes, out, |b| widen(b).to_le_bytes()),
+        DType::BF16 => fill(bytes, out, |b| bf16::from_f32(widen(b)).to_le_bytes()),
+        DType::F16 => fill(bytes, out, |b| f16::from_f32(widen(b)).to_le_bytes()),
+        _ => {}
+    }
+}
+
 /// How many elements are NaN and how many infinite; `None` for dtypes other than floats.
 pub(super) fn count_non_finite(bytes: &[u8], stored: Dtype) -> Option<(usize, usize)> {
     Some(match stored {

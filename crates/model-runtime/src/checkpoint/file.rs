@@ -23,6 +23,9 @@ enum Bytes {
 pub(super) struct TensorFile {
     label: String,
     bytes: Bytes,
+    /// The mapped file, to read from without mapping pages.
+    #[cfg(any(feature = "cuda", test))]
+    file: Option<File>,
 }
 
 /// Where a tensor lies in its file.
@@ -51,7 +54,10 @@ impl TensorFile {
         // truncates a checkpoint while it is being loaded gets wrong weights or a bus error, as with
         // every memory-mapped loader; the documentation of `TensorFiles` says so.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| CheckpointError::io(path, e))?;
-        Self::validate(label, Bytes::Mapped(map), index)
+        let (mapped, entries) = Self::validate(label, Bytes::Mapped(map), index)?;
+        #[cfg(any(feature = "cuda", test))]
+        let mapped = Self { file: Some(file), ..mapped };
+        Ok((mapped, entries))
     }
 
     /// Takes embedded bytes and reads their header.
@@ -68,7 +74,12 @@ impl TensorFile {
         bytes: Bytes,
         index: usize,
     ) -> Result<(Self, Vec<(String, Entry)>), CheckpointError> {
-        let file = Self { label, bytes };
+        let file = Self {
+            label,
+            bytes,
+            #[cfg(any(feature = "cuda", test))]
+            file: None,
+        };
         let data = file.bytes();
         file.check_length(data)?;
         let (header, metadata) = SafeTensors::read_metadata(data).map_err(|e| file.explain(data, e))?;
@@ -99,6 +110,27 @@ impl TensorFile {
             Bytes::Mapped(map) => map,
             Bytes::Static(bytes) => bytes,
         }
+    }
+
+    /// Reads a range of the file into `out`, which is as long. A mapped file is read and not touched: a
+    /// page fault for every few pages would cost more than their copy.
+    #[cfg(any(feature = "cuda", test))]
+    pub fn read_at(&self, range: &Range<usize>, out: &mut [u8]) -> Result<(), CheckpointError> {
+        #[cfg(unix)]
+        if let Some(file) = &self.file {
+            use std::os::unix::fs::FileExt;
+            return file.read_exact_at(out, range.start as u64).map_err(|e| match e.kind() {
+                std::io::ErrorKind::UnexpectedEof => {
+                    let got = file.metadata().map_or(0, |m| m.len() as usize);
+                    self.truncated(range.end as u128, got)
+                }
+                _ => CheckpointError::io(Path::new(&self.label), e),
+            });
+        }
+        #[cfg(not(unix))]
+        let _ = &self.file;
+        out.copy_from_slice(&self.bytes()[range.clone()]);
+        Ok(())
     }
 
     /// Tells the kernel that a range has been copied, so that its pages do not stay resident

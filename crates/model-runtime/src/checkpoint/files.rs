@@ -15,19 +15,28 @@ use super::decode;
 use super::error::CheckpointError;
 use super::file::{Entry, TensorFile};
 use super::shards::{self, ShardIndex};
+#[cfg(feature = "cuda")]
+use super::slices::TensorSlice;
 use super::slices::check_ranges;
+#[cfg(feature = "cuda")]
+use super::stream::Stages;
 use super::verify::abbreviate;
 
 /// Safetensors files, memory-mapped or embedded in the program, seen as one map from name to
 /// tensor. Cloning shares the files.
 ///
 /// Nothing but headers is read until a tensor is asked for; then its data is copied once, into
-/// the tensor, converting the dtype on the way, and the mapped pages are given back. The files
+/// the tensor, converting the dtype on the way, and the mapped pages are given back. On a CUDA device
+/// it comes through a few pinned buffers, so that the host never holds a tensor. The files
 /// must not be changed or truncated while they are open.
 ///
 /// It is a [`SimpleBackend`], so [`TensorFiles::var_builder`] feeds any candle module.
 #[derive(Clone)]
-pub struct TensorFiles(Arc<Inner>);
+pub struct TensorFiles {
+    inner: Arc<Inner>,
+    #[cfg(feature = "cuda")]
+    pub(super) stages: Stages,
+}
 
 struct Inner {
     origin: String,
@@ -58,52 +67,60 @@ impl TensorFiles {
         if let Some(index) = found.index {
             inner.check_index(&index)?;
         }
-        Ok(Self(Arc::new(inner)))
+        Ok(Self::of(inner))
     }
 
     /// Opens one safetensors file.
     pub fn open_file(path: impl AsRef<Path>) -> Result<Self, CheckpointError> {
         let path = path.as_ref();
         let file = std::iter::once(TensorFile::open(path, 0));
-        Ok(Self(Arc::new(Inner::new(path.display().to_string(), file)?)))
+        Ok(Self::of(Inner::new(path.display().to_string(), file)?))
     }
 
     /// Reads a safetensors file that is embedded in the program (`include_bytes!`); `label` names
     /// it in messages.
     pub fn from_static(bytes: &'static [u8], label: &str) -> Result<Self, CheckpointError> {
         let file = std::iter::once(TensorFile::from_static(bytes, label, 0));
-        Ok(Self(Arc::new(Inner::new(label.to_string(), file)?)))
+        Ok(Self::of(Inner::new(label.to_string(), file)?))
+    }
+
+    fn of(inner: Inner) -> Self {
+        Self {
+            inner: Arc::new(inner),
+            #[cfg(feature = "cuda")]
+            stages: Stages::default(),
+        }
     }
 
     /// The directory or file, for messages.
     pub fn origin(&self) -> &str {
-        &self.0.origin
+        &self.inner.origin
     }
 
     /// Number of tensors.
     pub fn len(&self) -> usize {
-        self.0.entries.len()
+        self.inner.entries.len()
     }
 
     /// Whether there is no tensor.
     pub fn is_empty(&self) -> bool {
-        self.0.entries.is_empty()
+        self.inner.entries.is_empty()
     }
 
     /// Every tensor, in the order of names.
     pub fn iter(&self) -> impl Iterator<Item = TensorInfo<'_>> {
-        self.0.entries.iter().map(|(name, e)| info(name, e))
+        self.inner.entries.iter().map(|(name, e)| info(name, e))
     }
 
     /// What the header says of a tensor, if it is there.
     pub fn info(&self, name: &str) -> Option<TensorInfo<'_>> {
-        self.0.entries.get_key_value(name).map(|(name, e)| info(name, e))
+        self.inner.entries.get_key_value(name).map(|(name, e)| info(name, e))
     }
 
     /// The float dtype that most bytes of the checkpoint have; `None` without floats.
     pub fn float_dtype(&self) -> Option<DType> {
         let mut bytes: BTreeMap<u8, (usize, DType)> = BTreeMap::new();
-        for e in self.0.entries.values() {
+        for e in self.inner.entries.values() {
             if let Some(dtype) = decode::dtype_of(e.dtype).filter(|d| d.is_float()) {
                 bytes.entry(dtype as u8).or_insert((0, dtype)).0 += e.range.len();
             }
@@ -113,7 +130,7 @@ impl TensorFiles {
 
     /// Bytes of tensors that have been loaded so far, as they are stored.
     pub fn bytes_read(&self) -> u64 {
-        self.0.bytes_read.load(Ordering::Relaxed)
+        self.inner.bytes_read.load(Ordering::Relaxed)
     }
 
     /// Loads a part of a tensor, and reads no more than the rows that it crosses.
@@ -124,7 +141,12 @@ impl TensorFiles {
         wanted: DType,
         device: &Device,
     ) -> candle_core::Result<Tensor> {
-        let entry = self.0.entry(name)?;
+        #[cfg(feature = "cuda")]
+        if device.is_cuda() {
+            let shape: Vec<usize> = ranges.iter().map(|r| r.len()).collect();
+            return self.stream(&[TensorSlice::new(name, ranges)], wanted, device)?.reshape(shape);
+        }
+        let entry = self.inner.entry(name)?;
         check_ranges(name, ranges, &entry.shape)?;
         let elements: usize = entry.shape.iter().product();
         let size = entry.range.len().checked_div(elements).unwrap_or(0);
@@ -134,23 +156,53 @@ impl TensorFiles {
         let shape: Vec<usize> = ranges.iter().map(|r| r.len()).collect();
         if let [run] = runs.as_slice() {
             let part = Entry { shape, range: at(run), ..entry.clone() };
-            return self.0.load(name, &part, wanted, device);
+            return self.inner.load(name, &part, wanted, device);
         }
-        let Some(file) = self.0.files.get(entry.file) else {
-            candle_core::bail!("no file {} is open", entry.file)
-        };
+        let (file, _) = self.stored(name)?;
         let mut bytes = Vec::with_capacity(shape.iter().product::<usize>() * size);
         runs.iter().for_each(|run| bytes.extend_from_slice(&file.bytes()[at(run)]));
-        let tensor = self.0.decode(name, entry, &bytes, &shape, wanted)?;
+        let tensor = self.inner.decode(name, entry, &bytes, &shape, wanted)?;
         file.release(&entry.range);
         tensor.to_device(device)
     }
 
+    /// Loads a whole tensor.
+    fn load(&self, name: &str, wanted: DType, device: &Device) -> candle_core::Result<Tensor> {
+        let entry = self.inner.entry(name)?;
+        #[cfg(feature = "cuda")]
+        if device.is_cuda() {
+            let whole: Vec<_> = entry.shape.iter().map(|&dim| 0..dim).collect();
+            return self.load_slice(name, &whole, wanted, device);
+        }
+        self.inner.load(name, entry, wanted, device)
+    }
+
+    /// The file of a tensor, and where it lies there.
+    pub(super) fn stored(&self, name: &str) -> candle_core::Result<(&TensorFile, &Entry)> {
+        let entry = self.inner.entry(name)?;
+        match self.inner.files.get(entry.file) {
+            Some(file) => Ok((file, entry)),
+            None => candle_core::bail!("no file {} is open", entry.file),
+        }
+    }
+
+    /// Counts bytes that were read.
+    #[cfg(feature = "cuda")]
+    pub(super) fn count(&self, bytes: usize) {
+        self.inner.bytes_read.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// The error of a tensor that does not convert.
+    #[cfg(feature = "cuda")]
+    pub(super) fn wrong_dtype(&self, name: &str, entry: &Entry, wanted: DType) -> CheckpointError {
+        self.inner.wrong_dtype(name, entry, wanted)
+    }
+
     /// Loads a tensor as it is stored, into host memory.
     pub fn tensor(&self, name: &str) -> candle_core::Result<Tensor> {
-        let entry = self.0.entry(name)?;
+        let entry = self.inner.entry(name)?;
         let wanted = decode::dtype_of(entry.dtype).unwrap_or(DType::F32);
-        self.0.load(name, entry, wanted, &Device::Cpu)
+        self.inner.load(name, entry, wanted, &Device::Cpu)
     }
 
     /// A [`VarBuilder`] at the root of the checkpoint. Floats are converted to `dtype`, rounding
@@ -161,8 +213,8 @@ impl TensorFiles {
 
     /// Shows the stored bytes of every tensor to `look`, in the order of names.
     pub(super) fn visit(&self, mut look: impl FnMut(&str, Dtype, &[u8])) {
-        for (name, e) in &self.0.entries {
-            if let Some(file) = self.0.files.get(e.file) {
+        for (name, e) in &self.inner.entries {
+            if let Some(file) = self.inner.files.get(e.file) {
                 look(name, e.dtype, &file.bytes()[e.range.clone()]);
                 file.release(&e.range);
             }
@@ -240,25 +292,28 @@ impl Inner {
     ) -> candle_core::Result<Tensor> {
         self.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         let Some(tensor) = decode::tensor(bytes, e.dtype, shape, wanted) else {
-            let hint = match decode::dtype_of(e.dtype) {
-                None => "; quantised checkpoints are not supported in this form",
-                Some(_) => "",
-            };
-            return Err(CheckpointError::Dtype {
-                name: name.to_string(),
-                file: self.label(e.file).to_string(),
-                stored: e.dtype.to_string(),
-                wanted: wanted.as_str(),
-                hint,
-            }
-            .into());
+            return Err(self.wrong_dtype(name, e, wanted).into());
         };
         tensor
+    }
+
+    fn wrong_dtype(&self, name: &str, e: &Entry, wanted: DType) -> CheckpointError {
+        let hint = match decode::dtype_of(e.dtype) {
+            None => "; quantised checkpoints are not supported in this form",
+            Some(_) => "",
+        };
+        CheckpointError::Dtype {
+            name: name.to_string(),
+            file: self.label(e.file).to_string(),
+            stored: e.dtype.to_string(),
+            wanted: wanted.as_str(),
+            hint,
+        }
     }
 }
 
 /// The runs of neighbouring elements of a box, ascending.
-fn runs(ranges: &[Range<usize>], shape: &[usize]) -> Vec<Range<usize>> {
+pub(super) fn runs(ranges: &[Range<usize>], shape: &[usize]) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = std::iter::once(0..1).collect();
     for (range, &dim) in ranges.iter().zip(shape) {
         if *range == (0..dim) {
@@ -281,24 +336,24 @@ impl SimpleBackend for TensorFiles {
         dtype: DType,
         device: &Device,
     ) -> candle_core::Result<Tensor> {
-        let entry = self.0.entry(name)?;
+        let entry = self.inner.entry(name)?;
         if entry.shape != shape.dims() {
             return Err(CheckpointError::Shape {
                 name: name.to_string(),
-                file: self.0.label(entry.file).to_string(),
+                file: self.inner.label(entry.file).to_string(),
                 expected: shape.dims().to_vec(),
                 got: entry.shape.clone(),
             }
             .into());
         }
-        self.0.load(name, entry, dtype, device)
+        self.load(name, dtype, device)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
-        self.0.load(name, self.0.entry(name)?, dtype, device)
+        self.load(name, dtype, device)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        self.0.entries.contains_key(name)
+        self.inner.entries.contains_key(name)
     }
 }

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use candle_core::Device;
 use moe_comm::{Geometry, GeometryError};
 
 use super::{TensorSlice, TensorSpec};
@@ -16,13 +17,25 @@ pub struct TensorLayout {
     pub tensors: Vec<TensorSpec>,
     /// The parts of some that this rank holds; the others it holds whole, or does not need.
     pub slices: Vec<TensorSlice>,
+    /// The parts of this rank's packs of experts, under the names `w13` and `w2`, where no stored tensor
+    /// is such a pack.
+    pub packs: Vec<TensorSlice>,
     geometry: Geometry,
 }
 
 impl TensorLayout {
     /// No tensors yet, for the rank of this geometry.
     pub fn new(geometry: &Geometry) -> Self {
-        Self { tensors: Vec::new(), slices: Vec::new(), geometry: geometry.clone() }
+        Self { tensors: Vec::new(), slices: Vec::new(), packs: Vec::new(), geometry: geometry.clone() }
+    }
+
+    /// What a [`RankView`](super::RankView) shows on a device. On the CPU modules fill their packs
+    /// themselves, from mapped files; for another device packs are shown as such, and go there as a whole.
+    pub fn slices_for(self, device: &Device) -> Vec<TensorSlice> {
+        match device {
+            Device::Cpu => self.slices,
+            _ => [self.slices, self.packs].concat(),
+        }
     }
 
     /// The rank's place.
@@ -81,7 +94,8 @@ impl TensorLayout {
 
     /// The tensors of E experts of [H, I], one by one, or packed as transformers 5 writes them: whole
     /// experts of this rank, or its part of each. Packed experts are shown one by one where ranks
-    /// share them, so that a rank reads its own only.
+    /// share them, so that a rank reads its own only; and the rank's packs are listed, if they are not
+    /// stored as such.
     ///
     /// # Errors
     /// Sizes that the geometry cannot cut.
@@ -92,29 +106,37 @@ impl TensorLayout {
         [experts, hidden, intermediate]: [usize; 3],
     ) -> Result<(), GeometryError> {
         let held = self.geometry.expert_intermediate(intermediate)?.range;
-        if !packed {
+        let (gate_up, down) = (format!("{prefix}.gate_up_proj"), format!("{prefix}.down_proj"));
+        if packed {
+            self.whole(&gate_up, &[experts, 2 * intermediate, hidden]);
+            self.whole(&down, &[experts, hidden, intermediate]);
+        } else {
             for expert in 0..experts {
                 self.mlp(&format!("{prefix}.{expert}"), [hidden, intermediate], &held);
             }
-            return Ok(());
         }
-        let (gate_up, down) = (format!("{prefix}.gate_up_proj"), format!("{prefix}.down_proj"));
-        self.whole(&gate_up, &[experts, 2 * intermediate, hidden]);
-        self.whole(&down, &[experts, hidden, intermediate]);
-        if self.geometry.ep_size == 1 && self.geometry.moe_tp_size == 1 {
+        let is_shared = self.geometry.ep_size > 1 || self.geometry.moe_tp_size > 1;
+        if packed && !is_shared {
             return Ok(());
         }
         for expert in self.geometry.expert_layout(experts)?.local_experts {
             let (e, name) = (expert as usize, format!("{prefix}.{expert}"));
-            let mut show = |projection: &str, pack: &str, ranges: [Range<usize>; 2]| {
-                let [rows, columns] = ranges;
-                let ranges = [e..e + 1, rows, columns];
-                self.slices.push(TensorSlice::renamed(format!("{name}.{projection}.weight"), pack, &ranges));
-            };
             let up = intermediate + held.start..intermediate + held.end;
-            show("gate_proj", &gate_up, [held.clone(), 0..hidden]);
-            show("up_proj", &gate_up, [up, 0..hidden]);
-            show("down_proj", &down, [0..hidden, held.clone()]);
+            for (projection, pack, stored, rows, packed_rows, columns) in [
+                ("gate_proj", "w13", &gate_up, held.clone(), held.clone(), 0..hidden),
+                ("up_proj", "w13", &gate_up, held.clone(), up, 0..hidden),
+                ("down_proj", "w2", &down, 0..hidden, 0..hidden, held.clone()),
+            ] {
+                let single = format!("{name}.{projection}.weight");
+                let pack = format!("{prefix}.{pack}");
+                if packed {
+                    let ranges = [e..e + 1, packed_rows, columns];
+                    self.packs.push(TensorSlice::renamed(pack, stored, &ranges));
+                    self.slices.push(TensorSlice::renamed(single, stored, &ranges));
+                } else {
+                    self.packs.push(TensorSlice::renamed(pack, single, &[rows, columns]));
+                }
+            }
         }
         Ok(())
     }

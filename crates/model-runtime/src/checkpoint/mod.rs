@@ -3,6 +3,8 @@
 //! Layout of a checkpoint: the Hugging Face hub's (`config.json`, `generation_config.json`,
 //! `model.safetensors` or `model.safetensors.index.json` with its shards).
 
+#[cfg(any(feature = "cuda", test))]
+mod chunks;
 mod decode;
 mod dummy;
 mod error;
@@ -12,6 +14,8 @@ mod layout;
 mod nan;
 mod shards;
 mod slices;
+#[cfg(feature = "cuda")]
+mod stream;
 mod verify;
 
 use std::path::{Path, PathBuf};

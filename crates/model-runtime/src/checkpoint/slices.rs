@@ -2,7 +2,8 @@
 //!
 //! A model crate says which part of which tensor a rank holds, as a list of [`TensorSlice`]s. Its
 //! loaders then ask for the same names with smaller shapes, and only those bytes are read. Packed
-//! experts can be shown under the names of single ones, so that one loader serves both layouts.
+//! experts can be shown under the names of single ones, so that one loader serves both layouts; and
+//! single ones as a pack, which a device then gets without a stop.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -48,11 +49,38 @@ pub trait SliceSource: SimpleBackend {
     /// # Errors
     /// A missing tensor; ranges outside of it; a dtype that does not convert.
     fn slice(&self, name: &str, ranges: &[Range<usize>], dtype: DType, device: &Device) -> Result<Tensor>;
+
+    /// The parts of a pack, one behind the other, as a vector.
+    ///
+    /// # Errors
+    /// As [`slice`](Self::slice).
+    fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
+        cat(self, parts, dtype, device)
+    }
+}
+
+/// A pack out of tensors of its parts.
+fn cat<S: SliceSource + ?Sized>(
+    source: &S,
+    parts: &[TensorSlice],
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    let part = |p: &TensorSlice| source.slice(&p.stored, &p.ranges, dtype, device)?.flatten_all();
+    Tensor::cat(&parts.iter().map(part).collect::<Result<Vec<_>>>()?, 0)
 }
 
 impl SliceSource for TensorFiles {
     fn slice(&self, name: &str, ranges: &[Range<usize>], dtype: DType, device: &Device) -> Result<Tensor> {
         self.load_slice(name, ranges, dtype, device)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
+        if device.is_cuda() {
+            return self.stream(parts, dtype, device);
+        }
+        cat(self, parts, dtype, device)
     }
 }
 
@@ -62,13 +90,28 @@ impl SliceSource for DummyWeights {
         if let Some(part) = self.generate_part_on(device, name, ranges, dtype)? {
             return Ok(part);
         }
-        let mut tensor = self.get_unchecked(name, dtype, &Device::Cpu)?;
-        check_ranges(name, ranges, tensor.dims())?;
-        for (dim, range) in ranges.iter().enumerate() {
-            tensor = tensor.narrow(dim, range.start, range.len())?;
-        }
-        tensor.contiguous()?.to_device(device)
+        part_of(&self.get_unchecked(name, dtype, &Device::Cpu)?, name, ranges)?.to_device(device)
     }
+
+    /// Parts of one tensor in a row share its generation, on the device itself.
+    fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
+        let of_one = |of_one: &[TensorSlice]| {
+            let name = &of_one[0].stored;
+            let whole = self.get_unchecked(name, dtype, device)?;
+            let part = |p: &TensorSlice| part_of(&whole, name, &p.ranges)?.flatten_all();
+            Tensor::cat(&of_one.iter().map(part).collect::<Result<Vec<_>>>()?, 0)
+        };
+        let tensors = parts.chunk_by(|a, b| a.stored == b.stored).map(of_one);
+        Tensor::cat(&tensors.collect::<Result<Vec<_>>>()?, 0)
+    }
+}
+
+/// A copy of a part of a tensor.
+fn part_of(tensor: &Tensor, name: &str, ranges: &[Range<usize>]) -> Result<Tensor> {
+    check_ranges(name, ranges, tensor.dims())?;
+    let narrow =
+        |tensor: Tensor, (dim, range): (usize, &Range<usize>)| tensor.narrow(dim, range.start, range.len());
+    ranges.iter().enumerate().try_fold(tensor.clone(), narrow)?.contiguous()
 }
 
 /// Fails unless there is one range inside of each dimension.
@@ -80,47 +123,82 @@ pub(super) fn check_ranges(name: &str, ranges: &[Range<usize>], dims: &[usize]) 
     Ok(())
 }
 
-/// The tensors of a source as one rank sees them: those of the list are slices, a tensor that is
-/// only shown under other names is absent, and all others are whole.
+/// The tensors of a source as one rank sees them: those of the list are slices, or packs of several, a
+/// tensor that is only shown under other names is absent, and all others are whole.
 pub struct RankView {
     source: Box<dyn SliceSource>,
-    slices: HashMap<String, TensorSlice>,
+    slices: HashMap<String, Vec<TensorSlice>>,
     stored: HashSet<String>,
 }
 
 impl RankView {
-    /// `slices` of `source`; a name may occur once.
+    /// `slices` of `source`. Several of one name are a pack: one behind the other, in their order.
     pub fn new(source: impl SliceSource + 'static, slices: impl IntoIterator<Item = TensorSlice>) -> Self {
-        let slices: HashMap<_, _> = slices.into_iter().map(|slice| (slice.name.clone(), slice)).collect();
-        let stored = slices.values().map(|slice| slice.stored.clone()).collect();
-        Self { source: Box::new(source), slices, stored }
+        let (mut all, mut stored) = (HashMap::<_, Vec<_>>::new(), HashSet::new());
+        for slice in slices {
+            stored.insert(slice.stored.clone());
+            all.entry(slice.name.clone()).or_default().push(slice);
+        }
+        Self { source: Box::new(source), slices: all, stored }
     }
 
     /// A [`VarBuilder`] at the root of the checkpoint, as [`TensorFiles::var_builder`] gives one.
     pub fn var_builder(self, dtype: DType, device: &Device) -> VarBuilder<'static> {
         VarBuilder::from_backend(Box::new(self), dtype, device.clone())
     }
+
+    /// The part of a name, or the vector of several.
+    fn read(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
+        match parts {
+            [one] => self.source.slice(&one.stored, &one.ranges, dtype, device),
+            parts => self.source.pack(parts, dtype, device),
+        }
+    }
+}
+
+/// Dims without leading ones: one expert of a pack is asked for without the dimension of experts.
+fn significant(dims: &[usize]) -> Vec<usize> {
+    dims.iter().copied().skip_while(|&dim| dim == 1).collect()
+}
+
+/// Whether parts are what is asked for: one of that shape, or several with its rows in all.
+fn has_shape(parts: &[TensorSlice], shape: &[usize]) -> bool {
+    let row = |dims: &[usize]| dims.last().copied();
+    match parts {
+        [one] => significant(shape) == significant(&one.dims()),
+        parts => {
+            let elements: usize = parts.iter().map(|part| part.dims().iter().product::<usize>()).sum();
+            elements == shape.iter().product::<usize>()
+                && parts.iter().all(|part| row(&part.dims()) == row(shape))
+        }
+    }
 }
 
 impl SimpleBackend for RankView {
     fn get(&self, s: Shape, name: &str, h: candle_nn::Init, dtype: DType, dev: &Device) -> Result<Tensor> {
-        let Some(slice) = self.slices.get(name) else { return self.source.get(s, name, h, dtype, dev) };
-        // One expert of a pack is asked for without the dimension of experts.
-        let significant = |dims: &[usize]| dims.iter().copied().skip_while(|&d| d == 1).collect::<Vec<_>>();
-        if significant(s.dims()) != significant(&slice.dims()) {
-            bail!(
-                "tensor `{name}`: expected the shape {:?}, but this rank's part of `{}` is {:?}",
-                s.dims(),
-                slice.stored,
-                slice.ranges
-            )
+        let Some(parts) = self.slices.get(name) else { return self.source.get(s, name, h, dtype, dev) };
+        if !has_shape(parts, s.dims()) {
+            match parts.as_slice() {
+                [one] => bail!(
+                    "tensor `{name}`: expected the shape {:?}, but this rank's part of `{}` is {:?}",
+                    s.dims(),
+                    one.stored,
+                    one.ranges
+                ),
+                parts => bail!(
+                    "tensor `{name}`: expected the shape {:?}, but it is a pack of {} parts like {:?}",
+                    s.dims(),
+                    parts.len(),
+                    parts[0].dims()
+                ),
+            }
         }
-        self.source.slice(&slice.stored, &slice.ranges, dtype, dev)?.reshape(s)
+        self.read(parts, dtype, dev)?.reshape(s)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, dev: &Device) -> Result<Tensor> {
         match self.slices.get(name) {
-            Some(slice) => self.source.slice(&slice.stored, &slice.ranges, dtype, dev),
+            Some(parts) => self.read(parts, dtype, dev),
             None => self.source.get_unchecked(name, dtype, dev),
         }
     }

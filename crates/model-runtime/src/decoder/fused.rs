@@ -58,6 +58,7 @@ impl<A: SelfAttention> Decoder<A> {
         ex: &mut Exec,
     ) -> Result<()> {
         for (index, layer) in self.layers.iter().enumerate() {
+            ex.mark("layer", index)?;
             let kv = kv.layer_mut(index)?;
             layer.input_norm.with_pre_norm(|norm| {
                 layer.attention.add_normed_into(norm, residual.reborrow(), step, rope, kv, ex)

@@ -124,6 +124,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         #[cfg(feature = "cuda")]
         if observe.is_nobody() && self.fuses(step, ex) {
             self.add_layers_into(step, &rope, kv, residual.view_mut(), ex)?;
+            ex.mark("lm_head", 0)?;
             self.norm.forward_into(residual.view(), x.view_mut(), ex)?;
             return self.lm_head.forward_into(x.view(), logits, ex);
         }
@@ -131,6 +132,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         first.forward_into(residual.view(), x.view_mut(), ex)?;
         for (index, layer) in self.layers.iter().enumerate() {
             let _span = trace_span!("layer", layer = index).entered();
+            ex.mark("layer", index)?;
             let kv = kv.layer_mut(index)?;
             layer.attention.forward_into(x.view(), step, &rope, kv, delta.view_mut(), ex)?;
             let norm = &layer.post_attention_norm;
@@ -155,6 +157,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
             let is_last = index + 1 == self.layers.len();
             observe.hidden(index + 1, if is_last { x.view() } else { residual.view() }, ex)?;
         }
+        ex.mark("lm_head", 0)?;
         if step.num_logits() == step.num_tokens() {
             return self.lm_head.forward_into(x.view(), logits, ex);
         }

@@ -88,6 +88,35 @@ fn each_element_is_held_once_by_the_ranks_that_share_a_tensor() {
     }
 }
 
+/// On a device every rank is shown its packs, [E_local, 2I, H] and [E_local, H, I], unless they are stored as such.
+#[test]
+fn packs_have_the_rows_of_all_local_experts() {
+    let ep = ParallelConfig { enable_expert_parallel: true, ..ParallelConfig::default() };
+    for (parallel, packed, experts, width) in [
+        (ParallelConfig::default(), true, 0, 8),
+        (ParallelConfig::default(), false, 5, 8),
+        (ParallelConfig { tp: 2, ..ParallelConfig::default() }, false, 5, 4),
+        (ParallelConfig { tp: 2, ..ParallelConfig::default() }, true, 5, 4),
+        (ParallelConfig { dp: 2, ..ep }, false, 3, 8),
+        (ParallelConfig { dp: 2, ..ep }, true, 3, 8),
+    ] {
+        let list = layout(&config(4), &parallel.geometry(0).unwrap(), packed).unwrap();
+        let elements = |name: &str| {
+            let parts =
+                list.packs.iter().filter(|part| part.name == format!("model.layers.1.mlp.experts.{name}"));
+            parts.map(|part| part.ranges.iter().map(|r| r.len()).product::<usize>()).sum::<usize>()
+        };
+        assert_eq!(
+            (elements("w13"), elements("w2")),
+            (experts * 2 * width * 6, experts * 6 * width),
+            "{parallel:?}"
+        );
+        let slices = list.slices.len();
+        assert_eq!(list.clone().slices_for(&candle_core::Device::Cpu).len(), slices);
+        assert_eq!(list.packs.len(), 3 * experts);
+    }
+}
+
 #[test]
 fn what_cannot_be_cut_is_named() {
     let tp = |tp| ParallelConfig { tp, ..ParallelConfig::default() }.geometry(0).unwrap();

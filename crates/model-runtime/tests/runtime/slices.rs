@@ -62,6 +62,34 @@ fn packs_are_shown_in_parts_and_the_rest_as_it_is() -> Result<()> {
     Ok(())
 }
 
+/// Parts of one name are a pack: under each other, in their order, whatever tensors they come from.
+#[test]
+fn parts_of_one_name_are_a_pack() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (files, a, _) = files(&dir);
+    let weights = DummyWeights::new([TensorSpec::new("a", &[4, 6, 5])], 3);
+    let random = weights.var_builder(DType::F32, &Device::Cpu).get((4, 6, 5), "a")?;
+    let part = |e: usize, rows| TensorSlice::renamed("w13", "a", &[e..e + 1, rows, 1..4]);
+    let parts = [part(2, 3..5), part(0, 0..2), part(2, 0..2), part(3, 4..6)];
+    let views = [
+        (RankView::new(files, parts.clone()), a),
+        (RankView::new(DummyWeights::new([TensorSpec::new("a", &[4, 6, 5])], 3), parts), random),
+    ];
+    for (view, a) in views {
+        let vb = view.var_builder(DType::F32, &Device::Cpu);
+        assert!(vb.contains_tensor("w13") && !vb.contains_tensor("a"));
+        let box_of = |e: usize, row: usize| a.get(e)?.narrow(0, row, 2)?.narrow(1, 1, 3);
+        let want = Tensor::cat(&[box_of(2, 3)?, box_of(0, 0)?, box_of(2, 0)?, box_of(3, 4)?], 0)?;
+        let got = vb.get((2, 4, 3), "w13")?;
+        assert_eq!(got.reshape((8, 3))?.to_vec2::<f32>()?, want.to_vec2::<f32>()?);
+        for dims in [[2, 4, 4], [2, 3, 4], [4, 2, 2]] {
+            let e = message(vb.get(&dims[..], "w13"));
+            assert!(e.contains("`w13`: expected the shape") && e.contains("4 parts like [1, 2, 3]"), "{e}");
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn boxes_outside_of_a_tensor_are_refused() {
     let dir = tempfile::tempdir().unwrap();

@@ -9,6 +9,7 @@
 //! logits: no token travels. What one of them cannot record as a graph, none does.
 
 use std::collections::HashMap;
+use std::time::Instant;
 
 use candle_core::{DType, Result, bail};
 use model_runtime::cuda::{Graph, LOGPROB_WORDS, PinnedWords, SampleLogprobs, logprobs_into, sample_into};
@@ -21,6 +22,7 @@ use super::drawing::{Asked, Drawing};
 use super::runner::StepResult;
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
+use super::track::StepMarks;
 
 /// Most sequences of a graph.
 const MAX_BUCKET: usize = 1024;
@@ -37,6 +39,8 @@ pub(super) struct InFlight {
     padded: usize,
     /// Which of the read-back buffers it uses.
     slot: usize,
+    /// What the device does when, for a profile.
+    marks: Option<StepMarks>,
 }
 
 /// How far a bucket's graph is.
@@ -124,17 +128,17 @@ impl DeviceRunner {
         let listed: Vec<_> = draws.params.iter().map(|p| p.logprobs.map(|n| n as usize)).collect();
         let extras = Extras { feed, sampling: draws.params };
         plan.step.check_vocab(model.info().vocab_size)?;
-        let padded = self.draw(model, kv, &plan.step, &extras, ex)?;
+        let (padded, marks) = self.draw(model, kv, &plan.step, &extras, ex)?;
         self.turn = 1 - self.turn;
         let words = padded * if Asked::of(&extras.sampling).logprobs { DRAWN_WORDS } else { 2 };
         ex.download(self.drawn.view().narrow(0, words)?, &mut self.read_back[self.turn])?;
         self.last.clone_from(&keys);
         let rows = keys.into_iter().zip(listed).collect();
-        Ok(InFlight { parts: plan.parts, rows, padded, slot: self.turn })
+        Ok(InFlight { parts: plan.parts, rows, padded, slot: self.turn, marks })
     }
 
     /// Runs a step and draws its tokens, with the ranks that share the model; returns at once. The rows
-    /// of logits, padding included.
+    /// of logits, padding included, and the marks of a profile.
     pub fn draw(
         &mut self,
         model: &dyn CausalLm,
@@ -142,7 +146,7 @@ impl DeviceRunner {
         step: &Step,
         extras: &Extras,
         ex: &mut Exec,
-    ) -> Result<usize> {
+    ) -> Result<(usize, Option<StepMarks>)> {
         let rows = step.num_tokens();
         let fits = step.one_row_each() && step.num_logits() == rows;
         let mut bucket = bucket(rows).filter(|_| fits);
@@ -153,30 +157,35 @@ impl DeviceRunner {
         }
         if bucket == Some(0) {
             // No rank has a row.
-            return Ok(0);
+            return Ok((0, None));
         }
         let shape = match bucket {
             Some(rows) => Shape::decode(rows, self.sizes.blocks),
             None => Shape::of(step),
         };
-        self.step.upload_padded(step, extras, shape, ex)?;
+        let begin = Instant::now();
+        ex.mark("upload", rows)?;
+        trace_span!("upload").in_scope(|| self.step.upload_padded(step, extras, shape, ex).map(drop))?;
         ex.step.padded = bucket.is_some();
         let asked = Asked::of(&extras.sampling);
-        let launched = match bucket {
+        let launched = trace_span!("launch").in_scope(|| match bucket {
             Some(rows) if !self.sizes.eager => self.replay((rows, asked), shape, model, kv, ex),
             _ => self.run(shape, asked, model, kv, ex),
-        };
+        });
         ex.step.padded = false;
         (ex.step.rank_tokens, ex.step.only_decode) = (None, false);
         launched?;
-        Ok(shape.logits)
+        Ok((shape.logits, StepMarks::end(rows, begin, ex)?))
     }
 
     /// Waits for a step and reads its tokens.
     pub(super) fn collect(&mut self, model: &dyn CausalLm, step: InFlight) -> Result<StepResult> {
-        let words = self.read_back[step.slot].wait()?;
+        let words = trace_span!("wait").in_scope(|| self.read_back[step.slot].wait())?;
         if let Some(ranks) = model.ranks() {
             ranks.check()?;
+        }
+        if let Some(marks) = step.marks {
+            marks.report()?;
         }
         let vocab_size = self.logits.dims()[1];
         let (drawn, logprobs) = words.split_at(2 * step.padded);
@@ -226,9 +235,11 @@ impl DeviceRunner {
         ex: &mut Exec,
     ) -> Result<()> {
         let rows = shape.logits;
+        ex.mark("embedding", 0)?;
         self.step.feed(shape, self.drawn.view(), ex)?;
         let views = self.step.views(shape)?;
         model.forward(&views.step, kv, self.logits.view_mut().narrow(0, rows)?, None, ex)?;
+        ex.mark("sample", 0)?;
         let (mut tokens, rest) = self.drawn.view_mut().split_at(rows)?;
         let (status, rest) = rest.split_at(rows)?;
         let logits = self.logits.view().narrow(0, rows)?;
@@ -253,6 +264,7 @@ impl DeviceRunner {
         match self.graphs.get_mut(&variant) {
             Some(Recording::Ready(graph)) => {
                 self.replayed += 1;
+                ex.mark("graph", variant.0)?;
                 graph.launch()?;
                 return model.ranks().map_or(Ok(()), |ranks| ranks.watch(ex));
             }
@@ -274,6 +286,7 @@ impl DeviceRunner {
         };
         match recorded {
             Ok(mut graph) if by_all => {
+                ex.mark("graph", variant.0)?;
                 graph.launch()?;
                 self.replayed += 1;
                 self.graphs.insert(variant, Recording::Ready(graph));

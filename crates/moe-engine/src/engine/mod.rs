@@ -27,6 +27,8 @@ mod sequence;
 mod slots;
 mod stats;
 mod text;
+#[cfg(feature = "cuda")]
+mod track;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -36,6 +38,7 @@ use anyhow::{Context, Result};
 use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, SequenceBlocks};
 use moe_layer::{ExpertHeat, RoutedExperts};
 use serde::{Deserialize, Serialize};
+use tracing::trace_span;
 
 use crate::heat::{HeatWriter, Stage};
 use crate::parallel::wire;
@@ -100,6 +103,8 @@ impl<'m> Engine<'m> {
         tokenizer: Option<Tokenizer>,
         config: &EngineConfig,
     ) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        let ex = track::tracked(ex)?;
         let info = model.info();
         let Capacity { num_blocks, context_len, max_model_len } = config.capacity(info, &ex)?;
         let mut kv = KvCache::new_on(ex.device(), info.kv, num_blocks, config.block_size)?;
@@ -216,7 +221,8 @@ impl<'m> Engine<'m> {
     pub fn step(&mut self) -> Result<Vec<Output>> {
         self.end_late_requests()?;
         let mut outputs = std::mem::take(&mut self.ended);
-        let plan = self.scheduler.schedule().context("scheduling a step")?;
+        let plan =
+            trace_span!("schedule").in_scope(|| self.scheduler.schedule()).context("scheduling a step")?;
         let keep = match plan {
             Some(plan) => {
                 self.stats.step(plan.step.num_tokens(), self.scheduler.kv_blocks());
@@ -270,6 +276,7 @@ impl<'m> Engine<'m> {
     /// Collects steps until only `keep` are under way.
     fn collect(&mut self, keep: usize, outputs: &mut Vec<Output>) -> Result<()> {
         while self.runner.in_flight() > keep {
+            let _span = trace_span!("collect").entered();
             if let Some(result) = self.runner.collect()? {
                 self.apply(result, outputs)?;
             }

@@ -23,6 +23,8 @@ use tracing::trace_span;
 use super::device::{DeviceRunner, InFlight};
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
+#[cfg(feature = "cuda")]
+use super::track::StepMarks;
 
 /// What a step found out.
 #[derive(Default)]
@@ -177,8 +179,14 @@ impl<'m> Runner<'m> {
             feed(&mut plan, result)?;
         }
         self.prepare(&plan, &sequences)?;
+        #[cfg(feature = "cuda")]
+        let begin = std::time::Instant::now();
         let logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut self.ex)?;
+        #[cfg(feature = "cuda")]
+        let marks = StepMarks::end(plan.step.num_tokens(), begin, &self.ex)?;
         let mut logits = HostLogits::new(self.model, logits, &self.ex)?;
+        #[cfg(feature = "cuda")]
+        marks.map_or(Ok(()), StepMarks::report)?;
         let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.view_mut().cpu_mut::<f32>()?);
         let span = trace_span!("sample", rows = plan.parts.iter().filter(|p| p.samples.is_some()).count());
         let sampled = span.in_scope(|| self.sample(&plan, &sequences, before.as_ref(), logits.view_mut()))?;

@@ -56,7 +56,7 @@ where
 {
     let world = parallel.world_size()?;
     let threads = (ex.num_threads() / world).max(1);
-    let places = (0..world).map(|rank| place(source, parallel, rank)).collect::<Result<Vec<_>>>()?;
+    let places = (0..world).map(|rank| place(source, parallel, rank, ex)).collect::<Result<Vec<_>>>()?;
     let load_rank =
         |(comm, place): (ThreadComm, Place)| load_place(source, place, Arc::new(comm), None, ex, threads);
     let comms = ThreadComm::world_with_timeout(world, PATIENCE);
@@ -101,15 +101,20 @@ pub(crate) fn load_rank<F: ModelFamily>(
     ex: &Exec,
     threads: usize,
 ) -> Result<Loaded> {
-    let place = place(source, parallel, comm.rank());
+    let place = place(source, parallel, comm.rank(), ex);
     load_place(source, place.inspect_err(|e| comm.abort(&format!("{e:#}")))?, comm, device, ex, threads)
 }
 
 /// A size that the geometry cannot cut is a mistake in the call, found before anything is loaded.
-fn place<F: ModelFamily>(source: &Source<F>, parallel: &ParallelConfig, rank: usize) -> Result<Place> {
+fn place<F: ModelFamily>(
+    source: &Source<F>,
+    parallel: &ParallelConfig,
+    rank: usize,
+    ex: &Exec,
+) -> Result<Place> {
     let geometry = parallel.geometry(rank)?;
     let layout = F::layout(source.config, &geometry, source.has).map_err(|e| usage(e.to_string()))?;
-    Ok((geometry, layout.slices))
+    Ok((geometry, layout.slices_for(ex.device())))
 }
 
 fn load_place<F: ModelFamily>(
@@ -120,7 +125,9 @@ fn load_place<F: ModelFamily>(
     ex: &Exec,
     threads: usize,
 ) -> Result<Loaded> {
-    let mut ex = Exec::on(ex.device())?.with_isa(ex.isa())?.with_threads(threads)?;
+    let invariant = ex.batch_invariant();
+    let ex = Exec::on(ex.device())?.with_isa(ex.isa())?.with_threads(threads)?;
+    let mut ex = ex.with_batch_invariant(invariant);
     let load = || -> Result<_> {
         let groups = ParallelGroups::new(&geometry, comm.clone(), &mut Exec::cpu())?;
         // What layers exchange goes from GPU to GPU.

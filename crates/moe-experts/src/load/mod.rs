@@ -17,7 +17,8 @@ use crate::weights::ExpertWeights;
 
 impl ExpertWeights {
     /// Loads the experts of this rank, in the dtype (f32, bf16 or f16) and onto the device of
-    /// `vb`. Two layouts are known; the packed one is taken if `gate_up_proj` is present.
+    /// `vb`. Three layouts are known: this rank's packs are taken if `w13` is present, else the packed
+    /// one if `gate_up_proj` is.
     ///
     /// | layout | tensor | shape |
     /// |---|---|---|
@@ -27,12 +28,13 @@ impl ExpertWeights {
     /// | packed | `gate_up_proj` | [E, 2I, H], gate rows, then up rows |
     /// | | `down_proj` | [E, H, I] |
     /// | | with biases: `gate_up_proj_bias`, `down_proj_bias` | [E, 2I], [E, H] |
+    /// | this rank's | `w13`, `w2`; with biases: `w13_bias`, `w2_bias` | those of [`ExpertWeights`] |
     ///
     /// For other names, rename: [`VarBuilder::rename_f`]. Per-expert tensors are read by all
     /// threads, one at a time each, straight into the packs; experts of other ranks are not read.
     /// A packed tensor becomes the pack itself where this rank holds all of it; otherwise it is in
     /// memory as a whole while this rank's part is copied, because a `VarBuilder` reads whole
-    /// tensors. The down bias is not split by tensor parallelism: whoever adds the ranks' partial
+    /// tensors. A source that can read parts shows this rank's packs instead. The down bias is not split by tensor parallelism: whoever adds the ranks' partial
     /// sums adds it once.
     ///
     /// # Errors
@@ -40,6 +42,9 @@ impl ExpertWeights {
     /// dtype. Sizes that the checkpoint does not have are refused before a pack is allocated.
     pub fn load(spec: &LoadSpec, vb: VarBuilder) -> Result<Self> {
         spec.check()?;
+        if vb.contains_tensor(Pack::W13.local_name()) {
+            return Self::load_local(spec, &vb);
+        }
         let device = vb.device().clone();
         let on_device = vb.clone();
         let vb = vb.set_device(Device::Cpu);
@@ -67,6 +72,17 @@ impl ExpertWeights {
         let bias = |pack| spec.has_bias.then(|| load(pack)).transpose();
         Self::new(w13, w2, bias(Pack::W13Bias)?, bias(Pack::W2Bias)?)
     }
+
+    /// The packs as the source shows them.
+    fn load_local(spec: &LoadSpec, vb: &VarBuilder) -> Result<Self> {
+        let load = |pack: Pack| {
+            let mut dims = pack.expert_dims(spec.hidden_size, spec.width());
+            dims.insert(0, spec.num_local());
+            vb.get(dims, pack.local_name())?.contiguous()
+        };
+        let bias = |pack| spec.has_bias.then(|| load(pack)).transpose();
+        Self::new(load(Pack::W13)?, load(Pack::W2)?, bias(Pack::W13Bias)?, bias(Pack::W2Bias)?)
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -85,6 +101,16 @@ impl Pack {
             Self::W2 => "down_proj",
             Self::W13Bias => "gate_up_proj_bias",
             Self::W2Bias => "down_proj_bias",
+        }
+    }
+
+    /// Name where this rank's packs are shown.
+    fn local_name(self) -> &'static str {
+        match self {
+            Self::W13 => "w13",
+            Self::W2 => "w2",
+            Self::W13Bias => "w13_bias",
+            Self::W2Bias => "w2_bias",
         }
     }
 

@@ -229,3 +229,18 @@ fn absurd_sizes_are_refused_before_anything_is_allocated() {
         }
     }
 }
+
+/// A source that shows this rank's packs is asked for nothing else.
+#[test]
+fn packs_of_a_rank_are_taken_as_they_are() -> Result<()> {
+    let checkpoint = packed(3, 4, 6, 9);
+    let spec = LoadSpec::new(3, 4, 6).with_local_experts(vec![2, 0]).with_tp(1, 2).with_bias(true);
+    let want = load(&per_expert(&checkpoint), &spec, DType::F32)?;
+    let names = ["w13", "w2", "w13_bias", "w2_bias"];
+    let shown =
+        names.into_iter().map(|name| format!("experts.{name}")).zip(packs(&want)).collect::<Tensors>();
+    assert_same(&packs(&load(&shown, &spec, DType::F32)?), &packs(&want));
+    let e = load(&shown, &spec.with_tp(0, 1), DType::F32).unwrap_err().to_string();
+    assert!(e.contains("[2, 12, 4]") && e.contains("[2, 6, 4]"), "{e}");
+    Ok(())
+}

@@ -68,7 +68,7 @@ pub(crate) fn paged_attention(
     let (heads, head_dim) = (q.dims()[1], q.dims()[2]);
     let bf16 = k_cache.dtype() == DType::BF16 && q.dtype() == DType::BF16;
     if !bf16 || !head_dim_fits(head_dim) || !aligned(&[q, k_cache, v_cache, out.as_view()]) {
-        return any::paged_attention(cuda, op, q, k_cache, v_cache, meta, out);
+        return any::paged_attention(ex, op, q, k_cache, v_cache, meta, out);
     }
     let tables = meta.block_tables.dims();
     // SAFETY: the door has checked dims and dtypes; the launcher's conditions are checked above.
@@ -96,11 +96,12 @@ pub(crate) fn paged_attention(
     cuda.check(op, code)
 }
 
-/// Whether [`decode_attention`] fits.
+/// Whether [`decode_attention`] fits. Its bits are not those of the same rows in a prompt, and depend on how
+/// many blocks share a sequence.
 pub(crate) fn decode_fits(args: &QkNormRope, k_cache: View, ex: &Exec) -> bool {
     let bf16 = k_cache.dtype() == DType::BF16 && args.qkv.dtype() == DType::F32;
     let fits = bf16 && head_dim_fits(args.head_dim) && args.num_heads > 0 && args.qkv.rows() <= MAX_ROWS;
-    ex.is_cuda() && fits && aligned(&[args.qkv, args.cos, args.sin, k_cache])
+    ex.is_cuda() && !ex.batch_invariant() && fits && aligned(&[args.qkv, args.cos, args.sin, k_cache])
 }
 
 /// Head norm, rotation, cache write and attention of one new token per sequence, in one launch.

@@ -26,13 +26,14 @@ pub(crate) fn linear(
 ) -> Result<()> {
     let cuda = ex.cuda(op)?;
     let (m, n, k) = (x.dims()[0], w.dims()[0], w.dims()[1]);
+    let invariant = ex.batch_invariant();
     let bf16 = x.dtype() == DType::BF16 && k > 0 && k.is_multiple_of(64);
-    if bf16 && m >= BLAS_ROWS && bias.is_none() {
+    if bf16 && !invariant && m >= BLAS_ROWS && bias.is_none() {
         return blas::product(cuda, op, x, w, out);
     }
-    let streams = m <= STREAM_ROWS && k <= STREAM_K && (n < WIDE || cuda.major < 9);
+    let streams = !invariant && m <= STREAM_ROWS && k <= STREAM_K && (n < WIDE || cuda.major < 9);
     if !bf16 || !(streams || cuda.major >= 9) || !aligned(&[x, w, out.as_view()]) {
-        return any::linear(cuda, op, x, w, bias, out);
+        return any::linear(ex, op, x, w, bias, out);
     }
     let output = i32::from(out.dtype() == DType::BF16);
     let (x, w_at) = (cuda.read(op, "x", x)?, cuda.read(op, "w", w)?);
@@ -44,8 +45,9 @@ pub(crate) fn linear(
         // SAFETY: dims and dtypes are checked at the door, the launcher's conditions above.
         unsafe { ffi::moe_linear_stream(x, none, 0., w_at, bias, out, output, m, n, k, stream) }
     } else {
+        let splits = if invariant { -1 } else { 0 };
         // SAFETY: as above.
-        unsafe { ffi::moe_linear_tensor(x.cast(), w_at, bias, out, output, m, n, k, 0, stream) }
+        unsafe { ffi::moe_linear_tensor(x.cast(), w_at, bias, out, output, m, n, k, splits, stream) }
     };
     cuda.check(op, code)
 }

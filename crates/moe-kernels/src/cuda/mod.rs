@@ -25,8 +25,10 @@ mod router;
 pub(crate) mod rows;
 mod sampling;
 mod small;
+mod staging;
 mod step;
 mod stream;
+mod timeline;
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
@@ -53,8 +55,10 @@ pub use sampling::{
 pub use small::{
     PreNorm, linear_add_into, norm_experts_add_into, norm_linear_into, small_experts_fit, small_linear_fits,
 };
+pub use staging::Staging;
 pub use step::{RopeFrequencies, feed_tokens_into, fill_random_into, rope_rows_into};
 pub(crate) use stream::CudaExec;
+pub use timeline::{Mark, Section, Timeline};
 
 /// A CUDA device with a stream of its own, on which everything runs: candle's default stream is another
 /// one in each thread, and its events, which order several streams, cannot be captured into a graph.

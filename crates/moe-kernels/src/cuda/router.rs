@@ -60,10 +60,15 @@ pub(super) fn check_gate(op: &str, gate: &Gate, experts: usize, hidden: usize) -
     Ok(())
 }
 
-/// Whether the kernel fits: dtypes, widths and limits.
+/// Whether the kernel fits: dtypes, widths and limits. Steps that record their routing do without it, and its
+/// logits have other bits than theirs.
 pub fn gate_route_fits(hidden: usize, experts: usize, top_k: usize, dtype: DType, ex: &Exec) -> bool {
     let sizes = hidden > 0 && hidden.is_multiple_of(64) && (1..=MAX_EXPERTS).contains(&experts);
-    ex.is_cuda() && dtype == DType::BF16 && sizes && (1..=MAX_TOP_K.min(experts)).contains(&top_k)
+    ex.is_cuda()
+        && !ex.batch_invariant()
+        && dtype == DType::BF16
+        && sizes
+        && (1..=MAX_TOP_K.min(experts)).contains(&top_k)
 }
 
 /// logits [T, E] f32 = x [T, H] · gateᵀ, and the top K of their scores: topk_ids [T, K] u32 by descending

@@ -37,7 +37,7 @@ impl PreNorm<'_> {
 /// Whether [`norm_linear_into`] and [`linear_add_into`] fit products of this depth.
 pub fn small_linear_fits(tokens: usize, k: usize, dtype: DType, ex: &Exec) -> bool {
     let depth = k > 0 && k.is_multiple_of(64) && k <= 2 * MAX_HIDDEN;
-    is_hopper(ex) && dtype == DType::BF16 && tokens <= MAX_TOKENS && depth
+    may_fuse(ex) && dtype == DType::BF16 && tokens <= MAX_TOKENS && depth
 }
 
 /// Whether [`norm_experts_add_into`] fits.
@@ -50,11 +50,12 @@ pub fn small_experts_fit(
     let widths = [(hidden, MAX_HIDDEN), (inter, MAX_INTER)];
     let aligned = widths.iter().all(|&(n, max)| n > 0 && n.is_multiple_of(64) && n <= max);
     let slots = (1..=experts).contains(&top_k) && tokens * top_k <= MAX_SLOTS && experts <= MAX_EXPERTS;
-    is_hopper(ex) && tokens <= MAX_TOKENS && aligned && slots
+    may_fuse(ex) && tokens <= MAX_TOKENS && aligned && slots
 }
 
-fn is_hopper(ex: &Exec) -> bool {
-    ex.cuda("small").is_ok_and(|cuda| cuda.major >= 9)
+/// Whether these launches may be used: on Hopper, unless a row's bits must not depend on the number of rows.
+fn may_fuse(ex: &Exec) -> bool {
+    !ex.batch_invariant() && ex.cuda("small").is_ok_and(|cuda| cuda.major >= 9)
 }
 
 /// out [T, N] f32 = norm(residual [T, H] f32) · wᵀ + bias, w [N, H] bf16.

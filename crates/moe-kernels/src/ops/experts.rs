@@ -140,7 +140,7 @@ pub fn grouped_gate_up_into(
     groups.check_views(op, e)?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        return crate::cuda::any::gate_up(ex.cuda(op)?, op, x, groups, (w13, w13_bias), activation, out);
+        return crate::cuda::any::gate_up(ex, op, x, groups, (w13, w13_bias), activation, out);
     }
     let groups = groups.check(op)?;
     groups.expect_below(op, "in_rows", groups.in_rows, r)?;
@@ -211,7 +211,7 @@ pub fn grouped_down_into(
     groups.check_views(op, e)?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        return crate::cuda::any::down(ex.cuda(op)?, op, x, groups, (w2, w2_bias), out);
+        return crate::cuda::any::down(ex, op, x, groups, (w2, w2_bias), out);
     }
     let groups = groups.check_out(op, s)?;
     with_float!(x.dtype(), op, T => down::<T>(x, &groups, w2, w2_bias, out, ex))

@@ -3,6 +3,7 @@
 use candle_core::Result;
 
 use super::{CudaExec, code, count, ffi, int};
+use crate::exec::Exec;
 use crate::ops::{AttentionMeta, QkNormRope};
 use crate::view::{View, ViewMut};
 
@@ -59,7 +60,7 @@ pub(crate) fn qk_norm_rope_cache(
 }
 
 pub(crate) fn paged_attention(
-    cuda: &CudaExec,
+    ex: &Exec,
     op: &str,
     q: View,
     k_cache: View,
@@ -67,6 +68,7 @@ pub(crate) fn paged_attention(
     meta: &AttentionMeta,
     mut out: ViewMut,
 ) -> Result<()> {
+    let (cuda, invariant) = (ex.cuda(op)?, i32::from(ex.batch_invariant()));
     let (dtype, q_dtype) = (code(op, k_cache.dtype())?, code(op, q.dtype())?);
     let sizes = |view: &View, i: usize| int(op, view.dims()[i]);
     let (rows, heads, head_dim) = (sizes(&q, 0)?, sizes(&q, 1)?, sizes(&q, 2)?);
@@ -84,7 +86,7 @@ pub(crate) fn paged_attention(
     cuda.check(op, unsafe {
         ffi::moe_any_attention(
             q, k, v, starts, positions, tables, out, dtype, q_dtype, rows, sequences, max_blocks, heads,
-            kv_heads, head_dim, num_blocks, block_size, meta.scale, window, stream,
+            kv_heads, head_dim, num_blocks, block_size, meta.scale, window, invariant, stream,
         )
     })
 }

@@ -98,6 +98,7 @@ unsafe extern "C" {
         rows: i32,
         n: i32,
         k: i32,
+        invariant: i32,
         stream: Stream,
     ) -> i32;
     pub(super) fn moe_any_gate_up(
@@ -116,6 +117,7 @@ unsafe extern "C" {
         experts: i32,
         width: i32,
         hidden: i32,
+        invariant: i32,
         stream: Stream,
     ) -> i32;
     pub(super) fn moe_any_down(
@@ -131,6 +133,7 @@ unsafe extern "C" {
         experts: i32,
         hidden: i32,
         width: i32,
+        invariant: i32,
         stream: Stream,
     ) -> i32;
     pub(super) fn moe_any_qk_norm_rope_cache(
@@ -176,6 +179,7 @@ unsafe extern "C" {
         block_size: i32,
         scale: f32,
         window: i32,
+        invariant: i32,
         stream: Stream,
     ) -> i32;
     pub(super) fn moe_any_group_slots_workspace(num_local: i32) -> i64;

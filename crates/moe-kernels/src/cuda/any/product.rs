@@ -2,7 +2,8 @@
 
 use candle_core::Result;
 
-use super::{CudaExec, code, ffi, int};
+use super::{code, ffi, int};
+use crate::exec::Exec;
 use crate::ops::ExpertGroups;
 use crate::spec::Activation;
 use crate::view::{View, ViewMut};
@@ -10,20 +11,23 @@ use crate::view::{View, ViewMut};
 // SAFETY of every call below: as in `rows`.
 
 pub(crate) fn linear(
-    cuda: &CudaExec,
+    ex: &Exec,
     op: &str,
     x: View,
     w: View,
     bias: Option<View>,
     mut out: ViewMut,
 ) -> Result<()> {
+    let (cuda, invariant) = (ex.cuda(op)?, i32::from(ex.batch_invariant()));
     let (rows, n, k) = (int(op, x.rows())?, int(op, w.rows())?, int(op, w.dims()[1])?);
     let (dtype, out_dtype) = (code(op, x.dtype())?, code(op, out.dtype())?);
     let (x, w) = (cuda.read(op, "x", x)?, cuda.read(op, "w", w)?);
     let bias = cuda.read_or_null(op, "bias", bias)?;
     let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
     // SAFETY: see above.
-    cuda.check(op, unsafe { ffi::moe_any_linear(x, w, bias, out, dtype, out_dtype, rows, n, k, stream) })
+    cuda.check(op, unsafe {
+        ffi::moe_any_linear(x, w, bias, out, dtype, out_dtype, rows, n, k, invariant, stream)
+    })
 }
 
 /// The launcher's code of an activation with its parameters.
@@ -37,7 +41,7 @@ fn activation_code(activation: Activation) -> (i32, f32, f32) {
 }
 
 pub(crate) fn gate_up(
-    cuda: &CudaExec,
+    ex: &Exec,
     op: &str,
     x: View,
     groups: &ExpertGroups,
@@ -45,6 +49,7 @@ pub(crate) fn gate_up(
     activation: Activation,
     mut out: ViewMut,
 ) -> Result<()> {
+    let (cuda, invariant) = (ex.cuda(op)?, i32::from(ex.batch_invariant()));
     let (x_rows, rows, experts) =
         (int(op, x.rows())?, int(op, groups.in_rows.elem_count())?, int(op, w13.rows())?);
     let (width, hidden) = (int(op, w13.dims()[1] / 2)?, int(op, w13.dims()[2])?);
@@ -58,19 +63,20 @@ pub(crate) fn gate_up(
     cuda.check(op, unsafe {
         ffi::moe_any_gate_up(
             x, offsets, in_rows, w13, bias, out, dtype, activation, alpha, limit, x_rows, rows, experts,
-            width, hidden, stream,
+            width, hidden, invariant, stream,
         )
     })
 }
 
 pub(crate) fn down(
-    cuda: &CudaExec,
+    ex: &Exec,
     op: &str,
     x: View,
     groups: &ExpertGroups,
     (w2, bias): (View, Option<View>),
     mut out: ViewMut,
 ) -> Result<()> {
+    let (cuda, invariant) = (ex.cuda(op)?, i32::from(ex.batch_invariant()));
     let (rows, num_out, experts) = (int(op, x.rows())?, int(op, out.rows())?, int(op, w2.rows())?);
     let (hidden, width, dtype) = (int(op, w2.dims()[1])?, int(op, w2.dims()[2])?, code(op, x.dtype())?);
     let (x, w2) = (cuda.read(op, "x", x)?, cuda.read(op, "w2", w2)?);
@@ -81,7 +87,8 @@ pub(crate) fn down(
     // SAFETY: see above; rows beyond out are not written.
     cuda.check(op, unsafe {
         ffi::moe_any_down(
-            x, offsets, out_rows, w2, bias, out, dtype, rows, num_out, experts, hidden, width, stream,
+            x, offsets, out_rows, w2, bias, out, dtype, rows, num_out, experts, hidden, width, invariant,
+            stream,
         )
     })
 }

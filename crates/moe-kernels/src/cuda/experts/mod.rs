@@ -56,7 +56,7 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
     let inputs = Inputs::of(op, args, ex)?;
     let scratch = inputs.scratch(&sizes, ex)?;
     let out = ex.cuda(op)?.write(op, "out", &mut out)?;
-    match sizes.form(ex.cuda(op)?.major) {
+    match sizes.form(ex)? {
         Form::Stream => inputs.stream(&sizes, scratch, (out, output), ex),
         Form::Tensor => {
             // One tile for each expert that is touched.
@@ -79,10 +79,9 @@ pub fn route_experts_add_norm_fits(
     ex: &Exec,
 ) -> bool {
     let sizes = Sizes { tokens, top_k, num_ids: experts, num_local: experts, hidden, inter };
-    let tensor = |major| matches!(sizes.form(major), Form::Tensor);
     Sizes::fit(hidden, inter)
         && gate_route_fits(hidden, experts, top_k, DType::BF16, ex)
-        && ex.cuda("route_experts_add_norm").is_ok_and(|cuda| tensor(cuda.major))
+        && matches!(sizes.form(ex), Ok(Form::Tensor))
 }
 
 /// The experts that `gate` chooses, with what follows them: residual += Σ_k weight_k · w2\[e\] (silu(gate) · up) of x,
@@ -177,15 +176,17 @@ impl Sizes {
         self.tokens * self.top_k
     }
 
-    /// By sizes and card alone. `major` is the compute capability.
-    fn form(&self, major: usize) -> Form {
-        if major >= 9 && self.tokens >= TENSOR_TOKENS && self.num_local <= TENSOR_EXPERTS {
+    /// By sizes and card alone. Where a row's bits must not depend on the number of rows, the form for many serves any.
+    fn form(&self, ex: &Exec) -> Result<Form> {
+        let (hopper, invariant) = (ex.cuda("fused_experts")?.major >= 9, ex.batch_invariant());
+        let many = |from: usize| invariant || self.tokens >= from;
+        Ok(if hopper && many(TENSOR_TOKENS) && self.num_local <= TENSOR_EXPERTS {
             Form::Tensor
-        } else if self.tokens < GROUPED_TOKENS && self.slots() <= STREAM_SLOTS {
+        } else if !many(GROUPED_TOKENS) && self.slots() <= STREAM_SLOTS {
             Form::Stream
         } else {
             Form::Grouped
-        }
+        })
     }
 
     fn fit(hidden: usize, inter: usize) -> bool {

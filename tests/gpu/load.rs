@@ -1,0 +1,133 @@
+//! Checkpoints on a CUDA device: every tensor has the bits that it has on the CPU, whatever its files, its dtype and
+//! the part of it that a rank holds.
+
+use std::fs;
+
+use candle_core::{DType, Device, Result, Tensor};
+use model_qwen3moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_runtime::{Checkpoint, Geometry, ParallelConfig, RankView, TensorFiles, TensorSlice};
+use moe_engine::ModelFamily;
+use moe_experts::{ExpertWeights, LoadSpec};
+use moe_tests::fixture;
+
+use crate::common::{FLOATS, assert_error, cuda};
+
+/// The bits of a tensor's elements, which f32 holds exactly.
+pub fn bits(tensor: &Tensor) -> Vec<u32> {
+    let host = tensor.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+    host.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+}
+
+fn assert_same(what: &str, cpu: &Tensor, gpu: &Tensor) {
+    assert!(gpu.device().is_cuda(), "{what}");
+    assert_eq!((cpu.dims(), cpu.dtype()), (gpu.dims(), gpu.dtype()), "{what}");
+    let (cpu, gpu) = (bits(cpu), bits(gpu));
+    let different = cpu.iter().zip(&gpu).position(|(c, g)| c != g);
+    assert_eq!(different, None, "{what}: the first of {} elements that differs", cpu.len());
+}
+
+#[test]
+fn every_tensor_has_the_bits_of_the_cpu() {
+    for name in ["sharded", "packed-hub", "f16", "f32", "base", "odd-sizes"] {
+        let files = TensorFiles::open_dir(fixture(name)).unwrap();
+        for dtype in FLOATS {
+            let (cpu, gpu) =
+                (files.var_builder(dtype, &Device::Cpu), files.var_builder(dtype, cuda().device()));
+            for tensor in files.iter() {
+                let load = |vb: &candle_nn::VarBuilder| vb.get(tensor.shape, tensor.name).unwrap();
+                assert_same(&format!("{name} {} {dtype:?}", tensor.name), &load(&cpu), &load(&gpu));
+            }
+        }
+    }
+}
+
+/// The packs of a layer's experts, as one rank loads them on a device.
+fn packs(name: &str, geometry: &Geometry, layer: usize, dtype: DType, device: &Device) -> ExpertWeights {
+    let checkpoint = Checkpoint::open(fixture(name)).unwrap();
+    let config = Qwen3MoeConfig::new(&checkpoint.config).unwrap();
+    let moe = config.decoder.moe.as_ref().unwrap();
+    let layout =
+        Qwen3MoeFamily::layout(&config, geometry, &|name| checkpoint.tensors.info(name).is_some()).unwrap();
+    let vb = RankView::new(checkpoint.tensors, layout.slices_for(device)).var_builder(dtype, device);
+    let width = geometry.expert_intermediate(moe.intermediate_size).unwrap().range.len();
+    let local = geometry.expert_layout(moe.router.num_experts).unwrap().local_experts;
+    let spec = LoadSpec::new(moe.router.num_experts, config.decoder.hidden_size, width)
+        .with_local_experts(local.into_iter().map(|id| id as usize).collect());
+    ExpertWeights::load(&spec, vb.pp(format!("model.layers.{layer}.mlp.experts"))).unwrap()
+}
+
+#[test]
+fn packs_of_every_rank_have_the_bits_of_the_cpu() {
+    let ep = ParallelConfig { enable_expert_parallel: true, ..ParallelConfig::default() };
+    for parallel in [
+        ParallelConfig::default(),
+        ParallelConfig { tp: 2, ..ParallelConfig::default() },
+        ParallelConfig { dp: 2, ..ep },
+        ParallelConfig { tp: 2, ..ep },
+    ] {
+        for (name, dtype) in [("sharded", DType::BF16), ("packed-hub", DType::F32), ("f16", DType::BF16)] {
+            for rank in 0..parallel.world_size().unwrap() {
+                let geometry = parallel.geometry(rank).unwrap();
+                let load = |device: &Device| packs(name, &geometry, 1, dtype, device);
+                let (cpu, gpu) = (load(&Device::Cpu), load(cuda().device()));
+                assert_same(&format!("{name} w13 of {rank} in {parallel:?}"), cpu.w13(), gpu.w13());
+                assert_same(&format!("{name} w2 of {rank} in {parallel:?}"), cpu.w2(), gpu.w2());
+            }
+        }
+    }
+}
+
+/// A tensor of many times what all pinned buffers hold, so that each is used again and again; whole, by columns, and
+/// as a pack of pieces in another order.
+#[test]
+fn tensors_larger_than_all_buffers_arrive_whole() -> Result<()> {
+    const ROWS: usize = 40_000;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let ramp = Tensor::arange(0f32, (ROWS * 2048) as f32, &Device::Cpu)?.affine(1.37, -3e7)?;
+    candle_core::safetensors::save(&[("x", ramp.reshape((ROWS, 2048))?)].into(), &path)?;
+    let files = TensorFiles::open_file(&path)?;
+    let piece = |rows: std::ops::Range<usize>| TensorSlice::renamed("pack", "x", &[rows, 0..2048]);
+    let views: [&dyn Fn() -> Vec<TensorSlice>; 3] =
+        [&Vec::new, &|| vec![TensorSlice::new("x", &[7..ROWS - 1, 300..1333])], &|| {
+            vec![piece(20_000..ROWS), piece(3..4), piece(0..20_000)]
+        }];
+    for (view, (name, dims)) in
+        views.iter().zip([("x", [ROWS, 2048]), ("x", [ROWS - 8, 1033]), ("pack", [ROWS + 1, 2048])])
+    {
+        for dtype in [DType::F32, DType::BF16] {
+            let load = |device: &Device| {
+                RankView::new(files.clone(), view()).var_builder(dtype, device).get(&dims[..], name)
+            };
+            assert_same(&format!("{name} {dims:?} {dtype:?}"), &load(&Device::Cpu)?, &load(cuda().device())?);
+        }
+    }
+    Ok(())
+}
+
+/// A file that is cut while it is open is an error and no crash, and the next load works.
+#[test]
+fn files_that_cannot_be_read_are_errors() -> Result<()> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let tensors = [
+        ("a", Tensor::ones(1000, DType::F32, &Device::Cpu)?),
+        ("b", Tensor::ones(3, DType::U32, &Device::Cpu)?),
+    ];
+    candle_core::safetensors::save(&tensors.into(), &path)?;
+    let files = TensorFiles::open_file(&path)?;
+    let vb = files.var_builder(DType::BF16, cuda().device());
+    assert_error(vb.get(999, "a"), &["`a`", "expected shape [999], got [1000]"]);
+    assert_error(vb.get(3, "b"), &["`b`", "U32", "cannot be loaded as bf16"]);
+    assert_error(vb.get(3, "c"), &["`c` is missing"]);
+    let len = fs::metadata(&path)?.len();
+    fs::OpenOptions::new().write(true).open(&path)?.set_len(len - 2000)?;
+    assert_error(
+        vb.get(1000, "a"),
+        &["model.safetensors is truncated", &format!("the file has {}", len - 2000)],
+    );
+    candle_core::safetensors::save(&[("a", Tensor::ones(1000, DType::F32, &Device::Cpu)?)].into(), &path)?;
+    let again = TensorFiles::open_file(&path)?.var_builder(DType::BF16, cuda().device());
+    assert_eq!(bits(&again.get(1000, "a")?), vec![1f32.to_bits(); 1000]);
+    Ok(())
+}

@@ -1,0 +1,198 @@
+//! How fast a checkpoint gets onto the device, beside what the disk and the bus can do: `tests/gpu/load.sh`.
+//!
+//! The checkpoint is one of Qwen3-30B-A3B with fewer layers, written just before: it comes out of the page cache.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use candle_core::{DType, Device};
+use model_qwen3moe::{Qwen3MoeConfig, Qwen3MoeFamily};
+use model_runtime::{Config, Geometry, RankView, TensorFiles, TensorSpec};
+use moe_engine::{LoadOptions, ModelFamily};
+use rayon::prelude::*;
+
+use crate::common::cuda;
+use crate::load::bits;
+
+const CONFIG: &str = r#"{
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": true, "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0, "max_position_embeddings": 4096, "tie_word_embeddings": false, "hidden_act": "silu",
+    "torch_dtype": "bfloat16"
+}"#;
+/// Bytes of a shard, at most.
+const SHARD: usize = 2 << 30;
+/// Bytes of a read, and of what random data repeats.
+const CHUNK: usize = 4 << 20;
+const BLOCK: usize = 64 << 20;
+/// What of the slower of disk and bus a load is to reach.
+const WANTED: f64 = 0.8;
+
+/// Random bf16 numbers of moderate size.
+fn random_block() -> Vec<u8> {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        // Sign and fraction at random, exponents from 112 to 119.
+        (state & 0x83ff_83ff_83ff_83ff) | 0x3800_3800_3800_3800
+    };
+    (0..BLOCK / 8).flat_map(|_| next().to_le_bytes()).collect()
+}
+
+/// Writes the tensors to shards with an index, in their order.
+fn write(dir: &Path, tensors: &[TensorSpec]) -> std::io::Result<Vec<PathBuf>> {
+    let block = random_block();
+    let bytes = |t: &TensorSpec| 2 * t.shape.iter().product::<usize>();
+    let (mut shards, mut filled) = (vec![Vec::new()], 0);
+    for tensor in tensors {
+        if filled + bytes(tensor) > SHARD {
+            shards.push(Vec::new());
+            filled = 0;
+        }
+        filled += bytes(tensor);
+        shards.last_mut().expect("there is one").push(tensor);
+    }
+    let mut map = serde_json::Map::new();
+    let mut paths = Vec::new();
+    for (number, shard) in shards.iter().enumerate() {
+        let name = format!("model-{:05}-of-{:05}.safetensors", number + 1, shards.len());
+        let (mut header, mut end) = (serde_json::Map::new(), 0);
+        for tensor in shard {
+            let begin = end;
+            end += bytes(tensor);
+            let info =
+                serde_json::json!({"dtype": "BF16", "shape": tensor.shape, "data_offsets": [begin, end]});
+            header.insert(tensor.name.clone(), info);
+            map.insert(tensor.name.clone(), name.clone().into());
+        }
+        let mut header = serde_json::to_vec(&header)?;
+        header.resize(header.len().next_multiple_of(8), b' ');
+        let mut file = File::create(dir.join(&name))?;
+        file.write_all(&(header.len() as u64).to_le_bytes())?;
+        file.write_all(&header)?;
+        // Tensors of different places differ: the shards' lengths are no multiples of the block.
+        let mut at = number * 4099 * 2;
+        let mut left = end;
+        while left > 0 {
+            let part = &block[at % BLOCK..];
+            let part = &part[..part.len().min(left)];
+            file.write_all(part)?;
+            (at, left) = (at + part.len(), left - part.len());
+        }
+        paths.push(dir.join(name));
+    }
+    fs::write(dir.join("model.safetensors.index.json"), serde_json::json!({"weight_map": map}).to_string())?;
+    Ok(paths)
+}
+
+/// GB/s of `bytes` since `start`.
+fn rate(bytes: usize, start: Instant) -> f64 {
+    bytes as f64 / start.elapsed().as_secs_f64() / 1e9
+}
+
+/// GB/s of reading the files with all threads, 4 MiB at a time.
+fn disk(paths: &[PathBuf]) -> f64 {
+    let files: Vec<_> = paths.iter().map(|p| File::open(p).unwrap()).collect();
+    let len = |file: &File| file.metadata().unwrap().len();
+    let chunks: Vec<(&File, u64)> = files
+        .iter()
+        .flat_map(|file| (0..len(file) / CHUNK as u64).map(move |i| (file, i * CHUNK as u64)))
+        .collect();
+    let start = Instant::now();
+    chunks
+        .par_iter()
+        .for_each_init(|| vec![0; CHUNK], |buffer, (file, at)| file.read_exact_at(buffer, *at).unwrap());
+    rate(chunks.len() * CHUNK, start)
+}
+
+/// GB/s of copies from page-locked memory to the device.
+fn bus() -> f64 {
+    const WORDS: usize = 64 << 20;
+    let ex = cuda();
+    let mut host = ex.pinned(WORDS).unwrap();
+    let mut device = ex.zeros(DType::U32, &[WORDS]).unwrap();
+    ex.upload(&mut host, device.view_mut()).unwrap();
+    ex.synchronize().unwrap();
+    let start = Instant::now();
+    for _ in 0..16 {
+        ex.upload(&mut host, device.view_mut()).unwrap();
+    }
+    ex.synchronize().unwrap();
+    rate(16 * WORDS * 4, start)
+}
+
+/// Peak resident memory of this process since the last call, MB: without page-locked memory on some drivers.
+fn peak_memory() -> f64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kb = peak.and_then(|text| text.trim().trim_end_matches(" kB").parse::<f64>().ok());
+    let _ = fs::write("/proc/self/clear_refs", "5"); // starts the peak anew
+    kb.unwrap_or(f64::NAN) / 1e3
+}
+
+/// The whole load of a model, as the programs do it: GB/s.
+fn load(dir: &Path, config: &Qwen3MoeConfig) -> f64 {
+    let start = Instant::now();
+    let files = TensorFiles::open_dir(dir).unwrap();
+    let has = |name: &str| files.info(name).is_some();
+    let layout = Qwen3MoeFamily::layout(config, &Geometry::default(), &has).unwrap();
+    let device = cuda().device().clone();
+    let vb = RankView::new(files.clone(), layout.slices_for(&device)).var_builder(DType::BF16, &device);
+    let model = Qwen3MoeFamily::load(config, &LoadOptions::default(), vb).unwrap();
+    cuda().synchronize().unwrap();
+    let rate = rate(files.bytes_read() as usize, start);
+    drop(model);
+    rate
+}
+
+#[test]
+#[ignore = "writes 8 GB; tests/gpu/load.sh runs it"]
+fn a_load_runs_at_the_speed_of_disk_and_bus() {
+    let root = std::env::var_os("LOAD_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
+    let dir = tempfile::tempdir_in(root).unwrap();
+    let config = Qwen3MoeConfig::new(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
+    let tensors = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|_| false).unwrap().tensors;
+    let start = Instant::now();
+    let paths = write(dir.path(), &tensors).unwrap();
+    let bytes: u64 = paths.iter().map(|p| fs::metadata(p).unwrap().len()).sum();
+    println!(
+        "{} files, {} tensors, {:.2} GB, written in {:.1} s",
+        paths.len(),
+        tensors.len(),
+        bytes as f64 / 1e9,
+        start.elapsed().as_secs_f64()
+    );
+
+    disk(&paths);
+    let (disk, bus) = (disk(&paths), bus());
+    println!(
+        "page cache (warm), {} threads: {disk:.1} GB/s; pinned memory to device: {bus:.1} GB/s",
+        rayon::current_num_threads()
+    );
+    let before = peak_memory();
+    let rates = [load(dir.path(), &config), load(dir.path(), &config)];
+    let slower = disk.min(bus);
+    println!("peak host memory: {before:.0} MB before, {:.0} MB while loading", peak_memory());
+    println!(
+        "load: {:.1} GB/s, again {:.1} GB/s: {:.2} and {:.2} of the slower of the two",
+        rates[0],
+        rates[1],
+        rates[0] / slower,
+        rates[1] / slower
+    );
+
+    let files = TensorFiles::open_dir(dir.path()).unwrap();
+    for name in ["model.layers.5.mlp.experts.127.down_proj.weight", "model.layers.2.self_attn.q_proj.weight"]
+    {
+        let on = |device: &Device| bits(&files.var_builder(DType::BF16, device).get_unchecked(name).unwrap());
+        assert!(on(cuda().device()) == on(&Device::Cpu), "{name}");
+    }
+    let best = rates[0].max(rates[1]) / slower;
+    assert!(best >= WANTED, "{best:.2} of the slower of disk and bus, wanted {WANTED}");
+}
