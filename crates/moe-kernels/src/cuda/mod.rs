@@ -36,6 +36,7 @@ use crate::view::View;
 pub use any::{Choice, Route, RouteOut, route_into};
 pub use experts::{
     FusedExperts, fused_experts_into, route_experts_add_norm_fits, route_experts_add_norm_into,
+    route_experts_fit, route_experts_into,
 };
 pub use graph::Graph;
 pub use memory::PinnedWords;
