@@ -183,6 +183,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             (zeros(DType::F32, &[tokens, top_k]), zeros(DType::F32, &[tokens, hidden]));
         let mut want = [zeros(DType::F32, &[tokens, hidden]), zeros(DType::BF16, &[tokens, hidden])];
         let mut got = [zeros(DType::F32, &[tokens, hidden]), zeros(DType::BF16, &[tokens, hidden])];
+        let mut routed = zeros(DType::F32, &[tokens, hidden]);
         for residual in [&mut want[0], &mut got[0]] {
             add_into(start.view(), residual.view_mut(), &mut ex).unwrap();
         }
@@ -202,7 +203,6 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             assert!((5..8).contains(&tokens), "T={tokens} is refused");
             continue;
         }
-        let mut routed = zeros(DType::F32, &[tokens, hidden]);
         route_experts_into(x.view(), (&gate, top_k), packs, routed.view_mut(), &mut ex).unwrap();
         let (a, b) = (ex.to_host(delta.view()).unwrap(), ex.to_host(routed.view()).unwrap());
         if tokens < 8 {
