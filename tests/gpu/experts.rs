@@ -5,7 +5,7 @@ use moe_dispatch::{BatchedReference, LocalExperts, NoEp, PrepareFinalize};
 use moe_experts::{Activation, ActivationFormat, BatchLimits, ExpertWeights, build, build_batched, select};
 use moe_kernels::cuda::{
     FusedExperts, Gate, GateScoring, PreNorm, fused_experts_into, gate_route_into,
-    route_experts_add_norm_fits, route_experts_add_norm_into,
+    route_experts_add_norm_fits, route_experts_add_norm_into, route_experts_fit, route_experts_into,
 };
 use moe_kernels::{Buffer, Exec, NO_EXPERT, add_into, add_rms_norm_into};
 
@@ -109,6 +109,13 @@ fn on_device(b: &Buffer, ex: &Exec) -> Buffer {
     to
 }
 
+/// |got - want| / |want|
+fn relative_error(want: &Buffer, got: &Buffer) -> f64 {
+    let (want, got) = (want.view().to_f32_vec().unwrap(), got.view().to_f32_vec().unwrap());
+    let norm = |v: &mut dyn Iterator<Item = f32>| v.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+    norm(&mut want.iter().zip(&got).map(|(w, g)| w - g)) / norm(&mut want.iter().copied())
+}
+
 const SIZES: [(usize, usize, usize, usize); 6] = [
     (1, 2, 64, 64),
     (7, 9, 128, 192),
@@ -138,10 +145,7 @@ fn fused_experts_agree_with_the_cpu() {
         };
         let mut out = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
         fused_experts_into(&args, out.view_mut(), &mut ex).unwrap();
-        let values = |b: &Buffer| b.view().to_f32_vec().unwrap();
-        let (cpu, gpu) = (values(&cpu), values(&ex.to_host(out.view()).unwrap()));
-        let norm = |v: &mut dyn Iterator<Item = f32>| v.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
-        let off = norm(&mut cpu.iter().zip(&gpu).map(|(c, g)| c - g)) / norm(&mut cpu.iter().copied());
+        let off = relative_error(&cpu, &ex.to_host(out.view()).unwrap());
         // Activations and results are rounded to bf16 on both sides.
         assert!(off < 1e-2, "T={tokens}: off by {off}");
     }
@@ -153,10 +157,6 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
     let mut rng = Rng::new();
     for (tokens, top_k, hidden, inter) in SIZES {
         let mut ex = cuda();
-        if !route_experts_add_norm_fits(tokens, (EXPERTS, top_k), (hidden, inter), &ex) {
-            assert!(tokens < 8, "T={tokens} is refused");
-            continue;
-        }
         let mut put = |dtype, dims: &[usize]| on_device(&rng.floats(dtype, dims), &ex);
         let (x, gate, gain) = (
             put(DType::BF16, &[tokens, hidden]),
@@ -183,6 +183,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             (zeros(DType::F32, &[tokens, top_k]), zeros(DType::F32, &[tokens, hidden]));
         let mut want = [zeros(DType::F32, &[tokens, hidden]), zeros(DType::BF16, &[tokens, hidden])];
         let mut got = [zeros(DType::F32, &[tokens, hidden]), zeros(DType::BF16, &[tokens, hidden])];
+        let mut routed = zeros(DType::F32, &[tokens, hidden]);
         for residual in [&mut want[0], &mut got[0]] {
             add_into(start.view(), residual.view_mut(), &mut ex).unwrap();
         }
@@ -197,11 +198,24 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             expert_map: None,
         };
         fused_experts_into(&args, delta.view_mut(), &mut ex).unwrap();
+        let packs = (w13.view(), w2.view());
+        if !route_experts_fit(tokens, (EXPERTS, top_k), (hidden, inter), &ex) {
+            assert!((5..8).contains(&tokens), "T={tokens} is refused");
+            continue;
+        }
+        route_experts_into(x.view(), (&gate, top_k), packs, routed.view_mut(), &mut ex).unwrap();
+        let (a, b) = (ex.to_host(delta.view()).unwrap(), ex.to_host(routed.view()).unwrap());
+        if tokens < 8 {
+            // One launch adds in another order.
+            assert!(relative_error(&a, &b) < 1e-2, "T={tokens}: off by {}", relative_error(&a, &b));
+            continue;
+        }
+        assert_same(&format!("routed T={tokens}"), &a, &b);
+        assert!(route_experts_add_norm_fits(tokens, (EXPERTS, top_k), (hidden, inter), &ex));
         let [sums, normed] = &mut want;
         add_rms_norm_into(delta.view(), gain.view(), 1e-6, sums.view_mut(), normed.view_mut(), &mut ex)
             .unwrap();
         let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
-        let packs = (w13.view(), w2.view());
         let [sums, normed] = &mut got;
         let (sums, normed) = (sums.view_mut(), normed.view_mut());
         route_experts_add_norm_into(x.view(), (&gate, top_k), packs, &norm, sums, normed, &ex).unwrap();

@@ -47,10 +47,13 @@ pub fn run(args: &Args) -> Result<()> {
         .filter(|package| package.dir.starts_with(root().join("models")))
         .map(|package| package.name)
         .collect();
+    // One command, so that programs and tests share what both are made of.
     let mut build = cargo();
-    build.args(["build", "--release", "--features", FEATURES]).envs(environment.clone());
-    build.args(binaries.iter().flat_map(|name| ["-p", name]));
-    workspace::run(&mut build)?;
+    build.args(["build", "--release", "--features", FEATURES, "--bins", "--test", "gpu", "-p", "moe-tests"]);
+    build
+        .args(binaries.iter().flat_map(|name| ["-p", name]))
+        .args(["--message-format", "json-render-diagnostics"]);
+    let tests = test_binary(build.envs(environment))?;
 
     let folder = target_dir().join("dist").join("moe");
     if folder.exists() {
@@ -60,12 +63,7 @@ pub fn run(args: &Args) -> Result<()> {
     for name in &binaries {
         strip(&target_dir().join("release").join(name), &folder.join("bin").join(name))?;
     }
-    let mut tests = cargo();
-    tests.args(["test", "--release", "-p", "moe-tests", "--features", FEATURES, "--test", "gpu", "--no-run"]);
-    strip(
-        &test_binary(tests.args(["--message-format", "json"]).envs(environment))?,
-        &folder.join("bin/gpu"),
-    )?;
+    strip(&tests, &folder.join("bin/gpu"))?;
     for path in FILES {
         copy_tracked(path, &folder)?;
     }

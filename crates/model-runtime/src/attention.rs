@@ -248,6 +248,10 @@ impl Attention {
 }
 
 impl SelfAttention for Attention {
+    fn defer_sum(&mut self) -> bool {
+        self.ranks.as_mut().map(RowParallel::defer_sum).is_some()
+    }
+
     fn forward_into(
         &self,
         x: View,

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;
+use moe_comm::Communicator;
 
 use moe_kernels::{
     Buffer, Exec, TensorView, View, ViewMut, Workspace, add_rms_norm_into, embedding_into, linear_into,
@@ -64,6 +65,19 @@ impl RmsNorm {
         ex: &mut Exec,
     ) -> Result<()> {
         add_rms_norm_into(delta, TensorView::new(&self.weight)?.view()?, self.eps, residual, out, ex)
+    }
+
+    /// The same where each rank of `ranks` holds a part of `delta`, which is scratch afterwards.
+    pub fn add_parts_into(
+        &self,
+        ranks: &dyn Communicator,
+        delta: ViewMut,
+        residual: ViewMut,
+        out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let weight = TensorView::new(&self.weight)?;
+        ranks.all_reduce_add_rms_norm(delta, weight.view()?, self.eps, residual, out, ex)
     }
 
     /// The norm of `x` [.., H] as a new tensor.

@@ -73,6 +73,8 @@ pub struct RowParallel {
     comm: Arc<dyn Communicator>,
     /// Segments on this rank.
     segments: usize,
+    /// On CUDA: leaves the sum over ranks to the caller.
+    deferred: bool,
 }
 
 impl RowParallel {
@@ -90,7 +92,13 @@ impl RowParallel {
                 shard.segments
             )
         }
-        Ok(Self { comm, segments })
+        Ok(Self { comm, segments, deferred: false })
+    }
+
+    /// On CUDA, products leave each rank's part; the caller adds them, as
+    /// [`all_reduce_add_rms_norm`](Communicator::all_reduce_add_rms_norm) does.
+    pub fn defer_sum(&mut self) {
+        self.deferred = true;
     }
 
     /// `out` [T, N] = x · wᵀ + bias, over all ranks' columns.
@@ -121,7 +129,10 @@ impl RowParallel {
         }
         if ex.is_cuda() {
             linear_into(x, w, bias.filter(|_| rank == 0), out.reborrow(), ex)?;
-            return self.comm.all_reduce(out, ReduceOp::Sum, ex);
+            return match self.deferred {
+                true => Ok(()),
+                false => self.comm.all_reduce(out, ReduceOp::Sum, ex),
+            };
         }
         let (t, n) = (x.rows(), w.rows());
         let mut partials = ex.scratch(DType::F32, &[self.segments, t, n])?;

@@ -106,6 +106,12 @@ pub trait PrepareFinalize: Send + Sync {
         false
     }
 
+    /// Leaves the sum over the ranks that share the tokens to the caller from now on, so that
+    /// [`output_is_reduced`](Self::output_is_reduced) no longer holds; false for a backend that cannot.
+    fn defer_sum(&mut self) -> bool {
+        false
+    }
+
     /// The dtype in which prepare takes `topk_ids`.
     fn topk_ids_dtype(&self) -> DType {
         DType::U32

@@ -127,6 +127,18 @@ impl SparseMoeBlock {
         Ok(self)
     }
 
+    /// Leaves the sum over the ranks that share the tokens to the caller; whether there is one and it is
+    /// all that follows the experts.
+    pub fn defer_sum(&mut self) -> bool {
+        let has_shared = self.has_shared_experts();
+        match &mut self.family {
+            Family::Modular { router, path, decode: None } => {
+                router.config().num_zero_experts == 0 && !has_shared && path.prepare.defer_sum()
+            }
+            _ => false,
+        }
+    }
+
     pub(crate) fn gate(&self) -> &Tensor {
         &self.gate
     }

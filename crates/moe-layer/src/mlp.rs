@@ -71,6 +71,11 @@ impl GatedMlp {
         Self { ranks: ranks.into(), ..self }
     }
 
+    /// On CUDA, leaves the sum over the ranks that cut this MLP to the caller; whether there is one.
+    pub fn defer_sum(&mut self) -> bool {
+        self.ranks.as_mut().map(RowParallel::defer_sum).is_some()
+    }
+
     /// Width of the activation between the two products.
     pub fn intermediate_size(&self) -> usize {
         self.w2.dims()[1]

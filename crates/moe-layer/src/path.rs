@@ -107,6 +107,14 @@ impl SparseLayer {
         }
     }
 
+    /// As [`SparseMoeBlock::defer_sum`].
+    pub fn defer_sum(&mut self) -> bool {
+        match self {
+            Self::Block(block) => block.defer_sum(),
+            Self::Loop(_) => false,
+        }
+    }
+
     /// The router, unless it is inside the experts' kernel.
     pub fn router(&self) -> Option<&Router> {
         match self {

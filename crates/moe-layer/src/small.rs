@@ -4,7 +4,7 @@
 use moe_kernels::candle::{Result, bail};
 use moe_kernels::cuda::{
     PreNorm, norm_experts_add_into, route_experts_add_norm_fits, route_experts_add_norm_into,
-    small_experts_fit,
+    route_experts_fit, route_experts_into, small_experts_fit,
 };
 use moe_kernels::{Exec, TensorView, View, ViewMut};
 use moe_router::Router;
@@ -74,6 +74,42 @@ impl SparseMoeBlock {
         router.with_gate(gate.view()?, None, |gate| {
             route_experts_add_norm_into(hidden, (gate, top_k), packs, norm, residual, out, ex)
         })
+    }
+
+    /// Whether [`forward_partial_into`](Self::forward_partial_into) runs this block for so many tokens in this step.
+    pub fn fuses_routing(&self, tokens: usize, ex: &Exec) -> bool {
+        self.chunk_size().is_none()
+            && self.rank_parts().is_some_and(|(router, weights)| {
+                let (config, shape) = (router.config(), weights.shape());
+                let experts = (config.num_experts, config.top_k);
+                let widths = (shape.hidden_size, shape.intermediate_size);
+                router.is_plain(ex) && route_experts_fit(tokens, experts, widths, ex)
+            })
+    }
+
+    /// `out` [T, H] f32 = this rank's part of block(`hidden` [T, H]), whose experts the ranks have cut: router and experts in
+    /// as few launches as there are for so many tokens.
+    ///
+    /// # Errors
+    /// What [`fuses_routing`](Self::fuses_routing) refuses; wrong dims or dtypes.
+    pub fn forward_partial_into(&self, hidden: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        let Some((router, weights)) = self.rank_parts() else {
+            bail!("{}: these experts are not computed together with their router", self.experts_name())
+        };
+        let gate = TensorView::new(self.gate())?;
+        let (w13, w2) = (TensorView::new(weights.w13())?, TensorView::new(weights.w2())?);
+        let packs = (w13.view()?, w2.view()?);
+        let top_k = router.config().top_k;
+        router.with_gate(gate.view()?, None, |gate| route_experts_into(hidden, (gate, top_k), packs, out, ex))
+    }
+
+    /// Router and weights of a block whose sum over ranks is left to the caller, with a part of every expert here.
+    fn rank_parts(&self) -> Option<(&Router, &moe_experts::ExpertWeights)> {
+        let Family::Modular { router, path: Path { prepare, experts }, decode: None } = self.family() else {
+            return None;
+        };
+        let cut = !prepare.output_is_reduced() && prepare.local_experts().is_none();
+        Some((router, experts.packed().filter(|_| cut)?))
     }
 
     /// Router and weights of a block without communication, zero experts or shared experts.

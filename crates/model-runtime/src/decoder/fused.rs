@@ -2,7 +2,7 @@
 //! the end of the experts.
 
 use candle_core::Result;
-use moe_kernels::{Exec, Scratch, ViewMut};
+use moe_kernels::{Exec, Scratch, View, ViewMut};
 
 use super::{Decoder, DecoderLayer, Mlp, SelfAttention};
 use crate::kv_cache::KvCache;
@@ -32,6 +32,24 @@ pub(super) fn add_next_norm(
         let mut out = ex.scratch(x.view().dtype(), x.view().dims())?;
         norm.with_pre_norm(|norm| block.forward_add_norm_into(x.view(), norm, residual, out.view_mut(), ex))?;
         *x = out;
+    }
+    Ok(())
+}
+
+/// Whether [`forward_partial_into`] computes this rank's part of this sub-layer in this step.
+pub(super) fn fuses_routing(mlp: &Mlp, tokens: usize, ex: &Exec) -> bool {
+    match mlp {
+        Mlp::Dense(_) => false,
+        Mlp::Sparse(sparse) => sparse.block().is_some_and(|block| block.fuses_routing(tokens, ex)),
+    }
+}
+
+/// `out` = this rank's part of sub-layer(`x`); [`fuses_routing`] has said yes.
+pub(super) fn forward_partial_into(mlp: &Mlp, x: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    if let Mlp::Sparse(sparse) = mlp
+        && let Some(block) = sparse.block()
+    {
+        return block.forward_partial_into(x, out, ex);
     }
     Ok(())
 }

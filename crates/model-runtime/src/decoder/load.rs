@@ -7,7 +7,7 @@ use moe_layer::{
 };
 
 use super::layout::{DENSE, SHARED};
-use super::{Decoder, DecoderConfig, DecoderLayer, DecoderNames, Mlp, MoeConfig};
+use super::{Decoder, DecoderConfig, DecoderLayer, DecoderNames, Mlp, MoeConfig, SelfAttention};
 use crate::kv_cache::KvLayout;
 use crate::layers::{Embedding, LmHead, RmsNorm};
 use crate::model::{ModelInfo, MoeInfo};
@@ -25,7 +25,7 @@ pub struct DecoderOptions<'a> {
     pub context: &'a BlockContext,
 }
 
-impl<A> Decoder<A> {
+impl<A: SelfAttention> Decoder<A> {
     /// Loads the tensors of a decoder. `vb` is at the root of the checkpoint, has the model dtype and
     /// shows this rank's slices ([`DecoderConfig::layout`]); `attention` loads that of a layer, whose KV
     /// rows are those of `kv`. The oracle's choice comes along, unless there was none to make.
@@ -46,15 +46,22 @@ impl<A> Decoder<A> {
         let held = context.geometry.vocab_shard(config.vocab_size).len();
         let embedding = Embedding::load(held, h, vb.pp(names.embedding))?;
         let mut mlps = MlpLoader { config, names, options, moe_layers: 0, chosen: None };
+        // In the fast mode norms add what the ranks computed.
+        let sums = (context.geometry.tp_size > 1 && !vb.device().is_cpu()).then(|| tp.clone());
         let mut layers = Vec::new();
         for index in 0..config.num_layers() {
             let vb = vb.pp(names.layers).pp(index);
-            layers.push(DecoderLayer {
+            let mut layer = DecoderLayer {
                 input_norm: RmsNorm::load(h, eps, vb.pp(names.input_norm))?,
                 attention: attention(vb.pp(names.attention))?,
                 post_attention_norm: RmsNorm::load(h, eps, vb.pp(names.post_attention_norm))?,
                 mlp: mlps.load(index, vb.pp(names.mlp))?,
-            });
+                deferred: [false; 2],
+            };
+            if sums.is_some() {
+                layer.deferred = [layer.attention.defer_sum(), layer.mlp.defer_sum()];
+            }
+            layers.push(layer);
         }
         let lm_head = match config.tie_word_embeddings {
             true => LmHead::new(embedding.weight().clone())?,
@@ -68,6 +75,7 @@ impl<A> Decoder<A> {
             norm: RmsNorm::load(h, eps, vb.pp(names.norm))?,
             lm_head: lm_head.with_vocab_parallel(vocab),
             rope,
+            sums,
         };
         Ok((decoder, mlps.chosen))
     }

@@ -11,8 +11,11 @@ mod fused;
 mod layout;
 mod load;
 
+use std::sync::Arc;
+
 use candle_core::{DType, Result};
-use moe_kernels::{Exec, View, ViewMut};
+use moe_comm::Communicator;
+use moe_kernels::{Exec, Scratch, View, ViewMut};
 use moe_layer::{GatedMlp, Router, SparseLayer};
 use tracing::trace_span;
 
@@ -41,6 +44,11 @@ pub trait SelfAttention: Send + Sync {
         out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()>;
+
+    /// On CUDA, leaves the sum over the ranks that share the heads to the caller from now on; whether there is one.
+    fn defer_sum(&mut self) -> bool {
+        false
+    }
 
     /// Whether [`add_normed_into`](Self::add_normed_into) runs this layer for so many tokens.
     #[cfg(feature = "cuda")]
@@ -79,6 +87,17 @@ struct DecoderLayer<A> {
     attention: A,
     post_attention_norm: RmsNorm,
     mlp: Mlp,
+    /// Whether attention and MLP leave the sum over ranks to the norm that follows.
+    deferred: [bool; 2],
+}
+
+impl Mlp {
+    fn defer_sum(&mut self) -> bool {
+        match self {
+            Self::Dense(mlp) => mlp.defer_sum(),
+            Self::Sparse(sparse) => sparse.defer_sum(),
+        }
+    }
 }
 
 /// A loaded decoder, or one rank's part of it.
@@ -89,6 +108,8 @@ pub struct Decoder<A> {
     norm: RmsNorm,
     lm_head: LmHead,
     rope: Rope,
+    /// The ranks that share each token, where norms add their sums.
+    sums: Option<Arc<dyn Communicator>>,
 }
 
 impl<A: SelfAttention> CausalLm for Decoder<A> {
@@ -136,7 +157,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
             let kv = kv.layer_mut(index)?;
             layer.attention.forward_into(x.view(), step, &rope, kv, delta.view_mut(), ex)?;
             let norm = &layer.post_attention_norm;
-            norm.add_forward_into(delta.view(), residual.view_mut(), x.view_mut(), ex)?;
+            self.add_norm(norm, layer.deferred[0], [&mut delta, &mut residual, &mut x], ex)?;
             let next = self.layers.get(index + 1).map_or(&self.norm, |layer| &layer.input_norm);
             #[cfg(feature = "cuda")]
             if observe.is_nobody() && fused::fuses_next_norm(&layer.mlp, dims[0], ex) {
@@ -144,6 +165,10 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
                 continue;
             }
             match &layer.mlp {
+                #[cfg(feature = "cuda")]
+                mlp if observe.is_nobody() && fused::fuses_routing(mlp, dims[0], ex) => {
+                    fused::forward_partial_into(mlp, x.view(), delta.view_mut(), ex)?;
+                }
                 Mlp::Dense(mlp) => {
                     trace_span!("mlp").in_scope(|| mlp.forward_into(x.view(), delta.view_mut(), ex))?;
                 }
@@ -153,7 +178,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
                     sparse.forward_observed_into(x.view(), delta.view_mut(), &mut see, ex)?;
                 }
             }
-            next.add_forward_into(delta.view(), residual.view_mut(), x.view_mut(), ex)?;
+            self.add_norm(next, layer.deferred[1], [&mut delta, &mut residual, &mut x], ex)?;
             let is_last = index + 1 == self.layers.len();
             observe.hidden(index + 1, if is_last { x.view() } else { residual.view() }, ex)?;
         }
@@ -164,5 +189,23 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         let mut last = ex.scratch(dtype, &[step.num_logits(), self.info.hidden_size])?;
         gather_rows_into(x.view(), step.logits_rows, last.view_mut(), ex)?;
         self.lm_head.forward_into(last.view(), logits, ex)
+    }
+}
+
+impl<A> Decoder<A> {
+    /// `residual` += `delta`, of which ranks may hold parts, then `x` = norm(`residual`).
+    fn add_norm(
+        &self,
+        norm: &RmsNorm,
+        deferred: bool,
+        [delta, residual, x]: [&mut Scratch; 3],
+        ex: &mut Exec,
+    ) -> Result<()> {
+        match &self.sums {
+            Some(ranks) if deferred => {
+                norm.add_parts_into(ranks.as_ref(), delta.view_mut(), residual.view_mut(), x.view_mut(), ex)
+            }
+            _ => norm.add_forward_into(delta.view(), residual.view_mut(), x.view_mut(), ex),
+        }
     }
 }

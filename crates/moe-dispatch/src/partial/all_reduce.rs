@@ -17,17 +17,20 @@ pub struct SumAllReduce {
     name: &'static str,
     here: NoEp,
     comm: Arc<dyn Communicator>,
+    /// The caller adds the ranks' sums.
+    deferred: bool,
 }
 
 impl SumAllReduce {
     /// `disabled`: the ranks of `comm` hold all experts, each cut along its intermediate size.
     pub fn of_cut_experts(comm: Arc<dyn Communicator>) -> Self {
-        Self { name: "disabled", here: NoEp::new(), comm }
+        Self { name: "disabled", here: NoEp::new(), comm, deferred: false }
     }
 
     /// `local_allreduce`: the ranks of `comm` hold whole experts, this one `experts`.
     pub fn of_whole_experts(experts: LocalExperts, comm: Arc<dyn Communicator>) -> Self {
-        Self { name: "local_allreduce", here: NoEp::new().with_local_experts(experts), comm }
+        let here = NoEp::new().with_local_experts(experts);
+        Self { name: "local_allreduce", here, comm, deferred: false }
     }
 
     /// Whether the router weight multiplies a copy of the input rows instead of the experts' rows
@@ -47,7 +50,7 @@ impl PrepareFinalize for SumAllReduce {
     }
 
     fn output_is_reduced(&self) -> bool {
-        true
+        !self.deferred
     }
 
     fn num_dispatchers(&self) -> usize {
@@ -71,7 +74,15 @@ impl PrepareFinalize for SumAllReduce {
     }
 
     fn complete_reduced(&self, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        self.comm.all_reduce(out, ReduceOp::Sum, ex)
+        match self.deferred {
+            true => Ok(()),
+            false => self.comm.all_reduce(out, ReduceOp::Sum, ex),
+        }
+    }
+
+    fn defer_sum(&mut self) -> bool {
+        self.deferred = true;
+        true
     }
 
     fn prepare<'a>(

@@ -1,6 +1,8 @@
 //! The sub-layers of a decode step of a few tokens, each with its norm before and the addition to the
 //! residual stream after it in the same launch (docs/kernels.md).
 
+use std::ffi::c_void;
+
 use candle_core::{DType, Result, bail};
 
 use super::router::check_gate;
@@ -148,14 +150,62 @@ pub fn norm_experts_add_into(
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "norm_experts_add";
-    let (t, h) = expect_matrix(op, "residual", &residual)?;
+    let (_, h) = expect_matrix(op, "residual", &residual)?;
     expect_dtype(op, "residual", &residual, DType::F32)?;
+    norm.check(op, h)?;
+    let stream: *mut f32 = ex.cuda(op)?.write(op, "residual", &mut residual)?;
+    let dims = residual.dims();
+    let dims = [dims[0], dims[1]];
+    // SAFETY: the kernel may read x where it adds; the view lives on until the launch.
+    let x = Rows { at: stream.cast_const().cast(), norm: Some(norm), dims };
+    layer_stream(op, x, gate, top_k, (w13, w2), (stream.cast(), 2), ex)
+}
+
+/// out [T, H] f32 = Σ_k weight_k · w2\[e\] (silu(gate) · up) of x [T, H] bf16, as [`norm_experts_add_into`] has it.
+///
+/// # Errors
+/// As there.
+pub(super) fn experts_into(
+    x: View,
+    gate: &Gate,
+    top_k: usize,
+    packs: (View, View),
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "experts";
+    let (t, h) = expect_matrix(op, "x", &x)?;
+    expect_dtype(op, "x", &x, DType::BF16)?;
+    expect_dims(op, "out", &out, &[t, h])?;
+    expect_dtype(op, "out", &out, DType::F32)?;
+    let out = ex.cuda(op)?.write(op, "out", &mut out)?;
+    let x = Rows { at: ex.cuda(op)?.read(op, "x", x)?, norm: None, dims: [t, h] };
+    layer_stream(op, x, gate, top_k, packs, (out, 0), ex)
+}
+
+/// What the one launch reads: bf16 rows, or with a norm f32 ones.
+struct Rows<'a> {
+    at: *const c_void,
+    norm: Option<&'a PreNorm<'a>>,
+    dims: [usize; 2],
+}
+
+/// The launch; `out` with 0 to store, 2 to add.
+fn layer_stream(
+    op: &str,
+    x: Rows,
+    gate: &Gate,
+    top_k: usize,
+    (w13, w2): (View, View),
+    (out, output): (*mut c_void, i32),
+    ex: &mut Exec,
+) -> Result<()> {
+    let [t, h] = x.dims;
     let (e, _, i) = expect_rank3(op, "w2", &w2)?;
     for (name, view, dims) in [("w13", w13, [e, 2 * i, h]), ("w2", w2, [e, h, i])] {
         expect_dims(op, name, &view, &dims)?;
         expect_dtype(op, name, &view, DType::BF16)?;
     }
-    norm.check(op, h)?;
     check_gate(op, gate, e, h)?;
     if !small_experts_fit(t, (e, top_k), (h, i), ex) {
         bail!("{op}: the kernel does not fit T = {t}, E = {e}, K = {top_k}, H = {h}, I = {i}")
@@ -165,15 +215,15 @@ pub fn norm_experts_add_into(
     let mut act = ex.scratch(DType::BF16, &[t * top_k, i])?;
     let cuda = ex.cuda(op)?;
     // SAFETY: a pure function of a number.
-    let state = cuda.counters(op, unsafe { ffi::moe_layer_stream_state(small(op, e)?) }.div_ceil(4))?;
+    let state =
+        cuda.counters("layer_stream", unsafe { ffi::moe_layer_stream_state(small(op, e)?) }.div_ceil(4))?;
     let valid = if ex.step.padded { cuda.valid_rows()?.cast_const() } else { std::ptr::null() };
-    let stream: *mut f32 = cuda.write(op, "residual", &mut residual)?;
-    // SAFETY: dims, dtypes and the launcher's conditions are checked above; it may read x where it adds.
+    // SAFETY: dims, dtypes and the launcher's conditions are checked above and by the callers.
     let code = unsafe {
         ffi::moe_layer_stream(
-            stream.cast_const().cast(),
-            cuda.read(op, "norm", norm.weight)?,
-            norm.eps,
+            x.at,
+            cuda.read_or_null(op, "norm", x.norm.map(|norm| norm.weight))?,
+            x.norm.map_or(0.0, |norm| norm.eps),
             cuda.read(op, "gate", gate.weight)?,
             cuda.read_or_null(op, "gate_bias", gate.bias)?,
             cuda.read_or_null(op, "correction_bias", gate.correction_bias)?,
@@ -184,8 +234,8 @@ pub fn norm_experts_add_into(
             cuda.read(op, "w2", w2)?,
             std::ptr::null(),
             cuda.write(op, "act", &mut act.view_mut())?,
-            stream.cast(),
-            2,
+            out,
+            output,
             state,
             small(op, t)?,
             small(op, h)?,

@@ -5,11 +5,13 @@ mod launch;
 use candle_core::{DType, Result, bail};
 
 use super::router::{Buckets, Gate, gate_route, gate_route_fits};
+use super::small::{experts_into, small_experts_fit};
 use super::{PreNorm, aligned};
+use crate::buffer::Scratch;
 use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
-use launch::{Inputs, Lease, Slots, bucket_counts};
+use launch::{Inputs, Lease, Rows, Slots, bucket_counts};
 
 /// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
 const TENSOR_TOKENS: usize = 8;
@@ -115,19 +117,78 @@ pub fn route_experts_add_norm_into(
             "{op}: the kernels do not fit T = {tokens}, E = {experts}, K = {top_k}, H = {hidden}, I = {inter}"
         )
     }
-    let mut logits = ex.scratch(DType::F32, &[tokens, experts])?;
-    let mut ids = ex.scratch(DType::U32, &[tokens, top_k])?;
-    let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
-    let buckets = Lease::new(op, DType::U32, &[experts, tokens], ex)?;
-    let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
-    gate_route(x, gate, outputs, Buckets { counts: bucket_counts(experts, ex)?, slots: buckets.at }, ex)?;
-    let args =
-        FusedExperts { x, w13, w2, topk_ids: ids.view(), topk_weights: weights.view(), expert_map: None };
-    let sizes = Sizes::check(op, &args)?;
-    let inputs = Inputs::of(op, &args, ex)?;
-    let scratch = inputs.scratch(&sizes, ex)?;
-    inputs.tensor(&sizes, Slots::Buckets(&buckets), &scratch, ex)?;
-    inputs.combine_add_norm(&sizes, &scratch, norm, (&mut residual, &mut out), ex)
+    let routed = Routed::new(op, x, (gate, top_k), (w13, w2), ex)?;
+    routed.inputs.combine_add_norm(&routed.sizes, &routed.rows, norm, (&mut residual, &mut out), ex)
+}
+
+/// Whether [`route_experts_into`] fits a step of so many tokens.
+pub fn route_experts_fit(tokens: usize, experts: (usize, usize), widths: (usize, usize), ex: &Exec) -> bool {
+    small_experts_fit(tokens, experts, widths, ex) || route_experts_add_norm_fits(tokens, experts, widths, ex)
+}
+
+/// out [T, H] f32 = Σ_k weight_k · w2\[e\] (silu(gate) · up) of x [T, H] bf16, with the experts that `gate` chooses: for a
+/// few tokens in one launch, else in three. w13 [E, 2I, H], w2 [E, H, I] bf16.
+///
+/// # Errors
+/// A CPU context; wrong dims or dtypes; sizes that [`route_experts_fit`] refuses.
+pub fn route_experts_into(
+    x: View,
+    (gate, top_k): (&Gate, usize),
+    (w13, w2): (View, View),
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "route_experts";
+    let (tokens, hidden) = expect_matrix(op, "x", &x)?;
+    let (experts, _, inter) = expect_rank3(op, "w2", &w2)?;
+    expect_dims(op, "out", &out, &[tokens, hidden])?;
+    expect_dtype(op, "out", &out, DType::F32)?;
+    if small_experts_fit(tokens, (experts, top_k), (hidden, inter), ex) {
+        return experts_into(x, gate, top_k, (w13, w2), out, ex);
+    }
+    if !route_experts_fit(tokens, (experts, top_k), (hidden, inter), ex) {
+        bail!(
+            "{op}: the kernels do not fit T = {tokens}, E = {experts}, K = {top_k}, H = {hidden}, I = {inter}"
+        )
+    }
+    let routed = Routed::new(op, x, (gate, top_k), (w13, w2), ex)?;
+    let out = ex.cuda(op)?.write(op, "out", &mut out)?;
+    routed.inputs.combine(&routed.sizes, &routed.rows, (out, 1), ex)
+}
+
+/// Tokens behind router and products, before their sum.
+struct Routed {
+    sizes: Sizes,
+    inputs: Inputs,
+    rows: Rows,
+    // The launches to come read them.
+    _ids: Scratch,
+    _weights: Scratch,
+}
+
+impl Routed {
+    fn new(
+        op: &'static str,
+        x: View,
+        (gate, top_k): (&Gate, usize),
+        (w13, w2): (View, View),
+        ex: &Exec,
+    ) -> Result<Self> {
+        let (tokens, experts) = (x.rows(), w2.dims()[0]);
+        let mut logits = ex.scratch(DType::F32, &[tokens, experts])?;
+        let mut ids = ex.scratch(DType::U32, &[tokens, top_k])?;
+        let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
+        let buckets = Lease::new(op, DType::U32, &[experts, tokens], ex)?;
+        let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
+        gate_route(x, gate, outputs, Buckets { counts: bucket_counts(experts, ex)?, slots: buckets.at }, ex)?;
+        let args =
+            FusedExperts { x, w13, w2, topk_ids: ids.view(), topk_weights: weights.view(), expert_map: None };
+        let sizes = Sizes::check(op, &args)?;
+        let inputs = Inputs::of(op, &args, ex)?;
+        let rows = inputs.scratch(&sizes, ex)?;
+        inputs.tensor(&sizes, Slots::Buckets(&buckets), &rows, ex)?;
+        Ok(Self { sizes, inputs, rows, _ids: ids, _weights: weights })
+    }
 }
 
 /// Which kernels compute the products.
