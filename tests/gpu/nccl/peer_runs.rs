@@ -190,7 +190,10 @@ fn a_rank_that_stays_away_ends_the_wait() {
                     ex.synchronize().unwrap();
                     let took = start.elapsed();
                     assert!((1..5).contains(&took.as_secs()), "{took:?}");
-                    let cause = format!("rank {} did not come to an all-reduce over peer memory", n - 1);
+                    // In two shots a rank may see first that another one, which waits itself, is late.
+                    let one_shot = len == 2048 || n == 2;
+                    let absent = if one_shot { format!("rank {}", n - 1) } else { String::new() };
+                    let cause = format!("{absent} did not come to an all-reduce over peer memory");
                     assert_error(peers.check(), &[&cause]);
                     assert_error(peers.all_reduce_into(data.view_mut(), ex), &[&cause]);
                 }
