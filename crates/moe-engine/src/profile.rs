@@ -17,7 +17,7 @@ use anyhow::{Context as _, Result};
 use serde_json::{Map, Value, json};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Level, Metadata, Subscriber};
+use tracing::{Event, Metadata, Subscriber};
 use tracing_subscriber::Layer;
 use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
@@ -36,13 +36,13 @@ pub(crate) fn origin() -> Instant {
 /// Whether anybody wants to know what a device does.
 #[cfg(feature = "cuda")]
 pub(crate) fn wants_device() -> bool {
-    tracing::enabled!(target: DEVICE, Level::TRACE)
+    tracing::enabled!(target: DEVICE, tracing::Level::TRACE)
 }
 
 /// Tells what a device did, in microseconds since [`origin`]; `index` says which one of several.
 #[cfg(any(feature = "cuda", test))]
 pub(crate) fn device_section(what: &str, index: usize, start_us: f64, duration_us: f64) {
-    tracing::event!(target: DEVICE, Level::TRACE, what, index, start_us, duration_us);
+    tracing::event!(target: DEVICE, tracing::Level::TRACE, what, index, start_us, duration_us);
 }
 
 /// Whether a profile is interested: in every span and in what devices did.
