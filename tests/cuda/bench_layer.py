@@ -54,13 +54,13 @@ class Step:
 
     def route(self, i, counts=None, buckets=None):
         call("moe_gate_route", self.x, self.m.gate[i], None, None, None, self.logits, self.ids, self.weights, self.batch, H, E, K, 0, 0, 1,
-             1.0, 0.0, counts, buckets)
+             1.0, 0.0, counts, buckets, None)
 
     def products(self, i):
         """Router and products, without an alignment: the router lists the slots of each expert."""
         self.route(i, self.counters[LIB.raw("moe_experts_tensor_counts") :], self.buckets)
         call("moe_experts_tensor", self.x, self.m.w13[i], self.m.w2[i], self.buckets, None, None, None, self.act, self.rows, self.counters,
-             self.batch, K, E, H, I)
+             self.batch, K, E, E, H, I)
 
     def combined(self, i):
         """Attention half, router, products, then one launch for weighted sum, addition and the next norm."""

@@ -131,7 +131,7 @@ def run_tensor(lib, case, buckets=False):
     else:
         offsets, listed, tiles, count = run_align(lib, case, slots)
         meta = (offsets, tiles, count)
-    lib.launch("moe_experts_tensor", case.x, case.w13, case.w2, listed, *meta, act, rows, counters, tokens, top_k, local, hidden, inter)
+    lib.launch("moe_experts_tensor", case.x, case.w13, case.w2, listed, *meta, act, rows, counters, tokens, top_k, experts, local, hidden, inter)
     lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, 0)
     assert (counters == 0).all(), "tensor: counters are not left zero"
     return rows, out
@@ -330,7 +330,7 @@ def sizes_that_do_not_fit_are_refused(lib):
         assert lib.refused("moe_experts_stream", *none, 9999, tokens, top_k, 8, 8, hidden, inter, 0), (tokens, top_k, hidden, inter)
     assert lib.refused("moe_experts_grouped_gate_up", *none[:7], 8, 2, 8, 96, 64)
     assert lib.refused("moe_experts_grouped_down", *none[:7], 8, 8, 64, 100)
-    assert lib.refused("moe_experts_tensor", *none, 4, 2, 8, 96, 64)
+    assert lib.refused("moe_experts_tensor", *none, 4, 2, 8, 8, 96, 64)
     assert lib.refused("moe_experts_stream", *none, 40, 4, 8, 8, 8, 64, 64, 0), "too small a flag buffer"
     assert lib.refused("moe_experts_stream", *none, 9999, 1, 2, 8, 8, 64, 64, 2), "an unknown output"
     assert lib.raw("moe_experts_stream", *none, 9999, 0, 2, 8, 8, 64, 64, 0, None) == 0, "no tokens is no error"

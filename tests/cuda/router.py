@@ -25,7 +25,7 @@ def run(lib, x, gate, top_k, scoring="softmax", bias=None, gate_bias=None, raw=F
     ids, weights = poison(tokens, top_k, dtype=torch.int32), poison(tokens, top_k, dtype=torch.float32)
     lib.launch("moe_gate_route", x, gate, gate_bias, bias, valid, logits, ids, weights, tokens, x.shape[1],
                experts, top_k, SCORINGS.index(scoring), int(raw), int(renormalize), scale, cap, counts := torch.zeros(experts, dtype=torch.int32, device="cuda"),
-               buckets := poison(experts, tokens, dtype=torch.int32))
+               buckets := poison(experts, tokens, dtype=torch.int32), None)
     check_buckets(ids_back(ids), counts, buckets)
     return logits, ids_back(ids), weights
 
@@ -95,7 +95,7 @@ def check_ties_and_padding(lib):
 def check_refusals(lib):
     none = [None] * 8
     for hidden, experts, top_k, scoring in ((96, 8, 2, 0), (64, 1025, 2, 0), (64, 8, 9, 0), (64, 64, 33, 0), (64, 8, 2, 3)):
-        assert lib.refused("moe_gate_route", *none, 1, hidden, experts, top_k, scoring, 0, 1, 1.0, 0.0, None, None), (hidden, experts, top_k)
+        assert lib.refused("moe_gate_route", *none, 1, hidden, experts, top_k, scoring, 0, 1, 1.0, 0.0, None, None, None), (hidden, experts, top_k)
 
 
 def bench(lib):
@@ -105,7 +105,7 @@ def bench(lib):
         x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
         logits = torch.empty(tokens, 128, device="cuda")
         ids, weights = torch.empty(tokens, 8, device="cuda", dtype=torch.int32), torch.empty(tokens, 8, device="cuda")
-        call = lambda g: lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0, None, None)
+        call = lambda g: lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0, None, None, None)
         print(f"{tokens:<12} {graph_us([lambda g=g: call(g) for g in gates]):>8.2f}")
 
 

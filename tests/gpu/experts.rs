@@ -203,7 +203,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             assert!((5..8).contains(&tokens), "T={tokens} is refused");
             continue;
         }
-        route_experts_into(x.view(), (&gate, top_k), packs, routed.view_mut(), &mut ex).unwrap();
+        route_experts_into(x.view(), (&gate, top_k), packs, None, routed.view_mut(), &mut ex).unwrap();
         let (a, b) = (ex.to_host(delta.view()).unwrap(), ex.to_host(routed.view()).unwrap());
         if tokens < 8 {
             // One launch adds in another order.

@@ -192,14 +192,16 @@ extern "C" int moe_experts_tensor_counts() { return moe::experts_tensor::kCounte
 /// | `offsets`, `tiles`, `num_tiles` | the others of moe_align_tokens; null with buckets |
 /// | `act`, `slot_rows` | scratch [T K, I] bf16; out [T K, H] f32 |
 /// | `counters` | [moe_experts_tensor_counters] u32, zeroed once; launches that share it must not overlap |
+/// | `num_ids` | experts of all ranks, of which `num_local` are here |
 ///
 /// Must follow the routing on the stream. Hopper only; H and I are multiples of 64.
 extern "C" int moe_experts_tensor(const void* x, const void* w13, const void* w2, const void* slots, const void* offsets,
                                   const void* tiles, const void* num_tiles, void* act, void* slot_rows, void* counters,
-                                  int tokens, int top_k, int num_local, int hidden, int inter, void* stream) {
+                                  int tokens, int top_k, int num_ids, int num_local, int hidden, int inter,
+                                  void* stream) {
   using namespace moe;
   using namespace moe::experts_tensor;
-  if (tokens < 0 || top_k <= 0 || num_local <= 0 || hidden <= 0 || inter <= 0 || hidden % 64 != 0 || inter % 64 != 0 ||
+  if (tokens < 0 || top_k <= 0 || num_ids <= 0 || num_local <= 0 || hidden <= 0 || inter <= 0 || hidden % 64 != 0 || inter % 64 != 0 ||
       num_local > INT32_MAX / hidden || tokens > INT32_MAX / top_k)
     return cudaErrorInvalidValue;
   if (tokens == 0) return cudaSuccess;
@@ -207,10 +209,10 @@ extern "C" int moe_experts_tensor(const void* x, const void* w13, const void* w2
   const Args a = {static_cast<const bf16*>(x), static_cast<const uint32_t*>(slots), num_rows,
                   static_cast<const uint2*>(tiles), static_cast<const uint32_t*>(num_tiles), static_cast<bf16*>(act),
                   static_cast<float*>(slot_rows), static_cast<uint32_t*>(counters), tokens, top_k, num_local, hidden, inter, 0,
-                  tokens * top_k >= num_local};
+                  tokens * top_k >= num_ids};
   const bf16 *gate_up = static_cast<const bf16*>(w13), *down = static_cast<const bf16*>(w2);
   // Place for more rows shortens the ring; an expert with more rows than that reads its weights again.
-  const int mean = tokens * top_k / num_local;
+  const int mean = tokens * top_k / num_ids;
   if (mean <= 18) return run<32>(a, gate_up, down, stream);
   if (mean <= 40) return run<64>(a, gate_up, down, stream);
   return run<128>(a, gate_up, down, stream);

@@ -20,8 +20,9 @@ struct RouteArgs {
   int renormalize;
   float scale;
   float softcap;      // 0 = none
-  uint32_t* counts = nullptr;   // [E], or null: slots are also listed by expert, buckets[e][0 .. counts[e]], in any order
-  uint32_t* buckets = nullptr;  // [E, tokens]
+  uint32_t* counts = nullptr;   // [local experts], or null: slots are also listed by expert, buckets[e][0 .. counts[e]], in any order
+  uint32_t* buckets = nullptr;  // [local experts, tokens]
+  const int32_t* expert_map = nullptr;  // [E], of the buckets: expert to local one, -1 = elsewhere; null = all are here
   int tokens = 0;
 };
 
@@ -131,8 +132,11 @@ __device__ __forceinline__ void route_row(const RouteArgs& a, const float* logit
     a.topk_ids[static_cast<size_t>(token) * a.top_k + lane] = c.id;
     a.topk_weights[static_cast<size_t>(token) * a.top_k + lane] = c.weight;
     if (a.counts != nullptr && c.id != kNoExpert) {
-      const uint32_t place = atomicAdd(a.counts + c.id, 1);
-      a.buckets[static_cast<size_t>(c.id) * a.tokens + place] = token * a.top_k + lane;
+      const int local = a.expert_map == nullptr ? static_cast<int>(c.id) : a.expert_map[c.id];
+      if (local >= 0) {
+        const uint32_t place = atomicAdd(a.counts + local, 1);
+        a.buckets[static_cast<size_t>(local) * a.tokens + place] = token * a.top_k + lane;
+      }
     }
   }
 }

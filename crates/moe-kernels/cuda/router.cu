@@ -145,14 +145,15 @@ cudaError_t launch_gate(GateArgs a, void* stream) {
 /// | `valid` | [1] u32 on the device: rows from there on are padding and get no expert; null = none are |
 /// | `logits` | out [T, E] f32 |
 /// | `topk_ids`, `topk_weights` | out [T, K] u32, f32, by descending key, ties to the lower id |
-/// | `counts` | [E] u32, added to; or null |
-/// | `buckets` | out [E, T] u32 with `counts`: each expert's slots t K + k, in any order |
+/// | `counts` | [local experts] u32, added to; or null |
+/// | `buckets` | out [local experts, T] u32 with `counts`: each expert's slots t K + k, in any order |
+/// | `expert_map` | [E] i32, of `buckets`: expert to local one, -1 = elsewhere; null = all are here |
 ///
 /// `scoring`: 0 softmax, 1 sigmoid, 2 sqrt(softplus). `raw_logits`: choose by logits, score the chosen.
 /// Refuses H that is no multiple of 64, E > 1024, K > 32, K > E, and more tokens than a grid holds (524,280).
 extern "C" int moe_gate_route(const void* x, const void* gate, const void* gate_bias, const void* correction_bias,
                               const void* valid, void* logits, void* topk_ids, void* topk_weights, int tokens, int hidden, int experts, int top_k, int scoring, int raw_logits,
-                              int renormalize, float scale, float softcap, void* counts, void* buckets, void* stream) {
+                              int renormalize, float scale, float softcap, void* counts, void* buckets, const void* expert_map, void* stream) {
   using namespace moe;
   if (tokens < 0 || tokens > 65535 * kTokens || hidden <= 0 || hidden % 64 != 0 || experts <= 0 || experts > 1024 || top_k <= 0 ||
       top_k > kMaxTopK || top_k > experts || scoring < 0 || scoring > 2)
@@ -164,6 +165,6 @@ extern "C" int moe_gate_route(const void* x, const void* gate, const void* gate_
                          {static_cast<const float*>(correction_bias), static_cast<uint32_t*>(topk_ids),
                           static_cast<float*>(topk_weights), experts, top_k, static_cast<Scoring>(scoring),
                           raw_logits, renormalize, scale, softcap, static_cast<uint32_t*>(counts),
-                          static_cast<uint32_t*>(buckets), tokens}};
+                          static_cast<uint32_t*>(buckets), static_cast<const int32_t*>(expert_map), tokens}};
   return launch_gate(args, stream);
 }

@@ -79,7 +79,7 @@ impl SparseMoeBlock {
     /// Whether [`forward_partial_into`](Self::forward_partial_into) runs this block for so many tokens in this step.
     pub fn fuses_routing(&self, tokens: usize, ex: &Exec) -> bool {
         self.chunk_size().is_none()
-            && self.rank_parts().is_some_and(|(router, weights)| {
+            && self.rank_parts().is_some_and(|(router, weights, _)| {
                 let (config, shape) = (router.config(), weights.shape());
                 let experts = (config.num_experts, config.top_k);
                 let widths = (shape.hidden_size, shape.intermediate_size);
@@ -93,23 +93,26 @@ impl SparseMoeBlock {
     /// # Errors
     /// What [`fuses_routing`](Self::fuses_routing) refuses; wrong dims or dtypes.
     pub fn forward_partial_into(&self, hidden: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        let Some((router, weights)) = self.rank_parts() else {
+        let Some((router, weights, map)) = self.rank_parts() else {
             bail!("{}: these experts are not computed together with their router", self.experts_name())
         };
         let gate = TensorView::new(self.gate())?;
         let (w13, w2) = (TensorView::new(weights.w13())?, TensorView::new(weights.w2())?);
         let packs = (w13.view()?, w2.view()?);
         let top_k = router.config().top_k;
-        router.with_gate(gate.view()?, None, |gate| route_experts_into(hidden, (gate, top_k), packs, out, ex))
+        router.with_gate(gate.view()?, None, |gate| {
+            route_experts_into(hidden, (gate, top_k), packs, map, out, ex)
+        })
     }
 
-    /// Router and weights of a block whose sum over ranks is left to the caller, with a part of every expert here.
-    fn rank_parts(&self) -> Option<(&Router, &moe_experts::ExpertWeights)> {
+    /// Router, weights and, where whole experts live here, the expert map of a block whose sum over ranks is left to the
+    /// caller.
+    fn rank_parts(&self) -> Option<(&Router, &moe_experts::ExpertWeights, Option<View<'_>>)> {
         let Family::Modular { router, path: Path { prepare, experts }, decode: None } = self.family() else {
             return None;
         };
-        let cut = !prepare.output_is_reduced() && prepare.local_experts().is_none();
-        Some((router, experts.packed().filter(|_| cut)?))
+        let map = prepare.local_experts().and_then(|experts| experts.expert_map());
+        Some((router, experts.packed().filter(|_| !prepare.output_is_reduced())?, map))
     }
 
     /// Router and weights of a block without communication, zero experts or shared experts.

@@ -157,6 +157,7 @@ unsafe extern "C" {
         softcap: f32,
         counts: *mut c_void,
         buckets: *mut c_void,
+        expert_map: *const c_void,
         stream: *mut c_void,
     ) -> i32;
     pub(crate) fn moe_max_tiles(slots: i32, num_local: i32, tile_rows: i32) -> i32;
@@ -186,6 +187,7 @@ unsafe extern "C" {
         counters: *mut c_void,
         tokens: i32,
         top_k: i32,
+        num_ids: i32,
         num_local: i32,
         hidden: i32,
         inter: i32,

@@ -84,16 +84,19 @@ pub fn gate_route_into(
     topk_weights: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let none = Buckets { counts: std::ptr::null_mut(), slots: std::ptr::null_mut() };
+    let none =
+        Buckets { counts: std::ptr::null_mut(), slots: std::ptr::null_mut(), expert_map: std::ptr::null() };
     gate_route(x, gate, (logits, topk_ids, topk_weights), none, ex)
 }
 
 /// Where the router also lists the slots of each expert; null for nowhere.
 pub(super) struct Buckets {
-    /// \[E\] u32, zero before.
+    /// [local experts] u32, zero before.
     pub counts: *mut c_void,
-    /// [E, T] u32.
+    /// [local experts, T] u32.
     pub slots: *mut c_void,
+    /// \[E\] i32, or null.
+    pub expert_map: *const c_void,
 }
 
 /// [`gate_route_into`] with buckets.
@@ -144,6 +147,7 @@ pub(super) fn gate_route(
             gate.softcap.unwrap_or(0.),
             buckets.counts,
             buckets.slots,
+            buckets.expert_map,
             cuda.raw()?,
         )
     };

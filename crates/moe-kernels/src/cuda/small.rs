@@ -158,7 +158,7 @@ pub fn norm_experts_add_into(
     let dims = [dims[0], dims[1]];
     // SAFETY: the kernel may read x where it adds; the view lives on until the launch.
     let x = Rows { at: stream.cast_const().cast(), norm: Some(norm), dims };
-    layer_stream(op, x, gate, top_k, (w13, w2), (stream.cast(), 2), ex)
+    layer_stream(op, x, (gate, top_k), (w13, w2), None, (stream.cast(), 2), ex)
 }
 
 /// out [T, H] f32 = Σ_k weight_k · w2\[e\] (silu(gate) · up) of x [T, H] bf16, as [`norm_experts_add_into`] has it.
@@ -170,6 +170,7 @@ pub(super) fn experts_into(
     gate: &Gate,
     top_k: usize,
     packs: (View, View),
+    expert_map: Option<View>,
     mut out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
@@ -180,7 +181,7 @@ pub(super) fn experts_into(
     expect_dtype(op, "out", &out, DType::F32)?;
     let out = ex.cuda(op)?.write(op, "out", &mut out)?;
     let x = Rows { at: ex.cuda(op)?.read(op, "x", x)?, norm: None, dims: [t, h] };
-    layer_stream(op, x, gate, top_k, packs, (out, 0), ex)
+    layer_stream(op, x, (gate, top_k), packs, expert_map, (out, 0), ex)
 }
 
 /// What the one launch reads: bf16 rows, or with a norm f32 ones.
@@ -194,15 +195,16 @@ struct Rows<'a> {
 fn layer_stream(
     op: &str,
     x: Rows,
-    gate: &Gate,
-    top_k: usize,
+    (gate, top_k): (&Gate, usize),
     (w13, w2): (View, View),
+    expert_map: Option<View>,
     (out, output): (*mut c_void, i32),
     ex: &mut Exec,
 ) -> Result<()> {
     let [t, h] = x.dims;
-    let (e, _, i) = expect_rank3(op, "w2", &w2)?;
-    for (name, view, dims) in [("w13", w13, [e, 2 * i, h]), ("w2", w2, [e, h, i])] {
+    let (e, _) = expect_matrix(op, "gate", &gate.weight)?;
+    let (local, _, i) = expect_rank3(op, "w2", &w2)?;
+    for (name, view, dims) in [("w13", w13, [local, 2 * i, h]), ("w2", w2, [local, h, i])] {
         expect_dims(op, name, &view, &dims)?;
         expect_dtype(op, name, &view, DType::BF16)?;
     }
@@ -232,7 +234,7 @@ fn layer_stream(
             cuda.write(op, "topk_weights", &mut weights.view_mut())?,
             cuda.read(op, "w13", w13)?,
             cuda.read(op, "w2", w2)?,
-            std::ptr::null(),
+            cuda.read_or_null(op, "expert_map", expert_map)?,
             cuda.write(op, "act", &mut act.view_mut())?,
             out,
             output,
@@ -241,7 +243,7 @@ fn layer_stream(
             small(op, h)?,
             small(op, i)?,
             small(op, e)?,
-            small(op, e)?,
+            small(op, local)?,
             small(op, top_k)?,
             gate.scoring as i32,
             i32::from(gate.raw_logits),

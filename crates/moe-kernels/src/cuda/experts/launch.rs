@@ -204,6 +204,7 @@ impl Inputs {
                 counters(s.num_local, ex)?.cast(),
                 small(op, s.tokens)?,
                 small(op, s.top_k)?,
+                small(op, s.num_ids)?,
                 small(op, s.num_local)?,
                 small(op, s.hidden)?,
                 small(op, s.inter)?,

@@ -117,7 +117,7 @@ pub fn route_experts_add_norm_into(
             "{op}: the kernels do not fit T = {tokens}, E = {experts}, K = {top_k}, H = {hidden}, I = {inter}"
         )
     }
-    let routed = Routed::new(op, x, (gate, top_k), (w13, w2), ex)?;
+    let routed = Routed::new(op, x, (gate, top_k), (w13, w2), None, ex)?;
     routed.inputs.combine_add_norm(&routed.sizes, &routed.rows, norm, (&mut residual, &mut out), ex)
 }
 
@@ -126,8 +126,9 @@ pub fn route_experts_fit(tokens: usize, experts: (usize, usize), widths: (usize,
     small_experts_fit(tokens, experts, widths, ex) || route_experts_add_norm_fits(tokens, experts, widths, ex)
 }
 
-/// out [T, H] f32 = Σ_k weight_k · w2\[e\] (silu(gate) · up) of x [T, H] bf16, with the experts that `gate` chooses: for a
-/// few tokens in one launch, else in three. w13 [E, 2I, H], w2 [E, H, I] bf16.
+/// out [T, H] f32 = Σ_k weight_k · w2\[e\] (silu(gate) · up) of x [T, H] bf16, with those experts that `gate` chooses and that
+/// live here: for a few tokens in one launch, else in three. w13 [E_local, 2I, H], w2 [E_local, H, I] bf16; `expert_map`
+/// \[E\] i32 as in [`FusedExperts`].
 ///
 /// # Errors
 /// A CPU context; wrong dims or dtypes; sizes that [`route_experts_fit`] refuses.
@@ -135,23 +136,32 @@ pub fn route_experts_into(
     x: View,
     (gate, top_k): (&Gate, usize),
     (w13, w2): (View, View),
+    expert_map: Option<View>,
     mut out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "route_experts";
     let (tokens, hidden) = expect_matrix(op, "x", &x)?;
-    let (experts, _, inter) = expect_rank3(op, "w2", &w2)?;
+    let (experts, _) = expect_matrix(op, "gate", &gate.weight)?;
+    let (num_local, _, inter) = expect_rank3(op, "w2", &w2)?;
+    match &expert_map {
+        Some(map) => {
+            expect_dims(op, "expert_map", map, &[experts])?;
+            expect_dtype(op, "expert_map", map, DType::I32)?;
+        }
+        None => expect_dims(op, "w2", &w2, &[experts, hidden, inter])?,
+    }
     expect_dims(op, "out", &out, &[tokens, hidden])?;
     expect_dtype(op, "out", &out, DType::F32)?;
     if small_experts_fit(tokens, (experts, top_k), (hidden, inter), ex) {
-        return experts_into(x, gate, top_k, (w13, w2), out, ex);
+        return experts_into(x, gate, top_k, (w13, w2), expert_map, out, ex);
     }
-    if !route_experts_fit(tokens, (experts, top_k), (hidden, inter), ex) {
+    if num_local > TENSOR_EXPERTS || !route_experts_fit(tokens, (experts, top_k), (hidden, inter), ex) {
         bail!(
             "{op}: the kernels do not fit T = {tokens}, E = {experts}, K = {top_k}, H = {hidden}, I = {inter}"
         )
     }
-    let routed = Routed::new(op, x, (gate, top_k), (w13, w2), ex)?;
+    let routed = Routed::new(op, x, (gate, top_k), (w13, w2), expert_map, ex)?;
     let out = ex.cuda(op)?.write(op, "out", &mut out)?;
     routed.inputs.combine(&routed.sizes, &routed.rows, (out, 1), ex)
 }
@@ -172,21 +182,27 @@ impl Routed {
         x: View,
         (gate, top_k): (&Gate, usize),
         (w13, w2): (View, View),
+        expert_map: Option<View>,
         ex: &Exec,
     ) -> Result<Self> {
-        let (tokens, experts) = (x.rows(), w2.dims()[0]);
+        let (tokens, experts, num_local) = (x.rows(), gate.weight.rows(), w2.dims()[0]);
         let mut logits = ex.scratch(DType::F32, &[tokens, experts])?;
         let mut ids = ex.scratch(DType::U32, &[tokens, top_k])?;
         let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
-        let buckets = Lease::new(op, DType::U32, &[experts, tokens], ex)?;
+        let slots = Lease::new(op, DType::U32, &[num_local, tokens], ex)?;
         let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
-        gate_route(x, gate, outputs, Buckets { counts: bucket_counts(experts, ex)?, slots: buckets.at }, ex)?;
+        let buckets = Buckets {
+            counts: bucket_counts(num_local, ex)?,
+            slots: slots.at,
+            expert_map: ex.cuda(op)?.read_or_null(op, "expert_map", expert_map)?,
+        };
+        gate_route(x, gate, outputs, buckets, ex)?;
         let args =
-            FusedExperts { x, w13, w2, topk_ids: ids.view(), topk_weights: weights.view(), expert_map: None };
+            FusedExperts { x, w13, w2, topk_ids: ids.view(), topk_weights: weights.view(), expert_map };
         let sizes = Sizes::check(op, &args)?;
         let inputs = Inputs::of(op, &args, ex)?;
         let rows = inputs.scratch(&sizes, ex)?;
-        inputs.tensor(&sizes, Slots::Buckets(&buckets), &rows, ex)?;
+        inputs.tensor(&sizes, Slots::Buckets(&slots), &rows, ex)?;
         Ok(Self { sizes, inputs, rows, _ids: ids, _weights: weights })
     }
 }
