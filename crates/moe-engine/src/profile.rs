@@ -3,7 +3,7 @@
 //!
 //! The model and the engine open `tracing` spans; this layer writes each as one complete event when
 //! it closes. Without it nobody is interested in those spans, and one costs a load and a comparison.
-//! What a CUDA device did comes as events with times of their own ([`device_section`]), on a track beside.
+//! What a CUDA device did comes as events with times of their own (`device_section`), on a track beside.
 //! The file ends as valid JSON also when the run ends in an error, and an error of the file itself
 //! is reported.
 

@@ -195,7 +195,7 @@ impl Exec {
         self.batch_invariant
     }
 
-    /// Marks what begins here on the device's [timeline](Self::with_timeline); without one, and on the CPU, nothing.
+    /// Marks what begins here on the device's timeline (`with_timeline`); without one, and on the CPU, nothing.
     pub fn mark(&self, what: &'static str, index: usize) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(timeline) = &self.timeline {

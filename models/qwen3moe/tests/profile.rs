@@ -40,8 +40,8 @@ fn every_layer_of_every_step_is_in_the_profile() {
     // The prompt gives the first of five tokens.
     let (steps, layers) = (5, count["layer"] / 5);
     assert!(layers > 1);
-    for (name, times) in [("step", 1), ("sample", 1), ("lm_head", 1), ("attention", layers), ("moe", layers)]
-    {
+    let once = ["step", "sample", "lm_head", "schedule", "collect"].map(|name| (name, 1));
+    for (name, times) in once.into_iter().chain([("attention", layers), ("moe", layers)]) {
         assert_eq!(count[name], steps * times, "{name}");
     }
     for name in ["router", "experts"] {
@@ -55,7 +55,7 @@ fn every_layer_of_every_step_is_in_the_profile() {
     for event in &events {
         assert_eq!(event["tid"], 0, "one engine, one row: {event}");
         let outer = match event["name"].as_str().unwrap() {
-            "step" | "sample" => continue,
+            "step" | "sample" | "schedule" | "collect" => continue,
             "router" | "experts" => "moe",
             "attention" | "moe" => "layer",
             _ => "step",
