@@ -84,6 +84,22 @@ impl DummyWeights {
         out.into_tensor().map(Some)
     }
 
+    /// The same for parts that lie one after the other.
+    #[cfg(feature = "cuda")]
+    pub(super) fn generate_parts_on(
+        &self,
+        device: &Device,
+        parts: &[super::TensorSlice],
+        dtype: DType,
+    ) -> Result<Option<Tensor>> {
+        let part = |p: &super::TensorSlice| {
+            let made = self.generate_part_on(device, &p.stored, &p.ranges, dtype)?;
+            made.map(|tensor| tensor.flatten_all()).transpose()
+        };
+        let made = parts.iter().map(part).collect::<Result<Option<Vec<_>>>>()?;
+        made.map(|tensors| Tensor::cat(&tensors, 0)).transpose()
+    }
+
     fn generate(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
         if shape.len() == 1 && name.contains("norm") {
             return Tensor::ones(shape, dtype, &Device::Cpu);

@@ -93,8 +93,12 @@ impl SliceSource for DummyWeights {
         part_of(&self.get_unchecked(name, dtype, &Device::Cpu)?, name, ranges)?.to_device(device)
     }
 
-    /// Parts of one tensor in a row share its generation, on the device itself.
+    /// On CUDA each part is made where it is wanted; elsewhere parts of one tensor in a row share its generation.
     fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(made) = self.generate_parts_on(device, parts, dtype)? {
+            return Ok(made);
+        }
         let of_one = |of_one: &[TensorSlice]| {
             let name = &of_one[0].stored;
             let whole = self.get_unchecked(name, dtype, device)?;
