@@ -209,7 +209,7 @@ extern "C" int moe_experts_tensor(const void* x, const void* w13, const void* w2
   const Args a = {static_cast<const bf16*>(x), static_cast<const uint32_t*>(slots), num_rows,
                   static_cast<const uint2*>(tiles), static_cast<const uint32_t*>(num_tiles), static_cast<bf16*>(act),
                   static_cast<float*>(slot_rows), static_cast<uint32_t*>(counters), tokens, top_k, num_local, hidden, inter, 0,
-                  tokens * top_k >= num_ids};
+                  tokens * top_k >= 2 * num_ids};
   const bf16 *gate_up = static_cast<const bf16*>(w13), *down = static_cast<const bf16*>(w2);
   // Place for more rows shortens the ring; an expert with more rows than that reads its weights again.
   const int mean = tokens * top_k / num_ids;

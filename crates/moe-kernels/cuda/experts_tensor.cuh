@@ -30,7 +30,7 @@ struct Args {
   float* slot_rows;    // [T K, H], by slot
   uint32_t* counters;  // [kCounters + 2 E], zero at the start and at the end
   int tokens, top_k, num_local, hidden, inter, stages;
-  bool guess;          // most experts are touched: load weights before it is known which
+  bool guess;          // nearly every expert is touched: load weights before it is known which
 
   /// Units of one expert in each product: 64 gate and 64 up rows, or 128 rows of w2.
   __host__ __device__ int units(int product) const {
@@ -181,16 +181,12 @@ struct Producer {
     mbarrier_arrive(b.unit_full(announced++));
   }
 
-  /// Experts whose gate and up units belong to one block each, by number: their weights can be loaded before it is known
-  /// whether the routing chose them.
-  __device__ __forceinline__ int fixed_experts() const { return min(static_cast<int>(gridDim.x) / a.units(0), a.num_local); }
-
-  /// Loads as many stages of the block's fixed unit as there are, and returns how many. One after the other: all at once
-  /// they would slow down the short kernels ahead, which wait for one load after another (a layer at T = 128: 349 us
-  /// at once, 343 like this).
+  /// The block's first unit has its own number: if all experts before it are touched, its weights are known. Loads as
+  /// many stages of them as there are, and returns how many. One after the other: all at once they would slow down the
+  /// short kernels ahead, which wait for one load after another (a layer at T = 128: 349 us at once, 343 like this).
   __device__ __forceinline__ int guess() const {
     const int expert = blockIdx.x / a.units(0);
-    const int ahead = a.guess && expert < fixed_experts() ? min(b.stages, a.steps(0)) : 0;
+    const int ahead = a.guess && expert < a.num_local ? min(b.stages, a.steps(0)) : 0;
     for (int i = 0; i < ahead; ++i) {
       load(0, expert, blockIdx.x % a.units(0), i, i);
       __nanosleep(kPaceNs);
@@ -198,23 +194,18 @@ struct Producer {
     return ahead;
   }
 
-  /// All units of the block; `ready` stages were loaded by `guess`. Units are numbered over the touched experts, gate and
-  /// up first; tickets begin behind the fixed ones.
+  /// All units of the block; `ready` stages were loaded by `guess`.
   template <int kCapacity>
   __device__ __forceinline__ void run(int ready) {
     const uint2* table = b.table();
     const uint2 end = table[a.max_tiles()];
-    const int experts = end.x, own = blockIdx.x / a.units(0), limit = fixed_experts();
-    int fixed = 0, ticket = -1;
-    for (; fixed < experts && static_cast<int>(table[fixed].x) < limit; ++fixed)
-      if (static_cast<int>(table[fixed].x) == own) ticket = fixed * a.units(0) + blockIdx.x % a.units(0);
-    if (ticket < 0 && ready > 0) {
-      announce({0, own, 0, 0, 0, nullptr, 0, ready});
+    const int experts = end.x, guessed = blockIdx.x / a.units(0);
+    if (ready > 0 && (guessed >= experts || static_cast<int>(table[guessed].x) != guessed)) {
+      announce({0, guessed, 0, 0, 0, nullptr, 0, ready});
       for (; ready > 0; --ready) at.advance(b.stages);
     }
-    const int gate_up = experts * a.units(0), total = gate_up + experts * a.units(1), first_ticket = fixed * a.units(0);
-    if (ticket < 0) ticket = first_ticket + atomicAdd(a.tickets(), 1);
-    while (ticket < total) {
+    const int gate_up = experts * a.units(0), total = gate_up + experts * a.units(1);
+    for (int ticket = blockIdx.x; ticket < total;) {
       const int product = ticket < gate_up ? 0 : 1, n = product == 0 ? ticket : ticket - gate_up;
       const int touched = n / a.units(product), tile = n % a.units(product), steps = a.steps(product);
       const int expert = table[touched].x, first = table[touched].y;
@@ -234,7 +225,7 @@ struct Producer {
         }
         ready = 0;
       }
-      ticket = first_ticket + static_cast<int>(drawn);
+      ticket = gridDim.x + drawn;
     }
     announce({-1, 0, 0, 0, 0, nullptr, 0, 0});
   }
