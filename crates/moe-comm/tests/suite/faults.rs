@@ -218,8 +218,9 @@ fn two_calls_of_one_rank_at_once<C: World>() {
         let cause = "rank 0 called all_reduce while another of its threads was in a collective";
         assert_eq!(text(second.unwrap_err()), format!("all_reduce on rank 0 of 2: {cause}"));
         assert_eq!(waiting.join().unwrap(), format!("barrier on rank 0 of 2: {cause}"));
-        let error = text(last.barrier(&mut Exec::cpu()).unwrap_err());
-        assert_eq!(error, format!("barrier on rank 1 of 2: {cause}"));
+        // Rank 0's part of its barrier may have arrived before its failure; the next one cannot.
+        let error = (0..2).find_map(|_| last.barrier(&mut Exec::cpu()).err());
+        assert_eq!(text(error.unwrap()), format!("barrier on rank 1 of 2: {cause}"));
     });
 }
 
