@@ -35,7 +35,7 @@ class Step:
         self.ids, self.weights = torch.empty(batch, K, **i32), torch.empty(batch, K, **f32)
         self.act, self.rows = torch.empty(batch * K, I, **bf16), torch.empty(batch * K, H, **f32)
         self.flags = torch.zeros(LIB.raw("moe_experts_stream_flags", batch * K, E), **i32)
-        self.state = state_for(E)
+        self.state = state_for(E, I)
         self.routes = [routing(batch, E, K)[0] for _ in range(LAYERS)]
         slots = batch * K
         self.counters = torch.zeros(LIB.raw("moe_experts_tensor_counters", E), **i32)
@@ -83,11 +83,11 @@ class Step:
     def one_launch(self, i):
         """Norm, router, experts and addition to the residual."""
         call("moe_layer_stream", self.residual, self.m.gain, 1e-6, self.m.gate[i], None, None, None, self.ids, self.weights,
-             self.m.w13[i], self.m.w2[i], None, self.act, self.residual, 2, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0)
+             self.m.w13[i], self.m.w2[i], None, self.residual, 2, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0)
 
     def experts_of_one_launch(self, i):
         call("moe_layer_stream", self.x, None, 0.0, None, None, None, None, self.routes[i], self.weights, self.m.w13[i], self.m.w2[i],
-             None, self.act, self.out, 1, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0)
+             None, self.out, 1, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0)
 
     def experts_alone(self, i):
         call("moe_experts_stream", self.x, self.m.w13[i], self.m.w2[i], self.routes[i], self.weights, None, self.act, self.rows, self.out,

@@ -224,6 +224,13 @@ __device__ __forceinline__ uint64_t load_relaxed(const uint64_t* p) {
   return v;
 }
 
+/// Two neighbouring words of that kind, 16-byte aligned.
+__device__ __forceinline__ uint4 load_relaxed_pair(const uint64_t* p) {
+  uint64_t v, w;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v), "=l"(w) : "l"(p) : "memory");
+  return {static_cast<uint32_t>(v), static_cast<uint32_t>(v >> 32), static_cast<uint32_t>(w), static_cast<uint32_t>(w >> 32)};
+}
+
 __device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
