@@ -32,6 +32,18 @@ impl Buffer {
         Ok(Self { data: allocate(device, dtype, dims.elem_count()?)?, dims })
     }
 
+    /// A buffer that is to be written whole before it is read: on a CUDA device its contents are what the
+    /// memory held before, and in host memory zeros, which cost nothing there.
+    pub fn unspecified_on(device: &Device, dtype: DType, dims: &[usize]) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(device) = device {
+            let dims = Dims::new(dims)?;
+            let data = crate::cuda::DeviceMemory::unspecified(device, dtype, dims.elem_count()?)?;
+            return Ok(Self { data: Memory::Cuda(data), dims });
+        }
+        Self::zeros_on(device, dtype, dims)
+    }
+
     /// Takes over a vector.
     pub fn from_vec<T: Element>(data: Vec<T>, dims: &[usize]) -> Result<Self> {
         View::new(&data, dims)?;
