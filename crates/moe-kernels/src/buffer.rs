@@ -247,6 +247,15 @@ mod tests {
         assert!(e.contains("refuses"), "{e}");
         assert!(Workspace::new().scratch(DType::F32, &[1 << 50]).is_err());
         assert!(Buffer::zeros(DType::F32, &[usize::MAX, 2]).is_err());
+        assert!(Buffer::unspecified_on(&Device::Cpu, DType::F32, &[1 << 50]).is_err());
+    }
+
+    #[test]
+    fn unspecified_memory_of_the_host_is_zero() -> Result<()> {
+        let buffer = Buffer::unspecified_on(&Device::Cpu, DType::F16, &[3, 5])?;
+        assert_eq!((buffer.dims(), buffer.dtype()), (&[3, 5][..], DType::F16));
+        assert_eq!(buffer.view().to_f32_vec()?, vec![0.; 15]);
+        Ok(())
     }
 
     #[test]

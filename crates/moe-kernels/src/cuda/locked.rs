@@ -1,8 +1,9 @@
 //! Page-locked host memory for large transfers.
 //!
 //! Where the driver allocates such memory itself, it takes and clears page after page on one thread, and other
-//! threads' calls wait for it. So the pages come from the system, large ones if it has them; a few threads touch them,
-//! and the driver only locks what is there.
+//! threads' calls wait for it. So the pages come from the system, a few threads touch them, and the driver only locks
+//! what is there. Large pages are not asked for: beside a page cache that fills memory, the system would first move
+//! pages to make room for one (96 MiB took 315 ms once, where small pages took 65).
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -34,8 +35,6 @@ impl LockedMemory {
             Ok(bytes) => bytes,
             Err(e) => bail!("the system refuses {len} bytes of host memory: {e}"),
         };
-        #[cfg(target_os = "linux")]
-        let _ = bytes.advise(memmap2::Advice::HugePage); // a system without large pages has small ones
         touch(&mut bytes);
         let locked = context.bind_to_thread().and_then(|()| {
             // SAFETY: the range is mapped, and stays so until it is unlocked.
