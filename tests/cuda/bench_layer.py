@@ -1,15 +1,13 @@
 """Microseconds per layer of a decode step: attention half, router and experts of layers with weights of their own in one graph."""
 
-import os
-
 import torch
-from bench_decode import D, H, HKV, HQ, QKV, READ, Caches, graph_us, tensors
+from bench_decode import D, H, HKV, HQ, QKV, READ, Caches, asked, graph_us, tensors
 from check_layer import state_for
 from kernels import LIB, attention_splits, attention_workspace, call, randn
 from library import routing
 
 E, K, I, LAYERS = 128, 8, 768, 12
-BATCHES = [int(b) for b in os.environ.get("BENCH_BATCHES", "1 2 4 8 32 64 128 256").split()]
+BATCHES = asked(1, 2, 4, 8, 32, 64, 128, 256)
 
 
 class Model:
