@@ -193,9 +193,9 @@ pub struct TemplateArgs {
 /// Scheduler and KV cache; names are vLLM's.
 #[derive(Args, Debug, Clone)]
 pub struct EngineArgs {
-    /// Sequences that run at once, at most.
-    #[arg(long, default_value_t = 256, help_heading = "Engine")]
-    pub max_num_seqs: usize,
+    /// Sequences that run at once, at most (default: 64, on a GPU 256).
+    #[arg(long, help_heading = "Engine")]
+    pub max_num_seqs: Option<usize>,
     /// Tokens of one forward pass, at most; longer prompts are computed in chunks (default: 512, on a
     /// GPU 8192).
     #[arg(long, help_heading = "Engine")]

@@ -18,7 +18,7 @@ const MAX_NEW_TOKENS: usize = 128;
 pub fn engine_config(args: &EngineArgs, ex: &Exec) -> EngineConfig {
     let default = EngineConfig::for_device(ex);
     EngineConfig {
-        max_num_seqs: args.max_num_seqs,
+        max_num_seqs: args.max_num_seqs.unwrap_or(default.max_num_seqs),
         max_num_batched_tokens: args.max_num_batched_tokens.unwrap_or(default.max_num_batched_tokens),
         max_model_len: args.max_model_len,
         block_size: args.block_size,

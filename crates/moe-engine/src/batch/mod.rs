@@ -72,7 +72,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         engine,
         tokenizer,
         journal,
-        window: args.engine.max_num_seqs.saturating_mul(2),
+        window: config.max_num_seqs.saturating_mul(2),
         lines: HashMap::new(),
         owners: HashMap::new(),
         progress: Progress::new(size.map(|size| size.bytes)),

@@ -47,18 +47,22 @@ pub struct EngineConfig {
 }
 
 impl EngineConfig {
-    /// The defaults for a device: a GPU computes more rows in a step before a step gets long.
+    /// The defaults for a device: a GPU computes more rows in a step before a step gets long, and more
+    /// sequences before they wait for each other.
     pub fn for_device(ex: &Exec) -> Self {
         let default = Self::default();
-        let max_num_batched_tokens = if ex.is_cuda() { 8192 } else { default.max_num_batched_tokens };
-        Self { max_num_batched_tokens, ..default }
+        if ex.is_cuda() {
+            Self { max_num_seqs: 256, max_num_batched_tokens: 8192, ..default }
+        } else {
+            default
+        }
     }
 }
 
 impl Default for EngineConfig {
     fn default() -> Self {
         Self {
-            max_num_seqs: 256,
+            max_num_seqs: 64,
             max_num_batched_tokens: 512,
             max_model_len: None,
             block_size: 16,
