@@ -24,7 +24,8 @@ __device__ __forceinline__ void weigh(const Row& row, const Weights& weights, ui
   }
 }
 
-/// The keys that the edge keeps, in any order; all blocks.
+/// The keys that the edge keeps, in any order; all blocks. They go through `all`: the other blocks may still read `own`, which
+/// the search left there.
 __device__ __forceinline__ void write_top(Row& row, Edge edge, uint32_t* out) {
   __syncthreads();
   if (threadIdx.x == 0) row.s.gathered = 0;
@@ -34,7 +35,7 @@ __device__ __forceinline__ void write_top(Row& row, Edge edge, uint32_t* out) {
     const uint32_t id = row.first + i;
     if (!edge.keeps(x, id)) continue;
     const uint32_t at = atomicAdd(&row.s.gathered, 1u);
-    if (at < kMaxTop) row.s.own[at] = token_key(x, id);
+    if (at < kMaxTop) row.s.all[at] = token_key(x, id);
   }
   __syncthreads();
   uint64_t all[2][kRowCluster];
@@ -43,7 +44,7 @@ __device__ __forceinline__ void write_top(Row& row, Edge edge, uint32_t* out) {
 #pragma unroll
   for (int r = 0; r < kRowCluster; ++r) offset += r < static_cast<int>(cluster_rank()) ? all[0][r] : 0;
   if (threadIdx.x >= row.s.gathered || offset + threadIdx.x >= kMaxTop) return;
-  const uint64_t key = row.s.own[threadIdx.x];
+  const uint64_t key = row.s.all[threadIdx.x];
   out[2 * (offset + threadIdx.x)] = static_cast<uint32_t>(key);
   out[2 * (offset + threadIdx.x) + 1] = static_cast<uint32_t>(key >> 32);
 }
