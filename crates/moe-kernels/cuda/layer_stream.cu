@@ -168,7 +168,7 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
         mbarrier_init(s.empty(product, i), kConsumers);
       }
     }
-    for (int u = 0; u < kMaxSlots; ++u) mbarrier_init(s.act_full(u), 1);
+    for (int u = 0; u < a.slots(); ++u) mbarrier_init(s.act_full(u), 1);
     for (int i = 0; i < kParts; ++i) {
       mbarrier_init(s.parts_full(i), kConsumers);
       mbarrier_init(s.parts_empty(i), 1);
