@@ -152,7 +152,7 @@ def run(lib, token_counts, skews, only=None):
             inputs = Inputs(tokens, skew, weights, calls=max(8, min(48, 96 // tokens)))
             found = variants(lib, inputs)
             if tokens >= 8 and not skew:
-                found["router, tensor, combine"] = found["router alone"] = found["router, tensor, combine with norm"] = None
+                found["router + tensor"] = found["router alone"] = found["router + tensor + norm"] = None
             for name, calls in found.items():
                 if only and name not in only:
                     continue
@@ -161,7 +161,7 @@ def run(lib, token_counts, skews, only=None):
                 if calls is None:
                     if not hasattr(inputs, "gates"):
                         inputs.route()
-                    calls = routed_calls(lib, inputs, {"router alone": "router", "router, tensor, combine": None}.get(name, "norm"))
+                    calls = routed_calls(lib, inputs, {"router alone": "router", "router + tensor": None}.get(name, "norm"))
                 try:
                     us = graph_us(calls)
                 except RuntimeError as error:
@@ -169,8 +169,8 @@ def run(lib, token_counts, skews, only=None):
                     continue
                 rows.append(rate(name, inputs, us, skew))
                 if name == "router alone":
-                    whole = next(r for r in reversed(rows) if r["kernel"] == "router, tensor, combine")
-                    rows.append(rate("  experts of these", inputs, whole["us"] - us, skew))
+                    whole = next(r for r in reversed(rows) if r["kernel"] == "router + tensor")
+                    rows.append(rate("experts as routed", inputs, whole["us"] - us, skew))
     print(f"{'kernel':<24} {'T':>5} {'skew':>5} {'us':>8} {'experts':>8} {'TB/s':>6} {'TFLOP/s':>8}")
     for r in rows:
         print(f"{r['kernel']:<24} {r['tokens']:>5} {r['skew']:>5} {r['us']:>8.1f} {r['distinct']:>8.1f} {r['tb_s']:>6.2f} {r['tflop_s']:>8.1f}")

@@ -19,7 +19,7 @@ use crate::load_bench::{layout, pieces, rate};
 const MIB: usize = 1 << 20;
 /// Buffers and their bytes; the loader has one of these pairs.
 const STAGES: [(usize, usize); 7] =
-    [(32, MIB), (32, 2 * MIB), (48, 2 * MIB), (16, 4 * MIB), (24, 4 * MIB), (32, 4 * MIB), (16, 8 * MIB)];
+    [(48, 2 * MIB), (16, 4 * MIB), (24, 4 * MIB), (32, 4 * MIB), (48, 4 * MIB), (16, 8 * MIB), (32, 8 * MIB)];
 
 /// Prints the parts for the checkpoint in `dir`, whose shards are `files`.
 pub fn print(dir: &Path, config: &Qwen3MoeConfig, files: &[File]) {
@@ -107,13 +107,14 @@ fn staged(
     }
     let bytes = loads.iter().map(|(.., here)| here.elem_count()).sum();
     let start = Instant::now();
-    loads.into_par_iter().for_each(|(file, at, here)| {
+    let put = |(file, at, here): (&File, u64, ViewMut<'_>)| {
         let fill = |buffer: &mut [u8]| {
             read(file, at, buffer);
             Ok(())
         };
-        staging.put(here, fill).unwrap();
-    });
+        staging.put(here, fill)
+    };
+    staging.in_order(|| loads.into_par_iter().try_for_each(put)).unwrap();
     cuda().synchronize().unwrap();
     rate(bytes, start)
 }
