@@ -258,7 +258,7 @@ impl NcclComm {
     }
 
     /// Puts parts on the stream of the context.
-    fn launch(&self, op: Op, parts: &mut [Part<'_>], ex: &mut Exec) -> Outcome<()> {
+    pub(super) fn launch(&self, op: Op, parts: &mut [Part<'_>], ex: &mut Exec) -> Outcome<()> {
         let at = ex.stream()?.context().ordinal();
         if at != self.device {
             let own = self.device;
