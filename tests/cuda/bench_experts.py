@@ -77,7 +77,7 @@ def tensor_calls(lib, inputs, only=None):
         lib.launch("moe_align_tokens", ids, None, slots, E, E, slots, offsets, listed, tiles, count)
         if only == "align":
             return
-        lib.launch("moe_experts_tensor", inputs.x, w13, w2, listed, offsets, tiles, count, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)
+        lib.launch("moe_experts_tensor", inputs.x, w13, w2, listed, None, 0, offsets, tiles, count, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)
         if only != "products":
             lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, 0)
 

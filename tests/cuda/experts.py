@@ -121,16 +121,17 @@ def run_tensor(lib, case, buckets=False):
     tokens, top_k, experts, local, hidden, inter = case.sizes()
     slots, counters = tokens * top_k, counters_for(lib, local)
     if buckets:
-        listed, meta = poison(local, tokens, dtype=torch.int32), (None, None, None)
+        listed, counts = poison(local, tokens, dtype=torch.int32), counters[lib.raw("moe_experts_tensor_counts") :]
+        meta = (counts, tokens, None, None, None)
         of_slot = case.local_ids()
         for e in of_slot.unique().tolist():
             mine = (of_slot == e).nonzero().flatten()
             if e >= 0:
                 listed[e, : mine.numel()] = mine[torch.randperm(mine.numel(), device="cuda")].to(torch.int32)
-                counters[lib.raw("moe_experts_tensor_counts") + e] = mine.numel()
+                counts[e] = mine.numel()
     else:
         offsets, listed, tiles, count = run_align(lib, case, slots)
-        meta = (offsets, tiles, count)
+        meta = (None, 0, offsets, tiles, count)
     lib.launch("moe_experts_tensor", case.x, case.w13, case.w2, listed, *meta, act, rows, counters, tokens, top_k, experts, local, hidden, inter)
     lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, 0)
     assert (counters == 0).all(), "tensor: counters are not left zero"
@@ -330,7 +331,9 @@ def sizes_that_do_not_fit_are_refused(lib):
         assert lib.refused("moe_experts_stream", *none, 9999, tokens, top_k, 8, 8, hidden, inter, 0), (tokens, top_k, hidden, inter)
     assert lib.refused("moe_experts_grouped_gate_up", *none[:7], 8, 2, 8, 96, 64)
     assert lib.refused("moe_experts_grouped_down", *none[:7], 8, 8, 64, 100)
-    assert lib.refused("moe_experts_tensor", *none, 4, 2, 8, 8, 96, 64)
+    counts = torch.zeros(8, dtype=torch.int32, device="cuda")
+    assert lib.refused("moe_experts_tensor", *none[:4], counts, 4, *none[4:], 4, 2, 8, 8, 96, 64)
+    assert lib.refused("moe_experts_tensor", *none[:5], 4, *none[4:], 4, 2, 8, 8, 64, 64), "neither buckets nor sorted slots"
     assert lib.refused("moe_experts_stream", *none, 40, 4, 8, 8, 8, 64, 64, 0), "too small a flag buffer"
     assert lib.refused("moe_experts_stream", *none, 9999, 1, 2, 8, 8, 64, 64, 2), "an unknown output"
     assert lib.raw("moe_experts_stream", *none, 9999, 0, 2, 8, 8, 64, 64, 0, None) == 0, "no tokens is no error"

@@ -4,10 +4,10 @@ use candle_core::{DType, Tensor};
 use moe_dispatch::{BatchedReference, LocalExperts, NoEp, PrepareFinalize};
 use moe_experts::{Activation, ActivationFormat, BatchLimits, ExpertWeights, build, build_batched, select};
 use moe_kernels::cuda::{
-    FusedExperts, Gate, GateScoring, PreNorm, fused_experts_into, gate_route_into,
+    ExpertLists, FusedExperts, Gate, GateScoring, PreNorm, fused_experts_into, gate_route_into,
     route_experts_add_norm_fits, route_experts_add_norm_into, route_experts_fit, route_experts_into,
 };
-use moe_kernels::{Buffer, Exec, NO_EXPERT, add_into, add_rms_norm_into};
+use moe_kernels::{Buffer, Exec, NO_EXPERT, add_into, add_rms_norm_into, list_slots_into};
 
 use crate::common::*;
 
@@ -142,12 +142,26 @@ fn fused_experts_agree_with_the_cpu() {
             topk_ids: ids.view(),
             topk_weights: weights.view(),
             expert_map: Some(map.view()),
+            lists: None,
         };
         let mut out = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
         fused_experts_into(&args, out.view_mut(), &mut ex).unwrap();
-        let off = relative_error(&cpu, &ex.to_host(out.view()).unwrap());
+        let sorted = ex.to_host(out.view()).unwrap();
+        let off = relative_error(&cpu, &sorted);
         // Activations and results are rounded to bf16 on both sides.
         assert!(off < 1e-2, "T={tokens}: off by {off}");
+
+        let mut counts = ex.zeros(DType::U32, &[EXPERTS]).unwrap();
+        let mut slots = ex.zeros(DType::U32, &[EXPERTS, tokens * top_k]).unwrap();
+        list_slots_into(args.topk_ids, args.expert_map, counts.view_mut(), slots.view_mut(), &mut ex)
+            .unwrap();
+        let lists = Some(ExpertLists { counts: counts.view(), slots: slots.view() });
+        // Twice: the launch leaves its counters ready for the next one.
+        for _ in 0..2 {
+            let mut out = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
+            fused_experts_into(&FusedExperts { lists, ..args }, out.view_mut(), &mut ex).unwrap();
+            assert_same(&format!("listed T={tokens}"), &sorted, &ex.to_host(out.view()).unwrap());
+        }
     }
 }
 
@@ -196,6 +210,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             topk_ids: ids.view(),
             topk_weights: weights.view(),
             expert_map: None,
+            lists: None,
         };
         fused_experts_into(&args, delta.view_mut(), &mut ex).unwrap();
         let packs = (w13.view(), w2.view());

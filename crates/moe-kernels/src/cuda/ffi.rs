@@ -179,6 +179,8 @@ unsafe extern "C" {
         w13: *const c_void,
         w2: *const c_void,
         slots: *const c_void,
+        counts: *const c_void,
+        bucket: i32,
         offsets: *const c_void,
         tiles: *const c_void,
         num_tiles: *const c_void,

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use candle_core::{DType, Result};
 
-use super::{FusedExperts, STREAM_SLOTS, Sizes};
+use super::{ExpertLists, FusedExperts, STREAM_SLOTS, Sizes};
 use crate::buffer::Scratch;
 use crate::cuda::{PreNorm, ffi, small};
 use crate::exec::Exec;
@@ -41,10 +41,19 @@ pub(super) struct Aligned {
 /// The slots of each expert.
 #[derive(Clone, Copy)]
 pub(super) enum Slots<'a> {
-    /// [E, T], as the router lists them; their counts are among the kernel's counters.
-    Buckets(&'a Lease),
+    /// [E, `places`] and how many there are of each expert \[E\], in any order.
+    Buckets { at: *const c_void, counts: *const c_void, places: usize },
     /// In order of experts.
     Aligned(&'a Aligned),
+}
+
+impl Slots<'_> {
+    /// The caller's lists, which [`Sizes::check`] has checked.
+    pub(super) fn listed(op: &str, lists: &ExpertLists, s: &Sizes, ex: &Exec) -> Result<Self> {
+        let cuda = ex.cuda(op)?;
+        let (at, counts) = (cuda.read(op, "lists", lists.slots)?, cuda.read(op, "counts", lists.counts)?);
+        Ok(Self::Buckets { at, counts, places: s.slots() })
+    }
 }
 
 /// What lies between the products and the sum.
@@ -179,14 +188,13 @@ impl Inputs {
     pub(super) fn tensor(&self, s: &Sizes, slots: Slots, rows: &Rows, ex: &Exec) -> Result<()> {
         let (op, cuda) = (self.op, ex.cuda(self.op)?);
         let none = std::ptr::null();
-        let (listed, offsets, tiles, num_tiles) = match slots {
-            Slots::Buckets(buckets) => (buckets.at.cast_const(), none, none, none),
-            Slots::Aligned(a) => (
-                a.sorted.at.cast_const(),
-                a.offsets.at.cast_const(),
-                a.tiles.at.cast_const(),
-                a.num_tiles.at.cast_const(),
-            ),
+        let (listed, counts, places) = match slots {
+            Slots::Buckets { at, counts, places } => (at, counts, places),
+            Slots::Aligned(a) => (a.sorted.at.cast_const(), none, 0),
+        };
+        let [offsets, tiles, num_tiles] = match slots {
+            Slots::Buckets { .. } => [none; 3],
+            Slots::Aligned(a) => [&a.offsets, &a.tiles, &a.num_tiles].map(|lease| lease.at.cast_const()),
         };
         // SAFETY: `Sizes::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
         // it asks for, and routing or alignment has filled it.
@@ -196,6 +204,8 @@ impl Inputs {
                 self.w13,
                 self.w2,
                 listed,
+                counts,
+                small(op, places)?,
                 offsets,
                 tiles,
                 num_tiles,

@@ -37,6 +37,17 @@ pub struct FusedExperts<'a> {
     pub topk_weights: View<'a>,
     /// \[P\] i32, physical expert to local slot, -1 = elsewhere; `None` = identity.
     pub expert_map: Option<View<'a>>,
+    /// The slots of each local expert, where they are known: saves sorting them.
+    pub lists: Option<ExpertLists<'a>>,
+}
+
+/// The slots of each local expert, as [`list_slots_into`](crate::list_slots_into) lists those of the same ids and map.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertLists<'a> {
+    /// \[E_local\] u32.
+    pub counts: View<'a>,
+    /// [E_local, T*K] u32.
+    pub slots: View<'a>,
 }
 
 /// out\[t\] = Σ_k topk_weights[t, k] · w2\[e\] (silu(gate) · up), gate and up from w13\[e\] x\[t\], e =
@@ -61,9 +72,14 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
     match sizes.form(ex)? {
         Form::Stream => inputs.stream(&sizes, scratch, (out, output), ex),
         Form::Tensor => {
-            // One tile for each expert that is touched.
-            let aligned = inputs.align(&sizes, sizes.slots(), ex)?;
-            inputs.tensor(&sizes, Slots::Aligned(&aligned), &scratch, ex)?;
+            match &args.lists {
+                Some(lists) => inputs.tensor(&sizes, Slots::listed(op, lists, &sizes, ex)?, &scratch, ex)?,
+                None => {
+                    // One tile for each expert that is touched.
+                    let aligned = inputs.align(&sizes, sizes.slots(), ex)?;
+                    inputs.tensor(&sizes, Slots::Aligned(&aligned), &scratch, ex)?;
+                }
+            }
             inputs.combine(&sizes, &scratch, (out, output), ex)
         }
         Form::Grouped => {
@@ -197,12 +213,13 @@ impl Routed {
             expert_map: ex.cuda(op)?.read_or_null(op, "expert_map", expert_map)?,
         };
         gate_route(x, gate, outputs, buckets, ex)?;
-        let args =
-            FusedExperts { x, w13, w2, topk_ids: ids.view(), topk_weights: weights.view(), expert_map };
+        let (topk_ids, topk_weights) = (ids.view(), weights.view());
+        let args = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map, lists: None };
         let sizes = Sizes::check(op, &args)?;
         let inputs = Inputs::of(op, &args, ex)?;
         let rows = inputs.scratch(&sizes, ex)?;
-        inputs.tensor(&sizes, Slots::Buckets(&slots), &rows, ex)?;
+        let (at, counts) = (slots.at.cast_const(), bucket_counts(num_local, ex)?.cast_const());
+        inputs.tensor(&sizes, Slots::Buckets { at, counts, places: tokens }, &rows, ex)?;
         Ok(Self { sizes, inputs, rows, _ids: ids, _weights: weights })
     }
 }
@@ -241,6 +258,12 @@ impl Sizes {
         expect_dtype(op, "topk_weights", &args.topk_weights, DType::F32)?;
         if let Some(map) = &args.expert_map {
             expect_dtype(op, "expert_map", map, DType::I32)?;
+        }
+        if let Some(lists) = &args.lists {
+            expect_dims(op, "lists.counts", &lists.counts, &[num_local])?;
+            expect_dtype(op, "lists.counts", &lists.counts, DType::U32)?;
+            expect_dims(op, "lists.slots", &lists.slots, &[num_local, tokens * top_k])?;
+            expect_dtype(op, "lists.slots", &lists.slots, DType::U32)?;
         }
         if !Self::fit(hidden, inter) {
             bail!("{op}: expected H and I to be multiples of 64, got {hidden} and {inter}")
