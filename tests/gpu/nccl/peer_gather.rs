@@ -111,34 +111,39 @@ fn cases() -> Vec<Case> {
 
 #[test]
 fn gathers_and_scatters_have_the_bits_of_cpu_ranks() {
+    let cases = cases();
     for n in worlds() {
-        for case in cases() {
-            let expected = run_ranks(n, |_, comm| case.play(&comm, &mut Exec::cpu()));
-            let got = run_nccl_ranks(n, LIMIT, |comm, ex| {
-                let peers = peers_of(comm);
+        let expected = run_ranks(n, |_, comm| {
+            cases.iter().map(|c| c.play(&comm, &mut Exec::cpu())).collect::<Result<Vec<_>>>()
+        });
+        let got = run_nccl_ranks(n, LIMIT, |comm, ex| {
+            let peers = peers_of(comm);
+            let both = |case: &Case| {
                 let scatters = peers.fits_scatter(DType::F32, case.tokens * case.hidden);
                 let fits = peers.fits_gather(case.parts().into_iter()) && scatters;
-                let whole = case.hidden % 8 == 0 && case.top_k % 4 == 0;
+                let whole = case.hidden.is_multiple_of(8) && case.top_k.is_multiple_of(4);
                 assert!(fits || case.tokens > 100 || !whole, "{case:?}");
-                let both = [true, false].map(|over_peers| {
+                let [peers, nccl] = [true, false].map(|over_peers| {
                     comm.use_peers(over_peers);
                     case.play(comm, ex).unwrap()
                 });
                 comm.check().unwrap();
-                (both, scatters)
-            });
-            for (rank, (([peers, nccl], scatters), want)) in got.iter().zip(expected).enumerate() {
-                let (want, what) = (want.unwrap(), format!("rank {rank} of {n}: {case:?}"));
-                for (i, want) in want.iter().enumerate() {
-                    if i == 3 {
-                        // NCCL adds in an order of its own.
-                        assert_close(&what, want, &nccl[i], (n * n) as f64 * 1e-7);
-                    } else {
-                        assert_eq!(bits(&nccl[i]), bits(want), "NCCL, array {i}, {what}");
-                    }
-                    if i < 3 || *scatters {
-                        assert_eq!(bits(&peers[i]), bits(want), "array {i}, {what}");
-                    }
+                (peers, nccl, scatters)
+            };
+            cases.iter().map(both).collect::<Vec<_>>()
+        });
+        for (rank, (got, want)) in got.iter().zip(expected).enumerate() {
+            for (case, (got, want)) in cases.iter().zip(got.iter().zip(want.unwrap())) {
+                let what = format!("rank {rank} of {n}: {case:?}");
+                let (peers, nccl, scatters) = got;
+                for i in 0..3 {
+                    assert_eq!(bits(&nccl[i]), bits(&want[i]), "NCCL, array {i}, {what}");
+                    assert_eq!(bits(&peers[i]), bits(&want[i]), "array {i}, {what}");
+                }
+                // NCCL adds in an order of its own.
+                assert_close(&what, &want[3], &nccl[3], (n * n) as f64 * 1e-7);
+                if *scatters {
+                    assert_eq!(bits(&peers[3]), bits(&want[3]), "sums, {what}");
                 }
             }
         }
