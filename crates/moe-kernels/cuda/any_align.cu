@@ -59,19 +59,22 @@ __global__ void __launch_bounds__(kSortWarps * 32)
   }
 }
 
-constexpr int kListThreads = 1024;
-constexpr int kListEach = 4;  // slots of a thread at a time
+// So few threads that a block of the products, which loads weights meanwhile, finds room beside one of these.
+constexpr int kListThreads = 256;
+constexpr int kListEach = 8;  // slots of a thread at a time
 
 /// A block for each local expert lists its slots in ascending order.
 ///
-/// Floor: every block reads 4 T K bytes of ids out of L2 and writes its part of as many. Predicted for 32 experts: one round
-/// of loads, one barrier and the launch to T K = 4,096, 2 us; 0.8 us more for each further 4,096.
+/// Floor: every block reads 4 T K bytes of ids out of L2 and writes its part of as many. Predicted: two rounds of loads, a
+/// barrier and the launch to T K = 2,048, 2.2 us; 1 us more for each further 2,048. In place of the one block of
+/// moe_align_tokens, which takes 3.9 us at T K = 512 and 25.7 at 8,192 on an H200.
 __global__ void __launch_bounds__(kListThreads) list_slots(const Ids ids, int count, uint32_t* counts, uint32_t* lists) {
-  __shared__ uint32_t of_warp[32];
-  static_assert(kListThreads == 32 * 32, "a warp for each lane that adds up the warps");
+  constexpr int kWarps = kListThreads / 32;
+  __shared__ uint32_t of_warp[kWarps];
   const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32_t* list = lists + static_cast<size_t>(expert) * count;
   uint32_t listed = 0;
+  pdl_launch_dependents();
   pdl_wait();
   for (int base = 0; base < count; base += kListThreads * kListEach) {
     const int first = base + static_cast<int>(threadIdx.x) * kListEach;
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(kListThreads) list_slots(const Ids ids, int co
     const uint32_t before = warp_exclusive_sum(__popc(mine), &total);
     if (lane == 0) of_warp[warp] = total;
     __syncthreads();
-    const uint32_t before_warps = warp_exclusive_sum(of_warp[lane], &total);
+    const uint32_t before_warps = warp_exclusive_sum(lane < kWarps ? of_warp[lane] : 0, &total);
     uint32_t place = listed + __shfl_sync(0xffffffffu, before_warps, warp) + before;
 #pragma unroll
     for (int i = 0; i < kListEach; ++i)

@@ -22,15 +22,12 @@ constexpr int kActRows = 8;     // rows of one load of activations: an atom of t
 
 struct Args {
   const bf16* x;  // [T, H]
-  const uint32_t* slots;     // of each expert: in its bucket, or all in order of experts
-  const uint32_t* counts;    // of the buckets [E], or null: ordered slots
-  const uint32_t* num_rows;  // end of the ordered slots
-  const uint2* tiles;        // (expert, first place) of each touched expert, with ordered slots
-  const uint32_t* num_tiles;
-  bf16* act;           // [T K, I], in order of experts
-  float* slot_rows;    // [T K, H], by slot
-  uint32_t* counters;  // [kCounters + 2 E], zero at the start and at the end
-  int bucket;          // places of each
+  const uint32_t* slots;   // of each expert, in its bucket [E, bucket]
+  const uint32_t* counts;  // of the buckets [E]
+  bf16* act;               // [T K, I], in order of experts
+  float* slot_rows;        // [T K, H], by slot
+  uint32_t* counters;      // [kCounters + 2 E], zero at the start and at the end
+  int bucket;
   int tokens, top_k, num_local, hidden, inter, stages;
   bool guess;          // nearly every expert is touched: load weights before it is known which
 
@@ -122,16 +119,7 @@ __device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
 
 /// What the routing chose, to shared memory, so that no unit begins with a chain of loads. All threads.
 __device__ __forceinline__ void fill_table(const Block& b, const Args& a) {
-  if (a.counts != nullptr) {
-    if (threadIdx.x < 32) scan_counts(b, a);
-  } else {
-    const uint32_t touched = *a.num_tiles;
-    for (int i = threadIdx.x; i < a.max_tiles(); i += kThreads) {
-      const uint2 tile = a.tiles[i];
-      if (i < touched) b.table()[i] = tile;
-    }
-    if (threadIdx.x == 0) b.table()[a.max_tiles()] = {touched, *a.num_rows};
-  }
+  if (threadIdx.x < 32) scan_counts(b, a);
   __syncthreads();
 }
 
@@ -211,7 +199,7 @@ struct Producer {
       const int touched = n / a.units(product), tile = n % a.units(product), steps = a.steps(product);
       const int expert = table[touched].x, first = table[touched].y;
       const int last = touched + 1 < experts ? table[touched + 1].y : end.y;
-      const uint32_t* slots = a.slots + (a.counts != nullptr ? static_cast<size_t>(expert) * a.bucket : first);
+      const uint32_t* slots = a.slots + static_cast<size_t>(expert) * a.bucket;
       uint32_t drawn = 0;
       for (int place = first; place < last; place += kCapacity) {
         announce({product, expert, tile, place, min(kCapacity, last - place), slots + (place - first), last - first, steps});

@@ -4,14 +4,15 @@ mod launch;
 
 use candle_core::{DType, Result, bail};
 
-use super::router::{Buckets, Gate, gate_route, gate_route_fits};
+use super::router::{self, Gate, gate_route, gate_route_fits};
 use super::small::{experts_into, small_experts_fit};
 use super::{PreNorm, aligned};
+use crate::align::list_slots_into;
 use crate::buffer::Scratch;
 use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
-use launch::{Inputs, Lease, Rows, Slots, bucket_counts};
+use launch::{Buckets, Inputs, Lease, Rows, bucket_counts};
 
 /// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
 const TENSOR_TOKENS: usize = 8;
@@ -37,7 +38,7 @@ pub struct FusedExperts<'a> {
     pub topk_weights: View<'a>,
     /// \[P\] i32, physical expert to local slot, -1 = elsewhere; `None` = identity.
     pub expert_map: Option<View<'a>>,
-    /// The slots of each local expert, where they are known: saves sorting them.
+    /// The slots of each local expert, where they are known: saves listing them.
     pub lists: Option<ExpertLists<'a>>,
 }
 
@@ -72,14 +73,15 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
     match sizes.form(ex)? {
         Form::Stream => inputs.stream(&sizes, scratch, (out, output), ex),
         Form::Tensor => {
-            match &args.lists {
-                Some(lists) => inputs.tensor(&sizes, Slots::listed(op, lists, &sizes, ex)?, &scratch, ex)?,
+            let listed;
+            let lists = match args.lists {
+                Some(lists) => lists,
                 None => {
-                    // One tile for each expert that is touched.
-                    let aligned = inputs.align(&sizes, sizes.slots(), ex)?;
-                    inputs.tensor(&sizes, Slots::Aligned(&aligned), &scratch, ex)?;
+                    listed = list(args, &sizes, ex)?;
+                    ExpertLists { counts: listed[0].view(), slots: listed[1].view() }
                 }
-            }
+            };
+            inputs.tensor(&sizes, Buckets::of(op, &lists, &sizes, ex)?, &scratch, ex)?;
             inputs.combine(&sizes, &scratch, (out, output), ex)
         }
         Form::Grouped => {
@@ -87,6 +89,14 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
             inputs.combine(&sizes, &scratch, (out, output), ex)
         }
     }
+}
+
+/// Lists the slots of each local expert, where the caller has not: how many, and which.
+fn list(args: &FusedExperts, sizes: &Sizes, ex: &mut Exec) -> Result<[Scratch; 2]> {
+    let mut counts = ex.scratch(DType::U32, &[sizes.num_local])?;
+    let mut slots = ex.scratch(DType::U32, &[sizes.num_local, sizes.slots()])?;
+    list_slots_into(args.topk_ids, args.expert_map, counts.view_mut(), slots.view_mut(), ex)?;
+    Ok([counts, slots])
 }
 
 /// Whether [`route_experts_add_norm_into`] fits a step of so many tokens.
@@ -207,7 +217,7 @@ impl Routed {
         let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
         let slots = Lease::new(op, DType::U32, &[num_local, tokens], ex)?;
         let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
-        let buckets = Buckets {
+        let buckets = router::Buckets {
             counts: bucket_counts(num_local, ex)?,
             slots: slots.at,
             expert_map: ex.cuda(op)?.read_or_null(op, "expert_map", expert_map)?,
@@ -219,7 +229,7 @@ impl Routed {
         let inputs = Inputs::of(op, &args, ex)?;
         let rows = inputs.scratch(&sizes, ex)?;
         let (at, counts) = (slots.at.cast_const(), bucket_counts(num_local, ex)?.cast_const());
-        inputs.tensor(&sizes, Slots::Buckets { at, counts, places: tokens }, &rows, ex)?;
+        inputs.tensor(&sizes, Buckets { at, counts, places: tokens }, &rows, ex)?;
         Ok(Self { sizes, inputs, rows, _ids: ids, _weights: weights })
     }
 }
