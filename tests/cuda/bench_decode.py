@@ -10,7 +10,12 @@ from kernels import attention_splits, attention_workspace, call, randn, u32
 READ = 4.59e12  # bytes per second of a read-only stream on this card
 H, HQ, HKV, D, LAYERS, VOCAB = 2048, 32, 4, 128, 48, 151936
 QKV = (HQ + 2 * HKV) * D
+ASKED = os.environ.get("BENCH_BATCHES")  # only these numbers of rows
 BLOCK = 16
+
+
+def asked(*counts):
+    return [int(n) for n in ASKED.split()] if ASKED else list(counts)
 
 
 def graph_us(record, calls, replays=30):
@@ -33,7 +38,7 @@ def linears(rows):
     for name, n, k, output in [("qkv", QKV, H, 0), ("o_proj", H, HQ * D, 2), ("lm_head", VOCAB, H, 0)]:
         count = 2 if n == VOCAB else 24
         weights, gain = tensors(count, n, k), randn(k)
-        for m in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        for m in asked(1, 2, 4, 8, 16, 32, 64, 128, 256):
             x, xf = randn(m, k), randn(m, k, dtype=torch.float32)
             out = torch.zeros(m, n, device="cuda")
             floor, flops = 2 * n * k + m * (2 * k + 4 * n), 2 * m * n * k
@@ -102,7 +107,7 @@ def layer_half(rows):
     wqkv, wo = tensors(LAYERS, QKV, H), tensors(LAYERS, H, HQ * D)
     gain = randn(H)
     shapes = [(1, 256), (1, 8192), (8, 256), (16, 256), (32, 256), (64, 256), (128, 256), (256, 256)]
-    for batch, context in [s for s in shapes if s[0] in map(int, os.environ.get("BENCH_BATCHES", "1 8 16 32 64 128 256").split())]:
+    for batch, context in [s for s in shapes if s[0] in asked(1, 8, 16, 32, 64, 128, 256)]:
         caches = Caches(LAYERS, batch, context)
         residual, delta = randn(batch, H, dtype=torch.float32), torch.empty(batch, H, device="cuda")
         qkv = torch.empty(batch, QKV, device="cuda")

@@ -23,6 +23,13 @@ class Inputs:
         self.out = torch.empty(tokens, H, device="cuda", dtype=torch.bfloat16)
         self.distinct = sum(ids.unique().numel() for ids, _ in self.routes) / calls
 
+    def route(self):
+        """Gates, and the mean of the experts that they choose, instead of given ids."""
+        self.gates = [torch.randn(E, H, device="cuda", dtype=torch.bfloat16) * H**-0.5 for _ in self.routes]
+        chosen = [(self.x.float() @ gate.float().T).topk(K, -1).indices for gate in self.gates]
+        self.distinct = sum(ids.unique().numel() for ids in chosen) / len(chosen)
+        return self
+
     def bytes(self):
         return self.distinct * 3 * H * I * 2 + self.tokens * H * 4
 
@@ -83,6 +90,32 @@ def tensor_calls(lib, inputs, only=None):
     return [lambda i=i: call(i) for i in range(len(inputs.routes))]
 
 
+def routed_calls(lib, inputs, only=None):
+    """As a decode step has them: the router lists each expert's slots, and no alignment runs. `only`: "router", or "norm": the
+    weighted sum with addition and next norm."""
+    tokens = inputs.tokens
+    i32 = dict(dtype=torch.int32, device="cuda")
+    counters, buckets = torch.zeros(lib.raw("moe_experts_tensor_counters", E), **i32), torch.empty(E, tokens, **i32)
+    counts = counters[lib.raw("moe_experts_tensor_counts") :]
+    ids, weights = torch.empty(tokens, K, **i32), torch.empty(tokens, K, dtype=torch.float32, device="cuda")
+    logits = torch.empty(tokens, E, dtype=torch.float32, device="cuda")
+    residual, gain = torch.zeros(tokens, H, dtype=torch.float32, device="cuda"), torch.ones(H, dtype=torch.bfloat16, device="cuda")
+
+    def call(i):
+        gate, (w13, w2) = inputs.gates[i], inputs.weights[i % SETS]
+        lists = (None, None) if only == "router" else (counts, buckets)
+        lib.launch("moe_gate_route", inputs.x, gate, None, None, None, logits, ids, weights, tokens, H, E, K, 0, 0, 1, 1.0, 0.0, *lists, None)
+        if only == "router":
+            return
+        lib.launch("moe_experts_tensor", inputs.x, w13, w2, buckets, counts, tokens, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)
+        if only == "norm":
+            lib.launch("moe_combine_add_rms_norm", inputs.rows, ids, weights, None, residual, gain, 1e-6, inputs.out, tokens, K, E, E, H)
+        else:
+            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, 0)
+
+    return [lambda i=i: call(i) for i in range(len(inputs.gates))]
+
+
 def variants(lib, inputs):
     """Kernel name -> calls. A plan is (columns per pass, elements per stage)."""
     tokens = inputs.tokens
@@ -94,7 +127,7 @@ def variants(lib, inputs):
         for columns in (8, 16, 32):
             if 8 <= tokens <= 32 * columns:
                 found[f"stream, {columns} columns"] = stream_calls(lib, inputs, (columns, 1024 if columns < 32 else 384))
-    if tokens >= 16:
+    if tokens >= 8:
         found["tensor"] = tensor_calls(lib, inputs)
         found["tensor: no combine"] = tensor_calls(lib, inputs, "products")
         found["tensor: list alone"] = tensor_calls(lib, inputs, "list")
@@ -105,25 +138,38 @@ def variants(lib, inputs):
     return found
 
 
+def rate(name, inputs, us, skew):
+    return {"kernel": name, "tokens": inputs.tokens, "skew": skew, "us": us, "distinct": inputs.distinct,
+            "tb_s": inputs.bytes() / us / 1e6, "tflop_s": 6 * inputs.tokens * K * H * I / us / 1e6}
+
+
 def run(lib, token_counts, skews, only=None):
     weights = make_weights()
     rows = []
     for skew in skews:
         for tokens in token_counts:
             inputs = Inputs(tokens, skew, weights, calls=max(8, min(48, 96 // tokens)))
-            for name, calls in variants(lib, inputs).items():
+            found = variants(lib, inputs)
+            if tokens >= 8 and not skew:
+                found["router, tensor, combine"] = found["router alone"] = found["router, tensor, combine with norm"] = None
+            for name, calls in found.items():
                 if only and name not in only:
                     continue
                 if skew and name not in ("stream", "grouped", "tensor"):
                     continue
+                if calls is None:
+                    if not hasattr(inputs, "gates"):
+                        inputs.route()
+                    calls = routed_calls(lib, inputs, {"router alone": "router", "router, tensor, combine": None}.get(name, "norm"))
                 try:
                     us = graph_us(calls)
                 except RuntimeError as error:
                     print(f"{name}, T={tokens}: {error}")
                     continue
-                flops = 6 * tokens * K * H * I
-                rows.append({"kernel": name, "tokens": tokens, "skew": skew, "us": us, "distinct": inputs.distinct,
-                             "tb_s": inputs.bytes() / us / 1e6, "tflop_s": flops / us / 1e6})
+                rows.append(rate(name, inputs, us, skew))
+                if name == "router alone":
+                    whole = next(r for r in reversed(rows) if r["kernel"] == "router, tensor, combine")
+                    rows.append(rate("  experts of these", inputs, whole["us"] - us, skew))
     print(f"{'kernel':<24} {'T':>5} {'skew':>5} {'us':>8} {'experts':>8} {'TB/s':>6} {'TFLOP/s':>8}")
     for r in rows:
         print(f"{r['kernel']:<24} {r['tokens']:>5} {r['skew']:>5} {r['us']:>8.1f} {r['distinct']:>8.1f} {r['tb_s']:>6.2f} {r['tflop_s']:>8.1f}")

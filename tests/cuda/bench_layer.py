@@ -1,15 +1,13 @@
 """Microseconds per layer of a decode step: attention half, router and experts of layers with weights of their own in one graph."""
 
-import os
-
 import torch
-from bench_decode import D, H, HKV, HQ, QKV, READ, Caches, graph_us, tensors
+from bench_decode import D, H, HKV, HQ, QKV, READ, Caches, asked, graph_us, tensors
 from check_layer import state_for
 from kernels import LIB, attention_splits, attention_workspace, call, randn
 from library import routing
 
 E, K, I, LAYERS = 128, 8, 768, 12
-BATCHES = [int(b) for b in os.environ.get("BENCH_BATCHES", "1 2 4 8 32 64 128 256").split()]
+BATCHES = asked(1, 2, 4, 8, 32, 64, 128, 256)
 
 
 class Model:
@@ -35,7 +33,7 @@ class Step:
         self.ids, self.weights = torch.empty(batch, K, **i32), torch.empty(batch, K, **f32)
         self.act, self.rows = torch.empty(batch * K, I, **bf16), torch.empty(batch * K, H, **f32)
         self.flags = torch.zeros(LIB.raw("moe_experts_stream_flags", batch * K, E), **i32)
-        self.state = state_for(E)
+        self.state = state_for(E, I)
         self.routes = [routing(batch, E, K)[0] for _ in range(LAYERS)]
         slots = batch * K
         self.counters = torch.zeros(LIB.raw("moe_experts_tensor_counters", E), **i32)
@@ -84,11 +82,11 @@ class Step:
     def one_launch(self, i):
         """Norm, router, experts and addition to the residual."""
         call("moe_layer_stream", self.residual, self.m.gain, 1e-6, self.m.gate[i], None, None, None, self.ids, self.weights,
-             self.m.w13[i], self.m.w2[i], None, self.act, self.residual, 2, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0)
+             self.m.w13[i], self.m.w2[i], None, self.residual, 2, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0)
 
     def experts_of_one_launch(self, i):
         call("moe_layer_stream", self.x, None, 0.0, None, None, None, None, self.routes[i], self.weights, self.m.w13[i], self.m.w2[i],
-             None, self.act, self.out, 1, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0)
+             None, self.out, 1, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0)
 
     def experts_alone(self, i):
         call("moe_experts_stream", self.x, self.m.w13[i], self.m.w2[i], self.routes[i], self.weights, None, self.act, self.rows, self.out,

@@ -4,7 +4,7 @@ import math
 
 import torch
 from check_rows import norm_ref
-from kernels import Out, attention_splits, attention_workspace, call, randn, refuses, rel, u32
+from kernels import Out, attention_splits, attention_workspace, call, randn, refuses, rel, sized, u32
 
 BOUND = 1e-2  # q, weights, keys, values and result rounded to bf16; sharp softmaxes round worst
 
@@ -111,19 +111,22 @@ def decode_case(heads, kv, d, block_size, positions, splits, window=0, norms=Tru
 
 
 def decode():
-    edges = [0, 1, 15, 16, 17, 63, 64, 65, 127, 255, 256, 1000]
-    for splits in (1, 2, 4, 8, 16, 32):
+    edges = sized([0, 1, 15, 16, 17, 63, 64, 65, 127, 255, 256, 1000], [0, 15, 16, 17, 130])
+    for splits in sized((1, 2, 4, 8, 16, 32), (1, 4, 16)):
         decode_case(32, 4, 128, 16, edges, splits, padding=(3,))
     decode_case(32, 4, 128, 16, [255], attention_splits(1, 32, 4), index=True)
-    decode_case(32, 4, 128, 64, [8191, 5000], 32)
-    decode_case(32, 4, 128, 16, [8191], 64)
-    for heads, kv, d in [(8, 8, 64), (12, 1, 128), (16, 4, 64), (32, 2, 128), (6, 2, 128), (5, 1, 64)]:
-        for splits in (1, 4, 8, 16):
+    long = sized(8191, 1000)
+    decode_case(32, 4, 128, 64, [long, long * 5 // 8], 32)
+    decode_case(32, 4, 128, 16, [long], 64)
+    heads_of = sized([(8, 8, 64), (12, 1, 128), (16, 4, 64), (32, 2, 128), (6, 2, 128), (5, 1, 64)], [(12, 1, 128), (5, 1, 64)])
+    for heads, kv, d in heads_of:
+        for splits in sized((1, 4, 8, 16), (1, 8)):
             decode_case(heads, kv, d, 7, edges, splits, norms=splits != 4)
-    for window in (1, 16, 100, 2000):
-        for splits in (1, 2, 16):
+    for window in sized((1, 16, 100, 2000), (1, 100)):
+        for splits in sized((1, 2, 16), (2,)):
             decode_case(16, 2, 128, 16, edges, splits, window=window)
-    decode_case(32, 4, 128, 16, torch.randint(0, 400, (256,)).tolist(), 1, padding=tuple(range(200, 256)))
+    rows = sized(256, 24)
+    decode_case(32, 4, 128, 16, torch.randint(0, 400, (rows,)).tolist(), 1, padding=tuple(range(rows - rows // 4, rows)))
     decode_case(32, 4, 128, 16, [40], 8, padding=(0,))
 
 
@@ -191,7 +194,7 @@ def prefill():
     prefill_case(8, 8, 64, 64, [(100, 33), (0, 129)])
     prefill_case(12, 4, 128, 16, [(100, 33), (0, 129)], window=20)
     prefill_case(5, 1, 64, 16, [(500, 3)], window=1, pad=300)
-    prefill_case(32, 2, 128, 16, [(0, 1500)], window=700)
+    prefill_case(32, 2, 128, 16, [(0, sized(1500, 300))], window=sized(700, 140))
 
 
 def refusals():

@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 import torch
-from kernels import Out, call, u32
+from kernels import Out, call, sized, u32
 
 F = np.float32
 
@@ -118,9 +118,9 @@ def params_mix(rng, rows, vocab):
 
 def sampling():
     rng = np.random.default_rng(torch.randint(2**31, ()).item())
-    for vocab in (1, 7, 1000, 4097, 151936, 151937):
+    for vocab in sized((1, 7, 1000, 4097, 151936, 151937), (1, 7, 1000, 4097, 30001)):
         for kind in ("normal", "sharp", "ties", "flat", "masked"):
-            rows = 24 if vocab > 10000 else 60
+            rows = sized(24 if vocab > 10000 else 60, 6)
             logits = rng.standard_normal((rows, vocab)).astype(F) * F(3)
             if kind == "sharp":
                 logits *= F(6)
@@ -138,15 +138,16 @@ def sampling():
                 logits[2, rng.integers(vocab)] = np.inf
                 params[3] = (*params[3][:5], 2**64 - 1)
             run_rows(logits, params, f"V={vocab} {kind}")
-    logits = rng.standard_normal((256, 151936)).astype(F)
-    run_rows(logits, [(1.0, 0, 1.0, 0.0, int(rng.integers(2**63)), i) for i in range(256)], "256 rows at temperature 1")
+    logits = rng.standard_normal(sized((256, 151936), (40, 9001))).astype(F)
+    params = [(1.0, 0, 1.0, 0.0, int(rng.integers(2**63)), i) for i in range(len(logits))]
+    run_rows(logits, params, f"{len(logits)} rows at temperature 1")
 
 
 def slots():
     """Rebuilt slots, penalties, edits, counted tokens, log-probabilities."""
     rng = np.random.default_rng(torch.randint(2**31, ()).item())
     rows, count = 9, 12
-    for vocab in (33, 5000, 151936):
+    for vocab in sized((33, 5000, 151936), (33, 5000)):
         logits = rng.standard_normal((rows, vocab)).astype(F) * F(3)
         slot = rng.permutation(count)[:rows].tolist()
         prompts = [rng.integers(vocab, size=rng.integers(1, 60)) for _ in range(rows)]

@@ -1,6 +1,7 @@
 """Checks, then times, the decode kernels on a GPU: python tests/cuda/decode.py [check|bench] [NAME ..]
 
 MOE_KERNELS_SO names the library. Fresh random inputs on each run; JSON goes to $OUT/decode.json if OUT is set.
+TINY=1: few and small shapes, for compute-sanitizer.
 """
 
 import json
@@ -39,11 +40,12 @@ def check(names):
 
 def bench(names):
     import bench_decode
+    import bench_kernels
     import bench_layer
 
     rows = []
     print(torch.cuda.get_device_name(0), flush=True)
-    for run in bench_decode.BENCHES + bench_layer.BENCHES:
+    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES:
         if not names or run.__name__ in names:
             try:
                 run(rows)

@@ -4,7 +4,7 @@ import ctypes
 import os
 
 import torch
-from library import Library, graph_us, ids_tensor, poison
+from library import Library, graph_us, ids_tensor, poison, sized
 
 LIB = Library(os.environ.get("MOE_KERNELS_SO", "target/kernels/libmoe_kernels.so"))
 LIB.lib.moe_attention_decode_workspace.restype = ctypes.c_size_t

@@ -1,14 +1,20 @@
 """Checks the router kernel (gate product, scoring, top-k in one launch) against float64, then times it.
 
-  python tests/cuda/router.py LIBRARY
+  python tests/cuda/router.py LIBRARY [--no-bench] [--only CHECK]
+
+TINY=1: few and small shapes, for compute-sanitizer.
 """
 import argparse
 
 import torch
 
-from library import Library, NO_EXPERT, graph_us, ids_back, poison, rel_error
+from library import Library, NO_EXPERT, graph_us, ids_back, poison, rel_error, sized
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
+# T, H, E, K
+FULL = [(1, 2048, 128, 8), (3, 64, 5, 2), (70, 320, 60, 6), (9, 1024, 200, 4), (130, 7168, 256, 8), (33, 512, 384, 8),
+        (12, 128, 1000, 32), (1, 64, 1, 1), (1024, 2048, 128, 8)]
+SHAPES = sized(FULL, [(3, 64, 5, 2), (19, 320, 60, 6), (5, 128, 1000, 32), (1, 64, 1, 1)])
 
 
 def score(logits, scoring):
@@ -67,7 +73,7 @@ def expect_same_choice(name, logits, got_ids, got_weights, top_k, **how):
 
 
 def check_shapes(lib):
-    for tokens, hidden, experts, top_k in ((1, 2048, 128, 8), (3, 64, 5, 2), (70, 320, 60, 6), (9, 1024, 200, 4), (130, 7168, 256, 8), (33, 512, 384, 8), (12, 128, 1000, 32), (1, 64, 1, 1), (1024, 2048, 128, 8)):
+    for tokens, hidden, experts, top_k in SHAPES:
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         gate = torch.randn(experts, hidden, device="cuda", dtype=torch.bfloat16) / hidden**0.5
         bias = torch.randn(experts, device="cuda") * 0.1
@@ -98,6 +104,9 @@ def check_refusals(lib):
         assert lib.refused("moe_gate_route", *none, 1, hidden, experts, top_k, scoring, 0, 1, 1.0, 0.0, None, None, None), (hidden, experts, top_k)
 
 
+CHECKS = [check_shapes, check_ties_and_padding, check_refusals]
+
+
 def bench(lib):
     gates = [torch.randn(128, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(512)]
     print(f"{'router, T':<12} {'us':>8}")
@@ -113,10 +122,11 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("library")
     ap.add_argument("--no-bench", action="store_true")
+    ap.add_argument("--only", choices=[check.__name__ for check in CHECKS], help="run this check alone")
     args = ap.parse_args()
     lib = Library(args.library)
     failures = 0
-    for check in (check_shapes, check_ties_and_padding, check_refusals):
+    for check in [check for check in CHECKS if args.only in (None, check.__name__)]:
         try:
             check(lib)
             torch.cuda.synchronize()

@@ -23,7 +23,7 @@ fn routed(rng: &mut Rng, tokens: usize, top_k: usize, experts: usize) -> (Buffer
 #[test]
 fn groups_and_local_ids_are_the_same() {
     let mut rng = Rng::new();
-    for (tokens, top_k, experts) in CASES {
+    for (tokens, top_k, experts) in small(CASES, 64, |case| case.0) {
         for mapped in [false, true] {
             let (ids, map) = routed(&mut rng, tokens, top_k, experts);
             let op = |p: &mut Place| {

@@ -9,6 +9,12 @@ use moe_kernels::{Buffer, Element, Exec, Float, View, ViewMut, with_float};
 /// The float dtypes.
 pub const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
+/// With TINY=1 only the cases up to this size: under compute-sanitizer a launch takes 100 to 1,000 times as long.
+pub fn small<T>(cases: impl IntoIterator<Item = T>, most: usize, size: impl Fn(&T) -> usize) -> Vec<T> {
+    let tiny = std::env::var("TINY").is_ok_and(|v| v == "1");
+    cases.into_iter().filter(|case| !tiny || size(case) <= most).collect()
+}
+
 /// Dtypes of a stream beside a model dtype.
 pub fn streams(model: DType) -> Vec<DType> {
     if model == DType::F32 { vec![DType::F32] } else { vec![model, DType::F32] }

@@ -95,8 +95,8 @@ fn both_formats_agree_with_the_cpu() {
     let mut rng = Rng::new();
     let oai = Activation::SwiGluOai { alpha: 1.702, limit: 1.5 };
     for dtype in FLOATS {
-        for (tokens, top_k, hidden, inter) in [(0, 2, 16, 8), (1, 1, 7, 5), (23, 3, 40, 24), (400, 4, 64, 32)]
-        {
+        let cases = [(0, 2, 16, 8), (1, 1, 7, 5), (23, 3, 40, 24), (400, 4, 64, 32)];
+        for (tokens, top_k, hidden, inter) in small(cases, 64, |case| case.0) {
             for (activation, biased) in [(Activation::SwiGlu, false), (oai, true), (Activation::Gelu, true)] {
                 let p = Problem::new(&mut rng, dtype, tokens, top_k, hidden, inter);
                 for format in [ActivationFormat::Standard, ActivationFormat::BatchedExperts] {
@@ -136,7 +136,7 @@ const SIZES: [(usize, usize, usize, usize); 6] = [
 #[test]
 fn fused_experts_agree_with_the_cpu() {
     let mut rng = Rng::new();
-    for (tokens, top_k, hidden, inter) in SIZES {
+    for (tokens, top_k, hidden, inter) in small(SIZES, 64, |size| size.0) {
         let p = Problem::new(&mut rng, DType::BF16, tokens, top_k, hidden, inter);
         let cpu = p.run(ActivationFormat::Standard, Activation::SwiGlu, false, Exec::cpu());
         let mut ex = cuda();
@@ -206,7 +206,7 @@ fn listed_rows_agree_with_the_cpu() {
 #[test]
 fn experts_with_the_next_norm_are_the_ops_one_by_one() {
     let mut rng = Rng::new();
-    for (tokens, top_k, hidden, inter) in SIZES {
+    for (tokens, top_k, hidden, inter) in small(SIZES, 64, |size| size.0) {
         let mut ex = cuda();
         let mut put = |dtype, dims: &[usize]| on_device(&rng.floats(dtype, dims), &ex);
         let (x, gate, gain) = (

@@ -8,7 +8,10 @@ use model_qwen3moe::{Qwen3MoeConfig, Qwen3MoeFamily};
 use model_runtime::{Checkpoint, Geometry, ParallelConfig, RankView, TensorFiles, TensorSlice};
 use moe_engine::ModelFamily;
 use moe_experts::{ExpertWeights, LoadSpec};
+use moe_kernels::cuda::Staging;
+use moe_kernels::{Buffer, Exec};
 use moe_tests::fixture;
+use rayon::prelude::*;
 
 use crate::common::{FLOATS, assert_error, cuda};
 
@@ -104,6 +107,45 @@ fn tensors_larger_than_all_buffers_arrive_whole() -> Result<()> {
             assert_same(&format!("{name} {dims:?} {dtype:?}"), &load(&Device::Cpu)?, &load(cuda().device())?);
         }
     }
+    Ok(())
+}
+
+/// Many threads share few buffers, and where one cannot fill its buffer the next one can.
+#[test]
+fn buffers_go_from_thread_to_thread() -> Result<()> {
+    const LEN: usize = 1000;
+    let staging = Staging::new(3, LEN, &cuda())?;
+    let lens: Vec<usize> = (0..2000).map(|i| i * 389 % (LEN + 1)).collect();
+    let mut out = Buffer::zeros_on(cuda().device(), DType::U8, &[lens.iter().sum()])?;
+    let (mut puts, mut rest) = (Vec::new(), out.view_mut());
+    for (i, &len) in lens.iter().enumerate() {
+        let (here, behind) = rest.split_at(len)?;
+        puts.push((i, here));
+        rest = behind;
+    }
+    let fails = |i: usize| i % 7 == 3;
+    let done: Vec<bool> = puts
+        .into_par_iter()
+        .map(|(i, here)| {
+            let fill = |bytes: &mut [u8]| {
+                bytes.fill(i as u8);
+                if fails(i) { candle_core::bail!("nothing to read") } else { Ok(()) }
+            };
+            staging.put(here, fill).is_ok()
+        })
+        .collect();
+    let host = cuda().to_host(out.view())?;
+    let mut got = host.view().cpu::<u8>()?;
+    for (i, &len) in lens.iter().enumerate() {
+        let (here, behind) = got.split_at(len);
+        let want = if fails(i) { 0 } else { i as u8 };
+        assert!(here.iter().all(|&byte| byte == want), "piece {i} of {len} bytes");
+        assert_eq!(done[i], !fails(i) || len == 0, "piece {i} of {len} bytes");
+        got = behind;
+    }
+    let mut long = Buffer::zeros_on(cuda().device(), DType::U8, &[LEN + 1])?;
+    assert_error(staging.put(long.view_mut(), |_| Ok(())), &["expected at most 1000 bytes, got 1001"]);
+    assert_error(Staging::new(1, LEN, &Exec::cpu()).map(|_| ()), &["staging"]);
     Ok(())
 }
 

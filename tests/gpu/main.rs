@@ -13,6 +13,7 @@ mod experts;
 mod invariant;
 mod load;
 mod load_bench;
+mod load_parts;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod products;

@@ -32,7 +32,7 @@ fn dense_products_agree() {
     ];
     for dtype in FLOATS {
         for out_dtype in streams(dtype) {
-            for (i, (m, n, k)) in sizes.into_iter().enumerate() {
+            for (i, (m, n, k)) in small(sizes, 64, |size| size.0).into_iter().enumerate() {
                 let (x, w) = (rng.floats(dtype, &[m, k]), rng.floats(dtype, &[n, k]));
                 let bias = (i % 2 == 0).then(|| rng.floats(dtype, &[n]));
                 let op = |p: &mut Place| {
@@ -170,7 +170,9 @@ fn expert_layers_agree_at_the_edges() {
         (33, 8, 200, None, true),
     ];
     for dtype in FLOATS {
-        for (i, (tokens, top_k, experts, only, mapped)) in cases.into_iter().enumerate() {
+        for (i, (tokens, top_k, experts, only, mapped)) in
+            small(cases, 64, |case| case.0).into_iter().enumerate()
+        {
             let r = routing(&mut rng, tokens, top_k, experts, only, mapped);
             let sizes = [(16, 8), (33, 7), (64, 70)][i % 3];
             layers_agree(&mut rng, dtype, Activation::SwiGlu, &r, sizes, i % 2 == 1);

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Every check of a GPU machine, from the bundle that `cargo xtask dist` packs: the ops against the CPU, the engine,
-# parity on the fixtures and with a mid-size model, then the decode table, the speed of a load and the timeline of
-# steps. Results go to $OUT (default: results).
+# Every check of a GPU machine, from the bundle that `cargo xtask dist` packs: the ops against the CPU, the engine, unit
+# tests of CUDA code, parity on the fixtures and with a mid-size model, then the decode table, the speed of a load and the
+# timeline of steps. $OUT (default: results) gets bench.json, timeline.json, timeline.svg and all logs as run.tar.gz.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=${OUT:-$root/results}
+logs=$(mktemp -d)
 mkdir -p "$out"
 # NCCL, where it came by pip.
 nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
@@ -13,20 +14,29 @@ failed=0
 check() {
   local name=$1
   shift
-  if "$@" >"$out/$name.log" 2>&1; then echo "ok      $name: $(tail -n 1 "$out/$name.log" | cut -c1-150)"; else
+  if "$@" >"$logs/$name.log" 2>&1; then echo "ok      $name: $(tail -n 1 "$logs/$name.log" | cut -c1-150)"; else
     failed=1
     echo "FAILED  $name"
-    grep -E "panicked|FAILED|error" -A 6 "$out/$name.log" | tail -n 40 | cut -c1-300
+    grep -E "panicked|FAILED|error" -A 6 "$logs/$name.log" | tail -n 40 | cut -c1-300
   fi
+}
+# Unit tests of code that only the feature `cuda` compiles: units PROGRAM PART-OF-THEIR-NAMES
+units() {
+  [ "$("$root/bin/$1" --list "$2" | grep -c ': test$')" -gt 0 ] || { echo "error: $1 has no tests named $2" && return 1; }
+  timeout 60 "$root/bin/$1" "$2"
 }
 qwen="$root/bin/model-qwen3moe"
 check ops timeout 240 "$root/bin/gpu" --skip nccl:: --test-threads 1
+check units-engine units moe_engine parallel::device::
+check units-kernels units moe_kernels cuda::
 check parity timeout 120 "$root/tests/gpu/parity.sh" "$qwen"
 check midsize timeout 120 python3 "$root/tests/gpu/midsize.py" "$qwen"
 check bench timeout 200 "$qwen" bench --config "$root/tests/bench/configs/qwen3-30b-a3b.json" --dummy-weights \
   --dtype bf16 --device cuda --batches 1,8,32,64,128,256 --lengths 2048,8192 --long-context 8192 --json "$out/bench.json"
 check load "$root/tests/gpu/load.sh"
 check timeline env OUT="$out" "$root/tests/gpu/timeline.sh"
-grep -E "^(decode|prefill)" "$out/bench.log"
-grep -hE "^(page cache|load|B=)" "$out/load.log" "$out/timeline.log"
+grep -E "^(decode|prefill)" "$logs/bench.log"
+grep -hE "^(page cache|load|us a step|B=)" "$logs/load.log" "$logs/timeline.log"
+tar czf "$out/run.tar.gz" -C "$logs" .
+rm -rf "$logs"
 exit $failed

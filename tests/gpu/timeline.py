@@ -1,14 +1,20 @@
-"""What a profile of decode steps says: python timeline.py PROFILE BATCH.
+"""What profiles of decode steps say: python timeline.py FOLDER BATCH=PROFILE..
 
-Of the longest run of replayed graphs of that batch: the host's work, the device's time and the gap between steps.
+Of each profile the longest run of replayed graphs of that batch: the host's work a step, the device's time, and how long
+the device had nothing to do between steps, which is the work that was not hidden. Prints a table; figures and the events
+around the end of one step go to FOLDER/timeline.json, their picture to FOLDER/timeline.svg.
 """
 
 import json
 import statistics
 import sys
+from pathlib import Path
+
+import timeline_svg
 
 DEVICE_ROW = 1000
-WORK, WAIT = ("schedule", "step", "collect"), "wait"
+BEFORE, AFTER = 100.0, 300.0  # microseconds of the picture around the end of a step, at least
+COLUMNS = ["period", "device", "idle", "idle_max", "work", "schedule", "build", "upload", "launch", "collect", "wait"]
 
 
 def longest_run(device, batch):
@@ -16,34 +22,69 @@ def longest_run(device, batch):
     graphs = [e["ts"] for e in device if e["name"] == "graph"]
     run, longest = [], []
     for step in sorted((e for e in device if e["name"] == "step"), key=lambda e: e["ts"]):
-        end = step["ts"] + step["dur"]
-        replayed = step["args"]["index"] == batch and any(step["ts"] <= ts <= end for ts in graphs)
+        replayed = step["args"]["index"] == batch and any(step["ts"] <= ts <= step["ts"] + step["dur"] for ts in graphs)
         run = run + [step] if replayed else []
         longest = max(longest, run, key=len)
     return longest
 
 
-def main():
-    path, batch = sys.argv[1], int(sys.argv[2])
+def figures(steps, host):
+    """Microseconds a step. `host`: its events while the device ran `steps`."""
+    launched = sum(e["name"] == "step" for e in host)
+    if launched == 0:
+        sys.exit("no step of the host while the device ran")
+    mean = lambda name: sum(e["dur"] for e in host if e["name"] == name) / launched
+    idle = [b["ts"] - a["ts"] - a["dur"] for a, b in zip(steps, steps[1:])]
+    found = {
+        "steps": len(steps),
+        "period": (steps[-1]["ts"] - steps[0]["ts"]) / (len(steps) - 1),
+        "device": statistics.median(e["dur"] for e in steps),
+        "idle": statistics.mean(idle),
+        "idle_max": max(idle),
+        "schedule": mean("schedule"),
+        "build": mean("step") - mean("upload") - mean("launch"),
+        "upload": mean("upload"),
+        "launch": mean("launch"),
+        "collect": mean("collect") - mean("wait"),
+        "wait": mean("wait"),
+    }
+    found["work"] = sum(found[name] for name in ("schedule", "build", "upload", "launch", "collect"))
+    found["hidden"] = max(0.0, 1 - found["idle"] / found["work"])
+    return found
+
+
+def read(path, batch):
     with open(path) as file:
         events = [e for e in json.load(file) if e["ph"] == "X"]
     device = [e for e in events if e["tid"] == DEVICE_ROW]
     steps = longest_run(device, batch)
     if len(steps) < 16:
         sys.exit(f"B={batch}: {len(steps)} replayed steps in {path}, expected 16 at least")
-    begin, end = steps[0]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
-    host = [e for e in events if e["tid"] != DEVICE_ROW and begin <= e["ts"] and e["ts"] + e["dur"] <= end]
-    total = lambda names: sum(e["dur"] for e in host if e["name"] in names)
-    launched = sum(e["name"] == "step" for e in host)
-    if launched == 0:
-        sys.exit(f"B={batch}: no step of the host in {path}")
-    work = (total(WORK) - total((WAIT,))) / launched
-    gaps = [b["ts"] - a["ts"] - a["dur"] for a, b in zip(steps, steps[1:])]
-    print(
-        f"B={batch}: host work {work:.1f} us, device {statistics.median(e['dur'] for e in steps):.1f} us, gap between"
-        f" steps {statistics.median(gaps):.1f} us (largest {max(gaps):.1f}), {len(steps)} steps;"
-        f" host waits {total((WAIT,)) / launched:.1f} us a step"
-    )
+    within = lambda e, first, last: first["ts"] <= e["ts"] and e["ts"] + e["dur"] <= last["ts"] + last["dur"]
+    host = [e for e in events if e["tid"] != DEVICE_ROW]
+    found = figures(steps, [e for e in host if within(e, steps[0], steps[-1])])
+    # Tokens of a step arrive at its end; the host's work on them and on the step after the next follows.
+    ended = steps[len(steps) // 2]
+    origin = ended["ts"] + ended["dur"]
+    after = max(AFTER, 2 * found["work"])
+    shown = [e for e in host + device if e["ts"] < origin + after and e["ts"] + e["dur"] > origin - BEFORE]
+    rows = ["device" if e["tid"] == DEVICE_ROW else "host" for e in shown]
+    found["window"] = [-BEFORE, after]
+    found["events"] = [{"row": row, "name": e["name"], "us": e["ts"] - origin, "dur": e["dur"]} for row, e in zip(rows, shown)]
+    return found
 
 
-main()
+def main():
+    folder, found = Path(sys.argv[1]), {}
+    for pair in sys.argv[2:]:
+        batch, path = pair.split("=", 1)
+        found[batch] = read(path, int(batch))
+    print("us a step" + "".join(f"{name:>10}" for name in COLUMNS) + "    hidden")
+    for batch, row in found.items():
+        print(f"B={batch:<7}" + "".join(f"{row[name]:10.1f}" for name in COLUMNS) + f"{100 * row['hidden']:8.1f} %")
+    (folder / "timeline.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "timeline.svg").write_text(timeline_svg.draw(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,22 +1,32 @@
 #!/usr/bin/env bash
-# Profiles of decode steps of Qwen3-30B-A3B's shape, for B = 1 and 64: timeline.sh [CONFIG]. One line each; the profiles,
-# to be opened in Perfetto, go to $OUT (default: results).
+# Profiles of decode steps of Qwen3-30B-A3B's shape, for B = 1, 64 and 256: timeline.sh [CONFIG]. A table of host and
+# device; figures and a picture go to $OUT (default: results) as timeline.json and timeline.svg. The profiles themselves,
+# tens of MB, which Perfetto opens, stay where they are made: in $PROFILES, else a folder that is removed.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 config=${1:-$root/tests/bench/configs/qwen3-30b-a3b.json}
 out=${OUT:-$root/results}
-mkdir -p "$out"
+if [ -z "${PROFILES:-}" ]; then
+  PROFILES=$(mktemp -d)
+  trap 'rm -rf "$PROFILES"' EXIT
+fi
+mkdir -p "$out" "$PROFILES"
 # NCCL, where it came by pip.
 nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
   export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-failed=0
-for batch in 1 64; do
-  profile="$out/timeline-$batch.json"
-  timeout 60 "$root/bin/model-qwen3moe" bench --config "$config" --dummy-weights --dtype bf16 --device cuda \
-    --batches "$batch" --lengths 128 --output 128 --repeat 1 --profile "$profile" --json "$out/timeline-bench-$batch.json" \
-    >"$out/timeline-$batch.log" 2>&1 && python3 "$root/tests/gpu/timeline.py" "$profile" "$batch" && continue
-  failed=1
-  echo "FAILED  timeline of B=$batch"
-  tail -n 5 "$out/timeline-$batch.log"
+failed=0 profiles=()
+for batch in 1 64 256; do
+  if timeout 60 "$root/bin/model-qwen3moe" bench --config "$config" --dummy-weights --dtype bf16 --device cuda \
+    --batches "$batch" --lengths 128 --output 128 --repeat 1 --profile "$PROFILES/$batch.json" \
+    --json "$PROFILES/bench-$batch.json" >"$PROFILES/$batch.log" 2>&1; then
+    profiles+=("$batch=$PROFILES/$batch.json")
+  else
+    failed=1
+    echo "FAILED  profile of B=$batch"
+    tail -n 5 "$PROFILES/$batch.log"
+  fi
 done
+if [ ${#profiles[@]} -gt 0 ]; then
+  python3 "$root/tests/gpu/timeline.py" "$out" "${profiles[@]}" || failed=1
+fi
 exit $failed

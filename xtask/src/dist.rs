@@ -1,8 +1,9 @@
 //! `cargo xtask dist`: one compressed archive for a machine with a GPU and without Rust.
 //!
-//! target/dist/moe.tar.xz holds the model binaries and the GPU test binary (stripped), the fixtures
-//! and the scripts of tests/gpu and tests/cuda. On the target machine:
-//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`; with several GPUs also `moe/tests/gpu/nccl.sh` and `moe/tests/gpu/ranks.sh`.
+//! target/dist/moe.tar.xz holds the model binaries, the GPU tests and the unit tests of CUDA code (stripped), the kernels as
+//! a library, the fixtures and the scripts of tests/gpu and tests/cuda. On the target machine:
+//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`; beside rivals `moe/tests/gpu/rivals.sh`; with several GPUs also
+//! `moe/tests/gpu/nccl.sh` and `moe/tests/gpu/ranks.sh`; with `--sanitizer` also `moe/tests/gpu/sanitize.sh`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,14 +12,17 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use crate::toolkit;
 use crate::workspace::{self, cargo, root, target_dir};
+use crate::{kernels, sanitizer, toolkit};
 
 /// Most bytes of an archive, so that it can be carried to a machine.
 const MAX_BYTES: u64 = 60 << 20;
 
 /// What is built in: one GPU and several.
 const FEATURES: &str = "cuda,nccl";
+
+/// Libraries with unit tests of code that only the feature `cuda` compiles. tests/gpu/run.sh names them too.
+const UNIT_TESTED: [&str; 2] = ["moe-engine", "moe-kernels"];
 
 /// What of the sources goes along.
 const FILES: &[&str] = &[
@@ -35,6 +39,9 @@ pub struct Args {
     /// Python interpreter that fetches the toolkit where no CUDA is installed.
     #[arg(long, default_value = "python3")]
     python: String,
+    /// Also pack compute-sanitizer and the kernels that are built for its racecheck.
+    #[arg(long)]
+    sanitizer: bool,
 }
 
 pub fn run(args: &Args) -> Result<()> {
@@ -50,10 +57,12 @@ pub fn run(args: &Args) -> Result<()> {
     // One command, so that programs and tests share what both are made of.
     let mut build = cargo();
     build.args(["build", "--release", "--features", FEATURES, "--bins", "--test", "gpu", "-p", "moe-tests"]);
-    build
-        .args(binaries.iter().flat_map(|name| ["-p", name]))
-        .args(["--message-format", "json-render-diagnostics"]);
-    let tests = test_binary(build.envs(environment))?;
+    build.args(binaries.iter().flat_map(|name| ["-p", name]));
+    let built = messages(build.envs(environment.clone()))?;
+    let mut units = cargo();
+    units.args(["test", "--no-run", "--release", "--features", FEATURES, "--lib"]);
+    units.args(UNIT_TESTED.iter().flat_map(|name| ["-p", name]));
+    let units = messages(units.envs(environment))?;
 
     let folder = target_dir().join("dist").join("moe");
     if folder.exists() {
@@ -63,7 +72,16 @@ pub fn run(args: &Args) -> Result<()> {
     for name in &binaries {
         strip(&target_dir().join("release").join(name), &folder.join("bin").join(name))?;
     }
-    strip(&tests, &folder.join("bin/gpu"))?;
+    for (name, path) in test_programs(&built)?.into_iter().chain(test_programs(&units)?) {
+        strip(&path, &folder.join("bin").join(name))?;
+    }
+    let objects = kernel_objects(&built)?;
+    pack_kernels(&toolkit, &objects, &folder.join("lib"))?;
+    if args.sanitizer {
+        let objects = kernels::for_racecheck(&toolkit, &objects)?;
+        pack_kernels(&toolkit, &objects, &folder.join("lib/racecheck"))?;
+        sanitizer::pack(&args.python, &folder)?;
+    }
     for path in FILES {
         copy_tracked(path, &folder)?;
     }
@@ -87,19 +105,47 @@ fn strip(from: &Path, to: &Path) -> Result<()> {
     workspace::run(Command::new("strip").arg("-o").arg(to).arg(from))
 }
 
-/// The test executable that cargo reports.
-fn test_binary(command: &mut Command) -> Result<PathBuf> {
+/// What cargo says while it builds.
+fn messages(command: &mut Command) -> Result<Vec<Value>> {
+    command.args(["--message-format", "json-render-diagnostics"]);
     let output = command.stderr(std::process::Stdio::inherit()).output()?;
     if !output.status.success() {
         bail!("{command:?} failed with {}", output.status)
     }
-    let messages = String::from_utf8_lossy(&output.stdout).into_owned();
-    let executable = messages
-        .lines()
-        .filter_map(|line| serde_json::from_str::<Value>(line).ok())
-        .filter(|m| m["target"]["name"] == "gpu")
-        .find_map(|m| m["executable"].as_str().map(PathBuf::from));
-    executable.context("cargo reported no executable of the GPU tests")
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+}
+
+/// Test programs that cargo built, by the names of their targets.
+fn test_programs(messages: &[Value]) -> Result<Vec<(String, PathBuf)>> {
+    let tests = messages.iter().filter(|m| m["profile"]["test"] == true);
+    let named =
+        tests.filter_map(|m| Some((m["target"]["name"].as_str()?.into(), m["executable"].as_str()?.into())));
+    let programs: Vec<(String, PathBuf)> = named.collect();
+    if programs.is_empty() {
+        bail!("cargo reported no test program")
+    }
+    Ok(programs)
+}
+
+/// The objects that moe-kernels' build script compiled: what the programs are linked from.
+fn kernel_objects(messages: &[Value]) -> Result<Vec<PathBuf>> {
+    let scripts = messages.iter().filter(|m| m["reason"] == "build-script-executed");
+    let ours = |m: &&Value| m["package_id"].as_str().is_some_and(|id| id.contains("/moe-kernels#"));
+    let out = scripts.filter(ours).find_map(|m| m["out_dir"].as_str());
+    let out = Path::new(out.context("cargo reported no build script of moe-kernels")?).join("kernels");
+    let sources = fs::read_dir(kernels::sources())?.filter_map(|entry| Some(entry.ok()?.path()));
+    let sources = sources.filter(|path| path.extension().is_some_and(|e| e == "cu"));
+    Ok(sources.filter_map(|path| Some(out.join(path.file_stem()?).with_extension("o"))).collect())
+}
+
+/// The kernels as one library, for tests/cuda.
+fn pack_kernels(toolkit: &toolkit::Toolkit, objects: &[PathBuf], folder: &Path) -> Result<()> {
+    fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let (library, packed) = (target_dir().join("dist/libmoe_kernels.so"), folder.join("libmoe_kernels.so"));
+    kernels::link(toolkit, objects, &library)?;
+    // Of the host's code alone: kernels keep their lines.
+    strip(&library, &packed)
 }
 
 /// Copies the files below a path that git tracks.

@@ -8,6 +8,7 @@ mod fixtures;
 mod kernels;
 mod parity;
 mod plot;
+mod sanitizer;
 mod standalone;
 mod tidy;
 mod toolkit;

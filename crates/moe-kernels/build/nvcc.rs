@@ -23,16 +23,31 @@ pub struct Object {
 
 /// Compiles every .cu of `sources` with `nvcc` into `out`; what is up to date is kept.
 pub fn compile_all(nvcc: &Path, sources: &Path, out: &Path) -> Result<Vec<Object>, Error> {
+    compile_some(nvcc, sources, out, &[], |_| true)
+}
+
+/// As `compile_all`, with these flags beside the usual ones and only the files whose name without .cu is `wanted`.
+pub fn compile_some(
+    nvcc: &Path,
+    sources: &Path,
+    out: &Path,
+    more: &[&str],
+    wanted: impl Fn(&str) -> bool,
+) -> Result<Vec<Object>, Error> {
     fs::create_dir_all(out).map_err(|e| format!("cannot make {}: {e}", out.display()))?;
-    let files = files_with(sources, "cu")?;
+    let mut files = files_with(sources, "cu")?;
+    files.retain(|file| file.file_stem().is_some_and(|name| wanted(&name.to_string_lossy())));
     if files.is_empty() {
-        return Err(format!("{} holds no .cu file", sources.display()));
+        return Err(format!("{} holds no .cu file that is wanted", sources.display()));
     }
     let mut headers = SystemTime::UNIX_EPOCH;
     for header in files_with(sources, "cuh")? {
         headers = headers.max(modified(&header)?);
     }
-    files.iter().map(|file| compile(nvcc, file, headers, out)).collect()
+    let mut command = vec![nvcc.to_string_lossy().into_owned()];
+    command.extend(flags());
+    command.extend(more.iter().map(|flag| flag.to_string()));
+    files.iter().map(|file| compile(&command, file, headers, out)).collect()
 }
 
 fn files_with(dir: &Path, extension: &str) -> Result<Vec<PathBuf>, Error> {
@@ -61,11 +76,11 @@ fn flags() -> Vec<String> {
 
 /// The log is written last and begins with the command, so an object with a log of the same command
 /// that is newer than its sources is up to date.
-fn compile(nvcc: &Path, source: &Path, headers: SystemTime, out: &Path) -> Result<Object, Error> {
+fn compile(compiler: &[String], source: &Path, headers: SystemTime, out: &Path) -> Result<Object, Error> {
     let name = source.file_stem().unwrap_or_default().to_string_lossy();
     let (object, log) = (out.join(format!("{name}.o")), out.join(format!("{name}.log")));
-    let mut command = Command::new(nvcc);
-    command.args(flags()).arg("-c").arg(source).arg("-o").arg(&object);
+    let mut command = Command::new(&compiler[0]);
+    command.args(&compiler[1..]).arg("-c").arg(source).arg("-o").arg(&object);
     let head = format!("{command:?}\n");
     let sources = headers.max(modified(source)?);
     if let (Ok(text), Ok(time)) = (fs::read_to_string(&log), modified(&log))
@@ -76,7 +91,7 @@ fn compile(nvcc: &Path, source: &Path, headers: SystemTime, out: &Path) -> Resul
         return Ok(Object { path: object, log: text });
     }
     eprintln!("compiling {name}.cu");
-    let output = command.output().map_err(|e| format!("cannot start {}: {e}", nvcc.display()))?;
+    let output = command.output().map_err(|e| format!("cannot start {}: {e}", compiler[0]))?;
     let messages =
         format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     if !output.status.success() {

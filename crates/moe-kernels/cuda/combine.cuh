@@ -27,12 +27,13 @@ __device__ __forceinline__ void combine_columns(const CombineArgs& a, int token,
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const int k = first + b;
-      const int slot = token * a.top_k + k;
+      const int slot = token * a.top_k + min(k, a.top_k - 1);
       const bool present =
           k < a.top_k && local_expert(a.topk_ids[slot], a.expert_map, a.num_ids, a.num_local) >= 0;
       weight[b] = present ? a.topk_weights[slot] : 0;
       const float4* at = reinterpret_cast<const float4*>(a.slot_rows + static_cast<size_t>(slot) * a.hidden);
-      row[b] = present ? __ldcg(at + i) : float4{0, 0, 0, 0};
+      row[b] = __ldcg(at + i);
+      if (!present) row[b] = float4{0, 0, 0, 0};
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {

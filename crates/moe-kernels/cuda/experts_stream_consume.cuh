@@ -54,10 +54,8 @@ __device__ __forceinline__ void multiply(const Block& b, int product, const uint
       if (s + kConsumers < steps) step(s + kConsumers, odd);
     }
     __syncwarp();
-    if (lane == 0) {
-      mbarrier_arrive(b.empty(first.stage));
-      if (product == 0) mbarrier_arrive(b.empty(at.stage));
-    }
+    warp_arrive(b.empty(first.stage));
+    if (product == 0) warp_arrive(b.empty(at.stage));
     at.advance(b.a.stages);
   }
 #pragma unroll
@@ -124,7 +122,7 @@ __device__ void consume(const Block& b) {
       }
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.rows_empty(place));
+    warp_arrive(b.rows_empty(place));
   });
 }
 

@@ -102,17 +102,26 @@ __device__ __forceinline__ void for_each_unit(const Block& b, F f) {
 
 #if MOE_SM90
 
-/// The table of touched experts from the counts of their buckets. One warp.
+/// The table of touched experts from the counts of their buckets. One warp; all its loads first.
 __device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
+  constexpr int kEach = 8;
   const int lane = threadIdx.x % 32;
   uint32_t touched = 0, rows = 0;
-  for (int base = 0; base < a.num_local; base += 32) {
-    const uint32_t count = base + lane < a.num_local ? __ldcg(a.counts + base + lane) : 0;
-    const uint32_t some = __ballot_sync(0xffffffffu, count > 0);
-    uint32_t total;
-    const uint32_t before = warp_exclusive_sum(count, &total);
-    if (count > 0) b.table()[touched + __popc(some & ((1u << lane) - 1))] = {static_cast<uint32_t>(base + lane), rows + before};
-    touched += __popc(some), rows += total;
+  for (int first = 0; first < a.num_local; first += 32 * kEach) {
+    uint32_t count[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int expert = first + i * 32 + lane;
+      count[i] = expert < a.num_local ? __ldcg(a.counts + expert) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const uint32_t some = __ballot_sync(0xffffffffu, count[i] > 0);
+      uint32_t total;
+      const uint32_t before = warp_exclusive_sum(count[i], &total), expert = first + i * 32 + lane;
+      if (count[i] > 0) b.table()[touched + __popc(some & ((1u << lane) - 1))] = {expert, rows + before};
+      touched += __popc(some), rows += total;
+    }
   }
   if (lane == 0) b.table()[a.max_tiles()] = {touched, rows};
 }

@@ -3,20 +3,21 @@
 //
 // Floor: 6 H I bytes for each expert chosen (75.5 MB for one token of Qwen3-30B-A3B: 16.4 us at 4.59 TB/s). Everything
 // else is latency: norm, logits, choice, two products and a sum depend on each other across all multiprocessors. Here
-// blocks meet twice and there is no launch in between:
-//   - logits travel as words that carry the launch's number, so a block polls the words themselves: one way there, one
-//     way back, no fence. Every block then makes the same choice.
-//   - gate and up: tiles of 4 outputs (32 KB, two copies) from all units in one list; three quarters of it in equal
-//     consecutive shares, the rest by ticket, because multiprocessors get unequal shares of a saturated memory.
-//   - activations of all units go through L2; blocks meet at one counter.
-//   - down: a block owns columns of the output for all units, so that the weighted sum stays in its registers.
+// there is no launch in between and no barrier: logits and activations travel as words that carry the launch's number, so
+// whoever needs them polls the words themselves, one way there, one way back, no fence.
+//   - every block computes an expert's logit, reads all of them, and makes the same choice;
+//   - gate and up: tiles of 8 outputs (64 KB, two copies), one expert after the other: half of them go round the blocks,
+//     the rest by ticket, because multiprocessors get unequal shares of a saturated memory. The multiplying warps leave
+//     their sums to a warp that adds and activates them, and go on;
+//   - down: a block owns columns of the output for all experts, so that the weighted sum stays in its registers. It begins
+//     with the first expert, whose activations came while the last one's were still computed: only the memory is waited for.
 //
-// Copies are long (12 to 24 KB: whole rows, unpadded), because one thread issues them; only two are on their way at a
-// time, because a fence waits for those under way. Weights are the 16 rows of mma.sync (8 in the first product), and a
+// Copies are long (24 to 32 KB: whole rows, unpadded), because one thread issues them; only two are on their way at a
+// time, because words that blocks wait for queue behind them. Weights are the 16 rows of mma.sync, and a
 // lane feeds two products with each 16 bytes. Warps split K and are added in warp order; units are added in the order of
 // experts: a token's bits do not depend on the tokens beside it.
 //
-// Measured, one H200: docs/kernels.md. Blocks wait for each other, so the launch is cooperative.
+// Measured, one H200: docs/kernels.md. Blocks wait for each other, so all of them must be resident.
 #include "layer_stream_load.cuh"
 
 namespace moe::layer {
@@ -43,7 +44,6 @@ struct Consumer {
   /// In memory rows lie a multiple of 128 bytes apart, so two rows in the same 64 bytes of 128 would meet in the banks.
   /// Therefore odd rows take the two halves of a step in the other order, and so do odd columns: token t is in columns 2t
   /// and 2t + 1, and row g's sum for it in the column of g's parity.
-  template <bool kTwo>
   __device__ __forceinline__ void multiply(const uint8_t* low, const uint8_t* high, const uint8_t* x, int warp, int elements,
                                            float (&acc)[4][4]) const {
     const uint32_t lane = threadIdx.x % 32, first = lane / 4 % 2 * 64 + lane % 4 * 16, second = first ^ 64;
@@ -52,7 +52,7 @@ struct Consumer {
     for (int i = warp; i < elements / kStep; i += kConsumers) {
       const int at = i * kStep * 2;
       const uint4 p = load(low + at + first), r = load(low + at + second), q = load(x + at + first), y = load(x + at + second);
-      const uint4 h = kTwo ? load(high + at + first) : uint4{}, j = kTwo ? load(high + at + second) : uint4{};
+      const uint4 h = load(high + at + first), j = load(high + at + second);
       mma_bf16(acc[0], {p.x, h.x, p.y, h.y}, q.x, q.y);
       mma_bf16(acc[1], {p.z, h.z, p.w, h.w}, q.z, q.w);
       mma_bf16(acc[2], {r.x, j.x, r.y, j.y}, y.x, y.y);
@@ -69,63 +69,36 @@ struct Consumer {
     return odd ? odd_sum : even_sum;
   }
 
-  /// Activations of a tile, by one warp: a lane per pair and token.
-  __device__ __forceinline__ void activate(const Tile& tile, const float* parts) const {
-    const int pair = threadIdx.x % 32 % kPairs, token = threadIdx.x % 32 / kPairs;
-    if (token >= a.tokens) return;
-    float gate = 0, up = 0;
-#pragma unroll
-    for (int w = 0; w < kConsumers; ++w) {
-      const float* part = parts + (w * 2 * kPairs + pair) * a.tokens + token;
-      gate += part[0], up += part[kPairs * a.tokens];
-    }
-    const float scale = s.scale()[token];
-    gate *= scale, up *= scale;
-    const uint32_t slot = s.unit_slot(tile.unit)[token];
-    if (slot != kNoSlot)
-      a.act[static_cast<size_t>(slot) * a.inter + tile.row + pair] = __float2bfloat16(gate / (1.0f + __expf(-gate)) * up);
-  }
-
-  /// Returns the first stage of the second product.
+  /// Sums of tiles, for the warp that activates them. Returns the first stage of the second product.
   __device__ __forceinline__ int gate_up() const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
     const uint8_t* x = s.rows() + min(lane / 8, a.tokens - 1) * a.hidden * 2;
     Cursor at;
     for (int i = 0;; ++i) {
       wait(0, at);
       const Tile tile = *s.tile(at.stage);
+      float acc[4][4] = {};
+      for (int k = 0; k < a.hidden && tile.pairs > 0; k += a.chunk[0]) {
+        if (k > 0) wait(0, at);
+        const uint8_t* w = s.stage(0, at.stage) + g * a.chunk[0] * 2;
+        multiply(w, w + kPairs * a.chunk[0] * 2, x + k * 2, warp, min(a.chunk[0], a.hidden - k), acc);
+        release(0, at);
+        at.advance(a.stages[0]);
+      }
+      const int buffer = i % kParts;
+      mbarrier_wait(s.parts_empty(buffer), i / kParts % 2 ^ 1);
+      float* parts = s.parts(buffer) + warp * 2 * kPairs * a.tokens + token;
+      if (token < a.tokens) {
+        parts[g * a.tokens] = sum(acc, 0);
+        parts[(kPairs + g) * a.tokens] = sum(acc, 1);
+      }
+      if (threadIdx.x == 0) *s.parts_tile(buffer) = tile;
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(s.parts_full(buffer));
       if (tile.pairs == 0) {
         release(0, at);
         return tile.row;
       }
-      float acc[4][4] = {};
-      for (int k = 0; k < a.hidden; k += a.chunk[0]) {
-        if (k > 0) wait(0, at);
-        const uint8_t* w = s.stage(0, at.stage) + lane / 4 * a.chunk[0] * 2;
-        multiply<false>(w, w, x + k * 2, warp, min(a.chunk[0], a.hidden - k), acc);
-        release(0, at);
-        at.advance(a.stages[0]);
-      }
-      // Two buffers: a warp is at the next barrier only when it has read the buffer before this one.
-      float* parts = s.partial() + i % 2 * kConsumers * 2 * kPairs * a.tokens;
-      if (token < a.tokens) parts[(warp * 2 * kPairs + lane / 4) * a.tokens + token] = sum(acc, 0);
-      consumers_sync();
-      if (i % kConsumers == warp) activate(tile, parts);
-    }
-  }
-
-  /// Waits until all blocks have written their activations, and fetches them.
-  __device__ __forceinline__ void meet(uint64_t met) const {
-    consumers_sync();
-    if (threadIdx.x == 0) {
-      add_release(&a.state->arrived, 1);
-      mbarrier_arrive(s.arrived());
-      while (load_acquire(&a.state->arrived) < met) {
-      }
-      fence_async_proxy();
-      const uint32_t bytes = s.slots * a.inter * 2;
-      arrive_expecting(s.act_full(), bytes);
-      bulk_copy(s.rows(), a.act, bytes, s.act_full());
     }
   }
 
@@ -133,26 +106,25 @@ struct Consumer {
   __device__ __forceinline__ void down(int units, int first, int last, int stage) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
     const int my_row = threadIdx.x % kDownRows, my_token = threadIdx.x / kDownRows;
-    if (first == last) mbarrier_wait(s.act_full(), 0);  // no block leaves while it is being written to
     Cursor at = {stage};
     for (int top = first; top < last; top += kDownRows) {
       const bool mine = my_token < a.tokens && top + my_row < last;
       const size_t to = static_cast<size_t>(my_token) * a.hidden + top + my_row;
       float value = mine ? before<kOutput>(a.out, to) : 0.0f;
-      if (top == first) mbarrier_wait(s.act_full(), 0);
       float low = 0, high = 0;
       for (int u = 0; u < units; ++u) {
         const uint32_t* slots = s.unit_slot(u);
         const uint32_t slot = slots[min(lane / 8, a.tokens - 1)];
-        const uint8_t* act = s.rows() + (slot == kNoSlot ? 0 : slot) * a.inter * 2;  // of no slot: not used
+        const uint8_t* act = s.act() + (slot == kNoSlot ? 0 : slot) * a.inter * 2;  // of no slot: not used
         const bool uses = token < a.tokens && slots[token] != kNoSlot;
         const float weight = uses ? s.unit_weight(u)[token] : 0;
+        mbarrier_wait(s.act_full(u), 0);
         float acc[4][4] = {};
         for (int k = 0; k < a.inter; k += a.chunk[1]) {
           wait(1, at);
           const uint8_t* w = s.stage(1, at.stage) + g * a.chunk[1] * 2;
           // 12 steps are 8 and 4: with other experts the other warps take the 4.
-          multiply<true>(w, w + kDownRows / 2 * a.chunk[1] * 2, act + k * 2, warp ^ s.expert()[u] % 2 * 4, min(a.chunk[1], a.inter - k), acc);
+          multiply(w, w + kDownRows / 2 * a.chunk[1] * 2, act + k * 2, warp ^ s.expert()[u] % 2 * 4, min(a.chunk[1], a.inter - k), acc);
           release(1, at);
           at.advance(a.stages[1]);
         }
@@ -196,36 +168,42 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
         mbarrier_init(s.empty(product, i), kConsumers);
       }
     }
-    mbarrier_init(s.act_full(), 1);
-    mbarrier_init(s.arrived(), 1);
+    for (int u = 0; u < kMaxSlots; ++u) mbarrier_init(s.act_full(u), 1);
+    for (int i = 0; i < kParts; ++i) {
+      mbarrier_init(s.parts_full(i), kConsumers);
+      mbarrier_init(s.parts_empty(i), 1);
+    }
     mbarrier_fence_init();
   }
   __syncthreads();
   const uint32_t first = a.hidden * blockIdx.x / gridDim.x, last = a.hidden * (blockIdx.x + 1) / gridDim.x;
-  const int token = warp - kConsumers;
+  pdl_wait();
+  const Turn turn(a);
   if (warp < kConsumers) {
-    pdl_wait();
-    const uint64_t launches = __ldcg(&a.state->launches);
     stage_rows(a, s, gain);
-    if (a.gate != nullptr) publish_logits(a, s, gate, launch_number(launches));
+    if (a.gate != nullptr) publish_logits(a, s, gate, turn.number);
     const Consumer c = {a, s};
-    const int stage = c.gate_up();
-    c.meet((launches + 1) * gridDim.x);
-    if (threadIdx.x == 0 && blockIdx.x == 0) {
-      // All blocks have read both, and drawn their last ticket.
-      a.state->launches = launches + 1;
-      a.state->tickets = 0;
-    }
+    const int stage = c.gate_up();  // all warps have read the turn by now
+    if (threadIdx.x == 0) Turn::end(a);
     c.down<kOutput>(*s.units(), first, last, stage);
-  } else if (token < a.tokens) {
-    route<kPerLane>(a, s, token);
-    if (token == 0 && elect_one()) {
-      Loader l = {a, s, static_cast<int>(*s.units())};
-      const int tiles = l.units * (a.inter / kPairs);
-      l.load_gate_up(tiles, tiles - tiles / kByTicket, &a.state->tickets);
-      l.load_down(first, last);
-      pdl_launch_dependents();  // earlier, blocks that find no room yet cost 2 us
-    }
+    return;
+  }
+  const int router = warp - kConsumers;
+  if (blockIdx.x == 0 && router == 0 && elect_one()) a.state->tickets[turn.parity ^ 1] = 0;
+  if (router < a.tokens) route<kPerLane>(a, s, router, turn.number);
+  routers_sync();
+  if (router == 0) build_units(a, s);
+  routers_sync();
+  if (router == kRouters - 1) {
+    activate(a, s, turn.number);
+  } else if (router > 0) {
+    fetch_activations(a, s, router - 1, turn.number);
+  } else if (elect_one()) {
+    Loader l = {a, s, static_cast<int>(*s.units())};
+    const int tiles = l.units * (a.inter / kPairs);
+    l.load_gate_up(tiles, tiles - tiles / kByTicket, a.state->tickets + turn.parity);
+    l.load_down(first, last);
+    pdl_launch_dependents();  // earlier, blocks that find no room yet cost 2 us
   }
 #endif
 }
@@ -239,22 +217,37 @@ cudaError_t run(const Launch& l, Output output, const Args& a) {
   }
 }
 
+/// Divides what the rows leave of shared memory into stages of each product, of whole rows where they fit.
+bool divide_ring(Args* a, int block_smem) {
+  const int room = block_smem - static_cast<int>(layout(*a).total);
+  for (int product = 0; product < 2; ++product) {
+    int& chunk = a->chunk[product];
+    chunk = a->depth(product) < kMaxChunk[product] ? a->depth(product) : kMaxChunk[product];
+    while (room / a->stage_bytes(product) < kMinStages && chunk % (2 * kStep) == 0 && chunk > kMinChunk) chunk /= 2;
+    const int fit = room / a->stage_bytes(product);
+    if (fit < kMinStages) return false;
+    a->stages[product] = fit < kMaxStages ? fit : kMaxStages;
+    const int bytes = a->stages[product] * a->stage_bytes(product);
+    if (bytes > a->ring) a->ring = bytes;
+  }
+  return true;
+}
+
+bool valid(const Args& a) {
+  const int top_k = a.route.top_k;
+  return a.tokens >= 0 && a.tokens <= kMaxTokens && top_k > 0 && top_k <= kMaxTopK && a.slots() <= kMaxSlots && a.hidden > 0 &&
+         a.hidden % kStep == 0 && a.inter > 0 && a.inter % kStep == 0 && a.num_local > 0 && a.num_local <= 1024 &&
+         a.route.experts > 0;
+}
+
 cudaError_t run(Args a, Output output, void* stream) {
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (limits.major < 9) return cudaErrorNotSupported;
-  const int room = limits.block_smem - static_cast<int>(layout(a).total);
-  for (int product = 0; product < 2; ++product) {
-    a.chunk[product] = a.depth(product) < kMaxChunk[product] ? a.depth(product) : kMaxChunk[product];
-    const int fit = room / a.stage_bytes(product);
-    if (fit < kMinStages) return cudaErrorInvalidValue;
-    a.stages[product] = fit < kMaxStages ? fit : kMaxStages;
-    const int bytes = a.stages[product] * a.stage_bytes(product);
-    if (bytes > a.ring) a.ring = bytes;
-  }
+  if (!divide_ring(&a, limits.block_smem)) return cudaErrorInvalidValue;
   Launch l = {dim3(limits.sms), dim3(kThreads), stream, layout(a).total};
-  l.cooperative = true;
+  l.resident = true;
   const int experts = a.gate == nullptr ? 1 : a.route.experts;
   if (experts <= 128) return run<4>(l, output, a);
   return run<16>(l, output, a);
@@ -263,9 +256,22 @@ cudaError_t run(Args a, Output output, void* stream) {
 }  // namespace
 }  // namespace moe::layer
 
-/// Bytes of the zeroed `state` buffer of launches with up to this many experts.
-extern "C" size_t moe_layer_stream_state(int experts) {
-  return sizeof(moe::layer::State) + sizeof(uint64_t) * moe::layer::kMaxTokens * experts;
+/// Bytes of the zeroed `state` buffer of launches with up to this many experts and intermediate columns.
+extern "C" size_t moe_layer_stream_state(int experts, int inter) {
+  using namespace moe::layer;
+  return sizeof(State) + sizeof(uint64_t) * (static_cast<size_t>(kMaxTokens) * experts + static_cast<size_t>(kMaxSlots) * inter / 2);
+}
+
+/// Whether moe_layer_stream takes these sizes on the current device: 1 or 0.
+extern "C" int moe_layer_stream_fits(int tokens, int hidden, int inter, int num_ids, int num_local, int top_k) {
+  using namespace moe;
+  using namespace moe::layer;
+  DeviceLimits limits;
+  Args a = {};
+  a.tokens = tokens, a.hidden = hidden, a.inter = inter, a.num_local = num_local;
+  a.route.experts = num_ids, a.route.top_k = top_k;
+  return device_limits(&limits) == cudaSuccess && limits.major >= 9 && valid(a) && num_ids <= 512 && top_k <= num_ids &&
+         divide_ring(&a, limits.block_smem);
 }
 
 /// out[t] (+)= sum over k of topk_weights[t, k] * w2[e] (silu(gate) * up), gate and up from w13[e] y[t], e = topk_ids[t, k],
@@ -276,33 +282,30 @@ extern "C" size_t moe_layer_stream_state(int experts) {
 /// | `x` | [T, H] bf16; f32 where `norm` is given, normed with it and `eps` |
 /// | `norm` | [H] bf16 or null |
 /// | `gate` | [E, H] bf16; null: `topk_ids` and `topk_weights` are inputs |
-/// | `gate_bias`, `correction_bias`, `valid`, `scoring`, `raw_logits`, `renormalize`, `scale`, `softcap` | as in `moe_gate_route` |
+/// | `gate_bias`, `correction_bias`, `valid_rows`, `scoring`, `raw_logits`, `renormalize`, `scale`, `softcap` | as in `moe_gate_route` |
 /// | `topk_ids`, `topk_weights` | [T, K] u32, f32; out where `gate` is given |
 /// | `w13`, `w2`, `expert_map` | as in `moe_experts_stream` |
-/// | `act` | scratch [T K, I] bf16 |
 /// | `out` | [T, H], `output`: 0 = f32, 1 = bf16, 2 = added to f32; may be `x` |
-/// | `state` | moe_layer_stream_state bytes, zeroed once; launches that share it must not overlap |
+/// | `state` | moe_layer_stream_state bytes, zeroed once; launches that share it must not overlap, their sizes may differ |
 ///
-/// Refuses T > 4, T K > 32, E > 512, H or I that are no multiple of 64 or too large for shared memory.
+/// Refuses what moe_layer_stream_fits denies: T > 4, T K > 32, E > 512, H or I that are no multiple of 64 or too large for
+/// shared memory.
 extern "C" int moe_layer_stream(const void* x, const moe::bf16* norm, float eps, const moe::bf16* gate,
-                                const moe::bf16* gate_bias, const float* correction_bias, const uint32_t* valid,
+                                const moe::bf16* gate_bias, const float* correction_bias, const uint32_t* valid_rows,
                                 uint32_t* topk_ids, float* topk_weights, const moe::bf16* w13, const moe::bf16* w2,
-                                const int32_t* expert_map, moe::bf16* act, void* out, int output, void* state,
+                                const int32_t* expert_map, void* out, int output, void* state,
                                 int tokens, int hidden, int inter, int num_ids,
                                 int num_local, int top_k, int scoring, int raw_logits, int renormalize, float scale,
                                 float softcap, void* stream) {
   using namespace moe;
   using namespace moe::layer;
-  if (tokens < 0 || tokens > kMaxTokens || top_k <= 0 || top_k > kMaxTopK || tokens * top_k > kMaxSlots || hidden <= 0 ||
-      hidden % 64 != 0 || inter <= 0 || inter % 64 != 0 || num_ids <= 0 || num_local <= 0 || num_local > 1024 ||
-      output < 0 || output > 2)
-    return cudaErrorInvalidValue;
-  if (gate != nullptr && (num_ids > 512 || top_k > num_ids || scoring < 0 || scoring > 2)) return cudaErrorInvalidValue;
-  if (tokens == 0) return cudaSuccess;
-  const Args a = {x, norm, eps, gate, gate_bias, valid,
+  const Args a = {x, norm, eps, gate, gate_bias, valid_rows,
                   {correction_bias, topk_ids, topk_weights, num_ids, top_k, static_cast<Scoring>(scoring), raw_logits,
                    renormalize, scale, softcap},
-                  w13, w2, expert_map, act, out, static_cast<State*>(state),
+                  w13, w2, expert_map, out, static_cast<State*>(state),
                   tokens, num_local, hidden, inter, {0, 0}, {0, 0}, 0};
+  if (!valid(a) || output < 0 || output > 2) return cudaErrorInvalidValue;
+  if (gate != nullptr && (num_ids > 512 || top_k > num_ids || scoring < 0 || scoring > 2)) return cudaErrorInvalidValue;
+  if (tokens == 0) return cudaSuccess;
   return moe::layer::run(a, static_cast<Output>(output), stream);
 }

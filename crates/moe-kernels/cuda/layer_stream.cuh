@@ -9,28 +9,31 @@ namespace moe::layer {
 
 constexpr int kConsumers = 8;  // warps that multiply; each takes every 8th step along K
 constexpr int kConsumerThreads = kConsumers * 32;
-constexpr int kPairs = 4;        // outputs of a tile of the first product: 4 gate rows and 4 up rows, half of an mma's
+constexpr int kPairs = 8;        // outputs of a tile of the first product: 8 gate rows and 8 up rows, an mma's
 constexpr int kDownRows = 16;    // rows of w2 of a tile: an mma's
 constexpr int kStep = 64;        // elements along K that a warp takes at a time
 constexpr int kMaxChunk[2] = {2048, 1024};  // elements along K of a stage
 constexpr int kMaxTokens = 4;    // each takes two of an mma's 8 columns
-constexpr int kRouters = kMaxTokens;  // warps that choose experts, a token each; the first then loads weights
+constexpr int kRouters = kMaxTokens;  // warps that choose a token's experts; then the first loads weights, the last activates, the others fetch
+constexpr int kFetchers = kRouters - 2;
+constexpr int kParts = 4;        // tiles whose sums wait to be activated
 constexpr int kThreads = kConsumerThreads + kRouters * 32;
-constexpr int kFlying = 2;       // stages on their way to a block: 64 KB are enough, and more only stand in each other's way
-constexpr int kAhead = 2;        // stages of w2 requested before this block's activations are written
-constexpr int kByTicket = 4;     // one tile in so many is assigned by ticket
+constexpr int kFlying = 2;       // stages on their way to a block: enough, and more only stand in each other's way
+constexpr int kByTicket = 2;     // one tile in so many is assigned by ticket
+constexpr int kPollNs = 64;      // between two looks at an activation
+constexpr int kPieces = 6;       // 16 bytes of activations that a lane fetches at once
 constexpr int kMaxSlots = 32;    // a lane each
 constexpr int kMaxStages = 16;   // of each product
 constexpr int kMinStages = 2;
+constexpr int kMinChunk = 256;   // elements along K of a stage, where less room is left
 constexpr uint32_t kNoSlot = 0xffffffffu;
 
 /// What launches leave behind for each other, zero before the first.
 struct State {
-  uint64_t launches;
-  uint64_t arrived;    // blocks that met at the grid barrier, over all launches
-  uint32_t tickets;    // drawn in this launch
-  uint64_t unused[5];
-  uint64_t logits[1];  // [T, E]: launch number, f32
+  uint64_t blocks;      // that know the launch's number: 65,536 of each launch
+  uint32_t tickets[2];  // drawn in this launch; of the next one
+  uint64_t unused[6];
+  uint64_t words[1];    // logits [T, E], launch number and f32; activations [T K, I / 2], launch number and two bf16
 };
 
 struct Args {
@@ -44,13 +47,14 @@ struct Args {
   const bf16* w13;
   const bf16* w2;
   const int32_t* expert_map;
-  bf16* act;  // [T K, I]
   void* out;  // [T, H]
   State* state;
   int tokens, num_local, hidden, inter;
   int chunk[2], stages[2], ring;  // of each product: elements along K of a stage, stages; bytes that they share
 
   __host__ __device__ int slots() const { return tokens * route.top_k; }
+  __device__ uint64_t* logits() const { return state->words; }
+  __device__ uint64_t* act() const { return state->words + round_up(kMaxTokens * route.experts, 2); }
   __host__ __device__ int depth(int product) const { return product == 0 ? hidden : inter; }
   __host__ __device__ int stage_bytes(int product) const {
     return (product == 0 ? 2 * kPairs : kDownRows) * chunk[product] * 2;
@@ -59,18 +63,19 @@ struct Args {
 
 /// Byte offsets into dynamic shared memory; barriers come first.
 struct Layout {
-  uint32_t tiles, routing, partial, rows, ring, total;
+  uint32_t tiles, routing, partial, parts, rows, act, ring, total;
 };
 
 __host__ __device__ inline Layout layout(const Args& a) {
   Layout l;
-  l.tiles = 8 * (4 * kMaxStages + 2);
-  l.routing = round_up(l.tiles + 8 * (kMaxStages + 1), 16);
+  l.tiles = 8 * (4 * kMaxStages + kMaxSlots + 2 * kParts);
+  l.routing = round_up(l.tiles + 8 * (kMaxStages + kParts + 1), 16);
   // Scales; ids and weights; experts of the units; weights and slots of units and tokens.
   l.partial = round_up(l.routing + 4 * kMaxTokens + a.slots() * 12 + a.slots() * a.tokens * 8, 16);
-  l.rows = round_up(l.partial + kConsumers * kDownRows * a.tokens * 4, 128);
-  const uint32_t x = a.tokens * a.hidden * 2, act = a.slots() * a.inter * 2;
-  l.ring = round_up(l.rows + (x > act ? x : act), 128);
+  l.parts = l.partial + kConsumers * kDownRows * a.tokens * 4;
+  l.rows = round_up(l.parts + kParts * kConsumers * 2 * kPairs * a.tokens * 4, 128);
+  l.act = l.rows + a.tokens * a.hidden * 2;
+  l.ring = round_up(l.act + a.slots() * a.inter * 2, 128);
   l.total = l.ring + a.ring;
   return l;
 }
@@ -94,11 +99,12 @@ struct Shared {
     return reinterpret_cast<uint64_t*>(base) + 2 * product * kMaxStages + stage;
   }
   __device__ uint64_t* empty(int product, int stage) const { return full(product, kMaxStages + stage); }
-  __device__ uint64_t* act_full() const { return full(2, 0); }
-  /// This block has told the others that its activations are written.
-  __device__ uint64_t* arrived() const { return full(2, 1); }
+  __device__ uint64_t* act_full(int unit) const { return full(2, unit); }
+  __device__ uint64_t* parts_full(int i) const { return act_full(kMaxSlots) + i; }
+  __device__ uint64_t* parts_empty(int i) const { return parts_full(kParts) + i; }
   __device__ Tile* tile(int stage) const { return reinterpret_cast<Tile*>(base + l.tiles) + stage; }
-  __device__ uint32_t* units() const { return reinterpret_cast<uint32_t*>(tile(kMaxStages)); }
+  __device__ Tile* parts_tile(int i) const { return tile(kMaxStages) + i; }
+  __device__ uint32_t* units() const { return reinterpret_cast<uint32_t*>(parts_tile(kParts)); }
   __device__ float* scale() const { return reinterpret_cast<float*>(base + l.routing); }
   __device__ uint32_t* ids() const { return reinterpret_cast<uint32_t*>(scale() + kMaxTokens); }
   __device__ float* weights() const { return reinterpret_cast<float*>(ids() + slots); }
@@ -109,7 +115,12 @@ struct Shared {
   }
   /// Parts of sums, one for each warp.
   __device__ float* partial() const { return reinterpret_cast<float*>(base + l.partial); }
+  /// Sums of a tile, [warp, gate and up rows, token].
+  __device__ float* parts(int i) const {
+    return reinterpret_cast<float*>(base + l.parts) + i * kConsumers * 2 * kPairs * tokens;
+  }
   __device__ uint8_t* rows() const { return base + l.rows; }
+  __device__ uint8_t* act() const { return base + l.act; }
   /// The ring has two divisions, one for each product.
   __device__ uint8_t* stage(int product, int i) const { return base + l.ring + i * stage_bytes[product]; }
 };
@@ -129,6 +140,7 @@ struct Cursor {
 #if MOE_SM90
 
 __device__ __forceinline__ void consumers_sync() { named_barrier(1, kConsumerThreads); }
+__device__ __forceinline__ void routers_sync() { named_barrier(2, kRouters * 32); }
 
 /// Eight elements of a row and norm weight as bf16, and the sum of the squares before the weight.
 __device__ __forceinline__ Vec16 weigh(const float4& p, const float4& q, const Vec16& gain, float* squares) {
@@ -211,7 +223,7 @@ __device__ __forceinline__ void publish_logits(const Args& a, const Shared& s, V
       sum *= s.scale()[threadIdx.x];
       if (a.gate_bias != nullptr) sum += __bfloat162float(a.gate_bias[e]);
       const uint64_t word = static_cast<uint64_t>(number) << 32 | __float_as_uint(sum);
-      store_relaxed(a.state->logits + static_cast<size_t>(threadIdx.x) * a.route.experts + e, word);
+      store_relaxed(a.logits() + static_cast<size_t>(threadIdx.x) * a.route.experts + e, word);
     }
     consumers_sync();  // the parts have been read
   }
@@ -221,7 +233,7 @@ __device__ __forceinline__ void publish_logits(const Args& a, const Shared& s, V
 template <int N>
 __device__ __forceinline__ void await_logits(const Args& a, int token, uint32_t number, float (&score)[N]) {
   const int lane = threadIdx.x % 32;
-  const uint64_t* words = a.state->logits + static_cast<size_t>(token) * a.route.experts;
+  const uint64_t* words = a.logits() + static_cast<size_t>(token) * a.route.experts;
   bool there;
   do {
     there = true;
@@ -237,55 +249,136 @@ __device__ __forceinline__ void await_logits(const Args& a, int token, uint32_t 
   } while (!__all_sync(0xffffffffu, there));
 }
 
-/// Units and which tokens they serve, by one warp, a lane per slot.
+/// Units and which tokens they serve, by one warp, a lane per slot. An expert that a token names more than once counts with
+/// the sum of its weights, in the first of its slots.
 __device__ __forceinline__ void build_units(const Args& a, const Shared& s) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, token = lane / a.route.top_k;
   const int local = lane < s.slots ? local_expert(s.ids()[lane], a.expert_map, a.route.experts, a.num_local) : -1;
-  const float weight = lane < s.slots ? s.weights()[lane] : 0;
+  float weight = lane < s.slots ? s.weights()[lane] : 0;
   for (int i = lane; i < s.slots * a.tokens; i += 32) {
     s.unit_weight(0)[i] = 0;
     s.unit_slot(0)[i] = kNoSlot;
   }
-  const uint32_t same = __match_any_sync(0xffffffffu, local);
-  const bool leads = local >= 0 && (same & ((1u << lane) - 1)) == 0;
+  const uint32_t before = (1u << lane) - 1, same = __match_any_sync(0xffffffffu, local);
+  const bool leads = local >= 0 && (same & before) == 0;
   const uint32_t leaders = __ballot_sync(0xffffffffu, leads);
   int unit = 0;
-  for (int i = 0; i < s.slots; ++i) {
-    const int other = __shfl_sync(0xffffffffu, local, i);
-    unit += (leaders >> i & 1) != 0 && other < local;
+  for (int first = 0; first < s.slots; first += 8) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int other = __shfl_sync(0xffffffffu, local, first + i);
+      unit += (leaders >> (first + i) & 1) != 0 && other < local;
+    }
   }
-  if (local >= 0) {
-    // An expert that a token names twice counts with both weights; all blocks must agree on its slot.
-    const int token = lane / a.route.top_k;
-    atomicAdd(s.unit_weight(unit) + token, weight);
-    atomicMin(s.unit_slot(unit) + token, static_cast<uint32_t>(lane));
+  const uint32_t mine = same & (0xffffffffu >> (32 - a.route.top_k)) << (lane - lane % a.route.top_k);  // of its token
+  if (__any_sync(0xffffffffu, local >= 0 && (mine & before) != 0)) {
+    const float own = weight;
+    for (int i = 0; i < s.slots; ++i) {
+      const float other = __shfl_sync(0xffffffffu, own, i);
+      if (i > lane && (mine >> i & 1) != 0) weight += other;
+    }
+  }
+  __syncwarp();
+  if (local >= 0 && (mine & before) == 0) {
+    s.unit_weight(unit)[token] = weight;
+    s.unit_slot(unit)[token] = lane;
     if (leads) s.expert()[unit] = local;
   }
   if (lane == 0) *s.units() = __popc(leaders);
 }
 
-__device__ __forceinline__ uint32_t launch_number(uint64_t launches) { return static_cast<uint32_t>(launches % 0xffffffffu) + 1; }
+/// What a block knows of its launch. Each block adds its part to `blocks` after it has read it, and all parts of a launch
+/// are 65,536, so that all blocks read the same number whoever is first.
+struct Turn {
+  uint32_t number;   // in the words of this launch, above 0
+  uint32_t parity;   // which tickets are this launch's
 
-/// The routing warps: a token's experts each, and the units by the first warp. Every block makes the same choice.
+  __device__ __forceinline__ explicit Turn(const Args& a) {
+    const uint64_t launches = __ldcg(&a.state->blocks) >> 16;
+    number = static_cast<uint32_t>(launches % 0xffffffffu) + 1;
+    parity = launches & 1;
+  }
+  static __device__ __forceinline__ void end(const Args& a) {
+    const uint64_t part = blockIdx.x == 0 ? 65537 - gridDim.x : 1;
+    atomicAdd(reinterpret_cast<unsigned long long*>(&a.state->blocks), part);
+  }
+};
+
+/// A token's experts, by one of the routing warps. Every block makes the same choice.
 template <int kPerLane>
-__device__ __forceinline__ void route(const Args& a, const Shared& s, int token) {
+__device__ __forceinline__ void route(const Args& a, const Shared& s, int token, uint32_t number) {
   const int lane = threadIdx.x % 32, slot = token * a.route.top_k + lane;
   Choice c = {kNoExpert, 0.0f};
-  pdl_wait();
   if (a.gate == nullptr) {
     if (lane < a.route.top_k) c = {__ldcg(a.route.topk_ids + slot), __ldcg(a.route.topk_weights + slot)};
   } else if (a.valid == nullptr || static_cast<uint32_t>(token) < __ldcg(a.valid)) {
     float score[kPerLane];
-    await_logits(a, token, launch_number(__ldcg(&a.state->launches)), score);
+    await_logits(a, token, number, score);
     c = choose(a.route, score);
   }
-  if (lane < a.route.top_k) {
-    s.ids()[slot] = c.id;
-    s.weights()[slot] = c.weight;
-    if (a.gate != nullptr && blockIdx.x == 0) a.route.topk_ids[slot] = c.id, a.route.topk_weights[slot] = c.weight;
+  if (lane >= a.route.top_k) return;
+  s.ids()[slot] = c.id;
+  s.weights()[slot] = c.weight;
+  if (a.gate != nullptr && blockIdx.x == 0) a.route.topk_ids[slot] = c.id, a.route.topk_weights[slot] = c.weight;
+}
+
+/// Activations of this block's tiles to L2, by one warp: a lane per pair and token, two pairs in a word.
+__device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_t number) {
+  const int lane = threadIdx.x % 32, pair = lane % kPairs, token = min(lane / kPairs, a.tokens - 1);
+  for (int i = 0;; ++i) {
+    const int buffer = i % kParts;
+    mbarrier_wait(s.parts_full(buffer), i / kParts % 2);
+    const Tile tile = *s.parts_tile(buffer);
+    if (tile.pairs == 0) return;
+    const float scale = s.scale()[token];
+    float gate = 0, up = 0;
+#pragma unroll
+    for (int w = 0; w < kConsumers; ++w) {
+      const float* part = s.parts(buffer) + (w * 2 * kPairs + pair) * a.tokens + token;
+      gate += part[0], up += part[kPairs * a.tokens];
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(s.parts_empty(buffer));
+    gate *= scale, up *= scale;
+    const float value = gate / (1.0f + __expf(-gate)) * up, next = __shfl_down_sync(0xffffffffu, value, 1);
+    const uint32_t slot = s.unit_slot(tile.unit)[token];
+    if (lane % 2 == 0 && lane / kPairs < a.tokens && slot != kNoSlot) {
+      const uint64_t word = static_cast<uint64_t>(number) << 32 | pack_bf16(value, next);
+      store_relaxed(a.act() + (static_cast<size_t>(slot) * a.inter + tile.row + pair) / 2, word);
+    }
   }
-  named_barrier(2, a.tokens * 32);
-  if (token == 0) build_units(a, s);
+}
+
+/// Activations of units to shared memory, by one of `kFetchers` warps: they lie in L2 as words that say whether they are of
+/// this launch. A lane looks for the last one of its own at first, so that those who wait read little.
+__device__ __forceinline__ void fetch_activations(const Args& a, const Shared& s, int fetcher, uint32_t number) {
+  const int lane = threadIdx.x % 32, pieces = a.inter / 4, units = *s.units();
+  const auto is_there = [=](const uint4& v) { return v.y == number && v.w == number; };
+  for (int u = fetcher; u < units; u += kFetchers) {
+    for (int t = 0; t < a.tokens; ++t) {
+      const uint32_t slot = s.unit_slot(u)[t];
+      if (slot == kNoSlot) continue;
+      const uint64_t* from = a.act() + static_cast<size_t>(slot) * a.inter / 2;
+      uint2* to = reinterpret_cast<uint2*>(s.act() + slot * a.inter * 2);
+      const int last = lane + (pieces - 1 - lane) / 32 * 32;
+      if (lane < pieces) while (!is_there(load_relaxed_pair(from + 2 * last))) __nanosleep(kPollNs);
+      for (int first = lane; first < pieces; first += 32 * kPieces) {
+        uint4 v[kPieces];
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+          if (first + i * 32 < pieces) v[i] = load_relaxed_pair(from + 2 * (first + i * 32));
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+          const int at = first + i * 32;
+          if (at >= pieces) break;
+          while (!is_there(v[i])) v[i] = load_relaxed_pair(from + 2 * at);
+          to[at] = {v[i].x, v[i].z};
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(s.act_full(u));
+  }
 }
 
 #endif  // MOE_SM90

@@ -28,7 +28,7 @@ struct Loader {
   }
 
   /// Waits until the oldest stage has come if too many are on their way: requests that memory cannot take yet stand
-  /// in front of the few on which all blocks wait.
+  /// in front of the words on which all blocks wait.
   __device__ __forceinline__ void bound(int product, Cursor& oldest) {
     if (++flying <= kFlying) return;
     mbarrier_wait(s.full(product, oldest.stage), oldest.parity);
@@ -52,18 +52,16 @@ struct Loader {
     }
   }
 
-  /// This block's share of the first `assigned` tiles, then tickets; two tickets are always on their way.
+  /// Of the first `assigned` tiles every gridDim-th, so that the units are finished one after the other, then tickets; one
+  /// is always on its way.
   __device__ __forceinline__ void load_gate_up(int total, int assigned, uint32_t* tickets) {
-    const uint32_t begin = assigned * blockIdx.x / gridDim.x, end = assigned * (blockIdx.x + 1) / gridDim.x;
-    for (uint32_t tile = begin; tile < end; ++tile) load_pairs(tile * kPairs);
+    for (int tile = blockIdx.x; tile < assigned; tile += gridDim.x) load_pairs(tile * kPairs);
     if (assigned == total) return;
-    uint32_t next = atomicAdd(tickets, 1), after = atomicAdd(tickets, 1);
-    for (int tile; (tile = assigned + static_cast<int>(next)) < total;) {
-      next = after;
-      after = atomicAdd(tickets, 1);
+    for (uint32_t next = atomicAdd(tickets, 1); assigned + static_cast<int>(next) < total;) {
+      const int tile = assigned + static_cast<int>(next);
+      next = atomicAdd(tickets, 1);
       load_pairs(tile * kPairs);
     }
-    asm volatile("" ::"r"(after));  // drawn for certain: the tickets begin anew once all blocks have met
   }
 
   /// Tells the consumers that the first product is over, and in which stage the second one begins: the one that is free
@@ -90,15 +88,12 @@ struct Loader {
   __device__ __forceinline__ void load_down(int first, int last) {
     Cursor to = {change_over()}, oldest = to;
     flying = 0;
-    int issued = 0;
     bool used = false;  // whether the ring has been filled once
     for (int top = first; top < last; top += kDownRows) {
       const int rows = min(kDownRows, last - top);
       for (int u = 0; u < units; ++u) {
         const bf16* w = a.w2 + (static_cast<size_t>(s.expert()[u]) * a.hidden + top) * a.inter;
         for (int k = 0; k < a.inter; k += a.chunk[1]) {
-          // The fence before the arrival waits for the copies under way.
-          if (++issued > kAhead) mbarrier_wait(s.arrived(), 0);
           bound(1, oldest);
           if (used) mbarrier_wait(s.empty(1, to.stage), to.parity ^ 1);
           else wait_for_first(to.stage);

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) stream_kernel(Args a) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < a.stages; ++i) {
       mbarrier_init(full + i, copy_arrivals());
-      mbarrier_init(empty + i, kWarps);
+      mbarrier_init(empty + i, kWarps * kWarpArrivals);
     }
     mbarrier_init(x_full, copy_arrivals());
     mbarrier_fence_init();
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) stream_kernel(Args a) {
         mbarrier_wait(full + stage, phase);
         multiply(ring + stage * kStageBytes, columns, steps(chunk), acc);
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(empty + stage);
+        warp_arrive(empty + stage);
         if (++stage == a.stages) stage = 0, phase ^= 1;
       };
       if constexpr (kHeld > 0) {

@@ -55,6 +55,22 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(smem_addr(bar)) : "memory");
 }
 
+/// Arrivals by which one whole warp counts at a barrier: `warp_arrive`.
+///
+/// One, of a lane behind the __syncwarp that orders the other lanes' accesses. compute-sanitizer's racecheck follows
+/// that second-hand order through an mbarrier less surely than an arrival of the lane that read: older versions call the
+/// next bulk copy to the stage a write after read. In a build for racecheck alone (-DMOE_RACECHECK) every lane arrives.
+#ifdef MOE_RACECHECK
+constexpr uint32_t kWarpArrivals = 32;
+#else
+constexpr uint32_t kWarpArrivals = 1;
+#endif
+
+/// The arrivals of a warp whose lanes have met.
+__device__ __forceinline__ void warp_arrive(uint64_t* bar) {
+  if (kWarpArrivals == 32 || threadIdx.x % 32 == 0) mbarrier_arrive(bar);
+}
+
 __device__ __forceinline__ bool mbarrier_test(uint64_t* bar, uint32_t parity) {
   uint32_t done;
 #if MOE_SM90
@@ -222,6 +238,13 @@ __device__ __forceinline__ uint64_t load_relaxed(const uint64_t* p) {
   uint64_t v;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
+}
+
+/// Two neighbouring words of that kind, 16-byte aligned.
+__device__ __forceinline__ uint4 load_relaxed_pair(const uint64_t* p) {
+  uint64_t v, w;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v), "=l"(w) : "l"(p) : "memory");
+  return {static_cast<uint32_t>(v), static_cast<uint32_t>(v >> 32), static_cast<uint32_t>(w), static_cast<uint32_t>(w >> 32)};
 }
 
 __device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t v) {

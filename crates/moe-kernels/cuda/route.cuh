@@ -78,25 +78,45 @@ struct Choice {
   float weight;
 };
 
-/// Chooses among the E <= 32 N logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond
-/// E). One whole warp. A NaN is never chosen.
+/// Logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond E), to scores and to keys in the
+/// order of choice. One whole warp. A NaN has the key 0.
 template <int N>
-__device__ __forceinline__ Choice choose(const RouteArgs& a, float (&score)[N]) {
+__device__ __forceinline__ void score_logits(const RouteArgs& a, float (&score)[N], uint32_t (&key)[N]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < N; ++j)
     if (a.softcap > 0 && j * 32 + lane < a.experts) score[j] = a.softcap * tanhf(score[j] / a.softcap);
   if (!a.raw_logits && a.scoring == Scoring::kSoftmax) warp_softmax(score);
-  uint32_t key[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     const int e = j * 32 + lane;
     if (!a.raw_logits && a.scoring != Scoring::kSoftmax) score[j] = score_alone(a.scoring, score[j]);
     key[j] = e < a.experts ? sort_key(score[j] + (a.correction_bias == nullptr ? 0.0f : a.correction_bias[e])) : 0;
   }
+}
 
-  uint32_t own_id = kNoExpert;
-  float own[1] = {a.raw_logits ? -INFINITY : 0.0f};
+/// The score of a slot that no expert has, as `weigh` takes it.
+__device__ __forceinline__ float no_score(const RouteArgs& a) { return a.raw_logits ? -INFINITY : 0.0f; }
+
+/// Weights of the chosen from their scores, a lane per slot. One whole warp.
+__device__ __forceinline__ Choice weigh(const RouteArgs& a, uint32_t id, float score) {
+  float own[1] = {score};
+  if (a.raw_logits) {
+    if (a.scoring == Scoring::kSoftmax) warp_softmax(own);
+    else own[0] = id == kNoExpert ? 0.0f : score_alone(a.scoring, own[0]);
+  }
+  if (a.renormalize) own[0] /= fmaxf(warp_sum(own[0]), kMinScoreSum);
+  return {id, own[0] * a.scale};
+}
+
+/// Chooses among the E <= 32 N logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond
+/// E). One whole warp. A NaN is never chosen.
+template <int N>
+__device__ __forceinline__ Choice choose(const RouteArgs& a, float (&score)[N]) {
+  const int lane = threadIdx.x % 32;
+  uint32_t key[N], own_id = kNoExpert;
+  score_logits(a, score, key);
+  float own = no_score(a);
   for (int k = 0; k < a.top_k; ++k) {
     uint32_t best = 0, best_id = kNoExpert;
     float best_score = 0;
@@ -109,15 +129,9 @@ __device__ __forceinline__ Choice choose(const RouteArgs& a, float (&score)[N]) 
 #pragma unroll
     for (int j = 0; j < N; ++j)
       if (static_cast<uint32_t>(j * 32 + lane) == id) key[j] = 0;  // taken
-    if (lane == k && top != 0) own_id = id, own[0] = best_score;
+    if (lane == k && top != 0) own_id = id, own = best_score;
   }
-
-  if (a.raw_logits) {
-    if (a.scoring == Scoring::kSoftmax) warp_softmax(own);
-    else own[0] = own_id == kNoExpert ? 0.0f : score_alone(a.scoring, own[0]);
-  }
-  if (a.renormalize) own[0] /= fmaxf(warp_sum(own[0]), kMinScoreSum);
-  return {own_id, own[0] * a.scale};
+  return weigh(a, own_id, own);
 }
 
 /// Routes `token`, whose logits are `logits[0 .. E]` in shared memory.

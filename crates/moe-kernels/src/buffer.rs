@@ -32,6 +32,18 @@ impl Buffer {
         Ok(Self { data: allocate(device, dtype, dims.elem_count()?)?, dims })
     }
 
+    /// A buffer that is to be written whole before it is read: on a CUDA device its contents are what the
+    /// memory held before, and in host memory zeros, which cost nothing there.
+    pub fn unspecified_on(device: &Device, dtype: DType, dims: &[usize]) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(device) = device {
+            let dims = Dims::new(dims)?;
+            let data = crate::cuda::DeviceMemory::unspecified(device, dtype, dims.elem_count()?)?;
+            return Ok(Self { data: Memory::Cuda(data), dims });
+        }
+        Self::zeros_on(device, dtype, dims)
+    }
+
     /// Takes over a vector.
     pub fn from_vec<T: Element>(data: Vec<T>, dims: &[usize]) -> Result<Self> {
         View::new(&data, dims)?;
@@ -235,6 +247,15 @@ mod tests {
         assert!(e.contains("refuses"), "{e}");
         assert!(Workspace::new().scratch(DType::F32, &[1 << 50]).is_err());
         assert!(Buffer::zeros(DType::F32, &[usize::MAX, 2]).is_err());
+        assert!(Buffer::unspecified_on(&Device::Cpu, DType::F32, &[1 << 50]).is_err());
+    }
+
+    #[test]
+    fn unspecified_memory_of_the_host_is_zero() -> Result<()> {
+        let buffer = Buffer::unspecified_on(&Device::Cpu, DType::F16, &[3, 5])?;
+        assert_eq!((buffer.dims(), buffer.dtype()), (&[3, 5][..], DType::F16));
+        assert_eq!(buffer.view().to_f32_vec()?, vec![0.; 15]);
+        Ok(())
     }
 
     #[test]

@@ -115,9 +115,17 @@ macro_rules! elements {
 
         #[cfg(feature = "cuda")]
         impl CudaVec {
-            /// `len` zeros; `None` for a dtype that no view holds.
-            pub(crate) fn zeros(device: &candle_core::CudaDevice, dtype: DType, len: usize) -> candle_core::Result<Option<Self>> {
-                Ok(match dtype { $(DType::$variant => Some(Self::$variant(device.alloc_zeros(len)?)),)* _ => None })
+            /// `len` elements of whatever the memory holds; `None` for a dtype that no view holds.
+            pub(crate) fn unspecified(device: &candle_core::CudaDevice, dtype: DType, len: usize) -> candle_core::Result<Option<Self>> {
+                Ok(match dtype {
+                    // SAFETY: any bits are a number, and the host never reads them in place.
+                    $(DType::$variant => Some(Self::$variant(unsafe { device.alloc(len)? })),)*
+                    _ => None
+                })
+            }
+            /// Makes all elements zero, in stream order.
+            pub(crate) fn clear(&mut self, stream: &std::sync::Arc<cudarc::driver::CudaStream>) -> Result<(), cudarc::driver::DriverError> {
+                match self { $(Self::$variant(v) => stream.memset_zeros(v)),* }
             }
             pub(crate) fn dtype(&self) -> DType { match self { $(Self::$variant(_) => DType::$variant),* } }
             pub(crate) fn len(&self) -> usize { match self { $(Self::$variant(v) => v.len()),* } }

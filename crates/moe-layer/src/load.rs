@@ -141,8 +141,7 @@ fn load_spec(options: &BlockOptions, context: &BlockContext, layout: &ExpertLayo
     let width = geometry.expert_intermediate(options.intermediate_size)?.range.len();
     let sliced = context.sliced_weights;
     let intermediate = if sliced { width } else { options.intermediate_size };
-    let mut spec = LoadSpec::new(options.packed_experts(), options.hidden_size, intermediate)
-        .with_parts_on_device(sliced && geometry.world_size > 1);
+    let mut spec = LoadSpec::new(options.packed_experts(), options.hidden_size, intermediate);
     if geometry.ep_size > 1 {
         spec = spec.with_local_experts(layout.local_experts.iter().map(|&id| id as usize).collect());
     }

@@ -26,44 +26,92 @@ impl Part<'_> {
         let elements: usize = self.entry.shape.iter().product();
         self.entry.range.len().checked_div(elements).unwrap_or(0)
     }
+}
 
-    /// The runs in chunks, none of which spans more than `most` elements of the file.
-    pub fn chunks(&self, most: usize) -> Vec<Vec<Range<usize>>> {
-        let (mut chunks, mut chunk) = (Vec::new(), Vec::<Range<usize>>::new());
-        for run in &self.runs {
+/// What one buffer holds of boxes that lie one behind the other.
+#[derive(Default)]
+pub(super) struct Chunk<'a>(Vec<Piece<'a>>);
+
+/// Runs of one box that one read gets.
+struct Piece<'a> {
+    part: &'a Part<'a>,
+    runs: Vec<Range<usize>>,
+}
+
+/// The boxes in chunks of `most` elements, wherever one ends and the next begins; only the last chunk may be
+/// shorter. No read spans more than `most` elements of a file.
+pub(super) fn chunks<'a>(parts: &'a [Part<'a>], most: usize) -> Vec<Chunk<'a>> {
+    let (mut chunks, mut chunk, mut free) = (Vec::new(), Chunk::default(), most);
+    for part in parts {
+        for run in &part.runs {
             let mut start = run.start;
             while start < run.end {
-                let end = run.end.min(chunk.first().map_or(start, |first| first.start) + most);
-                if start < end {
-                    chunk.push(start..end);
-                    start = end;
-                } else {
+                let end = run.end.min(start + free);
+                chunk.push(part, start..end, most);
+                free -= end - start;
+                start = end;
+                if free == 0 {
                     chunks.push(std::mem::take(&mut chunk));
+                    free = most;
                 }
             }
         }
-        chunks.extend(Some(chunk).filter(|chunk| !chunk.is_empty()));
-        chunks
+    }
+    chunks.extend(Some(chunk).filter(|chunk| !chunk.0.is_empty()));
+    chunks
+}
+
+impl<'a> Chunk<'a> {
+    fn push(&mut self, part: &'a Part<'a>, run: Range<usize>, most: usize) {
+        let is_near = |piece: &Piece| {
+            std::ptr::eq(piece.part, part)
+                && piece.runs.first().is_some_and(|first| run.end - first.start <= most)
+        };
+        match self.0.last_mut().filter(|piece| is_near(piece)) {
+            Some(piece) => piece.runs.push(run),
+            None => self.0.push(Piece { part, runs: vec![run] }),
+        }
     }
 
-    /// Reads the runs of a chunk, one behind the other, into `out`: directly where there is one and no
-    /// dtype to convert, else through `scratch`, with one read for all.
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.0.iter().map(Piece::elements).sum()
+    }
+
+    /// Reads the elements, as `wanted`, into `out`, which has room for just these.
     pub fn read(
         &self,
-        chunk: &[Range<usize>],
         wanted: DType,
         scratch: &mut Vec<u8>,
         mut out: &mut [u8],
     ) -> Result<(), CheckpointError> {
-        let (Some(first), Some(last)) = (chunk.first(), chunk.last()) else { return Ok(()) };
-        let (size, start, stored) = (self.size(), self.entry.range.start, self.entry.dtype);
+        for piece in &self.0 {
+            let (here, behind) = out.split_at_mut(piece.elements() * wanted.size_in_bytes());
+            piece.read(wanted, scratch, here)?;
+            out = behind;
+        }
+        Ok(())
+    }
+}
+
+impl Piece<'_> {
+    fn elements(&self) -> usize {
+        self.runs.iter().map(Range::len).sum()
+    }
+
+    /// Reads the runs, one behind the other: straight into `out` where there is one and no dtype to convert, else
+    /// through `scratch`, with one read for all.
+    fn read(&self, wanted: DType, scratch: &mut Vec<u8>, mut out: &mut [u8]) -> Result<(), CheckpointError> {
+        let (Some(first), Some(last)) = (self.runs.first(), self.runs.last()) else { return Ok(()) };
+        let Part { file, entry, .. } = self.part;
+        let (size, start, stored) = (self.part.size(), entry.range.start, entry.dtype);
         let span = start + first.start * size..start + last.end * size;
-        if chunk.len() == 1 && decode::dtype_of(stored) == Some(wanted) {
-            return self.file.read_at(&span, out);
+        if self.runs.len() == 1 && decode::dtype_of(stored) == Some(wanted) {
+            return file.read_at(&span, out);
         }
         scratch.resize(span.len(), 0);
-        self.file.read_at(&span, scratch)?;
-        for run in chunk {
+        file.read_at(&span, scratch)?;
+        for run in &self.runs {
             let (here, behind) = out.split_at_mut(run.len() * wanted.size_in_bytes());
             let bytes = &scratch[(run.start - first.start) * size..(run.end - first.start) * size];
             decode::into_bytes(bytes, stored, wanted, here);
@@ -108,36 +156,57 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the box, the chunks and the dtypes, chunks give the bytes that a slice has.
+        /// Whatever the boxes, the chunks and the dtypes, full chunks give the bytes that slices have.
         #[test]
-        fn chunks_hold_the_bytes_of_the_slice(
-            cuts in prop::collection::vec((0usize..7, 0usize..7), 3),
+        fn chunks_hold_the_bytes_of_the_slices(
+            boxes in prop::collection::vec(prop::collection::vec((0usize..7, 0usize..7), 3), 1..4),
             stored in prop_oneof![float(), Just(DType::F64)],
             wanted in float(),
             most in 1usize..80,
         ) {
             let dir = tempfile::tempdir().unwrap();
             let files = TensorFiles::open_file(file(&dir, stored)).unwrap();
-            let ranges: Vec<_> = cuts
-                .iter()
-                .zip([4, 6, 5])
-                .map(|(&(a, b), dim)| a.min(b).min(dim)..a.max(b).min(dim))
-                .collect();
+            let ranges = |cuts: &Vec<(usize, usize)>| -> Vec<_> {
+                let cut = |(&(a, b), dim): (&(usize, usize), usize)| a.min(b).min(dim)..a.max(b).min(dim);
+                cuts.iter().zip([4, 6, 5]).map(cut).collect()
+            };
             let (file, entry) = files.stored("x").unwrap();
-            let part = Part { file, entry, runs: runs(&ranges, &entry.shape) };
             prop_assert!(decode::converts(entry.dtype, wanted));
+            let part = |cuts| Part { file, entry, runs: runs(&ranges(cuts), &entry.shape) };
+            let parts: Vec<_> = boxes.iter().map(part).collect();
+            let chunks = chunks(&parts, most);
             let (mut got, mut scratch) = (Vec::new(), vec![7; 3]);
-            for chunk in part.chunks(most) {
-                prop_assert!(chunk.last().unwrap().end - chunk[0].start <= most);
-                let len: usize = chunk.iter().map(Range::len).sum();
-                let mut out = vec![0; len * wanted.size_in_bytes()];
-                part.read(&chunk, wanted, &mut scratch, &mut out).unwrap();
+            for (number, chunk) in chunks.iter().enumerate() {
+                prop_assert!(chunk.elements() == most || number + 1 == chunks.len() && chunk.elements() > 0);
+                for Piece { runs, .. } in &chunk.0 {
+                    prop_assert!(runs.last().unwrap().end - runs[0].start <= most);
+                }
+                let mut out = vec![0; chunk.elements() * wanted.size_in_bytes()];
+                chunk.read(wanted, &mut scratch, &mut out).unwrap();
                 got.extend(out);
             }
-            let want = files.load_slice("x", &ranges, wanted, &Device::Cpu).unwrap();
-            prop_assert_eq!(part.elements(), want.elem_count());
-            prop_assert!(got == bytes(&want));
+            let slice = |cuts| files.load_slice("x", &ranges(cuts), wanted, &Device::Cpu).unwrap();
+            let want: Vec<u8> = boxes.iter().flat_map(|cuts| bytes(&slice(cuts))).collect();
+            prop_assert_eq!(parts.iter().map(Part::elements).sum::<usize>() * wanted.size_in_bytes(), want.len());
+            prop_assert!(got == want);
         }
+    }
+
+    #[test]
+    fn neighbours_share_a_read_and_boxes_share_a_chunk() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = TensorFiles::open_file(file(&dir, DType::F32)).unwrap();
+        let (file, entry) = files.stored("x").unwrap();
+        let part = |ranges: [Range<usize>; 3]| Part { file, entry, runs: runs(&ranges, &entry.shape) };
+        // 24 rows of which 2 elements each are wanted, and a box without gaps.
+        let parts = [part([0..4, 0..6, 1..3]), part([1..2, 0..6, 0..5])];
+        let shape = |most| -> Vec<Vec<usize>> {
+            let pieces = |chunk: &Chunk| chunk.0.iter().map(|piece| piece.runs.len()).collect();
+            chunks(&parts, most).iter().map(pieces).collect()
+        };
+        assert_eq!(shape(200), [[24, 1]]);
+        // Four rows, 17 elements from the first to the last, are what a read of at most 20 spans.
+        assert_eq!(shape(20), [vec![4, 4, 2], vec![4, 4, 2], vec![4, 1], vec![1]]);
     }
 
     #[test]
@@ -148,8 +217,8 @@ mod tests {
         let len = fs::metadata(&path).unwrap().len();
         fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(len - 4).unwrap();
         let (file, entry) = files.stored("x").unwrap();
-        let part = Part { file, entry, runs: runs(&[0..4, 0..6, 0..5], &entry.shape) };
-        let e = part.read(&part.chunks(120)[0], DType::F32, &mut Vec::new(), &mut [0; 480]).unwrap_err();
+        let parts = [Part { file, entry, runs: runs(&[0..4, 0..6, 0..5], &entry.shape) }];
+        let e = chunks(&parts, 120)[0].read(DType::F32, &mut Vec::new(), &mut [0; 480]).unwrap_err();
         let e = e.to_string();
         assert!(e.contains("is truncated") && e.contains(&format!("needs {len} bytes")), "{e}");
         assert!(e.contains(&format!("the file has {}", len - 4)), "{e}");

@@ -54,7 +54,7 @@ impl DummyWeights {
     fn generate_on(&self, device: &Device, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if device.is_cuda() && dtype == DType::BF16 && shape.len() > 1 {
-            let mut out = moe_kernels::Buffer::zeros_on(device, dtype, shape)?;
+            let mut out = moe_kernels::Buffer::unspecified_on(device, dtype, shape)?;
             let key = mix(self.seed ^ mix(fnv1a(name.as_bytes())));
             let (bound, ex) = ((STD * 3f64.sqrt()) as f32, moe_kernels::Exec::on(device)?);
             moe_kernels::cuda::fill_random_into(out.view_mut(), key, 0, bound, &ex)?;
@@ -77,7 +77,7 @@ impl DummyWeights {
             return Ok(None);
         }
         let dims: Vec<usize> = ranges.iter().map(|range| range.len()).collect();
-        let mut out = moe_kernels::Buffer::zeros_on(device, dtype, &dims)?;
+        let mut out = moe_kernels::Buffer::unspecified_on(device, dtype, &dims)?;
         let key = mix(self.seed ^ mix(fnv1a(name.as_bytes())));
         let (bound, ex) = ((STD * 3f64.sqrt()) as f32, moe_kernels::Exec::on(device)?);
         moe_kernels::cuda::fill_random_box_into(out.view_mut(), shape, ranges, key, bound, &ex)?;

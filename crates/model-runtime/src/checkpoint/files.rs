@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
+use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
 use super::decode;
@@ -27,7 +28,7 @@ use super::verify::abbreviate;
 ///
 /// Nothing but headers is read until a tensor is asked for; then its data is copied once, into
 /// the tensor, converting the dtype on the way, and the mapped pages are given back. On a CUDA device
-/// it comes through a few pinned buffers, so that the host never holds a tensor. The files
+/// it comes through a few page-locked buffers, so that the host never holds a tensor. The files
 /// must not be changed or truncated while they are open.
 ///
 /// It is a [`SimpleBackend`], so [`TensorFiles::var_builder`] feeds any candle module.
@@ -62,8 +63,10 @@ impl TensorFiles {
     pub fn open_dir(dir: impl AsRef<Path>) -> Result<Self, CheckpointError> {
         let dir = dir.as_ref();
         let found = shards::find(dir)?;
-        let files = found.paths.iter().enumerate().map(|(i, path)| TensorFile::open(path, i));
-        let inner = Inner::new(dir.display().to_string(), files)?;
+        // Headers of large checkpoints are megabytes of JSON.
+        let open = |(i, path): (usize, &PathBuf)| TensorFile::open(path, i);
+        let files: Vec<_> = found.paths.par_iter().enumerate().map(open).collect();
+        let inner = Inner::new(dir.display().to_string(), files.into_iter())?;
         if let Some(index) = found.index {
             inner.check_index(&index)?;
         }
@@ -184,6 +187,12 @@ impl TensorFiles {
             Some(file) => Ok((file, entry)),
             None => candle_core::bail!("no file {} is open", entry.file),
         }
+    }
+
+    /// Bytes of all files.
+    #[cfg(feature = "cuda")]
+    pub(super) fn file_bytes(&self) -> usize {
+        self.inner.files.iter().map(|file| file.bytes().len()).sum()
     }
 
     /// Counts bytes that were read.

@@ -1,5 +1,10 @@
 //! Loading a decoder, or one rank's part of it.
 
+use std::ops::Range;
+use std::panic;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
 use candle_core::Result;
 use candle_nn::VarBuilder;
 use moe_layer::{
@@ -38,31 +43,32 @@ impl<A: SelfAttention> Decoder<A> {
         options: &DecoderOptions,
         kv: KvLayout,
         vb: VarBuilder,
-        attention: impl Fn(VarBuilder) -> Result<A>,
+        attention: impl Fn(VarBuilder) -> Result<A> + Sync,
     ) -> Result<(Self, Option<BackendSelection>)> {
         let (h, eps, context) = (config.hidden_size, config.rms_norm_eps, options.context);
         let tp = &context.groups.tp;
         let vocab = (context.geometry.tp_size > 1).then(|| VocabParallel::new(config.vocab_size, tp.clone()));
         let held = context.geometry.vocab_shard(config.vocab_size).len();
         let embedding = Embedding::load(held, h, vb.pp(names.embedding))?;
-        let mut mlps = MlpLoader { config, names, options, moe_layers: 0, chosen: None };
+        let mlps = MlpLoader { config, names, options };
         // In the fast mode norms add what the ranks computed.
         let sums = (context.geometry.tp_size > 1 && !vb.device().is_cpu()).then(|| tp.clone());
-        let mut layers = Vec::new();
-        for index in 0..config.num_layers() {
+        let load = |index: usize| -> Result<_> {
             let vb = vb.pp(names.layers).pp(index);
-            let mut layer = DecoderLayer {
-                input_norm: RmsNorm::load(h, eps, vb.pp(names.input_norm))?,
-                attention: attention(vb.pp(names.attention))?,
-                post_attention_norm: RmsNorm::load(h, eps, vb.pp(names.post_attention_norm))?,
-                mlp: mlps.load(index, vb.pp(names.mlp))?,
-                deferred: [false; 2],
-            };
+            let input_norm = RmsNorm::load(h, eps, vb.pp(names.input_norm))?;
+            let attention = attention(vb.pp(names.attention))?;
+            let post_attention_norm = RmsNorm::load(h, eps, vb.pp(names.post_attention_norm))?;
+            let (mlp, chosen) = mlps.load(index, vb.pp(names.mlp))?;
+            let deferred = [false; 2];
+            let mut layer = DecoderLayer { input_norm, attention, post_attention_norm, mlp, deferred };
             if sums.is_some() {
                 layer.deferred = [layer.attention.defer_sum(), layer.mlp.defer_sum()];
             }
-            layers.push(layer);
-        }
+            Ok((layer, chosen))
+        };
+        // On the CPU every layer fills memory with all threads.
+        let loaded = each_layer(config.num_layers(), !vb.device().is_cpu(), load)?;
+        let (layers, chosen): (Vec<_>, Vec<_>) = loaded.into_iter().unzip();
         let lm_head = match config.tie_word_embeddings {
             true => LmHead::new(embedding.weight().clone())?,
             false => LmHead::load(held, h, vb.pp(names.lm_head))?,
@@ -77,35 +83,57 @@ impl<A: SelfAttention> Decoder<A> {
             rope,
             sums,
         };
-        Ok((decoder, mlps.chosen))
+        Ok((decoder, chosen.into_iter().flatten().next_back()))
     }
 }
 
-/// Loads the MLPs of the layers, in their order.
+/// What `load` gives for each layer. In halves, two threads load one each: while one waits for memory or reads small
+/// tensors, the other feeds the bus. They are threads of their own, because the first layer may meet other ranks.
+fn each_layer<T: Send>(
+    count: usize,
+    in_halves: bool,
+    load: impl Fn(usize) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let failed = AtomicBool::new(false);
+    let run = |layers: Range<usize>| -> Result<Vec<T>> {
+        let load = |layer| load(layer).inspect_err(|_| failed.store(true, Ordering::Relaxed));
+        layers.take_while(|_| !failed.load(Ordering::Relaxed)).map(load).collect()
+    };
+    if !in_halves {
+        return run(0..count);
+    }
+    thread::scope(|scope| {
+        let behind = thread::Builder::new().spawn_scoped(scope, || run(count / 2..count))?;
+        let first = run(0..count / 2);
+        let behind = behind.join().unwrap_or_else(|payload| panic::resume_unwind(payload));
+        let mut all = first?;
+        all.extend(behind?);
+        Ok(all)
+    })
+}
+
+/// Loads the MLPs of the layers.
 struct MlpLoader<'a> {
     config: &'a DecoderConfig,
     names: &'a DecoderNames<'a>,
     options: &'a DecoderOptions<'a>,
-    /// Sparse layers so far.
-    moe_layers: usize,
-    chosen: Option<BackendSelection>,
 }
 
 impl MlpLoader<'_> {
-    fn load(&mut self, index: usize, vb: VarBuilder) -> Result<Mlp> {
+    /// The MLP of a layer, and the oracle's choice for its experts.
+    fn load(&self, index: usize, vb: VarBuilder) -> Result<(Mlp, Option<BackendSelection>)> {
         let (config, DecoderOptions { path, context, .. }) = (self.config, *self.options);
         let Some(moe) = config.moe.as_ref().filter(|_| config.is_sparse[index]) else {
-            return Ok(Mlp::Dense(self.gated_mlp(DENSE, config.intermediate_size, vb)?));
+            return Ok((Mlp::Dense(self.gated_mlp(DENSE, config.intermediate_size, vb)?), None));
         };
         let width = moe.shared_intermediate_size;
         let shared = |name| SharedExperts::new(self.gated_mlp(SHARED, width, vb.pp(name))?, None);
         let shared = self.names.shared_experts.filter(|_| width > 0).map(shared).transpose()?;
         let (gate, experts) = (vb.pp(self.names.gate), vb.pp(self.names.experts));
-        let (sparse, selection) =
-            SparseLayer::load_on(path, &self.block(moe), context, gate, experts, shared)?;
-        self.moe_layers += 1;
-        self.chosen = selection;
-        Ok(Mlp::Sparse(sparse))
+        let layer = config.is_sparse.iter().take(index).filter(|is_sparse| **is_sparse).count();
+        let (sparse, chosen) =
+            SparseLayer::load_on(path, &self.block(moe, layer), context, gate, experts, shared)?;
+        Ok((Mlp::Sparse(sparse), chosen))
     }
 
     /// This rank's part of a gated MLP.
@@ -117,13 +145,14 @@ impl MlpLoader<'_> {
         Ok(mlp.with_row_parallel(ranks))
     }
 
-    fn block(&self, moe: &MoeConfig) -> BlockOptions {
+    /// `layer` is the place among the MoE layers.
+    fn block(&self, moe: &MoeConfig, layer: usize) -> BlockOptions {
         BlockOptions {
             router: moe.router.clone(),
             hidden_size: self.config.hidden_size,
             intermediate_size: moe.intermediate_size,
             activation: self.config.activation,
-            layer: self.moe_layers,
+            layer,
             backend: self.options.backend.map(str::to_string),
         }
     }
@@ -145,6 +174,41 @@ impl DecoderConfig {
             keys_depend_on_prompt_len: self.rope.depends_on_prompt_len(),
             kv,
             moe: self.moe.as_ref().filter(|_| self.is_sparse.contains(&true)).map(moe),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn layers_come_in_their_order() {
+        for count in 0..6 {
+            for in_halves in [false, true] {
+                let layers = each_layer(count, in_halves, |layer| Ok(layer * 10)).unwrap();
+                assert_eq!(layers, (0..count).map(|layer| layer * 10).collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn a_layer_that_fails_ends_both_halves() {
+        for wrong in [0, 500] {
+            let loaded = AtomicUsize::new(0);
+            let load = |layer: usize| {
+                if layer == wrong {
+                    candle_core::bail!("layer {layer}")
+                }
+                thread::sleep(Duration::from_millis(1));
+                Ok(loaded.fetch_add(1, Ordering::Relaxed))
+            };
+            let e = each_layer(1000, true, load).unwrap_err().to_string();
+            assert!(e.contains(&format!("layer {wrong}")), "{e}");
+            assert!(loaded.into_inner() < 500, "the other half went on");
         }
     }
 }

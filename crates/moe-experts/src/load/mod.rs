@@ -6,7 +6,7 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_nn::VarBuilder;
-use moe_kernels::{Buffer, Exec, Float, TensorView, with_float};
+use moe_kernels::{Float, TensorView, with_float};
 use rayon::prelude::*;
 
 mod spec;
@@ -50,7 +50,6 @@ impl ExpertWeights {
         let vb = vb.set_device(Device::Cpu);
         let dtype = vb.dtype();
         let loader = Loader { spec, packed: vb.contains_tensor("gate_up_proj"), vb };
-        let on_device_alone = spec.parts_on_device && !loader.packed && !device.is_cpu() && spec.tp_size == 1;
         let load = |pack: Pack| -> Result<Tensor> {
             // A whole pack on a device comes from the checkpoint (or is made) without a stop here.
             if loader.packed && spec.is_whole() && !device.is_cpu() && spec.num_local() > 0 {
@@ -58,15 +57,10 @@ impl ExpertWeights {
                 dims.insert(0, spec.num_experts);
                 return on_device.get(dims, pack.name())?.contiguous();
             }
-            if on_device_alone {
-                return loader.load_on(pack, &on_device);
-            }
             let tensor = with_float!(dtype, "load experts", T => loader.load::<T>(pack))?;
             tensor.to_device(&device)
         };
-        if !on_device_alone {
-            loader.probe()?;
-        }
+        loader.probe()?;
         let w13 = load(Pack::W13)?;
         let w2 = load(Pack::W2)?;
         let bias = |pack| spec.has_bias.then(|| load(pack)).transpose();
@@ -132,34 +126,6 @@ struct Loader<'a> {
 }
 
 impl Loader<'_> {
-    /// A pack on the device of `vb`, tensor by tensor from there; the checkpoint shows this rank's rows
-    /// and columns alone.
-    fn load_on(&self, pack: Pack, vb: &VarBuilder) -> Result<Tensor> {
-        let LoadSpec { hidden_size: h, intermediate_size: i, .. } = *self.spec;
-        let mut dims = pack.expert_dims(h, i);
-        let rows = dims[0];
-        dims.insert(0, self.spec.num_local());
-        let ex = Exec::on(vb.device())?;
-        let mut out = Buffer::zeros_on(vb.device(), vb.dtype(), &dims)?;
-        let parts: &[(&str, &[usize])] = match pack {
-            Pack::W13 => &[("gate_proj.weight", &[i, h]), ("up_proj.weight", &[i, h])],
-            Pack::W2 => &[("down_proj.weight", &[h, i])],
-            Pack::W13Bias => &[("gate_proj.bias", &[i]), ("up_proj.bias", &[i])],
-            Pack::W2Bias => &[("down_proj.bias", &[h])],
-        };
-        for slot in 0..self.spec.num_local() {
-            for (at, (name, dims)) in parts.iter().enumerate() {
-                let part = vb.get(*dims, &format!("{}.{name}", self.spec.expert(slot)))?.contiguous()?;
-                let expert = out.view_mut().narrow(slot, 1)?;
-                let len = rows / parts.len();
-                let columns = expert.elem_count() / rows;
-                let to = expert.reshape(&[rows, columns])?.narrow(at * len, len)?;
-                ex.copy(TensorView::new(&part)?.view()?, to)?;
-            }
-        }
-        out.into_tensor()
-    }
-
     /// Reads one tensor of the last local expert, so that a size that the checkpoint does not
     /// have is an error and not an allocation.
     fn probe(&self) -> Result<()> {

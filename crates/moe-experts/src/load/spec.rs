@@ -20,9 +20,6 @@ pub struct LoadSpec {
     pub tp_rank: usize,
     /// Parts into which the intermediate size is cut; 1 = no split.
     pub tp_size: usize,
-    /// Asks for each tensor on the device of the packs, if that is not the CPU: what shows a rank its
-    /// slices alone may make or read them there.
-    pub parts_on_device: bool,
 }
 
 impl LoadSpec {
@@ -36,7 +33,6 @@ impl LoadSpec {
             local_experts: None,
             tp_rank: 0,
             tp_size: 1,
-            parts_on_device: false,
         }
     }
 
@@ -55,12 +51,6 @@ impl LoadSpec {
     /// Loads part `rank` of `size` of the intermediate size only (tensor parallelism).
     pub fn with_tp(mut self, rank: usize, size: usize) -> Self {
         (self.tp_rank, self.tp_size) = (rank, size);
-        self
-    }
-
-    /// Asks for single tensors on the device of the packs.
-    pub fn with_parts_on_device(mut self, on_device: bool) -> Self {
-        self.parts_on_device = on_device;
         self
     }
 

@@ -273,7 +273,15 @@ unsafe extern "C" {
         output: i32,
         stream: *mut c_void,
     ) -> i32;
-    pub(crate) fn moe_layer_stream_state(experts: i32) -> usize;
+    pub(crate) fn moe_layer_stream_state(experts: i32, inter: i32) -> usize;
+    pub(crate) fn moe_layer_stream_fits(
+        tokens: i32,
+        hidden: i32,
+        inter: i32,
+        num_ids: i32,
+        num_local: i32,
+        top_k: i32,
+    ) -> i32;
     pub(crate) fn moe_layer_stream(
         x: *const c_void,
         norm: *const bf16,
@@ -287,7 +295,6 @@ unsafe extern "C" {
         w13: *const bf16,
         w2: *const bf16,
         expert_map: *const i32,
-        act: *mut bf16,
         out: *mut c_void,
         output: i32,
         state: *mut c_void,

@@ -22,10 +22,17 @@ pub(crate) struct DeviceMemory {
 impl DeviceMemory {
     /// `len` zeros. An error if the device has not that much memory left.
     pub(crate) fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<Self> {
+        let mut memory = Self::unspecified(device, dtype, len)?;
+        memory.data.clear(&device.cuda_stream()).w()?;
+        Ok(memory)
+    }
+
+    /// `len` elements of whatever the memory holds. An error if the device has not that much left.
+    pub(crate) fn unspecified(device: &CudaDevice, dtype: DType, len: usize) -> Result<Self> {
         let bytes = len.saturating_mul(dtype.size_in_bytes());
         counts::allocation();
         // An empty allocation is refused by the driver.
-        let data = match CudaVec::zeros(device, dtype, len.max(1)) {
+        let data = match CudaVec::unspecified(device, dtype, len.max(1)) {
             Ok(Some(data)) => data,
             Ok(None) => bail!("no buffer holds dtype {}", dtype.as_str()),
             Err(e) => bail!("the device refuses {bytes} bytes of memory: {e}"),

@@ -18,6 +18,7 @@ mod experts;
 pub(crate) mod ffi;
 mod graph;
 pub(crate) mod linear;
+mod locked;
 mod memory;
 mod peer;
 mod ranks;

@@ -13,12 +13,8 @@ use crate::view::{View, ViewMut};
 
 /// Most tokens of such a step.
 const MAX_TOKENS: usize = 4;
-/// Most slots, and most experts of a gate.
-const MAX_SLOTS: usize = 32;
-const MAX_EXPERTS: usize = 512;
-/// Widths up to which the rows fit beside the weights' ring in shared memory.
+/// Width up to which the rows of a linear layer fit beside the weights' ring in shared memory.
 const MAX_HIDDEN: usize = 4096;
-const MAX_INTER: usize = 2048;
 
 /// RMS norm before a sub-layer.
 #[derive(Clone, Copy, Debug)]
@@ -49,10 +45,10 @@ pub fn small_experts_fit(
     (hidden, inter): (usize, usize),
     ex: &Exec,
 ) -> bool {
-    let widths = [(hidden, MAX_HIDDEN), (inter, MAX_INTER)];
-    let aligned = widths.iter().all(|&(n, max)| n > 0 && n.is_multiple_of(64) && n <= max);
-    let slots = (1..=experts).contains(&top_k) && tokens * top_k <= MAX_SLOTS && experts <= MAX_EXPERTS;
-    may_fuse(ex) && tokens <= MAX_TOKENS && aligned && slots
+    let sizes = [tokens, hidden, inter, experts, experts, top_k].map(i32::try_from);
+    let [Ok(t), Ok(h), Ok(i), Ok(e), Ok(local), Ok(k)] = sizes else { return false };
+    // SAFETY: a pure function of numbers and the device.
+    may_fuse(ex) && unsafe { ffi::moe_layer_stream_fits(t, h, i, e, local, k) } == 1
 }
 
 /// Whether these launches may be used: on Hopper, unless a row's bits must not depend on the number of rows.
@@ -214,11 +210,10 @@ fn layer_stream(
     }
     let mut ids = ex.scratch(DType::U32, &[t, top_k])?;
     let mut weights = ex.scratch(DType::F32, &[t, top_k])?;
-    let mut act = ex.scratch(DType::BF16, &[t * top_k, i])?;
     let cuda = ex.cuda(op)?;
-    // SAFETY: a pure function of a number.
-    let state =
-        cuda.counters("layer_stream", unsafe { ffi::moe_layer_stream_state(small(op, e)?) }.div_ceil(4))?;
+    // SAFETY: a pure function of two numbers.
+    let bytes = unsafe { ffi::moe_layer_stream_state(small(op, e)?, small(op, i)?) };
+    let state = cuda.counters("layer_stream", bytes.div_ceil(4))?;
     let valid = if ex.step.padded { cuda.valid_rows()?.cast_const() } else { std::ptr::null() };
     // SAFETY: dims, dtypes and the launcher's conditions are checked above and by the callers.
     let code = unsafe {
@@ -235,7 +230,6 @@ fn layer_stream(
             cuda.read(op, "w13", w13)?,
             cuda.read(op, "w2", w2)?,
             cuda.read_or_null(op, "expert_map", expert_map)?,
-            cuda.write(op, "act", &mut act.view_mut())?,
             out,
             output,
             state,

@@ -1,4 +1,4 @@
-//! Pinned buffers through which data from files reaches a device.
+//! Page-locked buffers through which data from files reaches a device.
 //!
 //! Threads take a buffer each, fill it, and put its copy on the device's stream; nobody waits for a
 //! copy but the next user of the same buffer. So the copy engine empties some buffers while others
@@ -9,60 +9,60 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
-use candle_core::cuda_backend::cudarc::driver::{CudaEvent, PinnedHostSlice, result};
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, result};
 use candle_core::{Device, Result, bail};
 
 use super::CudaExec;
+use super::locked::LockedMemory;
 use crate::exec::Exec;
 use crate::view::ViewMut;
 
-/// A few page-locked buffers in turn. They are made as they are needed, and freed with this.
+/// A few page-locked buffers in turn: one allocation, since locking and unlocking have a price of their own.
 ///
 /// It may be used from many threads at once: each is then one reader.
 pub struct Staging {
     device: Device,
     cuda: CudaExec,
-    most: usize,
-    stages: Mutex<Stages>,
+    /// Bytes of a buffer.
+    len: usize,
+    /// The buffers that nobody fills, in the order of their copies.
+    idle: Mutex<VecDeque<Stage>>,
     returned: Condvar,
-}
-
-#[derive(Default)]
-struct Stages {
-    /// Those that nobody fills, in the order of their copies.
-    idle: VecDeque<Stage>,
-    made: usize,
+    /// What the buffers are parts of. Fields are dropped in their order: it goes after them.
+    _memory: LockedMemory,
 }
 
 /// A buffer and the mark of its last copy.
 struct Stage {
-    bytes: PinnedHostSlice<u8>,
+    bytes: &'static mut [u8],
     copied: CudaEvent,
 }
 
-impl Drop for Stage {
-    fn drop(&mut self) {
-        // Memory that the copy engine reads must not be freed; an error shows at the next use of the device.
-        let _ = self.copied.synchronize();
-    }
-}
-
 impl Staging {
-    /// Bytes of a buffer: long enough that a copy costs far more than its start, short enough that
-    /// many threads fill theirs at once.
-    pub const BYTES: usize = 4 << 20;
-
-    /// At most `most` buffers, at least one, for the device of `ex`.
+    /// `count` buffers of `len` bytes, at least one of each, for the device of `ex`.
     ///
     /// # Errors
-    /// A context on the CPU.
-    pub fn new(most: usize, ex: &Exec) -> Result<Self> {
+    /// A context on the CPU; memory that the system or the driver refuses.
+    pub fn new(count: usize, len: usize, ex: &Exec) -> Result<Self> {
+        let (count, len) = (count.max(1), len.max(1));
+        let cuda = ex.cuda("staging")?.clone();
+        let context = cuda.stream.context();
+        let mut memory = LockedMemory::new(context, count.saturating_mul(len))?;
+        // SAFETY: the memory does not move, lives as long as the buffers do (`Staging`), and is used through them alone.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr(), memory.len()) };
+        let stage = |bytes| {
+            // A thread that waits leaves its core to others.
+            let copied = context.new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
+            Ok(Stage { bytes, copied })
+        };
+        let idle = bytes.chunks_exact_mut(len).map(stage).collect::<Result<_>>()?;
         Ok(Self {
             device: ex.device().clone(),
-            cuda: ex.cuda("staging")?.clone(),
-            most: most.max(1),
-            stages: Mutex::default(),
+            len,
+            idle: Mutex::new(idle),
             returned: Condvar::new(),
+            cuda,
+            _memory: memory,
         })
     }
 
@@ -71,7 +71,12 @@ impl Staging {
         &self.device
     }
 
-    /// Lets `fill` write the bytes of `to` into a pinned buffer, at most [`BYTES`](Self::BYTES) of them, and
+    /// Bytes of a buffer.
+    pub fn buffer_len(&self) -> usize {
+        self.len
+    }
+
+    /// Lets `fill` write the bytes of `to` into a buffer, at most [`buffer_len`](Self::buffer_len) of them, and
     /// starts their copy, in stream order. Waits only for a free buffer.
     ///
     /// # Errors
@@ -79,61 +84,56 @@ impl Staging {
     pub fn put(&self, mut to: ViewMut<'_>, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         let len = to.elem_count() * to.dtype().size_in_bytes();
         let address = self.cuda.write::<u8>("staging", "to", &mut to)? as u64;
-        if len > Self::BYTES {
-            bail!("staging: expected at most {} bytes, got {len}", Self::BYTES)
+        if len > self.len {
+            bail!("staging: expected at most {} bytes, got {len}", self.len)
         }
         if len == 0 {
             return Ok(());
         }
-        let stream = self.cuda.raw()?; // makes the device current on this thread
-        let mut stage = self.take()?;
-        let copied = stage.bytes.as_mut_slice().w().and_then(|bytes| {
-            let bytes = &mut bytes[..len];
-            fill(bytes)?;
-            // SAFETY: both sides hold `len` bytes; the host's are neither written nor freed before `copied`.
-            unsafe { result::memcpy_htod_async(address, bytes, stream.cast()) }.w()?;
-            stage.copied.record(&self.cuda.stream).w()
-        });
-        self.lock().idle.push_back(stage);
+        let mut stage = self.take();
+        let copied = self.copy(&mut stage, len, address, fill);
+        self.lock().push_back(stage);
         self.returned.notify_one();
         copied
     }
 
-    /// A buffer that no copy reads: one whose copy has ended, else a new one, else the first to be free.
-    fn take(&self) -> Result<Stage> {
-        let mut stages = self.lock();
+    /// Fills a buffer after its last copy and starts the next one.
+    fn copy(
+        &self,
+        stage: &mut Stage,
+        len: usize,
+        address: u64,
+        fill: impl FnOnce(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        stage.copied.synchronize().w()?;
+        let bytes = &mut stage.bytes[..len];
+        fill(bytes)?;
+        let stream = self.cuda.raw()?; // makes the device current on this thread
+        // SAFETY: both sides hold `len` bytes; the host's are neither written nor freed before `copied`.
+        unsafe { result::memcpy_htod_async(address, bytes, stream.cast()) }.w()?;
+        stage.copied.record(&self.cuda.stream).w()
+    }
+
+    /// The buffer whose copy will be the first to end.
+    fn take(&self) -> Stage {
+        let mut idle = self.lock();
         loop {
-            let is_free = stages.idle.front().is_some_and(|stage| stage.copied.is_complete());
-            if !is_free && stages.made < self.most {
-                stages.made += 1;
-                drop(stages);
-                return self.make().inspect_err(|_| {
-                    self.lock().made -= 1;
-                    // Whoever waits for a buffer must not wait for this one.
-                    self.returned.notify_all();
-                });
+            match idle.pop_front() {
+                Some(stage) => return stage,
+                None => idle = self.returned.wait(idle).unwrap_or_else(PoisonError::into_inner),
             }
-            if let Some(stage) = stages.idle.pop_front() {
-                drop(stages);
-                stage.copied.synchronize().w()?;
-                return Ok(stage);
-            }
-            stages = self.returned.wait(stages).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    fn make(&self) -> Result<Stage> {
-        let context = self.cuda.stream.context();
-        // SAFETY: any bits are a u8.
-        let mut bytes = unsafe { context.alloc_pinned_with_flags::<u8>(Self::BYTES, 0) }.w()?;
-        bytes.as_mut_slice().w()?.fill(0);
-        // A thread that waits leaves its core to others.
-        let copied = context.new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
-        Ok(Stage { bytes, copied })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Stages> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Stage>> {
         // A panic elsewhere cannot leave the list inconsistent: every update is one push or pop.
-        self.stages.lock().unwrap_or_else(PoisonError::into_inner)
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        // Memory that the copy engine reads must not be freed; an error shows at the next use of the device.
+        self.lock().drain(..).for_each(|stage| _ = stage.copied.synchronize());
     }
 }

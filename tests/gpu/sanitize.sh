@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# compute-sanitizer over the kernel tests, from the bundle that `cargo xtask dist --sanitizer` packs:
+#   sanitize.sh [TOOL...]    memcheck, racecheck, synccheck; default: racecheck memcheck
+# Every check of tests/cuda, on few and small shapes (TINY), and every kernel test of bin/gpu is a job. JOBS of them at a
+# time share each visible GPU (default 4). A job ends after LIMIT seconds (default 240), all of them after TOTAL (default 540).
+# Only our kernels are watched. A line per job and, of one that fails, its first distinct reports; a check of tests/cuda that
+# fails under racecheck runs once more on the kernels in which every lane arrives at a barrier for itself. ONLY=PATTERN
+# chooses jobs by name. Lines and logs go to $OUT (default: results), as sanitize.txt and sanitize.tar.gz.
+set -uo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+out=${OUT:-$root/results}
+logs=$(mktemp -d)
+mkdir -p "$out"
+# NCCL, where it came by pip.
+nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
+  export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+devices=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
+gpus=$(tr ',' '\n' <<<"$devices" | grep -c .)
+[ "$gpus" -ge 1 ] || { echo "sanitize.sh needs a GPU" && exit 2; }
+limit=${LIMIT:-240} deadline=$(($(date +%s) + ${TOTAL:-540}))
+tools=("$@")
+[ ${#tools[@]} -eq 0 ] && tools=(racecheck memcheck)
+
+# The first compute-sanitizer that works here: the bundle's, then the machine's.
+sanitizer=
+for candidate in "${COMPUTE_SANITIZER:-}" "$root/compute-sanitizer/compute-sanitizer" "$(command -v compute-sanitizer)" \
+  /usr/local/cuda*/bin/compute-sanitizer; do
+  [ -x "$candidate" ] || continue
+  if timeout 60 "$candidate" --tool racecheck --error-exitcode 99 "$root/bin/gpu" --exact \
+    rows::gathered_rows_are_those_of_the_table >"$logs/probe.log" 2>&1; then
+    sanitizer=$candidate
+    break
+  fi
+  echo "cannot use $candidate: $(grep -E '^========= ' "$logs/probe.log" | sed -n '2,3p' | tr '\n' ' ' | cut -c1-200)"
+done
+[ -n "$sanitizer" ] || { tail -n 5 "$logs/probe.log" 2>/dev/null && echo "no compute-sanitizer works here" && exit 2; }
+
+# job TOOL KIND NAME: runs a test under a tool and prints what came of it.
+job() {
+  local tool=$1 kind=$2 name=$3 left=$((deadline - $(date +%s))) start code clean log options command
+  log=$logs/$tool-$kind-${name//:/_}.log
+  command=("$root/bin/gpu" --exact "$name" --test-threads 1)
+  [ "$kind" = decode ] && command=(python3 "$root/tests/cuda/decode.py" check "$name")
+  case $kind in experts | router) command=(python3 "$root/tests/cuda/$kind.py" "$MOE_KERNELS_SO" --no-bench --only "$name") ;; esac
+  if [ "$left" -lt 10 ]; then
+    echo "NOT RUN $tool $kind $name: no time is left"
+    return 1
+  fi
+  options=(--tool "$tool" --error-exitcode 99 --kernel-name kernel_substring=3moe --show-backtrace device --print-limit 200)
+  # Each of those that run at once has ports of its own.
+  options+=(--port $((49152 + SLOT * 16)) --launch-timeout 120)
+  # The compiler counts an array of barriers as one, and the tool as many as the compiler. Of calls, only errors that they return.
+  case $tool in racecheck | synccheck) options+=(--num-cuda-barriers 128) ;; memcheck) options+=(--report-api-errors explicit) ;; esac
+  start=$(date +%s)
+  CUDA_VISIBLE_DEVICES=$(cut -d, -f$((SLOT % gpus + 1)) <<<"$devices") timeout -k 5 $((left < limit ? left : limit)) \
+    "$sanitizer" "${options[@]}" "${command[@]}" >"$log" 2>&1
+  code=$?
+  python3 "$root/tests/gpu/sanitize.py" "$tool $kind $name${MOE_LANES:+, every lane arrives}" $code $(($(date +%s) - start)) "$log"
+  clean=$?
+  if [ $clean -ne 0 ] && [[ $code =~ ^(0|99)$ ]] && [ "$tool" = racecheck ] && [ "$kind" != rust ] && [ -z "${MOE_LANES:-}" ]; then
+    logs=$logs/lanes MOE_LANES=1 MOE_KERNELS_SO=$root/lib/racecheck/libmoe_kernels.so job "$@"
+  fi
+  return $clean
+}
+
+list() (
+  cd "$root/tests/cuda" && python3 - <<'END'
+import check_attention, check_layer, check_rows, check_sampling, experts, router
+for kind, checks in (("experts", experts.CHECKS), ("router", router.CHECKS)):
+    print(*(f"{kind} {check.__name__}" for check in checks), sep="\n")
+for module in (check_layer, check_attention, check_rows, check_sampling):
+    print(*(f"decode {check.__name__}" for check in module.CHECKS), sep="\n")
+END
+  "$root/bin/gpu" --list | sed -nE 's/^((align|attention|experts|products|route|rows|sampling)::.*): test$/rust \1/p'
+)
+
+run() {
+  local tool
+  "$sanitizer" --version | tail -n 1
+  echo "$gpus GPUs, $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1), ${JOBS:-4} jobs on each"
+  for tool in "${tools[@]}"; do sed "s/^/$tool /" "$logs/jobs"; done | grep -E "${ONLY:-.}" |
+    xargs -P $((gpus * ${JOBS:-4})) -n 3 --process-slot-var=SLOT bash -c 'job "$@"' job
+}
+
+export MOE_KERNELS_SO=$root/lib/libmoe_kernels.so TINY=1 PYTHONDONTWRITEBYTECODE=1
+export root logs devices gpus sanitizer limit deadline
+export -f job
+mkdir -p "$logs/lanes"
+list >"$logs/jobs" || { echo "cannot list the checks" && exit 2; }
+run | tee "$out/sanitize.txt"
+code=${PIPESTATUS[0]}
+echo "$(grep -c '^ok' "$out/sanitize.txt") clean, $(grep -cE '^(ERRORS|FAILED|TIMEOUT|NOT RUN)' "$out/sanitize.txt") not"
+tar czf "$out/sanitize.tar.gz" -C "$logs" .
+rm -rf "$logs"
+exit "$code"
