@@ -75,16 +75,15 @@ def grouped_calls(lib, inputs, only=None):
 def tensor_calls(lib, inputs, only=None):
     tokens, slots = inputs.tokens, inputs.tokens * K
     i32 = dict(dtype=torch.int32, device="cuda")
-    offsets, listed = torch.empty(E + 1, **i32), torch.empty(slots, **i32)
-    tiles, count = torch.empty(min(slots, E) + 1, 2, **i32), torch.empty(1, **i32)
+    counts, listed = torch.empty(E, **i32), torch.empty(E, slots, **i32)
     counters = torch.zeros(lib.raw("moe_experts_tensor_counters", E), **i32)
 
     def call(i):
         (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
-        lib.launch("moe_align_tokens", ids, None, slots, E, E, slots, offsets, listed, tiles, count)
-        if only == "align":
+        lib.launch("moe_any_list_slots", ids, None, slots, E, E, counts, listed)
+        if only == "list":
             return
-        lib.launch("moe_experts_tensor", inputs.x, w13, w2, listed, offsets, tiles, count, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)
+        lib.launch("moe_experts_tensor", inputs.x, w13, w2, listed, counts, slots, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)
         if only != "products":
             lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, 0)
 
@@ -108,7 +107,7 @@ def routed_calls(lib, inputs, only=None):
         lib.launch("moe_gate_route", inputs.x, gate, None, None, None, logits, ids, weights, tokens, H, E, K, 0, 0, 1, 1.0, 0.0, *lists, None)
         if only == "router":
             return
-        lib.launch("moe_experts_tensor", inputs.x, w13, w2, buckets, None, None, None, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)
+        lib.launch("moe_experts_tensor", inputs.x, w13, w2, buckets, counts, tokens, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)
         if only == "norm":
             lib.launch("moe_combine_add_rms_norm", inputs.rows, ids, weights, None, residual, gain, 1e-6, inputs.out, tokens, K, E, E, H)
         else:
@@ -131,7 +130,7 @@ def variants(lib, inputs):
     if tokens >= 8:
         found["tensor"] = tensor_calls(lib, inputs)
         found["tensor: no combine"] = tensor_calls(lib, inputs, "products")
-        found["tensor: align alone"] = tensor_calls(lib, inputs, "align")
+        found["tensor: list alone"] = tensor_calls(lib, inputs, "list")
     if tokens >= 64:
         found["grouped"] = grouped_calls(lib, inputs)
         for part in ("align", "gate_up", "down", "combine"):

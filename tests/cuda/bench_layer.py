@@ -56,9 +56,10 @@ class Step:
 
     def products(self, i):
         """Router and products, without an alignment: the router lists the slots of each expert."""
-        self.route(i, self.counters[LIB.raw("moe_experts_tensor_counts") :], self.buckets)
-        call("moe_experts_tensor", self.x, self.m.w13[i], self.m.w2[i], self.buckets, None, None, None, self.act, self.rows, self.counters,
-             self.batch, K, E, E, H, I)
+        counts = self.counters[LIB.raw("moe_experts_tensor_counts") :]
+        self.route(i, counts, self.buckets)
+        call("moe_experts_tensor", self.x, self.m.w13[i], self.m.w2[i], self.buckets, counts, self.batch, self.act, self.rows,
+             self.counters, self.batch, K, E, E, H, I)
 
     def combined(self, i):
         """Attention half, router, products, then one launch for weighted sum, addition and the next norm."""

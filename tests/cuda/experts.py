@@ -120,22 +120,23 @@ def counters_for(lib, local):
 
 
 def run_tensor(lib, case, buckets=False):
-    """The one launch on warpgroup products, behind the alignment or with each expert's slots in a bucket, shuffled."""
+    """The one launch on warpgroup products, over listed slots or with each expert's slots in a bucket, shuffled."""
     act, rows, out = case.buffers()
     tokens, top_k, experts, local, hidden, inter = case.sizes()
     slots, counters = tokens * top_k, counters_for(lib, local)
     if buckets:
-        listed, meta = poison(local, tokens, dtype=torch.int32), (None, None, None)
+        listed, counts = poison(local, tokens, dtype=torch.int32), counters[lib.raw("moe_experts_tensor_counts") :]
+        places = tokens
         of_slot = case.local_ids()
         for e in of_slot.unique().tolist():
             mine = (of_slot == e).nonzero().flatten()
             if e >= 0:
                 listed[e, : mine.numel()] = mine[torch.randperm(mine.numel(), device="cuda")].to(torch.int32)
-                counters[lib.raw("moe_experts_tensor_counts") + e] = mine.numel()
+                counts[e] = mine.numel()
     else:
-        offsets, listed, tiles, count = run_align(lib, case, slots)
-        meta = (offsets, tiles, count)
-    lib.launch("moe_experts_tensor", case.x, case.w13, case.w2, listed, *meta, act, rows, counters, tokens, top_k, experts, local, hidden, inter)
+        counts, listed, places = poison(local, dtype=torch.int32), poison(local, slots, dtype=torch.int32), slots
+        lib.launch("moe_any_list_slots", case.ids, case.map, slots, experts, local, counts, listed)
+    lib.launch("moe_experts_tensor", case.x, case.w13, case.w2, listed, counts, places, act, rows, counters, tokens, top_k, experts, local, hidden, inter)
     lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, 0)
     assert (counters == 0).all(), "tensor: counters are not left zero"
     return rows, out
@@ -289,7 +290,7 @@ def tensor_matches_float64(lib):
         worst = max(worst, expect_close(f"tensor {name}", case, got))
         listed = run_tensor(lib, case, buckets=True)
         same = torch.equal(got[0].nan_to_num(7.0), listed[0].nan_to_num(7.0)) and torch.equal(got[1], listed[1])
-        assert same, f"tensor {name}: buckets differ from the alignment"
+        assert same, f"tensor {name}: shuffled buckets differ from listed slots"
     for tokens in sized((64, 128, 256, 512, 1024), (100, 200)):
         case = Case(tokens, SHAPES[0])
         worst = max(worst, expect_close(f"tensor T={tokens}", case, run_tensor(lib, case)))
@@ -334,7 +335,7 @@ def sizes_that_do_not_fit_are_refused(lib):
         assert lib.refused("moe_experts_stream", *none, 9999, tokens, top_k, 8, 8, hidden, inter, 0), (tokens, top_k, hidden, inter)
     assert lib.refused("moe_experts_grouped_gate_up", *none[:7], 8, 2, 8, 96, 64)
     assert lib.refused("moe_experts_grouped_down", *none[:7], 8, 8, 64, 100)
-    assert lib.refused("moe_experts_tensor", *none, 4, 2, 8, 8, 96, 64)
+    assert lib.refused("moe_experts_tensor", *none[:5], 4, *none[:3], 4, 2, 8, 8, 96, 64)
     assert lib.refused("moe_experts_stream", *none, 40, 4, 8, 8, 8, 64, 64, 0), "too small a flag buffer"
     assert lib.refused("moe_experts_stream", *none, 9999, 1, 2, 8, 8, 64, 64, 2), "an unknown output"
     assert lib.raw("moe_experts_stream", *none, 9999, 0, 2, 8, 8, 64, 64, 0, None) == 0, "no tokens is no error"

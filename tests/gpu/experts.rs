@@ -1,13 +1,18 @@
 //! Expert backends on CUDA behind the block's seam: prepare, experts, finalize.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Tensor};
-use moe_dispatch::{BatchedReference, LocalExperts, NoEp, PrepareFinalize};
-use moe_experts::{Activation, ActivationFormat, BatchLimits, ExpertWeights, build, build_batched, select};
+use moe_comm::{Communicator, ExpertLayout, ExpertPlacement, SelfComm};
+use moe_dispatch::{BatchedReference, EpRanks, LocalExperts, NoEp, PrepareFinalize, SumGather};
+use moe_experts::{
+    Activation, ActivationFormat, BatchLimits, ExpertWeights, Experts, build, build_batched, select,
+};
 use moe_kernels::cuda::{
-    FusedExperts, Gate, GateScoring, PreNorm, fused_experts_into, gate_route_into,
+    ExpertLists, FusedExperts, Gate, GateScoring, PreNorm, fused_experts_into, gate_route_into,
     route_experts_add_norm_fits, route_experts_add_norm_into, route_experts_fit, route_experts_into,
 };
-use moe_kernels::{Buffer, Exec, NO_EXPERT, add_into, add_rms_norm_into};
+use moe_kernels::{Buffer, Exec, NO_EXPERT, add_into, add_rms_norm_into, list_slots_into};
 
 use crate::common::*;
 
@@ -42,18 +47,15 @@ impl Problem {
         }
     }
 
+    fn experts(&self, biased: bool, ex: &Exec) -> ExpertWeights {
+        let [w13, w2, b13, b2]: [Tensor; 4] =
+            std::array::from_fn(|i| on_device(&self.packs[i], ex).into_tensor().unwrap());
+        ExpertWeights::new(w13, w2, biased.then_some(b13), biased.then_some(b2)).unwrap()
+    }
+
     /// Token rows by a backend of this format.
     fn run(&self, format: ActivationFormat, activation: Activation, biased: bool, mut ex: Exec) -> Buffer {
-        let place = |b: &Buffer| {
-            let mut to = ex.zeros(b.dtype(), b.dims()).unwrap();
-            ex.copy_from_host(b.view(), to.view_mut()).unwrap();
-            to
-        };
-        let [w13, w2, b13, b2]: [Tensor; 4] =
-            std::array::from_fn(|i| place(&self.packs[i]).into_tensor().unwrap());
-        let (b13, b2) = (biased.then_some(b13), biased.then_some(b2));
-        let weights = ExpertWeights::new(w13, w2, b13, b2).unwrap();
-        let (x, ids, topk_weights) = (place(&self.x), place(&self.ids), place(&self.weights));
+        let weights = self.experts(biased, &ex);
         let (tokens, top_k) = (self.ids.dims()[0], self.ids.dims()[1]);
         let mut spec = weights.spec(activation, top_k);
         spec.activation_format = format;
@@ -72,12 +74,18 @@ impl Problem {
         };
         let experts = experts.into_modular(prepare.name()).unwrap();
         assert_eq!(experts.name(), name);
+        self.through(prepare.as_ref(), experts.as_ref(), &mut ex)
+    }
+
+    /// Token rows of prepare, experts and finalize.
+    fn through(&self, prepare: &dyn PrepareFinalize, experts: &dyn Experts, ex: &mut Exec) -> Buffer {
+        let [x, ids, topk_weights] = [&self.x, &self.ids, &self.weights].map(|b| on_device(b, ex));
         let mut out = ex.zeros(self.x.dtype(), self.x.dims()).unwrap();
-        let dispatched = prepare.prepare(x.view(), ids.view(), topk_weights.view(), &mut ex).unwrap();
+        let dispatched = prepare.prepare(x.view(), ids.view(), topk_weights.view(), ex).unwrap();
         let mut rows = ex.scratch(DType::F32, &experts.out_dims(&dispatched).unwrap()).unwrap();
-        experts.apply(&dispatched, rows.view_mut(), &mut ex).unwrap();
+        experts.apply(&dispatched, rows.view_mut(), ex).unwrap();
         let strategy = experts.weight_and_reduce();
-        prepare.finalize(rows.view(), &dispatched, strategy, out.view_mut(), &mut ex).unwrap();
+        prepare.finalize(rows.view(), &dispatched, strategy, out.view_mut(), ex).unwrap();
         ex.to_host(out.view()).unwrap()
     }
 }
@@ -142,12 +150,55 @@ fn fused_experts_agree_with_the_cpu() {
             topk_ids: ids.view(),
             topk_weights: weights.view(),
             expert_map: Some(map.view()),
+            lists: None,
         };
         let mut out = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
         fused_experts_into(&args, out.view_mut(), &mut ex).unwrap();
-        let off = relative_error(&cpu, &ex.to_host(out.view()).unwrap());
+        let sorted = ex.to_host(out.view()).unwrap();
+        let off = relative_error(&cpu, &sorted);
         // Activations and results are rounded to bf16 on both sides.
         assert!(off < 1e-2, "T={tokens}: off by {off}");
+
+        let mut counts = ex.zeros(DType::U32, &[EXPERTS]).unwrap();
+        let mut slots = ex.zeros(DType::U32, &[EXPERTS, tokens * top_k]).unwrap();
+        list_slots_into(args.topk_ids, args.expert_map, counts.view_mut(), slots.view_mut(), &mut ex)
+            .unwrap();
+        let lists = Some(ExpertLists { counts: counts.view(), slots: slots.view() });
+        // Twice: the launch leaves its counters ready for the next one.
+        for _ in 0..2 {
+            let mut out = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
+            fused_experts_into(&FusedExperts { lists, ..args }, out.view_mut(), &mut ex).unwrap();
+            assert_same(&format!("listed T={tokens}"), &sorted, &ex.to_host(out.view()).unwrap());
+        }
+    }
+}
+
+/// The low-latency form of deepep on a rank that has all experts: slots are listed, and the oracle's experts take them.
+#[test]
+fn listed_rows_agree_with_the_cpu() {
+    let mut rng = Rng::new();
+    for (dtype, name) in [(DType::BF16, "cuda_fused_batched"), (DType::F32, "cuda_batched")] {
+        for (tokens, top_k, hidden, inter) in [(0, 2, 64, 64)].into_iter().chain(SIZES) {
+            let mut p = Problem::new(&mut rng, dtype, tokens, top_k, hidden, inter);
+            p.map = (0..EXPERTS as i32).collect();
+            let cpu = p.run(ActivationFormat::Standard, Activation::SwiGlu, false, Exec::cpu());
+            let mut ex = cuda();
+            let weights = p.experts(false, &ex);
+            let mut spec = weights.spec(Activation::SwiGlu, top_k);
+            spec.activation_format = ActivationFormat::BatchedExperts;
+            let selection = select(&spec, None).unwrap();
+            let limits = BatchLimits { max_num_tokens: 2000, num_dispatchers: 1 };
+            let experts = build_batched(&selection, weights, limits).unwrap();
+            let layout = ExpertLayout::new(EXPERTS, 1, 0, ExpertPlacement::Linear).unwrap();
+            let alone: Arc<dyn Communicator> = Arc::new(SelfComm::new());
+            let ranks = EpRanks::new(&layout, alone.clone(), alone).unwrap().on(ex.device()).unwrap();
+            let prepare = SumGather::batched(ranks, limits.max_num_tokens);
+            let experts = experts.into_modular(prepare.name()).unwrap();
+            assert_eq!(experts.name(), name);
+            let off = relative_error(&cpu, &p.through(&prepare, experts.as_ref(), &mut ex));
+            let bound = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
+            assert!(tokens == 0 || off < bound, "{name}, T={tokens}: off by {off}");
+        }
     }
 }
 
@@ -196,6 +247,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             topk_ids: ids.view(),
             topk_weights: weights.view(),
             expert_map: None,
+            lists: None,
         };
         fused_experts_into(&args, delta.view_mut(), &mut ex).unwrap();
         let packs = (w13.view(), w2.view());

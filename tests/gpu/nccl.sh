@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every check of a machine with several GPUs, from the bundle that `cargo xtask dist` packs: the collectives of NCCL
-# against CPU ranks, groups, graphs, products, faults, sums over peer memory, then the tables of latencies. Results go to $OUT (default: results).
+# against CPU ranks, groups, graphs, products, faults, sums and gathers over peer memory, then the tables of latencies. Results go to $OUT (default: results).
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=${OUT:-$root/results}
@@ -28,7 +28,8 @@ check products 60
 check faults 120
 check peers 60
 check peer_runs 60
+check peer_gather 60
 check processes 60
 check timing 90
-grep -E "^(all_reduce|\||64 MiB)" "$out/nccl-timing.log"
+grep -E "^(all_reduce|gather|\||64 MiB)" "$out/nccl-timing.log"
 exit $failed

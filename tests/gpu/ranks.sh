@@ -2,8 +2,9 @@
 # Ranks on GPUs, a process each, from the bundle that `cargo xtask dist` packs:
 #   ranks.sh [short | long | PART...]    parts: parity tokens death hosts bench backends
 # short (default) is every part but backends, below 4 minutes on 4 GPUs; long adds backends: each one at every batch
-# size. GPUS is the number of ranks (default: all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go to $OUT
-# (default: results); tables come last.
+# size, below 7 minutes, or those rows of its table that ROWS names ("dp-allgather dp-deepep"). GPUS is the number of
+# ranks (default: all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go to $OUT (default: results); tables
+# come last.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=${OUT:-$root/results}/ranks
@@ -203,12 +204,15 @@ bench() {
   bench_row tp-local_allreduce 75 1,8,64,256 --tp "$n" --output 128 $ep local_allreduce
 }
 
-# Each backend at every batch size, with graphs where it has them.
+# Each backend at every batch size, with graphs where it has them. A row is a minute or less: 64 tokens of output, one run.
+# ROWS names the rows to run, all by default.
 backends() {
-  local all=1,2,4,8,16,32,64,128,256,512,1024 label flags
+  local all=1,2,4,8,16,32,64,128,256,512,1024 known=" " label flags
   while read -r label flags; do
+    known+="$label "
+    [[ -z ${ROWS:-} || " $ROWS " == *" $label "* ]] || continue
     # shellcheck disable=SC2086
-    bench_row "$label" 400 $all $flags
+    bench_row "$label" 200 $all --output 64 $flags
   done <<END
 tp-disabled --tp $n
 tp-local_allreduce --tp $n $ep local_allreduce
@@ -217,6 +221,9 @@ dp-allgather --dp $n $ep allgather_reducescatter
 dp-deepep --dp $n $ep deepep
 dp-high_throughput --dp $n $ep deepep --deepep-mode high_throughput
 END
+  for label in ${ROWS:-}; do
+    [[ $known == *" $label "* ]] || { echo "FAILED  unknown row $label; expected some of$known" && failed=1; }
+  done
 }
 
 table() {

@@ -92,6 +92,17 @@ pub trait Communicator: Send + Sync + Debug {
     /// `counts` has one entry per rank and is the same on all ranks.
     fn all_gather_v(&self, input: View<'_>, counts: &[usize], out: ViewMut<'_>, ex: &mut Exec) -> Result<()>;
 
+    /// [`all_gather_v`](Self::all_gather_v) of several arrays, pairs of input and output, with the same counts: one call of a
+    /// communicator whose calls cost more than small arrays do.
+    fn all_gather_v_each(
+        &self,
+        arrays: Vec<(View<'_>, ViewMut<'_>)>,
+        counts: &[usize],
+        ex: &mut Exec,
+    ) -> Result<()> {
+        arrays.into_iter().try_for_each(|(input, out)| self.all_gather_v(input, counts, out, ex))
+    }
+
     /// Reduces all ranks' `input` [world_size * R, ..] and leaves the rank-th R rows of the
     /// result in `out` [R, ..].
     fn reduce_scatter(&self, input: View<'_>, out: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()>;

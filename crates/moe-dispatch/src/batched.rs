@@ -14,7 +14,7 @@ use crate::tokens::Tokens;
 /// Copies each token row to every local expert that it chose, [E_local, max_num_tokens, H].
 ///
 /// Row r of an expert is the r-th of its slots in ascending order t*K + k, so the rows keep token
-/// order; unused rows are zero. The caller's rows are never written. More rows than
+/// order; unused rows are unspecified. The caller's rows are never written. More rows than
 /// `max_num_tokens` for one expert is an error.
 #[derive(Debug)]
 pub struct BatchedReference {

@@ -90,6 +90,17 @@ pub enum CompositionError {
         /// Its strategy.
         strategy: WeightAndReduce,
     },
+    /// Blocks of rows carry no weights.
+    #[error(
+        "{experts} weights and reduces by itself (NoOp), but {prepare} hands over blocks of rows without their \
+         weights; choose experts that return unweighted rows"
+    )]
+    ReducesBlocks {
+        /// Name of the prepare side.
+        prepare: String,
+        /// Name of the experts side.
+        experts: String,
+    },
     /// Above one rank only the owner may weight and add, unless ranks' sums are added.
     #[error(
         "{experts} weights and reduces by itself (NoOp), but {prepare} brings rows of {num_dispatchers} \
@@ -106,8 +117,8 @@ pub enum CompositionError {
 }
 
 /// Fails unless the two sides fit: one format; limits given exactly in the BatchedExperts format
-/// and large enough; a strategy that reduces that format; experts that reduce by themselves on
-/// one rank, or where the ranks' sums are added.
+/// and large enough; a strategy that reduces that format; experts that reduce by themselves where rows
+/// come with their weights, and on one rank or where the ranks' sums are added.
 ///
 /// # Errors
 /// The first rule that is broken, naming both sides.
@@ -143,6 +154,9 @@ pub fn check_composition(
             num_dispatchers,
             experts: experts_name,
         });
+    }
+    if reduced && format == ActivationFormat::BatchedExperts && !prepare.adds_partial_sums() {
+        return Err(CompositionError::ReducesBlocks { prepare: prepare_name, experts: experts_name });
     }
     Ok(())
 }

@@ -6,7 +6,7 @@
 //! | form | rows | counts |
 //! |---|---|---|
 //! | [`HighThroughput`] | Standard [T', H] | exact, exchanged before the rows |
-//! | [`LowLatency`] | BatchedExperts [E_local, max, H] | a fixed maximum per rank, so no size depends on data |
+//! | [`LowLatency`] | BatchedExperts [E_local, max, H] | the step's maximum per rank, so no size depends on routing |
 //!
 //! Dispatch and combine come in two halves each (DeepEP's and SGLang's a and b): after the first,
 //! rows are on their way, and the caller may compute something else.

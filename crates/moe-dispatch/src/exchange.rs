@@ -12,7 +12,6 @@ use candle_core::Result;
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
 use crate::combine::{combine_a, combine_b};
-use crate::local_experts::LocalExperts;
 use crate::prepare_finalize::PrepareFinalize;
 use crate::ranks::EpRanks;
 use crate::receiver::Receiver;
@@ -84,20 +83,12 @@ impl<B: Exchange> PrepareFinalize for B {
         self.max_num_tokens()
     }
 
-    fn num_dispatchers(&self) -> usize {
-        self.ranks().world_size()
+    fn ep_ranks(&self) -> Option<&EpRanks> {
+        Some(self.ranks())
     }
 
     fn max_rows(&self, tokens: usize) -> usize {
         Exchange::max_rows(self, tokens)
-    }
-
-    fn local_experts(&self) -> Option<&LocalExperts> {
-        Some(self.ranks().local_experts())
-    }
-
-    fn applies_router_weight_on_input(&self) -> bool {
-        self.ranks().router_weight_on_input
     }
 
     fn supports_async(&self) -> bool {

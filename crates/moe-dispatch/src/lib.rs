@@ -47,6 +47,6 @@ pub use moe_comm::{
 pub use moe_kernels::{
     ActivationFormat, AlignedSizes, AlignedTokens, Buffer, Dims, Dispatched, Exec, Lent, NO_EXPERT,
     RowBatches, Scratch, TensorView, View, ViewMut, WeightAndReduce, Workspace, align_batched_tokens_into,
-    align_tokens_into, batch_rows_into, group_slots_into, mask_nonlocal_into, max_aligned_sizes,
-    max_batched_aligned_sizes, scale_rows_into, unbatch_rows_into, weighted_sum_into,
+    align_tokens_into, batch_rows_into, group_slots_into, list_slots_into, mask_nonlocal_into,
+    max_aligned_sizes, max_batched_aligned_sizes, scale_rows_into, unbatch_rows_into, weighted_sum_into,
 };

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use candle_core::{DType, Result};
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
-use crate::{LocalExperts, Receiver};
+use crate::{EpRanks, LocalExperts, Receiver};
 
 /// Brings tokens to the experts of this rank (prepare) and their rows back (finalize).
 ///
@@ -19,7 +19,7 @@ use crate::{LocalExperts, Receiver};
 /// | `hidden` | [T, H] model dtype; never written |
 /// | `topk_ids` | [T, K] u32 physical ids, `u32::MAX` = no expert |
 /// | `topk_weights` | [T, K] f32 |
-/// | `expert_out` | [T', K, H] or [E_local, max_tokens, H] f32, unweighted (see [`Dispatched`]); [T, H] with `NoOp` |
+/// | `expert_out` | [T', K, H], or [E_local, max_tokens, H] where rows are batched, f32, unweighted (see [`Dispatched`]); [T, H] with `NoOp` |
 /// | `out` | [T, H] model dtype; all of it is written |
 ///
 /// Experts that split w2 over ranks return their partial sums with one more leading dimension,
@@ -49,10 +49,16 @@ pub trait PrepareFinalize: Send + Sync {
         None
     }
 
+    /// The ranks with whole experts that this backend joins, from which follow their number, the experts of this one and what
+    /// happens to router weights; `None` for backends that know these otherwise.
+    fn ep_ranks(&self) -> Option<&EpRanks> {
+        None
+    }
+
     /// Ranks whose tokens can arrive here: batched rows have room for that many times
     /// `max_num_tokens_per_rank`.
     fn num_dispatchers(&self) -> usize {
-        1
+        self.ep_ranks().map_or(1, EpRanks::world_size)
     }
 
     /// The most rows that a call hands to the experts, where each rank brings at most `tokens`
@@ -68,20 +74,19 @@ pub trait PrepareFinalize: Send + Sync {
     /// # Errors
     /// A step context that says otherwise; a rank that died.
     fn rank_tokens(&self, tokens: usize, ex: &mut Exec) -> Result<Option<Arc<[usize]>>> {
-        let _ = (tokens, ex);
-        Ok(None)
+        self.ep_ranks().map(|ranks| ranks.rank_tokens(self.name(), tokens, ex)).transpose()
     }
 
     /// Where the physical experts live; `None` = all on this rank, physical id = local slot. A
     /// layer checks it against its router and its experts.
     fn local_experts(&self) -> Option<&LocalExperts> {
-        None
+        self.ep_ranks().map(EpRanks::local_experts)
     }
 
     /// Whether prepare multiplies a copy of the rows by the router weight, so that combine uses
     /// weight 1 (`apply_router_weight_on_input`, Llama-4).
     fn applies_router_weight_on_input(&self) -> bool {
-        false
+        self.ep_ranks().is_some_and(|ranks| ranks.router_weight_on_input)
     }
 
     /// Whether finalize only copies rows that the experts have weighted and reduced: then they may write
@@ -101,7 +106,7 @@ pub trait PrepareFinalize: Send + Sync {
     }
 
     /// Whether finalize adds up rows that each rank's experts have weighted and reduced, so that experts
-    /// that do so by themselves are welcome also above one rank.
+    /// that do so by themselves are welcome also above one rank, and where the rows of the BatchedExperts format are listed.
     fn adds_partial_sums(&self) -> bool {
         false
     }

@@ -8,12 +8,12 @@ mod world;
 
 use std::sync::Arc;
 
-use common::{Problem, bits, expert};
+use common::{Problem, bits, expert, run_named_experts};
 use moe_comm::ExpertPlacement;
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
-    Dispatched, Exec, NO_EXPERT, NoEp, PrepareFinalize, TensorParallel, ThreadComm, View, ViewMut,
-    WeightAndReduce, run_ranks,
+    Dispatched, EpRanks, Exec, LowLatency, NO_EXPERT, NoEp, PrepareFinalize, TensorParallel, ThreadComm,
+    View, ViewMut, WeightAndReduce, run_ranks,
 };
 use proptest::prelude::*;
 use world::{BACKENDS, World};
@@ -188,6 +188,43 @@ fn rows_travel_once() {
         });
         // Experts 0 and 1: tokens 0 and 1; experts 2 and 3: tokens 1, 2 and 3.
         assert_eq!(arrived.into_iter().map(Result::unwrap).collect::<Vec<_>>(), want, "tp {tp}");
+    }
+}
+
+/// Blocks are those of the step's most tokens, whatever the backend was built for, also in a step without any.
+#[test]
+fn low_latency_blocks_follow_the_step() {
+    let p = |tokens: usize| Problem {
+        tokens,
+        hidden: 2,
+        top_k: 2,
+        rows: vec![1.; tokens * 2],
+        ids: vec![0; tokens * 2],
+        weights: vec![0.5; tokens * 2],
+        map: (0..3).collect(),
+        num_local: 3,
+    };
+    for (tokens, block) in [([0, 0], 0), ([0, 1], 1), ([5, 3], 5), ([100, 0], 100)] {
+        let problems = tokens.map(p).to_vec();
+        let world = World { tp: 1, placement: ExpertPlacement::Linear, problems, on_input: false };
+        let dims = run_ranks(2, |rank, comm: ThreadComm| {
+            let comm: Arc<dyn moe_dispatch::Communicator> = Arc::new(comm);
+            let alone = comm.split(rank, 0, &mut Exec::cpu())?;
+            let backend = LowLatency::new(EpRanks::new(&world.layout(rank), comm, alone)?, 100);
+            let (p, ex) = (&world.problems[rank], &mut Exec::cpu());
+            let (ids, weights) = (View::new(&p.ids, &[p.tokens, 2])?, View::new(&p.weights, &[p.tokens, 2])?);
+            let d = backend.prepare(View::new(&p.rows, &[p.tokens, 2])?, ids, weights, ex)?;
+            let dims = d.rows.view().dims().to_vec();
+            assert_eq!(d.is_empty(), block == 0);
+            let y = run_named_experts::<f32>(&d, |slot| slot)?;
+            let mut out = vec![f32::NAN; p.rows.len()];
+            let to = ViewMut::new(&mut out, &[p.tokens, 2])?;
+            backend.finalize(View::new(&y, &d.expert_out_dims()?)?, &d, WeightAndReduce::Delegate, to, ex)?;
+            assert!(out.iter().all(|y| y.is_finite()));
+            Ok(dims)
+        });
+        let dims: Vec<_> = dims.into_iter().map(Result::unwrap).collect();
+        assert_eq!(dims, [[2, 2 * block, 2], [1, 2 * block, 2]], "{tokens:?}");
     }
 }
 

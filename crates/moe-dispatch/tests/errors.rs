@@ -236,6 +236,11 @@ fn ill_fitting_pairs_are_refused_when_composed() {
             experts(Standard, NoOp, None, None),
             Some("Experts weights and reduces by itself (NoOp), but Declares brings rows of 2 ranks"),
         ),
+        (
+            prepare(BatchedExperts, Some(8), 1),
+            experts(BatchedExperts, NoOp, Some(8), Some(1)),
+            Some("(NoOp), but Declares hands over blocks of rows without their weights"),
+        ),
     ] {
         let got = check_composition(&p, &e).map_err(|e: CompositionError| e.to_string());
         match want {

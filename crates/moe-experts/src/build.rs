@@ -68,9 +68,13 @@ fn build_with(
             bail!("{} experts take the Standard format, which has no {limits:?}", selection.chosen)
         }
         #[cfg(feature = "cuda")]
+        (Backend::CudaFusedBatched, limits) => {
+            Box::new(crate::cuda::CudaFusedExperts::listed(weights, limits)?)
+        }
+        #[cfg(feature = "cuda")]
         (Backend::CudaFused, None) => Box::new(crate::cuda::CudaFusedExperts::new(weights)?),
         #[cfg(not(feature = "cuda"))]
-        (Backend::CudaFused, None) => {
+        (Backend::CudaFused | Backend::CudaFusedBatched, _) => {
             bail!("{} experts need a build with the feature `cuda`", selection.chosen)
         }
         (Backend::Cuda | Backend::Cpu, None) => {

@@ -1,59 +1,95 @@
-//! Experts on CUDA that weight and reduce by themselves: from topk_ids to token rows.
+//! Experts on CUDA that weight and reduce by themselves: from token rows and their slots to sums.
 
 use candle_core::{DType, Result, bail};
-use moe_kernels::cuda::{FusedExperts, fused_experts_into};
+use moe_kernels::cuda::{ExpertLists, FusedExperts, fused_experts_into};
 use moe_kernels::{
     ActivationFormat, Dims, Dispatched, Exec, ExpertsSpec, TensorView, ViewMut, WeightAndReduce, fill_into,
 };
 
 use crate::experts::{Experts, Reservation};
+use crate::grouped::BatchLimits;
 use crate::oracle::Backend;
 use crate::reason::Reason;
 use crate::weights::{ExpertWeights, ExpertsShape};
 
-/// bf16 SwiGLU experts on CUDA in the Standard format: few rows per expert by streaming the weights,
-/// many by grouped products on tensor cores. `out` is [T, H] f32, weighted and reduced.
+/// bf16 SwiGLU experts on CUDA: few rows per expert by streaming the weights, many by grouped products on tensor cores.
+/// `out` is [T', H] f32, weighted and reduced.
+///
+/// They take token rows [T', H] with ids and weights: in the Standard format, or [listed](Dispatched::listed) in the
+/// BatchedExperts format, which saves sorting the slots by expert.
 #[derive(Clone, Debug)]
-pub struct CudaFusedExperts(ExpertWeights);
+pub struct CudaFusedExperts {
+    weights: ExpertWeights,
+    backend: Backend,
+    limits: Option<BatchLimits>,
+}
 
 impl CudaFusedExperts {
     /// Experts with these weights, which must be bf16 on a CUDA device, without biases.
     pub fn new(weights: ExpertWeights) -> Result<Self> {
-        let name = Backend::CudaFused.name();
+        Self::of(Backend::CudaFused, weights, None)
+    }
+
+    /// The same for listed rows of the BatchedExperts format, of at most these limits.
+    pub fn listed(weights: ExpertWeights, limits: Option<BatchLimits>) -> Result<Self> {
+        Self::of(Backend::CudaFusedBatched, weights, limits)
+    }
+
+    fn of(backend: Backend, weights: ExpertWeights, limits: Option<BatchLimits>) -> Result<Self> {
         if !weights.device().is_cuda() || weights.has_bias() || weights.shape().dtype != DType::BF16 {
             bail!(
-                "{name} experts: expected bf16 weights without bias on a CUDA device, got {} on {:?}",
+                "{backend} experts: expected bf16 weights without bias on a CUDA device, got {} on {:?}",
                 weights.shape().dtype.as_str(),
                 weights.device().location()
             )
         }
-        Ok(Self(weights))
+        Ok(Self { weights, backend, limits })
+    }
+
+    /// The slots by expert, which rows in the BatchedExperts format bring along.
+    fn lists<'a>(&self, dispatched: &'a Dispatched) -> Result<Option<ExpertLists<'a>>> {
+        if dispatched.format == ActivationFormat::Standard {
+            return Ok(None);
+        }
+        let (counts, slots) = (dispatched.expert_num_tokens()?, dispatched.expert_slots()?);
+        Ok(Some(ExpertLists { counts, slots }))
     }
 }
 
 impl Experts for CudaFusedExperts {
     fn name(&self) -> &str {
-        Backend::CudaFused.name()
+        self.backend.name()
     }
 
     fn activation_format(&self) -> ActivationFormat {
-        ActivationFormat::Standard
+        match self.backend {
+            Backend::CudaFusedBatched => ActivationFormat::BatchedExperts,
+            _ => ActivationFormat::Standard,
+        }
     }
 
     fn shape(&self) -> ExpertsShape {
-        self.0.shape()
+        self.weights.shape()
     }
 
     fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason> {
-        Backend::CudaFused.supports(spec)
+        self.backend.supports(spec)
     }
 
     fn packed(&self) -> Option<&ExpertWeights> {
-        Some(&self.0)
+        Some(&self.weights)
     }
 
     fn weight_and_reduce(&self) -> WeightAndReduce {
         WeightAndReduce::NoOp
+    }
+
+    fn max_num_tokens(&self) -> Option<usize> {
+        self.limits.map(|limits| limits.max_num_tokens)
+    }
+
+    fn num_dispatchers(&self) -> Option<usize> {
+        self.limits.map(|limits| limits.num_dispatchers)
     }
 
     fn out_dims(&self, dispatched: &Dispatched) -> Result<Dims> {
@@ -68,14 +104,18 @@ impl Experts for CudaFusedExperts {
     }
 
     fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        if dispatched.format != ActivationFormat::Standard || dispatched.weights_applied {
-            bail!("{}: expected rows in the Standard format without their router weights", self.name())
+        let (name, format) = (self.name(), self.activation_format());
+        if dispatched.format != format || dispatched.weights_applied {
+            bail!("{name}: expected rows in the {format:?} format without their router weights")
+        }
+        if let Some(limits) = self.limits.filter(|limits| dispatched.rows.view().rows() > limits.rows()) {
+            bail!("{name}: got {} rows, but was built for {limits:?}", dispatched.rows.view().rows())
         }
         if self.shape().num_local_experts == 0 {
             // More ranks than experts: this one adds nothing.
             return fill_into(0., out, ex);
         }
-        let (w13, w2) = (TensorView::new(self.0.w13())?, TensorView::new(self.0.w2())?);
+        let (w13, w2) = (TensorView::new(self.weights.w13())?, TensorView::new(self.weights.w2())?);
         let args = FusedExperts {
             x: dispatched.rows.view(),
             w13: w13.view()?,
@@ -83,6 +123,7 @@ impl Experts for CudaFusedExperts {
             topk_ids: dispatched.topk_ids()?,
             topk_weights: dispatched.topk_weights()?,
             expert_map: dispatched.expert_map,
+            lists: self.lists(dispatched)?,
         };
         fused_experts_into(&args, out, ex)
     }

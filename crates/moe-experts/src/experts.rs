@@ -21,12 +21,13 @@ use crate::weights::{ExpertWeights, ExpertsShape};
 /// |---|---|---|
 /// | Standard | [T', H] | [T', K, H] |
 /// | BatchedExperts | [E_local, max_tokens, H] | [E_local, max_tokens, H] |
+/// | BatchedExperts, listed | [T', H] | [T', K, H] |
 ///
 /// Experts of which several ranks hold a part each leave [`segments`](Self::segments) sums apart: one
 /// more leading dimension of `out`.
 ///
-/// All of `out` is written: rows without a local expert, and rows of an expert after its
-/// `expert_num_tokens`, become zero. Router weights are never applied here, so a row's bits do
+/// Rows of slots without a local expert become zero; rows of a block behind its expert's `expert_num_tokens` are
+/// neither read nor written. Router weights are never applied here, so a row's bits do
 /// not depend on who asks for it.
 pub trait Experts: Send + Sync {
     /// The name in error messages and logs.

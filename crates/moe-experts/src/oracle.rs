@@ -20,6 +20,8 @@ pub enum Backend {
     /// Weights streamed once past all tokens, or grouped products on tensor cores, with the weighted
     /// sum in the same call (CUDA, Standard format).
     CudaFused,
+    /// The same over rows whose slots arrive listed by expert (BatchedExperts format).
+    CudaFusedBatched,
     /// Grouped products on a CUDA device over token rows, of any dtype and size (Standard format).
     Cuda,
     /// The same products over one row block per expert (BatchedExperts format).
@@ -61,13 +63,14 @@ const CUDA_FUSED: Capability = Capability {
 
 impl Backend {
     /// Every backend, in the order in which the oracle tries them.
-    pub const ALL: [Backend; 5] =
-        [Self::CudaFused, Self::Cuda, Self::CudaBatched, Self::Cpu, Self::CpuBatched];
+    pub const ALL: [Backend; 6] =
+        [Self::CudaFused, Self::CudaFusedBatched, Self::Cuda, Self::CudaBatched, Self::Cpu, Self::CpuBatched];
 
     /// The name that a user gives (`--moe-backend`).
     pub fn name(self) -> &'static str {
         match self {
             Self::CudaFused => "cuda_fused",
+            Self::CudaFusedBatched => "cuda_fused_batched",
             Self::Cuda => "cuda",
             Self::CudaBatched => "cuda_batched",
             Self::Cpu => "cpu",
@@ -78,7 +81,7 @@ impl Backend {
     /// Whether this backend runs the specification, or the first reason why not.
     pub fn supports(self, spec: &ExpertsSpec) -> Result<(), Reason> {
         self.capability().check(spec)?;
-        if self == Self::CudaFused && spec.apply_router_weight_on_input {
+        if matches!(self, Self::CudaFused | Self::CudaFusedBatched) && spec.apply_router_weight_on_input {
             return Err(Reason::RouterWeightOnInput);
         }
         Ok(())
@@ -88,6 +91,7 @@ impl Backend {
         match self {
             // Ranks that cut experts add up whole sums, or, on the CPU, those of segments, which are left apart.
             Self::CudaFused => Capability { tensor_parallel: true, ..CUDA_FUSED },
+            Self::CudaFusedBatched => Capability { format: ActivationFormat::BatchedExperts, ..CUDA_FUSED },
             Self::Cuda => Capability { tensor_parallel: true, ..CUDA },
             Self::CudaBatched => Capability { format: ActivationFormat::BatchedExperts, ..CUDA },
             Self::Cpu => Capability { tensor_parallel: true, ..CPU },
@@ -207,7 +211,7 @@ fn list(rejected: &[Rejection], fitting: &[Backend]) -> String {
 /// let selection = select(&spec, None)?;
 /// assert_eq!(selection.chosen, Backend::CpuBatched);
 /// assert_eq!(
-///     selection.rejected[3].to_string(),
+///     selection.rejected[4].to_string(),
 ///     "cpu: takes rows in the Standard format, but prepare hands over BatchedExperts"
 /// );
 /// let experts = build(&selection, weights)?;

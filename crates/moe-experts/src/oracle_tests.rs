@@ -45,162 +45,130 @@ fn answer(change: Change, choice: Option<&str>) -> String {
 
 const BATCHED: Change = |s| s.activation_format = ActivationFormat::BatchedExperts;
 
+const ON_CPU: &str = "cpu; cuda_fused (device), cuda_fused_batched (device), cuda (device), cuda_batched (device), \
+                      cpu_batched (activation_format)";
+
+const BATCHED_ON_CPU: &str = "cpu_batched; cuda_fused (device), cuda_fused_batched (device), cuda (device), \
+                              cuda_batched (device), cpu (activation_format)";
+
 const ON_CUDA: Change = |s| s.compute_capability = Some((9, 0));
 
 #[test]
 fn the_table() {
     let table: &[(Change, Option<&str>, &str)] = &[
-        (
-            |_| (),
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            |_| (),
-            Some("auto"),
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            |_| (),
-            Some("cpu"),
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            BATCHED,
-            None,
-            "cpu_batched; cuda_fused (device), cuda (device), cuda_batched (device), cpu (activation_format)",
-        ),
-        (
-            BATCHED,
-            Some("cpu_batched"),
-            "cpu_batched; cuda_fused (device), cuda (device), cuda_batched (device), cpu (activation_format)",
-        ),
-        (
-            |s| s.dtype = DType::F32,
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            |s| s.dtype = DType::F16,
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            |s| s.activation = Activation::Gelu,
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            |s| s.activation = Activation::GeluTanh,
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            |s| s.activation = Activation::SwiGluOai { alpha: 1.702, limit: 7. },
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            |s| s.has_bias = true,
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            |s| s.batch_invariant = true,
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
+        (|_| (), None, ON_CPU),
+        (|_| (), Some("auto"), ON_CPU),
+        (|_| (), Some("cpu"), ON_CPU),
+        (BATCHED, None, BATCHED_ON_CPU),
+        (BATCHED, Some("cpu_batched"), BATCHED_ON_CPU),
+        (|s| s.dtype = DType::F32, None, ON_CPU),
+        (|s| s.dtype = DType::F16, None, ON_CPU),
+        (|s| s.activation = Activation::Gelu, None, ON_CPU),
+        (|s| s.activation = Activation::GeluTanh, None, ON_CPU),
+        (|s| s.activation = Activation::SwiGluOai { alpha: 1.702, limit: 7. }, None, ON_CPU),
+        (|s| s.has_bias = true, None, ON_CPU),
+        (|s| s.batch_invariant = true, None, ON_CPU),
         // Expert parallelism: fewer local experts, none at all, odd sizes.
-        (
-            |s| (s.ep_size, s.num_local_experts) = (8, 16),
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            |s| (s.ep_size, s.num_local_experts) = (200, 0),
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            |s| (s.hidden_size, s.intermediate_size) = (3, 1),
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            |s| s.routing = RoutingMethod::Custom,
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
-        (
-            |s| (s.top_k, s.apply_router_weight_on_input) = (1, true),
-            None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (activation_format)",
-        ),
+        (|s| (s.ep_size, s.num_local_experts) = (8, 16), None, ON_CPU),
+        (|s| (s.ep_size, s.num_local_experts) = (200, 0), None, ON_CPU),
+        (|s| (s.hidden_size, s.intermediate_size) = (3, 1), None, ON_CPU),
+        (|s| s.routing = RoutingMethod::Custom, None, ON_CPU),
+        (|s| (s.top_k, s.apply_router_weight_on_input) = (1, true), None, ON_CPU),
         // Tensor parallelism cuts experts of token rows: 384 columns are a multiple of 64, 96 are not.
         (
             |s| (s.tp_size, s.intermediate_size, s.compute_capability) = (2, 384, Some((9, 0))),
             None,
-            "cuda_fused; cuda (lower_priority), cuda_batched (tensor_parallel), cpu (device), cpu_batched (device)",
+            "cuda_fused; cuda_fused_batched (tensor_parallel), cuda (lower_priority), cuda_batched (tensor_parallel), \
+             cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.tp_size, s.intermediate_size, s.compute_capability) = (8, 96, Some((9, 0))),
             None,
-            "cuda; cuda_fused (shape), cuda_batched (tensor_parallel), cpu (device), cpu_batched (device)",
+            "cuda; cuda_fused (shape), cuda_fused_batched (tensor_parallel), cuda_batched (tensor_parallel), \
+             cpu (device), cpu_batched (device)",
         ),
         (
             |s| s.tp_size = 2,
             None,
-            "cpu; cuda_fused (device), cuda (device), cuda_batched (device), cpu_batched (tensor_parallel)",
+            "cpu; cuda_fused (device), cuda_fused_batched (device), cuda (device), cuda_batched (device), \
+             cpu_batched (tensor_parallel)",
         ),
         // CUDA: the fused kernels where they fit, else the grouped ones for everything.
         (
             ON_CUDA,
             None,
-            "cuda_fused; cuda (lower_priority), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+            "cuda_fused; cuda_fused_batched (activation_format), cuda (lower_priority), \
+             cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
             ON_CUDA,
             Some("cuda"),
-            "cuda; cuda_fused (not_requested), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+            "cuda; cuda_fused (not_requested), cuda_fused_batched (activation_format), \
+             cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.compute_capability, s.dtype) = (Some((8, 0)), DType::F16),
             None,
-            "cuda; cuda_fused (dtype), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+            "cuda; cuda_fused (dtype), cuda_fused_batched (dtype), cuda_batched (activation_format), \
+             cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.compute_capability, s.activation) = (Some((9, 0)), Activation::Gelu),
             None,
-            "cuda; cuda_fused (activation), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+            "cuda; cuda_fused (activation), cuda_fused_batched (activation), cuda_batched (activation_format), \
+             cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.compute_capability, s.has_bias) = (Some((9, 0)), true),
             None,
-            "cuda; cuda_fused (bias), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+            "cuda; cuda_fused (bias), cuda_fused_batched (bias), cuda_batched (activation_format), \
+             cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.compute_capability, s.hidden_size) = (Some((9, 0)), 96),
             None,
-            "cuda; cuda_fused (shape), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+            "cuda; cuda_fused (shape), cuda_fused_batched (shape), cuda_batched (activation_format), \
+             cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.compute_capability, s.top_k, s.apply_router_weight_on_input) = (Some((9, 0)), 1, true),
             None,
-            "cuda; cuda_fused (router_weight_on_input), cuda_batched (activation_format), cpu (device), \
-             cpu_batched (device)",
+            "cuda; cuda_fused (router_weight_on_input), cuda_fused_batched (activation_format), \
+             cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
             |s| {
                 (s.compute_capability, s.activation_format) = (Some((9, 0)), ActivationFormat::BatchedExperts)
             },
             None,
-            "cuda_batched; cuda_fused (activation_format), cuda (activation_format), cpu (device), \
-             cpu_batched (device)",
+            "cuda_fused_batched; cuda_fused (activation_format), cuda (activation_format), \
+             cuda_batched (lower_priority), cpu (device), cpu_batched (device)",
+        ),
+        (
+            |s| {
+                (s.compute_capability, s.activation_format) =
+                    (Some((9, 0)), ActivationFormat::BatchedExperts);
+                s.hidden_size = 96;
+            },
+            None,
+            "cuda_batched; cuda_fused (shape), cuda_fused_batched (shape), cuda (activation_format), \
+             cpu (device), cpu_batched (device)",
+        ),
+        (
+            |s| {
+                (s.compute_capability, s.activation_format) =
+                    (Some((9, 0)), ActivationFormat::BatchedExperts);
+                (s.top_k, s.apply_router_weight_on_input) = (1, true);
+            },
+            None,
+            "cuda_batched; cuda_fused (activation_format), cuda_fused_batched (router_weight_on_input), \
+             cuda (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.compute_capability, s.batch_invariant) = (Some((9, 0)), true),
             None,
-            "cuda_fused; cuda (lower_priority), cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+            "cuda_fused; cuda_fused_batched (activation_format), cuda (lower_priority), \
+             cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         // Refusals.
         (|s| s.dtype = DType::F64, None, "no MoE backend runs this configuration:"),
@@ -220,12 +188,14 @@ fn the_table() {
         (
             |_| (),
             Some("marlin"),
-            "unknown MoE backend \"marlin\"; expected auto or one of cuda_fused, cuda, cuda_batched, cpu, cpu_batched",
+            "unknown MoE backend \"marlin\"; expected auto or one of cuda_fused, cuda_fused_batched, cuda, \
+             cuda_batched, cpu, cpu_batched",
         ),
         (
             |_| (),
             Some(""),
-            "unknown MoE backend \"\"; expected auto or one of cuda_fused, cuda, cuda_batched, cpu, cpu_batched",
+            "unknown MoE backend \"\"; expected auto or one of cuda_fused, cuda_fused_batched, cuda, \
+             cuda_batched, cpu, cpu_batched",
         ),
         // Nonsense.
         (|s| s.top_k = 0, None, "invalid experts specification: top_k must be at least 1, got 0"),
@@ -292,7 +262,7 @@ fn the_explanation_is_json() {
     };
     let want = serde_json::json!({
         "chosen": "cpu",
-        "rejected": [on_cuda("cuda_fused"), on_cuda("cuda"), on_cuda("cuda_batched"), {
+        "rejected": [on_cuda("cuda_fused"), on_cuda("cuda_fused_batched"), on_cuda("cuda"), on_cuda("cuda_batched"), {
             "backend": "cpu_batched",
             "reason": {
                 "check": "activation_format",

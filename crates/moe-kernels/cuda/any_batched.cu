@@ -5,7 +5,7 @@
 namespace moe {
 namespace {
 
-/// out[e, r] = rows[slot / top_k] of expert e's r-th slot, zeros behind the last; counts[e] = its slots.
+/// out[e, r] = rows[slot / top_k] of expert e's r-th slot; counts[e] = its slots.
 template <class T>
 __global__ void batch_rows(const T* rows, const uint32_t* offsets, const uint32_t* slots, T* out, uint32_t* counts,
                            int top_k, int max_tokens, int width, uint32_t num_slots) {
@@ -15,9 +15,10 @@ __global__ void batch_rows(const T* rows, const uint32_t* offsets, const uint32_
   const uint32_t begin = offsets[e], count = min(offsets[e + 1] - begin, static_cast<uint32_t>(max_tokens));
   const uint32_t slot = r < count && begin + r < num_slots ? slots[begin + r] : kNoExpert;
   if (r == 0 && blockIdx.y == 0 && threadIdx.x == 0) counts[e] = count;
+  if (slot >= num_slots) return;
   const T* from = rows + static_cast<size_t>(slot / top_k) * width;
   T* to = out + static_cast<size_t>(blockIdx.x) * width;
-  for (int i = column_start(); i < width; i += column_step()) to[i] = slot < num_slots ? from[i] : narrow<T>(0.f);
+  for (int i = column_start(); i < width; i += column_step()) to[i] = from[i];
 }
 
 /// out[slot] = rows[e, r] for expert e's r-th slot.
@@ -47,13 +48,6 @@ __global__ void number_rows(const uint32_t* counts, int experts, uint32_t max_to
   }
 }
 
-/// Zeroes the rows of each expert's block behind its count: a block row per row.
-__global__ void zero_unused(const uint32_t* counts, float* out, uint32_t max_tokens, int width) {
-  pdl_wait();
-  if (blockIdx.x % max_tokens < counts[blockIdx.x / max_tokens]) return;
-  for (int i = column_start(); i < width; i += column_step()) out[static_cast<size_t>(blockIdx.x) * width + i] = 0;
-}
-
 /// Rows of all blocks, or -1 where a kernel cannot number them.
 int64_t all_rows(int experts, int max_tokens) {
   const int64_t rows = static_cast<int64_t>(experts) * max_tokens;
@@ -69,7 +63,7 @@ using namespace moe;
 /// |---|---|
 /// | `rows` | [num_slots / top_k, width] of `dtype` |
 /// | `offsets`, `slots` | [experts + 1], [num_slots] u32, as moe_any_group_slots writes them |
-/// | `out` | [experts, max_tokens, width] of `dtype`; an expert's slots beyond max_tokens are dropped |
+/// | `out` | [experts, max_tokens, width] of `dtype`; an expert's slots beyond max_tokens are dropped, rows behind its last stay as they were |
 /// | `counts` | out [experts] u32 |
 extern "C" int moe_any_batch_rows(const void* rows, const void* offsets, const void* slots, void* out, void* counts,
                                   int dtype, int num_slots, int top_k, int experts, int max_tokens, int width,
@@ -107,13 +101,4 @@ extern "C" int moe_any_number_rows(const void* counts, int experts, int max_toke
   if (all_rows(experts, max_tokens) < 0) return cudaErrorInvalidValue;
   return launch(number_rows, {dim3(1), dim3(1024), stream}, static_cast<const uint32_t*>(counts), experts,
                 static_cast<uint32_t>(max_tokens), static_cast<uint32_t*>(offsets), static_cast<uint32_t*>(numbers));
-}
-
-/// Zeroes rows counts[e].. of each expert's block of out [experts, max_tokens, width] f32.
-extern "C" int moe_any_zero_unused(const void* counts, int experts, int max_tokens, int width, void* out, void* stream) {
-  const int64_t all = all_rows(experts, max_tokens);
-  if (all < 0 || width < 0) return cudaErrorInvalidValue;
-  if (all == 0 || width == 0) return cudaSuccess;
-  return launch(zero_unused, over_rows(static_cast<int>(all), width, stream), static_cast<const uint32_t*>(counts),
-                static_cast<float*>(out), static_cast<uint32_t>(max_tokens), width);
 }

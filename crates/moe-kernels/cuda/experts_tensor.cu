@@ -1,5 +1,5 @@
 // Experts for 4 to a few hundred rows per expert on Hopper's warpgroup products: gate and up with SwiGLU, then the down
-// product, one launch for both, over the slots that the router has listed by expert or moe_align_tokens has sorted.
+// product, one launch for both, over the slots that the router or moe_any_list_slots has listed by expert.
 //
 // Floor: touched experts * 6 H I bytes (Qwen3-30B-A3B, all 128: 1.2 GB = 263 us at 4.59 TB/s); 6 T K H I FLOPs are below
 // it to about T = 2,000. So each weight is to be read once and the memory must never wait.
@@ -180,7 +180,7 @@ cudaError_t run(Args a, const bf16* w13, const bf16* w2, void* stream) {
 /// Words of `counters`.
 extern "C" int moe_experts_tensor_counters(int num_local) { return moe::experts_tensor::kCounters + 2 * num_local; }
 
-/// Where in `counters` the counts of the buckets lie.
+/// Where in `counters` the router may count, which the launch leaves zero.
 extern "C" int moe_experts_tensor_counts() { return moe::experts_tensor::kCounters; }
 
 /// slot_rows[slot] = w2[e] (silu(gate) * up) in f32, gate and up from w13[e] x[slot / K], of each slot that has a local expert e.
@@ -188,28 +188,24 @@ extern "C" int moe_experts_tensor_counts() { return moe::experts_tensor::kCounte
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `x`, `w13`, `w2` | [T, H], [E, 2 I, H] (gate rows, then up rows), [E, H, I] bf16 |
-/// | `slots` | the buckets [E, T] of moe_gate_route, whose `counts` lie in `counters`; or `sorted` of moe_align_tokens with tile_rows >= T K |
-/// | `offsets`, `tiles`, `num_tiles` | the others of moe_align_tokens; null with buckets |
+/// | `slots`, `counts` | buckets [E, `bucket`] u32 with the slots of each expert, and how many they are [E] |
 /// | `act`, `slot_rows` | scratch [T K, I] bf16; out [T K, H] f32 |
 /// | `counters` | [moe_experts_tensor_counters] u32, zeroed once; launches that share it must not overlap |
 /// | `num_ids` | experts of all ranks, of which `num_local` are here |
 ///
 /// Must follow the routing on the stream. Hopper only; H and I are multiples of 64.
-extern "C" int moe_experts_tensor(const void* x, const void* w13, const void* w2, const void* slots, const void* offsets,
-                                  const void* tiles, const void* num_tiles, void* act, void* slot_rows, void* counters,
-                                  int tokens, int top_k, int num_ids, int num_local, int hidden, int inter,
-                                  void* stream) {
+extern "C" int moe_experts_tensor(const void* x, const void* w13, const void* w2, const void* slots, const void* counts,
+                                  int bucket, void* act, void* slot_rows, void* counters, int tokens, int top_k, int num_ids,
+                                  int num_local, int hidden, int inter, void* stream) {
   using namespace moe;
   using namespace moe::experts_tensor;
   if (tokens < 0 || top_k <= 0 || num_ids <= 0 || num_local <= 0 || hidden <= 0 || inter <= 0 || hidden % 64 != 0 || inter % 64 != 0 ||
-      num_local > INT32_MAX / hidden || tokens > INT32_MAX / top_k)
+      num_local > INT32_MAX / hidden || tokens > INT32_MAX / top_k || bucket < 0)
     return cudaErrorInvalidValue;
   if (tokens == 0) return cudaSuccess;
-  const auto* num_rows = offsets == nullptr ? nullptr : static_cast<const uint32_t*>(offsets) + num_local;
-  const Args a = {static_cast<const bf16*>(x), static_cast<const uint32_t*>(slots), num_rows,
-                  static_cast<const uint2*>(tiles), static_cast<const uint32_t*>(num_tiles), static_cast<bf16*>(act),
-                  static_cast<float*>(slot_rows), static_cast<uint32_t*>(counters), tokens, top_k, num_local, hidden, inter, 0,
-                  tokens * top_k >= 2 * num_ids};
+  const Args a = {static_cast<const bf16*>(x), static_cast<const uint32_t*>(slots), static_cast<const uint32_t*>(counts),
+                  static_cast<bf16*>(act), static_cast<float*>(slot_rows), static_cast<uint32_t*>(counters), bucket, tokens,
+                  top_k, num_local, hidden, inter, 0, tokens * top_k >= 2 * num_ids};
   const bf16 *gate_up = static_cast<const bf16*>(w13), *down = static_cast<const bf16*>(w2);
   // Place for more rows shortens the ring; an expert with more rows than that reads its weights again.
   const int mean = tokens * top_k / num_ids;

@@ -16,19 +16,18 @@ constexpr int kWeightBytes = kTileRows * kTileColumns * 2;  // of a stage
 constexpr int kUnitSlots = 4;   // units announced ahead to the other warps
 constexpr int kMaxStages = 16;
 constexpr int kHeader = 1024;   // barriers and units
-constexpr int kCounters = 4;    // before the counts of the buckets and the progress of each expert
+constexpr int kCounters = 4;    // before the counts of the router's buckets and the progress of each expert
 constexpr int kPaceNs = 800;   // between the first stages
 constexpr int kActRows = 8;     // rows of one load of activations: an atom of the swizzle
 
 struct Args {
   const bf16* x;  // [T, H]
-  const uint32_t* slots;     // of each expert: in its bucket, or all in order of experts
-  const uint32_t* num_rows;  // end of the ordered slots, or null: counts of the buckets
-  const uint2* tiles;        // (expert, first place) of each touched expert, with ordered slots
-  const uint32_t* num_tiles;
-  bf16* act;           // [T K, I], in order of experts
-  float* slot_rows;    // [T K, H], by slot
-  uint32_t* counters;  // [kCounters + 2 E], zero at the start and at the end
+  const uint32_t* slots;   // of each expert, in its bucket [E, bucket]
+  const uint32_t* counts;  // of the buckets [E]
+  bf16* act;               // [T K, I], in order of experts
+  float* slot_rows;        // [T K, H], by slot
+  uint32_t* counters;      // [kCounters + 2 E], zero at the start and at the end
+  int bucket;
   int tokens, top_k, num_local, hidden, inter, stages;
   bool guess;          // nearly every expert is touched: load weights before it is known which
 
@@ -43,7 +42,6 @@ struct Args {
   __device__ uint32_t* tickets() const { return counters; }
   __device__ uint32_t* finished() const { return counters + 1; }  // activation rows times units
   __device__ uint32_t* left() const { return counters + 2; }      // blocks that have ended
-  __device__ uint32_t* counts() const { return counters + kCounters; }
   __device__ uint32_t* progress(int expert) const { return counters + kCounters + num_local + expert; }
   /// Where the ring begins in shared memory: behind the barriers and the table of touched experts.
   __host__ __device__ int ring() const { return round_up(kHeader + (max_tiles() + 1) * 8, 1024); }
@@ -114,7 +112,7 @@ __device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int expert = first + i * 32 + lane;
-      count[i] = expert < a.num_local ? __ldcg(a.counts() + expert) : 0;
+      count[i] = expert < a.num_local ? __ldcg(a.counts + expert) : 0;
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -130,16 +128,7 @@ __device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
 
 /// What the routing chose, to shared memory, so that no unit begins with a chain of loads. All threads.
 __device__ __forceinline__ void fill_table(const Block& b, const Args& a) {
-  if (a.num_rows == nullptr) {
-    if (threadIdx.x < 32) scan_counts(b, a);
-  } else {
-    const uint32_t touched = *a.num_tiles;
-    for (int i = threadIdx.x; i < a.max_tiles(); i += kThreads) {
-      const uint2 tile = a.tiles[i];
-      if (i < touched) b.table()[i] = tile;
-    }
-    if (threadIdx.x == 0) b.table()[a.max_tiles()] = {touched, *a.num_rows};
-  }
+  if (threadIdx.x < 32) scan_counts(b, a);
   __syncthreads();
 }
 
@@ -219,7 +208,7 @@ struct Producer {
       const int touched = n / a.units(product), tile = n % a.units(product), steps = a.steps(product);
       const int expert = table[touched].x, first = table[touched].y;
       const int last = touched + 1 < experts ? table[touched + 1].y : end.y;
-      const uint32_t* slots = a.slots + (a.num_rows == nullptr ? static_cast<size_t>(expert) * a.tokens : first);
+      const uint32_t* slots = a.slots + static_cast<size_t>(expert) * a.bucket;
       uint32_t drawn = 0;
       for (int place = first; place < last; place += kCapacity) {
         announce({product, expert, tile, place, min(kCapacity, last - place), slots + (place - first), last - first, steps});

@@ -67,16 +67,31 @@ inline size_t half_bytes(size_t n, size_t capacity) {
   return round_up(one > two ? one : two, 256);
 }
 
-/// The call for `bytes` bytes.
+inline bool is_group(const Peers& peers) {
+  return peers.ranks >= 2 && peers.ranks <= kMaxRanks && peers.rank >= 0 && peers.rank < peers.ranks;
+}
+
+/// The sum of `bytes` bytes.
 inline cudaError_t exchange(const Peers& peers, size_t bytes, Exchange* x) {
-  const bool is_group = peers.ranks >= 2 && peers.ranks <= kMaxRanks && peers.rank >= 0 && peers.rank < peers.ranks;
-  if (!is_group || bytes > peers.capacity) return cudaErrorInvalidValue;
+  if (!is_group(peers) || bytes > peers.capacity) return cudaErrorInvalidValue;
   x->peers = peers;
   x->half = half_bytes(peers.ranks, peers.capacity);
   x->units = static_cast<uint32_t>(ceil_div(bytes, 16));
   x->chunk = one_shot(bytes, peers.ranks) ? 0 : ceil_div(x->units, peers.ranks);
   return cudaSuccess;
 }
+
+/// A call in which each rank sends `slots` slots to each other one: rank r's are r * slots .. of the receiver's half.
+inline cudaError_t exchange_slots(const Peers& peers, size_t slots, Exchange* x) {
+  if (!is_group(peers)) return cudaErrorInvalidValue;
+  const size_t half = half_bytes(peers.ranks, peers.capacity);
+  if (slots > half / 16 / peers.ranks) return cudaErrorInvalidValue;
+  *x = {peers, half, static_cast<uint32_t>(slots), 0};
+  return cudaSuccess;
+}
+
+/// Loads the kernels of peer_gather.cu, as moe_peer_buffer_init does those beside it.
+cudaError_t load_gather_kernels();
 
 // ---- slots
 

@@ -1,23 +1,24 @@
 //! Token alignment: which slots each local expert computes, and in which order.
 //!
-//! A slot is one (token, k) pair, numbered t*K + k. Three layouts serve three kinds of kernels:
+//! A slot is one (token, k) pair, numbered t*K + k. Four layouts serve four kinds of kernels:
 //! [`group_slots_into`] sorts slots by local expert without padding, for kernels that take a
 //! range per expert; [`align_tokens_into`] pads each expert to whole blocks, for kernels that
-//! take a block per tile; [`batch_rows_into`] gives each expert a fixed number of rows.
+//! take a block per tile; [`batch_rows_into`] gives each expert a fixed number of rows, and
+//! [`list_slots_into`] one of slot numbers.
 
 mod blocks;
 mod group;
 mod ids;
+mod lists;
 mod rows;
 
 pub use blocks::{
     AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, align_batched_tokens_into, align_tokens_into,
     max_aligned_sizes, max_batched_aligned_sizes,
 };
-pub use group::{
-    group_slots_into, group_token_slots_into, number_rows_into, zero_absent_into, zero_unused_into,
-};
+pub use group::{group_slots_into, group_token_slots_into, number_rows_into, zero_absent_into};
 pub use ids::{contiguous_local_ids_into, mask_nonlocal_into};
+pub use lists::list_slots_into;
 pub use rows::{RowBatches, batch_rows_into, copy_rows_into, fill_into, scale_rows_into, unbatch_rows_into};
 
 use candle_core::{DType, Result, bail};

@@ -51,18 +51,23 @@ impl From<Scratch> for Lent<'_> {
 ///
 /// | field | Standard | BatchedExperts |
 /// |---|---|---|
-/// | `rows` | [T', H] | [E_local, max_tokens, H]; expert e computes its first `expert_num_tokens[e]` rows |
+/// | `rows` | [T', H] | [E_local, max_tokens, H]; expert e computes its first `expert_num_tokens[e]` rows, the others are unspecified |
 /// | `topk_ids` | [T', K] u32, physical ids | `None`: a row's expert is its first index |
 /// | `topk_weights` | [T', K] f32, if they travelled | `None` |
 /// | `expert_num_tokens` | \[E_local\] u32, if prepare knows it | \[E_local\] u32 |
+/// | `expert_slots` | `None` | `None` |
 /// | `expert_map` | \[P\] i32, `None` = identity | the same |
 /// | `owner_topk_ids`, `owner_topk_weights` | [T, K] u32, [T, K] f32 | the same |
 /// | experts return, f32, unweighted | [T', K, H] | [E_local, max_tokens, H] |
 ///
+/// The BatchedExperts format has a second form, *listed*: the rows [T', H] stay where they arrived, with ids and weights, and
+/// what is batched is their slots. Expert e computes the first `expert_num_tokens[e]` slots t*K + k of row e of `expert_slots`
+/// [E_local, T' * K] u32, and the experts return [T', K, H].
+///
 /// Slots of [`NO_EXPERT`](crate::NO_EXPERT) and slots whose expert lives elsewhere are not
 /// computed, and their rows of the experts' output are never read.
 ///
-/// Construct one with [`standard`](Self::standard) or [`batched`](Self::batched) and set the
+/// Construct one with [`standard`](Self::standard), [`batched`](Self::batched) or [`listed`](Self::listed) and set the
 /// remaining fields as needed; the struct may gain fields.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -77,6 +82,8 @@ pub struct Dispatched<'a> {
     pub topk_weights: Option<Lent<'a>>,
     /// Rows per local expert.
     pub expert_num_tokens: Option<Lent<'a>>,
+    /// Slots of each local expert, of rows that are listed.
+    pub expert_slots: Option<Lent<'a>>,
     /// Physical expert to local slot, -1 = elsewhere.
     pub expert_map: Option<View<'a>>,
     /// The owner's ids of its own T tokens.
@@ -98,6 +105,7 @@ impl<'a> Dispatched<'a> {
             topk_ids: Some(topk_ids.into()),
             topk_weights: Some(topk_weights.into()),
             expert_num_tokens: None,
+            expert_slots: None,
             expert_map: None,
             owner_topk_ids: topk_ids,
             owner_topk_weights: topk_weights,
@@ -119,6 +127,25 @@ impl<'a> Dispatched<'a> {
             topk_ids: None,
             topk_weights: None,
             expert_num_tokens: Some(expert_num_tokens.into()),
+            ..Self::standard(rows, topk_ids, topk_weights)
+        }
+    }
+
+    /// Listed rows [T', H] in the BatchedExperts format: `lists` are the slots of each local expert [E_local, T' * K] and how many
+    /// they are \[E_local\], `routing` the rows' own ids and weights [T', K].
+    pub fn listed(
+        rows: impl Into<Lent<'a>>,
+        lists: (impl Into<Lent<'a>>, impl Into<Lent<'a>>),
+        routing: (impl Into<Lent<'a>>, impl Into<Lent<'a>>),
+        topk_ids: View<'a>,
+        topk_weights: View<'a>,
+    ) -> Self {
+        Self {
+            format: ActivationFormat::BatchedExperts,
+            topk_ids: Some(routing.0.into()),
+            topk_weights: Some(routing.1.into()),
+            expert_num_tokens: Some(lists.1.into()),
+            expert_slots: Some(lists.0.into()),
             ..Self::standard(rows, topk_ids, topk_weights)
         }
     }
@@ -155,6 +182,11 @@ impl<'a> Dispatched<'a> {
         self.field("expert_num_tokens", &self.expert_num_tokens)
     }
 
+    /// The slots of each local expert [E_local, T' * K]; an error unless the rows are listed.
+    pub fn expert_slots(&self) -> Result<View<'_>> {
+        self.field("expert_slots", &self.expert_slots)
+    }
+
     fn field<'b>(&self, name: &str, field: &'b Option<Lent<'a>>) -> Result<View<'b>> {
         match field {
             Some(field) => Ok(field.view()),
@@ -162,11 +194,13 @@ impl<'a> Dispatched<'a> {
         }
     }
 
-    /// Dims of the f32 rows that the experts return: [T', K, H] or [E_local, max_tokens, H].
+    /// Dims of the f32 rows that the experts return: [T', K, H], or [E_local, max_tokens, H] where rows are batched.
     pub fn expert_out_dims(&self) -> Result<Dims> {
         let rows = self.rows.view();
         match (self.format, rows.dims()) {
-            (ActivationFormat::Standard, &[tokens, hidden]) => {
+            (_, &[tokens, hidden])
+                if self.format == ActivationFormat::Standard || self.expert_slots.is_some() =>
+            {
                 let top_k = self.topk_ids()?.dims().get(1).copied().unwrap_or(0);
                 Dims::new(&[tokens, top_k, hidden])
             }
@@ -200,8 +234,21 @@ mod tests {
         let d = Dispatched::batched(View::new(&rows, &[2, 2, 3])?, counts, ids, weights);
         assert_eq!(&*d.expert_out_dims()?, &[2, 2, 3]);
         assert!(!d.is_empty());
+        let e = d.expert_slots().unwrap_err().to_string();
+        assert!(e.contains("BatchedExperts format carry no expert_slots"), "{e}");
         let e = d.topk_ids().unwrap_err().to_string();
         assert!(e.contains("BatchedExperts format carry no topk_ids"), "{e}");
+
+        let slots = View::new(&[0u32, 0, 1, 0], &[2, 2])?;
+        let d = Dispatched::listed(
+            View::new(&rows[..3], &[1, 3])?,
+            (slots, counts),
+            (ids, weights),
+            ids,
+            weights,
+        );
+        assert_eq!((d.format, &*d.expert_out_dims()?), (ActivationFormat::BatchedExperts, &[1, 2, 3][..]));
+        assert_eq!((d.expert_slots()?.dims(), d.topk_weights()?.dims()), (&[2, 2][..], &[1, 2][..]));
         Ok(())
     }
 

@@ -151,17 +151,20 @@ impl Path {
         let shape = self.experts.shape();
         let (rows, h) = (self.prepare.max_rows(tokens), shape.hidden_size);
         let product = |factors: &[usize]| factors.iter().fold(1usize, |n, &f| n.saturating_mul(f));
-        let standard = self.experts.activation_format() == ActivationFormat::Standard;
-        let slots =
-            if standard { product(&[rows, top_k]) } else { product(&[shape.num_local_experts, rows]) };
+        let batched = self.experts.activation_format() == ActivationFormat::BatchedExperts;
+        // Where ranks' sums are added, blocks hold the numbers of slots, each expert's all.
+        let listed = batched && self.prepare.adds_partial_sums();
+        let local = shape.num_local_experts;
+        let slots = if batched && !listed { product(&[local, rows]) } else { product(&[rows, top_k]) };
+        let lists = if listed { product(&[local, slots, DType::U32.size_in_bytes()]) } else { 0 };
         let (float, model) = (DType::F32.size_in_bytes(), shape.dtype.size_in_bytes());
         let several_ranks = self.prepare.num_dispatchers() > 1;
         // Packed to travel, arrived, and brought into the order of slots.
         let travelling = if several_ranks { product(&[3, tokens, top_k, h, float]) } else { 0 };
-        let arrived = if several_ranks || !standard { product(&[slots.max(rows), h, model]) } else { 0 };
+        let arrived = if several_ranks || batched { product(&[slots.max(rows), h, model]) } else { 0 };
         let shared = shared.map_or(0, |s| product(&[tokens, s.intermediate_size() * model + h * float]));
         let out = product(&[slots, h, float, self.experts.segments().unwrap_or(1)]);
         let experts = self.experts.workspace(rows, top_k)?.bytes();
-        Ok([experts, out, travelling, arrived, shared].into_iter().fold(0, usize::saturating_add))
+        Ok([experts, out, travelling, arrived, lists, shared].into_iter().fold(0, usize::saturating_add))
     }
 }

@@ -11,6 +11,9 @@ use moe_kernels::candle::{Device, Result, bail};
 /// Tokens that a rank brings to the low-latency form of `deepep` at most; longer steps are cut.
 pub const LOW_LATENCY_TOKENS: usize = 128;
 
+/// The same on a device, where an expert's block holds numbers instead of rows: those of the largest graph.
+const LISTED_TOKENS: usize = 1024;
+
 /// Where a block runs. The default is one rank, without chunks.
 #[derive(Clone, Debug)]
 pub struct BlockContext {
@@ -20,7 +23,7 @@ pub struct BlockContext {
     pub groups: ParallelGroups,
     /// Whether and how tokens are cut into chunks.
     pub chunked_moe: ChunkedMoe,
-    /// Tokens of a call of the low-latency form of `deepep`, at most.
+    /// Tokens of a call of the low-latency form of `deepep` on the CPU, at most.
     pub low_latency_tokens: usize,
     /// Whether the weights' source shows this rank's slices instead of whole tensors: rows of gate
     /// and up, columns of down. Experts keep their global ids.
@@ -100,7 +103,7 @@ impl BlockContext {
             let ranks = EpRanks::new(layout, self.groups.ep.clone(), self.groups.tp.clone())?.on(device)?;
             Ok(ranks.with_router_weight_on_input(on_input))
         };
-        let low_latency = || -> Result<_> { Ok(SumGather::batched(ranks()?, self.low_latency_tokens)) };
+        let low_latency = || -> Result<_> { Ok(SumGather::batched(ranks()?, LISTED_TOKENS)) };
         Ok(match (self.geometry.backend, self.geometry.deepep_mode) {
             (EpBackend::Disabled, _) if self.geometry.moe_tp_size > 1 => {
                 let cut = SumAllReduce::of_cut_experts(self.groups.tp.clone());

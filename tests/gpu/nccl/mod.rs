@@ -3,6 +3,7 @@
 mod collectives;
 mod faults;
 mod graphs;
+mod peer_gather;
 mod peer_runs;
 mod peers;
 mod processes;

@@ -17,7 +17,8 @@ const SHAPES: [[usize; 2]; 3] = [[1, 2048], [40, 1024], [64, 2048]];
 /// Arrays of each shape that calls use in turn, so that a call that reads what another one left is noticed.
 const ARRAYS: usize = 5;
 
-fn upload(ex: &Exec, values: Vec<f32>, dims: &[usize]) -> Buffer {
+/// Values on the context's device.
+pub fn upload(ex: &Exec, values: Vec<f32>, dims: &[usize]) -> Buffer {
     let mut data = ex.zeros(DType::F32, dims).unwrap();
     ex.copy_from_host(Buffer::from_vec(values, dims).unwrap().view(), data.view_mut()).unwrap();
     data
@@ -108,7 +109,12 @@ fn replays_take_turns_with_calls_and_nccl() {
             let mut piles = Piles::new(rank, ex);
             let own = upload(ex, vec![rank as f32; 512], &[512]);
             let mut all = ex.zeros(DType::F32, &[n * 512]).unwrap();
-            let gather = |all: &mut Buffer, ex: &mut Exec| comm.all_gather(own.view(), all.view_mut(), ex);
+            let gather = |all: &mut Buffer, ex: &mut Exec| {
+                comm.use_peers(false);
+                let gathered = comm.all_gather(own.view(), all.view_mut(), ex);
+                comm.use_peers(true);
+                gathered
+            };
             gather(&mut all, ex).unwrap();
             let record = |ex: &mut Exec| {
                 (0..3).try_for_each(|i| piles.call(i, peers, ex))?;
@@ -193,7 +199,7 @@ fn a_rank_that_stays_away_ends_the_wait() {
                     // In two shots a rank may see first that another one, which waits itself, is late.
                     let one_shot = len == 2048 || n == 2;
                     let absent = if one_shot { format!("rank {}", n - 1) } else { String::new() };
-                    let cause = format!("{absent} did not come to an all-reduce over peer memory");
+                    let cause = format!("{absent} did not come to a collective over peer memory");
                     assert_error(peers.check(), &[&cause]);
                     assert_error(peers.all_reduce_into(data.view_mut(), ex), &[&cause]);
                 }

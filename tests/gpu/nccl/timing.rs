@@ -88,6 +88,56 @@ fn peer_table() {
     }
 }
 
+/// A sparse layer's exchange over NCCL and over peer memory: rows in bf16 with 8 ids and weights to all ranks, sums in f32 back.
+fn exchange_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 4]> {
+    let n = comm.world_size();
+    let (rows, mut all_rows) =
+        (ex.zeros(DType::BF16, &[tokens, HIDDEN])?, ex.zeros(DType::BF16, &[n * tokens, HIDDEN])?);
+    let (ids, mut all_ids) = (ex.zeros(DType::U32, &[tokens, 8])?, ex.zeros(DType::U32, &[n * tokens, 8])?);
+    let (weights, mut all_weights) =
+        (ex.zeros(DType::F32, &[tokens, 8])?, ex.zeros(DType::F32, &[n * tokens, 8])?);
+    let (sums, mut back) =
+        (ex.zeros(DType::F32, &[n * tokens, HIDDEN])?, ex.zeros(DType::F32, &[tokens, HIDDEN])?);
+    let counts = vec![tokens; n];
+    let mut all = [0.0; 4];
+    for (over_peers, times) in [false, true].into_iter().zip(all.chunks_mut(2)) {
+        comm.use_peers(over_peers);
+        times[0] = replayed(comm, ex, |ex| {
+            let arrays = vec![
+                (rows.view(), all_rows.view_mut()),
+                (ids.view(), all_ids.view_mut()),
+                (weights.view(), all_weights.view_mut()),
+            ];
+            comm.all_gather_v_each(arrays, &counts, ex)
+        })?;
+        times[1] = replayed(comm, ex, |ex| {
+            comm.reduce_scatter_v(sums.view(), &counts, back.view_mut(), ReduceOp::Sum, ex)
+        })?;
+    }
+    Ok(all)
+}
+
+#[test]
+fn exchange_table() {
+    for n in worlds() {
+        let tables = run_nccl_ranks(n, LIMIT, |comm, ex| {
+            peers_of(comm);
+            let mut text =
+                format!("gather of rows, ids, weights and reduce-scatter, {n} GPUs, us in a graph:\n");
+            text += "| tokens of a rank | NCCL, gather | NCCL, scatter | peers, gather | peers, scatter |\n|---|---|---|---|---|\n";
+            for tokens in (0..=8).map(|i| 1 << i) {
+                let [gather, scatter, by_peers, back] = exchange_row(comm, tokens, ex)?;
+                writeln!(text, "| {tokens} | {gather:.1} | {scatter:.1} | {by_peers:.1} | {back:.1} |")
+                    .unwrap();
+                assert!(by_peers < 1000.0 && back < 1000.0, "{text}");
+            }
+            comm.check()?;
+            Ok::<_, candle_core::Error>(text)
+        });
+        println!("{}", tables.into_iter().next().unwrap().unwrap());
+    }
+}
+
 #[test]
 fn table() {
     for n in worlds() {

@@ -58,6 +58,25 @@ impl Communicator for NcclComm {
         })
     }
 
+    fn all_gather_v_each(
+        &self,
+        arrays: Vec<(View<'_>, ViewMut<'_>)>,
+        counts: &[usize],
+        ex: &mut Exec,
+    ) -> Result<()> {
+        if !arrays.iter().all(|(_, out)| out.is_cuda()) {
+            return arrays.into_iter().try_for_each(|(input, out)| self.all_gather_v(input, counts, out, ex));
+        }
+        self.guarded(Op::AllGatherV, || {
+            let mut parts = Vec::new();
+            for (input, out) in arrays {
+                self.place().all_gather_v(&input, counts, &out)?;
+                parts.extend(gather_parts(self.place(), Some(input), out, counts)?);
+            }
+            self.launch(Op::AllGatherV, &mut parts, ex)
+        })
+    }
+
     fn reduce_scatter(&self, input: View<'_>, out: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()> {
         let call = self.place().reduce_scatter(&input, &out, op);
         self.collective(Op::ReduceScatter, call, Some(input), out, ex, |input, out| {

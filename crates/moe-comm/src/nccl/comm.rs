@@ -12,13 +12,13 @@ use moe_kernels::{Exec, Scratch, View, ViewMut};
 
 use super::handle::{self, Handle, Progress};
 use super::library;
+use super::over_peers::over_peers;
 use super::world::{Group, World, plain};
 use crate::DEFAULT_TIMEOUT;
 use crate::call::{Call, Op};
 use crate::check::Place;
-use crate::communicator::ReduceOp;
 use crate::dtype::copy;
-use crate::parts::{Part, Verb};
+use crate::parts::Part;
 use crate::peer::PeerAllReduce;
 
 /// One rank of a group of GPUs that communicate by NCCL.
@@ -39,9 +39,9 @@ use crate::peer::PeerAllReduce;
 ///   [`check`](crate::Communicator::check) before using them. NCCL carries no reasons: a rank in another
 ///   process learns of a failure by its own limit or connections.
 /// - **Peer memory.** Where the ranks can share memory, sums of f32 and bf16 of up to [`PeerAllReduce::CAPACITY`]
-///   bytes are those of a [`PeerAllReduce`], as is
+///   bytes are those of a [`PeerAllReduce`], as are gathers of small equal parts, their sums scattered (f32), and
 ///   [`all_reduce_add_rms_norm`](crate::Communicator::all_reduce_add_rms_norm) of device views; all on the stream
-///   that the communicator was made with.
+///   that the communicator was made with. NaNs may lose their payload there.
 /// - **Sums.** The result has the same bits on every rank. Over peer memory they are added in rank order in f32. For
 ///   other sums NCCL chooses the order of addition by size and topology, and rounds between additions of f16 and
 ///   bf16. Whether a maximum or minimum shows a NaN is not defined.
@@ -258,18 +258,15 @@ impl NcclComm {
     }
 
     /// Puts parts on the stream of the context.
-    fn launch(&self, op: Op, parts: &mut [Part<'_>], ex: &mut Exec) -> Outcome<()> {
+    pub(super) fn launch(&self, op: Op, parts: &mut [Part<'_>], ex: &mut Exec) -> Outcome<()> {
         let at = ex.stream()?.context().ordinal();
         if at != self.device {
             let own = self.device;
             return Err(Stop::Cause(format!("expected a context on CUDA device {own}, got one on {at}")));
         }
-        if let [Part { verb: Verb::AllReduce(ReduceOp::Sum), out: Some(data), .. }] = &mut *parts
-            && let Some(peers) = self.usable_peers()
-            && peers.fits(data.dtype(), data.elem_count())
+        if !over_peers(self.usable_peers(), parts, ex)?
+            && self.group.handle.launch(parts, ex)? == Progress::Busy
         {
-            peers.all_reduce_into(data.reborrow(), ex)?;
-        } else if self.group.handle.launch(parts, ex)? == Progress::Busy {
             self.settle(&self.group.handle, op.name())?;
         }
         self.mark(op, ex)

@@ -7,6 +7,7 @@
 //! | `world` | what all groups of this process share: the first failure, and the thread that notices one |
 //! | `comm` | a rank: calls, waiting, host views, splits |
 //! | `collectives` | each collective as calls of the library |
+//! | `over_peers` | which of them go over peer memory instead |
 //!
 //! A collective returns when it is on the stream. Nothing waits for the device, except what
 //! promises a result to the host: barriers and views of host memory.
@@ -18,6 +19,7 @@ mod library;
 
 mod collectives;
 mod comm;
+mod over_peers;
 mod world;
 
 pub use comm::NcclComm;

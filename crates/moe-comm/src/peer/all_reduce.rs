@@ -1,4 +1,4 @@
-//! A rank of a group of GPUs that add up small arrays in each other's memory.
+//! A rank of a group of GPUs that gather and add up small arrays in each other's memory.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::offer::{Answer, Offer, host_id, process_id, refusal};
 use crate::bytes::all_gather_bytes_on;
 use crate::communicator::Communicator;
 
-/// Small all-reduces by kernels that write to each other's memory, for the ranks of one host.
+/// Small all-reduces, all-gathers and reduce-scatters by kernels that write to each other's memory, for the ranks of one host.
 ///
 /// - **When.** An NCCL call takes some 15 us however little it moves; this takes what a store over NVLink and a kernel
 ///   take. Alone or with the addition to the residual stream and the norm that follow in a decoder layer.
@@ -125,6 +125,38 @@ impl PeerAllReduce {
     ) -> Result<()> {
         self.ready(ex)?;
         self.buffers.all_reduce_add_rms_norm_into(partial, residual, norm, ex)
+    }
+
+    /// Whether [`all_gather_into`](Self::all_gather_into) takes arrays of which each rank has so many elements: the same on all
+    /// ranks.
+    pub fn fits_gather(&self, arrays: impl Iterator<Item = (DType, usize)>) -> bool {
+        self.buffers.fits_gather(arrays)
+    }
+
+    /// Concatenates every rank's `input` [R, ..], of the same R on all ranks, in rank order into `out` [ranks * R, ..], for each
+    /// pair in one launch.
+    ///
+    /// # Errors
+    /// A context on another stream than the group's; other dtypes or numbers of elements in a pair; what
+    /// [`fits_gather`](Self::fits_gather) refuses; the group has failed.
+    pub fn all_gather_into(&self, arrays: Vec<(View<'_>, ViewMut<'_>)>, ex: &mut Exec) -> Result<()> {
+        self.ready(ex)?;
+        self.buffers.all_gather_into(arrays, ex)
+    }
+
+    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements: the same on all ranks.
+    pub fn fits_scatter(&self, dtype: DType, count: usize) -> bool {
+        self.buffers.fits_scatter(dtype, count)
+    }
+
+    /// `out` [R, ..] f32 = this rank's part of the sum over the ranks of `input` [ranks * R, ..] f32.
+    ///
+    /// # Errors
+    /// A context on another stream than the group's; wrong dtypes or numbers of elements; what
+    /// [`fits_scatter`](Self::fits_scatter) refuses; the group has failed.
+    pub fn reduce_scatter_into(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        self.ready(ex)?;
+        self.buffers.reduce_scatter_into(input, out, ex)
     }
 
     /// An error once a kernel has given up waiting, or [`stop`](Self::stop) was called. To be asked after the work

@@ -213,7 +213,7 @@ impl Status {
         match self.get().load(Ordering::Relaxed) {
             0 => None,
             STOP => Some("the all-reduces over peer memory were stopped".to_string()),
-            rank => Some(format!("rank {} did not come to an all-reduce over peer memory in time", rank - 1)),
+            rank => Some(format!("rank {} did not come to a collective over peer memory in time", rank - 1)),
         }
     }
 }

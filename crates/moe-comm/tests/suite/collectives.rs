@@ -103,6 +103,13 @@ impl Case {
         comm.all_gather_v(view(&input, own, row), &self.counts, out_view, &mut ex)?;
         step("all_gather_v", out);
 
+        let mut outs = [2, 8].map(|_| vec![T::default(); self.total() * row]);
+        let inputs = [2, 8].map(|i| self.input::<T>(i, rank, own));
+        let arrays = inputs.iter().zip(&mut outs);
+        let arrays = arrays.map(|(input, out)| (view(input, own, row), view_mut(out, self.total(), row)));
+        comm.all_gather_v_each(arrays.collect(), &self.counts, &mut ex)?;
+        step("all_gather_v_each", outs.concat());
+
         let mut out = vec![T::default(); equal * row];
         let input = self.input::<T>(3, rank, n * equal);
         comm.reduce_scatter(view(&input, n * equal, row), view_mut(&mut out, equal, row), self.op, &mut ex)?;
@@ -154,6 +161,7 @@ impl Case {
             ("all_reduce", reduced(0, equal)),
             ("all_gather", all(1, &|_| equal).concat()),
             ("all_gather_v", all(2, &|r| self.counts[r]).concat()),
+            ("all_gather_v_each", [2, 8].map(|i| all(i, &|r| self.counts[r]).concat()).concat()),
             ("reduce_scatter", rows(&reduced(3, n * equal), rank * equal, equal)),
             ("reduce_scatter_v", rows(&reduced(4, self.total()), self.before(rank), self.counts[rank])),
             ("all_to_all", all_to_all),

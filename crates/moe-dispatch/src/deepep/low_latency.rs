@@ -1,9 +1,9 @@
 //! The form with fixed sizes: what decoding in a captured graph wants.
 //!
-//! Every rank sends every rank a block of `max` rows with the ids of all their slots; a row that
-//! is not needed there is not copied into it, and unused rows of a block carry no expert. What
-//! arrives is sorted into the batched rows of each local expert, and slot rows go back in blocks
-//! of a fixed size too.
+//! Every rank sends every rank a block of rows with the ids of all their slots, of the most tokens that a
+//! rank brings to the step: known before it, from no routing. A row that is not needed there is not copied
+//! into the block, and unused rows of it carry no expert. What arrives is sorted into the batched rows of
+//! each local expert, and slot rows go back in blocks of a fixed size too.
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::{
@@ -11,6 +11,7 @@ use moe_kernels::{
     group_slots_into,
 };
 
+use crate::allgather::arrivals;
 use crate::combine::Returns;
 use crate::exchange::Exchange;
 use crate::ranks::EpRanks;
@@ -37,6 +38,8 @@ pub struct Dispatching<'a> {
     dtype: DType,
     rows: Sent,
     ids: Scratch,
+    /// Rows from and to each rank.
+    block: usize,
 }
 
 impl LowLatency {
@@ -56,14 +59,21 @@ impl LowLatency {
         Self { ranks, transport: Box::new(transport), max_num_tokens }
     }
 
-    /// The most tokens that a rank owns: rows of a block.
-    fn block(&self) -> usize {
-        self.max_num_tokens.div_ceil(self.ranks.tp.world_size())
+    /// The most tokens that a rank owns in this step: rows of a block.
+    fn block(&self, tokens: usize, ex: &mut Exec) -> Result<usize> {
+        let owned = self.ranks.owned_counts(&self.ranks.rank_tokens(NAME, tokens, ex)?);
+        Ok(owned.into_iter().max().unwrap_or(0))
     }
 
-    /// How rows get back, from the ids that arrived and where their slots were sorted to.
-    fn returns(&self, topk_ids: View, ids: &[u32], offsets: &[u32], slots: &[u32]) -> Result<Returns> {
-        let (block, ranks) = (self.block(), self.ranks.world_size());
+    /// How rows get back, from the ids that arrived in blocks and where their slots were sorted to.
+    fn returns(
+        &self,
+        topk_ids: View,
+        (ids, block): (&[u32], usize),
+        offsets: &[u32],
+        slots: &[u32],
+    ) -> Result<Returns> {
+        let ranks = self.ranks.world_size();
         let (total, top_k) = (block * ranks, topk_ids.dims().get(1).copied().unwrap_or(0));
         let mut row_of_slot = vec![0u32; ids.len()];
         for (expert, bounds) in offsets.windows(2).enumerate() {
@@ -117,8 +127,8 @@ impl Exchange for LowLatency {
         Some(self.max_num_tokens)
     }
 
-    fn max_rows(&self, _tokens: usize) -> usize {
-        self.block() * self.ranks.world_size()
+    fn max_rows(&self, tokens: usize) -> usize {
+        arrivals(&self.ranks, tokens.min(self.max_num_tokens))
     }
 
     fn dispatch_a<'a>(
@@ -140,18 +150,20 @@ impl Exchange for LowLatency {
         let owned = self.ranks.owned(hidden.rows());
         let ids = topk_ids.narrow(owned.start, owned.len())?;
         let lists = self.ranks.tokens_by_rank(NAME, ids.cpu()?, tokens.top_k)?;
-        let layout = Layout::Fixed(self.block());
+        let block = self.block(hidden.rows(), ex)?;
+        let layout = Layout::Fixed(block);
         let input = tokens.input_rows(self.ranks.router_weight_on_input, ex)?;
         let packed = pack_rows(NAME, input.view().narrow(owned.start, owned.len())?, &lists, layout, ex)?;
         let ids = pack_ids(NAME, ids, &lists, layout, ex)?;
         let rows = self.transport.start(packed, layout.counts(&lists.counts), ex)?;
         let (hidden_size, dtype) = (tokens.hidden_size(), hidden.dtype());
-        Ok(Dispatching { topk_ids, topk_weights, hidden_size, dtype, rows, ids })
+        Ok(Dispatching { topk_ids, topk_weights, hidden_size, dtype, rows, ids, block })
     }
 
     fn dispatch_b<'a>(&'a self, begun: Dispatching<'a>, ex: &mut Exec) -> Result<Dispatched<'a>> {
-        let Dispatching { topk_ids, topk_weights, hidden_size, dtype, rows: sent, ids: sent_ids } = begun;
-        let (block, ranks) = (self.block(), self.ranks.world_size());
+        let Dispatching { topk_ids, topk_weights, hidden_size, dtype, rows: sent, ids: sent_ids, block } =
+            begun;
+        let ranks = self.ranks.world_size();
         let (total, top_k) = (block * ranks, topk_ids.dims().get(1).copied().unwrap_or(0));
         let mut arrived = ex.scratch(dtype, &[total, hidden_size])?;
         self.transport.finish(sent, arrived.view_mut(), &vec![block; ranks], ex)?;
@@ -170,7 +182,7 @@ impl Exchange for LowLatency {
         batch_rows_into(arrived.view(), &batches, rows.view_mut(), counts.view_mut(), ex)?;
 
         let returns =
-            self.returns(topk_ids, ids.view().cpu()?, offsets.view().cpu()?, slots.view().cpu()?)?;
+            self.returns(topk_ids, (ids.view().cpu()?, block), offsets.view().cpu()?, slots.view().cpu()?)?;
         let mut dispatched = Dispatched::batched(rows, counts, topk_ids, topk_weights);
         dispatched.expert_map = experts.expert_map();
         dispatched.weights_applied = self.ranks.router_weight_on_input;

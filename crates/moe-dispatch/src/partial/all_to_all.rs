@@ -5,7 +5,6 @@
 //! eagerly, such as prefill.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use candle_core::{DType, Result};
 use moe_kernels::{
@@ -15,7 +14,6 @@ use moe_kernels::{
 
 use super::partial_sums;
 use crate::allgather::arrivals;
-use crate::local_experts::LocalExperts;
 use crate::prepare_finalize::PrepareFinalize;
 use crate::ranks::EpRanks;
 use crate::rows::{Layout, RowLists};
@@ -103,24 +101,12 @@ impl PrepareFinalize for SumAllToAll {
         true
     }
 
-    fn num_dispatchers(&self) -> usize {
-        self.ranks.world_size()
+    fn ep_ranks(&self) -> Option<&EpRanks> {
+        Some(&self.ranks)
     }
 
     fn max_rows(&self, tokens: usize) -> usize {
         arrivals(&self.ranks, tokens)
-    }
-
-    fn rank_tokens(&self, tokens: usize, ex: &mut Exec) -> Result<Option<Arc<[usize]>>> {
-        self.ranks.rank_tokens(NAME, tokens, ex).map(Some)
-    }
-
-    fn local_experts(&self) -> Option<&LocalExperts> {
-        Some(self.ranks.local_experts())
-    }
-
-    fn applies_router_weight_on_input(&self) -> bool {
-        self.ranks.router_weight_on_input
     }
 
     fn adds_partial_sums(&self) -> bool {

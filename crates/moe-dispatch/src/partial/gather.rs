@@ -4,20 +4,18 @@
 //! How many tokens each rank brings is agreed on the host before the step, so no size depends on data;
 //! steps that are padded alike on all ranks can be captured into a graph. A transport whose messages have
 //! sizes known to the host moves a fixed block whole however few of its rows are needed: there, the low
-//! latency form of `deepep` is this gathering, with batched rows for the experts.
-
-use std::sync::Arc;
+//! latency form of `deepep` is this gathering. A token travels once to each rank, in blocks of the step's most
+//! tokens; what is batched by expert are not rows but the numbers of their slots, so that nothing is copied,
+//! padded or zeroed.
 
 use candle_core::{DType, Result};
 use moe_comm::ReduceOp;
 use moe_kernels::{
-    ActivationFormat, Dispatched, Exec, RowBatches, Scratch, View, ViewMut, WeightAndReduce, batch_rows_into,
-    group_slots_into,
+    ActivationFormat, Dispatched, Exec, Scratch, View, ViewMut, WeightAndReduce, list_slots_into,
 };
 
 use super::partial_sums;
 use crate::allgather::arrivals;
-use crate::local_experts::LocalExperts;
 use crate::prepare_finalize::PrepareFinalize;
 use crate::ranks::EpRanks;
 use crate::tokens::Tokens;
@@ -36,8 +34,6 @@ pub struct SumGather {
 struct Gathered {
     /// Tokens that each rank owns.
     counts: Vec<usize>,
-    /// Ids and weights [sum(counts), K], where the dispatched rows do not carry them.
-    slots: Option<(Scratch, Scratch)>,
 }
 
 impl SumGather {
@@ -47,34 +43,35 @@ impl SumGather {
     }
 
     /// `deepep low_latency`, in the BatchedExperts format, for at most `max_num_tokens` tokens per rank and
-    /// call. A row that names an expert twice takes two of its rows; rows beyond the expert's block are
-    /// refused on the CPU and left out on a device.
+    /// call: [listed](Dispatched::listed) rows.
     pub fn batched(ranks: EpRanks, max_num_tokens: usize) -> Self {
         Self { name: "deepep low_latency", ranks, max_num_tokens: Some(max_num_tokens) }
     }
 
-    /// The owned rows of all ranks, [sum(counts), ..].
-    fn gather(&self, rows: View, counts: &[usize], ex: &mut Exec) -> Result<Scratch> {
-        let owned = self.ranks.owned(rows.rows());
-        let total: usize = counts.iter().sum();
-        let mut all = ex.scratch(rows.dtype(), &[total, rows.dims().get(1).copied().unwrap_or(0)])?;
-        self.ranks.ep.all_gather_v(rows.narrow(owned.start, owned.len())?, counts, all.view_mut(), ex)?;
+    /// The owned rows of all ranks, [sum(counts), ..]: of three arrays [T, ..] in one call.
+    fn gather(&self, arrays: [View; 3], counts: &[usize], ex: &mut Exec) -> Result<[Scratch; 3]> {
+        let (owned, total) = (self.ranks.owned(arrays[0].rows()), counts.iter().sum());
+        let room =
+            |array: View| ex.scratch(array.dtype(), &[total, array.dims().get(1).copied().unwrap_or(0)]);
+        let mut all = [room(arrays[0])?, room(arrays[1])?, room(arrays[2])?];
+        let own = arrays.iter().zip(&mut all);
+        let own = own.map(|(array, all)| Ok((array.narrow(owned.start, owned.len())?, all.view_mut())));
+        self.ranks.ep.all_gather_v_each(own.collect::<Result<_>>()?, counts, ex)?;
         Ok(all)
     }
 
-    /// The gathered rows sorted by local expert, [E_local, total, H], with the rows of each.
-    fn batch(&self, rows: View, ids: View, ex: &mut Exec) -> Result<(Scratch, Scratch)> {
-        let (experts, local) = (self.ranks.local_experts(), self.ranks.local_experts().num_local());
-        let mut offsets = ex.scratch(DType::U32, &[local + 1])?;
-        let mut slots = ex.scratch(DType::U32, &[ids.elem_count()])?;
-        group_slots_into(ids, experts.expert_map(), offsets.view_mut(), slots.view_mut(), ex)?;
-        let top_k = ids.dims().get(1).copied().unwrap_or(0);
-        let batches = RowBatches { offsets: offsets.view(), slots: slots.view(), top_k };
-        let width = rows.dims().get(1).copied().unwrap_or(0);
-        let mut batched = ex.scratch(rows.dtype(), &[local, rows.rows(), width])?;
-        let mut counts = ex.scratch(DType::U32, &[local])?;
-        batch_rows_into(rows, &batches, batched.view_mut(), counts.view_mut(), ex)?;
-        Ok((batched, counts))
+    /// The arrived rows in the BatchedExperts format: they stay where they are, their slots are listed by expert.
+    fn list<'a>(
+        &'a self,
+        [rows, ids, weights]: [Scratch; 3],
+        (topk_ids, topk_weights): (View<'a>, View<'a>),
+        ex: &mut Exec,
+    ) -> Result<Dispatched<'a>> {
+        let (experts, slots) = (self.ranks.local_experts(), ids.view().elem_count());
+        let mut counts = ex.scratch(DType::U32, &[experts.num_local()])?;
+        let mut lists = ex.scratch(DType::U32, &[experts.num_local(), slots])?;
+        list_slots_into(ids.view(), experts.expert_map(), counts.view_mut(), lists.view_mut(), ex)?;
+        Ok(Dispatched::listed(rows, (lists, counts), (ids, weights), topk_ids, topk_weights))
     }
 }
 
@@ -98,24 +95,12 @@ impl PrepareFinalize for SumGather {
         self.max_num_tokens
     }
 
-    fn num_dispatchers(&self) -> usize {
-        self.ranks.world_size()
+    fn ep_ranks(&self) -> Option<&EpRanks> {
+        Some(&self.ranks)
     }
 
     fn max_rows(&self, tokens: usize) -> usize {
         arrivals(&self.ranks, self.max_num_tokens.map_or(tokens, |max| max.min(tokens)))
-    }
-
-    fn rank_tokens(&self, tokens: usize, ex: &mut Exec) -> Result<Option<Arc<[usize]>>> {
-        self.ranks.rank_tokens(self.name, tokens, ex).map(Some)
-    }
-
-    fn local_experts(&self) -> Option<&LocalExperts> {
-        Some(self.ranks.local_experts())
-    }
-
-    fn applies_router_weight_on_input(&self) -> bool {
-        self.ranks.router_weight_on_input
     }
 
     fn adds_partial_sums(&self) -> bool {
@@ -132,22 +117,19 @@ impl PrepareFinalize for SumGather {
         let tokens = Tokens::check(self.name, hidden, topk_ids, topk_weights)?;
         let counts = self.ranks.owned_counts(&self.ranks.rank_tokens(self.name, hidden.rows(), ex)?);
         let input = tokens.input_rows(self.ranks.router_weight_on_input, ex)?;
-        let rows = self.gather(input.view(), &counts, ex)?;
-        let (ids, weights) = (self.gather(topk_ids, &counts, ex)?, self.gather(topk_weights, &counts, ex)?);
-        let (mut dispatched, slots) = match self.max_num_tokens {
+        let arrived = self.gather([input.view(), topk_ids, topk_weights], &counts, ex)?;
+        let mut dispatched = match self.max_num_tokens {
             None => {
+                let [rows, ids, weights] = arrived;
                 let mut standard = Dispatched::standard(rows, topk_ids, topk_weights);
                 (standard.topk_ids, standard.topk_weights) = (Some(ids.into()), Some(weights.into()));
-                (standard, None)
+                standard
             }
-            Some(_) => {
-                let (rows, counts) = self.batch(rows.view(), ids.view(), ex)?;
-                (Dispatched::batched(rows, counts, topk_ids, topk_weights), Some((ids, weights)))
-            }
+            Some(_) => self.list(arrived, (topk_ids, topk_weights), ex)?,
         };
         dispatched.expert_map = self.ranks.local_experts().expert_map();
         dispatched.weights_applied = self.ranks.router_weight_on_input;
-        Ok(dispatched.with_handle(Gathered { counts, slots }))
+        Ok(dispatched.with_handle(Gathered { counts }))
     }
 
     fn finalize(
@@ -158,17 +140,12 @@ impl PrepareFinalize for SumGather {
         mut out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        let Gathered { counts, slots } = dispatched.handle(self.name)?;
-        let slots = match slots {
-            Some((ids, weights)) => (ids.view(), weights.view()),
-            None => (dispatched.topk_ids()?, dispatched.topk_weights()?),
-        };
-        let strategy = match (strategy, self.max_num_tokens) {
-            (WeightAndReduce::Delegate, None) => WeightAndReduce::Contiguous,
-            (WeightAndReduce::Delegate, Some(_)) => {
-                WeightAndReduce::NaiveBatched { rank: self.ranks.ep.rank() }
-            }
-            (chosen, _) => chosen,
+        let Gathered { counts } = dispatched.handle(self.name)?;
+        let slots = (dispatched.topk_ids()?, dispatched.topk_weights()?);
+        let strategy = match strategy {
+            // Listed rows come back by slot, too.
+            WeightAndReduce::Delegate => WeightAndReduce::Contiguous,
+            chosen => chosen,
         };
         let sums = partial_sums(self.name, expert_out, slots, dispatched, strategy, ex)?;
         let owned = self.ranks.owned(out.rows());

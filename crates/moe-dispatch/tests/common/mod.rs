@@ -149,6 +149,14 @@ pub fn run_named_experts<T: Float>(d: &Dispatched, name: impl Fn(usize) -> usize
         out[to * hidden..][..hidden].copy_from_slice(&expert(name(e), &rows[from * hidden..][..hidden]));
     };
     match d.format {
+        ActivationFormat::BatchedExperts if d.expert_slots.is_some() => {
+            let (slots, counts) = (d.expert_slots()?, d.expert_num_tokens()?.cpu::<u32>()?);
+            let room = slots.dims()[1];
+            for (e, &n) in counts.iter().enumerate() {
+                let list = &slots.cpu::<u32>()?[e * room..][..n as usize];
+                list.iter().for_each(|&slot| compute(e, slot as usize / dims[1], slot as usize));
+            }
+        }
         ActivationFormat::Standard => {
             let map = d.expert_map.map(|map| map.cpu::<i32>()).transpose()?;
             for (slot, &id) in d.topk_ids()?.cpu::<u32>()?.iter().enumerate() {

@@ -4,7 +4,6 @@ use candle_core::{DType, Result, bail};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_rank3};
 use moe_kernels::{
     Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, ExpertsSpec, ViewMut, number_rows_into,
-    zero_unused_into,
 };
 
 use super::GroupedMlp;
@@ -14,7 +13,7 @@ use crate::reason::Reason;
 use crate::weights::{ExpertWeights, ExpertsShape};
 
 /// Experts in the BatchedExperts format: one block of rows per local expert, of which the first
-/// `expert_num_tokens[e]` are computed. On the CPU bit-equal per row to [`GroupedExperts`](super::GroupedExperts).
+/// `expert_num_tokens[e]` are computed; or [listed](Dispatched::listed) rows. On the CPU bit-equal per row to [`GroupedExperts`](super::GroupedExperts).
 ///
 /// A layer takes only experts that were told their [`limits`](Self::with_limits).
 #[derive(Clone, Debug)]
@@ -33,8 +32,8 @@ pub struct BatchLimits {
 }
 
 impl BatchLimits {
-    /// Rows of one expert's block.
-    fn rows(self) -> usize {
+    /// Rows of one expert's block, or of all ranks where rows are listed.
+    pub(crate) fn rows(self) -> usize {
         self.max_num_tokens.saturating_mul(self.num_dispatchers)
     }
 }
@@ -50,6 +49,15 @@ impl GroupedBatchedExperts {
     pub fn with_limits(mut self, limits: BatchLimits) -> Self {
         self.limits = Some(limits);
         self
+    }
+
+    fn check_limits(&self, rows: usize) -> Result<()> {
+        match self.limits.filter(|limits| rows > limits.rows()) {
+            Some(limits) => {
+                bail!("{} experts: got blocks of {rows} rows, but were built for {limits:?}", self.name())
+            }
+            None => Ok(()),
+        }
     }
 }
 
@@ -86,15 +94,18 @@ impl Experts for GroupedBatchedExperts {
             .with(shape.dtype, &[shape.num_local_experts, max_tokens, shape.intermediate_size])
     }
 
-    fn apply(&self, dispatched: &Dispatched, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
         let (name, shape) = (self.name(), self.shape());
+        if let &[rows, _] = dispatched.rows.view().dims() {
+            self.check_limits(rows)?;
+            // One sorted list serves products of any shape better than a block for each expert.
+            return self.mlp.run_slots(self.activation_format(), dispatched, out, ex);
+        }
         self.mlp.check_rows(name, self.activation_format(), dispatched)?;
         let rows = dispatched.rows.view();
         let (experts, max_tokens, hidden) = expect_rank3(name, "rows", &rows)?;
         expect_dims(name, "rows", &rows, &[shape.num_local_experts, max_tokens, hidden])?;
-        if let Some(limits) = self.limits.filter(|limits| max_tokens > limits.rows()) {
-            bail!("{name} experts: got blocks of {max_tokens} rows, but were built for {limits:?}")
-        }
+        self.check_limits(max_tokens)?;
         let counts = dispatched.expert_num_tokens()?;
         expect_dtype(name, "expert_num_tokens", &counts, DType::U32)?;
         expect_dims(name, "expert_num_tokens", &counts, &[experts])?;
@@ -104,7 +115,6 @@ impl Experts for GroupedBatchedExperts {
         let mut offsets = ex.scratch(DType::U32, &[experts + 1])?;
         let mut numbers = ex.scratch(DType::U32, &[experts.saturating_mul(max_tokens)])?;
         number_rows_into(counts, max_tokens, offsets.view_mut(), numbers.view_mut(), ex)?;
-        zero_unused_into(counts, out.reborrow(), ex)?;
         let groups =
             ExpertGroups { offsets: offsets.view(), in_rows: numbers.view(), out_rows: numbers.view() };
         let flat = [experts * max_tokens, hidden];

@@ -11,11 +11,12 @@ mod standard;
 pub use batched::{BatchLimits, GroupedBatchedExperts};
 pub use standard::GroupedExperts;
 
-use candle_core::{Result, bail};
-use moe_kernels::door::expect_dtype;
+use candle_core::{DType, Result, bail};
+use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix};
 use moe_kernels::{
-    Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, Segment, TensorView, View, ViewMut,
-    grouped_down_into, grouped_down_segment_into, grouped_gate_up_into, row_parallel_segments,
+    Activation, ActivationFormat, Dims, Dispatched, Exec, ExpertGroups, Segment, TensorView, View, ViewMut,
+    group_token_slots_into, grouped_down_into, grouped_down_segment_into, grouped_gate_up_into,
+    row_parallel_segments, zero_absent_into,
 };
 
 use crate::oracle::Backend;
@@ -77,6 +78,51 @@ impl GroupedMlp {
                 self.shape().hidden_size,
                 rows.dims()
             ),
+        }
+    }
+
+    /// The rows of all slots, [T', K, H] f32 ([segments * T', K, H] of cut experts), from token rows with their ids; rows of slots
+    /// without a local expert become zero.
+    fn run_slots(
+        &self,
+        format: ActivationFormat,
+        dispatched: &Dispatched,
+        out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let (name, num_local) = (self.backend.name(), self.shape().num_local_experts);
+        self.check_rows(name, format, dispatched)?;
+        let rows = dispatched.rows.view();
+        let (tokens, hidden) = expect_matrix(name, "rows", &rows)?;
+        let ids = dispatched.topk_ids()?;
+        let (_, top_k) = expect_matrix(name, "topk_ids", &ids)?;
+        expect_dims(name, "topk_ids", &ids, &[tokens, top_k])?;
+        expect_dtype(name, "out", &out, DType::F32)?;
+        expect_dims(name, "out", &out, &self.out_dims(dispatched)?)?;
+
+        let (map, slots) = (dispatched.expert_map, ids.elem_count());
+        let mut offsets = ex.scratch(DType::U32, &[num_local + 1])?;
+        let (mut grouped, mut in_rows) =
+            (ex.scratch(DType::U32, &[slots])?, ex.scratch(DType::U32, &[slots])?);
+        let groups = (offsets.view_mut(), grouped.view_mut(), in_rows.view_mut());
+        group_token_slots_into(ids, map, groups.0, groups.1, groups.2, ex)?;
+        let segments = self.segments.unwrap_or(1);
+        let mut out = out.reshape(&[segments * tokens, top_k, hidden])?;
+        for segment in 0..segments {
+            let part = out.reborrow().narrow(segment * tokens, tokens)?;
+            zero_absent_into(ids, map, num_local, part, ex)?;
+        }
+        let groups =
+            ExpertGroups { offsets: offsets.view(), in_rows: in_rows.view(), out_rows: grouped.view() };
+        self.run(rows, &groups, out.reshape(&[segments * slots, hidden])?, ex)
+    }
+
+    /// Dims of what the experts return for these rows.
+    fn out_dims(&self, dispatched: &Dispatched) -> Result<Dims> {
+        let dims = dispatched.expert_out_dims()?;
+        match self.segments {
+            None => Ok(dims),
+            Some(segments) => Dims::new(&[&[segments], &*dims].concat()),
         }
     }
 

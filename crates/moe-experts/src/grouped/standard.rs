@@ -2,11 +2,7 @@
 //! written to its own slot of the output.
 
 use candle_core::{DType, Result};
-use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix};
-use moe_kernels::{
-    Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, ExpertsSpec, ViewMut,
-    group_token_slots_into, zero_absent_into,
-};
+use moe_kernels::{Activation, ActivationFormat, Dispatched, Exec, ExpertsSpec, ViewMut};
 
 use super::GroupedMlp;
 use crate::experts::{Experts, Reservation};
@@ -67,30 +63,6 @@ impl Experts for GroupedExperts {
     }
 
     fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (name, shape) = (self.name(), self.shape());
-        self.0.check_rows(name, self.activation_format(), dispatched)?;
-        let rows = dispatched.rows.view();
-        let (tokens, hidden) = expect_matrix(name, "rows", &rows)?;
-        let ids = dispatched.topk_ids()?;
-        let (_, top_k) = expect_matrix(name, "topk_ids", &ids)?;
-        expect_dims(name, "topk_ids", &ids, &[tokens, top_k])?;
-        expect_dtype(name, "out", &out, DType::F32)?;
-        expect_dims(name, "out", &out, &self.out_dims(dispatched)?)?;
-
-        let (map, slots) = (dispatched.expert_map, ids.elem_count());
-        let mut offsets = ex.scratch(DType::U32, &[shape.num_local_experts + 1])?;
-        let (mut grouped, mut in_rows) =
-            (ex.scratch(DType::U32, &[slots])?, ex.scratch(DType::U32, &[slots])?);
-        let groups = (offsets.view_mut(), grouped.view_mut(), in_rows.view_mut());
-        group_token_slots_into(ids, map, groups.0, groups.1, groups.2, ex)?;
-        let segments = self.0.segments.unwrap_or(1);
-        let mut out = out.reshape(&[segments * tokens, top_k, hidden])?;
-        for segment in 0..segments {
-            let part = out.reborrow().narrow(segment * tokens, tokens)?;
-            zero_absent_into(ids, map, shape.num_local_experts, part, ex)?;
-        }
-        let groups =
-            ExpertGroups { offsets: offsets.view(), in_rows: in_rows.view(), out_rows: grouped.view() };
-        self.0.run(rows, &groups, out.reshape(&[segments * slots, hidden])?, ex)
+        self.0.run_slots(self.activation_format(), dispatched, out, ex)
     }
 }

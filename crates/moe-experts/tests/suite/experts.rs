@@ -2,10 +2,10 @@
 
 use candle_core::{DType, Result};
 use moe_experts::{
-    Buffer, CpuIsa, Dispatched, Exec, ExpertWeights, Experts, GroupedBatchedExperts, GroupedExperts,
-    NO_EXPERT, TensorView, View, ViewMut,
+    BatchLimits, Buffer, CpuIsa, Dispatched, Exec, ExpertWeights, Experts, GroupedBatchedExperts,
+    GroupedExperts, NO_EXPERT, TensorView, View, ViewMut,
 };
-use moe_kernels::{ExpertGroups, grouped_down_into, grouped_gate_up_into};
+use moe_kernels::{ExpertGroups, grouped_down_into, grouped_gate_up_into, list_slots_into};
 use proptest::prelude::*;
 
 use crate::reference::{Problem, example, problems};
@@ -59,9 +59,27 @@ fn batched(p: &Problem, spare: usize, ex: &mut Exec) -> Result<Vec<f32>> {
             slots[slot * p.hidden..][..p.hidden].copy_from_slice(row);
         }
         let unused = &out[(e * max + group.len()) * p.hidden..(e + 1) * max * p.hidden];
-        assert!(unused.iter().all(|v| v.to_bits() == 0), "rows after the count of expert {e} are not zero");
+        assert!(unused.iter().all(|v| v.is_nan()), "rows after the count of expert {e} were written");
     }
     Ok(slots)
+}
+
+/// Slot rows [T, K, H] of the Batched backend from listed rows; the output starts as NaN.
+fn listed(p: &Problem, ex: &mut Exec) -> Result<Vec<f32>> {
+    let limits = BatchLimits { max_num_tokens: p.tokens, num_dispatchers: 1 };
+    let experts = GroupedBatchedExperts::new(p.weights()?, p.activation)?.with_limits(limits);
+    let (rows, weights, dims) = (p.rows()?, vec![f32::NAN; p.ids.len()], [p.tokens, p.top_k]);
+    let (guard, ids) = (TensorView::new(&rows)?, View::new(&p.ids, &dims)?);
+    let map = p.map.as_ref().map(|m| View::new(m, &[m.len()])).transpose()?;
+    let mut counts = Buffer::zeros(DType::U32, &[p.experts])?;
+    let mut slots = Buffer::zeros(DType::U32, &[p.experts, p.ids.len()])?;
+    list_slots_into(ids, map, counts.view_mut(), slots.view_mut(), ex)?;
+    let (weights, lists) = (View::new(&weights, &dims)?, (slots.view(), counts.view()));
+    let mut rows = Dispatched::listed(guard.view()?, lists, (ids, weights), ids, weights);
+    rows.expert_map = map;
+    let mut out = vec![f32::NAN; p.ids.len() * p.hidden];
+    experts.apply(&rows, ViewMut::new(&mut out, &experts.out_dims(&rows)?)?, ex)?;
+    Ok(out)
 }
 
 /// The instruction sets of this machine.
@@ -93,10 +111,11 @@ proptest! {
     }
 
     #[test]
-    fn both_formats_agree_bit_for_bit(p in problems(), spare in 0usize..3, isa in isas()) {
+    fn all_formats_agree_bit_for_bit(p in problems(), spare in 0usize..3, isa in isas()) {
         let ex = &mut Exec::cpu().with_isa(isa).unwrap();
         let want = standard(&p, p.weights().unwrap(), ex).unwrap();
         prop_assert_eq!(bits(&batched(&p, spare, ex).unwrap()), bits(&want));
+        prop_assert_eq!(bits(&listed(&p, ex).unwrap()), bits(&want));
     }
 
     #[test]
@@ -228,7 +247,7 @@ fn rows_of_the_wrong_format_or_dims_are_refused() -> Result<()> {
     let p = example(DType::F32);
     let (x, w) = (vec![0f32; 4 * 2 * 24], vec![0f32; 10]);
     let (ids, w) = (View::new(&p.ids, &[5, 2])?, View::new(&w, &[5, 2])?);
-    let mut out = vec![0f32; 4 * 2 * 24];
+    let mut out = vec![0f32; 5 * 2 * 24];
     let counts = [1u32, 3, 0, 0];
     let few = View::new(&counts[..3], &[3])?;
     let counts = View::new(&counts, &[4])?;
@@ -236,6 +255,8 @@ fn rows_of_the_wrong_format_or_dims_are_refused() -> Result<()> {
     let rows = View::new(&x[..5 * 24], &[5, 24])?;
     let cpu = GroupedExperts::new(p.weights()?, p.activation)?;
     let batched = GroupedBatchedExperts::new(p.weights()?, p.activation)?;
+    let limits = BatchLimits { max_num_tokens: 2, num_dispatchers: 2 };
+    let limited = GroupedBatchedExperts::new(p.weights()?, p.activation)?.with_limits(limits);
     let mut refused = |experts: &dyn Experts, rows: Dispatched, dims: &[usize]| {
         let out = ViewMut::new(&mut out[..dims.iter().product()], dims).unwrap();
         experts.apply(&rows, out, &mut Exec::cpu()).unwrap_err().to_string()
@@ -277,6 +298,14 @@ fn rows_of_the_wrong_format_or_dims_are_refused() -> Result<()> {
         (
             refused(&batched, Dispatched::batched(blocks, counts, ids, w), &[8, 24]),
             "expected out with dims [4, 2, 24], got [8, 24]",
+        ),
+        (
+            refused(&limited, Dispatched::listed(rows, (ids, counts), (ids, w), ids, w), &[5, 2, 24]),
+            "cpu_batched experts: got blocks of 5 rows, but were built for",
+        ),
+        (
+            refused(&batched, Dispatched::batched(rows, counts, ids, w), &[5, 2, 24]),
+            "dispatched rows in the BatchedExperts format carry no topk_ids",
         ),
     ] {
         assert!(got.contains(want), "{got}");

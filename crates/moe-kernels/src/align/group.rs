@@ -197,31 +197,6 @@ pub fn number_rows_into(
     Ok(())
 }
 
-/// Zeroes the rows of a batched buffer `out` [E_local, max_tokens, H] f32 that are not in use.
-///
-/// # Errors
-/// Wrong dtypes or dims.
-pub fn zero_unused_into(expert_num_tokens: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
-    const OP: &str = "zero_unused";
-    let experts = check_counts(OP, &expert_num_tokens)?;
-    let (_, max_tokens, hidden) = expect_rank3(OP, "out", &out)?;
-    expect_dtype(OP, "out", &out, DType::F32)?;
-    expect_dims(OP, "out", &out, &[experts, max_tokens, hidden])?;
-    #[cfg(feature = "cuda")]
-    if ex.is_cuda() {
-        return crate::cuda::any::zero_unused(ex.cuda(OP)?, OP, expert_num_tokens, max_tokens, out);
-    }
-    let (counts, block) = (expert_num_tokens.cpu::<u32>()?, max_tokens * hidden);
-    let out = out.cpu_mut::<f32>()?;
-    if block > 0 {
-        ex.install(|| {
-            let blocks = out.par_chunks_mut(block).zip(counts);
-            blocks.for_each(|(rows, &n)| rows[block.min(n as usize * hidden)..].fill(0.0));
-        });
-    }
-    Ok(())
-}
-
 fn check_counts(op: &str, counts: &View) -> Result<usize> {
     expect_dtype(op, "expert_num_tokens", counts, DType::U32)?;
     expect_dims(op, "expert_num_tokens", counts, &[counts.elem_count()])?;

@@ -68,7 +68,7 @@ impl<'a> RowBatches<'a> {
 /// |---|---|
 /// | `rows` | [T, H] f32, bf16 or f16 |
 /// | `batches` | offsets [E_local + 1], slots \[T*K\] |
-/// | `out` | [E_local, max_tokens, H] of the same dtype; unused rows become zero |
+/// | `out` | [E_local, max_tokens, H] of the same dtype; unused rows are left as they were |
 /// | `expert_num_tokens` | out: \[E_local\] u32 rows per local expert |
 ///
 /// # Errors
@@ -104,12 +104,10 @@ pub fn batch_rows_into(
         let (rows, out) = (rows.cpu::<T>()?, out.cpu_mut::<T>()?);
         ex.install(|| {
             out.par_chunks_mut(max_tokens * hidden).zip(&groups).for_each(|(out, group)| {
-                let (used, unused) = out.split_at_mut(group.len() * hidden);
-                for (to, &slot) in used.chunks_exact_mut(hidden).zip(*group) {
+                for (to, &slot) in out.chunks_exact_mut(hidden).zip(*group) {
                     let token = slot as usize / batches.top_k;
                     to.copy_from_slice(&rows[token * hidden..][..hidden]);
                 }
-                unused.fill(T::default());
             })
         });
         Ok(())

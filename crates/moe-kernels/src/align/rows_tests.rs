@@ -28,7 +28,7 @@ proptest! {
             ViewMut::new(&mut counts, &[local]).unwrap(),
             &mut Exec::cpu(),
         ).unwrap();
-        let mut want = vec![0f32; out.len()];
+        let mut want = vec![-1f32; out.len()];
         for (e, &count) in counts.iter().enumerate() {
             let mine = (0..ids.len()).filter(|&s| local_of(ids[s], &map) == Some(e)).collect::<Vec<_>>();
             prop_assert_eq!(count as usize, mine.len());

@@ -7,8 +7,6 @@ use std::ffi::{c_char, c_void};
 
 use half::bf16;
 
-use super::PeerBuffers;
-
 unsafe extern "C" {
     pub(crate) fn cudaGetErrorString(code: i32) -> *const c_char;
 
@@ -179,9 +177,8 @@ unsafe extern "C" {
         w13: *const c_void,
         w2: *const c_void,
         slots: *const c_void,
-        offsets: *const c_void,
-        tiles: *const c_void,
-        num_tiles: *const c_void,
+        counts: *const c_void,
+        bucket: i32,
         act: *mut c_void,
         slot_rows: *mut c_void,
         counters: *mut c_void,
@@ -375,27 +372,6 @@ unsafe extern "C" {
         rows: i32,
         width: i32,
         ranks: i32,
-        stream: *mut c_void,
-    ) -> i32;
-    pub(crate) fn moe_peer_buffer_bytes(ranks: i32, capacity: usize) -> usize;
-    pub(crate) fn moe_peer_buffer_init(buffer: *mut c_void, bytes: usize, stream: *mut c_void) -> i32;
-    pub(crate) fn moe_peer_all_reduce(
-        peers: *const PeerBuffers,
-        input: *const c_void,
-        out: *mut c_void,
-        dtype: i32,
-        count: usize,
-        stream: *mut c_void,
-    ) -> i32;
-    pub(crate) fn moe_peer_all_reduce_add_rms_norm(
-        peers: *const PeerBuffers,
-        partial: *const f32,
-        residual: *mut f32,
-        weight: *const bf16,
-        eps: f32,
-        out: *mut bf16,
-        rows: i32,
-        hidden: i32,
         stream: *mut c_void,
     ) -> i32;
 }

@@ -41,7 +41,7 @@ use crate::view::View;
 pub use any::{Choice, Route, RouteOut, route_into};
 pub use counts::{DeviceCalls, device_calls};
 pub use experts::{
-    FusedExperts, fused_experts_into, route_experts_add_norm_fits, route_experts_add_norm_into,
+    ExpertLists, FusedExperts, fused_experts_into, route_experts_add_norm_fits, route_experts_add_norm_into,
     route_experts_fit, route_experts_into,
 };
 pub use graph::Graph;

@@ -11,7 +11,7 @@ use moe_kernels::door::{expect_dims, expect_dtype, expect_rank3};
 use moe_kernels::{
     Activation, ActivationFormat, Dispatched, Exec, ExpertsSpec, Segment, TensorView, View, ViewMut,
     embedding_into, fill_into, gated_activation_into, group_slots_into, linear_into,
-    linear_row_parallel_into, linear_segment_into, zero_absent_into, zero_unused_into,
+    linear_row_parallel_into, linear_segment_into, zero_absent_into,
 };
 
 /// The matrices of one expert: `down(act(gate(x)) * up(x))`.
@@ -151,12 +151,11 @@ impl ExpertLoop {
     }
 
     /// Batched rows [E_local, max_tokens, H]: each expert computes the first rows of its block.
-    fn batches_into(&self, dispatched: &Dispatched, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    fn batches_into(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
         let (rows, counts) = (dispatched.rows.view(), dispatched.expert_num_tokens()?);
         let (experts, max_tokens, h) = expect_rank3(NAME, "rows", &rows)?;
         expect_dims(NAME, "rows", &rows, &[self.experts.len(), max_tokens, h])?;
         expect_dims(NAME, "expert_num_tokens", &counts, &[experts])?;
-        zero_unused_into(counts, out.reborrow(), ex)?;
         let (rows, mut out) =
             (rows.reshape(&[experts * max_tokens, h])?, out.reshape(&[experts * max_tokens, h])?);
         for (e, (expert, &count)) in self.experts.iter().zip(counts.cpu::<u32>()?).enumerate() {

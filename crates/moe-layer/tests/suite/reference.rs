@@ -1,6 +1,10 @@
 //! The definition of the block in f64, written independently of the crates that it composes, with
 //! a bound on how far an implementation may be from it.
 
+use std::sync::Arc;
+
+use moe_comm::{Communicator, ExpertLayout, ExpertPlacement, SelfComm};
+use moe_dispatch::{EpRanks, SumGather};
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
     Activation, AnyExperts, BackendSelection, BatchLimits, BatchedReference, DType, Device, ExpertWeights,
@@ -122,6 +126,15 @@ impl Problem {
     pub fn batched(&self) -> Result<SparseMoeBlock> {
         let (prepare, experts) = self.batched_parts()?;
         self.block(prepare, experts)
+    }
+
+    /// The same by the backend of devices that lists slots, whose only rank this is, for calls of at most `room` tokens.
+    pub fn listed(&self, room: usize) -> Result<SparseMoeBlock> {
+        let layout = ExpertLayout::new(self.packed(), 1, 0, ExpertPlacement::Linear).unwrap();
+        let alone: Arc<dyn Communicator> = Arc::new(SelfComm::new());
+        let ranks = EpRanks::new(&layout, alone.clone(), alone)?
+            .with_router_weight_on_input(self.config.apply_router_weight_on_input);
+        self.block(Box::new(SumGather::batched(ranks, room)), self.batched_experts(Some(room))?)
     }
 
     /// A backend of that format with its experts.

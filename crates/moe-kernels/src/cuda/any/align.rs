@@ -62,6 +62,25 @@ pub(crate) fn group_slots(
     })
 }
 
+pub(crate) fn list_slots(
+    cuda: &CudaExec,
+    op: &str,
+    routed: Routed,
+    mut counts: ViewMut,
+    mut lists: ViewMut,
+) -> Result<()> {
+    let (num_ids, num_local) = (int(op, routed.num_ids())?, int(op, routed.num_local)?);
+    let slots = int(op, routed.topk_ids.elem_count())?;
+    let ids = cuda.read(op, "topk_ids", routed.topk_ids)?;
+    let map = cuda.read_or_null(op, "expert_map", routed.expert_map)?;
+    let counts = cuda.write(op, "expert_num_tokens", &mut counts)?;
+    let (lists, stream) = (cuda.write(op, "expert_slots", &mut lists)?, cuda.raw()?);
+    // SAFETY: see above.
+    cuda.check(op, unsafe {
+        ffi::moe_any_list_slots(ids, map, slots, num_ids, num_local, counts, lists, stream)
+    })
+}
+
 pub(crate) fn zero_absent(cuda: &CudaExec, op: &str, routed: Routed, mut out: ViewMut) -> Result<()> {
     let (num_ids, num_local) = (int(op, routed.num_ids())?, int(op, routed.num_local)?);
     let slots = routed.topk_ids.elem_count();
@@ -163,18 +182,4 @@ pub(crate) fn number_rows(
     let numbers = cuda.write(op, "numbers", &mut numbers)?;
     // SAFETY: see above.
     cuda.check(op, unsafe { ffi::moe_any_number_rows(counts, experts, max_tokens, offsets, numbers, stream) })
-}
-
-pub(crate) fn zero_unused(
-    cuda: &CudaExec,
-    op: &str,
-    counts: View,
-    max_tokens: usize,
-    mut out: ViewMut,
-) -> Result<()> {
-    let (experts, width) = (int(op, counts.elem_count())?, int(op, out.dims().last().copied().unwrap_or(0))?);
-    let (max_tokens, counts) = (int(op, max_tokens)?, cuda.read(op, "expert_num_tokens", counts)?);
-    let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
-    // SAFETY: see above.
-    cuda.check(op, unsafe { ffi::moe_any_zero_unused(counts, experts, max_tokens, width, out, stream) })
 }

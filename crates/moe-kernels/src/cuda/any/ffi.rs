@@ -196,6 +196,16 @@ unsafe extern "C" {
         workspace: Out,
         stream: Stream,
     ) -> i32;
+    pub(super) fn moe_any_list_slots(
+        topk_ids: In,
+        expert_map: In,
+        count: i32,
+        num_ids: i32,
+        num_local: i32,
+        counts: Out,
+        lists: Out,
+        stream: Stream,
+    ) -> i32;
     pub(super) fn moe_any_zero_absent(
         topk_ids: In,
         expert_map: In,
@@ -254,14 +264,6 @@ unsafe extern "C" {
         max_tokens: i32,
         offsets: Out,
         numbers: Out,
-        stream: Stream,
-    ) -> i32;
-    pub(super) fn moe_any_zero_unused(
-        counts: In,
-        experts: i32,
-        max_tokens: i32,
-        width: i32,
-        out: Out,
         stream: Stream,
     ) -> i32;
     pub(super) fn moe_any_route(args: *const RawRoute, stream: Stream) -> i32;

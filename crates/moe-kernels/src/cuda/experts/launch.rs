@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use candle_core::{DType, Result};
 
-use super::{FusedExperts, STREAM_SLOTS, Sizes};
+use super::{ExpertLists, FusedExperts, STREAM_SLOTS, Sizes};
 use crate::buffer::Scratch;
 use crate::cuda::{PreNorm, ffi, small};
 use crate::exec::Exec;
@@ -31,20 +31,28 @@ pub(super) struct Lease {
 }
 
 /// What `moe_align_tokens` writes.
-pub(super) struct Aligned {
+struct Aligned {
     offsets: Lease,
     sorted: Lease,
     tiles: Lease,
     num_tiles: Lease,
 }
 
-/// The slots of each expert.
+/// The slots of each expert, [E, `places`] in any order, and how many there are \[E\].
 #[derive(Clone, Copy)]
-pub(super) enum Slots<'a> {
-    /// [E, T], as the router lists them; their counts are among the kernel's counters.
-    Buckets(&'a Lease),
-    /// In order of experts.
-    Aligned(&'a Aligned),
+pub(super) struct Buckets {
+    pub at: *const c_void,
+    pub counts: *const c_void,
+    pub places: usize,
+}
+
+impl Buckets {
+    /// Those of lists, which [`Sizes::check`] has checked.
+    pub(super) fn of(op: &str, lists: &ExpertLists, s: &Sizes, ex: &Exec) -> Result<Self> {
+        let cuda = ex.cuda(op)?;
+        let (at, counts) = (cuda.read(op, "lists", lists.slots)?, cuda.read(op, "counts", lists.counts)?);
+        Ok(Self { at, counts, places: s.slots() })
+    }
 }
 
 /// What lies between the products and the sum.
@@ -139,11 +147,11 @@ impl Inputs {
         cuda.check(op, code)
     }
 
-    /// Slots in order of their experts, and tiles of at most `tile_rows` of them.
-    pub(super) fn align(&self, s: &Sizes, tile_rows: usize, ex: &Exec) -> Result<Aligned> {
+    /// Slots in order of their experts, and tiles of at most [`GROUPED_ROWS`] of them.
+    fn align(&self, s: &Sizes, ex: &Exec) -> Result<Aligned> {
         let op = self.op;
         let (slots, num_local) = (small(op, s.slots())?, small(op, s.num_local)?);
-        let tile_rows = small(op, tile_rows)?;
+        let tile_rows = small(op, GROUPED_ROWS)?;
         // SAFETY: a pure function of numbers.
         let max_tiles = unsafe { ffi::moe_max_tiles(slots, num_local, tile_rows) } as usize;
         let words = |n: usize| Lease::new(op, DType::U32, &[n], ex);
@@ -176,29 +184,18 @@ impl Inputs {
     }
 
     /// Both products on warpgroup products: the rows of all slots that have a local expert.
-    pub(super) fn tensor(&self, s: &Sizes, slots: Slots, rows: &Rows, ex: &Exec) -> Result<()> {
+    pub(super) fn tensor(&self, s: &Sizes, slots: Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
         let (op, cuda) = (self.op, ex.cuda(self.op)?);
-        let none = std::ptr::null();
-        let (listed, offsets, tiles, num_tiles) = match slots {
-            Slots::Buckets(buckets) => (buckets.at.cast_const(), none, none, none),
-            Slots::Aligned(a) => (
-                a.sorted.at.cast_const(),
-                a.offsets.at.cast_const(),
-                a.tiles.at.cast_const(),
-                a.num_tiles.at.cast_const(),
-            ),
-        };
         // SAFETY: `Sizes::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
-        // it asks for, and routing or alignment has filled it.
+        // it asks for, and routing has filled it.
         let code = unsafe {
             ffi::moe_experts_tensor(
                 self.x,
                 self.w13,
                 self.w2,
-                listed,
-                offsets,
-                tiles,
-                num_tiles,
+                slots.at,
+                slots.counts,
+                small(op, slots.places)?,
                 rows.act.at,
                 rows.slot_rows.at,
                 counters(s.num_local, ex)?.cast(),
@@ -219,7 +216,7 @@ impl Inputs {
         let op = self.op;
         let (slots, num_local) = (small(op, s.slots())?, small(op, s.num_local)?);
         let (top_k, hidden, inter) = (small(op, s.top_k)?, small(op, s.hidden)?, small(op, s.inter)?);
-        let a = self.align(s, GROUPED_ROWS, ex)?;
+        let a = self.align(s, ex)?;
         let (offsets, sorted, tiles, num_tiles) = (a.offsets.at, a.sorted.at, a.tiles.at, a.num_tiles.at);
         let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
         let cuda = ex.cuda(op)?;

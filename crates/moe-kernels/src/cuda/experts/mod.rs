@@ -4,14 +4,15 @@ mod launch;
 
 use candle_core::{DType, Result, bail};
 
-use super::router::{Buckets, Gate, gate_route, gate_route_fits};
+use super::router::{self, Gate, gate_route, gate_route_fits};
 use super::small::{experts_into, small_experts_fit};
 use super::{PreNorm, aligned};
+use crate::align::list_slots_into;
 use crate::buffer::Scratch;
 use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
-use launch::{Inputs, Lease, Rows, Slots, bucket_counts};
+use launch::{Buckets, Inputs, Lease, Rows, bucket_counts};
 
 /// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
 const TENSOR_TOKENS: usize = 8;
@@ -37,6 +38,17 @@ pub struct FusedExperts<'a> {
     pub topk_weights: View<'a>,
     /// \[P\] i32, physical expert to local slot, -1 = elsewhere; `None` = identity.
     pub expert_map: Option<View<'a>>,
+    /// The slots of each local expert, where they are known: saves listing them.
+    pub lists: Option<ExpertLists<'a>>,
+}
+
+/// The slots of each local expert, as [`list_slots_into`](crate::list_slots_into) lists those of the same ids and map.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertLists<'a> {
+    /// \[E_local\] u32.
+    pub counts: View<'a>,
+    /// [E_local, T*K] u32.
+    pub slots: View<'a>,
 }
 
 /// out\[t\] = Σ_k topk_weights[t, k] · w2\[e\] (silu(gate) · up), gate and up from w13\[e\] x\[t\], e =
@@ -61,9 +73,15 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
     match sizes.form(ex)? {
         Form::Stream => inputs.stream(&sizes, scratch, (out, output), ex),
         Form::Tensor => {
-            // One tile for each expert that is touched.
-            let aligned = inputs.align(&sizes, sizes.slots(), ex)?;
-            inputs.tensor(&sizes, Slots::Aligned(&aligned), &scratch, ex)?;
+            let listed;
+            let lists = match args.lists {
+                Some(lists) => lists,
+                None => {
+                    listed = list(args, &sizes, ex)?;
+                    ExpertLists { counts: listed[0].view(), slots: listed[1].view() }
+                }
+            };
+            inputs.tensor(&sizes, Buckets::of(op, &lists, &sizes, ex)?, &scratch, ex)?;
             inputs.combine(&sizes, &scratch, (out, output), ex)
         }
         Form::Grouped => {
@@ -71,6 +89,14 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
             inputs.combine(&sizes, &scratch, (out, output), ex)
         }
     }
+}
+
+/// Lists the slots of each local expert, where the caller has not: how many, and which.
+fn list(args: &FusedExperts, sizes: &Sizes, ex: &mut Exec) -> Result<[Scratch; 2]> {
+    let mut counts = ex.scratch(DType::U32, &[sizes.num_local])?;
+    let mut slots = ex.scratch(DType::U32, &[sizes.num_local, sizes.slots()])?;
+    list_slots_into(args.topk_ids, args.expert_map, counts.view_mut(), slots.view_mut(), ex)?;
+    Ok([counts, slots])
 }
 
 /// Whether [`route_experts_add_norm_into`] fits a step of so many tokens.
@@ -191,18 +217,19 @@ impl Routed {
         let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
         let slots = Lease::new(op, DType::U32, &[num_local, tokens], ex)?;
         let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
-        let buckets = Buckets {
+        let buckets = router::Buckets {
             counts: bucket_counts(num_local, ex)?,
             slots: slots.at,
             expert_map: ex.cuda(op)?.read_or_null(op, "expert_map", expert_map)?,
         };
         gate_route(x, gate, outputs, buckets, ex)?;
-        let args =
-            FusedExperts { x, w13, w2, topk_ids: ids.view(), topk_weights: weights.view(), expert_map };
+        let (topk_ids, topk_weights) = (ids.view(), weights.view());
+        let args = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map, lists: None };
         let sizes = Sizes::check(op, &args)?;
         let inputs = Inputs::of(op, &args, ex)?;
         let rows = inputs.scratch(&sizes, ex)?;
-        inputs.tensor(&sizes, Slots::Buckets(&slots), &rows, ex)?;
+        let (at, counts) = (slots.at.cast_const(), bucket_counts(num_local, ex)?.cast_const());
+        inputs.tensor(&sizes, Buckets { at, counts, places: tokens }, &rows, ex)?;
         Ok(Self { sizes, inputs, rows, _ids: ids, _weights: weights })
     }
 }
@@ -241,6 +268,12 @@ impl Sizes {
         expect_dtype(op, "topk_weights", &args.topk_weights, DType::F32)?;
         if let Some(map) = &args.expert_map {
             expect_dtype(op, "expert_map", map, DType::I32)?;
+        }
+        if let Some(lists) = &args.lists {
+            expect_dims(op, "lists.counts", &lists.counts, &[num_local])?;
+            expect_dtype(op, "lists.counts", &lists.counts, DType::U32)?;
+            expect_dims(op, "lists.slots", &lists.slots, &[num_local, tokens * top_k])?;
+            expect_dtype(op, "lists.slots", &lists.slots, DType::U32)?;
         }
         if !Self::fit(hidden, inter) {
             bail!("{op}: expected H and I to be multiples of 64, got {hidden} and {inter}")

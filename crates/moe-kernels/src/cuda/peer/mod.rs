@@ -1,13 +1,17 @@
-//! All-reduce of small arrays over memory that the ranks of a host share: the launches of `cuda/all_reduce.cu`.
+//! Collectives of small arrays over memory that the ranks of a host share: the launches of `cuda/all_reduce.cu`, and in `gather`
+//! those of `cuda/peer_gather.cu`.
 //!
 //! Who allocates that memory, maps it and knows the other ranks is the caller (moe-comm's `PeerAllReduce`);
 //! here are the addresses, the checks and the launches.
+
+mod ffi;
+mod gather;
 
 use std::time::Duration;
 
 use candle_core::{DType, Result, bail};
 
-use super::{PreNorm, aligned, ffi, small};
+use super::{PreNorm, aligned, small};
 use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};

@@ -1,0 +1,263 @@
+//! Gathers and reduce-scatters over peer memory: against in-process CPU ranks for any size, alignment and value, and many in a row.
+
+use candle_core::{DType, Result};
+use moe_comm::{Communicator, NcclComm, PeerAllReduce, ReduceOp, run_ranks};
+use moe_kernels::cuda::Graph;
+use moe_kernels::{Buffer, Exec, NO_EXPERT, View, add_into};
+
+use super::peer_runs::upload;
+use super::peers::peers_of;
+use super::rounds::bits;
+use super::{LIMIT, run_nccl_ranks, worlds};
+use crate::common::{Rng, assert_close, words};
+
+/// A decode step's exchange: each rank brings rows [T, H] with ids and weights [T, K], and sums [n * T, H] for all.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    tokens: usize,
+    hidden: usize,
+    top_k: usize,
+    dtype: DType,
+    /// Elements from an aligned address, on odd ranks only: ranks need not agree.
+    offset: usize,
+}
+
+/// A copy on the context's device, `offset` elements behind an aligned address.
+struct Placed {
+    data: Buffer,
+    offset: usize,
+    dims: Vec<usize>,
+}
+
+impl Placed {
+    fn new(host: &Buffer, offset: usize, ex: &Exec) -> Result<Self> {
+        let len = host.view().elem_count();
+        let mut data = ex.zeros(host.dtype(), &[offset + len])?;
+        ex.copy_from_host(host.view(), data.view_mut().narrow(offset, len)?)?;
+        Ok(Self { data, offset, dims: host.dims().to_vec() })
+    }
+
+    fn view(&self) -> Result<View<'_>> {
+        self.data.view().narrow(self.offset, self.dims.iter().product())?.reshape(&self.dims)
+    }
+}
+
+impl Case {
+    fn parts(&self) -> [(DType, usize); 3] {
+        let slots = self.tokens * self.top_k;
+        [(self.dtype, self.tokens * self.hidden), (DType::U32, slots), (DType::F32, slots)]
+    }
+
+    /// Ids with the patterns that the wire gives a meaning.
+    fn ids(&self, rng: &mut Rng) -> Buffer {
+        let special = [NO_EXPERT, NO_EXPERT - 1, 0x7fff_7fff, 0xffff, 0xffff_0000];
+        let id = |_| if rng.below(3) == 0 { special[rng.below(5)] } else { rng.below(128) as u32 };
+        words((0..self.tokens * self.top_k).map(id).collect(), &[self.tokens, self.top_k])
+    }
+
+    /// What has arrived: rows, ids and weights of all ranks, and this rank's sums.
+    fn play(&self, comm: &dyn Communicator, ex: &mut Exec) -> Result<[Buffer; 4]> {
+        let (rank, n, Self { tokens, hidden, top_k, dtype, .. }) = (comm.rank(), comm.world_size(), *self);
+        let mut rng = Rng::seeded(7 + rank as u64);
+        let own = [
+            rng.floats(dtype, &[tokens, hidden]),
+            self.ids(&mut rng),
+            rng.floats(DType::F32, &[tokens, top_k]),
+            rng.floats(DType::F32, &[n * tokens, hidden]),
+        ];
+        let offset = self.offset * (rank % 2);
+        let [rows, ids, weights, sums] = own.map(|host| Placed::new(&host, offset, ex).unwrap());
+        let room =
+            |of: &Placed, dims: &[usize]| Placed::new(&Buffer::zeros(of.data.dtype(), dims)?, offset, ex);
+        let mut all = [
+            room(&rows, &[n * tokens, hidden])?,
+            room(&ids, &[n * tokens, top_k])?,
+            room(&weights, &[n * tokens, top_k])?,
+            room(&sums, &[tokens, hidden])?,
+        ];
+        let [to_rows, to_ids, to_weights, to_sums] = all.each_mut().map(|to| {
+            let len = to.dims.iter().product();
+            to.data.view_mut().narrow(to.offset, len).unwrap().reshape(&to.dims).unwrap()
+        });
+        let counts = vec![tokens; n];
+        let arrays = vec![(rows.view()?, to_rows), (ids.view()?, to_ids), (weights.view()?, to_weights)];
+        comm.all_gather_v_each(arrays, &counts, ex)?;
+        comm.reduce_scatter_v(sums.view()?, &counts, to_sums, ReduceOp::Sum, ex)?;
+        Ok(all.map(|to| ex.to_host(to.view().unwrap()).unwrap()))
+    }
+}
+
+/// No token, parts of a slot, one slot for each thread and more, the most that fits, more than that.
+fn cases() -> Vec<Case> {
+    let sizes = [
+        (0, 64, 8),
+        (1, 8, 4),
+        (1, 7, 1),
+        (2, 12, 3),
+        (1, 2048, 8),
+        (5, 264, 8),
+        (3, 64, 6),
+        (16, 2048, 8),
+        (100, 1000, 4),
+        (128, 2048, 8),
+        (400, 2048, 8),
+    ];
+    let dtypes = [DType::BF16, DType::F32, DType::F16];
+    let of = |(tokens, hidden, top_k)| {
+        move |(i, dtype)| Case { tokens, hidden, top_k, dtype, offset: [0, 1, 3][i] }
+    };
+    sizes.into_iter().flat_map(|size| dtypes.into_iter().enumerate().map(of(size))).collect()
+}
+
+#[test]
+fn gathers_and_scatters_have_the_bits_of_cpu_ranks() {
+    let cases = cases();
+    for n in worlds() {
+        let expected = run_ranks(n, |_, comm| {
+            cases.iter().map(|c| c.play(&comm, &mut Exec::cpu())).collect::<Result<Vec<_>>>()
+        });
+        let got = run_nccl_ranks(n, LIMIT, |comm, ex| {
+            let peers = peers_of(comm);
+            let both = |case: &Case| {
+                let scatters = peers.fits_scatter(DType::F32, case.tokens * case.hidden);
+                let fits = peers.fits_gather(case.parts().into_iter()) && scatters;
+                let whole = case.hidden.is_multiple_of(8) && case.top_k.is_multiple_of(4);
+                assert!(fits || case.tokens > 100 || !whole, "{case:?}");
+                let [peers, nccl] = [true, false].map(|over_peers| {
+                    comm.use_peers(over_peers);
+                    case.play(comm, ex).unwrap()
+                });
+                comm.check().unwrap();
+                (peers, nccl, scatters)
+            };
+            cases.iter().map(both).collect::<Vec<_>>()
+        });
+        for (rank, (got, want)) in got.iter().zip(expected).enumerate() {
+            for (case, (got, want)) in cases.iter().zip(got.iter().zip(want.unwrap())) {
+                let what = format!("rank {rank} of {n}: {case:?}");
+                let (peers, nccl, scatters) = got;
+                for i in 0..3 {
+                    assert_eq!(bits(&nccl[i]), bits(&want[i]), "NCCL, array {i}, {what}");
+                    assert_eq!(bits(&peers[i]), bits(&want[i]), "array {i}, {what}");
+                }
+                // NCCL adds in an order of its own.
+                assert_close(&what, &want[3], &nccl[3], (n * n) as f64 * 1e-7);
+                if *scatters {
+                    assert_eq!(bits(&peers[3]), bits(&want[3]), "sums, {what}");
+                }
+            }
+        }
+    }
+}
+
+/// All ones mark a word that has not arrived. Floats of that pattern are NaNs and come out as such, the same on all ranks.
+#[test]
+fn floats_that_look_empty_arrive() {
+    let empty = f32::from_bits(u32::MAX);
+    for n in worlds() {
+        let results = run_nccl_ranks(n, LIMIT, |comm, ex| {
+            let host = Buffer::from_vec(vec![empty, 1.0, empty, -2.0], &[1, 4]).unwrap();
+            let (own, mut all) = (Placed::new(&host, 0, ex).unwrap(), ex.zeros(DType::F32, &[n, 4]).unwrap());
+            comm.all_gather(own.view().unwrap(), all.view_mut(), ex).unwrap();
+            comm.check().unwrap();
+            ex.to_host(all.view()).unwrap()
+        });
+        for all in &results {
+            assert_eq!(bits(all), bits(&results[0]));
+            for row in all.view().to_f32_vec().unwrap().chunks(4) {
+                assert!(row[0].is_nan() && row[1] == 1.0 && row[2].is_nan() && row[3] == -2.0, "{row:?}");
+            }
+        }
+    }
+}
+
+/// Rows go to all ranks, come back summed, and pile up; in turn with sums, which use the same slots otherwise.
+struct Pile {
+    own: [Buffer; 3],
+    all: Buffer,
+    back: Buffer,
+    pile: Buffer,
+    times: [usize; 3],
+}
+
+const DIMS: [usize; 2] = [3, 1024];
+
+/// What rank `rank`'s array `array` holds: small whole numbers, whose sums are exact.
+fn value(rank: usize, array: usize, i: usize) -> f32 {
+    ((rank + 1) * (array + 1) + i % 7) as f32
+}
+
+impl Pile {
+    fn new(rank: usize, n: usize, ex: &Exec) -> Self {
+        let zeros = |dims: &[usize]| ex.zeros(DType::F32, dims).unwrap();
+        let own = std::array::from_fn(|array| {
+            upload(ex, (0..DIMS[0] * DIMS[1]).map(|i| value(rank, array, i)).collect(), &DIMS)
+        });
+        Self {
+            own,
+            all: zeros(&[n * DIMS[0], DIMS[1]]),
+            back: zeros(&DIMS),
+            pile: zeros(&DIMS),
+            times: [0; 3],
+        }
+    }
+
+    /// Puts call number `i` on the stream: what comes back is n times the rank's own rows.
+    fn call(&mut self, i: usize, comm: &NcclComm, peers: &PeerAllReduce, ex: &mut Exec) -> Result<()> {
+        comm.all_gather(self.own[i % 3].view(), self.all.view_mut(), ex)?;
+        comm.reduce_scatter(self.all.view(), self.back.view_mut(), ReduceOp::Sum, ex)?;
+        if i % 4 == 1 {
+            // All ranks' arrays are summed, and not used: only the slots matter.
+            peers.all_reduce_into(self.all.view_mut(), ex)?;
+        }
+        add_into(self.back.view(), self.pile.view_mut(), ex)
+    }
+
+    fn count(&mut self, i: usize) {
+        self.times[i % 3] += 1;
+    }
+
+    fn check(&self, rank: usize, n: usize, ex: &Exec) {
+        let got = ex.to_host(self.pile.view()).unwrap().view().to_f32_vec().unwrap();
+        for (i, got) in got.into_iter().enumerate() {
+            let all = (0..3).map(|array| self.times[array] as f32 * value(rank, array, i));
+            let expected = n as f32 * all.sum::<f32>();
+            assert!(expected < (1 << 24) as f32, "f32 must hold {expected}");
+            assert_eq!(got, expected, "element {i}");
+        }
+    }
+}
+
+#[test]
+fn thousands_of_exchanges_without_a_wait_and_in_graphs() {
+    const RECORDED: usize = 5;
+    for n in worlds() {
+        run_nccl_ranks(n, LIMIT, |comm, ex| {
+            let (peers, rank) = (peers_of(comm), comm.rank());
+            assert!(peers.fits_scatter(DType::F32, DIMS[0] * DIMS[1]));
+            let mut pile = Pile::new(rank, n, ex);
+            for i in 0..3000 {
+                // Each rank is late at other times.
+                if i % 997 == 100 * rank {
+                    std::thread::sleep(std::time::Duration::from_millis(1));
+                }
+                pile.call(i, comm, peers, ex).unwrap();
+                pile.count(i);
+            }
+            pile.check(rank, n, ex);
+            let record = |ex: &mut Exec| (0..RECORDED).try_for_each(|i| pile.call(i, comm, peers, ex));
+            let mut graph = Graph::capture(ex, record).unwrap();
+            for replay in 0..200 {
+                graph.launch().unwrap();
+                comm.watch(ex).unwrap();
+                (0..RECORDED).for_each(|i| pile.count(i));
+                for i in 0..replay % 4 {
+                    pile.call(i, comm, peers, ex).unwrap();
+                    pile.count(i);
+                }
+            }
+            pile.check(rank, n, ex);
+            comm.check().unwrap();
+        });
+    }
+}
