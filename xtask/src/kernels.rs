@@ -23,7 +23,7 @@ use report::Usage;
 const ALLOWED_SPILLS: &[(&str, &str)] = &[];
 
 /// Sources that arrive at barriers by `warp_arrive` of ptx.cuh.
-const WARP_ARRIVALS: &[&str] = &["experts_stream", "linear_stream"];
+const WARP_ARRIVALS: &[&str] = &["experts_stream", "layer_stream", "linear_stream"];
 
 #[derive(clap::Args)]
 pub struct Args {

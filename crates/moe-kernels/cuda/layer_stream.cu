@@ -35,7 +35,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void release(int product, const Cursor& at) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(s.empty(product, at.stage));
+    warp_arrive(s.empty(product, at.stage));
   }
 
   /// The steps of a stage that are this warp's. Rows g of `low` (and 8 + g of `high`) are a lane's weights, `x` is its
@@ -73,6 +73,7 @@ struct Consumer {
   __device__ __forceinline__ int gate_up() const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
     const uint8_t* x = s.rows() + min(lane / 8, a.tokens - 1) * a.hidden * 2;
+    mbarrier_wait(s.units_full(), 0);
     Cursor at;
     for (int i = 0;; ++i) {
       wait(0, at);
@@ -94,7 +95,7 @@ struct Consumer {
       }
       if (threadIdx.x == 0) *s.parts_tile(buffer) = tile;
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(s.parts_full(buffer));
+      warp_arrive(s.parts_full(buffer));
       if (tile.pairs == 0) {
         release(0, at);
         return tile.row;
@@ -165,14 +166,15 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
     for (int product = 0; product < 2; ++product) {
       for (int i = 0; i < a.stages[product]; ++i) {
         mbarrier_init(s.full(product, i), 1);
-        mbarrier_init(s.empty(product, i), kConsumers);
+        mbarrier_init(s.empty(product, i), kConsumers * kWarpArrivals);
       }
     }
-    for (int u = 0; u < a.slots(); ++u) mbarrier_init(s.act_full(u), 1);
+    for (int u = 0; u < a.slots(); ++u) mbarrier_init(s.act_full(u), kWarpArrivals);
     for (int i = 0; i < kParts; ++i) {
-      mbarrier_init(s.parts_full(i), kConsumers);
-      mbarrier_init(s.parts_empty(i), 1);
+      mbarrier_init(s.parts_full(i), kConsumers * kWarpArrivals);
+      mbarrier_init(s.parts_empty(i), kWarpArrivals);
     }
+    mbarrier_init(s.units_full(), kWarpArrivals);
     mbarrier_fence_init();
   }
   __syncthreads();
@@ -192,8 +194,12 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
   if (blockIdx.x == 0 && router == 0 && elect_one()) a.state->tickets[turn.parity ^ 1] = 0;
   if (router < a.tokens) route<kPerLane>(a, s, router, turn.number);
   routers_sync();
-  if (router == 0) build_units(a, s);
-  routers_sync();
+  if (router == 0) {
+    build_units(a, s);
+    __syncwarp();
+    warp_arrive(s.units_full());
+  }
+  mbarrier_wait(s.units_full(), 0);
   if (router == kRouters - 1) {
     activate(a, s, turn.number);
   } else if (router > 0) {

@@ -68,7 +68,7 @@ struct Layout {
 
 __host__ __device__ inline Layout layout(const Args& a) {
   Layout l;
-  l.tiles = 8 * (4 * kMaxStages + kMaxSlots + 2 * kParts);
+  l.tiles = 8 * (4 * kMaxStages + kMaxSlots + 2 * kParts + 1);
   l.routing = round_up(l.tiles + 8 * (kMaxStages + kParts + 1), 16);
   // Scales; ids and weights; experts of the units; weights and slots of units and tokens.
   l.partial = round_up(l.routing + 4 * kMaxTokens + a.slots() * 12 + a.slots() * a.tokens * 8, 16);
@@ -102,6 +102,7 @@ struct Shared {
   __device__ uint64_t* act_full(int unit) const { return full(2, unit); }
   __device__ uint64_t* parts_full(int i) const { return act_full(kMaxSlots) + i; }
   __device__ uint64_t* parts_empty(int i) const { return parts_full(kParts) + i; }
+  __device__ uint64_t* units_full() const { return parts_empty(kParts); }
   __device__ Tile* tile(int stage) const { return reinterpret_cast<Tile*>(base + l.tiles) + stage; }
   __device__ Tile* parts_tile(int i) const { return tile(kMaxStages) + i; }
   __device__ uint32_t* units() const { return reinterpret_cast<uint32_t*>(parts_tile(kParts)); }
@@ -338,7 +339,7 @@ __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_
       gate += part[0], up += part[kPairs * a.tokens];
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(s.parts_empty(buffer));
+    warp_arrive(s.parts_empty(buffer));
     gate *= scale, up *= scale;
     const float value = gate / (1.0f + __expf(-gate)) * up, next = __shfl_down_sync(0xffffffffu, value, 1);
     const uint32_t slot = s.unit_slot(tile.unit)[token];
@@ -377,7 +378,7 @@ __device__ __forceinline__ void fetch_activations(const Args& a, const Shared& s
       }
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(s.act_full(u));
+    warp_arrive(s.act_full(u));
   }
 }
 

@@ -80,8 +80,10 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
   GateRows gate;
   int held = rank * kExperts, held_first = 0;  // which part of the gate
   gate.load(a, held, held_first);
+  cluster_arrive();
   pdl_launch_dependents();
   pdl_wait();
+  cluster_wait();  // every block of the cluster runs: its logits may be written to
 
   const auto store = [&](int expert0, int token0) {
     const int r = threadIdx.x % kExperts, e = expert0 + r, t = token0 + threadIdx.x / kExperts, own = t - begin;
