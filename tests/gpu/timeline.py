@@ -30,10 +30,11 @@ def longest_run(device, batch):
 
 def figures(steps, host):
     """Microseconds a step. `host`: its events while the device ran `steps`."""
-    launched = sum(e["name"] == "step" for e in host)
-    if launched == 0:
+    if not any(e["name"] == "step" for e in host):
         sys.exit("no step of the host while the device ran")
-    mean = lambda name: sum(e["dur"] for e in host if e["name"] == name) / launched
+    # Each by its own number: at the ends of the run a part of a step may be there without the whole.
+    durations = lambda name: [e["dur"] for e in host if e["name"] == name]
+    mean = lambda name: statistics.mean(durations(name) or [0.0])
     idle = [b["ts"] - a["ts"] - a["dur"] for a, b in zip(steps, steps[1:])]
     found = {
         "steps": len(steps),
