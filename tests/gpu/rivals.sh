@@ -34,7 +34,7 @@ part transformers 100 python3 "$root/tests/bench/peers/transformers_offline.py" 
   --batches 1,8 --lengths 2048 --output 17
 part kernels 80 env OUT="$work" BENCH_BATCHES="1 8 64 256" python3 "$root/tests/cuda/decode.py" bench kernels layers linears
 part experts 60 python3 "$root/tests/cuda/experts.py" "$MOE_KERNELS_SO" --no-checks --kernels "stream,tensor,router + tensor,router alone" \
-  --tokens 1,4,8,32,64,128,256,1024 --skews 0,1 --out "$work/experts.json"
+  --tokens 1,2,4,8,16,32,64,128,256,512,1024 --skews 0,0.5,1 --out "$work/experts.json"
 part router 40 python3 "$root/tests/cuda/router.py" "$MOE_KERNELS_SO" --only check_refusals
 echo "== $SECONDS s"
 python3 "$root/tests/gpu/rivals.py" "$work" "$out/rivals.json" | tee "$out/rivals.txt"
