@@ -9,7 +9,7 @@ use model_runtime::{Checkpoint, Geometry, ParallelConfig, RankView, TensorFiles,
 use moe_engine::ModelFamily;
 use moe_experts::{ExpertWeights, LoadSpec};
 use moe_kernels::cuda::Staging;
-use moe_kernels::{Buffer, Exec, ViewMut};
+use moe_kernels::{Buffer, Exec};
 use moe_tests::fixture;
 use rayon::prelude::*;
 
@@ -124,14 +124,16 @@ fn buffers_go_from_thread_to_thread() -> Result<()> {
         rest = behind;
     }
     let fails = |i: usize| i % 7 == 3;
-    let put = |(i, here): (usize, ViewMut<'_>)| {
-        let fill = |bytes: &mut [u8]| {
-            bytes.fill(i as u8);
-            if fails(i) { candle_core::bail!("nothing to read") } else { Ok(()) }
-        };
-        staging.put(here, fill).is_ok()
-    };
-    let done: Vec<bool> = staging.in_order(|| Ok(puts.into_par_iter().map(put).collect()))?;
+    let done: Vec<bool> = puts
+        .into_par_iter()
+        .map(|(i, here)| {
+            let fill = |bytes: &mut [u8]| {
+                bytes.fill(i as u8);
+                if fails(i) { candle_core::bail!("nothing to read") } else { Ok(()) }
+            };
+            staging.put(here, fill).is_ok()
+        })
+        .collect();
     let host = cuda().to_host(out.view())?;
     let mut got = host.view().cpu::<u8>()?;
     for (i, &len) in lens.iter().enumerate() {

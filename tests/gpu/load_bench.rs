@@ -34,7 +34,7 @@ const BLOCK: usize = 64 << 20;
 /// What of the slower of disk and bus a load is to reach.
 const WANTED: f64 = 0.8;
 /// The same with files in the page cache, which is faster than any disk: a guard, not the aim.
-const WANTED_IN_MEMORY: f64 = 0.55;
+const WANTED_IN_MEMORY: f64 = 0.4;
 
 /// Random bf16 numbers of moderate size.
 fn random_block() -> Vec<u8> {

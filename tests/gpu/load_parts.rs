@@ -107,14 +107,13 @@ fn staged(
     }
     let bytes = loads.iter().map(|(.., here)| here.elem_count()).sum();
     let start = Instant::now();
-    let put = |(file, at, here): (&File, u64, ViewMut<'_>)| {
+    loads.into_par_iter().for_each(|(file, at, here)| {
         let fill = |buffer: &mut [u8]| {
             read(file, at, buffer);
             Ok(())
         };
-        staging.put(here, fill)
-    };
-    staging.in_order(|| loads.into_par_iter().try_for_each(put)).unwrap();
+        staging.put(here, fill).unwrap();
+    });
     cuda().synchronize().unwrap();
     rate(bytes, start)
 }

@@ -109,23 +109,25 @@ struct Consumer {
     const int my_row = threadIdx.x % kDownRows, my_token = threadIdx.x / kDownRows;
     Cursor at = {stage};
     for (int top = first; top < last; top += kDownRows) {
-      const bool mine = my_token < a.tokens && top + my_row < last;
+      const int rows = min(kDownRows, last - top);  // results of the other rows, and of tokens that a unit has none of, are not used
+      const bool mine = my_token < a.tokens && my_row < rows;
       const size_t to = static_cast<size_t>(my_token) * a.hidden + top + my_row;
       float value = mine ? before<kOutput>(a.out, to) : 0.0f;
       float low = 0, high = 0;
       for (int u = 0; u < units; ++u) {
         const uint32_t* slots = s.unit_slot(u);
-        const uint32_t slot = slots[min(lane / 8, a.tokens - 1)];
-        const uint8_t* act = s.act() + (slot == kNoSlot ? 0 : slot) * a.inter * 2;  // of no slot: not used
+        uint32_t slot = slots[min(lane / 8, a.tokens - 1)], any = slot;
+        for (int t = 0; t < a.tokens; ++t) any = min(any, slots[t]);
+        const uint8_t* act = s.act() + (slot == kNoSlot ? any : slot) * a.inter * 2;
         const bool uses = token < a.tokens && slots[token] != kNoSlot;
         const float weight = uses ? s.unit_weight(u)[token] : 0;
         mbarrier_wait(s.act_full(u), 0);
         float acc[4][4] = {};
         for (int k = 0; k < a.inter; k += a.chunk[1]) {
           wait(1, at);
-          const uint8_t* w = s.stage(1, at.stage) + g * a.chunk[1] * 2;
+          const uint8_t *w = s.stage(1, at.stage), *low = w + min(g, rows - 1) * a.chunk[1] * 2;
           // 12 steps are 8 and 4: with other experts the other warps take the 4.
-          multiply(w, w + kDownRows / 2 * a.chunk[1] * 2, act + k * 2, warp ^ s.expert()[u] % 2 * 4, min(a.chunk[1], a.inter - k), acc);
+          multiply(low, w + min(g + kDownRows / 2, rows - 1) * a.chunk[1] * 2, act + k * 2, warp ^ s.expert()[u] % 2 * 4, min(a.chunk[1], a.inter - k), acc);
           release(1, at);
           at.advance(a.stages[1]);
         }

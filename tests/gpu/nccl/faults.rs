@@ -120,6 +120,7 @@ fn groups_fail_together() {
         run_nccl_ranks(n, LIMIT, |comm, ex| {
             let half = comm.split(comm.rank() % 2, 0, ex).unwrap();
             finished(&*half, ex, &mut data(ex)).unwrap();
+            comm.barrier(ex).unwrap(); // all have split
             if comm.rank() == 0 {
                 half.abort("half is not enough");
             }

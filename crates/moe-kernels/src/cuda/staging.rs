@@ -1,16 +1,15 @@
 //! Page-locked buffers through which data from files reaches a device.
 //!
-//! Threads take a buffer each, fill it, and start its copy; nobody waits for a copy but the next user of the same
-//! buffer. So the copy engine empties some buffers while others are filled, and host memory holds no more than the
-//! buffers. Copies go by two streams of their own: after each one of a stream the engine pauses (8 us of 83 for 4 MiB on
-//! one H200), which a copy of the other stream fills.
+//! Threads take a buffer each, fill it, and put its copy on the device's stream; nobody waits for a
+//! copy but the next user of the same buffer. So the copy engine empties some buffers while others
+//! are filled, and host memory holds no more than the buffers.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
-use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result};
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, result};
 use candle_core::{Device, Result, bail};
 
 use super::CudaExec;
@@ -29,15 +28,13 @@ pub struct Staging {
     /// The buffers that nobody fills, in the order of their copies.
     idle: Mutex<VecDeque<Stage>>,
     returned: Condvar,
-    streams: [Arc<CudaStream>; 2],
     /// What the buffers are parts of. Fields are dropped in their order: it goes after them.
     _memory: LockedMemory,
 }
 
-/// A buffer, the stream of its copies and the mark of the last one.
+/// A buffer and the mark of its last copy.
 struct Stage {
     bytes: &'static mut [u8],
-    stream: Arc<CudaStream>,
     copied: CudaEvent,
 }
 
@@ -53,20 +50,17 @@ impl Staging {
         let mut memory = LockedMemory::new(context, count.saturating_mul(len))?;
         // SAFETY: the memory does not move, lives as long as the buffers do (`Staging`), and is used through them alone.
         let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr(), memory.len()) };
-        let streams = [context.new_stream().w()?, context.new_stream().w()?];
-        let stage = |(i, bytes)| {
+        let stage = |bytes| {
             // A thread that waits leaves its core to others.
             let copied = context.new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
-            let stream: &Arc<CudaStream> = &streams[i % streams.len()];
-            Ok(Stage { bytes, stream: stream.clone(), copied })
+            Ok(Stage { bytes, copied })
         };
-        let idle = bytes.chunks_exact_mut(len).enumerate().map(stage).collect::<Result<_>>()?;
+        let idle = bytes.chunks_exact_mut(len).map(stage).collect::<Result<_>>()?;
         Ok(Self {
             device: ex.device().clone(),
             len,
             idle: Mutex::new(idle),
             returned: Condvar::new(),
-            streams,
             cuda,
             _memory: memory,
         })
@@ -82,25 +76,8 @@ impl Staging {
         self.len
     }
 
-    /// Runs `puts`, whose copies begin after what the context's stream has to do by now, and end before what is put on
-    /// it later.
-    ///
-    /// # Errors
-    /// Those of `puts`; an error of the device.
-    pub fn in_order<T>(&self, puts: impl FnOnce() -> Result<T>) -> Result<T> {
-        let before = self.cuda.stream.record_event(None).w()?;
-        self.streams.iter().try_for_each(|stream| stream.wait(&before)).w()?;
-        let done = puts();
-        // Also after an error: what was to be filled is freed in the order of the context's stream.
-        for stream in &self.streams {
-            let after = stream.record_event(None).w()?;
-            self.cuda.stream.wait(&after).w()?;
-        }
-        done
-    }
-
     /// Lets `fill` write the bytes of `to` into a buffer, at most [`buffer_len`](Self::buffer_len) of them, and
-    /// starts their copy. Waits only for a free buffer. To be called within [`in_order`](Self::in_order).
+    /// starts their copy, in stream order. Waits only for a free buffer.
     ///
     /// # Errors
     /// Those of `fill`; more bytes than a buffer has; a view of another device.
@@ -131,10 +108,10 @@ impl Staging {
         stage.copied.synchronize().w()?;
         let bytes = &mut stage.bytes[..len];
         fill(bytes)?;
-        stage.stream.context().bind_to_thread().w()?;
+        let stream = self.cuda.raw()?; // makes the device current on this thread
         // SAFETY: both sides hold `len` bytes; the host's are neither written nor freed before `copied`.
-        unsafe { result::memcpy_htod_async(address, bytes, stage.stream.cu_stream()) }.w()?;
-        stage.copied.record(&stage.stream).w()
+        unsafe { result::memcpy_htod_async(address, bytes, stream.cast()) }.w()?;
+        stage.copied.record(&self.cuda.stream).w()
     }
 
     /// The buffer whose copy will be the first to end.
