@@ -53,18 +53,10 @@ struct Launch {
   void* stream;
   size_t smem = 0;           // dynamic shared memory, bytes
   bool overlap = true;       // start before the kernel ahead ends; the kernel then calls pdl_wait()
-  bool resident = false;     // all blocks at once, one per multiprocessor, so that they may wait for each other
+  bool cooperative = false;  // all blocks resident at once, so that they may wait for each other: two such launches that shared the
+                             // device, each with a part of its blocks, would wait for ever
   unsigned cluster = 1;      // blocks, along x, that share their shared memory (Hopper)
 };
-
-/// Whether all blocks find room at once. Kernels ahead end without them, and those behind start when all of them run: so
-/// they need not be launched cooperatively, which waits until all multiprocessors are free (0.6 us).
-inline cudaError_t check_resident(const void* kernel, const Launch& l, int device) {
-  int each = 0, sms = 0;
-  cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, static_cast<int>(l.block.x), l.smem);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  return e == cudaSuccess && static_cast<int64_t>(each) * sms < l.grid.x ? cudaErrorCooperativeLaunchTooLarge : e;
-}
 
 /// Launches `kernel`; the error is the launch's own, not one left behind by an earlier call.
 template <class... Params, class... Args>
@@ -80,13 +72,16 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {
     e = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
                              cudaSharedmemCarveoutMaxShared);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (e == cudaSuccess && l.resident) e = check_resident(reinterpret_cast<const void*>(kernel), l, device);
   if (e != cudaSuccess) return e;
-  cudaLaunchAttribute attributes[3];
+  cudaLaunchAttribute attributes[4];
   unsigned count = 0;
   if (l.overlap && major >= 9) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (l.cooperative) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
   }
   if (l.cluster > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;

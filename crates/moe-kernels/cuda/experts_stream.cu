@@ -14,7 +14,7 @@
 //
 // Measured, one H200 (141 GB), Qwen3-30B-A3B: 2.58 TB/s at T = 1, 3.85 at 8, 4.10 at 32, 3.83 at 128; docs/kernels.md has the rest.
 //
-// Blocks wait for each other (flags per unit), so all of them must be resident. The flags come in two sets: a
+// Blocks wait for each other (flags per unit), so the launch is cooperative. The flags come in two sets: a
 // launch uses one and clears the other, so clearing costs no time and one zeroed buffer serves all launches.
 #include "combine.cuh"
 #include "experts_stream_consume.cuh"
@@ -116,7 +116,7 @@ cudaError_t run(Args a, int pass, int chunk_limit, void* stream) {
   else if (!plan(&a, pass, chunk_limit, limits.block_smem)) pass = 0;
   if (pass == 0) return cudaErrorInvalidValue;
   Launch l = {dim3(limits.sms), dim3(kThreads), stream, layout(a, pass).total};
-  l.resident = true;
+  l.cooperative = true;
   switch (pass) {
     case 8: return launch(experts_stream<8>, l, a);
     case 16: return launch(experts_stream<16>, l, a);

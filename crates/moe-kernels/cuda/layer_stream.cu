@@ -17,7 +17,7 @@
 // lane feeds two products with each 16 bytes. Warps split K and are added in warp order; units are added in the order of
 // experts: a token's bits do not depend on the tokens beside it.
 //
-// Measured, one H200: docs/kernels.md. Blocks wait for each other, so all of them must be resident.
+// Measured, one H200: docs/kernels.md. Blocks wait for each other, so the launch is cooperative.
 #include "layer_stream_load.cuh"
 
 namespace moe::layer {
@@ -255,7 +255,7 @@ cudaError_t run(Args a, Output output, void* stream) {
   if (limits.major < 9) return cudaErrorNotSupported;
   if (!divide_ring(&a, limits.block_smem)) return cudaErrorInvalidValue;
   Launch l = {dim3(limits.sms), dim3(kThreads), stream, layout(a).total};
-  l.resident = true;
+  l.cooperative = true;
   const int experts = a.gate == nullptr ? 1 : a.route.experts;
   if (experts <= 128) return run<4>(l, output, a);
   return run<16>(l, output, a);
