@@ -84,7 +84,7 @@ bool valid(int tokens, int top_k, int num_ids, int num_local, int hidden) {
 }  // namespace moe
 
 /// out[t] = sum over k of topk_weights[t, k] slot_rows[t, k], k ascending in f32; out [T, H], bf16
-/// (`output` 0) or f32 (1). Slots without a local expert are skipped and never read.
+/// (`output` 0) or f32 (1). Rows of slots without a local expert are not used, whatever they hold.
 extern "C" int moe_combine(const void* slot_rows, const void* topk_ids, const void* topk_weights,
                            const void* expert_map, void* out, int tokens, int top_k, int num_ids, int num_local,
                            int hidden, int output, void* stream) {

@@ -16,7 +16,8 @@ struct CombineArgs {
   int tokens, top_k, num_ids, num_local, hidden;
 };
 
-/// Columns 4 i .. 4 i + 3 of one token. Rows of slots without a local expert are not read. Bypasses L1:
+/// Columns 4 i .. 4 i + 3 of one token. Rows of slots without a local expert are read, at once
+/// with ids and weights, and not used. Bypasses L1:
 /// other blocks of the same launch may have written the rows.
 __device__ __forceinline__ void combine_columns(const CombineArgs& a, int token, int i) {
   constexpr int kBatch = 8;  // independent loads in flight

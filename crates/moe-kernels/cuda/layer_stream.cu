@@ -184,6 +184,7 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
   pdl_wait();
   const Turn turn(a);
   if (warp < kConsumers) {
+    // Where `out` is `x`, another block may add to rows before a block without a tile has read them: it uses none of them.
     stage_rows(a, s, gain);
     if (a.gate != nullptr) publish_logits(a, s, gate, turn.number);
     const Consumer c = {a, s};
