@@ -162,6 +162,16 @@ def layer_repeats_bit_for_bit():
 
 
 @check
+def layer_fills_its_ring_again():
+    """Sizes of which a block has more tiles than stages; also under compute-sanitizer, which is to see how stages change hands."""
+    shape = (8, 8, 2048, 768)
+    state = state_for(shape[0], shape[3])
+    for given in (True, False):
+        case = Case(1, shape, normed=not given, given=given)
+        case.expect(f"{shape} given {given}", case.run(state))
+
+
+@check
 def layer_refuses_what_it_cannot_do():
     none = [None] * 9
     for tokens, hidden, inter, experts, top_k in ((5, 64, 64, 8, 2), (-1, 64, 64, 8, 2), (1, 96, 64, 8, 2), (1, 64, 100, 8, 2),

@@ -256,6 +256,13 @@ def stream_repeats_with_shared_flags(lib):
 
 
 @check
+def stream_fills_its_ring_again(lib):
+    """Sizes of which a block has more tiles than stages; also under compute-sanitizer, which is to see how stages change hands."""
+    for tokens in (1, 6):
+        expect_close(f"stream T={tokens}", case := Case(tokens, (8, 8, 2048, 768)), run_stream(lib, case))
+
+
+@check
 def graph_equals_eager(lib):
     case = Case(3, SHAPES[0])
     flags = flags_for(lib, 64, case.local)

@@ -166,7 +166,8 @@ fn methods(experts: usize, top_k: usize) -> Vec<RouterConfig> {
 #[test]
 fn every_method_routes_as_on_the_cpu() {
     let mut rng = Rng::new();
-    for (experts, top_k) in [(8, 2), (1, 1), (60, 4), (128, 8), (300, 40), (1500, 3)] {
+    let sizes = [(8, 2), (1, 1), (60, 4), (128, 8), (300, 40), (1500, 3)];
+    for (experts, top_k) in small(sizes, 60, |size| size.0) {
         for config in methods(experts, top_k) {
             for tokens in [0, 1, 37] {
                 check_with(&mut rng, &config, tokens, |_, _| {});

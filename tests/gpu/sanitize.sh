@@ -3,9 +3,8 @@
 #   sanitize.sh [TOOL...]    memcheck, racecheck, synccheck; default: racecheck memcheck
 # Every check of tests/cuda, on few and small shapes (TINY), and every kernel test of bin/gpu is a job. JOBS of them at a
 # time share each visible GPU (default 4). A job ends after LIMIT seconds (default 240), all of them after TOTAL (default 540).
-# Only our kernels are watched. A line per job and, of one that fails, its first distinct reports; a check of tests/cuda that
-# fails under racecheck runs once more on the kernels in which every lane arrives at a barrier for itself. ONLY=PATTERN
-# chooses jobs by name. Lines and logs go to $OUT (default: results), as sanitize.txt and sanitize.tar.gz.
+# Only our kernels are watched. A line per job and, of one that fails, its first distinct reports. ONLY=PATTERN chooses jobs
+# by name. Lines and logs go to $OUT (default: results), as sanitize.txt and sanitize.tar.gz.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=${OUT:-$root/results}
@@ -37,7 +36,7 @@ done
 
 # job TOOL KIND NAME: runs a test under a tool and prints what came of it.
 job() {
-  local tool=$1 kind=$2 name=$3 left=$((deadline - $(date +%s))) start code clean log options command
+  local tool=$1 kind=$2 name=$3 left=$((deadline - $(date +%s))) start code log options command
   log=$logs/$tool-$kind-${name//:/_}.log
   command=("$root/bin/gpu" --exact "$name" --test-threads 1)
   [ "$kind" = decode ] && command=(python3 "$root/tests/cuda/decode.py" check "$name")
@@ -55,12 +54,7 @@ job() {
   CUDA_VISIBLE_DEVICES=$(cut -d, -f$((SLOT % gpus + 1)) <<<"$devices") timeout -k 5 $((left < limit ? left : limit)) \
     "$sanitizer" "${options[@]}" "${command[@]}" >"$log" 2>&1
   code=$?
-  python3 "$root/tests/gpu/sanitize.py" "$tool $kind $name${MOE_LANES:+, every lane arrives}" $code $(($(date +%s) - start)) "$log"
-  clean=$?
-  if [ $clean -ne 0 ] && [[ $code =~ ^(0|99)$ ]] && [ "$tool" = racecheck ] && [ "$kind" != rust ] && [ -z "${MOE_LANES:-}" ]; then
-    logs=$logs/lanes MOE_LANES=1 MOE_KERNELS_SO=$root/lib/racecheck/libmoe_kernels.so job "$@"
-  fi
-  return $clean
+  python3 "$root/tests/gpu/sanitize.py" "$tool $kind $name" $code $(($(date +%s) - start)) "$log"
 }
 
 list() (
@@ -85,7 +79,6 @@ run() {
 export MOE_KERNELS_SO=$root/lib/libmoe_kernels.so TINY=1 PYTHONDONTWRITEBYTECODE=1
 export root logs devices gpus sanitizer limit deadline
 export -f job
-mkdir -p "$logs/lanes"
 list >"$logs/jobs" || { echo "cannot list the checks" && exit 2; }
 run | tee "$out/sanitize.txt"
 code=${PIPESTATUS[0]}

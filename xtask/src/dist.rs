@@ -39,7 +39,7 @@ pub struct Args {
     /// Python interpreter that fetches the toolkit where no CUDA is installed.
     #[arg(long, default_value = "python3")]
     python: String,
-    /// Also pack compute-sanitizer and the kernels that are built for its racecheck.
+    /// Also pack compute-sanitizer.
     #[arg(long)]
     sanitizer: bool,
 }
@@ -78,8 +78,6 @@ pub fn run(args: &Args) -> Result<()> {
     let objects = kernel_objects(&built)?;
     pack_kernels(&toolkit, &objects, &folder.join("lib"))?;
     if args.sanitizer {
-        let objects = kernels::for_racecheck(&toolkit, &objects)?;
-        pack_kernels(&toolkit, &objects, &folder.join("lib/racecheck"))?;
         sanitizer::pack(&args.python, &folder)?;
     }
     for path in FILES {

@@ -3,8 +3,7 @@
 //! Each .cu of crates/moe-kernels/cuda becomes one object for all supported architectures; together they
 //! are target/kernels/libmoe_kernels.so, which carries its own copy of the CUDA runtime. ptxas reports
 //! registers, shared memory and spills of each kernel: a spill fails the build unless it is listed
-//! with a reason. `--racecheck` builds a second library whose warps arrive at barriers lane by lane (`warp_arrive` of
-//! ptx.cuh), for compute-sanitizer alone.
+//! with a reason.
 
 #[path = "../../crates/moe-kernels/build/nvcc.rs"]
 mod nvcc;
@@ -22,17 +21,11 @@ use report::Usage;
 /// Kernels that may spill: a part of the demangled name, and why it is worth it.
 const ALLOWED_SPILLS: &[(&str, &str)] = &[];
 
-/// Sources that arrive at barriers by `warp_arrive` of ptx.cuh.
-const WARP_ARRIVALS: &[&str] = &["experts_stream", "layer_stream", "linear_stream"];
-
 #[derive(clap::Args)]
 pub struct Args {
     /// Print only kernels whose name contains this.
     #[arg(long)]
     only: Option<String>,
-    /// Also build target/kernels-racecheck/libmoe_kernels.so, which only compute-sanitizer's racecheck should see.
-    #[arg(long)]
-    racecheck: bool,
     /// Python interpreter that fetches the toolkit where no CUDA is installed.
     #[arg(long, default_value = "python3")]
     python: String,
@@ -52,29 +45,12 @@ pub fn run(args: &Args) -> Result<()> {
     link(&toolkit, &paths, &out.join("libmoe_kernels.so"))?;
     check_spills(&usage)?;
     println!("{}", out.join("libmoe_kernels.so").display());
-    if args.racecheck {
-        let library = target_dir().join("kernels-racecheck/libmoe_kernels.so");
-        link(&toolkit, &for_racecheck(&toolkit, &paths)?, &library)?;
-        println!("{}", library.display());
-    }
     Ok(())
 }
 
 /// Where the kernels are.
 pub fn sources() -> PathBuf {
     root().join("crates/moe-kernels/cuda")
-}
-
-/// Objects of all kernels, those of `WARP_ARRIVALS` replaced by ones in which every lane arrives.
-pub fn for_racecheck(toolkit: &Toolkit, objects: &[PathBuf]) -> Result<Vec<PathBuf>> {
-    let out = target_dir().join("kernels-racecheck");
-    let flags = ["-DMOE_RACECHECK"];
-    let replaced = |name: &str| WARP_ARRIVALS.contains(&name);
-    let built = nvcc::compile_some(&toolkit.nvcc(), &sources(), &out, &flags, replaced);
-    let built = built.map_err(anyhow::Error::msg)?.into_iter().map(|object| object.path);
-    let is_replaced =
-        |path: &&PathBuf| path.file_stem().is_some_and(|name| replaced(&name.to_string_lossy()));
-    Ok(objects.iter().filter(|path| !is_replaced(path)).cloned().chain(built).collect())
 }
 
 /// Links objects of kernels and the CUDA runtime into a library.
@@ -102,23 +78,7 @@ fn check_spills(usage: &[Usage]) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
-
-    #[test]
-    fn every_source_with_warp_arrivals_is_built_for_racecheck() {
-        let mut found: Vec<String> = fs::read_dir(sources())
-            .unwrap()
-            .map(|entry| entry.unwrap().path())
-            .filter(|path| fs::read_to_string(path).unwrap().contains("warp_arrive("))
-            .map(|path| path.file_stem().unwrap().to_string_lossy().into_owned())
-            .filter(|name| name != "ptx")
-            .collect();
-        // Headers are named after the kernel that they belong to.
-        found.retain(|name| !WARP_ARRIVALS.iter().any(|source| name.starts_with(source)));
-        assert_eq!(found, Vec::<String>::new());
-    }
 
     #[test]
     fn an_unlisted_spill_is_a_fault() {

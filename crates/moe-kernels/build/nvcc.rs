@@ -23,22 +23,10 @@ pub struct Object {
 
 /// Compiles every .cu of `sources` with `nvcc` into `out`; what is up to date is kept.
 pub fn compile_all(nvcc: &Path, sources: &Path, out: &Path) -> Result<Vec<Object>, Error> {
-    compile_some(nvcc, sources, out, &[], |_| true)
-}
-
-/// As `compile_all`, with these flags beside the usual ones and only the files whose name without .cu is `wanted`.
-pub fn compile_some(
-    nvcc: &Path,
-    sources: &Path,
-    out: &Path,
-    more: &[&str],
-    wanted: impl Fn(&str) -> bool,
-) -> Result<Vec<Object>, Error> {
     fs::create_dir_all(out).map_err(|e| format!("cannot make {}: {e}", out.display()))?;
-    let mut files = files_with(sources, "cu")?;
-    files.retain(|file| file.file_stem().is_some_and(|name| wanted(&name.to_string_lossy())));
+    let files = files_with(sources, "cu")?;
     if files.is_empty() {
-        return Err(format!("{} holds no .cu file that is wanted", sources.display()));
+        return Err(format!("{} holds no .cu file", sources.display()));
     }
     let mut headers = SystemTime::UNIX_EPOCH;
     for header in files_with(sources, "cuh")? {
@@ -46,7 +34,6 @@ pub fn compile_some(
     }
     let mut command = vec![nvcc.to_string_lossy().into_owned()];
     command.extend(flags());
-    command.extend(more.iter().map(|flag| flag.to_string()));
     files.iter().map(|file| compile(&command, file, headers, out)).collect()
 }
 

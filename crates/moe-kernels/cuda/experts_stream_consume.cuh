@@ -53,9 +53,8 @@ __device__ __forceinline__ void multiply(const Block& b, int product, const uint
       step(s, acc);
       if (s + kConsumers < steps) step(s + kConsumers, odd);
     }
-    __syncwarp();
-    warp_arrive(b.empty(first.stage));
-    if (product == 0) warp_arrive(b.empty(at.stage));
+    release_to_copies(b.empty(first.stage));
+    if (product == 0) release_to_copies(b.empty(at.stage));
     at.advance(b.a.stages);
   }
 #pragma unroll
@@ -121,8 +120,7 @@ __device__ void consume(const Block& b) {
         });
       }
     }
-    __syncwarp();
-    warp_arrive(b.rows_empty(place));
+    release_to_copies(b.rows_empty(place));
   });
 }
 

@@ -34,8 +34,7 @@ struct Consumer {
     mbarrier_wait(s.full(product, at.stage), at.parity);
   }
   __device__ __forceinline__ void release(int product, const Cursor& at) const {
-    __syncwarp();
-    warp_arrive(s.empty(product, at.stage));
+    release_to_copies(s.empty(product, at.stage));
   }
 
   /// The steps of a stage that are this warp's. Rows g of `low` (and 8 + g of `high`) are a lane's weights, `x` is its
@@ -94,7 +93,6 @@ struct Consumer {
         parts[(kPairs + g) * a.tokens] = sum(acc, 1);
       }
       if (threadIdx.x == 0) *s.parts_tile(buffer) = tile;
-      __syncwarp();
       warp_arrive(s.parts_full(buffer));
       if (tile.pairs == 0) {
         release(0, at);
@@ -108,6 +106,7 @@ struct Consumer {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
     const int my_row = threadIdx.x % kDownRows, my_token = threadIdx.x / kDownRows;
     Cursor at = {stage};
+    int refills = ceil_div(last - first, kDownRows) * units * ceil_div(a.inter, a.chunk[1]) - a.stages[1];
     for (int top = first; top < last; top += kDownRows) {
       const int rows = min(kDownRows, last - top);  // results of the other rows, and of tokens that a unit has none of, are not used
       const bool mine = my_token < a.tokens && my_row < rows;
@@ -128,7 +127,7 @@ struct Consumer {
           const uint8_t *w = s.stage(1, at.stage), *low = w + min(g, rows - 1) * a.chunk[1] * 2;
           // 12 steps are 8 and 4: with other experts the other warps take the 4.
           multiply(low, w + min(g + kDownRows / 2, rows - 1) * a.chunk[1] * 2, act + k * 2, warp ^ s.expert()[u] % 2 * 4, min(a.chunk[1], a.inter - k), acc);
-          release(1, at);
+          if (refills-- > 0) release(1, at);
           at.advance(a.stages[1]);
         }
         if (uses) low = fmaf(weight, sum(acc, 0), low), high = fmaf(weight, sum(acc, 1), high);
@@ -164,53 +163,55 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
     if (a.gate != nullptr && static_cast<int>(blockIdx.x) < a.route.experts)
       gate = load_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + at);
   }
-  if (threadIdx.x == 0) {
+  if (elect_one()) {  // of each warp: one after the other they take a microsecond
+#pragma unroll 1
     for (int product = 0; product < 2; ++product) {
-      for (int i = 0; i < a.stages[product]; ++i) {
+#pragma unroll 1
+      for (int i = warp; i < a.stages[product]; i += kThreads / 32) {
         mbarrier_init(s.full(product, i), 1);
         mbarrier_init(s.empty(product, i), kConsumers * kWarpArrivals);
       }
     }
-    for (int u = 0; u < a.slots(); ++u) mbarrier_init(s.act_full(u), kWarpArrivals);
-    for (int i = 0; i < kParts; ++i) {
-      mbarrier_init(s.parts_full(i), kConsumers * kWarpArrivals);
-      mbarrier_init(s.parts_empty(i), kWarpArrivals);
+#pragma unroll 1
+    for (int u = warp; u < a.slots(); u += kThreads / 32) mbarrier_init(s.act_full(u), kWarpArrivals);
+    if (warp < kParts) {
+      mbarrier_init(s.parts_full(warp), kConsumers * kWarpArrivals);
+      mbarrier_init(s.parts_empty(warp), kWarpArrivals);
     }
-    mbarrier_init(s.units_full(), kWarpArrivals);
+    if (warp == kParts) mbarrier_init(s.units_full(), kWarpArrivals);
     mbarrier_fence_init();
   }
+  const Slot slot(a);
+  if (warp == kConsumers) clear_units(a, s);
   __syncthreads();
-  const uint32_t first = a.hidden * blockIdx.x / gridDim.x, last = a.hidden * (blockIdx.x + 1) / gridDim.x;
+  const int first = a.first_column(blockIdx.x), last = a.first_column(blockIdx.x + 1);
   pdl_wait();
   const Turn turn(a);
   if (warp < kConsumers) {
     // Where `out` is `x`, another block may add to rows before a block without a tile has read them: it uses none of them.
     stage_rows(a, s, gain);
-    if (a.gate != nullptr) publish_logits(a, s, gate, turn.number);
+    if (a.gate != nullptr) publish_logits(a, s, gate, turn);
     const Consumer c = {a, s};
     const int stage = c.gate_up();  // all warps have read the turn by now
-    if (threadIdx.x == 0) Turn::end(a);
+    if (threadIdx.x == 0) turn.end(a);
     c.down<kOutput>(*s.units(), first, last, stage);
     return;
   }
   const int router = warp - kConsumers;
-  if (blockIdx.x == 0 && router == 0 && elect_one()) a.state->tickets[turn.parity ^ 1] = 0;
-  if (router < a.tokens) route<kPerLane>(a, s, router, turn.number);
+  if (router < a.tokens) route<kPerLane>(a, s, router, turn);
   routers_sync();
   if (router == 0) {
-    build_units(a, s);
-    __syncwarp();
+    build_units(a, s, slot);
     warp_arrive(s.units_full());
   }
   mbarrier_wait(s.units_full(), 0);
   if (router == kRouters - 1) {
-    activate(a, s, turn.number);
+    activate(a, s, turn.number());
   } else if (router > 0) {
-    fetch_activations(a, s, router - 1, turn.number);
+    fetch_activations(a, s, router - 1, turn.number());
   } else if (elect_one()) {
     Loader l = {a, s, static_cast<int>(*s.units())};
-    const int tiles = l.units * (a.inter / kPairs);
-    l.load_gate_up(tiles, tiles - tiles / kByTicket, a.state->tickets + turn.parity);
+    l.load_gate_up(a.state->tickets + turn.parity());
     l.load_down(first, last);
     pdl_launch_dependents();  // earlier, blocks that find no room yet cost 2 us
   }
@@ -255,6 +256,7 @@ cudaError_t run(Args a, Output output, void* stream) {
   if (e != cudaSuccess) return e;
   if (limits.major < 9) return cudaErrorNotSupported;
   if (!divide_ring(&a, limits.block_smem)) return cudaErrorInvalidValue;
+  a.share = a.hidden / limits.sms, a.longer = a.hidden % limits.sms;
   Launch l = {dim3(limits.sms), dim3(kThreads), stream, layout(a).total};
   l.cooperative = true;
   const int experts = a.gate == nullptr ? 1 : a.route.experts;
@@ -308,11 +310,12 @@ extern "C" int moe_layer_stream(const void* x, const moe::bf16* norm, float eps,
                                 float softcap, void* stream) {
   using namespace moe;
   using namespace moe::layer;
-  const Args a = {x, norm, eps, gate, gate_bias, valid_rows,
-                  {correction_bias, topk_ids, topk_weights, num_ids, top_k, static_cast<Scoring>(scoring), raw_logits,
-                   renormalize, scale, softcap},
-                  w13, w2, expert_map, out, static_cast<State*>(state),
-                  tokens, num_local, hidden, inter, {0, 0}, {0, 0}, 0};
+  Args a = {};
+  a.tokens = tokens, a.num_local = num_local, a.hidden = hidden, a.inter = inter;
+  a.x = x, a.norm = norm, a.eps = eps, a.gate = gate, a.gate_bias = gate_bias, a.valid = valid_rows;
+  a.route = {correction_bias, topk_ids, topk_weights, num_ids, top_k, static_cast<Scoring>(scoring), raw_logits, renormalize,
+             scale, softcap};
+  a.w13 = w13, a.w2 = w2, a.expert_map = expert_map, a.out = out, a.state = static_cast<State*>(state);
   if (!valid(a) || output < 0 || output > 2) return cudaErrorInvalidValue;
   if (gate != nullptr && (num_ids > 512 || top_k > num_ids || scoring < 0 || scoring > 2)) return cudaErrorInvalidValue;
   if (tokens == 0) return cudaSuccess;

@@ -36,23 +36,26 @@ struct State {
   uint64_t words[1];    // logits [T, E], launch number and f32; activations [T K, I / 2], launch number and two bf16
 };
 
+/// What every block reads first comes first: each 64 bytes of a launch's arguments are 0.1 us away.
 struct Args {
+  int tokens, num_local, hidden, inter;
+  int chunk[2], stages[2], ring;  // of each product: elements along K of a stage, stages; bytes that they share
+  int share, longer;              // columns of a block, of which the first `longer` have one more
+  float eps;
   const void* x;     // [T, H] bf16, or f32 where `norm` is given
   const bf16* norm;  // [H] or null
-  float eps;
-  const bf16* gate;       // [E, H], or null: ids and weights are given
+  const bf16* gate;  // [E, H], or null: ids and weights are given
+  State* state;
+  RouteArgs route;
   const bf16* gate_bias;  // [E] or null
   const uint32_t* valid;
-  RouteArgs route;
   const bf16* w13;
   const bf16* w2;
   const int32_t* expert_map;
   void* out;  // [T, H]
-  State* state;
-  int tokens, num_local, hidden, inter;
-  int chunk[2], stages[2], ring;  // of each product: elements along K of a stage, stages; bytes that they share
 
   __host__ __device__ int slots() const { return tokens * route.top_k; }
+  __device__ int first_column(int block) const { return block * share + min(block, longer); }
   __device__ uint64_t* logits() const { return state->words; }
   __device__ uint64_t* act() const { return state->words + round_up(kMaxTokens * route.experts, 2); }
   __host__ __device__ int depth(int product) const { return product == 0 ? hidden : inter; }
@@ -70,7 +73,7 @@ __host__ __device__ inline Layout layout(const Args& a) {
   Layout l;
   l.tiles = 8 * (4 * kMaxStages + kMaxSlots + 2 * kParts + 1);
   l.routing = round_up(l.tiles + 8 * (kMaxStages + kParts + 1), 16);
-  // Scales; ids and weights; experts of the units; weights and slots of units and tokens.
+  // Scales; experts and weights of the slots; experts of the units; weights and slots of units and tokens.
   l.partial = round_up(l.routing + 4 * kMaxTokens + a.slots() * 12 + a.slots() * a.tokens * 8, 16);
   l.parts = l.partial + kConsumers * kDownRows * a.tokens * 4;
   l.rows = round_up(l.parts + kParts * kConsumers * 2 * kPairs * a.tokens * 4, 128);
@@ -107,9 +110,8 @@ struct Shared {
   __device__ Tile* parts_tile(int i) const { return tile(kMaxStages) + i; }
   __device__ uint32_t* units() const { return reinterpret_cast<uint32_t*>(parts_tile(kParts)); }
   __device__ float* scale() const { return reinterpret_cast<float*>(base + l.routing); }
-  __device__ uint32_t* ids() const { return reinterpret_cast<uint32_t*>(scale() + kMaxTokens); }
-  __device__ float* weights() const { return reinterpret_cast<float*>(ids() + slots); }
-  __device__ uint32_t* expert() const { return reinterpret_cast<uint32_t*>(weights() + slots); }
+  __device__ Choice* chosen() const { return reinterpret_cast<Choice*>(scale() + kMaxTokens); }
+  __device__ uint32_t* expert() const { return reinterpret_cast<uint32_t*>(chosen() + slots); }
   __device__ float* unit_weight(int unit) const { return reinterpret_cast<float*>(expert() + slots) + unit * tokens; }
   __device__ uint32_t* unit_slot(int unit) const {
     return reinterpret_cast<uint32_t*>(unit_weight(slots)) + unit * tokens;
@@ -202,9 +204,32 @@ __device__ __forceinline__ float dot(const Vec16& p, const Vec16& q) {
   return sum;
 }
 
+/// What a block knows of its launch. Each block adds its part to `blocks` after it has read it, and all parts of a launch
+/// are 65,536, so that all blocks read the same number whoever is first.
+struct Turn {
+  uint64_t blocks;
+
+  __device__ __forceinline__ explicit Turn(const Args& a) : blocks(__ldcg(&a.state->blocks)) {}
+  __device__ __forceinline__ uint32_t launches() const {
+    uint64_t loaded = blocks;
+    asm volatile("" : "+l"(loaded));  // keeps the compiler from waiting for it before the branches between load and use
+    return static_cast<uint32_t>(loaded >> 16);
+  }
+  /// In the words of this launch: never 0, and the same again 2^31 launches later.
+  __device__ __forceinline__ uint32_t number() const { return launches() | 1u << 31; }
+  /// Which tickets are this launch's.
+  __device__ __forceinline__ uint32_t parity() const { return launches() % 2; }
+  /// By one thread, when this block knows its turn.
+  __device__ __forceinline__ void end(const Args& a) const {
+    if (blockIdx.x == 0) a.state->tickets[parity() ^ 1] = 0;
+    const uint64_t part = blockIdx.x == 0 ? 65537 - gridDim.x : 1;
+    atomicAdd(reinterpret_cast<unsigned long long*>(&a.state->blocks), part);
+  }
+};
+
 /// Logits of this block's experts, each with the number of the launch: whoever reads it knows that it is this launch's.
 /// `first` holds eight elements of the block's first gate row.
-__device__ __forceinline__ void publish_logits(const Args& a, const Shared& s, Vec16 first, uint32_t number) {
+__device__ __forceinline__ void publish_logits(const Args& a, const Shared& s, Vec16 first, const Turn& turn) {
   float* parts = s.partial() + kMaxTokens * kConsumers;
   for (int e = blockIdx.x; e < a.route.experts; e += gridDim.x) {
     for (int t = 0; t < a.tokens; ++t) {
@@ -223,7 +248,7 @@ __device__ __forceinline__ void publish_logits(const Args& a, const Shared& s, V
       for (int w = 0; w < kConsumers; ++w) sum += parts[threadIdx.x * kConsumers + w];
       sum *= s.scale()[threadIdx.x];
       if (a.gate_bias != nullptr) sum += __bfloat162float(a.gate_bias[e]);
-      const uint64_t word = static_cast<uint64_t>(number) << 32 | __float_as_uint(sum);
+      const uint64_t word = static_cast<uint64_t>(turn.number()) << 32 | __float_as_uint(sum);
       store_relaxed(a.logits() + static_cast<size_t>(threadIdx.x) * a.route.experts + e, word);
     }
     consumers_sync();  // the parts have been read
@@ -250,76 +275,74 @@ __device__ __forceinline__ void await_logits(const Args& a, int token, uint32_t 
   } while (!__all_sync(0xffffffffu, there));
 }
 
-/// Units and which tokens they serve, by one warp, a lane per slot. An expert that a token names more than once counts with
-/// the sum of its weights, in the first of its slots.
-__device__ __forceinline__ void build_units(const Args& a, const Shared& s) {
-  const int lane = threadIdx.x % 32, token = lane / a.route.top_k;
-  const int local = lane < s.slots ? local_expert(s.ids()[lane], a.expert_map, a.route.experts, a.num_local) : -1;
-  float weight = lane < s.slots ? s.weights()[lane] : 0;
-  for (int i = lane; i < s.slots * a.tokens; i += 32) {
+/// What a lane knows of its slot before the experts are chosen.
+struct Slot {
+  int token;
+  uint32_t of_token;  // the token's slots
+
+  __device__ __forceinline__ explicit Slot(const Args& a) {
+    const int lane = threadIdx.x % 32, k = a.route.top_k;
+    token = (lane >= k) + (lane >= 2 * k) + (lane >= 3 * k);  // kMaxTokens is 4, and a division takes long
+    of_token = (0xffffffffu >> (32 - a.route.top_k)) << token * a.route.top_k;
+  }
+};
+
+/// No unit serves any token yet. One warp.
+__device__ __forceinline__ void clear_units(const Args& a, const Shared& s) {
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < s.slots * a.tokens; i += 32) {
     s.unit_weight(0)[i] = 0;
     s.unit_slot(0)[i] = kNoSlot;
   }
+}
+
+/// Units and which tokens they serve, by one warp, a lane per slot. An expert that a token names more than once counts with
+/// the sum of its weights, in the first of its slots.
+__device__ __forceinline__ void build_units(const Args& a, const Shared& s, const Slot& slot) {
+  const int lane = threadIdx.x % 32;
+  const Choice own = lane < s.slots ? s.chosen()[lane] : Choice{kNoExpert, 0.0f};
+  const int local = local_expert(own.id, a.expert_map, a.route.experts, a.num_local);
+  float weight = own.weight;
   const uint32_t before = (1u << lane) - 1, same = __match_any_sync(0xffffffffu, local);
   const bool leads = local >= 0 && (same & before) == 0;
-  const uint32_t leaders = __ballot_sync(0xffffffffu, leads);
+  const uint32_t leaders = __ballot_sync(0xffffffffu, leads), rank = leads ? local : kNoExpert;
   int unit = 0;
+#pragma unroll 1
   for (int first = 0; first < s.slots; first += 8) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int other = __shfl_sync(0xffffffffu, local, first + i);
-      unit += (leaders >> (first + i) & 1) != 0 && other < local;
-    }
+    for (int i = 0; i < 8; ++i) unit += __shfl_sync(0xffffffffu, rank, first + i) < static_cast<uint32_t>(local);
   }
-  const uint32_t mine = same & (0xffffffffu >> (32 - a.route.top_k)) << (lane - lane % a.route.top_k);  // of its token
+  const uint32_t mine = same & slot.of_token;
   if (__any_sync(0xffffffffu, local >= 0 && (mine & before) != 0)) {
-    const float own = weight;
+#pragma unroll 1
     for (int i = 0; i < s.slots; ++i) {
-      const float other = __shfl_sync(0xffffffffu, own, i);
+      const float other = __shfl_sync(0xffffffffu, own.weight, i);
       if (i > lane && (mine >> i & 1) != 0) weight += other;
     }
   }
   __syncwarp();
   if (local >= 0 && (mine & before) == 0) {
-    s.unit_weight(unit)[token] = weight;
-    s.unit_slot(unit)[token] = lane;
+    s.unit_weight(unit)[slot.token] = weight;
+    s.unit_slot(unit)[slot.token] = lane;
     if (leads) s.expert()[unit] = local;
   }
   if (lane == 0) *s.units() = __popc(leaders);
 }
 
-/// What a block knows of its launch. Each block adds its part to `blocks` after it has read it, and all parts of a launch
-/// are 65,536, so that all blocks read the same number whoever is first.
-struct Turn {
-  uint32_t number;   // in the words of this launch, above 0
-  uint32_t parity;   // which tickets are this launch's
-
-  __device__ __forceinline__ explicit Turn(const Args& a) {
-    const uint64_t launches = __ldcg(&a.state->blocks) >> 16;
-    number = static_cast<uint32_t>(launches % 0xffffffffu) + 1;
-    parity = launches & 1;
-  }
-  static __device__ __forceinline__ void end(const Args& a) {
-    const uint64_t part = blockIdx.x == 0 ? 65537 - gridDim.x : 1;
-    atomicAdd(reinterpret_cast<unsigned long long*>(&a.state->blocks), part);
-  }
-};
-
 /// A token's experts, by one of the routing warps. Every block makes the same choice.
 template <int kPerLane>
-__device__ __forceinline__ void route(const Args& a, const Shared& s, int token, uint32_t number) {
+__device__ __forceinline__ void route(const Args& a, const Shared& s, int token, const Turn& turn) {
   const int lane = threadIdx.x % 32, slot = token * a.route.top_k + lane;
   Choice c = {kNoExpert, 0.0f};
   if (a.gate == nullptr) {
     if (lane < a.route.top_k) c = {__ldcg(a.route.topk_ids + slot), __ldcg(a.route.topk_weights + slot)};
   } else if (a.valid == nullptr || static_cast<uint32_t>(token) < __ldcg(a.valid)) {
     float score[kPerLane];
-    await_logits(a, token, number, score);
-    c = choose(a.route, score);
+    await_logits(a, token, turn.number(), score);
+    c = choose(a.route, score, s.chosen() + token * a.route.top_k);
   }
   if (lane >= a.route.top_k) return;
-  s.ids()[slot] = c.id;
-  s.weights()[slot] = c.weight;
+  s.chosen()[slot] = c;
   if (a.gate != nullptr && blockIdx.x == 0) a.route.topk_ids[slot] = c.id, a.route.topk_weights[slot] = c.weight;
 }
 
@@ -338,7 +361,6 @@ __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_
       const float* part = s.parts(buffer) + (w * 2 * kPairs + pair) * a.tokens + token;
       gate += part[0], up += part[kPairs * a.tokens];
     }
-    __syncwarp();
     warp_arrive(s.parts_empty(buffer));
     gate *= scale, up *= scale;
     const float value = gate / (1.0f + __expf(-gate)) * up, next = __shfl_down_sync(0xffffffffu, value, 1);
@@ -377,7 +399,6 @@ __device__ __forceinline__ void fetch_activations(const Args& a, const Shared& s
         }
       }
     }
-    __syncwarp();
     warp_arrive(s.act_full(u));
   }
 }

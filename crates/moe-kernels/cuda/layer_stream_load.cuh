@@ -36,8 +36,7 @@ struct Loader {
     --flying;
   }
 
-  __device__ __forceinline__ void load_pairs(int pair) {
-    const int unit = pair / a.inter, row = pair % a.inter;
+  __device__ __forceinline__ void load_pairs(int unit, int row) {
     const bf16* gate = a.w13 + (static_cast<size_t>(s.expert()[unit]) * 2 * a.inter + row) * a.hidden;
     for (int k = 0; k < a.hidden; k += a.chunk[0]) {
       bound(0, landed);
@@ -52,16 +51,18 @@ struct Loader {
     }
   }
 
-  /// Of the first `assigned` tiles every gridDim-th, so that the units are finished one after the other, then tickets; one
-  /// is always on its way.
-  __device__ __forceinline__ void load_gate_up(int total, int assigned, uint32_t* tickets) {
-    for (int tile = blockIdx.x; tile < assigned; tile += gridDim.x) load_pairs(tile * kPairs);
-    if (assigned == total) return;
-    for (uint32_t next = atomicAdd(tickets, 1); assigned + static_cast<int>(next) < total;) {
-      const int tile = assigned + static_cast<int>(next);
-      next = atomicAdd(tickets, 1);
-      load_pairs(tile * kPairs);
+  /// Of the first tiles every gridDim-th, so that the units are finished one after the other, then tickets, each drawn while
+  /// the tiles before it come.
+  __device__ __forceinline__ void load_gate_up(uint32_t* tickets) {
+    const int per_unit = a.inter / kPairs, total = units * per_unit, assigned = total - total / kByTicket;
+    int unit = 0, place = blockIdx.x;  // of a tile among its unit's; a division would stand before the first load
+    for (int tile = blockIdx.x; tile < assigned; tile += gridDim.x, place += gridDim.x) {
+      for (; place >= per_unit; place -= per_unit) ++unit;
+      load_pairs(unit, place * kPairs);
     }
+    if (assigned == total) return;
+    for (int tile; (tile = assigned + static_cast<int>(atomicAdd(tickets, 1))) < total;)
+      load_pairs(tile / per_unit, tile % per_unit * kPairs);
   }
 
   /// Tells the consumers that the first product is over, and in which stage the second one begins: the one that is free

@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) stream_kernel(Args a) {
     for (int i = 0; i < kWarps; ++i) sum += squares[my_token * kWarps + i];
     scale = 1.f / sqrtf(sum / a.k + a.eps);
   }
-  int stage = 0, phase = 0;
+  int stage = 0, phase = 0, refills = ceil_div(last - first, kRows) * chunks - a.stages;
   for (int batch = first; batch < last; batch += kBatch * kRows) {
     const bool mine = my_token < a.m && batch + my_row < last;
     const size_t at = static_cast<size_t>(my_token) * a.n + batch + my_row;
@@ -223,8 +223,7 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) stream_kernel(Args a) {
       const auto next = [&](const Columns& columns, int chunk) {
         mbarrier_wait(full + stage, phase);
         multiply(ring + stage * kStageBytes, columns, steps(chunk), acc);
-        __syncwarp();
-        warp_arrive(empty + stage);
+        if (refills-- > 0) release_to_copies(empty + stage);
         if (++stage == a.stages) stage = 0, phase ^= 1;
       };
       if constexpr (kHeld > 0) {

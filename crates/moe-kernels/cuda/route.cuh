@@ -31,12 +31,15 @@ constexpr int kMaxTopK = 32;
 /// Sums of scores below this count as this, so that all-zero scores give zero weights.
 constexpr float kMinScoreSum = 1e-20f;
 
-/// Sigmoid and sqrt(softplus) of a logit, without overflow at either end.
-__device__ __forceinline__ float score_alone(Scoring scoring, float x) {
+/// Sigmoid and sqrt(softplus) of a logit, without overflow at either end. Not inline, as `soft_cap`: instructions that others
+/// have to skip are brought from memory first.
+static __device__ __noinline__ float score_alone(Scoring scoring, float x) {
   const float e = expf(-fabsf(x));
   if (scoring == Scoring::kSigmoid) return (x >= 0 ? 1.0f : e) / (1.0f + e);
   return sqrtf(fmaxf(x, 0.0f) + log1pf(e));
 }
+
+static __device__ __noinline__ float soft_cap(float x, float cap) { return cap * tanhf(x / cap); }
 
 /// An integer in the order of the floats, above 0; 0 for NaN. Both zeros are equal.
 __device__ __forceinline__ uint32_t sort_key(float x) {
@@ -45,13 +48,19 @@ __device__ __forceinline__ uint32_t sort_key(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+/// The float of a key above 0; -inf for 0.
+__device__ __forceinline__ float from_sort_key(uint32_t key) {
+  if (key == 0) return -INFINITY;
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
 /// Softmax over a warp's values, N per lane; -inf scores 0, also where there is nothing else.
 template <int N>
 __device__ __forceinline__ void warp_softmax(float (&v)[N]) {
   float top = -INFINITY;
 #pragma unroll
   for (int j = 0; j < N; ++j) top = fmaxf(top, v[j]);
-  top = warp_max(top);
+  top = from_sort_key(__reduce_max_sync(0xffffffffu, sort_key(top)));
   float sum = 0;
 #pragma unroll
   for (int j = 0; j < N; ++j) {
@@ -72,76 +81,131 @@ __device__ __forceinline__ void route_nothing(const RouteArgs& a, int token) {
   }
 }
 
-/// A lane's share of a token's choice: lane k < K has the k-th expert; the other lanes have none.
+/// An expert of a token and its weight.
 struct Choice {
   uint32_t id;
   float weight;
 };
 
-/// Logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond E), to scores and to keys in the
-/// order of choice. One whole warp. A NaN has the key 0.
+/// Whether the order of the scores is that of the logits: then only the chosen need scores.
+__device__ __forceinline__ bool chosen_by_logit(const RouteArgs& a) {
+  return a.raw_logits || (a.scoring == Scoring::kSoftmax && a.correction_bias == nullptr);
+}
+
+/// Logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond E), to scores (where
+/// chosen_by_logit, they stay logits) and to keys in the order of choice. One whole warp. A NaN has the key 0, and so has
+/// everything where a softmax would be NaN.
 template <int N>
 __device__ __forceinline__ void score_logits(const RouteArgs& a, float (&score)[N], uint32_t (&key)[N]) {
   const int lane = threadIdx.x % 32;
+  if (a.softcap > 0) {
 #pragma unroll
-  for (int j = 0; j < N; ++j)
-    if (a.softcap > 0 && j * 32 + lane < a.experts) score[j] = a.softcap * tanhf(score[j] / a.softcap);
-  if (!a.raw_logits && a.scoring == Scoring::kSoftmax) warp_softmax(score);
+    for (int j = 0; j < N; ++j)
+      if (j * 32 + lane < a.experts) score[j] = soft_cap(score[j], a.softcap);
+  }
+  bool finite = true;
+  if (a.scoring == Scoring::kSoftmax && !a.raw_logits) {
 #pragma unroll
-  for (int j = 0; j < N; ++j) {
-    const int e = j * 32 + lane;
-    if (!a.raw_logits && a.scoring != Scoring::kSoftmax) score[j] = score_alone(a.scoring, score[j]);
-    key[j] = e < a.experts ? sort_key(score[j] + (a.correction_bias == nullptr ? 0.0f : a.correction_bias[e])) : 0;
+    for (int j = 0; j < N; ++j) finite = finite && score[j] < INFINITY;
+    finite = __all_sync(0xffffffffu, finite);
+  }
+  if (!chosen_by_logit(a)) {
+    if (a.scoring == Scoring::kSoftmax) {
+      warp_softmax(score);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) score[j] = score_alone(a.scoring, score[j]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) key[j] = finite && j * 32 + lane < a.experts ? sort_key(score[j]) : 0;
+  if (a.correction_bias != nullptr) {
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (key[j] != 0) key[j] = sort_key(score[j] + a.correction_bias[j * 32 + lane]);
   }
 }
 
-/// The score of a slot that no expert has, as `weigh` takes it.
-__device__ __forceinline__ float no_score(const RouteArgs& a) { return a.raw_logits ? -INFINITY : 0.0f; }
+/// Sum over a token's slots, of which lane k < K has the k-th. Only these lanes get it.
+__device__ __forceinline__ float sum_of_slots(const RouteArgs& a, float v) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2)
+    if (step < a.top_k) v += __shfl_xor_sync(0xffffffffu, v, step);
+  return v;
+}
 
-/// Weights of the chosen from their scores, a lane per slot. One whole warp.
-__device__ __forceinline__ Choice weigh(const RouteArgs& a, uint32_t id, float score) {
-  float own[1] = {score};
-  if (a.raw_logits) {
-    if (a.scoring == Scoring::kSoftmax) warp_softmax(own);
-    else own[0] = id == kNoExpert ? 0.0f : score_alone(a.scoring, own[0]);
+/// The weight of this lane's slot from its expert's score; `has`: it has one. `score` is that of all. One whole warp.
+template <int N>
+__device__ __forceinline__ float weigh(const RouteArgs& a, bool has, float own, const float (&score)[N]) {
+  if (chosen_by_logit(a) && a.scoring == Scoring::kSoftmax) {
+    const float best = from_sort_key(__reduce_max_sync(0xffffffffu, has ? sort_key(own) : 0));
+    own = has && best > -INFINITY ? expf(own - best) : 0.0f;
+    float sum = 0;
+    if (a.raw_logits || a.renormalize) {
+      sum = sum_of_slots(a, own);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum += best > -INFINITY ? expf(score[j] - best) : 0.0f;
+      sum = warp_sum(sum);
+    }
+    return own / fmaxf(sum, kMinScoreSum) * a.scale;
   }
-  if (a.renormalize) own[0] /= fmaxf(warp_sum(own[0]), kMinScoreSum);
-  return {id, own[0] * a.scale};
+  if (!has) own = 0;
+  else if (a.raw_logits) own = score_alone(a.scoring, own);
+  if (a.renormalize) own /= fmaxf(sum_of_slots(a, own), kMinScoreSum);
+  return own * a.scale;
 }
 
 /// Chooses among the E <= 32 N logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond
-/// E). One whole warp. A NaN is never chosen.
+/// E). One whole warp; `chosen` is shared memory of its own for K slots. Returns this lane's slot; a NaN is never chosen.
+///
+/// Each round is a chain of dependent instructions that nothing hides, so it holds no more than it must: a chosen key turns
+/// into its round, which is below all keys, and where keys of two lanes tie, which is rare, the lower id is found by a second
+/// reduction.
 template <int N>
-__device__ __forceinline__ Choice choose(const RouteArgs& a, float (&score)[N]) {
-  const int lane = threadIdx.x % 32;
-  uint32_t key[N], own_id = kNoExpert;
+__device__ __forceinline__ Choice choose(const RouteArgs& a, float (&score)[N], Choice* chosen) {
+  const uint32_t lane = threadIdx.x % 32, lowest = sort_key(-INFINITY);
+  uint32_t key[N];
   score_logits(a, score, key);
-  float own = no_score(a);
-  for (int k = 0; k < a.top_k; ++k) {
-    uint32_t best = 0, best_id = kNoExpert;
-    float best_score = 0;
+  uint32_t found = 0;
+#pragma unroll 1
+  while (found < static_cast<uint32_t>(a.top_k)) {
+    uint32_t own = key[0];
 #pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (key[j] > best) best = key[j], best_id = j * 32 + lane, best_score = score[j];
-    const uint32_t top = __reduce_max_sync(0xffffffffu, best);
-    const uint32_t id = __reduce_min_sync(0xffffffffu, best == top ? best_id : kNoExpert);
-    best_score = __shfl_sync(0xffffffffu, best_score, id % 32);
+    for (int j = 1; j < N; ++j) own = max(own, key[j]);
+    const uint32_t top = __reduce_max_sync(0xffffffffu, own);
+    if (top < lowest) break;
+    bool takes = own == top;
+    const uint32_t tied = __ballot_sync(0xffffffffu, takes);
+    ++found;
+    if ((tied & (tied - 1)) != 0) {
+      uint32_t id = kNoExpert;
 #pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (static_cast<uint32_t>(j * 32 + lane) == id) key[j] = 0;  // taken
-    if (lane == k && top != 0) own_id = id, own = best_score;
+      for (int j = N - 1; j >= 0; --j)
+        if (key[j] == top) id = j * 32 + lane;
+      takes = id == __reduce_min_sync(0xffffffffu, id);
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (takes && key[j] == top) key[j] = found, takes = false;
+    }
   }
-  return weigh(a, own_id, own);
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+    if (key[j] - 1 < found) chosen[key[j] - 1] = {j * 32 + lane, score[j]};
+  __syncwarp();
+  const Choice own = lane < found ? chosen[lane] : Choice{kNoExpert, 0.0f};
+  return {own.id, weigh(a, lane < found, own.weight, score)};
 }
 
-/// Routes `token`, whose logits are `logits[0 .. E]` in shared memory.
+/// Routes `token`, whose logits are `logits[0 .. E]` in shared memory; `chosen`: as in `choose`.
 template <int N>
-__device__ __forceinline__ void route_row(const RouteArgs& a, const float* logits, int token) {
+__device__ __forceinline__ void route_row(const RouteArgs& a, const float* logits, Choice* chosen, int token) {
   const int lane = threadIdx.x % 32;
   float score[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) score[j] = j * 32 + lane < a.experts ? logits[j * 32 + lane] : -INFINITY;
-  const Choice c = choose<N>(a, score);
+  const Choice c = choose<N>(a, score, chosen);
   if (lane < a.top_k) {
     a.topk_ids[static_cast<size_t>(token) * a.top_k + lane] = c.id;
     a.topk_weights[static_cast<size_t>(token) * a.top_k + lane] = c.weight;

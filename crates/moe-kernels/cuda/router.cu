@@ -74,6 +74,7 @@ template <int kPerLane>
 __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_constant__ GateArgs a) {
   __shared__ float partial[kWarps][kExperts][kTokens + 1];
   __shared__ float logits[kTokens][kPerLane * 32];  // of the tokens that this block routes
+  __shared__ Choice chosen[kTokens][kMaxTopK];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = cluster_rank(), blocks = cluster_size();
   const int begin = blockIdx.y * kTokens * a.groups, end = min(begin + kTokens * a.groups, a.tokens);
@@ -115,7 +116,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
   const int t = begin + warp * blocks + rank;
   if (t >= end) return;
   if (a.valid == nullptr || static_cast<uint32_t>(t) < *a.valid)
-    route_row<kPerLane>(a.route, logits[warp], t);
+    route_row<kPerLane>(a.route, logits[warp], chosen[warp], t);
   else
     route_nothing(a.route, t);
 }
