@@ -17,7 +17,7 @@
 // lane feeds two products with each 16 bytes. Warps split K and are added in warp order; units are added in the order of
 // experts: a token's bits do not depend on the tokens beside it.
 //
-// Measured, one H200: docs/kernels.md. Blocks wait for each other, so the launch is cooperative.
+// Measured, one H200, one token: 25.7 us, 22.0 with given ids (docs/kernels.md). Blocks wait for each other, so the launch is cooperative.
 #include "layer_stream_load.cuh"
 
 namespace moe::layer {
