@@ -116,6 +116,20 @@ def routed_calls(lib, inputs, only=None):
     return [lambda i=i: call(i) for i in range(len(inputs.gates))]
 
 
+def layer_calls(lib, inputs, routed=False):
+    """The one launch that serves up to 4 tokens, with given ids or with the router."""
+    tokens = inputs.tokens
+    state = torch.zeros(lib.raw("moe_layer_stream_state", E, I), dtype=torch.uint8, device="cuda")
+    chosen = torch.empty(tokens, K, dtype=torch.int32, device="cuda"), torch.empty(tokens, K, dtype=torch.float32, device="cuda")
+
+    def call(i):
+        (w13, w2), (ids, weights) = inputs.weights[i % SETS], chosen if routed else inputs.routes[i]
+        lib.launch("moe_layer_stream", inputs.x, None, 0.0, inputs.gates[i] if routed else None, None, None, None, ids, weights, w13, w2,
+                   None, inputs.out, 1, state, tokens, H, I, E, E, K, 0, 0, 1, 1.0, 0.0)
+
+    return [lambda i=i: call(i) for i in range(len(inputs.routes))]
+
+
 def variants(lib, inputs):
     """Kernel name -> calls. A plan is (columns per pass, elements per stage)."""
     tokens = inputs.tokens
@@ -127,6 +141,8 @@ def variants(lib, inputs):
         for columns in (8, 16, 32):
             if 8 <= tokens <= 32 * columns:
                 found[f"stream, {columns} columns"] = stream_calls(lib, inputs, (columns, 1024 if columns < 32 else 384))
+    if tokens <= 4:
+        found["one launch"] = layer_calls(lib, inputs)
     if tokens >= 8:
         found["tensor"] = tensor_calls(lib, inputs)
         found["tensor: no combine"] = tensor_calls(lib, inputs, "products")
@@ -150,17 +166,21 @@ def run(lib, token_counts, skews, only=None):
         for tokens in token_counts:
             inputs = Inputs(tokens, skew, weights, calls=max(8, min(48, 96 // tokens)))
             found = variants(lib, inputs)
-            if tokens >= 8 and not skew:
-                found["router + tensor"] = found["router alone"] = found["router + tensor + norm"] = None
+            if not skew and (tokens <= 4 or tokens >= 8):
+                routed = ["router + one launch"] if tokens <= 4 else ["router + tensor", "router + tensor + norm"]
+                found |= dict.fromkeys([*routed, "router alone"])
             for name, calls in found.items():
                 if only and name not in only:
                     continue
-                if skew and name not in ("stream", "grouped", "tensor"):
+                if skew and name not in ("stream", "one launch", "grouped", "tensor"):
                     continue
                 if calls is None:
                     if not hasattr(inputs, "gates"):
                         inputs.route()
-                    calls = routed_calls(lib, inputs, {"router alone": "router", "router + tensor": None}.get(name, "norm"))
+                    if name == "router + one launch":
+                        calls = layer_calls(lib, inputs, routed=True)
+                    else:
+                        calls = routed_calls(lib, inputs, {"router alone": "router", "router + tensor": None}.get(name, "norm"))
                 try:
                     us = graph_us(calls)
                 except RuntimeError as error:
@@ -168,7 +188,7 @@ def run(lib, token_counts, skews, only=None):
                     continue
                 rows.append(rate(name, inputs, us, skew))
                 if name == "router alone":
-                    whole = next(r for r in reversed(rows) if r["kernel"] == "router + tensor")
+                    whole = next(r for r in reversed(rows) if r["kernel"] in ("router + tensor", "router + one launch"))
                     rows.append(rate("experts as routed", inputs, whole["us"] - us, skew))
     print(f"{'kernel':<24} {'T':>5} {'skew':>5} {'us':>8} {'experts':>8} {'TB/s':>6} {'TFLOP/s':>8}")
     for r in rows:

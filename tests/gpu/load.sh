@@ -4,10 +4,7 @@
 # 6 layers on the disk of the temporary directory, read and loaded after the page cache has dropped them. $LOAD_LAYERS: other
 # numbers of layers; $LOAD_DIR: where to write, by default in memory where that has room, else the temporary directory.
 set -uo pipefail
-root=$(cd "$(dirname "$0")/../.." && pwd)
-# NCCL, where it came by pip.
-nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
-  export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+. "$(dirname "$0")/environment.sh"
 has_room() { [ "$(df --output=avail -B1000000000 "$1" 2>/dev/null | tail -n 1)" -ge "$2" ] 2>/dev/null; }
 failed=0
 for layers in ${LOAD_LAYERS:-6 20}; do

@@ -2,14 +2,9 @@
 # Every check of a machine with several GPUs, from the bundle that `cargo xtask dist` packs: the collectives of NCCL
 # against CPU ranks, groups, graphs, products, faults, sums and gathers over peer memory, then the tables of latencies. Results go to $OUT (default: results).
 set -uo pipefail
-root=$(cd "$(dirname "$0")/../.." && pwd)
+. "$(dirname "$0")/environment.sh"
 out=${OUT:-$root/results}
 mkdir -p "$out"
-# Multicast over NVLink needs a fabric manager that containers often cannot reach.
-export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
-# NCCL, where it came by pip.
-nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
-  export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 check() {
   local name=$1 seconds=$2

@@ -6,7 +6,7 @@
 # ranks (default: all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go to $OUT (default: results); tables
 # come last.
 set -uo pipefail
-root=$(cd "$(dirname "$0")/../.." && pwd)
+. "$(dirname "$0")/environment.sh"
 out=${OUT:-$root/results}/ranks
 mkdir -p "$out"
 qwen=${MOE_PROGRAM:-$root/bin/model-qwen3moe}
@@ -14,13 +14,8 @@ visible=$(nvidia-smi -L | wc -l)
 n=${GPUS:-$((visible < 4 ? visible : 4))}
 [ "$n" -ge 2 ] || { echo "ranks.sh needs at least 2 GPUs, found $visible" && exit 1; }
 half=$((n / 2))
-# Multicast over NVLink needs a fabric manager that containers often cannot reach.
-export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 # A rank that hangs is no reason to wait five minutes here.
 export MOE_COLLECTIVE_TIMEOUT=${MOE_COLLECTIVE_TIMEOUT:-45} MOE_RENDEZVOUS_TIMEOUT=${MOE_RENDEZVOUS_TIMEOUT:-45}
-# NCCL, where it came by pip.
-nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
-  export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 ep="--enable-expert-parallel --moe-ep-backend"
 config=$root/tests/bench/configs/qwen3-30b-a3b.json
 failed=0

@@ -4,13 +4,10 @@
 # layers, dense products beside cuBLASLt, experts and router. $OUT (default: results) gets rivals.json, rivals.txt with the tables
 # that are printed last, and rivals.tar.gz with each part's own output. PARTS chooses parts.
 set -uo pipefail
-root=$(cd "$(dirname "$0")/../.." && pwd)
+. "$(dirname "$0")/environment.sh"
 out=${OUT:-$root/results}
 work=$(mktemp -d)
 mkdir -p "$out"
-# NCCL, where it came by pip.
-nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
-  export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 config=$root/tests/bench/configs/qwen3-30b-a3b.json
 export MOE_KERNELS_SO=$root/lib/libmoe_kernels.so PYTHONDONTWRITEBYTECODE=1
 failed=0
@@ -33,7 +30,7 @@ part ceilings 40 python3 "$root/tests/bench/peers/ceilings.py" --out "$work/ceil
 part transformers 100 python3 "$root/tests/bench/peers/transformers_offline.py" --config "$config" --out "$work/transformers.json" \
   --batches 1,8 --lengths 2048 --output 17
 part kernels 80 env OUT="$work" BENCH_BATCHES="1 8 64 256" python3 "$root/tests/cuda/decode.py" bench kernels layers linears
-part experts 60 python3 "$root/tests/cuda/experts.py" "$MOE_KERNELS_SO" --no-checks --kernels "stream,tensor,router + tensor,router alone" \
+part experts 60 python3 "$root/tests/cuda/experts.py" "$MOE_KERNELS_SO" --no-checks --kernels "stream,one launch,tensor,router + one launch,router + tensor,router alone" \
   --tokens 1,2,4,8,16,32,64,128,256,512,1024 --skews 0,0.5,1 --out "$work/experts.json"
 part router 40 python3 "$root/tests/cuda/router.py" "$MOE_KERNELS_SO" --only check_refusals
 echo "== $SECONDS s"

@@ -3,13 +3,10 @@
 # tests of CUDA code, parity on the fixtures and with a mid-size model, then the decode table, the speed of a load and the
 # timeline of steps. $OUT (default: results) gets bench.json, timeline.json, timeline.svg and all logs as run.tar.gz.
 set -uo pipefail
-root=$(cd "$(dirname "$0")/../.." && pwd)
+. "$(dirname "$0")/environment.sh"
 out=${OUT:-$root/results}
 logs=$(mktemp -d)
 mkdir -p "$out"
-# NCCL, where it came by pip.
-nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
-  export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 check() {
   local name=$1

@@ -6,13 +6,10 @@
 # Only our kernels are watched. A line per job and, of one that fails, its first distinct reports. ONLY=PATTERN chooses jobs
 # by name. Lines and logs go to $OUT (default: results), as sanitize.txt and sanitize.tar.gz.
 set -uo pipefail
-root=$(cd "$(dirname "$0")/../.." && pwd)
+. "$(dirname "$0")/environment.sh"
 out=${OUT:-$root/results}
 logs=$(mktemp -d)
 mkdir -p "$out"
-# NCCL, where it came by pip.
-nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
-  export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 devices=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
 gpus=$(tr ',' '\n' <<<"$devices" | grep -c .)
 [ "$gpus" -ge 1 ] || { echo "sanitize.sh needs a GPU" && exit 2; }

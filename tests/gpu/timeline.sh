@@ -3,7 +3,7 @@
 # device; figures and a picture go to $OUT (default: results) as timeline.json and timeline.svg. The profiles themselves,
 # tens of MB, which Perfetto opens, stay where they are made: in $PROFILES, else a folder that is removed.
 set -uo pipefail
-root=$(cd "$(dirname "$0")/../.." && pwd)
+. "$(dirname "$0")/environment.sh"
 config=${1:-$root/tests/bench/configs/qwen3-30b-a3b.json}
 out=${OUT:-$root/results}
 if [ -z "${PROFILES:-}" ]; then
@@ -11,9 +11,6 @@ if [ -z "${PROFILES:-}" ]; then
   trap 'rm -rf "$PROFILES"' EXIT
 fi
 mkdir -p "$out" "$PROFILES"
-# NCCL, where it came by pip.
-nccl=$(python3 -c 'import nvidia.nccl; print(*nvidia.nccl.__path__)' 2>/dev/null) &&
-  export LD_LIBRARY_PATH="$nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0 profiles=()
 for batch in 1 64 256; do
   if timeout 60 "$root/bin/model-qwen3moe" bench --config "$config" --dummy-weights --dtype bf16 --device cuda \
