@@ -87,7 +87,8 @@ struct Choice {
   float weight;
 };
 
-/// Whether the order of the scores is that of the logits: then only the chosen need scores.
+/// Whether the order of the scores is that of the logits: then only the chosen need scores. (Where two logits of a softmax
+/// round to the same score, the rule has the lower id first, this the larger logit.)
 __device__ __forceinline__ bool chosen_by_logit(const RouteArgs& a) {
   return a.raw_logits || (a.scoring == Scoring::kSoftmax && a.correction_bias == nullptr);
 }
