@@ -17,7 +17,7 @@
 // lane feeds two products with each 16 bytes. Warps split K and are added in warp order; units are added in the order of
 // experts: a token's bits do not depend on the tokens beside it.
 //
-// Measured, one H200, one token: 25.7 us, 22.0 with given ids (docs/kernels.md). Blocks wait for each other, so the launch is cooperative.
+// Measured, one H200, one token: 25.4 us, 21.4 with given ids (docs/kernels.md). Blocks wait for each other, so the launch is cooperative.
 #include "layer_stream_act.cuh"
 #include "layer_stream_load.cuh"
 #include "layer_stream_route.cuh"
@@ -151,6 +151,27 @@ struct Consumer {
   }
 };
 
+/// By one lane of each warp: one after the other they take a microsecond.
+__device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, int warp) {
+  if (!elect_one()) return;
+#pragma unroll 1
+  for (int product = 0; product < 2; ++product) {
+#pragma unroll 1
+    for (int i = warp; i < a.stages[product]; i += kThreads / 32) {
+      mbarrier_init(s.full(product, i), 1);
+      mbarrier_init(s.empty(product, i), kConsumers * kWarpArrivals);
+    }
+  }
+#pragma unroll 1
+  for (int u = warp; u < a.slots(); u += kThreads / 32) mbarrier_init(s.act_full(u), kWarpArrivals);
+  if (warp < kParts) {
+    mbarrier_init(s.parts_full(warp), kConsumers * kWarpArrivals);
+    mbarrier_init(s.parts_empty(warp), kWarpArrivals);
+  }
+  if (warp == kParts) mbarrier_init(s.units_full(), kWarpArrivals);
+  mbarrier_fence_init();
+}
+
 #endif  // MOE_SM90
 
 template <int kPerLane, Output kOutput>
@@ -165,33 +186,21 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
     if (a.gate != nullptr && static_cast<int>(blockIdx.x) < a.route.experts)
       gate = load_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + at);
   }
-  if (elect_one()) {  // of each warp: one after the other they take a microsecond
-#pragma unroll 1
-    for (int product = 0; product < 2; ++product) {
-#pragma unroll 1
-      for (int i = warp; i < a.stages[product]; i += kThreads / 32) {
-        mbarrier_init(s.full(product, i), 1);
-        mbarrier_init(s.empty(product, i), kConsumers * kWarpArrivals);
-      }
-    }
-#pragma unroll 1
-    for (int u = warp; u < a.slots(); u += kThreads / 32) mbarrier_init(s.act_full(u), kWarpArrivals);
-    if (warp < kParts) {
-      mbarrier_init(s.parts_full(warp), kConsumers * kWarpArrivals);
-      mbarrier_init(s.parts_empty(warp), kWarpArrivals);
-    }
-    if (warp == kParts) mbarrier_init(s.units_full(), kWarpArrivals);
-    mbarrier_fence_init();
-  }
+  // At once: a cooperative launch begins when the kernel ahead has left all multiprocessors, and barriers can be made while
+  // the first loads are on their way.
+  pdl_wait();
+  const Turn turn(a);
+  const Piece piece = warp < kConsumers && at < a.hidden ? load_piece(a, at) : Piece{};
+  Choice choice = {kNoExpert, 0.0f};
+  if (a.gate == nullptr && warp == kConsumers) choice = given_choice(a);
+  init_barriers(a, s, warp);
   const Slot slot(a);
   if (warp == kConsumers) clear_units(a, s);
   __syncthreads();
   const int first = a.first_column(blockIdx.x), last = a.first_column(blockIdx.x + 1);
-  pdl_wait();
-  const Turn turn(a);
   if (warp < kConsumers) {
     // Where `out` is `x`, another block may add to rows before a block without a tile has read them: it uses none of them.
-    stage_rows(a, s, gain);
+    stage_rows(a, s, gain, piece);
     if (a.gate != nullptr) publish_logits(a, s, gate, turn);
     const Consumer c = {a, s};
     const int stage = c.gate_up();  // all warps have read the turn by now
@@ -200,10 +209,13 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
     return;
   }
   const int router = warp - kConsumers;
-  if (router < a.tokens) route<kPerLane>(a, s, router, turn);
-  routers_sync();
+  if (a.gate != nullptr) {
+    if (router < a.tokens) route<kPerLane>(a, s, router, turn);
+    routers_sync();
+    choice = chosen(s);
+  }
   if (router == 0) {
-    build_units(a, s, slot);
+    build_units(a, s, slot, choice);
     warp_arrive(s.units_full());
   }
   mbarrier_wait(s.units_full(), 0);

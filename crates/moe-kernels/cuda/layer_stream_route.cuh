@@ -20,9 +20,24 @@ __device__ __forceinline__ Vec16 weigh(const float4& p, const float4& q, const V
   return out;
 }
 
+/// Eight elements of a row, f32 or bf16 as they lie in memory.
+struct Piece {
+  float4 low, high;
+
+  __device__ __forceinline__ Vec16 bf16s() const {
+    return {{__float_as_uint(low.x), __float_as_uint(low.y), __float_as_uint(low.z), __float_as_uint(low.w)}};
+  }
+};
+
+__device__ __forceinline__ Piece load_piece(const Args& a, size_t from) {
+  if (a.norm == nullptr) return {__ldcg(reinterpret_cast<const float4*>(static_cast<const bf16*>(a.x) + from)), {}};
+  const float4* x = reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + from);
+  return {__ldcg(x), __ldcg(x + 1)};
+}
+
 /// Token rows to shared memory as bf16, f32 rows times the norm's weight: 1 / rms multiplies sums later (`scale`). `gain`
-/// holds the weight of this thread's first eight columns.
-__device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, Vec16 gain) {
+/// and `first` hold this thread's first eight columns of the weight and of the first row.
+__device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, Vec16 gain, const Piece& first) {
   float squares[kMaxTokens] = {};
   for (int at = threadIdx.x * 8; at < a.hidden; at += kConsumerThreads * 8) {
     if (a.norm != nullptr && at >= kConsumerThreads * 8) gain = load_const(a.norm + at);
@@ -30,14 +45,8 @@ __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, Vec16
     for (int t = 0; t < kMaxTokens; ++t) {
       if (t >= a.tokens) break;
       const size_t from = static_cast<size_t>(t) * a.hidden + at;
-      Vec16 row;
-      if (a.norm != nullptr) {
-        const float4* x = reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + from);
-        row = weigh(__ldcg(x), __ldcg(x + 1), gain, &squares[t]);
-      } else {
-        const uint4 v = __ldcg(reinterpret_cast<const uint4*>(static_cast<const bf16*>(a.x) + from));
-        row = {{v.x, v.y, v.z, v.w}};
-      }
+      const Piece piece = from == threadIdx.x * 8 ? first : load_piece(a, from);
+      const Vec16 row = a.norm == nullptr ? piece.bf16s() : weigh(piece.low, piece.high, gain, &squares[t]);
       *reinterpret_cast<Vec16*>(s.rows() + (t * a.hidden + at) * 2) = row;
     }
   }
@@ -158,11 +167,23 @@ __device__ __forceinline__ void clear_units(const Args& a, const Shared& s) {
   }
 }
 
-/// Units and which tokens they serve, by one warp, a lane per slot. An expert that a token names more than once counts with
-/// the sum of its weights, in the first of its slots.
-__device__ __forceinline__ void build_units(const Args& a, const Shared& s, const Slot& slot) {
+/// A lane's slot of the given experts.
+__device__ __forceinline__ Choice given_choice(const Args& a) {
   const int lane = threadIdx.x % 32;
-  const Choice own = lane < s.slots ? s.chosen()[lane] : Choice{kNoExpert, 0.0f};
+  if (lane >= a.slots()) return {kNoExpert, 0.0f};
+  return {__ldcg(a.route.topk_ids + lane), __ldcg(a.route.topk_weights + lane)};
+}
+
+/// A lane's slot of the experts that the routing warps chose.
+__device__ __forceinline__ Choice chosen(const Shared& s) {
+  const int lane = threadIdx.x % 32;
+  return lane < s.slots ? s.chosen()[lane] : Choice{kNoExpert, 0.0f};
+}
+
+/// Units and which tokens they serve, by one warp, `own` a lane's slot. An expert that a token names more than once counts with
+/// the sum of its weights, in the first of its slots.
+__device__ __forceinline__ void build_units(const Args& a, const Shared& s, const Slot& slot, const Choice& own) {
+  const int lane = threadIdx.x % 32;
   const int local = local_expert(own.id, a.expert_map, a.route.experts, a.num_local);
   float weight = own.weight;
   const uint32_t before = (1u << lane) - 1, same = __match_any_sync(0xffffffffu, local);
@@ -196,16 +217,14 @@ template <int kPerLane>
 __device__ __forceinline__ void route(const Args& a, const Shared& s, int token, const Turn& turn) {
   const int lane = threadIdx.x % 32, slot = token * a.route.top_k + lane;
   Choice c = {kNoExpert, 0.0f};
-  if (a.gate == nullptr) {
-    if (lane < a.route.top_k) c = {__ldcg(a.route.topk_ids + slot), __ldcg(a.route.topk_weights + slot)};
-  } else if (a.valid == nullptr || static_cast<uint32_t>(token) < __ldcg(a.valid)) {
+  if (a.valid == nullptr || static_cast<uint32_t>(token) < __ldcg(a.valid)) {
     float score[kPerLane];
     await_logits(a, token, turn.number(), score);
     c = choose(a.route, score, s.chosen() + token * a.route.top_k);
   }
   if (lane >= a.route.top_k) return;
   s.chosen()[slot] = c;
-  if (a.gate != nullptr && blockIdx.x == 0) a.route.topk_ids[slot] = c.id, a.route.topk_weights[slot] = c.weight;
+  if (blockIdx.x == 0) a.route.topk_ids[slot] = c.id, a.route.topk_weights[slot] = c.weight;
 }
 
 #endif  // MOE_SM90
