@@ -17,7 +17,7 @@
 // lane feeds two products with each 16 bytes. Warps split K and are added in warp order; units are added in the order of
 // experts: a token's bits do not depend on the tokens beside it.
 //
-// Measured, one H200, one token: 25.4 us, 21.4 with given ids (docs/kernels.md). Blocks wait for each other, so the launch is cooperative.
+// Measured, one H200, one token: 25.7 us, 21.1 with given ids (docs/kernels.md). Blocks wait for each other, so the launch is cooperative.
 #include "layer_stream_act.cuh"
 #include "layer_stream_load.cuh"
 #include "layer_stream_route.cuh"
@@ -174,34 +174,38 @@ __device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, in
 
 #endif  // MOE_SM90
 
+/// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given.
 template <int kPerLane, Output kOutput>
 __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constant__ Args a) {
 #if MOE_SM90
   extern __shared__ __align__(128) uint8_t smem[];
   const Shared s(smem, a);
   const int warp = threadIdx.x / 32, at = threadIdx.x * 8;
+  constexpr bool kRoutes = kPerLane > 0;
   Vec16 gain = {}, gate = {};
   if (warp < kConsumers && at < a.hidden) {
     if (a.norm != nullptr) gain = load_const(a.norm + at);
-    if (a.gate != nullptr && static_cast<int>(blockIdx.x) < a.route.experts)
+    if (kRoutes && static_cast<int>(blockIdx.x) < a.route.experts)
       gate = load_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + at);
   }
-  // At once: a cooperative launch begins when the kernel ahead has left all multiprocessors, and barriers can be made while
-  // the first loads are on their way.
-  pdl_wait();
-  const Turn turn(a);
-  const Piece piece = warp < kConsumers && at < a.hidden ? load_piece(a, at) : Piece{};
   Choice choice = {kNoExpert, 0.0f};
-  if (a.gate == nullptr && warp == kConsumers) choice = given_choice(a);
+  if (!kRoutes) {
+    // At once: a cooperative launch begins when the kernel ahead has left all multiprocessors, and barriers can be made while
+    // the ids are on their way.
+    pdl_wait();
+    if (warp == kConsumers) choice = given_choice(a);
+  }
   init_barriers(a, s, warp);
   const Slot slot(a);
   if (warp == kConsumers) clear_units(a, s);
   __syncthreads();
   const int first = a.first_column(blockIdx.x), last = a.first_column(blockIdx.x + 1);
+  if (kRoutes) pdl_wait();
+  const Turn turn(a);
   if (warp < kConsumers) {
     // Where `out` is `x`, another block may add to rows before a block without a tile has read them: it uses none of them.
-    stage_rows(a, s, gain, piece);
-    if (a.gate != nullptr) publish_logits(a, s, gate, turn);
+    stage_rows(a, s, gain);
+    if constexpr (kRoutes) publish_logits(a, s, gate, turn);
     const Consumer c = {a, s};
     const int stage = c.gate_up();  // all warps have read the turn by now
     if (threadIdx.x == 0) turn.end(a);
@@ -209,13 +213,12 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
     return;
   }
   const int router = warp - kConsumers;
-  if (a.gate != nullptr) {
+  if constexpr (kRoutes) {
     if (router < a.tokens) route<kPerLane>(a, s, router, turn);
     routers_sync();
-    choice = chosen(s);
   }
   if (router == 0) {
-    build_units(a, s, slot, choice);
+    build_units(a, s, slot, kRoutes ? chosen(s) : choice);
     warp_arrive(s.units_full());
   }
   mbarrier_wait(s.units_full(), 0);
@@ -273,9 +276,8 @@ cudaError_t run(Args a, Output output, void* stream) {
   a.share = a.hidden / limits.sms, a.longer = a.hidden % limits.sms;
   Launch l = {dim3(limits.sms), dim3(kThreads), stream, layout(a).total};
   l.cooperative = true;
-  const int experts = a.gate == nullptr ? 1 : a.route.experts;
-  if (experts <= 128) return run<4>(l, output, a);
-  return run<16>(l, output, a);
+  if (a.gate == nullptr) return run<0>(l, output, a);
+  return a.route.experts <= 128 ? run<4>(l, output, a) : run<16>(l, output, a);
 }
 
 }  // namespace

@@ -20,24 +20,9 @@ __device__ __forceinline__ Vec16 weigh(const float4& p, const float4& q, const V
   return out;
 }
 
-/// Eight elements of a row, f32 or bf16 as they lie in memory.
-struct Piece {
-  float4 low, high;
-
-  __device__ __forceinline__ Vec16 bf16s() const {
-    return {{__float_as_uint(low.x), __float_as_uint(low.y), __float_as_uint(low.z), __float_as_uint(low.w)}};
-  }
-};
-
-__device__ __forceinline__ Piece load_piece(const Args& a, size_t from) {
-  if (a.norm == nullptr) return {__ldcg(reinterpret_cast<const float4*>(static_cast<const bf16*>(a.x) + from)), {}};
-  const float4* x = reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + from);
-  return {__ldcg(x), __ldcg(x + 1)};
-}
-
 /// Token rows to shared memory as bf16, f32 rows times the norm's weight: 1 / rms multiplies sums later (`scale`). `gain`
-/// and `first` hold this thread's first eight columns of the weight and of the first row.
-__device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, Vec16 gain, const Piece& first) {
+/// holds the weight of this thread's first eight columns.
+__device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, Vec16 gain) {
   float squares[kMaxTokens] = {};
   for (int at = threadIdx.x * 8; at < a.hidden; at += kConsumerThreads * 8) {
     if (a.norm != nullptr && at >= kConsumerThreads * 8) gain = load_const(a.norm + at);
@@ -45,8 +30,14 @@ __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, Vec16
     for (int t = 0; t < kMaxTokens; ++t) {
       if (t >= a.tokens) break;
       const size_t from = static_cast<size_t>(t) * a.hidden + at;
-      const Piece piece = from == threadIdx.x * 8 ? first : load_piece(a, from);
-      const Vec16 row = a.norm == nullptr ? piece.bf16s() : weigh(piece.low, piece.high, gain, &squares[t]);
+      Vec16 row;
+      if (a.norm != nullptr) {
+        const float4* x = reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + from);
+        row = weigh(__ldcg(x), __ldcg(x + 1), gain, &squares[t]);
+      } else {
+        const uint4 v = __ldcg(reinterpret_cast<const uint4*>(static_cast<const bf16*>(a.x) + from));
+        row = {{v.x, v.y, v.z, v.w}};
+      }
       *reinterpret_cast<Vec16*>(s.rows() + (t * a.hidden + at) * 2) = row;
     }
   }
