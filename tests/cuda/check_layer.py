@@ -141,6 +141,23 @@ def layer_skips_padding_holes_and_repeats():
 
 
 @check
+def layer_chooses_no_nan():
+    """A softmax over a NaN chooses nothing, elsewhere the experts without one are left: fewer than a token may have."""
+    for shape in SHAPES[:3]:
+        state = state_for(shape[0], shape[3])
+        for scoring, left in (("softmax", 0), ("sigmoid", 1), ("sigmoid", 2)):
+            for tokens in (1, 2):
+                case = Case(tokens, shape, output=0, scoring=scoring)
+                case.gate[left or -1 :] = float("nan")
+                out, ids = case.run(state), ids_back(case.ids)
+                left = min(left, shape[1])
+                assert (ids[:, :left].sort(-1).values == torch.arange(left, device="cuda")).all(), f"{shape} {scoring}: {ids.tolist()}"
+                assert (ids[:, left:] == NO_EXPERT).all() and (case.weights[:, left:] == 0).all(), f"{shape} {scoring}: {ids.tolist()}"
+                case.given = True
+                assert (out == 0).all() if left == 0 else case.expect(f"{shape} {scoring} {left} left", out) >= 0
+
+
+@check
 def layer_repeats_bit_for_bit():
     """Also whichever tokens stand beside one, and in place on the residual."""
     shape = SHAPES[0]

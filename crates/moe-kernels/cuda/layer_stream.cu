@@ -5,7 +5,8 @@
 // else is latency: norm, logits, choice, two products and a sum depend on each other across all multiprocessors. Here
 // there is no launch in between and no barrier: logits and activations travel as words that carry the launch's number, so
 // whoever needs them polls the words themselves, one way there, one way back, no fence.
-//   - every block computes an expert's logit, reads all of them, and makes the same choice;
+//   - every block computes an expert's logit, reads all of them, and makes the same choice; while it does, the memory already
+//     brings it a tile of the experts that were chosen first;
 //   - gate and up: tiles of 8 outputs (64 KB, two copies), one expert after the other: half of them go round the blocks,
 //     the rest by ticket, because multiprocessors get unequal shares of a saturated memory. The multiplying warps leave
 //     their sums to a warp that adds and activates them, and go on;
@@ -17,7 +18,7 @@
 // lane feeds two products with each 16 bytes. Warps split K and are added in warp order; units are added in the order of
 // experts: a token's bits do not depend on the tokens beside it.
 //
-// Measured, one H200, one token: 25.7 us, 21.1 with given ids (docs/kernels.md). Blocks wait for each other, so the launch is cooperative.
+// Measured, one H200, one token: 23.6 us, 21.0 with given ids (docs/kernels.md). Blocks wait for each other, so the launch is cooperative.
 #include "layer_stream_act.cuh"
 #include "layer_stream_load.cuh"
 #include "layer_stream_route.cuh"
@@ -174,8 +175,8 @@ __device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, in
 
 #endif  // MOE_SM90
 
-/// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given.
-template <int kPerLane, Output kOutput>
+/// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given. kPlain: is_plain.
+template <int kPerLane, bool kPlain, Output kOutput>
 __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constant__ Args a) {
 #if MOE_SM90
   extern __shared__ __align__(128) uint8_t smem[];
@@ -213,14 +214,20 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
     return;
   }
   const int router = warp - kConsumers;
+  int heads = 0;
   if constexpr (kRoutes) {
-    if (router < a.tokens) route<kPerLane>(a, s, router, turn);
+    const Head head(a);
+    if (router < a.tokens) route<kPerLane, kPlain>(a, s, router, turn, head);
     routers_sync();
+    if (router == 0) {
+      choice = chosen(s);
+      const int unit = build_units<false>(a, s, slot, choice);
+      heads = head.declare(a, s, unit, choice.id != kNoExpert);
+    }
+  } else if (router == 0) {
+    build_units<true>(a, s, slot, choice);
   }
-  if (router == 0) {
-    build_units(a, s, slot, kRoutes ? chosen(s) : choice);
-    warp_arrive(s.units_full());
-  }
+  if (router == 0) warp_arrive(s.units_full());
   mbarrier_wait(s.units_full(), 0);
   if (router == kRouters - 1) {
     activate(a, s, turn.number());
@@ -228,20 +235,25 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
     fetch_activations(a, s, router - 1, turn.number());
   } else if (elect_one()) {
     Loader l = {a, s, static_cast<int>(*s.units())};
-    l.load_gate_up(a.state->tickets + turn.parity());
+    l.load_gate_up(a.state->tickets + turn.parity(), heads);
     l.load_down(first, last);
     pdl_launch_dependents();  // earlier, blocks that find no room yet cost 2 us
   }
 #endif
 }
 
-template <int kPerLane>
+template <int kPerLane, bool kPlain>
 cudaError_t run(const Launch& l, Output output, const Args& a) {
   switch (output) {
-    case Output::F32: return launch(layer_kernel<kPerLane, Output::F32>, l, a);
-    case Output::Bf16: return launch(layer_kernel<kPerLane, Output::Bf16>, l, a);
-    default: return launch(layer_kernel<kPerLane, Output::Add>, l, a);
+    case Output::F32: return launch(layer_kernel<kPerLane, kPlain, Output::F32>, l, a);
+    case Output::Bf16: return launch(layer_kernel<kPerLane, kPlain, Output::Bf16>, l, a);
+    default: return launch(layer_kernel<kPerLane, kPlain, Output::Add>, l, a);
   }
+}
+
+template <int kPerLane>
+cudaError_t run_routed(const Launch& l, Output output, const Args& a) {
+  return is_plain(a.route) ? run<kPerLane, true>(l, output, a) : run<kPerLane, false>(l, output, a);
 }
 
 /// Divides what the rows leave of shared memory into stages of each product, of whole rows where they fit.
@@ -276,8 +288,8 @@ cudaError_t run(Args a, Output output, void* stream) {
   a.share = a.hidden / limits.sms, a.longer = a.hidden % limits.sms;
   Launch l = {dim3(limits.sms), dim3(kThreads), stream, layout(a).total};
   l.cooperative = true;
-  if (a.gate == nullptr) return run<0>(l, output, a);
-  return a.route.experts <= 128 ? run<4>(l, output, a) : run<16>(l, output, a);
+  if (a.gate == nullptr) return run<0, false>(l, output, a);
+  return a.route.experts <= 128 ? run_routed<4>(l, output, a) : run_routed<16>(l, output, a);
 }
 
 }  // namespace

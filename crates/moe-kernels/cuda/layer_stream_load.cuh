@@ -7,6 +7,37 @@ namespace moe::layer {
 
 #if MOE_SM90
 
+/// The tile that a block begins with where the experts are chosen here. It belongs to the first token's likeliest experts, a block
+/// for each of their tiles, so that memory has work while the others are still being chosen.
+struct Head {
+  int rank, place;  // of the expert in the token's choice, -1: there is no head; of the tile among the expert's
+
+  __device__ __forceinline__ explicit Head(const Args& a) : rank(0), place(blockIdx.x) {
+    const int per_unit = a.inter / kPairs;
+    for (; place >= per_unit; place -= per_unit) ++rank;
+    if (a.expert_map != nullptr || a.num_local < a.route.experts || a.chunk[0] < a.hidden) rank = -1;
+  }
+
+  /// By one lane. The stage is the first one.
+  __device__ __forceinline__ void load(const Args& a, const Shared& s, uint32_t expert) const {
+    const bf16* gate = a.w13 + (static_cast<size_t>(expert) * 2 * a.inter + place * kPairs) * a.hidden;
+    const int bytes = kPairs * a.hidden * 2;
+    arrive_expecting(s.full(0, 0), 2 * bytes);
+    bulk_copy(s.stage(0, 0), gate, bytes, s.full(0, 0));
+    bulk_copy(s.stage(0, 0) + bytes, gate + static_cast<size_t>(a.inter) * a.hidden, bytes, s.full(0, 0));
+  }
+
+  /// By one warp, that of the first token, with `unit` and whether there is an expert in each lane's slot. Says to the consumers
+  /// what the stage holds. Returns how many of the experts' tiles are heads.
+  __device__ __forceinline__ int declare(const Args& a, const Shared& s, int unit, bool has) const {
+    const int lane = threadIdx.x % 32;
+    const int chosen = __popc(__ballot_sync(0xffffffffu, has && lane < a.route.top_k));
+    if (rank < 0) return 0;
+    if (lane == rank && rank < chosen) *s.tile(0) = {static_cast<uint16_t>(unit), kPairs, place * kPairs};
+    return min(static_cast<int>(gridDim.x), chosen * (a.inter / kPairs));
+  }
+};
+
 /// Brings stages to shared memory, in the order in which `Consumer` takes them. One thread.
 struct Loader {
   const Args& a;
@@ -51,18 +82,26 @@ struct Loader {
     }
   }
 
-  /// Of the first tiles every gridDim-th, so that the units are finished one after the other, then tickets, each drawn while
-  /// the tiles before it come.
-  __device__ __forceinline__ void load_gate_up(uint32_t* tickets) {
-    const int per_unit = a.inter / kPairs, total = units * per_unit, assigned = total - total / kByTicket;
-    int unit = 0, place = blockIdx.x;  // of a tile among its unit's; a division would stand before the first load
-    for (int tile = blockIdx.x; tile < assigned; tile += gridDim.x, place += gridDim.x) {
-      for (; place >= per_unit; place -= per_unit) ++unit;
+  /// Of the tiles that are no heads the first half, every gridDim-th, so that the units are finished one after the other, then
+  /// tickets, each drawn while the tiles before it come.
+  __device__ __forceinline__ void load_gate_up(uint32_t* tickets, int heads) {
+    const int per_unit = a.inter / kPairs, total = units * per_unit - heads, assigned = total - total / kByTicket;
+    if (static_cast<int>(blockIdx.x) < heads) at.advance(a.stages[0]), flying = 1;
+    int unit = 0, place = heads_of(0, heads), before = 0;  // of a tile among its unit's: a division would stand before the first load
+    for (int tile = blockIdx.x;; tile += gridDim.x) {
+      if (tile >= assigned) tile = assigned + static_cast<int>(atomicAdd(tickets, 1));
+      if (tile >= total) return;
+      place += tile - before, before = tile;
+      while (place >= per_unit) place += heads_of(++unit, heads) - per_unit;
       load_pairs(unit, place * kPairs);
     }
-    if (assigned == total) return;
-    for (int tile; (tile = assigned + static_cast<int>(atomicAdd(tickets, 1))) < total;)
-      load_pairs(tile / per_unit, tile % per_unit * kPairs);
+  }
+
+  /// How many of a unit's tiles are heads: its first ones.
+  __device__ __forceinline__ int heads_of(int unit, int heads) const {
+    const uint32_t slot = s.unit_slot(unit)[0];  // of the first token, whose slots are in the order of its choice
+    const int per_unit = a.inter / kPairs;
+    return slot == kNoSlot ? 0 : max(0, min(heads - static_cast<int>(slot) * per_unit, per_unit));
   }
 
   /// Tells the consumers that the first product is over, and in which stage the second one begins: the one that is free

@@ -1,7 +1,7 @@
 // From rows to units in layer_stream.cu: norm, logits, the choice of experts, and which tokens each of them serves.
 #pragma once
 
-#include "layer_stream.cuh"
+#include "layer_stream_load.cuh"
 
 namespace moe::layer {
 
@@ -171,9 +171,10 @@ __device__ __forceinline__ Choice chosen(const Shared& s) {
   return lane < s.slots ? s.chosen()[lane] : Choice{kNoExpert, 0.0f};
 }
 
-/// Units and which tokens they serve, by one warp, `own` a lane's slot. An expert that a token names more than once counts with
-/// the sum of its weights, in the first of its slots.
-__device__ __forceinline__ void build_units(const Args& a, const Shared& s, const Slot& slot, const Choice& own) {
+/// Units and which tokens they serve, by one warp, `own` a lane's slot. Returns the slot's unit. kRepeats: an expert that a token
+/// may name more than once counts with the sum of its weights, in the first of its slots.
+template <bool kRepeats>
+__device__ __forceinline__ int build_units(const Args& a, const Shared& s, const Slot& slot, const Choice& own) {
   const int lane = threadIdx.x % 32;
   const int local = local_expert(own.id, a.expert_map, a.route.experts, a.num_local);
   float weight = own.weight;
@@ -186,8 +187,8 @@ __device__ __forceinline__ void build_units(const Args& a, const Shared& s, cons
 #pragma unroll
     for (int i = 0; i < 8; ++i) unit += __shfl_sync(0xffffffffu, rank, first + i) < static_cast<uint32_t>(local);
   }
-  const uint32_t mine = same & slot.of_token;
-  if (__any_sync(0xffffffffu, local >= 0 && (mine & before) != 0)) {
+  const uint32_t mine = kRepeats ? same & slot.of_token : 1u << lane;
+  if (kRepeats && __any_sync(0xffffffffu, local >= 0 && (mine & before) != 0)) {
 #pragma unroll 1
     for (int i = 0; i < s.slots; ++i) {
       const float other = __shfl_sync(0xffffffffu, own.weight, i);
@@ -201,17 +202,21 @@ __device__ __forceinline__ void build_units(const Args& a, const Shared& s, cons
     if (leads) s.expert()[unit] = local;
   }
   if (lane == 0) *s.units() = __popc(leaders);
+  return unit;
 }
 
-/// A token's experts, by one of the routing warps. Every block makes the same choice.
-template <int kPerLane>
-__device__ __forceinline__ void route(const Args& a, const Shared& s, int token, const Turn& turn) {
+/// A token's experts, by one of the routing warps. Every block makes the same choice. The first token's warp asks for the head.
+template <int kPerLane, bool kPlain>
+__device__ __forceinline__ void route(const Args& a, const Shared& s, int token, const Turn& turn, const Head& head) {
   const int lane = threadIdx.x % 32, slot = token * a.route.top_k + lane;
   Choice c = {kNoExpert, 0.0f};
   if (a.valid == nullptr || static_cast<uint32_t>(token) < __ldcg(a.valid)) {
     float score[kPerLane];
     await_logits(a, token, turn.number(), score);
-    c = choose(a.route, score, s.chosen() + token * a.route.top_k);
+    const int awaited = token == 0 ? head.rank : -1;
+    c = choose<kPlain>(a.route, score, s.chosen() + token * a.route.top_k, [&](int rank, uint32_t id) {
+      if (rank == awaited) head.load(a, s, id);
+    });
   }
   if (lane >= a.route.top_k) return;
   s.chosen()[slot] = c;

@@ -70,7 +70,7 @@ __device__ __forceinline__ void multiply(const GateRows& gate, const Operand& x,
   }
 }
 
-template <int kPerLane>
+template <int kPerLane, bool kPlain>
 __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_constant__ GateArgs a) {
   __shared__ float partial[kWarps][kExperts][kTokens + 1];
   __shared__ float logits[kTokens][kPerLane * 32];  // of the tokens that this block routes
@@ -116,9 +116,14 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
   const int t = begin + warp * blocks + rank;
   if (t >= end) return;
   if (a.valid == nullptr || static_cast<uint32_t>(t) < *a.valid)
-    route_row<kPerLane>(a.route, logits[warp], chosen[warp], t);
+    route_row<kPlain, kPerLane>(a.route, logits[warp], chosen[warp], t);
   else
     route_nothing(a.route, t);
+}
+
+template <int kPerLane>
+cudaError_t run(const Launch& l, const GateArgs& a) {
+  return is_plain(a.route) ? launch(gate_route<kPerLane, true>, l, a) : launch(gate_route<kPerLane, false>, l, a);
 }
 
 cudaError_t launch_gate(GateArgs a, void* stream) {
@@ -132,10 +137,10 @@ cudaError_t launch_gate(GateArgs a, void* stream) {
   if (limits.major >= 9) a.groups = together < 1 ? kMaxGroups : min(ceil_div(groups, together), kMaxGroups);
   Launch l = {dim3(1, ceil_div(groups, a.groups)), dim3(kWarps * 32), stream};
   if (limits.major >= 9) l.cluster = l.grid.x = kCluster;
-  if (a.route.experts <= 128) return launch(gate_route<4>, l, a);
-  if (a.route.experts <= 256) return launch(gate_route<8>, l, a);
-  if (a.route.experts <= 512) return launch(gate_route<16>, l, a);
-  return launch(gate_route<32>, l, a);
+  if (a.route.experts <= 128) return run<4>(l, a);
+  if (a.route.experts <= 256) return run<8>(l, a);
+  if (a.route.experts <= 512) return run<16>(l, a);
+  return run<32>(l, a);
 }
 
 }  // namespace
