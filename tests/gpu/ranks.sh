@@ -106,6 +106,7 @@ tokens() {
   requests "$out/requests.jsonl" 24 32
   generate one
   while read -r label flags; do
+    [ -n "$label" ] || continue
     for mode in graph eager; do
       # shellcheck disable=SC2086
       generate "tokens-$label-$mode" $flags $([ $mode = eager ] && echo --enforce-eager)

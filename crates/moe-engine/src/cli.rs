@@ -208,7 +208,8 @@ pub struct EngineArgs {
     #[arg(long, default_value_t = 16, help_heading = "Engine")]
     pub block_size: usize,
     /// Memory of the KV cache of each rank, such as 512MiB or 4GiB, taken at the start (default: 4GiB,
-    /// all ranks together at most half of what is free); never more than the sequences can use.
+    /// all ranks together at most half of what is free; on a GPU nine tenths of what is free there); never
+    /// more than the sequences can use.
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
     pub kv_cache_memory: Option<usize>,
     /// Launch decode steps on a GPU one by one instead of as a captured CUDA graph.

@@ -5,7 +5,7 @@
 // before the grid dependency; and the blocks of a cluster, which share 8 tokens, leave their logits in the
 // shared memory of the block that routes the token: a cluster barrier instead of a fence, a ticket and a reload.
 // Predicted at T = 64: x 0.7 us, product and reduction 0.5, barrier 0.7, choice 1.5, launch 1.5: 5 us. Measured, one
-// H200: 4.6 us, 7.5 at 256, 27.4 at 1,024 (9.3, 11.6 and 21.2 with tickets and a longer choice).
+// H200: 4.4 us, 7.2 at 256, 26.2 at 1,024 (9.3, 11.6 and 21.2 with tickets and a longer choice).
 // A block computes 16 experts x 8 tokens; its 8 warps split H. An mma does not care which k is which as
 // long as both operands agree, so a lane reads 16 consecutive bytes of a row and feeds two mma with them.
 // Products of bf16 are exact in f32 and sums are f32: the logits are never rounded.
