@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result};
 use model_runtime::{DummyWeights, TensorSpec};
 use moe_layer::{
     Activation, BlockContext, BlockOptions, Buffer, ChunkedMoe, Exec, RouterConfig, SparseMoeBlock,
-    TensorView, load_block_on,
+    StepContext, TensorView, load_block_on,
 };
 
 const H: usize = 1024;
@@ -49,7 +49,8 @@ fn main() -> Result<()> {
         let mut seconds = f64::INFINITY;
         for _ in 0..3 {
             let start = Instant::now();
-            block.forward_into(TensorView::new(&x)?.view()?, out.view_mut(), &mut ex)?;
+            let context = &mut StepContext::default();
+            block.forward_into(TensorView::new(&x)?.view()?, out.view_mut(), context, &mut ex)?;
             seconds = seconds.min(start.elapsed().as_secs_f64());
         }
         let size = block.chunk_size().map_or("whole".to_string(), |n| n.to_string());

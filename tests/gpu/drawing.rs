@@ -9,7 +9,7 @@ use model_runtime::{
 };
 use model_runtime::{Observer, cuda::device_calls};
 use moe_engine::engine::{Engine, EngineConfig, FinishReason, Request, Summary};
-use moe_kernels::{Buffer, Exec, embedding_into};
+use moe_kernels::{Buffer, Exec, StepContext, embedding_into};
 use std::collections::BTreeMap;
 
 use crate::common::*;
@@ -51,6 +51,7 @@ impl CausalLm for Table {
         _: &mut KvCache,
         logits: ViewMut,
         _: Option<&mut dyn Observer>,
+        _: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let mut all = ex.scratch(DType::F32, &[step.num_tokens(), VOCAB])?;

@@ -81,7 +81,7 @@ impl Problem {
     fn through(&self, prepare: &dyn PrepareFinalize, experts: &dyn Experts, ex: &mut Exec) -> Buffer {
         let [x, ids, topk_weights] = [&self.x, &self.ids, &self.weights].map(|b| on_device(b, ex));
         let mut out = ex.zeros(self.x.dtype(), self.x.dims()).unwrap();
-        let dispatched = prepare.prepare(x.view(), ids.view(), topk_weights.view(), ex).unwrap();
+        let dispatched = prepare.prepare(x.view(), ids.view(), topk_weights.view(), None, ex).unwrap();
         let mut rows = ex.scratch(DType::F32, &experts.out_dims(&dispatched).unwrap()).unwrap();
         experts.apply(&dispatched, rows.view_mut(), ex).unwrap();
         let strategy = experts.weight_and_reduce();
@@ -226,6 +226,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             renormalize: true,
             scale: 1.0,
             softcap: None,
+            padded: false,
         };
         let zeros = |dtype, dims: &[usize]| ex.zeros(dtype, dims).unwrap();
         let (mut logits, mut ids) =

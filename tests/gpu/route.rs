@@ -77,7 +77,7 @@ impl Case {
     fn run(&self, mut ex: Exec) -> Outcome {
         let device = ex.device().clone();
         let router = router(&self.config, &self.bias, &self.table, &device);
-        ex.step = self.step.clone();
+        let mut context = self.step.clone();
         let (tokens, slots) = (self.logits.dims()[0], self.config.num_slots());
         let mut logits = ex.zeros(DType::F32, self.logits.dims()).unwrap();
         ex.copy_from_host(self.logits.view(), logits.view_mut()).unwrap();
@@ -90,13 +90,13 @@ impl Case {
             zero_expert_weights: Some(identity.view_mut()),
         };
         let input = RouteInput { first_row: 2, ..RouteInput::new(logits.view(), 1) };
-        router.route_into(&input, out, &mut ex).unwrap();
+        router.route_into(&input, out, &mut context, &mut ex).unwrap();
         let bits = |b: &Buffer| {
             values::<f32>(&ex.to_host(b.view()).unwrap()).into_iter().map(f32::to_bits).collect::<Vec<_>>()
         };
         let ids = values::<u32>(&ex.to_host(ids.view()).unwrap());
-        let capture = ex.step.capture.as_ref().map(|c| c.ids().to_vec());
-        let heat = ex.step.heat.as_ref().map(|h| h.layer(1).to_vec());
+        let capture = context.capture.as_ref().map(|c| c.ids().to_vec());
+        let heat = context.heat.as_ref().map(|h| h.layer(1).to_vec());
         (ids, bits(&weights), bits(&identity), capture, heat)
     }
 
@@ -225,8 +225,9 @@ fn a_replay_with_bad_ids_is_refused() {
     let mut replay = RoutedExperts::empty(1, 1, 2).unwrap();
     replay.set(0, 0, &[1, 9]).unwrap();
     let mut ex = cuda();
-    ex.step.replay = Some(Arc::new(replay));
+    let mut context = StepContext { replay: Some(Arc::new(replay)), ..StepContext::default() };
     let router = Router::new(RouterConfig::new(4, 2), RouterParams::default()).unwrap();
     let logits = Tensor::zeros((1, 4), DType::F32, ex.device()).unwrap();
-    assert_error(router.route_step(&logits, None, 0, &mut ex), &["replayed routing, row 0", "expert id 9"]);
+    let routed = router.route_step(&logits, None, 0, &mut context, &mut ex);
+    assert_error(routed, &["replayed routing, row 0", "expert id 9"]);
 }

@@ -7,7 +7,7 @@ use model_deepseekv2_legacy::{DeepseekV2, DeepseekV2Config};
 use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig};
 use model_runtime::{
     BlockAllocator, CausalLm, Checkpoint, Exec, KvCache, LogitsRows, MlaForm, SequenceBlocks, SequenceStep,
-    Step, run_step,
+    Step, StepContext, run_step,
 };
 use moe_engine::LoadOptions;
 use moe_layer::MoePath;
@@ -89,7 +89,7 @@ pub fn all_logits(
             if step.num_tokens() == 0 {
                 continue;
             }
-            let out = run_step(model, &step, &mut kv, None, ex)?;
+            let out = run_step(model, &step, &mut kv, None, &mut StepContext::default(), ex)?;
             let out = ex.to_host(out.view())?;
             let (out, vocab) = (out.view(), model.info().vocab_size);
             for (i, &s) in live.iter().enumerate() {

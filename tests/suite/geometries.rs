@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result};
 use candle_nn::VarBuilder;
 use model_runtime::{
     BlockContext, CausalLm, Checkpoint, Config, DummyWeights, Exec, Geometry, KvCache, MlaForm, ModelInfo,
-    Observer, RankView, StepViews, TensorSlice, TensorSpec, ViewMut,
+    Observer, RankView, StepContext, StepViews, TensorSlice, TensorSpec, ViewMut,
 };
 use moe_comm::{DeepEpMode, EpBackend, ExpertPlacement, ParallelConfig, SelfComm};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
@@ -135,9 +135,10 @@ impl CausalLm for Tap<'_> {
         kv: &mut KvCache,
         mut logits: ViewMut,
         observer: Option<&mut dyn Observer>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        self.model.forward(step, kv, logits.reborrow(), observer, ex)?;
+        self.model.forward(step, kv, logits.reborrow(), observer, context, ex)?;
         let (ids, positions) = (step.token_ids.cpu::<u32>()?, step.positions.cpu::<u32>()?);
         let logits = logits.as_view();
         let rows = logits.cpu::<f32>()?.chunks(self.info().vocab_size);

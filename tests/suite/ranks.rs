@@ -7,7 +7,8 @@ use candle_core::{DType, Device, Result, bail};
 use model_deepseekv2_legacy::DeepseekV2Family;
 use model_qwen3moe::Qwen3MoeFamily;
 use model_runtime::{
-    CausalLm, Checkpoint, DummyWeights, Exec, KvCache, ModelInfo, Observer, RankView, StepViews, ViewMut,
+    CausalLm, Checkpoint, DummyWeights, Exec, KvCache, ModelInfo, Observer, RankView, StepContext, StepViews,
+    ViewMut,
 };
 use moe_comm::{EpBackend, ParallelConfig};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
@@ -131,6 +132,7 @@ impl CausalLm for Faulty<'_> {
         kv: &mut KvCache,
         logits: ViewMut,
         observer: Option<&mut dyn Observer>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         self.rows.fetch_add(step.num_tokens(), Ordering::SeqCst);
@@ -140,7 +142,7 @@ impl CausalLm for Faulty<'_> {
                 Fault::Error => bail!("the disk is on fire"),
             }
         }
-        self.model.forward(step, kv, logits, observer, ex)
+        self.model.forward(step, kv, logits, observer, context, ex)
     }
 }
 

@@ -5,7 +5,7 @@
 
 use candle_core::Result;
 
-use moe_kernels::{Exec, View, ViewMut};
+use moe_kernels::{Exec, StepContext, View, ViewMut};
 
 use crate::kv_cache::{KvCache, KvLayout};
 use crate::step::StepViews;
@@ -111,14 +111,14 @@ pub trait CausalLm: Send + Sync {
     /// that the step names to `logits`, [R, V] f32. With an observer, also shows it the
     /// intermediate results of all rows; the logits' bits are the same.
     ///
-    /// Token ids, replay, capture and heat of mixture-of-experts layers travel in `ex.step`
-    /// ([`moe_kernels::StepContext`]).
+    /// Token ids, replay, capture and heat of mixture-of-experts layers travel in `context`.
     fn forward(
         &self,
         step: &StepViews,
         kv: &mut KvCache,
         logits: ViewMut,
         observer: Option<&mut dyn Observer>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()>;
 }

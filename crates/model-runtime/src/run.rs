@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result};
 
-use moe_kernels::{Buffer, Exec, Scratch};
+use moe_kernels::{Buffer, Exec, Scratch, StepContext};
 use tracing::trace_span;
 
 use crate::kv_cache::KvCache;
@@ -16,11 +16,12 @@ pub fn run_step(
     step: &Step,
     kv: &mut KvCache,
     observer: Option<&mut dyn Observer>,
+    context: &mut StepContext,
     ex: &mut Exec,
 ) -> Result<Scratch> {
     let vocab_size = model.info().vocab_size;
     step.check_vocab(vocab_size)?;
-    ex.step.token_ids = Some(step.token_ids().into());
+    context.token_ids = Some(step.token_ids().into());
     let mut logits = ex.scratch(DType::F32, &[step.num_logits(), vocab_size])?;
     let span = || trace_span!("step", tokens = step.num_tokens(), logits = step.num_logits());
     #[cfg(feature = "cuda")]
@@ -28,20 +29,23 @@ pub fn run_step(
         let _span = span().entered();
         if let Some(ranks) = model.ranks() {
             let cache = (kv.id(), kv.num_blocks(), kv.block_size());
-            ranks.begin(&crate::step_ranks::Announced { step, draw: None, cache, bucket: None }, ex)?;
+            ranks.begin(
+                &crate::step_ranks::Announced { step, draw: None, cache, bucket: None },
+                context,
+                ex,
+            )?;
         }
         let mut words = crate::device_step::DeviceStep::new(crate::device_step::Shape::of(step).words(), ex)?;
         let views = words.upload(step, &crate::device_step::Extras::none(step), ex)?;
-        let ran = model.forward(&views.step, kv, logits.view_mut(), observer, ex);
-        (ex.step.rank_tokens, ex.step.only_decode) = (None, false);
-        return ran.map(|()| logits);
+        model.forward(&views.step, kv, logits.view_mut(), observer, context, ex)?;
+        return Ok(logits);
     }
     // The step enters the thread pool once, and not once for each op.
-    let pool = ex.handle();
+    let pool = ex.clone();
     pool.install(|| {
         // Inside the pool: the spans of the layers run on this thread and find their parent on it.
         let _span = span().entered();
-        model.forward(&step.views()?, kv, logits.view_mut(), observer, ex)
+        model.forward(&step.views()?, kv, logits.view_mut(), observer, context, ex)
     })?;
     Ok(logits)
 }

@@ -6,7 +6,7 @@
 //! collectives in the same order.
 
 use candle_core::Result;
-use moe_kernels::Exec;
+use moe_kernels::{Exec, StepContext};
 use serde::{Deserialize, Serialize};
 
 use crate::device_step::Extras;
@@ -43,12 +43,17 @@ pub struct Announced<'a> {
 /// The ranks of a model, as the one that is about to run a step sees them.
 pub trait StepRanks: Send + Sync {
     /// Tells the ranks that follow of a step, and agrees with the data-parallel ranks on what their
-    /// experts see of it, which is left in the step context of `ex`. Returns the bucket to which all pad
+    /// experts see of it, which is left in `context`. Returns the bucket to which all pad
     /// their steps; `None` if any runs its rows as they are.
     ///
     /// # Errors
     /// A rank that died.
-    fn begin(&self, announced: &Announced<'_>, ex: &mut Exec) -> Result<Option<usize>>;
+    fn begin(
+        &self,
+        announced: &Announced<'_>,
+        context: &mut StepContext,
+        ex: &mut Exec,
+    ) -> Result<Option<usize>>;
 
     /// Whether all ranks that share this one's collectives say yes: they record a graph together or not.
     ///

@@ -53,11 +53,12 @@ impl Exchange for AllgatherReducescatter {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
         let tokens = Tokens::check(NAME, hidden, topk_ids, topk_weights)?;
         let (ranks, top_k) = (&self.ranks, tokens.top_k);
-        let counts = ranks.owned_counts(&ranks.rank_tokens(NAME, hidden.rows(), ex)?);
+        let counts = ranks.owned_counts(&ranks.rank_tokens(NAME, hidden.rows(), agreed, ex)?);
         let total = counts.iter().sum();
         let owned = ranks.owned(hidden.rows());
 

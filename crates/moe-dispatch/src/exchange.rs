@@ -47,7 +47,7 @@ pub trait Exchange: Send + Sync {
     /// See [`PrepareFinalize::max_rows`].
     fn max_rows(&self, tokens: usize) -> usize;
 
-    /// Rows leave for the experts.
+    /// Rows leave for the experts; `agreed` as in [`PrepareFinalize::prepare`].
     ///
     /// # Errors
     /// Wrong dims or dtypes; more tokens than there is room for; an unknown expert; a rank that died.
@@ -56,6 +56,7 @@ pub trait Exchange: Send + Sync {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Self::Dispatching<'a>>;
 
@@ -95,9 +96,14 @@ impl<B: Exchange> PrepareFinalize for B {
         self.transport().is_async()
     }
 
-    fn rank_tokens(&self, tokens: usize, ex: &mut Exec) -> Result<Option<Arc<[usize]>>> {
+    fn rank_tokens(
+        &self,
+        tokens: usize,
+        agreed: Option<&[usize]>,
+        ex: &mut Exec,
+    ) -> Result<Option<Arc<[usize]>>> {
         match B::COUNTS_DIFFER {
-            true => self.ranks().rank_tokens(B::NAME, tokens, ex).map(Some),
+            true => self.ranks().rank_tokens(B::NAME, tokens, agreed, ex).map(Some),
             false => Ok(None),
         }
     }
@@ -107,9 +113,10 @@ impl<B: Exchange> PrepareFinalize for B {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
-        let begun = self.dispatch_a(hidden, topk_ids, topk_weights, ex)?;
+        let begun = self.dispatch_a(hidden, topk_ids, topk_weights, agreed, ex)?;
         self.dispatch_b(begun, ex)
     }
 
@@ -130,9 +137,10 @@ impl<B: Exchange> PrepareFinalize for B {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Receiver<'a, Dispatched<'a>>> {
-        let begun = self.dispatch_a(hidden, topk_ids, topk_weights, ex)?;
+        let begun = self.dispatch_a(hidden, topk_ids, topk_weights, agreed, ex)?;
         Ok(pending(self.transport(), "dispatch", move |ex| self.dispatch_b(begun, ex)))
     }
 

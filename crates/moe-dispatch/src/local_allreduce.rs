@@ -63,6 +63,7 @@ impl Exchange for LocalAllreduce {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        _: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
         let tokens = Tokens::check(NAME, hidden, topk_ids, topk_weights)?;

@@ -68,6 +68,7 @@ impl PrepareFinalize for NoEp {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        _: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
         let tokens = Tokens::check(self.name(), hidden, topk_ids, topk_weights)?;

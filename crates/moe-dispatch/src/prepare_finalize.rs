@@ -69,12 +69,17 @@ pub trait PrepareFinalize: Send + Sync {
 
     /// The tokens that each rank brings to a call to which this one brings `tokens`, for callers
     /// that cut the tokens into several calls; `None` where ranks need not agree. It is a
-    /// collective unless the step context knows the answer.
+    /// collective unless the ranks have `agreed` on the answer before.
     ///
     /// # Errors
-    /// A step context that says otherwise; a rank that died.
-    fn rank_tokens(&self, tokens: usize, ex: &mut Exec) -> Result<Option<Arc<[usize]>>> {
-        self.ep_ranks().map(|ranks| ranks.rank_tokens(self.name(), tokens, ex)).transpose()
+    /// Ranks that agreed on something else; a rank that died.
+    fn rank_tokens(
+        &self,
+        tokens: usize,
+        agreed: Option<&[usize]>,
+        ex: &mut Exec,
+    ) -> Result<Option<Arc<[usize]>>> {
+        self.ep_ranks().map(|ranks| ranks.rank_tokens(self.name(), tokens, agreed, ex)).transpose()
     }
 
     /// Where the physical experts live; `None` = all on this rank, physical id = local slot. A
@@ -128,7 +133,8 @@ pub trait PrepareFinalize: Send + Sync {
         false
     }
 
-    /// Brings rows to the experts of this rank.
+    /// Brings rows to the experts of this rank. `agreed`: the tokens that each rank brings to this call, where the
+    /// ranks know it; `None`: a backend that needs it asks the others.
     ///
     /// # Errors
     /// Wrong dims or dtypes; more tokens or rows than the backend has room for; a rank that died.
@@ -137,6 +143,7 @@ pub trait PrepareFinalize: Send + Sync {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>>;
 
@@ -162,9 +169,10 @@ pub trait PrepareFinalize: Send + Sync {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Receiver<'a, Dispatched<'a>>> {
-        self.prepare(hidden, topk_ids, topk_weights, ex).map(Receiver::ready)
+        self.prepare(hidden, topk_ids, topk_weights, agreed, ex).map(Receiver::ready)
     }
 
     /// First half of [`finalize`](Self::finalize). Begin then end equals the whole call; `out` is

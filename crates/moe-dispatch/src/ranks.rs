@@ -144,9 +144,15 @@ impl EpRanks {
         })
     }
 
-    /// Tokens that each rank brings to this call: as the step says, else by asking.
-    pub(crate) fn rank_tokens(&self, op: &str, tokens: usize, ex: &mut Exec) -> Result<Arc<[usize]>> {
-        let Some(agreed) = ex.step.rank_tokens.clone() else {
+    /// Tokens that each rank brings to this call: as `agreed`, else by asking.
+    pub(crate) fn rank_tokens(
+        &self,
+        op: &str,
+        tokens: usize,
+        agreed: Option<&[usize]>,
+        ex: &mut Exec,
+    ) -> Result<Arc<[usize]>> {
+        let Some(agreed) = agreed else {
             return gather_counts(self.ep.as_ref(), tokens, ex);
         };
         if agreed.len() != self.world_size() || agreed.get(self.ep.rank()) != Some(&tokens) {
@@ -156,7 +162,7 @@ impl EpRanks {
                 self.world_size()
             )
         }
-        Ok(agreed)
+        Ok(agreed.into())
     }
 
     /// The owners' rows [T_owned, H] become those of all tokens, in `out` [T, H].

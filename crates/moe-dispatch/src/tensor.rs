@@ -61,7 +61,7 @@ impl Dispatcher {
         let mut ex = Exec::for_tensor(hidden, &self.workspace)?;
         let guards = [TensorView::new(hidden)?, TensorView::new(topk_ids)?, TensorView::new(topk_weights)?];
         let [rows, ids, weights] = &guards;
-        let dispatched = self.backend.prepare(rows.view()?, ids.view()?, weights.view()?, &mut ex)?;
+        let dispatched = self.backend.prepare(rows.view()?, ids.view()?, weights.view()?, None, &mut ex)?;
         let expert_out = experts(&dispatched_tensors(&dispatched, hidden)?)?;
         let expert_out = expert_out.to_dtype(DType::F32)?.contiguous()?;
         let mut out = Buffer::zeros(hidden.dtype(), hidden.dims())?;

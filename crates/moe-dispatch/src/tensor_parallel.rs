@@ -65,6 +65,7 @@ impl PrepareFinalize for TensorParallel {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        _: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
         let tokens = Tokens::check(NAME, hidden, topk_ids, topk_weights)?;

@@ -72,7 +72,7 @@ fn errors(world: &World, name: &str, fault: Fault, at: usize) -> Option<Vec<Stri
             world.run_disabled(rank, comm.clone(), &mut Exec::cpu())?;
         } else {
             let backend = world.backend(name, comm.clone())?;
-            world.run(backend.as_ref(), rank, at.is_multiple_of(2), &mut Exec::cpu())?;
+            world.run(backend.as_ref(), rank, at.is_multiple_of(2), None, &mut Exec::cpu())?;
         }
         // Ranks whose part was done before the fault learn it at the next meeting.
         comm.barrier(&mut Exec::cpu())
@@ -123,7 +123,7 @@ fn ranks_that_disagree_on_shapes_all_fail() {
                 return world.run_disabled(rank, Arc::new(comm), &mut Exec::cpu()).map(drop);
             }
             let backend = world.backend(name, Arc::new(comm))?;
-            world.run(backend.as_ref(), rank, false, &mut Exec::cpu()).map(drop)
+            world.run(backend.as_ref(), rank, false, None, &mut Exec::cpu()).map(drop)
         });
         for result in results {
             let e = text(&result.unwrap_err());
@@ -140,7 +140,7 @@ fn a_dropped_half_fails_the_peers() {
         let p = &world.problems[rank];
         let (ids, weights) = (View::new(&p.ids, &[p.tokens, 2])?, View::new(&p.weights, &[p.tokens, 2])?);
         let hidden = View::new(&p.rows, &[p.tokens, 3])?;
-        let begun = backend.begin_prepare(hidden, ids, weights, &mut Exec::cpu())?;
+        let begun = backend.begin_prepare(hidden, ids, weights, None, &mut Exec::cpu())?;
         if rank == 1 {
             drop(begun);
             std::thread::sleep(Duration::from_millis(200));
@@ -162,12 +162,12 @@ fn wrong_calls_are_refused() -> Result<()> {
     let (rows, weights) = ([1f32; 4], [1f32; 2]);
     let (hidden, weights) = (View::new(&rows, &[2, 2])?, View::new(&weights, &[2, 1])?);
     let ids = [0u32, 2];
-    let e = text(&backend.prepare(hidden, View::new(&ids, &[2, 1])?, weights, ex).unwrap_err());
+    let e = text(&backend.prepare(hidden, View::new(&ids, &[2, 1])?, weights, None, ex).unwrap_err());
     assert!(e.contains("deepep high_throughput: expert id 2 is out of range; expected 0..2"), "{e}");
 
     let ids = [0u32, 1];
     let ids = View::new(&ids, &[2, 1])?;
-    let d = backend.prepare(hidden, ids, weights, ex)?;
+    let d = backend.prepare(hidden, ids, weights, None, ex)?;
     let (y, mut out) = ([0f32; 4], [0f32; 4]);
     let mut finalize = |backend: &dyn PrepareFinalize, d, dims: &[usize], strategy| {
         let out = ViewMut::new(&mut out, &[2, 2]).unwrap();
@@ -181,16 +181,15 @@ fn wrong_calls_are_refused() -> Result<()> {
     let e = finalize(&other, &d, &[2, 1, 2], WeightAndReduce::Delegate);
     assert!(e.contains("were prepared by deepep high_throughput"), "{e}");
     let no_ep = NoEp::new();
-    let plain = no_ep.prepare(hidden, ids, weights, ex)?;
+    let plain = no_ep.prepare(hidden, ids, weights, None, ex)?;
     let e = finalize(&backend, &plain, &[2, 1, 2], WeightAndReduce::Delegate);
     assert!(e.contains("expected rows that carry a"), "{e}");
     let small = moe_dispatch::LowLatency::new(ranks()?, 1);
-    let e = text(&small.prepare(hidden, ids, weights, ex).unwrap_err());
+    let e = text(&small.prepare(hidden, ids, weights, None, ex).unwrap_err());
     assert!(e.contains("expected at most 1 tokens per rank, got 2"), "{e}");
 
-    ex.step.rank_tokens = Some([3].into());
     let gather = moe_dispatch::AllgatherReducescatter::new(ranks()?);
-    let e = text(&gather.prepare(hidden, ids, weights, ex).unwrap_err());
+    let e = text(&gather.prepare(hidden, ids, weights, Some(&[3]), ex).unwrap_err());
     assert!(e.contains("rank 0 of 1 brings 2 tokens, but the step agreed on [3]"), "{e}");
     Ok(())
 }

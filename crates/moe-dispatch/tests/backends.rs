@@ -82,13 +82,12 @@ proptest! {
             let results = run_ranks(world.ranks(), |rank, comm| {
                 let backend = world.backend(name, Arc::new(comm))?;
                 let mut ex = Exec::cpu();
-                if agreed {
-                    let tokens = (0..world.ranks()).map(|r| world.problems[r / world.tp].tokens);
-                    ex.step.rank_tokens = Some(tokens.collect());
-                }
-                let first = world.run(backend.as_ref(), rank, halves, &mut ex)?;
+                let tokens = (0..world.ranks()).map(|r| world.problems[r / world.tp].tokens);
+                let tokens: Option<Vec<usize>> = agreed.then(|| tokens.collect());
+                let tokens = tokens.as_deref();
+                let first = world.run(backend.as_ref(), rank, halves, tokens, &mut ex)?;
                 // Nothing of a call stays behind.
-                assert_eq!(bits(&first), bits(&world.run(backend.as_ref(), rank, !halves, &mut ex)?));
+                assert_eq!(bits(&first), bits(&world.run(backend.as_ref(), rank, !halves, tokens, &mut ex)?));
                 Ok(first)
             });
             for (rank, got) in results.into_iter().enumerate() {
@@ -143,7 +142,7 @@ proptest! {
             let (backend, ex) = (TensorParallel::new(Arc::new(comm)), &mut Exec::cpu());
             let hidden = View::new(&p.rows, &[p.tokens, p.hidden])?;
             let ids = View::new(&p.ids, &[p.tokens, p.top_k])?;
-            let d = backend.prepare(hidden, ids, View::new(&p.weights, &[p.tokens, p.top_k])?, ex)?;
+            let d = backend.prepare(hidden, ids, View::new(&p.weights, &[p.tokens, p.top_k])?, None, ex)?;
             let y = cut_experts(&d, rank * local, local, p.hidden)?;
             let y = View::new(&y, &[local, p.tokens, p.top_k, p.hidden])?;
             let mut out = vec![f32::NAN; p.rows.len()];
@@ -182,7 +181,7 @@ fn rows_travel_once() {
             let backend = world.backend("high_throughput", Arc::new(comm))?;
             let hidden = View::new(&p.rows, &[4, 1])?;
             let (ids, weights) = (View::new(&p.ids, &[4, 3])?, View::new(&p.weights, &[4, 3])?);
-            let d = backend.prepare(hidden, ids, weights, &mut Exec::cpu())?;
+            let d = backend.prepare(hidden, ids, weights, None, &mut Exec::cpu())?;
             let _ = rank;
             Ok(d.rows.view().rows())
         });
@@ -213,7 +212,7 @@ fn low_latency_blocks_follow_the_step() {
             let backend = LowLatency::new(EpRanks::new(&world.layout(rank), comm, alone)?, 100);
             let (p, ex) = (&world.problems[rank], &mut Exec::cpu());
             let (ids, weights) = (View::new(&p.ids, &[p.tokens, 2])?, View::new(&p.weights, &[p.tokens, 2])?);
-            let d = backend.prepare(View::new(&p.rows, &[p.tokens, 2])?, ids, weights, ex)?;
+            let d = backend.prepare(View::new(&p.rows, &[p.tokens, 2])?, ids, weights, None, ex)?;
             let dims = d.rows.view().dims().to_vec();
             assert_eq!(d.is_empty(), block == 0);
             let y = run_named_experts::<f32>(&d, |slot| slot)?;

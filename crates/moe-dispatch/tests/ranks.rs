@@ -68,7 +68,7 @@ fn two_calls_in_flight(
     let (out_a, out_b) = ViewMut::new(&mut out, &[p.tokens, p.hidden])?.split_at(first)?;
     let mut prepare = |start, n| {
         let (ids, weights) = (ids.narrow(start, n)?, weights.narrow(start, n)?);
-        backend.begin_prepare(hidden.narrow(start, n)?, ids, weights, ex)
+        backend.begin_prepare(hidden.narrow(start, n)?, ids, weights, None, ex)
     };
     let (a, b) = (prepare(0, first)?, prepare(first, rest)?);
     let (a, b) = (a.end(ex)?, b.end(ex)?);
@@ -136,7 +136,7 @@ fn a_foreign_handle_is_refused() -> Result<()> {
     let ex = &mut Exec::cpu();
     let throughput = HighThroughput(peers()?);
     let d = NoEp::new();
-    let d = d.prepare(hidden, ids, weights, ex)?;
+    let d = d.prepare(hidden, ids, weights, None, ex)?;
     let y = expert(0, &rows);
     let mut out = [0f32; 2];
     let (y, out) = (View::new(&y, &[1, 1, 2])?, ViewMut::new(&mut out, &[1, 2])?);

@@ -1,4 +1,4 @@
-//! The execution context of an op: device, threads, instruction set, workspace, step context.
+//! The execution context of an op: device, threads, instruction set, workspace.
 //!
 //! An [`Exec`] is what a CUDA stream is to CUDA code: ops that share it run in order. On the
 //! CPU it carries a thread pool and the instruction-set path. Two runs on one path are
@@ -14,7 +14,6 @@ use crate::buffer::{Buffer, Scratch, Workspace};
 #[cfg(feature = "cuda")]
 use crate::cuda::{PinnedWords, Timeline};
 use crate::door;
-use crate::routed::StepContext;
 use crate::view::{View, ViewMut};
 
 /// The instruction-set path of the CPU kernels.
@@ -109,7 +108,7 @@ pub fn compute_capability(device: &Device) -> Option<(u32, u32)> {
     }
 }
 
-/// The context that every op runs in.
+/// The context that every op runs in; a clone shares device, threads and workspace.
 #[derive(Clone)]
 pub struct Exec {
     device: Device,
@@ -121,8 +120,6 @@ pub struct Exec {
     cuda: Option<crate::cuda::CudaExec>,
     #[cfg(feature = "cuda")]
     timeline: Option<Timeline>,
-    /// What this step carries beside its tensors.
-    pub step: StepContext,
 }
 
 impl Exec {
@@ -139,7 +136,6 @@ impl Exec {
             cuda: None,
             #[cfg(feature = "cuda")]
             timeline: None,
-            step: StepContext::default(),
         }
     }
 
@@ -228,22 +224,6 @@ impl Exec {
             Some(pool) => pool.install(f),
             // The global pool has no handle; a scope runs inside it.
             None => rayon::scope(|_| f()),
-        }
-    }
-
-    /// The same device, threads and workspace, with an empty step context.
-    pub fn handle(&self) -> Self {
-        Self {
-            device: self.device.clone(),
-            isa: self.isa,
-            threads: self.threads.clone(),
-            workspace: self.workspace.clone(),
-            batch_invariant: self.batch_invariant,
-            #[cfg(feature = "cuda")]
-            cuda: self.cuda.clone(),
-            #[cfg(feature = "cuda")]
-            timeline: self.timeline.clone(),
-            step: StepContext::default(),
         }
     }
 

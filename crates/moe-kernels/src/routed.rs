@@ -144,7 +144,8 @@ impl ExpertHeat {
     }
 }
 
-/// What a step carries beside its tensors. Everything is off by default.
+/// What a step carries beside its tensors: what routing reads, and what it records. Everything is off by
+/// default. Modules that route take it as an argument beside their [`Exec`](crate::Exec).
 #[derive(Clone, Debug, Default)]
 pub struct StepContext {
     /// Token ids of the step's rows, \[T\]; needed by hash routing.
@@ -168,4 +169,18 @@ pub struct StepContext {
     pub padded: bool,
     /// Number of the step; random routing (force-balance, simulation) differs from step to step.
     pub step: u64,
+}
+
+impl StepContext {
+    /// The same for another rank of the step, which records nothing: the first rank counts for all.
+    pub fn for_followers(&self) -> Self {
+        Self {
+            token_ids: self.token_ids.clone(),
+            replay: self.replay.clone(),
+            capture: None,
+            heat: None,
+            rank_tokens: self.rank_tokens.clone(),
+            ..*self
+        }
+    }
 }

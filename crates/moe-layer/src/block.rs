@@ -9,7 +9,7 @@ use std::num::NonZeroUsize;
 use moe_dispatch::PrepareFinalize;
 use moe_experts::{AnyExperts, MonolithicExperts, Reservation};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::{Exec, TensorView, View, ViewMut, Workspace, linear_into};
+use moe_kernels::{Exec, StepContext, TensorView, View, ViewMut, Workspace, linear_into};
 use moe_router::{GateInput, RouteOutput, Router};
 use tracing::trace_span;
 
@@ -209,10 +209,16 @@ impl SparseMoeBlock {
         }
     }
 
-    /// `out` [T, H] (model dtype or f32) = block(`hidden` [T, H], model dtype). Step context of `ex`:
-    /// token ids, replay, capture and heat, as the router documents them.
-    pub fn forward_into(&self, hidden: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        self.forward_observed_into(hidden, out, &mut |_| Ok(()), ex)
+    /// `out` [T, H] (model dtype or f32) = block(`hidden` [T, H], model dtype). Of `context`: token
+    /// ids, replay, capture and heat, as the router documents them.
+    pub fn forward_into(
+        &self,
+        hidden: View<'_>,
+        out: ViewMut<'_>,
+        context: &mut StepContext,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        self.forward_observed_into(hidden, out, &mut |_| Ok(()), context, ex)
     }
 
     /// The same; `observe` sees the router logits, [T, E] f32.
@@ -221,6 +227,7 @@ impl SparseMoeBlock {
         hidden: View<'_>,
         mut out: ViewMut<'_>,
         observe: &mut dyn FnMut(View<'_>) -> Result<()>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let _span = trace_span!("moe").entered();
@@ -228,14 +235,14 @@ impl SparseMoeBlock {
         let gate = gate.view()?;
         match &self.family {
             Family::Modular { router, path, decode } => {
-                let path = decode.as_ref().filter(|_| ex.step.only_decode).unwrap_or(path);
-                self.modular(router, (path, path.shared_order()), (hidden, gate), out, observe, ex)
+                let path = decode.as_ref().filter(|_| context.only_decode).unwrap_or(path);
+                self.modular(router, (path, path.shared_order()), (hidden, gate), out, observe, context, ex)
             }
             Family::Monolithic(experts) => {
                 let mut logits = ex.scratch(DType::F32, &[hidden.rows(), gate.rows()])?;
                 trace_span!("gate").in_scope(|| linear_into(hidden, gate, None, logits.view_mut(), ex))?;
                 observe(logits.view())?;
-                refuse_routing_context(experts.as_ref(), ex)?;
+                refuse_routing_context(experts.as_ref(), context)?;
                 trace_span!("experts")
                     .in_scope(|| experts.apply(hidden, logits.view(), out.reborrow(), ex))?;
                 match &self.shared {
@@ -257,6 +264,7 @@ impl SparseMoeBlock {
         (hidden, gate): (View<'_>, View<'_>),
         out: ViewMut<'_>,
         observe: &mut dyn FnMut(View<'_>) -> Result<()>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let (tokens, config) = (hidden.rows(), router.config());
@@ -271,7 +279,7 @@ impl SparseMoeBlock {
         };
         let input = GateInput::new(hidden, gate, self.layer);
         trace_span!("router")
-            .in_scope(|| router.gate_and_route_into(&input, Some(logits.view_mut()), output, ex))?;
+            .in_scope(|| router.gate_and_route_into(&input, Some(logits.view_mut()), output, context, ex))?;
         observe(logits.view())?;
         drop(logits);
         let routed = Routed {
@@ -282,12 +290,14 @@ impl SparseMoeBlock {
             shared: self.shared.as_ref(),
             order,
         };
-        path.run(&routed, self.chunk, out, ex)
+        path.run(&routed, self.chunk, out, context.rank_tokens.as_deref(), ex)
     }
 
     /// The same on candle tensors: `hidden` [.., H].
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        forward_rows(hidden, &self.workspace, |x, out, ex| self.forward_into(x, out, ex))
+        forward_rows(hidden, &self.workspace, |x, out, ex| {
+            self.forward_into(x, out, &mut StepContext::default(), ex)
+        })
     }
 }
 
@@ -303,8 +313,7 @@ impl std::fmt::Debug for SparseMoeBlock {
 }
 
 /// Kernels with a built-in router neither show nor take ids.
-fn refuse_routing_context(experts: &dyn MonolithicExperts, ex: &Exec) -> Result<()> {
-    let step = &ex.step;
+fn refuse_routing_context(experts: &dyn MonolithicExperts, step: &StepContext) -> Result<()> {
     let asked = [
         ("routed-experts capture", step.capture.is_some()),
         ("forced replay of routing", step.replay.is_some()),

@@ -63,40 +63,48 @@ impl Path {
         if self.prepare.supports_async() { SharedOrder::AroundDispatch } else { SharedOrder::Integrated }
     }
 
-    /// All tokens, in chunks of at most `size`, and of no more than the backend takes.
+    /// All tokens, in chunks of at most `size`, and of no more than the backend takes; `agreed` as in
+    /// [`PrepareFinalize::prepare`].
     pub fn run(
         &self,
         routed: &Routed,
         size: Option<NonZeroUsize>,
         mut out: ViewMut,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<()> {
         let limit = self.prepare.max_num_tokens_per_rank().and_then(NonZeroUsize::new);
-        let Some(size) = size.into_iter().chain(limit).min() else { return self.chunk(routed, out, ex) };
+        let Some(size) = size.into_iter().chain(limit).min() else {
+            return self.chunk(routed, out, agreed, ex);
+        };
         let tokens = routed.hidden.rows();
-        let Some(all) = self.prepare.rank_tokens(tokens, ex)? else {
+        let Some(all) = self.prepare.rank_tokens(tokens, agreed, ex)? else {
             for rows in ChunkPlan::new(tokens, size).ranges() {
                 let to = out.reborrow().narrow(rows.start, rows.len())?;
-                self.chunk(&routed.narrow(rows.start, rows.len())?, to, ex)?;
+                self.chunk(&routed.narrow(rows.start, rows.len())?, to, agreed, ex)?;
             }
             return Ok(());
         };
         // Every rank runs as many rounds as the one with the most chunks.
         let rounds = all.iter().map(|&tokens| moe_chunking::num_chunks(tokens, size)).max().unwrap_or(0);
         let plan = ChunkPlan::new(tokens, size).with_rounds(rounds).map_err(Error::wrap)?;
-        let agreed = ex.step.rank_tokens.take();
         for (round, rows) in plan.ranges().enumerate() {
-            ex.step.rank_tokens = Some(ChunkPlan::rank_tokens(round, &all, size).into());
+            let counts = ChunkPlan::rank_tokens(round, &all, size);
             let to = out.reborrow().narrow(rows.start, rows.len())?;
-            self.chunk(&routed.narrow(rows.start, rows.len())?, to, ex)?;
+            self.chunk(&routed.narrow(rows.start, rows.len())?, to, Some(&counts), ex)?;
         }
-        ex.step.rank_tokens = agreed;
         Ok(())
     }
 
     /// One pass; on several ranks a collective, also without a token.
-    fn chunk(&self, routed: &Routed, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (dispatched, shared) = self.dispatch(routed, ex)?;
+    fn chunk(
+        &self,
+        routed: &Routed,
+        mut out: ViewMut,
+        agreed: Option<&[usize]>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let (dispatched, shared) = self.dispatch(routed, agreed, ex)?;
         let strategy = self.experts.weight_and_reduce();
         let is_final = strategy == WeightAndReduce::NoOp && self.prepare.finalize_copies_reduced();
         if is_final && out.dtype() == DType::F32 {
@@ -133,13 +141,14 @@ impl Path {
     fn dispatch<'a>(
         &'a self,
         routed: &Routed<'a>,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<(Dispatched<'a>, Option<SharedRows>)> {
         let Routed { hidden, topk_ids, topk_weights, .. } = *routed;
         let Some(shared) = routed.shared.filter(|_| routed.order == SharedOrder::AroundDispatch) else {
-            return Ok((self.prepare.prepare(hidden, topk_ids, topk_weights, ex)?, None));
+            return Ok((self.prepare.prepare(hidden, topk_ids, topk_weights, agreed, ex)?, None));
         };
-        let begun = self.prepare.begin_prepare(hidden, topk_ids, topk_weights, ex)?;
+        let begun = self.prepare.begin_prepare(hidden, topk_ids, topk_weights, agreed, ex)?;
         let rows = trace_span!("shared_experts").in_scope(|| shared.compute(hidden, ex))?;
         Ok((begun.end(ex)?, Some(rows)))
     }

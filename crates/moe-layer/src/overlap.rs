@@ -5,7 +5,7 @@
 //! otherwise show as text that changes with the machine.
 
 use moe_kernels::candle::{DType, Device, Result, Tensor, bail};
-use moe_kernels::{Exec, TensorView, Workspace};
+use moe_kernels::{Exec, StepContext, TensorView, Workspace};
 use tracing::trace_span;
 
 use crate::block::{Family, SparseMoeBlock};
@@ -31,11 +31,13 @@ impl SparseMoeBlock {
         let (x, gate) = (TensorView::new(&x)?, TensorView::new(self.gate())?);
         let (x, gate) = (x.view()?, gate.view()?);
         let mut ex = Exec::for_tensor(self.gate(), &Workspace::new())?;
-        ex.step.token_ids = Some(vec![0; ROWS].into());
+        let token_ids = Some(vec![0; ROWS].into());
+        let context = &mut StepContext { token_ids, ..StepContext::default() };
         for path in std::iter::once(path).chain(decode) {
             let mut run = |order| {
                 let mut out = ex.scratch(DType::F32, x.dims())?;
-                self.modular(router, (path, order), (x, gate), out.view_mut(), &mut |_| Ok(()), &mut ex)?;
+                let parts = (path, order);
+                self.modular(router, parts, (x, gate), out.view_mut(), &mut |_| Ok(()), context, &mut ex)?;
                 ex.to_host(out.view())?.view().to_f32_vec()
             };
             let (around, integrated) = (run(SharedOrder::AroundDispatch)?, run(SharedOrder::Integrated)?);

@@ -6,7 +6,7 @@ use candle_nn::VarBuilder;
 use moe_comm::{EpBackend, Geometry};
 use moe_experts::Selection;
 use moe_kernels::candle::Result;
-use moe_kernels::{Exec, View, ViewMut};
+use moe_kernels::{Exec, StepContext, View, ViewMut};
 use moe_router::Router;
 
 use crate::block::SparseMoeBlock;
@@ -130,11 +130,12 @@ impl SparseLayer {
         hidden: View<'_>,
         out: ViewMut<'_>,
         observe: &mut dyn FnMut(View<'_>) -> Result<()>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         match self {
-            Self::Block(block) => block.forward_observed_into(hidden, out, observe, ex),
-            Self::Loop(block) => block.forward_observed_into(hidden, out, observe, ex),
+            Self::Block(block) => block.forward_observed_into(hidden, out, observe, context, ex),
+            Self::Loop(block) => block.forward_observed_into(hidden, out, observe, context, ex),
         }
     }
 }

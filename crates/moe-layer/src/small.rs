@@ -6,7 +6,7 @@ use moe_kernels::cuda::{
     PreNorm, norm_experts_add_into, route_experts_add_norm_fits, route_experts_add_norm_into,
     route_experts_fit, route_experts_into, small_experts_fit,
 };
-use moe_kernels::{Exec, TensorView, View, ViewMut};
+use moe_kernels::{Exec, StepContext, TensorView, View, ViewMut};
 use moe_router::Router;
 
 use crate::block::{Family, SparseMoeBlock};
@@ -14,12 +14,12 @@ use crate::chunked::Path;
 
 impl SparseMoeBlock {
     /// Whether [`add_normed_into`](Self::add_normed_into) runs this block for so many tokens in this step.
-    pub fn fuses(&self, tokens: usize, ex: &Exec) -> bool {
+    pub fn fuses(&self, tokens: usize, context: &StepContext, ex: &Exec) -> bool {
         self.fused_parts().is_some_and(|(router, weights)| {
             let (config, shape) = (router.config(), weights.shape());
             let experts = (config.num_experts, config.top_k);
             let widths = (shape.hidden_size, shape.intermediate_size);
-            router.is_plain(ex) && small_experts_fit(tokens, experts, widths, ex)
+            router.is_plain(context) && small_experts_fit(tokens, experts, widths, ex)
         })
     }
 
@@ -27,7 +27,13 @@ impl SparseMoeBlock {
     ///
     /// # Errors
     /// What [`fuses`](Self::fuses) refuses; wrong dims or dtypes.
-    pub fn add_normed_into(&self, norm: &PreNorm<'_>, residual: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+    pub fn add_normed_into(
+        &self,
+        norm: &PreNorm<'_>,
+        residual: ViewMut<'_>,
+        context: &StepContext,
+        ex: &mut Exec,
+    ) -> Result<()> {
         let Some((router, weights)) = self.fused_parts() else {
             bail!("{}: these experts are not computed together with their router", self.experts_name())
         };
@@ -35,19 +41,19 @@ impl SparseMoeBlock {
         let (w13, w2) = (TensorView::new(weights.w13())?, TensorView::new(weights.w2())?);
         let packs = (w13.view()?, w2.view()?);
         let top_k = router.config().top_k;
-        router.with_gate(gate.view()?, None, |gate| {
+        router.with_gate(gate.view()?, None, context, |gate| {
             norm_experts_add_into(norm, gate, top_k, packs, residual, ex)
         })
     }
 
     /// Whether [`forward_add_norm_into`](Self::forward_add_norm_into) runs this block for so many tokens in this step.
-    pub fn fuses_next_norm(&self, tokens: usize, ex: &Exec) -> bool {
+    pub fn fuses_next_norm(&self, tokens: usize, context: &StepContext, ex: &Exec) -> bool {
         self.chunk_size().is_none()
             && self.fused_parts().is_some_and(|(router, weights)| {
                 let (config, shape) = (router.config(), weights.shape());
                 let experts = (config.num_experts, config.top_k);
                 let widths = (shape.hidden_size, shape.intermediate_size);
-                router.is_plain(ex) && route_experts_add_norm_fits(tokens, experts, widths, ex)
+                router.is_plain(context) && route_experts_add_norm_fits(tokens, experts, widths, ex)
             })
     }
 
@@ -62,6 +68,7 @@ impl SparseMoeBlock {
         norm: &PreNorm<'_>,
         residual: ViewMut<'_>,
         out: ViewMut<'_>,
+        context: &StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let Some((router, weights)) = self.fused_parts() else {
@@ -71,19 +78,19 @@ impl SparseMoeBlock {
         let (w13, w2) = (TensorView::new(weights.w13())?, TensorView::new(weights.w2())?);
         let packs = (w13.view()?, w2.view()?);
         let top_k = router.config().top_k;
-        router.with_gate(gate.view()?, None, |gate| {
+        router.with_gate(gate.view()?, None, context, |gate| {
             route_experts_add_norm_into(hidden, (gate, top_k), packs, norm, residual, out, ex)
         })
     }
 
     /// Whether [`forward_partial_into`](Self::forward_partial_into) runs this block for so many tokens in this step.
-    pub fn fuses_routing(&self, tokens: usize, ex: &Exec) -> bool {
+    pub fn fuses_routing(&self, tokens: usize, context: &StepContext, ex: &Exec) -> bool {
         self.chunk_size().is_none()
             && self.rank_parts().is_some_and(|(router, weights, _)| {
                 let (config, shape) = (router.config(), weights.shape());
                 let experts = (config.num_experts, config.top_k);
                 let widths = (shape.hidden_size, shape.intermediate_size);
-                router.is_plain(ex) && route_experts_fit(tokens, experts, widths, ex)
+                router.is_plain(context) && route_experts_fit(tokens, experts, widths, ex)
             })
     }
 
@@ -92,7 +99,13 @@ impl SparseMoeBlock {
     ///
     /// # Errors
     /// What [`fuses_routing`](Self::fuses_routing) refuses; wrong dims or dtypes.
-    pub fn forward_partial_into(&self, hidden: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+    pub fn forward_partial_into(
+        &self,
+        hidden: View<'_>,
+        out: ViewMut<'_>,
+        context: &StepContext,
+        ex: &mut Exec,
+    ) -> Result<()> {
         let Some((router, weights, map)) = self.rank_parts() else {
             bail!("{}: these experts are not computed together with their router", self.experts_name())
         };
@@ -100,7 +113,7 @@ impl SparseMoeBlock {
         let (w13, w2) = (TensorView::new(weights.w13())?, TensorView::new(weights.w2())?);
         let packs = (w13.view()?, w2.view()?);
         let top_k = router.config().top_k;
-        router.with_gate(gate.view()?, None, |gate| {
+        router.with_gate(gate.view()?, None, context, |gate| {
             route_experts_into(hidden, (gate, top_k), packs, map, out, ex)
         })
     }

@@ -5,11 +5,10 @@
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::cuda::{Choice, Route, RouteOut, route_into};
-use moe_kernels::{Element, Exec, NO_EXPERT, Scratch, TensorView, View};
+use moe_kernels::{Element, Exec, NO_EXPERT, Scratch, StepContext, TensorView, View};
 
 use crate::config::{Scoring, Selection};
 use crate::router::{RouteInput, RouteOutput, Router};
-use crate::row::StepRows;
 
 /// Ids and weights [T, K] that were not chosen by logits.
 struct Given {
@@ -23,13 +22,14 @@ impl Router {
         &self,
         input: &RouteInput<'_>,
         out: RouteOutput<'_>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let (config, tokens) = (&self.config, input.logits.rows());
-        let replay = self.replay(input, ex)?;
+        let replay = self.replay(input, context, ex)?;
         let replay = replay.as_ref().map(|ids| ids.view());
-        let token_ids = self.token_ids(input, ex)?;
-        let given = self.given(input, replay, ex)?;
+        let token_ids = self.token_ids(input, context, ex)?;
+        let given = self.given(input, replay, context, ex)?;
         let bias = self.bias.as_ref().map(TensorView::new).transpose()?;
         let table = self.table.as_ref().map(TensorView::new).transpose()?;
         let mut route = Route {
@@ -51,13 +51,13 @@ impl Router {
             },
             bias: bias.as_ref().map(TensorView::view).transpose()?,
             shared: (config.num_fused_shared_experts, config.fused_shared_weight),
-            balance: ex.step.force_balance,
-            ..self.plain(input, ex)
+            balance: context.force_balance,
+            ..self.plain(input, context)
         };
         if given.is_none() {
             route.replay = replay;
         }
-        let recorded = ex.step.capture.is_some() || ex.step.heat.is_some();
+        let recorded = context.capture.is_some() || context.heat.is_some();
         let mut ids = recorded.then(|| ex.scratch(DType::U32, &[tokens, config.top_k])).transpose()?;
         let out = RouteOut {
             topk_ids: out.topk_ids,
@@ -70,11 +70,11 @@ impl Router {
         let Some(ids) = ids else { return Ok(()) };
         let ids = ex.to_host(ids.view())?;
         let rows = ids.view().cpu::<u32>()?.chunks_exact(config.top_k);
-        self.record(input, input.first_row + tokens, rows, &mut ex.step)
+        self.record(input, input.first_row + tokens, rows, context)
     }
 
     /// A routing by the best scores, without bias or anything of the step.
-    fn plain<'a>(&self, input: &RouteInput<'a>, ex: &Exec) -> Route<'a> {
+    fn plain<'a>(&self, input: &RouteInput<'a>, context: &StepContext) -> Route<'a> {
         let config = &self.config;
         Route {
             logits: input.logits,
@@ -93,29 +93,18 @@ impl Router {
             softcap: config.softcapping,
             replay: None,
             balance: None,
-            place: (input.layer, input.first_row, ex.step.step),
-        }
-    }
-
-    /// The step's rows, for rules that run on the host.
-    fn step_rows<'a>(&self, input: &RouteInput<'_>, ex: &'a Exec) -> StepRows<'a> {
-        StepRows {
-            token_ids: ex.step.token_ids.as_deref(),
-            replay: ex.step.replay.as_deref(),
-            layer: input.layer,
-            first_row: input.first_row,
-            step: ex.step.step,
-            limit: self.config.num_logits(),
+            place: (input.layer, input.first_row, context.step),
+            padded: context.padded,
         }
     }
 
     /// The forced ids [T, K], checked and on the device.
-    fn replay(&self, input: &RouteInput<'_>, ex: &Exec) -> Result<Option<Scratch>> {
-        if ex.step.replay.is_none() {
+    fn replay(&self, input: &RouteInput<'_>, context: &StepContext, ex: &Exec) -> Result<Option<Scratch>> {
+        if context.replay.is_none() {
             return Ok(None);
         }
         let (tokens, top_k) = (input.logits.rows(), self.config.top_k);
-        let rows = self.step_rows(input, ex);
+        let rows = self.step_rows(input, context);
         let mut ids = vec![NO_EXPERT; tokens * top_k];
         for (t, ids) in ids.chunks_exact_mut(top_k).enumerate() {
             if let Some(forced) = rows.forced(t)? {
@@ -126,12 +115,12 @@ impl Router {
     }
 
     /// The token ids \[T\] of hash routing, on the device.
-    fn token_ids(&self, input: &RouteInput<'_>, ex: &Exec) -> Result<Option<Scratch>> {
+    fn token_ids(&self, input: &RouteInput<'_>, context: &StepContext, ex: &Exec) -> Result<Option<Scratch>> {
         if !matches!(self.config.selection, Selection::Hash { .. }) {
             return Ok(None);
         }
         let rows = input.first_row..input.first_row + input.logits.rows();
-        match ex.step.token_ids.as_deref().and_then(|ids| ids.get(rows.clone())) {
+        match context.token_ids.as_deref().and_then(|ids| ids.get(rows.clone())) {
             Some(ids) => upload(ids, &[rows.len()], ex).map(Some),
             None => Ok(None),
         }
@@ -142,12 +131,13 @@ impl Router {
         &self,
         input: &RouteInput<'_>,
         replay: Option<View<'_>>,
+        context: &StepContext,
         ex: &mut Exec,
     ) -> Result<Option<Given>> {
         let dims = [input.logits.rows(), self.config.top_k];
         if let (Some(strategy), &Selection::Simulated { seed, .. }) = (&self.strategy, &self.config.selection)
         {
-            let rows = self.step_rows(input, ex);
+            let rows = self.step_rows(input, context);
             let (mut ids, mut weights) = (vec![0u32; dims[0] * dims[1]], vec![0f32; dims[0] * dims[1]]);
             let slots = ids.chunks_exact_mut(dims[1]).zip(weights.chunks_exact_mut(dims[1]));
             for (t, (ids, weights)) in slots.enumerate() {
@@ -161,7 +151,7 @@ impl Router {
         if replay.is_some() {
             let mut forced = ex.scratch(DType::U32, &dims)?;
             let choice = Choice::Given { ids: ids.view(), weights: None };
-            let route = Route { choice, replay, ..self.plain(input, ex) };
+            let route = Route { choice, replay, ..self.plain(input, context) };
             let out = RouteOut {
                 topk_ids: forced.view_mut(),
                 topk_weights: weights.view_mut(),

@@ -1,7 +1,7 @@
 //! The candle door: tensors in, tensors out.
 
 use candle_core::{DType, Result, Tensor};
-use moe_kernels::{Buffer, Exec, TensorView};
+use moe_kernels::{Buffer, Exec, StepContext, TensorView};
 
 use crate::gate::GateInput;
 use crate::router::{RouteInput, RouteOutput, Router};
@@ -60,10 +60,10 @@ impl Router {
     /// As [`route_into`](Self::route_into).
     pub fn route(&self, router_logits: &Tensor) -> Result<Routed> {
         let mut ex = Exec::for_tensor(router_logits, &self.workspace)?;
-        self.route_step(router_logits, None, 0, &mut ex)
+        self.route_step(router_logits, None, 0, &mut StepContext::default(), &mut ex)
     }
 
-    /// Routes router logits [T, E] f32 of one MoE layer within the step of `ex`; `hidden` [T, H]
+    /// Routes router logits [T, E] f32 of one MoE layer within the step of `context`; `hidden` [T, H]
     /// is for routing functions that look at it.
     ///
     /// # Errors
@@ -74,6 +74,7 @@ impl Router {
         router_logits: &Tensor,
         hidden: Option<&Tensor>,
         layer: usize,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<Routed> {
         let logits = TensorView::new(router_logits)?;
@@ -81,12 +82,12 @@ impl Router {
         let hidden = hidden.as_ref().map(TensorView::view).transpose()?;
         let input = RouteInput { hidden, ..RouteInput::new(logits.view()?, layer) };
         let mut out = Outputs::new(self, input.logits.rows(), ex)?;
-        self.route_into(&input, out.views(), ex)?;
+        self.route_into(&input, out.views(), context, ex)?;
         out.into_tensors()
     }
 
     /// Routes hidden states [T, H] through a gate of weight [E, H] and optional bias `[E]`, within
-    /// the step of `ex`.
+    /// the step of `context`.
     ///
     /// # Errors
     ///
@@ -97,6 +98,7 @@ impl Router {
         weight: &Tensor,
         bias: Option<&Tensor>,
         layer: usize,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<Routed> {
         let (hidden, weight) = (TensorView::new(hidden)?, TensorView::new(weight)?);
@@ -104,7 +106,7 @@ impl Router {
         let bias = bias.as_ref().map(TensorView::view).transpose()?;
         let input = GateInput { bias, ..GateInput::new(hidden.view()?, weight.view()?, layer) };
         let mut out = Outputs::new(self, input.hidden.rows(), ex)?;
-        self.gate_and_route_into(&input, None, out.views(), ex)?;
+        self.gate_and_route_into(&input, None, out.views(), context, ex)?;
         out.into_tensors()
     }
 }

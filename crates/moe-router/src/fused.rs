@@ -2,7 +2,7 @@
 
 use candle_core::Result;
 use moe_kernels::cuda::{Gate, GateScoring, gate_route_fits, gate_route_into};
-use moe_kernels::{Exec, TensorView, View, ViewMut};
+use moe_kernels::{Exec, StepContext, TensorView, View, ViewMut};
 
 use crate::config::{RouterConfig, Scoring, Selection};
 use crate::gate::GateInput;
@@ -11,10 +11,10 @@ use crate::router::{RouteOutput, Router};
 impl Router {
     /// Whether one launch does all that this configuration and the step ask for: plain top-k on scores
     /// or logits, nothing recorded or forced, sizes of the kernel.
-    pub(crate) fn gate_route_fits(&self, hidden: View<'_>, ex: &Exec) -> bool {
+    pub(crate) fn gate_route_fits(&self, hidden: View<'_>, context: &StepContext, ex: &Exec) -> bool {
         let c = &self.config;
         let width = hidden.dims().last().copied().unwrap_or(0);
-        self.is_plain(ex) && gate_route_fits(width, c.num_experts, c.top_k, hidden.dtype(), ex)
+        self.is_plain(context) && gate_route_fits(width, c.num_experts, c.top_k, hidden.dtype(), ex)
     }
 
     /// Gate and route in one launch; [`gate_route_fits`](Self::gate_route_fits) has said yes.
@@ -23,9 +23,10 @@ impl Router {
         input: &GateInput<'_>,
         logits: ViewMut<'_>,
         out: RouteOutput<'_>,
+        context: &StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        self.with_gate(input.weight, input.bias, |gate| {
+        self.with_gate(input.weight, input.bias, context, |gate| {
             gate_route_into(input.hidden, gate, logits, out.topk_ids, out.topk_weights, ex)
         })?;
         match out.zero_expert_weights {
@@ -36,10 +37,9 @@ impl Router {
 
     /// Whether kernels with a built-in router route like this one in this step: plain top-k, nothing
     /// recorded or forced.
-    pub fn is_plain(&self, ex: &Exec) -> bool {
-        let step = &ex.step;
-        let observed = step.capture.is_some() || step.heat.is_some();
-        let forced = step.replay.is_some() || step.force_balance.is_some();
+    pub fn is_plain(&self, context: &StepContext) -> bool {
+        let observed = context.capture.is_some() || context.heat.is_some();
+        let forced = context.replay.is_some() || context.force_balance.is_some();
         is_plain(&self.config) && !observed && !forced
     }
 
@@ -52,6 +52,7 @@ impl Router {
         &self,
         weight: View<'_>,
         bias: Option<View<'_>>,
+        context: &StepContext,
         launch: impl FnOnce(&Gate<'_>) -> Result<R>,
     ) -> Result<R> {
         let c = &self.config;
@@ -69,6 +70,7 @@ impl Router {
             renormalize: c.renormalize,
             scale: c.routed_scaling_factor,
             softcap: c.softcapping,
+            padded: context.padded,
         })
     }
 }

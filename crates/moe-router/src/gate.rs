@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Result};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix};
-use moe_kernels::{Exec, View, ViewMut, linear_into};
+use moe_kernels::{Exec, StepContext, View, ViewMut, linear_into};
 
 use crate::router::{RouteInput, RouteOutput, Router};
 
@@ -45,6 +45,7 @@ impl Router {
         input: &GateInput<'_>,
         router_logits: Option<ViewMut<'_>>,
         out: RouteOutput<'_>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let op = "gate_and_route";
@@ -60,8 +61,8 @@ impl Router {
         };
         expect_dtype(op, "router_logits", &logits, DType::F32)?;
         #[cfg(feature = "cuda")]
-        if self.gate_route_fits(input.hidden, ex) {
-            return self.gate_route(input, logits, out, ex);
+        if self.gate_route_fits(input.hidden, context, ex) {
+            return self.gate_route(input, logits, out, context, ex);
         }
         linear_into(input.hidden, input.weight, input.bias, logits.reborrow(), ex)?;
         let input = RouteInput {
@@ -70,6 +71,6 @@ impl Router {
             layer: input.layer,
             first_row: input.first_row,
         };
-        self.route_into(&input, out, ex)
+        self.route_into(&input, out, context, ex)
     }
 }

@@ -31,37 +31,47 @@ impl Router {
     /// never chosen, and a slot without a choice gets [`NO_EXPERT`] and weight 0. Replay, token ids,
     /// simulation, capture and heat of the step context lie in host memory, so using one waits for
     /// the device.
-    pub fn route_into(&self, input: &RouteInput<'_>, out: RouteOutput<'_>, ex: &mut Exec) -> Result<()> {
+    pub fn route_into(
+        &self,
+        input: &RouteInput<'_>,
+        out: RouteOutput<'_>,
+        context: &mut StepContext,
+        ex: &mut Exec,
+    ) -> Result<()> {
         let tokens = self.check_views(input, &out)?;
-        let end = self.check_step(input, tokens, &ex.step)?;
+        let end = self.check_step(input, tokens, context)?;
         if tokens == 0 {
             return Ok(());
         }
         #[cfg(feature = "cuda")]
         if ex.is_cuda() {
-            return self.route_on_device(input, out, ex);
+            return self.route_on_device(input, out, context, ex);
         }
         let RouteOutput { mut topk_ids, mut topk_weights, zero_expert_weights } = out;
-        let (token_ids, replay) = (ex.step.token_ids.clone(), ex.step.replay.clone());
-        let rows = StepRows {
-            token_ids: token_ids.as_deref(),
-            replay: replay.as_deref(),
-            layer: input.layer,
-            first_row: input.first_row,
-            step: ex.step.step,
-            limit: self.config.num_logits(),
-        };
+        let rows = self.step_rows(input, context);
         if self.function.is_some() {
             self.choose_by_function(input, rows, &mut topk_ids, &mut topk_weights, ex)?;
         } else {
             self.choose(input, rows, &mut topk_ids, &mut topk_weights, ex)?;
         }
-        if let Some(seed) = ex.step.force_balance {
+        if let Some(seed) = context.force_balance {
             self.balance(rows, seed, topk_ids.cpu_mut()?);
         }
         let slots = self.config.num_slots();
-        self.record(input, end, topk_ids.cpu_mut::<u32>()?.chunks_exact(slots), &mut ex.step)?;
+        self.record(input, end, topk_ids.cpu_mut::<u32>()?.chunks_exact(slots), context)?;
         self.finish(topk_ids, topk_weights, zero_expert_weights)
+    }
+
+    /// The step's rows, for rules that run on the host.
+    pub(crate) fn step_rows<'a>(&self, input: &RouteInput<'_>, context: &'a StepContext) -> StepRows<'a> {
+        StepRows {
+            token_ids: context.token_ids.as_deref(),
+            replay: context.replay.as_deref(),
+            layer: input.layer,
+            first_row: input.first_row,
+            step: context.step,
+            limit: self.config.num_logits(),
+        }
     }
 
     /// Force-balance: each row's routed ids become the start of a random permutation.

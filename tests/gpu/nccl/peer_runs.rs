@@ -170,7 +170,7 @@ fn nccl_and_peers_agree() {
 
 /// A group of its own beside the communicator's, with a limit of its own.
 fn group(comm: &NcclComm, limit: Duration, ex: &Exec) -> PeerAllReduce {
-    PeerAllReduce::new(comm, &mut ex.handle(), limit, ex).unwrap().unwrap()
+    PeerAllReduce::new(comm, &mut ex.clone(), limit, ex).unwrap().unwrap()
 }
 
 /// Kernels that wait for a rank that never comes end, and say which; the others' groups go on.

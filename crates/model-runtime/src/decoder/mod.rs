@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result};
 use moe_comm::Communicator;
-use moe_kernels::{Exec, Scratch, View, ViewMut};
+use moe_kernels::{Exec, Scratch, StepContext, View, ViewMut};
 use moe_layer::{GatedMlp, Router, SparseLayer};
 use tracing::trace_span;
 
@@ -131,6 +131,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         kv: &mut KvCache,
         logits: ViewMut,
         observer: Option<&mut dyn Observer>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let dims = [step.num_tokens(), self.info.hidden_size];
@@ -143,8 +144,8 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         self.embedding.forward_into(step.token_ids, residual.view_mut(), ex)?;
         observe.hidden(0, residual.view(), ex)?;
         #[cfg(feature = "cuda")]
-        if observe.is_nobody() && self.fuses(step, ex) {
-            self.add_layers_into(step, &rope, kv, residual.view_mut(), ex)?;
+        if observe.is_nobody() && self.fuses(step, context, ex) {
+            self.add_layers_into(step, &rope, kv, residual.view_mut(), context, ex)?;
             ex.mark("lm_head", 0)?;
             self.norm.forward_into(residual.view(), x.view_mut(), ex)?;
             return self.lm_head.forward_into(x.view(), logits, ex);
@@ -160,22 +161,22 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
             self.add_norm(norm, layer.deferred[0], [&mut delta, &mut residual, &mut x], ex)?;
             let next = self.layers.get(index + 1).map_or(&self.norm, |layer| &layer.input_norm);
             #[cfg(feature = "cuda")]
-            if observe.is_nobody() && fused::fuses_next_norm(&layer.mlp, dims[0], ex) {
-                fused::add_next_norm(&layer.mlp, next, residual.view_mut(), &mut x, ex)?;
+            if observe.is_nobody() && fused::fuses_next_norm(&layer.mlp, dims[0], context, ex) {
+                fused::add_next_norm(&layer.mlp, next, residual.view_mut(), &mut x, context, ex)?;
                 continue;
             }
             match &layer.mlp {
                 #[cfg(feature = "cuda")]
-                mlp if observe.is_nobody() && fused::fuses_routing(mlp, dims[0], ex) => {
-                    fused::forward_partial_into(mlp, x.view(), delta.view_mut(), ex)?;
+                mlp if observe.is_nobody() && fused::fuses_routing(mlp, dims[0], context, ex) => {
+                    fused::forward_partial_into(mlp, x.view(), delta.view_mut(), context, ex)?;
                 }
                 Mlp::Dense(mlp) => {
                     trace_span!("mlp").in_scope(|| mlp.forward_into(x.view(), delta.view_mut(), ex))?;
                 }
                 Mlp::Sparse(sparse) => {
-                    let host = ex.handle();
+                    let host = ex.clone();
                     let mut see = |logits: View<'_>| observe.router(index, logits, &host);
-                    sparse.forward_observed_into(x.view(), delta.view_mut(), &mut see, ex)?;
+                    sparse.forward_observed_into(x.view(), delta.view_mut(), &mut see, context, ex)?;
                 }
             }
             self.add_norm(next, layer.deferred[1], [&mut delta, &mut residual, &mut x], ex)?;

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result};
 use model_runtime::{
-    CausalLm, Exec, KvCache, LogitsRows, Observed, Observer, SequenceStep, Step, View, run_step,
+    CausalLm, Exec, KvCache, LogitsRows, Observed, Observer, SequenceStep, Step, StepContext, View, run_step,
 };
 
 use crate::tiny::{Tiny, VOCAB};
@@ -48,7 +48,8 @@ fn teacher_forced(
             8,
         )?;
         let observer = seen.as_deref_mut().map(|s| s as &mut dyn Observer);
-        logits.extend(run_step(model, &step, &mut kv, observer, ex)?.view().cpu::<f32>()?);
+        let context = &mut StepContext::default();
+        logits.extend(run_step(model, &step, &mut kv, observer, context, ex)?.view().cpu::<f32>()?);
         start = end;
     }
     Ok(logits)

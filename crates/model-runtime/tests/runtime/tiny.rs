@@ -5,7 +5,8 @@ use model_runtime::config::{Config, RopeConfig};
 use model_runtime::layers::gather_rows_into;
 use model_runtime::{
     Attention, AttentionConfig, AttentionNames, CausalLm, DummyWeights, Embedding, Exec, KvCache, KvLayout,
-    LmHead, ModelInfo, Observed, Observer, RmsNorm, Rope, SelfAttention, StepViews, TensorSpec, ViewMut,
+    LmHead, ModelInfo, Observed, Observer, RmsNorm, Rope, SelfAttention, StepContext, StepViews, TensorSpec,
+    ViewMut,
 };
 use moe_kernels::add_into;
 
@@ -99,6 +100,7 @@ impl CausalLm for Tiny {
         kv: &mut KvCache,
         logits: ViewMut,
         mut observer: Option<&mut dyn Observer>,
+        _: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let (t, dtype) = (step.num_tokens(), self.info.kv.dtype);

@@ -152,7 +152,7 @@ impl NcclComm {
         }
         // The watching thread ends a wait within twice the limit, and knows what was called; the kernels' own limit is
         // for a process whose threads all hang.
-        comm.peers = PeerAllReduce::new(&comm, &mut ex.handle(), limit.saturating_mul(4), ex)?;
+        comm.peers = PeerAllReduce::new(&comm, &mut ex.clone(), limit.saturating_mul(4), ex)?;
         if let Ok(peers) = &comm.peers {
             comm.group.watch_peers(peers.status().clone());
         }

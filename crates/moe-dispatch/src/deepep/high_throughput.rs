@@ -70,6 +70,7 @@ impl Exchange for HighThroughput {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        _: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatching<'a>> {
         let tokens = Tokens::check(NAME, hidden, topk_ids, topk_weights)?;

@@ -60,8 +60,8 @@ impl LowLatency {
     }
 
     /// The most tokens that a rank owns in this step: rows of a block.
-    fn block(&self, tokens: usize, ex: &mut Exec) -> Result<usize> {
-        let owned = self.ranks.owned_counts(&self.ranks.rank_tokens(NAME, tokens, ex)?);
+    fn block(&self, tokens: usize, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<usize> {
+        let owned = self.ranks.owned_counts(&self.ranks.rank_tokens(NAME, tokens, agreed, ex)?);
         Ok(owned.into_iter().max().unwrap_or(0))
     }
 
@@ -136,6 +136,7 @@ impl Exchange for LowLatency {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatching<'a>> {
         let tokens = Tokens::check(NAME, hidden, topk_ids, topk_weights)?;
@@ -150,7 +151,7 @@ impl Exchange for LowLatency {
         let owned = self.ranks.owned(hidden.rows());
         let ids = topk_ids.narrow(owned.start, owned.len())?;
         let lists = self.ranks.tokens_by_rank(NAME, ids.cpu()?, tokens.top_k)?;
-        let block = self.block(hidden.rows(), ex)?;
+        let block = self.block(hidden.rows(), agreed, ex)?;
         let layout = Layout::Fixed(block);
         let input = tokens.input_rows(self.ranks.router_weight_on_input, ex)?;
         let packed = pack_rows(NAME, input.view().narrow(owned.start, owned.len())?, &lists, layout, ex)?;

@@ -90,9 +90,10 @@ impl PrepareFinalize for SumAllReduce {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
-        self.here.prepare(hidden, topk_ids, topk_weights, ex)
+        self.here.prepare(hidden, topk_ids, topk_weights, agreed, ex)
     }
 
     fn finalize(

@@ -118,6 +118,7 @@ impl PrepareFinalize for SumAllToAll {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        _: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
         let tokens = Tokens::check(NAME, hidden, topk_ids, topk_weights)?;

@@ -112,10 +112,12 @@ impl PrepareFinalize for SumGather {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
         let tokens = Tokens::check(self.name, hidden, topk_ids, topk_weights)?;
-        let counts = self.ranks.owned_counts(&self.ranks.rank_tokens(self.name, hidden.rows(), ex)?);
+        let counts =
+            self.ranks.owned_counts(&self.ranks.rank_tokens(self.name, hidden.rows(), agreed, ex)?);
         let input = tokens.input_rows(self.ranks.router_weight_on_input, ex)?;
         let arrived = self.gather([input.view(), topk_ids, topk_weights], &counts, ex)?;
         let mut dispatched = match self.max_num_tokens {

@@ -112,8 +112,15 @@ impl PrepareFinalize for HighThroughput {
         true
     }
 
-    fn prepare<'a>(&'a self, h: View<'a>, i: View<'a>, w: View<'a>, ex: &mut Exec) -> Result<Dispatched<'a>> {
-        self.begin_prepare(h, i, w, ex)?.end(ex)
+    fn prepare<'a>(
+        &'a self,
+        h: View<'a>,
+        i: View<'a>,
+        w: View<'a>,
+        agreed: Option<&[usize]>,
+        ex: &mut Exec,
+    ) -> Result<Dispatched<'a>> {
+        self.begin_prepare(h, i, w, agreed, ex)?.end(ex)
     }
 
     fn begin_prepare<'a>(
@@ -121,6 +128,7 @@ impl PrepareFinalize for HighThroughput {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        _: Option<&[usize]>,
         _: &mut Exec,
     ) -> Result<Receiver<'a, Dispatched<'a>>> {
         let (width, top_k) = (hidden.dims()[1], topk_ids.dims()[1]);
@@ -226,8 +234,15 @@ impl PrepareFinalize for LowLatency {
         true
     }
 
-    fn prepare<'a>(&'a self, h: View<'a>, i: View<'a>, w: View<'a>, ex: &mut Exec) -> Result<Dispatched<'a>> {
-        self.begin_prepare(h, i, w, ex)?.end(ex)
+    fn prepare<'a>(
+        &'a self,
+        h: View<'a>,
+        i: View<'a>,
+        w: View<'a>,
+        agreed: Option<&[usize]>,
+        ex: &mut Exec,
+    ) -> Result<Dispatched<'a>> {
+        self.begin_prepare(h, i, w, agreed, ex)?.end(ex)
     }
 
     fn begin_prepare<'a>(
@@ -235,6 +250,7 @@ impl PrepareFinalize for LowLatency {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        _: Option<&[usize]>,
         _: &mut Exec,
     ) -> Result<Receiver<'a, Dispatched<'a>>> {
         let (width, top_k) = (hidden.dims()[1], topk_ids.dims()[1]);

@@ -115,12 +115,12 @@ impl Problem {
         let out_view = ViewMut::new(&mut out, &[self.tokens, self.hidden])?;
         let strategy = WeightAndReduce::Delegate;
         if halves {
-            let d = backend.begin_prepare(hidden, ids, weights, ex)?.end(ex)?;
+            let d = backend.begin_prepare(hidden, ids, weights, None, ex)?.end(ex)?;
             let y = run_experts::<T>(&d)?;
             let y = View::new(&y, &d.expert_out_dims()?)?;
             backend.begin_finalize(y, &d, strategy, out_view, ex)?.end(ex)?;
         } else {
-            let d = backend.prepare(hidden, ids, weights, ex)?;
+            let d = backend.prepare(hidden, ids, weights, None, ex)?;
             let y = run_experts::<T>(&d)?;
             backend.finalize(View::new(&y, &d.expert_out_dims()?)?, &d, strategy, out_view, ex)?;
         }

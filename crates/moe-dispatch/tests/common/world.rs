@@ -63,7 +63,7 @@ impl World {
         let hidden = View::new(&p.rows, &[p.tokens, p.hidden])?;
         let ids = View::new(&p.ids, &[p.tokens, p.top_k])?;
         let weights = View::new(&p.weights, &[p.tokens, p.top_k])?;
-        let dispatched = backend.prepare(hidden, ids, weights, ex)?;
+        let dispatched = backend.prepare(hidden, ids, weights, None, ex)?;
         let segments = vec![rank as f32; 2 * p.tokens * p.top_k * p.hidden];
         let segments = View::new(&segments, &[2, p.tokens, p.top_k, p.hidden])?;
         let mut out = vec![f32::NAN; p.rows.len()];
@@ -72,12 +72,14 @@ impl World {
         Ok(out)
     }
 
-    /// What rank `rank` gets for its tokens, by the whole calls or by their halves.
+    /// What rank `rank` gets for its tokens, by the whole calls or by their halves; `agreed` as in
+    /// [`PrepareFinalize::prepare`].
     pub fn run(
         &self,
         backend: &dyn PrepareFinalize,
         rank: usize,
         halves: bool,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Vec<f32>> {
         let p = &self.problems[rank / self.tp];
@@ -90,7 +92,7 @@ impl World {
         let to = ViewMut::new(&mut out, &[p.tokens, p.hidden])?;
         let strategy = WeightAndReduce::Delegate;
         if halves {
-            let d = backend.begin_prepare(hidden, ids, weights, ex)?.end(ex)?;
+            let d = backend.begin_prepare(hidden, ids, weights, agreed, ex)?.end(ex)?;
             assert!(
                 d.rows.view().dims().iter().rev().nth(1).unwrap() <= &backend.max_rows(self.max_tokens())
             );
@@ -98,7 +100,7 @@ impl World {
             let y = View::new(&y, &d.expert_out_dims()?)?;
             backend.begin_finalize(y, &d, strategy, to, ex)?.end(ex)?;
         } else {
-            let d = backend.prepare(hidden, ids, weights, ex)?;
+            let d = backend.prepare(hidden, ids, weights, agreed, ex)?;
             let y = run_named_experts::<f32>(&d, name)?;
             backend.finalize(View::new(&y, &d.expert_out_dims()?)?, &d, strategy, to, ex)?;
         }

@@ -15,7 +15,7 @@ use candle_core::{DType, Result, bail};
 use model_runtime::cuda::{Graph, LOGPROB_WORDS, PinnedWords, SampleLogprobs, logprobs_into, sample_into};
 use model_runtime::device_step::{DeviceStep, Extras, Shape};
 use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
-use model_runtime::{Announced, Buffer, CausalLm, DrawSizes, Exec, KvCache, Step};
+use model_runtime::{Announced, Buffer, CausalLm, DrawSizes, Exec, KvCache, Step, StepContext};
 use tracing::{trace_span, warn};
 
 use super::drawing::{Asked, Drawing};
@@ -117,6 +117,7 @@ impl DeviceRunner {
         mut plan: Plan,
         sequences: &HashMap<Key, &Sequence>,
         before: Option<&StepResult>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<InFlight> {
         let feed = self.feed(&mut plan)?;
@@ -128,7 +129,7 @@ impl DeviceRunner {
         let listed: Vec<_> = draws.params.iter().map(|p| p.logprobs.map(|n| n as usize)).collect();
         let extras = Extras { feed, sampling: draws.params };
         plan.step.check_vocab(model.info().vocab_size)?;
-        let (padded, marks) = self.draw(model, kv, &plan.step, &extras, ex)?;
+        let (padded, marks) = self.draw(model, kv, &plan.step, &extras, context, ex)?;
         self.turn = 1 - self.turn;
         let words = padded * if Asked::of(&extras.sampling).logprobs { DRAWN_WORDS } else { 2 };
         ex.download(self.drawn.view().narrow(0, words)?, &mut self.read_back[self.turn])?;
@@ -145,6 +146,7 @@ impl DeviceRunner {
         kv: &mut KvCache,
         step: &Step,
         extras: &Extras,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<(usize, Option<StepMarks>)> {
         let rows = step.num_tokens();
@@ -153,7 +155,8 @@ impl DeviceRunner {
         let _span = trace_span!("step", tokens = rows, logits = step.num_logits()).entered();
         if let Some(ranks) = model.ranks() {
             let cache = (kv.id(), kv.num_blocks(), kv.block_size());
-            bucket = ranks.begin(&Announced { step, draw: Some((extras, self.sizes)), cache, bucket }, ex)?;
+            let announced = Announced { step, draw: Some((extras, self.sizes)), cache, bucket };
+            bucket = ranks.begin(&announced, context, ex)?;
         }
         if bucket == Some(0) {
             // No rank has a row.
@@ -166,14 +169,12 @@ impl DeviceRunner {
         let begin = Instant::now();
         ex.mark("upload", rows)?;
         trace_span!("upload").in_scope(|| self.step.upload_padded(step, extras, shape, ex).map(drop))?;
-        ex.step.padded = bucket.is_some();
+        context.padded = bucket.is_some();
         let asked = Asked::of(&extras.sampling);
         let launched = trace_span!("launch").in_scope(|| match bucket {
-            Some(rows) if !self.sizes.eager => self.replay((rows, asked), shape, model, kv, ex),
-            _ => self.run(shape, asked, model, kv, ex),
+            Some(rows) if !self.sizes.eager => self.replay((rows, asked), shape, model, kv, context, ex),
+            _ => self.run(shape, asked, model, kv, context, ex),
         });
-        ex.step.padded = false;
-        (ex.step.rank_tokens, ex.step.only_decode) = (None, false);
         launched?;
         Ok((shape.logits, StepMarks::end(rows, begin, ex)?))
     }
@@ -232,13 +233,14 @@ impl DeviceRunner {
         asked: Asked,
         model: &dyn CausalLm,
         kv: &mut KvCache,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let rows = shape.logits;
         ex.mark("embedding", 0)?;
         self.step.feed(shape, self.drawn.view(), ex)?;
         let views = self.step.views(shape)?;
-        model.forward(&views.step, kv, self.logits.view_mut().narrow(0, rows)?, None, ex)?;
+        model.forward(&views.step, kv, self.logits.view_mut().narrow(0, rows)?, None, context, ex)?;
         ex.mark("sample", 0)?;
         let (mut tokens, rest) = self.drawn.view_mut().split_at(rows)?;
         let (status, rest) = rest.split_at(rows)?;
@@ -259,6 +261,7 @@ impl DeviceRunner {
         shape: Shape,
         model: &dyn CausalLm,
         kv: &mut KvCache,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         match self.graphs.get_mut(&variant) {
@@ -268,18 +271,14 @@ impl DeviceRunner {
                 graph.launch()?;
                 return model.ranks().map_or(Ok(()), |ranks| ranks.watch(ex));
             }
-            Some(Recording::Never) => return self.run(shape, variant.1, model, kv, ex),
+            Some(Recording::Never) => return self.run(shape, variant.1, model, kv, context, ex),
             None => {
                 self.graphs.insert(variant, Recording::Warm);
-                return self.run(shape, variant.1, model, kv, ex);
+                return self.run(shape, variant.1, model, kv, context, ex);
             }
             Some(Recording::Warm) => {}
         }
-        let padded = ex.step.padded;
-        let recorded = Graph::capture(ex, |ex| {
-            ex.step.padded = padded;
-            self.run(shape, variant.1, model, kv, ex)
-        });
+        let recorded = Graph::capture(ex, |ex| self.run(shape, variant.1, model, kv, context, ex));
         let by_all = match model.ranks() {
             Some(ranks) => ranks.all(recorded.is_ok())?,
             None => recorded.is_ok(),
@@ -299,7 +298,7 @@ impl DeviceRunner {
                     warn!("decoding without CUDA graphs: a batch of {rows} could not be recorded: {why}");
                 }
                 self.graphs.insert(variant, Recording::Never);
-                self.run(shape, variant.1, model, kv, ex)
+                self.run(shape, variant.1, model, kv, context, ex)
             }
         }
     }

@@ -162,7 +162,7 @@ impl<'m> Runner<'m> {
             && device.takes(self.model, &plan, &sequences, &self.ex)
         {
             self.steps += 1;
-            self.ex.step = StepContext { step: self.steps, ..StepContext::default() };
+            let mut context = StepContext { step: self.steps, ..StepContext::default() };
             let before = match self.results.back() {
                 Some(Launched::Done(result)) => Some(result),
                 _ => None,
@@ -170,7 +170,9 @@ impl<'m> Runner<'m> {
             if let Some(result) = before {
                 feed(&mut plan, result)?;
             }
-            let launched = device.launch(self.model, &mut self.kv, plan, &sequences, before, &mut self.ex)?;
+            let kv = &mut self.kv;
+            let launched =
+                device.launch(self.model, kv, plan, &sequences, before, &mut context, &mut self.ex)?;
             self.results.push_back(Launched::OnDevice(launched));
             return Ok(());
         }
@@ -178,10 +180,10 @@ impl<'m> Runner<'m> {
         if let Some(result) = &before {
             feed(&mut plan, result)?;
         }
-        self.prepare(&plan, &sequences)?;
+        let mut context = self.context(&plan, &sequences)?;
         #[cfg(feature = "cuda")]
         let begin = std::time::Instant::now();
-        let logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut self.ex)?;
+        let logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut context, &mut self.ex)?;
         #[cfg(feature = "cuda")]
         let marks = StepMarks::end(plan.step.num_tokens(), begin, &self.ex)?;
         let mut logits = HostLogits::new(self.model, logits, &self.ex)?;
@@ -190,8 +192,7 @@ impl<'m> Runner<'m> {
         let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.view_mut().cpu_mut::<f32>()?);
         let span = trace_span!("sample", rows = plan.parts.iter().filter(|p| p.samples.is_some()).count());
         let sampled = span.in_scope(|| self.sample(&plan, &sequences, before.as_ref(), logits.view_mut()))?;
-        let context = &mut self.ex.step;
-        let (routed, heat) = (context.capture.take(), context.heat.take());
+        let StepContext { capture: routed, heat, .. } = context;
         let result = StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, heat };
         self.results.extend(before.into_iter().chain([result]).map(Launched::Done));
         Ok(())
@@ -200,15 +201,16 @@ impl<'m> Runner<'m> {
     /// Runs a step without rows: this rank's part in the steps of others.
     pub fn launch_empty(&mut self) -> Result<()> {
         self.steps += 1;
-        self.ex.step = StepContext { step: self.steps, ..StepContext::default() };
+        let mut context = StepContext { step: self.steps, ..StepContext::default() };
         let step = Step::new([], self.kv.block_size())?;
         #[cfg(feature = "cuda")]
         if let (Some(device), Some(_)) = (&mut self.device, self.model.ranks()) {
             // Padded rows, where the others decode padded rows.
             let extras = Extras::none(&step);
-            return device.draw(self.model, &mut self.kv, &step, &extras, &mut self.ex).map(drop);
+            let kv = &mut self.kv;
+            return device.draw(self.model, kv, &step, &extras, &mut context, &mut self.ex).map(drop);
         }
-        run_step(self.model, &step, &mut self.kv, None, &mut self.ex).map(drop)
+        run_step(self.model, &step, &mut self.kv, None, &mut context, &mut self.ex).map(drop)
     }
 
     /// The results of the oldest step under way.
@@ -228,13 +230,11 @@ impl<'m> Runner<'m> {
     }
 
     /// The step's context: replay, capture, heat.
-    fn prepare(&mut self, plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> Result<()> {
+    fn context(&mut self, plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> Result<StepContext> {
         self.steps += 1;
-        let context = &mut self.ex.step;
-        context.step = self.steps;
-        context.force_balance = self.force_balance;
-        (context.capture, context.replay, context.heat) = (None, None, None);
-        let Some(moe) = &self.model.info().moe else { return Ok(()) };
+        let (step, force_balance) = (self.steps, self.force_balance);
+        let mut context = StepContext { step, force_balance, ..StepContext::default() };
+        let Some(moe) = &self.model.info().moe else { return Ok(context) };
         let (layers, rows) = (moe.layers.len(), plan.step.num_tokens());
         context.heat = self.collect_heat.then(|| ExpertHeat::new(layers, moe.num_experts));
         let of = |part: &Part| sequences.get(&part.key);
@@ -256,7 +256,7 @@ impl<'m> Runner<'m> {
             }
             context.replay = replay.ids().iter().any(|&id| id != NO_EXPERT).then(|| replay.into());
         }
-        Ok(())
+        Ok(context)
     }
 
     /// Log-probabilities of the prompt tokens that the parts' rows predict.

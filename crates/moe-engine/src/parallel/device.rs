@@ -24,12 +24,17 @@ use crate::engine::DeviceRunner;
 const REASON: Duration = Duration::from_secs(2);
 
 impl StepRanks for LocalRanks {
-    fn begin(&self, announced: &Announced<'_>, ex: &mut Exec) -> Result<Option<usize>> {
+    fn begin(
+        &self,
+        announced: &Announced<'_>,
+        context: &mut StepContext,
+        _: &mut Exec,
+    ) -> Result<Option<usize>> {
         let begun = self.check().and_then(|()| {
             if let Some(remote) = &self.remote {
-                remote.announce(announced, &ex.step)?;
+                remote.announce(announced, context)?;
             }
-            self.first.agree_on_device(announced, ex)
+            self.first.agree_on_device(announced, context)
         });
         begun.map_err(|e| self.first.failed(e))
     }
@@ -61,7 +66,7 @@ impl StepRanks for LocalRanks {
 impl Rank {
     /// One exchange per step over the hosts: how many rows each data-parallel rank brings, whether all only
     /// decode, and whether all can pad their rows to one number.
-    fn agree_on_device(&self, announced: &Announced<'_>, ex: &mut Exec) -> Result<Option<usize>> {
+    fn agree_on_device(&self, announced: &Announced<'_>, context: &mut StepContext) -> Result<Option<usize>> {
         if self.geometry.ep_size == 1 {
             return Ok(announced.bucket);
         }
@@ -81,8 +86,8 @@ impl Rank {
         let bucket = common_bucket(&proposals);
         let rows = proposals.iter().map(|proposal| bucket.unwrap_or(proposal.rows));
         let tokens = rows.flat_map(|rows| std::iter::repeat_n(rows, self.geometry.tp_size));
-        ex.step.rank_tokens = Some(tokens.collect());
-        ex.step.only_decode = proposals.iter().all(|proposal| proposal.only_decode);
+        context.rank_tokens = Some(tokens.collect());
+        context.only_decode = proposals.iter().all(|proposal| proposal.only_decode);
         Ok(bucket)
     }
 
@@ -209,7 +214,7 @@ impl DeviceFollower {
         }
         let Some((_, kv)) = &mut self.cache else { bail!("a rank lost its KV cache") };
         let heat = info.moe.as_ref().map(|moe| ExpertHeat::new(moe.layers.len(), moe.num_experts));
-        self.ex.step = StepContext {
+        let mut context = StepContext {
             replay: announced.replay,
             heat: heat.filter(|_| announced.recorded),
             force_balance: announced.force_balance,
@@ -217,13 +222,13 @@ impl DeviceFollower {
             ..StepContext::default()
         };
         let Some((extras, sizes)) = draw.map(Draw::parts) else {
-            return run_step(&self.model, &step, kv, None, &mut self.ex).map(drop);
+            return run_step(&self.model, &step, kv, None, &mut context, &mut self.ex).map(drop);
         };
         let runner = match &mut self.runner {
             Some(runner) => runner,
             none => none.insert(DeviceRunner::new(info.vocab_size, sizes, &self.ex)?),
         };
-        runner.draw(&self.model, kv, &step, &extras, &mut self.ex).map(drop)
+        runner.draw(&self.model, kv, &step, &extras, &mut context, &mut self.ex).map(drop)
     }
 }
 

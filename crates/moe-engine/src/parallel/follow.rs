@@ -38,7 +38,7 @@ impl Follower {
         &self,
         step: &StepViews,
         (num_blocks, block_size): (usize, usize),
-        context: StepContext,
+        mut context: StepContext,
     ) -> Result<()> {
         let _guard = AbortOnPanic(self.rank.groups.world.as_ref());
         // A rank that panicked has failed the world; what it held is not used again.
@@ -56,10 +56,9 @@ impl Follower {
             }
         };
         let Some(kv) = kv.as_mut() else { bail!("a rank lost its KV cache") };
-        ex.step = context;
         let mut logits = self.checked(ex.scratch(DType::F32, &[step.num_logits(), info.vocab_size]))?;
-        let pool = ex.handle();
-        pool.install(|| self.rank.run(step, kv, logits.view_mut(), None, ex))
+        let pool = ex.clone();
+        pool.install(|| self.rank.run(step, kv, logits.view_mut(), None, &mut context, ex))
     }
 
     /// Fails the world if this rank cannot even begin.

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Error, Result};
 use model_runtime::{
-    CausalLm, Exec, KvCache, ModelInfo, Observer, ParallelGroups, Router, StepViews, View, ViewMut,
+    CausalLm, Exec, KvCache, ModelInfo, Observer, ParallelGroups, Router, StepContext, StepViews, View,
+    ViewMut,
 };
 use moe_comm::{Communicator, Geometry};
 
@@ -72,25 +73,24 @@ impl CausalLm for LocalRanks {
         kv: &mut KvCache,
         logits: ViewMut,
         observer: Option<&mut dyn Observer>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         #[cfg(feature = "cuda")]
         if ex.is_cuda() {
             // The other ranks know of it: whoever runs a step there has begun it with them.
-            let ran = self.first.model.forward(step, kv, logits, observer, ex);
+            let ran = self.first.model.forward(step, kv, logits, observer, context, ex);
             return ran.map_err(|e| self.first.failed(e));
         }
         // What a step counts is counted by the first rank alone.
-        let counts = (ex.step.capture.take(), ex.step.heat.take());
-        let context = ex.step.clone();
-        (ex.step.capture, ex.step.heat) = counts;
+        let told = context.for_followers();
         let blocks = (kv.num_blocks(), kv.block_size());
         if let Some(remote) = &self.remote {
-            remote.send(step, blocks, &context)?;
+            remote.send(step, blocks, &told)?;
         }
         std::thread::scope(|scope| {
             let follow = |follower| {
-                let context = context.clone();
+                let context = told.clone();
                 std::thread::Builder::new()
                     .spawn_scoped(scope, move || Follower::run(follower, step, blocks, context))
             };
@@ -98,7 +98,7 @@ impl CausalLm for LocalRanks {
             if let Some(Err(e)) = threads.iter().find(|thread| thread.is_err()) {
                 self.first.groups.world.abort(&format!("cannot start a thread: {e}"));
             }
-            let mut result = self.first.run(step, kv, logits, observer, ex);
+            let mut result = self.first.run(step, kv, logits, observer, context, ex);
             for (thread, follower) in threads.into_iter().zip(&self.followers) {
                 let ended = match thread.map(|thread| thread.join()) {
                     Ok(Ok(ended)) => ended,
@@ -123,18 +123,19 @@ impl Rank {
         kv: &mut KvCache,
         logits: ViewMut,
         observer: Option<&mut dyn Observer>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let world = self.groups.world.as_ref();
         let _guard = AbortOnPanic(world);
-        let result = self.agree(step, ex).and_then(|()| self.model.forward(step, kv, logits, observer, ex));
-        (ex.step.rank_tokens, ex.step.only_decode) = (None, false);
+        let agreed = self.agree(step, context, ex);
+        let result = agreed.and_then(|()| self.model.forward(step, kv, logits, observer, context, ex));
         result.inspect_err(|e| world.abort(&e.to_string()))
     }
 
     /// One exchange per step: how many tokens each rank brings, and whether all only decode. Ranks
     /// of a tensor-parallel group have the same, so the data-parallel groups suffice.
-    fn agree(&self, step: &StepViews, ex: &mut Exec) -> Result<()> {
+    fn agree(&self, step: &StepViews, context: &mut StepContext, ex: &mut Exec) -> Result<()> {
         if self.geometry.ep_size == 1 {
             return Ok(());
         }
@@ -145,8 +146,8 @@ impl Rank {
         let all = all.view();
         let groups = all.cpu::<u32>()?.as_chunks::<2>().0;
         let tokens = groups.iter().flat_map(|[n, _]| std::iter::repeat_n(*n as usize, self.geometry.tp_size));
-        ex.step.rank_tokens = Some(tokens.collect());
-        ex.step.only_decode = groups.iter().all(|[_, only_decode]| *only_decode == 1);
+        context.rank_tokens = Some(tokens.collect());
+        context.only_decode = groups.iter().all(|[_, only_decode]| *only_decode == 1);
         Ok(())
     }
 }

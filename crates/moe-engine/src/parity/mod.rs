@@ -32,11 +32,8 @@ pub fn compare(model: &dyn CausalLm, reference: &Path, ex: &mut Exec) -> Result<
 
     let count = reference.generated.as_ref().map_or(0, |(count, _)| *count);
     let generated = run::greedy(model, &reference, count, ex)?;
-    if dtype != DType::F32 {
-        ex.step.replay = replay(model, &reference)?.map(Arc::new);
-    }
-    let ours = run::teacher_forced(model, &reference, ex)?;
-    ex.step.replay = None;
+    let replay = if dtype == DType::F32 { None } else { replay(model, &reference)?.map(Arc::new) };
+    let ours = run::teacher_forced(model, &reference, replay, ex)?;
     let mut report = judge(info, &reference, &ours, Some(&generated), &rules, &Routers(model))?;
     report.device = format!("{:?}", ex.device().location()).to_lowercase();
     report.dtype = dtype.as_str().to_string();

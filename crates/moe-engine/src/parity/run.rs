@@ -2,11 +2,12 @@
 //! generation. Both call the same forward as generation does.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use anyhow::Result;
 use model_runtime::{
-    BlockAllocator, CausalLm, Exec, KvCache, LogitsRows, Observed, Observer, SequenceBlocks, SequenceStep,
-    Step, View, host_logits, run_step,
+    BlockAllocator, CausalLm, Exec, KvCache, LogitsRows, Observed, Observer, RoutedExperts, SequenceBlocks,
+    SequenceStep, Step, StepContext, View, host_logits, run_step,
 };
 
 use super::compare::argmax;
@@ -70,13 +71,19 @@ impl Sequences {
     }
 }
 
-/// One pass over the reference's input, all sequences at once.
-pub fn teacher_forced(model: &dyn CausalLm, reference: &Reference, ex: &mut Exec) -> Result<Observations> {
+/// One pass over the reference's input, all sequences at once, with the routing of `replay` if there is one.
+pub fn teacher_forced(
+    model: &dyn CausalLm,
+    reference: &Reference,
+    replay: Option<Arc<RoutedExperts>>,
+    ex: &mut Exec,
+) -> Result<Observations> {
     let mut sequences = Sequences::new(model, reference.batch, reference.length, ex)?;
     let tokens: Vec<&[u32]> = (0..reference.batch).map(|b| reference.sequence(b)).collect();
     let mut seen = Observations::default();
     let step = sequences.step(&tokens, 0, reference.length, LogitsRows::All)?;
-    let logits = run_step(model, &step, &mut sequences.kv, Some(&mut seen), ex)?;
+    let mut context = StepContext { replay, ..StepContext::default() };
+    let logits = run_step(model, &step, &mut sequences.kv, Some(&mut seen), &mut context, ex)?;
     seen.logits = host_logits(model, &logits, ex)?.view().to_f32_vec()?;
     Ok(seen)
 }
@@ -92,7 +99,7 @@ pub fn greedy(model: &dyn CausalLm, reference: &Reference, count: usize, ex: &mu
         let tokens: Vec<&[u32]> =
             (0..batch).map(|b| if n == 0 { reference.sequence(b) } else { &generated[b][n - 1..] }).collect();
         let step = sequences.step(&tokens, start, length, LogitsRows::Last)?;
-        let logits = run_step(model, &step, &mut sequences.kv, None, ex)?;
+        let logits = run_step(model, &step, &mut sequences.kv, None, &mut StepContext::default(), ex)?;
         let logits = host_logits(model, &logits, ex)?;
         for (tokens, row) in generated.iter_mut().zip(logits.view().cpu::<f32>()?.chunks_exact(vocab)) {
             tokens.push(argmax(row) as u32);

@@ -43,6 +43,9 @@ pub struct Gate<'a> {
     pub scale: f32,
     /// Logits become cap · tanh(x / cap); `None` leaves them.
     pub softcap: Option<f32>,
+    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::feed_tokens_into` writes it), are
+    /// padding and get no expert.
+    pub padded: bool,
 }
 
 /// Dims and dtypes of a gate.
@@ -124,7 +127,7 @@ pub(super) fn gate_route(
         bail!("{op}: the kernel does not fit H = {h}, E = {e}, K = {k}, dtype {}", x.dtype().as_str())
     }
     let none = std::ptr::null();
-    let valid = if ex.step.padded { cuda.valid_rows()?.cast_const().cast() } else { none };
+    let valid = if gate.padded { cuda.valid_rows()?.cast_const().cast() } else { none };
     // SAFETY: dims, dtypes and the launcher's conditions are checked above.
     let code = unsafe {
         ffi::moe_gate_route(

@@ -214,7 +214,7 @@ fn layer_stream(
     // SAFETY: a pure function of two numbers.
     let bytes = unsafe { ffi::moe_layer_stream_state(small(op, e)?, small(op, i)?) };
     let state = cuda.counters("layer_stream", bytes.div_ceil(4))?;
-    let valid = if ex.step.padded { cuda.valid_rows()?.cast_const() } else { std::ptr::null() };
+    let valid = if gate.padded { cuda.valid_rows()?.cast_const() } else { std::ptr::null() };
     // SAFETY: dims, dtypes and the launcher's conditions are checked above and by the callers.
     let code = unsafe {
         ffi::moe_layer_stream(

@@ -16,7 +16,7 @@ mod load;
 use candle_nn::VarBuilder;
 use moe_experts::{AnyExperts, BatchLimits, Experts, ExpertsShape};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::{Activation, Exec, TensorView, View, ViewMut, Workspace, weighted_sum_into};
+use moe_kernels::{Activation, Exec, StepContext, TensorView, View, ViewMut, Workspace, weighted_sum_into};
 use moe_router::{GateInput, RouteOutput, Router, RouterConfig};
 use tracing::trace_span;
 
@@ -105,10 +105,16 @@ impl MoeMlp {
         &self.router
     }
 
-    /// `out` [T, H] (model dtype or f32) = block(`hidden` [T, H], model dtype). Step context of `ex`:
-    /// token ids, replay, capture and heat, as the router documents them.
-    pub fn forward_into(&self, hidden: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        self.forward_observed_into(hidden, out, &mut |_| Ok(()), ex)
+    /// `out` [T, H] (model dtype or f32) = block(`hidden` [T, H], model dtype). Of `context`: token
+    /// ids, replay, capture and heat, as the router documents them.
+    pub fn forward_into(
+        &self,
+        hidden: View<'_>,
+        out: ViewMut<'_>,
+        context: &mut StepContext,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        self.forward_observed_into(hidden, out, &mut |_| Ok(()), context, ex)
     }
 
     /// The same; `observe` sees the router logits, [T, E] f32.
@@ -117,6 +123,7 @@ impl MoeMlp {
         hidden: View<'_>,
         mut out: ViewMut<'_>,
         observe: &mut dyn FnMut(View<'_>) -> Result<()>,
+        context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let _span = trace_span!("moe").entered();
@@ -131,8 +138,9 @@ impl MoeMlp {
             zero_expert_weights: None,
         };
         let input = GateInput::new(hidden, gate.view()?, self.layer);
-        trace_span!("router")
-            .in_scope(|| self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, ex))?;
+        trace_span!("router").in_scope(|| {
+            self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, context, ex)
+        })?;
         observe(logits.view())?;
         let mut slots = ex.scratch(DType::F32, &[tokens, k, hidden.dims()[1]])?;
         trace_span!("experts")
@@ -146,7 +154,9 @@ impl MoeMlp {
 
     /// The same on candle tensors: `hidden` [.., H].
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        forward_rows(hidden, &self.workspace, |x, out, ex| self.forward_into(x, out, ex))
+        forward_rows(hidden, &self.workspace, |x, out, ex| {
+            self.forward_into(x, out, &mut StepContext::default(), ex)
+        })
     }
 }
 

@@ -1,7 +1,9 @@
 //! The block against its definition, and its bits against themselves.
 
 use moe_layer::candle::{Result, Tensor};
-use moe_layer::{CpuIsa, DType, Device, Exec, LocalExperts, NoEp, RouterConfig, SparseMoeBlock, TensorView};
+use moe_layer::{
+    CpuIsa, DType, Device, Exec, LocalExperts, NoEp, RouterConfig, SparseMoeBlock, StepContext, TensorView,
+};
 use proptest::prelude::*;
 
 use crate::reference::{Problem, example, problem, problems};
@@ -93,6 +95,7 @@ fn the_observer_sees_the_logits_of_the_gate() -> Result<()> {
         TensorView::new(&x)?.view()?,
         out.view_mut(),
         &mut observe,
+        &mut StepContext::default(),
         &mut Exec::cpu(),
     )?;
     for (t, logits) in seen.chunks(6).enumerate() {

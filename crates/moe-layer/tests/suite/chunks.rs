@@ -7,12 +7,12 @@ use moe_comm::{EpBackend, ParallelConfig, ParallelGroups, run_ranks};
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
     Activation, BlockContext, BlockOptions, Buffer, ChunkedMoe, CpuIsa, DType, Device, Exec, ExpertHeat,
-    RoutedExperts, RouterConfig, SparseMoeBlock, TensorView, load_block_on,
+    RoutedExperts, RouterConfig, SparseMoeBlock, StepContext, TensorView, load_block_on,
 };
 use proptest::prelude::*;
 
 use crate::reference::{example, problem, problems};
-use crate::{bits, message, run};
+use crate::{bits, message, run, run_in};
 
 fn size(n: usize) -> Option<NonZeroUsize> {
     NonZeroUsize::new(n)
@@ -38,11 +38,13 @@ fn what_the_step_records_is_that_of_the_whole_step() -> Result<()> {
     let p = example(DType::BF16);
     let x = p.rows()?;
     let record = |block: SparseMoeBlock| -> Result<_> {
-        let mut ex = Exec::cpu();
-        ex.step.capture = Some(RoutedExperts::empty(5, 1, 2)?);
-        ex.step.heat = Some(ExpertHeat::new(1, 6));
-        let out = bits(&run(&block, &x, DType::BF16, &mut ex)?);
-        Ok((out, ex.step.capture, ex.step.heat))
+        let mut context = StepContext {
+            capture: Some(RoutedExperts::empty(5, 1, 2)?),
+            heat: Some(ExpertHeat::new(1, 6)),
+            ..StepContext::default()
+        };
+        let out = bits(&run_in(&mut context, &block, &x, DType::BF16, &mut Exec::cpu())?);
+        Ok((out, context.capture, context.heat))
     };
     let whole = record(p.standard()?)?;
     assert!(whole.1.as_ref().is_some_and(|c| c.ids().iter().all(|&id| id < 6)));
@@ -64,7 +66,8 @@ fn workspace(block: &SparseMoeBlock, x: &Tensor) -> Result<usize> {
     let mut ex = Exec::cpu().with_threads(2)?.with_isa(CpuIsa::Scalar)?;
     let mut out = Buffer::zeros(x.dtype(), x.dims())?;
     for pass in 0..2 {
-        block.forward_into(TensorView::new(x)?.view()?, out.view_mut(), &mut ex)?;
+        let context = &mut StepContext::default();
+        block.forward_into(TensorView::new(x)?.view()?, out.view_mut(), context, &mut ex)?;
         // The second pass, and every chunk after the first, reuse what is there.
         ex.workspace().freeze(true);
         assert!(pass == 0 || ex.workspace().bytes() > 0);
@@ -181,10 +184,9 @@ fn a_decode_path_must_fit_and_is_taken_when_all_only_decode() -> Result<()> {
     let want = bits(&whole.forward(&x)?);
     let (prepare, experts) = p.batched_parts()?;
     let block = whole.with_decode_path(prepare, experts)?;
-    let mut ex = Exec::cpu();
     for only_decode in [false, true] {
-        ex.step.only_decode = only_decode;
-        assert_eq!(bits(&run(&block, &x, DType::F32, &mut ex)?), want);
+        let mut context = StepContext { only_decode, ..StepContext::default() };
+        assert_eq!(bits(&run_in(&mut context, &block, &x, DType::F32, &mut Exec::cpu())?), want);
     }
     let other = problem((6, 24, 8, 5), p.config.clone(), None, DType::F32, 1);
     let (prepare, experts) = other.batched_parts()?;

@@ -8,13 +8,13 @@ use moe_layer::candle::{Result, Tensor};
 use moe_layer::legacy::{ExpertMlp, MoeMlp};
 use moe_layer::{
     Activation, BlockOptions, Buffer, CpuIsa, DType, Device, Exec, MoePath, NO_EXPERT, RoutedExperts, Router,
-    RouterConfig, RouterParams, SparseLayer, TensorView,
+    RouterConfig, RouterParams, SparseLayer, StepContext, TensorView,
 };
 use proptest::prelude::*;
 
 use crate::loading::{checkpoint, options};
 use crate::reference::{Problem, example, problem, problems};
-use crate::{bits, message, run};
+use crate::{bits, message, run, run_in};
 
 fn expert(p: &Problem, e: usize) -> Result<ExpertMlp> {
     let (w13, w2) = (p.weights()?.w13().get(e)?, p.weights()?.w2().get(e)?);
@@ -38,8 +38,18 @@ fn legacy(p: &Problem) -> Result<MoeMlp> {
 }
 
 fn run_legacy(block: &MoeMlp, x: &Tensor, dtype: DType, ex: &mut Exec) -> Result<Tensor> {
+    run_legacy_in(&mut StepContext::default(), block, x, dtype, ex)
+}
+
+fn run_legacy_in(
+    context: &mut StepContext,
+    block: &MoeMlp,
+    x: &Tensor,
+    dtype: DType,
+    ex: &mut Exec,
+) -> Result<Tensor> {
     let mut out = Buffer::zeros(dtype, x.dims())?;
-    block.forward_into(TensorView::new(x)?.view()?, out.view_mut(), ex)?;
+    block.forward_into(TensorView::new(x)?.view()?, out.view_mut(), context, ex)?;
     out.into_tensor()
 }
 
@@ -79,10 +89,10 @@ fn slots_without_an_expert_add_nothing() -> Result<()> {
     let mut replay = RoutedExperts::empty(p.tokens, 1, 2)?;
     replay.set(0, 0, &[3, NO_EXPERT])?;
     replay.set(2, 0, &[5, 0])?;
-    let mut ex = Exec::cpu();
-    ex.step.replay = Some(Arc::new(replay));
-    let want = bits(&run(&fused, &x, DType::F32, &mut ex)?);
-    assert_eq!(bits(&run_legacy(&legacy, &x, DType::F32, &mut ex)?), want);
+    let (mut ex, replay) = (Exec::cpu(), Some(Arc::new(replay)));
+    let mut context = StepContext { replay, ..StepContext::default() };
+    let want = bits(&run_in(&mut context, &fused, &x, DType::F32, &mut ex)?);
+    assert_eq!(bits(&run_legacy_in(&mut context, &legacy, &x, DType::F32, &mut ex)?), want);
     assert_ne!(want, bits(&fused.forward(&x)?), "the replay counts");
     let none = Tensor::zeros((2, 0, p.hidden), DType::F32, &Device::Cpu)?;
     assert_eq!(legacy.forward(&none)?.dims(), [2, 0, p.hidden]);
@@ -129,6 +139,7 @@ fn both_layouts_load_on_both_paths() -> Result<()> {
                     seen += logits.elem_count();
                     Ok(())
                 },
+                &mut StepContext::default(),
                 &mut Exec::cpu(),
             )?;
             assert_eq!((bits(&out.into_tensor()?), seen), (want.clone(), p.tokens * 6), "{path:?}");

@@ -10,7 +10,7 @@ use moe_layer::candle::{Result, Tensor};
 use moe_layer::legacy::{ExpertLoop, ExpertMlp, MoeMlp};
 use moe_layer::{
     Activation, ActivationFormat, BlockContext, BlockOptions, Buffer, ChunkedMoe, DType, Device, Exec,
-    ExpertsShape, MoePath, RouterConfig, SparseLayer, TensorView,
+    ExpertsShape, MoePath, RouterConfig, SparseLayer, StepContext, TensorView,
 };
 
 use crate::loading::{checkpoint, options};
@@ -36,8 +36,8 @@ fn layer(p: &Problem, context: &BlockContext, vb: &VarBuilder, x: &Tensor) -> Re
         SparseLayer::load_on(MoePath::Legacy, &options(p), context, vb.pp("gate"), vb.pp("experts"), None)?;
     assert!(selection.is_none() && layer.block().is_some_and(|b| b.experts_name() == "legacy experts"));
     let mut out = Buffer::zeros(p.dtype, x.dims())?;
-    let ex = &mut Exec::cpu();
-    layer.forward_observed_into(TensorView::new(x)?.view()?, out.view_mut(), &mut |_| Ok(()), ex)?;
+    let (step, ex) = (&mut StepContext::default(), &mut Exec::cpu());
+    layer.forward_observed_into(TensorView::new(x)?.view()?, out.view_mut(), &mut |_| Ok(()), step, ex)?;
     out.into_tensor().map(|out| bits(&out))
 }
 

@@ -15,7 +15,7 @@ mod reference;
 mod step;
 
 use moe_layer::candle::{Result, Tensor};
-use moe_layer::{Buffer, DType, Exec, SparseMoeBlock, TensorView};
+use moe_layer::{Buffer, DType, Exec, SparseMoeBlock, StepContext, TensorView};
 
 /// The message of an error that must be one.
 pub fn message<T>(result: Result<T>) -> String {
@@ -25,10 +25,21 @@ pub fn message<T>(result: Result<T>) -> String {
     }
 }
 
-/// The block's output for `x` in the context `ex`, in `dtype`.
+/// The block's output for `x`, in `dtype`.
 pub fn run(block: &SparseMoeBlock, x: &Tensor, dtype: DType, ex: &mut Exec) -> Result<Tensor> {
+    run_in(&mut StepContext::default(), block, x, dtype, ex)
+}
+
+/// The same in a step.
+pub fn run_in(
+    context: &mut StepContext,
+    block: &SparseMoeBlock,
+    x: &Tensor,
+    dtype: DType,
+    ex: &mut Exec,
+) -> Result<Tensor> {
     let mut out = Buffer::zeros(dtype, x.dims())?;
-    block.forward_into(TensorView::new(x)?.view()?, out.view_mut(), ex)?;
+    block.forward_into(TensorView::new(x)?.view()?, out.view_mut(), context, ex)?;
     out.into_tensor()
 }
 

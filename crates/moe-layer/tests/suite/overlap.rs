@@ -38,9 +38,10 @@ impl PrepareFinalize for Halves {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> CandleResult<Dispatched<'a>> {
-        self.inner.prepare(hidden, topk_ids, topk_weights, ex)
+        self.inner.prepare(hidden, topk_ids, topk_weights, agreed, ex)
     }
 
     fn begin_prepare<'a>(
@@ -48,10 +49,11 @@ impl PrepareFinalize for Halves {
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
+        _: Option<&[usize]>,
         _: &mut Exec,
     ) -> CandleResult<Receiver<'a, Dispatched<'a>>> {
         Ok(Receiver::pending(move |ex| {
-            let mut dispatched = self.inner.prepare(hidden, topk_ids, topk_weights, ex)?;
+            let mut dispatched = self.inner.prepare(hidden, topk_ids, topk_weights, None, ex)?;
             dispatched.weights_applied |= self.is_faulty;
             Ok(dispatched)
         }))

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use moe_layer::candle::{Result, Tensor};
-use moe_layer::{DType, Device, Exec, ExpertHeat, NO_EXPERT, RoutedExperts, SparseMoeBlock};
+use moe_layer::{DType, Device, Exec, ExpertHeat, NO_EXPERT, RoutedExperts, SparseMoeBlock, StepContext};
 
 use crate::reference::{Problem, example};
-use crate::{bits, floats, message, monolith, run};
+use crate::{bits, floats, message, monolith, run_in};
 
 /// MoE layer of the block under test: not 0, so that a block that forgets it is seen.
 const LAYER: usize = 1;
@@ -16,20 +16,20 @@ fn block(p: &Problem) -> Result<SparseMoeBlock> {
     SparseMoeBlock::new(p.gate_weight()?, p.router()?, prepare, p.standard_experts()?, LAYER)
 }
 
-fn recording(p: &Problem) -> Result<Exec> {
-    let mut ex = Exec::cpu();
-    ex.step.capture = Some(RoutedExperts::empty(p.tokens, 2, p.config.top_k)?);
-    ex.step.heat = Some(ExpertHeat::new(2, p.config.num_experts));
-    Ok(ex)
+fn recording(p: &Problem) -> Result<StepContext> {
+    let mut context = StepContext::default();
+    context.capture = Some(RoutedExperts::empty(p.tokens, 2, p.config.top_k)?);
+    context.heat = Some(ExpertHeat::new(2, p.config.num_experts));
+    Ok(context)
 }
 
 #[test]
 fn capture_and_heat_are_the_definition_of_routing() -> Result<()> {
     let p = example(DType::F32);
-    let mut ex = recording(&p)?;
-    let out = run(&block(&p)?, &p.rows()?, DType::F32, &mut ex)?;
+    let mut context = recording(&p)?;
+    let out = run_in(&mut context, &block(&p)?, &p.rows()?, DType::F32, &mut Exec::cpu())?;
     assert_eq!(bits(&out), bits(&block(&p)?.forward(&p.rows()?)?), "recording changes nothing");
-    let (capture, heat) = (ex.step.capture.expect("capture"), ex.step.heat.expect("heat"));
+    let (capture, heat) = (context.capture.expect("capture"), context.heat.expect("heat"));
     let mut counts = vec![0u64; p.config.num_experts];
     for t in 0..p.tokens {
         let (ids, _, gap) = p.route(t);
@@ -46,14 +46,14 @@ fn capture_and_heat_are_the_definition_of_routing() -> Result<()> {
 fn a_replayed_capture_gives_the_same_bits_and_another_does_not() -> Result<()> {
     let p = example(DType::BF16);
     let (block, x) = (block(&p)?, p.rows()?);
-    let mut ex = recording(&p)?;
-    let free = bits(&run(&block, &x, DType::BF16, &mut ex)?);
-    let captured = ex.step.capture.take().expect("capture");
+    let mut context = recording(&p)?;
+    let free = bits(&run_in(&mut context, &block, &x, DType::BF16, &mut Exec::cpu())?);
+    let captured = context.capture.take().expect("capture");
     let replayed = |replay: RoutedExperts| -> Result<(Vec<u32>, RoutedExperts)> {
-        let mut ex = recording(&p)?;
-        ex.step.replay = Some(Arc::new(replay));
-        let out = bits(&run(&block, &x, DType::BF16, &mut ex)?);
-        Ok((out, ex.step.capture.take().expect("capture")))
+        let mut context = recording(&p)?;
+        context.replay = Some(Arc::new(replay));
+        let out = bits(&run_in(&mut context, &block, &x, DType::BF16, &mut Exec::cpu())?);
+        Ok((out, context.capture.take().expect("capture")))
     };
     assert_eq!(replayed(captured.clone())?, (free.clone(), captured.clone()));
 
@@ -73,13 +73,13 @@ fn a_replayed_capture_gives_the_same_bits_and_another_does_not() -> Result<()> {
 fn force_balance_reaches_the_experts() -> Result<()> {
     let p = example(DType::F32);
     let (block, x) = (block(&p)?, p.rows()?);
-    let mut ex = recording(&p)?;
-    ex.step.force_balance = Some(5);
-    let balanced = run(&block, &x, DType::F32, &mut ex)?;
+    let mut context = recording(&p)?;
+    context.force_balance = Some(5);
+    let balanced = run_in(&mut context, &block, &x, DType::F32, &mut Exec::cpu())?;
     assert_ne!(floats(&balanced), floats(&block.forward(&x)?));
-    let heat = ex.step.heat.take().expect("heat");
+    let heat = context.heat.take().expect("heat");
     assert_eq!(heat.layer(LAYER).iter().sum::<u64>(), 10);
-    let captured = ex.step.capture.take().expect("capture");
+    let captured = context.capture.take().expect("capture");
     let spread = (0..p.tokens).filter(|&t| captured.get(t, LAYER).unwrap() != free_ids(&p, t)).count();
     assert!(spread > 0, "{captured:?}");
     Ok(())
@@ -88,9 +88,9 @@ fn force_balance_reaches_the_experts() -> Result<()> {
 #[test]
 fn a_context_that_does_not_fit_is_an_error() -> Result<()> {
     let p = example(DType::F32);
-    let mut ex = Exec::cpu();
-    ex.step.capture = Some(RoutedExperts::empty(p.tokens, LAYER, 2)?);
-    let e = message(run(&block(&p)?, &p.rows()?, DType::F32, &mut ex));
+    let mut context = StepContext::default();
+    context.capture = Some(RoutedExperts::empty(p.tokens, LAYER, 2)?);
+    let e = message(run_in(&mut context, &block(&p)?, &p.rows()?, DType::F32, &mut Exec::cpu()));
     assert!(e.contains("the capture holds [5, 1, 2] ids, too few") && e.contains("MoE layer 1"), "{e}");
     Ok(())
 }
@@ -99,16 +99,16 @@ fn a_context_that_does_not_fit_is_an_error() -> Result<()> {
 fn monolithic_experts_refuse_what_they_cannot_show_or_take() -> Result<()> {
     let block = monolith::block()?;
     let x = Tensor::new(&[[3f32, 1.]], &Device::Cpu)?;
-    let refused = |set: fn(&mut Exec)| {
-        let mut ex = Exec::cpu();
-        set(&mut ex);
-        message(run(&block, &x, DType::F32, &mut ex))
+    let refused = |set: fn(&mut StepContext)| {
+        let mut context = StepContext::default();
+        set(&mut context);
+        message(run_in(&mut context, &block, &x, DType::F32, &mut Exec::cpu()))
     };
     for (got, what) in [
-        (refused(|ex| ex.step.capture = one_slot()), "routed-experts capture"),
-        (refused(|ex| ex.step.replay = one_slot().map(Arc::new)), "forced replay of routing"),
-        (refused(|ex| ex.step.heat = Some(ExpertHeat::new(1, 3))), "expert heat"),
-        (refused(|ex| ex.step.force_balance = Some(0)), "force-balance"),
+        (refused(|context| context.capture = one_slot()), "routed-experts capture"),
+        (refused(|context| context.replay = one_slot().map(Arc::new)), "forced replay of routing"),
+        (refused(|context| context.heat = Some(ExpertHeat::new(1, 3))), "expert heat"),
+        (refused(|context| context.force_balance = Some(0)), "force-balance"),
     ] {
         let want = format!("{what} is not supported with the monolithic experts `monolith`");
         assert!(got.contains(&want) && got.contains("choose a modular MoE backend"), "{got}");

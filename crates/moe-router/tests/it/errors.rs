@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use moe_router::candle::{DType, Device, Result, Tensor};
 use moe_router::{
     Exec, RouteInput, RouteOutput, Router, RouterConfig, RouterParams, RoutingMethod, Scoring, Selection,
-    VarBuilder, View, ViewMut,
+    StepContext, VarBuilder, View, ViewMut,
 };
 
 use crate::{logits, message, router, some_logits};
@@ -166,9 +166,9 @@ fn loading_reads_the_hash_table() -> Result<()> {
     let vb = var_builder(&[("gate.tid2eid", table)], DType::BF16);
     let selection = Selection::Hash { vocab_size: 2 };
     let router = Router::load(&RouterConfig { selection, ..RouterConfig::new(3, 1) }, vb.pp("gate"))?;
-    let mut ex = Exec::cpu();
-    ex.step.token_ids = Some([1, 0].into());
-    let routed = router.route_step(&logits(&some_logits(2, 3, 1), 3)?, None, 0, &mut ex)?;
+    let mut context = StepContext { token_ids: Some([1, 0].into()), ..StepContext::default() };
+    let input = logits(&some_logits(2, 3, 1), 3)?;
+    let routed = router.route_step(&input, None, 0, &mut context, &mut Exec::cpu())?;
     assert_eq!(routed.topk_ids.to_vec2::<u32>()?, [[0], [2]]);
     Ok(())
 }
@@ -194,7 +194,7 @@ fn the_door_names_what_is_wrong() -> Result<()> {
         let input =
             RouteInput { hidden, first_row, ..RouteInput::new(View::new(&data, &[2, 4]).unwrap(), 0) };
         let out = RouteOutput { topk_ids: ids, topk_weights: weights, zero_expert_weights: zero };
-        message(router.route_into(&input, out, &mut Exec::cpu()))
+        message(router.route_into(&input, out, &mut StepContext::default(), &mut Exec::cpu()))
     };
     let (mut ids, mut weights, mut zero) = ([0u32; 4], [0f32; 4], [0f32; 4]);
     let e = call(ViewMut::new(&mut ids, &[4, 1])?, ViewMut::new(&mut weights, &[2, 2])?, None, 0, None);
@@ -226,7 +226,7 @@ fn the_identity_output_is_required_only_with_zero_experts() -> Result<()> {
             zero_expert_weights: zero.map(|z| ViewMut::new(z, &[1])).transpose()?,
         };
         let input = RouteInput::new(View::new(&data, &[1, data.len()])?, 0);
-        router(config, bias)?.route_into(&input, out, &mut Exec::cpu())
+        router(config, bias)?.route_into(&input, out, &mut StepContext::default(), &mut Exec::cpu())
     };
     let zeros = RouterConfig { num_zero_experts: 1, correction_bias: true, ..RouterConfig::new(2, 1) };
     let e = message(run(zeros.clone(), Some(&[0.0, 0.0, 1.0]), None));
@@ -246,8 +246,9 @@ fn meaningless_logits_name_the_first_row() -> Result<()> {
     (input[2900][0], input[1700][3], input[1701][1]) = (f32::NAN, f32::NAN, f32::NAN);
     let router = router(RouterConfig::new(16, 2), None)?;
     let mut ex = Exec::cpu().with_threads(4)?;
-    let mut run =
-        |input: &[Vec<f32>]| message(router.route_step(&logits(input, 16).unwrap(), None, 7, &mut ex));
+    let mut run = |input: &[Vec<f32>]| {
+        message(router.route_step(&logits(input, 16).unwrap(), None, 7, &mut StepContext::default(), &mut ex))
+    };
     assert_eq!(run(&input), "router_logits, row 1700 of MoE layer 7: the logit of expert 3 is NaN");
     assert_eq!(
         run(&[vec![f32::NEG_INFINITY; 16]]),

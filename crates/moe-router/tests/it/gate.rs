@@ -1,7 +1,9 @@
 //! Gate and route in one call.
 
 use moe_router::candle::{DType, Device, Result, Tensor};
-use moe_router::{Exec, GateInput, RouteOutput, Router, RouterConfig, RouterParams, TensorView, ViewMut};
+use moe_router::{
+    Exec, GateInput, RouteOutput, Router, RouterConfig, RouterParams, StepContext, TensorView, ViewMut,
+};
 
 use crate::{bits, logits, message, rows, some_logits};
 
@@ -22,10 +24,18 @@ fn the_gate_is_a_product_with_f32_logits() -> Result<()> {
         let want = f32(&hidden)?.matmul(&f32(&weight)?.t()?)?.broadcast_add(&f32(&bias)?)?;
 
         let mut ex = Exec::cpu();
-        let routed = router(5)?.gate_and_route(&hidden, &weight, Some(&bias), 0, &mut ex)?;
+        let routed = router(5)?.gate_and_route(
+            &hidden,
+            &weight,
+            Some(&bias),
+            0,
+            &mut StepContext::default(),
+            &mut ex,
+        )?;
         assert_eq!(bits(&routed)?, bits(&router(5)?.route(&want)?)?, "{dtype:?}");
         // The bias matters.
-        let unbiased = router(5)?.gate_and_route(&hidden, &weight, None, 0, &mut ex)?;
+        let unbiased =
+            router(5)?.gate_and_route(&hidden, &weight, None, 0, &mut StepContext::default(), &mut ex)?;
         assert_ne!(bits(&unbiased)?, bits(&routed)?);
     }
     Ok(())
@@ -45,7 +55,13 @@ fn logits_are_handed_out_on_request() -> Result<()> {
         zero_expert_weights: None,
     };
     let input = GateInput::new(h.view()?, w.view()?, 0);
-    router.gate_and_route_into(&input, Some(ViewMut::new(&mut out, &[4, 5])?), output, &mut ex)?;
+    router.gate_and_route_into(
+        &input,
+        Some(ViewMut::new(&mut out, &[4, 5])?),
+        output,
+        &mut StepContext::default(),
+        &mut ex,
+    )?;
     let exact = hidden.matmul(&weight.t()?)?.flatten_all()?.to_vec1::<f32>()?;
     assert!(out.iter().zip(&exact).all(|(a, b)| (a - b).abs() < 1e-4), "{out:?} {exact:?}");
     let routed = router.route(&Tensor::from_vec(out.to_vec(), (4, 5), &Device::Cpu)?)?;
@@ -58,7 +74,14 @@ fn a_gate_that_does_not_fit_is_refused() -> Result<()> {
     let tensor = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &Device::Cpu);
     let hidden = tensor(&[2, 8], DType::F32)?;
     let run = |weight: Tensor, bias: Option<Tensor>| {
-        message(router(5).unwrap().gate_and_route(&hidden, &weight, bias.as_ref(), 0, &mut Exec::cpu()))
+        message(router(5).unwrap().gate_and_route(
+            &hidden,
+            &weight,
+            bias.as_ref(),
+            0,
+            &mut StepContext::default(),
+            &mut Exec::cpu(),
+        ))
     };
     let e = run(tensor(&[4, 8], DType::F32)?, None);
     assert_eq!(e, "gate_and_route: expected gate weight with dims [5, 8], got [4, 8]");

@@ -1,7 +1,7 @@
 //! Every scored method against its definition, and the invariants of a row's bits.
 
 use moe_router::candle::Result;
-use moe_router::{Exec, RouterConfig, Scoring, Selection};
+use moe_router::{Exec, RouterConfig, Scoring, Selection, StepContext};
 use proptest::prelude::*;
 
 use crate::{absent, bits, definition, logits, router, rows, some_logits};
@@ -161,9 +161,24 @@ fn a_rows_bits_depend_on_nothing_but_the_row() -> Result<()> {
     for (config, bias) in kinds() {
         let router = router(config, bias.as_deref())?;
         let one = Exec::cpu().with_threads(1)?;
-        let all = bits(&router.route_step(&logits(&input, 96)?, None, 0, &mut one.clone())?)?;
+        let all = bits(&router.route_step(
+            &logits(&input, 96)?,
+            None,
+            0,
+            &mut StepContext::default(),
+            &mut one.clone(),
+        )?)?;
         let mut three = Exec::cpu().with_threads(3)?;
-        assert_eq!(bits(&router.route_step(&logits(&input, 96)?, None, 0, &mut three)?)?, all);
+        assert_eq!(
+            bits(&router.route_step(
+                &logits(&input, 96)?,
+                None,
+                0,
+                &mut StepContext::default(),
+                &mut three
+            )?)?,
+            all
+        );
         for t in [0, 333, 334, 999] {
             let alone = bits(&router.route(&logits(&input[t..=t], 96)?)?)?;
             assert_eq!(alone[0], all[t], "row {t} of {router:?}");

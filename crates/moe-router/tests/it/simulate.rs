@@ -6,7 +6,7 @@ use std::sync::Arc;
 use moe_router::candle::{DType, Device, Result, Tensor, bail};
 use moe_router::{
     Exec, NO_EXPERT, RouteInput, RoutedExperts, Router, RouterConfig, RouterParams, RoutingFunction,
-    RoutingMethod, RoutingStrategy, RowRng, Selection, Strategies, View, ViewMut,
+    RoutingMethod, RoutingStrategy, RowRng, Selection, StepContext, Strategies, View, ViewMut,
 };
 
 use crate::{bits, logits, message, rows, some_logits};
@@ -48,9 +48,15 @@ fn uniform_random_is_even_and_normal_routing_is_not() -> Result<()> {
 fn simulation_repeats_by_seed_and_moves_with_the_step() -> Result<()> {
     let run = |seed, step| -> Result<_> {
         let router = Router::new(simulated("normal_routing", seed), RouterParams::default())?;
-        let mut ex = Exec::cpu();
-        ex.step.step = step;
-        bits(&router.route_step(&Tensor::zeros((8, 16), DType::F32, &Device::Cpu)?, None, 0, &mut ex)?)
+        let mut context = StepContext::default();
+        context.step = step;
+        bits(&router.route_step(
+            &Tensor::zeros((8, 16), DType::F32, &Device::Cpu)?,
+            None,
+            0,
+            &mut context,
+            &mut Exec::cpu(),
+        )?)
     };
     assert_eq!(run(1, 0)?, run(1, 0)?);
     assert_ne!(run(1, 0)?, run(2, 0)?);
@@ -62,11 +68,11 @@ fn simulation_repeats_by_seed_and_moves_with_the_step() -> Result<()> {
 fn simulated_routing_can_be_replayed() -> Result<()> {
     let router = Router::new(simulated("normal_routing", 3), RouterParams::default())?;
     let input = Tensor::zeros((8, 16), DType::F32, &Device::Cpu)?;
-    let mut ex = Exec::cpu();
-    ex.step.capture = Some(RoutedExperts::empty(8, 1, 4)?);
-    let first = router.route_step(&input, None, 0, &mut ex)?;
-    ex.step.replay = ex.step.capture.take().map(Arc::new);
-    assert_eq!(bits(&router.route_step(&input, None, 0, &mut ex)?)?, bits(&first)?);
+    let mut context = StepContext::default();
+    context.capture = Some(RoutedExperts::empty(8, 1, 4)?);
+    let first = router.route_step(&input, None, 0, &mut context, &mut Exec::cpu())?;
+    context.replay = context.capture.take().map(Arc::new);
+    assert_eq!(bits(&router.route_step(&input, None, 0, &mut context, &mut Exec::cpu())?)?, bits(&first)?);
     Ok(())
 }
 
@@ -160,9 +166,9 @@ fn a_routing_function_sees_hidden_states_and_can_be_replayed() -> Result<()> {
     let router = custom(false, 4)?;
     let input = logits(&some_logits(3, 4, 1), 4)?;
     let hidden = Tensor::new(&[[-1f32], [1.0], [-2.0]], &Device::Cpu)?;
-    let mut ex = Exec::cpu();
-    ex.step.capture = Some(RoutedExperts::empty(3, 1, 2)?);
-    let first = router.route_step(&input, Some(&hidden), 0, &mut ex)?;
+    let mut context = StepContext::default();
+    context.capture = Some(RoutedExperts::empty(3, 1, 2)?);
+    let first = router.route_step(&input, Some(&hidden), 0, &mut context, &mut Exec::cpu())?;
     assert_eq!(
         rows(&first)?,
         [
@@ -171,19 +177,22 @@ fn a_routing_function_sees_hidden_states_and_can_be_replayed() -> Result<()> {
             (vec![1, NO_EXPERT, 4], vec![0.5, 0.0, 1.0]),
         ]
     );
-    ex.step.replay = ex.step.capture.take().map(Arc::new);
-    assert_eq!(bits(&router.route_step(&input, Some(&hidden), 0, &mut ex)?)?, bits(&first)?);
+    context.replay = context.capture.take().map(Arc::new);
+    assert_eq!(
+        bits(&router.route_step(&input, Some(&hidden), 0, &mut context, &mut Exec::cpu())?)?,
+        bits(&first)?
+    );
     // Forced ids are weighed by the function.
-    ex.step.replay =
+    context.replay =
         Some(Arc::new(RoutedExperts::from_ids(3, 1, 2, vec![0, 3, NO_EXPERT, NO_EXPERT, 2, 1])?));
-    let forced = rows(&router.route_step(&input, Some(&hidden), 0, &mut ex)?)?;
+    let forced = rows(&router.route_step(&input, Some(&hidden), 0, &mut context, &mut Exec::cpu())?)?;
     assert_eq!(forced[0], (vec![0, 3, 4], vec![1.0, 0.25, 1.0]));
     assert_eq!(forced[1], rows(&first)?[1]);
     assert_eq!(router.config().routing_method(), RoutingMethod::Custom);
     // Force-balance leaves masked slots masked.
-    let mut ex = Exec::cpu();
-    ex.step.force_balance = Some(0);
-    let balanced = rows(&router.route_step(&input, Some(&hidden), 0, &mut ex)?)?;
+    let mut context = StepContext::default();
+    context.force_balance = Some(0);
+    let balanced = rows(&router.route_step(&input, Some(&hidden), 0, &mut context, &mut Exec::cpu())?)?;
     assert_eq!((balanced[0].0[1], balanced[0].1[1]), (NO_EXPERT, 0.0));
     Ok(())
 }
@@ -193,7 +202,7 @@ fn what_a_routing_function_returns_is_checked() -> Result<()> {
     let hidden = Tensor::new(&[[1f32]], &Device::Cpu)?;
     let run = |router: Router, experts| {
         let input = logits(&some_logits(1, experts, 1), experts).unwrap();
-        message(router.route_step(&input, Some(&hidden), 2, &mut Exec::cpu()))
+        message(router.route_step(&input, Some(&hidden), 2, &mut StepContext::default(), &mut Exec::cpu()))
     };
     let e = run(custom(false, 3)?, 3);
     assert!(
@@ -201,7 +210,13 @@ fn what_a_routing_function_returns_is_checked() -> Result<()> {
         "{e}"
     );
     let bad = Tensor::new(&[[0f32, f32::NAN, 0.0, 0.0]], &Device::Cpu)?;
-    let e = message(custom(false, 4)?.route_step(&bad, Some(&hidden), 2, &mut Exec::cpu()));
+    let e = message(custom(false, 4)?.route_step(
+        &bad,
+        Some(&hidden),
+        2,
+        &mut StepContext::default(),
+        &mut Exec::cpu(),
+    ));
     assert_eq!(e, "router_logits, row 0 of MoE layer 2: the logit of expert 1 is NaN");
     let e = run(custom(true, 4)?, 4);
     assert_eq!(e, "routing function `by_sign`, row 0 of MoE layer 2: the weight of slot 0 is NaN");

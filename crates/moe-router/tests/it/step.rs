@@ -6,7 +6,7 @@ use std::sync::Arc;
 use moe_router::candle::{Device, Result, Tensor};
 use moe_router::{
     Exec, ExpertHeat, NO_EXPERT, RouteInput, RouteOutput, RoutedExperts, Router, RouterConfig, RouterParams,
-    Scoring, Selection, View, ViewMut,
+    Scoring, Selection, StepContext, View, ViewMut,
 };
 
 use crate::{bits, definition, logits, message, router, rows, some_logits};
@@ -21,11 +21,10 @@ fn sigmoid_router() -> Result<Router> {
     router(config, None)
 }
 
-fn replay(tokens: usize, layers: usize, ids: Vec<u32>) -> Result<Exec> {
+fn replay(tokens: usize, layers: usize, ids: Vec<u32>) -> Result<StepContext> {
     let k = ids.len() / (tokens * layers);
-    let mut ex = Exec::cpu();
-    ex.step.replay = Some(Arc::new(RoutedExperts::from_ids(tokens, layers, k, ids)?));
-    Ok(ex)
+    let replay = Some(Arc::new(RoutedExperts::from_ids(tokens, layers, k, ids)?));
+    Ok(StepContext { replay, ..StepContext::default() })
 }
 
 #[test]
@@ -47,9 +46,9 @@ fn replay_forces_ids_and_weighs_them_from_our_logits() -> Result<()> {
     let input = some_logits(2, 12, 4);
     for config in kinds {
         // Neither in order of score nor inside one group: forced is forced.
-        let mut ex = replay(2, 1, vec![11, 0, 5, NO_EXPERT, NO_EXPERT, NO_EXPERT])?;
+        let mut context = replay(2, 1, vec![11, 0, 5, NO_EXPERT, NO_EXPERT, NO_EXPERT])?;
         let router = router(config.clone(), None)?;
-        let forced = router.route_step(&logits(&input, 12)?, None, 0, &mut ex)?;
+        let forced = router.route_step(&logits(&input, 12)?, None, 0, &mut context, &mut Exec::cpu())?;
         let free = router.route(&logits(&input, 12)?)?;
         let got = &rows(&forced)?[0];
         assert_eq!(got.0, [11, 0, 5]);
@@ -61,8 +60,14 @@ fn replay_forces_ids_and_weighs_them_from_our_logits() -> Result<()> {
 
 #[test]
 fn masked_slots_of_a_replay_stay_masked() -> Result<()> {
-    let mut ex = replay(1, 1, vec![4, NO_EXPERT, 2])?;
-    let routed = sigmoid_router()?.route_step(&logits(&some_logits(1, 12, 1), 12)?, None, 0, &mut ex)?;
+    let mut context = replay(1, 1, vec![4, NO_EXPERT, 2])?;
+    let routed = sigmoid_router()?.route_step(
+        &logits(&some_logits(1, 12, 1), 12)?,
+        None,
+        0,
+        &mut context,
+        &mut Exec::cpu(),
+    )?;
     let (ids, weights) = rows(&routed)?.remove(0);
     assert_eq!(ids, [4, NO_EXPERT, 2]);
     assert_eq!(weights[1], 0.0);
@@ -73,8 +78,14 @@ fn masked_slots_of_a_replay_stay_masked() -> Result<()> {
 #[test]
 fn masked_slots_take_no_share_of_a_softmax_over_the_chosen() -> Result<()> {
     let config = RouterConfig { selection: Selection::RawLogits, ..RouterConfig::new(3, 2) };
-    let mut ex = replay(1, 1, vec![NO_EXPERT, 2])?;
-    let routed = router(config, None)?.route_step(&logits(&[vec![0.5, 0.1, 0.2]], 3)?, None, 0, &mut ex)?;
+    let mut context = replay(1, 1, vec![NO_EXPERT, 2])?;
+    let routed = router(config, None)?.route_step(
+        &logits(&[vec![0.5, 0.1, 0.2]], 3)?,
+        None,
+        0,
+        &mut context,
+        &mut Exec::cpu(),
+    )?;
     assert_eq!(rows(&routed)?, [(vec![NO_EXPERT, 2], vec![0.0, 1.0])]);
     Ok(())
 }
@@ -83,14 +94,20 @@ fn masked_slots_take_no_share_of_a_softmax_over_the_chosen() -> Result<()> {
 fn a_capture_replays_bit_for_bit_layer_by_layer() -> Result<()> {
     let router = sigmoid_router()?;
     let inputs = [some_logits(9, 12, 1), some_logits(9, 12, 2)];
-    let mut ex = Exec::cpu();
-    ex.step.capture = Some(RoutedExperts::empty(9, 2, 3)?);
-    ex.step.heat = Some(ExpertHeat::new(2, 12));
+    let mut context = StepContext::default();
+    context.capture = Some(RoutedExperts::empty(9, 2, 3)?);
+    context.heat = Some(ExpertHeat::new(2, 12));
     let mut first = Vec::new();
     for (layer, input) in inputs.iter().enumerate() {
-        first.push(bits(&router.route_step(&logits(input, 12)?, None, layer, &mut ex)?)?);
+        first.push(bits(&router.route_step(
+            &logits(input, 12)?,
+            None,
+            layer,
+            &mut context,
+            &mut Exec::cpu(),
+        )?)?);
     }
-    let (capture, heat) = (ex.step.capture.take().expect("capture"), ex.step.heat.take().expect("heat"));
+    let (capture, heat) = (context.capture.take().expect("capture"), context.heat.take().expect("heat"));
     for (layer, routed) in first.iter().enumerate() {
         for (t, (ids, _)) in routed.iter().enumerate() {
             assert_eq!(capture.get(t, layer)?, ids);
@@ -99,9 +116,9 @@ fn a_capture_replays_bit_for_bit_layer_by_layer() -> Result<()> {
         assert_eq!(heat.layer(layer), (0..12).map(expert).collect::<Vec<_>>());
         assert_eq!(heat.layer(layer).iter().sum::<u64>(), 27);
     }
-    ex.step.replay = Some(Arc::new(capture));
+    context.replay = Some(Arc::new(capture));
     for (layer, input) in inputs.iter().enumerate() {
-        let again = router.route_step(&logits(input, 12)?, None, layer, &mut ex)?;
+        let again = router.route_step(&logits(input, 12)?, None, layer, &mut context, &mut Exec::cpu())?;
         assert_eq!(bits(&again)?, first[layer]);
     }
     Ok(())
@@ -110,13 +127,19 @@ fn a_capture_replays_bit_for_bit_layer_by_layer() -> Result<()> {
 #[test]
 fn fused_shared_slots_are_neither_captured_nor_replayed() -> Result<()> {
     let config = RouterConfig { num_fused_shared_experts: 2, ..RouterConfig::new(5, 2) };
-    let mut ex = replay(1, 1, vec![3, 1])?;
-    ex.step.capture = Some(RoutedExperts::empty(1, 1, 2)?);
-    ex.step.heat = Some(ExpertHeat::new(1, 5));
-    let routed = router(config, None)?.route_step(&logits(&some_logits(1, 5, 1), 5)?, None, 0, &mut ex)?;
+    let mut context = replay(1, 1, vec![3, 1])?;
+    context.capture = Some(RoutedExperts::empty(1, 1, 2)?);
+    context.heat = Some(ExpertHeat::new(1, 5));
+    let routed = router(config, None)?.route_step(
+        &logits(&some_logits(1, 5, 1), 5)?,
+        None,
+        0,
+        &mut context,
+        &mut Exec::cpu(),
+    )?;
     assert_eq!(rows(&routed)?[0].0, [3, 1, 5, 6]);
-    assert_eq!(ex.step.capture.expect("capture").ids(), [3, 1]);
-    assert_eq!(ex.step.heat.expect("heat").layer(0), [0, 1, 0, 1, 0]);
+    assert_eq!(context.capture.expect("capture").ids(), [3, 1]);
+    assert_eq!(context.heat.expect("heat").layer(0), [0, 1, 0, 1, 0]);
     Ok(())
 }
 
@@ -124,22 +147,29 @@ fn fused_shared_slots_are_neither_captured_nor_replayed() -> Result<()> {
 fn pieces_of_a_step_equal_the_whole() -> Result<()> {
     let router = sigmoid_router()?;
     let input = some_logits(7, 12, 8).concat();
-    let whole = |ex: &mut Exec| -> Result<(Vec<u32>, Vec<f32>)> { pieces(&router, &input, &[7], ex) };
-    let mut ex = Exec::cpu();
-    ex.step.force_balance = Some(3);
-    ex.step.capture = Some(RoutedExperts::empty(7, 2, 3)?);
-    let balanced = whole(&mut ex)?;
-    assert_eq!(pieces(&router, &input, &[2, 0, 5], &mut ex)?, balanced);
-    let capture = ex.step.capture.take().expect("capture");
+    let whole = |context: &mut StepContext| -> Result<(Vec<u32>, Vec<f32>)> {
+        pieces(&router, &input, &[7], context)
+    };
+    let mut context = StepContext::default();
+    context.force_balance = Some(3);
+    context.capture = Some(RoutedExperts::empty(7, 2, 3)?);
+    let balanced = whole(&mut context)?;
+    assert_eq!(pieces(&router, &input, &[2, 0, 5], &mut context)?, balanced);
+    let capture = context.capture.take().expect("capture");
     assert_eq!((0..7).flat_map(|t| capture.get(t, 1).unwrap().to_vec()).collect::<Vec<_>>(), balanced.0);
-    let mut ex = Exec::cpu();
-    ex.step.replay = Some(Arc::new(capture));
-    assert_eq!(pieces(&router, &input, &[4, 3], &mut ex)?, whole(&mut ex)?);
+    let mut context = StepContext::default();
+    context.replay = Some(Arc::new(capture));
+    assert_eq!(pieces(&router, &input, &[4, 3], &mut context)?, whole(&mut context)?);
     Ok(())
 }
 
 /// Routes [7, 12] logits of layer 1 in pieces.
-fn pieces(router: &Router, input: &[f32], sizes: &[usize], ex: &mut Exec) -> Result<(Vec<u32>, Vec<f32>)> {
+fn pieces(
+    router: &Router,
+    input: &[f32],
+    sizes: &[usize],
+    context: &mut StepContext,
+) -> Result<(Vec<u32>, Vec<f32>)> {
     let (mut ids, mut weights) = (vec![0u32; 21], vec![0f32; 21]);
     let mut first_row = 0;
     for &n in sizes {
@@ -151,7 +181,7 @@ fn pieces(router: &Router, input: &[f32], sizes: &[usize], ex: &mut Exec) -> Res
             topk_weights: ViewMut::new(&mut weights[range], &[n, 3])?,
             zero_expert_weights: None,
         };
-        router.route_into(&input, out, ex)?;
+        router.route_into(&input, out, context, &mut Exec::cpu())?;
         first_row += n;
     }
     Ok((ids, weights))
@@ -163,9 +193,9 @@ fn force_balance_permutes_ids_and_keeps_weights() -> Result<()> {
     let input = logits(&some_logits(600, 12, 2), 12)?;
     let free = rows(&router.route(&input)?)?;
     let balanced = |seed, step, layer| -> Result<Vec<(Vec<u32>, Vec<f32>)>> {
-        let mut ex = Exec::cpu();
-        (ex.step.force_balance, ex.step.step) = (Some(seed), step);
-        rows(&router.route_step(&input, None, layer, &mut ex)?)
+        let mut context = StepContext::default();
+        (context.force_balance, context.step) = (Some(seed), step);
+        rows(&router.route_step(&input, None, layer, &mut context, &mut Exec::cpu())?)
     };
     let first = balanced(1, 0, 0)?;
     let mut counts = [0usize; 12];
@@ -202,10 +232,10 @@ fn hash_router() -> Result<Router> {
 #[test]
 fn hash_routing_looks_ids_up_and_weighs_them() -> Result<()> {
     let input = some_logits(3, 12, 7);
-    let mut ex = Exec::cpu();
-    ex.step.token_ids = Some(Arc::from([2, 0, 2]));
+    let mut context = StepContext::default();
+    context.token_ids = Some(Arc::from([2, 0, 2]));
     let router = hash_router()?;
-    let routed = rows(&router.route_step(&logits(&input, 12)?, None, 0, &mut ex)?)?;
+    let routed = rows(&router.route_step(&logits(&input, 12)?, None, 0, &mut context, &mut Exec::cpu())?)?;
     for (row, (got, want)) in input.iter().zip(routed.iter().zip([[5, 6], [3, 1], [5, 6]])) {
         assert_eq!(got.0, want, "in the order of the table");
         definition::assert_weights(&got.1, &definition::weights_at(router.config(), row, &want));
@@ -223,9 +253,9 @@ fn hash_routing_of_a_piece_uses_the_tokens_of_the_piece() -> Result<()> {
         topk_weights: ViewMut::new(&mut weights, &[1, 2])?,
         zero_expert_weights: None,
     };
-    let mut ex = Exec::cpu();
-    ex.step.token_ids = Some(Arc::from([0, 0, 1]));
-    hash_router()?.route_into(&input, out, &mut ex)?;
+    let mut context = StepContext::default();
+    context.token_ids = Some(Arc::from([0, 0, 1]));
+    hash_router()?.route_into(&input, out, &mut context, &mut Exec::cpu())?;
     assert_eq!(ids, [11, 0]);
     Ok(())
 }
@@ -234,9 +264,9 @@ fn hash_routing_of_a_piece_uses_the_tokens_of_the_piece() -> Result<()> {
 fn hash_routing_refuses_rows_without_a_valid_token() -> Result<()> {
     let input = logits(&some_logits(2, 12, 7), 12)?;
     let run = |tokens: Option<Vec<u32>>| {
-        let mut ex = Exec::cpu();
-        ex.step.token_ids = tokens.map(Arc::from);
-        message(hash_router().unwrap().route_step(&input, None, 4, &mut ex))
+        let mut context = StepContext::default();
+        context.token_ids = tokens.map(Arc::from);
+        message(hash_router().unwrap().route_step(&input, None, 4, &mut context, &mut Exec::cpu()))
     };
     assert_eq!(run(None), "hash routing, row 0 of MoE layer 4: the step carries no token id for this row");
     assert_eq!(
@@ -252,8 +282,8 @@ fn hash_routing_refuses_rows_without_a_valid_token() -> Result<()> {
 fn bad_replays_name_row_layer_and_id() -> Result<()> {
     let input = logits(&some_logits(2, 12, 7), 12)?;
     let run = |ids: Vec<u32>, layer: usize| {
-        let mut ex = replay(2, 2, ids).unwrap();
-        message(sigmoid_router().unwrap().route_step(&input, None, layer, &mut ex))
+        let mut context = replay(2, 2, ids).unwrap();
+        message(sigmoid_router().unwrap().route_step(&input, None, layer, &mut context, &mut Exec::cpu()))
     };
     let free = NO_EXPERT;
     let ids = vec![0, 1, 2, free, free, free, 0, 1, 2, 4, 12, 5];
@@ -272,20 +302,20 @@ fn bad_replays_name_row_layer_and_id() -> Result<()> {
 fn a_step_context_that_does_not_fit_is_refused() -> Result<()> {
     let router = sigmoid_router()?;
     let input = logits(&some_logits(2, 12, 7), 12)?;
-    let run = |set: &dyn Fn(&mut Exec)| {
-        let mut ex = Exec::cpu();
-        set(&mut ex);
-        message(router.route_step(&input, None, 0, &mut ex))
+    let run = |set: &dyn Fn(&mut StepContext)| {
+        let mut context = StepContext::default();
+        set(&mut context);
+        message(router.route_step(&input, None, 0, &mut context, &mut Exec::cpu()))
     };
-    let e = run(&|ex| ex.step.capture = RoutedExperts::empty(1, 1, 3).ok());
+    let e = run(&|context| context.capture = RoutedExperts::empty(1, 1, 3).ok());
     assert!(e.contains("the capture holds [1, 1, 3] ids, too few for rows 0..2"), "{e}");
-    let e = run(&|ex| ex.step.capture = RoutedExperts::empty(2, 1, 2).ok());
+    let e = run(&|context| context.capture = RoutedExperts::empty(2, 1, 2).ok());
     assert!(e.contains("of MoE layer 0 with top-3"), "{e}");
-    let e = run(&|ex| ex.step.heat = Some(ExpertHeat::new(1, 8)));
+    let e = run(&|context| context.heat = Some(ExpertHeat::new(1, 8)));
     assert!(e.contains("must count 12 experts in MoE layer 0, it counts 8 there and has 1 layers"), "{e}");
-    let e = run(&|ex| {
-        ex.step.force_balance = Some(0);
-        ex.step.replay = RoutedExperts::empty(2, 1, 3).ok().map(Arc::new);
+    let e = run(&|context| {
+        context.force_balance = Some(0);
+        context.replay = RoutedExperts::empty(2, 1, 3).ok().map(Arc::new);
     });
     assert!(e.contains("force_balance and replay both dictate the experts"), "{e}");
     Ok(())
@@ -295,12 +325,13 @@ fn a_step_context_that_does_not_fit_is_refused() -> Result<()> {
 fn an_error_records_nothing() -> Result<()> {
     let mut input = some_logits(3, 12, 7);
     input[2][5] = f32::NAN;
-    let mut ex = Exec::cpu();
-    ex.step.capture = Some(RoutedExperts::empty(3, 1, 3)?);
-    ex.step.heat = Some(ExpertHeat::new(1, 12));
-    let e = message(sigmoid_router()?.route_step(&logits(&input, 12)?, None, 0, &mut ex));
+    let mut context = StepContext::default();
+    context.capture = Some(RoutedExperts::empty(3, 1, 3)?);
+    context.heat = Some(ExpertHeat::new(1, 12));
+    let e =
+        message(sigmoid_router()?.route_step(&logits(&input, 12)?, None, 0, &mut context, &mut Exec::cpu()));
     assert_eq!(e, "router_logits, row 2 of MoE layer 0: the logit of expert 5 is NaN");
-    assert!(ex.step.capture.expect("capture").ids().iter().all(|&id| id == NO_EXPERT));
-    assert_eq!(ex.step.heat.expect("heat").layer(0).iter().sum::<u64>(), 0);
+    assert!(context.capture.expect("capture").ids().iter().all(|&id| id == NO_EXPERT));
+    assert_eq!(context.heat.expect("heat").layer(0).iter().sum::<u64>(), 0);
     Ok(())
 }

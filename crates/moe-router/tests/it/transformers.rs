@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use moe_router::candle::{Device, Result, Tensor};
-use moe_router::{Exec, Router, RouterConfig, RouterParams, Selection};
+use moe_router::{Exec, Router, RouterConfig, RouterParams, Selection, StepContext};
 use serde_json::{Value, json};
 
 use crate::{absent, rows};
@@ -40,13 +40,13 @@ fn routers_of_transformers() -> Result<()> {
         let name = &case["name"];
         let router = build(case)?;
         let config = router.config();
-        let mut ex = Exec::cpu();
+        let mut context = StepContext::default();
         if case.get("tokens").is_some() {
-            ex.step.token_ids =
+            context.token_ids =
                 Some(floats(&case["tokens"]).iter().map(|&t| t as u32).collect::<Arc<[u32]>>());
         }
         let logits = Tensor::from_vec(floats(&case["logits"]), (5, 16), &Device::Cpu)?;
-        let routed = router.route_step(&logits, None, 0, &mut ex)?;
+        let routed = router.route_step(&logits, None, 0, &mut context, &mut Exec::cpu())?;
         let zero = routed.zero_expert_weights.as_ref().map(Tensor::to_vec1::<f32>).transpose()?;
         for (t, (ids, weights)) in rows(&routed)?.into_iter().enumerate() {
             let mut want: Vec<(u32, f32)> =

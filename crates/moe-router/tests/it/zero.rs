@@ -1,7 +1,7 @@
 //! Zero (identity) experts.
 
 use moe_router::candle::Result;
-use moe_router::{Exec, ExpertHeat, NO_EXPERT, RoutedExperts, RouterConfig};
+use moe_router::{Exec, ExpertHeat, NO_EXPERT, RoutedExperts, RouterConfig, StepContext};
 use std::sync::Arc;
 
 use crate::{absent, bits, definition, logits, message, router, rows, some_logits};
@@ -53,19 +53,19 @@ fn zero_experts_leave_the_slots_and_add_up() -> Result<()> {
 fn a_capture_with_zero_experts_replays_exactly() -> Result<()> {
     let input = logits(&some_logits(40, 10, 6), 10)?;
     let router = router(config(), Some(&BIAS))?;
-    let mut ex = Exec::cpu();
-    ex.step.capture = Some(RoutedExperts::empty(40, 1, 3)?);
-    ex.step.heat = Some(ExpertHeat::new(1, 6));
-    let first = router.route_step(&input, None, 0, &mut ex)?;
-    let capture = ex.step.capture.take().expect("the capture");
+    let mut context = StepContext::default();
+    context.capture = Some(RoutedExperts::empty(40, 1, 3)?);
+    context.heat = Some(ExpertHeat::new(1, 6));
+    let first = router.route_step(&input, None, 0, &mut context, &mut Exec::cpu())?;
+    let capture = context.capture.take().expect("the capture");
     assert!(capture.ids().iter().any(|id| (6..10).contains(id)), "zero experts are captured by router id");
     assert!(!capture.ids().contains(&NO_EXPERT));
     // Heat counts experts that have weights.
     let real = capture.ids().iter().filter(|&&id| id < 6).count() as u64;
-    assert_eq!(ex.step.heat.take().expect("heat").layer(0).iter().sum::<u64>(), real);
+    assert_eq!(context.heat.take().expect("heat").layer(0).iter().sum::<u64>(), real);
 
-    ex.step.replay = Some(Arc::new(capture));
-    let second = router.route_step(&input, None, 0, &mut ex)?;
+    context.replay = Some(Arc::new(capture));
+    let second = router.route_step(&input, None, 0, &mut context, &mut Exec::cpu())?;
     assert_eq!(bits(&second)?, bits(&first)?);
     let zero = |r: &moe_router::Routed| r.zero_expert_weights.as_ref().expect("zero").to_vec1::<f32>();
     assert_eq!(zero(&second)?, zero(&first)?);

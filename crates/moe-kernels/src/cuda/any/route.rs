@@ -71,6 +71,9 @@ pub struct Route<'a> {
     pub balance: Option<u64>,
     /// MoE layer, row of the step that row 0 is, and number of the step: what `balance` varies by.
     pub place: (usize, usize, u64),
+    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::feed_tokens_into` writes it), are
+    /// padding and get no expert.
+    pub padded: bool,
 }
 
 /// Outputs of [`route_into`].
@@ -117,7 +120,7 @@ const _: () = assert!(size_of::<RawRoute>() == 13 * 8 + 8 + 18 * 4);
 
 /// Routes rows on a CUDA device by any method, with the bits of the CPU's router. A NaN logit is
 /// never chosen; a slot without a choice gets [`NO_EXPERT`](crate::NO_EXPERT) and weight 0, as does every slot of a padding
-/// row ([`StepContext::padded`](crate::StepContext::padded)).
+/// row ([`Route::padded`]).
 ///
 /// # Errors
 /// A context on the CPU; views of host memory; wrong dims or dtypes; more experts than shared
@@ -163,7 +166,7 @@ pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result
         replay: read("replay", route.replay)?,
         capture: write("capture", &mut out.capture)?,
         heat: write("heat", &mut out.heat)?,
-        valid: if ex.step.padded { cuda.valid_rows()?.cast_const().cast() } else { null() },
+        valid: if route.padded { cuda.valid_rows()?.cast_const().cast() } else { null() },
         topk_ids: cuda.write(OP, "topk_ids", &mut out.topk_ids)?,
         topk_weights: cuda.write(OP, "topk_weights", &mut out.topk_weights)?,
         zero_weights: write("zero_expert_weights", &mut out.zero_weights)?,
