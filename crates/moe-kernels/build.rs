@@ -32,7 +32,8 @@ fn build() -> Result<(), String> {
     let home = env::var_os("CUDA_HOME").filter(|home| !home.is_empty()).map(PathBuf::from);
     let compiler = home.as_ref().map_or_else(|| PathBuf::from("nvcc"), |home| home.join("bin/nvcc"));
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: run me through cargo")?);
-    let objects = nvcc::compile_all(&compiler, Path::new("cuda"), &out.join("kernels"))
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda");
+    let objects = nvcc::compile_all(&compiler, &sources, &out.join("kernels"))
         .map_err(|e| format!("{e}\nthe feature `cuda` needs CUDA 13: set CUDA_HOME or put nvcc on PATH"))?;
 
     let library = out.join("libmoe_kernels_cuda.a");

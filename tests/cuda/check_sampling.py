@@ -78,7 +78,7 @@ PLAIN = (1.0, 0.0, 0.0, NO_SLOT, 0, 0, 0, 0)  # no penalties, no slot, no edits,
 
 
 def pack_rows(params, extras=None):
-    """SampleRow of sampling.cu: (temperature, k, p, min_p, seed, position) and what follows a slot."""
+    """SampleRow of sampling/sampling.cu: (temperature, k, p, min_p, seed, position) and what follows a slot."""
     rows = zip(params, extras or [PLAIN] * len(params))
     packed = b"".join(struct.pack("<fffIQQfffIIIII", t, p, m, k, seed, at, *more) for (t, k, p, m, seed, at), more in rows)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8).cuda()

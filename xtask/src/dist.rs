@@ -132,9 +132,7 @@ fn kernel_objects(messages: &[Value]) -> Result<Vec<PathBuf>> {
     let ours = |m: &&Value| m["package_id"].as_str().is_some_and(|id| id.contains("/moe-kernels#"));
     let out = scripts.filter(ours).find_map(|m| m["out_dir"].as_str());
     let out = Path::new(out.context("cargo reported no build script of moe-kernels")?).join("kernels");
-    let sources = fs::read_dir(kernels::sources())?.filter_map(|entry| Some(entry.ok()?.path()));
-    let sources = sources.filter(|path| path.extension().is_some_and(|e| e == "cu"));
-    Ok(sources.filter_map(|path| Some(out.join(path.file_stem()?).with_extension("o"))).collect())
+    kernels::objects(&out)
 }
 
 /// The kernels as one library, for tests/cuda.

@@ -1,6 +1,6 @@
 //! `cargo xtask kernels`: builds every CUDA kernel and prints what each one costs.
 //!
-//! Each .cu of crates/moe-kernels/cuda becomes one object for all supported architectures; together they
+//! Each .cu below crates/moe-kernels/cuda becomes one object for all supported architectures; together they
 //! are target/kernels/libmoe_kernels.so, which carries its own copy of the CUDA runtime. ptxas reports
 //! registers, shared memory and spills of each kernel: a spill fails the build unless it is listed
 //! with a reason.
@@ -51,6 +51,12 @@ pub fn run(args: &Args) -> Result<()> {
 /// Where the kernels are.
 pub fn sources() -> PathBuf {
     root().join("crates/moe-kernels/cuda")
+}
+
+/// The objects in `out` of all kernels.
+pub fn objects(out: &Path) -> Result<Vec<PathBuf>> {
+    let files = nvcc::files_and_objects(&sources(), out).map_err(anyhow::Error::msg)?;
+    Ok(files.into_iter().map(|(_, object)| object).collect())
 }
 
 /// Links objects of kernels and the CUDA runtime into a library.

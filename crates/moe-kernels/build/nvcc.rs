@@ -21,26 +21,47 @@ pub struct Object {
     pub log: String,
 }
 
-/// Compiles every .cu of `sources` with `nvcc` into `out`; what is up to date is kept.
+/// Compiles every .cu below `sources` with `nvcc` into `out`; what is up to date is kept. Includes are
+/// relative to `sources`.
 pub fn compile_all(nvcc: &Path, sources: &Path, out: &Path) -> Result<Vec<Object>, Error> {
     fs::create_dir_all(out).map_err(|e| format!("cannot make {}: {e}", out.display()))?;
-    let files = files_with(sources, "cu")?;
-    if files.is_empty() {
-        return Err(format!("{} holds no .cu file", sources.display()));
-    }
+    let files = files_and_objects(sources, out)?;
     let mut headers = SystemTime::UNIX_EPOCH;
     for header in files_with(sources, "cuh")? {
         headers = headers.max(modified(&header)?);
     }
     let mut command = vec![nvcc.to_string_lossy().into_owned()];
     command.extend(flags());
-    files.iter().map(|file| compile(&command, file, headers, out)).collect()
+    command.extend(["-I".to_string(), sources.to_string_lossy().into_owned()]);
+    files.iter().map(|(file, object)| compile(&command, file, headers, object)).collect()
 }
 
+/// Every .cu below `sources`, and its object in `out`: layer_stream.o of layer/stream.cu. An object's name
+/// says its folder, so that no two are the same.
+pub fn files_and_objects(sources: &Path, out: &Path) -> Result<Vec<(PathBuf, PathBuf)>, Error> {
+    let files = files_with(sources, "cu")?;
+    if files.is_empty() {
+        return Err(format!("{} holds no .cu file", sources.display()));
+    }
+    let object = |file: &Path| {
+        let inside = file.strip_prefix(sources).unwrap_or(file).with_extension("o");
+        let parts: Vec<_> = inside.iter().map(|part| part.to_string_lossy()).collect();
+        out.join(parts.join("_"))
+    };
+    Ok(files.into_iter().map(|file| (file.clone(), object(&file))).collect())
+}
+
+/// The files below `dir` with this extension, sorted.
 fn files_with(dir: &Path, extension: &str) -> Result<Vec<PathBuf>, Error> {
     let entries = fs::read_dir(dir).map_err(|e| format!("cannot read {}: {e}", dir.display()))?;
-    let mut paths: Vec<PathBuf> = entries.filter_map(|e| Some(e.ok()?.path())).collect();
-    paths.retain(|p| p.extension().is_some_and(|e| e == extension));
+    let mut paths = Vec::new();
+    for path in entries.filter_map(|e| Some(e.ok()?.path())) {
+        if path.is_dir() {
+            paths.extend(files_with(&path, extension)?);
+        } else if path.extension().is_some_and(|e| e == extension) {
+            paths.push(path);
+        }
+    }
     paths.sort();
     Ok(paths)
 }
@@ -63,9 +84,8 @@ fn flags() -> Vec<String> {
 
 /// The log is written last and begins with the command, so an object with a log of the same command
 /// that is newer than its sources is up to date.
-fn compile(compiler: &[String], source: &Path, headers: SystemTime, out: &Path) -> Result<Object, Error> {
-    let name = source.file_stem().unwrap_or_default().to_string_lossy();
-    let (object, log) = (out.join(format!("{name}.o")), out.join(format!("{name}.log")));
+fn compile(compiler: &[String], source: &Path, headers: SystemTime, object: &Path) -> Result<Object, Error> {
+    let (object, log) = (object.to_path_buf(), object.with_extension("log"));
     let mut command = Command::new(&compiler[0]);
     command.args(&compiler[1..]).arg("-c").arg(source).arg("-o").arg(&object);
     let head = format!("{command:?}\n");
@@ -77,7 +97,7 @@ fn compile(compiler: &[String], source: &Path, headers: SystemTime, out: &Path) 
     {
         return Ok(Object { path: object, log: text });
     }
-    eprintln!("compiling {name}.cu");
+    eprintln!("compiling {}", source.display());
     let output = command.output().map_err(|e| format!("cannot start {}: {e}", compiler[0]))?;
     let messages =
         format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));

@@ -1,4 +1,4 @@
-//! The launchers of `cuda/*.cu`, documented there. Each returns a cudaError_t.
+//! The launchers of the kernels in `cuda/` for bf16, documented there. Each returns a cudaError_t.
 //!
 //! Pointers are device pointers, 16-byte aligned, null where the launcher says so; `stream` is a
 //! cudaStream_t of the current device.

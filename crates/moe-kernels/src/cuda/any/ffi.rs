@@ -1,4 +1,4 @@
-//! The launchers of `cuda/any_*.cu`, documented there. Each returns a cudaError_t; pointers are
+//! The launchers of `cuda/any/*.cu`, documented there. Each returns a cudaError_t; pointers are
 //! device pointers to elements of the dtype that a code names, null where the launcher says so.
 
 use std::ffi::c_void;

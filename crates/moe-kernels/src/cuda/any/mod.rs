@@ -1,4 +1,4 @@
-//! The CUDA forms of the ops that fit every dtype and shape: launches of `cuda/any_*.cu`.
+//! The CUDA forms of the ops that fit every dtype and shape: launches of `cuda/any/*.cu`.
 //!
 //! Each function is called behind the door of its op, which has checked dtypes and dims; what is
 //! left to check here is that the views lie on the device and that sizes fit the launcher.

@@ -91,7 +91,7 @@ pub struct RouteOut<'a> {
     pub heat: Option<ViewMut<'a>>,
 }
 
-/// `AnyRoute` of `cuda/any_route.cuh`.
+/// `AnyRoute` of `cuda/any/route.cuh`.
 #[repr(C)]
 pub(super) struct RawRoute {
     logits: *const c_void,

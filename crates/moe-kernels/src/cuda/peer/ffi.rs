@@ -1,4 +1,4 @@
-//! The launchers of `cuda/all_reduce.cu` and `cuda/peer_gather.cu`, documented there. Each returns a cudaError_t; pointers are
+//! The launchers of `cuda/peer/all_reduce.cu` and `cuda/peer/gather.cu`, documented there. Each returns a cudaError_t; pointers are
 //! device pointers, null where the launcher says so.
 
 use std::ffi::c_void;

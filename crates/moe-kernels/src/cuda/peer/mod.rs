@@ -1,5 +1,5 @@
-//! Collectives of small arrays over memory that the ranks of a host share: the launches of `cuda/all_reduce.cu`, and in `gather`
-//! those of `cuda/peer_gather.cu`.
+//! Collectives of small arrays over memory that the ranks of a host share: the launches of `cuda/peer/all_reduce.cu`, and in `gather`
+//! those of `cuda/peer/gather.cu`.
 //!
 //! Who allocates that memory, maps it and knows the other ranks is the caller (moe-comm's `PeerAllReduce`);
 //! here are the addresses, the checks and the launches.
@@ -22,7 +22,7 @@ pub const MAX_PEERS: usize = 8;
 /// Widest rows of the fused form: a block keeps its part of a row in shared memory.
 const MAX_HIDDEN: usize = 16 * 1024;
 
-/// A group's buffers as a rank's kernels address them; `moe::Peers` of `cuda/peer.cuh`.
+/// A group's buffers as a rank's kernels address them; `moe::Peers` of `cuda/peer/peer.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PeerBuffers {

@@ -1,4 +1,4 @@
-//! The launchers of `cuda/sampling.cu` and `cuda/logprobs.cu`, documented there. Each returns a cudaError_t; pointers
+//! The launchers of `cuda/sampling/sampling.cu` and `cuda/sampling/logprobs.cu`, documented there. Each returns a cudaError_t; pointers
 //! are device pointers, null where the launcher says so.
 
 use std::ffi::c_void;

@@ -1,0 +1,189 @@
+// Token alignment for any number of experts, slots and tokens: topk_ids -> slots sorted by local expert, without a
+// host read in between; and what goes with it: zeros for absent slots, ids as one rank sees them.
+//
+// As in experts/align.cu one block sorts stably, without an atomic, so that the order is the same on every run.
+#include "any/any.cuh"
+#include "experts/align.cuh"
+
+namespace moe {
+namespace {
+
+constexpr int kSortWarps = 32;
+
+struct Ids {
+  const uint32_t* topk_ids;
+  const int32_t* expert_map;  // [num_ids] or null
+  int num_ids, num_local;
+
+  __device__ __forceinline__ int local(int64_t slot) const {
+    return local_expert(topk_ids[slot], expert_map, num_ids, num_local);
+  }
+};
+
+__global__ void __launch_bounds__(kSortWarps * 32)
+    group_slots(const Ids ids, int count, int top_k, uint32_t* offsets, uint32_t* slots, uint32_t* in_rows,
+                uint32_t* workspace) {
+  extern __shared__ uint32_t smem[];
+  uint32_t* counts = workspace == nullptr ? smem : workspace;  // [warps, experts]
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = ids.num_local;
+  pdl_wait();
+  for (size_t i = threadIdx.x; i < static_cast<size_t>(kSortWarps) * experts; i += blockDim.x) counts[i] = 0;
+  __syncthreads();
+
+  const int run = round_up(ceil_div(count, kSortWarps), 32);
+  const int begin = min(count, warp * run), end = min(count, begin + run);
+  uint32_t* own = counts + static_cast<size_t>(warp) * experts;
+  for (int base = begin; base < end; base += 32) rank_in_expert(base + lane < end ? ids.local(base + lane) : -1, own);
+  __syncthreads();
+  // A warp's count becomes the sum of the warps before it, the expert's total goes to `offsets`.
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+    uint32_t sum = 0;
+    for (int w = 0; w < kSortWarps; ++w) {
+      const size_t at = static_cast<size_t>(w) * experts + e;
+      const uint32_t part = counts[at];
+      counts[at] = sum;
+      sum += part;
+    }
+    offsets[e] = sum;
+  }
+  __syncthreads();
+  if (warp == 0) warp_offsets(offsets, experts);
+  __syncthreads();
+  for (int base = begin; base < end; base += 32) {
+    const int e = base + lane < end ? ids.local(base + lane) : -1;
+    const uint32_t rank = rank_in_expert(e, own);
+    if (e < 0) continue;
+    const uint32_t place = offsets[e] + rank, slot = base + lane;
+    slots[place] = slot;
+    if (in_rows != nullptr) in_rows[place] = slot / top_k;
+  }
+}
+
+// So few threads that a block of the products, which loads weights meanwhile, finds room beside one of these.
+constexpr int kListThreads = 256;
+constexpr int kListEach = 8;  // slots of a thread at a time
+
+/// A block for each local expert lists its slots in ascending order.
+///
+/// Floor: every block reads 4 T K bytes of ids out of L2 and writes its part of as many. Predicted: two rounds of loads, a
+/// barrier and the launch to T K = 2,048, 2.2 us; 1 us more for each further 2,048. In place of the one block of
+/// moe_align_tokens, which takes 3.9 us at T K = 512 and 25.7 at 8,192 on an H200.
+__global__ void __launch_bounds__(kListThreads) list_slots(const Ids ids, int count, uint32_t* counts, uint32_t* lists) {
+  constexpr int kWarps = kListThreads / 32;
+  __shared__ uint32_t of_warp[kWarps];
+  const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32_t* list = lists + static_cast<size_t>(expert) * count;
+  uint32_t listed = 0;
+  pdl_launch_dependents();
+  pdl_wait();
+  for (int base = 0; base < count; base += kListThreads * kListEach) {
+    const int first = base + static_cast<int>(threadIdx.x) * kListEach;
+    uint32_t mine = 0;  // a bit for each slot
+#pragma unroll
+    for (int i = 0; i < kListEach; ++i)
+      if (first + i < count && ids.local(first + i) == expert) mine |= 1u << i;
+    uint32_t total;
+    const uint32_t before = warp_exclusive_sum(__popc(mine), &total);
+    if (lane == 0) of_warp[warp] = total;
+    __syncthreads();
+    const uint32_t before_warps = warp_exclusive_sum(lane < kWarps ? of_warp[lane] : 0, &total);
+    uint32_t place = listed + __shfl_sync(0xffffffffu, before_warps, warp) + before;
+#pragma unroll
+    for (int i = 0; i < kListEach; ++i)
+      if (mine >> i & 1u) list[place++] = first + i;
+    listed += total;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) counts[expert] = listed;
+}
+
+/// Zeroes the rows of slots without a local expert: a block row per slot.
+__global__ void zero_absent(const Ids ids, float* out, int width) {
+  pdl_wait();
+  if (ids.local(blockIdx.x) >= 0) return;
+  for (int i = column_start(); i < width; i += column_step()) out[static_cast<size_t>(blockIdx.x) * width + i] = 0;
+}
+
+__global__ void mask_nonlocal(const Ids ids, uint32_t* out, int64_t count) {
+  pdl_wait();
+  for (int64_t i = element_start(); i < count; i += element_step()) out[i] = ids.local(i) >= 0 ? ids.topk_ids[i] : kNoExpert;
+}
+
+__global__ void local_ids(const uint32_t* ids, uint32_t first, uint32_t num_local, uint32_t* out, int64_t count) {
+  pdl_wait();
+  for (int64_t i = element_start(); i < count; i += element_step()) {
+    const uint32_t id = ids[i];
+    out[i] = id != kNoExpert && id >= first && id - first < num_local ? id - first : kNoExpert;
+  }
+}
+
+size_t counts_bytes(int num_local) { return sizeof(uint32_t) * kSortWarps * num_local; }
+
+}  // namespace
+}  // namespace moe
+
+using namespace moe;
+
+/// Elements (u32) of the workspace of moe_any_group_slots; 0 where it needs none.
+extern "C" int64_t moe_any_group_slots_workspace(int num_local) {
+  return counts_bytes(num_local) <= 48 * 1024 ? 0 : static_cast<int64_t>(kSortWarps) * num_local;
+}
+
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `topk_ids` | [count] u32 (T K slots), physical ids; 0xffffffff and ids that no expert answers to = no expert |
+/// | `expert_map` | [num_ids] i32, physical id to local expert, -1 = elsewhere; null = identity (num_ids = num_local) |
+/// | `offsets` | out [num_local + 1] u32: expert e's slots are slots[offsets[e]..offsets[e + 1]] |
+/// | `slots` | out [count] u32, ascending within an expert; the tail is left as it was |
+/// | `in_rows` | out [count] u32: slot / top_k of each of them; null = not wanted |
+/// | `workspace` | moe_any_group_slots_workspace(num_local) u32
+extern "C" int moe_any_group_slots(const void* topk_ids, const void* expert_map, int count, int top_k, int num_ids,
+                                   int num_local, void* offsets, void* slots, void* in_rows, void* workspace,
+                                   void* stream) {
+  if (count < 0 || count > 0x7fff0000 || num_ids < 0 || num_local < 0 || (count > 0 && top_k <= 0)) return cudaErrorInvalidValue;
+  const bool global = moe_any_group_slots_workspace(num_local) > 0;
+  if (global && workspace == nullptr) return cudaErrorInvalidValue;
+  const Ids ids = {static_cast<const uint32_t*>(topk_ids), static_cast<const int32_t*>(expert_map), num_ids, num_local};
+  const size_t smem = global ? 0 : counts_bytes(num_local);
+  return launch(group_slots, {dim3(1), dim3(kSortWarps * 32), stream, smem}, ids, count, top_k,
+                static_cast<uint32_t*>(offsets), static_cast<uint32_t*>(slots), static_cast<uint32_t*>(in_rows),
+                global ? static_cast<uint32_t*>(workspace) : nullptr);
+}
+
+/// counts [num_local] u32 = how many of the slots `topk_ids` [count] each local expert has, lists [num_local, count] u32 = which,
+/// ascending; the tail of a list is left as it was. Ids and map as for moe_any_group_slots.
+extern "C" int moe_any_list_slots(const void* topk_ids, const void* expert_map, int count, int num_ids, int num_local,
+                                  void* counts, void* lists, void* stream) {
+  if (count < 0 || count > 0x7fff0000 || num_ids < 0 || num_local < 0) return cudaErrorInvalidValue;
+  if (num_local == 0) return cudaSuccess;
+  const Ids ids = {static_cast<const uint32_t*>(topk_ids), static_cast<const int32_t*>(expert_map), num_ids, num_local};
+  return launch(list_slots, {dim3(num_local), dim3(kListThreads), stream}, ids, count, static_cast<uint32_t*>(counts),
+                static_cast<uint32_t*>(lists));
+}
+
+/// Zeroes the rows of `out` [count, width] f32 whose slot has no local expert.
+extern "C" int moe_any_zero_absent(const void* topk_ids, const void* expert_map, int count, int num_ids, int num_local,
+                                   int width, void* out, void* stream) {
+  if (count < 0 || num_ids < 0 || num_local < 0 || width < 0) return cudaErrorInvalidValue;
+  if (count == 0 || width == 0) return cudaSuccess;
+  const Ids ids = {static_cast<const uint32_t*>(topk_ids), static_cast<const int32_t*>(expert_map), num_ids, num_local};
+  return launch(zero_absent, over_rows(count, width, stream), ids, static_cast<float*>(out), width);
+}
+
+/// out [count] u32 = the id where the map gives it a local expert, else 0xffffffff.
+extern "C" int moe_any_mask_nonlocal(const void* topk_ids, const void* expert_map, int64_t count, int num_ids,
+                                     void* out, void* stream) {
+  if (count < 0 || num_ids < 0) return cudaErrorInvalidValue;
+  if (count == 0) return cudaSuccess;
+  const Ids ids = {static_cast<const uint32_t*>(topk_ids), static_cast<const int32_t*>(expert_map), num_ids, 0x7fffffff};
+  return launch(mask_nonlocal, over_elements(count, stream), ids, static_cast<uint32_t*>(out), count);
+}
+
+/// out [count] u32 = id - first where that is below num_local, else 0xffffffff.
+extern "C" int moe_any_local_ids(const void* topk_ids, uint32_t first, uint32_t num_local, int64_t count, void* out,
+                                 void* stream) {
+  if (count < 0) return cudaErrorInvalidValue;
+  if (count == 0) return cudaSuccess;
+  return launch(local_ids, over_elements(count, stream), static_cast<const uint32_t*>(topk_ids), first, num_local,
+                static_cast<uint32_t*>(out), count);
+}

@@ -1,0 +1,385 @@
+// The pieces of attention/decode.cu, in the order in which the kernel uses them.
+#pragma once
+
+#include <cmath>
+
+#include "attention/head.cuh"
+#include "ptx/cluster.cuh"
+
+namespace moe {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kHeads = 8;      // query heads of a block: the columns of mma.sync
+constexpr int kUnit = 16;      // positions of a warp's turn: its rows
+constexpr int kSplitUnit = 64; // splits begin at multiples of this
+constexpr int kMaxCluster = 8;
+
+struct DecodeArgs {
+  const float* qkv;
+  const bf16* q_norm;
+  const bf16* k_norm;
+  float eps;
+  Angles angles;
+  const uint32_t* slots;
+  const uint32_t* positions;
+  const uint32_t* block_tables;
+  int max_blocks;
+  KvCache cache;
+  bf16* out;
+  uint32_t* arrived;  // [rows][groups][kHeads], zero between launches
+  float* partials;    // [rows][groups][kHeads][clusters][D + 2]: values, maximum, sum
+  int heads;
+  float scale;  // times log2 e
+  uint32_t window;
+  int splits;
+};
+
+/// What a block works on.
+struct Place {
+  int row, group, kv_head;
+  int head;           // first query head
+  int heads;          // query heads, at most kHeads
+  bool writes_cache;  // one block per row and KV head does
+  int split, cluster_first;
+};
+
+__device__ __forceinline__ Place place(const DecodeArgs& a) {
+  Place p;
+  p.row = blockIdx.z;
+  p.group = blockIdx.y;
+  const int per_kv = a.heads / a.cache.heads, groups = ceil_div(per_kv, kHeads);
+  p.kv_head = p.group / groups;
+  const int first = p.group % groups * kHeads;
+  p.head = p.kv_head * per_kv + first;
+  p.heads = min(kHeads, per_kv - first);
+  p.split = blockIdx.x;
+  p.cluster_first = p.split / kMaxCluster * kMaxCluster;
+  p.writes_cache = first == 0 && p.split == 0;
+  return p;
+}
+
+/// Cached positions of a split.
+struct Range {
+  bool padding;
+  uint32_t slot, position;
+  int active;         // splits of this sequence that hold positions, at least 1
+  int begin, end;     // of this split
+  int visible_begin;  // positions before it are outside of the window
+};
+
+__device__ __forceinline__ Range split_range(const DecodeArgs& a, const Place& p) {
+  Range r;
+  r.slot = a.slots[p.row];
+  r.padding = r.slot == kNoSlot;
+  r.position = r.padding ? 0 : a.positions[p.row];
+  const int seen = static_cast<int>(r.position);
+  r.visible_begin = a.window > 0 ? max(0, seen + 1 - static_cast<int>(a.window)) : 0;
+  const int first = r.visible_begin / kSplitUnit;
+  const int units = ceil_div(seen, kSplitUnit) - first, per = max(1, ceil_div(units, a.splits));
+  r.active = max(1, ceil_div(units, per));
+  r.begin = (first + p.split * per) * kSplitUnit;
+  r.end = min(seen, r.begin + per * kSplitUnit);
+  return r;
+}
+
+/// Floats of a head's values in shared memory, against bank conflicts.
+template <int D>
+constexpr int kValuePitch = D + 4;
+
+template <int D>
+struct Shared {
+  static constexpr int kRing = 2 * kUnit * D * 2;            // bytes of a warp: a unit's keys and its values
+  static constexpr int kMerged = kWarps * kRing;
+  static constexpr int kStats = kMerged + kHeads * D * 4;
+  static constexpr int kQ = kStats + (kWarps + 2) * kHeads * 2 * 4;
+  static constexpr int kBytes = kQ + kHeads * D * 2;
+  static_assert(kHeads * kValuePitch<D> * 4 <= kRing, "a warp's values take the place of its ring");
+
+  uint8_t* base;
+  __device__ explicit Shared(uint8_t* smem) : base(smem) {}
+  __device__ uint8_t* ring(int warp) const { return base + warp * kRing; }
+  /// [kHeads][kValuePitch] values of a warp.
+  __device__ float* values(int warp) const { return reinterpret_cast<float*>(ring(warp)); }
+  /// [kHeads][2] maximum and sum of a warp.
+  __device__ float* stats(int warp) const { return reinterpret_cast<float*>(base + kStats) + warp * kHeads * 2; }
+  /// What the blocks of the cluster send for this block's share of the heads: [blocks][share] of D values, and of
+  /// maximum and sum.
+  __device__ float* inbox() const { return reinterpret_cast<float*>(base + kMerged); }
+  __device__ float* inbox_stats() const { return stats(kWarps); }
+  /// Scores of the new token.
+  __device__ float* scores() const { return stats(kWarps + 1); }
+  __device__ uint8_t* q() const { return base + kQ; }
+};
+
+/// A warp's keys and values on their way: units first, first + 4 units, .. Each place is refilled as soon as it has been
+/// read: a unit's values are in flight while its keys are multiplied, and the next unit's keys while its values are.
+/// More places were no faster: they cost resident blocks.
+template <int D>
+struct Ring {
+  uint8_t *keys, *values;
+  const DecodeArgs& a;
+  const uint32_t* table;
+  int kv_head, first, end, visible;
+  int unit;      // whose keys are fetched next
+  uint32_t row;  // cache row of its position lane % 16
+
+  __device__ Ring(uint8_t* smem, const DecodeArgs& args, const Place& p, const Range& r)
+      : keys(smem), values(smem + kUnit * D * 2), a(args),
+        table(args.block_tables + static_cast<size_t>(p.row) * args.max_blocks), kv_head(p.kv_head),
+        first(r.begin + static_cast<int>(threadIdx.x) / 32 * kUnit), end(r.end), visible(r.visible_begin), unit(first),
+        row(0) {}
+
+  __device__ __forceinline__ void find_row() {
+    // Outside of what is visible, a block table may hold anything.
+    const int position = max(visible, min(unit + static_cast<int>(threadIdx.x) % kUnit, end - 1));
+    if (unit < end) row = static_cast<uint32_t>(a.cache.row(table, position, kv_head));
+  }
+
+  /// One group per call, also where there is nothing to fetch, so that counting groups counts copies.
+  __device__ __forceinline__ void load(uint8_t* to, const bf16* from, uint32_t rows, int at) {
+    constexpr int kChunks = D / 8;  // 16-byte chunks of a row
+    const int lane = threadIdx.x % 32;
+    if (at < end) {
+#pragma unroll
+      for (int i = 0; i < kUnit * kChunks / 32; ++i) {
+        const int r = i * (32 / kChunks) + lane / kChunks, c = lane % kChunks;
+        const size_t source = static_cast<size_t>(__shfl_sync(0xffffffffu, rows, r)) * D + c * 8;
+        cp_async16_or_zero(to + swizzle<D>(r, c), from + source, at + r < end && at + r >= visible);
+      }
+    }
+    cp_async_commit();
+  }
+
+  __device__ __forceinline__ void start() {
+    find_row();
+    load(keys, a.cache.k, row, unit);
+    load(values, a.cache.v, row, unit);
+    step();
+  }
+
+  __device__ __forceinline__ void step() {
+    unit += kUnit * kWarps;
+    find_row();
+  }
+
+  /// The older of the two copies.
+  __device__ __forceinline__ void wait() const {
+    cp_async_wait<1>();
+    __syncwarp();
+  }
+
+  /// Keys have been read: fetches the next ones in their place.
+  __device__ __forceinline__ void next_keys() {
+    __syncwarp();
+    load(keys, a.cache.k, row, unit);
+  }
+
+  __device__ __forceinline__ void next_values() {
+    __syncwarp();
+    load(values, a.cache.v, row, unit);
+    step();
+  }
+};
+
+template <int D>
+__device__ __forceinline__ size_t out_at(const DecodeArgs& a, const Place& p, int head) {
+  return (static_cast<size_t>(p.row) * a.heads + p.head + head) * D;
+}
+
+template <int D>
+__device__ __forceinline__ void zero_out(const DecodeArgs& a, const Place& p) {
+  for (int i = threadIdx.x; i < p.heads * D; i += kThreads) a.out[out_at<D>(a, p, i / D) + i % D] = __float2bfloat16_rn(0.f);
+}
+
+/// What the prologue needs and no kernel of this step writes: fetched before the grid dependency.
+template <int D>
+struct Constants {
+  Head<D> q_gain, k_gain, angle;
+  __device__ Constants(const DecodeArgs& a, int row)
+      : q_gain(load_gain<D>(a.q_norm)), k_gain(load_gain<D>(a.k_norm)), angle(a.angles.load<D>(row)) {}
+};
+
+/// Where a thread stands in merges and stores: one head, kPer consecutive dimensions.
+template <int D>
+struct Part8 {
+  static constexpr int kPer = kHeads * D / kThreads;
+  int head, d;
+  __device__ Part8() : head(threadIdx.x * kPer / D), d(threadIdx.x * kPer % D) {}
+};
+
+/// The new token's value in split 0, this thread's dimensions.
+template <int D>
+struct NewToken {
+  float value[Part8<D>::kPer] = {};
+};
+
+/// Rounds and stores kPer consecutive elements.
+template <int kPer>
+__device__ __forceinline__ void store_bf16(bf16* to, const float (&x)[kPer]) {
+#pragma unroll
+  for (int i = 0; i < kPer; i += 4)
+    *reinterpret_cast<uint2*>(to + i) = {pack_bf16(x[i], x[i + 1]), pack_bf16(x[i + 2], x[i + 3])};
+}
+
+/// q of the block's heads to shared memory, rounded; split 0: the new key and value to the cache and the scores
+/// with the new key to shared memory.
+template <int D, class Shared>
+__device__ __forceinline__ NewToken<D> prologue(const DecodeArgs& a, const Place& p, uint32_t slot,
+                                                const Constants<D>& c, const Shared& s) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, kv = a.cache.heads;
+  const float* qkv = a.qkv + static_cast<size_t>(p.row) * (a.heads + 2 * kv) * D;
+  constexpr int kPerWarp = kHeads / kWarps;
+  static_assert(kPerWarp == 2, "two query heads and the key per warp");
+  const bool first = p.split == 0;
+  Head<D> h[kPerWarp + 1] = {};  // two query heads and, in split 0, the new key
+#pragma unroll
+  for (int i = 0; i < kPerWarp; ++i) {
+    const int head = warp * kPerWarp + i;
+    if (head < p.heads) h[i] = load_head<D>(qkv + static_cast<size_t>(p.head + head) * D);
+  }
+  const Part8<D> mine;
+  NewToken<D> token;
+  if (first) {
+    h[kPerWarp] = load_head<D>(qkv + static_cast<size_t>(a.heads + p.kv_head) * D);
+    const float* v = qkv + static_cast<size_t>(a.heads + kv + p.kv_head) * D + mine.d;
+#pragma unroll
+    for (int i = 0; i < Part8<D>::kPer; i += 4) {
+      const float4 x = __ldcg(reinterpret_cast<const float4*>(v + i));
+      token.value[i] = x.x, token.value[i + 1] = x.y, token.value[i + 2] = x.z, token.value[i + 3] = x.w;
+    }
+  }
+  norm_heads<D, kPerWarp + 1>(h, {c.q_gain, c.q_gain, c.k_gain}, {a.q_norm != nullptr, a.q_norm != nullptr, a.k_norm != nullptr},
+                              a.eps);
+#pragma unroll
+  for (Head<D>& x : h) {
+    rotate_head<D>(x, c.angle);
+    round_head<D>(x);
+  }
+  const Head<D>& k = h[kPerWarp];
+  float score[kPerWarp] = {};
+#pragma unroll
+  for (int i = 0; i < kPerWarp; ++i) {
+    const int head = warp * kPerWarp + i;
+#pragma unroll
+    for (int e = 0; e < Head<D>::kPairs; ++e) {
+      const int at = lane * Head<D>::kPairs + e, high = at + D / 2;
+      *reinterpret_cast<bf16*>(s.q() + swizzle<D>(head, at / 8) + at % 8 * 2) = __float2bfloat16_rn(h[i].low[e]);
+      *reinterpret_cast<bf16*>(s.q() + swizzle<D>(head, high / 8) + high % 8 * 2) = __float2bfloat16_rn(h[i].high[e]);
+      score[i] += h[i].low[e] * k.low[e] + h[i].high[e] * k.high[e];
+    }
+  }
+  if (!first) return token;
+#pragma unroll
+  for (float& x : token.value) x = __bfloat162float(__float2bfloat16_rn(x));
+  warp_sums(score);
+  if (lane < kPerWarp) s.scores()[warp * kPerWarp + lane] = (lane == 0 ? score[0] : score[1]) * a.scale;
+  if (p.writes_cache) {
+    const size_t row = a.cache.slot_row(slot, p.kv_head) * D;
+    if (warp == 0) store_head<D>(k, a.cache.k + row);
+    if (mine.head == kHeads - 1) store_bf16(a.cache.v + row + mine.d, token.value);
+  }
+  return token;
+}
+
+/// q as the 8-column operand, two registers per 16 dimensions.
+template <int D, class Shared>
+__device__ __forceinline__ void load_q(const Shared& s, uint32_t (&q)[D / 8]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < D / 32; ++i) {
+    uint32_t r[4];
+    ldmatrix_x4(r, s.q() + swizzle<D>(lane % 8, i * 4 + lane / 8));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) q[i * 4 + j] = r[j];
+  }
+}
+
+/// A warp's running softmax. Lane 4g + t holds heads 2t and 2t + 1; of the values, dimensions g and g + 8 of
+/// each 16.
+template <int D>
+struct Part {
+  float max[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {};  // over this lane's positions
+  float values[D / 16][4] = {};
+
+  /// To shared memory: values [kHeads][kValuePitch], stats [kHeads][2].
+  __device__ __forceinline__ void store(float* to, float* stats) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], step);
+      if (g == 0) {
+        stats[2 * (2 * t + h)] = max[h];
+        stats[2 * (2 * t + h) + 1] = sum[h];
+      }
+#pragma unroll
+      for (int i = 0; i < D / 16; ++i) {
+        to[(2 * t + h) * kValuePitch<D> + i * 16 + g] = values[i][h];
+        to[(2 * t + h) * kValuePitch<D> + i * 16 + g + 8] = values[i][2 + h];
+      }
+    }
+  }
+};
+
+/// Scores of the 16 positions from `unit` on: lane 4g + t holds positions g and g + 8 of heads 2t and 2t + 1.
+template <int D>
+__device__ __forceinline__ void score_unit(float (&weight)[4], const uint32_t (&q)[D / 8], const uint8_t* k, int unit,
+                                           const Range& range, float scale) {
+  const int lane = threadIdx.x % 32, g = lane / 4, i = lane / 8, r = lane % 8;
+  float c[2][4] = {};  // two chains: half the latency
+#pragma unroll
+  for (int step = 0; step < D / 16; ++step) {
+    uint32_t m[4];
+    ldmatrix_x4(m, k + swizzle<D>(i % 2 * 8 + r, step * 2 + i / 2));
+    mma_bf16(c[step % 2], m, q[2 * step], q[2 * step + 1]);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int position = unit + g + j / 2 * 8;
+    const bool seen = position < range.end && position >= range.visible_begin;
+    weight[j] = seen ? (c[0][j] + c[1][j]) * scale : -INFINITY;
+  }
+}
+
+/// Turns a unit's scores into weights under the running maximum, which it raises.
+template <int D>
+__device__ __forceinline__ void soften(Part<D>& part, float (&weight)[4]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float top = fmaxf(weight[h], weight[2 + h]);
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+    top = fmaxf(part.max[h], top);
+    // All masked so far: subtract 0, so that weights are 0 and not NaN.
+    const float base = top == -INFINITY ? 0.f : top, old = exp2f(part.max[h] - base);
+    part.max[h] = top;
+    weight[h] = exp2f(weight[h] - base);
+    weight[2 + h] = exp2f(weight[2 + h] - base);
+    part.sum[h] = part.sum[h] * old + weight[h] + weight[2 + h];
+#pragma unroll
+    for (int d = 0; d < D / 16; ++d) {
+      part.values[d][h] *= old;
+      part.values[d][2 + h] *= old;
+    }
+  }
+}
+
+/// Adds the weighted values of a unit.
+template <int D>
+__device__ __forceinline__ void add_values(Part<D>& part, const float (&weight)[4], const uint8_t* v) {
+  const int lane = threadIdx.x % 32, i = lane / 8, r = lane % 8;
+  const uint32_t p0 = transpose_8x8(pack_bf16(weight[0], weight[1]));
+  const uint32_t p1 = transpose_8x8(pack_bf16(weight[2], weight[3]));
+#pragma unroll
+  for (int d = 0; d < D / 16; ++d) {
+    uint32_t m[4];
+    ldmatrix_x4_trans(m, v + swizzle<D>(i / 2 * 8 + r, d * 2 + i % 2));
+    mma_bf16(part.values[d], m, p0, p1);
+  }
+}
+
+}  // namespace
+}  // namespace moe

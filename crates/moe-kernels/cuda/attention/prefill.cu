@@ -1,0 +1,245 @@
+// Causal attention over the paged KV cache for any mix of prompt, chunk and decode rows; grouped heads.
+//
+// Floor: 4 D FLOP per query head and visible position over 790 TFLOP/s. This version is for correctness on every
+// path first: mma.sync on tiles of 64 rows x 64 positions (FlashAttention-2's loop), two cp.async stages. It rereads KV
+// out of L2 once per 64 rows.
+//
+// The rows of a tile are (token, head) pairs of one sequence under one KV head, token by token, so that a group's
+// heads share every key: with 8 heads per KV head a tile is 8 tokens. Which tile a block takes is found on the device
+// from query_start_loc: one captured launch serves any division of its rows into sequences.
+#include <cmath>
+
+#include "attention/head.cuh"
+
+namespace moe {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kTile = 64;  // rows, and positions
+constexpr int kStages = 2;
+
+struct Args {
+  const bf16* q;
+  KvCache cache;
+  const uint32_t* query_start_loc;
+  const uint32_t* positions;
+  const uint32_t* block_tables;
+  int max_blocks;
+  bf16* out;
+  int tokens, sequences, heads;
+  float scale;  // times log2 e
+  int window;
+};
+
+/// What a block works on; `sequence` is -1 for the blocks beyond the last tile, with their number in `tile`.
+struct Tile {
+  int sequence, tile, extra;  // extra: how many such blocks there are
+};
+
+/// By one warp: walks the sequences, 32 at a time.
+__device__ __forceinline__ Tile find_tile(const Args& a, int group) {
+  const int lane = threadIdx.x % 32, wanted = blockIdx.x;
+  int before = 0;
+  for (int first = 0; first < a.sequences; first += 32) {
+    const int s = first + lane;
+    int tiles = 0;
+    if (s < a.sequences) tiles = ceil_div(static_cast<int>(a.query_start_loc[s + 1] - a.query_start_loc[s]) * group, kTile);
+    uint32_t total;
+    const int start = before + static_cast<int>(warp_exclusive_sum(tiles, &total));
+    const uint32_t hit = __ballot_sync(0xffffffffu, wanted >= start && wanted < start + tiles);
+    if (hit != 0) {
+      const int at = __ffs(hit) - 1;
+      return {first + at, wanted - __shfl_sync(0xffffffffu, start, at), 0};
+    }
+    before += static_cast<int>(total);
+  }
+  return {-1, wanted - before, static_cast<int>(gridDim.x) - before};
+}
+
+/// 64 positions of K and V to shared memory; those not below `end` become zeros.
+template <int D>
+__device__ __forceinline__ void load_tile(const Args& a, const uint32_t* table, int kv_head, int begin, int from, int end,
+                                          uint8_t* k) {
+  constexpr int kChunks = D / 8;
+  uint8_t* v = k + kTile * D * 2;
+  const int c = threadIdx.x % kChunks;
+#pragma unroll
+  for (int r = threadIdx.x / kChunks; r < kTile; r += kThreads / kChunks) {
+    const bool valid = begin + r >= from && begin + r < end;
+    const size_t row = a.cache.row(table, max(from, min(begin + r, end - 1)), kv_head) * D + c * 8;
+    cp_async16_or_zero(k + swizzle<D>(r, c), a.cache.k + row, valid);
+    cp_async16_or_zero(v + swizzle<D>(r, c), a.cache.v + row, valid);
+  }
+}
+
+/// A warp's 16 rows. Lane 4g + t holds rows g and g + 8.
+template <int D>
+struct Rows {
+  float max[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {};
+  float values[D / 8][4] = {};
+  int position[2];
+
+  /// Adds a tile of 64 positions from `begin` on.
+  __device__ __forceinline__ void add(const uint32_t (&q)[D / 16][4], const uint8_t* k, int begin, float scale, int window) {
+    const uint8_t* v = k + kTile * D * 2;
+    const int lane = threadIdx.x % 32, i = lane / 8, r = lane % 8, t = lane % 4;
+    float c[kTile / 8][4] = {};
+#pragma unroll
+    for (int step = 0; step < D / 16; ++step) {
+#pragma unroll
+      for (int n = 0; n < kTile / 16; ++n) {
+        uint32_t m[4];
+        ldmatrix_x4(m, k + swizzle<D>(n * 16 + i / 2 * 8 + r, step * 2 + i % 2));
+        mma_bf16(c[2 * n], q[step], m[0], m[1]);
+        mma_bf16(c[2 * n + 1], q[step], m[2], m[3]);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = max[h];
+#pragma unroll
+      for (int n = 0; n < kTile / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = begin + n * 8 + 2 * t + e;
+          const bool seen = at <= position[h] && (window == 0 || at > position[h] - window);
+          c[n][2 * h + e] = seen ? c[n][2 * h + e] * scale : -INFINITY;
+          top = fmaxf(top, c[n][2 * h + e]);
+        }
+      }
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      const float base = top == -INFINITY ? 0.f : top, old = exp2f(max[h] - base);
+      max[h] = top;
+      sum[h] *= old;
+#pragma unroll
+      for (int n = 0; n < kTile / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) sum[h] += c[n][2 * h + e] = exp2f(c[n][2 * h + e] - base);
+      }
+#pragma unroll
+      for (int d = 0; d < D / 8; ++d) {
+        values[d][2 * h] *= old;
+        values[d][2 * h + 1] *= old;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kTile / 16; ++n) {
+      const uint32_t p[4] = {pack_bf16(c[2 * n][0], c[2 * n][1]), pack_bf16(c[2 * n][2], c[2 * n][3]),
+                             pack_bf16(c[2 * n + 1][0], c[2 * n + 1][1]), pack_bf16(c[2 * n + 1][2], c[2 * n + 1][3])};
+#pragma unroll
+      for (int d = 0; d < D / 16; ++d) {
+        uint32_t m[4];
+        ldmatrix_x4_trans(m, v + swizzle<D>(n * 16 + i % 2 * 8 + r, d * 2 + i / 2));
+        mma_bf16(values[2 * d], p, m[0], m[1]);
+        mma_bf16(values[2 * d + 1], p, m[2], m[3]);
+      }
+    }
+  }
+};
+
+template <int D>
+__global__ void __launch_bounds__(kThreads) prefill_kernel(Args a) {
+  extern __shared__ __align__(128) uint8_t smem[];
+  uint8_t *q_smem = smem, *ring = smem + kTile * D * 2;
+  constexpr int kStageBytes = 2 * kTile * D * 2;
+  pdl_launch_dependents();
+  pdl_wait();
+  const int group = a.heads / a.cache.heads, kv_head = blockIdx.y;
+  const Tile tile = find_tile(a, group);
+  if (tile.sequence < 0) {
+    for (int token = a.query_start_loc[a.sequences] + tile.tile; token < a.tokens; token += tile.extra) {
+      bf16* row = a.out + (static_cast<size_t>(token) * a.heads + kv_head * group) * D;
+      for (int i = threadIdx.x; i < group * D; i += kThreads) row[i] = __float2bfloat16_rn(0.f);
+    }
+    return;
+  }
+  const int first_token = a.query_start_loc[tile.sequence];
+  const int rows = static_cast<int>(a.query_start_loc[tile.sequence + 1] - first_token) * group;
+  const int first = tile.tile * kTile;  // of the sequence's (token, head) rows
+  const int last = min(first + kTile, rows) - 1;
+  const auto row_of = [&](int i) {  // row i of the tile, in heads
+    const int at = min(first + i, last);
+    return static_cast<size_t>(first_token + at / group) * a.heads + kv_head * group + at % group;
+  };
+  constexpr int kChunks = D / 8;
+  for (int i = threadIdx.x; i < kTile * kChunks; i += kThreads)
+    cp_async16(q_smem + swizzle<D>(i / kChunks, i % kChunks), a.q + row_of(i / kChunks) * D + i % kChunks * 8);
+
+  const uint32_t* table = a.block_tables + static_cast<size_t>(tile.sequence) * a.max_blocks;
+  const int end = a.positions[first_token + last / group] + 1;
+  const int lowest = a.positions[first_token + first / group];
+  const int from = a.window > 0 ? max(0, lowest + 1 - a.window) : 0;
+  const int begin = from / kTile * kTile;
+  load_tile<D>(a, table, kv_head, begin, from, end, ring);
+  cp_async_commit();
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  Rows<D> mine;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int at = min(first + warp * 16 + g + 8 * h, last);
+    mine.position[h] = a.positions[first_token + at / group];
+  }
+  uint32_t q[D / 16][4];
+  int stage = 0;
+  for (int at = begin; at < end; at += kTile) {
+    const bool more = at + kTile < end;
+    if (more) load_tile<D>(a, table, kv_head, at + kTile, from, end, ring + (stage ^ 1) * kStageBytes);
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncthreads();
+    if (at == begin) {
+#pragma unroll
+      for (int step = 0; step < D / 16; ++step)
+        ldmatrix_x4(q[step], q_smem + swizzle<D>(warp * 16 + lane / 8 % 2 * 8 + lane % 8, step * 2 + lane / 16));
+    }
+    mine.add(q, ring + stage * kStageBytes, at, a.scale, a.window);
+    __syncthreads();
+    stage ^= 1;
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float sum = mine.sum[h];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const int i = warp * 16 + g + 8 * h;
+    if (first + i > last) continue;
+    uint32_t* to = reinterpret_cast<uint32_t*>(a.out + row_of(i) * D);
+#pragma unroll
+    for (int d = 0; d < D / 8; ++d) to[d * 4 + t] = pack_bf16(mine.values[d][2 * h] / sum, mine.values[d][2 * h + 1] / sum);
+  }
+}
+
+}  // namespace
+}  // namespace moe
+
+using moe::bf16;
+
+/// out [tokens, heads * head_dim] bf16 = attention of q [tokens, heads, head_dim] bf16 over the cache, which holds the
+/// rows' own keys and values already. query_start_loc [sequences + 1], positions [tokens] ascending within a sequence,
+/// block_tables [sequences, max_blocks]. Rows of no sequence become zeros. `window` 0 = all. head_dim 64 or 128.
+extern "C" int moe_attention_prefill(const bf16* q, const bf16* k_cache, const bf16* v_cache,
+                                     const uint32_t* query_start_loc, const uint32_t* positions,
+                                     const uint32_t* block_tables, int max_blocks, bf16* out, int tokens, int sequences,
+                                     int heads, int kv_heads, int head_dim, int block_size, float scale, int window,
+                                     void* stream) {
+  using namespace moe;
+  if (tokens < 0 || sequences < 0 || kv_heads <= 0 || kv_heads > 65535 || heads <= 0 || heads % kv_heads != 0 ||
+      block_size <= 0 || window < 0)
+    return cudaErrorInvalidValue;
+  if (tokens == 0) return cudaSuccess;
+  const Args a = {q, {const_cast<bf16*>(k_cache), const_cast<bf16*>(v_cache), kv_heads, block_size}, query_start_loc,
+                  positions, block_tables, max_blocks, out, tokens, sequences, heads,
+                  scale * 1.44269504088896341f, window};
+  // At most one tile per sequence is not full; one block more so that somebody zeroes padding rows.
+  const int64_t tiles = static_cast<int64_t>(tokens) * (heads / kv_heads) / kTile + sequences + 1;
+  if (tiles > 0x7fffffff) return cudaErrorInvalidValue;
+  const Launch l = {dim3(static_cast<unsigned>(tiles), kv_heads), dim3(kThreads), stream,
+                    static_cast<size_t>(kTile * head_dim * 2) * (1 + 2 * kStages)};
+  if (head_dim == 128) return launch(prefill_kernel<128>, l, a);
+  if (head_dim == 64) return launch(prefill_kernel<64>, l, a);
+  return cudaErrorInvalidValue;
+}

@@ -1,0 +1,94 @@
+// What the roles of a block of the weight-streaming expert kernel share: its tiles, flags and shared memory.
+//
+// Multiprocessors get unequal shares of a saturated memory (equal work was seen to take 193 to 258 us), so a
+// block is assigned all its tiles of the first product and half of those of the second, in consecutive
+// runs, and takes the rest by ticket. Which block computes a tile changes no bit of it.
+#pragma once
+
+#include "experts/stream.cuh"
+
+namespace moe::stream {
+
+/// Consecutive tiles of one unit; none: there are no more.
+struct Run {
+  uint16_t unit, first, end;
+};
+
+/// Calls f(run) for each run of this block's share of `total` tiles, `tiles` to a unit.
+template <class F>
+__device__ __forceinline__ void for_each_run(int total, int tiles, F f) {
+  const Range range = share(total);
+  int unit = range.begin / tiles, first = range.begin % tiles;
+  for (int left = range.end - range.begin; left > 0; first = 0, ++unit) {
+    const int end = min(tiles, first + left);
+    f(Run{static_cast<uint16_t>(unit), static_cast<uint16_t>(first), static_cast<uint16_t>(end)});
+    left -= end - first;
+  }
+}
+
+/// This launch's flags in the shared buffer.
+struct Flags {
+  uint32_t* set;    // grid barrier, tickets, one flag per unit
+  uint32_t* other;  // the set of the launches before and after
+
+  /// `left` is the first word pair of the buffer: how many blocks have left, over all launches. It grows by
+  /// gridDim.x with each launch and cannot reach the next multiple while a block is here.
+  __device__ Flags(const Args& a, uint64_t left) {
+    const bool odd = left / gridDim.x % 2 != 0;
+    uint32_t* sets = a.flags + kFlagHeader;
+    set = sets + (odd ? a.flag_set : 0);
+    other = sets + (odd ? 0 : a.flag_set);
+  }
+
+  __device__ uint32_t* arrived() const { return set; }
+  __device__ uint32_t* tickets() const { return set + 1; }
+  __device__ uint32_t* unit(int u) const { return set + kSetHeader + u; }
+};
+
+/// Everything the roles of a block share.
+struct Block {
+  const Args& a;
+  Layout l;
+  uint8_t* smem;
+  uint64_t left;
+  int units;
+
+  __device__ uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(smem) + stage; }
+  __device__ uint64_t* empty(int stage) const { return full(kMaxStages + stage); }
+  __device__ uint64_t* rows_full(int i) const { return full(2 * kMaxStages + i % 2); }
+  __device__ uint64_t* rows_empty(int i) const { return full(2 * kMaxStages + 2 + i % 2); }
+  __device__ uint64_t* run_full(int i) const { return full(2 * kMaxStages + 4 + i % 4); }
+  __device__ Run* run(int i) const { return reinterpret_cast<Run*>(full(2 * kMaxStages + 8)) + i % 4; }
+  __device__ uint8_t* stage(int i) const { return smem + l.stage + i * l.stage_bytes; }
+  __device__ Unit unit(int u) const { return Routing(smem, l).units[u]; }
+  __device__ int slot(int place) const { return Routing(smem, l).sorted[place]; }
+
+  /// Rows of the i-th run of a product: one place for token rows, two in turn for activations.
+  __device__ uint8_t* rows(int product, int i, int pass) const {
+    return smem + l.rows + (product == 1 && i % 2 != 0 ? pass * padded(a.inter) : 0);
+  }
+  /// Tiles of the down product that are assigned beforehand.
+  __device__ int assigned() const { return units * a.tiles(1) / 2 / kTicketTiles * kTicketTiles; }
+
+  /// Waits for the i-th run by ticket.
+  __device__ Run wait_for_ticket(int i) const {
+    mbarrier_wait(run_full(i), i / 4 % 2);
+    return *run(i);
+  }
+};
+
+/// Calls f(product, run, i) for all runs of this block, i counting within the product.
+template <class F>
+__device__ __forceinline__ void for_each_run_and_ticket(const Block& b, F f) {
+  int i = 0;
+  for_each_run(b.units * b.a.tiles(0), b.a.tiles(0), [&](const Run& run) { f(0, run, i++); });
+  i = 0;
+  for_each_run(b.assigned(), b.a.tiles(1), [&](const Run& run) { f(1, run, i++); });
+  for (int ticket = 0;; ++ticket) {
+    const Run run = b.wait_for_ticket(ticket);
+    if (run.first == run.end) return;
+    f(1, run, i++);
+  }
+}
+
+}  // namespace moe::stream

@@ -1,0 +1,106 @@
+// The warps of the weight-streaming expert kernel that bring weights and rows to shared memory.
+#pragma once
+
+#include "experts/stream_block.cuh"
+
+namespace moe::stream {
+
+template <int kRows>
+struct Rows {
+  static constexpr int value = kRows;
+};
+
+/// This warp's rows of one tile, stage by stage. A stage is one consecutive piece of memory where K fits: 8
+/// gate rows, then 8 up rows; or 16 rows of w2.
+__device__ __forceinline__ void load_tile(const Block& b, int product, int expert, int tile, Cursor& at) {
+  const int depth = b.a.depth(product), chunk = b.a.chunk[product];
+  const int loader = threadIdx.x / 32 - kConsumers;
+  const auto load = [&](auto rows, size_t row, const bf16* w, int k) {
+    constexpr int kRows = decltype(rows)::value / kLoaders;
+    mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
+    copy_strided<kRows>(b.stage(at.stage) + loader * kRows * padded(chunk), padded(chunk),
+                        w + (row + loader * kRows) * depth + k, depth * 2, min(chunk, depth - k) * 2, b.full(at.stage));
+    at.advance(b.a.stages);
+  };
+  for (int k = 0; k < depth; k += chunk) {
+    if (product == 0) {
+      const size_t gate = static_cast<size_t>(expert) * 2 * b.a.inter + tile * (kTileRows / 2);
+      load(Rows<kTileRows / 2>{}, gate, b.a.w13, k);
+      load(Rows<kTileRows / 2>{}, gate + b.a.inter, b.a.w13, k);
+    } else {
+      load(Rows<kTileRows>{}, static_cast<size_t>(expert) * b.a.hidden + tile * kTileRows, b.a.w2, k);
+    }
+  }
+}
+
+__device__ void load_weights(const Block& b) {
+  Cursor at;
+  for_each_run_and_ticket(b, [&](int product, const Run& run, int) {
+    const int expert = b.unit(run.unit).expert;
+    for (int tile = run.first; tile < run.end; ++tile) load_tile(b, product, expert, tile, at);
+  });
+}
+
+/// Loads the rows of each run, draws the tickets, and tells other blocks which activations are written: the
+/// consumers, who release a run's rows after their last write, need not wait for that.
+template <int kPass>
+__device__ void load_rows(const Block& b) {
+  const Args& a = b.a;
+  const bool leader = threadIdx.x % 32 == 0;
+  const Flags flags(a, b.left);
+  Run written = {0, 0, 0};  // not announced yet
+  uint32_t parity = 1;
+  const auto announce = [&] {
+    if (written.first == written.end || !leader) return;
+    fence_async_proxy();
+    add_release(flags.unit(written.unit), written.end - written.first);
+  };
+  for_each_run(b.units * a.tiles(0), a.tiles(0), [&](const Run& run) {
+    mbarrier_wait(b.rows_empty(0), parity);
+    parity ^= 1;
+    const Unit unit = b.unit(run.unit);
+    copy_rows(b.rows(0, 0, kPass), padded(a.hidden), unit.rows, a.hidden * 2, b.rows_full(0), [&](int r) {
+      return a.x + static_cast<size_t>(b.slot(unit.first + r) / a.top_k) * a.hidden;
+    });
+    announce();
+    written = run;
+  });
+  mbarrier_wait(b.rows_empty(0), parity);
+  announce();
+
+  // The second product has barriers of both places from their first phase on, but those of place 0 have
+  // been used: `phase` continues them.
+  const uint32_t phase0 = parity ^ 1;
+  const auto load = [&](const Run& run, int i) {
+    const uint32_t phase = i % 2 == 0 ? phase0 + i / 2 : i / 2;
+    if (i > 1) mbarrier_wait(b.rows_empty(i), (phase ^ 1) & 1);
+    while (load_acquire(flags.unit(run.unit)) < static_cast<uint32_t>(a.tiles(0))) {
+    }
+    fence_async_proxy();
+    const Unit unit = b.unit(run.unit);
+    copy_rows(b.rows(1, i, kPass), padded(a.inter), unit.rows, a.inter * 2, b.rows_full(i), [&](int r) {
+      return a.act + static_cast<size_t>(b.slot(unit.first + r)) * a.inter;
+    });
+  };
+  const int total = b.units * a.tiles(1);
+  const auto draw = [&] { return leader ? atomicAdd(flags.tickets(), 1) : 0; };
+  uint32_t drawn = draw();  // the next ticket is on its way while this one's rows are loaded
+  int i = 0;
+  for_each_run(b.assigned(), a.tiles(1), [&](const Run& run) { load(run, i++); });
+  for (int ticket = 0;; ++ticket) {
+    const int first = b.assigned() + static_cast<int>(__shfl_sync(0xffffffffu, drawn, 0)) * kTicketTiles;
+    const int tile = first % a.tiles(1);
+    const bool more = first < total;
+    const Run run = {static_cast<uint16_t>(first / a.tiles(1)), static_cast<uint16_t>(tile),
+                     static_cast<uint16_t>(more ? tile + kTicketTiles : tile)};
+    if (leader) {
+      *b.run(ticket) = run;
+      mbarrier_arrive(b.run_full(ticket));
+    }
+    if (!more) return;
+    drawn = draw();
+    load(run, i++);
+  }
+}
+
+}  // namespace moe::stream

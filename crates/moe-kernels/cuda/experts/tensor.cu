@@ -1,0 +1,215 @@
+// Experts for 4 to a few hundred rows per expert on Hopper's warpgroup products: gate and up with SwiGLU, then the down
+// product, one launch for both, over the slots that the router or moe_any_list_slots has listed by expert.
+//
+// Floor: touched experts * 6 H I bytes (Qwen3-30B-A3B, all 128: 1.2 GB = 263 us at 4.59 TB/s); 6 T K H I FLOPs are below
+// it to about T = 2,000. So each weight is to be read once and the memory must never wait.
+//
+// Design: a persistent block per multiprocessor takes units of 128 weight rows by ticket, all of gate and up before all of
+// down: a unit of the down product finds its expert's activations finished long ago, so nothing waits between the
+// products and no block idles while another has work. Weights are the wgmma's 64-row operand, an expert's rows its
+// columns, in the next larger of 8, 16, 32, 64, 128: few rows cost no more than their bytes. One thread feeds a ring of 16 KB
+// TMA tiles; before the grid dependency it fills it with the weights of the block's first unit, while the router still
+// runs. Three warps gather token rows beside them. A slot's sums are one ascending chain over K, so they
+// depend on its row only.
+#include "experts/tensor.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace moe::experts_tensor {
+namespace {
+
+#if MOE_SM90
+
+/// acc += 64 weight rows x kColumns token rows over the unit's steps, and leaves the ring behind them.
+template <int kColumns>
+__device__ __forceinline__ void multiply(const Block& b, int steps, Cursor& at, float (&acc)[kColumns / 2]) {
+  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+  int previous = -1;
+  for (int step = 0; step < steps; ++step) {
+    mbarrier_wait(b.full(at.stage), at.parity);
+    fence_async_shared();  // rows of x came by ordinary copies
+    const uint64_t w = tile_descriptor(b.weights(at.stage) + group * 64 * 128), x = tile_descriptor(b.rows(at.stage));
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTileColumns / 16; ++k) wgmma<kColumns>(acc, w + 2 * k, x + 2 * k);
+    wgmma_commit();
+    wgmma_wait<1>();  // one stage's products run while the next stage's are issued
+    if (previous >= 0 && lane == 0) mbarrier_arrive(b.empty(previous));
+    previous = at.stage;
+    at.advance(b.stages);
+  }
+  wgmma_wait<0>();
+  if (lane == 0) mbarrier_arrive(b.empty(previous));
+}
+
+/// A unit with up to kColumns rows. Of every 8 columns a lane holds two, of weight rows g and g + 8 of its warp.
+template <int kColumns>
+__device__ __forceinline__ void compute(const Block& b, const Args& a, const Unit& unit, Cursor& at) {
+  constexpr int kResults = kColumns / 4;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  const auto row = [](int i) { return i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2; };
+  uint32_t place[kResults];  // of each result: fetched before the products, which hide its latency
+#pragma unroll
+  for (int i = 0; i < kResults; ++i)
+    place[i] = row(i) >= unit.rows ? kNoExpert : unit.product == 0 ? unit.first + row(i) : unit.slots[row(i)];
+  float acc[kColumns / 2] = {};
+  multiply<kColumns>(b, unit.steps, at, acc);
+#pragma unroll
+  for (int i = 0; i < kResults; ++i) {
+    if (place[i] == kNoExpert) continue;
+    const float low = acc[i / 2 * 4 + i % 2], high = acc[i / 2 * 4 + i % 2 + 2];
+    if (unit.product == 0) {
+      const int column = unit.tile * (kTileRows / 2) + warp * 8 + g;
+      a.act[static_cast<size_t>(place[i]) * a.inter + column] = __float2bfloat16(low / (1.0f + __expf(-low)) * high);
+    } else {
+      const int column = unit.tile * kTileRows + warp * 16 + g;
+      float* to = a.slot_rows + static_cast<size_t>(place[i]) * a.hidden + column;
+      if (column < a.hidden) to[0] = low;
+      if (column + 8 < a.hidden) to[8] = high;
+    }
+  }
+}
+
+/// Leaves stages behind that hold what nobody needs.
+__device__ __forceinline__ void skip(const Block& b, int steps, Cursor& at) {
+  for (int i = 0; i < steps; ++i, at.advance(b.stages)) {
+    mbarrier_wait(b.full(at.stage), at.parity);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.empty(at.stage));
+  }
+}
+
+template <int kCapacity>
+__device__ __forceinline__ void consume(const Block& b, const Args& a) {
+  Cursor at;
+  for_each_unit(b, [&](const Unit& unit) {
+    if (unit.rows == 0) return skip(b, unit.steps, at);
+    if (unit.rows <= 8) compute<8>(b, a, unit, at);
+    else if (unit.rows <= 16) compute<16>(b, a, unit, at);
+    else if (kCapacity == 32 || unit.rows <= 32) compute<32>(b, a, unit, at);
+    else if constexpr (kCapacity > 32) {
+      if (kCapacity == 64 || unit.rows <= 64) compute<64>(b, a, unit, at);
+      else if constexpr (kCapacity > 64) compute<128>(b, a, unit, at);
+    }
+    if (unit.product == 1) return;
+    fence_async_proxy();  // the copy engine of another block reads them
+    named_barrier(1, kConsumers * 32);
+    if (threadIdx.x == 0) {
+      add_release(a.progress(unit.expert), unit.rows);
+      add_release(a.finished(), unit.rows);
+    }
+  });
+}
+
+#endif  // MOE_SM90
+
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads, 1)
+    experts_tensor(const __grid_constant__ CUtensorMap w13, const __grid_constant__ CUtensorMap w2,
+                   const __grid_constant__ CUtensorMap act, const __grid_constant__ Args a) {
+#if MOE_SM90
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const Block b = {smem, smem + a.ring(), a.stages, stage_bytes(kCapacity)};
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&w13);
+    prefetch_tensor_map(&w2);
+    prefetch_tensor_map(&act);
+    for (int i = 0; i < a.stages; ++i) {
+      mbarrier_init(b.full(i), 1 + kGatherLanes);
+      mbarrier_init(b.empty(i), kConsumers);
+    }
+    for (int i = 0; i < kUnitSlots; ++i) {
+      mbarrier_init(b.unit_full(i), 1);
+      mbarrier_init(b.unit_empty(i), kConsumers + kGatherers);
+    }
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  pdl_launch_dependents();
+  Producer producer = {b, a, &w13, &w2};
+  int ready = 0;
+  if (warp == kConsumers && elect_one()) ready = producer.guess();
+  __syncwarp();
+  pdl_wait();
+  fill_table(b, a);
+  if (warp < kConsumers) {
+    consume<kCapacity>(b, a);
+  } else if (warp == kConsumers) {
+    if (elect_one()) producer.run<kCapacity>(ready);
+    __syncwarp();
+  } else {
+    gather<kCapacity>(b, a, &act);
+  }
+  clear_counters(b, a);
+#endif
+}
+
+/// w13 [E, 2 I, H] so that a tile is 8 gate rows, the 8 up rows of the same columns, the next 8 gate rows, ..
+cudaError_t map_gate_up(CUtensorMap* map, const bf16* w13, int num_local, int inter, int hidden) {
+  const cuuint64_t row = static_cast<cuuint64_t>(hidden) * sizeof(bf16);
+  const cuuint64_t dims[5] = {static_cast<cuuint64_t>(hidden), 8, 2, static_cast<cuuint64_t>(inter / 8),
+                              static_cast<cuuint64_t>(num_local)};
+  const cuuint64_t strides[4] = {row, row * inter, row * 8, row * 2 * inter};
+  const cuuint32_t box[5] = {kTileColumns, 8, 2, kTileRows / 16, 1};
+  return make_tensor_map(map, w13, 5, dims, strides, box);
+}
+
+template <int kCapacity>
+cudaError_t run(Args a, const bf16* w13, const bf16* w2, void* stream) {
+  DeviceLimits limits;
+  cudaError_t e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  if (limits.major < 9) return cudaErrorNotSupported;
+  CUtensorMap w13_map, w2_map, act_map;
+  e = map_gate_up(&w13_map, w13, a.num_local, a.inter, a.hidden);
+  if (e == cudaSuccess) e = make_tensor_map(&w2_map, w2, a.num_local * a.hidden, a.inter, kTileRows);
+  if (e == cudaSuccess) e = make_tensor_map(&act_map, a.act, a.num_slots(), a.inter, kActRows);
+  if (e != cudaSuccess) return e;
+  constexpr int kRing = 200 * 1024;  // leaves room for the blocks of the kernels ahead
+  a.stages = kRing / stage_bytes(kCapacity);
+  static_assert(kRing / stage_bytes(kCapacity) <= kMaxStages);
+  const Launch l = {dim3(limits.sms), dim3(kThreads), stream,
+                    a.ring() + static_cast<size_t>(a.stages) * stage_bytes(kCapacity)};
+  if (l.smem > static_cast<size_t>(limits.block_smem)) return cudaErrorInvalidValue;
+  return launch(experts_tensor<kCapacity>, l, w13_map, w2_map, act_map, a);
+}
+
+}  // namespace
+}  // namespace moe::experts_tensor
+
+/// Words of `counters`.
+extern "C" int moe_experts_tensor_counters(int num_local) { return moe::experts_tensor::kCounters + 2 * num_local; }
+
+/// Where in `counters` the router may count, which the launch leaves zero.
+extern "C" int moe_experts_tensor_counts() { return moe::experts_tensor::kCounters; }
+
+/// slot_rows[slot] = w2[e] (silu(gate) * up) in f32, gate and up from w13[e] x[slot / K], of each slot that has a local expert e.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `x`, `w13`, `w2` | [T, H], [E, 2 I, H] (gate rows, then up rows), [E, H, I] bf16 |
+/// | `slots`, `counts` | buckets [E, `bucket`] u32 with the slots of each expert, and how many they are [E] |
+/// | `act`, `slot_rows` | scratch [T K, I] bf16; out [T K, H] f32 |
+/// | `counters` | [moe_experts_tensor_counters] u32, zeroed once; launches that share it must not overlap |
+/// | `num_ids` | experts of all ranks, of which `num_local` are here |
+///
+/// Must follow the routing on the stream. Hopper only; H and I are multiples of 64.
+extern "C" int moe_experts_tensor(const void* x, const void* w13, const void* w2, const void* slots, const void* counts,
+                                  int bucket, void* act, void* slot_rows, void* counters, int tokens, int top_k, int num_ids,
+                                  int num_local, int hidden, int inter, void* stream) {
+  using namespace moe;
+  using namespace moe::experts_tensor;
+  if (tokens < 0 || top_k <= 0 || num_ids <= 0 || num_local <= 0 || hidden <= 0 || inter <= 0 || hidden % 64 != 0 || inter % 64 != 0 ||
+      num_local > INT32_MAX / hidden || tokens > INT32_MAX / top_k || bucket < 0)
+    return cudaErrorInvalidValue;
+  if (tokens == 0) return cudaSuccess;
+  const Args a = {static_cast<const bf16*>(x), static_cast<const uint32_t*>(slots), static_cast<const uint32_t*>(counts),
+                  static_cast<bf16*>(act), static_cast<float*>(slot_rows), static_cast<uint32_t*>(counters), bucket, tokens,
+                  top_k, num_local, hidden, inter, 0, tokens * top_k >= 2 * num_ids};
+  const bf16 *gate_up = static_cast<const bf16*>(w13), *down = static_cast<const bf16*>(w2);
+  // Place for more rows shortens the ring; an expert with more rows than that reads its weights again.
+  const int mean = tokens * top_k / num_ids;
+  if (mean <= 18) return run<32>(a, gate_up, down, stream);
+  if (mean <= 40) return run<64>(a, gate_up, down, stream);
+  return run<128>(a, gate_up, down, stream);
+}

@@ -1,0 +1,288 @@
+// Geometry of the experts on warpgroup products, and the warps that bring operands to shared memory (tensor.cu).
+#pragma once
+
+#include "ptx/common.cuh"
+#include "ptx/ptx.cuh"
+#include "ptx/tensor_map.cuh"
+
+namespace moe::experts_tensor {
+
+constexpr int kTileRows = 128;  // weight rows of a unit: 64 for each consuming warpgroup
+constexpr int kConsumers = 8;   // warps, two warpgroups
+constexpr int kGatherers = 3;   // warps that bring token rows
+constexpr int kThreads = (kConsumers + 1 + kGatherers) * 32;
+constexpr int kGatherLanes = kGatherers * 32;
+constexpr int kWeightBytes = kTileRows * kTileColumns * 2;  // of a stage
+constexpr int kUnitSlots = 4;   // units announced ahead to the other warps
+constexpr int kMaxStages = 16;
+constexpr int kHeader = 1024;   // barriers and units
+constexpr int kCounters = 4;    // before the counts of the router's buckets and the progress of each expert
+constexpr int kPaceNs = 800;   // between the first stages
+constexpr int kActRows = 8;     // rows of one load of activations: an atom of the swizzle
+
+struct Args {
+  const bf16* x;  // [T, H]
+  const uint32_t* slots;   // of each expert, in its bucket [E, bucket]
+  const uint32_t* counts;  // of the buckets [E]
+  bf16* act;               // [T K, I], in order of experts
+  float* slot_rows;        // [T K, H], by slot
+  uint32_t* counters;      // [kCounters + 2 E], zero at the start and at the end
+  int bucket;
+  int tokens, top_k, num_local, hidden, inter, stages;
+  bool guess;          // nearly every expert is touched: load weights before it is known which
+
+  /// Units of one expert in each product: 64 gate and 64 up rows, or 128 rows of w2.
+  __host__ __device__ int units(int product) const {
+    return product == 0 ? inter / (kTileRows / 2) : ceil_div(hidden, kTileRows);
+  }
+  /// Stages of one unit.
+  __host__ __device__ int steps(int product) const { return (product == 0 ? hidden : inter) / kTileColumns; }
+  __host__ __device__ int num_slots() const { return tokens * top_k; }
+  __host__ __device__ int max_tiles() const { return num_slots() < num_local ? num_slots() : num_local; }
+  __device__ uint32_t* tickets() const { return counters; }
+  __device__ uint32_t* finished() const { return counters + 1; }  // activation rows times units
+  __device__ uint32_t* left() const { return counters + 2; }      // blocks that have ended
+  __device__ uint32_t* progress(int expert) const { return counters + kCounters + num_local + expert; }
+  /// Where the ring begins in shared memory: behind the barriers and the table of touched experts.
+  __host__ __device__ int ring() const { return round_up(kHeader + (max_tiles() + 1) * 8, 1024); }
+};
+
+/// 128 weight rows of an expert times up to `capacity` of its rows. No rows: stages that nobody needs.
+struct Unit {
+  int product, expert, tile;  // product -1: the end
+  int first, rows;            // places of its activations
+  const uint32_t* slots;      // of its rows
+  int total;                  // rows of the expert
+  int steps;
+};
+
+/// Bytes of a stage with `capacity` token rows.
+__host__ __device__ constexpr int stage_bytes(int capacity) { return kWeightBytes + capacity * kTileColumns * 2; }
+
+/// Shared memory of a block.
+struct Block {
+  uint8_t *smem, *ring;
+  int stages, bytes;
+
+  __device__ __forceinline__ uint64_t* full(int s) const { return reinterpret_cast<uint64_t*>(smem) + s; }
+  __device__ __forceinline__ uint64_t* empty(int s) const { return full(kMaxStages + s); }
+  __device__ __forceinline__ uint64_t* unit_full(int i) const { return full(2 * kMaxStages + i % kUnitSlots); }
+  __device__ __forceinline__ uint64_t* unit_empty(int i) const { return unit_full(i) + kUnitSlots; }
+  __device__ __forceinline__ Unit* unit(int i) const { return reinterpret_cast<Unit*>(smem + 512) + i % kUnitSlots; }
+  __device__ __forceinline__ bool* flag() const { return reinterpret_cast<bool*>(smem + kHeader - 16); }
+  /// (expert, first place) of each touched expert, then (touched experts, all rows).
+  __device__ __forceinline__ uint2* table() const { return reinterpret_cast<uint2*>(smem + kHeader); }
+  __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
+  __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + kWeightBytes; }
+};
+static_assert((2 * kMaxStages + 2 * kUnitSlots) * 8 <= 512 && kUnitSlots * sizeof(Unit) <= 512 - 16);
+
+/// A place in the ring and the parity of its barriers.
+struct Cursor {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+/// Calls f(unit) for each unit of the block, as the loader of weights announces them. One whole warp.
+template <class F>
+__device__ __forceinline__ void for_each_unit(const Block& b, F f) {
+  for (int i = 0;; ++i) {
+    mbarrier_wait(b.unit_full(i), i / kUnitSlots & 1);
+    const Unit unit = *b.unit(i);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.unit_empty(i));
+    if (unit.product < 0) return;
+    f(unit);
+  }
+}
+
+#if MOE_SM90
+
+/// The table of touched experts from the counts of their buckets. One warp; all its loads first.
+__device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
+  constexpr int kEach = 8;
+  const int lane = threadIdx.x % 32;
+  uint32_t touched = 0, rows = 0;
+  for (int first = 0; first < a.num_local; first += 32 * kEach) {
+    uint32_t count[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int expert = first + i * 32 + lane;
+      count[i] = expert < a.num_local ? __ldcg(a.counts + expert) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const uint32_t some = __ballot_sync(0xffffffffu, count[i] > 0);
+      uint32_t total;
+      const uint32_t before = warp_exclusive_sum(count[i], &total), expert = first + i * 32 + lane;
+      if (count[i] > 0) b.table()[touched + __popc(some & ((1u << lane) - 1))] = {expert, rows + before};
+      touched += __popc(some), rows += total;
+    }
+  }
+  if (lane == 0) b.table()[a.max_tiles()] = {touched, rows};
+}
+
+/// What the routing chose, to shared memory, so that no unit begins with a chain of loads. All threads.
+__device__ __forceinline__ void fill_table(const Block& b, const Args& a) {
+  if (threadIdx.x < 32) scan_counts(b, a);
+  __syncthreads();
+}
+
+/// The last block to end leaves the counters zero. All threads.
+__device__ __forceinline__ void clear_counters(const Block& b, const Args& a) {
+  __syncthreads();
+  if (threadIdx.x == 0) *b.flag() = add_acq_rel(a.left(), 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!*b.flag()) return;
+  for (int i = threadIdx.x; i < kCounters + 2 * a.num_local; i += kThreads) a.counters[i] = 0;
+}
+
+/// Weights are read once: they leave L2 before rows, activations and results do (T = 128: 5 us of 301).
+__device__ __forceinline__ uint64_t read_once() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+/// The thread that loads weights: draws the block's units and announces them to the other warps.
+struct Producer {
+  const Block& b;
+  const Args& a;
+  const CUtensorMap *w13, *w2;
+  uint64_t policy = read_once();
+  Cursor at = {};
+  int announced = 0;
+
+  /// Weights of a unit's step to a stage: 8 gate rows and the 8 up rows of the same columns in turn, so that a
+  /// lane's accumulators hold both; or 128 rows of w2.
+  __device__ __forceinline__ void load(int product, int expert, int tile, int step, int stage) const {
+    arrive_expecting(b.full(stage), kWeightBytes);
+    if (product == 0) {
+      asm volatile(
+          "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+          "[%1, {%2, %3, %3, %4, %5}], [%6], %7;" ::"r"(smem_addr(b.weights(stage))),
+          "l"(w13), "r"(step * kTileColumns), "r"(0), "r"(tile * (kTileRows / 16)), "r"(expert),
+          "r"(smem_addr(b.full(stage))), "l"(policy)
+          : "memory");
+    } else {
+      load_tile(b.weights(stage), w2, expert * a.hidden + tile * kTileRows, step * kTileColumns, b.full(stage), policy);
+    }
+  }
+
+  __device__ __forceinline__ void announce(const Unit& unit) {
+    mbarrier_wait(b.unit_empty(announced), announced / kUnitSlots & 1 ^ 1);
+    *b.unit(announced) = unit;
+    mbarrier_arrive(b.unit_full(announced++));
+  }
+
+  /// The block's first unit has its own number: if all experts before it are touched, its weights are known. Loads as
+  /// many stages of them as there are, and returns how many. One after the other: all at once they would slow down the
+  /// short kernels ahead, which wait for one load after another (a layer at T = 128: 349 us at once, 343 like this).
+  __device__ __forceinline__ int guess() const {
+    const int expert = blockIdx.x / a.units(0);
+    const int ahead = a.guess && expert < a.num_local ? min(b.stages, a.steps(0)) : 0;
+    for (int i = 0; i < ahead; ++i) {
+      load(0, expert, blockIdx.x % a.units(0), i, i);
+      __nanosleep(kPaceNs);
+    }
+    return ahead;
+  }
+
+  /// All units of the block; `ready` stages were loaded by `guess`.
+  template <int kCapacity>
+  __device__ __forceinline__ void run(int ready) {
+    const uint2* table = b.table();
+    const uint2 end = table[a.max_tiles()];
+    const int experts = end.x, guessed = blockIdx.x / a.units(0);
+    if (ready > 0 && (guessed >= experts || static_cast<int>(table[guessed].x) != guessed)) {
+      announce({0, guessed, 0, 0, 0, nullptr, 0, ready});
+      for (; ready > 0; --ready) at.advance(b.stages);
+    }
+    const int gate_up = experts * a.units(0), total = gate_up + experts * a.units(1);
+    for (int ticket = blockIdx.x; ticket < total;) {
+      const int product = ticket < gate_up ? 0 : 1, n = product == 0 ? ticket : ticket - gate_up;
+      const int touched = n / a.units(product), tile = n % a.units(product), steps = a.steps(product);
+      const int expert = table[touched].x, first = table[touched].y;
+      const int last = touched + 1 < experts ? table[touched + 1].y : end.y;
+      const uint32_t* slots = a.slots + static_cast<size_t>(expert) * a.bucket;
+      uint32_t drawn = 0;
+      for (int place = first; place < last; place += kCapacity) {
+        announce({product, expert, tile, place, min(kCapacity, last - place), slots + (place - first), last - first, steps});
+        for (int i = 0; i < steps; ++i) {
+          // As late as hides its latency: the block that is ahead takes the next unit.
+          if (i == max(steps - 6, 0) && place + kCapacity >= last) drawn = atomicAdd(a.tickets(), 1);
+          if (i >= ready) {
+            mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
+            load(product, expert, tile, i, at.stage);
+          }
+          at.advance(b.stages);
+        }
+        ready = 0;
+      }
+      ticket = gridDim.x + drawn;
+    }
+    announce({-1, 0, 0, 0, 0, nullptr, 0, 0});
+  }
+};
+
+/// Waits until an expert's activations are there, all of them for good if `all` are.
+__device__ __forceinline__ void await_activations(const Args& a, const Unit& unit, uint32_t all_rows, bool* all) {
+  if (*all) return;
+  const uint32_t units = a.units(0);
+  *all = load_acquire(a.finished()) == all_rows * units;
+  while (!*all && load_acquire(a.progress(unit.expert)) < unit.total * units) {
+  }
+  fence_async_proxy();
+}
+
+/// The warps that bring token rows: x is gathered by 16 bytes, each lane one column of some rows; activations lie in order.
+template <int kCapacity>
+__device__ __forceinline__ void gather(const Block& b, const Args& a, const CUtensorMap* act) {
+  constexpr int kEach = ceil_div(kCapacity * 8, kGatherLanes);
+  const int index = threadIdx.x - (kConsumers + 1) * 32, warp = index / 32, column = index % 8;
+  const uint32_t all_rows = b.table()[a.max_tiles()].y;
+  bool all = false;
+  Cursor at;
+  for_each_unit(b, [&](const Unit& unit) {
+    const bf16* from[kEach];
+    if (unit.product == 0) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int r = index / 8 + i * (kGatherLanes / 8);
+        from[i] = r < unit.rows ? a.x + static_cast<size_t>(unit.slots[r] / a.top_k) * a.hidden + column * 8 : nullptr;
+      }
+    } else if (elect_one()) {
+      await_activations(a, unit, all_rows, &all);
+    }
+    __syncwarp();
+    for (int step = 0; step < unit.steps; ++step, at.advance(b.stages)) {
+      mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
+      uint64_t* full = b.full(at.stage);
+      if (unit.product == 0) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          const int r = index / 8 + i * (kGatherLanes / 8);
+          if (r < unit.rows)
+            cp_async16(b.rows(at.stage) + r * 128 + ((column ^ (r & 7)) << 4), from[i] + step * kTileColumns);
+        }
+        cp_async_arrive(full);
+      } else if (elect_one()) {
+        // This warp's share of the loads, every third; one arrival stands for its 32 lanes.
+        const int share = unit.rows - warp * kActRows;
+        if (share > 0) expect_bytes(full, ceil_div(share, kGatherers * kActRows) * kActRows * kTileColumns * 2);
+        for (int r = warp * kActRows; r < unit.rows; r += kGatherers * kActRows)
+          load_tile(b.rows(at.stage) + r * 128, act, unit.first + r, step * kTileColumns, full);
+        mbarrier_arrive_many(full, 32);
+      }
+      __syncwarp();
+    }
+  });
+}
+
+#endif  // MOE_SM90
+
+}  // namespace moe::experts_tensor

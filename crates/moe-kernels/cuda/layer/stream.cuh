@@ -1,0 +1,150 @@
+// Geometry and shared memory of stream.cu: what all its roles share.
+#pragma once
+
+#include "experts/align.cuh"
+#include "linear/linear.cuh"
+#include "router/route.cuh"
+
+namespace moe::layer {
+
+constexpr int kConsumers = 8;  // warps that multiply; each takes every 8th step along K
+constexpr int kConsumerThreads = kConsumers * 32;
+constexpr int kPairs = 8;        // outputs of a tile of the first product: 8 gate rows and 8 up rows, an mma's
+constexpr int kDownRows = 16;    // rows of w2 of a tile: an mma's
+constexpr int kStep = 64;        // elements along K that a warp takes at a time
+constexpr int kMaxChunk[2] = {2048, 1024};  // elements along K of a stage
+constexpr int kMaxTokens = 4;    // each takes two of an mma's 8 columns
+constexpr int kRouters = kMaxTokens;  // warps that choose a token's experts; then the first loads weights, the last activates, the others fetch
+constexpr int kFetchers = kRouters - 2;
+constexpr int kParts = 4;        // tiles whose sums wait to be activated
+constexpr int kThreads = kConsumerThreads + kRouters * 32;
+constexpr int kFlying = 2;       // stages on their way to a block: enough, and more only stand in each other's way
+constexpr int kByTicket = 2;     // one tile in so many is assigned by ticket
+constexpr int kPollNs = 64;      // between two looks at an activation
+constexpr int kPieces = 6;       // 16 bytes of activations that a lane fetches at once
+constexpr int kMaxSlots = 32;    // a lane each
+constexpr int kMaxStages = 16;   // of each product
+constexpr int kMinStages = 2;
+constexpr int kMinChunk = 256;   // elements along K of a stage, where less room is left
+constexpr uint32_t kNoSlot = 0xffffffffu;
+
+/// What launches leave behind for each other, zero before the first.
+struct State {
+  uint64_t blocks;      // that know the launch's number: 65,536 of each launch
+  uint32_t tickets[2];  // drawn in this launch; of the next one
+  uint64_t unused[6];
+  uint64_t words[1];    // logits [T, E], launch number and f32; activations [T K, I / 2], launch number and two bf16
+};
+
+/// What every block reads first comes first: each 64 bytes of a launch's arguments are 0.1 us away.
+struct Args {
+  int tokens, num_local, hidden, inter;
+  int chunk[2], stages[2], ring;  // of each product: elements along K of a stage, stages; bytes that they share
+  int share, longer;              // columns of a block, of which the first `longer` have one more
+  float eps;
+  const void* x;     // [T, H] bf16, or f32 where `norm` is given
+  const bf16* norm;  // [H] or null
+  const bf16* gate;  // [E, H], or null: ids and weights are given
+  State* state;
+  RouteArgs route;
+  const bf16* gate_bias;  // [E] or null
+  const uint32_t* valid;
+  const bf16* w13;
+  const bf16* w2;
+  const int32_t* expert_map;
+  void* out;  // [T, H]
+
+  __host__ __device__ int slots() const { return tokens * route.top_k; }
+  __device__ int first_column(int block) const { return block * share + min(block, longer); }
+  __device__ uint64_t* logits() const { return state->words; }
+  __device__ uint64_t* act() const { return state->words + round_up(kMaxTokens * route.experts, 2); }
+  __host__ __device__ int depth(int product) const { return product == 0 ? hidden : inter; }
+  __host__ __device__ int stage_bytes(int product) const {
+    return (product == 0 ? 2 * kPairs : kDownRows) * chunk[product] * 2;
+  }
+};
+
+/// Byte offsets into dynamic shared memory; barriers come first.
+struct Layout {
+  uint32_t tiles, routing, partial, parts, rows, act, ring, total;
+};
+
+__host__ __device__ inline Layout layout(const Args& a) {
+  Layout l;
+  l.tiles = 8 * (4 * kMaxStages + kMaxSlots + 2 * kParts + 1);
+  l.routing = round_up(l.tiles + 8 * (kMaxStages + kParts + 1), 16);
+  // Scales; experts and weights of the slots; experts of the units; weights and slots of units and tokens.
+  l.partial = round_up(l.routing + 4 * kMaxTokens + a.slots() * 12 + a.slots() * a.tokens * 8, 16);
+  l.parts = l.partial + kConsumers * kDownRows * a.tokens * 4;
+  l.rows = round_up(l.parts + kParts * kConsumers * 2 * kPairs * a.tokens * 4, 128);
+  l.act = l.rows + a.tokens * a.hidden * 2;
+  l.ring = round_up(l.act + a.slots() * a.inter * 2, 128);
+  l.total = l.ring + a.ring;
+  return l;
+}
+
+/// What a stage of the first product holds; no pairs: the product is over, and the second one's first stage is `row`.
+struct Tile {
+  uint16_t unit, pairs;
+  int32_t row;
+};
+
+/// A block's shared memory. A unit is an expert that some token chose; units are in the order of local experts, so that
+/// a token's sum has an order of its own.
+struct Shared {
+  uint8_t* base;
+  Layout l;
+  int tokens, slots, stage_bytes[2];
+
+  __device__ Shared(uint8_t* smem, const Args& a)
+      : base(smem), l(layout(a)), tokens(a.tokens), slots(a.slots()), stage_bytes{a.stage_bytes(0), a.stage_bytes(1)} {}
+  __device__ uint64_t* full(int product, int stage) const {
+    return reinterpret_cast<uint64_t*>(base) + 2 * product * kMaxStages + stage;
+  }
+  __device__ uint64_t* empty(int product, int stage) const { return full(product, kMaxStages + stage); }
+  __device__ uint64_t* act_full(int unit) const { return full(2, unit); }
+  __device__ uint64_t* parts_full(int i) const { return act_full(kMaxSlots) + i; }
+  __device__ uint64_t* parts_empty(int i) const { return parts_full(kParts) + i; }
+  __device__ uint64_t* units_full() const { return parts_empty(kParts); }
+  __device__ Tile* tile(int stage) const { return reinterpret_cast<Tile*>(base + l.tiles) + stage; }
+  __device__ Tile* parts_tile(int i) const { return tile(kMaxStages) + i; }
+  __device__ uint32_t* units() const { return reinterpret_cast<uint32_t*>(parts_tile(kParts)); }
+  __device__ float* scale() const { return reinterpret_cast<float*>(base + l.routing); }
+  __device__ Choice* chosen() const { return reinterpret_cast<Choice*>(scale() + kMaxTokens); }
+  __device__ uint32_t* expert() const { return reinterpret_cast<uint32_t*>(chosen() + slots); }
+  __device__ float* unit_weight(int unit) const { return reinterpret_cast<float*>(expert() + slots) + unit * tokens; }
+  __device__ uint32_t* unit_slot(int unit) const {
+    return reinterpret_cast<uint32_t*>(unit_weight(slots)) + unit * tokens;
+  }
+  /// Parts of sums, one for each warp.
+  __device__ float* partial() const { return reinterpret_cast<float*>(base + l.partial); }
+  /// Sums of a tile, [warp, gate and up rows, token].
+  __device__ float* parts(int i) const {
+    return reinterpret_cast<float*>(base + l.parts) + i * kConsumers * 2 * kPairs * tokens;
+  }
+  __device__ uint8_t* rows() const { return base + l.rows; }
+  __device__ uint8_t* act() const { return base + l.act; }
+  /// The ring has two divisions, one for each product.
+  __device__ uint8_t* stage(int product, int i) const { return base + l.ring + i * stage_bytes[product]; }
+};
+
+/// A place in a ring and the parity of its barriers. `turn` counts from where it began: barriers change parity when all
+/// stages have been used.
+struct Cursor {
+  int stage = 0, turn = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) stage = 0;
+    if (++turn == stages) turn = 0, parity ^= 1;
+  }
+};
+
+#if MOE_SM90
+
+__device__ __forceinline__ void consumers_sync() { named_barrier(1, kConsumerThreads); }
+__device__ __forceinline__ void routers_sync() { named_barrier(2, kRouters * 32); }
+
+#endif  // MOE_SM90
+
+}  // namespace moe::layer

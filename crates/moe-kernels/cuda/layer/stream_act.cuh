@@ -1,0 +1,69 @@
+// Activations of stream.cu: from sums to words in L2, from there to the shared memory of all blocks.
+#pragma once
+
+#include "layer/stream.cuh"
+
+namespace moe::layer {
+
+#if MOE_SM90
+
+/// Activations of this block's tiles to L2, by one warp: a lane per pair and token, two pairs in a word.
+__device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_t number) {
+  const int lane = threadIdx.x % 32, pair = lane % kPairs, token = min(lane / kPairs, a.tokens - 1);
+  for (int i = 0;; ++i) {
+    const int buffer = i % kParts;
+    mbarrier_wait(s.parts_full(buffer), i / kParts % 2);
+    const Tile tile = *s.parts_tile(buffer);
+    if (tile.pairs == 0) return;
+    const float scale = s.scale()[token];
+    float gate = 0, up = 0;
+#pragma unroll
+    for (int w = 0; w < kConsumers; ++w) {
+      const float* part = s.parts(buffer) + (w * 2 * kPairs + pair) * a.tokens + token;
+      gate += part[0], up += part[kPairs * a.tokens];
+    }
+    warp_arrive(s.parts_empty(buffer));
+    gate *= scale, up *= scale;
+    const float value = gate / (1.0f + __expf(-gate)) * up, next = __shfl_down_sync(0xffffffffu, value, 1);
+    const uint32_t slot = s.unit_slot(tile.unit)[token];
+    if (lane % 2 == 0 && lane / kPairs < a.tokens && slot != kNoSlot) {
+      const uint64_t word = static_cast<uint64_t>(number) << 32 | pack_bf16(value, next);
+      store_relaxed(a.act() + (static_cast<size_t>(slot) * a.inter + tile.row + pair) / 2, word);
+    }
+  }
+}
+
+/// Activations of units to shared memory, by one of `kFetchers` warps: they lie in L2 as words that say whether they are of
+/// this launch. A lane looks for the last one of its own at first, so that those who wait read little.
+__device__ __forceinline__ void fetch_activations(const Args& a, const Shared& s, int fetcher, uint32_t number) {
+  const int lane = threadIdx.x % 32, pieces = a.inter / 4, units = *s.units();
+  const auto is_there = [=](const uint4& v) { return v.y == number && v.w == number; };
+  for (int u = fetcher; u < units; u += kFetchers) {
+    for (int t = 0; t < a.tokens; ++t) {
+      const uint32_t slot = s.unit_slot(u)[t];
+      if (slot == kNoSlot) continue;
+      const uint64_t* from = a.act() + static_cast<size_t>(slot) * a.inter / 2;
+      uint2* to = reinterpret_cast<uint2*>(s.act() + slot * a.inter * 2);
+      const int last = lane + (pieces - 1 - lane) / 32 * 32;
+      if (lane < pieces) while (!is_there(load_relaxed_pair(from + 2 * last))) __nanosleep(kPollNs);
+      for (int first = lane; first < pieces; first += 32 * kPieces) {
+        uint4 v[kPieces];
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+          if (first + i * 32 < pieces) v[i] = load_relaxed_pair(from + 2 * (first + i * 32));
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+          const int at = first + i * 32;
+          if (at >= pieces) break;
+          while (!is_there(v[i])) v[i] = load_relaxed_pair(from + 2 * at);
+          to[at] = {v[i].x, v[i].z};
+        }
+      }
+    }
+    warp_arrive(s.act_full(u));
+  }
+}
+
+#endif  // MOE_SM90
+
+}  // namespace moe::layer

@@ -1,0 +1,153 @@
+// The thread of stream.cu that brings weights to shared memory.
+#pragma once
+
+#include "layer/stream.cuh"
+
+namespace moe::layer {
+
+#if MOE_SM90
+
+/// The tile that a block begins with where the experts are chosen here. It belongs to the first token's likeliest experts, a block
+/// for each of their tiles, so that memory has work while the others are still being chosen.
+struct Head {
+  int rank, place;  // of the expert in the token's choice, -1: there is no head; of the tile among the expert's
+
+  __device__ __forceinline__ explicit Head(const Args& a) : rank(0), place(blockIdx.x) {
+    const int per_unit = a.inter / kPairs;
+    for (; place >= per_unit; place -= per_unit) ++rank;
+    if (a.expert_map != nullptr || a.num_local < a.route.experts || a.chunk[0] < a.hidden) rank = -1;
+  }
+
+  /// By one lane. The stage is the first one.
+  __device__ __forceinline__ void load(const Args& a, const Shared& s, uint32_t expert) const {
+    const bf16* gate = a.w13 + (static_cast<size_t>(expert) * 2 * a.inter + place * kPairs) * a.hidden;
+    const int bytes = kPairs * a.hidden * 2;
+    arrive_expecting(s.full(0, 0), 2 * bytes);
+    bulk_copy(s.stage(0, 0), gate, bytes, s.full(0, 0));
+    bulk_copy(s.stage(0, 0) + bytes, gate + static_cast<size_t>(a.inter) * a.hidden, bytes, s.full(0, 0));
+  }
+
+  /// By one warp, that of the first token, with `unit` and whether there is an expert in each lane's slot. Says to the consumers
+  /// what the stage holds. Returns how many of the experts' tiles are heads.
+  __device__ __forceinline__ int declare(const Args& a, const Shared& s, int unit, bool has) const {
+    const int lane = threadIdx.x % 32;
+    const int chosen = __popc(__ballot_sync(0xffffffffu, has && lane < a.route.top_k));
+    if (rank < 0) return 0;
+    if (lane == rank && rank < chosen) *s.tile(0) = {static_cast<uint16_t>(unit), kPairs, place * kPairs};
+    return min(static_cast<int>(gridDim.x), chosen * (a.inter / kPairs));
+  }
+};
+
+/// Brings stages to shared memory, in the order in which `Consumer` takes them. One thread.
+struct Loader {
+  const Args& a;
+  const Shared& s;
+  int units;
+  Cursor at = {}, landed = {};  // of the first product
+  int flying = 0;
+
+  /// `rows` rows of a stage; whole rows are one consecutive piece.
+  __device__ __forceinline__ void copy_tile(uint8_t* to, const bf16* from, int product, int rows, int k,
+                                            uint64_t* bar) const {
+    const int depth = a.depth(product), chunk = a.chunk[product];
+    if (chunk == depth) {
+      bulk_copy(to, from, rows * depth * 2, bar);
+    } else {
+      for (int r = 0; r < rows; ++r)
+        bulk_copy(to + r * chunk * 2, from + static_cast<size_t>(r) * depth + k, min(chunk, depth - k) * 2, bar);
+    }
+  }
+
+  /// Waits until the oldest stage has come if too many are on their way: requests that memory cannot take yet stand
+  /// in front of the words on which all blocks wait.
+  __device__ __forceinline__ void bound(int product, Cursor& oldest) {
+    if (++flying <= kFlying) return;
+    mbarrier_wait(s.full(product, oldest.stage), oldest.parity);
+    oldest.advance(a.stages[product]);
+    --flying;
+  }
+
+  __device__ __forceinline__ void load_pairs(int unit, int row) {
+    const bf16* gate = a.w13 + (static_cast<size_t>(s.expert()[unit]) * 2 * a.inter + row) * a.hidden;
+    for (int k = 0; k < a.hidden; k += a.chunk[0]) {
+      bound(0, landed);
+      mbarrier_wait(s.empty(0, at.stage), at.parity ^ 1);
+      uint64_t* bar = s.full(0, at.stage);
+      uint8_t* to = s.stage(0, at.stage);
+      *s.tile(at.stage) = {static_cast<uint16_t>(unit), kPairs, row};
+      arrive_expecting(bar, 2 * kPairs * min(a.chunk[0], a.hidden - k) * 2);
+      copy_tile(to, gate, 0, kPairs, k, bar);
+      copy_tile(to + kPairs * a.chunk[0] * 2, gate + static_cast<size_t>(a.inter) * a.hidden, 0, kPairs, k, bar);
+      at.advance(a.stages[0]);
+    }
+  }
+
+  /// Of the tiles that are no heads the first half, every gridDim-th, so that the units are finished one after the other, then
+  /// tickets, each drawn while the tiles before it come.
+  __device__ __forceinline__ void load_gate_up(uint32_t* tickets, int heads) {
+    const int per_unit = a.inter / kPairs, total = units * per_unit - heads, assigned = total - total / kByTicket;
+    if (static_cast<int>(blockIdx.x) < heads) at.advance(a.stages[0]), flying = 1;
+    int unit = 0, place = heads_of(0, heads), before = 0;  // of a tile among its unit's: a division would stand before the first load
+    for (int tile = blockIdx.x;; tile += gridDim.x) {
+      if (tile >= assigned) tile = assigned + static_cast<int>(atomicAdd(tickets, 1));
+      if (tile >= total) return;
+      place += tile - before, before = tile;
+      while (place >= per_unit) place += heads_of(++unit, heads) - per_unit;
+      load_pairs(unit, place * kPairs);
+    }
+  }
+
+  /// How many of a unit's tiles are heads: its first ones.
+  __device__ __forceinline__ int heads_of(int unit, int heads) const {
+    const uint32_t slot = s.unit_slot(unit)[0];  // of the first token, whose slots are in the order of its choice
+    const int per_unit = a.inter / kPairs;
+    return slot == kNoSlot ? 0 : max(0, min(heads - static_cast<int>(slot) * per_unit, per_unit));
+  }
+
+  /// Tells the consumers that the first product is over, and in which stage the second one begins: the one that is free
+  /// first. Stages of the first are freed from the one after `at` on.
+  __device__ __forceinline__ int change_over() {
+    mbarrier_wait(s.empty(0, at.stage), at.parity ^ 1);
+    const int oldest = (at.stage + 1) % a.stages[0];
+    const int first = ceil_div(oldest * s.stage_bytes[0], s.stage_bytes[1]) % a.stages[1];
+    *s.tile(at.stage) = {0, 0, first};
+    mbarrier_arrive(s.full(0, at.stage));
+    at.advance(a.stages[0]);
+    return first;
+  }
+
+  /// Waits until the first product needs nothing of a stage of the second any more.
+  __device__ __forceinline__ void wait_for_first(int stage) const {
+    const int begin = stage * s.stage_bytes[1] / s.stage_bytes[0];
+    const int end = ((stage + 1) * s.stage_bytes[1] - 1) / s.stage_bytes[0];
+    for (int i = begin; i <= min(end, a.stages[0] - 1); ++i)
+      mbarrier_wait(s.empty(0, i), i >= at.stage ? at.parity ^ 1 : at.parity);
+  }
+
+  /// Rows [first, last) of every unit's w2.
+  __device__ __forceinline__ void load_down(int first, int last) {
+    Cursor to = {change_over()}, oldest = to;
+    flying = 0;
+    bool used = false;  // whether the ring has been filled once
+    for (int top = first; top < last; top += kDownRows) {
+      const int rows = min(kDownRows, last - top);
+      for (int u = 0; u < units; ++u) {
+        const bf16* w = a.w2 + (static_cast<size_t>(s.expert()[u]) * a.hidden + top) * a.inter;
+        for (int k = 0; k < a.inter; k += a.chunk[1]) {
+          bound(1, oldest);
+          if (used) mbarrier_wait(s.empty(1, to.stage), to.parity ^ 1);
+          else wait_for_first(to.stage);
+          uint64_t* bar = s.full(1, to.stage);
+          arrive_expecting(bar, rows * min(a.chunk[1], a.inter - k) * 2);
+          copy_tile(s.stage(1, to.stage), w, 1, rows, k, bar);
+          to.advance(a.stages[1]);
+          used = used || to.turn == 0;
+        }
+      }
+    }
+  }
+};
+
+#endif  // MOE_SM90
+
+}  // namespace moe::layer

@@ -1,0 +1,307 @@
+// out [M, N] = x [M, K] w[N, K]^T for few rows: a weight stream with M <= 8 tokens riding on it.
+//
+// Floor: 2 N K bytes of weights (21.0 MB for qkv, 16.8 MB for o_proj, 622 MB for the vocabulary projection of
+// Qwen3-30B-A3B) over the read bandwidth; 2 M N K FLOP are nothing beside it.
+//
+// One block per multiprocessor owns N / blocks consecutive weight rows. Its producer warp brings them to shared
+// memory in stages of 8 rows x 2,048 columns, one bulk copy of 4 KB per row, 133 KB ahead: at qkv and o_proj sizes most or all of a block's share
+// (159 and 127 KB). It starts before the grid dependency, so weights are on their way while the kernels ahead still
+// run; once x is there, a block has only shared memory left to read.
+//
+// Eight consumer warps multiply with mma.sync, weights as the row operand (8 of its 16 rows, so that shares of N come
+// out even) and the tokens as the 8 columns, each warp over its own columns of K; their parts are added in warp
+// order, so an output's bits depend on its rows of x and w and on K alone, not on M. Up to K = 4,096 a warp keeps
+// its columns of x in registers.
+//
+// mma.sync contracts over k in any order that both operands share, so a lane loads 8 consecutive elements with
+// one 16-byte access and feeds two products with them: no ldmatrix, no shuffles. Rows are padded by 64 bytes so
+// that such loads hit every bank once.
+//
+// Prologue: x is bf16, or the f32 residual that is RMS-normed on the way: x * weight is rounded to bf16 and the
+// factor 1 / rms multiplies the sum, which costs no extra pass and rounds as often as norming first. Epilogue:
+// f32 or bf16 store, or addition to the f32 residual. Together they save two launches per sub-layer.
+#include "linear/linear.cuh"
+
+namespace moe {
+namespace {
+
+constexpr int kWarps = 8;                 // consumers
+constexpr int kConsumers = kWarps * 32;
+constexpr int kTokens = 8;
+constexpr int kRows = 8;                  // weight rows of a stage
+constexpr int kChunk = 2048;              // columns of a stage
+constexpr int kPad = 64;                  // bytes between rows, against bank conflicts
+constexpr int kRowBytes = kChunk * 2 + kPad;
+constexpr int kStageBytes = kRows * kRowBytes;
+constexpr int kSteps = kChunk / 32 / kWarps;  // 32-column steps of a warp and stage
+constexpr int kMaxStages = 4;             // 133 KB: room for a block of the kernel ahead
+constexpr int kHeader = 128;              // barriers
+constexpr int kBatch = 3;                 // row groups whose sums are added together
+constexpr int kSumPitch = kTokens + 2;    // floats of a weight row's sums, against bank conflicts
+constexpr int kSumFloats = kBatch * kWarps * kRows * kSumPitch;
+
+struct Args {
+  const void* x;
+  const bf16* norm;
+  float eps;
+  const bf16* w;
+  const bf16* bias;
+  void* out;
+  int m, n, k, stages;
+};
+
+/// Shared memory but for the stages: barriers, sums, parts of the norms, rows of x.
+size_t fixed_bytes(int m, int k) {
+  return kHeader + (kSumFloats + kTokens * kWarps) * sizeof(float) + static_cast<size_t>(m) * (2 * k + kPad);
+}
+
+/// Rows of x, f32, times the norm's weight to shared memory as bf16; each warp leaves its part of every row's sum of
+/// squares in `squares[row][warp]`. Four rows at a time, all their loads ahead of the first use. `gain` holds the
+/// weight of this thread's first columns.
+__device__ __forceinline__ void stage_normed(const Args& a, Vec16 gain, uint8_t* to, float* squares) {
+  const int pitch = 2 * a.k + kPad;
+  float sum[kTokens] = {};
+  for (int at = threadIdx.x * 8; at < a.k; at += kConsumers * 8) {
+    if (at >= kConsumers * 8) gain = load_const(a.norm + at);
+    float g[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack_bf16(gain.word[i]);
+      g[2 * i] = pair.x, g[2 * i + 1] = pair.y;
+    }
+#pragma unroll
+    for (int first = 0; first < kTokens; first += 4) {
+      if (first >= a.m) break;
+      float4 x[4][2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[i][0] = x[i][1] = {};
+        if (first + i >= a.m) continue;
+        const size_t row = first + i;
+        const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + row * a.k + at);
+        x[i][0] = __ldcg(from);
+        x[i][1] = __ldcg(from + 1);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (first + i >= a.m) break;
+        const float4 p = x[i][0], q = x[i][1];
+        sum[first + i] += p.x * p.x + p.y * p.y + p.z * p.z + p.w * p.w;
+        sum[first + i] += q.x * q.x + q.y * q.y + q.z * q.z + q.w * q.w;
+        const uint4 packed = {pack_bf16(p.x * g[0], p.y * g[1]), pack_bf16(p.z * g[2], p.w * g[3]),
+                              pack_bf16(q.x * g[4], q.y * g[5]), pack_bf16(q.z * g[6], q.w * g[7])};
+        *reinterpret_cast<uint4*>(to + static_cast<size_t>(first + i) * pitch + at * 2) = packed;
+      }
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < kTokens; ++row) {
+    if (row >= a.m) break;
+    const float part = warp_sum(sum[row]);
+    if (threadIdx.x % 32 == 0) squares[row * kWarps + threadIdx.x / 32] = part;
+  }
+}
+
+/// A warp's columns of x in a chunk, as the column operand of its steps s = warp, warp + 8, .. Lane 4g + t holds
+/// columns 8t .. 8t + 7 of token g.
+struct Columns {
+  uint4 step[kSteps];
+
+  /// Lanes without a token repeat the last one: their results are not stored.
+  __device__ __forceinline__ void load(const uint8_t* x, int pitch, int m, int steps) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint8_t* from = x + static_cast<size_t>(min(lane / 4, m - 1)) * pitch + lane % 4 * 16;
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+      const int s = j * kWarps + warp;
+      step[j] = s < steps ? *reinterpret_cast<const uint4*>(from + s * 64) : uint4{};
+    }
+  }
+};
+
+/// Adds a warp's share of a stage; four chains, so that products do not wait for each other.
+__device__ __forceinline__ void multiply(const uint8_t* stage, const Columns& x, int steps, float (&acc)[4][4]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint8_t* w = stage + lane / 4 * kRowBytes + lane % 4 * 16;
+  uint4 a[kSteps];
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j) {
+    const int s = j * kWarps + warp;
+    a[j] = s < steps ? *reinterpret_cast<const uint4*>(w + s * 64) : uint4{};
+  }
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j) {
+    mma_bf16(acc[j % 2 * 2], {a[j].x, 0, a[j].y, 0}, x.step[j].x, x.step[j].y);
+    mma_bf16(acc[j % 2 * 2 + 1], {a[j].z, 0, a[j].w, 0}, x.step[j].z, x.step[j].w);
+  }
+}
+
+/// kHeld: chunks of x that stay in registers, 0 for none.
+template <int kHeld, bool kNormed, Output kOutput>
+__global__ void __launch_bounds__(kConsumers + 32, 1) stream_kernel(Args a) {
+  extern __shared__ __align__(128) uint8_t smem[];
+  uint64_t* full = reinterpret_cast<uint64_t*>(smem);
+  uint64_t* empty = full + kMaxStages;
+  uint64_t* x_full = empty + kMaxStages;
+  float* sums = reinterpret_cast<float*>(smem + kHeader);
+  float* squares = sums + kSumFloats;
+  uint8_t* x = reinterpret_cast<uint8_t*>(squares + kTokens * kWarps);
+  const int pitch = 2 * a.k + kPad;
+  uint8_t* ring = x + static_cast<size_t>(a.m) * pitch;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first = static_cast<int>(static_cast<int64_t>(a.n) * blockIdx.x / gridDim.x);
+  const int last = static_cast<int>(static_cast<int64_t>(a.n) * (blockIdx.x + 1) / gridDim.x);
+  const int chunks = ceil_div(a.k, kChunk);
+  // Ahead of the weights: a load behind them waits until they have come.
+  Vec16 gain = {};
+  if (kNormed && threadIdx.x * 8 < a.k && warp < kWarps) gain = load_const(a.norm + threadIdx.x * 8);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < a.stages; ++i) {
+      mbarrier_init(full + i, copy_arrivals());
+      mbarrier_init(empty + i, kWarps * kWarpArrivals);
+    }
+    mbarrier_init(x_full, copy_arrivals());
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  pdl_launch_dependents();
+
+  if (warp == kWarps) {
+    int stage = 0, round = 0;
+    for (int row = first; row < last; row += kRows) {
+      for (int column = 0; column < a.k; column += kChunk) {
+        if (round > 0) mbarrier_wait(empty + stage, (round - 1) & 1);
+        const bf16* from = a.w + static_cast<size_t>(row) * a.k + column;
+        const uint32_t bytes = min(kChunk, a.k - column) * 2;
+        uint8_t* to = ring + stage * kStageBytes;
+        if (last - row >= kRows) {
+          copy_strided<kRows>(to, kRowBytes, from, static_cast<size_t>(a.k) * 2, bytes, full + stage);
+        } else {
+          copy_rows(to, kRowBytes, last - row, bytes, full + stage,
+                    [&](uint32_t r) { return from + static_cast<size_t>(r) * a.k; });
+        }
+        if (++stage == a.stages) stage = 0, ++round;
+      }
+    }
+    return;
+  }
+
+  if constexpr (kNormed) {
+    pdl_wait();
+    stage_normed(a, gain, x, squares);
+    named_barrier(1, kConsumers);
+  } else {
+    pdl_wait();
+    const bf16* from = static_cast<const bf16*>(a.x);
+    if (warp == 0)
+      copy_rows(x, pitch, a.m, a.k * 2, x_full, [&](uint32_t r) { return from + static_cast<size_t>(r) * a.k; });
+    mbarrier_wait(x_full, 0);
+  }
+  const auto steps = [&](int chunk) { return min(kChunk, a.k - chunk * kChunk) / 32; };
+  Columns held[kHeld > 0 ? kHeld : 1];
+#pragma unroll
+  for (int chunk = 0; chunk < kHeld; ++chunk)
+    if (chunk < chunks) held[chunk].load(x + chunk * kChunk * 2, pitch, a.m, steps(chunk));
+  const int my_row = threadIdx.x % (kBatch * kRows), my_token = threadIdx.x / (kBatch * kRows);
+  float scale = 1.f;
+  if (kNormed && my_token < a.m) {
+    float sum = 0.f;
+    for (int i = 0; i < kWarps; ++i) sum += squares[my_token * kWarps + i];
+    scale = 1.f / sqrtf(sum / a.k + a.eps);
+  }
+  int stage = 0, phase = 0, refills = ceil_div(last - first, kRows) * chunks - a.stages;
+  for (int batch = first; batch < last; batch += kBatch * kRows) {
+    const bool mine = my_token < a.m && batch + my_row < last;
+    const size_t at = static_cast<size_t>(my_token) * a.n + batch + my_row;
+    float value = mine ? before<kOutput>(a.out, at) : 0.f;
+    if (mine && a.bias != nullptr) value += __bfloat162float(a.bias[batch + my_row]);
+    float2 part[kBatch];
+#pragma unroll
+    for (int group = 0; group < kBatch; ++group) {
+      if (batch + group * kRows >= last) break;
+      float acc[4][4] = {};
+      const auto next = [&](const Columns& columns, int chunk) {
+        mbarrier_wait(full + stage, phase);
+        multiply(ring + stage * kStageBytes, columns, steps(chunk), acc);
+        if (refills-- > 0) release_to_copies(empty + stage);
+        if (++stage == a.stages) stage = 0, phase ^= 1;
+      };
+      if constexpr (kHeld > 0) {
+#pragma unroll
+        for (int chunk = 0; chunk < kHeld; ++chunk)
+          if (chunk < chunks) next(held[chunk], chunk);
+      } else {
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+          held[0].load(x + chunk * kChunk * 2, pitch, a.m, steps(chunk));
+          next(held[0], chunk);
+        }
+      }
+      part[group] = {acc[0][0] + acc[1][0] + acc[2][0] + acc[3][0], acc[0][1] + acc[1][1] + acc[2][1] + acc[3][1]};
+    }
+    if (batch > first) named_barrier(1, kConsumers);  // the sums before have been read
+#pragma unroll
+    for (int group = 0; group < kBatch; ++group) {
+      if (batch + group * kRows >= last) break;
+      float* to = sums + ((group * kWarps + warp) * kRows + lane / 4) * kSumPitch + lane % 4 * 2;
+      *reinterpret_cast<float2*>(to) = part[group];
+    }
+    named_barrier(1, kConsumers);
+    if (mine) {
+      const float* from = sums + (my_row / kRows * kWarps * kRows + my_row % kRows) * kSumPitch + my_token;
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i) sum += from[i * kRows * kSumPitch];
+      store<kOutput>(a.out, at, value + sum * scale);
+    }
+  }
+}
+
+template <int kHeld, bool kNormed, Output kOutput>
+int run(Args a, void* stream) {
+  DeviceLimits limits;
+  const cudaError_t e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  const int blocks = a.n < limits.sms ? a.n : limits.sms;
+  const size_t fixed = fixed_bytes(a.m, a.k);
+  if (fixed + kStageBytes > static_cast<size_t>(limits.block_smem)) return cudaErrorInvalidValue;
+  // No more stages than a block's share fills: what is left lets the kernels around it share the processor.
+  const int needed = ceil_div(ceil_div(a.n, blocks), kRows) * ceil_div(a.k, kChunk);
+  const int fit = static_cast<int>((limits.block_smem - fixed) / kStageBytes);
+  a.stages = needed < fit ? needed : fit;
+  if (a.stages > kMaxStages) a.stages = kMaxStages;
+  const Launch l = {dim3(blocks), dim3(kConsumers + 32), stream, fixed + static_cast<size_t>(a.stages) * kStageBytes};
+  return launch(stream_kernel<kHeld, kNormed, kOutput>, l, a);
+}
+
+template <int kHeld, bool kNormed>
+int run(Output output, const Args& a, void* stream) {
+  switch (output) {
+    case Output::F32: return run<kHeld, kNormed, Output::F32>(a, stream);
+    case Output::Bf16: return run<kHeld, kNormed, Output::Bf16>(a, stream);
+    default: return run<kHeld, kNormed, Output::Add>(a, stream);
+  }
+}
+
+template <bool kNormed>
+int run(Output output, const Args& a, void* stream) {
+  if (a.k <= kChunk) return run<1, kNormed>(output, a, stream);
+  if (a.k <= 2 * kChunk) return run<2, kNormed>(output, a, stream);
+  return run<0, kNormed>(output, a, stream);
+}
+
+}  // namespace
+}  // namespace moe
+
+/// out [m, n] = x [m, k] w[n, k]^T (+ bias [n]), m <= 8, k a multiple of 64 (up to 10,000 or so: m rows of x and a
+/// stage must fit into shared memory).
+///
+/// `norm` null: x is bf16. Otherwise x is f32 and is RMS-normed with this weight [k] and `eps`.
+/// `output`: 0 = f32, 1 = bf16, 2 = added to f32.
+extern "C" int moe_linear_stream(const void* x, const moe::bf16* norm, float eps, const moe::bf16* w,
+                                 const moe::bf16* bias, void* out, int output, int m, int n, int k, void* stream) {
+  using namespace moe;
+  if (m < 0 || m > kTokens || n < 0 || k <= 0 || k % 64 != 0 || output < 0 || output > 2) return cudaErrorInvalidValue;
+  if (m == 0 || n == 0) return cudaSuccess;
+  const Args a = {x, norm, eps, w, bias, out, m, n, k, 0};
+  return norm ? run<true>(static_cast<Output>(output), a, stream) : run<false>(static_cast<Output>(output), a, stream);
+}

@@ -1,0 +1,320 @@
+// All-reduce of small arrays over peer memory, alone or with what follows it in a decoder layer: residual += sum and
+// out = norm(residual). What an NCCL call and an add + norm kernel do in two launches and through their own buffers.
+//
+// Sums are f32 additions of the ranks' values in rank order, rounded once: the same bits on every rank and in every run.
+// Slots, waiting, and why no barrier is needed: peer.cuh.
+//
+// One shot (small): each rank stores its values in all peers' slots and adds up all that it receives: one hop. Two shots:
+// rank r adds up units r * chunk .. and stores the sums in all ranks' slots (its own too): two hops, fewer bytes. The bound
+// between them is where the bytes saved take as long as the second hop.
+//
+// Floor for one token of H = 2,048 on 4 GPUs: a grid boundary (0.65 us, measured between the kernels of a layer), one
+// store over NVLink until a poll sees it (about 1 us), reading and writing L2 (0.3 us): 2 us; bytes are nothing (24 KB out,
+// 0.05 us at 450 GB/s). Predicted, not yet measured: 2.7 us plain and 3.1 us with the norm, whose sum of squares costs a
+// cluster barrier, in a graph of calls one after the other; 32 tokens (256 KB, one shot, 0.79 MB out at 350 GB/s) 5.2 us, 128
+// tokens (1 MB, two shots, 1.6 MB) 8.5 us, 256 tokens 13 us. add_rms_norm alone takes 1.5 us, NCCL alone 15 us.
+//
+// Every block waits for what peers' blocks send, so all blocks of a launch must be resident at once: at most two blocks of
+// 128 threads per multiprocessor, next to whatever the kernel ahead and the kernel behind keep there. Units are spread over
+// all threads; a row's norm is that of a cluster of up to 8 blocks, so that even one row is sent from and polled by several
+// multiprocessors.
+#include "peer/peer.cuh"
+#include "ptx/cluster.cuh"
+
+namespace moe {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr int kMaxCluster = 32 / kWarps;  // the sums of a cluster's warps are one load of a warp
+constexpr int kBlocksPerSm = 2;
+
+/// Elements of a unit as f32.
+template <class T>
+struct Floats {
+  static constexpr int kCount = 16 / sizeof(T);
+  float at[kCount];
+};
+
+template <class T>
+__device__ __forceinline__ Floats<T> widen(const Vec16& v) {
+  Floats<T> x;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      x.at[i] = __uint_as_float(v.word[i]);
+    } else {
+      const float2 pair = unpack_bf16(v.word[i]);
+      x.at[2 * i] = pair.x;
+      x.at[2 * i + 1] = pair.y;
+    }
+  }
+  return x;
+}
+
+template <class T>
+__device__ __forceinline__ Vec16 narrow(const Floats<T>& x) {
+  Vec16 v;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      v.word[i] = __float_as_uint(x.at[i]);
+    } else {
+      v.word[i] = pack_bf16(x.at[2 * i], x.at[2 * i + 1]);
+    }
+  }
+  return v;
+}
+
+/// An array in units of 16 bytes, the last one padded with zeros. What peers wait for depends on the count alone, so arrays
+/// that are not aligned are read and written in the same units, element by element.
+template <class T>
+struct Units {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+  static constexpr int kCount = 16 / sizeof(T), kPerWord = 4 / sizeof(T);
+  const Bits* in;
+  Bits* out;
+  size_t count;
+  bool aligned;
+
+  __device__ __forceinline__ bool whole(uint32_t u) const {
+    return aligned && (static_cast<size_t>(u) + 1) * kCount <= count;
+  }
+
+  /// Unit u; zeros beyond the end.
+  __device__ __forceinline__ Vec16 load(uint32_t u) const {
+    const size_t at = static_cast<size_t>(u) * kCount;
+    Vec16 v = {};
+    if (whole(u)) {
+      const uint4 words = __ldcg(reinterpret_cast<const uint4*>(in + at));
+      v = {{words.x, words.y, words.z, words.w}};
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        if (at + i < count) v.word[i / kPerWord] |= static_cast<uint32_t>(__ldcg(in + at + i)) << (i % kPerWord * 16);
+    }
+    return v;
+  }
+
+  __device__ __forceinline__ void store(uint32_t u, const Vec16& v) const {
+    const size_t at = static_cast<size_t>(u) * kCount;
+    if (whole(u)) {
+      *reinterpret_cast<uint4*>(out + at) = {v.word[0], v.word[1], v.word[2], v.word[3]};
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        if (at + i < count) out[at + i] = static_cast<Bits>(v.word[i / kPerWord] >> (i % kPerWord * 16));
+    }
+  }
+};
+
+/// Adds up a unit: this rank's, and those in the slots base + r * stride of the other ranks r.
+template <class T>
+__device__ __forceinline__ Floats<T> add_up(const Exchange& x, Turn& turn, const Vec16& own, uint32_t base,
+                                            uint32_t stride) {
+  Vec16 v[kMaxRanks];
+#pragma unroll
+  for (int r = 0; r < kMaxRanks; ++r) v[r] = own;
+  const uint32_t peers = ((1u << x.peers.ranks) - 1) & ~(1u << x.peers.rank);
+  receive(x, turn, v, peers, 0, base, stride);
+  Floats<T> sum = widen<T>(v[0]);
+#pragma unroll
+  for (int r = 1; r < kMaxRanks; ++r) {
+    if (r >= x.peers.ranks) break;
+    const Floats<T> next = widen<T>(v[r]);
+#pragma unroll
+    for (int i = 0; i < Floats<T>::kCount; ++i) sum.at[i] += next.at[i];
+  }
+  return sum;
+}
+
+/// Sends what other ranks need of this one. `mine` is the thread's first unit, loaded while the turn began.
+template <class T>
+__device__ __forceinline__ void contribute(const Exchange& x, Turn& turn, const Units<T>& data, Vec16 mine) {
+  const uint32_t first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
+  const int rank = x.peers.rank, ranks = x.peers.ranks;
+  // Each rank begins with another peer.
+  const auto peer = [=](int i) { return rank + i < ranks ? rank + i : rank + i - ranks; };
+  for (uint32_t u = first; u < x.units; u += step, mine = data.load(u)) {
+    if (x.chunk == 0) {
+      for (int i = 1; i < ranks; ++i) send(slot(x, turn, peer(i), rank * x.units + u), mine);
+    } else if (const uint32_t owner = u / x.chunk; owner != static_cast<uint32_t>(rank)) {
+      send(slot(x, turn, owner, rank * x.chunk + u - owner * x.chunk), mine);
+    }
+  }
+  if (x.chunk == 0) return;
+  const uint32_t begin = rank * x.chunk, end = min(begin + x.chunk, x.units);
+  for (uint32_t u = begin + first; u < end; u += step) {
+    const Vec16 sum = narrow<T>(add_up<T>(x, turn, data.load(u), u - begin, x.chunk));
+    for (int i = 0; i < ranks; ++i) send(slot(x, turn, peer(i), ranks * x.chunk + u), sum);
+  }
+}
+
+/// The sum of unit u, after `contribute`.
+template <class T>
+__device__ __forceinline__ Floats<T> sum_of(const Exchange& x, Turn& turn, const Units<T>& data, uint32_t u) {
+  if (x.chunk == 0) return add_up<T>(x, turn, data.load(u), u, x.units);
+  Vec16 v[1];
+  receive(x, turn, v, 1u, u / x.chunk, x.peers.ranks * x.chunk + u, 0);
+  return widen<T>(v[0]);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    sum_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Units<T> data) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const uint32_t first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
+  const Vec16 mine = data.load(first);
+  Turn turn = begin_turn(x);
+  contribute(x, turn, data, mine);
+  for (uint32_t u = first; u < x.units; u += step) data.store(u, narrow<T>(sum_of(x, turn, data, u)));
+}
+
+/// Sum over a cluster, in a fixed order; every thread gets it. `parts` [32] is free again after the next call with another.
+__device__ __forceinline__ float cluster_total(float v, float* parts) {
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = cluster_size();
+  v = warp_sum(v);
+  if (lane < blocks) cluster_store(parts + cluster_rank() * kWarps + warp, lane, v);
+  cluster_sync();
+  return warp_sum(lane < blocks * kWarps ? parts[lane] : 0.f);
+}
+
+struct Norm {
+  float* residual;     // [rows, hidden]
+  const bf16* weight;  // [hidden]
+  bf16* out;           // [rows, hidden]; null: no norm
+  float eps;
+  int rows;
+  int hidden;
+};
+
+/// residual += the sum of all ranks' data, out = norm(residual); a cluster per row, each block a run of its units.
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    norm_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Units<float> data, const Norm n) {
+  extern __shared__ __align__(16) uint8_t smem[];
+  __shared__ float parts[2][32];
+  const uint32_t blocks = cluster_size(), row_units = n.hidden / 4, run = ceil_div(row_units, blocks);
+  const uint32_t begin = min(cluster_rank() * run, row_units), units = min(run, row_units - begin);
+  float4* row = reinterpret_cast<float4*>(smem);
+  uint2* gain = reinterpret_cast<uint2*>(row + run);
+  // Each thread touches only what it wrote itself, so that no barrier is needed around the row.
+  if (n.out != nullptr) {
+    cluster_arrive();
+    for (uint32_t i = threadIdx.x; i < units; i += kThreads)
+      gain[i] = __ldg(reinterpret_cast<const uint2*>(n.weight) + begin + i);
+  }
+  pdl_launch_dependents();
+  pdl_wait();
+  const Vec16 mine = data.load(blockIdx.x * kThreads + threadIdx.x);
+  Turn turn = begin_turn(x);
+  contribute(x, turn, data, mine);
+  // The cluster's blocks have all begun, so their shared memory may be written.
+  if (n.out != nullptr) cluster_wait();
+  uint32_t odd = 0;
+  for (int t = blockIdx.x / blocks; t < n.rows; t += gridDim.x / blocks, odd ^= 1) {
+    const uint32_t first = t * row_units + begin;
+    float squares = 0.f;
+    for (uint32_t i = threadIdx.x; i < units; i += kThreads) {
+      float4* at = reinterpret_cast<float4*>(n.residual) + first + i;
+      const float4 before = __ldcg(at);
+      const Floats<float> sum = sum_of(x, turn, data, first + i);
+      const float4 v = {before.x + sum.at[0], before.y + sum.at[1], before.z + sum.at[2], before.w + sum.at[3]};
+      *at = v;
+      row[i] = v;
+      squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    if (n.out == nullptr) continue;
+    const float scale = rsqrtf(cluster_total(squares, parts[odd]) / n.hidden + n.eps);
+    for (uint32_t i = threadIdx.x; i < units; i += kThreads) {
+      const float4 v = row[i];
+      const float2 low = unpack_bf16(gain[i].x), high = unpack_bf16(gain[i].y);
+      uint2 packed;
+      packed.x = pack_bf16(v.x * scale * low.x, v.y * scale * low.y);
+      packed.y = pack_bf16(v.z * scale * high.x, v.w * scale * high.y);
+      reinterpret_cast<uint2*>(n.out)[first + i] = packed;
+    }
+  }
+}
+
+bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+template <class T>
+int all_reduce(const Peers& peers, const void* in, void* out, size_t count, void* stream) {
+  using Bits = typename Units<T>::Bits;
+  DeviceLimits limits;
+  Exchange x;
+  cudaError_t e = exchange(peers, count * sizeof(T), &x);
+  if (e == cudaSuccess && count > 0) e = device_limits(&limits);
+  if (e != cudaSuccess || count == 0) return e;
+  const Units<T> data = {static_cast<const Bits*>(in), static_cast<Bits*>(out), count, is_aligned(in) && is_aligned(out)};
+  const int blocks = min(ceil_div(static_cast<int>(x.units), kThreads), kBlocksPerSm * limits.sms);
+  return launch(sum_kernel<T>, {dim3(blocks), dim3(kThreads), stream}, x, data);
+}
+
+/// Blocks per row: as many as have a unit for each thread and are resident at once with those of all rows.
+int cluster_blocks(const DeviceLimits& limits, int rows, int row_units) {
+  int blocks = 1;
+  while (limits.major >= 9 && blocks < kMaxCluster && blocks * kThreads < row_units &&
+         2 * blocks * rows <= kBlocksPerSm * limits.sms)
+    blocks *= 2;
+  return blocks;
+}
+
+}  // namespace
+}  // namespace moe
+
+/// Bytes of each rank's buffer for calls of up to `capacity` bytes; 0 for a number of ranks or a capacity that cannot be.
+extern "C" size_t moe_peer_buffer_bytes(int ranks, size_t capacity) {
+  if (ranks < 2 || ranks > moe::kMaxRanks || capacity > (size_t{1} << 30)) return 0;
+  return moe::kControlBytes + 2 * moe::half_bytes(ranks, capacity);
+}
+
+/// Makes a new buffer ready. All ranks' must be before any is used. Loads the kernels too: a load that happens at the first
+/// launch may wait for kernels that run, and those may wait for a rank of this process that is about to launch.
+extern "C" int moe_peer_buffer_init(void* buffer, size_t bytes, void* stream) {
+  using namespace moe;
+  const void* kernels[] = {reinterpret_cast<const void*>(sum_kernel<float>),
+                           reinterpret_cast<const void*>(sum_kernel<bf16>), reinterpret_cast<const void*>(norm_kernel)};
+  for (const void* kernel : kernels) {
+    cudaFuncAttributes attributes;
+    if (const cudaError_t e = cudaFuncGetAttributes(&attributes, kernel); e != cudaSuccess) return e;
+  }
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  cudaError_t e = load_gather_kernels();
+  if (e == cudaSuccess) e = cudaMemsetAsync(buffer, 0, kControlBytes, s);
+  if (e != cudaSuccess) return e;
+  return cudaMemsetAsync(static_cast<uint8_t*>(buffer) + kControlBytes, 0xff, bytes - kControlBytes, s);
+}
+
+/// out [count] = the sum of all ranks' `in` [count], which may be `out`. dtype: 0 f32, 1 bf16 (added in f32, rounded once).
+/// Neither needs to be aligned.
+extern "C" int moe_peer_all_reduce(const moe::Peers* peers, const void* in, void* out, int dtype, size_t count,
+                                   void* stream) {
+  if (dtype == 0) return moe::all_reduce<float>(*peers, in, out, count, stream);
+  if (dtype == 1) return moe::all_reduce<moe::bf16>(*peers, in, out, count, stream);
+  return cudaErrorInvalidValue;
+}
+
+/// residual [rows, hidden] += the sum of all ranks' `partial`, both f32; then out = residual / rms(residual) * weight, rounded
+/// once to bf16. A null `out` leaves it at the addition, and `weight` is not read. `hidden` is a multiple of 8.
+extern "C" int moe_peer_all_reduce_add_rms_norm(const moe::Peers* peers, const float* partial, float* residual,
+                                                const moe::bf16* weight, float eps, moe::bf16* out, int rows, int hidden,
+                                                void* stream) {
+  using namespace moe;
+  if (rows < 0 || hidden <= 0 || hidden % 8 != 0) return cudaErrorInvalidValue;
+  const size_t count = static_cast<size_t>(rows) * hidden;
+  DeviceLimits limits;
+  Exchange x;
+  cudaError_t e = exchange(*peers, count * sizeof(float), &x);
+  if (e == cudaSuccess && rows > 0) e = device_limits(&limits);
+  if (e != cudaSuccess || rows == 0) return e;
+  const Units<float> data = {reinterpret_cast<const uint32_t*>(partial), nullptr, count, true};
+  const Norm n = {residual, weight, out, eps, rows, hidden};
+  const int blocks = cluster_blocks(limits, rows, hidden / 4);
+  const int clusters = max(1, min(rows, kBlocksPerSm * limits.sms / blocks));
+  Launch l = {dim3(clusters * blocks), dim3(kThreads), stream};
+  l.smem = ceil_div(static_cast<size_t>(hidden / 4), blocks) * (sizeof(float4) + sizeof(uint2));
+  l.cluster = blocks;
+  return launch(norm_kernel, l, x, data, n);
+}

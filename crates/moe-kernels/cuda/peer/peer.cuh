@@ -1,0 +1,202 @@
+// Words that travel between the GPUs of a host: each rank has a buffer that all ranks write to over NVLink.
+//
+// A slot holds 16 bytes, and each of its 32-bit words is its own flag: EMPTY (all ones) until a rank has stored data there.
+// So a word arrives with one store and one load, without a fence behind the data, without a flag that needs another round
+// trip, and at the link's full rate (packets of data and flag carry half as much). This is the idea of Lamport's one-place
+// buffers. All ones is a NaN in f32 and in both halves of two bf16; a sender replaces it by another NaN, so no sum changes.
+// Stores and loads are relaxed at system scope: what is received is the word itself, nothing is published behind it.
+//
+// A buffer has two halves, which calls use in turn. Who receives a word empties its slot. Why this needs no barrier:
+//   1. A call ends on rank r only after a word from each peer p that p sent in that call, or that a third rank sent in that
+//      call after it had received one from p in that call.
+//   2. p sends in call e + 1 only after its call e has ended (the grid dependency), so after it has received and emptied all
+//      that was sent to it in call e.
+//   3. r sends into the half of call e again in call e + 2, after its own call e + 1 has ended. By 1 and 2, p has emptied its
+//      half by then. One half would not do: r may be done with call e while p has not yet received r's words of it.
+// The half is chosen by a count on the device, so replays of a graph take turns too. All ranks make the same calls in the same
+// order, each on one stream; a call without elements launches nothing, on all ranks alike.
+//
+// Waiting is bounded: after `limit` ns, or when the host has written to the status word, a thread stops waiting, the status
+// word tells the host which rank is missing, and later calls wait for nobody. Results are then garbage.
+#pragma once
+
+#include "ptx/common.cuh"
+#include "ptx/ptx.cuh"
+
+namespace moe {
+
+constexpr int kMaxRanks = 8;
+constexpr uint32_t kEmpty = 0xffffffffu;
+constexpr uint32_t kOtherNan = 0x7fff7fffu;     // also a NaN in f32 and in both halves of two bf16
+constexpr size_t kControlBytes = 256;           // before the halves
+constexpr uint32_t kPollsPerLook = 1u << 14;    // about 10 ms between looks at the clock and at the host's word
+constexpr size_t kHopBytes = 512 * 1024;        // what a link carries in the time of another hop: 350 GB/s x 1.5 us
+
+/// The ranks of a group as this rank addresses them. The layout is known to moe-kernels' `cuda::PeerBuffers`.
+struct Peers {
+  uint8_t* buffer[kMaxRanks];  // each rank's, of moe_peer_buffer_bytes
+  uint32_t* status;            // in host memory: 0, 1 + the rank that did not come, or what the host wrote to end the waiting
+  uint64_t limit;              // ns
+  uint64_t capacity;           // bytes of a call, at most
+  int32_t rank;
+  int32_t ranks;
+};
+
+/// The head of a rank's own buffer.
+struct PeerControl {
+  uint32_t turns;   // high half: calls so far; low half: blocks of the current call that have begun
+  uint32_t failed;  // whether a call has given up
+};
+
+/// One call.
+struct Exchange {
+  Peers peers;
+  size_t half;     // bytes of half a buffer
+  uint32_t units;  // of 16 bytes
+  uint32_t chunk;  // units that each rank adds up for all; 0: every rank adds up all
+};
+
+/// Whether every rank sends everything to each (one shot): that is (n - 1) B bytes out of and into each GPU, where adding up
+/// shares and sending the sums round (two shots) is 2 (n - 1) / n B and one more hop.
+inline bool one_shot(size_t bytes, size_t n) { return bytes * (n - 1) * (n - 2) <= kHopBytes * n; }
+
+inline size_t half_bytes(size_t n, size_t capacity) {
+  const size_t largest = n <= 2 ? capacity : kHopBytes * n / ((n - 1) * (n - 2));
+  const size_t one = n * round_up(largest < capacity ? largest : capacity, 16);
+  const size_t two = 2 * round_up(capacity, 16) + 16 * n;  // shares to add up, and all sums
+  return round_up(one > two ? one : two, 256);
+}
+
+inline bool is_group(const Peers& peers) {
+  return peers.ranks >= 2 && peers.ranks <= kMaxRanks && peers.rank >= 0 && peers.rank < peers.ranks;
+}
+
+/// The sum of `bytes` bytes.
+inline cudaError_t exchange(const Peers& peers, size_t bytes, Exchange* x) {
+  if (!is_group(peers) || bytes > peers.capacity) return cudaErrorInvalidValue;
+  x->peers = peers;
+  x->half = half_bytes(peers.ranks, peers.capacity);
+  x->units = static_cast<uint32_t>(ceil_div(bytes, 16));
+  x->chunk = one_shot(bytes, peers.ranks) ? 0 : ceil_div(x->units, peers.ranks);
+  return cudaSuccess;
+}
+
+/// A call in which each rank sends `slots` slots to each other one: rank r's are r * slots .. of the receiver's half.
+inline cudaError_t exchange_slots(const Peers& peers, size_t slots, Exchange* x) {
+  if (!is_group(peers)) return cudaErrorInvalidValue;
+  const size_t half = half_bytes(peers.ranks, peers.capacity);
+  if (slots > half / 16 / peers.ranks) return cudaErrorInvalidValue;
+  *x = {peers, half, static_cast<uint32_t>(slots), 0};
+  return cudaSuccess;
+}
+
+/// Loads the kernels of gather.cu, as moe_peer_buffer_init does those beside it.
+cudaError_t load_gather_kernels();
+
+// ---- slots
+
+__device__ __forceinline__ Vec16 load_system(const void* p) {
+  Vec16 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3]) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_system_word(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_system_word(uint32_t* p, uint32_t v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_system(void* p, const Vec16& v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]),
+               "r"(v.word[2]), "r"(v.word[3]) : "memory");
+}
+
+__device__ __forceinline__ uint64_t global_timer() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");
+  return ns;
+}
+
+/// A thread's part of a call.
+struct Turn {
+  uint32_t half;
+  uint32_t polls;  // in vain, so far
+  uint64_t since;  // when that first took long; 0: it has not
+  bool over;       // nobody is waited for any more
+};
+
+__device__ __forceinline__ PeerControl* peer_control(const Peers& peers) {
+  return reinterpret_cast<PeerControl*>(peers.buffer[peers.rank]);
+}
+
+/// Which half this call uses. Called once by all threads of every block, after the grid dependency. One atomic is both the
+/// reading of the count and the sign that this block has read it: the last block to begin moves the count on.
+__device__ __forceinline__ Turn begin_turn(const Exchange& x) {
+  __shared__ uint32_t shared[2];
+  if (threadIdx.x == 0) {
+    PeerControl* control = peer_control(x.peers);
+    const uint32_t failed = load_system_word(&control->failed);
+    const uint32_t before = atomicAdd(&control->turns, 1u);
+    shared[0] = before >> 16 & 1u;
+    shared[1] = failed;
+    if ((before & 0xffffu) == gridDim.x - 1) atomicAdd(&control->turns, 0x10000u - gridDim.x);
+  }
+  __syncthreads();
+  return {shared[0], 0, 0, shared[1] != 0};
+}
+
+/// A slot of the current half of a rank's buffer.
+__device__ __forceinline__ uint8_t* slot(const Exchange& x, const Turn& turn, int rank, uint32_t index) {
+  return x.peers.buffer[rank] + kControlBytes + turn.half * x.half + static_cast<size_t>(index) * 16;
+}
+
+/// Fills an empty slot.
+__device__ __forceinline__ void send(uint8_t* slot, Vec16 v) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v.word[i] = v.word[i] == kEmpty ? kOtherNan : v.word[i];
+  store_system(slot, v);
+}
+
+/// Counts a poll in vain, for a word of `sender`; true if nobody is to be waited for any more.
+__device__ __forceinline__ bool gives_up(const Exchange& x, Turn& turn, int sender) {
+  if (turn.over || ++turn.polls % kPollsPerLook != 0) return turn.over;
+  const uint64_t now = global_timer();
+  if (turn.since == 0) turn.since = now;
+  uint32_t* failed = &peer_control(x.peers)->failed;
+  const bool told = load_system_word(failed) != 0 || load_system_word(x.peers.status) != 0;
+  if (!told && now - turn.since <= x.peers.limit) return false;
+  if (!told) store_system_word(x.peers.status, 1u + static_cast<uint32_t>(sender));
+  store_system_word(failed, 1);
+  turn.over = true;
+  return true;
+}
+
+/// Waits for the slots base + r * stride of the r in `wanted`, which rank `sender` + r fills, and empties them.
+template <int kCount>
+__device__ __forceinline__ void receive(const Exchange& x, Turn& turn, Vec16 (&v)[kCount], uint32_t wanted, int sender,
+                                        uint32_t base, uint32_t stride) {
+  const int own = x.peers.rank;
+  uint32_t missing = wanted;
+  do {
+    // All loads are under way before the first is looked at.
+#pragma unroll
+    for (int r = 0; r < kCount; ++r)
+      if (missing >> r & 1u) v[r] = load_system(slot(x, turn, own, base + r * stride));
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) {
+      const bool full = v[r].word[0] != kEmpty && v[r].word[1] != kEmpty && v[r].word[2] != kEmpty && v[r].word[3] != kEmpty;
+      if (full) missing &= ~(1u << r);
+    }
+  } while (missing != 0 && !gives_up(x, turn, sender + __ffs(missing) - 1));
+#pragma unroll
+  for (int r = 0; r < kCount; ++r)
+    if (wanted >> r & 1u) store_system(slot(x, turn, own, base + r * stride), {{kEmpty, kEmpty, kEmpty, kEmpty}});
+}
+
+}  // namespace moe

@@ -1,0 +1,179 @@
+// Router in one launch: gate product, scoring and top-k.
+//
+// Floor: 2 E H + 2 T H bytes (Qwen3-30B-A3B: 0.5 MB, 0.1 us), 2 T E H FLOPs. At decode sizes all of it is latency, so the
+// design spends none: operands go from memory straight to mma registers with every load in flight at once, the gate's
+// before the grid dependency; and the blocks of a cluster, which share 8 tokens, leave their logits in the
+// shared memory of the block that routes the token: a cluster barrier instead of a fence, a ticket and a reload.
+// Predicted at T = 64: x 0.7 us, product and reduction 0.5, barrier 0.7, choice 1.5, launch 1.5: 5 us. Measured, one
+// H200: 4.4 us, 7.2 at 256, 26.2 at 1,024 (9.3, 11.6 and 21.2 with tickets and a longer choice).
+// A block computes 16 experts x 8 tokens; its 8 warps split H. An mma does not care which k is which as
+// long as both operands agree, so a lane reads 16 consecutive bytes of a row and feeds two mma with them.
+// Products of bf16 are exact in f32 and sums are f32: the logits are never rounded.
+#include "ptx/cluster.cuh"
+#include "ptx/ptx.cuh"
+#include "router/route.cuh"
+
+namespace moe {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kExperts = 16;  // experts of a product: one mma
+constexpr int kTokens = 8;    // tokens of a product
+constexpr int kMaxGroups = 8;  // products of a cluster, one after the other with the gate in registers
+constexpr int kCluster = 8;   // blocks of a cluster on Hopper
+constexpr int kBlockK = 32;   // elements of H that a warp takes per step
+constexpr int kSteps = 8;     // steps whose loads are in flight together
+constexpr int kBatch = kSteps * kWarps * kBlockK;
+
+struct GateArgs {
+  const bf16* x;             // [T, H]
+  const bf16* gate;          // [E, H]
+  const bf16* gate_bias;     // [E] or null
+  const uint32_t* valid;     // [1] rows that are no padding, or null
+  float* logits;             // [T, E]
+  int tokens, hidden, groups;  // groups of 8 tokens for each cluster
+  RouteArgs route;
+};
+
+/// Operands of this warp's steps of a batch along H: 16 bytes of one row for each step.
+struct Operand {
+  Vec16 v[kSteps];
+
+  __device__ __forceinline__ void load(const bf16* row, int first, int hidden) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int k = first + (s * kWarps + static_cast<int>(threadIdx.x) / 32) * kBlockK;
+      if (k < hidden) v[s] = load_const(row + k + threadIdx.x % 4 * 8);
+    }
+  }
+};
+
+/// Rows of the gate for two halves of an mma. Rows beyond the last read the last: their results are not stored.
+struct GateRows {
+  Operand low, high;
+
+  __device__ __forceinline__ void load(const GateArgs& a, int expert0, int first) {
+    const int g = threadIdx.x % 32 / 4, last = a.route.experts - 1;
+    low.load(a.gate + static_cast<size_t>(min(expert0 + g, last)) * a.hidden, first, a.hidden);
+    high.load(a.gate + static_cast<size_t>(min(expert0 + g + 8, last)) * a.hidden, first, a.hidden);
+  }
+};
+
+/// acc += this warp's part of a batch of 16 experts x 8 tokens.
+__device__ __forceinline__ void multiply(const GateRows& gate, const Operand& x, int first, int hidden, float (&acc)[4]) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    if (first + (s * kWarps + static_cast<int>(threadIdx.x) / 32) * kBlockK >= hidden) break;
+    const uint32_t *lo = gate.low.v[s].word, *hi = gate.high.v[s].word, *v = x.v[s].word;
+    mma_bf16(acc, {lo[0], hi[0], lo[1], hi[1]}, v[0], v[1]);
+    mma_bf16(acc, {lo[2], hi[2], lo[3], hi[3]}, v[2], v[3]);
+  }
+}
+
+template <int kPerLane, bool kPlain>
+__global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_constant__ GateArgs a) {
+  __shared__ float partial[kWarps][kExperts][kTokens + 1];
+  __shared__ float logits[kTokens][kPerLane * 32];  // of the tokens that this block routes
+  __shared__ Choice chosen[kTokens][kMaxTopK];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = cluster_rank(), blocks = cluster_size();
+  const int begin = blockIdx.y * kTokens * a.groups, end = min(begin + kTokens * a.groups, a.tokens);
+  GateRows gate;
+  int held = rank * kExperts, held_first = 0;  // which part of the gate
+  gate.load(a, held, held_first);
+  cluster_arrive();
+  pdl_launch_dependents();
+  pdl_wait();
+  cluster_wait();  // every block of the cluster runs: its logits may be written to
+
+  const auto store = [&](int expert0, int token0) {
+    const int r = threadIdx.x % kExperts, e = expert0 + r, t = token0 + threadIdx.x / kExperts, own = t - begin;
+    if (threadIdx.x >= kExperts * kTokens || e >= a.route.experts || t >= end) return;
+    float sum = a.gate_bias == nullptr ? 0.0f : __bfloat162float(a.gate_bias[e]);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += partial[w][r][threadIdx.x / kExperts];
+    cluster_store(&logits[own / blocks][e], own % blocks, sum);
+    a.logits[static_cast<size_t>(t) * a.route.experts + e] = sum;
+  };
+  for (int expert0 = rank * kExperts; expert0 < a.route.experts; expert0 += blocks * kExperts) {
+    for (int token0 = begin; token0 < end; token0 += kTokens) {
+      const bf16* row = a.x + static_cast<size_t>(min(token0 + lane / 4, a.tokens - 1)) * a.hidden;
+      float acc[4] = {0, 0, 0, 0};
+      for (int first = 0; first < a.hidden; first += kBatch) {
+        Operand x;
+        x.load(row, first, a.hidden);
+        if (held != expert0 || held_first != first) gate.load(a, held = expert0, held_first = first);
+        multiply(gate, x, first, a.hidden, acc);
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) partial[warp][lane / 4 + c / 2 * 8][lane % 4 * 2 + c % 2] = acc[c];
+      __syncthreads();
+      store(expert0, token0);
+      __syncthreads();
+    }
+  }
+  cluster_sync();
+  const int t = begin + warp * blocks + rank;
+  if (t >= end) return;
+  if (a.valid == nullptr || static_cast<uint32_t>(t) < *a.valid)
+    route_row<kPlain, kPerLane>(a.route, logits[warp], chosen[warp], t);
+  else
+    route_nothing(a.route, t);
+}
+
+template <int kPerLane>
+cudaError_t run(const Launch& l, const GateArgs& a) {
+  return is_plain(a.route) ? launch(gate_route<kPerLane, true>, l, a) : launch(gate_route<kPerLane, false>, l, a);
+}
+
+cudaError_t launch_gate(GateArgs a, void* stream) {
+  static_assert(kMaxGroups * kTokens / kCluster <= kTokens && kTokens == kWarps && kExperts * kTokens <= kWarps * 32, "without clusters a warp routes one token");
+  DeviceLimits limits;
+  const cudaError_t e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  // One product per cluster while all clusters run at once, which some groups of multiprocessors have no room for; with
+  // more tokens a cluster keeps its gate.
+  const int groups = ceil_div(a.tokens, kTokens), together = limits.sms / kCluster - 3;
+  if (limits.major >= 9) a.groups = together < 1 ? kMaxGroups : min(ceil_div(groups, together), kMaxGroups);
+  Launch l = {dim3(1, ceil_div(groups, a.groups)), dim3(kWarps * 32), stream};
+  if (limits.major >= 9) l.cluster = l.grid.x = kCluster;
+  if (a.route.experts <= 128) return run<4>(l, a);
+  if (a.route.experts <= 256) return run<8>(l, a);
+  if (a.route.experts <= 512) return run<16>(l, a);
+  return run<32>(l, a);
+}
+
+}  // namespace
+}  // namespace moe
+
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `x`, `gate` | [T, H], [E, H] bf16 |
+/// | `gate_bias` | [E] bf16, part of the logits; null = none |
+/// | `correction_bias` | [E] f32, only part of the choice; null = none |
+/// | `valid` | [1] u32 on the device: rows from there on are padding and get no expert; null = none are |
+/// | `logits` | out [T, E] f32 |
+/// | `topk_ids`, `topk_weights` | out [T, K] u32, f32, by descending key, ties to the lower id |
+/// | `counts` | [local experts] u32, added to; or null |
+/// | `buckets` | out [local experts, T] u32 with `counts`: each expert's slots t K + k, in any order |
+/// | `expert_map` | [E] i32, of `buckets`: expert to local one, -1 = elsewhere; null = all are here |
+///
+/// `scoring`: 0 softmax, 1 sigmoid, 2 sqrt(softplus). `raw_logits`: choose by logits, score the chosen.
+/// Refuses H that is no multiple of 64, E > 1024, K > 32, K > E, and more tokens than a grid holds (524,280).
+extern "C" int moe_gate_route(const void* x, const void* gate, const void* gate_bias, const void* correction_bias,
+                              const void* valid, void* logits, void* topk_ids, void* topk_weights, int tokens, int hidden, int experts, int top_k, int scoring, int raw_logits,
+                              int renormalize, float scale, float softcap, void* counts, void* buckets, const void* expert_map, void* stream) {
+  using namespace moe;
+  if (tokens < 0 || tokens > 65535 * kTokens || hidden <= 0 || hidden % 64 != 0 || experts <= 0 || experts > 1024 || top_k <= 0 ||
+      top_k > kMaxTopK || top_k > experts || scoring < 0 || scoring > 2)
+    return cudaErrorInvalidValue;
+  if (tokens == 0) return cudaSuccess;
+  const GateArgs args = {static_cast<const bf16*>(x), static_cast<const bf16*>(gate),
+                         static_cast<const bf16*>(gate_bias), static_cast<const uint32_t*>(valid),
+                         static_cast<float*>(logits), tokens, hidden, 1,
+                         {static_cast<const float*>(correction_bias), static_cast<uint32_t*>(topk_ids),
+                          static_cast<float*>(topk_weights), experts, top_k, static_cast<Scoring>(scoring),
+                          raw_logits, renormalize, scale, softcap, static_cast<uint32_t*>(counts),
+                          static_cast<uint32_t*>(buckets), static_cast<const int32_t*>(expert_map), tokens}};
+  return launch_gate(args, stream);
+}

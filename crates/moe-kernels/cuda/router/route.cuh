@@ -1,0 +1,242 @@
+// One token's routing by one warp: logits -> scores -> top-k ids and weights, all in f32.
+//
+// The rules are moe-router's: descending key (score + correction bias), ties to the lower id; weights come
+// from the unbiased scores, then renormalised over the chosen, then scaled.
+#pragma once
+
+#include "ptx/common.cuh"
+
+namespace moe {
+
+enum class Scoring : int { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2 };
+
+struct RouteArgs {
+  const float* correction_bias;  // [E] or null
+  uint32_t* topk_ids;            // [T, K]
+  float* topk_weights;           // [T, K]
+  int experts, top_k;
+  Scoring scoring;
+  int raw_logits;     // choose by logits and score the chosen only
+  int renormalize;
+  float scale;
+  float softcap;      // 0 = none
+  uint32_t* counts = nullptr;   // [local experts], or null: slots are also listed by expert, buckets[e][0 .. counts[e]], in any order
+  uint32_t* buckets = nullptr;  // [local experts, tokens]
+  const int32_t* expert_map = nullptr;  // [E], of the buckets: expert to local one, -1 = elsewhere; null = all are here
+  int tokens = 0;
+};
+
+/// The rule of most models: softmax over all experts, weights that add to `scale`.
+__host__ __device__ inline bool is_plain(const RouteArgs& a) {
+  return a.scoring == Scoring::kSoftmax && !a.raw_logits && a.renormalize && a.correction_bias == nullptr && !(a.softcap > 0);
+}
+
+/// `a`, with what is_plain says of it known when compiled. Instructions of other rules are fetched before they are skipped, in
+/// a chain that nothing hides: 1.3 us of a layer's 42.
+template <bool kPlain>
+__device__ __forceinline__ RouteArgs with_rule(RouteArgs a) {
+  if constexpr (kPlain) {
+    a.scoring = Scoring::kSoftmax, a.raw_logits = 0, a.renormalize = 1, a.correction_bias = nullptr, a.softcap = 0;
+  }
+  return a;
+}
+
+/// Most slots per token: a lane holds one.
+constexpr int kMaxTopK = 32;
+/// Sums of scores below this count as this, so that all-zero scores give zero weights.
+constexpr float kMinScoreSum = 1e-20f;
+
+/// Sigmoid and sqrt(softplus) of a logit, without overflow at either end. Not inline, as `soft_cap`: instructions that others
+/// have to skip are brought from memory first.
+static __device__ __noinline__ float score_alone(Scoring scoring, float x) {
+  const float e = expf(-fabsf(x));
+  if (scoring == Scoring::kSigmoid) return (x >= 0 ? 1.0f : e) / (1.0f + e);
+  return sqrtf(fmaxf(x, 0.0f) + log1pf(e));
+}
+
+static __device__ __noinline__ float soft_cap(float x, float cap) { return cap * tanhf(x / cap); }
+
+/// An integer in the order of the floats, above 0; 0 for NaN. Both zeros are equal.
+__device__ __forceinline__ uint32_t sort_key(float x) {
+  if (x != x) return 0;
+  const uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+/// The float of a key above 0; -inf for 0.
+__device__ __forceinline__ float from_sort_key(uint32_t key) {
+  if (key == 0) return -INFINITY;
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+/// Softmax over a warp's values, N per lane; -inf scores 0, also where there is nothing else.
+template <int N>
+__device__ __forceinline__ void warp_softmax(float (&v)[N]) {
+  float top = -INFINITY;
+#pragma unroll
+  for (int j = 0; j < N; ++j) top = fmaxf(top, v[j]);
+  top = from_sort_key(__reduce_max_sync(0xffffffffu, sort_key(top)));
+  float sum = 0;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    v[j] = top == -INFINITY ? 0.0f : expf(v[j] - top);
+    sum += v[j];
+  }
+  sum = warp_sum(sum);
+#pragma unroll
+  for (int j = 0; j < N; ++j) v[j] = top == -INFINITY ? 0.0f : v[j] / sum;
+}
+
+/// Writes that a token chose nothing.
+__device__ __forceinline__ void route_nothing(const RouteArgs& a, int token) {
+  const int lane = threadIdx.x % 32;
+  if (lane < a.top_k) {
+    a.topk_ids[static_cast<size_t>(token) * a.top_k + lane] = kNoExpert;
+    a.topk_weights[static_cast<size_t>(token) * a.top_k + lane] = 0;
+  }
+}
+
+/// An expert of a token and its weight.
+struct Choice {
+  uint32_t id;
+  float weight;
+};
+
+/// Whether the order of the scores is that of the logits: then only the chosen need scores. (Where two logits of a softmax
+/// round to the same score, the rule has the lower id first, this the larger logit.)
+__device__ __forceinline__ bool chosen_by_logit(const RouteArgs& a) {
+  return a.raw_logits || (a.scoring == Scoring::kSoftmax && a.correction_bias == nullptr);
+}
+
+/// Logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond E), to scores (where
+/// chosen_by_logit, they stay logits) and to keys in the order of choice. One whole warp. A NaN has the key 0, and so has
+/// everything where a softmax would be NaN.
+template <int N>
+__device__ __forceinline__ void score_logits(const RouteArgs& a, float (&score)[N], uint32_t (&key)[N]) {
+  const int lane = threadIdx.x % 32;
+  if (a.softcap > 0) {
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (j * 32 + lane < a.experts) score[j] = soft_cap(score[j], a.softcap);
+  }
+  bool finite = true;
+  if (a.scoring == Scoring::kSoftmax && !a.raw_logits) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) finite = finite && score[j] < INFINITY;
+    finite = __all_sync(0xffffffffu, finite);
+  }
+  if (!chosen_by_logit(a)) {
+    if (a.scoring == Scoring::kSoftmax) {
+      warp_softmax(score);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) score[j] = score_alone(a.scoring, score[j]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) key[j] = finite && j * 32 + lane < a.experts ? sort_key(score[j]) : 0;
+  if (a.correction_bias != nullptr) {
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (key[j] != 0) key[j] = sort_key(score[j] + a.correction_bias[j * 32 + lane]);
+  }
+}
+
+/// Sum over a token's slots, of which lane k < K has the k-th. Only these lanes get it.
+__device__ __forceinline__ float sum_of_slots(const RouteArgs& a, float v) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2)
+    if (step < a.top_k) v += __shfl_xor_sync(0xffffffffu, v, step);
+  return v;
+}
+
+/// The weight of this lane's slot from its expert's score; `has`: it has one. `score` is that of all. One whole warp.
+template <int N>
+__device__ __forceinline__ float weigh(const RouteArgs& a, bool has, float own, const float (&score)[N]) {
+  if (chosen_by_logit(a) && a.scoring == Scoring::kSoftmax) {
+    const float best = from_sort_key(__reduce_max_sync(0xffffffffu, has ? sort_key(own) : 0));
+    own = has && best > -INFINITY ? expf(own - best) : 0.0f;
+    float sum = 0;
+    if (a.raw_logits || a.renormalize) {
+      sum = sum_of_slots(a, own);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum += best > -INFINITY ? expf(score[j] - best) : 0.0f;
+      sum = warp_sum(sum);
+    }
+    return own / fmaxf(sum, kMinScoreSum) * a.scale;
+  }
+  if (!has) own = 0;
+  else if (a.raw_logits) own = score_alone(a.scoring, own);
+  if (a.renormalize) own /= fmaxf(sum_of_slots(a, own), kMinScoreSum);
+  return own * a.scale;
+}
+
+/// Chooses among the E <= 32 N logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond
+/// E). One whole warp; `chosen` is shared memory of its own for K slots. Returns this lane's slot; a NaN is never chosen.
+/// Of each choice one lane calls `on_choice(k, id)` at once.
+///
+/// Each round is a chain of dependent instructions that nothing hides, so it holds no more than it must: a chosen key turns
+/// into its round, which is below all keys, and where keys of two lanes tie, which is rare, the lower id is found by a second
+/// reduction.
+template <bool kPlain, int N, class OnChoice>
+__device__ __forceinline__ Choice choose(const RouteArgs& args, float (&score)[N], Choice* chosen, OnChoice on_choice) {
+  const RouteArgs a = with_rule<kPlain>(args);
+  const uint32_t lane = threadIdx.x % 32, lowest = sort_key(-INFINITY);
+  uint32_t key[N];
+  score_logits(a, score, key);
+  uint32_t found = 0;
+#pragma unroll 1
+  while (found < static_cast<uint32_t>(a.top_k)) {
+    uint32_t own = key[0];
+#pragma unroll
+    for (int j = 1; j < N; ++j) own = max(own, key[j]);
+    const uint32_t top = __reduce_max_sync(0xffffffffu, own);
+    if (top < lowest) break;
+    bool takes = own == top;
+    const uint32_t tied = __ballot_sync(0xffffffffu, takes);
+    if ((tied & (tied - 1)) != 0) {
+      uint32_t id = kNoExpert;
+#pragma unroll
+      for (int j = N - 1; j >= 0; --j)
+        if (key[j] == top) id = j * 32 + lane;
+      takes = id == __reduce_min_sync(0xffffffffu, id);
+    }
+    uint32_t taken = kNoExpert;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (takes && key[j] == top) key[j] = found + 1, takes = false, taken = j * 32 + lane;
+    }
+    if (taken != kNoExpert) on_choice(found, taken);
+    ++found;
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+    if (key[j] - 1 < found) chosen[key[j] - 1] = {j * 32 + lane, score[j]};
+  __syncwarp();
+  const Choice own = lane < found ? chosen[lane] : Choice{kNoExpert, 0.0f};
+  return {own.id, weigh(a, lane < found, own.weight, score)};
+}
+
+/// Routes `token`, whose logits are `logits[0 .. E]` in shared memory; `chosen`: as in `choose`.
+template <bool kPlain, int N>
+__device__ __forceinline__ void route_row(const RouteArgs& a, const float* logits, Choice* chosen, int token) {
+  const int lane = threadIdx.x % 32;
+  float score[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) score[j] = j * 32 + lane < a.experts ? logits[j * 32 + lane] : -INFINITY;
+  const Choice c = choose<kPlain>(a, score, chosen, [](uint32_t, uint32_t) {});
+  if (lane < a.top_k) {
+    a.topk_ids[static_cast<size_t>(token) * a.top_k + lane] = c.id;
+    a.topk_weights[static_cast<size_t>(token) * a.top_k + lane] = c.weight;
+    if (a.counts != nullptr && c.id != kNoExpert) {
+      const int local = a.expert_map == nullptr ? static_cast<int>(c.id) : a.expert_map[c.id];
+      if (local >= 0) {
+        const uint32_t place = atomicAdd(a.counts + local, 1);
+        a.buckets[static_cast<size_t>(local) * a.tokens + place] = token * a.top_k + lane;
+      }
+    }
+  }
+}
+
+}  // namespace moe

@@ -1,0 +1,110 @@
+// What a step needs besides its layers: rotary angles, tokens fed from the step before, random weights.
+#include "ptx/common.cuh"
+#include "ptx/ptx.cuh"
+#include "sampling/sampling.cuh"
+
+namespace moe {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMaxHalf = 256;
+
+/// Rotary frequencies, by value: a step's launch needs no other memory.
+struct Frequencies {
+  float inv_freq[kMaxHalf];
+  float attention_factor;
+  int half;
+  float theta, factor, max_len;  // dynamic NTK; factor 0 = none
+};
+
+/// x^y with one rounding to f32.
+__device__ __forceinline__ float pow_once(float x, float y) {
+  return static_cast<float>(pow(static_cast<double>(x), static_cast<double>(y)));
+}
+
+/// Dynamic NTK: the inverse frequency for a sequence of `len` tokens, longer than `max_len`; roundings as on the CPU.
+__device__ __forceinline__ float dynamic_inv_freq(const Frequencies& f, float len, int i) {
+  const double dim = 2.0 * f.half;
+  const float stretched = __fsub_rn(__fdiv_rn(__fmul_rn(f.factor, len), f.max_len), static_cast<float>(f.factor - 1.0));
+  const float base = __fmul_rn(f.theta, pow_once(stretched, static_cast<float>(dim / (dim - 2.0))));
+  return __fdiv_rn(1.f, pow_once(base, __fdiv_rn(static_cast<float>(2 * i), static_cast<float>(dim))));
+}
+
+/// Floor: 8 D / 2 bytes per row. The angle is an f32 product as in torch, its functions are f64 rounded once as on
+/// the CPU, so that both agree.
+__global__ void rope_rows(const uint32_t* positions, const uint32_t* rope_len, const __grid_constant__ Frequencies f,
+                          float* cos, float* sin, int rows) {
+  const int at = blockIdx.x * kThreads + threadIdx.x;
+  if (at >= rows * f.half) return;
+  const int row = at / f.half, i = at % f.half;
+  float freq = f.inv_freq[i];
+  if (f.factor > 0.f && static_cast<float>(rope_len[row]) > f.max_len)
+    freq = dynamic_inv_freq(f, static_cast<float>(rope_len[row]), i);
+  const float angle = __fmul_rn(static_cast<float>(positions[row]), freq);
+  double sine, cosine;
+  sincos(static_cast<double>(angle), &sine, &cosine);
+  cos[at] = __fmul_rn(static_cast<float>(cosine), f.attention_factor);
+  sin[at] = __fmul_rn(static_cast<float>(sine), f.attention_factor);
+}
+
+__global__ void feed_tokens(const uint32_t* from, const uint32_t* sampled, uint32_t* ids, const uint32_t* valid,
+                            uint32_t* kept_valid, int rows) {
+  const int row = blockIdx.x * kThreads + threadIdx.x;
+  if (row == 0) *kept_valid = *valid;
+  if (row < rows && from[row] != ~0u) ids[row] = sampled[from[row]];
+}
+
+/// Uniform in [-bound, bound): 16 of the 64 bits that Philox gives per four values. Floor: 2 bytes written per value.
+__global__ void fill_random(bf16* out, size_t count, uint64_t seed, uint64_t stream_id, float bound) {
+  const size_t step = static_cast<size_t>(gridDim.x) * kThreads;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; 4 * i < count; i += step) {
+    const uint64_t bits = random_bits(seed, stream_id << 40 | i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int value = static_cast<int16_t>(bits >> 16 * j);
+      if (4 * i + j < count) out[4 * i + j] = __float2bfloat16_rn(static_cast<float>(value) * (bound / 32768.f));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moe
+
+/// cos, sin [rows, half] f32 of positions [rows] u32; inv_freq [half] is host memory, half at most 256. With a
+/// `factor` above 0 rows whose rope_len [rows] u32 exceeds `max_len` use dynamic NTK frequencies of `theta`. Does not
+/// overlap the launch before it.
+extern "C" int moe_rope_rows(const uint32_t* positions, const uint32_t* rope_len, const float* inv_freq, int half,
+                             float attention_factor, float theta, float factor, float max_len, float* cos, float* sin,
+                             int rows, void* stream) {
+  using namespace moe;
+  if (rows < 0 || half <= 0 || half > kMaxHalf || rows > INT_MAX / kMaxHalf) return cudaErrorInvalidValue;
+  if (rows == 0) return cudaSuccess;
+  Frequencies f = {{}, attention_factor, half, theta, factor, max_len};
+  for (int i = 0; i < half; ++i) f.inv_freq[i] = inv_freq[i];
+  Launch l = {dim3(ceil_div(rows * half, kThreads)), dim3(kThreads), stream};
+  l.overlap = false;
+  return launch(rope_rows, l, positions, rope_len, f, cos, sin, rows);
+}
+
+/// ids[row] = sampled[from[row]] where from [rows] is not u32::MAX; ids [rows]; kept_valid [1] = valid [1]. Does not
+/// overlap the launch before it.
+extern "C" int moe_feed_tokens(const uint32_t* from, const uint32_t* sampled, uint32_t* ids, const uint32_t* valid,
+                               uint32_t* kept_valid, int rows, void* stream) {
+  using namespace moe;
+  if (rows < 0) return cudaErrorInvalidValue;
+  if (rows == 0) return cudaSuccess;
+  Launch l = {dim3(ceil_div(rows, kThreads)), dim3(kThreads), stream};
+  l.overlap = false;
+  return launch(feed_tokens, l, from, sampled, ids, valid, kept_valid, rows);
+}
+
+/// out [count] bf16 uniform in [-bound, bound): a function of seed and stream_id (below 2^24) alone.
+extern "C" int moe_fill_random(moe::bf16* out, size_t count, uint64_t seed, uint64_t stream_id, float bound,
+                               void* stream) {
+  using namespace moe;
+  if (count == 0) return cudaSuccess;
+  const size_t blocks = ceil_div(count, 4 * kThreads);
+  Launch l = {dim3(static_cast<unsigned>(blocks < 4096 ? blocks : 4096)), dim3(kThreads), stream};
+  l.overlap = false;
+  return launch(fill_random, l, out, count, seed, stream_id, bound);
+}
