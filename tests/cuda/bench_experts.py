@@ -4,7 +4,7 @@ Bytes counted: weights of the experts that the routing touches, plus token rows 
 """
 import torch
 
-from library import graph_us, routing
+from library import BF16, graph_us, routing
 
 E, K, H, I = 128, 8, 2048, 768
 SETS = 4  # of 1.2 GB: a set comes back after at least 226 MB of others, also with one token
@@ -45,7 +45,7 @@ def stream_calls(lib, inputs, plan):
     def call(i):
         (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
         lib.launch("moe_experts_stream_planned", inputs.x, w13, w2, ids, weights, None, inputs.act, inputs.rows,
-                   inputs.out, flags, flags.numel(), inputs.tokens, K, E, E, H, I, 0, *plan)
+                   inputs.out, flags, flags.numel(), inputs.tokens, K, E, E, H, I, BF16, *plan)
 
     return [lambda i=i: call(i) for i in range(len(inputs.routes))]
 
@@ -61,12 +61,13 @@ def grouped_calls(lib, inputs, only=None):
         (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
         if only in (None, "align"):
             lib.launch("moe_align_tokens", ids, None, slots, E, E, 128, *meta)
+        args = inputs.x, w13, w2, *meta, inputs.act, inputs.rows, slots, K, E, H, I
         if only in (None, "gate_up"):
-            lib.launch("moe_experts_grouped_gate_up", inputs.x, w13, *meta, inputs.act, slots, K, E, H, I)
+            lib.launch("moe_experts_grouped_gate_up", *args)
         if only in (None, "down"):
-            lib.launch("moe_experts_grouped_down", inputs.act, w2, *meta, inputs.rows, slots, E, H, I)
+            lib.launch("moe_experts_grouped_down", *args)
         if only in (None, "combine"):
-            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, inputs.tokens, K, E, E, H, 0)
+            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, inputs.tokens, K, E, E, H, BF16)
 
     call(0, None)
     return [lambda i=i: call(i, only) for i in range(len(inputs.routes))]
@@ -85,7 +86,7 @@ def tensor_calls(lib, inputs, only=None):
             return
         lib.launch("moe_experts_tensor", inputs.x, w13, w2, listed, counts, slots, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)
         if only != "products":
-            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, 0)
+            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, BF16)
 
     return [lambda i=i: call(i) for i in range(len(inputs.routes))]
 
@@ -109,9 +110,9 @@ def routed_calls(lib, inputs, only=None):
             return
         lib.launch("moe_experts_tensor", inputs.x, w13, w2, buckets, counts, tokens, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)
         if only == "norm":
-            lib.launch("moe_combine_add_rms_norm", inputs.rows, ids, weights, None, residual, gain, 1e-6, inputs.out, tokens, K, E, E, H)
+            lib.launch("moe_combine_add_rms_norm", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, BF16, residual, gain, 1e-6)
         else:
-            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, 0)
+            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, BF16)
 
     return [lambda i=i: call(i) for i in range(len(inputs.gates))]
 

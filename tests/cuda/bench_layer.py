@@ -4,7 +4,7 @@ import torch
 from bench_decode import D, H, HKV, HQ, QKV, READ, Caches, asked, graph_us, tensors
 from check_layer import state_for
 from kernels import LIB, attention_splits, attention_workspace, call, randn
-from library import routing
+from library import BF16, routing
 
 E, K, I, LAYERS = 128, 8, 768, 12
 BATCHES = asked(1, 2, 4, 8, 32, 64, 128, 256)
@@ -66,18 +66,20 @@ class Step:
         self.attention_tensor(i)
         call("moe_add_rms_norm", self.delta, self.residual, self.m.gain, 1e-6, self.x, self.batch, H)
         self.products(i)
-        call("moe_combine_add_rms_norm", self.rows, self.ids, self.weights, None, self.residual, self.m.gain, 1e-6, self.x, self.batch, K, E, E, H)
+        call("moe_combine_add_rms_norm", self.rows, self.ids, self.weights, None, self.x, self.batch, K, E, E, H, BF16, self.residual,
+             self.m.gain, 1e-6)
 
     def experts(self, i):
         if self.batch < 256:
             call("moe_experts_stream", self.x, self.m.w13[i], self.m.w2[i], self.ids, self.weights, None, self.act, self.rows, self.out,
-                 self.flags, self.flags.numel(), self.batch, K, E, E, H, I, 0)
+                 self.flags, self.flags.numel(), self.batch, K, E, E, H, I, BF16)
             return
         slots = self.batch * K
         call("moe_align_tokens", self.ids, None, slots, E, E, 128, *self.meta)
-        call("moe_experts_grouped_gate_up", self.x, self.m.w13[i], *self.meta, self.act, slots, K, E, H, I)
-        call("moe_experts_grouped_down", self.act, self.m.w2[i], *self.meta, self.rows, slots, E, H, I)
-        call("moe_combine", self.rows, self.ids, self.weights, None, self.out, self.batch, K, E, E, H, 0)
+        args = self.x, self.m.w13[i], self.m.w2[i], *self.meta, self.act, self.rows, slots, K, E, H, I
+        call("moe_experts_grouped_gate_up", *args)
+        call("moe_experts_grouped_down", *args)
+        call("moe_combine", self.rows, self.ids, self.weights, None, self.out, self.batch, K, E, E, H, BF16)
 
     def one_launch(self, i):
         """Norm, router, experts and addition to the residual."""
@@ -90,7 +92,7 @@ class Step:
 
     def experts_alone(self, i):
         call("moe_experts_stream", self.x, self.m.w13[i], self.m.w2[i], self.routes[i], self.weights, None, self.act, self.rows, self.out,
-             self.flags, self.flags.numel(), self.batch, K, E, E, H, I, 0)
+             self.flags, self.flags.numel(), self.batch, K, E, E, H, I, BF16)
 
     def separate(self, i):
         if self.batch <= 4:

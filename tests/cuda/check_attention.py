@@ -5,6 +5,7 @@ import math
 import torch
 from check_rows import norm_ref
 from kernels import Out, attention_splits, attention_workspace, call, randn, refuses, rel, sized, u32
+from library import BF16, F32
 
 BOUND = 1e-2  # q, weights, keys, values and result rounded to bf16; sharp softmaxes round worst
 
@@ -141,8 +142,8 @@ def qk_norm_rope():
             slots[1] = 0xFFFFFFFF
         before = paged.k.clone()
         out = Out((tokens, heads, d), torch.bfloat16)
-        call("moe_qk_norm_rope_cache", qkv, *gains, 1e-6, *cos_sin, None, u32(slots), out.t, paged.k, paged.v, tokens,
-             heads, kv, d, 16)
+        call("moe_qk_norm_rope_cache", qkv, *gains, 1e-6, *cos_sin, None, u32(slots), out.t, paged.k, paged.v,
+             BF16, F32, BF16, tokens, heads, kv, d, 16, paged.num_blocks * 16)
         q, k, v = (t.double() for t in split_qkv(qkv, heads, kv, d))
         if norms:
             q, k = norm_ref(q, gains[0], 1e-6), norm_ref(k, gains[1], 1e-6)
@@ -169,8 +170,8 @@ def prefill_case(heads, kv, d, block_size, chunks, window=0, pad=0):
     positions = [s + i for s, n in chunks for i in range(n)] + [0] * pad
     q = randn(tokens, heads, d)
     out = Out((tokens, heads * d), torch.bfloat16)
-    call("moe_attention_prefill", q, paged.k, paged.v, u32(starts), u32(positions), paged.table, paged.max_blocks, out.t,
-         tokens, len(chunks), heads, kv, d, block_size, d**-0.5, window)
+    call("moe_attention_prefill", q, paged.k, paged.v, u32(starts), u32(positions), paged.table, out.t, BF16, BF16,
+         tokens, len(chunks), paged.max_blocks, heads, kv, d, paged.num_blocks, block_size, d**-0.5, window, 0)
     group, name = heads // kv, f"prefill Hq={heads} Hkv={kv} D={d} chunks={chunks} window={window}"
     for s, (start, n) in enumerate(chunks):
         if n == 0:
@@ -201,7 +202,8 @@ def refusals():
     x, i = randn(1, 64, dtype=torch.float32), u32([0])
     assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 96, 16, 1.0, 0, 1)
     assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 64, 16, 1.0, 0, 3)
-    assert refuses("moe_attention_prefill", x, x, x, i, i, i, 1, x, 1, 1, 3, 2, 64, 16, 1.0, 0)
+    assert refuses("moe_attention_prefill", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 3, 2, 64, 1, 16, 1.0, 0, 0)
+    assert refuses("moe_attention_prefill", x, x, x, i, i, i, x, F32, F32, 1, 1, 1, 2, 2, 64, 1, 16, 1.0, 0, 0)
 
 
 CHECKS = [decode, qk_norm_rope, prefill, refusals]

@@ -12,7 +12,7 @@ import os
 import torch
 
 from library import Library, ids_back, ids_tensor, poison, rel_error, sized
-from library import NO_EXPERT
+from library import BF16, F32, NO_EXPERT
 import bench_experts
 
 # E, K, H, I: the Qwen3-30B-A3B shape, then small and uneven ones.
@@ -84,9 +84,9 @@ def run_stream(lib, case, plan=None, flags=None):
     for slot_rows, result in ((torch.empty_like(rows), out), (torch.empty_like(rows), exact), (rows, None)):
         args = (case.x, case.w13, case.w2, case.ids, case.weights, case.map, act, slot_rows, result, flags, flags.numel())
         if plan is None:
-            lib.launch("moe_experts_stream", *args, *case.sizes(), int(result is exact))
+            lib.launch("moe_experts_stream", *args, *case.sizes(), F32 if result is exact else BF16)
         else:
-            lib.launch("moe_experts_stream_planned", *args, *case.sizes(), int(result is exact), *plan)
+            lib.launch("moe_experts_stream_planned", *args, *case.sizes(), F32 if result is exact else BF16, *plan)
     assert torch.equal(exact.to(torch.bfloat16), out), "stream: f32 token rows, rounded, are not the bf16 ones"
     return rows, out
 
@@ -106,11 +106,12 @@ def run_grouped(lib, case):
     offsets, in_order, tiles, count = run_align(lib, case, 128)
     tokens, top_k, experts, local, hidden, inter = case.sizes()
     meta = (offsets, in_order, tiles, count)
-    lib.launch("moe_experts_grouped_gate_up", case.x, case.w13, *meta, act, tokens * top_k, top_k, local, hidden, inter)
-    lib.launch("moe_experts_grouped_down", act, case.w2, *meta, rows, tokens * top_k, local, hidden, inter)
-    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, 0)
+    args = case.x, case.w13, case.w2, *meta, act, rows, tokens * top_k, top_k, local, hidden, inter
+    lib.launch("moe_experts_grouped_gate_up", *args)
+    lib.launch("moe_experts_grouped_down", *args)
+    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, BF16)
     exact = poison(*out.shape, dtype=torch.float32)
-    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, exact, tokens, top_k, experts, local, hidden, 1)
+    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, exact, tokens, top_k, experts, local, hidden, F32)
     assert torch.equal(exact.to(torch.bfloat16), out), "combine: f32 token rows, rounded, are not the bf16 ones"
     return rows, out
 
@@ -137,7 +138,7 @@ def run_tensor(lib, case, buckets=False):
         counts, listed, places = poison(local, dtype=torch.int32), poison(local, slots, dtype=torch.int32), slots
         lib.launch("moe_any_list_slots", case.ids, case.map, slots, experts, local, counts, listed)
     lib.launch("moe_experts_tensor", case.x, case.w13, case.w2, listed, counts, places, act, rows, counters, tokens, top_k, experts, local, hidden, inter)
-    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, 0)
+    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, BF16)
     assert (counters == 0).all(), "tensor: counters are not left zero"
     return rows, out
 
@@ -270,7 +271,7 @@ def graph_equals_eager(lib):
     act, rows, out = case.buffers()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lib.launch("moe_experts_stream", case.x, case.w13, case.w2, case.ids, case.weights, case.map, act, rows, out, flags, flags.numel(), *case.sizes(), 0)
+        lib.launch("moe_experts_stream", case.x, case.w13, case.w2, case.ids, case.weights, case.map, act, rows, out, flags, flags.numel(), *case.sizes(), BF16)
     for _ in range(3):
         out.fill_(float("nan"))
         graph.replay()
@@ -329,9 +330,9 @@ def combine_with_norm_is_combine_then_norm(lib):
         residual, gain = torch.randn(tokens, hidden, device="cuda"), torch.randn(hidden, device="cuda", dtype=torch.bfloat16)
         sums, want, got = residual.clone(), torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16), residual.clone()
         delta, out = poison(tokens, hidden, dtype=torch.float32), poison(tokens, hidden, dtype=torch.bfloat16)
-        lib.launch("moe_combine", rows, case.ids, case.weights, None, delta, tokens, top_k, experts, local, hidden, 1)
+        lib.launch("moe_combine", rows, case.ids, case.weights, None, delta, tokens, top_k, experts, local, hidden, F32)
         lib.launch("moe_add_rms_norm", delta, sums, gain, 1e-6, want, tokens, hidden)
-        lib.launch("moe_combine_add_rms_norm", rows, case.ids, case.weights, None, got, gain, 1e-6, out, tokens, top_k, experts, local, hidden)
+        lib.launch("moe_combine_add_rms_norm", rows, case.ids, case.weights, None, out, tokens, top_k, experts, local, hidden, BF16, got, gain, 1e-6)
         assert torch.equal(got, sums) and torch.equal(out, want), f"{shape} T={tokens}: combine with norm differs"
 
 
@@ -340,8 +341,8 @@ def sizes_that_do_not_fit_are_refused(lib):
     none = [None] * 10
     for tokens, top_k, hidden, inter in ((1, 2, 96, 64), (1, 2, 64, 100), (2049, 1, 64, 64), (-1, 2, 64, 64), (1, 0, 64, 64), (1, 1, 1 << 20, 64)):
         assert lib.refused("moe_experts_stream", *none, 9999, tokens, top_k, 8, 8, hidden, inter, 0), (tokens, top_k, hidden, inter)
-    assert lib.refused("moe_experts_grouped_gate_up", *none[:7], 8, 2, 8, 96, 64)
-    assert lib.refused("moe_experts_grouped_down", *none[:7], 8, 8, 64, 100)
+    assert lib.refused("moe_experts_grouped_gate_up", *none[:9], 8, 2, 8, 96, 64)
+    assert lib.refused("moe_experts_grouped_down", *none[:9], 8, 2, 8, 64, 100)
     assert lib.refused("moe_experts_tensor", *none[:5], 4, *none[:3], 4, 2, 8, 8, 96, 64)
     assert lib.refused("moe_experts_stream", *none, 40, 4, 8, 8, 8, 64, 64, 0), "too small a flag buffer"
     assert lib.refused("moe_experts_stream", *none, 9999, 1, 2, 8, 8, 64, 64, 2), "an unknown output"

@@ -1,15 +1,22 @@
 """Calls the kernels of libmoe_kernels.so on torch tensors, and times them inside CUDA graphs.
 
-The same extern "C" launchers serve Rust; nothing here knows more than their C signature.
+The same extern "C" launchers serve Rust; nothing here knows more than their C signature. Launchers with many arguments take
+a struct: its fields are read from the headers, and callers list their values in the same order.
 """
 import ctypes
 import os
+import re
 import statistics
+from pathlib import Path
 
 import torch
 
 NO_EXPERT = 0xFFFFFFFF
 INVALID_VALUE = 1
+F32, BF16, ADD_F32 = range(3)  # Dtype and Output of cuda/codes.cuh
+SOURCES = Path(__file__).parents[2] / "crates/moe-kernels/cuda"
+C_TYPES = {"int": ctypes.c_int32, "float": ctypes.c_float, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64,
+           "uint32_t": ctypes.c_uint32, "Dtype": ctypes.c_int32, "Output": ctypes.c_int32, "Scoring": ctypes.c_int32}
 TINY = os.environ.get("TINY") == "1"
 
 
@@ -18,18 +25,45 @@ def sized(full, tiny):
     return tiny if TINY else full
 
 
+def fields(body):
+    """(name, C type) of the fields of a struct."""
+    for statement in filter(str.strip, body.split(";")):
+        kind, names = re.fullmatch(r"\s*((?:const )?[\w ]+?\*?) (\w+(?:, \w+)*)\s*", statement).groups()
+        for name in names.split(", "):
+            yield name, ctypes.c_void_p if kind.endswith("*") else C_TYPES[kind]
+
+
+def structs():
+    """The arguments of the launchers that take a struct, by the launcher's name, from the args.cuh of every folder."""
+    kinds, takers = {}, {}
+    for header in sorted(SOURCES.glob("*/args.cuh")):
+        code = re.sub(r"//.*", "", header.read_text())
+        for name, body in re.findall(r"struct (\w+) \{(.*?)\};", code, re.S):
+            kinds[name] = type(name, (ctypes.Structure,), {"_fields_": list(fields(body))})
+        takers.update(re.findall(r"int (moe_\w+)\(const moe::(\w+)\* args", code))
+    return {launcher: kinds[name] for launcher, name in takers.items()}
+
+
+STRUCTS = structs()
+
+
 class Library:
     def __init__(self, path):
         self.lib = ctypes.CDLL(path)
 
     def raw(self, name, *args):
         """The launcher's return code. Tensors become device pointers, None a null pointer."""
+        kind = STRUCTS.get(name)
+        if kind is not None:
+            count = len(kind._fields_)
+            assert len(args) >= count, f"{name} takes {count} fields, got {len(args)} arguments"
+            own = kind(*[_address(a) for a in args[:count]])
+            args = ctypes.byref(own), *args[count:]
         return getattr(self.lib, name)(*[_convert(a) for a in args])
 
     def launch(self, name, *args):
         """Launches on torch's current stream; any error is an exception."""
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        code = getattr(self.lib, name)(*[_convert(a) for a in args], stream)
+        code = self.raw(name, *args, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
         if code != 0:
             raise RuntimeError(f"{name} returned CUDA error {code}")
 
@@ -38,15 +72,19 @@ class Library:
         return self.raw(name, *args, None) == INVALID_VALUE
 
 
-def _convert(value):
-    if value is None:
-        return ctypes.c_void_p(None)
+def _address(value):
     if isinstance(value, torch.Tensor):
         assert value.is_cuda and value.is_contiguous()
-        return ctypes.c_void_p(value.data_ptr())
+        return value.data_ptr()
+    return value
+
+
+def _convert(value):
+    if value is None or isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(_address(value))
     if isinstance(value, float):
         return ctypes.c_float(value)
-    return ctypes.c_int(value)
+    return ctypes.c_int(value) if isinstance(value, int) else value
 
 
 def ids_tensor(values):

@@ -7,7 +7,8 @@ use candle_core::{DType, Result, bail};
 use moe_kernels::cuda::{Choice, Route, RouteOut, route_into};
 use moe_kernels::{Element, Exec, NO_EXPERT, Scratch, StepContext, TensorView, View};
 
-use crate::config::{Scoring, Selection};
+use crate::config::Selection;
+use crate::fused::gate_scoring;
 use crate::router::{RouteInput, RouteOutput, Router};
 
 /// Ids and weights [T, K] that were not chosen by logits.
@@ -80,11 +81,7 @@ impl Router {
             logits: input.logits,
             bias: None,
             choice: Choice::TopK,
-            scoring: match config.scoring {
-                Scoring::Softmax => 0,
-                Scoring::Sigmoid => 1,
-                Scoring::SqrtSoftplus => 2,
-            },
+            scoring: gate_scoring(config.scoring),
             experts: config.num_experts,
             top_k: config.top_k,
             shared: (0, 0.0),

@@ -61,11 +61,7 @@ impl Router {
             weight,
             bias,
             correction_bias: correction.as_ref().map(TensorView::view).transpose()?,
-            scoring: match c.scoring {
-                Scoring::Softmax => GateScoring::Softmax,
-                Scoring::Sigmoid => GateScoring::Sigmoid,
-                Scoring::SqrtSoftplus => GateScoring::SqrtSoftplus,
-            },
+            scoring: gate_scoring(c.scoring),
             raw_logits: c.selection == Selection::RawLogits,
             renormalize: c.renormalize,
             scale: c.routed_scaling_factor,
@@ -79,4 +75,13 @@ fn is_plain(c: &RouterConfig) -> bool {
     matches!(c.selection, Selection::TopK | Selection::RawLogits)
         && c.num_zero_experts == 0
         && c.num_fused_shared_experts == 0
+}
+
+/// How the kernels name a scoring function.
+pub(crate) fn gate_scoring(scoring: Scoring) -> GateScoring {
+    match scoring {
+        Scoring::Softmax => GateScoring::Softmax,
+        Scoring::Sigmoid => GateScoring::Sigmoid,
+        Scoring::SqrtSoftplus => GateScoring::SqrtSoftplus,
+    }
 }

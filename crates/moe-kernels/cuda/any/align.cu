@@ -65,10 +65,11 @@ constexpr int kListEach = 8;  // slots of a thread at a time
 
 /// A block for each local expert lists its slots in ascending order.
 ///
-/// Floor: every block reads 4 T K bytes of ids out of L2 and writes its part of as many. Predicted: two rounds of loads, a
-/// barrier and the launch to T K = 2,048, 2.2 us; 1 us more for each further 2,048. In place of the one block of
-/// moe_align_tokens, which takes 3.9 us at T K = 512 and 25.7 at 8,192 on an H200.
-__global__ void __launch_bounds__(kListThreads) list_slots(const Ids ids, int count, uint32_t* counts, uint32_t* lists) {
+/// Floor: every block reads 4 T K bytes of ids out of L2 and writes its part of as many. Predicted: two rounds of
+/// loads, a barrier and the launch to T K = 2,048, 2.2 us; 1 us more for each further 2,048. In place of the one block
+/// of moe_align_tokens, which takes 3.9 us at T K = 512 and 25.7 at 8,192 on an H200.
+__global__ void __launch_bounds__(kListThreads)
+    list_slots(const Ids ids, int count, uint32_t* counts, uint32_t* lists) {
   constexpr int kWarps = kListThreads / 32;
   __shared__ uint32_t of_warp[kWarps];
   const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -106,7 +107,8 @@ __global__ void zero_absent(const Ids ids, float* out, int width) {
 
 __global__ void mask_nonlocal(const Ids ids, uint32_t* out, int64_t count) {
   pdl_wait();
-  for (int64_t i = element_start(); i < count; i += element_step()) out[i] = ids.local(i) >= 0 ? ids.topk_ids[i] : kNoExpert;
+  for (int64_t i = element_start(); i < count; i += element_step())
+    out[i] = ids.local(i) >= 0 ? ids.topk_ids[i] : kNoExpert;
 }
 
 __global__ void local_ids(const uint32_t* ids, uint32_t first, uint32_t num_local, uint32_t* out, int64_t count) {
@@ -129,29 +131,21 @@ extern "C" int64_t moe_any_group_slots_workspace(int num_local) {
   return counts_bytes(num_local) <= 48 * 1024 ? 0 : static_cast<int64_t>(kSortWarps) * num_local;
 }
 
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `topk_ids` | [count] u32 (T K slots), physical ids; 0xffffffff and ids that no expert answers to = no expert |
-/// | `expert_map` | [num_ids] i32, physical id to local expert, -1 = elsewhere; null = identity (num_ids = num_local) |
-/// | `offsets` | out [num_local + 1] u32: expert e's slots are slots[offsets[e]..offsets[e + 1]] |
-/// | `slots` | out [count] u32, ascending within an expert; the tail is left as it was |
-/// | `in_rows` | out [count] u32: slot / top_k of each of them; null = not wanted |
-/// | `workspace` | moe_any_group_slots_workspace(num_local) u32
-extern "C" int moe_any_group_slots(const void* topk_ids, const void* expert_map, int count, int top_k, int num_ids,
-                                   int num_local, void* offsets, void* slots, void* in_rows, void* workspace,
-                                   void* stream) {
-  if (count < 0 || count > 0x7fff0000 || num_ids < 0 || num_local < 0 || (count > 0 && top_k <= 0)) return cudaErrorInvalidValue;
-  const bool global = moe_any_group_slots_workspace(num_local) > 0;
-  if (global && workspace == nullptr) return cudaErrorInvalidValue;
-  const Ids ids = {static_cast<const uint32_t*>(topk_ids), static_cast<const int32_t*>(expert_map), num_ids, num_local};
-  const size_t smem = global ? 0 : counts_bytes(num_local);
-  return launch(group_slots, {dim3(1), dim3(kSortWarps * 32), stream, smem}, ids, count, top_k,
-                static_cast<uint32_t*>(offsets), static_cast<uint32_t*>(slots), static_cast<uint32_t*>(in_rows),
-                global ? static_cast<uint32_t*>(workspace) : nullptr);
+/// Slots sorted by local expert.
+extern "C" int moe_any_group_slots(const AnyGroupSlotsArgs* args, void* stream) {
+  const AnyGroupSlotsArgs& c = *args;
+  if (c.count < 0 || c.count > 0x7fff0000 || c.num_ids < 0 || c.num_local < 0 || (c.count > 0 && c.top_k <= 0))
+    return cudaErrorInvalidValue;
+  const bool global = moe_any_group_slots_workspace(c.num_local) > 0;
+  if (global && c.workspace == nullptr) return cudaErrorInvalidValue;
+  const Ids ids = {c.topk_ids, c.expert_map, c.num_ids, c.num_local};
+  const size_t smem = global ? 0 : counts_bytes(c.num_local);
+  return launch(group_slots, {dim3(1), dim3(kSortWarps * 32), stream, smem}, ids, c.count, c.top_k, c.offsets, c.slots,
+                c.in_rows, global ? c.workspace : nullptr);
 }
 
-/// counts [num_local] u32 = how many of the slots `topk_ids` [count] each local expert has, lists [num_local, count] u32 = which,
-/// ascending; the tail of a list is left as it was. Ids and map as for moe_any_group_slots.
+/// counts [num_local] u32 = how many of the slots `topk_ids` [count] each local expert has, lists [num_local, count]
+/// u32 = which, ascending; the tail of a list is left as it was. Ids and map as for moe_any_group_slots.
 extern "C" int moe_any_list_slots(const void* topk_ids, const void* expert_map, int count, int num_ids, int num_local,
                                   void* counts, void* lists, void* stream) {
   if (count < 0 || count > 0x7fff0000 || num_ids < 0 || num_local < 0) return cudaErrorInvalidValue;
@@ -175,7 +169,8 @@ extern "C" int moe_any_mask_nonlocal(const void* topk_ids, const void* expert_ma
                                      void* out, void* stream) {
   if (count < 0 || num_ids < 0) return cudaErrorInvalidValue;
   if (count == 0) return cudaSuccess;
-  const Ids ids = {static_cast<const uint32_t*>(topk_ids), static_cast<const int32_t*>(expert_map), num_ids, 0x7fffffff};
+  const Ids ids = {static_cast<const uint32_t*>(topk_ids), static_cast<const int32_t*>(expert_map), num_ids,
+                   0x7fffffff};
   return launch(mask_nonlocal, over_elements(count, stream), ids, static_cast<uint32_t*>(out), count);
 }
 

@@ -1,15 +1,16 @@
-// What the kernels for any dtype and any shape share (any_*.cu).
+// What the kernels for any dtype and any shape share (any/*.cu).
 //
 // They are the CUDA form of every op: f32, bf16 or f16, any sizes, element-aligned pointers, f32 arithmetic,
 // one rounding, the semantics that the Rust op documents. Where shapes allow, faster kernels take their place.
 //
-// A dtype code is 0 = f32, 1 = bf16, 2 = f16. Indices are device data, so a kernel cannot refuse them: an index
+// Indices are device data, so a kernel cannot refuse them: an index
 // out of range reads nothing and writes nothing (each launcher says what its output is then). Every kernel
 // begins with pdl_wait(), so a launch may overlap the end of the one ahead.
 #pragma once
 
 #include <cuda_fp16.h>
 
+#include "any/args.cuh"
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
 
@@ -42,23 +43,23 @@ struct Type {
   using type = T;
 };
 
-/// f(Type<T>) for the type of a dtype code.
+/// f(Type<T>) for the type of a dtype.
 template <class F>
-cudaError_t with_dtype(int dtype, F&& f) {
+cudaError_t with_dtype(Dtype dtype, F&& f) {
   switch (dtype) {
-    case 0: return f(Type<float>{});
-    case 1: return f(Type<bf16>{});
-    case 2: return f(Type<__half>{});
+    case Dtype::kF32: return f(Type<float>{});
+    case Dtype::kBf16: return f(Type<bf16>{});
+    case Dtype::kF16: return f(Type<__half>{});
     default: return cudaErrorInvalidValue;
   }
 }
 
 /// f(Type<T>, Type<S>) for a model dtype and a stream dtype, which is the same or f32.
 template <class F>
-cudaError_t with_stream(int model, int stream, F&& f) {
+cudaError_t with_stream(Dtype model, Dtype stream, F&& f) {
   return with_dtype(model, [&](auto t) -> cudaError_t {
     if (stream == model) return f(t, t);
-    if (stream == 0) return f(t, Type<float>{});
+    if (stream == Dtype::kF32) return f(t, Type<float>{});
     return cudaErrorInvalidValue;
   });
 }

@@ -3,8 +3,9 @@
 // A block takes up to kQ (row, query head) pairs that share a KV head: the heads of a group, and, where sequences
 // have several rows, neighbouring rows. It walks the positions in chunks; each chunk's keys and values are read once
 // for all pairs. Scores by a warp per key, the chunk's softmax by a warp per pair (online, as on the CPU), values by
-// a thread per element. KV is not split over blocks, so one long sequence uses few multiprocessors.
+// a thread per element. KV is not split over blocks, so one long sequence uses few SMs.
 #include "any/any.cuh"
+#include "attention/args.cuh"
 
 namespace moe {
 namespace {
@@ -19,7 +20,7 @@ struct Meta {
   const uint32_t* tables;     // [sequences, max_blocks]
   int rows, sequences, max_blocks;
   float scale;
-  int window;                 // positions that a row sees; 0 = all
+  int window;  // positions that a row sees; 0 = all
 };
 
 struct Shape {
@@ -33,20 +34,20 @@ struct Arrays {
   const S* q;  // [rows, heads, head_dim]
   const T* k;  // [num_blocks, kv_heads, block_size, head_dim]
   const T* v;
-  T* out;      // [rows, heads * head_dim]
+  T* out;  // [rows, heads * head_dim]
 };
 
 /// Shared memory of a block.
 template <int kQ>
 struct Smem {
-  float* q;          // [kQ, head_dim]
-  float* out;        // [kQ, head_dim], not yet divided
-  float* score;      // [kChunk, kQ]
-  size_t* kv_row;    // [kChunk] first element of the position's key, or kNowhere
-  float* top;        // [kQ] largest score so far
-  float* sum;        // [kQ]
-  float* factor;     // [kQ] of what was summed before this chunk
-  uint32_t* begin;   // [kQ] positions that the pair sees
+  float* q;         // [kQ, head_dim]
+  float* out;       // [kQ, head_dim], not yet divided
+  float* score;     // [kChunk, kQ]
+  size_t* kv_row;   // [kChunk] first element of the position's key, or kNowhere
+  float* top;       // [kQ] largest score so far
+  float* sum;       // [kQ]
+  float* factor;    // [kQ] of what was summed before this chunk
+  uint32_t* begin;  // [kQ] positions that the pair sees
   uint32_t* end;
 
   static size_t bytes(int head_dim) {
@@ -168,8 +169,8 @@ __device__ __forceinline__ void chunk_values(const Smem<kQ>& s, const T* values,
 
 /// Rows `row`..`end` of one sequence, for `heads` query heads from `head` on.
 template <int kQ, class T, class S>
-__device__ __forceinline__ void attend(const Smem<kQ>& s, const Meta& m, const Shape& shape, const Arrays<T, S>& a, int sequence,
-                       int row, int end, int head, int heads, int kv_head) {
+__device__ __forceinline__ void attend(const Smem<kQ>& s, const Meta& m, const Shape& shape, const Arrays<T, S>& a,
+                                       int sequence, int row, int end, int head, int heads, int kv_head) {
   const int pairs = (end - row) * heads, d = shape.head_dim;
   const auto place = [&](int pair) {  // first element of a pair's query and output
     return (static_cast<size_t>(row + pair / heads) * shape.heads + head + pair % heads) * d;
@@ -192,7 +193,8 @@ __device__ __forceinline__ void attend(const Smem<kQ>& s, const Meta& m, const S
   uint32_t first = 0xffffffffu, last = 0;
   for (int pair = 0; pair < pairs; ++pair) first = min(first, s.begin[pair]), last = max(last, s.end[pair]);
   const uint32_t* table = m.tables + static_cast<size_t>(sequence) * m.max_blocks;
-  // Chunks begin at multiples of their size, whatever rows a block has: so a row's sums do not depend on its neighbours.
+  // Chunks begin at multiples of their size, whatever rows a block has: so a row's sums do not depend on its
+  // neighbours.
   for (uint32_t base = first / kChunk * kChunk; base < last; base += kChunk) {
     const int count = static_cast<int>(min(last - base, static_cast<uint32_t>(kChunk)));
     for (int i = threadIdx.x; i < count; i += kThreads) {
@@ -262,38 +264,25 @@ cudaError_t launch_attention(const Meta& m, Shape shape, const Arrays<T, S>& a, 
 }  // namespace
 }  // namespace moe
 
-/// out [rows, heads * head_dim] = softmax(scale * q * k^T) * v, causal, f32 inside, rounded once.
-///
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `q` | [rows, heads, head_dim] of `q_dtype`: `dtype` or f32 |
-/// | `k_cache`, `v_cache` | [num_blocks, kv_heads, block_size, head_dim] of `dtype` |
-/// | `starts` | [sequences + 1] u32, ascending from 0: the rows of each sequence; rows behind are padding: zeros |
-/// | `positions` | [rows] u32 |
-/// | `tables` | [sequences, max_blocks] u32; a position outside of its table or cache is not seen |
-/// | `window` | positions that a row sees, itself included; 0 = all |
-///
-/// With `invariant` a row's bits do not depend on `rows` and `sequences`. Refuses a head_dim above about 1,600 (shared memory).
-extern "C" int moe_any_attention(const void* q, const void* k_cache, const void* v_cache, const void* starts,
-                                 const void* positions, const void* tables, void* out, int dtype, int q_dtype,
-                                 int rows, int sequences, int max_blocks, int heads, int kv_heads, int head_dim,
-                                 int num_blocks, int block_size, float scale, int window, int invariant,
-                                 void* stream) {
+/// out = softmax(scale * q * k^T) * v, causal, f32 inside, rounded once. `q_dtype` is `dtype` or f32. A position
+/// outside of its table or of the cache is not seen. Refuses a head_dim above about 1,600 (shared memory).
+extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stream) {
   using namespace moe;
-  if (rows < 0 || sequences < 0 || max_blocks < 0 || heads <= 0 || kv_heads <= 0 || heads % kv_heads != 0 ||
-      head_dim <= 0 || num_blocks < 0 || block_size <= 0 || window < 0)
+  const PagedAttentionArgs& c = *args;
+  if (c.tokens < 0 || c.sequences < 0 || c.max_blocks < 0 || c.heads <= 0 || c.kv_heads <= 0 ||
+      c.heads % c.kv_heads != 0 || c.head_dim <= 0 || c.num_blocks < 0 || c.block_size <= 0 || c.window < 0)
     return cudaErrorInvalidValue;
-  if (rows == 0) return cudaSuccess;
-  const Meta m = {static_cast<const uint32_t*>(starts), static_cast<const uint32_t*>(positions),
-                  static_cast<const uint32_t*>(tables), rows, sequences, max_blocks, scale, window};
-  const Shape shape = {heads, kv_heads, head_dim, num_blocks, block_size, 0, 0};
-  return with_stream(dtype, q_dtype, [&](auto t, auto s) {
+  if (c.tokens == 0) return cudaSuccess;
+  const Meta m = {c.query_start_loc, c.positions,  c.block_tables, c.tokens,
+                  c.sequences,       c.max_blocks, c.scale,        c.window};
+  const Shape shape = {c.heads, c.kv_heads, c.head_dim, c.num_blocks, c.block_size, 0, 0};
+  return with_stream(c.dtype, c.q_dtype, [&](auto t, auto s) {
     using T = typename decltype(t)::type;
     using S = typename decltype(s)::type;
-    const Arrays<T, S> a = {static_cast<const S*>(q), static_cast<const T*>(k_cache), static_cast<const T*>(v_cache),
-                            static_cast<T*>(out)};
+    const Arrays<T, S> a = {static_cast<const S*>(c.q), static_cast<const T*>(c.k_cache),
+                            static_cast<const T*>(c.v_cache), static_cast<T*>(c.out)};
     // The order in which a warp adds depends on the number of pairs.
-    const bool few = invariant == 0 && heads / kv_heads <= 4 && rows <= 2 * sequences;
+    const bool few = c.invariant == 0 && c.heads / c.kv_heads <= 4 && c.tokens <= 2 * c.sequences;
     return few ? launch_attention<4, T, S>(m, shape, a, stream) : launch_attention<16, T, S>(m, shape, a, stream);
   });
 }

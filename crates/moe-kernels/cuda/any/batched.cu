@@ -35,7 +35,8 @@ __global__ void unbatch_rows(const T* rows, const uint32_t* offsets, const uint3
 }
 
 /// Sums of the counts before each expert, and every used row's number e * max_tokens + r. One block.
-__global__ void number_rows(const uint32_t* counts, int experts, uint32_t max_tokens, uint32_t* offsets, uint32_t* numbers) {
+__global__ void number_rows(const uint32_t* counts, int experts, uint32_t max_tokens, uint32_t* offsets,
+                            uint32_t* numbers) {
   pdl_wait();
   for (int e = threadIdx.x; e < experts; e += blockDim.x) offsets[e] = min(counts[e], max_tokens);
   __syncthreads();
@@ -59,38 +60,33 @@ int64_t all_rows(int experts, int max_tokens) {
 
 using namespace moe;
 
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `rows` | [num_slots / top_k, width] of `dtype` |
-/// | `offsets`, `slots` | [experts + 1], [num_slots] u32, as moe_any_group_slots writes them |
-/// | `out` | [experts, max_tokens, width] of `dtype`; an expert's slots beyond max_tokens are dropped, rows behind its last stay as they were |
-/// | `counts` | out [experts] u32 |
-extern "C" int moe_any_batch_rows(const void* rows, const void* offsets, const void* slots, void* out, void* counts,
-                                  int dtype, int num_slots, int top_k, int experts, int max_tokens, int width,
-                                  void* stream) {
-  const int64_t all = all_rows(experts, max_tokens);
-  if (all < 0 || num_slots < 0 || top_k <= 0 || width < 0) return cudaErrorInvalidValue;
-  if (all == 0) return cudaMemsetAsync(counts, 0, sizeof(uint32_t) * experts, static_cast<cudaStream_t>(stream));
-  return with_dtype(dtype, [&](auto t) {
+/// out [experts, max_tokens, width] = rows [num_slots / top_k, width] of each expert's slots. An expert's slots beyond
+/// max_tokens are dropped, rows behind its last stay as they were; counts says how many there are.
+extern "C" int moe_any_batch_rows(const AnyBatchRowsArgs* args, void* stream) {
+  const AnyBatchRowsArgs& c = *args;
+  const int64_t all = all_rows(c.experts, c.max_tokens);
+  if (all < 0 || c.num_slots < 0 || c.top_k <= 0 || c.width < 0) return cudaErrorInvalidValue;
+  if (all == 0) return cudaMemsetAsync(c.counts, 0, sizeof(uint32_t) * c.experts, static_cast<cudaStream_t>(stream));
+  return with_dtype(c.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    return launch(batch_rows<T>, over_rows(static_cast<int>(all), width, stream), static_cast<const T*>(rows),
-                  static_cast<const uint32_t*>(offsets), static_cast<const uint32_t*>(slots), static_cast<T*>(out),
-                  static_cast<uint32_t*>(counts), top_k, max_tokens, width, static_cast<uint32_t>(num_slots));
+    return launch(batch_rows<T>, over_rows(static_cast<int>(all), c.width, stream), static_cast<const T*>(c.rows),
+                  c.offsets, c.slots, static_cast<T*>(c.out), c.counts, c.top_k, c.max_tokens, c.width,
+                  static_cast<uint32_t>(c.num_slots));
   });
 }
 
 /// out [num_slots, width] = rows [experts, max_tokens, width] at the slots they belong to; other rows of out are left
 /// as they were.
-extern "C" int moe_any_unbatch_rows(const void* rows, const void* offsets, const void* slots, void* out, int dtype,
-                                    int num_slots, int experts, int max_tokens, int width, void* stream) {
-  const int64_t all = all_rows(experts, max_tokens);
-  if (all < 0 || num_slots < 0 || width < 0) return cudaErrorInvalidValue;
-  if (all == 0 || width == 0) return cudaSuccess;
-  return with_dtype(dtype, [&](auto t) {
+extern "C" int moe_any_unbatch_rows(const AnyBatchRowsArgs* args, void* stream) {
+  const AnyBatchRowsArgs& c = *args;
+  const int64_t all = all_rows(c.experts, c.max_tokens);
+  if (all < 0 || c.num_slots < 0 || c.width < 0) return cudaErrorInvalidValue;
+  if (all == 0 || c.width == 0) return cudaSuccess;
+  return with_dtype(c.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    return launch(unbatch_rows<T>, over_rows(static_cast<int>(all), width, stream), static_cast<const T*>(rows),
-                  static_cast<const uint32_t*>(offsets), static_cast<const uint32_t*>(slots), static_cast<T*>(out),
-                  max_tokens, width, static_cast<uint32_t>(num_slots));
+    return launch(unbatch_rows<T>, over_rows(static_cast<int>(all), c.width, stream), static_cast<const T*>(c.rows),
+                  c.offsets, c.slots, static_cast<T*>(c.out), c.max_tokens, c.width,
+                  static_cast<uint32_t>(c.num_slots));
   });
 }
 

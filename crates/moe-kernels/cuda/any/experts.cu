@@ -50,56 +50,32 @@ struct StoreGated {
 }  // namespace
 }  // namespace moe
 
-/// For every grouped row i of local expert e: out[i] = act(x[in_rows[i]] * w13[e]^T + bias[e]).
-///
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `x` | [x_rows, hidden]; a row number from x_rows on reads as zeros |
-/// | `offsets` | [experts + 1] u32, ascending: rows offsets[e]..offsets[e + 1] are of expert e |
-/// | `in_rows` | [rows] u32, or null: row i reads row i of x |
-/// | `w13`, `bias` | [experts, 2 width, hidden], [experts, 2 width] or null: gate rows, then up rows |
-/// | `out` | [rows, width]; rows from offsets[experts] on are left as they were |
-///
-/// `activation`: 0 SwiGLU, 1 gpt-oss's (alpha, limit), 2 GELU by erf, 3 GELU by tanh. With `invariant` a row's bits do
-/// not depend on `rows`.
-extern "C" int moe_any_gate_up(const void* x, const void* offsets, const void* in_rows, const void* w13,
-                               const void* bias, void* out, int dtype, int activation, float alpha, float limit,
-                               int x_rows, int rows, int experts, int width, int hidden, int invariant,
-                               void* stream) {
+/// Gate and up products with the activation.
+extern "C" int moe_any_gate_up(const moe::AnyGateUpArgs* args, void* stream) {
   using namespace moe;
-  if (x_rows < 0 || activation < 0 || activation > 3 || offsets == nullptr) return cudaErrorInvalidValue;
-  const Gated gated = {static_cast<Activation>(activation), alpha, limit};
-  const Groups groups = {static_cast<const uint32_t*>(offsets), static_cast<const uint32_t*>(in_rows), experts, rows,
-                         static_cast<uint32_t>(x_rows), invariant != 0};
-  return with_dtype(dtype, [&](auto t) {
+  const AnyGateUpArgs& c = *args;
+  if (c.x_rows < 0 || c.activation < 0 || c.activation > 3 || c.offsets == nullptr) return cudaErrorInvalidValue;
+  const Gated gated = {static_cast<Activation>(c.activation), c.alpha, c.limit};
+  const Groups groups = {c.offsets, c.in_rows, c.experts, c.rows, static_cast<uint32_t>(c.x_rows), c.invariant != 0};
+  return with_dtype(c.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    const Product<T> product = {static_cast<const T*>(x), static_cast<const T*>(w13), groups, width, hidden};
-    const StoreGated<T> store = {static_cast<const T*>(bias), static_cast<T*>(out), width, gated};
+    const Product<T> product = {static_cast<const T*>(c.x), static_cast<const T*>(c.w13), groups, c.width, c.hidden};
+    const StoreGated<T> store = {static_cast<const T*>(c.bias), static_cast<T*>(c.out), c.width, gated};
     return launch_product<2>(product, store, stream);
   });
 }
 
-/// For every grouped row i of local expert e: out[out_rows[i]] = x[i] * w2[e]^T + bias[e], f32.
-///
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `x` | [rows, width] |
-/// | `offsets` | as for moe_any_gate_up |
-/// | `out_rows` | [rows] u32, distinct, or null: row i writes row i; a number from num_out on writes nothing |
-/// | `w2`, `bias` | [experts, hidden, width], [experts, hidden] or null |
-/// | `out` | [num_out, hidden] f32; rows that no grouped row names are left as they were |
-extern "C" int moe_any_down(const void* x, const void* offsets, const void* out_rows, const void* w2, const void* bias,
-                            void* out, int dtype, int rows, int num_out, int experts, int hidden, int width,
-                            int invariant, void* stream) {
+/// The down product.
+extern "C" int moe_any_down(const moe::AnyDownArgs* args, void* stream) {
   using namespace moe;
-  if (num_out < 0 || offsets == nullptr) return cudaErrorInvalidValue;
-  const Groups groups = {static_cast<const uint32_t*>(offsets), nullptr, experts, rows, static_cast<uint32_t>(rows),
-                         invariant != 0};
-  return with_dtype(dtype, [&](auto t) {
+  const AnyDownArgs& c = *args;
+  if (c.num_out < 0 || c.offsets == nullptr) return cudaErrorInvalidValue;
+  const Groups groups = {c.offsets, nullptr, c.experts, c.rows, static_cast<uint32_t>(c.rows), c.invariant != 0};
+  return with_dtype(c.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    const Product<T> product = {static_cast<const T*>(x), static_cast<const T*>(w2), groups, hidden, width};
-    const StoreRow<T, float> store = {static_cast<const T*>(bias), static_cast<const uint32_t*>(out_rows),
-                                      static_cast<float*>(out), hidden, static_cast<uint32_t>(num_out)};
+    const Product<T> product = {static_cast<const T*>(c.x), static_cast<const T*>(c.w2), groups, c.hidden, c.width};
+    const StoreRow<T, float> store = {static_cast<const T*>(c.bias), c.out_rows, c.out, c.hidden,
+                                      static_cast<uint32_t>(c.num_out)};
     return launch_product<1>(product, store, stream);
   });
 }

@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kAnyThreads) softmax(const float* x, float* ou
 }
 
 template <bool kAdd>
-int any_norm(const void* delta, void* residual, const void* weight, float eps, void* out, int dtype, int stream_dtype,
-             int rows, int width, void* stream) {
+int any_norm(const void* delta, void* residual, const void* weight, float eps, void* out, Dtype dtype,
+             Dtype stream_dtype, int rows, int width, void* stream) {
   if (rows < 0 || width < 0) return cudaErrorInvalidValue;
   if (rows == 0 || width == 0) return cudaSuccess;
   return with_stream(dtype, stream_dtype, [&](auto t, auto s) {
@@ -55,15 +55,16 @@ int any_norm(const void* delta, void* residual, const void* weight, float eps, v
 
 /// out [rows, width] = x / rms(x) * weight. `weight` [width] and `out` are of `dtype`; x of `stream_dtype`, the same
 /// or f32.
-extern "C" int moe_any_rms_norm(const void* x, const void* weight, float eps, void* out, int dtype, int stream_dtype,
-                                int rows, int width, void* stream) {
-  return moe::any_norm<false>(nullptr, const_cast<void*>(x), weight, eps, out, dtype, stream_dtype, rows, width, stream);
+extern "C" int moe_any_rms_norm(const void* x, const void* weight, float eps, void* out, moe::Dtype dtype,
+                                moe::Dtype stream_dtype, int rows, int width, void* stream) {
+  return moe::any_norm<false>(nullptr, const_cast<void*>(x), weight, eps, out, dtype, stream_dtype, rows, width,
+                              stream);
 }
 
 /// residual = round(residual + delta), then out = residual / rms(residual) * weight. `delta` and `residual` are of
 /// `stream_dtype`.
 extern "C" int moe_any_add_rms_norm(const void* delta, void* residual, const void* weight, float eps, void* out,
-                                    int dtype, int stream_dtype, int rows, int width, void* stream) {
+                                    moe::Dtype dtype, moe::Dtype stream_dtype, int rows, int width, void* stream) {
   return moe::any_norm<true>(delta, residual, weight, eps, out, dtype, stream_dtype, rows, width, stream);
 }
 

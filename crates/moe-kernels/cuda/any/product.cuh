@@ -16,8 +16,8 @@ struct Groups {
   const uint32_t* offsets;  // [experts + 1], or null: one group of all rows
   const uint32_t* in_rows;  // [rows] row of x that a grouped row reads, or null: its own number
   int experts, rows;
-  uint32_t x_rows;          // rows of x: an in_row from there on reads zeros
-  bool invariant;           // one kernel for any number of rows, so that a row's bits do not depend on it
+  uint32_t x_rows;  // rows of x: an in_row from there on reads zeros
+  bool invariant;   // one kernel for any number of rows, so that a row's bits do not depend on it
 };
 
 template <class T>
@@ -113,7 +113,8 @@ __global__ void __launch_bounds__(kStreamWarps * 32) product_rows(const Product<
   for (int at = lane * kVector; at < p.k; at += 32 * kVector) {
     float w[kMatrices][kVector];
 #pragma unroll
-    for (int m = 0; m < kMatrices; ++m) load_elements<kVector>(weight_row(p, tile.expert * kMatrices + m, column) + at, w[m]);
+    for (int m = 0; m < kMatrices; ++m)
+      load_elements<kVector>(weight_row(p, tile.expert * kMatrices + m, column) + at, w[m]);
 #pragma unroll
     for (int r = 0; r < kStreamRows; ++r) {
       if (rows[r] == nullptr) continue;
@@ -136,8 +137,8 @@ __global__ void __launch_bounds__(kStreamWarps * 32) product_rows(const Product<
 
 // ---- many rows
 
-constexpr int kTile = 64;           // rows and columns of a block
-constexpr int kTileStep = 32;       // elements of K in shared memory
+constexpr int kTile = 64;      // rows and columns of a block
+constexpr int kTileStep = 32;  // elements of K in shared memory
 constexpr int kTilePitch = kTile + 4;
 constexpr int kTileThreads = 256;
 constexpr int kTileShare = kTile / (kTileThreads / 32);  // rows that a warp loads
@@ -167,8 +168,8 @@ __global__ void __launch_bounds__(kTileThreads) product_tile(const Product<T> p,
       xs[lane][r] = rows[i] != nullptr && k < p.k ? widen(rows[i][k]) : 0.f;
 #pragma unroll
       for (int m = 0; m < kMatrices; ++m)
-        ws[m][lane][r] = column0 + r < p.n && k < p.k
-                             ? widen(weight_row(p, tile.expert * kMatrices + m, column0 + r)[k]) : 0.f;
+        ws[m][lane][r] =
+            column0 + r < p.n && k < p.k ? widen(weight_row(p, tile.expert * kMatrices + m, column0 + r)[k]) : 0.f;
     }
     __syncthreads();
 #pragma unroll 8
@@ -221,7 +222,8 @@ cudaError_t launch_product(const Product<T>& p, const Epilogue& epilogue, void* 
     const dim3 grid(static_cast<unsigned>(max_tiles(g, kTile)), tile_columns);
     return launch(product_tile<kMatrices, T, Epilogue>, {grid, dim3(kTileThreads), stream}, p, epilogue);
   }
-  const Launch l = {dim3(static_cast<unsigned>(max_tiles(g, kStreamRows)), stream_columns), dim3(kStreamWarps * 32), stream};
+  const Launch l = {dim3(static_cast<unsigned>(max_tiles(g, kStreamRows)), stream_columns), dim3(kStreamWarps * 32),
+                    stream};
   constexpr int kVector = 16 / sizeof(T);
   if (is_aligned(p.x) && is_aligned(p.w) && p.k % kVector == 0)
     return launch(product_rows<kMatrices, kVector, T, Epilogue>, l, p, epilogue);
@@ -235,7 +237,7 @@ struct StoreRow {
   const uint32_t* out_rows;  // or null: the grouped row's own number
   O* out;                    // [num_out, n]
   int n;
-  uint32_t num_out;          // an out_row from there on is not written
+  uint32_t num_out;  // an out_row from there on is not written
 
   __device__ __forceinline__ void operator()(int expert, uint32_t row, int column, const float (&sum)[1]) const {
     const uint32_t to = out_rows == nullptr ? row : out_rows[row];

@@ -8,7 +8,7 @@ namespace moe {
 namespace {
 
 /// Fills the ids and weights of row t.
-__device__ __forceinline__ void route_row(const AnyRoute& a, const RouteScratch& s, int t) {
+__device__ __forceinline__ void route_row(const AnyRouteArgs& a, const RouteScratch& s, int t) {
   const int lane = threadIdx.x % 32, logits = a.experts + a.zero_experts;
   const size_t first = static_cast<size_t>(t) * a.top_k;
   const bool forced = a.replay != nullptr && copy_ids(a.replay + first, a, s);
@@ -24,7 +24,7 @@ __device__ __forceinline__ void route_row(const AnyRoute& a, const RouteScratch&
     const float x = a.logits[static_cast<size_t>(t) * logits + i];
     s.scores[i] = a.softcap > 0 ? exact::mul(a.softcap, exact::tanh(exact::div(x, a.softcap))) : x;
   }
-  if (selection != Selection::kRawLogits) apply_scoring(static_cast<Scoring>(a.scoring), s.scores, logits);
+  if (selection != Selection::kRawLogits) apply_scoring(a.scoring, s.scores, logits);
   __syncwarp();
   if (!forced) {
     if (selection == Selection::kHash) {
@@ -38,8 +38,8 @@ __device__ __forceinline__ void route_row(const AnyRoute& a, const RouteScratch&
   weigh(a, s);
 }
 
-/// Capture, heat, zero experts and shared slots of row t, then its outputs.
-__device__ __forceinline__ void finish_row(const AnyRoute& a, const RouteScratch& s, int t, bool padding) {
+/// Capture, expert load, zero experts and shared slots of row t, then its outputs.
+__device__ __forceinline__ void finish_row(const AnyRouteArgs& a, const RouteScratch& s, int t, bool padding) {
   const int lane = threadIdx.x % 32, slots = a.top_k + a.shared_slots;
   const auto experts = static_cast<uint32_t>(a.experts);
   const auto is_zero_expert = [&](int k) { return s.ids[k] != kNoExpert && s.ids[k] >= experts; };
@@ -57,13 +57,13 @@ __device__ __forceinline__ void finish_row(const AnyRoute& a, const RouteScratch
       continue;
     }
     if (a.capture != nullptr) a.capture[static_cast<size_t>(t) * a.top_k + k] = s.ids[k];
-    if (a.heat != nullptr && s.ids[k] < experts) atomicAdd(a.heat + s.ids[k], 1ull);
+    if (a.expert_load != nullptr && s.ids[k] < experts) atomicAdd(a.expert_load + s.ids[k], 1ull);
     a.topk_ids[at] = is_zero_expert(k) ? kNoExpert : s.ids[k];
     a.topk_weights[at] = is_zero_expert(k) ? 0.f : s.weights[k];
   }
 }
 
-__global__ void __launch_bounds__(32) route_any(const __grid_constant__ AnyRoute a) {
+__global__ void __launch_bounds__(32) route_any(const __grid_constant__ AnyRouteArgs a) {
   extern __shared__ float smem[];
   pdl_wait();
   const RouteScratch s(smem, a);
@@ -81,13 +81,14 @@ __global__ void __launch_bounds__(32) route_any(const __grid_constant__ AnyRoute
 }
 
 /// Whether the sizes and pointers of a method fit together.
-bool is_valid(const AnyRoute& a) {
+bool is_valid(const AnyRouteArgs& a) {
   const auto selection = static_cast<Selection>(a.selection);
   const bool grouped = selection == Selection::kGroupedMax || selection == Selection::kGroupedTopTwo;
   if (a.tokens < 0 || a.experts <= 0 || a.zero_experts < 0 || a.top_k <= 0 || a.shared_slots < 0 || a.vocab < 0 ||
-      a.groups < 0 || a.selection < 0 || a.selection > 5 || a.scoring < 0 || a.scoring > 2)
+      a.groups < 0 || a.selection < 0 || a.selection > 5 || !is_code(a.scoring, Scoring::kSqrtSoftplus))
     return false;
-  if (grouped && (a.groups == 0 || a.experts % a.groups != 0 || a.topk_group <= 0 || a.topk_group > a.groups)) return false;
+  if (grouped && (a.groups == 0 || a.experts % a.groups != 0 || a.topk_group <= 0 || a.topk_group > a.groups))
+    return false;
   if (selection == Selection::kHash && (a.table == nullptr || a.token_ids == nullptr)) return false;
   return selection == Selection::kGiven ? a.given_ids != nullptr : a.logits != nullptr;
 }
@@ -95,13 +96,11 @@ bool is_valid(const AnyRoute& a) {
 }  // namespace
 }  // namespace moe
 
-/// Routes rows; see AnyRoute. A NaN logit is never chosen, and makes all scores of a softmax NaN: a slot without a
-/// choice gets 0xffffffff and weight 0 as does every slot of a padding row. Forced and given ids must be below L or
-/// absent, and distinct.
-/// Refuses more experts than shared memory holds scores of (about 28,000).
-extern "C" int moe_any_route(const moe::AnyRoute* args, void* stream) {
+/// Routes rows. A NaN logit is never chosen, and makes all scores of a softmax NaN: a slot without a choice gets
+/// u32::MAX and weight 0, as does every slot of a padding row. Forced and given ids must be below L or absent, and
+/// distinct. Refuses more experts than shared memory holds scores of (about 28,000).
+extern "C" int moe_any_route(const moe::AnyRouteArgs* args, void* stream) {
   using namespace moe;
-  static_assert(sizeof(AnyRoute) == 13 * 8 + 8 + 18 * 4, "the layout that callers mirror");
   if (args == nullptr || !is_valid(*args)) return cudaErrorInvalidValue;
   if (args->tokens == 0) return cudaSuccess;
   DeviceLimits limits;

@@ -11,30 +11,6 @@ namespace moe {
 
 enum class Selection : int { kTopK = 0, kGroupedMax = 1, kGroupedTopTwo = 2, kRawLogits = 3, kHash = 4, kGiven = 5 };
 
-/// Arguments of moe_any_route, passed by pointer: a method has too many for a parameter list. T rows, L = experts +
-/// zero experts, K = top_k, S = K + shared slots.
-struct AnyRoute {
-  const float* logits;             // [T, L]; not read with kGiven
-  const float* bias;               // [L] correction bias, or null
-  const uint32_t* table;           // [vocab, K], with kHash
-  const uint32_t* token_ids;       // [T], with kHash
-  const uint32_t* given_ids;       // [T, K], with kGiven
-  const float* given_weights;      // [T, K], with kGiven; null = zeros
-  const uint32_t* replay;          // [T, K] ids to force, a row of absent ones is free; or null
-  uint32_t* capture;               // [T, K] the routed ids; or null
-  unsigned long long* heat;        // [experts] counts to add to, or null
-  const uint32_t* valid;           // [1] rows from there on are padding; null = none
-  uint32_t* topk_ids;              // [T, S]
-  float* topk_weights;             // [T, S]
-  float* zero_weights;             // [T] or null
-  uint64_t balance_seed;
-  int tokens, experts, zero_experts, top_k, shared_slots, vocab, groups, topk_group;
-  int selection, scoring, renormalize, balance;
-  float softcap;                   // 0 = none
-  float scale, shared_weight;
-  uint32_t first_row, layer, step; // place of row 0, for random numbers
-};
-
 /// What a warp keeps of its token.
 struct RouteScratch {
   float* scores;     // [L]
@@ -43,11 +19,11 @@ struct RouteScratch {
   uint32_t* ids;     // [K]
   float* weights;    // [K]
 
-  static size_t bytes(const AnyRoute& a) {
+  static size_t bytes(const AnyRouteArgs& a) {
     return 4 * (2 * (static_cast<size_t>(a.experts) + a.zero_experts) + a.groups + 2 * static_cast<size_t>(a.top_k));
   }
 
-  __device__ RouteScratch(float* smem, const AnyRoute& a) {
+  __device__ RouteScratch(float* smem, const AnyRouteArgs& a) {
     const int logits = a.experts + a.zero_experts;
     scores = smem;
     keys = reinterpret_cast<uint32_t*>(scores + logits);
@@ -89,7 +65,7 @@ __device__ __forceinline__ uint32_t best_key(const uint32_t* keys, int n) {
 }
 
 /// Takes the experts of all but the best groups out of the running.
-__device__ __forceinline__ void keep_best_groups(const AnyRoute& a, const RouteScratch& s) {
+__device__ __forceinline__ void keep_best_groups(const AnyRouteArgs& a, const RouteScratch& s) {
   const int lane = threadIdx.x % 32, size = a.experts / a.groups;
   const bool two = static_cast<Selection>(a.selection) == Selection::kGroupedTopTwo;
   for (int g = lane; g < a.groups; g += 32) {
@@ -113,7 +89,7 @@ __device__ __forceinline__ void keep_best_groups(const AnyRoute& a, const RouteS
 }
 
 /// Chooses by key: fills the ids.
-__device__ __forceinline__ void choose(const AnyRoute& a, const RouteScratch& s) {
+__device__ __forceinline__ void choose(const AnyRouteArgs& a, const RouteScratch& s) {
   const int lane = threadIdx.x % 32, logits = a.experts + a.zero_experts;
   for (int i = lane; i < logits; i += 32)
     s.keys[i] = sort_key(a.bias == nullptr ? s.scores[i] : exact::add(s.scores[i], a.bias[i]));
@@ -131,7 +107,7 @@ __device__ __forceinline__ void choose(const AnyRoute& a, const RouteScratch& s)
 }
 
 /// Copies the ids of a row of `from`, K of them; whether any is an expert.
-__device__ __forceinline__ bool copy_ids(const uint32_t* from, const AnyRoute& a, const RouteScratch& s) {
+__device__ __forceinline__ bool copy_ids(const uint32_t* from, const AnyRouteArgs& a, const RouteScratch& s) {
   bool some = false;
   for (int k = threadIdx.x % 32; k < a.top_k; k += 32) {
     s.ids[k] = from == nullptr ? kNoExpert : from[k];
@@ -142,13 +118,14 @@ __device__ __forceinline__ bool copy_ids(const uint32_t* from, const AnyRoute& a
 }
 
 /// The weights of the chosen ids: gather, score (raw logits only), renormalise, scale.
-__device__ __forceinline__ void weigh(const AnyRoute& a, const RouteScratch& s) {
+__device__ __forceinline__ void weigh(const AnyRouteArgs& a, const RouteScratch& s) {
   const int lane = threadIdx.x % 32;
   const bool raw = static_cast<Selection>(a.selection) == Selection::kRawLogits;
   const uint32_t logits = a.experts + a.zero_experts;
-  for (int k = lane; k < a.top_k; k += 32) s.weights[k] = s.ids[k] < logits ? s.scores[s.ids[k]] : raw ? -INFINITY : 0.f;
+  for (int k = lane; k < a.top_k; k += 32)
+    s.weights[k] = s.ids[k] < logits ? s.scores[s.ids[k]] : raw ? -INFINITY : 0.f;
   __syncwarp();
-  if (raw) apply_scoring(static_cast<Scoring>(a.scoring), s.weights, a.top_k);
+  if (raw) apply_scoring(a.scoring, s.weights, a.top_k);
   __syncwarp();
   float sum = 0;
   if (a.renormalize) {
@@ -166,14 +143,17 @@ __device__ __forceinline__ void weigh(const AnyRoute& a, const RouteScratch& s) 
 }
 
 /// Force-balance: the ids become the start of a random permutation of the experts. One lane.
-__device__ __forceinline__ void balance_ids(const AnyRoute& a, const RouteScratch& s, uint32_t row) {
+__device__ __forceinline__ void balance_ids(const AnyRouteArgs& a, const RouteScratch& s, uint32_t row) {
   constexpr uint32_t kStream = 2u << 28;
   Philox block = {};
   uint32_t drawn = 0, left = a.experts;
   for (int k = 0; k < a.top_k; ++k) {
     if (s.ids[k] == kNoExpert) continue;
     if (drawn % 4 == 0) block = philox(a.balance_seed, drawn / 4, row, (a.layer & 0x0fffffffu) | kStream, a.step);
-    const uint32_t word = drawn % 4 == 0 ? block.word[0] : drawn % 4 == 1 ? block.word[1] : drawn % 4 == 2 ? block.word[2] : block.word[3];
+    const uint32_t word = drawn % 4 == 0   ? block.word[0]
+                          : drawn % 4 == 1 ? block.word[1]
+                          : drawn % 4 == 2 ? block.word[2]
+                                           : block.word[3];
     ++drawn;
     const uint32_t rank = __umulhi(word, left);
     if (left > 0) --left;

@@ -13,8 +13,7 @@ __global__ void gather(const T* table, const uint32_t* ids, S* out, int width, u
   const uint32_t id = ids[blockIdx.x];
   const T* from = table + static_cast<size_t>(id) * width;
   S* to = out + static_cast<size_t>(blockIdx.x) * width;
-  for (int i = column_start(); i < width; i += column_step())
-    to[i] = narrow<S>(id < table_rows ? widen(from[i]) : 0.f);
+  for (int i = column_start(); i < width; i += column_step()) to[i] = narrow<S>(id < table_rows ? widen(from[i]) : 0.f);
 }
 
 template <class T, class S>
@@ -84,8 +83,8 @@ using namespace moe;
 
 /// out [rows, width] (`out_dtype`: that of the table, or f32) = rows `ids` [rows] u32 of `table`
 /// [table_rows, width]: the embedding, and the gathering of wanted rows. An id not below `table_rows` gives zeros.
-extern "C" int moe_any_gather(const void* table, const void* ids, void* out, int dtype, int out_dtype, int rows,
-                              int width, int table_rows, void* stream) {
+extern "C" int moe_any_gather(const void* table, const void* ids, void* out, moe::Dtype dtype, moe::Dtype out_dtype,
+                              int rows, int width, int table_rows, void* stream) {
   if (rows < 0 || width < 0 || table_rows < 0) return cudaErrorInvalidValue;
   if (rows == 0 || width == 0) return cudaSuccess;
   return with_stream(dtype, out_dtype, [&](auto t, auto s) {
@@ -97,7 +96,8 @@ extern "C" int moe_any_gather(const void* table, const void* ids, void* out, int
 }
 
 /// out = x rounded to `out_dtype`; any pair of dtypes.
-extern "C" int moe_any_copy(const void* x, void* out, int dtype, int out_dtype, int64_t count, void* stream) {
+extern "C" int moe_any_copy(const void* x, void* out, moe::Dtype dtype, moe::Dtype out_dtype, int64_t count,
+                            void* stream) {
   if (count < 0) return cudaErrorInvalidValue;
   if (count == 0) return cudaSuccess;
   return with_dtype(dtype, [&](auto t) {
@@ -110,7 +110,8 @@ extern "C" int moe_any_copy(const void* x, void* out, int dtype, int out_dtype, 
 }
 
 /// acc = round(acc + x); any pair of dtypes.
-extern "C" int moe_any_add(const void* x, void* acc, int dtype, int acc_dtype, int64_t count, void* stream) {
+extern "C" int moe_any_add(const void* x, void* acc, moe::Dtype dtype, moe::Dtype acc_dtype, int64_t count,
+                           void* stream) {
   if (count < 0) return cudaErrorInvalidValue;
   if (count == 0) return cudaSuccess;
   return with_dtype(dtype, [&](auto t) {
@@ -123,8 +124,8 @@ extern "C" int moe_any_add(const void* x, void* acc, int dtype, int acc_dtype, i
 }
 
 /// acc [rows, width] = round(acc + scales [rows] f32 * x [rows, width]); any pair of dtypes.
-extern "C" int moe_any_add_scaled(const void* x, const void* scales, void* acc, int dtype, int acc_dtype, int rows,
-                                  int width, void* stream) {
+extern "C" int moe_any_add_scaled(const void* x, const void* scales, void* acc, moe::Dtype dtype, moe::Dtype acc_dtype,
+                                  int rows, int width, void* stream) {
   if (rows < 0 || width < 0) return cudaErrorInvalidValue;
   if (rows == 0 || width == 0) return cudaSuccess;
   return with_dtype(dtype, [&](auto t) {
@@ -138,7 +139,7 @@ extern "C" int moe_any_add_scaled(const void* x, const void* scales, void* acc, 
 }
 
 /// out [rows, width] = round(x * scales [rows] f32), of the dtype of x.
-extern "C" int moe_any_scale_rows(const void* x, const void* scales, void* out, int dtype, int rows, int width,
+extern "C" int moe_any_scale_rows(const void* x, const void* scales, void* out, moe::Dtype dtype, int rows, int width,
                                   void* stream) {
   if (rows < 0 || width < 0) return cudaErrorInvalidValue;
   if (rows == 0 || width == 0) return cudaSuccess;
@@ -151,8 +152,8 @@ extern "C" int moe_any_scale_rows(const void* x, const void* scales, void* out, 
 
 /// out [tokens, width] = weighted sum of `slots` [tokens, top_k, width] f32 by `weights` [tokens, top_k] f32; slots
 /// whose id is 0xffffffff are not read.
-extern "C" int moe_any_weighted_sum(const void* slots, const void* ids, const void* weights, void* out, int out_dtype,
-                                    int tokens, int top_k, int width, void* stream) {
+extern "C" int moe_any_weighted_sum(const void* slots, const void* ids, const void* weights, void* out,
+                                    moe::Dtype out_dtype, int tokens, int top_k, int width, void* stream) {
   if (tokens < 0 || top_k < 0 || width < 0) return cudaErrorInvalidValue;
   if (tokens == 0 || width == 0) return cudaSuccess;
   return with_dtype(out_dtype, [&](auto t) {

@@ -11,9 +11,9 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
-constexpr int kHeads = 8;      // query heads of a block: the columns of mma.sync
-constexpr int kUnit = 16;      // positions of a warp's turn: its rows
-constexpr int kSplitUnit = 64; // splits begin at multiples of this
+constexpr int kHeads = 8;       // query heads of a block: the columns of mma.sync
+constexpr int kKvTile = 16;     // positions of a warp's turn: its rows
+constexpr int kSplitStep = 64;  // splits begin at multiples of this
 constexpr int kMaxCluster = 8;
 
 struct DecodeArgs {
@@ -76,11 +76,11 @@ __device__ __forceinline__ Range split_range(const DecodeArgs& a, const Place& p
   r.position = r.padding ? 0 : a.positions[p.row];
   const int seen = static_cast<int>(r.position);
   r.visible_begin = a.window > 0 ? max(0, seen + 1 - static_cast<int>(a.window)) : 0;
-  const int first = r.visible_begin / kSplitUnit;
-  const int units = ceil_div(seen, kSplitUnit) - first, per = max(1, ceil_div(units, a.splits));
-  r.active = max(1, ceil_div(units, per));
-  r.begin = (first + p.split * per) * kSplitUnit;
-  r.end = min(seen, r.begin + per * kSplitUnit);
+  const int first = r.visible_begin / kSplitStep;
+  const int steps = ceil_div(seen, kSplitStep) - first, per = max(1, ceil_div(steps, a.splits));
+  r.active = max(1, ceil_div(steps, per));
+  r.begin = (first + p.split * per) * kSplitStep;
+  r.end = min(seen, r.begin + per * kSplitStep);
   return r;
 }
 
@@ -90,7 +90,7 @@ constexpr int kValuePitch = D + 4;
 
 template <int D>
 struct Shared {
-  static constexpr int kRing = 2 * kUnit * D * 2;            // bytes of a warp: a unit's keys and its values
+  static constexpr int kRing = 2 * kKvTile * D * 2;  // bytes of a warp: a tile's keys and its values
   static constexpr int kMerged = kWarps * kRing;
   static constexpr int kStats = kMerged + kHeads * D * 4;
   static constexpr int kQ = kStats + (kWarps + 2) * kHeads * 2 * 4;
@@ -113,28 +113,34 @@ struct Shared {
   __device__ uint8_t* q() const { return base + kQ; }
 };
 
-/// A warp's keys and values on their way: units first, first + 4 units, .. Each place is refilled as soon as it has been
-/// read: a unit's values are in flight while its keys are multiplied, and the next unit's keys while its values are.
-/// More places were no faster: they cost resident blocks.
+/// A warp's keys and values on their way: tiles first, first + 4 tiles, .. Each place is refilled as soon as it has
+/// been read: a tile's values are in flight while its keys are multiplied, and the next tile's keys while its values
+/// are. More places were no faster: they cost resident blocks.
 template <int D>
 struct Ring {
   uint8_t *keys, *values;
   const DecodeArgs& a;
   const uint32_t* table;
   int kv_head, first, end, visible;
-  int unit;      // whose keys are fetched next
+  int tile;      // whose keys are fetched next
   uint32_t row;  // cache row of its position lane % 16
 
   __device__ Ring(uint8_t* smem, const DecodeArgs& args, const Place& p, const Range& r)
-      : keys(smem), values(smem + kUnit * D * 2), a(args),
-        table(args.block_tables + static_cast<size_t>(p.row) * args.max_blocks), kv_head(p.kv_head),
-        first(r.begin + static_cast<int>(threadIdx.x) / 32 * kUnit), end(r.end), visible(r.visible_begin), unit(first),
+      : keys(smem),
+        values(smem + kKvTile * D * 2),
+        a(args),
+        table(args.block_tables + static_cast<size_t>(p.row) * args.max_blocks),
+        kv_head(p.kv_head),
+        first(r.begin + static_cast<int>(threadIdx.x) / 32 * kKvTile),
+        end(r.end),
+        visible(r.visible_begin),
+        tile(first),
         row(0) {}
 
   __device__ __forceinline__ void find_row() {
     // Outside of what is visible, a block table may hold anything.
-    const int position = max(visible, min(unit + static_cast<int>(threadIdx.x) % kUnit, end - 1));
-    if (unit < end) row = static_cast<uint32_t>(a.cache.row(table, position, kv_head));
+    const int position = max(visible, min(tile + static_cast<int>(threadIdx.x) % kKvTile, end - 1));
+    if (tile < end) row = static_cast<uint32_t>(a.cache.row(table, position, kv_head));
   }
 
   /// One group per call, also where there is nothing to fetch, so that counting groups counts copies.
@@ -143,7 +149,7 @@ struct Ring {
     const int lane = threadIdx.x % 32;
     if (at < end) {
 #pragma unroll
-      for (int i = 0; i < kUnit * kChunks / 32; ++i) {
+      for (int i = 0; i < kKvTile * kChunks / 32; ++i) {
         const int r = i * (32 / kChunks) + lane / kChunks, c = lane % kChunks;
         const size_t source = static_cast<size_t>(__shfl_sync(0xffffffffu, rows, r)) * D + c * 8;
         cp_async16_or_zero(to + swizzle<D>(r, c), from + source, at + r < end && at + r >= visible);
@@ -154,13 +160,13 @@ struct Ring {
 
   __device__ __forceinline__ void start() {
     find_row();
-    load(keys, a.cache.k, row, unit);
-    load(values, a.cache.v, row, unit);
+    load(keys, a.cache.k, row, tile);
+    load(values, a.cache.v, row, tile);
     step();
   }
 
   __device__ __forceinline__ void step() {
-    unit += kUnit * kWarps;
+    tile += kKvTile * kWarps;
     find_row();
   }
 
@@ -173,12 +179,12 @@ struct Ring {
   /// Keys have been read: fetches the next ones in their place.
   __device__ __forceinline__ void next_keys() {
     __syncwarp();
-    load(keys, a.cache.k, row, unit);
+    load(keys, a.cache.k, row, tile);
   }
 
   __device__ __forceinline__ void next_values() {
     __syncwarp();
-    load(values, a.cache.v, row, unit);
+    load(values, a.cache.v, row, tile);
     step();
   }
 };
@@ -190,29 +196,32 @@ __device__ __forceinline__ size_t out_at(const DecodeArgs& a, const Place& p, in
 
 template <int D>
 __device__ __forceinline__ void zero_out(const DecodeArgs& a, const Place& p) {
-  for (int i = threadIdx.x; i < p.heads * D; i += kThreads) a.out[out_at<D>(a, p, i / D) + i % D] = __float2bfloat16_rn(0.f);
+  for (int i = threadIdx.x; i < p.heads * D; i += kThreads)
+    a.out[out_at<D>(a, p, i / D) + i % D] = __float2bfloat16_rn(0.f);
 }
 
-/// What the prologue needs and no kernel of this step writes: fetched before the grid dependency.
+/// What the prologue needs and no kernel of this step writes: fetched before pdl_wait().
 template <int D>
 struct Constants {
-  Head<D> q_gain, k_gain, angle;
+  Head<D> q_norm_weight, k_norm_weight, angle;
   __device__ Constants(const DecodeArgs& a, int row)
-      : q_gain(load_gain<D>(a.q_norm)), k_gain(load_gain<D>(a.k_norm)), angle(a.angles.load<D>(row)) {}
+      : q_norm_weight(load_norm_weight<D>(a.q_norm)),
+        k_norm_weight(load_norm_weight<D>(a.k_norm)),
+        angle(a.angles.load<D>(row)) {}
 };
 
 /// Where a thread stands in merges and stores: one head, kPer consecutive dimensions.
 template <int D>
-struct Part8 {
+struct ThreadSlice {
   static constexpr int kPer = kHeads * D / kThreads;
   int head, d;
-  __device__ Part8() : head(threadIdx.x * kPer / D), d(threadIdx.x * kPer % D) {}
+  __device__ ThreadSlice() : head(threadIdx.x * kPer / D), d(threadIdx.x * kPer % D) {}
 };
 
 /// The new token's value in split 0, this thread's dimensions.
 template <int D>
 struct NewToken {
-  float value[Part8<D>::kPer] = {};
+  float value[ThreadSlice<D>::kPer] = {};
 };
 
 /// Rounds and stores kPer consecutive elements.
@@ -239,19 +248,19 @@ __device__ __forceinline__ NewToken<D> prologue(const DecodeArgs& a, const Place
     const int head = warp * kPerWarp + i;
     if (head < p.heads) h[i] = load_head<D>(qkv + static_cast<size_t>(p.head + head) * D);
   }
-  const Part8<D> mine;
+  const ThreadSlice<D> mine;
   NewToken<D> token;
   if (first) {
     h[kPerWarp] = load_head<D>(qkv + static_cast<size_t>(a.heads + p.kv_head) * D);
     const float* v = qkv + static_cast<size_t>(a.heads + kv + p.kv_head) * D + mine.d;
 #pragma unroll
-    for (int i = 0; i < Part8<D>::kPer; i += 4) {
+    for (int i = 0; i < ThreadSlice<D>::kPer; i += 4) {
       const float4 x = __ldcg(reinterpret_cast<const float4*>(v + i));
       token.value[i] = x.x, token.value[i + 1] = x.y, token.value[i + 2] = x.z, token.value[i + 3] = x.w;
     }
   }
-  norm_heads<D, kPerWarp + 1>(h, {c.q_gain, c.q_gain, c.k_gain}, {a.q_norm != nullptr, a.q_norm != nullptr, a.k_norm != nullptr},
-                              a.eps);
+  norm_heads<D, kPerWarp + 1>(h, {c.q_norm_weight, c.q_norm_weight, c.k_norm_weight},
+                              {a.q_norm != nullptr, a.q_norm != nullptr, a.k_norm != nullptr}, a.eps);
 #pragma unroll
   for (Head<D>& x : h) {
     rotate_head<D>(x, c.angle);
@@ -299,7 +308,7 @@ __device__ __forceinline__ void load_q(const Shared& s, uint32_t (&q)[D / 8]) {
 /// A warp's running softmax. Lane 4g + t holds heads 2t and 2t + 1; of the values, dimensions g and g + 8 of
 /// each 16.
 template <int D>
-struct Part {
+struct Partial {
   float max[2] = {-INFINITY, -INFINITY};
   float sum[2] = {};  // over this lane's positions
   float values[D / 16][4] = {};
@@ -324,9 +333,9 @@ struct Part {
   }
 };
 
-/// Scores of the 16 positions from `unit` on: lane 4g + t holds positions g and g + 8 of heads 2t and 2t + 1.
+/// Scores of the 16 positions from `tile` on: lane 4g + t holds positions g and g + 8 of heads 2t and 2t + 1.
 template <int D>
-__device__ __forceinline__ void score_unit(float (&weight)[4], const uint32_t (&q)[D / 8], const uint8_t* k, int unit,
+__device__ __forceinline__ void score_tile(float (&weight)[4], const uint32_t (&q)[D / 8], const uint8_t* k, int tile,
                                            const Range& range, float scale) {
   const int lane = threadIdx.x % 32, g = lane / 4, i = lane / 8, r = lane % 8;
   float c[2][4] = {};  // two chains: half the latency
@@ -338,15 +347,15 @@ __device__ __forceinline__ void score_unit(float (&weight)[4], const uint32_t (&
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const int position = unit + g + j / 2 * 8;
+    const int position = tile + g + j / 2 * 8;
     const bool seen = position < range.end && position >= range.visible_begin;
     weight[j] = seen ? (c[0][j] + c[1][j]) * scale : -INFINITY;
   }
 }
 
-/// Turns a unit's scores into weights under the running maximum, which it raises.
+/// Turns a tile's scores into weights under the running maximum, which it raises.
 template <int D>
-__device__ __forceinline__ void soften(Part<D>& part, float (&weight)[4]) {
+__device__ __forceinline__ void update_softmax(Partial<D>& part, float (&weight)[4]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float top = fmaxf(weight[h], weight[2 + h]);
@@ -367,9 +376,9 @@ __device__ __forceinline__ void soften(Part<D>& part, float (&weight)[4]) {
   }
 }
 
-/// Adds the weighted values of a unit.
+/// Adds the weighted values of a tile.
 template <int D>
-__device__ __forceinline__ void add_values(Part<D>& part, const float (&weight)[4], const uint8_t* v) {
+__device__ __forceinline__ void add_values(Partial<D>& part, const float (&weight)[4], const uint8_t* v) {
   const int lane = threadIdx.x % 32, i = lane / 8, r = lane % 8;
   const uint32_t p0 = transpose_8x8(pack_bf16(weight[0], weight[1]));
   const uint32_t p1 = transpose_8x8(pack_bf16(weight[2], weight[3]));

@@ -1,10 +1,14 @@
 // One attention head of one token in a warp: RMS norm and rotary embedding, in f32.
 #pragma once
 
+#include "attention/args.cuh"
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
 
 namespace moe {
+
+/// Scores are multiplied by this, so that a softmax takes powers of two.
+constexpr float kLog2E = 1.44269504088896341f;
 
 /// Slot of a padding row: nothing is written to the cache.
 constexpr uint32_t kNoSlot = 0xffffffffu;
@@ -49,7 +53,7 @@ __device__ __forceinline__ Head<D> load_head(const float* x) {
 
 /// A norm's weight; 1 where there is none.
 template <int D>
-__device__ __forceinline__ Head<D> load_gain(const bf16* weight) {
+__device__ __forceinline__ Head<D> load_norm_weight(const bf16* weight) {
   const int lane = threadIdx.x % 32;
   Head<D> h;
 #pragma unroll
@@ -60,10 +64,10 @@ __device__ __forceinline__ Head<D> load_gain(const bf16* weight) {
   return h;
 }
 
-/// x / rms(x) * gain for some heads at once, so that their reductions overlap; unchanged if not `normed`.
+/// x / rms(x) * norm_weight for some heads at once, so that their reductions overlap; unchanged if not `normed`.
 template <int D, int kCount>
-__device__ __forceinline__ void norm_heads(Head<D> (&h)[kCount], const Head<D> (&gain)[kCount], const bool (&normed)[kCount],
-                                           float eps) {
+__device__ __forceinline__ void norm_heads(Head<D> (&h)[kCount], const Head<D> (&norm_weight)[kCount],
+                                           const bool (&normed)[kCount], float eps) {
   float squares[kCount] = {};
 #pragma unroll
   for (int n = 0; n < kCount; ++n)
@@ -75,8 +79,8 @@ __device__ __forceinline__ void norm_heads(Head<D> (&h)[kCount], const Head<D> (
     const float scale = normed[n] ? 1.f / sqrtf(squares[n] / D + eps) : 1.f;
 #pragma unroll
     for (int i = 0; i < Head<D>::kPairs; ++i) {
-      h[n].low[i] *= scale * gain[n].low[i];
-      h[n].high[i] *= scale * gain[n].high[i];
+      h[n].low[i] *= scale * norm_weight[n].low[i];
+      h[n].high[i] *= scale * norm_weight[n].high[i];
     }
   }
 }
@@ -135,6 +139,10 @@ struct KvCache {
     return (static_cast<size_t>(slot / block_size) * heads + head) * block_size + slot % block_size;
   }
 };
+
+inline KvCache cache_of(const void* k, const void* v, int heads, int block_size) {
+  return {static_cast<bf16*>(const_cast<void*>(k)), static_cast<bf16*>(const_cast<void*>(v)), heads, block_size};
+}
 
 /// Angles of the tokens: row `index[token]` (or `token`, without an index) of two tables [.., D / 2] f32.
 struct Angles {

@@ -1,5 +1,5 @@
 // Merging parts of a softmax: a part is a maximum, a sum of weights under it, and weighted values. Every sum here has a
-// fixed order; all loads of a merge are issued together, since each costs a trip to another multiprocessor or to L2.
+// fixed order; all loads of a merge are issued together, since each costs a trip to another SM or to L2.
 #pragma once
 
 #include "attention/decode.cuh"
@@ -8,7 +8,9 @@ namespace moe {
 namespace {
 
 /// Weight of a part under a common maximum; 0 for an empty part.
-__device__ __forceinline__ float part_weight(float max, float top) { return max == -INFINITY ? 0.f : exp2f(max - top); }
+__device__ __forceinline__ float partial_weight(float max, float top) {
+  return max == -INFINITY ? 0.f : exp2f(max - top);
+}
 
 /// The parts of lanes 0 .. n - 1 together; the other lanes bring (-inf, 0).
 struct Combined {
@@ -18,20 +20,20 @@ struct Combined {
 __device__ __forceinline__ Combined combine(float max, float sum) {
   Combined c;
   c.top = warp_max(max);
-  c.weight = part_weight(max, c.top);
+  c.weight = partial_weight(max, c.top);
   c.sum = warp_sum(c.weight * sum);
   return c;
 }
 
 /// The block's part: warps in order, then the new token (split 0). Values of this thread's head and dimensions.
 template <int D>
-struct BlockPart {
+struct BlockPartial {
   float top, sum;
-  float value[Part8<D>::kPer];
+  float value[ThreadSlice<D>::kPer];
 
   template <class Shared>
-  __device__ BlockPart(const Shared& s, bool own, const NewToken<D>& token) {
-    const Part8<D> mine;
+  __device__ BlockPartial(const Shared& s, bool own, const NewToken<D>& token) {
+    const ThreadSlice<D> mine;
     const float score = own ? s.scores()[mine.head] : -INFINITY;
     top = score;
     float max[kWarps], sums[kWarps];
@@ -41,19 +43,20 @@ struct BlockPart {
       sums[w] = s.stats(w)[2 * mine.head + 1];
       top = fmaxf(top, max[w]);
     }
-    const float token_weight = part_weight(score, top);
+    const float token_weight = partial_weight(score, top);
     sum = token_weight;
 #pragma unroll
-    for (int i = 0; i < Part8<D>::kPer; ++i) value[i] = token_weight * token.value[i];
+    for (int i = 0; i < ThreadSlice<D>::kPer; ++i) value[i] = token_weight * token.value[i];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const float weight = part_weight(max[w], top);
+      const float weight = partial_weight(max[w], top);
       sum += weight * sums[w];
       const float* from = s.values(w) + mine.head * kValuePitch<D> + mine.d;
 #pragma unroll
-      for (int i = 0; i < Part8<D>::kPer; i += 4) {
+      for (int i = 0; i < ThreadSlice<D>::kPer; i += 4) {
         const float4 x = *reinterpret_cast<const float4*>(from + i);
-        value[i] += weight * x.x, value[i + 1] += weight * x.y, value[i + 2] += weight * x.z, value[i + 3] += weight * x.w;
+        value[i] += weight * x.x, value[i + 1] += weight * x.y, value[i + 2] += weight * x.z,
+            value[i + 3] += weight * x.w;
       }
     }
   }
@@ -61,11 +64,11 @@ struct BlockPart {
   /// To the block of the cluster that merges this head.
   template <class Shared>
   __device__ __forceinline__ void send(const Shared& s) const {
-    const Part8<D> mine;
+    const ThreadSlice<D> mine;
     const int size = cluster_size(), share = kHeads / size, to = mine.head / share;
     const int at = cluster_rank() * share + mine.head % share;
 #pragma unroll
-    for (int i = 0; i < Part8<D>::kPer; i += 4)
+    for (int i = 0; i < ThreadSlice<D>::kPer; i += 4)
       cluster_store4(s.inbox() + at * D + mine.d + i, to, {value[i], value[i + 1], value[i + 2], value[i + 3]});
     if (mine.d == 0) {
       cluster_store(s.inbox_stats() + 2 * at, to, top);
@@ -76,7 +79,8 @@ struct BlockPart {
 
 /// The last cluster of a sequence to arrive merges the partials of one head in the order of clusters.
 template <int D>
-__device__ __forceinline__ void merge_clusters(const DecodeArgs& a, const Place& p, size_t group, int head, int active) {
+__device__ __forceinline__ void merge_clusters(const DecodeArgs& a, const Place& p, size_t group, int head,
+                                               int active) {
   __shared__ bool last;
   __threadfence();
   __syncthreads();
@@ -96,8 +100,7 @@ __device__ __forceinline__ void merge_clusters(const DecodeArgs& a, const Place&
   for (int first = 0; first < active; first += 8) {
     float x[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      x[i] = first + i < active ? __ldcg(from + (first + i) * (D + 2) + threadIdx.x) : 0.f;
+    for (int i = 0; i < 8; ++i) x[i] = first + i < active ? __ldcg(from + (first + i) * (D + 2) + threadIdx.x) : 0.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) value += __shfl_sync(0xffffffffu, c.weight, (first + i) % 32) * x[i];
   }
@@ -107,7 +110,8 @@ __device__ __forceinline__ void merge_clusters(const DecodeArgs& a, const Place&
 /// Merges this block's share of the heads over the cluster; if the sequence has several clusters (of 8 blocks, so one
 /// head per block), leaves the rest to the last of them.
 template <int D, class Shared>
-__device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& p, const Range& range, const Shared& s) {
+__device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& p, const Range& range,
+                                              const Shared& s) {
   const int size = cluster_size(), rank = cluster_rank(), share = kHeads / size, lane = threadIdx.x % 32;
   const int clusters = ceil_div(a.splits, kMaxCluster), active = ceil_div(range.active, kMaxCluster);
   const size_t group = static_cast<size_t>(p.row) * gridDim.y + p.group;

@@ -44,7 +44,8 @@ __device__ __forceinline__ Tile find_tile(const Args& a, int group) {
   for (int first = 0; first < a.sequences; first += 32) {
     const int s = first + lane;
     int tiles = 0;
-    if (s < a.sequences) tiles = ceil_div(static_cast<int>(a.query_start_loc[s + 1] - a.query_start_loc[s]) * group, kTile);
+    if (s < a.sequences)
+      tiles = ceil_div(static_cast<int>(a.query_start_loc[s + 1] - a.query_start_loc[s]) * group, kTile);
     uint32_t total;
     const int start = before + static_cast<int>(warp_exclusive_sum(tiles, &total));
     const uint32_t hit = __ballot_sync(0xffffffffu, wanted >= start && wanted < start + tiles);
@@ -59,8 +60,8 @@ __device__ __forceinline__ Tile find_tile(const Args& a, int group) {
 
 /// 64 positions of K and V to shared memory; those not below `end` become zeros.
 template <int D>
-__device__ __forceinline__ void load_tile(const Args& a, const uint32_t* table, int kv_head, int begin, int from, int end,
-                                          uint8_t* k) {
+__device__ __forceinline__ void load_tile(const Args& a, const uint32_t* table, int kv_head, int begin, int from,
+                                          int end, uint8_t* k) {
   constexpr int kChunks = D / 8;
   uint8_t* v = k + kTile * D * 2;
   const int c = threadIdx.x % kChunks;
@@ -82,7 +83,8 @@ struct Rows {
   int position[2];
 
   /// Adds a tile of 64 positions from `begin` on.
-  __device__ __forceinline__ void add(const uint32_t (&q)[D / 16][4], const uint8_t* k, int begin, float scale, int window) {
+  __device__ __forceinline__ void add(const uint32_t (&q)[D / 16][4], const uint8_t* k, int begin, float scale,
+                                      int window) {
     const uint8_t* v = k + kTile * D * 2;
     const int lane = threadIdx.x % 32, i = lane / 8, r = lane % 8, t = lane % 4;
     float c[kTile / 8][4] = {};
@@ -209,37 +211,41 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(Args a) {
     if (first + i > last) continue;
     uint32_t* to = reinterpret_cast<uint32_t*>(a.out + row_of(i) * D);
 #pragma unroll
-    for (int d = 0; d < D / 8; ++d) to[d * 4 + t] = pack_bf16(mine.values[d][2 * h] / sum, mine.values[d][2 * h + 1] / sum);
+    for (int d = 0; d < D / 8; ++d)
+      to[d * 4 + t] = pack_bf16(mine.values[d][2 * h] / sum, mine.values[d][2 * h + 1] / sum);
   }
 }
 
 }  // namespace
 }  // namespace moe
 
-using moe::bf16;
-
-/// out [tokens, heads * head_dim] bf16 = attention of q [tokens, heads, head_dim] bf16 over the cache, which holds the
-/// rows' own keys and values already. query_start_loc [sequences + 1], positions [tokens] ascending within a sequence,
-/// block_tables [sequences, max_blocks]. Rows of no sequence become zeros. `window` 0 = all. head_dim 64 or 128.
-extern "C" int moe_attention_prefill(const bf16* q, const bf16* k_cache, const bf16* v_cache,
-                                     const uint32_t* query_start_loc, const uint32_t* positions,
-                                     const uint32_t* block_tables, int max_blocks, bf16* out, int tokens, int sequences,
-                                     int heads, int kv_heads, int head_dim, int block_size, float scale, int window,
-                                     void* stream) {
+/// out = attention of q over the cache, bf16. head_dim is 64 or 128.
+extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* stream) {
   using namespace moe;
-  if (tokens < 0 || sequences < 0 || kv_heads <= 0 || kv_heads > 65535 || heads <= 0 || heads % kv_heads != 0 ||
-      block_size <= 0 || window < 0)
+  const PagedAttentionArgs& c = *args;
+  if (c.tokens < 0 || c.sequences < 0 || c.kv_heads <= 0 || c.kv_heads > 65535 || c.heads <= 0 ||
+      c.heads % c.kv_heads != 0 || c.block_size <= 0 || c.window < 0 || c.dtype != Dtype::kBf16 ||
+      c.q_dtype != Dtype::kBf16)
     return cudaErrorInvalidValue;
-  if (tokens == 0) return cudaSuccess;
-  const Args a = {q, {const_cast<bf16*>(k_cache), const_cast<bf16*>(v_cache), kv_heads, block_size}, query_start_loc,
-                  positions, block_tables, max_blocks, out, tokens, sequences, heads,
-                  scale * 1.44269504088896341f, window};
+  if (c.tokens == 0) return cudaSuccess;
+  const Args a = {static_cast<const bf16*>(c.q),
+                  cache_of(c.k_cache, c.v_cache, c.kv_heads, c.block_size),
+                  c.query_start_loc,
+                  c.positions,
+                  c.block_tables,
+                  c.max_blocks,
+                  static_cast<bf16*>(c.out),
+                  c.tokens,
+                  c.sequences,
+                  c.heads,
+                  c.scale * kLog2E,
+                  c.window};
   // At most one tile per sequence is not full; one block more so that somebody zeroes padding rows.
-  const int64_t tiles = static_cast<int64_t>(tokens) * (heads / kv_heads) / kTile + sequences + 1;
+  const int64_t tiles = static_cast<int64_t>(c.tokens) * (c.heads / c.kv_heads) / kTile + c.sequences + 1;
   if (tiles > 0x7fffffff) return cudaErrorInvalidValue;
-  const Launch l = {dim3(static_cast<unsigned>(tiles), kv_heads), dim3(kThreads), stream,
-                    static_cast<size_t>(kTile * head_dim * 2) * (1 + 2 * kStages)};
-  if (head_dim == 128) return launch(prefill_kernel<128>, l, a);
-  if (head_dim == 64) return launch(prefill_kernel<64>, l, a);
+  const Launch l = {dim3(static_cast<unsigned>(tiles), c.kv_heads), dim3(kThreads), stream,
+                    static_cast<size_t>(kTile * c.head_dim * 2) * (1 + 2 * kStages)};
+  if (c.head_dim == 128) return launch(prefill_kernel<128>, l, a);
+  if (c.head_dim == 64) return launch(prefill_kernel<64>, l, a);
   return cudaErrorInvalidValue;
 }

@@ -14,10 +14,10 @@ namespace {
 
 constexpr int kAlignThreads = 1024;
 constexpr int kAlignWarps = kAlignThreads / 32;
-constexpr int kMaxWords = 64;  // of 32 slots in a chunk
+constexpr int kMaxWords = 64;                          // of 32 slots in a chunk
 constexpr int kEach = kMaxWords * 32 / kAlignThreads;  // slots of a thread
 
-struct AlignArgs {
+struct Args {
   const uint32_t* topk_ids;
   const int32_t* expert_map;
   int slots, num_ids, num_local, tile_rows;
@@ -28,13 +28,13 @@ struct AlignArgs {
   uint32_t* num_tiles;
 };
 
-/// Shared memory: counts, which become starting places [E + 1]; first tiles [E + 1]; a bitmap [E, words] and the bits before
-/// each of its words.
+/// Shared memory: counts, which become starting places [E + 1]; first tiles [E + 1]; a bitmap [E, words] and the bits
+/// before each of its words.
 struct AlignMemory {
   uint32_t *offsets, *tile_base, *bits;
   uint16_t* before;
 
-  __device__ AlignMemory(uint32_t* smem, const AlignArgs& a)
+  __device__ AlignMemory(uint32_t* smem, const Args& a)
       : offsets(smem),
         tile_base(offsets + a.num_local + 1),
         bits(tile_base + a.num_local + 1),
@@ -42,7 +42,8 @@ struct AlignMemory {
 };
 
 size_t align_smem(int num_local, int words) {
-  return sizeof(uint32_t) * 2 * (num_local + 1) + (sizeof(uint32_t) + sizeof(uint16_t)) * static_cast<size_t>(num_local) * (words | 1);
+  return sizeof(uint32_t) * 2 * (num_local + 1) +
+         (sizeof(uint32_t) + sizeof(uint16_t)) * static_cast<size_t>(num_local) * (words | 1);
 }
 
 /// Sets the bits of a chunk's slots; local[i] is the expert of this thread's i-th, or -1.
@@ -69,7 +70,7 @@ __device__ __forceinline__ void count_before(const AlignMemory& m, int words, in
   }
 }
 
-__global__ __launch_bounds__(kAlignThreads) void align_tokens(const __grid_constant__ AlignArgs a) {
+__global__ __launch_bounds__(kAlignThreads) void align_tokens(const __grid_constant__ Args a) {
   extern __shared__ uint32_t smem[];
   const AlignMemory m(smem, a);
   const int words = a.words, stride = a.stride, chunk = words * 32;
@@ -154,30 +155,20 @@ extern "C" int moe_max_tiles(int slots, int num_local, int tile_rows) {
   return (slots < num_local ? slots : num_local) + slots / tile_rows;
 }
 
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `topk_ids` | [T K] u32, physical ids; 0xffffffff = no expert |
-/// | `expert_map` | [num_ids] i32, physical id to local expert, -1 = elsewhere; null = identity |
-/// | `offsets` | out [num_local + 1] u32: expert e's slots are sorted[offsets[e]..offsets[e + 1]] |
-/// | `sorted` | out [T K] u32 slot numbers, ascending within an expert; the tail is left as it was |
-/// | `tiles` | out [moe_max_tiles, 2] u32: expert, first place in `sorted`; a tile ends after `tile_rows` places or with its expert |
-/// | `num_tiles` | out [1] u32 |
-extern "C" int moe_align_tokens(const void* topk_ids, const void* expert_map, int slots, int num_ids,
-                                int num_local, int tile_rows, void* offsets, void* sorted, void* tiles,
-                                void* num_tiles, void* stream) {
+/// Slots sorted by local expert, and cut into tiles.
+extern "C" int moe_align_tokens(const moe::AlignTokensArgs* args, void* stream) {
   using namespace moe;
-  if (slots < 0 || num_ids <= 0 || num_local <= 0 || tile_rows <= 0) return cudaErrorInvalidValue;
+  const AlignTokensArgs& c = *args;
+  if (c.slots < 0 || c.num_ids <= 0 || c.num_local <= 0 || c.tile_rows <= 0) return cudaErrorInvalidValue;
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
-  int words = slots > kMaxWords * 32 ? kMaxWords : ceil_div(slots, 32);
+  int words = c.slots > kMaxWords * 32 ? kMaxWords : ceil_div(c.slots, 32);
   if (words < 1) words = 1;
-  while (words > 1 && align_smem(num_local, words) > static_cast<size_t>(limits.block_smem)) words /= 2;
-  const size_t smem = align_smem(num_local, words);
+  while (words > 1 && align_smem(c.num_local, words) > static_cast<size_t>(limits.block_smem)) words /= 2;
+  const size_t smem = align_smem(c.num_local, words);
   if (smem > static_cast<size_t>(limits.block_smem)) return cudaErrorInvalidValue;
-  const AlignArgs args = {static_cast<const uint32_t*>(topk_ids), static_cast<const int32_t*>(expert_map),
-                          slots, num_ids, num_local, tile_rows, words, words | 1, static_cast<uint32_t*>(offsets),
-                          static_cast<uint32_t*>(sorted), static_cast<uint32_t*>(tiles),
-                          static_cast<uint32_t*>(num_tiles)};
-  return launch(align_tokens, {dim3(1), dim3(kAlignThreads), stream, smem}, args);
+  const Args a = {c.topk_ids, c.expert_map, c.slots,   c.num_ids, c.num_local, c.tile_rows,
+                  words,      words | 1,    c.offsets, c.sorted,  c.tiles,     c.num_tiles};
+  return launch(align_tokens, {dim3(1), dim3(kAlignThreads), stream, smem}, a);
 }

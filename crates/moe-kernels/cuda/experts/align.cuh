@@ -4,6 +4,7 @@
 // expert, so every block that aligns the same ids gets the same answer and may act on it alone.
 #pragma once
 
+#include "experts/args.cuh"
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
 
@@ -11,8 +12,7 @@ namespace moe {
 
 /// The local expert of an id, or -1: absent, on another rank, or out of range. A kernel cannot report a
 /// bad id, so one that no expert answers to costs nothing and writes nothing.
-__device__ __forceinline__ int local_expert(uint32_t id, const int32_t* expert_map, int num_ids,
-                                            int num_local) {
+__device__ __forceinline__ int local_expert(uint32_t id, const int32_t* expert_map, int num_ids, int num_local) {
   if (id >= static_cast<uint32_t>(num_ids)) return -1;
   const int local = expert_map == nullptr ? static_cast<int>(id) : expert_map[id];
   return local >= 0 && local < num_local ? local : -1;

@@ -1,23 +1,24 @@
 // The end of a sparse layer: the weighted sum of each token's expert rows, alone or with the addition to the residual
 // stream and the next layer's RMS norm.
 //
-// Floor: 4 T K H bytes of rows out of L2 (Qwen3-30B-A3B, T = 64: 4 MB, under 1 us; 256: 17 MB, 3.5 us). At small T the time is
-// latency: so the fused form reads ids, weights, rows and residual at once, and takes the place of two launches.
+// Floor: 4 T K H bytes of rows out of L2 (Qwen3-30B-A3B, T = 64: 4 MB, under 1 us; 256: 17 MB, 3.5 us). At small T the
+// time is latency: so the fused form reads ids, weights, rows and residual at once, and takes the place of two
+// launches.
 #include "experts/combine.cuh"
 #include "rows/norm.cuh"
 
 namespace moe {
 namespace {
 
-__global__ __launch_bounds__(256) void combine(const __grid_constant__ CombineArgs a) {
+__global__ __launch_bounds__(256) void combine(const __grid_constant__ Combine a) {
   pdl_launch_dependents();
   pdl_wait();
   combine_share(a);
 }
 
-/// Adds the weighted sum of a token's rows, columns `at` .. `at` + 7, to `x`. Rows of absent slots are read, at once with
-/// ids and weights, and not used.
-__device__ __forceinline__ void add_rows(const CombineArgs& a, int at, float (&x)[kVector]) {
+/// Adds the weighted sum of a token's rows, columns `at` .. `at` + 7, to `x`. Rows of absent slots are read, at once
+/// with ids and weights, and not used.
+__device__ __forceinline__ void add_rows(const Combine& a, int at, float (&x)[kVector]) {
   constexpr int kBatch = 8;  // slots in flight
   float sum[kVector] = {};
   for (int first = 0; first < a.top_k; first += kBatch) {
@@ -49,13 +50,13 @@ __device__ __forceinline__ void add_rows(const CombineArgs& a, int at, float (&x
 }
 
 /// One token per block.
-__global__ __launch_bounds__(kThreads) void combine_add_norm(const __grid_constant__ CombineArgs a, float* residual,
+__global__ __launch_bounds__(kThreads) void combine_add_norm(const __grid_constant__ Combine a, float* residual,
                                                              const bf16* weight, float eps, bf16* out) {
   extern __shared__ __align__(16) uint8_t smem[];
   float* parts = reinterpret_cast<float*>(smem);
   float* row = parts + kThreads / 32;
-  uint4* gain = reinterpret_cast<uint4*>(row + a.hidden);
-  fetch_gain(gain, weight, a.hidden);
+  uint4* norm_weight = reinterpret_cast<uint4*>(row + a.hidden);
+  fetch_norm_weight(norm_weight, weight, a.hidden);
   pdl_launch_dependents();
   pdl_wait();
   const size_t base = static_cast<size_t>(blockIdx.x) * a.hidden;
@@ -73,44 +74,42 @@ __global__ __launch_bounds__(kThreads) void combine_add_norm(const __grid_consta
 #pragma unroll
     for (int i = 0; i < kVector; ++i) row[at + i] = x[i];
   }
-  write_norm(row, gain, squares, parts, eps, out + base, a.hidden);
+  write_norm(row, norm_weight, squares, parts, eps, out + base, a.hidden);
 }
 
-bool valid(int tokens, int top_k, int num_ids, int num_local, int hidden) {
-  return tokens >= 0 && top_k > 0 && num_ids > 0 && num_local > 0 && hidden > 0;
+bool valid(const CombineArgs& c) {
+  return c.tokens >= 0 && c.top_k > 0 && c.num_ids > 0 && c.num_local > 0 && c.hidden > 0;
+}
+
+/// What the kernels read; `out` and `out_f32` say where the sum goes.
+Combine combine_of(const CombineArgs& c, bf16* out, float* out_f32) {
+  return {c.slot_rows, c.topk_ids, c.topk_weights, c.expert_map, out,     out_f32,
+          c.tokens,    c.top_k,    c.num_ids,      c.num_local,  c.hidden};
 }
 
 }  // namespace
 }  // namespace moe
 
-/// out[t] = sum over k of topk_weights[t, k] slot_rows[t, k], k ascending in f32; out [T, H], bf16
-/// (`output` 0) or f32 (1). Rows of slots without a local expert are not used, whatever they hold.
-extern "C" int moe_combine(const void* slot_rows, const void* topk_ids, const void* topk_weights,
-                           const void* expert_map, void* out, int tokens, int top_k, int num_ids, int num_local,
-                           int hidden, int output, void* stream) {
+/// out[t] = sum over k of topk_weights[t, k] slot_rows[t, k], k ascending in f32; H a multiple of 4.
+extern "C" int moe_combine(const moe::CombineArgs* args, void* stream) {
   using namespace moe;
-  if (!valid(tokens, top_k, num_ids, num_local, hidden) || hidden % 4 != 0 || output < 0 || output > 1)
-    return cudaErrorInvalidValue;
-  if (tokens == 0) return cudaSuccess;
-  const CombineArgs args = {static_cast<const float*>(slot_rows), static_cast<const uint32_t*>(topk_ids),
-                            static_cast<const float*>(topk_weights), static_cast<const int32_t*>(expert_map),
-                            output == 1 ? nullptr : static_cast<bf16*>(out),
-                            output == 1 ? static_cast<float*>(out) : nullptr, tokens, top_k, num_ids, num_local, hidden};
-  const int64_t blocks = ceil_div(static_cast<int64_t>(tokens) * (hidden / 4), 256);
-  return launch(combine, {dim3(static_cast<unsigned>(blocks)), dim3(256), stream}, args);
+  const CombineArgs& c = *args;
+  if (!valid(c) || c.hidden % 4 != 0 || !is_code(c.output, Output::kBf16)) return cudaErrorInvalidValue;
+  if (c.tokens == 0) return cudaSuccess;
+  const Combine a = c.output == Output::kF32 ? combine_of(c, nullptr, static_cast<float*>(c.out))
+                                             : combine_of(c, static_cast<bf16*>(c.out), nullptr);
+  const int64_t blocks = ceil_div(static_cast<int64_t>(c.tokens) * (c.hidden / 4), 256);
+  return launch(combine, {dim3(static_cast<unsigned>(blocks)), dim3(256), stream}, a);
 }
 
-/// residual += what moe_combine computes, then out = residual / rms(residual) * weight, bit for bit as moe_combine and
-/// moe_add_rms_norm one after the other. residual [T, H] f32, weight [H] and out [T, H] bf16; H a multiple of 8.
-extern "C" int moe_combine_add_rms_norm(const void* slot_rows, const void* topk_ids, const void* topk_weights,
-                                        const void* expert_map, void* residual, const void* weight, float eps, void* out,
-                                        int tokens, int top_k, int num_ids, int num_local, int hidden, void* stream) {
+/// residual [T, H] f32 += what moe_combine computes, then out = residual / rms(residual) * weight [H], bit for bit as
+/// moe_combine and moe_add_rms_norm one after the other; `output` is kBf16, H a multiple of 8.
+extern "C" int moe_combine_add_rms_norm(const moe::CombineArgs* args, float* residual, const __nv_bfloat16* weight,
+                                        float eps, void* stream) {
   using namespace moe;
-  if (!valid(tokens, top_k, num_ids, num_local, hidden) || hidden % kVector != 0) return cudaErrorInvalidValue;
-  if (tokens == 0) return cudaSuccess;
-  const CombineArgs args = {static_cast<const float*>(slot_rows), static_cast<const uint32_t*>(topk_ids),
-                            static_cast<const float*>(topk_weights), static_cast<const int32_t*>(expert_map), nullptr,
-                            nullptr, tokens, top_k, num_ids, num_local, hidden};
-  return launch(combine_add_norm, {dim3(tokens), dim3(kThreads), stream, norm_smem(hidden)}, args,
-                static_cast<float*>(residual), static_cast<const bf16*>(weight), eps, static_cast<bf16*>(out));
+  const CombineArgs& c = *args;
+  if (!valid(c) || c.hidden % kVector != 0 || c.output != Output::kBf16) return cudaErrorInvalidValue;
+  if (c.tokens == 0) return cudaSuccess;
+  return launch(combine_add_norm, {dim3(c.tokens), dim3(kThreads), stream, norm_smem(c.hidden)},
+                combine_of(c, nullptr, nullptr), residual, weight, eps, static_cast<bf16*>(c.out));
 }

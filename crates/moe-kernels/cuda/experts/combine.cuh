@@ -6,7 +6,7 @@
 
 namespace moe {
 
-struct CombineArgs {
+struct Combine {
   const float* slot_rows;  // [T, K, H], unweighted
   const uint32_t* topk_ids;
   const float* topk_weights;  // [T, K]
@@ -19,7 +19,7 @@ struct CombineArgs {
 /// Columns 4 i .. 4 i + 3 of one token. Rows of slots without a local expert are read, at once
 /// with ids and weights, and not used. Bypasses L1:
 /// other blocks of the same launch may have written the rows.
-__device__ __forceinline__ void combine_columns(const CombineArgs& a, int token, int i) {
+__device__ __forceinline__ void combine_columns(const Combine& a, int token, int i) {
   constexpr int kBatch = 8;  // independent loads in flight
   float4 sum = {0, 0, 0, 0};
   for (int first = 0; first < a.top_k; first += kBatch) {
@@ -29,8 +29,7 @@ __device__ __forceinline__ void combine_columns(const CombineArgs& a, int token,
     for (int b = 0; b < kBatch; ++b) {
       const int k = first + b;
       const int slot = token * a.top_k + min(k, a.top_k - 1);
-      const bool present =
-          k < a.top_k && local_expert(a.topk_ids[slot], a.expert_map, a.num_ids, a.num_local) >= 0;
+      const bool present = k < a.top_k && local_expert(a.topk_ids[slot], a.expert_map, a.num_ids, a.num_local) >= 0;
       weight[b] = present ? a.topk_weights[slot] : 0;
       const float4* at = reinterpret_cast<const float4*>(a.slot_rows + static_cast<size_t>(slot) * a.hidden);
       row[b] = __ldcg(at + i);
@@ -53,7 +52,7 @@ __device__ __forceinline__ void combine_columns(const CombineArgs& a, int token,
 }
 
 /// This block's share of all tokens and columns.
-__device__ __forceinline__ void combine_share(const CombineArgs& a) {
+__device__ __forceinline__ void combine_share(const Combine& a) {
   const int columns = a.hidden / 4;
   const int64_t total = static_cast<int64_t>(a.tokens) * columns;
   // Neighbouring groups of 32 go to different blocks: with one token all blocks still take part.

@@ -2,15 +2,16 @@
 // each, over the tiles that moe_align_tokens made (tile_rows = 128).
 //
 // Floor: touched experts * 6 H I bytes, and 6 T K H I FLOPs (Qwen3-30B-A3B, T = 1024: 1.2 GB = 263 us at 4.59 TB/s, 77
-// GFLOP = 98 us at 790 TFLOP/s). Still the weights: so each is read once, by the one tile of 128 weight rows x all rows of
-// its expert, up to 128.
+// GFLOP = 98 us at 790 TFLOP/s). Still the weights: so each is read once, by the one tile of 128 weight rows x all rows
+// of its expert, up to 128.
 //
 // Design: weights are the mma's rows, slots its columns, in 16-column steps of which only the filled ones are
 // multiplied: an expert with 20 rows costs 32, not 128. Two warps share a set of 32 weight rows and take every other
 // step, so a half-filled tile keeps both busy. 8 gate and 8 up rows interleave in each mma, which puts a
-// gate and its up value into one lane. Three cp.async stages of 64 along K, two blocks per multiprocessor: one
+// gate and its up value into one lane. Three cp.async stages of 64 along K, two blocks per SM: one
 // block's epilogue hides behind the other's loads. Results leave through shared memory in whole rows.
 // The sum over K is one ascending chain per element: a row's bits depend on that row only.
+#include "experts/args.cuh"
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
 
@@ -26,14 +27,14 @@ constexpr int kStageBytes = (kRows + kCols) * kDepth * 2;
 constexpr int kSmem = kStages * kStageBytes;
 
 struct GroupedArgs {
-  const bf16* x;        // [T, H], or [T K, I] for the down product
-  const bf16* w;        // w13 or w2
+  const bf16* x;  // [T, H], or [T K, I] for the down product
+  const bf16* w;  // w13 or w2
   const uint32_t* offsets;
   const uint32_t* sorted;
   const uint32_t* tiles;
   const uint32_t* num_tiles;
-  void* out;            // act [T K, I] bf16, or slot_rows [T K, H] f32
-  int depth, width;     // K of the product, columns of out
+  void* out;         // act [T K, I] bf16, or slot_rows [T K, H] f32
+  int depth, width;  // K of the product, columns of out
   int top_k;
 };
 
@@ -129,7 +130,7 @@ __device__ __forceinline__ void gather(uint8_t* smem, int filled, const float (&
 
 template <bool kDown>
 __device__ __forceinline__ void store(const GroupedArgs& a, const uint8_t* smem, int first, int rows) {
-  constexpr int kWidth = kDown ? kRows : kRows / 2;      // columns of out that this block computes
+  constexpr int kWidth = kDown ? kRows : kRows / 2;  // columns of out that this block computes
   constexpr int kBytes = kDown ? 4 : 2;
   constexpr int kVecs = kWidth * kBytes / 16, kPitch = kWidth * kBytes + 16;
   const int col0 = blockIdx.x * kWidth;
@@ -196,30 +197,21 @@ cudaError_t run(const GroupedArgs& a, int slots, int num_local, void* stream) {
 }  // namespace
 }  // namespace moe
 
-/// act[slot] = silu(gate) * up of each slot that has a local expert; x [T, H], w13 [E, 2 I, H], act [T K, I] bf16.
-/// The other arguments are what moe_align_tokens wrote with tile_rows = 128.
-extern "C" int moe_experts_grouped_gate_up(const void* x, const void* w13, const void* offsets, const void* sorted,
-                                           const void* tiles, const void* num_tiles, void* act, int slots, int top_k,
-                                           int num_local, int hidden, int inter, void* stream) {
+/// act[slot] = silu(gate) * up of each slot that has a local expert; slot_rows is not used.
+extern "C" int moe_experts_grouped_gate_up(const moe::ExpertsGroupedArgs* args, void* stream) {
   using namespace moe;
-  if (!valid_sizes(slots, num_local, hidden, inter) || top_k <= 0) return cudaErrorInvalidValue;
-  const GroupedArgs args = {static_cast<const bf16*>(x), static_cast<const bf16*>(w13),
-                            static_cast<const uint32_t*>(offsets), static_cast<const uint32_t*>(sorted),
-                            static_cast<const uint32_t*>(tiles), static_cast<const uint32_t*>(num_tiles), act,
-                            hidden, inter, top_k};
-  return run<false>(args, slots, num_local, stream);
+  const ExpertsGroupedArgs& c = *args;
+  if (!valid_sizes(c.slots, c.num_local, c.hidden, c.inter) || c.top_k <= 0) return cudaErrorInvalidValue;
+  const GroupedArgs a = {c.x, c.w13, c.offsets, c.sorted, c.tiles, c.num_tiles, c.act, c.hidden, c.inter, c.top_k};
+  return run<false>(a, c.slots, c.num_local, stream);
 }
 
-/// slot_rows[slot] = w2 act[slot] in f32 of each slot that has a local expert; w2 [E, H, I] bf16, slot_rows [T K, H].
-/// Must directly follow moe_experts_grouped_gate_up on the stream: it reads the tiles before that has ended.
-extern "C" int moe_experts_grouped_down(const void* act, const void* w2, const void* offsets, const void* sorted,
-                                        const void* tiles, const void* num_tiles, void* slot_rows, int slots,
-                                        int num_local, int hidden, int inter, void* stream) {
+/// slot_rows[slot] = w2 act[slot] in f32 of each slot that has a local expert; x is not used. Must directly follow
+/// moe_experts_grouped_gate_up on the stream: it reads the tiles before that has ended.
+extern "C" int moe_experts_grouped_down(const moe::ExpertsGroupedArgs* args, void* stream) {
   using namespace moe;
-  if (!valid_sizes(slots, num_local, inter, hidden)) return cudaErrorInvalidValue;
-  const GroupedArgs args = {static_cast<const bf16*>(act), static_cast<const bf16*>(w2),
-                            static_cast<const uint32_t*>(offsets), static_cast<const uint32_t*>(sorted),
-                            static_cast<const uint32_t*>(tiles), static_cast<const uint32_t*>(num_tiles), slot_rows,
-                            inter, hidden, 1};
-  return run<true>(args, slots, num_local, stream);
+  const ExpertsGroupedArgs& c = *args;
+  if (!valid_sizes(c.slots, c.num_local, c.inter, c.hidden)) return cudaErrorInvalidValue;
+  const GroupedArgs a = {c.act, c.w2, c.offsets, c.sorted, c.tiles, c.num_tiles, c.slot_rows, c.inter, c.hidden, 1};
+  return run<true>(a, c.slots, c.num_local, stream);
 }

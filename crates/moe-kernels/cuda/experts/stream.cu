@@ -4,17 +4,18 @@
 // Floor: touched experts * 6 H I bytes; 6 T K H I FLOPs are far below it (T = 256 on 128 experts, top 8:
 // 16 rows per expert, 16 FLOP per byte). So only bytes in flight count.
 //
-// Design: one persistent block per multiprocessor takes consecutive 16-row weight tiles of both products
+// Design: one persistent block per SM takes consecutive 16-row weight tiles of both products
 // (stream_block.cuh says which). Two warps do nothing but copy weights into a ring that fills shared
 // memory, through both products without a pause: while the down product waits for the activations of other
 // blocks, its weights are already on the way. The weights are the mma's 16 rows, the slots its 8 columns; so
 // one token costs no more than eight, and the eight consumer warps split K, which keeps the tile small
-// enough to spread 8 experts over 132 multiprocessors. Their partial sums are added in warp order: a slot's
+// enough to spread 8 experts over 132 SMs. Their partial sums are added in warp order: a slot's
 // bits depend on its own row and on the length of a stage, not on the batch beside it.
 //
-// Measured, one H200 (141 GB), Qwen3-30B-A3B: 2.58 TB/s at T = 1, 3.85 at 8, 4.10 at 32, 3.83 at 128; docs/kernels.md has the rest.
+// Measured, one H200 (141 GB), Qwen3-30B-A3B: 2.58 TB/s at T = 1, 3.85 at 8, 4.10 at 32, 3.83 at 128; docs/kernels.md
+// has the rest.
 //
-// Blocks wait for each other (flags per unit), so the launch is cooperative. The flags come in two sets: a
+// Blocks wait for each other (flags per group), so the launch is cooperative. The flags come in two sets: a
 // launch uses one and clears the other, so clearing costs no time and one zeroed buffer serves all launches.
 #include "experts/combine.cuh"
 #include "experts/stream_consume.cuh"
@@ -28,8 +29,7 @@ __device__ void grid_barrier(uint32_t* arrived) {
   if (threadIdx.x == 0) {
     __threadfence();
     add_release(arrived, 1);
-    while (load_acquire(arrived) != gridDim.x) {
-    }
+    while (load_acquire(arrived) != gridDim.x) {}
     __threadfence();
   }
   __syncthreads();
@@ -53,7 +53,7 @@ __global__ __launch_bounds__(kThreads, 1) void experts_stream(const __grid_const
   }
   pdl_wait();
   b.left = *reinterpret_cast<const volatile uint64_t*>(a.flags);  // used later: in flight meanwhile
-  b.units = build_units<kPass>(a, smem, b.l);
+  b.groups = build_groups<kPass>(a, smem, b.l);
   const int warp = threadIdx.x / 32;
   if (warp < kConsumers) {
     const Flags flags(a, b.left);
@@ -68,8 +68,8 @@ __global__ __launch_bounds__(kThreads, 1) void experts_stream(const __grid_const
   }
   if (a.out != nullptr || a.out_f32 != nullptr) {
     grid_barrier(Flags(a, b.left).arrived());
-    combine_share({a.slot_rows, a.topk_ids, a.topk_weights, a.expert_map, a.out, a.out_f32, a.tokens, a.top_k, a.num_ids,
-                   a.num_local, a.hidden});
+    combine_share({a.slot_rows, a.topk_ids, a.topk_weights, a.expert_map, a.out, a.out_f32, a.tokens, a.top_k,
+                   a.num_ids, a.num_local, a.hidden});
   }
   if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(a.flags), 1ull);
 }
@@ -108,7 +108,7 @@ int choose_plan(Args* a, int chunk_limit, int block_smem) {
 }
 
 cudaError_t run(Args a, int pass, int chunk_limit, void* stream) {
-  if (kSetHeader + max_units(a.slots(), a.num_local, 8) > a.flag_set) return cudaErrorInvalidValue;
+  if (kSetHeader + max_groups(a.slots(), a.num_local, 8) > a.flag_set) return cudaErrorInvalidValue;
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
@@ -131,50 +131,46 @@ cudaError_t run(Args a, int pass, int chunk_limit, void* stream) {
 /// Words of the zeroed `flags` buffer that launches with up to `slots` slots may share.
 extern "C" int moe_experts_stream_flags(int slots, int num_local) {
   using namespace moe::stream;
-  return kFlagHeader + 2 * (kSetHeader + max_units(slots, num_local, 8));
+  return kFlagHeader + 2 * (kSetHeader + max_groups(slots, num_local, 8));
 }
 
 /// As `moe_experts_stream`, with the choices that it makes itself: columns per pass (8, 16, 32; 0 = choose),
 /// elements along K of a stage of 16 rows. For tests and for tuning.
-extern "C" int moe_experts_stream_planned(const void* x, const void* w13, const void* w2, const void* topk_ids,
-                                          const void* topk_weights, const void* expert_map, void* act,
-                                          void* slot_rows, void* out, void* flags, int flag_words, int tokens,
-                                          int top_k, int num_ids, int num_local, int hidden, int inter, int output,
-                                          int pass, int chunk, void* stream) {
+extern "C" int moe_experts_stream_planned(const moe::ExpertsStreamArgs* args, int pass, int chunk, void* stream) {
   using namespace moe;
-  if (tokens < 0 || top_k <= 0 || num_ids <= 0 || num_local <= 0 || num_local > INT16_MAX || hidden <= 0 ||
-      inter <= 0 || hidden % 64 != 0 || inter % 64 != 0 || tokens > stream::kMaxSlots / top_k || chunk < 64 || output < 0 || output > 1)
+  const ExpertsStreamArgs& c = *args;
+  if (c.tokens < 0 || c.top_k <= 0 || c.num_ids <= 0 || c.num_local <= 0 || c.num_local > INT16_MAX || c.hidden <= 0 ||
+      c.inter <= 0 || c.hidden % 64 != 0 || c.inter % 64 != 0 || c.tokens > stream::kMaxSlots / c.top_k || chunk < 64 ||
+      !is_code(c.output, Output::kBf16))
     return cudaErrorInvalidValue;
-  if (tokens == 0) return cudaSuccess;
-  const bool is_f32 = output == 1;
-  const int flag_set = (flag_words - stream::kFlagHeader) / 2;
-  const stream::Args args = {static_cast<const bf16*>(x), static_cast<const bf16*>(w13),
-                             static_cast<const bf16*>(w2), static_cast<const uint32_t*>(topk_ids),
-                             static_cast<const float*>(topk_weights), static_cast<const int32_t*>(expert_map),
-                             static_cast<bf16*>(act), static_cast<float*>(slot_rows), is_f32 ? nullptr : static_cast<bf16*>(out),
-                             is_f32 ? static_cast<float*>(out) : nullptr,
-                             static_cast<uint32_t*>(flags), flag_set, tokens, top_k, num_ids, num_local, hidden,
-                             inter, {0, 0}, 0};
-  return stream::run(args, pass, chunk, stream);
+  if (c.tokens == 0) return cudaSuccess;
+  const bool is_f32 = c.output == Output::kF32;
+  const int flag_set = (c.flag_words - stream::kFlagHeader) / 2;
+  const stream::Args a = {c.x,
+                          c.w13,
+                          c.w2,
+                          c.topk_ids,
+                          c.topk_weights,
+                          c.expert_map,
+                          c.act,
+                          c.slot_rows,
+                          is_f32 ? nullptr : static_cast<bf16*>(c.out),
+                          is_f32 ? static_cast<float*>(c.out) : nullptr,
+                          c.flags,
+                          flag_set,
+                          c.tokens,
+                          c.top_k,
+                          c.num_ids,
+                          c.num_local,
+                          c.hidden,
+                          c.inter,
+                          {0, 0},
+                          0};
+  return stream::run(a, pass, chunk, stream);
 }
 
-/// out[t] = sum over k of topk_weights[t, k] * w2[e] (silu(gate) * up), gate and up from w13[e] x[t], e = topk_ids[t, k].
-///
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `x` | [T, H] bf16 |
-/// | `w13`, `w2` | [E, 2 I, H] (gate rows, then up rows), [E, H, I] bf16 |
-/// | `topk_ids`, `topk_weights` | [T, K] u32 (0xffffffff = none), f32 |
-/// | `expert_map` | [num_ids] i32, physical id to local expert, -1 = elsewhere; null = identity |
-/// | `act`, `slot_rows` | scratch [T K, I] bf16, [T K, H] f32 |
-/// | `out` | [T, H], bf16 (`output` 0) or f32 (1); null: `slot_rows` is the result, each slot's unweighted row |
-/// | `flags` | [flag_words >= moe_experts_stream_flags] u32, zeroed once; launches that share it must not overlap |
-///
-/// Refuses T K > 2048, H or I that are no multiple of 64, and H too large for shared memory.
-extern "C" int moe_experts_stream(const void* x, const void* w13, const void* w2, const void* topk_ids,
-                                  const void* topk_weights, const void* expert_map, void* act, void* slot_rows,
-                                  void* out, void* flags, int flag_words, int tokens, int top_k, int num_ids,
-                                  int num_local, int hidden, int inter, int output, void* stream) {
-  return moe_experts_stream_planned(x, w13, w2, topk_ids, topk_weights, expert_map, act, slot_rows, out, flags,
-                                    flag_words, tokens, top_k, num_ids, num_local, hidden, inter, output, 0, 1024, stream);
+/// out[t] = sum over k of topk_weights[t, k] * w2[e] (silu(gate) * up), gate and up from w13[e] x[t], e = topk_ids[t,
+/// k]. Refuses T K > 2048, H or I that are no multiple of 64, and H too large for shared memory.
+extern "C" int moe_experts_stream(const moe::ExpertsStreamArgs* args, void* stream) {
+  return moe_experts_stream_planned(args, 0, 1024, stream);
 }

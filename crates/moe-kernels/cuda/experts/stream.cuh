@@ -6,16 +6,17 @@
 
 namespace moe::stream {
 
-constexpr int kConsumers = 8;      // warps that multiply; each takes every 8th step of 16 along K (16 warps: slower from T = 64)
-constexpr int kLoaders = 2;        // warps that load weights, half a tile each
+/// Warps that multiply; each takes every 8th step of 16 along K. 16 warps were slower from T = 64.
+constexpr int kConsumers = 8;
+constexpr int kLoaders = 2;                                 // warps that load weights, half a tile each
 constexpr int kThreads = (kConsumers + kLoaders + 1) * 32;  // the last warp loads token rows and activations
-constexpr int kTileRows = 16;      // weight rows of a tile: one mma
-constexpr int kMaxSlots = 2048;    // T K; more belongs to the grouped kernel
+constexpr int kTileRows = 16;                               // weight rows of a tile: one mma
+constexpr int kMaxSlots = 2048;                             // T K; more belongs to the grouped kernel
 constexpr int kMaxStages = 16;
 constexpr int kMinStages = 4;
-constexpr int kFlagHeader = 32;    // words of the flag buffer before its two sets
-constexpr int kSetHeader = 4;      // words of a set before the units' flags: grid barrier, tickets
-constexpr int kTicketTiles = 4;    // tiles of a ticket; divides every tile count
+constexpr int kFlagHeader = 32;  // words of the flag buffer before its two sets
+constexpr int kSetHeader = 4;    // words of a set before the groups' flags: grid barrier, tickets
+constexpr int kTicketTiles = 4;  // tiles of a ticket; divides every tile count
 
 struct Args {
   const bf16* x;
@@ -29,7 +30,7 @@ struct Args {
   bf16* out;         // [T, H], or null
   float* out_f32;    // [T, H], or null; both null: slot_rows are the result
   uint32_t* flags;
-  int flag_set;      // words of one set of flags
+  int flag_set;  // words of one set of flags
   int tokens, top_k, num_ids, num_local, hidden, inter;
   int chunk[2], stages;  // elements along K per pipeline stage, for each product
 
@@ -43,11 +44,11 @@ struct Args {
 };
 
 /// Up to `pass` slots of one expert: what one read of its weights serves.
-struct Unit {
+struct Group {
   uint16_t expert, first, rows;  // slots are sorted[first .. first + rows]
 };
 
-__host__ __device__ inline int max_units(int slots, int num_local, int pass) {
+__host__ __device__ inline int max_groups(int slots, int num_local, int pass) {
   return (slots < num_local ? slots : num_local) + slots / pass;
 }
 
@@ -56,13 +57,13 @@ __host__ __device__ constexpr uint32_t padded(int elements) { return elements * 
 
 /// Byte offsets into dynamic shared memory.
 struct Layout {
-  uint32_t units, sorted, partial, rows, stage, stage_bytes, total;
+  uint32_t groups, sorted, partial, rows, stage, stage_bytes, total;
 };
 
 __host__ __device__ inline Layout layout(const Args& a, int pass) {
   Layout l;
-  l.units = 512;  // barriers and the number of units come first
-  l.sorted = round_up(l.units + max_units(a.slots(), a.num_local, pass) * static_cast<uint32_t>(sizeof(Unit)), 16);
+  l.groups = 512;  // barriers and the number of groups come first
+  l.sorted = round_up(l.groups + max_groups(a.slots(), a.num_local, pass) * static_cast<uint32_t>(sizeof(Group)), 16);
   l.partial = round_up(l.sorted + a.slots() * 2u, 16);
   l.rows = l.partial + 2 * kConsumers * kTileRows * (pass + 4) * 4;
   // The down product keeps the rows of two runs, so that the next run's are there in time.
@@ -75,9 +76,7 @@ __host__ __device__ inline Layout layout(const Args& a, int pass) {
 }
 
 /// Bytes that alignment needs; they lie where the stages will be.
-__host__ __device__ inline uint32_t align_bytes(const Args& a) {
-  return a.slots() * 4u + (2 * a.num_local + 2) * 4u;
-}
+__host__ __device__ inline uint32_t align_bytes(const Args& a) { return a.slots() * 4u + (2 * a.num_local + 2) * 4u; }
 
 /// A consecutive share of `total` items.
 struct Range {
@@ -102,40 +101,39 @@ struct Cursor {
   }
 };
 
-/// Where `build_units` leaves what every role reads.
+/// Where `build_groups` leaves what every role reads.
 struct Routing {
-  Unit* units;
+  Group* groups;
   uint16_t* sorted;  // place -> slot
-  uint32_t* num_units;
+  uint32_t* num_groups;
 
   __device__ Routing(uint8_t* smem, const Layout& l)
-      : units(reinterpret_cast<Unit*>(smem + l.units)),
+      : groups(reinterpret_cast<Group*>(smem + l.groups)),
         sorted(reinterpret_cast<uint16_t*>(smem + l.sorted)),
-        num_units(reinterpret_cast<uint32_t*>(smem + l.units - 16)) {}
+        num_groups(reinterpret_cast<uint32_t*>(smem + l.groups - 16)) {}
 };
 
 /// One warp, one lane per slot: no pass over the experts, so one token's routing costs a few shuffles.
 template <int kPass>
 __device__ __forceinline__ void build_few(const Args& a, const Routing& to) {
   const int lane = threadIdx.x;
-  const int local =
-      lane < a.slots() ? local_expert(a.topk_ids[lane], a.expert_map, a.num_ids, a.num_local) : -1;
+  const int local = lane < a.slots() ? local_expert(a.topk_ids[lane], a.expert_map, a.num_ids, a.num_local) : -1;
   const uint32_t same = __match_any_sync(0xffffffffu, local);
   const int before = __popc(same & ((1u << lane) - 1));
   const bool leads = local >= 0 && before % kPass == 0;
-  int place = before, unit = before / kPass;
+  int place = before, group = before / kPass;
   for (int j = 0; j < a.slots(); ++j) {
     const int other = __shfl_sync(0xffffffffu, local, j);
     const bool other_leads = __shfl_sync(0xffffffffu, leads, j);
-    if (other >= 0 && other < local) place += 1, unit += other_leads;
+    if (other >= 0 && other < local) place += 1, group += other_leads;
   }
   if (local >= 0) to.sorted[place] = lane;
   if (leads) {
     const int rows = min(kPass, __popc(same) - before);
-    to.units[unit] = {static_cast<uint16_t>(local), static_cast<uint16_t>(place), static_cast<uint16_t>(rows)};
+    to.groups[group] = {static_cast<uint16_t>(local), static_cast<uint16_t>(place), static_cast<uint16_t>(rows)};
   }
   const uint32_t leaders = __ballot_sync(0xffffffffu, leads);
-  if (lane == 0) *to.num_units = __popc(leaders);
+  if (lane == 0) *to.num_groups = __popc(leaders);
 }
 
 /// A stable counting sort by the block; `scratch` holds align_bytes().
@@ -144,7 +142,7 @@ __device__ __forceinline__ void build_many(const Args& a, const Routing& to, uin
   int16_t* local = reinterpret_cast<int16_t*>(scratch);
   uint16_t* place = reinterpret_cast<uint16_t*>(local + a.slots());
   uint32_t* offsets = reinterpret_cast<uint32_t*>(place + a.slots());
-  uint32_t* unit_base = offsets + a.num_local + 1;
+  uint32_t* group_base = offsets + a.num_local + 1;
   for (int s = threadIdx.x; s < a.slots(); s += kThreads)
     local[s] = static_cast<int16_t>(local_expert(a.topk_ids[s], a.expert_map, a.num_ids, a.num_local));
   for (int e = threadIdx.x; e < a.num_local; e += kThreads) offsets[e] = 0;
@@ -154,28 +152,28 @@ __device__ __forceinline__ void build_many(const Args& a, const Routing& to, uin
       const uint32_t rank = rank_in_expert(s < a.slots() ? local[s] : -1, offsets);
       if (s < a.slots()) place[s] = static_cast<uint16_t>(rank);
     }
-    for (int e = threadIdx.x; e < a.num_local; e += 32) unit_base[e] = ceil_div(offsets[e], kPass);
+    for (int e = threadIdx.x; e < a.num_local; e += 32) group_base[e] = ceil_div(offsets[e], kPass);
     __syncwarp();
     warp_offsets(offsets, a.num_local);
-    warp_offsets(unit_base, a.num_local);
-    if (threadIdx.x == 0) *to.num_units = unit_base[a.num_local];
+    warp_offsets(group_base, a.num_local);
+    if (threadIdx.x == 0) *to.num_groups = group_base[a.num_local];
   }
   __syncthreads();
   for (int s = threadIdx.x; s < a.slots(); s += kThreads)
     if (local[s] >= 0) to.sorted[offsets[local[s]] + place[s]] = static_cast<uint16_t>(s);
   for (int e = threadIdx.x; e < a.num_local; e += kThreads) {
     uint32_t first = offsets[e];
-    for (uint32_t u = unit_base[e]; u < unit_base[e + 1]; ++u, first += kPass) {
+    for (uint32_t u = group_base[e]; u < group_base[e + 1]; ++u, first += kPass) {
       const uint32_t rows = min(static_cast<uint32_t>(kPass), offsets[e + 1] - first);
-      to.units[u] = {static_cast<uint16_t>(e), static_cast<uint16_t>(first), static_cast<uint16_t>(rows)};
+      to.groups[u] = {static_cast<uint16_t>(e), static_cast<uint16_t>(first), static_cast<uint16_t>(rows)};
     }
   }
   fence_async_proxy();  // the copy engine fills this memory next
 }
 
-/// Sorts the slots by expert and cuts them into units; every block finds the same ones. Returns their number.
+/// Sorts the slots by expert and cuts them into groups; every block finds the same ones. Returns their number.
 template <int kPass>
-__device__ __forceinline__ int build_units(const Args& a, uint8_t* smem, const Layout& l) {
+__device__ __forceinline__ int build_groups(const Args& a, uint8_t* smem, const Layout& l) {
   const Routing to(smem, l);
   if (a.slots() > 32) {
     build_many<kPass>(a, to, smem + l.stage);
@@ -183,7 +181,7 @@ __device__ __forceinline__ int build_units(const Args& a, uint8_t* smem, const L
     build_few<kPass>(a, to);
   }
   __syncthreads();
-  return static_cast<int>(*to.num_units);
+  return static_cast<int>(*to.num_groups);
 }
 
 }  // namespace moe::stream

@@ -1,7 +1,7 @@
 // What the roles of a block of the weight-streaming expert kernel share: its tiles, flags and shared memory.
 //
-// Multiprocessors get unequal shares of a saturated memory (equal work was seen to take 193 to 258 us), so a
-// block is assigned all its tiles of the first product and half of those of the second, in consecutive
+// SMs get unequal shares of a saturated memory (equal work was seen to take 193 to 258 us), so a
+// block is assigned all its tiles of the first product and half of its tiles of the second, in consecutive
 // runs, and takes the rest by ticket. Which block computes a tile changes no bit of it.
 #pragma once
 
@@ -9,26 +9,26 @@
 
 namespace moe::stream {
 
-/// Consecutive tiles of one unit; none: there are no more.
+/// Consecutive tiles of one group; none: there are no more.
 struct Run {
-  uint16_t unit, first, end;
+  uint16_t group, first, end;
 };
 
-/// Calls f(run) for each run of this block's share of `total` tiles, `tiles` to a unit.
+/// Calls f(run) for each run of this block's share of `total` tiles, `tiles` to a group.
 template <class F>
 __device__ __forceinline__ void for_each_run(int total, int tiles, F f) {
   const Range range = share(total);
-  int unit = range.begin / tiles, first = range.begin % tiles;
-  for (int left = range.end - range.begin; left > 0; first = 0, ++unit) {
+  int group = range.begin / tiles, first = range.begin % tiles;
+  for (int left = range.end - range.begin; left > 0; first = 0, ++group) {
     const int end = min(tiles, first + left);
-    f(Run{static_cast<uint16_t>(unit), static_cast<uint16_t>(first), static_cast<uint16_t>(end)});
+    f(Run{static_cast<uint16_t>(group), static_cast<uint16_t>(first), static_cast<uint16_t>(end)});
     left -= end - first;
   }
 }
 
 /// This launch's flags in the shared buffer.
 struct Flags {
-  uint32_t* set;    // grid barrier, tickets, one flag per unit
+  uint32_t* set;    // grid barrier, tickets, one flag per group
   uint32_t* other;  // the set of the launches before and after
 
   /// `left` is the first word pair of the buffer: how many blocks have left, over all launches. It grows by
@@ -42,7 +42,7 @@ struct Flags {
 
   __device__ uint32_t* arrived() const { return set; }
   __device__ uint32_t* tickets() const { return set + 1; }
-  __device__ uint32_t* unit(int u) const { return set + kSetHeader + u; }
+  __device__ uint32_t* group(int u) const { return set + kSetHeader + u; }
 };
 
 /// Everything the roles of a block share.
@@ -51,7 +51,7 @@ struct Block {
   Layout l;
   uint8_t* smem;
   uint64_t left;
-  int units;
+  int groups;
 
   __device__ uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(smem) + stage; }
   __device__ uint64_t* empty(int stage) const { return full(kMaxStages + stage); }
@@ -60,7 +60,7 @@ struct Block {
   __device__ uint64_t* run_full(int i) const { return full(2 * kMaxStages + 4 + i % 4); }
   __device__ Run* run(int i) const { return reinterpret_cast<Run*>(full(2 * kMaxStages + 8)) + i % 4; }
   __device__ uint8_t* stage(int i) const { return smem + l.stage + i * l.stage_bytes; }
-  __device__ Unit unit(int u) const { return Routing(smem, l).units[u]; }
+  __device__ Group group(int u) const { return Routing(smem, l).groups[u]; }
   __device__ int slot(int place) const { return Routing(smem, l).sorted[place]; }
 
   /// Rows of the i-th run of a product: one place for token rows, two in turn for activations.
@@ -68,7 +68,7 @@ struct Block {
     return smem + l.rows + (product == 1 && i % 2 != 0 ? pass * padded(a.inter) : 0);
   }
   /// Tiles of the down product that are assigned beforehand.
-  __device__ int assigned() const { return units * a.tiles(1) / 2 / kTicketTiles * kTicketTiles; }
+  __device__ int assigned() const { return groups * a.tiles(1) / 2 / kTicketTiles * kTicketTiles; }
 
   /// Waits for the i-th run by ticket.
   __device__ Run wait_for_ticket(int i) const {
@@ -81,7 +81,7 @@ struct Block {
 template <class F>
 __device__ __forceinline__ void for_each_run_and_ticket(const Block& b, F f) {
   int i = 0;
-  for_each_run(b.units * b.a.tiles(0), b.a.tiles(0), [&](const Run& run) { f(0, run, i++); });
+  for_each_run(b.groups * b.a.tiles(0), b.a.tiles(0), [&](const Run& run) { f(0, run, i++); });
   i = 0;
   for_each_run(b.assigned(), b.a.tiles(1), [&](const Run& run) { f(1, run, i++); });
   for (int ticket = 0;; ++ticket) {

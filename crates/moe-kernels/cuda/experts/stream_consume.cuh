@@ -97,7 +97,7 @@ __device__ void consume(const Block& b) {
   int buffer = 0;
   uint32_t full_parity[2] = {0, 0};
   for_each_run_and_ticket(b, [&](int product, const Run& run, int i) {
-    const Unit unit = b.unit(run.unit);
+    const Group group = b.group(run.group);
     const int place = product == 0 ? 0 : i % 2;
     mbarrier_wait(b.rows_full(place), place == 0 ? full_parity[0] : full_parity[1]);
     if (place == 0) full_parity[0] ^= 1;
@@ -108,14 +108,14 @@ __device__ void consume(const Block& b) {
       const auto sum = reduce<kPass>(b, buffer, acc);
       if (product == 0) {
         constexpr int kRows = kTileRows / 2;
-        for_each_result(kRows, unit.rows, [&](int r, int n) {
+        for_each_result(kRows, group.rows, [&](int r, int n) {
           const float gate = sum(r, n), up = sum(r + kRows, n);
-          bf16* to = b.a.act + static_cast<size_t>(b.slot(unit.first + n)) * b.a.inter + tile * kRows + r;
+          bf16* to = b.a.act + static_cast<size_t>(b.slot(group.first + n)) * b.a.inter + tile * kRows + r;
           *to = __float2bfloat16(gate / (1.0f + __expf(-gate)) * up);
         });
       } else {
-        for_each_result(kTileRows, unit.rows, [&](int r, int n) {
-          const size_t slot = b.slot(unit.first + n);
+        for_each_result(kTileRows, group.rows, [&](int r, int n) {
+          const size_t slot = b.slot(group.first + n);
           b.a.slot_rows[slot * b.a.hidden + tile * kTileRows + r] = sum(r, n);
         });
       }

@@ -36,12 +36,12 @@ __device__ __forceinline__ void load_tile(const Block& b, int product, int exper
 __device__ void load_weights(const Block& b) {
   Cursor at;
   for_each_run_and_ticket(b, [&](int product, const Run& run, int) {
-    const int expert = b.unit(run.unit).expert;
+    const int expert = b.group(run.group).expert;
     for (int tile = run.first; tile < run.end; ++tile) load_tile(b, product, expert, tile, at);
   });
 }
 
-/// Loads the rows of each run, draws the tickets, and tells other blocks which activations are written: the
+/// Loads the rows of each run, takes the tickets, and tells other blocks which activations are written: the
 /// consumers, who release a run's rows after their last write, need not wait for that.
 template <int kPass>
 __device__ void load_rows(const Block& b) {
@@ -53,42 +53,39 @@ __device__ void load_rows(const Block& b) {
   const auto announce = [&] {
     if (written.first == written.end || !leader) return;
     fence_async_proxy();
-    add_release(flags.unit(written.unit), written.end - written.first);
+    add_release(flags.group(written.group), written.end - written.first);
   };
-  for_each_run(b.units * a.tiles(0), a.tiles(0), [&](const Run& run) {
+  for_each_run(b.groups * a.tiles(0), a.tiles(0), [&](const Run& run) {
     mbarrier_wait(b.rows_empty(0), parity);
     parity ^= 1;
-    const Unit unit = b.unit(run.unit);
-    copy_rows(b.rows(0, 0, kPass), padded(a.hidden), unit.rows, a.hidden * 2, b.rows_full(0), [&](int r) {
-      return a.x + static_cast<size_t>(b.slot(unit.first + r) / a.top_k) * a.hidden;
-    });
+    const Group group = b.group(run.group);
+    copy_rows(b.rows(0, 0, kPass), padded(a.hidden), group.rows, a.hidden * 2, b.rows_full(0),
+              [&](int r) { return a.x + static_cast<size_t>(b.slot(group.first + r) / a.top_k) * a.hidden; });
     announce();
     written = run;
   });
   mbarrier_wait(b.rows_empty(0), parity);
   announce();
 
-  // The second product has barriers of both places from their first phase on, but those of place 0 have
+  // The second product has barriers of both places from their first phase on, but the ones of place 0 have
   // been used: `phase` continues them.
   const uint32_t phase0 = parity ^ 1;
   const auto load = [&](const Run& run, int i) {
     const uint32_t phase = i % 2 == 0 ? phase0 + i / 2 : i / 2;
     if (i > 1) mbarrier_wait(b.rows_empty(i), (phase ^ 1) & 1);
-    while (load_acquire(flags.unit(run.unit)) < static_cast<uint32_t>(a.tiles(0))) {
-    }
+    while (load_acquire(flags.group(run.group)) < static_cast<uint32_t>(a.tiles(0))) {}
     fence_async_proxy();
-    const Unit unit = b.unit(run.unit);
-    copy_rows(b.rows(1, i, kPass), padded(a.inter), unit.rows, a.inter * 2, b.rows_full(i), [&](int r) {
-      return a.act + static_cast<size_t>(b.slot(unit.first + r)) * a.inter;
-    });
+    const Group group = b.group(run.group);
+    copy_rows(b.rows(1, i, kPass), padded(a.inter), group.rows, a.inter * 2, b.rows_full(i),
+              [&](int r) { return a.act + static_cast<size_t>(b.slot(group.first + r)) * a.inter; });
   };
-  const int total = b.units * a.tiles(1);
-  const auto draw = [&] { return leader ? atomicAdd(flags.tickets(), 1) : 0; };
-  uint32_t drawn = draw();  // the next ticket is on its way while this one's rows are loaded
+  const int total = b.groups * a.tiles(1);
+  const auto take_ticket = [&] { return leader ? atomicAdd(flags.tickets(), 1) : 0; };
+  uint32_t taken = take_ticket();  // the next ticket is on its way while this one's rows are loaded
   int i = 0;
   for_each_run(b.assigned(), a.tiles(1), [&](const Run& run) { load(run, i++); });
   for (int ticket = 0;; ++ticket) {
-    const int first = b.assigned() + static_cast<int>(__shfl_sync(0xffffffffu, drawn, 0)) * kTicketTiles;
+    const int first = b.assigned() + static_cast<int>(__shfl_sync(0xffffffffu, taken, 0)) * kTicketTiles;
     const int tile = first % a.tiles(1);
     const bool more = first < total;
     const Run run = {static_cast<uint16_t>(first / a.tiles(1)), static_cast<uint16_t>(tile),
@@ -98,7 +95,7 @@ __device__ void load_rows(const Block& b) {
       mbarrier_arrive(b.run_full(ticket));
     }
     if (!more) return;
-    drawn = draw();
+    taken = take_ticket();
     load(run, i++);
   }
 }

@@ -1,15 +1,15 @@
 // Experts for 4 to a few hundred rows per expert on Hopper's warpgroup products: gate and up with SwiGLU, then the down
 // product, one launch for both, over the slots that the router or moe_any_list_slots has listed by expert.
 //
-// Floor: touched experts * 6 H I bytes (Qwen3-30B-A3B, all 128: 1.2 GB = 263 us at 4.59 TB/s); 6 T K H I FLOPs are below
-// it to about T = 2,000. So each weight is to be read once and the memory must never wait.
+// Floor: touched experts * 6 H I bytes (Qwen3-30B-A3B, all 128: 1.2 GB = 263 us at 4.59 TB/s); 6 T K H I FLOPs are
+// below it to about T = 2,000. So each weight is to be read once and the memory must never wait.
 //
-// Design: a persistent block per multiprocessor takes units of 128 weight rows by ticket, all of gate and up before all of
-// down: a unit of the down product finds its expert's activations finished long ago, so nothing waits between the
+// Design: a persistent block per SM takes work tiles of 128 weight rows by ticket, all of gate and up before all of
+// down: a work tile of the down product finds its expert's activations finished long ago, so nothing waits between the
 // products and no block idles while another has work. Weights are the wgmma's 64-row operand, an expert's rows its
-// columns, in the next larger of 8, 16, 32, 64, 128: few rows cost no more than their bytes. One thread feeds a ring of 16 KB
-// TMA tiles; before the grid dependency it fills it with the weights of the block's first unit, while the router still
-// runs. Three warps gather token rows beside them. A slot's sums are one ascending chain over K, so they
+// columns, in the next larger of 8, 16, 32, 64, 128: few rows cost no more than their bytes. One producer thread fills
+// a ring of 16 KB TMA tiles; before pdl_wait() it fills it with the weights of the block's first work tile, while the
+// router still runs. Three warps gather token rows beside them. A slot's sums are one ascending chain over K, so they
 // depend on its row only.
 #include "experts/tensor.cuh"
 #include "ptx/wgmma.cuh"
@@ -19,7 +19,7 @@ namespace {
 
 #if MOE_SM90
 
-/// acc += 64 weight rows x kColumns token rows over the unit's steps, and leaves the ring behind them.
+/// acc += 64 weight rows x kColumns token rows over the work tile's steps, and leaves the ring behind them.
 template <int kColumns>
 __device__ __forceinline__ void multiply(const Block& b, int steps, Cursor& at, float (&acc)[kColumns / 2]) {
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
@@ -41,27 +41,27 @@ __device__ __forceinline__ void multiply(const Block& b, int steps, Cursor& at, 
   if (lane == 0) mbarrier_arrive(b.empty(previous));
 }
 
-/// A unit with up to kColumns rows. Of every 8 columns a lane holds two, of weight rows g and g + 8 of its warp.
+/// A work tile with up to kColumns rows. Of every 8 columns a lane holds two, of weight rows g and g + 8 of its warp.
 template <int kColumns>
-__device__ __forceinline__ void compute(const Block& b, const Args& a, const Unit& unit, Cursor& at) {
+__device__ __forceinline__ void compute(const Block& b, const Args& a, const Work& work, Cursor& at) {
   constexpr int kResults = kColumns / 4;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const auto row = [](int i) { return i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2; };
   uint32_t place[kResults];  // of each result: fetched before the products, which hide its latency
 #pragma unroll
   for (int i = 0; i < kResults; ++i)
-    place[i] = row(i) >= unit.rows ? kNoExpert : unit.product == 0 ? unit.first + row(i) : unit.slots[row(i)];
+    place[i] = row(i) >= work.rows ? kNoExpert : work.product == 0 ? work.first + row(i) : work.slots[row(i)];
   float acc[kColumns / 2] = {};
-  multiply<kColumns>(b, unit.steps, at, acc);
+  multiply<kColumns>(b, work.steps, at, acc);
 #pragma unroll
   for (int i = 0; i < kResults; ++i) {
     if (place[i] == kNoExpert) continue;
     const float low = acc[i / 2 * 4 + i % 2], high = acc[i / 2 * 4 + i % 2 + 2];
-    if (unit.product == 0) {
-      const int column = unit.tile * (kTileRows / 2) + warp * 8 + g;
+    if (work.product == 0) {
+      const int column = work.tile * (kTileRows / 2) + warp * 8 + g;
       a.act[static_cast<size_t>(place[i]) * a.inter + column] = __float2bfloat16(low / (1.0f + __expf(-low)) * high);
     } else {
-      const int column = unit.tile * kTileRows + warp * 16 + g;
+      const int column = work.tile * kTileRows + warp * 16 + g;
       float* to = a.slot_rows + static_cast<size_t>(place[i]) * a.hidden + column;
       if (column < a.hidden) to[0] = low;
       if (column + 8 < a.hidden) to[8] = high;
@@ -81,21 +81,21 @@ __device__ __forceinline__ void skip(const Block& b, int steps, Cursor& at) {
 template <int kCapacity>
 __device__ __forceinline__ void consume(const Block& b, const Args& a) {
   Cursor at;
-  for_each_unit(b, [&](const Unit& unit) {
-    if (unit.rows == 0) return skip(b, unit.steps, at);
-    if (unit.rows <= 8) compute<8>(b, a, unit, at);
-    else if (unit.rows <= 16) compute<16>(b, a, unit, at);
-    else if (kCapacity == 32 || unit.rows <= 32) compute<32>(b, a, unit, at);
+  for_each_work(b, [&](const Work& work) {
+    if (work.rows == 0) return skip(b, work.steps, at);
+    if (work.rows <= 8) compute<8>(b, a, work, at);
+    else if (work.rows <= 16) compute<16>(b, a, work, at);
+    else if (kCapacity == 32 || work.rows <= 32) compute<32>(b, a, work, at);
     else if constexpr (kCapacity > 32) {
-      if (kCapacity == 64 || unit.rows <= 64) compute<64>(b, a, unit, at);
-      else if constexpr (kCapacity > 64) compute<128>(b, a, unit, at);
+      if (kCapacity == 64 || work.rows <= 64) compute<64>(b, a, work, at);
+      else if constexpr (kCapacity > 64) compute<128>(b, a, work, at);
     }
-    if (unit.product == 1) return;
+    if (work.product == 1) return;
     fence_async_proxy();  // the copy engine of another block reads them
     named_barrier(1, kConsumers * 32);
     if (threadIdx.x == 0) {
-      add_release(a.progress(unit.expert), unit.rows);
-      add_release(a.finished(), unit.rows);
+      add_release(a.progress(work.expert), work.rows);
+      add_release(a.finished(), work.rows);
     }
   });
 }
@@ -118,9 +118,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(b.full(i), 1 + kGatherLanes);
       mbarrier_init(b.empty(i), kConsumers);
     }
-    for (int i = 0; i < kUnitSlots; ++i) {
-      mbarrier_init(b.unit_full(i), 1);
-      mbarrier_init(b.unit_empty(i), kConsumers + kGatherers);
+    for (int i = 0; i < kWorkSlots; ++i) {
+      mbarrier_init(b.work_full(i), 1);
+      mbarrier_init(b.work_empty(i), kConsumers + kGatherers);
     }
     mbarrier_fence_init();
   }
@@ -183,33 +183,23 @@ extern "C" int moe_experts_tensor_counters(int num_local) { return moe::experts_
 /// Where in `counters` the router may count, which the launch leaves zero.
 extern "C" int moe_experts_tensor_counts() { return moe::experts_tensor::kCounters; }
 
-/// slot_rows[slot] = w2[e] (silu(gate) * up) in f32, gate and up from w13[e] x[slot / K], of each slot that has a local expert e.
-///
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `x`, `w13`, `w2` | [T, H], [E, 2 I, H] (gate rows, then up rows), [E, H, I] bf16 |
-/// | `slots`, `counts` | buckets [E, `bucket`] u32 with the slots of each expert, and how many they are [E] |
-/// | `act`, `slot_rows` | scratch [T K, I] bf16; out [T K, H] f32 |
-/// | `counters` | [moe_experts_tensor_counters] u32, zeroed once; launches that share it must not overlap |
-/// | `num_ids` | experts of all ranks, of which `num_local` are here |
-///
-/// Must follow the routing on the stream. Hopper only; H and I are multiples of 64.
-extern "C" int moe_experts_tensor(const void* x, const void* w13, const void* w2, const void* slots, const void* counts,
-                                  int bucket, void* act, void* slot_rows, void* counters, int tokens, int top_k, int num_ids,
-                                  int num_local, int hidden, int inter, void* stream) {
+/// slot_rows[slot] = w2[e] (silu(gate) * up) in f32, gate and up from w13[e] x[slot / K], of each slot that has a local
+/// expert e. Must follow the routing on the stream. Hopper only; H and I are multiples of 64.
+extern "C" int moe_experts_tensor(const moe::ExpertsTensorArgs* args, void* stream) {
   using namespace moe;
   using namespace moe::experts_tensor;
-  if (tokens < 0 || top_k <= 0 || num_ids <= 0 || num_local <= 0 || hidden <= 0 || inter <= 0 || hidden % 64 != 0 || inter % 64 != 0 ||
-      num_local > INT32_MAX / hidden || tokens > INT32_MAX / top_k || bucket < 0)
+  const ExpertsTensorArgs& c = *args;
+  if (c.tokens < 0 || c.top_k <= 0 || c.num_ids <= 0 || c.num_local <= 0 || c.hidden <= 0 || c.inter <= 0 ||
+      c.hidden % 64 != 0 || c.inter % 64 != 0 || c.num_local > INT32_MAX / c.hidden || c.tokens > INT32_MAX / c.top_k ||
+      c.bucket < 0)
     return cudaErrorInvalidValue;
-  if (tokens == 0) return cudaSuccess;
-  const Args a = {static_cast<const bf16*>(x), static_cast<const uint32_t*>(slots), static_cast<const uint32_t*>(counts),
-                  static_cast<bf16*>(act), static_cast<float*>(slot_rows), static_cast<uint32_t*>(counters), bucket, tokens,
-                  top_k, num_local, hidden, inter, 0, tokens * top_k >= 2 * num_ids};
-  const bf16 *gate_up = static_cast<const bf16*>(w13), *down = static_cast<const bf16*>(w2);
+  if (c.tokens == 0) return cudaSuccess;
+  const Args a = {
+      c.x,      c.slots, c.counts,    c.act,    c.slot_rows, c.counters, c.bucket,
+      c.tokens, c.top_k, c.num_local, c.hidden, c.inter,     0,          c.tokens * c.top_k >= 2 * c.num_ids};
   // Place for more rows shortens the ring; an expert with more rows than that reads its weights again.
-  const int mean = tokens * top_k / num_ids;
-  if (mean <= 18) return run<32>(a, gate_up, down, stream);
-  if (mean <= 40) return run<64>(a, gate_up, down, stream);
-  return run<128>(a, gate_up, down, stream);
+  const int mean = c.tokens * c.top_k / c.num_ids;
+  if (mean <= 18) return run<32>(a, c.w13, c.w2, stream);
+  if (mean <= 40) return run<64>(a, c.w13, c.w2, stream);
+  return run<128>(a, c.w13, c.w2, stream);
 }

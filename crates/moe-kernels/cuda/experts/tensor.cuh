@@ -1,27 +1,28 @@
 // Geometry of the experts on warpgroup products, and the warps that bring operands to shared memory (tensor.cu).
 #pragma once
 
+#include "experts/args.cuh"
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
 #include "ptx/tensor_map.cuh"
 
 namespace moe::experts_tensor {
 
-constexpr int kTileRows = 128;  // weight rows of a unit: 64 for each consuming warpgroup
+constexpr int kTileRows = 128;  // weight rows of a work tile: 64 for each consuming warpgroup
 constexpr int kConsumers = 8;   // warps, two warpgroups
 constexpr int kGatherers = 3;   // warps that bring token rows
 constexpr int kThreads = (kConsumers + 1 + kGatherers) * 32;
 constexpr int kGatherLanes = kGatherers * 32;
 constexpr int kWeightBytes = kTileRows * kTileColumns * 2;  // of a stage
-constexpr int kUnitSlots = 4;   // units announced ahead to the other warps
+constexpr int kWorkSlots = 4;                               // work tiles announced ahead to the other warps
 constexpr int kMaxStages = 16;
-constexpr int kHeader = 1024;   // barriers and units
-constexpr int kCounters = 4;    // before the counts of the router's buckets and the progress of each expert
+constexpr int kHeader = 1024;  // barriers and work tiles
+constexpr int kCounters = 4;   // before the counts of the router's buckets and the progress of each expert
 constexpr int kPaceNs = 800;   // between the first stages
-constexpr int kActRows = 8;     // rows of one load of activations: an atom of the swizzle
+constexpr int kActRows = 8;    // rows of one load of activations: an atom of the swizzle
 
 struct Args {
-  const bf16* x;  // [T, H]
+  const bf16* x;           // [T, H]
   const uint32_t* slots;   // of each expert, in its bucket [E, bucket]
   const uint32_t* counts;  // of the buckets [E]
   bf16* act;               // [T K, I], in order of experts
@@ -29,26 +30,26 @@ struct Args {
   uint32_t* counters;      // [kCounters + 2 E], zero at the start and at the end
   int bucket;
   int tokens, top_k, num_local, hidden, inter, stages;
-  bool guess;          // nearly every expert is touched: load weights before it is known which
+  bool guess;  // nearly every expert is touched: load weights before it is known which
 
-  /// Units of one expert in each product: 64 gate and 64 up rows, or 128 rows of w2.
-  __host__ __device__ int units(int product) const {
+  /// Work tiles of one expert in each product: 64 gate and 64 up rows, or 128 rows of w2.
+  __host__ __device__ int tiles(int product) const {
     return product == 0 ? inter / (kTileRows / 2) : ceil_div(hidden, kTileRows);
   }
-  /// Stages of one unit.
+  /// Stages of one work tile.
   __host__ __device__ int steps(int product) const { return (product == 0 ? hidden : inter) / kTileColumns; }
   __host__ __device__ int num_slots() const { return tokens * top_k; }
-  __host__ __device__ int max_tiles() const { return num_slots() < num_local ? num_slots() : num_local; }
+  __host__ __device__ int max_touched() const { return num_slots() < num_local ? num_slots() : num_local; }
   __device__ uint32_t* tickets() const { return counters; }
-  __device__ uint32_t* finished() const { return counters + 1; }  // activation rows times units
+  __device__ uint32_t* finished() const { return counters + 1; }  // activation rows times work tiles
   __device__ uint32_t* left() const { return counters + 2; }      // blocks that have ended
   __device__ uint32_t* progress(int expert) const { return counters + kCounters + num_local + expert; }
   /// Where the ring begins in shared memory: behind the barriers and the table of touched experts.
-  __host__ __device__ int ring() const { return round_up(kHeader + (max_tiles() + 1) * 8, 1024); }
+  __host__ __device__ int ring() const { return round_up(kHeader + (max_touched() + 1) * 8, 1024); }
 };
 
 /// 128 weight rows of an expert times up to `capacity` of its rows. No rows: stages that nobody needs.
-struct Unit {
+struct Work {
   int product, expert, tile;  // product -1: the end
   int first, rows;            // places of its activations
   const uint32_t* slots;      // of its rows
@@ -66,16 +67,16 @@ struct Block {
 
   __device__ __forceinline__ uint64_t* full(int s) const { return reinterpret_cast<uint64_t*>(smem) + s; }
   __device__ __forceinline__ uint64_t* empty(int s) const { return full(kMaxStages + s); }
-  __device__ __forceinline__ uint64_t* unit_full(int i) const { return full(2 * kMaxStages + i % kUnitSlots); }
-  __device__ __forceinline__ uint64_t* unit_empty(int i) const { return unit_full(i) + kUnitSlots; }
-  __device__ __forceinline__ Unit* unit(int i) const { return reinterpret_cast<Unit*>(smem + 512) + i % kUnitSlots; }
+  __device__ __forceinline__ uint64_t* work_full(int i) const { return full(2 * kMaxStages + i % kWorkSlots); }
+  __device__ __forceinline__ uint64_t* work_empty(int i) const { return work_full(i) + kWorkSlots; }
+  __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
   __device__ __forceinline__ bool* flag() const { return reinterpret_cast<bool*>(smem + kHeader - 16); }
   /// (expert, first place) of each touched expert, then (touched experts, all rows).
   __device__ __forceinline__ uint2* table() const { return reinterpret_cast<uint2*>(smem + kHeader); }
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
   __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + kWeightBytes; }
 };
-static_assert((2 * kMaxStages + 2 * kUnitSlots) * 8 <= 512 && kUnitSlots * sizeof(Unit) <= 512 - 16);
+static_assert((2 * kMaxStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= 512 - 16);
 
 /// A place in the ring and the parity of its barriers.
 struct Cursor {
@@ -87,16 +88,16 @@ struct Cursor {
   }
 };
 
-/// Calls f(unit) for each unit of the block, as the loader of weights announces them. One whole warp.
+/// Calls f(work tile) for each work tile of the block, as the loader of weights announces them. One whole warp.
 template <class F>
-__device__ __forceinline__ void for_each_unit(const Block& b, F f) {
+__device__ __forceinline__ void for_each_work(const Block& b, F f) {
   for (int i = 0;; ++i) {
-    mbarrier_wait(b.unit_full(i), i / kUnitSlots & 1);
-    const Unit unit = *b.unit(i);
+    mbarrier_wait(b.work_full(i), i / kWorkSlots & 1);
+    const Work work = *b.work(i);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.unit_empty(i));
-    if (unit.product < 0) return;
-    f(unit);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.work_empty(i));
+    if (work.product < 0) return;
+    f(work);
   }
 }
 
@@ -123,10 +124,10 @@ __device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
       touched += __popc(some), rows += total;
     }
   }
-  if (lane == 0) b.table()[a.max_tiles()] = {touched, rows};
+  if (lane == 0) b.table()[a.max_touched()] = {touched, rows};
 }
 
-/// What the routing chose, to shared memory, so that no unit begins with a chain of loads. All threads.
+/// What the routing chose, to shared memory, so that no work tile begins with a chain of loads. All threads.
 __device__ __forceinline__ void fill_table(const Block& b, const Args& a) {
   if (threadIdx.x < 32) scan_counts(b, a);
   __syncthreads();
@@ -148,7 +149,7 @@ __device__ __forceinline__ uint64_t read_once() {
   return policy;
 }
 
-/// The thread that loads weights: draws the block's units and announces them to the other warps.
+/// The thread that loads weights: takes the block's work tiles and announces them to the other warps.
 struct Producer {
   const Block& b;
   const Args& a;
@@ -157,7 +158,7 @@ struct Producer {
   Cursor at = {};
   int announced = 0;
 
-  /// Weights of a unit's step to a stage: 8 gate rows and the 8 up rows of the same columns in turn, so that a
+  /// Weights of a work tile's step to a stage: 8 gate rows and the 8 up rows of the same columns in turn, so that a
   /// lane's accumulators hold both; or 128 rows of w2.
   __device__ __forceinline__ void load(int product, int expert, int tile, int step, int stage) const {
     arrive_expecting(b.full(stage), kWeightBytes);
@@ -173,48 +174,50 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ void announce(const Unit& unit) {
-    mbarrier_wait(b.unit_empty(announced), announced / kUnitSlots & 1 ^ 1);
-    *b.unit(announced) = unit;
-    mbarrier_arrive(b.unit_full(announced++));
+  __device__ __forceinline__ void announce(const Work& work) {
+    mbarrier_wait(b.work_empty(announced), announced / kWorkSlots & 1 ^ 1);
+    *b.work(announced) = work;
+    mbarrier_arrive(b.work_full(announced++));
   }
 
-  /// The block's first unit has its own number: if all experts before it are touched, its weights are known. Loads as
-  /// many stages of them as there are, and returns how many. One after the other: all at once they would slow down the
-  /// short kernels ahead, which wait for one load after another (a layer at T = 128: 349 us at once, 343 like this).
+  /// The block's first work tile has its own number: if all experts before it are touched, its weights are known. Loads
+  /// as many stages of them as there are, and returns how many. One after the other: all at once they would slow down
+  /// the short kernels ahead, which wait for one load after another (a layer at T = 128: 349 us at once, 343 like
+  /// this).
   __device__ __forceinline__ int guess() const {
-    const int expert = blockIdx.x / a.units(0);
+    const int expert = blockIdx.x / a.tiles(0);
     const int ahead = a.guess && expert < a.num_local ? min(b.stages, a.steps(0)) : 0;
     for (int i = 0; i < ahead; ++i) {
-      load(0, expert, blockIdx.x % a.units(0), i, i);
+      load(0, expert, blockIdx.x % a.tiles(0), i, i);
       __nanosleep(kPaceNs);
     }
     return ahead;
   }
 
-  /// All units of the block; `ready` stages were loaded by `guess`.
+  /// All work tiles of the block; `ready` stages were loaded by `guess`.
   template <int kCapacity>
   __device__ __forceinline__ void run(int ready) {
     const uint2* table = b.table();
-    const uint2 end = table[a.max_tiles()];
-    const int experts = end.x, guessed = blockIdx.x / a.units(0);
+    const uint2 end = table[a.max_touched()];
+    const int experts = end.x, guessed = blockIdx.x / a.tiles(0);
     if (ready > 0 && (guessed >= experts || static_cast<int>(table[guessed].x) != guessed)) {
       announce({0, guessed, 0, 0, 0, nullptr, 0, ready});
       for (; ready > 0; --ready) at.advance(b.stages);
     }
-    const int gate_up = experts * a.units(0), total = gate_up + experts * a.units(1);
+    const int gate_up = experts * a.tiles(0), total = gate_up + experts * a.tiles(1);
     for (int ticket = blockIdx.x; ticket < total;) {
       const int product = ticket < gate_up ? 0 : 1, n = product == 0 ? ticket : ticket - gate_up;
-      const int touched = n / a.units(product), tile = n % a.units(product), steps = a.steps(product);
+      const int touched = n / a.tiles(product), tile = n % a.tiles(product), steps = a.steps(product);
       const int expert = table[touched].x, first = table[touched].y;
       const int last = touched + 1 < experts ? table[touched + 1].y : end.y;
       const uint32_t* slots = a.slots + static_cast<size_t>(expert) * a.bucket;
-      uint32_t drawn = 0;
+      uint32_t taken = 0;
       for (int place = first; place < last; place += kCapacity) {
-        announce({product, expert, tile, place, min(kCapacity, last - place), slots + (place - first), last - first, steps});
+        announce(
+            {product, expert, tile, place, min(kCapacity, last - place), slots + (place - first), last - first, steps});
         for (int i = 0; i < steps; ++i) {
-          // As late as hides its latency: the block that is ahead takes the next unit.
-          if (i == max(steps - 6, 0) && place + kCapacity >= last) drawn = atomicAdd(a.tickets(), 1);
+          // As late as hides its latency: the block that is ahead takes the next work tile.
+          if (i == max(steps - 6, 0) && place + kCapacity >= last) taken = atomicAdd(a.tickets(), 1);
           if (i >= ready) {
             mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
             load(product, expert, tile, i, at.stage);
@@ -223,59 +226,59 @@ struct Producer {
         }
         ready = 0;
       }
-      ticket = gridDim.x + drawn;
+      ticket = gridDim.x + taken;
     }
     announce({-1, 0, 0, 0, 0, nullptr, 0, 0});
   }
 };
 
 /// Waits until an expert's activations are there, all of them for good if `all` are.
-__device__ __forceinline__ void await_activations(const Args& a, const Unit& unit, uint32_t all_rows, bool* all) {
+__device__ __forceinline__ void await_activations(const Args& a, const Work& work, uint32_t all_rows, bool* all) {
   if (*all) return;
-  const uint32_t units = a.units(0);
-  *all = load_acquire(a.finished()) == all_rows * units;
-  while (!*all && load_acquire(a.progress(unit.expert)) < unit.total * units) {
-  }
+  const uint32_t tiles = a.tiles(0);
+  *all = load_acquire(a.finished()) == all_rows * tiles;
+  while (!*all && load_acquire(a.progress(work.expert)) < work.total * tiles) {}
   fence_async_proxy();
 }
 
-/// The warps that bring token rows: x is gathered by 16 bytes, each lane one column of some rows; activations lie in order.
+/// The warps that bring token rows: x is gathered by 16 bytes, each lane one column of some rows; activations lie in
+/// order.
 template <int kCapacity>
 __device__ __forceinline__ void gather(const Block& b, const Args& a, const CUtensorMap* act) {
   constexpr int kEach = ceil_div(kCapacity * 8, kGatherLanes);
   const int index = threadIdx.x - (kConsumers + 1) * 32, warp = index / 32, column = index % 8;
-  const uint32_t all_rows = b.table()[a.max_tiles()].y;
+  const uint32_t all_rows = b.table()[a.max_touched()].y;
   bool all = false;
   Cursor at;
-  for_each_unit(b, [&](const Unit& unit) {
+  for_each_work(b, [&](const Work& work) {
     const bf16* from[kEach];
-    if (unit.product == 0) {
+    if (work.product == 0) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int r = index / 8 + i * (kGatherLanes / 8);
-        from[i] = r < unit.rows ? a.x + static_cast<size_t>(unit.slots[r] / a.top_k) * a.hidden + column * 8 : nullptr;
+        from[i] = r < work.rows ? a.x + static_cast<size_t>(work.slots[r] / a.top_k) * a.hidden + column * 8 : nullptr;
       }
     } else if (elect_one()) {
-      await_activations(a, unit, all_rows, &all);
+      await_activations(a, work, all_rows, &all);
     }
     __syncwarp();
-    for (int step = 0; step < unit.steps; ++step, at.advance(b.stages)) {
+    for (int step = 0; step < work.steps; ++step, at.advance(b.stages)) {
       mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
       uint64_t* full = b.full(at.stage);
-      if (unit.product == 0) {
+      if (work.product == 0) {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
           const int r = index / 8 + i * (kGatherLanes / 8);
-          if (r < unit.rows)
+          if (r < work.rows)
             cp_async16(b.rows(at.stage) + r * 128 + ((column ^ (r & 7)) << 4), from[i] + step * kTileColumns);
         }
         cp_async_arrive(full);
       } else if (elect_one()) {
         // This warp's share of the loads, every third; one arrival stands for its 32 lanes.
-        const int share = unit.rows - warp * kActRows;
+        const int share = work.rows - warp * kActRows;
         if (share > 0) expect_bytes(full, ceil_div(share, kGatherers * kActRows) * kActRows * kTileColumns * 2);
-        for (int r = warp * kActRows; r < unit.rows; r += kGatherers * kActRows)
-          load_tile(b.rows(at.stage) + r * 128, act, unit.first + r, step * kTileColumns, full);
+        for (int r = warp * kActRows; r < work.rows; r += kGatherers * kActRows)
+          load_tile(b.rows(at.stage) + r * 128, act, work.first + r, step * kTileColumns, full);
         mbarrier_arrive_many(full, 32);
       }
       __syncwarp();

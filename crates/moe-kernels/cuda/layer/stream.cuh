@@ -2,6 +2,7 @@
 #pragma once
 
 #include "experts/align.cuh"
+#include "layer/args.cuh"
 #include "linear/linear.cuh"
 #include "router/route.cuh"
 
@@ -9,31 +10,33 @@ namespace moe::layer {
 
 constexpr int kConsumers = 8;  // warps that multiply; each takes every 8th step along K
 constexpr int kConsumerThreads = kConsumers * 32;
-constexpr int kPairs = 8;        // outputs of a tile of the first product: 8 gate rows and 8 up rows, an mma's
-constexpr int kDownRows = 16;    // rows of w2 of a tile: an mma's
-constexpr int kStep = 64;        // elements along K that a warp takes at a time
+constexpr int kPairs = 8;      // outputs of a tile of the first product: 8 gate rows and 8 up rows, an mma's
+constexpr int kDownRows = 16;  // rows of w2 of a tile: an mma's
+constexpr int kStep = 64;      // elements along K that a warp takes at a time
 constexpr int kMaxChunk[2] = {2048, 1024};  // elements along K of a stage
-constexpr int kMaxTokens = 4;    // each takes two of an mma's 8 columns
-constexpr int kRouters = kMaxTokens;  // warps that choose a token's experts; then the first loads weights, the last activates, the others fetch
+constexpr int kMaxTokens = 4;               // each takes two of an mma's 8 columns
+/// Warps that choose a token's experts. Then the first is the producer of weights, the last activates, the others fetch
+/// activations.
+constexpr int kRouters = kMaxTokens;
 constexpr int kFetchers = kRouters - 2;
-constexpr int kParts = 4;        // tiles whose sums wait to be activated
+constexpr int kParts = 4;  // tiles whose sums wait to be activated
 constexpr int kThreads = kConsumerThreads + kRouters * 32;
-constexpr int kFlying = 2;       // stages on their way to a block: enough, and more only stand in each other's way
-constexpr int kByTicket = 2;     // one tile in so many is assigned by ticket
-constexpr int kPollNs = 64;      // between two looks at an activation
-constexpr int kPieces = 6;       // 16 bytes of activations that a lane fetches at once
-constexpr int kMaxSlots = 32;    // a lane each
-constexpr int kMaxStages = 16;   // of each product
+constexpr int kFlying = 2;      // stages on their way to a block: enough, and more only stand in each other's way
+constexpr int kByTicket = 2;    // one tile in so many is assigned by ticket
+constexpr int kPollNs = 64;     // between two looks at an activation
+constexpr int kPieces = 6;      // 16 bytes of activations that a lane fetches at once
+constexpr int kMaxSlots = 32;   // a lane each
+constexpr int kMaxStages = 16;  // of each product
 constexpr int kMinStages = 2;
-constexpr int kMinChunk = 256;   // elements along K of a stage, where less room is left
+constexpr int kMinChunk = 256;  // elements along K of a stage, where less room is left
 constexpr uint32_t kNoSlot = 0xffffffffu;
 
 /// What launches leave behind for each other, zero before the first.
 struct State {
   uint64_t blocks;      // that know the launch's number: 65,536 of each launch
-  uint32_t tickets[2];  // drawn in this launch; of the next one
+  uint32_t tickets[2];  // taken in this launch; of the next one
   uint64_t unused[6];
-  uint64_t words[1];    // logits [T, E], launch number and f32; activations [T K, I / 2], launch number and two bf16
+  uint64_t words[1];  // logits [T, E], launch number and f32; activations [T K, I / 2], launch number and two bf16
 };
 
 /// What every block reads first comes first: each 64 bytes of a launch's arguments are 0.1 us away.
@@ -73,7 +76,8 @@ __host__ __device__ inline Layout layout(const Args& a) {
   Layout l;
   l.tiles = 8 * (4 * kMaxStages + kMaxSlots + 2 * kParts + 1);
   l.routing = round_up(l.tiles + 8 * (kMaxStages + kParts + 1), 16);
-  // Scales; experts and weights of the slots; experts of the units; weights and slots of units and tokens.
+  // Scales; experts and weights of the slots; experts of the active experts; weights and slots of active experts and
+  // tokens.
   l.partial = round_up(l.routing + 4 * kMaxTokens + a.slots() * 12 + a.slots() * a.tokens * 8, 16);
   l.parts = l.partial + kConsumers * kDownRows * a.tokens * 4;
   l.rows = round_up(l.parts + kParts * kConsumers * 2 * kPairs * a.tokens * 4, 128);
@@ -85,12 +89,12 @@ __host__ __device__ inline Layout layout(const Args& a) {
 
 /// What a stage of the first product holds; no pairs: the product is over, and the second one's first stage is `row`.
 struct Tile {
-  uint16_t unit, pairs;
+  uint16_t active, pairs;
   int32_t row;
 };
 
-/// A block's shared memory. A unit is an expert that some token chose; units are in the order of local experts, so that
-/// a token's sum has an order of its own.
+/// A block's shared memory. An active expert is an expert that some token chose; active experts are in the order of
+/// local experts, so that a token's sum has an order of its own.
 struct Shared {
   uint8_t* base;
   Layout l;
@@ -102,19 +106,21 @@ struct Shared {
     return reinterpret_cast<uint64_t*>(base) + 2 * product * kMaxStages + stage;
   }
   __device__ uint64_t* empty(int product, int stage) const { return full(product, kMaxStages + stage); }
-  __device__ uint64_t* act_full(int unit) const { return full(2, unit); }
+  __device__ uint64_t* act_full(int active) const { return full(2, active); }
   __device__ uint64_t* parts_full(int i) const { return act_full(kMaxSlots) + i; }
   __device__ uint64_t* parts_empty(int i) const { return parts_full(kParts) + i; }
-  __device__ uint64_t* units_full() const { return parts_empty(kParts); }
+  __device__ uint64_t* active_full() const { return parts_empty(kParts); }
   __device__ Tile* tile(int stage) const { return reinterpret_cast<Tile*>(base + l.tiles) + stage; }
   __device__ Tile* parts_tile(int i) const { return tile(kMaxStages) + i; }
-  __device__ uint32_t* units() const { return reinterpret_cast<uint32_t*>(parts_tile(kParts)); }
+  __device__ uint32_t* num_active() const { return reinterpret_cast<uint32_t*>(parts_tile(kParts)); }
   __device__ float* scale() const { return reinterpret_cast<float*>(base + l.routing); }
   __device__ Choice* chosen() const { return reinterpret_cast<Choice*>(scale() + kMaxTokens); }
   __device__ uint32_t* expert() const { return reinterpret_cast<uint32_t*>(chosen() + slots); }
-  __device__ float* unit_weight(int unit) const { return reinterpret_cast<float*>(expert() + slots) + unit * tokens; }
-  __device__ uint32_t* unit_slot(int unit) const {
-    return reinterpret_cast<uint32_t*>(unit_weight(slots)) + unit * tokens;
+  __device__ float* active_weight(int active) const {
+    return reinterpret_cast<float*>(expert() + slots) + active * tokens;
+  }
+  __device__ uint32_t* active_slot(int active) const {
+    return reinterpret_cast<uint32_t*>(active_weight(slots)) + active * tokens;
   }
   /// Parts of sums, one for each warp.
   __device__ float* partial() const { return reinterpret_cast<float*>(base + l.partial); }

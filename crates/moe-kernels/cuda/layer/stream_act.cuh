@@ -25,7 +25,7 @@ __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_
     warp_arrive(s.parts_empty(buffer));
     gate *= scale, up *= scale;
     const float value = gate / (1.0f + __expf(-gate)) * up, next = __shfl_down_sync(0xffffffffu, value, 1);
-    const uint32_t slot = s.unit_slot(tile.unit)[token];
+    const uint32_t slot = s.active_slot(tile.active)[token];
     if (lane % 2 == 0 && lane / kPairs < a.tokens && slot != kNoSlot) {
       const uint64_t word = static_cast<uint64_t>(number) << 32 | pack_bf16(value, next);
       store_relaxed(a.act() + (static_cast<size_t>(slot) * a.inter + tile.row + pair) / 2, word);
@@ -33,19 +33,21 @@ __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_
   }
 }
 
-/// Activations of units to shared memory, by one of `kFetchers` warps: they lie in L2 as words that say whether they are of
-/// this launch. A lane looks for the last one of its own at first, so that those who wait read little.
+/// Activations of active experts to shared memory, by one of `kFetchers` warps: they lie in L2 as words that say
+/// whether they are of this launch. A lane looks for the last one of its own at first, so that those who wait read
+/// little.
 __device__ __forceinline__ void fetch_activations(const Args& a, const Shared& s, int fetcher, uint32_t number) {
-  const int lane = threadIdx.x % 32, pieces = a.inter / 4, units = *s.units();
+  const int lane = threadIdx.x % 32, pieces = a.inter / 4, num_active = *s.num_active();
   const auto is_there = [=](const uint4& v) { return v.y == number && v.w == number; };
-  for (int u = fetcher; u < units; u += kFetchers) {
+  for (int u = fetcher; u < num_active; u += kFetchers) {
     for (int t = 0; t < a.tokens; ++t) {
-      const uint32_t slot = s.unit_slot(u)[t];
+      const uint32_t slot = s.active_slot(u)[t];
       if (slot == kNoSlot) continue;
       const uint64_t* from = a.act() + static_cast<size_t>(slot) * a.inter / 2;
       uint2* to = reinterpret_cast<uint2*>(s.act() + slot * a.inter * 2);
       const int last = lane + (pieces - 1 - lane) / 32 * 32;
-      if (lane < pieces) while (!is_there(load_relaxed_pair(from + 2 * last))) __nanosleep(kPollNs);
+      if (lane < pieces)
+        while (!is_there(load_relaxed_pair(from + 2 * last))) __nanosleep(kPollNs);
       for (int first = lane; first < pieces; first += 32 * kPieces) {
         uint4 v[kPieces];
 #pragma unroll

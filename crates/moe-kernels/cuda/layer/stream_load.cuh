@@ -7,14 +7,14 @@ namespace moe::layer {
 
 #if MOE_SM90
 
-/// The tile that a block begins with where the experts are chosen here. It belongs to the first token's likeliest experts, a block
-/// for each of their tiles, so that memory has work while the others are still being chosen.
+/// The tile that a block begins with where the experts are chosen here. It belongs to the first token's likeliest
+/// experts, a block for each of their tiles, so that memory has work while the others are still being chosen.
 struct Head {
   int rank, place;  // of the expert in the token's choice, -1: there is no head; of the tile among the expert's
 
   __device__ __forceinline__ explicit Head(const Args& a) : rank(0), place(blockIdx.x) {
-    const int per_unit = a.inter / kPairs;
-    for (; place >= per_unit; place -= per_unit) ++rank;
+    const int per_expert = a.inter / kPairs;
+    for (; place >= per_expert; place -= per_expert) ++rank;
     if (a.expert_map != nullptr || a.num_local < a.route.experts || a.chunk[0] < a.hidden) rank = -1;
   }
 
@@ -27,13 +27,13 @@ struct Head {
     bulk_copy(s.stage(0, 0) + bytes, gate + static_cast<size_t>(a.inter) * a.hidden, bytes, s.full(0, 0));
   }
 
-  /// By one warp, that of the first token, with `unit` and whether there is an expert in each lane's slot. Says to the consumers
-  /// what the stage holds. Returns how many of the experts' tiles are heads.
-  __device__ __forceinline__ int declare(const Args& a, const Shared& s, int unit, bool has) const {
+  /// By one warp, that of the first token, with `active` and whether there is an expert in each lane's slot. Says to
+  /// the consumers what the stage holds. Returns how many of the experts' tiles are heads.
+  __device__ __forceinline__ int declare(const Args& a, const Shared& s, int active, bool has) const {
     const int lane = threadIdx.x % 32;
     const int chosen = __popc(__ballot_sync(0xffffffffu, has && lane < a.route.top_k));
     if (rank < 0) return 0;
-    if (lane == rank && rank < chosen) *s.tile(0) = {static_cast<uint16_t>(unit), kPairs, place * kPairs};
+    if (lane == rank && rank < chosen) *s.tile(0) = {static_cast<uint16_t>(active), kPairs, place * kPairs};
     return min(static_cast<int>(gridDim.x), chosen * (a.inter / kPairs));
   }
 };
@@ -42,7 +42,7 @@ struct Head {
 struct Loader {
   const Args& a;
   const Shared& s;
-  int units;
+  int num_active;
   Cursor at = {}, landed = {};  // of the first product
   int flying = 0;
 
@@ -67,14 +67,14 @@ struct Loader {
     --flying;
   }
 
-  __device__ __forceinline__ void load_pairs(int unit, int row) {
-    const bf16* gate = a.w13 + (static_cast<size_t>(s.expert()[unit]) * 2 * a.inter + row) * a.hidden;
+  __device__ __forceinline__ void load_pairs(int active, int row) {
+    const bf16* gate = a.w13 + (static_cast<size_t>(s.expert()[active]) * 2 * a.inter + row) * a.hidden;
     for (int k = 0; k < a.hidden; k += a.chunk[0]) {
       bound(0, landed);
       mbarrier_wait(s.empty(0, at.stage), at.parity ^ 1);
       uint64_t* bar = s.full(0, at.stage);
       uint8_t* to = s.stage(0, at.stage);
-      *s.tile(at.stage) = {static_cast<uint16_t>(unit), kPairs, row};
+      *s.tile(at.stage) = {static_cast<uint16_t>(active), kPairs, row};
       arrive_expecting(bar, 2 * kPairs * min(a.chunk[0], a.hidden - k) * 2);
       copy_tile(to, gate, 0, kPairs, k, bar);
       copy_tile(to + kPairs * a.chunk[0] * 2, gate + static_cast<size_t>(a.inter) * a.hidden, 0, kPairs, k, bar);
@@ -82,26 +82,28 @@ struct Loader {
     }
   }
 
-  /// Of the tiles that are no heads the first half, every gridDim-th, so that the units are finished one after the other, then
-  /// tickets, each drawn while the tiles before it come.
+  /// Of the tiles that are no heads the first half, every gridDim-th, so that the active experts are finished one after
+  /// the other, then tickets, each taken while the tiles before it come.
   __device__ __forceinline__ void load_gate_up(uint32_t* tickets, int heads) {
-    const int per_unit = a.inter / kPairs, total = units * per_unit - heads, assigned = total - total / kByTicket;
+    const int per_expert = a.inter / kPairs, total = num_active * per_expert - heads,
+              assigned = total - total / kByTicket;
     if (static_cast<int>(blockIdx.x) < heads) at.advance(a.stages[0]), flying = 1;
-    int unit = 0, place = heads_of(0, heads), before = 0;  // of a tile among its unit's: a division would stand before the first load
+    // Place of a tile among its expert's: a division would stand before the first load.
+    int active = 0, place = heads_of(0, heads), before = 0;
     for (int tile = blockIdx.x;; tile += gridDim.x) {
       if (tile >= assigned) tile = assigned + static_cast<int>(atomicAdd(tickets, 1));
       if (tile >= total) return;
       place += tile - before, before = tile;
-      while (place >= per_unit) place += heads_of(++unit, heads) - per_unit;
-      load_pairs(unit, place * kPairs);
+      while (place >= per_expert) place += heads_of(++active, heads) - per_expert;
+      load_pairs(active, place * kPairs);
     }
   }
 
-  /// How many of a unit's tiles are heads: its first ones.
-  __device__ __forceinline__ int heads_of(int unit, int heads) const {
-    const uint32_t slot = s.unit_slot(unit)[0];  // of the first token, whose slots are in the order of its choice
-    const int per_unit = a.inter / kPairs;
-    return slot == kNoSlot ? 0 : max(0, min(heads - static_cast<int>(slot) * per_unit, per_unit));
+  /// How many of a active expert's tiles are heads: its first ones.
+  __device__ __forceinline__ int heads_of(int active, int heads) const {
+    const uint32_t slot = s.active_slot(active)[0];  // of the first token, whose slots are in the order of its choice
+    const int per_expert = a.inter / kPairs;
+    return slot == kNoSlot ? 0 : max(0, min(heads - static_cast<int>(slot) * per_expert, per_expert));
   }
 
   /// Tells the consumers that the first product is over, and in which stage the second one begins: the one that is free
@@ -124,14 +126,14 @@ struct Loader {
       mbarrier_wait(s.empty(0, i), i >= at.stage ? at.parity ^ 1 : at.parity);
   }
 
-  /// Rows [first, last) of every unit's w2.
+  /// Rows [first, last) of every active expert's w2.
   __device__ __forceinline__ void load_down(int first, int last) {
     Cursor to = {change_over()}, oldest = to;
     flying = 0;
     bool used = false;  // whether the ring has been filled once
     for (int top = first; top < last; top += kDownRows) {
       const int rows = min(kDownRows, last - top);
-      for (int u = 0; u < units; ++u) {
+      for (int u = 0; u < num_active; ++u) {
         const bf16* w = a.w2 + (static_cast<size_t>(s.expert()[u]) * a.hidden + top) * a.inter;
         for (int k = 0; k < a.inter; k += a.chunk[1]) {
           bound(1, oldest);

@@ -1,4 +1,4 @@
-// From rows to units in stream.cu: norm, logits, the choice of experts, and which tokens each of them serves.
+// From rows to active experts in stream.cu: norm, logits, the choice of experts, and which tokens each of them serves.
 #pragma once
 
 #include "layer/stream_load.cuh"
@@ -8,24 +8,24 @@ namespace moe::layer {
 #if MOE_SM90
 
 /// Eight elements of a row and norm weight as bf16, and the sum of the squares before the weight.
-__device__ __forceinline__ Vec16 weigh(const float4& p, const float4& q, const Vec16& gain, float* squares) {
+__device__ __forceinline__ Vec16 weigh(const float4& p, const float4& q, const Vec16& norm_weight, float* squares) {
   const float x[8] = {p.x, p.y, p.z, p.w, q.x, q.y, q.z, q.w};
   Vec16 out;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 g = unpack_bf16(gain.word[i]);
+    const float2 g = unpack_bf16(norm_weight.word[i]);
     *squares += x[2 * i] * x[2 * i] + x[2 * i + 1] * x[2 * i + 1];
     out.word[i] = pack_bf16(x[2 * i] * g.x, x[2 * i + 1] * g.y);
   }
   return out;
 }
 
-/// Token rows to shared memory as bf16, f32 rows times the norm's weight: 1 / rms multiplies sums later (`scale`). `gain`
-/// holds the weight of this thread's first eight columns.
-__device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, Vec16 gain) {
+/// Token rows to shared memory as bf16, f32 rows times the norm's weight: 1 / rms multiplies sums later (`scale`).
+/// `norm_weight` holds the weight of this thread's first eight columns.
+__device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, Vec16 norm_weight) {
   float squares[kMaxTokens] = {};
   for (int at = threadIdx.x * 8; at < a.hidden; at += kConsumerThreads * 8) {
-    if (a.norm != nullptr && at >= kConsumerThreads * 8) gain = load_const(a.norm + at);
+    if (a.norm != nullptr && at >= kConsumerThreads * 8) norm_weight = load_const(a.norm + at);
 #pragma unroll
     for (int t = 0; t < kMaxTokens; ++t) {
       if (t >= a.tokens) break;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, Vec16
       Vec16 row;
       if (a.norm != nullptr) {
         const float4* x = reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + from);
-        row = weigh(__ldcg(x), __ldcg(x + 1), gain, &squares[t]);
+        row = weigh(__ldcg(x), __ldcg(x + 1), norm_weight, &squares[t]);
       } else {
         const uint4 v = __ldcg(reinterpret_cast<const uint4*>(static_cast<const bf16*>(a.x) + from));
         row = {{v.x, v.y, v.z, v.w}};
@@ -66,8 +66,8 @@ __device__ __forceinline__ float dot(const Vec16& p, const Vec16& q) {
   return sum;
 }
 
-/// What a block knows of its launch. Each block adds its part to `blocks` after it has read it, and all parts of a launch
-/// are 65,536, so that all blocks read the same number whoever is first.
+/// What a block knows of its launch. Each block adds its part to `blocks` after it has read it, and all parts of a
+/// launch are 65,536, so that all blocks read the same number in whatever order.
 struct Turn {
   uint64_t blocks;
 
@@ -89,7 +89,7 @@ struct Turn {
   }
 };
 
-/// Logits of this block's experts, each with the number of the launch: whoever reads it knows that it is this launch's.
+/// Logits of this block's experts, each with the number of the launch, by which readers know that it is this launch's.
 /// `first` holds eight elements of the block's first gate row.
 __device__ __forceinline__ void publish_logits(const Args& a, const Shared& s, Vec16 first, const Turn& turn) {
   float* parts = s.partial() + kMaxTokens * kConsumers;
@@ -149,12 +149,12 @@ struct Slot {
   }
 };
 
-/// No unit serves any token yet. One warp.
-__device__ __forceinline__ void clear_units(const Args& a, const Shared& s) {
+/// No active expert serves any token yet. One warp.
+__device__ __forceinline__ void clear_active(const Args& a, const Shared& s) {
 #pragma unroll 1
   for (int i = threadIdx.x % 32; i < s.slots * a.tokens; i += 32) {
-    s.unit_weight(0)[i] = 0;
-    s.unit_slot(0)[i] = kNoSlot;
+    s.active_weight(0)[i] = 0;
+    s.active_slot(0)[i] = kNoSlot;
   }
 }
 
@@ -171,21 +171,22 @@ __device__ __forceinline__ Choice chosen(const Shared& s) {
   return lane < s.slots ? s.chosen()[lane] : Choice{kNoExpert, 0.0f};
 }
 
-/// Units and which tokens they serve, by one warp, `own` a lane's slot. Returns the slot's unit. kRepeats: an expert that a token
-/// may name more than once counts with the sum of its weights, in the first of its slots.
+/// The active experts and which tokens they serve, by one warp, `own` a lane's slot. Returns the slot's active expert.
+/// kRepeats: an expert that a token may name more than once counts with the sum of its weights, in the first of its
+/// slots.
 template <bool kRepeats>
-__device__ __forceinline__ int build_units(const Args& a, const Shared& s, const Slot& slot, const Choice& own) {
+__device__ __forceinline__ int build_active(const Args& a, const Shared& s, const Slot& slot, const Choice& own) {
   const int lane = threadIdx.x % 32;
   const int local = local_expert(own.id, a.expert_map, a.route.experts, a.num_local);
   float weight = own.weight;
   const uint32_t before = (1u << lane) - 1, same = __match_any_sync(0xffffffffu, local);
   const bool leads = local >= 0 && (same & before) == 0;
   const uint32_t leaders = __ballot_sync(0xffffffffu, leads), rank = leads ? local : kNoExpert;
-  int unit = 0;
+  int active = 0;
 #pragma unroll 1
   for (int first = 0; first < s.slots; first += 8) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) unit += __shfl_sync(0xffffffffu, rank, first + i) < static_cast<uint32_t>(local);
+    for (int i = 0; i < 8; ++i) active += __shfl_sync(0xffffffffu, rank, first + i) < static_cast<uint32_t>(local);
   }
   const uint32_t mine = kRepeats ? same & slot.of_token : 1u << lane;
   if (kRepeats && __any_sync(0xffffffffu, local >= 0 && (mine & before) != 0)) {
@@ -197,15 +198,16 @@ __device__ __forceinline__ int build_units(const Args& a, const Shared& s, const
   }
   __syncwarp();
   if (local >= 0 && (mine & before) == 0) {
-    s.unit_weight(unit)[slot.token] = weight;
-    s.unit_slot(unit)[slot.token] = lane;
-    if (leads) s.expert()[unit] = local;
+    s.active_weight(active)[slot.token] = weight;
+    s.active_slot(active)[slot.token] = lane;
+    if (leads) s.expert()[active] = local;
   }
-  if (lane == 0) *s.units() = __popc(leaders);
-  return unit;
+  if (lane == 0) *s.num_active() = __popc(leaders);
+  return active;
 }
 
-/// A token's experts, by one of the routing warps. Every block makes the same choice. The first token's warp asks for the head.
+/// A token's experts, by one of the routing warps. Every block makes the same choice. The first token's warp asks for
+/// the head.
 template <int kPerLane, bool kPlain>
 __device__ __forceinline__ void route(const Args& a, const Shared& s, int token, const Turn& turn, const Head& head) {
   const int lane = threadIdx.x % 32, slot = token * a.route.top_k + lane;

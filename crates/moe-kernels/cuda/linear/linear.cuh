@@ -1,26 +1,21 @@
 // What the two dense products share: where results go.
 #pragma once
 
+#include "linear/args.cuh"
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
 
 namespace moe {
 
-enum class Output : int {
-  F32 = 0,   // store
-  Bf16 = 1,  // store, rounded
-  Add = 2,   // add to the f32 that is there: the residual stream
-};
-
 /// What the result is added to, fetched before the product so that its latency is hidden.
 template <Output kOutput>
 __device__ __forceinline__ float before(const void* out, size_t at) {
-  return kOutput == Output::Add ? __ldcg(static_cast<const float*>(out) + at) : 0.f;
+  return kOutput == Output::kAddF32 ? __ldcg(static_cast<const float*>(out) + at) : 0.f;
 }
 
 template <Output kOutput>
 __device__ __forceinline__ void store(void* out, size_t at, float value) {
-  if constexpr (kOutput == Output::Bf16) {
+  if constexpr (kOutput == Output::kBf16) {
     static_cast<bf16*>(out)[at] = __float2bfloat16_rn(value);
   } else {
     static_cast<float*>(out)[at] = value;
@@ -30,7 +25,7 @@ __device__ __forceinline__ void store(void* out, size_t at, float value) {
 /// Four consecutive results, aligned to their size.
 template <Output kOutput>
 __device__ __forceinline__ void store4(void* out, size_t at, const float (&v)[4]) {
-  if constexpr (kOutput == Output::Bf16) {
+  if constexpr (kOutput == Output::kBf16) {
     *reinterpret_cast<uint2*>(static_cast<bf16*>(out) + at) = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])};
   } else {
     *reinterpret_cast<float4*>(static_cast<float*>(out) + at) = {v[0], v[1], v[2], v[3]};

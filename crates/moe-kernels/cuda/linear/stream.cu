@@ -3,9 +3,9 @@
 // Floor: 2 N K bytes of weights (21.0 MB for qkv, 16.8 MB for o_proj, 622 MB for the vocabulary projection of
 // Qwen3-30B-A3B) over the read bandwidth; 2 M N K FLOP are nothing beside it.
 //
-// One block per multiprocessor owns N / blocks consecutive weight rows. Its producer warp brings them to shared
-// memory in stages of 8 rows x 2,048 columns, one bulk copy of 4 KB per row, 133 KB ahead: at qkv and o_proj sizes most or all of a block's share
-// (159 and 127 KB). It starts before the grid dependency, so weights are on their way while the kernels ahead still
+// One block per SM owns N / blocks consecutive weight rows. Its producer warp brings them to shared memory in stages of
+// 8 rows x 2,048 columns, one bulk copy of 4 KB per row, 133 KB ahead: at qkv and o_proj sizes most or all of a block's
+// share (159 and 127 KB). It starts before pdl_wait(), so weights are on their way while the kernels ahead still
 // run; once x is there, a block has only shared memory left to read.
 //
 // Eight consumer warps multiply with mma.sync, weights as the row operand (8 of its 16 rows, so that shares of N come
@@ -14,7 +14,7 @@
 // its columns of x in registers.
 //
 // mma.sync contracts over k in any order that both operands share, so a lane loads 8 consecutive elements with
-// one 16-byte access and feeds two products with them: no ldmatrix, no shuffles. Rows are padded by 64 bytes so
+// one 16-byte access, the operands of two products: no ldmatrix, no shuffles. Rows are padded by 64 bytes so
 // that such loads hit every bank once.
 //
 // Prologue: x is bf16, or the f32 residual that is RMS-normed on the way: x * weight is rounded to bf16 and the
@@ -25,19 +25,19 @@
 namespace moe {
 namespace {
 
-constexpr int kWarps = 8;                 // consumers
+constexpr int kWarps = 8;  // consumers
 constexpr int kConsumers = kWarps * 32;
 constexpr int kTokens = 8;
-constexpr int kRows = 8;                  // weight rows of a stage
-constexpr int kChunk = 2048;              // columns of a stage
-constexpr int kPad = 64;                  // bytes between rows, against bank conflicts
+constexpr int kRows = 8;      // weight rows of a stage
+constexpr int kChunk = 2048;  // columns of a stage
+constexpr int kPad = 64;      // bytes between rows, against bank conflicts
 constexpr int kRowBytes = kChunk * 2 + kPad;
 constexpr int kStageBytes = kRows * kRowBytes;
 constexpr int kSteps = kChunk / 32 / kWarps;  // 32-column steps of a warp and stage
-constexpr int kMaxStages = 4;             // 133 KB: room for a block of the kernel ahead
-constexpr int kHeader = 128;              // barriers
-constexpr int kBatch = 3;                 // row groups whose sums are added together
-constexpr int kSumPitch = kTokens + 2;    // floats of a weight row's sums, against bank conflicts
+constexpr int kMaxStages = 4;                 // 133 KB: room for a block of the kernel ahead
+constexpr int kHeader = 128;                  // barriers
+constexpr int kBatch = 3;                     // row groups whose sums are added together
+constexpr int kSumPitch = kTokens + 2;        // floats of a weight row's sums, against bank conflicts
 constexpr int kSumFloats = kBatch * kWarps * kRows * kSumPitch;
 
 struct Args {
@@ -56,17 +56,17 @@ size_t fixed_bytes(int m, int k) {
 }
 
 /// Rows of x, f32, times the norm's weight to shared memory as bf16; each warp leaves its part of every row's sum of
-/// squares in `squares[row][warp]`. Four rows at a time, all their loads ahead of the first use. `gain` holds the
-/// weight of this thread's first columns.
-__device__ __forceinline__ void stage_normed(const Args& a, Vec16 gain, uint8_t* to, float* squares) {
+/// squares in `squares[row][warp]`. Four rows at a time, all their loads ahead of the first use. `norm_weight` holds
+/// the weight of this thread's first columns.
+__device__ __forceinline__ void stage_normed(const Args& a, Vec16 norm_weight, uint8_t* to, float* squares) {
   const int pitch = 2 * a.k + kPad;
   float sum[kTokens] = {};
   for (int at = threadIdx.x * 8; at < a.k; at += kConsumers * 8) {
-    if (at >= kConsumers * 8) gain = load_const(a.norm + at);
+    if (at >= kConsumers * 8) norm_weight = load_const(a.norm + at);
     float g[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack_bf16(gain.word[i]);
+      const float2 pair = unpack_bf16(norm_weight.word[i]);
       g[2 * i] = pair.x, g[2 * i + 1] = pair.y;
     }
 #pragma unroll
@@ -153,8 +153,8 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) stream_kernel(Args a) {
   const int last = static_cast<int>(static_cast<int64_t>(a.n) * (blockIdx.x + 1) / gridDim.x);
   const int chunks = ceil_div(a.k, kChunk);
   // Ahead of the weights: a load behind them waits until they have come.
-  Vec16 gain = {};
-  if (kNormed && threadIdx.x * 8 < a.k && warp < kWarps) gain = load_const(a.norm + threadIdx.x * 8);
+  Vec16 norm_weight = {};
+  if (kNormed && threadIdx.x * 8 < a.k && warp < kWarps) norm_weight = load_const(a.norm + threadIdx.x * 8);
   if (threadIdx.x == 0) {
     for (int i = 0; i < a.stages; ++i) {
       mbarrier_init(full + i, copy_arrivals());
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) stream_kernel(Args a) {
 
   if constexpr (kNormed) {
     pdl_wait();
-    stage_normed(a, gain, x, squares);
+    stage_normed(a, norm_weight, x, squares);
     named_barrier(1, kConsumers);
   } else {
     pdl_wait();
@@ -264,7 +264,7 @@ int run(Args a, void* stream) {
   const int blocks = a.n < limits.sms ? a.n : limits.sms;
   const size_t fixed = fixed_bytes(a.m, a.k);
   if (fixed + kStageBytes > static_cast<size_t>(limits.block_smem)) return cudaErrorInvalidValue;
-  // No more stages than a block's share fills: what is left lets the kernels around it share the processor.
+  // No more stages than a block's share fills: what is left lets the kernels around it share the SM.
   const int needed = ceil_div(ceil_div(a.n, blocks), kRows) * ceil_div(a.k, kChunk);
   const int fit = static_cast<int>((limits.block_smem - fixed) / kStageBytes);
   a.stages = needed < fit ? needed : fit;
@@ -276,9 +276,9 @@ int run(Args a, void* stream) {
 template <int kHeld, bool kNormed>
 int run(Output output, const Args& a, void* stream) {
   switch (output) {
-    case Output::F32: return run<kHeld, kNormed, Output::F32>(a, stream);
-    case Output::Bf16: return run<kHeld, kNormed, Output::Bf16>(a, stream);
-    default: return run<kHeld, kNormed, Output::Add>(a, stream);
+    case Output::kF32: return run<kHeld, kNormed, Output::kF32>(a, stream);
+    case Output::kBf16: return run<kHeld, kNormed, Output::kBf16>(a, stream);
+    default: return run<kHeld, kNormed, Output::kAddF32>(a, stream);
   }
 }
 
@@ -292,16 +292,14 @@ int run(Output output, const Args& a, void* stream) {
 }  // namespace
 }  // namespace moe
 
-/// out [m, n] = x [m, k] w[n, k]^T (+ bias [n]), m <= 8, k a multiple of 64 (up to 10,000 or so: m rows of x and a
-/// stage must fit into shared memory).
-///
-/// `norm` null: x is bf16. Otherwise x is f32 and is RMS-normed with this weight [k] and `eps`.
-/// `output`: 0 = f32, 1 = bf16, 2 = added to f32.
-extern "C" int moe_linear_stream(const void* x, const moe::bf16* norm, float eps, const moe::bf16* w,
-                                 const moe::bf16* bias, void* out, int output, int m, int n, int k, void* stream) {
+/// out = x w^T (+ bias), m <= 8, k a multiple of 64 (up to 10,000 or so: m rows of x and a stage must fit into shared
+/// memory).
+extern "C" int moe_linear_stream(const moe::LinearStreamArgs* args, void* stream) {
   using namespace moe;
-  if (m < 0 || m > kTokens || n < 0 || k <= 0 || k % 64 != 0 || output < 0 || output > 2) return cudaErrorInvalidValue;
-  if (m == 0 || n == 0) return cudaSuccess;
-  const Args a = {x, norm, eps, w, bias, out, m, n, k, 0};
-  return norm ? run<true>(static_cast<Output>(output), a, stream) : run<false>(static_cast<Output>(output), a, stream);
+  const LinearStreamArgs& c = *args;
+  if (c.m < 0 || c.m > kTokens || c.n < 0 || c.k <= 0 || c.k % 64 != 0 || !is_code(c.output, Output::kAddF32))
+    return cudaErrorInvalidValue;
+  if (c.m == 0 || c.n == 0) return cudaSuccess;
+  const Args a = {c.x, c.norm, c.eps, c.w, c.bias, c.out, c.m, c.n, c.k, 0};
+  return c.norm ? run<true>(c.output, a, stream) : run<false>(c.output, a, stream);
 }

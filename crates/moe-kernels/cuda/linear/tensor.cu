@@ -1,14 +1,14 @@
 // out [M, N] = x [M, K] w[N, K]^T for any M, on Hopper's warpgroup products; for M up to 8 see linear/stream.cu.
 //
 // Floor: 2 N K bytes of weights over the read bandwidth or 2 M N K FLOP over 790 TFLOP/s, whichever is longer; they
-// meet near M = 170. Between them lies the path from L2 to the multiprocessors: each block reads its tokens' x again.
+// meet near M = 170. Between them lies the path from L2 to the SMs: each block reads its tokens' x again.
 //
 // Weights are the 64-row operand and tokens the columns, as many as there are (16 .. 256 in one tile): a batch of 32
-// then costs 32 columns and not 64 rows. A block takes 64 or 128 weight rows, a warpgroup for each 64; one warp feeds a
-// ring of TMA tiles of 64 columns. Tiles of N are too few for the processors (80 of 64 rows for qkv, 32 for o_proj of
-// Qwen3-30B-A3B), so K is cut over the blocks of a cluster, which add their sums in rank order through distributed
-// shared memory: no atomics, no second launch, bits that repeat. Weights of the first stages are on their way before
-// the grid dependency; x follows after it.
+// then costs 32 columns and not 64 rows. A block takes 64 or 128 weight rows, a warpgroup for each 64; one producer
+// warp fills a ring of TMA tiles of 64 columns. Tiles of N are too few for the SMs (80 of 64 rows for qkv, 32 for
+// o_proj of Qwen3-30B-A3B), so K is cut over the blocks of a cluster, which add their sums in rank order through
+// distributed shared memory: no atomics, no second launch, bits that repeat. Weights of the first stages are on their
+// way before pdl_wait(); x follows after it.
 #include "linear/linear.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/tensor_map.cuh"
@@ -18,8 +18,8 @@ namespace moe {
 namespace {
 
 constexpr int kMaxStages = 12;
-constexpr int kMaxSplits = 8;                 // blocks of a cluster, each with a part of K
-constexpr int kHeader = 256;                  // barriers
+constexpr int kMaxSplits = 8;  // blocks of a cluster, each with a part of K
+constexpr int kHeader = 256;   // barriers
 
 struct Args {
   const bf16* bias;
@@ -42,7 +42,7 @@ struct Block {
 };
 
 #if MOE_SM90
-/// Feeds the ring with this block's share of K. One thread.
+/// The producer: fills the ring with this block's share of K. One thread.
 template <class B>
 __device__ __forceinline__ void produce(const CUtensorMap* w, const CUtensorMap* x, uint8_t* ring, uint64_t* full,
                                         uint64_t* empty, int stages, int row, int token, int begin, int end) {
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(128 * kGroups + 32, 1)
   } else {
     float acc[B::kProducts][B::kColumns / 2] = {};
     consume<B>(ring, full, empty, a.stages, end - begin, acc);
-    pdl_wait();  // for the epilogue; the products have waited through their x
+    pdl_wait();                       // for the epilogue; the products have waited through their x
     named_barrier(1, B::kConsumers);  // the ring becomes the buffer of the sums
     const int at = warp * 16 + lane / 4, t = lane % 4;
 #pragma unroll
@@ -190,12 +190,12 @@ struct Shape {
   size_t ring;  // bytes
 };
 
-/// Tile, splits of K and depth of the ring, as measured (docs/kernels-decode.md). Few rows: 64 weight rows per block and
-/// as many blocks as keep every processor loading, two to a processor so that one's start hides behind the other's
-/// end. Many rows: larger tiles, because each block reads its tokens' x again.
+/// Tile, splits of K and depth of the ring, as measured (docs/kernels-decode.md). Few rows: 64 weight rows per block
+/// and as many blocks as keep every SM loading, two to an SM so that one's start hides behind the other's end. Many
+/// rows: larger tiles, because each block reads its tokens' x again.
 Shape shape(int m, int n, const DeviceLimits& limits) {
-  Shape s = {m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128, m <= 128 ? 1 : 2, 1,
-             static_cast<size_t>(limits.block_smem) - kHeader};
+  const int tokens = m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
+  Shape s = {tokens, m <= 128 ? 1 : 2, 1, static_cast<size_t>(limits.block_smem) - kHeader};
   if (n >= 128 * limits.sms) {  // enough blocks whatever the tile
     s.groups = 2;
     if (m > 128) s.tokens = 256;
@@ -229,9 +229,9 @@ int run(const bf16* x, const bf16* w, Args a, const Shape& s, void* stream) {
 template <int kTokens, int kGroups>
 int run(const bf16* x, const bf16* w, const Args& a, Output output, const Shape& s, void* stream) {
   switch (output) {
-    case Output::F32: return run<kTokens, kGroups, Output::F32>(x, w, a, s, stream);
-    case Output::Bf16: return run<kTokens, kGroups, Output::Bf16>(x, w, a, s, stream);
-    default: return run<kTokens, kGroups, Output::Add>(x, w, a, s, stream);
+    case Output::kF32: return run<kTokens, kGroups, Output::kF32>(x, w, a, s, stream);
+    case Output::kBf16: return run<kTokens, kGroups, Output::kBf16>(x, w, a, s, stream);
+    default: return run<kTokens, kGroups, Output::kAddF32>(x, w, a, s, stream);
   }
 }
 
@@ -249,24 +249,21 @@ int run(const bf16* x, const bf16* w, const Args& a, Output output, const Shape&
 }  // namespace
 }  // namespace moe
 
-/// out [m, n] = x [m, k] w[n, k]^T (+ bias [n]), bf16 operands, k a multiple of 64, any m.
-///
-/// `output`: 0 = f32, 1 = bf16, 2 = added to f32. `splits` of K, 1 .. 8, or 0 for what was measured to be best, or -1
-/// for what is best for few rows: the bits of a row then do not depend on m.
-extern "C" int moe_linear_tensor(const moe::bf16* x, const moe::bf16* w, const moe::bf16* bias, void* out, int output,
-                                 int m, int n, int k, int splits, void* stream) {
+/// out = x w^T (+ bias) for any m, k a multiple of 64.
+extern "C" int moe_linear_tensor(const moe::LinearTensorArgs* args, void* stream) {
   using namespace moe;
-  if (m < 0 || n < 0 || k <= 0 || k % kTileColumns != 0 || output < 0 || output > 2 || splits < -1 || splits > kMaxSplits)
+  const LinearTensorArgs& c = *args;
+  if (c.m < 0 || c.n < 0 || c.k <= 0 || c.k % kTileColumns != 0 || !is_code(c.output, Output::kAddF32) ||
+      c.splits < -1 || c.splits > kMaxSplits)
     return cudaErrorInvalidValue;
-  if (m == 0 || n == 0) return cudaSuccess;
+  if (c.m == 0 || c.n == 0) return cudaSuccess;
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (limits.major < 9) return cudaErrorNotSupported;
-  Shape s = shape(m, n, limits);
-  if (splits != 0) s.splits = splits > 0 ? splits : shape(1, n, limits).splits;
-  if (s.splits > k / kTileColumns) s.splits = k / kTileColumns;
-  const Args a = {bias, out, m, n, k, 0};
-  const Output o = static_cast<Output>(output);
-  return s.groups == 1 ? run<1>(x, w, a, o, s, stream) : run<2>(x, w, a, o, s, stream);
+  Shape s = shape(c.m, c.n, limits);
+  if (c.splits != 0) s.splits = c.splits > 0 ? c.splits : shape(1, c.n, limits).splits;
+  if (s.splits > c.k / kTileColumns) s.splits = c.k / kTileColumns;
+  const Args a = {c.bias, c.out, c.m, c.n, c.k, 0};
+  return s.groups == 1 ? run<1>(c.x, c.w, a, c.output, s, stream) : run<2>(c.x, c.w, a, c.output, s, stream);
 }

@@ -1,23 +1,25 @@
 // All-reduce of small arrays over peer memory, alone or with what follows it in a decoder layer: residual += sum and
 // out = norm(residual). What an NCCL call and an add + norm kernel do in two launches and through their own buffers.
 //
-// Sums are f32 additions of the ranks' values in rank order, rounded once: the same bits on every rank and in every run.
-// Slots, waiting, and why no barrier is needed: peer.cuh.
+// Sums are f32 additions of the ranks' values in rank order, rounded once: the same bits on every rank and in every
+// run. Slots, waiting, and why no barrier is needed: peer.cuh.
 //
-// One shot (small): each rank stores its values in all peers' slots and adds up all that it receives: one hop. Two shots:
-// rank r adds up units r * chunk .. and stores the sums in all ranks' slots (its own too): two hops, fewer bytes. The bound
-// between them is where the bytes saved take as long as the second hop.
+// One shot (small): each rank stores its values in all peers' slots and adds up all that it receives: one hop. Two
+// shots: rank r adds up vectors r * chunk .. and stores the sums in all ranks' slots (its own too): two hops, fewer
+// bytes. The bound between them is where the bytes saved take as long as the second hop.
 //
 // Floor for one token of H = 2,048 on 4 GPUs: a grid boundary (0.65 us, measured between the kernels of a layer), one
-// store over NVLink until a poll sees it (about 1 us), reading and writing L2 (0.3 us): 2 us; bytes are nothing (24 KB out,
-// 0.05 us at 450 GB/s). Predicted, not yet measured: 2.7 us plain and 3.1 us with the norm, whose sum of squares costs a
-// cluster barrier, in a graph of calls one after the other; 32 tokens (256 KB, one shot, 0.79 MB out at 350 GB/s) 5.2 us, 128
-// tokens (1 MB, two shots, 1.6 MB) 8.5 us, 256 tokens 13 us. add_rms_norm alone takes 1.5 us, NCCL alone 15 us.
+// store over NVLink until a poll sees it (about 1 us), reading and writing L2 (0.3 us): 2 us; bytes are nothing (24 KB
+// out, 0.05 us at 450 GB/s). Predicted, not yet measured: 2.7 us plain and 3.1 us with the norm, whose sum of squares
+// costs a cluster barrier, in a graph of calls one after the other; 32 tokens (256 KB, one shot, 0.79 MB out at 350
+// GB/s) 5.2 us, 128 tokens (1 MB, two shots, 1.6 MB) 8.5 us, 256 tokens 13 us. add_rms_norm alone takes 1.5 us, NCCL
+// alone 15 us.
 //
-// Every block waits for what peers' blocks send, so all blocks of a launch must be resident at once: at most two blocks of
-// 128 threads per multiprocessor, next to whatever the kernel ahead and the kernel behind keep there. Units are spread over
-// all threads; a row's norm is that of a cluster of up to 8 blocks, so that even one row is sent from and polled by several
-// multiprocessors.
+// Every block waits for what peers' blocks send, so all blocks of a launch must be resident at once: at most two blocks
+// of 128 threads per SM, next to whatever the kernel ahead and the kernel behind keep there. Vectors are spread over
+// all threads; a row's norm is that of a cluster of up to 8 blocks, so that even one row is sent from and polled by
+// several SMs.
+#include "codes.cuh"
 #include "peer/peer.cuh"
 #include "ptx/cluster.cuh"
 
@@ -29,7 +31,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kMaxCluster = 32 / kWarps;  // the sums of a cluster's warps are one load of a warp
 constexpr int kBlocksPerSm = 2;
 
-/// Elements of a unit as f32.
+/// Elements of a vector as f32.
 template <class T>
 struct Floats {
   static constexpr int kCount = 16 / sizeof(T);
@@ -66,10 +68,10 @@ __device__ __forceinline__ Vec16 narrow(const Floats<T>& x) {
   return v;
 }
 
-/// An array in units of 16 bytes, the last one padded with zeros. What peers wait for depends on the count alone, so arrays
-/// that are not aligned are read and written in the same units, element by element.
+/// An array as vectors of 16 bytes, the last one padded with zeros. What peers wait for depends on the count alone, so
+/// arrays that are not aligned are read and written in the same vectors, element by element.
 template <class T>
-struct Units {
+struct Vectors {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
   static constexpr int kCount = 16 / sizeof(T), kPerWord = 4 / sizeof(T);
   const Bits* in;
@@ -81,7 +83,7 @@ struct Units {
     return aligned && (static_cast<size_t>(u) + 1) * kCount <= count;
   }
 
-  /// Unit u; zeros beyond the end.
+  /// Vector u; zeros beyond the end.
   __device__ __forceinline__ Vec16 load(uint32_t u) const {
     const size_t at = static_cast<size_t>(u) * kCount;
     Vec16 v = {};
@@ -108,7 +110,7 @@ struct Units {
   }
 };
 
-/// Adds up a unit: this rank's, and those in the slots base + r * stride of the other ranks r.
+/// Adds up a vector: this rank's, and those in the slots base + r * stride of the other ranks r.
 template <class T>
 __device__ __forceinline__ Floats<T> add_up(const Exchange& x, Turn& turn, const Vec16& own, uint32_t base,
                                             uint32_t stride) {
@@ -128,32 +130,32 @@ __device__ __forceinline__ Floats<T> add_up(const Exchange& x, Turn& turn, const
   return sum;
 }
 
-/// Sends what other ranks need of this one. `mine` is the thread's first unit, loaded while the turn began.
+/// Sends what other ranks need of this one. `mine` is the thread's first vector, loaded while the turn began.
 template <class T>
-__device__ __forceinline__ void contribute(const Exchange& x, Turn& turn, const Units<T>& data, Vec16 mine) {
+__device__ __forceinline__ void contribute(const Exchange& x, Turn& turn, const Vectors<T>& data, Vec16 mine) {
   const uint32_t first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
   const int rank = x.peers.rank, ranks = x.peers.ranks;
   // Each rank begins with another peer.
   const auto peer = [=](int i) { return rank + i < ranks ? rank + i : rank + i - ranks; };
-  for (uint32_t u = first; u < x.units; u += step, mine = data.load(u)) {
+  for (uint32_t u = first; u < x.vectors; u += step, mine = data.load(u)) {
     if (x.chunk == 0) {
-      for (int i = 1; i < ranks; ++i) send(slot(x, turn, peer(i), rank * x.units + u), mine);
+      for (int i = 1; i < ranks; ++i) send(slot(x, turn, peer(i), rank * x.vectors + u), mine);
     } else if (const uint32_t owner = u / x.chunk; owner != static_cast<uint32_t>(rank)) {
       send(slot(x, turn, owner, rank * x.chunk + u - owner * x.chunk), mine);
     }
   }
   if (x.chunk == 0) return;
-  const uint32_t begin = rank * x.chunk, end = min(begin + x.chunk, x.units);
+  const uint32_t begin = rank * x.chunk, end = min(begin + x.chunk, x.vectors);
   for (uint32_t u = begin + first; u < end; u += step) {
     const Vec16 sum = narrow<T>(add_up<T>(x, turn, data.load(u), u - begin, x.chunk));
     for (int i = 0; i < ranks; ++i) send(slot(x, turn, peer(i), ranks * x.chunk + u), sum);
   }
 }
 
-/// The sum of unit u, after `contribute`.
+/// The sum of vector u, after `contribute`.
 template <class T>
-__device__ __forceinline__ Floats<T> sum_of(const Exchange& x, Turn& turn, const Units<T>& data, uint32_t u) {
-  if (x.chunk == 0) return add_up<T>(x, turn, data.load(u), u, x.units);
+__device__ __forceinline__ Floats<T> sum_of(const Exchange& x, Turn& turn, const Vectors<T>& data, uint32_t u) {
+  if (x.chunk == 0) return add_up<T>(x, turn, data.load(u), u, x.vectors);
   Vec16 v[1];
   receive(x, turn, v, 1u, u / x.chunk, x.peers.ranks * x.chunk + u, 0);
   return widen<T>(v[0]);
@@ -161,17 +163,18 @@ __device__ __forceinline__ Floats<T> sum_of(const Exchange& x, Turn& turn, const
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    sum_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Units<T> data) {
+    sum_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Vectors<T> data) {
   pdl_launch_dependents();
   pdl_wait();
   const uint32_t first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
   const Vec16 mine = data.load(first);
   Turn turn = begin_turn(x);
   contribute(x, turn, data, mine);
-  for (uint32_t u = first; u < x.units; u += step) data.store(u, narrow<T>(sum_of(x, turn, data, u)));
+  for (uint32_t u = first; u < x.vectors; u += step) data.store(u, narrow<T>(sum_of(x, turn, data, u)));
 }
 
-/// Sum over a cluster, in a fixed order; every thread gets it. `parts` [32] is free again after the next call with another.
+/// Sum over a cluster, in a fixed order; every thread gets it. `parts` [32] is free again after the next call with
+/// another.
 __device__ __forceinline__ float cluster_total(float v, float* parts) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = cluster_size();
   v = warp_sum(v);
@@ -189,20 +192,20 @@ struct Norm {
   int hidden;
 };
 
-/// residual += the sum of all ranks' data, out = norm(residual); a cluster per row, each block a run of its units.
+/// residual += the sum of all ranks' data, out = norm(residual); a cluster per row, each block a run of its vectors.
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    norm_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Units<float> data, const Norm n) {
+    norm_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Vectors<float> data, const Norm n) {
   extern __shared__ __align__(16) uint8_t smem[];
   __shared__ float parts[2][32];
-  const uint32_t blocks = cluster_size(), row_units = n.hidden / 4, run = ceil_div(row_units, blocks);
-  const uint32_t begin = min(cluster_rank() * run, row_units), units = min(run, row_units - begin);
+  const uint32_t blocks = cluster_size(), row_vectors = n.hidden / 4, run = ceil_div(row_vectors, blocks);
+  const uint32_t begin = min(cluster_rank() * run, row_vectors), vectors = min(run, row_vectors - begin);
   float4* row = reinterpret_cast<float4*>(smem);
-  uint2* gain = reinterpret_cast<uint2*>(row + run);
+  uint2* norm_weight = reinterpret_cast<uint2*>(row + run);
   // Each thread touches only what it wrote itself, so that no barrier is needed around the row.
   if (n.out != nullptr) {
     cluster_arrive();
-    for (uint32_t i = threadIdx.x; i < units; i += kThreads)
-      gain[i] = __ldg(reinterpret_cast<const uint2*>(n.weight) + begin + i);
+    for (uint32_t i = threadIdx.x; i < vectors; i += kThreads)
+      norm_weight[i] = __ldg(reinterpret_cast<const uint2*>(n.weight) + begin + i);
   }
   pdl_launch_dependents();
   pdl_wait();
@@ -213,9 +216,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (n.out != nullptr) cluster_wait();
   uint32_t odd = 0;
   for (int t = blockIdx.x / blocks; t < n.rows; t += gridDim.x / blocks, odd ^= 1) {
-    const uint32_t first = t * row_units + begin;
+    const uint32_t first = t * row_vectors + begin;
     float squares = 0.f;
-    for (uint32_t i = threadIdx.x; i < units; i += kThreads) {
+    for (uint32_t i = threadIdx.x; i < vectors; i += kThreads) {
       float4* at = reinterpret_cast<float4*>(n.residual) + first + i;
       const float4 before = __ldcg(at);
       const Floats<float> sum = sum_of(x, turn, data, first + i);
@@ -226,9 +229,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
     if (n.out == nullptr) continue;
     const float scale = rsqrtf(cluster_total(squares, parts[odd]) / n.hidden + n.eps);
-    for (uint32_t i = threadIdx.x; i < units; i += kThreads) {
+    for (uint32_t i = threadIdx.x; i < vectors; i += kThreads) {
       const float4 v = row[i];
-      const float2 low = unpack_bf16(gain[i].x), high = unpack_bf16(gain[i].y);
+      const float2 low = unpack_bf16(norm_weight[i].x), high = unpack_bf16(norm_weight[i].y);
       uint2 packed;
       packed.x = pack_bf16(v.x * scale * low.x, v.y * scale * low.y);
       packed.y = pack_bf16(v.z * scale * high.x, v.w * scale * high.y);
@@ -241,21 +244,22 @@ bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0
 
 template <class T>
 int all_reduce(const Peers& peers, const void* in, void* out, size_t count, void* stream) {
-  using Bits = typename Units<T>::Bits;
+  using Bits = typename Vectors<T>::Bits;
   DeviceLimits limits;
   Exchange x;
   cudaError_t e = exchange(peers, count * sizeof(T), &x);
   if (e == cudaSuccess && count > 0) e = device_limits(&limits);
   if (e != cudaSuccess || count == 0) return e;
-  const Units<T> data = {static_cast<const Bits*>(in), static_cast<Bits*>(out), count, is_aligned(in) && is_aligned(out)};
-  const int blocks = min(ceil_div(static_cast<int>(x.units), kThreads), kBlocksPerSm * limits.sms);
+  const Vectors<T> data = {static_cast<const Bits*>(in), static_cast<Bits*>(out), count,
+                           is_aligned(in) && is_aligned(out)};
+  const int blocks = min(ceil_div(static_cast<int>(x.vectors), kThreads), kBlocksPerSm * limits.sms);
   return launch(sum_kernel<T>, {dim3(blocks), dim3(kThreads), stream}, x, data);
 }
 
-/// Blocks per row: as many as have a unit for each thread and are resident at once with those of all rows.
-int cluster_blocks(const DeviceLimits& limits, int rows, int row_units) {
+/// Blocks per row: as many as have a vector for each thread and are resident at once with the blocks of all rows.
+int cluster_blocks(const DeviceLimits& limits, int rows, int row_vectors) {
   int blocks = 1;
-  while (limits.major >= 9 && blocks < kMaxCluster && blocks * kThreads < row_units &&
+  while (limits.major >= 9 && blocks < kMaxCluster && blocks * kThreads < row_vectors &&
          2 * blocks * rows <= kBlocksPerSm * limits.sms)
     blocks *= 2;
   return blocks;
@@ -264,14 +268,15 @@ int cluster_blocks(const DeviceLimits& limits, int rows, int row_units) {
 }  // namespace
 }  // namespace moe
 
-/// Bytes of each rank's buffer for calls of up to `capacity` bytes; 0 for a number of ranks or a capacity that cannot be.
+/// Bytes of each rank's buffer for calls of up to `capacity` bytes; 0 for a number of ranks or a capacity that cannot
+/// be.
 extern "C" size_t moe_peer_buffer_bytes(int ranks, size_t capacity) {
   if (ranks < 2 || ranks > moe::kMaxRanks || capacity > (size_t{1} << 30)) return 0;
   return moe::kControlBytes + 2 * moe::half_bytes(ranks, capacity);
 }
 
-/// Makes a new buffer ready. All ranks' must be before any is used. Loads the kernels too: a load that happens at the first
-/// launch may wait for kernels that run, and those may wait for a rank of this process that is about to launch.
+/// Makes a new buffer ready. All ranks' must be before any is used. Loads the kernels too: a load that happens at the
+/// first launch may wait for kernels that run, and those may wait for a rank of this process that is about to launch.
 extern "C" int moe_peer_buffer_init(void* buffer, size_t bytes, void* stream) {
   using namespace moe;
   const void* kernels[] = {reinterpret_cast<const void*>(sum_kernel<float>),
@@ -287,20 +292,20 @@ extern "C" int moe_peer_buffer_init(void* buffer, size_t bytes, void* stream) {
   return cudaMemsetAsync(static_cast<uint8_t*>(buffer) + kControlBytes, 0xff, bytes - kControlBytes, s);
 }
 
-/// out [count] = the sum of all ranks' `in` [count], which may be `out`. dtype: 0 f32, 1 bf16 (added in f32, rounded once).
+/// out [count] = the sum of all ranks' `in` [count], which may be `out`; f32, or bf16 added in f32 and rounded once.
 /// Neither needs to be aligned.
-extern "C" int moe_peer_all_reduce(const moe::Peers* peers, const void* in, void* out, int dtype, size_t count,
+extern "C" int moe_peer_all_reduce(const moe::Peers* peers, const void* in, void* out, moe::Dtype dtype, size_t count,
                                    void* stream) {
-  if (dtype == 0) return moe::all_reduce<float>(*peers, in, out, count, stream);
-  if (dtype == 1) return moe::all_reduce<moe::bf16>(*peers, in, out, count, stream);
+  if (dtype == moe::Dtype::kF32) return moe::all_reduce<float>(*peers, in, out, count, stream);
+  if (dtype == moe::Dtype::kBf16) return moe::all_reduce<moe::bf16>(*peers, in, out, count, stream);
   return cudaErrorInvalidValue;
 }
 
-/// residual [rows, hidden] += the sum of all ranks' `partial`, both f32; then out = residual / rms(residual) * weight, rounded
-/// once to bf16. A null `out` leaves it at the addition, and `weight` is not read. `hidden` is a multiple of 8.
+/// residual [rows, hidden] += the sum of all ranks' `partial`, both f32; then out = residual / rms(residual) * weight,
+/// rounded once to bf16. A null `out` leaves it at the addition, and `weight` is not read. `hidden` is a multiple of 8.
 extern "C" int moe_peer_all_reduce_add_rms_norm(const moe::Peers* peers, const float* partial, float* residual,
-                                                const moe::bf16* weight, float eps, moe::bf16* out, int rows, int hidden,
-                                                void* stream) {
+                                                const moe::bf16* weight, float eps, moe::bf16* out, int rows,
+                                                int hidden, void* stream) {
   using namespace moe;
   if (rows < 0 || hidden <= 0 || hidden % 8 != 0) return cudaErrorInvalidValue;
   const size_t count = static_cast<size_t>(rows) * hidden;
@@ -309,7 +314,7 @@ extern "C" int moe_peer_all_reduce_add_rms_norm(const moe::Peers* peers, const f
   cudaError_t e = exchange(*peers, count * sizeof(float), &x);
   if (e == cudaSuccess && rows > 0) e = device_limits(&limits);
   if (e != cudaSuccess || rows == 0) return e;
-  const Units<float> data = {reinterpret_cast<const uint32_t*>(partial), nullptr, count, true};
+  const Vectors<float> data = {reinterpret_cast<const uint32_t*>(partial), nullptr, count, true};
   const Norm n = {residual, weight, out, eps, rows, hidden};
   const int blocks = cluster_blocks(limits, rows, hidden / 4);
   const int clusters = max(1, min(rows, kBlocksPerSm * limits.sms / blocks));

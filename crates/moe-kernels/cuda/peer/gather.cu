@@ -1,15 +1,15 @@
-// All-gather of small arrays and reduce-scatter over peer memory: how the rows of a decode step reach every rank's experts, and
-// how the ranks' sums of them come back. An NCCL call takes some 10 us each however little it moves.
+// All-gather of small arrays and reduce-scatter over peer memory: how the rows of a decode step reach every rank's
+// experts, and how the ranks' sums of them come back. An NCCL call takes some 10 us each however little it moves.
 //
-// Both are one hop: a rank stores what another one needs in its slots; that one puts it in place, or adds what all have sent
-// in rank order, so that sums have the same bits in every run. Slots, waiting, and why no barrier is needed: peer.cuh. Here each
-// rank sends to every other one in every call, so each receives a word of each.
+// Both are one hop: a rank stores what another one needs in its slots; that one puts it in place, or adds what all have
+// sent in rank order, so that sums have the same bits in every run. Slots, waiting, and why no barrier is needed:
+// peer.cuh. Here each rank sends to every other one in every call, so each receives a word of each.
 //
-// A word of all ones is an empty slot. In floats it is a NaN and travels as another one; integers, of which every bit must
-// arrive, travel as two words of 16 bits each.
+// A word of all ones is an empty slot. In floats it is a NaN and travels as another one; integers, of which every bit
+// must arrive, travel as two words of 16 bits each.
 //
-// Floor for one token of H = 2,048 in bf16 with 8 ids and weights on 4 GPUs: as for a sum (all_reduce.cu), 2 us: 12 KB out.
-// Predicted: 2.7 us, 64 tokens a rank (805 KB out at 350 GB/s) 5 us; the sums back, f32, 2.8 and 7 us.
+// Floor for one token of H = 2,048 in bf16 with 8 ids and weights on 4 GPUs: as for a sum (all_reduce.cu), 2 us: 12 KB
+// out. Predicted: 2.7 us, 64 tokens a rank (805 KB out at 350 GB/s) 5 us; the sums back, f32, 2.8 and 7 us.
 #include "peer/peer.cuh"
 
 namespace moe {
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kBlocksPerSm = 2;  // all blocks of a launch must be resident at once
-constexpr int kMaxParts = 4;
+constexpr int kMaxArrays = 4;
 
 /// kWords words that begin at a multiple of 2 bytes, or, with `aligned`, of their size.
 template <int kWords>
@@ -54,11 +54,11 @@ __device__ __forceinline__ void store_words(uint8_t* p, bool aligned, const uint
 }
 
 /// An array of which each rank has a part of `slots` slots.
-struct Part {
+struct Array {
   const uint8_t* in;  // this rank's
   uint8_t* out;       // all, in rank order
   uint32_t slots;
-  bool exact;         // integers: 8 bytes to a slot
+  bool exact;  // integers: 8 bytes to a slot
   bool aligned;
 
   /// What a slot carries; never a word that looks empty.
@@ -86,13 +86,13 @@ struct Part {
   }
 };
 
-struct Parts {
-  Part at[kMaxParts];
+struct Arrays {
+  Array at[kMaxArrays];
 
   /// The part that slot u of the call belongs to; u becomes its place there.
-  __device__ __forceinline__ const Part& of(uint32_t& u) const {
+  __device__ __forceinline__ const Array& of(uint32_t& u) const {
     int i = 0;
-    for (; i < kMaxParts - 1 && u >= at[i].slots; ++i) u -= at[i].slots;
+    for (; i < kMaxArrays - 1 && u >= at[i].slots; ++i) u -= at[i].slots;
     return at[i];
   }
 };
@@ -108,32 +108,32 @@ __device__ __forceinline__ uint32_t other_ranks(const Exchange& x) {
 }
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    gather_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Parts parts) {
+    gather_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Arrays arrays) {
   pdl_launch_dependents();
   pdl_wait();
   const uint32_t first = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads;
   const int rank = x.peers.rank, ranks = x.peers.ranks;
   Turn turn = begin_turn(x);
-  for (uint32_t u = first; u < x.units; u += step) {
+  for (uint32_t u = first; u < x.vectors; u += step) {
     uint32_t at = u;
-    const Vec16 mine = parts.of(at).load(at);
-    for (int i = 1; i < ranks; ++i) send(slot(x, turn, peer_after(x, i), rank * x.units + u), mine);
+    const Vec16 mine = arrays.of(at).load(at);
+    for (int i = 1; i < ranks; ++i) send(slot(x, turn, peer_after(x, i), rank * x.vectors + u), mine);
   }
-  for (uint32_t u = first; u < x.units; u += step) {
+  for (uint32_t u = first; u < x.vectors; u += step) {
     uint32_t at = u;
-    const Part& part = parts.of(at);
+    const Array& part = arrays.of(at);
     Vec16 v[kMaxRanks];
     const Vec16 mine = part.load(at);
 #pragma unroll
     for (int r = 0; r < kMaxRanks; ++r) v[r] = mine;
-    receive(x, turn, v, other_ranks(x), 0, u, x.units);
+    receive(x, turn, v, other_ranks(x), 0, u, x.vectors);
 #pragma unroll
     for (int r = 0; r < kMaxRanks; ++r)
       if (r < ranks) part.store(r, at, v[r]);
   }
 }
 
-/// out [4 units] = the sum over the ranks of `in` [ranks, 4 units], this rank's part.
+/// out [4 vectors] = the sum over the ranks of `in` [ranks, 4 vectors], this rank's part.
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     scatter_kernel(const __grid_constant__ Exchange x, const uint8_t* in, uint8_t* out, bool aligned) {
   pdl_launch_dependents();
@@ -143,20 +143,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   Turn turn = begin_turn(x);
   const auto part = [&](int r, uint32_t u) {
     Vec16 v;
-    load_words(in + (static_cast<size_t>(r) * x.units + u) * 16, aligned, v.word);
+    load_words(in + (static_cast<size_t>(r) * x.vectors + u) * 16, aligned, v.word);
     return v;
   };
-  for (uint32_t u = first; u < x.units; u += step)
+  for (uint32_t u = first; u < x.vectors; u += step)
     for (int i = 1; i < ranks; ++i) {
       const int p = peer_after(x, i);
-      send(slot(x, turn, p, rank * x.units + u), part(p, u));
+      send(slot(x, turn, p, rank * x.vectors + u), part(p, u));
     }
-  for (uint32_t u = first; u < x.units; u += step) {
+  for (uint32_t u = first; u < x.vectors; u += step) {
     Vec16 v[kMaxRanks];
     const Vec16 mine = part(rank, u);
 #pragma unroll
     for (int r = 0; r < kMaxRanks; ++r) v[r] = mine;
-    receive(x, turn, v, other_ranks(x), 0, u, x.units);
+    receive(x, turn, v, other_ranks(x), 0, u, x.vectors);
     uint32_t sum[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -176,7 +176,7 @@ bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0
 cudaError_t grid(const Exchange& x, unsigned* blocks) {
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
-  if (e == cudaSuccess) *blocks = min(ceil_div(static_cast<int>(x.units), kThreads), kBlocksPerSm * limits.sms);
+  if (e == cudaSuccess) *blocks = min(ceil_div(static_cast<int>(x.vectors), kThreads), kBlocksPerSm * limits.sms);
   return e;
 }
 
@@ -193,7 +193,7 @@ cudaError_t load_gather_kernels() {
 using namespace moe;
 
 /// An array of which each rank has an equal part: known to moe-kernels' `cuda::PeerBuffers`.
-struct PeerPart {
+struct PeerArray {
   const void* in;  // this rank's
   void* out;       // all ranks', in rank order
   uint32_t slots;  // of 16 bytes, or, of integers, of 8
@@ -206,15 +206,15 @@ extern "C" size_t moe_peer_slots(int ranks, size_t capacity) {
 }
 
 /// Gathers up to 4 arrays. Slots and kinds are the same on all ranks; addresses are multiples of 2 bytes.
-extern "C" int moe_peer_all_gather(const Peers* peers, const PeerPart* arrays, int count, void* stream) {
-  if (count < 0 || count > kMaxParts) return cudaErrorInvalidValue;
-  Parts parts = {};
+extern "C" int moe_peer_all_gather(const Peers* peers, const PeerArray* arrays, int count, void* stream) {
+  if (count < 0 || count > kMaxArrays) return cudaErrorInvalidValue;
+  Arrays all = {};
   size_t slots = 0;
   for (int i = 0; i < count; ++i) {
-    const PeerPart& a = arrays[i];
-    // A part's size is a multiple of a slot's, so all parts begin as the first does.
+    const PeerArray& a = arrays[i];
+    // A part's size is a multiple of a slot's, so all arrays begin as the first does.
     const bool aligned = is_aligned(a.in) && is_aligned(a.out);
-    parts.at[i] = {static_cast<const uint8_t*>(a.in), static_cast<uint8_t*>(a.out), a.slots, a.exact != 0, aligned};
+    all.at[i] = {static_cast<const uint8_t*>(a.in), static_cast<uint8_t*>(a.out), a.slots, a.exact != 0, aligned};
     slots += a.slots;
   }
   Exchange x;
@@ -222,7 +222,7 @@ extern "C" int moe_peer_all_gather(const Peers* peers, const PeerPart* arrays, i
   cudaError_t e = exchange_slots(*peers, slots, &x);
   if (e == cudaSuccess && slots > 0) e = grid(x, &blocks);
   if (e != cudaSuccess || slots == 0) return e;
-  return launch(gather_kernel, {dim3(blocks), dim3(kThreads), stream}, x, parts);
+  return launch(gather_kernel, {dim3(blocks), dim3(kThreads), stream}, x, all);
 }
 
 /// out [count] = this rank's part of the sum over the ranks of `in` [ranks, count] f32, added in rank order; count is a

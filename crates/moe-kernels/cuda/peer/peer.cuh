@@ -1,23 +1,25 @@
 // Words that travel between the GPUs of a host: each rank has a buffer that all ranks write to over NVLink.
 //
-// A slot holds 16 bytes, and each of its 32-bit words is its own flag: EMPTY (all ones) until a rank has stored data there.
-// So a word arrives with one store and one load, without a fence behind the data, without a flag that needs another round
-// trip, and at the link's full rate (packets of data and flag carry half as much). This is the idea of Lamport's one-place
-// buffers. All ones is a NaN in f32 and in both halves of two bf16; a sender replaces it by another NaN, so no sum changes.
-// Stores and loads are relaxed at system scope: what is received is the word itself, nothing is published behind it.
+// A slot holds 16 bytes, and each of its 32-bit words is its own flag: EMPTY (all ones) until a rank has stored data
+// there. So a word arrives with one store and one load, without a fence behind the data, without a flag that needs
+// another round trip, and at the link's full rate (packets of data and flag carry half as much). This is the idea of
+// Lamport's one-place buffers. All ones is a NaN in f32 and in both halves of two bf16; a sender replaces it by another
+// NaN, so no sum changes. Stores and loads are relaxed at system scope: what is received is the word itself, nothing is
+// published behind it.
 //
 // A buffer has two halves, which calls use in turn. Who receives a word empties its slot. Why this needs no barrier:
-//   1. A call ends on rank r only after a word from each peer p that p sent in that call, or that a third rank sent in that
-//      call after it had received one from p in that call.
-//   2. p sends in call e + 1 only after its call e has ended (the grid dependency), so after it has received and emptied all
-//      that was sent to it in call e.
-//   3. r sends into the half of call e again in call e + 2, after its own call e + 1 has ended. By 1 and 2, p has emptied its
-//      half by then. One half would not do: r may be done with call e while p has not yet received r's words of it.
-// The half is chosen by a count on the device, so replays of a graph take turns too. All ranks make the same calls in the same
-// order, each on one stream; a call without elements launches nothing, on all ranks alike.
+//   1. A call ends on rank r only after a word from each peer p that p sent in that call, or that a third rank sent in
+//      that call after it had received one from p in that call.
+//   2. p sends in call e + 1 only after its call e has ended (pdl_wait), so after it has received and emptied all that
+//      was sent to it in call e.
+//   3. r sends into the half of call e again in call e + 2, after its own call e + 1 has ended. By 1 and 2, p has
+//      emptied its half by then. One half would not do: r may be done with call e while p has not yet received r's
+//      words of it.
+// The half is chosen by a count on the device, so replays of a graph take turns too. All ranks make the same calls in
+// the same order, each on one stream; a call without elements launches nothing, on all ranks alike.
 //
-// Waiting is bounded: after `limit` ns, or when the host has written to the status word, a thread stops waiting, the status
-// word tells the host which rank is missing, and later calls wait for nobody. Results are then garbage.
+// Waiting is bounded: after `limit` ns, or when the host has written to the status word, a thread stops waiting, the
+// status word tells the host which rank is missing, and later calls wait for nobody. Results are then garbage.
 #pragma once
 
 #include "ptx/common.cuh"
@@ -27,17 +29,17 @@ namespace moe {
 
 constexpr int kMaxRanks = 8;
 constexpr uint32_t kEmpty = 0xffffffffu;
-constexpr uint32_t kOtherNan = 0x7fff7fffu;     // also a NaN in f32 and in both halves of two bf16
-constexpr size_t kControlBytes = 256;           // before the halves
-constexpr uint32_t kPollsPerLook = 1u << 14;    // about 10 ms between looks at the clock and at the host's word
-constexpr size_t kHopBytes = 512 * 1024;        // what a link carries in the time of another hop: 350 GB/s x 1.5 us
+constexpr uint32_t kOtherNan = 0x7fff7fffu;   // also a NaN in f32 and in both halves of two bf16
+constexpr size_t kControlBytes = 256;         // before the halves
+constexpr uint32_t kPollsPerLook = 1u << 14;  // about 10 ms between looks at the clock and at the host's word
+constexpr size_t kHopBytes = 512 * 1024;      // what a link carries in the time of another hop: 350 GB/s x 1.5 us
 
 /// The ranks of a group as this rank addresses them. The layout is known to moe-kernels' `cuda::PeerBuffers`.
 struct Peers {
   uint8_t* buffer[kMaxRanks];  // each rank's, of moe_peer_buffer_bytes
-  uint32_t* status;            // in host memory: 0, 1 + the rank that did not come, or what the host wrote to end the waiting
-  uint64_t limit;              // ns
-  uint64_t capacity;           // bytes of a call, at most
+  uint32_t* status;   // in host memory: 0, 1 + the rank that did not come, or what the host wrote to end the waiting
+  uint64_t limit;     // ns
+  uint64_t capacity;  // bytes of a call, at most
   int32_t rank;
   int32_t ranks;
 };
@@ -51,13 +53,13 @@ struct PeerControl {
 /// One call.
 struct Exchange {
   Peers peers;
-  size_t half;     // bytes of half a buffer
-  uint32_t units;  // of 16 bytes
-  uint32_t chunk;  // units that each rank adds up for all; 0: every rank adds up all
+  size_t half;       // bytes of half a buffer
+  uint32_t vectors;  // of 16 bytes
+  uint32_t chunk;    // vectors that each rank adds up for all; 0: every rank adds up all
 };
 
-/// Whether every rank sends everything to each (one shot): that is (n - 1) B bytes out of and into each GPU, where adding up
-/// shares and sending the sums round (two shots) is 2 (n - 1) / n B and one more hop.
+/// Whether every rank sends everything to each (one shot): that is (n - 1) B bytes out of and into each GPU, where
+/// adding up shares and sending the sums round (two shots) is 2 (n - 1) / n B and one more hop.
 inline bool one_shot(size_t bytes, size_t n) { return bytes * (n - 1) * (n - 2) <= kHopBytes * n; }
 
 inline size_t half_bytes(size_t n, size_t capacity) {
@@ -76,8 +78,8 @@ inline cudaError_t exchange(const Peers& peers, size_t bytes, Exchange* x) {
   if (!is_group(peers) || bytes > peers.capacity) return cudaErrorInvalidValue;
   x->peers = peers;
   x->half = half_bytes(peers.ranks, peers.capacity);
-  x->units = static_cast<uint32_t>(ceil_div(bytes, 16));
-  x->chunk = one_shot(bytes, peers.ranks) ? 0 : ceil_div(x->units, peers.ranks);
+  x->vectors = static_cast<uint32_t>(ceil_div(bytes, 16));
+  x->chunk = one_shot(bytes, peers.ranks) ? 0 : ceil_div(x->vectors, peers.ranks);
   return cudaSuccess;
 }
 
@@ -98,7 +100,9 @@ cudaError_t load_gather_kernels();
 __device__ __forceinline__ Vec16 load_system(const void* p) {
   Vec16 v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3]) : "l"(p) : "memory");
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p)
+               : "memory");
   return v;
 }
 
@@ -114,7 +118,8 @@ __device__ __forceinline__ void store_system_word(uint32_t* p, uint32_t v) {
 
 __device__ __forceinline__ void store_system(void* p, const Vec16& v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]),
-               "r"(v.word[2]), "r"(v.word[3]) : "memory");
+               "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
 }
 
 __device__ __forceinline__ uint64_t global_timer() {
@@ -135,7 +140,7 @@ __device__ __forceinline__ PeerControl* peer_control(const Peers& peers) {
   return reinterpret_cast<PeerControl*>(peers.buffer[peers.rank]);
 }
 
-/// Which half this call uses. Called once by all threads of every block, after the grid dependency. One atomic is both the
+/// Which half this call uses. Called once by all threads of every block, after pdl_wait(). One atomic is both the
 /// reading of the count and the sign that this block has read it: the last block to begin moves the count on.
 __device__ __forceinline__ Turn begin_turn(const Exchange& x) {
   __shared__ uint32_t shared[2];
@@ -190,7 +195,8 @@ __device__ __forceinline__ void receive(const Exchange& x, Turn& turn, Vec16 (&v
       if (missing >> r & 1u) v[r] = load_system(slot(x, turn, own, base + r * stride));
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      const bool full = v[r].word[0] != kEmpty && v[r].word[1] != kEmpty && v[r].word[2] != kEmpty && v[r].word[3] != kEmpty;
+      const bool full =
+          v[r].word[0] != kEmpty && v[r].word[1] != kEmpty && v[r].word[2] != kEmpty && v[r].word[3] != kEmpty;
       if (full) missing &= ~(1u << r);
     }
   } while (missing != 0 && !gives_up(x, turn, sender + __ffs(missing) - 1));

@@ -1,6 +1,6 @@
-// Thread block clusters: blocks of one launch that read and write each other's shared memory. A sum over the blocks of a
-// cluster costs a cluster barrier (about 0.3 us), where a sum through global memory costs a fence, an atomic and a reload
-// (over 1 us), and its order is fixed. Before Hopper every block is a cluster of its own.
+// Thread block clusters: blocks of one launch that read and write each other's shared memory. A sum over the blocks of
+// a cluster costs a cluster barrier (about 0.3 us), where a sum through global memory costs a fence, an atomic and a
+// reload (over 1 us), and its order is fixed. Before Hopper every block is a cluster of its own.
 #pragma once
 
 #include "ptx/ptx.cuh"
@@ -80,7 +80,9 @@ __device__ __forceinline__ float4 cluster_load4(const float* p, [[maybe_unused]]
 #if MOE_SM90
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_addr(p, rank)) : "memory");
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(cluster_addr(p, rank))
+               : "memory");
   return v;
 #else
   return *reinterpret_cast<const float4*>(p);

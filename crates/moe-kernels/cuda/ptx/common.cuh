@@ -31,7 +31,7 @@ __host__ __device__ constexpr A round_up(A a, B b) {
 // ---- host: limits and launch
 
 struct DeviceLimits {
-  int sms;         // multiprocessors
+  int sms;         // SMs
   int block_smem;  // shared memory a block may opt in to, bytes
   int major;       // compute capability: 9 has clusters, bulk copies and warpgroup products
 };
@@ -41,8 +41,7 @@ inline cudaError_t device_limits(DeviceLimits* out) {
   int device = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&out->sms, cudaDevAttrMultiProcessorCount, device);
-  if (e == cudaSuccess)
-    e = cudaDeviceGetAttribute(&out->block_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&out->block_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&out->major, cudaDevAttrComputeCapabilityMajor, device);
   return e;
 }
@@ -53,8 +52,8 @@ struct Launch {
   void* stream;
   size_t smem = 0;           // dynamic shared memory, bytes
   bool overlap = true;       // start before the kernel ahead ends; the kernel then calls pdl_wait()
-  bool cooperative = false;  // all blocks resident at once, so that they may wait for each other: two such launches that shared the
-                             // device, each with a part of its blocks, would wait for ever
+  bool cooperative = false;  // all blocks resident at once, so that they may wait for each other: two such launches
+                             // that shared the device, each with a part of its blocks, would wait for ever
   unsigned cluster = 1;      // blocks, along x, that share their shared memory (Hopper)
 };
 
@@ -64,8 +63,8 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {
   int device = 0, major = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess && l.smem > 48 * 1024)
-    e = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(l.smem));
+    e = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(l.smem));
   // All of L1 that can be shared memory: with a carve-out that fits this kernel alone, the next one's blocks would
   // not start beside it.
   if (e == cudaSuccess)
@@ -88,7 +87,7 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& l, Args... args) {
     attributes[count].val.clusterDim.x = l.cluster;
     attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
     ++count;
-    // Blocks of a cluster packed on one multiprocessor keep the next kernel's block out of it.
+    // Blocks of a cluster packed on one SM keep the next kernel's block out of it.
     attributes[count].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
     attributes[count++].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicySpread;
   }
@@ -119,7 +118,8 @@ __device__ __forceinline__ Vec16 load_const(const void* p) {
 __device__ __forceinline__ Vec16 load_stream(const void* p) {
   Vec16 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3]) : "l"(p));
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p));
   return v;
 }
 

@@ -55,8 +55,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(smem_addr(bar)) : "memory");
 }
 
-/// Arrivals of a warp at a barrier for what its lanes have read or written: each arrives for itself, so that its own accesses
-/// are ordered, and all at once, so that the warp stays together (without that 10 us more in a launch of 73).
+/// Arrivals of a warp at a barrier for what its lanes have read or written: each arrives for itself, so that its own
+/// accesses are ordered, and all at once, so that the warp stays together (without that 10 us more in a launch of 73).
 constexpr uint32_t kWarpArrivals = 32;
 
 __device__ __forceinline__ void warp_arrive(uint64_t* bar) {
@@ -67,21 +67,22 @@ __device__ __forceinline__ void warp_arrive(uint64_t* bar) {
 __device__ __forceinline__ bool mbarrier_test(uint64_t* bar, uint32_t parity) {
   uint32_t done;
 #if MOE_SM90
-  asm volatile(
-      "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(done) : "r"(smem_addr(bar)), "r"(parity) : "memory");
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(smem_addr(bar)), "r"(parity)
+               : "memory");
 #else
-  asm volatile(
-      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(done) : "r"(smem_addr(bar)), "r"(parity) : "memory");
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(smem_addr(bar)), "r"(parity)
+               : "memory");
 #endif
   return done != 0;
 }
 
 /// Waits for the phase with this parity to complete.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
-  while (!mbarrier_test(bar, parity)) {
-  }
+  while (!mbarrier_test(bar, parity)) {}
 }
 
 /// Orders this thread's ordinary accesses with copies of the bulk engine.
@@ -98,8 +99,8 @@ __device__ __forceinline__ void fence_async_shared() {
 #endif
 }
 
-/// As `warp_arrive`, after reads of shared memory that a copy will fill next: the fence orders them before what the copy
-/// engine writes, which takes another way.
+/// As `warp_arrive`, after reads of shared memory that a copy will fill next: the fence orders them before what the
+/// copy engine writes, which takes another way.
 __device__ __forceinline__ void release_to_copies(uint64_t* bar) {
   fence_async_shared();
   warp_arrive(bar);
@@ -113,8 +114,8 @@ __device__ __forceinline__ void cp_async16(void* dst, const void* src) {
 
 /// As `cp_async16`, but writes zeros and reads nothing where `valid` is false.
 __device__ __forceinline__ void cp_async16_or_zero(void* dst, const void* src, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_addr(dst)), "l"(src),
-               "r"(valid ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_addr(dst)), "l"(src), "r"(valid ? 16 : 0)
+               : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -147,8 +148,10 @@ __device__ __forceinline__ void arrive_expecting(uint64_t* bar, uint32_t bytes) 
 }
 
 __device__ __forceinline__ void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   smem_addr(dst)), "l"(src), "r"(bytes), "r"(smem_addr(bar)) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_addr(dst)),
+      "l"(src), "r"(bytes), "r"(smem_addr(bar))
+      : "memory");
 }
 
 /// More bytes that the current phase waits for, without an arrival.
@@ -157,7 +160,8 @@ __device__ __forceinline__ void expect_bytes(uint64_t* bar, uint32_t bytes) {
 }
 
 __device__ __forceinline__ void mbarrier_arrive_many(uint64_t* bar, uint32_t count) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(smem_addr(bar)), "r"(count) : "memory");
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(smem_addr(bar)), "r"(count)
+               : "memory");
 }
 #endif
 
@@ -165,8 +169,8 @@ __device__ __forceinline__ void mbarrier_arrive_many(uint64_t* bar, uint32_t cou
 /// `source(r)` is row r's address, 16-byte aligned. Called by one whole warp; the data is there when
 /// the current phase of `bar`, initialised with `copy_arrivals()`, completes.
 template <class Source>
-__device__ __forceinline__ void copy_rows(uint8_t* dst, uint32_t stride, uint32_t rows, uint32_t bytes,
-                                          uint64_t* bar, Source source) {
+__device__ __forceinline__ void copy_rows(uint8_t* dst, uint32_t stride, uint32_t rows, uint32_t bytes, uint64_t* bar,
+                                          Source source) {
   const uint32_t lane = threadIdx.x % 32;
 #if MOE_SM90
   if (lane == 0) arrive_expecting(bar, rows * bytes);
@@ -210,13 +214,13 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return v;
 }
 
-/// Adds to a counter; this thread's earlier writes are visible to whoever acquires the sum.
+/// Adds to a counter; this thread's earlier writes are visible to a thread that acquires the sum.
 __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/// Adds to a counter and returns what it was: this thread's earlier writes are visible to whoever acquires the sum, and
-/// this thread sees what others released before.
+/// Adds to a counter and returns what it was: this thread's earlier writes are visible to a thread that acquires the
+/// sum, and this thread sees what others released before.
 __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t v) {
   uint32_t old;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
@@ -244,7 +248,8 @@ __device__ __forceinline__ uint64_t load_relaxed(const uint64_t* p) {
 __device__ __forceinline__ uint4 load_relaxed_pair(const uint64_t* p) {
   uint64_t v, w;
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v), "=l"(w) : "l"(p) : "memory");
-  return {static_cast<uint32_t>(v), static_cast<uint32_t>(v >> 32), static_cast<uint32_t>(w), static_cast<uint32_t>(w >> 32)};
+  return {static_cast<uint32_t>(v), static_cast<uint32_t>(v >> 32), static_cast<uint32_t>(w),
+          static_cast<uint32_t>(w >> 32)};
 }
 
 __device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t v) {
@@ -263,19 +268,25 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 /// Four 8 x 8 matrices of 16-bit elements; lanes 8i..8i+7 hold the row addresses of matrix i.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(smem_addr(row)) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_addr(row))
+               : "memory");
 }
 
 /// Two 8 x 8 matrices; lanes 0..15 hold the row addresses.
 __device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1]) : "r"(smem_addr(row)) : "memory");
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(smem_addr(row))
+               : "memory");
 }
 
 /// As `ldmatrix_x4`, each matrix transposed: lane 4g + t gets elements [2t][g] and [2t + 1][g].
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(smem_addr(row)) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_addr(row))
+               : "memory");
 }
 
 /// Transposes an 8 x 8 matrix of 16-bit elements held by a warp: lane 4g + t holds [g][2t] and [g][2t + 1].
@@ -287,8 +298,7 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t v) {
 
 /// c[16 x 8] += a[16 x 16] b[16 x 8]. Lane 4g + t holds c[g][2t], c[g][2t+1], c[g+8][2t], c[g+8][2t+1].
 __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

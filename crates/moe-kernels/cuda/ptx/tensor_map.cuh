@@ -11,21 +11,22 @@ namespace moe {
 /// Columns of a tile: 128 bytes, the widest swizzle.
 constexpr int kTileColumns = 64;
 
-/// A map of `data` with `rank` dims, innermost first, `strides` in bytes of all but the first; the tiles, `box`, are swizzled
-/// in shared memory, and what lies outside reads as zero. Without promotion in L2: with 256 bytes the experts' products read 3 %
-/// slower (T = 64: 284 us against 275). The encoder comes from the driver that is loaded, so nothing
+/// A map of `data` with `rank` dims, innermost first, `strides` in bytes of all but the first; the tiles, `box`, are
+/// swizzled in shared memory, and what lies outside reads as zero. Without promotion in L2: with 256 bytes the experts'
+/// products read 3 % slower (T = 64: 284 us against 275). The encoder comes from the driver that is loaded, so nothing
 /// links to libcuda.
 inline cudaError_t make_tensor_map(CUtensorMap* map, const bf16* data, int rank, const cuuint64_t* dims,
                                    const cuuint64_t* strides, const cuuint32_t* box) {
   void* entry = nullptr;
   cudaDriverEntryPointQueryResult found;
-  const cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+  const cudaError_t e =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
   if (e != cudaSuccess) return e;
   if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-  const CUresult r = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<bf16*>(data), dims, strides, box, steps,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  const CUresult r = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<bf16*>(data), dims, strides, box,
+                            steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -46,8 +47,8 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 /// The tile at (row, column) to shared memory (1,024-byte aligned); by one thread.
 __device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int row, int column, uint64_t* bar) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          smem_addr(to)),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+          "r"(smem_addr(to)),
       "l"(map), "r"(column), "r"(row), "r"(smem_addr(bar))
       : "memory");
 }
@@ -56,7 +57,8 @@ __device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int 
 __device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int row, int column, uint64_t* bar,
                                           uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], "
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
+      "%3}], "
       "[%4], %5;" ::"r"(smem_addr(to)),
       "l"(map), "r"(column), "r"(row), "r"(smem_addr(bar)), "l"(policy)
       : "memory");

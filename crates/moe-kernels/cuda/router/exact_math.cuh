@@ -1,4 +1,4 @@
-// The router's elementary functions, bit for bit those of the CPU (moe-router, `math.rs`, which derives them): IEEE
+// The router's elementary functions, with the bits of the CPU's (moe-router, `math.rs`, which derives them): IEEE
 // additions, multiplications and divisions in the same order. Intrinsics with `_rn` are never fused.
 #pragma once
 

@@ -1,14 +1,14 @@
 // Router in one launch: gate product, scoring and top-k.
 //
-// Floor: 2 E H + 2 T H bytes (Qwen3-30B-A3B: 0.5 MB, 0.1 us), 2 T E H FLOPs. At decode sizes all of it is latency, so the
-// design spends none: operands go from memory straight to mma registers with every load in flight at once, the gate's
-// before the grid dependency; and the blocks of a cluster, which share 8 tokens, leave their logits in the
-// shared memory of the block that routes the token: a cluster barrier instead of a fence, a ticket and a reload.
-// Predicted at T = 64: x 0.7 us, product and reduction 0.5, barrier 0.7, choice 1.5, launch 1.5: 5 us. Measured, one
-// H200: 4.4 us, 7.2 at 256, 26.2 at 1,024 (9.3, 11.6 and 21.2 with tickets and a longer choice).
-// A block computes 16 experts x 8 tokens; its 8 warps split H. An mma does not care which k is which as
-// long as both operands agree, so a lane reads 16 consecutive bytes of a row and feeds two mma with them.
-// Products of bf16 are exact in f32 and sums are f32: the logits are never rounded.
+// Floor: 2 E H + 2 T H bytes (Qwen3-30B-A3B: 0.5 MB, 0.1 us), 2 T E H FLOPs. At decode sizes all of it is latency, so
+// the design spends none: operands go from memory straight to mma registers with every load in flight at once, the
+// gate's before pdl_wait(); and the blocks of a cluster, which share 8 tokens, leave their logits in the shared memory
+// of the block that routes the token: a cluster barrier instead of a fence, a ticket and a reload. Predicted at T = 64:
+// x 0.7 us, product and reduction 0.5, barrier 0.7, choice 1.5, launch 1.5: 5 us. Measured, one H200: 4.4 us, 7.2 at
+// 256, 26.2 at 1,024 (9.3, 11.6 and 21.2 with tickets and a longer choice). A block computes 16 experts x 8 tokens; its
+// 8 warps split H. An mma does not care which k is which as long as both operands agree, so a lane reads 16 consecutive
+// bytes of a row, the operands of two mma. Products of bf16 are exact in f32 and sums are f32: the logits are never
+// rounded.
 #include "ptx/cluster.cuh"
 #include "ptx/ptx.cuh"
 #include "router/route.cuh"
@@ -17,20 +17,20 @@ namespace moe {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kExperts = 16;  // experts of a product: one mma
-constexpr int kTokens = 8;    // tokens of a product
+constexpr int kExperts = 16;   // experts of a product: one mma
+constexpr int kTokens = 8;     // tokens of a product
 constexpr int kMaxGroups = 8;  // products of a cluster, one after the other with the gate in registers
-constexpr int kCluster = 8;   // blocks of a cluster on Hopper
-constexpr int kBlockK = 32;   // elements of H that a warp takes per step
-constexpr int kSteps = 8;     // steps whose loads are in flight together
+constexpr int kCluster = 8;    // blocks of a cluster on Hopper
+constexpr int kBlockK = 32;    // elements of H that a warp takes per step
+constexpr int kSteps = 8;      // steps whose loads are in flight together
 constexpr int kBatch = kSteps * kWarps * kBlockK;
 
 struct GateArgs {
-  const bf16* x;             // [T, H]
-  const bf16* gate;          // [E, H]
-  const bf16* gate_bias;     // [E] or null
-  const uint32_t* valid;     // [1] rows that are no padding, or null
-  float* logits;             // [T, E]
+  const bf16* x;               // [T, H]
+  const bf16* gate;            // [E, H]
+  const bf16* gate_bias;       // [E] or null
+  const uint32_t* valid;       // [1] rows that are no padding, or null
+  float* logits;               // [T, E]
   int tokens, hidden, groups;  // groups of 8 tokens for each cluster
   RouteArgs route;
 };
@@ -60,7 +60,8 @@ struct GateRows {
 };
 
 /// acc += this warp's part of a batch of 16 experts x 8 tokens.
-__device__ __forceinline__ void multiply(const GateRows& gate, const Operand& x, int first, int hidden, float (&acc)[4]) {
+__device__ __forceinline__ void multiply(const GateRows& gate, const Operand& x, int first, int hidden,
+                                         float (&acc)[4]) {
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     if (first + (s * kWarps + static_cast<int>(threadIdx.x) / 32) * kBlockK >= hidden) break;
@@ -117,8 +118,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
   if (t >= end) return;
   if (a.valid == nullptr || static_cast<uint32_t>(t) < *a.valid)
     route_row<kPlain, kPerLane>(a.route, logits[warp], chosen[warp], t);
-  else
-    route_nothing(a.route, t);
+  else route_nothing(a.route, t);
 }
 
 template <int kPerLane>
@@ -127,11 +127,12 @@ cudaError_t run(const Launch& l, const GateArgs& a) {
 }
 
 cudaError_t launch_gate(GateArgs a, void* stream) {
-  static_assert(kMaxGroups * kTokens / kCluster <= kTokens && kTokens == kWarps && kExperts * kTokens <= kWarps * 32, "without clusters a warp routes one token");
+  static_assert(kMaxGroups * kTokens / kCluster <= kTokens && kTokens == kWarps && kExperts * kTokens <= kWarps * 32,
+                "without clusters a warp routes one token");
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
-  // One product per cluster while all clusters run at once, which some groups of multiprocessors have no room for; with
+  // One product per cluster while all clusters run at once, which some groups of SMs have no room for; with
   // more tokens a cluster keeps its gate.
   const int groups = ceil_div(a.tokens, kTokens), together = limits.sms / kCluster - 3;
   if (limits.major >= 9) a.groups = together < 1 ? kMaxGroups : min(ceil_div(groups, together), kMaxGroups);
@@ -146,34 +147,25 @@ cudaError_t launch_gate(GateArgs a, void* stream) {
 }  // namespace
 }  // namespace moe
 
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `x`, `gate` | [T, H], [E, H] bf16 |
-/// | `gate_bias` | [E] bf16, part of the logits; null = none |
-/// | `correction_bias` | [E] f32, only part of the choice; null = none |
-/// | `valid` | [1] u32 on the device: rows from there on are padding and get no expert; null = none are |
-/// | `logits` | out [T, E] f32 |
-/// | `topk_ids`, `topk_weights` | out [T, K] u32, f32, by descending key, ties to the lower id |
-/// | `counts` | [local experts] u32, added to; or null |
-/// | `buckets` | out [local experts, T] u32 with `counts`: each expert's slots t K + k, in any order |
-/// | `expert_map` | [E] i32, of `buckets`: expert to local one, -1 = elsewhere; null = all are here |
-///
-/// `scoring`: 0 softmax, 1 sigmoid, 2 sqrt(softplus). `raw_logits`: choose by logits, score the chosen.
-/// Refuses H that is no multiple of 64, E > 1024, K > 32, K > E, and more tokens than a grid holds (524,280).
-extern "C" int moe_gate_route(const void* x, const void* gate, const void* gate_bias, const void* correction_bias,
-                              const void* valid, void* logits, void* topk_ids, void* topk_weights, int tokens, int hidden, int experts, int top_k, int scoring, int raw_logits,
-                              int renormalize, float scale, float softcap, void* counts, void* buckets, const void* expert_map, void* stream) {
+/// logits = x gate^T (+ gate_bias), and the top K of their scores. Refuses H that is no multiple of 64, E > 1024, K >
+/// 32, K > E, and more tokens than a grid holds (524,280).
+extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
   using namespace moe;
-  if (tokens < 0 || tokens > 65535 * kTokens || hidden <= 0 || hidden % 64 != 0 || experts <= 0 || experts > 1024 || top_k <= 0 ||
-      top_k > kMaxTopK || top_k > experts || scoring < 0 || scoring > 2)
+  const GateRouteArgs& c = *args;
+  if (c.tokens < 0 || c.tokens > 65535 * kTokens || c.hidden <= 0 || c.hidden % 64 != 0 || c.experts <= 0 ||
+      c.experts > 1024 || c.top_k <= 0 || c.top_k > kMaxTopK || c.top_k > c.experts ||
+      !is_code(c.scoring, Scoring::kSqrtSoftplus))
     return cudaErrorInvalidValue;
-  if (tokens == 0) return cudaSuccess;
-  const GateArgs args = {static_cast<const bf16*>(x), static_cast<const bf16*>(gate),
-                         static_cast<const bf16*>(gate_bias), static_cast<const uint32_t*>(valid),
-                         static_cast<float*>(logits), tokens, hidden, 1,
-                         {static_cast<const float*>(correction_bias), static_cast<uint32_t*>(topk_ids),
-                          static_cast<float*>(topk_weights), experts, top_k, static_cast<Scoring>(scoring),
-                          raw_logits, renormalize, scale, softcap, static_cast<uint32_t*>(counts),
-                          static_cast<uint32_t*>(buckets), static_cast<const int32_t*>(expert_map), tokens}};
-  return launch_gate(args, stream);
+  if (c.tokens == 0) return cudaSuccess;
+  return launch_gate({c.x,
+                      c.gate,
+                      c.gate_bias,
+                      c.valid,
+                      c.logits,
+                      c.tokens,
+                      c.hidden,
+                      1,
+                      {c.correction_bias, c.topk_ids, c.topk_weights, c.experts, c.top_k, c.scoring, c.raw_logits,
+                       c.renormalize, c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens}},
+                     stream);
 }

@@ -5,10 +5,9 @@
 #pragma once
 
 #include "ptx/common.cuh"
+#include "router/args.cuh"
 
 namespace moe {
-
-enum class Scoring : int { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2 };
 
 struct RouteArgs {
   const float* correction_bias;  // [E] or null
@@ -16,23 +15,25 @@ struct RouteArgs {
   float* topk_weights;           // [T, K]
   int experts, top_k;
   Scoring scoring;
-  int raw_logits;     // choose by logits and score the chosen only
+  int raw_logits;  // choose by logits and score the chosen only
   int renormalize;
   float scale;
-  float softcap;      // 0 = none
-  uint32_t* counts = nullptr;   // [local experts], or null: slots are also listed by expert, buckets[e][0 .. counts[e]], in any order
-  uint32_t* buckets = nullptr;  // [local experts, tokens]
+  float softcap;  // 0 = none
+  uint32_t* counts =
+      nullptr;  // [local experts], or null: slots are also listed by expert, buckets[e][0 .. counts[e]], in any order
+  uint32_t* buckets = nullptr;          // [local experts, tokens]
   const int32_t* expert_map = nullptr;  // [E], of the buckets: expert to local one, -1 = elsewhere; null = all are here
   int tokens = 0;
 };
 
 /// The rule of most models: softmax over all experts, weights that add to `scale`.
 __host__ __device__ inline bool is_plain(const RouteArgs& a) {
-  return a.scoring == Scoring::kSoftmax && !a.raw_logits && a.renormalize && a.correction_bias == nullptr && !(a.softcap > 0);
+  return a.scoring == Scoring::kSoftmax && !a.raw_logits && a.renormalize && a.correction_bias == nullptr &&
+         !(a.softcap > 0);
 }
 
-/// `a`, with what is_plain says of it known when compiled. Instructions of other rules are fetched before they are skipped, in
-/// a chain that nothing hides: 1.3 us of a layer's 42.
+/// `a`, with what is_plain says of it known when compiled. Instructions of other rules are fetched before they are
+/// skipped, in a chain that nothing hides: 1.3 us of a layer's 42.
 template <bool kPlain>
 __device__ __forceinline__ RouteArgs with_rule(RouteArgs a) {
   if constexpr (kPlain) {
@@ -46,8 +47,8 @@ constexpr int kMaxTopK = 32;
 /// Sums of scores below this count as this, so that all-zero scores give zero weights.
 constexpr float kMinScoreSum = 1e-20f;
 
-/// Sigmoid and sqrt(softplus) of a logit, without overflow at either end. Not inline, as `soft_cap`: instructions that others
-/// have to skip are brought from memory first.
+/// Sigmoid and sqrt(softplus) of a logit, without overflow at either end. Not inline, as `soft_cap`: instructions that
+/// others have to skip are brought from memory first.
 static __device__ __noinline__ float score_alone(Scoring scoring, float x) {
   const float e = expf(-fabsf(x));
   if (scoring == Scoring::kSigmoid) return (x >= 0 ? 1.0f : e) / (1.0f + e);
@@ -102,15 +103,15 @@ struct Choice {
   float weight;
 };
 
-/// Whether the order of the scores is that of the logits: then only the chosen need scores. (Where two logits of a softmax
-/// round to the same score, the rule has the lower id first, this the larger logit.)
+/// Whether the order of the scores is that of the logits: then only the chosen need scores. (Where two logits of a
+/// softmax round to the same score, the rule has the lower id first, this the larger logit.)
 __device__ __forceinline__ bool chosen_by_logit(const RouteArgs& a) {
   return a.raw_logits || (a.scoring == Scoring::kSoftmax && a.correction_bias == nullptr);
 }
 
 /// Logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond E), to scores (where
-/// chosen_by_logit, they stay logits) and to keys in the order of choice. One whole warp. A NaN has the key 0, and so has
-/// everything where a softmax would be NaN.
+/// chosen_by_logit, they stay logits) and to keys in the order of choice. One whole warp. A NaN has the key 0, and so
+/// has everything where a softmax would be NaN.
 template <int N>
 __device__ __forceinline__ void score_logits(const RouteArgs& a, float (&score)[N], uint32_t (&key)[N]) {
   const int lane = threadIdx.x % 32;
@@ -173,12 +174,12 @@ __device__ __forceinline__ float weigh(const RouteArgs& a, bool has, float own, 
 }
 
 /// Chooses among the E <= 32 N logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond
-/// E). One whole warp; `chosen` is shared memory of its own for K slots. Returns this lane's slot; a NaN is never chosen.
-/// Of each choice one lane calls `on_choice(k, id)` at once.
+/// E). One whole warp; `chosen` is shared memory of its own for K slots. Returns this lane's slot; a NaN is never
+/// chosen. Of each choice one lane calls `on_choice(k, id)` at once.
 ///
-/// Each round is a chain of dependent instructions that nothing hides, so it holds no more than it must: a chosen key turns
-/// into its round, which is below all keys, and where keys of two lanes tie, which is rare, the lower id is found by a second
-/// reduction.
+/// Each round is a chain of dependent instructions that nothing hides, so it holds no more than it must: a chosen key
+/// turns into its round, which is below all keys, and where keys of two lanes tie, which is rare, the lower id is found
+/// by a second reduction.
 template <bool kPlain, int N, class OnChoice>
 __device__ __forceinline__ Choice choose(const RouteArgs& args, float (&score)[N], Choice* chosen, OnChoice on_choice) {
   const RouteArgs a = with_rule<kPlain>(args);

@@ -5,7 +5,7 @@
 // rms_norm: reads 4 H, writes 2 H bytes per row; add_rms_norm: reads 8 H, writes 6 H. At H = 2,048 and 256 rows
 // that is 7 MB out of L2: under 2 us. One row per block, so that even one row is spread over 256 threads: the
 // time of such a kernel at small T is latency (one L2 load, one block reduction, one store), not bytes. The row
-// stays in shared memory between the two passes; the norm's weight is fetched before the grid dependency.
+// stays in shared memory between the two passes; the norm's weight is fetched before pdl_wait().
 //
 // The first kernel of a step, the embedding, does not overlap the kernel ahead of it. So whatever was written
 // before a step (KV cache, block tables, positions) may be read by every kernel of the step before its pdl_wait.
@@ -35,9 +35,9 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ __align__(16) uint8_t smem[];
   float* parts = reinterpret_cast<float*>(smem);
   float* row = parts + kThreads / 32;
-  uint4* gain = reinterpret_cast<uint4*>(row + hidden);
+  uint4* norm_weight = reinterpret_cast<uint4*>(row + hidden);
   // Each thread touches only what it wrote itself, so that no barrier is needed around the row.
-  fetch_gain(gain, weight, hidden);
+  fetch_norm_weight(norm_weight, weight, hidden);
   pdl_launch_dependents();
   pdl_wait();
   const size_t base = static_cast<size_t>(blockIdx.x) * hidden;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
       squares += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
     }
   }
-  write_norm(row, gain, squares, parts, eps, out + base, hidden);
+  write_norm(row, norm_weight, squares, parts, eps, out + base, hidden);
 }
 
 template <bool kAdd>
@@ -89,7 +89,7 @@ extern "C" int moe_rms_norm(const float* x, const bf16* weight, float eps, bf16*
 }
 
 /// residual += delta, then out = residual / rms(residual) * weight.
-extern "C" int moe_add_rms_norm(const float* delta, float* residual, const bf16* weight, float eps, bf16* out,
-                                int rows, int hidden, void* stream) {
+extern "C" int moe_add_rms_norm(const float* delta, float* residual, const bf16* weight, float eps, bf16* out, int rows,
+                                int hidden, void* stream) {
   return moe::norm<true>(delta, residual, weight, eps, out, rows, hidden, stream);
 }

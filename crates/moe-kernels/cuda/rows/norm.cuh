@@ -35,18 +35,18 @@ inline size_t norm_smem(int hidden) {
   return kThreads / 32 * sizeof(float) + static_cast<size_t>(hidden) * (sizeof(float) + sizeof(bf16));
 }
 
-/// The norm's weight to shared memory; before the grid dependency.
-__device__ __forceinline__ void fetch_gain(uint4* gain, const bf16* weight, int hidden) {
+/// The norm's weight to shared memory; before pdl_wait().
+__device__ __forceinline__ void fetch_norm_weight(uint4* norm_weight, const bf16* weight, int hidden) {
   for (int at = threadIdx.x; at < hidden / kVector; at += kThreads)
-    gain[at] = __ldg(reinterpret_cast<const uint4*>(weight) + at);
+    norm_weight[at] = __ldg(reinterpret_cast<const uint4*>(weight) + at);
 }
 
-/// out = row / rms(row) * gain; `squares` is this thread's sum of squares.
-__device__ __forceinline__ void write_norm(const float* row, const uint4* gain, float squares, float* parts, float eps,
-                                           bf16* out, int hidden) {
+/// out = row / rms(row) * norm_weight; `squares` is this thread's sum of squares.
+__device__ __forceinline__ void write_norm(const float* row, const uint4* norm_weight, float squares, float* parts,
+                                           float eps, bf16* out, int hidden) {
   const float scale = 1.f / sqrtf(block_sum(squares, parts) / hidden + eps);
   for (int at = threadIdx.x * kVector; at < hidden; at += kThreads * kVector) {
-    const uint4 g = gain[at / kVector];
+    const uint4 g = norm_weight[at / kVector];
     float w[kVector];
     widen({{g.x, g.y, g.z, g.w}}, w);
     uint4 packed;

@@ -47,8 +47,8 @@ using namespace moe;
 
 /// out [rows, width] (`out_dtype`: that of the table, or f32) = rows ids [rows] u32 of a whole table, of which `table`
 /// [count, width] is the run from row `first` on; zeros for ids outside of it. Does not overlap the launch before it.
-extern "C" int moe_embed_part(const void* table, const uint32_t* ids, void* out, int dtype, int out_dtype, int rows,
-                              int width, int first, int count, void* stream) {
+extern "C" int moe_embed_part(const void* table, const uint32_t* ids, void* out, moe::Dtype dtype, moe::Dtype out_dtype,
+                              int rows, int width, int first, int count, void* stream) {
   if (rows < 0 || width < 0 || first < 0 || count < 0) return cudaErrorInvalidValue;
   if (rows == 0 || width == 0) return cudaSuccess;
   Launch l = over_rows(rows, width, stream);

@@ -1,6 +1,7 @@
-// What a step needs besides its layers: rotary angles, tokens fed from the step before, random weights.
+// What a step needs besides its layers: rotary angles, tokens that the step before sampled, random weights.
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
+#include "rows/args.cuh"
 #include "sampling/sampling.cuh"
 
 namespace moe {
@@ -70,20 +71,17 @@ __global__ void fill_random(bf16* out, size_t count, uint64_t seed, uint64_t str
 }  // namespace
 }  // namespace moe
 
-/// cos, sin [rows, half] f32 of positions [rows] u32; inv_freq [half] is host memory, half at most 256. With a
-/// `factor` above 0 rows whose rope_len [rows] u32 exceeds `max_len` use dynamic NTK frequencies of `theta`. Does not
-/// overlap the launch before it.
-extern "C" int moe_rope_rows(const uint32_t* positions, const uint32_t* rope_len, const float* inv_freq, int half,
-                             float attention_factor, float theta, float factor, float max_len, float* cos, float* sin,
-                             int rows, void* stream) {
+/// Cosines and sines of all rows. Does not overlap the launch before it.
+extern "C" int moe_rope_rows(const moe::RopeRowsArgs* args, void* stream) {
   using namespace moe;
-  if (rows < 0 || half <= 0 || half > kMaxHalf || rows > INT_MAX / kMaxHalf) return cudaErrorInvalidValue;
-  if (rows == 0) return cudaSuccess;
-  Frequencies f = {{}, attention_factor, half, theta, factor, max_len};
-  for (int i = 0; i < half; ++i) f.inv_freq[i] = inv_freq[i];
-  Launch l = {dim3(ceil_div(rows * half, kThreads)), dim3(kThreads), stream};
+  const RopeRowsArgs& c = *args;
+  if (c.rows < 0 || c.half <= 0 || c.half > kMaxHalf || c.rows > INT_MAX / kMaxHalf) return cudaErrorInvalidValue;
+  if (c.rows == 0) return cudaSuccess;
+  Frequencies f = {{}, c.attention_factor, c.half, c.theta, c.factor, c.max_len};
+  for (int i = 0; i < c.half; ++i) f.inv_freq[i] = c.inv_freq[i];
+  Launch l = {dim3(ceil_div(c.rows * c.half, kThreads)), dim3(kThreads), stream};
   l.overlap = false;
-  return launch(rope_rows, l, positions, rope_len, f, cos, sin, rows);
+  return launch(rope_rows, l, c.positions, c.rope_len, f, c.cos, c.sin, c.rows);
 }
 
 /// ids[row] = sampled[from[row]] where from [rows] is not u32::MAX; ids [rows]; kept_valid [1] = valid [1]. Does not

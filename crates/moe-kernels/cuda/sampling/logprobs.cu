@@ -1,4 +1,4 @@
-// What the host needs to say how likely drawn tokens were, from the logits as the model gave them: sums and keys with
+// What the host needs to say how likely sampled tokens were, from the logits as the model gave them: sums and keys with
 // the CPU's bits (model-runtime, `sampling::logprobs`); it takes the logarithms.
 //
 // Floor: the logits once, 4 V bytes per row that asks; the others' blocks leave at once.
@@ -24,8 +24,8 @@ __device__ __forceinline__ void weigh(const Row& row, const Weights& weights, ui
   }
 }
 
-/// The keys that the edge keeps, in any order; all blocks. They go through `all`: the other blocks may still read `own`, which
-/// the search left there.
+/// The keys that the edge keeps, in any order; all blocks. They go through `all`: the other blocks may still read
+/// `own`, which the search left there.
 __device__ __forceinline__ void write_top(Row& row, Edge edge, uint32_t* out) {
   __syncthreads();
   if (threadIdx.x == 0) row.s.gathered = 0;
@@ -95,10 +95,11 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 }  // namespace
 }  // namespace moe
 
-/// out [rows, 72] u32 for rows of logits [rows, vocab] f32 whose last word of `params` [rows, stride] u32 is n + 1, with
-/// n at most 32, and whose token [rows] was drawn: status (0; 1 = a logit is NaN or +inf, with the first such id; 2 =
-/// every logit is -inf), rank of the token, bits of the largest and of its logit, sum of the weights at temperature 1
-/// (2 words), 2 unused, then the keys of the min(n, vocab) likeliest (2 words each, low first) in any order.
+/// out [rows, 72] u32 for rows of logits [rows, vocab] f32 whose last word of `params` [rows, stride] u32 is n + 1,
+/// with n at most 32, and whose token [rows] was sampled: status (0; 1 = a logit is NaN or +inf, with the first such
+/// id; 2 = every logit is -inf), rank of the token, bits of the largest and of its logit, sum of the weights at
+/// temperature 1 (2 words), 2 unused, then the keys of the min(n, vocab) likeliest (2 words each, low first) in any
+/// order.
 extern "C" int moe_logprobs(const float* logits, const uint32_t* params, int stride, const uint32_t* tokens, int rows,
                             int vocab, uint32_t* out, void* stream) {
   using namespace moe;

@@ -19,7 +19,7 @@ constexpr int kGather = 256;  // tokens among which a search ends by comparing a
 struct RowShared {
   uint64_t box[2][2][kRowCluster];  // what the blocks told this one, by turns
   uint64_t warps[kRowWarps];        // parts of block sums
-  uint32_t bins[3 * kBins];          // of this block: numbers of tokens, or three parts of their weights
+  uint32_t bins[3 * kBins];         // of this block: numbers of tokens, or three parts of their weights
   uint64_t totals[kBins];           // of the row
   uint64_t found[2];
   uint64_t own[kGather], all[kGather], mass[kGather];  // gathered keys of this block, of the row; their weights
@@ -94,7 +94,8 @@ struct Row {
       }
     } else {
 #pragma unroll 4
-      for (int i = threadIdx.x; i < 4 * groups(); i += kRowThreads) logits[i] = i < count ? __ldcg(from + i) : -INFINITY;
+      for (int i = threadIdx.x; i < 4 * groups(); i += kRowThreads)
+        logits[i] = i < count ? __ldcg(from + i) : -INFINITY;
       __syncthreads();
       top = largest();
     }

@@ -5,9 +5,9 @@
 // row and keeps it in shared memory, so the logits are read once whatever the parameters ask for, and stay as they
 // were in global memory; sums over the row go through distributed shared memory.
 //
-// Weights are integers, so sums need no order; the draw finds the warp, then the four ids that hold the drawn share.
+// Weights are integers, so sums need no order; sampling finds the warp, then the four ids that hold the random share.
 // Sequences whose tokens so far matter have a slot: how often each token occurred, and edits of single logits
-// (exclusions, biases). The drawn token enters the counts here, so the host is not needed between two steps.
+// (exclusions, biases). The sampled token enters the counts here, so the host is not needed between two steps.
 #include "sampling/row.cuh"
 #include "sampling/search.cuh"
 
@@ -15,20 +15,20 @@ namespace moe {
 namespace {
 
 constexpr float kGreedyBelow = 1e-5f, kSmallestTemperature = 1e-2f;
-constexpr int kMaxEdits = 1024;        // per slot
+constexpr int kMaxEdits = 1024;         // per slot
 constexpr uint32_t kPrompt = 1u << 31;  // a token of the prompt; the other bits count it in the output
 
 /// Parameters of a row, as the host lays them out.
 struct SampleRow {
   float temperature, top_p, min_p;
-  uint32_t top_k;     // 0 keeps all
+  uint32_t top_k;  // 0 keeps all
   uint64_t seed;
-  uint64_t position;  // output position; u64::MAX = padding row, no token
+  uint64_t position;                      // output position; u64::MAX = padding row, no token
   float repetition, frequency, presence;  // 1, 0, 0 = none
   uint32_t slot;                          // u32::MAX = none: no penalties, no edits
-  uint32_t bans, edits;  // of the slot's edits the first `bans` (if they apply: 0 if not) ..
-  uint32_t edits_from;   // .. and `edits` from here on
-  uint32_t logprobs;     // not for sampling
+  uint32_t bans, edits;                   // of the slot's edits the first `bans` (if they apply: 0 if not) ..
+  uint32_t edits_from;                    // .. and `edits` from here on
+  uint32_t logprobs;                      // not for sampling
 };
 static_assert(sizeof(SampleRow) == 64, "shared with the host");
 
@@ -99,7 +99,7 @@ __device__ __forceinline__ float edit(Row& row, const SampleRow& p, const Slots&
 
 /// Weights of four ids. kAll: at temperature 1 without min-p, and every token stays.
 template <bool kAll>
-struct Drawn {
+struct KeptWeights {
   const Row& row;
   const Weights& weights;
   Edge edge;
@@ -121,13 +121,13 @@ struct Drawn {
 /// The first id at which the running weight exceeds its share of the total; in one thread of the cluster, u32::MAX in
 /// the others. All blocks.
 template <bool kAll>
-__device__ __forceinline__ uint32_t draw(Row& row, const Weights& weights, Edge edge, uint64_t random) {
-  const Drawn<kAll> drawn = {row, weights, edge};
+__device__ __forceinline__ uint32_t sample_id(Row& row, const Weights& weights, Edge edge, uint64_t random) {
+  const KeptWeights<kAll> kept = {row, weights, edge};
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int per_warp = ceil_div(row.groups(), kRowWarps);
   uint64_t own = 0, each[4], all[2][kRowCluster], total = 0, before = 0;
 #pragma unroll 2
-  for (int g = warp * per_warp + lane; g < min(row.groups(), (warp + 1) * per_warp); g += 32) own += drawn.of(g, each);
+  for (int g = warp * per_warp + lane; g < min(row.groups(), (warp + 1) * per_warp); g += 32) own += kept.of(g, each);
   const uint64_t block = row.block_sum(own);
   row.exchange(block, 0, all);
 #pragma unroll
@@ -143,7 +143,7 @@ __device__ __forceinline__ uint32_t draw(Row& row, const Weights& weights, Edge 
   const int end = min(row.groups(), (holder + 1) * per_warp);
   for (int first = holder * per_warp; first < end; first += kRowThreads) {
     const int g = first + threadIdx.x;
-    own = g < end ? drawn.of(g, each) : 0;
+    own = g < end ? kept.of(g, each) : 0;
     const uint64_t part = row.block_sum(own);
     uint64_t until = before + warp_inclusive_sum(own) - own;
     for (int w = 0; w < warp; ++w) until += row.s.warps[w];
@@ -166,12 +166,11 @@ __device__ __forceinline__ uint32_t sampled(Row& row, const SampleRow& p, float 
   if (cuts) edge = top_k_edge(row, top, p.top_k, weights);
   if (p.top_p < 1.f) edge = top_p_edge(row, edge, top, temperature, weights, p.top_p);
   const bool all = weights.plain && !cuts && p.top_p >= 1.f;
-  return all ? draw<true>(row, weights, edge, random) : draw<false>(row, weights, edge, random);
+  return all ? sample_id<true>(row, weights, edge, random) : sample_id<false>(row, weights, edge, random);
 }
 
-__global__ void __launch_bounds__(kRowThreads, 2)
-    sample_kernel(const float* logits, const SampleRow* rows, Slots slots, int vocab, uint32_t* tokens,
-                  uint32_t* status) {
+__global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const float* logits, const SampleRow* rows, Slots slots,
+                                                                int vocab, uint32_t* tokens, uint32_t* status) {
   extern __shared__ __align__(16) float buffer[];
   __shared__ RowShared s;
   // Read where it is used: its registers are wanted for the loads.
@@ -207,7 +206,8 @@ struct SlotReset {
 };
 
 /// Floor: the slot's counts written, the history read.
-__global__ void __launch_bounds__(kRowThreads) reset_kernel(const uint32_t* words, Slots slots, uint2* edits, int vocab) {
+__global__ void __launch_bounds__(kRowThreads)
+    reset_kernel(const uint32_t* words, Slots slots, uint2* edits, int vocab) {
   const SlotReset r = reinterpret_cast<const SlotReset*>(words)[blockIdx.x];
   uint32_t* uses = slots.uses + static_cast<size_t>(r.slot) * vocab;
   for (int i = threadIdx.x; i < vocab; i += kRowThreads) uses[i] = 0;

@@ -35,9 +35,9 @@ struct Edge {
 constexpr Edge kKeepAll = {-__builtin_huge_valf(), ~0u};
 
 /// 2^38 e^x for -30 <= x <= 0: Cephes' expf, 2^38 times the bits of the CPU's in fewer instructions. Where the product
-/// is exact (n ln2_high) a fused operation rounds alike. Fusing the product with log2(e) and the polynomial's first step
-/// too changes the result for no f32 in the range (all 1.1e9 were compared); fusing any further step does for some. The
-/// factor 2^38 enters with the rounding constant, whose low bits then are the exponent to add.
+/// is exact (n ln2_high) a fused operation rounds alike. Fusing the product with log2(e) and the polynomial's first
+/// step too changes the result for no f32 in the range (all 1.1e9 were compared); fusing any further step does for
+/// some. The factor 2^38 enters with the rounding constant, whose low bits then are the exponent to add.
 __device__ __forceinline__ float exp_scaled(float x) {
   constexpr float kRound = 12582912.f + 38.f, kLn2High = 0.6933594f, kLn2Low = -2.1219444e-4f;
   constexpr float kLog2e = 1.44269504088896340736f;
@@ -57,8 +57,12 @@ __device__ __forceinline__ float exp_scaled(float x) {
 class Weights {
  public:
   __device__ __forceinline__ Weights(float max, float temperature, float min_p)
-      : max_(max), temperature_(temperature), inverse_(1.f / temperature), least_(min_p * kUnit),
-        farthest_(-kFarthest * temperature), plain(temperature == 1.f && min_p == 0.f) {}
+      : max_(max),
+        temperature_(temperature),
+        inverse_(1.f / temperature),
+        least_(min_p * kUnit),
+        farthest_(-kFarthest * temperature),
+        plain(temperature == 1.f && min_p == 0.f) {}
 
   /// Whether this logit, and every lower one, weighs 0: 2^38 e^-28 rounds to it.
   __device__ __forceinline__ bool none(float logit) const { return __fsub_rn(logit, max_) < farthest_; }

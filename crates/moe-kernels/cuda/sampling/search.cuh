@@ -12,7 +12,7 @@ namespace moe {
 
 /// Which tokens the passes so far leave.
 struct Narrowed {
-  Edge keep;       // only these count at all
+  Edge keep;  // only these count at all
   float top, per_unit;
   int passes;
   uint32_t coarse_bin, fine_bin;  // of the passes by distance
@@ -84,7 +84,8 @@ __device__ __forceinline__ void fill_bins(Row& row, const Narrowed& left, const 
 #pragma unroll
     for (int r = 0; r < kRowCluster; ++r) {
 #pragma unroll
-      for (int p = 0; p < kParts; ++p) total += static_cast<uint64_t>(cluster_load(s.bins + p * kBins + i, r)) << 16 * p;
+      for (int p = 0; p < kParts; ++p)
+        total += static_cast<uint64_t>(cluster_load(s.bins + p * kBins + i, r)) << 16 * p;
     }
     s.totals[i] = total;
   }

@@ -73,8 +73,8 @@ fn group(
     };
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        let routed = crate::cuda::any::Routed { topk_ids, expert_map, num_local };
-        return crate::cuda::any::group_slots(ex, op, routed, offsets, slots, token_rows);
+        let slot_ids = crate::cuda::any::SlotIds { topk_ids, expert_map, num_local };
+        return crate::cuda::any::group_slots(ex, op, slot_ids, offsets, slots, token_rows);
     }
     let _ = ex;
     let map = ExpertMap::new(op, expert_map, num_local)?;
@@ -131,8 +131,8 @@ pub fn zero_absent_into(
     expect_dims(OP, "out", &out, &[tokens, top_k, hidden])?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        let routed = crate::cuda::any::Routed { topk_ids, expert_map, num_local };
-        return crate::cuda::any::zero_absent(ex.cuda(OP)?, OP, routed, out);
+        let slot_ids = crate::cuda::any::SlotIds { topk_ids, expert_map, num_local };
+        return crate::cuda::any::zero_absent(ex.cuda(OP)?, OP, slot_ids, out);
     }
     let map = ExpertMap::new(OP, expert_map, num_local)?;
     let rows = out.cpu_mut::<f32>()?.par_chunks_mut(hidden.max(1)).zip(topk_ids.cpu::<u32>()?);

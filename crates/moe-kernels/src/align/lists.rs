@@ -37,8 +37,8 @@ pub fn list_slots_into(
     expect_dims(OP, "expert_slots", &expert_slots, &[num_local, slots])?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        let routed = crate::cuda::any::Routed { topk_ids, expert_map, num_local };
-        return crate::cuda::any::list_slots(ex.cuda(OP)?, OP, routed, expert_num_tokens, expert_slots);
+        let slot_ids = crate::cuda::any::SlotIds { topk_ids, expert_map, num_local };
+        return crate::cuda::any::list_slots(ex.cuda(OP)?, OP, slot_ids, expert_num_tokens, expert_slots);
     }
     let _ = ex;
     let map = ExpertMap::new(OP, expert_map, num_local)?;

@@ -1,7 +1,10 @@
 //! Attention over the paged KV cache on CUDA.
 
+use std::ptr::null;
+
 use candle_core::{DType, Result};
 
+use super::args::{AttentionDecodeArgs, Dtype, PagedAttentionArgs, QkNormRopeArgs};
 use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
 use crate::ops::{AttentionMeta, QkNormRope};
@@ -26,32 +29,35 @@ pub(crate) fn qk_norm_rope_cache(
     let bf16 = k_cache.dtype() == DType::BF16 && args.qkv.dtype() == DType::F32;
     let fits = bf16 && q_out.dtype() == DType::BF16 && head_dim_fits(args.head_dim) && args.num_heads > 0;
     let caches = [k_cache.as_view(), v_cache.as_view(), q_out.as_view()];
-    if !fits || args.qkv.rows() > MAX_ROWS || !aligned(&caches) || !aligned(&[args.qkv, args.cos, args.sin]) {
-        return any::qk_norm_rope_cache(cuda, op, args, q_out, k_cache, v_cache);
-    }
-    let block_size = small(op, k_cache.dims()[2])?;
-    // SAFETY: the door has checked dims and dtypes; the launcher's conditions are checked above.
-    let code = unsafe {
-        ffi::moe_qk_norm_rope_cache(
-            cuda.read(op, "qkv", args.qkv)?,
-            cuda.read_or_null(op, "q_norm", args.q_norm)?,
-            cuda.read_or_null(op, "k_norm", args.k_norm)?,
-            args.eps,
-            cuda.read(op, "cos", args.cos)?,
-            cuda.read(op, "sin", args.sin)?,
-            std::ptr::null(),
-            cuda.read(op, "slot_mapping", args.slot_mapping)?,
-            cuda.write(op, "q_out", &mut q_out)?,
-            cuda.write(op, "k_cache", &mut k_cache)?,
-            cuda.write(op, "v_cache", &mut v_cache)?,
-            small(op, args.qkv.rows())?,
-            small(op, args.num_heads)?,
-            small(op, args.num_kv_heads)?,
-            small(op, args.head_dim)?,
-            block_size,
-            cuda.raw()?,
-        )
+    let fast =
+        fits && args.qkv.rows() <= MAX_ROWS && aligned(&caches) && aligned(&[args.qkv, args.cos, args.sin]);
+    let (block_size, blocks) = (k_cache.dims()[2], k_cache.rows());
+    let raw = QkNormRopeArgs {
+        qkv: cuda.read(op, "qkv", args.qkv)?,
+        q_norm: cuda.read_or_null(op, "q_norm", args.q_norm)?,
+        k_norm: cuda.read_or_null(op, "k_norm", args.k_norm)?,
+        eps: args.eps,
+        cos: cuda.read(op, "cos", args.cos)?,
+        sin: cuda.read(op, "sin", args.sin)?,
+        angle_index: null(),
+        slots: cuda.read(op, "slot_mapping", args.slot_mapping)?,
+        dtype: Dtype::of(op, k_cache.dtype())?,
+        stream_dtype: Dtype::of(op, args.qkv.dtype())?,
+        q_dtype: Dtype::of(op, q_out.dtype())?,
+        q_out: cuda.write(op, "q_out", &mut q_out)?,
+        k_cache: cuda.write(op, "k_cache", &mut k_cache)?,
+        v_cache: cuda.write(op, "v_cache", &mut v_cache)?,
+        tokens: small(op, args.qkv.rows())?,
+        heads: small(op, args.num_heads)?,
+        kv_heads: small(op, args.num_kv_heads)?,
+        head_dim: small(op, args.head_dim)?,
+        block_size: small(op, block_size)?,
+        num_slots: any::count(op, blocks * block_size)?,
     };
+    let launch = if fast { ffi::moe_qk_norm_rope_cache } else { ffi::moe_any_qk_norm_rope_cache };
+    // SAFETY: the door has checked dims and dtypes, `fast` the conditions of the fast launcher; slots beyond the cache are
+    // the caller's fault for that one, and not written by the other.
+    let code = unsafe { launch(&raw, cuda.raw()?) };
     cuda.check(op, code)
 }
 
@@ -65,34 +71,36 @@ pub(crate) fn paged_attention(
     ex: &Exec,
 ) -> Result<()> {
     let (op, cuda) = ("paged_attention", ex.cuda("paged_attention")?);
-    let (heads, head_dim) = (q.dims()[1], q.dims()[2]);
+    let (tables, cache) = (meta.block_tables.dims(), k_cache.dims());
     let bf16 = k_cache.dtype() == DType::BF16 && q.dtype() == DType::BF16;
-    if !bf16 || !head_dim_fits(head_dim) || !aligned(&[q, k_cache, v_cache, out.as_view()]) {
-        return any::paged_attention(ex, op, q, k_cache, v_cache, meta, out);
-    }
-    let tables = meta.block_tables.dims();
-    // SAFETY: the door has checked dims and dtypes; the launcher's conditions are checked above.
-    let code = unsafe {
-        ffi::moe_attention_prefill(
-            cuda.read(op, "q", q)?,
-            cuda.read(op, "k_cache", k_cache)?,
-            cuda.read(op, "v_cache", v_cache)?,
-            cuda.read(op, "query_start_loc", meta.query_start_loc)?,
-            cuda.read(op, "positions", meta.positions)?,
-            cuda.read(op, "block_tables", meta.block_tables)?,
-            small(op, tables[1])?,
-            cuda.write(op, "out", &mut out)?,
-            small(op, q.rows())?,
-            small(op, tables[0])?,
-            small(op, heads)?,
-            small(op, k_cache.dims()[1])?,
-            small(op, head_dim)?,
-            small(op, k_cache.dims()[2])?,
-            meta.scale,
-            small(op, meta.sliding_window.unwrap_or(0))?,
-            cuda.raw()?,
-        )
+    let fast = bf16 && head_dim_fits(q.dims()[2]) && aligned(&[q, k_cache, v_cache, out.as_view()]);
+    let raw = PagedAttentionArgs {
+        q: cuda.read(op, "q", q)?,
+        k_cache: cuda.read(op, "k_cache", k_cache)?,
+        v_cache: cuda.read(op, "v_cache", v_cache)?,
+        query_start_loc: cuda.read(op, "query_start_loc", meta.query_start_loc)?,
+        positions: cuda.read(op, "positions", meta.positions)?,
+        block_tables: cuda.read(op, "block_tables", meta.block_tables)?,
+        out: cuda.write(op, "out", &mut out)?,
+        dtype: Dtype::of(op, k_cache.dtype())?,
+        q_dtype: Dtype::of(op, q.dtype())?,
+        tokens: small(op, q.rows())?,
+        sequences: small(op, tables[0])?,
+        max_blocks: small(op, tables[1])?,
+        heads: small(op, q.dims()[1])?,
+        kv_heads: small(op, cache[1])?,
+        head_dim: small(op, q.dims()[2])?,
+        num_blocks: small(op, cache[0])?,
+        block_size: small(op, cache[2])?,
+        scale: meta.scale,
+        // A window beyond what fits sees everything.
+        window: meta.sliding_window.and_then(|n| i32::try_from(n).ok()).unwrap_or(0),
+        invariant: i32::from(ex.batch_invariant()),
     };
+    let launch = if fast { ffi::moe_attention_prefill } else { ffi::moe_any_attention };
+    // SAFETY: the door has checked dims and dtypes, `fast` the conditions of the fast launcher; positions beyond a table and
+    // blocks beyond the cache are the caller's fault for that one, and not read by the other.
+    let code = unsafe { launch(&raw, cuda.raw()?) };
     cuda.check(op, code)
 }
 
@@ -130,29 +138,31 @@ pub(crate) fn decode_attention(
     // SAFETY: the door has checked dims and dtypes; `decode_fits` is the launcher's condition.
     let code = unsafe {
         ffi::moe_attention_decode(
-            cuda.read(op, "qkv", args.qkv)?,
-            cuda.read_or_null(op, "q_norm", args.q_norm)?,
-            cuda.read_or_null(op, "k_norm", args.k_norm)?,
-            args.eps,
-            cuda.read(op, "cos", args.cos)?,
-            cuda.read(op, "sin", args.sin)?,
-            std::ptr::null(),
-            cuda.read(op, "slot_mapping", args.slot_mapping)?,
-            cuda.read(op, "positions", meta.positions)?,
-            cuda.read(op, "block_tables", meta.block_tables)?,
-            small(op, meta.block_tables.dims()[1])?,
-            cuda.write(op, "k_cache", &mut k_cache)?,
-            cuda.write(op, "v_cache", &mut v_cache)?,
-            cuda.write(op, "out", &mut out)?,
-            workspace,
-            rows,
-            heads,
-            kv_heads,
-            head_dim,
-            block_size,
-            meta.scale,
-            small(op, meta.sliding_window.unwrap_or(0))?,
-            splits,
+            &AttentionDecodeArgs {
+                qkv: cuda.read(op, "qkv", args.qkv)?,
+                q_norm: cuda.read_or_null(op, "q_norm", args.q_norm)?,
+                k_norm: cuda.read_or_null(op, "k_norm", args.k_norm)?,
+                eps: args.eps,
+                cos: cuda.read(op, "cos", args.cos)?,
+                sin: cuda.read(op, "sin", args.sin)?,
+                angle_index: null(),
+                slots: cuda.read(op, "slot_mapping", args.slot_mapping)?,
+                positions: cuda.read(op, "positions", meta.positions)?,
+                block_tables: cuda.read(op, "block_tables", meta.block_tables)?,
+                max_blocks: small(op, meta.block_tables.dims()[1])?,
+                k_cache: cuda.write(op, "k_cache", &mut k_cache)?,
+                v_cache: cuda.write(op, "v_cache", &mut v_cache)?,
+                out: cuda.write(op, "out", &mut out)?,
+                workspace,
+                rows,
+                heads,
+                kv_heads,
+                head_dim,
+                block_size,
+                scale: meta.scale,
+                window: small(op, meta.sliding_window.unwrap_or(0))?,
+                splits,
+            },
             cuda.raw()?,
         )
     };

@@ -1,106 +1,28 @@
-//! The launchers of the kernels in `cuda/` for bf16, documented there. Each returns a cudaError_t.
+//! The launchers of the kernels in `cuda/`, documented there. Each returns a cudaError_t.
 //!
-//! Pointers are device pointers, 16-byte aligned, null where the launcher says so; `stream` is a
+//! Pointers are device pointers, 16-byte aligned unless the launcher says otherwise, null where it says so; `stream` is a
 //! cudaStream_t of the current device.
 
 use std::ffi::{c_char, c_void};
 
 use half::bf16;
 
+use super::args::*;
+use super::peer::{PeerArray, PeerBuffers};
+
+type Stream = *mut c_void;
+
 unsafe extern "C" {
     pub(crate) fn cudaGetErrorString(code: i32) -> *const c_char;
 
-    pub(crate) fn moe_embedding(
-        table: *const bf16,
-        ids: *const u32,
-        out: *mut f32,
-        tokens: i32,
-        hidden: i32,
-        vocab: i32,
-        stream: *mut c_void,
-    ) -> i32;
-    pub(crate) fn moe_rms_norm(
-        x: *const f32,
-        weight: *const bf16,
-        eps: f32,
-        out: *mut bf16,
-        rows: i32,
-        hidden: i32,
-        stream: *mut c_void,
-    ) -> i32;
-    pub(crate) fn moe_add_rms_norm(
-        delta: *const f32,
-        residual: *mut f32,
-        weight: *const bf16,
-        eps: f32,
-        out: *mut bf16,
-        rows: i32,
-        hidden: i32,
-        stream: *mut c_void,
-    ) -> i32;
-    pub(crate) fn moe_linear_stream(
-        x: *const c_void,
-        norm: *const bf16,
-        eps: f32,
-        w: *const bf16,
-        bias: *const bf16,
-        out: *mut c_void,
-        output: i32,
-        m: i32,
-        n: i32,
-        k: i32,
-        stream: *mut c_void,
-    ) -> i32;
-    pub(crate) fn moe_linear_tensor(
-        x: *const bf16,
-        w: *const bf16,
-        bias: *const bf16,
-        out: *mut c_void,
-        output: i32,
-        m: i32,
-        n: i32,
-        k: i32,
-        splits: i32,
-        stream: *mut c_void,
-    ) -> i32;
-    pub(crate) fn moe_qk_norm_rope_cache(
-        qkv: *const f32,
-        q_norm: *const bf16,
-        k_norm: *const bf16,
-        eps: f32,
-        cos: *const f32,
-        sin: *const f32,
-        angle_index: *const u32,
-        slots: *const u32,
-        q_out: *mut bf16,
-        k_cache: *mut bf16,
-        v_cache: *mut bf16,
-        tokens: i32,
-        heads: i32,
-        kv_heads: i32,
-        head_dim: i32,
-        block_size: i32,
-        stream: *mut c_void,
-    ) -> i32;
-    pub(crate) fn moe_attention_prefill(
-        q: *const bf16,
-        k_cache: *const bf16,
-        v_cache: *const bf16,
-        query_start_loc: *const u32,
-        positions: *const u32,
-        block_tables: *const u32,
-        max_blocks: i32,
-        out: *mut bf16,
-        tokens: i32,
-        sequences: i32,
-        heads: i32,
-        kv_heads: i32,
-        head_dim: i32,
-        block_size: i32,
-        scale: f32,
-        window: i32,
-        stream: *mut c_void,
-    ) -> i32;
+    // linear
+    pub(crate) fn moe_linear_stream(args: *const LinearStreamArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_linear_tensor(args: *const LinearTensorArgs, stream: Stream) -> i32;
+
+    // attention
+    pub(crate) fn moe_qk_norm_rope_cache(args: *const QkNormRopeArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_attention_prefill(args: *const PagedAttentionArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_attention_decode(args: *const AttentionDecodeArgs, stream: Stream) -> i32;
     pub(crate) fn moe_attention_decode_splits(rows: i32, heads: i32, kv_heads: i32, sms: i32) -> i32;
     pub(crate) fn moe_attention_decode_workspace(
         rows: i32,
@@ -109,170 +31,29 @@ unsafe extern "C" {
         head_dim: i32,
         splits: i32,
     ) -> usize;
-    pub(crate) fn moe_attention_decode(
-        qkv: *const f32,
-        q_norm: *const bf16,
-        k_norm: *const bf16,
-        eps: f32,
-        cos: *const f32,
-        sin: *const f32,
-        angle_index: *const u32,
-        slots: *const u32,
-        positions: *const u32,
-        block_tables: *const u32,
-        max_blocks: i32,
-        k_cache: *mut bf16,
-        v_cache: *mut bf16,
-        out: *mut bf16,
-        workspace: *mut c_void,
-        rows: i32,
-        heads: i32,
-        kv_heads: i32,
-        head_dim: i32,
-        block_size: i32,
-        scale: f32,
-        window: i32,
-        splits: i32,
-        stream: *mut c_void,
-    ) -> i32;
-    pub(crate) fn moe_gate_route(
-        x: *const c_void,
-        gate: *const c_void,
-        gate_bias: *const c_void,
-        correction_bias: *const c_void,
-        valid: *const c_void,
-        logits: *mut c_void,
-        topk_ids: *mut c_void,
-        topk_weights: *mut c_void,
-        tokens: i32,
-        hidden: i32,
-        experts: i32,
-        top_k: i32,
-        scoring: i32,
-        raw_logits: i32,
-        renormalize: i32,
-        scale: f32,
-        softcap: f32,
-        counts: *mut c_void,
-        buckets: *mut c_void,
-        expert_map: *const c_void,
-        stream: *mut c_void,
-    ) -> i32;
+
+    // router, experts
+    pub(crate) fn moe_gate_route(args: *const GateRouteArgs, stream: Stream) -> i32;
     pub(crate) fn moe_max_tiles(slots: i32, num_local: i32, tile_rows: i32) -> i32;
-    pub(crate) fn moe_align_tokens(
-        topk_ids: *const c_void,
-        expert_map: *const c_void,
-        slots: i32,
-        num_ids: i32,
-        num_local: i32,
-        tile_rows: i32,
-        offsets: *mut c_void,
-        sorted: *mut c_void,
-        tiles: *mut c_void,
-        num_tiles: *mut c_void,
-        stream: *mut c_void,
-    ) -> i32;
-    pub(crate) fn moe_experts_tensor(
-        x: *const c_void,
-        w13: *const c_void,
-        w2: *const c_void,
-        slots: *const c_void,
-        counts: *const c_void,
-        bucket: i32,
-        act: *mut c_void,
-        slot_rows: *mut c_void,
-        counters: *mut c_void,
-        tokens: i32,
-        top_k: i32,
-        num_ids: i32,
-        num_local: i32,
-        hidden: i32,
-        inter: i32,
-        stream: *mut c_void,
-    ) -> i32;
+    pub(crate) fn moe_align_tokens(args: *const AlignTokensArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_experts_stream(args: *const ExpertsStreamArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_experts_stream_flags(slots: i32, num_local: i32) -> i32;
+    pub(crate) fn moe_experts_tensor(args: *const ExpertsTensorArgs, stream: Stream) -> i32;
     pub(crate) fn moe_experts_tensor_counters(num_local: i32) -> i32;
     pub(crate) fn moe_experts_tensor_counts() -> i32;
-    pub(crate) fn moe_experts_grouped_gate_up(
-        x: *const c_void,
-        w13: *const c_void,
-        offsets: *const c_void,
-        sorted: *const c_void,
-        tiles: *const c_void,
-        num_tiles: *const c_void,
-        act: *mut c_void,
-        slots: i32,
-        top_k: i32,
-        num_local: i32,
-        hidden: i32,
-        inter: i32,
-        stream: *mut c_void,
-    ) -> i32;
-    pub(crate) fn moe_experts_grouped_down(
-        act: *const c_void,
-        w2: *const c_void,
-        offsets: *const c_void,
-        sorted: *const c_void,
-        tiles: *const c_void,
-        num_tiles: *const c_void,
-        slot_rows: *mut c_void,
-        slots: i32,
-        num_local: i32,
-        hidden: i32,
-        inter: i32,
-        stream: *mut c_void,
-    ) -> i32;
-    pub(crate) fn moe_combine(
-        slot_rows: *const c_void,
-        topk_ids: *const c_void,
-        topk_weights: *const c_void,
-        expert_map: *const c_void,
-        out: *mut c_void,
-        tokens: i32,
-        top_k: i32,
-        num_ids: i32,
-        num_local: i32,
-        hidden: i32,
-        output: i32,
-        stream: *mut c_void,
-    ) -> i32;
+    pub(crate) fn moe_experts_grouped_gate_up(args: *const ExpertsGroupedArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_experts_grouped_down(args: *const ExpertsGroupedArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_combine(args: *const CombineArgs, stream: Stream) -> i32;
     pub(crate) fn moe_combine_add_rms_norm(
-        slot_rows: *const c_void,
-        topk_ids: *const c_void,
-        topk_weights: *const c_void,
-        expert_map: *const c_void,
-        residual: *mut c_void,
-        weight: *const c_void,
+        args: *const CombineArgs,
+        residual: *mut f32,
+        weight: *const bf16,
         eps: f32,
-        out: *mut c_void,
-        tokens: i32,
-        top_k: i32,
-        num_ids: i32,
-        num_local: i32,
-        hidden: i32,
-        stream: *mut c_void,
+        stream: Stream,
     ) -> i32;
-    pub(crate) fn moe_experts_stream_flags(slots: i32, num_local: i32) -> i32;
-    pub(crate) fn moe_experts_stream(
-        x: *const c_void,
-        w13: *const c_void,
-        w2: *const c_void,
-        topk_ids: *const c_void,
-        topk_weights: *const c_void,
-        expert_map: *const c_void,
-        act: *mut c_void,
-        slot_rows: *mut c_void,
-        out: *mut c_void,
-        flags: *mut c_void,
-        flag_words: i32,
-        tokens: i32,
-        top_k: i32,
-        num_ids: i32,
-        num_local: i32,
-        hidden: i32,
-        inter: i32,
-        output: i32,
-        stream: *mut c_void,
-    ) -> i32;
+
+    // layer
+    pub(crate) fn moe_layer_stream(args: *const LayerStreamArgs, stream: Stream) -> i32;
     pub(crate) fn moe_layer_stream_state(experts: i32, inter: i32) -> usize;
     pub(crate) fn moe_layer_stream_fits(
         tokens: i32,
@@ -282,49 +63,37 @@ unsafe extern "C" {
         num_local: i32,
         top_k: i32,
     ) -> i32;
-    pub(crate) fn moe_layer_stream(
-        x: *const c_void,
-        norm: *const bf16,
-        eps: f32,
-        gate: *const bf16,
-        gate_bias: *const bf16,
-        correction_bias: *const f32,
-        valid: *const u32,
-        topk_ids: *mut u32,
-        topk_weights: *mut f32,
-        w13: *const bf16,
-        w2: *const bf16,
-        expert_map: *const i32,
-        out: *mut c_void,
-        output: i32,
-        state: *mut c_void,
+
+    // rows
+    pub(crate) fn moe_embedding(
+        table: *const bf16,
+        ids: *const u32,
+        out: *mut f32,
         tokens: i32,
         hidden: i32,
-        inter: i32,
-        num_ids: i32,
-        num_local: i32,
-        top_k: i32,
-        scoring: i32,
-        raw_logits: i32,
-        renormalize: i32,
-        scale: f32,
-        softcap: f32,
-        stream: *mut c_void,
+        vocab: i32,
+        stream: Stream,
     ) -> i32;
-    pub(crate) fn moe_rope_rows(
-        positions: *const u32,
-        rope_len: *const u32,
-        inv_freq: *const f32,
-        half: i32,
-        attention_factor: f32,
-        theta: f32,
-        factor: f32,
-        max_len: f32,
-        cos: *mut f32,
-        sin: *mut f32,
+    pub(crate) fn moe_rms_norm(
+        x: *const f32,
+        weight: *const bf16,
+        eps: f32,
+        out: *mut bf16,
         rows: i32,
-        stream: *mut c_void,
+        hidden: i32,
+        stream: Stream,
     ) -> i32;
+    pub(crate) fn moe_add_rms_norm(
+        delta: *const f32,
+        residual: *mut f32,
+        weight: *const bf16,
+        eps: f32,
+        out: *mut bf16,
+        rows: i32,
+        hidden: i32,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_rope_rows(args: *const RopeRowsArgs, stream: Stream) -> i32;
     pub(crate) fn moe_feed_tokens(
         from: *const u32,
         sampled: *const u32,
@@ -332,7 +101,7 @@ unsafe extern "C" {
         valid: *const u32,
         kept_valid: *mut u32,
         rows: i32,
-        stream: *mut c_void,
+        stream: Stream,
     ) -> i32;
     pub(crate) fn moe_fill_random(
         out: *mut bf16,
@@ -340,7 +109,7 @@ unsafe extern "C" {
         seed: u64,
         stream_id: u64,
         bound: f32,
-        stream: *mut c_void,
+        stream: Stream,
     ) -> i32;
     pub(crate) fn moe_fill_random_box(
         out: *mut bf16,
@@ -352,19 +121,19 @@ unsafe extern "C" {
         row_stride: u64,
         seed: u64,
         bound: f32,
-        stream: *mut c_void,
+        stream: Stream,
     ) -> i32;
     pub(crate) fn moe_embed_part(
-        table: *const c_void,
+        table: In,
         ids: *const u32,
-        out: *mut c_void,
-        dtype: i32,
-        out_dtype: i32,
+        out: Out,
+        dtype: Dtype,
+        out_dtype: Dtype,
         rows: i32,
         width: i32,
         first: i32,
         count: i32,
-        stream: *mut c_void,
+        stream: Stream,
     ) -> i32;
     pub(crate) fn moe_join_columns(
         parts: *const f32,
@@ -372,6 +141,214 @@ unsafe extern "C" {
         rows: i32,
         width: i32,
         ranks: i32,
-        stream: *mut c_void,
+        stream: Stream,
     ) -> i32;
+
+    // sampling
+    pub(crate) fn moe_sample(
+        logits: *const f32,
+        params: In,
+        uses: *mut u32,
+        edits: In,
+        rows: i32,
+        vocab: i32,
+        tokens: *mut u32,
+        status: *mut u32,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_reset_slots(
+        words: *const u32,
+        count: i32,
+        uses: *mut u32,
+        edits: Out,
+        vocab: i32,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_logprobs(
+        logits: *const f32,
+        params: *const u32,
+        stride: i32,
+        tokens: *const u32,
+        rows: i32,
+        vocab: i32,
+        out: *mut u32,
+        stream: Stream,
+    ) -> i32;
+
+    // peer
+    pub(crate) fn moe_peer_buffer_bytes(ranks: i32, capacity: usize) -> usize;
+    pub(crate) fn moe_peer_buffer_init(buffer: Out, bytes: usize, stream: Stream) -> i32;
+    pub(crate) fn moe_peer_all_reduce(
+        peers: *const PeerBuffers,
+        input: In,
+        out: Out,
+        dtype: Dtype,
+        count: usize,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_peer_all_reduce_add_rms_norm(
+        peers: *const PeerBuffers,
+        partial: *const f32,
+        residual: *mut f32,
+        weight: *const bf16,
+        eps: f32,
+        out: *mut bf16,
+        rows: i32,
+        hidden: i32,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_peer_slots(ranks: i32, capacity: usize) -> usize;
+    pub(crate) fn moe_peer_all_gather(
+        peers: *const PeerBuffers,
+        arrays: *const PeerArray,
+        count: i32,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_peer_reduce_scatter(
+        peers: *const PeerBuffers,
+        input: *const f32,
+        out: *mut f32,
+        count: usize,
+        stream: Stream,
+    ) -> i32;
+
+    // any dtype and shape; pointers aligned to elements
+    pub(crate) fn moe_any_gather(
+        table: In,
+        ids: In,
+        out: Out,
+        dtype: Dtype,
+        out_dtype: Dtype,
+        rows: i32,
+        width: i32,
+        table_rows: i32,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_copy(
+        x: In,
+        out: Out,
+        dtype: Dtype,
+        out_dtype: Dtype,
+        count: i64,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_add(
+        x: In,
+        acc: Out,
+        dtype: Dtype,
+        acc_dtype: Dtype,
+        count: i64,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_add_scaled(
+        x: In,
+        scales: In,
+        acc: Out,
+        dtype: Dtype,
+        acc_dtype: Dtype,
+        rows: i32,
+        width: i32,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_scale_rows(
+        x: In,
+        scales: In,
+        out: Out,
+        dtype: Dtype,
+        rows: i32,
+        width: i32,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_weighted_sum(
+        slots: In,
+        ids: In,
+        weights: In,
+        out: Out,
+        out_dtype: Dtype,
+        tokens: i32,
+        top_k: i32,
+        width: i32,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_fill(out: Out, value: f32, count: i64, stream: Stream) -> i32;
+    pub(crate) fn moe_any_sequence(out: Out, step: u32, count: i64, stream: Stream) -> i32;
+    pub(crate) fn moe_any_sigmoid(x: Out, count: i64, stream: Stream) -> i32;
+    pub(crate) fn moe_any_rms_norm(
+        x: In,
+        weight: In,
+        eps: f32,
+        out: Out,
+        dtype: Dtype,
+        stream_dtype: Dtype,
+        rows: i32,
+        width: i32,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_add_rms_norm(
+        delta: In,
+        residual: Out,
+        weight: In,
+        eps: f32,
+        out: Out,
+        dtype: Dtype,
+        stream_dtype: Dtype,
+        rows: i32,
+        width: i32,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_softmax(x: In, out: Out, rows: i32, width: i32, stream: Stream) -> i32;
+    pub(crate) fn moe_any_linear(args: *const AnyLinearArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_any_gate_up(args: *const AnyGateUpArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_any_down(args: *const AnyDownArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_any_qk_norm_rope_cache(args: *const QkNormRopeArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_any_attention(args: *const PagedAttentionArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_any_group_slots_workspace(num_local: i32) -> i64;
+    pub(crate) fn moe_any_group_slots(args: *const AnyGroupSlotsArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_any_list_slots(
+        topk_ids: In,
+        expert_map: In,
+        count: i32,
+        num_ids: i32,
+        num_local: i32,
+        counts: Out,
+        lists: Out,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_zero_absent(
+        topk_ids: In,
+        expert_map: In,
+        count: i32,
+        num_ids: i32,
+        num_local: i32,
+        width: i32,
+        out: Out,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_mask_nonlocal(
+        topk_ids: In,
+        expert_map: In,
+        count: i64,
+        num_ids: i32,
+        out: Out,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_local_ids(
+        topk_ids: In,
+        first: u32,
+        num_local: u32,
+        count: i64,
+        out: Out,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_batch_rows(args: *const AnyBatchRowsArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_any_unbatch_rows(args: *const AnyBatchRowsArgs, stream: Stream) -> i32;
+    pub(crate) fn moe_any_number_rows(
+        counts: In,
+        experts: i32,
+        max_tokens: i32,
+        offsets: Out,
+        numbers: Out,
+        stream: Stream,
+    ) -> i32;
+    pub(crate) fn moe_any_route(args: *const AnyRouteArgs, stream: Stream) -> i32;
 }

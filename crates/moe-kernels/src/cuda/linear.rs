@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result};
 
+use super::args::{LinearStreamArgs, LinearTensorArgs, Output};
 use super::{aligned, any, blas, ffi, small};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
@@ -35,7 +36,7 @@ pub(crate) fn linear(
     if !bf16 || !(streams || cuda.major >= 9) || !aligned(&[x, w, out.as_view()]) {
         return any::linear(ex, op, x, w, bias, out);
     }
-    let output = i32::from(out.dtype() == DType::BF16);
+    let output = Output::stored_as(out.dtype());
     let (x, w_at) = (cuda.read(op, "x", x)?, cuda.read(op, "w", w)?);
     let bias = cuda.read_or_null(op, "bias", bias)?;
     let out = cuda.write(op, "out", &mut out)?;
@@ -43,11 +44,21 @@ pub(crate) fn linear(
     let (stream, none) = (cuda.raw()?, std::ptr::null());
     let code = if streams {
         // SAFETY: dims and dtypes are checked at the door, the launcher's conditions above.
-        unsafe { ffi::moe_linear_stream(x, none, 0., w_at, bias, out, output, m, n, k, stream) }
+        unsafe {
+            ffi::moe_linear_stream(
+                &LinearStreamArgs { x, norm: none, eps: 0., w: w_at, bias, out, output, m, n, k },
+                stream,
+            )
+        }
     } else {
         let splits = if invariant { -1 } else { 0 };
         // SAFETY: as above.
-        unsafe { ffi::moe_linear_tensor(x.cast(), w_at, bias, out, output, m, n, k, splits, stream) }
+        unsafe {
+            ffi::moe_linear_tensor(
+                &LinearTensorArgs { x, w: w_at, bias, out, output, m, n, k, splits },
+                stream,
+            )
+        }
     };
     cuda.check(op, code)
 }

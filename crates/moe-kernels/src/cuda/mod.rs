@@ -11,6 +11,7 @@
 //! checked.
 
 pub(crate) mod any;
+mod args;
 pub(crate) mod attention;
 mod blas;
 mod counts;

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, bail};
 
-use super::any::code;
+use super::args::Dtype;
 use super::{ffi, small};
 use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_stream};
 use crate::exec::Exec;
@@ -28,7 +28,7 @@ pub fn embed_part_into(table: View, first: usize, ids: View, mut out: ViewMut, e
     expect_dtype(op, "ids", &ids, DType::U32)?;
     expect_dims(op, "out", &out, &[ids.elem_count(), width])?;
     expect_stream(op, "out", &out, table.dtype())?;
-    let (dtype, out_dtype) = (code(op, table.dtype())?, code(op, out.dtype())?);
+    let (dtype, out_dtype) = (Dtype::of(op, table.dtype())?, Dtype::of(op, out.dtype())?);
     let (rows, width) = (small(op, ids.elem_count())?, small(op, width)?);
     let (first, count) = (small(op, first)?, small(op, count)?);
     let (table, ids) = (cuda.read(op, "table", table)?, cuda.read(op, "ids", ids)?);

@@ -4,6 +4,7 @@ use std::ffi::c_void;
 
 use candle_core::{DType, Result, bail};
 
+use super::args::GateRouteArgs;
 use super::{ffi, small};
 use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
@@ -14,6 +15,7 @@ const MAX_EXPERTS: usize = 1024;
 const MAX_TOP_K: usize = 32;
 
 /// How logits become scores.
+#[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GateScoring {
     /// Over all experts.
@@ -131,26 +133,28 @@ pub(super) fn gate_route(
     // SAFETY: dims, dtypes and the launcher's conditions are checked above.
     let code = unsafe {
         ffi::moe_gate_route(
-            cuda.read(op, "x", x)?,
-            cuda.read(op, "gate", gate.weight)?,
-            cuda.read_or_null(op, "gate_bias", gate.bias)?,
-            cuda.read_or_null(op, "correction_bias", gate.correction_bias)?,
-            valid,
-            cuda.write(op, "logits", &mut logits)?,
-            cuda.write(op, "topk_ids", &mut topk_ids)?,
-            cuda.write(op, "topk_weights", &mut topk_weights)?,
-            small(op, t)?,
-            small(op, h)?,
-            small(op, e)?,
-            small(op, k)?,
-            gate.scoring as i32,
-            i32::from(gate.raw_logits),
-            i32::from(gate.renormalize),
-            gate.scale,
-            gate.softcap.unwrap_or(0.),
-            buckets.counts,
-            buckets.slots,
-            buckets.expert_map,
+            &GateRouteArgs {
+                x: cuda.read(op, "x", x)?,
+                gate: cuda.read(op, "gate", gate.weight)?,
+                gate_bias: cuda.read_or_null(op, "gate_bias", gate.bias)?,
+                correction_bias: cuda.read_or_null(op, "correction_bias", gate.correction_bias)?,
+                valid,
+                logits: cuda.write(op, "logits", &mut logits)?,
+                topk_ids: cuda.write(op, "topk_ids", &mut topk_ids)?,
+                topk_weights: cuda.write(op, "topk_weights", &mut topk_weights)?,
+                tokens: small(op, t)?,
+                hidden: small(op, h)?,
+                experts: small(op, e)?,
+                top_k: small(op, k)?,
+                scoring: gate.scoring,
+                raw_logits: i32::from(gate.raw_logits),
+                renormalize: i32::from(gate.renormalize),
+                scale: gate.scale,
+                softcap: gate.softcap.unwrap_or(0.),
+                counts: buckets.counts,
+                buckets: buckets.slots,
+                expert_map: buckets.expert_map,
+            },
             cuda.raw()?,
         )
     };

@@ -5,6 +5,7 @@ use std::ffi::c_void;
 
 use candle_core::{DType, Result, bail};
 
+use super::args::{LayerStreamArgs, LinearStreamArgs, Output};
 use super::router::check_gate;
 use super::{Gate, ffi, small};
 use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
@@ -79,16 +80,18 @@ pub fn norm_linear_into(
     // SAFETY: dims and dtypes are checked above; the launcher refuses sizes that do not fit it.
     let code = unsafe {
         ffi::moe_linear_stream(
-            cuda.read(op, "residual", residual)?,
-            cuda.read(op, "norm", norm.weight)?,
-            norm.eps,
-            cuda.read(op, "w", w)?,
-            cuda.read_or_null(op, "bias", bias)?,
-            cuda.write(op, "out", &mut out)?,
-            0,
-            small(op, t)?,
-            small(op, n)?,
-            small(op, h)?,
+            &LinearStreamArgs {
+                x: cuda.read(op, "residual", residual)?,
+                norm: cuda.read(op, "norm", norm.weight)?,
+                eps: norm.eps,
+                w: cuda.read(op, "w", w)?,
+                bias: cuda.read_or_null(op, "bias", bias)?,
+                out: cuda.write(op, "out", &mut out)?,
+                output: Output::F32,
+                m: small(op, t)?,
+                n: small(op, n)?,
+                k: small(op, h)?,
+            },
             cuda.raw()?,
         )
     };
@@ -116,16 +119,18 @@ pub fn linear_add_into(
     // SAFETY: dims and dtypes are checked above; the launcher refuses sizes that do not fit it.
     let code = unsafe {
         ffi::moe_linear_stream(
-            cuda.read(op, "x", x)?,
-            std::ptr::null(),
-            0.,
-            cuda.read(op, "w", w)?,
-            cuda.read_or_null(op, "bias", bias)?,
-            cuda.write(op, "residual", &mut residual)?,
-            2,
-            small(op, t)?,
-            small(op, n)?,
-            small(op, k)?,
+            &LinearStreamArgs {
+                x: cuda.read(op, "x", x)?,
+                norm: std::ptr::null(),
+                eps: 0.,
+                w: cuda.read(op, "w", w)?,
+                bias: cuda.read_or_null(op, "bias", bias)?,
+                out: cuda.write(op, "residual", &mut residual)?,
+                output: Output::AddF32,
+                m: small(op, t)?,
+                n: small(op, n)?,
+                k: small(op, k)?,
+            },
             cuda.raw()?,
         )
     };
@@ -154,7 +159,7 @@ pub fn norm_experts_add_into(
     let dims = [dims[0], dims[1]];
     // SAFETY: the kernel may read x where it adds; the view lives on until the launch.
     let x = Rows { at: stream.cast_const().cast(), norm: Some(norm), dims };
-    layer_stream(op, x, (gate, top_k), (w13, w2), None, (stream.cast(), 2), ex)
+    layer_stream(op, x, (gate, top_k), (w13, w2), None, (stream.cast(), Output::AddF32), ex)
 }
 
 /// out [T, H] f32 = Σ_k weight_k · w2\[e\] (silu(gate) · up) of x [T, H] bf16, as [`norm_experts_add_into`] has it.
@@ -177,7 +182,7 @@ pub(super) fn experts_into(
     expect_dtype(op, "out", &out, DType::F32)?;
     let out = ex.cuda(op)?.write(op, "out", &mut out)?;
     let x = Rows { at: ex.cuda(op)?.read(op, "x", x)?, norm: None, dims: [t, h] };
-    layer_stream(op, x, (gate, top_k), packs, expert_map, (out, 0), ex)
+    layer_stream(op, x, (gate, top_k), packs, expert_map, (out, Output::F32), ex)
 }
 
 /// What the one launch reads: bf16 rows, or with a norm f32 ones.
@@ -187,14 +192,14 @@ struct Rows<'a> {
     dims: [usize; 2],
 }
 
-/// The launch; `out` with 0 to store, 2 to add.
+/// The launch.
 fn layer_stream(
     op: &str,
     x: Rows,
     (gate, top_k): (&Gate, usize),
     (w13, w2): (View, View),
     expert_map: Option<View>,
-    (out, output): (*mut c_void, i32),
+    (out, output): (*mut c_void, Output),
     ex: &mut Exec,
 ) -> Result<()> {
     let [t, h] = x.dims;
@@ -218,32 +223,34 @@ fn layer_stream(
     // SAFETY: dims, dtypes and the launcher's conditions are checked above and by the callers.
     let code = unsafe {
         ffi::moe_layer_stream(
-            x.at,
-            cuda.read_or_null(op, "norm", x.norm.map(|norm| norm.weight))?,
-            x.norm.map_or(0.0, |norm| norm.eps),
-            cuda.read(op, "gate", gate.weight)?,
-            cuda.read_or_null(op, "gate_bias", gate.bias)?,
-            cuda.read_or_null(op, "correction_bias", gate.correction_bias)?,
-            valid,
-            cuda.write(op, "topk_ids", &mut ids.view_mut())?,
-            cuda.write(op, "topk_weights", &mut weights.view_mut())?,
-            cuda.read(op, "w13", w13)?,
-            cuda.read(op, "w2", w2)?,
-            cuda.read_or_null(op, "expert_map", expert_map)?,
-            out,
-            output,
-            state,
-            small(op, t)?,
-            small(op, h)?,
-            small(op, i)?,
-            small(op, e)?,
-            small(op, local)?,
-            small(op, top_k)?,
-            gate.scoring as i32,
-            i32::from(gate.raw_logits),
-            i32::from(gate.renormalize),
-            gate.scale,
-            gate.softcap.unwrap_or(0.),
+            &LayerStreamArgs {
+                x: x.at,
+                norm: cuda.read_or_null(op, "norm", x.norm.map(|norm| norm.weight))?,
+                eps: x.norm.map_or(0.0, |norm| norm.eps),
+                gate: cuda.read(op, "gate", gate.weight)?,
+                gate_bias: cuda.read_or_null(op, "gate_bias", gate.bias)?,
+                correction_bias: cuda.read_or_null(op, "correction_bias", gate.correction_bias)?,
+                valid: valid.cast(),
+                topk_ids: cuda.write(op, "topk_ids", &mut ids.view_mut())?,
+                topk_weights: cuda.write(op, "topk_weights", &mut weights.view_mut())?,
+                w13: cuda.read(op, "w13", w13)?,
+                w2: cuda.read(op, "w2", w2)?,
+                expert_map: cuda.read_or_null(op, "expert_map", expert_map)?,
+                out,
+                output,
+                state,
+                tokens: small(op, t)?,
+                hidden: small(op, h)?,
+                inter: small(op, i)?,
+                num_ids: small(op, e)?,
+                num_local: small(op, local)?,
+                top_k: small(op, top_k)?,
+                scoring: gate.scoring,
+                raw_logits: i32::from(gate.raw_logits),
+                renormalize: i32::from(gate.renormalize),
+                scale: gate.scale,
+                softcap: gate.softcap.unwrap_or(0.),
+            },
             cuda.raw()?,
         )
     };

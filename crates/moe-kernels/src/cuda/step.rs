@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result, bail};
 
+use super::args::RopeRowsArgs;
 use super::{ffi, small};
 use crate::door::{expect_dims, expect_dtype};
 use crate::exec::Exec;
@@ -43,17 +44,19 @@ pub fn rope_rows_into(
     // SAFETY: dims and dtypes are checked above; the launcher refuses more than 256 frequencies.
     let code = unsafe {
         ffi::moe_rope_rows(
-            cuda.read(op, "positions", positions)?,
-            cuda.read(op, "rope_len", rope_len)?,
-            freq,
-            small(op, dims[1])?,
-            frequencies.attention_factor,
-            theta,
-            factor,
-            max_len,
-            cuda.write(op, "cos", &mut cos)?,
-            cuda.write(op, "sin", &mut sin)?,
-            small(op, dims[0])?,
+            &RopeRowsArgs {
+                positions: cuda.read(op, "positions", positions)?,
+                rope_len: cuda.read(op, "rope_len", rope_len)?,
+                inv_freq: freq.cast(),
+                half: small(op, dims[1])?,
+                attention_factor: frequencies.attention_factor,
+                theta,
+                factor,
+                max_len,
+                cos: cuda.write(op, "cos", &mut cos)?,
+                sin: cuda.write(op, "sin", &mut sin)?,
+                rows: small(op, dims[0])?,
+            },
             cuda.raw()?,
         )
     };

@@ -4,8 +4,9 @@ use std::ptr::null_mut;
 
 use candle_core::{DType, Result};
 
-use super::{CudaExec, code, count, ffi, int};
+use super::{CudaExec, Dtype, count, ffi, int};
 use crate::align::RowBatches;
+use crate::cuda::args::{AnyBatchRowsArgs, AnyGroupSlotsArgs};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -13,13 +14,13 @@ use crate::view::{View, ViewMut};
 
 /// Ids [T, K], the map that sends them to local experts, and the number of those.
 #[derive(Clone, Copy)]
-pub(crate) struct Routed<'a> {
+pub(crate) struct SlotIds<'a> {
     pub(crate) topk_ids: View<'a>,
     pub(crate) expert_map: Option<View<'a>>,
     pub(crate) num_local: usize,
 }
 
-impl Routed<'_> {
+impl SlotIds<'_> {
     /// Number of ids that the map knows.
     fn num_ids(&self) -> usize {
         self.expert_map.map_or(self.num_local, |map| map.elem_count())
@@ -30,15 +31,15 @@ impl Routed<'_> {
 pub(crate) fn group_slots(
     ex: &Exec,
     op: &str,
-    routed: Routed,
+    slot_ids: SlotIds,
     mut offsets: ViewMut,
     mut slots: ViewMut,
     mut in_rows: Option<ViewMut>,
 ) -> Result<()> {
     let cuda = ex.cuda(op)?;
-    let slot_count = int(op, routed.topk_ids.elem_count())?;
-    let top_k = int(op, routed.topk_ids.dims()[1])?;
-    let (num_ids, num_local) = (int(op, routed.num_ids())?, int(op, routed.num_local)?);
+    let slot_count = int(op, slot_ids.topk_ids.elem_count())?;
+    let top_k = int(op, slot_ids.topk_ids.dims()[1])?;
+    let (num_ids, num_local) = (int(op, slot_ids.num_ids())?, int(op, slot_ids.num_local)?);
     // SAFETY: computes a number.
     let words = unsafe { ffi::moe_any_group_slots_workspace(num_local) };
     let mut workspace = match usize::try_from(words) {
@@ -49,15 +50,27 @@ pub(crate) fn group_slots(
         Some(workspace) => cuda.write(op, "workspace", &mut workspace.view_mut())?,
         None => null_mut(),
     };
-    let ids = cuda.read(op, "topk_ids", routed.topk_ids)?;
-    let map = cuda.read_or_null(op, "expert_map", routed.expert_map)?;
+    let ids = cuda.read(op, "topk_ids", slot_ids.topk_ids)?;
+    let map = cuda.read_or_null(op, "expert_map", slot_ids.expert_map)?;
     let (offsets, slots) = (cuda.write(op, "offsets", &mut offsets)?, cuda.write(op, "slots", &mut slots)?);
     let in_rows = in_rows.as_mut().map_or(Ok(null_mut()), |rows| cuda.write(op, "in_rows", rows))?;
     let stream = cuda.raw()?;
     // SAFETY: see above.
     cuda.check(op, unsafe {
         ffi::moe_any_group_slots(
-            ids, map, slot_count, top_k, num_ids, num_local, offsets, slots, in_rows, workspace, stream,
+            &AnyGroupSlotsArgs {
+                topk_ids: ids,
+                expert_map: map,
+                count: slot_count,
+                top_k,
+                num_ids,
+                num_local,
+                offsets,
+                slots,
+                in_rows,
+                workspace,
+            },
+            stream,
         )
     })
 }
@@ -65,14 +78,14 @@ pub(crate) fn group_slots(
 pub(crate) fn list_slots(
     cuda: &CudaExec,
     op: &str,
-    routed: Routed,
+    slot_ids: SlotIds,
     mut counts: ViewMut,
     mut lists: ViewMut,
 ) -> Result<()> {
-    let (num_ids, num_local) = (int(op, routed.num_ids())?, int(op, routed.num_local)?);
-    let slots = int(op, routed.topk_ids.elem_count())?;
-    let ids = cuda.read(op, "topk_ids", routed.topk_ids)?;
-    let map = cuda.read_or_null(op, "expert_map", routed.expert_map)?;
+    let (num_ids, num_local) = (int(op, slot_ids.num_ids())?, int(op, slot_ids.num_local)?);
+    let slots = int(op, slot_ids.topk_ids.elem_count())?;
+    let ids = cuda.read(op, "topk_ids", slot_ids.topk_ids)?;
+    let map = cuda.read_or_null(op, "expert_map", slot_ids.expert_map)?;
     let counts = cuda.write(op, "expert_num_tokens", &mut counts)?;
     let (lists, stream) = (cuda.write(op, "expert_slots", &mut lists)?, cuda.raw()?);
     // SAFETY: see above.
@@ -81,12 +94,12 @@ pub(crate) fn list_slots(
     })
 }
 
-pub(crate) fn zero_absent(cuda: &CudaExec, op: &str, routed: Routed, mut out: ViewMut) -> Result<()> {
-    let (num_ids, num_local) = (int(op, routed.num_ids())?, int(op, routed.num_local)?);
-    let slots = routed.topk_ids.elem_count();
+pub(crate) fn zero_absent(cuda: &CudaExec, op: &str, slot_ids: SlotIds, mut out: ViewMut) -> Result<()> {
+    let (num_ids, num_local) = (int(op, slot_ids.num_ids())?, int(op, slot_ids.num_local)?);
+    let slots = slot_ids.topk_ids.elem_count();
     let width = int(op, out.elem_count().checked_div(slots).unwrap_or(0))?;
-    let (slots, ids) = (int(op, slots)?, cuda.read(op, "topk_ids", routed.topk_ids)?);
-    let map = cuda.read_or_null(op, "expert_map", routed.expert_map)?;
+    let (slots, ids) = (int(op, slots)?, cuda.read(op, "topk_ids", slot_ids.topk_ids)?);
+    let map = cuda.read_or_null(op, "expert_map", slot_ids.expert_map)?;
     let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
     // SAFETY: see above.
     cuda.check(op, unsafe {
@@ -130,7 +143,7 @@ pub(crate) fn batch_rows(
     mut out: ViewMut,
     mut counts: ViewMut,
 ) -> Result<()> {
-    let (dtype, top_k) = (code(op, rows.dtype())?, int(op, batches.top_k.max(1))?);
+    let (dtype, top_k) = (Dtype::of(op, rows.dtype())?, int(op, batches.top_k.max(1))?);
     let &[experts, max_tokens, width] = out.dims() else { return Ok(()) };
     let (experts, max_tokens, width) = (int(op, experts)?, int(op, max_tokens)?, int(op, width)?);
     let (num_slots, rows) = (int(op, batches.slots.elem_count())?, cuda.read(op, "rows", rows)?);
@@ -141,7 +154,20 @@ pub(crate) fn batch_rows(
     // SAFETY: see above.
     cuda.check(op, unsafe {
         ffi::moe_any_batch_rows(
-            rows, offsets, slots, out, counts, dtype, num_slots, top_k, experts, max_tokens, width, stream,
+            &AnyBatchRowsArgs {
+                rows,
+                offsets,
+                slots,
+                out,
+                counts,
+                dtype,
+                num_slots,
+                top_k,
+                experts,
+                max_tokens,
+                width,
+            },
+            stream,
         )
     })
 }
@@ -153,7 +179,7 @@ pub(crate) fn unbatch_rows(
     batches: &RowBatches,
     mut out: ViewMut,
 ) -> Result<()> {
-    let dtype = code(op, rows.dtype())?;
+    let dtype = Dtype::of(op, rows.dtype())?;
     let &[experts, max_tokens, width] = rows.dims() else { return Ok(()) };
     let (experts, max_tokens, width) = (int(op, experts)?, int(op, max_tokens)?, int(op, width)?);
     let (num_slots, rows) = (int(op, batches.slots.elem_count())?, cuda.read(op, "rows", rows)?);
@@ -163,7 +189,20 @@ pub(crate) fn unbatch_rows(
     // SAFETY: see above.
     cuda.check(op, unsafe {
         ffi::moe_any_unbatch_rows(
-            rows, offsets, slots, out, dtype, num_slots, experts, max_tokens, width, stream,
+            &AnyBatchRowsArgs {
+                rows,
+                offsets,
+                slots,
+                out,
+                counts: null_mut(),
+                dtype,
+                num_slots,
+                top_k: 1,
+                experts,
+                max_tokens,
+                width,
+            },
+            stream,
         )
     })
 }

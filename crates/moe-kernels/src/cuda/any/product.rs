@@ -2,7 +2,8 @@
 
 use candle_core::Result;
 
-use super::{code, ffi, int};
+use super::{Dtype, ffi, int};
+use crate::cuda::args::{AnyDownArgs, AnyGateUpArgs, AnyLinearArgs};
 use crate::exec::Exec;
 use crate::ops::ExpertGroups;
 use crate::spec::Activation;
@@ -20,13 +21,16 @@ pub(crate) fn linear(
 ) -> Result<()> {
     let (cuda, invariant) = (ex.cuda(op)?, i32::from(ex.batch_invariant()));
     let (rows, n, k) = (int(op, x.rows())?, int(op, w.rows())?, int(op, w.dims()[1])?);
-    let (dtype, out_dtype) = (code(op, x.dtype())?, code(op, out.dtype())?);
+    let (dtype, out_dtype) = (Dtype::of(op, x.dtype())?, Dtype::of(op, out.dtype())?);
     let (x, w) = (cuda.read(op, "x", x)?, cuda.read(op, "w", w)?);
     let bias = cuda.read_or_null(op, "bias", bias)?;
     let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
     // SAFETY: see above.
     cuda.check(op, unsafe {
-        ffi::moe_any_linear(x, w, bias, out, dtype, out_dtype, rows, n, k, invariant, stream)
+        ffi::moe_any_linear(
+            &AnyLinearArgs { x, w, bias, out, dtype, out_dtype, rows, n, k, invariant },
+            stream,
+        )
     })
 }
 
@@ -53,7 +57,7 @@ pub(crate) fn gate_up(
     let (x_rows, rows, experts) =
         (int(op, x.rows())?, int(op, groups.in_rows.elem_count())?, int(op, w13.rows())?);
     let (width, hidden) = (int(op, w13.dims()[1] / 2)?, int(op, w13.dims()[2])?);
-    let (dtype, (activation, alpha, limit)) = (code(op, x.dtype())?, activation_code(activation));
+    let (dtype, (activation, alpha, limit)) = (Dtype::of(op, x.dtype())?, activation_code(activation));
     let (x, w13) = (cuda.read(op, "x", x)?, cuda.read(op, "w13", w13)?);
     let offsets = cuda.read(op, "offsets", groups.offsets)?;
     let in_rows = cuda.read(op, "in_rows", groups.in_rows)?;
@@ -62,8 +66,25 @@ pub(crate) fn gate_up(
     // SAFETY: see above; rows beyond x read nothing, and offsets beyond the rows are cut.
     cuda.check(op, unsafe {
         ffi::moe_any_gate_up(
-            x, offsets, in_rows, w13, bias, out, dtype, activation, alpha, limit, x_rows, rows, experts,
-            width, hidden, invariant, stream,
+            &AnyGateUpArgs {
+                x,
+                offsets,
+                in_rows,
+                w13,
+                bias,
+                out,
+                dtype,
+                activation,
+                alpha,
+                limit,
+                x_rows,
+                rows,
+                experts,
+                width,
+                hidden,
+                invariant,
+            },
+            stream,
         )
     })
 }
@@ -78,7 +99,7 @@ pub(crate) fn down(
 ) -> Result<()> {
     let (cuda, invariant) = (ex.cuda(op)?, i32::from(ex.batch_invariant()));
     let (rows, num_out, experts) = (int(op, x.rows())?, int(op, out.rows())?, int(op, w2.rows())?);
-    let (hidden, width, dtype) = (int(op, w2.dims()[1])?, int(op, w2.dims()[2])?, code(op, x.dtype())?);
+    let (hidden, width, dtype) = (int(op, w2.dims()[1])?, int(op, w2.dims()[2])?, Dtype::of(op, x.dtype())?);
     let (x, w2) = (cuda.read(op, "x", x)?, cuda.read(op, "w2", w2)?);
     let offsets = cuda.read(op, "offsets", groups.offsets)?;
     let out_rows = cuda.read(op, "out_rows", groups.out_rows)?;
@@ -87,7 +108,21 @@ pub(crate) fn down(
     // SAFETY: see above; rows beyond out are not written.
     cuda.check(op, unsafe {
         ffi::moe_any_down(
-            x, offsets, out_rows, w2, bias, out, dtype, rows, num_out, experts, hidden, width, invariant,
+            &AnyDownArgs {
+                x,
+                offsets,
+                out_rows,
+                w2,
+                bias,
+                out,
+                dtype,
+                rows,
+                num_out,
+                experts,
+                hidden,
+                width,
+                invariant,
+            },
             stream,
         )
     })

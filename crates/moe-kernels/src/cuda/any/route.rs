@@ -6,6 +6,8 @@ use std::ptr::{null, null_mut};
 use candle_core::{DType, Result, bail};
 
 use super::{ffi, int};
+use crate::cuda::GateScoring;
+use crate::cuda::args::AnyRouteArgs;
 use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
@@ -51,8 +53,8 @@ pub struct Route<'a> {
     pub bias: Option<View<'a>>,
     /// How experts are chosen.
     pub choice: Choice<'a>,
-    /// 0 softmax, 1 sigmoid, 2 sqrt(softplus).
-    pub scoring: i32,
+    /// How logits become scores.
+    pub scoring: GateScoring,
     /// Routed experts.
     pub experts: usize,
     /// Routed slots K.
@@ -90,33 +92,6 @@ pub struct RouteOut<'a> {
     /// \[experts\] i64 counts that the routed ids are added to.
     pub heat: Option<ViewMut<'a>>,
 }
-
-/// `AnyRoute` of `cuda/any/route.cuh`.
-#[repr(C)]
-pub(super) struct RawRoute {
-    logits: *const c_void,
-    bias: *const c_void,
-    table: *const c_void,
-    token_ids: *const c_void,
-    given_ids: *const c_void,
-    given_weights: *const c_void,
-    replay: *const c_void,
-    capture: *mut c_void,
-    heat: *mut c_void,
-    valid: *const c_void,
-    topk_ids: *mut c_void,
-    topk_weights: *mut c_void,
-    zero_weights: *mut c_void,
-    balance_seed: u64,
-    sizes: [i32; 8],
-    modes: [i32; 4],
-    softcap: f32,
-    scale: f32,
-    shared_weight: f32,
-    place: [u32; 3],
-}
-
-const _: () = assert!(size_of::<RawRoute>() == 13 * 8 + 8 + 18 * 4);
 
 /// Routes rows on a CUDA device by any method, with the bits of the CPU's router. A NaN logit is
 /// never chosen; a slot without a choice gets [`NO_EXPERT`](crate::NO_EXPERT) and weight 0, as does every slot of a padding
@@ -156,7 +131,7 @@ pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result
         }
     };
     let size = |n: usize| int(OP, n);
-    let raw = RawRoute {
+    let raw = AnyRouteArgs {
         logits: cuda.read(OP, "router_logits", route.logits)?,
         bias: read("correction_bias", route.bias)?,
         table: table.0,
@@ -165,30 +140,33 @@ pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result
         given_weights: given.1,
         replay: read("replay", route.replay)?,
         capture: write("capture", &mut out.capture)?,
-        heat: write("heat", &mut out.heat)?,
+        expert_load: write("heat", &mut out.heat)?,
         valid: if route.padded { cuda.valid_rows()?.cast_const().cast() } else { null() },
         topk_ids: cuda.write(OP, "topk_ids", &mut out.topk_ids)?,
         topk_weights: cuda.write(OP, "topk_weights", &mut out.topk_weights)?,
         zero_weights: write("zero_expert_weights", &mut out.zero_weights)?,
         balance_seed: route.balance.unwrap_or(0),
-        sizes: [
-            size(tokens)?,
-            size(route.experts)?,
-            size(zero_experts)?,
-            size(route.top_k)?,
-            size(route.shared.0)?,
-            size(table.2)?,
-            size(groups.0)?,
-            size(groups.1)?,
-        ],
-        modes: [selection, route.scoring, i32::from(route.renormalize), i32::from(route.balance.is_some())],
+        tokens: size(tokens)?,
+        experts: size(route.experts)?,
+        zero_experts: size(zero_experts)?,
+        top_k: size(route.top_k)?,
+        shared_slots: size(route.shared.0)?,
+        vocab: size(table.2)?,
+        groups: size(groups.0)?,
+        topk_group: size(groups.1)?,
+        selection,
+        scoring: route.scoring,
+        renormalize: i32::from(route.renormalize),
+        balance: i32::from(route.balance.is_some()),
         softcap: route.softcap.unwrap_or(0.0),
         scale: route.scale,
         shared_weight: route.shared.1,
-        place: [route.place.1 as u32, route.place.0 as u32, route.place.2 as u32],
+        first_row: route.place.1 as u32,
+        layer: route.place.0 as u32,
+        step: route.place.2 as u32,
     };
     let stream = cuda.raw()?;
-    // SAFETY: dims and dtypes are checked, so each pointer covers what AnyRoute states; the kernel
+    // SAFETY: dims and dtypes are checked, so each pointer covers what AnyRouteArgs states; the kernel
     // reads and writes no element by an id that is out of range.
     cuda.check(OP, unsafe { ffi::moe_any_route(&raw, stream) })
 }

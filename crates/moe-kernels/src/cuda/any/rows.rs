@@ -2,7 +2,7 @@
 
 use candle_core::Result;
 
-use super::{CudaExec, code, count, ffi, int};
+use super::{CudaExec, Dtype, count, ffi, int};
 use crate::view::{View, ViewMut};
 
 // SAFETY of every call below: the op's door has checked dims and dtypes, so each pointer covers as
@@ -11,7 +11,7 @@ use crate::view::{View, ViewMut};
 
 pub(crate) fn gather(cuda: &CudaExec, op: &str, table: View, ids: View, mut out: ViewMut) -> Result<()> {
     let (rows, width) = (int(op, ids.elem_count())?, int(op, table.dims()[1])?);
-    let (dtype, out_dtype) = (code(op, table.dtype())?, code(op, out.dtype())?);
+    let (dtype, out_dtype) = (Dtype::of(op, table.dtype())?, Dtype::of(op, out.dtype())?);
     let (from, to) = (cuda.read(op, "table", table)?, cuda.write(op, "out", &mut out)?);
     let (ids, table_rows, stream) = (cuda.read(op, "ids", ids)?, int(op, table.rows())?, cuda.raw()?);
     // SAFETY: see above; an id beyond the table reads nothing.
@@ -21,14 +21,16 @@ pub(crate) fn gather(cuda: &CudaExec, op: &str, table: View, ids: View, mut out:
 }
 
 pub(crate) fn copy(cuda: &CudaExec, op: &str, x: View, mut out: ViewMut) -> Result<()> {
-    let (dtype, out_dtype, n) = (code(op, x.dtype())?, code(op, out.dtype())?, count(op, x.elem_count())?);
+    let (dtype, out_dtype, n) =
+        (Dtype::of(op, x.dtype())?, Dtype::of(op, out.dtype())?, count(op, x.elem_count())?);
     let (x, out, stream) = (cuda.read(op, "rows", x)?, cuda.write(op, "out", &mut out)?, cuda.raw()?);
     // SAFETY: see above.
     cuda.check(op, unsafe { ffi::moe_any_copy(x, out, dtype, out_dtype, n, stream) })
 }
 
 pub(crate) fn add(cuda: &CudaExec, op: &str, x: View, mut acc: ViewMut) -> Result<()> {
-    let (dtype, acc_dtype, n) = (code(op, x.dtype())?, code(op, acc.dtype())?, count(op, x.elem_count())?);
+    let (dtype, acc_dtype, n) =
+        (Dtype::of(op, x.dtype())?, Dtype::of(op, acc.dtype())?, count(op, x.elem_count())?);
     let (x, acc, stream) = (cuda.read(op, "x", x)?, cuda.write(op, "acc", &mut acc)?, cuda.raw()?);
     // SAFETY: see above.
     cuda.check(op, unsafe { ffi::moe_any_add(x, acc, dtype, acc_dtype, n, stream) })
@@ -37,7 +39,7 @@ pub(crate) fn add(cuda: &CudaExec, op: &str, x: View, mut acc: ViewMut) -> Resul
 pub(crate) fn add_scaled(cuda: &CudaExec, op: &str, x: View, scales: View, mut acc: ViewMut) -> Result<()> {
     let rows = x.rows();
     let (height, width) = (int(op, rows)?, int(op, x.elem_count().checked_div(rows).unwrap_or(0))?);
-    let (dtype, acc_dtype) = (code(op, x.dtype())?, code(op, acc.dtype())?);
+    let (dtype, acc_dtype) = (Dtype::of(op, x.dtype())?, Dtype::of(op, acc.dtype())?);
     let (x, scales) = (cuda.read(op, "x", x)?, cuda.read(op, "scales", scales)?);
     let (acc, stream) = (cuda.write(op, "acc", &mut acc)?, cuda.raw()?);
     // SAFETY: see above.
@@ -47,7 +49,7 @@ pub(crate) fn add_scaled(cuda: &CudaExec, op: &str, x: View, scales: View, mut a
 }
 
 pub(crate) fn scale_rows(cuda: &CudaExec, op: &str, x: View, scales: View, mut out: ViewMut) -> Result<()> {
-    let (rows, width, dtype) = (int(op, x.rows())?, int(op, x.dims()[1])?, code(op, x.dtype())?);
+    let (rows, width, dtype) = (int(op, x.rows())?, int(op, x.dims()[1])?, Dtype::of(op, x.dtype())?);
     let (x, scales) = (cuda.read(op, "rows", x)?, cuda.read(op, "scale", scales)?);
     let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
     // SAFETY: see above.
@@ -64,7 +66,7 @@ pub(crate) fn weighted_sum(
 ) -> Result<()> {
     let (tokens, top_k, width) =
         (int(op, slots.rows())?, int(op, slots.dims()[1])?, int(op, slots.dims()[2])?);
-    let (dtype, slots) = (code(op, out.dtype())?, cuda.read(op, "slots", slots)?);
+    let (dtype, slots) = (Dtype::of(op, out.dtype())?, cuda.read(op, "slots", slots)?);
     let (ids, weights) = (cuda.read(op, "topk_ids", ids)?, cuda.read(op, "topk_weights", weights)?);
     let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
     // SAFETY: see above.
@@ -103,7 +105,7 @@ pub(crate) fn rms_norm(
     mut out: ViewMut,
 ) -> Result<()> {
     let (rows, width) = (int(op, x.rows())?, int(op, x.dims()[1])?);
-    let (dtype, stream_dtype) = (code(op, weight.dtype())?, code(op, x.dtype())?);
+    let (dtype, stream_dtype) = (Dtype::of(op, weight.dtype())?, Dtype::of(op, x.dtype())?);
     let (x, weight) = (cuda.read(op, "x", x)?, cuda.read(op, "weight", weight)?);
     let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
     // SAFETY: see above.
@@ -122,7 +124,7 @@ pub(crate) fn add_rms_norm(
     mut out: ViewMut,
 ) -> Result<()> {
     let (rows, width) = (int(op, delta.rows())?, int(op, delta.dims()[1])?);
-    let (dtype, stream_dtype) = (code(op, weight.dtype())?, code(op, delta.dtype())?);
+    let (dtype, stream_dtype) = (Dtype::of(op, weight.dtype())?, Dtype::of(op, delta.dtype())?);
     let (delta, weight) = (cuda.read(op, "delta", delta)?, cuda.read(op, "weight", weight)?);
     let (residual, out) = (cuda.write(op, "residual", &mut residual)?, cuda.write(op, "out", &mut out)?);
     let stream = cuda.raw()?;

@@ -1,11 +1,12 @@
 //! The launches that an expert layer is made of.
 
-use std::ffi::c_void;
-
 use candle_core::{DType, Result};
 
 use super::{ExpertLists, FusedExperts, STREAM_SLOTS, Sizes};
 use crate::buffer::Scratch;
+use crate::cuda::args::{
+    AlignTokensArgs, CombineArgs, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In, Out, Output,
+};
 use crate::cuda::{PreNorm, ffi, small};
 use crate::exec::Exec;
 use crate::view::ViewMut;
@@ -16,17 +17,17 @@ const GROUPED_ROWS: usize = 128;
 /// Addresses of the arguments.
 pub(super) struct Inputs {
     op: &'static str,
-    x: *const c_void,
-    w13: *const c_void,
-    w2: *const c_void,
-    topk_ids: *const c_void,
-    topk_weights: *const c_void,
-    expert_map: *const c_void,
+    x: In,
+    w13: In,
+    w2: In,
+    topk_ids: In,
+    topk_weights: In,
+    expert_map: In,
 }
 
 /// Scratch of the workspace with its address.
 pub(super) struct Lease {
-    pub at: *mut c_void,
+    pub at: Out,
     _scratch: Scratch,
 }
 
@@ -41,8 +42,8 @@ struct Aligned {
 /// The slots of each expert, [E, `places`] in any order, and how many there are \[E\].
 #[derive(Clone, Copy)]
 pub(super) struct Buckets {
-    pub at: *const c_void,
-    pub counts: *const c_void,
+    pub at: In,
+    pub counts: In,
     pub places: usize,
 }
 
@@ -80,7 +81,7 @@ fn counters(num_local: usize, ex: &Exec) -> Result<*mut u32> {
 }
 
 /// Where the router counts the slots of each expert for `moe_experts_tensor`.
-pub(super) fn bucket_counts(num_local: usize, ex: &Exec) -> Result<*mut c_void> {
+pub(super) fn bucket_counts(num_local: usize, ex: &Exec) -> Result<Out> {
     // SAFETY: the place is a constant below the number of counters.
     Ok(unsafe { counters(num_local, ex)?.add(ffi::moe_experts_tensor_counts() as usize) }.cast())
 }
@@ -106,12 +107,12 @@ impl Inputs {
         })
     }
 
-    /// Everything in one launch; `out` with 0 for bf16, 1 for f32.
+    /// Everything in one launch.
     pub(super) fn stream(
         &self,
         s: &Sizes,
         rows: Rows,
-        (out, output): (*mut c_void, i32),
+        (out, output): (Out, Output),
         ex: &Exec,
     ) -> Result<()> {
         let (op, cuda) = (self.op, ex.cuda(self.op)?);
@@ -123,24 +124,26 @@ impl Inputs {
         // that it asks for.
         let code = unsafe {
             ffi::moe_experts_stream(
-                self.x,
-                self.w13,
-                self.w2,
-                self.topk_ids,
-                self.topk_weights,
-                self.expert_map,
-                rows.act.at,
-                rows.slot_rows.at,
-                out,
-                flags,
-                words,
-                small(op, s.tokens)?,
-                small(op, s.top_k)?,
-                small(op, s.num_ids)?,
-                num_local,
-                small(op, s.hidden)?,
-                small(op, s.inter)?,
-                output,
+                &ExpertsStreamArgs {
+                    x: self.x,
+                    w13: self.w13,
+                    w2: self.w2,
+                    topk_ids: self.topk_ids,
+                    topk_weights: self.topk_weights,
+                    expert_map: self.expert_map,
+                    act: rows.act.at,
+                    slot_rows: rows.slot_rows.at,
+                    out,
+                    flags,
+                    flag_words: words,
+                    tokens: small(op, s.tokens)?,
+                    top_k: small(op, s.top_k)?,
+                    num_ids: small(op, s.num_ids)?,
+                    num_local,
+                    hidden: small(op, s.hidden)?,
+                    inter: small(op, s.inter)?,
+                    output,
+                },
                 cuda.raw()?,
             )
         };
@@ -166,16 +169,18 @@ impl Inputs {
         // it asks for.
         let code = unsafe {
             ffi::moe_align_tokens(
-                self.topk_ids,
-                self.expert_map,
-                slots,
-                small(op, s.num_ids)?,
-                num_local,
-                tile_rows,
-                to.offsets.at,
-                to.sorted.at,
-                to.tiles.at,
-                to.num_tiles.at,
+                &AlignTokensArgs {
+                    topk_ids: self.topk_ids,
+                    expert_map: self.expert_map,
+                    slots,
+                    num_ids: small(op, s.num_ids)?,
+                    num_local,
+                    tile_rows,
+                    offsets: to.offsets.at,
+                    sorted: to.sorted.at,
+                    tiles: to.tiles.at,
+                    num_tiles: to.num_tiles.at,
+                },
                 cuda.raw()?,
             )
         };
@@ -190,21 +195,23 @@ impl Inputs {
         // it asks for, and routing has filled it.
         let code = unsafe {
             ffi::moe_experts_tensor(
-                self.x,
-                self.w13,
-                self.w2,
-                slots.at,
-                slots.counts,
-                small(op, slots.places)?,
-                rows.act.at,
-                rows.slot_rows.at,
-                counters(s.num_local, ex)?.cast(),
-                small(op, s.tokens)?,
-                small(op, s.top_k)?,
-                small(op, s.num_ids)?,
-                small(op, s.num_local)?,
-                small(op, s.hidden)?,
-                small(op, s.inter)?,
+                &ExpertsTensorArgs {
+                    x: self.x,
+                    w13: self.w13,
+                    w2: self.w2,
+                    slots: slots.at,
+                    counts: slots.counts,
+                    bucket: small(op, slots.places)?,
+                    act: rows.act.at,
+                    slot_rows: rows.slot_rows.at,
+                    counters: counters(s.num_local, ex)?.cast(),
+                    tokens: small(op, s.tokens)?,
+                    top_k: small(op, s.top_k)?,
+                    num_ids: small(op, s.num_ids)?,
+                    num_local: small(op, s.num_local)?,
+                    hidden: small(op, s.hidden)?,
+                    inter: small(op, s.inter)?,
+                },
                 cuda.raw()?,
             )
         };
@@ -213,56 +220,60 @@ impl Inputs {
 
     /// Alignment and both products, a launch each: the rows of all slots that have a local expert.
     pub(super) fn grouped(&self, s: &Sizes, rows: &Rows, ex: &Exec) -> Result<()> {
-        let op = self.op;
-        let (slots, num_local) = (small(op, s.slots())?, small(op, s.num_local)?);
-        let (top_k, hidden, inter) = (small(op, s.top_k)?, small(op, s.hidden)?, small(op, s.inter)?);
-        let a = self.align(s, ex)?;
-        let (offsets, sorted, tiles, num_tiles) = (a.offsets.at, a.sorted.at, a.tiles.at, a.num_tiles.at);
-        let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
+        let (op, aligned) = (self.op, self.align(s, ex)?);
+        let args = ExpertsGroupedArgs {
+            x: self.x,
+            w13: self.w13,
+            w2: self.w2,
+            offsets: aligned.offsets.at,
+            sorted: aligned.sorted.at,
+            tiles: aligned.tiles.at,
+            num_tiles: aligned.num_tiles.at,
+            act: rows.act.at,
+            slot_rows: rows.slot_rows.at,
+            slots: small(op, s.slots())?,
+            top_k: small(op, s.top_k)?,
+            num_local: small(op, s.num_local)?,
+            hidden: small(op, s.hidden)?,
+            inter: small(op, s.inter)?,
+        };
         let cuda = ex.cuda(op)?;
-        let stream = cuda.raw()?;
         // SAFETY: `Sizes::check` has checked dims, dtypes and the launchers' conditions; the scratch has the sizes that
         // they ask for, and what each reads the one before has written.
         unsafe {
-            let code = ffi::moe_experts_grouped_gate_up(
-                self.x, self.w13, offsets, sorted, tiles, num_tiles, act, slots, top_k, num_local, hidden,
-                inter, stream,
-            );
-            cuda.check("experts_grouped_gate_up", code)?;
-            let code = ffi::moe_experts_grouped_down(
-                act, self.w2, offsets, sorted, tiles, num_tiles, slot_rows, slots, num_local, hidden, inter,
-                stream,
-            );
-            cuda.check("experts_grouped_down", code)
+            cuda.check("experts_grouped_gate_up", ffi::moe_experts_grouped_gate_up(&args, cuda.raw()?))?;
+            cuda.check("experts_grouped_down", ffi::moe_experts_grouped_down(&args, cuda.raw()?))
         }
     }
 
-    /// The weighted sum; `out` with 0 for bf16, 1 for f32.
+    fn combine_args(&self, s: &Sizes, rows: &Rows, (out, output): (Out, Output)) -> Result<CombineArgs> {
+        let op = self.op;
+        Ok(CombineArgs {
+            slot_rows: rows.slot_rows.at,
+            topk_ids: self.topk_ids,
+            topk_weights: self.topk_weights,
+            expert_map: self.expert_map,
+            out,
+            tokens: small(op, s.tokens)?,
+            top_k: small(op, s.top_k)?,
+            num_ids: small(op, s.num_ids)?,
+            num_local: small(op, s.num_local)?,
+            hidden: small(op, s.hidden)?,
+            output,
+        })
+    }
+
+    /// The weighted sum.
     pub(super) fn combine(
         &self,
         s: &Sizes,
         rows: &Rows,
-        (out, output): (*mut c_void, i32),
+        (out, output): (Out, Output),
         ex: &Exec,
     ) -> Result<()> {
-        let (op, cuda) = (self.op, ex.cuda(self.op)?);
-        // SAFETY: as in `products`, whose rows this reads.
-        let code = unsafe {
-            ffi::moe_combine(
-                rows.slot_rows.at,
-                self.topk_ids,
-                self.topk_weights,
-                self.expert_map,
-                out,
-                small(op, s.tokens)?,
-                small(op, s.top_k)?,
-                small(op, s.num_ids)?,
-                small(op, s.num_local)?,
-                small(op, s.hidden)?,
-                output,
-                cuda.raw()?,
-            )
-        };
+        let cuda = ex.cuda(self.op)?;
+        // SAFETY: as in `tensor`, whose rows this reads.
+        let code = unsafe { ffi::moe_combine(&self.combine_args(s, rows, (out, output))?, cuda.raw()?) };
         cuda.check("combine", code)
     }
 
@@ -276,25 +287,10 @@ impl Inputs {
         ex: &Exec,
     ) -> Result<()> {
         let (op, cuda) = (self.op, ex.cuda(self.op)?);
-        // SAFETY: as in `products`, whose rows this reads; the caller has checked `residual`, `norm` and `out`.
-        let code = unsafe {
-            ffi::moe_combine_add_rms_norm(
-                rows.slot_rows.at,
-                self.topk_ids,
-                self.topk_weights,
-                self.expert_map,
-                cuda.write(op, "residual", residual)?,
-                cuda.read(op, "norm", norm.weight)?,
-                norm.eps,
-                cuda.write(op, "out", out)?,
-                small(op, s.tokens)?,
-                small(op, s.top_k)?,
-                small(op, s.num_ids)?,
-                small(op, s.num_local)?,
-                small(op, s.hidden)?,
-                cuda.raw()?,
-            )
-        };
+        let args = self.combine_args(s, rows, (cuda.write(op, "out", out)?, Output::Bf16))?;
+        let (residual, weight) = (cuda.write(op, "residual", residual)?, cuda.read(op, "norm", norm.weight)?);
+        // SAFETY: as in `tensor`, whose rows this reads; the caller has checked `residual`, `norm` and `out`.
+        let code = unsafe { ffi::moe_combine_add_rms_norm(&args, residual, weight, norm.eps, cuda.raw()?) };
         cuda.check("combine_add_rms_norm", code)
     }
 }

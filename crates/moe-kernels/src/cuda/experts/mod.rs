@@ -4,6 +4,7 @@ mod launch;
 
 use candle_core::{DType, Result, bail};
 
+use super::args::Output;
 use super::router::{self, Gate, gate_route, gate_route_fits};
 use super::small::{experts_into, small_experts_fit};
 use super::{PreNorm, aligned};
@@ -66,7 +67,7 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
     if sizes.tokens == 0 {
         return Ok(());
     }
-    let output = i32::from(out.dtype() == DType::F32);
+    let output = Output::stored_as(out.dtype());
     let inputs = Inputs::of(op, args, ex)?;
     let scratch = inputs.scratch(&sizes, ex)?;
     let out = ex.cuda(op)?.write(op, "out", &mut out)?;
@@ -189,7 +190,7 @@ pub fn route_experts_into(
     }
     let routed = Routed::new(op, x, (gate, top_k), (w13, w2), expert_map, ex)?;
     let out = ex.cuda(op)?.write(op, "out", &mut out)?;
-    routed.inputs.combine(&routed.sizes, &routed.rows, (out, 1), ex)
+    routed.inputs.combine(&routed.sizes, &routed.rows, (out, Output::F32), ex)
 }
 
 /// Tokens behind router and products, before their sum.

@@ -15,14 +15,14 @@ const MAX_ARRAYS: usize = 4;
 
 /// An array as the launcher takes it.
 #[repr(C)]
-pub(super) struct PeerPart {
+pub(crate) struct PeerArray {
     input: *const c_void,
     out: *mut c_void,
     slots: u32,
     exact: u32,
 }
 
-impl PeerPart {
+impl PeerArray {
     fn new(op: &str, input: View, out: &mut ViewMut, cuda: &CudaExec) -> Result<Self> {
         let (dtype, count) = (input.dtype(), input.elem_count());
         let Some(slots) = slots(dtype, count).and_then(|slots| u32::try_from(slots).ok()) else {
@@ -83,7 +83,7 @@ impl PeerBuffers {
             if out.elem_count() != input.elem_count() * self.ranks as usize {
                 bail!("{op}: expected out of {} x {:?}, got {:?}", self.ranks, input.dims(), out.dims())
             }
-            parts.push(PeerPart::new(op, input, &mut out, cuda)?);
+            parts.push(PeerArray::new(op, input, &mut out, cuda)?);
         }
         // SAFETY: dtypes and sizes are checked above; the buffers are the promise of `new`.
         let code =

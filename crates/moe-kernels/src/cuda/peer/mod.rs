@@ -4,14 +4,16 @@
 //! Who allocates that memory, maps it and knows the other ranks is the caller (moe-comm's `PeerAllReduce`);
 //! here are the addresses, the checks and the launches.
 
-mod ffi;
 mod gather;
 
 use std::time::Duration;
 
 use candle_core::{DType, Result, bail};
 
-use super::{PreNorm, aligned, small};
+pub(crate) use gather::PeerArray;
+
+use super::args::Dtype;
+use super::{PreNorm, aligned, ffi, small};
 use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
@@ -122,7 +124,7 @@ impl PeerBuffers {
             bail!("{op}: expected f32 or bf16 and at most {most} bytes, got {count} elements of {dtype}")
         }
         let at: *mut std::ffi::c_void = cuda.write(op, "data", &mut data)?;
-        let dtype = i32::from(dtype == DType::BF16);
+        let dtype = Dtype::of(op, dtype)?;
         // SAFETY: dtype and size are checked above; the buffers are the promise of `new`.
         let code = unsafe { ffi::moe_peer_all_reduce(self, at, at, dtype, count, cuda.raw()?) };
         cuda.check(op, code)

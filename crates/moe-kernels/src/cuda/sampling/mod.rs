@@ -1,11 +1,9 @@
 //! Drawing tokens on CUDA: sampling with penalties and edits of single logits, what log-probabilities
 //! need, and the slots that hold what a sequence's tokens so far mean for its next one.
 
-mod ffi;
-
 use candle_core::{DType, Result, bail};
 
-use super::small;
+use super::{ffi, small};
 use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};

@@ -1,0 +1,27 @@
+// Codes by which callers tell launchers what their arguments are. Rust has the same in src/cuda/args.rs.
+#pragma once
+
+#include <cstdint>
+
+namespace moe {
+
+/// Type of an array's elements.
+enum class Dtype : int32_t { kF32 = 0, kBf16 = 1, kF16 = 2 };
+
+/// What becomes of a result, which every kernel has in f32.
+enum class Output : int32_t {
+  kF32 = 0,     // stored
+  kBf16 = 1,    // rounded and stored
+  kAddF32 = 2,  // added to the f32 that is there: the residual stream
+};
+
+/// How logits become scores.
+enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2 };
+
+/// Whether a code is one of an enum whose last value is `last`.
+template <class Code>
+constexpr bool is_code(Code code, Code last) {
+  return static_cast<int32_t>(code) >= 0 && static_cast<int32_t>(code) <= static_cast<int32_t>(last);
+}
+
+}  // namespace moe

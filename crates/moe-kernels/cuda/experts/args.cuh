@@ -1,0 +1,87 @@
+// Arguments of the experts of bf16 weights and of what surrounds them. A slot is a (token, k) pair, numbered t K + k.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "codes.cuh"
+
+namespace moe {
+
+struct AlignTokensArgs {
+  const uint32_t* topk_ids;   // [T K] physical ids; u32::MAX = no expert
+  const int32_t* expert_map;  // [num_ids] physical id to local expert, -1 = elsewhere; null = identity
+  int slots, num_ids, num_local;
+  int tile_rows;        // most slots of a tile
+  uint32_t* offsets;    // out [num_local + 1]: expert e's slots are sorted[offsets[e] .. offsets[e + 1]]
+  uint32_t* sorted;     // out [T K] slots, ascending within an expert; the tail is left as it was
+  uint32_t* tiles;      // out [moe_max_tiles, 2]: expert, first place in `sorted`; a tile ends where its expert does
+  uint32_t* num_tiles;  // out [1]
+};
+
+struct ExpertsStreamArgs {
+  const __nv_bfloat16* x;     // [T, H]
+  const __nv_bfloat16* w13;   // [E, 2 I, H]: gate rows, then up rows
+  const __nv_bfloat16* w2;    // [E, H, I]
+  const uint32_t* topk_ids;   // [T, K]; u32::MAX = no expert
+  const float* topk_weights;  // [T, K]
+  const int32_t* expert_map;  // [num_ids] as in AlignTokensArgs
+  __nv_bfloat16* act;         // scratch [T K, I]
+  float* slot_rows;           // scratch [T K, H]
+  void* out;                  // [T, H]; null: slot_rows is the result, each slot's unweighted row
+  uint32_t* flags;            // [flag_words] zeroed once; launches that share it must not overlap
+  int flag_words;             // at least moe_experts_stream_flags
+  int tokens, top_k, num_ids, num_local, hidden, inter;
+  Output output;  // kF32 or kBf16
+};
+
+struct ExpertsTensorArgs {
+  const __nv_bfloat16* x;    // [T, H]
+  const __nv_bfloat16* w13;  // [E, 2 I, H]: gate rows, then up rows
+  const __nv_bfloat16* w2;   // [E, H, I]
+  const uint32_t* slots;     // [E, bucket]: the slots of each expert
+  const uint32_t* counts;    // [E] how many they are
+  int bucket;
+  __nv_bfloat16* act;  // scratch [T K, I]
+  float* slot_rows;    // out [T K, H]
+  uint32_t* counters;  // [moe_experts_tensor_counters] zeroed once; launches that share it must not overlap
+  int tokens, top_k;
+  int num_ids;  // experts of all ranks, of which num_local are here
+  int num_local, hidden, inter;
+};
+
+/// Of both products on tensor cores before Hopper; the middle ones are what moe_align_tokens wrote with tile_rows =
+/// 128.
+struct ExpertsGroupedArgs {
+  const __nv_bfloat16* x;    // [T, H]
+  const __nv_bfloat16* w13;  // [E, 2 I, H]: gate rows, then up rows
+  const __nv_bfloat16* w2;   // [E, H, I]
+  const uint32_t* offsets;
+  const uint32_t* sorted;
+  const uint32_t* tiles;
+  const uint32_t* num_tiles;
+  __nv_bfloat16* act;  // [T K, I] what the first product leaves for the second
+  float* slot_rows;    // out [T K, H]
+  int slots, top_k, num_local, hidden, inter;
+};
+
+struct CombineArgs {
+  const float* slot_rows;  // [T K, H] unweighted; rows of slots without a local expert may hold anything
+  const uint32_t* topk_ids;
+  const float* topk_weights;
+  const int32_t* expert_map;  // these three as in ExpertsStreamArgs
+  void* out;                  // [T, H]
+  int tokens, top_k, num_ids, num_local, hidden;
+  Output output;  // kF32 or kBf16
+};
+
+}  // namespace moe
+
+extern "C" int moe_align_tokens(const moe::AlignTokensArgs* args, void* stream);
+extern "C" int moe_experts_stream(const moe::ExpertsStreamArgs* args, void* stream);
+extern "C" int moe_experts_stream_planned(const moe::ExpertsStreamArgs* args, int pass, int chunk, void* stream);
+extern "C" int moe_experts_tensor(const moe::ExpertsTensorArgs* args, void* stream);
+extern "C" int moe_experts_grouped_gate_up(const moe::ExpertsGroupedArgs* args, void* stream);
+extern "C" int moe_experts_grouped_down(const moe::ExpertsGroupedArgs* args, void* stream);
+extern "C" int moe_combine(const moe::CombineArgs* args, void* stream);
+extern "C" int moe_combine_add_rms_norm(const moe::CombineArgs* args, float* residual, const __nv_bfloat16* weight,
+                                        float eps, void* stream);

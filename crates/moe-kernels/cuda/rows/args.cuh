@@ -1,0 +1,23 @@
+// Arguments of the kernels around a step.
+#pragma once
+
+#include <cstdint>
+
+namespace moe {
+
+/// Cosines and sines of rotary embedding, of dynamic NTK where a row's `rope_len` exceeds `max_len`.
+struct RopeRowsArgs {
+  const uint32_t* positions;     // [rows]
+  const uint32_t* rope_len;      // [rows]
+  const float* inv_freq;         // [half] in host memory
+  int half;                      // at most 256
+  float attention_factor;        // of cosines and sines
+  float theta, factor, max_len;  // of dynamic NTK; factor 0 = none
+  float* cos;                    // out [rows, half]
+  float* sin;                    // out [rows, half]
+  int rows;
+};
+
+}  // namespace moe
+
+extern "C" int moe_rope_rows(const moe::RopeRowsArgs* args, void* stream);
