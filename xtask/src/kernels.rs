@@ -49,8 +49,14 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 /// Where the kernels are.
-pub fn sources() -> PathBuf {
+fn sources() -> PathBuf {
     root().join("crates/moe-kernels/cuda")
+}
+
+/// All sources of the kernels, headers too.
+pub fn files() -> Result<Vec<PathBuf>> {
+    let all = |extension| nvcc::files_with(&sources(), extension).map_err(anyhow::Error::msg);
+    Ok([all("cu")?, all("cuh")?].concat())
 }
 
 /// The objects in `out` of all kernels.

@@ -5,6 +5,7 @@
 mod dist;
 mod eplb;
 mod fixtures;
+mod format_kernels;
 mod kernels;
 mod parity;
 mod plot;
@@ -13,6 +14,7 @@ mod standalone;
 mod tidy;
 mod toolkit;
 mod trace;
+mod wheel;
 mod workspace;
 
 use clap::{Parser, Subcommand};
@@ -44,6 +46,8 @@ enum Task {
     Toolkit(toolkit::Args),
     /// Build the CUDA kernels and print registers, shared memory and spills of each.
     Kernels(kernels::Args),
+    /// Format the CUDA sources with a pinned clang-format.
+    FormatKernels(format_kernels::Args),
     /// Pack the CUDA binaries, GPU tests and fixtures into one archive for a GPU machine.
     Dist(dist::Args),
 }
@@ -58,6 +62,7 @@ fn main() -> anyhow::Result<()> {
         Task::Standalone(args) => standalone::run(&args),
         Task::Toolkit(args) => toolkit::run(&args),
         Task::Kernels(args) => kernels::run(&args),
+        Task::FormatKernels(args) => format_kernels::run(&args),
         Task::Dist(args) => dist::run(&args),
     }
 }

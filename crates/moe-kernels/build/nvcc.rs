@@ -52,7 +52,7 @@ pub fn files_and_objects(sources: &Path, out: &Path) -> Result<Vec<(PathBuf, Pat
 }
 
 /// The files below `dir` with this extension, sorted.
-fn files_with(dir: &Path, extension: &str) -> Result<Vec<PathBuf>, Error> {
+pub fn files_with(dir: &Path, extension: &str) -> Result<Vec<PathBuf>, Error> {
     let entries = fs::read_dir(dir).map_err(|e| format!("cannot read {}: {e}", dir.display()))?;
     let mut paths = Vec::new();
     for path in entries.filter_map(|e| Some(e.ok()?.path())) {
