@@ -5,8 +5,8 @@ use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
 use model_qwen3moe::Qwen3MoeFamily;
+use moe_cli::batch::check_line;
 use moe_engine::ModelFamily;
-use moe_engine::batch::check_line;
 use moe_engine::chat::ChatTemplate;
 use moe_engine::tokenizer::Tokenizer;
 

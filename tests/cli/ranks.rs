@@ -48,7 +48,7 @@ impl Program<'_> {
                 ["--prompt", "ROMEO: sleep", "--max-new-tokens", "4", "--replay-routed-experts", &recorded];
             let files = ["--routed-experts-out", &again];
             self.text(&[&replay[..], &files[..], geometry].concat());
-            let of = |path: &str| moe_engine::routing::read(Path::new(path)).unwrap();
+            let of = |path: &str| moe_cli::routing::read(Path::new(path)).unwrap();
             let (forced, recorded) = (of(&again), of(&recorded));
             let tokens = forced.tokens().min(recorded.tokens());
             assert!(tokens > 4, "{tokens}");

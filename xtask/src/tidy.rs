@@ -11,7 +11,7 @@ use crate::workspace::{self, Package};
 /// Lines after which a file no longer holds one idea.
 const MAX_LINES: usize = 400;
 
-/// Which of our crates each of our crates may depend on. `tests` may use anything.
+/// Which of our crates each of our crates depends on: these and no others. `tests` may use anything.
 const EDGES: &[(&str, &[&str])] = &[
     ("moe-kernels", &[]),
     ("moe-eplb", &[]),
@@ -20,29 +20,40 @@ const EDGES: &[(&str, &[&str])] = &[
     ("moe-experts", &["moe-kernels"]),
     ("moe-comm", &["moe-kernels"]),
     ("moe-dispatch", &["moe-comm", "moe-kernels"]),
-    (
-        "moe-layer",
-        &["moe-router", "moe-dispatch", "moe-experts", "moe-eplb", "moe-chunking", "moe-comm", "moe-kernels"],
-    ),
+    ("moe-layer", &["moe-router", "moe-dispatch", "moe-experts", "moe-chunking", "moe-comm", "moe-kernels"]),
     ("model-runtime", &["moe-layer", "moe-comm", "moe-kernels"]),
     ("moe-engine", &["model-runtime", "moe-layer", "moe-comm", "moe-eplb"]),
-    ("model-qwen3moe", &["moe-engine", "model-runtime", "moe-layer"]),
-    ("model-deepseekv2-legacy", &["moe-engine", "model-runtime", "moe-layer"]),
+    ("moe-cli", &["moe-engine", "model-runtime", "moe-layer", "moe-comm"]),
+    ("model-qwen3moe", &["moe-cli", "moe-engine", "model-runtime", "moe-layer"]),
+    ("model-deepseekv2-legacy", &["moe-cli", "moe-engine", "model-runtime", "moe-layer"]),
     ("xtask", &["moe-eplb"]),
 ];
 
-/// Crates that must build without candle.
-const NO_CANDLE: &[&str] = &["moe-eplb", "moe-chunking", "xtask"];
+/// What a crate must not pull in, by itself or through others, with any of its features.
+const FORBIDDEN: &[(&str, &[&str])] = &[
+    ("moe-eplb", &["candle-core"]),
+    ("moe-chunking", &["candle-core"]),
+    ("xtask", &["candle-core"]),
+    // A library: flags, downloads and terminals are moe-cli's.
+    ("moe-engine", &["clap", "ctrlc", "hf-hub", "indicatif", "rustyline", "tracing-subscriber", "ureq"]),
+];
 
 pub fn run() -> Result<()> {
     let packages = workspace::packages()?;
     let mut faults = Vec::new();
     let ours: BTreeSet<&str> = packages.iter().map(|p| p.name.as_str()).collect();
     for package in &packages {
-        check_edges(package, &ours, &mut faults);
+        check_dependencies(package, &ours, &mut faults);
         if package.has_lib && package.publish {
             check_library(package, &mut faults);
         }
+    }
+    for (name, forbidden) in FORBIDDEN {
+        let pulled = workspace::dependencies(name)?;
+        let found = forbidden.iter().filter(|dep| pulled.contains(**dep));
+        faults.extend(
+            found.map(|dep| format!("{name}: must not pull in {dep} (cargo tree -p {name} -i {dep})")),
+        );
     }
     check_files(&workspace::root(), &mut faults)?;
     if faults.is_empty() {
@@ -55,27 +66,32 @@ pub fn run() -> Result<()> {
     bail!("{} faults", faults.len())
 }
 
-fn check_edges(package: &Package, ours: &BTreeSet<&str>, faults: &mut Vec<String>) {
+fn check_dependencies(package: &Package, ours: &BTreeSet<&str>, faults: &mut Vec<String>) {
     let name = package.name.as_str();
     if name != "moe-tests" {
-        let Some((_, allowed)) = EDGES.iter().find(|(n, _)| *n == name) else {
-            faults.push(format!("{name}: not in the list of dependency edges (xtask/src/tidy.rs)"));
-            return;
-        };
-        for dep in package.deps.iter().filter(|d| ours.contains(d.as_str())) {
-            if !allowed.contains(&dep.as_str()) {
-                faults.push(format!("{name}: may not depend on {dep}; allowed: {allowed:?}"));
-            }
-        }
+        let edges = EDGES.iter().find(|(n, _)| *n == name).map(|(_, allowed)| *allowed);
+        let deps: Vec<&str> = package.deps.iter().map(String::as_str).filter(|d| ours.contains(d)).collect();
+        faults.extend(edge_faults(name, &deps, edges));
     }
-    for dep in &package.deps {
-        if dep == "cudarc" || dep == "nccl" {
-            faults.push(format!("{name}: use cudarc through candle_core::cuda_backend::cudarc, not {dep}"));
-        }
-        if NO_CANDLE.contains(&name) && dep.starts_with("candle") {
-            faults.push(format!("{name}: must not depend on {dep}"));
-        }
+    for dep in package.deps.iter().filter(|dep| *dep == "cudarc" || *dep == "nccl") {
+        faults.push(format!("{name}: use cudarc through candle_core::cuda_backend::cudarc, not {dep}"));
     }
+}
+
+/// Where the crates that a crate depends on are not those of its list.
+fn edge_faults(name: &str, deps: &[&str], allowed: Option<&[&str]>) -> Vec<String> {
+    let Some(allowed) = allowed else {
+        return vec![format!("{name}: not in the list of dependency edges (xtask/src/tidy.rs)")];
+    };
+    let extra = deps.iter().filter(|dep| !allowed.contains(dep));
+    let unused = allowed.iter().filter(|dep| !deps.contains(dep));
+    extra
+        .map(|dep| format!("{name}: may not depend on {dep}; allowed: {allowed:?}"))
+        .chain(
+            unused
+                .map(|dep| format!("{name}: may depend on {dep} but does not; take the edge from the list")),
+        )
+        .collect()
 }
 
 fn check_library(package: &Package, faults: &mut Vec<String>) {
@@ -134,4 +150,22 @@ fn tracked_files(root: &Path) -> Result<Vec<String>> {
         bail!("git ls-files failed: {}", String::from_utf8_lossy(&output.stderr))
     }
     Ok(String::from_utf8(output.stdout)?.lines().map(str::to_string).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::edge_faults;
+
+    #[test]
+    fn edges_are_those_of_the_list_and_no_others() {
+        assert_eq!(edge_faults("a", &["b", "c"], Some(&["c", "b"])), [""; 0]);
+        for (deps, allowed, part) in [
+            (&["b"][..], None, "not in the list"),
+            (&["b"], Some(&[][..]), "may not depend on b"),
+            (&[], Some(&["b"]), "may depend on b but does not"),
+        ] {
+            let faults = edge_faults("a", deps, allowed);
+            assert!(faults.len() == 1 && faults[0].contains(part), "{faults:?}");
+        }
+    }
 }

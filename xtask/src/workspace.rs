@@ -1,5 +1,6 @@
 //! The workspace as cargo sees it, and running cargo from a task.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -73,6 +74,17 @@ pub fn packages() -> Result<Vec<Package>> {
     let metadata: Value = serde_json::from_slice(&output.stdout)?;
     let packages = metadata["packages"].as_array().context("cargo metadata lists no packages")?;
     packages.iter().map(package).collect()
+}
+
+/// The names of all packages that one of ours is built from, with all of its features.
+pub fn dependencies(package: &str) -> Result<BTreeSet<String>> {
+    let arguments = ["tree", "--package", package, "--all-features", "--edges", "normal,build"];
+    let output = cargo().args(arguments).args(["--prefix", "none", "--format", "{p}"]).output()?;
+    if !output.status.success() {
+        bail!("cargo tree failed: {}", String::from_utf8_lossy(&output.stderr))
+    }
+    let text = String::from_utf8(output.stdout)?;
+    Ok(text.lines().filter_map(|line| line.split(' ').next()).map(str::to_string).collect())
 }
 
 fn package(p: &Value) -> Result<Package> {

@@ -1,53 +1,61 @@
-//! The flag `--device`, and which GPU each rank gets.
+//! The device of a run, and which GPU each rank gets.
 
-use anyhow::{Context, Result};
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::{Context, Result, bail};
 use candle_core::Device;
 
-use crate::cli::RunArgs;
 use crate::usage;
 
-/// What `--device` says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum DeviceFlag {
+/// A device, or the kind of device of each rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
     /// `cpu`.
+    #[default]
     Cpu,
-    /// `cuda`, or `cuda:N`.
+    /// `cuda`: the n-th rank of a host has its n-th GPU; or `cuda:N`, this one.
     Cuda(Option<usize>),
 }
 
-impl DeviceFlag {
-    /// The flag of a command; what this build cannot do is a mistake in the call.
-    pub fn of(args: &RunArgs) -> Result<Self> {
-        let flag = Self::parse(&args.device)?;
-        let ranks = args.parallel.config()?.world_size()?;
-        flag.check(&args.device, ranks)?;
-        flag.check_invariant(args.batch_invariant, ranks)?;
-        Ok(flag)
-    }
-
-    fn parse(name: &str) -> Result<Self> {
-        let wrong = || usage(format!("--device {name}: expected cpu, cuda or cuda:N"));
-        match name.split_once(':') {
-            None if name == "cpu" => Ok(Self::Cpu),
-            None if name == "cuda" => Ok(Self::Cuda(None)),
-            Some(("cuda", ordinal)) => Ok(Self::Cuda(Some(ordinal.parse().map_err(|_| wrong())?))),
-            _ => Err(wrong()),
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(None) => f.write_str("cuda"),
+            Self::Cuda(Some(ordinal)) => write!(f, "cuda:{ordinal}"),
         }
     }
+}
 
-    fn check(self, name: &str, world_size: usize) -> Result<()> {
+impl FromStr for DeviceChoice {
+    type Err = anyhow::Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name.split_once(':').map(|(kind, ordinal)| (kind, ordinal.parse())) {
+            None if name == "cpu" => Ok(Self::Cpu),
+            None if name == "cuda" => Ok(Self::Cuda(None)),
+            Some(("cuda", Ok(ordinal))) => Ok(Self::Cuda(Some(ordinal))),
+            _ => bail!("expected cpu, cuda or cuda:N"),
+        }
+    }
+}
+
+impl DeviceChoice {
+    /// Whether this build can run `ranks` ranks on it.
+    pub(crate) fn check(self, ranks: usize) -> Result<()> {
         let Self::Cuda(ordinal) = self else { return Ok(()) };
         if !cfg!(feature = "cuda") {
             return Err(usage(format!(
-                "--device {name}: this program was built without CUDA; build it with --features cuda"
+                "--device {self}: this program was built without CUDA; build it with --features cuda"
             )));
         }
-        if world_size == 1 {
+        if ranks == 1 {
             return Ok(());
         }
         if ordinal.is_some() {
             return Err(usage(format!(
-                "--device {name} names one GPU, but --tp and --dp ask for {world_size} ranks of one GPU each; use \
+                "--device {self} names one GPU, but --tp and --dp ask for {ranks} ranks of one GPU each; use \
                  --device cuda, by which the n-th rank of a host runs on its n-th GPU (CUDA_VISIBLE_DEVICES chooses them)"
             )));
         }
@@ -61,8 +69,8 @@ impl DeviceFlag {
     }
 
     /// NCCL chooses the order of its sums by their size.
-    fn check_invariant(self, asked: bool, world_size: usize) -> Result<()> {
-        if asked && world_size > 1 && self != Self::Cpu {
+    pub(crate) fn check_invariant(self, asked: bool, ranks: usize) -> Result<()> {
+        if asked && ranks > 1 && self != Self::Cpu {
             return Err(usage(
                 "--batch-invariant does not hold over several GPUs, whose sums depend on the number of rows; use one \
                  GPU, or --device cpu",
@@ -72,7 +80,7 @@ impl DeviceFlag {
     }
 
     /// Whether this host has a GPU for each of `ranks` ranks that are to be started on it.
-    pub fn check_visible(self, ranks: usize) -> Result<()> {
+    pub(crate) fn check_visible(self, ranks: usize) -> Result<()> {
         match self {
             Self::Cpu => Ok(()),
             Self::Cuda(_) => match visible()? {
@@ -85,7 +93,7 @@ impl DeviceFlag {
     }
 
     /// Opens the device, of the rank that is the `local_rank`-th of its host.
-    pub fn open(self, local_rank: usize) -> Result<Device> {
+    pub(crate) fn open(self, local_rank: usize) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
             Self::Cuda(Some(ordinal)) => cuda_device(ordinal),
@@ -98,11 +106,11 @@ impl DeviceFlag {
 fn ordinal(local_rank: usize, visible: usize) -> Result<usize> {
     match visible {
         0 => {
-            anyhow::bail!("no CUDA device is visible; is there a GPU, and does CUDA_VISIBLE_DEVICES name it?")
+            bail!("no CUDA device is visible; is there a GPU, and does CUDA_VISIBLE_DEVICES name it?")
         }
         1 => Ok(0),
         n if local_rank < n => Ok(local_rank),
-        n => anyhow::bail!(
+        n => bail!(
             "rank {local_rank} of this host needs a GPU of its own, but {n} are visible; start at most {n} ranks here"
         ),
     }
@@ -135,32 +143,37 @@ mod tests {
 
     #[test]
     fn names_of_devices() {
-        assert_eq!(DeviceFlag::parse("cpu").unwrap(), DeviceFlag::Cpu);
-        assert_eq!(DeviceFlag::parse("cuda").unwrap(), DeviceFlag::Cuda(None));
-        assert_eq!(DeviceFlag::parse("cuda:3").unwrap(), DeviceFlag::Cuda(Some(3)));
+        for (name, device) in [
+            ("cpu", DeviceChoice::Cpu),
+            ("cuda", DeviceChoice::Cuda(None)),
+            ("cuda:3", DeviceChoice::Cuda(Some(3))),
+        ] {
+            assert_eq!(name.parse::<DeviceChoice>().unwrap(), device);
+            assert_eq!(device.to_string(), name);
+        }
         for wrong in ["", "gpu", "cpu:0", "cuda:", "cuda:x", "cuda:-1"] {
-            let error = DeviceFlag::parse(wrong).unwrap_err().to_string();
+            let error = wrong.parse::<DeviceChoice>().unwrap_err().to_string();
             assert!(error.contains("expected cpu, cuda or cuda:N"), "{wrong}: {error}");
         }
     }
 
     #[test]
     fn several_ranks_need_a_gpu_each() {
-        assert!(DeviceFlag::Cpu.check("cpu", 4).is_ok());
-        let error = DeviceFlag::Cuda(Some(1)).check("cuda:1", 2).unwrap_err().to_string();
+        assert!(DeviceChoice::Cpu.check(4).is_ok());
+        let error = DeviceChoice::Cuda(Some(1)).check(2).unwrap_err().to_string();
         let expected = if cfg!(feature = "cuda") { "2 ranks of one GPU each" } else { "built without CUDA" };
         assert!(error.contains(expected), "{error}");
-        assert_eq!(DeviceFlag::Cuda(None).check("cuda", 2).is_ok(), cfg!(feature = "nccl"));
-        assert_eq!(DeviceFlag::Cuda(None).check("cuda", 1).is_ok(), cfg!(feature = "cuda"));
+        assert_eq!(DeviceChoice::Cuda(None).check(2).is_ok(), cfg!(feature = "nccl"));
+        assert_eq!(DeviceChoice::Cuda(None).check(1).is_ok(), cfg!(feature = "cuda"));
     }
 
     #[test]
     fn several_gpus_are_not_batch_invariant() {
-        let cuda = DeviceFlag::Cuda(None);
+        let cuda = DeviceChoice::Cuda(None);
         let error = cuda.check_invariant(true, 2).unwrap_err().to_string();
         assert!(error.contains("--batch-invariant does not hold over several GPUs"), "{error}");
-        for (flag, asked, ranks) in [(cuda, true, 1), (cuda, false, 2), (DeviceFlag::Cpu, true, 2)] {
-            assert!(flag.check_invariant(asked, ranks).is_ok(), "{flag:?} {asked} {ranks}");
+        for (device, asked, ranks) in [(cuda, true, 1), (cuda, false, 2), (DeviceChoice::Cpu, true, 2)] {
+            assert!(device.check_invariant(asked, ranks).is_ok(), "{device} {asked} {ranks}");
         }
     }
 

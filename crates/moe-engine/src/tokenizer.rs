@@ -24,6 +24,26 @@ impl Tokenizer {
         tokenizers::Tokenizer::from_bytes(bytes).map(Self).map_err(|e| anyhow!("{e}"))
     }
 
+    /// One that needs no file: GPT-2's byte alphabet without merges, so every byte of a text is one of
+    /// 256 tokens. For models with random weights, and for tests.
+    pub fn bytes() -> Result<Self> {
+        let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
+        let mut chars: Vec<char> = alphabet.into_iter().collect();
+        chars.sort_unstable();
+        let vocab: serde_json::Map<String, serde_json::Value> =
+            chars.iter().enumerate().map(|(i, c)| (c.to_string(), i.into())).collect();
+        let byte_level = serde_json::json!(
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false}
+        );
+        let json = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
+        });
+        Self::from_bytes(json.to_string().as_bytes())
+    }
+
     /// Token ids of a text, with the special tokens that the tokenizer's own template adds.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, true)
@@ -159,22 +179,8 @@ pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A byte-level tokenizer without merges: every byte is a token, so tokens end inside characters.
     pub(crate) fn bytes() -> Tokenizer {
-        let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
-        let mut chars: Vec<char> = alphabet.into_iter().collect();
-        chars.sort_unstable();
-        let vocab: serde_json::Map<String, serde_json::Value> =
-            chars.iter().enumerate().map(|(i, c)| (c.to_string(), i.into())).collect();
-        let json = serde_json::json!({
-            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
-            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
-            "post_processor": null,
-            "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
-            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-                "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
-        });
-        Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap()
+        Tokenizer::bytes().unwrap()
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! `model-deepseekv2-legacy`: generate text with a DeepSeek-V2 or V2-Lite checkpoint.
 
 #[global_allocator]
-static ALLOCATOR: moe_engine::HugePages = moe_engine::HugePages;
+static ALLOCATOR: moe_cli::HugePages = moe_cli::HugePages;
 
 fn main() -> std::process::ExitCode {
-    moe_engine::main::<model_deepseekv2_legacy::DeepseekV2Family>()
+    moe_cli::main::<model_deepseekv2_legacy::DeepseekV2Family>()
 }

@@ -2,7 +2,7 @@
 //! without a network.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
-#[path = "../../../crates/moe-engine/src/hub/tests/server.rs"]
+#[path = "../../../crates/moe-cli/src/hub/tests/server.rs"]
 mod server;
 
 use std::path::Path;

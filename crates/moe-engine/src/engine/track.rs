@@ -6,7 +6,7 @@ use candle_core::Result;
 use model_runtime::Exec;
 use model_runtime::cuda::{Mark, Timeline};
 
-use crate::profile;
+use crate::device_events;
 
 /// The marks that a step left on the stream.
 pub(crate) struct StepMarks {
@@ -18,7 +18,7 @@ pub(crate) struct StepMarks {
 
 /// A context that marks its stream if a profile wants to know.
 pub(super) fn tracked(ex: Exec) -> Result<Exec> {
-    let timeline = profile::wants_device().then(|| Timeline::new(profile::origin(), &ex));
+    let timeline = device_events::wanted().then(|| Timeline::new(device_events::origin(), &ex));
     Ok(ex.with_timeline(timeline.transpose()?))
 }
 
@@ -36,10 +36,10 @@ impl StepMarks {
         let sections = self.timeline.sections(self.marks, self.launched)?;
         if let (Some(first), Some(last)) = (sections.first(), sections.last()) {
             let duration = last.start_us + last.duration_us - first.start_us;
-            profile::device_section("step", self.rows, first.start_us, duration);
+            device_events::section("step", self.rows, first.start_us, duration);
         }
         for s in &sections {
-            profile::device_section(s.what, s.index, s.start_us, s.duration_us);
+            device_events::section(s.what, s.index, s.start_us, s.duration_us);
         }
         Ok(())
     }

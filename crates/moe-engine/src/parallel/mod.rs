@@ -1,4 +1,4 @@
-//! Several ranks: flags, processes, loading, and the ranks of a step.
+//! Several ranks: processes, loading, and the ranks of a step.
 //!
 //! A rank has a thread pool, a slice of the model and a KV cache of its own, and is a thread of one
 //! process or a process; on GPUs it is a process with one GPU. Each data-parallel group has a scheduler; its first rank samples, the others
@@ -7,7 +7,6 @@
 
 #[cfg(any(test, feature = "cuda"))]
 mod agree;
-mod args;
 #[cfg(feature = "cuda")]
 mod device;
 mod follow;
@@ -19,11 +18,10 @@ mod processes;
 mod ranks;
 pub(crate) mod wire;
 
-pub use args::{ExecutorBackend, ParallelArgs};
 #[cfg(feature = "cuda")]
 pub(crate) use device::DeviceFollower;
 pub(crate) use follow::Follower;
-pub(crate) use launch::{Placement, placement};
+pub use launch::{Placement, placement};
 pub use load::{Replica, Source, load};
 pub(crate) use processes::Processes;
 pub(crate) use ranks::{AbortOnPanic, panic_text};

@@ -26,11 +26,10 @@ use super::load::{Replica, Source, load_rank};
 use super::nccl::Devices;
 use super::ranks::LocalRanks;
 use crate::chat::this_program;
-use crate::cli::RunArgs;
-use crate::device::DeviceFlag;
 use crate::engine::RemoteEngine;
 use crate::family::ModelFamily;
-use crate::session::Ranks;
+use crate::run::Ranks;
+use crate::run_config::RunConfig;
 use crate::usage;
 
 /// How long a process may take to end by itself once the world has failed: it may be computing, or
@@ -67,27 +66,27 @@ impl Processes {
     /// in this process.
     ///
     /// # Errors
-    /// Ranks that do not appear, or were started with other flags.
-    pub fn start(args: &RunArgs, model: Option<&str>, ex: &Exec) -> Result<Option<Self>> {
+    /// Ranks that do not appear, or were started with other settings.
+    pub fn start(config: &RunConfig, model: &str, ex: &Exec) -> Result<Option<Self>> {
         let env = |name: &str| std::env::var(name).ok();
         let timeouts = SocketTimeouts::from_env(env).map_err(|e| usage(e.to_string()))?;
-        let (launch, listener, children) = match placement(args)? {
+        let (launch, listener, children) = match placement(config)? {
             Placement::Threads => return Ok(None),
             Placement::Launched(launch) => {
                 end_with_parent(false)?;
                 (launch, None, Children::default())
             }
             Placement::Start => {
-                let world_size = args.parallel.config()?.world_size()?;
-                DeviceFlag::of(args)?.check_visible(world_size)?;
+                let world_size = config.parallel.world_size()?;
+                config.device.check_visible(world_size)?;
                 let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot open a port")?;
                 let port = listener.local_addr()?.port();
                 (local_launch(0, world_size, port)?, Some(listener), Children::start(world_size, port)?)
             }
         };
         let alive = || children.check().map_err(candle_core::Error::msg);
-        let join =
-            Join { timeouts, listener, alive: &alive, ..Join::new(&launch, settings(args, model, ex)) };
+        let agreed = config.agreed(model, ex);
+        let join = Join { timeouts, listener, alive: &alive, ..Join::new(&launch, agreed) };
         let comm = SocketComm::connect(join)?;
         end_with_world(&comm)?;
         end_with_parent(true)?;
@@ -99,7 +98,7 @@ impl Processes {
             local_rank,
             local_world_size,
             world_size,
-            tp: args.parallel.tp,
+            tp: config.parallel.tp,
             #[cfg(feature = "nccl")]
             devices: OnceLock::new(),
             children,
@@ -228,32 +227,6 @@ impl Drop for Processes {
             self.world.abort("it ended before its work was done");
         }
     }
-}
-
-/// What must be the same on all ranks. Bits depend on the instruction set, too.
-fn settings(args: &RunArgs, model: Option<&str>, ex: &Exec) -> Vec<(String, String)> {
-    let p = &args.parallel;
-    let name = |value: &Option<String>| value.clone().unwrap_or_else(|| "default".to_string());
-    let all: [(&str, String); 17] = [
-        ("the program's version", env!("CARGO_PKG_VERSION").to_string()),
-        ("--model", model.unwrap_or("embedded").to_string()),
-        ("--tp", p.tp.to_string()),
-        ("--dp", p.dp.to_string()),
-        ("--enable-expert-parallel", p.enable_expert_parallel.to_string()),
-        ("--moe-ep-backend", p.moe_ep_backend.clone()),
-        ("--deepep-mode", p.deepep_mode.clone()),
-        ("--expert-placement-strategy", p.expert_placement_strategy.clone()),
-        ("--enable-chunked-moe", p.enable_chunked_moe.to_string()),
-        ("--chunked-moe-size", format!("{:?}", p.chunked_moe_size)),
-        ("--moe-memory-budget", format!("{:?}", p.moe_memory_budget)),
-        ("--device", args.device.clone()),
-        ("--dtype", name(&args.dtype)),
-        ("--cpu-isa", ex.isa().name().to_string()),
-        ("--moe-backend", name(&args.moe_backend)),
-        ("--moe-path", format!("{:?}", args.moe_path)),
-        ("--mla", format!("{:?}", args.mla)),
-    ];
-    all.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
 }
 
 /// The environment of a rank that this program starts.

@@ -1,0 +1,66 @@
+//! What was generated for a line, and the record that says it, in the format of vLLM's `run_batch`.
+
+use model_runtime::sampling::TokenLogprobs;
+use moe_engine::engine::{FinishReason, Output};
+use serde_json::{Value, json};
+
+use super::entries::Key;
+use super::fields::ApiError;
+
+/// One continuation as it grows.
+#[derive(Default)]
+pub struct Choice {
+    /// Its text.
+    pub text: String,
+    /// New tokens.
+    pub num_tokens: usize,
+    /// Those of the new tokens, if they are asked for.
+    pub logprobs: Vec<TokenLogprobs>,
+    /// Those of the prompt's tokens but the first, in the first choice of a prompt.
+    pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
+    /// Why it ended.
+    pub finish: Option<FinishReason>,
+}
+
+impl Choice {
+    /// Adds what is new; whether it was the last.
+    pub fn push(&mut self, output: Output) -> bool {
+        self.text += &output.text;
+        self.num_tokens += usize::from(output.token_id.is_some());
+        self.logprobs.extend(output.logprobs);
+        self.prompt_logprobs = self.prompt_logprobs.take().or(output.prompt_logprobs);
+        self.finish = output.finish;
+        self.finish.is_some()
+    }
+}
+
+/// A line of the output file, without its newline.
+pub fn record(key: &Key, result: Result<Value, ApiError>) -> String {
+    let (status, body, error) = match result {
+        Ok(body) => (200, body, Value::Null),
+        Err(e) => {
+            let kind = if e.status == 400 { "BadRequestError" } else { "InternalServerError" };
+            let error = json!({"message": e.message, "type": kind, "param": e.param, "code": e.status});
+            (e.status, Value::Null, json!({ "error": error }))
+        }
+    };
+    let response = json!({"status_code": status, "request_id": format!("batch-{}", key.id), "body": body});
+    json!({"id": key.id, "custom_id": key.custom_id, "response": response, "error": error}).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_are_those_of_run_batch() {
+        let key = Key { id: "request-3".into(), custom_id: Some("a\n\"".into()) };
+        let got = record(&key, Ok(json!({"x": "line\nbreak"})));
+        let want = r#"{"id":"request-3","custom_id":"a\n\"","response":{"status_code":200,"request_id":"batch-request-3","body":{"x":"line\nbreak"}},"error":null}"#;
+        assert_eq!(got, want);
+        let key = Key { id: "line-4".into(), custom_id: None };
+        let got = record(&key, Err(ApiError::field("n", "too many")));
+        let want = r#"{"id":"line-4","custom_id":null,"response":{"status_code":400,"request_id":"batch-line-4","body":null},"error":{"error":{"message":"n: too many","type":"BadRequestError","param":"n","code":400}}}"#;
+        assert_eq!(got, want);
+    }
+}

@@ -1,0 +1,282 @@
+//! A line's request to what the engine runs, and to the form of its answer.
+//!
+//! A parameter is what the body says, else what a flag of the command says, else what
+//! generation_config.json says, else vLLM's default.
+
+use model_runtime::sampling::request_seed;
+use moe_engine::chat::ChatTemplate;
+use moe_engine::engine::Request;
+use moe_engine::tokenizer::Tokenizer;
+use serde_json::{Map, Value};
+
+use super::fields::{ApiError, Fields, short};
+use super::prompts::{self, Prompt};
+use crate::options;
+
+/// The APIs of a line's `url`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Api {
+    /// `/v1/chat/completions`.
+    Chat,
+    /// `/v1/completions`.
+    Completions,
+}
+
+/// The requests of a line, one for each prompt.
+pub struct Job {
+    /// In the order of the prompts.
+    pub requests: Vec<Request>,
+    /// How to answer.
+    pub form: Form,
+}
+
+/// What an answer holds beside what was generated.
+#[derive(Debug)]
+pub struct Form {
+    /// Which object.
+    pub api: Api,
+    /// The `model` of the body, else this program's.
+    pub model: String,
+    /// Choices of each prompt.
+    pub n: usize,
+    /// The role of a message.
+    pub role: String,
+    /// Log-probabilities of so many likeliest tokens.
+    pub logprobs: Option<usize>,
+    /// Those of the prompt, as asked for by name.
+    pub prompt_logprobs: bool,
+    /// Only the prompt is wanted: `echo` with `max_tokens` 0.
+    pub prompt_only: bool,
+    /// The prompts.
+    pub prompts: Vec<PromptForm>,
+}
+
+/// A prompt as its answer needs it.
+#[derive(Debug)]
+pub struct PromptForm {
+    /// Its tokens.
+    pub len: usize,
+    /// The first of them, which has no log-probability.
+    pub first_token: u32,
+    /// Text in front of the answer.
+    pub echo: Option<String>,
+}
+
+/// The most log-probabilities of one token, vLLM's limit.
+const MAX_LOGPROBS: usize = 20;
+/// The most choices of one line, so that one line stays a small part of the memory.
+const MAX_CHOICES: usize = 4096;
+/// What `/v1/completions` generates where nothing says how much.
+const COMPLETION_TOKENS: usize = 16;
+
+/// Parameters that would change the answer and that this engine has not: refused, not ignored.
+const UNSUPPORTED: [&str; 13] = [
+    "best_of",
+    "chat_template",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "logits_processors",
+    "prompt_embeds",
+    "stream",
+    "structured_outputs",
+    "suffix",
+    "truncate_prompt_tokens",
+    "use_beam_search",
+];
+
+/// Turns lines into jobs.
+pub struct Parser {
+    /// The model's tokenizer.
+    pub tokenizer: Tokenizer,
+    /// Its chat template, if it has one.
+    pub template: Option<ChatTemplate>,
+    /// Variables for the template; a body's replace them.
+    pub template_kwargs: Map<String, Value>,
+    /// Flags over generation_config.json over vLLM's defaults.
+    pub defaults: Request,
+    /// The run's seed.
+    pub seed: u64,
+    /// The longest sequence.
+    pub max_model_len: usize,
+    /// The model's name.
+    pub model: String,
+}
+
+impl Parser {
+    /// The job of a line.
+    pub fn parse(&self, line: &Map<String, Value>, custom_id: &str) -> Result<Job, ApiError> {
+        let line = Fields(line);
+        if let Some(method) = line.text("method")?.filter(|method| *method != "POST") {
+            return Err(ApiError::field("method", format!("expected \"POST\", got {method:?}")));
+        }
+        let api = match line.text("url")? {
+            Some("/v1/chat/completions") => Api::Chat,
+            Some("/v1/completions") => Api::Completions,
+            other => {
+                let got = other.map_or("none".into(), |url| format!("{url:?}"));
+                let expected = "expected \"/v1/chat/completions\" or \"/v1/completions\"";
+                return Err(ApiError::field("url", format!("{expected}, got {got}")));
+            }
+        };
+        let body = line.object("body")?.ok_or_else(|| ApiError::field("body", "it is missing"))?;
+        self.job(api, Fields(body), custom_id)
+    }
+
+    fn job(&self, api: Api, body: Fields, custom_id: &str) -> Result<Job, ApiError> {
+        check_supported(&body)?;
+        let mut request = self.request(&body)?;
+        let own_seed = body.seed("seed")?;
+        let derived = request_seed(self.seed, custom_id);
+        let echo = body.bool("echo")?.unwrap_or(false);
+        let limit = body.size("max_completion_tokens")?.or(body.size("max_tokens")?);
+        let prompt_only = echo && api == Api::Completions && limit == Some(0);
+        let default_limit = match api {
+            Api::Chat => request.max_tokens,
+            Api::Completions => request.max_tokens.or(Some(COMPLETION_TOKENS)),
+        };
+        request.max_tokens = if prompt_only { Some(1) } else { limit.or(default_limit) };
+        let logprobs = logprobs(api, &body)?;
+        request.sampling.logprobs = logprobs;
+        request.prompt_logprobs = body.size("prompt_logprobs")?.or(logprobs.filter(|_| echo));
+        at_most_max("prompt_logprobs", request.prompt_logprobs)?;
+
+        let (prompts, role) = match api {
+            Api::Chat => prompts::chat(self, &body, echo)?,
+            Api::Completions => (prompts::completions(&self.tokenizer, &body, echo)?, String::new()),
+        };
+        if prompts.len().saturating_mul(request.n) > MAX_CHOICES {
+            let got = format!("{} prompts with n = {}", prompts.len(), request.n);
+            return Err(ApiError::field("n", format!("at most {MAX_CHOICES} choices in a line, got {got}")));
+        }
+        prompts.iter().try_for_each(|prompt| self.check_length(prompt, limit))?;
+        let form = Form {
+            api,
+            model: body.text("model")?.unwrap_or(&self.model).to_string(),
+            n: request.n,
+            role,
+            logprobs,
+            prompt_logprobs: body.value("prompt_logprobs").is_some(),
+            prompt_only,
+            prompts: prompts.iter().map(Prompt::form).collect(),
+        };
+        let requests = prompts.into_iter().enumerate().map(|(i, prompt)| {
+            let room = self.max_model_len.saturating_sub(prompt.ids.len()).max(1);
+            let max_tokens = request.max_tokens.map(|max| max.min(room));
+            let mut request = Request { prompt: prompt.ids, max_tokens, ..request.clone() };
+            // The choices of a line differ, also where its prompts are the same.
+            request.sampling.seed = own_seed.unwrap_or(derived.wrapping_add((i * form.n) as u64));
+            request
+        });
+        Ok(Job { requests: requests.collect(), form })
+    }
+
+    /// The parameters of a body over the defaults, without a prompt.
+    fn request(&self, body: &Fields) -> Result<Request, ApiError> {
+        let mut request = self.defaults.clone();
+        let s = &mut request.sampling;
+        for (name, value) in [
+            ("temperature", &mut s.temperature),
+            ("top_p", &mut s.top_p),
+            ("min_p", &mut s.min_p),
+            ("repetition_penalty", &mut s.repetition_penalty),
+            ("presence_penalty", &mut s.presence_penalty),
+            ("frequency_penalty", &mut s.frequency_penalty),
+        ] {
+            *value = body.float(name)?.unwrap_or(*value);
+        }
+        if let Some(k) = body.integer("top_k")? {
+            s.top_k = options::top_k(k).map_err(|e| ApiError::field("top_k", format!("{e}, got {k}")))?;
+        }
+        if let Some(bias) = body.object("logit_bias")? {
+            s.logit_bias = bias.iter().map(logit_bias).collect::<Result<_, _>>()?;
+        }
+        s.allowed_token_ids = body.token_ids("allowed_token_ids")?.or(s.allowed_token_ids.take());
+        if let Some(words) = body.texts("bad_words")? {
+            s.bad_words = prompts::bad_words(&self.tokenizer, &words)?;
+        }
+        for (name, value) in [
+            ("ignore_eos", &mut request.ignore_eos),
+            ("include_stop_str_in_output", &mut request.include_stop_str_in_output),
+            ("skip_special_tokens", &mut request.skip_special_tokens),
+        ] {
+            *value = body.bool(name)?.unwrap_or(*value);
+        }
+        request.n = body.size("n")?.unwrap_or(request.n);
+        request.min_tokens = body.size("min_tokens")?.unwrap_or(request.min_tokens);
+        request.stop = body.texts("stop")?.unwrap_or(request.stop);
+        request.stop_token_ids = body.token_ids("stop_token_ids")?.unwrap_or(request.stop_token_ids);
+        Ok(request)
+    }
+
+    /// As in vLLM, a limit that the body names must fit beside the prompt; a default one is cut.
+    fn check_length(&self, prompt: &Prompt, limit: Option<usize>) -> Result<(), ApiError> {
+        let (len, max) = (prompt.ids.len(), self.max_model_len);
+        if limit.is_some_and(|limit| len < max && len.saturating_add(limit) > max) {
+            let message = format!(
+                "{} is too large: the context is {max} tokens, the prompt has {len}",
+                limit.unwrap_or_default()
+            );
+            return Err(ApiError::field("max_tokens", message));
+        }
+        Ok(())
+    }
+}
+
+/// Refuses what cannot be done, where it is asked for.
+fn check_supported(body: &Fields) -> Result<(), ApiError> {
+    let off = |value: &Value| *value == false || *value == 1;
+    let asked = |name: &&&str| body.value(name).is_some_and(|value| !off(value));
+    if let Some(name) = UNSUPPORTED.iter().find(asked) {
+        return Err(ApiError::field(name, "it is not supported; leave it out"));
+    }
+    let format = body.object("response_format")?.and_then(|format| format.get("type"));
+    if let Some(format) = format.filter(|format| **format != "text") {
+        return Err(ApiError::field(
+            "response_format",
+            format!("only \"text\" is supported, got {}", short(format)),
+        ));
+    }
+    match body.value("tool_choice") {
+        Some(choice) if choice != "auto" && choice != "none" => Err(ApiError::field(
+            "tool_choice",
+            format!("expected \"auto\" or \"none\", got {}", short(choice)),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// How many log-probabilities a body asks for in the form of its API.
+fn logprobs(api: Api, body: &Fields) -> Result<Option<usize>, ApiError> {
+    let count = match api {
+        Api::Completions => body.size("logprobs")?,
+        Api::Chat => {
+            let (on, top) = (body.bool("logprobs")?.unwrap_or(false), body.size("top_logprobs")?);
+            if !on && top.is_some_and(|top| top > 0) {
+                return Err(ApiError::field("top_logprobs", "it needs logprobs to be true"));
+            }
+            on.then(|| top.unwrap_or(0))
+        }
+    };
+    at_most_max("logprobs", count)?;
+    Ok(count)
+}
+
+fn at_most_max(name: &str, count: Option<usize>) -> Result<(), ApiError> {
+    match count {
+        Some(count) if count > MAX_LOGPROBS => {
+            Err(ApiError::field(name, format!("expected at most {MAX_LOGPROBS}, got {count}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A token's bias, which vLLM keeps within [-100, 100].
+fn logit_bias((id, bias): (&String, &Value)) -> Result<(u32, f32), ApiError> {
+    let wrong =
+        |expected: &str, got: &str| ApiError::field("logit_bias", format!("expected {expected}, got {got}"));
+    let token: u32 = id.parse().map_err(|_| wrong("token ids as keys", &format!("{id:?}")))?;
+    let bias = bias.as_f64().ok_or_else(|| wrong(&format!("a number for token {token}"), &short(bias)))?;
+    Ok((token, bias.clamp(-100.0, 100.0) as f32))
+}

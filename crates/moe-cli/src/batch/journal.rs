@@ -1,0 +1,206 @@
+//! The output file: what it already holds, and how records are added to it.
+//!
+//! A record is one line and is appended by one write, so a kill at any moment leaves whole records
+//! and at most one torn line at the end, which the next run cuts off.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use moe_engine::usage;
+use serde::Deserialize;
+
+use super::known::Known;
+
+/// How every record begins; tells a torn record from a file that is not ours.
+const BEGINNING: &[u8] = br#"{"id":""#;
+
+/// Where records go.
+pub struct Journal {
+    name: String,
+    sink: Sink,
+    records: u64,
+}
+
+enum Sink {
+    Stdout,
+    /// A file that keeps what is written, and its length.
+    File(File, u64),
+    /// A device or a pipe.
+    Stream(File),
+}
+
+/// What a record of an earlier run is known by.
+#[derive(Deserialize)]
+struct Header {
+    id: String,
+    custom_id: Option<String>,
+}
+
+impl Journal {
+    /// Opens or creates an output file, `-` being stdout, and tells `known` what it holds.
+    ///
+    /// # Errors
+    /// It is the input, another run writes to it, or it holds something else than records; it is
+    /// left as it is then.
+    pub fn open(path: &Path, input: &Path, known: &mut Known) -> Result<Self> {
+        let name = path.display().to_string();
+        if path.as_os_str() == "-" {
+            return Ok(Self { name: "stdout".into(), sink: Sink::Stdout, records: 0 });
+        }
+        let same = |a: PathBuf| input.canonicalize().is_ok_and(|b| a == b);
+        if path.canonicalize().is_ok_and(same) {
+            return Err(usage(format!("--output {name} is the input; name another file")));
+        }
+        let cannot = |e: io::Error| usage(format!("--output {name}: cannot open it for writing: {e}"));
+        let seekable = path.metadata().is_ok_and(|m| m.is_file()) || !path.exists();
+        let file = OpenOptions::new().read(seekable).append(true).create(true).open(path).map_err(cannot)?;
+        if !seekable {
+            return Ok(Self { name, sink: Sink::Stream(file), records: 0 });
+        }
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            return Err(usage(format!("--output {name}: another run is writing to it")));
+        }
+        let (records, len) = scan(&file, &name, known)?;
+        file.set_len(len).with_context(|| format!("cannot cut the torn last line of {name}"))?;
+        Ok(Self { name, sink: Sink::File(file, len), records })
+    }
+
+    /// Records in it, earlier runs' included.
+    pub fn records(&self) -> u64 {
+        self.records
+    }
+
+    /// Appends a record, a JSON object on one line.
+    ///
+    /// # Errors
+    /// The record cannot be written (the disk is full); the ones before are intact.
+    pub fn append(&mut self, mut record: String) -> Result<()> {
+        record.push('\n');
+        let bytes = record.as_bytes();
+        let written = match &mut self.sink {
+            Sink::Stdout => {
+                let mut out = io::stdout().lock();
+                out.write_all(bytes).and_then(|()| out.flush())
+            }
+            Sink::Stream(file) => file.write_all(bytes),
+            Sink::File(file, len) => match file.write_all(bytes) {
+                Ok(()) => {
+                    *len += bytes.len() as u64;
+                    Ok(())
+                }
+                Err(e) => {
+                    // Half a record helps nobody; should this fail too, the next run does it.
+                    let _ = file.set_len(*len);
+                    Err(e)
+                }
+            },
+        };
+        written.with_context(|| {
+            format!(
+                "cannot write to {}; its {} records are intact, run the same command again to continue",
+                self.name, self.records
+            )
+        })?;
+        self.records += 1;
+        Ok(())
+    }
+
+    /// Waits until the file is on the disk.
+    pub fn finish(self) -> Result<()> {
+        match self.sink {
+            Sink::File(file, _) => file.sync_all().with_context(|| format!("cannot write to {}", self.name)),
+            Sink::Stdout | Sink::Stream(_) => Ok(()),
+        }
+    }
+}
+
+/// Reads the records of a file; their number, and the length without a torn last line.
+fn scan(file: &File, name: &str, known: &mut Known) -> Result<(u64, u64)> {
+    let mut reader = BufReader::with_capacity(1 << 20, file);
+    let (mut line, mut records, mut len) = (Vec::new(), 0, 0);
+    loop {
+        line.clear();
+        let read = reader.read_until(b'\n', &mut line).with_context(|| format!("cannot read {name}"))?;
+        if !line.ends_with(b"\n") {
+            let torn = line.starts_with(BEGINNING)
+                || BEGINNING.starts_with(&line)
+                // What some file systems leave of a write that a power failure interrupted.
+                || line.iter().all(|byte| *byte == 0);
+            return if torn { Ok((records, len)) } else { not_ours(name, records + 1, "no such record") };
+        }
+        match serde_json::from_slice::<Header>(&line) {
+            Ok(header) => known.answered(&header.id, header.custom_id.as_deref()),
+            Err(e) => return not_ours(name, records + 1, &e.to_string()),
+        }
+        records += 1;
+        len += read as u64;
+    }
+}
+
+fn not_ours<T>(name: &str, line: u64, why: &str) -> Result<T> {
+    bail!(
+        "--output {name} holds something else than records of this command (line {line}: {why}); it is left as it \
+         is, name another file"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn open(path: &Path) -> Result<(Journal, Known)> {
+        let mut known = Known::with_lines(0);
+        Ok((Journal::open(path, Path::new("in.jsonl"), &mut known)?, known))
+    }
+
+    #[test]
+    fn a_torn_last_line_is_cut_off() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.jsonl");
+        let whole = r#"{"id":"request-1","custom_id":"a","response":{},"error":null}"#;
+        for torn in ["", "{", r#"{"id":"#, r#"{"id":"request-2","custom_id":"b","resp"#, "\0\0\0"] {
+            std::fs::write(&path, format!("{whole}\n{torn}")).unwrap();
+            let (mut journal, known) = open(&path).unwrap();
+            assert_eq!(journal.records(), 1);
+            assert!(known.is_done(1, Some("a")) && !known.is_done(2, Some("b")));
+            journal.append(r#"{"id":"request-2","custom_id":"b"}"#.into()).unwrap();
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert_eq!(text, format!("{whole}\n{{\"id\":\"request-2\",\"custom_id\":\"b\"}}\n"), "{torn:?}");
+        }
+    }
+
+    #[test]
+    fn a_file_of_something_else_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("notes.txt");
+        for text in ["my notes\n", "my notes", "{\"id\": 5}\n", "[1]\n{\"id\":\"", "\u{1}\0"] {
+            std::fs::write(&path, text).unwrap();
+            let error = format!("{:#}", open(&path).err().unwrap());
+            assert!(error.contains("notes.txt") && error.contains("line 1"), "{error}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn two_runs_cannot_write_to_one_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.jsonl");
+        let first = open(&path).unwrap();
+        let error = open(&path).err().unwrap().to_string();
+        assert!(error.contains("another run"), "{error}");
+        drop(first);
+        assert!(open(&path).is_ok());
+    }
+
+    #[test]
+    fn the_input_is_not_overwritten() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("in.jsonl");
+        std::fs::write(&path, "").unwrap();
+        let other = dir.path().join(".").join("in.jsonl");
+        let error = Journal::open(&other, &path, &mut Known::with_lines(0)).err().unwrap().to_string();
+        assert!(error.contains("is the input"), "{error}");
+    }
+}

@@ -1,0 +1,284 @@
+//! `batch`: answers a file of requests in OpenAI's batch format, as vLLM's `run_batch` does.
+//!
+//! ```text
+//! input ─► lines ─► entries (thread: parse, tokenize) ─► engine ─► records ─► output
+//!                     ▲ known: what is answered ◄──────────── read at the start ──┘
+//! ```
+//!
+//! Only a window of requests is in memory. A record is written as soon as its line is answered, in
+//! any order; a rerun reads the output first and answers what is left.
+
+mod answer;
+mod body;
+mod completion;
+mod entries;
+mod fields;
+mod input;
+mod journal;
+mod known;
+mod progress;
+mod prompts;
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashMap;
+use std::io;
+use std::process::ExitCode;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, sync_channel};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use moe_engine::chat::ChatTemplate;
+use moe_engine::engine::{DpEngine, Output, Request, RequestId};
+use moe_engine::tokenizer::Tokenizer;
+use moe_engine::{ModelFamily, Session, usage};
+use tracing::info;
+
+use crate::cli::BatchArgs;
+use crate::interrupt::Interrupt;
+use crate::options;
+use crate::session::{self, Model};
+
+use answer::{Choice, record};
+use body::{Form, Job, Parser};
+use entries::{Entries, Entry, Key, Work};
+use fields::ApiError;
+use input::Lines;
+use journal::Journal;
+use known::Known;
+use progress::Progress;
+
+/// Entries that are read ahead of the engine.
+const READ_AHEAD: usize = 64;
+/// How often an idle run looks whether it is interrupted.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Runs the command.
+pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
+    let (lines, size) = Lines::open(&args.input)?;
+    let mut known = Known::with_lines(size.map_or(0, |size| size.lines));
+    let journal = Journal::open(&args.output, &args.input, &mut known)?;
+    if journal.records() > 0 {
+        info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records());
+    }
+    let interrupt = Interrupt::install()?;
+    let mut session = session::open::<F>(Model::Checkpoint(args.model.as_deref()), &args.answer.run, false)?;
+    let tokenizer = session.tokenizer()?;
+    let config = options::engine_config(&args.answer.engine, &session.ex);
+    let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
+    let parser = parser(args, &session, &tokenizer, engine.max_model_len())?;
+    let entries = read_ahead(Entries { lines, known, parser })?;
+    let mut batch = Batch {
+        engine,
+        tokenizer,
+        journal,
+        window: config.max_num_seqs.saturating_mul(2),
+        lines: HashMap::new(),
+        owners: HashMap::new(),
+        progress: Progress::new(size.map(|size| size.bytes)),
+    };
+    let result = batch.run(&entries, &interrupt);
+    batch.progress.finish();
+    eprintln!("{}", batch.progress);
+    if args.answer.engine.stats {
+        eprint!("{}", batch.engine.stats());
+    }
+    let finished = result?;
+    batch.journal.finish()?;
+    drop(batch.engine);
+    session.finish()?;
+    if !finished {
+        eprintln!("stopped; run the same command again to continue");
+        return Ok(ExitCode::from(Interrupt::EXIT_CODE));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Checks a line of an input as [`run`] would, for a model with this tokenizer and chat template:
+/// how many prompts it has.
+///
+/// # Errors
+/// The message of its error record.
+pub fn check_line(
+    line: &[u8],
+    tokenizer: &Tokenizer,
+    template: Option<&ChatTemplate>,
+    max_model_len: usize,
+) -> Result<usize, String> {
+    let parser = Parser {
+        tokenizer: tokenizer.clone(),
+        template: template.cloned(),
+        template_kwargs: serde_json::Map::new(),
+        defaults: Request::new(Vec::new()),
+        seed: 0,
+        max_model_len,
+        model: String::new(),
+    };
+    entries::job(line, &parser).map(|job| job.requests.len()).map_err(|e| e.message)
+}
+
+fn parser(
+    args: &BatchArgs,
+    session: &Session,
+    tokenizer: &Tokenizer,
+    max_model_len: usize,
+) -> Result<Parser> {
+    let name = args.model.clone().unwrap_or_else(|| "embedded".to_string());
+    Ok(Parser {
+        tokenizer: tokenizer.clone(),
+        template: options::chat_template(&args.answer.chat, session)?,
+        template_kwargs: args.answer.chat.chat_template_kwargs.clone().unwrap_or_default(),
+        defaults: options::api_defaults(&args.answer.sampling, session)?,
+        seed: args.answer.sampling.seed,
+        max_model_len,
+        model: name,
+    })
+}
+
+/// Starts the thread that reads. It ends when nobody listens any more, or with the program.
+fn read_ahead(entries: Entries) -> Result<Receiver<io::Result<Entry>>> {
+    let (send, receive) = sync_channel(READ_AHEAD);
+    let read = move || {
+        for entry in entries {
+            let last = entry.is_err();
+            if send.send(entry).is_err() || last {
+                return;
+            }
+        }
+    };
+    std::thread::Builder::new().name("input".into()).spawn(read).context("cannot start a thread")?;
+    Ok(receive)
+}
+
+/// A line whose choices are being generated.
+struct Line {
+    key: Key,
+    form: Form,
+    requests: Vec<RequestId>,
+    choices: Vec<Choice>,
+    unfinished: usize,
+}
+
+struct Batch<'m> {
+    engine: DpEngine<'m>,
+    tokenizer: Tokenizer,
+    journal: Journal,
+    /// The most choices in the engine.
+    window: usize,
+    /// By line number.
+    lines: HashMap<u64, Line>,
+    /// The line of a request and the place of its first choice.
+    owners: HashMap<RequestId, (u64, usize)>,
+    progress: Progress,
+}
+
+impl Batch<'_> {
+    /// Answers all entries; false if it was interrupted.
+    fn run(&mut self, entries: &Receiver<io::Result<Entry>>, interrupt: &Interrupt) -> Result<bool> {
+        let mut more = true;
+        let mut fault = None;
+        while more || !self.engine.is_idle() {
+            if interrupt.requested() {
+                return Ok(false);
+            }
+            while more && !interrupt.requested() && self.engine.num_unfinished() < self.window {
+                match self.next(entries) {
+                    Ok(Some(Ok(entry))) => self.start(entry)?,
+                    // What is under way still ends, and is kept.
+                    Ok(Some(Err(e))) => (fault, more) = (Some(e), false),
+                    Ok(None) => break,
+                    Err(Closed) => more = false,
+                }
+            }
+            for output in self.engine.step()? {
+                self.output(output)?;
+            }
+            self.progress.show();
+        }
+        match fault {
+            Some(e) => Err(e).context("cannot read the input any further"),
+            None => Ok(true),
+        }
+    }
+
+    /// The next entry, if there is one now; waits a moment for it if there is nothing else to do.
+    fn next(&self, entries: &Receiver<io::Result<Entry>>) -> Result<Option<io::Result<Entry>>, Closed> {
+        if self.engine.is_idle() {
+            return match entries.recv_timeout(LOOK) {
+                Ok(entry) => Ok(Some(entry)),
+                Err(RecvTimeoutError::Timeout) => Ok(None),
+                Err(RecvTimeoutError::Disconnected) => Err(Closed),
+            };
+        }
+        match entries.try_recv() {
+            Ok(entry) => Ok(Some(entry)),
+            Err(TryRecvError::Empty) => Ok(None),
+            Err(TryRecvError::Disconnected) => Err(Closed),
+        }
+    }
+
+    fn start(&mut self, entry: Entry) -> Result<()> {
+        self.progress.bytes = entry.end;
+        self.progress.show();
+        match entry.work {
+            Work::Done => {
+                self.progress.skipped += 1;
+                Ok(())
+            }
+            Work::Refused(error) => self.write(&entry.key, Err(error)),
+            Work::Job(job) => self.generate(entry.line, entry.key, *job),
+        }
+    }
+
+    /// Gives the requests of a line to the engine: all of them or none.
+    fn generate(&mut self, number: u64, key: Key, job: Job) -> Result<()> {
+        let mut requests = Vec::with_capacity(job.requests.len());
+        for request in job.requests {
+            match self.engine.add(request) {
+                Ok(id) => requests.push(id),
+                Err(e) => {
+                    requests.into_iter().try_for_each(|id| self.engine.cancel(id))?;
+                    return self.write(&key, Err(e.into()));
+                }
+            }
+        }
+        let n = job.form.n;
+        let owners = requests.iter().enumerate().map(|(i, id)| (*id, (number, i * n)));
+        self.owners.extend(owners);
+        let unfinished = requests.len() * n;
+        let choices = std::iter::repeat_with(Choice::default).take(unfinished).collect();
+        self.lines.insert(number, Line { key, form: job.form, requests, choices, unfinished });
+        Ok(())
+    }
+
+    fn output(&mut self, output: Output) -> Result<()> {
+        let (request, index) = (output.request, output.choice);
+        // Nobody waits for a request that was cancelled.
+        let Some(&(number, first)) = self.owners.get(&request) else { return Ok(()) };
+        let Some(line) = self.lines.get_mut(&number) else { return Ok(()) };
+        let Some(choice) = line.choices.get_mut(first + index) else { return Ok(()) };
+        if !choice.push(output) {
+            return Ok(());
+        }
+        line.unfinished -= 1;
+        if line.unfinished > 0 {
+            return Ok(());
+        }
+        let Some(line) = self.lines.remove(&number) else { return Ok(()) };
+        for id in &line.requests {
+            self.owners.remove(id);
+        }
+        self.progress.tokens += line.choices.iter().map(|choice| choice.num_tokens as u64).sum::<u64>();
+        let body = completion::body(&line.key.id, &line.form, &line.choices, &self.tokenizer);
+        self.write(&line.key, body)
+    }
+
+    fn write(&mut self, key: &Key, result: Result<serde_json::Value, ApiError>) -> Result<()> {
+        self.progress.answered += 1;
+        self.progress.errors += u64::from(result.is_err());
+        self.journal.append(record(key, result))
+    }
+}
+
+/// The input has ended.
+struct Closed;

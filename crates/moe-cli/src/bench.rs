@@ -1,0 +1,234 @@
+//! `bench`: prefill and decode rates under the protocol of the rivals' runners.
+//!
+//! Random prompt tokens, temperature 1 over the whole vocabulary (so that routing stays spread),
+//! end-of-sequence ignored. A decode figure is a run with all output tokens minus a run with one;
+//! medians of `--repeat` runs. A decode row also counts the distinct experts per layer and step,
+//! because a model whose routing collapsed would read fewer weights and look fast.
+
+use std::sync::OnceLock;
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use model_runtime::sampling::random_bits;
+use model_runtime::{ModelInfo, MoeInfo, SamplingParams};
+use moe_engine::engine::{DpEngine, EngineConfig, Request};
+use moe_engine::{ModelFamily, Session, usage};
+use serde_json::{Value, json};
+
+use crate::cli::BenchArgs;
+use crate::output::write_json;
+use crate::roofline;
+use crate::session::{self, Model};
+
+const BLOCK_SIZE: usize = 16;
+
+static START: OnceLock<Instant> = OnceLock::new();
+
+/// Notes the start of the process, for `start_s`.
+pub fn mark_start() {
+    START.get_or_init(Instant::now);
+}
+
+/// Runs the command.
+pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
+    if args.output < 2 || args.prompt == 0 || args.repeat == 0 {
+        return Err(usage("bench needs --output of at least 2, --prompt and --repeat of at least 1"));
+    }
+    let session = match (&args.config, &args.model) {
+        (Some(config), _) if args.dummy_weights => {
+            session::open::<F>(Model::Random(config), &args.run, false)?
+        }
+        (Some(_), _) => return Err(usage("--config needs --dummy-weights; for a checkpoint use --model")),
+        (None, model) => session::open::<F>(Model::Checkpoint(model.as_deref()), &args.run, false)?,
+    };
+    check_sizes(args, session.model.info())?;
+    let default = EngineConfig::for_device(&session.ex).max_num_batched_tokens;
+    let max_num_batched_tokens = args.max_num_batched_tokens.unwrap_or(default);
+    let mut bench = Bench { session, max_num_batched_tokens, runs: 0 };
+    bench.time(1, 1, 1)?;
+    let mut result = json!({
+        "engine": "moe-engine",
+        "version": env!("CARGO_PKG_VERSION"),
+        "device": args.run.device,
+        "tp": args.run.parallel.tp,
+        "dp": args.run.parallel.dp,
+        "enable_expert_parallel": args.run.parallel.enable_expert_parallel,
+        "moe_ep_backend": args.run.parallel.moe_ep_backend,
+        "cpu_isa": bench.session.ex.isa().name(),
+        "num_threads": bench.session.ex.num_threads(),
+        "dtype": bench.session.model.info().kv.dtype.as_str(),
+        "commit": commit(),
+        "start_s": START.get().map(|start| start.elapsed().as_secs_f64()),
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "prefill": {}, "decode": {}, "distinct_experts": {},
+    });
+    for &length in &args.lengths {
+        bench.time(1, length, 1)?;
+        let rate = length as f64 / bench.median(args.repeat, 1, length, 1)?;
+        eprintln!("prefill {length}: {rate:.1} tok/s");
+        result["prefill"][length.to_string()] = rate.into();
+    }
+    for &batch in &args.batches {
+        let row = bench.decode(batch, args)?;
+        eprintln!("decode {batch}: {:.2} tok/s", row["tok_s"].as_f64().unwrap_or_default());
+        if let Some(moe) = bench.session.model.info().moe.clone() {
+            result["distinct_experts"][batch.to_string()] =
+                bench.distinct_experts(batch, args.prompt, &moe)?;
+        }
+        result["decode"][batch.to_string()] = row;
+    }
+    if args.long_context > 0 {
+        let one = bench.median(args.repeat, 1, args.long_context, 1)?;
+        let full = bench.median(args.repeat, 1, args.long_context, 128)?;
+        result["decode_long"] = json!({"context": args.long_context, "tok_s": 127. / (full - one)});
+    }
+    // Of the first rank: activations and scratch, without weights and KV cache.
+    result["workspace_bytes"] = bench.session.ex.workspace().bytes().into();
+    bench.session.finish()?;
+    result["roofline"] = roofline::measure::<F>(args, &result, bench.session)?;
+    write_json(args.json.as_deref(), &result)
+}
+
+/// The largest batch that a row may ask for.
+const MAX_BATCH: usize = 1 << 16;
+
+/// Refuses rows that do not fit the model's context, before anything is allocated for them.
+fn check_sizes(args: &BenchArgs, info: &ModelInfo) -> Result<()> {
+    let context = info.max_context_len;
+    let fits = |prompt: usize, output: usize| prompt.checked_add(output).is_some_and(|n| n <= context);
+    if let Some(batch) = args.batches.iter().find(|b| !(1..=MAX_BATCH).contains(*b)) {
+        return Err(usage(format!("--batches {batch}: expected 1 to {MAX_BATCH}")));
+    }
+    if !args.batches.is_empty() && !fits(args.prompt, args.output) {
+        return Err(usage(format!(
+            "--prompt {} and --output {} do not fit the model's context of {context}",
+            args.prompt, args.output
+        )));
+    }
+    if let Some(length) = args.lengths.iter().find(|l| **l == 0 || !fits(**l, 1)) {
+        return Err(usage(format!("--lengths {length}: expected 1 to {}", context - 1)));
+    }
+    if args.long_context > 0 && !fits(args.long_context, 128) {
+        return Err(usage(format!(
+            "--long-context {}: 128 more tokens must fit {context}",
+            args.long_context
+        )));
+    }
+    Ok(())
+}
+
+struct Bench {
+    session: Session,
+    max_num_batched_tokens: usize,
+    runs: u64,
+}
+
+impl Bench {
+    fn decode(&mut self, batch: usize, args: &BenchArgs) -> Result<Value> {
+        ensure!(batch > 0, "a batch needs at least one sequence");
+        self.time(batch, args.prompt, 2)?;
+        let one = self.median(args.repeat, batch, args.prompt, 1)?;
+        let full = self.median(args.repeat, batch, args.prompt, args.output)?;
+        let step = (full - one) / (args.output - 1) as f64;
+        Ok(json!({
+            "tok_s": batch as f64 / step,
+            "step_ms": step * 1e3,
+            "end_to_end_tok_s": (batch * args.output) as f64 / full,
+        }))
+    }
+
+    fn median(&mut self, repeat: usize, batch: usize, prompt: usize, output: usize) -> Result<f64> {
+        let mut seconds =
+            (0..repeat).map(|_| self.time(batch, prompt, output)).collect::<Result<Vec<_>>>()?;
+        seconds.sort_by(f64::total_cmp);
+        Ok(seconds[seconds.len() / 2])
+    }
+
+    /// Seconds to generate `output` tokens for `batch` random prompts.
+    fn time(&mut self, batch: usize, prompt: usize, output: usize) -> Result<f64> {
+        let requests = self.requests(batch, prompt, output);
+        let warm_up = if self.session.ex.is_cuda() {
+            self.requests(batch, 1, (prompt + output - 1).min(4))
+        } else {
+            Vec::new()
+        };
+        let mut engine = self.engine(batch, prompt + output, false)?;
+        // On a GPU the decode graph is captured before the clock starts, as an engine does that runs on.
+        warm_up.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
+        engine.run(drop)?;
+        let start = Instant::now();
+        requests.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
+        let mut tokens = 0;
+        engine.run(|output| tokens += usize::from(output.token_id.is_some()))?;
+        ensure!(
+            tokens == batch * output,
+            "a request ended early: {tokens} tokens; is the context too short?"
+        );
+        Ok(start.elapsed().as_secs_f64())
+    }
+
+    /// Mean distinct experts per layer and decode step, and whether that is as spread as uniform
+    /// routing would be, within 3 %.
+    fn distinct_experts(&mut self, batch: usize, prompt: usize, moe: &MoeInfo) -> Result<Value> {
+        const STEPS: usize = 16;
+        let requests = self.requests(batch, prompt, STEPS + 1);
+        let mut engine = self.engine(batch, prompt + STEPS + 1, true)?;
+        requests.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
+        let mut distinct = Vec::new();
+        while !engine.is_idle() {
+            engine.step()?;
+            if let Some(step) =
+                engine.take_step_heat().filter(|s| s.prefill_rows == 0 && s.decode_rows == batch)
+            {
+                let used = |layer| step.heat.layer(layer).iter().filter(|count| **count > 0).count();
+                distinct.extend((0..step.heat.layers()).map(used));
+            }
+        }
+        let mean = distinct.iter().sum::<usize>() as f64 / distinct.len().max(1) as f64;
+        let (e, k) = (moe.num_experts as f64, moe.top_k as f64);
+        let uniform = e * (1. - (1. - k / e).powi(batch as i32));
+        Ok(json!({"mean": mean, "uniform": uniform, "valid": mean >= 0.97 * uniform}))
+    }
+
+    fn requests(&mut self, batch: usize, prompt: usize, output: usize) -> Vec<Request> {
+        self.runs += 1;
+        let vocab = self.session.model.info().vocab_size as u64;
+        let token = |i: usize| (random_bits(self.runs, i as u64) % vocab) as u32;
+        (0..batch)
+            .map(|b| Request {
+                sampling: SamplingParams {
+                    temperature: 1.,
+                    seed: self.runs << 32 | b as u64,
+                    ..SamplingParams::default()
+                },
+                max_tokens: Some(output),
+                ..Request::new((0..prompt).map(|i| token(b * prompt + i)).collect())
+            })
+            .collect()
+    }
+
+    /// The engine that generation uses, with a KV cache of the size that the row needs.
+    fn engine(&self, batch: usize, length: usize, collect_heat: bool) -> Result<DpEngine<'_>> {
+        let info = self.session.model.info();
+        let blocks = batch.saturating_mul(length.div_ceil(BLOCK_SIZE));
+        let config = EngineConfig {
+            max_num_seqs: batch,
+            max_model_len: Some(length.min(info.max_context_len)),
+            block_size: BLOCK_SIZE,
+            kv_cache_memory: Some((blocks * BLOCK_SIZE).saturating_mul(info.kv.bytes_per_token()?)),
+            collect_heat,
+            max_num_batched_tokens: self.max_num_batched_tokens,
+            ..EngineConfig::for_device(&self.session.ex)
+        };
+        self.session.engine(None, &config)
+    }
+}
+
+/// The commit that is measured: set by whoever built the program, or that of the folder it runs in.
+fn commit() -> Option<String> {
+    if let Some(commit) = option_env!("MOE_COMMIT") {
+        return Some(commit.to_string());
+    }
+    let output = std::process::Command::new("git").args(["rev-parse", "--short", "HEAD"]).output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_string())
+}

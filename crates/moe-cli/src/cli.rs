@@ -1,0 +1,388 @@
+//! The command line that every model binary shares.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+use model_runtime::MlaForm;
+use moe_layer::MoePath;
+
+use crate::parallel::ParallelArgs;
+
+/// Command line of a model binary. Without a subcommand it generates.
+#[derive(Parser, Debug)]
+#[command(version, args_conflicts_with_subcommands = true)]
+pub struct Cli {
+    /// What to do; `generate` if left out.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    /// Flags of `generate`.
+    #[command(flatten)]
+    pub generate: GenerateArgs,
+}
+
+/// Subcommands of a model binary.
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Continue a prompt; the continuation goes to stdout.
+    Generate(Box<GenerateArgs>),
+    /// Talk with the model.
+    Chat(Box<ChatArgs>),
+    /// Answer a file of requests in OpenAI's batch format; a rerun continues.
+    Batch(Box<BatchArgs>),
+    /// Compare with a reference recorded from Hugging Face transformers.
+    Parity(ParityArgs),
+    /// Time prefill and decode.
+    Bench(BenchArgs),
+    /// Render chat templates for the program that starts this one.
+    #[command(name = moe_engine::chat::RENDER_COMMAND, hide = true)]
+    RenderChatTemplates,
+}
+
+impl Cli {
+    /// What to do.
+    pub fn into_command(self) -> Command {
+        self.command.unwrap_or_else(|| Command::Generate(Box::new(self.generate)))
+    }
+}
+
+impl Command {
+    /// Where and how the model runs, if one does.
+    pub fn run_args(&self) -> Option<&RunArgs> {
+        match self {
+            Self::Generate(args) => Some(&args.run),
+            Self::Chat(args) => Some(&args.answer.run),
+            Self::Batch(args) => Some(&args.answer.run),
+            Self::Parity(args) => Some(&args.run),
+            Self::Bench(args) => Some(&args.run),
+            Self::RenderChatTemplates => None,
+        }
+    }
+}
+
+/// Where and how the model runs.
+#[derive(Args, Debug, Clone)]
+pub struct RunArgs {
+    /// Device: cpu, cuda or cuda:N. With several ranks: cuda, a GPU for each.
+    #[arg(long, default_value = "cpu", help_heading = "Device")]
+    pub device: String,
+    /// f32, bf16 or f16 (default: the checkpoint's).
+    #[arg(long, help_heading = "Device")]
+    pub dtype: Option<String>,
+    /// CPU threads (default: all cores).
+    #[arg(long, help_heading = "Device")]
+    pub num_threads: Option<usize>,
+    /// CPU instruction set: scalar, avx2, avx512, avx512-bf16 or amx-bf16 (default: the fastest
+    /// supported).
+    #[arg(long, help_heading = "Device")]
+    pub cpu_isa: Option<String>,
+    /// Expert backend (default: the first that supports the configuration).
+    #[arg(long, help_heading = "MoE")]
+    pub moe_backend: Option<String>,
+    /// How experts run: fused (packed weights, grouped kernels) or legacy (one expert after the
+    /// other) (default: fused; DeepSeek-V2: legacy).
+    #[arg(long, value_name = "PATH", help_heading = "MoE")]
+    pub moe_path: Option<MoePath>,
+    /// Form of multi-head latent attention: absorbed (latent KV cache) or naive (keys and values of
+    /// every head) (default: absorbed; DeepSeek-V2 only).
+    #[arg(long, value_name = "FORM", help_heading = "MoE")]
+    pub mla: Option<MlaForm>,
+    /// Print the chosen expert backend and why the others were rejected, as JSON on stderr.
+    #[arg(long, help_heading = "MoE")]
+    pub explain_backends: bool,
+    /// Give a row the same bits whatever rows are computed beside it, with slower kernels (on the CPU it is always
+    /// so).
+    #[arg(long, help_heading = "MoE")]
+    pub batch_invariant: bool,
+    /// Ranks and chunks.
+    #[command(flatten)]
+    pub parallel: ParallelArgs,
+    /// Log filter, such as info or moe_engine=debug.
+    #[arg(long, default_value = "info", help_heading = "Engine")]
+    pub log: String,
+    /// Write the time of every step and layer here, as a Chrome trace.
+    #[arg(long, help_heading = "Engine")]
+    pub profile: Option<PathBuf>,
+}
+
+/// Flags of `generate`.
+#[derive(Args, Debug, Clone)]
+pub struct GenerateArgs {
+    /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint, where
+    /// the binary has one).
+    #[arg(long)]
+    pub model: Option<String>,
+    /// Prompt text.
+    #[arg(long, conflicts_with = "prompt_file")]
+    pub prompt: Option<String>,
+    /// File with the prompt; - reads stdin.
+    #[arg(long)]
+    pub prompt_file: Option<PathBuf>,
+    /// - reads the prompt from stdin.
+    #[arg(value_parser = ["-"], conflicts_with_all = ["prompt", "prompt_file"])]
+    pub stdin: Option<String>,
+    /// Sampling.
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Independent continuations of the prompt.
+    #[arg(short, long, default_value_t = 1, help_heading = "Sampling")]
+    pub n: usize,
+    /// Print the log-probability of each new token and of this many of the likeliest to stderr, as
+    /// JSON lines.
+    #[arg(long, value_name = "N", help_heading = "Sampling")]
+    pub logprobs: Option<usize>,
+    /// Report every weight that is NaN or infinite before running.
+    #[arg(long, help_heading = "Engine")]
+    pub check_weights: bool,
+    /// Scheduler and KV cache.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Record which experts each token chose, as safetensors `routed_experts` [T, L_moe, K].
+    #[arg(long, value_name = "FILE", help_heading = "Routing")]
+    pub routed_experts_out: Option<PathBuf>,
+    /// Force the experts of such a recording, position by position.
+    #[arg(long, value_name = "FILE", help_heading = "Routing")]
+    pub replay_routed_experts: Option<PathBuf>,
+    /// Device and backend.
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+/// Flags of `batch`. What the body of a request says wins over these, these win over
+/// generation_config.json, and that over vLLM's defaults.
+#[derive(Args, Debug, Clone)]
+pub struct BatchArgs {
+    /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint,
+    /// where the binary has one).
+    #[arg(long)]
+    pub model: Option<String>,
+    /// Requests, one JSON object per line: custom_id, method, url, body; - reads stdin.
+    #[arg(long, value_name = "FILE")]
+    pub input: PathBuf,
+    /// Answers are appended here as they finish, and lines that it answers already are skipped;
+    /// - writes to stdout.
+    #[arg(long, value_name = "FILE")]
+    pub output: PathBuf,
+    /// How conversations are answered.
+    #[command(flatten)]
+    pub answer: AnswerArgs,
+}
+
+/// Flags of `chat`.
+#[derive(Args, Debug, Clone)]
+pub struct ChatArgs {
+    /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint,
+    /// where the binary has one).
+    #[arg(long)]
+    pub model: Option<String>,
+    /// What the model is told beforehand.
+    #[arg(long, value_name = "TEXT", help_heading = "Chat")]
+    pub system: Option<String>,
+    /// How conversations are answered.
+    #[command(flatten)]
+    pub answer: AnswerArgs,
+}
+
+/// What `batch` and `chat` have in common: how conversations are answered.
+#[derive(Args, Debug, Clone)]
+pub struct AnswerArgs {
+    /// Chat template.
+    #[command(flatten)]
+    pub chat: TemplateArgs,
+    /// Sampling.
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Scheduler and KV cache.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Device and backend.
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+/// How conversations become prompts.
+#[derive(Args, Debug, Clone)]
+pub struct TemplateArgs {
+    /// Jinja file to use instead of the checkpoint's chat template.
+    #[arg(long, value_name = "FILE", help_heading = "Chat")]
+    pub chat_template: Option<PathBuf>,
+    /// Variables for the chat template, such as '{"enable_thinking": false}'.
+    #[arg(long, value_name = "JSON", value_parser = crate::options::parse_object, help_heading = "Chat")]
+    pub chat_template_kwargs: Option<serde_json::Map<String, serde_json::Value>>,
+}
+
+/// Scheduler and KV cache; names are vLLM's.
+#[derive(Args, Debug, Clone)]
+pub struct EngineArgs {
+    /// Sequences that run at once, at most (default: 64, on a GPU 256).
+    #[arg(long, help_heading = "Engine")]
+    pub max_num_seqs: Option<usize>,
+    /// Tokens of one forward pass, at most; longer prompts are computed in chunks (default: 512, on a
+    /// GPU 8192).
+    #[arg(long, help_heading = "Engine")]
+    pub max_num_batched_tokens: Option<usize>,
+    /// Longest sequence, prompt and output, which the KV cache must hold (default: the model's context,
+    /// or as much of it as the KV cache holds).
+    #[arg(long, help_heading = "Engine")]
+    pub max_model_len: Option<usize>,
+    /// Tokens per KV-cache block.
+    #[arg(long, default_value_t = 16, help_heading = "Engine")]
+    pub block_size: usize,
+    /// Memory of the KV cache of each rank, such as 512MiB or 4GiB, taken at the start (default: 4GiB,
+    /// all ranks together at most half of what is free; on a GPU nine tenths of what is free there); never
+    /// more than the sequences can use.
+    #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
+    pub kv_cache_memory: Option<usize>,
+    /// Launch decode steps on a GPU one by one instead of as a captured CUDA graph.
+    #[arg(long, help_heading = "Engine")]
+    pub enforce_eager: bool,
+    /// Share the KV cache of common prefixes.
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, num_args = 0..=1,
+        default_missing_value = "true", value_name = "BOOL", help_heading = "Engine")]
+    pub enable_prefix_caching: bool,
+    /// Print counters and times to stderr at the end.
+    #[arg(long, help_heading = "Engine")]
+    pub stats: bool,
+    /// Write how many tokens each expert gets, step by step, as a heat trace.
+    #[arg(long, value_name = "FILE", help_heading = "Routing")]
+    pub expert_heat: Option<PathBuf>,
+    /// Spread tokens evenly over the experts, whatever the router says: for profiling only.
+    #[arg(long, help_heading = "Routing")]
+    pub force_balance: bool,
+}
+
+/// vLLM's sampling parameters. What is left out comes from generation_config.json.
+#[derive(Args, Debug, Clone, Default)]
+pub struct SamplingArgs {
+    /// Tokens to generate at most (default: 128; chat: no limit; batch: vLLM's).
+    #[arg(long, help_heading = "Sampling")]
+    pub max_new_tokens: Option<usize>,
+    /// 0 is greedy (default: generation_config.json, else 0).
+    #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
+    pub temperature: Option<f32>,
+    /// Keep the k likeliest tokens; 0 or -1 keeps all.
+    #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
+    pub top_k: Option<i64>,
+    /// Keep the likeliest tokens whose probabilities add up to this.
+    #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
+    pub top_p: Option<f32>,
+    /// Keep tokens at least this likely relative to the likeliest.
+    #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
+    pub min_p: Option<f32>,
+    /// Above 1: makes tokens of the prompt and the output less likely.
+    #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
+    pub repetition_penalty: Option<f32>,
+    /// Above 0: makes tokens of the output less likely.
+    #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
+    pub presence_penalty: Option<f32>,
+    /// Above 0: makes tokens of the output less likely, each time more.
+    #[arg(long, allow_negative_numbers = true, help_heading = "Sampling")]
+    pub frequency_penalty: Option<f32>,
+    /// Added to the logits of tokens: ID=BIAS,...
+    #[arg(long, value_delimiter = ',', value_parser = crate::options::parse_bias,
+        allow_hyphen_values = true, value_name = "ID=BIAS", help_heading = "Sampling")]
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Seed; requests without a seed of their own derive theirs from it.
+    #[arg(long, default_value_t = 0, help_heading = "Sampling")]
+    pub seed: u64,
+    /// Text that ends the output; repeatable.
+    #[arg(long, value_name = "TEXT", help_heading = "Sampling")]
+    pub stop: Vec<String>,
+    /// Token ids that end the output.
+    #[arg(long, value_delimiter = ',', value_name = "ID", help_heading = "Sampling")]
+    pub stop_token_ids: Vec<u32>,
+    /// Keep the stop text in the output.
+    #[arg(long, help_heading = "Sampling")]
+    pub include_stop_str_in_output: bool,
+    /// Do not stop at the end-of-sequence token.
+    #[arg(long, help_heading = "Sampling")]
+    pub ignore_eos: bool,
+    /// Tokens to generate at least.
+    #[arg(long, default_value_t = 0, help_heading = "Sampling")]
+    pub min_tokens: usize,
+    /// Leave special tokens out of the text.
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, num_args = 0..=1,
+        default_missing_value = "true", value_name = "BOOL", help_heading = "Sampling")]
+    pub skip_special_tokens: bool,
+}
+
+/// Flags of `parity`.
+#[derive(Args, Debug, Clone)]
+pub struct ParityArgs {
+    /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub.
+    #[arg(long)]
+    pub model: String,
+    /// reference.safetensors of that checkpoint.
+    #[arg(long)]
+    pub reference: PathBuf,
+    /// Write the result here as JSON (default: stdout).
+    #[arg(long)]
+    pub json: Option<PathBuf>,
+    /// Device and backend.
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+/// Flags of `bench`.
+#[derive(Args, Debug, Clone)]
+pub struct BenchArgs {
+    /// config.json of the model.
+    #[arg(long, required_unless_present = "model")]
+    pub config: Option<PathBuf>,
+    /// Random weights instead of a checkpoint; needed with --config.
+    #[arg(long, requires = "config")]
+    pub dummy_weights: bool,
+    /// Checkpoint folder or ORG/NAME or ORG/NAME@REVISION on the hub, instead of --config.
+    #[arg(long, conflicts_with = "config")]
+    pub model: Option<String>,
+    /// Batch sizes of the decode rows.
+    #[arg(long, value_delimiter = ',', default_value = "1,8")]
+    pub batches: Vec<usize>,
+    /// Prompt tokens of the decode rows.
+    #[arg(long, default_value_t = 128)]
+    pub prompt: usize,
+    /// New tokens of the decode rows.
+    #[arg(long, default_value_t = 256)]
+    pub output: usize,
+    /// Prompt lengths of the prefill rows.
+    #[arg(long, value_delimiter = ',', default_value = "2048")]
+    pub lengths: Vec<usize>,
+    /// Tokens of one forward pass, at most (default: 512, on a GPU 8192).
+    #[arg(long)]
+    pub max_num_batched_tokens: Option<usize>,
+    /// Context of the long decode row; 0 leaves it out.
+    #[arg(long, default_value_t = 0)]
+    pub long_context: usize,
+    /// Runs per row; the median counts.
+    #[arg(long, default_value_t = 3)]
+    pub repeat: usize,
+    /// Write the result here as JSON (default: stdout).
+    #[arg(long)]
+    pub json: Option<PathBuf>,
+    /// Device and backend.
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn generate_is_the_default() {
+        let cli = Cli::try_parse_from(["m", "--prompt", "x", "--top-k", "-1"]).unwrap();
+        assert!(cli.command.is_none());
+        assert_eq!((cli.generate.prompt.as_deref(), cli.generate.sampling.top_k), (Some("x"), Some(-1)));
+        let cli = Cli::try_parse_from(["m", "generate", "-"]).unwrap();
+        assert!(matches!(cli.command, Some(Command::Generate(g)) if g.stdin.as_deref() == Some("-")));
+        let cli = Cli::try_parse_from(["m", "--batch-invariant"]).unwrap();
+        assert!(cli.generate.run.batch_invariant);
+        assert!(Cli::try_parse_from(["m", "--prompt", "x", "--prompt-file", "y"]).is_err());
+        assert!(Cli::try_parse_from(["m", "bench"]).is_err());
+    }
+}

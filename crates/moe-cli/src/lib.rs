@@ -1,0 +1,111 @@
+//! The command line of a model family: generate, chat, batch, parity, bench.
+#![doc = include_str!("../README.md")]
+
+pub mod batch;
+pub mod bench;
+pub mod chat_command;
+pub mod cli;
+mod error;
+pub mod generate;
+pub mod hub;
+mod interrupt;
+pub mod options;
+mod output;
+pub mod parallel;
+pub mod parity;
+pub mod profile;
+mod prompt;
+mod roofline;
+pub mod routing;
+pub mod session;
+mod worker;
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Parser;
+use moe_engine::parallel::{Placement, placement};
+use moe_engine::{ModelFamily, UsageError, chat, usage};
+use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, fmt};
+
+use cli::{Cli, Command, ParityArgs, RunArgs};
+use output::write_json;
+use profile::Profile;
+use session::Model;
+
+pub use model_runtime::HugePages;
+pub use {clap, moe_engine};
+
+/// The whole program of a model family: parses the command line, runs it, reports errors on
+/// stderr. Exit code 0: done; 1: it failed; 2: it was called wrongly.
+pub fn main<F: ModelFamily>() -> ExitCode {
+    bench::mark_start();
+    match run::<F>(&Cli::parse().into_command()) {
+        Ok(code) => code,
+        Err(e) => {
+            eprintln!("error: {}", error::describe(&e));
+            ExitCode::from(if e.downcast_ref::<UsageError>().is_some() { 2 } else { 1 })
+        }
+    }
+}
+
+fn run<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
+    let Some(args) = command.run_args() else {
+        return chat::serve().map(|()| ExitCode::SUCCESS);
+    };
+    if let Placement::Launched(launch) = placement(&args.config()?)?
+        && launch.rank > 0
+    {
+        start_log(&RunArgs { profile: None, log: worker::log(&args.log), ..args.clone() })?;
+        return worker::run::<F>(command, args).map(|()| ExitCode::SUCCESS);
+    }
+    let profile = start_log(args)?;
+    let code = run_command::<F>(command)?;
+    profile.map_or(Ok(()), Profile::finish)?;
+    Ok(code)
+}
+
+fn run_command<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
+    match command {
+        Command::Generate(args) => generate::run::<F>(args)?,
+        Command::Chat(args) => chat_command::run::<F>(args)?,
+        Command::Batch(args) => return batch::run::<F>(args),
+        Command::Parity(args) => return run_parity::<F>(args),
+        Command::Bench(args) => bench::run::<F>(args)?,
+        Command::RenderChatTemplates => chat::serve()?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
+    if args.run.parallel.dp > 1 {
+        return Err(usage("parity runs the reference's tokens on one data-parallel group; use --dp 1"));
+    }
+    let mut session = session::open::<F>(Model::Checkpoint(Some(&args.model)), &args.run, false)?;
+    let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;
+    session.finish()?;
+    write_json(args.json.as_deref(), &report)?;
+    for failure in &report.failures {
+        eprintln!("parity: {failure}");
+    }
+    Ok(ExitCode::from(u8::from(!report.passed)))
+}
+
+/// Starts the log on stderr and, if asked for, the profile.
+fn start_log(args: &RunArgs) -> Result<Option<Profile>> {
+    let filter = EnvFilter::try_new(&args.log).map_err(|e| {
+        usage(format!("--log {}: {e}; expected a level such as info, or target=level", args.log))
+    })?;
+    let profile = args.profile.as_deref().map(Profile::create).transpose()?;
+    let colours = std::io::stderr().is_terminal();
+    let log = fmt::layer().without_time().with_target(false).with_ansi(colours).with_writer(std::io::stderr);
+    // The log's level says nothing about the profile, which wants every span and no message.
+    let spans = profile.as_ref().map(|p| p.layer().with_filter(filter_fn(profile::wants)));
+    // A second call in one process (tests) keeps the first log.
+    let _ = tracing_subscriber::registry().with(log.with_filter(filter)).with(spans).try_init();
+    Ok(profile)
+}

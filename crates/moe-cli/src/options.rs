@@ -1,0 +1,172 @@
+//! Flags and `generation_config.json` to what the engine understands.
+
+use anyhow::{Context, Result, ensure};
+use model_runtime::config::limits;
+use model_runtime::{Exec, SamplingParams};
+use moe_engine::chat::{self, ChatFiles, ChatTemplate};
+use moe_engine::engine::{EngineConfig, Request};
+use moe_engine::{Session, usage};
+use serde_json::{Map, Value};
+
+use crate::cli::{EngineArgs, SamplingArgs, TemplateArgs};
+
+/// Tokens that `generate` makes where nothing says how many.
+const MAX_NEW_TOKENS: usize = 128;
+
+/// The engine settings of the flags.
+pub fn engine_config(args: &EngineArgs, ex: &Exec) -> EngineConfig {
+    let default = EngineConfig::for_device(ex);
+    EngineConfig {
+        max_num_seqs: args.max_num_seqs.unwrap_or(default.max_num_seqs),
+        max_num_batched_tokens: args.max_num_batched_tokens.unwrap_or(default.max_num_batched_tokens),
+        max_model_len: args.max_model_len,
+        block_size: args.block_size,
+        kv_cache_memory: args.kv_cache_memory,
+        enable_prefix_caching: args.enable_prefix_caching,
+        enforce_eager: args.enforce_eager,
+        collect_heat: args.stats,
+        expert_heat: args.expert_heat.clone(),
+        force_balance: args.force_balance.then_some(0),
+        ..default
+    }
+}
+
+/// A request without a prompt, with the flags over generation_config.json over greedy. `name` tells
+/// requests of one run apart: their seeds derive from it.
+pub fn request_defaults(args: &SamplingArgs, session: &Session, name: &str) -> Result<Request> {
+    let config = session.checkpoint.as_ref().and_then(|c| c.generation_config.as_ref());
+    let mut sampling = match config {
+        Some(config) => SamplingParams::from_generation_config(config)?,
+        None => SamplingParams::default(),
+    };
+    let set = |value: &mut f32, flag: Option<f32>| *value = flag.unwrap_or(*value);
+    set(&mut sampling.temperature, args.temperature);
+    set(&mut sampling.top_p, args.top_p);
+    set(&mut sampling.min_p, args.min_p);
+    set(&mut sampling.repetition_penalty, args.repetition_penalty);
+    set(&mut sampling.presence_penalty, args.presence_penalty);
+    set(&mut sampling.frequency_penalty, args.frequency_penalty);
+    if let Some(k) = args.top_k {
+        sampling.top_k = top_k(k).map_err(|e| usage(format!("--top-k {k}: {e}")))?;
+    }
+    sampling.logit_bias = args.logit_bias.clone();
+    sampling.seed = model_runtime::sampling::request_seed(args.seed, name);
+    sampling.validate(session.model.info().vocab_size).map_err(|e| usage(e.to_string()))?;
+    let eos_token_ids = match &session.checkpoint {
+        Some(checkpoint) => checkpoint.eos_token_ids()?,
+        None => Vec::new(),
+    };
+    Ok(Request {
+        sampling,
+        max_tokens: Some(args.max_new_tokens.unwrap_or(MAX_NEW_TOKENS)),
+        min_tokens: args.min_tokens,
+        eos_token_ids,
+        ignore_eos: args.ignore_eos,
+        stop_token_ids: args.stop_token_ids.clone(),
+        stop: args.stop.clone(),
+        include_stop_str_in_output: args.include_stop_str_in_output,
+        skip_special_tokens: args.skip_special_tokens,
+        ..Request::new(Vec::new())
+    })
+}
+
+/// A request without a prompt as an API makes one: the flags over generation_config.json over vLLM's
+/// defaults, which are temperature 1 and no limit of tokens.
+pub fn api_defaults(args: &SamplingArgs, session: &Session) -> Result<Request> {
+    let mut request = request_defaults(args, session, "")?;
+    let config = session.checkpoint.as_ref().and_then(|c| c.generation_config.as_ref());
+    let says = |key| config.is_some_and(|config| config.has(key));
+    if args.temperature.is_none() && !says("temperature") && !says("do_sample") {
+        request.sampling.temperature = 1.0;
+    }
+    let configured = match config {
+        Some(config) => config.opt_size(&["max_new_tokens"], limits::POSITIONS)?,
+        None => None,
+    };
+    request.max_tokens = args.max_new_tokens.or(configured);
+    Ok(request)
+}
+
+/// The chat template that the flags name, else the checkpoint's, if it has one. A checkpoint may be
+/// anybody's: it is rendered in a process of its own.
+pub fn chat_template(args: &TemplateArgs, session: &Session) -> Result<Option<ChatTemplate>> {
+    let dir = session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir());
+    let program = chat::this_program().context("cannot find this program, which renders chat templates")?;
+    match (&args.chat_template, dir) {
+        (Some(file), dir) => {
+            let wrong = |e| usage(format!("--chat-template {}: {e}", file.display()));
+            let files = ChatFiles::from_file(file, dir).map_err(wrong)?;
+            let template = ChatTemplate::isolated(files, program);
+            template.iter().try_for_each(ChatTemplate::check).map_err(wrong)?;
+            Ok(template)
+        }
+        (None, Some(dir)) => Ok(ChatTemplate::isolated(ChatFiles::from_dir(dir)?, program)),
+        (None, None) => Ok(None),
+    }
+}
+
+/// vLLM's top-k as ours: there, 0 and -1 keep all.
+pub fn top_k(k: i64) -> Result<usize> {
+    match k {
+        -1 => Ok(0),
+        k => {
+            usize::try_from(k).ok().with_context(|| "expected a number of tokens, or -1 for all".to_string())
+        }
+    }
+}
+
+/// Bytes from text such as 4096, 512MiB, 4GB or 1.5GiB.
+pub fn parse_bytes(text: &str) -> Result<usize> {
+    let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let factor: f64 = match unit.to_ascii_lowercase().as_str() {
+        "" | "b" => 1.0,
+        "kb" => 1e3,
+        "mb" => 1e6,
+        "gb" => 1e9,
+        "k" | "kib" => 1024.0,
+        "m" | "mib" => 1024.0 * 1024.0,
+        "g" | "gib" => 1024.0 * 1024.0 * 1024.0,
+        _ => anyhow::bail!(
+            "unknown unit {unit:?}; expected bytes, or a number with KiB, MiB, GiB, KB, MB or GB"
+        ),
+    };
+    let number: f64 =
+        number.trim().parse().with_context(|| format!("expected a size such as 4GiB, got {text:?}"))?;
+    let bytes = number * factor;
+    ensure!(bytes >= 1.0 && bytes <= isize::MAX as f64, "expected a size of at least one byte, got {text:?}");
+    Ok(bytes as usize)
+}
+
+/// A JSON object from text.
+pub fn parse_object(text: &str) -> Result<Map<String, Value>> {
+    serde_json::from_str(text).with_context(|| format!("expected a JSON object, got {text:?}"))
+}
+
+/// A token's bias from ID=BIAS.
+pub fn parse_bias(text: &str) -> Result<(u32, f32)> {
+    let parts = text.split_once('=').and_then(|(id, bias)| Some((id.parse().ok()?, bias.parse().ok()?)));
+    parts.with_context(|| format!("expected ID=BIAS such as 42=-1.5, got {text:?}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        let sizes = ["4096", "1KiB", "512MiB", "1.5g", "2GB", "7 b"].map(|s| parse_bytes(s).unwrap());
+        assert_eq!(sizes, [4096, 1024, 512 << 20, 3 << 29, 2_000_000_000, 7]);
+        for bad in ["", "GiB", "4 parsecs", "-1", "0", "nan", "1e300"] {
+            assert!(parse_bytes(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn biases_and_top_k_are_checked() {
+        assert_eq!(parse_bias("42=-1.5").unwrap(), (42, -1.5));
+        assert!(parse_bias("42").is_err() && parse_bias("-1=2").is_err() && parse_bias("x=2").is_err());
+        assert_eq!([-1, 0, 5].map(|k| top_k(k).unwrap()), [0, 0, 5]);
+        assert!(top_k(-2).is_err());
+    }
+}

@@ -1,0 +1,86 @@
+//! The flags of parallelism and of chunked MoE.
+
+use std::num::NonZeroUsize;
+
+use anyhow::Result;
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use moe_comm::ParallelConfig;
+use moe_engine::{ExecutorBackend, usage};
+use moe_layer::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
+
+/// How the model is spread over ranks, and how MoE layers cut their tokens.
+#[derive(Args, Debug, Clone)]
+pub struct ParallelArgs {
+    /// Tensor-parallel size: ranks that split attention, dense layers and vocabulary.
+    #[arg(long, default_value_t = 1, value_name = "N", help_heading = "Parallel")]
+    pub tp: usize,
+    /// Data-parallel size: groups of ranks with requests of their own.
+    #[arg(long, default_value_t = 1, value_name = "N", help_heading = "Parallel")]
+    pub dp: usize,
+    /// Spread whole experts over all ranks instead of a slice of each.
+    #[arg(long, help_heading = "Parallel")]
+    pub enable_expert_parallel: bool,
+    /// How rows reach the experts' ranks: auto, disabled, local_allreduce, allgather_reducescatter or
+    /// deepep.
+    #[arg(long, default_value = "auto", value_name = "NAME", help_heading = "Parallel")]
+    pub moe_ep_backend: String,
+    /// Form of deepep: auto (by step), high_throughput or low_latency.
+    #[arg(long, default_value = "auto", value_name = "NAME", help_heading = "Parallel")]
+    pub deepep_mode: String,
+    /// Which rank has which experts: linear or round_robin.
+    #[arg(long, default_value = "linear", value_name = "NAME", help_heading = "Parallel")]
+    pub expert_placement_strategy: String,
+    /// Where ranks run: auto, mp (a process per rank), threads, or external_launcher (processes of
+    /// torchrun, srun, mpirun or a Kubernetes job).
+    #[arg(
+        long,
+        value_parser = executor_names().try_map(|name| name.parse::<ExecutorBackend>()),
+        default_value = "auto",
+        value_name = "NAME",
+        hide_possible_values = true,
+        help_heading = "Parallel"
+    )]
+    pub distributed_executor_backend: ExecutorBackend,
+    /// Compute MoE layers in chunks of tokens: less memory, the same results.
+    #[arg(long, help_heading = "MoE")]
+    pub enable_chunked_moe: bool,
+    /// Tokens of a chunk, at most (default: 256).
+    #[arg(long, value_name = "N", requires = "enable_chunked_moe", help_heading = "MoE")]
+    pub chunked_moe_size: Option<NonZeroUsize>,
+    /// Workspace of a MoE layer, such as 64MiB: decides the size of chunks.
+    #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes,
+        requires = "enable_chunked_moe", conflicts_with = "chunked_moe_size", help_heading = "MoE")]
+    pub moe_memory_budget: Option<usize>,
+}
+
+fn executor_names() -> PossibleValuesParser {
+    ExecutorBackend::NAMES.map(|(name, _)| name).into()
+}
+
+impl ParallelArgs {
+    /// The parallel settings; a name that nothing has is a mistake in the call.
+    pub fn config(&self) -> Result<ParallelConfig> {
+        let named = |flag: &str, e: moe_comm::GeometryError| usage(format!("--{flag}: {e}"));
+        Ok(ParallelConfig {
+            tp: self.tp,
+            dp: self.dp,
+            enable_expert_parallel: self.enable_expert_parallel,
+            backend: self.moe_ep_backend.parse().map_err(|e| named("moe-ep-backend", e))?,
+            placement: self
+                .expert_placement_strategy
+                .parse()
+                .map_err(|e| named("expert-placement-strategy", e))?,
+            deepep_mode: self.deepep_mode.parse().map_err(|e| named("deepep-mode", e))?,
+        })
+    }
+
+    /// Whether and how MoE layers cut their tokens.
+    pub fn chunked_moe(&self) -> ChunkedMoe {
+        ChunkedMoe {
+            enable_chunked_moe: self.enable_chunked_moe,
+            chunked_moe_size: self.chunked_moe_size.unwrap_or(DEFAULT_CHUNKED_MOE_SIZE),
+            moe_memory_budget: self.moe_memory_budget,
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! What a step must at least read and compute, beside what this machine can do: the parts of the
+//! limits that a benchmark's figures reach.
+
+use anyhow::{Result, bail};
+use candle_core::DType;
+use model_runtime::{Config, Geometry, ModelInfo, Roof, TensorSpec};
+use moe_engine::{ModelFamily, Session};
+use serde_json::{Value, json};
+
+use crate::cli::BenchArgs;
+
+/// Weights that steps use, in elements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct StepWeights {
+    /// Used by every token: all but routed experts and the vocabulary.
+    dense: f64,
+    /// The vocabulary projection, used by every row of logits.
+    vocabulary: f64,
+    /// One routed expert of each layer, all layers together.
+    expert: f64,
+    /// Routed experts per token.
+    top_k: f64,
+}
+
+impl StepWeights {
+    /// From the tensors of a model whose experts are packed: those are the ones of rank 3.
+    fn new(tensors: &[TensorSpec], info: &ModelInfo) -> Self {
+        let elements = |t: &TensorSpec| t.shape.iter().map(|&d| d as f64).product::<f64>();
+        let (experts, others): (Vec<_>, Vec<_>) = tensors.iter().partition(|t| t.shape.len() == 3);
+        let is_vocabulary = |t: &TensorSpec| t.shape == [info.vocab_size, info.hidden_size];
+        let dense = others.into_iter().filter(|t| !is_vocabulary(t)).map(elements).sum();
+        let (num_experts, top_k) = info.moe.as_ref().map_or((1, 0), |moe| (moe.num_experts, moe.top_k));
+        Self {
+            dense,
+            vocabulary: (info.vocab_size * info.hidden_size) as f64,
+            expert: experts.into_iter().map(elements).sum::<f64>() / num_experts as f64,
+            top_k: top_k as f64,
+        }
+    }
+
+    /// Bytes that a decode step reads: weights, with `distinct` routed experts per layer, and
+    /// `tokens` cached tokens.
+    fn decode_bytes(&self, info: &ModelInfo, distinct: f64, tokens: f64) -> Result<f64> {
+        let weights = self.dense + self.vocabulary + distinct * self.expert;
+        let cached = tokens * info.kv.bytes_per_token()? as f64;
+        Ok(weights * info.kv.dtype.size_in_bytes() as f64 + cached)
+    }
+
+    /// FLOP of the products of a prefill; attention is left out.
+    fn prefill_flops(&self, tokens: usize) -> f64 {
+        2. * (tokens as f64 * (self.dense + self.top_k * self.expert) + self.vocabulary)
+    }
+}
+
+/// Measures this machine's limits once the model is gone, and puts a bench result beside them.
+pub fn measure<F: ModelFamily>(args: &BenchArgs, result: &Value, session: Session) -> Result<Value> {
+    let Session { model, ex, checkpoint, .. } = session;
+    let config = match (&args.config, checkpoint) {
+        (Some(path), _) => F::config(&Config::read(path)?)?,
+        (None, Some(checkpoint)) => F::config(&checkpoint.config)?,
+        (None, None) => bail!("a model without a config has no roofline"),
+    };
+    let info = model.info().clone();
+    drop(model);
+    let layout = F::layout(&config, &Geometry::default(), &|_| true)?;
+    let weights = StepWeights::new(&layout.tensors, &info);
+    let context = args.prompt as f64 + args.output as f64 / 2.;
+    // What a GPU can do at most is in its data sheet; the rates stand for themselves there.
+    let roof = (!ex.is_cuda()).then(|| Roof::measure(&ex)).transpose()?;
+    roofline(result, roof.as_ref(), &weights, &info, context)
+}
+
+/// The parts of the limits that a bench result reaches: its `decode`, `distinct_experts` and
+/// `prefill` against `roof`. `context` is the mean number of cached tokens of a decode row.
+fn roofline(
+    result: &Value,
+    roof: Option<&Roof>,
+    weights: &StepWeights,
+    info: &ModelInfo,
+    context: f64,
+) -> Result<Value> {
+    let mut report = match roof {
+        Some(roof) => json!({
+            "read_gb_s": roof.read / 1e9,
+            "f32_multiply_add_gflop_s": roof.fma / 1e9,
+            "bf16_dot_gflop_s": roof.dot.map(|dot| dot / 1e9),
+            "bf16_matrix_gflop_s": roof.matrix.map(|matrix| matrix / 1e9),
+        }),
+        None => json!({}),
+    };
+    (report["decode"], report["prefill"]) = (json!({}), json!({}));
+    for (batch, row) in result["decode"].as_object().into_iter().flatten() {
+        let seconds = row["step_ms"].as_f64().unwrap_or(f64::NAN) / 1e3;
+        let distinct = result["distinct_experts"][batch]["mean"].as_f64().unwrap_or(0.);
+        let tokens = batch.parse::<f64>()? * context;
+        let bytes = weights.decode_bytes(info, distinct, tokens)?;
+        report["decode"][batch] = json!({"bytes": bytes, "gb_s": bytes / seconds / 1e9});
+        if let Some(roof) = roof {
+            report["decode"][batch]["fraction"] = json!(bytes / seconds / roof.read);
+        }
+    }
+    // The limit of bf16 products is the BF16 dot product's, of others the f32 multiply-add's.
+    let peak = roof.map(|roof| roof.dot.filter(|_| info.kv.dtype == DType::BF16).unwrap_or(roof.fma));
+    for (length, rate) in result["prefill"].as_object().into_iter().flatten() {
+        let tokens = length.parse::<usize>()?;
+        let seconds = tokens as f64 / rate.as_f64().unwrap_or(f64::NAN);
+        let flops = weights.prefill_flops(tokens);
+        report["prefill"][length] = json!({"flops": flops, "gflop_s": flops / seconds / 1e9});
+        if let Some(peak) = peak {
+            report["prefill"][length]["fraction"] = json!(flops / seconds / peak);
+        }
+    }
+    Ok(report)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use model_runtime::{KvLayout, MoeInfo};
+
+    fn info() -> ModelInfo {
+        ModelInfo {
+            vocab_size: 50,
+            hidden_size: 10,
+            num_layers: 2,
+            max_position_embeddings: 64,
+            max_context_len: 64,
+            keys_depend_on_prompt_len: false,
+            kv: KvLayout {
+                num_layers: 2,
+                num_kv_heads: 1,
+                head_dim: 4,
+                value_dim: Some(4),
+                dtype: DType::BF16,
+            },
+            moe: Some(MoeInfo { layers: vec![0, 1], num_experts: 8, top_k: 2 }),
+        }
+    }
+
+    fn weights() -> StepWeights {
+        let spec = |shape: &[usize]| TensorSpec::new("t", shape);
+        let mut tensors = vec![spec(&[50, 10]), spec(&[50, 10])];
+        for _ in 0..2 {
+            tensors.extend([spec(&[10, 10]), spec(&[10]), spec(&[8, 6, 10]), spec(&[8, 10, 3])]);
+        }
+        StepWeights::new(&tensors, &info())
+    }
+
+    /// Embedding rows are looked up, not read as a whole: the vocabulary counts once, tied or not.
+    #[test]
+    fn weights_are_counted_by_use() {
+        assert_eq!(weights(), StepWeights { dense: 220., vocabulary: 500., expert: 180., top_k: 2. });
+    }
+
+    #[test]
+    fn fractions_are_of_the_measured_limits() -> Result<()> {
+        let result = json!({
+            "decode": {"4": {"step_ms": 2.}},
+            "distinct_experts": {"4": {"mean": 5.}},
+            "prefill": {"20": 1000.},
+        });
+        let roof = Roof { read: 1e7, fma: 5e6, dot: Some(1e7), matrix: None };
+        let report = roofline(&result, Some(&roof), &weights(), &info(), 3.)?;
+        // 220 + 500 + 5 * 180 elements of two bytes, and 4 * 3 tokens of 2 * 2 * 4 * 2 bytes.
+        let bytes = 2. * 1620. + 12. * 32.;
+        assert_eq!(
+            report["decode"]["4"],
+            json!({"bytes": bytes, "gb_s": bytes / 2e-3 / 1e9, "fraction": bytes / 2e-3 / 1e7})
+        );
+        // 20 tokens use 220 + 2 * 180 elements each, the last one the vocabulary, in 20 ms.
+        let flops = 2. * (20. * 580. + 500.);
+        assert_eq!(
+            report["prefill"]["20"],
+            json!({"flops": flops, "gflop_s": flops / 0.02 / 1e9, "fraction": flops / 0.02 / 1e7})
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,90 @@
+//! From the flags to a run of the engine: its settings, and where the weights come from.
+
+use std::path::Path;
+
+use anyhow::Result;
+use candle_core::DType;
+use model_runtime::{Checkpoint, Config, CpuIsa};
+use moe_engine::{ModelFamily, Run, RunConfig, Session, Weights, usage};
+
+use crate::cli::RunArgs;
+use crate::hub;
+
+/// The model of a command.
+#[derive(Clone, Copy)]
+pub enum Model<'a> {
+    /// A checkpoint folder or a model of the hub; `None`: the embedded checkpoint.
+    Checkpoint(Option<&'a str>),
+    /// Random weights for this config.
+    Random(&'a Path),
+}
+
+/// Opens the model of a command, on the process that runs it.
+pub fn open<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool) -> Result<Session> {
+    let (run, weights) = start::<F>(model, args, check_weights)?;
+    let session = run.session::<F>(weights)?;
+    if args.explain_backends {
+        eprintln!("{}", serde_json::to_string_pretty(&session.backend)?);
+    }
+    Ok(session)
+}
+
+/// Runs this process's rank of the command until rank 0's ends it.
+pub fn serve<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool) -> Result<()> {
+    let (run, weights) = start::<F>(model, args, check_weights)?;
+    run.serve::<F>(weights)
+}
+
+fn start<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool) -> Result<(Run, Weights)> {
+    let config = RunConfig { check_weights, ..args.config()? };
+    match model {
+        Model::Checkpoint(Some(name)) => {
+            let run = Run::start(&config, name)?;
+            Ok((run, Weights::Checkpoint(Checkpoint::open(hub::resolve(name)?)?)))
+        }
+        Model::Checkpoint(None) if F::embedded().is_none() => Err(no_model()),
+        Model::Checkpoint(None) => Ok((Run::start(&config, "embedded")?, Weights::Embedded)),
+        Model::Random(path) => {
+            let random = Weights::Random(Config::read(path)?);
+            Ok((Run::start(&config, &path.to_string_lossy())?, random))
+        }
+    }
+}
+
+/// The mistake of naming no model to a program that has none of its own.
+pub fn no_model() -> anyhow::Error {
+    usage(
+        "no model is given, and none is part of this program: name one with --model (--help lists the flags)",
+    )
+}
+
+impl RunArgs {
+    /// The settings of the flags; a name that nothing has is a mistake in the call.
+    pub fn config(&self) -> Result<RunConfig> {
+        let device = self.device.parse();
+        let isa = self.cpu_isa.as_deref().map(CpuIsa::from_name).transpose();
+        Ok(RunConfig {
+            device: device.map_err(|e| usage(format!("--device {}: {e}", self.device)))?,
+            dtype: self.dtype.as_deref().map(parse_dtype).transpose()?,
+            num_threads: self.num_threads,
+            cpu_isa: isa.map_err(|e| usage(format!("--cpu-isa: {e}")))?,
+            moe_backend: self.moe_backend.clone(),
+            moe_path: self.moe_path,
+            mla: self.mla,
+            batch_invariant: self.batch_invariant,
+            check_weights: false,
+            parallel: self.parallel.config()?,
+            executor: self.parallel.distributed_executor_backend,
+            chunked_moe: self.parallel.chunked_moe(),
+        })
+    }
+}
+
+fn parse_dtype(name: &str) -> Result<DType> {
+    match name {
+        "f32" => Ok(DType::F32),
+        "bf16" => Ok(DType::BF16),
+        "f16" => Ok(DType::F16),
+        other => Err(usage(format!("--dtype {other}: expected f32, bf16 or f16"))),
+    }
+}

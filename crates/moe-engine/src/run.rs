@@ -1,0 +1,199 @@
+//! From settings to a model that is ready: processes, device, dtype, weights, ranks.
+
+use anyhow::{Result, bail, ensure};
+use candle_core::DType;
+use candle_nn::VarBuilder;
+use model_runtime::{BlockContext, Checkpoint, Config, DummyWeights, Exec, Geometry, RankView, TensorSlice};
+use tracing::info;
+
+use crate::engine;
+use crate::family::ModelFamily;
+#[cfg(feature = "cuda")]
+use crate::parallel::DeviceFollower;
+use crate::parallel::{self, Follower, Processes, Replica};
+use crate::run_config::RunConfig;
+use crate::session::{Session, tokenizer};
+
+/// What a model is made of.
+pub enum Weights {
+    /// A checkpoint.
+    Checkpoint(Checkpoint),
+    /// The checkpoint that is part of the family's program.
+    Embedded,
+    /// Random weights for this config: to measure with, not to talk to.
+    Random(Config),
+}
+
+/// A run whose processes are there and whose device is open, before its model is loaded.
+///
+/// ```text
+/// Run::start ─► session  on the first process: requests go to its engine
+///            └► serve    on the others: steps come from the first one's
+/// ```
+pub struct Run {
+    config: RunConfig,
+    /// The processes of all ranks; `None` where they are in this one.
+    processes: Option<Processes>,
+    ex: Exec,
+}
+
+impl Run {
+    /// Opens the device of this process's ranks, after joining the processes of the others or starting
+    /// them: each is this program again, with its arguments, and finds that it is
+    /// [`Placement::Launched`](parallel::Placement). `model` is what the ranks call the model, to find
+    /// one that runs another.
+    ///
+    /// # Errors
+    /// Settings that cannot be ([`UsageError`](crate::UsageError)); a rank that does not appear or has
+    /// other settings; no such device.
+    pub fn start(config: &RunConfig, model: &str) -> Result<Self> {
+        config.check()?;
+        let host = config.host_exec()?;
+        let processes = Processes::start(config, model, &host)?;
+        let ex = on_device(host, config, processes.as_ref())?;
+        Ok(Self { config: config.clone(), processes, ex })
+    }
+
+    /// Loads the model, on the process that runs requests: the only one, or rank 0's.
+    ///
+    /// # Errors
+    /// Weights that are not those of the family and its config; what fails while they are read.
+    pub fn session<F: ModelFamily>(self, weights: Weights) -> Result<Session> {
+        let Part { ranks, checkpoint, tokenizer, backend } = self.load::<F>(weights)?;
+        let Ranks::Replicas(mut replicas) = ranks else {
+            bail!("this process follows another one's rank and runs no requests")
+        };
+        let Replica { model, ex, world } = replicas.remove(0);
+        let Self { config, processes, .. } = self;
+        let parallel = config.parallel;
+        Ok(Session { model, ex, world, replicas, parallel, processes, checkpoint, tokenizer, backend })
+    }
+
+    /// Loads this process's rank and runs what rank 0's process sends, until that says stop.
+    ///
+    /// # Errors
+    /// Whatever fails this rank or another one.
+    pub fn serve<F: ModelFamily>(self, weights: Weights) -> Result<()> {
+        let Part { mut ranks, checkpoint, tokenizer: embedded, .. } = self.load::<F>(weights)?;
+        let tokenizer = tokenizer(checkpoint.as_ref(), embedded).ok();
+        let Some(processes) = self.processes else {
+            bail!("this process is a rank of its own and has no driver")
+        };
+        match &mut ranks {
+            #[cfg(feature = "cuda")]
+            Ranks::DeviceFollower(follower) => follower.serve(processes.messages())?,
+            Ranks::Follower(follower) => follower.serve(processes.messages())?,
+            Ranks::Replicas(replicas) => {
+                for Replica { model, ex, world } in replicas {
+                    engine::serve(model.as_ref(), ex, tokenizer.as_ref(), world, processes.messages())?;
+                }
+            }
+        }
+        processes.finish()
+    }
+
+    fn load<F: ModelFamily>(&self, weights: Weights) -> Result<Part> {
+        let (checkpoint, tokenizer) = match weights {
+            Weights::Random(config) => return self.load_random::<F>(&config),
+            Weights::Checkpoint(checkpoint) => (checkpoint, None),
+            Weights::Embedded => {
+                let Some(e) = F::embedded() else { bail!("no checkpoint is part of this program") };
+                let checkpoint = Checkpoint::from_static(e.weights, e.config, Some(e.generation_config))?;
+                (checkpoint, Some(e.tokenizer))
+            }
+        };
+        let config = F::config(&checkpoint.config)?;
+        let has = |name: &str| checkpoint.tensors.info(name).is_some();
+        let layout = F::layout(&config, &Geometry::default(), &has)?;
+        checkpoint.tensors.verify(layout.tensors, F::ignored(&config))?;
+        if self.config.check_weights {
+            let report = checkpoint.tensors.nan_report();
+            ensure!(report.is_clean(), "the checkpoint has weights that are not finite: {report}");
+        }
+        let dtype = self.config.dtype.map_or_else(|| checkpoint.dtype(), Ok)?;
+        let tensors = |slices: Vec<TensorSlice>| {
+            RankView::new(checkpoint.tensors.clone(), slices).var_builder(dtype, self.ex.device())
+        };
+        let (ranks, backend) = self.load_ranks::<F>(&config, &has, &tensors)?;
+        Ok(Part { ranks, checkpoint: Some(checkpoint), tokenizer, backend })
+    }
+
+    fn load_random<F: ModelFamily>(&self, raw: &Config) -> Result<Part> {
+        let config = F::config(raw)?;
+        let dtype = self.config.dtype.map_or_else(|| raw.dtype(), |dtype| Ok(Some(dtype)))?;
+        let dtype = dtype.unwrap_or(DType::F32);
+        // Packed experts: one tensor is generated for each pack, at full speed.
+        let specs = F::layout(&config, &Geometry::default(), &|_| true)?.tensors;
+        let tensors = |slices: Vec<TensorSlice>| {
+            RankView::new(DummyWeights::new(specs.clone(), 0), slices).var_builder(dtype, self.ex.device())
+        };
+        let (ranks, backend) = self.load_ranks::<F>(&config, &|_| true, &tensors)?;
+        Ok(Part { ranks, checkpoint: None, tokenizer: None, backend })
+    }
+
+    /// Loads one rank, all ranks on threads, or this process's.
+    fn load_ranks<F: ModelFamily>(
+        &self,
+        config: &F::Config,
+        has: &(dyn Fn(&str) -> bool + Sync),
+        tensors: &(dyn Fn(Vec<TensorSlice>) -> VarBuilder<'static> + Sync),
+    ) -> Result<(Ranks, serde_json::Value)> {
+        let (parallel, chunked_moe, ex) = (&self.config.parallel, self.config.chunked_moe, &self.ex);
+        let options = |context| self.config.load_options(context);
+        let source = parallel::Source::<F> { config, has, tensors, options: &options, chunked_moe };
+        let (ranks, chosen) = if let Some(processes) = &self.processes {
+            processes.load(&source, parallel, ex)?
+        } else if parallel.world_size()? == 1 {
+            // One rank: its backend is `disabled`, or an explicit one over a group of itself.
+            let geometry = parallel.geometry(0)?;
+            let context =
+                BlockContext { geometry, chunked_moe, sliced_weights: true, ..BlockContext::default() };
+            let world = context.groups.world.clone();
+            let slices = F::layout(config, &context.geometry, has)?.slices_for(ex.device());
+            let loaded = F::load(config, &options(context), tensors(slices))?;
+            let replica = Replica { model: loaded.model, ex: ex.clone(), world };
+            (Ranks::Replicas(vec![replica]), loaded.backend)
+        } else {
+            let (replicas, chosen) = parallel::load(&source, parallel, ex)?;
+            (Ranks::Replicas(replicas), chosen)
+        };
+        info!(backend = %chosen["chosen"], "expert backend");
+        Ok((ranks, chosen))
+    }
+}
+
+/// What this process has of a model.
+struct Part {
+    ranks: Ranks,
+    checkpoint: Option<Checkpoint>,
+    /// The embedded one.
+    tokenizer: Option<&'static [u8]>,
+    backend: serde_json::Value,
+}
+
+/// The ranks of this process.
+pub(crate) enum Ranks {
+    /// Data-parallel replicas, at least one.
+    Replicas(Vec<Replica>),
+    /// A rank that follows one in another process.
+    Follower(Box<Follower>),
+    /// The same on a GPU.
+    #[cfg(feature = "cuda")]
+    DeviceFollower(Box<DeviceFollower>),
+}
+
+/// The host's context on the device that is asked for, and that is this rank's.
+fn on_device(host: Exec, config: &RunConfig, processes: Option<&Processes>) -> Result<Exec> {
+    let open = || config.device.open(processes.map_or(0, Processes::local_rank));
+    let device = processes.map_or_else(open, |processes| processes.explained(open))?;
+    if device.is_cpu() {
+        info!(cpu_isa = host.isa().name(), threads = host.num_threads(), "running on the CPU");
+        return Ok(host);
+    }
+    info!(device = ?device.location(), "running on CUDA");
+    let ex = Exec::on(&device)?.with_isa(host.isa())?.with_batch_invariant(config.batch_invariant);
+    Ok(match config.num_threads {
+        Some(threads) => ex.with_threads(threads)?,
+        None => ex,
+    })
+}

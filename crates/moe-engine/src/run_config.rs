@@ -1,0 +1,142 @@
+//! Where and how a model runs, as plain data: what a program's flags or settings come to.
+
+use std::str::FromStr;
+
+use anyhow::Result;
+use candle_core::DType;
+use model_runtime::{BlockContext, CpuIsa, Exec, MlaForm};
+use moe_comm::ParallelConfig;
+use moe_layer::{ChunkedMoe, MoePath};
+
+use crate::device::DeviceChoice;
+use crate::family::LoadOptions;
+use crate::usage;
+
+/// More threads than any machine runs well.
+const MAX_THREADS: usize = 1024;
+
+/// Where and how a model runs. The default is one rank on all cores, in the checkpoint's dtype.
+#[derive(Clone, Debug, Default)]
+pub struct RunConfig {
+    /// The device, or the kind of device of each rank.
+    pub device: DeviceChoice,
+    /// Dtype of weights and KV cache; `None`: the checkpoint's.
+    pub dtype: Option<DType>,
+    /// Threads on the CPU, all ranks together; `None`: all cores.
+    pub num_threads: Option<usize>,
+    /// Instruction set on the CPU; `None`: the fastest supported.
+    pub cpu_isa: Option<CpuIsa>,
+    /// Name of the expert backend; `None`: the oracle chooses.
+    pub moe_backend: Option<String>,
+    /// Expert path; `None`: the family's default.
+    pub moe_path: Option<MoePath>,
+    /// Form of multi-head latent attention; `None`: absorbed.
+    pub mla: Option<MlaForm>,
+    /// A row's bits do not depend on the rows beside it, also on a GPU.
+    pub batch_invariant: bool,
+    /// Report every weight of a checkpoint that is NaN or infinite as an error.
+    pub check_weights: bool,
+    /// How the model is spread over ranks.
+    pub parallel: ParallelConfig,
+    /// Where those ranks are.
+    pub executor: ExecutorBackend,
+    /// Whether and how MoE layers cut their tokens.
+    pub chunked_moe: ChunkedMoe,
+}
+
+/// Where ranks run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExecutorBackend {
+    /// The processes of a launcher, if one started this process; else threads, and on GPUs processes.
+    #[default]
+    Auto,
+    /// A process per rank, started by this one, or by a launcher.
+    Mp,
+    /// Threads of this process.
+    Threads,
+    /// The processes of torchrun, srun, mpirun or a Kubernetes job.
+    ExternalLauncher,
+}
+
+impl ExecutorBackend {
+    /// All of them by name.
+    pub const NAMES: [(&str, Self); 4] = [
+        ("auto", Self::Auto),
+        ("mp", Self::Mp),
+        ("threads", Self::Threads),
+        ("external_launcher", Self::ExternalLauncher),
+    ];
+}
+
+impl FromStr for ExecutorBackend {
+    type Err = anyhow::Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let known = Self::NAMES.iter().find(|(known, _)| *known == name);
+        known.map(|(_, backend)| *backend).ok_or_else(|| {
+            anyhow::anyhow!("{name:?}: expected one of {:?}", Self::NAMES.map(|(known, _)| known))
+        })
+    }
+}
+
+impl RunConfig {
+    /// Whether this build and these ranks can be what is asked for.
+    ///
+    /// # Errors
+    /// A [`UsageError`](crate::UsageError).
+    pub(crate) fn check(&self) -> Result<()> {
+        let ranks = self.parallel.geometry(0).map_err(|e| usage(e.to_string()))?.world_size;
+        self.device.check(ranks)?;
+        self.device.check_invariant(self.batch_invariant, ranks)
+    }
+
+    /// How a rank at this place builds the model.
+    pub(crate) fn load_options(&self, context: BlockContext) -> LoadOptions {
+        LoadOptions {
+            backend: self.moe_backend.clone(),
+            moe_path: self.moe_path,
+            mla: self.mla,
+            context: BlockContext { batch_invariant: self.batch_invariant, ..context },
+        }
+    }
+
+    /// The execution context of the host.
+    pub(crate) fn host_exec(&self) -> Result<Exec> {
+        let mut ex = Exec::cpu().with_batch_invariant(self.batch_invariant);
+        if let Some(isa) = self.cpu_isa {
+            ex = ex.with_isa(isa)?;
+        }
+        if let Some(threads) = self.num_threads {
+            if threads > MAX_THREADS {
+                return Err(usage(format!("--num-threads {threads}: expected 1 to {MAX_THREADS}")));
+            }
+            ex = ex.with_threads(threads).map_err(|e| usage(format!("--num-threads {threads}: {e}")))?;
+        }
+        Ok(ex)
+    }
+
+    /// What must be the same on all ranks, as names and values. Bits depend on the instruction set, too.
+    pub(crate) fn agreed(&self, model: &str, ex: &Exec) -> Vec<(String, String)> {
+        let (p, chunks) = (&self.parallel, &self.chunked_moe);
+        let all: [(&str, String); 17] = [
+            ("the program's version", env!("CARGO_PKG_VERSION").to_string()),
+            ("--model", model.to_string()),
+            ("--tp", p.tp.to_string()),
+            ("--dp", p.dp.to_string()),
+            ("--enable-expert-parallel", p.enable_expert_parallel.to_string()),
+            ("--moe-ep-backend", p.backend.to_string()),
+            ("--deepep-mode", p.deepep_mode.to_string()),
+            ("--expert-placement-strategy", p.placement.to_string()),
+            ("--enable-chunked-moe", chunks.enable_chunked_moe.to_string()),
+            ("--chunked-moe-size", chunks.chunked_moe_size.to_string()),
+            ("--moe-memory-budget", format!("{:?}", chunks.moe_memory_budget)),
+            ("--device", self.device.to_string()),
+            ("--dtype", self.dtype.map_or("default", |dtype| dtype.as_str()).to_string()),
+            ("--cpu-isa", ex.isa().name().to_string()),
+            ("--moe-backend", self.moe_backend.clone().unwrap_or_else(|| "default".to_string())),
+            ("--moe-path", format!("{:?}", self.moe_path)),
+            ("--mla", format!("{:?}", self.mla)),
+        ];
+        all.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
+    }
+}
