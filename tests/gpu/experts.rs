@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 use moe_comm::{Communicator, ExpertLayout, ExpertPlacement, SelfComm};
-use moe_dispatch::{BatchedReference, EpRanks, LocalExperts, NoEp, PrepareFinalize, SumGather};
+use moe_dispatch::{EpRanks, LocalExperts, NoEp, OverRanks, PrepareFinalize, WhoAdds};
 use moe_experts::{
     Activation, ActivationFormat, BatchLimits, ExpertWeights, Experts, build, build_batched, select,
 };
@@ -68,7 +68,7 @@ impl Problem {
         let (experts, prepare): (_, Box<dyn PrepareFinalize>) = if batched {
             let limits = BatchLimits { max_num_tokens: tokens * top_k, num_dispatchers: 1 };
             let experts = build_batched(&selection, weights, limits).unwrap();
-            (experts, Box::new(BatchedReference::new(local, tokens * top_k)))
+            (experts, Box::new(NoEp::batched(local, tokens * top_k)))
         } else {
             (build(&selection, weights).unwrap(), Box::new(NoEp::new().with_local_experts(local)))
         };
@@ -177,7 +177,7 @@ fn fused_experts_agree_with_the_cpu() {
 #[test]
 fn listed_rows_agree_with_the_cpu() {
     let mut rng = Rng::new();
-    for (dtype, name) in [(DType::BF16, "cuda_fused_batched"), (DType::F32, "cuda_batched")] {
+    for (dtype, name) in [(DType::BF16, "cuda_fused_listed"), (DType::F32, "cuda")] {
         for (tokens, top_k, hidden, inter) in [(0, 2, 64, 64)].into_iter().chain(SIZES) {
             let mut p = Problem::new(&mut rng, dtype, tokens, top_k, hidden, inter);
             p.map = (0..EXPERTS as i32).collect();
@@ -185,19 +185,51 @@ fn listed_rows_agree_with_the_cpu() {
             let mut ex = cuda();
             let weights = p.experts(false, &ex);
             let mut spec = weights.spec(Activation::SwiGlu, top_k);
-            spec.activation_format = ActivationFormat::BatchedExperts;
-            let selection = select(&spec, None).unwrap();
-            let limits = BatchLimits { max_num_tokens: 2000, num_dispatchers: 1 };
-            let experts = build_batched(&selection, weights, limits).unwrap();
+            spec.activation_format = ActivationFormat::Listed;
+            let experts = build(&select(&spec, None).unwrap(), weights).unwrap();
             let layout = ExpertLayout::new(EXPERTS, 1, 0, ExpertPlacement::Linear).unwrap();
             let alone: Arc<dyn Communicator> = Arc::new(SelfComm::new());
             let ranks = EpRanks::new(&layout, alone.clone(), alone).unwrap().on(ex.device()).unwrap();
-            let prepare = SumGather::batched(ranks, limits.max_num_tokens);
+            let prepare = OverRanks::low_latency(ranks, 2000, WhoAdds::ByRank);
             let experts = experts.into_modular(prepare.name()).unwrap();
             assert_eq!(experts.name(), name);
             let off = relative_error(&cpu, &p.through(&prepare, experts.as_ref(), &mut ex));
             let bound = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
             assert!(tokens == 0 || off < bound, "{name}, T={tokens}: off by {off}");
+        }
+    }
+}
+
+/// Each backend over ranks, whose only one this is, adds by slot and by rank on a device as on the CPU.
+#[test]
+fn backends_add_by_slot_and_by_rank() {
+    let mut rng = Rng::new();
+    let alone = || -> Arc<dyn Communicator> { Arc::new(SelfComm::new()) };
+    for (who, index) in
+        [WhoAdds::BySlot, WhoAdds::ByRank].into_iter().flat_map(|who| (0..5).map(move |i| (who, i)))
+    {
+        for (tokens, top_k, hidden, inter) in [(0, 2, 16, 8), (23, 3, 40, 24)] {
+            let mut p = Problem::new(&mut rng, DType::F32, tokens, top_k, hidden, inter);
+            p.map = (0..EXPERTS as i32).collect();
+            let cpu = p.run(ActivationFormat::Standard, Activation::SwiGlu, false, Exec::cpu());
+            let mut ex = cuda();
+            let layout = ExpertLayout::new(EXPERTS, 1, 0, ExpertPlacement::Linear).unwrap();
+            let ranks = EpRanks::new(&layout, alone(), alone()).unwrap().on(ex.device()).unwrap();
+            let prepare = match index {
+                0 => OverRanks::disabled(alone(), who),
+                1 => OverRanks::local_allreduce(ranks, who).unwrap(),
+                2 => OverRanks::allgather_reducescatter(ranks, who),
+                3 => OverRanks::high_throughput(ranks, who),
+                _ => OverRanks::low_latency(ranks, 32, who),
+            };
+            let weights = p.experts(false, &ex);
+            let mut spec = weights.spec(Activation::SwiGlu, top_k);
+            spec.activation_format = prepare.activation_format();
+            let experts =
+                build(&select(&spec, None).unwrap(), weights).unwrap().into_modular("test").unwrap();
+            let gpu = p.through(&prepare, experts.as_ref(), &mut ex);
+            let off = relative_error(&cpu, &gpu);
+            assert!(tokens == 0 || off < 1e-5, "{} {who:?}: off by {off}", prepare.name());
         }
     }
 }

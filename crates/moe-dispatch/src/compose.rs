@@ -4,6 +4,7 @@
 use moe_kernels::{ActivationFormat, WeightAndReduce};
 
 use crate::prepare_finalize::PrepareFinalize;
+use crate::reduce::reduces;
 
 /// What an experts backend declares about itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,14 +40,16 @@ pub enum CompositionError {
         /// Its format.
         experts_format: ActivationFormat,
     },
-    /// Standard rows have no fixed size, so a limit would be meaningless.
+    /// Rows outside of blocks have no fixed number, so a limit would be meaningless.
     #[error(
-        "{experts} takes the Standard format and must not be given max_num_tokens or num_dispatchers, \
+        "{experts} takes the {format:?} format and must not be given max_num_tokens or num_dispatchers, \
          got {max_num_tokens:?} and {num_dispatchers:?}"
     )]
     UnexpectedLimits {
         /// Name of the experts side.
         experts: String,
+        /// Its format.
+        format: ActivationFormat,
         /// What it was given.
         max_num_tokens: Option<usize>,
         /// What it was given.
@@ -101,10 +104,10 @@ pub enum CompositionError {
         /// Name of the experts side.
         experts: String,
     },
-    /// Above one rank only the owner may weight and add, unless ranks' sums are added.
+    /// By slot only the owner of a token may weight and add.
     #[error(
-        "{experts} weights and reduces by itself (NoOp), but {prepare} brings rows of {num_dispatchers} \
-         ranks, whose owners need unweighted rows"
+        "{experts} weights and reduces by itself (NoOp), but {prepare} adds by slot: the owners of the rows of \
+         {num_dispatchers} ranks need them unweighted; add by rank, or choose experts that return unweighted rows"
     )]
     ReducesAcrossRanks {
         /// Name of the prepare side.
@@ -118,7 +121,7 @@ pub enum CompositionError {
 
 /// Fails unless the two sides fit: one format; limits given exactly in the BatchedExperts format
 /// and large enough; a strategy that reduces that format; experts that reduce by themselves where rows
-/// come with their weights, and on one rank or where the ranks' sums are added.
+/// come with their weights, and not where the owners of rows weight them.
 ///
 /// # Errors
 /// The first rule that is broken, naming both sides.
@@ -137,25 +140,21 @@ pub fn check_composition(
         });
     }
     check_limits(prepare, experts)?;
-    let fits = match experts.weight_and_reduce {
-        WeightAndReduce::Delegate | WeightAndReduce::NoOp => true,
-        WeightAndReduce::Contiguous => format == ActivationFormat::Standard,
-        WeightAndReduce::NaiveBatched { .. } => format == ActivationFormat::BatchedExperts,
-    };
-    if !fits {
+    if !reduces(experts.weight_and_reduce, format) {
         let strategy = experts.weight_and_reduce;
         return Err(CompositionError::Strategy { experts: experts_name, format, strategy });
     }
-    let num_dispatchers = prepare.num_dispatchers();
-    let reduced = experts.weight_and_reduce == WeightAndReduce::NoOp;
-    if reduced && num_dispatchers > 1 && !prepare.adds_partial_sums() {
+    if experts.weight_and_reduce != WeightAndReduce::NoOp {
+        return Ok(());
+    }
+    if !prepare.combine().takes_reduced_rows() {
         return Err(CompositionError::ReducesAcrossRanks {
             prepare: prepare_name,
-            num_dispatchers,
+            num_dispatchers: prepare.num_dispatchers(),
             experts: experts_name,
         });
     }
-    if reduced && format == ActivationFormat::BatchedExperts && !prepare.adds_partial_sums() {
+    if format == ActivationFormat::BatchedExperts {
         return Err(CompositionError::ReducesBlocks { prepare: prepare_name, experts: experts_name });
     }
     Ok(())
@@ -163,11 +162,12 @@ pub fn check_composition(
 
 fn check_limits(prepare: &dyn PrepareFinalize, experts: &ExpertsSide) -> Result<(), CompositionError> {
     let (max_num_tokens, num_dispatchers) = (experts.max_num_tokens, experts.num_dispatchers);
-    if experts.activation_format == ActivationFormat::Standard {
+    if experts.activation_format != ActivationFormat::BatchedExperts {
         return match (max_num_tokens, num_dispatchers) {
             (None, None) => Ok(()),
             _ => Err(CompositionError::UnexpectedLimits {
                 experts: experts.name.to_string(),
+                format: experts.activation_format,
                 max_num_tokens,
                 num_dispatchers,
             }),

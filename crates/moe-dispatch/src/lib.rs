@@ -2,43 +2,32 @@
 //! experts and back.
 #![doc = include_str!("../README.md")]
 
-mod allgather;
-mod batched;
-mod combine;
+mod arrive;
+mod by_rank;
+mod by_slot;
 mod compose;
-mod deepep;
-mod exchange;
-mod local_allreduce;
 mod local_experts;
 mod no_ep;
-mod partial;
+mod over_ranks;
 mod prepare_finalize;
 mod ranks;
 mod receiver;
 mod reduce;
 mod rows;
 mod tensor;
-mod tensor_parallel;
 mod tokens;
-mod transport;
 
-pub use allgather::AllgatherReducescatter;
-pub use batched::BatchedReference;
 pub use compose::{CompositionError, ExpertsSide, check_composition};
-pub use deepep::{HighThroughput, LowLatency};
-pub use local_allreduce::LocalAllreduce;
 pub use local_experts::LocalExperts;
 pub use no_ep::NoEp;
-pub use partial::{SumAllReduce, SumAllToAll, SumGather};
-pub use prepare_finalize::PrepareFinalize;
+pub use over_ranks::OverRanks;
+pub use prepare_finalize::{Combine, PrepareFinalize, WhoAdds};
 pub use ranks::EpRanks;
 pub use receiver::Receiver;
 pub use reduce::{CombineArgs, weight_and_reduce_into};
 pub use tensor::{
     AlignedTensors, DispatchedTensors, Dispatcher, group_slots, moe_align_block_size, weight_and_reduce,
 };
-pub use tensor_parallel::TensorParallel;
-pub use transport::{Collective, Sent, Transport};
 
 pub use candle_core as candle;
 pub use moe_comm::{
@@ -46,7 +35,7 @@ pub use moe_comm::{
 };
 pub use moe_kernels::{
     ActivationFormat, AlignedSizes, AlignedTokens, Buffer, Dims, Dispatched, Exec, Lent, NO_EXPERT,
-    RowBatches, Scratch, TensorView, View, ViewMut, WeightAndReduce, Workspace, align_batched_tokens_into,
-    align_tokens_into, batch_rows_into, group_slots_into, list_slots_into, mask_nonlocal_into,
-    max_aligned_sizes, max_batched_aligned_sizes, scale_rows_into, unbatch_rows_into, weighted_sum_into,
+    RowBatches, Scratch, TensorView, View, ViewMut, WeightAndReduce, Workspace, align_tokens_into,
+    batch_rows_into, group_slots_into, list_slots_into, mask_nonlocal_into, max_aligned_sizes,
+    scale_rows_into, unbatch_rows_into, weighted_sum_into,
 };

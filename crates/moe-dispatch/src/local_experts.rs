@@ -41,9 +41,9 @@ impl LocalExperts {
         Ok(Self { num_local, expert_map: Some(expert_map) })
     }
 
-    /// The same with the map on a device: that of the experts and of the rows.
+    /// The same with the map on a device: that of the experts and of the rows. It is made on the CPU.
     pub fn on(self, device: &Device) -> Result<Self> {
-        let Some(map) = &self.expert_map else { return Ok(self) };
+        let Some(map) = self.expert_map.as_ref().filter(|_| !device.is_cpu()) else { return Ok(self) };
         let mut copy = Buffer::zeros_on(device, map.dtype(), map.dims())?;
         Exec::on(device)?.copy_from_host(map.view(), copy.view_mut())?;
         Ok(Self { expert_map: Some(copy), ..self })

@@ -1,20 +1,22 @@
-//! No expert parallelism: the caller's rows go to the experts as they are.
+//! No expert parallelism: rows stay on this rank, as they are or batched by expert.
 
 use candle_core::{Result, bail};
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
 use crate::local_experts::LocalExperts;
-use crate::prepare_finalize::PrepareFinalize;
-use crate::reduce::finalize_here;
+use crate::prepare_finalize::{Combine, PrepareFinalize};
+use crate::reduce::reduce_into;
+use crate::rows::batch;
 use crate::tokens::Tokens;
 
-/// The Standard format on one rank, without a copy: prepare lends the caller's rows.
+/// One rank. In the Standard format prepare lends the caller's rows without a copy; [`batched`](Self::batched) copies
+/// them into the BatchedExperts format.
 ///
-/// With [`with_local_experts`](Self::with_local_experts) only some experts live here; slots of the
-/// others add nothing, and `out` is this rank's part of the sum.
+/// With some experts only, slots of the others add nothing, and `out` is this rank's part of the sum.
 #[derive(Debug, Default)]
 pub struct NoEp {
     experts: Option<LocalExperts>,
+    max_num_tokens: Option<usize>,
     router_weight_on_input: bool,
 }
 
@@ -22,6 +24,15 @@ impl NoEp {
     /// All experts on this rank, weights applied in combine.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// The BatchedExperts format: each token row is copied to every local expert that it chose,
+    /// [E_local, max_num_tokens, H]. The readable reference of the format.
+    ///
+    /// Row r of an expert is the r-th of its slots in ascending order t*K + k, so the rows keep token
+    /// order; unused rows are unspecified. More rows than `max_num_tokens` for one expert is an error.
+    pub fn batched(experts: LocalExperts, max_num_tokens: usize) -> Self {
+        Self { max_num_tokens: Some(max_num_tokens), ..Self::new().with_local_experts(experts) }
     }
 
     /// Restricts this rank to some experts.
@@ -40,15 +51,22 @@ impl NoEp {
 
 impl PrepareFinalize for NoEp {
     fn name(&self) -> &'static str {
-        "NoEp"
+        if self.max_num_tokens.is_none() { "NoEp" } else { "NoEp batched" }
     }
 
     fn activation_format(&self) -> ActivationFormat {
-        ActivationFormat::Standard
+        match self.max_num_tokens {
+            None => ActivationFormat::Standard,
+            Some(_) => ActivationFormat::BatchedExperts,
+        }
     }
 
-    fn output_is_reduced(&self) -> bool {
-        false
+    fn combine(&self) -> Combine {
+        Combine::Here
+    }
+
+    fn max_num_tokens_per_rank(&self) -> Option<usize> {
+        self.max_num_tokens
     }
 
     fn local_experts(&self) -> Option<&LocalExperts> {
@@ -57,10 +75,6 @@ impl PrepareFinalize for NoEp {
 
     fn applies_router_weight_on_input(&self) -> bool {
         self.router_weight_on_input
-    }
-
-    fn finalize_copies_reduced(&self) -> bool {
-        true
     }
 
     fn prepare<'a>(
@@ -72,8 +86,14 @@ impl PrepareFinalize for NoEp {
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
         let tokens = Tokens::check(self.name(), hidden, topk_ids, topk_weights)?;
-        let rows = tokens.input_rows(self.router_weight_on_input, ex)?;
-        let mut dispatched = Dispatched::standard(rows, topk_ids, topk_weights);
+        let input = tokens.input_rows(self.router_weight_on_input, ex)?;
+        let mut dispatched = match (self.max_num_tokens, &self.experts) {
+            (Some(max), Some(experts)) => {
+                let batches = batch(input.view(), topk_ids, experts, max, ex)?;
+                Dispatched::batched(batches.rows, batches.counts, topk_ids, topk_weights)
+            }
+            _ => Dispatched::standard(input, topk_ids, topk_weights),
+        };
         dispatched.expert_map = self.experts.as_ref().and_then(LocalExperts::expert_map);
         dispatched.weights_applied = self.router_weight_on_input;
         Ok(dispatched)
@@ -87,13 +107,11 @@ impl PrepareFinalize for NoEp {
         out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        let strategy = match strategy {
-            WeightAndReduce::Delegate => WeightAndReduce::Contiguous,
-            WeightAndReduce::NaiveBatched { .. } => {
-                bail!("{}: rows are in the Standard format, which NaiveBatched cannot reduce", self.name())
-            }
-            chosen => chosen,
-        };
-        finalize_here(self, expert_out, dispatched, strategy, out, ex)
+        let (name, format) = (self.name(), self.activation_format());
+        if dispatched.format != format {
+            bail!("{name}: expected rows dispatched in the {format:?} format, got {:?}", dispatched.format)
+        }
+        let owner = (dispatched.owner_topk_ids, dispatched.owner_topk_weights);
+        reduce_into(name, expert_out, dispatched, owner, strategy, out, ex)
     }
 }

@@ -1,15 +1,58 @@
 //! The contract between a Mixture-of-Experts layer and whatever moves its tokens.
 //!
 //! It is vLLM's prepare/finalize contract (`fused_moe/modular_kernel.py`), with one change: the
-//! experts return *unweighted* f32 rows, and the token's owner alone weights them and adds them
-//! in slot order. So the result does not depend on which rank computed a row.
+//! experts return *unweighted* f32 rows, or sums that they have weighted themselves, and
+//! [`Combine`] says who adds what.
 
 use std::sync::Arc;
 
-use candle_core::{DType, Result};
+use candle_core::Result;
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
-use crate::{EpRanks, LocalExperts, Receiver};
+use crate::{LocalExperts, Receiver};
+
+/// Who weights and adds the rows that ranks compute for a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WhoAdds {
+    /// Slot rows travel unweighted to the token's owner, who weights them and adds k = 0..K-1: the bits of one rank.
+    BySlot,
+    /// Each rank weights and adds the slots that it computes, and the ranks' sums are added: a K-th of the bytes, and
+    /// f32 rounding that depends on the ranks.
+    ByRank,
+}
+
+/// What finalize does with the experts' rows, and what is left to the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Combine {
+    /// No rank but this one has a part: its experts' rows are weighted and added here.
+    Here,
+    /// [`WhoAdds::BySlot`]: slot rows return to the owners of their tokens.
+    BySlot,
+    /// [`WhoAdds::ByRank`] where tokens have travelled: sums return to the owners of their tokens, who add them.
+    ByRank,
+    /// [`WhoAdds::ByRank`] where every rank has the same tokens: an all-reduce adds the ranks' sums in `out`.
+    AllReduce,
+    /// As `AllReduce`, but `out` is this rank's part: the caller adds the ranks', with what else it must add.
+    DeferredToCaller,
+}
+
+impl Combine {
+    /// Whether experts that weight and reduce by themselves fit: all but those whose rows the owners must weight.
+    pub fn takes_reduced_rows(self) -> bool {
+        self != Self::BySlot
+    }
+
+    /// Whether such experts may write `out` themselves, before
+    /// [`complete_reduced`](PrepareFinalize::complete_reduced): finalize would only copy their rows.
+    pub fn is_in_place(self) -> bool {
+        matches!(self, Self::Here | Self::AllReduce | Self::DeferredToCaller)
+    }
+
+    /// Whether finalize leaves `out` without a collective.
+    pub fn is_local(self) -> bool {
+        matches!(self, Self::Here | Self::DeferredToCaller)
+    }
+}
 
 /// Brings tokens to the experts of this rank (prepare) and their rows back (finalize).
 ///
@@ -19,12 +62,12 @@ use crate::{EpRanks, LocalExperts, Receiver};
 /// | `hidden` | [T, H] model dtype; never written |
 /// | `topk_ids` | [T, K] u32 physical ids, `u32::MAX` = no expert |
 /// | `topk_weights` | [T, K] f32 |
-/// | `expert_out` | [T', K, H], or [E_local, max_tokens, H] where rows are batched, f32, unweighted (see [`Dispatched`]); [T, H] with `NoOp` |
+/// | `expert_out` | [T', K, H], or [E_local, max_tokens, H] where rows are batched, f32, unweighted (see [`Dispatched`]); [T', H] with `NoOp` |
 /// | `out` | [T, H] model dtype; all of it is written |
 ///
-/// Experts that split w2 over ranks return their partial sums with one more leading dimension,
-/// [S_local, T', K, H] in ascending segment order; the backend that divides the experts gathers
-/// them and adds the segments in order.
+/// Experts that split w2 over ranks may return their partial sums with one more leading dimension,
+/// [S_local, T', K, H] in ascending segment order; the backend that divides the experts adds
+/// the segments in order.
 ///
 /// # Collectives
 /// On several ranks both calls are collectives: every rank of the group makes the same calls in
@@ -40,25 +83,18 @@ pub trait PrepareFinalize: Send + Sync {
     /// The layout of the rows that prepare hands over.
     fn activation_format(&self) -> ActivationFormat;
 
-    /// Whether `out` is complete. If not, it is this rank's part and the caller adds the parts of
-    /// all ranks that share the tokens, together with what else it must reduce.
-    fn output_is_reduced(&self) -> bool;
+    /// Who weights and adds the experts' rows.
+    fn combine(&self) -> Combine;
 
     /// The most tokens that one rank may bring to a call; `None` = no limit.
     fn max_num_tokens_per_rank(&self) -> Option<usize> {
         None
     }
 
-    /// The ranks with whole experts that this backend joins, from which follow their number, the experts of this one and what
-    /// happens to router weights; `None` for backends that know these otherwise.
-    fn ep_ranks(&self) -> Option<&EpRanks> {
-        None
-    }
-
     /// Ranks whose tokens can arrive here: batched rows have room for that many times
     /// `max_num_tokens_per_rank`.
     fn num_dispatchers(&self) -> usize {
-        self.ep_ranks().map_or(1, EpRanks::world_size)
+        1
     }
 
     /// The most rows that a call hands to the experts, where each rank brings at most `tokens`
@@ -79,29 +115,24 @@ pub trait PrepareFinalize: Send + Sync {
         agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Option<Arc<[usize]>>> {
-        self.ep_ranks().map(|ranks| ranks.rank_tokens(self.name(), tokens, agreed, ex)).transpose()
+        let _ = (tokens, agreed, ex);
+        Ok(None)
     }
 
     /// Where the physical experts live; `None` = all on this rank, physical id = local slot. A
     /// layer checks it against its router and its experts.
     fn local_experts(&self) -> Option<&LocalExperts> {
-        self.ep_ranks().map(EpRanks::local_experts)
+        None
     }
 
     /// Whether prepare multiplies a copy of the rows by the router weight, so that combine uses
     /// weight 1 (`apply_router_weight_on_input`, Llama-4).
     fn applies_router_weight_on_input(&self) -> bool {
-        self.ep_ranks().is_some_and(|ranks| ranks.router_weight_on_input)
-    }
-
-    /// Whether finalize only copies rows that the experts have weighted and reduced: then they may write
-    /// the block's output themselves.
-    fn finalize_copies_reduced(&self) -> bool {
         false
     }
 
     /// What remains of finalize once the experts have written weighted and reduced rows to `out` [T, H]
-    /// themselves, where [`finalize_copies_reduced`](Self::finalize_copies_reduced) lets them.
+    /// themselves, where the [combine](Self::combine) [is in place](Combine::is_in_place).
     ///
     /// # Errors
     /// A rank that died.
@@ -110,24 +141,12 @@ pub trait PrepareFinalize: Send + Sync {
         Ok(())
     }
 
-    /// Whether finalize adds up rows that each rank's experts have weighted and reduced, so that experts
-    /// that do so by themselves are welcome also above one rank, and where the rows of the BatchedExperts format are listed.
-    fn adds_partial_sums(&self) -> bool {
-        false
-    }
-
-    /// Leaves the sum over the ranks that share the tokens to the caller from now on, so that
-    /// [`output_is_reduced`](Self::output_is_reduced) no longer holds; false for a backend that cannot.
+    /// Turns [`Combine::AllReduce`] into [`Combine::DeferredToCaller`] from now on; false for a backend that cannot.
     fn defer_sum(&mut self) -> bool {
         false
     }
 
-    /// The dtype in which prepare takes `topk_ids`.
-    fn topk_ids_dtype(&self) -> DType {
-        DType::U32
-    }
-
-    /// Whether the begin halves return before the data has arrived, so that work placed between
+    /// Whether [`begin_prepare`](Self::begin_prepare) returns before the data has arrived, so that work placed between
     /// begin and end is hidden behind the transfer.
     fn supports_async(&self) -> bool {
         false
@@ -147,6 +166,21 @@ pub trait PrepareFinalize: Send + Sync {
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>>;
 
+    /// First half of [`prepare`](Self::prepare). Begin then end equals the whole call.
+    ///
+    /// # Errors
+    /// As `prepare`.
+    fn begin_prepare<'a>(
+        &'a self,
+        hidden: View<'a>,
+        topk_ids: View<'a>,
+        topk_weights: View<'a>,
+        agreed: Option<&[usize]>,
+        ex: &mut Exec,
+    ) -> Result<Receiver<'a, Dispatched<'a>>> {
+        self.prepare(hidden, topk_ids, topk_weights, agreed, ex).map(Receiver::ready)
+    }
+
     /// Brings the experts' rows back to their owner, weights and adds them.
     ///
     /// `strategy` is the experts' own: `Delegate` lets the backend choose, which is right for
@@ -162,29 +196,4 @@ pub trait PrepareFinalize: Send + Sync {
         out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()>;
-
-    /// First half of [`prepare`](Self::prepare). Begin then end equals the whole call.
-    fn begin_prepare<'a>(
-        &'a self,
-        hidden: View<'a>,
-        topk_ids: View<'a>,
-        topk_weights: View<'a>,
-        agreed: Option<&[usize]>,
-        ex: &mut Exec,
-    ) -> Result<Receiver<'a, Dispatched<'a>>> {
-        self.prepare(hidden, topk_ids, topk_weights, agreed, ex).map(Receiver::ready)
-    }
-
-    /// First half of [`finalize`](Self::finalize). Begin then end equals the whole call; `out` is
-    /// complete after end only.
-    fn begin_finalize<'a>(
-        &'a self,
-        expert_out: View<'a>,
-        dispatched: &'a Dispatched<'a>,
-        strategy: WeightAndReduce,
-        out: ViewMut<'a>,
-        ex: &mut Exec,
-    ) -> Result<Receiver<'a, ()>> {
-        self.finalize(expert_out, dispatched, strategy, out, ex).map(Receiver::ready)
-    }
 }

@@ -8,12 +8,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{Device, Result, bail};
+use candle_core::{DType, Device, Result, bail};
 use moe_comm::{Communicator, ExpertLayout, partition, shares};
-use moe_kernels::{Exec, NO_EXPERT, View, ViewMut, copy_rows_into};
+use moe_kernels::{Exec, NO_EXPERT, Scratch, View, ViewMut, copy_rows_into};
 
 use crate::local_experts::LocalExperts;
-use crate::rows::RowLists;
+use crate::rows::{RowLists, width};
 
 /// The ranks of an expert-parallel group, as one of them sees it.
 #[derive(Debug)]
@@ -22,7 +22,6 @@ pub struct EpRanks {
     pub(crate) tp: Arc<dyn Communicator>,
     owners: Vec<u32>,
     experts: LocalExperts,
-    pub(crate) router_weight_on_input: bool,
 }
 
 impl EpRanks {
@@ -51,14 +50,12 @@ impl EpRanks {
             Some(map) => LocalExperts::from_map(map, layout.num_local_experts())?,
             None => LocalExperts::all(layout.num_experts()),
         };
-        Ok(Self { ep, tp, owners: layout.owners.clone(), experts, router_weight_on_input: false })
+        Ok(Self { ep, tp, owners: layout.owners.clone(), experts })
     }
 
-    /// Whether the router weight multiplies a copy of the input rows instead of the experts' rows
-    /// (`apply_router_weight_on_input`, Llama-4). Needs K = 1.
-    pub fn with_router_weight_on_input(mut self, on_input: bool) -> Self {
-        self.router_weight_on_input = on_input;
-        self
+    /// Ranks that see the same tokens and hold a part of every expert each.
+    pub(crate) fn of_cut_experts(comm: Arc<dyn Communicator>) -> Self {
+        Self { ep: comm.clone(), tp: comm, owners: Vec::new(), experts: LocalExperts::all(0) }
     }
 
     /// The same with the map of the experts on a device: that of the rows.
@@ -79,6 +76,12 @@ impl EpRanks {
     /// Which of `tokens` tokens this rank owns.
     pub(crate) fn owned(&self, tokens: usize) -> Range<usize> {
         partition(tokens, self.tp.world_size(), self.tp.rank())
+    }
+
+    /// The owned rows of an array of the caller's tokens [T, ..].
+    pub(crate) fn own<'v>(&self, array: View<'v>) -> Result<View<'v>> {
+        let owned = self.owned(array.rows());
+        array.narrow(owned.start, owned.len())
     }
 
     /// How many tokens each rank owns, where rank r brings `tokens[r]`.
@@ -165,23 +168,54 @@ impl EpRanks {
         Ok(agreed.into())
     }
 
-    /// The owners' rows [T_owned, H] become those of all tokens, in `out` [T, H].
-    pub(crate) fn gather_owned(&self, rows: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    /// `out` [T, H] = the rows [T_owned, H] of this `dtype` (that of `out` or f32) that `write` gives the owned tokens,
+    /// rounded once, with those of the other ranks that see the same tokens.
+    pub(crate) fn for_owned(
+        &self,
+        dtype: DType,
+        out: ViewMut,
+        ex: &mut Exec,
+        write: impl FnOnce(ViewMut, &mut Exec) -> Result<()>,
+    ) -> Result<()> {
+        let alone = self.tp.world_size() == 1;
+        if alone && dtype == out.dtype() {
+            return write(out, ex);
+        }
+        let dims = [self.owned(out.rows()).len(), out.dims().last().copied().unwrap_or(0)];
+        let mut rows = ex.scratch(dtype, &dims)?;
+        write(rows.view_mut(), ex)?;
+        if alone {
+            return copy_rows_into(rows.view(), out, ex);
+        }
+        if dtype != out.dtype() {
+            let mut rounded = ex.scratch(out.dtype(), &dims)?;
+            copy_rows_into(rows.view(), rounded.view_mut(), ex)?;
+            rows = rounded;
+        }
         let counts = shares(out.rows(), self.tp.world_size());
-        self.tp.all_gather_v(rows, &counts, out, ex)
+        self.tp.all_gather_v(rows.view(), &counts, out, ex)
     }
 
-    /// The same from rows that may be f32 beside an `out` of the model dtype: rounded once.
-    pub(crate) fn share_owned(&self, rows: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        if self.tp.world_size() == 1 {
-            return copy_rows_into(rows, out, ex);
-        }
-        if rows.dtype() == out.dtype() {
-            return self.gather_owned(rows, out, ex);
-        }
-        let mut rounded = ex.scratch(out.dtype(), rows.dims())?;
-        copy_rows_into(rows, rounded.view_mut(), ex)?;
-        self.gather_owned(rounded.view(), out, ex)
+    /// Sends rows, packed by rank, and receives those of the others.
+    pub(crate) fn exchange(
+        &self,
+        rows: View,
+        send: &[usize],
+        receive: &[usize],
+        ex: &mut Exec,
+    ) -> Result<Scratch> {
+        let mut arrived = ex.scratch(rows.dtype(), &[receive.iter().sum(), width(rows)])?;
+        self.ep.all_to_all_v(rows, send, arrived.view_mut(), receive, ex)?;
+        Ok(arrived)
+    }
+
+    /// Rows that each rank sends here, where this one sends `send`; by way of the host.
+    pub(crate) fn exchange_counts(&self, send: &[usize], ex: &mut Exec) -> Result<Vec<usize>> {
+        let own: Vec<u32> = send.iter().map(|&n| n as u32).collect();
+        let mut all = vec![0u32; own.len()];
+        let dims = [own.len()];
+        self.ep.all_to_all(View::new(&own, &dims)?, ViewMut::new(&mut all, &dims)?, ex)?;
+        Ok(all.into_iter().map(|n| n as usize).collect())
     }
 }
 

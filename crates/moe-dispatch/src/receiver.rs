@@ -1,14 +1,13 @@
 //! The second half of a split call: what is still in flight.
 //!
-//! A split prepare or finalize posts its sends, then hands out a receiver, so that the caller can
+//! A split prepare posts its sends, then hands out a receiver, so that the caller can
 //! compute something else (shared experts) before it waits. The receiver owns all that the
 //! second half needs, so any number of calls may be in flight on one backend.
 
 use candle_core::Result;
 use moe_kernels::Exec;
 
-/// The pending result of [`begin_prepare`](crate::PrepareFinalize::begin_prepare) or
-/// [`begin_finalize`](crate::PrepareFinalize::begin_finalize).
+/// The pending result of [`begin_prepare`](crate::PrepareFinalize::begin_prepare).
 ///
 /// [`end`](Self::end) must be called on every rank, in the order of the begins. A receiver that
 /// is dropped instead leaves peers waiting; a backend whose first half has sent something

@@ -11,7 +11,7 @@ use moe_kernels::{
     unbatch_rows_into, weighted_sum_into,
 };
 
-use crate::prepare_finalize::PrepareFinalize;
+use crate::rows::width;
 
 const OP: &str = "weight_and_reduce";
 
@@ -30,32 +30,48 @@ pub struct CombineArgs<'a> {
     pub weights_applied: bool,
 }
 
-/// Finalize without communication: the dispatched rows must be in the backend's format and `out`
-/// must hold the owner's tokens.
-pub(crate) fn finalize_here(
-    backend: &dyn PrepareFinalize,
+/// Weights and adds the experts' rows of `dispatched` where they were computed: `out` [T', H] from the `ids` and
+/// `weights` [T', K] of their slots, by the strategy that fits the format if it is `Delegate`.
+pub(crate) fn reduce_into(
+    name: &str,
     expert_out: View,
     dispatched: &Dispatched,
+    (ids, weights): (View, View),
     strategy: WeightAndReduce,
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (name, format) = (backend.name(), backend.activation_format());
-    if dispatched.format != format {
-        bail!("{name}: expected rows dispatched in the {format:?} format, got {:?}", dispatched.format)
+    let format = dispatched.format;
+    let batched = format == ActivationFormat::BatchedExperts;
+    let strategy = match strategy {
+        WeightAndReduce::Delegate if batched => WeightAndReduce::NaiveBatched { rank: 0 },
+        WeightAndReduce::Delegate => WeightAndReduce::Contiguous,
+        chosen => chosen,
+    };
+    if !reduces(strategy, format) {
+        bail!("{name}: rows are in the {format:?} format, which {strategy:?} cannot reduce")
     }
-    let width = dispatched.rows.view().dims().last().copied().unwrap_or(0);
-    expect_dims(name, "out", &out, &[dispatched.owner_topk_ids.rows(), width])?;
-    if format == ActivationFormat::BatchedExperts && strategy != WeightAndReduce::NoOp {
+    expect_dims(name, "out", &out, &[ids.rows(), width(dispatched.rows.view())])?;
+    if batched && strategy != WeightAndReduce::NoOp {
         expect_dims(name, "expert_out", &expert_out, &dispatched.expert_out_dims()?)?;
     }
     let args = CombineArgs {
-        topk_ids: dispatched.owner_topk_ids,
-        topk_weights: dispatched.owner_topk_weights,
+        topk_ids: ids,
+        topk_weights: weights,
         expert_map: dispatched.expert_map,
         weights_applied: dispatched.weights_applied,
     };
     weight_and_reduce_into(strategy, expert_out, &args, out, ex)
+}
+
+/// Whether a strategy is for the experts' rows of a format.
+pub(crate) fn reduces(strategy: WeightAndReduce, format: ActivationFormat) -> bool {
+    let batched = format == ActivationFormat::BatchedExperts;
+    match strategy {
+        WeightAndReduce::Delegate | WeightAndReduce::NoOp => true,
+        WeightAndReduce::Contiguous => !batched,
+        WeightAndReduce::NaiveBatched { .. } => batched,
+    }
 }
 
 /// Turns the experts' rows into token rows.

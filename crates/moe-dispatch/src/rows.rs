@@ -1,9 +1,14 @@
-//! Rows by rank: which rows go to whom, and the copies that pack and unpack them.
+//! Rows by rank: which rows go to whom, and the copies that pack them.
 
 use std::ops::Range;
 
-use candle_core::{DType, Result, bail};
-use moe_kernels::{Exec, NO_EXPERT, Scratch, View, ViewMut, embedding_into};
+use candle_core::{DType, Result};
+use moe_kernels::{
+    Element, Exec, NO_EXPERT, RowBatches, Scratch, View, ViewMut, batch_rows_into, embedding_into,
+    group_slots_into,
+};
+
+use crate::local_experts::LocalExperts;
 
 /// Row numbers for each rank, one rank after the other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -29,12 +34,7 @@ impl RowLists {
 
     /// The rows of each rank.
     pub fn by_rank(&self) -> impl Iterator<Item = &[u32]> {
-        let mut rest = self.rows.as_slice();
-        self.counts.iter().map(move |&count| {
-            let (rows, tail) = rest.split_at(count.min(rest.len()));
-            rest = tail;
-            rows
-        })
+        Layout::Exact.blocks(&self.counts).into_iter().map(|block| self.rows.get(block).unwrap_or(&[]))
     }
 }
 
@@ -54,79 +54,108 @@ impl Layout {
         }
     }
 
-    /// First row of each block.
-    pub fn starts(self, counts: &[usize]) -> Vec<usize> {
-        let ends = self.counts(counts).into_iter().scan(0, |end, count| {
+    /// The rows in use of each block.
+    pub fn blocks(self, counts: &[usize]) -> Vec<Range<usize>> {
+        let starts = self.counts(counts).into_iter().scan(0, |end, count| {
             *end += count;
             Some(*end - count)
         });
-        ends.collect()
-    }
-
-    /// The rows of each block.
-    pub fn blocks(self, counts: &[usize]) -> Vec<Range<usize>> {
-        self.starts(counts).into_iter().zip(counts).map(|(start, count)| start..start + count).collect()
-    }
-
-    /// Rows of all blocks.
-    pub fn total(self, counts: &[usize]) -> usize {
-        self.counts(counts).iter().sum()
+        starts.zip(counts).map(|(start, count)| start..start + count).collect()
     }
 }
 
-/// Copies rows of `table` [R, H] into one block per rank, [rows of all blocks, H].
-pub(crate) fn pack_rows(
-    op: &str,
-    table: View,
-    lists: &RowLists,
+/// Rows of a table in one block per rank.
+pub(crate) struct Packing<'a> {
+    lists: &'a RowLists,
     layout: Layout,
-    ex: &mut Exec,
-) -> Result<Scratch> {
-    let width = table.dims().get(1).copied().unwrap_or(0);
-    let mut packed = ex.scratch(table.dtype(), &[layout.total(&lists.counts), width])?;
-    for (rows, start) in lists.by_rank().zip(layout.starts(&lists.counts)) {
-        check_block(op, layout, rows.len())?;
-        gather(table, rows, packed.view_mut().narrow(start, rows.len())?, ex)?;
-    }
-    Ok(packed)
+    /// The lists where the context runs.
+    placed: Scratch,
 }
 
-/// Copies rows of `table` [R, K] u32 into one block per rank; unused rows hold no expert.
-pub(crate) fn pack_ids(
-    op: &str,
-    table: View,
-    lists: &RowLists,
-    layout: Layout,
-    ex: &mut Exec,
-) -> Result<Scratch> {
-    let width = table.dims().get(1).copied().unwrap_or(0);
-    let ids = table.cpu::<u32>()?;
-    let mut packed = ex.scratch(DType::U32, &[layout.total(&lists.counts), width])?;
-    let mut view = packed.view_mut();
-    let out = view.cpu_mut::<u32>()?;
-    out.fill(NO_EXPERT);
-    for (rows, start) in lists.by_rank().zip(layout.starts(&lists.counts)) {
-        check_block(op, layout, rows.len())?;
-        for (to, &row) in out[start * width..].chunks_mut(width.max(1)).zip(rows) {
-            to.copy_from_slice(&ids[row as usize * width..][..width]);
+impl<'a> Packing<'a> {
+    pub fn new(lists: &'a RowLists, layout: Layout, ex: &Exec) -> Result<Self> {
+        Ok(Self { lists, layout, placed: placed(&lists.rows, &[lists.rows.len()], ex)? })
+    }
+
+    /// Rows of each block, as collectives count them.
+    pub fn counts(&self) -> Vec<usize> {
+        self.layout.counts(&self.lists.counts)
+    }
+
+    /// Copies rows of `table` [R, W] into [rows of all blocks, W]; those that no block uses are unspecified.
+    pub fn pack(&self, table: View, ex: &mut Exec) -> Result<Scratch> {
+        let mut packed = ex.scratch(table.dtype(), &[self.counts().iter().sum(), width(table)])?;
+        if self.layout == Layout::Exact {
+            gather(table, self.placed.view(), packed.view_mut(), ex)?;
+            return Ok(packed);
         }
+        let listed = Layout::Exact.blocks(&self.lists.counts);
+        for (list, block) in listed.into_iter().zip(self.layout.blocks(&self.lists.counts)) {
+            let rows = self.placed.view().narrow(list.start, list.len())?;
+            gather(table, rows, packed.view_mut().narrow(block.start, block.len())?, ex)?;
+        }
+        Ok(packed)
     }
-    Ok(packed)
+
+    /// The same of ids [R, K] on the host; rows that no block uses hold no expert.
+    pub fn pack_ids(&self, ids: &[u32], top_k: usize, ex: &mut Exec) -> Result<Scratch> {
+        let total: usize = self.counts().iter().sum();
+        let mut packed = vec![NO_EXPERT; total * top_k];
+        for (rows, block) in self.lists.by_rank().zip(self.layout.blocks(&self.lists.counts)) {
+            for (to, &row) in packed[block.start * top_k..].chunks_mut(top_k.max(1)).zip(rows) {
+                to.copy_from_slice(&ids[row as usize * top_k..][..top_k]);
+            }
+        }
+        placed(&packed, &[total, top_k], ex)
+    }
 }
 
 /// out\[i\] = table[rows\[i\]].
-pub(crate) fn gather(table: View, rows: &[u32], out: ViewMut, ex: &mut Exec) -> Result<()> {
-    if rows.is_empty() {
+pub(crate) fn gather(table: View, rows: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    if rows.elem_count() == 0 {
         return Ok(());
     }
-    embedding_into(table, View::new(rows, &[rows.len()])?, out, ex)
+    embedding_into(table, rows, out, ex)
 }
 
-fn check_block(op: &str, layout: Layout, rows: usize) -> Result<()> {
-    match layout {
-        Layout::Fixed(size) if rows > size => {
-            bail!("{op}: {rows} rows for one rank, expected at most the fixed {size}")
-        }
-        _ => Ok(()),
-    }
+/// A copy of host data where the context runs.
+pub(crate) fn placed<T: Element>(data: &[T], dims: &[usize], ex: &Exec) -> Result<Scratch> {
+    let mut copy = ex.scratch(T::DTYPE, dims)?;
+    ex.copy_from_host(View::new(data, dims)?, copy.view_mut())?;
+    Ok(copy)
+}
+
+/// The last dimension.
+pub(crate) fn width(view: View) -> usize {
+    view.dims().last().copied().unwrap_or(0)
+}
+
+/// Token rows in a block for each local expert.
+pub(crate) struct Batches {
+    /// [E_local, room, H]
+    pub rows: Scratch,
+    /// \[E_local\] u32 rows in use.
+    pub counts: Scratch,
+    /// Expert e has the slots `slots[offsets[e]..offsets[e + 1]]`, a row each.
+    pub offsets: Scratch,
+    pub slots: Scratch,
+}
+
+/// Sorts `rows` [T, H] with `ids` [T, K] into blocks of `room` rows.
+pub(crate) fn batch(
+    rows: View,
+    ids: View,
+    experts: &LocalExperts,
+    room: usize,
+    ex: &mut Exec,
+) -> Result<Batches> {
+    let local = experts.num_local();
+    let mut offsets = ex.scratch(DType::U32, &[local + 1])?;
+    let mut slots = ex.scratch(DType::U32, &[ids.elem_count()])?;
+    group_slots_into(ids, experts.expert_map(), offsets.view_mut(), slots.view_mut(), ex)?;
+    let groups = RowBatches { offsets: offsets.view(), slots: slots.view(), top_k: width(ids) };
+    let mut batched = ex.scratch(rows.dtype(), &[local, room, width(rows)])?;
+    let mut counts = ex.scratch(DType::U32, &[local])?;
+    batch_rows_into(rows, &groups, batched.view_mut(), counts.view_mut(), ex)?;
+    Ok(Batches { rows: batched, counts, offsets, slots })
 }

@@ -34,11 +34,6 @@ impl<'a> Tokens<'a> {
         Ok(Self { name, hidden, topk_weights, top_k })
     }
 
-    /// Width of a row, H.
-    pub fn hidden_size(&self) -> usize {
-        self.hidden.dims().get(1).copied().unwrap_or(0)
-    }
-
     /// The rows that the experts start from: the caller's own, or a copy with the router weight
     /// applied, which is defined for K = 1 only.
     pub fn input_rows(&self, router_weight_on_input: bool, ex: &mut Exec) -> Result<Lent<'a>> {

@@ -1,4 +1,5 @@
-//! Every expert-parallel backend gives each token the bits of one rank, whatever the geometry.
+//! Every backend over ranks gives each token what one rank gives, whatever the geometry: by slot its bits, by rank the
+//! same within the rounding of f32 sums, whether the experts weight and reduce by themselves or not.
 
 #![allow(clippy::unwrap_used)] // Helpers fail by panicking, like the tests that call them.
 
@@ -12,11 +13,11 @@ use common::{Problem, bits, expert, run_named_experts};
 use moe_comm::ExpertPlacement;
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
-    Dispatched, EpRanks, Exec, LowLatency, NO_EXPERT, NoEp, PrepareFinalize, TensorParallel, ThreadComm,
-    View, ViewMut, WeightAndReduce, run_ranks,
+    ActivationFormat, Combine, Dispatched, EpRanks, Exec, NO_EXPERT, NoEp, OverRanks, PrepareFinalize,
+    ThreadComm, View, WeightAndReduce, WhoAdds, run_ranks,
 };
 use proptest::prelude::*;
-use world::{BACKENDS, World};
+use world::{BACKENDS, BOTH, DISABLED, World};
 
 /// Sizes of a world: (tp, dp), hidden, K, experts. More ranks than experts is legal.
 fn worlds() -> impl Strategy<Value = World> {
@@ -58,40 +59,48 @@ fn problem(tokens: usize, hidden: usize, top_k: usize, experts: usize) -> impl S
         })
 }
 
-fn one_rank(world: &World, p: &Problem) -> Vec<u32> {
+fn one_rank(world: &World, p: &Problem) -> Vec<f32> {
     let backend = NoEp::new().with_router_weight_on_input(world.on_input);
-    bits(&p.run::<f32>(&backend, false, &mut Exec::cpu()).unwrap())
+    p.run::<f32>(&backend, &mut Exec::cpu()).unwrap()
+}
+
+/// By slot the bits, by rank the same within the rounding of f32 sums.
+fn agrees(who: WhoAdds, got: &[f32], want: &[f32]) -> bool {
+    match who {
+        WhoAdds::BySlot => bits(got) == bits(want),
+        WhoAdds::ByRank => got.len() == want.len() && got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-3),
+    }
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn every_backend_gives_the_bits_of_one_rank(world in worlds(), agreed: bool, halves: bool) {
-        let want: Vec<Vec<u32>> = world.problems.iter().map(|p| one_rank(&world, p)).collect();
+    fn every_backend_gives_what_one_rank_gives(world in worlds(), agreed: bool, reduces: bool) {
+        let want: Vec<Vec<f32>> = world.problems.iter().map(|p| one_rank(&world, p)).collect();
         if !world.on_input {
             // The single rank itself is the definition.
             for (p, want) in world.problems.iter().zip(&want) {
-                let close = p.definition::<f32>().iter().zip(want).all(|(a, b)| (a - f32::from_bits(*b)).abs() < 1e-3);
-                prop_assert!(close);
+                prop_assert!(agrees(WhoAdds::ByRank, &p.definition::<f32>(), want));
             }
         }
-        for name in BACKENDS {
-            if name == "local_allreduce" && world.problems.len() > 1 {
-                continue;
-            }
+        let cases = BACKENDS.into_iter().flat_map(|name| BOTH.map(|who| (name, who)));
+        for (name, who) in cases.filter(|(name, _)| *name != "local_allreduce" || world.problems.len() == 1) {
+            // Experts that weight rows themselves want them without their weights.
+            let reduces = reduces && who == WhoAdds::ByRank && !world.on_input;
             let results = run_ranks(world.ranks(), |rank, comm| {
-                let backend = world.backend(name, Arc::new(comm))?;
+                let backend = world.backend(name, who, Arc::new(comm))?;
                 let mut ex = Exec::cpu();
                 let tokens = (0..world.ranks()).map(|r| world.problems[r / world.tp].tokens);
                 let tokens: Option<Vec<usize>> = agreed.then(|| tokens.collect());
                 let tokens = tokens.as_deref();
-                let first = world.run(backend.as_ref(), rank, halves, tokens, &mut ex)?;
+                let first = world.run(&backend, rank, reduces, tokens, &mut ex)?;
                 // Nothing of a call stays behind.
-                assert_eq!(bits(&first), bits(&world.run(backend.as_ref(), rank, !halves, tokens, &mut ex)?));
+                assert_eq!(bits(&first), bits(&world.run(&backend, rank, reduces, tokens, &mut ex)?));
                 Ok(first)
             });
             for (rank, got) in results.into_iter().enumerate() {
-                prop_assert_eq!(bits(&got.unwrap()), want[rank / world.tp].clone(), "{} on rank {}", name, rank);
+                let (got, want) = (got.unwrap(), &want[rank / world.tp]);
+                prop_assert!(agrees(who, &got, want), "{name} {who:?} on rank {rank}: {got:?}, expected {want:?}");
             }
         }
     }
@@ -120,7 +129,7 @@ fn cut_experts(d: &Dispatched, first: usize, local: usize, width: usize) -> Resu
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn cut_experts_give_the_bits_of_one_rank(
+    fn cut_experts_give_what_one_rank_gives(
         p in (0usize..7, 1usize..5, 1usize..4, 1usize..6).prop_flat_map(|(t, h, k, e)| problem(t, h, k, e)),
         tp in prop::sample::select(vec![1usize, 2, 4]), local in 1usize..3,
     ) {
@@ -138,20 +147,22 @@ proptest! {
             }
             want.extend(sum);
         }
-        let results = run_ranks(tp, |rank, comm| {
-            let (backend, ex) = (TensorParallel::new(Arc::new(comm)), &mut Exec::cpu());
-            let hidden = View::new(&p.rows, &[p.tokens, p.hidden])?;
-            let ids = View::new(&p.ids, &[p.tokens, p.top_k])?;
-            let d = backend.prepare(hidden, ids, View::new(&p.weights, &[p.tokens, p.top_k])?, None, ex)?;
-            let y = cut_experts(&d, rank * local, local, p.hidden)?;
-            let y = View::new(&y, &[local, p.tokens, p.top_k, p.hidden])?;
-            let mut out = vec![f32::NAN; p.rows.len()];
-            let to = ViewMut::new(&mut out, &[p.tokens, p.hidden])?;
-            backend.finalize(y, &d, WeightAndReduce::Delegate, to, ex)?;
-            Ok(out)
-        });
-        for got in results {
-            prop_assert_eq!(bits(&got.unwrap()), bits(&want));
+        for who in BOTH {
+            let results = run_ranks(tp, |rank, comm| {
+                let (backend, ex) = (OverRanks::disabled(Arc::new(comm), who), &mut Exec::cpu());
+                let [hidden, ids, weights] = p.views()?;
+                let d = backend.prepare(hidden, ids, weights, None, ex)?;
+                let y = cut_experts(&d, rank * local, local, p.hidden)?;
+                let segments = [local, p.tokens, p.top_k, p.hidden];
+                // A part that is one sum need not be told apart.
+                let dims = if local == 1 { &segments[1..] } else { &segments };
+                let y = View::new(&y, dims)?;
+                p.output::<f32>(|to| backend.finalize(y, &d, WeightAndReduce::Delegate, to, ex))
+            });
+            for got in results {
+                let got = got.unwrap();
+                prop_assert!(agrees(who, &got, &want), "{who:?}: {got:?}, expected {want:?}");
+            }
         }
     }
 }
@@ -177,16 +188,16 @@ fn rows_travel_once() {
             problems: vec![p.clone(); groups],
             on_input: false,
         };
-        let arrived = run_ranks(2, |rank, comm| {
-            let backend = world.backend("high_throughput", Arc::new(comm))?;
-            let hidden = View::new(&p.rows, &[4, 1])?;
-            let (ids, weights) = (View::new(&p.ids, &[4, 3])?, View::new(&p.weights, &[4, 3])?);
-            let d = backend.prepare(hidden, ids, weights, None, &mut Exec::cpu())?;
-            let _ = rank;
-            Ok(d.rows.view().rows())
-        });
-        // Experts 0 and 1: tokens 0 and 1; experts 2 and 3: tokens 1, 2 and 3.
-        assert_eq!(arrived.into_iter().map(Result::unwrap).collect::<Vec<_>>(), want, "tp {tp}");
+        for who in BOTH {
+            let arrived = run_ranks(2, |_, comm| {
+                let backend = world.backend("high_throughput", who, Arc::new(comm))?;
+                let [hidden, ids, weights] = p.views()?;
+                let d = backend.prepare(hidden, ids, weights, None, &mut Exec::cpu())?;
+                Ok(d.rows.view().rows())
+            });
+            // Experts 0 and 1: tokens 0 and 1; experts 2 and 3: tokens 1, 2 and 3.
+            assert_eq!(arrived.into_iter().map(Result::unwrap).collect::<Vec<_>>(), want, "tp {tp}");
+        }
     }
 }
 
@@ -209,16 +220,16 @@ fn low_latency_blocks_follow_the_step() {
         let dims = run_ranks(2, |rank, comm: ThreadComm| {
             let comm: Arc<dyn moe_dispatch::Communicator> = Arc::new(comm);
             let alone = comm.split(rank, 0, &mut Exec::cpu())?;
-            let backend = LowLatency::new(EpRanks::new(&world.layout(rank), comm, alone)?, 100);
+            let ranks = EpRanks::new(&world.layout(rank), comm, alone)?;
+            let backend = OverRanks::low_latency(ranks, 100, WhoAdds::BySlot);
             let (p, ex) = (&world.problems[rank], &mut Exec::cpu());
-            let (ids, weights) = (View::new(&p.ids, &[p.tokens, 2])?, View::new(&p.weights, &[p.tokens, 2])?);
-            let d = backend.prepare(View::new(&p.rows, &[p.tokens, 2])?, ids, weights, None, ex)?;
+            let [hidden, ids, weights] = p.views()?;
+            let d = backend.prepare(hidden, ids, weights, None, ex)?;
             let dims = d.rows.view().dims().to_vec();
             assert_eq!(d.is_empty(), block == 0);
             let y = run_named_experts::<f32>(&d, |slot| slot)?;
-            let mut out = vec![f32::NAN; p.rows.len()];
-            let to = ViewMut::new(&mut out, &[p.tokens, 2])?;
-            backend.finalize(View::new(&y, &d.expert_out_dims()?)?, &d, WeightAndReduce::Delegate, to, ex)?;
+            let y = View::new(&y, &d.expert_out_dims()?)?;
+            let out = p.output::<f32>(|to| backend.finalize(y, &d, WeightAndReduce::Delegate, to, ex))?;
             assert!(out.iter().all(|y| y.is_finite()));
             Ok(dims)
         });
@@ -229,6 +240,7 @@ fn low_latency_blocks_follow_the_step() {
 
 #[test]
 fn contracts() {
+    use ActivationFormat::{BatchedExperts, Listed, Standard};
     let p = Problem {
         tokens: 3,
         hidden: 2,
@@ -242,16 +254,25 @@ fn contracts() {
     let world = World { tp: 2, placement: ExpertPlacement::Linear, problems: vec![p], on_input: false };
     run_ranks(2, |rank, comm: ThreadComm| {
         let comm: Arc<dyn moe_dispatch::Communicator> = Arc::new(comm);
-        for name in BACKENDS {
-            let b = world.backend(name, comm.clone())?;
-            assert!(b.output_is_reduced() && b.num_dispatchers() == 2 && !b.applies_router_weight_on_input());
-            assert_eq!(b.topk_ids_dtype(), moe_dispatch::candle::DType::U32);
-            assert_eq!(b.local_experts().map(|e| (e.num_experts(), e.num_local())), Some((5, 3 - rank)));
-            let (low_latency, format) = (name == "low_latency", format!("{:?}", b.activation_format()));
+        for (name, who) in BACKENDS.into_iter().chain([DISABLED]).flat_map(|name| BOTH.map(|who| (name, who)))
+        {
+            let mut b = world.backend(name, who, comm.clone())?;
+            let same_tokens = name == DISABLED || name == "local_allreduce";
+            let (combine, format) = match who {
+                WhoAdds::BySlot => (Combine::BySlot, BatchedExperts),
+                WhoAdds::ByRank if same_tokens => (Combine::AllReduce, Standard),
+                WhoAdds::ByRank => (Combine::ByRank, Listed),
+            };
+            let low_latency = name == "low_latency";
+            assert_eq!((b.combine(), b.num_dispatchers()), (combine, 2), "{name} {who:?}");
+            assert_eq!(b.activation_format(), if low_latency { format } else { Standard });
             assert_eq!(b.max_num_tokens_per_rank(), low_latency.then_some(3));
-            assert_eq!(format, if low_latency { "BatchedExperts" } else { "Standard" });
-            // The collective runs after the whole call: nothing is in flight.
-            assert!(!b.supports_async());
+            let experts = b.local_experts().map(|e| (e.num_experts(), e.num_local()));
+            assert_eq!(experts, (name != DISABLED).then_some((5, 3 - rank)));
+            // The collective runs in the whole call: nothing is in flight.
+            assert!(!b.supports_async() && !b.applies_router_weight_on_input());
+            assert_eq!(b.defer_sum(), combine == Combine::AllReduce);
+            assert_eq!(b.combine() == Combine::DeferredToCaller, combine == Combine::AllReduce);
         }
         Ok(())
     })

@@ -2,8 +2,8 @@
 
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
-    ActivationFormat, BatchedReference, CombineArgs, CompositionError, Dispatched, Exec, ExpertsSide,
-    LocalExperts, NoEp, PrepareFinalize, Receiver, View, ViewMut, WeightAndReduce, check_composition,
+    ActivationFormat, Combine, CombineArgs, CompositionError, Dispatched, Exec, ExpertsSide, LocalExperts,
+    NoEp, PrepareFinalize, Receiver, View, ViewMut, WeightAndReduce, check_composition,
     weight_and_reduce_into,
 };
 
@@ -19,7 +19,7 @@ fn prepare_checks_its_door() -> Result<()> {
     let hidden = View::new(&ROWS, &[3, 2])?;
     let ids_data = [0u32; 6];
     let (ids, weights) = (View::new(&ids_data, &[3, 2])?, View::new(&WEIGHTS, &[3, 2])?);
-    let backends: [&dyn PrepareFinalize; 2] = [&NoEp::new(), &BatchedReference::new(LocalExperts::all(1), 6)];
+    let backends: [&dyn PrepareFinalize; 2] = [&NoEp::new(), &NoEp::batched(LocalExperts::all(1), 6)];
     for backend in backends {
         let prepare = |h, i, w| message(backend.prepare(h, i, w, None, &mut Exec::cpu()));
         let flat = View::new(&ROWS, &[6])?;
@@ -39,7 +39,7 @@ fn prepare_checks_its_door() -> Result<()> {
     }
     let backends: [&dyn PrepareFinalize; 2] = [
         &NoEp::new().with_router_weight_on_input(true),
-        &BatchedReference::new(LocalExperts::all(1), 6).with_router_weight_on_input(true),
+        &NoEp::batched(LocalExperts::all(1), 6).with_router_weight_on_input(true),
     ];
     for backend in backends {
         let e = message(backend.prepare(hidden, ids, weights, None, &mut Exec::cpu()));
@@ -52,7 +52,7 @@ fn prepare_checks_its_door() -> Result<()> {
 fn batched_prepare_names_the_overloaded_expert_and_unknown_ids() -> Result<()> {
     let (hidden, weights) = (View::new(&ROWS, &[6, 1])?, View::new(&WEIGHTS, &[6, 1])?);
     let prepare = |ids: [u32; 6], max| -> Result<String> {
-        let backend = BatchedReference::new(LocalExperts::all(2), max);
+        let backend = NoEp::batched(LocalExperts::all(2), max);
         Ok(message(backend.prepare(hidden, View::new(&ids, &[6, 1])?, weights, None, &mut Exec::cpu())))
     };
     let e = prepare([1, 1, 0, 1, 1, 1], 4)?;
@@ -68,7 +68,7 @@ fn finalize_refuses_other_formats_and_strategies() -> Result<()> {
     let hidden = View::new(&ROWS, &[3, 2])?;
     let (ids, weights) = (View::new(&ids_data, &[3, 1])?, View::new(&WEIGHTS[..3], &[3, 1])?);
     let standard = NoEp::new();
-    let batched = BatchedReference::new(LocalExperts::all(1), 3);
+    let batched = NoEp::batched(LocalExperts::all(1), 3);
     let from_standard = standard.prepare(hidden, ids, weights, None, &mut Exec::cpu())?;
     let from_batched = batched.prepare(hidden, ids, weights, None, &mut Exec::cpu())?;
     let finalize =
@@ -87,11 +87,11 @@ fn finalize_refuses_other_formats_and_strategies() -> Result<()> {
         ),
         (
             finalize(&batched, rows, &from_standard, Delegate, [3, 2]),
-            "BatchedReference: expected rows dispatched in the BatchedExperts format, got Standard",
+            "NoEp batched: expected rows dispatched in the BatchedExperts format, got Standard",
         ),
         (
             finalize(&standard, slots, &from_standard, NaiveBatched { rank: 0 }, [3, 2]),
-            "Standard format, which NaiveBatched cannot reduce",
+            "Standard format, which NaiveBatched { rank: 0 } cannot reduce",
         ),
         (
             finalize(&batched, rows, &from_batched, Contiguous, [3, 2]),
@@ -144,6 +144,7 @@ fn delegate_cannot_be_called() -> Result<()> {
 /// A backend of which only the declarations matter.
 struct Declares {
     format: ActivationFormat,
+    combine: Combine,
     max_num_tokens: Option<usize>,
     num_dispatchers: usize,
 }
@@ -155,8 +156,8 @@ impl PrepareFinalize for Declares {
     fn activation_format(&self) -> ActivationFormat {
         self.format
     }
-    fn output_is_reduced(&self) -> bool {
-        true
+    fn combine(&self) -> Combine {
+        self.combine
     }
     fn max_num_tokens_per_rank(&self) -> Option<usize> {
         self.max_num_tokens
@@ -181,10 +182,13 @@ impl PrepareFinalize for Declares {
 
 #[test]
 fn ill_fitting_pairs_are_refused_when_composed() {
-    use ActivationFormat::{BatchedExperts, Standard};
+    use ActivationFormat::{BatchedExperts, Listed, Standard};
     use WeightAndReduce::{Contiguous, Delegate, NaiveBatched, NoOp};
-    let prepare =
-        |format, max_num_tokens, num_dispatchers| Declares { format, max_num_tokens, num_dispatchers };
+    let prepare = |format, max_num_tokens, num_dispatchers| {
+        let combine = if num_dispatchers == 1 { Combine::Here } else { Combine::BySlot };
+        Declares { format, combine, max_num_tokens, num_dispatchers }
+    };
+    let by_rank = |format, combine| Declares { format, combine, max_num_tokens: Some(8), num_dispatchers: 2 };
     let experts = |activation_format, weight_and_reduce, max_num_tokens, num_dispatchers| ExpertsSide {
         name: "Experts",
         activation_format,
@@ -203,6 +207,36 @@ fn ill_fitting_pairs_are_refused_when_composed() {
             prepare(Standard, None, 1),
             experts(BatchedExperts, Delegate, Some(8), Some(1)),
             Some("Declares hands over the Standard format, but Experts takes BatchedExperts"),
+        ),
+        // Listed rows are neither of the others.
+        (by_rank(Listed, Combine::ByRank), experts(Listed, NoOp, None, None), None),
+        (by_rank(Listed, Combine::ByRank), experts(Listed, Delegate, None, None), None),
+        (by_rank(Standard, Combine::AllReduce), experts(Standard, NoOp, None, None), None),
+        (by_rank(Standard, Combine::DeferredToCaller), experts(Standard, NoOp, None, None), None),
+        (
+            by_rank(Listed, Combine::ByRank),
+            experts(BatchedExperts, Delegate, Some(8), Some(2)),
+            Some("Declares hands over the Listed format, but Experts takes BatchedExperts; choose a pair"),
+        ),
+        (
+            by_rank(Listed, Combine::ByRank),
+            experts(Standard, NoOp, None, None),
+            Some("Declares hands over the Listed format, but Experts takes Standard"),
+        ),
+        (
+            prepare(BatchedExperts, Some(8), 2),
+            experts(Listed, NoOp, None, None),
+            Some("Declares hands over the BatchedExperts format, but Experts takes Listed"),
+        ),
+        (
+            by_rank(Listed, Combine::ByRank),
+            experts(Listed, Delegate, Some(8), Some(2)),
+            Some("Experts takes the Listed format and must not be given max_num_tokens"),
+        ),
+        (
+            by_rank(Listed, Combine::ByRank),
+            experts(Listed, naive, None, None),
+            Some("Experts takes the Listed format, whose rows NaiveBatched { rank: 0 } cannot reduce"),
         ),
         (
             prepare(Standard, None, 1),
@@ -241,7 +275,9 @@ fn ill_fitting_pairs_are_refused_when_composed() {
         (
             prepare(Standard, None, 2),
             experts(Standard, NoOp, None, None),
-            Some("Experts weights and reduces by itself (NoOp), but Declares brings rows of 2 ranks"),
+            Some(
+                "Experts weights and reduces by itself (NoOp), but Declares adds by slot: the owners of the rows of 2 ranks",
+            ),
         ),
         (
             prepare(BatchedExperts, Some(8), 1),

@@ -5,30 +5,26 @@ mod common;
 use common::{Problem, bits, expert, problems};
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
-    BatchedReference, Exec, Lent, LocalExperts, NO_EXPERT, NoEp, PrepareFinalize, View, ViewMut,
-    WeightAndReduce,
+    Exec, Lent, LocalExperts, NO_EXPERT, NoEp, PrepareFinalize, View, ViewMut, WeightAndReduce,
 };
 use moe_kernels::half::{bf16, f16};
 use moe_kernels::{CpuIsa, Float, with_float};
 use proptest::prelude::*;
 
 /// The definition holds on the scalar path, which is the specification; on every path both
-/// formats and both ways to call them agree.
+/// formats agree.
 fn both_formats<T: Float>(p: &Problem, room: usize) -> Result<()> {
     let definition = bits(&p.definition::<T>());
     let standard = NoEp::new().with_local_experts(p.experts()?);
-    let batched = BatchedReference::new(p.experts()?, p.most_rows() + room);
+    let batched = NoEp::batched(p.experts()?, p.most_rows() + room);
     for isa in CpuIsa::ALL.into_iter().filter(|isa| isa.is_supported()) {
         let ex = &mut Exec::cpu().with_isa(isa)?;
         let want = match isa {
             CpuIsa::Scalar => definition.clone(),
-            _ => bits(&p.run::<T>(&standard, false, ex)?),
+            _ => bits(&p.run::<T>(&standard, ex)?),
         };
         for backend in [&standard as &dyn PrepareFinalize, &batched] {
-            for halves in [false, true] {
-                let got = bits(&p.run::<T>(backend, halves, ex)?);
-                assert_eq!(got, want, "{}, halves: {halves}, {isa:?}", backend.name());
-            }
+            assert_eq!(bits(&p.run::<T>(backend, ex)?), want, "{}, {isa:?}", backend.name());
         }
     }
     Ok(())
@@ -46,8 +42,8 @@ proptest! {
     fn one_row_too_many_is_an_error(p in problems()) {
         let most = p.most_rows();
         prop_assume!(most > 0);
-        let small = BatchedReference::new(p.experts().unwrap(), most - 1);
-        let e = p.run::<f32>(&small, false, &mut Exec::cpu()).unwrap_err().to_string();
+        let small = NoEp::batched(p.experts().unwrap(), most - 1);
+        let e = p.run::<f32>(&small, &mut Exec::cpu()).unwrap_err().to_string();
         let want = format!("got {most} rows, expected at most max_num_tokens = {}", most - 1);
         prop_assert!(e.contains(&want), "{}", e);
     }
@@ -63,11 +59,10 @@ proptest! {
             want.extend(y.into_iter().map(|x| bf16::from_f32(0. + x)));
         }
         let standard = NoEp::new().with_local_experts(p.experts().unwrap()).with_router_weight_on_input(true);
-        let batched =
-            BatchedReference::new(p.experts().unwrap(), p.most_rows()).with_router_weight_on_input(true);
+        let batched = NoEp::batched(p.experts().unwrap(), p.most_rows()).with_router_weight_on_input(true);
         let ex = &mut Exec::cpu().with_isa(CpuIsa::Scalar).unwrap();
-        prop_assert_eq!(bits(&p.run::<bf16>(&standard, false, ex).unwrap()), bits(&want));
-        prop_assert_eq!(bits(&p.run::<bf16>(&batched, true, ex).unwrap()), bits(&want));
+        prop_assert_eq!(bits(&p.run::<bf16>(&standard, ex).unwrap()), bits(&want));
+        prop_assert_eq!(bits(&p.run::<bf16>(&batched, ex).unwrap()), bits(&want));
     }
 }
 
@@ -96,7 +91,7 @@ fn batched_rows_have_a_defined_layout() -> Result<()> {
     // Three tokens; physical expert 2 is local slot 0, expert 0 is slot 2; slot 1 is unused.
     let (rows, weights) = ([1f32, 2., 3.], [1f32; 6]);
     let ids = [2u32, 0, NO_EXPERT, 2, 1, 2];
-    let backend = BatchedReference::new(LocalExperts::from_map(&[2, -1, 0], 3)?, 4);
+    let backend = NoEp::batched(LocalExperts::from_map(&[2, -1, 0], 3)?, 4);
     let mut ex = Exec::cpu();
     for _ in 0..2 {
         // The second round reuses scratch that the first one has filled.
@@ -135,7 +130,7 @@ fn no_tokens_and_no_experts_are_legal() -> Result<()> {
             Ok(backend.prepare(hidden, ids, weights, None, &mut Exec::cpu())?.is_empty())
         };
         assert_eq!(d_is_empty(&NoEp::new())?, tokens == 0);
-        assert_eq!(d_is_empty(&BatchedReference::new(p.experts()?, 8))?, num_local == 0);
+        assert_eq!(d_is_empty(&NoEp::batched(p.experts()?, 8))?, num_local == 0);
     }
     Ok(())
 }
@@ -159,7 +154,7 @@ fn experts_that_reduced_already_are_copied() -> Result<()> {
 fn a_frozen_workspace_is_enough_after_the_first_call() -> Result<()> {
     let (rows, ids, weights) = ([1f32; 12], [0u32, 1, 1, 0, 1, NO_EXPERT], [0.5f32; 6]);
     let expert_out = [1f32; 2 * 3 * 4];
-    let backend = BatchedReference::new(LocalExperts::all(2), 3);
+    let backend = NoEp::batched(LocalExperts::all(2), 3);
     let mut ex = Exec::cpu();
     for round in 0..3 {
         for tokens in [3, 1, 2] {

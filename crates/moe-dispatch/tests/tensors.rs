@@ -5,7 +5,7 @@ mod common;
 use common::{Problem, bits, problems, run_experts};
 use moe_dispatch::candle::{DType, Device, Result, Tensor};
 use moe_dispatch::{
-    ActivationFormat, BatchedReference, Dispatcher, Exec, LocalExperts, NoEp, WeightAndReduce, group_slots,
+    ActivationFormat, Dispatcher, Exec, LocalExperts, NoEp, WeightAndReduce, group_slots,
     moe_align_block_size, weight_and_reduce,
 };
 use proptest::prelude::*;
@@ -44,8 +44,8 @@ proptest! {
     fn the_dispatcher_equals_the_views(p in problems()) {
         let (hidden, ids, weights) = inputs(&p).unwrap();
         let backend = NoEp::new().with_local_experts(p.experts().unwrap());
-        let want = bits(&p.run::<f32>(&backend, false, &mut Exec::cpu()).unwrap());
-        let batched = BatchedReference::new(p.experts().unwrap(), p.most_rows());
+        let want = bits(&p.run::<f32>(&backend, &mut Exec::cpu()).unwrap());
+        let batched = NoEp::batched(p.experts().unwrap(), p.most_rows());
         for dispatcher in [Dispatcher::new(backend), Dispatcher::new(batched)] {
             for _ in 0..2 {
                 let out = dispatcher.forward(&hidden, &ids, &weights, |d| experts(&p, d)).unwrap();
@@ -60,12 +60,12 @@ proptest! {
     fn strategies_on_tensors_agree(p in problems()) {
         let (_, ids, weights) = inputs(&p).unwrap();
         let map = Tensor::from_slice(&p.map, p.map.len(), &CPU).unwrap();
-        let want = bits(&p.run::<f32>(&NoEp::new().with_local_experts(p.experts().unwrap()), false, &mut Exec::cpu()).unwrap());
+        let want = bits(&p.run::<f32>(&NoEp::new().with_local_experts(p.experts().unwrap()), &mut Exec::cpu()).unwrap());
         let rows = [
             (WeightAndReduce::Contiguous, Dispatcher::new(NoEp::new().with_local_experts(p.experts().unwrap()))),
             (
                 WeightAndReduce::NaiveBatched { rank: 3 },
-                Dispatcher::new(BatchedReference::new(p.experts().unwrap(), p.most_rows())),
+                Dispatcher::new(NoEp::batched(p.experts().unwrap(), p.most_rows())),
             ),
         ];
         for (strategy, dispatcher) in rows {
@@ -151,7 +151,7 @@ fn wrong_experts_are_refused() -> Result<()> {
     let hidden = Tensor::new(&[[1f32, 2.]], &CPU)?;
     let ids = Tensor::new(&[[0u32, 1]], &CPU)?;
     let weights = Tensor::new(&[[0.5f32, 0.5]], &CPU)?;
-    let dispatcher = Dispatcher::new(BatchedReference::new(LocalExperts::all(2), 1));
+    let dispatcher = Dispatcher::new(NoEp::batched(LocalExperts::all(2), 1));
     let e = dispatcher.forward(&hidden, &ids, &weights, |d| d.rows.narrow(2, 0, 1)).unwrap_err().to_string();
     assert!(e.contains("expected expert_out with dims [2, 1, 2], got [2, 1, 1]"), "{e}");
     Ok(())

@@ -20,7 +20,7 @@ pub fn build(selection: &Selection, weights: ExpertWeights) -> Result<AnyExperts
 /// Builds the chosen backend, of the BatchedExperts format, for blocks of at most these limits.
 ///
 /// # Errors
-/// As [`build`]; a backend of the Standard format, whose rows have no fixed number.
+/// As [`build`]; a backend of another format, whose rows have no fixed number.
 pub fn build_batched(
     selection: &Selection,
     weights: ExpertWeights,
@@ -64,21 +64,24 @@ fn build_with(
         )
     }
     let experts: Box<dyn Experts> = match (selection.chosen, limits) {
-        (Backend::CudaFused | Backend::Cuda | Backend::Cpu, Some(limits)) => {
-            bail!("{} experts take the Standard format, which has no {limits:?}", selection.chosen)
+        (Backend::CudaFused | Backend::CudaFusedListed | Backend::Cuda | Backend::Cpu, Some(limits)) => {
+            bail!(
+                "{} experts take the {:?} format, which has no {limits:?}",
+                selection.chosen,
+                spec.activation_format
+            )
         }
         #[cfg(feature = "cuda")]
-        (Backend::CudaFusedBatched, limits) => {
-            Box::new(crate::cuda::CudaFusedExperts::listed(weights, limits)?)
-        }
+        (Backend::CudaFusedListed, None) => Box::new(crate::cuda::CudaFusedExperts::listed(weights)?),
         #[cfg(feature = "cuda")]
         (Backend::CudaFused, None) => Box::new(crate::cuda::CudaFusedExperts::new(weights)?),
         #[cfg(not(feature = "cuda"))]
-        (Backend::CudaFused | Backend::CudaFusedBatched, _) => {
+        (Backend::CudaFused | Backend::CudaFusedListed, _) => {
             bail!("{} experts need a build with the feature `cuda`", selection.chosen)
         }
         (Backend::Cuda | Backend::Cpu, None) => {
-            Box::new(GroupedExperts::new(weights, spec.activation)?.with_tp(spec.tp_size)?)
+            let experts = GroupedExperts::new(weights, spec.activation)?.with_tp(spec.tp_size)?;
+            Box::new(experts.with_format(spec.activation_format))
         }
         (Backend::CudaBatched | Backend::CpuBatched, limits) => {
             let experts = GroupedBatchedExperts::new(weights, spec.activation)?;

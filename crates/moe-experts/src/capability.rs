@@ -34,6 +34,8 @@ pub(crate) struct Capability {
     pub hidden_multiple_of: usize,
     pub intermediate_multiple_of: usize,
     pub format: ActivationFormat,
+    /// Rows in the Listed format too: the lists are not needed.
+    pub listed: bool,
     pub batch_invariant: bool,
 }
 
@@ -101,7 +103,8 @@ impl Capability {
                 return Err(Reason::Shape { dimension, multiple_of, got });
             }
         }
-        if spec.activation_format != self.format {
+        let listed = self.listed && spec.activation_format == ActivationFormat::Listed;
+        if spec.activation_format != self.format && !listed {
             return Err(Reason::ActivationFormat { needs: self.format, got: spec.activation_format });
         }
         if spec.batch_invariant && !self.batch_invariant {
@@ -129,6 +132,7 @@ mod tests {
         hidden_multiple_of: 64,
         intermediate_multiple_of: 32,
         format: ActivationFormat::Standard,
+        listed: false,
         batch_invariant: false,
     };
 

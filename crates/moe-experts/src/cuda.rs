@@ -7,7 +7,6 @@ use moe_kernels::{
 };
 
 use crate::experts::{Experts, Reservation};
-use crate::grouped::BatchLimits;
 use crate::oracle::Backend;
 use crate::reason::Reason;
 use crate::weights::{ExpertWeights, ExpertsShape};
@@ -15,27 +14,26 @@ use crate::weights::{ExpertWeights, ExpertsShape};
 /// bf16 SwiGLU experts on CUDA: few rows per expert by streaming the weights, many by grouped products on tensor cores.
 /// `out` is [T', H] f32, weighted and reduced.
 ///
-/// They take token rows [T', H] with ids and weights: in the Standard format, or [listed](Dispatched::listed) in the
-/// BatchedExperts format, which saves sorting the slots by expert.
+/// They take token rows [T', H] with ids and weights: in the Standard format, or in the Listed format, which saves
+/// sorting the slots by expert.
 #[derive(Clone, Debug)]
 pub struct CudaFusedExperts {
     weights: ExpertWeights,
     backend: Backend,
-    limits: Option<BatchLimits>,
 }
 
 impl CudaFusedExperts {
     /// Experts with these weights, which must be bf16 on a CUDA device, without biases.
     pub fn new(weights: ExpertWeights) -> Result<Self> {
-        Self::of(Backend::CudaFused, weights, None)
+        Self::of(Backend::CudaFused, weights)
     }
 
-    /// The same for listed rows of the BatchedExperts format, of at most these limits.
-    pub fn listed(weights: ExpertWeights, limits: Option<BatchLimits>) -> Result<Self> {
-        Self::of(Backend::CudaFusedBatched, weights, limits)
+    /// The same for rows in the Listed format.
+    pub fn listed(weights: ExpertWeights) -> Result<Self> {
+        Self::of(Backend::CudaFusedListed, weights)
     }
 
-    fn of(backend: Backend, weights: ExpertWeights, limits: Option<BatchLimits>) -> Result<Self> {
+    fn of(backend: Backend, weights: ExpertWeights) -> Result<Self> {
         if !weights.device().is_cuda() || weights.has_bias() || weights.shape().dtype != DType::BF16 {
             bail!(
                 "{backend} experts: expected bf16 weights without bias on a CUDA device, got {} on {:?}",
@@ -43,10 +41,10 @@ impl CudaFusedExperts {
                 weights.device().location()
             )
         }
-        Ok(Self { weights, backend, limits })
+        Ok(Self { weights, backend })
     }
 
-    /// The slots by expert, which rows in the BatchedExperts format bring along.
+    /// The slots by expert, which rows in the Listed format bring along.
     fn lists<'a>(&self, dispatched: &'a Dispatched) -> Result<Option<ExpertLists<'a>>> {
         if dispatched.format == ActivationFormat::Standard {
             return Ok(None);
@@ -63,7 +61,7 @@ impl Experts for CudaFusedExperts {
 
     fn activation_format(&self) -> ActivationFormat {
         match self.backend {
-            Backend::CudaFusedBatched => ActivationFormat::BatchedExperts,
+            Backend::CudaFusedListed => ActivationFormat::Listed,
             _ => ActivationFormat::Standard,
         }
     }
@@ -84,14 +82,6 @@ impl Experts for CudaFusedExperts {
         WeightAndReduce::NoOp
     }
 
-    fn max_num_tokens(&self) -> Option<usize> {
-        self.limits.map(|limits| limits.max_num_tokens)
-    }
-
-    fn num_dispatchers(&self) -> Option<usize> {
-        self.limits.map(|limits| limits.num_dispatchers)
-    }
-
     fn out_dims(&self, dispatched: &Dispatched) -> Result<Dims> {
         Dims::new(dispatched.rows.view().dims())
     }
@@ -107,9 +97,6 @@ impl Experts for CudaFusedExperts {
         let (name, format) = (self.name(), self.activation_format());
         if dispatched.format != format || dispatched.weights_applied {
             bail!("{name}: expected rows in the {format:?} format without their router weights")
-        }
-        if let Some(limits) = self.limits.filter(|limits| dispatched.rows.view().rows() > limits.rows()) {
-            bail!("{name}: got {} rows, but was built for {limits:?}", dispatched.rows.view().rows())
         }
         if self.shape().num_local_experts == 0 {
             // More ranks than experts: this one adds nothing.

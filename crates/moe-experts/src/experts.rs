@@ -21,7 +21,7 @@ use crate::weights::{ExpertWeights, ExpertsShape};
 /// |---|---|---|
 /// | Standard | [T', H] | [T', K, H] |
 /// | BatchedExperts | [E_local, max_tokens, H] | [E_local, max_tokens, H] |
-/// | BatchedExperts, listed | [T', H] | [T', K, H] |
+/// | Listed | [T', H] | [T', K, H] |
 ///
 /// Experts of which several ranks hold a part each leave [`segments`](Self::segments) sums apart: one
 /// more leading dimension of `out`.

@@ -56,6 +56,7 @@ impl From<&ExpertsSpec> for SpecFields {
             activation_format: match spec.activation_format {
                 ActivationFormat::Standard => "standard",
                 ActivationFormat::BatchedExperts => "batched_experts",
+                ActivationFormat::Listed => "listed",
             },
             routing: format!("{:?}", spec.routing),
             apply_router_weight_on_input: spec.apply_router_weight_on_input,

@@ -20,13 +20,13 @@ pub enum Backend {
     /// Weights streamed once past all tokens, or grouped products on tensor cores, with the weighted
     /// sum in the same call (CUDA, Standard format).
     CudaFused,
-    /// The same over rows whose slots arrive listed by expert (BatchedExperts format).
-    CudaFusedBatched,
-    /// Grouped products on a CUDA device over token rows, of any dtype and size (Standard format).
+    /// The same over rows whose slots arrive listed by expert (Listed format).
+    CudaFusedListed,
+    /// Grouped products on a CUDA device over token rows, of any dtype and size (Standard and Listed formats).
     Cuda,
     /// The same products over one row block per expert (BatchedExperts format).
     CudaBatched,
-    /// Grouped products on the CPU over token rows (Standard format).
+    /// Grouped products on the CPU over token rows (Standard and Listed formats).
     Cpu,
     /// The same products over one row block per expert (BatchedExperts format).
     CpuBatched,
@@ -44,6 +44,7 @@ const CPU: Capability = Capability {
     hidden_multiple_of: 1,
     intermediate_multiple_of: 1,
     format: ActivationFormat::Standard,
+    listed: true,
     batch_invariant: true,
 };
 
@@ -58,19 +59,20 @@ const CUDA_FUSED: Capability = Capability {
     dtypes: &[DType::BF16],
     hidden_multiple_of: 64,
     intermediate_multiple_of: 64,
+    listed: false,
     ..CUDA
 };
 
 impl Backend {
     /// Every backend, in the order in which the oracle tries them.
     pub const ALL: [Backend; 6] =
-        [Self::CudaFused, Self::CudaFusedBatched, Self::Cuda, Self::CudaBatched, Self::Cpu, Self::CpuBatched];
+        [Self::CudaFused, Self::CudaFusedListed, Self::Cuda, Self::CudaBatched, Self::Cpu, Self::CpuBatched];
 
     /// The name that a user gives (`--moe-backend`).
     pub fn name(self) -> &'static str {
         match self {
             Self::CudaFused => "cuda_fused",
-            Self::CudaFusedBatched => "cuda_fused_batched",
+            Self::CudaFusedListed => "cuda_fused_listed",
             Self::Cuda => "cuda",
             Self::CudaBatched => "cuda_batched",
             Self::Cpu => "cpu",
@@ -81,7 +83,7 @@ impl Backend {
     /// Whether this backend runs the specification, or the first reason why not.
     pub fn supports(self, spec: &ExpertsSpec) -> Result<(), Reason> {
         self.capability().check(spec)?;
-        if matches!(self, Self::CudaFused | Self::CudaFusedBatched) && spec.apply_router_weight_on_input {
+        if matches!(self, Self::CudaFused | Self::CudaFusedListed) && spec.apply_router_weight_on_input {
             return Err(Reason::RouterWeightOnInput);
         }
         Ok(())
@@ -91,11 +93,13 @@ impl Backend {
         match self {
             // Ranks that cut experts add up whole sums, or, on the CPU, those of segments, which are left apart.
             Self::CudaFused => Capability { tensor_parallel: true, ..CUDA_FUSED },
-            Self::CudaFusedBatched => Capability { format: ActivationFormat::BatchedExperts, ..CUDA_FUSED },
+            Self::CudaFusedListed => Capability { format: ActivationFormat::Listed, ..CUDA_FUSED },
             Self::Cuda => Capability { tensor_parallel: true, ..CUDA },
-            Self::CudaBatched => Capability { format: ActivationFormat::BatchedExperts, ..CUDA },
+            Self::CudaBatched => {
+                Capability { format: ActivationFormat::BatchedExperts, listed: false, ..CUDA }
+            }
             Self::Cpu => Capability { tensor_parallel: true, ..CPU },
-            Self::CpuBatched => Capability { format: ActivationFormat::BatchedExperts, ..CPU },
+            Self::CpuBatched => Capability { format: ActivationFormat::BatchedExperts, listed: false, ..CPU },
         }
     }
 }

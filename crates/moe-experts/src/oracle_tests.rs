@@ -45,10 +45,10 @@ fn answer(change: Change, choice: Option<&str>) -> String {
 
 const BATCHED: Change = |s| s.activation_format = ActivationFormat::BatchedExperts;
 
-const ON_CPU: &str = "cpu; cuda_fused (device), cuda_fused_batched (device), cuda (device), cuda_batched (device), \
+const ON_CPU: &str = "cpu; cuda_fused (device), cuda_fused_listed (device), cuda (device), cuda_batched (device), \
                       cpu_batched (activation_format)";
 
-const BATCHED_ON_CPU: &str = "cpu_batched; cuda_fused (device), cuda_fused_batched (device), cuda (device), \
+const BATCHED_ON_CPU: &str = "cpu_batched; cuda_fused (device), cuda_fused_listed (device), cuda (device), \
                               cuda_batched (device), cpu (activation_format)";
 
 const ON_CUDA: Change = |s| s.compute_capability = Some((9, 0));
@@ -78,62 +78,62 @@ fn the_table() {
         (
             |s| (s.tp_size, s.intermediate_size, s.compute_capability) = (2, 384, Some((9, 0))),
             None,
-            "cuda_fused; cuda_fused_batched (tensor_parallel), cuda (lower_priority), cuda_batched (tensor_parallel), \
+            "cuda_fused; cuda_fused_listed (tensor_parallel), cuda (lower_priority), cuda_batched (tensor_parallel), \
              cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.tp_size, s.intermediate_size, s.compute_capability) = (8, 96, Some((9, 0))),
             None,
-            "cuda; cuda_fused (shape), cuda_fused_batched (tensor_parallel), cuda_batched (tensor_parallel), \
+            "cuda; cuda_fused (shape), cuda_fused_listed (tensor_parallel), cuda_batched (tensor_parallel), \
              cpu (device), cpu_batched (device)",
         ),
         (
             |s| s.tp_size = 2,
             None,
-            "cpu; cuda_fused (device), cuda_fused_batched (device), cuda (device), cuda_batched (device), \
+            "cpu; cuda_fused (device), cuda_fused_listed (device), cuda (device), cuda_batched (device), \
              cpu_batched (tensor_parallel)",
         ),
         // CUDA: the fused kernels where they fit, else the grouped ones for everything.
         (
             ON_CUDA,
             None,
-            "cuda_fused; cuda_fused_batched (activation_format), cuda (lower_priority), \
+            "cuda_fused; cuda_fused_listed (activation_format), cuda (lower_priority), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
             ON_CUDA,
             Some("cuda"),
-            "cuda; cuda_fused (not_requested), cuda_fused_batched (activation_format), \
+            "cuda; cuda_fused (not_requested), cuda_fused_listed (activation_format), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.compute_capability, s.dtype) = (Some((8, 0)), DType::F16),
             None,
-            "cuda; cuda_fused (dtype), cuda_fused_batched (dtype), cuda_batched (activation_format), \
+            "cuda; cuda_fused (dtype), cuda_fused_listed (dtype), cuda_batched (activation_format), \
              cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.compute_capability, s.activation) = (Some((9, 0)), Activation::Gelu),
             None,
-            "cuda; cuda_fused (activation), cuda_fused_batched (activation), cuda_batched (activation_format), \
+            "cuda; cuda_fused (activation), cuda_fused_listed (activation), cuda_batched (activation_format), \
              cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.compute_capability, s.has_bias) = (Some((9, 0)), true),
             None,
-            "cuda; cuda_fused (bias), cuda_fused_batched (bias), cuda_batched (activation_format), \
+            "cuda; cuda_fused (bias), cuda_fused_listed (bias), cuda_batched (activation_format), \
              cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.compute_capability, s.hidden_size) = (Some((9, 0)), 96),
             None,
-            "cuda; cuda_fused (shape), cuda_fused_batched (shape), cuda_batched (activation_format), \
+            "cuda; cuda_fused (shape), cuda_fused_listed (shape), cuda_batched (activation_format), \
              cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.compute_capability, s.top_k, s.apply_router_weight_on_input) = (Some((9, 0)), 1, true),
             None,
-            "cuda; cuda_fused (router_weight_on_input), cuda_fused_batched (activation_format), \
+            "cuda; cuda_fused (router_weight_on_input), cuda_fused_listed (activation_format), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
@@ -141,33 +141,38 @@ fn the_table() {
                 (s.compute_capability, s.activation_format) = (Some((9, 0)), ActivationFormat::BatchedExperts)
             },
             None,
-            "cuda_fused_batched; cuda_fused (activation_format), cuda (activation_format), \
-             cuda_batched (lower_priority), cpu (device), cpu_batched (device)",
+            "cuda_batched; cuda_fused (activation_format), cuda_fused_listed (activation_format), \
+             cuda (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
+            |s| (s.compute_capability, s.activation_format) = (Some((9, 0)), ActivationFormat::Listed),
+            None,
+            "cuda_fused_listed; cuda_fused (activation_format), cuda (lower_priority), \
+             cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+        ),
+        (|s| s.activation_format = ActivationFormat::Listed, None, ON_CPU),
+        (
             |s| {
-                (s.compute_capability, s.activation_format) =
-                    (Some((9, 0)), ActivationFormat::BatchedExperts);
+                (s.compute_capability, s.activation_format) = (Some((9, 0)), ActivationFormat::Listed);
                 s.hidden_size = 96;
             },
             None,
-            "cuda_batched; cuda_fused (shape), cuda_fused_batched (shape), cuda (activation_format), \
+            "cuda; cuda_fused (shape), cuda_fused_listed (shape), cuda_batched (activation_format), \
              cpu (device), cpu_batched (device)",
         ),
         (
             |s| {
-                (s.compute_capability, s.activation_format) =
-                    (Some((9, 0)), ActivationFormat::BatchedExperts);
+                (s.compute_capability, s.activation_format) = (Some((9, 0)), ActivationFormat::Listed);
                 (s.top_k, s.apply_router_weight_on_input) = (1, true);
             },
             None,
-            "cuda_batched; cuda_fused (activation_format), cuda_fused_batched (router_weight_on_input), \
-             cuda (activation_format), cpu (device), cpu_batched (device)",
+            "cuda; cuda_fused (activation_format), cuda_fused_listed (router_weight_on_input), \
+             cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         (
             |s| (s.compute_capability, s.batch_invariant) = (Some((9, 0)), true),
             None,
-            "cuda_fused; cuda_fused_batched (activation_format), cuda (lower_priority), \
+            "cuda_fused; cuda_fused_listed (activation_format), cuda (lower_priority), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
         // Refusals.
@@ -188,13 +193,13 @@ fn the_table() {
         (
             |_| (),
             Some("marlin"),
-            "unknown MoE backend \"marlin\"; expected auto or one of cuda_fused, cuda_fused_batched, cuda, \
+            "unknown MoE backend \"marlin\"; expected auto or one of cuda_fused, cuda_fused_listed, cuda, \
              cuda_batched, cpu, cpu_batched",
         ),
         (
             |_| (),
             Some(""),
-            "unknown MoE backend \"\"; expected auto or one of cuda_fused, cuda_fused_batched, cuda, \
+            "unknown MoE backend \"\"; expected auto or one of cuda_fused, cuda_fused_listed, cuda, \
              cuda_batched, cpu, cpu_batched",
         ),
         // Nonsense.
@@ -262,7 +267,7 @@ fn the_explanation_is_json() {
     };
     let want = serde_json::json!({
         "chosen": "cpu",
-        "rejected": [on_cuda("cuda_fused"), on_cuda("cuda_fused_batched"), on_cuda("cuda"), on_cuda("cuda_batched"), {
+        "rejected": [on_cuda("cuda_fused"), on_cuda("cuda_fused_listed"), on_cuda("cuda"), on_cuda("cuda_batched"), {
             "backend": "cpu_batched",
             "reason": {
                 "check": "activation_format",

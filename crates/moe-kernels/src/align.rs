@@ -12,10 +12,7 @@ mod ids;
 mod lists;
 mod rows;
 
-pub use blocks::{
-    AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, align_batched_tokens_into, align_tokens_into,
-    max_aligned_sizes, max_batched_aligned_sizes,
-};
+pub use blocks::{AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, align_tokens_into, max_aligned_sizes};
 pub use group::{group_slots_into, group_token_slots_into, number_rows_into, zero_absent_into};
 pub use ids::{contiguous_local_ids_into, mask_nonlocal_into};
 pub use lists::list_slots_into;

@@ -49,20 +49,16 @@ impl From<Scratch> for Lent<'_> {
 /// T is the number of tokens that the caller owns, T' the number of rows that arrived (T' = T
 /// without communication).
 ///
-/// | field | Standard | BatchedExperts |
-/// |---|---|---|
-/// | `rows` | [T', H] | [E_local, max_tokens, H]; expert e computes its first `expert_num_tokens[e]` rows, the others are unspecified |
-/// | `topk_ids` | [T', K] u32, physical ids | `None`: a row's expert is its first index |
-/// | `topk_weights` | [T', K] f32, if they travelled | `None` |
-/// | `expert_num_tokens` | \[E_local\] u32, if prepare knows it | \[E_local\] u32 |
-/// | `expert_slots` | `None` | `None` |
-/// | `expert_map` | \[P\] i32, `None` = identity | the same |
-/// | `owner_topk_ids`, `owner_topk_weights` | [T, K] u32, [T, K] f32 | the same |
-/// | experts return, f32, unweighted | [T', K, H] | [E_local, max_tokens, H] |
-///
-/// The BatchedExperts format has a second form, *listed*: the rows [T', H] stay where they arrived, with ids and weights, and
-/// what is batched is their slots. Expert e computes the first `expert_num_tokens[e]` slots t*K + k of row e of `expert_slots`
-/// [E_local, T' * K] u32, and the experts return [T', K, H].
+/// | field | Standard | Listed | BatchedExperts |
+/// |---|---|---|---|
+/// | `rows` | [T', H] | [T', H] | [E_local, max_tokens, H]; expert e computes its first `expert_num_tokens[e]` rows, the others are unspecified |
+/// | `topk_ids` | [T', K] u32, physical ids | the same | `None`: a row's expert is its first index |
+/// | `topk_weights` | [T', K] f32, if they travelled | [T', K] f32 | `None` |
+/// | `expert_num_tokens` | \[E_local\] u32, if prepare knows it | \[E_local\] u32 | \[E_local\] u32 |
+/// | `expert_slots` | `None` | [E_local, T' * K] u32; expert e computes the first `expert_num_tokens[e]` slots t*K + k of row e | `None` |
+/// | `expert_map` | \[P\] i32, `None` = identity | the same | the same |
+/// | `owner_topk_ids`, `owner_topk_weights` | [T, K] u32, [T, K] f32 | the same | the same |
+/// | experts return, f32, unweighted | [T', K, H] | [T', K, H] | [E_local, max_tokens, H] |
 ///
 /// Slots of [`NO_EXPERT`](crate::NO_EXPERT) and slots whose expert lives elsewhere are not
 /// computed, and their rows of the experts' output are never read.
@@ -82,7 +78,7 @@ pub struct Dispatched<'a> {
     pub topk_weights: Option<Lent<'a>>,
     /// Rows per local expert.
     pub expert_num_tokens: Option<Lent<'a>>,
-    /// Slots of each local expert, of rows that are listed.
+    /// Slots of each local expert, Listed format.
     pub expert_slots: Option<Lent<'a>>,
     /// Physical expert to local slot, -1 = elsewhere.
     pub expert_map: Option<View<'a>>,
@@ -131,7 +127,7 @@ impl<'a> Dispatched<'a> {
         }
     }
 
-    /// Listed rows [T', H] in the BatchedExperts format: `lists` are the slots of each local expert [E_local, T' * K] and how many
+    /// Rows [T', H] in the Listed format: `lists` are the slots of each local expert [E_local, T' * K] and how many
     /// they are \[E_local\], `routing` the rows' own ids and weights [T', K].
     pub fn listed(
         rows: impl Into<Lent<'a>>,
@@ -141,7 +137,7 @@ impl<'a> Dispatched<'a> {
         topk_weights: View<'a>,
     ) -> Self {
         Self {
-            format: ActivationFormat::BatchedExperts,
+            format: ActivationFormat::Listed,
             topk_ids: Some(routing.0.into()),
             topk_weights: Some(routing.1.into()),
             expert_num_tokens: Some(lists.1.into()),
@@ -182,7 +178,7 @@ impl<'a> Dispatched<'a> {
         self.field("expert_num_tokens", &self.expert_num_tokens)
     }
 
-    /// The slots of each local expert [E_local, T' * K]; an error unless the rows are listed.
+    /// The slots of each local expert [E_local, T' * K]; an error in the other formats.
     pub fn expert_slots(&self) -> Result<View<'_>> {
         self.field("expert_slots", &self.expert_slots)
     }
@@ -198,9 +194,7 @@ impl<'a> Dispatched<'a> {
     pub fn expert_out_dims(&self) -> Result<Dims> {
         let rows = self.rows.view();
         match (self.format, rows.dims()) {
-            (_, &[tokens, hidden])
-                if self.format == ActivationFormat::Standard || self.expert_slots.is_some() =>
-            {
+            (ActivationFormat::Standard | ActivationFormat::Listed, &[tokens, hidden]) => {
                 let top_k = self.topk_ids()?.dims().get(1).copied().unwrap_or(0);
                 Dims::new(&[tokens, top_k, hidden])
             }
@@ -247,7 +241,7 @@ mod tests {
             ids,
             weights,
         );
-        assert_eq!((d.format, &*d.expert_out_dims()?), (ActivationFormat::BatchedExperts, &[1, 2, 3][..]));
+        assert_eq!((d.format, &*d.expert_out_dims()?), (ActivationFormat::Listed, &[1, 2, 3][..]));
         assert_eq!((d.expert_slots()?.dims(), d.topk_weights()?.dims()), (&[2, 2][..], &[1, 2][..]));
         Ok(())
     }

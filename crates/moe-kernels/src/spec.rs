@@ -9,6 +9,9 @@ pub enum ActivationFormat {
     Standard,
     /// Rows [E_local, max_tokens, H] with expert_num_tokens \[E_local\].
     BatchedExperts,
+    /// Rows [T, H] with topk_ids [T, K], and beside them the slots of each expert: expert_slots [E_local, T * K] with
+    /// expert_num_tokens \[E_local\].
+    Listed,
 }
 
 /// How unweighted expert rows become token rows. Exactly one stage applies the weights.

@@ -106,7 +106,7 @@ impl Path {
     ) -> Result<()> {
         let (dispatched, shared) = self.dispatch(routed, agreed, ex)?;
         let strategy = self.experts.weight_and_reduce();
-        let is_final = strategy == WeightAndReduce::NoOp && self.prepare.finalize_copies_reduced();
+        let is_final = strategy == WeightAndReduce::NoOp && self.prepare.combine().is_in_place();
         if is_final && out.dtype() == DType::F32 {
             // The experts' rows are the block's: finalize would only copy them, and add the ranks'.
             self.apply(&dispatched, out.reborrow(), ex)?;
@@ -160,12 +160,14 @@ impl Path {
         let shape = self.experts.shape();
         let (rows, h) = (self.prepare.max_rows(tokens), shape.hidden_size);
         let product = |factors: &[usize]| factors.iter().fold(1usize, |n, &f| n.saturating_mul(f));
-        let batched = self.experts.activation_format() == ActivationFormat::BatchedExperts;
-        // Where ranks' sums are added, blocks hold the numbers of slots, each expert's all.
-        let listed = batched && self.prepare.adds_partial_sums();
-        let local = shape.num_local_experts;
-        let slots = if batched && !listed { product(&[local, rows]) } else { product(&[rows, top_k]) };
-        let lists = if listed { product(&[local, slots, DType::U32.size_in_bytes()]) } else { 0 };
+        let (format, local) = (self.prepare.activation_format(), shape.num_local_experts);
+        let batched = format == ActivationFormat::BatchedExperts;
+        let slots = if batched { product(&[local, rows]) } else { product(&[rows, top_k]) };
+        // A list has room for the numbers of all slots.
+        let lists = match format {
+            ActivationFormat::Listed => product(&[local, slots, DType::U32.size_in_bytes()]),
+            _ => 0,
+        };
         let (float, model) = (DType::F32.size_in_bytes(), shape.dtype.size_in_bytes());
         let several_ranks = self.prepare.num_dispatchers() > 1;
         // Packed to travel, arrived, and brought into the order of slots.

@@ -2,16 +2,13 @@
 
 use moe_chunking::ChunkedMoe;
 use moe_comm::{DeepEpMode, EpBackend, ExpertLayout, Geometry, ParallelGroups, RowParallel};
-use moe_dispatch::{
-    AllgatherReducescatter, EpRanks, HighThroughput, LocalAllreduce, LocalExperts, LowLatency, NoEp,
-    PrepareFinalize, SumAllReduce, SumAllToAll, SumGather, TensorParallel,
-};
-use moe_kernels::candle::{Device, Result, bail};
+use moe_dispatch::{EpRanks, NoEp, OverRanks, PrepareFinalize, WhoAdds};
+use moe_kernels::candle::{Device, Error, Result};
 
 /// Tokens that a rank brings to the low-latency form of `deepep` at most; longer steps are cut.
 pub const LOW_LATENCY_TOKENS: usize = 128;
 
-/// The same on a device, where an expert's block holds numbers instead of rows: those of the largest graph.
+/// The same where ranks add and slots are listed: the tokens of the largest graph.
 const LISTED_TOKENS: usize = 1024;
 
 /// Where a block runs. The default is one rank, without chunks.
@@ -23,8 +20,10 @@ pub struct BlockContext {
     pub groups: ParallelGroups,
     /// Whether and how tokens are cut into chunks.
     pub chunked_moe: ChunkedMoe,
-    /// Tokens of a call of the low-latency form of `deepep` on the CPU, at most.
+    /// Tokens of a call of the low-latency form of `deepep` that adds by slot, at most.
     pub low_latency_tokens: usize,
+    /// Who weights and adds what ranks compute; `None`: by slot on the CPU, by rank on devices.
+    pub who_adds: Option<WhoAdds>,
     /// Whether the weights' source shows this rank's slices instead of whole tensors: rows of gate
     /// and up, columns of down. Experts keep their global ids.
     pub sliced_weights: bool,
@@ -40,6 +39,7 @@ impl Default for BlockContext {
             groups: ParallelGroups::single(),
             chunked_moe: ChunkedMoe::default(),
             low_latency_tokens: LOW_LATENCY_TOKENS,
+            who_adds: None,
             sliced_weights: false,
             batch_invariant: false,
         }
@@ -63,72 +63,37 @@ impl BlockContext {
     }
 
     /// The prepare/finalize backend of the geometry, and, where the mode of `deepep` is open, the one
-    /// for steps that only decode. On the CPU those with the bits of one rank, on a `device` those that add
-    /// the ranks' sums.
+    /// for steps that only decode.
     pub(crate) fn backends(
         &self,
         layout: &ExpertLayout,
         on_input: bool,
         device: &Device,
     ) -> Result<Backends> {
-        if !device.is_cpu() {
-            return self.sums(layout, on_input, device);
-        }
-        let ranks = || -> Result<EpRanks> {
-            let ranks = EpRanks::new(layout, self.groups.ep.clone(), self.groups.tp.clone())?;
-            Ok(ranks.with_router_weight_on_input(on_input))
+        let default = if device.is_cpu() { WhoAdds::BySlot } else { WhoAdds::ByRank };
+        let who = self.who_adds.unwrap_or(default);
+        let ranks = || EpRanks::new(layout, self.groups.ep.clone(), self.groups.tp.clone())?.on(device);
+        let boxed = |backend: OverRanks| -> Box<dyn PrepareFinalize> {
+            Box::new(backend.with_router_weight_on_input(on_input))
         };
-        let low_latency = || -> Result<_> { Ok(LowLatency::new(ranks()?, self.low_latency_tokens)) };
+        let high_throughput = || Ok::<_, Error>(boxed(OverRanks::high_throughput(ranks()?, who)));
+        let low_latency = || {
+            // Listed rows are numbers of slots, so that there is room for the largest graph.
+            let tokens = if who == WhoAdds::BySlot { self.low_latency_tokens } else { LISTED_TOKENS };
+            Ok::<_, Error>(boxed(OverRanks::low_latency(ranks()?, tokens, who)))
+        };
         Ok(match (self.geometry.backend, self.geometry.deepep_mode) {
             (EpBackend::Disabled, _) if self.geometry.moe_tp_size > 1 => {
-                let cut = TensorParallel::new(self.groups.tp.clone());
-                (Box::new(cut.with_router_weight_on_input(on_input)), None)
+                (boxed(OverRanks::disabled(self.groups.tp.clone(), who)), None)
             }
             (EpBackend::Disabled, _) => (Box::new(NoEp::new().with_router_weight_on_input(on_input)), None),
-            (EpBackend::LocalAllreduce, _) => (Box::new(LocalAllreduce::new(ranks()?)?), None),
-            (EpBackend::AllgatherReducescatter, _) => (Box::new(AllgatherReducescatter::new(ranks()?)), None),
-            (EpBackend::DeepEp, DeepEpMode::HighThroughput) => {
-                (Box::new(HighThroughput::new(ranks()?)), None)
+            (EpBackend::LocalAllreduce, _) => (boxed(OverRanks::local_allreduce(ranks()?, who)?), None),
+            (EpBackend::AllgatherReducescatter, _) => {
+                (boxed(OverRanks::allgather_reducescatter(ranks()?, who)), None)
             }
-            (EpBackend::DeepEp, DeepEpMode::LowLatency) => (Box::new(low_latency()?), None),
-            (EpBackend::DeepEp, DeepEpMode::Auto) => {
-                (Box::new(HighThroughput::new(ranks()?)), Some(Box::new(low_latency()?)))
-            }
-        })
-    }
-
-    /// The backends of the fast mode.
-    fn sums(&self, layout: &ExpertLayout, on_input: bool, device: &Device) -> Result<Backends> {
-        let ranks = || -> Result<EpRanks> {
-            let ranks = EpRanks::new(layout, self.groups.ep.clone(), self.groups.tp.clone())?.on(device)?;
-            Ok(ranks.with_router_weight_on_input(on_input))
-        };
-        let low_latency = || -> Result<_> { Ok(SumGather::batched(ranks()?, LISTED_TOKENS)) };
-        Ok(match (self.geometry.backend, self.geometry.deepep_mode) {
-            (EpBackend::Disabled, _) if self.geometry.moe_tp_size > 1 => {
-                let cut = SumAllReduce::of_cut_experts(self.groups.tp.clone());
-                (Box::new(cut.with_router_weight_on_input(on_input)), None)
-            }
-            (EpBackend::Disabled, _) => (Box::new(NoEp::new().with_router_weight_on_input(on_input)), None),
-            (EpBackend::LocalAllreduce, _) => {
-                if self.geometry.dp_size > 1 {
-                    bail!(
-                        "local_allreduce: ranks bring tokens of their own; use allgather_reducescatter or deepep"
-                    )
-                }
-                let experts = match &layout.expert_map {
-                    Some(map) => LocalExperts::from_map(map, layout.num_local_experts())?.on(device)?,
-                    None => LocalExperts::all(layout.num_experts()),
-                };
-                let whole = SumAllReduce::of_whole_experts(experts, self.groups.ep.clone());
-                (Box::new(whole.with_router_weight_on_input(on_input)), None)
-            }
-            (EpBackend::AllgatherReducescatter, _) => (Box::new(SumGather::standard(ranks()?)), None),
-            (EpBackend::DeepEp, DeepEpMode::HighThroughput) => (Box::new(SumAllToAll::new(ranks()?)), None),
-            (EpBackend::DeepEp, DeepEpMode::LowLatency) => (Box::new(low_latency()?), None),
-            (EpBackend::DeepEp, DeepEpMode::Auto) => {
-                (Box::new(SumAllToAll::new(ranks()?)), Some(Box::new(low_latency()?)))
-            }
+            (EpBackend::DeepEp, DeepEpMode::HighThroughput) => (high_throughput()?, None),
+            (EpBackend::DeepEp, DeepEpMode::LowLatency) => (low_latency()?, None),
+            (EpBackend::DeepEp, DeepEpMode::Auto) => (high_throughput()?, Some(low_latency()?)),
         })
     }
 }

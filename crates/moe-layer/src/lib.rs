@@ -26,7 +26,7 @@ pub use shared::SharedExperts;
 
 pub use moe_chunking::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 pub use moe_comm::{Communicator, Geometry, ParallelConfig, ParallelGroups, RowParallel};
-pub use moe_dispatch::{BatchedReference, LocalExperts, NoEp, PrepareFinalize};
+pub use moe_dispatch::{LocalExperts, NoEp, PrepareFinalize, WhoAdds};
 pub use moe_experts::{
     AnyExperts, BatchLimits, ExpertWeights, Experts, ExpertsShape, LoadSpec, MonolithicExperts, OracleError,
     Reason, Reservation, Selection as BackendSelection, build as build_experts,

@@ -148,6 +148,13 @@ fn load_spec(options: &BlockOptions, context: &BlockContext, layout: &ExpertLayo
     Ok(if sliced { spec } else { spec.with_tp(geometry.moe_tp_rank, geometry.moe_tp_size) })
 }
 
+/// The limits of blocks of rows, in the format that has them.
+pub(crate) fn batch_limits(prepare: &dyn PrepareFinalize) -> Option<BatchLimits> {
+    let batched = prepare.activation_format() == ActivationFormat::BatchedExperts;
+    let max_num_tokens = prepare.max_num_tokens_per_rank().filter(|_| batched)?;
+    Some(BatchLimits { max_num_tokens, num_dispatchers: prepare.num_dispatchers() })
+}
+
 /// The oracle's experts for a prepare/finalize backend.
 fn choose(
     options: &BlockOptions,
@@ -158,11 +165,8 @@ fn choose(
 ) -> Result<(Selection, AnyExperts)> {
     let spec = options.spec(weights, prepare.activation_format(), context);
     let selection = select(&spec, backend)?;
-    let experts = match prepare.max_num_tokens_per_rank() {
-        Some(max_num_tokens) => {
-            let limits = BatchLimits { max_num_tokens, num_dispatchers: prepare.num_dispatchers() };
-            build_batched(&selection, weights.clone(), limits)?
-        }
+    let experts = match batch_limits(prepare) {
+        Some(limits) => build_batched(&selection, weights.clone(), limits)?,
         None => build(&selection, weights.clone())?,
     };
     Ok((selection, experts))

@@ -1,6 +1,7 @@
 //! The block of a decode step on CUDA together with what surrounds it: for a few tokens all in one launch; for more,
 //! the end of the experts with the addition to the residual stream and the next norm.
 
+use moe_dispatch::Combine;
 use moe_kernels::candle::{Result, bail};
 use moe_kernels::cuda::{
     PreNorm, norm_experts_add_into, route_experts_add_norm_fits, route_experts_add_norm_into,
@@ -125,7 +126,7 @@ impl SparseMoeBlock {
             return None;
         };
         let map = prepare.local_experts().and_then(|experts| experts.expert_map());
-        Some((router, experts.packed().filter(|_| !prepare.output_is_reduced())?, map))
+        Some((router, experts.packed().filter(|_| prepare.combine().is_local())?, map))
     }
 
     /// Router and weights of a block without communication, zero experts or shared experts.
@@ -133,8 +134,7 @@ impl SparseMoeBlock {
         let Family::Modular { router, path: Path { prepare, experts }, decode: None } = self.family() else {
             return None;
         };
-        let local = prepare.num_dispatchers() == 1 && prepare.local_experts().is_none();
-        let local = local && prepare.finalize_copies_reduced();
+        let local = prepare.combine() == Combine::Here && prepare.local_experts().is_none();
         let weights = experts.packed().filter(|_| local && !self.has_shared_experts())?;
         Some((router, weights))
     }

@@ -1,12 +1,12 @@
-//! Two all-to-all backends over channels between threads, after DeepEP's two kinds of kernels:
-//! they show that the contract carries real communication, without a communicator.
+//! An all-to-all backend over channels between threads, whose rows travel while the caller does something else: it shows
+//! that the contract carries real communication, without a communicator.
 
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver as Inbox, Sender, channel};
 
 use moe_dispatch::candle::{DType, Error, Result};
 use moe_dispatch::{
-    ActivationFormat, Dispatched, Exec, LocalExperts, PrepareFinalize, Receiver, View, ViewMut,
+    ActivationFormat, Combine, Dispatched, Exec, LocalExperts, PrepareFinalize, Receiver, View, ViewMut,
     WeightAndReduce, weighted_sum_into,
 };
 
@@ -51,7 +51,7 @@ impl Placement {
     }
 }
 
-/// What both backends know.
+/// What the backend knows.
 pub struct Peer {
     placement: Placement,
     experts: LocalExperts,
@@ -102,8 +102,8 @@ impl PrepareFinalize for HighThroughput {
     fn activation_format(&self) -> ActivationFormat {
         ActivationFormat::Standard
     }
-    fn output_is_reduced(&self) -> bool {
-        true
+    fn combine(&self) -> Combine {
+        Combine::BySlot
     }
     fn num_dispatchers(&self) -> usize {
         self.0.ranks
@@ -166,23 +166,12 @@ impl PrepareFinalize for HighThroughput {
 
     fn finalize(
         &self,
-        y: View,
+        expert_out: View,
         d: &Dispatched,
-        s: WeightAndReduce,
+        _: WeightAndReduce,
         out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
-        self.begin_finalize(y, d, s, out, ex)?.end(ex)
-    }
-
-    fn begin_finalize<'a>(
-        &'a self,
-        expert_out: View<'a>,
-        d: &'a Dispatched<'a>,
-        _: WeightAndReduce,
-        out: ViewMut<'a>,
-        _: &mut Exec,
-    ) -> Result<Receiver<'a, ()>> {
         let Origins(origins) = d.handle(self.name())?;
         let (top_k, width) = (expert_out.dims()[1], expert_out.dims()[2]);
         let (y, map) = (expert_out.cpu::<f32>()?, d.expert_map.map(|map| map.cpu::<i32>()).transpose()?);
@@ -201,118 +190,6 @@ impl PrepareFinalize for HighThroughput {
             packets.push((rows, numbers));
         }
         self.0.send(packets)?;
-        Ok(Receiver::pending(move |ex| self.0.combine(d, out, ex)))
-    }
-}
-
-/// Batched rows of a fixed maximum: each rank has `max` rows of its own in every expert.
-pub struct LowLatency {
-    pub peer: Peer,
-    pub max: usize,
-}
-
-/// Source rank and owner's slot number of every row, by local expert.
-struct Sources(Vec<Vec<(usize, u32)>>);
-
-impl PrepareFinalize for LowLatency {
-    fn name(&self) -> &'static str {
-        "LowLatency"
-    }
-    fn activation_format(&self) -> ActivationFormat {
-        ActivationFormat::BatchedExperts
-    }
-    fn output_is_reduced(&self) -> bool {
-        true
-    }
-    fn max_num_tokens_per_rank(&self) -> Option<usize> {
-        Some(self.max)
-    }
-    fn num_dispatchers(&self) -> usize {
-        self.peer.ranks
-    }
-    fn supports_async(&self) -> bool {
-        true
-    }
-
-    fn prepare<'a>(
-        &'a self,
-        h: View<'a>,
-        i: View<'a>,
-        w: View<'a>,
-        agreed: Option<&[usize]>,
-        ex: &mut Exec,
-    ) -> Result<Dispatched<'a>> {
-        self.begin_prepare(h, i, w, agreed, ex)?.end(ex)
-    }
-
-    fn begin_prepare<'a>(
-        &'a self,
-        hidden: View<'a>,
-        topk_ids: View<'a>,
-        topk_weights: View<'a>,
-        _: Option<&[usize]>,
-        _: &mut Exec,
-    ) -> Result<Receiver<'a, Dispatched<'a>>> {
-        let (width, top_k) = (hidden.dims()[1], topk_ids.dims()[1]);
-        let mut packets = vec![Packet::default(); self.peer.ranks];
-        for (slot, &id) in topk_ids.cpu::<u32>()?.iter().enumerate() {
-            for (rank, (rows, meta)) in packets.iter_mut().enumerate() {
-                if let Some(local) = self.peer.placement.local(rank, id) {
-                    rows.extend_from_slice(&hidden.cpu::<f32>()?[slot / top_k * width..][..width]);
-                    meta.extend([local as u32, slot as u32]);
-                }
-            }
-        }
-        self.peer.send(packets)?;
-        Ok(Receiver::pending(move |ex| {
-            let (num_local, room) = (self.peer.experts.num_local(), self.max * self.peer.ranks);
-            let mut rows = ex.scratch(DType::F32, &[num_local, room, width])?;
-            let mut counts = ex.scratch(DType::U32, &[num_local])?;
-            let mut sources = Sources(vec![Vec::new(); num_local]);
-            for (rank, (arrived, meta)) in self.peer.receive()?.into_iter().enumerate() {
-                for (row, entry) in arrived.chunks(width).zip(meta.chunks(2)) {
-                    let expert = entry[0] as usize;
-                    let at = (expert * room + sources.0[expert].len()) * width;
-                    rows.view_mut().cpu_mut::<f32>()?[at..at + width].copy_from_slice(row);
-                    sources.0[expert].push((rank, entry[1]));
-                }
-            }
-            let n: Vec<u32> = sources.0.iter().map(|rows| rows.len() as u32).collect();
-            counts.view_mut().cpu_mut()?.copy_from_slice(&n);
-            Ok(Dispatched::batched(rows, counts, topk_ids, topk_weights).with_handle(sources))
-        }))
-    }
-
-    fn finalize(
-        &self,
-        y: View,
-        d: &Dispatched,
-        s: WeightAndReduce,
-        out: ViewMut,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        self.begin_finalize(y, d, s, out, ex)?.end(ex)
-    }
-
-    fn begin_finalize<'a>(
-        &'a self,
-        expert_out: View<'a>,
-        d: &'a Dispatched<'a>,
-        _: WeightAndReduce,
-        out: ViewMut<'a>,
-        _: &mut Exec,
-    ) -> Result<Receiver<'a, ()>> {
-        let Sources(sources) = d.handle(self.name())?;
-        let (room, width) = (expert_out.dims()[1], expert_out.dims()[2]);
-        let mut packets = vec![Packet::default(); self.peer.ranks];
-        for (expert, rows) in sources.iter().enumerate() {
-            for (r, &(rank, slot)) in rows.iter().enumerate() {
-                let at = (expert * room + r) * width;
-                packets[rank].0.extend_from_slice(&expert_out.cpu::<f32>()?[at..at + width]);
-                packets[rank].1.push(slot);
-            }
-        }
-        self.peer.send(packets)?;
-        Ok(Receiver::pending(move |ex| self.peer.combine(d, out, ex)))
+        self.0.combine(d, out, ex)
     }
 }

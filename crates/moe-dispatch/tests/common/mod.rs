@@ -100,31 +100,32 @@ impl Problem {
         out
     }
 
-    /// Runs prepare, experts and finalize, by the whole calls or by their halves.
-    pub fn run<T: Float>(
-        &self,
-        backend: &dyn PrepareFinalize,
-        halves: bool,
-        ex: &mut Exec,
-    ) -> Result<Vec<T>> {
-        let rows = self.rows_as::<T>();
-        let mut out = vec![T::narrow(f32::NAN); rows.len()];
-        let hidden = View::new(&rows, &[self.tokens, self.hidden])?;
-        let ids = View::new(&self.ids, &[self.tokens, self.top_k])?;
-        let weights = View::new(&self.weights, &[self.tokens, self.top_k])?;
-        let out_view = ViewMut::new(&mut out, &[self.tokens, self.hidden])?;
-        let strategy = WeightAndReduce::Delegate;
-        if halves {
-            let d = backend.begin_prepare(hidden, ids, weights, None, ex)?.end(ex)?;
-            let y = run_experts::<T>(&d)?;
-            let y = View::new(&y, &d.expert_out_dims()?)?;
-            backend.begin_finalize(y, &d, strategy, out_view, ex)?.end(ex)?;
-        } else {
-            let d = backend.prepare(hidden, ids, weights, None, ex)?;
-            let y = run_experts::<T>(&d)?;
-            backend.finalize(View::new(&y, &d.expert_out_dims()?)?, &d, strategy, out_view, ex)?;
-        }
+    /// Rows, ids and weights.
+    pub fn views(&self) -> Result<[View<'_>; 3]> {
+        let slots = [self.tokens, self.top_k];
+        Ok([
+            View::new(&self.rows, &[self.tokens, self.hidden])?,
+            View::new(&self.ids, &slots)?,
+            View::new(&self.weights, &slots)?,
+        ])
+    }
+
+    /// An output [T, H] that starts as NaN.
+    pub fn output<T: Float>(&self, write: impl FnOnce(ViewMut) -> Result<()>) -> Result<Vec<T>> {
+        let mut out = vec![T::narrow(f32::NAN); self.rows.len()];
+        write(ViewMut::new(&mut out, &[self.tokens, self.hidden])?)?;
         Ok(out)
+    }
+
+    /// Runs prepare, experts and finalize.
+    pub fn run<T: Float>(&self, backend: &dyn PrepareFinalize, ex: &mut Exec) -> Result<Vec<T>> {
+        let rows = self.rows_as::<T>();
+        let [_, ids, weights] = self.views()?;
+        let hidden = View::new(&rows, &[self.tokens, self.hidden])?;
+        let d = backend.prepare(hidden, ids, weights, None, ex)?;
+        let y = run_experts::<T>(&d)?;
+        let y = View::new(&y, &d.expert_out_dims()?)?;
+        self.output(|to| backend.finalize(y, &d, WeightAndReduce::Delegate, to, ex))
     }
 }
 
@@ -149,7 +150,7 @@ pub fn run_named_experts<T: Float>(d: &Dispatched, name: impl Fn(usize) -> usize
         out[to * hidden..][..hidden].copy_from_slice(&expert(name(e), &rows[from * hidden..][..hidden]));
     };
     match d.format {
-        ActivationFormat::BatchedExperts if d.expert_slots.is_some() => {
+        ActivationFormat::Listed => {
             let (slots, counts) = (d.expert_slots()?, d.expert_num_tokens()?.cpu::<u32>()?);
             let room = slots.dims()[1];
             for (e, &n) in counts.iter().enumerate() {

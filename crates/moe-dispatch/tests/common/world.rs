@@ -1,20 +1,46 @@
-//! Ranks of threads with a backend each: what the tests of expert-parallel backends share.
+//! Ranks of threads with a backend each: what the tests of backends over ranks share.
 #![allow(dead_code, clippy::unwrap_used)] // Each test binary uses its own part; helpers fail by panicking.
 
 use std::sync::Arc;
 
 use moe_comm::ExpertPlacement;
-use moe_dispatch::candle::Result;
+use moe_dispatch::candle::{DType, Result};
 use moe_dispatch::{
-    AllgatherReducescatter, Communicator, EpRanks, Exec, ExpertLayout, HighThroughput, LocalAllreduce,
-    LowLatency, PrepareFinalize, TensorParallel, View, ViewMut, WeightAndReduce,
+    Communicator, Dispatched, EpRanks, Exec, ExpertLayout, OverRanks, PrepareFinalize, View, ViewMut,
+    WeightAndReduce, WhoAdds, mask_nonlocal_into, weighted_sum_into,
 };
 
 use super::common::{Problem, run_named_experts};
 
-/// The expert-parallel backends.
+/// The backends whose ranks hold whole experts.
 pub const BACKENDS: [&str; 4] =
     ["local_allreduce", "allgather_reducescatter", "high_throughput", "low_latency"];
+
+/// Experts cut over ranks that hold the same tokens.
+pub const DISABLED: &str = "disabled";
+
+pub const BOTH: [WhoAdds; 2] = [WhoAdds::BySlot, WhoAdds::ByRank];
+
+/// A backend over the ranks of `ep`, of which `tp` hold the same tokens.
+pub fn over_ranks(
+    name: &str,
+    who: WhoAdds,
+    layout: &ExpertLayout,
+    (ep, tp): (Arc<dyn Communicator>, usize),
+    max_num_tokens: usize,
+) -> Result<OverRanks> {
+    if name == DISABLED {
+        return Ok(OverRanks::disabled(ep, who));
+    }
+    let same = ep.split(ep.rank() / tp, ep.rank() % tp, &mut Exec::cpu())?;
+    let ranks = EpRanks::new(layout, ep, same)?;
+    Ok(match name {
+        "local_allreduce" => OverRanks::local_allreduce(ranks, who)?,
+        "allgather_reducescatter" => OverRanks::allgather_reducescatter(ranks, who),
+        "high_throughput" => OverRanks::high_throughput(ranks, who),
+        _ => OverRanks::low_latency(ranks, max_num_tokens, who),
+    })
+}
 
 /// dp groups of tp ranks; the tokens of each group, and where the experts are.
 #[derive(Clone, Debug)]
@@ -44,66 +70,66 @@ impl World {
     }
 
     /// The backend of a rank whose communicator is `ep`.
-    pub fn backend(&self, name: &str, ep: Arc<dyn Communicator>) -> Result<Box<dyn PrepareFinalize>> {
-        let rank = ep.rank();
-        let tp = ep.split(rank / self.tp, rank % self.tp, &mut Exec::cpu())?;
-        let ranks = EpRanks::new(&self.layout(rank), ep, tp)?.with_router_weight_on_input(self.on_input);
-        Ok(match name {
-            "local_allreduce" => Box::new(LocalAllreduce::new(ranks)?),
-            "allgather_reducescatter" => Box::new(AllgatherReducescatter::new(ranks)),
-            "high_throughput" => Box::new(HighThroughput::new(ranks)),
-            _ => Box::new(LowLatency::new(ranks, self.max_tokens())),
-        })
+    pub fn backend(&self, name: &str, who: WhoAdds, ep: Arc<dyn Communicator>) -> Result<OverRanks> {
+        let layout = self.layout(ep.rank());
+        let backend = over_ranks(name, who, &layout, (ep, self.tp), self.max_tokens())?;
+        Ok(backend.with_router_weight_on_input(self.on_input))
     }
 
-    /// What rank `rank` of `disabled` over `ep` gets, with two segments of made-up experts of its own.
-    pub fn run_disabled(&self, rank: usize, ep: Arc<dyn Communicator>, ex: &mut Exec) -> Result<Vec<f32>> {
+    /// What rank `rank` of `disabled` gets, with two segments of made-up experts of its own.
+    pub fn run_disabled(&self, rank: usize, backend: &OverRanks, ex: &mut Exec) -> Result<Vec<f32>> {
         let p = &self.problems[0];
-        let backend = TensorParallel::new(ep);
-        let hidden = View::new(&p.rows, &[p.tokens, p.hidden])?;
-        let ids = View::new(&p.ids, &[p.tokens, p.top_k])?;
-        let weights = View::new(&p.weights, &[p.tokens, p.top_k])?;
+        let [hidden, ids, weights] = p.views()?;
         let dispatched = backend.prepare(hidden, ids, weights, None, ex)?;
         let segments = vec![rank as f32; 2 * p.tokens * p.top_k * p.hidden];
         let segments = View::new(&segments, &[2, p.tokens, p.top_k, p.hidden])?;
-        let mut out = vec![f32::NAN; p.rows.len()];
-        let to = ViewMut::new(&mut out, &[p.tokens, p.hidden])?;
-        backend.finalize(segments, &dispatched, WeightAndReduce::Delegate, to, ex)?;
-        Ok(out)
+        p.output(|to| backend.finalize(segments, &dispatched, WeightAndReduce::Delegate, to, ex))
     }
 
-    /// What rank `rank` gets for its tokens, by the whole calls or by their halves; `agreed` as in
+    /// What rank `rank` gets for its tokens; `reduces`: from experts that weight and reduce by themselves. `agreed` as in
     /// [`PrepareFinalize::prepare`].
     pub fn run(
         &self,
-        backend: &dyn PrepareFinalize,
+        backend: &OverRanks,
         rank: usize,
-        halves: bool,
+        reduces: bool,
         agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Vec<f32>> {
         let p = &self.problems[rank / self.tp];
         let local = self.layout(rank).local_experts;
-        let name = |slot: usize| local[slot] as usize;
-        let mut out = vec![f32::NAN; p.rows.len()];
-        let hidden = View::new(&p.rows, &[p.tokens, p.hidden])?;
-        let ids = View::new(&p.ids, &[p.tokens, p.top_k])?;
-        let weights = View::new(&p.weights, &[p.tokens, p.top_k])?;
-        let to = ViewMut::new(&mut out, &[p.tokens, p.hidden])?;
-        let strategy = WeightAndReduce::Delegate;
-        if halves {
-            let d = backend.begin_prepare(hidden, ids, weights, agreed, ex)?.end(ex)?;
-            assert!(
-                d.rows.view().dims().iter().rev().nth(1).unwrap() <= &backend.max_rows(self.max_tokens())
-            );
-            let y = run_named_experts::<f32>(&d, name)?;
+        let [hidden, ids, weights] = p.views()?;
+        let d = backend.prepare(hidden, ids, weights, agreed, ex)?;
+        assert_eq!(d.format, backend.activation_format());
+        assert!(d.rows.view().dims().iter().rev().nth(1).unwrap() <= &backend.max_rows(self.max_tokens()));
+        let y = run_named_experts::<f32>(&d, |slot| local[slot] as usize)?;
+        if !reduces {
             let y = View::new(&y, &d.expert_out_dims()?)?;
-            backend.begin_finalize(y, &d, strategy, to, ex)?.end(ex)?;
-        } else {
-            let d = backend.prepare(hidden, ids, weights, agreed, ex)?;
-            let y = run_named_experts::<f32>(&d, name)?;
-            backend.finalize(View::new(&y, &d.expert_out_dims()?)?, &d, strategy, to, ex)?;
+            return p.output(|to| backend.finalize(y, &d, WeightAndReduce::Delegate, to, ex));
         }
-        Ok(out)
+        let sums = reduced(&d, &y, ex)?;
+        p.output(|mut to| {
+            if backend.combine().is_in_place() {
+                // As a layer does it: the experts write the output themselves.
+                to.cpu_mut::<f32>()?.copy_from_slice(&sums);
+                return backend.complete_reduced(to, ex);
+            }
+            let sums = View::new(&sums, &[d.rows.view().rows(), p.hidden])?;
+            backend.finalize(sums, &d, WeightAndReduce::NoOp, to, ex)
+        })
     }
+}
+
+/// What experts that reduce by themselves return for the rows that arrived, [T', H].
+fn reduced(d: &Dispatched, slots: &[f32], ex: &mut Exec) -> Result<Vec<f32>> {
+    let dims = d.expert_out_dims()?;
+    let mut ids = ex.scratch(DType::U32, &dims[..2])?;
+    match d.expert_map {
+        Some(map) => mask_nonlocal_into(d.topk_ids()?, map, ids.view_mut(), ex)?,
+        None => ids.view_mut().cpu_mut::<u32>()?.copy_from_slice(d.topk_ids()?.cpu()?),
+    }
+    let mut out = vec![f32::NAN; dims[0] * dims[2]];
+    let to = ViewMut::new(&mut out, &[dims[0], dims[2]])?;
+    weighted_sum_into(View::new(slots, &dims)?, ids.view(), d.topk_weights()?, to, ex)?;
+    Ok(out)
 }

@@ -13,7 +13,7 @@ use crate::reason::Reason;
 use crate::weights::{ExpertWeights, ExpertsShape};
 
 /// Experts in the BatchedExperts format: one block of rows per local expert, of which the first
-/// `expert_num_tokens[e]` are computed; or [listed](Dispatched::listed) rows. On the CPU bit-equal per row to [`GroupedExperts`](super::GroupedExperts).
+/// `expert_num_tokens[e]` are computed. On the CPU bit-equal per row to [`GroupedExperts`](super::GroupedExperts).
 ///
 /// A layer takes only experts that were told their [`limits`](Self::with_limits).
 #[derive(Clone, Debug)]
@@ -32,7 +32,7 @@ pub struct BatchLimits {
 }
 
 impl BatchLimits {
-    /// Rows of one expert's block, or of all ranks where rows are listed.
+    /// Rows of one expert's block.
     pub(crate) fn rows(self) -> usize {
         self.max_num_tokens.saturating_mul(self.num_dispatchers)
     }
@@ -96,11 +96,6 @@ impl Experts for GroupedBatchedExperts {
 
     fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
         let (name, shape) = (self.name(), self.shape());
-        if let &[rows, _] = dispatched.rows.view().dims() {
-            self.check_limits(rows)?;
-            // One sorted list serves products of any shape better than a block for each expert.
-            return self.mlp.run_slots(self.activation_format(), dispatched, out, ex);
-        }
         self.mlp.check_rows(name, self.activation_format(), dispatched)?;
         let rows = dispatched.rows.view();
         let (experts, max_tokens, hidden) = expect_rank3(name, "rows", &rows)?;

@@ -10,16 +10,23 @@ use crate::oracle::Backend;
 use crate::reason::Reason;
 use crate::weights::{ExpertWeights, ExpertsShape};
 
-/// Experts in the Standard format: token rows with the ids of their slots.
+/// Experts in the Standard format: token rows with the ids of their slots; or in the Listed format, whose rows and ids are
+/// the same: one sorted list serves products of any shape better than a list for each expert.
 ///
 /// Weights in f32, bf16 or f16; sums in f32; the activation is rounded once to the weights' dtype.
 #[derive(Clone, Debug)]
-pub struct GroupedExperts(GroupedMlp);
+pub struct GroupedExperts(GroupedMlp, ActivationFormat);
 
 impl GroupedExperts {
     /// Experts with these weights, on whose device they run: the CPU or a CUDA device.
     pub fn new(weights: ExpertWeights, activation: Activation) -> Result<Self> {
-        GroupedMlp::new([Backend::Cpu, Backend::Cuda], weights, activation).map(Self)
+        let mlp = GroupedMlp::new([Backend::Cpu, Backend::Cuda], weights, activation)?;
+        Ok(Self(mlp, ActivationFormat::Standard))
+    }
+
+    /// The same for rows in this format, Standard or Listed.
+    pub fn with_format(self, format: ActivationFormat) -> Self {
+        Self(self.0, format)
     }
 
     /// Experts of which `tp_size` ranks hold an equal part of the intermediate size each: they
@@ -28,7 +35,7 @@ impl GroupedExperts {
     /// # Errors
     /// A size whose segments the ranks do not divide; a bias of w2.
     pub fn with_tp(self, tp_size: usize) -> Result<Self> {
-        self.0.cut(tp_size).map(Self)
+        Ok(Self(self.0.cut(tp_size)?, self.1))
     }
 }
 
@@ -38,7 +45,7 @@ impl Experts for GroupedExperts {
     }
 
     fn activation_format(&self) -> ActivationFormat {
-        ActivationFormat::Standard
+        self.1
     }
 
     fn shape(&self) -> ExpertsShape {

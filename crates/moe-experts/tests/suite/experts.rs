@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result};
 use moe_experts::{
-    BatchLimits, Buffer, CpuIsa, Dispatched, Exec, ExpertWeights, Experts, GroupedBatchedExperts,
+    ActivationFormat, Buffer, CpuIsa, Dispatched, Exec, ExpertWeights, Experts, GroupedBatchedExperts,
     GroupedExperts, NO_EXPERT, TensorView, View, ViewMut,
 };
 use moe_kernels::{ExpertGroups, grouped_down_into, grouped_gate_up_into, list_slots_into};
@@ -64,10 +64,9 @@ fn batched(p: &Problem, spare: usize, ex: &mut Exec) -> Result<Vec<f32>> {
     Ok(slots)
 }
 
-/// Slot rows [T, K, H] of the Batched backend from listed rows; the output starts as NaN.
+/// Slot rows [T, K, H] from rows in the Listed format; the output starts as NaN.
 fn listed(p: &Problem, ex: &mut Exec) -> Result<Vec<f32>> {
-    let limits = BatchLimits { max_num_tokens: p.tokens, num_dispatchers: 1 };
-    let experts = GroupedBatchedExperts::new(p.weights()?, p.activation)?.with_limits(limits);
+    let experts = GroupedExperts::new(p.weights()?, p.activation)?.with_format(ActivationFormat::Listed);
     let (rows, weights, dims) = (p.rows()?, vec![f32::NAN; p.ids.len()], [p.tokens, p.top_k]);
     let (guard, ids) = (TensorView::new(&rows)?, View::new(&p.ids, &dims)?);
     let map = p.map.as_ref().map(|m| View::new(m, &[m.len()])).transpose()?;
@@ -255,8 +254,6 @@ fn rows_of_the_wrong_format_or_dims_are_refused() -> Result<()> {
     let rows = View::new(&x[..5 * 24], &[5, 24])?;
     let cpu = GroupedExperts::new(p.weights()?, p.activation)?;
     let batched = GroupedBatchedExperts::new(p.weights()?, p.activation)?;
-    let limits = BatchLimits { max_num_tokens: 2, num_dispatchers: 2 };
-    let limited = GroupedBatchedExperts::new(p.weights()?, p.activation)?.with_limits(limits);
     let mut refused = |experts: &dyn Experts, rows: Dispatched, dims: &[usize]| {
         let out = ViewMut::new(&mut out[..dims.iter().product()], dims).unwrap();
         experts.apply(&rows, out, &mut Exec::cpu()).unwrap_err().to_string()
@@ -300,12 +297,12 @@ fn rows_of_the_wrong_format_or_dims_are_refused() -> Result<()> {
             "expected out with dims [4, 2, 24], got [8, 24]",
         ),
         (
-            refused(&limited, Dispatched::listed(rows, (ids, counts), (ids, w), ids, w), &[5, 2, 24]),
-            "cpu_batched experts: got blocks of 5 rows, but were built for",
+            refused(&cpu, Dispatched::listed(rows, (ids, counts), (ids, w), ids, w), &[5, 2, 24]),
+            "cpu experts: expected rows in the Standard format, got Listed",
         ),
         (
             refused(&batched, Dispatched::batched(rows, counts, ids, w), &[5, 2, 24]),
-            "dispatched rows in the BatchedExperts format carry no topk_ids",
+            "expected rows with 3 dimensions, got dims [5, 24]",
         ),
     ] {
         assert!(got.contains(want), "{got}");

@@ -53,9 +53,11 @@ fn mixing_the_families_names_both() -> Result<()> {
 #[test]
 fn the_build_is_what_was_selected() -> Result<()> {
     let weights = example(DType::BF16).weights()?;
-    for (format, backend) in
-        [(ActivationFormat::Standard, Backend::Cpu), (ActivationFormat::BatchedExperts, Backend::CpuBatched)]
-    {
+    for (format, backend) in [
+        (ActivationFormat::Standard, Backend::Cpu),
+        (ActivationFormat::Listed, Backend::Cpu),
+        (ActivationFormat::BatchedExperts, Backend::CpuBatched),
+    ] {
         let spec = ExpertsSpec { activation_format: format, ..weights.spec(Activation::Gelu, 2) };
         let experts = build(&select(&spec, Some(backend.name()))?, weights.clone())?.into_modular("test")?;
         assert_eq!((experts.name(), experts.activation_format()), (backend.name(), format));

@@ -57,21 +57,6 @@ pub fn max_aligned_sizes(num_slots: usize, num_local: usize, block_size: usize) 
     sizes(OP, padded, block_size)
 }
 
-/// The outputs of [`align_batched_tokens_into`] for E_local experts of `max_tokens` rows each.
-///
-/// # Errors
-/// A block size outside of 1..=256; sizes that do not fit in u32, experts that do not fit in i32.
-pub fn max_batched_aligned_sizes(
-    num_local: usize,
-    max_tokens: usize,
-    block_size: usize,
-) -> Result<AlignedSizes> {
-    const OP: &str = "align_batched_tokens";
-    check_counts(OP, num_local, block_size)?;
-    let padded = max_tokens.checked_next_multiple_of(block_size).and_then(|rows| rows.checked_mul(num_local));
-    sizes(OP, padded, block_size)
-}
-
 fn check_counts(op: &str, num_local: usize, block_size: usize) -> Result<()> {
     if i32::try_from(num_local).is_err() {
         bail!("{op}: {num_local} local experts do not fit in the i32 block ids")
@@ -141,46 +126,6 @@ pub fn align_tokens_into(
         let cursor = &mut cursors[map.local(id)?.unwrap_or(num_local)];
         out.sorted[*cursor as usize] = slot as u32;
         *cursor += 1;
-    }
-    Ok(())
-}
-
-/// [`align_tokens_into`] for rows that are already batched per expert (vLLM's
-/// `batched_moe_align_block_size`): entries are row numbers e*max_tokens + r, the sentinel is
-/// E_local*max_tokens, and only the first `expert_num_tokens[e]` rows of an expert are listed.
-///
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `expert_num_tokens` | \[E_local\] u32 |
-/// | `max_tokens` | rows that each expert has room for |
-/// | `out` | see [`AlignedTokens`]; at least [`max_batched_aligned_sizes`] elements |
-///
-/// # Errors
-/// Wrong dtypes or dims; a block size outside of 1..=256; buffers below the maximum; an expert
-/// with more than `max_tokens` rows.
-pub fn align_batched_tokens_into(
-    expert_num_tokens: View,
-    max_tokens: usize,
-    block_size: usize,
-    mut out: AlignedTokens,
-    _ex: &mut Exec,
-) -> Result<()> {
-    const OP: &str = "align_batched_tokens";
-    let num_local = expert_num_tokens.elem_count();
-    expect_dtype(OP, "expert_num_tokens", &expert_num_tokens, DType::U32)?;
-    expect_dims(OP, "expert_num_tokens", &expert_num_tokens, &[num_local])?;
-    let max = max_batched_aligned_sizes(num_local, max_tokens, block_size)?;
-    let counts = expert_num_tokens.cpu::<u32>()?;
-    if let Some((e, &n)) = counts.iter().enumerate().find(|(_, n)| **n as usize > max_tokens) {
-        bail!("{OP}: local expert {e} has {n} rows, expected at most max_tokens = {max_tokens}")
-    }
-    // The product fits: it is at most the padded size, which fits in u32.
-    let mut out = out.open(OP, max, (num_local * max_tokens) as u32)?;
-    for (e, &count) in counts.iter().enumerate() {
-        let start = out.open_group(count as usize, block_size, e as i32);
-        for (r, entry) in out.sorted[start..start + count as usize].iter_mut().enumerate() {
-            *entry = (e * max_tokens + r) as u32;
-        }
     }
     Ok(())
 }

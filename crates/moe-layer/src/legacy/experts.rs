@@ -33,6 +33,7 @@ pub struct ExpertLoop {
     activation: Activation,
     /// This rank's segments of the intermediate size, where tensor parallelism cuts the experts.
     segments: Option<usize>,
+    format: ActivationFormat,
     /// In the BatchedExperts format.
     limits: Option<BatchLimits>,
 }
@@ -65,7 +66,14 @@ impl ExpertLoop {
                 }
             }
         }
-        Ok(Self { experts, shape, activation, segments: None, limits: None })
+        Ok(Self {
+            experts,
+            shape,
+            activation,
+            segments: None,
+            format: ActivationFormat::Standard,
+            limits: None,
+        })
     }
 
     /// Makes these the parts of experts that ranks cut along their intermediate size.
@@ -74,9 +82,9 @@ impl ExpertLoop {
         Self { segments: (local < shard.segments).then_some(local), ..self }
     }
 
-    /// The same experts for rows in the BatchedExperts format.
-    pub(crate) fn with_limits(self, limits: BatchLimits) -> Self {
-        Self { limits: Some(limits), ..self }
+    /// The same experts for rows in this format, of which the BatchedExperts format has limits.
+    pub(crate) fn with_format(self, format: ActivationFormat, limits: Option<BatchLimits>) -> Self {
+        Self { format, limits, ..self }
     }
 
     /// Runs every expert here that a slot names. `out` [S, T, K, H] f32 gets their unweighted rows, S
@@ -174,10 +182,7 @@ impl Experts for ExpertLoop {
     }
 
     fn activation_format(&self) -> ActivationFormat {
-        match self.limits {
-            None => ActivationFormat::Standard,
-            Some(_) => ActivationFormat::BatchedExperts,
-        }
+        self.format
     }
 
     fn shape(&self) -> ExpertsShape {
@@ -229,7 +234,7 @@ impl Experts for ExpertLoop {
         expect_dtype(NAME, "out", &out, DType::F32)?;
         expect_dims(NAME, "out", &out, &self.out_dims(dispatched)?)?;
         match wanted {
-            ActivationFormat::Standard => {
+            ActivationFormat::Standard | ActivationFormat::Listed => {
                 let ids = dispatched.topk_ids()?;
                 self.slots_into(rows, ids, dispatched.expert_map, out, ex)
             }

@@ -14,7 +14,7 @@ mod experts;
 mod load;
 
 use candle_nn::VarBuilder;
-use moe_experts::{AnyExperts, BatchLimits, Experts, ExpertsShape};
+use moe_experts::{AnyExperts, Experts, ExpertsShape};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::{Activation, Exec, StepContext, TensorView, View, ViewMut, Workspace, weighted_sum_into};
 use moe_router::{GateInput, RouteOutput, Router, RouterConfig};
@@ -24,7 +24,7 @@ use crate::block::SparseMoeBlock;
 use crate::check::check_gate;
 use crate::context::BlockContext;
 use crate::door::forward_rows;
-use crate::load::{BlockOptions, compose};
+use crate::load::{BlockOptions, batch_limits, compose};
 use crate::shared::SharedExperts;
 
 pub use experts::{ExpertLoop, ExpertMlp};
@@ -183,13 +183,7 @@ pub(crate) fn load_loop_on(
     let layout = context.geometry.expert_layout(options.router.num_experts)?;
     let experts = ExpertLoop::load(options, context, &layout, experts)?;
     let (block, ()) = compose(options, context, &layout, gate, |prepare, _| {
-        let experts = match prepare.max_num_tokens_per_rank() {
-            Some(max_num_tokens) => {
-                let num_dispatchers = prepare.num_dispatchers();
-                experts.clone().with_limits(BatchLimits { max_num_tokens, num_dispatchers })
-            }
-            None => experts.clone(),
-        };
+        let experts = experts.clone().with_format(prepare.activation_format(), batch_limits(prepare));
         Ok((AnyExperts::Modular(Box::new(experts)), ()))
     })?;
     Ok(block)

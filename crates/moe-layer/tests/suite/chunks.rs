@@ -7,7 +7,7 @@ use moe_comm::{EpBackend, ParallelConfig, ParallelGroups, run_ranks};
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
     Activation, BlockContext, BlockOptions, Buffer, ChunkedMoe, CpuIsa, DType, Device, Exec, ExpertHeat,
-    RoutedExperts, RouterConfig, SparseMoeBlock, StepContext, TensorView, load_block_on,
+    RoutedExperts, RouterConfig, SparseMoeBlock, StepContext, TensorView, WhoAdds, load_block_on,
 };
 use proptest::prelude::*;
 
@@ -152,26 +152,38 @@ fn ranks_run_the_same_rounds() -> Result<()> {
         (EpBackend::DeepEp, [2, 9]),
         (EpBackend::AllgatherReducescatter, [1, 8]),
     ] {
-        let results = run_ranks(2, |rank, comm| {
-            let parallel = ParallelConfig {
-                dp: 2,
-                enable_expert_parallel: true,
-                backend: backend.into(),
-                ..ParallelConfig::default()
-            };
-            let geometry = parallel.geometry(rank)?;
-            let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut Exec::cpu())?;
-            let chunked_moe = ChunkedMoe::of_size(NonZeroUsize::MIN.saturating_add(1));
-            let context = BlockContext { geometry, groups, chunked_moe, ..BlockContext::default() };
-            let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
-            // Rank 1 takes the last rows, so that the ranks have different tokens.
-            let start = if rank == 0 { 0 } else { 9 - rows[1] };
-            let out = run(&block, &x.narrow(0, start, rows[rank])?, DType::F32, &mut Exec::cpu())?;
-            Ok((start, bits(&out)))
-        });
-        for result in results {
-            let (start, got) = result?;
-            assert_eq!(got, want[start * 16..start * 16 + got.len()], "{backend}");
+        for who in [WhoAdds::BySlot, WhoAdds::ByRank] {
+            let results = run_ranks(2, |rank, comm| {
+                let parallel = ParallelConfig {
+                    dp: 2,
+                    enable_expert_parallel: true,
+                    backend: backend.into(),
+                    ..ParallelConfig::default()
+                };
+                let geometry = parallel.geometry(rank)?;
+                let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut Exec::cpu())?;
+                let chunked_moe = ChunkedMoe::of_size(NonZeroUsize::MIN.saturating_add(1));
+                let context = BlockContext {
+                    geometry,
+                    groups,
+                    chunked_moe,
+                    who_adds: Some(who),
+                    ..BlockContext::default()
+                };
+                let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
+                // Rank 1 takes the last rows, so that the ranks have different tokens.
+                let start = if rank == 0 { 0 } else { 9 - rows[1] };
+                let out = run(&block, &x.narrow(0, start, rows[rank])?, DType::F32, &mut Exec::cpu())?;
+                Ok((start, bits(&out)))
+            });
+            for result in results {
+                let (start, got) = result?;
+                let want = &want[start * 16..start * 16 + got.len()];
+                let near = |(a, b): (&u32, &u32)| (f32::from_bits(*a) - f32::from_bits(*b)).abs() < 1e-4;
+                let agrees =
+                    if who == WhoAdds::BySlot { got == want } else { got.iter().zip(want).all(near) };
+                assert!(agrees, "{backend} {who:?}: {got:?}, expected {want:?}");
+            }
         }
     }
     Ok(())

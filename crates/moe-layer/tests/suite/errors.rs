@@ -2,9 +2,8 @@
 
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
-    Activation, AnyExperts, BatchLimits, BatchedReference, DType, Device, GatedMlp, LocalExperts, NoEp,
-    PrepareFinalize, Router, RouterConfig, RouterParams, SharedExperts, SparseMoeBlock,
-    build_batched_experts, select_backend,
+    Activation, AnyExperts, BatchLimits, DType, Device, GatedMlp, LocalExperts, NoEp, PrepareFinalize,
+    Router, RouterConfig, RouterParams, SharedExperts, SparseMoeBlock, build_batched_experts, select_backend,
 };
 
 use crate::monolith::monolith;
@@ -34,7 +33,7 @@ impl Parts {
     }
 
     fn batched(p: &Problem, room: usize, limit: Option<usize>) -> Self {
-        let prepare = Box::new(BatchedReference::new(LocalExperts::all(p.packed()), room));
+        let prepare = Box::new(NoEp::batched(LocalExperts::all(p.packed()), room));
         Self { prepare, experts: p.batched_experts(limit).unwrap(), ..Self::standard(p) }
     }
 
@@ -63,7 +62,7 @@ fn parts_that_do_not_fit_are_refused_by_name() {
         ),
         (
             Parts { experts: p.standard_experts().unwrap(), ..Parts::batched(&p, 5, Some(5)) },
-            &["BatchedReference hands over the BatchedExperts format, but cpu takes Standard"],
+            &["NoEp batched hands over the BatchedExperts format, but cpu takes Standard"],
         ),
         // The families.
         (Parts { experts: monolith(), ..standard() }, &["monolithic experts `monolith`", "modular `NoEp`"]),
@@ -72,10 +71,7 @@ fn parts_that_do_not_fit_are_refused_by_name() {
             Parts::batched(&p, 5, None),
             &["cpu_batched uses the BatchedExperts format and must be given max_num_tokens", "None and None"],
         ),
-        (
-            Parts::batched(&p, 5, Some(4)),
-            &["BatchedReference fills up to 5 rows", "cpu_batched was built for 4"],
-        ),
+        (Parts::batched(&p, 5, Some(4)), &["NoEp batched fills up to 5 rows", "cpu_batched was built for 4"]),
         // Who applies the router weight.
         (
             Parts { router: on_input(), ..standard() },
@@ -91,7 +87,7 @@ fn parts_that_do_not_fit_are_refused_by_name() {
         ),
         (
             Parts { router: on_input(), ..Parts::batched(&p, 5, Some(5)) },
-            &["the router has apply_router_weight_on_input = true, but BatchedReference = false"],
+            &["the router has apply_router_weight_on_input = true, but NoEp batched = false"],
         ),
         // The number of experts.
         (
@@ -112,10 +108,10 @@ fn parts_that_do_not_fit_are_refused_by_name() {
         ),
         (
             Parts {
-                prepare: Box::new(BatchedReference::new(LocalExperts::all(8), 5)),
+                prepare: Box::new(NoEp::batched(LocalExperts::all(8), 5)),
                 ..Parts::batched(&p, 5, Some(5))
             },
-            &["BatchedReference sends rows to 8 local experts, but cpu_batched has weights of 6"],
+            &["NoEp batched sends rows to 8 local experts, but cpu_batched has weights of 6"],
         ),
         // The gate.
         (

@@ -1,7 +1,7 @@
 //! Shared experts around dispatch and integrated: one result, and a difference is found.
 
 use moe_dispatch::candle::Result as CandleResult;
-use moe_dispatch::{Dispatched, NoEp, PrepareFinalize, Receiver};
+use moe_dispatch::{Combine, Dispatched, NoEp, PrepareFinalize, Receiver};
 use moe_kernels::WeightAndReduce;
 use moe_layer::candle::Result;
 use moe_layer::{ActivationFormat, DType, Exec, RouterConfig, SparseMoeBlock, View, ViewMut};
@@ -25,8 +25,8 @@ impl PrepareFinalize for Halves {
         self.inner.activation_format()
     }
 
-    fn output_is_reduced(&self) -> bool {
-        self.inner.output_is_reduced()
+    fn combine(&self) -> Combine {
+        self.inner.combine()
     }
 
     fn supports_async(&self) -> bool {

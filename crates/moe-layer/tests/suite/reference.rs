@@ -4,12 +4,12 @@
 use std::sync::Arc;
 
 use moe_comm::{Communicator, ExpertLayout, ExpertPlacement, SelfComm};
-use moe_dispatch::{EpRanks, SumGather};
+use moe_dispatch::{EpRanks, OverRanks};
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
-    Activation, AnyExperts, BackendSelection, BatchLimits, BatchedReference, DType, Device, ExpertWeights,
-    GatedMlp, LocalExperts, NoEp, PrepareFinalize, Router, RouterConfig, RouterParams, SharedExperts,
-    SparseMoeBlock, build_batched_experts, build_experts, select_backend,
+    Activation, AnyExperts, BackendSelection, BatchLimits, DType, Device, ExpertWeights, GatedMlp,
+    LocalExperts, NoEp, PrepareFinalize, Router, RouterConfig, RouterParams, SharedExperts, SparseMoeBlock,
+    WhoAdds, build_batched_experts, build_experts, select_backend,
 };
 use moe_layer::{ActivationFormat, ExpertsSpec};
 use proptest::prelude::*;
@@ -132,15 +132,17 @@ impl Problem {
     pub fn listed(&self, room: usize) -> Result<SparseMoeBlock> {
         let layout = ExpertLayout::new(self.packed(), 1, 0, ExpertPlacement::Linear).unwrap();
         let alone: Arc<dyn Communicator> = Arc::new(SelfComm::new());
-        let ranks = EpRanks::new(&layout, alone.clone(), alone)?
+        let ranks = EpRanks::new(&layout, alone.clone(), alone)?;
+        let prepare = OverRanks::low_latency(ranks, room, WhoAdds::ByRank)
             .with_router_weight_on_input(self.config.apply_router_weight_on_input);
-        self.block(Box::new(SumGather::batched(ranks, room)), self.batched_experts(Some(room))?)
+        let experts = build_experts(&self.selection(ActivationFormat::Listed)?, self.weights()?)?;
+        self.block(Box::new(prepare), experts)
     }
 
     /// A backend of that format with its experts.
     pub fn batched_parts(&self) -> Result<(Box<dyn PrepareFinalize>, AnyExperts)> {
         let room = self.tokens.max(1);
-        let prepare = BatchedReference::new(LocalExperts::all(self.packed()), room)
+        let prepare = NoEp::batched(LocalExperts::all(self.packed()), room)
             .with_router_weight_on_input(self.config.apply_router_weight_on_input);
         Ok((Box::new(prepare), self.batched_experts(Some(room))?))
     }

@@ -1,0 +1,107 @@
+//! How rows reach the experts of other ranks: gathered by all, or sent to those that need them.
+
+use candle_core::{DType, Result};
+use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, Scratch, View, list_slots_into};
+
+use crate::local_experts::LocalExperts;
+use crate::ranks::EpRanks;
+use crate::rows::{Layout, Packing, RowLists, width};
+
+/// What a caller brings: rows [T, H], ids and weights [T, K].
+pub(crate) struct Call<'i, 'a> {
+    pub op: &'static str,
+    pub input: View<'i>,
+    pub ids: View<'a>,
+    pub weights: View<'a>,
+    /// Experts need the weights of rows only to sum them.
+    pub weights_travel: bool,
+}
+
+impl<'a> Call<'_, 'a> {
+    fn weights_that_travel(&self) -> Option<View<'a>> {
+        self.weights_travel.then_some(self.weights)
+    }
+}
+
+/// What has arrived: rows [T', H] with ids [T', K], and, where ranks weight rows, weights [T', K].
+pub(crate) struct Arrived {
+    pub rows: Scratch,
+    pub ids: Scratch,
+    weights: Option<Scratch>,
+}
+
+impl Arrived {
+    pub fn standard<'a>(self, call: &Call<'_, 'a>) -> Dispatched<'a> {
+        let mut dispatched = Dispatched::standard(self.rows, call.ids, call.weights);
+        dispatched.topk_ids = Some(self.ids.into());
+        dispatched.topk_weights = self.weights.map(Lent::from);
+        dispatched
+    }
+
+    /// The rows stay where they are, their slots are listed by expert.
+    pub fn listed<'a>(
+        self,
+        experts: &LocalExperts,
+        call: &Call<'_, 'a>,
+        ex: &mut Exec,
+    ) -> Result<Dispatched<'a>> {
+        let (local, slots) = (experts.num_local(), self.ids.view().elem_count());
+        let mut counts = ex.scratch(DType::U32, &[local])?;
+        let mut lists = ex.scratch(DType::U32, &[local, slots])?;
+        list_slots_into(self.ids.view(), experts.expert_map(), counts.view_mut(), lists.view_mut(), ex)?;
+        let mut dispatched = self.standard(call);
+        dispatched.format = ActivationFormat::Listed;
+        (dispatched.expert_slots, dispatched.expert_num_tokens) = (Some(lists.into()), Some(counts.into()));
+        Ok(dispatched)
+    }
+}
+
+/// Every rank gets the owned rows of all.
+pub(crate) fn gather(
+    ranks: &EpRanks,
+    call: &Call<'_, '_>,
+    counts: &[usize],
+    ex: &mut Exec,
+) -> Result<Arrived> {
+    let total = counts.iter().sum();
+    let mut room = |array: View| ex.scratch(array.dtype(), &[total, width(array)]);
+    let (mut rows, mut ids) = (room(call.input)?, room(call.ids)?);
+    let mut weights = call.weights_that_travel().map(&mut room).transpose()?;
+    let mut arrays = vec![(ranks.own(call.input)?, rows.view_mut()), (ranks.own(call.ids)?, ids.view_mut())];
+    if let Some(weights) = &mut weights {
+        arrays.push((ranks.own(call.weights)?, weights.view_mut()));
+    }
+    ranks.ep.all_gather_v_each(arrays, counts, ex)?;
+    Ok(Arrived { rows, ids, weights })
+}
+
+/// Every rank gets the owned rows that its experts need: in blocks of `block` rows, or as many as they are. Which went
+/// where, and how many arrived from each rank, comes along.
+pub(crate) fn all_to_all(
+    ranks: &EpRanks,
+    call: &Call<'_, '_>,
+    block: Option<usize>,
+    ex: &mut Exec,
+) -> Result<(Arrived, Option<RowLists>, Vec<usize>)> {
+    let top_k = width(call.ids);
+    let ids = ex.to_host(ranks.own(call.ids)?)?;
+    let ids = ids.view().cpu::<u32>()?;
+    let send = ranks.tokens_by_rank(call.op, ids, top_k)?;
+    let (layout, receive) = match block {
+        Some(rows) => (Layout::Fixed(rows), vec![rows; ranks.world_size()]),
+        None => (Layout::Exact, ranks.exchange_counts(&send.counts, ex)?),
+    };
+    let packing = Packing::new(&send, layout, ex)?;
+    let counts = packing.counts();
+    let packed = packing.pack(ranks.own(call.input)?, ex)?;
+    let rows = ranks.exchange(packed.view(), &counts, &receive, ex)?;
+    let packed = packing.pack_ids(ids, top_k, ex)?;
+    let ids = ranks.exchange(packed.view(), &counts, &receive, ex)?;
+    let mut weights = None;
+    if let Some(all) = call.weights_that_travel() {
+        let packed = packing.pack(ranks.own(all)?, ex)?;
+        weights = Some(ranks.exchange(packed.view(), &counts, &receive, ex)?);
+    }
+    drop(packing);
+    Ok((Arrived { rows, ids, weights }, Some(send), receive))
+}

@@ -1,0 +1,82 @@
+//! Combine by rank: each rank weights and adds the slots that it computes, and the ranks' sums are added.
+//!
+//! A rank sends one row per token instead of one per slot, and the transport may add. The order of addition depends on
+//! the ranks, so results differ from one rank's by the rounding of f32 sums. Experts that weight and reduce by themselves
+//! are welcome.
+
+use candle_core::{DType, Result};
+use moe_kernels::door::{expect_dims, expect_dtype};
+use moe_kernels::{
+    Dispatched, Exec, Lent, NO_EXPERT, View, ViewMut, WeightAndReduce, add_into, copy_rows_into, fill_into,
+    weighted_sum_into,
+};
+
+use crate::ranks::EpRanks;
+use crate::reduce::reduce_into;
+use crate::rows::{Layout, RowLists, gather, placed, width};
+
+/// This rank's sums of the rows that arrived, [T', H] f32: the experts' own if they have reduced, else
+/// their slot rows weighted and added.
+pub(crate) fn partial_sums<'a>(
+    op: &str,
+    expert_out: View<'a>,
+    dispatched: &Dispatched,
+    strategy: WeightAndReduce,
+    ex: &mut Exec,
+) -> Result<Lent<'a>> {
+    expect_dtype(op, "expert_out", &expert_out, DType::F32)?;
+    let (ids, weights) = (dispatched.topk_ids()?, dispatched.topk_weights()?);
+    let dims = [ids.rows(), width(dispatched.rows.view())];
+    if strategy == WeightAndReduce::NoOp {
+        expect_dims(op, "expert_out", &expert_out, &dims)?;
+        return Ok(expert_out.into());
+    }
+    let mut sums = ex.scratch(DType::F32, &dims)?;
+    reduce_into(op, expert_out, dispatched, (ids, weights), strategy, sums.view_mut(), ex)?;
+    Ok(sums.into())
+}
+
+/// The whole slot rows [T, K, H] of this rank's part of cut experts, which may leave segments [S_local, T, K, H] apart.
+pub(crate) fn whole_rows<'a>(expert_out: View<'a>, ex: &mut Exec) -> Result<Lent<'a>> {
+    let &[segments, tokens, top_k, width] = expert_out.dims() else { return Ok(expert_out.into()) };
+    let flat = [tokens * top_k, width];
+    let mut rows = ex.scratch(DType::F32, &[tokens, top_k, width])?;
+    for segment in 0..segments {
+        let part = expert_out.narrow(segment, 1)?.reshape(&flat)?;
+        let sum = rows.view_mut().reshape(&flat)?;
+        match segment {
+            0 => copy_rows_into(part, sum, ex)?,
+            _ => add_into(part, sum, ex)?,
+        }
+    }
+    Ok(rows.into())
+}
+
+/// `out` [T_owned, H] f32 = the sums in `back` [R, H] that the ranks return for the tokens which they got (`send`),
+/// added by ascending rank.
+pub(crate) fn add_returned(
+    ranks: &EpRanks,
+    send: &RowLists,
+    back: View,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (ranks, tokens, width) = (ranks.world_size(), out.rows(), width(back));
+    let dims = [tokens, ranks];
+    // The row of each rank's sum of each token; a rank without a part in a token has none.
+    let (mut rows, mut parts) = (vec![0u32; tokens * ranks], vec![NO_EXPERT; tokens * ranks]);
+    for (rank, (tokens, block)) in send.by_rank().zip(Layout::Exact.blocks(&send.counts)).enumerate() {
+        for (row, &token) in (block.start as u32..).zip(tokens) {
+            let at = token as usize * ranks + rank;
+            (rows[at], parts[at]) = (row, 0);
+        }
+    }
+    let mut sums = ex.scratch(DType::F32, &[tokens, ranks, width])?;
+    if back.rows() > 0 {
+        let rows = placed(&rows, &[rows.len()], ex)?;
+        gather(back, rows.view(), sums.view_mut().reshape(&[tokens * ranks, width])?, ex)?;
+    }
+    let (parts, mut ones) = (placed(&parts, &dims, ex)?, ex.scratch(DType::F32, &dims)?);
+    fill_into(1., ones.view_mut(), ex)?;
+    weighted_sum_into(sums.view(), parts.view(), ones.view(), out, ex)
+}

@@ -1,0 +1,180 @@
+//! Combine by slot: computed slot rows go back to the owner of their token, who alone weights
+//! and adds them.
+//!
+//! Sender and owner list the same slots in the same order (the owner's slots, ascending), each
+//! from what it knows, so rows travel without any description. An output has the bits of one
+//! rank: unweighted f32 rows, added k = 0..K-1, rounded once.
+
+use candle_core::{DType, Result, bail};
+use moe_comm::{reduce_segments_into, shares};
+use moe_kernels::door::{expect_dims, expect_dtype};
+use moe_kernels::{Dispatched, Exec, NO_EXPERT, Scratch, View, ViewMut, WeightAndReduce};
+
+use crate::ranks::EpRanks;
+use crate::reduce::{CombineArgs, weight_and_reduce_into};
+use crate::rows::{Batches, Layout, Packing, RowLists, batch, gather, placed, width};
+
+/// How the rows of one call get back.
+#[derive(Debug)]
+pub(crate) struct Returns {
+    /// Rows of the experts' output, flattened to [R, H], for each rank.
+    send: RowLists,
+    /// Slots of the owned tokens that each rank computes.
+    receive: RowLists,
+    /// Blocks on the way.
+    layout: Layout,
+}
+
+impl Returns {
+    /// The way back of slot rows [T', K, H], from the ids that arrived in blocks of rows by rank and the caller's.
+    pub fn of_rows(
+        op: &str,
+        ranks: &EpRanks,
+        (arrived, counts): (View, &[usize]),
+        topk_ids: View,
+        ex: &mut Exec,
+    ) -> Result<Self> {
+        let arrived = ex.to_host(arrived)?;
+        let blocks = Layout::Exact.blocks(counts);
+        let send = ranks.computed_slots(op, arrived.view().cpu()?, width(topk_ids), &blocks)?;
+        Ok(Self { send, receive: owned_slots(op, ranks, topk_ids, ex)?, layout: Layout::Exact })
+    }
+
+    /// Sorts rows that arrived in blocks of `block` rows with `ids` into blocks by expert, and their way back in blocks
+    /// of a fixed size, too.
+    pub fn of_batches(
+        op: &str,
+        ranks: &EpRanks,
+        (rows, ids, block): (View, View, usize),
+        topk_ids: View,
+        ex: &mut Exec,
+    ) -> Result<(Batches, Self)> {
+        let (top_k, room) = (width(ids), rows.rows());
+        let ids = ex.to_host(ids)?;
+        let ids = ids.view().cpu::<u32>()?;
+        let once = placed(&name_once(ids, top_k), &[room, top_k], ex)?;
+        let batches = batch(rows, once.view(), ranks.local_experts(), room, ex)?;
+
+        let (offsets, slots) = (ex.to_host(batches.offsets.view())?, ex.to_host(batches.slots.view())?);
+        let mut row_of_slot = vec![0u32; ids.len()];
+        for (expert, bounds) in offsets.view().cpu::<u32>()?.windows(2).enumerate() {
+            let group = slots.view().cpu::<u32>()?.get(bounds[0] as usize..bounds[1] as usize).unwrap_or(&[]);
+            for (row, &slot) in group.iter().enumerate() {
+                row_of_slot[slot as usize] = (expert * room + row) as u32;
+            }
+        }
+        let blocks: Vec<_> = (0..ranks.world_size()).map(|rank| rank * block..(rank + 1) * block).collect();
+        let mut send = ranks.computed_slots(op, ids, top_k, &blocks)?;
+        for row in &mut send.rows {
+            *row = row_of_slot.get(first_slot(ids, top_k, *row as usize)).copied().unwrap_or(0);
+        }
+        let receive = owned_slots(op, ranks, topk_ids, ex)?;
+        Ok((batches, Self { send, receive, layout: Layout::Fixed(block * top_k) }))
+    }
+
+    /// The experts' rows travel; those of the owned tokens [T_owned, K, H] f32.
+    pub fn travel(
+        &self,
+        op: &str,
+        ranks: &EpRanks,
+        expert_out: View,
+        dispatched: &Dispatched,
+        ex: &mut Exec,
+    ) -> Result<Scratch> {
+        expect_dtype(op, "expert_out", &expert_out, DType::F32)?;
+        let dims = dispatched.expert_out_dims()?;
+        expect_dims(op, "expert_out", &expert_out, &dims)?;
+        let width = width(expert_out);
+        let rows = dims.iter().rev().skip(1).product();
+        let packing = Packing::new(&self.send, self.layout, ex)?;
+        let packed = packing.pack(expert_out.reshape(&[rows, width])?, ex)?;
+        let receive = self.layout.counts(&self.receive.counts);
+        let arrived = ranks.exchange(packed.view(), &packing.counts(), &receive, ex)?;
+
+        // The row of every owned slot among those that arrived; slots without an expert have none.
+        let (owned, top_k) = owned_dims(ranks, dispatched);
+        let mut row_of_slot = vec![0u32; owned * top_k];
+        for (slots, block) in self.receive.by_rank().zip(self.layout.blocks(&self.receive.counts)) {
+            for (row, &slot) in (block.start as u32..).zip(slots) {
+                row_of_slot[slot as usize] = row;
+            }
+        }
+        let mut slots = ex.scratch(DType::F32, &[owned, top_k, width])?;
+        if arrived.view().rows() > 0 {
+            let list = placed(&row_of_slot, &[owned * top_k], ex)?;
+            gather(arrived.view(), list.view(), slots.view_mut().reshape(&[owned * top_k, width])?, ex)?;
+        }
+        Ok(slots)
+    }
+}
+
+/// Slots of the caller's owned tokens by the rank that computes them.
+fn owned_slots(op: &str, ranks: &EpRanks, topk_ids: View, ex: &mut Exec) -> Result<RowLists> {
+    let own = ex.to_host(ranks.own(topk_ids)?)?;
+    ranks.slots_by_rank(op, own.view().cpu()?)
+}
+
+/// Owned tokens and their slots.
+fn owned_dims(ranks: &EpRanks, dispatched: &Dispatched) -> (usize, usize) {
+    (ranks.owned(dispatched.owner_topk_ids.rows()).len(), width(dispatched.owner_topk_ids))
+}
+
+/// The ids of each row [K] without repetition: a row has one place in an expert's block, also where
+/// a recording or a random router names the expert twice.
+fn name_once(ids: &[u32], top_k: usize) -> Vec<u32> {
+    let once = |(slot, &id)| if first_slot(ids, top_k, slot) == slot { id } else { NO_EXPERT };
+    ids.iter().enumerate().map(once).collect()
+}
+
+/// The first slot of the same row with the same expert.
+fn first_slot(ids: &[u32], top_k: usize, slot: usize) -> usize {
+    let row = slot - slot % top_k.max(1);
+    (row..slot).find(|&earlier| ids.get(earlier) == ids.get(slot)).unwrap_or(slot)
+}
+
+/// The rows of cut experts: the segments of all ranks [S_local, T, K, H] (or [T, K, H], one) are added in ascending
+/// order. Those of the owned tokens [T_owned, K, H] f32.
+pub(crate) fn add_segments(
+    op: &str,
+    ranks: &EpRanks,
+    expert_out: View,
+    dispatched: &Dispatched,
+    ex: &mut Exec,
+) -> Result<Scratch> {
+    let (tokens, top_k) = (dispatched.owner_topk_ids.rows(), width(dispatched.owner_topk_ids));
+    let width = width(dispatched.rows.view());
+    let segments = match *expert_out.dims() {
+        [segments, t, k, h] if [t, k, h] == [tokens, top_k, width] => segments,
+        [t, k, h] if [t, k, h] == [tokens, top_k, width] => 1,
+        _ => bail!(
+            "{op}: expected expert_out [S_local, {tokens}, {top_k}, {width}], got dims {:?}",
+            expert_out.dims()
+        ),
+    };
+    expect_dtype(op, "expert_out", &expert_out, DType::F32)?;
+    let (owned, _) = owned_dims(ranks, dispatched);
+    let mut slots = ex.scratch(DType::F32, &[owned, top_k, width])?;
+    let flat = slots.view_mut().reshape(&[owned, top_k * width])?;
+    let partials = expert_out.reshape(&[segments, tokens, top_k * width])?;
+    reduce_segments_into(ranks.tp.as_ref(), partials, &shares(tokens, ranks.tp.world_size()), flat, ex)?;
+    Ok(slots)
+}
+
+/// `out` [T, H] = the owned tokens' slot rows [T_owned, K, H], weighted, added and shared with the ranks of the same tokens.
+pub(crate) fn add_slots(
+    ranks: &EpRanks,
+    slots: View,
+    dispatched: &Dispatched,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let args = CombineArgs {
+        topk_ids: ranks.own(dispatched.owner_topk_ids)?,
+        topk_weights: ranks.own(dispatched.owner_topk_weights)?,
+        expert_map: None,
+        weights_applied: dispatched.weights_applied,
+    };
+    ranks.for_owned(out.dtype(), out, ex, |rows, ex| {
+        weight_and_reduce_into(WeightAndReduce::Contiguous, slots, &args, rows, ex)
+    })
+}
