@@ -7,6 +7,7 @@
 mod align;
 mod attention;
 mod common;
+mod doors;
 mod drawing;
 mod engine;
 mod experts;

@@ -231,3 +231,51 @@ fn a_replay_with_bad_ids_is_refused() {
     let routed = router.route_step(&logits, None, 0, &mut context, &mut ex);
     assert_error(routed, &["replayed routing, row 0", "expert id 9"]);
 }
+
+/// A function that chooses one expert in every slot.
+struct Constant(u32);
+
+impl RoutingFunction for Constant {
+    fn name(&self) -> &str {
+        "constant"
+    }
+
+    fn select(&self, _: &RouterConfig, _: &RouteInput<'_>, ids: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        let chosen = words(vec![self.0; ids.elem_count()], ids.dims());
+        ex.copy_from_host(chosen.view(), ids)
+    }
+
+    fn weigh(
+        &self,
+        _: &RouterConfig,
+        _: &RouteInput<'_>,
+        _: View<'_>,
+        weights: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let ones = Buffer::from_vec(vec![1f32; weights.elem_count()], weights.dims())?;
+        ex.copy_from_host(ones.view(), weights)
+    }
+}
+
+#[test]
+fn a_routing_function_is_held_to_experts_that_exist() {
+    let ex = cuda();
+    let logits = Tensor::zeros((3, 4), DType::F32, ex.device()).unwrap();
+    let route = |id, top_k| {
+        let config = RouterConfig { selection: Selection::Custom, ..RouterConfig::new(4, top_k) };
+        let params = RouterParams { function: Some(Arc::new(Constant(id))), ..Default::default() };
+        Router::new(config, params).unwrap().route(&logits)
+    };
+    for id in [3, NO_EXPERT] {
+        let ids = route(id, 1).unwrap().topk_ids.to_vec2::<u32>().unwrap();
+        assert_eq!(ids, vec![vec![id]; 3]);
+    }
+    for id in [4, 5, NO_EXPERT - 1] {
+        assert_error(
+            route(id, 1),
+            &["routing function `constant`, row 0", &format!("expert id {id} is out of range")],
+        );
+    }
+    assert_error(route(2, 2), &["expert id 2 occurs twice"]);
+}

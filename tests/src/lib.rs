@@ -1,5 +1,7 @@
 //! Helpers shared by the cross-crate tests: fixtures, and running a model step by step.
 
+pub mod doors;
+
 use std::path::PathBuf;
 
 use candle_core::{DType, Device, Result};

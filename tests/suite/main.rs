@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
 mod deepseek;
+mod doors;
 mod engine;
 mod geometries;
 mod invariance;

@@ -9,7 +9,7 @@ use candle_nn::VarBuilder;
 
 use moe_comm::RowParallel;
 use moe_kernels::{
-    AttentionMeta, Buffer, Exec, QkNormRope, TensorView, View, ViewMut, Workspace, linear_into,
+    AttentionMeta, Exec, QkNormRope, TensorView, View, ViewMut, Workspace, forward_rows, linear_into,
     linear_row_parallel_into, rope_attention_into,
 };
 use tracing::trace_span;
@@ -236,14 +236,30 @@ impl Attention {
         rope_attention_into(&args, &meta, step.one_row_each, k_cache, v_cache, attended, ex)
     }
 
-    /// The same on candle tensors: `x` [T, H] to a new tensor [T, H].
+    /// The same on candle tensors: `x` [T, H] in the weights' dtype and on their device, in any layout, to a new tensor
+    /// [T, H]. `kv` lies on that device too; the arrays of `step` may lie in host memory ([`Step::views`]) and are then
+    /// copied.
+    ///
+    /// # Errors
+    /// Wrong dims, dtypes or devices.
+    ///
+    /// [`Step::views`]: crate::Step::views
     pub fn forward(&self, x: &Tensor, step: &StepViews, rope: &Rope, kv: &mut KvLayer) -> Result<Tensor> {
-        let mut ex = Exec::for_tensor(x, &self.workspace)?;
-        let rows = rope.rows(step.positions, step.rope_len, &mut ex)?;
-        let x = x.contiguous()?;
-        let mut out = Buffer::zeros(x.dtype(), &[x.dims2()?.0, self.config.hidden_size])?;
-        self.forward_into(TensorView::new(&x)?.view()?, step, &rows, kv, out.view_mut(), &mut ex)?;
-        out.into_tensor()
+        forward_rows(x, (self.config.hidden_size, x.dtype()), &self.workspace, |x, out, ex| {
+            let (positions, rope_len) = (ex.lend(step.positions)?, ex.lend(step.rope_len)?);
+            let (slots, tables) = (ex.lend(step.slot_mapping)?, ex.lend(step.block_tables)?);
+            let starts = ex.lend(step.query_start_loc)?;
+            let step = StepViews {
+                positions: positions.view(),
+                rope_len: rope_len.view(),
+                slot_mapping: slots.view(),
+                block_tables: tables.view(),
+                query_start_loc: starts.view(),
+                ..*step
+            };
+            let rows = rope.rows(step.positions, step.rope_len, ex)?;
+            self.forward_into(x, &step, &rows, kv, out, ex)
+        })
     }
 }
 

@@ -5,8 +5,8 @@ use candle_nn::VarBuilder;
 use moe_comm::Communicator;
 
 use moe_kernels::{
-    Buffer, Exec, TensorView, View, ViewMut, Workspace, add_rms_norm_into, embedding_into, linear_into,
-    rms_norm_into,
+    Buffer, Exec, TensorView, View, ViewMut, Workspace, add_rms_norm_into, embedding_into, forward_rows,
+    linear_into, rms_norm_into,
 };
 use tracing::trace_span;
 
@@ -80,13 +80,13 @@ impl RmsNorm {
         ranks.all_reduce_add_rms_norm(delta, weight.view()?, self.eps, residual, out, ex)
     }
 
-    /// The norm of `x` [.., H] as a new tensor.
+    /// The norm of `x` [.., H] (the weight's dtype or f32, in any layout) as a new tensor of the weight's dtype.
+    ///
+    /// # Errors
+    /// Another size, dtype or device than the weight's.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let mut ex = Exec::for_tensor(x, &self.workspace)?;
-        let rows = x.contiguous()?.reshape(((), self.weight.elem_count()))?;
-        let mut out = Buffer::zeros(x.dtype(), rows.dims())?;
-        self.forward_into(TensorView::new(&rows)?.view()?, out.view_mut(), &mut ex)?;
-        out.into_tensor()?.reshape(x.dims())
+        let out = (self.weight.elem_count(), self.weight.dtype());
+        forward_rows(x, out, &self.workspace, |x, out, ex| self.forward_into(x, out, ex))
     }
 }
 
@@ -137,15 +137,16 @@ impl Embedding {
         }
     }
 
-    /// The rows of `token_ids` (u32, any dims) as a new tensor with one more dimension.
+    /// The rows of `token_ids` (u32, any dims and layout) as a new tensor with one more dimension. On a CUDA device
+    /// ids are not checked: they must be below V.
+    ///
+    /// # Errors
+    /// Another dtype or device; on the CPU an id outside of the table.
     pub fn forward(&self, token_ids: &Tensor) -> Result<Tensor> {
-        let mut ex = Exec::for_tensor(token_ids, &self.workspace)?;
-        let ids = token_ids.flatten_all()?.contiguous()?;
-        let hidden = self.weight.dims2()?.1;
-        let mut out = Buffer::zeros(self.weight.dtype(), &[ids.elem_count(), hidden])?;
-        self.forward_into(TensorView::new(&ids)?.view()?, out.view_mut(), &mut ex)?;
-        let dims: Vec<usize> = token_ids.dims().iter().copied().chain([hidden]).collect();
-        out.into_tensor()?.reshape(dims)
+        let ids = token_ids.unsqueeze(token_ids.rank())?;
+        forward_rows(&ids, (self.weight.dims2()?.1, self.weight.dtype()), &self.workspace, |ids, out, ex| {
+            self.forward_into(ids.reshape(&[ids.elem_count()])?, out, ex)
+        })
     }
 }
 
@@ -192,13 +193,13 @@ impl LmHead {
         ranks.gather_logits(local.view(), logits, ex)
     }
 
-    /// Logits [R, V] f32 of `hidden` [R, H] as a new tensor.
+    /// Logits [.., V] f32 of `hidden` [.., H] (the weight's dtype, in any layout) as a new tensor.
+    ///
+    /// # Errors
+    /// Another size, dtype or device than the weight's.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        let mut ex = Exec::for_tensor(hidden, &self.workspace)?;
-        let hidden = hidden.contiguous()?;
-        let mut out = Buffer::zeros(DType::F32, &[hidden.dims2()?.0, self.weight.dims2()?.0])?;
-        self.forward_into(TensorView::new(&hidden)?.view()?, out.view_mut(), &mut ex)?;
-        out.into_tensor()
+        let vocab = self.ranks.as_ref().map_or(self.weight.dims2()?.0, VocabParallel::vocab_size);
+        forward_rows(hidden, (vocab, DType::F32), &self.workspace, |x, out, ex| self.forward_into(x, out, ex))
     }
 }
 

@@ -26,6 +26,11 @@ impl VocabParallel {
         Self { comm, vocab_size }
     }
 
+    /// Ids of the whole vocabulary.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
     /// Ids on this rank.
     pub fn num_local(&self) -> usize {
         partition(self.vocab_size, self.comm.world_size(), self.comm.rank()).len()

@@ -1,9 +1,9 @@
 //! The candle door: the same operations on tensors.
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use moe_kernels::{
-    ActivationFormat, AlignedTokens, Buffer, Dispatched, Element, Exec, Lent, TensorView, View,
-    WeightAndReduce, Workspace, align_tokens_into, group_slots_into, max_aligned_sizes,
+    ActivationFormat, AlignedTokens, Dispatched, Exec, Lent, View, WeightAndReduce, Workspace,
+    align_tokens_into, group_slots_into, max_aligned_sizes, with_tensors, with_views,
 };
 
 use crate::prepare_finalize::PrepareFinalize;
@@ -43,7 +43,8 @@ impl Dispatcher {
     }
 
     /// Prepare, `experts`, finalize. `hidden` is [T, H], `topk_ids` [T, K] u32, `topk_weights`
-    /// [T, K] f32, all contiguous; the result is [T, H] of the dtype of `hidden`.
+    /// [T, K] f32, all on one device (the CPU or a CUDA device) in any layout; the result is [T, H] of the dtype of
+    /// `hidden`, on that device. An expert map of the backend must lie there too (`LocalExperts::on`).
     ///
     /// `experts` returns the experts' unweighted rows, [T', K, H] in the Standard and
     /// [E_local, max_tokens, H] in the BatchedExperts format. Rows of slots without a local
@@ -58,64 +59,53 @@ impl Dispatcher {
         topk_weights: &Tensor,
         experts: impl FnOnce(&DispatchedTensors) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let mut ex = Exec::for_tensor(hidden, &self.workspace)?;
-        let guards = [TensorView::new(hidden)?, TensorView::new(topk_ids)?, TensorView::new(topk_weights)?];
-        let [rows, ids, weights] = &guards;
-        let dispatched = self.backend.prepare(rows.view()?, ids.view()?, weights.view()?, None, &mut ex)?;
-        let expert_out = experts(&dispatched_tensors(&dispatched, hidden)?)?;
-        let expert_out = expert_out.to_dtype(DType::F32)?.contiguous()?;
-        let mut out = Buffer::zeros(hidden.dtype(), hidden.dims())?;
-        let expert_out = TensorView::new(&expert_out)?;
-        let strategy = WeightAndReduce::Delegate;
-        self.backend.finalize(expert_out.view()?, &dispatched, strategy, out.view_mut(), &mut ex)?;
-        out.into_tensor()
+        let tensors = [hidden, topk_ids, topk_weights];
+        with_tensors(&self.workspace, tensors, [], |[rows, ids, weights], [], ex| {
+            let dispatched = self.backend.prepare(rows, ids, weights, None, ex)?;
+            let expert_out = experts(&dispatched_tensors(&dispatched, hidden, ex)?)?.to_dtype(DType::F32)?;
+            let mut out = ex.output(rows.dtype(), rows.dims())?;
+            with_views([&expert_out], [], |[expert_out], []| {
+                let strategy = WeightAndReduce::Delegate;
+                self.backend.finalize(expert_out, &dispatched, strategy, out.view_mut(), ex)
+            })?;
+            out.into_tensor()
+        })
     }
 }
 
-fn dispatched_tensors(dispatched: &Dispatched, hidden: &Tensor) -> Result<DispatchedTensors> {
-    let rows = match &dispatched.rows {
-        Lent::Borrowed(_) => hidden.clone(),
-        Lent::Owned(rows) => to_tensor(rows.view())?,
+fn dispatched_tensors(dispatched: &Dispatched, hidden: &Tensor, ex: &Exec) -> Result<DispatchedTensors> {
+    let copy = |view: View| {
+        let mut copy = ex.output(view.dtype(), view.dims())?;
+        ex.copy(view, copy.view_mut())?;
+        copy.into_tensor()
     };
-    let field = |lent: &Option<Lent>| lent.as_ref().map(|l| to_tensor(l.view())).transpose();
+    let field = |lent: &Option<Lent>| lent.as_ref().map(|l| copy(l.view())).transpose();
     Ok(DispatchedTensors {
         format: dispatched.format,
-        rows,
+        rows: match &dispatched.rows {
+            Lent::Borrowed(_) => hidden.clone(),
+            Lent::Owned(rows) => copy(rows.view())?,
+        },
         topk_ids: field(&dispatched.topk_ids)?,
         expert_num_tokens: field(&dispatched.expert_num_tokens)?,
-        expert_map: dispatched.expert_map.map(to_tensor).transpose()?,
+        expert_map: dispatched.expert_map.map(copy).transpose()?,
     })
 }
 
-fn to_tensor(view: View) -> Result<Tensor> {
-    fn copy<T: Element>(view: View) -> Result<Tensor> {
-        Buffer::from_vec(view.cpu::<T>()?.to_vec(), view.dims())?.into_tensor()
-    }
-    match view.dtype() {
-        DType::U32 => copy::<u32>(view),
-        DType::I32 => copy::<i32>(view),
-        DType::F32 => copy::<f32>(view),
-        DType::BF16 => copy::<moe_kernels::half::bf16>(view),
-        DType::F16 => copy::<moe_kernels::half::f16>(view),
-        other => bail!("dispatched data of dtype {} has no tensor form", other.as_str()),
-    }
-}
-
-/// Groups slots by local expert: (`offsets` [E_local + 1], `slots` \[T*K\]), both u32. See
+/// Groups slots by local expert: (`offsets` [E_local + 1], `slots` \[T*K\]), both u32, on the device of `topk_ids`. See
 /// [`group_slots_into`].
 pub fn group_slots(
     topk_ids: &Tensor,
     expert_map: Option<&Tensor>,
     num_local: usize,
 ) -> Result<(Tensor, Tensor)> {
-    let mut ex = Exec::for_tensor(topk_ids, &Workspace::new())?;
-    let (ids, map) = (TensorView::new(topk_ids)?, expert_map.map(TensorView::new).transpose()?);
-    let map = map.as_ref().map(TensorView::view).transpose()?;
     let Some(groups) = num_local.checked_add(1) else { bail!("group_slots: too many local experts") };
-    let mut offsets = Buffer::zeros(DType::U32, &[groups])?;
-    let mut slots = Buffer::zeros(DType::U32, &[topk_ids.elem_count()])?;
-    group_slots_into(ids.view()?, map, offsets.view_mut(), slots.view_mut(), &mut ex)?;
-    Ok((offsets.into_tensor()?, slots.into_tensor()?))
+    with_tensors(&Workspace::new(), [topk_ids], [expert_map], |[ids], [map], ex| {
+        let mut offsets = ex.output(DType::U32, &[groups])?;
+        let mut slots = ex.zeros(DType::U32, &[ids.elem_count()])?;
+        group_slots_into(ids, map, offsets.view_mut(), slots.view_mut(), ex)?;
+        Ok((offsets.into_tensor()?, slots.into_tensor()?))
+    })
 }
 
 /// The outputs of [`moe_align_block_size`].
@@ -131,33 +121,37 @@ pub struct AlignedTensors {
 
 /// Sorts the slots of `topk_ids` [T, K] u32 by local expert and pads each expert's to whole
 /// blocks. See [`align_tokens_into`].
+///
+/// The results lie on the device of `topk_ids`. The sorting is the host's: with ids on a CUDA device this waits for it.
 pub fn moe_align_block_size(
     topk_ids: &Tensor,
     block_size: usize,
     num_local: usize,
     expert_map: Option<&Tensor>,
 ) -> Result<AlignedTensors> {
-    let mut ex = Exec::for_tensor(topk_ids, &Workspace::new())?;
-    let (ids, map) = (TensorView::new(topk_ids)?, expert_map.map(TensorView::new).transpose()?);
-    let map = map.as_ref().map(TensorView::view).transpose()?;
-    let max = max_aligned_sizes(topk_ids.elem_count(), num_local, block_size)?;
-    let mut sorted = Buffer::zeros(DType::U32, &[max.sorted_token_ids])?;
-    let mut blocks = Buffer::zeros(DType::I32, &[max.expert_ids])?;
-    let mut used = Buffer::zeros(DType::U32, &[1])?;
-    let out = AlignedTokens {
-        sorted_token_ids: sorted.view_mut(),
-        expert_ids: blocks.view_mut(),
-        num_tokens_post_padded: used.view_mut(),
-    };
-    align_tokens_into(ids.view()?, map, num_local, block_size, out, &mut ex)?;
-    Ok(AlignedTensors {
-        sorted_token_ids: sorted.into_tensor()?,
-        expert_ids: blocks.into_tensor()?,
-        num_tokens_post_padded: used.into_tensor()?,
+    let (device, host) = (topk_ids.device(), |tensor: &Tensor| tensor.to_device(&Device::Cpu));
+    let (ids, map) = (host(topk_ids)?, expert_map.map(host).transpose()?);
+    let max = max_aligned_sizes(ids.elem_count(), num_local, block_size)?;
+    with_tensors(&Workspace::new(), [&ids], [map.as_ref()], |[ids], [map], ex| {
+        let mut sorted = ex.output(DType::U32, &[max.sorted_token_ids])?;
+        let mut blocks = ex.output(DType::I32, &[max.expert_ids])?;
+        let mut used = ex.output(DType::U32, &[1])?;
+        let out = AlignedTokens {
+            sorted_token_ids: sorted.view_mut(),
+            expert_ids: blocks.view_mut(),
+            num_tokens_post_padded: used.view_mut(),
+        };
+        align_tokens_into(ids, map, num_local, block_size, out, ex)?;
+        Ok(AlignedTensors {
+            sorted_token_ids: sorted.into_tensor()?.to_device(device)?,
+            expert_ids: blocks.into_tensor()?.to_device(device)?,
+            num_tokens_post_padded: used.into_tensor()?.to_device(device)?,
+        })
     })
 }
 
-/// Turns the experts' rows into token rows [T, H] of `dtype`. See [`weight_and_reduce_into`].
+/// Turns the experts' rows into token rows [T, H] of `dtype`, on the device of `expert_out`. See
+/// [`weight_and_reduce_into`].
 pub fn weight_and_reduce(
     strategy: WeightAndReduce,
     expert_out: &Tensor,
@@ -166,20 +160,14 @@ pub fn weight_and_reduce(
     expert_map: Option<&Tensor>,
     dtype: DType,
 ) -> Result<Tensor> {
-    let mut ex = Exec::for_tensor(expert_out, &Workspace::new())?;
-    let guards = [TensorView::new(expert_out)?, TensorView::new(topk_ids)?, TensorView::new(topk_weights)?];
-    let [rows, ids, weights] = &guards;
-    let map = expert_map.map(TensorView::new).transpose()?;
-    let args = CombineArgs {
-        topk_ids: ids.view()?,
-        topk_weights: weights.view()?,
-        expert_map: map.as_ref().map(TensorView::view).transpose()?,
-        weights_applied: false,
-    };
     let (Some(&tokens), Some(&hidden)) = (topk_ids.dims().first(), expert_out.dims().last()) else {
         bail!("weight_and_reduce: expected expert_out and topk_ids with dimensions, got scalars")
     };
-    let mut out = Buffer::zeros(dtype, &[tokens, hidden])?;
-    weight_and_reduce_into(strategy, rows.view()?, &args, out.view_mut(), &mut ex)?;
-    out.into_tensor()
+    let tensors = [expert_out, topk_ids, topk_weights];
+    with_tensors(&Workspace::new(), tensors, [expert_map], |[rows, ids, weights], [expert_map], ex| {
+        let args = CombineArgs { topk_ids: ids, topk_weights: weights, expert_map, weights_applied: false };
+        let mut out = ex.output(dtype, &[tokens, hidden])?;
+        weight_and_reduce_into(strategy, rows, &args, out.view_mut(), ex)?;
+        out.into_tensor()
+    })
 }

@@ -4,7 +4,9 @@ use std::fmt;
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
-use moe_kernels::{Activation, Buffer, Dispatched, Exec, TensorView, Workspace, weighted_sum_into};
+use moe_kernels::{
+    Activation, Dispatched, WeightAndReduce, Workspace, copy_rows_into, weighted_sum_into, with_tensors,
+};
 
 use crate::build::build;
 use crate::experts::Experts;
@@ -45,18 +47,23 @@ impl FusedExperts {
     /// | `topk_weights` | [T, K] f32 |
     /// | result | [T, H] in the weights' dtype |
     ///
+    /// All on the device of the weights, the CPU or a CUDA device. There ids are not checked: those of no expert add
+    /// nothing.
+    ///
     /// # Errors
-    /// Wrong dims or dtypes, an id that is no expert, a tensor that is not contiguous.
+    /// Wrong dims, dtypes or devices; on the CPU an id that is no expert.
     pub fn forward(&self, hidden: &Tensor, topk_ids: &Tensor, topk_weights: &Tensor) -> Result<Tensor> {
-        let mut ex = Exec::for_tensor(hidden, &self.workspace)?;
-        let guards = (TensorView::new(hidden)?, TensorView::new(topk_ids)?, TensorView::new(topk_weights)?);
-        let (x, ids, weights) = (guards.0.view()?, guards.1.view()?, guards.2.view()?);
-        let rows = Dispatched::standard(x, ids, weights);
-        let mut slots = ex.scratch(DType::F32, &self.experts.out_dims(&rows)?)?;
-        self.experts.apply(&rows, slots.view_mut(), &mut ex)?;
-        let mut out = Buffer::zeros(hidden.dtype(), hidden.dims())?;
-        weighted_sum_into(slots.view(), ids, weights, out.view_mut(), &mut ex)?;
-        out.into_tensor()
+        with_tensors(&self.workspace, [hidden, topk_ids, topk_weights], [], |[x, ids, weights], [], ex| {
+            let rows = Dispatched::standard(x, ids, weights);
+            let mut expert_out = ex.scratch(DType::F32, &self.experts.out_dims(&rows)?)?;
+            self.experts.apply(&rows, expert_out.view_mut(), ex)?;
+            let mut out = ex.output(x.dtype(), x.dims())?;
+            match self.experts.weight_and_reduce() {
+                WeightAndReduce::NoOp => copy_rows_into(expert_out.view(), out.view_mut(), ex)?,
+                _ => weighted_sum_into(expert_out.view(), ids, weights, out.view_mut(), ex)?,
+            }
+            out.into_tensor()
+        })
     }
 }
 

@@ -132,8 +132,12 @@ macro_rules! elements {
             pub(crate) fn address(&self, stream: &cudarc::driver::CudaStream) -> u64 {
                 match self { $(Self::$variant(v) => device_address(v, stream)),* }
             }
+            /// Moves the allocation into candle's storage, as written by what is on the device's stream.
             pub(crate) fn into_storage(self, device: candle_core::CudaDevice) -> candle_core::CudaStorage {
-                match self { $(Self::$variant(v) => candle_core::CudaStorage::wrap_cuda_slice(v, device)),* }
+                match self { $(Self::$variant(mut v) => {
+                    written(&mut v, &device.cuda_stream());
+                    candle_core::CudaStorage::wrap_cuda_slice(v, device)
+                }),* }
             }
         }
 
@@ -166,13 +170,19 @@ macro_rules! elements {
     };
 }
 
-/// The address of an allocation, ordered after other streams' use of it if events are tracked. The
-/// guard that would order later uses is dropped at once: all our kernels run on the stream of the
-/// tensor's device.
+/// The address of an allocation, ordered after what other streams wrote there if events are tracked. The guard that
+/// orders later writes is dropped at once: whoever reads asks once more when the reads are on the stream.
 #[cfg(feature = "cuda")]
 fn device_address<T>(slice: &cudarc::driver::CudaSlice<T>, stream: &cudarc::driver::CudaStream) -> u64 {
     use cudarc::driver::DevicePtr;
     slice.device_ptr(stream).0
+}
+
+/// Tells other streams, if events are tracked, that what is on this one may write the allocation.
+#[cfg(feature = "cuda")]
+fn written<T>(slice: &mut cudarc::driver::CudaSlice<T>, stream: &cudarc::driver::CudaStream) {
+    use cudarc::driver::DevicePtrMut;
+    drop(slice.device_ptr_mut(stream).1);
 }
 
 elements!(

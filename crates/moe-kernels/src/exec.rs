@@ -141,8 +141,11 @@ impl Exec {
 
     /// A context on a device: the stream of a CUDA device, or [`cpu`](Self::cpu).
     ///
-    /// All work on a CUDA device runs on the stream of the candle device, so make that with
-    /// `cuda::device`: candle's default is another stream in each thread.
+    /// All work on a CUDA device runs on the stream of the candle device, in order with candle's own work. A device
+    /// made by `cuda::device` has one stream, which any thread may use. One made by `Device::new_cuda` stands for
+    /// another stream in each thread: calls on tensors ([`with_tensors`](crate::with_tensors)) put the work of
+    /// different threads in order, but whoever calls `*_into` forms on such a device keeps to one thread, and whoever
+    /// hands tensors to another thread synchronises the device first, as with candle alone.
     pub fn on(device: &Device) -> Result<Self> {
         match device {
             Device::Cpu => Ok(Self::cpu()),

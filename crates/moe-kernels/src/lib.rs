@@ -43,7 +43,7 @@ pub use philox::Philox4x32;
 pub use roof::Roof;
 pub use routed::{ExpertHeat, NO_EXPERT, RoutedExperts, StepContext};
 pub use spec::{Activation, ActivationFormat, ExpertsSpec, QuantScheme, RoutingMethod, WeightAndReduce};
-pub use tensor::TensorView;
+pub use tensor::{TensorView, forward_rows, with_tensors, with_views};
 pub use view::{Dims, MAX_RANK, View, ViewMut};
 
 pub use candle_core as candle;

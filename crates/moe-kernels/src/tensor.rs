@@ -1,12 +1,20 @@
 //! The candle door: tensors in as views, buffers out as tensors.
+//!
+//! Every call of these crates that takes candle tensors goes through [`with_tensors`] (or [`with_views`], where the
+//! caller brings the context, or [`forward_rows`], for one input and one output of the same rows). So all of them take
+//! tensors of the CPU and of CUDA devices, contiguous or not, run on the device of their first input and leave their
+//! results there. What an op needs of dtypes, dims and devices it checks itself, and names both sides.
 
 use parking_lot::RwLockReadGuard;
 
-use candle_core::{Layout, Result, Storage, Tensor, bail};
+use candle_core::{DType, Layout, Result, Storage, Tensor, bail};
 
+use crate::buffer::{Buffer, Workspace};
+use crate::dispatched::Lent;
 use crate::element::storage_slice;
+use crate::exec::Exec;
 use crate::storage::Data;
-use crate::view::View;
+use crate::view::{View, ViewMut};
 
 /// A candle tensor held under its read guard, so that a [`View`] can borrow its data.
 ///
@@ -53,10 +61,166 @@ impl<'a> TensorView<'a> {
     }
 }
 
+impl Drop for TensorView<'_> {
+    /// Where candle tracks the uses of tensors over several streams, this one ends here.
+    fn drop(&mut self) {
+        #[cfg(feature = "cuda")]
+        if let Storage::Cuda(cuda) = &*self.storage {
+            crate::element::cuda_address(cuda);
+        }
+    }
+}
+
+/// Runs `f` on views of tensors, some of which may be absent, and a context of the first one's device.
+///
+/// `f` allocates its results by [`Exec::output`] and turns them into tensors of the same device. Tensors that are not
+/// contiguous are copied first. On a CUDA device this returns when the work is on the stream; calls of several threads
+/// that share modules are put in order, see [`Exec::on`].
+///
+/// ```
+/// use moe_kernels::{Workspace, add_into, with_tensors, candle::{Device, Tensor}};
+/// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?.t()?;
+/// let sum = with_tensors(&Workspace::new(), [&x, &x], [], |[a, b], [], ex| {
+///     let mut out = ex.output(a.dtype(), a.dims())?;
+///     ex.copy(a, out.view_mut())?;
+///     add_into(b, out.view_mut(), ex)?;
+///     out.into_tensor()
+/// })?;
+/// assert_eq!(sum.to_vec2::<f32>()?, [[2., 6.], [4., 8.]]);
+/// # Ok::<(), moe_kernels::candle::Error>(())
+/// ```
+///
+/// # Errors
+/// No tensor; a device other than the CPU or, in a build with the feature `cuda`, a CUDA device; a dtype that no view
+/// holds; what `f` refuses.
+pub fn with_tensors<const N: usize, const M: usize, R>(
+    workspace: &Workspace,
+    tensors: [&Tensor; N],
+    optional: [Option<&Tensor>; M],
+    f: impl FnOnce([View<'_>; N], [Option<View<'_>>; M], &mut Exec) -> Result<R>,
+) -> Result<R> {
+    let Some(first) = tensors.first() else { bail!("expected at least one tensor, whose device is used") };
+    let mut ex = Exec::for_tensor(first, workspace)?;
+    with_views(tensors, optional, |tensors, optional| f(tensors, optional, &mut ex))
+}
+
+/// Runs `f` on views of tensors, some of which may be absent, where the caller has a context already.
+///
+/// # Errors
+/// As [`with_tensors`].
+pub fn with_views<const N: usize, const M: usize, R>(
+    tensors: [&Tensor; N],
+    optional: [Option<&Tensor>; M],
+    f: impl FnOnce([View<'_>; N], [Option<View<'_>>; M]) -> Result<R>,
+) -> Result<R> {
+    let run = || {
+        let tensors = all(tensors.map(contiguous))?;
+        let optional = all(optional.map(|tensor| tensor.map(contiguous).transpose()))?;
+        let guards = all(tensors.each_ref().map(TensorView::new))?;
+        let optional = all(optional.each_ref().map(|t| t.as_ref().map(TensorView::new).transpose()))?;
+        let views = all(guards.each_ref().map(TensorView::view))?;
+        f(views, all(optional.each_ref().map(|t| t.as_ref().map(TensorView::view).transpose()))?)
+    };
+    #[cfg(feature = "cuda")]
+    if let Some(candle_core::Device::Cuda(device)) = tensors.first().map(|tensor| tensor.device()) {
+        return crate::cuda::CudaExec::of(device)?.in_turn(run);
+    }
+    run()
+}
+
+/// Runs `f` on `x` [.., H] seen as [T, H] and an output [T, `width`] of `dtype`, which comes back with the leading
+/// dimensions of `x`.
+///
+/// # Errors
+/// A scalar; as [`with_tensors`].
+pub fn forward_rows(
+    x: &Tensor,
+    (width, dtype): (usize, DType),
+    workspace: &Workspace,
+    f: impl FnOnce(View<'_>, ViewMut<'_>, &mut Exec) -> Result<()>,
+) -> Result<Tensor> {
+    let Some((&hidden, leading)) = x.dims().split_last() else {
+        bail!("expected rows [.., H], got a scalar")
+    };
+    let rows = leading.iter().product::<usize>();
+    let matrix = contiguous(x)?.reshape((rows, hidden))?;
+    with_tensors(workspace, [&matrix], [], |[x], [], ex| {
+        let mut out = ex.output(dtype, &[rows, width])?;
+        f(x, out.view_mut(), ex)?;
+        out.into_tensor()?.reshape([leading, &[width]].concat())
+    })
+}
+
+impl Exec {
+    /// A buffer for a result that is written whole, on the device of this context.
+    ///
+    /// # Errors
+    /// No memory left; a dtype that no view holds.
+    pub fn output(&self, dtype: DType, dims: &[usize]) -> Result<Buffer> {
+        Buffer::unspecified_on(self.device(), dtype, dims)
+    }
+
+    /// A view of host memory as this context's ops read it: itself on the CPU, on a CUDA device a copy there. A view
+    /// of a device stays what it is.
+    ///
+    /// # Errors
+    /// No memory left.
+    pub fn lend<'a>(&self, view: View<'a>) -> Result<Lent<'a>> {
+        if view.is_cuda() || !self.is_cuda() {
+            return Ok(view.into());
+        }
+        let mut copy = self.scratch(view.dtype(), view.dims())?;
+        self.copy_from_host(view, copy.view_mut())?;
+        Ok(copy.into())
+    }
+}
+
+/// The tensor with its elements in row-major order, copied if need be.
+fn contiguous(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.elem_count() == 0 && !tensor.is_contiguous() {
+        // candle cannot copy nothing on a CUDA device.
+        return Buffer::zeros_on(tensor.device(), tensor.dtype(), &[0])?
+            .into_tensor()?
+            .reshape(tensor.dims());
+    }
+    tensor.contiguous()
+}
+
+/// All results, or the first error.
+fn all<T, const N: usize>(results: [Result<T>; N]) -> Result<[T; N]> {
+    let all: Vec<T> = results.into_iter().collect::<Result<_>>()?;
+    match all.try_into() {
+        Ok(all) => Ok(all),
+        Err(_) => bail!("expected {N} tensors"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use candle_core::Device;
+
+    #[test]
+    fn rows_of_any_leading_dims_and_order_go_through() -> Result<()> {
+        let double = |x: &Tensor| {
+            forward_rows(x, (x.dims()[x.rank() - 1], x.dtype()), &Workspace::new(), |x, mut out, ex| {
+                ex.copy(x, out.reborrow())?;
+                crate::add_into(x, out, ex)
+            })
+        };
+        let x = Tensor::arange(0f32, 120., &Device::Cpu)?.reshape((2, 3, 1, 4, 5))?;
+        for x in [x.clone(), x.transpose(0, 3)?, x.narrow(4, 1, 3)?, x.narrow(1, 1, 0)?.transpose(0, 4)?] {
+            let y = double(&x)?;
+            assert_eq!(y.dims(), x.dims());
+            assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, (&x * 2.)?.flatten_all()?.to_vec1::<f32>()?);
+        }
+        let scalar =
+            forward_rows(&Tensor::new(1f32, &Device::Cpu)?, (1, DType::F32), &Workspace::new(), |_, _, _| {
+                Ok(())
+            });
+        assert!(scalar.unwrap_err().to_string().contains("got a scalar"));
+        Ok(())
+    }
 
     #[test]
     fn offsets_are_respected_and_strides_refused() -> Result<()> {

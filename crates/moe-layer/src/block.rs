@@ -9,13 +9,12 @@ use std::num::NonZeroUsize;
 use moe_dispatch::PrepareFinalize;
 use moe_experts::{AnyExperts, MonolithicExperts, Reservation};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::{Exec, StepContext, TensorView, View, ViewMut, Workspace, linear_into};
+use moe_kernels::{Exec, StepContext, TensorView, View, ViewMut, Workspace, forward_rows, linear_into};
 use moe_router::{GateInput, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
 use crate::chunked::{Path, Routed, SharedOrder};
-use crate::door::forward_rows;
 use crate::shared::SharedExperts;
 
 /// The two families of experts with what each needs around it.
@@ -293,9 +292,13 @@ impl SparseMoeBlock {
         path.run(&routed, self.chunk, out, context.rank_tokens.as_deref(), ex)
     }
 
-    /// The same on candle tensors: `hidden` [.., H].
+    /// The same on candle tensors: `hidden` [.., H] in the gate's dtype and on its device, in any layout; the result
+    /// is of the same shape, dtype and device.
+    ///
+    /// # Errors
+    /// Another hidden size, dtype or device.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        forward_rows(hidden, &self.workspace, |x, out, ex| {
+        forward_rows(hidden, (self.gate.dims2()?.1, hidden.dtype()), &self.workspace, |x, out, ex| {
             self.forward_into(x, out, &mut StepContext::default(), ex)
         })
     }

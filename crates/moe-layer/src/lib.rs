@@ -5,7 +5,6 @@ mod block;
 mod check;
 mod chunked;
 mod context;
-mod door;
 pub mod legacy;
 mod load;
 mod mlp;

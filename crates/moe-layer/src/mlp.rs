@@ -7,11 +7,10 @@
 use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::{
-    Activation, Exec, ExpertGroups, TensorView, View, ViewMut, Workspace, grouped_gate_up_into,
+    Activation, Exec, ExpertGroups, TensorView, View, ViewMut, Workspace, forward_rows, grouped_gate_up_into,
     linear_row_parallel_into, one_group_into,
 };
 
-use crate::door::forward_rows;
 use crate::pack::load_rows;
 
 /// A gated MLP with packed gate and up weights.
@@ -106,8 +105,13 @@ impl GatedMlp {
         }
     }
 
-    /// The same on candle tensors: `x` [.., H].
+    /// The same on candle tensors: `x` [.., H] in the weights' dtype and on their device, in any layout.
+    ///
+    /// # Errors
+    /// Another hidden size, dtype or device.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        forward_rows(x, &self.workspace, |x, out, ex| self.forward_into(x, out, ex))
+        forward_rows(x, (self.hidden_size(), x.dtype()), &self.workspace, |x, out, ex| {
+            self.forward_into(x, out, ex)
+        })
     }
 }

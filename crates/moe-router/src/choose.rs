@@ -6,7 +6,6 @@ use rayon::prelude::*;
 
 use crate::router::{RouteInput, Router};
 use crate::row::{RowRouter, RowScratch, StepRows};
-use crate::score::ids_fault;
 
 /// Logits per call below which one thread does the work: splitting costs more than it saves.
 const PARALLEL_MIN: usize = 1 << 15;
@@ -76,10 +75,9 @@ impl Router {
         let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
         function.select(&self.config, input, ids.view_mut(), ex)?;
         for (t, row) in ids.view_mut().cpu_mut::<u32>()?.chunks_exact_mut(top_k).enumerate() {
-            if let Some(forced) = rows.forced(t)? {
-                row.copy_from_slice(forced);
-            } else if let Some(fault) = ids_fault(row, experts) {
-                bail!("routing function `{}`, {}: {fault}", function.name(), rows.place(t))
+            match rows.forced(t)? {
+                Some(forced) => row.copy_from_slice(forced),
+                None => rows.check_chosen(t, function.name(), row)?,
             }
         }
         function.weigh(&self.config, input, ids.view(), weights.view_mut(), ex)?;

@@ -8,6 +8,7 @@ use moe_kernels::cuda::{Choice, Route, RouteOut, route_into};
 use moe_kernels::{Element, Exec, NO_EXPERT, Scratch, StepContext, TensorView, View};
 
 use crate::config::Selection;
+use crate::custom::RoutingFunction;
 use crate::fused::gate_scoring;
 use crate::router::{RouteInput, RouteOutput, Router};
 
@@ -145,6 +146,7 @@ impl Router {
         let Some(function) = &self.function else { return Ok(None) };
         let (mut ids, mut weights) = (ex.scratch(DType::U32, &dims)?, ex.scratch(DType::F32, &dims)?);
         function.select(&self.config, input, ids.view_mut(), ex)?;
+        self.check_chosen(function.as_ref(), input, ids.view(), context, ex)?;
         if replay.is_some() {
             let mut forced = ex.scratch(DType::U32, &dims)?;
             let choice = Choice::Given { ids: ids.view(), weights: None };
@@ -161,6 +163,24 @@ impl Router {
         }
         function.weigh(&self.config, input, ids.view(), weights.view_mut(), ex)?;
         Ok(Some(Given { ids, weights }))
+    }
+
+    /// Holds the ids [T, K] of a routing function to what [`RoutingFunction::select`] promises, except in forced rows.
+    fn check_chosen(
+        &self,
+        function: &dyn RoutingFunction,
+        input: &RouteInput<'_>,
+        ids: View<'_>,
+        context: &StepContext,
+        ex: &Exec,
+    ) -> Result<()> {
+        let (rows, ids) = (self.step_rows(input, context), ex.to_host(ids)?);
+        for (t, ids) in ids.view().cpu::<u32>()?.chunks_exact(self.config.top_k).enumerate() {
+            if rows.forced(t)?.is_none() {
+                rows.check_chosen(t, function.name(), ids)?;
+            }
+        }
+        Ok(())
     }
 }
 

@@ -1,7 +1,7 @@
 //! The candle door: tensors in, tensors out.
 
 use candle_core::{DType, Result, Tensor};
-use moe_kernels::{Buffer, Exec, StepContext, TensorView};
+use moe_kernels::{Buffer, Exec, StepContext, with_tensors, with_views};
 
 use crate::gate::GateInput;
 use crate::router::{RouteInput, RouteOutput, Router};
@@ -29,9 +29,9 @@ impl Outputs {
         let slots = [tokens, router.config.num_slots()];
         let zero = router.config.num_zero_experts > 0;
         Ok(Self {
-            topk_ids: ex.zeros(DType::U32, &slots)?,
-            topk_weights: ex.zeros(DType::F32, &slots)?,
-            zero_expert_weights: zero.then(|| ex.zeros(DType::F32, &[tokens])).transpose()?,
+            topk_ids: ex.output(DType::U32, &slots)?,
+            topk_weights: ex.output(DType::F32, &slots)?,
+            zero_expert_weights: zero.then(|| ex.output(DType::F32, &[tokens])).transpose()?,
         })
     }
 
@@ -53,14 +53,16 @@ impl Outputs {
 }
 
 impl Router {
-    /// Routes router logits [T, E] f32, without a step context.
+    /// Routes router logits [T, E] f32, without a step context. The tensor may lie on the CPU or on a CUDA device, in
+    /// any layout; the result lies there too.
     ///
     /// # Errors
     ///
     /// As [`route_into`](Self::route_into).
     pub fn route(&self, router_logits: &Tensor) -> Result<Routed> {
-        let mut ex = Exec::for_tensor(router_logits, &self.workspace)?;
-        self.route_step(router_logits, None, 0, &mut StepContext::default(), &mut ex)
+        with_tensors(&self.workspace, [router_logits], [], |[logits], [], ex| {
+            self.route_views(RouteInput::new(logits, 0), &mut StepContext::default(), ex)
+        })
     }
 
     /// Routes router logits [T, E] f32 of one MoE layer within the step of `context`; `hidden` [T, H]
@@ -77,10 +79,12 @@ impl Router {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<Routed> {
-        let logits = TensorView::new(router_logits)?;
-        let hidden = hidden.map(TensorView::new).transpose()?;
-        let hidden = hidden.as_ref().map(TensorView::view).transpose()?;
-        let input = RouteInput { hidden, ..RouteInput::new(logits.view()?, layer) };
+        with_views([router_logits], [hidden], |[logits], [hidden]| {
+            self.route_views(RouteInput { hidden, ..RouteInput::new(logits, layer) }, context, ex)
+        })
+    }
+
+    fn route_views(&self, input: RouteInput<'_>, context: &mut StepContext, ex: &mut Exec) -> Result<Routed> {
         let mut out = Outputs::new(self, input.logits.rows(), ex)?;
         self.route_into(&input, out.views(), context, ex)?;
         out.into_tensors()
@@ -101,12 +105,11 @@ impl Router {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<Routed> {
-        let (hidden, weight) = (TensorView::new(hidden)?, TensorView::new(weight)?);
-        let bias = bias.map(TensorView::new).transpose()?;
-        let bias = bias.as_ref().map(TensorView::view).transpose()?;
-        let input = GateInput { bias, ..GateInput::new(hidden.view()?, weight.view()?, layer) };
-        let mut out = Outputs::new(self, input.hidden.rows(), ex)?;
-        self.gate_and_route_into(&input, None, out.views(), context, ex)?;
-        out.into_tensors()
+        with_views([hidden, weight], [bias], |[hidden, weight], [bias]| {
+            let input = GateInput { bias, ..GateInput::new(hidden, weight, layer) };
+            let mut out = Outputs::new(self, hidden.rows(), ex)?;
+            self.gate_and_route_into(&input, None, out.views(), context, ex)?;
+            out.into_tensors()
+        })
     }
 }

@@ -45,6 +45,14 @@ impl<'a> StepRows<'a> {
         }
     }
 
+    /// Fails if a routing function chose an expert for row `t` that does not exist, or one twice.
+    pub fn check_chosen(&self, t: usize, function: &str, ids: &[u32]) -> Result<()> {
+        match ids_fault(ids, self.limit) {
+            Some(fault) => bail!("routing function `{function}`, {}: {fault}", self.place(t)),
+            None => Ok(()),
+        }
+    }
+
     /// Ids and weights of row `t` by a strategy of simulation, the ids forced if there are any.
     pub fn simulate(
         &self,

@@ -3,8 +3,10 @@
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use parking_lot::ReentrantMutex;
+
 use candle_core::cuda_backend::cudarc::cublas::CudaBlas;
-use candle_core::cuda_backend::cudarc::driver::{CudaStream, result, sys};
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
 use candle_core::cuda_backend::{DeviceId, WrapErr};
 use candle_core::{CudaDevice, DType, Device, Result, bail};
 
@@ -29,7 +31,12 @@ pub(crate) struct CudaExec {
     pub(super) blas_ready: Arc<OnceLock<()>>,
     device: Device,
     counters: Arc<Mutex<Vec<(&'static str, Buffer)>>>,
+    /// When the last call on tensors ended, where each thread has a stream of its own.
+    turns: Arc<ReentrantMutex<CudaEvent>>,
 }
+
+/// The stream of candle's default device: a name for the one of the calling thread (`cudaStreamPerThread`).
+const PER_THREAD: sys::CUstream = 2 as _;
 
 /// What was made for each candle device: counters and workspaces outlive every context, because candle's
 /// cuBLAS handle and captured graphs know them.
@@ -62,6 +69,7 @@ impl CudaExec {
             blas: device.cublas_handle(),
             blas_ready: Arc::default(),
             device: Device::Cuda(device.clone()),
+            turns: Arc::new(ReentrantMutex::new(context.new_event(None).w()?)),
             stream,
             counters: Arc::default(),
         })
@@ -71,6 +79,19 @@ impl CudaExec {
     pub(crate) fn raw(&self) -> Result<*mut c_void> {
         self.stream.context().bind_to_thread().w()?;
         Ok(self.stream.cu_stream().cast())
+    }
+
+    /// Puts work on the stream after that of earlier calls, which other threads may have put on streams of their own:
+    /// all calls share counters, workspaces and cuBLAS's memory. A call within a call is part of it.
+    pub(crate) fn in_turn<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
+        if self.stream.cu_stream() != PER_THREAD {
+            return work();
+        }
+        let ended = self.turns.lock();
+        self.stream.wait(&ended).w()?;
+        let result = work();
+        ended.record(&self.stream).w()?;
+        result
     }
 
     /// Address of a view's data; an error if it does not lie on this device.

@@ -16,14 +16,15 @@ mod load;
 use candle_nn::VarBuilder;
 use moe_experts::{AnyExperts, Experts, ExpertsShape};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::{Activation, Exec, StepContext, TensorView, View, ViewMut, Workspace, weighted_sum_into};
+use moe_kernels::{
+    Activation, Exec, StepContext, TensorView, View, ViewMut, Workspace, forward_rows, weighted_sum_into,
+};
 use moe_router::{GateInput, RouteOutput, Router, RouterConfig};
 use tracing::trace_span;
 
 use crate::block::SparseMoeBlock;
 use crate::check::check_gate;
 use crate::context::BlockContext;
-use crate::door::forward_rows;
 use crate::load::{BlockOptions, batch_limits, compose};
 use crate::shared::SharedExperts;
 
@@ -152,9 +153,9 @@ impl MoeMlp {
         }
     }
 
-    /// The same on candle tensors: `hidden` [.., H].
+    /// The same on candle tensors of the CPU: `hidden` [.., H] in the gate's dtype, in any layout.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        forward_rows(hidden, &self.workspace, |x, out, ex| {
+        forward_rows(hidden, (self.gate.dims2()?.1, hidden.dtype()), &self.workspace, |x, out, ex| {
             self.forward_into(x, out, &mut StepContext::default(), ex)
         })
     }

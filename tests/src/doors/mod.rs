@@ -1,0 +1,206 @@
+//! One table of every call on candle tensors, for any device, dtype and memory layout.
+//!
+//! A case gets its inputs from [`Case`]: fixed random numbers, rounded to the dtype, laid out as asked and put on the
+//! device. So the same call can be made on contiguous tensors of the CPU and on anything else, and compared.
+
+mod blocks;
+mod modules;
+mod routing;
+
+use std::cell::Cell;
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::VarBuilder;
+
+/// How the elements of an input lie in memory. The values are the same.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Layout {
+    /// Row-major.
+    Contiguous,
+    /// Row-major, beginning one row into an allocation.
+    Rows,
+    /// The last two dimensions swapped in memory.
+    Transposed,
+    /// A range of columns of wider rows.
+    Columns,
+}
+
+/// All of them.
+pub const LAYOUTS: [Layout; 4] = [Layout::Contiguous, Layout::Rows, Layout::Transposed, Layout::Columns];
+
+impl Layout {
+    /// The same tensor in this layout.
+    fn of(self, x: &Tensor) -> Result<Tensor> {
+        let last = x.rank() - 1;
+        match self {
+            _ if x.elem_count() == 0 => Ok(x.clone()),
+            Self::Contiguous => Ok(x.clone()),
+            Self::Rows => Tensor::cat(&[&x.narrow(0, 0, 1)?, x], 0)?.narrow(0, 1, x.dim(0)?),
+            Self::Transposed if last == 0 => {
+                let column = x.unsqueeze(1)?;
+                Tensor::cat(&[&column, &column], 1)?.narrow(1, 1, 1)?.squeeze(1)
+            }
+            Self::Transposed => x.transpose(last - 1, last)?.contiguous()?.transpose(last - 1, last),
+            Self::Columns => {
+                let edge = x.narrow(last, 0, 1)?;
+                Tensor::cat(&[&edge, x, &edge], last)?.narrow(last, 1, x.dim(last)?)
+            }
+        }
+    }
+}
+
+/// Sizes of a case's layer.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Leading dimensions of the token rows: [B, S] or `[T]`.
+    pub tokens: &'static [usize],
+    /// Hidden size.
+    pub hidden: usize,
+    /// Intermediate size of an expert.
+    pub inter: usize,
+    /// Experts.
+    pub experts: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+}
+
+impl Sizes {
+    /// Rows.
+    pub fn rows(&self) -> usize {
+        self.tokens.iter().product()
+    }
+
+    /// Dimensions of the token rows.
+    pub fn dims(&self) -> Vec<usize> {
+        [self.tokens, &[self.hidden]].concat()
+    }
+}
+
+/// Where and on what a call is made.
+pub struct Case {
+    /// Where the tensors lie.
+    pub device: Device,
+    /// The model dtype.
+    pub dtype: DType,
+    /// How inputs lie in memory; weights are contiguous.
+    pub layout: Layout,
+    /// The layer's sizes.
+    pub sizes: Sizes,
+    seed: Cell<u64>,
+}
+
+impl Case {
+    /// A case; two with equal dtypes and sizes have the same numbers.
+    pub fn new(device: &Device, dtype: DType, layout: Layout, sizes: Sizes) -> Self {
+        Self { device: device.clone(), dtype, layout, sizes, seed: Cell::new(0x5eed) }
+    }
+
+    /// The next random number in -1..1.
+    fn random(&self) -> f32 {
+        let next = self.seed.get().wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        self.seed.set(next);
+        (next >> 40) as f32 / (1 << 23) as f32 - 1.
+    }
+
+    fn place(&self, host: Vec<f32>, dims: &[usize], dtype: DType) -> Result<Tensor> {
+        if host.is_empty() {
+            // candle allocates nothing of no size on a CUDA device, but takes none of some rows.
+            let some: Vec<usize> = dims.iter().map(|&d| d.max(1)).collect();
+            let some = Tensor::zeros(some, dtype, &self.device)?;
+            return (0..dims.len()).try_fold(some, |t, axis| t.narrow(axis, 0, dims[axis]));
+        }
+        Tensor::from_vec(host, dims, &Device::Cpu)?.to_dtype(dtype)?.to_device(&self.device)
+    }
+
+    /// A weight of this case's dtype with entries below `scale`, contiguous.
+    pub fn weight(&self, dims: &[usize], scale: f32) -> Result<Tensor> {
+        let n = dims.iter().product();
+        self.place((0..n).map(|_| self.random() * scale).collect(), dims, self.dtype)
+    }
+
+    /// An input of numbers in -1..1.
+    pub fn input(&self, dims: &[usize], dtype: DType) -> Result<Tensor> {
+        let n = dims.iter().product();
+        self.layout.of(&self.place((0..n).map(|_| self.random()).collect(), dims, dtype)?)
+    }
+
+    /// Token rows [.., H].
+    pub fn hidden(&self) -> Result<Tensor> {
+        self.input(&self.sizes.dims(), self.dtype)
+    }
+
+    /// An input of u32.
+    pub fn words(&self, words: Vec<u32>, dims: &[usize]) -> Result<Tensor> {
+        if words.is_empty() {
+            return self.place(Vec::new(), dims, DType::U32);
+        }
+        self.layout.of(&Tensor::from_vec(words, dims, &self.device)?)
+    }
+
+    /// Distinct expert ids [T, K], and weights that add up to 1 or less.
+    pub fn routing(&self) -> Result<(Tensor, Tensor)> {
+        let Sizes { experts, top_k, .. } = self.sizes;
+        let dims = [self.sizes.rows(), top_k];
+        let id = |i: usize| (((i / top_k) * 3 + i % top_k) % experts) as u32;
+        let ids = self.words((0..dims[0] * dims[1]).map(id).collect(), &dims)?;
+        let weights = (self.input(&dims, DType::F32)?.abs()? / top_k as f64)?;
+        Ok((ids, weights))
+    }
+
+    /// Weights by their names in a checkpoint.
+    fn checkpoint(&self, tensors: &[(String, Vec<usize>, f32)]) -> Result<VarBuilder<'static>> {
+        let entries =
+            tensors.iter().map(|(name, dims, scale)| Ok((name.clone(), self.weight(dims, *scale)?)));
+        let entries: HashMap<String, Tensor> = entries.collect::<Result<_>>()?;
+        Ok(VarBuilder::from_tensors(entries, self.dtype, &self.device))
+    }
+}
+
+/// A call: its results, in order.
+pub type Call = fn(&Case) -> Result<Vec<Tensor>>;
+
+/// Every call on tensors that both devices take, by name.
+pub fn calls() -> Vec<(&'static str, Call)> {
+    [blocks::CALLS, modules::CALLS, routing::CALLS].concat()
+}
+
+/// Sizes that every dtype is tried with: one row, several sequences, odd widths, many rows, nothing at all.
+pub const SMALL: [Sizes; 5] = [
+    Sizes { tokens: &[1, 1], hidden: 64, inter: 64, experts: 4, top_k: 2 },
+    Sizes { tokens: &[2, 3], hidden: 36, inter: 20, experts: 5, top_k: 3 },
+    Sizes { tokens: &[9], hidden: 128, inter: 64, experts: 8, top_k: 2 },
+    Sizes { tokens: &[2, 35], hidden: 64, inter: 36, experts: 6, top_k: 1 },
+    Sizes { tokens: &[2, 0], hidden: 64, inter: 64, experts: 4, top_k: 2 },
+];
+
+/// Sizes of Qwen3-30B-A3B with fewer experts: those of the fast kernels.
+pub const LARGE: [Sizes; 3] = [
+    Sizes { tokens: &[1, 1], hidden: 2048, inter: 768, experts: 4, top_k: 2 },
+    Sizes { tokens: &[2, 8], hidden: 2048, inter: 768, experts: 4, top_k: 2 },
+    Sizes { tokens: &[70], hidden: 2048, inter: 768, experts: 4, top_k: 2 },
+];
+
+/// Fails unless each result has the dims and dtype of the expected one and lies within `tolerance` of its largest
+/// magnitude; integers must be equal. Everything is compared on the host.
+pub fn assert_close(what: &str, expected: &[Tensor], got: &[Tensor], tolerance: f64) {
+    assert_eq!(expected.len(), got.len(), "{what}");
+    for (i, (want, got)) in expected.iter().zip(got).enumerate() {
+        assert_eq!((want.dims(), want.dtype()), (got.dims(), got.dtype()), "{what}: result {i}");
+        let (want, got) = (values(want), values(got));
+        let largest = want.iter().fold(0f64, |m, x| m.max(x.abs()));
+        for (at, (w, g)) in want.iter().zip(&got).enumerate() {
+            let close = (w - g).abs() <= tolerance * largest;
+            assert!(close, "{what}: result {i}, element {at} of {}: expected {w}, got {g}", want.len());
+        }
+    }
+}
+
+/// Elements as f64, which holds those of every dtype here.
+fn values(x: &Tensor) -> Vec<f64> {
+    if x.elem_count() == 0 {
+        return Vec::new();
+    }
+    let host = x.to_device(&Device::Cpu).and_then(|x| x.to_dtype(DType::F64)?.flatten_all()?.to_vec1());
+    host.unwrap_or_else(|e| panic!("results cannot be read: {e}"))
+}
