@@ -190,7 +190,7 @@ struct Shape {
   size_t ring;  // bytes
 };
 
-/// Tile, splits of K and depth of the ring, as measured (docs/kernels-decode.md). Few rows: 64 weight rows per block
+/// Tile, splits of K and depth of the ring, as measured (docs/kernels-labbook.md). Few rows: 64 weight rows per block
 /// and as many blocks as keep every SM loading, two to an SM so that one's start hides behind the other's end. Many
 /// rows: larger tiles, because each block reads its tokens' x again.
 Shape shape(int m, int n, const DeviceLimits& limits) {

@@ -1,4 +1,4 @@
-//! Large dense products by cuBLAS, which beats our kernels above 64 rows (docs/kernels-decode.md).
+//! Large dense products by cuBLAS, which beats our kernels above 64 rows (docs/kernels-labbook.md).
 
 use std::ffi::c_void;
 
