@@ -5,10 +5,10 @@ use std::arch::x86_64::*;
 use half::{bf16, f16};
 
 use super::Kernel;
-use super::simd::{LANES, Simd};
+use super::simd::{LANES, Simd, intrinsics};
 
 /// AVX2 with FMA and F16C. A value exists only inside [`run`], whose caller has checked the
-/// processor; that is what every `SAFETY` line below relies on.
+/// processor.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
 
@@ -28,8 +28,7 @@ type Raw = [__m256i; 2];
 macro_rules! both {
     ($f:ident($a:expr, $b:expr)) => {{
         let (a, b) = ($a, $b);
-        // SAFETY: `self` proves AVX2.
-        unsafe { [$f(a[0], b[0]), $f(a[1], b[1])] }
+        [$f(a[0], b[0]), $f(a[1], b[1])]
     }};
 }
 
@@ -38,19 +37,16 @@ macro_rules! both {
 macro_rules! each {
     ($v:ident in $of:expr => $e:expr) => {{
         let [low, high] = $of;
-        // SAFETY: `self` proves AVX2, FMA and F16C; a pointer is to 8 elements of an array.
-        unsafe {
-            [
-                {
-                    let $v = low;
-                    $e
-                },
-                {
-                    let $v = high;
-                    $e
-                },
-            ]
-        }
+        [
+            {
+                let $v = low;
+                $e
+            },
+            {
+                let $v = high;
+                $e
+            },
+        ]
     }};
 }
 
@@ -73,189 +69,108 @@ impl Simd for Avx2 {
     const TILE_VECTORS: usize = 1;
     const TILE_ROWS: usize = 6;
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> V {
-        // SAFETY: `self` proves AVX2.
-        unsafe { [_mm256_set1_ps(x); 2] }
-    }
-    #[inline(always)]
-    fn load(self, a: &[f32; LANES]) -> V {
-        each!(p in halves(a) => _mm256_loadu_ps(p))
-    }
-    #[inline(always)]
-    fn store(self, v: V, a: &mut [f32; LANES]) {
-        let [low, high] = halves_mut(a);
-        // SAFETY: `self` proves AVX2; each half holds 8 values.
-        unsafe {
+    intrinsics! {
+        fn splat(x: f32) -> V { [_mm256_set1_ps(x); 2] }
+        fn load(a: &[f32; LANES]) -> V { each!(p in halves(a) => _mm256_loadu_ps(p)) }
+        fn store(v: V, a: &mut [f32; LANES]) {
+            let [low, high] = halves_mut(a);
             _mm256_storeu_ps(low, v[0]);
             _mm256_storeu_ps(high, v[1]);
         }
-    }
-    #[inline(always)]
-    fn add(self, a: V, b: V) -> V {
-        both!(_mm256_add_ps(a, b))
-    }
-    #[inline(always)]
-    fn sub(self, a: V, b: V) -> V {
-        both!(_mm256_sub_ps(a, b))
-    }
-    #[inline(always)]
-    fn mul(self, a: V, b: V) -> V {
-        both!(_mm256_mul_ps(a, b))
-    }
-    #[inline(always)]
-    fn div(self, a: V, b: V) -> V {
-        both!(_mm256_div_ps(a, b))
-    }
-    #[inline(always)]
-    fn max(self, a: V, b: V) -> V {
-        both!(_mm256_max_ps(a, b))
-    }
-    #[inline(always)]
-    fn min(self, a: V, b: V) -> V {
-        both!(_mm256_min_ps(a, b))
-    }
-    #[inline(always)]
-    fn fma(self, a: V, b: V, c: V) -> V {
-        // SAFETY: `self` proves FMA.
-        unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
-    }
-    #[inline(always)]
-    fn fold_add(self, v: V) -> f32 {
-        // SAFETY: `self` proves AVX2.
-        unsafe {
-            let v = _mm256_add_ps(v[0], v[1]);
-            let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
-            let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
-            _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+        fn add(a: V, b: V) -> V { both!(_mm256_add_ps(a, b)) }
+        fn sub(a: V, b: V) -> V { both!(_mm256_sub_ps(a, b)) }
+        fn mul(a: V, b: V) -> V { both!(_mm256_mul_ps(a, b)) }
+        fn div(a: V, b: V) -> V { both!(_mm256_div_ps(a, b)) }
+        fn max(a: V, b: V) -> V { both!(_mm256_max_ps(a, b)) }
+        fn min(a: V, b: V) -> V { both!(_mm256_min_ps(a, b)) }
+        fn fma(a: V, b: V, c: V) -> V {
+            [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])]
         }
-    }
-    #[inline(always)]
-    fn fold_max(self, v: V) -> f32 {
-        // SAFETY: `self` proves AVX2.
-        unsafe {
-            let v = _mm256_max_ps(v[0], v[1]);
-            let v = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
-            let v = _mm_max_ps(v, _mm_movehl_ps(v, v));
-            _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
+        fn fold_add(v: V) -> f32 { add8(_mm256_add_ps(v[0], v[1])) }
+        fn fold_max(v: V) -> f32 { max8(_mm256_max_ps(v[0], v[1])) }
+        fn exp2_biased(v: V) -> V {
+            each!(v in v => {
+                let exponent = _mm256_add_epi32(_mm256_castps_si256(v), _mm256_set1_epi32(127));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent))
+            })
         }
-    }
-    #[inline(always)]
-    fn exp2_biased(self, v: V) -> V {
-        each!(v in v => {
-            let exponent = _mm256_add_epi32(_mm256_castps_si256(v), _mm256_set1_epi32(127));
-            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent))
-        })
-    }
-    #[inline(always)]
-    fn zero_below(self, v: V, x: V, bound: f32) -> V {
-        // Not less than: true where x is NaN, so that v is kept.
-        let keep = each!(x in x => _mm256_cmp_ps::<_CMP_NLT_UQ>(x, _mm256_set1_ps(bound)));
-        both!(_mm256_and_ps(v, keep))
-    }
+        fn zero_below(v: V, x: V, bound: f32) -> V {
+            // Not less than: true where x is NaN, so that v is kept.
+            let keep = each!(x in x => _mm256_cmp_ps::<_CMP_NLT_UQ>(x, _mm256_set1_ps(bound)));
+            both!(_mm256_and_ps(v, keep))
+        }
 
-    #[inline(always)]
-    fn load_bf16(self, a: &[bf16; LANES]) -> V {
-        each!(p in halves(a) => {
-            let half = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
-            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(half))
-        })
-    }
-    #[inline(always)]
-    fn store_bf16(self, v: V, a: &mut [bf16; LANES]) {
-        let rounded = each!(v in v => {
-            let bits = _mm256_castps_si256(v);
-            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-            let up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
-            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
-            _mm256_srli_epi32::<16>(_mm256_blendv_epi8(_mm256_add_epi32(bits, up), quiet, nan))
-        });
-        // SAFETY: `self` proves AVX2; the array holds 32 bytes.
-        unsafe {
+        fn load_bf16(a: &[bf16; LANES]) -> V {
+            each!(p in halves(a) => {
+                let half = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(half))
+            })
+        }
+        fn store_bf16(v: V, a: &mut [bf16; LANES]) {
+            let rounded = each!(v in v => {
+                let bits = _mm256_castps_si256(v);
+                let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+                let up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+                let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+                let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+                _mm256_srli_epi32::<16>(_mm256_blendv_epi8(_mm256_add_epi32(bits, up), quiet, nan))
+            });
             // The pack works in 128-bit halves; the permutation puts them in order.
             let packed = _mm256_packus_epi32(rounded[0], rounded[1]);
             let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(packed);
             _mm256_storeu_si256(a.as_mut_ptr().cast(), packed);
         }
-    }
-    #[inline(always)]
-    fn load_f16(self, a: &[f16; LANES]) -> V {
-        each!(p in halves(a) => _mm256_cvtph_ps(_mm_loadu_si128(p.cast())))
-    }
-    #[inline(always)]
-    fn store_f16(self, v: V, a: &mut [f16; LANES]) {
-        let [low, high] = halves_mut(a);
-        // SAFETY: `self` proves F16C; each half holds 16 bytes.
-        unsafe {
+        fn load_f16(a: &[f16; LANES]) -> V {
+            each!(p in halves(a) => _mm256_cvtph_ps(_mm_loadu_si128(p.cast())))
+        }
+        fn store_f16(v: V, a: &mut [f16; LANES]) {
+            let [low, high] = halves_mut(a);
             _mm_storeu_si128(low.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v[0]));
             _mm_storeu_si128(high.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v[1]));
         }
-    }
 
-    #[inline(always)]
-    fn words_f32(self, a: &[f32; LANES]) -> Raw {
-        each!(p in halves(a) => _mm256_loadu_si256(p.cast()))
-    }
-    #[inline(always)]
-    fn words_u16(self, a: &[u16; 2 * LANES]) -> Raw {
-        let (low, high) = a.split_at(LANES);
-        each!(a in [low, high] => _mm256_loadu_si256(a.as_ptr().cast()))
-    }
-    #[inline(always)]
-    fn transpose(self, rows: [Raw; LANES]) -> [Raw; LANES] {
-        let mut out = rows;
-        for (half, column) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
-            let mut block = [rows[0][0]; 8];
-            for i in 0..8 {
-                block[i] = rows[8 * half + i][column];
-            }
-            // SAFETY: `self` proves AVX2.
-            let block = unsafe { transpose8(block) };
-            for i in 0..8 {
-                out[8 * column + i][half] = block[i];
-            }
+        fn words_f32(a: &[f32; LANES]) -> Raw { each!(p in halves(a) => _mm256_loadu_si256(p.cast())) }
+        fn words_u16(a: &[u16; 2 * LANES]) -> Raw {
+            let (low, high) = a.split_at(LANES);
+            each!(a in [low, high] => _mm256_loadu_si256(a.as_ptr().cast()))
         }
-        out
-    }
-    #[inline(always)]
-    fn as_f32(self, v: Raw) -> V {
-        each!(v in v => _mm256_castsi256_ps(v))
-    }
-    #[inline(always)]
-    fn half_bf16<const HIGH: bool>(self, v: Raw) -> V {
-        each!(v in v => _mm256_castsi256_ps(if HIGH {
-            _mm256_and_si256(v, _mm256_set1_epi32(0xffff_0000_u32 as i32))
-        } else {
-            _mm256_slli_epi32::<16>(v)
-        }))
-    }
-    #[inline(always)]
-    fn half_f16<const HIGH: bool>(self, v: Raw) -> V {
-        each!(v in v => {
-            let word = if HIGH {
-                _mm256_srli_epi32::<16>(v)
+        fn transpose(rows: [Raw; LANES]) -> [Raw; LANES] {
+            let mut out = rows;
+            for (half, column) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+                let mut block = [rows[0][0]; 8];
+                for i in 0..8 {
+                    block[i] = rows[8 * half + i][column];
+                }
+                let block = transpose8(block);
+                for i in 0..8 {
+                    out[8 * column + i][half] = block[i];
+                }
+            }
+            out
+        }
+        fn as_f32(v: Raw) -> V { each!(v in v => _mm256_castsi256_ps(v)) }
+        fn half_bf16<const HIGH: bool>(v: Raw) -> V {
+            each!(v in v => _mm256_castsi256_ps(if HIGH {
+                _mm256_and_si256(v, _mm256_set1_epi32(0xffff_0000_u32 as i32))
             } else {
-                _mm256_and_si256(v, _mm256_set1_epi32(0xffff))
-            };
-            let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(word, word));
-            _mm256_cvtph_ps(_mm256_castsi256_si128(packed))
-        })
-    }
-    #[inline(always)]
-    fn to_words(self, v: V) -> Raw {
-        // SAFETY: `self` proves AVX2.
-        unsafe { [_mm256_castps_si256(v[0]), _mm256_castps_si256(v[1])] }
-    }
-    #[inline(always)]
-    fn load_words(self, a: &[u32; LANES]) -> Raw {
-        each!(p in halves(a) => _mm256_loadu_si256(p.cast()))
-    }
-    #[inline(always)]
-    fn store_words(self, v: Raw, a: &mut [u32; LANES]) {
-        let [low, high] = halves_mut(a);
-        // SAFETY: `self` proves AVX2; each half holds 32 bytes.
-        unsafe {
+                _mm256_slli_epi32::<16>(v)
+            }))
+        }
+        fn half_f16<const HIGH: bool>(v: Raw) -> V {
+            each!(v in v => {
+                let word = if HIGH {
+                    _mm256_srli_epi32::<16>(v)
+                } else {
+                    _mm256_and_si256(v, _mm256_set1_epi32(0xffff))
+                };
+                let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(word, word));
+                _mm256_cvtph_ps(_mm256_castsi256_si128(packed))
+            })
+        }
+        fn to_words(v: V) -> Raw { [_mm256_castps_si256(v[0]), _mm256_castps_si256(v[1])] }
+        fn load_words(a: &[u32; LANES]) -> Raw { each!(p in halves(a) => _mm256_loadu_si256(p.cast())) }
+        fn store_words(v: Raw, a: &mut [u32; LANES]) {
+            let [low, high] = halves_mut(a);
             _mm256_storeu_si256(low.cast(), v[0]);
             _mm256_storeu_si256(high.cast(), v[1]);
         }
@@ -265,6 +180,34 @@ impl Simd for Avx2 {
     fn prefetch<T>(self, p: *const T) {
         // SAFETY: a prefetch never faults, whatever the address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}
+
+/// Folds 8 lanes to their sum: lane i takes lane i + 4, then + 2, + 1.
+///
+/// # Safety
+/// The processor must support AVX2.
+#[inline(always)]
+pub(super) unsafe fn add8(v: __m256) -> f32 {
+    // SAFETY: the caller promises AVX2.
+    unsafe {
+        let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+        let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+        _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+    }
+}
+
+/// Folds 8 lanes to their maximum, in the order of [`add8`].
+///
+/// # Safety
+/// The processor must support AVX2.
+#[inline(always)]
+pub(super) unsafe fn max8(v: __m256) -> f32 {
+    // SAFETY: the caller promises AVX2.
+    unsafe {
+        let v = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+        let v = _mm_max_ps(v, _mm_movehl_ps(v, v));
+        _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
     }
 }
 

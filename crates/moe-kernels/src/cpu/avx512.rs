@@ -6,11 +6,11 @@ use std::arch::x86_64::*;
 use half::{bf16, f16};
 
 use super::Kernel;
-use super::simd::{LANES, Simd, dot_bf16_by_fma};
+use super::avx2::{add8, max8};
+use super::simd::{LANES, Simd, dot_bf16_by_fma, intrinsics};
 
 /// AVX-512 F, BW, DQ, VL with FMA and F16C; with `BF16`, also the BF16 dot product. A value
-/// exists only inside [`run`] and [`run_bf16`], whose callers have checked the processor; that
-/// is what every `SAFETY` line below relies on.
+/// exists only inside [`run`] and [`run_bf16`], whose callers have checked the processor.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512<const BF16: bool>(());
 
@@ -38,107 +38,39 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     const TILE_VECTORS: usize = 2;
     const TILE_ROWS: usize = 12;
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_set1_ps(x) }
-    }
-    #[inline(always)]
-    fn load(self, a: &[f32; LANES]) -> __m512 {
-        // SAFETY: `self` proves AVX-512; the array holds 16 values.
-        unsafe { _mm512_loadu_ps(a.as_ptr()) }
-    }
-    #[inline(always)]
-    fn store(self, v: __m512, a: &mut [f32; LANES]) {
-        // SAFETY: `self` proves AVX-512; the array holds 16 values.
-        unsafe { _mm512_storeu_ps(a.as_mut_ptr(), v) }
-    }
-    #[inline(always)]
-    fn add(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_add_ps(a, b) }
-    }
-    #[inline(always)]
-    fn sub(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_sub_ps(a, b) }
-    }
-    #[inline(always)]
-    fn mul(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_mul_ps(a, b) }
-    }
-    #[inline(always)]
-    fn div(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_div_ps(a, b) }
-    }
-    #[inline(always)]
-    fn max(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_max_ps(a, b) }
-    }
-    #[inline(always)]
-    fn min(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_min_ps(a, b) }
-    }
-    #[inline(always)]
-    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_fmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
-    fn fold_add(self, v: __m512) -> f32 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe {
-            let v = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
-            let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
-            let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
-            _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+    intrinsics! {
+        fn splat(x: f32) -> __m512 { _mm512_set1_ps(x) }
+        fn load(a: &[f32; LANES]) -> __m512 { _mm512_loadu_ps(a.as_ptr()) }
+        fn store(v: __m512, a: &mut [f32; LANES]) { _mm512_storeu_ps(a.as_mut_ptr(), v) }
+        fn add(a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) }
+        fn sub(a: __m512, b: __m512) -> __m512 { _mm512_sub_ps(a, b) }
+        fn mul(a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
+        fn div(a: __m512, b: __m512) -> __m512 { _mm512_div_ps(a, b) }
+        fn max(a: __m512, b: __m512) -> __m512 { _mm512_max_ps(a, b) }
+        fn min(a: __m512, b: __m512) -> __m512 { _mm512_min_ps(a, b) }
+        fn fma(a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
+        fn fold_add(v: __m512) -> f32 {
+            add8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v)))
         }
-    }
-    #[inline(always)]
-    fn fold_max(self, v: __m512) -> f32 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe {
-            let v = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
-            let v = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
-            let v = _mm_max_ps(v, _mm_movehl_ps(v, v));
-            _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
+        fn fold_max(v: __m512) -> f32 {
+            max8(_mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v)))
         }
-    }
-    #[inline(always)]
-    fn exp2_biased(self, v: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe {
+        fn exp2_biased(v: __m512) -> __m512 {
             let exponent = _mm512_add_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(127));
             _mm512_castsi512_ps(_mm512_slli_epi32::<23>(exponent))
         }
-    }
-    #[inline(always)]
-    fn zero_below(self, v: __m512, x: __m512, bound: f32) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe {
+        fn zero_below(v: __m512, x: __m512, bound: f32) -> __m512 {
             // Not less than: true where x is NaN, so that v is kept.
             let keep = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(bound));
             _mm512_maskz_mov_ps(keep, v)
         }
-    }
 
-    #[inline(always)]
-    fn load_bf16(self, a: &[bf16; LANES]) -> __m512 {
-        // SAFETY: `self` proves AVX-512; the array holds 32 bytes.
-        unsafe {
+        fn load_bf16(a: &[bf16; LANES]) -> __m512 {
             let half = _mm256_loadu_si256(a.as_ptr().cast());
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half)))
         }
-    }
-    #[inline(always)]
-    fn store_bf16(self, v: __m512, a: &mut [bf16; LANES]) {
-        // vcvtneps2bf16 would flush subnormals; this rounds as `bf16::from_f32` does.
-        // SAFETY: `self` proves AVX-512; the array holds 32 bytes.
-        unsafe {
+        fn store_bf16(v: __m512, a: &mut [bf16; LANES]) {
+            // vcvtneps2bf16 would flush subnormals; this rounds as `bf16::from_f32` does.
             let bits = _mm512_castps_si512(v);
             let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
             let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -148,35 +80,15 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             let half = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded));
             _mm256_storeu_si256(a.as_mut_ptr().cast(), half);
         }
-    }
-    #[inline(always)]
-    fn load_f16(self, a: &[f16; LANES]) -> __m512 {
-        // SAFETY: `self` proves AVX-512; the array holds 32 bytes.
-        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(a.as_ptr().cast())) }
-    }
-    #[inline(always)]
-    fn store_f16(self, v: __m512, a: &mut [f16; LANES]) {
-        // SAFETY: `self` proves AVX-512; the array holds 32 bytes.
-        unsafe {
+        fn load_f16(a: &[f16; LANES]) -> __m512 { _mm512_cvtph_ps(_mm256_loadu_si256(a.as_ptr().cast())) }
+        fn store_f16(v: __m512, a: &mut [f16; LANES]) {
             let half = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v);
             _mm256_storeu_si256(a.as_mut_ptr().cast(), half);
         }
-    }
 
-    #[inline(always)]
-    fn words_f32(self, a: &[f32; LANES]) -> __m512i {
-        // SAFETY: `self` proves AVX-512; the array holds 64 bytes.
-        unsafe { _mm512_loadu_si512(a.as_ptr().cast()) }
-    }
-    #[inline(always)]
-    fn words_u16(self, a: &[u16; 2 * LANES]) -> __m512i {
-        // SAFETY: `self` proves AVX-512; the array holds 64 bytes.
-        unsafe { _mm512_loadu_si512(a.as_ptr().cast()) }
-    }
-    #[inline(always)]
-    fn transpose(self, r: [__m512i; LANES]) -> [__m512i; LANES] {
-        // SAFETY: `self` proves AVX-512.
-        unsafe {
+        fn words_f32(a: &[f32; LANES]) -> __m512i { _mm512_loadu_si512(a.as_ptr().cast()) }
+        fn words_u16(a: &[u16; 2 * LANES]) -> __m512i { _mm512_loadu_si512(a.as_ptr().cast()) }
+        fn transpose(r: [__m512i; LANES]) -> [__m512i; LANES] {
             // Within each 128-bit quarter q: pairs[i] holds columns 4q.. of two rows interleaved,
             // quads[4g + c] column 4q + c of rows 4g..4g + 4.
             let mut pairs = r;
@@ -210,46 +122,23 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             }
             out
         }
-    }
-    #[inline(always)]
-    fn as_f32(self, v: __m512i) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_castsi512_ps(v) }
-    }
-    #[inline(always)]
-    fn half_bf16<const HIGH: bool>(self, v: __m512i) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe {
+        fn as_f32(v: __m512i) -> __m512 { _mm512_castsi512_ps(v) }
+        fn half_bf16<const HIGH: bool>(v: __m512i) -> __m512 {
             _mm512_castsi512_ps(if HIGH {
                 _mm512_and_si512(v, _mm512_set1_epi32(0xffff_0000_u32 as i32))
             } else {
                 _mm512_slli_epi32::<16>(v)
             })
         }
-    }
-    #[inline(always)]
-    fn half_f16<const HIGH: bool>(self, v: __m512i) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe {
+        fn half_f16<const HIGH: bool>(v: __m512i) -> __m512 {
             let word = if HIGH { _mm512_srli_epi32::<16>(v) } else { v };
             _mm512_cvtph_ps(_mm512_cvtepi32_epi16(word))
         }
+        fn to_words(v: __m512) -> __m512i { _mm512_castps_si512(v) }
+        fn load_words(a: &[u32; LANES]) -> __m512i { _mm512_loadu_si512(a.as_ptr().cast()) }
+        fn store_words(v: __m512i, a: &mut [u32; LANES]) { _mm512_storeu_si512(a.as_mut_ptr().cast(), v) }
     }
-    #[inline(always)]
-    fn to_words(self, v: __m512) -> __m512i {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_castps_si512(v) }
-    }
-    #[inline(always)]
-    fn load_words(self, a: &[u32; LANES]) -> __m512i {
-        // SAFETY: `self` proves AVX-512; the array holds 64 bytes.
-        unsafe { _mm512_loadu_si512(a.as_ptr().cast()) }
-    }
-    #[inline(always)]
-    fn store_words(self, v: __m512i, a: &mut [u32; LANES]) {
-        // SAFETY: `self` proves AVX-512; the array holds 64 bytes.
-        unsafe { _mm512_storeu_si512(a.as_mut_ptr().cast(), v) }
-    }
+
     #[inline(always)]
     fn dot_bf16(self, acc: __m512, x: u32, w: __m512i) -> __m512 {
         if !BF16 {

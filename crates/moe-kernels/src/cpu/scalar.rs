@@ -5,7 +5,7 @@
 
 use half::{bf16, f16};
 
-use super::simd::{LANES, Simd};
+use super::simd::{LANES, Simd, inlined};
 use crate::element::Float;
 
 /// Portable Rust.
@@ -25,107 +25,42 @@ impl Simd for Scalar {
     const TILE_VECTORS: usize = 1;
     const TILE_ROWS: usize = if cfg!(target_arch = "aarch64") { 4 } else { 2 };
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> V {
-        [x; LANES]
-    }
-    #[inline(always)]
-    fn load(self, a: &[f32; LANES]) -> V {
-        *a
-    }
-    #[inline(always)]
-    fn store(self, v: V, a: &mut [f32; LANES]) {
-        *a = v;
-    }
-    #[inline(always)]
-    fn add(self, a: V, b: V) -> V {
-        zip(a, b, |a, b| a + b)
-    }
-    #[inline(always)]
-    fn sub(self, a: V, b: V) -> V {
-        zip(a, b, |a, b| a - b)
-    }
-    #[inline(always)]
-    fn mul(self, a: V, b: V) -> V {
-        zip(a, b, |a, b| a * b)
-    }
-    #[inline(always)]
-    fn div(self, a: V, b: V) -> V {
-        zip(a, b, |a, b| a / b)
-    }
-    #[inline(always)]
-    fn max(self, a: V, b: V) -> V {
-        zip(a, b, |a, b| if a > b { a } else { b })
-    }
-    #[inline(always)]
-    fn min(self, a: V, b: V) -> V {
-        zip(a, b, |a, b| if a < b { a } else { b })
-    }
-    #[inline(always)]
-    fn fma(self, a: V, b: V, c: V) -> V {
-        std::array::from_fn(|i| a[i] * b[i] + c[i])
-    }
-    #[inline(always)]
-    fn exp2_biased(self, v: V) -> V {
-        v.map(|v| f32::from_bits(v.to_bits().wrapping_add(127) << 23))
-    }
-    #[inline(always)]
-    fn zero_below(self, v: V, x: V, bound: f32) -> V {
-        zip(v, x, |v, x| if x < bound { 0.0 } else { v })
-    }
+    inlined! {
+        fn splat(x: f32) -> V { [x; LANES] }
+        fn load(a: &[f32; LANES]) -> V { *a }
+        fn store(v: V, a: &mut [f32; LANES]) { *a = v; }
+        fn add(a: V, b: V) -> V { zip(a, b, |a, b| a + b) }
+        fn sub(a: V, b: V) -> V { zip(a, b, |a, b| a - b) }
+        fn mul(a: V, b: V) -> V { zip(a, b, |a, b| a * b) }
+        fn div(a: V, b: V) -> V { zip(a, b, |a, b| a / b) }
+        fn max(a: V, b: V) -> V { zip(a, b, |a, b| if a > b { a } else { b }) }
+        fn min(a: V, b: V) -> V { zip(a, b, |a, b| if a < b { a } else { b }) }
+        fn fma(a: V, b: V, c: V) -> V { std::array::from_fn(|i| a[i] * b[i] + c[i]) }
+        fn exp2_biased(v: V) -> V { v.map(|v| f32::from_bits(v.to_bits().wrapping_add(127) << 23)) }
+        fn zero_below(v: V, x: V, bound: f32) -> V { zip(v, x, |v, x| if x < bound { 0.0 } else { v }) }
 
-    #[inline(always)]
-    fn load_bf16(self, a: &[bf16; LANES]) -> V {
-        a.map(bf16::widen)
-    }
-    #[inline(always)]
-    fn store_bf16(self, v: V, a: &mut [bf16; LANES]) {
-        *a = v.map(bf16::narrow);
-    }
-    #[inline(always)]
-    fn load_f16(self, a: &[f16; LANES]) -> V {
-        a.map(f16::widen)
-    }
-    #[inline(always)]
-    fn store_f16(self, v: V, a: &mut [f16; LANES]) {
-        *a = v.map(f16::narrow);
-    }
+        fn load_bf16(a: &[bf16; LANES]) -> V { a.map(bf16::widen) }
+        fn store_bf16(v: V, a: &mut [bf16; LANES]) { *a = v.map(bf16::narrow); }
+        fn load_f16(a: &[f16; LANES]) -> V { a.map(f16::widen) }
+        fn store_f16(v: V, a: &mut [f16; LANES]) { *a = v.map(f16::narrow); }
 
-    #[inline(always)]
-    fn words_f32(self, a: &[f32; LANES]) -> Self::Raw {
-        a.map(f32::to_bits)
-    }
-    #[inline(always)]
-    fn words_u16(self, a: &[u16; 2 * LANES]) -> Self::Raw {
-        std::array::from_fn(|i| u32::from(a[2 * i]) | u32::from(a[2 * i + 1]) << 16)
-    }
-    #[inline(always)]
-    fn transpose(self, rows: [Self::Raw; LANES]) -> [Self::Raw; LANES] {
-        std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]))
-    }
-    #[inline(always)]
-    fn as_f32(self, v: Self::Raw) -> V {
-        v.map(f32::from_bits)
-    }
-    #[inline(always)]
-    fn half_bf16<const HIGH: bool>(self, v: Self::Raw) -> V {
-        v.map(|w| f32::from_bits(if HIGH { w & 0xffff_0000 } else { w << 16 }))
-    }
-    #[inline(always)]
-    fn half_f16<const HIGH: bool>(self, v: Self::Raw) -> V {
-        v.map(|w| f16::from_bits((if HIGH { w >> 16 } else { w }) as u16).widen())
-    }
-    #[inline(always)]
-    fn to_words(self, v: V) -> Self::Raw {
-        v.map(f32::to_bits)
-    }
-    #[inline(always)]
-    fn load_words(self, a: &[u32; LANES]) -> Self::Raw {
-        *a
-    }
-    #[inline(always)]
-    fn store_words(self, v: Self::Raw, a: &mut [u32; LANES]) {
-        *a = v;
+        fn words_f32(a: &[f32; LANES]) -> Self::Raw { a.map(f32::to_bits) }
+        fn words_u16(a: &[u16; 2 * LANES]) -> Self::Raw {
+            std::array::from_fn(|i| u32::from(a[2 * i]) | u32::from(a[2 * i + 1]) << 16)
+        }
+        fn transpose(rows: [Self::Raw; LANES]) -> [Self::Raw; LANES] {
+            std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]))
+        }
+        fn as_f32(v: Self::Raw) -> V { v.map(f32::from_bits) }
+        fn half_bf16<const HIGH: bool>(v: Self::Raw) -> V {
+            v.map(|w| f32::from_bits(if HIGH { w & 0xffff_0000 } else { w << 16 }))
+        }
+        fn half_f16<const HIGH: bool>(v: Self::Raw) -> V {
+            v.map(|w| f16::from_bits((if HIGH { w >> 16 } else { w }) as u16).widen())
+        }
+        fn to_words(v: V) -> Self::Raw { v.map(f32::to_bits) }
+        fn load_words(a: &[u32; LANES]) -> Self::Raw { *a }
+        fn store_words(v: Self::Raw, a: &mut [u32; LANES]) { *a = v; }
     }
 
     #[inline(always)]

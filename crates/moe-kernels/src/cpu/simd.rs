@@ -90,6 +90,27 @@ pub(crate) trait Simd: Copy {
     fn prefetch<T>(self, p: *const T);
 }
 
+/// Methods of a [`Simd`], which take `self` first and are always inlined.
+macro_rules! inlined {
+    ($(fn $name:ident $(<const $flag:ident: bool>)? ($($arg:ident: $type:ty),*) $(-> $out:ty)? $body:block)*) => {$(
+        #[inline(always)]
+        fn $name $(<const $flag: bool>)? (self, $($arg: $type),*) $(-> $out)? $body
+    )*};
+}
+
+/// [`inlined`] methods whose bodies call intrinsics of the path's instruction set.
+macro_rules! intrinsics {
+    ($(fn $name:ident $(<const $flag:ident: bool>)? ($($arg:ident: $type:ty),*) $(-> $out:ty)? $body:block)*) => {
+        $crate::cpu::simd::inlined! {$(
+            fn $name $(<const $flag: bool>)? ($($arg: $type),*) $(-> $out)? {
+                // SAFETY: `self` proves the instruction set; pointers are to arrays of the length that is moved.
+                unsafe { $body }
+            }
+        )*}
+    };
+}
+pub(crate) use {inlined, intrinsics};
+
 /// A model dtype, as the kernels load and store it.
 pub(crate) trait Lanes: Float {
     /// Values per 32-bit word.
