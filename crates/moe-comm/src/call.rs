@@ -9,18 +9,15 @@ use candle_core::DType;
 use moe_kernels::Dims;
 use serde::{Deserialize, Serialize};
 
-use crate::communicator::ReduceOp;
+use crate::communicator::{Collective, ReduceOp};
 
 /// The collectives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Op {
     AllReduce,
     AllGather,
-    AllGatherV,
     ReduceScatter,
-    ReduceScatterV,
     AllToAll,
-    AllToAllV,
     Broadcast,
     Barrier,
     Split,
@@ -34,11 +31,8 @@ impl Op {
         match self {
             Self::AllReduce => "all_reduce",
             Self::AllGather => "all_gather",
-            Self::AllGatherV => "all_gather_v",
             Self::ReduceScatter => "reduce_scatter",
-            Self::ReduceScatterV => "reduce_scatter_v",
             Self::AllToAll => "all_to_all",
-            Self::AllToAllV => "all_to_all_v",
             Self::Broadcast => "broadcast",
             Self::Barrier => "barrier",
             Self::Split => "split",
@@ -54,11 +48,24 @@ impl fmt::Display for Op {
     }
 }
 
+impl Collective<'_> {
+    pub(crate) fn op(&self) -> Op {
+        match self {
+            Self::AllReduce { .. } => Op::AllReduce,
+            Self::AllGather { .. } => Op::AllGather,
+            Self::ReduceScatter { .. } => Op::ReduceScatter,
+            Self::AllToAll { .. } => Op::AllToAll,
+            Self::Broadcast { .. } => Op::Broadcast,
+            Self::Barrier => Op::Barrier,
+        }
+    }
+}
+
 /// Row counts of a collective.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Counts {
-    /// None, or implied by the dims.
-    Implied,
+    /// No rows are moved.
+    None,
     /// Rows of each rank, the same on every rank.
     PerRank(Vec<usize>),
     /// Rows sent to and received from each rank.
@@ -68,7 +75,7 @@ pub(crate) enum Counts {
 impl fmt::Debug for Counts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Implied => f.write_str("none"),
+            Self::None => f.write_str("none"),
             Self::PerRank(counts) => counts.fmt(f),
             Self::Pairwise { send, recv } => write!(f, "{send:?} sent, {recv:?} received"),
         }
@@ -90,7 +97,7 @@ pub(crate) struct Call {
 impl Call {
     /// A call without data.
     pub(crate) fn bare(op: Op) -> Self {
-        Self { op, reduce: None, dtype: None, dims: None, root: None, counts: Counts::Implied }
+        Self { op, reduce: None, dtype: None, dims: None, root: None, counts: Counts::None }
     }
 }
 
@@ -115,7 +122,7 @@ pub(crate) fn disagreement(calls: &[&Call], label: impl Fn(&[usize]) -> String) 
         let list: Vec<String> = groups.iter().map(|(v, ranks)| format!("{v} on {}", label(ranks))).collect();
         let what = match *what {
             "collective" => what.to_string(),
-            "dims" if first.counts != Counts::Implied => format!("dims after the first in {}", first.op),
+            "dims" if first.counts != Counts::None => format!("dims after the first in {}", first.op),
             _ => format!("{what} in {}", first.op),
         };
         (groups.len() > 1).then(|| format!("ranks disagree about the {what}: {}", list.join(", ")))

@@ -37,6 +37,25 @@ impl fmt::Display for ReduceOp {
     }
 }
 
+/// A collective with the arguments of the [`Communicator`]'s method that calls it, as that hands them to
+/// [`run`](Communicator::run). Counts are in rows of dimension 0, one for each rank.
+#[derive(Debug)]
+#[allow(missing_docs)] // The methods say what the arguments are.
+pub enum Collective<'a> {
+    /// [`Communicator::all_reduce`].
+    AllReduce { data: ViewMut<'a>, op: ReduceOp },
+    /// [`Communicator::all_gather_v`].
+    AllGather { input: View<'a>, counts: &'a [usize], out: ViewMut<'a> },
+    /// [`Communicator::reduce_scatter_v`].
+    ReduceScatter { input: View<'a>, counts: &'a [usize], out: ViewMut<'a>, op: ReduceOp },
+    /// [`Communicator::all_to_all_v`].
+    AllToAll { input: View<'a>, send: &'a [usize], out: ViewMut<'a>, recv: &'a [usize] },
+    /// [`Communicator::broadcast`].
+    Broadcast { data: ViewMut<'a>, root: usize },
+    /// [`Communicator::barrier`].
+    Barrier,
+}
+
 /// One rank's handle to its group.
 ///
 /// Conventions of every collective:
@@ -45,6 +64,7 @@ impl fmt::Display for ReduceOp {
 ///   all ranks. Zero rows are legal everywhere.
 /// - The calling rank's own rows take part like any other rank's.
 /// - Results are bit-identical on every rank, in every run, for every timing.
+/// - The forms with counts (`_v`) and without are one collective: the latter have equal counts.
 ///
 /// # Errors
 /// Wrong arguments, ranks that disagree about a call, and ranks that panic, leave, stall or
@@ -58,9 +78,14 @@ pub trait Communicator: Send + Sync + Debug {
     /// Number of ranks in the group.
     fn world_size(&self) -> usize;
 
+    /// Runs a collective: what a transport implements. The methods below are its forms for callers.
+    fn run(&self, collective: Collective<'_>, ex: &mut Exec) -> Result<()>;
+
     /// Replaces `data` on every rank by the reduction of all ranks' `data`, element by element.
     /// Any dims, the same on all ranks.
-    fn all_reduce(&self, data: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()>;
+    fn all_reduce(&self, data: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()> {
+        self.run(Collective::AllReduce { data, op }, ex)
+    }
 
     /// What follows a row-parallel product in a decoder layer: `residual` += the sum of all ranks' `partial`, then
     /// `out` = RMS norm of `residual`. `partial` is scratch afterwards. A communicator may do it in one launch; then
@@ -74,23 +99,28 @@ pub trait Communicator: Send + Sync + Debug {
     /// | `out` | [T, H] model dtype |
     fn all_reduce_add_rms_norm(
         &self,
-        partial: ViewMut<'_>,
+        mut partial: ViewMut<'_>,
         weight: View<'_>,
         eps: f32,
         residual: ViewMut<'_>,
         out: ViewMut<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
-        one_by_one(self, partial, weight, eps, residual, out, ex)
+        self.all_reduce(partial.reborrow(), ReduceOp::Sum, ex)?;
+        add_rms_norm_into(partial.as_view(), weight, eps, residual, out, ex)
     }
 
     /// Concatenates `input` [R, ..], of the same R on all ranks, in rank order into `out`
     /// [world_size * R, ..].
-    fn all_gather(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()>;
+    fn all_gather(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        self.all_gather_v(input, &vec![input.rows(); self.world_size()], out, ex)
+    }
 
     /// Concatenates `input` [counts\[rank\], ..] in rank order into `out` [sum(counts), ..].
     /// `counts` has one entry per rank and is the same on all ranks.
-    fn all_gather_v(&self, input: View<'_>, counts: &[usize], out: ViewMut<'_>, ex: &mut Exec) -> Result<()>;
+    fn all_gather_v(&self, input: View<'_>, counts: &[usize], out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        self.run(Collective::AllGather { input, counts, out }, ex)
+    }
 
     /// [`all_gather_v`](Self::all_gather_v) of several arrays, pairs of input and output, with the same counts: one call of a
     /// communicator whose calls cost more than small arrays do.
@@ -105,7 +135,10 @@ pub trait Communicator: Send + Sync + Debug {
 
     /// Reduces all ranks' `input` [world_size * R, ..] and leaves the rank-th R rows of the
     /// result in `out` [R, ..].
-    fn reduce_scatter(&self, input: View<'_>, out: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()>;
+    fn reduce_scatter(&self, input: View<'_>, out: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()> {
+        let counts = vec![out.rows(); self.world_size()];
+        self.reduce_scatter_v(input, &counts, out, op, ex)
+    }
 
     /// Reduces all ranks' `input` [sum(counts), ..] and leaves this rank's rows of the result in
     /// `out` [counts\[rank\], ..]. `counts` has one entry per rank and is the same on all ranks.
@@ -116,29 +149,41 @@ pub trait Communicator: Send + Sync + Debug {
         out: ViewMut<'_>,
         op: ReduceOp,
         ex: &mut Exec,
-    ) -> Result<()>;
+    ) -> Result<()> {
+        self.run(Collective::ReduceScatter { input, counts, out, op }, ex)
+    }
 
     /// Sends the s-th R rows of `input` [world_size * R, ..] to rank s, and receives the same
     /// from every rank, in rank order, into `out` [world_size * R, ..].
-    fn all_to_all(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()>;
+    fn all_to_all(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        let size = self.world_size();
+        let counts = vec![input.rows() / size; size];
+        self.all_to_all_v(input, &counts, out, &counts, ex)
+    }
 
-    /// Sends `send_counts[s]` rows of `input` [sum(send_counts), ..] to each rank s, in rank
-    /// order, and receives `recv_counts[s]` rows from each rank s, in rank order, into `out`
-    /// [sum(recv_counts), ..]. What a rank sends must be what the other expects.
+    /// Sends `send[s]` rows of `input` [sum(send), ..] to each rank s, in rank order, and receives
+    /// `recv[s]` rows from each rank s, in rank order, into `out` [sum(recv), ..]. What a rank
+    /// sends must be what the other expects.
     fn all_to_all_v(
         &self,
         input: View<'_>,
-        send_counts: &[usize],
+        send: &[usize],
         out: ViewMut<'_>,
-        recv_counts: &[usize],
+        recv: &[usize],
         ex: &mut Exec,
-    ) -> Result<()>;
+    ) -> Result<()> {
+        self.run(Collective::AllToAll { input, send, out, recv }, ex)
+    }
 
     /// Replaces `data` on every rank by rank `root`'s. Any dims, the same on all ranks.
-    fn broadcast(&self, data: ViewMut<'_>, root: usize, ex: &mut Exec) -> Result<()>;
+    fn broadcast(&self, data: ViewMut<'_>, root: usize, ex: &mut Exec) -> Result<()> {
+        self.run(Collective::Broadcast { data, root }, ex)
+    }
 
     /// Returns once every rank has called it.
-    fn barrier(&self, ex: &mut Exec) -> Result<()>;
+    fn barrier(&self, ex: &mut Exec) -> Result<()> {
+        self.run(Collective::Barrier, ex)
+    }
 
     /// Splits the group: the ranks that pass the same `color` form a new group, ordered by
     /// `key`, then by rank in this group. The new group fails when this one fails and the other
@@ -158,18 +203,4 @@ pub trait Communicator: Send + Sync + Debug {
     fn watch(&self, _ex: &mut Exec) -> Result<()> {
         self.check()
     }
-}
-
-/// [`Communicator::all_reduce_add_rms_norm`] as a sum and an addition with norm.
-pub(crate) fn one_by_one(
-    comm: &(impl Communicator + ?Sized),
-    mut partial: ViewMut<'_>,
-    weight: View<'_>,
-    eps: f32,
-    residual: ViewMut<'_>,
-    out: ViewMut<'_>,
-    ex: &mut Exec,
-) -> Result<()> {
-    comm.all_reduce(partial.reborrow(), ReduceOp::Sum, ex)?;
-    add_rms_norm_into(partial.as_view(), weight, eps, residual, out, ex)
 }

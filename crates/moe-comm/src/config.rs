@@ -4,7 +4,7 @@
 //! under any geometry. The rules are InfiniLM's (`moe_config.py`) without the limits that do
 //! not hold here: dp > 1 with expert parallelism, ep != tp, and `deepep` are allowed.
 
-use crate::error::GeometryError;
+use crate::error::{GeometryError, refuse};
 use crate::geometry::Geometry;
 use crate::launch::Launch;
 use crate::names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement};
@@ -57,12 +57,18 @@ impl ParallelConfig {
     pub fn world_size(&self) -> Result<usize, GeometryError> {
         for (name, size) in [("tp", self.tp), ("dp", self.dp)] {
             if size == 0 {
-                return Err(GeometryError::ZeroSize { name });
+                refuse!(GeometryError, "{name} must be at least 1, got 0")
             }
         }
         match self.dp.checked_mul(self.tp) {
             Some(n) if n <= MAX_WORLD_SIZE => Ok(n),
-            _ => Err(GeometryError::WorldTooLarge { dp: self.dp, tp: self.tp, max: MAX_WORLD_SIZE }),
+            _ => {
+                let Self { dp, tp, .. } = self;
+                refuse!(
+                    GeometryError,
+                    "dp {dp} x tp {tp} is more than {MAX_WORLD_SIZE} ranks, the most that is supported"
+                )
+            }
         }
     }
 
@@ -77,16 +83,33 @@ impl ParallelConfig {
         };
         let explicit = self.backend != EpBackendChoice::Auto;
         if explicit && backend.is_expert_parallel() && !self.enable_expert_parallel {
-            return Err(GeometryError::BackendNeedsExpertParallel { backend });
+            refuse!(
+                GeometryError,
+                "the MoE backend {backend} needs expert parallelism; add --enable-expert-parallel, or choose auto \
+                 or disabled"
+            )
         }
         if explicit && !backend.is_expert_parallel() && self.enable_expert_parallel {
-            return Err(GeometryError::ExpertParallelDisabled);
+            refuse!(
+                GeometryError,
+                "expert parallelism is enabled but the MoE backend is disabled; drop --enable-expert-parallel, or \
+                 choose auto, local_allreduce, allgather_reducescatter or deepep"
+            )
         }
         if backend == EpBackend::LocalAllreduce && self.dp > 1 {
-            return Err(GeometryError::LocalAllreduceWithDp { dp: self.dp });
+            refuse!(
+                GeometryError,
+                "the MoE backend local_allreduce needs the same tokens on every rank, so dp must be 1, got {}; choose \
+                 auto, allgather_reducescatter or deepep",
+                self.dp
+            )
         }
         if self.deepep_mode != DeepEpMode::Auto && backend != EpBackend::DeepEp {
-            return Err(GeometryError::ModeWithoutDeepEp { mode: self.deepep_mode.name(), backend });
+            refuse!(
+                GeometryError,
+                "the DeepEP mode {} has no effect on the MoE backend {backend}; choose deepep, or the mode auto",
+                self.deepep_mode
+            )
         }
         Ok(backend)
     }
@@ -96,7 +119,7 @@ impl ParallelConfig {
         let world_size = self.world_size()?;
         let backend = self.resolve_backend()?;
         if rank >= world_size {
-            return Err(GeometryError::RankOutOfRange { rank, world_size });
+            refuse!(GeometryError, "rank {rank} is outside of a world of {world_size} (dp x tp) ranks")
         }
         let (dp_rank, tp_rank) = (rank / self.tp, rank % self.tp);
         let (moe_tp_size, moe_tp_rank, ep_size, ep_rank) =
@@ -124,7 +147,10 @@ impl ParallelConfig {
         let expected = self.world_size()?;
         if launch.world_size != expected {
             let (dp, tp, got) = (self.dp, self.tp, launch.world_size);
-            return Err(GeometryError::WorldMismatch { dp, tp, expected, got });
+            refuse!(
+                GeometryError,
+                "dp {dp} x tp {tp} needs {expected} ranks, but {got} were started; change dp, tp or the launcher"
+            )
         }
         self.geometry(launch.rank)
     }

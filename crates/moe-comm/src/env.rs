@@ -1,6 +1,7 @@
 //! Typed reads of environment variables through a caller's lookup.
 
-use crate::launch::{LaunchError, Launcher};
+use crate::error::LaunchError;
+use crate::launch::{Launcher, partial};
 
 /// Reads variables; an empty one counts as unset, which is how job templates clear them.
 pub(crate) struct Env<'a>(pub &'a dyn Fn(&str) -> Option<String>);
@@ -18,49 +19,47 @@ impl Env<'_> {
         &self,
         launcher: Launcher,
         names: &[&str],
-        remedy: &'static str,
+        remedy: &str,
     ) -> Result<(), LaunchError> {
         let (present, missing): (Vec<&str>, Vec<&str>) = names.iter().partition(|name| self.any(&[name]));
         if missing.is_empty() {
             return Ok(());
         }
-        Err(LaunchError::Partial {
-            launcher,
-            present: present.join(", "),
-            missing: missing.join(", "),
-            remedy,
-        })
+        Err(partial(launcher, &present.join(", "), &missing.join(", "), remedy))
     }
 
-    pub(crate) fn optional_number(&self, name: &'static str) -> Result<Option<usize>, LaunchError> {
+    pub(crate) fn optional_number(&self, name: &str) -> Result<Option<usize>, LaunchError> {
         // Bounded, so that arithmetic on ranks and job numbers cannot overflow.
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.parse::<u32>() {
             Ok(n) => Ok(Some(n as usize)),
-            Err(_) => Err(LaunchError::Invalid { name, value, expected: "a whole number of at least 0" }),
+            Err(_) => Err(invalid(name, &value, "a whole number of at least 0")),
         }
     }
 
-    pub(crate) fn number(&self, name: &'static str) -> Result<usize, LaunchError> {
-        let missing =
-            || LaunchError::Invalid { name, value: String::new(), expected: "a whole number of at least 0" };
-        self.optional_number(name)?.ok_or_else(missing)
+    pub(crate) fn number(&self, name: &str) -> Result<usize, LaunchError> {
+        self.optional_number(name)?.ok_or_else(|| invalid(name, "", "a whole number of at least 0"))
     }
 
-    pub(crate) fn port(&self, name: &'static str) -> Result<Option<u16>, LaunchError> {
+    pub(crate) fn port(&self, name: &str) -> Result<Option<u16>, LaunchError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.parse::<u16>() {
             Ok(port) if port > 0 => Ok(Some(port)),
-            _ => Err(LaunchError::Invalid { name, value, expected: "a port between 1 and 65535" }),
+            _ => Err(invalid(name, &value, "a port between 1 and 65535")),
         }
     }
 
-    pub(crate) fn address(&self, name: &'static str) -> Result<Option<String>, LaunchError> {
+    pub(crate) fn address(&self, name: &str) -> Result<Option<String>, LaunchError> {
         match self.get(name) {
             Some(value) if value.chars().any(char::is_whitespace) => {
-                Err(LaunchError::Invalid { name, value, expected: "a host name or address" })
+                Err(invalid(name, &value, "a host name or address"))
             }
             value => Ok(value),
         }
     }
+}
+
+/// A variable whose value cannot be read.
+pub(crate) fn invalid(name: &str, value: &str, expected: &str) -> LaunchError {
+    LaunchError(format!("the environment variable {name} is {value:?}; expected {expected}"))
 }

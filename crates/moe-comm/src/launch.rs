@@ -15,6 +15,7 @@
 //! error, never a guess.
 
 use crate::env::Env;
+use crate::error::{LaunchError, refuse};
 use crate::hostlist::first_host;
 
 /// Port of the master when mpirun gives none (torch's default).
@@ -59,65 +60,6 @@ pub struct Launch {
     pub master_addr: String,
     /// Port of rank 0.
     pub master_port: u16,
-}
-
-/// Why an environment describes no launch.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum LaunchError {
-    /// Some variables of a launcher are set, others are not.
-    #[error("the environment of {launcher} is incomplete: {present} is set, but {missing} is not; {remedy}")]
-    Partial {
-        /// The launcher that the variables belong to.
-        launcher: Launcher,
-        /// A variable that is set.
-        present: String,
-        /// The variables that are not.
-        missing: String,
-        /// What to do.
-        remedy: &'static str,
-    },
-    /// A value that cannot be read.
-    #[error("the environment variable {name} is {value:?}; expected {expected}")]
-    Invalid {
-        /// The variable.
-        name: &'static str,
-        /// Its value.
-        value: String,
-        /// What it may be.
-        expected: &'static str,
-    },
-    /// Values that contradict each other.
-    #[error(
-        "the launcher's environment contradicts itself: {name} is {value}, but {other_name} is {other}; expected {expected}"
-    )]
-    Inconsistent {
-        /// A variable.
-        name: &'static str,
-        /// Its value.
-        value: usize,
-        /// Another.
-        other_name: &'static str,
-        /// Its value.
-        other: usize,
-        /// Their relation.
-        expected: &'static str,
-    },
-    /// A Slurm allocation of several tasks, outside of any of them.
-    #[error(
-        "SLURM_NTASKS is {tasks}, but this process is not a task of a Slurm step; start the ranks with srun, or ask \
-         for one task (--ntasks=1) and let this process start its own ranks"
-    )]
-    OutsideStep {
-        /// Tasks of the allocation.
-        tasks: usize,
-    },
-}
-
-impl From<LaunchError> for candle_core::Error {
-    fn from(e: LaunchError) -> Self {
-        candle_core::Error::msg(e)
-    }
 }
 
 /// The launch that an environment describes; `None` if no launcher started this process.
@@ -206,7 +148,14 @@ fn slurm(env: &Env) -> Result<Option<Launch>, LaunchError> {
     let rank = env.number("SLURM_PROCID")?;
     if !env.any(&STEP) && env.get("MASTER_ADDR").is_none() && rank == 0 {
         let tasks = env.optional_number("SLURM_NTASKS")?.unwrap_or(1);
-        return if tasks > 1 { Err(LaunchError::OutsideStep { tasks }) } else { Ok(None) };
+        if tasks > 1 {
+            refuse!(
+                LaunchError,
+                "SLURM_NTASKS is {tasks}, but this process is not a task of a Slurm step; start the ranks with srun, \
+                 or ask for one task (--ntasks=1) and let this process start its own ranks"
+            )
+        }
+        return Ok(None);
     }
     // An interactive step inherits the allocation's SLURM_NTASKS, so the step's own count comes first.
     let size =
@@ -254,9 +203,15 @@ fn checked(
 ) -> Result<Launch, LaunchError> {
     let Place { launcher, rank, size, local, local_size, names: [n_rank, n_size, n_local, n_local_size] } =
         place;
-    let relate = |holds: bool, name, value, other_name, other, expected| match holds {
-        true => Ok(()),
-        false => Err(LaunchError::Inconsistent { name, value, other_name, other, expected }),
+    let relate = |holds: bool, name: &str, value: usize, other_name: &str, other: usize, expected: &str| {
+        if !holds {
+            refuse!(
+                LaunchError,
+                "the launcher's environment contradicts itself: {name} is {value}, but {other_name} is {other}; \
+                 expected {expected}"
+            )
+        }
+        Ok(())
     };
     relate(rank < size, n_rank, rank, n_size, size, "a rank below the number of ranks")?;
     // A host numbers its ranks in ascending order, so a rank's place on its host never exceeds it.
@@ -270,11 +225,8 @@ fn checked(
     if let Some(world) = env.optional_number("WORLD_SIZE")? {
         relate(world == size, "WORLD_SIZE", world, n_size, size, "equal numbers of ranks")?;
     }
-    let missing = |missing: &str| LaunchError::Partial {
-        launcher,
-        present: n_rank.to_string(),
-        missing: missing.to_string(),
-        remedy: "set it to the host and port of rank 0 for every rank",
+    let missing = |missing: &str| {
+        partial(launcher, n_rank, missing, "set it to the host and port of rank 0 for every rank")
     };
     let master_addr = env.address("MASTER_ADDR")?.or(default_addr).ok_or_else(|| missing("MASTER_ADDR"))?;
     let master_port = env.port("MASTER_PORT")?.or(default_port).ok_or_else(|| missing("MASTER_PORT"))?;
@@ -287,4 +239,11 @@ fn checked(
         master_addr,
         master_port,
     })
+}
+
+/// Some variables of a launcher are set, others are not.
+pub(crate) fn partial(launcher: Launcher, present: &str, missing: &str, remedy: &str) -> LaunchError {
+    LaunchError(format!(
+        "the environment of {launcher} is incomplete: {present} is set, but {missing} is not; {remedy}"
+    ))
 }

@@ -8,7 +8,6 @@ mod call;
 mod check;
 mod communicator;
 mod config;
-mod dtype;
 mod env;
 mod error;
 mod geometry;
@@ -34,11 +33,11 @@ mod socket;
 mod thread;
 
 pub use bytes::{all_gather_bytes, broadcast_bytes};
-pub use communicator::{Communicator, ReduceOp};
+pub use communicator::{Collective, Communicator, ReduceOp};
 pub use config::{MAX_WORLD_SIZE, ParallelConfig};
-pub use error::GeometryError;
+pub use error::{GeometryError, LaunchError};
 pub use geometry::{Geometry, ParallelGroups};
-pub use launch::{DEFAULT_MASTER_PORT, Launch, LaunchError, Launcher, launch_from_env};
+pub use launch::{DEFAULT_MASTER_PORT, Launch, Launcher, launch_from_env};
 pub use local::SelfComm;
 pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement};
 #[cfg(feature = "nccl")]

@@ -3,11 +3,11 @@
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{Result, bail};
-use moe_kernels::{Exec, View, ViewMut};
+use moe_kernels::Exec;
 
 use crate::call::{Call, Op};
 use crate::check::Place;
-use crate::communicator::{Communicator, ReduceOp};
+use crate::communicator::{Collective, Communicator};
 
 /// A world of one rank: collectives check their arguments like any other communicator's and
 /// copy. Code written for many ranks runs on it unchanged.
@@ -52,60 +52,14 @@ impl Communicator for SelfComm {
         1
     }
 
-    fn all_reduce(&self, data: ViewMut<'_>, op: ReduceOp, _: &mut Exec) -> Result<()> {
-        self.enter(Op::AllReduce, ALONE.all_reduce(&data, op))
-    }
-
-    fn all_gather(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        self.enter(Op::AllGather, ALONE.all_gather(&input, &out))?;
-        ex.copy(input, out)
-    }
-
-    fn all_gather_v(&self, input: View<'_>, counts: &[usize], out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        self.enter(Op::AllGatherV, ALONE.all_gather_v(&input, counts, &out))?;
-        ex.copy(input, out)
-    }
-
-    fn reduce_scatter(&self, input: View<'_>, out: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()> {
-        self.enter(Op::ReduceScatter, ALONE.reduce_scatter(&input, &out, op))?;
-        ex.copy(input, out)
-    }
-
-    fn reduce_scatter_v(
-        &self,
-        input: View<'_>,
-        counts: &[usize],
-        out: ViewMut<'_>,
-        op: ReduceOp,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        self.enter(Op::ReduceScatterV, ALONE.reduce_scatter_v(&input, counts, &out, op))?;
-        ex.copy(input, out)
-    }
-
-    fn all_to_all(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        self.enter(Op::AllToAll, ALONE.all_to_all(&input, &out))?;
-        ex.copy(input, out)
-    }
-
-    fn all_to_all_v(
-        &self,
-        input: View<'_>,
-        send_counts: &[usize],
-        out: ViewMut<'_>,
-        recv_counts: &[usize],
-        ex: &mut Exec,
-    ) -> Result<()> {
-        self.enter(Op::AllToAllV, ALONE.all_to_all_v(&input, send_counts, &out, recv_counts))?;
-        ex.copy(input, out)
-    }
-
-    fn broadcast(&self, data: ViewMut<'_>, root: usize, _: &mut Exec) -> Result<()> {
-        self.enter(Op::Broadcast, ALONE.broadcast(&data, root))
-    }
-
-    fn barrier(&self, _: &mut Exec) -> Result<()> {
-        self.enter(Op::Barrier, Ok(Call::bare(Op::Barrier)))
+    fn run(&self, collective: Collective<'_>, ex: &mut Exec) -> Result<()> {
+        self.enter(collective.op(), ALONE.check(&collective))?;
+        match collective {
+            Collective::AllGather { input, out, .. }
+            | Collective::ReduceScatter { input, out, .. }
+            | Collective::AllToAll { input, out, .. } => ex.copy(input, out),
+            Collective::AllReduce { .. } | Collective::Broadcast { .. } | Collective::Barrier => Ok(()),
+        }
     }
 
     fn split(&self, _color: usize, _key: usize, _: &mut Exec) -> Result<Arc<dyn Communicator>> {

@@ -192,5 +192,5 @@ fn normalized(name: &str) -> String {
 }
 
 fn unknown(what: &'static str, got: &str, expected: String) -> GeometryError {
-    GeometryError::UnknownName { what, got: got.to_string(), expected }
+    GeometryError(format!("unknown {what} {got:?}; expected one of {expected}"))
 }

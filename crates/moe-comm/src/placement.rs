@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use moe_kernels::View;
 
-use crate::error::GeometryError;
+use crate::error::{GeometryError, refuse};
 use crate::geometry::Geometry;
 use crate::names::ExpertPlacement;
 
@@ -51,13 +51,13 @@ impl ExpertLayout {
         // Slots and -1 share an i32, and the id u32::MAX means no expert.
         let max = i32::MAX as usize;
         if num_experts == 0 || num_experts > max {
-            return Err(GeometryError::ExpertCount { got: num_experts, max });
+            refuse!(GeometryError, "the number of experts must be between 1 and {max}, got {num_experts}")
         }
         if ep_size == 0 {
-            return Err(GeometryError::ZeroSize { name: "ep" });
+            refuse!(GeometryError, "ep must be at least 1, got 0")
         }
         if ep_rank >= ep_size {
-            return Err(GeometryError::RankOutOfRange { rank: ep_rank, world_size: ep_size });
+            refuse!(GeometryError, "rank {ep_rank} is outside of a world of {ep_size} (dp x tp) ranks")
         }
         let owners = owners(num_experts, ep_size, placement);
         let mut local_experts = Vec::new();

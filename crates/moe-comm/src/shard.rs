@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use moe_kernels::row_parallel_segments;
 
-use crate::error::GeometryError;
+use crate::error::{GeometryError, refuse};
 use crate::geometry::Geometry;
 use crate::placement::partition;
 
@@ -69,7 +69,11 @@ impl Geometry {
     /// they divide tp.
     pub fn attention_heads(&self, num_heads: usize, num_kv_heads: usize) -> Result<HeadShard, GeometryError> {
         if num_kv_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
-            return Err(GeometryError::HeadGroups { num_heads, num_kv_heads });
+            refuse!(
+                GeometryError,
+                "{num_heads} query heads cannot be grouped over {num_kv_heads} KV heads; the latter must divide the \
+                 former"
+            )
         }
         let (tp, rank) = (self.tp_size, self.tp_rank);
         let heads = even("the number of query heads", num_heads, tp, rank, "")?;
@@ -78,7 +82,11 @@ impl Geometry {
             return Ok(HeadShard { heads, kv_heads, kv_replicas: 1 });
         }
         if !tp.is_multiple_of(num_kv_heads) {
-            return Err(GeometryError::KvHeads { num_kv_heads, tp });
+            refuse!(
+                GeometryError,
+                "{num_kv_heads} KV heads can neither be split over tp {tp} nor replicated; choose a tp that divides \
+                 {num_kv_heads} or is a multiple of it"
+            )
         }
         let kv_replicas = tp / num_kv_heads;
         let kv_head = rank / kv_replicas;
@@ -94,7 +102,7 @@ fn even(
     hint: &'static str,
 ) -> Result<Range<usize>, GeometryError> {
     if !size.is_multiple_of(tp) {
-        return Err(GeometryError::NotDivisible { what, size, tp, hint });
+        refuse!(GeometryError, "{what} {size} is not divisible by tp {tp}; choose a tp that divides it{hint}")
     }
     Ok(partition(size, tp, rank))
 }
@@ -109,7 +117,11 @@ fn row(
     let range = even(what, size, tp, rank, hint)?;
     let segments = row_parallel_segments(size);
     if !segments.is_multiple_of(tp) {
-        return Err(GeometryError::Segments { what, size, segments, tp, hint });
+        refuse!(
+            GeometryError,
+            "{what} {size} is added up in {segments} segments, which tp {tp} does not divide; choose a tp that \
+             divides {segments}{hint}"
+        )
     }
     Ok(RowShard { size, segments, local_segments: partition(segments, tp, rank), range })
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Storage, Tensor, bail};
 
-use crate::element::{CpuVec, Element, with_element};
+use crate::element::{CpuVec, Element};
 use crate::storage::Memory;
 use crate::view::{Dims, View, ViewMut};
 
@@ -53,7 +53,7 @@ impl Buffer {
     /// A copy of a view of host memory.
     pub(crate) fn copy_of(view: View<'_>) -> Result<Self> {
         let mut copy = Self::zeros(view.dtype(), view.dims())?;
-        copy_host(view, copy.view_mut())?;
+        copy.view_mut().copy_from(view)?;
         Ok(copy)
     }
 
@@ -93,14 +93,6 @@ impl Buffer {
         };
         Ok(Tensor::from_storage(storage, dims, BackpropOp::none(), false))
     }
-}
-
-/// Copies host data; dtypes and lengths are equal.
-pub(crate) fn copy_host(from: View<'_>, mut to: ViewMut<'_>) -> Result<()> {
-    with_element!(from.dtype(), "copy", T => {
-        to.cpu_mut::<T>()?.copy_from_slice(from.cpu::<T>()?);
-        Ok(())
-    })
 }
 
 /// Zeros on a device.

@@ -229,57 +229,42 @@ impl Float for f16 {
     }
 }
 
-/// Runs `$body` with the type `$t` bound to the Rust type of any dtype that views hold; any other
-/// dtype is an error that names the op.
-macro_rules! with_element {
-    ($dtype:expr, $op:expr, $t:ident => $body:expr) => {
+/// A match on a dtype, with the type `$t` bound in the arm of each listed one.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! match_types {
+    ($dtype:expr, $t:ident => $body:expr, [$($variant:ident $type:ty),*], $other:ident => $else:expr) => {
         match $dtype {
-            candle_core::DType::U8 => {
-                type $t = u8;
+            $($crate::candle::DType::$variant => {
+                type $t = $type;
                 $body
-            }
-            candle_core::DType::U32 => {
-                type $t = u32;
-                $body
-            }
-            candle_core::DType::I32 => {
-                type $t = i32;
-                $body
-            }
-            candle_core::DType::I64 => {
-                type $t = i64;
-                $body
-            }
-            dtype => $crate::with_float!(dtype, $op, $t => $body),
+            })*
+            $other => $else,
         }
     };
 }
-pub(crate) use with_element;
+
+/// Runs `$body` with the type `$t` bound to the Rust type of any dtype that views hold; any other
+/// dtype is an error that names the op.
+#[macro_export]
+macro_rules! with_element {
+    ($dtype:expr, $op:expr, $t:ident => $body:expr) => {
+        $crate::match_types!($dtype, $t => $body, [U8 u8, U32 u32, I32 i32, I64 i64],
+            dtype => $crate::with_float!(dtype, $op, $t => $body))
+    };
+}
 
 /// Runs `$body` with the type `$t` bound to the Rust type of a float dtype (f32, bf16, f16);
 /// any other dtype is an error that names the op.
 #[macro_export]
 macro_rules! with_float {
     ($dtype:expr, $op:expr, $t:ident => $body:expr) => {
-        match $dtype {
-            $crate::candle::DType::F32 => {
-                type $t = f32;
-                $body
-            }
-            $crate::candle::DType::BF16 => {
-                type $t = $crate::half::bf16;
-                $body
-            }
-            $crate::candle::DType::F16 => {
-                type $t = $crate::half::f16;
-                $body
-            }
+        $crate::match_types!($dtype, $t => $body, [F32 f32, BF16 $crate::half::bf16, F16 $crate::half::f16],
             other => Err($crate::candle::Error::Msg(format!(
                 "{}: expected dtype f32, bf16 or f16, got {}",
                 $op,
                 other.as_str()
             ))
-            .bt()),
-        }
+            .bt()))
     };
 }

@@ -270,7 +270,7 @@ impl Exec {
 
     /// Copies host data of the same dtype and number of elements to a view of the device. To a
     /// device: returns when the host data may change again.
-    pub fn copy_from_host(&self, from: View<'_>, to: ViewMut<'_>) -> Result<()> {
+    pub fn copy_from_host(&self, from: View<'_>, mut to: ViewMut<'_>) -> Result<()> {
         door::expect_dtype("copy_from_host", "from", &from, to.dtype())?;
         if from.elem_count() != to.elem_count() {
             bail!("copy_from_host: expected {} elements, got {}", to.elem_count(), from.elem_count())
@@ -279,14 +279,14 @@ impl Exec {
         if let Some(cuda) = self.cuda.as_ref().filter(|_| to.is_cuda()) {
             return cuda.copy_from_host(from, to);
         }
-        crate::buffer::copy_host(from, to)
+        to.copy_from(from)
     }
 }
 
 impl Exec {
     /// Copies `from` to `to`, of the same dtype and number of elements, both in host memory or both on
     /// the device, there in stream order.
-    pub fn copy(&self, from: View<'_>, to: ViewMut<'_>) -> Result<()> {
+    pub fn copy(&self, from: View<'_>, mut to: ViewMut<'_>) -> Result<()> {
         door::expect_dtype("copy", "to", &to, from.dtype())?;
         if from.elem_count() != to.elem_count() {
             bail!("copy: expected {} elements, got {}", from.elem_count(), to.elem_count())
@@ -295,7 +295,7 @@ impl Exec {
         if from.is_cuda() || to.is_cuda() {
             return self.cuda("copy")?.copy(from, to);
         }
-        crate::buffer::copy_host(from, to)
+        to.copy_from(from)
     }
 }
 

@@ -76,6 +76,31 @@ pub struct ViewMut<'a> {
     dims: Dims,
 }
 
+/// What both kinds of views tell about their elements.
+macro_rules! shape_getters {
+    () => {
+        /// The dimensions.
+        pub fn dims(&self) -> &[usize] {
+            &self.dims
+        }
+
+        /// The dtype.
+        pub fn dtype(&self) -> DType {
+            self.data.dtype()
+        }
+
+        /// Number of elements.
+        pub fn elem_count(&self) -> usize {
+            self.data.len()
+        }
+
+        /// Size of dimension 0 (1 for a scalar).
+        pub fn rows(&self) -> usize {
+            self.dims.first().copied().unwrap_or(1)
+        }
+    };
+}
+
 impl<'a> View<'a> {
     /// A view of host data. The dims' product must equal the slice's length.
     pub fn new<T: Element>(data: &'a [T], dims: &[usize]) -> Result<Self> {
@@ -91,25 +116,7 @@ impl<'a> View<'a> {
         Self { data, dims }
     }
 
-    /// The dimensions.
-    pub fn dims(&self) -> &[usize] {
-        &self.dims
-    }
-
-    /// The dtype.
-    pub fn dtype(&self) -> DType {
-        self.data.dtype()
-    }
-
-    /// Number of elements.
-    pub fn elem_count(&self) -> usize {
-        self.data.len()
-    }
-
-    /// Size of dimension 0 (1 for a scalar).
-    pub fn rows(&self) -> usize {
-        self.dims.first().copied().unwrap_or(1)
-    }
+    shape_getters!();
 
     /// Where the elements lie.
     #[cfg(feature = "cuda")]
@@ -165,25 +172,7 @@ impl<'a> ViewMut<'a> {
         Self { data, dims }
     }
 
-    /// The dimensions.
-    pub fn dims(&self) -> &[usize] {
-        &self.dims
-    }
-
-    /// The dtype.
-    pub fn dtype(&self) -> DType {
-        self.data.dtype()
-    }
-
-    /// Number of elements.
-    pub fn elem_count(&self) -> usize {
-        self.data.len()
-    }
-
-    /// Size of dimension 0 (1 for a scalar).
-    pub fn rows(&self) -> usize {
-        self.dims.first().copied().unwrap_or(1)
-    }
+    shape_getters!();
 
     /// A read-only view of the same data.
     pub fn as_view(&self) -> View<'_> {
@@ -207,6 +196,17 @@ impl<'a> ViewMut<'a> {
             Some(s) => Ok(s),
             None => bail!("expected a {} view, got {}", T::DTYPE.as_str(), got.as_str()),
         }
+    }
+
+    /// Copies host data of the same dtype and number of elements.
+    pub fn copy_from(&mut self, from: View<'_>) -> Result<()> {
+        if from.elem_count() != self.elem_count() {
+            bail!("cannot copy dims {:?} to dims {:?}", from.dims(), self.dims())
+        }
+        crate::with_element!(from.dtype(), "copy", T => {
+            self.cpu_mut::<T>()?.copy_from_slice(from.cpu::<T>()?);
+            Ok(())
+        })
     }
 
     /// The same data with other dims of equal element count.

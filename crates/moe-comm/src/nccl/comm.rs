@@ -13,13 +13,13 @@ use moe_kernels::{Exec, Scratch, View, ViewMut};
 use super::handle::{self, Handle, Progress};
 use super::library;
 use super::over_peers::over_peers;
-use super::world::{Group, World, plain};
+use super::world::{Group, World};
 use crate::DEFAULT_TIMEOUT;
 use crate::call::{Call, Op};
 use crate::check::Place;
-use crate::dtype::copy;
 use crate::parts::Part;
 use crate::peer::PeerAllReduce;
+use crate::round::wait::{Outcome, Stop};
 
 /// One rank of a group of GPUs that communicate by NCCL.
 ///
@@ -63,23 +63,6 @@ pub struct NcclComm {
     /// Held during a call.
     turn: Mutex<()>,
 }
-
-/// Why a call stops.
-pub(super) enum Stop {
-    /// The world has failed already.
-    Failed,
-    /// This is why.
-    Cause(String),
-}
-
-impl From<Error> for Stop {
-    fn from(e: Error) -> Self {
-        Self::Cause(plain(&e))
-    }
-}
-
-/// The result of waiting.
-pub(super) type Outcome<T> = std::result::Result<T, Stop>;
 
 impl NcclComm {
     /// A new identity for a group, made by one rank and carried to all others.
@@ -193,7 +176,7 @@ impl NcclComm {
         op: Op,
         call: Result<Call>,
         input: Option<View<'_>>,
-        out: ViewMut<'_>,
+        mut out: ViewMut<'_>,
         ex: &mut Exec,
         parts: impl for<'v> FnOnce(Option<View<'v>>, ViewMut<'v>) -> Result<Vec<Part<'v>>>,
     ) -> Result<()> {
@@ -207,7 +190,7 @@ impl NcclComm {
             self.launch(op, &mut views, ex)?;
             drop(views);
             self.wait(ex)?;
-            Ok(copy(ex.to_host(result.view())?.view(), out)?)
+            Ok(out.copy_from(ex.to_host(result.view())?.view())?)
         })
     }
 

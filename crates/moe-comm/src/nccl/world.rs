@@ -9,34 +9,22 @@
 //! Ranks that are threads of one process share their world by the identity of its group. Other
 //! processes notice a failure by their own time limits and connections.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, CudaStream};
-use candle_core::{Error, Result};
 
 use super::handle::Handle;
 use crate::call::Op;
 use crate::overdue::Marks;
 use crate::peer::Status;
+use crate::round::{lock, plain};
 
 /// How often the watching thread looks.
 const PERIOD: Duration = Duration::from_millis(50);
-
-/// Locks in spite of a panic elsewhere: no critical section of this module leaves data half-done.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// An error's text without the backtrace of the rank that it happened on.
-pub(super) fn plain(e: &Error) -> String {
-    match e {
-        Error::WithBacktrace { inner, .. } => plain(inner),
-        other => other.to_string(),
-    }
-}
 
 /// One rank's part of a group.
 pub(super) struct Group {

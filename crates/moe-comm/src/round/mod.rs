@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use candle_core::{Error, Result};
-use moe_kernels::{Exec, View};
+use moe_kernels::{Exec, Scratch, View};
 
 use crate::call::{Call, Op, disagreement};
 use crate::check::Place;
@@ -26,6 +26,13 @@ use wait::{Outcome, Stop};
 /// consistent at each step, and a rank's panic must not cascade through a lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A copy of host rows in scratch of the workspace, which other threads may read.
+pub(crate) fn copied(rows: View, ex: &Exec) -> Result<Scratch> {
+    let mut scratch = ex.scratch(rows.dtype(), rows.dims())?;
+    scratch.view_mut().copy_from(rows)?;
+    Ok(scratch)
 }
 
 /// What a rank gives to the others in one round.

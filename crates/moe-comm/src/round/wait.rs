@@ -29,6 +29,13 @@ pub(crate) enum Stop {
     Cause(String),
 }
 
+#[cfg(feature = "nccl")]
+impl From<candle_core::Error> for Stop {
+    fn from(e: candle_core::Error) -> Self {
+        Self::Cause(super::plain(&e))
+    }
+}
+
 /// The result of waiting.
 pub(crate) type Outcome<T> = std::result::Result<T, Stop>;
 

@@ -9,12 +9,11 @@
 use std::io::{self, ErrorKind, Read, Write};
 
 use candle_core::{DType, Result, bail};
-use moe_kernels::{Dims, View};
+use moe_kernels::{Dims, View, with_element};
 use serde::{Deserialize, Serialize};
 
 use crate::call::{Call, Counts, Op};
 use crate::communicator::ReduceOp;
-use crate::dtype::with_element;
 
 /// The largest head: the counts of the largest world, and an error's text, are far smaller.
 const MAX_HEAD: usize = 4 << 20;
@@ -84,13 +83,13 @@ fn parse_dtype(name: &str) -> Result<DType> {
 
 /// The memory of a view.
 pub(super) fn bytes(view: View<'_>) -> Result<&[u8]> {
-    with_element!(view.dtype(), T => Ok(bytemuck::cast_slice(view.cpu::<T>()?)))
+    with_element!(view.dtype(), "frame", T => Ok(bytemuck::cast_slice(view.cpu::<T>()?)))
 }
 
 /// The elements that `data` holds.
 pub(super) fn view<'a>(dtype: DType, dims: &[usize], data: &'a [u64]) -> Result<View<'a>> {
     let len = Dims::new(dims)?.elem_count()?;
-    with_element!(dtype, T => match bytemuck::cast_slice::<u64, T>(data).get(..len) {
+    with_element!(dtype, "frame", T => match bytemuck::cast_slice::<u64, T>(data).get(..len) {
         Some(elements) => View::new(elements, dims),
         None => bail!("a rank sent fewer elements than its dims {dims:?} need"),
     })

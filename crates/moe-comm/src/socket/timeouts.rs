@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use crate::env::Env;
-use crate::launch::LaunchError;
+use crate::env::{Env, invalid};
+use crate::error::LaunchError;
 
 /// How long ranks wait for each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,10 +30,7 @@ impl SocketTimeouts {
     pub fn from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Self, LaunchError> {
         let env = Env(&lookup);
         let seconds = |name: &'static str, default: Duration| match env.optional_number(name)? {
-            Some(0) => {
-                let expected = "seconds, a whole number of at least 1";
-                Err(LaunchError::Invalid { name, value: "0".to_string(), expected })
-            }
+            Some(0) => Err(invalid(name, "0", "seconds, a whole number of at least 1")),
             Some(seconds) => Ok(Duration::from_secs(seconds as u64)),
             None => Ok(default),
         };

@@ -11,7 +11,7 @@ use crate::support::{World, over_both, run, text, view, view_mut};
 
 type Collective = fn(&dyn Communicator, columns: usize) -> Result<()>;
 
-/// Each collective on two rows per rank of `columns` elements.
+/// Each collective on two rows per rank of `columns` elements, by the name that errors give it.
 pub const COLLECTIVES: [(&str, Collective); 10] = [
     ("all_reduce", |c, n| {
         c.all_reduce(view_mut(&mut vec![1f32; 2 * n], 2, n), ReduceOp::Sum, &mut Exec::cpu())
@@ -20,7 +20,7 @@ pub const COLLECTIVES: [(&str, Collective); 10] = [
         let (all, mut out) = (2 * c.world_size(), vec![0f32; 2 * c.world_size() * n]);
         c.all_gather(view(&vec![1f32; 2 * n], 2, n), view_mut(&mut out, all, n), &mut Exec::cpu())
     }),
-    ("all_gather_v", |c, n| {
+    ("all_gather", |c, n| {
         let (all, mut out) = (2 * c.world_size(), vec![0f32; 2 * c.world_size() * n]);
         let (input, counts) = (vec![1f32; 2 * n], vec![2; c.world_size()]);
         c.all_gather_v(view(&input, 2, n), &counts, view_mut(&mut out, all, n), &mut Exec::cpu())
@@ -30,7 +30,7 @@ pub const COLLECTIVES: [(&str, Collective); 10] = [
         let (input, out) = (vec![1f32; all * n], view_mut(&mut out, 2, n));
         c.reduce_scatter(view(&input, all, n), out, ReduceOp::Max, &mut Exec::cpu())
     }),
-    ("reduce_scatter_v", |c, n| {
+    ("reduce_scatter", |c, n| {
         let (all, mut out, counts) = (2 * c.world_size(), vec![0f32; 2 * n], vec![2; c.world_size()]);
         let (input, out) = (vec![1f32; all * n], view_mut(&mut out, 2, n));
         c.reduce_scatter_v(view(&input, all, n), &counts, out, ReduceOp::Sum, &mut Exec::cpu())
@@ -40,7 +40,7 @@ pub const COLLECTIVES: [(&str, Collective); 10] = [
         let (input, mut out) = (vec![1f32; all * n], vec![0f32; all * n]);
         c.all_to_all(view(&input, all, n), view_mut(&mut out, all, n), &mut Exec::cpu())
     }),
-    ("all_to_all_v", |c, n| {
+    ("all_to_all", |c, n| {
         let (all, counts) = (2 * c.world_size(), vec![2; c.world_size()]);
         let (input, mut out) = (vec![1f32; all * n], vec![0f32; all * n]);
         let out = view_mut(&mut out, all, n);

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use moe_comm::ReduceOp;
+use moe_comm::Collective;
 use moe_dispatch::candle::{Result, bail};
-use moe_dispatch::{Communicator, Exec, View, ViewMut};
+use moe_dispatch::{Communicator, Exec, ViewMut};
 
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -61,63 +61,9 @@ impl Communicator for Saboteur {
         self.inner.world_size()
     }
 
-    fn all_reduce(&self, data: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()> {
+    fn run(&self, collective: Collective<'_>, ex: &mut Exec) -> Result<()> {
         self.enter(ex)?;
-        self.inner.all_reduce(data, op, ex)
-    }
-
-    fn all_gather(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        self.enter(ex)?;
-        self.inner.all_gather(input, out, ex)
-    }
-
-    fn all_gather_v(&self, input: View<'_>, counts: &[usize], out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        self.enter(ex)?;
-        self.inner.all_gather_v(input, counts, out, ex)
-    }
-
-    fn reduce_scatter(&self, input: View<'_>, out: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()> {
-        self.enter(ex)?;
-        self.inner.reduce_scatter(input, out, op, ex)
-    }
-
-    fn reduce_scatter_v(
-        &self,
-        input: View<'_>,
-        counts: &[usize],
-        out: ViewMut<'_>,
-        op: ReduceOp,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        self.enter(ex)?;
-        self.inner.reduce_scatter_v(input, counts, out, op, ex)
-    }
-
-    fn all_to_all(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        self.enter(ex)?;
-        self.inner.all_to_all(input, out, ex)
-    }
-
-    fn all_to_all_v(
-        &self,
-        input: View<'_>,
-        send_counts: &[usize],
-        out: ViewMut<'_>,
-        recv_counts: &[usize],
-        ex: &mut Exec,
-    ) -> Result<()> {
-        self.enter(ex)?;
-        self.inner.all_to_all_v(input, send_counts, out, recv_counts, ex)
-    }
-
-    fn broadcast(&self, data: ViewMut<'_>, root: usize, ex: &mut Exec) -> Result<()> {
-        self.enter(ex)?;
-        self.inner.broadcast(data, root, ex)
-    }
-
-    fn barrier(&self, ex: &mut Exec) -> Result<()> {
-        self.enter(ex)?;
-        self.inner.barrier(ex)
+        self.inner.run(collective, ex)
     }
 
     fn split(&self, color: usize, key: usize, ex: &mut Exec) -> Result<Arc<dyn Communicator>> {

@@ -12,7 +12,6 @@ use candle_core::{CudaDevice, DType, Device, Result, bail};
 
 use super::{PinnedWords, counts, ffi};
 use crate::buffer::Buffer;
-use crate::element::with_element;
 use crate::storage::Data;
 use crate::view::{View, ViewMut};
 
@@ -158,7 +157,7 @@ impl CudaExec {
         let mut host = Buffer::zeros(view.dtype(), view.dims())?;
         self.raw()?;
         let stream = self.stream.cu_stream();
-        with_element!(view.dtype(), "to_host", T => {
+        crate::with_element!(view.dtype(), "to_host", T => {
             let mut to = host.view_mut();
             // SAFETY: both sides hold as many elements, and the wait below keeps the host side until the copy has ended.
             unsafe { result::memcpy_dtoh_async(to.cpu_mut::<T>()?, address, stream) }.w()
@@ -172,7 +171,7 @@ impl CudaExec {
         let address = self.write::<u8>("copy_from_host", "to", &mut to)? as u64;
         self.raw()?;
         let stream = self.stream.cu_stream();
-        with_element!(from.dtype(), "copy_from_host", T => {
+        crate::with_element!(from.dtype(), "copy_from_host", T => {
             // SAFETY: both sides hold as many elements, and the wait below keeps the host side until the copy has ended.
             unsafe { result::memcpy_htod_async(address, from.cpu::<T>()?, stream) }.w()
         })?;
