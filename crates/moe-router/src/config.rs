@@ -11,7 +11,7 @@ use std::str::FromStr;
 use moe_kernels::RoutingMethod;
 use serde::{Deserialize, Serialize};
 
-use crate::error::RouterError;
+use crate::error::{RouterError, refuse};
 
 /// How logits become scores. All in f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -45,11 +45,7 @@ impl FromStr for Scoring {
             "softmax" => Ok(Self::Softmax),
             "sigmoid" => Ok(Self::Sigmoid),
             "sqrtsoftplus" => Ok(Self::SqrtSoftplus),
-            _ => Err(RouterError::UnknownName {
-                key: "scoring_func",
-                name: name.to_owned(),
-                expected: "softmax, sigmoid, sqrtsoftplus",
-            }),
+            _ => refuse!("unknown scoring_func `{name}`; expected one of softmax, sigmoid, sqrtsoftplus"),
         }
     }
 }

@@ -8,7 +8,7 @@ use moe_kernels::{View, ViewMut, Workspace};
 
 use crate::config::{RouterConfig, Selection};
 use crate::custom::RoutingFunction;
-use crate::error::RouterError;
+use crate::error::refuse;
 use crate::score::ids_fault;
 use crate::simulate::{RoutingStrategy, Strategies};
 
@@ -146,15 +146,19 @@ fn wanted(config: &RouterConfig, wanted: bool, given: bool, faults: [&'static st
         return Ok(());
     }
     let fault = if wanted { faults[0] } else { faults[1] };
-    Err(RouterError::WrongParams { selection: config.selection.name(), fault }.into())
+    refuse!("{} selection {fault}", config.selection.name())
 }
 
 fn checked_bias(config: &RouterConfig, bias: Option<Tensor>) -> Result<Option<Tensor>> {
     let bias = match (config.correction_bias, bias) {
         (true, Some(bias)) => bias,
         (false, None) => return Ok(None),
-        (true, None) => return Err(RouterError::MissingCorrectionBias.into()),
-        (false, Some(_)) => return Err(RouterError::UnexpectedCorrectionBias.into()),
+        (true, None) => {
+            refuse!("the router selects on score + bias, but no e_score_correction_bias was given")
+        }
+        (false, Some(_)) => {
+            refuse!("an e_score_correction_bias was given, but the router is configured without one")
+        }
     };
     if bias.dtype() != DType::F32 {
         bail!(

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use crate::error::RouterError;
+use crate::error::{RouterError, refuse};
 use crate::math;
 use crate::philox::RowRng;
 
@@ -114,14 +114,14 @@ impl Strategies {
     ///
     /// # Errors
     ///
-    /// [`RouterError::UnknownStrategy`], which lists the registered names.
+    /// A [`RouterError`] that lists the registered names.
     pub fn get(&self, name: &str) -> Result<Arc<dyn RoutingStrategy>, RouterError> {
         match self.0.iter().find(|(n, _)| n == name) {
             Some((_, strategy)) => Ok(strategy.clone()),
-            None => Err(RouterError::UnknownStrategy {
-                name: name.to_owned(),
-                available: self.names().collect::<Vec<_>>().join(", "),
-            }),
+            None => {
+                let names = self.names().collect::<Vec<_>>().join(", ");
+                refuse!("unknown routing simulation strategy `{name}`; available: {names}")
+            }
         }
     }
 }

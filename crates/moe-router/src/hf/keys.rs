@@ -5,7 +5,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::error::RouterError;
+use crate::error::{RouterError, refuse};
 
 type Result<T> = std::result::Result<T, RouterError>;
 
@@ -17,7 +17,7 @@ impl<'a> Keys<'a> {
     /// The routing keys of a configuration: those of `text_config` for multimodal models.
     pub fn of(config: &'a Value) -> Result<Self> {
         let Value::Object(map) = config else {
-            return Err(RouterError::NotAnObject { got: brief(config) });
+            refuse!("expected the model's configuration as a JSON object, got {}", brief(config))
         };
         match map.get("text_config") {
             Some(Value::Object(text)) => Ok(Self(text)),
@@ -32,14 +32,11 @@ impl<'a> Keys<'a> {
             let Some(value) = self.0.get(name).filter(|v| !v.is_null()) else { continue };
             match found {
                 None => found = Some((name, value)),
-                Some((first, first_value)) if first_value != value => {
-                    return Err(RouterError::ConflictingKeys {
-                        first: first.to_owned(),
-                        first_value: brief(first_value),
-                        second: name.to_owned(),
-                        second_value: brief(value),
-                    });
-                }
+                Some((first, first_value)) if first_value != value => refuse!(
+                    "{first} = {} contradicts {name} = {}; keep one of the two",
+                    brief(first_value),
+                    brief(value)
+                ),
                 Some(_) => {}
             }
         }
@@ -59,7 +56,7 @@ impl<'a> Keys<'a> {
     pub fn required(&self, names: &[&'static str], default: Option<usize>) -> Result<usize> {
         match self.count(names)?.or(default) {
             Some(n) => Ok(n),
-            None => Err(RouterError::MissingKey { key: names.join(" or ") }),
+            None => refuse!("the model's configuration lacks {}", names.join(" or ")),
         }
     }
 
@@ -96,17 +93,13 @@ impl<'a> Keys<'a> {
         let Some((name, value)) = self.find(&[name])? else { return Ok(None) };
         match value.as_array().and_then(|a| a.get(index)).and_then(Value::as_str) {
             Some(text) => Ok(Some(text)),
-            None => Err(RouterError::WrongType {
-                key: name.to_owned(),
-                expected: "an array with a string for every layer",
-                got: brief(value),
-            }),
+            None => Err(wrong_type(name, "an array with a string for every layer", value)),
         }
     }
 }
 
-fn wrong_type(key: &str, expected: &'static str, value: &Value) -> RouterError {
-    RouterError::WrongType { key: key.to_owned(), expected, got: brief(value) }
+fn wrong_type(key: &str, expected: &str, value: &Value) -> RouterError {
+    RouterError(format!("{key} must be {expected}, got {}", brief(value)))
 }
 
 /// The value as JSON, cut so that a message stays one line.

@@ -12,7 +12,7 @@ mod profile;
 use serde_json::Value;
 
 use crate::config::{RouterConfig, Scoring, Selection};
-use crate::error::RouterError;
+use crate::error::{RouterError, refuse};
 use keys::Keys;
 use profile::{Method, Profile};
 
@@ -73,7 +73,7 @@ impl RouterConfig {
     ///
     /// # Errors
     ///
-    /// One [`RouterError`] per fault: unknown names, missing, contradicting or mistyped keys, and
+    /// A [`RouterError`] for the first fault: unknown names, missing, contradicting or mistyped keys, and
     /// everything that [`validate`](Self::validate) refuses.
     pub fn from_hf(config: &Value) -> Result<Self> {
         let keys = Keys::of(config)?;
@@ -82,8 +82,10 @@ impl RouterConfig {
         let num_fused_shared_experts = keys.count(&["num_fused_shared_experts"])?.unwrap_or(0);
         let slots = keys.required(&TOP_K, profile.top_k)?;
         if num_fused_shared_experts > 0 && slots <= num_fused_shared_experts {
-            let num_experts_per_tok = slots;
-            return Err(RouterError::FusedSharedExceedTopK { num_experts_per_tok, num_fused_shared_experts });
+            refuse!(
+                "num_experts_per_tok = {slots} counts the fused shared experts and must exceed \
+                 num_fused_shared_experts = {num_fused_shared_experts}"
+            )
         }
         keys.flag(&["apply_routed_scaling_factor_on_output"])?;
         let correction_bias = correction_bias(keys, &choice)?;
@@ -123,13 +125,7 @@ impl RouterConfig {
         let hash = match keys.text_at("mlp_layer_types", layer)? {
             Some("hash_moe") => true,
             Some("moe") => false,
-            Some(name) => {
-                return Err(RouterError::UnknownName {
-                    key: "mlp_layer_types",
-                    name: name.to_owned(),
-                    expected: "hash_moe, moe",
-                });
-            }
+            Some(name) => refuse!("unknown mlp_layer_types `{name}`; expected one of hash_moe, moe"),
             None => layer < keys.count(&["num_hash_layers"])?.unwrap_or(3),
         };
         if !hash {
@@ -158,11 +154,10 @@ fn choose_method(keys: Keys<'_>, profile: &Profile, known: bool) -> Result<Choic
             "softmax" | "topksoftmax" | "legacy_softmax" => Ok(Choice::plain(Scoring::Softmax)),
             "sigmoid" => Ok(Choice::plain(Scoring::Sigmoid)),
             "fused_gate" | "noaux_tc" => Ok(Choice::noaux(or_sigmoid())),
-            _ => Err(RouterError::UnknownName {
-                key: "moe_router_backend",
-                name: name.to_owned(),
-                expected: "softmax, topksoftmax, legacy_softmax, sigmoid, fused_gate, noaux_tc",
-            }),
+            _ => refuse!(
+                "unknown moe_router_backend `{name}`; expected one of softmax, topksoftmax, legacy_softmax, sigmoid, \
+                 fused_gate, noaux_tc"
+            ),
         };
     }
     if let Some(name) = keys.text("topk_method")? {
@@ -173,15 +168,16 @@ fn choose_method(keys: Keys<'_>, profile: &Profile, known: bool) -> Result<Choic
                 Ok(Choice { grouped: Some("group_limited_greedy"), ..Choice::plain(scoring) })
             }
             "noaux_tc" => Ok(Choice::noaux(or_sigmoid())),
-            _ => Err(RouterError::UnknownName {
-                key: "topk_method",
-                name: name.to_owned(),
-                expected: "greedy, group_limited_greedy, noaux_tc",
-            }),
+            _ => refuse!(
+                "unknown topk_method `{name}`; expected one of greedy, group_limited_greedy, noaux_tc"
+            ),
         };
     }
     if let (Some(model_type), None, false) = (keys.text("model_type")?, scoring, known) {
-        return Err(RouterError::UnknownModelType { model_type: model_type.to_owned() });
+        refuse!(
+            "model_type `{model_type}` is unknown to the router and the configuration does not say how it routes; set \
+             moe_router_backend, topk_method or scoring_func"
+        )
     }
     let scoring = scoring.unwrap_or(profile.scoring);
     if let Method::Noaux(..) = profile.method {
@@ -191,7 +187,10 @@ fn choose_method(keys: Keys<'_>, profile: &Profile, known: bool) -> Result<Choic
     let greedy = profile.model_types.contains(&"deepseek_v2");
     let groups = keys.count(&NUM_EXPERT_GROUP)?.filter(|&n| n > 1 && !greedy);
     if let Some(num_expert_group) = groups {
-        return Err(RouterError::AmbiguousGroups { num_expert_group });
+        refuse!(
+            "num_expert_group = {num_expert_group} is set, but nothing says whether routing uses groups; set \
+             topk_method (greedy, group_limited_greedy or noaux_tc)"
+        )
     }
     let (bias, raw_logits) = (profile.method == Method::BiasedTopK, profile.method == Method::RawLogits);
     Ok(Choice { bias, raw_logits, ..Choice::plain(scoring) })
@@ -218,14 +217,19 @@ fn selection(keys: Keys<'_>, profile: &Profile, choice: &Choice) -> Result<Selec
         (Some(groups @ 1..), Some(kept @ 1..)) => {
             Ok(Selection::Grouped { num_expert_group: groups, topk_group: kept })
         }
-        _ => Err(RouterError::MissingGroups { method, num_expert_group, topk_group }),
+        _ => refuse!(
+            "{method} routing requires num_expert_group (n_group) and topk_group, both non-zero, got \
+             {num_expert_group:?} and {topk_group:?}"
+        ),
     }
 }
 
 fn correction_bias(keys: Keys<'_>, choice: &Choice) -> Result<bool> {
     let fused_gate = choice.bias && choice.grouped.is_some();
     match keys.flag(&CORRECTION_BIAS)? {
-        Some((key, false)) if fused_gate => Err(RouterError::FusedGateNeedsBias { key }),
+        Some((key, false)) if fused_gate => {
+            refuse!("fused_gate (noaux_tc) routing requires a correction bias, but {key} is false")
+        }
         Some((_, bias)) => Ok(bias),
         None => Ok(choice.bias),
     }
@@ -234,7 +238,7 @@ fn correction_bias(keys: Keys<'_>, choice: &Choice) -> Result<bool> {
 fn zero_experts(keys: Keys<'_>, profile: &Profile) -> Result<usize> {
     match keys.text("zero_expert_type")? {
         None | Some("identity") => {}
-        Some(name) => return Err(RouterError::UnknownZeroExpertType { name: name.to_owned() }),
+        Some(name) => refuse!("unsupported zero_expert_type `{name}`; only `identity` is defined"),
     }
     Ok(keys.count(&["zero_expert_num"])?.unwrap_or(profile.num_zero_experts))
 }
