@@ -1,14 +1,16 @@
 //! The small modules of a decoder around its blocks: embedding, norm, vocabulary projection.
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use moe_comm::Communicator;
 
 use moe_kernels::{
-    Buffer, Exec, TensorView, View, ViewMut, Workspace, add_rms_norm_into, embedding_into, forward_rows,
-    linear_into, rms_norm_into,
+    Exec, TensorView, View, ViewMut, Workspace, add_rms_norm_into, embedding_into, forward_rows, linear_into,
+    rms_norm_into,
 };
 use tracing::trace_span;
+
+pub use moe_layer::load_packed;
 
 use crate::vocab::VocabParallel;
 
@@ -156,38 +158,32 @@ impl candle_nn::Module for Embedding {
     }
 }
 
-/// The vocabulary projection: hidden states to logits in f32.
+/// The vocabulary projection: hidden states to logits in f32, by a table like an embedding's.
 #[derive(Clone, Debug)]
-pub struct LmHead {
-    weight: Tensor,
-    /// The ranks that hold the vocabulary, if this is a run of its rows.
-    ranks: Option<VocabParallel>,
-    workspace: Workspace,
-}
+pub struct LmHead(Embedding);
 
 impl LmHead {
     /// From a weight [V, H]; pass a clone of [`Embedding::weight`] for tied embeddings.
     pub fn new(weight: Tensor) -> Result<Self> {
-        weight.dims2()?;
-        Ok(Self { weight: weight.contiguous()?, ranks: None, workspace: Workspace::new() })
+        Embedding::new(weight).map(Self)
     }
 
     /// Loads `weight` [vocab_size, hidden_size].
     pub fn load(vocab_size: usize, hidden_size: usize, vb: VarBuilder) -> Result<Self> {
-        Self::new(vb.get((vocab_size, hidden_size), "weight")?)
+        Embedding::load(vocab_size, hidden_size, vb).map(Self)
     }
 
     /// Makes this one rank's run of the vocabulary; every rank gets all logits.
     pub fn with_vocab_parallel(self, ranks: impl Into<Option<VocabParallel>>) -> Self {
-        Self { ranks: ranks.into(), ..self }
+        Self(self.0.with_vocab_parallel(ranks))
     }
 
     /// `logits` [R, V] f32 = `hidden` [R, H] times the weight's transpose, not rounded to the
     /// model dtype.
     pub fn forward_into(&self, hidden: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {
         let _span = trace_span!("lm_head").entered();
-        let weight = TensorView::new(&self.weight)?;
-        let Some(ranks) = &self.ranks else { return linear_into(hidden, weight.view()?, None, logits, ex) };
+        let weight = TensorView::new(&self.0.weight)?;
+        let Some(ranks) = &self.0.ranks else { return linear_into(hidden, weight.view()?, None, logits, ex) };
         let mut local = ex.scratch(DType::F32, &[hidden.rows(), ranks.num_local()])?;
         linear_into(hidden, weight.view()?, None, local.view_mut(), ex)?;
         ranks.gather_logits(local.view(), logits, ex)
@@ -198,8 +194,10 @@ impl LmHead {
     /// # Errors
     /// Another size, dtype or device than the weight's.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        let vocab = self.ranks.as_ref().map_or(self.weight.dims2()?.0, VocabParallel::vocab_size);
-        forward_rows(hidden, (vocab, DType::F32), &self.workspace, |x, out, ex| self.forward_into(x, out, ex))
+        let vocab = self.0.ranks.as_ref().map_or(self.0.weight.dims2()?.0, VocabParallel::vocab_size);
+        forward_rows(hidden, (vocab, DType::F32), &self.0.workspace, |x, out, ex| {
+            self.forward_into(x, out, ex)
+        })
     }
 }
 
@@ -207,38 +205,4 @@ impl LmHead {
 /// A row outside of `x` is an error.
 pub fn gather_rows_into(x: View, rows: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
     embedding_into(x, rows, out, ex)
-}
-
-/// Loads tensors of shape [rows, row...] under each other into one pack, each at its place, so that
-/// beside the pack only one of them is in memory. `parts` are names with their rows; `row` is
-/// `[columns]` for matrices and empty for vectors.
-pub fn load_packed<S: AsRef<str>>(vb: &VarBuilder, parts: &[(S, usize)], row: &[usize]) -> Result<Tensor> {
-    let dims = |rows: usize| [&[rows], row].concat();
-    if !vb.device().is_cpu() {
-        let part = |(name, rows): &(S, usize)| vb.get(dims(*rows), name.as_ref());
-        return Tensor::cat(&parts.iter().map(part).collect::<Result<Vec<_>>>()?, 0);
-    }
-    let total = parts.iter().map(|(_, rows)| rows).sum();
-    let mut pack = Buffer::zeros(vb.dtype(), &dims(total))?;
-    let host = vb.clone().set_device(Device::Cpu);
-    let mut start = 0;
-    for (name, rows) in parts {
-        let part = host.get(dims(*rows), name.as_ref())?;
-        copy(TensorView::new(&part)?.view()?, pack.view_mut().narrow(start, *rows)?)?;
-        start += rows;
-    }
-    pack.into_tensor()?.to_device(vb.device())
-}
-
-fn copy(from: View, mut to: ViewMut) -> Result<()> {
-    fn typed<T: moe_kernels::Element>(from: View, to: &mut ViewMut) -> Result<()> {
-        let to = to.cpu_mut::<T>()?;
-        let from = from.cpu::<T>()?;
-        if from.len() != to.len() {
-            bail!("cannot copy {} elements to {}", from.len(), to.len())
-        }
-        to.copy_from_slice(from);
-        Ok(())
-    }
-    moe_kernels::with_float!(from.dtype(), "pack", T => typed::<T>(from, &mut to))
 }

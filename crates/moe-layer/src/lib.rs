@@ -20,6 +20,7 @@ pub use context::{BlockContext, LOW_LATENCY_TOKENS};
 pub use legacy::MoeMlp;
 pub use load::{BlockOptions, load_block, load_block_on};
 pub use mlp::GatedMlp;
+pub use pack::load_packed;
 pub use path::{MoePath, SparseLayer};
 pub use shared::SharedExperts;
 

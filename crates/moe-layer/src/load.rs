@@ -136,7 +136,11 @@ fn warn_below_ridge(size: usize, options: &BlockOptions) {
 }
 
 /// This rank's part of the experts.
-fn load_spec(options: &BlockOptions, context: &BlockContext, layout: &ExpertLayout) -> Result<LoadSpec> {
+pub(crate) fn load_spec(
+    options: &BlockOptions,
+    context: &BlockContext,
+    layout: &ExpertLayout,
+) -> Result<LoadSpec> {
     let geometry = &context.geometry;
     let width = geometry.expert_intermediate(options.intermediate_size)?.range.len();
     let sliced = context.sliced_weights;

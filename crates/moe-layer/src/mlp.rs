@@ -11,7 +11,7 @@ use moe_kernels::{
     linear_row_parallel_into, one_group_into,
 };
 
-use crate::pack::load_rows;
+use crate::pack::load_packed;
 
 /// A gated MLP with packed gate and up weights.
 ///
@@ -58,8 +58,8 @@ impl GatedMlp {
         activation: Activation,
         vb: candle_nn::VarBuilder,
     ) -> Result<Self> {
-        let names = ["gate_proj.weight", "up_proj.weight"];
-        let w13 = load_rows(&vb, &names, intermediate_size, hidden_size)?;
+        let parts = ["gate_proj.weight", "up_proj.weight"].map(|name| (name, intermediate_size));
+        let w13 = load_packed(&vb, &parts, &[hidden_size])?;
         let w2 = vb.get((hidden_size, intermediate_size), "down_proj.weight")?;
         Self::new(w13, w2, activation)
     }
