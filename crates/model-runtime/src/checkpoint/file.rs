@@ -48,7 +48,7 @@ impl TensorFile {
         let len = file.metadata().map_err(|e| CheckpointError::io(path, e))?.len();
         let label = path.display().to_string();
         if len == 0 {
-            return Err(CheckpointError::Corrupt { file: label, reason: "the file is empty".into() });
+            return Err(corrupt(&label, "the file is empty"));
         }
         // SAFETY: the mapping is read-only and private to this process's reads. Whoever changes or
         // truncates a checkpoint while it is being loaded gets wrong weights or a bus error, as with
@@ -156,20 +156,21 @@ impl TensorFile {
         let _ = range;
     }
 
-    fn corrupt(&self, reason: String) -> CheckpointError {
-        CheckpointError::Corrupt { file: self.label.clone(), reason }
+    fn corrupt(&self, reason: impl std::fmt::Display) -> CheckpointError {
+        corrupt(&self.label, reason)
     }
 
     fn truncated(&self, expected: u128, got: usize) -> CheckpointError {
-        CheckpointError::Truncated { file: self.label.clone(), expected, got }
+        CheckpointError(format!(
+            "{} is truncated: its header needs {expected} bytes, the file has {got}; download or copy it again",
+            self.label
+        ))
     }
 
     /// The checks that tell a cut file from a wrong one, before the header is parsed.
     fn check_length(&self, data: &[u8]) -> Result<(), CheckpointError> {
         if data.starts_with(LFS_POINTER) {
-            return Err(
-                self.corrupt("it is a Git LFS pointer, not the weights; run `git lfs pull`".to_string())
-            );
+            return Err(self.corrupt("it is a Git LFS pointer, not the weights; run `git lfs pull`"));
         }
         let Some(length) = data.first_chunk::<LENGTH_FIELD>() else {
             return Err(self.truncated(LENGTH_FIELD as u128, data.len()));
@@ -186,7 +187,7 @@ impl TensorFile {
     fn explain(&self, data: &[u8], error: SafeTensorError) -> CheckpointError {
         match error {
             SafeTensorError::HeaderTooLarge => self.corrupt(
-                "its first 8 bytes give a header of more than 100 MB; is this another kind of file?".into(),
+                "its first 8 bytes give a header of more than 100 MB; is this another kind of file?",
             ),
             SafeTensorError::MetadataIncompleteBuffer => match declared_size(data) {
                 Some(expected) if expected > data.len() as u128 => self.truncated(expected, data.len()),
@@ -194,11 +195,15 @@ impl TensorFile {
                     "its header describes {expected} bytes, the file has {}; download or copy it again",
                     data.len()
                 )),
-                None => self.corrupt(error.to_string()),
+                None => self.corrupt(error),
             },
-            error => self.corrupt(error.to_string()),
+            error => self.corrupt(error),
         }
     }
+}
+
+fn corrupt(file: &str, reason: impl std::fmt::Display) -> CheckpointError {
+    CheckpointError(format!("{file} is not a valid safetensors file: {reason}"))
 }
 
 /// Size of a file by its own header: the end of the last tensor.

@@ -249,7 +249,9 @@ impl Inner {
                 if let Some(old) = inner.entries.insert(name.clone(), entry) {
                     let label = |i: usize| inner.label(i).to_string();
                     let (first, second) = (label(old.file), label(second));
-                    return Err(CheckpointError::Duplicate { name, first, second });
+                    return Err(CheckpointError(format!(
+                        "tensor `{name}` is in both {first} and {second}; remove one of the files"
+                    )));
                 }
             }
         }
@@ -270,16 +272,16 @@ impl Inner {
         if lacking.is_empty() {
             return Ok(());
         }
-        let reason = format!(
-            "{} tensors are not in the shards that the index names: {}; download the checkpoint again",
+        Err(CheckpointError(format!(
+            "{}: {} tensors are not in the shards that the index names: {}; download the checkpoint again",
+            index.file,
             lacking.len(),
             abbreviate(&lacking)
-        );
-        Err(CheckpointError::Index { file: index.file.clone(), reason })
+        )))
     }
 
     fn entry(&self, name: &str) -> Result<&Entry, CheckpointError> {
-        let missing = || CheckpointError::Missing { name: name.to_string(), origin: self.origin.clone() };
+        let missing = || CheckpointError(format!("tensor `{name}` is missing from {}", self.origin));
         self.entries.get(name).ok_or_else(missing)
     }
 
@@ -311,13 +313,12 @@ impl Inner {
             None => "; quantised checkpoints are not supported in this form",
             Some(_) => "",
         };
-        CheckpointError::Dtype {
-            name: name.to_string(),
-            file: self.label(e.file).to_string(),
-            stored: e.dtype.to_string(),
-            wanted: wanted.as_str(),
-            hint,
-        }
+        CheckpointError(format!(
+            "tensor `{name}` of {} has dtype {}, which cannot be loaded as {}{hint}",
+            self.label(e.file),
+            e.dtype,
+            wanted.as_str()
+        ))
     }
 }
 
@@ -347,13 +348,12 @@ impl SimpleBackend for TensorFiles {
     ) -> candle_core::Result<Tensor> {
         let entry = self.inner.entry(name)?;
         if entry.shape != shape.dims() {
-            return Err(CheckpointError::Shape {
-                name: name.to_string(),
-                file: self.inner.label(entry.file).to_string(),
-                expected: shape.dims().to_vec(),
-                got: entry.shape.clone(),
-            }
-            .into());
+            candle_core::bail!(
+                "tensor `{name}` of {}: expected shape {:?}, got {:?}",
+                self.inner.label(entry.file),
+                shape.dims(),
+                entry.shape
+            )
         }
         self.load(name, dtype, device)
     }

@@ -30,7 +30,7 @@ pub use files::{TensorFiles, TensorInfo};
 pub use layout::TensorLayout;
 pub use nan::{NanReport, NonFinite};
 pub use slices::{RankView, SliceSource, TensorSlice};
-pub use verify::{Mismatches, TensorSpec};
+pub use verify::TensorSpec;
 
 /// A model on disk or in the program: weights, `config.json` and, if present,
 /// `generation_config.json`.

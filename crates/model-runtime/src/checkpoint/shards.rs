@@ -46,7 +46,11 @@ pub(super) fn find(dir: &Path) -> Result<Shards, CheckpointError> {
         }
     }
     if paths.is_empty() {
-        return Err(CheckpointError::NoWeights { dir: dir.to_path_buf(), hint });
+        return Err(CheckpointError(format!(
+            "no weights in {}: expected model.safetensors, model.safetensors.index.json or other *.safetensors \
+             files{hint}",
+            dir.display()
+        )));
     }
     paths.sort();
     Ok(Shards { paths, index: None })
@@ -54,7 +58,7 @@ pub(super) fn find(dir: &Path) -> Result<Shards, CheckpointError> {
 
 fn read_index(dir: &Path, path: &Path) -> Result<Shards, CheckpointError> {
     let file = path.display().to_string();
-    let fail = |reason: String| CheckpointError::Index { file: file.clone(), reason };
+    let fail = |reason: String| CheckpointError(format!("{file}: {reason}"));
     let text = std::fs::read(path).map_err(|e| CheckpointError::io(path, e))?;
     let json: serde_json::Value =
         serde_json::from_slice(&text).map_err(|e| fail(format!("not valid JSON: {e}")))?;

@@ -27,20 +27,20 @@ impl TensorSpec {
 
 /// Every difference between the tensors that a model expects and those of a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Mismatches {
+struct Mismatches {
     /// Directory or file of the checkpoint.
-    pub origin: String,
+    origin: String,
     /// Expected, but not in the checkpoint.
-    pub missing: Vec<TensorSpec>,
+    missing: Vec<TensorSpec>,
     /// In the checkpoint, but not expected.
-    pub unexpected: Vec<TensorSpec>,
+    unexpected: Vec<TensorSpec>,
     /// Expected shape, and the shape in the checkpoint.
-    pub wrong_shape: Vec<(TensorSpec, Vec<usize>)>,
+    wrong_shape: Vec<(TensorSpec, Vec<usize>)>,
 }
 
 impl Mismatches {
     /// Whether the checkpoint is exactly what the model expects.
-    pub fn is_empty(&self) -> bool {
+    fn is_empty(&self) -> bool {
         self.missing.is_empty() && self.unexpected.is_empty() && self.wrong_shape.is_empty()
     }
 }
@@ -97,7 +97,7 @@ impl TensorFiles {
         let unexpected = unseen.into_iter().filter(|(name, _)| !ignored.iter().any(|p| matches(p, name)));
         found.unexpected = unexpected.map(|(name, shape)| TensorSpec::new(name, shape)).collect();
         found.unexpected.sort_by(|a, b| a.name.cmp(&b.name));
-        if found.is_empty() { Ok(()) } else { Err(CheckpointError::Mismatch(found)) }
+        if found.is_empty() { Ok(()) } else { Err(CheckpointError(found.to_string())) }
     }
 }
 

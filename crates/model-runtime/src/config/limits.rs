@@ -65,11 +65,6 @@ pub fn checked_product(
     let product = factors.iter().try_fold(1usize, |n, &f| n.checked_mul(f));
     match product {
         Some(n) if n <= limit => Ok(n),
-        _ => Err(ConfigError::TooLarge {
-            file: config.file().to_string(),
-            what: what.to_string(),
-            factors: factors.to_vec(),
-            limit,
-        }),
+        _ => Err(config.error(format!("{what} of {factors:?} is above the limit of {limit}"))),
     }
 }

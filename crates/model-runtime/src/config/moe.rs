@@ -22,9 +22,7 @@ impl Config {
 
     /// The routing of the experts, by [`RouterConfig::from_hf`].
     pub fn router(&self) -> Result<RouterConfig, ConfigError> {
-        RouterConfig::from_hf(&Value::Object(self.object().clone())).map_err(|e| ConfigError::Json {
-            file: self.file().to_string(),
-            reason: format!("the routing it describes is not usable: {e}"),
-        })
+        RouterConfig::from_hf(&Value::Object(self.object().clone()))
+            .map_err(|e| self.error(format!("the routing it describes is not usable: {e}")))
     }
 }

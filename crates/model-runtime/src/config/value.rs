@@ -35,7 +35,7 @@ impl Config {
     /// Reads a JSON file that holds an object.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let file = path.display().to_string();
-        let bytes = std::fs::read(path).map_err(|source| ConfigError::Io { file: file.clone(), source })?;
+        let bytes = std::fs::read(path).map_err(|e| ConfigError(format!("cannot read {file}: {e}")))?;
         Self::from_json(serde_json::from_slice(&bytes), file)
     }
 
@@ -49,11 +49,11 @@ impl Config {
             Ok(Value::Object(object)) => {
                 Ok(Self { file: file.into(), prefix: String::new(), object: Arc::new(object) })
             }
-            Ok(other) => Err(ConfigError::Json {
-                file,
-                reason: format!("expected a JSON object, got {}", show(&other)),
-            }),
-            Err(e) => Err(ConfigError::Json { file, reason: format!("not valid JSON: {e}") }),
+            Ok(other) => {
+                let got = shorten(other.to_string());
+                Err(ConfigError(format!("{file}: expected a JSON object, got {got}")))
+            }
+            Err(e) => Err(ConfigError(format!("{file}: not valid JSON: {e}"))),
         }
     }
 
@@ -186,32 +186,27 @@ impl Config {
             Some(method) => format!("quantisation method `{method}` (`{}{key}`)", self.prefix),
             None => format!("`{}{key}` without a `quant_method`", self.prefix),
         };
-        let advice = "; use the checkpoint in its original float dtype".to_string();
-        Err(ConfigError::Unsupported { file: self.file.to_string(), what, advice })
+        Err(self.unsupported(what, "; use the checkpoint in its original float dtype"))
     }
 
     /// An error about a value of this config; `expected` completes "expected ...".
     pub fn invalid(&self, key: &str, expected: &str, got: impl std::fmt::Display) -> ConfigError {
-        ConfigError::Invalid {
-            file: self.file.to_string(),
-            key: format!("{}{key}", self.prefix),
-            expected: expected.to_string(),
-            got: shorten(got.to_string()),
-        }
+        let got = shorten(got.to_string());
+        self.error(format!("`{}{key}`: expected {expected}, got {got}", self.prefix))
     }
 
     /// An error about a feature that the program lacks; `advice` follows the sentence.
-    pub fn unsupported(&self, what: impl Into<String>, advice: &str) -> ConfigError {
-        ConfigError::Unsupported {
-            file: self.file.to_string(),
-            what: what.into(),
-            advice: advice.to_string(),
-        }
+    pub fn unsupported(&self, what: impl std::fmt::Display, advice: &str) -> ConfigError {
+        self.error(format!("{what} is not supported{advice}"))
+    }
+
+    pub(super) fn error(&self, problem: impl std::fmt::Display) -> ConfigError {
+        ConfigError(format!("{}: {problem}", self.file))
     }
 
     fn missing(&self, keys: &[&str], expected: String) -> ConfigError {
         let names: Vec<String> = keys.iter().map(|k| format!("{}{k}", self.prefix)).collect();
-        ConfigError::Missing { file: self.file.to_string(), key: names.join("` or `"), expected }
+        self.error(format!("`{}` is missing; expected {expected}", names.join("` or `")))
     }
 
     /// The first alias that is present, after checking that the others agree with it.
@@ -222,11 +217,10 @@ impl Config {
             match found {
                 None => found = Some((key, value)),
                 Some((first, v)) if v != value => {
-                    return Err(ConfigError::Contradiction {
-                        file: self.file.to_string(),
-                        first: format!("{}{first}", self.prefix),
-                        second: format!("{}{key}", self.prefix),
-                    });
+                    let prefix = &self.prefix;
+                    return Err(self.error(format!(
+                        "`{prefix}{first}` and `{prefix}{key}` are the same setting but differ; remove one of them"
+                    )));
                 }
                 Some(_) => {}
             }
@@ -247,10 +241,6 @@ fn as_size(value: &Value) -> Option<usize> {
 
 fn describe(bounds: Bounds) -> String {
     format!("an integer from {} to {}", bounds.min, bounds.max)
-}
-
-fn show(value: &Value) -> String {
-    shorten(value.to_string())
 }
 
 /// Values are quoted in messages, but a message is not a dump.

@@ -133,8 +133,6 @@ fn truncated_files_say_how_many_bytes_are_missing() {
     for len in 1..whole.len() {
         std::fs::write(&path, &whole[..len]).unwrap();
         let e = open_error(dir.path());
-        let CheckpointError::Truncated { expected, got, .. } = e else { panic!("{len}: {e}") };
-        assert_eq!(got, len);
         let want = if len < 8 {
             8
         } else if len < 8 + header {
@@ -142,7 +140,8 @@ fn truncated_files_say_how_many_bytes_are_missing() {
         } else {
             whole.len()
         };
-        assert_eq!(expected, want as u128, "{len}");
+        let missing = format!("is truncated: its header needs {want} bytes, the file has {len};");
+        assert!(e.to_string().contains(&missing), "{len}: {e}");
     }
     std::fs::write(&path, b"").unwrap();
     assert!(open_error(dir.path()).to_string().contains("the file is empty"));
@@ -170,10 +169,9 @@ fn corrupt_files_are_refused() {
 
     let refused = |header: &str, data: usize| {
         with_header(dir.path(), header, data);
-        match open_error(dir.path()) {
-            CheckpointError::Corrupt { .. } | CheckpointError::Truncated { .. } => {}
-            e => panic!("{header}: {e}"),
-        }
+        let e = open_error(dir.path()).to_string();
+        let says = |words| e.contains(words);
+        assert!(says("is not a valid safetensors file") || says("is truncated"), "{header}: {e}");
     };
     refused(r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#, 4);
     refused(r#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#, 8);
