@@ -1,8 +1,8 @@
 //! The published entry points, with their arguments and their results.
 //!
 //! Both take `weight[layer][expert]` and return tables as nested vectors. They run DeepSeek's
-//! algorithm, so a caller who switches over sees equal placements; the `_with` forms take any
-//! policy. Inputs on which the published code crashes or answers nonsense are errors here: no
+//! algorithm, so a caller who switches over sees equal placements; vLLM's form also takes any
+//! policy, and [`Policy::plan`] is the form for new code. Inputs on which the published code crashes or answers nonsense are errors here: no
 //! layers, zero groups, NaN, infinite or negative weights.
 
 use crate::error::{Error, Result};
@@ -53,30 +53,6 @@ pub fn rebalance_experts(
         log2phy: placed.iter().map(log2phy).collect(),
         logcnt,
         phy2log: placed.into_iter().map(|(slots, _)| slots).collect(),
-    })
-}
-
-/// As [`rebalance_experts`], with another policy.
-///
-/// # Errors
-/// As there, and if the policy cannot serve the shape.
-pub fn rebalance_experts_with(
-    policy: &dyn Policy,
-    weight: &[Vec<f32>],
-    num_replicas: usize,
-    num_groups: usize,
-    num_nodes: usize,
-    num_gpus: usize,
-) -> Result<ExpertMaps> {
-    let topology = topology_of(weight, num_replicas, num_groups, num_nodes, num_gpus)?;
-    let plan = policy.plan(&topology, &loads_of(weight)?, None)?;
-    let (flat, width) = plan.placement.log2phy();
-    let experts = topology.experts();
-    let expert_rows = |layer: &[i32]| layer.chunks_exact(width).map(<[i32]>::to_vec).collect();
-    Ok(ExpertMaps {
-        phy2log: plan.placement.phy2log().chunks_exact(topology.slots()).map(<[u32]>::to_vec).collect(),
-        log2phy: flat.chunks_exact(experts * width).map(expert_rows).collect(),
-        logcnt: plan.placement.logcnt().chunks_exact(experts).map(<[u32]>::to_vec).collect(),
     })
 }
 

@@ -1,8 +1,6 @@
 //! Zero, bad and odd input: a clear error or a documented result.
 
-use moe_eplb::dropin::{
-    rebalance_experts, rebalance_experts_with, vllm_rebalance_experts, vllm_rebalance_experts_with,
-};
+use moe_eplb::dropin::{rebalance_experts, vllm_rebalance_experts, vllm_rebalance_experts_with};
 use moe_eplb::policy::{Deepseek, FlashLb, Policy, Swift};
 use moe_eplb::{Error, Joint, Loads, Placement, Topology};
 
@@ -137,8 +135,6 @@ fn drop_in_returns_consistent_maps() {
             assert!(padding.iter().all(|&slot| slot == -1));
         }
     }
-    let ours = rebalance_experts_with(&Joint::default(), &golden(), 16, 4, 2, 8).unwrap();
-    assert_eq!(ours.logcnt.len(), 2);
 }
 
 #[test]

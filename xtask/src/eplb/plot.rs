@@ -132,22 +132,24 @@ fn decimal(value: &f64) -> String {
     format!("{value:.1}")
 }
 
-fn pareto(rows: &[Value], path: &Path) -> Result<()> {
+/// Curves by the names that `point` gives to rows; rows without a point are passed over.
+fn curves(rows: &[Value], point: impl Fn(&Value) -> Option<(String, (f64, f64))>) -> Vec<Series> {
     let mut series: Vec<Series> = Vec::new();
-    for row in rows {
-        let (Some(name), Some(moved), Some(par)) = (
-            row["workload"].as_str(),
-            row["moved_fraction"].as_f64(),
-            row["drift_par_episode_mean"].as_f64(),
-        ) else {
-            continue;
-        };
+    for (name, value) in rows.iter().filter_map(point) {
         match series.iter_mut().find(|s| s.name == name) {
-            Some(s) => s.values.push((moved * 100.0, par)),
-            None => series.push(Series::marked(name, vec![(moved * 100.0, par)])),
+            Some(s) => s.values.push(value),
+            None => series.push(Series::marked(&name, vec![value])),
         }
     }
     series.iter_mut().for_each(|s| s.values.sort_by(|a, b| a.0.total_cmp(&b.0)));
+    series
+}
+
+fn pareto(rows: &[Value], path: &Path) -> Result<()> {
+    let series = curves(rows, |row| {
+        let (moved, par) = (row["moved_fraction"].as_f64()?, row["drift_par_episode_mean"].as_f64()?);
+        Some((row["workload"].as_str()?.to_string(), (moved * 100.0, par)))
+    });
     charts::draw(
         path,
         Frame {
@@ -162,24 +164,11 @@ fn pareto(rows: &[Value], path: &Path) -> Result<()> {
 }
 
 fn scaling(rows: &[Value], path: &Path) -> Result<()> {
-    let mut series: Vec<Series> = Vec::new();
-    for row in rows {
-        let (Some(name), Some(objective), Some(size), Some(ms)) = (
-            row["workload"].as_str(),
-            row["objective"].as_str(),
-            row["experts"].as_f64().zip(row["layers"].as_f64()).map(|(e, l)| e * l),
-            row["solve_ms"].as_f64(),
-        ) else {
-            continue;
-        };
-        let Some((_, family)) = name.split_once('/') else { continue };
-        let label = format!("{family}, {objective}");
-        match series.iter_mut().find(|s| s.name == label) {
-            Some(s) => s.values.push((size, ms)),
-            None => series.push(Series::marked(&label, vec![(size, ms)])),
-        }
-    }
-    series.iter_mut().for_each(|s| s.values.sort_by(|a, b| a.0.total_cmp(&b.0)));
+    let series = curves(rows, |row| {
+        let (_, family) = row["workload"].as_str()?.split_once('/')?;
+        let size = row["experts"].as_f64()? * row["layers"].as_f64()?;
+        Some((format!("{family}, {}", row["objective"].as_str()?), (size, row["solve_ms"].as_f64()?)))
+    });
     charts::draw(
         path,
         Frame {

@@ -92,12 +92,6 @@ impl Contents {
         self.slots.chunks_exact(self.width).flat_map(|row| &row[..self.regular]).copied()
     }
 
-    /// Spare slots that hold something.
-    pub fn spares_in_use(&self) -> usize {
-        let spares = |row: &[Option<u32>]| row[self.regular..].iter().flatten().count();
-        self.slots.chunks_exact(self.width).map(spares).sum()
-    }
-
     fn devices(&self) -> usize {
         self.slots.len() / self.width
     }
