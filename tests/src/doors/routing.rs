@@ -2,8 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 use moe_dispatch::{
-    BatchedReference, Dispatcher, LocalExperts, NoEp, PrepareFinalize, group_slots, moe_align_block_size,
-    weight_and_reduce,
+    Dispatcher, LocalExperts, NoEp, PrepareFinalize, group_slots, moe_align_block_size, weight_and_reduce,
 };
 use moe_kernels::{Exec, StepContext, WeightAndReduce};
 use moe_router::{Routed, Router, RouterConfig, RouterParams};
@@ -35,9 +34,7 @@ pub const CALLS: &[(&str, Call)] = &[
         )?)
     }),
     ("Dispatcher, NoEp", |case| dispatch(case, NoEp::new().with_local_experts(local(case)?))),
-    ("Dispatcher, BatchedReference", |case| {
-        dispatch(case, BatchedReference::new(local(case)?, case.sizes.rows()))
-    }),
+    ("Dispatcher, batched NoEp", |case| dispatch(case, NoEp::batched(local(case)?, case.sizes.rows()))),
     ("group_slots", |case| {
         let (offsets, slots) = group_slots(&case.routing()?.0, Some(&map(case)?), case.sizes.experts - 1)?;
         let used = offsets.to_device(&candle_core::Device::Cpu)?.to_vec1::<u32>()?;
