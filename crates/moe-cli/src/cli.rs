@@ -10,7 +10,8 @@ use crate::parallel::ParallelArgs;
 
 /// Command line of a model binary. Without a subcommand it generates.
 #[derive(Parser, Debug)]
-#[command(version, args_conflicts_with_subcommands = true)]
+// `--version` names the engine, whichever crate the flags are in.
+#[command(name = "moe-engine", version, args_conflicts_with_subcommands = true)]
 pub struct Cli {
     /// What to do; `generate` if left out.
     #[command(subcommand)]
