@@ -9,10 +9,14 @@ use moe_experts::{
     Activation, ActivationFormat, BatchLimits, ExpertWeights, Experts, build, build_batched, select,
 };
 use moe_kernels::cuda::{
-    ExpertLists, FusedExperts, Gate, GateScoring, PreNorm, fused_experts_into, gate_route_into,
-    route_experts_add_norm_fits, route_experts_add_norm_into, route_experts_fit, route_experts_into,
+    ExpertLists, FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into,
+    monolithic_experts_into,
 };
-use moe_kernels::{Buffer, Exec, NO_EXPERT, add_into, add_rms_norm_into, list_slots_into};
+use moe_kernels::plan::{ExpertsCall, Form, Fusion, MonolithicCall, MonolithicForm};
+use moe_kernels::{
+    Buffer, Exec, Gate, GateScoring, MonolithicIo, NO_EXPERT, PreNorm, add_into, add_rms_norm_into,
+    list_slots_into,
+};
 
 use crate::common::*;
 
@@ -72,7 +76,6 @@ impl Problem {
         } else {
             (build(&selection, weights).unwrap(), Box::new(NoEp::new().with_local_experts(local)))
         };
-        let experts = experts.into_modular(prepare.name()).unwrap();
         assert_eq!(experts.name(), name);
         self.through(prepare.as_ref(), experts.as_ref(), &mut ex)
     }
@@ -191,7 +194,6 @@ fn listed_rows_agree_with_the_cpu() {
             let alone: Arc<dyn Communicator> = Arc::new(SelfComm::new());
             let ranks = EpRanks::new(&layout, alone.clone(), alone).unwrap().on(ex.device()).unwrap();
             let prepare = OverRanks::low_latency(ranks, 2000, WhoAdds::ByRank);
-            let experts = experts.into_modular(prepare.name()).unwrap();
             assert_eq!(experts.name(), name);
             let off = relative_error(&cpu, &p.through(&prepare, experts.as_ref(), &mut ex));
             let bound = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
@@ -253,11 +255,13 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             weight: gate.view(),
             bias: None,
             correction_bias: None,
+            top_k,
             scoring: GateScoring::Softmax,
             raw_logits: false,
             renormalize: true,
             scale: 1.0,
             softcap: None,
+            padded: false,
             padded: false,
         };
         let zeros = |dtype, dims: &[usize]| ex.zeros(dtype, dims).unwrap();
@@ -283,12 +287,21 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             lists: None,
         };
         fused_experts_into(&args, delta.view_mut(), &mut ex).unwrap();
-        let packs = (w13.view(), w2.view());
-        if !route_experts_fit(tokens, (EXPERTS, top_k), (hidden, inter), &ex) {
+        let experts = MonolithicExperts { gate: &gate, w13: w13.view(), w2: w2.view(), expert_map: None };
+        let sizes = ExpertsCall { tokens, top_k, num_ids: EXPERTS, num_local: EXPERTS, hidden, inter };
+        let choose = |fusion| {
+            MonolithicForm::choose(
+                &MonolithicCall { experts: sizes, dtype: DType::BF16, fusion },
+                &ex.machine(),
+            )
+        };
+        let Some(form) = choose(Fusion::Nothing) else {
             assert!((5..8).contains(&tokens), "T={tokens} is refused");
             continue;
-        }
-        route_experts_into(x.view(), (&gate, top_k), packs, None, routed.view_mut(), &mut ex).unwrap();
+        };
+        let next = choose(Fusion::AddNorm);
+        let io = MonolithicIo::Store { x: x.view(), out: routed.view_mut() };
+        monolithic_experts_into(form, &experts, io, &mut ex).unwrap();
         let (a, b) = (ex.to_host(delta.view()).unwrap(), ex.to_host(routed.view()).unwrap());
         if tokens < 8 {
             // One launch adds in another order.
@@ -296,14 +309,14 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             continue;
         }
         assert_same(&format!("routed T={tokens}"), &a, &b);
-        assert!(route_experts_add_norm_fits(tokens, (EXPERTS, top_k), (hidden, inter), &ex));
         let [sums, normed] = &mut want;
         add_rms_norm_into(delta.view(), gain.view(), 1e-6, sums.view_mut(), normed.view_mut(), &mut ex)
             .unwrap();
         let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
         let [sums, normed] = &mut got;
-        let (sums, normed) = (sums.view_mut(), normed.view_mut());
-        route_experts_add_norm_into(x.view(), (&gate, top_k), packs, &norm, sums, normed, &ex).unwrap();
+        let io =
+            MonolithicIo::AddNorm { x: x.view(), residual: sums.view_mut(), norm, out: normed.view_mut() };
+        monolithic_experts_into(next.unwrap(), &experts, io, &mut ex).unwrap();
         for (name, a, b) in [("residual", &want[0], &got[0]), ("norm", &want[1], &got[1])] {
             let (a, b) = (ex.to_host(a.view()).unwrap(), ex.to_host(b.view()).unwrap());
             assert_same(&format!("{name} T={tokens}"), &a, &b);

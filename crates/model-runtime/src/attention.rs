@@ -8,13 +8,17 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use moe_comm::RowParallel;
-use moe_kernels::{
-    AttentionMeta, Exec, QkNormRope, TensorView, View, ViewMut, Workspace, forward_rows, linear_into,
-    linear_row_parallel_into, rope_attention_into,
+use moe_kernels::plan::{
+    AttentionCall, AttentionForm, Form, FusedLinearForm, LinearCall, Machine, Reason, Stage,
 };
+use moe_kernels::{
+    AttentionMeta, Exec, PreNorm, QkNormRope, TensorView, View, ViewMut, Workspace, forward_rows,
+    linear_add_into, linear_into, linear_row_parallel_into, norm_linear_into, rope_attention_into,
+};
+use moe_layer::PlanStep;
 use tracing::trace_span;
 
-use crate::decoder::SelfAttention;
+use crate::decoder::{SelfAttention, linear_stage, plain};
 use crate::kv_cache::KvLayer;
 use crate::layers::load_packed;
 use crate::rope::{Rope, RopeRows};
@@ -292,24 +296,47 @@ impl SelfAttention for Attention {
         }
     }
 
-    #[cfg(feature = "cuda")]
-    fn fuses(&self, tokens: usize, ex: &Exec) -> bool {
-        let (w, q) = (&self.weights, self.config.num_heads * self.config.head_dim);
-        let fits = |k| moe_kernels::cuda::small_linear_fits(tokens, k, w.qkv.dtype(), ex);
-        self.ranks.is_none() && fits(self.config.hidden_size) && fits(q)
+    fn fits_fused(&self, step: &PlanStep, machine: &Machine) -> std::result::Result<(), Reason> {
+        if self.ranks.is_some() {
+            return Err(Reason::Part { part: "the sum over ranks behind its output product" });
+        }
+        FusedLinearForm::Stream.fits(&self.qkv_call(step.rows), machine)?;
+        FusedLinearForm::Stream.fits(&self.o_call(step.rows), machine)
     }
 
-    #[cfg(feature = "cuda")]
+    fn stages(&self, fused: bool, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
+        let AttentionConfig { num_heads, head_dim, .. } = self.config;
+        let call = AttentionCall {
+            rows: step.rows,
+            one_row_each: step.one_row_each,
+            num_heads,
+            head_dim,
+            dtype: self.weights.qkv.dtype(),
+            aligned: true,
+        };
+        let (qkv, o): (&[&str], &[&str]) =
+            if fused { (&["norm", "qkv"], &["o_proj", "add"]) } else { (&["qkv"], &["o_proj"]) };
+        let mut stages = vec![
+            linear_stage(qkv, fused, &self.qkv_call(step.rows), machine),
+            AttentionForm::stage(&["head norm", "rope", "kv write", "attention"], &call, machine),
+            linear_stage(o, fused, &self.o_call(step.rows), machine),
+        ];
+        if self.ranks.is_some() {
+            stages.push(plain(&["sum over ranks"], "all-reduce", Vec::new()));
+        }
+        stages
+    }
+
     fn add_normed_into(
         &self,
-        norm: &moe_kernels::cuda::PreNorm<'_>,
+        norm: &PreNorm<'_>,
         mut residual: ViewMut,
         step: &StepViews,
         rope: &RopeRows,
         kv: &mut KvLayer,
         ex: &mut Exec,
     ) -> Result<()> {
-        use moe_kernels::cuda::{linear_add_into, norm_linear_into};
+        let _span = trace_span!("attention").entered();
         let (t, w) = (residual.rows(), &self.weights);
         let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
         let (packed, bias) = (TensorView::new(&w.qkv)?, Lock::new(&w.qkv_bias)?);
@@ -319,6 +346,22 @@ impl SelfAttention for Attention {
         let (o, bias) = (TensorView::new(&w.o)?, Lock::new(&w.o_bias)?);
         linear_add_into(attended.view(), o.view()?, bias.view()?, residual.reborrow(), ex)
     }
+}
+
+impl Attention {
+    fn qkv_call(&self, rows: usize) -> LinearCall {
+        linear_call(rows, &self.weights.qkv, self.config.qkv_bias)
+    }
+
+    fn o_call(&self, rows: usize) -> LinearCall {
+        linear_call(rows, &self.weights.o, self.config.o_bias)
+    }
+}
+
+/// The product of so many rows with a weight [n, k].
+fn linear_call(rows: usize, weight: &Tensor, bias: bool) -> LinearCall {
+    let (n, k) = weight.dims2().unwrap_or_default();
+    LinearCall { rows, n, k, dtype: weight.dtype(), bias, aligned: true }
 }
 
 /// An optional tensor under its read guard.

@@ -5,8 +5,8 @@ use candle_nn::VarBuilder;
 use moe_comm::Communicator;
 
 use moe_kernels::{
-    Exec, TensorView, View, ViewMut, Workspace, add_rms_norm_into, embedding_into, forward_rows, linear_into,
-    rms_norm_into,
+    Exec, PreNorm, TensorView, View, ViewMut, Workspace, add_rms_norm_into, embedding_into, forward_rows,
+    linear_into, rms_norm_into,
 };
 use tracing::trace_span;
 
@@ -43,13 +43,9 @@ impl RmsNorm {
     ///
     /// # Errors
     /// Those of `launch`.
-    #[cfg(feature = "cuda")]
-    pub fn with_pre_norm<R>(
-        &self,
-        launch: impl FnOnce(&moe_kernels::cuda::PreNorm<'_>) -> Result<R>,
-    ) -> Result<R> {
+    pub fn with_pre_norm<R>(&self, launch: impl FnOnce(PreNorm<'_>) -> Result<R>) -> Result<R> {
         let weight = TensorView::new(&self.weight)?;
-        launch(&moe_kernels::cuda::PreNorm { weight: weight.view()?, eps: self.eps })
+        launch(PreNorm { weight: weight.view()?, eps: self.eps })
     }
 
     /// `out` [T, H] (the weight's dtype) = norm of `x` [T, H] (the same or f32).

@@ -31,7 +31,9 @@ pub use checkpoint::{
     TensorSpec,
 };
 pub use config::{Config, ConfigError, RopeConfig, RopeScaling};
-pub use decoder::{Decoder, DecoderConfig, DecoderNames, DecoderOptions, MoeConfig, SelfAttention};
+pub use decoder::{
+    Decoder, DecoderConfig, DecoderNames, DecoderOptions, LayerPlan, MoeConfig, SelfAttention,
+};
 pub use kv_cache::{KvCache, KvLayer, KvLayout};
 pub use layers::{Embedding, LmHead, RmsNorm};
 pub use mla::{MlaAttention, MlaConfig, MlaForm, MlaNames};

@@ -11,15 +11,17 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use moe_comm::RowParallel;
+use moe_kernels::plan::{Machine, Stage};
 use moe_kernels::{
     AttentionMeta, Exec, MlaLatent, MlaQuery, TensorView, View, ViewMut, linear_into,
     linear_row_parallel_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into,
     paged_attention_into,
 };
+use moe_layer::PlanStep;
 use tracing::trace_span;
 
 use crate::attention::Lock;
-use crate::decoder::SelfAttention;
+use crate::decoder::{SelfAttention, plain};
 use crate::kv_cache::{KvLayer, KvLayout};
 use crate::layers::RmsNorm;
 use crate::rope::RopeRows;
@@ -334,6 +336,10 @@ impl MlaAttention {
 
 /// `rope` has R dimensions; the layout of `kv` is [`MlaConfig::kv_layout`].
 impl SelfAttention for MlaAttention {
+    fn stages(&self, _: bool, _: &PlanStep, _: &Machine) -> Vec<Stage> {
+        vec![plain(&["latent attention"], "cpu", Vec::new())]
+    }
+
     fn forward_into(
         &self,
         x: View,

@@ -5,8 +5,11 @@
 
 use candle_core::Result;
 
+use moe_kernels::plan::Machine;
 use moe_kernels::{Exec, StepContext, View, ViewMut};
+use moe_layer::PlanStep;
 
+use crate::decoder::LayerPlan;
 use crate::kv_cache::{KvCache, KvLayout};
 use crate::step::StepViews;
 
@@ -65,9 +68,9 @@ pub trait Observer: Send {
 pub struct Observe<'a>(pub Option<&'a mut dyn Observer>);
 
 impl Observe<'_> {
-    /// Whether nobody looks.
-    pub fn is_nobody(&self) -> bool {
-        self.0.is_none()
+    /// What the observer wants to see inside the layers, if there is one.
+    pub fn asks(&self) -> Option<&'static str> {
+        self.0.as_ref().map(|_| "a look at hidden states and router logits")
     }
 
     /// Shows [`Observed::HiddenStates`]; `ex` brings it to the host.
@@ -99,6 +102,12 @@ pub trait CausalLm: Send + Sync {
     fn router(&self, moe_layer: usize) -> Option<&moe_layer::Router> {
         let _ = moe_layer;
         None
+    }
+
+    /// Which kernels compute each layer in such a step on a machine, and why not others; empty for a model that does not say.
+    fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {
+        let _ = (step, machine);
+        Vec::new()
     }
 
     /// The ranks that run this model's steps together on devices, if it is spread over some.

@@ -7,6 +7,7 @@ mod device;
 pub mod device_events;
 pub mod engine;
 mod error;
+pub mod explain;
 pub mod family;
 pub mod heat;
 pub mod parallel;

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, bail};
 
-use crate::experts::{AnyExperts, Experts};
+use crate::experts::Experts;
 use crate::grouped::{BatchLimits, GroupedBatchedExperts, GroupedExperts};
 use crate::oracle::{Backend, Selection};
 use crate::weights::ExpertWeights;
@@ -13,7 +13,7 @@ use crate::weights::ExpertWeights;
 /// # Errors
 /// Weights that are not what the selection's specification describes (local experts, sizes,
 /// dtype, biases), or on a device that the backend does not run on.
-pub fn build(selection: &Selection, weights: ExpertWeights) -> Result<AnyExperts> {
+pub fn build(selection: &Selection, weights: ExpertWeights) -> Result<Box<dyn Experts>> {
     build_with(selection, weights, None)
 }
 
@@ -25,7 +25,7 @@ pub fn build_batched(
     selection: &Selection,
     weights: ExpertWeights,
     limits: BatchLimits,
-) -> Result<AnyExperts> {
+) -> Result<Box<dyn Experts>> {
     build_with(selection, weights, Some(limits))
 }
 
@@ -33,7 +33,7 @@ fn build_with(
     selection: &Selection,
     weights: ExpertWeights,
     limits: Option<BatchLimits>,
-) -> Result<AnyExperts> {
+) -> Result<Box<dyn Experts>> {
     let spec = &selection.spec;
     let shape = weights.shape();
     for (name, expected, got) in [
@@ -91,5 +91,5 @@ fn build_with(
             }
         }
     };
-    Ok(experts.into())
+    Ok(experts)
 }

@@ -7,16 +7,7 @@
 use candle_core::DType;
 use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme, RoutingMethod};
 
-use crate::reason::{Reason, activation_kind};
-
-/// The kind of device that a backend runs on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Target {
-    /// Host memory.
-    Cpu,
-    /// An NVIDIA GPU of at least this compute capability.
-    Cuda { min: (u32, u32) },
-}
+use moe_kernels::plan::{Reason, Target, activation_kind};
 
 /// One row of the oracle's table.
 #[derive(Clone, Copy, Debug)]
@@ -48,25 +39,7 @@ impl Capability {
     }
 
     fn check_device(&self, spec: &ExpertsSpec) -> Result<(), Reason> {
-        let fits = match (self.target, spec.compute_capability) {
-            (Target::Cpu, None) => true,
-            (Target::Cuda { min }, Some(got)) => got >= min,
-            _ => false,
-        };
-        if fits {
-            return Ok(());
-        }
-        let needs = match self.target {
-            Target::Cpu => "the CPU".to_string(),
-            Target::Cuda { min: (major, minor) } => {
-                format!("CUDA with compute capability {major}.{minor} or later")
-            }
-        };
-        let got = match spec.compute_capability {
-            None => "the CPU".to_string(),
-            Some((major, minor)) => format!("CUDA with compute capability {major}.{minor}"),
-        };
-        Err(Reason::Device { needs, got })
+        self.target.expect(spec.compute_capability)
     }
 
     fn check_weights(&self, spec: &ExpertsSpec) -> Result<(), Reason> {

@@ -8,8 +8,8 @@ use moe_kernels::{
 
 use crate::experts::{Experts, Reservation};
 use crate::oracle::Backend;
-use crate::reason::Reason;
 use crate::weights::{ExpertWeights, ExpertsShape};
+use moe_kernels::plan::Reason;
 
 /// bf16 SwiGLU experts on CUDA: few rows per expert by streaming the weights, many by grouped products on tensor cores.
 /// `out` is [T', H] f32, weighted and reduced.
@@ -72,10 +72,6 @@ impl Experts for CudaFusedExperts {
 
     fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason> {
         self.backend.supports(spec)
-    }
-
-    fn packed(&self) -> Option<&ExpertWeights> {
-        Some(&self.weights)
     }
 
     fn weight_and_reduce(&self) -> WeightAndReduce {

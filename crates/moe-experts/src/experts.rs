@@ -1,19 +1,16 @@
 //! The two families of experts, and what they need of the workspace.
 //!
-//! *Modular* experts take rows and the slots that routing chose; *monolithic* experts take hidden
-//! states and router logits and route inside the kernel. A block is built from one family: the
-//! families have different traits, and [`AnyExperts`] turns a choice made at run time into one of
-//! them or into an error that names both sides.
-
-use std::fmt;
+//! *Modular* experts take rows and the slots that routing chose; *monolithic* experts take rows and the gate, and route
+//! inside the launch. The families have different traits, so that neither can take the other's place.
 
 use candle_core::{DType, Result, bail};
+use moe_kernels::plan::{Machine, MonolithicCall, Reason};
 use moe_kernels::{
-    ActivationFormat, Dims, Dispatched, Exec, ExpertsSpec, View, ViewMut, WeightAndReduce, Workspace,
+    ActivationFormat, Dims, Dispatched, Exec, ExpertsSpec, Gate, MonolithicIo, View, ViewMut,
+    WeightAndReduce, Workspace,
 };
 
-use crate::reason::Reason;
-use crate::weights::{ExpertWeights, ExpertsShape};
+use crate::weights::ExpertsShape;
 
 /// Modular experts: rows of prepared tokens in, one unweighted f32 row per slot out.
 ///
@@ -67,12 +64,6 @@ pub trait Experts: Send + Sync {
         None
     }
 
-    /// The packed bf16 weights on a CUDA device, SwiGLU and without bias, of experts that may be computed in
-    /// one launch with what is around them; `None` for all others.
-    fn packed(&self) -> Option<&ExpertWeights> {
-        None
-    }
-
     /// Dims of `out` for these rows.
     fn out_dims(&self, dispatched: &Dispatched) -> Result<Dims> {
         let dims = dispatched.expert_out_dims()?;
@@ -99,101 +90,35 @@ pub trait Experts: Send + Sync {
     fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()>;
 }
 
-/// Monolithic experts: the router is part of the kernel, so they take logits, and their output is
-/// weighted and reduced. Routing cannot be captured, replayed or dispatched around them.
+/// Monolithic experts: the router is part of the launch, so they take rows and the gate, and their output is weighted and
+/// reduced. Routing cannot be seen, forced or dispatched around them. A layer holds them beside its modular experts, over
+/// the same weights, and its plan says which steps they compute.
 pub trait MonolithicExperts: Send + Sync {
-    /// The name in error messages and logs.
+    /// The name in explanations and error messages.
     fn name(&self) -> &str;
 
     /// Sizes and dtype of the experts on this rank.
     fn shape(&self) -> ExpertsShape;
 
-    /// Whether this implementation runs the specification, or the first reason why not.
-    fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason>;
-
-    /// The buffers that one call of [`apply`](Self::apply) takes from the workspace for at most
-    /// `max_tokens` tokens of `top_k` slots; see [`Experts::workspace`].
+    /// Whether this implementation computes such a step on this machine, or the first reason why not. It looks at its
+    /// arguments and at what the experts are, never at a device.
     ///
     /// # Errors
-    /// Sizes that overflow.
-    fn workspace(&self, max_tokens: usize, top_k: usize) -> Result<Reservation>;
+    /// That reason.
+    fn fits(&self, call: &MonolithicCall, machine: &Machine) -> std::result::Result<(), Reason>;
 
-    /// `out` [T, H] = weighted and reduced output for `hidden` [T, H] in the model dtype, routed by
-    /// `router_logits` [T, E] f32.
+    /// The weighted sums of the experts that the gate chooses and that live here. `expert_map` \[E\] i32 says which expert
+    /// is which local one, -1 = elsewhere; `None` = all are here.
     ///
     /// # Errors
-    /// Wrong dims or dtypes.
-    fn apply(&self, hidden: View, router_logits: View, out: ViewMut, ex: &mut Exec) -> Result<()>;
-}
-
-/// Experts of either family, as chosen at run time.
-pub enum AnyExperts {
-    /// They take ids and weights that a router chose.
-    Modular(Box<dyn Experts>),
-    /// They route by themselves.
-    Monolithic(Box<dyn MonolithicExperts>),
-}
-
-impl AnyExperts {
-    /// The name in error messages and logs.
-    pub fn name(&self) -> &str {
-        match self {
-            Self::Modular(experts) => experts.name(),
-            Self::Monolithic(experts) => experts.name(),
-        }
-    }
-
-    /// The modular experts, to compose with a router and the prepare/finalize backend `partner`.
-    ///
-    /// # Errors
-    /// Monolithic experts; the message names both.
-    pub fn into_modular(self, partner: &str) -> Result<Box<dyn Experts>> {
-        match self {
-            Self::Modular(experts) => Ok(experts),
-            Self::Monolithic(experts) => bail!(
-                "cannot mix the monolithic experts `{}` (the router is inside the kernel) with the modular \
-                 `{partner}`; choose modular experts, or use these without router and prepare/finalize",
-                experts.name()
-            ),
-        }
-    }
-
-    /// The monolithic experts, to compose with `partner`, which hands over router logits.
-    ///
-    /// # Errors
-    /// Modular experts; the message names both.
-    pub fn into_monolithic(self, partner: &str) -> Result<Box<dyn MonolithicExperts>> {
-        match self {
-            Self::Monolithic(experts) => Ok(experts),
-            Self::Modular(experts) => bail!(
-                "cannot mix the modular experts `{}` (they take topk_ids and topk_weights) with the \
-                 monolithic `{partner}`; choose monolithic experts, or add a router and prepare/finalize",
-                experts.name()
-            ),
-        }
-    }
-}
-
-impl fmt::Debug for AnyExperts {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let family = match self {
-            Self::Modular(_) => "Modular",
-            Self::Monolithic(_) => "Monolithic",
-        };
-        write!(f, "{family}({})", self.name())
-    }
-}
-
-impl From<Box<dyn Experts>> for AnyExperts {
-    fn from(experts: Box<dyn Experts>) -> Self {
-        Self::Modular(experts)
-    }
-}
-
-impl From<Box<dyn MonolithicExperts>> for AnyExperts {
-    fn from(experts: Box<dyn MonolithicExperts>) -> Self {
-        Self::Monolithic(experts)
-    }
+    /// Wrong dims or dtypes; what [`fits`](Self::fits) refuses.
+    fn apply(
+        &self,
+        gate: &Gate<'_>,
+        expert_map: Option<View<'_>>,
+        io: MonolithicIo<'_>,
+        ex: &mut Exec,
+    ) -> Result<()>;
 }
 
 /// Scratch buffers that a call holds at once: dtype and number of elements of each.

@@ -4,7 +4,7 @@ use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme};
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
 use crate::oracle::Selection;
-use crate::reason::activation_name;
+use moe_kernels::plan::activation_name;
 
 /// `{"chosen": "cpu", "rejected": [{"backend", "reason": {"check", "text"}}], "spec": {..}}`.
 impl Serialize for Selection {

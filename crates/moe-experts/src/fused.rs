@@ -28,7 +28,7 @@ impl FusedExperts {
     /// Experts with these weights; the backend is the oracle's choice for them.
     pub fn new(weights: ExpertWeights, activation: Activation) -> Result<Self> {
         let selection = select(&weights.spec(activation, 1), None)?;
-        let experts = build(&selection, weights)?.into_modular("FusedExperts")?;
+        let experts = build(&selection, weights)?;
         Ok(Self { experts, workspace: Workspace::new() })
     }
 

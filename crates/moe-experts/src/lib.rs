@@ -10,22 +10,23 @@ mod explain;
 mod fused;
 mod grouped;
 mod load;
+mod monolithic;
 mod oracle;
-mod reason;
 mod weights;
 
 pub use build::{build, build_batched};
-pub use experts::{AnyExperts, Experts, MonolithicExperts, Reservation};
+pub use experts::{Experts, MonolithicExperts, Reservation};
 pub use fused::FusedExperts;
 pub use grouped::{BatchLimits, GroupedBatchedExperts, GroupedExperts};
 pub use load::LoadSpec;
+pub use monolithic::MonolithicKernels;
 pub use oracle::{Backend, OracleError, Rejection, Selection, select};
-pub use reason::Reason;
 pub use weights::{ExpertWeights, ExpertsShape};
 
 pub use candle_core as candle;
+pub use moe_kernels::plan::{Fusion, Machine, MonolithicCall, MonolithicForm, Reason, Rejected, Stage};
 pub use moe_kernels::{
-    Activation, ActivationFormat, Buffer, CpuIsa, Dims, Dispatched, Exec, ExpertsSpec, Lent, NO_EXPERT,
-    QuantScheme, RoutingMethod, Scratch, StepContext, TensorView, View, ViewMut, WeightAndReduce, Workspace,
-    group_slots_into, weighted_sum_into,
+    Activation, ActivationFormat, Buffer, CpuIsa, Dims, Dispatched, Exec, ExpertsSpec, Gate, Lent,
+    MonolithicIo, NO_EXPERT, PreNorm, QuantScheme, RoutingMethod, Scratch, StepContext, TensorView, View,
+    ViewMut, WeightAndReduce, Workspace, group_slots_into, weighted_sum_into,
 };

@@ -9,8 +9,8 @@ use candle_core::DType;
 use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme};
 use serde::Serialize;
 
-use crate::capability::{Capability, Target};
-use crate::reason::Reason;
+use crate::capability::Capability;
+use moe_kernels::plan::{Reason, Target};
 
 /// An implementation of the fused experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -50,10 +50,10 @@ const CPU: Capability = Capability {
 
 /// What the CPU backends run, CUDA runs too. Which kernel takes a row depends on the number of rows, unless the context
 /// asks for batch invariance.
-const CUDA: Capability = Capability { target: Target::Cuda { min: (8, 0) }, ..CPU };
+const CUDA: Capability = Capability { target: Target::GPU, ..CPU };
 
 /// 16-byte loads of rows that are padded to no bank conflict want multiples of 64.
-const CUDA_FUSED: Capability = Capability {
+pub(crate) const CUDA_FUSED: Capability = Capability {
     activations: &["swiglu"],
     bias: false,
     dtypes: &[DType::BF16],

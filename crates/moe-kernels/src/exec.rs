@@ -14,6 +14,7 @@ use crate::buffer::{Buffer, Scratch, Workspace};
 #[cfg(feature = "cuda")]
 use crate::cuda::{PinnedWords, Timeline};
 use crate::door;
+use crate::plan::Machine;
 use crate::view::{View, ViewMut};
 
 /// The instruction-set path of the CPU kernels.
@@ -207,6 +208,15 @@ impl Exec {
     /// The device that ops run on.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// What the choice of kernels depends on.
+    pub fn machine(&self) -> Machine {
+        #[cfg(feature = "cuda")]
+        let gpu = self.cuda.as_ref().map(|cuda| cuda.gpu);
+        #[cfg(not(feature = "cuda"))]
+        let gpu = None;
+        Machine { gpu, batch_invariant: self.batch_invariant }
     }
 
     /// The instruction-set path of the CPU kernels.

@@ -172,6 +172,17 @@ pub struct StepContext {
 }
 
 impl StepContext {
+    /// What this step records or forces inside the router, if anything: such a step takes a router whose choice is seen.
+    pub fn asks_of_router(&self) -> Option<&'static str> {
+        let asked = [
+            ("routed-experts capture", self.capture.is_some()),
+            ("expert counts", self.heat.is_some()),
+            ("forced replay of routing", self.replay.is_some()),
+            ("force-balance", self.force_balance.is_some()),
+        ];
+        asked.into_iter().find_map(|(what, asked)| asked.then_some(what))
+    }
+
     /// The same for another rank of the step, which records nothing: the first rank counts for all.
     pub fn for_followers(&self) -> Self {
         Self {

@@ -1,37 +1,35 @@
 //! The sparse Mixture-of-Experts block: the one place that composes router, dispatch and experts.
 //!
 //! `route -> prepare -> experts -> finalize -> + zero experts -> + shared experts`. The parts are
-//! boxed traits, chosen when the block is built and checked against each other there, so that a
-//! forward pass has no decision left to make.
+//! boxed traits, chosen when the block is built and checked against each other there. Beside them stand monolithic
+//! experts over the same weights, whose launches contain the router: the plan (`plan.rs`) says which steps they compute.
 
 use std::num::NonZeroUsize;
 
 use moe_dispatch::PrepareFinalize;
-use moe_experts::{AnyExperts, MonolithicExperts, Reservation};
+use moe_experts::{Experts, MonolithicExperts, Reservation};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::{Exec, StepContext, TensorView, View, ViewMut, Workspace, forward_rows, linear_into};
+use moe_kernels::plan::Fusion;
+use moe_kernels::{
+    Exec, MonolithicIo, StepContext, TensorView, View, ViewMut, Workspace, copy_rows_into, forward_rows,
+};
 use moe_router::{GateInput, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
 use crate::chunked::{Path, Routed, SharedOrder};
+use crate::plan::{MoeForm, PlanStep};
 use crate::shared::SharedExperts;
-
-/// The two families of experts with what each needs around it.
-pub(crate) enum Family {
-    Modular {
-        router: Box<Router>,
-        path: Path,
-        /// Another path, for steps of which the ranks agreed that all only decode.
-        decode: Option<Path>,
-    },
-    Monolithic(Box<dyn MonolithicExperts>),
-}
 
 /// A sparse Mixture-of-Experts block.
 pub struct SparseMoeBlock {
     gate: Tensor,
-    family: Family,
+    router: Box<Router>,
+    path: Path,
+    /// Another path, for steps of which the ranks agreed that all only decode.
+    decode: Option<Path>,
+    /// Experts whose launches contain the router, in the order of trial.
+    monolithic: Vec<Box<dyn MonolithicExperts>>,
     shared: Option<SharedExperts>,
     layer: usize,
     /// Tokens of a chunk, at most.
@@ -44,7 +42,7 @@ impl SparseMoeBlock {
     /// model dtype; `layer` counts the model's MoE layers from 0.
     ///
     /// # Errors
-    /// Parts that do not fit, both of them named: monolithic experts; another activation format;
+    /// Parts that do not fit, both of them named: another activation format;
     /// row limits that are missing or too small; a router and a prepare side of which one applies
     /// the router weight to the input; another number of experts in the router, the expert map or
     /// the weights; a gate of other dims or dtype than the router and the experts need.
@@ -52,34 +50,42 @@ impl SparseMoeBlock {
         gate: Tensor,
         router: Router,
         prepare: Box<dyn PrepareFinalize>,
-        experts: AnyExperts,
+        experts: Box<dyn Experts>,
         layer: usize,
     ) -> Result<Self> {
-        let experts = experts.into_modular(prepare.name())?;
         let config = router.config();
         check_modular(config, prepare.as_ref(), experts.as_ref())?;
         check_gate(&gate, config.num_logits(), experts.shape().hidden_size, experts.shape().dtype)?;
-        let path = Path { prepare, experts };
-        let family = Family::Modular { router: Box::new(router), path, decode: None };
-        Ok(Self::of(gate.contiguous()?, family, layer))
+        Ok(Self {
+            gate: gate.contiguous()?,
+            router: Box::new(router),
+            path: Path { prepare, experts },
+            decode: None,
+            monolithic: Vec::new(),
+            shared: None,
+            layer,
+            chunk: None,
+            workspace: Workspace::new(),
+        })
     }
 
-    /// A block whose experts contain their router. `gate` is the router's weight [E, H].
+    /// Adds experts whose launches contain the router, over the weights of the modular ones: the plan says which steps
+    /// they compute.
     ///
     /// # Errors
-    /// Modular experts (both sides are named); a gate of another width or dtype, or with fewer
-    /// rows than there are experts.
-    pub fn new_monolithic(gate: Tensor, experts: AnyExperts, layer: usize) -> Result<Self> {
-        let experts = experts.into_monolithic("block without a router")?;
-        // Kernels for expert parallelism hold fewer experts than the gate scores.
-        let logits = gate.dims().first().map_or(0, |rows| *rows).max(experts.shape().num_local_experts);
-        check_gate(&gate, logits, experts.shape().hidden_size, experts.shape().dtype)?;
-        let family = Family::Monolithic(experts);
-        Ok(Self::of(gate.contiguous()?, family, layer))
-    }
-
-    fn of(gate: Tensor, family: Family, layer: usize) -> Self {
-        Self { gate, family, shared: None, layer, chunk: None, workspace: Workspace::new() }
+    /// Experts of another shape than the modular ones.
+    pub fn with_monolithic(mut self, experts: Box<dyn MonolithicExperts>) -> Result<Self> {
+        if experts.shape() != self.path.experts.shape() {
+            bail!(
+                "monolithic experts `{}`: expected the shape of the modular `{}`, {:?}, got {:?}",
+                experts.name(),
+                self.path.experts.name(),
+                self.path.experts.shape(),
+                experts.shape()
+            )
+        }
+        self.monolithic.push(experts);
+        Ok(self)
     }
 
     /// Computes the tokens of a call in even chunks of at most `size`; the output is the same. On
@@ -93,26 +99,22 @@ impl SparseMoeBlock {
     /// which the ranks agreed that all of them only decode (`StepContext::only_decode`).
     ///
     /// # Errors
-    /// As [`new`](Self::new); monolithic experts in this block.
+    /// As [`new`](Self::new); experts of another shape.
     pub fn with_decode_path(
         mut self,
         prepare: Box<dyn PrepareFinalize>,
-        experts: AnyExperts,
+        experts: Box<dyn Experts>,
     ) -> Result<Self> {
-        let Family::Modular { router, path, decode } = &mut self.family else {
-            bail!("cannot add a decode path with {} to monolithic experts", prepare.name())
-        };
-        let experts = experts.into_modular(prepare.name())?;
-        check_modular(router.config(), prepare.as_ref(), experts.as_ref())?;
-        if experts.shape() != path.experts.shape() {
+        check_modular(self.router.config(), prepare.as_ref(), experts.as_ref())?;
+        if experts.shape() != self.path.experts.shape() {
             bail!(
                 "decode path: expected experts like those of {}, {:?}, got {:?}",
-                path.prepare.name(),
-                path.experts.shape(),
+                self.path.prepare.name(),
+                self.path.experts.shape(),
                 experts.shape()
             )
         }
-        *decode = Some(Path { prepare, experts });
+        self.decode = Some(Path { prepare, experts });
         Ok(self)
     }
 
@@ -129,21 +131,12 @@ impl SparseMoeBlock {
     /// Leaves the sum over the ranks that share the tokens to the caller; whether there is one and it is
     /// all that follows the experts.
     pub fn defer_sum(&mut self) -> bool {
-        let has_shared = self.has_shared_experts();
-        match &mut self.family {
-            Family::Modular { router, path, decode: None } => {
-                router.config().num_zero_experts == 0 && !has_shared && path.prepare.defer_sum()
-            }
-            _ => false,
-        }
+        let alone = self.router.config().num_zero_experts == 0 && self.shared.is_none();
+        alone && self.decode.is_none() && self.path.prepare.defer_sum()
     }
 
     pub(crate) fn gate(&self) -> &Tensor {
         &self.gate
-    }
-
-    pub(crate) fn family(&self) -> &Family {
-        &self.family
     }
 
     pub(crate) fn layer(&self) -> usize {
@@ -154,38 +147,48 @@ impl SparseMoeBlock {
         self.shared.is_some()
     }
 
-    /// The router, unless it is inside the experts' kernel.
-    pub fn router(&self) -> Option<&Router> {
-        match &self.family {
-            Family::Modular { router, .. } => Some(router),
-            Family::Monolithic(_) => None,
-        }
+    pub(crate) fn has_decode_path(&self) -> bool {
+        self.decode.is_some()
     }
 
-    /// The experts' name, for logs.
+    pub(crate) fn monolithic(&self) -> &[Box<dyn MonolithicExperts>] {
+        &self.monolithic
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn paths(&self) -> impl Iterator<Item = &Path> {
+        std::iter::once(&self.path).chain(&self.decode)
+    }
+
+    /// The path of a step; `only_decode`: the ranks agreed that each of them only decodes.
+    pub(crate) fn path_of(&self, only_decode: bool) -> &Path {
+        self.decode.as_ref().filter(|_| only_decode).unwrap_or(&self.path)
+    }
+
+    /// The router.
+    pub fn router(&self) -> &Router {
+        &self.router
+    }
+
+    /// The modular experts' name, for logs.
     pub fn experts_name(&self) -> &str {
-        match &self.family {
-            Family::Modular { path, .. } => path.experts.name(),
-            Family::Monolithic(experts) => experts.name(),
-        }
+        self.path.experts.name()
     }
 
-    /// The experts' largest buffers for at most `max_tokens` tokens.
+    /// The modular experts' largest buffers for at most `max_tokens` tokens.
+    ///
+    /// # Errors
+    /// Sizes that overflow.
     pub fn experts_workspace(&self, max_tokens: usize) -> Result<Reservation> {
-        match &self.family {
-            Family::Modular { router, path, .. } => {
-                path.experts.workspace(max_tokens, router.config().num_slots())
-            }
-            Family::Monolithic(experts) => experts.workspace(max_tokens, 1),
-        }
+        self.path.experts.workspace(max_tokens, self.router.config().num_slots())
     }
 
     /// The name of the prepare/finalize backend, for logs.
     pub fn dispatch_name(&self) -> &str {
-        match &self.family {
-            Family::Modular { path, .. } => path.prepare.name(),
-            Family::Monolithic(_) => "none",
-        }
+        self.path.prepare.name()
     }
 
     /// Tokens of a chunk, at most; `None` without chunks.
@@ -200,16 +203,14 @@ impl SparseMoeBlock {
     /// # Errors
     /// Sizes that overflow.
     pub fn chunk_bytes(&self, tokens: usize) -> Result<usize> {
-        match &self.family {
-            Family::Modular { router, path, .. } => {
-                path.chunk_bytes(tokens, router.config().num_slots(), self.shared.as_ref())
-            }
-            Family::Monolithic(experts) => Ok(experts.workspace(tokens, 1)?.bytes()),
-        }
+        self.path.chunk_bytes(tokens, self.router.config().num_slots(), self.shared.as_ref())
     }
 
     /// `out` [T, H] (model dtype or f32) = block(`hidden` [T, H], model dtype). Of `context`: token
     /// ids, replay, capture and heat, as the router documents them.
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes; ranks that disagree, or died.
     pub fn forward_into(
         &self,
         hidden: View<'_>,
@@ -217,14 +218,88 @@ impl SparseMoeBlock {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        self.forward_observed_into(hidden, out, &mut |_| Ok(()), context, ex)
+        let observed = context.asks_of_router();
+        let step = PlanStep { rows: hidden.rows(), one_row_each: context.only_decode, observed };
+        let form = self.choose(&step, &[Fusion::Nothing], &ex.machine());
+        self.forward_as_into(form, hidden, out, &mut |_| Ok(()), context, ex)
     }
 
-    /// The same; `observe` sees the router logits, [T, E] f32.
+    /// The same by router, dispatch, experts and combine one after the other; `observe` sees the router logits, [T, E] f32.
+    ///
+    /// # Errors
+    /// As [`forward_into`](Self::forward_into); those of `observe`.
     pub fn forward_observed_into(
         &self,
         hidden: View<'_>,
+        out: ViewMut<'_>,
+        observe: &mut dyn FnMut(View<'_>) -> Result<()>,
+        context: &mut StepContext,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        self.forward_as_into(MoeForm::Modular, hidden, out, observe, context, ex)
+    }
+
+    /// The same in a form that [`choose`](Self::choose) chose without anything fused around it; `observe` sees the router
+    /// logits [T, E] f32 of modular experts.
+    ///
+    /// # Errors
+    /// As [`forward_into`](Self::forward_into); a form that was chosen for another step.
+    pub fn forward_as_into(
+        &self,
+        form: MoeForm,
+        hidden: View<'_>,
         mut out: ViewMut<'_>,
+        observe: &mut dyn FnMut(View<'_>) -> Result<()>,
+        context: &mut StepContext,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        if form == MoeForm::Modular {
+            let path = self.path_of(context.only_decode);
+            return self.modular((path, path.shared_order()), hidden, out, observe, context, ex);
+        }
+        if out.dtype() == DType::F32 {
+            self.fused_into(form, MonolithicIo::Store { x: hidden, out: out.reborrow() }, context, ex)?;
+        } else {
+            let mut sums = ex.scratch(DType::F32, hidden.dims())?;
+            self.fused_into(form, MonolithicIo::Store { x: hidden, out: sums.view_mut() }, context, ex)?;
+            copy_rows_into(sums.view(), out.reborrow(), ex)?;
+        }
+        match &self.shared {
+            Some(shared) => trace_span!("shared_experts").in_scope(|| shared.add_into(hidden, out, ex)),
+            None => Ok(()),
+        }
+    }
+
+    /// Monolithic experts with what is fused around them, in a form that [`choose`](Self::choose) chose.
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes; a form that was chosen for another step.
+    pub fn fused_into(
+        &self,
+        form: MoeForm,
+        io: MonolithicIo<'_>,
+        context: &StepContext,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _span = trace_span!("moe").entered();
+        let MoeForm::Monolithic { index, .. } = form else {
+            bail!("modular experts fuse nothing around them")
+        };
+        let Some(experts) = self.monolithic.get(index) else {
+            bail!("this block has {} monolithic experts, so no number {index}", self.monolithic.len())
+        };
+        let gate = TensorView::new(&self.gate)?;
+        let map = self.path.prepare.local_experts().and_then(|experts| experts.expert_map());
+        self.router.with_gate(gate.view()?, None, context.padded, |gate| experts.apply(gate, map, io, ex))
+    }
+
+    /// Routes all tokens at once, so that what the step context counts is the step's rows, then
+    /// computes them chunk by chunk.
+    pub(crate) fn modular(
+        &self,
+        (path, order): (&Path, SharedOrder),
+        hidden: View<'_>,
+        out: ViewMut<'_>,
         observe: &mut dyn FnMut(View<'_>) -> Result<()>,
         context: &mut StepContext,
         ex: &mut Exec,
@@ -232,41 +307,7 @@ impl SparseMoeBlock {
         let _span = trace_span!("moe").entered();
         let gate = TensorView::new(&self.gate)?;
         let gate = gate.view()?;
-        match &self.family {
-            Family::Modular { router, path, decode } => {
-                let path = decode.as_ref().filter(|_| context.only_decode).unwrap_or(path);
-                self.modular(router, (path, path.shared_order()), (hidden, gate), out, observe, context, ex)
-            }
-            Family::Monolithic(experts) => {
-                let mut logits = ex.scratch(DType::F32, &[hidden.rows(), gate.rows()])?;
-                trace_span!("gate").in_scope(|| linear_into(hidden, gate, None, logits.view_mut(), ex))?;
-                observe(logits.view())?;
-                refuse_routing_context(experts.as_ref(), context)?;
-                trace_span!("experts")
-                    .in_scope(|| experts.apply(hidden, logits.view(), out.reborrow(), ex))?;
-                match &self.shared {
-                    Some(shared) => {
-                        trace_span!("shared_experts").in_scope(|| shared.add_into(hidden, out, ex))
-                    }
-                    None => Ok(()),
-                }
-            }
-        }
-    }
-
-    /// Routes all tokens at once, so that what the step context counts is the step's rows, then
-    /// computes them chunk by chunk.
-    pub(crate) fn modular(
-        &self,
-        router: &Router,
-        (path, order): (&Path, SharedOrder),
-        (hidden, gate): (View<'_>, View<'_>),
-        out: ViewMut<'_>,
-        observe: &mut dyn FnMut(View<'_>) -> Result<()>,
-        context: &mut StepContext,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let (tokens, config) = (hidden.rows(), router.config());
+        let (tokens, config) = (hidden.rows(), self.router.config());
         let mut logits = ex.scratch(DType::F32, &[tokens, gate.rows()])?;
         let mut topk_ids = ex.scratch(DType::U32, &[tokens, config.num_slots()])?;
         let mut topk_weights = ex.scratch(DType::F32, &[tokens, config.num_slots()])?;
@@ -277,8 +318,9 @@ impl SparseMoeBlock {
             zero_expert_weights: (config.num_zero_experts > 0).then(|| identity.view_mut()),
         };
         let input = GateInput::new(hidden, gate, self.layer);
-        trace_span!("router")
-            .in_scope(|| router.gate_and_route_into(&input, Some(logits.view_mut()), output, context, ex))?;
+        trace_span!("router").in_scope(|| {
+            self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, context, ex)
+        })?;
         observe(logits.view())?;
         drop(logits);
         let routed = Routed {
@@ -312,23 +354,5 @@ impl std::fmt::Debug for SparseMoeBlock {
             .field("experts", &self.experts_name())
             .field("shared", &self.shared.is_some())
             .finish()
-    }
-}
-
-/// Kernels with a built-in router neither show nor take ids.
-fn refuse_routing_context(experts: &dyn MonolithicExperts, step: &StepContext) -> Result<()> {
-    let asked = [
-        ("routed-experts capture", step.capture.is_some()),
-        ("forced replay of routing", step.replay.is_some()),
-        ("expert heat", step.heat.is_some()),
-        ("force-balance", step.force_balance.is_some()),
-    ];
-    match asked.iter().find(|(_, asked)| *asked) {
-        None => Ok(()),
-        Some((what, _)) => bail!(
-            "{what} is not supported with the monolithic experts `{}`, whose router is inside the kernel; \
-             choose a modular MoE backend",
-            experts.name()
-        ),
     }
 }

@@ -11,9 +11,8 @@ mod mlp;
 mod overlap;
 mod pack;
 mod path;
+mod plan;
 mod shared;
-#[cfg(feature = "cuda")]
-mod small;
 
 pub use block::SparseMoeBlock;
 pub use context::{BlockContext, LOW_LATENCY_TOKENS};
@@ -22,20 +21,22 @@ pub use load::{BlockOptions, load_block, load_block_on};
 pub use mlp::GatedMlp;
 pub use pack::load_packed;
 pub use path::{MoePath, SparseLayer};
+pub use plan::{MoeForm, MoePlan, PlanStep};
 pub use shared::SharedExperts;
 
 pub use moe_chunking::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 pub use moe_comm::{Communicator, Geometry, ParallelConfig, ParallelGroups, RowParallel};
 pub use moe_dispatch::{LocalExperts, NoEp, PrepareFinalize, WhoAdds};
 pub use moe_experts::{
-    AnyExperts, BatchLimits, ExpertWeights, Experts, ExpertsShape, LoadSpec, MonolithicExperts, OracleError,
-    Reason, Reservation, Selection as BackendSelection, build as build_experts,
-    build_batched as build_batched_experts, select as select_backend,
+    BatchLimits, ExpertWeights, Experts, ExpertsShape, Fusion, LoadSpec, Machine, MonolithicCall,
+    MonolithicExperts, MonolithicForm, MonolithicKernels, OracleError, Reason, Rejected, Reservation,
+    Selection as BackendSelection, Stage, build as build_experts, build_batched as build_batched_experts,
+    select as select_backend,
 };
 pub use moe_kernels::candle::{self, DType, Device, Tensor};
 pub use moe_kernels::{
-    Activation, ActivationFormat, Buffer, CpuIsa, Exec, ExpertHeat, ExpertsSpec, NO_EXPERT, RoutedExperts,
-    StepContext, TensorView, View, ViewMut, Workspace,
+    Activation, ActivationFormat, Buffer, CpuIsa, Exec, ExpertHeat, ExpertsSpec, Gate, MonolithicIo,
+    NO_EXPERT, PreNorm, RoutedExperts, StepContext, TensorView, View, ViewMut, Workspace,
 };
 pub use moe_router::{
     RouteInput, RouteOutput, Router, RouterConfig, RouterError, RouterParams, Selection as RouterSelection,

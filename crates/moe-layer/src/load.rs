@@ -5,7 +5,7 @@ use moe_chunking::ridge_tokens;
 use moe_comm::ExpertLayout;
 use moe_dispatch::PrepareFinalize;
 use moe_experts::{
-    AnyExperts, BatchLimits, ExpertWeights, LoadSpec, Selection, build, build_batched, select,
+    BatchLimits, ExpertWeights, Experts, LoadSpec, MonolithicKernels, Selection, build, build_batched, select,
 };
 use moe_kernels::candle::{Error, Result};
 use moe_kernels::{Activation, ActivationFormat, ExpertsSpec};
@@ -85,9 +85,13 @@ pub fn load_block_on(
 ) -> Result<(SparseMoeBlock, Selection)> {
     let layout = context.geometry.expert_layout(options.packed_experts())?;
     let weights = ExpertWeights::load(&load_spec(options, context, &layout)?, experts)?;
-    compose(options, context, &layout, gate, |prepare, backend| {
+    let (mut block, selection) = compose(options, context, &layout, gate, |prepare, backend| {
         choose(options, context, &weights, prepare, backend).map(|(selection, experts)| (experts, selection))
-    })
+    })?;
+    for experts in MonolithicKernels::all(&selection.spec, &weights, options.backend.as_deref()) {
+        block = block.with_monolithic(Box::new(experts))?;
+    }
+    Ok((block, selection))
 }
 
 /// A block of the context's prepare/finalize backends, each with the experts that `experts` makes for
@@ -98,7 +102,7 @@ pub(crate) fn compose<S>(
     context: &BlockContext,
     layout: &ExpertLayout,
     gate: VarBuilder,
-    experts: impl Fn(&dyn PrepareFinalize, Option<&str>) -> Result<(AnyExperts, S)>,
+    experts: impl Fn(&dyn PrepareFinalize, Option<&str>) -> Result<(Box<dyn Experts>, S)>,
 ) -> Result<(SparseMoeBlock, S)> {
     let config = &options.router;
     let router = Router::load(config, gate.clone())?;
@@ -166,7 +170,7 @@ fn choose(
     weights: &ExpertWeights,
     prepare: &dyn PrepareFinalize,
     backend: Option<&str>,
-) -> Result<(Selection, AnyExperts)> {
+) -> Result<(Selection, Box<dyn Experts>)> {
     let spec = options.spec(weights, prepare.activation_format(), context);
     let selection = select(&spec, backend)?;
     let experts = match batch_limits(prepare) {

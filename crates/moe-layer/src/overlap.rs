@@ -8,7 +8,7 @@ use moe_kernels::candle::{DType, Device, Result, Tensor, bail};
 use moe_kernels::{Exec, StepContext, TensorView, Workspace};
 use tracing::trace_span;
 
-use crate::block::{Family, SparseMoeBlock};
+use crate::block::SparseMoeBlock;
 use crate::chunked::SharedOrder;
 
 /// Rows that go through the block.
@@ -17,27 +17,25 @@ const ROWS: usize = 4;
 impl SparseMoeBlock {
     /// Runs a few fixed rows through the block with its shared experts computed between the halves of
     /// dispatch and again after the routed experts, on every path that it has. On several ranks a
-    /// collective. A block without shared experts, or with monolithic experts, has one order only.
+    /// collective. A block without shared experts has one order only.
     ///
     /// # Errors
     /// A difference, by the number of the MoE layer; those of a forward pass.
     pub fn check_shared_experts(&self) -> Result<()> {
-        let Family::Modular { router, path, decode } = self.family() else { return Ok(()) };
         if !self.has_shared_experts() {
             return Ok(());
         }
         let _span = trace_span!("check_shared_experts").entered();
         let x = rows_beside(self.gate())?;
-        let (x, gate) = (TensorView::new(&x)?, TensorView::new(self.gate())?);
-        let (x, gate) = (x.view()?, gate.view()?);
+        let x = TensorView::new(&x)?;
+        let x = x.view()?;
         let mut ex = Exec::for_tensor(self.gate(), &Workspace::new())?;
         let token_ids = Some(vec![0; ROWS].into());
         let context = &mut StepContext { token_ids, ..StepContext::default() };
-        for path in std::iter::once(path).chain(decode) {
+        for path in self.paths() {
             let mut run = |order| {
                 let mut out = ex.scratch(DType::F32, x.dims())?;
-                let parts = (path, order);
-                self.modular(router, parts, (x, gate), out.view_mut(), &mut |_| Ok(()), context, &mut ex)?;
+                self.modular((path, order), x, out.view_mut(), &mut |_| Ok(()), context, &mut ex)?;
                 ex.to_host(out.view())?.view().to_f32_vec()
             };
             let (around, integrated) = (run(SharedOrder::AroundDispatch)?, run(SharedOrder::Integrated)?);

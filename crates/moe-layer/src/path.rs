@@ -5,14 +5,16 @@ use std::str::FromStr;
 use candle_nn::VarBuilder;
 use moe_comm::{EpBackend, Geometry};
 use moe_experts::Selection;
-use moe_kernels::candle::Result;
-use moe_kernels::{Exec, StepContext, View, ViewMut};
+use moe_kernels::candle::{Result, bail};
+use moe_kernels::plan::{Fusion, Machine, Stage};
+use moe_kernels::{Exec, MonolithicIo, StepContext, View, ViewMut};
 use moe_router::Router;
 
 use crate::block::SparseMoeBlock;
 use crate::context::BlockContext;
 use crate::legacy::{MoeMlp, load_loop_on};
 use crate::load::{BlockOptions, load_block_on};
+use crate::plan::{MoeForm, MoePlan, PlanStep};
 use crate::shared::SharedExperts;
 
 /// How a sparse layer runs its experts.
@@ -115,18 +117,45 @@ impl SparseLayer {
         }
     }
 
-    /// The router, unless it is inside the experts' kernel.
-    pub fn router(&self) -> Option<&Router> {
+    /// The router.
+    pub fn router(&self) -> &Router {
         match self {
             Self::Block(block) => block.router(),
-            Self::Loop(block) => Some(block.router()),
+            Self::Loop(block) => block.router(),
         }
     }
 
-    /// `out` [T, H] (model dtype or f32) = layer(`hidden` [T, H], model dtype); `observe` sees the
-    /// router logits, [T, E] f32.
-    pub fn forward_observed_into(
+    /// As [`SparseMoeBlock::choose`]; the loop over experts has one form.
+    pub fn choose(&self, step: &PlanStep, fusions: &[Fusion], machine: &Machine) -> MoeForm {
+        match self {
+            Self::Block(block) => block.choose(step, fusions, machine),
+            Self::Loop(_) => MoeForm::Modular,
+        }
+    }
+
+    /// As [`SparseMoeBlock::plan`].
+    pub fn plan(&self, step: &PlanStep, fusions: &[Fusion], machine: &Machine) -> MoePlan {
+        match self {
+            Self::Block(block) => block.plan(step, fusions, machine),
+            Self::Loop(_) => {
+                let stage = Stage {
+                    computes: &["router", "experts", "combine"],
+                    kernel: "dense products, one expert after the other (legacy)".to_string(),
+                    rejected: Vec::new(),
+                };
+                MoePlan { form: MoeForm::Modular, stages: vec![stage] }
+            }
+        }
+    }
+
+    /// `out` [T, H] (model dtype or f32) = layer(`hidden` [T, H], model dtype), in a form that [`choose`](Self::choose) chose
+    /// without anything fused around it; `observe` sees the router logits [T, E] f32 of modular experts.
+    ///
+    /// # Errors
+    /// Those of the path's forward.
+    pub fn forward_as_into(
         &self,
+        form: MoeForm,
         hidden: View<'_>,
         out: ViewMut<'_>,
         observe: &mut dyn FnMut(View<'_>) -> Result<()>,
@@ -134,8 +163,25 @@ impl SparseLayer {
         ex: &mut Exec,
     ) -> Result<()> {
         match self {
-            Self::Block(block) => block.forward_observed_into(hidden, out, observe, context, ex),
+            Self::Block(block) => block.forward_as_into(form, hidden, out, observe, context, ex),
             Self::Loop(block) => block.forward_observed_into(hidden, out, observe, context, ex),
+        }
+    }
+
+    /// As [`SparseMoeBlock::fused_into`].
+    ///
+    /// # Errors
+    /// The loop over experts, which fuses nothing; those of the block.
+    pub fn fused_into(
+        &self,
+        form: MoeForm,
+        io: MonolithicIo<'_>,
+        context: &StepContext,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        match self {
+            Self::Block(block) => block.fused_into(form, io, context, ex),
+            Self::Loop(_) => bail!("the legacy expert path fuses nothing around its experts"),
         }
     }
 }

@@ -1,23 +1,34 @@
-//! Gate product and routing in one launch, on CUDA.
+//! Routing inside a launch: what kernels that contain a router need to know of the rule.
 
 use candle_core::Result;
-use moe_kernels::cuda::{Gate, GateScoring, gate_route_fits, gate_route_into};
-use moe_kernels::{Exec, StepContext, TensorView, View, ViewMut};
+use moe_kernels::plan::Reason;
+#[cfg(feature = "cuda")]
+use moe_kernels::plan::{Form, RouterCall, RouterForm};
+#[cfg(feature = "cuda")]
+use moe_kernels::{Exec, StepContext, ViewMut};
+use moe_kernels::{Gate, GateScoring, TensorView, View};
 
-use crate::config::{RouterConfig, Scoring, Selection};
+use crate::config::{Scoring, Selection};
+#[cfg(feature = "cuda")]
 use crate::gate::GateInput;
-use crate::router::{RouteOutput, Router};
+#[cfg(feature = "cuda")]
+use crate::router::RouteOutput;
+use crate::router::Router;
 
 impl Router {
-    /// Whether one launch does all that this configuration and the step ask for: plain top-k on scores
-    /// or logits, nothing recorded or forced, sizes of the kernel.
-    pub(crate) fn gate_route_fits(&self, hidden: View<'_>, context: &StepContext, ex: &Exec) -> bool {
+    /// Whether one launch does all that this configuration and the step ask for.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_one_launch(&self, hidden: View<'_>, context: &StepContext, ex: &Exec) -> bool {
         let c = &self.config;
         let width = hidden.dims().last().copied().unwrap_or(0);
-        self.is_plain(context) && gate_route_fits(width, c.num_experts, c.top_k, hidden.dtype(), ex)
+        let call =
+            RouterCall { hidden: width, experts: c.num_experts, top_k: c.top_k, dtype: hidden.dtype() };
+        let plain = self.kernel_rule().is_ok() && context.asks_of_router().is_none();
+        plain && RouterForm::choose(&call, &ex.machine()) == Some(RouterForm::OneLaunch)
     }
 
-    /// Gate and route in one launch; [`gate_route_fits`](Self::gate_route_fits) has said yes.
+    /// Gate and route in one launch; [`is_one_launch`](Self::is_one_launch) has said yes.
+    #[cfg(feature = "cuda")]
     pub(crate) fn gate_route(
         &self,
         input: &GateInput<'_>,
@@ -26,8 +37,8 @@ impl Router {
         context: &StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        self.with_gate(input.weight, input.bias, context, |gate| {
-            gate_route_into(input.hidden, gate, logits, out.topk_ids, out.topk_weights, ex)
+        self.with_gate(input.weight, input.bias, context.padded, |gate| {
+            moe_kernels::cuda::gate_route_into(input.hidden, gate, logits, out.topk_ids, out.topk_weights, ex)
         })?;
         match out.zero_expert_weights {
             Some(zeros) => moe_kernels::fill_into(0.0, zeros, ex),
@@ -35,16 +46,26 @@ impl Router {
         }
     }
 
-    /// Whether kernels with a built-in router route like this one in this step: plain top-k, nothing
-    /// recorded or forced.
-    pub fn is_plain(&self, context: &StepContext) -> bool {
-        let observed = context.capture.is_some() || context.heat.is_some();
-        let forced = context.replay.is_some() || context.force_balance.is_some();
-        is_plain(&self.config) && !observed && !forced
+    /// Whether kernels that contain a router know this rule: the best K scores or logits.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn kernel_rule(&self) -> std::result::Result<(), Reason> {
+        let c = &self.config;
+        if !matches!(c.selection, Selection::TopK | Selection::RawLogits) {
+            return Err(Reason::Part { part: "another routing rule than the best K" });
+        }
+        if c.num_zero_experts > 0 {
+            return Err(Reason::Part { part: "zero experts" });
+        }
+        if c.num_fused_shared_experts > 0 {
+            return Err(Reason::Part { part: "shared experts in the router's slots" });
+        }
+        Ok(())
     }
 
-    /// Shows the gate with this routing to a kernel that has a router inside;
-    /// [`is_plain`](Self::is_plain) has said that it may.
+    /// Shows the gate with this rule to a kernel that contains a router; [`kernel_rule`](Self::kernel_rule) says whether it
+    /// may.
     ///
     /// # Errors
     /// Those of `launch`.
@@ -52,7 +73,7 @@ impl Router {
         &self,
         weight: View<'_>,
         bias: Option<View<'_>>,
-        context: &StepContext,
+        padded: bool,
         launch: impl FnOnce(&Gate<'_>) -> Result<R>,
     ) -> Result<R> {
         let c = &self.config;
@@ -61,27 +82,17 @@ impl Router {
             weight,
             bias,
             correction_bias: correction.as_ref().map(TensorView::view).transpose()?,
-            scoring: gate_scoring(c.scoring),
+            top_k: c.top_k,
+            scoring: match c.scoring {
+                Scoring::Softmax => GateScoring::Softmax,
+                Scoring::Sigmoid => GateScoring::Sigmoid,
+                Scoring::SqrtSoftplus => GateScoring::SqrtSoftplus,
+            },
             raw_logits: c.selection == Selection::RawLogits,
             renormalize: c.renormalize,
             scale: c.routed_scaling_factor,
             softcap: c.softcapping,
-            padded: context.padded,
+            padded,
         })
-    }
-}
-
-fn is_plain(c: &RouterConfig) -> bool {
-    matches!(c.selection, Selection::TopK | Selection::RawLogits)
-        && c.num_zero_experts == 0
-        && c.num_fused_shared_experts == 0
-}
-
-/// How the kernels name a scoring function.
-pub(crate) fn gate_scoring(scoring: Scoring) -> GateScoring {
-    match scoring {
-        Scoring::Softmax => GateScoring::Softmax,
-        Scoring::Sigmoid => GateScoring::Sigmoid,
-        Scoring::SqrtSoftplus => GateScoring::SqrtSoftplus,
     }
 }

@@ -61,7 +61,7 @@ impl Router {
         };
         expect_dtype(op, "router_logits", &logits, DType::F32)?;
         #[cfg(feature = "cuda")]
-        if self.gate_route_fits(input.hidden, context, ex) {
+        if self.is_one_launch(input.hidden, context, ex) {
             return self.gate_route(input, logits, out, context, ex);
         }
         linear_into(input.hidden, input.weight, input.bias, logits.reborrow(), ex)?;

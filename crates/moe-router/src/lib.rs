@@ -10,7 +10,6 @@ mod custom;
 mod device;
 mod error;
 mod forward;
-#[cfg(feature = "cuda")]
 mod fused;
 mod gate;
 mod hf;

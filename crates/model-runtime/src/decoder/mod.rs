@@ -6,17 +6,18 @@
 //! its attention, its sizes and the names of its tensors.
 
 mod config;
-#[cfg(feature = "cuda")]
-mod fused;
 mod layout;
 mod load;
+mod plan;
+mod residual;
 
 use std::sync::Arc;
 
-use candle_core::{DType, Result};
+use candle_core::Result;
 use moe_comm::Communicator;
-use moe_kernels::{Exec, Scratch, StepContext, View, ViewMut};
-use moe_layer::{GatedMlp, Router, SparseLayer};
+use moe_kernels::plan::{Machine, Reason, Stage};
+use moe_kernels::{Exec, PreNorm, StepContext, View, ViewMut};
+use moe_layer::{GatedMlp, PlanStep, Router, SparseLayer};
 use tracing::trace_span;
 
 use crate::kv_cache::{KvCache, KvLayer};
@@ -27,6 +28,9 @@ use crate::step::StepViews;
 
 pub use config::{DecoderConfig, DecoderNames, MoeConfig};
 pub use load::DecoderOptions;
+pub use plan::LayerPlan;
+pub(crate) use plan::{linear_stage, plain};
+use residual::Residual;
 
 /// The attention of a decoder layer.
 pub trait SelfAttention: Send + Sync {
@@ -50,22 +54,26 @@ pub trait SelfAttention: Send + Sync {
         false
     }
 
-    /// Whether [`add_normed_into`](Self::add_normed_into) runs this layer for so many tokens.
-    #[cfg(feature = "cuda")]
-    fn fuses(&self, tokens: usize, ex: &Exec) -> bool {
-        let _ = (tokens, ex);
-        false
-    }
-
-    /// `residual` [T, H] f32 += attention(norm(`residual`)): on CUDA, for a few tokens, with norm and
-    /// addition in the launches of the products.
+    /// Whether [`add_normed_into`](Self::add_normed_into) computes such a step with norm and addition inside its launches.
     ///
     /// # Errors
-    /// What [`fuses`](Self::fuses) refuses; those of [`forward_into`](Self::forward_into).
-    #[cfg(feature = "cuda")]
+    /// The first reason why not.
+    fn fits_fused(&self, step: &PlanStep, machine: &Machine) -> std::result::Result<(), Reason> {
+        let _ = (step, machine);
+        Err(Reason::Part { part: "an attention that takes no norm and addition into its launches" })
+    }
+
+    /// The kernels of such a step, in their order; `fused`: with norm and addition inside.
+    fn stages(&self, fused: bool, step: &PlanStep, machine: &Machine) -> Vec<Stage>;
+
+    /// `residual` [T, H] f32 += attention(norm(`residual`)), with norm and addition in the launches of the products where
+    /// [`fits_fused`](Self::fits_fused) says so.
+    ///
+    /// # Errors
+    /// An attention that has no such form; those of [`forward_into`](Self::forward_into).
     fn add_normed_into(
         &self,
-        norm: &moe_kernels::cuda::PreNorm<'_>,
+        norm: &PreNorm<'_>,
         residual: ViewMut,
         step: &StepViews,
         rope: &RopeRows,
@@ -120,9 +128,13 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
     fn router(&self, moe_layer: usize) -> Option<&Router> {
         let layer = *self.info.moe.as_ref()?.layers.get(moe_layer)?;
         match &self.layers.get(layer)?.mlp {
-            Mlp::Sparse(sparse) => sparse.router(),
+            Mlp::Sparse(sparse) => Some(sparse.router()),
             Mlp::Dense(_) => None,
         }
+    }
+
+    fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {
+        self.layers.iter().map(|layer| layer.plan(step, machine)).collect()
     }
 
     fn forward(
@@ -137,76 +149,36 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         let dims = [step.num_tokens(), self.info.hidden_size];
         let dtype = self.info.kv.dtype;
         let mut observe = Observe(observer);
-        let mut residual = ex.scratch(DType::F32, &dims)?;
-        let mut delta = ex.scratch(DType::F32, &dims)?;
-        let mut x = ex.scratch(dtype, &dims)?;
+        let mut residual = Residual::new(&dims, dtype, self.sums.as_deref(), ex)?;
         let rope = self.rope.rows(step.positions, step.rope_len, ex)?;
-        self.embedding.forward_into(step.token_ids, residual.view_mut(), ex)?;
-        observe.hidden(0, residual.view(), ex)?;
-        #[cfg(feature = "cuda")]
-        if observe.is_nobody() && self.fuses(step, context, ex) {
-            self.add_layers_into(step, &rope, kv, residual.view_mut(), context, ex)?;
-            ex.mark("lm_head", 0)?;
-            self.norm.forward_into(residual.view(), x.view_mut(), ex)?;
-            return self.lm_head.forward_into(x.view(), logits, ex);
-        }
-        let first = self.layers.first().map_or(&self.norm, |layer| &layer.input_norm);
-        first.forward_into(residual.view(), x.view_mut(), ex)?;
+        self.embedding.forward_into(step.token_ids, residual.stream.view_mut(), ex)?;
+        observe.hidden(0, residual.stream.view(), ex)?;
+        let observed = observe.asks().or(context.asks_of_router());
+        let shape = PlanStep { rows: dims[0], one_row_each: step.one_row_each, observed };
         for (index, layer) in self.layers.iter().enumerate() {
             let _span = trace_span!("layer", layer = index).entered();
             ex.mark("layer", index)?;
-            let kv = kv.layer_mut(index)?;
-            layer.attention.forward_into(x.view(), step, &rope, kv, delta.view_mut(), ex)?;
-            let norm = &layer.post_attention_norm;
-            self.add_norm(norm, layer.deferred[0], [&mut delta, &mut residual, &mut x], ex)?;
-            let next = self.layers.get(index + 1).map_or(&self.norm, |layer| &layer.input_norm);
-            #[cfg(feature = "cuda")]
-            if observe.is_nobody() && fused::fuses_next_norm(&layer.mlp, dims[0], context, ex) {
-                fused::add_next_norm(&layer.mlp, next, residual.view_mut(), &mut x, context, ex)?;
-                continue;
+            let form = layer.choose(&shape, &ex.machine());
+            residual.attention(layer, form, (step, &rope), kv.layer_mut(index)?, ex)?;
+            let (next, is_last) = match self.layers.get(index + 1) {
+                Some(layer) => (&layer.input_norm, false),
+                None => (&self.norm, true),
+            };
+            let host = ex.clone();
+            let mut see = |logits: View<'_>| observe.router(index, logits, &host);
+            residual.mlp(layer, form, next, &mut see, context, ex)?;
+            match is_last {
+                false => observe.hidden(index + 1, residual.stream.view(), ex)?,
+                true => observe.hidden(index + 1, residual.normed(&self.norm, ex)?, ex)?,
             }
-            match &layer.mlp {
-                #[cfg(feature = "cuda")]
-                mlp if observe.is_nobody() && fused::fuses_routing(mlp, dims[0], context, ex) => {
-                    fused::forward_partial_into(mlp, x.view(), delta.view_mut(), context, ex)?;
-                }
-                Mlp::Dense(mlp) => {
-                    trace_span!("mlp").in_scope(|| mlp.forward_into(x.view(), delta.view_mut(), ex))?;
-                }
-                Mlp::Sparse(sparse) => {
-                    let host = ex.clone();
-                    let mut see = |logits: View<'_>| observe.router(index, logits, &host);
-                    sparse.forward_observed_into(x.view(), delta.view_mut(), &mut see, context, ex)?;
-                }
-            }
-            self.add_norm(next, layer.deferred[1], [&mut delta, &mut residual, &mut x], ex)?;
-            let is_last = index + 1 == self.layers.len();
-            observe.hidden(index + 1, if is_last { x.view() } else { residual.view() }, ex)?;
         }
+        let x = residual.normed(&self.norm, ex)?;
         ex.mark("lm_head", 0)?;
         if step.num_logits() == step.num_tokens() {
-            return self.lm_head.forward_into(x.view(), logits, ex);
+            return self.lm_head.forward_into(x, logits, ex);
         }
         let mut last = ex.scratch(dtype, &[step.num_logits(), self.info.hidden_size])?;
-        gather_rows_into(x.view(), step.logits_rows, last.view_mut(), ex)?;
+        gather_rows_into(x, step.logits_rows, last.view_mut(), ex)?;
         self.lm_head.forward_into(last.view(), logits, ex)
-    }
-}
-
-impl<A> Decoder<A> {
-    /// `residual` += `delta`, of which ranks may hold parts, then `x` = norm(`residual`).
-    fn add_norm(
-        &self,
-        norm: &RmsNorm,
-        deferred: bool,
-        [delta, residual, x]: [&mut Scratch; 3],
-        ex: &mut Exec,
-    ) -> Result<()> {
-        match &self.sums {
-            Some(ranks) if deferred => {
-                norm.add_parts_into(ranks.as_ref(), delta.view_mut(), residual.view_mut(), x.view_mut(), ex)
-            }
-            _ => norm.add_forward_into(delta.view(), residual.view_mut(), x.view_mut(), ex),
-        }
     }
 }

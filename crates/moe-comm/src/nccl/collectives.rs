@@ -3,8 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::Result;
-use moe_kernels::cuda::PreNorm;
-use moe_kernels::{Exec, View, ViewMut, add_rms_norm_into};
+use moe_kernels::{Exec, PreNorm, View, ViewMut, add_rms_norm_into};
 
 use super::comm::{NcclComm, is_recorded};
 use crate::call::Op;

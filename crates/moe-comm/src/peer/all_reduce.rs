@@ -7,7 +7,8 @@ use std::time::Duration;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{DType, Error, Result, bail};
-use moe_kernels::cuda::{MAX_PEERS, PeerBuffers, PreNorm};
+use moe_kernels::PreNorm;
+use moe_kernels::cuda::{MAX_PEERS, PeerBuffers};
 use moe_kernels::{Exec, View, ViewMut};
 
 use super::memory::{Mapping, Owned, Status, group};

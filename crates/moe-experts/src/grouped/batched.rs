@@ -9,8 +9,8 @@ use moe_kernels::{
 use super::GroupedMlp;
 use crate::experts::{Experts, Reservation};
 use crate::oracle::Backend;
-use crate::reason::Reason;
 use crate::weights::{ExpertWeights, ExpertsShape};
+use moe_kernels::plan::Reason;
 
 /// Experts in the BatchedExperts format: one block of rows per local expert, of which the first
 /// `expert_num_tokens[e]` are computed. On the CPU bit-equal per row to [`GroupedExperts`](super::GroupedExperts).

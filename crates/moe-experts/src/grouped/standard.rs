@@ -7,8 +7,8 @@ use moe_kernels::{Activation, ActivationFormat, Dispatched, Exec, ExpertsSpec, V
 use super::GroupedMlp;
 use crate::experts::{Experts, Reservation};
 use crate::oracle::Backend;
-use crate::reason::Reason;
 use crate::weights::{ExpertWeights, ExpertsShape};
+use moe_kernels::plan::Reason;
 
 /// Experts in the Standard format: token rows with the ids of their slots; or in the Listed format, whose rows and ids are
 /// the same: one sorted list serves products of any shape better than a list for each expert.

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 
 use candle_core::{DType, Result, bail};
 
-use super::GateScoring;
+use crate::monolithic::GateScoring;
 
 /// A device pointer to what a launcher reads; 16-byte aligned for the bf16 kernels, null where the header says so.
 pub(crate) type In = *const c_void;

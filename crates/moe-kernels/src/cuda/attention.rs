@@ -8,14 +8,11 @@ use super::args::{AttentionDecodeArgs, Dtype, PagedAttentionArgs, QkNormRopeArgs
 use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
 use crate::ops::{AttentionMeta, QkNormRope};
+use crate::plan::{AttentionCall, AttentionForm, Form};
 use crate::view::{View, ViewMut};
 
 /// Most rows of a grid.
 const MAX_ROWS: usize = 65_535;
-
-fn head_dim_fits(head_dim: usize) -> bool {
-    matches!(head_dim, 64 | 128)
-}
 
 /// See [`crate::qk_norm_rope_cache_into`].
 pub(crate) fn qk_norm_rope_cache(
@@ -26,11 +23,12 @@ pub(crate) fn qk_norm_rope_cache(
     ex: &Exec,
 ) -> Result<()> {
     let (op, cuda) = ("qk_norm_rope_cache", ex.cuda("qk_norm_rope_cache")?);
-    let bf16 = k_cache.dtype() == DType::BF16 && args.qkv.dtype() == DType::F32;
-    let fits = bf16 && q_out.dtype() == DType::BF16 && head_dim_fits(args.head_dim) && args.num_heads > 0;
-    let caches = [k_cache.as_view(), v_cache.as_view(), q_out.as_view()];
-    let fast =
-        fits && args.qkv.rows() <= MAX_ROWS && aligned(&caches) && aligned(&[args.qkv, args.cos, args.sin]);
+    let views = [k_cache.as_view(), v_cache.as_view(), q_out.as_view(), args.qkv, args.cos, args.sin];
+    let call = call(args, false, k_cache.dtype(), aligned(&views));
+    let dtypes = args.qkv.dtype() == DType::F32 && q_out.dtype() == DType::BF16;
+    let fast = dtypes
+        && args.qkv.rows() <= MAX_ROWS
+        && AttentionForm::choose(&call, &ex.machine()) == Some(AttentionForm::Prefill);
     let (block_size, blocks) = (k_cache.dims()[2], k_cache.rows());
     let raw = QkNormRopeArgs {
         qkv: cuda.read(op, "qkv", args.qkv)?,
@@ -72,8 +70,16 @@ pub(crate) fn paged_attention(
 ) -> Result<()> {
     let (op, cuda) = ("paged_attention", ex.cuda("paged_attention")?);
     let (tables, cache) = (meta.block_tables.dims(), k_cache.dims());
-    let bf16 = k_cache.dtype() == DType::BF16 && q.dtype() == DType::BF16;
-    let fast = bf16 && head_dim_fits(q.dims()[2]) && aligned(&[q, k_cache, v_cache, out.as_view()]);
+    let call = AttentionCall {
+        rows: q.rows(),
+        one_row_each: false,
+        num_heads: q.dims()[1],
+        head_dim: q.dims()[2],
+        dtype: k_cache.dtype(),
+        aligned: aligned(&[q, k_cache, v_cache, out.as_view()]),
+    };
+    let fast = q.dtype() == DType::BF16
+        && AttentionForm::choose(&call, &ex.machine()) == Some(AttentionForm::Prefill);
     let raw = PagedAttentionArgs {
         q: cuda.read(op, "q", q)?,
         k_cache: cuda.read(op, "k_cache", k_cache)?,
@@ -104,12 +110,18 @@ pub(crate) fn paged_attention(
     cuda.check(op, code)
 }
 
-/// Whether [`decode_attention`] fits. Its bits are not those of the same rows in a prompt, and depend on how
-/// many blocks share a sequence.
-pub(crate) fn decode_fits(args: &QkNormRope, k_cache: View, ex: &Exec) -> bool {
-    let bf16 = k_cache.dtype() == DType::BF16 && args.qkv.dtype() == DType::F32;
-    let fits = bf16 && head_dim_fits(args.head_dim) && args.num_heads > 0 && args.qkv.rows() <= MAX_ROWS;
-    ex.is_cuda() && !ex.batch_invariant() && fits && aligned(&[args.qkv, args.cos, args.sin, k_cache])
+fn call(args: &QkNormRope, one_row_each: bool, dtype: DType, aligned: bool) -> AttentionCall {
+    let QkNormRope { num_heads, head_dim, .. } = *args;
+    AttentionCall { rows: args.qkv.rows(), one_row_each, num_heads, head_dim, dtype, aligned }
+}
+
+/// Whether one launch does everything ([`decode_attention`]).
+pub(crate) fn is_one_launch(args: &QkNormRope, one_row_each: bool, k_cache: View, ex: &Exec) -> bool {
+    let aligned = aligned(&[args.qkv, args.cos, args.sin, k_cache]);
+    let call = call(args, one_row_each, k_cache.dtype(), aligned);
+    ex.is_cuda()
+        && args.qkv.dtype() == DType::F32
+        && AttentionForm::choose(&call, &ex.machine()) == Some(AttentionForm::Decode)
 }
 
 /// Head norm, rotation, cache write and attention of one new token per sequence, in one launch.
@@ -127,7 +139,7 @@ pub(crate) fn decode_attention(
     let sms = small(op, cuda.sms)?;
     // SAFETY: pure functions of numbers.
     let (splits, bytes) = unsafe {
-        let splits = match cuda.major {
+        let splits = match cuda.gpu.compute_capability.0 {
             9.. => ffi::moe_attention_decode_splits(rows, heads, kv_heads, sms),
             _ => 1,
         };
@@ -135,7 +147,7 @@ pub(crate) fn decode_attention(
     };
     let workspace = cuda.counters("decode_attention", bytes.div_ceil(4))?;
     let block_size = small(op, k_cache.dims()[2])?;
-    // SAFETY: the door has checked dims and dtypes; `decode_fits` is the launcher's condition.
+    // SAFETY: the door has checked dims and dtypes; `is_one_launch` is the launcher's condition.
     let code = unsafe {
         ffi::moe_attention_decode(
             &AttentionDecodeArgs {

@@ -5,16 +5,9 @@ use candle_core::{DType, Result};
 use super::args::{LinearStreamArgs, LinearTensorArgs, Output};
 use super::{aligned, any, blas, ffi, small};
 use crate::exec::Exec;
+use crate::monolithic::PreNorm;
+use crate::plan::{Form, FusedLinearForm, LinearCall, LinearForm};
 use crate::view::{View, ViewMut};
-
-/// Most rows for which streaming the weights beats the tensor-core kernel (docs/kernels-decode.md).
-const STREAM_ROWS: usize = 4;
-/// From this many rows on cuBLAS is the fastest.
-const BLAS_ROWS: usize = 65;
-/// From this many weight rows on, a product is a vocabulary projection.
-const WIDE: usize = 32 * 1024;
-/// Longest rows of x of which [`STREAM_ROWS`] fit beside the weights' ring.
-const STREAM_K: usize = 8192;
 
 /// out = x · wᵀ + bias; the door has checked dims and dtypes.
 pub(crate) fn linear(
@@ -27,38 +20,88 @@ pub(crate) fn linear(
 ) -> Result<()> {
     let cuda = ex.cuda(op)?;
     let (m, n, k) = (x.dims()[0], w.dims()[0], w.dims()[1]);
-    let invariant = ex.batch_invariant();
-    let bf16 = x.dtype() == DType::BF16 && k > 0 && k.is_multiple_of(64);
-    if bf16 && !invariant && m >= BLAS_ROWS && bias.is_none() {
-        return blas::product(cuda, op, x, w, out);
-    }
-    let streams = !invariant && m <= STREAM_ROWS && k <= STREAM_K && (n < WIDE || cuda.major < 9);
-    if !bf16 || !(streams || cuda.major >= 9) || !aligned(&[x, w, out.as_view()]) {
-        return any::linear(ex, op, x, w, bias, out);
-    }
-    let output = Output::stored_as(out.dtype());
-    let (x, w_at) = (cuda.read(op, "x", x)?, cuda.read(op, "w", w)?);
-    let bias = cuda.read_or_null(op, "bias", bias)?;
-    let out = cuda.write(op, "out", &mut out)?;
-    let (m, n, k) = (small(op, m)?, small(op, n)?, small(op, k)?);
-    let (stream, none) = (cuda.raw()?, std::ptr::null());
-    let code = if streams {
-        // SAFETY: dims and dtypes are checked at the door, the launcher's conditions above.
-        unsafe {
-            ffi::moe_linear_stream(
-                &LinearStreamArgs { x, norm: none, eps: 0., w: w_at, bias, out, output, m, n, k },
-                stream,
-            )
+    let aligned = aligned(&[x, w, out.as_view()]);
+    let call = LinearCall { rows: m, n, k, dtype: x.dtype(), bias: bias.is_some(), aligned };
+    match LinearForm::choose(&call, &ex.machine()) {
+        Some(LinearForm::Blas) => blas::product(cuda, op, x, w, out),
+        Some(LinearForm::Stream) => {
+            let output = Output::stored_as(out.dtype());
+            stream(op, x, None, (w, bias), (&mut out, output), ex)
         }
-    } else {
-        let splits = if invariant { -1 } else { 0 };
-        // SAFETY: as above.
-        unsafe {
-            ffi::moe_linear_tensor(
-                &LinearTensorArgs { x, w: w_at, bias, out, output, m, n, k, splits },
-                stream,
-            )
+        Some(LinearForm::Tensor) => {
+            let args = LinearTensorArgs {
+                x: cuda.read(op, "x", x)?,
+                w: cuda.read(op, "w", w)?,
+                bias: cuda.read_or_null(op, "bias", bias)?,
+                out: cuda.write(op, "out", &mut out)?,
+                output: Output::stored_as(out.dtype()),
+                m: small(op, m)?,
+                n: small(op, n)?,
+                k: small(op, k)?,
+                splits: if ex.batch_invariant() { -1 } else { 0 },
+            };
+            // SAFETY: dims and dtypes are checked at the door, the launcher's conditions by the form.
+            let code = unsafe { ffi::moe_linear_tensor(&args, cuda.raw()?) };
+            cuda.check(op, code)
         }
+        _ => any::linear(ex, op, x, w, bias, out),
+    }
+}
+
+/// Whether [`norm_linear`] and [`linear_add`] compute a product over these views.
+pub(crate) fn fuses(call: &LinearCall, views: &[View], ex: &Exec) -> bool {
+    let call = LinearCall { aligned: aligned(views), ..*call };
+    ex.is_cuda() && FusedLinearForm::choose(&call, &ex.machine()) == Some(FusedLinearForm::Stream)
+}
+
+/// See [`crate::norm_linear_into`]; [`fuses`] has said yes.
+pub(crate) fn norm_linear(
+    op: &str,
+    residual: View,
+    norm: &PreNorm,
+    w: View,
+    bias: Option<View>,
+    mut out: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    stream(op, residual, Some(norm), (w, bias), (&mut out, Output::F32), ex)
+}
+
+/// See [`crate::linear_add_into`]; [`fuses`] has said yes.
+pub(crate) fn linear_add(
+    op: &str,
+    x: View,
+    w: View,
+    bias: Option<View>,
+    mut residual: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    stream(op, x, None, (w, bias), (&mut residual, Output::AddF32), ex)
+}
+
+/// The launch in which weights stream past a few rows.
+fn stream(
+    op: &str,
+    x: View,
+    norm: Option<&PreNorm>,
+    (w, bias): (View, Option<View>),
+    (out, output): (&mut ViewMut, Output),
+    ex: &Exec,
+) -> Result<()> {
+    let cuda = ex.cuda(op)?;
+    let args = LinearStreamArgs {
+        x: cuda.read(op, "x", x)?,
+        norm: cuda.read_or_null(op, "norm", norm.map(|norm| norm.weight))?,
+        eps: norm.map_or(0., |norm| norm.eps),
+        w: cuda.read(op, "w", w)?,
+        bias: cuda.read_or_null(op, "bias", bias)?,
+        out: cuda.write(op, "out", out)?,
+        output,
+        m: small(op, x.rows())?,
+        n: small(op, w.rows())?,
+        k: small(op, w.dims()[1])?,
     };
+    // SAFETY: dims and dtypes are checked at the door, the launcher's conditions by the form.
+    let code = unsafe { ffi::moe_linear_stream(&args, cuda.raw()?) };
     cuda.check(op, code)
 }

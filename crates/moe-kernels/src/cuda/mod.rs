@@ -26,7 +26,6 @@ mod ranks;
 mod router;
 pub(crate) mod rows;
 mod sampling;
-mod small;
 mod staging;
 mod step;
 mod stream;
@@ -42,21 +41,17 @@ use crate::view::View;
 pub use any::{Choice, Route, RouteOut, route_into};
 pub use counts::{DeviceCalls, device_calls};
 pub use experts::{
-    ExpertLists, FusedExperts, fused_experts_into, route_experts_add_norm_fits, route_experts_add_norm_into,
-    route_experts_fit, route_experts_into,
+    ExpertLists, FusedExperts, MonolithicExperts, fused_experts_into, monolithic_experts_into,
 };
 pub use graph::Graph;
 pub use memory::PinnedWords;
 pub(crate) use memory::{DeviceMemory, storage_slice};
 pub use peer::{MAX_PEERS, PeerBuffers};
 pub use ranks::{embed_part_into, fill_random_box_into, join_columns_into};
-pub use router::{Gate, GateScoring, gate_route_fits, gate_route_into};
+pub use router::gate_route_into;
 pub use sampling::{
     LOGPROB_WORDS, MAX_EDITS, MAX_LOGPROBS, SAMPLE_WORDS, SampleLogprobs, SampleParams, SampleSlots,
     SlotReset, logprobs_into, reset_slots_into, sample_into,
-};
-pub use small::{
-    PreNorm, linear_add_into, norm_experts_add_into, norm_linear_into, small_experts_fit, small_linear_fits,
 };
 pub use staging::Staging;
 pub use step::{RopeFrequencies, feed_tokens_into, fill_random_into, rope_rows_into};

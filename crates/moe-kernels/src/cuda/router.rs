@@ -8,79 +8,15 @@ use super::args::GateRouteArgs;
 use super::{ffi, small};
 use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
+use crate::monolithic::Gate;
+use crate::plan::{Form, RouterCall, RouterForm};
 use crate::view::{View, ViewMut};
-
-/// Limits of the kernel.
-const MAX_EXPERTS: usize = 1024;
-const MAX_TOP_K: usize = 32;
-
-/// How logits become scores.
-#[repr(i32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GateScoring {
-    /// Over all experts.
-    Softmax,
-    /// One by one.
-    Sigmoid,
-    /// sqrt(softplus), one by one.
-    SqrtSoftplus,
-}
-
-/// A gate and how experts are chosen by its logits.
-#[derive(Clone, Copy, Debug)]
-pub struct Gate<'a> {
-    /// [E, H] bf16.
-    pub weight: View<'a>,
-    /// \[E\] bf16, part of the logits.
-    pub bias: Option<View<'a>>,
-    /// \[E\] f32, added to the scores for the choice only.
-    pub correction_bias: Option<View<'a>>,
-    /// How logits become scores.
-    pub scoring: GateScoring,
-    /// Choose by logits and score only the chosen (softmax over them).
-    pub raw_logits: bool,
-    /// Divide the chosen weights by their sum.
-    pub renormalize: bool,
-    /// Factor of the weights.
-    pub scale: f32,
-    /// Logits become cap · tanh(x / cap); `None` leaves them.
-    pub softcap: Option<f32>,
-    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::feed_tokens_into` writes it), are
-    /// padding and get no expert.
-    pub padded: bool,
-}
-
-/// Dims and dtypes of a gate.
-pub(super) fn check_gate(op: &str, gate: &Gate, experts: usize, hidden: usize) -> Result<()> {
-    expect_dims(op, "gate", &gate.weight, &[experts, hidden])?;
-    expect_dtype(op, "gate", &gate.weight, DType::BF16)?;
-    for (name, bias, dtype) in
-        [("gate_bias", gate.bias, DType::BF16), ("correction_bias", gate.correction_bias, DType::F32)]
-    {
-        if let Some(bias) = bias {
-            expect_dims(op, name, &bias, &[experts])?;
-            expect_dtype(op, name, &bias, dtype)?;
-        }
-    }
-    Ok(())
-}
-
-/// Whether the kernel fits: dtypes, widths and limits. Steps that record their routing do without it, and its
-/// logits have other bits than theirs.
-pub fn gate_route_fits(hidden: usize, experts: usize, top_k: usize, dtype: DType, ex: &Exec) -> bool {
-    let sizes = hidden > 0 && hidden.is_multiple_of(64) && (1..=MAX_EXPERTS).contains(&experts);
-    ex.is_cuda()
-        && !ex.batch_invariant()
-        && dtype == DType::BF16
-        && sizes
-        && (1..=MAX_TOP_K.min(experts)).contains(&top_k)
-}
 
 /// logits [T, E] f32 = x [T, H] · gateᵀ, and the top K of their scores: topk_ids [T, K] u32 by descending
 /// score, ties to the lower id, and topk_weights [T, K] f32.
 ///
 /// # Errors
-/// A CPU context; a wrong dtype or wrong dims; sizes that [`gate_route_fits`] refuses.
+/// A CPU context; a wrong dtype or wrong dims; sizes that [`RouterForm::OneLaunch`] refuses.
 pub fn gate_route_into(
     x: View,
     gate: &Gate,
@@ -116,7 +52,7 @@ pub(super) fn gate_route(
     let (t, h) = expect_matrix(op, "x", &x)?;
     let (e, _) = expect_matrix(op, "gate", &gate.weight)?;
     let (_, k) = expect_matrix(op, "topk_ids", &topk_ids)?;
-    check_gate(op, gate, e, h)?;
+    gate.check(op, e, h, DType::BF16)?;
     expect_dtype(op, "x", &x, DType::BF16)?;
     expect_dims(op, "logits", &logits, &[t, e])?;
     expect_dtype(op, "logits", &logits, DType::F32)?;
@@ -125,8 +61,9 @@ pub(super) fn gate_route(
     expect_dims(op, "topk_weights", &topk_weights, &[t, k])?;
     expect_dtype(op, "topk_weights", &topk_weights, DType::F32)?;
     let cuda = ex.cuda(op)?;
-    if !gate_route_fits(h, e, k, x.dtype(), ex) {
-        bail!("{op}: the kernel does not fit H = {h}, E = {e}, K = {k}, dtype {}", x.dtype().as_str())
+    let call = RouterCall { hidden: h, experts: e, top_k: k, dtype: x.dtype() };
+    if let Err(reason) = RouterForm::OneLaunch.fits(&call, &ex.machine()) {
+        bail!("{op}: {} {reason}", RouterForm::OneLaunch.name())
     }
     let none = std::ptr::null();
     let valid = if gate.padded { cuda.valid_rows()?.cast_const().cast() } else { none };

@@ -12,6 +12,7 @@ use candle_core::{CudaDevice, DType, Device, Result, bail};
 
 use super::{PinnedWords, counts, ffi};
 use crate::buffer::Buffer;
+use crate::plan::Gpu;
 use crate::storage::Data;
 use crate::view::{View, ViewMut};
 
@@ -21,10 +22,10 @@ pub(crate) struct CudaExec {
     pub(crate) stream: Arc<CudaStream>,
     /// Ordinal of the device.
     pub(crate) ordinal: usize,
-    /// Multiprocessors.
+    /// Streaming multiprocessors (SMs).
     pub(crate) sms: usize,
-    /// Major compute capability: 9 is Hopper.
-    pub(crate) major: usize,
+    /// What the choice of kernels depends on.
+    pub(crate) gpu: Gpu,
     /// candle's handle for dense products, and whether it has its workspace.
     pub(super) blas: Arc<CudaBlas>,
     pub(super) blas_ready: Arc<OnceLock<()>>,
@@ -64,7 +65,13 @@ impl CudaExec {
         Ok(Self {
             ordinal: context.ordinal(),
             sms: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-            major: attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            gpu: Gpu {
+                compute_capability: (
+                    attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
+                    attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
+                ),
+                block_shared_memory: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            },
             blas: device.cublas_handle(),
             blas_ready: Arc::default(),
             device: Device::Cuda(device.clone()),

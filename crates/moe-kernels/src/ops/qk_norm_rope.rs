@@ -127,7 +127,7 @@ pub fn rope_attention_into(
 ) -> Result<()> {
     let (t, heads, d, model) = (args.qkv.rows(), args.num_heads, args.head_dim, k_cache.dtype());
     #[cfg(feature = "cuda")]
-    if one_row_each && crate::cuda::attention::decode_fits(args, k_cache.as_view(), ex) {
+    if crate::cuda::attention::is_one_launch(args, one_row_each, k_cache.as_view(), ex) {
         let op = "rope_attention";
         check(op, args, &k_cache, &v_cache)?;
         check_meta(op, meta, t)?;

@@ -14,7 +14,7 @@ mod experts;
 mod load;
 
 use candle_nn::VarBuilder;
-use moe_experts::{AnyExperts, Experts, ExpertsShape};
+use moe_experts::{Experts, ExpertsShape};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::{
     Activation, Exec, StepContext, TensorView, View, ViewMut, Workspace, forward_rows, weighted_sum_into,
@@ -185,7 +185,7 @@ pub(crate) fn load_loop_on(
     let experts = ExpertLoop::load(options, context, &layout, experts)?;
     let (block, ()) = compose(options, context, &layout, gate, |prepare, _| {
         let experts = experts.clone().with_format(prepare.activation_format(), batch_limits(prepare));
-        Ok((AnyExperts::Modular(Box::new(experts)), ()))
+        Ok((Box::new(experts) as Box<dyn Experts>, ()))
     })?;
     Ok(block)
 }

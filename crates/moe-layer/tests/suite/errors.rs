@@ -2,11 +2,10 @@
 
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
-    Activation, AnyExperts, BatchLimits, DType, Device, GatedMlp, LocalExperts, NoEp, PrepareFinalize,
-    Router, RouterConfig, RouterParams, SharedExperts, SparseMoeBlock, build_batched_experts, select_backend,
+    Activation, BatchLimits, DType, Device, Experts, GatedMlp, LocalExperts, NoEp, PrepareFinalize, Router,
+    RouterConfig, RouterParams, SharedExperts, SparseMoeBlock, build_batched_experts, select_backend,
 };
 
-use crate::monolith::monolith;
 use crate::reference::{Problem, example};
 use crate::{bits, message};
 
@@ -19,7 +18,7 @@ struct Parts {
     gate: Tensor,
     router: RouterConfig,
     prepare: Box<dyn PrepareFinalize>,
-    experts: AnyExperts,
+    experts: Box<dyn Experts>,
 }
 
 impl Parts {
@@ -65,7 +64,6 @@ fn parts_that_do_not_fit_are_refused_by_name() {
             &["NoEp batched hands over the BatchedExperts format, but cpu takes Standard"],
         ),
         // The families.
-        (Parts { experts: monolith(), ..standard() }, &["monolithic experts `monolith`", "modular `NoEp`"]),
         // The row limits.
         (
             Parts::batched(&p, 5, None),
@@ -128,24 +126,6 @@ fn parts_that_do_not_fit_are_refused_by_name() {
             assert!(got.contains(want), "expected {want:?} in {got:?}");
         }
     }
-}
-
-#[test]
-fn a_monolithic_block_refuses_modular_experts_and_other_gates() -> Result<()> {
-    let p = example(DType::F32);
-    let refused = |gate, experts| message(SparseMoeBlock::new_monolithic(gate, experts, 0));
-    let e = refused(p.gate_weight()?, p.standard_experts()?);
-    assert!(e.contains("modular experts `cpu`") && e.contains("monolithic `block without a router`"), "{e}");
-    for (gate, want) in [
-        (zeros(&[3, 4], DType::F32), "expected weight [3, 2] of dtype f32, got [3, 4] of f32"),
-        (zeros(&[2, 2], DType::F32), "expected weight [3, 2] of dtype f32, got [2, 2] of f32"),
-        (zeros(&[3, 2], DType::F16), "expected weight [3, 2] of dtype f32, got [3, 2] of f16"),
-        (zeros(&[6], DType::F32), "got [6] of f32"),
-    ] {
-        let e = refused(gate, monolith());
-        assert!(e.contains(want), "{e}");
-    }
-    Ok(())
 }
 
 fn mlp(hidden: usize, dtype: DType) -> Result<GatedMlp> {

@@ -129,10 +129,11 @@ fn both_layouts_load_on_both_paths() -> Result<()> {
             let (layer, selection) =
                 SparseLayer::load(path, &options(&p), vb.pp("gate"), vb.pp("experts"), None)?;
             assert_eq!(selection.is_some(), chosen);
-            assert_eq!(layer.router().unwrap().config(), &p.config);
+            assert_eq!(layer.router().config(), &p.config);
             let mut out = Buffer::zeros(DType::BF16, &[p.tokens, p.hidden])?;
             let (x, mut seen) = (p.rows()?, 0);
-            layer.forward_observed_into(
+            layer.forward_as_into(
+                moe_layer::MoeForm::Modular,
                 TensorView::new(&x)?.view()?,
                 out.view_mut(),
                 &mut |logits| {

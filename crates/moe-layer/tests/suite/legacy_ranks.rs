@@ -37,7 +37,14 @@ fn layer(p: &Problem, context: &BlockContext, vb: &VarBuilder, x: &Tensor) -> Re
     assert!(selection.is_none() && layer.block().is_some_and(|b| b.experts_name() == "legacy experts"));
     let mut out = Buffer::zeros(p.dtype, x.dims())?;
     let (step, ex) = (&mut StepContext::default(), &mut Exec::cpu());
-    layer.forward_observed_into(TensorView::new(x)?.view()?, out.view_mut(), &mut |_| Ok(()), step, ex)?;
+    layer.forward_as_into(
+        moe_layer::MoeForm::Modular,
+        TensorView::new(x)?.view()?,
+        out.view_mut(),
+        &mut |_| Ok(()),
+        step,
+        ex,
+    )?;
     out.into_tensor().map(|out| bits(&out))
 }
 

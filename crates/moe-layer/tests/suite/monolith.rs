@@ -1,58 +1,223 @@
-//! A small monolithic kernel: it routes each row to its best expert, which multiplies it by the
-//! expert's number plus one.
+//! Monolithic experts: which steps a block's plan gives to them, and what is fused around them.
 
-use moe_layer::candle::{Result, Tensor};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use moe_kernels::plan::Gpu;
+use moe_kernels::{RoutingMethod, add_into, rms_norm_into};
+use moe_layer::candle::{Result, Tensor, bail};
 use moe_layer::{
-    AnyExperts, DType, Device, Exec, ExpertsShape, ExpertsSpec, MonolithicExperts, Reason, Reservation,
-    SparseMoeBlock, View, ViewMut,
+    Activation, Buffer, DType, Device, Exec, ExpertHeat, ExpertWeights, ExpertsShape, ExpertsSpec, Fusion,
+    Gate, Machine, MoeForm, MonolithicCall, MonolithicExperts, MonolithicIo, MonolithicKernels, NoEp,
+    PlanStep, PreNorm, Reason, RoutedExperts, Router, RouterConfig, SparseMoeBlock, StepContext, TensorView,
+    View, build_experts, select_backend,
 };
 
-pub struct Monolith;
+use crate::reference::{Problem, example};
+use crate::{bits, message};
 
-impl MonolithicExperts for Monolith {
+/// Experts that contain their router: those of a block, for at most so many rows.
+struct Whole {
+    block: SparseMoeBlock,
+    shape: ExpertsShape,
+    most: usize,
+    calls: Arc<AtomicUsize>,
+}
+
+impl MonolithicExperts for Whole {
     fn name(&self) -> &str {
-        "monolith"
+        "whole"
     }
 
     fn shape(&self) -> ExpertsShape {
-        ExpertsShape { num_local_experts: 3, hidden_size: 2, intermediate_size: 1, dtype: DType::F32 }
+        self.shape
     }
 
-    fn supports(&self, _: &ExpertsSpec) -> std::result::Result<(), Reason> {
-        Ok(())
-    }
-
-    fn workspace(&self, max_tokens: usize, _: usize) -> Result<Reservation> {
-        Reservation::new().with(DType::F32, &[max_tokens])
-    }
-
-    fn apply(&self, hidden: View, router_logits: View, mut out: ViewMut, _: &mut Exec) -> Result<()> {
-        let rows = hidden.cpu::<f32>()?.chunks(2).zip(router_logits.cpu::<f32>()?.chunks(3));
-        for (out, (row, logits)) in out.cpu_mut::<f32>()?.chunks_mut(2).zip(rows) {
-            let best = (0..3).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
-            out.iter_mut().zip(row).for_each(|(out, x)| *out = (best + 1) as f32 * x);
+    fn fits(&self, call: &MonolithicCall, machine: &Machine) -> std::result::Result<(), Reason> {
+        assert!(machine.gpu.is_none());
+        if call.experts.tokens > self.most {
+            return Err(Reason::Rows { least: 0, most: Some(self.most), got: call.experts.tokens });
         }
         Ok(())
     }
+
+    fn apply(&self, gate: &Gate, map: Option<View>, io: MonolithicIo, ex: &mut Exec) -> Result<()> {
+        assert!(map.is_none() && gate.top_k == self.block.router().config().top_k);
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let sums = |x: View, ex: &mut Exec| -> Result<_> {
+            let mut sums = ex.scratch(DType::F32, x.dims())?;
+            self.block.forward_into(x, sums.view_mut(), &mut StepContext::default(), ex)?;
+            Ok(sums)
+        };
+        match io {
+            MonolithicIo::Store { x, out } => {
+                self.block.forward_into(x, out, &mut StepContext::default(), ex)
+            }
+            MonolithicIo::NormAdd { norm, residual } => {
+                let mut x = ex.scratch(norm.weight.dtype(), residual.dims())?;
+                rms_norm_into(residual.as_view(), norm.weight, norm.eps, x.view_mut(), ex)?;
+                add_into(sums(x.view(), ex)?.view(), residual, ex)
+            }
+            MonolithicIo::AddNorm { x, mut residual, norm, out } => {
+                add_into(sums(x, ex)?.view(), residual.reborrow(), ex)?;
+                rms_norm_into(residual.as_view(), norm.weight, norm.eps, out, ex)
+            }
+        }
+    }
 }
 
-pub fn monolith() -> AnyExperts {
-    AnyExperts::Monolithic(Box::new(Monolith))
+/// A block with such experts for at most `most` rows, and how often they ran.
+fn with_whole(p: &Problem, most: usize) -> Result<(SparseMoeBlock, Arc<AtomicUsize>)> {
+    let (calls, block) = (Arc::default(), p.standard()?);
+    let shape = p.standard_experts()?.shape();
+    let whole = Whole { block, shape, most, calls: Arc::clone(&calls) };
+    Ok((p.standard()?.with_monolithic(Box::new(whole))?, calls))
 }
 
-/// Its block; the gate's experts look at the first column, at the second, and against both.
-pub fn block() -> Result<SparseMoeBlock> {
-    let gate = Tensor::new(&[[1f32, 0.], [0., 1.], [-1., -1.]], &Device::Cpu)?;
-    SparseMoeBlock::new_monolithic(gate, monolith(), 0)
+fn step(rows: usize) -> PlanStep {
+    PlanStep { rows, one_row_each: true, observed: None }
 }
 
 #[test]
-fn monolithic_experts_get_the_logits() -> Result<()> {
-    let block = block()?;
-    let x = Tensor::new(&[[3f32, 1.], [1., 3.], [-1., -3.]], &Device::Cpu)?;
-    assert_eq!(block.forward(&x)?.to_vec2::<f32>()?, [[3., 1.], [2., 6.], [-3., -9.]]);
-    assert!(block.router().is_none());
-    assert_eq!((block.experts_name(), block.experts_workspace(7)?.bytes()), ("monolith", 28));
-    assert!(format!("{block:?}").contains("experts: \"monolith\""));
+fn rows_that_fit_go_to_monolithic_experts_with_the_same_bits() -> Result<()> {
+    let p = example(DType::F32);
+    let x = p.rows()?;
+    let want = p.standard()?.forward(&x)?;
+    let (block, calls) = with_whole(&p, p.tokens)?;
+    assert_eq!(bits(&block.forward(&x)?), bits(&want));
+    assert_eq!(calls.load(Ordering::Relaxed), 1);
+    let (block, calls) = with_whole(&p, p.tokens - 1)?;
+    assert_eq!(bits(&block.forward(&x)?), bits(&want));
+    assert_eq!(calls.load(Ordering::Relaxed), 0);
+    Ok(())
+}
+
+#[test]
+fn a_step_that_sees_or_forces_routing_goes_to_modular_experts() -> Result<()> {
+    let p = example(DType::F32);
+    let (block, calls) = with_whole(&p, p.tokens)?;
+    let asks: [fn(&mut StepContext, &Problem); 3] = [
+        |step, p| step.capture = RoutedExperts::empty(p.tokens, 1, p.config.top_k).ok(),
+        |step, p| step.heat = Some(ExpertHeat::new(1, p.config.num_experts)),
+        |step, _| step.force_balance = Some(0),
+    ];
+    for ask in asks {
+        let mut context = StepContext::default();
+        ask(&mut context, &p);
+        crate::run_in(&mut context, &block, &p.rows()?, DType::F32, &mut Exec::cpu())?;
+    }
+    assert_eq!(calls.load(Ordering::Relaxed), 0);
+    Ok(())
+}
+
+#[test]
+fn what_is_fused_around_the_experts_is_the_ops_one_by_one() -> Result<()> {
+    let p = example(DType::F32);
+    let (block, calls) = with_whole(&p, p.tokens)?;
+    let (x, weight) = (p.rows()?, Tensor::ones(p.hidden, DType::F32, &Device::Cpu)?);
+    let (x, weight) = (TensorView::new(&x)?, TensorView::new(&weight)?);
+    let norm = PreNorm { weight: weight.view()?, eps: 1e-5 };
+    let (mut ex, machine) = (Exec::cpu(), Exec::cpu().machine());
+    let context = &mut StepContext::default();
+    let choose = |fusion| block.choose(&step(p.tokens), &[fusion], &machine);
+    let dims = [p.tokens, p.hidden];
+    let start = || Buffer::from_vec(vec![0.5f32; p.tokens * p.hidden], &dims);
+
+    let (mut added, mut normed) = (start()?, start()?);
+    let io = MonolithicIo::AddNorm { x: x.view()?, residual: added.view_mut(), norm, out: normed.view_mut() };
+    block.fused_into(choose(Fusion::AddNorm), io, context, &mut ex)?;
+    let mut want = start()?;
+    let mut sums = Buffer::zeros(DType::F32, &dims)?;
+    p.standard()?.forward_into(x.view()?, sums.view_mut(), context, &mut ex)?;
+    add_into(sums.view(), want.view_mut(), &mut ex)?;
+    assert_eq!(added.view().cpu::<f32>()?, want.view().cpu::<f32>()?);
+
+    let io = MonolithicIo::NormAdd { norm, residual: added.view_mut() };
+    block.fused_into(choose(Fusion::NormAdd), io, context, &mut ex)?;
+    assert_ne!(added.view().cpu::<f32>()?, want.view().cpu::<f32>()?);
+    assert_eq!(calls.load(Ordering::Relaxed), 2);
+    let io = MonolithicIo::Store { x: x.view()?, out: sums.view_mut() };
+    let e = message(block.fused_into(MoeForm::Modular, io, context, &mut ex));
+    assert!(e.contains("modular experts fuse nothing"), "{e}");
+    Ok(())
+}
+
+#[test]
+fn experts_of_another_shape_are_refused_by_both_names() -> Result<()> {
+    let p = example(DType::F32);
+    let shape = ExpertsShape { num_local_experts: 3, ..p.standard_experts()?.shape() };
+    let whole = Whole { block: p.standard()?, shape, most: 1, calls: Arc::default() };
+    let e = message(p.standard()?.with_monolithic(Box::new(whole)));
+    assert!(e.contains("monolithic experts `whole`") && e.contains("modular `cpu`"), "{e}");
+    Ok(())
+}
+
+/// Four experts in bf16 as a rank on a Hopper GPU would hold them.
+fn on_hopper() -> Result<SparseMoeBlock> {
+    let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::BF16, &Device::Cpu);
+    let weights = ExpertWeights::new(zeros(&[4, 128, 64])?, zeros(&[4, 64, 64])?, None, None)?;
+    let spec = weights.spec(Activation::SwiGlu, 2);
+    let experts = build_experts(&select_backend(&spec, None)?, weights.clone())?;
+    let router = Router::new(RouterConfig::new(4, 2), Default::default())?;
+    let mut block = SparseMoeBlock::new(zeros(&[4, 64])?, router, Box::new(NoEp::new()), experts, 0)?;
+    let there = ExpertsSpec { compute_capability: Some((9, 0)), routing: RoutingMethod::Default, ..spec };
+    for experts in MonolithicKernels::all(&there, &weights, None) {
+        block = block.with_monolithic(Box::new(experts))?;
+    }
+    Ok(block)
+}
+
+const FUSIONS: [Fusion; 3] = [Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing];
+
+#[test]
+fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
+    let block = on_hopper()?;
+    let machine = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+    let kernels = |rows, machine: &Machine| {
+        let plan = block.plan(&step(rows), &FUSIONS, machine);
+        (plan.form.fusion(), plan.stages[0].kernel.clone(), plan.stages[0].computes.len())
+    };
+    let three = "gate_route + experts_tensor + combine".to_string();
+    assert_eq!(kernels(1, &machine), (Fusion::NormAdd, "layer_stream".to_string(), 5));
+    assert_eq!(kernels(4, &machine), (Fusion::NormAdd, "layer_stream".to_string(), 5));
+    assert_eq!(kernels(5, &machine), (Fusion::Nothing, "gate_route".to_string(), 1));
+    assert_eq!(kernels(16, &machine), (Fusion::AddNorm, three, 5));
+    let invariant = Machine { batch_invariant: true, ..machine };
+    let apart = "gate product, then route".to_string();
+    assert_eq!(kernels(1, &invariant), (Fusion::Nothing, apart.clone(), 1));
+    let plan = block.plan(&step(16), &FUSIONS, &machine);
+    let (first, why) = (&plan.stages[0].rejected[0], plan.stages[0].rejected[0].reason.to_string());
+    assert_eq!(
+        (first.kernel.as_str(), why.as_str()),
+        ("layer_stream with norm and addition", "computes at most 4 rows at once, got 16",)
+    );
+    let observed = PlanStep { observed: Some("expert counts"), ..step(16) };
+    let plan = block.plan(&observed, &FUSIONS, &machine);
+    assert_eq!((plan.form, plan.stages[0].kernel.as_str()), (MoeForm::Modular, apart.as_str()));
+    assert!(plan.stages[0].rejected.iter().any(|r| r.reason.check() == "routing_context"), "{plan:?}");
+    Ok(())
+}
+
+#[test]
+fn a_backend_that_was_asked_for_stands_before_the_monolithic_ones() -> Result<()> {
+    let p = example(DType::F32);
+    let weights = p.weights()?;
+    let spec = weights.spec(Activation::SwiGlu, 2);
+    for experts in MonolithicKernels::all(&spec, &weights, Some("cpu")) {
+        let call = MonolithicCall {
+            experts: moe_kernels::plan::ExpertsCall {
+                tokens: 1,
+                top_k: 2,
+                num_ids: 6,
+                num_local: 6,
+                hidden: 24,
+                inter: 16,
+            },
+            dtype: DType::F32,
+            fusion: Fusion::Nothing,
+        };
+        let Err(reason) = experts.fits(&call, &Machine::default()) else { bail!("fits") };
+        assert_eq!(reason.to_string(), "fits, but cpu was asked for");
+    }
     Ok(())
 }

@@ -7,9 +7,9 @@ use moe_comm::{Communicator, ExpertLayout, ExpertPlacement, SelfComm};
 use moe_dispatch::{EpRanks, OverRanks};
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
-    Activation, AnyExperts, BackendSelection, BatchLimits, DType, Device, ExpertWeights, GatedMlp,
-    LocalExperts, NoEp, PrepareFinalize, Router, RouterConfig, RouterParams, SharedExperts, SparseMoeBlock,
-    WhoAdds, build_batched_experts, build_experts, select_backend,
+    Activation, BackendSelection, BatchLimits, DType, Device, ExpertWeights, Experts, GatedMlp, LocalExperts,
+    NoEp, PrepareFinalize, Router, RouterConfig, RouterParams, SharedExperts, SparseMoeBlock, WhoAdds,
+    build_batched_experts, build_experts, select_backend,
 };
 use moe_layer::{ActivationFormat, ExpertsSpec};
 use proptest::prelude::*;
@@ -83,12 +83,12 @@ impl Problem {
         Ok(select_backend(&ExpertsSpec { activation_format: format, ..spec }, None)?)
     }
 
-    pub fn standard_experts(&self) -> Result<AnyExperts> {
+    pub fn standard_experts(&self) -> Result<Box<dyn Experts>> {
         build_experts(&self.selection(ActivationFormat::Standard)?, self.weights()?)
     }
 
     /// Experts for blocks of at most `max_num_tokens` rows; without it they state no limits.
-    pub fn batched_experts(&self, max_num_tokens: Option<usize>) -> Result<AnyExperts> {
+    pub fn batched_experts(&self, max_num_tokens: Option<usize>) -> Result<Box<dyn Experts>> {
         let selection = self.selection(ActivationFormat::BatchedExperts)?;
         match max_num_tokens {
             None => build_experts(&selection, self.weights()?),
@@ -108,7 +108,7 @@ impl Problem {
         SharedExperts::new(mlp, gate).map(Some)
     }
 
-    fn block(&self, prepare: Box<dyn PrepareFinalize>, experts: AnyExperts) -> Result<SparseMoeBlock> {
+    fn block(&self, prepare: Box<dyn PrepareFinalize>, experts: Box<dyn Experts>) -> Result<SparseMoeBlock> {
         let block = SparseMoeBlock::new(self.gate_weight()?, self.router()?, prepare, experts, 0)?;
         match self.shared_experts()? {
             Some(shared) => block.with_shared_experts(shared),
@@ -140,7 +140,7 @@ impl Problem {
     }
 
     /// A backend of that format with its experts.
-    pub fn batched_parts(&self) -> Result<(Box<dyn PrepareFinalize>, AnyExperts)> {
+    pub fn batched_parts(&self) -> Result<(Box<dyn PrepareFinalize>, Box<dyn Experts>)> {
         let room = self.tokens.max(1);
         let prepare = NoEp::batched(LocalExperts::all(self.packed()), room)
             .with_router_weight_on_input(self.config.apply_router_weight_on_input);

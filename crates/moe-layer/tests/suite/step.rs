@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use moe_layer::candle::{Result, Tensor};
-use moe_layer::{DType, Device, Exec, ExpertHeat, NO_EXPERT, RoutedExperts, SparseMoeBlock, StepContext};
+use moe_layer::candle::Result;
+use moe_layer::{DType, Exec, ExpertHeat, NO_EXPERT, RoutedExperts, SparseMoeBlock, StepContext};
 
 use crate::reference::{Problem, example};
-use crate::{bits, floats, message, monolith, run_in};
+use crate::{bits, floats, message, run_in};
 
 /// MoE layer of the block under test: not 0, so that a block that forgets it is seen.
 const LAYER: usize = 1;
@@ -95,32 +95,7 @@ fn a_context_that_does_not_fit_is_an_error() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn monolithic_experts_refuse_what_they_cannot_show_or_take() -> Result<()> {
-    let block = monolith::block()?;
-    let x = Tensor::new(&[[3f32, 1.]], &Device::Cpu)?;
-    let refused = |set: fn(&mut StepContext)| {
-        let mut context = StepContext::default();
-        set(&mut context);
-        message(run_in(&mut context, &block, &x, DType::F32, &mut Exec::cpu()))
-    };
-    for (got, what) in [
-        (refused(|context| context.capture = one_slot()), "routed-experts capture"),
-        (refused(|context| context.replay = one_slot().map(Arc::new)), "forced replay of routing"),
-        (refused(|context| context.heat = Some(ExpertHeat::new(1, 3))), "expert heat"),
-        (refused(|context| context.force_balance = Some(0)), "force-balance"),
-    ] {
-        let want = format!("{what} is not supported with the monolithic experts `monolith`");
-        assert!(got.contains(&want) && got.contains("choose a modular MoE backend"), "{got}");
-    }
-    Ok(())
-}
-
 /// The ids of a token without force-balance.
 fn free_ids(p: &Problem, token: usize) -> Vec<u32> {
     p.route(token).0.iter().map(|&e| e as u32).collect()
-}
-
-fn one_slot() -> Option<RoutedExperts> {
-    RoutedExperts::empty(1, 1, 1).ok()
 }

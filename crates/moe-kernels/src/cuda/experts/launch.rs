@@ -2,13 +2,15 @@
 
 use candle_core::{DType, Result};
 
-use super::{ExpertLists, FusedExperts, STREAM_SLOTS, Sizes};
+use super::{ExpertLists, FusedExperts, STREAM_SLOTS};
 use crate::buffer::Scratch;
 use crate::cuda::args::{
     AlignTokensArgs, CombineArgs, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In, Out, Output,
 };
-use crate::cuda::{PreNorm, ffi, small};
+use crate::cuda::{ffi, small};
 use crate::exec::Exec;
+use crate::monolithic::PreNorm;
+use crate::plan::ExpertsCall;
 use crate::view::ViewMut;
 
 /// Rows of a tile of the grouped kernels.
@@ -17,7 +19,7 @@ const GROUPED_ROWS: usize = 128;
 /// Addresses of the arguments.
 pub(super) struct Inputs {
     op: &'static str,
-    x: In,
+    pub x: In,
     w13: In,
     w2: In,
     topk_ids: In,
@@ -48,8 +50,8 @@ pub(super) struct Buckets {
 }
 
 impl Buckets {
-    /// Those of lists, which [`Sizes::check`] has checked.
-    pub(super) fn of(op: &str, lists: &ExpertLists, s: &Sizes, ex: &Exec) -> Result<Self> {
+    /// Those of lists, which `super::check` has checked.
+    pub(super) fn of(op: &str, lists: &ExpertLists, s: &ExpertsCall, ex: &Exec) -> Result<Self> {
         let cuda = ex.cuda(op)?;
         let (at, counts) = (cuda.read(op, "lists", lists.slots)?, cuda.read(op, "counts", lists.counts)?);
         Ok(Self { at, counts, places: s.slots() })
@@ -100,7 +102,7 @@ impl Inputs {
         })
     }
 
-    pub(super) fn scratch(&self, s: &Sizes, ex: &Exec) -> Result<Rows> {
+    pub(super) fn scratch(&self, s: &ExpertsCall, ex: &Exec) -> Result<Rows> {
         Ok(Rows {
             act: Lease::new(self.op, DType::BF16, &[s.slots(), s.inter], ex)?,
             slot_rows: Lease::new(self.op, DType::F32, &[s.slots(), s.hidden], ex)?,
@@ -110,7 +112,7 @@ impl Inputs {
     /// Everything in one launch.
     pub(super) fn stream(
         &self,
-        s: &Sizes,
+        s: &ExpertsCall,
         rows: Rows,
         (out, output): (Out, Output),
         ex: &Exec,
@@ -120,7 +122,7 @@ impl Inputs {
         // SAFETY: a pure function of numbers.
         let words = unsafe { ffi::moe_experts_stream_flags(STREAM_SLOTS as i32, num_local) };
         let flags = cuda.counters("experts_stream", words as usize)?;
-        // SAFETY: `Sizes::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes
+        // SAFETY: `super::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes
         // that it asks for.
         let code = unsafe {
             ffi::moe_experts_stream(
@@ -151,7 +153,7 @@ impl Inputs {
     }
 
     /// Slots in order of their experts, and tiles of at most [`GROUPED_ROWS`] of them.
-    fn align(&self, s: &Sizes, ex: &Exec) -> Result<Aligned> {
+    fn align(&self, s: &ExpertsCall, ex: &Exec) -> Result<Aligned> {
         let op = self.op;
         let (slots, num_local) = (small(op, s.slots())?, small(op, s.num_local)?);
         let tile_rows = small(op, GROUPED_ROWS)?;
@@ -165,7 +167,7 @@ impl Inputs {
             num_tiles: words(1)?,
         };
         let cuda = ex.cuda(op)?;
-        // SAFETY: `Sizes::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
+        // SAFETY: `super::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
         // it asks for.
         let code = unsafe {
             ffi::moe_align_tokens(
@@ -189,9 +191,9 @@ impl Inputs {
     }
 
     /// Both products on warpgroup products: the rows of all slots that have a local expert.
-    pub(super) fn tensor(&self, s: &Sizes, slots: Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
+    pub(super) fn tensor(&self, s: &ExpertsCall, slots: Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
         let (op, cuda) = (self.op, ex.cuda(self.op)?);
-        // SAFETY: `Sizes::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
+        // SAFETY: `super::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
         // it asks for, and routing has filled it.
         let code = unsafe {
             ffi::moe_experts_tensor(
@@ -219,7 +221,7 @@ impl Inputs {
     }
 
     /// Alignment and both products, a launch each: the rows of all slots that have a local expert.
-    pub(super) fn grouped(&self, s: &Sizes, rows: &Rows, ex: &Exec) -> Result<()> {
+    pub(super) fn grouped(&self, s: &ExpertsCall, rows: &Rows, ex: &Exec) -> Result<()> {
         let (op, aligned) = (self.op, self.align(s, ex)?);
         let args = ExpertsGroupedArgs {
             x: self.x,
@@ -238,7 +240,7 @@ impl Inputs {
             inter: small(op, s.inter)?,
         };
         let cuda = ex.cuda(op)?;
-        // SAFETY: `Sizes::check` has checked dims, dtypes and the launchers' conditions; the scratch has the sizes that
+        // SAFETY: `super::check` has checked dims, dtypes and the launchers' conditions; the scratch has the sizes that
         // they ask for, and what each reads the one before has written.
         unsafe {
             cuda.check("experts_grouped_gate_up", ffi::moe_experts_grouped_gate_up(&args, cuda.raw()?))?;
@@ -246,7 +248,12 @@ impl Inputs {
         }
     }
 
-    fn combine_args(&self, s: &Sizes, rows: &Rows, (out, output): (Out, Output)) -> Result<CombineArgs> {
+    fn combine_args(
+        &self,
+        s: &ExpertsCall,
+        rows: &Rows,
+        (out, output): (Out, Output),
+    ) -> Result<CombineArgs> {
         let op = self.op;
         Ok(CombineArgs {
             slot_rows: rows.slot_rows.at,
@@ -266,7 +273,7 @@ impl Inputs {
     /// The weighted sum.
     pub(super) fn combine(
         &self,
-        s: &Sizes,
+        s: &ExpertsCall,
         rows: &Rows,
         (out, output): (Out, Output),
         ex: &Exec,
@@ -280,7 +287,7 @@ impl Inputs {
     /// The weighted sum, added to `residual` [T, H] f32, and the norm of that to `out` [T, H] bf16.
     pub(super) fn combine_add_norm(
         &self,
-        s: &Sizes,
+        s: &ExpertsCall,
         rows: &Rows,
         norm: &PreNorm,
         (residual, out): (&mut ViewMut, &mut ViewMut),

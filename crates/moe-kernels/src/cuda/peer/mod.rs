@@ -13,9 +13,10 @@ use candle_core::{DType, Result, bail};
 pub(crate) use gather::PeerArray;
 
 use super::args::Dtype;
-use super::{PreNorm, aligned, ffi, small};
+use super::{aligned, ffi, small};
 use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
+use crate::monolithic::PreNorm;
 use crate::view::{View, ViewMut};
 
 /// Most ranks of a group.

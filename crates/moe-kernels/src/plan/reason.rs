@@ -1,20 +1,135 @@
-//! Why an expert backend does not run a given specification: typed, printable, machine-readable.
+//! Why a kernel or an expert backend does not run what was asked: typed, printable, machine-readable.
 
-use moe_kernels::{Activation, ActivationFormat, QuantScheme, RoutingMethod};
+use std::fmt;
+
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
-/// Why a backend was not chosen. The text completes the sentence "backend X: ...".
+use crate::spec::{Activation, ActivationFormat, QuantScheme, RoutingMethod};
+
+/// The device that a kernel needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// Host memory.
+    Cpu,
+    /// An NVIDIA GPU of at least this compute capability.
+    Cuda {
+        /// (major, minor).
+        min: (u32, u32),
+    },
+}
+
+impl Target {
+    /// Any GPU that our kernels are built for.
+    pub const GPU: Self = Self::Cuda { min: (8, 0) };
+    /// A GPU with warpgroup products and bulk copies.
+    pub const HOPPER: Self = Self::Cuda { min: (9, 0) };
+
+    /// Whether it is this compute capability; `None`: the CPU.
+    ///
+    /// # Errors
+    /// [`Reason::Device`].
+    pub fn expect(self, got: Option<(u32, u32)>) -> Result<(), Reason> {
+        let fits = match (self, got) {
+            (Self::Cpu, None) => true,
+            (Self::Cuda { min }, Some(got)) => got >= min,
+            _ => false,
+        };
+        if fits { Ok(()) } else { Err(Reason::Device { needs: self, got }) }
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("the CPU"),
+            Self::Cuda { min: (major, minor) } => {
+                write!(f, "CUDA with compute capability {major}.{minor} or later")
+            }
+        }
+    }
+}
+
+fn device_name(capability: Option<(u32, u32)>) -> String {
+    match capability {
+        None => "the CPU".to_string(),
+        Some((major, minor)) => format!("CUDA with compute capability {major}.{minor}"),
+    }
+}
+
+/// Why a kernel or backend was not chosen. The text completes the sentence "X: ...".
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Reason {
     /// The rank computes on another kind of device.
-    #[error("runs on {needs}, but this rank computes on {got}")]
+    #[error("runs on {needs}, but this rank computes on {}", device_name(*.got))]
     Device {
-        /// What the backend runs on.
-        needs: String,
-        /// What the rank has.
-        got: String,
+        /// What it runs on.
+        needs: Target,
+        /// Compute capability of the rank's GPU; `None`: the CPU.
+        got: Option<(u32, u32)>,
     },
+    /// Another number of rows.
+    #[error("computes {} at once, got {got}", rows_range(*.least, *.most))]
+    Rows {
+        /// Fewest rows.
+        least: usize,
+        /// Most rows, if there is a limit.
+        most: Option<usize>,
+        /// Rows of the step.
+        got: usize,
+    },
+    /// A size beyond the kernel's limit.
+    #[error("takes a {dimension} of at most {most}, got {got}")]
+    TooLarge {
+        /// Which size.
+        dimension: &'static str,
+        /// Its limit.
+        most: usize,
+        /// The layer's value.
+        got: usize,
+    },
+    /// A size that the kernel is not compiled for.
+    #[error("is compiled for a {dimension} of {accepted:?}, got {got}")]
+    OneOf {
+        /// Which size.
+        dimension: &'static str,
+        /// The values that it is compiled for.
+        accepted: &'static [usize],
+        /// The layer's value.
+        got: usize,
+    },
+    /// What a block keeps on chip does not fit.
+    #[error("needs {needs} bytes of shared memory, but a block has {has}")]
+    SharedMemory {
+        /// Bytes that it needs.
+        needs: usize,
+        /// Bytes that a block may ask for.
+        has: usize,
+    },
+    /// Data that vector loads cannot read.
+    #[error("reads 16 bytes at once, but a view does not begin at a multiple of 16 bytes")]
+    Alignment,
+    /// The step has rows of prompts.
+    #[error("computes one new row of each sequence, but the step has several rows of one")]
+    OneRowEach,
+    /// The step wants to see or to force what happens inside the launch.
+    #[error("keeps routing inside the launch, but {asked} is asked for")]
+    Routed {
+        /// What is asked for.
+        asked: &'static str,
+    },
+    /// The layer has a part that the launch does not know.
+    #[error("does not compute {part}, which this layer has")]
+    Part {
+        /// The part.
+        part: &'static str,
+    },
+    /// More ranks than experts.
+    #[error("needs an expert on this rank, but it has none")]
+    NoLocalExperts,
+    /// The launch brings nothing here.
+    #[error("saves nothing here: {0}")]
+    NoGain(&'static str),
     /// The kernel has no such activation.
     #[error("has no activation {}; it has {}", activation_name(*.got), .accepted.join(", "))]
     Activation {
@@ -105,6 +220,15 @@ impl Reason {
     pub fn check(&self) -> &'static str {
         match self {
             Self::Device { .. } => "device",
+            Self::Rows { .. } => "rows",
+            Self::TooLarge { .. } | Self::OneOf { .. } => "shape",
+            Self::SharedMemory { .. } => "shared_memory",
+            Self::Alignment => "alignment",
+            Self::OneRowEach => "one_row_each",
+            Self::Routed { .. } => "routing_context",
+            Self::Part { .. } => "layer_part",
+            Self::NoLocalExperts => "no_local_experts",
+            Self::NoGain(_) => "no_gain",
             Self::Activation { .. } => "activation",
             Self::Bias => "bias",
             Self::Quant { .. } => "quant",
@@ -132,8 +256,16 @@ impl Serialize for Reason {
     }
 }
 
+fn rows_range(least: usize, most: Option<usize>) -> String {
+    match (least, most) {
+        (0, Some(most)) => format!("at most {most} rows"),
+        (least, Some(most)) => format!("{least} to {most} rows"),
+        (least, None) => format!("at least {least} rows"),
+    }
+}
+
 /// Name of an activation without its parameters.
-pub(crate) fn activation_kind(activation: Activation) -> &'static str {
+pub fn activation_kind(activation: Activation) -> &'static str {
     match activation {
         Activation::SwiGlu => "swiglu",
         Activation::SwiGluOai { .. } => "swiglu_oai",
@@ -143,7 +275,7 @@ pub(crate) fn activation_kind(activation: Activation) -> &'static str {
 }
 
 /// Name of an activation with its parameters.
-pub(crate) fn activation_name(activation: Activation) -> String {
+pub fn activation_name(activation: Activation) -> String {
     let kind = activation_kind(activation);
     match activation {
         Activation::SwiGluOai { alpha, limit } => format!("{kind}(alpha = {alpha}, limit = {limit})"),

@@ -1,0 +1,96 @@
+//! The plan of a decoder layer: which launches compute its two sub-layers in a step, and why nothing faster runs.
+//!
+//! It is chosen from the layer's parts, the step and the machine alone, by the functions that execution asks too
+//! (`moe_kernels::plan`, `moe_layer::plan`), so that a plan for any machine can be made on any other.
+
+use moe_kernels::plan::{
+    Form, FusedLinearForm, Fusion, LinearCall, LinearForm, Machine, Reason, Rejected, Stage,
+};
+use moe_layer::{MoeForm, PlanStep};
+use serde::Serialize;
+
+use super::{DecoderLayer, Mlp, SelfAttention};
+
+/// What runs a layer in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct LayerForm {
+    /// Whether the attention's launches contain the norm before it and the addition behind it.
+    pub fused_attention: bool,
+    /// The experts of a sparse layer.
+    pub mlp: MoeForm,
+}
+
+/// The kernels of a layer in a step, in their order, with the faster ones that do not run and why.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LayerPlan {
+    /// Norm, attention and addition.
+    pub attention: Vec<Stage>,
+    /// Norm, MLP or experts, and addition.
+    pub mlp: Vec<Stage>,
+}
+
+/// What experts may compute beside themselves in a decoder layer, in the order of trial.
+const FUSIONS: [Fusion; 3] = [Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing];
+
+impl<A: SelfAttention> DecoderLayer<A> {
+    /// What runs this layer in such a step.
+    pub(super) fn choose(&self, step: &PlanStep, machine: &Machine) -> LayerForm {
+        let mlp = match &self.mlp {
+            Mlp::Dense(_) => MoeForm::Modular,
+            Mlp::Sparse(sparse) => sparse.choose(step, &FUSIONS, machine),
+        };
+        LayerForm { fused_attention: self.fuses_attention(mlp, step, machine).is_ok(), mlp }
+    }
+
+    /// The same, explained.
+    pub(super) fn plan(&self, step: &PlanStep, machine: &Machine) -> LayerPlan {
+        let form = self.choose(step, machine);
+        let mut attention = self.attention.stages(form.fused_attention, step, machine);
+        if !form.fused_attention {
+            attention.insert(0, plain(&["norm"], "with the addition before it", Vec::new()));
+            if let (Err(reason), Some(qkv)) =
+                (self.fuses_attention(form.mlp, step, machine), attention.get_mut(1))
+            {
+                let kernel = format!("{} with norm and addition", FusedLinearForm::Stream.name());
+                qkv.rejected.insert(0, Rejected { kernel, reason });
+            }
+        }
+        let (fusion, mut mlp) = match &self.mlp {
+            Mlp::Dense(_) => (Fusion::Nothing, vec![plain(&["mlp"], "grouped products", Vec::new())]),
+            Mlp::Sparse(sparse) => (form.mlp.fusion(), sparse.plan(step, &FUSIONS, machine).stages),
+        };
+        if fusion != Fusion::NormAdd {
+            let kernel =
+                if self.deferred[0] { "with the ranks' sum and the addition" } else { "with the addition" };
+            mlp.insert(0, plain(&["norm"], kernel, Vec::new()));
+        }
+        LayerPlan { attention, mlp }
+    }
+
+    /// Norm and addition inside the attention's launches pay where the experts before and behind it leave no norm to share.
+    fn fuses_attention(&self, mlp: MoeForm, step: &PlanStep, machine: &Machine) -> Result<(), Reason> {
+        self.attention.fits_fused(step, machine)?;
+        match mlp.fusion() {
+            Fusion::NormAdd => Ok(()),
+            _ => Err(Reason::NoGain("the norm behind it is a launch of its own, which also adds")),
+        }
+    }
+}
+
+/// A stage whose kernel is named in words.
+pub(crate) fn plain(computes: &'static [&'static str], kernel: &str, rejected: Vec<Rejected>) -> Stage {
+    Stage { computes, kernel: kernel.to_string(), rejected }
+}
+
+/// The product of `rows` rows with a weight [n, k].
+pub(crate) fn linear_stage(
+    computes: &'static [&'static str],
+    fused: bool,
+    call: &LinearCall,
+    machine: &Machine,
+) -> Stage {
+    match fused {
+        true => FusedLinearForm::stage(computes, call, machine),
+        false => LinearForm::stage(computes, call, machine),
+    }
+}

@@ -1,0 +1,153 @@
+//! Which kernels run, and why not others: a loaded model's plans for every number of rows, for people and as JSON.
+//!
+//! Plans that use the same kernels are shown once, with the rows and the layers that they are for.
+
+use std::fmt::{self, Write};
+
+use model_runtime::{CausalLm, LayerPlan};
+use moe_layer::{Machine, PlanStep, Stage};
+use serde::Serialize;
+
+/// Most rows that are asked one by one. Beyond them nothing changes but by doubling.
+const EACH: usize = 1024;
+/// Most rows that are asked at all.
+const MOST: usize = 1 << 16;
+
+/// The kernels of some layers in steps of some numbers of rows.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Explained {
+    /// `decode`: one new row of each sequence; `prefill`: rows of prompts among them.
+    pub step: &'static str,
+    /// Fewest and most rows; no most: without limit.
+    pub rows: (usize, Option<usize>),
+    /// First and last decoder layer.
+    pub layers: (usize, usize),
+    /// What runs; rejected kernels are those of the fewest rows.
+    #[serde(flatten)]
+    pub plan: LayerPlan,
+}
+
+/// A model's plans.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Explanation {
+    /// By step, rows and layers, ascending.
+    pub plans: Vec<Explained>,
+}
+
+impl Explanation {
+    /// The plans of a model on a machine.
+    pub fn of(model: &dyn CausalLm, machine: &Machine) -> Self {
+        let mut plans = Vec::new();
+        for (step, one_row_each) in [("decode", true), ("prefill", false)] {
+            let of_rows = |rows| {
+                let step = PlanStep { rows, one_row_each, observed: None };
+                by_layers(model.plan(&step, machine))
+            };
+            let mut ranges: Vec<(usize, Option<usize>, Vec<((usize, usize), LayerPlan)>)> = Vec::new();
+            let doubled = std::iter::successors(Some(2 * EACH), |rows| Some(2 * rows));
+            for rows in (1..=EACH).chain(doubled.take_while(|rows| *rows <= MOST)) {
+                let plans = of_rows(rows);
+                match ranges.last_mut() {
+                    Some((_, most, last)) if same(last, &plans) => *most = Some(rows),
+                    _ => ranges.push((rows, Some(rows), plans)),
+                }
+            }
+            if let Some((_, most, _)) = ranges.last_mut() {
+                *most = None;
+            }
+            for (least, most, layers) in ranges {
+                let explained = |(layers, plan)| Explained { step, rows: (least, most), layers, plan };
+                plans.extend(layers.into_iter().map(explained));
+            }
+        }
+        Self { plans }
+    }
+}
+
+/// Runs of layers that use the same kernels.
+fn by_layers(plans: Vec<LayerPlan>) -> Vec<((usize, usize), LayerPlan)> {
+    let mut runs: Vec<((usize, usize), LayerPlan)> = Vec::new();
+    for (layer, plan) in plans.into_iter().enumerate() {
+        match runs.last_mut() {
+            Some((layers, last)) if same_kernels(last, &plan) => layers.1 = layer,
+            _ => runs.push(((layer, layer), plan)),
+        }
+    }
+    runs
+}
+
+fn same(a: &[((usize, usize), LayerPlan)], b: &[((usize, usize), LayerPlan)]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.0 == b.0 && same_kernels(&a.1, &b.1))
+}
+
+/// Whether both run the same kernels; what was rejected may differ by the number of rows in its reason.
+fn same_kernels(a: &LayerPlan, b: &LayerPlan) -> bool {
+    let kernels = |plan: &LayerPlan| -> Vec<(&[&str], String)> {
+        let stages = plan.attention.iter().chain(&plan.mlp);
+        stages.map(|stage| (stage.computes, stage.kernel.clone())).collect()
+    };
+    kernels(a) == kernels(b)
+}
+
+impl fmt::Display for Explanation {
+    /// A table for each range of rows.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for Explained { step, rows, layers, plan } in &self.plans {
+            let rows = match *rows {
+                (1, Some(1)) => "1 row".to_string(),
+                (least, Some(most)) if least == most => format!("{least} rows"),
+                (least, Some(most)) => format!("{least} to {most} rows"),
+                (least, None) => format!("{least} rows and more"),
+            };
+            let layers = match *layers {
+                (first, last) if first == last => format!("layer {first}"),
+                (first, last) => format!("layers {first} to {last}"),
+            };
+            writeln!(f, "{step}, {rows}, {layers}")?;
+            for stage in plan.attention.iter().chain(&plan.mlp) {
+                f.write_str(&line(stage)?)?;
+            }
+            f.write_char('\n')?;
+        }
+        Ok(())
+    }
+}
+
+fn line(stage: &Stage) -> Result<String, fmt::Error> {
+    let mut line = String::new();
+    writeln!(line, "  {:44} {}", stage.computes.join(", "), stage.kernel)?;
+    for rejected in &stage.rejected {
+        writeln!(line, "  {:44}   not {}: {}", "", rejected.kernel, rejected.reason)?;
+    }
+    Ok(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stage(kernel: &str) -> Stage {
+        Stage { computes: &["experts"], kernel: kernel.to_string(), rejected: Vec::new() }
+    }
+
+    fn plan(kernel: &str) -> LayerPlan {
+        LayerPlan { attention: vec![stage("a")], mlp: vec![stage(kernel)] }
+    }
+
+    #[test]
+    fn layers_of_the_same_kernels_are_one_run() {
+        let runs = by_layers([plan("dense"), plan("x"), plan("x"), plan("dense")].to_vec());
+        let layers: Vec<_> = runs.iter().map(|(layers, _)| *layers).collect();
+        assert_eq!(layers, [(0, 0), (1, 2), (3, 3)]);
+    }
+
+    #[test]
+    fn tables_name_rows_layers_and_kernels() {
+        let of = |rows| Explained { step: "decode", rows, layers: (0, 3), plan: plan("experts_stream") };
+        let plans = vec![of((1, Some(1))), of((5, Some(7))), of((8, None))];
+        let text = Explanation { plans }.to_string();
+        for want in ["decode, 1 row, layers 0 to 3\n", "5 to 7 rows", "8 rows and more", "experts_stream"] {
+            assert!(text.contains(want), "{want} in {text}");
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! The launches of moe-kernels that contain the router, as monolithic experts.
+
+use candle_core::Result;
+use moe_kernels::plan::{Form, Machine, MonolithicCall, MonolithicForm, Reason, Target};
+use moe_kernels::{Exec, ExpertsSpec, Gate, MonolithicIo, View};
+
+use crate::capability::Capability;
+use crate::experts::MonolithicExperts;
+use crate::oracle::{Backend, CUDA_FUSED};
+use crate::weights::{ExpertWeights, ExpertsShape};
+
+/// What these kernels compute: bf16 SwiGLU experts on Hopper, whole or cut along their intermediate size.
+const CAPABILITY: Capability = Capability { target: Target::HOPPER, tensor_parallel: true, ..CUDA_FUSED };
+
+/// One of the monolithic kernels over the packed weights of a layer.
+#[derive(Clone, Debug)]
+pub struct MonolithicKernels {
+    form: MonolithicForm,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // Only CUDA builds launch.
+    weights: ExpertWeights,
+    shape: ExpertsShape,
+    unsupported: Option<Reason>,
+}
+
+impl MonolithicKernels {
+    /// Every monolithic kernel over these weights, in the order of trial. Those that do not run `spec`, or that stand
+    /// behind a backend `asked` for by name, say so in [`fits`](MonolithicExperts::fits).
+    pub fn all(spec: &ExpertsSpec, weights: &ExpertWeights, asked: Option<&str>) -> Vec<Self> {
+        let supported = match asked.and_then(|name| name.parse::<Backend>().ok()) {
+            Some(backend) if backend != Backend::CudaFused => {
+                Err(Reason::NotRequested { requested: backend.name() })
+            }
+            _ if spec.apply_router_weight_on_input => Err(Reason::RouterWeightOnInput),
+            _ => CAPABILITY.check(spec),
+        };
+        let of = |form: &MonolithicForm| Self {
+            form: *form,
+            weights: weights.clone(),
+            shape: weights.shape(),
+            unsupported: supported.clone().err(),
+        };
+        MonolithicForm::ALL.iter().map(of).collect()
+    }
+}
+
+impl MonolithicExperts for MonolithicKernels {
+    fn name(&self) -> &str {
+        self.form.name()
+    }
+
+    fn shape(&self) -> ExpertsShape {
+        self.shape
+    }
+
+    fn fits(&self, call: &MonolithicCall, machine: &Machine) -> std::result::Result<(), Reason> {
+        match &self.unsupported {
+            Some(reason) => Err(reason.clone()),
+            None => self.form.fits(call, machine),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn apply(
+        &self,
+        gate: &Gate<'_>,
+        expert_map: Option<View<'_>>,
+        io: MonolithicIo<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        use moe_kernels::TensorView;
+        use moe_kernels::cuda::{MonolithicExperts as Args, monolithic_experts_into};
+        let (w13, w2) = (TensorView::new(self.weights.w13())?, TensorView::new(self.weights.w2())?);
+        let args = Args { gate, w13: w13.view()?, w2: w2.view()?, expert_map };
+        monolithic_experts_into(self.form, &args, io, ex)
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn apply(&self, _: &Gate<'_>, _: Option<View<'_>>, _: MonolithicIo<'_>, _: &mut Exec) -> Result<()> {
+        candle_core::bail!("{}: these experts need a build with the feature `cuda`", self.name())
+    }
+}

@@ -1,0 +1,101 @@
+//! The expert layer of a few tokens in one launch: from given ids, or with router, norm and addition inside.
+
+use candle_core::{DType, Result, bail};
+
+use crate::cuda::args::{In, LayerStreamArgs, Out, Output};
+use crate::cuda::{ffi, small};
+use crate::exec::Exec;
+use crate::monolithic::{Gate, GateScoring, PreNorm};
+use crate::plan::ExpertsCall;
+use crate::view::View;
+
+/// Who chooses the experts.
+pub(super) enum Choice<'a> {
+    /// The router, inside the launch.
+    Gate(&'a Gate<'a>),
+    /// The caller: ids [T, K] u32 and weights [T, K] f32.
+    Given(View<'a>, View<'a>),
+}
+
+/// Arguments of the launch, whose dims and dtypes the caller has checked.
+pub(super) struct OneLaunch<'a> {
+    pub op: &'static str,
+    /// bf16 rows [T, H], or with a norm f32 ones.
+    pub x: In,
+    pub norm: Option<PreNorm<'a>>,
+    pub choice: Choice<'a>,
+    pub w13: View<'a>,
+    pub w2: View<'a>,
+    pub expert_map: Option<View<'a>>,
+    pub sizes: ExpertsCall,
+}
+
+impl OneLaunch<'_> {
+    /// Launches.
+    pub fn run(&self, (out, output): (Out, Output), ex: &Exec) -> Result<()> {
+        let (op, s) = (self.op, &self.sizes);
+        if let Err(reason) = s.fits_one_launch(&ex.machine()) {
+            bail!("{op}: the one launch {reason}")
+        }
+        let cuda = ex.cuda(op)?;
+        let (mut ids, mut weights);
+        let (ids, weights, gate) = match &self.choice {
+            Choice::Gate(gate) => {
+                ids = ex.scratch(DType::U32, &[s.tokens, s.top_k])?;
+                weights = ex.scratch(DType::F32, &[s.tokens, s.top_k])?;
+                let ids = cuda.write(op, "topk_ids", &mut ids.view_mut())?;
+                (ids, cuda.write(op, "topk_weights", &mut weights.view_mut())?, Some(*gate))
+            }
+            // The kernel only reads given ids and weights.
+            Choice::Given(ids, weights) => {
+                let ids: In = cuda.read(op, "topk_ids", *ids)?;
+                let weights: In = cuda.read(op, "topk_weights", *weights)?;
+                (ids.cast_mut(), weights.cast_mut(), None)
+            }
+        };
+        // SAFETY: a pure function of two numbers.
+        let bytes = unsafe { ffi::moe_layer_stream_state(small(op, s.num_ids)?, small(op, s.inter)?) };
+        let state = cuda.counters("layer_stream", bytes.div_ceil(4))?;
+        let padded = gate.is_some_and(|gate| gate.padded);
+        let valid = if padded { cuda.valid_rows()?.cast_const() } else { std::ptr::null() };
+        // SAFETY: dims and dtypes are checked by the caller, the launcher's conditions above.
+        let code = unsafe {
+            ffi::moe_layer_stream(
+                &LayerStreamArgs {
+                    x: self.x,
+                    norm: cuda.read_or_null(op, "norm", self.norm.map(|norm| norm.weight))?,
+                    eps: self.norm.map_or(0.0, |norm| norm.eps),
+                    gate: cuda.read_or_null(op, "gate", gate.map(|gate| gate.weight))?,
+                    gate_bias: cuda.read_or_null(op, "gate_bias", gate.and_then(|gate| gate.bias))?,
+                    correction_bias: cuda.read_or_null(
+                        op,
+                        "correction_bias",
+                        gate.and_then(|gate| gate.correction_bias),
+                    )?,
+                    valid: valid.cast(),
+                    topk_ids: ids,
+                    topk_weights: weights,
+                    w13: cuda.read(op, "w13", self.w13)?,
+                    w2: cuda.read(op, "w2", self.w2)?,
+                    expert_map: cuda.read_or_null(op, "expert_map", self.expert_map)?,
+                    out,
+                    output,
+                    state,
+                    tokens: small(op, s.tokens)?,
+                    hidden: small(op, s.hidden)?,
+                    inter: small(op, s.inter)?,
+                    num_ids: small(op, s.num_ids)?,
+                    num_local: small(op, s.num_local)?,
+                    top_k: small(op, s.top_k)?,
+                    scoring: gate.map_or(GateScoring::Softmax, |gate| gate.scoring),
+                    raw_logits: gate.map_or(0, |gate| i32::from(gate.raw_logits)),
+                    renormalize: gate.map_or(0, |gate| i32::from(gate.renormalize)),
+                    scale: gate.map_or(1., |gate| gate.scale),
+                    softcap: gate.and_then(|gate| gate.softcap).unwrap_or(0.),
+                },
+                cuda.raw()?,
+            )
+        };
+        cuda.check(op, code)
+    }
+}

@@ -1,0 +1,182 @@
+//! Expert layers whose launches contain the router: the monolithic kernels.
+
+use candle_core::{DType, Result, bail};
+
+use super::launch::{Buckets, Inputs, Lease, Rows, bucket_counts};
+use super::one_launch::{Choice, OneLaunch};
+use super::{FusedExperts, check};
+use crate::buffer::Scratch;
+use crate::cuda::args::{In, Output};
+use crate::cuda::router::{self, gate_route};
+use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::exec::Exec;
+use crate::monolithic::{Gate, MonolithicIo, PreNorm};
+use crate::plan::{ExpertsCall, Form, MonolithicCall, MonolithicForm};
+use crate::view::{View, ViewMut};
+
+/// Experts on this rank with the gate that chooses among all.
+#[derive(Clone, Copy, Debug)]
+pub struct MonolithicExperts<'a> {
+    /// The gate, [E, H] bf16, and its rule.
+    pub gate: &'a Gate<'a>,
+    /// [E_local, 2I, H] bf16: gate rows, then up rows.
+    pub w13: View<'a>,
+    /// [E_local, H, I] bf16.
+    pub w2: View<'a>,
+    /// \[E\] i32, expert to local slot, -1 = elsewhere; `None` = all are here.
+    pub expert_map: Option<View<'a>>,
+}
+
+/// Σ_k weight_k · w2\[e\] (silu(gate) · up), with the experts that the gate chooses and that live here, k ascending in f32.
+/// What is read, and where the sums go, `io` says.
+///
+/// # Errors
+/// A CPU context; wrong dims or dtypes; sizes or a fusion that `form` does not fit.
+pub fn monolithic_experts_into(
+    form: MonolithicForm,
+    args: &MonolithicExperts,
+    io: MonolithicIo,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "monolithic_experts";
+    let sizes = args.check(op, &io)?;
+    let call = MonolithicCall { experts: sizes, dtype: DType::BF16, fusion: io.fusion() };
+    if let Err(reason) = form.fits(&call, &ex.machine()) {
+        bail!("{op}: {} {reason}", form.name())
+    }
+    if sizes.tokens == 0 {
+        return Ok(());
+    }
+    match (form, io) {
+        (MonolithicForm::OneLaunch, MonolithicIo::Store { x, mut out }) => {
+            let x = ex.cuda(op)?.read(op, "x", x)?;
+            let out = ex.cuda(op)?.write(op, "out", &mut out)?;
+            args.one_launch(op, sizes, x, None).run((out, Output::F32), ex)
+        }
+        (MonolithicForm::OneLaunch, MonolithicIo::NormAdd { norm, mut residual }) => {
+            // The kernel reads the rows that it adds to: every block reads all of them before any block adds.
+            let at: *mut f32 = ex.cuda(op)?.write(op, "residual", &mut residual)?;
+            args.one_launch(op, sizes, at.cast_const().cast(), Some(norm))
+                .run((at.cast(), Output::AddF32), ex)
+        }
+        (MonolithicForm::Tensor, MonolithicIo::Store { x, mut out }) => {
+            let products = Products::new(op, x, args, sizes, ex)?;
+            let out = ex.cuda(op)?.write(op, "out", &mut out)?;
+            products.inputs.combine(&sizes, &products.rows, (out, Output::F32), ex)
+        }
+        (MonolithicForm::Tensor, MonolithicIo::AddNorm { x, mut residual, norm, mut out }) => {
+            let products = Products::new(op, x, args, sizes, ex)?;
+            let to = (&mut residual, &mut out);
+            products.inputs.combine_add_norm(&sizes, &products.rows, &norm, to, ex)
+        }
+        (form, io) => bail!("{op}: {} has no {:?}", form.name(), io.fusion()),
+    }
+}
+
+impl MonolithicExperts<'_> {
+    /// Checks dims and dtypes.
+    fn check(&self, op: &'static str, io: &MonolithicIo) -> Result<ExpertsCall> {
+        let (num_ids, hidden) = expect_matrix(op, "gate", &self.gate.weight)?;
+        self.gate.check(op, num_ids, hidden, DType::BF16)?;
+        let (num_local, _, inter) = expect_rank3(op, "w2", &self.w2)?;
+        for (name, view, dims) in
+            [("w13", self.w13, [num_local, 2 * inter, hidden]), ("w2", self.w2, [num_local, hidden, inter])]
+        {
+            expect_dims(op, name, &view, &dims)?;
+            expect_dtype(op, name, &view, DType::BF16)?;
+        }
+        match &self.expert_map {
+            Some(map) => {
+                expect_dims(op, "expert_map", map, &[num_ids])?;
+                expect_dtype(op, "expert_map", map, DType::I32)?;
+            }
+            None => expect_dims(op, "w2", &self.w2, &[num_ids, hidden, inter])?,
+        }
+        let tokens = check_io(op, io, hidden)?;
+        Ok(ExpertsCall { tokens, top_k: self.gate.top_k, num_ids, num_local, hidden, inter })
+    }
+
+    fn one_launch<'b>(
+        &'b self,
+        op: &'static str,
+        sizes: ExpertsCall,
+        x: In,
+        norm: Option<PreNorm<'b>>,
+    ) -> OneLaunch<'b> {
+        let choice = Choice::Gate(self.gate);
+        OneLaunch { op, x, norm, choice, w13: self.w13, w2: self.w2, expert_map: self.expert_map, sizes }
+    }
+}
+
+/// Checks rows of H columns; how many there are.
+fn check_io(op: &str, io: &MonolithicIo, hidden: usize) -> Result<usize> {
+    let rows = |name: &str, view: &View, dtype: DType| {
+        expect_dims(op, name, view, &[view.rows(), hidden])?;
+        expect_dtype(op, name, view, dtype).map(|()| view.rows())
+    };
+    let same = |name: &str, view: &ViewMut, tokens: usize, dtype: DType| {
+        expect_dims(op, name, view, &[tokens, hidden])?;
+        expect_dtype(op, name, view, dtype)
+    };
+    let norm = |norm: &PreNorm| {
+        expect_dims(op, "norm", &norm.weight, &[hidden])?;
+        expect_dtype(op, "norm", &norm.weight, DType::BF16)
+    };
+    match io {
+        MonolithicIo::Store { x, out } => {
+            let tokens = rows("x", x, DType::BF16)?;
+            same("out", out, tokens, DType::F32).map(|()| tokens)
+        }
+        MonolithicIo::NormAdd { norm: before, residual } => {
+            norm(before)?;
+            rows("residual", &residual.as_view(), DType::F32)
+        }
+        MonolithicIo::AddNorm { x, residual, norm: next, out } => {
+            let tokens = rows("x", x, DType::BF16)?;
+            norm(next)?;
+            same("residual", residual, tokens, DType::F32)?;
+            same("out", out, tokens, DType::BF16).map(|()| tokens)
+        }
+    }
+}
+
+/// Slot rows behind router and products, before their sum.
+struct Products {
+    inputs: Inputs,
+    rows: Rows,
+    // The launches to come read them.
+    _ids: Scratch,
+    _weights: Scratch,
+}
+
+impl Products {
+    fn new(
+        op: &'static str,
+        x: View,
+        args: &MonolithicExperts,
+        sizes: ExpertsCall,
+        ex: &Exec,
+    ) -> Result<Self> {
+        let ExpertsCall { tokens, top_k, num_ids, num_local, .. } = sizes;
+        let mut logits = ex.scratch(DType::F32, &[tokens, num_ids])?;
+        let mut ids = ex.scratch(DType::U32, &[tokens, top_k])?;
+        let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
+        let slots = Lease::new(op, DType::U32, &[num_local, tokens], ex)?;
+        let buckets = router::Buckets {
+            counts: bucket_counts(num_local, ex)?,
+            slots: slots.at,
+            expert_map: ex.cuda(op)?.read_or_null(op, "expert_map", args.expert_map)?,
+        };
+        let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
+        gate_route(x, args.gate, outputs, buckets, ex)?;
+        let MonolithicExperts { w13, w2, expert_map, .. } = *args;
+        let (topk_ids, topk_weights) = (ids.view(), weights.view());
+        let fused = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map, lists: None };
+        check(op, &fused)?;
+        let inputs = Inputs::of(op, &fused, ex)?;
+        let rows = inputs.scratch(&sizes, ex)?;
+        let (at, counts) = (slots.at.cast_const(), bucket_counts(num_local, ex)?.cast_const());
+        inputs.tensor(&sizes, Buckets { at, counts, places: tokens }, &rows, ex)?;
+        Ok(Self { inputs, rows, _ids: ids, _weights: weights })
+    }
+}

@@ -1,0 +1,115 @@
+//! What launches that contain the router take and give: rows, a gate and its rule, and where the sum goes.
+
+use candle_core::{DType, Result};
+
+use crate::door::{expect_dims, expect_dtype};
+use crate::plan::Fusion;
+use crate::view::{View, ViewMut};
+
+/// How logits become scores; the codes are those of the CUDA kernels.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GateScoring {
+    /// Over all experts.
+    Softmax,
+    /// One by one.
+    Sigmoid,
+    /// sqrt(softplus), one by one.
+    SqrtSoftplus,
+}
+
+/// A gate and how experts are chosen by its logits.
+#[derive(Clone, Copy, Debug)]
+pub struct Gate<'a> {
+    /// [E, H] model dtype.
+    pub weight: View<'a>,
+    /// \[E\] model dtype, part of the logits.
+    pub bias: Option<View<'a>>,
+    /// \[E\] f32, added to the scores for the choice only.
+    pub correction_bias: Option<View<'a>>,
+    /// Experts of a token, K.
+    pub top_k: usize,
+    /// How logits become scores.
+    pub scoring: GateScoring,
+    /// Choose by logits and score only the chosen (softmax over them).
+    pub raw_logits: bool,
+    /// Divide the chosen weights by their sum.
+    pub renormalize: bool,
+    /// Factor of the weights.
+    pub scale: f32,
+    /// Logits become cap · tanh(x / cap); `None` leaves them.
+    pub softcap: Option<f32>,
+    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::feed_tokens_into` writes it), are
+    /// padding and get no expert.
+    pub padded: bool,
+}
+
+impl Gate<'_> {
+    /// Fails unless weight and biases are those of `experts` experts over rows of `hidden` columns.
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes.
+    pub fn check(&self, op: &str, experts: usize, hidden: usize, dtype: DType) -> Result<()> {
+        expect_dims(op, "gate", &self.weight, &[experts, hidden])?;
+        expect_dtype(op, "gate", &self.weight, dtype)?;
+        for (name, bias, dtype) in
+            [("gate_bias", self.bias, dtype), ("correction_bias", self.correction_bias, DType::F32)]
+        {
+            if let Some(bias) = bias {
+                expect_dims(op, name, &bias, &[experts])?;
+                expect_dtype(op, name, &bias, dtype)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// RMS norm before a sub-layer.
+#[derive(Clone, Copy, Debug)]
+pub struct PreNorm<'a> {
+    /// \[H\] model dtype.
+    pub weight: View<'a>,
+    /// Epsilon.
+    pub eps: f32,
+}
+
+/// What a launch that contains the router reads, and where it puts the weighted sums of the experts.
+#[derive(Debug)]
+pub enum MonolithicIo<'a> {
+    /// `out` = sums for `x`. Over ranks it is this rank's part.
+    Store {
+        /// [T, H] model dtype, normed.
+        x: View<'a>,
+        /// [T, H] f32.
+        out: ViewMut<'a>,
+    },
+    /// `residual` += sums for norm(`residual`).
+    NormAdd {
+        /// The norm of this sub-layer.
+        norm: PreNorm<'a>,
+        /// The residual stream, [T, H] f32.
+        residual: ViewMut<'a>,
+    },
+    /// `residual` += sums for `x`, then `out` = norm(`residual`).
+    AddNorm {
+        /// [T, H] model dtype, normed.
+        x: View<'a>,
+        /// The residual stream, [T, H] f32.
+        residual: ViewMut<'a>,
+        /// The norm of the next sub-layer.
+        norm: PreNorm<'a>,
+        /// [T, H] model dtype.
+        out: ViewMut<'a>,
+    },
+}
+
+impl MonolithicIo<'_> {
+    /// What is fused around router and experts.
+    pub fn fusion(&self) -> Fusion {
+        match self {
+            Self::Store { .. } => Fusion::Nothing,
+            Self::NormAdd { .. } => Fusion::NormAdd,
+            Self::AddNorm { .. } => Fusion::AddNorm,
+        }
+    }
+}

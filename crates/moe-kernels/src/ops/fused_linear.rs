@@ -1,0 +1,90 @@
+//! Products together with the norm before them, or with the addition to the residual stream behind them: one launch
+//! where a kernel does both, else one after the other.
+
+use candle_core::{DType, Result};
+
+use super::{add_into, linear_into, linear_row_parallel_into, rms_norm_into};
+use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::exec::Exec;
+use crate::monolithic::PreNorm;
+#[cfg(feature = "cuda")]
+use crate::plan::LinearCall;
+use crate::view::{View, ViewMut};
+
+/// out [T, N] f32 = norm(residual [T, H] f32) · wᵀ + bias.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `norm` | weight \[H\] model dtype (f32, bf16, f16) |
+/// | `w` | [N, H] model dtype |
+/// | `bias` | \[N\] model dtype |
+///
+/// # Errors
+/// Wrong dims or dtypes.
+pub fn norm_linear_into(
+    residual: View,
+    norm: &PreNorm,
+    w: View,
+    bias: Option<View>,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "norm_linear";
+    let (t, h) = expect_matrix(op, "residual", &residual)?;
+    expect_dtype(op, "residual", &residual, DType::F32)?;
+    expect_dims(op, "norm", &norm.weight, &[h])?;
+    expect_dtype(op, "norm", &norm.weight, w.dtype())?;
+    let n = check_linear(op, w, bias, h)?;
+    expect_dims(op, "out", &out, &[t, n])?;
+    expect_dtype(op, "out", &out, DType::F32)?;
+    #[cfg(feature = "cuda")]
+    if crate::cuda::linear::fuses(&call(t, w, bias), &[residual, w, out.as_view(), norm.weight], ex) {
+        return crate::cuda::linear::norm_linear(op, residual, norm, w, bias, out, ex);
+    }
+    let mut x = ex.scratch(w.dtype(), residual.dims())?;
+    rms_norm_into(residual, norm.weight, norm.eps, x.view_mut(), ex)?;
+    linear_into(x.view(), w, bias, out, ex)
+}
+
+/// residual [T, N] f32 += x [T, K] · wᵀ + bias, a row-parallel product on one rank.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `x` | [T, K] model dtype (f32, bf16, f16) |
+/// | `w` | [N, K] model dtype |
+/// | `bias` | \[N\] model dtype |
+///
+/// # Errors
+/// Wrong dims or dtypes.
+pub fn linear_add_into(x: View, w: View, bias: Option<View>, residual: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "linear_add";
+    let (t, k) = expect_matrix(op, "x", &x)?;
+    expect_dtype(op, "x", &x, w.dtype())?;
+    let n = check_linear(op, w, bias, k)?;
+    expect_dims(op, "residual", &residual, &[t, n])?;
+    expect_dtype(op, "residual", &residual, DType::F32)?;
+    #[cfg(feature = "cuda")]
+    if crate::cuda::linear::fuses(&call(t, w, bias), &[x, w, residual.as_view()], ex) {
+        return crate::cuda::linear::linear_add(op, x, w, bias, residual, ex);
+    }
+    let mut delta = ex.scratch(DType::F32, residual.dims())?;
+    linear_row_parallel_into(x, w, bias, delta.view_mut(), ex)?;
+    add_into(delta.view(), residual, ex)
+}
+
+#[cfg(feature = "cuda")]
+fn call(rows: usize, w: View, bias: Option<View>) -> LinearCall {
+    let (n, k) = (w.rows(), w.dims().last().copied().unwrap_or(0));
+    LinearCall { rows, n, k, dtype: w.dtype(), bias: bias.is_some(), aligned: true }
+}
+
+/// Checks a weight and its bias; the number of outputs.
+fn check_linear(op: &str, w: View, bias: Option<View>, k: usize) -> Result<usize> {
+    let (n, _) = expect_matrix(op, "w", &w)?;
+    expect_dims(op, "w", &w, &[n, k])?;
+    if let Some(bias) = &bias {
+        expect_dims(op, "bias", bias, &[n])?;
+        expect_dtype(op, "bias", bias, w.dtype())?;
+    }
+    Ok(n)
+}

@@ -1,0 +1,206 @@
+//! bf16 SwiGLU experts on CUDA: which kernels compute a step's slots.
+
+use super::linear::{expect_at_most, expect_rows, expect_steps};
+use super::{Form, Gpu, Machine, Reason};
+
+/// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
+const TENSOR_TOKENS: usize = 8;
+/// Most experts of those products, whose table lies in shared memory.
+const TENSOR_EXPERTS: usize = 2048;
+/// Before this many tokens the streaming kernel beats the grouped kernels of other cards.
+const GROUPED_TOKENS: usize = 256;
+/// Most slots of the streaming kernel.
+const STREAM_SLOTS: usize = 2048;
+
+/// Limits of the one launch (cuda/layer, `moe_layer_stream`).
+const ONE_LAUNCH_TOKENS: usize = 4;
+const ONE_LAUNCH_SLOTS: usize = 32;
+const ONE_LAUNCH_EXPERTS: usize = 512;
+const ONE_LAUNCH_LOCAL: usize = 1024;
+
+/// Sizes of an expert layer's step on this rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertsCall {
+    /// Tokens T.
+    pub tokens: usize,
+    /// Slots per token K.
+    pub top_k: usize,
+    /// Physical experts that ids name.
+    pub num_ids: usize,
+    /// Experts on this rank.
+    pub num_local: usize,
+    /// Width of a row, H.
+    pub hidden: usize,
+    /// Intermediate size on this rank, I.
+    pub inter: usize,
+}
+
+impl ExpertsCall {
+    /// Slots T K.
+    pub fn slots(&self) -> usize {
+        self.tokens * self.top_k
+    }
+
+    /// Whether `moe_layer_stream` computes these sizes in one launch, with the router inside or from given ids.
+    ///
+    /// # Errors
+    /// The first reason why not.
+    pub fn fits_one_launch(&self, machine: &Machine) -> Result<(), Reason> {
+        let gpu = machine.expect_hopper()?;
+        machine.expect_batch_variant()?;
+        expect_rows(..=ONE_LAUNCH_TOKENS, self.tokens)?;
+        self.expect_local()?;
+        expect_steps("hidden_size", self.hidden, 64)?;
+        expect_steps("intermediate_size", self.inter, 64)?;
+        expect_at_most("number of slots", ONE_LAUNCH_SLOTS, self.slots())?;
+        expect_at_most("num_experts", ONE_LAUNCH_EXPERTS, self.num_ids)?;
+        expect_at_most("number of local experts", ONE_LAUNCH_LOCAL, self.num_local)?;
+        expect_at_most("top_k", self.num_ids.min(ONE_LAUNCH_SLOTS), self.top_k)?;
+        self.expect_shared_memory(gpu)
+    }
+
+    /// Whether the warpgroup products of Hopper compute these sizes.
+    ///
+    /// # Errors
+    /// The first reason why not.
+    pub fn fits_tensor(&self, machine: &Machine) -> Result<(), Reason> {
+        machine.expect_hopper()?;
+        if !machine.batch_invariant {
+            expect_rows(TENSOR_TOKENS.., self.tokens)?;
+        }
+        self.expect_local()?;
+        expect_steps("hidden_size", self.hidden, 64)?;
+        expect_steps("intermediate_size", self.inter, 64)?;
+        expect_at_most("number of local experts", TENSOR_EXPERTS, self.num_local)
+    }
+
+    fn expect_local(&self) -> Result<(), Reason> {
+        if self.num_local > 0 { Ok(()) } else { Err(Reason::NoLocalExperts) }
+    }
+
+    /// The one launch keeps rows, activations and a ring of at least two stages of weights in a block's shared memory.
+    fn expect_shared_memory(&self, gpu: Gpu) -> Result<(), Reason> {
+        let needs = self.one_launch_bytes();
+        match gpu.block_shared_memory {
+            has if needs <= has => Ok(()),
+            has => Err(Reason::SharedMemory { needs, has }),
+        }
+    }
+
+    /// Fewest bytes of shared memory of the one launch: `layout` and `divide_ring` of its kernel, which a test compares.
+    fn one_launch_bytes(&self) -> usize {
+        const CONSUMERS: usize = 8; // warps
+        const PAIRS: usize = 8; // gate and up rows of a tile
+        const DOWN_ROWS: usize = 16;
+        const PARTS: usize = 4;
+        const STAGES: usize = 16;
+        const MAX_CHUNK: [usize; 2] = [2048, 1024];
+        const MIN_CHUNK: usize = 256;
+        const MIN_STAGES: usize = 2;
+        let (tokens, slots) = (self.tokens, self.slots());
+        let tiles = 8 * (4 * STAGES + ONE_LAUNCH_SLOTS + 2 * PARTS + 1);
+        let routing = (tiles + 8 * (STAGES + PARTS + 1)).next_multiple_of(16);
+        let partial =
+            (routing + 4 * ONE_LAUNCH_TOKENS + slots * 12 + slots * tokens * 8).next_multiple_of(16);
+        let parts = partial + CONSUMERS * DOWN_ROWS * tokens * 4;
+        let rows = (parts + PARTS * CONSUMERS * 2 * PAIRS * tokens * 4).next_multiple_of(128);
+        let act = rows + tokens * self.hidden * 2;
+        let ring = (act + slots * self.inter * 2).next_multiple_of(128);
+        let stage = |depth: usize, rows: usize, most: usize| {
+            let mut chunk = depth.min(most);
+            while chunk.is_multiple_of(2 * 64) && chunk > MIN_CHUNK {
+                chunk /= 2;
+            }
+            rows * chunk * 2
+        };
+        let gate_up = stage(self.hidden, 2 * PAIRS, MAX_CHUNK[0]);
+        let down = stage(self.inter, DOWN_ROWS, MAX_CHUNK[1]);
+        ring + MIN_STAGES * gate_up.max(down)
+    }
+}
+
+/// The kernels of the fused experts (`cuda_fused`) for ids that are given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertsForm {
+    /// Both products and the sum in one launch for a few tokens on Hopper (`layer_stream`).
+    OneLaunch,
+    /// Warpgroup products of Hopper over lists of slots, then the sum (`experts_tensor`).
+    Tensor,
+    /// Weights stream past the slots of each expert, with the sum (`experts_stream`).
+    Stream,
+    /// Tiles of sorted slots on the tensor cores of any card, then the sum (`experts_grouped`).
+    Grouped,
+}
+
+impl Form for ExpertsForm {
+    type Call = ExpertsCall;
+
+    const ALL: &'static [Self] = &[Self::OneLaunch, Self::Tensor, Self::Stream, Self::Grouped];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::OneLaunch => "layer_stream",
+            Self::Tensor => "experts_tensor",
+            Self::Stream => "experts_stream",
+            Self::Grouped => "experts_grouped",
+        }
+    }
+
+    fn fits(self, call: &ExpertsCall, machine: &Machine) -> Result<(), Reason> {
+        match self {
+            Self::OneLaunch => call.fits_one_launch(machine),
+            Self::Tensor => call.fits_tensor(machine),
+            Self::Stream => {
+                machine.expect_gpu()?;
+                machine.expect_batch_variant()?;
+                expect_rows(..GROUPED_TOKENS, call.tokens)?;
+                expect_at_most("number of slots", STREAM_SLOTS, call.slots())
+            }
+            Self::Grouped => machine.expect_gpu().map(drop),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const QWEN3_30B: ExpertsCall =
+        ExpertsCall { tokens: 1, top_k: 8, num_ids: 128, num_local: 128, hidden: 2048, inter: 768 };
+
+    fn hopper() -> Machine {
+        Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false }
+    }
+
+    #[test]
+    fn rows_choose_the_kernel() {
+        let form = |tokens, machine: &Machine| {
+            ExpertsForm::choose(&ExpertsCall { tokens, ..QWEN3_30B }, machine).map(Form::name)
+        };
+        for (tokens, kernel) in [
+            (1, "layer_stream"),
+            (4, "layer_stream"),
+            (5, "experts_stream"),
+            (8, "experts_tensor"),
+            (9000, "experts_tensor"),
+        ] {
+            assert_eq!(form(tokens, &hopper()), Some(kernel), "{tokens} tokens");
+        }
+        let invariant = Machine { batch_invariant: true, ..hopper() };
+        assert_eq!(form(1, &invariant), Some("experts_tensor"));
+        let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
+        let ampere = Machine { gpu: Some(ampere), batch_invariant: false };
+        assert_eq!((form(4, &ampere), form(256, &ampere)), (Some("experts_stream"), Some("experts_grouped")));
+        assert_eq!(form(4, &Machine::default()), None);
+    }
+
+    #[test]
+    fn sizes_that_fit_no_shared_memory_say_so() {
+        let wide = ExpertsCall { tokens: 4, hidden: 16_384, ..QWEN3_30B };
+        let reason = wide.fits_one_launch(&hopper()).unwrap_err();
+        assert!(matches!(reason, Reason::SharedMemory { .. }), "{reason}");
+        let none = ExpertsCall { num_local: 0, ..QWEN3_30B };
+        assert_eq!(none.fits_one_launch(&hopper()), Err(Reason::NoLocalExperts));
+        assert_eq!(none.fits_tensor(&hopper()).unwrap_err().check(), "no_local_experts");
+    }
+}

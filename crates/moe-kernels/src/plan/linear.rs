@@ -1,0 +1,179 @@
+//! Dense products: which kernel multiplies so many rows.
+
+use candle_core::DType;
+
+use super::{Form, Machine, Reason};
+
+/// Most rows for which streaming the weights beats the tensor-core kernel (docs/kernels.md).
+const STREAM_ROWS: usize = 4;
+/// From this many rows on cuBLAS is the fastest.
+const BLAS_ROWS: usize = 65;
+/// From this many weight rows on, a product is a vocabulary projection.
+const WIDE: usize = 32 * 1024;
+/// Longest rows of x of which [`STREAM_ROWS`] fit beside the ring of weight stages in shared memory.
+const STREAM_K: usize = 8192;
+/// Elements along K that every fast kernel takes at a time.
+const K_STEP: usize = 64;
+
+/// A product out [rows, n] = x [rows, k] · wᵀ.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearCall {
+    /// Rows of x.
+    pub rows: usize,
+    /// Rows of w.
+    pub n: usize,
+    /// Columns of both.
+    pub k: usize,
+    /// Dtype of both.
+    pub dtype: DType,
+    /// Whether a bias is added.
+    pub bias: bool,
+    /// Whether x, w and out begin at multiples of 16 bytes.
+    pub aligned: bool,
+}
+
+/// The kernels of [`linear_into`](crate::linear_into).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinearForm {
+    /// cuBLAS.
+    Blas,
+    /// Weights stream past at most four rows (`linear_stream`).
+    Stream,
+    /// Warpgroup products (`linear_tensor`, wgmma).
+    Tensor,
+    /// Any dtype and shape on CUDA.
+    Any,
+    /// The CPU.
+    Cpu,
+}
+
+impl LinearCall {
+    /// What every fast kernel wants.
+    fn expect_bf16(&self) -> Result<(), Reason> {
+        expect_bf16(self.dtype)?;
+        expect_steps("k", self.k, K_STEP)
+    }
+
+    fn expect_aligned(&self) -> Result<(), Reason> {
+        if self.aligned { Ok(()) } else { Err(Reason::Alignment) }
+    }
+}
+
+impl Form for LinearForm {
+    type Call = LinearCall;
+
+    const ALL: &'static [Self] = &[Self::Blas, Self::Stream, Self::Tensor, Self::Any, Self::Cpu];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Blas => "cublas",
+            Self::Stream => "linear_stream",
+            Self::Tensor => "linear_tensor",
+            Self::Any => "any_linear",
+            Self::Cpu => "cpu",
+        }
+    }
+
+    fn fits(self, call: &LinearCall, machine: &Machine) -> Result<(), Reason> {
+        match self {
+            Self::Blas => {
+                machine.expect_gpu()?;
+                call.expect_bf16()?;
+                machine.expect_batch_variant()?;
+                if call.bias {
+                    return Err(Reason::Bias);
+                }
+                expect_rows(BLAS_ROWS.., call.rows)
+            }
+            Self::Stream => {
+                let gpu = machine.expect_gpu()?;
+                call.expect_bf16()?;
+                machine.expect_batch_variant()?;
+                expect_rows(..=STREAM_ROWS, call.rows)?;
+                expect_at_most("k", STREAM_K, call.k)?;
+                if gpu.compute_capability >= (9, 0) {
+                    expect_at_most("n", WIDE - 1, call.n)?;
+                }
+                call.expect_aligned()
+            }
+            Self::Tensor => {
+                machine.expect_hopper()?;
+                call.expect_bf16()?;
+                call.expect_aligned()
+            }
+            Self::Any => machine.expect_gpu().map(drop),
+            Self::Cpu => machine.expect_cpu(),
+        }
+    }
+}
+
+/// The kernels of [`norm_linear_into`](crate::norm_linear_into) and [`linear_add_into`](crate::linear_add_into).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FusedLinearForm {
+    /// Norm or addition inside the launch of the product (`linear_stream`).
+    Stream,
+    /// A launch for each.
+    Apart,
+}
+
+impl Form for FusedLinearForm {
+    type Call = LinearCall;
+
+    const ALL: &'static [Self] = &[Self::Stream, Self::Apart];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Stream => "linear_stream",
+            Self::Apart => "apart",
+        }
+    }
+
+    fn fits(self, call: &LinearCall, machine: &Machine) -> Result<(), Reason> {
+        if self == Self::Apart {
+            return Ok(());
+        }
+        machine.expect_hopper()?;
+        machine.expect_batch_variant()?;
+        call.expect_bf16()?;
+        expect_rows(..=STREAM_ROWS, call.rows)?;
+        expect_at_most("k", STREAM_K, call.k)?;
+        call.expect_aligned()
+    }
+}
+
+pub(super) fn expect_bf16(dtype: DType) -> Result<(), Reason> {
+    match dtype {
+        DType::BF16 => Ok(()),
+        other => Err(Reason::Dtype { got: other.as_str(), accepted: vec!["bf16"] }),
+    }
+}
+
+pub(super) fn expect_rows(accepted: impl std::ops::RangeBounds<usize>, got: usize) -> Result<(), Reason> {
+    use std::ops::Bound;
+    if accepted.contains(&got) {
+        return Ok(());
+    }
+    let least = match accepted.start_bound() {
+        Bound::Included(&n) => n,
+        Bound::Excluded(&n) => n + 1,
+        Bound::Unbounded => 0,
+    };
+    let most = match accepted.end_bound() {
+        Bound::Included(&n) => Some(n),
+        Bound::Excluded(&n) => Some(n.saturating_sub(1)),
+        Bound::Unbounded => None,
+    };
+    Err(Reason::Rows { least, most, got })
+}
+
+pub(super) fn expect_at_most(dimension: &'static str, most: usize, got: usize) -> Result<(), Reason> {
+    if got <= most { Ok(()) } else { Err(Reason::TooLarge { dimension, most, got }) }
+}
+
+/// Fails unless a size is a positive multiple of `multiple_of`.
+pub(super) fn expect_steps(dimension: &'static str, got: usize, multiple_of: usize) -> Result<(), Reason> {
+    if got > 0 && got.is_multiple_of(multiple_of) {
+        return Ok(());
+    }
+    Err(Reason::Shape { dimension, multiple_of, got })
+}

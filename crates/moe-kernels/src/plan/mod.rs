@@ -1,0 +1,125 @@
+//! Which kernel runs an op, and why not another: pure functions of sizes and a machine.
+//!
+//! Each op that has several kernels has an enum of [`Form`]s here. The op itself and whoever explains it ask the same
+//! function, so an explanation cannot differ from what runs. Nothing here touches a device: the choice for any machine
+//! can be computed, printed and tested on any other.
+
+mod attention;
+mod experts;
+mod linear;
+mod monolithic;
+mod reason;
+mod router;
+
+pub use attention::{AttentionCall, AttentionForm};
+pub use experts::{ExpertsCall, ExpertsForm};
+pub use linear::{FusedLinearForm, LinearCall, LinearForm};
+pub use monolithic::{Fusion, MonolithicCall, MonolithicForm};
+pub use reason::{Reason, Target, activation_kind, activation_name};
+pub use router::{RouterCall, RouterForm};
+
+/// A CUDA device, as far as the choice of kernels depends on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    /// Compute capability (major, minor).
+    pub compute_capability: (u32, u32),
+    /// Shared memory that a block may ask for, bytes.
+    pub block_shared_memory: usize,
+}
+
+impl Gpu {
+    /// Hopper's data-centre cards (H100, H200).
+    pub const HOPPER: Self = Self { compute_capability: (9, 0), block_shared_memory: 232_448 };
+}
+
+/// Where ops run, as far as the choice of kernels depends on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Machine {
+    /// The GPU; `None`: the CPU.
+    pub gpu: Option<Gpu>,
+    /// Whether a row's bits must not depend on the rows beside it.
+    pub batch_invariant: bool,
+}
+
+impl Machine {
+    /// Fails on the CPU.
+    pub(crate) fn expect_gpu(&self) -> Result<Gpu, Reason> {
+        self.expect(Target::GPU)
+    }
+
+    /// Fails on everything before Hopper.
+    pub(crate) fn expect_hopper(&self) -> Result<Gpu, Reason> {
+        self.expect(Target::HOPPER)
+    }
+
+    fn expect(&self, target: Target) -> Result<Gpu, Reason> {
+        let got = self.gpu.map(|gpu| gpu.compute_capability);
+        target.expect(got)?;
+        self.gpu.ok_or(Reason::Device { needs: target, got })
+    }
+
+    /// Fails on a GPU.
+    pub(crate) fn expect_cpu(&self) -> Result<(), Reason> {
+        Target::Cpu.expect(self.gpu.map(|gpu| gpu.compute_capability))
+    }
+
+    /// Fails where a row's bits must not depend on the rows beside it.
+    pub(crate) fn expect_batch_variant(&self) -> Result<(), Reason> {
+        if self.batch_invariant { Err(Reason::BatchInvariance) } else { Ok(()) }
+    }
+}
+
+/// The kernels of an op, in the order of trial.
+pub trait Form: Copy + PartialEq + 'static {
+    /// What the choice depends on, beside the machine.
+    type Call;
+
+    /// All forms; the first that fits runs.
+    const ALL: &'static [Self];
+
+    /// The name in explanations: that of the kernel.
+    fn name(self) -> &'static str;
+
+    /// Whether this form computes the call, or the first reason why not.
+    ///
+    /// # Errors
+    /// That reason.
+    fn fits(self, call: &Self::Call, machine: &Machine) -> Result<(), Reason>;
+
+    /// The form that runs; `None` where none fits.
+    fn choose(call: &Self::Call, machine: &Machine) -> Option<Self> {
+        Self::ALL.iter().copied().find(|form| form.fits(call, machine).is_ok())
+    }
+
+    /// The same with every form before it that does not fit, and why.
+    fn stage(computes: &'static [&'static str], call: &Self::Call, machine: &Machine) -> Stage {
+        let mut rejected = Vec::new();
+        for form in Self::ALL {
+            match form.fits(call, machine) {
+                Ok(()) => return Stage { computes, kernel: form.name().into(), rejected },
+                Err(reason) => rejected.push(Rejected { kernel: form.name().into(), reason }),
+            }
+        }
+        Stage { computes, kernel: "none".into(), rejected }
+    }
+}
+
+/// A kernel that does not run, and why.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Rejected {
+    /// Its name.
+    pub kernel: String,
+    /// The first check that it failed.
+    pub reason: Reason,
+}
+
+/// One kernel of a layer, or a few that always run together.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Stage {
+    /// The parts of the layer that it computes: more than one where they are fused.
+    pub computes: &'static [&'static str],
+    /// Its name.
+    pub kernel: String,
+    /// The faster forms that were tried first, and why they do not run.
+    pub rejected: Vec<Rejected>,
+}

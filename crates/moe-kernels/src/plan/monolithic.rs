@@ -1,0 +1,69 @@
+//! Launches that contain the router: which of them computes a step, with what around it.
+
+use candle_core::DType;
+
+use super::{ExpertsCall, Form, Machine, Reason, RouterCall, RouterForm};
+
+/// What of the layer is computed in the launches of router and experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fusion {
+    /// Router, experts and their weighted sum.
+    Nothing,
+    /// Also the norm before them and the addition to the residual stream.
+    NormAdd,
+    /// Also the addition to the residual stream and the norm of the next sub-layer.
+    AddNorm,
+}
+
+/// A step of an expert layer whose router the kernels know.
+#[derive(Clone, Copy, Debug)]
+pub struct MonolithicCall {
+    /// Sizes on this rank.
+    pub experts: ExpertsCall,
+    /// Dtype of rows and weights.
+    pub dtype: DType,
+    /// What is to be fused.
+    pub fusion: Fusion,
+}
+
+/// The monolithic kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MonolithicForm {
+    /// Everything in one launch, for a few tokens (`layer_stream`).
+    OneLaunch,
+    /// Router with lists of slots, warpgroup products, weighted sum: three launches (`gate_route`, `experts_tensor`,
+    /// `combine`).
+    Tensor,
+}
+
+impl Form for MonolithicForm {
+    type Call = MonolithicCall;
+
+    const ALL: &'static [Self] = &[Self::OneLaunch, Self::Tensor];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::OneLaunch => "layer_stream",
+            Self::Tensor => "gate_route + experts_tensor + combine",
+        }
+    }
+
+    fn fits(self, call: &MonolithicCall, machine: &Machine) -> Result<(), Reason> {
+        super::linear::expect_bf16(call.dtype)?;
+        match (self, call.fusion) {
+            (Self::OneLaunch, Fusion::Nothing | Fusion::NormAdd) => call.experts.fits_one_launch(machine),
+            (Self::OneLaunch, Fusion::AddNorm) => {
+                Err(Reason::NoGain("its blocks end at different times, so none sees whole rows to norm"))
+            }
+            (Self::Tensor, Fusion::Nothing | Fusion::AddNorm) => {
+                let ExpertsCall { hidden, num_ids, top_k, .. } = call.experts;
+                call.experts.fits_tensor(machine)?;
+                let router = RouterCall { hidden, experts: num_ids, top_k, dtype: call.dtype };
+                RouterForm::OneLaunch.fits(&router, machine)
+            }
+            (Self::Tensor, Fusion::NormAdd) => {
+                Err(Reason::NoGain("its router reads normed rows, which the launch before can write"))
+            }
+        }
+    }
+}
