@@ -89,7 +89,7 @@ impl SparseMoeBlock {
     }
 
     /// Computes the tokens of a call in even chunks of at most `size`; the output is the same. On
-    /// several ranks all must have the same size.
+    /// several ranks all must have the same size, as [`load_block_on`](crate::load_block_on) sees to.
     pub fn with_chunk_size(mut self, size: Option<NonZeroUsize>) -> Self {
         self.chunk = size;
         self

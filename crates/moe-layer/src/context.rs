@@ -1,9 +1,12 @@
 //! Where a block runs: its place among the ranks, and how its tokens are cut.
 
+use std::num::NonZeroUsize;
+
 use moe_chunking::ChunkedMoe;
-use moe_comm::{DeepEpMode, EpBackend, ExpertLayout, Geometry, ParallelGroups, RowParallel};
+use moe_comm::{DeepEpMode, EpBackend, ExpertLayout, Geometry, ParallelGroups, ReduceOp, RowParallel};
 use moe_dispatch::{EpRanks, NoEp, OverRanks, PrepareFinalize, WhoAdds};
 use moe_kernels::candle::{Device, Error, Result};
+use moe_kernels::{Exec, ViewMut};
 
 /// Tokens that a rank brings to the low-latency form of `deepep` at most; longer steps are cut.
 pub const LOW_LATENCY_TOKENS: usize = 128;
@@ -60,6 +63,18 @@ impl BlockContext {
             return Ok(None);
         }
         RowParallel::new(&self.geometry.row_shard(what, size)?, self.groups.tp.clone()).map(Some)
+    }
+
+    /// The smallest `size` of all ranks. Chunks are rounds of collectives, so that all ranks must cut alike, but where
+    /// experts are spread unevenly a memory budget holds fewer tokens on a rank with more of them.
+    pub(crate) fn agreed_chunk(&self, size: NonZeroUsize, device: &Device) -> Result<NonZeroUsize> {
+        let mut least = [u32::try_from(size.get()).unwrap_or(u32::MAX)];
+        self.groups.world.all_reduce(
+            ViewMut::new(&mut least, &[1])?,
+            ReduceOp::Min,
+            &mut Exec::on(device)?,
+        )?;
+        Ok(NonZeroUsize::new(least[0] as usize).map_or(size, |least| least.min(size)))
     }
 
     /// The prepare/finalize backend of the geometry, and, where the mode of `deepep` is open, the one

@@ -72,7 +72,8 @@ pub fn load_block(
 }
 
 /// Loads the part of a block that lives on this rank: whole experts with expert parallelism, else a
-/// slice of each, with the prepare/finalize backend of the geometry and the chunks of the settings.
+/// slice of each, with the prepare/finalize backend of the geometry and the chunks of the settings. With chunks a
+/// collective: a budget may mean other sizes on other ranks, and all take the smallest.
 /// The rest is as in [`load_block`].
 ///
 /// # Errors
@@ -107,7 +108,8 @@ pub(crate) fn compose<S>(
     let config = &options.router;
     let router = Router::load(config, gate.clone())?;
     let weight = gate.get((config.num_logits(), options.hidden_size), "weight")?;
-    let (prepare, decode) = context.backends(layout, config.apply_router_weight_on_input, weight.device())?;
+    let device = weight.device().clone();
+    let (prepare, decode) = context.backends(layout, config.apply_router_weight_on_input, &device)?;
     let (main, said) = experts(prepare.as_ref(), options.backend.as_deref())?;
     let mut block = SparseMoeBlock::new(weight, router, prepare, main, options.layer)?;
     if let Some(decode) = decode {
@@ -116,6 +118,7 @@ pub(crate) fn compose<S>(
     }
     let bytes = |tokens| block.chunk_bytes(tokens).unwrap_or(usize::MAX);
     let size = context.chunked_moe.size(MAX_CHUNK, bytes).map_err(Error::wrap)?;
+    let size = size.map(|size| context.agreed_chunk(size, &device)).transpose()?;
     if let Some(size) = size.filter(|_| options.layer == 0) {
         warn_below_ridge(size.get(), options);
     }

@@ -1,5 +1,6 @@
 //! Several GPUs over NCCL, one thread of this process each. The machine needs at least two.
 
+mod chunks;
 mod collectives;
 mod faults;
 mod graphs;

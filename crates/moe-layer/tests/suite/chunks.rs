@@ -3,7 +3,8 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use moe_comm::{EpBackend, ParallelConfig, ParallelGroups, run_ranks};
+use candle_nn::VarBuilder;
+use moe_comm::{DeepEpMode, EpBackend, ParallelConfig, ParallelGroups, ThreadComm, run_ranks};
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
     Activation, BlockContext, BlockOptions, Buffer, ChunkedMoe, CpuIsa, DType, Device, Exec, ExpertHeat,
@@ -101,7 +102,7 @@ fn the_estimate_covers_what_grows() -> Result<()> {
 
 #[test]
 fn a_budget_decides_the_size() -> Result<()> {
-    let vb = candle_nn::VarBuilder::from_varmap(&candle_nn::VarMap::new(), DType::F32, &Device::Cpu);
+    let vb = VarBuilder::from_varmap(&candle_nn::VarMap::new(), DType::F32, &Device::Cpu);
     let options = BlockOptions {
         router: RouterConfig::new(4, 2),
         hidden_size: 8,
@@ -124,13 +125,10 @@ fn a_budget_decides_the_size() -> Result<()> {
     Ok(())
 }
 
-/// Two ranks with different numbers of tokens run the same rounds; the one without tokens, too.
-#[test]
-fn ranks_run_the_same_rounds() -> Result<()> {
+/// Five experts, an odd number for two ranks, over some tokens, with what a rank loads its part from.
+fn five_experts(tokens: usize) -> Result<(crate::reference::Problem, BlockOptions, VarBuilder<'static>)> {
     let config = RouterConfig { renormalize: true, ..RouterConfig::new(5, 2) };
-    let p = problem((5, 16, 8, 9), config.clone(), None, DType::F32, 11);
-    let x = p.rows()?;
-    let want = bits(&p.standard()?.forward(&x)?);
+    let p = problem((5, 16, 8, tokens), config.clone(), None, DType::F32, 11);
     let w = p.weights()?;
     let tensors = [
         ("gate.weight", p.gate_weight()?),
@@ -138,7 +136,6 @@ fn ranks_run_the_same_rounds() -> Result<()> {
         ("experts.down_proj", w.w2().clone()),
     ];
     let tensors = tensors.map(|(name, t)| (name.to_string(), t)).into_iter().collect();
-    let vb = candle_nn::VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
     let options = BlockOptions {
         router: config,
         hidden_size: 16,
@@ -147,6 +144,59 @@ fn ranks_run_the_same_rounds() -> Result<()> {
         layer: 0,
         backend: None,
     };
+    Ok((p, options, VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu)))
+}
+
+/// Where a rank of two data-parallel ones runs that spread the experts.
+fn spread(
+    rank: usize,
+    comm: ThreadComm,
+    parallel: ParallelConfig,
+    chunked_moe: ChunkedMoe,
+) -> Result<BlockContext> {
+    let parallel = ParallelConfig { dp: 2, enable_expert_parallel: true, ..parallel };
+    let geometry = parallel.geometry(rank)?;
+    let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut Exec::cpu())?;
+    Ok(BlockContext { geometry, groups, chunked_moe, ..BlockContext::default() })
+}
+
+/// A rank with two of five experts has room for more tokens than the one with three, but both must cut alike.
+#[test]
+fn ranks_agree_on_the_size_of_a_budget() -> Result<()> {
+    const TOKENS: usize = 120;
+    let (p, options, vb) = five_experts(2 * TOKENS)?;
+    let x = p.rows()?;
+    let want = bits(&p.standard()?.forward(&x)?);
+    for deepep_mode in [DeepEpMode::LowLatency, DeepEpMode::HighThroughput, DeepEpMode::Auto] {
+        let parallel =
+            ParallelConfig { backend: EpBackend::DeepEp.into(), deepep_mode, ..ParallelConfig::default() };
+        let results = run_ranks(2, |rank, comm| {
+            let chunked = ChunkedMoe::within(60_000);
+            let context = spread(rank, comm, parallel, chunked)?;
+            let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
+            let alone = chunked.size(TOKENS, |n| block.chunk_bytes(n).unwrap_or(usize::MAX));
+            let rows = x.narrow(0, rank * TOKENS, TOKENS)?;
+            let out = run(&block, &rows, DType::F32, &mut Exec::cpu())?;
+            Ok((alone.unwrap(), block.chunk_size(), bits(&out)))
+        });
+        let [first, second] =
+            <[_; 2]>::try_from(results).map_err(|_| "two ranks").unwrap().map(Result::unwrap);
+        // Only batched rows take room by expert.
+        let uneven = deepep_mode == DeepEpMode::LowLatency;
+        let chunks = first.0 < size(TOKENS) && first.0 <= second.0 && (first.0 < second.0 || !uneven);
+        assert!(chunks, "{deepep_mode:?}: {:?} {:?}", first.0, second.0);
+        assert_eq!((first.1, second.1), (first.0, first.0), "{deepep_mode:?}");
+        assert_eq!([first.2, second.2].concat(), want, "{deepep_mode:?}");
+    }
+    Ok(())
+}
+
+/// Two ranks with different numbers of tokens run the same rounds; the one without tokens, too.
+#[test]
+fn ranks_run_the_same_rounds() -> Result<()> {
+    let (p, options, vb) = five_experts(9)?;
+    let x = p.rows()?;
+    let want = bits(&p.standard()?.forward(&x)?);
     for (backend, rows) in [
         (EpBackend::AllgatherReducescatter, [9, 0]),
         (EpBackend::DeepEp, [2, 9]),
@@ -154,22 +204,9 @@ fn ranks_run_the_same_rounds() -> Result<()> {
     ] {
         for who in [WhoAdds::BySlot, WhoAdds::ByRank] {
             let results = run_ranks(2, |rank, comm| {
-                let parallel = ParallelConfig {
-                    dp: 2,
-                    enable_expert_parallel: true,
-                    backend: backend.into(),
-                    ..ParallelConfig::default()
-                };
-                let geometry = parallel.geometry(rank)?;
-                let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut Exec::cpu())?;
-                let chunked_moe = ChunkedMoe::of_size(NonZeroUsize::MIN.saturating_add(1));
-                let context = BlockContext {
-                    geometry,
-                    groups,
-                    chunked_moe,
-                    who_adds: Some(who),
-                    ..BlockContext::default()
-                };
+                let parallel = ParallelConfig { backend: backend.into(), ..ParallelConfig::default() };
+                let chunked = ChunkedMoe::of_size(NonZeroUsize::MIN.saturating_add(1));
+                let context = BlockContext { who_adds: Some(who), ..spread(rank, comm, parallel, chunked)? };
                 let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
                 // Rank 1 takes the last rows, so that the ranks have different tokens.
                 let start = if rank == 0 { 0 } else { 9 - rows[1] };
