@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::DType;
 use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
 use model_runtime::{Config, DummyWeights, Geometry, SamplingParams};
-use moe_engine::engine::{Engine, EngineConfig, Request};
+use moe_engine::engine::{Engine, EngineConfig, ExpertCounts, Request};
 use moe_engine::{LoadOptions, ModelFamily};
 use moe_layer::MoePath;
 
@@ -75,6 +75,27 @@ fn steps_allocate_nothing_once_they_have_run() {
     assert_eq!(run(&mut engine, requests(16, 40)), first);
     assert_eq!((ex.workspace().bytes(), ex.device_memory().unwrap().0), (bytes, free));
     assert!(engine.num_graph_steps() >= steps + 38);
+}
+
+/// What `--stats` asks for changes nothing about how steps run; a trace of the counts does, with the same tokens.
+#[test]
+fn stats_do_not_change_how_steps_run() {
+    let model = model();
+    let counting = |expert_counts| {
+        let config = EngineConfig { expert_counts, ..config(8, false) };
+        let mut engine = Engine::new(&model, cuda(), None, &config).unwrap();
+        let tokens = run(&mut engine, requests(8, 24));
+        (tokens, engine.num_graph_steps(), engine.stats())
+    };
+    let (tokens, graph_steps, stats) = counting(ExpertCounts::Off);
+    assert!(graph_steps >= 20 && !stats.expert_counts_left_out);
+    let (with_stats, steps, stats) = counting(ExpertCounts::WhereFree);
+    assert_eq!((&with_stats, steps), (&tokens, graph_steps));
+    assert!(stats.expert_counts_left_out && stats.hottest_expert_over_mean.is_empty());
+    assert!(stats.to_string().contains("expert counts: none on a GPU"), "{stats}");
+    let (with_counts, steps, stats) = counting(ExpertCounts::Always);
+    assert_eq!((with_counts.len(), steps), (8, 0));
+    assert_eq!(stats.hottest_expert_over_mean.len(), 3);
 }
 
 /// Requests whose steps go to the host (routing capture) run beside others, some with log-probabilities and penalties.

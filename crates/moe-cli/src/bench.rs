@@ -11,7 +11,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use model_runtime::sampling::random_bits;
 use model_runtime::{ModelInfo, MoeInfo, SamplingParams};
-use moe_engine::engine::{DpEngine, EngineConfig, Request};
+use moe_engine::engine::{DpEngine, EngineConfig, ExpertCounts, Request};
 use moe_engine::{ModelFamily, Session, usage};
 use serde_json::{Value, json};
 
@@ -152,7 +152,7 @@ impl Bench {
         } else {
             Vec::new()
         };
-        let mut engine = self.engine(batch, prompt + output, false)?;
+        let mut engine = self.engine(batch, prompt + output, ExpertCounts::Off)?;
         // On a GPU the decode graph is captured before the clock starts, as an engine does that runs on.
         warm_up.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
         engine.run(drop)?;
@@ -172,7 +172,7 @@ impl Bench {
     fn distinct_experts(&mut self, batch: usize, prompt: usize, moe: &MoeInfo) -> Result<Value> {
         const STEPS: usize = 16;
         let requests = self.requests(batch, prompt, STEPS + 1);
-        let mut engine = self.engine(batch, prompt + STEPS + 1, true)?;
+        let mut engine = self.engine(batch, prompt + STEPS + 1, ExpertCounts::Always)?;
         requests.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
         let mut distinct = Vec::new();
         while !engine.is_idle() {
@@ -208,7 +208,7 @@ impl Bench {
     }
 
     /// The engine that generation uses, with a KV cache of the size that the row needs.
-    fn engine(&self, batch: usize, length: usize, collect_heat: bool) -> Result<DpEngine<'_>> {
+    fn engine(&self, batch: usize, length: usize, expert_counts: ExpertCounts) -> Result<DpEngine<'_>> {
         let info = self.session.model.info();
         let blocks = batch.saturating_mul(length.div_ceil(BLOCK_SIZE));
         let config = EngineConfig {
@@ -216,7 +216,7 @@ impl Bench {
             max_model_len: Some(length.min(info.max_context_len)),
             block_size: BLOCK_SIZE,
             kv_cache_memory: Some((blocks * BLOCK_SIZE).saturating_mul(info.kv.bytes_per_token()?)),
-            collect_heat,
+            expert_counts,
             max_num_batched_tokens: self.max_num_batched_tokens,
             ..EngineConfig::for_device(&self.session.ex)
         };

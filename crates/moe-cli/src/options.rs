@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use model_runtime::config::limits;
 use model_runtime::{Exec, SamplingParams};
 use moe_engine::chat::{self, ChatFiles, ChatTemplate};
-use moe_engine::engine::{EngineConfig, Request};
+use moe_engine::engine::{EngineConfig, ExpertCounts, Request};
 use moe_engine::{Session, usage};
 use serde_json::{Map, Value};
 
@@ -24,7 +24,7 @@ pub fn engine_config(args: &EngineArgs, ex: &Exec) -> EngineConfig {
         kv_cache_memory: args.kv_cache_memory,
         enable_prefix_caching: args.enable_prefix_caching,
         enforce_eager: args.enforce_eager,
-        collect_heat: args.stats,
+        expert_counts: if args.stats { ExpertCounts::WhereFree } else { ExpertCounts::Off },
         expert_heat: args.expert_heat.clone(),
         force_balance: args.force_balance.then_some(0),
         ..default

@@ -34,8 +34,8 @@ pub struct EngineConfig {
     pub async_scheduling: bool,
     /// Launches decode steps on a CUDA device one by one, not as a captured graph.
     pub enforce_eager: bool,
-    /// Counts how often each expert is chosen, by step.
-    pub collect_heat: bool,
+    /// Whether to count how often each expert is chosen, by step.
+    pub expert_counts: ExpertCounts,
     /// Writes those counts to this file, as a heat trace.
     pub expert_heat: Option<PathBuf>,
     /// Replaces the routing by an even one, for profiling; the seed varies it.
@@ -46,7 +46,41 @@ pub struct EngineConfig {
     pub lockstep: bool,
 }
 
+/// Whether an engine counts how often each expert is chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ExpertCounts {
+    /// Never.
+    #[default]
+    Off,
+    /// Where that changes nothing else: on the CPU. A GPU's steps would be neither captured graphs nor sampled there,
+    /// so that all other numbers of a run would be those of another program; there nothing is counted.
+    WhereFree,
+    /// In every step. On a GPU, steps are then launched one by one, and the host samples.
+    Always,
+}
+
+impl ExpertCounts {
+    /// Whether steps are counted on the CPU, or on a GPU.
+    pub fn counts(self, on_gpu: bool) -> bool {
+        match self {
+            Self::Off => false,
+            Self::WhereFree => !on_gpu,
+            Self::Always => true,
+        }
+    }
+
+    /// Whether counts that were asked for are left out.
+    pub fn left_out(self, on_gpu: bool) -> bool {
+        self != Self::Off && !self.counts(on_gpu)
+    }
+}
+
 impl EngineConfig {
+    /// What is counted: a trace of the counts asks for them.
+    pub fn counted(&self) -> ExpertCounts {
+        if self.expert_heat.is_some() { ExpertCounts::Always } else { self.expert_counts }
+    }
+
     /// The defaults for a device: a GPU computes more rows in a step before a step gets long, and more
     /// sequences before they wait for each other.
     pub fn for_device(ex: &Exec) -> Self {
@@ -70,7 +104,7 @@ impl Default for EngineConfig {
             enable_prefix_caching: true,
             async_scheduling: false,
             enforce_eager: false,
-            collect_heat: false,
+            expert_counts: ExpertCounts::Off,
             expert_heat: None,
             force_balance: None,
             ranks: 1,

@@ -83,7 +83,7 @@ impl<'m> DpEngine<'m> {
         let alone = replicas.len() + remotes.len() == 1;
         // One trace for all ranks, a line per step of all.
         let each = EngineConfig {
-            collect_heat: config.collect_heat || config.expert_heat.is_some(),
+            expert_counts: config.counted(),
             expert_heat: config.expert_heat.clone().filter(|_| alone),
             ..config.clone()
         };

@@ -38,13 +38,13 @@ use anyhow::{Context, Result};
 use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, SequenceBlocks};
 use moe_layer::{ExpertHeat, RoutedExperts};
 use serde::{Deserialize, Serialize};
-use tracing::trace_span;
+use tracing::{trace_span, warn};
 
 use crate::heat::{HeatWriter, Stage};
 use crate::parallel::wire;
 use crate::tokenizer::Tokenizer;
 
-pub use config::EngineConfig;
+pub use config::{EngineConfig, ExpertCounts};
 #[cfg(feature = "cuda")]
 pub(crate) use device::DeviceRunner;
 pub use dp::DpEngine;
@@ -75,6 +75,8 @@ pub struct Engine<'m> {
     /// Ends that happened between steps.
     ended: Vec<Output>,
     stats: Stats,
+    /// Expert counts were asked for, but a GPU makes none.
+    counts_left_out: bool,
     step_heat: Option<StepHeat>,
     heat_trace: Option<HeatWriter>,
     /// Other ranks take part in every step.
@@ -120,12 +122,17 @@ impl<'m> Engine<'m> {
         let ahead = usize::from(config.async_scheduling || ex.is_cuda());
         #[cfg(feature = "cuda")]
         let device = config.device_runner(info, max_model_len, &ex)?;
+        let (counted, on_gpu) = (config.counted(), ex.is_cuda());
+        let counts_left_out = info.moe.is_some() && counted.left_out(on_gpu);
+        if on_gpu && info.moe.is_some() && counted.counts(on_gpu) {
+            warn!(
+                "expert counts: steps run without CUDA graphs, and the host samples; times are not those of a run without counts"
+            );
+        }
         let runner = Runner::new(model, kv, ex, ahead);
         #[cfg(feature = "cuda")]
         let runner = runner.with_device(device);
-        let runner = runner
-            .with_heat(config.collect_heat || config.expert_heat.is_some())
-            .with_force_balance(config.force_balance);
+        let runner = runner.with_heat(counted.counts(on_gpu)).with_force_balance(config.force_balance);
         Ok(Self {
             info,
             tokenizer,
@@ -138,6 +145,7 @@ impl<'m> Engine<'m> {
             deadlines: BTreeMap::new(),
             ended: Vec::new(),
             stats: Stats::new(),
+            counts_left_out,
             step_heat: None,
             heat_trace: config.expert_heat.as_deref().map(HeatWriter::create).transpose()?,
             lockstep: config.lockstep,
@@ -260,6 +268,7 @@ impl<'m> Engine<'m> {
             preemptions: scheduler.num_preemptions,
             cached_tokens: scheduler.num_cached_tokens,
             kv_blocks: scheduler.kv_blocks().1,
+            expert_counts_left_out: self.counts_left_out,
         }
     }
 

@@ -87,6 +87,7 @@ pub(super) struct Counters {
     pub preemptions: u64,
     pub cached_tokens: u64,
     pub kv_blocks: usize,
+    pub expert_counts_left_out: bool,
 }
 
 impl Counters {
@@ -96,10 +97,12 @@ impl Counters {
         self.preemptions += other.preemptions;
         self.cached_tokens += other.cached_tokens;
         self.kv_blocks += other.kv_blocks;
+        self.expert_counts_left_out |= other.expert_counts_left_out;
     }
 
     pub fn summary(&self) -> Summary {
-        self.stats.summary(self.preemptions, self.cached_tokens, self.kv_blocks)
+        let summary = self.stats.summary(self.preemptions, self.cached_tokens, self.kv_blocks);
+        Summary { expert_counts_left_out: self.expert_counts_left_out, ..summary }
     }
 }
 
@@ -134,9 +137,11 @@ pub struct Summary {
     pub time_to_first_token_ms: Option<Percentiles>,
     /// From token to token of a choice, ms.
     pub inter_token_latency_ms: Option<Percentiles>,
-    /// For each MoE layer the tokens of its hottest expert over the mean of all; empty unless heat is
-    /// collected.
+    /// For each MoE layer the tokens of its hottest expert over the mean of all; empty unless experts are
+    /// counted.
     pub hottest_expert_over_mean: Vec<f64>,
+    /// Expert counts were asked for, but left out: a GPU makes them only at the price of its graphs.
+    pub expert_counts_left_out: bool,
 }
 
 impl Default for Stats {
@@ -238,6 +243,7 @@ impl Stats {
             time_to_first_token_ms: self.time_to_first_token.percentiles(),
             inter_token_latency_ms: self.inter_token_latency.percentiles(),
             hottest_expert_over_mean: self.heat.iter().map(|counts| hottest_over_mean(counts)).collect(),
+            expert_counts_left_out: false,
         }
     }
 }
@@ -276,6 +282,12 @@ impl std::fmt::Display for Summary {
                 self.hottest_expert_over_mean.iter().map(|ratio| format!("{ratio:.2}")).collect();
             writeln!(f, "hottest expert over the mean, by MoE layer: {}", layers.join(" "))?;
         }
+        if self.expert_counts_left_out {
+            writeln!(
+                f,
+                "expert counts: none on a GPU, where they would replace graphs and sampling; --expert-heat makes them"
+            )?;
+        }
         Ok(())
     }
 }
@@ -293,6 +305,21 @@ mod tests {
         stats.heat(&heat);
         stats.heat(&heat);
         assert_eq!(stats.summary(0, 0, 1).hottest_expert_over_mean, [0.0, 2.0]);
+    }
+
+    #[test]
+    fn counts_that_are_left_out_are_said() {
+        use crate::engine::ExpertCounts::{Always, Off, WhereFree};
+        let counts =
+            [Off, WhereFree, Always].map(|c| [false, true].map(|gpu| (c.counts(gpu), c.left_out(gpu))));
+        let (no, yes) = ((false, false), (true, false));
+        assert_eq!(counts, [[no, no], [yes, (false, true)], [yes, yes]]);
+        let said = |left_out| {
+            let mut counters = Counters { expert_counts_left_out: left_out, ..Counters::default() };
+            counters.absorb(&Counters::default());
+            counters.summary().to_string().contains("expert counts: none on a GPU")
+        };
+        assert!(said(true) && !said(false));
     }
 
     #[test]
