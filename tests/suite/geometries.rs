@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result};
 use candle_nn::VarBuilder;
 use model_runtime::{
     BlockContext, CausalLm, Checkpoint, Config, DummyWeights, Exec, Geometry, KvCache, MlaForm, ModelInfo,
-    Observer, RankView, StepContext, StepViews, TensorSlice, TensorSpec, ViewMut,
+    Observer, RankView, StepContext, StepRanks, StepViews, TensorSlice, TensorSpec, ViewMut,
 };
 use moe_comm::{DeepEpMode, EpBackend, ExpertPlacement, ParallelConfig, SelfComm};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
@@ -123,6 +123,10 @@ struct Tap<'m> {
 impl CausalLm for Tap<'_> {
     fn info(&self) -> &ModelInfo {
         self.model.info()
+    }
+
+    fn ranks(&self) -> Option<&dyn StepRanks> {
+        self.model.ranks()
     }
 
     fn router(&self, moe_layer: usize) -> Option<&Router> {

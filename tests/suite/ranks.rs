@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Result, bail};
 use model_deepseekv2_legacy::DeepseekV2Family;
 use model_qwen3moe::Qwen3MoeFamily;
 use model_runtime::{
-    CausalLm, Checkpoint, DummyWeights, Exec, KvCache, ModelInfo, Observer, RankView, StepContext, StepViews,
-    ViewMut,
+    CausalLm, Checkpoint, DummyWeights, Exec, KvCache, ModelInfo, Observer, RankView, StepContext, StepRanks,
+    StepViews, ViewMut,
 };
 use moe_comm::{EpBackend, ParallelConfig};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
@@ -124,6 +124,10 @@ impl<'m> Faulty<'m> {
 impl CausalLm for Faulty<'_> {
     fn info(&self) -> &ModelInfo {
         self.model.info()
+    }
+
+    fn ranks(&self) -> Option<&dyn StepRanks> {
+        self.model.ranks()
     }
 
     fn forward(

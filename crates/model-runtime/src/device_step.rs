@@ -1,7 +1,7 @@
 //! A step's arrays on a CUDA device: one block of words, copied with one transfer.
 //!
 //! ```text
-//! valid_rows | token_ids | positions | slot_mapping | rope_len | feed | query_start_loc
+//! valid_rows | token_ids | positions | slot_mapping | rope_len | token_source | query_start_loc
 //!            | block_tables | logits_rows | sampling parameters
 //! ```
 //!
@@ -14,6 +14,7 @@ use moe_kernels::cuda::{PinnedWords, SAMPLE_WORDS, SampleParams, feed_tokens_int
 use moe_kernels::{Buffer, Exec, View};
 
 use crate::step::{Step, StepViews};
+use crate::step_ranks::DeviceSampling;
 
 /// Sizes of a step's arrays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,23 +29,15 @@ pub struct Shape {
     pub logits: usize,
 }
 
-/// What a step brings for sampling on the device.
-#[derive(Clone, Debug)]
-pub struct Extras {
-    /// Per row of the step: the row of the step before whose sampled token it takes; u32::MAX = it has
-    /// its own.
-    pub feed: Vec<u32>,
-    /// Per wanted row of logits.
-    pub sampling: Vec<SampleParams>,
-}
+impl DeviceSampling {
+    /// With a row of parameters per wanted row of logits.
+    pub fn new(token_source: Vec<u32>, rows: &[SampleParams]) -> Self {
+        Self { token_source, params: rows.iter().flat_map(SampleParams::words).collect() }
+    }
 
-impl Extras {
-    /// No token comes from the step before, and nothing is sampled.
-    pub fn none(step: &Step) -> Self {
-        Self {
-            feed: vec![u32::MAX; step.num_tokens()],
-            sampling: vec![SampleParams::PADDING; step.num_logits()],
-        }
+    /// The parameters, row by row.
+    pub fn rows(&self) -> impl Iterator<Item = SampleParams> {
+        self.params.as_chunks::<SAMPLE_WORDS>().0.iter().map(|words| SampleParams::from_words(*words))
     }
 }
 
@@ -55,9 +48,9 @@ pub struct DeviceViews<'a> {
     pub step: StepViews<'a>,
     /// Number of rows that are not padding, [1] u32.
     pub valid_rows: View<'a>,
-    /// [`Extras::feed`], `[T]` u32.
-    pub feed: View<'a>,
-    /// [`Extras::sampling`], [R, 16] u32.
+    /// [`DeviceSampling::token_source`], `[T]` u32.
+    pub token_source: View<'a>,
+    /// [`DeviceSampling::params`], [R, 16] u32.
     pub sampling: View<'a>,
 }
 
@@ -108,16 +101,16 @@ impl DeviceStep {
     }
 
     /// Copies a step as it is.
-    pub fn upload(&mut self, step: &Step, extras: &Extras, ex: &Exec) -> Result<DeviceViews<'_>> {
-        self.upload_padded(step, extras, Shape::of(step), ex)
+    pub fn upload(&mut self, step: &Step, sampling: &DeviceSampling, ex: &Exec) -> Result<DeviceViews<'_>> {
+        self.upload_padded(step, sampling, Shape::of(step), ex)
     }
 
-    /// Copies a step, padded to a shape: padding rows have token 0 at position 0, write nothing and draw
+    /// Copies a step, padded to a shape: padding rows have token 0 at position 0, write nothing and sample
     /// nothing.
     pub fn upload_padded(
         &mut self,
         step: &Step,
-        extras: &Extras,
+        sampling: &DeviceSampling,
         shape: Shape,
         ex: &Exec,
     ) -> Result<DeviceViews<'_>> {
@@ -134,7 +127,7 @@ impl DeviceStep {
         }
         self.turn = 1 - self.turn;
         let pinned = &mut self.pinned[self.turn];
-        fill(pinned.wait()?, step, extras, shape);
+        fill(pinned.wait()?, step, sampling, shape);
         ex.upload(pinned, self.words.view_mut().narrow(0, shape.words())?)?;
         self.views(shape)
     }
@@ -154,7 +147,7 @@ impl DeviceStep {
         let positions = next(rows, &[rows])?;
         let slot_mapping = next(rows, &[rows])?;
         let rope_len = next(rows, &[rows])?;
-        let feed = next(rows, &[rows])?;
+        let token_source = next(rows, &[rows])?;
         let query_start_loc = next(sequences + 1, &[sequences + 1])?;
         let block_tables = next(sequences * max_blocks, &[sequences, max_blocks])?;
         let logits_rows = next(logits, &[logits])?;
@@ -170,22 +163,22 @@ impl DeviceStep {
             logits_rows,
             one_row_each,
         };
-        Ok(DeviceViews { step, valid_rows, feed, sampling })
+        Ok(DeviceViews { step, valid_rows, token_source, sampling })
     }
 
-    /// The first launch of a step: rows whose token was drawn by the step before take it from `sampled`.
-    pub fn feed(&mut self, shape: Shape, sampled: View<'_>, ex: &Exec) -> Result<()> {
+    /// The first launch of a step: rows whose token was sampled by the step before take it from `sampled`.
+    pub fn take_tokens(&mut self, shape: Shape, sampled: View<'_>, ex: &Exec) -> Result<()> {
         let row = shape.rows.next_multiple_of(4);
         let (head, tail) = self.words.view_mut().split_at(4 + row)?;
         let (valid_rows, token_ids) = head.split_at(4)?;
-        let feed = tail.as_view().narrow(3 * row, shape.rows)?;
+        let token_source = tail.as_view().narrow(3 * row, shape.rows)?;
         let valid_rows = valid_rows.as_view().narrow(0, 1)?;
-        feed_tokens_into(feed, sampled, valid_rows, token_ids.narrow(0, shape.rows)?, ex)
+        feed_tokens_into(token_source, sampled, valid_rows, token_ids.narrow(0, shape.rows)?, ex)
     }
 }
 
 /// Writes the arrays one behind the other, each padded.
-fn fill(words: &mut [u32], step: &Step, extras: &Extras, shape: Shape) {
+fn fill(words: &mut [u32], step: &Step, sampling: &DeviceSampling, shape: Shape) {
     let lengths = shape.lengths();
     let mut rest = words;
     let mut put = |index: usize, padding: u32, data: &mut dyn Iterator<Item = u32>| {
@@ -201,12 +194,12 @@ fn fill(words: &mut [u32], step: &Step, extras: &Extras, shape: Shape) {
     put(2, 0, &mut step.positions().iter().copied());
     put(3, u32::MAX, &mut step.slot_mapping().iter().copied());
     put(4, 1, &mut step.rope_len().iter().copied());
-    put(5, u32::MAX, &mut extras.feed.iter().copied());
+    put(5, u32::MAX, &mut sampling.token_source.iter().copied());
     put(6, rows, &mut step.query_start_loc().iter().copied());
     let gap = shape.max_blocks - step.max_blocks();
     let tables = step.block_tables().chunks(step.max_blocks().max(1));
     put(7, 0, &mut tables.flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(0, gap))));
     put(8, 0, &mut step.logits_rows().iter().copied());
-    let padding = std::iter::repeat_n(&SampleParams::PADDING, shape.logits - extras.sampling.len());
-    put(9, 0, &mut extras.sampling.iter().chain(padding).flat_map(SampleParams::words));
+    let padding = std::iter::repeat(SampleParams::PADDING.words()).flatten();
+    put(9, 0, &mut sampling.params.iter().copied().chain(padding));
 }

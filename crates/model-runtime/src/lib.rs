@@ -20,7 +20,6 @@ pub mod rope;
 mod run;
 pub mod sampling;
 pub mod step;
-#[cfg(feature = "cuda")]
 pub mod step_ranks;
 mod vocab;
 
@@ -46,8 +45,7 @@ pub use sampling::{
     token_logprobs,
 };
 pub use step::{LogitsRows, SequenceStep, Step, StepViews};
-#[cfg(feature = "cuda")]
-pub use step_ranks::{Announced, DrawSizes, StepRanks};
+pub use step_ranks::{DeviceSampling, RunnerSizes, StepRanks};
 pub use vocab::VocabParallel;
 
 pub use moe_comm::{Geometry, GeometryError, ParallelConfig, ParallelGroups};

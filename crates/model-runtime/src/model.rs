@@ -110,8 +110,8 @@ pub trait CausalLm: Send + Sync {
         Vec::new()
     }
 
-    /// The ranks that run this model's steps together on devices, if it is spread over some.
-    #[cfg(feature = "cuda")]
+    /// The ranks that run this model's steps together, if it is spread over some: a step is begun with them before
+    /// [`forward`](Self::forward).
     fn ranks(&self) -> Option<&dyn crate::step_ranks::StepRanks> {
         None
     }

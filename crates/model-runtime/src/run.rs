@@ -22,21 +22,16 @@ pub fn run_step(
     let vocab_size = model.info().vocab_size;
     step.check_vocab(vocab_size)?;
     context.token_ids = Some(step.token_ids().into());
+    if let Some(ranks) = model.ranks() {
+        ranks.begin(step, None, kv, None, context)?;
+    }
     let mut logits = ex.scratch(DType::F32, &[step.num_logits(), vocab_size])?;
     let span = || trace_span!("step", tokens = step.num_tokens(), logits = step.num_logits());
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         let _span = span().entered();
-        if let Some(ranks) = model.ranks() {
-            let cache = (kv.id(), kv.num_blocks(), kv.block_size());
-            ranks.begin(
-                &crate::step_ranks::Announced { step, draw: None, cache, bucket: None },
-                context,
-                ex,
-            )?;
-        }
         let mut words = crate::device_step::DeviceStep::new(crate::device_step::Shape::of(step).words(), ex)?;
-        let views = words.upload(step, &crate::device_step::Extras::none(step), ex)?;
+        let views = words.upload(step, &Default::default(), ex)?;
         model.forward(&views.step, kv, logits.view_mut(), observer, context, ex)?;
         return Ok(logits);
     }
@@ -53,10 +48,8 @@ pub fn run_step(
 /// A copy of a step's logits [R, V] f32 in host memory; an error if a rank failed before they were there.
 pub fn host_logits(model: &dyn CausalLm, logits: &Scratch, ex: &Exec) -> Result<Buffer> {
     let host = ex.to_host(logits.view())?;
-    #[cfg(feature = "cuda")]
     if let Some(ranks) = model.ranks() {
         ranks.check()?;
     }
-    let _ = model;
     Ok(host)
 }

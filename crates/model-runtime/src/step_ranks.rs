@@ -1,20 +1,19 @@
-//! Ranks that run the steps of one of them, on devices.
+//! Ranks that run the steps of one of them.
 //!
-//! There a step's arrays are in device memory, and its launches may be a recorded graph, so that nothing in
-//! the launches can tell another rank what to run. The rank that an engine drives tells the ranks that follow
-//! it before its own launches; all of them, and the data-parallel groups among each other, then run the same
-//! collectives in the same order.
+//! The rank that an engine drives tells the ranks that follow it of a step before it runs the step itself; all of
+//! them, and the data-parallel groups among each other, then run the same collectives in the same order. It is so on
+//! the CPU and on devices, where the launches of a step may be a recorded graph that can tell nobody anything.
 
 use candle_core::Result;
 use moe_kernels::{Exec, StepContext};
 use serde::{Deserialize, Serialize};
 
-use crate::device_step::Extras;
+use crate::kv_cache::KvCache;
 use crate::step::Step;
 
-/// Sizes of what runs steps and draws their tokens.
+/// Sizes of what runs steps on a device and samples their tokens there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DrawSizes {
+pub struct RunnerSizes {
     /// Most rows of a step.
     pub rows: usize,
     /// Most sequences.
@@ -27,32 +26,32 @@ pub struct DrawSizes {
     pub eager: bool,
 }
 
-/// A step that a rank is about to run.
-#[derive(Clone, Copy, Debug)]
-pub struct Announced<'a> {
-    /// Its rows.
-    pub step: &'a Step,
-    /// How its tokens are drawn on the device; `None` where the host draws them from the logits.
-    pub draw: Option<(&'a Extras, DrawSizes)>,
-    /// The KV cache: its id, blocks, and tokens per block.
-    pub cache: (u64, usize, usize),
-    /// Rows to which this rank would pad the step, to run it as a graph; 0 rows fit any.
-    pub bucket: Option<usize>,
+/// How the tokens of a step are sampled on a device. Rows that are missing at the end have tokens of their own, and
+/// sample nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceSampling {
+    /// Per row of the step: the row of the step before whose sampled token it takes; u32::MAX = it has its own.
+    pub token_source: Vec<u32>,
+    /// Per wanted row of logits: its parameters, as the words that the sampling kernel reads.
+    pub params: Vec<u32>,
 }
 
 /// The ranks of a model, as the one that is about to run a step sees them.
 pub trait StepRanks: Send + Sync {
     /// Tells the ranks that follow of a step, and agrees with the data-parallel ranks on what their
-    /// experts see of it, which is left in `context`. Returns the bucket to which all pad
-    /// their steps; `None` if any runs its rows as they are.
+    /// experts see of it, which is left in `context`. `sampling` says how tokens are sampled on the device, `None`
+    /// that the host samples. `bucket`: rows to which this rank would pad the step, to run it as a graph; 0 rows
+    /// fit any. Returns the bucket to which all pad their steps; `None` if any runs its rows as they are.
     ///
     /// # Errors
     /// A rank that died.
     fn begin(
         &self,
-        announced: &Announced<'_>,
+        step: &Step,
+        sampling: Option<(&DeviceSampling, RunnerSizes)>,
+        kv: &KvCache,
+        bucket: Option<usize>,
         context: &mut StepContext,
-        ex: &mut Exec,
     ) -> Result<Option<usize>>;
 
     /// Whether all ranks that share this one's collectives say yes: they record a graph together or not.
@@ -67,7 +66,7 @@ pub trait StepRanks: Send + Sync {
     /// A rank that died.
     fn watch(&self, ex: &mut Exec) -> Result<()>;
 
-    /// An error once any rank has failed: what the device holds then is worth nothing.
+    /// An error once any rank has failed: what a device holds then is worth nothing.
     ///
     /// # Errors
     /// That.

@@ -8,8 +8,6 @@ use tracing::info;
 
 use crate::engine;
 use crate::family::ModelFamily;
-#[cfg(feature = "cuda")]
-use crate::parallel::DeviceFollower;
 use crate::parallel::{self, Follower, Processes, Replica};
 use crate::run_config::RunConfig;
 use crate::session::{Session, tokenizer};
@@ -80,8 +78,6 @@ impl Run {
             bail!("this process is a rank of its own and has no driver")
         };
         match &mut ranks {
-            #[cfg(feature = "cuda")]
-            Ranks::DeviceFollower(follower) => follower.serve(processes.messages())?,
             Ranks::Follower(follower) => follower.serve(processes.messages())?,
             Ranks::Replicas(replicas) => {
                 for Replica { model, ex, world } in replicas {
@@ -177,9 +173,6 @@ pub(crate) enum Ranks {
     Replicas(Vec<Replica>),
     /// A rank that follows one in another process.
     Follower(Box<Follower>),
-    /// The same on a GPU.
-    #[cfg(feature = "cuda")]
-    DeviceFollower(Box<DeviceFollower>),
 }
 
 /// The host's context on the device that is asked for, and that is this rank's.

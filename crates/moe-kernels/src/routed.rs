@@ -182,16 +182,4 @@ impl StepContext {
         ];
         asked.into_iter().find_map(|(what, asked)| asked.then_some(what))
     }
-
-    /// The same for another rank of the step, which records nothing: the first rank counts for all.
-    pub fn for_followers(&self) -> Self {
-        Self {
-            token_ids: self.token_ids.clone(),
-            replay: self.replay.clone(),
-            capture: None,
-            heat: None,
-            rank_tokens: self.rank_tokens.clone(),
-            ..*self
-        }
-    }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
 #[cfg(feature = "cuda")]
-use model_runtime::DrawSizes;
+use model_runtime::RunnerSizes;
 use model_runtime::{Exec, ModelInfo};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
@@ -188,7 +188,7 @@ impl EngineConfig {
         }
         let blocks = max_model_len.div_ceil(self.block_size);
         let (rows, sequences) = (self.max_num_batched_tokens, self.max_num_seqs);
-        let sizes = DrawSizes { rows, sequences, tokens: max_model_len, blocks, eager: self.enforce_eager };
+        let sizes = RunnerSizes { rows, sequences, tokens: max_model_len, blocks, eager: self.enforce_eager };
         Ok(Some(DeviceRunner::new(info.vocab_size, sizes, ex)?))
     }
 }

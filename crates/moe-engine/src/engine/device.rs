@@ -13,9 +13,9 @@ use std::time::Instant;
 
 use candle_core::{DType, Result, bail};
 use model_runtime::cuda::{Graph, LOGPROB_WORDS, PinnedWords, SampleLogprobs, logprobs_into, sample_into};
-use model_runtime::device_step::{DeviceStep, Extras, Shape};
+use model_runtime::device_step::{DeviceStep, Shape};
 use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
-use model_runtime::{Announced, Buffer, CausalLm, DrawSizes, Exec, KvCache, Step, StepContext};
+use model_runtime::{Buffer, CausalLm, DeviceSampling, Exec, KvCache, RunnerSizes, Step, StepContext};
 use tracing::{trace_span, warn};
 
 use super::drawing::{Asked, Drawing};
@@ -54,7 +54,7 @@ enum Recording {
 
 /// What runs steps and draws their tokens: on the rank that an engine drives, and on those that follow it.
 pub(crate) struct DeviceRunner {
-    sizes: DrawSizes,
+    sizes: RunnerSizes,
     step: DeviceStep,
     drawing: Drawing,
     logits: Buffer,
@@ -72,8 +72,8 @@ pub(crate) struct DeviceRunner {
 
 impl DeviceRunner {
     /// For steps of at most these sizes.
-    pub fn new(vocab_size: usize, sizes: DrawSizes, ex: &Exec) -> Result<Self> {
-        let DrawSizes { rows, sequences, tokens, blocks, .. } = sizes;
+    pub fn new(vocab_size: usize, sizes: RunnerSizes, ex: &Exec) -> Result<Self> {
+        let RunnerSizes { rows, sequences, tokens, blocks, .. } = sizes;
         let seqs = bucket(sequences).unwrap_or(sequences);
         let shape = Shape { rows: rows.max(seqs), sequences: seqs, max_blocks: blocks, logits: seqs };
         Ok(Self {
@@ -120,32 +120,33 @@ impl DeviceRunner {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<InFlight> {
-        let feed = self.feed(&mut plan)?;
+        let token_source = self.token_source(&mut plan)?;
         let draws = self.drawing.draw(&plan, sequences, before, ex)?;
         let keys = draws.keys;
         if keys.len() != plan.step.num_logits() {
-            bail!("{} tokens to draw from {} rows of logits", keys.len(), plan.step.num_logits())
+            bail!("{} tokens to sample from {} rows of logits", keys.len(), plan.step.num_logits())
         }
         let listed: Vec<_> = draws.params.iter().map(|p| p.logprobs.map(|n| n as usize)).collect();
-        let extras = Extras { feed, sampling: draws.params };
+        let asked = Asked::of(draws.params.iter().copied());
+        let sampling = DeviceSampling::new(token_source, &draws.params);
         plan.step.check_vocab(model.info().vocab_size)?;
-        let (padded, marks) = self.draw(model, kv, &plan.step, &extras, context, ex)?;
+        let (padded, marks) = self.run(model, kv, &plan.step, &sampling, context, ex)?;
         self.turn = 1 - self.turn;
-        let words = padded * if Asked::of(&extras.sampling).logprobs { DRAWN_WORDS } else { 2 };
+        let words = padded * if asked.logprobs { DRAWN_WORDS } else { 2 };
         ex.download(self.drawn.view().narrow(0, words)?, &mut self.read_back[self.turn])?;
         self.last.clone_from(&keys);
         let rows = keys.into_iter().zip(listed).collect();
         Ok(InFlight { parts: plan.parts, rows, padded, slot: self.turn, marks })
     }
 
-    /// Runs a step and draws its tokens, with the ranks that share the model; returns at once. The rows
+    /// Runs a step and samples its tokens, with the ranks that share the model; returns at once. The rows
     /// of logits, padding included, and the marks of a profile.
-    pub fn draw(
+    pub fn run(
         &mut self,
         model: &dyn CausalLm,
         kv: &mut KvCache,
         step: &Step,
-        extras: &Extras,
+        sampling: &DeviceSampling,
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<(usize, Option<StepMarks>)> {
@@ -154,9 +155,7 @@ impl DeviceRunner {
         let mut bucket = bucket(rows).filter(|_| fits);
         let _span = trace_span!("step", tokens = rows, logits = step.num_logits()).entered();
         if let Some(ranks) = model.ranks() {
-            let cache = (kv.id(), kv.num_blocks(), kv.block_size());
-            let announced = Announced { step, draw: Some((extras, self.sizes)), cache, bucket };
-            bucket = ranks.begin(&announced, context, ex)?;
+            bucket = ranks.begin(step, Some((sampling, self.sizes)), kv, bucket, context)?;
         }
         if bucket == Some(0) {
             // No rank has a row.
@@ -168,12 +167,12 @@ impl DeviceRunner {
         };
         let begin = Instant::now();
         ex.mark("upload", rows)?;
-        trace_span!("upload").in_scope(|| self.step.upload_padded(step, extras, shape, ex).map(drop))?;
+        trace_span!("upload").in_scope(|| self.step.upload_padded(step, sampling, shape, ex).map(drop))?;
         context.padded = bucket.is_some();
-        let asked = Asked::of(&extras.sampling);
+        let asked = Asked::of(sampling.rows());
         let launched = trace_span!("launch").in_scope(|| match bucket {
             Some(rows) if !self.sizes.eager => self.replay((rows, asked), shape, model, kv, context, ex),
-            _ => self.run(shape, asked, model, kv, context, ex),
+            _ => self.launch_step(shape, asked, model, kv, context, ex),
         });
         launched?;
         Ok((shape.logits, StepMarks::end(rows, begin, ex)?))
@@ -212,22 +211,22 @@ impl DeviceRunner {
     }
 
     /// Per row of a plan: the row of the last step whose token it takes, u32::MAX if it has its own.
-    fn feed(&self, plan: &mut Plan) -> Result<Vec<u32>> {
-        let mut feed = vec![u32::MAX; plan.step.num_tokens()];
+    fn token_source(&self, plan: &mut Plan) -> Result<Vec<u32>> {
+        let mut source = vec![u32::MAX; plan.step.num_tokens()];
         for &(row, key) in &plan.fed {
             match self.last.iter().position(|k| *k == key) {
                 Some(at) => {
                     plan.step.set_token(row, 0);
-                    feed[row] = at as u32;
+                    source[row] = at as u32;
                 }
                 None => bail!("the token of row {row} was never sampled"),
             }
         }
-        Ok(feed)
+        Ok(source)
     }
 
     /// The launches of a step.
-    fn run(
+    fn launch_step(
         &mut self,
         shape: Shape,
         asked: Asked,
@@ -238,7 +237,7 @@ impl DeviceRunner {
     ) -> Result<()> {
         let rows = shape.logits;
         ex.mark("embedding", 0)?;
-        self.step.feed(shape, self.drawn.view(), ex)?;
+        self.step.take_tokens(shape, self.drawn.view(), ex)?;
         let views = self.step.views(shape)?;
         model.forward(&views.step, kv, self.logits.view_mut().narrow(0, rows)?, None, context, ex)?;
         ex.mark("sample", 0)?;
@@ -271,14 +270,14 @@ impl DeviceRunner {
                 graph.launch()?;
                 return model.ranks().map_or(Ok(()), |ranks| ranks.watch(ex));
             }
-            Some(Recording::Never) => return self.run(shape, variant.1, model, kv, context, ex),
+            Some(Recording::Never) => return self.launch_step(shape, variant.1, model, kv, context, ex),
             None => {
                 self.graphs.insert(variant, Recording::Warm);
-                return self.run(shape, variant.1, model, kv, context, ex);
+                return self.launch_step(shape, variant.1, model, kv, context, ex);
             }
             Some(Recording::Warm) => {}
         }
-        let recorded = Graph::capture(ex, |ex| self.run(shape, variant.1, model, kv, context, ex));
+        let recorded = Graph::capture(ex, |ex| self.launch_step(shape, variant.1, model, kv, context, ex));
         let by_all = match model.ranks() {
             Some(ranks) => ranks.all(recorded.is_ok())?,
             None => recorded.is_ok(),
@@ -298,7 +297,7 @@ impl DeviceRunner {
                     warn!("decoding without CUDA graphs: a batch of {rows} could not be recorded: {why}");
                 }
                 self.graphs.insert(variant, Recording::Never);
-                self.run(shape, variant.1, model, kv, context, ex)
+                self.launch_step(shape, variant.1, model, kv, context, ex)
             }
         }
     }

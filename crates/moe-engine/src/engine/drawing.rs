@@ -32,9 +32,11 @@ pub(super) struct Asked {
 
 impl Asked {
     /// What these rows ask for.
-    pub fn of(rows: &[SampleParams]) -> Self {
-        let slots = rows.iter().any(|row| row.slot != SampleParams::PADDING.slot);
-        Self { slots, logprobs: rows.iter().any(|row| row.logprobs.is_some()) }
+    pub fn of(rows: impl Iterator<Item = SampleParams>) -> Self {
+        rows.fold(Self::default(), |asked, row| Self {
+            slots: asked.slots || row.slot != SampleParams::PADDING.slot,
+            logprobs: asked.logprobs || row.logprobs.is_some(),
+        })
     }
 }
 

@@ -9,8 +9,6 @@ use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 
 use candle_core::{Result, bail};
-#[cfg(feature = "cuda")]
-use model_runtime::device_step::Extras;
 use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs, token_logprobs};
 use model_runtime::{
     Buffer, CausalLm, Exec, KvCache, RoutedExperts, SampleRow, Scratch, Step, StepContext, ViewMut,
@@ -109,7 +107,7 @@ impl<'m> Runner<'m> {
         }
     }
 
-    /// Draws tokens on a CUDA device where it can.
+    /// Samples on a CUDA device where it can.
     #[cfg(feature = "cuda")]
     pub fn with_device(mut self, device: Option<DeviceRunner>) -> Self {
         self.device = device;
@@ -206,9 +204,8 @@ impl<'m> Runner<'m> {
         #[cfg(feature = "cuda")]
         if let (Some(device), Some(_)) = (&mut self.device, self.model.ranks()) {
             // Padded rows, where the others decode padded rows.
-            let extras = Extras::none(&step);
-            let kv = &mut self.kv;
-            return device.draw(self.model, kv, &step, &extras, &mut context, &mut self.ex).map(drop);
+            let (kv, nothing) = (&mut self.kv, Default::default());
+            return device.run(self.model, kv, &step, &nothing, &mut context, &mut self.ex).map(drop);
         }
         run_step(self.model, &step, &mut self.kv, None, &mut context, &mut self.ex).map(drop)
     }

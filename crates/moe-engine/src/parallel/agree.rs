@@ -1,4 +1,4 @@
-//! What data-parallel ranks on GPUs agree on before a step, as plain data.
+//! What data-parallel ranks agree on before a step, as plain data.
 
 /// What a data-parallel rank brings to a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

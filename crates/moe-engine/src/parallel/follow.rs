@@ -1,167 +1,288 @@
-//! The ranks of a tensor-parallel group that run what its first one does: on threads beside it, or in
-//! processes that it sends each step to.
+//! The ranks of a tensor-parallel group that run what its first one does: threads beside it, or processes, on the
+//! CPU or on GPUs. All wait for the same messages and run them in the same loop.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::thread::JoinHandle;
 
-use candle_core::{DType, Result, bail};
-use model_runtime::{Exec, KvCache, RoutedExperts, StepContext, StepViews, View};
+use candle_core::{Error, Result, bail};
+use model_runtime::{CausalLm, Exec, KvCache, run_step};
 use moe_comm::Messages;
-use serde::{Deserialize, Serialize};
 
-use super::ranks::{AbortOnPanic, Rank};
-use super::wire::{self, decode, encode};
+use super::ranks::{LocalRanks, Rank, panic_text};
+use super::step_message::StepMessage;
+use super::wire::{decode, encode};
+#[cfg(feature = "cuda")]
+use crate::engine::DeviceRunner;
 
-/// A rank that runs what the first one of its group does.
-pub(crate) struct Follower {
-    rank: Rank,
-    state: Mutex<FollowerState>,
+/// The ranks that follow the first one of their group, as that one sees them.
+pub(crate) enum Followers {
+    /// Threads of this process.
+    Threads(Vec<FollowerThread>),
+    /// Processes: their numbers in the world.
+    Processes(Messages, Vec<usize>),
 }
 
-struct FollowerState {
+impl Followers {
+    /// No other rank.
+    pub fn nobody() -> Self {
+        Self::Threads(Vec::new())
+    }
+
+    /// Tells all of them of a step; its collectives tell whether they run it.
+    pub(super) fn tell(&self, message: StepMessage) -> Result<()> {
+        match self {
+            Self::Threads(threads) if !threads.is_empty() => {
+                let message = Arc::new(message.into_owned());
+                threads.iter().try_for_each(|thread| thread.tell(message.clone()))
+            }
+            Self::Processes(messages, ranks) if !ranks.is_empty() => {
+                let message = encode(&message).map_err(Error::wrap)?;
+                ranks.iter().try_for_each(|&rank| messages.send(rank, &message))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A rank that follows on a thread, until this is dropped.
+pub(crate) struct FollowerThread {
+    rank: usize,
+    steps: Option<Sender<Arc<StepMessage<'static>>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl FollowerThread {
+    /// # Errors
+    /// A system without room for another thread.
+    pub(super) fn start(rank: Rank, ex: Exec) -> Result<Self> {
+        let (number, mut follower) = (rank.geometry.rank, Follower::new(rank, ex));
+        let (steps, told) = channel::<Arc<StepMessage>>();
+        // What fails it has failed the world, which tells the others.
+        let run = move || drop(follower.follow(|| Ok(told.recv().ok())));
+        let thread = std::thread::Builder::new().name(format!("rank {number}")).spawn(run)?;
+        Ok(Self { rank: number, steps: Some(steps), thread: Some(thread) })
+    }
+
+    fn tell(&self, message: Arc<StepMessage<'static>>) -> Result<()> {
+        match self.steps.as_ref().map(|steps| steps.send(message)) {
+            Some(Ok(())) => Ok(()),
+            _ => bail!("the thread of rank {} has ended", self.rank),
+        }
+    }
+}
+
+impl Drop for FollowerThread {
+    fn drop(&mut self) {
+        self.steps = None;
+        if let Some(thread) = self.thread.take() {
+            // It has caught its own panics.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A rank that runs the steps of the first one of its group, with a KV cache of the same size.
+pub(crate) struct Follower {
+    model: LocalRanks,
     ex: Exec,
-    /// Made when the first step tells its size.
-    kv: Option<KvCache>,
+    /// What runs steps whose tokens are sampled on the device. Its graphs know the cache, so they go first.
+    #[cfg(feature = "cuda")]
+    runner: Option<DeviceRunner>,
+    /// By the id of the first rank's.
+    cache: Option<(u64, KvCache)>,
 }
 
 impl Follower {
     pub fn new(rank: Rank, ex: Exec) -> Self {
-        Self { rank, state: Mutex::new(FollowerState { ex, kv: None }) }
+        Self {
+            model: LocalRanks::with_followers(rank, Followers::nobody()),
+            ex,
+            #[cfg(feature = "cuda")]
+            runner: None,
+            cache: None,
+        }
     }
 
-    /// Its number in the world.
-    pub fn rank(&self) -> usize {
-        self.rank.geometry.rank
+    /// Runs the steps that the first rank of the group sends to this process, until that leaves or says stop (an
+    /// empty message).
+    ///
+    /// # Errors
+    /// Whatever fails this rank or another one.
+    pub fn serve(&mut self, messages: &Messages) -> anyhow::Result<()> {
+        let first = self.model.leader();
+        self.follow(|| {
+            let message = messages.recv(first)?.filter(|message| !message.is_empty());
+            message.map(|message| decode(&message).map(Arc::new)).transpose()
+        })
     }
 
-    /// Runs a step as the first rank does, with a KV cache of the same size.
-    pub fn run(
-        &self,
-        step: &StepViews,
-        (num_blocks, block_size): (usize, usize),
-        mut context: StepContext,
-    ) -> Result<()> {
-        let _guard = AbortOnPanic(self.rank.groups.world.as_ref());
-        // A rank that panicked has failed the world; what it held is not used again.
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let FollowerState { ex, kv } = &mut *state;
-        let info = self.rank.model.info();
-        let fits = |kv: &&mut KvCache| (kv.num_blocks(), kv.block_size()) == (num_blocks, block_size);
-        let kv = match kv.as_mut().filter(fits) {
-            Some(_) => kv,
-            None => {
-                // The old cache goes before the new one is allocated.
-                *kv = None;
-                *kv = Some(self.checked(KvCache::new(info.kv, num_blocks, block_size))?);
-                kv
+    /// Runs steps until there are no more. An error or a panic fails the world.
+    fn follow(
+        &mut self,
+        mut next: impl FnMut() -> anyhow::Result<Option<Arc<StepMessage<'static>>>>,
+    ) -> anyhow::Result<()> {
+        let world = self.model.world();
+        let mut run = || -> anyhow::Result<()> {
+            while let Some(message) = next()? {
+                self.run(&message)?;
             }
+            Ok(())
         };
-        let Some(kv) = kv.as_mut() else { bail!("a rank lost its KV cache") };
-        let mut logits = self.checked(ex.scratch(DType::F32, &[step.num_logits(), info.vocab_size]))?;
-        let pool = ex.clone();
-        pool.install(|| self.rank.run(step, kv, logits.view_mut(), None, &mut context, ex))
+        let ran = catch_unwind(AssertUnwindSafe(&mut run));
+        let ran = ran.unwrap_or_else(|panic| Err(anyhow::anyhow!("it panicked: {}", panic_text(&*panic))));
+        ran.inspect_err(|e| world.abort(&format!("{e:#}")))
     }
 
-    /// Fails the world if this rank cannot even begin.
-    fn checked<T>(&self, result: Result<T>) -> Result<T> {
-        result.inspect_err(|e| self.rank.groups.world.abort(&e.to_string()))
-    }
-
-    /// Runs the steps that the first rank of the group sends from another process, until that leaves
-    /// or says stop (an empty message).
-    pub fn serve(&self, messages: &Messages) -> anyhow::Result<()> {
-        let first = self.rank.geometry.rank - self.rank.geometry.tp_rank;
-        while let Some(message) = messages.recv(first)?.filter(|message| !message.is_empty()) {
-            let step: RemoteStep = decode(&message)?;
-            self.run(&step.views()?, step.blocks, step.context())?;
+    fn run(&mut self, message: &StepMessage) -> Result<()> {
+        let info = self.model.info();
+        let mut context = message.context(info.moe.as_ref());
+        let (sizes, layout) = (message.cache, info.kv);
+        if self.cache.as_ref().is_none_or(|(id, _)| *id != sizes.id) {
+            // The old cache goes before the new one is allocated.
+            #[cfg(feature = "cuda")]
+            {
+                self.runner = None;
+            }
+            self.cache = None;
+            let kv = KvCache::new_on(self.ex.device(), layout, sizes.num_blocks, sizes.block_size)?;
+            self.cache = Some((sizes.id, kv));
         }
-        Ok(())
-    }
-}
-
-/// Followers in other processes, as the first rank of their group sees them.
-pub(crate) struct RemoteFollowers {
-    pub messages: Messages,
-    /// Their numbers in the world.
-    pub ranks: Vec<usize>,
-}
-
-impl RemoteFollowers {
-    /// Sends a step; the collectives within it tell whether they run it.
-    pub fn send(&self, step: &StepViews, blocks: (usize, usize), context: &StepContext) -> Result<()> {
-        if self.ranks.is_empty() {
-            return Ok(());
+        let Some((_, kv)) = &mut self.cache else { bail!("a rank lost its KV cache") };
+        let Some((sampling, sizes)) = &message.sampling else {
+            return run_step(&self.model, &message.step, kv, None, &mut context, &mut self.ex).map(drop);
+        };
+        #[cfg(feature = "cuda")]
+        {
+            let runner = match &mut self.runner {
+                Some(runner) => runner,
+                none => none.insert(DeviceRunner::new(self.model.info().vocab_size, *sizes, &self.ex)?),
+            };
+            runner.run(&self.model, kv, &message.step, sampling, &mut context, &mut self.ex).map(drop)
         }
-        let message = encode(&RemoteStep::new(step, blocks, context)?).map_err(candle_core::Error::wrap)?;
-        self.ranks.iter().try_for_each(|&rank| self.messages.send(rank, &message))
+        #[cfg(not(feature = "cuda"))]
+        bail!("{sampling:?} of {sizes:?}: the first rank samples on a GPU, but this program has no CUDA")
     }
 }
 
-/// A step as data. What a step counts is counted by the first rank alone.
-#[derive(Serialize, Deserialize)]
-struct RemoteStep {
-    token_ids: Vec<u32>,
-    positions: Vec<u32>,
-    slot_mapping: Vec<u32>,
-    rope_len: Vec<u32>,
-    query_start_loc: Vec<u32>,
-    block_tables: Vec<u32>,
-    /// Dims of the block tables.
-    tables: [usize; 2],
-    logits_rows: Vec<u32>,
-    one_row_each: bool,
-    /// Blocks of the KV cache, and tokens per block.
-    blocks: (usize, usize),
-    #[serde(with = "wire::routed")]
-    replay: Option<Arc<RoutedExperts>>,
-    force_balance: Option<u64>,
-    step: u64,
-}
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
 
-impl RemoteStep {
-    fn new(step: &StepViews, blocks: (usize, usize), context: &StepContext) -> Result<Self> {
-        let words = |view: &View| Ok::<_, candle_core::Error>(view.cpu::<u32>()?.to_vec());
-        let &[sequences, columns] = step.block_tables.dims() else { bail!("block tables need two dims") };
-        Ok(Self {
-            token_ids: words(&step.token_ids)?,
-            positions: words(&step.positions)?,
-            slot_mapping: words(&step.slot_mapping)?,
-            rope_len: words(&step.rope_len)?,
-            query_start_loc: words(&step.query_start_loc)?,
-            block_tables: words(&step.block_tables)?,
-            tables: [sequences, columns],
-            logits_rows: words(&step.logits_rows)?,
-            one_row_each: step.one_row_each,
-            blocks,
-            replay: context.replay.clone(),
-            force_balance: context.force_balance,
-            step: context.step,
-        })
+    use candle_core::DType;
+    use model_runtime::kv_cache::KvLayout;
+    use model_runtime::{
+        LogitsRows, ModelInfo, Observer, ParallelGroups, SequenceStep, Step, StepContext, StepViews, ViewMut,
+    };
+    use moe_comm::{Communicator, ParallelConfig, ReduceOp, ThreadComm};
+
+    use super::*;
+
+    /// What a rank does in a step: adds up the ranks' tokens and numbers of the step, or fails.
+    struct Adding {
+        info: ModelInfo,
+        group: Arc<dyn Communicator>,
+        fails: Option<fn() -> Result<()>>,
     }
 
-    fn views(&self) -> Result<StepViews<'_>> {
-        Ok(StepViews {
-            token_ids: vector(&self.token_ids)?,
-            positions: vector(&self.positions)?,
-            slot_mapping: vector(&self.slot_mapping)?,
-            rope_len: vector(&self.rope_len)?,
-            query_start_loc: vector(&self.query_start_loc)?,
-            block_tables: View::new(&self.block_tables, &self.tables)?,
-            logits_rows: vector(&self.logits_rows)?,
-            one_row_each: self.one_row_each,
-        })
-    }
+    impl CausalLm for Adding {
+        fn info(&self) -> &ModelInfo {
+            &self.info
+        }
 
-    fn context(&self) -> StepContext {
-        StepContext {
-            token_ids: Some(self.token_ids.as_slice().into()),
-            replay: self.replay.clone(),
-            force_balance: self.force_balance,
-            step: self.step,
-            ..StepContext::default()
+        fn forward(
+            &self,
+            step: &StepViews,
+            kv: &mut KvCache,
+            mut logits: ViewMut,
+            _: Option<&mut dyn Observer>,
+            context: &mut StepContext,
+            ex: &mut Exec,
+        ) -> Result<()> {
+            if let Some(fails) = self.fails.filter(|_| context.step == 3) {
+                fails()?;
+            }
+            let own = step.token_ids.cpu::<u32>()?.iter().sum::<u32>() as f32;
+            let own = own + 100.0 * context.step as f32 + 10_000.0 * kv.num_blocks() as f32;
+            logits.cpu_mut::<f32>()?.fill(own + 1e6 * context.force_balance.unwrap_or(0) as f32);
+            self.group.all_reduce(logits, ReduceOp::Sum, ex)
         }
     }
-}
 
-fn vector(data: &[u32]) -> Result<View<'_>> {
-    View::new(data, &[data.len()])
+    /// A group of two ranks; the second, on a thread of its own, may fail.
+    fn group(fails: Option<fn() -> Result<()>>) -> LocalRanks {
+        let parallel = ParallelConfig { tp: 2, ..ParallelConfig::default() };
+        let layout =
+            KvLayout { num_layers: 1, num_kv_heads: 1, head_dim: 2, value_dim: None, dtype: DType::F32 };
+        let info = ModelInfo {
+            vocab_size: 100,
+            hidden_size: 1,
+            num_layers: 1,
+            max_position_embeddings: 8,
+            max_context_len: 8,
+            keys_depend_on_prompt_len: false,
+            kv: layout,
+            moe: None,
+        };
+        let ranks = std::thread::scope(|scope| {
+            let threads = ThreadComm::world(2).into_iter().enumerate().map(|(rank, comm)| {
+                let info = info.clone();
+                scope.spawn(move || {
+                    let geometry = parallel.geometry(rank).unwrap();
+                    let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut Exec::cpu()).unwrap();
+                    let fails = fails.filter(|_| rank == 1);
+                    let model = Box::new(Adding { info, group: groups.tp.clone(), fails });
+                    Rank { model, geometry, groups, device: None }
+                })
+            });
+            let threads: Vec<_> = threads.collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        });
+        let [first, second] = <[Rank; 2]>::try_from(ranks).map_err(|_| "two ranks").unwrap();
+        LocalRanks::new(first, vec![(second, Exec::cpu().with_threads(1).unwrap())]).unwrap()
+    }
+
+    /// The logits of a step of these tokens with a cache.
+    fn run(ranks: &LocalRanks, tokens: &[u32], number: u64, kv: &mut KvCache) -> Result<f32> {
+        let sequence = SequenceStep {
+            token_ids: tokens,
+            start: 0,
+            prompt_len: tokens.len(),
+            blocks: &[0, 1],
+            logits: LogitsRows::Last,
+        };
+        let step = Step::new([sequence], 4)?;
+        let mut context = StepContext { step: number, force_balance: Some(number), ..StepContext::default() };
+        let logits = run_step(ranks, &step, kv, None, &mut context, &mut Exec::cpu())?;
+        Ok(logits.view().cpu::<f32>()?[0])
+    }
+
+    #[test]
+    fn a_thread_runs_the_same_steps_with_a_cache_of_the_same_size() {
+        let ranks = group(None);
+        let layout = ranks.info().kv;
+        let mut kv = KvCache::new(layout, 2, 4).unwrap();
+        assert_eq!(run(&ranks, &[1, 2], 1, &mut kv).unwrap(), 2.0 * (3.0 + 100.0 + 20_000.0 + 1e6));
+        assert_eq!(run(&ranks, &[7], 2, &mut kv).unwrap(), 2.0 * (7.0 + 200.0 + 20_000.0 + 2e6));
+        let mut kv = KvCache::new(layout, 3, 4).unwrap();
+        assert_eq!(run(&ranks, &[7], 2, &mut kv).unwrap(), 2.0 * (7.0 + 200.0 + 30_000.0 + 2e6));
+    }
+
+    #[test]
+    fn a_thread_that_fails_or_panics_fails_the_step_by_name() {
+        let panics: fn() -> Result<()> = || panic!("the disk is on fire");
+        for fails in [panics, || bail!("the disk is on fire")] {
+            let ranks = group(Some(fails));
+            let mut kv = KvCache::new(ranks.info().kv, 2, 4).unwrap();
+            run(&ranks, &[1], 2, &mut kv).unwrap();
+            let start = Instant::now();
+            let error = run(&ranks, &[1], 3, &mut kv).unwrap_err().to_string();
+            assert!(error.contains("rank 1") && error.contains("the disk is on fire"), "{error}");
+            // It stays failed.
+            assert!(run(&ranks, &[1], 4, &mut kv).is_err());
+            drop(ranks);
+            assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+        }
+    }
 }

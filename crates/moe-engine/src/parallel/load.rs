@@ -79,7 +79,7 @@ where
     let (mut replicas, mut chosen) = (Vec::new(), serde_json::Value::Null);
     while let Some((first, ex, backend)) = ranks.next() {
         let followers = ranks.by_ref().take(parallel.tp - 1).map(|(rank, ex, _)| (rank, ex)).collect();
-        let model = LocalRanks::new(first, followers);
+        let model = LocalRanks::new(first, followers)?;
         if replicas.is_empty() {
             chosen = backend;
         }

@@ -5,10 +5,7 @@
 //! follow. Of processes, that of rank 0 is the driver: it runs the command, and the others run the
 //! steps that they are sent.
 
-#[cfg(any(test, feature = "cuda"))]
 mod agree;
-#[cfg(feature = "cuda")]
-mod device;
 mod follow;
 mod launch;
 mod load;
@@ -16,10 +13,9 @@ mod load;
 mod nccl;
 mod processes;
 mod ranks;
+mod step_message;
 pub(crate) mod wire;
 
-#[cfg(feature = "cuda")]
-pub(crate) use device::DeviceFollower;
 pub(crate) use follow::Follower;
 pub use launch::{Placement, placement};
 pub use load::{Replica, Source, load};

@@ -17,9 +17,7 @@ use moe_comm::{
 };
 use tracing::info;
 
-#[cfg(feature = "cuda")]
-use super::device::DeviceFollower;
-use super::follow::{Follower, RemoteFollowers};
+use super::follow::{Follower, Followers};
 use super::launch::{Placement, placement};
 use super::load::{Replica, Source, load_rank};
 #[cfg(feature = "nccl")]
@@ -162,17 +160,13 @@ impl Processes {
             tp = parallel.tp, dp = parallel.dp, ep = geometry.ep_size, backend = %geometry.backend,
             threads_per_rank = threads, "running on {world_size} ranks, a process each"
         );
-        #[cfg(feature = "cuda")]
-        if geometry.tp_rank > 0 && ex.is_cuda() {
-            let follower = DeviceFollower::new(rank, self.messages.clone(), ex);
-            return Ok((Ranks::DeviceFollower(Box::new(follower)), chosen));
-        }
         if geometry.tp_rank > 0 {
             return Ok((Ranks::Follower(Box::new(Follower::new(rank, ex))), chosen));
         }
         let followers = (geometry.rank + 1..geometry.rank + geometry.tp_size).collect();
-        let remote = RemoteFollowers { messages: self.messages.clone(), ranks: followers };
-        let (world, model) = (rank.groups.world.clone(), Box::new(LocalRanks::with_remote(rank, remote)));
+        let followers = Followers::Processes(self.messages.clone(), followers);
+        let world = rank.groups.world.clone();
+        let model = Box::new(LocalRanks::with_followers(rank, followers));
         Ok((Ranks::Replicas(vec![Replica { model, ex, world }]), chosen))
     }
 

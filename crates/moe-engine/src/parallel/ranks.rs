@@ -1,20 +1,26 @@
 //! The ranks of one tensor-parallel group, as one model.
 //!
 //! A step runs on all of them at once: the first on the caller's thread and with its KV cache, the
-//! others on threads and with caches of their own. A rank that fails or panics fails the whole
+//! others, which are told of it, with caches of their own. A rank that fails or panics fails the whole
 //! world, so that nobody waits for it.
 
 use std::any::Any;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use candle_core::{DType, Error, Result};
+use candle_core::{Error, Result};
 use model_runtime::{
-    CausalLm, Exec, KvCache, ModelInfo, Observer, ParallelGroups, Router, StepContext, StepViews, View,
-    ViewMut,
+    CausalLm, DeviceSampling, Exec, KvCache, ModelInfo, Observer, ParallelGroups, Router, RunnerSizes, Step,
+    StepContext, StepRanks, StepViews, View, ViewMut,
 };
-use moe_comm::{Communicator, Geometry};
+use moe_comm::{Communicator, Geometry, ReduceOp};
 
-use super::follow::{Follower, RemoteFollowers};
+use super::agree::{Proposal, common_bucket};
+use super::follow::{FollowerThread, Followers};
+use super::step_message::StepMessage;
+
+/// How long the reason of a failure may take to arrive.
+const REASON: Duration = Duration::from_secs(2);
 
 /// One rank: its part of the model and its place in the world.
 pub struct Rank {
@@ -30,26 +36,33 @@ pub struct Rank {
 
 /// The ranks that see the same tokens, as one model; its KV layout is that of one rank.
 pub struct LocalRanks {
-    pub(super) first: Rank,
-    followers: Vec<Follower>,
-    pub(super) remote: Option<RemoteFollowers>,
+    first: Rank,
+    followers: Followers,
 }
 
 impl LocalRanks {
-    /// `first`, and the other ranks of its tensor-parallel group with their contexts.
-    pub fn new(first: Rank, followers: Vec<(Rank, Exec)>) -> Self {
-        let followers = followers.into_iter().map(|(rank, ex)| Follower::new(rank, ex)).collect();
-        Self { first, followers, remote: None }
+    /// `first`, and the other ranks of its tensor-parallel group with their contexts, each on a thread of its own.
+    ///
+    /// # Errors
+    /// A system without room for more threads.
+    pub fn new(first: Rank, followers: Vec<(Rank, Exec)>) -> Result<Self> {
+        let threads = followers.into_iter().map(|(rank, ex)| FollowerThread::start(rank, ex));
+        let followers = Followers::Threads(threads.collect::<Result<_>>()?);
+        Ok(Self { first, followers })
     }
 
-    /// `first`, whose followers are processes.
-    pub(crate) fn with_remote(first: Rank, remote: RemoteFollowers) -> Self {
-        Self { first, followers: Vec::new(), remote: Some(remote) }
+    pub(crate) fn with_followers(first: Rank, followers: Followers) -> Self {
+        Self { first, followers }
     }
 
     /// The first rank's communicator of the whole world: what fails everybody.
     pub fn world(&self) -> Arc<dyn Communicator> {
         self.first.groups.world.clone()
+    }
+
+    /// The number of the first rank of the group in the world.
+    pub(super) fn leader(&self) -> usize {
+        self.first.geometry.rank - self.first.geometry.tp_rank
     }
 }
 
@@ -62,9 +75,8 @@ impl CausalLm for LocalRanks {
         self.first.model.router(moe_layer)
     }
 
-    #[cfg(feature = "cuda")]
-    fn ranks(&self) -> Option<&dyn model_runtime::StepRanks> {
-        self.first.device.is_some().then_some(self)
+    fn ranks(&self) -> Option<&dyn StepRanks> {
+        Some(self)
     }
 
     fn forward(
@@ -76,79 +88,91 @@ impl CausalLm for LocalRanks {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        if ex.is_cuda() {
-            // The other ranks know of it: whoever runs a step there has begun it with them.
-            let ran = self.first.model.forward(step, kv, logits, observer, context, ex);
-            return ran.map_err(|e| self.first.failed(e));
+        let _guard = AbortOnPanic(self.first.groups.world.as_ref());
+        let ran = self.first.model.forward(step, kv, logits, observer, context, ex);
+        ran.map_err(|e| self.first.failed(e))
+    }
+}
+
+impl StepRanks for LocalRanks {
+    fn begin(
+        &self,
+        step: &Step,
+        sampling: Option<(&DeviceSampling, RunnerSizes)>,
+        kv: &KvCache,
+        bucket: Option<usize>,
+        context: &mut StepContext,
+    ) -> Result<Option<usize>> {
+        let begun = self.check().and_then(|()| {
+            self.followers.tell(StepMessage::new(step, sampling, kv, context))?;
+            self.first.agree(step, bucket, context)
+        });
+        begun.map_err(|e| self.first.failed(e))
+    }
+
+    fn all(&self, yes: bool) -> Result<bool> {
+        let Rank { geometry, groups, .. } = &self.first;
+        let ranks = if geometry.ep_size > 1 { &groups.world } else { &groups.tp };
+        let mut all = [u32::from(yes)];
+        ranks.all_reduce(ViewMut::new(&mut all, &[1])?, ReduceOp::Min, &mut Exec::cpu())?;
+        Ok(all == [1])
+    }
+
+    fn watch(&self, ex: &mut Exec) -> Result<()> {
+        match &self.first.device {
+            Some(device) => device.watch(ex).map_err(|e| self.first.failed(e)),
+            None => Ok(()),
         }
-        // What a step counts is counted by the first rank alone.
-        let told = context.for_followers();
-        let blocks = (kv.num_blocks(), kv.block_size());
-        if let Some(remote) = &self.remote {
-            remote.send(step, blocks, &told)?;
+    }
+
+    fn check(&self) -> Result<()> {
+        self.first.groups.world.check()?;
+        match &self.first.device {
+            Some(device) => device.check().map_err(|e| self.first.failed(e)),
+            None => Ok(()),
         }
-        std::thread::scope(|scope| {
-            let follow = |follower| {
-                let context = told.clone();
-                std::thread::Builder::new()
-                    .spawn_scoped(scope, move || Follower::run(follower, step, blocks, context))
-            };
-            let threads: Vec<_> = self.followers.iter().map(follow).collect();
-            if let Some(Err(e)) = threads.iter().find(|thread| thread.is_err()) {
-                self.first.groups.world.abort(&format!("cannot start a thread: {e}"));
-            }
-            let mut result = self.first.run(step, kv, logits, observer, context, ex);
-            for (thread, follower) in threads.into_iter().zip(&self.followers) {
-                let ended = match thread.map(|thread| thread.join()) {
-                    Ok(Ok(ended)) => ended,
-                    Ok(Err(panic)) => {
-                        let rank = follower.rank();
-                        Err(Error::msg(format!("rank {rank} panicked: {}", panic_text(panic.as_ref()))))
-                    }
-                    Err(e) => Err(e.into()),
-                };
-                result = result.and(ended);
-            }
-            result
-        })
     }
 }
 
 impl Rank {
-    /// Runs a step on this rank, after the ranks have agreed on it.
-    pub(super) fn run(
-        &self,
-        step: &StepViews,
-        kv: &mut KvCache,
-        logits: ViewMut,
-        observer: Option<&mut dyn Observer>,
-        context: &mut StepContext,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let world = self.groups.world.as_ref();
-        let _guard = AbortOnPanic(world);
-        let agreed = self.agree(step, context, ex);
-        let result = agreed.and_then(|()| self.model.forward(step, kv, logits, observer, context, ex));
-        result.inspect_err(|e| world.abort(&e.to_string()))
+    /// One exchange per step over the hosts: how many rows each data-parallel rank brings, whether all only
+    /// decode, and whether all can pad their rows to one number. Ranks of a tensor-parallel group have the same, so
+    /// the data-parallel groups suffice.
+    fn agree(&self, step: &Step, bucket: Option<usize>, context: &mut StepContext) -> Result<Option<usize>> {
+        if self.geometry.ep_size == 1 {
+            return Ok(bucket);
+        }
+        let own = Proposal { rows: step.num_tokens(), only_decode: step.one_row_each(), bucket };
+        let (own, mut all) = (own.words(), vec![0u32; 3 * self.geometry.dp_size]);
+        let dims = [self.geometry.dp_size, 3];
+        let (own, out) = (View::new(&own, &[1, 3])?, ViewMut::new(&mut all, &dims)?);
+        self.groups.dp.all_gather(own, out, &mut Exec::cpu())?;
+        let proposals: Vec<Proposal> = all.as_chunks::<3>().0.iter().map(Proposal::from_words).collect();
+        let bucket = common_bucket(&proposals);
+        let rows = proposals.iter().map(|proposal| bucket.unwrap_or(proposal.rows));
+        let tokens = rows.flat_map(|rows| std::iter::repeat_n(rows, self.geometry.tp_size));
+        context.rank_tokens = Some(tokens.collect());
+        context.only_decode = proposals.iter().all(|proposal| proposal.only_decode);
+        Ok(bucket)
     }
 
-    /// One exchange per step: how many tokens each rank brings, and whether all only decode. Ranks
-    /// of a tensor-parallel group have the same, so the data-parallel groups suffice.
-    fn agree(&self, step: &StepViews, context: &mut StepContext, ex: &mut Exec) -> Result<()> {
-        if self.geometry.ep_size == 1 {
-            return Ok(());
+    /// Fails the world by an error of this rank, and returns it; or the failure of the world behind it: NCCL's errors
+    /// carry no reasons, the sockets' name the rank.
+    fn failed(&self, e: Error) -> Error {
+        let world = &self.groups.world;
+        if self.device.as_ref().is_none_or(|device| device.check().is_ok()) {
+            world.abort(&e.to_string());
+            return e;
         }
-        let (tokens, sequences) = (step.num_tokens(), step.query_start_loc.elem_count().saturating_sub(1));
-        let own = [tokens as u32, u32::from(tokens == sequences)];
-        let mut all = ex.scratch(DType::U32, &[self.geometry.dp_size, 2])?;
-        self.groups.dp.all_gather(View::new(&own, &[1, 2])?, all.view_mut(), ex)?;
-        let all = all.view();
-        let groups = all.cpu::<u32>()?.as_chunks::<2>().0;
-        let tokens = groups.iter().flat_map(|[n, _]| std::iter::repeat_n(*n as usize, self.geometry.tp_size));
-        context.rank_tokens = Some(tokens.collect());
-        context.only_decode = groups.iter().all(|[_, only_decode]| *only_decode == 1);
-        Ok(())
+        let start = Instant::now();
+        while start.elapsed() < REASON {
+            if let Err(reason) = world.check() {
+                return reason;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        world.abort(&e.to_string());
+        e
     }
 }
 

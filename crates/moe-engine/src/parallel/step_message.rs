@@ -1,0 +1,119 @@
+//! A step as one rank tells it to another: the one form for threads and processes, on the CPU and on GPUs.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use model_runtime::model::MoeInfo;
+use model_runtime::{DeviceSampling, KvCache, RoutedExperts, RunnerSizes, Step, StepContext};
+use moe_layer::ExpertHeat;
+use serde::{Deserialize, Serialize};
+
+use super::wire;
+
+/// All that a rank needs to run the step of another one.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct StepMessage<'a> {
+    pub step: Cow<'a, Step>,
+    /// How tokens are sampled on the device; `None` where the host samples, which the first rank does alone.
+    pub sampling: Option<(Cow<'a, DeviceSampling>, RunnerSizes)>,
+    pub cache: CacheSizes,
+    #[serde(with = "wire::routed")]
+    replay: Option<Arc<RoutedExperts>>,
+    /// Whether the first rank records routing or counts experts. It does so alone, but on a GPU such a step takes
+    /// another way through the router, so all ranks take it.
+    records: bool,
+    force_balance: Option<u64>,
+    /// Number of the step.
+    number: u64,
+}
+
+/// The KV cache of a step, by its id on the first rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct CacheSizes {
+    pub id: u64,
+    pub num_blocks: usize,
+    pub block_size: usize,
+}
+
+impl<'a> StepMessage<'a> {
+    pub fn new(
+        step: &'a Step,
+        sampling: Option<(&'a DeviceSampling, RunnerSizes)>,
+        kv: &KvCache,
+        context: &StepContext,
+    ) -> Self {
+        Self {
+            step: Cow::Borrowed(step),
+            sampling: sampling.map(|(sampling, sizes)| (Cow::Borrowed(sampling), sizes)),
+            cache: CacheSizes { id: kv.id(), num_blocks: kv.num_blocks(), block_size: kv.block_size() },
+            replay: context.replay.clone(),
+            records: context.capture.is_some() || context.heat.is_some(),
+            force_balance: context.force_balance,
+            number: context.step,
+        }
+    }
+
+    /// One that keeps what it tells.
+    pub fn into_owned(self) -> StepMessage<'static> {
+        StepMessage {
+            step: Cow::Owned(self.step.into_owned()),
+            sampling: self.sampling.map(|(sampling, sizes)| (Cow::Owned(sampling.into_owned()), sizes)),
+            ..self
+        }
+    }
+
+    /// The context that the step has on the other rank, whose model has these experts.
+    pub fn context(&self, moe: Option<&MoeInfo>) -> StepContext {
+        let counts = moe.map(|moe| ExpertHeat::new(moe.layers.len(), moe.num_experts));
+        StepContext {
+            replay: self.replay.clone(),
+            heat: counts.filter(|_| self.records),
+            force_balance: self.force_balance,
+            step: self.number,
+            ..StepContext::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::DType;
+    use model_runtime::{LogitsRows, SequenceStep, kv_cache::KvLayout};
+
+    use super::*;
+    use crate::parallel::wire::{decode, encode};
+
+    #[test]
+    fn steps_travel() {
+        let sequence = SequenceStep {
+            token_ids: &[7, 8, 9],
+            start: 1,
+            prompt_len: 4,
+            blocks: &[5, 2],
+            logits: LogitsRows::Last,
+        };
+        let step = Step::new([sequence], 2).unwrap();
+        let layout =
+            KvLayout { num_layers: 1, num_kv_heads: 1, head_dim: 2, value_dim: None, dtype: DType::F32 };
+        let kv = KvCache::new(layout, 6, 2).unwrap();
+        let replay = RoutedExperts::from_ids(3, 2, 1, vec![0, 1, 2, 3, u32::MAX, 0]).unwrap();
+        let context = StepContext {
+            replay: Some(Arc::new(replay)),
+            heat: Some(ExpertHeat::new(2, 4)),
+            force_balance: Some(u64::MAX),
+            step: 9,
+            ..StepContext::default()
+        };
+        let sampling = DeviceSampling { token_source: vec![u32::MAX, 0, 1], params: (0..16).collect() };
+        let sizes = RunnerSizes { rows: 8, sequences: 2, tokens: 40, blocks: 3, eager: true };
+        let sent = StepMessage::new(&step, Some((&sampling, sizes)), &kv, &context);
+        let got: StepMessage = decode(&encode(&sent).unwrap()).unwrap();
+        assert_eq!(format!("{got:?}"), format!("{sent:?}"));
+        assert_eq!(*got.step, step);
+        let moe = MoeInfo { layers: vec![1, 2], num_experts: 4, top_k: 1 };
+        let again = got.into_owned().context(Some(&moe));
+        assert_eq!(again.replay, context.replay);
+        assert_eq!((again.heat, again.force_balance, again.step), (context.heat, Some(u64::MAX), 9));
+        assert!(sent.context(None).heat.is_none());
+    }
+}
