@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Error, Result};
 use model_runtime::{
-    CausalLm, DeviceSampling, Exec, KvCache, ModelInfo, Observer, ParallelGroups, Router, RunnerSizes, Step,
-    StepContext, StepRanks, StepViews, View, ViewMut,
+    CausalLm, DeviceSampling, Exec, KvCache, LayerPlan, ModelInfo, Observer, ParallelGroups, Router,
+    RunnerSizes, Step, StepContext, StepRanks, StepViews, View, ViewMut,
 };
 use moe_comm::{Communicator, Geometry, ReduceOp};
+use moe_layer::{Machine, PlanStep};
 
 use super::agree::{Proposal, common_bucket};
 use super::follow::{FollowerThread, Followers};
@@ -73,6 +74,10 @@ impl CausalLm for LocalRanks {
 
     fn router(&self, moe_layer: usize) -> Option<&Router> {
         self.first.model.router(moe_layer)
+    }
+
+    fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {
+        self.first.model.plan(step, machine)
     }
 
     fn ranks(&self) -> Option<&dyn StepRanks> {
