@@ -87,9 +87,9 @@ pub struct RunArgs {
     /// every head) (default: absorbed; DeepSeek-V2 only).
     #[arg(long, value_name = "FORM", help_heading = "MoE")]
     pub mla: Option<MlaForm>,
-    /// Print the chosen expert backend and why the others were rejected, as JSON on stderr.
-    #[arg(long, help_heading = "MoE")]
-    pub explain_backends: bool,
+    /// Shows which kernels run for how many rows and why not faster ones: a table on stderr, or JSON in FILE.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, help_heading = "MoE")]
+    pub explain_backends: Option<Option<PathBuf>>,
     /// Give a row the same bits whatever rows are computed beside it, with slower kernels (on the CPU it is always
     /// so).
     #[arg(long, help_heading = "MoE")]

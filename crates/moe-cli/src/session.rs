@@ -5,10 +5,13 @@ use std::path::Path;
 use anyhow::Result;
 use candle_core::DType;
 use model_runtime::{Checkpoint, Config, CpuIsa};
+use moe_engine::explain::Explanation;
 use moe_engine::{ModelFamily, Run, RunConfig, Session, Weights, usage};
+use serde_json::Value;
 
 use crate::cli::RunArgs;
 use crate::hub;
+use crate::output::write_json;
 
 /// The model of a command.
 #[derive(Clone, Copy)]
@@ -23,10 +26,25 @@ pub enum Model<'a> {
 pub fn open<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool) -> Result<Session> {
     let (run, weights) = start::<F>(model, args, check_weights)?;
     let session = run.session::<F>(weights)?;
-    if args.explain_backends {
-        eprintln!("{}", serde_json::to_string_pretty(&session.backend)?);
+    if let Some(file) = &args.explain_backends {
+        explain(&session, file.as_deref())?;
     }
     Ok(session)
+}
+
+/// Shows which kernels run and why not others: a table on stderr, or JSON in a file.
+fn explain(session: &Session, file: Option<&Path>) -> Result<()> {
+    let plans = Explanation::of(session.model.as_ref(), &session.ex.machine());
+    if let Some(file) = file {
+        return write_json(Some(file), &plans.beside(&session.backend)?);
+    }
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
+    eprintln!("expert backend: {}", text(&session.backend["chosen"]));
+    for rejected in session.backend["rejected"].as_array().into_iter().flatten() {
+        eprintln!("  not {}: {}", text(&rejected["backend"]), text(&rejected["reason"]["text"]));
+    }
+    eprintln!("\n{plans}");
+    Ok(())
 }
 
 /// Runs this process's rank of the command until rank 0's ends it.

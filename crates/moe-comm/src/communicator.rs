@@ -78,6 +78,11 @@ pub trait Communicator: Send + Sync + Debug {
     /// Number of ranks in the group.
     fn world_size(&self) -> usize;
 
+    /// What carries the collectives, in words for people: host memory, sockets, NCCL, peer memory.
+    fn medium(&self) -> String {
+        "host memory".to_string()
+    }
+
     /// Runs a collective: what a transport implements. The methods below are its forms for callers.
     fn run(&self, collective: Collective<'_>, ex: &mut Exec) -> Result<()>;
 

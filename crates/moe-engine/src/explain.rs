@@ -35,6 +35,18 @@ pub struct Explanation {
 }
 
 impl Explanation {
+    /// The plans as JSON, beside the choice of an expert backend that was made when the model was loaded.
+    ///
+    /// # Errors
+    /// A choice that is no JSON object.
+    pub fn beside(&self, backend: &serde_json::Value) -> serde_json::Result<serde_json::Value> {
+        let mut all = backend.clone();
+        if let Some(object) = all.as_object_mut() {
+            object.insert("plans".to_string(), serde_json::to_value(&self.plans)?);
+        }
+        Ok(all)
+    }
+
     /// The plans of a model on a machine.
     pub fn of(model: &dyn CausalLm, machine: &Machine) -> Self {
         let mut plans = Vec::new();
@@ -62,6 +74,29 @@ impl Explanation {
         }
         Self { plans }
     }
+}
+
+/// The parts of a model that run on the kernels for any dtype and shape on a GPU, and why: what a log should say.
+pub fn any_shape_stages(model: &dyn CausalLm, machine: &Machine) -> Vec<String> {
+    let mut found = Vec::new();
+    for (rows, one_row_each) in [(1, true), (EACH, false)] {
+        let plans = model.plan(&PlanStep { rows, one_row_each, observed: None }, machine);
+        for stage in plans.iter().flat_map(|plan| plan.attention.iter().chain(&plan.mlp)) {
+            let Some(last) = stage.rejected.last().filter(|_| stage.kernel.starts_with("any_")) else {
+                continue;
+            };
+            let text = format!(
+                "{} runs on kernels for any shape, which are slow: {} {}",
+                stage.computes.join(", "),
+                last.kernel,
+                last.reason
+            );
+            if !found.contains(&text) {
+                found.push(text);
+            }
+        }
+    }
+    found
 }
 
 /// Runs of layers that use the same kernels.
@@ -97,6 +132,7 @@ impl fmt::Display for Explanation {
                 (1, Some(1)) => "1 row".to_string(),
                 (least, Some(most)) if least == most => format!("{least} rows"),
                 (least, Some(most)) => format!("{least} to {most} rows"),
+                (1, None) => "any number of rows".to_string(),
                 (least, None) => format!("{least} rows and more"),
             };
             let layers = match *layers {

@@ -4,9 +4,10 @@ use anyhow::{Result, bail, ensure};
 use candle_core::DType;
 use candle_nn::VarBuilder;
 use model_runtime::{BlockContext, Checkpoint, Config, DummyWeights, Exec, Geometry, RankView, TensorSlice};
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::engine;
+use crate::explain;
 use crate::family::ModelFamily;
 use crate::parallel::{self, Follower, Processes, Replica};
 use crate::run_config::RunConfig;
@@ -62,6 +63,9 @@ impl Run {
             bail!("this process follows another one's rank and runs no requests")
         };
         let Replica { model, ex, world } = replicas.remove(0);
+        for slow in explain::any_shape_stages(model.as_ref(), &ex.machine()) {
+            warn!("{slow}");
+        }
         let Self { config, processes, .. } = self;
         let parallel = config.parallel;
         Ok(Session { model, ex, world, replicas, parallel, processes, checkpoint, tokenizer, backend })

@@ -229,12 +229,35 @@ fn a_full_disk_behind_stdout_is_an_error() {
 
 #[test]
 fn backends_are_explained_as_json() {
-    let output = run(&["--prompt", "x", "--max-new-tokens", "1", "--log", "warn", "--explain-backends"]);
-    let explained: Value = serde_json::from_slice(&output.stderr).unwrap();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let flag = format!("--explain-backends={}", file.path().display());
+    run(&["--prompt", "x", "--max-new-tokens", "1", &flag]);
+    let explained: Value = serde_json::from_slice(&std::fs::read(file.path()).unwrap()).unwrap();
     assert_eq!(explained["chosen"], "cpu");
     let rejected: Vec<&str> =
         explained["rejected"].as_array().unwrap().iter().map(|r| r["backend"].as_str().unwrap()).collect();
     assert!(rejected.contains(&"cpu_batched") && rejected.contains(&"cuda_fused"), "{rejected:?}");
+    let plan = &explained["plans"][0];
+    assert_eq!((&plan["step"], &plan["rows"]), (&json!("decode"), &json!([1, null])));
+    assert_eq!(plan["attention"][1]["computes"], json!(["qkv"]));
+    assert_eq!(plan["attention"][1]["kernel"], "cpu");
+    let reason = &plan["mlp"][1]["rejected"][0]["reason"];
+    assert_eq!(reason["check"], "device", "{plan:#}");
+}
+
+#[test]
+fn backends_are_explained_as_a_table() {
+    let output = run(&["--prompt", "x", "--max-new-tokens", "1", "--log", "warn", "--explain-backends"]);
+    let text = String::from_utf8(output.stderr).unwrap();
+    for want in [
+        "expert backend: cpu\n",
+        "not cuda_fused: ",
+        "decode, any number of rows",
+        "qkv ",
+        "not layer_stream",
+    ] {
+        assert!(text.contains(want), "{want:?} in {text}");
+    }
 }
 
 #[test]

@@ -134,7 +134,8 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
     }
 
     fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {
-        self.layers.iter().map(|layer| layer.plan(step, machine)).collect()
+        let ranks = self.sums.as_deref();
+        self.layers.iter().map(|layer| layer.plan(step, ranks, machine)).collect()
     }
 
     fn forward(

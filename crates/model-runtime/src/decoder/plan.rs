@@ -3,6 +3,7 @@
 //! It is chosen from the layer's parts, the step and the machine alone, by the functions that execution asks too
 //! (`moe_kernels::plan`, `moe_layer::plan`), so that a plan for any machine can be made on any other.
 
+use moe_comm::Communicator;
 use moe_kernels::plan::{
     Form, FusedLinearForm, Fusion, LinearCall, LinearForm, Machine, Reason, Rejected, Stage,
 };
@@ -42,12 +43,17 @@ impl<A: SelfAttention> DecoderLayer<A> {
         LayerForm { fused_attention: self.fuses_attention(mlp, step, machine).is_ok(), mlp }
     }
 
-    /// The same, explained.
-    pub(super) fn plan(&self, step: &PlanStep, machine: &Machine) -> LayerPlan {
+    /// The same, explained; `ranks` add the sums that layers leave to the norms behind them.
+    pub(super) fn plan(
+        &self,
+        step: &PlanStep,
+        ranks: Option<&dyn Communicator>,
+        machine: &Machine,
+    ) -> LayerPlan {
         let form = self.choose(step, machine);
         let mut attention = self.attention.stages(form.fused_attention, step, machine);
         if !form.fused_attention {
-            attention.insert(0, plain(&["norm"], "with the addition before it", Vec::new()));
+            attention.insert(0, norm_stage(ranks.filter(|_| self.deferred[1])));
             if let (Err(reason), Some(qkv)) =
                 (self.fuses_attention(form.mlp, step, machine), attention.get_mut(1))
             {
@@ -60,9 +66,7 @@ impl<A: SelfAttention> DecoderLayer<A> {
             Mlp::Sparse(sparse) => (form.mlp.fusion(), sparse.plan(step, &FUSIONS, machine).stages),
         };
         if fusion != Fusion::NormAdd {
-            let kernel =
-                if self.deferred[0] { "with the ranks' sum and the addition" } else { "with the addition" };
-            mlp.insert(0, plain(&["norm"], kernel, Vec::new()));
+            mlp.insert(0, norm_stage(ranks.filter(|_| self.deferred[0])));
         }
         LayerPlan { attention, mlp }
     }
@@ -74,6 +78,14 @@ impl<A: SelfAttention> DecoderLayer<A> {
             Fusion::NormAdd => Ok(()),
             _ => Err(Reason::NoGain("the norm behind it is a launch of its own, which also adds")),
         }
+    }
+}
+
+/// The norm behind a sub-layer, which also adds.
+fn norm_stage(ranks: Option<&dyn Communicator>) -> Stage {
+    match ranks {
+        Some(ranks) => plain(&["sum over ranks", "add", "norm"], &ranks.medium(), Vec::new()),
+        None => plain(&["add", "norm"], "add_rms_norm", Vec::new()),
     }
 }
 

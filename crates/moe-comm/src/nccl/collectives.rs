@@ -20,6 +20,13 @@ impl Communicator for NcclComm {
         self.place().size
     }
 
+    fn medium(&self) -> String {
+        match self.peers() {
+            Ok(_) => "peer memory for small arrays, NCCL for others".to_string(),
+            Err(why) => format!("NCCL alone: the ranks cannot share memory: {why}"),
+        }
+    }
+
     fn run(&self, collective: Collective<'_>, ex: &mut Exec) -> Result<()> {
         let (place, name, call) = (self.place(), collective.op(), self.place().check(&collective));
         match collective {

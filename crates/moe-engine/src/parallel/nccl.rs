@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow};
 use model_runtime::Exec;
 use moe_comm::{Communicator, NcclComm, SocketComm, broadcast_bytes};
+use tracing::warn;
 
 /// This process's GPU among those of all ranks.
 pub(super) struct Devices {
@@ -30,6 +31,11 @@ impl Devices {
             id.try_into().map_err(|id: Vec<u8>| anyhow!("rank 0 sent an NCCL id of {} bytes", id.len()))?;
         let device = NcclComm::with_timeout(id, comm.rank(), comm.world_size(), ex, limit)
             .with_context(|| format!("rank {} cannot join the GPUs of the others", comm.rank()))?;
+        if let (0, Err(why)) = (comm.rank(), device.peers()) {
+            warn!(
+                "collectives go over NCCL alone, slower for small arrays: the ranks cannot share memory: {why}"
+            );
+        }
         let device = Arc::new(device);
         let (watch, ended) = (comm.watcher(), Arc::downgrade(&device));
         let end = move || {
