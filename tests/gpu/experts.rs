@@ -227,8 +227,7 @@ fn backends_add_by_slot_and_by_rank() {
             let weights = p.experts(false, &ex);
             let mut spec = weights.spec(Activation::SwiGlu, top_k);
             spec.activation_format = prepare.activation_format();
-            let experts =
-                build(&select(&spec, None).unwrap(), weights).unwrap().into_modular("test").unwrap();
+            let experts = build(&select(&spec, None).unwrap(), weights).unwrap();
             let gpu = p.through(&prepare, experts.as_ref(), &mut ex);
             let off = relative_error(&cpu, &gpu);
             assert!(tokens == 0 || off < 1e-5, "{} {who:?}: off by {off}", prepare.name());
@@ -261,7 +260,6 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             renormalize: true,
             scale: 1.0,
             softcap: None,
-            padded: false,
             padded: false,
         };
         let zeros = |dtype, dims: &[usize]| ex.zeros(dtype, dims).unwrap();

@@ -83,16 +83,21 @@ impl Router {
             bias,
             correction_bias: correction.as_ref().map(TensorView::view).transpose()?,
             top_k: c.top_k,
-            scoring: match c.scoring {
-                Scoring::Softmax => GateScoring::Softmax,
-                Scoring::Sigmoid => GateScoring::Sigmoid,
-                Scoring::SqrtSoftplus => GateScoring::SqrtSoftplus,
-            },
+            scoring: gate_scoring(c.scoring),
             raw_logits: c.selection == Selection::RawLogits,
             renormalize: c.renormalize,
             scale: c.routed_scaling_factor,
             softcap: c.softcapping,
             padded,
         })
+    }
+}
+
+/// The kernels' name of a scoring.
+pub(crate) fn gate_scoring(scoring: Scoring) -> GateScoring {
+    match scoring {
+        Scoring::Softmax => GateScoring::Softmax,
+        Scoring::Sigmoid => GateScoring::Sigmoid,
+        Scoring::SqrtSoftplus => GateScoring::SqrtSoftplus,
     }
 }

@@ -308,16 +308,16 @@ extern "C" size_t moe_layer_stream_state(int experts, int inter) {
          sizeof(uint64_t) * (static_cast<size_t>(kMaxTokens) * experts + static_cast<size_t>(kMaxSlots) * inter / 2);
 }
 
-/// Whether moe_layer_stream takes these sizes on the current device: 1 or 0.
-extern "C" int moe_layer_stream_fits(int tokens, int hidden, int inter, int num_ids, int num_local, int top_k) {
+/// Whether moe_layer_stream takes these sizes where a block may ask for `block_smem` bytes of shared memory: 1 or 0. A
+/// pure function: the host makes the same choice from the same rule (plan/experts.rs), and a test compares the two.
+extern "C" int moe_layer_stream_fits(int tokens, int hidden, int inter, int num_ids, int num_local, int top_k,
+                                     int block_smem) {
   using namespace moe;
   using namespace moe::layer;
-  DeviceLimits limits;
   Args a = {};
   a.tokens = tokens, a.hidden = hidden, a.inter = inter, a.num_local = num_local;
   a.route.experts = num_ids, a.route.top_k = top_k;
-  return device_limits(&limits) == cudaSuccess && limits.major >= 9 && valid(a) && num_ids <= 512 && top_k <= num_ids &&
-         divide_ring(&a, limits.block_smem);
+  return valid(a) && num_ids <= 512 && top_k <= num_ids && divide_ring(&a, block_smem);
 }
 
 /// out[t] (+)= sum over k of topk_weights[t, k] * w2[e] (silu(gate) * up), gate and up from w13[e] y[t], e =

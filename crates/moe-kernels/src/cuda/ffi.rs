@@ -55,6 +55,7 @@ unsafe extern "C" {
     // layer
     pub(crate) fn moe_layer_stream(args: *const LayerStreamArgs, stream: Stream) -> i32;
     pub(crate) fn moe_layer_stream_state(experts: i32, inter: i32) -> usize;
+    #[cfg(test)]
     pub(crate) fn moe_layer_stream_fits(
         tokens: i32,
         hidden: i32,
@@ -62,6 +63,7 @@ unsafe extern "C" {
         num_ids: i32,
         num_local: i32,
         top_k: i32,
+        block_smem: i32,
     ) -> i32;
 
     // rows

@@ -1,6 +1,6 @@
 //! Dense products on CUDA.
 
-use candle_core::{DType, Result};
+use candle_core::Result;
 
 use super::args::{LinearStreamArgs, LinearTensorArgs, Output};
 use super::{aligned, any, blas, ffi, small};

@@ -6,10 +6,10 @@ use std::ptr::{null, null_mut};
 use candle_core::{DType, Result, bail};
 
 use super::{ffi, int};
-use crate::cuda::GateScoring;
 use crate::cuda::args::AnyRouteArgs;
 use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
+use crate::monolithic::GateScoring;
 use crate::view::{View, ViewMut};
 
 /// How [`route_into`] chooses.

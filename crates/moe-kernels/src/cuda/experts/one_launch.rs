@@ -99,3 +99,51 @@ impl OneLaunch<'_> {
         cuda.check(op, code)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{Gpu, Machine};
+
+    #[test]
+    fn the_host_and_the_kernel_agree_on_what_fits() {
+        let gpu = Gpu::HOPPER;
+        let machine = Machine { gpu: Some(gpu), batch_invariant: false };
+        let (mut fitting, mut refused) = (0, 0);
+        for tokens in 1..=5 {
+            for top_k in [1, 2, 6, 8, 16, 33] {
+                for hidden in [64, 96, 1024, 2048, 2880, 4096, 5120, 7168, 8192, 16_384, 28_672] {
+                    for inter in [32, 64, 384, 768, 1408, 1536, 2048, 4096, 14_336] {
+                        for experts in [1, 8, 64, 128, 512, 513] {
+                            let call = ExpertsCall {
+                                tokens,
+                                top_k,
+                                num_ids: experts,
+                                num_local: experts,
+                                hidden,
+                                inter,
+                            };
+                            let n = |n: usize| i32::try_from(n).unwrap();
+                            // SAFETY: a pure function of numbers.
+                            let kernel = unsafe {
+                                ffi::moe_layer_stream_fits(
+                                    n(tokens),
+                                    n(hidden),
+                                    n(inter),
+                                    n(experts),
+                                    n(experts),
+                                    n(top_k),
+                                    n(gpu.block_shared_memory),
+                                )
+                            };
+                            let host = call.fits_one_launch(&machine);
+                            assert_eq!(host.is_ok(), kernel == 1, "{call:?}: {host:?}");
+                            if kernel == 1 { fitting += 1 } else { refused += 1 }
+                        }
+                    }
+                }
+            }
+        }
+        assert!(fitting > 1000 && refused > 1000, "{fitting} fit, {refused} do not");
+    }
+}
