@@ -3,7 +3,8 @@
 //! target/dist/moe.tar.xz holds the model binaries, the GPU tests and the unit tests of CUDA code (stripped), the kernels as
 //! a library, the fixtures and the scripts of tests/gpu and tests/cuda. On the target machine:
 //! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`; beside rivals `moe/tests/gpu/rivals.sh`; with several GPUs also
-//! `moe/tests/gpu/nccl.sh` and `moe/tests/gpu/ranks.sh`; with `--sanitizer` also `moe/tests/gpu/sanitize.sh`.
+//! `moe/tests/gpu/nccl.sh` and `moe/tests/gpu/ranks.sh`; with `--sanitizer` also `moe/tests/gpu/sanitize.sh`, with
+//! `--scratch` `moe/tests/gpu/scratch.sh`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
 use crate::workspace::{self, cargo, root, target_dir};
-use crate::{kernels, sanitizer, toolkit};
+use crate::{kernels, sanitizer, standalone, toolkit};
 
 /// Most bytes of an archive, so that it can be carried to a machine.
 const MAX_BYTES: u64 = 60 << 20;
@@ -41,6 +42,9 @@ pub struct Args {
     /// Python interpreter that fetches the toolkit where no CUDA is installed.
     #[arg(long, default_value = "python3")]
     python: String,
+    /// Also pack the program of moe-layer's README, built in a project outside of the workspace.
+    #[arg(long)]
+    scratch: bool,
     /// Also pack compute-sanitizer.
     #[arg(long)]
     sanitizer: bool,
@@ -64,7 +68,7 @@ pub fn run(args: &Args) -> Result<()> {
     let mut units = cargo();
     units.args(["test", "--no-run", "--release", "--features", FEATURES, "--lib"]);
     units.args(UNIT_TESTED.iter().flat_map(|name| ["-p", name]));
-    let units = messages(units.envs(environment))?;
+    let units = messages(units.envs(environment.clone()))?;
 
     let folder = target_dir().join("dist").join("moe");
     if folder.exists() {
@@ -76,6 +80,9 @@ pub fn run(args: &Args) -> Result<()> {
     }
     for (name, path) in test_programs(&built)?.into_iter().chain(test_programs(&units)?) {
         strip(&path, &folder.join("bin").join(name))?;
+    }
+    if args.scratch {
+        strip(&standalone::build_on_cuda("moe-layer", &environment)?, &folder.join("bin/scratch"))?;
     }
     let objects = kernel_objects(&built)?;
     pack_kernels(&toolkit, &objects, &folder.join("lib"))?;

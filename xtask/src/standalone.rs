@@ -2,12 +2,15 @@
 //!
 //! A crate that works in the workspace may still lean on a sibling's dependency or feature. So
 //! the examples of its README are compiled and run in a project of their own, outside the
-//! workspace, whose only dependencies are candle and that crate by path. Unoptimised, as
+//! workspace, whose dependencies are what the README's `cargo add` lines add, that crate by path. Unoptimised, as
 //! `cargo package` builds: features differ from crate to crate, so candle is compiled several times,
 //! and this is about what is there, not about speed.
+//!
+//! `cargo xtask dist --scratch` builds one such project with the feature `cuda`, to be run on a GPU.
 
+use std::ffi::OsString;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
@@ -19,7 +22,8 @@ pub struct Args {
     crates: Vec<String>,
 }
 
-fn run_examples(package: &Package, dir: &Path) -> Result<usize> {
+/// Writes the project of a crate's README to `dir`, a program for each example; how many there are.
+fn write_project(package: &Package, dir: &Path, cuda: bool) -> Result<usize> {
     let path = package.dir.join("README.md");
     let readme = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let examples = workspace::rust_blocks(&readme);
@@ -27,13 +31,18 @@ fn run_examples(package: &Package, dir: &Path) -> Result<usize> {
         bail!("{}: README.md has no example", package.name)
     }
     fs::create_dir_all(dir.join("src/bin"))?;
-    fs::write(dir.join("Cargo.toml"), manifest(package))?;
+    fs::write(dir.join("Cargo.toml"), manifest(package, &readme, cuda)?)?;
     // The workspace's lock file, so that the versions are those that are tested.
     fs::copy(root().join("Cargo.lock"), dir.join("Cargo.lock"))?;
     for (i, example) in examples.iter().enumerate() {
         fs::write(dir.join(format!("src/bin/example{i}.rs")), program(example))?;
     }
-    for i in 0..examples.len() {
+    Ok(examples.len())
+}
+
+fn run_examples(package: &Package, dir: &Path) -> Result<usize> {
+    let examples = write_project(package, dir, false)?;
+    for i in 0..examples {
         workspace::run(
             cargo()
                 .current_dir(dir)
@@ -42,7 +51,20 @@ fn run_examples(package: &Package, dir: &Path) -> Result<usize> {
         )
         .with_context(|| format!("{}: README example {i} fails alone", package.name))?;
     }
-    Ok(examples.len())
+    Ok(examples)
+}
+
+/// The program of the first example in a library's README, built with the feature `cuda` in a project of its own.
+pub fn build_on_cuda(name: &str, environment: &[(&str, OsString)]) -> Result<PathBuf> {
+    let packages = workspace::packages()?;
+    let package = packages.iter().find(|p| p.name == name).with_context(|| format!("no package {name}"))?;
+    // Optimised, which is how a GPU's users build.
+    let (dir, target) = (workspace::target_dir().join("scratch"), workspace::target_dir());
+    write_project(package, &dir, true)?;
+    let mut build = cargo();
+    build.current_dir(&dir).args(["build", "--release", "--bin", "example0"]);
+    workspace::run(build.env("CARGO_TARGET_DIR", &target).envs(environment.iter().cloned()))?;
+    Ok(target.join("release/example0"))
 }
 
 fn run_all(packages: &[&Package]) -> Result<()> {
@@ -68,18 +90,36 @@ pub fn run(args: &Args) -> Result<()> {
     run_all(&libraries)
 }
 
-fn manifest(package: &Package) -> String {
-    let candle = if package.deps.iter().any(|d| d.starts_with("candle")) {
-        "candle-core = \"=0.11.1\"\ncandle-nn = \"=0.11.1\"\n"
-    } else {
-        ""
-    };
-    format!(
-        "[package]\nname = \"scratch-{name}\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\n\
-         [dependencies]\n{name} = {{ path = {path:?} }}\n{candle}\n[workspace]\n",
-        name = package.name,
-        path = package.dir,
-    )
+/// The project's manifest: what the README says to add, without features unless `cuda` is wanted.
+fn manifest(package: &Package, readme: &str, cuda: bool) -> Result<String> {
+    let mut dependencies = Vec::new();
+    for line in readme.lines().filter_map(|line| line.strip_prefix("cargo add ")) {
+        let words: Vec<&str> = line.split('#').next().unwrap_or("").split_whitespace().collect();
+        let (names, features) = match words.iter().position(|word| *word == "--features") {
+            Some(at) => {
+                (&words[..at], words[at + 1..].iter().filter(|feature| cuda && **feature == "cuda").count())
+            }
+            None => (&words[..], 0),
+        };
+        let features = if features > 0 { "\"cuda\"" } else { "" };
+        for name in names {
+            let (name, source) = match name.split_once('@') {
+                Some((name, version)) => (name, format!("version = \"{version}\"")),
+                None if *name == package.name => (*name, format!("path = {:?}", package.dir)),
+                None => bail!("{}: README.md adds {name} without a version", package.name),
+            };
+            dependencies.push(format!("{name} = {{ {source}, features = [{features}] }}"));
+        }
+    }
+    if !dependencies.iter().any(|line| line.starts_with(&format!("{} = ", package.name))) {
+        bail!("{}: README.md has no line `cargo add {}`", package.name, package.name)
+    }
+    Ok(format!(
+        "[package]\nname = \"scratch-{}\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\n\
+         [dependencies]\n{}\n\n[workspace]\n",
+        package.name,
+        dependencies.join("\n")
+    ))
 }
 
 /// A README example as a program, wrapped the way rustdoc wraps it.
