@@ -104,6 +104,14 @@ pub enum MonolithicIo<'a> {
 }
 
 impl MonolithicIo<'_> {
+    /// The rows that are read.
+    pub fn rows(&self) -> View<'_> {
+        match self {
+            Self::Store { x, .. } | Self::AddNorm { x, .. } => *x,
+            Self::NormAdd { residual, .. } => residual.as_view(),
+        }
+    }
+
     /// What is fused around router and experts.
     pub fn fusion(&self) -> Fusion {
         match self {

@@ -175,7 +175,7 @@ impl Exec {
     }
 }
 
-/// The tensor with its elements in row-major order, copied if need be.
+/// The tensor with its elements in row-major order, beginning where 16-byte loads may on a device: itself, or a copy.
 fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     if tensor.elem_count() == 0 && !tensor.is_contiguous() {
         // candle cannot copy nothing on a CUDA device.
@@ -183,7 +183,10 @@ fn contiguous(tensor: &Tensor) -> Result<Tensor> {
             .into_tensor()?
             .reshape(tensor.dims());
     }
-    tensor.contiguous()
+    let bytes = tensor.layout().start_offset() * tensor.dtype().size_in_bytes();
+    let misaligned = !tensor.device().is_cpu() && !bytes.is_multiple_of(16) && tensor.elem_count() > 0;
+    // A contiguous tensor is its own contiguous copy for candle: the copy is made of its elements in a row.
+    if misaligned { tensor.force_contiguous() } else { tensor.contiguous() }
 }
 
 /// All results, or the first error.

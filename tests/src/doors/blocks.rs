@@ -63,7 +63,10 @@ fn zero_experts(case: &Case) -> Result<SparseMoeBlock> {
     let mut options = options(case);
     options.router.num_zero_experts = 2;
     options.router.renormalize = false;
-    let vb = case.checkpoint(&tensors(case, case.sizes.experts + 2))?;
+    options.router.correction_bias = true;
+    let mut tensors = tensors(case, case.sizes.experts + 2);
+    tensors.push(("gate.e_score_correction_bias".to_string(), vec![case.sizes.experts + 2], 0.1));
+    let vb = case.checkpoint(&tensors)?;
     Ok(load_block(&options, vb.pp("gate"), vb.pp("experts"))?.0)
 }
 

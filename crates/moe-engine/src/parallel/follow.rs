@@ -30,6 +30,14 @@ impl Followers {
         Self::Threads(Vec::new())
     }
 
+    /// Whether this rank leads any other.
+    pub(super) fn is_somebody(&self) -> bool {
+        match self {
+            Self::Threads(threads) => !threads.is_empty(),
+            Self::Processes(_, ranks) => !ranks.is_empty(),
+        }
+    }
+
     /// Tells all of them of a step; its collectives tell whether they run it.
     pub(super) fn tell(&self, message: StepMessage) -> Result<()> {
         match self {

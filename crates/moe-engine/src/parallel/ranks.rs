@@ -93,7 +93,8 @@ impl CausalLm for LocalRanks {
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        let _guard = AbortOnPanic(self.first.groups.world.as_ref());
+        // A follower's loop catches its own panics and says what they were.
+        let _guard = self.followers.is_somebody().then(|| AbortOnPanic(self.first.groups.world.as_ref()));
         let ran = self.first.model.forward(step, kv, logits, observer, context, ex);
         ran.map_err(|e| self.first.failed(e))
     }

@@ -58,7 +58,6 @@ fn bad_tensors_are_errors() -> Result<()> {
         (refused(&x, &ids, &w.narrow(0, 0, 4)?), "expected topk_weights with dims [5, 2], got [4, 2]"),
         (refused(&x.to_dtype(DType::F16)?, &ids, &w), "expected rows of dtype f32, got f16"),
         (refused(&x.unsqueeze(0)?, &ids, &w), "dims [1, 5, 24] are not in the Standard format"),
-        (refused(&x.t()?.contiguous()?.t()?, &ids, &w), "expected a contiguous tensor"),
     ] {
         assert!(got.contains(want), "{got}");
     }

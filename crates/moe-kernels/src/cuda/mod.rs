@@ -92,3 +92,11 @@ fn small(op: &str, n: usize) -> Result<i32> {
 fn aligned(views: &[View]) -> bool {
     views.iter().all(|view| matches!(view.data(), Data::Device(s) if s.address().is_multiple_of(16)))
 }
+
+/// Fails unless all views begin at multiples of 16 bytes.
+fn expect_aligned(op: &str, views: &[View]) -> Result<()> {
+    match aligned(views) {
+        true => Ok(()),
+        false => bail!("{op}: expected views that begin at multiples of 16 bytes; copy the others first"),
+    }
+}

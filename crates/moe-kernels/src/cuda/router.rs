@@ -60,6 +60,7 @@ pub(super) fn gate_route(
     expect_dtype(op, "topk_ids", &topk_ids, DType::U32)?;
     expect_dims(op, "topk_weights", &topk_weights, &[t, k])?;
     expect_dtype(op, "topk_weights", &topk_weights, DType::F32)?;
+    super::expect_aligned(op, &[x, gate.weight])?;
     let cuda = ex.cuda(op)?;
     let call = RouterCall { hidden: h, experts: e, top_k: k, dtype: x.dtype() };
     if let Err(reason) = RouterForm::OneLaunch.fits(&call, &ex.machine()) {

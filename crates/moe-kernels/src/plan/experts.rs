@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn sizes_that_fit_no_shared_memory_say_so() {
-        let wide = ExpertsCall { tokens: 4, hidden: 16_384, ..QWEN3_30B };
+        let wide = ExpertsCall { tokens: 4, hidden: 28_672, ..QWEN3_30B };
         let reason = wide.fits_one_launch(&hopper()).unwrap_err();
         assert!(matches!(reason, Reason::SharedMemory { .. }), "{reason}");
         let none = ExpertsCall { num_local: 0, ..QWEN3_30B };

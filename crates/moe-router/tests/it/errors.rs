@@ -187,7 +187,6 @@ fn the_door_names_what_is_wrong() -> Result<()> {
         run(tensor(&[12], DType::F32)?),
         "route: expected router_logits with 2 dimensions, got dims [12]"
     );
-    assert!(run(tensor(&[4, 3], DType::F32)?.t()?).contains("expected a contiguous tensor"));
 
     let data = [0f32; 8];
     let call = |ids: ViewMut<'_>, weights: ViewMut<'_>, zero: Option<ViewMut<'_>>, first_row, hidden| {

@@ -7,6 +7,7 @@ mod routed;
 use candle_core::{DType, Result, bail};
 
 use super::args::Output;
+use super::expect_aligned;
 use crate::align::list_slots_into;
 use crate::buffer::Scratch;
 use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
@@ -126,6 +127,7 @@ fn check(op: &str, args: &FusedExperts) -> Result<ExpertsCall> {
         expect_dims(op, "lists.slots", &lists.slots, &[num_local, tokens * top_k])?;
         expect_dtype(op, "lists.slots", &lists.slots, DType::U32)?;
     }
+    expect_aligned(op, &[args.x, args.w13, args.w2])?;
     if [hidden, inter].iter().any(|n| *n == 0 || !n.is_multiple_of(64)) {
         bail!("{op}: expected H and I to be multiples of 64, got {hidden} and {inter}")
     }

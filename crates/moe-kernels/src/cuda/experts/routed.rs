@@ -7,6 +7,7 @@ use super::one_launch::{Choice, OneLaunch};
 use super::{FusedExperts, check};
 use crate::buffer::Scratch;
 use crate::cuda::args::{In, Output};
+use crate::cuda::expect_aligned;
 use crate::cuda::router::{self, gate_route};
 use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use crate::exec::Exec;
@@ -93,6 +94,7 @@ impl MonolithicExperts<'_> {
             None => expect_dims(op, "w2", &self.w2, &[num_ids, hidden, inter])?,
         }
         let tokens = check_io(op, io, hidden)?;
+        expect_aligned(op, &[self.gate.weight, self.w13, self.w2, io.rows()])?;
         Ok(ExpertsCall { tokens, top_k: self.gate.top_k, num_ids, num_local, hidden, inter })
     }
 
