@@ -13,6 +13,9 @@ const EACH: usize = 1024;
 /// Most rows that are asked at all.
 const MOST: usize = 1 << 16;
 
+/// First and last of some layers that run the same kernels, and these.
+type LayerRun = ((usize, usize), LayerPlan);
+
 /// The kernels of some layers in steps of some numbers of rows.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Explained {
@@ -55,7 +58,7 @@ impl Explanation {
                 let step = PlanStep { rows, one_row_each, observed: None };
                 by_layers(model.plan(&step, machine))
             };
-            let mut ranges: Vec<(usize, Option<usize>, Vec<((usize, usize), LayerPlan)>)> = Vec::new();
+            let mut ranges: Vec<(usize, Option<usize>, Vec<LayerRun>)> = Vec::new();
             let doubled = std::iter::successors(Some(2 * EACH), |rows| Some(2 * rows));
             for rows in (1..=EACH).chain(doubled.take_while(|rows| *rows <= MOST)) {
                 let plans = of_rows(rows);
@@ -100,8 +103,8 @@ pub fn any_shape_stages(model: &dyn CausalLm, machine: &Machine) -> Vec<String> 
 }
 
 /// Runs of layers that use the same kernels.
-fn by_layers(plans: Vec<LayerPlan>) -> Vec<((usize, usize), LayerPlan)> {
-    let mut runs: Vec<((usize, usize), LayerPlan)> = Vec::new();
+fn by_layers(plans: Vec<LayerPlan>) -> Vec<LayerRun> {
+    let mut runs: Vec<LayerRun> = Vec::new();
     for (layer, plan) in plans.into_iter().enumerate() {
         match runs.last_mut() {
             Some((layers, last)) if same_kernels(last, &plan) => layers.1 = layer,
@@ -111,7 +114,7 @@ fn by_layers(plans: Vec<LayerPlan>) -> Vec<((usize, usize), LayerPlan)> {
     runs
 }
 
-fn same(a: &[((usize, usize), LayerPlan)], b: &[((usize, usize), LayerPlan)]) -> bool {
+fn same(a: &[LayerRun], b: &[LayerRun]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.0 == b.0 && same_kernels(&a.1, &b.1))
 }
 

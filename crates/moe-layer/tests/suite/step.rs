@@ -17,9 +17,11 @@ fn block(p: &Problem) -> Result<SparseMoeBlock> {
 }
 
 fn recording(p: &Problem) -> Result<StepContext> {
-    let mut context = StepContext::default();
-    context.capture = Some(RoutedExperts::empty(p.tokens, 2, p.config.top_k)?);
-    context.heat = Some(ExpertHeat::new(2, p.config.num_experts));
+    let context = StepContext {
+        capture: Some(RoutedExperts::empty(p.tokens, 2, p.config.top_k)?),
+        heat: Some(ExpertHeat::new(2, p.config.num_experts)),
+        ..StepContext::default()
+    };
     Ok(context)
 }
 
@@ -88,8 +90,8 @@ fn force_balance_reaches_the_experts() -> Result<()> {
 #[test]
 fn a_context_that_does_not_fit_is_an_error() -> Result<()> {
     let p = example(DType::F32);
-    let mut context = StepContext::default();
-    context.capture = Some(RoutedExperts::empty(p.tokens, LAYER, 2)?);
+    let mut context =
+        StepContext { capture: Some(RoutedExperts::empty(p.tokens, LAYER, 2)?), ..StepContext::default() };
     let e = message(run_in(&mut context, &block(&p)?, &p.rows()?, DType::F32, &mut Exec::cpu()));
     assert!(e.contains("the capture holds [5, 1, 2] ids, too few") && e.contains("MoE layer 1"), "{e}");
     Ok(())

@@ -48,8 +48,7 @@ fn uniform_random_is_even_and_normal_routing_is_not() -> Result<()> {
 fn simulation_repeats_by_seed_and_moves_with_the_step() -> Result<()> {
     let run = |seed, step| -> Result<_> {
         let router = Router::new(simulated("normal_routing", seed), RouterParams::default())?;
-        let mut context = StepContext::default();
-        context.step = step;
+        let mut context = StepContext { step, ..StepContext::default() };
         bits(&router.route_step(
             &Tensor::zeros((8, 16), DType::F32, &Device::Cpu)?,
             None,
@@ -68,8 +67,7 @@ fn simulation_repeats_by_seed_and_moves_with_the_step() -> Result<()> {
 fn simulated_routing_can_be_replayed() -> Result<()> {
     let router = Router::new(simulated("normal_routing", 3), RouterParams::default())?;
     let input = Tensor::zeros((8, 16), DType::F32, &Device::Cpu)?;
-    let mut context = StepContext::default();
-    context.capture = Some(RoutedExperts::empty(8, 1, 4)?);
+    let mut context = StepContext { capture: Some(RoutedExperts::empty(8, 1, 4)?), ..StepContext::default() };
     let first = router.route_step(&input, None, 0, &mut context, &mut Exec::cpu())?;
     context.replay = context.capture.take().map(Arc::new);
     assert_eq!(bits(&router.route_step(&input, None, 0, &mut context, &mut Exec::cpu())?)?, bits(&first)?);
@@ -166,8 +164,7 @@ fn a_routing_function_sees_hidden_states_and_can_be_replayed() -> Result<()> {
     let router = custom(false, 4)?;
     let input = logits(&some_logits(3, 4, 1), 4)?;
     let hidden = Tensor::new(&[[-1f32], [1.0], [-2.0]], &Device::Cpu)?;
-    let mut context = StepContext::default();
-    context.capture = Some(RoutedExperts::empty(3, 1, 2)?);
+    let mut context = StepContext { capture: Some(RoutedExperts::empty(3, 1, 2)?), ..StepContext::default() };
     let first = router.route_step(&input, Some(&hidden), 0, &mut context, &mut Exec::cpu())?;
     assert_eq!(
         rows(&first)?,
@@ -190,8 +187,7 @@ fn a_routing_function_sees_hidden_states_and_can_be_replayed() -> Result<()> {
     assert_eq!(forced[1], rows(&first)?[1]);
     assert_eq!(router.config().routing_method(), RoutingMethod::Custom);
     // Force-balance leaves masked slots masked.
-    let mut context = StepContext::default();
-    context.force_balance = Some(0);
+    let mut context = StepContext { force_balance: Some(0), ..StepContext::default() };
     let balanced = rows(&router.route_step(&input, Some(&hidden), 0, &mut context, &mut Exec::cpu())?)?;
     assert_eq!((balanced[0].0[1], balanced[0].1[1]), (NO_EXPERT, 0.0));
     Ok(())

@@ -94,9 +94,11 @@ fn masked_slots_take_no_share_of_a_softmax_over_the_chosen() -> Result<()> {
 fn a_capture_replays_bit_for_bit_layer_by_layer() -> Result<()> {
     let router = sigmoid_router()?;
     let inputs = [some_logits(9, 12, 1), some_logits(9, 12, 2)];
-    let mut context = StepContext::default();
-    context.capture = Some(RoutedExperts::empty(9, 2, 3)?);
-    context.heat = Some(ExpertHeat::new(2, 12));
+    let mut context = StepContext {
+        capture: Some(RoutedExperts::empty(9, 2, 3)?),
+        heat: Some(ExpertHeat::new(2, 12)),
+        ..StepContext::default()
+    };
     let mut first = Vec::new();
     for (layer, input) in inputs.iter().enumerate() {
         first.push(bits(&router.route_step(
@@ -150,15 +152,16 @@ fn pieces_of_a_step_equal_the_whole() -> Result<()> {
     let whole = |context: &mut StepContext| -> Result<(Vec<u32>, Vec<f32>)> {
         pieces(&router, &input, &[7], context)
     };
-    let mut context = StepContext::default();
-    context.force_balance = Some(3);
-    context.capture = Some(RoutedExperts::empty(7, 2, 3)?);
+    let mut context = StepContext {
+        force_balance: Some(3),
+        capture: Some(RoutedExperts::empty(7, 2, 3)?),
+        ..StepContext::default()
+    };
     let balanced = whole(&mut context)?;
     assert_eq!(pieces(&router, &input, &[2, 0, 5], &mut context)?, balanced);
     let capture = context.capture.take().expect("capture");
     assert_eq!((0..7).flat_map(|t| capture.get(t, 1).unwrap().to_vec()).collect::<Vec<_>>(), balanced.0);
-    let mut context = StepContext::default();
-    context.replay = Some(Arc::new(capture));
+    let mut context = StepContext { replay: Some(Arc::new(capture)), ..StepContext::default() };
     assert_eq!(pieces(&router, &input, &[4, 3], &mut context)?, whole(&mut context)?);
     Ok(())
 }
@@ -193,8 +196,7 @@ fn force_balance_permutes_ids_and_keeps_weights() -> Result<()> {
     let input = logits(&some_logits(600, 12, 2), 12)?;
     let free = rows(&router.route(&input)?)?;
     let balanced = |seed, step, layer| -> Result<Vec<(Vec<u32>, Vec<f32>)>> {
-        let mut context = StepContext::default();
-        (context.force_balance, context.step) = (Some(seed), step);
+        let mut context = StepContext { force_balance: Some(seed), step, ..StepContext::default() };
         rows(&router.route_step(&input, None, layer, &mut context, &mut Exec::cpu())?)
     };
     let first = balanced(1, 0, 0)?;
@@ -232,8 +234,7 @@ fn hash_router() -> Result<Router> {
 #[test]
 fn hash_routing_looks_ids_up_and_weighs_them() -> Result<()> {
     let input = some_logits(3, 12, 7);
-    let mut context = StepContext::default();
-    context.token_ids = Some(Arc::from([2, 0, 2]));
+    let mut context = StepContext { token_ids: Some(Arc::from([2, 0, 2])), ..StepContext::default() };
     let router = hash_router()?;
     let routed = rows(&router.route_step(&logits(&input, 12)?, None, 0, &mut context, &mut Exec::cpu())?)?;
     for (row, (got, want)) in input.iter().zip(routed.iter().zip([[5, 6], [3, 1], [5, 6]])) {
@@ -253,8 +254,7 @@ fn hash_routing_of_a_piece_uses_the_tokens_of_the_piece() -> Result<()> {
         topk_weights: ViewMut::new(&mut weights, &[1, 2])?,
         zero_expert_weights: None,
     };
-    let mut context = StepContext::default();
-    context.token_ids = Some(Arc::from([0, 0, 1]));
+    let mut context = StepContext { token_ids: Some(Arc::from([0, 0, 1])), ..StepContext::default() };
     hash_router()?.route_into(&input, out, &mut context, &mut Exec::cpu())?;
     assert_eq!(ids, [11, 0]);
     Ok(())
@@ -264,8 +264,7 @@ fn hash_routing_of_a_piece_uses_the_tokens_of_the_piece() -> Result<()> {
 fn hash_routing_refuses_rows_without_a_valid_token() -> Result<()> {
     let input = logits(&some_logits(2, 12, 7), 12)?;
     let run = |tokens: Option<Vec<u32>>| {
-        let mut context = StepContext::default();
-        context.token_ids = tokens.map(Arc::from);
+        let mut context = StepContext { token_ids: tokens.map(Arc::from), ..StepContext::default() };
         message(hash_router().unwrap().route_step(&input, None, 4, &mut context, &mut Exec::cpu()))
     };
     assert_eq!(run(None), "hash routing, row 0 of MoE layer 4: the step carries no token id for this row");
@@ -325,9 +324,11 @@ fn a_step_context_that_does_not_fit_is_refused() -> Result<()> {
 fn an_error_records_nothing() -> Result<()> {
     let mut input = some_logits(3, 12, 7);
     input[2][5] = f32::NAN;
-    let mut context = StepContext::default();
-    context.capture = Some(RoutedExperts::empty(3, 1, 3)?);
-    context.heat = Some(ExpertHeat::new(1, 12));
+    let mut context = StepContext {
+        capture: Some(RoutedExperts::empty(3, 1, 3)?),
+        heat: Some(ExpertHeat::new(1, 12)),
+        ..StepContext::default()
+    };
     let e =
         message(sigmoid_router()?.route_step(&logits(&input, 12)?, None, 0, &mut context, &mut Exec::cpu()));
     assert_eq!(e, "router_logits, row 2 of MoE layer 0: the logit of expert 5 is NaN");

@@ -53,9 +53,11 @@ fn zero_experts_leave_the_slots_and_add_up() -> Result<()> {
 fn a_capture_with_zero_experts_replays_exactly() -> Result<()> {
     let input = logits(&some_logits(40, 10, 6), 10)?;
     let router = router(config(), Some(&BIAS))?;
-    let mut context = StepContext::default();
-    context.capture = Some(RoutedExperts::empty(40, 1, 3)?);
-    context.heat = Some(ExpertHeat::new(1, 6));
+    let mut context = StepContext {
+        capture: Some(RoutedExperts::empty(40, 1, 3)?),
+        heat: Some(ExpertHeat::new(1, 6)),
+        ..StepContext::default()
+    };
     let first = router.route_step(&input, None, 0, &mut context, &mut Exec::cpu())?;
     let capture = context.capture.take().expect("the capture");
     assert!(capture.ids().iter().any(|id| (6..10).contains(id)), "zero experts are captured by router id");
