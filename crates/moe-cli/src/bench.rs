@@ -147,13 +147,9 @@ impl Bench {
     /// Seconds to generate `output` tokens for `batch` random prompts.
     fn time(&mut self, batch: usize, prompt: usize, output: usize) -> Result<f64> {
         let requests = self.requests(batch, prompt, output);
-        let warm_up = if self.session.ex.is_cuda() {
-            self.requests(batch, 1, (prompt + output - 1).min(4))
-        } else {
-            Vec::new()
-        };
+        let warm_up = self.requests(batch, 1, (prompt + output - 1).min(4));
         let mut engine = self.engine(batch, prompt + output, ExpertCounts::Off)?;
-        // On a GPU the decode graph is captured before the clock starts, as an engine does that runs on.
+        // Before the clock starts scratch is allocated, and on a GPU the decode graph is captured.
         warm_up.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
         engine.run(drop)?;
         let start = Instant::now();

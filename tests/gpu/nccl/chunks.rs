@@ -87,9 +87,8 @@ fn ranks_agree_on_the_size_of_a_budget() {
             (NonZeroUsize::new(48), first.0, first.0),
             "{deepep_mode:?}"
         );
-        // Only batched rows take room by expert.
-        let uneven = deepep_mode == DeepEpMode::LowLatency;
-        assert!(second.0 >= first.0 && (second.0 > first.0 || !uneven), "{deepep_mode:?}: {:?}", second.0);
+        // The rank with fewer experts has room for as many tokens or more.
+        assert!(second.0 >= first.0, "{deepep_mode:?}: {:?}", second.0);
         for (rank, got) in [first.2, second.2].iter().enumerate() {
             let want = want.view().narrow(rank * TOKENS, TOKENS).unwrap();
             let want = Exec::cpu().to_host(want).unwrap();

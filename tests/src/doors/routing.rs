@@ -79,11 +79,12 @@ fn rows(case: &Case) -> Result<Tensor> {
 
 fn router(case: &Case) -> Result<Router> {
     let config = RouterConfig {
-        renormalize: true,
         num_zero_experts: 1,
+        correction_bias: true,
         ..RouterConfig::new(case.sizes.experts, case.sizes.top_k)
     };
-    Router::new(config, RouterParams::default())
+    let bias = Tensor::zeros(case.sizes.experts + 1, DType::F32, &case.device)?;
+    Router::new(config, RouterParams { correction_bias: Some(bias), ..RouterParams::default() })
 }
 
 /// Logits [T, E + 1] f32: one zero expert.

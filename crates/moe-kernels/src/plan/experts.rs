@@ -199,8 +199,9 @@ mod tests {
         let wide = ExpertsCall { tokens: 4, hidden: 28_672, ..QWEN3_30B };
         let reason = wide.fits_one_launch(&hopper()).unwrap_err();
         assert!(matches!(reason, Reason::SharedMemory { .. }), "{reason}");
-        let none = ExpertsCall { num_local: 0, ..QWEN3_30B };
+        let none = ExpertsCall { tokens: 1, num_local: 0, ..QWEN3_30B };
         assert_eq!(none.fits_one_launch(&hopper()), Err(Reason::NoLocalExperts));
-        assert_eq!(none.fits_tensor(&hopper()).unwrap_err().check(), "no_local_experts");
+        let many = ExpertsCall { tokens: 8, ..none };
+        assert_eq!(many.fits_tensor(&hopper()), Err(Reason::NoLocalExperts));
     }
 }
