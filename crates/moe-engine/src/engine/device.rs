@@ -18,7 +18,7 @@ use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
 use model_runtime::{Buffer, CausalLm, DeviceSampling, Exec, KvCache, RunnerSizes, Step, StepContext};
 use tracing::{trace_span, warn};
 
-use super::drawing::{Asked, Drawing};
+use super::drawing::{Asked, Drawing, History};
 use super::runner::StepResult;
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
@@ -109,19 +109,18 @@ impl DeviceRunner {
     }
 
     /// Starts a step; returns at once. Tokens that the plan says are fed come from the last step that was
-    /// launched here; `before` is the result of the last step, if the host drew its tokens.
+    /// launched here.
     pub(super) fn launch(
         &mut self,
         model: &dyn CausalLm,
         kv: &mut KvCache,
         mut plan: Plan,
-        sequences: &HashMap<Key, &Sequence>,
-        before: Option<&StepResult>,
+        history: History,
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<InFlight> {
         let token_source = self.token_source(&mut plan)?;
-        let draws = self.drawing.draw(&plan, sequences, before, ex)?;
+        let draws = self.drawing.draw(&plan, history, ex)?;
         let keys = draws.keys;
         if keys.len() != plan.step.num_logits() {
             bail!("{} tokens to sample from {} rows of logits", keys.len(), plan.step.num_logits())

@@ -123,16 +123,9 @@ impl Drawing {
         matches!(self.memory, Memory::Ready(_))
     }
 
-    /// How each token of a plan is drawn. Slots that are stale are rebuilt; `before` holds the tokens of the step
-    /// before, if the host drew them.
-    pub fn draw(
-        &mut self,
-        plan: &Plan,
-        sequences: &HashMap<Key, &Sequence>,
-        before: Option<&StepResult>,
-        ex: &Exec,
-    ) -> Result<Draws> {
-        let drawn = |part: &Part| Some((*sequences.get(&part.key)?, part.samples?));
+    /// How each token of a plan is sampled. Slots that are stale are rebuilt from `history`.
+    pub fn draw(&mut self, plan: &Plan, history: History, ex: &Exec) -> Result<Draws> {
+        let drawn = |part: &Part| Some((*history.sequences.get(&part.key)?, part.samples?));
         let draws: Vec<(&Sequence, usize)> = plan.parts.iter().filter_map(drawn).collect();
         let mut params: Vec<SampleParams> =
             draws.iter().map(|(s, position)| row(&s.sampling, *position)).collect();
@@ -155,7 +148,7 @@ impl Drawing {
                 stale.push((slot as u32, sequence, position));
             }
         }
-        self.rebuild(&stale, before, ex)?;
+        self.rebuild(&stale, history.before, ex)?;
         Ok(Draws { params, keys: draws.iter().map(|(s, _)| s.key).collect() })
     }
 
@@ -182,6 +175,15 @@ impl Drawing {
             .collect();
         memory.reset(&resets, ex)
     }
+}
+
+/// What the tokens of a step follow.
+#[derive(Clone, Copy)]
+pub struct History<'a> {
+    /// The sequences of the step.
+    pub sequences: &'a HashMap<Key, &'a Sequence>,
+    /// The result of the step before, which they do not hold yet, if the host sampled it.
+    pub before: Option<&'a StepResult>,
 }
 
 /// The parameters of a row without a slot.

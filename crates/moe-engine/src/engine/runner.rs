@@ -19,6 +19,8 @@ use tracing::trace_span;
 
 #[cfg(feature = "cuda")]
 use super::device::{DeviceRunner, InFlight};
+#[cfg(feature = "cuda")]
+use super::drawing::History;
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
 #[cfg(feature = "cuda")]
@@ -168,9 +170,8 @@ impl<'m> Runner<'m> {
             if let Some(result) = before {
                 feed(&mut plan, result)?;
             }
-            let kv = &mut self.kv;
-            let launched =
-                device.launch(self.model, kv, plan, &sequences, before, &mut context, &mut self.ex)?;
+            let (kv, history) = (&mut self.kv, History { sequences: &sequences, before });
+            let launched = device.launch(self.model, kv, plan, history, &mut context, &mut self.ex)?;
             self.results.push_back(Launched::OnDevice(launched));
             return Ok(());
         }
