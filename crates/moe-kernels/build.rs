@@ -2,7 +2,8 @@
 //! runtime, both statically.
 //!
 //! nvcc is looked for in `CUDA_HOME/bin`, then on PATH; the runtime in the folders of the toolkit
-//! and of `LIBRARY_PATH`. On a machine without CUDA, `cargo xtask toolkit -- cargo ..` sets these.
+//! and of `LIBRARY_PATH`. On a machine without CUDA, `cargo xtask toolkit -- cargo ..` sets these,
+//! and `MOE_KERNELS_OBJECTS`: the folder that keeps objects, so that two builds compile a kernel once.
 
 #[path = "build/nvcc.rs"]
 mod nvcc;
@@ -16,6 +17,7 @@ fn main() -> ExitCode {
         println!("cargo:rerun-if-changed={path}");
     }
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
+    println!("cargo:rerun-if-env-changed=MOE_KERNELS_OBJECTS");
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
         return ExitCode::SUCCESS;
     }
@@ -33,7 +35,8 @@ fn build() -> Result<(), String> {
     let compiler = home.as_ref().map_or_else(|| PathBuf::from("nvcc"), |home| home.join("bin/nvcc"));
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: run me through cargo")?);
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda");
-    let objects = nvcc::compile_all(&compiler, &sources, &out.join("kernels"))
+    let kept = env::var_os("MOE_KERNELS_OBJECTS").map_or_else(|| out.join("kernels"), PathBuf::from);
+    let objects = nvcc::compile_all(&compiler, &sources, &kept)
         .map_err(|e| format!("{e}\nthe feature `cuda` needs CUDA 13: set CUDA_HOME or put nvcc on PATH"))?;
 
     let library = out.join("libmoe_kernels_cuda.a");

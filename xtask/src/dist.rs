@@ -84,8 +84,7 @@ pub fn run(args: &Args) -> Result<()> {
     if args.scratch {
         strip(&standalone::build_on_cuda("moe-layer", &environment)?, &folder.join("bin/scratch"))?;
     }
-    let objects = kernel_objects(&built)?;
-    pack_kernels(&toolkit, &objects, &folder.join("lib"))?;
+    pack_kernels(&toolkit, &kernels::objects()?, &folder.join("lib"))?;
     if args.sanitizer {
         sanitizer::pack(&args.python, &folder)?;
     }
@@ -133,15 +132,6 @@ fn test_programs(messages: &[Value]) -> Result<Vec<(String, PathBuf)>> {
         bail!("cargo reported no test program")
     }
     Ok(programs)
-}
-
-/// The objects that moe-kernels' build script compiled: what the programs are linked from.
-fn kernel_objects(messages: &[Value]) -> Result<Vec<PathBuf>> {
-    let scripts = messages.iter().filter(|m| m["reason"] == "build-script-executed");
-    let ours = |m: &&Value| m["package_id"].as_str().is_some_and(|id| id.contains("/moe-kernels#"));
-    let out = scripts.filter(ours).find_map(|m| m["out_dir"].as_str());
-    let out = Path::new(out.context("cargo reported no build script of moe-kernels")?).join("kernels");
-    kernels::objects(&out)
 }
 
 /// The kernels as one library, for tests/cuda.

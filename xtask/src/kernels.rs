@@ -15,7 +15,7 @@ use std::process::Command;
 use anyhow::{Result, bail};
 
 use crate::toolkit::{self, Toolkit};
-use crate::workspace::{self, root, target_dir};
+use crate::workspace::{self, root};
 use report::Usage;
 
 /// Kernels that may spill: a part of the demangled name, and why it is worth it.
@@ -33,7 +33,7 @@ pub struct Args {
 
 pub fn run(args: &Args) -> Result<()> {
     let toolkit = toolkit::find_or_install(&args.python)?;
-    let out = target_dir().join("kernels");
+    let out = toolkit::objects_dir();
     let objects = nvcc::compile_all(&toolkit.nvcc(), &sources(), &out).map_err(anyhow::Error::msg)?;
     let mut usage: Vec<Usage> = objects.iter().flat_map(|object| report::parse(&object.log)).collect();
     report::demangle(&mut usage);
@@ -59,9 +59,9 @@ pub fn files() -> Result<Vec<PathBuf>> {
     Ok([all("cu")?, all("cuh")?].concat())
 }
 
-/// The objects in `out` of all kernels.
-pub fn objects(out: &Path) -> Result<Vec<PathBuf>> {
-    let files = nvcc::files_and_objects(&sources(), out).map_err(anyhow::Error::msg)?;
+/// The objects of all kernels, which a build with this toolkit has compiled.
+pub fn objects() -> Result<Vec<PathBuf>> {
+    let files = nvcc::files_and_objects(&sources(), &toolkit::objects_dir()).map_err(anyhow::Error::msg)?;
     Ok(files.into_iter().map(|(_, object)| object).collect())
 }
 

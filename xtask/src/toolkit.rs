@@ -64,13 +64,23 @@ impl Toolkit {
         };
         // candle's own kernels are shipped as PTX, that newer cards translate: no card is needed to build.
         let capability = std::env::var_os("CUDA_COMPUTE_CAP").unwrap_or_else(|| "80".into());
+        // They take minutes, on half of the cores unless it is said otherwise.
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).to_string();
+        let threads = std::env::var_os("CUDAFORGE_THREADS").unwrap_or_else(|| threads.into());
         Ok(vec![
             ("CUDA_HOME", self.home.clone().into()),
             ("PATH", before(&[self.home.join("bin")], "PATH")?),
             ("LIBRARY_PATH", before(&self.libraries, "LIBRARY_PATH")?),
             ("CUDA_COMPUTE_CAP", capability),
+            ("CUDAFORGE_THREADS", threads),
+            ("MOE_KERNELS_OBJECTS", objects_dir().into()),
         ])
     }
+}
+
+/// Where compiled kernels are kept.
+pub fn objects_dir() -> PathBuf {
+    target_dir().join("kernels")
 }
 
 pub fn run(args: &Args) -> Result<()> {
