@@ -11,7 +11,6 @@ mod no_ep;
 mod over_ranks;
 mod prepare_finalize;
 mod ranks;
-mod receiver;
 mod reduce;
 mod rows;
 mod tensor;
@@ -23,7 +22,6 @@ pub use no_ep::NoEp;
 pub use over_ranks::OverRanks;
 pub use prepare_finalize::{Combine, PrepareFinalize, WhoAdds};
 pub use ranks::EpRanks;
-pub use receiver::Receiver;
 pub use reduce::{CombineArgs, weight_and_reduce_into};
 pub use tensor::{
     AlignedTensors, DispatchedTensors, Dispatcher, group_slots, moe_align_block_size, weight_and_reduce,

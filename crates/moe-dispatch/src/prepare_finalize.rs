@@ -9,7 +9,7 @@ use std::sync::Arc;
 use candle_core::Result;
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
-use crate::{LocalExperts, Receiver};
+use crate::LocalExperts;
 
 /// Who weights and adds the rows that ranks compute for a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,9 +73,8 @@ impl Combine {
 /// On several ranks both calls are collectives: every rank of the group makes the same calls in
 /// the same order, also with T = 0, also when no row arrived. Nothing about a call lives in the
 /// backend: buffers, counts and permutations that finalize needs again travel in the handle of
-/// [`Dispatched`], what is still in flight in the [`Receiver`]. How many tokens other ranks bring
-/// is either fixed (`max_num_tokens_per_rank`), or agreed before the step, or exchanged by
-/// prepare itself.
+/// [`Dispatched`]. How many tokens other ranks bring is either fixed (`max_num_tokens_per_rank`),
+/// or agreed before the step, or exchanged by prepare itself.
 pub trait PrepareFinalize: Send + Sync {
     /// The name in error messages and logs.
     fn name(&self) -> &'static str;
@@ -146,12 +145,6 @@ pub trait PrepareFinalize: Send + Sync {
         false
     }
 
-    /// Whether [`begin_prepare`](Self::begin_prepare) returns before the data has arrived, so that work placed between
-    /// begin and end is hidden behind the transfer.
-    fn supports_async(&self) -> bool {
-        false
-    }
-
     /// Brings rows to the experts of this rank. `agreed`: the tokens that each rank brings to this call, where the
     /// ranks know it; `None`: a backend that needs it asks the others.
     ///
@@ -165,21 +158,6 @@ pub trait PrepareFinalize: Send + Sync {
         agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>>;
-
-    /// First half of [`prepare`](Self::prepare). Begin then end equals the whole call.
-    ///
-    /// # Errors
-    /// As `prepare`.
-    fn begin_prepare<'a>(
-        &'a self,
-        hidden: View<'a>,
-        topk_ids: View<'a>,
-        topk_weights: View<'a>,
-        agreed: Option<&[usize]>,
-        ex: &mut Exec,
-    ) -> Result<Receiver<'a, Dispatched<'a>>> {
-        self.prepare(hidden, topk_ids, topk_weights, agreed, ex).map(Receiver::ready)
-    }
 
     /// Brings the experts' rows back to their owner, weights and adds them.
     ///

@@ -270,7 +270,7 @@ fn contracts() {
             let experts = b.local_experts().map(|e| (e.num_experts(), e.num_local()));
             assert_eq!(experts, (name != DISABLED).then_some((5, 3 - rank)));
             // The collective runs in the whole call: nothing is in flight.
-            assert!(!b.supports_async() && !b.applies_router_weight_on_input());
+            assert!(!b.applies_router_weight_on_input());
             assert_eq!(b.defer_sum(), combine == Combine::AllReduce);
             assert_eq!(b.combine() == Combine::DeferredToCaller, combine == Combine::AllReduce);
         }

@@ -3,8 +3,7 @@
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
     ActivationFormat, Combine, CombineArgs, CompositionError, Dispatched, Exec, ExpertsSide, LocalExperts,
-    NoEp, PrepareFinalize, Receiver, View, ViewMut, WeightAndReduce, check_composition,
-    weight_and_reduce_into,
+    NoEp, PrepareFinalize, View, ViewMut, WeightAndReduce, check_composition, weight_and_reduce_into,
 };
 
 const ROWS: [f32; 6] = [1.; 6];
@@ -291,17 +290,4 @@ fn ill_fitting_pairs_are_refused_when_composed() {
             Some(want) => assert!(got.clone().unwrap_err().contains(want), "expected {want:?} in {got:?}"),
         }
     }
-}
-
-#[test]
-fn a_pending_receiver_runs_its_second_half_in_end() -> Result<()> {
-    let mut runs = 0;
-    let receiver = Receiver::pending(|_: &mut Exec| {
-        runs += 1;
-        Ok(runs)
-    });
-    assert_eq!(format!("{receiver:?}"), "Receiver(pending)");
-    assert_eq!(receiver.end(&mut Exec::cpu())?, 1);
-    assert_eq!(Receiver::ready(2).end(&mut Exec::cpu())?, 2);
-    Ok(())
 }

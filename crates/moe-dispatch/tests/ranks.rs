@@ -51,7 +51,7 @@ fn problem(tokens: usize, hidden: usize, top_k: usize, physical: usize) -> impl 
         })
 }
 
-/// One rank's step: its tokens in two calls, the second begun before the first has ended.
+/// One rank's step: its tokens in two calls, the second prepared before the first is finalized.
 fn two_calls_in_flight(
     backend: &dyn PrepareFinalize,
     p: &Problem,
@@ -68,10 +68,9 @@ fn two_calls_in_flight(
     let (out_a, out_b) = ViewMut::new(&mut out, &[p.tokens, p.hidden])?.split_at(first)?;
     let mut prepare = |start, n| {
         let (ids, weights) = (ids.narrow(start, n)?, weights.narrow(start, n)?);
-        backend.begin_prepare(hidden.narrow(start, n)?, ids, weights, None, ex)
+        backend.prepare(hidden.narrow(start, n)?, ids, weights, None, ex)
     };
     let (a, b) = (prepare(0, first)?, prepare(first, rest)?);
-    let (a, b) = (a.end(ex)?, b.end(ex)?);
     let ya = run_named_experts::<f32>(&a, name)?;
     let yb = run_named_experts::<f32>(&b, name)?;
     let (ya, yb) = (View::new(&ya, &a.expert_out_dims()?)?, View::new(&yb, &b.expert_out_dims()?)?);

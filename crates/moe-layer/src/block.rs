@@ -17,7 +17,7 @@ use moe_router::{GateInput, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
-use crate::chunked::{Path, Routed, SharedOrder};
+use crate::chunked::{Path, Routed};
 use crate::plan::{MoeForm, PlanStep};
 use crate::shared::SharedExperts;
 
@@ -135,14 +135,6 @@ impl SparseMoeBlock {
         alone && self.decode.is_none() && self.path.prepare.defer_sum()
     }
 
-    pub(crate) fn gate(&self) -> &Tensor {
-        &self.gate
-    }
-
-    pub(crate) fn layer(&self) -> usize {
-        self.layer
-    }
-
     pub(crate) fn has_shared_experts(&self) -> bool {
         self.shared.is_some()
     }
@@ -157,10 +149,6 @@ impl SparseMoeBlock {
 
     pub(crate) fn path(&self) -> &Path {
         &self.path
-    }
-
-    pub(crate) fn paths(&self) -> impl Iterator<Item = &Path> {
-        std::iter::once(&self.path).chain(&self.decode)
     }
 
     /// The path of a step; `only_decode`: the ranks agreed that each of them only decodes.
@@ -255,7 +243,7 @@ impl SparseMoeBlock {
     ) -> Result<()> {
         if form == MoeForm::Modular {
             let path = self.path_of(context.only_decode);
-            return self.modular((path, path.shared_order()), hidden, out, observe, context, ex);
+            return self.modular(path, hidden, out, observe, context, ex);
         }
         if out.dtype() == DType::F32 {
             self.fused_into(form, MonolithicIo::Store { x: hidden, out: out.reborrow() }, context, ex)?;
@@ -295,9 +283,9 @@ impl SparseMoeBlock {
 
     /// Routes all tokens at once, so that what the step context counts is the step's rows, then
     /// computes them chunk by chunk.
-    pub(crate) fn modular(
+    fn modular(
         &self,
-        (path, order): (&Path, SharedOrder),
+        path: &Path,
         hidden: View<'_>,
         out: ViewMut<'_>,
         observe: &mut dyn FnMut(View<'_>) -> Result<()>,
@@ -329,7 +317,6 @@ impl SparseMoeBlock {
             topk_weights: topk_weights.view(),
             identity: (config.num_zero_experts > 0).then(|| identity.view()),
             shared: self.shared.as_ref(),
-            order,
         };
         path.run(&routed, self.chunk, out, context.rank_tokens.as_deref(), ex)
     }

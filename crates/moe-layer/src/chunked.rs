@@ -12,21 +12,12 @@ use moe_kernels::candle::{DType, Error, Result};
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce, add_scaled_into};
 use tracing::trace_span;
 
-use crate::shared::{SharedExperts, SharedRows};
+use crate::shared::SharedExperts;
 
 /// A prepare/finalize backend and the experts that fit it.
 pub(crate) struct Path {
     pub prepare: Box<dyn PrepareFinalize>,
     pub experts: Box<dyn Experts>,
-}
-
-/// When a chunk's shared experts are computed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SharedOrder {
-    /// Between the halves of dispatch, while rows travel.
-    AroundDispatch,
-    /// After the routed experts, straight onto their sum.
-    Integrated,
 }
 
 /// What is computed for a layer's tokens.
@@ -41,7 +32,6 @@ pub(crate) struct Routed<'a> {
     /// \[T\] f32 weights of the tokens' own rows, with zero experts.
     pub identity: Option<View<'a>>,
     pub shared: Option<&'a SharedExperts>,
-    pub order: SharedOrder,
 }
 
 impl<'a> Routed<'a> {
@@ -52,17 +42,11 @@ impl<'a> Routed<'a> {
             topk_weights: self.topk_weights.narrow(start, len)?,
             identity: self.identity.map(|weights| weights.narrow(start, len)).transpose()?,
             shared: self.shared,
-            order: self.order,
         })
     }
 }
 
 impl Path {
-    /// When shared experts run best: meanwhile, where rows travel on their own.
-    pub fn shared_order(&self) -> SharedOrder {
-        if self.prepare.supports_async() { SharedOrder::AroundDispatch } else { SharedOrder::Integrated }
-    }
-
     /// All tokens, in chunks of at most `size`, and of no more than the backend takes; `agreed` as in
     /// [`PrepareFinalize::prepare`].
     pub fn run(
@@ -104,7 +88,8 @@ impl Path {
         agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (dispatched, shared) = self.dispatch(routed, agreed, ex)?;
+        let Routed { hidden, topk_ids, topk_weights, .. } = *routed;
+        let dispatched = self.prepare.prepare(hidden, topk_ids, topk_weights, agreed, ex)?;
         let strategy = self.experts.weight_and_reduce();
         let is_final = strategy == WeightAndReduce::NoOp && self.prepare.combine().is_in_place();
         if is_final && out.dtype() == DType::F32 {
@@ -118,14 +103,11 @@ impl Path {
         }
         drop(dispatched);
         if let Some(weights) = routed.identity {
-            add_scaled_into(routed.hidden, weights, out.reborrow(), ex)?;
+            add_scaled_into(hidden, weights, out.reborrow(), ex)?;
         }
-        match (shared, routed.shared) {
-            (Some(rows), _) => rows.add_into(out, ex),
-            (None, Some(shared)) => {
-                trace_span!("shared_experts").in_scope(|| shared.add_into(routed.hidden, out, ex))
-            }
-            (None, None) => Ok(()),
+        match routed.shared {
+            Some(shared) => trace_span!("shared_experts").in_scope(|| shared.add_into(hidden, out, ex)),
+            None => Ok(()),
         }
     }
 
@@ -135,22 +117,6 @@ impl Path {
             return Ok(());
         }
         trace_span!("experts").in_scope(|| self.experts.apply(dispatched, out, ex))
-    }
-
-    /// The rows of this rank's experts, and what shared experts computed meanwhile.
-    fn dispatch<'a>(
-        &'a self,
-        routed: &Routed<'a>,
-        agreed: Option<&[usize]>,
-        ex: &mut Exec,
-    ) -> Result<(Dispatched<'a>, Option<SharedRows>)> {
-        let Routed { hidden, topk_ids, topk_weights, .. } = *routed;
-        let Some(shared) = routed.shared.filter(|_| routed.order == SharedOrder::AroundDispatch) else {
-            return Ok((self.prepare.prepare(hidden, topk_ids, topk_weights, agreed, ex)?, None));
-        };
-        let begun = self.prepare.begin_prepare(hidden, topk_ids, topk_weights, agreed, ex)?;
-        let rows = trace_span!("shared_experts").in_scope(|| shared.compute(hidden, ex))?;
-        Ok((begun.end(ex)?, Some(rows)))
     }
 
     /// Bytes of the buffers that grow with a chunk: rows that arrive, what the experts hold

@@ -8,7 +8,6 @@ mod context;
 pub mod legacy;
 mod load;
 mod mlp;
-mod overlap;
 mod pack;
 mod path;
 mod plan;

@@ -63,11 +63,10 @@ impl SparseLayer {
         Self::load_on(path, options, &BlockContext::default(), gate, experts, shared)
     }
 
-    /// The same for one rank of several, and in chunks, as [`load_block_on`] does. The first layer with
-    /// shared experts passes [`SparseMoeBlock::check_shared_experts`].
+    /// The same for one rank of several, and in chunks, as [`load_block_on`] does.
     ///
     /// # Errors
-    /// Those of the path's loader, and of the check.
+    /// Those of the path's loader.
     pub fn load_on(
         path: MoePath,
         options: &BlockOptions,
@@ -94,9 +93,6 @@ impl SparseLayer {
         };
         if let Some(shared) = shared {
             block = block.with_shared_experts(shared)?;
-            if options.layer == 0 {
-                block.check_shared_experts()?;
-            }
         }
         Ok((Self::Block(Box::new(block)), selection))
     }

@@ -6,9 +6,7 @@
 use candle_nn::VarBuilder;
 use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::{
-    Activation, Exec, Scratch, TensorView, View, ViewMut, add_scaled_into, linear_into, sigmoid_into,
-};
+use moe_kernels::{Activation, Exec, TensorView, View, ViewMut, add_scaled_into, linear_into, sigmoid_into};
 
 use crate::mlp::GatedMlp;
 
@@ -98,34 +96,13 @@ impl SharedExperts {
     /// # Errors
     /// Wrong dims or dtypes.
     pub fn add_into(&self, x: View<'_>, acc: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        self.compute(x, ex)?.add_into(acc, ex)
-    }
-
-    /// The output for `x`, to be added later.
-    pub(crate) fn compute(&self, x: View<'_>, ex: &mut Exec) -> Result<SharedRows> {
         let mut rows = ex.scratch(DType::F32, x.dims())?;
         self.mlp.forward_into(x, rows.view_mut(), ex)?;
-        let Some(gate) = &self.gate else { return Ok(SharedRows { rows, scales: None }) };
+        let Some(gate) = &self.gate else { return moe_kernels::add_into(rows.view(), acc, ex) };
         let mut scales = ex.scratch(DType::F32, &[x.rows(), 1])?;
         let gate = TensorView::new(gate)?;
         linear_into(x, gate.view()?, None, scales.view_mut(), ex)?;
         sigmoid_into(scales.view_mut(), ex)?;
-        Ok(SharedRows { rows, scales: Some(scales) })
-    }
-}
-
-/// Output of shared experts, [T, H] f32, and the gate's factor of each row.
-pub(crate) struct SharedRows {
-    rows: Scratch,
-    scales: Option<Scratch>,
-}
-
-impl SharedRows {
-    /// Adds the rows to `acc` [T, H], rounding once.
-    pub fn add_into(self, acc: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        match self.scales {
-            None => moe_kernels::add_into(self.rows.view(), acc, ex),
-            Some(scales) => add_scaled_into(self.rows.view(), scales.view(), acc, ex),
-        }
+        add_scaled_into(rows.view(), scales.view(), acc, ex)
     }
 }

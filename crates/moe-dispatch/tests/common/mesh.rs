@@ -1,12 +1,12 @@
-//! An all-to-all backend over channels between threads, whose rows travel while the caller does something else: it shows
-//! that the contract carries real communication, without a communicator.
+//! An all-to-all backend over channels between threads: it shows that the contract carries real communication, without a
+//! communicator.
 
 use std::sync::Mutex;
-use std::sync::mpsc::{Receiver as Inbox, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 use moe_dispatch::candle::{DType, Error, Result};
 use moe_dispatch::{
-    ActivationFormat, Combine, Dispatched, Exec, LocalExperts, PrepareFinalize, Receiver, View, ViewMut,
+    ActivationFormat, Combine, Dispatched, Exec, LocalExperts, PrepareFinalize, View, ViewMut,
     WeightAndReduce, weighted_sum_into,
 };
 
@@ -16,7 +16,7 @@ type Packet = (Vec<f32>, Vec<u32>);
 /// The channels of one rank to and from every rank.
 pub struct Mesh {
     to: Vec<Sender<Packet>>,
-    from: Vec<Inbox<Packet>>,
+    from: Vec<Receiver<Packet>>,
 }
 
 impl Mesh {
@@ -108,29 +108,15 @@ impl PrepareFinalize for HighThroughput {
     fn num_dispatchers(&self) -> usize {
         self.0.ranks
     }
-    fn supports_async(&self) -> bool {
-        true
-    }
 
     fn prepare<'a>(
-        &'a self,
-        h: View<'a>,
-        i: View<'a>,
-        w: View<'a>,
-        agreed: Option<&[usize]>,
-        ex: &mut Exec,
-    ) -> Result<Dispatched<'a>> {
-        self.begin_prepare(h, i, w, agreed, ex)?.end(ex)
-    }
-
-    fn begin_prepare<'a>(
         &'a self,
         hidden: View<'a>,
         topk_ids: View<'a>,
         topk_weights: View<'a>,
         _: Option<&[usize]>,
-        _: &mut Exec,
-    ) -> Result<Receiver<'a, Dispatched<'a>>> {
+        ex: &mut Exec,
+    ) -> Result<Dispatched<'a>> {
         let (width, top_k) = (hidden.dims()[1], topk_ids.dims()[1]);
         let mut packets = vec![Packet::default(); self.0.ranks];
         for (t, ids) in topk_ids.cpu::<u32>()?.chunks(top_k).enumerate() {
@@ -143,25 +129,23 @@ impl PrepareFinalize for HighThroughput {
             }
         }
         self.0.send(packets)?;
-        Ok(Receiver::pending(move |ex| {
-            let packets = self.0.receive()?;
-            let count = packets.iter().map(|(_, meta)| meta.len() / (top_k + 1)).sum();
-            let mut rows = ex.scratch(DType::F32, &[count, width])?;
-            let mut ids = ex.scratch(DType::U32, &[count, top_k])?;
-            let arrived: Vec<f32> = packets.iter().flat_map(|(rows, _)| rows.clone()).collect();
-            rows.view_mut().cpu_mut()?.copy_from_slice(&arrived);
-            let entries = packets.iter().flat_map(|(_, meta)| meta.chunks(top_k + 1));
-            let arrived: Vec<u32> = entries.flat_map(|entry| entry[1..].to_vec()).collect();
-            ids.view_mut().cpu_mut()?.copy_from_slice(&arrived);
-            let tokens =
-                |(_, meta): &Packet| meta.chunks(top_k + 1).map(|entry| entry[0] * top_k as u32).collect();
-            let origins = Origins(packets.iter().map(tokens).collect());
-            let mut d = Dispatched::standard(rows, topk_ids, topk_weights);
-            d.topk_ids = Some(ids.into());
-            d.topk_weights = None;
-            d.expert_map = self.0.experts.expert_map();
-            Ok(d.with_handle(origins))
-        }))
+        let packets = self.0.receive()?;
+        let count = packets.iter().map(|(_, meta)| meta.len() / (top_k + 1)).sum();
+        let mut rows = ex.scratch(DType::F32, &[count, width])?;
+        let mut ids = ex.scratch(DType::U32, &[count, top_k])?;
+        let arrived: Vec<f32> = packets.iter().flat_map(|(rows, _)| rows.clone()).collect();
+        rows.view_mut().cpu_mut()?.copy_from_slice(&arrived);
+        let entries = packets.iter().flat_map(|(_, meta)| meta.chunks(top_k + 1));
+        let arrived: Vec<u32> = entries.flat_map(|entry| entry[1..].to_vec()).collect();
+        ids.view_mut().cpu_mut()?.copy_from_slice(&arrived);
+        let tokens =
+            |(_, meta): &Packet| meta.chunks(top_k + 1).map(|entry| entry[0] * top_k as u32).collect();
+        let origins = Origins(packets.iter().map(tokens).collect());
+        let mut d = Dispatched::standard(rows, topk_ids, topk_weights);
+        d.topk_ids = Some(ids.into());
+        d.topk_weights = None;
+        d.expert_map = self.0.experts.expert_map();
+        Ok(d.with_handle(origins))
     }
 
     fn finalize(

@@ -10,7 +10,6 @@ mod legacy;
 mod legacy_ranks;
 mod loading;
 mod monolith;
-mod overlap;
 mod reference;
 mod step;
 
