@@ -5,9 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use moe_comm::{Communicator, ExpertLayout, ExpertPlacement, SelfComm};
 use moe_dispatch::{EpRanks, LocalExperts, NoEp, OverRanks, PrepareFinalize, WhoAdds};
-use moe_experts::{
-    Activation, ActivationFormat, BatchLimits, ExpertWeights, Experts, build, build_batched, select,
-};
+use moe_experts::{Activation, ActivationFormat, ExpertWeights, Experts, build, build_batched, select};
 use moe_kernels::cuda::{
     ExpertLists, FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into,
     monolithic_experts_into,
@@ -70,8 +68,7 @@ impl Problem {
         let selection = select(&spec, Some(name)).unwrap();
         let local = LocalExperts::from_map(&self.map, EXPERTS).unwrap().on(ex.device()).unwrap();
         let (experts, prepare): (_, Box<dyn PrepareFinalize>) = if batched {
-            let limits = BatchLimits { max_num_tokens: tokens * top_k, num_dispatchers: 1 };
-            let experts = build_batched(&selection, weights, limits).unwrap();
+            let experts = build_batched(&selection, weights, tokens * top_k).unwrap();
             (experts, Box::new(NoEp::batched(local, tokens * top_k)))
         } else {
             (build(&selection, weights).unwrap(), Box::new(NoEp::new().with_local_experts(local)))

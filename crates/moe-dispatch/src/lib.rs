@@ -16,7 +16,7 @@ mod rows;
 mod tensor;
 mod tokens;
 
-pub use compose::{CompositionError, ExpertsSide, check_composition};
+pub use compose::{ExpertsSide, check_composition};
 pub use local_experts::LocalExperts;
 pub use no_ep::NoEp;
 pub use over_ranks::OverRanks;

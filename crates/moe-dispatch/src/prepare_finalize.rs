@@ -96,6 +96,13 @@ pub trait PrepareFinalize: Send + Sync {
         1
     }
 
+    /// Rows of an expert's block in the BatchedExperts format: all that the dispatchers may bring. `None` in the other
+    /// formats, and without a limit.
+    fn block_rows(&self) -> Option<usize> {
+        let most = self.max_num_tokens_per_rank()?.saturating_mul(self.num_dispatchers());
+        (self.activation_format() == ActivationFormat::BatchedExperts).then_some(most)
+    }
+
     /// The most rows that a call hands to the experts, where each rank brings at most `tokens`
     /// tokens: per local expert in the BatchedExperts format.
     fn max_rows(&self, tokens: usize) -> usize {

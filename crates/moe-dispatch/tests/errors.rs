@@ -2,8 +2,8 @@
 
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
-    ActivationFormat, Combine, CombineArgs, CompositionError, Dispatched, Exec, ExpertsSide, LocalExperts,
-    NoEp, PrepareFinalize, View, ViewMut, WeightAndReduce, check_composition, weight_and_reduce_into,
+    ActivationFormat, Combine, CombineArgs, Dispatched, Exec, ExpertsSide, LocalExperts, NoEp,
+    PrepareFinalize, View, ViewMut, WeightAndReduce, check_composition, weight_and_reduce_into,
 };
 
 const ROWS: [f32; 6] = [1.; 6];
@@ -188,103 +188,100 @@ fn ill_fitting_pairs_are_refused_when_composed() {
         Declares { format, combine, max_num_tokens, num_dispatchers }
     };
     let by_rank = |format, combine| Declares { format, combine, max_num_tokens: Some(8), num_dispatchers: 2 };
-    let experts = |activation_format, weight_and_reduce, max_num_tokens, num_dispatchers| ExpertsSide {
+    let experts = |activation_format, weight_and_reduce, max_rows| ExpertsSide {
         name: "Experts",
         activation_format,
         weight_and_reduce,
-        max_num_tokens,
-        num_dispatchers,
+        max_rows,
     };
     let naive = NaiveBatched { rank: 0 };
     for (p, e, want) in [
-        (prepare(Standard, None, 1), experts(Standard, Delegate, None, None), None),
-        (prepare(Standard, None, 1), experts(Standard, NoOp, None, None), None),
-        (prepare(Standard, None, 4), experts(Standard, Contiguous, None, None), None),
-        (prepare(BatchedExperts, Some(8), 4), experts(BatchedExperts, naive, Some(8), Some(4)), None),
-        (prepare(BatchedExperts, Some(8), 4), experts(BatchedExperts, Delegate, Some(16), Some(4)), None),
+        (prepare(Standard, None, 1), experts(Standard, Delegate, None), None),
+        (prepare(Standard, None, 1), experts(Standard, NoOp, None), None),
+        (prepare(Standard, None, 4), experts(Standard, Contiguous, None), None),
+        (prepare(BatchedExperts, Some(8), 4), experts(BatchedExperts, naive, Some(32)), None),
+        (prepare(BatchedExperts, Some(8), 4), experts(BatchedExperts, Delegate, Some(64)), None),
         (
             prepare(Standard, None, 1),
-            experts(BatchedExperts, Delegate, Some(8), Some(1)),
+            experts(BatchedExperts, Delegate, Some(8)),
             Some("Declares hands over the Standard format, but Experts takes BatchedExperts"),
         ),
         // Listed rows are neither of the others.
-        (by_rank(Listed, Combine::ByRank), experts(Listed, NoOp, None, None), None),
-        (by_rank(Listed, Combine::ByRank), experts(Listed, Delegate, None, None), None),
-        (by_rank(Standard, Combine::AllReduce), experts(Standard, NoOp, None, None), None),
-        (by_rank(Standard, Combine::DeferredToCaller), experts(Standard, NoOp, None, None), None),
+        (by_rank(Listed, Combine::ByRank), experts(Listed, NoOp, None), None),
+        (by_rank(Listed, Combine::ByRank), experts(Listed, Delegate, None), None),
+        (by_rank(Standard, Combine::AllReduce), experts(Standard, NoOp, None), None),
+        (by_rank(Standard, Combine::DeferredToCaller), experts(Standard, NoOp, None), None),
         (
             by_rank(Listed, Combine::ByRank),
-            experts(BatchedExperts, Delegate, Some(8), Some(2)),
+            experts(BatchedExperts, Delegate, Some(16)),
             Some("Declares hands over the Listed format, but Experts takes BatchedExperts; choose a pair"),
         ),
         (
             by_rank(Listed, Combine::ByRank),
-            experts(Standard, NoOp, None, None),
+            experts(Standard, NoOp, None),
             Some("Declares hands over the Listed format, but Experts takes Standard"),
         ),
         (
             prepare(BatchedExperts, Some(8), 2),
-            experts(Listed, NoOp, None, None),
+            experts(Listed, NoOp, None),
             Some("Declares hands over the BatchedExperts format, but Experts takes Listed"),
         ),
         (
             by_rank(Listed, Combine::ByRank),
-            experts(Listed, Delegate, Some(8), Some(2)),
-            Some("Experts takes the Listed format and must not be given max_num_tokens"),
+            experts(Listed, Delegate, Some(16)),
+            Some("Experts takes the Listed format, whose rows have no limit, but was given one of 16"),
         ),
         (
             by_rank(Listed, Combine::ByRank),
-            experts(Listed, naive, None, None),
+            experts(Listed, naive, None),
             Some("Experts takes the Listed format, whose rows NaiveBatched { rank: 0 } cannot reduce"),
         ),
         (
             prepare(Standard, None, 1),
-            experts(Standard, Delegate, Some(8), None),
-            Some("must not be given max_num_tokens or num_dispatchers, got Some(8) and None"),
+            experts(Standard, Delegate, Some(8)),
+            Some("Experts takes the Standard format, whose rows have no limit, but was given one of 8"),
         ),
         (
             prepare(BatchedExperts, Some(8), 4),
-            experts(BatchedExperts, Delegate, Some(8), None),
-            Some(
-                "Experts uses the BatchedExperts format and must be given max_num_tokens and num_dispatchers, got Some(8) and None",
-            ),
+            experts(BatchedExperts, Delegate, None),
+            Some("Experts takes the BatchedExperts format and must be told the most rows of an expert"),
         ),
         (
             prepare(BatchedExperts, None, 4),
-            experts(BatchedExperts, Delegate, Some(8), Some(4)),
-            Some("Declares uses the BatchedExperts format and must be given"),
+            experts(BatchedExperts, Delegate, Some(32)),
+            Some("Declares hands over the BatchedExperts format and must be told the most tokens"),
         ),
         (
             prepare(BatchedExperts, Some(9), 4),
-            experts(BatchedExperts, Delegate, Some(8), Some(4)),
+            experts(BatchedExperts, Delegate, Some(32)),
             Some(
                 "fills up to 36 rows per expert (max_num_tokens * num_dispatchers), but Experts was built for 32",
             ),
         ),
         (
             prepare(Standard, None, 1),
-            experts(Standard, naive, None, None),
+            experts(Standard, naive, None),
             Some("whose rows NaiveBatched { rank: 0 } cannot reduce"),
         ),
         (
             prepare(BatchedExperts, Some(8), 1),
-            experts(BatchedExperts, Contiguous, Some(8), Some(1)),
+            experts(BatchedExperts, Contiguous, Some(8)),
             Some("whose rows Contiguous cannot reduce"),
         ),
         (
             prepare(Standard, None, 2),
-            experts(Standard, NoOp, None, None),
+            experts(Standard, NoOp, None),
             Some(
                 "Experts weights and reduces by itself (NoOp), but Declares adds by slot: the owners of the rows of 2 ranks",
             ),
         ),
         (
             prepare(BatchedExperts, Some(8), 1),
-            experts(BatchedExperts, NoOp, Some(8), Some(1)),
+            experts(BatchedExperts, NoOp, Some(8)),
             Some("(NoOp), but Declares hands over blocks of rows without their weights"),
         ),
     ] {
-        let got = check_composition(&p, &e).map_err(|e: CompositionError| e.to_string());
+        let got = check_composition(&p, &e).map_err(|e| e.to_string());
         match want {
             None => assert_eq!(got, Ok(())),
             Some(want) => assert!(got.clone().unwrap_err().contains(want), "expected {want:?} in {got:?}"),

@@ -1,14 +1,15 @@
 //! From the oracle's choice to experts that run.
 
 use candle_core::{Result, bail};
+use moe_kernels::ActivationFormat;
 
 use crate::experts::Experts;
-use crate::grouped::{BatchLimits, GroupedBatchedExperts, GroupedExperts};
+use crate::grouped::GroupedExperts;
 use crate::oracle::{Backend, Selection};
 use crate::weights::ExpertWeights;
 
 /// Builds the chosen backend over its weights. Batched experts for a layer need
-/// [`build_batched`], which also tells them their limits.
+/// [`build_batched`], which also tells them the size of their blocks.
 ///
 /// # Errors
 /// Weights that are not what the selection's specification describes (local experts, sizes,
@@ -17,22 +18,22 @@ pub fn build(selection: &Selection, weights: ExpertWeights) -> Result<Box<dyn Ex
     build_with(selection, weights, None)
 }
 
-/// Builds the chosen backend, of the BatchedExperts format, for blocks of at most these limits.
+/// Builds the chosen backend, of the BatchedExperts format, for blocks of at most `max_rows` rows.
 ///
 /// # Errors
 /// As [`build`]; a backend of another format, whose rows have no fixed number.
 pub fn build_batched(
     selection: &Selection,
     weights: ExpertWeights,
-    limits: BatchLimits,
+    max_rows: usize,
 ) -> Result<Box<dyn Experts>> {
-    build_with(selection, weights, Some(limits))
+    build_with(selection, weights, Some(max_rows))
 }
 
 fn build_with(
     selection: &Selection,
     weights: ExpertWeights,
-    limits: Option<BatchLimits>,
+    max_rows: Option<usize>,
 ) -> Result<Box<dyn Experts>> {
     let spec = &selection.spec;
     let shape = weights.shape();
@@ -63,33 +64,29 @@ fn build_with(
             weights.device().location()
         )
     }
-    let experts: Box<dyn Experts> = match (selection.chosen, limits) {
-        (Backend::CudaFused | Backend::CudaFusedListed | Backend::Cuda | Backend::Cpu, Some(limits)) => {
-            bail!(
-                "{} experts take the {:?} format, which has no {limits:?}",
-                selection.chosen,
-                spec.activation_format
-            )
-        }
+    if max_rows.is_some() && spec.activation_format != ActivationFormat::BatchedExperts {
+        bail!(
+            "{} experts take the {:?} format, whose rows have no limit",
+            selection.chosen,
+            spec.activation_format
+        )
+    }
+    Ok(match selection.chosen {
         #[cfg(feature = "cuda")]
-        (Backend::CudaFusedListed, None) => Box::new(crate::cuda::CudaFusedExperts::listed(weights)?),
+        Backend::CudaFusedListed => Box::new(crate::cuda::CudaFusedExperts::listed(weights)?),
         #[cfg(feature = "cuda")]
-        (Backend::CudaFused, None) => Box::new(crate::cuda::CudaFusedExperts::new(weights)?),
+        Backend::CudaFused => Box::new(crate::cuda::CudaFusedExperts::new(weights)?),
         #[cfg(not(feature = "cuda"))]
-        (Backend::CudaFused | Backend::CudaFusedListed, _) => {
+        Backend::CudaFused | Backend::CudaFusedListed => {
             bail!("{} experts need a build with the feature `cuda`", selection.chosen)
         }
-        (Backend::Cuda | Backend::Cpu, None) => {
+        Backend::Cuda | Backend::Cpu | Backend::CudaBatched | Backend::CpuBatched => {
             let experts = GroupedExperts::new(weights, spec.activation)?.with_tp(spec.tp_size)?;
-            Box::new(experts.with_format(spec.activation_format))
+            let experts = experts.with_format(spec.activation_format);
+            Box::new(match max_rows {
+                Some(rows) => experts.with_max_rows(rows),
+                None => experts,
+            })
         }
-        (Backend::CudaBatched | Backend::CpuBatched, limits) => {
-            let experts = GroupedBatchedExperts::new(weights, spec.activation)?;
-            match limits {
-                Some(limits) => Box::new(experts.with_limits(limits)),
-                None => Box::new(experts),
-            }
-        }
-    };
-    Ok(experts)
+    })
 }

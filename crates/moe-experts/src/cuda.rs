@@ -3,13 +3,12 @@
 use candle_core::{DType, Result, bail};
 use moe_kernels::cuda::{ExpertLists, FusedExperts, fused_experts_into};
 use moe_kernels::{
-    ActivationFormat, Dims, Dispatched, Exec, ExpertsSpec, TensorView, ViewMut, WeightAndReduce, fill_into,
+    ActivationFormat, Dims, Dispatched, Exec, TensorView, ViewMut, WeightAndReduce, fill_into,
 };
 
 use crate::experts::{Experts, Reservation};
 use crate::oracle::Backend;
 use crate::weights::{ExpertWeights, ExpertsShape};
-use moe_kernels::plan::Reason;
 
 /// bf16 SwiGLU experts on CUDA: few rows per expert by streaming the weights, many by grouped products on tensor cores.
 /// `out` is [T', H] f32, weighted and reduced.
@@ -68,10 +67,6 @@ impl Experts for CudaFusedExperts {
 
     fn shape(&self) -> ExpertsShape {
         self.weights.shape()
-    }
-
-    fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason> {
-        self.backend.supports(spec)
     }
 
     fn weight_and_reduce(&self) -> WeightAndReduce {

@@ -6,8 +6,7 @@
 use candle_core::{DType, Result, bail};
 use moe_kernels::plan::{Machine, MonolithicCall, Reason};
 use moe_kernels::{
-    ActivationFormat, Dims, Dispatched, Exec, ExpertsSpec, Gate, MonolithicIo, View, ViewMut,
-    WeightAndReduce, Workspace,
+    ActivationFormat, Dims, Dispatched, Exec, Gate, MonolithicIo, View, ViewMut, WeightAndReduce, Workspace,
 };
 
 use crate::weights::ExpertsShape;
@@ -36,9 +35,6 @@ pub trait Experts: Send + Sync {
     /// Sizes and dtype of the experts on this rank.
     fn shape(&self) -> ExpertsShape;
 
-    /// Whether this implementation runs the specification, or the first reason why not.
-    fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason>;
-
     /// How finalize must treat `out`. `Delegate`, the default, says that the rows are unweighted
     /// and that the prepare/finalize backend chooses. Experts that weight and reduce by themselves
     /// say `NoOp`, and are refused above one rank.
@@ -46,16 +42,15 @@ pub trait Experts: Send + Sync {
         WeightAndReduce::Delegate
     }
 
-    /// Tokens per dispatcher that these experts were built for. Batched experts say it, so that a
-    /// layer can check that prepare does not fill more; `None` in the Standard format.
-    fn max_num_tokens(&self) -> Option<usize> {
+    /// Rows of an expert's block that these experts were built for. Batched experts say it, so that a
+    /// layer can check that prepare does not fill more; `None` in the other formats.
+    fn max_rows(&self) -> Option<usize> {
         None
     }
 
-    /// Dispatchers (ranks whose tokens arrive) that these experts were built for: said together
-    /// with [`max_num_tokens`](Self::max_num_tokens).
-    fn num_dispatchers(&self) -> Option<usize> {
-        None
+    /// The kernels of the products, in words for plans.
+    fn products(&self) -> &'static str {
+        "grouped products"
     }
 
     /// Where tensor parallelism cuts the experts: how many partial sums of a row are left apart, this
@@ -144,11 +139,6 @@ impl Reservation {
         }
         self.buffers.push((dtype, Dims::new(dims)?.elem_count()?));
         Ok(self)
-    }
-
-    /// The buffers.
-    pub fn buffers(&self) -> &[(DType, usize)] {
-        &self.buffers
     }
 
     /// Bytes of all buffers.

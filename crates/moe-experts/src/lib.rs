@@ -17,7 +17,7 @@ mod weights;
 pub use build::{build, build_batched};
 pub use experts::{Experts, MonolithicExperts, Reservation};
 pub use fused::FusedExperts;
-pub use grouped::{BatchLimits, GroupedBatchedExperts, GroupedExperts};
+pub use grouped::GroupedExperts;
 pub use load::LoadSpec;
 pub use monolithic::MonolithicKernels;
 pub use oracle::{Backend, OracleError, Rejection, Selection, select};

@@ -7,7 +7,7 @@
 use std::num::NonZeroUsize;
 
 use moe_dispatch::PrepareFinalize;
-use moe_experts::{Experts, MonolithicExperts, Reservation};
+use moe_experts::{Experts, MonolithicExperts};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::Fusion;
 use moe_kernels::{
@@ -164,19 +164,6 @@ impl SparseMoeBlock {
     /// The modular experts' name, for logs.
     pub fn experts_name(&self) -> &str {
         self.path.experts.name()
-    }
-
-    /// The modular experts' largest buffers for at most `max_tokens` tokens.
-    ///
-    /// # Errors
-    /// Sizes that overflow.
-    pub fn experts_workspace(&self, max_tokens: usize) -> Result<Reservation> {
-        self.path.experts.workspace(max_tokens, self.router.config().num_slots())
-    }
-
-    /// The name of the prepare/finalize backend, for logs.
-    pub fn dispatch_name(&self) -> &str {
-        self.path.prepare.name()
     }
 
     /// Tokens of a chunk, at most; `None` without chunks.

@@ -2,7 +2,7 @@
 
 use moe_dispatch::{ExpertsSide, PrepareFinalize, check_composition};
 use moe_experts::Experts;
-use moe_kernels::candle::{DType, Error, Result, Tensor, bail};
+use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_router::RouterConfig;
 
 /// Router, prepare/finalize and modular experts: formats, limits, who applies the weights, and the
@@ -16,10 +16,9 @@ pub(crate) fn check_modular(
         name: experts.name(),
         activation_format: experts.activation_format(),
         weight_and_reduce: experts.weight_and_reduce(),
-        max_num_tokens: experts.max_num_tokens(),
-        num_dispatchers: experts.num_dispatchers(),
+        max_rows: experts.max_rows(),
     };
-    check_composition(prepare, &side).map_err(Error::wrap)?;
+    check_composition(prepare, &side)?;
     let (by_router, by_prepare) =
         (config.apply_router_weight_on_input, prepare.applies_router_weight_on_input());
     if by_router != by_prepare {

@@ -15,11 +15,10 @@ mod shared;
 
 pub use block::SparseMoeBlock;
 pub use context::{BlockContext, LOW_LATENCY_TOKENS};
-pub use legacy::MoeMlp;
 pub use load::{BlockOptions, load_block, load_block_on};
 pub use mlp::GatedMlp;
 pub use pack::load_packed;
-pub use path::{MoePath, SparseLayer};
+pub use path::{MoePath, load_layer_on};
 pub use plan::{MoeForm, MoePlan, PlanStep};
 pub use shared::SharedExperts;
 
@@ -27,8 +26,8 @@ pub use moe_chunking::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 pub use moe_comm::{Communicator, Geometry, ParallelConfig, ParallelGroups, RowParallel};
 pub use moe_dispatch::{LocalExperts, NoEp, PrepareFinalize, WhoAdds};
 pub use moe_experts::{
-    BatchLimits, ExpertWeights, Experts, ExpertsShape, Fusion, LoadSpec, Machine, MonolithicCall,
-    MonolithicExperts, MonolithicForm, MonolithicKernels, OracleError, Reason, Rejected, Reservation,
+    ExpertWeights, Experts, ExpertsShape, Fusion, LoadSpec, Machine, MonolithicCall, MonolithicExperts,
+    MonolithicForm, MonolithicKernels, OracleError, Reason, Rejected, Reservation,
     Selection as BackendSelection, Stage, build as build_experts, build_batched as build_batched_experts,
     select as select_backend,
 };

@@ -5,7 +5,7 @@ use moe_chunking::ridge_tokens;
 use moe_comm::ExpertLayout;
 use moe_dispatch::PrepareFinalize;
 use moe_experts::{
-    BatchLimits, ExpertWeights, Experts, LoadSpec, MonolithicKernels, Selection, build, build_batched, select,
+    ExpertWeights, Experts, LoadSpec, MonolithicKernels, Selection, build, build_batched, select,
 };
 use moe_kernels::candle::{Error, Result};
 use moe_kernels::{Activation, ActivationFormat, ExpertsSpec};
@@ -84,8 +84,7 @@ pub fn load_block_on(
     gate: VarBuilder,
     experts: VarBuilder,
 ) -> Result<(SparseMoeBlock, Selection)> {
-    let layout = context.geometry.expert_layout(options.packed_experts())?;
-    let weights = ExpertWeights::load(&load_spec(options, context, &layout)?, experts)?;
+    let (layout, weights) = load_part(options, context, experts)?;
     let (mut block, selection) = compose(options, context, &layout, gate, |prepare, backend| {
         choose(options, context, &weights, prepare, backend).map(|(selection, experts)| (experts, selection))
     })?;
@@ -142,13 +141,14 @@ fn warn_below_ridge(size: usize, options: &BlockOptions) {
     }
 }
 
-/// This rank's part of the experts.
-pub(crate) fn load_spec(
+/// This rank's part of the experts, and which those are.
+pub(crate) fn load_part(
     options: &BlockOptions,
     context: &BlockContext,
-    layout: &ExpertLayout,
-) -> Result<LoadSpec> {
+    experts: VarBuilder,
+) -> Result<(ExpertLayout, ExpertWeights)> {
     let geometry = &context.geometry;
+    let layout = geometry.expert_layout(options.packed_experts())?;
     let width = geometry.expert_intermediate(options.intermediate_size)?.range.len();
     let sliced = context.sliced_weights;
     let intermediate = if sliced { width } else { options.intermediate_size };
@@ -156,14 +156,10 @@ pub(crate) fn load_spec(
     if geometry.ep_size > 1 {
         spec = spec.with_local_experts(layout.local_experts.iter().map(|&id| id as usize).collect());
     }
-    Ok(if sliced { spec } else { spec.with_tp(geometry.moe_tp_rank, geometry.moe_tp_size) })
-}
-
-/// The limits of blocks of rows, in the format that has them.
-pub(crate) fn batch_limits(prepare: &dyn PrepareFinalize) -> Option<BatchLimits> {
-    let batched = prepare.activation_format() == ActivationFormat::BatchedExperts;
-    let max_num_tokens = prepare.max_num_tokens_per_rank().filter(|_| batched)?;
-    Some(BatchLimits { max_num_tokens, num_dispatchers: prepare.num_dispatchers() })
+    if !sliced {
+        spec = spec.with_tp(geometry.moe_tp_rank, geometry.moe_tp_size);
+    }
+    Ok((layout, ExpertWeights::load(&spec, experts)?))
 }
 
 /// The oracle's experts for a prepare/finalize backend.
@@ -176,8 +172,8 @@ fn choose(
 ) -> Result<(Selection, Box<dyn Experts>)> {
     let spec = options.spec(weights, prepare.activation_format(), context);
     let selection = select(&spec, backend)?;
-    let experts = match batch_limits(prepare) {
-        Some(limits) => build_batched(&selection, weights.clone(), limits)?,
+    let experts = match prepare.block_rows() {
+        Some(rows) => build_batched(&selection, weights.clone(), rows)?,
         None => build(&selection, weights.clone())?,
     };
     Ok((selection, experts))

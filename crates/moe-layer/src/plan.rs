@@ -178,11 +178,11 @@ impl SparseMoeBlock {
     }
 }
 
-/// The kernel behind modular experts that weight and reduce by themselves; other experts have one for every step.
+/// The kernels behind modular experts: a choice for each step where they weight and reduce by themselves.
 fn experts_stage(experts: &dyn Experts, call: &ExpertsCall, machine: &Machine) -> Stage {
     match experts.weight_and_reduce() {
         WeightAndReduce::NoOp => ExpertsForm::stage(&["experts", "combine"], call, machine),
-        _ => Stage { computes: &["experts"], kernel: "grouped products".into(), rejected: Vec::new() },
+        _ => Stage { computes: &["experts"], kernel: experts.products().into(), rejected: Vec::new() },
     }
 }
 

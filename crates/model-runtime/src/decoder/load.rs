@@ -8,7 +8,7 @@ use std::thread;
 use candle_core::Result;
 use candle_nn::VarBuilder;
 use moe_layer::{
-    BackendSelection, BlockContext, BlockOptions, GatedMlp, MoePath, SharedExperts, SparseLayer,
+    BackendSelection, BlockContext, BlockOptions, GatedMlp, MoePath, SharedExperts, load_layer_on,
 };
 
 use super::layout::{DENSE, SHARED};
@@ -131,9 +131,11 @@ impl MlpLoader<'_> {
         let shared = self.names.shared_experts.filter(|_| width > 0).map(shared).transpose()?;
         let (gate, experts) = (vb.pp(self.names.gate), vb.pp(self.names.experts));
         let layer = config.is_sparse.iter().take(index).filter(|is_sparse| **is_sparse).count();
-        let (sparse, chosen) =
-            SparseLayer::load_on(path, &self.block(moe, layer), context, gate, experts, shared)?;
-        Ok((Mlp::Sparse(sparse), chosen))
+        let (mut sparse, chosen) = load_layer_on(path, &self.block(moe, layer), context, gate, experts)?;
+        if let Some(shared) = shared {
+            sparse = sparse.with_shared_experts(shared)?;
+        }
+        Ok((Mlp::Sparse(Box::new(sparse)), chosen))
     }
 
     /// This rank's part of a gated MLP.

@@ -17,7 +17,7 @@ use candle_core::Result;
 use moe_comm::Communicator;
 use moe_kernels::plan::{Machine, Reason, Stage};
 use moe_kernels::{Exec, PreNorm, StepContext, View, ViewMut};
-use moe_layer::{GatedMlp, PlanStep, Router, SparseLayer};
+use moe_layer::{GatedMlp, PlanStep, Router, SparseMoeBlock};
 use tracing::trace_span;
 
 use crate::kv_cache::{KvCache, KvLayer};
@@ -87,7 +87,7 @@ pub trait SelfAttention: Send + Sync {
 
 enum Mlp {
     Dense(GatedMlp),
-    Sparse(SparseLayer),
+    Sparse(Box<SparseMoeBlock>),
 }
 
 struct DecoderLayer<A> {

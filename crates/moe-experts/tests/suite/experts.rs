@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Result};
 use moe_experts::{
-    ActivationFormat, Buffer, CpuIsa, Dispatched, Exec, ExpertWeights, Experts, GroupedBatchedExperts,
-    GroupedExperts, NO_EXPERT, TensorView, View, ViewMut,
+    ActivationFormat, Buffer, CpuIsa, Dispatched, Exec, ExpertWeights, Experts, GroupedExperts, NO_EXPERT,
+    TensorView, View, ViewMut,
 };
 use moe_kernels::{ExpertGroups, grouped_down_into, grouped_gate_up_into, list_slots_into};
 use proptest::prelude::*;
@@ -31,7 +31,8 @@ fn groups(p: &Problem) -> Vec<Vec<usize>> {
 
 /// Slot rows [T, K, H] by way of the Batched backend, with `spare` unused rows per expert.
 fn batched(p: &Problem, spare: usize, ex: &mut Exec) -> Result<Vec<f32>> {
-    let experts = GroupedBatchedExperts::new(p.weights()?, p.activation)?;
+    let experts =
+        GroupedExperts::new(p.weights()?, p.activation)?.with_format(ActivationFormat::BatchedExperts);
     let groups = groups(p);
     let max = groups.iter().map(Vec::len).max().unwrap_or(0) + spare;
     // Unused rows hold NaN, which would show up anywhere they are read.
@@ -202,7 +203,14 @@ fn the_reservation_is_what_a_call_takes_beside_its_kernels() -> Result<()> {
         (Box::new(GroupedExperts::new(p.weights()?, p.activation)?), 6, |p, ex| {
             standard(p, p.weights()?, ex)
         }),
-        (Box::new(GroupedBatchedExperts::new(p.weights()?, p.activation)?), 3, |p, ex| batched(p, 0, ex)),
+        (
+            Box::new(
+                GroupedExperts::new(p.weights()?, p.activation)?
+                    .with_format(ActivationFormat::BatchedExperts),
+            ),
+            3,
+            |p, ex| batched(p, 0, ex),
+        ),
     ];
     for (experts, max_tokens, run) in cases {
         let mut ex = Exec::cpu();
@@ -253,7 +261,8 @@ fn rows_of_the_wrong_format_or_dims_are_refused() -> Result<()> {
     let blocks = View::new(&x, &[4, 2, 24])?;
     let rows = View::new(&x[..5 * 24], &[5, 24])?;
     let cpu = GroupedExperts::new(p.weights()?, p.activation)?;
-    let batched = GroupedBatchedExperts::new(p.weights()?, p.activation)?;
+    let batched =
+        GroupedExperts::new(p.weights()?, p.activation)?.with_format(ActivationFormat::BatchedExperts);
     let mut refused = |experts: &dyn Experts, rows: Dispatched, dims: &[usize]| {
         let out = ViewMut::new(&mut out[..dims.iter().product()], dims).unwrap();
         experts.apply(&rows, out, &mut Exec::cpu()).unwrap_err().to_string()

@@ -1,17 +1,16 @@
 //! The loop itself: separate matrices of the experts on this rank, one expert after the other.
 //!
 //! Rows of an expert are gathered, multiplied by dense products, and put back to their slots.
-//! As [`Experts`] the loop also stands behind dispatch, so several ranks run it: each its own
-//! experts, or its part of every one.
+//! Several ranks run it too: each its own experts, or its part of every one.
 
 use moe_comm::RowShard;
-use moe_experts::{Backend, BatchLimits, Experts, ExpertsShape, Reason, Reservation};
+use moe_experts::{ExpertWeights, Experts, ExpertsShape, Reservation};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_rank3};
 use moe_kernels::{
-    Activation, ActivationFormat, Dispatched, Exec, ExpertsSpec, Segment, TensorView, View, ViewMut,
-    embedding_into, fill_into, gated_activation_into, group_slots_into, linear_into,
-    linear_row_parallel_into, linear_segment_into, zero_absent_into,
+    Activation, ActivationFormat, Dispatched, Exec, Segment, TensorView, View, ViewMut, embedding_into,
+    fill_into, gated_activation_into, group_slots_into, linear_into, linear_row_parallel_into,
+    linear_segment_into, zero_absent_into,
 };
 
 /// The matrices of one expert: `down(act(gate(x)) * up(x))`.
@@ -34,8 +33,8 @@ pub struct ExpertLoop {
     /// This rank's segments of the intermediate size, where tensor parallelism cuts the experts.
     segments: Option<usize>,
     format: ActivationFormat,
-    /// In the BatchedExperts format.
-    limits: Option<BatchLimits>,
+    /// Rows of a block at most, in the BatchedExperts format.
+    max_rows: Option<usize>,
 }
 
 const NAME: &str = "legacy experts";
@@ -72,8 +71,19 @@ impl ExpertLoop {
             activation,
             segments: None,
             format: ActivationFormat::Standard,
-            limits: None,
+            max_rows: None,
         })
+    }
+
+    /// Experts whose matrices are parts of the packs.
+    pub(super) fn of_packs(weights: &ExpertWeights, activation: Activation) -> Result<Self> {
+        let ExpertsShape { num_local_experts, intermediate_size: i, .. } = weights.shape();
+        let expert = |slot| {
+            let (w13, down) = (weights.w13().get(slot)?, weights.w2().get(slot)?);
+            Ok(ExpertMlp { gate: w13.narrow(0, 0, i)?, up: w13.narrow(0, i, i)?, down })
+        };
+        let experts = (0..num_local_experts).map(expert).collect::<Result<_>>()?;
+        Self::new(experts, weights.shape(), activation)
     }
 
     /// Makes these the parts of experts that ranks cut along their intermediate size.
@@ -82,14 +92,14 @@ impl ExpertLoop {
         Self { segments: (local < shard.segments).then_some(local), ..self }
     }
 
-    /// The same experts for rows in this format, of which the BatchedExperts format has limits.
-    pub(crate) fn with_format(self, format: ActivationFormat, limits: Option<BatchLimits>) -> Self {
-        Self { format, limits, ..self }
+    /// The same experts for rows in this format; blocks of the BatchedExperts format have at most `max_rows` rows.
+    pub(crate) fn with_format(self, format: ActivationFormat, max_rows: Option<usize>) -> Self {
+        Self { format, max_rows, ..self }
     }
 
     /// Runs every expert here that a slot names. `out` [S, T, K, H] f32 gets their unweighted rows, S
     /// sums of each where the experts are cut and else one; rows without an expert here become zero.
-    pub(super) fn slots_into(
+    fn slots_into(
         &self,
         hidden: View,
         topk_ids: View,
@@ -189,17 +199,12 @@ impl Experts for ExpertLoop {
         self.shape
     }
 
-    /// What the grouped products on the CPU take.
-    fn supports(&self, spec: &ExpertsSpec) -> std::result::Result<(), Reason> {
-        if self.limits.is_some() { Backend::CpuBatched } else { Backend::Cpu }.supports(spec)
+    fn max_rows(&self) -> Option<usize> {
+        self.max_rows
     }
 
-    fn max_num_tokens(&self) -> Option<usize> {
-        self.limits.map(|limits| limits.max_num_tokens)
-    }
-
-    fn num_dispatchers(&self) -> Option<usize> {
-        self.limits.map(|limits| limits.num_dispatchers)
+    fn products(&self) -> &'static str {
+        "dense products, one expert after the other"
     }
 
     fn segments(&self) -> Option<usize> {
@@ -212,7 +217,7 @@ impl Experts for ExpertLoop {
             .with(DType::F32, &[max_tokens, i])?
             .with(DType::F32, &[max_tokens, i])?
             .with(dtype, &[max_tokens, i])?;
-        if self.limits.is_some() {
+        if self.format == ActivationFormat::BatchedExperts {
             return Ok(one_expert);
         }
         one_expert

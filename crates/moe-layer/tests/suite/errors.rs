@@ -2,8 +2,8 @@
 
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
-    Activation, BatchLimits, DType, Device, Experts, GatedMlp, LocalExperts, NoEp, PrepareFinalize, Router,
-    RouterConfig, RouterParams, SharedExperts, SparseMoeBlock, build_batched_experts, select_backend,
+    Activation, DType, Device, Experts, GatedMlp, LocalExperts, NoEp, PrepareFinalize, Router, RouterConfig,
+    RouterParams, SharedExperts, SparseMoeBlock, build_batched_experts, select_backend,
 };
 
 use crate::reference::{Problem, example};
@@ -67,7 +67,7 @@ fn parts_that_do_not_fit_are_refused_by_name() {
         // The row limits.
         (
             Parts::batched(&p, 5, None),
-            &["cpu_batched uses the BatchedExperts format and must be given max_num_tokens", "None and None"],
+            &["cpu_batched takes the BatchedExperts format and must be told the most rows"],
         ),
         (Parts::batched(&p, 5, Some(4)), &["NoEp batched fills up to 5 rows", "cpu_batched was built for 4"]),
         // Who applies the router weight.
@@ -183,11 +183,10 @@ fn inputs_that_do_not_fit_are_refused() -> Result<()> {
 }
 
 #[test]
-fn standard_experts_cannot_be_given_limits() -> Result<()> {
+fn standard_experts_cannot_be_given_a_limit() -> Result<()> {
     let p = example(DType::F32);
     let selection = select_backend(&p.weights()?.spec(Activation::SwiGlu, 2), None)?;
-    let limits = BatchLimits { max_num_tokens: 4, num_dispatchers: 2 };
-    let e = message(build_batched_experts(&selection, p.weights()?, limits));
-    assert!(e.contains("cpu experts take the Standard format") && e.contains("max_num_tokens: 4"), "{e}");
+    let e = message(build_batched_experts(&selection, p.weights()?, 8));
+    assert!(e.contains("cpu experts take the Standard format, whose rows have no limit"), "{e}");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The loop behind dispatch: over ranks and in chunks it has the bits of the loop on one rank.
+//! The loop over ranks and in chunks: it has the bits of the loop on one rank in one pass.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -7,10 +7,10 @@ use candle_nn::VarBuilder;
 use moe_comm::{DeepEpMode, EpBackend, ParallelConfig, ParallelGroups, run_ranks};
 use moe_experts::Experts;
 use moe_layer::candle::{Result, Tensor};
-use moe_layer::legacy::{ExpertLoop, ExpertMlp, MoeMlp};
+use moe_layer::legacy::{ExpertLoop, ExpertMlp};
 use moe_layer::{
-    Activation, ActivationFormat, BlockContext, BlockOptions, Buffer, ChunkedMoe, DType, Device, Exec,
-    ExpertsShape, MoePath, RouterConfig, SparseLayer, StepContext, TensorView,
+    Activation, ActivationFormat, BlockContext, Buffer, ChunkedMoe, DType, Device, Exec, ExpertsShape,
+    MoePath, RouterConfig, TensorView, load_layer_on,
 };
 
 use crate::loading::{checkpoint, options};
@@ -32,20 +32,10 @@ fn layouts(p: &Problem) -> Result<[VarBuilder<'static>; 2]> {
 
 /// The layer's output for some rows.
 fn layer(p: &Problem, context: &BlockContext, vb: &VarBuilder, x: &Tensor) -> Result<Vec<u32>> {
-    let (layer, selection) =
-        SparseLayer::load_on(MoePath::Legacy, &options(p), context, vb.pp("gate"), vb.pp("experts"), None)?;
-    assert!(selection.is_none() && layer.block().is_some_and(|b| b.experts_name() == "legacy experts"));
-    let mut out = Buffer::zeros(p.dtype, x.dims())?;
-    let (step, ex) = (&mut StepContext::default(), &mut Exec::cpu());
-    layer.forward_as_into(
-        moe_layer::MoeForm::Modular,
-        TensorView::new(x)?.view()?,
-        out.view_mut(),
-        &mut |_| Ok(()),
-        step,
-        ex,
-    )?;
-    out.into_tensor().map(|out| bits(&out))
+    let (gate, experts) = (vb.pp("gate"), vb.pp("experts"));
+    let (block, selection) = load_layer_on(MoePath::Legacy, &options(p), context, gate, experts)?;
+    assert!(selection.is_none() && block.experts_name() == "legacy experts");
+    block.forward(x).map(|out| bits(&out))
 }
 
 #[test]
@@ -66,7 +56,7 @@ fn ranks_have_the_bits_of_one() -> Result<()> {
         let p = problem((6, 24, 16, 9), config, None, dtype, 5);
         let x = p.rows()?;
         for vb in layouts(&p)? {
-            let want = bits(&MoeMlp::load(&options(&p), vb.pp("gate"), vb.pp("experts"))?.forward(&x)?);
+            let want = layer(&p, &BlockContext::default(), &vb, &x)?;
             for (parallel, chunk) in cases.iter().flat_map(|p| [(p, None), (p, NonZeroUsize::new(2))]) {
                 let results = run_ranks(parallel.world_size()?, |rank, comm| {
                     let geometry = parallel.geometry(rank)?;
@@ -92,7 +82,7 @@ fn ranks_have_the_bits_of_one() -> Result<()> {
 fn chunks_on_one_rank_have_the_bits_of_one_pass() -> Result<()> {
     let p = example(DType::BF16);
     let (x, [vb, _]) = (p.rows()?, layouts(&p)?);
-    let want = bits(&MoeMlp::load(&options(&p), vb.pp("gate"), vb.pp("experts"))?.forward(&x)?);
+    let want = layer(&p, &BlockContext::default(), &vb, &x)?;
     let chunked_moe = ChunkedMoe::of_size(NonZeroUsize::MIN);
     let context = BlockContext { chunked_moe, ..BlockContext::default() };
     assert_eq!(layer(&p, &context, &vb, &x)?, want);
@@ -135,23 +125,5 @@ fn rows_without_an_expert_here_become_zero() -> Result<()> {
     let e = message(ExpertLoop::new(vec![one.clone(), one], shape, Activation::SwiGlu));
     assert!(e.contains("expected 1 experts, got 2"), "{e}");
     assert_eq!(experts.activation_format(), ActivationFormat::Standard);
-    Ok(())
-}
-
-#[test]
-fn what_only_the_fused_path_has_is_refused_on_ranks_too() -> Result<()> {
-    let p = example(DType::F32);
-    let [vb, _] = layouts(&p)?;
-    let chunked_moe = ChunkedMoe::of_size(NonZeroUsize::MIN);
-    let context = BlockContext { chunked_moe, ..BlockContext::default() };
-    let refused = |options: BlockOptions| {
-        let (gate, experts) = (vb.pp("gate"), vb.pp("experts"));
-        message(SparseLayer::load_on(MoePath::Legacy, &options, &context, gate, experts, None))
-    };
-    let e = refused(BlockOptions { backend: Some("cpu".into()), ..options(&p) });
-    assert!(e.contains("no backends") && e.contains("cpu"), "{e}");
-    let router = RouterConfig { num_zero_experts: 2, ..p.config.clone() };
-    let e = refused(BlockOptions { router, ..options(&p) });
-    assert!(e.contains("does not support zero experts"), "{e}");
     Ok(())
 }

@@ -7,8 +7,8 @@ use moe_comm::{Communicator, ExpertLayout, ExpertPlacement, SelfComm};
 use moe_dispatch::{EpRanks, OverRanks};
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
-    Activation, BackendSelection, BatchLimits, DType, Device, ExpertWeights, Experts, GatedMlp, LocalExperts,
-    NoEp, PrepareFinalize, Router, RouterConfig, RouterParams, SharedExperts, SparseMoeBlock, WhoAdds,
+    Activation, BackendSelection, DType, Device, ExpertWeights, Experts, GatedMlp, LocalExperts, NoEp,
+    PrepareFinalize, Router, RouterConfig, RouterParams, SharedExperts, SparseMoeBlock, WhoAdds,
     build_batched_experts, build_experts, select_backend,
 };
 use moe_layer::{ActivationFormat, ExpertsSpec};
@@ -87,15 +87,12 @@ impl Problem {
         build_experts(&self.selection(ActivationFormat::Standard)?, self.weights()?)
     }
 
-    /// Experts for blocks of at most `max_num_tokens` rows; without it they state no limits.
-    pub fn batched_experts(&self, max_num_tokens: Option<usize>) -> Result<Box<dyn Experts>> {
+    /// Experts for blocks of at most `max_rows` rows; without it they state no limit.
+    pub fn batched_experts(&self, max_rows: Option<usize>) -> Result<Box<dyn Experts>> {
         let selection = self.selection(ActivationFormat::BatchedExperts)?;
-        match max_num_tokens {
+        match max_rows {
             None => build_experts(&selection, self.weights()?),
-            Some(max_num_tokens) => {
-                let limits = BatchLimits { max_num_tokens, num_dispatchers: 1 };
-                build_batched_experts(&selection, self.weights()?, limits)
-            }
+            Some(rows) => build_batched_experts(&selection, self.weights()?, rows),
         }
     }
 
@@ -118,8 +115,13 @@ impl Problem {
 
     /// The block without dispatch.
     pub fn standard(&self) -> Result<SparseMoeBlock> {
+        self.standard_with(self.standard_experts()?)
+    }
+
+    /// The same with other experts.
+    pub fn standard_with(&self, experts: Box<dyn Experts>) -> Result<SparseMoeBlock> {
         let prepare = NoEp::new().with_router_weight_on_input(self.config.apply_router_weight_on_input);
-        self.block(Box::new(prepare), self.standard_experts()?)
+        self.block(Box::new(prepare), experts)
     }
 
     /// The same through the BatchedExperts format, with room for every token in one expert.
