@@ -29,20 +29,12 @@ pub fn broadcast_bytes(comm: &dyn Communicator, root: usize, bytes: &[u8]) -> Re
     Ok(all)
 }
 
-/// Every rank's `bytes`, in rank order, on every rank.
+/// Every rank's `bytes`, in rank order, on every rank. `ex` is the context that the communicator's exchanges of host
+/// memory run in.
 ///
 /// # Errors
 /// More than 64 MiB of one rank; whatever fails a collective.
-pub fn all_gather_bytes(comm: &dyn Communicator, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-    all_gather_bytes_on(comm, bytes, &mut Exec::cpu())
-}
-
-/// The same in the context that the communicator's exchanges of host memory run in.
-pub(crate) fn all_gather_bytes_on(
-    comm: &dyn Communicator,
-    bytes: &[u8],
-    ex: &mut Exec,
-) -> Result<Vec<Vec<u8>>> {
+pub fn all_gather_bytes(comm: &dyn Communicator, bytes: &[u8], ex: &mut Exec) -> Result<Vec<Vec<u8>>> {
     let size = comm.world_size();
     let mut lens = vec![0i64; size];
     comm.all_gather(View::new(&[bytes.len() as i64], &[1])?, ViewMut::new(&mut lens, &[size])?, ex)?;

@@ -7,7 +7,7 @@ use std::fmt;
 
 use candle_core::DType;
 use moe_kernels::Dims;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 use crate::communicator::{Collective, ReduceOp};
 
@@ -83,12 +83,14 @@ impl fmt::Debug for Counts {
 }
 
 /// A rank's entry into a collective.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Call {
     pub op: Op,
     pub reduce: Option<ReduceOp>,
+    #[serde(with = "by_name")]
     pub dtype: Option<DType>,
     /// The dims that must agree: all of them, or the row dims where the rows may differ.
+    #[serde(with = "by_list")]
     pub dims: Option<Dims>,
     pub root: Option<usize>,
     pub counts: Counts,
@@ -98,6 +100,34 @@ impl Call {
     /// A call without data.
     pub(crate) fn bare(op: Op) -> Self {
         Self { op, reduce: None, dtype: None, dims: None, root: None, counts: Counts::None }
+    }
+}
+
+/// A dtype as its name.
+mod by_name {
+    use super::*;
+
+    pub fn serialize<S: Serializer>(dtype: &Option<DType>, to: S) -> Result<S::Ok, S::Error> {
+        dtype.map(|dtype| dtype.as_str()).serialize(to)
+    }
+
+    pub fn deserialize<'d, D: Deserializer<'d>>(from: D) -> Result<Option<DType>, D::Error> {
+        let name: Option<String> = Deserialize::deserialize(from)?;
+        name.map(|name| name.parse().map_err(D::Error::custom)).transpose()
+    }
+}
+
+/// Dims as a list.
+mod by_list {
+    use super::*;
+
+    pub fn serialize<S: Serializer>(dims: &Option<Dims>, to: S) -> Result<S::Ok, S::Error> {
+        dims.as_deref().serialize(to)
+    }
+
+    pub fn deserialize<'d, D: Deserializer<'d>>(from: D) -> Result<Option<Dims>, D::Error> {
+        let dims: Option<Vec<usize>> = Deserialize::deserialize(from)?;
+        dims.map(|dims| Dims::new(&dims).map_err(D::Error::custom)).transpose()
     }
 }
 

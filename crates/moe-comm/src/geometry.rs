@@ -69,29 +69,6 @@ impl Default for Geometry {
     }
 }
 
-impl Geometry {
-    /// Ranks that split one copy of the model and see the same tokens, ascending.
-    pub fn tp_group(&self) -> Vec<usize> {
-        (0..self.tp_size).map(|t| self.dp_rank * self.tp_size + t).collect()
-    }
-
-    /// Ranks that hold the same slice of the model for different requests, ascending.
-    pub fn dp_group(&self) -> Vec<usize> {
-        (0..self.dp_size).map(|d| d * self.tp_size + self.tp_rank).collect()
-    }
-
-    /// Ranks among which experts are spread, ascending; only this rank when `ep_size` is 1.
-    pub fn ep_group(&self) -> Vec<usize> {
-        if self.ep_size == 1 { vec![self.rank] } else { (0..self.world_size).collect() }
-    }
-
-    /// Ranks that split one expert's intermediate size, ascending; only this rank with expert
-    /// parallelism.
-    pub fn moe_tp_group(&self) -> Vec<usize> {
-        if self.moe_tp_size == 1 { vec![self.rank] } else { self.tp_group() }
-    }
-}
-
 /// The communicators of a geometry's groups. Cloning shares them.
 #[derive(Clone, Debug)]
 pub struct ParallelGroups {

@@ -21,40 +21,83 @@ pub enum EpBackend {
     DeepEp,
 }
 
+/// Which rank owns which expert.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ExpertPlacement {
+    /// Runs of neighbouring experts; the first `P % ep` ranks own one more.
+    #[default]
+    Linear,
+    /// Rank r owns experts r, r + ep, r + 2 ep, ...
+    RoundRobin,
+}
+
+/// The form of the all-to-all backend (DeepEP's two families of kernels).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum DeepEpMode {
+    /// Low latency for decode steps, high throughput for the others.
+    #[default]
+    Auto,
+    /// Exact counts, Standard activation format.
+    HighThroughput,
+    /// A fixed maximum per rank, BatchedExperts activation format.
+    LowLatency,
+}
+
+/// Names of a choice's variants, each with its aliases. `what` is chosen, for errors.
+macro_rules! names {
+    ($type:ident, $what:literal, $($variant:ident = $name:literal $(| $alias:literal)*),+) => {
+        impl $type {
+            /// Every choice.
+            pub const ALL: [Self; [$($name),+].len()] = [$(Self::$variant),+];
+
+            /// The canonical name.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $name),+
+                }
+            }
+        }
+
+        impl fmt::Display for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+
+        impl FromStr for $type {
+            type Err = GeometryError;
+
+            fn from_str(name: &str) -> Result<Self, GeometryError> {
+                match normalized(name).as_str() {
+                    $($name $(| $alias)* => Ok(Self::$variant),)+
+                    _ => Err(unknown($what, name, &[$($name),+])),
+                }
+            }
+        }
+    };
+}
+
+names!(
+    EpBackend,
+    "MoE backend",
+    Disabled = "disabled" | "" | "0" | "none" | "off" | "standard",
+    LocalAllreduce = "local_allreduce" | "local_all_reduce" | "tp_ep" | "vllm_tp" | "dp1",
+    AllgatherReducescatter = "allgather_reducescatter" | "naive" | "ag_rs" | "all_gather_reduce_scatter",
+    DeepEp = "deepep" | "deep_ep"
+);
+names!(ExpertPlacement, "expert placement", Linear = "linear", RoundRobin = "round_robin");
+names!(
+    DeepEpMode,
+    "DeepEP mode",
+    Auto = "auto",
+    HighThroughput = "high_throughput",
+    LowLatency = "low_latency"
+);
+
 impl EpBackend {
-    /// Every backend.
-    pub const ALL: [EpBackend; 4] =
-        [Self::Disabled, Self::LocalAllreduce, Self::AllgatherReducescatter, Self::DeepEp];
-
-    /// The canonical name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Disabled => "disabled",
-            Self::LocalAllreduce => "local_allreduce",
-            Self::AllgatherReducescatter => "allgather_reducescatter",
-            Self::DeepEp => "deepep",
-        }
-    }
-
-    /// Other names that mean this backend.
-    pub fn aliases(self) -> &'static [&'static str] {
-        match self {
-            Self::Disabled => &["", "0", "none", "off", "standard"],
-            Self::LocalAllreduce => &["local_all_reduce", "tp_ep", "vllm_tp", "dp1"],
-            Self::AllgatherReducescatter => &["naive", "ag_rs", "all_gather_reduce_scatter"],
-            Self::DeepEp => &["deep_ep"],
-        }
-    }
-
     /// Whether this backend exchanges rows between expert-parallel ranks.
     pub fn is_expert_parallel(self) -> bool {
         self != Self::Disabled
-    }
-}
-
-impl fmt::Display for EpBackend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 
@@ -88,102 +131,11 @@ impl FromStr for EpBackendChoice {
     type Err = GeometryError;
 
     fn from_str(name: &str) -> Result<Self, GeometryError> {
-        let key = normalized(name);
-        if key == "auto" {
+        if normalized(name) == "auto" {
             return Ok(Self::Auto);
         }
-        match EpBackend::ALL.into_iter().find(|b| b.name() == key || b.aliases().contains(&key.as_str())) {
-            Some(backend) => Ok(Self::Explicit(backend)),
-            None => {
-                let names = EpBackend::ALL.map(EpBackend::name).join(", ");
-                Err(unknown("MoE backend", name, format!("auto, {names}")))
-            }
-        }
-    }
-}
-
-/// Which rank owns which expert.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum ExpertPlacement {
-    /// Runs of neighbouring experts; the first `P % ep` ranks own one more.
-    #[default]
-    Linear,
-    /// Rank r owns experts r, r + ep, r + 2 ep, ...
-    RoundRobin,
-}
-
-impl ExpertPlacement {
-    /// Every placement.
-    pub const ALL: [ExpertPlacement; 2] = [Self::Linear, Self::RoundRobin];
-
-    /// The name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Linear => "linear",
-            Self::RoundRobin => "round_robin",
-        }
-    }
-}
-
-impl fmt::Display for ExpertPlacement {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for ExpertPlacement {
-    type Err = GeometryError;
-
-    fn from_str(name: &str) -> Result<Self, GeometryError> {
-        let key = normalized(name);
-        Self::ALL
-            .into_iter()
-            .find(|p| p.name() == key)
-            .ok_or_else(|| unknown("expert placement", name, Self::ALL.map(Self::name).join(", ")))
-    }
-}
-
-/// The form of the all-to-all backend (DeepEP's two families of kernels).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum DeepEpMode {
-    /// Low latency for decode steps, high throughput for the others.
-    #[default]
-    Auto,
-    /// Exact counts, Standard activation format.
-    HighThroughput,
-    /// A fixed maximum per rank, BatchedExperts activation format.
-    LowLatency,
-}
-
-impl DeepEpMode {
-    /// Every mode.
-    pub const ALL: [DeepEpMode; 3] = [Self::Auto, Self::HighThroughput, Self::LowLatency];
-
-    /// The name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::HighThroughput => "high_throughput",
-            Self::LowLatency => "low_latency",
-        }
-    }
-}
-
-impl fmt::Display for DeepEpMode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for DeepEpMode {
-    type Err = GeometryError;
-
-    fn from_str(name: &str) -> Result<Self, GeometryError> {
-        let key = normalized(name);
-        Self::ALL
-            .into_iter()
-            .find(|m| m.name() == key)
-            .ok_or_else(|| unknown("DeepEP mode", name, Self::ALL.map(Self::name).join(", ")))
+        let names = [&["auto"], &EpBackend::ALL.map(EpBackend::name)[..]].concat();
+        name.parse().map(Self::Explicit).map_err(|_| unknown("MoE backend", name, &names))
     }
 }
 
@@ -191,6 +143,6 @@ fn normalized(name: &str) -> String {
     name.trim().to_ascii_lowercase().replace('-', "_")
 }
 
-fn unknown(what: &'static str, got: &str, expected: String) -> GeometryError {
-    GeometryError(format!("unknown {what} {got:?}; expected one of {expected}"))
+fn unknown(what: &str, got: &str, expected: &[&str]) -> GeometryError {
+    GeometryError(format!("unknown {what} {got:?}; expected one of {}", expected.join(", ")))
 }

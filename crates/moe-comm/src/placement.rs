@@ -5,8 +5,6 @@
 
 use std::ops::Range;
 
-use moe_kernels::View;
-
 use crate::error::{GeometryError, refuse};
 use crate::geometry::Geometry;
 use crate::names::ExpertPlacement;
@@ -79,11 +77,6 @@ impl ExpertLayout {
     /// Number of experts on this rank, possibly 0.
     pub fn num_local_experts(&self) -> usize {
         self.local_experts.len()
-    }
-
-    /// `expert_map` as a view `[P]` i32, the form that dispatch and alignment take.
-    pub fn expert_map_view(&self) -> candle_core::Result<Option<View<'_>>> {
-        self.expert_map.as_ref().map(|map| View::new(map, &[map.len()])).transpose()
     }
 }
 

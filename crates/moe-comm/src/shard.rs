@@ -41,12 +41,6 @@ pub struct HeadShard {
 }
 
 impl Geometry {
-    /// The rank's rows of a column-parallel weight (gate_up_proj and the like) with `size` rows.
-    /// `what` names the size in the error.
-    pub fn column_shard(&self, what: &'static str, size: usize) -> Result<Range<usize>, GeometryError> {
-        even(what, size, self.tp_size, self.tp_rank, "")
-    }
-
     /// The rank's part of the reduced size of a row-parallel product over tp (o_proj, a dense
     /// or shared expert's down_proj). `what` names the size in the error.
     pub fn row_shard(&self, what: &'static str, size: usize) -> Result<RowShard, GeometryError> {

@@ -13,7 +13,7 @@ use moe_kernels::{Exec, View, ViewMut};
 
 use super::memory::{Mapping, Owned, Status, group};
 use super::offer::{Answer, Offer, host_id, process_id, refusal};
-use crate::bytes::all_gather_bytes_on;
+use crate::bytes::all_gather_bytes;
 use crate::communicator::Communicator;
 
 /// Small all-reduces, all-gathers and reduce-scatters by kernels that write to each other's memory, for the ranks of one host.
@@ -222,7 +222,7 @@ fn exchange<T: serde::Serialize + serde::de::DeserializeOwned>(
     wire: &mut Exec,
 ) -> Result<Vec<T>> {
     let bytes = postcard::to_allocvec(mine).map_err(Error::wrap)?;
-    let all = all_gather_bytes_on(comm, &bytes, wire)?;
+    let all = all_gather_bytes(comm, &bytes, wire)?;
     all.iter().map(|bytes| postcard::from_bytes(bytes).map_err(Error::wrap)).collect()
 }
 

@@ -10,7 +10,7 @@ use moe_kernels::{Exec, Scratch, View};
 use crate::call::Call;
 use crate::check::Place;
 use crate::communicator::Communicator;
-use crate::round::wait::{DEFAULT_TIMEOUT, Outcome, Stop, Wait};
+use crate::round::wait::{Outcome, Stop, Wait};
 use crate::round::{Give, Posts, Rounds, copied, label};
 use crate::run::{Supervised, Supervisor};
 use crate::socket::frame::{self, Outgoing, PostHead};
@@ -40,20 +40,11 @@ pub struct SocketComm {
 
 impl SocketComm {
     /// The ranks 0..n of a new world in this process, over the loopback interface, to be moved to a
-    /// thread each: for tests and for measuring. They wait [`DEFAULT_TIMEOUT`] for each other.
+    /// thread each: for tests and for measuring. They wait `timeout` for each other in one collective.
     ///
     /// # Errors
     /// The loopback interface or the system's limit of open files.
-    pub fn loopback(n: usize) -> Result<Vec<SocketComm>> {
-        Self::loopback_with_timeout(n, DEFAULT_TIMEOUT)
-    }
-
-    /// Like [`loopback`](Self::loopback), with the time that a rank waits for the others in one
-    /// collective.
-    ///
-    /// # Errors
-    /// The loopback interface or the system's limit of open files.
-    pub fn loopback_with_timeout(n: usize, timeout: Duration) -> Result<Vec<SocketComm>> {
+    pub fn loopback(n: usize, timeout: Duration) -> Result<Vec<SocketComm>> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         let mut streams: Vec<Vec<Option<TcpStream>>> =
             (0..n).map(|_| (0..n).map(|_| None).collect()).collect();
@@ -101,18 +92,18 @@ impl SocketComm {
     }
 
     /// Sends what each of the others needs; what this rank needs itself.
-    fn give(&self, call: &Call, give: Give<'_>, ex: &Exec) -> Outcome<(Option<Scratch>, PostHead)> {
+    fn give(&self, call: Call, give: Give<'_>, ex: &Exec) -> Outcome<Post> {
         let local = |e| self.local(&e);
-        let mut head = PostHead::new(call);
+        let mut head = PostHead { call, split: None, rows: None };
         if let Give::Split { color, key } = give {
             head.split = Some((color, key, self.world().new_group()));
         }
         let own = match &give {
             Give::Rows(rows, parts) => {
                 let own = parts.of(*rows, self.rank).map_err(local)?;
-                Some(copied(own, ex).map_err(local)?)
+                Rows::Own(copied(own, ex).map_err(local)?)
             }
-            _ => None,
+            _ => Rows::Sent(Vec::new()),
         };
         for (rank, to) in self.others() {
             let data = match &give {
@@ -123,10 +114,9 @@ impl SocketComm {
                 }
                 _ => &[],
             };
-            let frame = Outgoing::post(self.group, &head, data).map_err(local)?;
-            self.world().send(to, &frame)?;
+            self.world().send(to, &Outgoing::post(self.group, &head), data)?;
         }
-        Ok((own, head))
+        Ok(Post { head, rows: own })
     }
 }
 
@@ -147,7 +137,7 @@ impl Rounds for SocketComm {
             return Err(Stop::Failed);
         }
         let op = call.op;
-        let (rows, head) = self.give(&call, give, ex)?;
+        let given = self.give(call, give, ex)?;
         let (failed, label) = (|| world.failure().is_some(), |ranks: &[usize]| self.label(ranks));
         let wait = Wait { op, why: "for", timeout: world.timeout, failed: &failed, label: &label };
         let arrived = wait.until(
@@ -155,23 +145,16 @@ impl Rounds for SocketComm {
             |inbox| inbox.take_posts(group, members, own),
             |inbox| inbox.absent(group, members, own),
         )?;
-        let mut posts = Vec::with_capacity(members.len());
-        for (head, data) in arrived {
-            let call = head.call().map_err(|e| self.local(&e))?;
-            posts.push(Post {
-                call,
-                split: head.split,
-                rows: head.rows.map_or(Rows::None, |dims| Rows::Sent(dims, data)),
-            });
-        }
-        posts.insert(own, Post { call, split: head.split, rows: rows.map_or(Rows::None, Rows::Own) });
+        let mut posts: Vec<Post> =
+            arrived.into_iter().map(|(head, data)| Post { head, rows: Rows::Sent(data) }).collect();
+        posts.insert(own, given);
         Ok(Received(posts))
     }
 
     fn end(&self, _: Received) {}
 
     fn join(&self, posts: &Received, members: &[usize], own: usize) -> Result<Arc<dyn Communicator>> {
-        let leader = members.first().and_then(|&leader| posts.0.get(leader)?.split);
+        let leader = members.first().and_then(|&leader| posts.0.get(leader)?.head.split);
         let Some((_, _, group)) = leader else { bail!("the split lost its first rank") };
         let members = members.iter().filter_map(|&rank| self.members.get(rank).copied()).collect();
         let (member, turn) = (self.member.clone(), Mutex::new(()));
@@ -195,33 +178,32 @@ impl Rounds for SocketComm {
 pub(crate) struct Received(Vec<Post>);
 
 struct Post {
-    call: Call,
-    split: Option<(usize, usize, u64)>,
+    head: PostHead,
     rows: Rows,
 }
 
 enum Rows {
-    None,
     Own(Scratch),
-    /// Dims and elements.
-    Sent(Vec<usize>, Vec<u64>),
+    /// Elements, if the head has dims of rows.
+    Sent(Vec<u64>),
 }
 
 impl Posts for Received {
     fn calls(&self) -> Vec<&Call> {
-        self.0.iter().map(|post| &post.call).collect()
+        self.0.iter().map(|post| &post.head.call).collect()
     }
 
     fn rows(&self, from: usize) -> Result<View<'_>> {
-        match self.0.get(from).map(|post| (&post.rows, post.call.dtype)) {
-            Some((Rows::Own(rows), _)) => Ok(rows.view()),
-            Some((Rows::Sent(dims, data), Some(dtype))) => frame::view(dtype, dims, data),
+        let Some(Post { head, rows }) = self.0.get(from) else { bail!("there is no rank {from}") };
+        match (rows, head.call.dtype, &head.rows) {
+            (Rows::Own(rows), ..) => Ok(rows.view()),
+            (Rows::Sent(data), Some(dtype), Some(dims)) => frame::view(dtype, dims, data),
             _ => bail!("a rank sent no rows"),
         }
     }
 
     fn split(&self, from: usize) -> Result<(usize, usize)> {
-        match self.0.get(from).and_then(|post| post.split) {
+        match self.0.get(from).and_then(|post| post.head.split) {
             Some((color, key, _)) => Ok((color, key)),
             None => bail!("a rank sent no colour"),
         }
@@ -244,10 +226,10 @@ impl Drop for SocketComm {
             return world.fail(format!("{} panicked", self.name()));
         }
         if !std::thread::panicking() && world.failure().is_none() {
-            let leave = Outgoing::leave(self.group);
+            let leave = Outgoing::Leave { group: self.group };
             for (_, to) in self.others() {
                 // Whoever cannot be told sees the connection close.
-                let _ = world.send(to, &leave);
+                let _ = world.send(to, &leave, &[]);
             }
         }
         crate::round::lock(&world.inbox).forget(self.group);

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 const MAGIC: &[u8; 8] = b"moe-comm";
 /// Changes with everything that processes say to each other.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Elements travel as they lie in memory.
 const BYTE_ORDER: u32 = 0x0102_0304;
 /// The addresses of the largest world.

@@ -117,7 +117,7 @@ mod tests {
     #[test]
     fn what_waits_is_bounded() {
         let mut inbox = Inbox::new(2);
-        let post = || (PostHead::new(&Call::bare(Op::Barrier)), Vec::new());
+        let post = || (PostHead { call: Call::bare(Op::Barrier), split: None, rows: None }, Vec::new());
         assert!(inbox.post(0, 1, post()).is_ok() && inbox.post(0, 1, post()).is_ok());
         assert!(inbox.post(0, 1, post()).unwrap_err().contains("2 rounds are open"));
         assert!(inbox.post(9, 1, post()).is_ok());

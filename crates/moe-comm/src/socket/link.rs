@@ -51,9 +51,9 @@ impl Link {
     }
 
     /// Writes a frame.
-    pub fn send(&self, frame: &Outgoing) -> io::Result<()> {
+    pub fn send(&self, frame: &Outgoing, data: &[u8]) -> io::Result<()> {
         let _writing = lock(&self.writing);
-        frame.write(&mut &self.stream)
+        frame.write(data, &mut &self.stream)
     }
 
     /// Writes a last frame, if that is possible soon, and closes for writing.
@@ -65,7 +65,7 @@ impl Link {
                 Ok(_) | Err(TryLockError::Poisoned(_)) => {
                     // A rank that is gone needs no words.
                     let _ = self.stream.set_write_timeout(Some(LAST_WORDS));
-                    let _ = frame.write(&mut &self.stream);
+                    let _ = frame.write(&[], &mut &self.stream);
                     break;
                 }
             }

@@ -25,7 +25,7 @@ impl Messages {
         if world.failure().is_some() {
             return Err(world.error());
         }
-        world.send(to, &Outgoing::message(message)?).map_err(|stop| {
+        world.send(to, &Outgoing::Message(Vec::new()), message).map_err(|stop| {
             if let Stop::Cause(cause) = stop {
                 world.fail(cause);
             }

@@ -106,9 +106,9 @@ impl World {
     }
 
     /// Writes a frame to a rank. One that has left in order gets nothing: who waits for it learns that.
-    pub fn send(&self, to: usize, frame: &Outgoing) -> Outcome<()> {
+    pub fn send(&self, to: usize, frame: &Outgoing, data: &[u8]) -> Outcome<()> {
         let Some(link) = self.links.get(to).and_then(Option::as_ref) else { return Ok(()) };
-        let Err(e) = link.send(frame) else { return Ok(()) };
+        let Err(e) = link.send(frame, data) else { return Ok(()) };
         // Mostly the rank has failed, and says so in a frame that is on its way.
         let start = Instant::now();
         let mut inbox = lock(&self.inbox);
@@ -138,7 +138,7 @@ impl World {
         lock(&self.inbox).over = true;
         self.changed.notify_all();
         if self.failure().is_none() {
-            self.last_words(&Outgoing::bye());
+            self.last_words(&Outgoing::Bye);
         }
     }
 

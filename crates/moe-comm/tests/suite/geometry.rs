@@ -42,15 +42,6 @@ fn coordinates() {
 }
 
 #[test]
-fn groups() {
-    let g = config(2, 3, true).geometry(3).unwrap();
-    assert_eq!((g.tp_group(), g.dp_group()), (vec![2, 3], vec![1, 3, 5]));
-    assert_eq!((g.ep_group(), g.moe_tp_group()), ((0..6).collect(), vec![3]));
-    let g = config(2, 3, false).geometry(3).unwrap();
-    assert_eq!((g.ep_group(), g.moe_tp_group()), (vec![3], vec![2, 3]));
-}
-
-#[test]
 fn auto_picks_by_the_geometry() {
     use EpBackend::*;
     for (tp, dp, ep, expected) in [
@@ -182,10 +173,8 @@ fn placements() {
     let layout = ExpertLayout::new(5, 2, 1, RoundRobin).unwrap();
     assert_eq!(layout.expert_map, Some(vec![-1, 0, -1, 1, -1]));
     assert_eq!(layout.owners, [0, 1, 0, 1, 0]);
-    assert_eq!(layout.expert_map_view().unwrap().unwrap().cpu::<i32>().unwrap(), [-1, 0, -1, 1, -1]);
     let one = ExpertLayout::new(3, 1, 0, Linear).unwrap();
     assert_eq!((one.expert_map.clone(), one.num_experts(), one.num_local_experts()), (None, 3, 3));
-    assert!(one.expert_map_view().unwrap().is_none());
 
     // Only expert parallelism spreads experts.
     let round_robin = |ep| ParallelConfig { placement: RoundRobin, ..config(2, 2, ep) }.geometry(3).unwrap();
@@ -225,7 +214,6 @@ fn expert_intermediate_sizes() {
 #[test]
 fn dense_shards() {
     let g = config(4, 2, true).geometry(6).unwrap();
-    assert_eq!(g.column_shard("the intermediate size", 16), Ok(8..12));
     assert_eq!(g.row_shard("the intermediate size", 16).unwrap().local_segments, 4..6);
     let error = g.row_shard("the intermediate size", 12).unwrap();
     assert_eq!((error.segments, error.range), (4, 6..9));
@@ -235,7 +223,7 @@ fn dense_shards() {
         error,
         "the attention width 36 is added up in 4 segments, which tp 6 does not divide; choose a tp that divides 4"
     );
-    let error = g.column_shard("the intermediate size", 18).unwrap_err().to_string();
+    let error = g.row_shard("the intermediate size", 18).unwrap_err().to_string();
     assert_eq!(error, "the intermediate size 18 is not divisible by tp 4; choose a tp that divides it");
     let rows: Vec<_> = (0..4).map(|r| config(4, 1, false).geometry(r).unwrap().vocab_shard(10)).collect();
     assert_eq!(rows, [0..3, 3..6, 6..8, 8..10]);

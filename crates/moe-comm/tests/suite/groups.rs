@@ -52,7 +52,7 @@ fn split_groups<C: World>(ranks: &[(usize, usize)]) {
     }
 }
 
-/// The groups of a geometry are the ranks that its tables say, for every small geometry.
+/// The groups of a geometry: neighbours share the model, ranks of one place their slice of it.
 fn groups_of_a_geometry<C: World>() {
     for (tp, dp, ep) in [(1, 1, true), (2, 1, false), (2, 2, true), (2, 3, false), (1, 4, true), (3, 2, true)]
     {
@@ -61,10 +61,13 @@ fn groups_of_a_geometry<C: World>() {
             let mut ex = Exec::cpu();
             let geometry = config.geometry(rank)?;
             let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut ex)?;
+            let neighbours: Vec<usize> = (0..tp).map(|t| geometry.dp_rank * tp + t).collect();
+            let strided: Vec<usize> = (0..dp).map(|d| d * tp + geometry.tp_rank).collect();
+            let experts: Vec<usize> = if ep { (0..tp * dp).collect() } else { vec![rank] };
             for (group, expected, own) in [
-                (&groups.tp, geometry.tp_group(), geometry.tp_rank),
-                (&groups.dp, geometry.dp_group(), geometry.dp_rank),
-                (&groups.ep, geometry.ep_group(), geometry.ep_rank),
+                (&groups.tp, neighbours, geometry.tp_rank),
+                (&groups.dp, strided, geometry.dp_rank),
+                (&groups.ep, experts, geometry.ep_rank),
             ] {
                 assert_eq!(group.rank(), own);
                 let members: Vec<usize> =

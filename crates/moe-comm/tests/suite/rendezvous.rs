@@ -157,7 +157,7 @@ fn strangers_are_turned_away() {
         assert!(String::from_utf8_lossy(&answer).contains("does not speak this program's protocol"));
         // A newer version of ours, and a length that lies.
         for (at, word) in [(8, 9u8), (19, 0x7f)] {
-            let mut hello = b"moe-comm\x01\0\0\0\x04\x03\x02\x01\x08\0\0\0".to_vec();
+            let mut hello = b"moe-comm\x02\0\0\0\x04\x03\x02\x01\x08\0\0\0".to_vec();
             hello[at] = word;
             let mut other = connect();
             other.write_all(&hello).unwrap();
@@ -220,7 +220,7 @@ fn blobs_reach_every_rank() {
     let blobs = [b"".to_vec(), vec![7; 100_000], b"id".to_vec()];
     let results = crate::support::run::<SocketComm, _>(3, |rank, comm| {
         let id = broadcast_bytes(&comm, 2, &blobs[rank])?;
-        Ok((id, all_gather_bytes(&comm, &blobs[rank])?))
+        Ok((id, all_gather_bytes(&comm, &blobs[rank], &mut Exec::cpu())?))
     });
     for result in results {
         let (id, all) = result.unwrap();

@@ -28,7 +28,7 @@ impl World for ThreadComm {
 
 impl World for SocketComm {
     fn world_with_timeout(n: usize, timeout: Duration) -> Vec<Self> {
-        SocketComm::loopback_with_timeout(n, timeout).unwrap()
+        SocketComm::loopback(n, timeout).unwrap()
     }
 }
 
