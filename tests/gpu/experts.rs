@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 use moe_comm::{Communicator, ExpertLayout, ExpertPlacement, SelfComm};
-use moe_dispatch::{EpRanks, LocalExperts, NoEp, OverRanks, PrepareFinalize, WhoAdds};
+use moe_dispatch::{EpRanks, LocalExperts, NoEp, OverRanks, PrepareFinalize, Tokens, WhoAdds};
 use moe_experts::{Activation, ActivationFormat, ExpertWeights, Experts, build, build_batched, select};
 use moe_kernels::cuda::{
     ExpertLists, FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into,
@@ -81,7 +81,8 @@ impl Problem {
     fn through(&self, prepare: &dyn PrepareFinalize, experts: &dyn Experts, ex: &mut Exec) -> Buffer {
         let [x, ids, topk_weights] = [&self.x, &self.ids, &self.weights].map(|b| on_device(b, ex));
         let mut out = ex.zeros(self.x.dtype(), self.x.dims()).unwrap();
-        let dispatched = prepare.prepare(x.view(), ids.view(), topk_weights.view(), None, ex).unwrap();
+        let dispatched =
+            prepare.prepare(Tokens::new(x.view(), ids.view(), topk_weights.view()), None, ex).unwrap();
         let mut rows = ex.scratch(DType::F32, &experts.out_dims(&dispatched).unwrap()).unwrap();
         experts.apply(&dispatched, rows.view_mut(), ex).unwrap();
         let strategy = experts.weight_and_reduce();

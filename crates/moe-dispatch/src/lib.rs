@@ -26,6 +26,7 @@ pub use reduce::{CombineArgs, weight_and_reduce_into};
 pub use tensor::{
     AlignedTensors, DispatchedTensors, Dispatcher, group_slots, moe_align_block_size, weight_and_reduce,
 };
+pub use tokens::Tokens;
 
 pub use candle_core as candle;
 pub use moe_comm::{

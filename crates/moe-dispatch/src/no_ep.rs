@@ -79,14 +79,13 @@ impl PrepareFinalize for NoEp {
 
     fn prepare<'a>(
         &'a self,
-        hidden: View<'a>,
-        topk_ids: View<'a>,
-        topk_weights: View<'a>,
+        tokens: Tokens<'a>,
         _: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
-        let tokens = Tokens::check(self.name(), hidden, topk_ids, topk_weights)?;
-        let input = tokens.input_rows(self.router_weight_on_input, ex)?;
+        tokens.check(self.name())?;
+        let input = tokens.input_rows(self.name(), self.router_weight_on_input, ex)?;
+        let Tokens { topk_ids, topk_weights, .. } = tokens;
         let mut dispatched = match (self.max_num_tokens, &self.experts) {
             (Some(max), Some(experts)) => {
                 let batches = batch(input.view(), topk_ids, experts, max, ex)?;

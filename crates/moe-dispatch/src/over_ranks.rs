@@ -277,13 +277,12 @@ impl PrepareFinalize for OverRanks {
 
     fn prepare<'a>(
         &'a self,
-        hidden: View<'a>,
-        topk_ids: View<'a>,
-        topk_weights: View<'a>,
+        tokens: Tokens<'a>,
         agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
-        let tokens = Tokens::check(self.name, hidden, topk_ids, topk_weights)?;
+        tokens.check(self.name)?;
+        let Tokens { hidden, topk_ids: ids, topk_weights: weights } = tokens;
         if let Some(max) = self.max_num_tokens_per_rank().filter(|max| hidden.rows() > *max) {
             bail!(
                 "{}: expected at most {max} tokens per rank, got {}; cut them into chunks or use the mode high_throughput",
@@ -291,12 +290,11 @@ impl PrepareFinalize for OverRanks {
                 hidden.rows()
             )
         }
-        let input = tokens.input_rows(self.router_weight_on_input, ex)?;
+        let input = tokens.input_rows(self.name, self.router_weight_on_input, ex)?;
         let (mut dispatched, back) = match self.is_replicated() {
-            true => self.stay(input, (topk_ids, topk_weights), ex)?,
+            true => self.stay(input, (ids, weights), ex)?,
             false => {
                 let weights_travel = self.who_adds == WhoAdds::ByRank;
-                let (ids, weights) = (topk_ids, topk_weights);
                 let call = Call { op: self.name, input: input.view(), ids, weights, weights_travel };
                 self.travel(&call, agreed, ex)?
             }

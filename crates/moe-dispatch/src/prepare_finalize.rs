@@ -9,7 +9,7 @@ use std::sync::Arc;
 use candle_core::Result;
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
-use crate::LocalExperts;
+use crate::{LocalExperts, Tokens};
 
 /// Who weights and adds the rows that ranks compute for a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,9 +59,7 @@ impl Combine {
 /// # Shapes
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `hidden` | [T, H] model dtype; never written |
-/// | `topk_ids` | [T, K] u32 physical ids, `u32::MAX` = no expert |
-/// | `topk_weights` | [T, K] f32 |
+/// | `tokens` | those of [`Tokens`] |
 /// | `expert_out` | [T', K, H], or [E_local, max_tokens, H] where rows are batched, f32, unweighted (see [`Dispatched`]); [T', H] with `NoOp` |
 /// | `out` | [T, H] model dtype; all of it is written |
 ///
@@ -159,9 +157,7 @@ pub trait PrepareFinalize: Send + Sync {
     /// Wrong dims or dtypes; more tokens or rows than the backend has room for; a rank that died.
     fn prepare<'a>(
         &'a self,
-        hidden: View<'a>,
-        topk_ids: View<'a>,
-        topk_weights: View<'a>,
+        tokens: Tokens<'a>,
         agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>>;

@@ -8,6 +8,7 @@ use moe_kernels::{
 
 use crate::prepare_finalize::PrepareFinalize;
 use crate::reduce::{CombineArgs, weight_and_reduce_into};
+use crate::tokens::Tokens;
 
 /// A backend with the workspace that its calls reuse: dispatch, experts and combine on tensors.
 pub struct Dispatcher {
@@ -61,7 +62,7 @@ impl Dispatcher {
     ) -> Result<Tensor> {
         let tensors = [hidden, topk_ids, topk_weights];
         with_tensors(&self.workspace, tensors, [], |[rows, ids, weights], [], ex| {
-            let dispatched = self.backend.prepare(rows, ids, weights, None, ex)?;
+            let dispatched = self.backend.prepare(Tokens::new(rows, ids, weights), None, ex)?;
             let expert_out = experts(&dispatched_tensors(&dispatched, hidden, ex)?)?.to_dtype(DType::F32)?;
             let mut out = ex.output(rows.dtype(), rows.dims())?;
             with_views([&expert_out], [], |[expert_out], []| {

@@ -13,7 +13,7 @@ use common::Problem;
 use moe_comm::{ExpertPlacement, run_ranks_with};
 use moe_dispatch::candle::{Error, Result};
 use moe_dispatch::{
-    EpRanks, Exec, ExpertLayout, NoEp, OverRanks, PrepareFinalize, ThreadComm, View, ViewMut,
+    EpRanks, Exec, ExpertLayout, NoEp, OverRanks, PrepareFinalize, ThreadComm, Tokens, View, ViewMut,
     WeightAndReduce, WhoAdds,
 };
 use saboteur::{Fault, Saboteur};
@@ -143,12 +143,14 @@ fn wrong_calls_are_refused() -> Result<()> {
     let (rows, weights) = ([1f32; 4], [1f32; 2]);
     let (hidden, weights) = (View::new(&rows, &[2, 2])?, View::new(&weights, &[2, 1])?);
     let ids = [0u32, 2];
-    let e = text(&backend.prepare(hidden, View::new(&ids, &[2, 1])?, weights, None, ex).unwrap_err());
+    let e = text(
+        &backend.prepare(Tokens::new(hidden, View::new(&ids, &[2, 1])?, weights), None, ex).unwrap_err(),
+    );
     assert!(e.contains("deepep high_throughput: expert id 2 is out of range; expected 0..2"), "{e}");
 
     let ids = [0u32, 1];
     let ids = View::new(&ids, &[2, 1])?;
-    let d = backend.prepare(hidden, ids, weights, None, ex)?;
+    let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
     let (y, mut out) = ([0f32; 4], [0f32; 4]);
     let mut finalize = |backend: &dyn PrepareFinalize, d, dims: &[usize], strategy| {
         let out = ViewMut::new(&mut out, &[2, 2]).unwrap();
@@ -162,15 +164,15 @@ fn wrong_calls_are_refused() -> Result<()> {
     let e = finalize(&other, &d, &[2, 1, 2], WeightAndReduce::Delegate);
     assert!(e.contains("were prepared by deepep high_throughput"), "{e}");
     let no_ep = NoEp::new();
-    let plain = no_ep.prepare(hidden, ids, weights, None, ex)?;
+    let plain = no_ep.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
     let e = finalize(&backend, &plain, &[2, 1, 2], WeightAndReduce::Delegate);
     assert!(e.contains("expected rows that carry a"), "{e}");
     let small = OverRanks::low_latency(ranks()?, 1, by_slot);
-    let e = text(&small.prepare(hidden, ids, weights, None, ex).unwrap_err());
+    let e = text(&small.prepare(Tokens::new(hidden, ids, weights), None, ex).unwrap_err());
     assert!(e.contains("expected at most 1 tokens per rank, got 2"), "{e}");
 
     let gather = OverRanks::allgather_reducescatter(ranks()?, by_slot);
-    let e = text(&gather.prepare(hidden, ids, weights, Some(&[3]), ex).unwrap_err());
+    let e = text(&gather.prepare(Tokens::new(hidden, ids, weights), Some(&[3]), ex).unwrap_err());
     assert!(e.contains("rank 0 of 1 brings 2 tokens, but the step agreed on [3]"), "{e}");
     Ok(())
 }

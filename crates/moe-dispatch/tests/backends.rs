@@ -14,7 +14,7 @@ use moe_comm::ExpertPlacement;
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
     ActivationFormat, Combine, Dispatched, EpRanks, Exec, NO_EXPERT, NoEp, OverRanks, PrepareFinalize,
-    ThreadComm, View, WeightAndReduce, WhoAdds, run_ranks,
+    ThreadComm, Tokens, View, WeightAndReduce, WhoAdds, run_ranks,
 };
 use proptest::prelude::*;
 use world::{BACKENDS, BOTH, DISABLED, World};
@@ -151,7 +151,7 @@ proptest! {
             let results = run_ranks(tp, |rank, comm| {
                 let (backend, ex) = (OverRanks::disabled(Arc::new(comm), who), &mut Exec::cpu());
                 let [hidden, ids, weights] = p.views()?;
-                let d = backend.prepare(hidden, ids, weights, None, ex)?;
+                let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
                 let y = cut_experts(&d, rank * local, local, p.hidden)?;
                 let segments = [local, p.tokens, p.top_k, p.hidden];
                 // A part that is one sum need not be told apart.
@@ -192,7 +192,7 @@ fn rows_travel_once() {
             let arrived = run_ranks(2, |_, comm| {
                 let backend = world.backend("high_throughput", who, Arc::new(comm))?;
                 let [hidden, ids, weights] = p.views()?;
-                let d = backend.prepare(hidden, ids, weights, None, &mut Exec::cpu())?;
+                let d = backend.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;
                 Ok(d.rows.view().rows())
             });
             // Experts 0 and 1: tokens 0 and 1; experts 2 and 3: tokens 1, 2 and 3.
@@ -224,7 +224,7 @@ fn low_latency_blocks_follow_the_step() {
             let backend = OverRanks::low_latency(ranks, 100, WhoAdds::BySlot);
             let (p, ex) = (&world.problems[rank], &mut Exec::cpu());
             let [hidden, ids, weights] = p.views()?;
-            let d = backend.prepare(hidden, ids, weights, None, ex)?;
+            let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
             let dims = d.rows.view().dims().to_vec();
             assert_eq!(d.is_empty(), block == 0);
             let y = run_named_experts::<f32>(&d, |slot| slot)?;

@@ -3,7 +3,7 @@
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
     ActivationFormat, Combine, CombineArgs, Dispatched, Exec, ExpertsSide, LocalExperts, NoEp,
-    PrepareFinalize, View, ViewMut, WeightAndReduce, check_composition, weight_and_reduce_into,
+    PrepareFinalize, Tokens, View, ViewMut, WeightAndReduce, check_composition, weight_and_reduce_into,
 };
 
 const ROWS: [f32; 6] = [1.; 6];
@@ -20,7 +20,7 @@ fn prepare_checks_its_door() -> Result<()> {
     let (ids, weights) = (View::new(&ids_data, &[3, 2])?, View::new(&WEIGHTS, &[3, 2])?);
     let backends: [&dyn PrepareFinalize; 2] = [&NoEp::new(), &NoEp::batched(LocalExperts::all(1), 6)];
     for backend in backends {
-        let prepare = |h, i, w| message(backend.prepare(h, i, w, None, &mut Exec::cpu()));
+        let prepare = |h, i, w| message(backend.prepare(Tokens::new(h, i, w), None, &mut Exec::cpu()));
         let flat = View::new(&ROWS, &[6])?;
         for (got, want) in [
             (prepare(flat, ids, weights), "expected hidden with 2 dimensions, got dims [6]"),
@@ -41,7 +41,7 @@ fn prepare_checks_its_door() -> Result<()> {
         &NoEp::batched(LocalExperts::all(1), 6).with_router_weight_on_input(true),
     ];
     for backend in backends {
-        let e = message(backend.prepare(hidden, ids, weights, None, &mut Exec::cpu()));
+        let e = message(backend.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu()));
         assert!(e.contains("apply_router_weight_on_input needs top_k = 1, got 2"), "{e}");
     }
     Ok(())
@@ -52,7 +52,11 @@ fn batched_prepare_names_the_overloaded_expert_and_unknown_ids() -> Result<()> {
     let (hidden, weights) = (View::new(&ROWS, &[6, 1])?, View::new(&WEIGHTS, &[6, 1])?);
     let prepare = |ids: [u32; 6], max| -> Result<String> {
         let backend = NoEp::batched(LocalExperts::all(2), max);
-        Ok(message(backend.prepare(hidden, View::new(&ids, &[6, 1])?, weights, None, &mut Exec::cpu())))
+        Ok(message(backend.prepare(
+            Tokens::new(hidden, View::new(&ids, &[6, 1])?, weights),
+            None,
+            &mut Exec::cpu(),
+        )))
     };
     let e = prepare([1, 1, 0, 1, 1, 1], 4)?;
     assert!(e.contains("local expert 1 got 5 rows, expected at most max_num_tokens = 4"), "{e}");
@@ -68,8 +72,8 @@ fn finalize_refuses_other_formats_and_strategies() -> Result<()> {
     let (ids, weights) = (View::new(&ids_data, &[3, 1])?, View::new(&WEIGHTS[..3], &[3, 1])?);
     let standard = NoEp::new();
     let batched = NoEp::batched(LocalExperts::all(1), 3);
-    let from_standard = standard.prepare(hidden, ids, weights, None, &mut Exec::cpu())?;
-    let from_batched = batched.prepare(hidden, ids, weights, None, &mut Exec::cpu())?;
+    let from_standard = standard.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;
+    let from_batched = batched.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;
     let finalize =
         |backend: &dyn PrepareFinalize, y: View, d: &Dispatched, strategy, out_dims: [usize; 2]| {
             let mut out = vec![0f32; out_dims.iter().product()];
@@ -166,13 +170,11 @@ impl PrepareFinalize for Declares {
     }
     fn prepare<'a>(
         &'a self,
-        h: View<'a>,
-        i: View<'a>,
-        w: View<'a>,
+        tokens: Tokens<'a>,
         _: Option<&[usize]>,
         _: &mut Exec,
     ) -> Result<Dispatched<'a>> {
-        Ok(Dispatched::standard(h, i, w))
+        Ok(Dispatched::standard(tokens.hidden, tokens.topk_ids, tokens.topk_weights))
     }
     fn finalize(&self, _: View, _: &Dispatched, _: WeightAndReduce, _: ViewMut, _: &mut Exec) -> Result<()> {
         Ok(())

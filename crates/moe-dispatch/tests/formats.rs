@@ -5,7 +5,7 @@ mod common;
 use common::{Problem, bits, expert, problems};
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
-    Exec, Lent, LocalExperts, NO_EXPERT, NoEp, PrepareFinalize, View, ViewMut, WeightAndReduce,
+    Exec, Lent, LocalExperts, NO_EXPERT, NoEp, PrepareFinalize, Tokens, View, ViewMut, WeightAndReduce,
 };
 use moe_kernels::half::{bf16, f16};
 use moe_kernels::{CpuIsa, Float, with_float};
@@ -72,14 +72,14 @@ fn standard_rows_are_the_callers_own() -> Result<()> {
     let hidden = View::new(&rows, &[2, 2])?;
     let (ids, weights) = (View::new(&ids, &[2, 1])?, View::new(&weights, &[2, 1])?);
     let backend = NoEp::new();
-    let d = backend.prepare(hidden, ids, weights, None, &mut Exec::cpu())?;
+    let d = backend.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;
     assert!(matches!(d.rows, Lent::Borrowed(_)), "prepare copied the rows");
     assert_eq!(d.rows.view().cpu::<f32>()?.as_ptr(), rows.as_ptr());
     assert!(!d.weights_applied);
 
     // With weights on the input the caller's rows stay as they are.
     let backend = backend.with_router_weight_on_input(true);
-    let d = backend.prepare(hidden, ids, weights, None, &mut Exec::cpu())?;
+    let d = backend.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;
     assert_eq!(d.rows.view().cpu::<f32>()?, &[2., 4., 9., 12.]);
     assert_eq!(rows, [1., 2., 3., 4.]);
     assert!(d.weights_applied);
@@ -96,9 +96,7 @@ fn batched_rows_have_a_defined_layout() -> Result<()> {
     for _ in 0..2 {
         // The second round reuses scratch that the first one has filled.
         let d = backend.prepare(
-            View::new(&rows, &[3, 1])?,
-            View::new(&ids, &[3, 2])?,
-            View::new(&weights, &[3, 2])?,
+            Tokens::new(View::new(&rows, &[3, 1])?, View::new(&ids, &[3, 2])?, View::new(&weights, &[3, 2])?),
             None,
             &mut ex,
         )?;
@@ -127,7 +125,7 @@ fn no_tokens_and_no_experts_are_legal() -> Result<()> {
         let d_is_empty = |backend: &dyn PrepareFinalize| -> Result<bool> {
             let (ids, weights) = (View::new(&p.ids, &[tokens, 2])?, View::new(&p.weights, &[tokens, 2])?);
             let hidden = View::new(&p.rows, &[tokens, 2])?;
-            Ok(backend.prepare(hidden, ids, weights, None, &mut Exec::cpu())?.is_empty())
+            Ok(backend.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?.is_empty())
         };
         assert_eq!(d_is_empty(&NoEp::new())?, tokens == 0);
         assert_eq!(d_is_empty(&NoEp::batched(p.experts()?, 8))?, num_local == 0);
@@ -143,7 +141,7 @@ fn experts_that_reduced_already_are_copied() -> Result<()> {
     let backend = NoEp::new();
     let ex = &mut Exec::cpu();
     let (ids, weights) = (View::new(&ids, &[2, 1])?, View::new(&weights, &[2, 1])?);
-    let d = backend.prepare(View::new(&rows, &[2, 2])?, ids, weights, None, ex)?;
+    let d = backend.prepare(Tokens::new(View::new(&rows, &[2, 2])?, ids, weights), None, ex)?;
     let out_view = ViewMut::new(&mut out, &[2, 2])?;
     backend.finalize(View::new(&reduced, &[2, 2])?, &d, WeightAndReduce::NoOp, out_view, ex)?;
     assert_eq!(bits(&out), bits(&reduced.map(bf16::from_f32)));
@@ -159,9 +157,11 @@ fn a_frozen_workspace_is_enough_after_the_first_call() -> Result<()> {
     for round in 0..3 {
         for tokens in [3, 1, 2] {
             let d = backend.prepare(
-                View::new(&rows[..tokens * 4], &[tokens, 4])?,
-                View::new(&ids[..tokens * 2], &[tokens, 2])?,
-                View::new(&weights[..tokens * 2], &[tokens, 2])?,
+                Tokens::new(
+                    View::new(&rows[..tokens * 4], &[tokens, 4])?,
+                    View::new(&ids[..tokens * 2], &[tokens, 2])?,
+                    View::new(&weights[..tokens * 2], &[tokens, 2])?,
+                ),
                 None,
                 &mut ex,
             )?;

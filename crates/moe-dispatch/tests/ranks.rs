@@ -8,7 +8,7 @@ mod mesh;
 use common::{Problem, bits, expert, run_named_experts};
 use mesh::{HighThroughput, Mesh, Peer, Placement};
 use moe_dispatch::candle::Result;
-use moe_dispatch::{Exec, NO_EXPERT, NoEp, PrepareFinalize, View, ViewMut, WeightAndReduce};
+use moe_dispatch::{Exec, NO_EXPERT, NoEp, PrepareFinalize, Tokens, View, ViewMut, WeightAndReduce};
 use proptest::prelude::*;
 
 /// Tokens of every rank, and which rank holds each expert.
@@ -68,7 +68,7 @@ fn two_calls_in_flight(
     let (out_a, out_b) = ViewMut::new(&mut out, &[p.tokens, p.hidden])?.split_at(first)?;
     let mut prepare = |start, n| {
         let (ids, weights) = (ids.narrow(start, n)?, weights.narrow(start, n)?);
-        backend.prepare(hidden.narrow(start, n)?, ids, weights, None, ex)
+        backend.prepare(Tokens::new(hidden.narrow(start, n)?, ids, weights), None, ex)
     };
     let (a, b) = (prepare(0, first)?, prepare(first, rest)?);
     let ya = run_named_experts::<f32>(&a, name)?;
@@ -126,7 +126,7 @@ fn a_foreign_handle_is_refused() -> Result<()> {
     let ex = &mut Exec::cpu();
     let throughput = HighThroughput(peers()?);
     let d = NoEp::new();
-    let d = d.prepare(hidden, ids, weights, None, ex)?;
+    let d = d.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
     let y = expert(0, &rows);
     let mut out = [0f32; 2];
     let (y, out) = (View::new(&y, &[1, 1, 2])?, ViewMut::new(&mut out, &[1, 2])?);

@@ -6,7 +6,7 @@
 use std::num::NonZeroUsize;
 
 use moe_chunking::ChunkPlan;
-use moe_dispatch::PrepareFinalize;
+use moe_dispatch::{PrepareFinalize, Tokens};
 use moe_experts::Experts;
 use moe_kernels::candle::{DType, Error, Result};
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce, add_scaled_into};
@@ -23,12 +23,7 @@ pub(crate) struct Path {
 /// What is computed for a layer's tokens.
 #[derive(Clone, Copy)]
 pub(crate) struct Routed<'a> {
-    /// [T, H] model dtype.
-    pub hidden: View<'a>,
-    /// [T, K] u32 physical ids.
-    pub topk_ids: View<'a>,
-    /// [T, K] f32.
-    pub topk_weights: View<'a>,
+    pub tokens: Tokens<'a>,
     /// \[T\] f32 weights of the tokens' own rows, with zero experts.
     pub identity: Option<View<'a>>,
     pub shared: Option<&'a SharedExperts>,
@@ -37,9 +32,7 @@ pub(crate) struct Routed<'a> {
 impl<'a> Routed<'a> {
     fn narrow(&self, start: usize, len: usize) -> Result<Routed<'a>> {
         Ok(Routed {
-            hidden: self.hidden.narrow(start, len)?,
-            topk_ids: self.topk_ids.narrow(start, len)?,
-            topk_weights: self.topk_weights.narrow(start, len)?,
+            tokens: self.tokens.narrow(start, len)?,
             identity: self.identity.map(|weights| weights.narrow(start, len)).transpose()?,
             shared: self.shared,
         })
@@ -61,7 +54,7 @@ impl Path {
         let Some(size) = size.into_iter().chain(limit).min() else {
             return self.chunk(routed, out, agreed, ex);
         };
-        let tokens = routed.hidden.rows();
+        let tokens = routed.tokens.hidden.rows();
         let Some(all) = self.prepare.rank_tokens(tokens, agreed, ex)? else {
             for rows in ChunkPlan::new(tokens, size).ranges() {
                 let to = out.reborrow().narrow(rows.start, rows.len())?;
@@ -88,8 +81,8 @@ impl Path {
         agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let Routed { hidden, topk_ids, topk_weights, .. } = *routed;
-        let dispatched = self.prepare.prepare(hidden, topk_ids, topk_weights, agreed, ex)?;
+        let hidden = routed.tokens.hidden;
+        let dispatched = self.prepare.prepare(routed.tokens, agreed, ex)?;
         let strategy = self.experts.weight_and_reduce();
         let is_final = strategy == WeightAndReduce::NoOp && self.prepare.combine().is_in_place();
         if is_final && out.dtype() == DType::F32 {

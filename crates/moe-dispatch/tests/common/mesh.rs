@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use moe_dispatch::candle::{DType, Error, Result};
 use moe_dispatch::{
-    ActivationFormat, Combine, Dispatched, Exec, LocalExperts, PrepareFinalize, View, ViewMut,
+    ActivationFormat, Combine, Dispatched, Exec, LocalExperts, PrepareFinalize, Tokens, View, ViewMut,
     WeightAndReduce, weighted_sum_into,
 };
 
@@ -111,9 +111,7 @@ impl PrepareFinalize for HighThroughput {
 
     fn prepare<'a>(
         &'a self,
-        hidden: View<'a>,
-        topk_ids: View<'a>,
-        topk_weights: View<'a>,
+        Tokens { hidden, topk_ids, topk_weights }: Tokens<'a>,
         _: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {

@@ -6,7 +6,7 @@ use std::fmt::Debug;
 
 use moe_dispatch::candle::{DType, Result};
 use moe_dispatch::{
-    ActivationFormat, Dispatched, Exec, LocalExperts, NO_EXPERT, PrepareFinalize, View, ViewMut,
+    ActivationFormat, Dispatched, Exec, LocalExperts, NO_EXPERT, PrepareFinalize, Tokens, View, ViewMut,
     WeightAndReduce,
 };
 use moe_kernels::Float;
@@ -122,7 +122,7 @@ impl Problem {
         let rows = self.rows_as::<T>();
         let [_, ids, weights] = self.views()?;
         let hidden = View::new(&rows, &[self.tokens, self.hidden])?;
-        let d = backend.prepare(hidden, ids, weights, None, ex)?;
+        let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
         let y = run_experts::<T>(&d)?;
         let y = View::new(&y, &d.expert_out_dims()?)?;
         self.output(|to| backend.finalize(y, &d, WeightAndReduce::Delegate, to, ex))

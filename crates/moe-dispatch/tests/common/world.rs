@@ -6,7 +6,7 @@ use std::sync::Arc;
 use moe_comm::ExpertPlacement;
 use moe_dispatch::candle::{DType, Result};
 use moe_dispatch::{
-    Communicator, Dispatched, EpRanks, Exec, ExpertLayout, OverRanks, PrepareFinalize, View, ViewMut,
+    Communicator, Dispatched, EpRanks, Exec, ExpertLayout, OverRanks, PrepareFinalize, Tokens, View, ViewMut,
     WeightAndReduce, WhoAdds, mask_nonlocal_into, weighted_sum_into,
 };
 
@@ -80,7 +80,7 @@ impl World {
     pub fn run_disabled(&self, rank: usize, backend: &OverRanks, ex: &mut Exec) -> Result<Vec<f32>> {
         let p = &self.problems[0];
         let [hidden, ids, weights] = p.views()?;
-        let dispatched = backend.prepare(hidden, ids, weights, None, ex)?;
+        let dispatched = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
         let segments = vec![rank as f32; 2 * p.tokens * p.top_k * p.hidden];
         let segments = View::new(&segments, &[2, p.tokens, p.top_k, p.hidden])?;
         p.output(|to| backend.finalize(segments, &dispatched, WeightAndReduce::Delegate, to, ex))
@@ -99,7 +99,7 @@ impl World {
         let p = &self.problems[rank / self.tp];
         let local = self.layout(rank).local_experts;
         let [hidden, ids, weights] = p.views()?;
-        let d = backend.prepare(hidden, ids, weights, agreed, ex)?;
+        let d = backend.prepare(Tokens::new(hidden, ids, weights), agreed, ex)?;
         assert_eq!(d.format, backend.activation_format());
         assert!(d.rows.view().dims().iter().rev().nth(1).unwrap() <= &backend.max_rows(self.max_tokens()));
         let y = run_named_experts::<f32>(&d, |slot| local[slot] as usize)?;
