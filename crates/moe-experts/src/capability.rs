@@ -33,13 +33,9 @@ pub(crate) struct Capability {
 impl Capability {
     /// The first check that fails, in the documented order.
     pub fn check(&self, spec: &ExpertsSpec) -> Result<(), Reason> {
-        self.check_device(spec)?;
+        self.target.expect(spec.compute_capability)?;
         self.check_weights(spec)?;
         self.check_layout(spec)
-    }
-
-    fn check_device(&self, spec: &ExpertsSpec) -> Result<(), Reason> {
-        self.target.expect(spec.compute_capability)
     }
 
     fn check_weights(&self, spec: &ExpertsSpec) -> Result<(), Reason> {

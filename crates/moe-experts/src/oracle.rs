@@ -180,16 +180,6 @@ pub enum OracleError {
     },
 }
 
-impl OracleError {
-    /// The backends that were found not to fit.
-    pub fn rejected(&self) -> &[Rejection] {
-        match self {
-            Self::Unsupported { rejected, .. } | Self::NoBackend { rejected } => rejected,
-            Self::InvalidSpec(_) | Self::UnknownBackend { .. } => &[],
-        }
-    }
-}
-
 impl From<OracleError> for candle_core::Error {
     fn from(error: OracleError) -> Self {
         candle_core::Error::wrap(error)

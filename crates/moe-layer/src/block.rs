@@ -6,7 +6,7 @@
 
 use std::num::NonZeroUsize;
 
-use moe_dispatch::PrepareFinalize;
+use moe_dispatch::{PrepareFinalize, Tokens};
 use moe_experts::{Experts, MonolithicExperts};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::Fusion;
@@ -199,21 +199,6 @@ impl SparseMoeBlock {
         self.forward_as_into(form, hidden, out, &mut |_| Ok(()), context, ex)
     }
 
-    /// The same by router, dispatch, experts and combine one after the other; `observe` sees the router logits, [T, E] f32.
-    ///
-    /// # Errors
-    /// As [`forward_into`](Self::forward_into); those of `observe`.
-    pub fn forward_observed_into(
-        &self,
-        hidden: View<'_>,
-        out: ViewMut<'_>,
-        observe: &mut dyn FnMut(View<'_>) -> Result<()>,
-        context: &mut StepContext,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        self.forward_as_into(MoeForm::Modular, hidden, out, observe, context, ex)
-    }
-
     /// The same in a form that [`choose`](Self::choose) chose without anything fused around it; `observe` sees the router
     /// logits [T, E] f32 of modular experts.
     ///
@@ -299,9 +284,7 @@ impl SparseMoeBlock {
         observe(logits.view())?;
         drop(logits);
         let routed = Routed {
-            hidden,
-            topk_ids: topk_ids.view(),
-            topk_weights: topk_weights.view(),
+            tokens: Tokens::new(hidden, topk_ids.view(), topk_weights.view()),
             identity: (config.num_zero_experts > 0).then(|| identity.view()),
             shared: self.shared.as_ref(),
         };

@@ -4,7 +4,6 @@
 //! `sigmoid(shared_expert_gate(x))`.
 
 use candle_nn::VarBuilder;
-use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::{Activation, Exec, TensorView, View, ViewMut, add_scaled_into, linear_into, sigmoid_into};
 
@@ -69,11 +68,6 @@ impl SharedExperts {
     /// Width of the fused MLP's activation, on this rank.
     pub fn intermediate_size(&self) -> usize {
         self.mlp.intermediate_size()
-    }
-
-    /// The MLP's down product over the ranks that cut it; they hold the MLP's slices.
-    pub fn with_row_parallel(self, ranks: impl Into<Option<RowParallel>>) -> Self {
-        Self { mlp: self.mlp.with_row_parallel(ranks), ..self }
     }
 
     /// Fails unless the experts take the rows that a router `gate` [E, H] takes.

@@ -17,41 +17,6 @@ pub struct Routed {
     pub zero_expert_weights: Option<Tensor>,
 }
 
-/// The outputs of one call, owned.
-struct Outputs {
-    topk_ids: Buffer,
-    topk_weights: Buffer,
-    zero_expert_weights: Option<Buffer>,
-}
-
-impl Outputs {
-    fn new(router: &Router, tokens: usize, ex: &Exec) -> Result<Self> {
-        let slots = [tokens, router.config.num_slots()];
-        let zero = router.config.num_zero_experts > 0;
-        Ok(Self {
-            topk_ids: ex.output(DType::U32, &slots)?,
-            topk_weights: ex.output(DType::F32, &slots)?,
-            zero_expert_weights: zero.then(|| ex.output(DType::F32, &[tokens])).transpose()?,
-        })
-    }
-
-    fn views(&mut self) -> RouteOutput<'_> {
-        RouteOutput {
-            topk_ids: self.topk_ids.view_mut(),
-            topk_weights: self.topk_weights.view_mut(),
-            zero_expert_weights: self.zero_expert_weights.as_mut().map(Buffer::view_mut),
-        }
-    }
-
-    fn into_tensors(self) -> Result<Routed> {
-        Ok(Routed {
-            topk_ids: self.topk_ids.into_tensor()?,
-            topk_weights: self.topk_weights.into_tensor()?,
-            zero_expert_weights: self.zero_expert_weights.map(Buffer::into_tensor).transpose()?,
-        })
-    }
-}
-
 impl Router {
     /// Routes router logits [T, E] f32, without a step context. The tensor may lie on the CPU or on a CUDA device, in
     /// any layout; the result lies there too.
@@ -85,9 +50,31 @@ impl Router {
     }
 
     fn route_views(&self, input: RouteInput<'_>, context: &mut StepContext, ex: &mut Exec) -> Result<Routed> {
-        let mut out = Outputs::new(self, input.logits.rows(), ex)?;
-        self.route_into(&input, out.views(), context, ex)?;
-        out.into_tensors()
+        self.owned(input.logits.rows(), ex, |out, ex| self.route_into(&input, out, context, ex))
+    }
+
+    /// What `route` writes for so many tokens, as tensors.
+    fn owned(
+        &self,
+        tokens: usize,
+        ex: &mut Exec,
+        route: impl FnOnce(RouteOutput<'_>, &mut Exec) -> Result<()>,
+    ) -> Result<Routed> {
+        let slots = [tokens, self.config.num_slots()];
+        let (mut ids, mut weights) = (ex.output(DType::U32, &slots)?, ex.output(DType::F32, &slots)?);
+        let zero = (self.config.num_zero_experts > 0).then(|| ex.output(DType::F32, &[tokens]));
+        let mut zero = zero.transpose()?;
+        let out = RouteOutput {
+            topk_ids: ids.view_mut(),
+            topk_weights: weights.view_mut(),
+            zero_expert_weights: zero.as_mut().map(Buffer::view_mut),
+        };
+        route(out, ex)?;
+        Ok(Routed {
+            topk_ids: ids.into_tensor()?,
+            topk_weights: weights.into_tensor()?,
+            zero_expert_weights: zero.map(Buffer::into_tensor).transpose()?,
+        })
     }
 
     /// Routes hidden states [T, H] through a gate of weight [E, H] and optional bias `[E]`, within
@@ -107,9 +94,7 @@ impl Router {
     ) -> Result<Routed> {
         with_views([hidden, weight], [bias], |[hidden, weight], [bias]| {
             let input = GateInput { bias, ..GateInput::new(hidden, weight, layer) };
-            let mut out = Outputs::new(self, hidden.rows(), ex)?;
-            self.gate_and_route_into(&input, None, out.views(), context, ex)?;
-            out.into_tensors()
+            self.owned(hidden.rows(), ex, |out, ex| self.gate_and_route_into(&input, None, out, context, ex))
         })
     }
 }

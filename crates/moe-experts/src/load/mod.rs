@@ -117,6 +117,17 @@ impl Pack {
             Self::W2Bias => vec![h],
         }
     }
+
+    /// Names and dims of an expert's own tensors, which lie one after the other in the pack, and the length of the rows
+    /// among which ranks cut them: w2 is cut along its columns.
+    fn tensors(self, h: usize, i: usize) -> (&'static [&'static str], Vec<usize>, usize) {
+        match self {
+            Self::W13 => (&["gate_proj.weight", "up_proj.weight"], vec![i, h], h),
+            Self::W13Bias => (&["gate_proj.bias", "up_proj.bias"], vec![i], 1),
+            Self::W2 => (&["down_proj.weight"], vec![h, i], 1),
+            Self::W2Bias => (&["down_proj.bias"], vec![h], 1),
+        }
+    }
 }
 
 struct Loader<'a> {
@@ -156,63 +167,34 @@ impl Loader<'_> {
         }
         let guard = TensorView::new(&whole)?;
         let source = guard.view()?.cpu::<T>()?;
+        let (_, _, row) = pack.tensors(spec.hidden_size, spec.intermediate_size);
         self.fill(pack, |slot, out| {
-            let expert = &source[spec.expert(slot) * expert..][..expert];
-            self.copy_part(pack, expert, out);
+            self.copy_part(row, &source[spec.expert(slot) * expert..][..expert], out);
             Ok(())
         })
     }
 
     fn load_experts<T: Float>(&self, pack: Pack) -> Result<Tensor> {
-        let LoadSpec { hidden_size: h, intermediate_size: i, .. } = *self.spec;
-        let (start, width) = (self.spec.start(), self.spec.width());
+        let (names, dims, row) = pack.tensors(self.spec.hidden_size, self.spec.intermediate_size);
         self.fill::<T>(pack, |slot, out| {
-            let id = self.spec.expert(slot);
-            // Gate and up lie one after the other in the pack: this rank's rows of each.
-            let gate_up = |suffix: &str, dims: &[usize], row: usize, out: &mut [T]| {
-                let (gate, up) = out.split_at_mut(width * row);
-                for (name, out) in [("gate_proj", gate), ("up_proj", up)] {
-                    self.read(&format!("{id}.{name}.{suffix}"), dims, |tensor| {
-                        out.copy_from_slice(&tensor[start * row..][..width * row]);
-                    })?;
-                }
-                Ok(())
-            };
-            match pack {
-                Pack::W13 => gate_up("weight", &[i, h], h, out),
-                Pack::W13Bias => gate_up("bias", &[i], 1, out),
-                Pack::W2 => {
-                    self.read(&format!("{id}.down_proj.weight"), &[h, i], |t| self.copy_part(pack, t, out))
-                }
-                Pack::W2Bias => {
-                    self.read(&format!("{id}.down_proj.bias"), &[h], |t| self.copy_part(pack, t, out))
-                }
+            let (id, len) = (self.spec.expert(slot), out.len() / names.len());
+            for (name, out) in names.iter().zip(out.chunks_exact_mut(len)) {
+                let tensor = self.vb.get(&dims[..], &format!("{id}.{name}"))?.contiguous()?;
+                self.copy_part(row, TensorView::new(&tensor)?.view()?.cpu::<T>()?, out);
             }
+            Ok(())
         })
     }
 
-    /// Shows a checkpoint tensor of exactly these dims to `use_it`.
-    fn read<T: Float>(&self, name: &str, dims: &[usize], use_it: impl FnOnce(&[T])) -> Result<()> {
-        let tensor = self.vb.get(dims, name)?.contiguous()?;
-        use_it(TensorView::new(&tensor)?.view()?.cpu::<T>()?);
-        Ok(())
-    }
-
-    /// Copies this rank's part of one expert in the packed layout.
-    fn copy_part<T: Float>(&self, pack: Pack, expert: &[T], out: &mut [T]) {
-        let LoadSpec { hidden_size: h, intermediate_size: i, .. } = *self.spec;
-        let (start, width) = (self.spec.start(), self.spec.width());
-        let halves = |row: usize, out: &mut [T]| {
-            for (from, to) in expert.chunks_exact(i * row).zip(out.chunks_exact_mut(width * row)) {
-                to.copy_from_slice(&from[start * row..][..width * row]);
-            }
-        };
-        match pack {
-            Pack::W13 => halves(h, out),
-            Pack::W13Bias => halves(1, out),
-            // Row by row of [H, I], some columns of each.
-            Pack::W2 => halves(1, out),
-            Pack::W2Bias => out.copy_from_slice(expert),
+    /// Copies this rank's part of matrices [I, row], one after the other; what is not cut, as a whole.
+    fn copy_part<T: Float>(&self, row: usize, from: &[T], to: &mut [T]) {
+        if from.len() == to.len() {
+            return to.copy_from_slice(from);
+        }
+        let (start, width) = (self.spec.start() * row, self.spec.width() * row);
+        let matrices = from.chunks_exact(self.spec.intermediate_size * row);
+        for (from, to) in matrices.zip(to.chunks_exact_mut(width)) {
+            to.copy_from_slice(&from[start..][..width]);
         }
     }
 

@@ -91,7 +91,8 @@ fn the_observer_sees_the_logits_of_the_gate() -> Result<()> {
         seen = logits.to_f32_vec()?;
         Ok(())
     };
-    block.forward_observed_into(
+    block.forward_as_into(
+        moe_layer::MoeForm::Modular,
         TensorView::new(&x)?.view()?,
         out.view_mut(),
         &mut observe,
