@@ -100,19 +100,8 @@ fn torchrun(env: &Env) -> Result<Launch, LaunchError> {
         &TORCHRUN,
         "set all of them (LOCAL_RANK is 0 where each host runs one rank), or unset all of them",
     )?;
-    let mut launch = checked(
-        env,
-        Place {
-            launcher: Launcher::Torchrun,
-            rank: env.number("RANK")?,
-            size: env.number("WORLD_SIZE")?,
-            local: env.number("LOCAL_RANK")?,
-            local_size: env.optional_number("LOCAL_WORLD_SIZE")?,
-            names: ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
-        },
-        None,
-        None,
-    )?;
+    let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"];
+    let mut launch = checked(env, Launcher::Torchrun, names, Some("LOCAL_WORLD_SIZE"), (None, None))?;
     // torchrun keeps a store of its own at the port of rank 0, for ranks that use torch.
     if env.get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|used| used.eq_ignore_ascii_case("true")) {
         launch.master_port = launch.master_port.checked_add(1).unwrap_or(launch.master_port - 1);
@@ -121,24 +110,12 @@ fn torchrun(env: &Env) -> Result<Launch, LaunchError> {
 }
 
 fn open_mpi(env: &Env) -> Result<Launch, LaunchError> {
-    const NAMES: [&str; 4] = [
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ];
-    let [rank, size, local, local_size] = NAMES;
-    env.complete(Launcher::OpenMpi, &[rank, size, local], "start the ranks with Open MPI's mpirun")?;
-    let place = Place {
-        launcher: Launcher::OpenMpi,
-        rank: env.number(rank)?,
-        size: env.number(size)?,
-        local: env.number(local)?,
-        local_size: env.optional_number(local_size)?,
-        names: NAMES,
-    };
-    let one_host = place.local_size == Some(place.size);
-    checked(env, place, one_host.then(|| "127.0.0.1".to_string()), Some(DEFAULT_MASTER_PORT))
+    let names = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"];
+    let local_size = "OMPI_COMM_WORLD_LOCAL_SIZE";
+    env.complete(Launcher::OpenMpi, &names, "start the ranks with Open MPI's mpirun")?;
+    let one_host = env.optional_number(local_size)? == Some(env.number(names[1])?);
+    let host = one_host.then(|| "127.0.0.1".to_string());
+    checked(env, Launcher::OpenMpi, names, Some(local_size), (host, Some(DEFAULT_MASTER_PORT)))
 }
 
 /// `None` in a batch script of one task or an interactive allocation, which are not started by
@@ -160,18 +137,11 @@ fn slurm(env: &Env) -> Result<Option<Launch>, LaunchError> {
     // An interactive step inherits the allocation's SLURM_NTASKS, so the step's own count comes first.
     let size =
         if env.get("SLURM_STEP_NUM_TASKS").is_some() { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
-    env.complete(Launcher::Slurm, &["SLURM_PROCID", size, "SLURM_LOCALID"], "start the ranks with srun")?;
-    let place = Place {
-        launcher: Launcher::Slurm,
-        rank,
-        size: env.number(size)?,
-        local: env.number("SLURM_LOCALID")?,
-        local_size: None,
-        names: ["SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_LOCALID"],
-    };
+    let names = ["SLURM_PROCID", size, "SLURM_LOCALID"];
+    env.complete(Launcher::Slurm, &names, "start the ranks with srun")?;
     let nodes = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
     let host = nodes.iter().find_map(|name| env.get(name)).and_then(|list| first_host(&list));
-    checked(env, place, host, slurm_port(env)?).map(Some)
+    checked(env, Launcher::Slurm, names, None, (host, slurm_port(env)?)).map(Some)
 }
 
 /// A port that every rank of a step computes alike and that neighbours on a shared node do not
@@ -185,24 +155,17 @@ fn slurm_port(env: &Env) -> Result<Option<u16>, LaunchError> {
     Ok(job.map(|job| 20_000 + ((job % 10_000 * 31 + step % 10_000) % 10_000) as u16))
 }
 
-/// The numbers of a launch before they are checked against each other.
-struct Place {
-    launcher: Launcher,
-    rank: usize,
-    size: usize,
-    local: usize,
-    local_size: Option<usize>,
-    names: [&'static str; 4],
-}
-
+/// The launch that a launcher's variables describe: those of the rank, of the number of ranks, of the rank on its host and,
+/// where there is one, of the number of ranks there. The defaults are the address and port of rank 0.
 fn checked(
     env: &Env,
-    place: Place,
-    default_addr: Option<String>,
-    default_port: Option<u16>,
+    launcher: Launcher,
+    [n_rank, n_size, n_local]: [&str; 3],
+    n_local_size: Option<&str>,
+    (default_addr, default_port): (Option<String>, Option<u16>),
 ) -> Result<Launch, LaunchError> {
-    let Place { launcher, rank, size, local, local_size, names: [n_rank, n_size, n_local, n_local_size] } =
-        place;
+    let (rank, size, local) = (env.number(n_rank)?, env.number(n_size)?, env.number(n_local)?);
+    let local_size = n_local_size.map(|name| env.optional_number(name)).transpose()?.flatten();
     let relate = |holds: bool, name: &str, value: usize, other_name: &str, other: usize, expected: &str| {
         if !holds {
             refuse!(
@@ -216,7 +179,7 @@ fn checked(
     relate(rank < size, n_rank, rank, n_size, size, "a rank below the number of ranks")?;
     // A host numbers its ranks in ascending order, so a rank's place on its host never exceeds it.
     relate(local <= rank, n_local, local, n_rank, rank, "a local rank of at most the rank")?;
-    if let Some(local_size) = local_size {
+    if let (Some(n_local_size), Some(local_size)) = (n_local_size, local_size) {
         let expected = "a local rank below the number of local ranks";
         relate(local < local_size, n_local, local, n_local_size, local_size, expected)?;
         let expected = "at most all ranks on one host";

@@ -1,11 +1,11 @@
 //! What a backend can do, as plain data, and the checks that compare it with a specification.
 //!
 //! The order of the checks is that of vLLM's modular kernels (device, activation, quantisation,
-//! parallel configuration, routing method, sizes, activation format, batch invariance), so that a
+//! parallel configuration, sizes, activation format, batch invariance), so that a
 //! reader who knows one system finds the same first reason in the other.
 
 use candle_core::DType;
-use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme, RoutingMethod};
+use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme};
 
 use moe_kernels::plan::{Reason, Target, activation_kind};
 
@@ -20,8 +20,6 @@ pub(crate) struct Capability {
     pub dtypes: &'static [DType],
     /// Whether experts may be split along their intermediate size.
     pub tensor_parallel: bool,
-    /// Routing methods of a monolithic kernel; `None` for modular ones, which take any.
-    pub routing: Option<&'static [RoutingMethod]>,
     pub hidden_multiple_of: usize,
     pub intermediate_multiple_of: usize,
     pub format: ActivationFormat,
@@ -59,11 +57,6 @@ impl Capability {
         if spec.tp_size > 1 && !self.tensor_parallel {
             return Err(Reason::TensorParallel { tp_size: spec.tp_size });
         }
-        if let Some(accepted) = self.routing
-            && !accepted.contains(&spec.routing)
-        {
-            return Err(Reason::Routing { got: spec.routing, accepted: accepted.to_vec() });
-        }
         for (dimension, multiple_of, got) in [
             ("hidden_size", self.hidden_multiple_of, spec.hidden_size),
             ("intermediate_size", self.intermediate_multiple_of, spec.intermediate_size),
@@ -89,7 +82,7 @@ mod tests {
     use crate::oracle::tests::spec;
     use moe_kernels::Activation;
 
-    /// A picky monolithic GPU kernel, so that every check can fail.
+    /// A picky GPU kernel, so that every check can fail.
     const PICKY: Capability = Capability {
         target: Target::Cuda { min: (9, 0) },
         activations: &["swiglu"],
@@ -97,7 +90,6 @@ mod tests {
         quant: &[QuantScheme::None],
         dtypes: &[DType::BF16],
         tensor_parallel: false,
-        routing: Some(&[RoutingMethod::Renormalize, RoutingMethod::DeepSeekV3]),
         hidden_multiple_of: 64,
         intermediate_multiple_of: 32,
         format: ActivationFormat::Standard,
@@ -108,7 +100,7 @@ mod tests {
     type Change = fn(&mut ExpertsSpec);
 
     /// Faults in the order of the checks: (what breaks it, its check, part of its text).
-    const FAULTS: [(Change, &str, &str); 11] = [
+    const FAULTS: [(Change, &str, &str); 10] = [
         (
             |s| s.compute_capability = Some((8, 9)),
             "device",
@@ -122,7 +114,6 @@ mod tests {
         (|s| s.has_bias = true, "bias", "adds no biases"),
         (|s| s.dtype = DType::F16, "dtype", "computes in bf16, but the activations are f16"),
         (|s| s.tp_size = 2, "tensor_parallel", "tp_size = 2"),
-        (|s| s.routing = RoutingMethod::Llama4, "routing", "Llama4; it has [Renormalize, DeepSeekV3]"),
         (|s| s.hidden_size = 100, "shape", "hidden_size that is a multiple of 64, got 100"),
         (|s| s.intermediate_size = 33, "shape", "intermediate_size that is a multiple of 32, got 33"),
         (
@@ -138,7 +129,6 @@ mod tests {
         ExpertsSpec {
             compute_capability: Some((9, 0)),
             dtype: DType::BF16,
-            routing: RoutingMethod::Renormalize,
             hidden_size: 128,
             intermediate_size: 96,
             ..spec()

@@ -6,7 +6,6 @@ mod capability;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod experts;
-mod explain;
 mod fused;
 mod grouped;
 mod load;

@@ -40,7 +40,6 @@ const CPU: Capability = Capability {
     quant: &[QuantScheme::None],
     dtypes: &[DType::F32, DType::BF16, DType::F16],
     tensor_parallel: false,
-    routing: None,
     hidden_multiple_of: 1,
     intermediate_multiple_of: 1,
     format: ActivationFormat::Standard,
@@ -135,8 +134,9 @@ impl fmt::Display for Rejection {
     }
 }
 
-/// The oracle's answer. Serialises to JSON for an explanation of the choice.
-#[derive(Clone, Debug, PartialEq)]
+/// The oracle's answer. Serialises to JSON for people and scripts that ask why a backend runs:
+/// `{"chosen": "cpu", "rejected": [{"backend", "reason": {"check", "text"}}], "spec": {..}}`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Selection {
     /// The backend to run.
     pub chosen: Backend,

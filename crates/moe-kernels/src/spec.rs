@@ -1,9 +1,13 @@
 //! Enums and plain data that several crates share: formats, activations, routing tags, specs.
 
 use candle_core::DType;
+use serde::{Serialize, Serializer};
+
+use crate::plan::activation_name;
 
 /// The layout in which prepare hands rows to the experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum ActivationFormat {
     /// Rows [T, H] with topk_ids [T, K].
     Standard,
@@ -49,14 +53,15 @@ pub enum Activation {
 }
 
 /// Weight quantisation of an expert pack.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum QuantScheme {
     /// Weights in the activation dtype.
     None,
 }
 
 /// The routing method as kernels with built-in routing tag it (vLLM's `RoutingMethodType`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[allow(missing_docs)] // The names are the tags; each is described in moe-router.
 pub enum RoutingMethod {
     Default,
@@ -75,7 +80,7 @@ pub enum RoutingMethod {
 }
 
 /// Everything the choice of an expert backend depends on, as plain data.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ExpertsSpec {
     /// Logical experts E.
     pub num_experts: usize,
@@ -88,10 +93,12 @@ pub struct ExpertsSpec {
     /// Intermediate size I on this rank.
     pub intermediate_size: usize,
     /// Dtype of activations.
+    #[serde(serialize_with = "dtype_name")]
     pub dtype: DType,
     /// Quantisation of the weights.
     pub quant: QuantScheme,
     /// The gated activation.
+    #[serde(serialize_with = "activation_text")]
     pub activation: Activation,
     /// Whether the packs carry `w13_bias` and `w2_bias`.
     pub has_bias: bool,
@@ -108,5 +115,18 @@ pub struct ExpertsSpec {
     /// A token's bits must not depend on its batch.
     pub batch_invariant: bool,
     /// `None`: CPU. `Some((major, minor))`: CUDA compute capability.
+    #[serde(serialize_with = "capability_text")]
     pub compute_capability: Option<(u32, u32)>,
+}
+
+fn dtype_name<S: Serializer>(dtype: &DType, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(dtype.as_str())
+}
+
+fn activation_text<S: Serializer>(activation: &Activation, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&activation_name(*activation))
+}
+
+fn capability_text<S: Serializer>(capability: &Option<(u32, u32)>, to: S) -> Result<S::Ok, S::Error> {
+    capability.map(|(major, minor)| format!("{major}.{minor}")).serialize(to)
 }

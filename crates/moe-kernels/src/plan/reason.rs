@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
-use crate::spec::{Activation, ActivationFormat, QuantScheme, RoutingMethod};
+use crate::spec::{Activation, ActivationFormat, QuantScheme};
 
 /// The device that a kernel needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -164,14 +164,6 @@ pub enum Reason {
         /// Tensor-parallel size of the experts.
         tp_size: usize,
     },
-    /// The router inside a monolithic kernel does not know the routing method.
-    #[error("its built-in router has no routing method {got:?}; it has {accepted:?}")]
-    Routing {
-        /// The model's routing method.
-        got: RoutingMethod,
-        /// Methods that the kernel has.
-        accepted: Vec<RoutingMethod>,
-    },
     /// The backend weights rows by itself, so weighted input would be weighted twice.
     #[error(
         "applies router weights to its output, but apply_router_weight_on_input applies them to the input"
@@ -234,7 +226,6 @@ impl Reason {
             Self::Quant { .. } => "quant",
             Self::Dtype { .. } => "dtype",
             Self::TensorParallel { .. } => "tensor_parallel",
-            Self::Routing { .. } => "routing",
             Self::RouterWeightOnInput => "router_weight_on_input",
             Self::Shape { .. } => "shape",
             Self::ActivationFormat { .. } => "activation_format",

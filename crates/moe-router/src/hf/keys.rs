@@ -3,6 +3,7 @@
 //! `null` means absent, as transformers writes it. Two spellings of one setting may both be
 //! there, but must agree: which one would win differs between loaders.
 
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::error::{RouterError, refuse};
@@ -43,13 +44,22 @@ impl<'a> Keys<'a> {
         Ok(found)
     }
 
+    /// A value of this type, with the spelling that gave it.
+    fn typed<T: Deserialize<'a>>(
+        &self,
+        names: &[&'static str],
+        expected: &str,
+    ) -> Result<Option<(&'static str, T)>> {
+        let Some((name, value)) = self.find(names)? else { return Ok(None) };
+        match T::deserialize(value) {
+            Ok(typed) => Ok(Some((name, typed))),
+            Err(_) => Err(wrong_type(name, expected, value)),
+        }
+    }
+
     /// A non-negative integer.
     pub fn count(&self, names: &[&'static str]) -> Result<Option<usize>> {
-        let Some((name, value)) = self.find(names)? else { return Ok(None) };
-        match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
-            Some(n) => Ok(Some(n)),
-            None => Err(wrong_type(name, "a non-negative integer", value)),
-        }
+        Ok(self.typed(names, "a non-negative integer")?.map(|(_, n)| n))
     }
 
     /// A non-negative integer without a default.
@@ -62,30 +72,17 @@ impl<'a> Keys<'a> {
 
     /// A number, narrowed to f32.
     pub fn number(&self, name: &'static str) -> Result<Option<f32>> {
-        let Some((name, value)) = self.find(&[name])? else { return Ok(None) };
-        match value.as_f64() {
-            Some(x) => Ok(Some(x as f32)),
-            None => Err(wrong_type(name, "a number", value)),
-        }
+        Ok(self.typed(&[name], "a number")?.map(|(_, x): (_, f64)| x as f32))
     }
 
     /// A boolean, with the spelling that gave it.
     pub fn flag(&self, names: &[&'static str]) -> Result<Option<(&'static str, bool)>> {
-        let Some((name, value)) = self.find(names)? else { return Ok(None) };
-        match value.as_bool() {
-            Some(b) => Ok(Some((name, b))),
-            None => Err(wrong_type(name, "true or false", value)),
-        }
+        self.typed(names, "true or false")
     }
 
     /// A string; an empty one means absent.
     pub fn text(&self, name: &'static str) -> Result<Option<&'a str>> {
-        let Some((name, value)) = self.find(&[name])? else { return Ok(None) };
-        match value.as_str() {
-            Some("") => Ok(None),
-            Some(text) => Ok(Some(text)),
-            None => Err(wrong_type(name, "a string", value)),
-        }
+        Ok(self.typed(&[name], "a string")?.map(|(_, text)| text).filter(|text: &&str| !text.is_empty()))
     }
 
     /// The string at `index` of an array of strings.
