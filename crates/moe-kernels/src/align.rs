@@ -20,7 +20,7 @@ pub use rows::{RowBatches, batch_rows_into, copy_rows_into, fill_into, scale_row
 
 use candle_core::{DType, Result, bail};
 
-use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::routed::NO_EXPERT;
 use crate::view::View;
 
@@ -85,8 +85,7 @@ fn check_ids(op: &str, topk_ids: View) -> Result<()> {
 /// Fails unless the map is \[P\] i32.
 fn check_map(op: &str, map: Option<View>) -> Result<()> {
     let Some(map) = map else { return Ok(()) };
-    expect_dtype(op, "expert_map", &map, DType::I32)?;
-    expect_dims(op, "expert_map", &map, &[map.elem_count()])
+    expect(op, "expert_map", &map, DType::I32, &[map.elem_count()])
 }
 
 #[cfg(test)]

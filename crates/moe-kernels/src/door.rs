@@ -30,6 +30,23 @@ impl Shaped for ViewMut<'_> {
     }
 }
 
+/// Fails unless `v` has this dtype and exactly these dims.
+pub fn expect(op: &str, name: &str, v: &impl Shaped, dtype: DType, dims: &[usize]) -> Result<()> {
+    expect_dims(op, name, v, dims)?;
+    expect_dtype(op, name, v, dtype)
+}
+
+/// [`expect`] of a view that may be absent.
+pub fn expect_optional(
+    op: &str,
+    name: &str,
+    v: Option<&impl Shaped>,
+    dtype: DType,
+    dims: &[usize],
+) -> Result<()> {
+    v.map_or(Ok(()), |v| expect(op, name, v, dtype, dims))
+}
+
 /// Fails unless `v` has exactly these dims.
 pub fn expect_dims(op: &str, name: &str, v: &impl Shaped, dims: &[usize]) -> Result<()> {
     if v.dims() != dims {

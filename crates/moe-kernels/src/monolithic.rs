@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result};
 
-use crate::door::{expect_dims, expect_dtype};
+use crate::door::{expect, expect_optional};
 use crate::plan::Fusion;
 use crate::view::{View, ViewMut};
 
@@ -50,17 +50,9 @@ impl Gate<'_> {
     /// # Errors
     /// Wrong dims or dtypes.
     pub fn check(&self, op: &str, experts: usize, hidden: usize, dtype: DType) -> Result<()> {
-        expect_dims(op, "gate", &self.weight, &[experts, hidden])?;
-        expect_dtype(op, "gate", &self.weight, dtype)?;
-        for (name, bias, dtype) in
-            [("gate_bias", self.bias, dtype), ("correction_bias", self.correction_bias, DType::F32)]
-        {
-            if let Some(bias) = bias {
-                expect_dims(op, name, &bias, &[experts])?;
-                expect_dtype(op, name, &bias, dtype)?;
-            }
-        }
-        Ok(())
+        expect(op, "gate", &self.weight, dtype, &[experts, hidden])?;
+        expect_optional(op, "gate_bias", self.bias.as_ref(), dtype, &[experts])?;
+        expect_optional(op, "correction_bias", self.correction_bias.as_ref(), DType::F32, &[experts])
     }
 }
 

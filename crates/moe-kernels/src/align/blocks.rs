@@ -9,7 +9,7 @@
 use candle_core::{DType, Result, bail};
 
 use super::{ExpertMap, check_ids, check_map};
-use crate::door::{expect_dims, expect_dtype};
+use crate::door::expect;
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -141,8 +141,7 @@ impl AlignedTokens<'_> {
     fn open(&mut self, op: &str, max: AlignedSizes, sentinel: u32) -> Result<OpenBlocks<'_>> {
         expect_at_least(op, "sorted_token_ids", &self.sorted_token_ids, DType::U32, max.sorted_token_ids)?;
         expect_at_least(op, "expert_ids", &self.expert_ids, DType::I32, max.expert_ids)?;
-        expect_dtype(op, "num_tokens_post_padded", &self.num_tokens_post_padded, DType::U32)?;
-        expect_dims(op, "num_tokens_post_padded", &self.num_tokens_post_padded, &[1])?;
+        expect(op, "num_tokens_post_padded", &self.num_tokens_post_padded, DType::U32, &[1])?;
         let sorted = self.sorted_token_ids.cpu_mut::<u32>()?;
         let blocks = self.expert_ids.cpu_mut::<i32>()?;
         sorted.fill(sentinel);
@@ -166,8 +165,7 @@ impl OpenBlocks<'_> {
 }
 
 fn expect_at_least(op: &str, name: &str, v: &ViewMut, dtype: DType, len: usize) -> Result<()> {
-    expect_dtype(op, name, v, dtype)?;
-    expect_dims(op, name, v, &[v.elem_count()])?;
+    expect(op, name, v, dtype, &[v.elem_count()])?;
     if v.elem_count() < len {
         bail!("{op}: expected {name} with at least {len} elements, got {}", v.elem_count())
     }

@@ -4,7 +4,7 @@ use candle_core::{DType, Result, bail};
 use rayon::prelude::*;
 
 use super::{ExpertMap, check_ids, check_map};
-use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::door::{expect, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -48,8 +48,7 @@ pub fn group_token_slots_into(
     ex: &mut Exec,
 ) -> Result<()> {
     const OP: &str = "group_token_slots";
-    expect_dtype(OP, "token_rows", &token_rows, DType::U32)?;
-    expect_dims(OP, "token_rows", &token_rows, &[topk_ids.elem_count()])?;
+    expect(OP, "token_rows", &token_rows, DType::U32, &[topk_ids.elem_count()])?;
     group(OP, topk_ids, expert_map, offsets, slots, Some(token_rows), ex)
 }
 
@@ -64,10 +63,8 @@ fn group(
 ) -> Result<()> {
     check_ids(op, topk_ids)?;
     check_map(op, expert_map)?;
-    expect_dtype(op, "offsets", &offsets, DType::U32)?;
-    expect_dims(op, "offsets", &offsets, &[offsets.elem_count()])?;
-    expect_dtype(op, "slots", &slots, DType::U32)?;
-    expect_dims(op, "slots", &slots, &[topk_ids.elem_count()])?;
+    expect(op, "offsets", &offsets, DType::U32, &[offsets.elem_count()])?;
+    expect(op, "slots", &slots, DType::U32, &[topk_ids.elem_count()])?;
     let Some(num_local) = offsets.elem_count().checked_sub(1) else {
         bail!("{op}: expected offsets with E_local + 1 elements, got none")
     };
@@ -127,8 +124,7 @@ pub fn zero_absent_into(
     check_map(OP, expert_map)?;
     let (tokens, top_k) = expect_matrix(OP, "topk_ids", &topk_ids)?;
     let (_, _, hidden) = expect_rank3(OP, "out", &out)?;
-    expect_dtype(OP, "out", &out, DType::F32)?;
-    expect_dims(OP, "out", &out, &[tokens, top_k, hidden])?;
+    expect(OP, "out", &out, DType::F32, &[tokens, top_k, hidden])?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         let slot_ids = crate::cuda::any::SlotIds { topk_ids, expert_map, num_local };
@@ -171,8 +167,7 @@ pub fn number_rows_into(
         bail!("{OP}: {experts} x {max_tokens} rows do not fit in u32")
     };
     for (name, view, len) in [("offsets", &offsets, experts + 1), ("numbers", &numbers, rows)] {
-        expect_dtype(OP, name, view, DType::U32)?;
-        expect_dims(OP, name, view, &[len])?;
+        expect(OP, name, view, DType::U32, &[len])?;
     }
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
@@ -198,7 +193,6 @@ pub fn number_rows_into(
 }
 
 fn check_counts(op: &str, counts: &View) -> Result<usize> {
-    expect_dtype(op, "expert_num_tokens", counts, DType::U32)?;
-    expect_dims(op, "expert_num_tokens", counts, &[counts.elem_count()])?;
+    expect(op, "expert_num_tokens", counts, DType::U32, &[counts.elem_count()])?;
     Ok(counts.elem_count())
 }

@@ -4,7 +4,7 @@
 use candle_core::{DType, Result, bail};
 
 use super::{ExpertMap, check_ids, check_map};
-use crate::door::{expect_dims, expect_dtype};
+use crate::door::expect;
 use crate::exec::Exec;
 use crate::routed::NO_EXPERT;
 use crate::view::{View, ViewMut};
@@ -23,8 +23,7 @@ pub fn mask_nonlocal_into(topk_ids: View, expert_map: View, mut out: ViewMut, ex
     const OP: &str = "mask_nonlocal";
     check_ids(OP, topk_ids)?;
     check_map(OP, Some(expert_map))?;
-    expect_dtype(OP, "out", &out, DType::U32)?;
-    expect_dims(OP, "out", &out, topk_ids.dims())?;
+    expect(OP, "out", &out, DType::U32, topk_ids.dims())?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::mask_nonlocal(ex.cuda(OP)?, OP, topk_ids, expert_map, out);
@@ -57,8 +56,7 @@ pub fn contiguous_local_ids_into(
 ) -> Result<()> {
     const OP: &str = "contiguous_local_ids";
     check_ids(OP, topk_ids)?;
-    expect_dtype(OP, "out", &out, DType::U32)?;
-    expect_dims(OP, "out", &out, topk_ids.dims())?;
+    expect(OP, "out", &out, DType::U32, topk_ids.dims())?;
     let Some(first) = rank.checked_mul(num_local).and_then(|first| u32::try_from(first).ok()) else {
         bail!("{OP}: rank {rank} with {num_local} local experts does not fit in u32 ids")
     };

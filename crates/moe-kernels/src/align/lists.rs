@@ -3,7 +3,7 @@
 use candle_core::{DType, Result};
 
 use super::{ExpertMap, check_ids, check_map};
-use crate::door::{expect_dims, expect_dtype};
+use crate::door::expect;
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -31,10 +31,8 @@ pub fn list_slots_into(
     check_ids(OP, topk_ids)?;
     check_map(OP, expert_map)?;
     let (num_local, slots) = (expert_num_tokens.elem_count(), topk_ids.elem_count());
-    expect_dtype(OP, "expert_num_tokens", &expert_num_tokens, DType::U32)?;
-    expect_dims(OP, "expert_num_tokens", &expert_num_tokens, &[num_local])?;
-    expect_dtype(OP, "expert_slots", &expert_slots, DType::U32)?;
-    expect_dims(OP, "expert_slots", &expert_slots, &[num_local, slots])?;
+    expect(OP, "expert_num_tokens", &expert_num_tokens, DType::U32, &[num_local])?;
+    expect(OP, "expert_slots", &expert_slots, DType::U32, &[num_local, slots])?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         let slot_ids = crate::cuda::any::SlotIds { topk_ids, expert_map, num_local };

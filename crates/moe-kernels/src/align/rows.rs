@@ -7,7 +7,7 @@
 use candle_core::{DType, Result, bail};
 use rayon::prelude::*;
 
-use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use crate::element::{Element, Float};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
@@ -28,8 +28,7 @@ pub struct RowBatches<'a> {
 impl<'a> RowBatches<'a> {
     /// Checks dims and dtypes for T tokens and E_local experts.
     fn check(&self, op: &str, tokens: usize, num_local: usize) -> Result<()> {
-        expect_dtype(op, "offsets", &self.offsets, DType::U32)?;
-        expect_dims(op, "offsets", &self.offsets, &[num_local + 1])?;
+        expect(op, "offsets", &self.offsets, DType::U32, &[num_local + 1])?;
         expect_dtype(op, "slots", &self.slots, DType::U32)?;
         match tokens.checked_mul(self.top_k) {
             Some(len) => expect_dims(op, "slots", &self.slots, &[len]),
@@ -84,11 +83,9 @@ pub fn batch_rows_into(
     const OP: &str = "batch_rows";
     let (tokens, hidden) = expect_matrix(OP, "rows", &rows)?;
     let (num_local, max_tokens, _) = expect_rank3(OP, "out", &out)?;
-    expect_dims(OP, "out", &out, &[num_local, max_tokens, hidden])?;
-    expect_dtype(OP, "out", &out, rows.dtype())?;
+    expect(OP, "out", &out, rows.dtype(), &[num_local, max_tokens, hidden])?;
     batches.check(OP, tokens, num_local)?;
-    expect_dtype(OP, "expert_num_tokens", &expert_num_tokens, DType::U32)?;
-    expect_dims(OP, "expert_num_tokens", &expert_num_tokens, &[num_local])?;
+    expect(OP, "expert_num_tokens", &expert_num_tokens, DType::U32, &[num_local])?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::batch_rows(ex.cuda(OP)?, OP, rows, batches, out, expert_num_tokens);
@@ -128,8 +125,7 @@ pub fn unbatch_rows_into(rows: View, batches: &RowBatches, mut out: ViewMut, ex:
     const OP: &str = "unbatch_rows";
     let (num_local, max_tokens, hidden) = expect_rank3(OP, "rows", &rows)?;
     let (tokens, _, _) = expect_rank3(OP, "out", &out)?;
-    expect_dims(OP, "out", &out, &[tokens, batches.top_k, hidden])?;
-    expect_dtype(OP, "out", &out, rows.dtype())?;
+    expect(OP, "out", &out, rows.dtype(), &[tokens, batches.top_k, hidden])?;
     batches.check(OP, tokens, num_local)?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
@@ -174,10 +170,8 @@ pub fn unbatch_rows_into(rows: View, batches: &RowBatches, mut out: ViewMut, ex:
 pub fn scale_rows_into(rows: View, scale: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     const OP: &str = "scale_rows";
     let (tokens, hidden) = expect_matrix(OP, "rows", &rows)?;
-    expect_dtype(OP, "scale", &scale, DType::F32)?;
-    expect_dims(OP, "scale", &scale, &[tokens, 1])?;
-    expect_dtype(OP, "out", &out, rows.dtype())?;
-    expect_dims(OP, "out", &out, rows.dims())?;
+    expect(OP, "scale", &scale, DType::F32, &[tokens, 1])?;
+    expect(OP, "out", &out, rows.dtype(), rows.dims())?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::scale_rows(ex.cuda(OP)?, OP, rows, scale, out);

@@ -6,7 +6,7 @@ use candle_core::{DType, Result, bail};
 
 use super::args::GateRouteArgs;
 use super::{ffi, small};
-use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::monolithic::Gate;
 use crate::plan::{Form, RouterCall, RouterForm};
@@ -54,12 +54,9 @@ pub(super) fn gate_route(
     let (_, k) = expect_matrix(op, "topk_ids", &topk_ids)?;
     gate.check(op, e, h, DType::BF16)?;
     expect_dtype(op, "x", &x, DType::BF16)?;
-    expect_dims(op, "logits", &logits, &[t, e])?;
-    expect_dtype(op, "logits", &logits, DType::F32)?;
-    expect_dims(op, "topk_ids", &topk_ids, &[t, k])?;
-    expect_dtype(op, "topk_ids", &topk_ids, DType::U32)?;
-    expect_dims(op, "topk_weights", &topk_weights, &[t, k])?;
-    expect_dtype(op, "topk_weights", &topk_weights, DType::F32)?;
+    expect(op, "logits", &logits, DType::F32, &[t, e])?;
+    expect(op, "topk_ids", &topk_ids, DType::U32, &[t, k])?;
+    expect(op, "topk_weights", &topk_weights, DType::F32, &[t, k])?;
     super::expect_aligned(op, &[x, gate.weight])?;
     let cuda = ex.cuda(op)?;
     let call = RouterCall { hidden: h, experts: e, top_k: k, dtype: x.dtype() };

@@ -4,7 +4,7 @@ use candle_core::{DType, Result, bail};
 
 use super::args::RopeRowsArgs;
 use super::{ffi, small};
-use crate::door::{expect_dims, expect_dtype};
+use crate::door::{expect, expect_dims, expect_dtype};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -32,12 +32,10 @@ pub fn rope_rows_into(
     let (op, cuda) = ("rope_rows", ex.cuda("rope_rows")?);
     let dims = [positions.elem_count(), frequencies.inv_freq.len()];
     for (name, view) in [("positions", &positions), ("rope_len", &rope_len)] {
-        expect_dtype(op, name, view, DType::U32)?;
-        expect_dims(op, name, view, &dims[..1])?;
+        expect(op, name, view, DType::U32, &dims[..1])?;
     }
     for (name, out) in [("cos", &cos), ("sin", &sin)] {
-        expect_dtype(op, name, out, DType::F32)?;
-        expect_dims(op, name, out, &dims)?;
+        expect(op, name, out, DType::F32, &dims)?;
     }
     let (theta, factor, max_len) = frequencies.dynamic.unwrap_or((1., 0., 0.));
     let freq = frequencies.inv_freq.as_ptr();

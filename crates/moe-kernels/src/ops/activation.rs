@@ -6,7 +6,7 @@ use crate::cpu::activation::Gated;
 use crate::cpu::dispatch;
 use crate::cpu::parallel::{for_each_item, rows_per_task};
 use crate::cpu::simd::{LANES, Lanes};
-use crate::door::{expect_dims, expect_dtype};
+use crate::door::{expect, expect_dims, expect_dtype};
 use crate::exec::Exec;
 use crate::spec::Activation;
 use crate::view::{View, ViewMut};
@@ -31,8 +31,7 @@ pub fn gated_activation_into(
 ) -> Result<()> {
     let op = "gated_activation";
     expect_dtype(op, "gate", &gate, DType::F32)?;
-    expect_dims(op, "up", &up, gate.dims())?;
-    expect_dtype(op, "up", &up, DType::F32)?;
+    expect(op, "up", &up, DType::F32, gate.dims())?;
     expect_dims(op, "out", &out, gate.dims())?;
     with_float!(out.dtype(), op, T => run::<T>(gate, up, activation, out, ex))
 }

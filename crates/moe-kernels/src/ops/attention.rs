@@ -5,7 +5,7 @@ use candle_core::{DType, Result, bail};
 use super::qk_norm_rope::expect_cache;
 use crate::cpu::attention::{Attention, Sequence, attend};
 use crate::cpu::simd::Lanes;
-use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3, expect_stream};
+use crate::door::{expect, expect_dtype, expect_matrix, expect_rank3, expect_stream};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 use crate::with_float;
@@ -65,13 +65,12 @@ pub fn paged_attention_into(
     expect_stream(op, "q", &q, k_cache.dtype())?;
     expect_dtype(op, "v_cache", &v_cache, k_cache.dtype())?;
     let value_dim = expect_values(op, &k_cache, &v_cache, &out, hq)?;
-    expect_dims(op, "out", &out, &[t, hq * value_dim])?;
-    expect_dtype(op, "out", &out, k_cache.dtype())?;
+    expect(op, "out", &out, k_cache.dtype(), &[t, hq * value_dim])?;
     check_meta(op, meta, t)?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        expect_dims(op, "v_cache", &v_cache, k_cache.dims())?;
-        expect_dims(op, "out", &out, &[t, hq * d])?;
+        expect(op, "v_cache", &v_cache, k_cache.dtype(), k_cache.dims())?;
+        expect(op, "out", &out, k_cache.dtype(), &[t, hq * d])?;
         return crate::cuda::attention::paged_attention(q, k_cache, v_cache, meta, out, ex);
     }
     let sequences = check_sequences(op, meta, t, k_cache.dims()[0], k_cache.dims()[2])?;
@@ -104,10 +103,8 @@ fn expect_values(op: &str, k_cache: &View, v_cache: &View, out: &ViewMut, hq: us
 pub(super) fn check_meta(op: &str, meta: &AttentionMeta, t: usize) -> Result<()> {
     let (s, _) = expect_matrix(op, "block_tables", &meta.block_tables)?;
     expect_dtype(op, "block_tables", &meta.block_tables, DType::U32)?;
-    expect_dims(op, "query_start_loc", &meta.query_start_loc, &[s + 1])?;
-    expect_dtype(op, "query_start_loc", &meta.query_start_loc, DType::U32)?;
-    expect_dims(op, "positions", &meta.positions, &[t])?;
-    expect_dtype(op, "positions", &meta.positions, DType::U32)?;
+    expect(op, "query_start_loc", &meta.query_start_loc, DType::U32, &[s + 1])?;
+    expect(op, "positions", &meta.positions, DType::U32, &[t])?;
     if meta.sliding_window == Some(0) {
         bail!("{op}: expected a sliding_window of at least 1, got 0")
     }

@@ -6,7 +6,7 @@ use crate::cpu::combine::WeightedSum;
 use crate::cpu::dispatch;
 use crate::cpu::parallel::for_each_item;
 use crate::cpu::simd::Lanes;
-use crate::door::{expect_dims, expect_dtype, expect_rank3};
+use crate::door::{expect, expect_dims, expect_dtype, expect_rank3};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 use crate::with_float;
@@ -33,10 +33,8 @@ pub fn weighted_sum_into(
     let op = "weighted_sum";
     let (t, k, h) = expect_rank3(op, "slots", &slots)?;
     expect_dtype(op, "slots", &slots, DType::F32)?;
-    expect_dims(op, "topk_ids", &topk_ids, &[t, k])?;
-    expect_dtype(op, "topk_ids", &topk_ids, DType::U32)?;
-    expect_dims(op, "topk_weights", &topk_weights, &[t, k])?;
-    expect_dtype(op, "topk_weights", &topk_weights, DType::F32)?;
+    expect(op, "topk_ids", &topk_ids, DType::U32, &[t, k])?;
+    expect(op, "topk_weights", &topk_weights, DType::F32, &[t, k])?;
     expect_dims(op, "out", &out, &[t, h])?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {

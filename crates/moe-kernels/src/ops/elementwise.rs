@@ -6,7 +6,7 @@ use crate::cpu::dispatch;
 use crate::cpu::norm::{Add, AddRmsNorm, RmsNorm, Softmax};
 use crate::cpu::parallel::{for_each_item, rows_per_task};
 use crate::cpu::simd::{LANES, Lanes};
-use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_stream};
+use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_stream};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 use crate::with_float;
@@ -24,8 +24,7 @@ use crate::with_float;
 pub fn embedding_into(table: View, ids: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "embedding";
     let (v, h) = expect_matrix(op, "table", &table)?;
-    expect_dtype(op, "ids", &ids, DType::U32)?;
-    expect_dims(op, "ids", &ids, &[ids.elem_count()])?;
+    expect(op, "ids", &ids, DType::U32, &[ids.elem_count()])?;
     expect_dims(op, "out", &out, &[ids.elem_count(), h])?;
     expect_stream(op, "out", &out, table.dtype())?;
     #[cfg(feature = "cuda")]
@@ -72,8 +71,7 @@ pub fn rms_norm_into(x: View, weight: View, eps: f32, out: ViewMut, ex: &mut Exe
     let (r, d) = expect_matrix(op, "x", &x)?;
     expect_dims(op, "weight", &weight, &[d])?;
     expect_stream(op, "x", &x, weight.dtype())?;
-    expect_dims(op, "out", &out, &[r, d])?;
-    expect_dtype(op, "out", &out, weight.dtype())?;
+    expect(op, "out", &out, weight.dtype(), &[r, d])?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::rows::rms_norm(x, weight, eps, out, ex);
@@ -143,10 +141,8 @@ pub fn add_rms_norm_into(
     let (t, h) = expect_matrix(op, "delta", &delta)?;
     expect_dims(op, "weight", &weight, &[h])?;
     expect_stream(op, "delta", &delta, weight.dtype())?;
-    expect_dims(op, "residual", &residual, &[t, h])?;
-    expect_dtype(op, "residual", &residual, delta.dtype())?;
-    expect_dims(op, "out", &out, &[t, h])?;
-    expect_dtype(op, "out", &out, weight.dtype())?;
+    expect(op, "residual", &residual, delta.dtype(), &[t, h])?;
+    expect(op, "out", &out, weight.dtype(), &[t, h])?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::rows::add_rms_norm(delta, weight, eps, residual, out, ex);
@@ -188,8 +184,7 @@ pub fn softmax_into(x: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "softmax";
     let (r, n) = expect_matrix(op, "x", &x)?;
     expect_dtype(op, "x", &x, DType::F32)?;
-    expect_dims(op, "out", &out, &[r, n])?;
-    expect_dtype(op, "out", &out, DType::F32)?;
+    expect(op, "out", &out, DType::F32, &[r, n])?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::softmax(ex.cuda(op)?, op, x, out);

@@ -2,13 +2,13 @@
 
 use candle_core::{DType, Result, bail};
 
-use crate::cpu::epilogue::{GateUp, Store};
+use super::linear::{Rows, row_parallel_segments, run};
+use crate::cpu::epilogue::GateUp;
 use crate::cpu::gemm::{Products, Units, products};
 use crate::cpu::shared::Shared;
 use crate::cpu::simd::Lanes;
-use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3};
 use crate::exec::Exec;
-use crate::ops::row_parallel_segments;
 use crate::spec::Activation;
 use crate::view::{View, ViewMut};
 use crate::with_float;
@@ -37,22 +37,31 @@ pub(super) struct Checked<'a> {
 
 impl<'a> ExpertGroups<'a> {
     /// Number of grouped slots P.
-    pub(super) fn len(&self) -> usize {
+    fn len(&self) -> usize {
         self.in_rows.elem_count()
     }
 
     /// Checks dims and dtypes.
-    pub(super) fn check_views(&self, op: &str, experts: usize) -> Result<()> {
+    fn check_views(&self, op: &str, experts: usize) -> Result<()> {
         let p = self.len();
         for (name, view, len) in [
             ("offsets", &self.offsets, experts + 1),
             ("in_rows", &self.in_rows, p),
             ("out_rows", &self.out_rows, p),
         ] {
-            expect_dtype(op, name, view, DType::U32)?;
-            expect_dims(op, name, view, &[len])?;
+            expect(op, name, view, DType::U32, &[len])?;
         }
         Ok(())
+    }
+
+    /// Checks dims and dtypes of a down product: `x` [P, I], `w2` [E_local, H, I] and `out` [S, H] f32.
+    pub(super) fn check_down(&self, op: &str, x: &View, w2: &View, out: &ViewMut) -> Result<()> {
+        let (e, h, i) = expect_rank3(op, "w2", w2)?;
+        expect_dims(op, "x", x, &[self.len(), i])?;
+        expect_dtype(op, "w2", w2, x.dtype())?;
+        let (s, _) = expect_matrix(op, "out", out)?;
+        expect(op, "out", out, DType::F32, &[s, h])?;
+        self.check_views(op, e)
     }
 
     /// The indices, once [`check_views`](Self::check_views) has passed; fails unless offsets ascend.
@@ -126,17 +135,12 @@ pub fn grouped_gate_up_into(
     let op = "grouped_gate_up";
     let (r, h) = expect_matrix(op, "x", &x)?;
     let (e, two_i, _) = expect_rank3(op, "w13", &w13)?;
-    expect_dims(op, "w13", &w13, &[e, two_i, h])?;
-    expect_dtype(op, "w13", &w13, x.dtype())?;
+    expect(op, "w13", &w13, x.dtype(), &[e, two_i, h])?;
     if !two_i.is_multiple_of(2) {
         bail!("{op}: expected w13 with an even number of rows (gate, then up), got {two_i}")
     }
-    if let Some(bias) = &w13_bias {
-        expect_dims(op, "w13_bias", bias, &[e, two_i])?;
-        expect_dtype(op, "w13_bias", bias, x.dtype())?;
-    }
-    expect_dims(op, "out", &out, &[groups.len(), two_i / 2])?;
-    expect_dtype(op, "out", &out, x.dtype())?;
+    expect_optional(op, "w13_bias", w13_bias.as_ref(), x.dtype(), &[e, two_i])?;
+    expect(op, "out", &out, x.dtype(), &[groups.len(), two_i / 2])?;
     groups.check_views(op, e)?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
@@ -198,47 +202,15 @@ pub fn grouped_down_into(
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "grouped_down";
-    let (e, h, i) = expect_rank3(op, "w2", &w2)?;
-    expect_dims(op, "x", &x, &[groups.len(), i])?;
-    expect_dtype(op, "w2", &w2, x.dtype())?;
-    if let Some(bias) = &w2_bias {
-        expect_dims(op, "w2_bias", bias, &[e, h])?;
-        expect_dtype(op, "w2_bias", bias, x.dtype())?;
-    }
-    let (s, _) = expect_matrix(op, "out", &out)?;
-    expect_dims(op, "out", &out, &[s, h])?;
-    expect_dtype(op, "out", &out, DType::F32)?;
-    groups.check_views(op, e)?;
+    groups.check_down(op, &x, &w2, &out)?;
+    expect_optional(op, "w2_bias", w2_bias.as_ref(), x.dtype(), &w2.dims()[..2])?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::down(ex, op, x, groups, (w2, w2_bias), out);
     }
-    let groups = groups.check_out(op, s)?;
-    with_float!(x.dtype(), op, T => down::<T>(x, &groups, w2, w2_bias, out, ex))
-}
-
-fn down<T: Lanes>(
-    x: View,
-    groups: &Checked,
-    w2: View,
-    bias: Option<View>,
-    mut out: ViewMut,
-    ex: &mut Exec,
-) -> Result<()> {
-    let (n, k) = (w2.dims()[1], w2.dims()[2]);
-    let p = Products {
-        x: x.cpu::<T>()?,
-        index: None,
-        w: w2.cpu()?,
-        matrix_rows: n,
-        k,
-        stride: k,
-        start: 0,
-        segments: row_parallel_segments(k),
-        offsets: groups.offsets,
-        units: Units::Rows(n),
-    };
-    let bias = bias.map(|b| b.cpu::<T>()).transpose()?;
-    let out = Shared::new(out.cpu_mut::<f32>()?);
-    products(&p, ex, &Store { isa: ex.isa(), n, bias, rows: Some(groups.out_rows), out })
+    let Checked { offsets, out_rows, .. } = groups.check_out(op, out.rows())?;
+    let k = w2.dims()[2];
+    let segments = row_parallel_segments(k);
+    let rows = Rows { columns: (0, k), segments, offsets, out_rows: Some(out_rows) };
+    with_float!(x.dtype(), op, T => run::<T, f32>(x, w2, w2_bias, rows, out, ex))
 }

@@ -3,8 +3,9 @@
 
 use candle_core::{DType, Result};
 
+use super::linear::expect_weight;
 use super::{add_into, linear_into, linear_row_parallel_into, rms_norm_into};
-use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
 #[cfg(feature = "cuda")]
@@ -32,11 +33,9 @@ pub fn norm_linear_into(
     let op = "norm_linear";
     let (t, h) = expect_matrix(op, "residual", &residual)?;
     expect_dtype(op, "residual", &residual, DType::F32)?;
-    expect_dims(op, "norm", &norm.weight, &[h])?;
-    expect_dtype(op, "norm", &norm.weight, w.dtype())?;
-    let n = check_linear(op, w, bias, h)?;
-    expect_dims(op, "out", &out, &[t, n])?;
-    expect_dtype(op, "out", &out, DType::F32)?;
+    expect(op, "norm", &norm.weight, w.dtype(), &[h])?;
+    let n = expect_weight(op, w, bias, h)?;
+    expect(op, "out", &out, DType::F32, &[t, n])?;
     #[cfg(feature = "cuda")]
     if crate::cuda::linear::fuses(&call(t, w, bias), &[residual, w, out.as_view(), norm.weight], ex) {
         return crate::cuda::linear::norm_linear(op, residual, norm, w, bias, out, ex);
@@ -60,9 +59,8 @@ pub fn linear_add_into(x: View, w: View, bias: Option<View>, residual: ViewMut, 
     let op = "linear_add";
     let (t, k) = expect_matrix(op, "x", &x)?;
     expect_dtype(op, "x", &x, w.dtype())?;
-    let n = check_linear(op, w, bias, k)?;
-    expect_dims(op, "residual", &residual, &[t, n])?;
-    expect_dtype(op, "residual", &residual, DType::F32)?;
+    let n = expect_weight(op, w, bias, k)?;
+    expect(op, "residual", &residual, DType::F32, &[t, n])?;
     #[cfg(feature = "cuda")]
     if crate::cuda::linear::fuses(&call(t, w, bias), &[x, w, residual.as_view()], ex) {
         return crate::cuda::linear::linear_add(op, x, w, bias, residual, ex);
@@ -76,15 +74,4 @@ pub fn linear_add_into(x: View, w: View, bias: Option<View>, residual: ViewMut, 
 fn call(rows: usize, w: View, bias: Option<View>) -> LinearCall {
     let (n, k) = (w.rows(), w.dims().last().copied().unwrap_or(0));
     LinearCall { rows, n, k, dtype: w.dtype(), bias: bias.is_some(), aligned: true }
-}
-
-/// Checks a weight and its bias; the number of outputs.
-fn check_linear(op: &str, w: View, bias: Option<View>, k: usize) -> Result<usize> {
-    let (n, _) = expect_matrix(op, "w", &w)?;
-    expect_dims(op, "w", &w, &[n, k])?;
-    if let Some(bias) = &bias {
-        expect_dims(op, "bias", bias, &[n])?;
-        expect_dtype(op, "bias", bias, w.dtype())?;
-    }
-    Ok(n)
 }

@@ -6,7 +6,7 @@ use crate::cpu::epilogue::Store;
 use crate::cpu::gemm::{Products, Units, products};
 use crate::cpu::shared::Shared;
 use crate::cpu::simd::Lanes;
-use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_optional};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 use crate::with_float;
@@ -62,56 +62,75 @@ fn product(
     ex: &mut Exec,
 ) -> Result<()> {
     let (t, k) = expect_matrix(op, "x", &x)?;
-    let (n, _) = expect_matrix(op, "w", &w)?;
-    expect_dims(op, "w", &w, &[n, k])?;
     expect_dtype(op, "w", &w, x.dtype())?;
-    if let Some(bias) = &bias {
-        expect_dims(op, "bias", bias, &[n])?;
-        expect_dtype(op, "bias", bias, x.dtype())?;
-    }
+    let n = expect_weight(op, w, bias, k)?;
     expect_dims(op, "out", &out, &[t, n])?;
     if out.dtype() != x.dtype() && out.dtype() != DType::F32 {
         bail!("{op}: expected out of dtype {} or f32, got {}", x.dtype().as_str(), out.dtype().as_str())
     }
-    if u32::try_from(t).is_err() {
-        bail!("{op}: {t} rows are more than a u32 counts; split them")
-    }
+    let rows = [0, expect_u32(op, t)?];
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::linear::linear(op, x, w, bias, out, ex);
     }
-    with_float!(x.dtype(), op, X => {
-        if out.dtype() == DType::F32 {
-            run::<X, f32>(segments, x, w, bias, out, ex)
-        } else {
-            run::<X, X>(segments, x, w, bias, out, ex)
-        }
+    let rows = Rows { columns: (0, k), segments, offsets: &rows, out_rows: None };
+    with_float!(x.dtype(), op, X => match out.dtype() {
+        DType::F32 => run::<X, f32>(x, w, bias, rows, out, ex),
+        _ => run::<X, X>(x, w, bias, rows, out, ex),
     })
 }
 
-fn run<X: Lanes, O: Lanes>(
-    segments: usize,
+/// Checks a weight [N, K] and its bias; N.
+pub(super) fn expect_weight(op: &str, w: View, bias: Option<View>, k: usize) -> Result<usize> {
+    let (n, _) = expect_matrix(op, "w", &w)?;
+    expect_dims(op, "w", &w, &[n, k])?;
+    expect_optional(op, "bias", bias.as_ref(), w.dtype(), &[n])?;
+    Ok(n)
+}
+
+/// A number of rows as offsets count them.
+pub(super) fn expect_u32(op: &str, rows: usize) -> Result<u32> {
+    match u32::try_from(rows) {
+        Ok(rows) => Ok(rows),
+        Err(_) => bail!("{op}: {rows} rows are more than a u32 counts; split them"),
+    }
+}
+
+/// Which rows are multiplied with which matrices, and over which columns.
+pub(super) struct Rows<'a> {
+    /// First column and number of columns.
+    pub columns: (usize, usize),
+    /// Segments of these columns, each summed like a product of its own.
+    pub segments: usize,
+    /// The rows of x of each matrix.
+    pub offsets: &'a [u32],
+    /// The row of out that row i of x writes; `None`: row i.
+    pub out_rows: Option<&'a [u32]>,
+}
+
+/// Products of rows of x with matrices [.., N, K], on the CPU; the door has checked everything.
+pub(super) fn run<X: Lanes, O: Lanes>(
     x: View,
     w: View,
     bias: Option<View>,
+    rows: Rows,
     mut out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (n, k) = (w.dims()[0], w.dims()[1]);
-    let bias = bias.map(|b| b.cpu::<X>()).transpose()?;
-    let rows = [0, x.rows() as u32];
+    let &[.., n, stride] = w.dims() else { bail!("expected matrices, got dims {:?}", w.dims()) };
     let p = Products {
         x: x.cpu::<X>()?,
         index: None,
         w: w.cpu()?,
         matrix_rows: n,
-        k,
-        stride: k,
-        start: 0,
-        segments,
-        offsets: &rows,
+        k: rows.columns.1,
+        stride,
+        start: rows.columns.0,
+        segments: rows.segments,
+        offsets: rows.offsets,
         units: Units::Rows(n),
     };
+    let bias = bias.map(|b| b.cpu::<X>()).transpose()?;
     let out = Shared::new(out.cpu_mut::<O>()?);
-    products(&p, ex, &Store { isa: ex.isa(), n, bias, rows: None, out })
+    products(&p, ex, &Store { isa: ex.isa(), n, bias, rows: rows.out_rows, out })
 }

@@ -18,7 +18,9 @@ use crate::cpu::norm::RmsNorm;
 use crate::cpu::parallel::for_each_item;
 use crate::cpu::rope::NO_SLOT;
 use crate::cpu::simd::Lanes;
-use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3, expect_stream};
+use crate::door::{
+    expect, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3, expect_stream,
+};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 use crate::with_float;
@@ -53,12 +55,9 @@ pub fn mla_latent_into(args: &MlaLatent, latent: ViewMut, rotated: ViewMut, ex: 
     let op = "mla_latent";
     let (t, l) = expect_matrix(op, "latent", &latent)?;
     let (_, r) = expect_matrix(op, "rotated", &rotated)?;
-    expect_dims(op, "rotated", &rotated, &[t, r])?;
-    expect_dtype(op, "rotated", &rotated, latent.dtype())?;
-    expect_dims(op, "compressed", &args.compressed, &[t, l + r])?;
-    expect_dtype(op, "compressed", &args.compressed, DType::F32)?;
-    expect_dims(op, "norm", &args.norm, &[l])?;
-    expect_dtype(op, "norm", &args.norm, latent.dtype())?;
+    expect(op, "rotated", &rotated, latent.dtype(), &[t, r])?;
+    expect(op, "compressed", &args.compressed, DType::F32, &[t, l + r])?;
+    expect(op, "norm", &args.norm, latent.dtype(), &[l])?;
     expect_angles(op, &args.cos, &args.sin, t, r)?;
     with_float!(latent.dtype(), op, T => split_latent::<T>(args, latent, rotated, ex))
 }
@@ -111,20 +110,16 @@ pub fn mla_cache_into(
     let op = "mla_cache";
     let (t, heads, width) = expect_rank3(op, "kv", &kv)?;
     let (_, r) = expect_matrix(op, "rotated", &rotated)?;
-    expect_dims(op, "rotated", &rotated, &[t, r])?;
-    expect_dtype(op, "rotated", &rotated, k_cache.dtype())?;
+    expect(op, "rotated", &rotated, k_cache.dtype(), &[t, r])?;
     expect_stream(op, "kv", &kv, k_cache.dtype())?;
     let v = v_cache.as_ref().map_or(0, |cache| cache.dims().last().copied().unwrap_or(0));
     let Some(n) = width.checked_sub(v) else {
         bail!("{op}: kv has {width} values per head, fewer than the {v} of a value")
     };
     let slots = expect_cache(op, "k_cache", &k_cache, heads, n + r)?;
-    if let Some(cache) = &v_cache {
-        expect_dims(op, "v_cache", cache, &[&k_cache.dims()[..3], &[v]].concat())?;
-        expect_dtype(op, "v_cache", cache, k_cache.dtype())?;
-    }
-    expect_dims(op, "slot_mapping", &slot_mapping, &[t])?;
-    expect_dtype(op, "slot_mapping", &slot_mapping, DType::U32)?;
+    let dims = [&k_cache.dims()[..3], &[v]].concat();
+    expect_optional(op, "v_cache", v_cache.as_ref(), k_cache.dtype(), &dims)?;
+    expect(op, "slot_mapping", &slot_mapping, DType::U32, &[t])?;
     for (i, slot) in slot_mapping.cpu::<u32>()?.iter().enumerate() {
         if *slot != NO_SLOT && *slot as usize >= slots {
             bail!("{op}: slot_mapping[{i}] is {slot}; the cache holds {slots} slots")
@@ -261,8 +256,7 @@ pub fn mla_value_into(x: View, w_uv: View, mut out: ViewMut, ex: &mut Exec) -> R
     let (t, _) = expect_matrix(op, "x", &x)?;
     expect_dims(op, "x", &x, &[t, heads * l])?;
     expect_dtype(op, "w_uv", &w_uv, x.dtype())?;
-    expect_dims(op, "out", &out, &[t, heads * v])?;
-    expect_dtype(op, "out", &out, x.dtype())?;
+    expect(op, "out", &out, x.dtype(), &[t, heads * v])?;
     expect_rows(op, t, heads)?;
     with_float!(x.dtype(), op, T => {
         let (x, w, out) = (x.cpu::<T>()?, w_uv.cpu::<T>()?, out.cpu_mut::<T>()?);
@@ -293,8 +287,7 @@ fn expect_angles(op: &str, cos: &View, sin: &View, t: usize, r: usize) -> Result
         bail!("{op}: expected an even number of rotated values, got {r}")
     }
     for (name, table) in [("cos", cos), ("sin", sin)] {
-        expect_dims(op, name, table, &[t, r / 2])?;
-        expect_dtype(op, name, table, DType::F32)?;
+        expect(op, name, table, DType::F32, &[t, r / 2])?;
     }
     Ok(())
 }

@@ -9,7 +9,7 @@ use crate::cpu::parallel::for_each;
 use crate::cpu::rope::{NO_SLOT, RopeCache};
 use crate::cpu::shared::Shared;
 use crate::cpu::simd::Lanes;
-use crate::door::{Shaped, expect_dims, expect_dtype, expect_stream};
+use crate::door::{Shaped, expect, expect_dims, expect_dtype, expect_optional, expect_stream};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 use crate::with_float;
@@ -91,20 +91,14 @@ fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> R
     let Some(width) = width else { bail!("{op}: {hq} + 2 * {hkv} heads of size {d} overflow") };
     expect_dims(op, "qkv", &args.qkv, &[t, width])?;
     for (name, weight) in [("q_norm", &args.q_norm), ("k_norm", &args.k_norm)] {
-        if let Some(weight) = weight {
-            expect_dims(op, name, weight, &[d])?;
-            expect_dtype(op, name, weight, dtype)?;
-        }
+        expect_optional(op, name, weight.as_ref(), dtype, &[d])?;
     }
     for (name, table) in [("cos", &args.cos), ("sin", &args.sin)] {
-        expect_dims(op, name, table, &[t, d / 2])?;
-        expect_dtype(op, name, table, DType::F32)?;
+        expect(op, name, table, DType::F32, &[t, d / 2])?;
     }
     let num_slots = expect_cache(op, "k_cache", k_cache, hkv, d)?;
-    expect_dims(op, "v_cache", v_cache, k_cache.dims())?;
-    expect_dtype(op, "v_cache", v_cache, dtype)?;
-    expect_dims(op, "slot_mapping", &args.slot_mapping, &[t])?;
-    expect_dtype(op, "slot_mapping", &args.slot_mapping, DType::U32)?;
+    expect(op, "v_cache", v_cache, dtype, k_cache.dims())?;
+    expect(op, "slot_mapping", &args.slot_mapping, DType::U32, &[t])?;
     Ok(num_slots)
 }
 
@@ -132,8 +126,7 @@ pub fn rope_attention_into(
         check(op, args, &k_cache, &v_cache)?;
         check_meta(op, meta, t)?;
         expect_dims(op, "block_tables", &meta.block_tables, &[t, meta.block_tables.dims()[1]])?;
-        expect_dims(op, "out", &out, &[t, heads * d])?;
-        expect_dtype(op, "out", &out, model)?;
+        expect(op, "out", &out, model, &[t, heads * d])?;
         return crate::cuda::attention::decode_attention(args, meta, k_cache, v_cache, out, ex);
     }
     let _ = one_row_each;

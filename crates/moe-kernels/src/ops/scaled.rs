@@ -4,7 +4,7 @@
 use candle_core::{DType, Result, bail};
 use rayon::prelude::*;
 
-use crate::door::{expect_dims, expect_dtype};
+use crate::door::{expect, expect_dtype};
 use crate::element::Float;
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
@@ -89,8 +89,7 @@ pub fn sigmoid_into(mut x: ViewMut, ex: &mut Exec) -> Result<()> {
 pub fn one_group_into(mut offsets: ViewMut, mut rows: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "one_group";
     let count = rows.elem_count();
-    expect_dtype(op, "offsets", &offsets, DType::U32)?;
-    expect_dims(op, "offsets", &offsets, &[2])?;
+    expect(op, "offsets", &offsets, DType::U32, &[2])?;
     expect_dtype(op, "rows", &rows, DType::U32)?;
     let Ok(end) = u32::try_from(count) else { bail!("{op}: {count} rows do not fit in u32") };
     #[cfg(feature = "cuda")]

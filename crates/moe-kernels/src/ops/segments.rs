@@ -7,13 +7,10 @@
 
 use candle_core::{DType, Result, bail};
 
-use crate::cpu::epilogue::Store;
-use crate::cpu::gemm::{Products, Units, products};
-use crate::cpu::shared::Shared;
-use crate::cpu::simd::Lanes;
-use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use super::experts::{Checked, ExpertGroups};
+use super::linear::{Rows, expect_u32, expect_weight, run};
+use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
-use crate::ops::experts::{Checked, ExpertGroups};
 use crate::view::{View, ViewMut};
 use crate::with_float;
 
@@ -50,14 +47,12 @@ impl Segment {
 pub fn linear_segment_into(x: View, w: View, segment: Segment, out: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "linear_segment";
     let (t, k) = expect_matrix(op, "x", &x)?;
-    let (n, _) = expect_matrix(op, "w", &w)?;
-    expect_dims(op, "w", &w, &[n, k])?;
     expect_dtype(op, "w", &w, x.dtype())?;
-    expect_dims(op, "out", &out, &[t, n])?;
-    expect_dtype(op, "out", &out, DType::F32)?;
+    let n = expect_weight(op, w, None, k)?;
+    expect(op, "out", &out, DType::F32, &[t, n])?;
     let columns = segment.columns(op, k)?;
-    let Ok(rows) = u32::try_from(t) else { bail!("{op}: {t} rows are more than a u32 counts; split them") };
-    with_float!(x.dtype(), op, T => run::<T>((x, w), (n, k), columns, &[0, rows], None, out, ex))
+    let rows = Rows { columns, segments: 1, offsets: &[0, expect_u32(op, t)?], out_rows: None };
+    with_float!(x.dtype(), op, T => run::<T, f32>(x, w, None, rows, out, ex))
 }
 
 /// out[out_rows\[i\]] = x\[i, segment\] · w2\[e\]\[:, segment\]ᵀ for every grouped slot i of expert e, in
@@ -81,40 +76,9 @@ pub fn grouped_down_segment_into(
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "grouped_down_segment";
-    let (e, h, i) = expect_rank3(op, "w2", &w2)?;
-    expect_dims(op, "x", &x, &[groups.len(), i])?;
-    expect_dtype(op, "w2", &w2, x.dtype())?;
-    let (s, _) = expect_matrix(op, "out", &out)?;
-    expect_dims(op, "out", &out, &[s, h])?;
-    expect_dtype(op, "out", &out, DType::F32)?;
-    let columns = segment.columns(op, i)?;
-    groups.check_views(op, e)?;
-    let Checked { offsets, out_rows, .. } = groups.check_out(op, s)?;
-    with_float!(x.dtype(), op, T => run::<T>((x, w2), (h, i), columns, offsets, Some(out_rows), out, ex))
-}
-
-/// Columns `start..start + len` of x times those of each group's matrix [n, stride].
-fn run<T: Lanes>(
-    (x, w): (View, View),
-    (n, stride): (usize, usize),
-    (start, len): (usize, usize),
-    offsets: &[u32],
-    rows: Option<&[u32]>,
-    mut out: ViewMut,
-    ex: &mut Exec,
-) -> Result<()> {
-    let p = Products {
-        x: x.cpu::<T>()?,
-        index: None,
-        w: w.cpu()?,
-        matrix_rows: n,
-        k: len,
-        stride,
-        start,
-        segments: 1,
-        offsets,
-        units: Units::Rows(n),
-    };
-    let out = Shared::new(out.cpu_mut::<f32>()?);
-    products(&p, ex, &Store::<T, f32> { isa: ex.isa(), n, bias: None, rows, out })
+    groups.check_down(op, &x, &w2, &out)?;
+    let columns = segment.columns(op, w2.dims()[2])?;
+    let Checked { offsets, out_rows, .. } = groups.check_out(op, out.rows())?;
+    let rows = Rows { columns, segments: 1, offsets, out_rows: Some(out_rows) };
+    with_float!(x.dtype(), op, T => run::<T, f32>(x, w2, None, rows, out, ex))
 }

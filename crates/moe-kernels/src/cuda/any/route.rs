@@ -7,7 +7,7 @@ use candle_core::{DType, Result, bail};
 
 use super::{ffi, int};
 use crate::cuda::args::AnyRouteArgs;
-use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::door::{expect_matrix, expect_optional};
 use crate::exec::Exec;
 use crate::monolithic::GateScoring;
 use crate::view::{View, ViewMut};
@@ -174,9 +174,8 @@ pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result
 /// Dims and dtypes of all views.
 fn check(op: &str, route: &Route<'_>, out: &RouteOut<'_>, tokens: usize, logits: usize) -> Result<()> {
     let (routed, slots) = ([tokens, route.top_k], [tokens, route.top_k + route.shared.0]);
-    let input = |name: &str, view: Option<View<'_>>, dtype: DType, dims: &[usize]| match view {
-        Some(view) => expect_dtype(op, name, &view, dtype).and_then(|()| expect_dims(op, name, &view, dims)),
-        None => Ok(()),
+    let input = |name: &str, view: Option<View<'_>>, dtype: DType, dims: &[usize]| {
+        expect_optional(op, name, view.as_ref(), dtype, dims)
     };
     input("router_logits", Some(route.logits), DType::F32, &[tokens, logits])?;
     input("correction_bias", route.bias, DType::F32, &[logits])?;

@@ -10,7 +10,7 @@ use super::args::Output;
 use super::expect_aligned;
 use crate::align::list_slots_into;
 use crate::buffer::Scratch;
-use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::plan::{ExpertsCall, ExpertsForm, Form};
 use crate::view::{View, ViewMut};
@@ -107,25 +107,17 @@ fn check(op: &str, args: &FusedExperts) -> Result<ExpertsCall> {
     let (tokens, hidden) = expect_matrix(op, "x", &args.x)?;
     let (num_local, _, inter) = expect_rank3(op, "w2", &args.w2)?;
     let (_, top_k) = expect_matrix(op, "topk_ids", &args.topk_ids)?;
-    expect_dims(op, "w2", &args.w2, &[num_local, hidden, inter])?;
-    expect_dims(op, "w13", &args.w13, &[num_local, 2 * inter, hidden])?;
-    for (name, view, dtype) in
-        [("x", args.x, DType::BF16), ("w13", args.w13, DType::BF16), ("w2", args.w2, DType::BF16)]
-    {
-        expect_dtype(op, name, &view, dtype)?;
-    }
-    expect_dims(op, "topk_ids", &args.topk_ids, &[tokens, top_k])?;
-    expect_dtype(op, "topk_ids", &args.topk_ids, DType::U32)?;
-    expect_dims(op, "topk_weights", &args.topk_weights, &[tokens, top_k])?;
-    expect_dtype(op, "topk_weights", &args.topk_weights, DType::F32)?;
+    expect_dtype(op, "x", &args.x, DType::BF16)?;
+    expect(op, "w2", &args.w2, DType::BF16, &[num_local, hidden, inter])?;
+    expect(op, "w13", &args.w13, DType::BF16, &[num_local, 2 * inter, hidden])?;
+    expect(op, "topk_ids", &args.topk_ids, DType::U32, &[tokens, top_k])?;
+    expect(op, "topk_weights", &args.topk_weights, DType::F32, &[tokens, top_k])?;
     if let Some(map) = &args.expert_map {
         expect_dtype(op, "expert_map", map, DType::I32)?;
     }
     if let Some(lists) = &args.lists {
-        expect_dims(op, "lists.counts", &lists.counts, &[num_local])?;
-        expect_dtype(op, "lists.counts", &lists.counts, DType::U32)?;
-        expect_dims(op, "lists.slots", &lists.slots, &[num_local, tokens * top_k])?;
-        expect_dtype(op, "lists.slots", &lists.slots, DType::U32)?;
+        expect(op, "lists.counts", &lists.counts, DType::U32, &[num_local])?;
+        expect(op, "lists.slots", &lists.slots, DType::U32, &[num_local, tokens * top_k])?;
     }
     expect_aligned(op, &[args.x, args.w13, args.w2])?;
     if [hidden, inter].iter().any(|n| *n == 0 || !n.is_multiple_of(64)) {

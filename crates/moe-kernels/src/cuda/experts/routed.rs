@@ -9,7 +9,7 @@ use crate::buffer::Scratch;
 use crate::cuda::args::{In, Output};
 use crate::cuda::expect_aligned;
 use crate::cuda::router::{self, gate_route};
-use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::door::{expect, expect_dims, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::monolithic::{Gate, MonolithicIo, PreNorm};
 use crate::plan::{ExpertsCall, Form, MonolithicCall, MonolithicForm};
@@ -80,17 +80,10 @@ impl MonolithicExperts<'_> {
         let (num_ids, hidden) = expect_matrix(op, "gate", &self.gate.weight)?;
         self.gate.check(op, num_ids, hidden, DType::BF16)?;
         let (num_local, _, inter) = expect_rank3(op, "w2", &self.w2)?;
-        for (name, view, dims) in
-            [("w13", self.w13, [num_local, 2 * inter, hidden]), ("w2", self.w2, [num_local, hidden, inter])]
-        {
-            expect_dims(op, name, &view, &dims)?;
-            expect_dtype(op, name, &view, DType::BF16)?;
-        }
+        expect(op, "w13", &self.w13, DType::BF16, &[num_local, 2 * inter, hidden])?;
+        expect(op, "w2", &self.w2, DType::BF16, &[num_local, hidden, inter])?;
         match &self.expert_map {
-            Some(map) => {
-                expect_dims(op, "expert_map", map, &[num_ids])?;
-                expect_dtype(op, "expert_map", map, DType::I32)?;
-            }
+            Some(map) => expect(op, "expert_map", map, DType::I32, &[num_ids])?,
             None => expect_dims(op, "w2", &self.w2, &[num_ids, hidden, inter])?,
         }
         let tokens = check_io(op, io, hidden)?;
@@ -113,17 +106,13 @@ impl MonolithicExperts<'_> {
 /// Checks rows of H columns; how many there are.
 fn check_io(op: &str, io: &MonolithicIo, hidden: usize) -> Result<usize> {
     let rows = |name: &str, view: &View, dtype: DType| {
-        expect_dims(op, name, view, &[view.rows(), hidden])?;
-        expect_dtype(op, name, view, dtype).map(|()| view.rows())
+        let tokens = view.rows();
+        expect(op, name, view, dtype, &[tokens, hidden]).map(|()| tokens)
     };
     let same = |name: &str, view: &ViewMut, tokens: usize, dtype: DType| {
-        expect_dims(op, name, view, &[tokens, hidden])?;
-        expect_dtype(op, name, view, dtype)
+        expect(op, name, view, dtype, &[tokens, hidden])
     };
-    let norm = |norm: &PreNorm| {
-        expect_dims(op, "norm", &norm.weight, &[hidden])?;
-        expect_dtype(op, "norm", &norm.weight, DType::BF16)
-    };
+    let norm = |norm: &PreNorm| expect(op, "norm", &norm.weight, DType::BF16, &[hidden]);
     match io {
         MonolithicIo::Store { x, out } => {
             let tokens = rows("x", x, DType::BF16)?;

@@ -14,7 +14,7 @@ pub(crate) use gather::PeerArray;
 
 use super::args::Dtype;
 use super::{aligned, ffi, small};
-use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
 use crate::view::{View, ViewMut};
@@ -148,16 +148,13 @@ impl PeerBuffers {
         let (op, cuda) = ("peer all_reduce_add_rms_norm", ex.cuda("peer all_reduce_add_rms_norm")?);
         let (t, h) = expect_matrix(op, "partial", &partial)?;
         expect_dtype(op, "partial", &partial, DType::F32)?;
-        expect_dims(op, "residual", &residual, &[t, h])?;
-        expect_dtype(op, "residual", &residual, DType::F32)?;
+        expect(op, "residual", &residual, DType::F32, &[t, h])?;
         let mut weight = std::ptr::null();
         let (mut eps, mut to, mut vectors) =
             (0., std::ptr::null_mut(), aligned(&[partial, residual.as_view()]));
         if let Some((norm, mut out)) = norm {
-            expect_dims(op, "weight", &norm.weight, &[h])?;
-            expect_dtype(op, "weight", &norm.weight, DType::BF16)?;
-            expect_dims(op, "out", &out, &[t, h])?;
-            expect_dtype(op, "out", &out, DType::BF16)?;
+            expect(op, "weight", &norm.weight, DType::BF16, &[h])?;
+            expect(op, "out", &out, DType::BF16, &[t, h])?;
             vectors &= aligned(&[norm.weight, out.as_view()]);
             (weight, eps) = (cuda.read(op, "weight", norm.weight)?, norm.eps);
             to = cuda.write(op, "out", &mut out)?;

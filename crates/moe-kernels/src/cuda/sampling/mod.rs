@@ -4,7 +4,7 @@
 use candle_core::{DType, Result, bail};
 
 use super::{ffi, small};
-use crate::door::{expect_dims, expect_dtype, expect_matrix};
+use crate::door::{expect, expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -131,11 +131,9 @@ pub fn sample_into(
     let (op, cuda) = ("sample", ex.cuda("sample")?);
     let (rows, vocab) = expect_matrix(op, "logits", &logits)?;
     expect_dtype(op, "logits", &logits, DType::F32)?;
-    expect_dims(op, "params", &params, &[rows, SAMPLE_WORDS])?;
-    expect_dtype(op, "params", &params, DType::U32)?;
+    expect(op, "params", &params, DType::U32, &[rows, SAMPLE_WORDS])?;
     for (name, out) in [("tokens", &tokens), ("status", &status)] {
-        expect_dtype(op, name, out, DType::U32)?;
-        expect_dims(op, name, out, &[rows])?;
+        expect(op, name, out, DType::U32, &[rows])?;
     }
     let (mut uses, mut edits) = (std::ptr::null_mut(), std::ptr::null());
     if let Some(mut slots) = slots {
