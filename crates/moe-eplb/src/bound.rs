@@ -7,7 +7,6 @@
 //! copies could be chosen for it alone, and averaged: still a bound, because the real choice is
 //! shared.
 
-use crate::loads::sum_steps;
 use crate::score::Objective;
 use crate::topology::Topology;
 
@@ -15,13 +14,9 @@ use crate::topology::Topology;
 /// may hold several copies of an expert, which weakens the bound.
 pub fn layer_bound(loads: &[f64], topology: &Topology, objective: Objective, duplicates: bool) -> f64 {
     let experts = topology.experts();
-    match objective {
-        Objective::Aggregate => step_bound(&sum_steps(loads, experts), topology, duplicates),
-        Objective::Episode => {
-            let bound = |step| step_bound(step, topology, duplicates);
-            loads.chunks_exact(experts).map(bound).sum::<f64>() / (loads.len() / experts) as f64
-        }
-    }
+    let loads = objective.episodes(loads, experts);
+    let bound = |step| step_bound(step, topology, duplicates);
+    loads.chunks_exact(experts).map(bound).sum::<f64>() / (loads.len() / experts) as f64
 }
 
 /// Bound on one episode's PAR.

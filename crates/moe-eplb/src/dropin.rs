@@ -5,7 +5,7 @@
 //! policy, and [`Policy::plan`] is the form for new code. Inputs on which the published code crashes or answers nonsense are errors here: no
 //! layers, zero groups, NaN, infinite or negative weights.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_len};
 use crate::loads::Loads;
 use crate::matching::keep_slots;
 use crate::placement::Placement;
@@ -101,13 +101,9 @@ pub fn vllm_rebalance_experts_with(
         None => None,
     };
     let plan = policy.plan(&topology, &loads_of(weight)?, old.as_ref())?;
-    let k = topology.slots_per_device();
     let rows = plan.placement.phy2log().chunks_exact(topology.slots()).enumerate();
     let settled = |(layer, row): (usize, &[u32])| match &old {
-        Some(old) => {
-            let ranks = old.layer(layer).chunks_exact(k).zip(row.chunks_exact(k));
-            ranks.flat_map(|(old, new)| keep_slots(old, new)).collect()
-        }
+        Some(old) => keep_slots(old.layer(layer), row, topology.slots_per_device()),
         None => row.to_vec(),
     };
     Ok(rows.map(settled).collect())
@@ -132,9 +128,7 @@ fn topology_of(
 
 fn loads_of(weight: &[Vec<f32>]) -> Result<Loads> {
     let experts = weight.first().map_or(0, Vec::len);
-    if let Some(row) = weight.iter().find(|row| row.len() != experts) {
-        return Err(Error::Shape { what: "weights of a layer", expected: experts, got: row.len() });
-    }
+    weight.iter().try_for_each(|row| expect_len("weights of a layer", experts, row.len()))?;
     let flat: Vec<f64> = weight.iter().flatten().map(|&v| f64::from(v)).collect();
     Loads::aggregate(weight.len(), experts, &flat)
 }

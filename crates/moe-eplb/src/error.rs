@@ -146,3 +146,26 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+/// Fails unless a buffer or table has as many entries as the other arguments imply.
+pub(crate) fn expect_len(what: &'static str, expected: usize, got: usize) -> Result<()> {
+    if got == expected { Ok(()) } else { Err(Error::Shape { what, expected, got }) }
+}
+
+/// Fails unless an id is below its limit.
+pub(crate) fn expect_below(what: &'static str, got: usize, limit: usize) -> Result<()> {
+    if got < limit { Ok(()) } else { Err(Error::OutOfRange { what, got, limit }) }
+}
+
+/// Fails if a size is zero.
+pub(crate) fn expect_some(sizes: &[(&'static str, usize)]) -> Result<()> {
+    sizes.iter().find(|(_, size)| *size == 0).map_or(Ok(()), |(what, _)| Err(Error::Empty(what)))
+}
+
+/// Fails unless a quantity divides evenly over another.
+pub(crate) fn expect_multiple(
+    (what, total): (&'static str, usize),
+    (by, parts): (&'static str, usize),
+) -> Result<()> {
+    if total.is_multiple_of(parts) { Ok(()) } else { Err(Error::NotDivisible { what, total, by, parts }) }
+}

@@ -4,11 +4,12 @@
 //! aggregate without a pass over it. Steps of the wrong stage neither record nor advance, so a
 //! decode-only window holds that many decode steps however many prefills came between.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_below, expect_len, expect_some};
 use crate::loads::Loads;
 
 /// What a step was doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "lowercase"))]
 pub enum Stage {
     /// Prompt tokens (alone or mixed with decoding).
     Prefill,
@@ -72,11 +73,7 @@ impl Heat {
     /// # Errors
     /// If there is no layer, expert or step to collect.
     pub fn new(layers: usize, experts: usize, capacity: usize, filter: StageFilter) -> Result<Self> {
-        for (what, size) in [("layers", layers), ("experts", experts), ("steps", capacity)] {
-            if size == 0 {
-                return Err(Error::Empty(what));
-            }
-        }
+        expect_some(&[("layers", layers), ("experts", experts), ("steps", capacity)])?;
         Ok(Self {
             layers,
             experts,
@@ -124,20 +121,13 @@ impl Heat {
         phy2log: &[u32],
     ) -> Result<()> {
         self.check(layer, counts.len(), phy2log.len(), "slot counts")?;
-        if let Some(&e) = phy2log.iter().find(|&&e| e as usize >= self.experts) {
-            return Err(Error::OutOfRange { what: "expert", got: e as usize, limit: self.experts });
-        }
+        phy2log.iter().try_for_each(|&e| expect_below("expert", e as usize, self.experts))?;
         self.add(layer, counts, kind, |slot| phy2log[slot] as usize)
     }
 
     fn check(&self, layer: usize, got: usize, expected: usize, what: &'static str) -> Result<()> {
-        if layer >= self.layers {
-            return Err(Error::OutOfRange { what: "layer", got: layer, limit: self.layers });
-        }
-        if got != expected {
-            return Err(Error::Shape { what, expected, got });
-        }
-        Ok(())
+        expect_below("layer", layer, self.layers)?;
+        expect_len(what, expected, got)
     }
 
     fn add(
@@ -196,21 +186,10 @@ impl Heat {
     /// # Errors
     /// If the two collectors differ in shape or in completed steps.
     pub fn merge(&mut self, other: &Self) -> Result<()> {
-        let shape = |h: &Self| (h.layers, h.experts, h.capacity);
-        if shape(self) != shape(other) {
-            return Err(Error::Shape {
-                what: "heat of a rank",
-                expected: self.ring.len(),
-                got: other.ring.len(),
-            });
-        }
-        if self.steps != other.steps {
-            return Err(Error::Shape {
-                what: "steps of a rank",
-                expected: self.steps as usize,
-                got: other.steps as usize,
-            });
-        }
+        expect_len("layers of a rank", self.layers, other.layers)?;
+        expect_len("experts of a rank", self.experts, other.experts)?;
+        expect_len("window of a rank", self.capacity, other.capacity)?;
+        expect_len("steps of a rank", self.steps as usize, other.steps as usize)?;
         self.ring.iter_mut().zip(&other.ring).for_each(|(a, b)| *a += b);
         self.window.iter_mut().zip(&other.window).for_each(|(a, b)| *a += b);
         Ok(())

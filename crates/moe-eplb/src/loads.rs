@@ -1,6 +1,6 @@
 //! What the experts had to do: token counts per layer and expert, summed or per episode.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_len, expect_some};
 
 /// Loads `[steps, layers, experts]`. One step is an aggregate; several are episodes, each a few
 /// engine steps long, whose peaks the episode objective averages.
@@ -28,15 +28,9 @@ impl Loads {
     /// If the buffer has the wrong size, there is no step or no expert, or a load is NaN, infinite
     /// or negative.
     pub fn episodes(steps: usize, layers: usize, experts: usize, values: &[f64]) -> Result<Self> {
-        for (what, size) in [("steps", steps), ("experts", experts)] {
-            if size == 0 {
-                return Err(Error::Empty(what));
-            }
-        }
+        expect_some(&[("steps", steps), ("experts", experts)])?;
         let expected = steps * layers * experts;
-        if values.len() != expected {
-            return Err(Error::Shape { what: "loads", expected, got: values.len() });
-        }
+        expect_len("loads", expected, values.len())?;
         if let Some(i) = values.iter().position(|v| !v.is_finite() || *v < 0.0) {
             let (step, layer) = (i / experts / layers, i / experts % layers);
             return Err(Error::BadLoad { step, layer, expert: i % experts, value: values[i] });

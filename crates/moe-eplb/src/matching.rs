@@ -20,13 +20,18 @@ pub(crate) fn keep_in_place(old: &[u32], new: &[u32], experts: usize, k: usize) 
     }
     let mut placed = Vec::with_capacity(new.len());
     for (o, n) in assign(&kept, devices).into_iter().enumerate() {
-        placed.extend(keep_slots(&old[o * k..][..k], &new[n * k..][..k]));
+        placed.extend(keep_in_row(&old[o * k..][..k], &new[n * k..][..k]));
     }
     placed
 }
 
-/// Reorders one device's `new` experts so that those also in `old` keep their slots.
-pub(crate) fn keep_slots(old: &[u32], new: &[u32]) -> Vec<u32> {
+/// Reorders each device's `new` experts so that those also in its `old` ones keep their slots.
+pub(crate) fn keep_slots(old: &[u32], new: &[u32], k: usize) -> Vec<u32> {
+    old.chunks_exact(k).zip(new.chunks_exact(k)).flat_map(|(old, new)| keep_in_row(old, new)).collect()
+}
+
+/// [`keep_slots`] of one device.
+fn keep_in_row(old: &[u32], new: &[u32]) -> Vec<u32> {
     let mut rest: Vec<u32> = new.to_vec();
     let mut row: Vec<Option<u32>> = vec![None; old.len()];
     for (slot, e) in old.iter().enumerate() {
@@ -124,7 +129,7 @@ mod tests {
 
     #[test]
     fn retained_experts_keep_their_slots() {
-        assert_eq!(keep_slots(&[4, 7, 1], &[1, 9, 7]), [9, 7, 1]);
+        assert_eq!(keep_slots(&[4, 7, 1], &[1, 9, 7], 3), [9, 7, 1]);
         // Rows swapped between devices cost nothing.
         assert_eq!(keep_in_place(&[0, 1, 2, 3], &[3, 2, 1, 0], 4, 2), [0, 1, 2, 3]);
     }

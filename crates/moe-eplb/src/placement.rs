@@ -1,6 +1,6 @@
 //! Which expert sits in which slot, and the maps that engines read.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_below, expect_len};
 use crate::topology::Topology;
 
 /// The expert of every physical slot, `phy2log` `[layers, slots]`.
@@ -19,17 +19,8 @@ impl Placement {
     /// # Errors
     /// If the size does not fit or an expert id is out of range.
     pub fn from_phy2log(topology: &Topology, layers: usize, phy2log: Vec<u32>) -> Result<Self> {
-        let expected = layers * topology.slots();
-        if phy2log.len() != expected {
-            return Err(Error::Shape { what: "phy2log", expected, got: phy2log.len() });
-        }
-        let placement = Self {
-            layers,
-            experts: topology.experts(),
-            slots: topology.slots(),
-            slots_per_device: topology.slots_per_device(),
-            phy2log,
-        };
+        expect_len("phy2log", layers * topology.slots(), phy2log.len())?;
+        let placement = Self::of(topology, layers, phy2log);
         placement.check_ids(topology.experts())?;
         Ok(placement)
     }
@@ -37,12 +28,16 @@ impl Placement {
     /// The usual start: all experts in order, then copies of experts 0, 1, ...
     pub fn initial(topology: &Topology, layers: usize) -> Self {
         let row = (0..topology.slots()).map(|s| (s % topology.experts()) as u32);
+        Self::of(topology, layers, row.cycle().take(layers * topology.slots()).collect())
+    }
+
+    fn of(topology: &Topology, layers: usize, phy2log: Vec<u32>) -> Self {
         Self {
             layers,
             experts: topology.experts(),
             slots: topology.slots(),
             slots_per_device: topology.slots_per_device(),
-            phy2log: row.cycle().take(layers * topology.slots()).collect(),
+            phy2log,
         }
     }
 
@@ -90,7 +85,7 @@ impl Placement {
                 Some(true) => return Err(Error::Setting { what: "layers", must: "listed once" }),
                 Some(seen) => *seen = true,
             }
-            check_layer(next.layer(layer), self.experts, self.slots_per_device).map_err(|e| e.at(layer))?;
+            next.check_layer(layer)?;
         }
         Ok(())
     }
@@ -127,16 +122,15 @@ impl Placement {
     /// # Errors
     /// Names the first missing or doubled expert.
     pub fn check(&self) -> Result<()> {
-        (0..self.layers).try_for_each(|layer| {
-            check_layer(self.layer(layer), self.experts, self.slots_per_device).map_err(|e| e.at(layer))
-        })
+        (0..self.layers).try_for_each(|layer| self.check_layer(layer))
+    }
+
+    fn check_layer(&self, layer: usize) -> Result<()> {
+        check_layer(layer, self.layer(layer), self.experts, self.slots_per_device)
     }
 
     pub(crate) fn check_ids(&self, limit: usize) -> Result<()> {
-        match self.phy2log.iter().find(|&&e| e as usize >= limit) {
-            Some(&e) => Err(Error::OutOfRange { what: "expert", got: e as usize, limit }),
-            None => Ok(()),
-        }
+        self.phy2log.iter().try_for_each(|&e| expect_below("expert", e as usize, limit))
     }
 
     /// (device, expert) pairs that `old` does not have: the experts that must be transferred.
@@ -175,34 +169,18 @@ pub(crate) fn moved_in_layer(old: &[u32], new: &[u32], experts: usize, k: usize)
     moved
 }
 
-/// A defect of one layer, before its number is known.
-pub(crate) enum Defect {
-    Missing(usize),
-    Duplicate(usize, usize),
-}
-
-impl Defect {
-    pub(crate) fn at(self, layer: usize) -> Error {
-        match self {
-            Self::Missing(expert) => Error::MissingExpert { layer, expert },
-            Self::Duplicate(device, expert) => Error::DuplicateExpert { layer, device, expert },
-        }
-    }
-}
-
-/// Finds a missing or doubled expert in one layer.
-pub(crate) fn check_layer(slots: &[u32], experts: usize, k: usize) -> std::result::Result<(), Defect> {
+/// Fails if an expert of layer `layer` is missing or on a device twice.
+pub(crate) fn check_layer(layer: usize, slots: &[u32], experts: usize, k: usize) -> Result<()> {
     let mut seen_on = vec![0usize; experts];
     for (device, row) in slots.chunks_exact(k).enumerate() {
         for &e in row {
-            if seen_on[e as usize] == device + 1 {
-                return Err(Defect::Duplicate(device, e as usize));
+            if std::mem::replace(&mut seen_on[e as usize], device + 1) == device + 1 {
+                return Err(Error::DuplicateExpert { layer, device, expert: e as usize });
             }
-            seen_on[e as usize] = device + 1;
         }
     }
     match seen_on.iter().position(|&d| d == 0) {
-        Some(expert) => Err(Defect::Missing(expert)),
+        Some(expert) => Err(Error::MissingExpert { layer, expert }),
         None => Ok(()),
     }
 }

@@ -1,5 +1,7 @@
 //! How balanced a placement is: peak device load over mean device load (PAR), 1.0 is perfect.
 
+use std::borrow::Cow;
+
 use crate::loads::{Loads, sum_steps};
 use crate::placement::Placement;
 
@@ -13,17 +15,20 @@ pub enum Objective {
     Episode,
 }
 
+impl Objective {
+    /// The episodes `[steps, experts]` whose peaks count: those of the window, or their sum.
+    pub(crate) fn episodes(self, loads: &[f64], experts: usize) -> Cow<'_, [f64]> {
+        match self {
+            Self::Episode => loads.into(),
+            Self::Aggregate => sum_steps(loads, experts).into(),
+        }
+    }
+}
+
 /// PAR of one layer: `loads` `[steps, experts]`, `slots` the expert of every slot. A step without
 /// load counts as perfectly balanced.
 pub fn layer_par(loads: &[f64], slots: &[u32], experts: usize, devices: usize, objective: Objective) -> f64 {
-    let summed;
-    let loads = match objective {
-        Objective::Episode => loads,
-        Objective::Aggregate => {
-            summed = sum_steps(loads, experts);
-            &summed
-        }
-    };
+    let loads = objective.episodes(loads, experts);
     let mut copies = vec![0.0f64; experts];
     for &e in slots {
         copies[e as usize] += 1.0;

@@ -4,7 +4,7 @@
 //! and only if its new placement is better, by a margin. Among those the best gain per byte goes
 //! first. Balancedness is mean over peak device load, 1 is perfect.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_len};
 
 /// When a layer is worth moving.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -72,13 +72,7 @@ impl Selector {
     /// # Errors
     /// If there is not one proposal per layer.
     pub fn select(&mut self, proposals: &[Proposal]) -> Result<Vec<usize>> {
-        if proposals.len() != self.candidate.len() {
-            return Err(Error::Shape {
-                what: "proposals",
-                expected: self.candidate.len(),
-                got: proposals.len(),
-            });
-        }
+        expect_len("proposals", self.candidate.len(), proposals.len())?;
         let limits = self.thresholds;
         let mut chosen = Vec::new();
         for (layer, proposal) in proposals.iter().enumerate() {

@@ -1,7 +1,7 @@
 //! What a window says about the next one: mean, spread, co-movement, drift, forecast.
 
-use crate::error::{Error, Result};
-use crate::loads::Loads;
+use crate::error::{Result, expect_len};
+use crate::loads::{Loads, sum_steps};
 
 /// Statistics of one layer over the episodes.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,10 +22,7 @@ impl LayerStats {
     pub fn of(loads: &Loads, layer: usize) -> Self {
         let (steps, experts) = (loads.steps(), loads.experts());
         let rows = loads.layer(layer);
-        let mut mean = vec![0.0; experts];
-        for row in rows.chunks_exact(experts) {
-            mean.iter_mut().zip(row).for_each(|(m, v)| *m += v / steps as f64);
-        }
+        let mean = mean_of(rows, experts);
         let mut covariance = vec![0.0; experts * experts];
         if steps > 1 {
             let scale = 1.0 / (steps - 1) as f64;
@@ -47,14 +44,8 @@ impl LayerStats {
 /// # Errors
 /// If the windows differ in layers or experts.
 pub fn drift(before: &Loads, after: &Loads) -> Result<Vec<f64>> {
-    let shape = |l: &Loads| (l.layers(), l.experts());
-    if shape(before) != shape(after) {
-        return Err(Error::Shape {
-            what: "later window",
-            expected: before.layers() * before.experts(),
-            got: after.layers() * after.experts(),
-        });
-    }
+    expect_len("layers of the later window", before.layers(), after.layers())?;
+    expect_len("experts of the later window", before.experts(), after.experts())?;
     let (before, after) = (before.summed(), after.summed());
     Ok((0..before.layers())
         .map(|l| {
@@ -82,8 +73,8 @@ pub fn forecast(loads: &Loads) -> Result<Loads> {
     let mut values = vec![0.0; steps * layers * experts];
     for layer in 0..layers {
         let rows = loads.layer(layer);
-        let mean = LayerMean::of(rows, experts);
-        let persistence = mean.persistence(rows, experts);
+        let mean = mean_of(rows, experts);
+        let persistence = persistence(&mean, rows);
         // Mean of rho, rho^2, ... over the next window.
         let (mut weight, mut power) = (0.0, 1.0);
         for _ in 0..steps {
@@ -92,8 +83,8 @@ pub fn forecast(loads: &Loads) -> Result<Loads> {
         }
         let last = &rows[(steps - 1) * experts..];
         for e in 0..experts {
-            let level = mean.0[e] + weight * (last[e] - mean.0[e]);
-            let scale = if mean.0[e] > 0.0 { level.max(0.0) / mean.0[e] } else { 1.0 };
+            let level = mean[e] + weight * (last[e] - mean[e]);
+            let scale = if mean[e] > 0.0 { level.max(0.0) / mean[e] } else { 1.0 };
             for step in 0..steps {
                 values[(step * layers + layer) * experts + e] = rows[step * experts + e] * scale;
             }
@@ -102,27 +93,22 @@ pub fn forecast(loads: &Loads) -> Result<Loads> {
     Loads::episodes(steps, layers, experts, &values)
 }
 
-struct LayerMean(Vec<f64>);
+/// Mean load of every expert over the rows `[steps, experts]`.
+fn mean_of(rows: &[f64], experts: usize) -> Vec<f64> {
+    let steps = (rows.len() / experts) as f64;
+    sum_steps(rows, experts).into_iter().map(|sum| sum / steps).collect()
+}
 
-impl LayerMean {
-    fn of(rows: &[f64], experts: usize) -> Self {
-        let mut mean = crate::loads::sum_steps(rows, experts);
-        let steps = (rows.len() / experts) as f64;
-        mean.iter_mut().for_each(|m| *m /= steps);
-        Self(mean)
-    }
-
-    /// Lag-one autocorrelation of the relative deviations, pooled over experts, within 0..=0.95.
-    fn persistence(&self, rows: &[f64], experts: usize) -> f64 {
-        let steps = rows.len() / experts;
-        let (mut lagged, mut power) = (0.0, 0.0);
-        for (e, &mean) in self.0.iter().enumerate().filter(|(_, m)| **m > 0.0) {
-            let deviation = |t: usize| rows[t * experts + e] / mean - 1.0;
-            for t in 1..steps {
-                lagged += deviation(t) * deviation(t - 1);
-                power += deviation(t - 1) * deviation(t - 1);
-            }
+/// Lag-one autocorrelation of the relative deviations, pooled over experts, within 0..=0.95.
+fn persistence(mean: &[f64], rows: &[f64]) -> f64 {
+    let (experts, steps) = (mean.len(), rows.len() / mean.len());
+    let (mut lagged, mut power) = (0.0, 0.0);
+    for (e, &mean) in mean.iter().enumerate().filter(|(_, m)| **m > 0.0) {
+        let deviation = |t: usize| rows[t * experts + e] / mean - 1.0;
+        for t in 1..steps {
+            lagged += deviation(t) * deviation(t - 1);
+            power += deviation(t - 1) * deviation(t - 1);
         }
-        if power > 0.0 { (lagged / power).clamp(0.0, 0.95) } else { 0.0 }
     }
+    if power > 0.0 { (lagged / power).clamp(0.0, 0.95) } else { 0.0 }
 }

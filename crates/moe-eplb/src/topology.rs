@@ -1,6 +1,6 @@
 //! The machine: devices in nodes, slots on devices, experts in groups.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_below, expect_multiple, expect_some};
 
 /// How many experts are spread over how many slots, devices and nodes.
 ///
@@ -23,20 +23,11 @@ impl Topology {
     /// experts. More slots per device than experts is accepted here, because only policies that
     /// forbid duplicates need to refuse it.
     pub fn new(experts: usize, slots: usize, devices: usize) -> Result<Self> {
-        for (what, size) in [("experts", experts), ("slots", slots), ("devices", devices)] {
-            if size == 0 {
-                return Err(Error::Empty(what));
-            }
-        }
+        expect_some(&[("experts", experts), ("slots", slots), ("devices", devices)])?;
         // Slot and expert ids are stored as u16 while searching.
-        for (what, got) in [("expert count", experts), ("slot count", slots)] {
-            if got >= usize::from(u16::MAX) {
-                return Err(Error::OutOfRange { what, got, limit: usize::from(u16::MAX) });
-            }
-        }
-        if !slots.is_multiple_of(devices) {
-            return Err(Error::NotDivisible { what: "slots", total: slots, by: "devices", parts: devices });
-        }
+        expect_below("expert count", experts, usize::from(u16::MAX))?;
+        expect_below("slot count", slots, usize::from(u16::MAX))?;
+        expect_multiple(("slots", slots), ("devices", devices))?;
         if slots < experts {
             return Err(Error::TooFewSlots { slots, experts });
         }
@@ -48,31 +39,11 @@ impl Topology {
     ///
     /// # Errors
     /// If a number is zero, the devices do not divide over the nodes, or the experts over the groups.
-    pub fn with_nodes(mut self, nodes: usize, groups: usize) -> Result<Self> {
-        for (what, size) in [("nodes", nodes), ("groups", groups)] {
-            if size == 0 {
-                return Err(Error::Empty(what));
-            }
-        }
-        if !self.devices.is_multiple_of(nodes) {
-            return Err(Error::NotDivisible {
-                what: "devices",
-                total: self.devices,
-                by: "nodes",
-                parts: nodes,
-            });
-        }
-        if !self.experts.is_multiple_of(groups) {
-            return Err(Error::NotDivisible {
-                what: "experts",
-                total: self.experts,
-                by: "groups",
-                parts: groups,
-            });
-        }
-        self.nodes = nodes;
-        self.groups = groups;
-        Ok(self)
+    pub fn with_nodes(self, nodes: usize, groups: usize) -> Result<Self> {
+        expect_some(&[("nodes", nodes), ("groups", groups)])?;
+        expect_multiple(("devices", self.devices), ("nodes", nodes))?;
+        expect_multiple(("experts", self.experts), ("groups", groups))?;
+        Ok(Self { nodes, groups, ..self })
     }
 
     /// Logical experts.

@@ -7,7 +7,7 @@ use std::io::{BufRead, Write};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_len};
 use crate::heat::{Stage, StageFilter};
 use crate::loads::Loads;
 
@@ -15,7 +15,7 @@ use crate::loads::Loads;
 const VERSION: u32 = 1;
 
 /// Tokens per logical expert of one layer in one step.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeatRecord {
     /// Engine step.
     pub step: u64,
@@ -28,19 +28,10 @@ pub struct HeatRecord {
 }
 
 #[derive(Serialize, Deserialize)]
-struct Line {
+struct Line<R> {
     v: u32,
-    step: u64,
-    stage: StageName,
-    layer: usize,
-    counts: Vec<u64>,
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum StageName {
-    Prefill,
-    Decode,
+    #[serde(flatten)]
+    record: R,
 }
 
 /// Writes a trace.
@@ -59,13 +50,7 @@ impl<W: Write> TraceWriter<W> {
     /// # Errors
     /// If the output fails.
     pub fn write(&mut self, record: &HeatRecord) -> std::io::Result<()> {
-        let stage = match record.stage {
-            Stage::Prefill => StageName::Prefill,
-            Stage::Decode => StageName::Decode,
-        };
-        let (step, layer) = (record.step, record.layer);
-        let line = Line { v: VERSION, step, stage, layer, counts: record.counts.clone() };
-        serde_json::to_writer(&mut self.out, &line)?;
+        serde_json::to_writer(&mut self.out, &Line { v: VERSION, record })?;
         self.out.write_all(b"\n")
     }
 }
@@ -85,15 +70,11 @@ impl<R: BufRead> TraceReader<R> {
 
     fn parse(&self) -> Result<HeatRecord> {
         let fail = |reason: String| Error::Format { line: self.line, reason };
-        let line: Line = serde_json::from_str(&self.text).map_err(|e| fail(e.to_string()))?;
+        let line: Line<HeatRecord> = serde_json::from_str(&self.text).map_err(|e| fail(e.to_string()))?;
         if line.v != VERSION {
             return Err(fail(format!("trace version {}; this reader knows version {VERSION}", line.v)));
         }
-        let stage = match line.stage {
-            StageName::Prefill => Stage::Prefill,
-            StageName::Decode => Stage::Decode,
-        };
-        Ok(HeatRecord { step: line.step, stage, layer: line.layer, counts: line.counts })
+        Ok(line.record)
     }
 }
 
@@ -138,9 +119,7 @@ pub fn trace_loads<R: BufRead>(reader: TraceReader<R>, filter: StageFilter) -> R
             let reason = format!("step {} does not hold each of {layers} layers once", record.step);
             return Err(Error::Format { line: 0, reason });
         }
-        if record.counts.len() != experts {
-            return Err(Error::Shape { what: "counts", expected: experts, got: record.counts.len() });
-        }
+        expect_len("counts", experts, record.counts.len())?;
         values.extend(record.counts.iter().map(|&c| c as f64));
     }
     if !records.len().is_multiple_of(layers) {

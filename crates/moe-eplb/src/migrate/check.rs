@@ -1,7 +1,7 @@
 //! The validator: walks through a migration and refuses whatever would break the model.
 
 use super::{Contents, Migration};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_below};
 
 /// Verifies that `migration`, started on `start`, keeps every one of `experts` experts available at
 /// every point, also while a slot is being written, uses at most `max_spares` spare slots at a time
@@ -20,10 +20,8 @@ pub fn check_migration(
     let mut now = start.clone();
     let mut copies = vec![0usize; experts];
     for &e in now.slots.iter().flatten() {
-        match copies.get_mut(e as usize) {
-            Some(count) => *count += 1,
-            None => return Err(Error::OutOfRange { what: "expert", got: e as usize, limit: experts }),
-        }
+        expect_below("expert", e as usize, experts)?;
+        copies[e as usize] += 1;
     }
     if copies.contains(&0) {
         return broken(0, "an expert is missing from the start");

@@ -12,7 +12,7 @@ mod plan;
 pub use check::check_migration;
 pub use plan::plan_migration;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, expect_below};
 use crate::placement::Placement;
 use crate::topology::Topology;
 
@@ -102,12 +102,8 @@ impl Contents {
 
     fn index(&self, place: Place) -> Result<usize> {
         let (device, slot) = (place.device as usize, place.slot as usize);
-        if device >= self.devices() {
-            return Err(Error::OutOfRange { what: "device", got: device, limit: self.devices() });
-        }
-        if slot >= self.width {
-            return Err(Error::OutOfRange { what: "slot", got: slot, limit: self.width });
-        }
+        expect_below("device", device, self.devices())?;
+        expect_below("slot", slot, self.width)?;
         Ok(device * self.width + slot)
     }
 

@@ -1,7 +1,7 @@
 //! The planner: which transfer next, from where, and what to do when slots wait in a circle.
 
 use super::{Contents, Migration, Transfer};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, expect_below, expect_len};
 use crate::topology::Topology;
 
 /// Plans the transfers that turn `start` into `target` for one layer.
@@ -19,15 +19,12 @@ pub fn plan_migration(
     start: &Contents,
     target: &[u32],
 ) -> Result<Migration> {
-    if target.len() != topology.slots() || start.devices() != topology.devices() {
-        return Err(Error::Shape { what: "target", expected: topology.slots(), got: target.len() });
-    }
+    expect_len("target", topology.slots(), target.len())?;
+    expect_len("devices of the start", topology.devices(), start.devices())?;
     let experts = topology.experts();
     let mut copies = vec![0usize; experts];
-    let held = start.slots.iter().flatten().chain(target);
-    if let Some(&e) = held.clone().find(|&&e| e as usize >= experts) {
-        return Err(Error::OutOfRange { what: "expert", got: e as usize, limit: experts });
-    }
+    let mut held = start.slots.iter().flatten().chain(target);
+    held.try_for_each(|&e| expect_below("expert", e as usize, experts))?;
     start.slots.iter().flatten().for_each(|&e| copies[e as usize] += 1);
     if let Some(expert) = copies.iter().position(|&c| c == 0) {
         return Err(Error::MissingExpert { layer, expert });

@@ -6,7 +6,6 @@
 
 use super::{Layout, Policy, Task};
 use crate::error::Result;
-use crate::loads::sum_steps;
 use crate::score::Objective;
 use crate::topology::Topology;
 
@@ -31,8 +30,6 @@ impl Policy for Deepseek {
     }
 
     fn place(&self, task: &Task) -> Result<Layout> {
-        let load: Vec<f32> =
-            sum_steps(task.loads, task.topology.experts()).into_iter().map(|v| v as f32).collect();
         let flat;
         let topology = if self.global {
             flat = task.topology.with_nodes(1, 1)?;
@@ -40,7 +37,7 @@ impl Policy for Deepseek {
         } else {
             task.topology
         };
-        let slots = place_layer(&load, topology).0;
+        let slots = place_layer(&task.summed_f32(), topology).0;
         Ok(Layout { slots, exhaustive: false, steps: task.topology.slots() as u64 })
     }
 }

@@ -11,7 +11,6 @@ use crate::error::{Error, Result};
 use crate::loads::sum_steps;
 use crate::matching::keep_in_place;
 use crate::pack::Table;
-use crate::placement::check_layer;
 use crate::score::Objective;
 
 /// The tree search of FlashLB.
@@ -61,9 +60,7 @@ impl Policy for FlashLb {
         let mut tree = Tree::new(stages, experts, topology.devices(), k, self.z_score);
         let copies = tree.allot(topology.redundant(), self.depth, self.width);
         let mut slots: Vec<u32> = tree.place(&copies).into_iter().map(u32::from).collect();
-        if let Some(current) = task.current
-            && check_layer(current, experts, k).is_ok()
-        {
+        if let Some(current) = task.valid_current() {
             slots = keep_in_place(current, &slots, experts, k);
         }
         Ok(Layout { slots, exhaustive: false, steps: tree.steps })
@@ -281,7 +278,7 @@ mod tests {
                 let policy = FlashLb { depth, ..FlashLb::default() };
                 let task = Task::new(&topology, loads, None, Objective::Episode);
                 let layout = policy.place(&task).unwrap();
-                assert!(check_layer(&layout.slots, experts, slots / devices).is_ok());
+                assert!(crate::placement::check_layer(0, &layout.slots, experts, slots / devices).is_ok());
             }
         }
     }

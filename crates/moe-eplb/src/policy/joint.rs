@@ -5,9 +5,8 @@ use super::{Layout, Policy, Task};
 use crate::certificate::BOUND_SLACK;
 use crate::error::Result;
 use crate::exact;
-use crate::loads::sum_steps;
 use crate::matching::keep_in_place;
-use crate::placement::{check_layer, moved_in_layer};
+use crate::placement::moved_in_layer;
 use crate::score::{Objective, layer_par};
 use crate::search::{self, Request, rows};
 use crate::topology::Topology;
@@ -74,8 +73,7 @@ impl Policy for Joint {
         let (experts, k) = (topology.experts(), topology.slots_per_device());
         if k > experts {
             // Only reached with `allow_duplicates`: some device repeats an expert whatever we do.
-            let load: Vec<f32> = sum_steps(task.loads, experts).into_iter().map(|v| v as f32).collect();
-            let slots = place_layer(&load, topology).0;
+            let slots = place_layer(&task.summed_f32(), topology).0;
             return Ok(Layout { slots, exhaustive: false, steps: topology.slots() as u64 });
         }
         let nodes = topology.nodes();
@@ -88,17 +86,9 @@ impl Policy for Joint {
 
 impl Joint {
     fn place_flat(&self, task: &Task) -> Layout {
-        let (experts, k) = (task.topology.experts(), task.topology.slots_per_device());
-        let current = task.current.filter(|slots| check_layer(slots, experts, k).is_ok());
-        let summed;
-        let loads = match self.objective {
-            Objective::Episode => task.loads,
-            Objective::Aggregate => {
-                summed = sum_steps(task.loads, experts);
-                &summed
-            }
-        };
-        let task = Task { loads, current, ..*task };
+        let experts = task.topology.experts();
+        let (current, loads) = (task.valid_current(), self.objective.episodes(task.loads, experts));
+        let task = Task { loads: &loads, current, ..*task };
         let mut layout = match rows::lanes_for(loads.len() / experts) {
             1 => self.search::<1>(&task),
             2 => self.search::<2>(&task),
@@ -174,11 +164,10 @@ impl Joint {
     fn place_by_node(&self, task: &Task) -> Result<Layout> {
         let topology = task.topology;
         let (experts, nodes) = (topology.experts(), topology.nodes());
-        let load: Vec<f32> = sum_steps(task.loads, experts).into_iter().map(|v| v as f32).collect();
         let node_topology =
             Topology::new(experts / nodes, topology.slots() / nodes, topology.devices() / nodes)?;
         let mut layout = Layout { slots: Vec::new(), exhaustive: false, steps: 0 };
-        for members in experts_of_nodes(&load, nodes, topology.groups()) {
+        for members in experts_of_nodes(&task.summed_f32(), nodes, topology.groups()) {
             let pick = |step: &[f64]| members.iter().map(|&e| step[e]).collect::<Vec<_>>();
             let loads: Vec<f64> = task.loads.chunks_exact(experts).flat_map(pick).collect();
             let node = self.place_flat(&Task::new(&node_topology, &loads, None, self.objective));

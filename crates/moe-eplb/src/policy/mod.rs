@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::bound;
 use crate::certificate::{BOUND_SLACK, Certificate, Proof};
-use crate::error::{Error, Result};
-use crate::loads::Loads;
+use crate::error::{Result, expect_len};
+use crate::loads::{Loads, sum_steps};
 use crate::placement::{Placement, check_layer};
 use crate::score::{Objective, layer_par};
 use crate::topology::Topology;
@@ -44,6 +44,17 @@ impl<'a> Task<'a> {
     ) -> Self {
         let lower_bound = bound::layer_bound(loads, topology, objective, false);
         Self { topology, loads, current, lower_bound }
+    }
+
+    /// The current layout, if it is one that a policy may go on from: every expert there, none twice on a device.
+    fn valid_current(&self) -> Option<&'a [u32]> {
+        let (experts, k) = (self.topology.experts(), self.topology.slots_per_device());
+        self.current.filter(|slots| check_layer(0, slots, experts, k).is_ok())
+    }
+
+    /// The summed load of every expert, in the precision of the published algorithm.
+    fn summed_f32(&self) -> Vec<f32> {
+        sum_steps(self.loads, self.topology.experts()).into_iter().map(|load| load as f32).collect()
     }
 }
 
@@ -141,22 +152,11 @@ pub trait Policy: Sync {
 }
 
 fn check_input(topology: &Topology, loads: &Loads, current: Option<&Placement>) -> Result<()> {
-    if loads.experts() != topology.experts() {
-        return Err(Error::Shape {
-            what: "experts of the loads",
-            expected: topology.experts(),
-            got: loads.experts(),
-        });
-    }
+    expect_len("experts of the loads", topology.experts(), loads.experts())?;
     if let Some(p) = current {
-        let expected = (loads.layers(), topology.slots(), topology.slots_per_device());
-        if (p.layers(), p.slots(), p.slots_per_device()) != expected {
-            return Err(Error::Shape {
-                what: "current placement",
-                expected: loads.layers() * topology.slots(),
-                got: p.phy2log().len(),
-            });
-        }
+        expect_len("layers of the current placement", loads.layers(), p.layers())?;
+        expect_len("slots of the current placement", topology.slots(), p.slots())?;
+        expect_len("slots of its devices", topology.slots_per_device(), p.slots_per_device())?;
         p.check_ids(topology.experts())?;
     }
     Ok(())
@@ -199,7 +199,7 @@ fn certify(task: &Task, layout: &Layout, objective: Objective) -> Certificate {
     let topology = task.topology;
     let (experts, devices, k) = (topology.experts(), topology.devices(), topology.slots_per_device());
     let par = layer_par(task.loads, &layout.slots, experts, devices, objective);
-    let bound = match check_layer(&layout.slots, experts, k) {
+    let bound = match check_layer(0, &layout.slots, experts, k) {
         Ok(()) => task.lower_bound,
         // With duplicates the bound must not assume one copy per device.
         Err(_) => bound::layer_bound(task.loads, topology, objective, true),

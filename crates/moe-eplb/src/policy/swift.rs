@@ -8,7 +8,6 @@ use super::{Layout, Policy, Task};
 use crate::error::Result;
 use crate::loads::sum_steps;
 use crate::matching::keep_slots;
-use crate::placement::check_layer;
 use crate::score::Objective;
 
 /// Keeps the current placement and improves it by few transfers.
@@ -39,7 +38,7 @@ impl Policy for Swift {
     fn place(&self, task: &Task) -> Result<Layout> {
         let topology = task.topology;
         let (experts, k) = (topology.experts(), topology.slots_per_device());
-        let valid = task.current.filter(|slots| check_layer(slots, experts, k).is_ok());
+        let valid = task.valid_current();
         let start = match valid {
             Some(current) => current.to_vec(),
             None => (0..topology.slots()).map(|s| (s % experts) as u32).collect(),
@@ -49,10 +48,7 @@ impl Policy for Swift {
         swift.swap_from_hottest(self.max_swaps, self.min_gain);
         let slots = match valid {
             // An expert may have left a device and come back to another slot of it.
-            Some(current) => {
-                let rows = current.chunks_exact(k).zip(swift.slots.chunks_exact(k));
-                rows.flat_map(|(old, new)| keep_slots(old, new)).collect()
-            }
+            Some(current) => keep_slots(current, &swift.slots, k),
             None => swift.slots,
         };
         Ok(Layout { slots, exhaustive: false, steps: swift.steps })

@@ -1,54 +1,25 @@
 //! Where the search starts: copies by greedy allotment, placement heaviest first.
 
-use std::cmp::Ordering;
+use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use crate::pack::Table;
 
-/// An expert waiting for its next copy; the heap serves the largest load per copy.
-struct Candidate {
-    per_copy: f32,
-    copies: u16,
-    expert: usize,
-}
-
-impl Ord for Candidate {
-    fn cmp(&self, other: &Self) -> Ordering {
-        // Ties go to the expert with fewer copies, so that all-zero loads give even copies.
-        let by_load = self.per_copy.total_cmp(&other.per_copy);
-        by_load.then(other.copies.cmp(&self.copies)).then(other.expert.cmp(&self.expert))
-    }
-}
-
-impl PartialOrd for Candidate {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl PartialEq for Candidate {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other) == Ordering::Equal
-    }
-}
-
-impl Eq for Candidate {}
-
 /// Copies per expert that minimise the largest `weight / copies`, with at most `devices` copies.
 pub(crate) fn allot(weight: &[f32], slots: usize, devices: usize) -> Vec<u16> {
     let mut copies = vec![1u16; weight.len()];
-    let candidate = |expert: usize, copies: u16| Candidate {
-        per_copy: weight[expert] / f32::from(copies),
-        copies,
-        expert,
+    // The heap serves the largest load per copy; loads are not negative, so their bits are in order. Ties go to the
+    // expert with fewer copies, so that all-zero loads give even copies.
+    let candidate = |expert: usize, copies: u16| {
+        ((weight[expert] / f32::from(copies)).to_bits(), Reverse(copies), Reverse(expert))
     };
     let mut heap: BinaryHeap<_> =
         (0..weight.len()).filter(|_| devices > 1).map(|e| candidate(e, 1)).collect();
     for _ in weight.len()..slots {
-        let Some(best) = heap.pop() else { break };
-        copies[best.expert] += 1;
-        if usize::from(copies[best.expert]) < devices {
-            heap.push(candidate(best.expert, copies[best.expert]));
+        let Some((_, _, Reverse(expert))) = heap.pop() else { break };
+        copies[expert] += 1;
+        if usize::from(copies[expert]) < devices {
+            heap.push(candidate(expert, copies[expert]));
         }
     }
     copies
