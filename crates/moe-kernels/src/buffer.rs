@@ -7,9 +7,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::op::BackpropOp;
-use candle_core::{DType, Device, Result, Storage, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::element::{CpuVec, Element};
+use crate::element::Element;
 use crate::storage::Memory;
 use crate::view::{Dims, View, ViewMut};
 
@@ -47,7 +47,7 @@ impl Buffer {
     /// Takes over a vector.
     pub fn from_vec<T: Element>(data: Vec<T>, dims: &[usize]) -> Result<Self> {
         View::new(&data, dims)?;
-        Ok(Self { data: Memory::Cpu(T::wrap_vec(data)), dims: Dims::new(dims)? })
+        Ok(Self { data: T::wrap_vec(data), dims: Dims::new(dims)? })
     }
 
     /// A copy of a view of host memory.
@@ -64,7 +64,7 @@ impl Buffer {
 
     /// The dtype.
     pub fn dtype(&self) -> DType {
-        self.data.dtype()
+        self.data.as_data().dtype()
     }
 
     /// A read-only view.
@@ -82,16 +82,8 @@ impl Buffer {
 
     /// Moves the data into a candle tensor, without a copy.
     pub fn into_tensor(self) -> Result<Tensor> {
-        let dims = self.dims.to_vec();
-        let storage = match self.data {
-            Memory::Cpu(mut data) => {
-                data.truncate(self.dims.iter().product());
-                Storage::Cpu(data.into_storage())
-            }
-            #[cfg(feature = "cuda")]
-            Memory::Cuda(data) => Storage::Cuda(data.into_storage()),
-        };
-        Ok(Tensor::from_storage(storage, dims, BackpropOp::none(), false))
+        let storage = self.data.into_storage(self.dims.iter().product());
+        Ok(Tensor::from_storage(storage, self.dims.to_vec(), BackpropOp::none(), false))
     }
 }
 
@@ -100,8 +92,8 @@ fn allocate(device: &Device, dtype: DType, len: usize) -> Result<Memory> {
     match device {
         Device::Cpu => {
             check_memory(dtype, len)?;
-            match CpuVec::zeros(dtype, len) {
-                Some(data) => Ok(Memory::Cpu(data)),
+            match Memory::zeros(dtype, len) {
+                Some(data) => Ok(data),
                 None => bail!("no buffer holds dtype {}", dtype.as_str()),
             }
         }
@@ -163,10 +155,10 @@ impl Workspace {
         let mut pool = self.lock();
         let best = (0..pool.free.len())
             .filter(|&i| {
-                let memory = &pool.free[i];
+                let memory = pool.free[i].as_data();
                 memory.dtype() == dtype && memory.len() >= len && memory.device() == place
             })
-            .min_by_key(|&i| pool.free[i].len());
+            .min_by_key(|&i| pool.free[i].as_data().len());
         let data = match best {
             Some(i) => pool.free.swap_remove(i),
             None if pool.frozen => bail!(

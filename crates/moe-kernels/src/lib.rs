@@ -30,7 +30,7 @@ pub use align::{
 };
 pub use buffer::{Buffer, Scratch, Workspace};
 pub use dispatched::{Dispatched, Lent};
-pub use element::{CpuSlice, CpuSliceMut, CpuVec, Element, Float};
+pub use element::{Element, Float};
 pub use exec::{CpuIsa, Exec, compute_capability};
 pub use memory::HugePages;
 pub use monolithic::{Gate, GateScoring, MonolithicIo, PreNorm};

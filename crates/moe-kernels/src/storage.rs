@@ -1,14 +1,25 @@
 //! Where the elements of views and buffers lie: in host memory or on a CUDA device.
+//!
+//! candle's CPU storage is an enum of typed vectors. The same shape is used here, so that a
+//! view of a candle tensor is a plain borrow and no kernel ever reinterprets bytes.
 
 use std::marker::PhantomData;
 
-use candle_core::{DType, Result, bail};
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DriverError,
+};
+use candle_core::{CpuStorage, DType, Storage};
+use half::vec::HalfBitsVecExt;
+use half::{bf16, f16};
 
-use crate::element::{CpuSlice, CpuSliceMut, CpuVec};
+#[cfg(feature = "cuda")]
+use crate::cuda::DeviceMemory;
+use crate::element::Element;
 
 /// Borrowed elements in the memory of a CUDA device. Only kernels read them.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct DeviceSlice<'a> {
+pub struct DeviceSlice<'a> {
     address: u64,
     dtype: DType,
     len: usize,
@@ -28,11 +39,6 @@ impl DeviceSlice<'_> {
         self.address
     }
 
-    #[cfg(feature = "cuda")]
-    pub(crate) fn device(&self) -> usize {
-        self.device
-    }
-
     /// Elements `start..start + len`; the caller has checked the range.
     fn range(self, start: usize, len: usize) -> Self {
         debug_assert!(start + len <= self.len);
@@ -40,52 +46,188 @@ impl DeviceSlice<'_> {
     }
 }
 
-/// Borrowed elements.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Data<'a> {
-    Cpu(CpuSlice<'a>),
-    Device(DeviceSlice<'a>),
+/// Declares the enums of elements, one variant for each type, and how types get in and out.
+macro_rules! elements {
+    ($($variant:ident $ty:ty, $zeros:expr);* $(;)?) => {
+        /// Borrowed elements.
+        #[derive(Clone, Copy, Debug)]
+        pub enum Data<'a> {
+            $(#[doc = stringify!($ty)] $variant(&'a [$ty]),)*
+            /// On a device.
+            Device(DeviceSlice<'a>),
+        }
+
+        /// Borrowed, writable elements.
+        #[derive(Debug)]
+        pub enum DataMut<'a> {
+            $(#[doc = stringify!($ty)] $variant(&'a mut [$ty]),)*
+            /// On a device.
+            Device(DeviceSlice<'a>),
+        }
+
+        /// Owned elements.
+        #[derive(Debug)]
+        pub enum Memory {
+            $(#[doc = stringify!($ty)] $variant(Vec<$ty>),)*
+            /// On a device.
+            #[cfg(feature = "cuda")]
+            Cuda(DeviceMemory),
+        }
+
+        impl Data<'_> {
+            pub(crate) fn dtype(&self) -> DType {
+                match self { $(Self::$variant(_) => DType::$variant,)* Self::Device(s) => s.dtype }
+            }
+            pub(crate) fn len(&self) -> usize {
+                match self { $(Self::$variant(s) => s.len(),)* Self::Device(s) => s.len }
+            }
+            /// Elements `start..start + len`; the caller has checked the range.
+            pub(crate) fn range(self, start: usize, len: usize) -> Self {
+                match self {
+                    $(Self::$variant(s) => Self::$variant(&s[start..start + len]),)*
+                    Self::Device(s) => Self::Device(s.range(start, len)),
+                }
+            }
+        }
+
+        impl DataMut<'_> {
+            pub(crate) fn as_data(&self) -> Data<'_> {
+                match self { $(Self::$variant(s) => Data::$variant(s),)* Self::Device(s) => Data::Device(*s) }
+            }
+            pub(crate) fn reborrow(&mut self) -> DataMut<'_> {
+                match self { $(Self::$variant(s) => DataMut::$variant(s),)* Self::Device(s) => DataMut::Device(*s) }
+            }
+            pub(crate) fn split_at(self, mid: usize) -> (Self, Self) {
+                match self {
+                    $(Self::$variant(s) => {
+                        let (a, b) = s.split_at_mut(mid);
+                        (Self::$variant(a), Self::$variant(b))
+                    })*
+                    Self::Device(s) => (Self::Device(s.range(0, mid)), Self::Device(s.range(mid, s.len - mid))),
+                }
+            }
+            /// Elements `start..start + len`; the caller has checked the range.
+            pub(crate) fn range(self, start: usize, len: usize) -> Self {
+                self.split_at(start).1.split_at(len).0
+            }
+        }
+
+        impl Memory {
+            /// `len` zeros in host memory; `None` for a dtype that no view holds.
+            pub(crate) fn zeros(dtype: DType, len: usize) -> Option<Self> {
+                match dtype { $(DType::$variant => Some(Self::$variant(<$ty>::zeros(len))),)* _ => None }
+            }
+            pub(crate) fn as_data(&self) -> Data<'_> {
+                match self {
+                    $(Self::$variant(v) => Data::$variant(v),)*
+                    #[cfg(feature = "cuda")]
+                    Self::Cuda(v) => Data::Device(v.as_slice()),
+                }
+            }
+            pub(crate) fn as_data_mut(&mut self) -> DataMut<'_> {
+                match self {
+                    $(Self::$variant(v) => DataMut::$variant(v),)*
+                    #[cfg(feature = "cuda")]
+                    Self::Cuda(v) => DataMut::Device(v.as_slice()),
+                }
+            }
+            /// Moves the memory into candle's storage, without a copy; of host memory the first `len` elements.
+            pub(crate) fn into_storage(self, len: usize) -> Storage {
+                match self {
+                    $(Self::$variant(mut v) => {
+                        v.truncate(len);
+                        Storage::Cpu(CpuStorage::$variant(v))
+                    })*
+                    #[cfg(feature = "cuda")]
+                    Self::Cuda(v) => Storage::Cuda(v.into_storage()),
+                }
+            }
+        }
+
+        /// The elements that a candle CPU storage holds; `None` for dtypes that no view holds.
+        pub(crate) fn cpu_data(s: &CpuStorage) -> Option<Data<'_>> {
+            match s { $(CpuStorage::$variant(v) => Some(Data::$variant(v)),)* _ => None }
+        }
+
+        /// An owned, typed allocation on a CUDA device.
+        #[cfg(feature = "cuda")]
+        #[derive(Debug)]
+        pub(crate) enum CudaVec { $($variant(CudaSlice<$ty>)),* }
+
+        #[cfg(feature = "cuda")]
+        impl CudaVec {
+            /// `len` elements of whatever the memory holds; `None` for a dtype that no view holds.
+            pub(crate) fn unspecified(device: &candle_core::CudaDevice, dtype: DType, len: usize) -> candle_core::Result<Option<Self>> {
+                Ok(match dtype {
+                    // SAFETY: any bits are a number, and the host never reads them in place.
+                    $(DType::$variant => Some(Self::$variant(unsafe { device.alloc(len)? })),)*
+                    _ => None
+                })
+            }
+            /// Makes all elements zero, in stream order.
+            pub(crate) fn clear(&mut self, stream: &std::sync::Arc<CudaStream>) -> Result<(), DriverError> {
+                match self { $(Self::$variant(v) => stream.memset_zeros(v)),* }
+            }
+            pub(crate) fn dtype(&self) -> DType { match self { $(Self::$variant(_) => DType::$variant),* } }
+            pub(crate) fn len(&self) -> usize { match self { $(Self::$variant(v) => v.len()),* } }
+            pub(crate) fn address(&self, stream: &CudaStream) -> u64 {
+                match self { $(Self::$variant(v) => device_address(v, stream)),* }
+            }
+            /// Moves the allocation into candle's storage, as written by what is on the device's stream.
+            pub(crate) fn into_storage(self, device: candle_core::CudaDevice) -> candle_core::CudaStorage {
+                match self { $(Self::$variant(mut v) => {
+                    written(&mut v, &device.cuda_stream());
+                    candle_core::CudaStorage::wrap_cuda_slice(v, device)
+                }),* }
+            }
+        }
+
+        /// Address of what a candle CUDA storage holds; `None` for dtypes that no view holds.
+        #[cfg(feature = "cuda")]
+        pub(crate) fn cuda_address(s: &candle_core::CudaStorage) -> Option<u64> {
+            use candle_core::cuda_backend::CudaStorageSlice;
+            let stream = s.device.cuda_stream();
+            match &s.slice { $(CudaStorageSlice::$variant(v) => Some(device_address(v, &stream)),)* _ => None }
+        }
+
+        $(impl Element for $ty {
+            const DTYPE: DType = DType::$variant;
+            fn slice(s: Data<'_>) -> Option<&[Self]> {
+                match s { Data::$variant(s) => Some(s), _ => None }
+            }
+            fn slice_mut(s: DataMut<'_>) -> Option<&mut [Self]> {
+                match s { DataMut::$variant(s) => Some(s), _ => None }
+            }
+            fn wrap(s: &[Self]) -> Data<'_> { Data::$variant(s) }
+            fn wrap_mut(s: &mut [Self]) -> DataMut<'_> { DataMut::$variant(s) }
+            fn wrap_vec(v: Vec<Self>) -> Memory { Memory::$variant(v) }
+            fn zeros(len: usize) -> Vec<Self> { $zeros(len) }
+        })*
+    };
 }
 
-/// Borrowed, writable elements.
-#[derive(Debug)]
-pub(crate) enum DataMut<'a> {
-    Cpu(CpuSliceMut<'a>),
-    Device(DeviceSlice<'a>),
-}
+elements!(
+    U8 u8, |n| vec![0; n];
+    U32 u32, |n| vec![0; n];
+    I32 i32, |n| vec![0; n];
+    I64 i64, |n| vec![0; n];
+    F32 f32, |n| vec![0.; n];
+    // Zero bits are zero; a vector of half::bf16 would be written element by element.
+    BF16 bf16, |n| vec![0u16; n].reinterpret_into();
+    F16 f16, |n| vec![0u16; n].reinterpret_into();
+);
 
-impl<'a> Data<'a> {
-    pub(crate) fn dtype(&self) -> DType {
+impl Data<'_> {
+    /// Ordinal of the CUDA device that holds the elements; `None` for host memory.
+    pub(crate) fn device(&self) -> Option<usize> {
         match self {
-            Self::Cpu(s) => s.dtype(),
-            Self::Device(s) => s.dtype,
-        }
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        match self {
-            Self::Cpu(s) => s.len(),
-            Self::Device(s) => s.len,
-        }
-    }
-
-    pub(crate) fn range(self, start: usize, len: usize) -> Self {
-        match self {
-            Self::Cpu(s) => Self::Cpu(s.range(start, len)),
-            Self::Device(s) => Self::Device(s.range(start, len)),
-        }
-    }
-
-    /// The elements in host memory; an error if they lie on a device.
-    pub(crate) fn cpu(self) -> Result<CpuSlice<'a>> {
-        match self {
-            Self::Cpu(s) => Ok(s),
-            Self::Device(s) => bail!("expected a view of host memory, got one on CUDA device {}", s.device),
+            Self::Device(s) => Some(s.device),
+            _ => None,
         }
     }
 }
 
-impl<'a> DataMut<'a> {
+impl DataMut<'_> {
     pub(crate) fn dtype(&self) -> DType {
         self.as_data().dtype()
     }
@@ -93,93 +235,17 @@ impl<'a> DataMut<'a> {
     pub(crate) fn len(&self) -> usize {
         self.as_data().len()
     }
-
-    pub(crate) fn as_data(&self) -> Data<'_> {
-        match self {
-            Self::Cpu(s) => Data::Cpu(s.as_slice()),
-            Self::Device(s) => Data::Device(*s),
-        }
-    }
-
-    pub(crate) fn reborrow(&mut self) -> DataMut<'_> {
-        match self {
-            Self::Cpu(s) => DataMut::Cpu(s.reborrow()),
-            Self::Device(s) => DataMut::Device(*s),
-        }
-    }
-
-    pub(crate) fn range(self, start: usize, len: usize) -> Self {
-        match self {
-            Self::Cpu(s) => Self::Cpu(s.range(start, len)),
-            Self::Device(s) => Self::Device(s.range(start, len)),
-        }
-    }
-
-    pub(crate) fn split_at(self, mid: usize) -> (Self, Self) {
-        match self {
-            Self::Cpu(s) => {
-                let (a, b) = s.split_at(mid);
-                (Self::Cpu(a), Self::Cpu(b))
-            }
-            Self::Device(s) => (Self::Device(s.range(0, mid)), Self::Device(s.range(mid, s.len - mid))),
-        }
-    }
-
-    /// The elements in host memory; an error if they lie on a device.
-    pub(crate) fn cpu(self) -> Result<CpuSliceMut<'a>> {
-        match self {
-            Self::Cpu(s) => Ok(s),
-            Self::Device(s) => bail!("expected a view of host memory, got one on CUDA device {}", s.device),
-        }
-    }
 }
 
-/// Owned elements.
-#[derive(Debug)]
-pub(crate) enum Memory {
-    Cpu(CpuVec),
-    #[cfg(feature = "cuda")]
-    Cuda(crate::cuda::DeviceMemory),
+/// The address of an allocation, ordered after what other streams wrote there if events are tracked. The guard that
+/// orders later writes is dropped at once: whoever reads asks once more when the reads are on the stream.
+#[cfg(feature = "cuda")]
+fn device_address<T>(slice: &CudaSlice<T>, stream: &CudaStream) -> u64 {
+    slice.device_ptr(stream).0
 }
 
-impl Memory {
-    pub(crate) fn dtype(&self) -> DType {
-        match self {
-            Self::Cpu(v) => v.dtype(),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(v) => v.dtype(),
-        }
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        match self {
-            Self::Cpu(v) => v.len(),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(v) => v.len(),
-        }
-    }
-
-    pub(crate) fn as_data(&self) -> Data<'_> {
-        match self {
-            Self::Cpu(v) => Data::Cpu(v.as_slice()),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(v) => Data::Device(v.as_slice()),
-        }
-    }
-
-    pub(crate) fn as_data_mut(&mut self) -> DataMut<'_> {
-        match self {
-            Self::Cpu(v) => DataMut::Cpu(v.as_slice_mut()),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(v) => DataMut::Device(v.as_slice()),
-        }
-    }
-
-    /// Ordinal of the CUDA device that holds the elements; `None` for host memory.
-    pub(crate) fn device(&self) -> Option<usize> {
-        match self.as_data() {
-            Data::Cpu(_) => None,
-            Data::Device(s) => Some(s.device),
-        }
-    }
+/// Tells other streams, if events are tracked, that what is on this one may write the allocation.
+#[cfg(feature = "cuda")]
+fn written<T>(slice: &mut CudaSlice<T>, stream: &CudaStream) {
+    drop(slice.device_ptr_mut(stream).1);
 }

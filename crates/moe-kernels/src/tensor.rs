@@ -11,9 +11,10 @@ use candle_core::{DType, Layout, Result, Storage, Tensor, bail};
 
 use crate::buffer::{Buffer, Workspace};
 use crate::dispatched::Lent;
-use crate::element::storage_slice;
 use crate::exec::Exec;
+#[cfg(feature = "cuda")]
 use crate::storage::Data;
+use crate::storage::cpu_data;
 use crate::view::{View, ViewMut};
 
 /// A candle tensor held under its read guard, so that a [`View`] can borrow its data.
@@ -49,7 +50,7 @@ impl<'a> TensorView<'a> {
     pub fn view(&self) -> Result<View<'_>> {
         let (start, len) = (self.layout.start_offset(), self.layout.shape().elem_count());
         let data = match &*self.storage {
-            Storage::Cpu(cpu) => storage_slice(cpu).map(Data::Cpu),
+            Storage::Cpu(cpu) => cpu_data(cpu),
             #[cfg(feature = "cuda")]
             Storage::Cuda(cuda) => crate::cuda::storage_slice(cuda, start + len).map(Data::Device),
             other => bail!("tensors on {:?} cannot be viewed", other.device().location()),
@@ -66,7 +67,7 @@ impl Drop for TensorView<'_> {
     fn drop(&mut self) {
         #[cfg(feature = "cuda")]
         if let Storage::Cuda(cuda) = &*self.storage {
-            crate::element::cuda_address(cuda);
+            crate::storage::cuda_address(cuda);
         }
     }
 }

@@ -104,7 +104,7 @@ macro_rules! shape_getters {
 impl<'a> View<'a> {
     /// A view of host data. The dims' product must equal the slice's length.
     pub fn new<T: Element>(data: &'a [T], dims: &[usize]) -> Result<Self> {
-        Self::from_data(Data::Cpu(T::wrap(data)), dims)
+        Self::from_data(T::wrap(data), dims)
     }
 
     pub(crate) fn from_data(data: Data<'a>, dims: &[usize]) -> Result<Self> {
@@ -126,14 +126,14 @@ impl<'a> View<'a> {
 
     /// Whether the elements lie on a CUDA device.
     pub fn is_cuda(&self) -> bool {
-        matches!(self.data, Data::Device(_))
+        self.data.device().is_some()
     }
 
     /// The host data; an error if the dtype differs or the data lies on a device.
     pub fn cpu<T: Element>(&self) -> Result<&'a [T]> {
-        match T::slice(self.data.cpu()?) {
+        match T::slice(self.data) {
             Some(s) => Ok(s),
-            None => bail!("expected a {} view, got {}", T::DTYPE.as_str(), self.dtype().as_str()),
+            None => wrong_elements::<T, _>(self.dtype(), self.data.device()),
         }
     }
 
@@ -159,7 +159,7 @@ impl<'a> View<'a> {
 impl<'a> ViewMut<'a> {
     /// A writable view of host data. The dims' product must equal the slice's length.
     pub fn new<T: Element>(data: &'a mut [T], dims: &[usize]) -> Result<Self> {
-        Self::from_data(DataMut::Cpu(T::wrap_mut(data)), dims)
+        Self::from_data(T::wrap_mut(data), dims)
     }
 
     pub(crate) fn from_data(data: DataMut<'a>, dims: &[usize]) -> Result<Self> {
@@ -191,10 +191,10 @@ impl<'a> ViewMut<'a> {
 
     /// The host data; an error if the dtype differs or the data lies on a device.
     pub fn cpu_mut<T: Element>(&mut self) -> Result<&mut [T]> {
-        let got = self.dtype();
-        match T::slice_mut(self.data.reborrow().cpu()?) {
+        let (dtype, device) = (self.dtype(), self.as_view().data.device());
+        match T::slice_mut(self.data.reborrow()) {
             Some(s) => Ok(s),
-            None => bail!("expected a {} view, got {}", T::DTYPE.as_str(), got.as_str()),
+            None => wrong_elements::<T, _>(dtype, device),
         }
     }
 
@@ -226,6 +226,14 @@ impl<'a> ViewMut<'a> {
         let (_, _, tail) = narrowed(&self.dims, mid, self.rows() - mid)?;
         let (a, b) = self.data.split_at(count);
         Ok((ViewMut { data: a, dims: head }, ViewMut { data: b, dims: tail }))
+    }
+}
+
+/// Says why elements are not host elements of `T`.
+fn wrong_elements<T: Element, R>(dtype: DType, device: Option<usize>) -> Result<R> {
+    match device {
+        Some(device) => bail!("expected a view of host memory, got one on CUDA device {device}"),
+        None => bail!("expected a {} view, got {}", T::DTYPE.as_str(), dtype.as_str()),
     }
 }
 

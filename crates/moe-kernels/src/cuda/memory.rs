@@ -7,12 +7,11 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, PinnedHos
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
 use super::counts;
-use crate::element::{CudaVec, cuda_address};
-use crate::storage::DeviceSlice;
+use crate::storage::{CudaVec, DeviceSlice, cuda_address};
 
 /// Owned elements on a CUDA device.
 #[derive(Debug)]
-pub(crate) struct DeviceMemory {
+pub struct DeviceMemory {
     data: CudaVec,
     address: u64,
     device: CudaDevice,

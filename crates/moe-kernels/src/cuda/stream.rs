@@ -103,14 +103,11 @@ impl CudaExec {
     /// Address of a view's data; an error if it does not lie on this device.
     pub(crate) fn read<T>(&self, op: &str, name: &str, view: View<'_>) -> Result<*const T> {
         match view.data() {
-            Data::Device(s) if s.device() == self.ordinal => Ok(s.address() as *const T),
-            Data::Device(s) => bail!(
-                "{op}: expected {name} on CUDA device {}, got a view of CUDA device {}",
-                self.ordinal,
-                s.device()
-            ),
-            Data::Cpu(_) => {
-                bail!("{op}: expected {name} on CUDA device {}, got a view of host memory", self.ordinal)
+            Data::Device(s) if view.data().device() == Some(self.ordinal) => Ok(s.address() as *const T),
+            data => {
+                let got =
+                    data.device().map_or("host memory".into(), |device| format!("CUDA device {device}"));
+                bail!("{op}: expected {name} on CUDA device {}, got a view of {got}", self.ordinal)
             }
         }
     }
