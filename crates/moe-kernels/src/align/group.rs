@@ -162,7 +162,8 @@ pub fn number_rows_into(
     ex: &mut Exec,
 ) -> Result<()> {
     const OP: &str = "number_rows";
-    let experts = check_counts(OP, &expert_num_tokens)?;
+    let experts = expert_num_tokens.elem_count();
+    expect(OP, "expert_num_tokens", &expert_num_tokens, DType::U32, &[experts])?;
     let Some(rows) = experts.checked_mul(max_tokens).filter(|&rows| u32::try_from(rows).is_ok()) else {
         bail!("{OP}: {experts} x {max_tokens} rows do not fit in u32")
     };
@@ -190,9 +191,4 @@ pub fn number_rows_into(
         *offset = end;
     }
     Ok(())
-}
-
-fn check_counts(op: &str, counts: &View) -> Result<usize> {
-    expect(op, "expert_num_tokens", counts, DType::U32, &[counts.elem_count()])?;
-    Ok(counts.elem_count())
 }

@@ -55,8 +55,7 @@ pub(crate) fn qk_norm_rope_cache(
     let launch = if fast { ffi::moe_qk_norm_rope_cache } else { ffi::moe_any_qk_norm_rope_cache };
     // SAFETY: the door has checked dims and dtypes, `fast` the conditions of the fast launcher; slots beyond the cache are
     // the caller's fault for that one, and not written by the other.
-    let code = unsafe { launch(&raw, cuda.raw()?) };
-    cuda.check(op, code)
+    cuda.check(op, unsafe { launch(&raw, cuda.raw()?) })
 }
 
 /// See [`crate::paged_attention_into`].
@@ -106,8 +105,7 @@ pub(crate) fn paged_attention(
     let launch = if fast { ffi::moe_attention_prefill } else { ffi::moe_any_attention };
     // SAFETY: the door has checked dims and dtypes, `fast` the conditions of the fast launcher; positions beyond a table and
     // blocks beyond the cache are the caller's fault for that one, and not read by the other.
-    let code = unsafe { launch(&raw, cuda.raw()?) };
-    cuda.check(op, code)
+    cuda.check(op, unsafe { launch(&raw, cuda.raw()?) })
 }
 
 fn call(args: &QkNormRope, one_row_each: bool, dtype: DType, aligned: bool) -> AttentionCall {
@@ -147,36 +145,31 @@ pub(crate) fn decode_attention(
     };
     let workspace = cuda.counters("decode_attention", bytes.div_ceil(4))?;
     let block_size = small(op, k_cache.dims()[2])?;
-    // SAFETY: the door has checked dims and dtypes; `is_one_launch` is the launcher's condition.
-    let code = unsafe {
-        ffi::moe_attention_decode(
-            &AttentionDecodeArgs {
-                qkv: cuda.read(op, "qkv", args.qkv)?,
-                q_norm: cuda.read_or_null(op, "q_norm", args.q_norm)?,
-                k_norm: cuda.read_or_null(op, "k_norm", args.k_norm)?,
-                eps: args.eps,
-                cos: cuda.read(op, "cos", args.cos)?,
-                sin: cuda.read(op, "sin", args.sin)?,
-                angle_index: null(),
-                slots: cuda.read(op, "slot_mapping", args.slot_mapping)?,
-                positions: cuda.read(op, "positions", meta.positions)?,
-                block_tables: cuda.read(op, "block_tables", meta.block_tables)?,
-                max_blocks: small(op, meta.block_tables.dims()[1])?,
-                k_cache: cuda.write(op, "k_cache", &mut k_cache)?,
-                v_cache: cuda.write(op, "v_cache", &mut v_cache)?,
-                out: cuda.write(op, "out", &mut out)?,
-                workspace,
-                rows,
-                heads,
-                kv_heads,
-                head_dim,
-                block_size,
-                scale: meta.scale,
-                window: small(op, meta.sliding_window.unwrap_or(0))?,
-                splits,
-            },
-            cuda.raw()?,
-        )
+    let args = AttentionDecodeArgs {
+        qkv: cuda.read(op, "qkv", args.qkv)?,
+        q_norm: cuda.read_or_null(op, "q_norm", args.q_norm)?,
+        k_norm: cuda.read_or_null(op, "k_norm", args.k_norm)?,
+        eps: args.eps,
+        cos: cuda.read(op, "cos", args.cos)?,
+        sin: cuda.read(op, "sin", args.sin)?,
+        angle_index: null(),
+        slots: cuda.read(op, "slot_mapping", args.slot_mapping)?,
+        positions: cuda.read(op, "positions", meta.positions)?,
+        block_tables: cuda.read(op, "block_tables", meta.block_tables)?,
+        max_blocks: small(op, meta.block_tables.dims()[1])?,
+        k_cache: cuda.write(op, "k_cache", &mut k_cache)?,
+        v_cache: cuda.write(op, "v_cache", &mut v_cache)?,
+        out: cuda.write(op, "out", &mut out)?,
+        workspace,
+        rows,
+        heads,
+        kv_heads,
+        head_dim,
+        block_size,
+        scale: meta.scale,
+        window: small(op, meta.sliding_window.unwrap_or(0))?,
+        splits,
     };
-    cuda.check(op, code)
+    // SAFETY: the door has checked dims and dtypes; `is_one_launch` is the launcher's condition.
+    cuda.check(op, unsafe { ffi::moe_attention_decode(&args, cuda.raw()?) })
 }

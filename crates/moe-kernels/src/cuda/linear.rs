@@ -41,8 +41,7 @@ pub(crate) fn linear(
                 splits: if ex.batch_invariant() { -1 } else { 0 },
             };
             // SAFETY: dims and dtypes are checked at the door, the launcher's conditions by the form.
-            let code = unsafe { ffi::moe_linear_tensor(&args, cuda.raw()?) };
-            cuda.check(op, code)
+            cuda.check(op, unsafe { ffi::moe_linear_tensor(&args, cuda.raw()?) })
         }
         _ => any::linear(ex, op, x, w, bias, out),
     }
@@ -102,6 +101,5 @@ fn stream(
         k: small(op, w.dims()[1])?,
     };
     // SAFETY: dims and dtypes are checked at the door, the launcher's conditions by the form.
-    let code = unsafe { ffi::moe_linear_stream(&args, cuda.raw()?) };
-    cuda.check(op, code)
+    cuda.check(op, unsafe { ffi::moe_linear_stream(&args, cuda.raw()?) })
 }

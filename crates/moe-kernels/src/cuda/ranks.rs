@@ -34,9 +34,9 @@ pub fn embed_part_into(table: View, first: usize, ids: View, mut out: ViewMut, e
     let (table, ids) = (cuda.read(op, "table", table)?, cuda.read(op, "ids", ids)?);
     let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
     // SAFETY: dims and dtypes are checked above; an id outside of the run reads nothing.
-    let code =
-        unsafe { ffi::moe_embed_part(table, ids, out, dtype, out_dtype, rows, width, first, count, stream) };
-    cuda.check(op, code)
+    cuda.check(op, unsafe {
+        ffi::moe_embed_part(table, ids, out, dtype, out_dtype, rows, width, first, count, stream)
+    })
 }
 
 /// out [R, N] from the columns of `ranks` ranks, which lie behind each other in `parts` [R * N]: for each
@@ -55,8 +55,7 @@ pub fn join_columns_into(parts: View, ranks: usize, mut out: ViewMut, ex: &Exec)
     let (rows, width, ranks) = (small(op, rows)?, small(op, width)?, small(op, ranks)?);
     let (parts, out) = (cuda.read(op, "parts", parts)?, cuda.write(op, "out", &mut out)?);
     // SAFETY: dims and dtypes are checked above.
-    let code = unsafe { ffi::moe_join_columns(parts, out, rows, width, ranks, cuda.raw()?) };
-    cuda.check(op, code)
+    cuda.check(op, unsafe { ffi::moe_join_columns(parts, out, rows, width, ranks, cuda.raw()?) })
 }
 
 /// Fills `out` (bf16) with the box `ranges` of what [`fill_random_into`](super::fill_random_into) gives

@@ -65,33 +65,28 @@ pub(super) fn gate_route(
     }
     let none = std::ptr::null();
     let valid = if gate.padded { cuda.valid_rows()?.cast_const().cast() } else { none };
-    // SAFETY: dims, dtypes and the launcher's conditions are checked above.
-    let code = unsafe {
-        ffi::moe_gate_route(
-            &GateRouteArgs {
-                x: cuda.read(op, "x", x)?,
-                gate: cuda.read(op, "gate", gate.weight)?,
-                gate_bias: cuda.read_or_null(op, "gate_bias", gate.bias)?,
-                correction_bias: cuda.read_or_null(op, "correction_bias", gate.correction_bias)?,
-                valid,
-                logits: cuda.write(op, "logits", &mut logits)?,
-                topk_ids: cuda.write(op, "topk_ids", &mut topk_ids)?,
-                topk_weights: cuda.write(op, "topk_weights", &mut topk_weights)?,
-                tokens: small(op, t)?,
-                hidden: small(op, h)?,
-                experts: small(op, e)?,
-                top_k: small(op, k)?,
-                scoring: gate.scoring,
-                raw_logits: i32::from(gate.raw_logits),
-                renormalize: i32::from(gate.renormalize),
-                scale: gate.scale,
-                softcap: gate.softcap.unwrap_or(0.),
-                counts: buckets.counts,
-                buckets: buckets.slots,
-                expert_map: buckets.expert_map,
-            },
-            cuda.raw()?,
-        )
+    let args = GateRouteArgs {
+        x: cuda.read(op, "x", x)?,
+        gate: cuda.read(op, "gate", gate.weight)?,
+        gate_bias: cuda.read_or_null(op, "gate_bias", gate.bias)?,
+        correction_bias: cuda.read_or_null(op, "correction_bias", gate.correction_bias)?,
+        valid,
+        logits: cuda.write(op, "logits", &mut logits)?,
+        topk_ids: cuda.write(op, "topk_ids", &mut topk_ids)?,
+        topk_weights: cuda.write(op, "topk_weights", &mut topk_weights)?,
+        tokens: small(op, t)?,
+        hidden: small(op, h)?,
+        experts: small(op, e)?,
+        top_k: small(op, k)?,
+        scoring: gate.scoring,
+        raw_logits: i32::from(gate.raw_logits),
+        renormalize: i32::from(gate.renormalize),
+        scale: gate.scale,
+        softcap: gate.softcap.unwrap_or(0.),
+        counts: buckets.counts,
+        buckets: buckets.slots,
+        expert_map: buckets.expert_map,
     };
-    cuda.check(op, code)
+    // SAFETY: dims, dtypes and the launcher's conditions are checked above.
+    cuda.check(op, unsafe { ffi::moe_gate_route(&args, cuda.raw()?) })
 }

@@ -31,9 +31,9 @@ pub(crate) fn embedding(table: View, ids: View, mut out: ViewMut, ex: &Exec) -> 
     let (table, ids_at) = (cuda.read(op, "table", table)?, cuda.read(op, "ids", ids)?);
     let (out, tokens) = (cuda.write(op, "out", &mut out)?, small(op, ids.elem_count())?);
     // SAFETY: the door has checked dims and dtypes, `fits` the launcher's conditions.
-    let code =
-        unsafe { ffi::moe_embedding(table, ids_at, out, tokens, small(op, h)?, small(op, v)?, cuda.raw()?) };
-    cuda.check(op, code)
+    cuda.check(op, unsafe {
+        ffi::moe_embedding(table, ids_at, out, tokens, small(op, h)?, small(op, v)?, cuda.raw()?)
+    })
 }
 
 pub(crate) fn rms_norm(x: View, weight: View, eps: f32, mut out: ViewMut, ex: &Exec) -> Result<()> {
@@ -45,9 +45,9 @@ pub(crate) fn rms_norm(x: View, weight: View, eps: f32, mut out: ViewMut, ex: &E
     let (x, weight) = (cuda.read(op, "x", x)?, cuda.read(op, "weight", weight)?);
     let out = cuda.write(op, "out", &mut out)?;
     // SAFETY: the door has checked dims and dtypes, `fits` the launcher's conditions.
-    let code =
-        unsafe { ffi::moe_rms_norm(x, weight, eps, out, small(op, rows)?, small(op, h)?, cuda.raw()?) };
-    cuda.check(op, code)
+    cuda.check(op, unsafe {
+        ffi::moe_rms_norm(x, weight, eps, out, small(op, rows)?, small(op, h)?, cuda.raw()?)
+    })
 }
 
 pub(crate) fn add_rms_norm(
@@ -69,6 +69,5 @@ pub(crate) fn add_rms_norm(
     let (residual, out) = (cuda.write(op, "residual", &mut residual)?, cuda.write(op, "out", &mut out)?);
     let (rows, h) = (small(op, rows)?, small(op, h)?);
     // SAFETY: the door has checked dims and dtypes, `fits` the launcher's conditions.
-    let code = unsafe { ffi::moe_add_rms_norm(delta, residual, weight, eps, out, rows, h, cuda.raw()?) };
-    cuda.check(op, code)
+    cuda.check(op, unsafe { ffi::moe_add_rms_norm(delta, residual, weight, eps, out, rows, h, cuda.raw()?) })
 }

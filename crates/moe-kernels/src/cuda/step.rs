@@ -1,10 +1,10 @@
 //! What a step needs on CUDA besides its layers and sampling: rotary angles, fed tokens; and random weights.
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Result};
 
 use super::args::RopeRowsArgs;
 use super::{ffi, small};
-use crate::door::{expect, expect_dims, expect_dtype};
+use crate::door::{expect, expect_dtype};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -39,26 +39,21 @@ pub fn rope_rows_into(
     }
     let (theta, factor, max_len) = frequencies.dynamic.unwrap_or((1., 0., 0.));
     let freq = frequencies.inv_freq.as_ptr();
-    // SAFETY: dims and dtypes are checked above; the launcher refuses more than 256 frequencies.
-    let code = unsafe {
-        ffi::moe_rope_rows(
-            &RopeRowsArgs {
-                positions: cuda.read(op, "positions", positions)?,
-                rope_len: cuda.read(op, "rope_len", rope_len)?,
-                inv_freq: freq.cast(),
-                half: small(op, dims[1])?,
-                attention_factor: frequencies.attention_factor,
-                theta,
-                factor,
-                max_len,
-                cos: cuda.write(op, "cos", &mut cos)?,
-                sin: cuda.write(op, "sin", &mut sin)?,
-                rows: small(op, dims[0])?,
-            },
-            cuda.raw()?,
-        )
+    let args = RopeRowsArgs {
+        positions: cuda.read(op, "positions", positions)?,
+        rope_len: cuda.read(op, "rope_len", rope_len)?,
+        inv_freq: freq.cast(),
+        half: small(op, dims[1])?,
+        attention_factor: frequencies.attention_factor,
+        theta,
+        factor,
+        max_len,
+        cos: cuda.write(op, "cos", &mut cos)?,
+        sin: cuda.write(op, "sin", &mut sin)?,
+        rows: small(op, dims[0])?,
     };
-    cuda.check(op, code)
+    // SAFETY: dims and dtypes are checked above; the launcher refuses more than 256 frequencies.
+    cuda.check(op, unsafe { ffi::moe_rope_rows(&args, cuda.raw()?) })
 }
 
 /// The first launch of a step. ids\[row\] = sampled[from\[row\]] where `from` is not u32::MAX: tokens
@@ -72,26 +67,18 @@ pub fn feed_tokens_into(
     ex: &Exec,
 ) -> Result<()> {
     let (op, cuda) = ("feed_tokens", ex.cuda("feed_tokens")?);
-    for (name, dtype) in [
-        ("from", from.dtype()),
-        ("sampled", sampled.dtype()),
-        ("valid_rows", valid_rows.dtype()),
-        ("ids", ids.dtype()),
-    ] {
-        if dtype != DType::U32 {
-            bail!("{op}: expected {name} of dtype u32, got {}", dtype.as_str())
-        }
-    }
     let rows = from.elem_count();
-    expect_dims(op, "ids", &ids, &[rows])?;
+    expect_dtype(op, "from", &from, DType::U32)?;
+    expect_dtype(op, "sampled", &sampled, DType::U32)?;
+    expect(op, "valid_rows", &valid_rows, DType::U32, &[1])?;
+    expect(op, "ids", &ids, DType::U32, &[rows])?;
     let (from, sampled) = (cuda.read(op, "from", from)?, cuda.read(op, "sampled", sampled)?);
     let ids = cuda.write(op, "ids", &mut ids)?;
-    expect_dims(op, "valid_rows", &valid_rows, &[1])?;
     let (valid, kept) = (cuda.read(op, "valid_rows", valid_rows)?, cuda.valid_rows()?);
     // SAFETY: dims and dtypes are checked above; the indices are the caller's promise.
-    let code =
-        unsafe { ffi::moe_feed_tokens(from, sampled, ids, valid, kept, small(op, rows)?, cuda.raw()?) };
-    cuda.check(op, code)
+    cuda.check(op, unsafe {
+        ffi::moe_feed_tokens(from, sampled, ids, valid, kept, small(op, rows)?, cuda.raw()?)
+    })
 }
 
 /// Fills `out` (bf16) with numbers uniform in [-bound, bound), a function of seed and stream_id
@@ -102,6 +89,5 @@ pub fn fill_random_into(mut out: ViewMut, seed: u64, stream_id: u32, bound: f32,
     let count = out.elem_count();
     let out = cuda.write(op, "out", &mut out)?;
     // SAFETY: `out` holds `count` bf16 values.
-    let code = unsafe { ffi::moe_fill_random(out, count, seed, stream_id.into(), bound, cuda.raw()?) };
-    cuda.check(op, code)
+    cuda.check(op, unsafe { ffi::moe_fill_random(out, count, seed, stream_id.into(), bound, cuda.raw()?) })
 }

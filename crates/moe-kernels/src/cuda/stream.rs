@@ -122,6 +122,16 @@ impl CudaExec {
         self.read(op, name, view.as_view()).map(<*const T>::cast_mut)
     }
 
+    /// The same for an optional view; null if there is none.
+    pub(crate) fn write_or_null<T>(
+        &self,
+        op: &str,
+        name: &str,
+        view: Option<&mut ViewMut<'_>>,
+    ) -> Result<*mut T> {
+        view.map_or(Ok(std::ptr::null_mut()), |view| self.write(op, name, view))
+    }
+
     /// The word that holds the number of valid rows of a padded step.
     pub(crate) fn valid_rows(&self) -> Result<*mut u32> {
         Ok(self.counters("valid_rows", 1)?.cast())

@@ -7,6 +7,7 @@ use candle_core::{DType, Result};
 use super::{CudaExec, Dtype, count, ffi, int};
 use crate::align::RowBatches;
 use crate::cuda::args::{AnyBatchRowsArgs, AnyGroupSlotsArgs};
+use crate::door::expect_rank3;
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -37,42 +38,30 @@ pub(crate) fn group_slots(
     mut in_rows: Option<ViewMut>,
 ) -> Result<()> {
     let cuda = ex.cuda(op)?;
-    let slot_count = int(op, slot_ids.topk_ids.elem_count())?;
-    let top_k = int(op, slot_ids.topk_ids.dims()[1])?;
-    let (num_ids, num_local) = (int(op, slot_ids.num_ids())?, int(op, slot_ids.num_local)?);
+    let num_local = int(op, slot_ids.num_local)?;
     // SAFETY: computes a number.
     let words = unsafe { ffi::moe_any_group_slots_workspace(num_local) };
     let mut workspace = match usize::try_from(words) {
         Ok(words) if words > 0 => Some(ex.scratch(DType::U32, &[words])?),
         _ => None,
     };
-    let workspace = match &mut workspace {
-        Some(workspace) => cuda.write(op, "workspace", &mut workspace.view_mut())?,
-        None => null_mut(),
+    let args = AnyGroupSlotsArgs {
+        topk_ids: cuda.read(op, "topk_ids", slot_ids.topk_ids)?,
+        expert_map: cuda.read_or_null(op, "expert_map", slot_ids.expert_map)?,
+        count: int(op, slot_ids.topk_ids.elem_count())?,
+        top_k: int(op, slot_ids.topk_ids.dims()[1])?,
+        num_ids: int(op, slot_ids.num_ids())?,
+        num_local,
+        offsets: cuda.write(op, "offsets", &mut offsets)?,
+        slots: cuda.write(op, "slots", &mut slots)?,
+        in_rows: cuda.write_or_null(op, "in_rows", in_rows.as_mut())?,
+        workspace: match &mut workspace {
+            Some(workspace) => cuda.write(op, "workspace", &mut workspace.view_mut())?,
+            None => null_mut(),
+        },
     };
-    let ids = cuda.read(op, "topk_ids", slot_ids.topk_ids)?;
-    let map = cuda.read_or_null(op, "expert_map", slot_ids.expert_map)?;
-    let (offsets, slots) = (cuda.write(op, "offsets", &mut offsets)?, cuda.write(op, "slots", &mut slots)?);
-    let in_rows = in_rows.as_mut().map_or(Ok(null_mut()), |rows| cuda.write(op, "in_rows", rows))?;
-    let stream = cuda.raw()?;
     // SAFETY: see above.
-    cuda.check(op, unsafe {
-        ffi::moe_any_group_slots(
-            &AnyGroupSlotsArgs {
-                topk_ids: ids,
-                expert_map: map,
-                count: slot_count,
-                top_k,
-                num_ids,
-                num_local,
-                offsets,
-                slots,
-                in_rows,
-                workspace,
-            },
-            stream,
-        )
-    })
+    cuda.check(op, unsafe { ffi::moe_any_group_slots(&args, cuda.raw()?) })
 }
 
 pub(crate) fn list_slots(
@@ -143,33 +132,10 @@ pub(crate) fn batch_rows(
     mut out: ViewMut,
     mut counts: ViewMut,
 ) -> Result<()> {
-    let (dtype, top_k) = (Dtype::of(op, rows.dtype())?, int(op, batches.top_k.max(1))?);
-    let &[experts, max_tokens, width] = out.dims() else { return Ok(()) };
-    let (experts, max_tokens, width) = (int(op, experts)?, int(op, max_tokens)?, int(op, width)?);
-    let (num_slots, rows) = (int(op, batches.slots.elem_count())?, cuda.read(op, "rows", rows)?);
-    let offsets = cuda.read(op, "offsets", batches.offsets)?;
-    let slots = cuda.read(op, "slots", batches.slots)?;
-    let out = cuda.write(op, "out", &mut out)?;
-    let (counts, stream) = (cuda.write(op, "expert_num_tokens", &mut counts)?, cuda.raw()?);
+    let args =
+        batches_args(cuda, op, expect_rank3(op, "out", &out)?, (rows, &mut out), batches, Some(&mut counts))?;
     // SAFETY: see above.
-    cuda.check(op, unsafe {
-        ffi::moe_any_batch_rows(
-            &AnyBatchRowsArgs {
-                rows,
-                offsets,
-                slots,
-                out,
-                counts,
-                dtype,
-                num_slots,
-                top_k,
-                experts,
-                max_tokens,
-                width,
-            },
-            stream,
-        )
-    })
+    cuda.check(op, unsafe { ffi::moe_any_batch_rows(&args, cuda.raw()?) })
 }
 
 pub(crate) fn unbatch_rows(
@@ -179,31 +145,32 @@ pub(crate) fn unbatch_rows(
     batches: &RowBatches,
     mut out: ViewMut,
 ) -> Result<()> {
-    let dtype = Dtype::of(op, rows.dtype())?;
-    let &[experts, max_tokens, width] = rows.dims() else { return Ok(()) };
-    let (experts, max_tokens, width) = (int(op, experts)?, int(op, max_tokens)?, int(op, width)?);
-    let (num_slots, rows) = (int(op, batches.slots.elem_count())?, cuda.read(op, "rows", rows)?);
-    let offsets = cuda.read(op, "offsets", batches.offsets)?;
-    let slots = cuda.read(op, "slots", batches.slots)?;
-    let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
+    let args = batches_args(cuda, op, expect_rank3(op, "rows", &rows)?, (rows, &mut out), batches, None)?;
     // SAFETY: see above.
-    cuda.check(op, unsafe {
-        ffi::moe_any_unbatch_rows(
-            &AnyBatchRowsArgs {
-                rows,
-                offsets,
-                slots,
-                out,
-                counts: null_mut(),
-                dtype,
-                num_slots,
-                top_k: 1,
-                experts,
-                max_tokens,
-                width,
-            },
-            stream,
-        )
+    cuda.check(op, unsafe { ffi::moe_any_unbatch_rows(&args, cuda.raw()?) })
+}
+
+/// Arguments of both ways, with the dims of the BatchedExperts side.
+fn batches_args(
+    cuda: &CudaExec,
+    op: &str,
+    (experts, max_tokens, width): (usize, usize, usize),
+    (rows, out): (View, &mut ViewMut),
+    batches: &RowBatches,
+    counts: Option<&mut ViewMut>,
+) -> Result<AnyBatchRowsArgs> {
+    Ok(AnyBatchRowsArgs {
+        rows: cuda.read(op, "rows", rows)?,
+        offsets: cuda.read(op, "offsets", batches.offsets)?,
+        slots: cuda.read(op, "slots", batches.slots)?,
+        out: cuda.write(op, "out", out)?,
+        counts: cuda.write_or_null(op, "expert_num_tokens", counts)?,
+        dtype: Dtype::of(op, rows.dtype())?,
+        num_slots: int(op, batches.slots.elem_count())?,
+        top_k: int(op, batches.top_k.max(1))?,
+        experts: int(op, experts)?,
+        max_tokens: int(op, max_tokens)?,
+        width: int(op, width)?,
     })
 }
 

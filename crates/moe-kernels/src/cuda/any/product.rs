@@ -19,19 +19,21 @@ pub(crate) fn linear(
     bias: Option<View>,
     mut out: ViewMut,
 ) -> Result<()> {
-    let (cuda, invariant) = (ex.cuda(op)?, i32::from(ex.batch_invariant()));
-    let (rows, n, k) = (int(op, x.rows())?, int(op, w.rows())?, int(op, w.dims()[1])?);
-    let (dtype, out_dtype) = (Dtype::of(op, x.dtype())?, Dtype::of(op, out.dtype())?);
-    let (x, w) = (cuda.read(op, "x", x)?, cuda.read(op, "w", w)?);
-    let bias = cuda.read_or_null(op, "bias", bias)?;
-    let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
+    let cuda = ex.cuda(op)?;
+    let args = AnyLinearArgs {
+        x: cuda.read(op, "x", x)?,
+        w: cuda.read(op, "w", w)?,
+        bias: cuda.read_or_null(op, "bias", bias)?,
+        dtype: Dtype::of(op, x.dtype())?,
+        out_dtype: Dtype::of(op, out.dtype())?,
+        out: cuda.write(op, "out", &mut out)?,
+        rows: int(op, x.rows())?,
+        n: int(op, w.rows())?,
+        k: int(op, w.dims()[1])?,
+        invariant: i32::from(ex.batch_invariant()),
+    };
     // SAFETY: see above.
-    cuda.check(op, unsafe {
-        ffi::moe_any_linear(
-            &AnyLinearArgs { x, w, bias, out, dtype, out_dtype, rows, n, k, invariant },
-            stream,
-        )
-    })
+    cuda.check(op, unsafe { ffi::moe_any_linear(&args, cuda.raw()?) })
 }
 
 /// The launcher's code of an activation with its parameters.
@@ -53,40 +55,28 @@ pub(crate) fn gate_up(
     activation: Activation,
     mut out: ViewMut,
 ) -> Result<()> {
-    let (cuda, invariant) = (ex.cuda(op)?, i32::from(ex.batch_invariant()));
-    let (x_rows, rows, experts) =
-        (int(op, x.rows())?, int(op, groups.in_rows.elem_count())?, int(op, w13.rows())?);
-    let (width, hidden) = (int(op, w13.dims()[1] / 2)?, int(op, w13.dims()[2])?);
-    let (dtype, (activation, alpha, limit)) = (Dtype::of(op, x.dtype())?, activation_code(activation));
-    let (x, w13) = (cuda.read(op, "x", x)?, cuda.read(op, "w13", w13)?);
-    let offsets = cuda.read(op, "offsets", groups.offsets)?;
-    let in_rows = cuda.read(op, "in_rows", groups.in_rows)?;
-    let bias = cuda.read_or_null(op, "w13_bias", bias)?;
-    let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
+    let cuda = ex.cuda(op)?;
+    let (activation, alpha, limit) = activation_code(activation);
+    let args = AnyGateUpArgs {
+        x: cuda.read(op, "x", x)?,
+        offsets: cuda.read(op, "offsets", groups.offsets)?,
+        in_rows: cuda.read(op, "in_rows", groups.in_rows)?,
+        w13: cuda.read(op, "w13", w13)?,
+        bias: cuda.read_or_null(op, "w13_bias", bias)?,
+        out: cuda.write(op, "out", &mut out)?,
+        dtype: Dtype::of(op, x.dtype())?,
+        activation,
+        alpha,
+        limit,
+        x_rows: int(op, x.rows())?,
+        rows: int(op, groups.in_rows.elem_count())?,
+        experts: int(op, w13.rows())?,
+        width: int(op, w13.dims()[1] / 2)?,
+        hidden: int(op, w13.dims()[2])?,
+        invariant: i32::from(ex.batch_invariant()),
+    };
     // SAFETY: see above; rows beyond x read nothing, and offsets beyond the rows are cut.
-    cuda.check(op, unsafe {
-        ffi::moe_any_gate_up(
-            &AnyGateUpArgs {
-                x,
-                offsets,
-                in_rows,
-                w13,
-                bias,
-                out,
-                dtype,
-                activation,
-                alpha,
-                limit,
-                x_rows,
-                rows,
-                experts,
-                width,
-                hidden,
-                invariant,
-            },
-            stream,
-        )
-    })
+    cuda.check(op, unsafe { ffi::moe_any_gate_up(&args, cuda.raw()?) })
 }
 
 pub(crate) fn down(
@@ -97,33 +87,22 @@ pub(crate) fn down(
     (w2, bias): (View, Option<View>),
     mut out: ViewMut,
 ) -> Result<()> {
-    let (cuda, invariant) = (ex.cuda(op)?, i32::from(ex.batch_invariant()));
-    let (rows, num_out, experts) = (int(op, x.rows())?, int(op, out.rows())?, int(op, w2.rows())?);
-    let (hidden, width, dtype) = (int(op, w2.dims()[1])?, int(op, w2.dims()[2])?, Dtype::of(op, x.dtype())?);
-    let (x, w2) = (cuda.read(op, "x", x)?, cuda.read(op, "w2", w2)?);
-    let offsets = cuda.read(op, "offsets", groups.offsets)?;
-    let out_rows = cuda.read(op, "out_rows", groups.out_rows)?;
-    let bias = cuda.read_or_null(op, "w2_bias", bias)?;
-    let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
+    let cuda = ex.cuda(op)?;
+    let args = AnyDownArgs {
+        x: cuda.read(op, "x", x)?,
+        offsets: cuda.read(op, "offsets", groups.offsets)?,
+        out_rows: cuda.read(op, "out_rows", groups.out_rows)?,
+        w2: cuda.read(op, "w2", w2)?,
+        bias: cuda.read_or_null(op, "w2_bias", bias)?,
+        dtype: Dtype::of(op, x.dtype())?,
+        rows: int(op, x.rows())?,
+        num_out: int(op, out.rows())?,
+        out: cuda.write(op, "out", &mut out)?,
+        experts: int(op, w2.rows())?,
+        hidden: int(op, w2.dims()[1])?,
+        width: int(op, w2.dims()[2])?,
+        invariant: i32::from(ex.batch_invariant()),
+    };
     // SAFETY: see above; rows beyond out are not written.
-    cuda.check(op, unsafe {
-        ffi::moe_any_down(
-            &AnyDownArgs {
-                x,
-                offsets,
-                out_rows,
-                w2,
-                bias,
-                out,
-                dtype,
-                rows,
-                num_out,
-                experts,
-                hidden,
-                width,
-                invariant,
-            },
-            stream,
-        )
-    })
+    cuda.check(op, unsafe { ffi::moe_any_down(&args, cuda.raw()?) })
 }

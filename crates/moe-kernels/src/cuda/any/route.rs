@@ -1,7 +1,7 @@
 //! Routing of any method, for the router of moe-router.
 
 use std::ffi::c_void;
-use std::ptr::{null, null_mut};
+use std::ptr::null;
 
 use candle_core::{DType, Result, bail};
 
@@ -109,10 +109,7 @@ pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result
     };
     check(OP, route, &out, tokens, logits)?;
     let read = |name: &str, view: Option<View<'_>>| cuda.read_or_null::<c_void>(OP, name, view);
-    let write = |name: &str, view: &mut Option<ViewMut<'_>>| match view {
-        Some(view) => cuda.write::<c_void>(OP, name, view),
-        None => Ok(null_mut()),
-    };
+    let write = |name: &str, view: &mut Option<ViewMut<'_>>| cuda.write_or_null(OP, name, view.as_mut());
     let (mut groups, mut table, mut given) = ((0, 0), (null(), null(), 0), (null(), null()));
     let selection = match route.choice {
         Choice::TopK => 0,

@@ -33,14 +33,6 @@ pub(super) struct Lease {
     _scratch: Scratch,
 }
 
-/// What `moe_align_tokens` writes.
-struct Aligned {
-    offsets: Lease,
-    sorted: Lease,
-    tiles: Lease,
-    num_tiles: Lease,
-}
-
 /// The slots of each expert, [E, `places`] in any order, and how many there are \[E\].
 #[derive(Clone, Copy)]
 pub(super) struct Buckets {
@@ -122,127 +114,99 @@ impl Inputs {
         // SAFETY: a pure function of numbers.
         let words = unsafe { ffi::moe_experts_stream_flags(STREAM_SLOTS as i32, num_local) };
         let flags = cuda.counters("experts_stream", words as usize)?;
+        let args = ExpertsStreamArgs {
+            x: self.x,
+            w13: self.w13,
+            w2: self.w2,
+            topk_ids: self.topk_ids,
+            topk_weights: self.topk_weights,
+            expert_map: self.expert_map,
+            act: rows.act.at,
+            slot_rows: rows.slot_rows.at,
+            out,
+            flags,
+            flag_words: words,
+            tokens: small(op, s.tokens)?,
+            top_k: small(op, s.top_k)?,
+            num_ids: small(op, s.num_ids)?,
+            num_local,
+            hidden: small(op, s.hidden)?,
+            inter: small(op, s.inter)?,
+            output,
+        };
         // SAFETY: `super::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes
         // that it asks for.
-        let code = unsafe {
-            ffi::moe_experts_stream(
-                &ExpertsStreamArgs {
-                    x: self.x,
-                    w13: self.w13,
-                    w2: self.w2,
-                    topk_ids: self.topk_ids,
-                    topk_weights: self.topk_weights,
-                    expert_map: self.expert_map,
-                    act: rows.act.at,
-                    slot_rows: rows.slot_rows.at,
-                    out,
-                    flags,
-                    flag_words: words,
-                    tokens: small(op, s.tokens)?,
-                    top_k: small(op, s.top_k)?,
-                    num_ids: small(op, s.num_ids)?,
-                    num_local,
-                    hidden: small(op, s.hidden)?,
-                    inter: small(op, s.inter)?,
-                    output,
-                },
-                cuda.raw()?,
-            )
-        };
-        cuda.check(op, code)
-    }
-
-    /// Slots in order of their experts, and tiles of at most [`GROUPED_ROWS`] of them.
-    fn align(&self, s: &ExpertsCall, ex: &Exec) -> Result<Aligned> {
-        let op = self.op;
-        let (slots, num_local) = (small(op, s.slots())?, small(op, s.num_local)?);
-        let tile_rows = small(op, GROUPED_ROWS)?;
-        // SAFETY: a pure function of numbers.
-        let max_tiles = unsafe { ffi::moe_max_tiles(slots, num_local, tile_rows) } as usize;
-        let words = |n: usize| Lease::new(op, DType::U32, &[n], ex);
-        let to = Aligned {
-            offsets: words(s.num_local + 1)?,
-            sorted: words(s.slots())?,
-            tiles: words(2 * max_tiles)?,
-            num_tiles: words(1)?,
-        };
-        let cuda = ex.cuda(op)?;
-        // SAFETY: `super::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
-        // it asks for.
-        let code = unsafe {
-            ffi::moe_align_tokens(
-                &AlignTokensArgs {
-                    topk_ids: self.topk_ids,
-                    expert_map: self.expert_map,
-                    slots,
-                    num_ids: small(op, s.num_ids)?,
-                    num_local,
-                    tile_rows,
-                    offsets: to.offsets.at,
-                    sorted: to.sorted.at,
-                    tiles: to.tiles.at,
-                    num_tiles: to.num_tiles.at,
-                },
-                cuda.raw()?,
-            )
-        };
-        cuda.check("align_tokens", code)?;
-        Ok(to)
+        cuda.check(op, unsafe { ffi::moe_experts_stream(&args, cuda.raw()?) })
     }
 
     /// Both products on warpgroup products: the rows of all slots that have a local expert.
     pub(super) fn tensor(&self, s: &ExpertsCall, slots: Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
         let (op, cuda) = (self.op, ex.cuda(self.op)?);
-        // SAFETY: `super::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
-        // it asks for, and routing has filled it.
-        let code = unsafe {
-            ffi::moe_experts_tensor(
-                &ExpertsTensorArgs {
-                    x: self.x,
-                    w13: self.w13,
-                    w2: self.w2,
-                    slots: slots.at,
-                    counts: slots.counts,
-                    bucket: small(op, slots.places)?,
-                    act: rows.act.at,
-                    slot_rows: rows.slot_rows.at,
-                    counters: counters(s.num_local, ex)?.cast(),
-                    tokens: small(op, s.tokens)?,
-                    top_k: small(op, s.top_k)?,
-                    num_ids: small(op, s.num_ids)?,
-                    num_local: small(op, s.num_local)?,
-                    hidden: small(op, s.hidden)?,
-                    inter: small(op, s.inter)?,
-                },
-                cuda.raw()?,
-            )
-        };
-        cuda.check("experts_tensor", code)
-    }
-
-    /// Alignment and both products, a launch each: the rows of all slots that have a local expert.
-    pub(super) fn grouped(&self, s: &ExpertsCall, rows: &Rows, ex: &Exec) -> Result<()> {
-        let (op, aligned) = (self.op, self.align(s, ex)?);
-        let args = ExpertsGroupedArgs {
+        let args = ExpertsTensorArgs {
             x: self.x,
             w13: self.w13,
             w2: self.w2,
-            offsets: aligned.offsets.at,
-            sorted: aligned.sorted.at,
-            tiles: aligned.tiles.at,
-            num_tiles: aligned.num_tiles.at,
+            slots: slots.at,
+            counts: slots.counts,
+            bucket: small(op, slots.places)?,
             act: rows.act.at,
             slot_rows: rows.slot_rows.at,
-            slots: small(op, s.slots())?,
+            counters: counters(s.num_local, ex)?.cast(),
+            tokens: small(op, s.tokens)?,
             top_k: small(op, s.top_k)?,
+            num_ids: small(op, s.num_ids)?,
             num_local: small(op, s.num_local)?,
             hidden: small(op, s.hidden)?,
             inter: small(op, s.inter)?,
         };
-        let cuda = ex.cuda(op)?;
+        // SAFETY: `super::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
+        // it asks for, and routing has filled it.
+        cuda.check("experts_tensor", unsafe { ffi::moe_experts_tensor(&args, cuda.raw()?) })
+    }
+
+    /// Alignment and both products, a launch each: the rows of all slots that have a local expert.
+    pub(super) fn grouped(&self, s: &ExpertsCall, rows: &Rows, ex: &Exec) -> Result<()> {
+        let (op, cuda) = (self.op, ex.cuda(self.op)?);
+        let (slots, num_local) = (small(op, s.slots())?, small(op, s.num_local)?);
+        let (num_ids, tile_rows) = (small(op, s.num_ids)?, small(op, GROUPED_ROWS)?);
+        // SAFETY: a pure function of numbers.
+        let max_tiles = unsafe { ffi::moe_max_tiles(slots, num_local, tile_rows) } as usize;
+        let words = |n: usize| Lease::new(op, DType::U32, &[n], ex);
+        // Slots in order of their experts, and tiles of at most `GROUPED_ROWS` of them.
+        let (offsets, sorted) = (words(s.num_local + 1)?, words(s.slots())?);
+        let (tiles, num_tiles) = (words(2 * max_tiles)?, words(1)?);
+        let align = AlignTokensArgs {
+            topk_ids: self.topk_ids,
+            expert_map: self.expert_map,
+            slots,
+            num_ids,
+            num_local,
+            tile_rows,
+            offsets: offsets.at,
+            sorted: sorted.at,
+            tiles: tiles.at,
+            num_tiles: num_tiles.at,
+        };
+        let args = ExpertsGroupedArgs {
+            x: self.x,
+            w13: self.w13,
+            w2: self.w2,
+            offsets: offsets.at,
+            sorted: sorted.at,
+            tiles: tiles.at,
+            num_tiles: num_tiles.at,
+            act: rows.act.at,
+            slot_rows: rows.slot_rows.at,
+            slots,
+            top_k: small(op, s.top_k)?,
+            num_local,
+            hidden: small(op, s.hidden)?,
+            inter: small(op, s.inter)?,
+        };
         // SAFETY: `super::check` has checked dims, dtypes and the launchers' conditions; the scratch has the sizes that
         // they ask for, and what each reads the one before has written.
         unsafe {
+            cuda.check("align_tokens", ffi::moe_align_tokens(&align, cuda.raw()?))?;
             cuda.check("experts_grouped_gate_up", ffi::moe_experts_grouped_gate_up(&args, cuda.raw()?))?;
             cuda.check("experts_grouped_down", ffi::moe_experts_grouped_down(&args, cuda.raw()?))
         }
@@ -280,8 +244,9 @@ impl Inputs {
     ) -> Result<()> {
         let cuda = ex.cuda(self.op)?;
         // SAFETY: as in `tensor`, whose rows this reads.
-        let code = unsafe { ffi::moe_combine(&self.combine_args(s, rows, (out, output))?, cuda.raw()?) };
-        cuda.check("combine", code)
+        cuda.check("combine", unsafe {
+            ffi::moe_combine(&self.combine_args(s, rows, (out, output))?, cuda.raw()?)
+        })
     }
 
     /// The weighted sum, added to `residual` [T, H] f32, and the norm of that to `out` [T, H] bf16.
@@ -297,7 +262,8 @@ impl Inputs {
         let args = self.combine_args(s, rows, (cuda.write(op, "out", out)?, Output::Bf16))?;
         let (residual, weight) = (cuda.write(op, "residual", residual)?, cuda.read(op, "norm", norm.weight)?);
         // SAFETY: as in `tensor`, whose rows this reads; the caller has checked `residual`, `norm` and `out`.
-        let code = unsafe { ffi::moe_combine_add_rms_norm(&args, residual, weight, norm.eps, cuda.raw()?) };
-        cuda.check("combine_add_rms_norm", code)
+        cuda.check("combine_add_rms_norm", unsafe {
+            ffi::moe_combine_add_rms_norm(&args, residual, weight, norm.eps, cuda.raw()?)
+        })
     }
 }

@@ -58,45 +58,40 @@ impl OneLaunch<'_> {
         let state = cuda.counters("layer_stream", bytes.div_ceil(4))?;
         let padded = gate.is_some_and(|gate| gate.padded);
         let valid = if padded { cuda.valid_rows()?.cast_const() } else { std::ptr::null() };
-        // SAFETY: dims and dtypes are checked by the caller, the launcher's conditions above.
-        let code = unsafe {
-            ffi::moe_layer_stream(
-                &LayerStreamArgs {
-                    x: self.x,
-                    norm: cuda.read_or_null(op, "norm", self.norm.map(|norm| norm.weight))?,
-                    eps: self.norm.map_or(0.0, |norm| norm.eps),
-                    gate: cuda.read_or_null(op, "gate", gate.map(|gate| gate.weight))?,
-                    gate_bias: cuda.read_or_null(op, "gate_bias", gate.and_then(|gate| gate.bias))?,
-                    correction_bias: cuda.read_or_null(
-                        op,
-                        "correction_bias",
-                        gate.and_then(|gate| gate.correction_bias),
-                    )?,
-                    valid: valid.cast(),
-                    topk_ids: ids,
-                    topk_weights: weights,
-                    w13: cuda.read(op, "w13", self.w13)?,
-                    w2: cuda.read(op, "w2", self.w2)?,
-                    expert_map: cuda.read_or_null(op, "expert_map", self.expert_map)?,
-                    out,
-                    output,
-                    state,
-                    tokens: small(op, s.tokens)?,
-                    hidden: small(op, s.hidden)?,
-                    inter: small(op, s.inter)?,
-                    num_ids: small(op, s.num_ids)?,
-                    num_local: small(op, s.num_local)?,
-                    top_k: small(op, s.top_k)?,
-                    scoring: gate.map_or(GateScoring::Softmax, |gate| gate.scoring),
-                    raw_logits: gate.map_or(0, |gate| i32::from(gate.raw_logits)),
-                    renormalize: gate.map_or(0, |gate| i32::from(gate.renormalize)),
-                    scale: gate.map_or(1., |gate| gate.scale),
-                    softcap: gate.and_then(|gate| gate.softcap).unwrap_or(0.),
-                },
-                cuda.raw()?,
-            )
+        let args = LayerStreamArgs {
+            x: self.x,
+            norm: cuda.read_or_null(op, "norm", self.norm.map(|norm| norm.weight))?,
+            eps: self.norm.map_or(0.0, |norm| norm.eps),
+            gate: cuda.read_or_null(op, "gate", gate.map(|gate| gate.weight))?,
+            gate_bias: cuda.read_or_null(op, "gate_bias", gate.and_then(|gate| gate.bias))?,
+            correction_bias: cuda.read_or_null(
+                op,
+                "correction_bias",
+                gate.and_then(|gate| gate.correction_bias),
+            )?,
+            valid: valid.cast(),
+            topk_ids: ids,
+            topk_weights: weights,
+            w13: cuda.read(op, "w13", self.w13)?,
+            w2: cuda.read(op, "w2", self.w2)?,
+            expert_map: cuda.read_or_null(op, "expert_map", self.expert_map)?,
+            out,
+            output,
+            state,
+            tokens: small(op, s.tokens)?,
+            hidden: small(op, s.hidden)?,
+            inter: small(op, s.inter)?,
+            num_ids: small(op, s.num_ids)?,
+            num_local: small(op, s.num_local)?,
+            top_k: small(op, s.top_k)?,
+            scoring: gate.map_or(GateScoring::Softmax, |gate| gate.scoring),
+            raw_logits: gate.map_or(0, |gate| i32::from(gate.raw_logits)),
+            renormalize: gate.map_or(0, |gate| i32::from(gate.renormalize)),
+            scale: gate.map_or(1., |gate| gate.scale),
+            softcap: gate.and_then(|gate| gate.softcap).unwrap_or(0.),
         };
-        cuda.check(op, code)
+        // SAFETY: dims and dtypes are checked by the caller, the launcher's conditions above.
+        cuda.check(op, unsafe { ffi::moe_layer_stream(&args, cuda.raw()?) })
     }
 }
 

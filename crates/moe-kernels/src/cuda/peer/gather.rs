@@ -86,9 +86,9 @@ impl PeerBuffers {
             parts.push(PeerArray::new(op, input, &mut out, cuda)?);
         }
         // SAFETY: dtypes and sizes are checked above; the buffers are the promise of `new`.
-        let code =
-            unsafe { ffi::moe_peer_all_gather(self, parts.as_ptr(), small(op, parts.len())?, cuda.raw()?) };
-        cuda.check(op, code)
+        cuda.check(op, unsafe {
+            ffi::moe_peer_all_gather(self, parts.as_ptr(), small(op, parts.len())?, cuda.raw()?)
+        })
     }
 
     /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements: the same answer on all ranks.
@@ -113,8 +113,7 @@ impl PeerBuffers {
         expect_dims(op, "input", &all, &[count * self.ranks as usize])?;
         let (input, to) = (cuda.read(op, "input", input)?, cuda.write(op, "out", &mut out)?);
         // SAFETY: dtypes and sizes are checked above; the buffers are the promise of `new`.
-        let code = unsafe { ffi::moe_peer_reduce_scatter(self, input, to, count, cuda.raw()?) };
-        cuda.check(op, code)
+        cuda.check(op, unsafe { ffi::moe_peer_reduce_scatter(self, input, to, count, cuda.raw()?) })
     }
 }
 

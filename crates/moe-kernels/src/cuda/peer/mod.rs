@@ -127,8 +127,7 @@ impl PeerBuffers {
         let at: *mut std::ffi::c_void = cuda.write(op, "data", &mut data)?;
         let dtype = Dtype::of(op, dtype)?;
         // SAFETY: dtype and size are checked above; the buffers are the promise of `new`.
-        let code = unsafe { ffi::moe_peer_all_reduce(self, at, at, dtype, count, cuda.raw()?) };
-        cuda.check(op, code)
+        cuda.check(op, unsafe { ffi::moe_peer_all_reduce(self, at, at, dtype, count, cuda.raw()?) })
     }
 
     /// `residual` [T, H] f32 += the sum over the ranks of `partial` [T, H] f32, added as by

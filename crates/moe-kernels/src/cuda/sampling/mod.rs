@@ -4,7 +4,7 @@
 use candle_core::{DType, Result, bail};
 
 use super::{ffi, small};
-use crate::door::{expect, expect_dims, expect_dtype, expect_matrix};
+use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -107,10 +107,8 @@ pub struct SampleSlots<'a> {
 impl SampleSlots<'_> {
     fn check(&self, op: &str, vocab: usize) -> Result<()> {
         let (slots, _) = expect_matrix(op, "uses", &self.uses)?;
-        expect_dims(op, "uses", &self.uses, &[slots, vocab])?;
-        expect_dims(op, "edits", &self.edits, &[slots, MAX_EDITS, 2])?;
-        expect_dtype(op, "uses", &self.uses, DType::U32)?;
-        expect_dtype(op, "edits", &self.edits, DType::U32)
+        expect(op, "uses", &self.uses, DType::U32, &[slots, vocab])?;
+        expect(op, "edits", &self.edits, DType::U32, &[slots, MAX_EDITS, 2])
     }
 }
 
@@ -146,9 +144,9 @@ pub fn sample_into(
     let status = cuda.write(op, "status", &mut status)?;
     let (rows, vocab) = (small(op, rows)?, small(op, vocab)?);
     // SAFETY: dims and dtypes are checked above; which slots rows name is the caller's promise.
-    let code =
-        unsafe { ffi::moe_sample(logits, params, uses, edits, rows, vocab, tokens, status, cuda.raw()?) };
-    cuda.check(op, code)
+    cuda.check(op, unsafe {
+        ffi::moe_sample(logits, params, uses, edits, rows, vocab, tokens, status, cuda.raw()?)
+    })
 }
 
 /// A slot that gets the tokens of another sequence, or those that it does not know yet.
@@ -209,8 +207,7 @@ pub fn reset_slots_into(words: View, count: usize, mut slots: SampleSlots, ex: &
     let edits = cuda.write(op, "edits", &mut slots.edits)?;
     let (count, vocab) = (small(op, count)?, small(op, vocab)?);
     // SAFETY: dims and dtypes are checked above; `SlotReset::write` made the offsets.
-    let code = unsafe { ffi::moe_reset_slots(words, count, uses, edits, vocab, cuda.raw()?) };
-    cuda.check(op, code)
+    cuda.check(op, unsafe { ffi::moe_reset_slots(words, count, uses, edits, vocab, cuda.raw()?) })
 }
 
 /// What log-probabilities need of rows of `logits` [R, V] f32 whose token was drawn (`tokens` \[R\]) and whose
@@ -220,14 +217,9 @@ pub fn logprobs_into(logits: View, params: View, tokens: View, mut out: ViewMut,
     let (op, cuda) = ("logprobs", ex.cuda("logprobs")?);
     let (rows, vocab) = expect_matrix(op, "logits", &logits)?;
     expect_dtype(op, "logits", &logits, DType::F32)?;
-    expect_dims(op, "params", &params, &[rows, SAMPLE_WORDS])?;
-    expect_dims(op, "tokens", &tokens, &[rows])?;
-    expect_dims(op, "out", &out, &[rows, LOGPROB_WORDS])?;
-    for (name, dtype) in [("params", params.dtype()), ("tokens", tokens.dtype()), ("out", out.dtype())] {
-        if dtype != DType::U32 {
-            bail!("{op}: expected {name} of dtype u32, got {}", dtype.as_str())
-        }
-    }
+    expect(op, "params", &params, DType::U32, &[rows, SAMPLE_WORDS])?;
+    expect(op, "tokens", &tokens, DType::U32, &[rows])?;
+    expect(op, "out", &out, DType::U32, &[rows, LOGPROB_WORDS])?;
     let (logits, params) = (cuda.read(op, "logits", logits)?, cuda.read(op, "params", params)?);
     let (tokens, out) = (cuda.read(op, "tokens", tokens)?, cuda.write(op, "out", &mut out)?);
     let (rows, vocab) = (small(op, rows)?, small(op, vocab)?);
