@@ -8,7 +8,7 @@ use model_runtime::{
     CausalLm, KvCache, KvLayout, ModelInfo, SamplingParams, StepViews, TokenLogprobs, ViewMut,
 };
 use model_runtime::{Observer, cuda::device_calls};
-use moe_engine::engine::{Engine, EngineConfig, FinishReason, Request, Summary};
+use moe_engine::engine::{Engine, EngineConfig, FinishReason, Request, Stats};
 use moe_kernels::{Buffer, Exec, StepContext, embedding_into};
 use std::collections::BTreeMap;
 
@@ -28,7 +28,6 @@ impl Table {
             vocab_size: VOCAB,
             hidden_size: 8,
             num_layers: 1,
-            max_position_embeddings: 512,
             max_context_len: 512,
             keys_depend_on_prompt_len: false,
             kv,
@@ -100,7 +99,7 @@ type Done = (Vec<u32>, Vec<TokenLogprobs>, Option<FinishReason>);
 struct Ran {
     done: Vec<Done>,
     graph_steps: u64,
-    stats: Summary,
+    stats: Stats,
 }
 
 fn run(table: &Buffer, requests: &[Request], config: &EngineConfig, ex: Exec) -> Ran {

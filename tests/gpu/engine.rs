@@ -91,11 +91,11 @@ fn stats_do_not_change_how_steps_run() {
     assert!(graph_steps >= 20 && !stats.expert_counts_left_out);
     let (with_stats, steps, stats) = counting(ExpertCounts::WhereFree);
     assert_eq!((&with_stats, steps), (&tokens, graph_steps));
-    assert!(stats.expert_counts_left_out && stats.hottest_expert_over_mean.is_empty());
+    assert!(stats.expert_counts_left_out && stats.expert_load.is_empty());
     assert!(stats.to_string().contains("expert counts: none on a GPU"), "{stats}");
     let (with_counts, steps, stats) = counting(ExpertCounts::Always);
     assert_eq!((with_counts.len(), steps), (8, 0));
-    assert_eq!(stats.hottest_expert_over_mean.len(), 3);
+    assert_eq!(stats.expert_load.len(), 3);
 }
 
 /// Requests whose steps go to the host (routing capture) run beside others, some with log-probabilities and penalties.

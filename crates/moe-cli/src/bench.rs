@@ -34,13 +34,12 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     if args.output < 2 || args.prompt == 0 || args.repeat == 0 {
         return Err(usage("bench needs --output of at least 2, --prompt and --repeat of at least 1"));
     }
-    let session = match (&args.config, &args.model) {
-        (Some(config), _) if args.dummy_weights => {
-            session::open::<F>(Model::Random(config), &args.run, false)?
-        }
-        (Some(_), _) => return Err(usage("--config needs --dummy-weights; for a checkpoint use --model")),
-        (None, model) => session::open::<F>(Model::Checkpoint(model.as_deref()), &args.run, false)?,
+    let model = match &args.config {
+        Some(config) if args.dummy_weights => Model::Random(config),
+        Some(_) => return Err(usage("--config needs --dummy-weights; for a checkpoint use --model")),
+        None => Model::Checkpoint(args.model.as_deref()),
     };
+    let session = session::open::<F>(model, &args.run, false)?;
     check_sizes(args, session.model.info())?;
     let default = EngineConfig::for_device(&session.ex).max_num_batched_tokens;
     let max_num_batched_tokens = args.max_num_batched_tokens.unwrap_or(default);
@@ -49,11 +48,11 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     let mut result = json!({
         "engine": "moe-engine",
         "version": env!("CARGO_PKG_VERSION"),
-        "device": args.run.device,
+        "device": args.run.device.to_string(),
         "tp": args.run.parallel.tp,
         "dp": args.run.parallel.dp,
         "enable_expert_parallel": args.run.parallel.enable_expert_parallel,
-        "moe_ep_backend": args.run.parallel.moe_ep_backend,
+        "moe_ep_backend": args.run.parallel.moe_ep_backend.to_string(),
         "cpu_isa": bench.session.ex.isa().name(),
         "num_threads": bench.session.ex.num_threads(),
         "dtype": bench.session.model.info().kv.dtype.as_str(),
@@ -174,10 +173,10 @@ impl Bench {
         while !engine.is_idle() {
             engine.step()?;
             if let Some(step) =
-                engine.take_step_heat().filter(|s| s.prefill_rows == 0 && s.decode_rows == batch)
+                engine.take_step_load().filter(|s| s.prefill_rows == 0 && s.decode_rows == batch)
             {
-                let used = |layer| step.heat.layer(layer).iter().filter(|count| **count > 0).count();
-                distinct.extend((0..step.heat.layers()).map(used));
+                let used = |layer| step.counts.layer(layer).iter().filter(|count| **count > 0).count();
+                distinct.extend((0..step.counts.layers()).map(used));
             }
         }
         let mean = distinct.iter().sum::<usize>() as f64 / distinct.len().max(1) as f64;

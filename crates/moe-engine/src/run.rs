@@ -1,6 +1,6 @@
 //! From settings to a model that is ready: processes, device, dtype, weights, ranks.
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use candle_core::DType;
 use candle_nn::VarBuilder;
 use model_runtime::{BlockContext, Checkpoint, Config, DummyWeights, Exec, Geometry, RankView, TensorSlice};
@@ -107,8 +107,7 @@ impl Run {
         let layout = F::layout(&config, &Geometry::default(), &has)?;
         checkpoint.tensors.verify(layout.tensors, F::ignored(&config))?;
         if self.config.check_weights {
-            let report = checkpoint.tensors.nan_report();
-            ensure!(report.is_clean(), "the checkpoint has weights that are not finite: {report}");
+            checkpoint.tensors.check_finite().context("the checkpoint has weights that are not finite")?;
         }
         let dtype = self.config.dtype.map_or_else(|| checkpoint.dtype(), Ok)?;
         let tensors = |slices: Vec<TensorSlice>| {

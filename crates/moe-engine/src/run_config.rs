@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use candle_core::DType;
 use model_runtime::{BlockContext, CpuIsa, Exec, MlaForm};
 use moe_comm::ParallelConfig;
@@ -58,24 +58,17 @@ pub enum ExecutorBackend {
     ExternalLauncher,
 }
 
-impl ExecutorBackend {
-    /// All of them by name.
-    pub const NAMES: [(&str, Self); 4] = [
-        ("auto", Self::Auto),
-        ("mp", Self::Mp),
-        ("threads", Self::Threads),
-        ("external_launcher", Self::ExternalLauncher),
-    ];
-}
-
 impl FromStr for ExecutorBackend {
     type Err = anyhow::Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = Self::NAMES.iter().find(|(known, _)| *known == name);
-        known.map(|(_, backend)| *backend).ok_or_else(|| {
-            anyhow::anyhow!("{name:?}: expected one of {:?}", Self::NAMES.map(|(known, _)| known))
-        })
+        match name {
+            "auto" => Ok(Self::Auto),
+            "mp" => Ok(Self::Mp),
+            "threads" => Ok(Self::Threads),
+            "external_launcher" => Ok(Self::ExternalLauncher),
+            _ => bail!("expected auto, mp, threads or external_launcher"),
+        }
     }
 }
 

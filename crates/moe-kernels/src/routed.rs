@@ -7,12 +7,13 @@
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
+use serde::{Deserialize, Serialize};
 
 /// The id of an absent expert: padding rows and masked slots.
 pub const NO_EXPERT: u32 = u32::MAX;
 
 /// Routing decisions of a run of tokens: logical expert ids, shape [T, L_moe, K].
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RoutedExperts {
     tokens: usize,
     layers: usize,
@@ -102,7 +103,7 @@ impl RoutedExperts {
 }
 
 /// Tokens routed to each logical expert, [L_moe, E].
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExpertHeat {
     experts: usize,
     counts: Vec<u64>,

@@ -10,14 +10,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::thread::ScopedJoinHandle;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, bail};
 use model_runtime::{CausalLm, Exec};
 use moe_comm::Communicator;
 
-use super::stats::Counters;
-use super::{
-    Engine, EngineConfig, Output, RemoteEngine, Request, RequestError, RequestId, StepHeat, Summary,
-};
+use super::remote::{Question, Reply};
+use super::{Engine, EngineConfig, Output, RemoteEngine, Request, RequestError, RequestId, Stats, StepLoad};
 use crate::heat::{HeatWriter, Stage};
 use crate::parallel::{AbortOnPanic, panic_text};
 use crate::tokenizer::Tokenizer;
@@ -29,15 +27,21 @@ pub struct DpEngine<'m> {
     next_id: u64,
     /// Where a request runs.
     placed: HashMap<RequestId, (usize, RequestId)>,
+    /// Steps of all ranks side by side whose experts were counted.
     steps: u64,
-    step_heat: Option<StepHeat>,
-    heat_trace: Option<HeatWriter>,
+    step_load: Option<StepLoad>,
+    trace: Option<HeatWriter>,
 }
 
 struct Rank<'m> {
     engine: Member<'m>,
     /// What fails all ranks, under this one's name.
     world: Arc<dyn Communicator>,
+    max_model_len: usize,
+    idle: bool,
+    unfinished: usize,
+    /// What the next step reports.
+    failure: Option<anyhow::Error>,
     /// Tokens that its unfinished choices can come to.
     work: usize,
     requests: HashMap<RequestId, Placed>,
@@ -79,39 +83,30 @@ impl<'m> DpEngine<'m> {
         tokenizer: Option<Tokenizer>,
         config: &EngineConfig,
     ) -> Result<Self> {
-        let replicas: Vec<_> = replicas.collect();
-        let alone = replicas.len() + remotes.len() == 1;
-        // One trace for all ranks, a line per step of all.
-        let each = EngineConfig {
-            expert_counts: config.counted(),
-            expert_heat: config.expert_heat.clone().filter(|_| alone),
-            ..config.clone()
-        };
-        let rank = |engine, world| Rank { engine, world, work: 0, requests: HashMap::new() };
         let mut ranks = Vec::new();
         for (model, ex, world) in replicas {
-            let engine = Engine::new(model, ex, tokenizer.clone(), if alone { config } else { &each })?;
-            ranks.push(rank(Member::Here(Box::new(engine)), world));
+            let engine = Engine::new(model, ex, tokenizer.clone(), config)?;
+            let max_model_len = engine.max_model_len();
+            ranks.push(Rank::new(Member::Here(Box::new(engine)), world, max_model_len));
         }
-        for (mut engine, world) in remotes {
-            engine.start(&each, tokenizer.is_some())?;
-            ranks.push(rank(Member::There(engine), world));
+        for (engine, world) in remotes {
+            let max_model_len = engine.start(config, tokenizer.is_some())?;
+            ranks.push(Rank::new(Member::There(engine), world, max_model_len));
         }
-        let trace = config.expert_heat.as_deref().filter(|_| !alone);
         Ok(Self {
             ranks,
             lockstep: config.lockstep,
             next_id: 0,
             placed: HashMap::new(),
             steps: 0,
-            step_heat: None,
-            heat_trace: trace.map(HeatWriter::create).transpose()?,
+            step_load: None,
+            trace: config.expert_heat.as_deref().map(HeatWriter::create).transpose()?,
         })
     }
 
     /// The longest sequence, prompt and output.
     pub fn max_model_len(&self) -> usize {
-        self.ranks.iter().map(|rank| rank.engine.max_model_len()).min().unwrap_or(0)
+        self.ranks.iter().map(|rank| rank.max_model_len).min().unwrap_or(0)
     }
 
     /// Takes a request to the rank with the least work, or says why not; then nothing has changed.
@@ -122,16 +117,17 @@ impl<'m> DpEngine<'m> {
         let most = self.max_model_len();
         let work = request.prompt.len().saturating_add(request.max_tokens.unwrap_or(most)).min(most);
         let n = request.n;
-        // What is wrong with it is known here as well as there.
-        if let Some(Rank { engine: Member::Here(engine), .. }) = self.ranks.first() {
-            engine.check(&request)?;
+        // What is wrong with it is known here as well as in other processes.
+        for rank in &self.ranks {
+            if let Member::Here(engine) = &rank.engine {
+                engine.check(&request)?;
+            }
         }
-        let least = (0..self.ranks.len()).min_by_key(|&rank| self.ranks.get(rank).map(|rank| rank.work));
-        let Some((place, rank)) = least.and_then(|place| Some((place, self.ranks.get_mut(place)?))) else {
+        let Some((place, rank)) = self.ranks.iter_mut().enumerate().min_by_key(|(_, rank)| rank.work) else {
             let (expected, got) = ("at least one".to_string(), "none".to_string());
             return Err(RequestError::Parameter { name: "data-parallel ranks", expected, got });
         };
-        let local = rank.engine.add(request)?;
+        let local = rank.add(request)?;
         let id = RequestId(self.next_id);
         self.next_id += 1;
         rank.work = rank.work.saturating_add(work.saturating_mul(n));
@@ -147,17 +143,17 @@ impl<'m> DpEngine<'m> {
     /// Only what ends all requests.
     pub fn cancel(&mut self, request: RequestId) -> Result<()> {
         let Some(&(place, local)) = self.placed.get(&request) else { return Ok(()) };
-        self.ranks.get_mut(place).map_or(Ok(()), |rank| rank.engine.cancel(local))
+        self.ranks.get_mut(place).map_or(Ok(()), |rank| rank.ask(Question::Cancel(local)).map(drop))
     }
 
     /// Whether nothing is left to run or to report.
     pub fn is_idle(&self) -> bool {
-        self.ranks.iter().all(|rank| rank.engine.is_idle())
+        self.ranks.iter().all(|rank| rank.idle)
     }
 
     /// Requests' choices that are waiting or running.
     pub fn num_unfinished(&self) -> usize {
-        self.ranks.iter().map(|rank| rank.engine.num_unfinished()).sum()
+        self.ranks.iter().map(|rank| rank.unfinished).sum()
     }
 
     /// Runs a step of every rank that has something to do, or of all; returns what is new, rank by
@@ -167,13 +163,12 @@ impl<'m> DpEngine<'m> {
     /// Only what ends all requests: the model cannot run, or a rank died.
     pub fn step(&mut self) -> Result<Vec<Output>> {
         let lockstep = self.lockstep;
-        let busy = self.ranks.iter_mut().filter(|rank| lockstep || !rank.engine.is_idle());
-        let mut busy: Vec<&mut Rank> = busy.collect();
-        let outputs: Result<Vec<Vec<Output>>> = match busy.as_mut_slice() {
-            [rank] => rank.step().map(|outputs| vec![outputs]),
+        let mut busy: Vec<&mut Rank> = self.ranks.iter_mut().filter(|rank| lockstep || !rank.idle).collect();
+        let stepped: Result<Vec<Stepped>> = match busy.as_mut_slice() {
+            [rank] => rank.step().map(|stepped| vec![stepped]),
             ranks => std::thread::scope(|scope| {
                 let threads: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(|| rank.step())).collect();
-                let join = |thread: ScopedJoinHandle<Result<Vec<Output>>>| {
+                let join = |thread: ScopedJoinHandle<Result<Stepped>>| {
                     let panicked =
                         |panic: Box<dyn Any + Send>| anyhow!("a rank panicked: {}", panic_text(&*panic));
                     thread.join().map_err(panicked)?
@@ -182,7 +177,8 @@ impl<'m> DpEngine<'m> {
                 threads.into_iter().map(join).collect::<Vec<_>>().into_iter().collect()
             }),
         };
-        let outputs = outputs?.concat();
+        let (outputs, loads): (Vec<_>, Vec<_>) = stepped?.into_iter().unzip();
+        let outputs = outputs.concat();
         for output in outputs.iter().filter(|output| output.finish.is_some()) {
             let done = self.placed.get(&output.request).is_some_and(|(place, local)| {
                 self.ranks.get(*place).is_none_or(|rank| !rank.requests.contains_key(local))
@@ -191,7 +187,7 @@ impl<'m> DpEngine<'m> {
                 self.placed.remove(&output.request);
             }
         }
-        self.collect_heat()?;
+        self.keep_loads(loads.concat())?;
         Ok(outputs)
     }
 
@@ -206,108 +202,89 @@ impl<'m> DpEngine<'m> {
         Ok(())
     }
 
-    /// Counters and times so far, of all ranks.
-    pub fn stats(&self) -> Summary {
-        let mut ranks = self.ranks.iter().map(|rank| rank.engine.counters());
-        let mut total = ranks.next().unwrap_or_default();
-        ranks.for_each(|counters| total.absorb(&counters));
-        total.summary()
+    /// Counters and times so far, of all ranks; a rank that is gone, which the next step reports, adds nothing.
+    pub fn stats(&self) -> Stats {
+        let mut total = Stats::default();
+        for rank in &self.ranks {
+            match &rank.engine {
+                Member::Here(engine) => total.absorb(&engine.stats()),
+                Member::There(engine) => {
+                    if let Ok(Reply::Stats(stats)) = engine.ask(&Question::Stats).map(|answer| answer.reply) {
+                        total.absorb(&stats);
+                    }
+                }
+            }
+        }
+        total
     }
 
     /// Expert counts of the last collected step, if they are collected.
-    pub fn take_step_heat(&mut self) -> Option<StepHeat> {
-        match self.ranks.as_mut_slice() {
-            [rank] => rank.engine.take_step_heat(),
-            _ => self.step_heat.take(),
-        }
+    pub fn take_step_load(&mut self) -> Option<StepLoad> {
+        self.step_load.take()
     }
 
-    /// One count for the steps that the ranks ran side by side.
-    fn collect_heat(&mut self) -> Result<()> {
-        if self.ranks.len() == 1 {
-            return Ok(());
+    /// Writes the trace of expert counts; those of steps that ranks ran side by side are one count.
+    fn keep_loads(&mut self, mut loads: Vec<StepLoad>) -> Result<()> {
+        if self.ranks.len() > 1 {
+            let all = loads.into_iter().reduce(|mut all, part| {
+                all.decode_rows += part.decode_rows;
+                all.prefill_rows += part.prefill_rows;
+                all.counts.add(&part.counts);
+                all
+            });
+            loads = all.map(|all| StepLoad { step: self.steps, ..all }).into_iter().collect();
+            self.steps += loads.len() as u64;
         }
-        let parts = self.ranks.iter_mut().filter_map(|rank| rank.engine.take_step_heat());
-        let all = parts.reduce(|mut all, part| {
-            all.decode_rows += part.decode_rows;
-            all.prefill_rows += part.prefill_rows;
-            all.heat.add(&part.heat);
-            all
-        });
-        let Some(heat) = all.map(|all| StepHeat { step: self.steps, ..all }) else { return Ok(()) };
-        self.steps += 1;
-        if let Some(trace) = &mut self.heat_trace {
-            let stage = if heat.prefill_rows > 0 { Stage::Prefill } else { Stage::Decode };
-            trace.write(heat.step, stage, &heat.heat)?;
+        for load in loads {
+            if let Some(trace) = &mut self.trace {
+                let stage = if load.prefill_rows > 0 { Stage::Prefill } else { Stage::Decode };
+                trace.write(load.step, stage, &load.counts)?;
+            }
+            self.step_load = Some(load);
         }
-        self.step_heat = Some(heat);
         Ok(())
     }
 }
 
-impl Member<'_> {
-    fn max_model_len(&self) -> usize {
-        match self {
-            Self::Here(engine) => engine.max_model_len(),
-            Self::There(engine) => engine.max_model_len(),
-        }
+/// What is new after a step of one rank, and the expert counts of what was collected.
+type Stepped = (Vec<Output>, Vec<StepLoad>);
+
+impl<'m> Rank<'m> {
+    fn new(engine: Member<'m>, world: Arc<dyn Communicator>, max_model_len: usize) -> Self {
+        let (failure, requests) = (None, HashMap::new());
+        Self { engine, world, max_model_len, idle: true, unfinished: 0, failure, work: 0, requests }
     }
 
+    fn ask(&mut self, question: Question) -> Result<Reply> {
+        let answer = match &mut self.engine {
+            Member::Here(engine) => engine.answer(question)?,
+            Member::There(engine) => engine.ask(&question)?,
+        };
+        (self.idle, self.unfinished) = (answer.idle, answer.unfinished);
+        Ok(answer.reply)
+    }
+
+    /// A rank that is gone takes any request: nothing is wrong with that, and the next step fails.
     fn add(&mut self, request: Request) -> Result<RequestId, RequestError> {
-        match self {
-            Self::Here(engine) => engine.add(request),
-            Self::There(engine) => engine.add(request),
-        }
+        let failure = match self.ask(Question::Add(Box::new(request))) {
+            Ok(Reply::Added(id)) => return Ok(id),
+            Ok(Reply::Refused(why)) => return Err(RequestError::Refused(why)),
+            Ok(_) => anyhow!("a rank answers another question"),
+            Err(e) => e,
+        };
+        (self.failure, self.idle) = (Some(failure), false);
+        Ok(RequestId(u64::MAX))
     }
 
-    fn cancel(&mut self, request: RequestId) -> Result<()> {
-        match self {
-            Self::Here(engine) => engine.cancel(request),
-            Self::There(engine) => engine.cancel(request),
-        }
-    }
-
-    fn is_idle(&self) -> bool {
-        match self {
-            Self::Here(engine) => engine.is_idle(),
-            Self::There(engine) => engine.is_idle(),
-        }
-    }
-
-    fn num_unfinished(&self) -> usize {
-        match self {
-            Self::Here(engine) => engine.num_unfinished(),
-            Self::There(engine) => engine.num_unfinished(),
-        }
-    }
-
-    fn step(&mut self) -> Result<Vec<Output>> {
-        match self {
-            Self::Here(engine) => engine.step(),
-            Self::There(engine) => engine.step(),
-        }
-    }
-
-    fn take_step_heat(&mut self) -> Option<StepHeat> {
-        match self {
-            Self::Here(engine) => engine.take_step_heat(),
-            Self::There(engine) => engine.take_step_heat(),
-        }
-    }
-
-    fn counters(&self) -> Counters {
-        match self {
-            Self::Here(engine) => engine.counters(),
-            Self::There(engine) => engine.counters(),
-        }
-    }
-}
-
-impl Rank<'_> {
     /// A step of this rank; one that fails fails the others, which may be waiting for it.
-    fn step(&mut self) -> Result<Vec<Output>> {
-        let _guard = AbortOnPanic(self.world.as_ref());
-        let mut outputs = self.engine.step().inspect_err(|e| self.world.abort(&format!("{e:#}")))?;
+    fn step(&mut self) -> Result<Stepped> {
+        let world = self.world.clone();
+        let _guard = AbortOnPanic(world.as_ref());
+        let asked = self.failure.take().map_or_else(|| self.ask(Question::Step), Err);
+        let (mut outputs, loads) = match asked.inspect_err(|e| world.abort(&format!("{e:#}")))? {
+            Reply::Stepped(outputs, loads) => (outputs, loads),
+            _ => bail!("a rank answers another question"),
+        };
         for output in &mut outputs {
             let Some(placed) = self.requests.get_mut(&output.request) else { continue };
             let local = std::mem::replace(&mut output.request, placed.id);
@@ -319,6 +296,6 @@ impl Rank<'_> {
                 }
             }
         }
-        Ok(outputs)
+        Ok((outputs, loads))
     }
 }

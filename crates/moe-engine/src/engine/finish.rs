@@ -17,9 +17,6 @@ impl Engine<'_> {
     /// Whether a request can run; the length at which its sequences end.
     pub(super) fn check(&self, request: &Request) -> Result<usize, RequestError> {
         let (prompt, vocab_size, max_model_len) = (&request.prompt, self.info.vocab_size, self.max_model_len);
-        let parameter = |name, expected: &str, got: &dyn std::fmt::Display| {
-            Err(RequestError::Parameter { name, expected: expected.into(), got: got.to_string() })
-        };
         if prompt.is_empty() {
             return Err(RequestError::EmptyPrompt);
         }
@@ -31,19 +28,19 @@ impl Engine<'_> {
         }
         request.sampling.validate(vocab_size)?;
         if !(1..=MAX_CHOICES).contains(&request.n) {
-            return parameter("n", "from 1 to 16384", &request.n);
+            return refuse("n", "from 1 to 16384", request.n);
         }
         if request.max_tokens == Some(0) {
-            return parameter("max_tokens", "at least 1", &0);
+            return refuse("max_tokens", "at least 1", 0);
         }
         if let Some(max) = request.max_tokens.filter(|max| *max < request.min_tokens) {
-            return parameter("min_tokens", &format!("at most max_tokens = {max}"), &request.min_tokens);
+            return refuse("min_tokens", format!("at most max_tokens = {max}"), request.min_tokens);
         }
         if request.stop.iter().any(String::is_empty) {
-            return parameter("stop", "texts that are not empty", &"an empty one");
+            return refuse("stop", "texts that are not empty", "an empty one");
         }
         if !request.stop.is_empty() && self.tokenizer.is_none() {
-            return parameter("stop", "empty without a tokenizer", &format!("{:?}", request.stop));
+            return refuse("stop", "empty without a tokenizer", format!("{:?}", request.stop));
         }
         self.check_routing(request)?;
         // What is asked for must fit the KV cache; without a wish the answer gets what is there.
@@ -58,38 +55,28 @@ impl Engine<'_> {
     }
 
     fn check_routing(&self, request: &Request) -> Result<(), RequestError> {
-        let shape = self.info.moe.as_ref().map(|moe| (moe.layers.len(), moe.top_k, moe.num_experts));
-        let refuse =
-            |name, expected: String, got: String| Err(RequestError::Parameter { name, expected, got });
-        let Some((layers, top_k, experts)) = shape else {
+        let Some(moe) = &self.info.moe else {
             return match request.capture_routing || request.replay_routing.is_some() {
-                true => refuse(
-                    "capture or replay of routing",
-                    "off: the model has no experts".into(),
-                    "on".into(),
-                ),
+                true => refuse("capture or replay of routing", "off: the model has no experts", "on"),
                 false => Ok(()),
             };
         };
         let Some(replay) = &request.replay_routing else { return Ok(()) };
+        let (layers, top_k, experts) = (moe.layers.len(), moe.top_k, moe.num_experts);
         if (replay.layers(), replay.top_k()) != (layers, top_k) {
-            let got = format!("[T, {}, {}]", replay.layers(), replay.top_k());
+            let expected = format!("[T, {layers}, {top_k}] (MoE layers, experts per token)");
             return refuse(
                 "routed_experts",
-                format!("[T, {layers}, {top_k}] (MoE layers, experts per token)"),
-                got,
+                expected,
+                format!("[T, {}, {}]", replay.layers(), replay.top_k()),
             );
         }
-        if self.runner.forces_balance() {
-            return refuse(
-                "routed_experts",
-                "left out with --force-balance, which dictates the experts too".into(),
-                "some".into(),
-            );
+        if self.runner.force_balance.is_some() {
+            let expected = "left out with --force-balance, which dictates the experts too";
+            return refuse("routed_experts", expected, "some");
         }
-        let no_expert = moe_layer::NO_EXPERT;
-        match replay.ids().iter().find(|&&id| id as usize >= experts && id != no_expert) {
-            Some(id) => refuse("routed_experts", format!("ids below {experts}"), id.to_string()),
+        match replay.ids().iter().find(|&&id| id as usize >= experts && id != moe_layer::NO_EXPERT) {
+            Some(id) => refuse("routed_experts", format!("ids below {experts}"), id),
             None => Ok(()),
         }
     }
@@ -157,8 +144,8 @@ impl Engine<'_> {
             *token = sampled.token_id;
             sequence.in_flight -= 1;
         }
-        let waited = sequence.last_token.replace(Instant::now());
-        self.stats.token(sequence.added, waited, sequence.last_token);
+        let now = Instant::now();
+        self.stats.add_token(sequence.added, sequence.last_token.replace(now), now);
 
         let mut finish = stop_reason(sequence, sampled.token_id, position).map(FinishReason::Stop);
         let mut text = String::new();
@@ -177,18 +164,7 @@ impl Engine<'_> {
         if let Some(finish) = finish {
             return self.end(key, finish, text, Some(sampled), outputs);
         }
-        let prompt_logprobs = take_prompt_logprobs(sequence);
-        outputs.push(Output {
-            request: RequestId(key.0),
-            choice: key.1,
-            token_id: Some(sampled.token_id),
-            text,
-            logprobs: sampled.logprobs,
-            prompt_logprobs,
-            finish: None,
-            routed_experts: None,
-            num_cached_tokens: sequence.num_cached_tokens.unwrap_or(0),
-        });
+        outputs.push(news(sequence, Some(sampled), text, None));
         Ok(())
     }
 
@@ -209,19 +185,38 @@ impl Engine<'_> {
         if !self.scheduler.running.iter().chain(&self.scheduler.waiting).any(|s| s.key.0 == key.0) {
             self.deadlines.remove(&key.0);
         }
-        self.stats.finished();
-        outputs.push(Output {
-            request: RequestId(key.0),
-            choice: key.1,
-            token_id: token.as_ref().map(|t| t.token_id),
-            text,
-            logprobs: token.and_then(|t| t.logprobs),
-            prompt_logprobs: take_prompt_logprobs(&mut sequence),
-            finish: Some(finish),
-            routed_experts: sequence.routed.take(),
-            num_cached_tokens: sequence.num_cached_tokens.unwrap_or(0),
-        });
+        self.stats.finished += 1;
+        outputs.push(news(&mut sequence, token, text, Some(finish)));
         Ok(())
+    }
+}
+
+fn refuse<T>(
+    name: &'static str,
+    expected: impl Into<String>,
+    got: impl std::fmt::Display,
+) -> Result<T, RequestError> {
+    Err(RequestError::Parameter { name, expected: expected.into(), got: got.to_string() })
+}
+
+/// What is new of a sequence.
+fn news(
+    sequence: &mut Sequence,
+    token: Option<Sampled>,
+    text: String,
+    finish: Option<FinishReason>,
+) -> Output {
+    let (token_id, logprobs) = token.map(|token| (token.token_id, token.logprobs)).unzip();
+    Output {
+        request: RequestId(sequence.key.0),
+        choice: sequence.key.1,
+        token_id,
+        text,
+        logprobs: logprobs.flatten(),
+        prompt_logprobs: take_prompt_logprobs(sequence),
+        routed_experts: finish.as_ref().and_then(|_| sequence.routed.take()),
+        finish,
+        num_cached_tokens: sequence.num_cached_tokens.unwrap_or(0),
     }
 }
 

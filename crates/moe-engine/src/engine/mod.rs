@@ -30,7 +30,7 @@ mod text;
 #[cfg(feature = "cuda")]
 mod track;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -40,8 +40,6 @@ use moe_layer::{ExpertHeat, RoutedExperts};
 use serde::{Deserialize, Serialize};
 use tracing::{trace_span, warn};
 
-use crate::heat::{HeatWriter, Stage};
-use crate::parallel::wire;
 use crate::tokenizer::Tokenizer;
 
 pub use config::{EngineConfig, ExpertCounts};
@@ -50,13 +48,12 @@ pub(crate) use device::DeviceRunner;
 pub use dp::DpEngine;
 pub(crate) use remote::{RemoteEngine, serve};
 pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
-pub use stats::{Stats, Summary};
+pub use stats::{Histogram, Stats};
 
 use config::Capacity;
 use runner::{Runner, StepResult};
 use scheduler::{Limits, Scheduler};
 use sequence::Sequence;
-use stats::Counters;
 use text::TextOutput;
 
 /// Runs requests on a model.
@@ -74,18 +71,17 @@ pub struct Engine<'m> {
     deadlines: BTreeMap<u64, Instant>,
     /// Ends that happened between steps.
     ended: Vec<Output>,
+    start: Instant,
     stats: Stats,
-    /// Expert counts were asked for, but a GPU makes none.
-    counts_left_out: bool,
-    step_heat: Option<StepHeat>,
-    heat_trace: Option<HeatWriter>,
+    /// Expert counts of steps that nobody has taken yet.
+    step_loads: Vec<StepLoad>,
     /// Other ranks take part in every step.
     lockstep: bool,
 }
 
 /// How often each expert was chosen in one step.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct StepHeat {
+pub struct StepLoad {
     /// Number of the step, from 0.
     pub step: u64,
     /// Rows that were the newest token of a sequence, and other rows.
@@ -93,12 +89,12 @@ pub struct StepHeat {
     /// Rows of prompts (or of what is computed again).
     pub prefill_rows: usize,
     /// The counts.
-    #[serde(with = "wire::heat")]
-    pub heat: ExpertHeat,
+    pub counts: ExpertHeat,
 }
 
 impl<'m> Engine<'m> {
-    /// An engine on a model. Without a tokenizer outputs have no text and stop strings are refused.
+    /// An engine on a model. Without a tokenizer outputs have no text and stop strings are refused. It writes no trace
+    /// of expert counts: [`DpEngine`] does.
     pub fn new(
         model: &'m dyn CausalLm,
         ex: Exec,
@@ -123,16 +119,24 @@ impl<'m> Engine<'m> {
         #[cfg(feature = "cuda")]
         let device = config.device_runner(info, max_model_len, &ex)?;
         let (counted, on_gpu) = (config.counted(), ex.is_cuda());
-        let counts_left_out = info.moe.is_some() && counted.left_out(on_gpu);
         if on_gpu && info.moe.is_some() && counted.counts(on_gpu) {
             warn!(
                 "expert counts: steps run without CUDA graphs, and the host samples; times are not those of a run without counts"
             );
         }
-        let runner = Runner::new(model, kv, ex, ahead);
-        #[cfg(feature = "cuda")]
-        let runner = runner.with_device(device);
-        let runner = runner.with_heat(counted.counts(on_gpu)).with_force_balance(config.force_balance);
+        let runner = Runner {
+            model,
+            kv,
+            ex,
+            ahead,
+            results: VecDeque::new(),
+            #[cfg(feature = "cuda")]
+            device,
+            steps: 0,
+            count_experts: info.moe.is_some() && counted.counts(on_gpu),
+            force_balance: config.force_balance,
+        };
+        let expert_counts_left_out = info.moe.is_some() && counted.left_out(on_gpu);
         Ok(Self {
             info,
             tokenizer,
@@ -144,10 +148,9 @@ impl<'m> Engine<'m> {
             next_id: 0,
             deadlines: BTreeMap::new(),
             ended: Vec::new(),
-            stats: Stats::new(),
-            counts_left_out,
-            step_heat: None,
-            heat_trace: config.expert_heat.as_deref().map(HeatWriter::create).transpose()?,
+            start: Instant::now(),
+            stats: Stats { expert_counts_left_out, kv_blocks: num_blocks, ..Stats::default() },
+            step_loads: Vec::new(),
             lockstep: config.lockstep,
         })
     }
@@ -198,7 +201,8 @@ impl<'m> Engine<'m> {
                 request: request.clone(),
             });
         }
-        self.stats.added(request.prompt.len());
+        self.stats.requests += 1;
+        self.stats.prompt_tokens += request.prompt.len() as u64;
         Ok(RequestId(id))
     }
 
@@ -212,7 +216,7 @@ impl<'m> Engine<'m> {
     pub fn is_idle(&self) -> bool {
         self.scheduler.waiting.is_empty()
             && self.scheduler.running.is_empty()
-            && self.runner.in_flight() == 0
+            && self.runner.results.is_empty()
             && self.ended.is_empty()
     }
 
@@ -233,9 +237,9 @@ impl<'m> Engine<'m> {
             trace_span!("schedule").in_scope(|| self.scheduler.schedule()).context("scheduling a step")?;
         let keep = match plan {
             Some(plan) => {
-                self.stats.step(plan.step.num_tokens(), self.scheduler.kv_blocks());
+                self.stats.add_step(plan.step.num_tokens(), self.scheduler.kv_blocks().0);
                 self.runner.launch(plan, &self.scheduler.running).context("running a step")?;
-                self.runner.ahead()
+                self.runner.ahead
             }
             None => {
                 if self.lockstep {
@@ -257,18 +261,12 @@ impl<'m> Engine<'m> {
     }
 
     /// Counters and times so far.
-    pub fn stats(&self) -> Summary {
-        self.counters().summary()
-    }
-
-    fn counters(&self) -> Counters {
-        let scheduler = &self.scheduler;
-        Counters {
-            stats: self.stats.clone(),
-            preemptions: scheduler.num_preemptions,
-            cached_tokens: scheduler.num_cached_tokens,
-            kv_blocks: scheduler.kv_blocks().1,
-            expert_counts_left_out: self.counts_left_out,
+    pub fn stats(&self) -> Stats {
+        Stats {
+            seconds: self.start.elapsed().as_secs_f64(),
+            preemptions: self.scheduler.num_preemptions,
+            cached_prompt_tokens: self.scheduler.num_cached_tokens,
+            ..self.stats.clone()
         }
     }
 
@@ -277,14 +275,9 @@ impl<'m> Engine<'m> {
         self.runner.num_graph_steps()
     }
 
-    /// Expert counts of the last collected step, if they are collected.
-    pub fn take_step_heat(&mut self) -> Option<StepHeat> {
-        self.step_heat.take()
-    }
-
     /// Collects steps until only `keep` are under way.
     fn collect(&mut self, keep: usize, outputs: &mut Vec<Output>) -> Result<()> {
-        while self.runner.in_flight() > keep {
+        while self.runner.results.len() > keep {
             let _span = trace_span!("collect").entered();
             if let Some(result) = self.runner.collect()? {
                 self.apply(result, outputs)?;
@@ -311,22 +304,14 @@ impl<'m> Engine<'m> {
                 self.accept(part.key, position, sampled, outputs)?;
             }
         }
-        if let Some(heat) = result.heat {
+        if let Some(counts) = result.expert_counts {
             let decodes = |p: &&scheduler::Part| p.rows == 1 && p.samples.is_some_and(|n| n > 0);
             let decode_rows = result.parts.iter().filter(decodes).count();
-            let step = self.stats.num_steps() - 1 - self.runner.in_flight() as u64;
-            self.heat(StepHeat { step, decode_rows, prefill_rows: first_row - decode_rows, heat })?;
+            let step = self.stats.steps - 1 - self.runner.results.len() as u64;
+            self.stats.add_expert_load(&counts);
+            let prefill_rows = first_row - decode_rows;
+            self.step_loads.push(StepLoad { step, decode_rows, prefill_rows, counts });
         }
-        Ok(())
-    }
-
-    fn heat(&mut self, step: StepHeat) -> Result<()> {
-        if let Some(trace) = &mut self.heat_trace {
-            let stage = if step.prefill_rows > 0 { Stage::Prefill } else { Stage::Decode };
-            trace.write(step.step, stage, &step.heat)?;
-        }
-        self.stats.heat(&step.heat);
-        self.step_heat = Some(step);
         Ok(())
     }
 }

@@ -7,8 +7,6 @@ use model_runtime::sampling::{SamplingError, TokenLogprobs};
 use model_runtime::{RoutedExperts, SamplingParams};
 use serde::{Deserialize, Serialize};
 
-use crate::parallel::wire;
-
 /// Names a request of one engine; ascending in the order in which requests were added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RequestId(pub(super) u64);
@@ -47,7 +45,6 @@ pub struct Request {
     pub capture_routing: bool,
     /// Routing to force: one token per position, from the first of the prompt on. Positions after
     /// its end route freely.
-    #[serde(with = "wire::routed")]
     pub replay_routing: Option<Arc<RoutedExperts>>,
 }
 
@@ -185,7 +182,6 @@ pub struct Output {
     /// Set on the choice's last output.
     pub finish: Option<FinishReason>,
     /// With the last output: the experts of each token but the last, [T, L_moe, K], if asked for.
-    #[serde(with = "wire::routed")]
     pub routed_experts: Option<RoutedExperts>,
     /// Prompt tokens that were found in the prefix cache when the choice first ran.
     pub num_cached_tokens: usize,

@@ -35,7 +35,7 @@ pub(super) struct StepResult {
     /// Log-probabilities of prompt tokens, from the part's first row on.
     pub prompt_logprobs: HashMap<Key, std::result::Result<Vec<TokenLogprobs>, SamplingError>>,
     pub routed: Option<RoutedExperts>,
-    pub heat: Option<ExpertHeat>,
+    pub expert_counts: Option<ExpertHeat>,
 }
 
 /// Fills in tokens that the step before has sampled. A sequence whose sampling failed runs on
@@ -74,75 +74,31 @@ impl HostLogits {
 }
 
 /// A launched step.
-enum Launched {
+pub(super) enum Launched {
     Done(StepResult),
     #[cfg(feature = "cuda")]
     OnDevice(InFlight),
 }
 
 pub(super) struct Runner<'m> {
-    model: &'m dyn CausalLm,
-    kv: KvCache,
-    ex: Exec,
-    ahead: usize,
-    results: VecDeque<Launched>,
+    pub model: &'m dyn CausalLm,
+    pub kv: KvCache,
+    pub ex: Exec,
+    /// Steps that may be under way while the next one is scheduled.
+    pub ahead: usize,
+    /// Steps launched and not collected.
+    pub results: VecDeque<Launched>,
+    /// What samples on a CUDA device, where it can.
     #[cfg(feature = "cuda")]
-    device: Option<DeviceRunner>,
-    steps: u64,
-    collect_heat: bool,
-    force_balance: Option<u64>,
+    pub device: Option<DeviceRunner>,
+    pub steps: u64,
+    /// Whether experts are counted in every step.
+    pub count_experts: bool,
+    /// Spreads routing evenly, for profiling; the seed varies it.
+    pub force_balance: Option<u64>,
 }
 
-impl<'m> Runner<'m> {
-    pub fn new(model: &'m dyn CausalLm, kv: KvCache, ex: Exec, ahead: usize) -> Self {
-        Self {
-            model,
-            kv,
-            ex,
-            ahead,
-            results: VecDeque::new(),
-            #[cfg(feature = "cuda")]
-            device: None,
-            steps: 0,
-            collect_heat: false,
-            force_balance: None,
-        }
-    }
-
-    /// Samples on a CUDA device where it can.
-    #[cfg(feature = "cuda")]
-    pub fn with_device(mut self, device: Option<DeviceRunner>) -> Self {
-        self.device = device;
-        self
-    }
-
-    /// Counts experts in every step.
-    pub fn with_heat(mut self, on: bool) -> Self {
-        self.collect_heat = on && self.model.info().moe.is_some();
-        self
-    }
-
-    /// Spreads routing evenly, for profiling.
-    pub fn with_force_balance(mut self, seed: Option<u64>) -> Self {
-        self.force_balance = seed;
-        self
-    }
-
-    /// Whether routing is spread evenly by force.
-    pub fn forces_balance(&self) -> bool {
-        self.force_balance.is_some()
-    }
-
-    /// Steps that may be under way while the next one is scheduled.
-    pub fn ahead(&self) -> usize {
-        self.ahead
-    }
-
-    /// Steps launched and not collected.
-    pub fn in_flight(&self) -> usize {
-        self.results.len()
-    }
-
+impl Runner<'_> {
     /// Steps that replayed a CUDA graph.
     pub fn num_graph_steps(&self) -> u64 {
         #[cfg(feature = "cuda")]
@@ -157,7 +113,7 @@ impl<'m> Runner<'m> {
         let sequences: HashMap<Key, &Sequence> = sequences.iter().map(|s| (s.key, s)).collect();
         #[cfg(feature = "cuda")]
         if let Some(device) = &mut self.device
-            && !self.collect_heat
+            && !self.count_experts
             && self.force_balance.is_none()
             && device.takes(self.model, &plan, &sequences, &self.ex)
         {
@@ -191,8 +147,8 @@ impl<'m> Runner<'m> {
         let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.view_mut().cpu_mut::<f32>()?);
         let span = trace_span!("sample", rows = plan.parts.iter().filter(|p| p.samples.is_some()).count());
         let sampled = span.in_scope(|| self.sample(&plan, &sequences, before.as_ref(), logits.view_mut()))?;
-        let StepContext { capture: routed, heat, .. } = context;
-        let result = StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, heat };
+        let StepContext { capture: routed, heat: expert_counts, .. } = context;
+        let result = StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, expert_counts };
         self.results.extend(before.into_iter().chain([result]).map(Launched::Done));
         Ok(())
     }
@@ -227,14 +183,14 @@ impl<'m> Runner<'m> {
         }
     }
 
-    /// The step's context: replay, capture, heat.
+    /// The step's context: replay, capture, expert counts.
     fn context(&mut self, plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> Result<StepContext> {
         self.steps += 1;
         let (step, force_balance) = (self.steps, self.force_balance);
         let mut context = StepContext { step, force_balance, ..StepContext::default() };
         let Some(moe) = &self.model.info().moe else { return Ok(context) };
         let (layers, rows) = (moe.layers.len(), plan.step.num_tokens());
-        context.heat = self.collect_heat.then(|| ExpertHeat::new(layers, moe.num_experts));
+        context.heat = self.count_experts.then(|| ExpertHeat::new(layers, moe.num_experts));
         let of = |part: &Part| sequences.get(&part.key);
         if plan.parts.iter().filter_map(of).any(|s| s.request.capture_routing) {
             context.capture = Some(RoutedExperts::empty(rows, layers, moe.top_k)?);

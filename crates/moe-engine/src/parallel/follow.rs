@@ -227,7 +227,6 @@ mod tests {
             vocab_size: 100,
             hidden_size: 1,
             num_layers: 1,
-            max_position_embeddings: 8,
             max_context_len: 8,
             keys_depend_on_prompt_len: false,
             kv: layout,

@@ -183,11 +183,11 @@ impl Processes {
 
     /// The engines of the data-parallel ranks in other processes.
     pub fn remote_engines(&self, parallel: &ParallelConfig) -> Vec<(RemoteEngine, Arc<dyn Communicator>)> {
-        let first_ranks = (1..parallel.dp).map(|dp_rank| dp_rank * parallel.tp);
-        let engine = |rank| -> (RemoteEngine, Arc<dyn Communicator>) {
-            (RemoteEngine::new(self.messages.clone(), rank), self.world.clone())
+        let engine = |dp_rank| -> (RemoteEngine, Arc<dyn Communicator>) {
+            let remote = RemoteEngine { messages: self.messages.clone(), rank: dp_rank * parallel.tp };
+            (remote, self.world.clone())
         };
-        first_ranks.map(engine).collect()
+        (1..parallel.dp).map(engine).collect()
     }
 
     /// This process's part is done; the driver's tells the others so, and the first rank of a group those

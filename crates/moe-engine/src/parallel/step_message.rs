@@ -8,8 +8,6 @@ use model_runtime::{DeviceSampling, KvCache, RoutedExperts, RunnerSizes, Step, S
 use moe_layer::ExpertHeat;
 use serde::{Deserialize, Serialize};
 
-use super::wire;
-
 /// All that a rank needs to run the step of another one.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct StepMessage<'a> {
@@ -17,7 +15,6 @@ pub(super) struct StepMessage<'a> {
     /// How tokens are sampled on the device; `None` where the host samples, which the first rank does alone.
     pub sampling: Option<(Cow<'a, DeviceSampling>, RunnerSizes)>,
     pub cache: CacheSizes,
-    #[serde(with = "wire::routed")]
     replay: Option<Arc<RoutedExperts>>,
     /// Whether the first rank records routing or counts experts. It does so alone, but on a GPU such a step takes
     /// another way through the router, so all ranks take it.

@@ -15,56 +15,6 @@ pub(crate) fn decode<T: DeserializeOwned>(message: &[u8]) -> Result<T> {
     postcard::from_bytes(message).context("cannot read a message of another rank")
 }
 
-/// Routing decisions, as shape and ids.
-pub(crate) mod routed {
-    use std::borrow::Borrow;
-
-    use model_runtime::RoutedExperts;
-    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
-
-    type Parts = (usize, usize, usize, Vec<u32>);
-
-    pub fn serialize<R: Borrow<RoutedExperts>, S: Serializer>(
-        routed: &Option<R>,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        let parts = |r: &RoutedExperts| (r.tokens(), r.layers(), r.top_k(), r.ids().to_vec());
-        routed.as_ref().map(|routed| parts(routed.borrow())).serialize(serializer)
-    }
-
-    pub fn deserialize<'de, R: From<RoutedExperts>, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Option<R>, D::Error> {
-        let Some((tokens, layers, top_k, ids)) = Option::<Parts>::deserialize(deserializer)? else {
-            return Ok(None);
-        };
-        let routed = RoutedExperts::from_ids(tokens, layers, top_k, ids).map_err(D::Error::custom)?;
-        Ok(Some(routed.into()))
-    }
-}
-
-/// Expert counts, layer by layer.
-pub(crate) mod heat {
-    use moe_layer::ExpertHeat;
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    pub fn serialize<S: Serializer>(heat: &ExpertHeat, serializer: S) -> Result<S::Ok, S::Error> {
-        let layers: Vec<&[u64]> = (0..heat.layers()).map(|layer| heat.layer(layer)).collect();
-        layers.serialize(serializer)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ExpertHeat, D::Error> {
-        let layers: Vec<Vec<u64>> = Vec::deserialize(deserializer)?;
-        let mut heat = ExpertHeat::new(layers.len(), layers.first().map_or(0, Vec::len));
-        for (layer, counts) in layers.iter().enumerate() {
-            // The counts of one step: as many ids as its rows chose.
-            let ids = (0u32..).zip(counts).flat_map(|(id, &n)| std::iter::repeat_n(id, n as usize));
-            heat.record(layer, &ids.collect::<Vec<u32>>());
-        }
-        Ok(heat)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
@@ -75,7 +25,7 @@ mod tests {
     use moe_layer::ExpertHeat;
 
     use super::*;
-    use crate::engine::{FinishReason, Output, Request, StepHeat, StopReason};
+    use crate::engine::{FinishReason, Output, Request, StepLoad, StopReason};
 
     fn routed() -> RoutedExperts {
         RoutedExperts::from_ids(2, 1, 2, vec![3, u32::MAX, 0, 1]).unwrap()
@@ -133,15 +83,15 @@ mod tests {
     }
 
     #[test]
-    fn heat_comes_back_and_garbage_is_refused() {
-        let mut heat = ExpertHeat::new(2, 3);
-        heat.record(0, &[2, 2, 0]);
-        heat.record(1, &[1; 40]);
-        let step = StepHeat { step: 7, decode_rows: 1, prefill_rows: 2, heat };
+    fn expert_counts_come_back_and_garbage_is_refused() {
+        let mut counts = ExpertHeat::new(2, 3);
+        counts.record(0, &[2, 2, 0]);
+        counts.record(1, &[1; 40]);
+        let step = StepLoad { step: 7, decode_rows: 1, prefill_rows: 2, counts };
         let bytes = encode(&step).unwrap();
-        let again: StepHeat = decode(&bytes).unwrap();
-        assert_eq!((again.heat, again.step, again.prefill_rows), (step.heat, 7, 2));
-        assert!(decode::<StepHeat>(&bytes[..bytes.len() - 1]).is_err());
+        let again: StepLoad = decode(&bytes).unwrap();
+        assert_eq!((again.counts, again.step, again.prefill_rows), (step.counts, 7, 2));
+        assert!(decode::<StepLoad>(&bytes[..bytes.len() - 1]).is_err());
         assert!(decode::<Request>(&[0xff; 40]).is_err());
     }
 }
