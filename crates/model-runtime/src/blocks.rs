@@ -56,17 +56,6 @@ impl BlockAllocator {
         Some(block)
     }
 
-    /// Number of owners of a block; 0 if it is free or unknown.
-    pub fn ref_count(&self, block: u32) -> u32 {
-        self.ref_counts.get(block as usize).copied().unwrap_or(0)
-    }
-
-    /// Adds an owner to a block that has one.
-    pub fn retain(&mut self, block: u32) -> Result<()> {
-        *self.owned(block)? += 1;
-        Ok(())
-    }
-
     /// Removes an owner; `true` if it was the last one and the block is free now.
     pub fn release(&mut self, block: u32) -> Result<bool> {
         let count = self.owned(block)?;
@@ -133,7 +122,7 @@ impl SequenceBlocks {
         &self.blocks
     }
 
-    /// Appends a block that the caller has allocated or retained, such as one of a shared prefix.
+    /// Appends a block that the caller has allocated or shared, such as one of a shared prefix.
     pub fn push(&mut self, block: u32) {
         self.blocks.push(block);
     }
@@ -163,12 +152,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_come_in_a_fixed_order_and_are_counted() -> Result<()> {
+    fn blocks_come_in_a_fixed_order() -> Result<()> {
         let mut blocks = BlockAllocator::new(3)?;
         assert_eq!([blocks.allocate(), blocks.allocate()], [Some(0), Some(1)]);
-        blocks.retain(0)?;
-        assert_eq!(blocks.ref_count(0), 2);
-        assert!(!blocks.release(0)?);
         assert!(blocks.release(0)?);
         assert_eq!([blocks.allocate(), blocks.allocate(), blocks.allocate()], [Some(0), Some(2), None]);
         assert_eq!(blocks.num_free(), 0);
@@ -190,7 +176,7 @@ mod tests {
         assert_eq!(pool.share(root, &[1, 2]), Some((0, first)));
         assert_eq!(pool.share(first, &[3, 4]), Some((1, second)));
         assert_eq!(pool.share(PrefixId::root(1), &[1, 2]), None);
-        assert_eq!((pool.ref_count(0), pool.num_free()), (1, 1));
+        assert_eq!(pool.num_free(), 1);
         // The same contents in another block: the first stays known.
         let other = pool.allocate();
         assert_eq!(other, Some(2));
@@ -215,7 +201,6 @@ mod tests {
     fn misuse_is_an_error() -> Result<()> {
         let mut blocks = BlockAllocator::new(2)?;
         assert!(blocks.release(1).unwrap_err().to_string().contains("block 1 is free already"));
-        assert!(blocks.retain(0).is_err());
         assert!(blocks.release(2).unwrap_err().to_string().contains("outside of the 2 blocks"));
         assert_eq!(blocks.num_free(), 2);
         Ok(())

@@ -112,19 +112,6 @@ impl KvCache {
         Ok(Self { id, layout, num_blocks, block_size, layers })
     }
 
-    /// A cache that fills a memory budget with as many blocks as fit.
-    pub fn with_budget(layout: KvLayout, bytes: usize, block_size: usize) -> Result<Self> {
-        let blocks = layout.blocks_in(bytes, block_size)?;
-        if blocks == 0 {
-            bail!(
-                "a KV cache of {bytes} bytes holds no block: one of {block_size} slots needs {} bytes; \
-                 raise the budget or lower the block size",
-                layout.bytes_per_token()? * block_size
-            )
-        }
-        Self::new(layout, blocks, block_size)
-    }
-
     /// Takes the memory from the system now, layers side by side on the threads of `ex`, so that a
     /// long run cannot grow or fail for lack of it later. On a device it is taken already.
     pub fn commit(&mut self, ex: &Exec) -> Result<()> {

@@ -196,9 +196,3 @@ impl LmHead {
         })
     }
 }
-
-/// Copies the rows `rows` `[R]` u32 of `x` [T, H] to `out` [R, H]: the rows whose logits are wanted.
-/// A row outside of `x` is an error.
-pub fn gather_rows_into(x: View, rows: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
-    embedding_into(x, rows, out, ex)
-}

@@ -22,8 +22,6 @@ pub struct ModelInfo {
     pub hidden_size: usize,
     /// Number of decoder layers.
     pub num_layers: usize,
-    /// `max_position_embeddings` of the config.
-    pub max_position_embeddings: usize,
     /// The longest sequence that the positions are made for (RoPE scaling included).
     pub max_context_len: usize,
     /// Whether a token's keys depend on the length of its prompt (dynamic NTK RoPE), so that only

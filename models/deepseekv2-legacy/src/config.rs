@@ -59,7 +59,6 @@ impl DeepseekV2Config {
             activation: config.activation()?,
             rms_norm_eps,
             tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
-            max_position_embeddings,
             rope,
             moe: router.map(|router| MoeConfig {
                 router,

@@ -66,7 +66,6 @@ impl Qwen3MoeConfig {
             activation: config.activation()?,
             rms_norm_eps,
             tie_word_embeddings: config.bool_or(&["tie_word_embeddings"], false)?,
-            max_position_embeddings,
             rope: RopeConfig::from_config(config, head_dim, max_position_embeddings)?,
             moe: Some(MoeConfig {
                 router: config.router()?,

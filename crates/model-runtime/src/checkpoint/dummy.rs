@@ -9,8 +9,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
-use half::vec::HalfBitsVecExt;
-use half::{bf16, f16};
+use moe_kernels::{Float, with_float};
 use rayon::prelude::*;
 
 use super::verify::TensorSpec;
@@ -108,20 +107,9 @@ impl DummyWeights {
         let Some(len) = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) else {
             bail!("the shape {shape:?} of dummy weight `{name}` overflows")
         };
-        match dtype {
-            DType::F32 => Tensor::from_vec(sample(len, key, |x| x as f32), shape, &Device::Cpu),
-            DType::BF16 => {
-                let bits = sample(len, key, |x| bf16::from_f64(x).to_bits());
-                Tensor::from_vec(bits.reinterpret_into::<bf16>(), shape, &Device::Cpu)
-            }
-            DType::F16 => {
-                let bits = sample(len, key, |x| f16::from_f64(x).to_bits());
-                Tensor::from_vec(bits.reinterpret_into::<f16>(), shape, &Device::Cpu)
-            }
-            other => {
-                bail!("dummy weights: expected dtype f32, bf16 or f16, got {} for `{name}`", other.as_str())
-            }
-        }
+        with_float!(dtype, format!("dummy weight `{name}`"), T => {
+            Tensor::from_vec(sample::<T>(len, key), shape, &Device::Cpu)
+        })
     }
 }
 
@@ -143,10 +131,10 @@ impl SimpleBackend for DummyWeights {
     }
 }
 
-/// `len` normal samples in the representation that `convert` gives.
-fn sample<T: Copy + Default + Send + Sync>(len: usize, key: u64, convert: impl Fn(f64) -> T) -> Vec<T> {
-    let table: Vec<T> = quantiles().map(|z| convert(z * STD)).collect();
-    let mut out = vec![T::default(); len];
+/// `len` normal samples.
+fn sample<T: Float>(len: usize, key: u64) -> Vec<T> {
+    let table: Vec<T> = quantiles().map(|z| T::from_f64(z * STD)).collect();
+    let mut out = T::zeros(len);
     out.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, out)| {
         let first = (chunk * CHUNK / 4) as u64;
         for (hash, four) in (first..).zip(out.chunks_mut(4)) {
@@ -213,6 +201,8 @@ fn normal_quantile(p: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
 
     fn weights(name: &str, shape: &[usize], seed: u64, dtype: DType) -> Result<Tensor> {

@@ -11,7 +11,6 @@ mod error;
 mod file;
 mod files;
 mod layout;
-mod nan;
 mod shards;
 mod slices;
 #[cfg(feature = "cuda")]
@@ -28,7 +27,6 @@ pub use dummy::DummyWeights;
 pub use error::CheckpointError;
 pub use files::{TensorFiles, TensorInfo};
 pub use layout::TensorLayout;
-pub use nan::{NanReport, NonFinite};
 pub use slices::{RankView, SliceSource, TensorSlice};
 pub use verify::TensorSpec;
 

@@ -1,8 +1,9 @@
-//! Comparing what a model expects with what a checkpoint holds: everything that is wrong, at once.
+//! Comparing what a model expects with what a checkpoint holds, and looking for weights that are not finite:
+//! everything that is wrong, at once.
 
-use std::collections::HashMap;
-use std::fmt;
+use std::collections::BTreeMap;
 
+use super::decode;
 use super::error::CheckpointError;
 use super::files::TensorFiles;
 
@@ -25,56 +26,6 @@ impl TensorSpec {
     }
 }
 
-/// Every difference between the tensors that a model expects and those of a checkpoint.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Mismatches {
-    /// Directory or file of the checkpoint.
-    origin: String,
-    /// Expected, but not in the checkpoint.
-    missing: Vec<TensorSpec>,
-    /// In the checkpoint, but not expected.
-    unexpected: Vec<TensorSpec>,
-    /// Expected shape, and the shape in the checkpoint.
-    wrong_shape: Vec<(TensorSpec, Vec<usize>)>,
-}
-
-impl Mismatches {
-    /// Whether the checkpoint is exactly what the model expects.
-    fn is_empty(&self) -> bool {
-        self.missing.is_empty() && self.unexpected.is_empty() && self.wrong_shape.is_empty()
-    }
-}
-
-impl fmt::Display for Mismatches {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} does not hold the tensors that its config.json describes", self.origin)?;
-        let specs = |specs: &[TensorSpec]| -> Vec<String> {
-            specs.iter().map(|t| format!("{} {:?}", t.name, t.shape)).collect()
-        };
-        let shapes = |(t, got): &(TensorSpec, Vec<usize>)| {
-            format!("{}: expected {:?}, got {:?}", t.name, t.shape, got)
-        };
-        let groups = [
-            ("missing", specs(&self.missing)),
-            ("unexpected", specs(&self.unexpected)),
-            ("of another shape", self.wrong_shape.iter().map(shapes).collect()),
-        ];
-        for (what, lines) in groups {
-            if lines.is_empty() {
-                continue;
-            }
-            write!(f, "\n{} {what}:", lines.len())?;
-            for line in lines.iter().take(LISTED) {
-                write!(f, "\n  {line}")?;
-            }
-            if lines.len() > LISTED {
-                write!(f, "\n  ... and {} more", lines.len() - LISTED)?;
-            }
-        }
-        Ok(())
-    }
-}
-
 impl TensorFiles {
     /// Compares the checkpoint with the tensors that a model expects. All that are missing,
     /// unexpected or of another shape come in one error, with shapes. `ignored` lists patterns of
@@ -85,19 +36,55 @@ impl TensorFiles {
         expected: impl IntoIterator<Item = TensorSpec>,
         ignored: &[&str],
     ) -> Result<(), CheckpointError> {
-        let mut found = Mismatches { origin: self.origin().to_string(), ..Default::default() };
-        let mut unseen: HashMap<&str, &[usize]> = self.iter().map(|t| (t.name, t.shape)).collect();
-        for spec in expected {
-            match unseen.remove(spec.name.as_str()) {
-                None => found.missing.push(spec),
-                Some(shape) if shape != spec.shape => found.wrong_shape.push((spec, shape.to_vec())),
+        let (mut missing, mut wrong_shape) = (Vec::new(), Vec::new());
+        let mut unseen: BTreeMap<&str, &[usize]> = self.iter().map(|t| (t.name, t.shape)).collect();
+        for TensorSpec { name, shape } in expected {
+            match unseen.remove(name.as_str()) {
+                None => missing.push(format!("{name} {shape:?}")),
+                Some(got) if got != shape => {
+                    wrong_shape.push(format!("{name}: expected {shape:?}, got {got:?}"));
+                }
                 Some(_) => {}
             }
         }
         let unexpected = unseen.into_iter().filter(|(name, _)| !ignored.iter().any(|p| matches(p, name)));
-        found.unexpected = unexpected.map(|(name, shape)| TensorSpec::new(name, shape)).collect();
-        found.unexpected.sort_by(|a, b| a.name.cmp(&b.name));
-        if found.is_empty() { Ok(()) } else { Err(CheckpointError(found.to_string())) }
+        let unexpected = unexpected.map(|(name, shape)| format!("{name} {shape:?}")).collect();
+        let groups = [("missing", missing), ("unexpected", unexpected), ("of another shape", wrong_shape)];
+        let mut error = String::new();
+        for (what, lines) in groups.iter().filter(|(_, lines)| !lines.is_empty()) {
+            error += &format!("\n{} {what}:", lines.len());
+            lines.iter().take(LISTED).for_each(|line| error += &format!("\n  {line}"));
+            if lines.len() > LISTED {
+                error += &format!("\n  ... and {} more", lines.len() - LISTED);
+            }
+        }
+        if error.is_empty() {
+            return Ok(());
+        }
+        let origin = self.origin();
+        Err(CheckpointError(format!(
+            "{origin} does not hold the tensors that its config.json describes{error}"
+        )))
+    }
+
+    /// Reads every float tensor.
+    ///
+    /// # Errors
+    /// All of those with NaN or infinite elements, with the number of each.
+    pub fn check_finite(&self) -> Result<(), CheckpointError> {
+        let (mut checked, mut found) = (0, Vec::new());
+        self.visit(|name, dtype, bytes| {
+            let Some((nan, inf)) = decode::count_non_finite(bytes, dtype) else { return };
+            checked += 1;
+            if nan + inf > 0 {
+                found.push(format!("\n  {name}: {nan} NaN, {inf} infinite"));
+            }
+        });
+        if found.is_empty() {
+            return Ok(());
+        }
+        let (bad, lines) = (found.len(), found.concat());
+        Err(CheckpointError(format!("{bad} of {checked} tensors hold weights that are not finite:{lines}")))
     }
 }
 

@@ -92,11 +92,7 @@ impl Config {
 
     /// A size, if present. Floats without a fraction are accepted.
     pub fn opt_size(&self, keys: &[&str], bounds: Bounds) -> Result<Option<usize>, ConfigError> {
-        let Some((key, value)) = self.find(keys)? else { return Ok(None) };
-        match as_size(value) {
-            Some(n) if (bounds.min..=bounds.max).contains(&n) => Ok(Some(n)),
-            _ => Err(self.invalid(key, &describe(bounds), value)),
-        }
+        self.get(keys, &describe(bounds), |value| as_size(value, bounds))
     }
 
     /// A finite number; absent is an error.
@@ -111,26 +107,18 @@ impl Config {
 
     /// A finite number, if present.
     pub fn opt_float(&self, keys: &[&str]) -> Result<Option<f64>, ConfigError> {
-        let Some((key, value)) = self.find(keys)? else { return Ok(None) };
-        match value.as_f64().filter(|x| x.is_finite()) {
-            Some(x) => Ok(Some(x)),
-            None => Err(self.invalid(key, "a finite number", value)),
-        }
+        self.get(keys, "a finite number", |value| value.as_f64().filter(|x| x.is_finite()))
     }
 
     /// A number above zero; absent means the default.
     pub fn positive_float_or(&self, keys: &[&str], default: f64) -> Result<f64, ConfigError> {
-        let Some((key, value)) = self.find(keys)? else { return Ok(default) };
-        match value.as_f64().filter(|x| x.is_finite() && *x > 0.0) {
-            Some(x) => Ok(x),
-            None => Err(self.invalid(key, "a finite number above 0", value)),
-        }
+        let positive = |value: &Value| value.as_f64().filter(|x| x.is_finite() && *x > 0.0);
+        Ok(self.get(keys, "a finite number above 0", positive)?.unwrap_or(default))
     }
 
     /// A boolean with a default.
     pub fn bool_or(&self, keys: &[&str], default: bool) -> Result<bool, ConfigError> {
-        let Some((key, value)) = self.find(keys)? else { return Ok(default) };
-        value.as_bool().ok_or_else(|| self.invalid(key, "true or false", value))
+        Ok(self.get(keys, "true or false", Value::as_bool)?.unwrap_or(default))
     }
 
     /// A string; absent is an error.
@@ -140,28 +128,22 @@ impl Config {
 
     /// A string, if present.
     pub fn opt_string(&self, keys: &[&str]) -> Result<Option<&str>, ConfigError> {
-        let Some((key, value)) = self.find(keys)? else { return Ok(None) };
-        value.as_str().map(Some).ok_or_else(|| self.invalid(key, "a string", value))
+        self.get(keys, "a string", Value::as_str)
     }
 
     /// A list of sizes; absent is an empty list.
     pub fn sizes(&self, keys: &[&str], bounds: Bounds) -> Result<Vec<usize>, ConfigError> {
-        let Some((key, value)) = self.find(keys)? else { return Ok(Vec::new()) };
-        let list = value.as_array().and_then(|list| {
-            list.iter().map(|v| as_size(v).filter(|n| (bounds.min..=bounds.max).contains(n))).collect()
-        });
-        list.ok_or_else(|| self.invalid(key, &format!("a list, each {}", describe(bounds)), value))
+        let sizes = |value: &Value| value.as_array()?.iter().map(|size| as_size(size, bounds)).collect();
+        Ok(self.get(keys, &format!("a list, each {}", describe(bounds)), sizes)?.unwrap_or_default())
     }
 
     /// Token ids given as one integer or a list of them, if present.
     pub fn token_ids(&self, keys: &[&str]) -> Result<Option<Vec<u32>>, ConfigError> {
-        let Some((key, value)) = self.find(keys)? else { return Ok(None) };
         let id = |v: &Value| v.as_u64().and_then(|id| u32::try_from(id).ok());
-        let ids = match value {
-            Value::Array(list) => list.iter().map(id).collect::<Option<Vec<u32>>>(),
-            one => id(one).map(|id| vec![id]),
-        };
-        ids.map(Some).ok_or_else(|| self.invalid(key, "a token id or a list of them", value))
+        self.get(keys, "a token id or a list of them", |value| match value {
+            Value::Array(list) => list.iter().map(id).collect(),
+            one => Some(vec![id(one)?]),
+        })
     }
 
     /// The dtype under `dtype` or `torch_dtype`, if present: f32, bf16 or f16.
@@ -209,6 +191,17 @@ impl Config {
         self.error(format!("`{}` is missing; expected {expected}", names.join("` or `")))
     }
 
+    /// The value under the first alias that is present, if `convert` takes it; `expected` says what it takes.
+    fn get<'s, T>(
+        &'s self,
+        keys: &[&str],
+        expected: &str,
+        convert: impl Fn(&'s Value) -> Option<T>,
+    ) -> Result<Option<T>, ConfigError> {
+        let Some((key, value)) = self.find(keys)? else { return Ok(None) };
+        convert(value).map(Some).ok_or_else(|| self.invalid(key, expected, value))
+    }
+
     /// The first alias that is present, after checking that the others agree with it.
     pub(super) fn find<'k>(&self, keys: &[&'k str]) -> Result<Option<(&'k str, &Value)>, ConfigError> {
         let mut found: Option<(&'k str, &Value)> = None;
@@ -229,15 +222,15 @@ impl Config {
     }
 }
 
-/// A whole number that fits a usize; `8.0` counts as 8.
-fn as_size(value: &Value) -> Option<usize> {
-    if let Some(n) = value.as_u64() {
-        return usize::try_from(n).ok();
-    }
-    // Above 2^53 a float does not say which integer it means.
-    let x = value.as_f64()?;
-    (x >= 0.0 && x.fract() == 0.0 && x <= (1u64 << 53) as f64).then_some(x as usize)
+/// A whole number within bounds; `8.0` counts as 8.
+fn as_size(value: &Value, bounds: Bounds) -> Option<usize> {
+    let whole = |x: &f64| *x >= 0.0 && x.fract() == 0.0 && *x <= MOST_IN_A_FLOAT;
+    let size = value.as_u64().or_else(|| value.as_f64().filter(whole).map(|x| x as u64))?;
+    usize::try_from(size).ok().filter(|size| (bounds.min..=bounds.max).contains(size))
 }
+
+/// Above 2^53 a float does not say which integer it means.
+const MOST_IN_A_FLOAT: f64 = (1u64 << 53) as f64;
 
 fn describe(bounds: Bounds) -> String {
     format!("an integer from {} to {}", bounds.min, bounds.max)

@@ -19,8 +19,6 @@ pub struct DecoderConfig {
     pub rms_norm_eps: f64,
     /// Whether the vocabulary projection is the embedding.
     pub tie_word_embeddings: bool,
-    /// Longest sequence that the config claims.
-    pub max_position_embeddings: usize,
     /// Rotary embedding.
     pub rope: RopeConfig,
     /// Experts of sparse layers; `None` for a dense model.

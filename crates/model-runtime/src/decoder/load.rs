@@ -171,7 +171,6 @@ impl DecoderConfig {
             vocab_size: self.vocab_size,
             hidden_size: self.hidden_size,
             num_layers: self.num_layers(),
-            max_position_embeddings: self.max_position_embeddings,
             max_context_len: self.rope.max_context_len(),
             keys_depend_on_prompt_len: self.rope.depends_on_prompt_len(),
             kv,

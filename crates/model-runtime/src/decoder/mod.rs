@@ -16,12 +16,12 @@ use std::sync::Arc;
 use candle_core::Result;
 use moe_comm::Communicator;
 use moe_kernels::plan::{Machine, Reason, Stage};
-use moe_kernels::{Exec, PreNorm, StepContext, View, ViewMut};
+use moe_kernels::{Exec, PreNorm, StepContext, View, ViewMut, embedding_into};
 use moe_layer::{GatedMlp, PlanStep, Router, SparseMoeBlock};
 use tracing::trace_span;
 
 use crate::kv_cache::{KvCache, KvLayer};
-use crate::layers::{Embedding, LmHead, RmsNorm, gather_rows_into};
+use crate::layers::{Embedding, LmHead, RmsNorm};
 use crate::model::{CausalLm, ModelInfo, Observe, Observer};
 use crate::rope::{Rope, RopeRows};
 use crate::step::StepViews;
@@ -179,7 +179,8 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
             return self.lm_head.forward_into(x, logits, ex);
         }
         let mut last = ex.scratch(dtype, &[step.num_logits(), self.info.hidden_size])?;
-        gather_rows_into(x, step.logits_rows, last.view_mut(), ex)?;
+        // The rows whose logits are wanted.
+        embedding_into(x, step.logits_rows, last.view_mut(), ex)?;
         self.lm_head.forward_into(last.view(), logits, ex)
     }
 }

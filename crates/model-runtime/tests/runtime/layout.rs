@@ -17,7 +17,6 @@ fn config(shared: usize) -> DecoderConfig {
         activation: json.activation().unwrap(),
         rms_norm_eps: 1e-6,
         tie_word_embeddings: false,
-        max_position_embeddings: 64,
         rope: model_runtime::RopeConfig::from_config(&json, 4, 64).unwrap(),
         moe: Some(MoeConfig {
             router: RouterConfig::new(5, 2),

@@ -2,13 +2,12 @@
 
 use candle_core::{DType, Device, Result};
 use model_runtime::config::{Config, RopeConfig};
-use model_runtime::layers::gather_rows_into;
 use model_runtime::{
     Attention, AttentionConfig, AttentionNames, CausalLm, DummyWeights, Embedding, Exec, KvCache, KvLayout,
     LmHead, ModelInfo, Observed, Observer, RmsNorm, Rope, SelfAttention, StepContext, StepViews, TensorSpec,
     ViewMut,
 };
-use moe_kernels::add_into;
+use moe_kernels::{add_into, embedding_into};
 
 pub const VOCAB: usize = 37;
 const HIDDEN: usize = 24;
@@ -70,7 +69,6 @@ impl Tiny {
                 vocab_size: VOCAB,
                 hidden_size: HIDDEN,
                 num_layers: LAYERS,
-                max_position_embeddings: 64,
                 max_context_len: rope.max_context_len(),
                 keys_depend_on_prompt_len: rope.depends_on_prompt_len(),
                 kv: KvLayout { num_layers: LAYERS, num_kv_heads: 2, head_dim: 8, value_dim: Some(8), dtype },
@@ -122,7 +120,7 @@ impl CausalLm for Tiny {
             o.observe(Observed::HiddenStates(LAYERS), normed.view())?;
         }
         let mut wanted = ex.scratch(dtype, &[step.num_logits(), HIDDEN])?;
-        gather_rows_into(normed.view(), step.logits_rows, wanted.view_mut(), ex)?;
+        embedding_into(normed.view(), step.logits_rows, wanted.view_mut(), ex)?;
         self.head.forward_into(wanted.view(), logits, ex)
     }
 }
