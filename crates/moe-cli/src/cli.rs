@@ -2,11 +2,14 @@
 
 use std::path::PathBuf;
 
+use candle_core::DType;
 use clap::{Args, Parser, Subcommand};
-use model_runtime::MlaForm;
+use model_runtime::{CpuIsa, MlaForm};
+use moe_engine::DeviceChoice;
 use moe_layer::MoePath;
 
 use crate::parallel::ParallelArgs;
+use crate::session::Model;
 
 /// Command line of a model binary. Without a subcommand it generates.
 #[derive(Parser, Debug)]
@@ -58,6 +61,20 @@ impl Command {
             Self::RenderChatTemplates => None,
         }
     }
+
+    /// The model that the command runs, and whether its weights are checked.
+    pub(crate) fn model(&self) -> (Model<'_>, bool) {
+        let name = match self {
+            Self::Generate(args) => return (Model::Checkpoint(args.model.as_deref()), args.check_weights),
+            Self::Bench(BenchArgs { config: Some(config), .. }) => return (Model::Random(config), false),
+            Self::Bench(args) => args.model.as_deref(),
+            Self::Chat(args) => args.answer.model.as_deref(),
+            Self::Batch(args) => args.answer.model.as_deref(),
+            Self::Parity(args) => Some(args.model.as_str()),
+            Self::RenderChatTemplates => None,
+        };
+        (Model::Checkpoint(name), false)
+    }
 }
 
 /// Where and how the model runs.
@@ -65,17 +82,17 @@ impl Command {
 pub struct RunArgs {
     /// Device: cpu, cuda or cuda:N. With several ranks: cuda, a GPU for each.
     #[arg(long, default_value = "cpu", help_heading = "Device")]
-    pub device: String,
+    pub device: DeviceChoice,
     /// f32, bf16 or f16 (default: the checkpoint's).
-    #[arg(long, help_heading = "Device")]
-    pub dtype: Option<String>,
+    #[arg(long, value_parser = crate::options::parse_dtype, help_heading = "Device")]
+    pub dtype: Option<DType>,
     /// CPU threads (default: all cores).
     #[arg(long, help_heading = "Device")]
     pub num_threads: Option<usize>,
     /// CPU instruction set: scalar, avx2, avx512, avx512-bf16 or amx-bf16 (default: the fastest
     /// supported).
-    #[arg(long, help_heading = "Device")]
-    pub cpu_isa: Option<String>,
+    #[arg(long, value_parser = CpuIsa::from_name, help_heading = "Device")]
+    pub cpu_isa: Option<CpuIsa>,
     /// Expert backend (default: the first that supports the configuration).
     #[arg(long, help_heading = "MoE")]
     pub moe_backend: Option<String>,
@@ -152,10 +169,6 @@ pub struct GenerateArgs {
 /// generation_config.json, and that over vLLM's defaults.
 #[derive(Args, Debug, Clone)]
 pub struct BatchArgs {
-    /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint,
-    /// where the binary has one).
-    #[arg(long)]
-    pub model: Option<String>,
     /// Requests, one JSON object per line: custom_id, method, url, body; - reads stdin.
     #[arg(long, value_name = "FILE")]
     pub input: PathBuf,
@@ -163,7 +176,7 @@ pub struct BatchArgs {
     /// - writes to stdout.
     #[arg(long, value_name = "FILE")]
     pub output: PathBuf,
-    /// How conversations are answered.
+    /// Who answers, and how.
     #[command(flatten)]
     pub answer: AnswerArgs,
 }
@@ -171,21 +184,21 @@ pub struct BatchArgs {
 /// Flags of `chat`.
 #[derive(Args, Debug, Clone)]
 pub struct ChatArgs {
-    /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint,
-    /// where the binary has one).
-    #[arg(long)]
-    pub model: Option<String>,
     /// What the model is told beforehand.
     #[arg(long, value_name = "TEXT", help_heading = "Chat")]
     pub system: Option<String>,
-    /// How conversations are answered.
+    /// Who answers, and how.
     #[command(flatten)]
     pub answer: AnswerArgs,
 }
 
-/// What `batch` and `chat` have in common: how conversations are answered.
+/// What `batch` and `chat` have in common: who answers conversations, and how.
 #[derive(Args, Debug, Clone)]
 pub struct AnswerArgs {
+    /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint,
+    /// where the binary has one).
+    #[arg(long)]
+    pub model: Option<String>,
     /// Chat template.
     #[command(flatten)]
     pub chat: TemplateArgs,

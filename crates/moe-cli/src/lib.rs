@@ -18,7 +18,6 @@ mod prompt;
 mod roofline;
 pub mod routing;
 pub mod session;
-mod worker;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -57,11 +56,16 @@ fn run<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
     let Some(args) = command.run_args() else {
         return chat::serve().map(|()| ExitCode::SUCCESS);
     };
-    if let Placement::Launched(launch) = placement(&args.config()?)?
+    if let Placement::Launched(launch) = placement(&args.config())?
         && launch.rank > 0
     {
-        start_log(&RunArgs { profile: None, log: worker::log(&args.log), ..args.clone() })?;
-        return worker::run::<F>(command, args).map(|()| ExitCode::SUCCESS);
+        // A rank that is not the driver writes nothing to stdout, and logs little: the driver speaks for all of them,
+        // unless something special is asked for.
+        let log = if args.log == "info" { "error".to_string() } else { args.log.clone() };
+        start_log(&RunArgs { profile: None, log, ..args.clone() })?;
+        interrupt::ignore()?;
+        let (model, check_weights) = command.model();
+        return session::serve::<F>(model, args, check_weights).map(|()| ExitCode::SUCCESS);
     }
     let profile = start_log(args)?;
     let code = run_command::<F>(command)?;

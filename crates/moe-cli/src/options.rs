@@ -1,6 +1,7 @@
 //! Flags and `generation_config.json` to what the engine understands.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::DType;
 use model_runtime::config::limits;
 use model_runtime::{Exec, SamplingParams};
 use moe_engine::chat::{self, ChatFiles, ChatTemplate};
@@ -107,12 +108,8 @@ pub fn chat_template(args: &TemplateArgs, session: &Session) -> Result<Option<Ch
 
 /// vLLM's top-k as ours: there, 0 and -1 keep all.
 pub fn top_k(k: i64) -> Result<usize> {
-    match k {
-        -1 => Ok(0),
-        k => {
-            usize::try_from(k).ok().with_context(|| "expected a number of tokens, or -1 for all".to_string())
-        }
-    }
+    let k = if k == -1 { 0 } else { k };
+    usize::try_from(k).ok().context("expected a number of tokens, or -1 for all")
 }
 
 /// Bytes from text such as 4096, 512MiB, 4GB or 1.5GiB.
@@ -127,15 +124,23 @@ pub fn parse_bytes(text: &str) -> Result<usize> {
         "k" | "kib" => 1024.0,
         "m" | "mib" => 1024.0 * 1024.0,
         "g" | "gib" => 1024.0 * 1024.0 * 1024.0,
-        _ => anyhow::bail!(
-            "unknown unit {unit:?}; expected bytes, or a number with KiB, MiB, GiB, KB, MB or GB"
-        ),
+        _ => bail!("unknown unit {unit:?}; expected bytes, or a number with KiB, MiB, GiB, KB, MB or GB"),
     };
     let number: f64 =
         number.trim().parse().with_context(|| format!("expected a size such as 4GiB, got {text:?}"))?;
     let bytes = number * factor;
     ensure!(bytes >= 1.0 && bytes <= isize::MAX as f64, "expected a size of at least one byte, got {text:?}");
     Ok(bytes as usize)
+}
+
+/// A dtype that models run in.
+pub fn parse_dtype(name: &str) -> Result<DType> {
+    match name {
+        "f32" => Ok(DType::F32),
+        "bf16" => Ok(DType::BF16),
+        "f16" => Ok(DType::F16),
+        _ => bail!("expected f32, bf16 or f16"),
+    }
 }
 
 /// A JSON object from text.

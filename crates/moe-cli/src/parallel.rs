@@ -2,11 +2,9 @@
 
 use std::num::NonZeroUsize;
 
-use anyhow::Result;
 use clap::Args;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
-use moe_comm::ParallelConfig;
-use moe_engine::{ExecutorBackend, usage};
+use moe_comm::{DeepEpMode, EpBackendChoice, ExpertPlacement, ParallelConfig};
+use moe_engine::ExecutorBackend;
 use moe_layer::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 
 /// How the model is spread over ranks, and how MoE layers cut their tokens.
@@ -24,23 +22,16 @@ pub struct ParallelArgs {
     /// How rows reach the experts' ranks: auto, disabled, local_allreduce, allgather_reducescatter or
     /// deepep.
     #[arg(long, default_value = "auto", value_name = "NAME", help_heading = "Parallel")]
-    pub moe_ep_backend: String,
+    pub moe_ep_backend: EpBackendChoice,
     /// Form of deepep: auto (by step), high_throughput or low_latency.
     #[arg(long, default_value = "auto", value_name = "NAME", help_heading = "Parallel")]
-    pub deepep_mode: String,
+    pub deepep_mode: DeepEpMode,
     /// Which rank has which experts: linear or round_robin.
     #[arg(long, default_value = "linear", value_name = "NAME", help_heading = "Parallel")]
-    pub expert_placement_strategy: String,
+    pub expert_placement_strategy: ExpertPlacement,
     /// Where ranks run: auto, mp (a process per rank), threads, or external_launcher (processes of
     /// torchrun, srun, mpirun or a Kubernetes job).
-    #[arg(
-        long,
-        value_parser = executor_names().try_map(|name| name.parse::<ExecutorBackend>()),
-        default_value = "auto",
-        value_name = "NAME",
-        hide_possible_values = true,
-        help_heading = "Parallel"
-    )]
+    #[arg(long, default_value = "auto", value_name = "NAME", help_heading = "Parallel")]
     pub distributed_executor_backend: ExecutorBackend,
     /// Compute MoE layers in chunks of tokens: less memory, the same results.
     #[arg(long, help_heading = "MoE")]
@@ -54,25 +45,17 @@ pub struct ParallelArgs {
     pub moe_memory_budget: Option<usize>,
 }
 
-fn executor_names() -> PossibleValuesParser {
-    ExecutorBackend::NAMES.map(|(name, _)| name).into()
-}
-
 impl ParallelArgs {
-    /// The parallel settings; a name that nothing has is a mistake in the call.
-    pub fn config(&self) -> Result<ParallelConfig> {
-        let named = |flag: &str, e: moe_comm::GeometryError| usage(format!("--{flag}: {e}"));
-        Ok(ParallelConfig {
+    /// The parallel settings.
+    pub fn config(&self) -> ParallelConfig {
+        ParallelConfig {
             tp: self.tp,
             dp: self.dp,
             enable_expert_parallel: self.enable_expert_parallel,
-            backend: self.moe_ep_backend.parse().map_err(|e| named("moe-ep-backend", e))?,
-            placement: self
-                .expert_placement_strategy
-                .parse()
-                .map_err(|e| named("expert-placement-strategy", e))?,
-            deepep_mode: self.deepep_mode.parse().map_err(|e| named("deepep-mode", e))?,
-        })
+            backend: self.moe_ep_backend,
+            placement: self.expert_placement_strategy,
+            deepep_mode: self.deepep_mode,
+        }
     }
 
     /// Whether and how MoE layers cut their tokens.

@@ -209,28 +209,15 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for ProfileLayer {
 struct Args<'a>(&'a mut Map<String, Value>);
 
 impl Visit for Args<'_> {
-    fn record_u64(&mut self, field: &Field, value: u64) {
-        self.0.insert(field.name().into(), value.into());
-    }
-
-    fn record_i64(&mut self, field: &Field, value: i64) {
-        self.0.insert(field.name().into(), value.into());
-    }
-
-    fn record_f64(&mut self, field: &Field, value: f64) {
-        self.0.insert(field.name().into(), value.into());
-    }
-
-    fn record_bool(&mut self, field: &Field, value: bool) {
-        self.0.insert(field.name().into(), value.into());
-    }
-
     fn record_str(&mut self, field: &Field, value: &str) {
         self.0.insert(field.name().into(), value.into());
     }
 
+    /// Numbers and truth values are themselves in JSON; everything else is text.
     fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
-        self.0.insert(field.name().into(), format!("{value:?}").into());
+        let text = format!("{value:?}");
+        let value = serde_json::from_str(&text).unwrap_or_else(|_| text.into());
+        self.0.insert(field.name().into(), value);
     }
 }
 

@@ -123,7 +123,6 @@ mod tests {
             vocab_size: 50,
             hidden_size: 10,
             num_layers: 2,
-            max_position_embeddings: 64,
             max_context_len: 64,
             keys_depend_on_prompt_len: false,
             kv: KvLayout {

@@ -3,8 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use candle_core::DType;
-use model_runtime::{Checkpoint, Config, CpuIsa};
+use model_runtime::{Checkpoint, Config};
 use moe_engine::explain::Explanation;
 use moe_engine::{ModelFamily, Run, RunConfig, Session, Weights, usage};
 use serde_json::Value;
@@ -54,7 +53,7 @@ pub fn serve<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool) 
 }
 
 fn start<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool) -> Result<(Run, Weights)> {
-    let config = RunConfig { check_weights, ..args.config()? };
+    let config = RunConfig { check_weights, ..args.config() };
     match model {
         Model::Checkpoint(Some(name)) => {
             let run = Run::start(&config, name)?;
@@ -77,32 +76,21 @@ pub fn no_model() -> anyhow::Error {
 }
 
 impl RunArgs {
-    /// The settings of the flags; a name that nothing has is a mistake in the call.
-    pub fn config(&self) -> Result<RunConfig> {
-        let device = self.device.parse();
-        let isa = self.cpu_isa.as_deref().map(CpuIsa::from_name).transpose();
-        Ok(RunConfig {
-            device: device.map_err(|e| usage(format!("--device {}: {e}", self.device)))?,
-            dtype: self.dtype.as_deref().map(parse_dtype).transpose()?,
+    /// The settings of the flags.
+    pub fn config(&self) -> RunConfig {
+        RunConfig {
+            device: self.device,
+            dtype: self.dtype,
             num_threads: self.num_threads,
-            cpu_isa: isa.map_err(|e| usage(format!("--cpu-isa: {e}")))?,
+            cpu_isa: self.cpu_isa,
             moe_backend: self.moe_backend.clone(),
             moe_path: self.moe_path,
             mla: self.mla,
             batch_invariant: self.batch_invariant,
             check_weights: false,
-            parallel: self.parallel.config()?,
+            parallel: self.parallel.config(),
             executor: self.parallel.distributed_executor_backend,
             chunked_moe: self.parallel.chunked_moe(),
-        })
-    }
-}
-
-fn parse_dtype(name: &str) -> Result<DType> {
-    match name {
-        "f32" => Ok(DType::F32),
-        "bf16" => Ok(DType::BF16),
-        "f16" => Ok(DType::F16),
-        other => Err(usage(format!("--dtype {other}: expected f32, bf16 or f16"))),
+        }
     }
 }

@@ -19,16 +19,11 @@ const BEGINNING: &[u8] = br#"{"id":""#;
 /// Where records go.
 pub struct Journal {
     name: String,
-    sink: Sink,
+    /// `None`: stdout.
+    file: Option<File>,
+    /// The length of a file that keeps what is written: not that of a device or a pipe.
+    len: Option<u64>,
     records: u64,
-}
-
-enum Sink {
-    Stdout,
-    /// A file that keeps what is written, and its length.
-    File(File, u64),
-    /// A device or a pipe.
-    Stream(File),
 }
 
 /// What a record of an earlier run is known by.
@@ -47,7 +42,7 @@ impl Journal {
     pub fn open(path: &Path, input: &Path, known: &mut Known) -> Result<Self> {
         let name = path.display().to_string();
         if path.as_os_str() == "-" {
-            return Ok(Self { name: "stdout".into(), sink: Sink::Stdout, records: 0 });
+            return Ok(Self { name: "stdout".into(), file: None, len: None, records: 0 });
         }
         let same = |a: PathBuf| input.canonicalize().is_ok_and(|b| a == b);
         if path.canonicalize().is_ok_and(same) {
@@ -57,14 +52,14 @@ impl Journal {
         let seekable = path.metadata().is_ok_and(|m| m.is_file()) || !path.exists();
         let file = OpenOptions::new().read(seekable).append(true).create(true).open(path).map_err(cannot)?;
         if !seekable {
-            return Ok(Self { name, sink: Sink::Stream(file), records: 0 });
+            return Ok(Self { name, file: Some(file), len: None, records: 0 });
         }
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             return Err(usage(format!("--output {name}: another run is writing to it")));
         }
         let (records, len) = scan(&file, &name, known)?;
         file.set_len(len).with_context(|| format!("cannot cut the torn last line of {name}"))?;
-        Ok(Self { name, sink: Sink::File(file, len), records })
+        Ok(Self { name, file: Some(file), len: Some(len), records })
     }
 
     /// Records in it, earlier runs' included.
@@ -79,24 +74,20 @@ impl Journal {
     pub fn append(&mut self, mut record: String) -> Result<()> {
         record.push('\n');
         let bytes = record.as_bytes();
-        let written = match &mut self.sink {
-            Sink::Stdout => {
+        let written = match &mut self.file {
+            Some(file) => file.write_all(bytes),
+            None => {
                 let mut out = io::stdout().lock();
                 out.write_all(bytes).and_then(|()| out.flush())
             }
-            Sink::Stream(file) => file.write_all(bytes),
-            Sink::File(file, len) => match file.write_all(bytes) {
-                Ok(()) => {
-                    *len += bytes.len() as u64;
-                    Ok(())
-                }
-                Err(e) => {
-                    // Half a record helps nobody; should this fail too, the next run does it.
-                    let _ = file.set_len(*len);
-                    Err(e)
-                }
-            },
         };
+        if let (Some(file), Some(len)) = (&self.file, &mut self.len) {
+            match written {
+                Ok(()) => *len += bytes.len() as u64,
+                // Half a record helps nobody; should this fail too, the next run does it.
+                Err(_) => drop(file.set_len(*len)),
+            }
+        }
         written.with_context(|| {
             format!(
                 "cannot write to {}; its {} records are intact, run the same command again to continue",
@@ -109,9 +100,9 @@ impl Journal {
 
     /// Waits until the file is on the disk.
     pub fn finish(self) -> Result<()> {
-        match self.sink {
-            Sink::File(file, _) => file.sync_all().with_context(|| format!("cannot write to {}", self.name)),
-            Sink::Stdout | Sink::Stream(_) => Ok(()),
+        match self.file.filter(|_| self.len.is_some()) {
+            Some(file) => file.sync_all().with_context(|| format!("cannot write to {}", self.name)),
+            None => Ok(()),
         }
     }
 }

@@ -62,7 +62,8 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records());
     }
     let interrupt = Interrupt::install()?;
-    let mut session = session::open::<F>(Model::Checkpoint(args.model.as_deref()), &args.answer.run, false)?;
+    let mut session =
+        session::open::<F>(Model::Checkpoint(args.answer.model.as_deref()), &args.answer.run, false)?;
     let tokenizer = session.tokenizer()?;
     let config = options::engine_config(&args.answer.engine, &session.ex);
     let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
@@ -123,7 +124,7 @@ fn parser(
     tokenizer: &Tokenizer,
     max_model_len: usize,
 ) -> Result<Parser> {
-    let name = args.model.clone().unwrap_or_else(|| "embedded".to_string());
+    let name = args.answer.model.clone().unwrap_or_else(|| "embedded".to_string());
     Ok(Parser {
         tokenizer: tokenizer.clone(),
         template: options::chat_template(&args.answer.chat, session)?,

@@ -34,10 +34,11 @@ A backslash at the end of a line continues it. Ctrl-C stops an answer.";
 
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
-    let mut session = session::open::<F>(Model::Checkpoint(args.model.as_deref()), &args.answer.run, false)?;
+    let mut session =
+        session::open::<F>(Model::Checkpoint(args.answer.model.as_deref()), &args.answer.run, false)?;
     let tokenizer = session.tokenizer()?;
     let template = options::chat_template(&args.answer.chat, &session)?.with_context(|| {
-        let name = args.model.clone().unwrap_or_else(|| "the embedded checkpoint".to_string());
+        let name = args.answer.model.clone().unwrap_or_else(|| "the embedded checkpoint".to_string());
         format!(
             "{name} has no chat template (neither chat_template.jinja nor chat_template in tokenizer_config.json): \
              supply one with --chat-template FILE, or use generate"

@@ -28,7 +28,7 @@ pub struct LayerError {
 }
 
 /// The result of a comparison; the JSON of `parity --json`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub struct Report {
     /// Where it ran.
     pub device: String,
@@ -94,33 +94,25 @@ pub trait Selection {
     fn gap(&self, layer: usize, row: &[f32]) -> Result<f32>;
 }
 
-/// Compares a teacher-forced run, and greedy tokens if both sides have them.
+/// Compares a teacher-forced run, and greedy tokens if the reference has any.
 pub fn judge(
     info: &ModelInfo,
     reference: &Reference,
     ours: &Observations,
-    generated: Option<&[u32]>,
+    generated: &[u32],
     rules: &Rules,
     selection: &dyn Selection,
 ) -> Result<Report> {
     let mut report = Report {
-        device: String::new(),
-        dtype: String::new(),
         max_logit_diff: max_difference(&ours.logits, &reference.logits),
-        relative_error: 0.,
         tolerance: rules.tolerance,
-        argmax_agreement: 0.,
-        generated_match: None,
-        router_topk_agreement: None,
-        routing_flips: 0,
-        layers: Vec::new(),
-        failures: Vec::new(),
-        passed: false,
+        ..Report::default()
     };
     tensors(info, reference, ours, rules, &mut report);
     tokens(info, reference, ours, rules, &mut report);
     routing(info, reference, ours, rules, selection, &mut report)?;
-    if let (Some((count, expected)), Some(got)) = (&reference.generated, generated) {
+    if let Some((count, expected)) = &reference.generated {
+        let got = generated;
         report.generated_match = Some(expected.as_slice() == got);
         let first = expected.iter().zip(got).position(|(a, b)| a != b);
         if rules.exact && expected.len() != got.len() {

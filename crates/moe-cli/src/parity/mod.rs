@@ -34,7 +34,7 @@ pub fn compare(model: &dyn CausalLm, reference: &Path, ex: &mut Exec) -> Result<
     let generated = run::greedy(model, &reference, count, ex)?;
     let replay = if dtype == DType::F32 { None } else { replay(model, &reference)?.map(Arc::new) };
     let ours = run::teacher_forced(model, &reference, replay, ex)?;
-    let mut report = judge(info, &reference, &ours, Some(&generated), &rules, &Routers(model))?;
+    let mut report = judge(info, &reference, &ours, &generated, &rules, &Routers(model))?;
     report.device = format!("{:?}", ex.device().location()).to_lowercase();
     report.dtype = dtype.as_str().to_string();
     Ok(report)
