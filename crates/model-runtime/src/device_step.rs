@@ -10,7 +10,7 @@
 
 use candle_core::{DType, Result, bail};
 
-use moe_kernels::cuda::{PinnedWords, SAMPLE_WORDS, SampleParams, feed_tokens_into};
+use moe_kernels::cuda::{PinnedWords, SAMPLE_WORDS, SampleParams, take_tokens_into};
 use moe_kernels::{Buffer, Exec, View};
 
 use crate::step::{Step, StepViews};
@@ -173,7 +173,7 @@ impl DeviceStep {
         let (valid_rows, token_ids) = head.split_at(4)?;
         let token_source = tail.as_view().narrow(3 * row, shape.rows)?;
         let valid_rows = valid_rows.as_view().narrow(0, 1)?;
-        feed_tokens_into(token_source, sampled, valid_rows, token_ids.narrow(0, shape.rows)?, ex)
+        take_tokens_into(token_source, sampled, valid_rows, token_ids.narrow(0, shape.rows)?, ex)
     }
 }
 

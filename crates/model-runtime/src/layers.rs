@@ -40,9 +40,6 @@ impl RmsNorm {
     }
 
     /// Shows the norm to a launch that contains it.
-    ///
-    /// # Errors
-    /// Those of `launch`.
     pub fn with_pre_norm<R>(&self, launch: impl FnOnce(PreNorm<'_>) -> Result<R>) -> Result<R> {
         let weight = TensorView::new(&self.weight)?;
         launch(PreNorm { weight: weight.view()?, eps: self.eps })
@@ -79,9 +76,6 @@ impl RmsNorm {
     }
 
     /// The norm of `x` [.., H] (the weight's dtype or f32, in any layout) as a new tensor of the weight's dtype.
-    ///
-    /// # Errors
-    /// Another size, dtype or device than the weight's.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let out = (self.weight.elem_count(), self.weight.dtype());
         forward_rows(x, out, &self.workspace, |x, out, ex| self.forward_into(x, out, ex))
@@ -186,9 +180,6 @@ impl LmHead {
     }
 
     /// Logits [.., V] f32 of `hidden` [.., H] (the weight's dtype, in any layout) as a new tensor.
-    ///
-    /// # Errors
-    /// Another size, dtype or device than the weight's.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
         let vocab = self.0.ranks.as_ref().map_or(self.0.weight.dims2()?.0, VocabParallel::vocab_size);
         forward_rows(hidden, (vocab, DType::F32), &self.0.workspace, |x, out, ex| {

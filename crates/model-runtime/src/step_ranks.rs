@@ -36,15 +36,12 @@ pub struct DeviceSampling {
     pub params: Vec<u32>,
 }
 
-/// The ranks of a model, as the one that is about to run a step sees them.
+/// The ranks of a model, as the one that is about to run a step sees them. Every call fails once a rank has died.
 pub trait StepRanks: Send + Sync {
     /// Tells the ranks that follow of a step, and agrees with the data-parallel ranks on what their
     /// experts see of it, which is left in `context`. `sampling` says how tokens are sampled on the device, `None`
     /// that the host samples. `bucket`: rows to which this rank would pad the step, to run it as a graph; 0 rows
     /// fit any. Returns the bucket to which all pad their steps; `None` if any runs its rows as they are.
-    ///
-    /// # Errors
-    /// A rank that died.
     fn begin(
         &self,
         step: &Step,
@@ -55,20 +52,11 @@ pub trait StepRanks: Send + Sync {
     ) -> Result<Option<usize>>;
 
     /// Whether all ranks that share this one's collectives say yes: they record a graph together or not.
-    ///
-    /// # Errors
-    /// A rank that died.
     fn all(&self, yes: bool) -> Result<bool>;
 
     /// Has the work that is on the stream now watched: after the replay of a graph.
-    ///
-    /// # Errors
-    /// A rank that died.
     fn watch(&self, ex: &mut Exec) -> Result<()>;
 
     /// An error once any rank has failed: what a device holds then is worth nothing.
-    ///
-    /// # Errors
-    /// That.
     fn check(&self) -> Result<()>;
 }

@@ -38,9 +38,6 @@ impl VocabParallel {
 
     /// `out` [T, H] (dtype of the table or f32) = the rows of `ids` `[T]` of the whole table, of
     /// which `table` [V_local, H] is this rank's run.
-    ///
-    /// # Errors
-    /// An id outside of the vocabulary; ranks that disagree, or died.
     pub(crate) fn embed_into(&self, table: View, ids: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
         #[cfg(feature = "cuda")]
         if ex.is_cuda() {
@@ -74,9 +71,6 @@ impl VocabParallel {
     }
 
     /// `logits` [R, V] from the ranks' `local` [R, V_local], f32.
-    ///
-    /// # Errors
-    /// Ranks that disagree, or died.
     pub(crate) fn gather_logits(&self, local: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {
         let (rows, ranks) = (local.rows(), self.comm.world_size());
         let widths = shares(self.vocab_size, ranks);

@@ -1,4 +1,4 @@
-//! What a CUDA device did, as `tracing` events with times of their own: a profile draws them beside the
+//! What a CUDA device did, as `tracing` events with times of their own: a profile shows them beside the
 //! spans of the host.
 
 use std::sync::OnceLock;

@@ -39,9 +39,6 @@ pub struct Explanation {
 
 impl Explanation {
     /// The plans as JSON, beside the choice of an expert backend that was made when the model was loaded.
-    ///
-    /// # Errors
-    /// A choice that is no JSON object.
     pub fn beside(&self, backend: &serde_json::Value) -> serde_json::Result<serde_json::Value> {
         let mut all = backend.clone();
         if let Some(object) = all.as_object_mut() {

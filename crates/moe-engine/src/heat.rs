@@ -1,5 +1,5 @@
 //! `--expert-heat F`: the tokens of every expert, step by step, as a heat trace (version 1, JSON
-//! lines). `cargo xtask plot heat` draws one, `cargo xtask eplb` plans expert placements from it.
+//! lines). `cargo xtask plot heat` shows one, `cargo xtask eplb` plans expert placements from it.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -19,9 +19,6 @@ pub struct HeatWriter {
 
 impl HeatWriter {
     /// Creates the file, or empties it: steps of two runs in one trace would have the same numbers.
-    ///
-    /// # Errors
-    /// If the file cannot be created.
     pub fn create(path: &Path) -> Result<Self> {
         let file = File::create(path).with_context(|| describe(path))?;
         Ok(Self { path: path.to_path_buf(), out: BufWriter::new(file) })

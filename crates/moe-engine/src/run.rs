@@ -72,9 +72,6 @@ impl Run {
     }
 
     /// Loads this process's rank and runs what rank 0's process sends, until that says stop.
-    ///
-    /// # Errors
-    /// Whatever fails this rank or another one.
     pub fn serve<F: ModelFamily>(self, weights: Weights) -> Result<()> {
         let Part { mut ranks, checkpoint, tokenizer: embedded, .. } = self.load::<F>(weights)?;
         let tokenizer = tokenizer(checkpoint.as_ref(), embedded).ok();

@@ -67,9 +67,6 @@ impl Session {
 
     /// Ends the processes of the other ranks, which is their only way to end well. What runs on the
     /// session's model is over.
-    ///
-    /// # Errors
-    /// One of them failed.
     pub fn finish(&mut self) -> Result<()> {
         self.processes.take().map_or(Ok(()), Processes::finish)
     }

@@ -175,17 +175,13 @@ impl TextStream {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    pub(crate) fn bytes() -> Tokenizer {
-        Tokenizer::bytes().unwrap()
-    }
-
     #[test]
     fn a_character_comes_out_whole() {
-        let t = bytes();
+        let t = Tokenizer::bytes().unwrap();
         let ids = t.encode("aé€😀").unwrap();
         assert_eq!(ids.len(), 1 + 2 + 3 + 4);
         let mut stream = TextStream::new();
@@ -195,7 +191,7 @@ pub(crate) mod tests {
 
     #[test]
     fn an_unfinished_character_is_flushed() {
-        let t = bytes();
+        let t = Tokenizer::bytes().unwrap();
         let ids = t.encode("x€").unwrap();
         let mut stream = TextStream::new();
         let mut text = String::new();
@@ -287,7 +283,7 @@ pub(crate) mod tests {
     proptest! {
         #[test]
         fn pieces_concatenate_to_the_whole(ids in prop::collection::vec(0u32..256, 0..60)) {
-            let t = bytes();
+            let t = Tokenizer::bytes().unwrap();
             let mut stream = TextStream::new();
             let mut text = String::new();
             for &id in &ids {

@@ -39,7 +39,7 @@ pub struct Gate<'a> {
     pub scale: f32,
     /// Logits become cap · tanh(x / cap); `None` leaves them.
     pub softcap: Option<f32>,
-    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::feed_tokens_into` writes it), are
+    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::take_tokens_into` writes it), are
     /// padding and get no expert.
     pub padded: bool,
 }

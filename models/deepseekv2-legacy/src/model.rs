@@ -23,9 +23,6 @@ const OUTPUT: &str = "the width of all value heads";
 /// Loads the model with its attention in a form, or one rank's part of it; `vb` is at the root of the
 /// checkpoint, has the model dtype and shows the rank's slices. The oracle's choice of expert backend
 /// comes along, unless there was none to make.
-///
-/// # Errors
-/// Missing or wrongly shaped tensors; sizes that the geometry cannot cut.
 pub fn load(
     config: &DeepseekV2Config,
     mla: MlaForm,

@@ -16,9 +16,6 @@ pub type Qwen3Moe = Decoder<Attention>;
 /// Loads the model, or one rank's part of it; `vb` is at the root of the checkpoint, has the model dtype
 /// and shows the rank's slices. The oracle's choice of expert backend comes along, unless there was
 /// none to make.
-///
-/// # Errors
-/// Missing or wrongly shaped tensors; sizes that the geometry cannot cut.
 pub fn load(
     config: &Qwen3MoeConfig,
     options: &DecoderOptions,

@@ -149,35 +149,30 @@ impl TensorFiles {
             let shape: Vec<usize> = ranges.iter().map(|r| r.len()).collect();
             return self.stream(&[TensorSlice::new(name, ranges)], wanted, device)?.reshape(shape);
         }
-        let entry = self.inner.entry(name)?;
+        let (file, entry) = self.stored(name)?;
         check_ranges(name, ranges, &entry.shape)?;
         let elements: usize = entry.shape.iter().product();
         let size = entry.range.len().checked_div(elements).unwrap_or(0);
-        let runs = runs(ranges, &entry.shape);
         let at =
             |run: &Range<usize>| entry.range.start + run.start * size..entry.range.start + run.end * size;
         let shape: Vec<usize> = ranges.iter().map(|r| r.len()).collect();
-        if let [run] = runs.as_slice() {
-            let part = Entry { shape, range: at(run), ..entry.clone() };
-            return self.inner.load(name, &part, wanted, device);
-        }
-        let (file, _) = self.stored(name)?;
-        let mut bytes = Vec::with_capacity(shape.iter().product::<usize>() * size);
-        runs.iter().for_each(|run| bytes.extend_from_slice(&file.bytes()[at(run)]));
-        let tensor = self.inner.decode(name, entry, &bytes, &shape, wanted)?;
-        file.release(&entry.range);
+        let runs = runs(ranges, &entry.shape);
+        let (tensor, read) = match runs.as_slice() {
+            [run] => (self.decode(name, entry, &file.bytes()[at(run)], &shape, wanted)?, at(run)),
+            runs => {
+                let mut bytes = Vec::with_capacity(shape.iter().product::<usize>() * size);
+                runs.iter().for_each(|run| bytes.extend_from_slice(&file.bytes()[at(run)]));
+                (self.decode(name, entry, &bytes, &shape, wanted)?, entry.range.clone())
+            }
+        };
+        file.release(&read);
         tensor.to_device(device)
     }
 
     /// Loads a whole tensor.
     fn load(&self, name: &str, wanted: DType, device: &Device) -> candle_core::Result<Tensor> {
-        let entry = self.inner.entry(name)?;
-        #[cfg(feature = "cuda")]
-        if device.is_cuda() {
-            let whole: Vec<_> = entry.shape.iter().map(|&dim| 0..dim).collect();
-            return self.load_slice(name, &whole, wanted, device);
-        }
-        self.inner.load(name, entry, wanted, device)
+        let whole: Vec<_> = self.inner.entry(name)?.shape.iter().map(|&dim| 0..dim).collect();
+        self.load_slice(name, &whole, wanted, device)
     }
 
     /// The file of a tensor, and where it lies there.
@@ -201,23 +196,45 @@ impl TensorFiles {
         self.inner.bytes_read.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// The error of a tensor that does not convert.
-    #[cfg(feature = "cuda")]
-    pub(super) fn wrong_dtype(&self, name: &str, entry: &Entry, wanted: DType) -> CheckpointError {
-        self.inner.wrong_dtype(name, entry, wanted)
-    }
-
     /// Loads a tensor as it is stored, into host memory.
     pub fn tensor(&self, name: &str) -> candle_core::Result<Tensor> {
         let entry = self.inner.entry(name)?;
         let wanted = decode::dtype_of(entry.dtype).unwrap_or(DType::F32);
-        self.inner.load(name, entry, wanted, &Device::Cpu)
+        self.load(name, wanted, &Device::Cpu)
     }
 
     /// A [`VarBuilder`] at the root of the checkpoint. Floats are converted to `dtype`, rounding
     /// to nearest even; a module that needs another dtype asks for it by name.
     pub fn var_builder(&self, dtype: DType, device: &Device) -> VarBuilder<'static> {
         VarBuilder::from_backend(Box::new(self.clone()), dtype, device.clone())
+    }
+
+    /// Decodes bytes of a tensor, or of a part of it.
+    fn decode(
+        &self,
+        name: &str,
+        e: &Entry,
+        bytes: &[u8],
+        shape: &[usize],
+        wanted: DType,
+    ) -> candle_core::Result<Tensor> {
+        self.inner.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        decode::tensor(bytes, e.dtype, shape, wanted)
+            .unwrap_or_else(|| Err(self.wrong_dtype(name, e, wanted).into()))
+    }
+
+    /// The error of a tensor that does not convert.
+    pub(super) fn wrong_dtype(&self, name: &str, e: &Entry, wanted: DType) -> CheckpointError {
+        let hint = match decode::dtype_of(e.dtype) {
+            None => "; quantised checkpoints are not supported in this form",
+            Some(_) => "",
+        };
+        CheckpointError(format!(
+            "tensor `{name}` of {} has dtype {}, which cannot be loaded as {}{hint}",
+            self.inner.label(e.file),
+            e.dtype,
+            wanted.as_str()
+        ))
     }
 
     /// Shows the stored bytes of every tensor to `look`, in the order of names.
@@ -283,42 +300,6 @@ impl Inner {
     fn entry(&self, name: &str) -> Result<&Entry, CheckpointError> {
         let missing = || CheckpointError(format!("tensor `{name}` is missing from {}", self.origin));
         self.entries.get(name).ok_or_else(missing)
-    }
-
-    fn load(&self, name: &str, e: &Entry, wanted: DType, device: &Device) -> candle_core::Result<Tensor> {
-        let Some(file) = self.files.get(e.file) else { candle_core::bail!("no file {} is open", e.file) };
-        let tensor = self.decode(name, e, &file.bytes()[e.range.clone()], &e.shape, wanted)?;
-        file.release(&e.range);
-        tensor.to_device(device)
-    }
-
-    /// Decodes bytes of a tensor, or of a part of it.
-    fn decode(
-        &self,
-        name: &str,
-        e: &Entry,
-        bytes: &[u8],
-        shape: &[usize],
-        wanted: DType,
-    ) -> candle_core::Result<Tensor> {
-        self.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        let Some(tensor) = decode::tensor(bytes, e.dtype, shape, wanted) else {
-            return Err(self.wrong_dtype(name, e, wanted).into());
-        };
-        tensor
-    }
-
-    fn wrong_dtype(&self, name: &str, e: &Entry, wanted: DType) -> CheckpointError {
-        let hint = match decode::dtype_of(e.dtype) {
-            None => "; quantised checkpoints are not supported in this form",
-            Some(_) => "",
-        };
-        CheckpointError(format!(
-            "tensor `{name}` of {} has dtype {}, which cannot be loaded as {}{hint}",
-            self.label(e.file),
-            e.dtype,
-            wanted.as_str()
-        ))
     }
 }
 

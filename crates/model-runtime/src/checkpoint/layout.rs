@@ -75,9 +75,6 @@ impl TensorLayout {
 
     /// The tensors of a [`GatedMlp`](moe_layer::GatedMlp) of [H, I], cut along I, which `what` names
     /// in an error. One of width 0, which some checkpoints have, has nothing to cut.
-    ///
-    /// # Errors
-    /// A size that the geometry cannot cut.
     pub fn gated_mlp(
         &mut self,
         prefix: &str,
@@ -96,9 +93,6 @@ impl TensorLayout {
     /// experts of this rank, or its part of each. Packed experts are shown one by one where ranks
     /// share them, so that a rank reads its own only; and the rank's packs are listed, if they are not
     /// stored as such.
-    ///
-    /// # Errors
-    /// Sizes that the geometry cannot cut.
     pub fn experts(
         &mut self,
         prefix: &str,

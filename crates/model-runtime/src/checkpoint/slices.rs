@@ -51,9 +51,6 @@ pub trait SliceSource: SimpleBackend {
     fn slice(&self, name: &str, ranges: &[Range<usize>], dtype: DType, device: &Device) -> Result<Tensor>;
 
     /// The parts of a pack, one behind the other, as a vector.
-    ///
-    /// # Errors
-    /// As [`slice`](Self::slice).
     fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
         cat(self, parts, dtype, device)
     }

@@ -17,9 +17,6 @@ pub(super) const SHARED: &str = "the shared experts' intermediate size";
 impl DecoderConfig {
     /// The tensors of a checkpoint, and the parts that the rank of `geometry` holds. `has` tells which names are present, for layouts that differ in them; `attention`
     /// lists that of a layer, under its prefix.
-    ///
-    /// # Errors
-    /// Sizes that the geometry cannot cut.
     pub fn layout(
         &self,
         names: &DecoderNames,

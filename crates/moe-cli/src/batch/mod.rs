@@ -24,7 +24,7 @@ mod tests;
 use std::collections::HashMap;
 use std::io;
 use std::process::ExitCode;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -204,17 +204,11 @@ impl Batch<'_> {
 
     /// The next entry, if there is one now; waits a moment for it if there is nothing else to do.
     fn next(&self, entries: &Receiver<io::Result<Entry>>) -> Result<Option<io::Result<Entry>>, Closed> {
-        if self.engine.is_idle() {
-            return match entries.recv_timeout(LOOK) {
-                Ok(entry) => Ok(Some(entry)),
-                Err(RecvTimeoutError::Timeout) => Ok(None),
-                Err(RecvTimeoutError::Disconnected) => Err(Closed),
-            };
-        }
-        match entries.try_recv() {
+        let wait = if self.engine.is_idle() { LOOK } else { Duration::ZERO };
+        match entries.recv_timeout(wait) {
             Ok(entry) => Ok(Some(entry)),
-            Err(TryRecvError::Empty) => Ok(None),
-            Err(TryRecvError::Disconnected) => Err(Closed),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => Err(Closed),
         }
     }
 

@@ -75,41 +75,27 @@ struct Chat<'a> {
     args: &'a ChatArgs,
     conversation: Conversation,
     interrupt: Interrupt,
-    /// Each draws with a seed of its own.
+    /// Each is sampled with a seed of its own.
     answers: u64,
 }
 
 /// What a line asks for.
 #[derive(Debug, PartialEq)]
 enum Input<'a> {
-    Nothing,
     Say(&'a str),
-    Reset,
-    System(&'a str),
-    History,
-    Help,
-    Quit,
-    Unknown(&'a str),
+    /// A command, and what follows its name.
+    Command(&'a str, &'a str),
 }
 
 impl<'a> Input<'a> {
     fn parse(text: &'a str) -> Self {
-        let text = text.trim();
-        if text.is_empty() {
-            return Self::Nothing;
-        }
-        let Some(command) = text.strip_prefix('/') else { return Self::Say(text) };
-        if command.starts_with('/') {
-            return Self::Say(command);
-        }
-        let (name, rest) = command.split_once(char::is_whitespace).unwrap_or((command, ""));
-        match name {
-            "reset" => Self::Reset,
-            "system" => Self::System(rest.trim()),
-            "history" => Self::History,
-            "help" => Self::Help,
-            "quit" | "exit" => Self::Quit,
-            name => Self::Unknown(name),
+        match text.trim().strip_prefix('/') {
+            None => Self::Say(text.trim()),
+            Some(text) if text.starts_with('/') => Self::Say(text),
+            Some(command) => {
+                let (name, rest) = command.split_once(char::is_whitespace).unwrap_or((command, ""));
+                Self::Command(name, rest.trim())
+            }
         }
     }
 }
@@ -133,20 +119,20 @@ impl Chat<'_> {
             };
             leaving = false;
             match Input::parse(&message) {
-                Input::Nothing => {}
-                Input::Quit => return Ok(()),
-                Input::Help => eprintln!("{HELP}"),
-                Input::Reset => self.conversation.reset(),
-                Input::System(text) => {
+                Input::Command("quit" | "exit", _) => return Ok(()),
+                Input::Command("help", _) => eprintln!("{HELP}"),
+                Input::Command("reset", _) => self.conversation.reset(),
+                Input::Command("system", text) => {
                     self.conversation.system = (!text.is_empty()).then(|| text.to_string())
                 }
-                Input::History => {
+                Input::Command("history", _) => {
                     for message in self.conversation.messages() {
                         let text = |key: &str| message[key].as_str().unwrap_or_default().to_string();
                         eprintln!("{}: {}", text("role"), text("content"));
                     }
                 }
-                Input::Unknown(name) => eprintln!("there is no /{name}; /help shows the commands"),
+                Input::Command(name, _) => eprintln!("there is no /{name}; /help shows the commands"),
+                Input::Say("") => {}
                 Input::Say(text) => {
                     if !self.turn(text)? {
                         return Ok(());
@@ -159,19 +145,11 @@ impl Chat<'_> {
     /// Answers a message; false if nobody reads the answers any more.
     fn turn(&mut self, text: &str) -> Result<bool> {
         self.conversation.ask(text.to_string());
-        let request = match self.request() {
-            Ok(request) => request,
-            Err(e) => {
-                self.conversation.take_back();
-                eprintln!("error: {}", describe(&e));
-                return Ok(true);
-            }
-        };
-        let id = match self.engine.add(request) {
+        let id = match self.request().and_then(|request| Ok(self.engine.add(request)?)) {
             Ok(id) => id,
             Err(e) => {
                 self.conversation.take_back();
-                eprintln!("error: {e}");
+                eprintln!("error: {}", describe(&e));
                 return Ok(true);
             }
         };
@@ -253,11 +231,10 @@ mod tests {
     #[test]
     fn commands_and_messages_are_told_apart() {
         assert_eq!(Input::parse(" hello "), Input::Say("hello"));
-        assert_eq!(Input::parse("/system be  kind\n"), Input::System("be  kind"));
-        assert_eq!(Input::parse("/system"), Input::System(""));
+        assert_eq!(Input::parse("/system be  kind\n"), Input::Command("system", "be  kind"));
+        assert_eq!(Input::parse("/system"), Input::Command("system", ""));
         assert_eq!(Input::parse("//etc/passwd"), Input::Say("/etc/passwd"));
-        assert_eq!(Input::parse("/resett"), Input::Unknown("resett"));
-        assert_eq!([Input::parse("/quit"), Input::parse("/exit")], [Input::Quit, Input::Quit]);
-        assert_eq!([Input::parse(" \n"), Input::parse("/help")], [Input::Nothing, Input::Help]);
+        assert_eq!(Input::parse("/resett"), Input::Command("resett", ""));
+        assert_eq!([Input::parse(" \n"), Input::parse("/")], [Input::Say(""), Input::Command("", "")]);
     }
 }

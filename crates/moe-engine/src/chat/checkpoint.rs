@@ -29,17 +29,11 @@ pub struct ChatFiles {
 
 impl ChatFiles {
     /// Those of a checkpoint folder, where none of the files needs to exist.
-    ///
-    /// # Errors
-    /// A file that cannot be read or has not the expected form.
     pub fn from_dir(dir: &Path) -> Result<Self, ChatError> {
         read(dir)
     }
 
     /// The template of a file of its own, with the special tokens of a checkpoint folder.
-    ///
-    /// # Errors
-    /// A file that cannot be read or has not the expected form.
     pub fn from_file(file: &Path, dir: Option<&Path>) -> Result<Self, ChatError> {
         let template = template_file(file)?.ok_or_else(|| fault(file, "no such file"))?;
         let special_tokens = dir.map(read).transpose()?.map(|files| files.special_tokens).unwrap_or_default();
@@ -47,9 +41,6 @@ impl ChatFiles {
     }
 
     /// Those in the contents of a `tokenizer_config.json`.
-    ///
-    /// # Errors
-    /// Contents that have not the expected form.
     pub fn from_tokenizer_config(json: &[u8]) -> Result<Self, ChatError> {
         let path = Path::new(CONFIG);
         from_config(path, &object(path, json)?)

@@ -36,17 +36,11 @@ struct Templates {
 
 impl ChatTemplate {
     /// The templates of a checkpoint folder; `None` if it has none.
-    ///
-    /// # Errors
-    /// A file that cannot be read or has not the expected form.
     pub fn from_dir(dir: &Path) -> Result<Option<Self>, ChatError> {
         Self::new(ChatFiles::from_dir(dir)?, engine::local_time)
     }
 
     /// The templates in the contents of a `tokenizer_config.json`; `None` if it has none.
-    ///
-    /// # Errors
-    /// Contents that have not the expected form.
     pub fn from_tokenizer_config(json: &[u8]) -> Result<Option<Self>, ChatError> {
         Self::new(ChatFiles::from_tokenizer_config(json)?, engine::local_time)
     }
@@ -61,9 +55,6 @@ impl ChatTemplate {
     }
 
     /// Whether the template for conversations without tools compiles.
-    ///
-    /// # Errors
-    /// Where it does not.
     pub fn check(&self) -> Result<(), ChatError> {
         match &*self.0 {
             Renderer::Here(templates) => templates.select(false).map(drop),

@@ -175,7 +175,7 @@ impl EngineConfig {
         Ok(Capacity { num_blocks, context_len, max_model_len: context_len.min(held) })
     }
 
-    /// What runs steps on a CUDA device; `None` on the CPU and on cards that cannot draw tokens.
+    /// What runs steps on a CUDA device; `None` on the CPU and on cards that cannot sample tokens.
     #[cfg(feature = "cuda")]
     pub(super) fn device_runner(
         &self,

@@ -1,11 +1,11 @@
 //! Executing steps on a CUDA device, ahead of the host.
 //!
-//! A step is one upload, one launch and one read-back, none of which waits: tokens are drawn on the
-//! device and fed to the next step there; the host reads them when it collects the step. Pure decode
+//! A step is one upload, one launch and one read-back, none of which waits: tokens are sampled on the
+//! device, where the next step takes them; the host reads them when it collects the step. Pure decode
 //! steps are padded to a bucket and replayed as captured graphs. What a graph's bucket computes is
 //! the same launches in the same order as without a graph, so both give the same bits.
 //!
-//! Where ranks share a model, each runs the same steps, pads them alike, and draws the same tokens from the same
+//! Where ranks share a model, each runs the same steps, pads them alike, and samples the same tokens from the same
 //! logits: no token travels. What one of them cannot record as a graph, none does.
 
 use std::collections::HashMap;
@@ -18,8 +18,8 @@ use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
 use model_runtime::{Buffer, CausalLm, DeviceSampling, Exec, KvCache, RunnerSizes, Step, StepContext};
 use tracing::{trace_span, warn};
 
-use super::drawing::{Asked, Drawing, History};
 use super::runner::StepResult;
+use super::sampling::{Asked, DeviceSampler, History};
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
 use super::track::StepMarks;
@@ -27,8 +27,8 @@ use super::track::StepMarks;
 /// Most sequences of a graph.
 const MAX_BUCKET: usize = 1024;
 
-/// Words of a row that was drawn: token, status, log-probabilities.
-const DRAWN_WORDS: usize = 2 + LOGPROB_WORDS;
+/// Words of a row whose token was sampled: token, status, log-probabilities.
+const RESULT_WORDS: usize = 2 + LOGPROB_WORDS;
 
 /// What a launched step left on the device.
 pub(super) struct InFlight {
@@ -52,17 +52,17 @@ enum Recording {
     Never,
 }
 
-/// What runs steps and draws their tokens: on the rank that an engine drives, and on those that follow it.
+/// What runs steps and samples their tokens: on the rank that an engine drives, and on those that follow it.
 pub(crate) struct DeviceRunner {
     sizes: RunnerSizes,
     step: DeviceStep,
-    drawing: Drawing,
+    sampler: DeviceSampler,
     logits: Buffer,
     /// Tokens, then statuses, of the last step, [2, R]; then log-probabilities where they are asked for.
-    drawn: Buffer,
+    sampled: Buffer,
     read_back: [PinnedWords; 2],
     turn: usize,
-    /// Keys of the last launched step, in the order of `drawn`.
+    /// Keys of the last launched step, in the order of `sampled`.
     last: Vec<Key>,
     graphs: HashMap<(usize, Asked), Recording>,
     max_seqs: usize,
@@ -80,9 +80,9 @@ impl DeviceRunner {
             sizes,
             step: DeviceStep::new(shape.words(), ex)?,
             logits: ex.zeros(DType::F32, &[seqs, vocab_size])?,
-            drawing: Drawing::new(seqs, vocab_size, tokens),
-            drawn: ex.zeros(DType::U32, &[seqs * DRAWN_WORDS])?,
-            read_back: [ex.pinned(seqs * DRAWN_WORDS)?, ex.pinned(seqs * DRAWN_WORDS)?],
+            sampler: DeviceSampler::new(seqs, vocab_size, tokens),
+            sampled: ex.zeros(DType::U32, &[seqs * RESULT_WORDS])?,
+            read_back: [ex.pinned(seqs * RESULT_WORDS)?, ex.pinned(seqs * RESULT_WORDS)?],
             turn: 0,
             last: Vec::new(),
             graphs: HashMap::new(),
@@ -96,7 +96,7 @@ impl DeviceRunner {
         self.replayed
     }
 
-    /// Whether the device can draw every token of a plan.
+    /// Whether the device can sample every token of a plan.
     pub(super) fn takes(
         &mut self,
         model: &dyn CausalLm,
@@ -105,10 +105,10 @@ impl DeviceRunner {
         ex: &Exec,
     ) -> bool {
         let alone = model.ranks().is_none();
-        plan.parts.len() <= self.max_seqs && self.drawing.takes(plan, sequences, alone, ex)
+        plan.parts.len() <= self.max_seqs && self.sampler.takes(plan, sequences, alone, ex)
     }
 
-    /// Starts a step; returns at once. Tokens that the plan says are fed come from the last step that was
+    /// Starts a step; returns at once. Tokens that the plan has in flight come from the last step that was
     /// launched here.
     pub(super) fn launch(
         &mut self,
@@ -120,19 +120,18 @@ impl DeviceRunner {
         ex: &mut Exec,
     ) -> Result<InFlight> {
         let token_source = self.token_source(&mut plan)?;
-        let draws = self.drawing.draw(&plan, history, ex)?;
-        let keys = draws.keys;
+        let (params, keys) = self.sampler.sample(&plan, history, ex)?;
         if keys.len() != plan.step.num_logits() {
             bail!("{} tokens to sample from {} rows of logits", keys.len(), plan.step.num_logits())
         }
-        let listed: Vec<_> = draws.params.iter().map(|p| p.logprobs.map(|n| n as usize)).collect();
-        let asked = Asked::of(draws.params.iter().copied());
-        let sampling = DeviceSampling::new(token_source, &draws.params);
+        let listed: Vec<_> = params.iter().map(|p| p.logprobs.map(|n| n as usize)).collect();
+        let asked = Asked::of(params.iter().copied());
+        let sampling = DeviceSampling::new(token_source, &params);
         plan.step.check_vocab(model.info().vocab_size)?;
         let (padded, marks) = self.run(model, kv, &plan.step, &sampling, context, ex)?;
         self.turn = 1 - self.turn;
-        let words = padded * if asked.logprobs { DRAWN_WORDS } else { 2 };
-        ex.download(self.drawn.view().narrow(0, words)?, &mut self.read_back[self.turn])?;
+        let words = padded * if asked.logprobs { RESULT_WORDS } else { 2 };
+        ex.download(self.sampled.view().narrow(0, words)?, &mut self.read_back[self.turn])?;
         self.last.clone_from(&keys);
         let rows = keys.into_iter().zip(listed).collect();
         Ok(InFlight { parts: plan.parts, rows, padded, slot: self.turn, marks })
@@ -187,10 +186,10 @@ impl DeviceRunner {
             marks.report()?;
         }
         let vocab_size = self.logits.dims()[1];
-        let (drawn, logprobs) = words.split_at(2 * step.padded);
+        let (tokens, logprobs) = words.split_at(2 * step.padded);
         let mut sampled = HashMap::with_capacity(step.rows.len());
         for (row, (key, listed)) in step.rows.into_iter().enumerate() {
-            let token_id = drawn[row];
+            let token_id = tokens[row];
             let logprobs = || -> Result<_> {
                 let Some(n) = listed else { return Ok(Ok(None)) };
                 let row = SampleLogprobs::read(
@@ -199,7 +198,7 @@ impl DeviceRunner {
                 )?;
                 Ok(device_logprobs(row, token_id).map(Some))
             };
-            let result = match drawn[step.padded + row] {
+            let result = match tokens[step.padded + row] {
                 0 => logprobs()?.map(|logprobs| Sampled { token_id, logprobs }),
                 1 => Err(SamplingError::NotFinite { token_id, value: f32::NAN }),
                 _ => Err(SamplingError::Empty),
@@ -212,7 +211,7 @@ impl DeviceRunner {
     /// Per row of a plan: the row of the last step whose token it takes, u32::MAX if it has its own.
     fn token_source(&self, plan: &mut Plan) -> Result<Vec<u32>> {
         let mut source = vec![u32::MAX; plan.step.num_tokens()];
-        for &(row, key) in &plan.fed {
+        for &(row, key) in &plan.in_flight {
             match self.last.iter().position(|k| *k == key) {
                 Some(at) => {
                     plan.step.set_token(row, 0);
@@ -236,14 +235,14 @@ impl DeviceRunner {
     ) -> Result<()> {
         let rows = shape.logits;
         ex.mark("embedding", 0)?;
-        self.step.take_tokens(shape, self.drawn.view(), ex)?;
+        self.step.take_tokens(shape, self.sampled.view(), ex)?;
         let views = self.step.views(shape)?;
         model.forward(&views.step, kv, self.logits.view_mut().narrow(0, rows)?, None, context, ex)?;
         ex.mark("sample", 0)?;
-        let (mut tokens, rest) = self.drawn.view_mut().split_at(rows)?;
+        let (mut tokens, rest) = self.sampled.view_mut().split_at(rows)?;
         let (status, rest) = rest.split_at(rows)?;
         let logits = self.logits.view().narrow(0, rows)?;
-        let slots = if asked.slots { self.drawing.slots() } else { None };
+        let slots = if asked.slots { self.sampler.slots() } else { None };
         sample_into(logits, views.sampling, slots, tokens.reborrow(), status, ex)?;
         if asked.logprobs {
             let out = rest.narrow(0, rows * LOGPROB_WORDS)?.reshape(&[rows, LOGPROB_WORDS])?;

@@ -110,9 +110,6 @@ impl<'m> DpEngine<'m> {
     }
 
     /// Takes a request to the rank with the least work, or says why not; then nothing has changed.
-    ///
-    /// # Errors
-    /// A request that cannot run.
     pub fn add(&mut self, request: Request) -> Result<RequestId, RequestError> {
         let most = self.max_model_len();
         let work = request.prompt.len().saturating_add(request.max_tokens.unwrap_or(most)).min(most);
@@ -138,9 +135,6 @@ impl<'m> DpEngine<'m> {
 
     /// Ends a request with what it has; its last outputs come with the next step. An unknown or
     /// finished one is left alone.
-    ///
-    /// # Errors
-    /// Only what ends all requests.
     pub fn cancel(&mut self, request: RequestId) -> Result<()> {
         let Some(&(place, local)) = self.placed.get(&request) else { return Ok(()) };
         self.ranks.get_mut(place).map_or(Ok(()), |rank| rank.ask(Question::Cancel(local)).map(drop))
@@ -192,9 +186,6 @@ impl<'m> DpEngine<'m> {
     }
 
     /// Runs until every request has ended, and shows each output to `on_output`.
-    ///
-    /// # Errors
-    /// As [`step`](Self::step).
     pub fn run(&mut self, mut on_output: impl FnMut(Output)) -> Result<()> {
         while !self.is_idle() {
             self.step()?.into_iter().for_each(&mut on_output);

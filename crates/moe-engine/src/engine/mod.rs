@@ -14,13 +14,13 @@ mod config;
 #[cfg(feature = "cuda")]
 mod device;
 mod dp;
-#[cfg(feature = "cuda")]
-mod drawing;
 mod finish;
 mod memory;
 mod remote;
 mod request;
 mod runner;
+#[cfg(feature = "cuda")]
+mod sampling;
 mod scheduler;
 mod sequence;
 #[cfg(any(test, feature = "cuda"))]

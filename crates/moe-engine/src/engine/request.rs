@@ -16,14 +16,14 @@ pub struct RequestId(pub(super) u64);
 pub struct Request {
     /// Token ids of the prompt; at least one.
     pub prompt: Vec<u32>,
-    /// How tokens are chosen. Choice c of several draws with seed + c.
+    /// How tokens are chosen. Choice c of several samples with seed + c.
     pub sampling: SamplingParams,
     /// Independent continuations.
     pub n: usize,
     /// The most tokens to generate; `None`: until the context ends.
     pub max_tokens: Option<usize>,
     /// Until so many tokens are generated, nothing but the length ends a choice: stop ids cannot be
-    /// drawn and stop strings are not looked for.
+    /// sampled and stop strings are not looked for.
     pub min_tokens: usize,
     /// Ids that end the text as the model's own end.
     pub eos_token_ids: Vec<u32>,

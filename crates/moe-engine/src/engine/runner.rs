@@ -2,7 +2,7 @@
 //!
 //! A step is launched and its results are collected later. With `ahead` = 0 they are collected at
 //! once. With `ahead` = 1 the next step is launched first, and a token that it needs from the
-//! step before is fed to it here, or on a CUDA device stays there; the host then always works one
+//! step before is filled in here, or on a CUDA device stays there; the host then always works one
 //! step behind. Results do not depend on `ahead`.
 
 use std::borrow::Cow;
@@ -11,8 +11,8 @@ use std::collections::{HashMap, VecDeque};
 use candle_core::{Result, bail};
 use model_runtime::sampling::{Sampled, SamplingError, TokenLogprobs, token_logprobs};
 use model_runtime::{
-    Buffer, CausalLm, Exec, KvCache, RoutedExperts, SampleRow, Scratch, Step, StepContext, ViewMut,
-    host_logits, run_step, sample_rows,
+    Buffer, CausalLm, Exec, KvCache, RoutedExperts, SampleRow, Step, StepContext, ViewMut, host_logits,
+    run_step, sample_rows,
 };
 use moe_layer::{ExpertHeat, NO_EXPERT};
 use tracing::trace_span;
@@ -20,7 +20,7 @@ use tracing::trace_span;
 #[cfg(feature = "cuda")]
 use super::device::{DeviceRunner, InFlight};
 #[cfg(feature = "cuda")]
-use super::drawing::History;
+use super::sampling::History;
 use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
 #[cfg(feature = "cuda")]
@@ -40,8 +40,8 @@ pub(super) struct StepResult {
 
 /// Fills in tokens that the step before has sampled. A sequence whose sampling failed runs on
 /// with any token until its end is noticed.
-fn feed(plan: &mut Plan, before: &StepResult) -> Result<()> {
-    for (row, key) in plan.fed.drain(..) {
+fn take_tokens(plan: &mut Plan, before: &StepResult) -> Result<()> {
+    for (row, key) in plan.in_flight.drain(..) {
         match before.sampled.get(&key) {
             Some(Ok(sampled)) => plan.step.set_token(row, sampled.token_id),
             Some(Err(_)) => plan.step.set_token(row, 0),
@@ -49,28 +49,6 @@ fn feed(plan: &mut Plan, before: &StepResult) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// The logits of a step where the host can edit them.
-enum HostLogits {
-    Here(Scratch),
-    Copied(Buffer),
-}
-
-impl HostLogits {
-    fn new(model: &dyn CausalLm, logits: Scratch, ex: &Exec) -> Result<Self> {
-        match logits.view().is_cuda() {
-            false => Ok(Self::Here(logits)),
-            true => Ok(Self::Copied(host_logits(model, &logits, ex)?)),
-        }
-    }
-
-    fn view_mut(&mut self) -> ViewMut<'_> {
-        match self {
-            Self::Here(logits) => logits.view_mut(),
-            Self::Copied(logits) => logits.view_mut(),
-        }
-    }
 }
 
 /// A launched step.
@@ -124,7 +102,7 @@ impl Runner<'_> {
                 _ => None,
             };
             if let Some(result) = before {
-                feed(&mut plan, result)?;
+                take_tokens(&mut plan, result)?;
             }
             let (kv, history) = (&mut self.kv, History { sequences: &sequences, before });
             let launched = device.launch(self.model, kv, plan, history, &mut context, &mut self.ex)?;
@@ -133,20 +111,23 @@ impl Runner<'_> {
         }
         let before = self.results.pop_back().map(|last| self.finish(last)).transpose()?;
         if let Some(result) = &before {
-            feed(&mut plan, result)?;
+            take_tokens(&mut plan, result)?;
         }
         let mut context = self.context(&plan, &sequences)?;
         #[cfg(feature = "cuda")]
         let begin = std::time::Instant::now();
-        let logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut context, &mut self.ex)?;
+        let mut logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut context, &mut self.ex)?;
         #[cfg(feature = "cuda")]
         let marks = StepMarks::end(plan.step.num_tokens(), begin, &self.ex)?;
-        let mut logits = HostLogits::new(self.model, logits, &self.ex)?;
+        let copied = logits.view().is_cuda().then(|| host_logits(self.model, &logits, &self.ex));
+        let mut copied = copied.transpose()?;
         #[cfg(feature = "cuda")]
         marks.map_or(Ok(()), StepMarks::report)?;
-        let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.view_mut().cpu_mut::<f32>()?);
+        // Where the host can edit them.
+        let mut logits = copied.as_mut().map_or_else(|| logits.view_mut(), Buffer::view_mut);
+        let prompt_logprobs = self.prompt_logprobs(&plan, &sequences, logits.cpu_mut::<f32>()?);
         let span = trace_span!("sample", rows = plan.parts.iter().filter(|p| p.samples.is_some()).count());
-        let sampled = span.in_scope(|| self.sample(&plan, &sequences, before.as_ref(), logits.view_mut()))?;
+        let sampled = span.in_scope(|| self.sample(&plan, &sequences, before.as_ref(), logits))?;
         let StepContext { capture: routed, heat: expert_counts, .. } = context;
         let result = StepResult { parts: plan.parts, sampled, prompt_logprobs, routed, expert_counts };
         self.results.extend(before.into_iter().chain([result]).map(Launched::Done));

@@ -41,7 +41,7 @@ pub(super) struct Plan {
     pub step: Step,
     pub parts: Vec<Part>,
     /// Rows whose token is in flight, with the sequence that it was sampled for.
-    pub fed: Vec<(usize, Key)>,
+    pub in_flight: Vec<(usize, Key)>,
 }
 
 pub(super) struct Scheduler {
@@ -138,12 +138,12 @@ impl Scheduler {
     fn plan(&mut self, rows: &[usize]) -> Result<Plan> {
         let active = || self.running.iter().zip(rows).filter(|&(_, &rows)| rows > 0);
         let step = Step::new(active().map(|(s, &rows)| s.step(rows)), self.limits.block_size)?;
-        let (mut parts, mut fed, mut first) = (Vec::new(), Vec::new(), 0);
+        let (mut parts, mut in_flight, mut first) = (Vec::new(), Vec::new(), 0);
         for (s, &rows) in self.running.iter_mut().zip(rows).filter(|&(_, &rows)| rows > 0) {
             let start = s.computed;
             s.computed += rows;
             if s.tokens[start..s.computed].last() == Some(&IN_FLIGHT) {
-                fed.push((first + rows - 1, s.key));
+                in_flight.push((first + rows - 1, s.key));
             }
             first += rows;
             let samples = (s.computed == s.tokens.len()).then(|| s.generated());
@@ -153,7 +153,7 @@ impl Scheduler {
             }
             parts.push(Part { key: s.key, start, rows, samples });
         }
-        Ok(Plan { step, parts, fed })
+        Ok(Plan { step, parts, in_flight })
     }
 
     /// Announces blocks that are full, so that other sequences can share them.

@@ -62,8 +62,8 @@ impl Sequence {
         self.tokens.len() - self.prompt_len()
     }
 
-    /// What it has generated before an output position. The last token may be one that the step before has drawn and
-    /// that nobody has collected yet: it is in `before`. A token that could not be drawn counts as 0, as it is fed.
+    /// What it has generated before an output position. The last token may be one that the step before has sampled
+    /// and that nobody has collected yet: it is in `before`. One that could not be sampled counts as 0, as in that step.
     pub fn output(&self, position: usize, before: Option<&StepResult>) -> Result<Cow<'_, [u32]>> {
         let prompt = self.prompt_len();
         let output = &self.tokens[prompt..prompt + position];
@@ -72,8 +72,8 @@ impl Sequence {
             return Ok(Cow::Borrowed(output));
         }
         match before.and_then(|result| result.sampled.get(&self.key)) {
-            Some(drawn) if known + 1 == position => {
-                let last = drawn.as_ref().map_or(0, |sampled| sampled.token_id);
+            Some(sampled) if known + 1 == position => {
+                let last = sampled.as_ref().map_or(0, |sampled| sampled.token_id);
                 Ok(Cow::Owned([&output[..known], &[last]].concat()))
             }
             _ => bail!("output tokens {known} to {position} of sequence {:?} are still in flight", self.key),

@@ -1,7 +1,7 @@
 //! Which slot of a device holds what a sequence's tokens so far mean for its next one, and whether it is up to date.
 //!
-//! A slot is up to date if it has counted as many tokens as its sequence has: the device counts what it draws. It is
-//! not for a sequence that is new, that lost its slot while it was preempted, or whose tokens were drawn by the host;
+//! A slot is up to date if it has counted as many tokens as its sequence has: the device counts what it samples. It is
+//! not for a sequence that is new, that lost its slot while it was preempted, or whose tokens were sampled by the host;
 //! then it is rebuilt from the sequence's tokens. Nobody gives slots back: one whose sequence has not run for longest
 //! is taken. There are as many as sequences run at once, so a sequence that runs in every step keeps its slot.
 
@@ -34,13 +34,13 @@ impl Slots {
         Self { slots: vec![Slot::default(); count], step: 0 }
     }
 
-    /// The slots of the sequences of a step that draw the tokens of these output positions; `None` if there are more
+    /// The slots of the sequences of a step that sample the tokens of these output positions; `None` if there are more
     /// sequences than slots.
-    pub fn assign(&mut self, draws: &[(Key, usize)]) -> Option<Vec<Assigned>> {
+    pub fn assign(&mut self, wanted: &[(Key, usize)]) -> Option<Vec<Assigned>> {
         self.step += 1;
         // First those that have one, so that no other takes it.
-        let kept: Vec<Option<usize>> = draws.iter().map(|(key, _)| self.touch(*key)).collect();
-        draws.iter().zip(kept).map(|(&(key, position), kept)| self.use_slot(key, position, kept)).collect()
+        let kept: Vec<Option<usize>> = wanted.iter().map(|(key, _)| self.touch(*key)).collect();
+        wanted.iter().zip(kept).map(|(&(key, position), kept)| self.use_slot(key, position, kept)).collect()
     }
 
     fn touch(&mut self, key: Key) -> Option<usize> {
@@ -66,9 +66,9 @@ impl Slots {
 mod tests {
     use super::*;
 
-    fn assign(slots: &mut Slots, draws: &[(u64, usize)]) -> Vec<(usize, bool)> {
-        let draws: Vec<(Key, usize)> = draws.iter().map(|&(id, position)| ((id, 0), position)).collect();
-        slots.assign(&draws).unwrap().into_iter().map(|a| (a.slot, a.stale)).collect()
+    fn assign(slots: &mut Slots, wanted: &[(u64, usize)]) -> Vec<(usize, bool)> {
+        let wanted: Vec<(Key, usize)> = wanted.iter().map(|&(id, position)| ((id, 0), position)).collect();
+        slots.assign(&wanted).unwrap().into_iter().map(|a| (a.slot, a.stale)).collect()
     }
 
     #[test]
@@ -76,7 +76,7 @@ mod tests {
         let mut slots = Slots::new(3);
         assert_eq!(assign(&mut slots, &[(7, 0), (8, 0)]), [(0, true), (1, true)]);
         assert_eq!(assign(&mut slots, &[(8, 1), (7, 1)]), [(1, false), (0, false)]);
-        // The host drew position 2 of sequence 7.
+        // The host sampled position 2 of sequence 7.
         assert_eq!(assign(&mut slots, &[(7, 3), (8, 2)]), [(0, true), (1, false)]);
     }
 

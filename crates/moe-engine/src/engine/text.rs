@@ -62,11 +62,10 @@ fn overlap(text: &str, stop: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tokenizer::tests::bytes;
     use proptest::prelude::*;
 
     fn pieces(text: &str, stop: &[&str], include: bool) -> (String, Option<String>, usize) {
-        let tokenizer = bytes();
+        let tokenizer = Tokenizer::bytes().unwrap();
         let stop: Vec<String> = stop.iter().map(|s| s.to_string()).collect();
         let mut output = TextOutput::new(&stop, include, true);
         let mut all = String::new();
@@ -92,7 +91,7 @@ mod tests {
 
     #[test]
     fn text_is_held_only_while_it_may_stop() {
-        let (tokenizer, stop) = (bytes(), ["ab".to_string()]);
+        let (tokenizer, stop) = (Tokenizer::bytes().unwrap(), ["ab".to_string()]);
         let mut output = TextOutput::new(&stop, false, true);
         let ids = tokenizer.encode("xaac").unwrap();
         let mut push = |id| output.push(&tokenizer, id, true).unwrap().0;

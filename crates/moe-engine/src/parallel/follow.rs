@@ -62,8 +62,6 @@ pub(crate) struct FollowerThread {
 }
 
 impl FollowerThread {
-    /// # Errors
-    /// A system without room for another thread.
     pub(super) fn start(rank: Rank, ex: Exec) -> Result<Self> {
         let (number, mut follower) = (rank.geometry.rank, Follower::new(rank, ex));
         let (steps, told) = channel::<Arc<StepMessage>>();
@@ -115,9 +113,6 @@ impl Follower {
 
     /// Runs the steps that the first rank of the group sends to this process, until that leaves or says stop (an
     /// empty message).
-    ///
-    /// # Errors
-    /// Whatever fails this rank or another one.
     pub fn serve(&mut self, messages: &Messages) -> anyhow::Result<()> {
         let first = self.model.leader();
         self.follow(|| {

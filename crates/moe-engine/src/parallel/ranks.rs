@@ -43,9 +43,6 @@ pub struct LocalRanks {
 
 impl LocalRanks {
     /// `first`, and the other ranks of its tensor-parallel group with their contexts, each on a thread of its own.
-    ///
-    /// # Errors
-    /// A system without room for more threads.
     pub fn new(first: Rank, followers: Vec<(Rank, Exec)>) -> Result<Self> {
         let threads = followers.into_iter().map(|(rank, ex)| FollowerThread::start(rank, ex));
         let followers = Followers::Threads(threads.collect::<Result<_>>()?);

@@ -54,7 +54,7 @@ pub use sampling::{
     SlotReset, logprobs_into, reset_slots_into, sample_into,
 };
 pub use staging::Staging;
-pub use step::{RopeFrequencies, feed_tokens_into, fill_random_into, rope_rows_into};
+pub use step::{RopeFrequencies, fill_random_into, rope_rows_into, take_tokens_into};
 pub(crate) use stream::CudaExec;
 pub use timeline::{Mark, Section, Timeline};
 

@@ -1,4 +1,4 @@
-//! What a step needs on CUDA besides its layers and sampling: rotary angles, fed tokens; and random weights.
+//! What a step needs on CUDA besides its layers and sampling: rotary angles, tokens of the step before; and random weights.
 
 use candle_core::{DType, Result};
 
@@ -59,14 +59,14 @@ pub fn rope_rows_into(
 /// The first launch of a step. ids\[row\] = sampled[from\[row\]] where `from` is not u32::MAX: tokens
 /// that the step before drew. And the number of valid rows, for padded steps. All are u32, `from` and
 /// `ids` \[T\], `valid_rows` \[1\]; entries of `from` are below the length of `sampled`.
-pub fn feed_tokens_into(
+pub fn take_tokens_into(
     from: View,
     sampled: View,
     valid_rows: View,
     mut ids: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    let (op, cuda) = ("feed_tokens", ex.cuda("feed_tokens")?);
+    let (op, cuda) = ("take_tokens", ex.cuda("take_tokens")?);
     let rows = from.elem_count();
     expect_dtype(op, "from", &from, DType::U32)?;
     expect_dtype(op, "sampled", &sampled, DType::U32)?;

@@ -73,7 +73,7 @@ pub struct Route<'a> {
     pub balance: Option<u64>,
     /// MoE layer, row of the step that row 0 is, and number of the step: what `balance` varies by.
     pub place: (usize, usize, u64),
-    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::feed_tokens_into` writes it), are
+    /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::take_tokens_into` writes it), are
     /// padding and get no expert.
     pub padded: bool,
 }

@@ -1,4 +1,4 @@
-//! How a CUDA device draws the tokens of a step: which requests it can draw for, the parameters of each row, and the
+//! How a CUDA device samples the tokens of a step: which requests it can sample for, the parameters of each row, and the
 //! slots of those whose logits depend on more than the model.
 
 use std::collections::HashMap;
@@ -19,7 +19,7 @@ use super::slots::{Assigned, Slots};
 enum Memory {
     None,
     Ready(Box<DeviceSlots>),
-    /// The device has no room: the host draws.
+    /// The device has no room: the host samples.
     Refused,
 }
 
@@ -40,7 +40,7 @@ impl Asked {
     }
 }
 
-pub(super) struct Drawing {
+pub(super) struct DeviceSampler {
     memory: Memory,
     slots: Slots,
     num_slots: usize,
@@ -48,13 +48,7 @@ pub(super) struct Drawing {
     max_model_len: usize,
 }
 
-/// The rows of a step that draw a token.
-pub(super) struct Draws {
-    pub params: Vec<SampleParams>,
-    pub keys: Vec<Key>,
-}
-
-impl Drawing {
+impl DeviceSampler {
     /// For steps of at most `num_slots` sequences of at most `max_model_len` tokens.
     pub fn new(num_slots: usize, vocab_size: usize, max_model_len: usize) -> Self {
         Self { memory: Memory::None, slots: Slots::new(num_slots), num_slots, vocab_size, max_model_len }
@@ -68,8 +62,8 @@ impl Drawing {
         }
     }
 
-    /// Whether the device can draw every token of a plan. Makes the slots if they are needed first here: between
-    /// steps, so that none allocates. Unless it is `alone`, other ranks draw the same tokens and agree on graphs: only
+    /// Whether the device can sample every token of a plan. Makes the slots if they are needed first here: between
+    /// steps, so that none allocates. Unless it is `alone`, other ranks sample the same tokens and agree on graphs: only
     /// those that need neither slots, which they do not have, nor log-probabilities.
     pub fn takes(
         &mut self,
@@ -80,18 +74,18 @@ impl Drawing {
     ) -> bool {
         let known = |part: &Part| sequences.get(&part.key).map(|sequence| (*sequence, part.samples));
         let parts: Option<Vec<_>> = plan.parts.iter().map(known).collect();
-        let Some(parts) = parts.filter(|parts| parts.iter().all(|(s, position)| self.draws(s, *position)))
+        let Some(parts) = parts.filter(|parts| parts.iter().all(|(s, position)| self.fits(s, *position)))
         else {
             return false;
         };
-        let draws = || parts.iter().filter_map(|(s, position)| Some((s, (*position)?)));
-        let with_slots = draws().any(|(s, position)| needs_slot(s, position));
-        let with_logprobs = draws().any(|(s, _)| s.sampling.logprobs.is_some());
+        let sampled = || parts.iter().filter_map(|(s, position)| Some((s, (*position)?)));
+        let with_slots = sampled().any(|(s, position)| needs_slot(s, position));
+        let with_logprobs = sampled().any(|(s, _)| s.sampling.logprobs.is_some());
         (alone || !with_slots && !with_logprobs) && (!with_slots || self.has_memory(ex))
     }
 
-    /// Whether the device can draw what a sequence asks for.
-    fn draws(&self, sequence: &Sequence, position: Option<usize>) -> bool {
+    /// Whether the device can sample what a sequence asks for.
+    fn fits(&self, sequence: &Sequence, position: Option<usize>) -> bool {
         let (request, p) = (&sequence.request, &sequence.sampling);
         let watched =
             request.capture_routing || request.replay_routing.is_some() || sequence.wants_prompt_logprobs();
@@ -123,21 +117,25 @@ impl Drawing {
         matches!(self.memory, Memory::Ready(_))
     }
 
-    /// How each token of a plan is sampled. Slots that are stale are rebuilt from `history`.
-    pub fn draw(&mut self, plan: &Plan, history: History, ex: &Exec) -> Result<Draws> {
-        let drawn = |part: &Part| Some((*history.sequences.get(&part.key)?, part.samples?));
-        let draws: Vec<(&Sequence, usize)> = plan.parts.iter().filter_map(drawn).collect();
+    /// How each token of a plan is sampled, and whose it is. Slots that are stale are rebuilt from `history`.
+    pub fn sample(
+        &mut self,
+        plan: &Plan,
+        history: History,
+        ex: &Exec,
+    ) -> Result<(Vec<SampleParams>, Vec<Key>)> {
+        let sampled = |part: &Part| Some((*history.sequences.get(&part.key)?, part.samples?));
+        let rows: Vec<(&Sequence, usize)> = plan.parts.iter().filter_map(sampled).collect();
         let mut params: Vec<SampleParams> =
-            draws.iter().map(|(s, position)| row(&s.sampling, *position)).collect();
-        let with_slot: Vec<usize> =
-            (0..draws.len()).filter(|&i| needs_slot(draws[i].0, draws[i].1)).collect();
-        let wanted: Vec<(Key, usize)> = with_slot.iter().map(|&i| (draws[i].0.key, draws[i].1)).collect();
+            rows.iter().map(|(s, position)| row(&s.sampling, *position)).collect();
+        let with_slot: Vec<usize> = (0..rows.len()).filter(|&i| needs_slot(rows[i].0, rows[i].1)).collect();
+        let wanted: Vec<(Key, usize)> = with_slot.iter().map(|&i| (rows[i].0.key, rows[i].1)).collect();
         let Some(assigned) = self.slots.assign(&wanted) else {
             bail!("{} sequences need a slot, and there are {}", wanted.len(), self.num_slots)
         };
         let mut stale = Vec::new();
         for (&i, Assigned { slot, stale: is_stale }) in with_slot.iter().zip(assigned) {
-            let (sequence, position) = draws[i];
+            let (sequence, position) = rows[i];
             let bans = num_bans(sequence);
             let p = &sequence.sampling;
             params[i].penalties = [p.repetition_penalty, p.frequency_penalty, p.presence_penalty];
@@ -149,7 +147,7 @@ impl Drawing {
             }
         }
         self.rebuild(&stale, history.before, ex)?;
-        Ok(Draws { params, keys: draws.iter().map(|(s, _)| s.key).collect() })
+        Ok((params, rows.iter().map(|(s, _)| s.key).collect()))
     }
 
     fn rebuild(
