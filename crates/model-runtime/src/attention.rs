@@ -197,11 +197,6 @@ impl Attention {
         Self::new(config, weights)
     }
 
-    /// The config.
-    pub fn config(&self) -> &AttentionConfig {
-        &self.config
-    }
-
     /// `attended` [T, Hq * D] (model dtype) from the products `qkv` [T, (Hq + 2 Hkv) * D] f32.
     fn attend_into(
         &self,

@@ -135,11 +135,6 @@ impl KvCache {
         self.id
     }
 
-    /// What a token holds.
-    pub fn layout(&self) -> &KvLayout {
-        &self.layout
-    }
-
     /// Number of blocks.
     pub fn num_blocks(&self) -> usize {
         self.num_blocks

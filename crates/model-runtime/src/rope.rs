@@ -63,11 +63,6 @@ impl Rope {
         Self { config, inv_freq, attention_factor }
     }
 
-    /// The settings.
-    pub fn config(&self) -> &RopeConfig {
-        &self.config
-    }
-
     /// Inverse frequencies, [D/2], for rows of a sequence of `rope_len` tokens.
     pub fn inv_freq(&self, rope_len: u32) -> std::borrow::Cow<'_, [f32]> {
         match self.config.scaling {

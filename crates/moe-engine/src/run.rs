@@ -79,10 +79,10 @@ impl Run {
             bail!("this process is a rank of its own and has no driver")
         };
         match &mut ranks {
-            Ranks::Follower(follower) => follower.serve(processes.messages())?,
+            Ranks::Follower(follower) => follower.serve(&processes.messages)?,
             Ranks::Replicas(replicas) => {
                 for Replica { model, ex, world } in replicas {
-                    engine::serve(model.as_ref(), ex, tokenizer.as_ref(), world, processes.messages())?;
+                    engine::serve(model.as_ref(), ex, tokenizer.as_ref(), world, &processes.messages)?;
                 }
             }
         }
@@ -177,7 +177,7 @@ pub(crate) enum Ranks {
 
 /// The host's context on the device that is asked for, and that is this rank's.
 fn on_device(host: Exec, config: &RunConfig, processes: Option<&Processes>) -> Result<Exec> {
-    let open = || config.device.open(processes.map_or(0, Processes::local_rank));
+    let open = || config.device.open(processes.map_or(0, |processes| processes.local_rank));
     let device = processes.map_or_else(open, |processes| processes.explained(open))?;
     if device.is_cpu() {
         info!(cpu_isa = host.isa().name(), threads = host.num_threads(), "running on the CPU");

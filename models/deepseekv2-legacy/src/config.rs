@@ -13,7 +13,7 @@ const LATENT_NORM_EPS: f64 = 1e-6;
 /// Far above any `mscale_all_dim` in use, and small enough that scores stay finite.
 const LARGEST_MSCALE: f64 = 1e3;
 /// `first_k_dense_replace` and `moe_layer_freq`.
-const LAYERS_OR_NONE: Bounds = Bounds::up_to(limits::LAYERS.max);
+const LAYERS_OR_NONE: Bounds = 0..=*limits::LAYERS.end();
 
 /// Everything a DeepSeek-V2 config says that changes the forward pass.
 #[derive(Clone, Debug)]
@@ -48,7 +48,7 @@ impl DeepseekV2Config {
             return Err(config.invalid("rms_norm_eps", "a number of at least 0", rms_norm_eps));
         }
         let (router, intermediate_size) = (router(config)?, width("moe_intermediate_size", 1407)?);
-        let shared = or_null(config, "n_shared_experts", 2, Bounds::up_to(limits::EXPERTS.max))?.unwrap_or(0);
+        let shared = or_null(config, "n_shared_experts", 2, 0..=*limits::EXPERTS.end())?.unwrap_or(0);
         let ignored_by_transformers = ignored_by_transformers(config, router.as_ref())?;
         let is_sparse = sparse_layers(config, router.is_some())?;
         let attention = attention(config, &rope)?;

@@ -62,8 +62,8 @@ fn attention(
 ) -> std::result::Result<(), GeometryError> {
     let MlaConfig { hidden_size: h, num_heads, kv_lora_rank: l, v_head_dim: v, bias, .. } = *config;
     let (query, up) = (config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_nope_head_dim + v);
-    let heads = list.geometry().attention_heads(num_heads, num_heads)?.heads;
-    let output = list.geometry().row_shard(OUTPUT, num_heads * v)?.range;
+    let heads = list.geometry.attention_heads(num_heads, num_heads)?.heads;
+    let output = list.geometry.row_shard(OUTPUT, num_heads * v)?.range;
     let weight = |name: &str| format!("{prefix}.{name}.weight");
     let by_head = |list: &mut TensorLayout, name: &str, width: usize, columns: usize| {
         list.rows(weight(name), [num_heads * width, columns], heads.start * width..heads.end * width);

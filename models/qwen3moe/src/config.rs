@@ -95,7 +95,6 @@ impl Qwen3MoeConfig {
 fn sparse_layers(config: &Config) -> Result<Vec<bool>, ConfigError> {
     let layers = config.size_or(&["num_hidden_layers"], 24, limits::LAYERS)?;
     let step = config.size_or(&["decoder_sparse_step"], 1, limits::LAYERS)?;
-    let dense =
-        config.sizes(&["mlp_only_layers"], model_runtime::config::Bounds::up_to(limits::LAYERS.max))?;
+    let dense = config.sizes(&["mlp_only_layers"], 0..=*limits::LAYERS.end())?;
     Ok((0..layers).map(|layer| !dense.contains(&layer) && (layer + 1) % step == 0).collect())
 }

@@ -58,8 +58,8 @@ fn attention_layout(
     list: &mut TensorLayout,
 ) -> std::result::Result<(), GeometryError> {
     let AttentionConfig { hidden_size: h, head_dim: d, num_heads, num_kv_heads, .. } = *config;
-    let heads = list.geometry().attention_heads(num_heads, num_kv_heads)?;
-    let output = list.geometry().row_shard("the width of all query heads", num_heads * d)?.range;
+    let heads = list.geometry.attention_heads(num_heads, num_kv_heads)?;
+    let output = list.geometry.row_shard("the width of all query heads", num_heads * d)?.range;
     let kv = heads.kv_heads.start * d..heads.kv_heads.end * d;
     for (name, heads, held) in
         [(names.q, num_heads, &output), (names.k, num_kv_heads, &kv), (names.v, num_kv_heads, &kv)]

@@ -100,16 +100,6 @@ impl TensorFiles {
         &self.inner.origin
     }
 
-    /// Number of tensors.
-    pub fn len(&self) -> usize {
-        self.inner.entries.len()
-    }
-
-    /// Whether there is no tensor.
-    pub fn is_empty(&self) -> bool {
-        self.inner.entries.is_empty()
-    }
-
     /// Every tensor, in the order of names.
     pub fn iter(&self) -> impl Iterator<Item = TensorInfo<'_>> {
         self.inner.entries.iter().map(|(name, e)| info(name, e))

@@ -20,7 +20,8 @@ pub struct TensorLayout {
     /// The parts of this rank's packs of experts, under the names `w13` and `w2`, where no stored tensor
     /// is such a pack.
     pub packs: Vec<TensorSlice>,
-    geometry: Geometry,
+    /// The rank's place.
+    pub geometry: Geometry,
 }
 
 impl TensorLayout {
@@ -36,11 +37,6 @@ impl TensorLayout {
             Device::Cpu => self.slices,
             _ => [self.slices, self.packs].concat(),
         }
-    }
-
-    /// The rank's place.
-    pub fn geometry(&self) -> &Geometry {
-        &self.geometry
     }
 
     /// A tensor that every rank holds whole.

@@ -1,46 +1,30 @@
 //! The largest sizes that a config may ask for: well above the largest model in use, so that what
 //! exceeds them is a damaged config.
 
+use std::ops::RangeInclusive;
+
 use super::error::ConfigError;
 use super::value::Config;
 
-/// Inclusive bounds of a size.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bounds {
-    /// Smallest accepted value.
-    pub min: usize,
-    /// Largest accepted value.
-    pub max: usize,
-}
-
-impl Bounds {
-    /// From 1 to `max`.
-    pub const fn positive(max: usize) -> Self {
-        Self { min: 1, max }
-    }
-
-    /// From 0 to `max`.
-    pub const fn up_to(max: usize) -> Self {
-        Self { min: 0, max }
-    }
-}
+/// Smallest and largest accepted size.
+pub type Bounds = RangeInclusive<usize>;
 
 /// `hidden_size`, `intermediate_size` and other widths.
-pub const WIDTH: Bounds = Bounds::positive(1 << 20);
+pub const WIDTH: Bounds = 1..=1 << 20;
 /// `num_hidden_layers`.
-pub const LAYERS: Bounds = Bounds::positive(1 << 11);
+pub const LAYERS: Bounds = 1..=1 << 11;
 /// `num_attention_heads`, `num_key_value_heads`.
-pub const HEADS: Bounds = Bounds::positive(1 << 12);
+pub const HEADS: Bounds = 1..=1 << 12;
 /// `head_dim`.
-pub const HEAD_DIM: Bounds = Bounds::positive(1 << 13);
+pub const HEAD_DIM: Bounds = 1..=1 << 13;
 /// `num_experts`, `num_experts_per_tok`.
-pub const EXPERTS: Bounds = Bounds::positive(1 << 14);
+pub const EXPERTS: Bounds = 1..=1 << 14;
 /// `vocab_size`.
-pub const VOCAB: Bounds = Bounds::positive(1 << 24);
+pub const VOCAB: Bounds = 1..=1 << 24;
 /// `top_k`, where 0 means all tokens.
-pub const VOCAB_OR_NONE: Bounds = Bounds::up_to(1 << 24);
+pub const VOCAB_OR_NONE: Bounds = 0..=1 << 24;
 /// `max_position_embeddings`, `sliding_window`.
-pub const POSITIONS: Bounds = Bounds::positive(1 << 31);
+pub const POSITIONS: Bounds = 1..=1 << 31;
 /// Number of tensors in a checkpoint.
 pub const TENSORS: usize = 1 << 22;
 /// Number of weights: 64 Ti elements.

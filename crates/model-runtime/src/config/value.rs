@@ -57,11 +57,6 @@ impl Config {
         }
     }
 
-    /// The file's name in messages.
-    pub fn file(&self) -> &str {
-        &self.file
-    }
-
     /// The raw object, for keys that no getter covers.
     pub fn object(&self) -> &Map<String, Value> {
         &self.object
@@ -82,7 +77,7 @@ impl Config {
 
     /// A size; absent is an error.
     pub fn size(&self, keys: &[&str], bounds: Bounds) -> Result<usize, ConfigError> {
-        self.opt_size(keys, bounds)?.ok_or_else(|| self.missing(keys, describe(bounds)))
+        self.opt_size(keys, bounds.clone())?.ok_or_else(|| self.missing(keys, describe(&bounds)))
     }
 
     /// A size with a default.
@@ -92,7 +87,7 @@ impl Config {
 
     /// A size, if present. Floats without a fraction are accepted.
     pub fn opt_size(&self, keys: &[&str], bounds: Bounds) -> Result<Option<usize>, ConfigError> {
-        self.get(keys, &describe(bounds), |value| as_size(value, bounds))
+        self.get(keys, &describe(&bounds), |value| as_size(value, &bounds))
     }
 
     /// A finite number; absent is an error.
@@ -133,8 +128,8 @@ impl Config {
 
     /// A list of sizes; absent is an empty list.
     pub fn sizes(&self, keys: &[&str], bounds: Bounds) -> Result<Vec<usize>, ConfigError> {
-        let sizes = |value: &Value| value.as_array()?.iter().map(|size| as_size(size, bounds)).collect();
-        Ok(self.get(keys, &format!("a list, each {}", describe(bounds)), sizes)?.unwrap_or_default())
+        let sizes = |value: &Value| value.as_array()?.iter().map(|size| as_size(size, &bounds)).collect();
+        Ok(self.get(keys, &format!("a list, each {}", describe(&bounds)), sizes)?.unwrap_or_default())
     }
 
     /// Token ids given as one integer or a list of them, if present.
@@ -223,17 +218,17 @@ impl Config {
 }
 
 /// A whole number within bounds; `8.0` counts as 8.
-fn as_size(value: &Value, bounds: Bounds) -> Option<usize> {
+fn as_size(value: &Value, bounds: &Bounds) -> Option<usize> {
     let whole = |x: &f64| *x >= 0.0 && x.fract() == 0.0 && *x <= MOST_IN_A_FLOAT;
     let size = value.as_u64().or_else(|| value.as_f64().filter(whole).map(|x| x as u64))?;
-    usize::try_from(size).ok().filter(|size| (bounds.min..=bounds.max).contains(size))
+    usize::try_from(size).ok().filter(|size| bounds.contains(size))
 }
 
 /// Above 2^53 a float does not say which integer it means.
 const MOST_IN_A_FLOAT: f64 = (1u64 << 53) as f64;
 
-fn describe(bounds: Bounds) -> String {
-    format!("an integer from {} to {}", bounds.min, bounds.max)
+fn describe(bounds: &Bounds) -> String {
+    format!("an integer from {} to {}", bounds.start(), bounds.end())
 }
 
 /// Values are quoted in messages, but a message is not a dump.

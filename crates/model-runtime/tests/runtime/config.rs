@@ -1,9 +1,7 @@
 //! Configs: both styles, defaults, bounds and refusals.
 
 use candle_core::DType;
-use model_runtime::config::{
-    Bounds, Config, ConfigError, RopeConfig, RopeScaling, Yarn, checked_product, limits,
-};
+use model_runtime::config::{Config, ConfigError, RopeConfig, RopeScaling, Yarn, checked_product, limits};
 use model_runtime::sampling::SamplingParams;
 use proptest::prelude::*;
 
@@ -18,23 +16,23 @@ fn sizes_are_typed_and_bounded() {
     let c = config(
         r#"{"a": 3, "f": 4.0, "neg": -1, "big": 1e30, "frac": 1.5, "s": "7", "nil": null, "huge": 99999999999999999999999}"#,
     );
-    let b = Bounds::positive(1000);
-    assert_eq!(c.size(&["a"], b).unwrap(), 3);
-    assert_eq!(c.size(&["f"], b).unwrap(), 4);
-    assert_eq!(c.size_or(&["nil"], 9, b).unwrap(), 9);
-    assert_eq!(c.opt_size(&["absent"], b).unwrap(), None);
+    const B: std::ops::RangeInclusive<usize> = 1..=1000;
+    assert_eq!(c.size(&["a"], B).unwrap(), 3);
+    assert_eq!(c.size(&["f"], B).unwrap(), 4);
+    assert_eq!(c.size_or(&["nil"], 9, B).unwrap(), 9);
+    assert_eq!(c.opt_size(&["absent"], B).unwrap(), None);
     for (key, shown) in [("neg", "-1"), ("big", "1e+30"), ("frac", "1.5"), ("s", "\"7\""), ("huge", "1e+23")]
     {
-        let e = message(c.size(&[key], b));
+        let e = message(c.size(&[key], B));
         let want = format!("config.json: `{key}`: expected an integer from 1 to 1000, got {shown}");
         assert_eq!(e, want);
     }
-    let e = message(c.size(&["num_experts", "num_local_experts"], b));
+    let e = message(c.size(&["num_experts", "num_local_experts"], B));
     assert!(
         e.contains("`num_experts` or `num_local_experts` is missing; expected an integer from 1 to 1000"),
         "{e}"
     );
-    assert!(message(c.size(&["a"], Bounds::positive(2))).contains("from 1 to 2, got 3"));
+    assert!(message(c.size(&["a"], 1..=2)).contains("from 1 to 2, got 3"));
 }
 
 #[test]
@@ -59,7 +57,7 @@ fn absurd_sizes_are_refused_before_any_allocation() {
         };
         for value in ["0", "4294967296000", "18446744073709551615", "-5", "1e300", "[]", "true"] {
             let c = config(&format!(r#"{{"{key}": {value}}}"#));
-            let e = message(c.size(&[key], bounds));
+            let e = message(c.size(&[key], bounds.clone()));
             assert!(e.contains(&format!("`{key}`: expected an integer from 1 to")), "{value}: {e}");
         }
     }
@@ -82,10 +80,10 @@ fn other_getters() {
     assert_eq!(c.float(&["x"]).unwrap(), 1e-6);
     assert!(message(c.float(&["name"])).contains("expected a finite number, got \"silu\""));
     assert!(message(c.positive_float_or(&["b"], 1.0)).contains("above 0"));
-    assert_eq!(c.sizes(&["l"], Bounds::up_to(2)).unwrap(), [0, 2]);
-    assert!(c.sizes(&["absent"], Bounds::up_to(2)).unwrap().is_empty());
-    assert!(message(c.sizes(&["l"], Bounds::up_to(1))).contains("a list, each an integer from 0 to 1"));
-    assert!(c.sizes(&["bad"], Bounds::up_to(9)).is_err());
+    assert_eq!(c.sizes(&["l"], 0..=2).unwrap(), [0, 2]);
+    assert!(c.sizes(&["absent"], 0..=2).unwrap().is_empty());
+    assert!(message(c.sizes(&["l"], 0..=1)).contains("a list, each an integer from 0 to 1"));
+    assert!(c.sizes(&["bad"], 0..=9).is_err());
     assert_eq!(c.string(&["name"]).unwrap(), "silu");
     assert!(message(c.string(&["model_type"])).contains("`model_type` is missing"));
     // A nested key is named with its path.

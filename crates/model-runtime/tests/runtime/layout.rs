@@ -31,7 +31,7 @@ fn layout(config: &DecoderConfig, geometry: &Geometry, packed: bool) -> Result<T
     let names = DecoderNames { shared_experts: Some("shared_experts"), ..DecoderNames::default() };
     let list =
         config.layout(&names, geometry, &|name| packed && name.ends_with("gate_up_proj"), |prefix, list| {
-            let output = list.geometry().row_shard("heads", 8)?.range;
+            let output = list.geometry.row_shard("heads", 8)?.range;
             list.columns(format!("{prefix}.o_proj.weight"), [6, 8], output);
             Ok(())
         });

@@ -23,7 +23,8 @@ pub struct Journal {
     file: Option<File>,
     /// The length of a file that keeps what is written: not that of a device or a pipe.
     len: Option<u64>,
-    records: u64,
+    /// Records in it, earlier runs' included.
+    pub records: u64,
 }
 
 /// What a record of an earlier run is known by.
@@ -60,11 +61,6 @@ impl Journal {
         let (records, len) = scan(&file, &name, known)?;
         file.set_len(len).with_context(|| format!("cannot cut the torn last line of {name}"))?;
         Ok(Self { name, file: Some(file), len: Some(len), records })
-    }
-
-    /// Records in it, earlier runs' included.
-    pub fn records(&self) -> u64 {
-        self.records
     }
 
     /// Appends a record, a JSON object on one line.
@@ -154,7 +150,7 @@ mod tests {
         for torn in ["", "{", r#"{"id":"#, r#"{"id":"request-2","custom_id":"b","resp"#, "\0\0\0"] {
             std::fs::write(&path, format!("{whole}\n{torn}")).unwrap();
             let (mut journal, known) = open(&path).unwrap();
-            assert_eq!(journal.records(), 1);
+            assert_eq!(journal.records, 1);
             assert!(known.is_done(1, Some("a")) && !known.is_done(2, Some("b")));
             journal.append(r#"{"id":"request-2","custom_id":"b"}"#.into()).unwrap();
             let text = std::fs::read_to_string(&path).unwrap();

@@ -58,8 +58,8 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let (lines, size) = Lines::open(&args.input)?;
     let mut known = Known::with_lines(size.map_or(0, |size| size.lines));
     let journal = Journal::open(&args.output, &args.input, &mut known)?;
-    if journal.records() > 0 {
-        info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records());
+    if journal.records > 0 {
+        info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records);
     }
     let interrupt = Interrupt::install()?;
     let mut session =

@@ -54,7 +54,10 @@ impl Lines {
                 Some(start) => message = message + start + "\n",
                 None => {
                     message += &line;
-                    self.remember(&message);
+                    if let Self::Terminal(editor) = self {
+                        // For the arrow keys. A line that cannot be remembered is no reason to stop.
+                        let _ = editor.add_history_entry(&message);
+                    }
                     return Ok(Typed::Message(message));
                 }
             }
@@ -70,14 +73,6 @@ impl Lines {
                 Err(e) => Err(e).context("cannot read from the terminal"),
             },
             Self::Plain => plain_line(&mut io::stdin().lock()),
-        }
-    }
-
-    /// For the arrow keys.
-    fn remember(&mut self, message: &str) {
-        if let Self::Terminal(editor) = self {
-            // A line that cannot be remembered is no reason to stop.
-            let _ = editor.add_history_entry(message);
         }
     }
 }

@@ -144,7 +144,7 @@ impl Chat<'_> {
 
     /// Answers a message; false if nobody reads the answers any more.
     fn turn(&mut self, text: &str) -> Result<bool> {
-        self.conversation.ask(text.to_string());
+        self.conversation.ask(text);
         let id = match self.request().and_then(|request| Ok(self.engine.add(request)?)) {
             Ok(id) => id,
             Err(e) => {
@@ -174,7 +174,7 @@ impl Chat<'_> {
         }
         match failed {
             true => self.conversation.take_back(),
-            false => self.conversation.answer(answer),
+            false => self.conversation.answer(&answer),
         }
         print("\n")
     }
@@ -208,16 +208,15 @@ impl Chat<'_> {
             })?;
             tokenizer.encode_rendered(&text)
         };
-        let fitted = self.conversation.fit(max_model_len, room, encode)?;
-        if fitted.dropped > 0 {
+        let (prompt, dropped) = self.conversation.fit(max_model_len, room, encode)?;
+        if dropped > 0 {
             eprintln!(
-                "[the context of {max_model_len} tokens is full: the oldest {} turns are forgotten]",
-                fitted.dropped
+                "[the context of {max_model_len} tokens is full: the oldest {dropped} turns are forgotten]"
             );
         }
-        let left = max_model_len - fitted.prompt.len();
+        let left = max_model_len - prompt.len();
         let max_tokens = self.defaults.max_tokens.map(|max| max.min(left));
-        let mut request = Request { prompt: fitted.prompt, max_tokens, ..self.defaults.clone() };
+        let mut request = Request { prompt, max_tokens, ..self.defaults.clone() };
         request.sampling.seed = request_seed(self.args.answer.sampling.seed, &self.answers.to_string());
         self.answers += 1;
         Ok(request)

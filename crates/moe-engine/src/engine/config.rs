@@ -91,32 +91,7 @@ impl EngineConfig {
             default
         }
     }
-}
 
-impl Default for EngineConfig {
-    fn default() -> Self {
-        Self {
-            max_num_seqs: 64,
-            max_num_batched_tokens: 512,
-            max_model_len: None,
-            block_size: 16,
-            kv_cache_memory: None,
-            enable_prefix_caching: true,
-            async_scheduling: false,
-            enforce_eager: false,
-            expert_counts: ExpertCounts::Off,
-            expert_heat: None,
-            force_balance: None,
-            ranks: 1,
-            lockstep: false,
-        }
-    }
-}
-
-/// The largest KV block: a larger one only wastes memory.
-const MAX_BLOCK_SIZE: usize = 1 << 16;
-
-impl EngineConfig {
     /// Checks the settings against a model; the longest sequence as far as the model is concerned.
     fn context(&self, info: &ModelInfo) -> Result<usize> {
         ensure!(self.max_num_seqs > 0, "--max-num-seqs must be at least 1, got 0");
@@ -193,6 +168,26 @@ impl EngineConfig {
     }
 }
 
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            max_num_seqs: 64,
+            max_num_batched_tokens: 512,
+            max_model_len: None,
+            block_size: 16,
+            kv_cache_memory: None,
+            enable_prefix_caching: true,
+            async_scheduling: false,
+            enforce_eager: false,
+            expert_counts: ExpertCounts::Off,
+            expert_heat: None,
+            force_balance: None,
+            ranks: 1,
+            lockstep: false,
+        }
+    }
+}
+
 /// What an engine has room for.
 pub(super) struct Capacity {
     /// Blocks of the KV cache.
@@ -202,6 +197,9 @@ pub(super) struct Capacity {
     /// The longest sequence that also fits the KV cache.
     pub max_model_len: usize,
 }
+
+/// The largest KV block: a larger one only wastes memory.
+const MAX_BLOCK_SIZE: usize = 1 << 16;
 
 /// As vLLM has it on CPUs; taking more would make the start slow without being asked for.
 const DEFAULT_BUDGET: usize = 4 << 30;

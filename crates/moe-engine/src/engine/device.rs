@@ -67,7 +67,7 @@ pub(crate) struct DeviceRunner {
     graphs: HashMap<(usize, Asked), Recording>,
     max_seqs: usize,
     /// Steps that replayed a graph.
-    replayed: u64,
+    pub replayed: u64,
 }
 
 impl DeviceRunner {
@@ -89,11 +89,6 @@ impl DeviceRunner {
             max_seqs: seqs,
             replayed: 0,
         })
-    }
-
-    /// Steps that replayed a graph.
-    pub fn num_replayed(&self) -> u64 {
-        self.replayed
     }
 
     /// Whether the device can sample every token of a plan.

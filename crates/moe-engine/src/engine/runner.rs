@@ -81,7 +81,7 @@ impl Runner<'_> {
     pub fn num_graph_steps(&self) -> u64 {
         #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
-            return device.num_replayed();
+            return device.replayed;
         }
         0
     }

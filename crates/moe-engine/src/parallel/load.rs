@@ -135,28 +135,16 @@ fn load_place<F: ModelFamily>(
             Some(device) => ParallelGroups::new(&geometry, device.clone(), &mut ex)?,
             None => groups.clone(),
         };
-        Ok((load_part(source, slices, &geometry, &layers)?, groups))
+        let context = BlockContext {
+            geometry: geometry.clone(),
+            groups: layers,
+            chunked_moe: source.chunked_moe,
+            sliced_weights: true,
+            ..BlockContext::default()
+        };
+        let loaded = F::load(source.config, &(source.options)(context), (source.tensors)(slices));
+        Ok((loaded.with_context(|| format!("loading rank {}", geometry.rank))?, groups))
     };
-    let ((model, backend), groups) = load().inspect_err(|e| comm.abort(&format!("{e:#}")))?;
-    Ok((Rank { model, geometry, groups, device }, ex, backend))
-}
-
-/// The part of one rank.
-fn load_part<F: ModelFamily>(
-    source: &Source<F>,
-    slices: Vec<TensorSlice>,
-    geometry: &Geometry,
-    groups: &ParallelGroups,
-) -> Result<(Box<dyn CausalLm>, serde_json::Value)> {
-    let context = BlockContext {
-        geometry: geometry.clone(),
-        groups: groups.clone(),
-        chunked_moe: source.chunked_moe,
-        sliced_weights: true,
-        ..BlockContext::default()
-    };
-    let options = (source.options)(context);
-    let loaded = F::load(source.config, &options, (source.tensors)(slices));
-    let loaded = loaded.with_context(|| format!("loading rank {}", geometry.rank))?;
-    Ok((loaded.model, loaded.backend))
+    let (loaded, groups) = load().inspect_err(|e| comm.abort(&format!("{e:#}")))?;
+    Ok((Rank { model: loaded.model, geometry, groups, device }, ex, loaded.backend))
 }

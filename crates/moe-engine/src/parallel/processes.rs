@@ -40,16 +40,14 @@ const PARENT: &str = "MOE_PARENT_PID";
 /// One rank's process among those of its run.
 pub(crate) struct Processes {
     world: Arc<SocketComm>,
-    messages: Messages,
+    pub messages: Messages,
     /// How long a collective may take.
     #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
     limit: Duration,
-    /// This rank among those of its host.
-    local_rank: usize,
+    /// This rank among those of its host: its GPU.
+    pub local_rank: usize,
     /// Ranks on this host, where that is known.
     local_world_size: Option<usize>,
-    /// Ranks anywhere.
-    world_size: usize,
     /// Ranks of a tensor-parallel group.
     tp: usize,
     /// This rank's GPU among the others, where they run on some.
@@ -88,14 +86,13 @@ impl Processes {
         let comm = SocketComm::connect(join)?;
         end_with_world(&comm)?;
         end_with_parent(true)?;
-        let Launch { local_rank, local_world_size, world_size, .. } = launch;
+        let Launch { local_rank, local_world_size, .. } = launch;
         Ok(Some(Self {
             messages: comm.messages(),
             world: Arc::new(comm),
             limit: timeouts.collective,
             local_rank,
             local_world_size,
-            world_size,
             tp: config.parallel.tp,
             #[cfg(feature = "nccl")]
             devices: OnceLock::new(),
@@ -104,43 +101,25 @@ impl Processes {
         }))
     }
 
-    /// This rank among those of its host: its GPU.
-    pub fn local_rank(&self) -> usize {
-        self.local_rank
-    }
-
     /// What `begin` returns; the other ranks learn why it fails.
     pub fn explained<T>(&self, begin: impl FnOnce() -> Result<T>) -> Result<T> {
         begin().inspect_err(|e| self.world.abort(&format!("{e:#}")))
     }
 
     /// The GPUs of all ranks, if they run on some.
-    #[cfg(feature = "nccl")]
     fn join_devices(&self, ex: &Exec) -> Result<Option<Arc<dyn Communicator>>> {
-        if !ex.is_cuda() {
-            return Ok(None);
+        #[cfg(feature = "nccl")]
+        if ex.is_cuda() {
+            let joined = self.explained(|| Devices::join(&self.world, self.limit, ex))?;
+            return Ok(Some(self.devices.get_or_init(|| joined).communicator()));
         }
-        let joined = self.explained(|| Devices::join(&self.world, self.limit, ex))?;
-        Ok(Some(self.devices.get_or_init(|| joined).communicator()))
-    }
-
-    #[cfg(not(feature = "nccl"))]
-    fn join_devices(&self, _: &Exec) -> Result<Option<Arc<dyn Communicator>>> {
+        let _ = ex;
         Ok(None)
-    }
-
-    /// Whether this is rank 0.
-    pub fn is_driver(&self) -> bool {
-        self.world.rank() == 0
     }
 
     /// The most ranks that share this host's memory.
     pub fn local_world_size(&self) -> usize {
-        self.local_world_size.unwrap_or(self.world_size)
-    }
-
-    pub fn messages(&self) -> &Messages {
-        &self.messages
+        self.local_world_size.unwrap_or(self.world.world_size())
     }
 
     /// Loads this process's rank, and waits until all others have theirs.
@@ -155,10 +134,10 @@ impl Processes {
         let device = self.join_devices(ex)?;
         let (rank, ex, chosen) = load_rank(source, parallel, self.world.clone(), device, ex, threads)?;
         self.wait_for_all()?;
-        let (geometry, world_size) = (rank.geometry.clone(), self.world_size);
+        let geometry = rank.geometry.clone();
         info!(
             tp = parallel.tp, dp = parallel.dp, ep = geometry.ep_size, backend = %geometry.backend,
-            threads_per_rank = threads, "running on {world_size} ranks, a process each"
+            threads_per_rank = threads, "running on {} ranks, a process each", geometry.world_size
         );
         if geometry.tp_rank > 0 {
             return Ok((Ranks::Follower(Box::new(Follower::new(rank, ex))), chosen));
@@ -172,10 +151,10 @@ impl Processes {
 
     /// Loading takes as long as it takes: no collective waits for it.
     fn wait_for_all(&self) -> Result<()> {
-        if !self.is_driver() {
+        if self.world.rank() > 0 {
             return Ok(self.messages.send(0, b"loaded")?);
         }
-        for rank in 1..self.world_size {
+        for rank in 1..self.world.world_size() {
             self.messages.recv(rank)?.with_context(|| format!("rank {rank} left while it loaded"))?;
         }
         Ok(())
@@ -198,7 +177,7 @@ impl Processes {
     pub fn finish(mut self) -> Result<()> {
         let rank = self.world.rank();
         let told = match rank {
-            0 => 1..self.world_size,
+            0 => 1..self.world.world_size(),
             first if first % self.tp == 0 => first + 1..first + self.tp,
             _ => 0..0,
         };
