@@ -48,7 +48,7 @@ __global__ void rope_rows(const uint32_t* positions, const uint32_t* rope_len, c
   sin[at] = __fmul_rn(static_cast<float>(sine), f.attention_factor);
 }
 
-__global__ void feed_tokens(const uint32_t* from, const uint32_t* sampled, uint32_t* ids, const uint32_t* valid,
+__global__ void take_tokens(const uint32_t* from, const uint32_t* sampled, uint32_t* ids, const uint32_t* valid,
                             uint32_t* kept_valid, int rows) {
   const int row = blockIdx.x * kThreads + threadIdx.x;
   if (row == 0) *kept_valid = *valid;
@@ -86,14 +86,14 @@ extern "C" int moe_rope_rows(const moe::RopeRowsArgs* args, void* stream) {
 
 /// ids[row] = sampled[from[row]] where from [rows] is not u32::MAX; ids [rows]; kept_valid [1] = valid [1]. Does not
 /// overlap the launch before it.
-extern "C" int moe_feed_tokens(const uint32_t* from, const uint32_t* sampled, uint32_t* ids, const uint32_t* valid,
+extern "C" int moe_take_tokens(const uint32_t* from, const uint32_t* sampled, uint32_t* ids, const uint32_t* valid,
                                uint32_t* kept_valid, int rows, void* stream) {
   using namespace moe;
   if (rows < 0) return cudaErrorInvalidValue;
   if (rows == 0) return cudaSuccess;
   Launch l = {dim3(ceil_div(rows, kThreads)), dim3(kThreads), stream};
   l.overlap = false;
-  return launch(feed_tokens, l, from, sampled, ids, valid, kept_valid, rows);
+  return launch(take_tokens, l, from, sampled, ids, valid, kept_valid, rows);
 }
 
 /// out [count] bf16 uniform in [-bound, bound): a function of seed and stream_id (below 2^24) alone.

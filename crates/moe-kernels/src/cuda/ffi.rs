@@ -52,7 +52,7 @@ launchers! {
         rows hidden: i32
     );
     moe_rope_rows(args: *const RopeRowsArgs);
-    moe_feed_tokens(
+    moe_take_tokens(
         from sampled: *const u32, ids: *mut u32, valid: *const u32, kept_valid: *mut u32, rows: i32
     );
     moe_fill_random(out: *mut bf16, count: usize, seed stream_id: u64, bound: f32);

@@ -77,7 +77,7 @@ pub fn take_tokens_into(
     let (valid, kept) = (cuda.read(op, "valid_rows", valid_rows)?, cuda.valid_rows()?);
     // SAFETY: dims and dtypes are checked above; the indices are the caller's promise.
     cuda.check(op, unsafe {
-        ffi::moe_feed_tokens(from, sampled, ids, valid, kept, small(op, rows)?, cuda.raw()?)
+        ffi::moe_take_tokens(from, sampled, ids, valid, kept, small(op, rows)?, cuda.raw()?)
     })
 }
 
