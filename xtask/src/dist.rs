@@ -60,15 +60,17 @@ pub fn run(args: &Args) -> Result<()> {
         .filter(|package| package.dir.starts_with(root().join("models")))
         .map(|package| package.name)
         .collect();
-    // One command, so that programs and tests share what both are made of.
-    let mut build = cargo();
-    build.args(["build", "--release", "--features", FEATURES, "--bins", "--test", "gpu", "-p", "moe-tests"]);
-    build.args(binaries.iter().flat_map(|name| ["-p", name]));
-    let built = messages(build.envs(environment.clone()))?;
-    let mut units = cargo();
-    units.args(["test", "--no-run", "--release", "--features", FEATURES, "--lib"]);
-    units.args(UNIT_TESTED.iter().flat_map(|name| ["-p", name]));
-    let units = messages(units.envs(environment.clone()))?;
+    // One selection of packages for all: another one would have other features, and compile candle again.
+    let mut selected = vec!["moe-tests"];
+    selected.extend(binaries.iter().map(String::as_str));
+    selected.extend(UNIT_TESTED);
+    let build = |command: &[&str], targets: &[&str]| {
+        let mut build = cargo();
+        build.args(command).args(["--release", "--features", FEATURES]).args(targets);
+        messages(build.args(selected.iter().flat_map(|name| ["-p", name])).envs(environment.iter().cloned()))
+    };
+    let built = build(&["build"], &["--bins", "--test", "gpu"])?;
+    let units = build(&["test", "--no-run"], &["--lib"])?;
 
     let folder = target_dir().join("dist").join("moe");
     if folder.exists() {
@@ -78,7 +80,10 @@ pub fn run(args: &Args) -> Result<()> {
     for name in &binaries {
         strip(&target_dir().join("release").join(name), &folder.join("bin").join(name))?;
     }
-    for (name, path) in test_programs(&built)?.into_iter().chain(test_programs(&units)?) {
+    let units = test_programs(&units)?
+        .into_iter()
+        .filter(|(name, _)| UNIT_TESTED.iter().any(|package| package.replace('-', "_") == *name));
+    for (name, path) in test_programs(&built)?.into_iter().chain(units) {
         strip(&path, &folder.join("bin").join(name))?;
     }
     if args.scratch {
