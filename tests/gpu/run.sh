@@ -24,7 +24,7 @@ units() {
 }
 qwen="$root/bin/model-qwen3moe"
 check ops timeout 240 "$root/bin/gpu" --skip nccl:: --test-threads 1
-check units-engine units moe_engine parallel::device::
+check units-engine units moe_engine engine::slots::
 check units-kernels units moe_kernels cuda::
 check parity timeout 120 "$root/tests/gpu/parity.sh" "$qwen"
 check midsize timeout 120 python3 "$root/tests/gpu/midsize.py" "$qwen"

@@ -63,7 +63,12 @@ impl Dispatcher {
         let tensors = [hidden, topk_ids, topk_weights];
         with_tensors(&self.workspace, tensors, [], |[rows, ids, weights], [], ex| {
             let dispatched = self.backend.prepare(Tokens::new(rows, ids, weights), None, ex)?;
-            let expert_out = experts(&dispatched_tensors(&dispatched, hidden, ex)?)?.to_dtype(DType::F32)?;
+            let expert_out = experts(&dispatched_tensors(&dispatched, hidden, ex)?)?;
+            let expert_out = match expert_out.elem_count() {
+                // candle cannot convert nothing on a CUDA device.
+                0 => ex.output(DType::F32, expert_out.dims())?.into_tensor()?,
+                _ => expert_out.to_dtype(DType::F32)?,
+            };
             let mut out = ex.output(rows.dtype(), rows.dims())?;
             with_views([&expert_out], [], |[expert_out], []| {
                 let strategy = WeightAndReduce::Delegate;
