@@ -6,7 +6,7 @@ import torch
 from kernels import NOTHING, Out, call, randn, refuses, rel, sized, u32
 
 F32_BOUND = 2e-5   # f32 sums of bf16 products
-BF16_BOUND = 3e-3  # one rounding to bf16
+BF16_BOUND = 4e-3  # one rounding to bf16, 2^-8 at most, which a single output may meet
 NORM_BOUND = 8e-3  # x rounded to bf16 ahead of a sum that may cancel, in as few as one output
 
 
