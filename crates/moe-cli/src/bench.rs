@@ -16,6 +16,7 @@ use moe_engine::{ModelFamily, Session, usage};
 use serde_json::{Value, json};
 
 use crate::cli::BenchArgs;
+use crate::cli::version::COMMIT;
 use crate::output::write_json;
 use crate::roofline;
 use crate::session::{self, Model};
@@ -31,16 +32,16 @@ pub fn mark_start() {
 
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
-    if args.output < 2 || args.prompt == 0 || args.repeat == 0 {
+    if args.output.is_some_and(|output| output < 2) || args.prompt == Some(0) || args.repeat == 0 {
         return Err(usage("bench needs --output of at least 2, --prompt and --repeat of at least 1"));
     }
     let model = match &args.config {
-        Some(config) if args.dummy_weights => Model::Random(config),
-        Some(_) => return Err(usage("--config needs --dummy-weights; for a checkpoint use --model")),
+        Some(config) => Model::Random(config),
         None => Model::Checkpoint(args.model.as_deref()),
     };
     let session = session::open::<F>(model, &args.run, false)?;
-    check_sizes(args, session.model.info())?;
+    let sizes = Sizes::new(args, session.model.info().max_context_len);
+    check_sizes(args, &sizes, session.model.info())?;
     let default = EngineConfig::for_device(&session.ex).max_num_batched_tokens;
     let max_num_batched_tokens = args.max_num_batched_tokens.unwrap_or(default);
     let mut bench = Bench { session, max_num_batched_tokens, runs: 0 };
@@ -56,23 +57,23 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
         "cpu_isa": bench.session.ex.isa().name(),
         "num_threads": bench.session.ex.num_threads(),
         "dtype": bench.session.model.info().kv.dtype.as_str(),
-        "commit": commit(),
+        "commit": COMMIT,
         "start_s": START.get().map(|start| start.elapsed().as_secs_f64()),
         "max_num_batched_tokens": max_num_batched_tokens,
         "prefill": {}, "decode": {}, "distinct_experts": {},
     });
-    for &length in &args.lengths {
+    for &length in &sizes.lengths {
         bench.time(1, length, 1)?;
         let rate = length as f64 / bench.median(args.repeat, 1, length, 1)?;
         eprintln!("prefill {length}: {rate:.1} tok/s");
         result["prefill"][length.to_string()] = rate.into();
     }
     for &batch in &args.batches {
-        let row = bench.decode(batch, args)?;
+        let row = bench.decode(batch, args.repeat, &sizes)?;
         eprintln!("decode {batch}: {:.2} tok/s", row["tok_s"].as_f64().unwrap_or_default());
         if let Some(moe) = bench.session.model.info().moe.clone() {
             result["distinct_experts"][batch.to_string()] =
-                bench.distinct_experts(batch, args.prompt, &moe)?;
+                bench.distinct_experts(batch, sizes.prompt, &moe)?;
         }
         result["decode"][batch.to_string()] = row;
     }
@@ -84,27 +85,51 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     // Of the first rank: activations and scratch, without weights and KV cache.
     result["workspace_bytes"] = bench.session.ex.workspace().bytes().into();
     bench.session.finish()?;
-    result["roofline"] = roofline::measure::<F>(args, &result, bench.session)?;
+    result["roofline"] = roofline::measure::<F>(args, &sizes, &result, bench.session)?;
     write_json(args.json.as_deref(), &result)
+}
+
+/// Tokens of the rows: what the flags say, else the defaults, cut to the model's context.
+pub struct Sizes {
+    /// Prompt of the decode rows.
+    pub prompt: usize,
+    /// New tokens of the decode rows.
+    pub output: usize,
+    /// Prompts of the prefill rows.
+    pub lengths: Vec<usize>,
+}
+
+impl Sizes {
+    fn new(args: &BenchArgs, context: usize) -> Self {
+        let fitting = |default: usize, most: usize, least: usize| default.min(most).max(least);
+        Self {
+            prompt: args.prompt.unwrap_or(fitting(128, context / 4, 1)),
+            output: args.output.unwrap_or(fitting(256, context / 2, 2)),
+            lengths: args
+                .lengths
+                .clone()
+                .unwrap_or_else(|| vec![fitting(2048, context.saturating_sub(1), 1)]),
+        }
+    }
 }
 
 /// The largest batch that a row may ask for.
 const MAX_BATCH: usize = 1 << 16;
 
 /// Refuses rows that do not fit the model's context, before anything is allocated for them.
-fn check_sizes(args: &BenchArgs, info: &ModelInfo) -> Result<()> {
+fn check_sizes(args: &BenchArgs, sizes: &Sizes, info: &ModelInfo) -> Result<()> {
     let context = info.max_context_len;
     let fits = |prompt: usize, output: usize| prompt.checked_add(output).is_some_and(|n| n <= context);
     if let Some(batch) = args.batches.iter().find(|b| !(1..=MAX_BATCH).contains(*b)) {
         return Err(usage(format!("--batches {batch}: expected 1 to {MAX_BATCH}")));
     }
-    if !args.batches.is_empty() && !fits(args.prompt, args.output) {
+    if !args.batches.is_empty() && !fits(sizes.prompt, sizes.output) {
         return Err(usage(format!(
             "--prompt {} and --output {} do not fit the model's context of {context}",
-            args.prompt, args.output
+            sizes.prompt, sizes.output
         )));
     }
-    if let Some(length) = args.lengths.iter().find(|l| **l == 0 || !fits(**l, 1)) {
+    if let Some(length) = sizes.lengths.iter().find(|l| **l == 0 || !fits(**l, 1)) {
         return Err(usage(format!("--lengths {length}: expected 1 to {}", context - 1)));
     }
     if args.long_context > 0 && !fits(args.long_context, 128) {
@@ -123,16 +148,16 @@ struct Bench {
 }
 
 impl Bench {
-    fn decode(&mut self, batch: usize, args: &BenchArgs) -> Result<Value> {
+    fn decode(&mut self, batch: usize, repeat: usize, sizes: &Sizes) -> Result<Value> {
         ensure!(batch > 0, "a batch needs at least one sequence");
-        self.time(batch, args.prompt, 2)?;
-        let one = self.median(args.repeat, batch, args.prompt, 1)?;
-        let full = self.median(args.repeat, batch, args.prompt, args.output)?;
-        let step = (full - one) / (args.output - 1) as f64;
+        self.time(batch, sizes.prompt, 2)?;
+        let one = self.median(repeat, batch, sizes.prompt, 1)?;
+        let full = self.median(repeat, batch, sizes.prompt, sizes.output)?;
+        let step = (full - one) / (sizes.output - 1) as f64;
         Ok(json!({
             "tok_s": batch as f64 / step,
             "step_ms": step * 1e3,
-            "end_to_end_tok_s": (batch * args.output) as f64 / full,
+            "end_to_end_tok_s": (batch * sizes.output) as f64 / full,
         }))
     }
 
@@ -217,13 +242,4 @@ impl Bench {
         };
         self.session.engine(None, &config)
     }
-}
-
-/// The commit that is measured: set by whoever built the program, or that of the folder it runs in.
-fn commit() -> Option<String> {
-    if let Some(commit) = option_env!("MOE_COMMIT") {
-        return Some(commit.to_string());
-    }
-    let output = std::process::Command::new("git").args(["rev-parse", "--short", "HEAD"]).output().ok()?;
-    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_string())
 }

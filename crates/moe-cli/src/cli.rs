@@ -1,31 +1,34 @@
 //! The command line that every model binary shares.
 
+mod arrange;
+mod dtype;
+mod help;
 mod sampling;
+#[cfg(test)]
+mod tests;
+pub mod version;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
-use candle_core::DType;
-use clap::{Args, Parser, Subcommand};
+use clap::builder::UnknownArgumentValueParser;
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use model_runtime::{CpuIsa, MlaForm};
 use moe_engine::DeviceChoice;
 use moe_layer::MoePath;
 
 use crate::parallel::ParallelArgs;
 use crate::session::Model;
+use dtype::DtypeChoice;
 
 pub use sampling::SamplingArgs;
 
-/// Command line of a model binary. Without a subcommand it generates.
+/// Text from Mixture-of-Experts models. Without a subcommand the program generates.
 #[derive(Parser, Debug)]
-// `--version` names the engine, whichever crate the flags are in.
-#[command(name = "moe-engine", version, args_conflicts_with_subcommands = true)]
 pub struct Cli {
-    /// What to do; `generate` if left out.
+    /// What to do.
     #[command(subcommand)]
-    pub command: Option<Command>,
-    /// Flags of `generate`.
-    #[command(flatten)]
-    pub generate: GenerateArgs,
+    pub command: Command,
 }
 
 /// Subcommands of a model binary.
@@ -47,9 +50,15 @@ pub enum Command {
 }
 
 impl Cli {
-    /// What to do.
-    pub fn into_command(self) -> Command {
-        self.command.unwrap_or_else(|| Command::Generate(Box::new(self.generate)))
+    /// The command of a whole command line, the program's name first.
+    ///
+    /// # Errors
+    /// clap's: what is wrong, or the text of `--help` and `--version`.
+    pub fn command_of(args: impl IntoIterator<Item = impl Into<OsString>>) -> Result<Command, clap::Error> {
+        let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+        let mut definition = help::definition(Self::command(), args.first());
+        let matches = definition.try_get_matches_from_mut(arrange::arrange(&Self::command(), args))?;
+        Ok(Self::from_arg_matches(&matches).map_err(|e| e.format(&mut definition))?.command)
     }
 }
 
@@ -87,11 +96,11 @@ pub struct RunArgs {
     /// Device: cpu, cuda or cuda:N. With several ranks: cuda, a GPU for each.
     #[arg(long, default_value = "cpu", help_heading = "Device")]
     pub device: DeviceChoice,
-    /// f32, bf16 or f16 (default: the checkpoint's).
-    #[arg(long, value_parser = crate::options::parse_dtype, help_heading = "Device")]
-    pub dtype: Option<DType>,
+    /// Dtype of weights and KV cache; auto is the checkpoint's.
+    #[arg(long, default_value = "auto", help_heading = "Device")]
+    pub dtype: DtypeChoice,
     /// CPU threads (default: all cores).
-    #[arg(long, help_heading = "Device")]
+    #[arg(short = 't', long, visible_alias = "threads", value_name = "N", help_heading = "Device")]
     pub num_threads: Option<usize>,
     /// CPU instruction set: scalar, avx2, avx512, avx512-bf16 or amx-bf16 (default: the fastest
     /// supported).
@@ -118,9 +127,12 @@ pub struct RunArgs {
     /// Ranks and chunks.
     #[command(flatten)]
     pub parallel: ParallelArgs,
-    /// Log filter, such as info or moe_engine=debug.
-    #[arg(long, default_value = "info", help_heading = "Engine")]
-    pub log: String,
+    /// Log filter, such as info or moe_engine=debug (default: RUST_LOG, else info).
+    #[arg(long, value_name = "FILTER", help_heading = "Engine")]
+    pub log: Option<String>,
+    /// Write the log here instead of to stderr.
+    #[arg(long, value_name = "FILE", help_heading = "Engine")]
+    pub log_file: Option<PathBuf>,
     /// Write the time of every step and layer here, as a Chrome trace.
     #[arg(long, help_heading = "Engine")]
     pub profile: Option<PathBuf>,
@@ -133,23 +145,46 @@ pub struct GenerateArgs {
     /// the binary has one).
     #[arg(long)]
     pub model: Option<String>,
-    /// Prompt text.
-    #[arg(long, conflicts_with = "prompt_file")]
-    pub prompt: Option<String>,
-    /// File with the prompt; - reads stdin.
-    #[arg(long)]
-    pub prompt_file: Option<PathBuf>,
+    /// Prompt text; repeatable (default: stdin, unless that is a terminal).
+    #[arg(short, long, value_name = "TEXT", conflicts_with = "prompt_file")]
+    pub prompt: Vec<String>,
+    /// File with the prompt; - reads stdin; repeatable.
+    #[arg(short = 'f', long, visible_alias = "file", value_name = "FILE")]
+    pub prompt_file: Vec<PathBuf>,
     /// - reads the prompt from stdin.
     #[arg(value_parser = ["-"], conflicts_with_all = ["prompt", "prompt_file"])]
     pub stdin: Option<String>,
+    /// The prompt is a question to an instruct model: it goes through the model's chat template.
+    #[arg(long, help_heading = "Chat")]
+    pub chat: bool,
+    /// What the model is told before the question.
+    #[arg(long, value_name = "TEXT", requires = "chat", help_heading = "Chat")]
+    pub system: Option<String>,
+    /// Chat template.
+    #[command(flatten)]
+    pub template: TemplateArgs,
+    /// Print a JSON object for each prompt instead of text: texts, token ids, finish reasons, usage,
+    /// log-probabilities.
+    #[arg(long)]
+    pub json: bool,
     /// Sampling.
     #[command(flatten)]
     pub sampling: SamplingArgs,
     /// Independent continuations of the prompt.
-    #[arg(short, long, default_value_t = 1, help_heading = "Sampling")]
+    #[arg(
+        long = "num-sequences",
+        alias = "n",
+        default_value_t = 1,
+        value_name = "N",
+        help_heading = "Sampling"
+    )]
     pub n: usize,
-    /// Print the log-probability of each new token and of this many of the likeliest to stderr, as
-    /// JSON lines.
+    /// `-n` means tokens to some and texts to others, so it is nothing here.
+    #[arg(short = 'n', hide = true, value_parser = UnknownArgumentValueParser::suggest_arg("--max-new-tokens")
+        .and_suggest("or --num-sequences for several texts"))]
+    pub ambiguous: Option<String>,
+    /// Give the log-probability of each new token and of this many of the likeliest: as JSON lines on stderr, with
+    /// --json on stdout.
     #[arg(long, value_name = "N", help_heading = "Sampling")]
     pub logprobs: Option<usize>,
     /// Report every weight that is NaN or infinite before running.
@@ -289,27 +324,28 @@ pub struct ParityArgs {
 /// Flags of `bench`.
 #[derive(Args, Debug, Clone)]
 pub struct BenchArgs {
-    /// config.json of the model.
-    #[arg(long, required_unless_present = "model")]
+    /// config.json of the model, run with random weights.
+    #[arg(long, value_name = "FILE", requires = "dummy_weights")]
     pub config: Option<PathBuf>,
     /// Random weights instead of a checkpoint; needed with --config.
     #[arg(long, requires = "config")]
     pub dummy_weights: bool,
-    /// Checkpoint folder or ORG/NAME or ORG/NAME@REVISION on the hub, instead of --config.
+    /// Checkpoint folder or ORG/NAME or ORG/NAME@REVISION on the hub (default: the embedded checkpoint, where the
+    /// binary has one).
     #[arg(long, conflicts_with = "config")]
     pub model: Option<String>,
     /// Batch sizes of the decode rows.
     #[arg(long, value_delimiter = ',', default_value = "1,8")]
     pub batches: Vec<usize>,
-    /// Prompt tokens of the decode rows.
-    #[arg(long, default_value_t = 128)]
-    pub prompt: usize,
-    /// New tokens of the decode rows.
-    #[arg(long, default_value_t = 256)]
-    pub output: usize,
-    /// Prompt lengths of the prefill rows.
-    #[arg(long, value_delimiter = ',', default_value = "2048")]
-    pub lengths: Vec<usize>,
+    /// Prompt tokens of the decode rows (default: 128, or a quarter of a context below 512).
+    #[arg(long)]
+    pub prompt: Option<usize>,
+    /// New tokens of the decode rows (default: 256, or half of a context below 512).
+    #[arg(long)]
+    pub output: Option<usize>,
+    /// Prompt lengths of the prefill rows (default: 2048, or what the context leaves).
+    #[arg(long, value_delimiter = ',')]
+    pub lengths: Option<Vec<usize>>,
     /// Tokens of one forward pass, at most (default: 512, on a GPU 8192).
     #[arg(long)]
     pub max_num_batched_tokens: Option<usize>,
@@ -325,28 +361,4 @@ pub struct BenchArgs {
     /// Device and backend.
     #[command(flatten)]
     pub run: RunArgs,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use clap::CommandFactory;
-
-    #[test]
-    fn the_definition_is_consistent() {
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn generate_is_the_default() {
-        let cli = Cli::try_parse_from(["m", "--prompt", "x", "--top-k", "-1"]).unwrap();
-        assert!(cli.command.is_none());
-        assert_eq!((cli.generate.prompt.as_deref(), cli.generate.sampling.top_k), (Some("x"), Some(-1)));
-        let cli = Cli::try_parse_from(["m", "generate", "-"]).unwrap();
-        assert!(matches!(cli.command, Some(Command::Generate(g)) if g.stdin.as_deref() == Some("-")));
-        let cli = Cli::try_parse_from(["m", "--batch-invariant"]).unwrap();
-        assert!(cli.generate.run.batch_invariant);
-        assert!(Cli::try_parse_from(["m", "--prompt", "x", "--prompt-file", "y"]).is_err());
-        assert!(Cli::try_parse_from(["m", "bench"]).is_err());
-    }
 }

@@ -9,6 +9,7 @@ mod error;
 pub mod generate;
 pub mod hub;
 mod interrupt;
+mod log;
 pub mod options;
 mod output;
 pub mod parallel;
@@ -19,19 +20,13 @@ mod roofline;
 pub mod routing;
 pub mod session;
 
-use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use clap::Parser;
 use moe_engine::parallel::{Placement, placement};
 use moe_engine::{ModelFamily, UsageError, chat, usage};
-use tracing_subscriber::filter::filter_fn;
-use tracing_subscriber::layer::SubscriberExt;
-use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{EnvFilter, Layer, fmt};
 
-use cli::{Cli, Command, ParityArgs, RunArgs};
+use cli::{Cli, Command, ParityArgs};
 use output::write_json;
 use profile::Profile;
 use session::Model;
@@ -43,7 +38,8 @@ pub use {clap, moe_engine};
 /// stderr. Exit code 0: done; 1: it failed; 2: it was called wrongly.
 pub fn main<F: ModelFamily>() -> ExitCode {
     bench::mark_start();
-    match run::<F>(&Cli::parse().into_command()) {
+    let command = Cli::command_of(std::env::args_os()).unwrap_or_else(|e| e.exit());
+    match run::<F>(&command) {
         Ok(code) => code,
         Err(e) => {
             eprintln!("error: {}", error::describe(&e));
@@ -59,15 +55,12 @@ fn run<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
     if let Placement::Launched(launch) = placement(&args.config())?
         && launch.rank > 0
     {
-        // A rank that is not the driver writes nothing to stdout, and logs little: the driver speaks for all of them,
-        // unless something special is asked for.
-        let log = if args.log == "info" { "error".to_string() } else { args.log.clone() };
-        start_log(&RunArgs { profile: None, log, ..args.clone() })?;
+        log::start_follower(args)?;
         interrupt::ignore()?;
         let (model, check_weights) = command.model();
         return session::serve::<F>(model, args, check_weights).map(|()| ExitCode::SUCCESS);
     }
-    let profile = start_log(args)?;
+    let profile = log::start_driver(args)?;
     let code = run_command::<F>(command)?;
     profile.map_or(Ok(()), Profile::finish)?;
     Ok(code)
@@ -97,19 +90,4 @@ fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
         eprintln!("parity: {failure}");
     }
     Ok(ExitCode::from(u8::from(!report.passed)))
-}
-
-/// Starts the log on stderr and, if asked for, the profile.
-fn start_log(args: &RunArgs) -> Result<Option<Profile>> {
-    let filter = EnvFilter::try_new(&args.log).map_err(|e| {
-        usage(format!("--log {}: {e}; expected a level such as info, or target=level", args.log))
-    })?;
-    let profile = args.profile.as_deref().map(Profile::create).transpose()?;
-    let colours = std::io::stderr().is_terminal();
-    let log = fmt::layer().without_time().with_target(false).with_ansi(colours).with_writer(std::io::stderr);
-    // The log's level says nothing about the profile, which wants every span and no message.
-    let spans = profile.as_ref().map(|p| p.layer().with_filter(filter_fn(profile::wants)));
-    // A second call in one process (tests) keeps the first log.
-    let _ = tracing_subscriber::registry().with(log.with_filter(filter)).with(spans).try_init();
-    Ok(profile)
 }

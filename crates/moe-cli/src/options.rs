@@ -1,7 +1,6 @@
 //! Flags and `generation_config.json` to what the engine understands.
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_core::DType;
 use model_runtime::config::limits;
 use model_runtime::{Exec, SamplingParams};
 use moe_engine::chat::{self, ChatFiles, ChatTemplate};
@@ -64,7 +63,7 @@ pub fn request_defaults(args: &SamplingArgs, session: &Session, name: &str) -> R
         eos_token_ids,
         ignore_eos: args.ignore_eos,
         stop_token_ids: args.stop_token_ids.clone(),
-        stop: args.stop.clone(),
+        stop: args.stops(),
         include_stop_str_in_output: args.include_stop_str_in_output,
         skip_special_tokens: args.skip_special_tokens,
         ..Request::new(Vec::new())
@@ -131,16 +130,6 @@ pub fn parse_bytes(text: &str) -> Result<usize> {
     let bytes = number * factor;
     ensure!(bytes >= 1.0 && bytes <= isize::MAX as f64, "expected a size of at least one byte, got {text:?}");
     Ok(bytes as usize)
-}
-
-/// A dtype that models run in.
-pub fn parse_dtype(name: &str) -> Result<DType> {
-    match name {
-        "f32" => Ok(DType::F32),
-        "bf16" => Ok(DType::BF16),
-        "f16" => Ok(DType::F16),
-        _ => bail!("expected f32, bf16 or f16"),
-    }
 }
 
 /// A JSON object from text.

@@ -11,10 +11,22 @@ use moe_layer::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 #[derive(Args, Debug, Clone)]
 pub struct ParallelArgs {
     /// Tensor-parallel size: ranks that split attention, dense layers and vocabulary.
-    #[arg(long, default_value_t = 1, value_name = "N", help_heading = "Parallel")]
+    #[arg(
+        long,
+        visible_alias = "tensor-parallel-size",
+        default_value_t = 1,
+        value_name = "N",
+        help_heading = "Parallel"
+    )]
     pub tp: usize,
     /// Data-parallel size: groups of ranks with requests of their own.
-    #[arg(long, default_value_t = 1, value_name = "N", help_heading = "Parallel")]
+    #[arg(
+        long,
+        visible_alias = "data-parallel-size",
+        default_value_t = 1,
+        value_name = "N",
+        help_heading = "Parallel"
+    )]
     pub dp: usize,
     /// Spread whole experts over all ranks instead of a slice of each.
     #[arg(long, help_heading = "Parallel")]

@@ -1,25 +1,30 @@
-//! Where a prompt comes from: a flag, a file or stdin. Bad input is named before a model loads.
+//! Where prompts come from: flags, files or stdin. Bad input is named before a model loads.
 
-use std::io::Read;
-use std::path::Path;
+use std::io::{IsTerminal, Read};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
 use crate::cli::GenerateArgs;
 
-/// The prompt that the flags name; `None` if they name none.
-pub fn read(args: &GenerateArgs) -> Result<Option<String>> {
-    let prompt = match (&args.prompt, &args.prompt_file) {
-        (Some(text), _) => Some(text.clone()),
-        (None, Some(path)) if path.as_os_str() != "-" => Some(from_file(path)?),
-        (None, Some(_)) => Some(from_stdin()?),
-        (None, None) if args.stdin.is_some() => Some(from_stdin()?),
-        (None, None) => None,
+/// The prompts that the flags name, else what comes through a pipe; none where stdin is a terminal.
+pub fn read(args: &GenerateArgs) -> Result<Vec<String>> {
+    let file = |path: &PathBuf| if path.as_os_str() == "-" { from_stdin() } else { from_file(path) };
+    let prompts = if !args.prompt_file.is_empty() {
+        args.prompt_file.iter().map(file).collect::<Result<_>>()?
+    } else if !args.prompt.is_empty() {
+        args.prompt.clone()
+    } else if args.stdin.is_some() || !std::io::stdin().is_terminal() {
+        vec![from_stdin()?]
+    } else {
+        Vec::new()
     };
-    if prompt.as_deref() == Some("") {
-        bail!("the prompt is empty: give at least one character")
+    if prompts.iter().any(String::is_empty) {
+        bail!(
+            "the prompt is empty: give at least one character, by --prompt, --prompt-file or through a pipe"
+        )
     }
-    Ok(prompt)
+    Ok(prompts)
 }
 
 fn from_file(path: &Path) -> Result<String> {

@@ -7,6 +7,7 @@ use model_runtime::{Config, Geometry, ModelInfo, Roof, TensorSpec};
 use moe_engine::{ModelFamily, Session};
 use serde_json::{Value, json};
 
+use crate::bench::Sizes;
 use crate::cli::BenchArgs;
 
 /// Weights that steps use, in elements.
@@ -53,7 +54,12 @@ impl StepWeights {
 }
 
 /// Measures this machine's limits once the model is gone, and puts a bench result beside them.
-pub fn measure<F: ModelFamily>(args: &BenchArgs, result: &Value, session: Session) -> Result<Value> {
+pub fn measure<F: ModelFamily>(
+    args: &BenchArgs,
+    sizes: &Sizes,
+    result: &Value,
+    session: Session,
+) -> Result<Value> {
     let Session { model, ex, checkpoint, .. } = session;
     let config = match (&args.config, checkpoint) {
         (Some(path), _) => F::config(&Config::read(path)?)?,
@@ -64,7 +70,7 @@ pub fn measure<F: ModelFamily>(args: &BenchArgs, result: &Value, session: Sessio
     drop(model);
     let layout = F::layout(&config, &Geometry::default(), &|_| true)?;
     let weights = StepWeights::new(&layout.tensors, &info);
-    let context = args.prompt as f64 + args.output as f64 / 2.;
+    let context = sizes.prompt as f64 + sizes.output as f64 / 2.;
     // What a GPU can do at most is in its data sheet; the rates stand for themselves there.
     let roof = (!ex.is_cuda()).then(|| Roof::measure(&ex)).transpose()?;
     roofline(result, roof.as_ref(), &weights, &info, context)

@@ -80,7 +80,7 @@ impl RunArgs {
     pub fn config(&self) -> RunConfig {
         RunConfig {
             device: self.device,
-            dtype: self.dtype,
+            dtype: self.dtype.dtype(),
             num_threads: self.num_threads,
             cpu_isa: self.cpu_isa,
             moe_backend: self.moe_backend.clone(),

@@ -180,6 +180,13 @@ fn on_device(host: Exec, config: &RunConfig, processes: Option<&Processes>) -> R
     let open = || config.device.open(processes.map_or(0, |processes| processes.local_rank));
     let device = processes.map_or_else(open, |processes| processes.explained(open))?;
     if device.is_cpu() {
+        let cores = std::thread::available_parallelism().map_or(usize::MAX, |cores| cores.get());
+        if host.num_threads() > cores {
+            warn!(
+                "--num-threads {}: this process may use {cores} cores, and more threads make it slower",
+                host.num_threads()
+            );
+        }
         info!(cpu_isa = host.isa().name(), threads = host.num_threads(), "running on the CPU");
         return Ok(host);
     }

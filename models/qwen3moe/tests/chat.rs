@@ -74,7 +74,8 @@ fn a_full_context_drops_the_oldest_turns() {
     let long = "word ".repeat(40);
     let flags = [&SHORT[..], &["--max-model-len", "256"]].concat();
     let (output, stderr) = talk(&flags, &format!("{long}\n{long}\n{long}\n{}\n", "word ".repeat(2000)));
-    assert!(output.status.success(), "{stderr}");
+    assert_eq!(output.status.code(), Some(1), "a message without an answer: {stderr}");
+    assert!(stderr.contains("1 messages have no answer"), "{stderr}");
     assert!(stderr.contains("the context of 256 tokens is full"), "{stderr}");
     assert!(stderr.contains("the message is too long"), "{stderr}");
 }

@@ -41,10 +41,11 @@ fn stop_strings_and_ids_end_the_text() {
 #[test]
 fn choices_follow_each_other() {
     let args = ["--temperature", "1", "--max-new-tokens", "12", "--ignore-eos"];
-    let three = text(&[&args[..], &["-n", "3"]].concat());
+    let three = text(&[&args[..], &["--num-sequences", "3"]].concat());
     let one = text(&args);
-    assert!(three.starts_with(&one) && three.len() > one.len() + 20, "{three:?}");
-    assert_eq!(three, text(&[&args[..], &["-n", "3"]].concat()));
+    assert!(three.starts_with(&format!("=== text 1 of 3\n{one}\n=== text 2 of 3\n")), "{three:?}");
+    assert!(three.len() > one.len() + 60, "{three:?}");
+    assert_eq!(three, text(&[&args[..], &["--num-sequences", "3"]].concat()));
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
-use moe_engine::engine::{FinishReason, StopReason};
+use moe_engine::engine::FinishReason;
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 
@@ -13,6 +13,7 @@ use super::answer::Choice;
 use super::body::{Api, Form, PromptForm};
 use super::fields::ApiError;
 use crate::error::describe;
+use crate::output::finish_reason;
 
 /// The body of a line's answer; status 500 if one of its choices failed.
 pub fn body(id: &str, form: &Form, choices: &[Choice], tokenizer: &Tokenizer) -> Result<Value, ApiError> {
@@ -85,7 +86,7 @@ impl Writer<'_> {
             }
             None => Value::Null,
         };
-        let (finish_reason, stop_reason) = finish(choice);
+        let (finish_reason, stop_reason) = finish_reason(choice.finish.as_ref());
         Ok(json!({
             "index": index,
             "message": {"role": self.form.role, "content": text},
@@ -122,7 +123,7 @@ impl Writer<'_> {
         if !self.form.prompt_only {
             choice.logprobs.iter().try_for_each(|logprobs| self.list(&mut tokens, logprobs))?;
         }
-        let (finish_reason, stop_reason) = finish(choice);
+        let (finish_reason, stop_reason) = finish_reason(choice.finish.as_ref());
         Ok(json!({
             "index": index,
             "text": text,
@@ -198,17 +199,4 @@ impl TokenList {
 /// JSON has no -inf; vLLM writes this for it.
 fn finite(logprob: f32) -> Value {
     logprob.max(-9999.0).into()
-}
-
-/// `finish_reason` and vLLM's `stop_reason`.
-fn finish(choice: &Choice) -> (&'static str, Value) {
-    match &choice.finish {
-        Some(FinishReason::Stop(StopReason::EndOfSequence)) => ("stop", Value::Null),
-        Some(FinishReason::Stop(StopReason::Token(id))) => ("stop", (*id).into()),
-        Some(FinishReason::Stop(StopReason::Text(text))) => ("stop", text.clone().into()),
-        Some(FinishReason::Length) => ("length", Value::Null),
-        Some(FinishReason::Cancelled | FinishReason::TimedOut | FinishReason::Failed(_)) | None => {
-            ("abort", Value::Null)
-        }
-    }
 }

@@ -6,7 +6,7 @@
 mod conversation;
 mod lines;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use model_runtime::sampling::request_seed;
 use moe_engine::chat::{ChatRequest, ChatTemplate};
 use moe_engine::engine::{DpEngine, EngineConfig, FinishReason, Request};
@@ -58,13 +58,22 @@ pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
         conversation: Conversation::new(args.system.clone()),
         interrupt: Interrupt::install()?,
         answers: 0,
+        failed: 0,
     };
-    chat.talk(Lines::open()?)?;
+    let lines = Lines::open()?;
+    let terminal = lines.is_terminal();
+    chat.talk(lines)?;
     if args.answer.engine.stats {
         eprint!("{}", chat.engine.stats());
     }
+    let failed = chat.failed;
     drop(chat);
-    session.finish()
+    session.finish()?;
+    match failed {
+        // A person has seen it.
+        1.. if !terminal => bail!("{failed} messages have no answer; the errors above say why"),
+        _ => Ok(()),
+    }
 }
 
 struct Chat<'a> {
@@ -77,6 +86,8 @@ struct Chat<'a> {
     interrupt: Interrupt,
     /// Each is sampled with a seed of its own.
     answers: u64,
+    /// Messages that got no answer.
+    failed: u64,
 }
 
 /// What a line asks for.
@@ -149,6 +160,7 @@ impl Chat<'_> {
             Ok(id) => id,
             Err(e) => {
                 self.conversation.take_back();
+                self.failed += 1;
                 eprintln!("error: {}", describe(&e));
                 return Ok(true);
             }
@@ -173,7 +185,10 @@ impl Chat<'_> {
             }
         }
         match failed {
-            true => self.conversation.take_back(),
+            true => {
+                self.conversation.take_back();
+                self.failed += 1;
+            }
             false => self.conversation.answer(&answer),
         }
         print("\n")

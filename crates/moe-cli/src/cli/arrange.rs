@@ -1,0 +1,99 @@
+//! The command line in the order that clap wants: the subcommand first.
+//!
+//! People write `--model X chat` and leave `generate` out. clap takes either flags of the program or a subcommand, so
+//! the subcommand is moved to the front, or `generate` is put there.
+
+use std::ffi::OsString;
+
+use clap::{Arg, Command};
+
+/// The subcommand that is meant where none is named.
+const DEFAULT: &str = "generate";
+
+/// `args`, the program's name first, with the subcommand behind it. The first bare word is the subcommand: if it is
+/// none, clap says so and names the nearest.
+pub fn arrange(command: &Command, mut args: Vec<OsString>) -> Vec<OsString> {
+    if let Some(at) = first_word(command, &args) {
+        let word = args.remove(at);
+        args.insert(1, word);
+    } else if !args.get(1).is_some_and(|arg| ["-h", "--help", "-V", "--version"].iter().any(|f| arg == f)) {
+        args.insert(1.min(args.len()), DEFAULT.into());
+    }
+    args
+}
+
+/// Where the first argument is that is neither a flag nor a flag's value.
+fn first_word(command: &Command, args: &[OsString]) -> Option<usize> {
+    let mut at = 1;
+    while let Some(arg) = args.get(at).map(|arg| arg.to_string_lossy()) {
+        match flag(&arg) {
+            _ if arg == "--" => return None,
+            None if arg == "-" => at += 1,
+            None => return Some(at),
+            Some(name) if takes_next(command, name, args.get(at + 1)) => at += 2,
+            Some(_) => at += 1,
+        }
+    }
+    None
+}
+
+/// A flag without its dashes.
+fn flag(arg: &str) -> Option<&str> {
+    arg.strip_prefix("--").or_else(|| arg.strip_prefix('-').filter(|rest| !rest.is_empty()))
+}
+
+/// Whether the argument behind a flag is its value, by what the subcommands say of flags of that name.
+fn takes_next(command: &Command, name: &str, next: Option<&OsString>) -> bool {
+    let Some(next) = next.map(|next| next.to_string_lossy()) else { return false };
+    let mut args = command.get_subcommands().flat_map(Command::get_arguments);
+    let Some(arg) = args.find(|arg| is_called(arg, name)) else { return false };
+    if !arg.get_action().takes_values() || arg.is_require_equals_set() {
+        return false;
+    }
+    // A value that may be left out is there unless a flag or a subcommand follows.
+    let optional = arg.get_num_args().is_some_and(|n| n.min_values() == 0);
+    !optional || !(next.starts_with('-') || command.find_subcommand(next.as_ref()).is_some())
+}
+
+fn is_called(arg: &Arg, name: &str) -> bool {
+    let mut letters = name.chars();
+    match (letters.next(), letters.next()) {
+        (Some(letter), None) => arg.get_short_and_visible_aliases().is_some_and(|s| s.contains(&letter)),
+        _ => arg.get_long() == Some(name) || arg.get_all_aliases().is_some_and(|a| a.contains(&name)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Cli;
+    use clap::CommandFactory;
+
+    fn arranged(line: &str) -> String {
+        let args = std::iter::once("m").chain(line.split_whitespace()).map(OsString::from).collect();
+        let args = arrange(&Cli::command(), args);
+        args[1..].iter().map(|arg| arg.to_string_lossy()).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn the_subcommand_comes_first() {
+        assert_eq!(arranged("--model X generate --seed 1"), "generate --model X --seed 1");
+        assert_eq!(arranged("--tensor-parallel-size 2 -t 4 chat"), "chat --tensor-parallel-size 2 -t 4");
+        assert_eq!(arranged("--stats --model=X batch"), "batch --stats --model=X");
+        assert_eq!(arranged("--enable-prefix-caching chat"), "chat --enable-prefix-caching");
+        assert_eq!(arranged("--enable-prefix-caching false chat"), "chat --enable-prefix-caching false");
+        assert_eq!(arranged("--explain-backends bench"), "bench --explain-backends");
+        assert_eq!(arranged("gnerate"), "gnerate");
+        assert_eq!(arranged("--seed -1 list"), "list --seed -1");
+    }
+
+    #[test]
+    fn without_one_it_is_generate() {
+        assert_eq!(arranged(""), "generate");
+        assert_eq!(arranged("--prompt chat"), "generate --prompt chat");
+        assert_eq!(arranged("-p chat --help"), "generate -p chat --help");
+        assert_eq!(arranged("-"), "generate -");
+        assert_eq!(arranged("--help"), "--help");
+        assert_eq!(arranged("-V"), "-V");
+    }
+}

@@ -1,0 +1,122 @@
+//! What `-h` and `--help` show: `-h` the flags that most people need and examples, `--help` every flag by group.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use clap::Command;
+
+use super::version;
+
+/// Flags in the short help of every command that has them.
+const COMMON: [&str; 16] = [
+    "model",
+    "prompt",
+    "prompt_file",
+    "max_new_tokens",
+    "temperature",
+    "seed",
+    "stop",
+    "device",
+    "dtype",
+    "num_threads",
+    "input",
+    "output",
+    "system",
+    "config",
+    "batches",
+    "reference",
+];
+
+/// Examples behind the help of a command, one a line; `{}` is the program.
+const EXAMPLES: [(&str, &[&str]); 4] = [
+    (
+        "generate",
+        &[
+            "{} --prompt 'First Citizen:'",
+            "{} --prompt-file story.txt --max-new-tokens 500",
+            "echo 'ROMEO:' | {} --temperature 0.8 --seed 7",
+            "{} --model Qwen/Qwen3-30B-A3B --device cuda --prompt 'The sea'",
+            "{} --prompt 'Q: 1+1 A:' --stop '\\n' --dtype f32 --num-threads 4",
+        ],
+    ),
+    ("chat", &["{} chat --model Qwen/Qwen3-30B-A3B --device cuda --system 'Be brief.'"]),
+    ("batch", &["{} batch --model Qwen/Qwen3-30B-A3B --input requests.jsonl --output answers.jsonl"]),
+    ("bench", &["{} bench --config config.json --dummy-weights --batches 1,8,64 --device cuda"]),
+];
+
+/// clap's definition of the program under the name that it was started by, with examples and two lengths of help.
+pub fn definition(command: Command, program: Option<&OsString>) -> Command {
+    let name = program.and_then(|path| Path::new(path).file_stem()).map(|name| name.to_string_lossy());
+    let name = name.map_or_else(|| "moe".to_string(), |name| name.into_owned());
+    let all: Vec<&str> = EXAMPLES.iter().flat_map(|(_, lines)| lines.iter().copied()).collect();
+    let about = format!(
+        "{}\n\n`{name} generate -h` shows the flags that most people need, \
+        `{name} COMMAND --help` all of a command.",
+        examples(&name, &all)
+    );
+    command
+        .override_usage(format!("{name} [COMMAND] [OPTIONS]"))
+        .name(name.clone())
+        .version(version::short())
+        .long_version(version::long())
+        .after_help(about)
+        .mut_subcommands(|command| {
+            let own = EXAMPLES.iter().find(|(of, _)| *of == command.get_name());
+            let text = own.map(|(_, lines)| examples(&name, lines)).unwrap_or_default();
+            command.after_help(text).mut_args(|arg| {
+                let common = COMMON.contains(&arg.get_id().as_str());
+                arg.hide_short_help(!common)
+            })
+        })
+}
+
+fn examples(program: &str, lines: &[&str]) -> String {
+    let lines: Vec<_> = lines.iter().map(|line| format!("\n  {}", line.replace("{}", program))).collect();
+    format!("Examples:{}", lines.concat())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Cli;
+    use clap::error::ErrorKind;
+
+    fn help(args: &[&str]) -> String {
+        let e = Cli::command_of([&["m"], args].concat()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::DisplayHelp, "{e}");
+        e.to_string()
+    }
+
+    #[test]
+    fn the_short_help_fits_a_screen_and_the_long_one_has_every_flag() {
+        let (short, long) = (help(&["generate", "-h"]), help(&["generate", "--help"]));
+        let flags = |text: &str| {
+            text.lines().filter(|line| line.trim_start().starts_with('-') && line.contains("--")).count()
+        };
+        assert!(flags(&short) <= 14 && short.lines().count() <= 48, "{short}");
+        assert!(flags(&long) > 40, "{long}");
+        assert!(long.contains("[possible values: ") && short.contains("--temperature"), "{long}");
+        assert!(help(&["--help"]).contains("chat") && help(&["-h"]).contains("Examples:"));
+    }
+
+    #[test]
+    fn every_example_is_understood() {
+        for line in EXAMPLES.iter().flat_map(|(_, lines)| lines.iter()) {
+            let words = line.split(" | ").last().unwrap().replace("\\n", "");
+            let mut quoted = words.split('\'');
+            let mut args = Vec::new();
+            while let Some(plain) = quoted.next() {
+                args.extend(plain.split_whitespace().map(String::from));
+                args.extend(quoted.next().map(String::from));
+            }
+            assert!(Cli::command_of(&args).is_ok(), "{args:?}");
+        }
+    }
+
+    #[test]
+    fn the_version_says_what_was_built() {
+        let text = Cli::command_of(["m", "--version"]).unwrap_err().to_string();
+        assert!(text.starts_with(concat!("m ", env!("CARGO_PKG_VERSION"))), "{text}");
+        assert!(text.contains("features: ") && text.contains("scalar"), "{text}");
+    }
+}

@@ -1,0 +1,26 @@
+//! What `--version` says: enough for a report of a fault.
+
+use model_runtime::CpuIsa;
+
+/// The commit that the program was built from, where its sources are a git checkout or a package.
+pub const COMMIT: Option<&str> = option_env!("MOE_COMMIT");
+
+/// One line: version and commit.
+pub fn short() -> String {
+    let version = env!("CARGO_PKG_VERSION");
+    COMMIT.map_or_else(|| version.to_string(), |commit| format!("{version} ({commit})"))
+}
+
+/// The same with features and instruction sets.
+pub fn long() -> String {
+    let features = [("cuda", cfg!(feature = "cuda")), ("nccl", cfg!(feature = "nccl"))];
+    let features: Vec<_> = features.iter().filter(|(_, on)| *on).map(|(name, _)| *name).collect();
+    let features = if features.is_empty() { "none".to_string() } else { features.join(", ") };
+    let supported: Vec<_> =
+        CpuIsa::ALL.iter().filter(|isa| isa.is_supported()).map(|isa| isa.name()).collect();
+    format!(
+        "{}\nfeatures: {features}\ninstruction sets of this CPU: {} (the last one runs by default)",
+        short(),
+        supported.join(", ")
+    )
+}

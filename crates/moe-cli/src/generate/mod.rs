@@ -1,0 +1,148 @@
+//! `generate`: continue prompts. A single text is streamed to stdout.
+
+mod texts;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use model_runtime::Exec;
+use moe_engine::chat::ChatRequest;
+use moe_engine::engine::{EngineConfig, Request};
+use moe_engine::tokenizer::Tokenizer;
+use moe_engine::{ModelFamily, Session, usage};
+use serde_json::json;
+use tracing::warn;
+
+use crate::cli::GenerateArgs;
+use crate::session::{self, Model, no_model};
+use crate::{options, prompt, routing};
+
+use texts::Texts;
+
+/// Runs the command.
+pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
+    let prompts = prompts::<F>(args)?;
+    let mut session =
+        session::open::<F>(Model::Checkpoint(args.model.as_deref()), &args.run, args.check_weights)?;
+    let tokenizer = session.tokenizer()?;
+    let requests = requests(args, &prompts, &session, &tokenizer)?;
+    let context = session.model.info().max_context_len;
+    let config = engine_config(args, &requests, context, &session.ex);
+    let mut engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
+    warn_of_the_context(args, &requests, engine.max_model_len());
+    let lengths: Vec<_> = requests.iter().map(|request| request.prompt.len()).collect();
+    let start = Instant::now();
+    let ids = requests.into_iter().map(|request| Ok(engine.add(request)?)).collect::<Result<Vec<_>>>()?;
+    let mut texts = Texts::new(args, &tokenizer, start, ids.iter().copied().zip(lengths));
+    while !engine.is_idle() && !texts.closed() {
+        for output in engine.step()? {
+            texts.add(output)?;
+        }
+    }
+    texts.finish(&prompts)?;
+    if args.engine.stats {
+        eprint!("{}", engine.stats());
+    }
+    drop(engine);
+    session.finish()
+}
+
+/// The prompts, or at a terminal the one that is part of the program.
+fn prompts<F: ModelFamily>(args: &GenerateArgs) -> Result<Vec<String>> {
+    let embedded = F::embedded().filter(|_| args.model.is_none());
+    if args.model.is_none() && embedded.is_none() {
+        return Err(no_model());
+    }
+    let prompts = prompt::read(args)?;
+    if prompts.len() > 1 && (args.routed_experts_out.is_some() || args.replay_routed_experts.is_some()) {
+        return Err(usage(format!(
+            "--routed-experts-out and --replay-routed-experts are for one prompt, and {} are given",
+            prompts.len()
+        )));
+    }
+    match (prompts.is_empty(), embedded) {
+        (false, _) => Ok(prompts),
+        (true, Some(embedded)) => {
+            eprintln!(
+                "No prompt is given, so this continues {:?}; --prompt TEXT says another.",
+                embedded.prompt
+            );
+            Ok(vec![embedded.prompt.to_string()])
+        }
+        (true, None) => Err(usage("no prompt is given: use --prompt, --prompt-file or a pipe")),
+    }
+}
+
+/// A request for each prompt, with a seed of its own.
+fn requests(
+    args: &GenerateArgs,
+    prompts: &[String],
+    session: &Session,
+    tokenizer: &Tokenizer,
+) -> Result<Vec<Request>> {
+    let replay = args.replay_routed_experts.as_deref().map(routing::read).transpose()?.map(Arc::new);
+    let encode = encoder(args, session, tokenizer)?;
+    let request = |(i, prompt): (usize, &String)| {
+        let mut request = Request {
+            prompt: encode(prompt)?,
+            n: args.n,
+            capture_routing: args.routed_experts_out.is_some(),
+            replay_routing: replay.clone(),
+            ..options::request_defaults(&args.sampling, session, &i.to_string())?
+        };
+        request.sampling.logprobs = args.logprobs;
+        Ok(request)
+    };
+    prompts.iter().enumerate().map(request).collect()
+}
+
+/// Makes token ids of a prompt.
+type Encode<'a> = Box<dyn Fn(&str) -> Result<Vec<u32>> + 'a>;
+
+/// What makes token ids of a prompt: the tokenizer, with `--chat` behind the chat template.
+fn encoder<'a>(args: &'a GenerateArgs, session: &Session, tokenizer: &'a Tokenizer) -> Result<Encode<'a>> {
+    if !args.chat {
+        return Ok(Box::new(|prompt| tokenizer.encode(prompt)));
+    }
+    let template = options::chat_template(&args.template, session)?.context(
+        "the model has no chat template: supply one with --chat-template FILE, or leave --chat out",
+    )?;
+    Ok(Box::new(move |prompt| {
+        let system = args.system.iter().map(|text| json!({"role": "system", "content": text}));
+        let text = template.render(&ChatRequest {
+            messages: system.chain([json!({"role": "user", "content": prompt})]).collect(),
+            add_generation_prompt: true,
+            chat_template_kwargs: args.template.chat_template_kwargs.clone().unwrap_or_default(),
+            ..ChatRequest::default()
+        })?;
+        tokenizer.encode_rendered(&text)
+    }))
+}
+
+/// The settings of the flags, with a KV cache for these requests and no more.
+fn engine_config(args: &GenerateArgs, requests: &[Request], context: usize, ex: &Exec) -> EngineConfig {
+    let config = options::engine_config(&args.engine, ex);
+    let length = |request: &Request| {
+        request.prompt.len().saturating_add(request.max_tokens.map_or(context, |max| max.max(1)))
+    };
+    let longest = requests.iter().map(length).max().unwrap_or(0);
+    EngineConfig {
+        max_num_seqs: config.max_num_seqs.min(args.n.max(1).saturating_mul(requests.len())),
+        max_model_len: config.max_model_len.or((longest < context).then_some(longest)),
+        ..config
+    }
+}
+
+/// Says which texts the context will cut, where more was asked for.
+fn warn_of_the_context(args: &GenerateArgs, requests: &[Request], max_model_len: usize) {
+    let Some(asked) = args.sampling.max_new_tokens else { return };
+    let longest = requests.iter().map(|request| request.prompt.len()).max().unwrap_or(0);
+    let left = max_model_len.saturating_sub(longest);
+    if left > 0 && asked > left {
+        warn!(
+            "--max-new-tokens {asked}: after a prompt of {longest} tokens the context of {max_model_len} leaves \
+             {left}, and the text ends there"
+        );
+    }
+}

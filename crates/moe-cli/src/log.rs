@@ -1,0 +1,105 @@
+//! The log on stderr or in a file, and the profile beside it.
+
+use std::fs::File;
+use std::io::IsTerminal;
+use std::sync::Mutex;
+
+use anyhow::{Context, Result};
+use moe_engine::usage;
+use tracing_subscriber::filter::{LevelFilter, filter_fn};
+use tracing_subscriber::fmt::writer::BoxMakeWriter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, fmt};
+
+use crate::cli::RunArgs;
+use crate::profile::{self, Profile};
+
+/// What is logged where neither `--log` nor `RUST_LOG` says.
+const DEFAULT: &str = "info";
+
+/// Starts the log and, if `profile` is asked for, the profile. `default` is logged where nothing says what.
+pub fn start(args: &RunArgs, default: &str) -> Result<Option<Profile>> {
+    let filter = filter(args.log.as_deref(), std::env::var("RUST_LOG").ok().as_deref(), default)?;
+    let profile = args.profile.as_deref().map(Profile::create).transpose()?;
+    let (writer, colours) = match &args.log_file {
+        Some(path) => {
+            let file =
+                File::create(path).with_context(|| format!("cannot write the log {}", path.display()))?;
+            (BoxMakeWriter::new(Mutex::new(file)), false)
+        }
+        None => (BoxMakeWriter::new(std::io::stderr), std::io::stderr().is_terminal() && colours()),
+    };
+    let log = fmt::layer().without_time().with_target(false).with_ansi(colours).with_writer(writer);
+    // The log's level says nothing about the profile, which wants every span and no message.
+    let spans = profile.as_ref().map(|p| p.layer().with_filter(filter_fn(profile::wants)));
+    // A second call in one process (tests) keeps the first log.
+    let _ = tracing_subscriber::registry().with(log.with_filter(filter)).with(spans).try_init();
+    Ok(profile)
+}
+
+/// As `start`, on a rank that is not the driver. It logs little, because the driver speaks for all of them, unless
+/// something special is asked for; and it writes neither file.
+pub fn start_follower(args: &RunArgs) -> Result<()> {
+    let log = args.log.clone().filter(|log| log != DEFAULT);
+    start(&RunArgs { profile: None, log_file: None, log, ..args.clone() }, "error").map(drop)
+}
+
+/// As `start`, on the process that the user started.
+pub fn start_driver(args: &RunArgs) -> Result<Option<Profile>> {
+    start(args, DEFAULT)
+}
+
+/// Colours are left out where the user or the terminal wants none (no-color.org).
+fn colours() -> bool {
+    let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    !no_color && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
+}
+
+/// The filter of `--log`, else of `RUST_LOG`, else `default`.
+fn filter(flag: Option<&str>, variable: Option<&str>, default: &str) -> Result<EnvFilter> {
+    let (source, text) = match (flag, variable) {
+        (Some(text), _) => ("--log", text),
+        (None, Some(text)) if !text.is_empty() => ("RUST_LOG", text),
+        (None, _) => ("--log", default),
+    };
+    let wrong = |why: String| {
+        usage(format!(
+            "{source} {text}: {why}; expected a level (error, warn, info, debug, trace, off), or target=level"
+        ))
+    };
+    // A word that is no level would be taken for a target, and everything else would be silent.
+    if let Some(word) = text.split(',').map(str::trim).find(|word| !is_directive(word)) {
+        return Err(wrong(format!("{word:?} is no level")));
+    }
+    EnvFilter::try_new(text).map_err(|e| wrong(e.to_string()))
+}
+
+fn is_directive(word: &str) -> bool {
+    !word.is_empty() && (word.contains(['=', '[']) || word.parse::<LevelFilter>().is_ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_flag_wins_over_the_variable() {
+        assert_eq!(filter(Some("warn"), Some("debug"), "info").unwrap().to_string(), "warn");
+        assert_eq!(filter(None, Some("debug"), "info").unwrap().to_string(), "debug");
+        assert_eq!(filter(None, Some(""), "info").unwrap().to_string(), "info");
+        assert_eq!(filter(None, None, "error").unwrap().to_string(), "error");
+    }
+
+    #[test]
+    fn a_word_that_is_no_level_is_refused() {
+        for bad in ["bla", "info,bla", "", "moe_engine=loud"] {
+            assert!(filter(Some(bad), None, "info").is_err(), "{bad:?}");
+        }
+        let e = filter(None, Some("bla"), "info").unwrap_err().to_string();
+        assert!(e.contains("RUST_LOG bla") && e.contains("expected a level"), "{e}");
+        for good in ["debug", "off", "info,moe_engine=trace", "TRACE"] {
+            assert!(filter(Some(good), None, "info").is_ok(), "{good}");
+        }
+    }
+}
