@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 
 use crate::cli::BenchArgs;
 use crate::output::write_json;
+use crate::preflight::Asks;
 use crate::roofline;
 use crate::session::{self, Model};
 
@@ -39,7 +40,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
         Some(_) => return Err(usage("--config needs --dummy-weights; for a checkpoint use --model")),
         None => Model::Checkpoint(args.model.as_deref()),
     };
-    let session = session::open::<F>(model, &args.run, false)?;
+    let session = session::open::<F>(model, &args.run, false, &Asks::default())?;
     check_sizes(args, session.model.info())?;
     let default = EngineConfig::for_device(&session.ex).max_num_batched_tokens;
     let max_num_batched_tokens = args.max_num_batched_tokens.unwrap_or(default);

@@ -12,6 +12,7 @@ use moe_engine::{ModelFamily, usage};
 use serde_json::json;
 
 use crate::cli::GenerateArgs;
+use crate::preflight::Asks;
 use crate::session::{self, Model, no_model};
 use crate::{options, output, prompt, routing};
 
@@ -27,8 +28,8 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
         (None, None) => return Err(usage("no prompt is given: use --prompt, --prompt-file or -")),
     };
     let replay = args.replay_routed_experts.as_deref().map(routing::read).transpose()?;
-    let mut session =
-        session::open::<F>(Model::Checkpoint(args.model.as_deref()), &args.run, args.check_weights)?;
+    let (model, asks) = (Model::Checkpoint(args.model.as_deref()), Asks::of_generate(args));
+    let mut session = session::open::<F>(model, &args.run, args.check_weights, &asks)?;
     let tokenizer = session.tokenizer()?;
     let mut request = Request {
         prompt: tokenizer.encode(&prompt)?,

@@ -13,6 +13,7 @@ pub mod options;
 mod output;
 pub mod parallel;
 pub mod parity;
+pub mod preflight;
 pub mod profile;
 mod prompt;
 mod roofline;
@@ -33,6 +34,7 @@ use tracing_subscriber::{EnvFilter, Layer, fmt};
 
 use cli::{Cli, Command, ParityArgs, RunArgs};
 use output::write_json;
+use preflight::Asks;
 use profile::Profile;
 use session::Model;
 
@@ -65,7 +67,8 @@ fn run<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
         start_log(&RunArgs { profile: None, log, ..args.clone() })?;
         interrupt::ignore()?;
         let (model, check_weights) = command.model();
-        return session::serve::<F>(model, args, check_weights).map(|()| ExitCode::SUCCESS);
+        return session::serve::<F>(model, args, check_weights, &Asks::of(command))
+            .map(|()| ExitCode::SUCCESS);
     }
     let profile = start_log(args)?;
     let code = run_command::<F>(command)?;
@@ -89,7 +92,8 @@ fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
     if args.run.parallel.dp > 1 {
         return Err(usage("parity runs the reference's tokens on one data-parallel group; use --dp 1"));
     }
-    let mut session = session::open::<F>(Model::Checkpoint(Some(&args.model)), &args.run, false)?;
+    let mut session =
+        session::open::<F>(Model::Checkpoint(Some(&args.model)), &args.run, false, &Asks::default())?;
     let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;
     session.finish()?;
     write_json(args.json.as_deref(), &report)?;

@@ -39,7 +39,7 @@ impl Case {
     }
 
     fn get(&self, name: &str) -> anyhow::Result<PathBuf> {
-        super::snapshot(&ModelName::parse(name).unwrap(), &self.settings)
+        super::locate_on_hub(ModelName::parse(name).unwrap(), self.settings.clone())?.weights()
     }
 
     /// The error of a model that cannot be had, as the user reads it.
