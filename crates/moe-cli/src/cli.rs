@@ -1,5 +1,6 @@
 //! The command line that every model binary shares.
 
+mod model_args;
 mod sampling;
 
 use std::path::PathBuf;
@@ -13,6 +14,7 @@ use moe_layer::MoePath;
 use crate::parallel::ParallelArgs;
 use crate::session::Model;
 
+pub use model_args::DownloadArgs;
 pub use sampling::SamplingArgs;
 
 /// Command line of a model binary. Without a subcommand it generates.
@@ -41,6 +43,10 @@ pub enum Command {
     Parity(ParityArgs),
     /// Time prefill and decode.
     Bench(BenchArgs),
+    /// Fetch a checkpoint into the hub's cache and print its folder, or check what is there.
+    Download(DownloadArgs),
+    /// List the devices of this machine.
+    ListDevices,
     /// Render chat templates for the program that starts this one.
     #[command(name = moe_engine::chat::RENDER_COMMAND, hide = true)]
     RenderChatTemplates,
@@ -62,7 +68,7 @@ impl Command {
             Self::Batch(args) => Some(&args.answer.run),
             Self::Parity(args) => Some(&args.run),
             Self::Bench(args) => Some(&args.run),
-            Self::RenderChatTemplates => None,
+            Self::Download(_) | Self::ListDevices | Self::RenderChatTemplates => None,
         }
     }
 
@@ -75,7 +81,7 @@ impl Command {
             Self::Chat(args) => args.answer.model.as_deref(),
             Self::Batch(args) => args.answer.model.as_deref(),
             Self::Parity(args) => Some(args.model.as_str()),
-            Self::RenderChatTemplates => None,
+            Self::Download(_) | Self::ListDevices | Self::RenderChatTemplates => None,
         };
         (Model::Checkpoint(name), false)
     }

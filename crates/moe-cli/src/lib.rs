@@ -5,6 +5,8 @@ pub mod batch;
 pub mod bench;
 pub mod chat_command;
 pub mod cli;
+mod devices;
+mod download;
 mod error;
 pub mod generate;
 pub mod hub;
@@ -56,7 +58,7 @@ pub fn main<F: ModelFamily>() -> ExitCode {
 
 fn run<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
     let Some(args) = command.run_args() else {
-        return chat::serve().map(|()| ExitCode::SUCCESS);
+        return run_command::<F>(command);
     };
     if let Placement::Launched(launch) = placement(&args.config())?
         && launch.rank > 0
@@ -83,6 +85,8 @@ fn run_command<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
         Command::Batch(args) => return batch::run::<F>(args),
         Command::Parity(args) => return run_parity::<F>(args),
         Command::Bench(args) => bench::run::<F>(args)?,
+        Command::Download(args) => return download::run::<F>(args),
+        Command::ListDevices => devices::run()?,
         Command::RenderChatTemplates => chat::serve()?,
     }
     Ok(ExitCode::SUCCESS)

@@ -174,3 +174,37 @@ fn no_weight_is_downloaded_to_chat_without_a_template() {
     let seen = hub.server.seen();
     assert!(seen.iter().all(|r| !r.path.contains("model.safetensors")), "{seen:?}");
 }
+
+#[test]
+fn download_prints_the_folder_and_check_finds_damage() {
+    let hub = Hub::new("sharded");
+    let unfinished = hub.run(&["download", "org/tiny", "--check"]);
+    assert_eq!(unfinished.status.code(), Some(1));
+    assert!(
+        text(&unfinished.stderr).contains("run `download org/tiny@main`"),
+        "{}",
+        text(&unfinished.stderr)
+    );
+    let output = hub.run(&["download", "org/tiny"]);
+    let stderr = text(&output.stderr);
+    assert!(output.status.success() && stderr.contains("downloading 3 files: "), "{stderr}");
+    let dir = PathBuf::from(text(&output.stdout).trim_end());
+    assert!(dir.join("model-00002-of-00003.safetensors").exists(), "{}", dir.display());
+    let whole = hub.run(&["download", "org/tiny", "--check"]);
+    assert!(whole.status.success() && text(&whole.stderr).contains("4 files are whole"), "{whole:?}");
+    std::fs::write(dir.join("model-00002-of-00003.safetensors"), b"cut").unwrap();
+    let damaged = hub.run(&["download", "org/tiny", "--check"]);
+    assert_eq!(damaged.status.code(), Some(1));
+    let stderr = text(&damaged.stderr);
+    assert!(stderr.contains("model-00002-of-00003.safetensors: damaged: expected SHA-256"), "{stderr}");
+    let folder = run(&["download", dir.to_str().unwrap()], &[]);
+    assert_eq!(folder.status.code(), Some(2), "{folder:?}");
+}
+
+#[test]
+fn devices_are_listed() {
+    let output = run(&["list-devices"], &[]);
+    let lines = text(&output.stdout);
+    assert!(output.status.success() && lines.starts_with("cpu: "), "{lines}");
+    assert!(lines.contains("\ncuda"), "{lines}");
+}

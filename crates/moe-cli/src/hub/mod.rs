@@ -7,6 +7,7 @@
 //! each file of the checkpoint for its hash and its bytes, so that a branch that moves meanwhile
 //! cannot mix two commits.
 
+mod check;
 mod client;
 mod download;
 mod env;
@@ -25,6 +26,8 @@ use anyhow::{Context, Result, anyhow};
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};
 use moe_engine::usage;
 use tracing::warn;
+
+pub use check::Report;
 
 use client::{Client, RepoInfo};
 use download::Download;
@@ -75,6 +78,15 @@ pub fn locate(model: &str) -> Result<Located> {
 /// The folder of a model with all its files; see [`locate`].
 pub fn resolve(model: &str) -> Result<PathBuf> {
     locate(model)?.weights()
+}
+
+/// Checks the copy of a model of the hub in the cache: whether a file lacks or is damaged.
+///
+/// # Errors
+/// A malformed name, or a folder; no finished download of that name.
+pub fn check(model: &str) -> Result<Report> {
+    let name = ModelName::parse(model).map_err(|reason| usage(format!("{model}: {reason}")))?;
+    check::check(&name, &Settings::from_env()?)
 }
 
 impl Located {

@@ -1,6 +1,7 @@
 //! The hub module against a server on this machine.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
+mod check;
 mod errors;
 mod resume;
 mod server;
