@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use crate::cli::BenchArgs;
 use crate::cli::version::COMMIT;
 use crate::output::write_json;
+use crate::preflight::Asks;
 use crate::roofline;
 use crate::session::{self, Model};
 
@@ -39,7 +40,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
         Some(config) => Model::Random(config),
         None => Model::Checkpoint(args.model.as_deref()),
     };
-    let session = session::open::<F>(model, &args.run, false)?;
+    let session = session::open::<F>(model, &args.run, false, &Asks::default())?;
     let sizes = Sizes::new(args, session.model.info().max_context_len);
     check_sizes(args, &sizes, session.model.info())?;
     let default = EngineConfig::for_device(&session.ex).max_num_batched_tokens;

@@ -3,6 +3,7 @@
 mod arrange;
 mod dtype;
 mod help;
+mod model_args;
 mod sampling;
 #[cfg(test)]
 mod tests;
@@ -21,6 +22,7 @@ use crate::parallel::ParallelArgs;
 use crate::session::Model;
 use dtype::DtypeChoice;
 
+pub use model_args::DownloadArgs;
 pub use sampling::SamplingArgs;
 
 /// Text from Mixture-of-Experts models. Without a subcommand the program generates.
@@ -44,6 +46,10 @@ pub enum Command {
     Parity(ParityArgs),
     /// Time prefill and decode.
     Bench(BenchArgs),
+    /// Fetch a checkpoint into the hub's cache and print its folder, or check what is there.
+    Download(DownloadArgs),
+    /// List the devices of this machine.
+    ListDevices,
     /// Render chat templates for the program that starts this one.
     #[command(name = moe_engine::chat::RENDER_COMMAND, hide = true)]
     RenderChatTemplates,
@@ -71,7 +77,7 @@ impl Command {
             Self::Batch(args) => Some(&args.answer.run),
             Self::Parity(args) => Some(&args.run),
             Self::Bench(args) => Some(&args.run),
-            Self::RenderChatTemplates => None,
+            Self::Download(_) | Self::ListDevices | Self::RenderChatTemplates => None,
         }
     }
 
@@ -84,7 +90,7 @@ impl Command {
             Self::Chat(args) => args.answer.model.as_deref(),
             Self::Batch(args) => args.answer.model.as_deref(),
             Self::Parity(args) => Some(args.model.as_str()),
-            Self::RenderChatTemplates => None,
+            Self::Download(_) | Self::ListDevices | Self::RenderChatTemplates => None,
         };
         (Model::Checkpoint(name), false)
     }

@@ -5,6 +5,8 @@ pub mod batch;
 pub mod bench;
 pub mod chat_command;
 pub mod cli;
+mod devices;
+mod download;
 mod error;
 pub mod generate;
 pub mod hub;
@@ -14,6 +16,7 @@ pub mod options;
 mod output;
 pub mod parallel;
 pub mod parity;
+pub mod preflight;
 pub mod profile;
 mod prompt;
 mod roofline;
@@ -28,6 +31,7 @@ use moe_engine::{ModelFamily, UsageError, chat, usage};
 
 use cli::{Cli, Command, ParityArgs};
 use output::write_json;
+use preflight::Asks;
 use profile::Profile;
 use session::Model;
 
@@ -50,7 +54,7 @@ pub fn main<F: ModelFamily>() -> ExitCode {
 
 fn run<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
     let Some(args) = command.run_args() else {
-        return chat::serve().map(|()| ExitCode::SUCCESS);
+        return run_command::<F>(command);
     };
     if let Placement::Launched(launch) = placement(&args.config())?
         && launch.rank > 0
@@ -58,7 +62,8 @@ fn run<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
         log::start_follower(args)?;
         interrupt::ignore()?;
         let (model, check_weights) = command.model();
-        return session::serve::<F>(model, args, check_weights).map(|()| ExitCode::SUCCESS);
+        return session::serve::<F>(model, args, check_weights, &Asks::of(command))
+            .map(|()| ExitCode::SUCCESS);
     }
     let profile = log::start_driver(args)?;
     let code = run_command::<F>(command)?;
@@ -73,6 +78,8 @@ fn run_command<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
         Command::Batch(args) => return batch::run::<F>(args),
         Command::Parity(args) => return run_parity::<F>(args),
         Command::Bench(args) => bench::run::<F>(args)?,
+        Command::Download(args) => return download::run::<F>(args),
+        Command::ListDevices => devices::run()?,
         Command::RenderChatTemplates => chat::serve()?,
     }
     Ok(ExitCode::SUCCESS)
@@ -82,7 +89,8 @@ fn run_parity<F: ModelFamily>(args: &ParityArgs) -> Result<ExitCode> {
     if args.run.parallel.dp > 1 {
         return Err(usage("parity runs the reference's tokens on one data-parallel group; use --dp 1"));
     }
-    let mut session = session::open::<F>(Model::Checkpoint(Some(&args.model)), &args.run, false)?;
+    let mut session =
+        session::open::<F>(Model::Checkpoint(Some(&args.model)), &args.run, false, &Asks::default())?;
     let report = parity::compare(session.model.as_ref(), &args.reference, &mut session.ex)?;
     session.finish()?;
     write_json(args.json.as_deref(), &report)?;

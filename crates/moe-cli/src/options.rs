@@ -1,8 +1,10 @@
 //! Flags and `generation_config.json` to what the engine understands.
 
+use std::path::Path;
+
 use anyhow::{Context, Result, bail, ensure};
 use model_runtime::config::limits;
-use model_runtime::{Exec, SamplingParams};
+use model_runtime::{Config, Exec, SamplingParams};
 use moe_engine::chat::{self, ChatFiles, ChatTemplate};
 use moe_engine::engine::{EngineConfig, ExpertCounts, Request};
 use moe_engine::{Session, usage};
@@ -35,6 +37,16 @@ pub fn engine_config(args: &EngineArgs, ex: &Exec) -> EngineConfig {
 /// requests of one run apart: their seeds derive from it.
 pub fn request_defaults(args: &SamplingArgs, session: &Session, name: &str) -> Result<Request> {
     let config = session.checkpoint.as_ref().and_then(|c| c.generation_config.as_ref());
+    let mut request = request_of(args, config, name)?;
+    request.sampling.validate(session.model.info().vocab_size).map_err(|e| usage(e.to_string()))?;
+    if let Some(checkpoint) = &session.checkpoint {
+        request.eos_token_ids = checkpoint.eos_token_ids()?;
+    }
+    Ok(request)
+}
+
+/// The same before there is a model: nothing is checked against one.
+pub fn request_of(args: &SamplingArgs, config: Option<&Config>, name: &str) -> Result<Request> {
     let mut sampling = match config {
         Some(config) => SamplingParams::from_generation_config(config)?,
         None => SamplingParams::default(),
@@ -51,16 +63,10 @@ pub fn request_defaults(args: &SamplingArgs, session: &Session, name: &str) -> R
     }
     sampling.logit_bias = args.logit_bias.clone();
     sampling.seed = model_runtime::sampling::request_seed(args.seed, name);
-    sampling.validate(session.model.info().vocab_size).map_err(|e| usage(e.to_string()))?;
-    let eos_token_ids = match &session.checkpoint {
-        Some(checkpoint) => checkpoint.eos_token_ids()?,
-        None => Vec::new(),
-    };
     Ok(Request {
         sampling,
         max_tokens: Some(args.max_new_tokens.unwrap_or(MAX_NEW_TOKENS)),
         min_tokens: args.min_tokens,
-        eos_token_ids,
         ignore_eos: args.ignore_eos,
         stop_token_ids: args.stop_token_ids.clone(),
         stop: args.stops(),
@@ -87,10 +93,14 @@ pub fn api_defaults(args: &SamplingArgs, session: &Session) -> Result<Request> {
     Ok(request)
 }
 
-/// The chat template that the flags name, else the checkpoint's, if it has one. A checkpoint may be
-/// anybody's: it is rendered in a process of its own.
+/// The chat template that the flags name, else the checkpoint's, if it has one.
 pub fn chat_template(args: &TemplateArgs, session: &Session) -> Result<Option<ChatTemplate>> {
-    let dir = session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir());
+    chat_template_in(args, session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir()))
+}
+
+/// The chat template that the flags name, else that of a checkpoint's folder. A checkpoint may be
+/// anybody's: it is rendered in a process of its own.
+pub fn chat_template_in(args: &TemplateArgs, dir: Option<&Path>) -> Result<Option<ChatTemplate>> {
     let program = chat::this_program().context("cannot find this program, which renders chat templates")?;
     match (&args.chat_template, dir) {
         (Some(file), dir) => {

@@ -3,14 +3,15 @@
 use std::path::Path;
 
 use anyhow::Result;
-use model_runtime::{Checkpoint, Config};
+use model_runtime::Checkpoint;
 use moe_engine::explain::Explanation;
+use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Run, RunConfig, Session, Weights, usage};
 use serde_json::Value;
 
 use crate::cli::RunArgs;
-use crate::hub;
 use crate::output::write_json;
+use crate::preflight::{self, Asks, Checked, Source};
 
 /// The model of a command.
 #[derive(Clone, Copy)]
@@ -22,9 +23,17 @@ pub enum Model<'a> {
 }
 
 /// Opens the model of a command, on the process that runs it.
-pub fn open<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool) -> Result<Session> {
-    let (run, weights) = start::<F>(model, args, check_weights)?;
-    let session = run.session::<F>(weights)?;
+pub fn open<F: ModelFamily>(
+    model: Model,
+    args: &RunArgs,
+    check_weights: bool,
+    asks: &Asks,
+) -> Result<Session> {
+    let Started { run, weights, tokenizer } = start::<F>(model, args, check_weights, asks)?;
+    let mut session = run.session::<F>(weights)?;
+    if let Some(tokenizer) = tokenizer {
+        session.keep_tokenizer(tokenizer);
+    }
     if let Some(file) = &args.explain_backends {
         explain(&session, file.as_deref())?;
     }
@@ -47,23 +56,37 @@ fn explain(session: &Session, file: Option<&Path>) -> Result<()> {
 }
 
 /// Runs this process's rank of the command until rank 0's ends it.
-pub fn serve<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool) -> Result<()> {
-    let (run, weights) = start::<F>(model, args, check_weights)?;
+pub fn serve<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool, asks: &Asks) -> Result<()> {
+    let Started { run, weights, .. } = start::<F>(model, args, check_weights, asks)?;
     run.serve::<F>(weights)
 }
 
-fn start<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool) -> Result<(Run, Weights)> {
+/// A run, and what it loads.
+struct Started {
+    run: Run,
+    weights: Weights,
+    tokenizer: Option<Tokenizer>,
+}
+
+/// Checks first, on every rank, so that no rank downloads what another one refuses.
+fn start<F: ModelFamily>(model: Model, args: &RunArgs, check_weights: bool, asks: &Asks) -> Result<Started> {
     let config = RunConfig { check_weights, ..args.config() };
-    match model {
-        Model::Checkpoint(Some(name)) => {
-            let run = Run::start(&config, name)?;
-            Ok((run, Weights::Checkpoint(Checkpoint::open(hub::resolve(name)?)?)))
-        }
-        Model::Checkpoint(None) if F::embedded().is_none() => Err(no_model()),
-        Model::Checkpoint(None) => Ok((Run::start(&config, "embedded")?, Weights::Embedded)),
-        Model::Random(path) => {
-            let random = Weights::Random(Config::read(path)?);
-            Ok((Run::start(&config, &path.to_string_lossy())?, random))
+    let Checked { source, tokenizer } = preflight::check::<F>(model, args, asks)?;
+    let run = Run::start(&config, &model.name())?;
+    let weights = match source {
+        Source::Checkpoint(located) => Weights::Checkpoint(Checkpoint::open(located.weights()?)?),
+        Source::Embedded => Weights::Embedded,
+        Source::Random(config) => Weights::Random(config),
+    };
+    Ok(Started { run, weights, tokenizer })
+}
+
+impl Model<'_> {
+    /// What the ranks of a run call it.
+    fn name(&self) -> String {
+        match self {
+            Self::Checkpoint(name) => name.unwrap_or("embedded").to_string(),
+            Self::Random(path) => path.to_string_lossy().into_owned(),
         }
     }
 }

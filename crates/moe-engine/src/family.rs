@@ -8,6 +8,8 @@ use model_runtime::{
 };
 use moe_layer::{BackendSelection, MoePath};
 
+use crate::device::DeviceChoice;
+
 /// What the command line says about how a model is built. A family refuses, by name, what it does
 /// not have.
 #[derive(Clone, Debug, Default)]
@@ -77,8 +79,17 @@ pub trait ModelFamily {
     /// The parsed config.
     type Config: Sync;
 
+    /// The `model_type` of its configs.
+    const MODEL_TYPE: &'static str;
+
     /// Reads and validates `config.json`.
     fn config(config: &Config) -> Result<Self::Config, ConfigError>;
+
+    /// What the family does not have of what a run asks for, by the flag's name; asked before anything is loaded.
+    fn refuse(options: &LoadOptions, device: DeviceChoice) -> Option<&'static str> {
+        let _ = (options, device);
+        None
+    }
 
     /// The tensors that a checkpoint of this config has, and the parts of them that the rank of this
     /// geometry holds. `has` tells which names are present, for layouts that differ in them.

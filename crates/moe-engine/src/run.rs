@@ -68,7 +68,18 @@ impl Run {
         }
         let Self { config, processes, .. } = self;
         let parallel = config.parallel;
-        Ok(Session { model, ex, world, replicas, parallel, processes, checkpoint, tokenizer, backend })
+        Ok(Session {
+            model,
+            ex,
+            world,
+            replicas,
+            parallel,
+            processes,
+            checkpoint,
+            tokenizer,
+            read_tokenizer: None,
+            backend,
+        })
     }
 
     /// Loads this process's rank and runs what rank 0's process sends, until that says stop.

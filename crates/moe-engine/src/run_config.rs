@@ -77,7 +77,7 @@ impl RunConfig {
     ///
     /// # Errors
     /// A [`UsageError`](crate::UsageError).
-    pub(crate) fn check(&self) -> Result<()> {
+    pub fn check(&self) -> Result<()> {
         let ranks = self.parallel.geometry(0).map_err(|e| usage(e.to_string()))?.world_size;
         self.device.check(ranks)?;
         self.device.check_invariant(self.batch_invariant, ranks)

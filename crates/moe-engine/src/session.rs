@@ -28,6 +28,8 @@ pub struct Session {
     pub(crate) processes: Option<Processes>,
     /// The embedded tokenizer.
     pub(crate) tokenizer: Option<&'static [u8]>,
+    /// The tokenizer, where it was read before the model.
+    pub(crate) read_tokenizer: Option<Tokenizer>,
 }
 
 impl Session {
@@ -71,8 +73,16 @@ impl Session {
         self.processes.take().map_or(Ok(()), Processes::finish)
     }
 
+    /// Keeps the checkpoint's tokenizer, which somebody has read already.
+    pub fn keep_tokenizer(&mut self, tokenizer: Tokenizer) {
+        self.read_tokenizer = Some(tokenizer);
+    }
+
     /// The checkpoint's tokenizer.
     pub fn tokenizer(&self) -> Result<Tokenizer> {
+        if let Some(tokenizer) = &self.read_tokenizer {
+            return Ok(tokenizer.clone());
+        }
         tokenizer(self.checkpoint.as_ref(), self.tokenizer)
     }
 }

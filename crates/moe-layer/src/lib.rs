@@ -26,8 +26,8 @@ pub use moe_chunking::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 pub use moe_comm::{Communicator, Geometry, ParallelConfig, ParallelGroups, RowParallel};
 pub use moe_dispatch::{LocalExperts, NoEp, PrepareFinalize, WhoAdds};
 pub use moe_experts::{
-    ExpertWeights, Experts, ExpertsShape, Fusion, LoadSpec, Machine, MonolithicCall, MonolithicExperts,
-    MonolithicForm, MonolithicKernels, OracleError, Reason, Rejected, Reservation,
+    Backend, ExpertWeights, Experts, ExpertsShape, Fusion, LoadSpec, Machine, MonolithicCall,
+    MonolithicExperts, MonolithicForm, MonolithicKernels, OracleError, Reason, Rejected, Reservation,
     Selection as BackendSelection, Stage, build as build_experts, build_batched as build_batched_experts,
     select as select_backend,
 };

@@ -2,18 +2,26 @@
 
 use candle_nn::VarBuilder;
 use model_runtime::{Config, ConfigError, Geometry, GeometryError, TensorLayout};
-use moe_engine::{Embedded, LoadOptions, LoadedModel, ModelFamily};
+use moe_engine::{DeviceChoice, Embedded, LoadOptions, LoadedModel, ModelFamily};
 use moe_layer::MoePath;
 use tracing::warn;
 
 use crate::config::DeepseekV2Config;
 use crate::model;
 
+const CPU_ONLY: &str = "DeepSeek-V2 runs on the CPU only so far; leave --device out";
+
 /// The family that `model-deepseekv2-legacy` runs.
 pub struct DeepseekV2Family;
 
 impl ModelFamily for DeepseekV2Family {
     type Config = DeepseekV2Config;
+
+    const MODEL_TYPE: &'static str = "deepseek_v2";
+
+    fn refuse(_: &LoadOptions, device: DeviceChoice) -> Option<&'static str> {
+        (device != DeviceChoice::Cpu).then_some(CPU_ONLY)
+    }
 
     fn config(config: &Config) -> Result<DeepseekV2Config, ConfigError> {
         DeepseekV2Config::new(config)
@@ -41,7 +49,7 @@ impl ModelFamily for DeepseekV2Family {
         vb: VarBuilder,
     ) -> candle_core::Result<LoadedModel> {
         if !vb.device().is_cpu() {
-            candle_core::bail!("DeepSeek-V2 runs on the CPU only so far; leave --device out")
+            candle_core::bail!("{CPU_ONLY}")
         }
         // Once, and not by every rank.
         if options.context.geometry.rank == 0 {

@@ -94,9 +94,13 @@ fn wrong_choices_are_named() {
     with(&["--moe-path", "quick"], 2, &["--moe-path", "quick", "fused or legacy"]);
     with(&["--mla", "folded"], 2, &["--mla", "folded", "absorbed or naive"]);
     with(&["--moe-backend", "cpu"], 1, &["legacy expert path has no backends", "cpu"]);
-    with(&["--moe-path", "fused", "--moe-backend", "warp"], 1, &["warp", "cpu"]);
+    with(&["--moe-path", "fused", "--moe-backend", "warp"], 2, &["warp", "cpu"]);
     let qwen = fixture("text");
-    fails(&["--model", qwen.to_str().unwrap(), "--prompt", "x"], 1, &["qwen3_moe", "deepseek_v2"]);
+    fails(
+        &["--model", qwen.to_str().unwrap(), "--prompt", "x"],
+        1,
+        &["qwen3_moe", "deepseek_v2", "model-qwen3moe"],
+    );
 }
 
 #[test]

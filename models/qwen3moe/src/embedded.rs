@@ -4,17 +4,25 @@
 
 use candle_nn::VarBuilder;
 use model_runtime::{Config, ConfigError, Geometry, GeometryError, TensorLayout};
-use moe_engine::{Embedded, LoadOptions, LoadedModel, ModelFamily};
+use moe_engine::{DeviceChoice, Embedded, LoadOptions, LoadedModel, ModelFamily};
 use moe_layer::MoePath;
 
 use crate::config::Qwen3MoeConfig;
 use crate::model;
+
+const NO_MLA: &str = "--mla: Qwen3-MoE has no multi-head latent attention; leave the flag out";
 
 /// The family that `model-qwen3moe` runs.
 pub struct Qwen3MoeFamily;
 
 impl ModelFamily for Qwen3MoeFamily {
     type Config = Qwen3MoeConfig;
+
+    const MODEL_TYPE: &'static str = "qwen3_moe";
+
+    fn refuse(options: &LoadOptions, _: DeviceChoice) -> Option<&'static str> {
+        options.mla.map(|_| NO_MLA)
+    }
 
     fn config(config: &Config) -> Result<Qwen3MoeConfig, ConfigError> {
         Qwen3MoeConfig::new(config)
@@ -42,7 +50,7 @@ impl ModelFamily for Qwen3MoeFamily {
         vb: VarBuilder,
     ) -> candle_core::Result<LoadedModel> {
         if options.mla.is_some() {
-            candle_core::bail!("--mla: Qwen3-MoE has no multi-head latent attention; leave the flag out")
+            candle_core::bail!("{NO_MLA}")
         }
         let options = options.decoder(MoePath::Fused);
         let (model, selection) = model::load(config, &options, vb)?;

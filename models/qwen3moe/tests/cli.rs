@@ -20,6 +20,11 @@ fn fails(args: &[&str], code: i32, words: &[&str]) {
     PROGRAM.fails(args, code, words);
 }
 
+/// Gives a model without a tokenizer one: without it, no weight is looked at.
+fn with_tokenizer(model: &Copied) {
+    fs::copy(fixture("text").join("tokenizer.json"), model.path("tokenizer.json")).unwrap();
+}
+
 /// A model that cannot be run, and why.
 fn unusable(model: &Copied, words: &[&str]) {
     fails(&["--model", model.dir(), "--prompt", "x"], 1, words);
@@ -81,7 +86,7 @@ fn wrong_calls_are_usage_errors() {
     fails(&["--prompt", "x", "--block-size", "0"], 2, &["--block-size"]);
     fails(&["--prompt", "x", "--max-model-len", "100000"], 2, &["--max-model-len", "512"]);
     fails(&["--prompt", "x", "--model", "/no/such/folder"], 2, &["/no/such/folder"]);
-    fails(&["--prompt", "x", "--moe-backend", "warp"], 1, &["warp", "cpu"]);
+    fails(&["--prompt", "x", "--moe-backend", "warp"], 2, &["--moe-backend warp", "cpu"]);
     fails(&["--prompt", "x", "--moe-backend", "cpu_batched"], 1, &["cpu_batched", "BatchedExperts"]);
 }
 
@@ -135,6 +140,7 @@ fn every_mismatch_is_in_one_message() {
 #[test]
 fn a_missing_shard_is_named() {
     let model = Copied::new("sharded");
+    with_tokenizer(&model);
     let shard = fs::read_dir(model.dir())
         .unwrap()
         .map(|e| e.unwrap().path())
@@ -177,6 +183,7 @@ fn broken_configs_are_refused_before_anything_is_allocated() {
 #[test]
 fn not_finite_weights_are_reported_on_request() {
     let model = Copied::new("f32");
+    with_tokenizer(&model);
     let weights = model.path("model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     let end = bytes.len();
@@ -321,4 +328,35 @@ fn parity_names_the_first_tensor_that_differs() {
         report["failures"][0].as_str().unwrap().contains("is the first tensor that differs"),
         "{report:#}"
     );
+}
+
+#[test]
+fn other_formats_and_other_programs_models_are_named() {
+    let deepseek = fixture("deepseek-text");
+    let args = ["--prompt", "x", "--model"];
+    let words = ["deepseek_v2", "model-deepseekv2-legacy runs \"deepseek_v2\""];
+    fails(&[&args[..], &[deepseek.to_str().unwrap()]].concat(), 1, &words);
+    let dir = tempfile::tempdir().unwrap();
+    let gguf = dir.path().join("tiny-q4.gguf");
+    fs::write(&gguf, b"GGUF").unwrap();
+    let words = ["tiny-q4.gguf is a GGUF file", "safetensors", "llama.cpp"];
+    fails(&[&args[..], &[gguf.to_str().unwrap()]].concat(), 2, &words);
+    let words = ["weights only as GGUF files (tiny-q4.gguf)", "llama.cpp"];
+    fails(&[&args[..], &[dir.path().to_str().unwrap()]].concat(), 1, &words);
+    let weights = fixture("text").join("model.safetensors");
+    fails(&[&args[..], &[weights.to_str().unwrap()]].concat(), 2, &["is a file", "name its folder"]);
+}
+
+#[test]
+fn a_wrong_flag_is_found_before_weights_are_read() {
+    let model = Copied::new("text");
+    fs::write(model.path("model.safetensors"), b"").unwrap();
+    for (flags, words) in [
+        (&["--max-new-tokens", "0"][..], &["--max-new-tokens 0"][..]),
+        (&["--stop", ""], &["--stop \"\""]),
+        (&["--temperature", "-1"], &["temperature"]),
+        (&["--moe-backend", "warp"], &["--moe-backend warp"]),
+    ] {
+        fails(&[&["--model", model.dir(), "--prompt", "x"], flags].concat(), 2, words);
+    }
 }

@@ -124,9 +124,9 @@ fn wrong_values_are_named() {
     }
     for (args, words) in [
         (["--min-tokens", "500"], "min_tokens"),
-        (["--max-new-tokens", "0"], "max_tokens must be at least 1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0: expected at least 1"),
     ] {
         let (code, _, stderr) = run(&args);
-        assert!(code == Some(1) && stderr.contains(words), "{args:?}: {stderr}");
+        assert!(code == Some(2) && stderr.contains(words), "{args:?}: {stderr}");
     }
 }

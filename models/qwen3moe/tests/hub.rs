@@ -5,15 +5,16 @@
 #[path = "../../../crates/moe-cli/src/hub/tests/server.rs"]
 mod server;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use serde_json::json;
 use server::{Act, Server};
 
-/// Runs the program on a model with these variables and no others of the hub.
-fn generate(model: &str, vars: &[(&str, &str)]) -> Output {
+/// Runs the program with these variables and no others of the hub.
+fn run(args: &[&str], vars: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
-    command.args(["--model", model, "--prompt", "the", "--max-new-tokens", "12", "--temperature", "0"]);
+    command.args(args);
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("HF_") {
             command.env_remove(name);
@@ -22,13 +23,59 @@ fn generate(model: &str, vars: &[(&str, &str)]) -> Output {
     command.envs(vars.iter().copied()).output().unwrap()
 }
 
+fn generate(model: &str, vars: &[(&str, &str)]) -> Output {
+    run(&["--model", model, "--prompt", "the", "--max-new-tokens", "12", "--temperature", "0"], vars)
+}
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(name)
+}
+
+/// A hub with a model, and a user who has nothing of it.
+struct Hub {
+    server: Server,
+    home: tempfile::TempDir,
+}
+
+impl Hub {
+    fn new(name: &str) -> Self {
+        Self { server: Server::of_folder(&fixture(name)), home: tempfile::tempdir().unwrap() }
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        let url = self.server.url();
+        run(args, &[("HF_HOME", self.home.path().to_str().unwrap()), ("HF_ENDPOINT", &url)])
+    }
+
+    /// Another value in the model's config.json.
+    fn config(&self, key: &str, value: serde_json::Value) {
+        let text = std::fs::read(fixture("text").join("config.json")).unwrap();
+        let mut config: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        config[key] = value;
+        self.server.put("config.json", config.to_string().as_bytes());
+    }
+
+    /// Runs, and expects this exit code, these words on stderr, and that no weight was asked for.
+    fn refuses(&self, args: &[&str], code: i32, words: &[&str]) {
+        let output = self.run(args);
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {stderr}");
+        assert!(words.iter().all(|word| stderr.contains(word)), "{words:?} in {stderr}");
+        let seen = self.server.seen();
+        assert!(
+            seen.iter().all(|r| !r.path.contains(".safetensors") && !r.path.contains("/storage/")),
+            "{seen:?}"
+        );
+    }
+}
+
 fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
 #[test]
 fn a_model_of_the_hub_generates_what_its_folder_does() {
-    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/text");
+    let fixture = fixture("text");
     let expected = generate(fixture.to_str().unwrap(), &[]).stdout;
     assert!(!expected.is_empty());
 
@@ -55,4 +102,109 @@ fn a_model_of_the_hub_generates_what_its_folder_does() {
     let missing = generate("org/tiny@v2", &offline);
     assert_eq!(missing.status.code(), Some(1));
     assert!(text(&missing.stderr).contains("org/tiny@v2 was never downloaded"), "{}", text(&missing.stderr));
+}
+
+#[test]
+fn no_weight_is_downloaded_for_a_checkpoint_that_cannot_be_run() {
+    let hub = Hub::new("text");
+    let args = ["--model", "org/tiny", "--prompt", "x"];
+    for (key, value, words) in [
+        ("quantization_config", json!({"quant_method": "awq"}), &["awq", "original float dtype"][..]),
+        ("model_type", json!("llama"), &["llama", "qwen3_moe", "model-deepseekv2-legacy runs"]),
+        ("model_type", json!("deepseek_v2"), &["model-deepseekv2-legacy runs \"deepseek_v2\""]),
+        ("model_type", json!(null), &["`model_type` is missing", "model-qwen3moe runs"]),
+        ("hidden_size", json!(null), &["hidden_size", "config.json"]),
+        ("num_experts_per_tok", json!(1000), &["num_experts_per_tok"]),
+    ] {
+        // Every time another file, which the cache lacks.
+        let hub = Hub::new("text");
+        hub.config(key, value);
+        hub.refuses(&args, 1, words);
+    }
+    hub.server.put("generation_config.json", br#"{"do_sample": true, "temperature": -2}"#);
+    hub.refuses(&args, 1, &["generation_config.json", "temperature", "-2"]);
+    let hub = Hub::new("text");
+    hub.server.put("tokenizer.json", b"[]");
+    hub.refuses(&args, 1, &["tokenizer.json is not a tokenizer"]);
+    let hub = Hub::new("text");
+    hub.server.remove("tokenizer.json");
+    hub.refuses(&args, 1, &["tokenizer.json", "needs the checkpoint's tokenizer"]);
+    let hub = Hub::new("text");
+    for file in ["model.safetensors", "reference.safetensors", "config.json"] {
+        hub.server.remove(file);
+    }
+    hub.server.put("tiny-q4.gguf", b"GGUF");
+    hub.refuses(
+        &args,
+        1,
+        &["org/tiny@main", "only as GGUF files (tiny-q4.gguf)", "safetensors", "llama.cpp"],
+    );
+}
+
+#[test]
+fn no_weight_is_downloaded_for_a_wrong_flag() {
+    let hub = Hub::new("text");
+    for (flags, words) in [
+        (&["--temperature", "-1"][..], &["temperature", "-1"][..]),
+        (&["--max-new-tokens", "0"], &["--max-new-tokens 0", "at least 1"]),
+        (&["--stop", ""], &["--stop \"\"", "not empty"]),
+        (&["--min-tokens", "9", "--max-new-tokens", "8"], &["min_tokens", "max_tokens = 8"]),
+        (&["--logit-bias", "99999999=1"], &["logit_bias", "99999999"]),
+        (&["-n", "0"], &["n must be from 1"]),
+        (&["--moe-backend", "warp"], &["--moe-backend warp", "cpu_batched"]),
+        (&["--device", "cuda:99"], &["cuda"]),
+        (&["--mla", "naive"], &["--mla", "no multi-head latent attention"]),
+        (&["--max-num-seqs", "0"], &["--max-num-seqs"]),
+        (&["--max-model-len", "1000000000"], &["--max-model-len 1000000000", "the context of the model"]),
+    ] {
+        hub.refuses(&[&["--model", "org/tiny", "--prompt", "x"], flags].concat(), 2, words);
+    }
+}
+
+#[test]
+fn no_weight_is_downloaded_to_chat_without_a_template() {
+    let hub = Hub::new("text");
+    let chat = ["chat", "--model", "org/tiny"];
+    hub.server.put("tokenizer_config.json", b"{}");
+    hub.refuses(&chat, 1, &["org/tiny has no chat template", "--chat-template FILE"]);
+    hub.server.put("chat_template.jinja", b"{% if %}");
+    let output = hub.run(&chat);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("chat template"), "{}", text(&output.stderr));
+    let seen = hub.server.seen();
+    assert!(seen.iter().all(|r| !r.path.contains("model.safetensors")), "{seen:?}");
+}
+
+#[test]
+fn download_prints_the_folder_and_check_finds_damage() {
+    let hub = Hub::new("sharded");
+    let unfinished = hub.run(&["download", "org/tiny", "--check"]);
+    assert_eq!(unfinished.status.code(), Some(1));
+    assert!(
+        text(&unfinished.stderr).contains("run `download org/tiny@main`"),
+        "{}",
+        text(&unfinished.stderr)
+    );
+    let output = hub.run(&["download", "org/tiny"]);
+    let stderr = text(&output.stderr);
+    assert!(output.status.success() && stderr.contains("downloading 3 files: "), "{stderr}");
+    let dir = PathBuf::from(text(&output.stdout).trim_end());
+    assert!(dir.join("model-00002-of-00003.safetensors").exists(), "{}", dir.display());
+    let whole = hub.run(&["download", "org/tiny", "--check"]);
+    assert!(whole.status.success() && text(&whole.stderr).contains("4 files are whole"), "{whole:?}");
+    std::fs::write(dir.join("model-00002-of-00003.safetensors"), b"cut").unwrap();
+    let damaged = hub.run(&["download", "org/tiny", "--check"]);
+    assert_eq!(damaged.status.code(), Some(1));
+    let stderr = text(&damaged.stderr);
+    assert!(stderr.contains("model-00002-of-00003.safetensors: damaged: expected SHA-256"), "{stderr}");
+    let folder = run(&["download", dir.to_str().unwrap()], &[]);
+    assert_eq!(folder.status.code(), Some(2), "{folder:?}");
+}
+
+#[test]
+fn devices_are_listed() {
+    let output = run(&["list-devices"], &[]);
+    let lines = text(&output.stdout);
+    assert!(output.status.success() && lines.starts_with("cpu: "), "{lines}");
+    assert!(lines.contains("\ncuda"), "{lines}");
 }

@@ -37,6 +37,7 @@ use tracing::info;
 use crate::cli::BatchArgs;
 use crate::interrupt::Interrupt;
 use crate::options;
+use crate::preflight::Asks;
 use crate::session::{self, Model};
 
 use answer::{Choice, record};
@@ -62,8 +63,8 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records);
     }
     let interrupt = Interrupt::install()?;
-    let mut session =
-        session::open::<F>(Model::Checkpoint(args.answer.model.as_deref()), &args.answer.run, false)?;
+    let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_batch(args));
+    let mut session = session::open::<F>(model, &args.answer.run, false, &asks)?;
     let tokenizer = session.tokenizer()?;
     let config = options::engine_config(&args.answer.engine, &session.ex);
     let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;

@@ -19,6 +19,7 @@ use crate::error::describe;
 use crate::interrupt::Interrupt;
 use crate::options;
 use crate::output::print;
+use crate::preflight::{self, Asks};
 use crate::session::{self, Model};
 
 use conversation::Conversation;
@@ -34,16 +35,11 @@ A backslash at the end of a line continues it. Ctrl-C stops an answer.";
 
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
-    let mut session =
-        session::open::<F>(Model::Checkpoint(args.answer.model.as_deref()), &args.answer.run, false)?;
+    let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_chat(args));
+    let mut session = session::open::<F>(model, &args.answer.run, false, &asks)?;
     let tokenizer = session.tokenizer()?;
-    let template = options::chat_template(&args.answer.chat, &session)?.with_context(|| {
-        let name = args.answer.model.clone().unwrap_or_else(|| "the embedded checkpoint".to_string());
-        format!(
-            "{name} has no chat template (neither chat_template.jinja nor chat_template in tokenizer_config.json): \
-             supply one with --chat-template FILE, or use generate"
-        )
-    })?;
+    let template = options::chat_template(&args.answer.chat, &session)?
+        .with_context(|| preflight::no_template(args.answer.model.as_deref()))?;
     // One conversation; the blocks of its earlier turns are part of the newest prompt.
     let config = EngineConfig { max_num_seqs: 1, ..options::engine_config(&args.answer.engine, &session.ex) };
     let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;

@@ -15,6 +15,7 @@ use serde_json::json;
 use tracing::warn;
 
 use crate::cli::GenerateArgs;
+use crate::preflight::Asks;
 use crate::session::{self, Model, no_model};
 use crate::{options, prompt, routing};
 
@@ -23,8 +24,8 @@ use texts::Texts;
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     let prompts = prompts::<F>(args)?;
-    let mut session =
-        session::open::<F>(Model::Checkpoint(args.model.as_deref()), &args.run, args.check_weights)?;
+    let (model, asks) = (Model::Checkpoint(args.model.as_deref()), Asks::of_generate(args));
+    let mut session = session::open::<F>(model, &args.run, args.check_weights, &asks)?;
     let tokenizer = session.tokenizer()?;
     let requests = requests(args, &prompts, &session, &tokenizer)?;
     let context = session.model.info().max_context_len;

@@ -9,13 +9,14 @@ use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
+use indicatif::{HumanBytes, ProgressBar};
 use tracing::{info, warn};
 
-use super::client::Client;
+use super::client::{Client, FileInfo};
 use super::env::Settings;
 use super::failure::Failure;
 use super::name::ModelName;
+use super::progress::{FileProgress, Progress};
 
 /// Tries after the first one that get no further.
 const RETRIES: u32 = 4;
@@ -36,47 +37,76 @@ pub struct Download<'a> {
     pub folder: &'a Path,
 }
 
+/// A file that is not in the snapshot yet.
+struct Wanted<'f> {
+    file: &'f str,
+    url: String,
+    info: FileInfo,
+}
+
 impl Download<'_> {
     /// Path of a file in the snapshot, downloaded unless it is there.
     pub fn file(&self, file: &str) -> Result<PathBuf> {
-        let pointer = self.folder.join("snapshots").join(self.commit).join(file);
-        if pointer.exists() {
-            return Ok(pointer);
-        }
+        self.files(&[file])?;
+        Ok(self.pointer(file))
+    }
+
+    /// Downloads those of the files that are not in the snapshot.
+    pub fn files(&self, files: &[&str]) -> Result<()> {
+        let lacking = files.iter().filter(|file| !self.pointer(file).exists());
+        let wanted = lacking.map(|file| self.ask(file)).collect::<Result<Vec<_>>>()?;
+        let bytes = wanted.iter().map(|wanted| wanted.info.size).sum();
+        let progress = Progress::new(wanted.len(), bytes);
+        wanted.iter().try_for_each(|wanted| self.fetch(wanted, &progress))
+    }
+
+    fn pointer(&self, file: &str) -> PathBuf {
+        self.folder.join("snapshots").join(self.commit).join(file)
+    }
+
+    /// What the hub says of a file.
+    fn ask<'f>(&self, file: &'f str) -> Result<Wanted<'f>> {
         let url = self.client.url(self.name, self.commit, file);
-        let explain = |failure: Failure| failure.explain(self.name, Some(file), self.settings);
-        let info = self.retry(file, &ProgressBar::hidden(), || self.client.file(&url)).map_err(explain)?;
+        let info = self.retry(file, &ProgressBar::hidden(), || self.client.file(&url));
+        let info = info.map_err(|failure| failure.explain(self.name, Some(file), self.settings))?;
+        Ok(Wanted { file, url, info })
+    }
+
+    fn fetch(&self, wanted: &Wanted, progress: &Progress) -> Result<()> {
+        let Wanted { file, info, .. } = wanted;
         let blob = self.folder.join("blobs").join(&info.etag);
         make_parents(&blob)?;
         let _lock = self.lock(file, &info.etag)?;
         if fs::metadata(&blob).map(|m| m.len()).ok() != Some(info.size) {
             let path = blob.with_added_extension("incomplete");
-            self.fill(&path, info.size, &url, file).map_err(explain)?;
+            let filled = self.fill(&path, wanted, progress);
+            filled.map_err(|failure| failure.explain(self.name, Some(file), self.settings))?;
             fs::rename(&path, &blob).with_context(|| format!("cannot rename {}", path.display()))?;
         }
+        let pointer = self.pointer(file);
         make_parents(&pointer)?;
-        link(&blob, &pointer, file).with_context(|| format!("cannot create {}", pointer.display()))?;
-        Ok(pointer)
+        link(&blob, &pointer, file).with_context(|| format!("cannot create {}", pointer.display()))
     }
 
     /// Brings a file to its full size.
-    fn fill(&self, path: &Path, size: u64, url: &str, file: &str) -> Result<(), Failure> {
-        let mut partial = Partial::open(path, size)?;
-        let bar = bar(file, &partial);
-        while partial.len < size {
+    fn fill(&self, path: &Path, wanted: &Wanted, progress: &Progress) -> Result<(), Failure> {
+        let Wanted { file, url, info: FileInfo { size, .. } } = wanted;
+        let mut partial = Partial::open(path, *size)?;
+        let progress = progress.file(file, *size, partial.len);
+        while partial.len < *size {
             let before = partial.len;
-            self.retry(file, &bar, || match self.extend(&mut partial, url, &bar) {
+            self.retry(file, progress.bar(), || match self.extend(&mut partial, url, &progress) {
                 // A try that got further is not counted.
                 Err(Failure::Transient(_)) if partial.len > before => Ok(()),
                 result => result,
             })?;
         }
-        bar.finish();
+        progress.finish(*size);
         partial.file.sync_all().map_err(|e| partial.failed(e))
     }
 
     /// Appends what one answer holds.
-    fn extend(&self, partial: &mut Partial, url: &str, bar: &ProgressBar) -> Result<(), Failure> {
+    fn extend(&self, partial: &mut Partial, url: &str, progress: &FileProgress) -> Result<(), Failure> {
         let (start, mut body) = match self.client.bytes(url, partial.len) {
             Err(Failure::Refused(refusal)) if refusal.status == 416 => {
                 partial.restart()?;
@@ -87,7 +117,7 @@ impl Download<'_> {
         if start != partial.len {
             partial.restart()?;
         }
-        bar.set_position(partial.len);
+        progress.at(partial.len);
         let mut piece = vec![0; PIECE];
         while partial.len < partial.size {
             let (len, size) = (partial.len, partial.size);
@@ -96,7 +126,7 @@ impl Download<'_> {
                 Ok(n) => partial.append(&piece[..n])?,
                 Err(e) => return Err(Failure::Transient(format!("{e} after {len} of {size} bytes"))),
             }
-            bar.set_position(partial.len);
+            progress.at(partial.len);
         }
         Ok(())
     }
@@ -228,25 +258,4 @@ fn link(blob: &Path, pointer: &Path, file: &str) -> io::Result<()> {
     #[cfg(not(unix))]
     let _ = file;
     fs::rename(blob, pointer)
-}
-
-/// A progress bar on stderr, if that is a terminal; otherwise a line in the log.
-fn bar(file: &str, partial: &Partial) -> ProgressBar {
-    let bar = ProgressBar::new(partial.size).with_message(file.to_string());
-    let template = "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} {eta}";
-    let bar = match ProgressStyle::with_template(template) {
-        Ok(style) => bar.with_style(style.progress_chars("=> ")),
-        Err(_) => bar,
-    };
-    if bar.is_hidden() {
-        let rest = if partial.len > 0 {
-            format!(", {} of them here", HumanBytes(partial.len))
-        } else {
-            String::new()
-        };
-        info!("downloading {file}: {}{rest}", HumanBytes(partial.size));
-    }
-    bar.set_position(partial.len);
-    bar.reset_eta();
-    bar
 }

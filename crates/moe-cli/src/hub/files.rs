@@ -27,25 +27,35 @@ pub fn visit(
     has: &dyn Fn(&str) -> bool,
     fetch: &mut dyn FnMut(&str) -> Result<PathBuf>,
 ) -> Result<()> {
+    small(what, has)?.into_iter().try_for_each(|file| fetch(file).map(drop))?;
+    weights(what, has, fetch)?.iter().try_for_each(|file| fetch(file).map(drop))
+}
+
+/// The files that tell whether a checkpoint can be run, without its weights.
+pub fn small(what: &str, has: &dyn Fn(&str) -> bool) -> Result<Vec<&'static str>> {
     ensure!(has(CONFIG), "{what} has no {CONFIG}; expected a checkpoint in the layout of transformers");
-    fetch(CONFIG)?;
-    for file in OPTIONAL.into_iter().filter(|file| has(file)) {
-        fetch(file)?;
-    }
+    Ok(std::iter::once(CONFIG).chain(OPTIONAL.into_iter().filter(|file| has(file))).collect())
+}
+
+/// The files with the weights. Of several files there is an index, which is fetched.
+pub fn weights(
+    what: &str,
+    has: &dyn Fn(&str) -> bool,
+    fetch: &mut dyn FnMut(&str) -> Result<PathBuf>,
+) -> Result<Vec<String>> {
     if has(WEIGHTS) {
-        fetch(WEIGHTS)?;
-        return Ok(());
+        return Ok(vec![WEIGHTS.to_string()]);
     }
     ensure!(
         has(INDEX),
         "{what} has neither {WEIGHTS} nor {INDEX}; choose a repository with safetensors weights \
          (PyTorch .bin and GGUF files are not supported)"
     );
-    for shard in shards(&fetch(INDEX)?)? {
-        ensure!(has(&shard), "{what} has no {shard}, which {INDEX} names");
-        fetch(&shard)?;
+    let shards = shards(&fetch(INDEX)?)?;
+    if let Some(shard) = shards.iter().find(|shard| !has(shard)) {
+        bail!("{what} has no {shard}, which {INDEX} names");
     }
-    Ok(())
+    Ok(shards.into_iter().collect())
 }
 
 /// The shards that an index names.

@@ -92,8 +92,12 @@ impl EngineConfig {
         }
     }
 
-    /// Checks the settings against a model; the longest sequence as far as the model is concerned.
-    fn context(&self, info: &ModelInfo) -> Result<usize> {
+    /// Checks the settings against a model of this context; the longest sequence as far as the model is
+    /// concerned.
+    ///
+    /// # Errors
+    /// A setting that no model, or not this one, can have; its flag is named.
+    pub fn check(&self, max_context_len: usize) -> Result<usize> {
         ensure!(self.max_num_seqs > 0, "--max-num-seqs must be at least 1, got 0");
         ensure!(self.max_num_batched_tokens > 0, "--max-num-batched-tokens must be at least 1, got 0");
         ensure!(
@@ -102,18 +106,17 @@ impl EngineConfig {
             self.block_size
         );
         match self.max_model_len {
-            Some(len) if len == 0 || len > info.max_context_len => bail!(
-                "--max-model-len {len}: expected 1 to {}, the context of the model",
-                info.max_context_len
-            ),
+            Some(len) if len == 0 || len > max_context_len => {
+                bail!("--max-model-len {len}: expected 1 to {max_context_len}, the context of the model")
+            }
             Some(len) => Ok(len),
-            None => Ok(info.max_context_len),
+            None => Ok(max_context_len),
         }
     }
 
     /// Sizes the KV cache: at most what all sequences can use at once.
     pub(super) fn capacity(&self, info: &ModelInfo, ex: &Exec) -> Result<Capacity> {
-        let context_len = self.context(info)?;
+        let context_len = self.check(info.max_context_len)?;
         let useful = context_len.div_ceil(self.block_size).saturating_mul(self.max_num_seqs);
         let free = memory::available(ex)?.map(|free| free / self.ranks.max(1) as u64);
         let share =

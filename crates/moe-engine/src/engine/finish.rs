@@ -26,19 +26,7 @@ impl Engine<'_> {
         if let Some(position) = prompt.iter().position(|&id| id as usize >= vocab_size) {
             return Err(RequestError::UnknownToken { position, token_id: prompt[position], vocab_size });
         }
-        request.sampling.validate(vocab_size)?;
-        if !(1..=MAX_CHOICES).contains(&request.n) {
-            return refuse("n", "from 1 to 16384", request.n);
-        }
-        if request.max_tokens == Some(0) {
-            return refuse("max_tokens", "at least 1", 0);
-        }
-        if let Some(max) = request.max_tokens.filter(|max| *max < request.min_tokens) {
-            return refuse("min_tokens", format!("at most max_tokens = {max}"), request.min_tokens);
-        }
-        if request.stop.iter().any(String::is_empty) {
-            return refuse("stop", "texts that are not empty", "an empty one");
-        }
+        request.check_parameters(vocab_size)?;
         if !request.stop.is_empty() && self.tokenizer.is_none() {
             return refuse("stop", "empty without a tokenizer", format!("{:?}", request.stop));
         }
@@ -187,6 +175,30 @@ impl Engine<'_> {
         }
         self.stats.finished += 1;
         outputs.push(news(&mut sequence, token, text, Some(finish)));
+        Ok(())
+    }
+}
+
+impl Request {
+    /// Whether its parameters are in their ranges, whatever its prompt is: what can be known before a
+    /// model is loaded.
+    ///
+    /// # Errors
+    /// The first parameter that is not.
+    pub fn check_parameters(&self, vocab_size: usize) -> Result<(), RequestError> {
+        self.sampling.validate(vocab_size)?;
+        if !(1..=MAX_CHOICES).contains(&self.n) {
+            return refuse("n", "from 1 to 16384", self.n);
+        }
+        if self.max_tokens == Some(0) {
+            return refuse("max_tokens", "at least 1", 0);
+        }
+        if let Some(max) = self.max_tokens.filter(|max| *max < self.min_tokens) {
+            return refuse("min_tokens", format!("at most max_tokens = {max}"), self.min_tokens);
+        }
+        if self.stop.iter().any(String::is_empty) {
+            return refuse("stop", "texts that are not empty", "an empty one");
+        }
         Ok(())
     }
 }

@@ -1,6 +1,7 @@
 //! The hub module against a server on this machine.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
+mod check;
 mod errors;
 mod resume;
 mod server;
@@ -39,7 +40,7 @@ impl Case {
     }
 
     fn get(&self, name: &str) -> anyhow::Result<PathBuf> {
-        super::snapshot(&ModelName::parse(name).unwrap(), &self.settings)
+        super::locate_on_hub(ModelName::parse(name).unwrap(), self.settings.clone())?.weights()
     }
 
     /// The error of a model that cannot be had, as the user reads it.

@@ -3,14 +3,14 @@
 #![allow(clippy::unwrap_used, dead_code)] // two test programs share this file
 
 use std::collections::BTreeMap;
-use std::collections::hash_map::DefaultHasher;
 use std::fs;
-use std::hash::{Hash, Hasher};
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread;
+
+use sha2::{Digest, Sha256};
 
 /// The commit of branch `main`.
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -133,9 +133,7 @@ impl Drop for Server {
 }
 
 fn etag(bytes: &[u8]) -> String {
-    let mut hasher = DefaultHasher::new();
-    bytes.hash(&mut hasher);
-    format!("{:064x}", hasher.finish())
+    format!("{:x}", Sha256::digest(bytes))
 }
 
 fn serve(stream: TcpStream, port: u16, state: &Mutex<State>) -> std::io::Result<()> {

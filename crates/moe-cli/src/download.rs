@@ -1,0 +1,52 @@
+//! `download`: a checkpoint into the hub's cache.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use model_runtime::Config;
+use moe_engine::{ModelFamily, usage};
+use tracing::warn;
+
+use crate::cli::DownloadArgs;
+use crate::output::print;
+use crate::{hub, preflight};
+
+/// Runs the command. Exit code 1: a check found something.
+pub fn run<F: ModelFamily>(args: &DownloadArgs) -> Result<ExitCode> {
+    start_log();
+    let model = args.model.as_str();
+    if Path::new(model).exists() {
+        return Err(usage(format!(
+            "{model} is on this disk already; expected a model of the hub, ORG/NAME[@REVISION]"
+        )));
+    }
+    if args.check {
+        return check(model);
+    }
+    let located = hub::locate(model)?;
+    if let Err(e) = preflight::config::<F>(&Config::read(&located.dir().join("config.json"))?) {
+        warn!("this program will not run it: {e}");
+    }
+    print(&format!("{}\n", located.weights()?.display()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn check(model: &str) -> Result<ExitCode> {
+    let hub::Report { dir, files, faults } = hub::check(model)?;
+    for fault in &faults {
+        eprintln!("{fault}");
+    }
+    if faults.is_empty() {
+        eprintln!("{files} files are whole");
+    }
+    print(&format!("{}\n", dir.display()))?;
+    Ok(ExitCode::from(u8::from(!faults.is_empty())))
+}
+
+/// Messages on stderr, as other commands have them.
+fn start_log() {
+    let log = tracing_subscriber::fmt().without_time().with_target(false).with_writer(std::io::stderr);
+    // A second call in one process (tests) keeps the first log.
+    let _ = log.try_init();
+}

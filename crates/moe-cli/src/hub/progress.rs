@@ -1,0 +1,100 @@
+//! How far a download is: a bar for each file and one for all on stderr, if that is a terminal;
+//! otherwise lines in the log.
+
+use std::cell::Cell;
+
+use indicatif::{HumanBytes, MultiProgress, ProgressBar, ProgressStyle};
+use tracing::info;
+
+/// Progress over several files.
+pub struct Progress {
+    bars: MultiProgress,
+    total: ProgressBar,
+    /// Bytes of the files that are whole.
+    done: Cell<u64>,
+}
+
+impl Progress {
+    /// Over so many files of so many bytes. A single file is its own total.
+    pub fn new(files: usize, bytes: u64) -> Self {
+        let bars = MultiProgress::new();
+        let total = match files {
+            0 | 1 => ProgressBar::hidden(),
+            _ => bars.add(styled(bytes, format!("{files} files"))),
+        };
+        if files > 1 && total.is_hidden() {
+            info!("downloading {files} files: {}", HumanBytes(bytes));
+        }
+        Self { bars, total, done: Cell::new(0) }
+    }
+
+    /// Begins with a file of which `here` bytes are here.
+    pub fn file(&self, name: &str, size: u64, here: u64) -> FileProgress<'_> {
+        // Above the bar of all files, if that is shown.
+        let bar = self.bars.insert(0, styled(size, name.to_string()));
+        if bar.is_hidden() {
+            let rest = if here > 0 { format!(", {} of them here", HumanBytes(here)) } else { String::new() };
+            info!("downloading {name}: {}{rest}", HumanBytes(size));
+        }
+        let file = FileProgress { all: self, bar };
+        file.at(here);
+        file.bar.reset_eta();
+        file
+    }
+}
+
+/// Progress of one of the files.
+pub struct FileProgress<'p> {
+    all: &'p Progress,
+    bar: ProgressBar,
+}
+
+impl FileProgress<'_> {
+    /// So many bytes are here.
+    pub fn at(&self, bytes: u64) {
+        self.bar.set_position(bytes);
+        self.all.total.set_position(self.all.done.get() + bytes);
+    }
+
+    /// The file is whole.
+    pub fn finish(&self, size: u64) {
+        self.at(size);
+        self.bar.finish();
+        self.all.done.set(self.all.done.get() + size);
+    }
+
+    /// The bar, which a message must not tear.
+    pub fn bar(&self) -> &ProgressBar {
+        &self.bar
+    }
+}
+
+fn styled(size: u64, message: String) -> ProgressBar {
+    let bar = ProgressBar::new(size).with_message(message);
+    let template = "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} {eta}";
+    match ProgressStyle::with_template(template) {
+        Ok(style) => bar.with_style(style.progress_chars("=> ")),
+        Err(_) => bar,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_total_counts_all_files() {
+        let progress = Progress::new(2, 30);
+        let first = progress.file("a", 10, 4);
+        assert_eq!(progress.total.position(), 4);
+        first.finish(10);
+        let second = progress.file("b", 20, 0);
+        second.at(15);
+        assert_eq!(progress.total.position(), 25);
+        // A server without ranges sends the file again.
+        second.at(0);
+        assert_eq!(progress.total.position(), 10);
+        second.finish(20);
+        assert_eq!(progress.total.position(), 30);
+    }
+}

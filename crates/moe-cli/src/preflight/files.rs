@@ -1,0 +1,78 @@
+//! The configs of a checkpoint.
+
+use std::path::Path;
+
+use anyhow::{Result, anyhow, bail};
+use model_runtime::Config;
+use model_runtime::config::{RopeConfig, limits};
+use moe_engine::{Embedded, ModelFamily};
+
+use super::Asks;
+use crate::cli::RunArgs;
+
+/// The programs of this project, and the `model_type` that each runs.
+const PROGRAMS: [(&str, &str); 2] =
+    [("model-qwen3moe", "qwen3_moe"), ("model-deepseekv2-legacy", "deepseek_v2")];
+/// What transformers writes into every config. A model of default sizes is not what anybody means.
+const REQUIRED: [&str; 3] = ["hidden_size", "num_hidden_layers", "vocab_size"];
+
+/// The configs of a checkpoint.
+pub(super) struct Files {
+    config: Config,
+    generation: Option<Config>,
+}
+
+impl Files {
+    /// Those in a folder.
+    pub fn read(dir: &Path) -> Result<Self> {
+        let config = Config::read(&dir.join("config.json"))?;
+        let generation = dir.join("generation_config.json");
+        let generation = generation.is_file().then(|| Config::read(&generation)).transpose()?;
+        Ok(Self { config, generation })
+    }
+
+    /// Those in the program.
+    pub fn embedded(embedded: &Embedded) -> Result<Self> {
+        Ok(Self {
+            config: Config::parse(embedded.config, "the embedded config.json")?,
+            generation: Some(Config::parse(
+                embedded.generation_config,
+                "the embedded generation_config.json",
+            )?),
+        })
+    }
+
+    /// Checks that the family runs them, on the ranks and with the values that are asked for.
+    pub fn check<F: ModelFamily>(&self, args: &RunArgs, asks: &Asks) -> Result<()> {
+        let config = config::<F>(&self.config)?;
+        if let Some(key) = REQUIRED.into_iter().find(|key| !self.config.has(key)) {
+            bail!(self.config.invalid(key, "the number that every checkpoint has there", "nothing"));
+        }
+        F::layout(&config, &args.config().parallel.geometry(0)?, &|_| true)?;
+        asks.check_values(self.generation.as_ref(), self.vocab_size()?, self.context())
+    }
+
+    fn vocab_size(&self) -> Result<usize> {
+        Ok(self.config.opt_size(&["vocab_size"], limits::VOCAB)?.unwrap_or(usize::MAX))
+    }
+
+    /// The longest sequence; without limit where only the family knows it.
+    fn context(&self) -> usize {
+        // The size of a head does not matter here.
+        const HEAD_DIM: usize = 64;
+        let declared = self.config.opt_size(&["max_position_embeddings"], limits::POSITIONS).ok().flatten();
+        let rope = declared.and_then(|len| RopeConfig::from_config(&self.config, HEAD_DIM, len).ok());
+        rope.map_or(usize::MAX, |rope| rope.max_context_len())
+    }
+}
+
+/// The family's view of a config; the error of another family's says which program fits.
+pub fn config<F: ModelFamily>(raw: &Config) -> Result<F::Config> {
+    F::config(raw).map_err(|e| match raw.opt_string(&["model_type"]) {
+        Ok(Some(model_type)) if model_type == F::MODEL_TYPE => anyhow!(e),
+        _ => {
+            let runs = PROGRAMS.map(|(program, model_type)| format!("{program} runs {model_type:?}"));
+            anyhow!("{e}; {}", runs.join(", "))
+        }
+    })
+}

@@ -1,0 +1,88 @@
+//! What is checked before a weight is downloaded or read.
+//!
+//! ```text
+//! flags ─► config.json, generation_config.json, tokenizer.json, chat template ─► device ─► weights
+//! ```
+//!
+//! Weights take minutes and gigabytes. Whatever refuses a run says so before: every flag, and every small
+//! file of the checkpoint, which a download brings first.
+
+mod asks;
+mod files;
+
+use anyhow::Result;
+use model_runtime::Config;
+use moe_engine::tokenizer::Tokenizer;
+use moe_engine::{LoadOptions, ModelFamily, usage};
+use moe_layer::Backend;
+
+use crate::cli::RunArgs;
+use crate::hub::{self, Located};
+use crate::session::{Model, no_model};
+
+use files::Files;
+
+pub use asks::{Asks, no_template};
+pub use files::config;
+
+/// A model that passed.
+pub struct Checked {
+    /// Where the weights come from.
+    pub source: Source,
+    /// The checkpoint's tokenizer, if text is asked for.
+    pub tokenizer: Option<Tokenizer>,
+}
+
+/// Where weights come from.
+pub enum Source {
+    /// A checkpoint whose weights may not be here yet.
+    Checkpoint(Located),
+    /// The program.
+    Embedded,
+    /// Nowhere: random ones for this config.
+    Random(Config),
+}
+
+/// Checks a run on a model as far as it can be checked without weights.
+///
+/// # Errors
+/// What would refuse the run later: a flag ([`UsageError`](moe_engine::UsageError)), a file that is
+/// missing or wrong, a model or a format that this program does not run.
+pub fn check<F: ModelFamily>(model: Model, args: &RunArgs, asks: &Asks) -> Result<Checked> {
+    check_run::<F>(args)?;
+    asks.check_flags()?;
+    match model {
+        Model::Checkpoint(Some(name)) => {
+            let located = hub::locate(name)?;
+            let files = Files::read(located.dir())?;
+            files.check::<F>(args, asks)?;
+            asks.check_template(Some(located.dir()), Some(name))?;
+            let tokenizer = asks.has_text().then(|| Tokenizer::from_dir(located.dir())).transpose()?;
+            Ok(Checked { source: Source::Checkpoint(located), tokenizer })
+        }
+        Model::Checkpoint(None) => {
+            let embedded = F::embedded().ok_or_else(no_model)?;
+            Files::embedded(&embedded)?.check::<F>(args, asks)?;
+            asks.check_template(None, None)?;
+            Ok(Checked { source: Source::Embedded, tokenizer: None })
+        }
+        Model::Random(path) => {
+            let raw = Config::read(path)?;
+            config::<F>(&raw)?;
+            Ok(Checked { source: Source::Random(raw), tokenizer: None })
+        }
+    }
+}
+
+/// Checks where and how a model runs.
+fn check_run<F: ModelFamily>(args: &RunArgs) -> Result<()> {
+    args.config().check()?;
+    match args.moe_backend.as_deref() {
+        None | Some("auto") => {}
+        Some(name) => {
+            name.parse::<Backend>().map_err(|e| usage(format!("--moe-backend {name}: {e}")))?;
+        }
+    }
+    let options = LoadOptions { moe_path: args.moe_path, mla: args.mla, ..LoadOptions::default() };
+    F::refuse(&options, args.device).map_or(Ok(()), |reason| Err(usage(reason)))
+}
