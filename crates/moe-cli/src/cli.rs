@@ -1,5 +1,6 @@
 //! The command line that every model binary shares.
 
+mod batch;
 mod sampling;
 
 use std::path::PathBuf;
@@ -13,6 +14,7 @@ use moe_layer::MoePath;
 use crate::parallel::ParallelArgs;
 use crate::session::Model;
 
+pub use batch::BatchArgs;
 pub use sampling::SamplingArgs;
 
 /// Command line of a model binary. Without a subcommand it generates.
@@ -167,22 +169,6 @@ pub struct GenerateArgs {
     /// Device and backend.
     #[command(flatten)]
     pub run: RunArgs,
-}
-
-/// Flags of `batch`. What the body of a request says wins over these, these win over
-/// generation_config.json, and that over vLLM's defaults.
-#[derive(Args, Debug, Clone)]
-pub struct BatchArgs {
-    /// Requests, one JSON object per line: custom_id, method, url, body; - reads stdin.
-    #[arg(long, value_name = "FILE")]
-    pub input: PathBuf,
-    /// Answers are appended here as they finish, and lines that it answers already are skipped;
-    /// - writes to stdout.
-    #[arg(long, value_name = "FILE")]
-    pub output: PathBuf,
-    /// Who answers, and how.
-    #[command(flatten)]
-    pub answer: AnswerArgs,
 }
 
 /// Flags of `chat`.

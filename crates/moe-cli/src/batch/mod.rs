@@ -18,6 +18,7 @@ mod journal;
 mod known;
 mod progress;
 mod prompts;
+mod replace;
 #[cfg(test)]
 mod tests;
 
@@ -44,7 +45,7 @@ use body::{Form, Job, Parser};
 use entries::{Entries, Entry, Key, Work};
 use fields::ApiError;
 use input::Lines;
-use journal::Journal;
+use journal::{Earlier, Journal};
 use known::Known;
 use progress::Progress;
 
@@ -57,10 +58,7 @@ const LOOK: Duration = Duration::from_millis(50);
 pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let (lines, size) = Lines::open(&args.input)?;
     let mut known = Known::with_lines(size.map_or(0, |size| size.lines));
-    let journal = Journal::open(&args.output, &args.input, &mut known)?;
-    if journal.records > 0 {
-        info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records);
-    }
+    let mut journal = Journal::open(&args.output, &args.input, earlier(args), &mut known)?;
     let interrupt = Interrupt::install()?;
     let mut session =
         session::open::<F>(Model::Checkpoint(args.answer.model.as_deref()), &args.answer.run, false)?;
@@ -68,6 +66,12 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let config = options::engine_config(&args.answer.engine, &session.ex);
     let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
     let parser = parser(args, &session, &tokenizer, engine.max_model_len())?;
+    journal.begin()?;
+    if journal.records > 0 {
+        info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records);
+    }
+    let mut progress = Progress::new(size.map(|size| size.bytes));
+    progress.earlier_errors = journal.earlier_errors;
     let entries = read_ahead(Entries { lines, known, parser })?;
     let mut batch = Batch {
         engine,
@@ -76,7 +80,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         window: config.max_num_seqs.saturating_mul(2),
         lines: HashMap::new(),
         owners: HashMap::new(),
-        progress: Progress::new(size.map(|size| size.bytes)),
+        progress,
     };
     let result = batch.run(&entries, &interrupt);
     batch.progress.finish();
@@ -85,6 +89,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         eprint!("{}", batch.engine.stats());
     }
     let finished = result?;
+    let errors = batch.progress.all_errors();
     batch.journal.finish()?;
     drop(batch.engine);
     session.finish()?;
@@ -92,7 +97,15 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         eprintln!("stopped; run the same command again to continue");
         return Ok(ExitCode::from(Interrupt::EXIT_CODE));
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(ExitCode::from(u8::from(args.fail_on_error && errors > 0)))
+}
+
+fn earlier(args: &BatchArgs) -> Earlier {
+    match (args.overwrite, args.retry_errors) {
+        (true, _) => Earlier::Overwrite,
+        (false, true) => Earlier::RetryErrors,
+        (false, false) => Earlier::Keep,
+    }
 }
 
 /// Checks a line of an input as [`run`] would, for a model with this tokenizer and chat template:

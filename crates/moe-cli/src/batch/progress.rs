@@ -23,6 +23,8 @@ pub struct Progress {
     pub answered: u64,
     /// Error records of this run.
     pub errors: u64,
+    /// Error records of earlier runs.
+    pub earlier_errors: u64,
     /// Lines that an earlier run answered.
     pub skipped: u64,
     /// New tokens of finished lines.
@@ -34,7 +36,24 @@ impl Progress {
     pub fn new(total: Option<u64>) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| bar(total));
         let start = Instant::now();
-        Self { bar, start, shown: start, total, bytes: 0, answered: 0, errors: 0, skipped: 0, tokens: 0 }
+        let (answered, errors, earlier_errors, skipped) = (0, 0, 0, 0);
+        Self {
+            bar,
+            start,
+            shown: start,
+            total,
+            bytes: 0,
+            answered,
+            errors,
+            earlier_errors,
+            skipped,
+            tokens: 0,
+        }
+    }
+
+    /// Error records of the output.
+    pub fn all_errors(&self) -> u64 {
+        self.errors + self.earlier_errors
     }
 
     /// Shows it, if it is time.
@@ -68,7 +87,11 @@ impl std::fmt::Display for Progress {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let rate = self.tokens as f64 / self.start.elapsed().as_secs_f64().max(1e-3);
         write!(f, "{} requests, {rate:.0} tok/s", self.answered)?;
-        for (count, what) in [(self.errors, "with errors"), (self.skipped, "done before")] {
+        for (count, what) in [
+            (self.errors, "with errors"),
+            (self.skipped, "done before"),
+            (self.earlier_errors, "with errors of earlier runs"),
+        ] {
             if count > 0 {
                 write!(f, ", {count} {what}")?;
             }
