@@ -1,10 +1,12 @@
 //! Flags and `generation_config.json` to what the engine understands.
 
+use std::path::Path;
+
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::DType;
 use model_runtime::config::limits;
 use model_runtime::{Exec, SamplingParams};
-use moe_engine::chat::{self, ChatFiles, ChatTemplate};
+use moe_engine::chat::{self, ChatError, ChatFiles, ChatTemplate};
 use moe_engine::engine::{EngineConfig, ExpertCounts, Request};
 use moe_engine::{Session, usage};
 use serde_json::{Map, Value};
@@ -88,22 +90,29 @@ pub fn api_defaults(args: &SamplingArgs, session: &Session) -> Result<Request> {
     Ok(request)
 }
 
+/// What the flags say about chat, else the checkpoint, if it has a folder.
+pub fn chat_files(args: &TemplateArgs, session: &Session) -> Result<Option<ChatFiles>> {
+    let dir = session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir());
+    match (&args.chat_template, dir) {
+        (Some(file), dir) => ChatFiles::from_file(file, dir).map(Some).map_err(|e| wrong_template(file, e)),
+        (None, Some(dir)) => Ok(Some(ChatFiles::from_dir(dir)?)),
+        (None, None) => Ok(None),
+    }
+}
+
 /// The chat template that the flags name, else the checkpoint's, if it has one. A checkpoint may be
 /// anybody's: it is rendered in a process of its own.
 pub fn chat_template(args: &TemplateArgs, session: &Session) -> Result<Option<ChatTemplate>> {
-    let dir = session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir());
     let program = chat::this_program().context("cannot find this program, which renders chat templates")?;
-    match (&args.chat_template, dir) {
-        (Some(file), dir) => {
-            let wrong = |e| usage(format!("--chat-template {}: {e}", file.display()));
-            let files = ChatFiles::from_file(file, dir).map_err(wrong)?;
-            let template = ChatTemplate::isolated(files, program);
-            template.iter().try_for_each(ChatTemplate::check).map_err(wrong)?;
-            Ok(template)
-        }
-        (None, Some(dir)) => Ok(ChatTemplate::isolated(ChatFiles::from_dir(dir)?, program)),
-        (None, None) => Ok(None),
+    let template = chat_files(args, session)?.and_then(|files| ChatTemplate::isolated(files, program));
+    if let Some(file) = &args.chat_template {
+        template.iter().try_for_each(ChatTemplate::check).map_err(|e| wrong_template(file, e))?;
     }
+    Ok(template)
+}
+
+fn wrong_template(file: &Path, error: ChatError) -> anyhow::Error {
+    usage(format!("--chat-template {}: {error}", file.display()))
 }
 
 /// vLLM's top-k as ours: there, 0 and -1 keep all.

@@ -12,8 +12,10 @@ use moe_engine::usage;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
+use super::fingerprint::Fingerprint;
 use super::known::Known;
 use super::replace::replace;
+use super::settings::{Settings, SettingsFile};
 
 /// How every record begins; tells a torn record from a file that is not ours.
 const BEGINNING: &[u8] = br#"{"id":""#;
@@ -65,7 +67,15 @@ struct Header {
     id: String,
     custom_id: Option<String>,
     #[serde(default)]
+    response: Response,
+    #[serde(default)]
     error: Option<IgnoredAny>,
+}
+
+#[derive(Default, Deserialize)]
+struct Response {
+    #[serde(default)]
+    request_id: String,
 }
 
 impl Journal {
@@ -114,11 +124,27 @@ impl Journal {
             return;
         }
         self.earlier_errors += u64::from(record.error.is_some());
-        known.answered(&record.id, record.custom_id.as_deref());
+        let request = Fingerprint::of_request_id(&record.response.request_id);
+        known.answered(&record.id, record.custom_id.as_deref(), request);
     }
 
-    /// Takes out the records that do not stay. What a crash leaves behind is the file before or after.
-    pub fn begin(&mut self) -> Result<()> {
+    /// Compares the settings of the records that stay with those of this run, and takes out the other records.
+    pub fn begin(&mut self, settings: &Settings) -> Result<()> {
+        if self.len.is_none() {
+            return Ok(());
+        }
+        let file = SettingsFile::of(&self.path);
+        if self.records > self.dropped {
+            file.check(settings, &self.name)?;
+            return self.drop_records();
+        }
+        // In this order a crash leaves no record beside settings that it was not made with.
+        self.drop_records()?;
+        file.write(settings)
+    }
+
+    /// What a crash leaves behind is the file before or after.
+    fn drop_records(&mut self) -> Result<()> {
         let Some(file) = self.file.take_if(|_| self.dropped > 0) else { return Ok(()) };
         let earlier = self.earlier;
         let cannot = || format!("cannot take earlier records out of {}; it is as it was", self.name);
@@ -244,7 +270,7 @@ mod tests {
         let (mut journal, known) = open_for(&path, Earlier::RetryErrors).unwrap();
         assert!(known.is_done(1, Some("a")) && !known.is_done(2, Some("b")));
         assert_eq!(text(), before, "a run that cannot start takes nothing away");
-        journal.begin().unwrap();
+        journal.begin(&Settings::default()).unwrap();
         assert_eq!((journal.records, journal.earlier_errors, text()), (1, 0, format!("{good}\n")));
         assert!(open(&path).is_err(), "the new file is locked as the old one was");
         journal.append(good.replace("a", "b")).unwrap();
@@ -252,7 +278,7 @@ mod tests {
         drop(journal);
         let (mut journal, known) = open_for(&path, Earlier::Overwrite).unwrap();
         assert!(!known.is_done(1, Some("a")));
-        journal.begin().unwrap();
+        journal.begin(&Settings::default()).unwrap();
         assert_eq!((journal.records, text().as_str()), (0, ""));
     }
 

@@ -13,17 +13,18 @@ mod body;
 mod completion;
 mod entries;
 mod fields;
+mod fingerprint;
 mod input;
 mod journal;
 mod known;
 mod progress;
 mod prompts;
 mod replace;
+mod settings;
 #[cfg(test)]
 mod tests;
 
 use std::collections::HashMap;
-use std::io;
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::Duration;
@@ -48,6 +49,7 @@ use input::Lines;
 use journal::{Earlier, Journal};
 use known::Known;
 use progress::Progress;
+use settings::Settings;
 
 /// Entries that are read ahead of the engine.
 const READ_AHEAD: usize = 64;
@@ -66,7 +68,8 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let config = options::engine_config(&args.answer.engine, &session.ex);
     let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
     let parser = parser(args, &session, &tokenizer, engine.max_model_len())?;
-    journal.begin()?;
+    let chat = options::chat_files(&args.answer.chat, &session)?;
+    journal.begin(&Settings::new(&parser, chat.as_ref())?)?;
     if journal.records > 0 {
         info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records);
     }
@@ -150,7 +153,7 @@ fn parser(
 }
 
 /// Starts the thread that reads. It ends when nobody listens any more, or with the program.
-fn read_ahead(entries: Entries) -> Result<Receiver<io::Result<Entry>>> {
+fn read_ahead(entries: Entries) -> Result<Receiver<Result<Entry>>> {
     let (send, receive) = sync_channel(READ_AHEAD);
     let read = move || {
         for entry in entries {
@@ -188,7 +191,7 @@ struct Batch<'m> {
 
 impl Batch<'_> {
     /// Answers all entries; false if it was interrupted.
-    fn run(&mut self, entries: &Receiver<io::Result<Entry>>, interrupt: &Interrupt) -> Result<bool> {
+    fn run(&mut self, entries: &Receiver<Result<Entry>>, interrupt: &Interrupt) -> Result<bool> {
         let mut more = true;
         let mut fault = None;
         while more || !self.engine.is_idle() {
@@ -210,13 +213,13 @@ impl Batch<'_> {
             self.progress.show();
         }
         match fault {
-            Some(e) => Err(e).context("cannot read the input any further"),
+            Some(e) => Err(e),
             None => Ok(true),
         }
     }
 
     /// The next entry, if there is one now; waits a moment for it if there is nothing else to do.
-    fn next(&self, entries: &Receiver<io::Result<Entry>>) -> Result<Option<io::Result<Entry>>, Closed> {
+    fn next(&self, entries: &Receiver<Result<Entry>>) -> Result<Option<Result<Entry>>, Closed> {
         let wait = if self.engine.is_idle() { LOOK } else { Duration::ZERO };
         match entries.recv_timeout(wait) {
             Ok(entry) => Ok(Some(entry)),

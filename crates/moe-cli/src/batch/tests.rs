@@ -18,7 +18,7 @@ fn bytes() -> Tokenizer {
     Tokenizer::bytes().unwrap()
 }
 
-fn parser() -> Parser {
+pub fn parser() -> Parser {
     let config = json!({ "chat_template": TEMPLATE }).to_string();
     let mut defaults = Request::new(Vec::new());
     defaults.sampling.temperature = 0.7;

@@ -46,6 +46,10 @@ impl Folder {
     }
 }
 
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(name)
+}
+
 fn records(bytes: &[u8]) -> Vec<Value> {
     String::from_utf8(bytes.to_vec())
         .unwrap()
@@ -275,7 +279,7 @@ fn wrong_calls_are_usage_errors() {
 
 #[test]
 fn chat_is_answered_with_the_checkpoints_template() {
-    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/text");
+    let model = fixture("text");
     let line = json!({
         "custom_id": "c", "method": "POST", "url": "/v1/chat/completions",
         "body": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": true},

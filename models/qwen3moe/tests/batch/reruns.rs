@@ -5,7 +5,7 @@ use std::process::Output;
 
 use serde_json::{Value, json};
 
-use super::{Folder, by_name, completion, stderr};
+use super::{Folder, by_name, completion, fixture, records, stderr};
 
 /// A line that is answered, and one that is too long for a small context.
 fn short_and_long() -> Folder {
@@ -70,4 +70,43 @@ fn errors_fail_the_run_on_request() {
     let again = folder.run(&["--fail-on-error"]);
     assert_eq!(again.status.code(), Some(1), "an earlier run's errors count: {}", stderr(&again));
     succeeds(&folder.run(&["--fail-on-error", "--retry-errors"]), &["1 requests"]);
+}
+
+#[test]
+fn other_settings_do_not_pass_for_a_continuation() {
+    let folder = short_and_long();
+    succeeds(&folder.run(&["--temperature", "0.5"]), &[]);
+    let records = folder.records();
+    let refused = folder.run(&["--temperature", "0.7", "--seed", "3"]);
+    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+    says(&refused, &["temperature was 0.5 and is 0.7", "seed was 0 and is 3", "--overwrite"]);
+    let model = fixture("text");
+    let refused = folder.run(&["--temperature", "0.5", "--model", model.to_str().unwrap()]);
+    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+    says(&refused, &["model was \"embedded\" and is ", "chat_template was "]);
+    assert_eq!(folder.records(), records, "nothing is lost");
+    succeeds(&folder.run(&["--temperature", "0.5"]), &["2 done before"]);
+    succeeds(&folder.run(&["--temperature", "0.7", "--overwrite"]), &["2 requests"]);
+    succeeds(&folder.run(&["--temperature", "0.7"]), &["2 done before"]);
+    fs::remove_file(folder.path("out.jsonl.run.json")).unwrap();
+    succeeds(&folder.run(&["--temperature", "0.9"]), &["2 done before", "there is no", "out.jsonl.run.json"]);
+}
+
+#[test]
+fn a_line_that_changed_is_not_answered() {
+    let folder = short_and_long();
+    succeeds(&folder.run(&SMALL), &[]);
+    let before = folder.records();
+    let short = completion("short", json!({"prompt": "another", "max_tokens": 2}));
+    let long = completion("long", json!({"prompt": "no longer long", "max_tokens": 2}));
+    folder.write(&[json!("no request"), short.clone()]);
+    let refused = folder.run(&[]);
+    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+    says(&refused, &["line 2", "\"short\"", "--overwrite"]);
+    assert_eq!(folder.records()[..2], before, "what is answered stays");
+    let original = records(&fs::read(short_and_long().path("in.jsonl")).unwrap())[0].clone();
+    folder.write(&[original, long]);
+    succeeds(&folder.run(&["--retry-errors"]), &["1 requests, ", "1 done before"]);
+    folder.write(&[short]);
+    succeeds(&folder.run(&["--overwrite"]), &["1 requests"]);
 }
