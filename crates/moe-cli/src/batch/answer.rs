@@ -39,7 +39,11 @@ pub fn record(key: &Key, result: Result<Value, ApiError>) -> String {
     let (status, body, error) = match result {
         Ok(body) => (200, body, Value::Null),
         Err(e) => {
-            let kind = if e.status == 400 { "BadRequestError" } else { "InternalServerError" };
+            let kind = match e.status {
+                400 => "BadRequestError",
+                404 => "NotFoundError",
+                _ => "InternalServerError",
+            };
             let error = json!({"message": e.message, "type": kind, "param": e.param, "code": e.status});
             (e.status, Value::Null, json!({ "error": error }))
         }

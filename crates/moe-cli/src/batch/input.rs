@@ -11,6 +11,9 @@ use moe_engine::usage;
 /// The longest line that is read whole, in bytes.
 pub const MAX_LINE: usize = 64 << 20;
 
+/// U+FEFF in UTF-8.
+const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
+
 /// A line of the input.
 pub struct Line {
     /// Its number, from 1.
@@ -77,7 +80,9 @@ impl Lines {
         }
         self.number += 1;
         self.end += read;
-        let bytes = whole.then(|| bytes.trim_ascii().to_vec());
+        // Editors on Windows begin a file with a byte-order mark.
+        let text = bytes.strip_prefix(BYTE_ORDER_MARK).filter(|_| self.number == 1).unwrap_or(&bytes);
+        let bytes = whole.then(|| text.trim_ascii().to_vec());
         Ok(Some(Line { number: self.number, end: self.end, bytes }))
     }
 }
@@ -130,6 +135,14 @@ mod tests {
         let lines = read(b"one\r\n\n  \n two\nlast", 100);
         let want = [(1, 5, "one"), (4, 14, "two"), (5, 18, "last")];
         assert_eq!(lines, want.map(|(n, end, text)| (n, end, Some(text.as_bytes().to_vec()))));
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_no_part_of_the_first_line() {
+        let lines = read(b"\xEF\xBB\xBFone\n\xEF\xBB\xBFtwo", 100);
+        assert_eq!(lines[0], (1, 7, Some(b"one".to_vec())));
+        assert_eq!(lines[1].2.as_deref(), Some(&b"\xEF\xBB\xBFtwo"[..]), "only that of the file");
+        assert!(read(b"\xEF\xBB\xBF\n", 100).is_empty());
     }
 
     #[test]

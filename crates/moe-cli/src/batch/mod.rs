@@ -20,6 +20,7 @@ mod known;
 mod progress;
 mod prompts;
 mod replace;
+mod served;
 mod settings;
 #[cfg(test)]
 mod tests;
@@ -49,6 +50,7 @@ use input::Lines;
 use journal::{Earlier, Journal};
 use known::Known;
 use progress::Progress;
+use served::Served;
 use settings::Settings;
 
 /// Entries that are read ahead of the engine.
@@ -129,7 +131,7 @@ pub fn check_line(
         defaults: Request::new(Vec::new()),
         seed: 0,
         max_model_len,
-        model: String::new(),
+        served: Served::new(None, true),
     };
     entries::job(line, &parser).map(|job| job.requests.len()).map_err(|e| e.message)
 }
@@ -140,7 +142,6 @@ fn parser(
     tokenizer: &Tokenizer,
     max_model_len: usize,
 ) -> Result<Parser> {
-    let name = args.answer.model.clone().unwrap_or_else(|| "embedded".to_string());
     Ok(Parser {
         tokenizer: tokenizer.clone(),
         template: options::chat_template(&args.answer.chat, session)?,
@@ -148,7 +149,7 @@ fn parser(
         defaults: options::api_defaults(&args.answer.sampling, session)?,
         seed: args.answer.sampling.seed,
         max_model_len,
-        model: name,
+        served: Served::new(args.answer.model.as_deref(), args.any_model),
     })
 }
 

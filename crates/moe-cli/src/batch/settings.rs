@@ -34,7 +34,7 @@ impl Settings {
         let sampling = defaults.get("sampling").and_then(Value::as_object).cloned().unwrap_or_default();
         defaults.retain(|name, _| !NOT_SETTINGS.contains(&name.as_str()));
         let mut settings = Map::from_iter([
-            ("model".to_string(), json!(parser.model)),
+            ("model".to_string(), json!(parser.served.name)),
             ("chat_template".to_string(), json!(chat.map(|files| Fingerprint::of(files).to_string()))),
             ("chat_template_kwargs".to_string(), json!(parser.template_kwargs)),
         ]);
@@ -129,7 +129,7 @@ mod tests {
             "it limits, it changes no answer"
         );
         let new = settings(|p| {
-            p.model = "other".into();
+            p.served.name = "other".into();
             p.defaults.sampling.temperature = 0.5;
             p.defaults.stop = vec!["x".into()];
             p.seed = 4;

@@ -10,6 +10,7 @@ use super::answer::Choice;
 use super::body::{Job, Parser};
 use super::completion;
 use super::fields::ApiError;
+use super::served::Served;
 
 const TEMPLATE: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}\
     [{{ c.function.arguments.x }}]{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}{{ mood }}";
@@ -30,7 +31,7 @@ pub fn parser() -> Parser {
         defaults,
         seed: 3,
         max_model_len: 100,
-        model: "tiny".into(),
+        served: Served::new(Some("tiny"), true),
     }
 }
 

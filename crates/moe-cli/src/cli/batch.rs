@@ -26,6 +26,9 @@ pub struct BatchArgs {
     /// Exit with code 1 if any record of the output is an error, whichever run wrote it.
     #[arg(long)]
     pub fail_on_error: bool,
+    /// Answer requests whose body names another model too; otherwise each is an error (404).
+    #[arg(long)]
+    pub any_model: bool,
     /// Who answers, and how.
     #[command(flatten)]
     pub answer: AnswerArgs,

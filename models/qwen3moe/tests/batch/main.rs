@@ -94,7 +94,7 @@ fn records_have_the_format_of_run_batch() {
             json!({"prompt": ["JULIET:", [5, 6, 7]], "n": 2, "max_tokens": 3, "ignore_eos": true, "logprobs": 1}),
         ),
     ]);
-    let output = folder.run(&["--stats"]);
+    let output = folder.run(&["--stats", "--any-model"]);
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(output.stdout.is_empty());
     assert!(stderr(&output).contains("2 requests") && stderr(&output).contains("steps of"));
@@ -179,6 +179,23 @@ fn bad_lines_are_answered_once_and_the_run_goes_on() {
     assert!(folder.run(&[]).status.success());
     assert_eq!(folder.records().last().unwrap()["custom_id"], "new");
     assert_eq!(folder.records().len(), lines.len() + 1);
+}
+
+#[test]
+fn another_model_is_an_error_of_its_request() {
+    let ask = |id: &str, model: &str| completion(id, json!({"prompt": "x", "max_tokens": 2, "model": model}));
+    let folder = Folder::new(&[ask("right", "embedded"), ask("wrong", "gpt-4")]);
+    let text = fs::read(folder.path("in.jsonl")).unwrap();
+    fs::write(folder.path("in.jsonl"), [b"\xEF\xBB\xBF", &text[..]].concat()).unwrap();
+    assert!(folder.run(&[]).status.success());
+    let records = folder.records();
+    let [right, wrong] = ["right", "wrong"].map(|id| records.iter().find(|r| r["custom_id"] == id).unwrap());
+    assert_eq!(right["response"]["status_code"], 200, "a byte-order mark does no harm: {right}");
+    let error = &wrong["error"]["error"];
+    assert_eq!((&error["code"], &error["type"]), (&json!(404), &json!("NotFoundError")));
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("`gpt-4`") && message.contains("`embedded`"), "{message}");
+    assert!(folder.run(&["--retry-errors", "--any-model", "--fail-on-error"]).status.success());
 }
 
 #[test]
