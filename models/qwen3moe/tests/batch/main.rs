@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
 mod faults;
+mod help;
 mod reruns;
 
 use std::collections::BTreeMap;
