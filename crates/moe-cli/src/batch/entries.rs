@@ -38,8 +38,6 @@ impl Key {
 pub struct Entry {
     /// Its number, from 1.
     pub line: u64,
-    /// Bytes of the input up to its end.
-    pub end: u64,
     /// What names its record.
     pub key: Key,
     /// What is to be done for it.
@@ -77,7 +75,7 @@ impl Iterator for Entries {
 
 impl Entries {
     fn entry(&mut self, line: Line) -> Result<Entry> {
-        let (number, end) = (line.number, line.end);
+        let number = line.number;
         let (key, result) = match named(line) {
             Ok((custom_id, object)) if self.known.meet(&custom_id) => {
                 let request = Fingerprint::of_request(&object);
@@ -104,7 +102,7 @@ impl Entries {
             Some(Ok(job)) => Work::Job(Box::new(job)),
             Some(Err(error)) => Work::Refused(error),
         };
-        Ok(Entry { line: number, end, key, work })
+        Ok(Entry { line: number, key, work })
     }
 
     /// An answer to another request must not pass for that of this line.
@@ -126,7 +124,7 @@ impl Entries {
 
 /// What a line alone asks for.
 pub fn job(bytes: &[u8], parser: &Parser) -> Result<Job, ApiError> {
-    let (custom_id, object) = named(Line { number: 1, end: 0, bytes: Some(bytes.to_vec()) })?;
+    let (custom_id, object) = named(Line { number: 1, bytes: Some(bytes.to_vec()) })?;
     parser.parse(&object, &custom_id)
 }
 
@@ -160,7 +158,7 @@ mod tests {
     use super::*;
 
     fn error(bytes: &[u8]) -> String {
-        named(Line { number: 1, end: 0, bytes: Some(bytes.to_vec()) }).unwrap_err().message
+        named(Line { number: 1, bytes: Some(bytes.to_vec()) }).unwrap_err().message
     }
 
     #[test]
@@ -171,7 +169,7 @@ mod tests {
         assert_eq!(error(b"{\"custom_id\": 5}"), "custom_id: expected a string, got 5");
         assert!(error(b"{\"custom_id\": null}").contains("missing"));
         assert!(error(&[b'['; 100_000]).contains("recursion limit"), "deep nesting is no stack overflow");
-        let long = Line { number: 1, end: 0, bytes: None };
+        let long = Line { number: 1, bytes: None };
         assert_eq!(named(long).unwrap_err().message, "it is longer than 64 MiB");
     }
 }

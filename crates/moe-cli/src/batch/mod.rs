@@ -46,7 +46,7 @@ use answer::{Choice, record};
 use body::{Form, Job, Parser};
 use entries::{Entries, Entry, Key, Work};
 use fields::ApiError;
-use input::Lines;
+use input::{Lines, Total};
 use journal::{Earlier, Journal};
 use known::Known;
 use progress::Progress;
@@ -60,8 +60,8 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
-    let (lines, size) = Lines::open(&args.input)?;
-    let mut known = Known::with_lines(size.map_or(0, |size| size.lines));
+    let (lines, guess) = Lines::open(&args.input)?;
+    let mut known = Known::with_lines(guess.unwrap_or(0));
     let mut journal = Journal::open(&args.output, &args.input, earlier(args), &mut known)?;
     let interrupt = Interrupt::install()?;
     let mut session =
@@ -75,7 +75,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     if journal.records > 0 {
         info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records);
     }
-    let mut progress = Progress::new(size.map(|size| size.bytes));
+    let mut progress = Progress::new(Total::count(&args.input));
     progress.earlier_errors = journal.earlier_errors;
     let entries = read_ahead(Entries { lines, known, parser })?;
     let mut batch = Batch {
@@ -205,7 +205,10 @@ impl Batch<'_> {
                     // What is under way still ends, and is kept.
                     Ok(Some(Err(e))) => (fault, more) = (Some(e), false),
                     Ok(None) => break,
-                    Err(Closed) => more = false,
+                    Err(Closed) => {
+                        self.progress.input_ended();
+                        more = false;
+                    }
                 }
             }
             for output in self.engine.step()? {
@@ -230,7 +233,7 @@ impl Batch<'_> {
     }
 
     fn start(&mut self, entry: Entry) -> Result<()> {
-        self.progress.bytes = entry.end;
+        self.progress.read += 1;
         self.progress.show();
         match entry.work {
             Work::Done => {
@@ -269,6 +272,7 @@ impl Batch<'_> {
         let Some(&(number, first)) = self.owners.get(&request) else { return Ok(()) };
         let Some(line) = self.lines.get_mut(&number) else { return Ok(()) };
         let Some(choice) = line.choices.get_mut(first + index) else { return Ok(()) };
+        self.progress.tokens += u64::from(output.token_id.is_some());
         if !choice.push(output) {
             return Ok(());
         }
@@ -280,7 +284,6 @@ impl Batch<'_> {
         for id in &line.requests {
             self.owners.remove(id);
         }
-        self.progress.tokens += line.choices.iter().map(|choice| choice.num_tokens as u64).sum::<u64>();
         let body = completion::body(&line.key.id, &line.form, &line.choices, &self.tokenizer);
         self.write(&line.key, body)
     }

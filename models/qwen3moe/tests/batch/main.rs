@@ -7,7 +7,7 @@ mod reruns;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::Write;
+use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -268,11 +268,15 @@ fn stdin_and_stdout_work() {
     let mut out = std::io::BufReader::new(run.stdout.take().unwrap());
     std::io::BufRead::read_line(&mut out, &mut first).unwrap();
     assert_eq!(serde_json::from_str::<Value>(&first).unwrap()["custom_id"], "a");
+    // A log hears of a run that goes on, every 10 seconds.
+    let mut log = std::io::BufReader::new(run.stderr.take().unwrap()).lines().map_while(Result::ok);
+    assert!(log.any(|line| line.contains("1 / 1 requests read so far")), "it ended without a word");
     stdin.write_all(line("b").as_bytes()).unwrap();
     drop(stdin);
     let mut rest = Vec::new();
     std::io::Read::read_to_end(&mut out, &mut rest).unwrap();
     assert_eq!(records(&rest)[0]["custom_id"], "b");
+    assert!(log.any(|line| line.starts_with("2 requests")), "the summary");
     assert!(run.wait().unwrap().success());
 }
 
