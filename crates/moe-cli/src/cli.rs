@@ -1,6 +1,7 @@
 //! The command line that every model binary shares.
 
 mod arrange;
+mod batch;
 mod dtype;
 mod help;
 mod model_args;
@@ -22,6 +23,7 @@ use crate::parallel::ParallelArgs;
 use crate::session::Model;
 use dtype::DtypeChoice;
 
+pub use batch::BatchArgs;
 pub use model_args::DownloadArgs;
 pub use sampling::SamplingArgs;
 
@@ -208,22 +210,6 @@ pub struct GenerateArgs {
     /// Device and backend.
     #[command(flatten)]
     pub run: RunArgs,
-}
-
-/// Flags of `batch`. What the body of a request says wins over these, these win over
-/// generation_config.json, and that over vLLM's defaults.
-#[derive(Args, Debug, Clone)]
-pub struct BatchArgs {
-    /// Requests, one JSON object per line: custom_id, method, url, body; - reads stdin.
-    #[arg(long, value_name = "FILE")]
-    pub input: PathBuf,
-    /// Answers are appended here as they finish, and lines that it answers already are skipped;
-    /// - writes to stdout.
-    #[arg(long, value_name = "FILE")]
-    pub output: PathBuf,
-    /// Who answers, and how.
-    #[command(flatten)]
-    pub answer: AnswerArgs,
 }
 
 /// Flags of `chat`.

@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use model_runtime::config::limits;
 use model_runtime::{Config, Exec, SamplingParams};
-use moe_engine::chat::{self, ChatFiles, ChatTemplate};
+use moe_engine::chat::{self, ChatError, ChatFiles, ChatTemplate};
 use moe_engine::engine::{EngineConfig, ExpertCounts, Request};
 use moe_engine::{Session, usage};
 use serde_json::{Map, Value};
@@ -93,6 +93,19 @@ pub fn api_defaults(args: &SamplingArgs, session: &Session) -> Result<Request> {
     Ok(request)
 }
 
+/// What the flags say about chat, else the checkpoint, if it has a folder.
+pub fn chat_files(args: &TemplateArgs, session: &Session) -> Result<Option<ChatFiles>> {
+    chat_files_in(args, session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir()))
+}
+
+fn chat_files_in(args: &TemplateArgs, dir: Option<&Path>) -> Result<Option<ChatFiles>> {
+    match (&args.chat_template, dir) {
+        (Some(file), dir) => ChatFiles::from_file(file, dir).map(Some).map_err(|e| wrong_template(file, e)),
+        (None, Some(dir)) => Ok(Some(ChatFiles::from_dir(dir)?)),
+        (None, None) => Ok(None),
+    }
+}
+
 /// The chat template that the flags name, else the checkpoint's, if it has one.
 pub fn chat_template(args: &TemplateArgs, session: &Session) -> Result<Option<ChatTemplate>> {
     chat_template_in(args, session.checkpoint.as_ref().and_then(|checkpoint| checkpoint.dir()))
@@ -102,17 +115,15 @@ pub fn chat_template(args: &TemplateArgs, session: &Session) -> Result<Option<Ch
 /// anybody's: it is rendered in a process of its own.
 pub fn chat_template_in(args: &TemplateArgs, dir: Option<&Path>) -> Result<Option<ChatTemplate>> {
     let program = chat::this_program().context("cannot find this program, which renders chat templates")?;
-    match (&args.chat_template, dir) {
-        (Some(file), dir) => {
-            let wrong = |e| usage(format!("--chat-template {}: {e}", file.display()));
-            let files = ChatFiles::from_file(file, dir).map_err(wrong)?;
-            let template = ChatTemplate::isolated(files, program);
-            template.iter().try_for_each(ChatTemplate::check).map_err(wrong)?;
-            Ok(template)
-        }
-        (None, Some(dir)) => Ok(ChatTemplate::isolated(ChatFiles::from_dir(dir)?, program)),
-        (None, None) => Ok(None),
+    let template = chat_files_in(args, dir)?.and_then(|files| ChatTemplate::isolated(files, program));
+    if let Some(file) = &args.chat_template {
+        template.iter().try_for_each(ChatTemplate::check).map_err(|e| wrong_template(file, e))?;
     }
+    Ok(template)
+}
+
+fn wrong_template(file: &Path, error: ChatError) -> anyhow::Error {
+    usage(format!("--chat-template {}: {error}", file.display()))
 }
 
 /// vLLM's top-k as ours: there, 0 and -1 keep all.

@@ -39,26 +39,35 @@ pub fn record(key: &Key, result: Result<Value, ApiError>) -> String {
     let (status, body, error) = match result {
         Ok(body) => (200, body, Value::Null),
         Err(e) => {
-            let kind = if e.status == 400 { "BadRequestError" } else { "InternalServerError" };
+            let kind = match e.status {
+                400 => "BadRequestError",
+                404 => "NotFoundError",
+                _ => "InternalServerError",
+            };
             let error = json!({"message": e.message, "type": kind, "param": e.param, "code": e.status});
             (e.status, Value::Null, json!({ "error": error }))
         }
     };
-    let response = json!({"status_code": status, "request_id": format!("batch-{}", key.id), "body": body});
+    let response = json!({"status_code": status, "request_id": key.request_id(), "body": body});
     json!({"id": key.id, "custom_id": key.custom_id, "response": response, "error": error}).to_string()
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::fingerprint::Fingerprint;
     use super::*;
 
     #[test]
     fn records_are_those_of_run_batch() {
-        let key = Key { id: "request-3".into(), custom_id: Some("a\n\"".into()) };
+        let key = Key {
+            id: "request-3".into(),
+            custom_id: Some("a\n\"".into()),
+            request: Some(Fingerprint::of(&1)),
+        };
         let got = record(&key, Ok(json!({"x": "line\nbreak"})));
-        let want = r#"{"id":"request-3","custom_id":"a\n\"","response":{"status_code":200,"request_id":"batch-request-3","body":{"x":"line\nbreak"}},"error":null}"#;
+        let want = r#"{"id":"request-3","custom_id":"a\n\"","response":{"status_code":200,"request_id":"batch-request-3-af63ac4c86019afc","body":{"x":"line\nbreak"}},"error":null}"#;
         assert_eq!(got, want);
-        let key = Key { id: "line-4".into(), custom_id: None };
+        let key = Key { id: "line-4".into(), custom_id: None, request: None };
         let got = record(&key, Err(ApiError::field("n", "too many")));
         let want = r#"{"id":"line-4","custom_id":null,"response":{"status_code":400,"request_id":"batch-line-4","body":null},"error":{"error":{"message":"n: too many","type":"BadRequestError","param":"n","code":400}}}"#;
         assert_eq!(got, want);

@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 
 use super::fields::{ApiError, Fields, short};
 use super::prompts::{self, Prompt};
+use super::served::Served;
 use crate::options;
 
 /// The APIs of a line's `url`.
@@ -100,8 +101,8 @@ pub struct Parser {
     pub seed: u64,
     /// The longest sequence.
     pub max_model_len: usize,
-    /// The model's name.
-    pub model: String,
+    /// The model and its names.
+    pub served: Served,
 }
 
 impl Parser {
@@ -125,6 +126,7 @@ impl Parser {
     }
 
     fn job(&self, api: Api, body: Fields, custom_id: &str) -> Result<Job, ApiError> {
+        let model = self.served.check(&body)?;
         check_supported(&body)?;
         let mut request = self.request(&body)?;
         let own_seed = body.seed("seed")?;
@@ -153,7 +155,7 @@ impl Parser {
         prompts.iter().try_for_each(|prompt| self.check_length(prompt, limit))?;
         let form = Form {
             api,
-            model: body.text("model")?.unwrap_or(&self.model).to_string(),
+            model,
             n: request.n,
             role,
             logprobs,

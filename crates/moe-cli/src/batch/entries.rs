@@ -3,12 +3,13 @@
 //! This runs on a thread of its own, ahead of the engine, so that reading and tokenizing cost the
 //! model no time.
 
-use std::io;
-
+use anyhow::{Context, Result};
+use moe_engine::usage;
 use serde_json::{Map, Value};
 
 use super::body::{Job, Parser};
 use super::fields::{ApiError, Fields, short};
+use super::fingerprint::Fingerprint;
 use super::input::{Line, Lines, MAX_LINE};
 use super::known::{Known, line_id, request_id};
 
@@ -19,14 +20,24 @@ pub struct Key {
     pub id: String,
     /// The line's `custom_id`, where it has one.
     pub custom_id: Option<String>,
+    /// What the line asks for, if its `custom_id` names it.
+    pub request: Option<Fingerprint>,
+}
+
+impl Key {
+    /// The `request_id` of its record, which tells a later run what was asked for.
+    pub fn request_id(&self) -> String {
+        match self.request {
+            Some(request) => format!("batch-{}-{request}", self.id),
+            None => format!("batch-{}", self.id),
+        }
+    }
 }
 
 /// A line of the input that is not blank.
 pub struct Entry {
     /// Its number, from 1.
     pub line: u64,
-    /// Bytes of the input up to its end.
-    pub end: u64,
     /// What names its record.
     pub key: Key,
     /// What is to be done for it.
@@ -54,37 +65,56 @@ pub struct Entries {
 }
 
 impl Iterator for Entries {
-    type Item = io::Result<Entry>;
+    type Item = Result<Entry>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let line = self.lines.next()?;
-        Some(line.map(|line| self.entry(line)))
+        let line = self.lines.next()?.context("cannot read the input any further");
+        Some(line.and_then(|line| self.entry(line)))
     }
 }
 
 impl Entries {
-    fn entry(&mut self, line: Line) -> Entry {
-        let (number, end) = (line.number, line.end);
+    fn entry(&mut self, line: Line) -> Result<Entry> {
+        let number = line.number;
         let (key, result) = match named(line) {
             Ok((custom_id, object)) if self.known.meet(&custom_id) => {
+                let request = Fingerprint::of_request(&object);
+                self.check_unchanged(number, &custom_id, request)?;
                 let done = self.known.is_done(number, Some(&custom_id));
                 let result = (!done).then(|| self.parser.parse(&object, &custom_id));
-                (Key { id: request_id(number), custom_id: Some(custom_id) }, result)
+                (Key { id: request_id(number), custom_id: Some(custom_id), request: Some(request) }, result)
             }
             Ok((custom_id, _)) => {
                 let message =
                     format!("custom_id {custom_id:?} is that of an earlier line; each must be unique");
                 let error = ApiError { param: Some("custom_id".into()), ..ApiError::bad(message) };
-                (Key { id: line_id(number), custom_id: Some(custom_id) }, self.unless_done(number, error))
+                (
+                    Key { id: line_id(number), custom_id: Some(custom_id), request: None },
+                    self.unless_done(number, error),
+                )
             }
-            Err(error) => (Key { id: line_id(number), custom_id: None }, self.unless_done(number, error)),
+            Err(error) => {
+                (Key { id: line_id(number), custom_id: None, request: None }, self.unless_done(number, error))
+            }
         };
         let work = match result {
             None => Work::Done,
             Some(Ok(job)) => Work::Job(Box::new(job)),
             Some(Err(error)) => Work::Refused(error),
         };
-        Entry { line: number, end, key, work }
+        Ok(Entry { line: number, key, work })
+    }
+
+    /// An answer to another request must not pass for that of this line.
+    fn check_unchanged(&self, line: u64, custom_id: &str, request: Fingerprint) -> Result<()> {
+        match self.known.earlier_request(custom_id) {
+            Some(earlier) if earlier != request => Err(usage(format!(
+                "line {line} of the input: an earlier run answered custom_id {custom_id:?} with another url or body \
+                 (its fingerprint was {earlier} and is {request}); give the line a custom_id of its own, or answer \
+                 again all lines with --overwrite or those with errors with --retry-errors"
+            ))),
+            _ => Ok(()),
+        }
     }
 
     fn unless_done(&self, line: u64, error: ApiError) -> Option<Result<Job, ApiError>> {
@@ -94,7 +124,7 @@ impl Entries {
 
 /// What a line alone asks for.
 pub fn job(bytes: &[u8], parser: &Parser) -> Result<Job, ApiError> {
-    let (custom_id, object) = named(Line { number: 1, end: 0, bytes: Some(bytes.to_vec()) })?;
+    let (custom_id, object) = named(Line { number: 1, bytes: Some(bytes.to_vec()) })?;
     parser.parse(&object, &custom_id)
 }
 
@@ -128,7 +158,7 @@ mod tests {
     use super::*;
 
     fn error(bytes: &[u8]) -> String {
-        named(Line { number: 1, end: 0, bytes: Some(bytes.to_vec()) }).unwrap_err().message
+        named(Line { number: 1, bytes: Some(bytes.to_vec()) }).unwrap_err().message
     }
 
     #[test]
@@ -139,7 +169,7 @@ mod tests {
         assert_eq!(error(b"{\"custom_id\": 5}"), "custom_id: expected a string, got 5");
         assert!(error(b"{\"custom_id\": null}").contains("missing"));
         assert!(error(&[b'['; 100_000]).contains("recursion limit"), "deep nesting is no stack overflow");
-        let long = Line { number: 1, end: 0, bytes: None };
+        let long = Line { number: 1, bytes: None };
         assert_eq!(named(long).unwrap_err().message, "it is longer than 64 MiB");
     }
 }

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 /// What is wrong with one line of the input: an error as the HTTP API would answer it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ApiError {
-    /// HTTP status: 400 for the request's fault, 500 for ours.
+    /// HTTP status: 400 for the request's fault, 404 for another model, 500 for our fault.
     pub status: u16,
     /// The field at fault.
     pub param: Option<String>,

@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
+use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result};
 use moe_engine::usage;
@@ -11,12 +12,13 @@ use moe_engine::usage;
 /// The longest line that is read whole, in bytes.
 pub const MAX_LINE: usize = 64 << 20;
 
+/// U+FEFF in UTF-8.
+const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
+
 /// A line of the input.
 pub struct Line {
     /// Its number, from 1.
     pub number: u64,
-    /// Bytes of the input up to its end.
-    pub end: u64,
     /// Its bytes without white space around; `None` if it is longer than [`MAX_LINE`].
     pub bytes: Option<Vec<u8>>,
 }
@@ -26,21 +28,44 @@ pub struct Lines {
     reader: Box<dyn BufRead + Send>,
     max_line: usize,
     number: u64,
-    end: u64,
 }
 
-/// How much there is to read.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Size {
-    /// Bytes.
-    pub bytes: u64,
-    /// Lines, if all are as long as the first ones.
-    pub lines: u64,
+/// How many lines there are, once somebody has counted them.
+#[derive(Clone, Default)]
+pub struct Total(Arc<OnceLock<u64>>);
+
+impl Total {
+    /// Counts the lines of a file that are not blank while something else runs: reading alone is much faster than
+    /// answering. Other inputs can be read only once.
+    pub fn count(path: &Path) -> Self {
+        let (total, file) = (Self::default(), File::open(path));
+        let (Ok(file), true) = (file, path.is_file()) else { return total };
+        let counted = total.clone();
+        let count = move || {
+            // Whoever answers the lines reports what cannot be read.
+            let lines = Lines::new(BufReader::with_capacity(1 << 20, file));
+            counted.is(lines.map_while(Result::ok).count() as u64);
+        };
+        // Without the thread the number is known when the input ends.
+        let _ = std::thread::Builder::new().name("count".into()).spawn(count);
+        total
+    }
+
+    /// There are so many.
+    pub fn is(&self, lines: u64) {
+        // The first to know says it.
+        let _ = self.0.set(lines);
+    }
+
+    /// The number, if it is known by now.
+    pub fn get(&self) -> Option<u64> {
+        self.0.get().copied()
+    }
 }
 
 impl Lines {
-    /// Opens a file, or stdin if it is `-`; also its size, if it has one.
-    pub fn open(path: &Path) -> Result<(Self, Option<Size>)> {
+    /// Opens a file, or stdin if it is `-`; also how many lines it seems to have, if it has a size.
+    pub fn open(path: &Path) -> Result<(Self, Option<u64>)> {
         if path.as_os_str() == "-" {
             return Ok((Self::new(BufReader::new(io::stdin())), None));
         }
@@ -52,33 +77,34 @@ impl Lines {
         }
         let mut reader = BufReader::with_capacity(SAMPLE, file);
         let bytes = metadata.len();
-        let size = match metadata.is_file() {
-            true => Some(Size { bytes, lines: count(reader.fill_buf().with_context(cannot)?, bytes) }),
+        let lines = match metadata.is_file() {
+            true => Some(count(reader.fill_buf().with_context(cannot)?, bytes)),
             false => None,
         };
-        Ok((Self::new(reader), size))
+        Ok((Self::new(reader), lines))
     }
 
     fn new(reader: impl BufRead + Send + 'static) -> Self {
-        Self { reader: Box::new(reader), max_line: MAX_LINE, number: 0, end: 0 }
+        Self { reader: Box::new(reader), max_line: MAX_LINE, number: 0 }
     }
 
     /// The next line, blank or not.
     fn line(&mut self) -> io::Result<Option<Line>> {
         let mut bytes = Vec::new();
         let limit = self.max_line as u64 + 1;
-        let mut read = self.reader.by_ref().take(limit).read_until(b'\n', &mut bytes)? as u64;
+        let read = self.reader.by_ref().take(limit).read_until(b'\n', &mut bytes)? as u64;
         if read == 0 {
             return Ok(None);
         }
         let whole = read < limit || bytes.ends_with(b"\n");
         if !whole {
-            read += self.reader.skip_until(b'\n')? as u64;
+            self.reader.skip_until(b'\n')?;
         }
         self.number += 1;
-        self.end += read;
-        let bytes = whole.then(|| bytes.trim_ascii().to_vec());
-        Ok(Some(Line { number: self.number, end: self.end, bytes }))
+        // Editors on Windows begin a file with a byte-order mark.
+        let text = bytes.strip_prefix(BYTE_ORDER_MARK).filter(|_| self.number == 1).unwrap_or(&bytes);
+        let bytes = whole.then(|| text.trim_ascii().to_vec());
+        Ok(Some(Line { number: self.number, bytes }))
     }
 }
 
@@ -109,9 +135,9 @@ fn count(beginning: &[u8], bytes: u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn read(text: &'static [u8], max_line: usize) -> Vec<(u64, u64, Option<Vec<u8>>)> {
+    fn read(text: &'static [u8], max_line: usize) -> Vec<(u64, Option<Vec<u8>>)> {
         let lines = Lines { max_line, ..Lines::new(text) };
-        lines.map(|line| line.unwrap()).map(|line| (line.number, line.end, line.bytes)).collect()
+        lines.map(|line| line.unwrap()).map(|line| (line.number, line.bytes)).collect()
     }
 
     #[test]
@@ -120,22 +146,43 @@ mod tests {
         assert_eq!((count(b"no end", 6), count(b"", 0)), (1, 1));
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "one line\n".repeat(100_000)).unwrap();
-        let (lines, size) = Lines::open(file.path()).unwrap();
-        let Some(Size { bytes: 900_000, lines: 90_000..=110_000 }) = size else { panic!("{size:?}") };
+        let (lines, guess) = Lines::open(file.path()).unwrap();
+        let Some(90_000..=110_000) = guess else { panic!("{guess:?}") };
         assert_eq!(lines.count(), 100_000, "and nothing is lost by looking");
+    }
+
+    #[test]
+    fn lines_are_counted_beside_the_work() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "a\n\n  \nb\nc").unwrap();
+        let total = Total::count(file.path());
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        while total.get().is_none() && std::time::Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        assert_eq!(total.get(), Some(3));
+        assert_eq!(Total::count(Path::new("-")).get(), None, "stdin is read once");
     }
 
     #[test]
     fn blank_lines_are_counted_and_left_out() {
         let lines = read(b"one\r\n\n  \n two\nlast", 100);
-        let want = [(1, 5, "one"), (4, 14, "two"), (5, 18, "last")];
-        assert_eq!(lines, want.map(|(n, end, text)| (n, end, Some(text.as_bytes().to_vec()))));
+        let want = [(1, "one"), (4, "two"), (5, "last")];
+        assert_eq!(lines, want.map(|(n, text)| (n, Some(text.as_bytes().to_vec()))));
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_no_part_of_the_first_line() {
+        let lines = read(b"\xEF\xBB\xBFone\n\xEF\xBB\xBFtwo", 100);
+        assert_eq!(lines[0], (1, Some(b"one".to_vec())));
+        assert_eq!(lines[1].1.as_deref(), Some(&b"\xEF\xBB\xBFtwo"[..]), "only that of the file");
+        assert!(read(b"\xEF\xBB\xBF\n", 100).is_empty());
     }
 
     #[test]
     fn a_line_that_is_too_long_is_passed_over() {
         let lines = read(b"12345\n123456789 much longer\n1234\n123456", 5);
-        let want = [(1, 6, Some("12345")), (2, 28, None), (3, 33, Some("1234")), (4, 39, None)];
-        assert_eq!(lines, want.map(|(n, end, text)| (n, end, text.map(|t| t.as_bytes().to_vec()))));
+        let want = [(1, Some("12345")), (2, None), (3, Some("1234")), (4, None)];
+        assert_eq!(lines, want.map(|(n, text)| (n, text.map(|t| t.as_bytes().to_vec()))));
     }
 }

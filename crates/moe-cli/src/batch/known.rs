@@ -4,8 +4,10 @@
 //! runs. Error records of lines that cannot be told apart by it (not JSON, no or a repeated
 //! `custom_id`) are known by the line's number, in their `id`.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
+
+use super::fingerprint::Fingerprint;
 
 /// How the `id` of a record begins that is known by its line number.
 const LINE: &str = "line-";
@@ -23,8 +25,8 @@ pub fn line_id(line: u64) -> String {
 /// What is known of an input and its output.
 pub struct Known {
     hashers: [RandomState; 2],
-    /// Hashes of the `custom_id`s that an earlier run answered.
-    answered: HashSet<u128>,
+    /// Hashes of the `custom_id`s that an earlier run answered, and what they asked for, where the record says it.
+    answered: HashMap<u128, Option<Fingerprint>>,
     /// Hashes of the `custom_id`s of the input so far.
     met: HashSet<u128>,
     /// Numbers of answered lines that no `custom_id` names.
@@ -39,7 +41,7 @@ impl Known {
     pub fn with_lines(lines: u64) -> Self {
         Self {
             hashers: Default::default(),
-            answered: HashSet::new(),
+            answered: HashMap::new(),
             met: HashSet::with_capacity(lines.min(MAX_ROOM) as usize),
             lines: HashSet::new(),
         }
@@ -53,12 +55,12 @@ impl Known {
     }
 
     /// Notes a record of the output.
-    pub fn answered(&mut self, id: &str, custom_id: Option<&str>) {
+    pub fn answered(&mut self, id: &str, custom_id: Option<&str>, request: Option<Fingerprint>) {
         let line = id.strip_prefix(LINE).and_then(|number| number.parse().ok());
         if let Some(line) = line {
             self.lines.insert(line);
         } else if let Some(custom_id) = custom_id {
-            self.answered.insert(self.hash(custom_id));
+            self.answered.insert(self.hash(custom_id), request);
         }
     }
 
@@ -67,10 +69,15 @@ impl Known {
         self.met.insert(self.hash(custom_id))
     }
 
+    /// What an earlier run answered under a `custom_id`, if the record says it.
+    pub fn earlier_request(&self, custom_id: &str) -> Option<Fingerprint> {
+        self.answered.get(&self.hash(custom_id)).copied().flatten()
+    }
+
     /// Whether an earlier run answered a line, known by its `custom_id` or else by its number.
     pub fn is_done(&self, line: u64, custom_id: Option<&str>) -> bool {
         match custom_id {
-            Some(custom_id) => self.answered.contains(&self.hash(custom_id)),
+            Some(custom_id) => self.answered.contains_key(&self.hash(custom_id)),
             None => self.lines.contains(&line),
         }
     }
@@ -83,9 +90,9 @@ mod tests {
     #[test]
     fn records_are_told_apart_by_custom_id_or_line() {
         let mut known = Known::with_lines(0);
-        known.answered(&request_id(1), Some("a"));
-        known.answered(&line_id(7), None);
-        known.answered(&line_id(8), Some("b"));
+        known.answered(&request_id(1), Some("a"), None);
+        known.answered(&line_id(7), None, None);
+        known.answered(&line_id(8), Some("b"), None);
         assert!(known.is_done(5, Some("a")), "wherever the line is now");
         assert!(!known.is_done(8, Some("b")), "the record of a repeated custom_id answers only its line");
         assert!(known.is_done(7, None) && known.is_done(8, None) && !known.is_done(1, None));
@@ -98,7 +105,7 @@ mod tests {
         let id = |i: u64| format!("request {i}");
         for i in 0..10_000 {
             match i % 2 {
-                0 => known.answered(&request_id(i), Some(&id(i))),
+                0 => known.answered(&request_id(i), Some(&id(i)), None),
                 _ => assert!(known.meet(&id(i)), "{i} is new"),
             }
         }

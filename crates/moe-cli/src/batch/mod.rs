@@ -13,16 +13,19 @@ mod body;
 mod completion;
 mod entries;
 mod fields;
+mod fingerprint;
 mod input;
 mod journal;
 mod known;
 mod progress;
 mod prompts;
+mod replace;
+mod served;
+mod settings;
 #[cfg(test)]
 mod tests;
 
 use std::collections::HashMap;
-use std::io;
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::Duration;
@@ -44,10 +47,12 @@ use answer::{Choice, record};
 use body::{Form, Job, Parser};
 use entries::{Entries, Entry, Key, Work};
 use fields::ApiError;
-use input::Lines;
-use journal::Journal;
+use input::{Lines, Total};
+use journal::{Earlier, Journal};
 use known::Known;
 use progress::Progress;
+use served::Served;
+use settings::Settings;
 
 /// Entries that are read ahead of the engine.
 const READ_AHEAD: usize = 64;
@@ -56,12 +61,9 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
-    let (lines, size) = Lines::open(&args.input)?;
-    let mut known = Known::with_lines(size.map_or(0, |size| size.lines));
-    let journal = Journal::open(&args.output, &args.input, &mut known)?;
-    if journal.records > 0 {
-        info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records);
-    }
+    let (lines, guess) = Lines::open(&args.input)?;
+    let mut known = Known::with_lines(guess.unwrap_or(0));
+    let mut journal = Journal::open(&args.output, &args.input, earlier(args), &mut known)?;
     let interrupt = Interrupt::install()?;
     let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_batch(args));
     let mut session = session::open::<F>(model, &args.answer.run, false, &asks)?;
@@ -69,6 +71,13 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let config = options::engine_config(&args.answer.engine, &session.ex);
     let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
     let parser = parser(args, &session, &tokenizer, engine.max_model_len())?;
+    let chat = options::chat_files(&args.answer.chat, &session)?;
+    journal.begin(&Settings::new(&parser, chat.as_ref())?)?;
+    if journal.records > 0 {
+        info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records);
+    }
+    let mut progress = Progress::new(Total::count(&args.input));
+    progress.earlier_errors = journal.earlier_errors;
     let entries = read_ahead(Entries { lines, known, parser })?;
     let mut batch = Batch {
         engine,
@@ -77,7 +86,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         window: config.max_num_seqs.saturating_mul(2),
         lines: HashMap::new(),
         owners: HashMap::new(),
-        progress: Progress::new(size.map(|size| size.bytes)),
+        progress,
     };
     let result = batch.run(&entries, &interrupt);
     batch.progress.finish();
@@ -86,6 +95,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         eprint!("{}", batch.engine.stats());
     }
     let finished = result?;
+    let errors = batch.progress.all_errors();
     batch.journal.finish()?;
     drop(batch.engine);
     session.finish()?;
@@ -93,7 +103,15 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         eprintln!("stopped; run the same command again to continue");
         return Ok(ExitCode::from(Interrupt::EXIT_CODE));
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(ExitCode::from(u8::from(args.fail_on_error && errors > 0)))
+}
+
+fn earlier(args: &BatchArgs) -> Earlier {
+    match (args.overwrite, args.retry_errors) {
+        (true, _) => Earlier::Overwrite,
+        (false, true) => Earlier::RetryErrors,
+        (false, false) => Earlier::Keep,
+    }
 }
 
 /// Checks a line of an input as [`run`] would, for a model with this tokenizer and chat template:
@@ -114,7 +132,7 @@ pub fn check_line(
         defaults: Request::new(Vec::new()),
         seed: 0,
         max_model_len,
-        model: String::new(),
+        served: Served::new(None, true),
     };
     entries::job(line, &parser).map(|job| job.requests.len()).map_err(|e| e.message)
 }
@@ -125,7 +143,6 @@ fn parser(
     tokenizer: &Tokenizer,
     max_model_len: usize,
 ) -> Result<Parser> {
-    let name = args.answer.model.clone().unwrap_or_else(|| "embedded".to_string());
     Ok(Parser {
         tokenizer: tokenizer.clone(),
         template: options::chat_template(&args.answer.chat, session)?,
@@ -133,12 +150,12 @@ fn parser(
         defaults: options::api_defaults(&args.answer.sampling, session)?,
         seed: args.answer.sampling.seed,
         max_model_len,
-        model: name,
+        served: Served::new(args.answer.model.as_deref(), args.any_model),
     })
 }
 
 /// Starts the thread that reads. It ends when nobody listens any more, or with the program.
-fn read_ahead(entries: Entries) -> Result<Receiver<io::Result<Entry>>> {
+fn read_ahead(entries: Entries) -> Result<Receiver<Result<Entry>>> {
     let (send, receive) = sync_channel(READ_AHEAD);
     let read = move || {
         for entry in entries {
@@ -176,7 +193,7 @@ struct Batch<'m> {
 
 impl Batch<'_> {
     /// Answers all entries; false if it was interrupted.
-    fn run(&mut self, entries: &Receiver<io::Result<Entry>>, interrupt: &Interrupt) -> Result<bool> {
+    fn run(&mut self, entries: &Receiver<Result<Entry>>, interrupt: &Interrupt) -> Result<bool> {
         let mut more = true;
         let mut fault = None;
         while more || !self.engine.is_idle() {
@@ -189,7 +206,10 @@ impl Batch<'_> {
                     // What is under way still ends, and is kept.
                     Ok(Some(Err(e))) => (fault, more) = (Some(e), false),
                     Ok(None) => break,
-                    Err(Closed) => more = false,
+                    Err(Closed) => {
+                        self.progress.input_ended();
+                        more = false;
+                    }
                 }
             }
             for output in self.engine.step()? {
@@ -198,13 +218,13 @@ impl Batch<'_> {
             self.progress.show();
         }
         match fault {
-            Some(e) => Err(e).context("cannot read the input any further"),
+            Some(e) => Err(e),
             None => Ok(true),
         }
     }
 
     /// The next entry, if there is one now; waits a moment for it if there is nothing else to do.
-    fn next(&self, entries: &Receiver<io::Result<Entry>>) -> Result<Option<io::Result<Entry>>, Closed> {
+    fn next(&self, entries: &Receiver<Result<Entry>>) -> Result<Option<Result<Entry>>, Closed> {
         let wait = if self.engine.is_idle() { LOOK } else { Duration::ZERO };
         match entries.recv_timeout(wait) {
             Ok(entry) => Ok(Some(entry)),
@@ -214,7 +234,7 @@ impl Batch<'_> {
     }
 
     fn start(&mut self, entry: Entry) -> Result<()> {
-        self.progress.bytes = entry.end;
+        self.progress.read += 1;
         self.progress.show();
         match entry.work {
             Work::Done => {
@@ -253,6 +273,7 @@ impl Batch<'_> {
         let Some(&(number, first)) = self.owners.get(&request) else { return Ok(()) };
         let Some(line) = self.lines.get_mut(&number) else { return Ok(()) };
         let Some(choice) = line.choices.get_mut(first + index) else { return Ok(()) };
+        self.progress.tokens += u64::from(output.token_id.is_some());
         if !choice.push(output) {
             return Ok(());
         }
@@ -264,7 +285,6 @@ impl Batch<'_> {
         for id in &line.requests {
             self.owners.remove(id);
         }
-        self.progress.tokens += line.choices.iter().map(|choice| choice.num_tokens as u64).sum::<u64>();
         let body = completion::body(&line.key.id, &line.form, &line.choices, &self.tokenizer);
         self.write(&line.key, body)
     }

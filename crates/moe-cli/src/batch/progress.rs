@@ -1,12 +1,14 @@
 //! How far a batch is: a bar where somebody watches, a line now and then in a log.
 
+use std::fmt;
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
-use tracing::info;
+use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
 
-/// Between two lines of the log.
+use super::input::Total;
+
+/// Between two lines of a log.
 const LOG_EVERY: Duration = Duration::from_secs(10);
 /// Between two looks of the bar.
 const DRAW_EVERY: Duration = Duration::from_millis(100);
@@ -16,25 +18,38 @@ pub struct Progress {
     bar: Option<ProgressBar>,
     start: Instant,
     shown: Instant,
-    total: Option<u64>,
-    /// Bytes of the input that are read.
-    pub bytes: u64,
+    total: Total,
+    /// Lines of the input that are read.
+    pub read: u64,
     /// Lines answered by this run, errors included.
     pub answered: u64,
     /// Error records of this run.
     pub errors: u64,
+    /// Error records of earlier runs.
+    pub earlier_errors: u64,
     /// Lines that an earlier run answered.
     pub skipped: u64,
-    /// New tokens of finished lines.
+    /// New tokens.
     pub tokens: u64,
 }
 
 impl Progress {
-    /// Of an input of `total` bytes, if that is known.
-    pub fn new(total: Option<u64>) -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| bar(total));
+    /// Of an input whose number of lines is known sooner or later.
+    pub fn new(total: Total) -> Self {
+        let bar = std::io::stderr().is_terminal().then(bar);
         let start = Instant::now();
-        Self { bar, start, shown: start, total, bytes: 0, answered: 0, errors: 0, skipped: 0, tokens: 0 }
+        let (read, answered, errors, earlier_errors, skipped, tokens) = (0, 0, 0, 0, 0, 0);
+        Self { bar, start, shown: start, total, read, answered, errors, earlier_errors, skipped, tokens }
+    }
+
+    /// Error records of the output.
+    pub fn all_errors(&self) -> u64 {
+        self.errors + self.earlier_errors
+    }
+
+    /// The input has ended.
+    pub fn input_ended(&mut self) {
+        self.total.is(self.read);
     }
 
     /// Shows it, if it is time.
@@ -44,15 +59,15 @@ impl Progress {
             return;
         }
         self.shown = Instant::now();
-        match (&self.bar, self.total) {
-            (Some(bar), _) => {
-                bar.set_position(self.bytes);
-                bar.set_message(self.to_string());
+        let status = self.status(self.start.elapsed());
+        match &self.bar {
+            Some(bar) => {
+                bar.set_length(self.total.get().unwrap_or(self.read));
+                bar.set_position(self.done());
+                bar.set_message(status);
             }
-            (None, Some(total)) if total > 0 => {
-                info!("{self}, {:.0} % of the input read", 100.0 * self.bytes as f64 / total as f64);
-            }
-            (None, _) => info!("{self}"),
+            // Not a message of the log: whoever filters that still wants to see that the run is alive.
+            None => eprintln!("{status}"),
         }
     }
 
@@ -62,13 +77,43 @@ impl Progress {
             bar.finish_and_clear();
         }
     }
+
+    fn done(&self) -> u64 {
+        self.answered + self.skipped
+    }
+
+    fn rate(&self, elapsed: Duration) -> f64 {
+        self.tokens as f64 / elapsed.as_secs_f64().max(1e-3)
+    }
+
+    /// How far it is after this time.
+    fn status(&self, elapsed: Duration) -> String {
+        let (done, rate) = (self.done(), self.rate(elapsed));
+        let of = match self.total.get() {
+            Some(total) => format!("{done} / {total} requests"),
+            None => format!("{done} / {} requests read so far", self.read),
+        };
+        let errors = if self.errors > 0 { format!(", {} with errors", self.errors) } else { String::new() };
+        let left = self.left(elapsed).map(|left| format!(", {} left", HumanDuration(left)));
+        format!("{of}, {rate:.0} tok/s{errors}{}", left.unwrap_or_default())
+    }
+
+    /// The time that the rest takes at the speed of this run so far; what earlier runs answered says nothing about it.
+    fn left(&self, elapsed: Duration) -> Option<Duration> {
+        let rest = self.total.get()?.checked_sub(self.done())?;
+        let seconds = elapsed.as_secs_f64() / self.answered as f64 * rest as f64;
+        Duration::try_from_secs_f64(seconds).ok()
+    }
 }
 
-impl std::fmt::Display for Progress {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let rate = self.tokens as f64 / self.start.elapsed().as_secs_f64().max(1e-3);
-        write!(f, "{} requests, {rate:.0} tok/s", self.answered)?;
-        for (count, what) in [(self.errors, "with errors"), (self.skipped, "done before")] {
+impl fmt::Display for Progress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} requests, {:.0} tok/s", self.answered, self.rate(self.start.elapsed()))?;
+        for (count, what) in [
+            (self.errors, "with errors"),
+            (self.skipped, "done before"),
+            (self.earlier_errors, "with errors of earlier runs"),
+        ] {
             if count > 0 {
                 write!(f, ", {count} {what}")?;
             }
@@ -77,12 +122,32 @@ impl std::fmt::Display for Progress {
     }
 }
 
-fn bar(total: Option<u64>) -> ProgressBar {
-    let (bar, template) = match total {
-        Some(total) => (ProgressBar::new(total), "{wide_bar} {percent} %  {msg}  {elapsed}, {eta} left"),
-        None => (ProgressBar::new_spinner(), "{spinner} {msg}  {elapsed}"),
-    };
-    // The templates are constants; should one be wrong, indicatif's own does.
-    bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
-    bar
+fn bar() -> ProgressBar {
+    // The template is a constant; should it be wrong, indicatif's own does.
+    let style = ProgressStyle::with_template("{wide_bar} {msg}  {elapsed}");
+    ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_done_is_shown_and_not_what_is_read() {
+        let mut progress = Progress::new(Total::default());
+        (progress.read, progress.answered, progress.skipped, progress.tokens) = (192, 60, 4, 3000);
+        let status = |progress: &Progress| progress.status(Duration::from_secs(30));
+        assert_eq!(status(&progress), "64 / 192 requests read so far, 100 tok/s");
+        progress.total.is(400);
+        progress.errors = 2;
+        assert_eq!(status(&progress), "64 / 400 requests, 100 tok/s, 2 with errors, 3 minutes left");
+        (progress.answered, progress.read) = (396, 400);
+        assert!(status(&progress).ends_with(", 0 seconds left"), "{}", status(&progress));
+        progress.answered = 0;
+        assert_eq!(
+            status(&progress),
+            "4 / 400 requests, 100 tok/s, 2 with errors",
+            "nothing tells the speed yet"
+        );
+    }
 }

@@ -10,6 +10,7 @@ use super::answer::Choice;
 use super::body::{Job, Parser};
 use super::completion;
 use super::fields::ApiError;
+use super::served::Served;
 
 const TEMPLATE: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}\
     [{{ c.function.arguments.x }}]{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}{{ mood }}";
@@ -18,7 +19,7 @@ fn bytes() -> Tokenizer {
     Tokenizer::bytes().unwrap()
 }
 
-fn parser() -> Parser {
+pub fn parser() -> Parser {
     let config = json!({ "chat_template": TEMPLATE }).to_string();
     let mut defaults = Request::new(Vec::new());
     defaults.sampling.temperature = 0.7;
@@ -30,7 +31,7 @@ fn parser() -> Parser {
         defaults,
         seed: 3,
         max_model_len: 100,
-        model: "tiny".into(),
+        served: Served::new(Some("tiny"), true),
     }
 }
 

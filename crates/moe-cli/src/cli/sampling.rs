@@ -8,7 +8,8 @@ use clap::Args;
 /// vLLM's sampling parameters. What is left out comes from generation_config.json.
 #[derive(Args, Debug, Clone, Default)]
 pub struct SamplingArgs {
-    /// Tokens to generate at most (default: 128; chat: no limit; batch: vLLM's).
+    /// Tokens to generate at most (default: 128; chat: no limit; batch: generation_config.json, else 16 for
+    /// /v1/completions and no limit for chat).
     #[arg(
         long,
         visible_alias = "max-tokens",
@@ -17,7 +18,7 @@ pub struct SamplingArgs {
         help_heading = "Sampling"
     )]
     pub max_new_tokens: Option<usize>,
-    /// 0 is greedy (default: generation_config.json, else 0).
+    /// 0 is greedy (default: generation_config.json, else 0; batch: else 1).
     #[arg(long, visible_alias = "temp", allow_negative_numbers = true, help_heading = "Sampling")]
     pub temperature: Option<f32>,
     /// Keep the k likeliest tokens; 0 or -1 keeps all.

@@ -2,10 +2,12 @@
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
 mod faults;
+mod help;
+mod reruns;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::Write;
+use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -43,6 +45,10 @@ impl Folder {
     fn records(&self) -> Vec<Value> {
         records(&fs::read(self.path("out.jsonl")).unwrap())
     }
+}
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(name)
 }
 
 fn records(bytes: &[u8]) -> Vec<Value> {
@@ -89,7 +95,7 @@ fn records_have_the_format_of_run_batch() {
             json!({"prompt": ["JULIET:", [5, 6, 7]], "n": 2, "max_tokens": 3, "ignore_eos": true, "logprobs": 1}),
         ),
     ]);
-    let output = folder.run(&["--stats"]);
+    let output = folder.run(&["--stats", "--any-model"]);
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(output.stdout.is_empty());
     assert!(stderr(&output).contains("2 requests") && stderr(&output).contains("steps of"));
@@ -177,6 +183,23 @@ fn bad_lines_are_answered_once_and_the_run_goes_on() {
 }
 
 #[test]
+fn another_model_is_an_error_of_its_request() {
+    let ask = |id: &str, model: &str| completion(id, json!({"prompt": "x", "max_tokens": 2, "model": model}));
+    let folder = Folder::new(&[ask("right", "embedded"), ask("wrong", "gpt-4")]);
+    let text = fs::read(folder.path("in.jsonl")).unwrap();
+    fs::write(folder.path("in.jsonl"), [b"\xEF\xBB\xBF", &text[..]].concat()).unwrap();
+    assert!(folder.run(&[]).status.success());
+    let records = folder.records();
+    let [right, wrong] = ["right", "wrong"].map(|id| records.iter().find(|r| r["custom_id"] == id).unwrap());
+    assert_eq!(right["response"]["status_code"], 200, "a byte-order mark does no harm: {right}");
+    let error = &wrong["error"]["error"];
+    assert_eq!((&error["code"], &error["type"]), (&json!(404), &json!("NotFoundError")));
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("`gpt-4`") && message.contains("`embedded`"), "{message}");
+    assert!(folder.run(&["--retry-errors", "--any-model", "--fail-on-error"]).status.success());
+}
+
+#[test]
 fn results_do_not_depend_on_order_or_limits() {
     let mut lines: Vec<Value> = (0..12)
         .map(|i| {
@@ -245,11 +268,15 @@ fn stdin_and_stdout_work() {
     let mut out = std::io::BufReader::new(run.stdout.take().unwrap());
     std::io::BufRead::read_line(&mut out, &mut first).unwrap();
     assert_eq!(serde_json::from_str::<Value>(&first).unwrap()["custom_id"], "a");
+    // A log hears of a run that goes on, every 10 seconds.
+    let mut log = std::io::BufReader::new(run.stderr.take().unwrap()).lines().map_while(Result::ok);
+    assert!(log.any(|line| line.contains("1 / 1 requests read so far")), "it ended without a word");
     stdin.write_all(line("b").as_bytes()).unwrap();
     drop(stdin);
     let mut rest = Vec::new();
     std::io::Read::read_to_end(&mut out, &mut rest).unwrap();
     assert_eq!(records(&rest)[0]["custom_id"], "b");
+    assert!(log.any(|line| line.starts_with("2 requests")), "the summary");
     assert!(run.wait().unwrap().success());
 }
 
@@ -274,7 +301,7 @@ fn wrong_calls_are_usage_errors() {
 
 #[test]
 fn chat_is_answered_with_the_checkpoints_template() {
-    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/text");
+    let model = fixture("text");
     let line = json!({
         "custom_id": "c", "method": "POST", "url": "/v1/chat/completions",
         "body": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": true},

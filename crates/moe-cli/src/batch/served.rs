@@ -1,0 +1,89 @@
+//! The names that a body may call the running model by.
+
+use std::path::{Path, PathBuf};
+
+use super::fields::{ApiError, Fields};
+
+/// The running model.
+pub struct Served {
+    /// What `--model` says, or `embedded`.
+    pub name: String,
+    folder: Option<PathBuf>,
+    /// Bodies may name any model.
+    any: bool,
+}
+
+impl Served {
+    /// Of what `--model` says; `any`: of every other name too.
+    pub fn new(model: Option<&str>, any: bool) -> Self {
+        let name = model.unwrap_or("embedded").to_string();
+        let folder = model.and_then(|model| Path::new(model).canonicalize().ok());
+        Self { name, folder, any }
+    }
+
+    /// The `model` of an answer: the body's, where it has one.
+    ///
+    /// # Errors
+    /// It is another model than the running one; status and type are vLLM's.
+    pub fn check(&self, body: &Fields) -> Result<String, ApiError> {
+        match body.text("model")? {
+            // vLLM takes an empty name as none.
+            None | Some("") => Ok(self.name.clone()),
+            Some(asked) if self.any || self.is_called(asked) => Ok(asked.to_string()),
+            Some(asked) => {
+                let what = format!("The model `{asked}` does not exist; the running one is `{}`.", self.name);
+                let message = format!("{what} Correct the name, leave it out, or pass --any-model.");
+                Err(ApiError { status: 404, param: Some("model".into()), message })
+            }
+        }
+    }
+
+    /// Whether it is the folder, its last names, the name on the hub, or that without the organization or the revision.
+    fn is_called(&self, asked: &str) -> bool {
+        let unpinned = self.name.split_once('@').map_or(self.name.as_str(), |(id, _)| id);
+        let names = [Path::new(&self.name), Path::new(unpinned)];
+        names.into_iter().chain(self.folder.as_deref()).any(|name| name.ends_with(asked))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn asks(served: &Served, model: &str) -> Result<String, ApiError> {
+        served.check(&Fields(json!({ "model": model }).as_object().unwrap()))
+    }
+
+    #[test]
+    fn a_model_goes_by_its_names() {
+        let hub = Served::new(Some("Qwen/Qwen3-30B-A3B@main"), false);
+        for name in ["Qwen/Qwen3-30B-A3B@main", "Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B", ""] {
+            assert!(asks(&hub, name).is_ok(), "{name}");
+        }
+        for name in ["Qwen/Qwen3-235B-A22B", "Qwen", "Org/Qwen3-30B-A3B", "30B-A3B"] {
+            assert!(asks(&hub, name).is_err(), "{name}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("Qwen").join("Small");
+        std::fs::create_dir_all(&folder).unwrap();
+        let path = folder.to_str().unwrap();
+        let local = Served::new(Some(&format!("{path}/.")), false);
+        assert!([path, "Small", "Qwen/Small"].iter().all(|name| asks(&local, name).is_ok()));
+        assert!(asks(&local, "/Small").is_err());
+    }
+
+    #[test]
+    fn another_model_is_refused_as_vllm_does() {
+        let error = asks(&Served::new(None, false), "gpt-4").unwrap_err();
+        assert_eq!((error.status, error.param.as_deref()), (404, Some("model")));
+        assert!(
+            error.message.contains("`gpt-4`") && error.message.contains("`embedded`"),
+            "{}",
+            error.message
+        );
+        assert_eq!(asks(&Served::new(None, true), "gpt-4").unwrap(), "gpt-4");
+        let none = Served::new(None, false).check(&Fields(&serde_json::Map::new())).unwrap();
+        assert_eq!(none, "embedded");
+    }
+}

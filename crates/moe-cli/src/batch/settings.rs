@@ -1,0 +1,167 @@
+//! What the answers of a run depend on beside its requests, kept in a file beside the output: a rerun with other
+//! settings must not pass for a continuation.
+
+use std::fs;
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use moe_engine::chat::ChatFiles;
+use moe_engine::usage;
+use serde_json::{Map, Value, json};
+use tracing::warn;
+
+use super::body::Parser;
+use super::fields::short;
+use super::fingerprint::Fingerprint;
+use super::replace::{beside, replace};
+
+/// Fields of the default request that are no settings: what each request has of its own, and the seed that is derived.
+const NOT_SETTINGS: [&str; 6] =
+    ["prompt", "sampling", "prompt_logprobs", "timeout", "capture_routing", "replay_routing"];
+
+/// Settings by their names, in an order that does not change.
+#[derive(Debug, Default, PartialEq)]
+pub struct Settings(Map<String, Value>);
+
+impl Settings {
+    /// Those of a run. Of the chat templates only the fingerprint is kept.
+    pub fn new(parser: &Parser, chat: Option<&ChatFiles>) -> Result<Self> {
+        // By way of text, which keeps 0.7 from becoming 0.699999988.
+        let text =
+            serde_json::to_string(&parser.defaults).context("cannot describe the sampling defaults")?;
+        let mut defaults: Map<String, Value> = serde_json::from_str(&text)?;
+        let sampling = defaults.get("sampling").and_then(Value::as_object).cloned().unwrap_or_default();
+        defaults.retain(|name, _| !NOT_SETTINGS.contains(&name.as_str()));
+        let mut settings = Map::from_iter([
+            ("model".to_string(), json!(parser.served.name)),
+            ("chat_template".to_string(), json!(chat.map(|files| Fingerprint::of(files).to_string()))),
+            ("chat_template_kwargs".to_string(), json!(parser.template_kwargs)),
+        ]);
+        settings.extend(sampling);
+        settings.extend(defaults);
+        settings.insert("seed".to_string(), json!(parser.seed));
+        Ok(Self(settings))
+    }
+
+    /// What differs, with the old value and the new. A setting that only one of two versions of this program has is
+    /// left out.
+    fn differences(&self, old: &Self) -> Vec<String> {
+        let both = old.0.iter().filter_map(|(name, old)| Some((name, old, self.0.get(name)?)));
+        both.filter(|(_, old, new)| old != new)
+            .map(|(name, old, new)| format!("{name} was {} and is {}", short(old), short(new)))
+            .collect()
+    }
+}
+
+/// The file with the settings of an output.
+pub struct SettingsFile(PathBuf);
+
+impl SettingsFile {
+    /// Of an output file.
+    pub fn of(output: &Path) -> Self {
+        Self(beside(output, ".run.json"))
+    }
+
+    /// Keeps the settings of an output that holds no answers yet.
+    pub fn write(&self, settings: &Settings) -> Result<()> {
+        let text = serde_json::to_string_pretty(&settings.0)? + "\n";
+        let written = replace(&self.0, |file| file.write_all(text.as_bytes()));
+        written.map(drop).with_context(|| format!("cannot write {}", self.0.display()))
+    }
+
+    /// Compares with the settings of the run that began the output; a file of an older version has none.
+    ///
+    /// # Errors
+    /// They differ: the output would mix answers of both.
+    pub fn check(&self, settings: &Settings, output: &str) -> Result<()> {
+        let name = self.0.display();
+        let Some(old) = self.read()? else {
+            warn!(
+                "--output {output}: there is no {name}, so nobody can tell whether its records had these settings"
+            );
+            return Ok(());
+        };
+        let differences = settings.differences(&old);
+        if differences.is_empty() {
+            return Ok(());
+        }
+        Err(usage(format!(
+            "--output {output} was begun with other settings: {}; use the old ones, name another file, answer all \
+             lines again with --overwrite, or delete {name} to mix answers of both",
+            differences.join(", ")
+        )))
+    }
+
+    fn read(&self) -> Result<Option<Settings>> {
+        let name = self.0.display();
+        let bytes = match fs::read(&self.0) {
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            bytes => bytes.with_context(|| format!("cannot read {name}"))?,
+        };
+        match serde_json::from_slice(&bytes) {
+            Ok(settings) => Ok(Some(Settings(settings))),
+            Err(e) => Err(usage(format!(
+                "{name} does not hold the settings of a batch: {e}; delete it to go on without them, or answer all \
+                 lines again with --overwrite"
+            ))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::parser;
+    use super::*;
+
+    fn settings(change: impl FnOnce(&mut Parser)) -> Settings {
+        let mut parser = parser();
+        change(&mut parser);
+        Settings::new(&parser, None).unwrap()
+    }
+
+    #[test]
+    fn settings_are_compared_by_name() {
+        let old = settings(|_| {});
+        assert_eq!(old.0["temperature"], json!(0.7), "as it was written");
+        assert!(
+            settings(|p| p.max_model_len = 50).differences(&old).is_empty(),
+            "it limits, it changes no answer"
+        );
+        let new = settings(|p| {
+            p.served.name = "other".into();
+            p.defaults.sampling.temperature = 0.5;
+            p.defaults.stop = vec!["x".into()];
+            p.seed = 4;
+        });
+        let want = [
+            "model was \"tiny\" and is \"other\"",
+            "temperature was 0.7 and is 0.5",
+            "seed was 3 and is 4",
+            "stop was [] and is [\"x\"]",
+        ];
+        assert_eq!(new.differences(&old), want);
+    }
+
+    #[test]
+    fn a_template_is_known_by_its_contents() {
+        let files = |text: &str| {
+            ChatFiles::from_tokenizer_config(json!({ "chat_template": text }).to_string().as_bytes())
+        };
+        let of = |text: &str| Settings::new(&parser(), Some(&files(text).unwrap())).unwrap();
+        assert_eq!(of("a").differences(&of("a")).len(), 0);
+        assert!(of("a").differences(&of("b"))[0].starts_with("chat_template was "));
+    }
+
+    #[test]
+    fn a_file_survives_and_a_broken_one_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = SettingsFile::of(&dir.path().join("out.jsonl"));
+        assert!(file.check(&settings(|_| {}), "out.jsonl").is_ok(), "without a file there is only a warning");
+        file.write(&settings(|_| {})).unwrap();
+        assert_eq!(file.read().unwrap(), Some(settings(|_| {})));
+        fs::write(dir.path().join("out.jsonl.run.json"), "{").unwrap();
+        let error = file.check(&settings(|_| {}), "out.jsonl").unwrap_err().to_string();
+        assert!(error.contains("out.jsonl.run.json") && error.contains("--overwrite"), "{error}");
+    }
+}
