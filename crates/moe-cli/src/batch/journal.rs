@@ -32,6 +32,14 @@ pub enum Earlier {
 }
 
 impl Earlier {
+    /// What somebody does whose run did not end.
+    pub fn how_to_continue(self) -> &'static str {
+        match self {
+            Self::Keep | Self::RetryErrors => "run the same command again to continue",
+            Self::Overwrite => "run the command again without --overwrite to continue",
+        }
+    }
+
     fn keeps(self, record: &Header) -> bool {
         match self {
             Self::Keep => true,
@@ -185,8 +193,10 @@ impl Journal {
         }
         written.with_context(|| {
             format!(
-                "cannot write to {}; its {} records are intact, run the same command again to continue",
-                self.name, self.records
+                "cannot write to {}; its {} records are intact, {}",
+                self.name,
+                self.records,
+                self.earlier.how_to_continue()
             )
         })?;
         self.records += 1;
@@ -280,6 +290,7 @@ mod tests {
         assert!(!known.is_done(1, Some("a")));
         journal.begin(&Settings::default()).unwrap();
         assert_eq!((journal.records, text().as_str()), (0, ""));
+        assert!(Earlier::Overwrite.how_to_continue().contains("without"), "or it would begin again");
     }
 
     #[test]

@@ -100,7 +100,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     drop(batch.engine);
     session.finish()?;
     if !finished {
-        eprintln!("stopped; run the same command again to continue");
+        eprintln!("stopped; {}", earlier(args).how_to_continue());
         return Ok(ExitCode::from(Interrupt::EXIT_CODE));
     }
     Ok(ExitCode::from(u8::from(args.fail_on_error && errors > 0)))
