@@ -67,9 +67,9 @@ fn weights(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()
     facts.insert("weight bytes".into(), bytes.into());
     if let Some(free) = devices::available_memory() {
         facts.insert("available bytes".into(), free.into());
-        // As a run sizes its KV cache.
-        let needed = bytes.saturating_add(KV_CACHE.min(free.saturating_sub(bytes) / 2));
-        facts.insert("fits memory".into(), json!(if needed <= free { "yes" } else { "no" }));
+        // As a run sizes its KV cache: of what the weights leave, so that only these decide.
+        facts.insert("KV cache bytes".into(), KV_CACHE.min(free.saturating_sub(bytes) / 2).into());
+        facts.insert("fits memory".into(), json!(if bytes < free { "yes" } else { "no" }));
     }
     Ok(())
 }
