@@ -24,7 +24,7 @@ use crate::session::Model;
 use dtype::DtypeChoice;
 
 pub use batch::BatchArgs;
-pub use model_args::DownloadArgs;
+pub use model_args::{DownloadArgs, InspectArgs};
 pub use sampling::SamplingArgs;
 
 /// Text from Mixture-of-Experts models. Without a subcommand the program generates.
@@ -50,6 +50,8 @@ pub enum Command {
     Bench(BenchArgs),
     /// Fetch a checkpoint into the hub's cache and print its folder, or check what is there.
     Download(DownloadArgs),
+    /// Tell what a checkpoint is, and whether it fits this machine's memory, without reading its weights.
+    Inspect(InspectArgs),
     /// List the devices of this machine.
     ListDevices,
     /// Render chat templates for the program that starts this one.
@@ -79,7 +81,7 @@ impl Command {
             Self::Batch(args) => Some(&args.answer.run),
             Self::Parity(args) => Some(&args.run),
             Self::Bench(args) => Some(&args.run),
-            Self::Download(_) | Self::ListDevices | Self::RenderChatTemplates => None,
+            Self::Download(_) | Self::Inspect(_) | Self::ListDevices | Self::RenderChatTemplates => None,
         }
     }
 
@@ -92,7 +94,7 @@ impl Command {
             Self::Chat(args) => args.answer.model.as_deref(),
             Self::Batch(args) => args.answer.model.as_deref(),
             Self::Parity(args) => Some(args.model.as_str()),
-            Self::Download(_) | Self::ListDevices | Self::RenderChatTemplates => None,
+            Self::Download(_) | Self::Inspect(_) | Self::ListDevices | Self::RenderChatTemplates => None,
         };
         (Model::Checkpoint(name), false)
     }

@@ -32,17 +32,25 @@ fn instruction_sets() -> String {
     }
 }
 
+/// Bytes that the processor's memory has left; `None` where the system does not say.
+pub fn available_memory() -> Option<u64> {
+    bytes_of("MemAvailable:", &fs::read_to_string("/proc/meminfo").ok()?)
+}
+
 /// Linux' account of the memory.
 fn memory(meminfo: &str) -> String {
-    let bytes = |key: &str| {
-        let line = meminfo.lines().find_map(|line| line.strip_prefix(key))?;
-        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-        Some(BinaryBytes(kib.saturating_mul(1024)))
-    };
-    match (bytes("MemTotal:"), bytes("MemAvailable:")) {
-        (Some(total), Some(free)) => format!("{total} of memory, {free} available"),
+    match (bytes_of("MemTotal:", meminfo), bytes_of("MemAvailable:", meminfo)) {
+        (Some(total), Some(free)) => {
+            format!("{} of memory, {} available", BinaryBytes(total), BinaryBytes(free))
+        }
         _ => "memory unknown: this system has no /proc/meminfo".to_string(),
     }
+}
+
+fn bytes_of(key: &str, meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(key))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
 }
 
 #[cfg(not(feature = "cuda"))]

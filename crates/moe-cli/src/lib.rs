@@ -10,6 +10,7 @@ mod download;
 mod error;
 pub mod generate;
 pub mod hub;
+mod inspect;
 mod interrupt;
 mod log;
 pub mod options;
@@ -79,6 +80,7 @@ fn run_command<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
         Command::Parity(args) => return run_parity::<F>(args),
         Command::Bench(args) => bench::run::<F>(args)?,
         Command::Download(args) => return download::run::<F>(args),
+        Command::Inspect(args) => inspect::run::<F>(args)?,
         Command::ListDevices => devices::run()?,
         Command::RenderChatTemplates => chat::serve()?,
     }

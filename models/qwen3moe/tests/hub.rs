@@ -208,3 +208,20 @@ fn devices_are_listed() {
     assert!(output.status.success() && lines.starts_with("cpu: "), "{lines}");
     assert!(lines.contains("\ncuda"), "{lines}");
 }
+
+#[test]
+fn inspect_reads_headers_alone() {
+    let dir = fixture("text");
+    let output = run(&["inspect", dir.to_str().unwrap(), "--json"], &[]);
+    let facts: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&facts["model type"], &facts["runs here"]), (&json!("qwen3_moe"), &json!("yes")), "{facts}");
+    assert!(facts["tensors"].as_u64().unwrap() > 10 && facts["experts"].as_u64().unwrap() > 1, "{facts}");
+    let size = std::fs::metadata(dir.join("model.safetensors")).unwrap().len();
+    let bytes = facts["weight bytes"].as_u64().unwrap();
+    assert!(bytes < size && bytes > size / 2, "{bytes} of {size}");
+    let words = text(&run(&["inspect", fixture("deepseek-text").to_str().unwrap()], &[]).stdout);
+    assert!(words.contains("model-deepseekv2-legacy") && words.contains("--explain-backends"), "{words}");
+    // Of a model of the hub that is not here: its config.
+    let hub = Hub::new("text");
+    hub.refuses(&["inspect", "org/tiny"], 0, &[]);
+}

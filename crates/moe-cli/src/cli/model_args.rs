@@ -2,6 +2,16 @@
 
 use clap::Args;
 
+/// Flags of `inspect`.
+#[derive(Args, Debug, Clone)]
+pub struct InspectArgs {
+    /// Checkpoint folder, or ORG/NAME or ORG/NAME@REVISION on the hub; no weight is downloaded.
+    pub model: String,
+    /// Write JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// Flags of `download`.
 #[derive(Args, Debug, Clone)]
 pub struct DownloadArgs {

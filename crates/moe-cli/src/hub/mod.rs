@@ -39,7 +39,7 @@ use name::ModelName;
 pub struct Located {
     dir: PathBuf,
     /// What is left to download; `None`: nothing.
-    rest: Option<Rest>,
+    rest: Option<Box<Rest>>,
 }
 
 /// The rest of a commit that is being downloaded.
@@ -165,7 +165,8 @@ fn locate_on_hub(name: ModelName, settings: Settings) -> Result<Located> {
         Download { client: &client, settings: &settings, name: &name, commit: &commit, folder: &folder };
     download.files(&small)?;
     let dir = repo.pointer_path(&commit);
-    Ok(Located { dir, rest: Some(Rest { name, settings, commit, listed, repo, folder }) })
+    let rest = Rest { name, settings, commit, listed, repo, folder };
+    Ok(Located { dir, rest: Some(Box::new(rest)) })
 }
 
 /// The folder of a snapshot that is whole in the cache.

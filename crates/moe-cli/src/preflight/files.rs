@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Result, anyhow, bail};
 use model_runtime::Config;
 use model_runtime::config::{RopeConfig, limits};
-use moe_engine::{Embedded, ModelFamily};
+use moe_engine::{Embedded, ModelFamily, usage};
 
 use super::Asks;
 use crate::cli::RunArgs;
@@ -48,7 +48,8 @@ impl Files {
         if let Some(key) = REQUIRED.into_iter().find(|key| !self.config.has(key)) {
             bail!(self.config.invalid(key, "the number that every checkpoint has there", "nothing"));
         }
-        F::layout(&config, &args.config().parallel.geometry(0)?, &|_| true)?;
+        let geometry = args.config().parallel.geometry(0)?;
+        F::layout(&config, &geometry, &|_| true).map_err(|e| usage(e.to_string()))?;
         asks.check_values(self.generation.as_ref(), self.vocab_size()?, self.context())
     }
 

@@ -1,0 +1,98 @@
+//! `inspect`: what a checkpoint is, from its config and the headers of its files; no weight is read.
+
+use std::fmt::Write;
+
+use anyhow::Result;
+use indicatif::BinaryBytes;
+use model_runtime::checkpoint::TensorFiles;
+use model_runtime::config::Bounds;
+use model_runtime::{Checkpoint, Config};
+use moe_engine::ModelFamily;
+use serde_json::{Map, Value, json};
+
+use crate::cli::InspectArgs;
+use crate::output::{print, write_json};
+use crate::{devices, hub, preflight};
+
+/// The KV cache that a run takes at most where no flag says otherwise.
+const KV_CACHE: u64 = 4 << 30;
+const ANY: Bounds = 0..=1 << 40;
+
+/// A line for each: what it is called, and the keys of config.json that say it.
+const SIZES: [(&str, &[&str]); 9] = [
+    ("layers", &["num_hidden_layers"]),
+    ("hidden size", &["hidden_size"]),
+    ("attention heads", &["num_attention_heads"]),
+    ("key-value heads", &["num_key_value_heads"]),
+    ("experts", &["num_experts", "num_local_experts", "n_routed_experts"]),
+    ("experts per token", &["num_experts_per_tok"]),
+    ("expert width", &["moe_intermediate_size"]),
+    ("vocabulary", &["vocab_size"]),
+    ("context", &["max_position_embeddings"]),
+];
+
+/// Runs the command.
+pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<()> {
+    let located = hub::locate(&args.model)?;
+    let config = Config::read(&located.dir().join("config.json"))?;
+    let mut facts = Map::new();
+    facts.insert("model type".into(), json!(config.opt_string(&["model_type"])?));
+    let runs = preflight::config::<F>(&config);
+    facts.insert("runs here".into(), runs.map_or_else(|e| json!(format!("no: {e}")), |_| json!("yes")));
+    for (name, keys) in SIZES {
+        if let Some(size) = config.opt_size(keys, ANY)? {
+            facts.insert(name.into(), size.into());
+        }
+    }
+    match Checkpoint::open(located.dir()) {
+        Ok(checkpoint) => weights(&checkpoint, &mut facts)?,
+        Err(e) => drop(facts.insert("weights".into(), json!(format!("not here or not whole: {e}")))),
+    }
+    if args.json {
+        return write_json(None, &facts);
+    }
+    let kernels = format!(
+        "kernels            known once the weights are loaded: --model {} --max-new-tokens 1 --explain-backends\n",
+        args.model
+    );
+    print(&(table(&facts) + &kernels)).map(drop)
+}
+
+/// Number, bytes and dtype of the tensors, and whether they fit the memory.
+fn weights(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
+    let dtype = checkpoint.dtype()?;
+    facts.insert("dtype".into(), json!(dtype.as_str()));
+    facts.insert("tensors".into(), checkpoint.tensors.iter().count().into());
+    let bytes = bytes(&checkpoint.tensors);
+    facts.insert("weight bytes".into(), bytes.into());
+    if let Some(free) = devices::available_memory() {
+        facts.insert("available bytes".into(), free.into());
+        // As a run sizes its KV cache: of what the weights leave, so that only these decide.
+        facts.insert("KV cache bytes".into(), KV_CACHE.min(free.saturating_sub(bytes) / 2).into());
+        facts.insert("fits memory".into(), json!(if bytes < free { "yes" } else { "no" }));
+    }
+    Ok(())
+}
+
+/// Bytes of all tensors as they are stored. A dtype that cannot be loaded counts a byte for each element.
+fn bytes(tensors: &TensorFiles) -> u64 {
+    let size = |t: &model_runtime::checkpoint::TensorInfo| {
+        let elements = t.shape.iter().fold(1u64, |n, &dim| n.saturating_mul(dim as u64));
+        elements.saturating_mul(t.dtype.map_or(1, |dtype| dtype.size_in_bytes() as u64))
+    };
+    tensors.iter().fold(0, |sum: u64, tensor| sum.saturating_add(size(&tensor)))
+}
+
+fn table(facts: &Map<String, Value>) -> String {
+    let mut text = String::new();
+    for (name, value) in facts {
+        let shown = match (name.strip_suffix(" bytes"), value) {
+            (Some(_), Value::Number(n)) => BinaryBytes(n.as_u64().unwrap_or_default()).to_string(),
+            (_, Value::String(text)) => text.clone(),
+            _ => value.to_string(),
+        };
+        // Writing to a string does not fail.
+        let _ = writeln!(text, "{:<18} {shown}", name.trim_end_matches(" bytes"));
+    }
+    text
+}
