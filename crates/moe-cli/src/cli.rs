@@ -190,7 +190,7 @@ pub struct GenerateArgs {
     )]
     pub n: usize,
     /// `-n` means tokens to some and texts to others, so it is nothing here.
-    #[arg(short = 'n', hide = true, value_parser = UnknownArgumentValueParser::suggest_arg("--max-new-tokens")
+    #[arg(short = 'n', hide = true, value_name = "N", value_parser = UnknownArgumentValueParser::suggest_arg("--max-new-tokens")
         .and_suggest("or --num-sequences for several texts"))]
     pub ambiguous: Option<String>,
     /// Give the log-probability of each new token and of this many of the likeliest: as JSON lines on stderr, with

@@ -150,7 +150,7 @@ fn no_weight_is_downloaded_for_a_wrong_flag() {
         (&["--stop", ""], &["--stop \"\"", "not empty"]),
         (&["--min-tokens", "9", "--max-new-tokens", "8"], &["min_tokens", "max_tokens = 8"]),
         (&["--logit-bias", "99999999=1"], &["logit_bias", "99999999"]),
-        (&["-n", "0"], &["n must be from 1"]),
+        (&["--num-sequences", "0"], &["n must be from 1"]),
         (&["--moe-backend", "warp"], &["--moe-backend warp", "cpu_batched"]),
         (&["--device", "cuda:99"], &["cuda"]),
         (&["--mla", "naive"], &["--mla", "no multi-head latent attention"]),
