@@ -48,6 +48,11 @@ echo "-- prompts"
 piped "a pipe is the prompt" 0 "" 'ROMEO:' "$program" "${short[@]}"
 piped "an empty pipe is an error" 1 "prompt is empty" '' "$program" "${short[@]}"
 row "several texts are told apart" 0 "=== text 2 of 2" q --prompt x --num-sequences 2 "${short[@]}"
+head -c 4194304 /dev/zero | tr '\0' x >long.txt
+row "megabytes are refused by their bytes" 1 "4194304 bytes" timeout 5 "$program" --prompt-file long.txt
+cp -r "$fixtures/text" ids && rm -f ids/tokenizer.json
+row "token ids need no tokenizer" 0 "" q --model ids --skip-tokenizer-init --prompt "5, 6 7" "${short[@]}"
+row "and words are none" 1 '"ROMEO:"' q --model ids --skip-tokenizer --prompt ROMEO: "${short[@]}"
 row "-n is refused and says why" 2 "--num-sequences" q --prompt x -n 2
 row "stop escapes" 0 "" q --prompt ROMEO: --stop '\n' "${short[@]}"
 row "seed -1" 0 "" q --prompt x --seed -1 --max-new-tokens 4
@@ -64,6 +69,18 @@ for flag in "--dtype bfloat16" "--dtype float32" "--dtype auto" "--max-tokens 4"
   row "$flag" 0 "" q -p x --seed 3 $flag
 done
 row "version" 0 "features:" q --version
+for shell in bash zsh fish powershell elvish; do row "completions for $shell" 0 retry-errors q completions $shell; done
+row "a shell that is none" 2 "possible values" q completions tcsh
+q completions bash >complete.bash
+row "bash reads its completions" 0 "" bash -n complete.bash
+row "and offers the commands" 0 "batch" bash -c 'source ./complete.bash; f=$(complete -p "$0" | grep -o "_model[^ ]*" | head -n 1); COMP_WORDS=(m ba); COMP_CWORD=1; "$f" m ba m; echo "${COMPREPLY[@]}"' "$(basename "$program")"
+row "man pages" 0 "" q man pages
+row "of a command" 0 "temperature" cat "pages/$(basename "$program")-chat.1"
+if command -v mandoc >/dev/null; then
+  row "which mandoc reads" 0 "" mandoc -T lint -W error "pages/$(basename "$program")-chat.1"
+elif command -v man >/dev/null && man --version >/dev/null 2>&1; then
+  row "which man renders" 0 "temperature" man -l "pages/$(basename "$program")-chat.1"
+fi
 row "short help" 0 "Examples:" q generate -h
 row "long help lists values" 0 "possible values" q generate --help
 
@@ -77,9 +94,48 @@ echo "-- chat, batch, bench"
 printf '{{ messages[-1].content }}' >template.jinja
 piped "a piped chat that fails" 1 "no answer" "$(printf 'word %.0s' {1..2000})\n" "$program" chat --chat-template template.jinja
 printf '\xef\xbb\xbf{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":{"messages":[{"role":"user","content":"x"}],"max_tokens":4}}\n' >in.jsonl
+chat=("$program" chat --model "$fixtures/text" "${short[@]}")
+piped "a misspelt chat command" 0 "Did you mean /regenerate?" '/regenrate\n' "${chat[@]}"
+piped "an unknown sampling value" 0 "did you mean temperature?" '/set temprature 1\n' "${chat[@]}"
+piped "another answer" 0 "2 messages are in" 'hi\n/set temperature 1\n/regenerate\n/save talk.json\n' "${chat[@]}"
+piped "commands are listed" 0 "/regenerate" '/help\n' "${chat[@]}"
+piped "a conversation is forgotten" 0 "[0 messages" 'hi\n/clear\n/stats\n' "${chat[@]}"
+piped "a saved conversation is not replaced" 0 "/save! talk.json" 'hi\n/save talk.json\n' "${chat[@]}"
+piped "and is loaded" 0 "of the context of" '/load talk.json\n/stats\n' "${chat[@]}"
+# Here the prompt begins the reasoning, which then never ends.
+printf '{{ messages[-1].content }}<think>\n' >think.jinja
+asked=(--chat --prompt hi --chat-template think.jinja --reasoning-parser qwen3 "${short[@]}")
+row "reasoning is a field of its own" 0 '"content":null,"reasoning":"' q "${asked[@]}" --json
+row "an unknown parser of tool calls" 2 "hermes" q --prompt x --tool-call-parser json
+if script --version >/dev/null 2>&1; then
+  shown() { env "$@" script -qec "'$program' ${asked[*]}" /dev/null; }
+  row "and dimmed at a terminal" 0 $'\e[2m' shown TERM=xterm
+  row "or tagged where there are no colours" 0 "<think>" shown TERM=xterm NO_COLOR=1
+  # What somebody types at a terminal; TERM says that it has no colours.
+  typed() { printf 'hi\n/quit\n' | env "$@" TERM=dumb script -qec "'$program' chat --model '$fixtures/text' --max-new-tokens 8 --temperature 0 $no_history" /dev/null; }
+  no_history= row "a terminal keeps its history" 0 "" typed XDG_STATE_HOME="$work/state"
+  row "in a file" 0 '"hi"' cat state/moe/chat_history
+  row "that only its owner reads" 0 600 stat -c %a state/moe/chat_history
+  no_history=--no-history row "or none" 0 "" typed XDG_STATE_HOME="$work/none"
+  row "and then no file" 1 "" test -e none
+  touch state/file
+  no_history= row "where none can be, a warning says so" 0 "no history is kept" typed XDG_STATE_HOME="$work/state/file"
+fi
+printf 'ROMEO:\n\nJULIET:\n' >lines.txt
+row "lines of text are prompts" 0 "" q batch --input-format text --input lines.txt --output lines.jsonl "${short[@]}"
+row "and are named by their numbers" 0 '"custom_id":"line-3"' cat lines.jsonl
+row "--chat is for lines of text" 2 "--input-format text" q batch --chat --input lines.txt --output no.jsonl
+printf '{"custom_id":"ids","url":"/v1/completions","body":{"prompt":[5,6],"max_tokens":2}}\n' >ids.jsonl
+row "a batch of token ids" 0 '"token_ids":[' q batch --model ids --skip-tokenizer --input ids.jsonl --output -
 row "errors of a batch set the exit code on request" 1 error q batch --input in.jsonl --output a.jsonl --fail-on-error
+cp a.jsonl gone.jsonl
 row "and are answered again on request" 0 "" q batch --input in.jsonl --output a.jsonl --retry-errors --chat-template template.jinja
+row "another dtype is another setting" 2 dtype q batch --input in.jsonl --output a.jsonl --chat-template template.jinja --dtype f32
+row "so is a context that would cut" 2 max_model_len q batch --input in.jsonl --output a.jsonl --chat-template template.jinja --max-model-len 4
 row "a rerun with other settings is refused" 2 temperature q batch --input in.jsonl --output a.jsonl --chat-template template.jinja --temperature 0.5
+printf '{"custom_id":"b","url":"/v1/completions","body":{"prompt":"x","max_tokens":2}}\n' >other.jsonl
+row "an error whose line is gone stays" 0 "1 with errors of earlier runs" q batch --input other.jsonl --output gone.jsonl --retry-errors
+row "with its record" 0 '"custom_id":"a"' cat gone.jsonl
 row "bench of the embedded model" 0 tok_s q bench --batches 1 --repeat 1 --prompt 8 --output 4 --lengths 16
 row "a config without weights" 2 "--dummy-weights" q bench --config "$fixtures/base/config.json"
 row "devices" 0 cpu q list-devices

@@ -7,6 +7,7 @@ mod eplb;
 mod fixtures;
 mod format_kernels;
 mod kernels;
+mod man;
 mod parity;
 mod plot;
 mod sanitizer;
@@ -48,6 +49,8 @@ enum Task {
     Kernels(kernels::Args),
     /// Format the CUDA sources with a pinned clang-format.
     FormatKernels(format_kernels::Args),
+    /// Write the man pages of the programs into target/man.
+    Man(man::Args),
     /// Pack the CUDA binaries, GPU tests and fixtures into one archive for a GPU machine.
     Dist(dist::Args),
 }
@@ -63,6 +66,7 @@ fn main() -> anyhow::Result<()> {
         Task::Toolkit(args) => toolkit::run(&args),
         Task::Kernels(args) => kernels::run(&args),
         Task::FormatKernels(args) => format_kernels::run(&args),
+        Task::Man(args) => man::run(&args),
         Task::Dist(args) => dist::run(&args),
     }
 }

@@ -2,16 +2,18 @@
 
 mod arrange;
 mod batch;
+mod chat;
 mod dtype;
 mod help;
 mod model_args;
 mod sampling;
+mod shell;
 #[cfg(test)]
 mod tests;
 pub mod version;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::builder::UnknownArgumentValueParser;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -23,9 +25,11 @@ use crate::parallel::ParallelArgs;
 use crate::session::Model;
 use dtype::DtypeChoice;
 
-pub use batch::BatchArgs;
+pub use batch::{BatchArgs, InputFormat};
+pub use chat::{ChatArgs, ReasoningParser, TemplateArgs, ToolCallParser};
 pub use model_args::{DownloadArgs, InspectArgs};
 pub use sampling::SamplingArgs;
+pub use shell::{CompletionsArgs, ManArgs};
 
 /// Text from Mixture-of-Experts models. Without a subcommand the program generates.
 #[derive(Parser, Debug)]
@@ -54,6 +58,11 @@ pub enum Command {
     Inspect(InspectArgs),
     /// List the devices of this machine.
     ListDevices,
+    /// Print a script that completes commands and flags in a shell.
+    Completions(CompletionsArgs),
+    /// Write man pages of the program and its commands into a folder.
+    #[command(hide = true)]
+    Man(ManArgs),
     /// Render chat templates for the program that starts this one.
     #[command(name = moe_engine::chat::RENDER_COMMAND, hide = true)]
     RenderChatTemplates,
@@ -66,9 +75,18 @@ impl Cli {
     /// clap's: what is wrong, or the text of `--help` and `--version`.
     pub fn command_of(args: impl IntoIterator<Item = impl Into<OsString>>) -> Result<Command, clap::Error> {
         let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
-        let mut definition = help::definition(Self::command(), args.first());
+        let name = args.first().and_then(|path| Path::new(path).file_stem());
+        let name = name.map_or_else(|| "moe".into(), |name| name.to_string_lossy());
+        let mut definition = Self::definition(&name);
         let matches = definition.try_get_matches_from_mut(arrange::arrange(&Self::command(), args))?;
         Ok(Self::from_arg_matches(&matches).map_err(|e| e.format(&mut definition))?.command)
+    }
+}
+
+impl Cli {
+    /// clap's definition of the program under a name: every command and flag, with help and examples.
+    pub fn definition(name: &str) -> clap::Command {
+        help::definition(Self::command(), name)
     }
 }
 
@@ -81,7 +99,7 @@ impl Command {
             Self::Batch(args) => Some(&args.answer.run),
             Self::Parity(args) => Some(&args.run),
             Self::Bench(args) => Some(&args.run),
-            Self::Download(_) | Self::Inspect(_) | Self::ListDevices | Self::RenderChatTemplates => None,
+            _ => None,
         }
     }
 
@@ -94,7 +112,7 @@ impl Command {
             Self::Chat(args) => args.answer.model.as_deref(),
             Self::Batch(args) => args.answer.model.as_deref(),
             Self::Parity(args) => Some(args.model.as_str()),
-            Self::Download(_) | Self::Inspect(_) | Self::ListDevices | Self::RenderChatTemplates => None,
+            _ => None,
         };
         (Model::Checkpoint(name), false)
     }
@@ -173,6 +191,9 @@ pub struct GenerateArgs {
     /// Chat template.
     #[command(flatten)]
     pub template: TemplateArgs,
+    /// Run without a tokenizer: prompts are token ids with commas or white space between them, and so is the output.
+    #[arg(long, visible_alias = "skip-tokenizer", conflicts_with = "chat", help_heading = "Engine")]
+    pub skip_tokenizer_init: bool,
     /// Print a JSON object for each prompt instead of text: texts, token ids, finish reasons, usage,
     /// log-probabilities.
     #[arg(long)]
@@ -214,17 +235,6 @@ pub struct GenerateArgs {
     pub run: RunArgs,
 }
 
-/// Flags of `chat`.
-#[derive(Args, Debug, Clone)]
-pub struct ChatArgs {
-    /// What the model is told beforehand.
-    #[arg(long, value_name = "TEXT", help_heading = "Chat")]
-    pub system: Option<String>,
-    /// Who answers, and how.
-    #[command(flatten)]
-    pub answer: AnswerArgs,
-}
-
 /// What `batch` and `chat` have in common: who answers conversations, and how.
 #[derive(Args, Debug, Clone)]
 pub struct AnswerArgs {
@@ -244,17 +254,6 @@ pub struct AnswerArgs {
     /// Device and backend.
     #[command(flatten)]
     pub run: RunArgs,
-}
-
-/// How conversations become prompts.
-#[derive(Args, Debug, Clone)]
-pub struct TemplateArgs {
-    /// Jinja file to use instead of the checkpoint's chat template.
-    #[arg(long, value_name = "FILE", help_heading = "Chat")]
-    pub chat_template: Option<PathBuf>,
-    /// Variables for the chat template, such as '{"enable_thinking": false}'.
-    #[arg(long, value_name = "JSON", value_parser = crate::options::parse_object, help_heading = "Chat")]
-    pub chat_template_kwargs: Option<serde_json::Map<String, serde_json::Value>>,
 }
 
 /// Scheduler and KV cache; names are vLLM's.

@@ -13,6 +13,7 @@ pub mod hub;
 mod inspect;
 mod interrupt;
 mod log;
+mod messages;
 pub mod options;
 mod output;
 pub mod parallel;
@@ -23,6 +24,8 @@ mod prompt;
 mod roofline;
 pub mod routing;
 pub mod session;
+mod shell;
+mod show;
 
 use std::process::ExitCode;
 
@@ -82,6 +85,8 @@ fn run_command<F: ModelFamily>(command: &Command) -> Result<ExitCode> {
         Command::Download(args) => return download::run::<F>(args),
         Command::Inspect(args) => inspect::run::<F>(args)?,
         Command::ListDevices => devices::run()?,
+        Command::Completions(args) => shell::completions(args)?,
+        Command::Man(args) => shell::man(args)?,
         Command::RenderChatTemplates => chat::serve()?,
     }
     Ok(ExitCode::SUCCESS)

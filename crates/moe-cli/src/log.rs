@@ -51,7 +51,7 @@ pub fn start_driver(args: &RunArgs) -> Result<Option<Profile>> {
 }
 
 /// Colours are left out where the user or the terminal wants none (no-color.org).
-fn colours() -> bool {
+pub fn colours() -> bool {
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     !no_color && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }

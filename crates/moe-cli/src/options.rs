@@ -1,6 +1,7 @@
 //! Flags and `generation_config.json` to what the engine understands.
 
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use model_runtime::config::limits;
@@ -151,6 +152,12 @@ pub fn parse_bytes(text: &str) -> Result<usize> {
     let bytes = number * factor;
     ensure!(bytes >= 1.0 && bytes <= isize::MAX as f64, "expected a size of at least one byte, got {text:?}");
     Ok(bytes as usize)
+}
+
+/// A time from a number of seconds.
+pub fn parse_seconds(text: &str) -> Result<Duration> {
+    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    seconds.with_context(|| format!("expected a number of seconds, got {text:?}"))
 }
 
 /// A JSON object from text.

@@ -27,6 +27,17 @@ pub fn read(args: &GenerateArgs) -> Result<Vec<String>> {
     Ok(prompts)
 }
 
+/// Token ids of a prompt that holds nothing else.
+pub fn token_ids(prompt: &str) -> Result<Vec<u32>> {
+    let words = prompt.split(|c: char| c == ',' || c.is_whitespace()).filter(|word| !word.is_empty());
+    let id = |word: &str| {
+        word.parse().ok().with_context(|| {
+            format!("the prompt holds {word:?}: without a tokenizer a prompt is token ids such as 5, 17, 3")
+        })
+    };
+    words.map(id).collect()
+}
+
 fn from_file(path: &Path) -> Result<String> {
     let bytes =
         std::fs::read(path).with_context(|| format!("cannot read the prompt file {}", path.display()))?;
@@ -52,6 +63,13 @@ fn utf8(bytes: Vec<u8>, source: &str) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn token_ids_may_stand_in_for_text() {
+        assert_eq!(token_ids("5, 17 3,\n4").unwrap(), [5, 17, 3, 4]);
+        assert!(token_ids("5 ROMEO:").unwrap_err().to_string().contains("\"ROMEO:\""));
+        assert!(token_ids("-1").is_err() && token_ids("4294967296").is_err());
+    }
 
     #[test]
     fn bytes_that_are_not_utf8_are_located() {

@@ -1,13 +1,18 @@
 //! Text to token ids and back. The work is the `tokenizers` crate's; this adds what generation
 //! needs: errors that name the file, and text that streams without breaking a character.
 
+mod bound;
+
 use std::path::Path;
+use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result, anyhow};
 
+pub use bound::TooLong;
+
 /// A tokenizer as `tokenizer.json` describes it.
 #[derive(Clone)]
-pub struct Tokenizer(tokenizers::Tokenizer);
+pub struct Tokenizer(tokenizers::Tokenizer, Arc<OnceLock<Option<bound::Longest>>>);
 
 impl Tokenizer {
     /// Reads `tokenizer.json` of a checkpoint folder.
@@ -21,7 +26,8 @@ impl Tokenizer {
 
     /// Parses the contents of a `tokenizer.json`.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        tokenizers::Tokenizer::from_bytes(bytes).map(Self).map_err(|e| anyhow!("{e}"))
+        let tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| anyhow!("{e}"))?;
+        Ok(Self(tokenizer, Arc::default()))
     }
 
     /// One that needs no file: GPT-2's byte alphabet without merges, so every byte of a text is one of
@@ -57,6 +63,17 @@ impl Tokenizer {
     fn ids(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
         let encoding = self.0.encode_fast(text, add_special_tokens);
         Ok(encoding.map_err(|e| anyhow!("cannot tokenize the prompt: {e}"))?.get_ids().to_vec())
+    }
+
+    /// Refuses a text that is certainly longer than `context` tokens, by its bytes alone: nothing is tokenized. A text
+    /// that passes may be too long all the same.
+    pub fn check_length(&self, text: &str, context: usize) -> Result<(), TooLong> {
+        // Where there is a bound, a token stands for at least one byte.
+        if text.len() <= context {
+            return Ok(());
+        }
+        let longest = self.1.get_or_init(|| bound::Longest::of(&self.0));
+        longest.map_or(Ok(()), |longest| longest.check(text, context))
     }
 
     /// Text of token ids, without special tokens. Bytes that are not UTF-8 become U+FFFD.

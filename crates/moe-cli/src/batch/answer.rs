@@ -14,6 +14,8 @@ pub struct Choice {
     pub text: String,
     /// New tokens.
     pub num_tokens: usize,
+    /// Their ids.
+    pub token_ids: Vec<u32>,
     /// Those of the new tokens, if they are asked for.
     pub logprobs: Vec<TokenLogprobs>,
     /// Those of the prompt's tokens but the first, in the first choice of a prompt.
@@ -27,6 +29,7 @@ impl Choice {
     pub fn push(&mut self, output: Output) -> bool {
         self.text += &output.text;
         self.num_tokens += usize::from(output.token_id.is_some());
+        self.token_ids.extend(output.token_id);
         self.logprobs.extend(output.logprobs);
         self.prompt_logprobs = self.prompt_logprobs.take().or(output.prompt_logprobs);
         self.finish = output.finish;

@@ -4,12 +4,13 @@
 //! generation_config.json says, else vLLM's default.
 
 use model_runtime::sampling::request_seed;
-use moe_engine::chat::ChatTemplate;
+use moe_engine::chat::{AnswerForm, ChatTemplate};
 use moe_engine::engine::Request;
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Map, Value};
 
 use super::fields::{ApiError, Fields, short};
+use super::fingerprint::Fingerprint;
 use super::prompts::{self, Prompt};
 use super::served::Served;
 use crate::options;
@@ -48,6 +49,12 @@ pub struct Form {
     pub prompt_logprobs: bool,
     /// Only the prompt is wanted: `echo` with `max_tokens` 0.
     pub prompt_only: bool,
+    /// Token ids of prompts and choices are wanted.
+    pub token_ids: bool,
+    /// What is looked for in an answer.
+    pub answer: AnswerForm,
+    /// Part of the ids of its tool calls.
+    pub name: Fingerprint,
     /// The prompts.
     pub prompts: Vec<PromptForm>,
 }
@@ -61,6 +68,10 @@ pub struct PromptForm {
     pub first_token: u32,
     /// Text in front of the answer.
     pub echo: Option<String>,
+    /// It ends where the reasoning begins.
+    pub opened: bool,
+    /// Its token ids, if they are wanted.
+    pub token_ids: Option<Vec<u32>>,
 }
 
 /// The most log-probabilities of one token, vLLM's limit.
@@ -89,12 +100,14 @@ const UNSUPPORTED: [&str; 13] = [
 
 /// Turns lines into jobs.
 pub struct Parser {
-    /// The model's tokenizer.
-    pub tokenizer: Tokenizer,
+    /// The model's tokenizer; without it there are only token ids.
+    pub tokenizer: Option<Tokenizer>,
     /// Its chat template, if it has one.
     pub template: Option<ChatTemplate>,
     /// Variables for the template; a body's replace them.
     pub template_kwargs: Map<String, Value>,
+    /// What is looked for in answers of a chat.
+    pub answer: AnswerForm,
     /// Flags over generation_config.json over vLLM's defaults.
     pub defaults: Request,
     /// The run's seed.
@@ -125,6 +138,13 @@ impl Parser {
         self.job(api, Fields(body), custom_id)
     }
 
+    /// The tokenizer, for what a field asks for.
+    pub fn tokenizer(&self, field: &str) -> Result<&Tokenizer, ApiError> {
+        let without =
+            "it needs a tokenizer, and this run has none (--skip-tokenizer-init): send token ids as prompt";
+        self.tokenizer.as_ref().ok_or_else(|| ApiError::field(field, without))
+    }
+
     fn job(&self, api: Api, body: Fields, custom_id: &str) -> Result<Job, ApiError> {
         let model = self.served.check(&body)?;
         check_supported(&body)?;
@@ -146,22 +166,26 @@ impl Parser {
 
         let (prompts, role) = match api {
             Api::Chat => prompts::chat(self, &body, echo)?,
-            Api::Completions => (prompts::completions(&self.tokenizer, &body, echo)?, String::new()),
+            Api::Completions => (prompts::completions(self, &body, echo)?, String::new()),
         };
         if prompts.len().saturating_mul(request.n) > MAX_CHOICES {
             let got = format!("{} prompts with n = {}", prompts.len(), request.n);
             return Err(ApiError::field("n", format!("at most {MAX_CHOICES} choices in a line, got {got}")));
         }
         prompts.iter().try_for_each(|prompt| self.check_length(prompt, limit))?;
+        let token_ids = self.tokenizer.is_none() || body.bool("return_token_ids")?.unwrap_or(false);
         let form = Form {
             api,
+            token_ids,
+            answer: self.answer_form(api, &body)?,
+            name: Fingerprint::of(&custom_id),
             model,
             n: request.n,
             role,
             logprobs,
             prompt_logprobs: body.value("prompt_logprobs").is_some(),
             prompt_only,
-            prompts: prompts.iter().map(Prompt::form).collect(),
+            prompts: prompts.iter().map(|prompt| prompt.form(token_ids)).collect(),
         };
         let requests = prompts.into_iter().enumerate().map(|(i, prompt)| {
             let room = self.max_model_len.saturating_sub(prompt.ids.len()).max(1);
@@ -172,6 +196,16 @@ impl Parser {
             request
         });
         Ok(Job { requests: requests.collect(), form })
+    }
+
+    /// What is looked for in the answer to a body: tool calls as in vLLM only where there are tools.
+    fn answer_form(&self, api: Api, body: &Fields) -> Result<AnswerForm, ApiError> {
+        let tools = body.objects("tools")?.is_some_and(|tools| !tools.is_empty());
+        let calls = tools && body.value("tool_choice").is_none_or(|choice| choice != "none");
+        Ok(match api {
+            Api::Chat => AnswerForm { calls: self.answer.calls && calls, ..self.answer },
+            Api::Completions => AnswerForm::default(),
+        })
     }
 
     /// The parameters of a body over the defaults, without a prompt.
@@ -196,7 +230,7 @@ impl Parser {
         }
         s.allowed_token_ids = body.token_ids("allowed_token_ids")?.or(s.allowed_token_ids.take());
         if let Some(words) = body.texts("bad_words")? {
-            s.bad_words = prompts::bad_words(&self.tokenizer, &words)?;
+            s.bad_words = prompts::bad_words(self.tokenizer("bad_words")?, &words)?;
         }
         for (name, value) in [
             ("ignore_eos", &mut request.ignore_eos),
@@ -208,6 +242,9 @@ impl Parser {
         request.n = body.size("n")?.unwrap_or(request.n);
         request.min_tokens = body.size("min_tokens")?.unwrap_or(request.min_tokens);
         request.stop = body.texts("stop")?.unwrap_or(request.stop);
+        if !request.stop.is_empty() {
+            self.tokenizer("stop")?;
+        }
         request.stop_token_ids = body.token_ids("stop_token_ids")?.unwrap_or(request.stop_token_ids);
         Ok(request)
     }

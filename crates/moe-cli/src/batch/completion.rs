@@ -5,6 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
+use moe_engine::chat::Answer;
 use moe_engine::engine::FinishReason;
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
@@ -13,10 +14,16 @@ use super::answer::Choice;
 use super::body::{Api, Form, PromptForm};
 use super::fields::ApiError;
 use crate::error::describe;
+use crate::messages;
 use crate::output::finish_reason;
 
 /// The body of a line's answer; status 500 if one of its choices failed.
-pub fn body(id: &str, form: &Form, choices: &[Choice], tokenizer: &Tokenizer) -> Result<Value, ApiError> {
+pub fn body(
+    id: &str,
+    form: &Form,
+    choices: &[Choice],
+    tokenizer: Option<&Tokenizer>,
+) -> Result<Value, ApiError> {
     let internal = |message: String| ApiError { status: 500, param: None, message };
     let failure = choices.iter().find_map(|choice| match &choice.finish {
         Some(FinishReason::Failed(message)) => Some(message),
@@ -30,7 +37,7 @@ pub fn body(id: &str, form: &Form, choices: &[Choice], tokenizer: &Tokenizer) ->
 
 struct Writer<'a> {
     form: &'a Form,
-    tokenizer: &'a Tokenizer,
+    tokenizer: Option<&'a Tokenizer>,
 }
 
 impl Writer<'_> {
@@ -48,14 +55,22 @@ impl Writer<'_> {
                 group.first().and_then(|choice| choice.prompt_logprobs.as_deref()).unwrap_or_default();
             prompt_logprobs = form.prompt_logprobs.then(|| self.prompt_logprobs(logprobs)).transpose()?;
             for choice in group {
-                list.push(match form.api {
+                let mut json = match form.api {
                     Api::Chat => self.chat_choice(list.len(), prompt, choice)?,
                     Api::Completions => {
                         let mut choice = self.completion_choice(list.len(), prompt, logprobs, choice)?;
                         choice["prompt_logprobs"] = prompt_logprobs.clone().into();
                         choice
                     }
-                });
+                };
+                if form.token_ids {
+                    let new: &[u32] = if form.prompt_only { &[] } else { &choice.token_ids };
+                    json["token_ids"] = new.into();
+                }
+                if let (Some(ids), Api::Completions) = (&prompt.token_ids, form.api) {
+                    json["prompt_token_ids"] = ids.as_slice().into();
+                }
+                list.push(json);
             }
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
@@ -65,6 +80,9 @@ impl Writer<'_> {
         });
         if form.api == Api::Chat {
             body["prompt_logprobs"] = prompt_logprobs.into();
+            if let Some(ids) = form.prompts.first().and_then(|prompt| prompt.token_ids.as_deref()) {
+                body["prompt_token_ids"] = ids.into();
+            }
         }
         Ok(body)
     }
@@ -78,7 +96,9 @@ impl Writer<'_> {
     }
 
     fn chat_choice(&self, index: usize, prompt: &PromptForm, choice: &Choice) -> Result<Value> {
-        let text = format!("{}{}", prompt.echo.as_deref().unwrap_or_default(), choice.text);
+        let echo = prompt.echo.as_deref().unwrap_or_default();
+        let mut answer = Answer::of(&choice.text, self.form.answer, prompt.opened);
+        answer.text.insert_str(0, echo);
         let logprobs = match self.form.logprobs {
             Some(top) => {
                 let entries = choice.logprobs.iter().map(|logprobs| self.chat_logprobs(logprobs, top));
@@ -86,10 +106,15 @@ impl Writer<'_> {
             }
             None => Value::Null,
         };
-        let (finish_reason, stop_reason) = finish_reason(choice.finish.as_ref());
+        let (mut finish_reason, stop_reason) = finish_reason(choice.finish.as_ref());
+        // Whoever asked is to call something; a text that was cut may still have had more calls to come.
+        if !answer.calls.is_empty() && matches!(choice.finish, Some(FinishReason::Stop(_))) {
+            finish_reason = "tool_calls";
+        }
+        let name = |i: usize| format!("call_{}_{index}_{i}", self.form.name);
         Ok(json!({
             "index": index,
-            "message": {"role": self.form.role, "content": text},
+            "message": messages::of_answer(&self.form.role, &answer, self.form.answer, name),
             "logprobs": logprobs,
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
@@ -150,7 +175,7 @@ impl Writer<'_> {
         let entry = |logprobs: &TokenLogprobs| -> Result<Value> {
             let mut tokens = Map::new();
             for token in [&logprobs.chosen].into_iter().chain(&logprobs.top) {
-                let text = self.token(token.token_id)?;
+                let text = self.tokenizer.map(|_| self.token(token.token_id)).transpose()?;
                 let value =
                     json!({"logprob": finite(token.logprob), "rank": token.rank, "decoded_token": text});
                 tokens.insert(token.token_id.to_string(), value);
@@ -161,8 +186,12 @@ impl Writer<'_> {
         Ok(std::iter::once(Value::Null).chain(entries).collect())
     }
 
+    /// The text of a token; without a tokenizer vLLM's name for its id.
     fn token(&self, id: u32) -> Result<String> {
-        self.tokenizer.decode_with(&[id], false)
+        match self.tokenizer {
+            Some(tokenizer) => tokenizer.decode_with(&[id], false),
+            None => Ok(format!("token_id:{id}")),
+        }
     }
 }
 

@@ -5,7 +5,7 @@
 
 use anyhow::{Context, Result};
 use moe_engine::usage;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::body::{Job, Parser};
 use super::fields::{ApiError, Fields, short};
@@ -54,8 +54,21 @@ pub enum Work {
     Job(Box<Job>),
 }
 
+/// What a line of the input is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Format {
+    /// A request.
+    Request,
+    /// A prompt for `/v1/completions`.
+    Prompt,
+    /// A question for `/v1/chat/completions`.
+    Question,
+}
+
 /// The entries of an input.
 pub struct Entries {
+    /// What its lines are.
+    pub format: Format,
     /// Its lines.
     pub lines: Lines,
     /// What is answered.
@@ -76,7 +89,7 @@ impl Iterator for Entries {
 impl Entries {
     fn entry(&mut self, line: Line) -> Result<Entry> {
         let number = line.number;
-        let (key, result) = match named(line) {
+        let (key, result) = match named(line, self.format) {
             Ok((custom_id, object)) if self.known.meet(&custom_id) => {
                 let request = Fingerprint::of_request(&object);
                 self.check_unchanged(number, &custom_id, request)?;
@@ -124,19 +137,34 @@ impl Entries {
 
 /// What a line alone asks for.
 pub fn job(bytes: &[u8], parser: &Parser) -> Result<Job, ApiError> {
-    let (custom_id, object) = named(Line { number: 1, bytes: Some(bytes.to_vec()) })?;
+    let (custom_id, object) = named(Line { number: 1, bytes: Some(bytes.to_vec()) }, Format::Request)?;
     parser.parse(&object, &custom_id)
 }
 
-/// The object of a line and its `custom_id`.
-fn named(line: Line) -> Result<(String, Map<String, Value>), ApiError> {
+/// The object of a line and its `custom_id`. A line of text becomes the object that asks for the same.
+fn named(line: Line, format: Format) -> Result<(String, Map<String, Value>), ApiError> {
     let too_long = || ApiError::bad(format!("it is longer than {} MiB", MAX_LINE >> 20));
     let bytes = line.bytes.ok_or_else(too_long)?;
     let text = std::str::from_utf8(&bytes).map_err(|e| {
         let at = e.valid_up_to();
         ApiError::bad(format!("it is not UTF-8: byte {:#04x} at offset {at}", bytes[at]))
     })?;
-    let object = match serde_json::from_str(text) {
+    let custom_id = format!("line-{}", line.number);
+    let (url, body) = match format {
+        Format::Request => return object(text),
+        Format::Prompt => ("/v1/completions", json!({ "prompt": text })),
+        Format::Question => {
+            ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": text}]}))
+        }
+    };
+    let fields =
+        [("custom_id", json!(custom_id)), ("method", json!("POST")), ("url", json!(url)), ("body", body)];
+    Ok((custom_id, fields.into_iter().map(|(name, value)| (name.to_string(), value)).collect()))
+}
+
+/// The object of a line that is JSON.
+fn object(text: &str) -> Result<(String, Map<String, Value>), ApiError> {
+    let object = match serde_json::from_str(text.trim_ascii()) {
         Ok(Value::Object(object)) => object,
         Ok(other) => return Err(ApiError::bad(format!("expected a JSON object, got {}", short(&other)))),
         Err(e) => return Err(ApiError::bad(format!("it is not JSON: {}", without_line(&e)))),
@@ -158,7 +186,20 @@ mod tests {
     use super::*;
 
     fn error(bytes: &[u8]) -> String {
-        named(Line { number: 1, bytes: Some(bytes.to_vec()) }).unwrap_err().message
+        named(Line { number: 1, bytes: Some(bytes.to_vec()) }, Format::Request).unwrap_err().message
+    }
+
+    #[test]
+    fn a_line_of_text_asks_for_what_its_object_asks_for() {
+        let of = |format| named(Line { number: 7, bytes: Some(b" \"To be\" ".to_vec()) }, format).unwrap();
+        let (custom_id, object) = of(Format::Prompt);
+        let want = json!({
+            "custom_id": "line-7", "method": "POST", "url": "/v1/completions", "body": {"prompt": " \"To be\" "},
+        });
+        assert_eq!((custom_id.as_str(), &Value::Object(object)), ("line-7", &want), "white space is text");
+        let body = &of(Format::Question).1["body"];
+        assert_eq!(body["messages"], json!([{"role": "user", "content": " \"To be\" "}]));
+        assert!(named(Line { number: 1, bytes: Some(vec![0xff]) }, Format::Prompt).is_err());
     }
 
     #[test]
@@ -170,6 +211,6 @@ mod tests {
         assert!(error(b"{\"custom_id\": null}").contains("missing"));
         assert!(error(&[b'['; 100_000]).contains("recursion limit"), "deep nesting is no stack overflow");
         let long = Line { number: 1, bytes: None };
-        assert_eq!(named(long).unwrap_err().message, "it is longer than 64 MiB");
+        assert_eq!(named(long, Format::Prompt).unwrap_err().message, "it is longer than 64 MiB");
     }
 }

@@ -19,7 +19,7 @@ const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
 pub struct Line {
     /// Its number, from 1.
     pub number: u64,
-    /// Its bytes without white space around; `None` if it is longer than [`MAX_LINE`].
+    /// Its bytes without the line's end; `None` if it is longer than [`MAX_LINE`].
     pub bytes: Option<Vec<u8>>,
 }
 
@@ -103,7 +103,9 @@ impl Lines {
         self.number += 1;
         // Editors on Windows begin a file with a byte-order mark.
         let text = bytes.strip_prefix(BYTE_ORDER_MARK).filter(|_| self.number == 1).unwrap_or(&bytes);
-        let bytes = whole.then(|| text.trim_ascii().to_vec());
+        let text = text.strip_suffix(b"\n").unwrap_or(text);
+        let text = text.strip_suffix(b"\r").unwrap_or(text);
+        let bytes = whole.then(|| text.to_vec());
         Ok(Some(Line { number: self.number, bytes }))
     }
 }
@@ -114,7 +116,7 @@ impl Iterator for Lines {
     fn next(&mut self) -> Option<Self::Item> {
         loop {
             match self.line() {
-                Ok(Some(line)) if line.bytes.as_ref().is_some_and(Vec::is_empty) => {}
+                Ok(Some(line)) if line.bytes.as_ref().is_some_and(|bytes| bytes.trim_ascii().is_empty()) => {}
                 result => return result.transpose(),
             }
         }
@@ -167,7 +169,7 @@ mod tests {
     #[test]
     fn blank_lines_are_counted_and_left_out() {
         let lines = read(b"one\r\n\n  \n two\nlast", 100);
-        let want = [(1, "one"), (4, "two"), (5, "last")];
+        let want = [(1, "one"), (4, " two"), (5, "last")];
         assert_eq!(lines, want.map(|(n, text)| (n, Some(text.as_bytes().to_vec()))));
     }
 

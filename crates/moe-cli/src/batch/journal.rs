@@ -1,31 +1,30 @@
 //! The output file: what it already holds, and how records are added to it.
 //!
 //! A record is one line and is appended by one write, so a kill at any moment leaves whole records
-//! and at most one torn line at the end, which the next run cuts off.
+//! and at most one torn line at the end, which the next run cuts off. The record of a line that is answered again
+//! stands behind the old one until the run ends.
 
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{self, BufRead, BufReader, Seek, Write};
+use std::io::{self, BufReader, Seek, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use moe_engine::usage;
-use serde::Deserialize;
-use serde::de::IgnoredAny;
 
+use super::entries::Key;
+use super::errors::Errors;
 use super::fingerprint::Fingerprint;
 use super::known::Known;
+use super::records::{Header, copy, scan};
 use super::replace::replace;
 use super::settings::{Settings, SettingsFile};
-
-/// How every record begins; tells a torn record from a file that is not ours.
-const BEGINNING: &[u8] = br#"{"id":""#;
 
 /// What becomes of the records of earlier runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Earlier {
     /// They stay, and their lines are not answered again.
     Keep,
-    /// Those that are errors make room for new ones.
+    /// Those that are errors make room for new ones, if their lines are answered again.
     RetryErrors,
     /// None stays.
     Overwrite,
@@ -39,14 +38,6 @@ impl Earlier {
             Self::Overwrite => "run the command again without --overwrite to continue",
         }
     }
-
-    fn keeps(self, record: &Header) -> bool {
-        match self {
-            Self::Keep => true,
-            Self::RetryErrors => record.error.is_none(),
-            Self::Overwrite => false,
-        }
-    }
 }
 
 /// Where records go.
@@ -58,32 +49,18 @@ pub struct Journal {
     len: Option<u64>,
     /// Records in it, earlier runs' included.
     pub records: u64,
-    /// Those of earlier runs that are errors and stay.
+    /// Those of earlier runs that are errors, and whose lines are not answered again yet.
     pub earlier_errors: u64,
+    /// Those that are answers.
+    answers: u64,
+    /// The most tokens of prompt and answers that one of them has.
+    longest: usize,
+    errors: Errors,
     /// The file behind links: what a new one replaces.
     path: PathBuf,
     earlier: Earlier,
-    /// Records that [`Self::begin`] takes out.
-    dropped: u64,
-    /// The file that was replaced: while it is open, its lock stops a run that opened it before.
-    replaced: Option<File>,
-}
-
-/// What a record of an earlier run is known by.
-#[derive(Deserialize)]
-struct Header {
-    id: String,
-    custom_id: Option<String>,
-    #[serde(default)]
-    response: Response,
-    #[serde(default)]
-    error: Option<IgnoredAny>,
-}
-
-#[derive(Default, Deserialize)]
-struct Response {
-    #[serde(default)]
-    request_id: String,
+    /// The files that were replaced: while one is open, its lock stops a run that opened it before.
+    replaced: Vec<File>,
 }
 
 impl Journal {
@@ -121,60 +98,75 @@ impl Journal {
     /// A journal on what cannot be read again.
     fn keeping_nothing(name: String, file: Option<File>) -> Self {
         let (path, earlier) = (PathBuf::new(), Earlier::Keep);
-        let (records, earlier_errors, dropped) = (0, 0, 0);
-        Self { name, file, len: None, records, earlier_errors, path, earlier, dropped, replaced: None }
+        let (records, earlier_errors, answers, longest) = (0, 0, 0, 0);
+        let (errors, replaced) = (Errors::default(), Vec::new());
+        let len = None;
+        Self { name, file, len, records, earlier_errors, answers, longest, errors, path, earlier, replaced }
     }
 
     fn note(&mut self, record: &Header, known: &mut Known) {
+        let (number, custom_id, is_error) =
+            (self.records, record.custom_id.as_deref(), record.error.is_some());
         self.records += 1;
-        if !self.earlier.keeps(record) {
-            self.dropped += 1;
+        if self.earlier == Earlier::Overwrite {
             return;
         }
-        self.earlier_errors += u64::from(record.error.is_some());
+        let replaces = self.errors.note(number, &record.id, custom_id, is_error);
+        self.earlier_errors += u64::from(is_error);
+        self.earlier_errors -= u64::from(replaces);
+        self.answers += u64::from(!is_error);
+        self.longest = self.longest.max(record.total_tokens());
+        if is_error && self.earlier == Earlier::RetryErrors {
+            return;
+        }
         let request = Fingerprint::of_request_id(&record.response.request_id);
-        known.answered(&record.id, record.custom_id.as_deref(), request);
+        known.answered(&record.id, custom_id, request);
     }
 
-    /// Compares the settings of the records that stay with those of this run, and takes out the other records.
+    /// Compares the settings of the answers that stay with those of this run, or takes out all records.
     pub fn begin(&mut self, settings: &Settings) -> Result<()> {
         if self.len.is_none() {
             return Ok(());
         }
         let file = SettingsFile::of(&self.path);
-        if self.records > self.dropped {
-            file.check(settings, &self.name)?;
-            return self.drop_records();
+        let stays = match self.earlier {
+            Earlier::Keep => self.records > 0,
+            Earlier::RetryErrors => self.answers > 0,
+            Earlier::Overwrite => false,
+        };
+        if stays {
+            return file.check(settings, &self.name, self.longest);
         }
         // In this order a crash leaves no record beside settings that it was not made with.
-        self.drop_records()?;
+        if self.earlier == Earlier::Overwrite {
+            self.drop_records(self.records, |_, _| false)?;
+        }
         file.write(settings)
     }
 
-    /// What a crash leaves behind is the file before or after.
-    fn drop_records(&mut self) -> Result<()> {
-        let Some(file) = self.file.take_if(|_| self.dropped > 0) else { return Ok(()) };
-        let earlier = self.earlier;
+    /// Leaves the records that stay. What a crash leaves behind is the file before or after.
+    fn drop_records(&mut self, dropped: u64, stays: impl Fn(u64, &Header) -> bool) -> Result<()> {
+        let Some(file) = self.file.take_if(|_| dropped > 0) else { return Ok(()) };
         let cannot = || format!("cannot take earlier records out of {}; it is as it was", self.name);
         let permissions = file.metadata().with_context(cannot)?.permissions();
         let new = replace(&self.path, |out| {
             (&file).rewind()?;
-            copy(BufReader::with_capacity(1 << 20, &file), out, |record| earlier.keeps(record))
+            copy(BufReader::with_capacity(1 << 20, &file), out, stays)
         })
         .with_context(cannot)?;
         new.set_permissions(permissions).with_context(cannot)?;
         self.len = Some(new.metadata().with_context(cannot)?.len());
         self.file = Some(new);
-        self.replaced = Some(file);
-        self.records -= self.dropped;
+        self.replaced.push(file);
+        self.records -= dropped;
         Ok(())
     }
 
-    /// Appends a record, a JSON object on one line.
+    /// Appends a record, a JSON object on one line, of a line that the key names.
     ///
     /// # Errors
     /// The record cannot be written (the disk is full); the ones before are intact.
-    pub fn append(&mut self, mut record: String) -> Result<()> {
+    pub fn append(&mut self, key: &Key, is_error: bool, mut record: String) -> Result<()> {
         record.push('\n');
         let bytes = record.as_bytes();
         let written = match &mut self.file {
@@ -199,59 +191,27 @@ impl Journal {
                 self.earlier.how_to_continue()
             )
         })?;
+        let custom_id = key.custom_id.as_deref();
+        let replaces = self.errors.note(self.records, &key.id, custom_id, is_error);
+        self.earlier_errors = self.earlier_errors.saturating_sub(u64::from(replaces));
         self.records += 1;
         Ok(())
     }
 
-    /// Waits until the file is on the disk.
-    pub fn finish(self) -> Result<()> {
+    /// Takes out errors whose lines were answered again, and waits until the file is on the disk.
+    pub fn finish(mut self) -> Result<()> {
+        if self.len.is_some() {
+            let errors = std::mem::take(&mut self.errors);
+            self.drop_records(errors.superseded, |number, record| {
+                let custom_id = record.custom_id.as_deref();
+                record.error.is_none() || !errors.is_superseded(number, &record.id, custom_id)
+            })?;
+        }
         match self.file.filter(|_| self.len.is_some()) {
             Some(file) => file.sync_all().with_context(|| format!("cannot write to {}", self.name)),
             None => Ok(()),
         }
     }
-}
-
-/// Copies the lines of records that are wanted.
-fn copy(mut from: impl BufRead, to: &mut impl Write, wanted: impl Fn(&Header) -> bool) -> io::Result<()> {
-    let mut line = Vec::new();
-    while from.read_until(b'\n', &mut line)? > 0 {
-        if wanted(&serde_json::from_slice(&line)?) {
-            to.write_all(&line)?;
-        }
-        line.clear();
-    }
-    Ok(())
-}
-
-/// Reads the records of a file; its length without a torn last line.
-fn scan(file: &File, name: &str, mut note: impl FnMut(Header)) -> Result<u64> {
-    let mut reader = BufReader::with_capacity(1 << 20, file);
-    let (mut line, mut records, mut len) = (Vec::new(), 0, 0);
-    loop {
-        line.clear();
-        let read = reader.read_until(b'\n', &mut line).with_context(|| format!("cannot read {name}"))?;
-        if !line.ends_with(b"\n") {
-            let torn = line.starts_with(BEGINNING)
-                || BEGINNING.starts_with(&line)
-                // What some file systems leave of a write that a power failure interrupted.
-                || line.iter().all(|byte| *byte == 0);
-            return if torn { Ok(len) } else { not_ours(name, records + 1, "no such record") };
-        }
-        match serde_json::from_slice(&line) {
-            Ok(header) => note(header),
-            Err(e) => return not_ours(name, records + 1, &e.to_string()),
-        }
-        records += 1;
-        len += read as u64;
-    }
-}
-
-fn not_ours<T>(name: &str, line: u64, why: &str) -> Result<T> {
-    bail!(
-        "--output {name} holds something else than records of this command (line {line}: {why}); it is left as it \
-         is, name another file"
-    )
 }
 
 #[cfg(test)]
@@ -267,8 +227,12 @@ mod tests {
         Ok((Journal::open(path, Path::new("in.jsonl"), earlier, &mut known)?, known))
     }
 
+    fn key(custom_id: &str) -> Key {
+        Key { id: "request-9".into(), custom_id: Some(custom_id.into()), request: None }
+    }
+
     #[test]
-    fn errors_make_room_when_the_run_begins() {
+    fn errors_make_room_for_answers_and_not_before() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("out.jsonl");
         let good = r#"{"id":"request-1","custom_id":"a","response":{},"error":null}"#;
@@ -279,18 +243,48 @@ mod tests {
         assert_eq!(open(&path).unwrap().0.earlier_errors, 1);
         let (mut journal, known) = open_for(&path, Earlier::RetryErrors).unwrap();
         assert!(known.is_done(1, Some("a")) && !known.is_done(2, Some("b")));
-        assert_eq!(text(), before, "a run that cannot start takes nothing away");
         journal.begin(&Settings::default()).unwrap();
-        assert_eq!((journal.records, journal.earlier_errors, text()), (1, 0, format!("{good}\n")));
-        assert!(open(&path).is_err(), "the new file is locked as the old one was");
-        journal.append(good.replace("a", "b")).unwrap();
-        assert_eq!(text().lines().count(), 2);
-        drop(journal);
+        assert_eq!(
+            (text(), journal.earlier_errors),
+            (before.clone(), 1),
+            "an error stays until there is better"
+        );
+        let better = good.replace("\"a\"", "\"b\"");
+        journal.append(&key("b"), false, better.clone()).unwrap();
+        assert_eq!((text(), journal.earlier_errors), (format!("{before}{better}\n"), 0));
+        drop(journal); // a crash
+        let (journal, known) = open(&path).unwrap();
+        assert_eq!((known.is_done(2, Some("b")), journal.earlier_errors), (true, 0));
+        journal.finish().unwrap();
+        assert_eq!(text(), format!("{good}\n{better}\n"));
         let (mut journal, known) = open_for(&path, Earlier::Overwrite).unwrap();
         assert!(!known.is_done(1, Some("a")));
         journal.begin(&Settings::default()).unwrap();
         assert_eq!((journal.records, text().as_str()), (0, ""));
+        assert!(open(&path).is_err(), "the new file is locked as the old one was");
+        journal.append(&key("a"), true, bad.replace("\"b\"", "\"a\"")).unwrap();
+        journal.finish().unwrap();
+        assert_eq!(text().lines().count(), 1);
         assert!(Earlier::Overwrite.how_to_continue().contains("without"), "or it would begin again");
+    }
+
+    /// The lines of records may leave the input, and the records stay.
+    #[test]
+    fn errors_whose_lines_are_gone_stay() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.jsonl");
+        let bad = r#"{"id":"line-2","custom_id":null,"response":{"body":null},"error":{"error":{}}}"#;
+        let long = r#"{"id":"request-1","custom_id":"a","response":{"body":{"usage":{"total_tokens":40}}},"error":null}"#;
+        let text = format!("{bad}\n{long}\n{}\n", bad.replace("line-2", "line-3"));
+        std::fs::write(&path, &text).unwrap();
+        let (mut journal, _) = open_for(&path, Earlier::RetryErrors).unwrap();
+        assert_eq!((journal.longest, journal.answers), (40, 1));
+        journal.begin(&Settings::default()).unwrap();
+        let answered = Key { id: "line-3".into(), custom_id: None, request: None };
+        journal.append(&answered, true, bad.replace("line-2", "line-3")).unwrap();
+        assert_eq!(journal.earlier_errors, 1);
+        journal.finish().unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), text, "one error made room for its like");
     }
 
     #[test]
@@ -303,7 +297,7 @@ mod tests {
             let (mut journal, known) = open(&path).unwrap();
             assert_eq!(journal.records, 1);
             assert!(known.is_done(1, Some("a")) && !known.is_done(2, Some("b")));
-            journal.append(r#"{"id":"request-2","custom_id":"b"}"#.into()).unwrap();
+            journal.append(&key("b"), false, r#"{"id":"request-2","custom_id":"b"}"#.into()).unwrap();
             let text = std::fs::read_to_string(&path).unwrap();
             assert_eq!(text, format!("{whole}\n{{\"id\":\"request-2\",\"custom_id\":\"b\"}}\n"), "{torn:?}");
         }

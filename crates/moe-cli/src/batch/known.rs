@@ -22,6 +22,11 @@ pub fn line_id(line: u64) -> String {
     format!("{LINE}{line}")
 }
 
+/// Whether it is the `id` of such a record.
+pub fn is_line_id(id: &str) -> bool {
+    id.starts_with(LINE)
+}
+
 /// What is known of an input and its output.
 pub struct Known {
     hashers: [RandomState; 2],

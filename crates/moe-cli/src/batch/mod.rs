@@ -12,6 +12,7 @@ mod answer;
 mod body;
 mod completion;
 mod entries;
+mod errors;
 mod fields;
 mod fingerprint;
 mod input;
@@ -19,6 +20,7 @@ mod journal;
 mod known;
 mod progress;
 mod prompts;
+mod records;
 mod replace;
 mod served;
 mod settings;
@@ -31,13 +33,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use moe_engine::chat::ChatTemplate;
+use moe_engine::chat::{AnswerForm, ChatTemplate};
 use moe_engine::engine::{DpEngine, Output, Request, RequestId};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Session, usage};
 use tracing::info;
 
-use crate::cli::BatchArgs;
+use crate::cli::{BatchArgs, InputFormat};
 use crate::interrupt::Interrupt;
 use crate::options;
 use crate::preflight::Asks;
@@ -45,7 +47,7 @@ use crate::session::{self, Model};
 
 use answer::{Choice, record};
 use body::{Form, Job, Parser};
-use entries::{Entries, Entry, Key, Work};
+use entries::{Entries, Entry, Format, Key, Work};
 use fields::ApiError;
 use input::{Lines, Total};
 use journal::{Earlier, Journal};
@@ -54,6 +56,8 @@ use progress::Progress;
 use served::Served;
 use settings::Settings;
 
+pub(crate) use fields::short;
+
 /// Entries that are read ahead of the engine.
 const READ_AHEAD: usize = 64;
 /// How often an idle run looks whether it is interrupted.
@@ -61,24 +65,26 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
+    let format = format(args)?;
     let (lines, guess) = Lines::open(&args.input)?;
     let mut known = Known::with_lines(guess.unwrap_or(0));
     let mut journal = Journal::open(&args.output, &args.input, earlier(args), &mut known)?;
     let interrupt = Interrupt::install()?;
     let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_batch(args));
     let mut session = session::open::<F>(model, &args.answer.run, false, &asks)?;
-    let tokenizer = session.tokenizer()?;
+    let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
     let config = options::engine_config(&args.answer.engine, &session.ex);
-    let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
-    let parser = parser(args, &session, &tokenizer, engine.max_model_len())?;
+    let engine = session.engine(tokenizer.clone(), &config).map_err(|e| usage(format!("{e:#}")))?;
     let chat = options::chat_files(&args.answer.chat, &session)?;
-    journal.begin(&Settings::new(&parser, chat.as_ref())?)?;
+    let answer = args.answer.chat.answer_form(chat.as_ref(), false);
+    let parser = parser(args, &session, tokenizer.clone(), answer, engine.max_model_len())?;
+    let dtype = session.model.info().kv.dtype.as_str();
+    journal.begin(&Settings::new(&parser, chat.as_ref(), dtype)?)?;
     if journal.records > 0 {
         info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records);
     }
-    let mut progress = Progress::new(Total::count(&args.input));
-    progress.earlier_errors = journal.earlier_errors;
-    let entries = read_ahead(Entries { lines, known, parser })?;
+    let progress = Progress::new(Total::count(&args.input), args.progress_interval);
+    let entries = read_ahead(Entries { format, lines, known, parser })?;
     let mut batch = Batch {
         engine,
         tokenizer,
@@ -90,6 +96,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     };
     let result = batch.run(&entries, &interrupt);
     batch.progress.finish();
+    batch.progress.earlier_errors = batch.journal.earlier_errors;
     eprintln!("{}", batch.progress);
     if args.answer.engine.stats {
         eprint!("{}", batch.engine.stats());
@@ -104,6 +111,17 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         return Ok(ExitCode::from(Interrupt::EXIT_CODE));
     }
     Ok(ExitCode::from(u8::from(args.fail_on_error && errors > 0)))
+}
+
+fn format(args: &BatchArgs) -> Result<Format> {
+    match (args.input_format, args.chat) {
+        (InputFormat::Jsonl, false) => Ok(Format::Request),
+        (InputFormat::Jsonl, true) => {
+            Err(usage("--chat is for --input-format text: the url of a JSON line says what it asks for"))
+        }
+        (InputFormat::Text, false) => Ok(Format::Prompt),
+        (InputFormat::Text, true) => Ok(Format::Question),
+    }
 }
 
 fn earlier(args: &BatchArgs) -> Earlier {
@@ -126,7 +144,8 @@ pub fn check_line(
     max_model_len: usize,
 ) -> Result<usize, String> {
     let parser = Parser {
-        tokenizer: tokenizer.clone(),
+        tokenizer: Some(tokenizer.clone()),
+        answer: AnswerForm::default(),
         template: template.cloned(),
         template_kwargs: serde_json::Map::new(),
         defaults: Request::new(Vec::new()),
@@ -140,11 +159,13 @@ pub fn check_line(
 fn parser(
     args: &BatchArgs,
     session: &Session,
-    tokenizer: &Tokenizer,
+    tokenizer: Option<Tokenizer>,
+    answer: AnswerForm,
     max_model_len: usize,
 ) -> Result<Parser> {
     Ok(Parser {
-        tokenizer: tokenizer.clone(),
+        tokenizer,
+        answer,
         template: options::chat_template(&args.answer.chat, session)?,
         template_kwargs: args.answer.chat.chat_template_kwargs.clone().unwrap_or_default(),
         defaults: options::api_defaults(&args.answer.sampling, session)?,
@@ -180,7 +201,7 @@ struct Line {
 
 struct Batch<'m> {
     engine: DpEngine<'m>,
-    tokenizer: Tokenizer,
+    tokenizer: Option<Tokenizer>,
     journal: Journal,
     /// The most choices in the engine.
     window: usize,
@@ -285,14 +306,15 @@ impl Batch<'_> {
         for id in &line.requests {
             self.owners.remove(id);
         }
-        let body = completion::body(&line.key.id, &line.form, &line.choices, &self.tokenizer);
+        let body = completion::body(&line.key.id, &line.form, &line.choices, self.tokenizer.as_ref());
         self.write(&line.key, body)
     }
 
     fn write(&mut self, key: &Key, result: Result<serde_json::Value, ApiError>) -> Result<()> {
         self.progress.answered += 1;
-        self.progress.errors += u64::from(result.is_err());
-        self.journal.append(record(key, result))
+        let is_error = result.is_err();
+        self.progress.errors += u64::from(is_error);
+        self.journal.append(key, is_error, record(key, result))
     }
 }
 

@@ -8,14 +8,14 @@ use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
 
 use super::input::Total;
 
-/// Between two lines of a log.
-const LOG_EVERY: Duration = Duration::from_secs(10);
 /// Between two looks of the bar.
 const DRAW_EVERY: Duration = Duration::from_millis(100);
 
 /// Counts what is done and shows it on stderr.
 pub struct Progress {
     bar: Option<ProgressBar>,
+    /// Between two lines of a log.
+    log_every: Duration,
     start: Instant,
     shown: Instant,
     total: Total,
@@ -34,12 +34,13 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Of an input whose number of lines is known sooner or later.
-    pub fn new(total: Total) -> Self {
+    /// Of an input whose number of lines is known sooner or later, for a log that hears of it so often.
+    pub fn new(total: Total, log_every: Duration) -> Self {
         let bar = std::io::stderr().is_terminal().then(bar);
         let start = Instant::now();
         let (read, answered, errors, earlier_errors, skipped, tokens) = (0, 0, 0, 0, 0, 0);
-        Self { bar, start, shown: start, total, read, answered, errors, earlier_errors, skipped, tokens }
+        let shown = start;
+        Self { bar, log_every, start, shown, total, read, answered, errors, earlier_errors, skipped, tokens }
     }
 
     /// Error records of the output.
@@ -54,7 +55,7 @@ impl Progress {
 
     /// Shows it, if it is time.
     pub fn show(&mut self) {
-        let every = if self.bar.is_some() { DRAW_EVERY } else { LOG_EVERY };
+        let every = if self.bar.is_some() { DRAW_EVERY } else { self.log_every };
         if self.shown.elapsed() < every {
             return;
         }
@@ -134,7 +135,7 @@ mod tests {
 
     #[test]
     fn what_is_done_is_shown_and_not_what_is_read() {
-        let mut progress = Progress::new(Total::default());
+        let mut progress = Progress::new(Total::default(), Duration::from_secs(10));
         (progress.read, progress.answered, progress.skipped, progress.tokens) = (192, 60, 4, 3000);
         let status = |progress: &Progress| progress.status(Duration::from_secs(30));
         assert_eq!(status(&progress), "64 / 192 requests read so far, 100 tok/s");

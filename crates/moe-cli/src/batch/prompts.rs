@@ -1,12 +1,12 @@
 //! The prompts of a body: `prompt` in its four forms, or `messages` through the chat template.
 
-use moe_engine::chat::ChatRequest;
+use moe_engine::chat::{ChatRequest, opens_reasoning};
 use moe_engine::tokenizer::Tokenizer;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::body::{Parser, PromptForm};
 use super::fields::{ApiError, Fields, short, token_ids};
-use crate::error;
+use crate::{error, messages};
 
 /// Tokens to continue.
 pub struct Prompt {
@@ -14,28 +14,36 @@ pub struct Prompt {
     pub ids: Vec<u32>,
     /// Text in front of the answer, if it is wanted.
     pub echo: Option<String>,
+    /// It ends where the reasoning begins.
+    pub opened: bool,
 }
 
 impl Prompt {
-    /// What an answer needs of it.
-    pub fn form(&self) -> PromptForm {
+    /// What an answer needs of it, its ids only where they are asked for.
+    pub fn form(&self, token_ids: bool) -> PromptForm {
         let first_token = self.ids.first().copied().unwrap_or_default();
-        PromptForm { len: self.ids.len(), first_token, echo: self.echo.clone() }
+        let token_ids = token_ids.then(|| self.ids.clone());
+        let (len, echo, opened) = (self.ids.len(), self.echo.clone(), self.opened);
+        PromptForm { len, first_token, echo, opened, token_ids }
     }
 }
 
 /// The prompts of `/v1/completions`: a text, a list of texts, token ids, or a list of those.
-pub fn completions(tokenizer: &Tokenizer, body: &Fields, echo: bool) -> Result<Vec<Prompt>, ApiError> {
+pub fn completions(parser: &Parser, body: &Fields, echo: bool) -> Result<Vec<Prompt>, ApiError> {
     const FORMS: &str = "expected a text, token ids, or a list of either that is not empty";
     let special = body.bool("add_special_tokens")?.unwrap_or(true);
     let from_text = |text: &str| {
-        let ids = encode(tokenizer, text, special)?;
-        Ok(Prompt { ids, echo: echo.then(|| text.to_string()) })
+        let ids = encode_prompt(parser, "prompt", text, special)?;
+        Ok(Prompt { ids, echo: echo.then(|| text.to_string()), opened: false })
     };
     let from_ids = |ids: Vec<u32>| {
-        let text = || tokenizer.decode(&ids).map_err(|e| ApiError::field("prompt", error::describe(&e)));
-        let echo = echo.then(text).transpose()?;
-        Ok(Prompt { ids, echo })
+        let text = || match &parser.tokenizer {
+            Some(tokenizer) => tokenizer.decode(&ids),
+            None => Ok(String::new()),
+        };
+        let echo = echo.then(text).transpose();
+        let echo = echo.map_err(|e| ApiError::field("prompt", error::describe(&e)))?;
+        Ok(Prompt { ids, echo, opened: false })
     };
     let value = body.value("prompt").ok_or_else(|| ApiError::field("prompt", FORMS))?;
     let wrong = || ApiError::field("prompt", format!("{FORMS}, got {}", short(value)));
@@ -58,10 +66,12 @@ pub fn completions(tokenizer: &Tokenizer, body: &Fields, echo: bool) -> Result<V
 pub fn chat(parser: &Parser, body: &Fields, echo: bool) -> Result<(Vec<Prompt>, String), ApiError> {
     const MISSING: &str = "the checkpoint has no chat template, which /v1/chat/completions needs: name one with \
          --chat-template, or send a rendered prompt to /v1/completions";
+    parser.tokenizer("messages")?;
     let template = parser.template.as_ref().ok_or_else(|| ApiError::bad(MISSING))?;
     let missing = || ApiError::field("messages", "it is missing");
     let mut messages = body.objects("messages")?.ok_or_else(missing)?;
-    messages.iter_mut().filter_map(Value::as_object_mut).try_for_each(plain_message)?;
+    let plain = messages.iter_mut().filter_map(Value::as_object_mut).try_for_each(messages::for_template);
+    plain.map_err(|e| ApiError::field("messages", e))?;
     let continues = body.bool("continue_final_message")?.unwrap_or(false);
     let mut kwargs = parser.template_kwargs.clone();
     kwargs.extend(body.object("chat_template_kwargs")?.cloned().unwrap_or_default());
@@ -77,53 +87,13 @@ pub fn chat(parser: &Parser, body: &Fields, echo: bool) -> Result<(Vec<Prompt>, 
     };
     let text = template.render(&chat).map_err(|e| ApiError::field("messages", e))?;
     let special = body.bool("add_special_tokens")?.unwrap_or(false);
-    let ids = encode(&parser.tokenizer, &text, special)?;
+    let ids = encode_prompt(parser, "messages", &text, special)?;
+    let opened = opens_reasoning(&text);
     let role = if generates { "assistant" } else { last["role"].as_str().unwrap_or_default() };
     // As in vLLM: the message that the answer continues.
     let echo = echo && last["role"] == *role;
     let echo = echo.then(|| last["content"].as_str().unwrap_or_default().to_string());
-    Ok((vec![Prompt { ids, echo }], role.to_string()))
-}
-
-/// A message as templates expect it: its content one text, the arguments of its tool calls objects.
-fn plain_message(message: &mut Map<String, Value>) -> Result<(), ApiError> {
-    let wrong = |what: String| ApiError::field("messages", what);
-    if !message.get("role").is_some_and(Value::is_string) {
-        return Err(wrong("each needs a role, which is a string".into()));
-    }
-    let content = match message.get("content") {
-        None | Some(Value::Null) => String::new(),
-        Some(Value::String(text)) => text.clone(),
-        Some(Value::Array(parts)) => parts.iter().map(part_text).collect::<Result<Vec<_>, _>>()?.join("\n"),
-        Some(other) => {
-            return Err(wrong(format!("content must be a string or a list of parts, got {}", short(other))));
-        }
-    };
-    message.insert("content".into(), content.into());
-    let calls = message.get_mut("tool_calls").and_then(Value::as_array_mut);
-    for call in calls.into_iter().flatten() {
-        let Some(function) = call.get_mut("function").and_then(Value::as_object_mut) else { continue };
-        let arguments = function.entry("arguments").or_insert(Value::Null);
-        match arguments {
-            Value::Null => *arguments = Value::Object(Map::new()),
-            Value::String(text) => {
-                *arguments = serde_json::from_str(text)
-                    .map_err(|e| wrong(format!("the arguments of a tool call are not JSON: {e}")))?;
-            }
-            _ => {}
-        }
-    }
-    Ok(())
-}
-
-/// The text of a part of a message.
-fn part_text(part: &Value) -> Result<&str, ApiError> {
-    let kind = part.get("type").and_then(Value::as_str);
-    let text = part.as_str().or_else(|| part.get("text").and_then(Value::as_str));
-    text.filter(|_| matches!(kind, None | Some("text" | "input_text" | "output_text" | "refusal")))
-        .ok_or_else(|| {
-            ApiError::field("messages", format!("the model takes text only, got the part {}", short(part)))
-        })
+    Ok((vec![Prompt { ids, echo, opened }], role.to_string()))
 }
 
 /// Token sequences of words that must not appear: with and without a space in front, as in vLLM.
@@ -139,6 +109,18 @@ pub fn bad_words(tokenizer: &Tokenizer, words: &[String]) -> Result<Vec<Vec<u32>
         sequences.extend(differs.then_some(spaced));
     }
     Ok(sequences)
+}
+
+/// Token ids of a prompt, unless it is certainly too long.
+fn encode_prompt(
+    parser: &Parser,
+    name: &str,
+    text: &str,
+    special_tokens: bool,
+) -> Result<Vec<u32>, ApiError> {
+    let tokenizer = parser.tokenizer(name)?;
+    tokenizer.check_length(text, parser.max_model_len).map_err(|e| ApiError::field(name, e))?;
+    encode(tokenizer, text, special_tokens)
 }
 
 fn encode(tokenizer: &Tokenizer, text: &str, special_tokens: bool) -> Result<Vec<u32>, ApiError> {

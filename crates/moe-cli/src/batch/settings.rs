@@ -20,13 +20,16 @@ use super::replace::{beside, replace};
 const NOT_SETTINGS: [&str; 6] =
     ["prompt", "sampling", "prompt_logprobs", "timeout", "capture_routing", "replay_routing"];
 
+/// The setting that matters only to answers that the context has cut, or would cut now.
+const CONTEXT: &str = "max_model_len";
+
 /// Settings by their names, in an order that does not change.
 #[derive(Debug, Default, PartialEq)]
 pub struct Settings(Map<String, Value>);
 
 impl Settings {
-    /// Those of a run. Of the chat templates only the fingerprint is kept.
-    pub fn new(parser: &Parser, chat: Option<&ChatFiles>) -> Result<Self> {
+    /// Those of a run with a model of this dtype. Of the chat templates only the fingerprint is kept.
+    pub fn new(parser: &Parser, chat: Option<&ChatFiles>, dtype: &str) -> Result<Self> {
         // By way of text, which keeps 0.7 from becoming 0.699999988.
         let text =
             serde_json::to_string(&parser.defaults).context("cannot describe the sampling defaults")?;
@@ -35,6 +38,11 @@ impl Settings {
         defaults.retain(|name, _| !NOT_SETTINGS.contains(&name.as_str()));
         let mut settings = Map::from_iter([
             ("model".to_string(), json!(parser.served.name)),
+            ("dtype".to_string(), json!(dtype)),
+            (CONTEXT.to_string(), json!(parser.max_model_len)),
+            ("skip_tokenizer_init".to_string(), json!(parser.tokenizer.is_none())),
+            ("reasoning_parser".to_string(), json!(parser.answer.reasoning.then_some("qwen3"))),
+            ("tool_call_parser".to_string(), json!(parser.answer.calls.then_some("hermes"))),
             ("chat_template".to_string(), json!(chat.map(|files| Fingerprint::of(files).to_string()))),
             ("chat_template_kwargs".to_string(), json!(parser.template_kwargs)),
         ]);
@@ -44,11 +52,13 @@ impl Settings {
         Ok(Self(settings))
     }
 
-    /// What differs, with the old value and the new. A setting that only one of two versions of this program has is
-    /// left out.
-    fn differences(&self, old: &Self) -> Vec<String> {
+    /// What differs, with the old value and the new, for answers of at most so many tokens with their prompts. A setting
+    /// that only one of two versions of this program has is left out.
+    fn differences(&self, old: &Self, longest: usize) -> Vec<String> {
         let both = old.0.iter().filter_map(|(name, old)| Some((name, old, self.0.get(name)?)));
+        let fits = |context: &Value| context.as_u64().is_some_and(|context| (longest as u64) < context);
         both.filter(|(_, old, new)| old != new)
+            .filter(|(name, old, new)| *name != CONTEXT || !(fits(old) && fits(new)))
             .map(|(name, old, new)| format!("{name} was {} and is {}", short(old), short(new)))
             .collect()
     }
@@ -70,11 +80,12 @@ impl SettingsFile {
         written.map(drop).with_context(|| format!("cannot write {}", self.0.display()))
     }
 
-    /// Compares with the settings of the run that began the output; a file of an older version has none.
+    /// Compares with the settings of the run that began the output, whose longest answer has so many tokens with its
+    /// prompt; a file of an older version has none.
     ///
     /// # Errors
     /// They differ: the output would mix answers of both.
-    pub fn check(&self, settings: &Settings, output: &str) -> Result<()> {
+    pub fn check(&self, settings: &Settings, output: &str, longest: usize) -> Result<()> {
         let name = self.0.display();
         let Some(old) = self.read()? else {
             warn!(
@@ -82,7 +93,7 @@ impl SettingsFile {
             );
             return Ok(());
         };
-        let differences = settings.differences(&old);
+        let differences = settings.differences(&old, longest);
         if differences.is_empty() {
             return Ok(());
         }
@@ -117,17 +128,22 @@ mod tests {
     fn settings(change: impl FnOnce(&mut Parser)) -> Settings {
         let mut parser = parser();
         change(&mut parser);
-        Settings::new(&parser, None).unwrap()
+        Settings::new(&parser, None, "bf16").unwrap()
     }
 
     #[test]
     fn settings_are_compared_by_name() {
         let old = settings(|_| {});
         assert_eq!(old.0["temperature"], json!(0.7), "as it was written");
+        let shorter = settings(|p| p.max_model_len = 50);
         assert!(
-            settings(|p| p.max_model_len = 50).differences(&old).is_empty(),
-            "it limits, it changes no answer"
+            shorter.differences(&old, 49).is_empty(),
+            "it limits, and changes no answer that is below both"
         );
+        assert_eq!(shorter.differences(&old, 50), ["max_model_len was 100 and is 50"]);
+        assert_eq!(old.differences(&shorter, 50).len(), 1, "what was cut would go on now");
+        let other = Settings::new(&parser(), None, "f32").unwrap();
+        assert_eq!(other.differences(&old, 0), ["dtype was \"bf16\" and is \"f32\""]);
         let new = settings(|p| {
             p.served.name = "other".into();
             p.defaults.sampling.temperature = 0.5;
@@ -140,7 +156,7 @@ mod tests {
             "seed was 3 and is 4",
             "stop was [] and is [\"x\"]",
         ];
-        assert_eq!(new.differences(&old), want);
+        assert_eq!(new.differences(&old, 0), want);
     }
 
     #[test]
@@ -148,20 +164,23 @@ mod tests {
         let files = |text: &str| {
             ChatFiles::from_tokenizer_config(json!({ "chat_template": text }).to_string().as_bytes())
         };
-        let of = |text: &str| Settings::new(&parser(), Some(&files(text).unwrap())).unwrap();
-        assert_eq!(of("a").differences(&of("a")).len(), 0);
-        assert!(of("a").differences(&of("b"))[0].starts_with("chat_template was "));
+        let of = |text: &str| Settings::new(&parser(), Some(&files(text).unwrap()), "bf16").unwrap();
+        assert_eq!(of("a").differences(&of("a"), 0).len(), 0);
+        assert!(of("a").differences(&of("b"), 0)[0].starts_with("chat_template was "));
     }
 
     #[test]
     fn a_file_survives_and_a_broken_one_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let file = SettingsFile::of(&dir.path().join("out.jsonl"));
-        assert!(file.check(&settings(|_| {}), "out.jsonl").is_ok(), "without a file there is only a warning");
+        assert!(
+            file.check(&settings(|_| {}), "out.jsonl", 0).is_ok(),
+            "without a file there is only a warning"
+        );
         file.write(&settings(|_| {})).unwrap();
         assert_eq!(file.read().unwrap(), Some(settings(|_| {})));
         fs::write(dir.path().join("out.jsonl.run.json"), "{").unwrap();
-        let error = file.check(&settings(|_| {}), "out.jsonl").unwrap_err().to_string();
+        let error = file.check(&settings(|_| {}), "out.jsonl", 0).unwrap_err().to_string();
         assert!(error.contains("out.jsonl.run.json") && error.contains("--overwrite"), "{error}");
     }
 }

@@ -1,7 +1,9 @@
 //! Bodies to requests and back, without a model: every byte is a token of the tokenizer here.
 
+mod forms;
+
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs, request_seed};
-use moe_engine::chat::ChatTemplate;
+use moe_engine::chat::{AnswerForm, ChatTemplate};
 use moe_engine::engine::{FinishReason, Request, StopReason};
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Value, json};
@@ -25,7 +27,8 @@ pub fn parser() -> Parser {
     defaults.sampling.temperature = 0.7;
     defaults.eos_token_ids = vec![7];
     Parser {
-        tokenizer: bytes(),
+        tokenizer: Some(bytes()),
+        answer: AnswerForm::default(),
         template: ChatTemplate::from_tokenizer_config(config.as_bytes()).unwrap(),
         template_kwargs: json!({"mood": "!"}).as_object().unwrap().clone(),
         defaults,
@@ -212,6 +215,7 @@ fn bodies_have_the_objects_of_the_apis() {
     let choice = |text: &str, finish: FinishReason, prompt: Option<Vec<TokenLogprobs>>| Choice {
         text: text.into(),
         num_tokens: 1,
+        token_ids: vec![5],
         logprobs: vec![logprobs("c", -0.5, &[("c", -0.5)])],
         prompt_logprobs: prompt,
         finish: Some(finish),
@@ -219,7 +223,7 @@ fn bodies_have_the_objects_of_the_apis() {
     let prompt = vec![logprobs("b", f32::NEG_INFINITY, &[("x", -0.25)])];
     let stop = FinishReason::Stop(StopReason::Text("!".into()));
     let choices = [choice("c", FinishReason::Length, Some(prompt)), choice("c", stop, None)];
-    let got = completion::body("r", &job.form, &choices, &bytes()).unwrap();
+    let got = completion::body("r", &job.form, &choices, Some(&bytes())).unwrap();
     assert_eq!(
         (&got["object"], &got["id"], &got["model"]),
         (&json!("text_completion"), &json!("cmpl-r"), &json!("tiny"))
@@ -244,7 +248,7 @@ fn bodies_have_the_objects_of_the_apis() {
         chat(json!({"messages": [{"role": "user", "content": "x"}], "logprobs": true, "top_logprobs": 1}))
             .unwrap();
     let choices = [choice("c", FinishReason::Stop(StopReason::EndOfSequence), None)];
-    let got = completion::body("r", &job.form, &choices, &bytes()).unwrap();
+    let got = completion::body("r", &job.form, &choices, Some(&bytes())).unwrap();
     assert_eq!((&got["object"], &got["prompt_logprobs"]), (&json!("chat.completion"), &Value::Null));
     let top = json!([{"token": "c", "logprob": -0.5, "bytes": [99]}]);
     let content = json!([{"token": "c", "logprob": -0.5, "bytes": [99], "top_logprobs": top}]);
@@ -262,11 +266,12 @@ fn a_prompt_alone_can_be_scored() {
     let choice = Choice {
         text: "c".into(),
         num_tokens: 1,
+        token_ids: vec![5],
         logprobs: vec![logprobs("c", -1.0, &[])],
         prompt_logprobs: Some(vec![logprobs("b", -2.0, &[])]),
         finish: Some(FinishReason::Length),
     };
-    let got = completion::body("r", &job.form, &[choice], &bytes()).unwrap();
+    let got = completion::body("r", &job.form, &[choice], Some(&bytes())).unwrap();
     assert_eq!((&got["choices"][0]["text"], &got["usage"]["completion_tokens"]), (&json!("ab"), &json!(0)));
     assert_eq!(got["choices"][0]["logprobs"]["token_logprobs"], json!([null, -2.0]));
 }
@@ -275,7 +280,7 @@ fn a_prompt_alone_can_be_scored() {
 fn a_choice_that_failed_is_an_internal_error() {
     let job = completions(json!({"prompt": "ab"})).unwrap();
     let choice = Choice { finish: Some(FinishReason::Failed("NaN".into())), ..Choice::default() };
-    let error = completion::body("r", &job.form, &[choice], &bytes()).unwrap_err();
+    let error = completion::body("r", &job.form, &[choice], Some(&bytes())).unwrap_err();
     assert_eq!((error.status, error.message.as_str()), (500, "NaN"));
 }
 

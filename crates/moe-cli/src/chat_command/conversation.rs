@@ -1,20 +1,20 @@
 //! What was said so far, and how it is made to fit into the context.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
+use moe_engine::tokenizer::TooLong;
 use serde_json::{Value, json};
 
-/// A conversation: an optional system message, then turns of a user's message and its answer.
-#[derive(Clone, Debug)]
+/// A conversation: an optional system message, then messages as OpenAI's API writes them. The last one may be without
+/// an answer.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Conversation {
     /// What the model is told beforehand.
     pub system: Option<String>,
-    /// Messages of user and assistant in turns; the last answer may be missing.
     said: Vec<Value>,
 }
 
-fn message(role: &str, text: &str) -> Value {
-    json!({"role": role, "content": text})
-}
+/// Token ids of messages; by their bytes alone they may be too many.
+pub type Encoded = Result<Vec<u32>, TooLong>;
 
 impl Conversation {
     /// A conversation in which nothing is said yet.
@@ -22,29 +22,42 @@ impl Conversation {
         Self { system, said: Vec::new() }
     }
 
+    /// One that was led elsewhere. A system message at the beginning becomes that of the conversation.
+    pub fn of_messages(mut messages: Vec<Value>) -> Self {
+        let first = messages.first().filter(|first| first["role"] == "system");
+        let system = first.and_then(|first| first["content"].as_str()).map(str::to_string);
+        let said = messages.split_off(usize::from(system.is_some()));
+        Self { system, said }
+    }
+
     /// The user says something.
     pub fn ask(&mut self, text: &str) {
-        self.said.push(message("user", text));
+        self.said.push(json!({"role": "user", "content": text}));
     }
 
     /// The model has answered.
-    pub fn answer(&mut self, text: &str) {
-        self.said.push(message("assistant", text));
+    pub fn answer(&mut self, message: Value) {
+        self.said.push(message);
     }
 
-    /// Takes back what the user said last, because it cannot be answered.
-    pub fn take_back(&mut self) {
-        self.said.pop();
+    /// Takes back the last message: what the user said and cannot be answered, or an answer.
+    pub fn take_back(&mut self) -> Option<Value> {
+        self.said.pop()
+    }
+
+    /// Whether the last message is an answer; `None` if nothing is said.
+    pub fn is_answered(&self) -> Option<bool> {
+        self.said.last().map(|last| last["role"] == "assistant")
     }
 
     /// Forgets everything but the system message.
-    pub fn reset(&mut self) {
+    pub fn clear(&mut self) {
         self.said.clear();
     }
 
-    /// The messages as chat templates take them.
+    /// All messages.
     pub fn messages(&self) -> Vec<Value> {
-        let system = self.system.iter().map(|text| message("system", text));
+        let system = self.system.iter().map(|text| json!({"role": "system", "content": text}));
         system.chain(self.said.iter().cloned()).collect()
     }
 
@@ -57,20 +70,30 @@ impl Conversation {
         &mut self,
         max_model_len: usize,
         room: usize,
-        encode: impl Fn(Vec<Value>) -> Result<Vec<u32>>,
+        encode: impl Fn(Vec<Value>) -> Result<Encoded>,
     ) -> Result<(Vec<u32>, usize)> {
         let mut dropped = 0;
         loop {
-            let prompt = encode(self.messages())?;
-            if prompt.len() + room <= max_model_len {
-                return Ok((prompt, dropped));
+            let encoded = encode(self.messages())?;
+            if let Ok(prompt) = &encoded
+                && prompt.len() + room <= max_model_len
+            {
+                return Ok((prompt.clone(), dropped));
             }
-            if self.said.len() <= 1 {
-                let (len, most) = (prompt.len(), max_model_len.saturating_sub(1));
-                ensure!(len <= most, "the message is too long: {len} tokens, at most {most} fit the context");
-                return Ok((prompt, dropped));
+            // A turn begins where the user says something; the first message may be anybody's.
+            let next = self.said.iter().skip(1).position(|message| message["role"] == "user");
+            match (next, encoded) {
+                (Some(next), _) => drop(self.said.drain(..=next)),
+                (None, Err(too_long)) => bail!(too_long),
+                (None, Ok(prompt)) => {
+                    let (len, most) = (prompt.len(), max_model_len.saturating_sub(1));
+                    ensure!(
+                        len <= most,
+                        "the message is too long: {len} tokens, at most {most} fit the context"
+                    );
+                    return Ok((prompt, dropped));
+                }
             }
-            self.said.drain(..2);
             dropped += 1;
         }
     }
@@ -80,26 +103,34 @@ impl Conversation {
 mod tests {
     use super::*;
 
-    /// One token for each byte of each message.
-    fn encode(messages: Vec<Value>) -> Result<Vec<u32>> {
-        Ok(messages.iter().flat_map(|m| m["content"].as_str().unwrap().bytes().map(u32::from)).collect())
+    /// One token for each byte of each message, of which no more than 100 are tokenized.
+    fn encode(messages: Vec<Value>) -> Result<Encoded> {
+        let text: String = messages.iter().map(|m| m["content"].as_str().unwrap()).collect();
+        let bytes = text.len();
+        let too_long = TooLong { bytes, context: 100, longest: 1, bound: 100 };
+        Ok(if bytes > 100 { Err(too_long) } else { Ok(text.bytes().map(u32::from).collect()) })
     }
 
     fn talk(turns: &[(&str, &str)], last: &str) -> Conversation {
         let mut conversation = Conversation::new(Some("S".into()));
         for (user, assistant) in turns {
             conversation.ask(user);
-            conversation.answer(assistant);
+            conversation.answer(json!({"role": "assistant", "content": assistant}));
         }
         conversation.ask(last);
         conversation
     }
 
     #[test]
-    fn messages_alternate() {
-        let roles: Vec<Value> =
-            talk(&[("a", "b"), ("c", "d")], "e").messages().iter().map(|m| m["role"].clone()).collect();
+    fn messages_alternate_and_can_be_taken_over() {
+        let conversation = talk(&[("a", "b"), ("c", "d")], "e");
+        let roles: Vec<Value> = conversation.messages().iter().map(|m| m["role"].clone()).collect();
         assert_eq!(roles, ["system", "user", "assistant", "user", "assistant", "user"]);
+        assert_eq!(Conversation::of_messages(conversation.messages()), conversation);
+        let mut without = Conversation::of_messages(conversation.messages()[1..].to_vec());
+        assert_eq!((without.system.as_deref(), without.is_answered()), (None, Some(false)));
+        without.take_back();
+        assert_eq!((without.is_answered(), Conversation::default().is_answered()), (Some(true), None));
     }
 
     #[test]
@@ -115,5 +146,22 @@ mod tests {
         assert_eq!(fit(4, 3).unwrap(), ("See".into(), 1));
         let error = fit(3, 1).unwrap_err().to_string();
         assert_eq!(error, "the message is too long: 3 tokens, at most 2 fit the context");
+    }
+
+    #[test]
+    fn turns_are_whole_and_megabytes_are_not_tokenized() {
+        let message = |role: &str, content: &str| json!({"role": role, "content": content});
+        let huge = "x".repeat(101);
+        let mut conversation = Conversation::of_messages(vec![
+            message("user", &huge),
+            message("assistant", ""),
+            message("tool", "t"),
+            message("assistant", "a"),
+            message("user", "u"),
+        ]);
+        assert_eq!(conversation.fit(100, 10, encode).unwrap(), (vec![b'u'.into()], 1));
+        conversation.ask(&huge);
+        let error = conversation.fit(100, 10, encode).unwrap_err().to_string();
+        assert!(error.contains("101 bytes"), "{error}");
     }
 }

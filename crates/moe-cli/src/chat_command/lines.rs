@@ -6,10 +6,12 @@ use anyhow::{Context, Result};
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 
+use super::history::{self, History};
+
 /// Where lines come from.
 pub enum Lines {
-    /// A person.
-    Terminal(Box<DefaultEditor>),
+    /// A person, whose lines may be kept for the next time.
+    Terminal(Box<DefaultEditor>, Option<History>),
     /// A file or another program.
     Plain,
 }
@@ -26,17 +28,31 @@ pub enum Typed {
 }
 
 impl Lines {
-    /// Of stdin.
-    pub fn open() -> Result<Self> {
-        if io::stdin().is_terminal() && io::stdout().is_terminal() {
-            return Ok(Self::Terminal(Box::new(DefaultEditor::new().context("cannot use the terminal")?)));
+    /// Of stdin; `keep`: with the history of earlier runs.
+    pub fn open(keep: bool) -> Result<Self> {
+        if !(io::stdin().is_terminal() && io::stdout().is_terminal()) {
+            return Ok(Self::Plain);
         }
-        Ok(Self::Plain)
+        let mut editor = DefaultEditor::new().context("cannot use the terminal")?;
+        let place = history::place(|name| std::env::var_os(name)).filter(|_| keep);
+        let history = place.and_then(|path| match History::open(&path) {
+            Ok((history, entries)) => {
+                for entry in entries {
+                    let _ = editor.add_history_entry(entry);
+                }
+                Some(history)
+            }
+            Err(e) => {
+                eprintln!("warning: no history is kept in {}: {e}", path.display());
+                None
+            }
+        });
+        Ok(Self::Terminal(Box::new(editor), history))
     }
 
     /// Whether a person sits there.
     pub fn is_terminal(&self) -> bool {
-        matches!(self, Self::Terminal(_))
+        matches!(self, Self::Terminal(..))
     }
 
     /// The next message; a backslash at the end of a line continues it on the next one.
@@ -54,19 +70,28 @@ impl Lines {
                 Some(start) => message = message + start + "\n",
                 None => {
                     message += &line;
-                    if let Self::Terminal(editor) = self {
-                        // For the arrow keys. A line that cannot be remembered is no reason to stop.
-                        let _ = editor.add_history_entry(&message);
-                    }
+                    self.remember(&message);
                     return Ok(Typed::Message(message));
                 }
             }
         }
     }
 
+    /// For the arrow keys. A line that cannot be remembered is no reason to stop.
+    fn remember(&mut self, message: &str) {
+        let Self::Terminal(editor, history) = self else { return };
+        let new = editor.add_history_entry(message).unwrap_or(false);
+        if let Some(file) = history.as_mut().filter(|_| new)
+            && let Err(e) = file.add(message)
+        {
+            eprintln!("warning: the history is kept no longer: {e}");
+            *history = None;
+        }
+    }
+
     fn line(&mut self, prompt: &str) -> Result<Typed> {
         match self {
-            Self::Terminal(editor) => match editor.readline(prompt) {
+            Self::Terminal(editor, _) => match editor.readline(prompt) {
                 Ok(line) => Ok(Typed::Message(line)),
                 Err(ReadlineError::Interrupted) => Ok(Typed::Interrupted),
                 Err(ReadlineError::Eof) => Ok(Typed::End),

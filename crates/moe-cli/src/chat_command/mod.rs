@@ -3,60 +3,63 @@
 //! Answers go to stdout, everything else to stderr. The engine keeps the KV cache of what was said,
 //! so a turn computes only what is new.
 
+mod answering;
+mod commands;
 mod conversation;
+mod files;
+mod history;
 mod lines;
+mod set;
 
 use anyhow::{Context, Result, bail};
-use model_runtime::sampling::request_seed;
-use moe_engine::chat::{ChatRequest, ChatTemplate};
-use moe_engine::engine::{DpEngine, EngineConfig, FinishReason, Request};
+use moe_engine::chat::{AnswerForm, ChatFiles, ChatTemplate};
+use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::tokenizer::Tokenizer;
-use moe_engine::{ModelFamily, usage};
+use moe_engine::{ModelFamily, Session, usage};
 use serde_json::Value;
 
-use crate::cli::ChatArgs;
+use crate::cli::{ChatArgs, SamplingArgs};
 use crate::error::describe;
 use crate::interrupt::Interrupt;
 use crate::options;
-use crate::output::print;
 use crate::preflight::{self, Asks};
 use crate::session::{self, Model};
 
+use answering::{Speed, Turn};
+use commands::Input;
 use conversation::Conversation;
 use lines::{Lines, Typed};
-
-const HELP: &str = "\
-/reset         forget the conversation
-/system TEXT   tell the model something beforehand; without TEXT: nothing
-/history       show the conversation
-/quit          leave, as Ctrl-D does
-//TEXT         a message that begins with /
-A backslash at the end of a line continues it. Ctrl-C stops an answer.";
+use set::Values;
 
 /// Runs the command.
 pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
     let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_chat(args));
     let mut session = session::open::<F>(model, &args.answer.run, false, &asks)?;
     let tokenizer = session.tokenizer()?;
+    let files = options::chat_files(&args.answer.chat, &session)?;
     let template = options::chat_template(&args.answer.chat, &session)?
         .with_context(|| preflight::no_template(args.answer.model.as_deref()))?;
     // One conversation; the blocks of its earlier turns are part of the newest prompt.
     let config = EngineConfig { max_num_seqs: 1, ..options::engine_config(&args.answer.engine, &session.ex) };
     let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
-    let defaults = options::request_defaults(&args.answer.sampling, &session, "")?;
     let mut chat = Chat {
         engine,
         tokenizer,
         template,
-        // Unlike a single continuation, an answer ends by itself.
-        defaults: Request { max_tokens: args.answer.sampling.max_new_tokens, ..defaults },
+        form: args.answer.chat.answer_form(files.as_ref(), true),
+        knows: fields(files.as_ref()),
+        defaults: defaults(&args.answer.sampling, &session)?,
+        seed: args.answer.sampling.seed,
+        values: Values::new(&args.answer.sampling),
+        session: &session,
         args,
         conversation: Conversation::new(args.system.clone()),
         interrupt: Interrupt::install()?,
         answers: 0,
         failed: 0,
+        speed: None,
     };
-    let lines = Lines::open()?;
+    let lines = Lines::open(!args.no_history)?;
     let terminal = lines.is_terminal();
     chat.talk(lines)?;
     if args.answer.engine.stats {
@@ -72,11 +75,33 @@ pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
     }
 }
 
+/// The request of these values. Unlike a single continuation, an answer ends by itself.
+fn defaults(sampling: &SamplingArgs, session: &Session) -> Result<Request> {
+    let defaults = options::request_defaults(sampling, session, "")?;
+    let request = Request { max_tokens: sampling.max_new_tokens, ..defaults };
+    request.check_parameters(session.model.info().vocab_size)?;
+    Ok(request)
+}
+
+/// The fields of answers that templates know; to others they go back into the text.
+fn fields(files: Option<&ChatFiles>) -> AnswerForm {
+    let knows = |name: &str| {
+        files.is_some_and(|files| files.templates.values().any(|template| template.contains(name)))
+    };
+    AnswerForm { reasoning: knows("reasoning_content"), calls: knows("tool_calls") }
+}
+
 struct Chat<'a> {
     engine: DpEngine<'a>,
     tokenizer: Tokenizer,
     template: ChatTemplate,
+    /// What is looked for in answers, and which of it the template takes as fields.
+    form: AnswerForm,
+    knows: AnswerForm,
     defaults: Request,
+    seed: u64,
+    values: Values,
+    session: &'a Session,
     args: &'a ChatArgs,
     conversation: Conversation,
     interrupt: Interrupt,
@@ -84,27 +109,8 @@ struct Chat<'a> {
     answers: u64,
     /// Messages that got no answer.
     failed: u64,
-}
-
-/// What a line asks for.
-#[derive(Debug, PartialEq)]
-enum Input<'a> {
-    Say(&'a str),
-    /// A command, and what follows its name.
-    Command(&'a str, &'a str),
-}
-
-impl<'a> Input<'a> {
-    fn parse(text: &'a str) -> Self {
-        match text.trim().strip_prefix('/') {
-            None => Self::Say(text.trim()),
-            Some(text) if text.starts_with('/') => Self::Say(text),
-            Some(command) => {
-                let (name, rest) = command.split_once(char::is_whitespace).unwrap_or((command, ""));
-                Self::Command(name, rest.trim())
-            }
-        }
-    }
+    /// Of the last answer.
+    speed: Option<Speed>,
 }
 
 impl Chat<'_> {
@@ -125,126 +131,115 @@ impl Chat<'_> {
                 Typed::Interrupted | Typed::End => return Ok(()),
             };
             leaving = false;
-            match Input::parse(&message) {
-                Input::Command("quit" | "exit", _) => return Ok(()),
-                Input::Command("help", _) => eprintln!("{HELP}"),
-                Input::Command("reset", _) => self.conversation.reset(),
-                Input::Command("system", text) => {
-                    self.conversation.system = (!text.is_empty()).then(|| text.to_string())
+            let turn = match Input::parse(&message) {
+                Input::Command("quit", _) => return Ok(()),
+                Input::Command("regenerate", _) => self.regenerate()?,
+                Input::Command(name, rest) => {
+                    self.command(name, rest).unwrap_or_else(|e| eprintln!("error: {}", describe(&e)));
+                    Turn::Answered
                 }
-                Input::Command("history", _) => {
-                    for message in self.conversation.messages() {
-                        let text = |key: &str| message[key].as_str().unwrap_or_default().to_string();
-                        eprintln!("{}: {}", text("role"), text("content"));
-                    }
+                Input::Unknown(name) => {
+                    eprintln!("{}", commands::unknown(name));
+                    Turn::Answered
                 }
-                Input::Command(name, _) => eprintln!("there is no /{name}; /help shows the commands"),
-                Input::Say("") => {}
-                Input::Say(text) => {
-                    if !self.turn(text)? {
-                        return Ok(());
-                    }
-                }
+                Input::Say("") => Turn::Answered,
+                Input::Say(text) => self.say(text)?,
+            };
+            if turn == Turn::Closed {
+                return Ok(());
             }
         }
     }
 
-    /// Answers a message; false if nobody reads the answers any more.
-    fn turn(&mut self, text: &str) -> Result<bool> {
+    /// Answers a message.
+    fn say(&mut self, text: &str) -> Result<Turn> {
         self.conversation.ask(text);
-        let id = match self.request().and_then(|request| Ok(self.engine.add(request)?)) {
-            Ok(id) => id,
-            Err(e) => {
-                self.conversation.take_back();
-                self.failed += 1;
-                eprintln!("error: {}", describe(&e));
-                return Ok(true);
-            }
-        };
-        // Ctrl-C before there is an answer does not concern it.
-        self.interrupt.take();
-        let (mut answer, mut open, mut failed) = (String::new(), true, false);
-        while !self.engine.is_idle() {
-            if self.interrupt.take() {
-                self.engine.cancel(id)?;
-            }
-            for output in self.engine.step()? {
-                answer += &output.text;
-                open = open && print(&output.text)?;
-                if let Some(finish) = output.finish {
-                    self.notice(&finish);
-                    failed = matches!(finish, FinishReason::Failed(_));
-                }
-            }
-            if !open {
-                return Ok(false);
-            }
+        let turn = self.respond()?;
+        if turn == Turn::Failed {
+            self.conversation.take_back();
         }
-        match failed {
-            true => {
-                self.conversation.take_back();
-                self.failed += 1;
-            }
-            false => self.conversation.answer(&answer),
-        }
-        print("\n")
+        Ok(turn)
     }
 
-    /// Says why an answer ended, where it did not end by itself.
-    fn notice(&self, finish: &FinishReason) {
-        match finish {
-            FinishReason::Stop(_) => {}
-            FinishReason::Length if self.defaults.max_tokens.is_some() => {
-                eprintln!("\n[cut: --max-new-tokens or the end of the context]");
+    /// Answers what was said last once more.
+    fn regenerate(&mut self) -> Result<Turn> {
+        let old = match self.conversation.is_answered() {
+            None => {
+                eprintln!("nothing is said that could be answered again");
+                return Ok(Turn::Answered);
             }
-            FinishReason::Length => eprintln!("\n[cut: the end of the context]"),
-            FinishReason::Cancelled | FinishReason::TimedOut => eprintln!("\n[stopped]"),
-            FinishReason::Failed(message) => eprintln!("\nerror: {message}"),
+            Some(true) => self.conversation.take_back(),
+            Some(false) => None,
+        };
+        if self.defaults.sampling.temperature == 0.0 && old.is_some() {
+            eprintln!("[temperature is 0, so the answer is the same; /set temperature 0.7 gives others]");
         }
+        let turn = self.respond()?;
+        if let (Turn::Failed, Some(old)) = (turn, old) {
+            self.conversation.answer(old);
+        }
+        Ok(turn)
     }
 
-    /// The request of the conversation, made to fit.
-    fn request(&mut self) -> Result<Request> {
-        let max_model_len = self.engine.max_model_len();
-        // Enough for an answer that is worth reading.
-        let room = (max_model_len / 4).max(1);
-        let room = self.defaults.max_tokens.map_or(room, |max| max.min(room));
-        let (template, tokenizer, args) = (&self.template, &self.tokenizer, &self.args.answer.chat);
-        let encode = |messages: Vec<Value>| {
-            let text = template.render(&ChatRequest {
-                messages,
-                add_generation_prompt: true,
-                chat_template_kwargs: args.chat_template_kwargs.clone().unwrap_or_default(),
-                ..ChatRequest::default()
-            })?;
-            tokenizer.encode_rendered(&text)
-        };
-        let (prompt, dropped) = self.conversation.fit(max_model_len, room, encode)?;
-        if dropped > 0 {
-            eprintln!(
-                "[the context of {max_model_len} tokens is full: the oldest {dropped} turns are forgotten]"
-            );
+    /// What the other commands do.
+    fn command(&mut self, name: &str, rest: &str) -> Result<()> {
+        match name {
+            "clear" => self.conversation.clear(),
+            "system" => self.conversation.system = (!rest.is_empty()).then(|| rest.to_string()),
+            "history" => self.conversation.messages().iter().for_each(show),
+            "save" | "save!" => {
+                let messages = self.conversation.messages();
+                files::save(rest, &messages, name == "save!")?;
+                eprintln!("[{} messages are in {rest}]", messages.len());
+            }
+            "load" => self.load(rest)?,
+            "set" => self.set(rest)?,
+            "stats" => eprintln!("{}", self.stats()?),
+            _ => eprintln!("{}", commands::help()),
         }
-        let left = max_model_len - prompt.len();
-        let max_tokens = self.defaults.max_tokens.map(|max| max.min(left));
-        let mut request = Request { prompt, max_tokens, ..self.defaults.clone() };
-        request.sampling.seed = request_seed(self.args.answer.sampling.seed, &self.answers.to_string());
-        self.answers += 1;
-        Ok(request)
+        Ok(())
+    }
+
+    fn load(&mut self, path: &str) -> Result<()> {
+        let messages = files::load(path)?;
+        self.render(&messages, true).with_context(|| format!("the chat template refuses {path}"))?;
+        self.conversation = Conversation::of_messages(messages);
+        let open = match self.conversation.is_answered() {
+            Some(false) => "; the last one has no answer yet, /regenerate gives it one",
+            _ => "",
+        };
+        eprintln!("[{} messages{open}]", self.conversation.messages().len());
+        Ok(())
+    }
+
+    fn set(&mut self, text: &str) -> Result<()> {
+        if text.is_empty() {
+            eprint!("{}", set::list(&self.values.args()?, &self.defaults));
+            return Ok(());
+        }
+        let values = self.values.with(text)?;
+        let args = values.args()?;
+        self.defaults = defaults(&args, self.session)?;
+        (self.values, self.seed) = (values, args.seed);
+        Ok(())
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn commands_and_messages_are_told_apart() {
-        assert_eq!(Input::parse(" hello "), Input::Say("hello"));
-        assert_eq!(Input::parse("/system be  kind\n"), Input::Command("system", "be  kind"));
-        assert_eq!(Input::parse("/system"), Input::Command("system", ""));
-        assert_eq!(Input::parse("//etc/passwd"), Input::Say("/etc/passwd"));
-        assert_eq!(Input::parse("/resett"), Input::Command("resett", ""));
-        assert_eq!([Input::parse(" \n"), Input::parse("/")], [Input::Say(""), Input::Command("", "")]);
+/// A message of `/history`.
+fn show(message: &Value) {
+    let text = |key: &str| message[key].as_str().unwrap_or_default().to_string();
+    let names = ["reasoning", "reasoning_content"];
+    if let Some(name) = names.into_iter().find(|name| message[*name].is_string()) {
+        eprintln!("{} (reasoning): {}", text("role"), text(name));
+    }
+    eprintln!("{}: {}", text("role"), text("content"));
+    for call in message["tool_calls"].as_array().into_iter().flatten() {
+        let function = &call["function"];
+        let name = function["name"].as_str().unwrap_or_default();
+        eprintln!(
+            "{} [tool call]: {name} {}",
+            text("role"),
+            function["arguments"].as_str().unwrap_or_default()
+        );
     }
 }

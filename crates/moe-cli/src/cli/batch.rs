@@ -1,10 +1,21 @@
 //! The flags of `batch`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use super::AnswerArgs;
+
+/// What a line of the input is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum InputFormat {
+    /// A request as a JSON object.
+    #[default]
+    Jsonl,
+    /// A prompt.
+    Text,
+}
 
 /// Flags of `batch`. What the body of a request says wins over these, these win over
 /// generation_config.json, and that over vLLM's defaults.
@@ -13,6 +24,12 @@ pub struct BatchArgs {
     /// Requests, one JSON object per line: custom_id, method, url, body; - reads stdin.
     #[arg(long, value_name = "FILE")]
     pub input: PathBuf,
+    /// jsonl: each line is a request. text: each line that is not empty is a prompt, and its custom_id is line-N.
+    #[arg(long, value_name = "FORMAT", default_value = "jsonl")]
+    pub input_format: InputFormat,
+    /// Lines of text are questions to an instruct model: they go through its chat template.
+    #[arg(long, help_heading = "Chat")]
+    pub chat: bool,
     /// Answers are appended here as they finish, and lines that it answers already are skipped;
     /// - writes to stdout.
     #[arg(long, value_name = "FILE")]
@@ -29,6 +46,13 @@ pub struct BatchArgs {
     /// Answer requests whose body names another model too; otherwise each is an error (404).
     #[arg(long)]
     pub any_model: bool,
+    /// Run without a tokenizer: requests whose prompt is token ids are answered with token ids.
+    #[arg(long, visible_alias = "skip-tokenizer", conflicts_with = "chat", help_heading = "Engine")]
+    pub skip_tokenizer_init: bool,
+    /// Seconds between two lines about the progress, where stderr is no terminal.
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = crate::options::parse_seconds,
+        help_heading = "Engine")]
+    pub progress_interval: Duration,
     /// Who answers, and how.
     #[command(flatten)]
     pub answer: AnswerArgs,

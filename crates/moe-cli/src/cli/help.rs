@@ -1,8 +1,5 @@
 //! What `-h` and `--help` show: `-h` the flags that most people need and examples, `--help` every flag by group.
 
-use std::ffi::OsString;
-use std::path::Path;
-
 use clap::Command;
 
 use super::version;
@@ -44,25 +41,23 @@ const EXAMPLES: [(&str, &[&str]); 4] = [
     ("bench", &["{} bench --config config.json --dummy-weights --batches 1,8,64 --device cuda"]),
 ];
 
-/// clap's definition of the program under the name that it was started by, with examples and two lengths of help.
-pub fn definition(command: Command, program: Option<&OsString>) -> Command {
-    let name = program.and_then(|path| Path::new(path).file_stem()).map(|name| name.to_string_lossy());
-    let name = name.map_or_else(|| "moe".to_string(), |name| name.into_owned());
+/// clap's definition of the program under a name, with examples and two lengths of help.
+pub fn definition(command: Command, name: &str) -> Command {
     let all: Vec<&str> = EXAMPLES.iter().flat_map(|(_, lines)| lines.iter().copied()).collect();
     let about = format!(
         "{}\n\n`{name} generate -h` shows the flags that most people need, \
         `{name} COMMAND --help` all of a command.",
-        examples(&name, &all)
+        examples(name, &all)
     );
     command
         .override_usage(format!("{name} [COMMAND] [OPTIONS]"))
-        .name(name.clone())
+        .name(name.to_string())
         .version(version::short())
         .long_version(version::long())
         .after_help(about)
         .mut_subcommands(|command| {
             let own = EXAMPLES.iter().find(|(of, _)| *of == command.get_name());
-            let text = own.map(|(_, lines)| examples(&name, lines)).unwrap_or_default();
+            let text = own.map(|(_, lines)| examples(name, lines)).unwrap_or_default();
             command.after_help(text).mut_args(|arg| {
                 let common = COMMON.contains(&arg.get_id().as_str());
                 arg.hide_short_help(!common)

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use model_runtime::Exec;
-use moe_engine::chat::ChatRequest;
+use moe_engine::chat::{AnswerForm, ChatRequest, opens_reasoning};
 use moe_engine::engine::{EngineConfig, Request};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Session, usage};
@@ -26,16 +26,18 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     let prompts = prompts::<F>(args)?;
     let (model, asks) = (Model::Checkpoint(args.model.as_deref()), Asks::of_generate(args));
     let mut session = session::open::<F>(model, &args.run, args.check_weights, &asks)?;
-    let tokenizer = session.tokenizer()?;
-    let requests = requests(args, &prompts, &session, &tokenizer)?;
+    let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
+    let (requests, opened) = requests(args, &prompts, &session, tokenizer.as_ref())?;
     let context = session.model.info().max_context_len;
     let config = engine_config(args, &requests, context, &session.ex);
-    let mut engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
+    let mut engine = session.engine(tokenizer.clone(), &config).map_err(|e| usage(format!("{e:#}")))?;
     warn_of_the_context(args, &requests, engine.max_model_len());
-    let lengths: Vec<_> = requests.iter().map(|request| request.prompt.len()).collect();
+    let lengths =
+        requests.iter().map(|request| request.prompt.len()).collect::<Vec<_>>().into_iter().zip(opened);
     let start = Instant::now();
     let ids = requests.into_iter().map(|request| Ok(engine.add(request)?)).collect::<Result<Vec<_>>>()?;
-    let mut texts = Texts::new(args, &tokenizer, start, ids.iter().copied().zip(lengths));
+    let asked = ids.into_iter().zip(lengths).map(|(id, (tokens, opened))| (id, tokens, opened));
+    let mut texts = Texts::new(args, tokenizer.as_ref(), answer_form(args, &session)?, start, asked);
     while !engine.is_idle() && !texts.closed() {
         for output in engine.step()? {
             texts.add(output)?;
@@ -75,36 +77,57 @@ fn prompts<F: ModelFamily>(args: &GenerateArgs) -> Result<Vec<String>> {
     }
 }
 
-/// A request for each prompt, with a seed of its own.
+/// What is looked for in the answers to questions; in continuations nothing is.
+fn answer_form(args: &GenerateArgs, session: &Session) -> Result<AnswerForm> {
+    match args.chat {
+        true => Ok(args.template.answer_form(options::chat_files(&args.template, session)?.as_ref(), true)),
+        false => Ok(AnswerForm::default()),
+    }
+}
+
+/// A request for each prompt, with a seed of its own, and whether the prompt begins the reasoning.
 fn requests(
     args: &GenerateArgs,
     prompts: &[String],
     session: &Session,
-    tokenizer: &Tokenizer,
-) -> Result<Vec<Request>> {
+    tokenizer: Option<&Tokenizer>,
+) -> Result<(Vec<Request>, Vec<bool>)> {
     let replay = args.replay_routed_experts.as_deref().map(routing::read).transpose()?.map(Arc::new);
     let encode = encoder(args, session, tokenizer)?;
     let request = |(i, prompt): (usize, &String)| {
+        let (prompt, opened) = encode(prompt)?;
         let mut request = Request {
-            prompt: encode(prompt)?,
+            prompt,
             n: args.n,
             capture_routing: args.routed_experts_out.is_some(),
             replay_routing: replay.clone(),
             ..options::request_defaults(&args.sampling, session, &i.to_string())?
         };
         request.sampling.logprobs = args.logprobs;
-        Ok(request)
+        Ok((request, opened))
     };
-    prompts.iter().enumerate().map(request).collect()
+    let both = prompts.iter().enumerate().map(request).collect::<Result<Vec<_>>>()?;
+    Ok(both.into_iter().unzip())
 }
 
-/// Makes token ids of a prompt.
-type Encode<'a> = Box<dyn Fn(&str) -> Result<Vec<u32>> + 'a>;
+/// Makes token ids of a prompt, and says whether it begins the reasoning.
+type Encode<'a> = Box<dyn Fn(&str) -> Result<(Vec<u32>, bool)> + 'a>;
 
 /// What makes token ids of a prompt: the tokenizer, with `--chat` behind the chat template.
-fn encoder<'a>(args: &'a GenerateArgs, session: &Session, tokenizer: &'a Tokenizer) -> Result<Encode<'a>> {
+fn encoder<'a>(
+    args: &'a GenerateArgs,
+    session: &Session,
+    tokenizer: Option<&'a Tokenizer>,
+) -> Result<Encode<'a>> {
+    let Some(tokenizer) = tokenizer else {
+        return Ok(Box::new(|prompt| Ok((prompt::token_ids(prompt)?, false))));
+    };
+    let longest = args.engine.max_model_len.unwrap_or(usize::MAX).min(session.model.info().max_context_len);
     if !args.chat {
-        return Ok(Box::new(|prompt| tokenizer.encode(prompt)));
+        return Ok(Box::new(move |prompt| {
+            tokenizer.check_length(prompt, longest)?;
+            Ok((tokenizer.encode(prompt)?, false))
+        }));
     }
     let template = options::chat_template(&args.template, session)?.context(
         "the model has no chat template: supply one with --chat-template FILE, or leave --chat out",
@@ -117,7 +140,8 @@ fn encoder<'a>(args: &'a GenerateArgs, session: &Session, tokenizer: &'a Tokeniz
             chat_template_kwargs: args.template.chat_template_kwargs.clone().unwrap_or_default(),
             ..ChatRequest::default()
         })?;
-        tokenizer.encode_rendered(&text)
+        tokenizer.check_length(&text, longest)?;
+        Ok((tokenizer.encode_rendered(&text)?, opens_reasoning(&text)))
     }))
 }
 

@@ -5,18 +5,23 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use model_runtime::sampling::{TokenLogprob, TokenLogprobs};
+use moe_engine::chat::{Answer, AnswerForm};
 use moe_engine::engine::{FinishReason, Output, RequestId};
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 use crate::cli::GenerateArgs;
 use crate::output::{finish_reason, print};
-use crate::routing;
+use crate::show::{Look, Shown};
+use crate::{messages, routing};
 
 /// All texts of the command.
 pub struct Texts<'a> {
     args: &'a GenerateArgs,
-    tokenizer: &'a Tokenizer,
+    tokenizer: Option<&'a Tokenizer>,
+    form: AnswerForm,
+    /// How a single text is shown while it comes.
+    shown: Shown,
     prompts: Vec<Prompt>,
     start: Instant,
     first_token: Option<Duration>,
@@ -27,6 +32,8 @@ pub struct Texts<'a> {
 struct Prompt {
     request: RequestId,
     tokens: usize,
+    /// It ends where the reasoning begins.
+    opened: bool,
     texts: Vec<Text>,
 }
 
@@ -39,17 +46,21 @@ struct Text {
 }
 
 impl<'a> Texts<'a> {
-    /// No text yet, of requests with prompts of so many tokens that the engine got at `start`.
+    /// No text yet, of requests that the engine got at `start`: with prompts of so many tokens, which may begin the
+    /// reasoning.
     pub fn new(
         args: &'a GenerateArgs,
-        tokenizer: &'a Tokenizer,
+        tokenizer: Option<&'a Tokenizer>,
+        form: AnswerForm,
         start: Instant,
-        requests: impl Iterator<Item = (RequestId, usize)>,
+        requests: impl Iterator<Item = (RequestId, usize, bool)>,
     ) -> Self {
         let texts = vec![Text::default(); args.n.max(1)];
-        let prompt = |(request, tokens)| Prompt { request, tokens, texts: texts.clone() };
-        let prompts = requests.map(prompt).collect();
-        Self { args, tokenizer, prompts, start, first_token: None, closed: false }
+        let prompt = |(request, tokens, opened)| Prompt { request, tokens, opened, texts: texts.clone() };
+        let prompts: Vec<_> = requests.map(prompt).collect();
+        let opened = prompts.first().is_some_and(|prompt| prompt.opened);
+        let shown = Shown::new(form, opened, Look::of_stdout());
+        Self { args, tokenizer, form, shown, prompts, start, first_token: None, closed: false }
     }
 
     /// Whether nobody reads any more.
@@ -72,7 +83,12 @@ impl<'a> Texts<'a> {
             eprintln!("{line}");
         }
         if self.streams() {
-            self.print(&output.text)?;
+            let text = match (self.tokenizer, output.token_id) {
+                (None, Some(id)) => format!("{id} "),
+                _ => self.shown.push(&output.text),
+            };
+            let rest = output.finish.as_ref().map(|_| self.shown.finish()).unwrap_or_default();
+            self.print(&(text + &rest))?;
         }
         let prompt = self.prompts.iter_mut().find(|prompt| prompt.request == output.request);
         if let Some(text) = prompt.and_then(|prompt| prompt.texts.get_mut(output.choice)) {
@@ -91,7 +107,7 @@ impl<'a> Texts<'a> {
     pub fn finish(&mut self, prompts: &[String]) -> Result<()> {
         if self.args.json {
             for (prompt, text) in self.prompts.iter().zip(prompts) {
-                self.closed |= !print(&format!("{}\n", prompt.json(text, self.args.logprobs.is_some())))?;
+                self.closed |= !print(&format!("{}\n", self.json(prompt, text)))?;
             }
         } else if !self.streams() {
             for text in self.titled() {
@@ -120,7 +136,11 @@ impl<'a> Texts<'a> {
         };
         let of_prompt = |(p, prompt): (usize, &Prompt)| {
             let texts = prompt.texts.iter().enumerate();
-            texts.map(|(t, text)| format!("=== {}\n{}\n", title(p, t), text.text)).collect::<Vec<_>>()
+            let text = |text: &Text| match self.tokenizer {
+                Some(_) => text.text.clone(),
+                None => text.token_ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
+            };
+            texts.map(|(t, of)| format!("=== {}\n{}\n", title(p, t), text(of))).collect::<Vec<_>>()
         };
         self.prompts.iter().enumerate().flat_map(of_prompt).collect()
     }
@@ -150,7 +170,7 @@ impl<'a> Texts<'a> {
 
     fn logprobs(&self, choice: usize, logprobs: &TokenLogprobs) -> Result<Value> {
         let one = |t: &TokenLogprob| -> Result<_> {
-            let text = self.tokenizer.decode_with(&[t.token_id], false)?;
+            let text = self.tokenizer.map(|all| all.decode_with(&[t.token_id], false)).transpose()?;
             Ok(json!({"token_id": t.token_id, "token": text, "logprob": t.logprob, "rank": t.rank}))
         };
         let mut line = one(&logprobs.chosen)?;
@@ -158,30 +178,36 @@ impl<'a> Texts<'a> {
         line["top_logprobs"] = logprobs.top.iter().map(one).collect::<Result<_>>()?;
         Ok(line)
     }
-}
 
-impl Prompt {
-    /// The prompt's texts in the words of OpenAI's completions.
-    fn json(&self, prompt: &str, logprobs: bool) -> Value {
+    /// A prompt's texts in the words of OpenAI's completions; answers to questions also as messages of a chat.
+    fn json(&self, prompt: &Prompt, text: &str) -> Value {
+        let message = |index: usize, text: &str| {
+            let answer = Answer::of(text, self.form, prompt.opened);
+            messages::of_answer("assistant", &answer, self.form, |i| format!("call_{index}_{i}"))
+        };
         let choice = |(index, text): (usize, &Text)| {
             let (finish_reason, stop_reason) = finish_reason(text.finish.as_ref());
-            json!({
+            let mut choice = json!({
                 "index": index,
                 "text": text.text,
                 "token_ids": text.token_ids,
-                "logprobs": logprobs.then_some(&text.logprobs),
+                "logprobs": self.args.logprobs.map(|_| &text.logprobs),
                 "finish_reason": finish_reason,
                 "stop_reason": stop_reason,
-            })
+            });
+            if self.args.chat {
+                choice["message"] = message(index, &text.text);
+            }
+            choice
         };
-        let new: usize = self.texts.iter().map(|text| text.token_ids.len()).sum();
+        let new: usize = prompt.texts.iter().map(|text| text.token_ids.len()).sum();
         json!({
-            "prompt": prompt,
-            "choices": self.texts.iter().enumerate().map(choice).collect::<Vec<_>>(),
+            "prompt": text,
+            "choices": prompt.texts.iter().enumerate().map(choice).collect::<Vec<_>>(),
             "usage": {
-                "prompt_tokens": self.tokens,
+                "prompt_tokens": prompt.tokens,
                 "completion_tokens": new,
-                "total_tokens": self.tokens + new,
+                "total_tokens": prompt.tokens + new,
             },
         })
     }

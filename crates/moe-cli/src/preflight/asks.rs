@@ -26,6 +26,8 @@ struct Text<'a> {
     template: Option<&'a TemplateArgs>,
     /// Whether the command is nothing without a chat template.
     needs_template: bool,
+    /// Whether it needs a tokenizer.
+    tokenizes: bool,
 }
 
 impl<'a> Asks<'a> {
@@ -43,34 +45,40 @@ impl<'a> Asks<'a> {
     pub fn of_generate(args: &'a GenerateArgs) -> Self {
         let (sampling, engine) = (&args.sampling, &args.engine);
         let template = args.chat.then_some(&args.template);
+        let tokenizes = !args.skip_tokenizer_init;
+        let needs_template = args.chat;
         let text =
-            Text { sampling, engine, n: args.n, is_limited: true, template, needs_template: args.chat };
+            Text { sampling, engine, n: args.n, is_limited: true, template, needs_template, tokenizes };
         Self { text: Some(text) }
     }
 
     /// What `chat` asks.
     pub fn of_chat(args: &'a ChatArgs) -> Self {
-        Self::of_answer(&args.answer, true)
+        Self::of_answer(&args.answer, true, true)
     }
 
     /// What `batch` asks: some requests need no chat template.
     pub fn of_batch(args: &'a BatchArgs) -> Self {
-        Self::of_answer(&args.answer, false)
+        Self::of_answer(&args.answer, args.chat, !args.skip_tokenizer_init)
     }
 
-    fn of_answer(args: &'a AnswerArgs, needs_template: bool) -> Self {
+    fn of_answer(args: &'a AnswerArgs, needs_template: bool, tokenizes: bool) -> Self {
         let (sampling, engine, template) = (&args.sampling, &args.engine, Some(&args.chat));
-        Self { text: Some(Text { sampling, engine, n: 1, is_limited: false, template, needs_template }) }
+        let (n, is_limited) = (1, false);
+        Self { text: Some(Text { sampling, engine, n, is_limited, template, needs_template, tokenizes }) }
     }
 
-    /// Whether it is text, for which there must be a tokenizer.
-    pub(super) fn has_text(&self) -> bool {
-        self.text.is_some()
+    /// Whether there must be a tokenizer.
+    pub(super) fn tokenizes(&self) -> bool {
+        self.text.as_ref().is_some_and(|text| text.tokenizes)
     }
 
     /// Checks the flags alone.
     pub(super) fn check_flags(&self) -> Result<()> {
-        let Some(Text { sampling, .. }) = &self.text else { return Ok(()) };
+        let Some(Text { sampling, tokenizes, .. }) = &self.text else { return Ok(()) };
+        if !tokenizes && !sampling.stop.is_empty() {
+            return Err(usage("--stop looks for text, and with --skip-tokenizer-init there is none"));
+        }
         if sampling.max_new_tokens == Some(0) {
             return Err(usage("--max-new-tokens 0: expected at least 1"));
         }

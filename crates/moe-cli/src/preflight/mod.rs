@@ -29,7 +29,7 @@ pub use files::config;
 pub struct Checked {
     /// Where the weights come from.
     pub source: Source,
-    /// The checkpoint's tokenizer, if text is asked for.
+    /// The checkpoint's tokenizer, if one is needed.
     pub tokenizer: Option<Tokenizer>,
 }
 
@@ -57,7 +57,7 @@ pub fn check<F: ModelFamily>(model: Model, args: &RunArgs, asks: &Asks) -> Resul
             let files = Files::read(located.dir())?;
             files.check::<F>(args, asks)?;
             asks.check_template(Some(located.dir()), Some(name))?;
-            let tokenizer = asks.has_text().then(|| Tokenizer::from_dir(located.dir())).transpose()?;
+            let tokenizer = asks.tokenizes().then(|| Tokenizer::from_dir(located.dir())).transpose()?;
             Ok(Checked { source: Source::Checkpoint(located), tokenizer })
         }
         Model::Checkpoint(None) => {

@@ -4,8 +4,9 @@
 //! A template is Jinja2 under Python; minijinja runs it here. `engine` sets minijinja up as
 //! transformers sets up Jinja2, `python` and `json` are what is Python in templates,
 //! `checkpoint` finds the templates and special tokens, `worker` renders in a process that a bad
-//! template may take down. docs/chat.md lists what still differs.
+//! template may take down; `answer` takes apart what the model says. docs/chat.md lists what still differs.
 
+mod answer;
 mod checkpoint;
 mod continuation;
 mod engine;
@@ -19,6 +20,7 @@ mod worker;
 
 use serde_json::{Map, Value};
 
+pub use answer::{Answer, AnswerForm, Part, Splitter, ToolCall, opens_reasoning};
 pub use checkpoint::ChatFiles;
 pub use error::ChatError;
 pub use template::ChatTemplate;

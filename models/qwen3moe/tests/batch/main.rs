@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
 mod faults;
+mod forms;
 mod help;
 mod reruns;
 
@@ -141,7 +142,7 @@ fn bad_lines_are_answered_once_and_the_run_goes_on() {
         (b"{}".to_vec(), 400, "custom_id"),
         (good("first").into(), 400, "earlier line"),
         (
-            completion("long", json!({"prompt": "word ".repeat(2000)})).to_string().into(),
+            completion("long", json!({"prompt": "word ".repeat(1000)})).to_string().into(),
             400,
             "longer than the context",
         ),
@@ -255,6 +256,7 @@ fn stdin_and_stdout_work() {
     let folder = Folder::new(&[]);
     let mut run = folder
         .command("-", "-")
+        .args(["--progress-interval", "0.1"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -268,7 +270,7 @@ fn stdin_and_stdout_work() {
     let mut out = std::io::BufReader::new(run.stdout.take().unwrap());
     std::io::BufRead::read_line(&mut out, &mut first).unwrap();
     assert_eq!(serde_json::from_str::<Value>(&first).unwrap()["custom_id"], "a");
-    // A log hears of a run that goes on, every 10 seconds.
+    // A log hears of a run that goes on.
     let mut log = std::io::BufReader::new(run.stderr.take().unwrap()).lines().map_while(Result::ok);
     assert!(log.any(|line| line.contains("1 / 1 requests read so far")), "it ended without a word");
     stdin.write_all(line("b").as_bytes()).unwrap();

@@ -92,6 +92,40 @@ fn other_settings_do_not_pass_for_a_continuation() {
     succeeds(&folder.run(&["--temperature", "0.9"]), &["2 done before", "there is no", "out.jsonl.run.json"]);
 }
 
+/// Records belong to their lines, wherever those have gone.
+#[test]
+fn errors_whose_lines_have_left_the_input_stay() {
+    let folder = short_and_long();
+    succeeds(&folder.run(&SMALL), &["1 with errors"]);
+    let before = folder.records();
+    folder.write(&[completion("new", json!({"prompt": "x", "temperature": "hot"}))]);
+    let small = [&SMALL[..], &["--retry-errors", "--fail-on-error"]].concat();
+    let output = folder.run(&small);
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    says(&output, &["1 with errors", "1 with errors of earlier runs"]);
+    assert_eq!(folder.records()[..2], before);
+    assert_eq!((status(&folder, "long"), status(&folder, "new")), (json!(400), json!(400)));
+    let line = completion("new", json!({"prompt": "x", "max_tokens": 1, "temperature": 0}));
+    folder.write(&[line]);
+    succeeds(&folder.run(&["--retry-errors"]), &["1 requests", "1 with errors of earlier runs"]);
+    assert_eq!((status(&folder, "long"), status(&folder, "new")), (json!(400), json!(200)));
+    assert_eq!(folder.records().len(), 3);
+}
+
+#[test]
+fn the_dtype_and_a_context_that_cuts_are_settings() {
+    let folder = short_and_long();
+    let f32 = ["--dtype", "f32"];
+    succeeds(&folder.run(&f32), &[]);
+    let refused = folder.run(&["--dtype", "bf16"]);
+    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+    says(&refused, &["dtype was \"f32\" and is \"bf16\""]);
+    succeeds(&folder.run(&[&f32[..], &["--max-model-len", "256"]].concat()), &["2 done before"]);
+    let cuts = folder.run(&[&f32[..], &SMALL[..]].concat());
+    assert_eq!(cuts.status.code(), Some(2), "{}", stderr(&cuts));
+    says(&cuts, &["max_model_len was 512 and is 32"]);
+}
+
 #[test]
 fn a_line_that_changed_is_not_answered() {
     let folder = short_and_long();

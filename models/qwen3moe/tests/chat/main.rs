@@ -1,6 +1,9 @@
 //! `chat` through pipes: answers on stdout, everything else on stderr.
 #![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
 
+mod answers;
+mod commands;
+
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -73,7 +76,7 @@ fn commands_are_not_messages() {
 fn a_full_context_drops_the_oldest_turns() {
     let long = "word ".repeat(40);
     let flags = [&SHORT[..], &["--max-model-len", "256"]].concat();
-    let (output, stderr) = talk(&flags, &format!("{long}\n{long}\n{long}\n{}\n", "word ".repeat(2000)));
+    let (output, stderr) = talk(&flags, &format!("{long}\n{long}\n{long}\n{}\n", "word ".repeat(600)));
     assert_eq!(output.status.code(), Some(1), "a message without an answer: {stderr}");
     assert!(stderr.contains("1 messages have no answer"), "{stderr}");
     assert!(stderr.contains("the context of 256 tokens is full"), "{stderr}");

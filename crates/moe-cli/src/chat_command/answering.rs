@@ -1,0 +1,187 @@
+//! A turn of the conversation: the request, the answer as it comes, and how it went.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use model_runtime::sampling::request_seed;
+use moe_engine::chat::{AnswerForm, ChatRequest, opens_reasoning};
+use moe_engine::engine::{FinishReason, Request, RequestId};
+use serde_json::Value;
+
+use super::Chat;
+use super::conversation::Encoded;
+use crate::error::describe;
+use crate::messages;
+use crate::output::print;
+use crate::show::{Look, Shown};
+
+/// How a turn went.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Turn {
+    /// There is an answer, perhaps not all of it.
+    Answered,
+    /// There is none; why has been said.
+    Failed,
+    /// Nobody reads the answers any more.
+    Closed,
+}
+
+/// The speed of an answer.
+#[derive(Clone, Copy, Default)]
+pub struct Speed {
+    /// New tokens.
+    pub tokens: usize,
+    /// The time to the first of them.
+    pub first: Duration,
+    /// The time of the others.
+    pub rest: Duration,
+}
+
+impl Chat<'_> {
+    /// Answers the last message.
+    pub fn respond(&mut self) -> Result<Turn> {
+        let added = self.request().and_then(|(request, opened)| Ok((self.engine.add(request)?, opened)));
+        match added {
+            Ok((id, opened)) => self.read_answer(id, opened),
+            Err(e) => {
+                self.failed += 1;
+                eprintln!("error: {}", describe(&e));
+                Ok(Turn::Failed)
+            }
+        }
+    }
+
+    /// Shows an answer while it comes, and keeps it.
+    fn read_answer(&mut self, id: RequestId, opened: bool) -> Result<Turn> {
+        // Ctrl-C before there is an answer does not concern it.
+        self.interrupt.take();
+        let mut shown = Shown::new(self.form, opened, Look::of_stdout());
+        let (start, mut speed) = (Instant::now(), Speed::default());
+        let (mut open, mut failed) = (true, false);
+        while !self.engine.is_idle() {
+            if self.interrupt.take() {
+                self.engine.cancel(id)?;
+            }
+            for output in self.engine.step()? {
+                if output.token_id.is_some() {
+                    speed.tokens += 1;
+                    match speed.tokens {
+                        1 => speed.first = start.elapsed(),
+                        _ => speed.rest = start.elapsed() - speed.first,
+                    }
+                }
+                open = open && print(&shown.push(&output.text))?;
+                if let Some(finish) = output.finish {
+                    open = open && print(&shown.finish())?;
+                    self.notice(&finish);
+                    failed = matches!(finish, FinishReason::Failed(_));
+                }
+            }
+            if !open {
+                return Ok(Turn::Closed);
+            }
+        }
+        let answer = shown.into_answer();
+        if failed {
+            self.failed += 1;
+        } else {
+            let name = |i: usize| format!("call_{}_{i}", self.answers);
+            self.conversation.answer(messages::of_answer("assistant", &answer, self.form, name));
+            self.speed = Some(speed);
+        }
+        match print("\n")? {
+            false => Ok(Turn::Closed),
+            true => Ok(if failed { Turn::Failed } else { Turn::Answered }),
+        }
+    }
+
+    /// Says why an answer ended, where it did not end by itself.
+    fn notice(&self, finish: &FinishReason) {
+        match finish {
+            FinishReason::Stop(_) => {}
+            FinishReason::Length if self.defaults.max_tokens.is_some() => {
+                eprintln!("\n[cut: --max-new-tokens or the end of the context]");
+            }
+            FinishReason::Length => eprintln!("\n[cut: the end of the context]"),
+            FinishReason::Cancelled | FinishReason::TimedOut => eprintln!("\n[stopped]"),
+            FinishReason::Failed(message) => eprintln!("\nerror: {message}"),
+        }
+    }
+
+    /// The request of the conversation, made to fit, and whether its prompt begins the reasoning.
+    fn request(&mut self) -> Result<(Request, bool)> {
+        let max_model_len = self.engine.max_model_len();
+        // Enough for an answer that is worth reading.
+        let room = (max_model_len / 4).max(1);
+        let room = self.defaults.max_tokens.map_or(room, |max| max.min(room));
+        let mut conversation = self.conversation.clone();
+        let opened = std::cell::Cell::new(false);
+        let encode = |messages: Vec<Value>| {
+            let text = self.render(&messages, true)?;
+            opened.set(opens_reasoning(&text));
+            self.encode(&text)
+        };
+        let (prompt, dropped) = conversation.fit(max_model_len, room, encode)?;
+        self.conversation = conversation;
+        if dropped > 0 {
+            eprintln!(
+                "[the context of {max_model_len} tokens is full: the oldest {dropped} turns are forgotten]"
+            );
+        }
+        let left = max_model_len - prompt.len();
+        let max_tokens = self.defaults.max_tokens.map(|max| max.min(left));
+        let mut request = Request { prompt, max_tokens, ..self.defaults.clone() };
+        request.sampling.seed = request_seed(self.seed, &self.answers.to_string());
+        self.answers += 1;
+        Ok((request, opened.get()))
+    }
+
+    /// The text of messages by the template.
+    pub fn render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<String> {
+        let plain = |message: &Value| plain(message, self.knows);
+        let args = &self.args.answer.chat;
+        Ok(self.template.render(&ChatRequest {
+            messages: messages.iter().map(plain).collect::<Result<_>>()?,
+            add_generation_prompt,
+            chat_template_kwargs: args.chat_template_kwargs.clone().unwrap_or_default(),
+            ..ChatRequest::default()
+        })?)
+    }
+
+    /// The tokens of a rendered text, unless they are certainly too many.
+    fn encode(&self, text: &str) -> Result<Encoded> {
+        match self.tokenizer.check_length(text, self.engine.max_model_len()) {
+            Ok(()) => self.tokenizer.encode_rendered(text).map(Ok),
+            Err(too_long) => Ok(Err(too_long)),
+        }
+    }
+
+    /// Tokens of the conversation, the context, and the speed of the last answer.
+    pub fn stats(&self) -> Result<String> {
+        let (messages, context) = (self.conversation.messages(), self.engine.max_model_len());
+        let tokens = match messages.is_empty() {
+            true => 0,
+            false => match self.encode(&self.render(&messages, false)?)? {
+                Ok(tokens) => tokens.len(),
+                Err(too_long) => return Ok(too_long.to_string()),
+            },
+        };
+        let left = context.saturating_sub(tokens);
+        let last = self.speed.map_or_else(String::new, |speed| {
+            let rate = speed.tokens.saturating_sub(1) as f64 / speed.rest.as_secs_f64().max(1e-9);
+            let first = speed.first.as_secs_f64();
+            let tokens = speed.tokens;
+            format!("; last answer: {tokens} tokens, {rate:.1} tok/s, the first after {first:.3} s")
+        });
+        let count = messages.len();
+        Ok(format!("[{count} messages, {tokens} tokens; {left} of the context of {context} are left{last}]"))
+    }
+}
+
+/// A message as the template takes it.
+fn plain(message: &Value, knows: AnswerForm) -> Result<Value> {
+    let mut message = message.as_object().cloned().unwrap_or_default();
+    messages::for_template(&mut message).map_err(anyhow::Error::msg)?;
+    messages::write_back(&mut message, knows);
+    Ok(Value::Object(message))
+}

@@ -1,0 +1,102 @@
+//! What a line of the user asks for: a message, or one of the commands.
+
+/// The commands: name, what follows it, and what it does.
+const COMMANDS: [(&str, &str, &str); 10] = [
+    ("regenerate", "", "another answer to what was said last"),
+    ("clear", "", "forget the conversation (also /reset)"),
+    ("system", "TEXT", "tell the model something beforehand; without TEXT: nothing"),
+    ("history", "", "show the conversation"),
+    ("save", "FILE", "write the conversation as OpenAI's JSON messages; /save! FILE replaces a file"),
+    ("load", "FILE", "go on with a conversation of such a file"),
+    (
+        "set",
+        "NAME VALUE",
+        "a sampling value, such as temperature 0.7; default takes it back, /set alone lists all",
+    ),
+    ("stats", "", "tokens of the conversation, and the speed of the last answer"),
+    ("help", "", "this list"),
+    ("quit", "", "leave, as Ctrl-D does"),
+];
+
+/// Names that are understood and not listed.
+const ALIASES: [(&str, &str); 3] = [("reset", "clear"), ("exit", "quit"), ("save!", "save!")];
+
+/// What a line asks for.
+#[derive(Debug, PartialEq)]
+pub enum Input<'a> {
+    /// A message.
+    Say(&'a str),
+    /// A command by its name, and what follows.
+    Command(&'static str, &'a str),
+    /// A command that there is not.
+    Unknown(&'a str),
+}
+
+impl<'a> Input<'a> {
+    /// Of a line.
+    pub fn parse(text: &'a str) -> Self {
+        match text.trim().strip_prefix('/') {
+            None => Self::Say(text.trim()),
+            Some(text) if text.starts_with('/') => Self::Say(text),
+            Some(command) => {
+                let (name, rest) = command.split_once(char::is_whitespace).unwrap_or((command, ""));
+                let listed = COMMANDS.iter().map(|(known, ..)| (*known, *known)).chain(ALIASES);
+                let known = listed.filter(|(known, _)| *known == name).map(|(_, meant)| meant).next();
+                known.map_or(Self::Unknown(name), |meant| Self::Command(meant, rest.trim()))
+            }
+        }
+    }
+}
+
+/// The list of commands.
+pub fn help() -> String {
+    let line = |(name, argument, does): &(&str, &str, &str)| {
+        format!("{:<16} {does}\n", format!("/{name} {argument}").trim_end())
+    };
+    let lines: String = COMMANDS.iter().map(line).collect();
+    format!(
+        "{lines}{:<16} a message that begins with /\nA backslash at the end of a line continues it. Ctrl-C stops an \
+         answer.",
+        "//TEXT"
+    )
+}
+
+/// What to say about a command that there is not.
+pub fn unknown(name: &str) -> String {
+    let names = COMMANDS.iter().map(|(known, ..)| *known).chain(ALIASES.map(|(known, _)| known));
+    let nearest = nearest(name, names).map(|name| format!(" Did you mean /{name}?")).unwrap_or_default();
+    format!("there is no /{name}.{nearest} /help shows the commands.")
+}
+
+/// The name that a misspelt one is most like, if it is like one at all.
+pub fn nearest<'a>(word: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    // As clap does with flags.
+    const ALIKE: f64 = 0.7;
+    let scored = names.map(|name| (strsim::jaro(word, name), name)).filter(|(score, _)| *score > ALIKE);
+    scored.max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, name)| name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_and_messages_are_told_apart() {
+        assert_eq!(Input::parse(" hello "), Input::Say("hello"));
+        assert_eq!(Input::parse("/system be  kind\n"), Input::Command("system", "be  kind"));
+        assert_eq!(Input::parse("/system"), Input::Command("system", ""));
+        assert_eq!(Input::parse("/reset"), Input::Command("clear", ""));
+        assert_eq!(Input::parse("/save! a b"), Input::Command("save!", "a b"));
+        assert_eq!(Input::parse("//etc/passwd"), Input::Say("/etc/passwd"));
+        assert_eq!(Input::parse("/resett"), Input::Unknown("resett"));
+        assert_eq!([Input::parse(" \n"), Input::parse("/")], [Input::Say(""), Input::Unknown("")]);
+    }
+
+    #[test]
+    fn a_misspelt_command_is_named_with_the_nearest() {
+        assert!(unknown("regenrate").contains("Did you mean /regenerate?"));
+        assert!(unknown("resett").contains("Did you mean /reset?"));
+        assert!(!unknown("xyzzy").contains("mean"));
+        assert!(help().lines().all(|line| line.len() < 110) && help().contains("/save FILE"));
+    }
+}

@@ -1,0 +1,151 @@
+//! Messages of a conversation: as OpenAI's API writes them, and as chat templates expect them.
+
+use moe_engine::chat::{Answer, AnswerForm, ToolCall};
+use serde_json::{Map, Value, json};
+
+use crate::batch::short;
+
+/// An answer as OpenAI's API writes it; what was not looked for is no field of it. `id` names its calls.
+pub fn of_answer(role: &str, answer: &Answer, form: AnswerForm, id: impl Fn(usize) -> String) -> Value {
+    let silent = answer.text.is_empty() && (answer.reasoning.is_some() || !answer.calls.is_empty());
+    let content = if silent { Value::Null } else { answer.text.as_str().into() };
+    let mut message = json!({"role": role, "content": content});
+    if form.reasoning {
+        message["reasoning"] = json!(answer.reasoning);
+    }
+    if form.calls {
+        let call = |(i, call): (usize, &ToolCall)| {
+            let function = json!({"name": call.name, "arguments": call.arguments});
+            json!({"id": id(i), "type": "function", "function": function})
+        };
+        message["tool_calls"] = answer.calls.iter().enumerate().map(call).collect();
+    }
+    message
+}
+
+/// A message as templates expect it: its content one text, the arguments of its tool calls objects, and its reasoning
+/// under both names that it goes by.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn for_template(message: &mut Map<String, Value>) -> Result<(), String> {
+    if !message.get("role").is_some_and(Value::is_string) {
+        return Err("each needs a role, which is a string".into());
+    }
+    let content = match message.get("content") {
+        None | Some(Value::Null) => String::new(),
+        Some(Value::String(text)) => text.clone(),
+        Some(Value::Array(parts)) => parts.iter().map(part_text).collect::<Result<Vec<_>, _>>()?.join("\n"),
+        Some(other) => {
+            return Err(format!("content must be a string or a list of parts, got {}", short(other)));
+        }
+    };
+    message.insert("content".into(), content.into());
+    both_names_of_reasoning(message);
+    let calls = message.get_mut("tool_calls").and_then(Value::as_array_mut);
+    for call in calls.into_iter().flatten() {
+        let Some(function) = call.get_mut("function").and_then(Value::as_object_mut) else { continue };
+        let arguments = function.entry("arguments").or_insert(Value::Null);
+        match arguments {
+            Value::Null => *arguments = Value::Object(Map::new()),
+            Value::String(text) => {
+                *arguments = serde_json::from_str(text)
+                    .map_err(|e| format!("the arguments of a tool call are not JSON: {e}"))?;
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Reasoning under vLLM's name and under its old one, which most templates know.
+fn both_names_of_reasoning(message: &mut Map<String, Value>) {
+    let names = ["reasoning", "reasoning_content"];
+    let text = names.iter().find_map(|name| message.get(*name).filter(|value| value.is_string()).cloned());
+    if let Some(text) = text {
+        message.extend(names.map(|name| (name.to_string(), text.clone())));
+    }
+}
+
+/// The text of a part of a message.
+fn part_text(part: &Value) -> Result<&str, String> {
+    let kind = part.get("type").and_then(Value::as_str);
+    let text = part.as_str().or_else(|| part.get("text").and_then(Value::as_str));
+    text.filter(|_| matches!(kind, None | Some("text" | "input_text" | "output_text" | "refusal")))
+        .ok_or_else(|| format!("the model takes text only, got the part {}", short(part)))
+}
+
+/// Writes reasoning and calls back into the content, as the model wrote them, for templates that know no such fields.
+pub fn write_back(message: &mut Map<String, Value>, knows: AnswerForm) {
+    let mut content = message.get("content").and_then(Value::as_str).unwrap_or_default().to_string();
+    if !knows.reasoning
+        && let Some(Value::String(reasoning)) = message.remove("reasoning")
+    {
+        message.remove("reasoning_content");
+        content = format!("<think>\n{reasoning}\n</think>\n\n{content}");
+    }
+    if !knows.calls
+        && let Some(Value::Array(calls)) = message.remove("tool_calls")
+    {
+        for function in calls.iter().filter_map(|call| call.get("function")) {
+            let separator = if content.is_empty() { "" } else { "\n" };
+            content += &format!("{separator}<tool_call>\n{function}\n</tool_call>");
+        }
+    }
+    message.insert("content".into(), content.into());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BOTH: AnswerForm = AnswerForm { reasoning: true, calls: true };
+    const SAID: &str = "<think>\nHm.\n</think>\n\nSure.\n<tool_call>\n{\"name\":\"f\",\"arguments\":{\"x\":1}}\n</tool_call>";
+
+    fn object(value: Value) -> Map<String, Value> {
+        value.as_object().unwrap().clone()
+    }
+
+    #[test]
+    fn an_answer_has_openais_fields_and_finds_back_to_its_text() {
+        let message = of_answer("assistant", &Answer::of(SAID, BOTH, false), BOTH, |i| format!("id-{i}"));
+        let call =
+            json!({"id": "id-0", "type": "function", "function": {"name": "f", "arguments": "{\"x\":1}"}});
+        let want = json!({
+            "role": "assistant", "content": "Sure.", "reasoning": "Hm.", "tool_calls": [call],
+        });
+        assert_eq!(message, want);
+        let mut message = object(message);
+        for_template(&mut message).unwrap();
+        assert_eq!(message["tool_calls"][0]["function"]["arguments"], json!({"x": 1}));
+        write_back(&mut message, BOTH);
+        assert_eq!(message["content"], "Sure.", "a template that knows the fields gets them");
+        assert_eq!(message["reasoning_content"], "Hm.", "under the name that templates know");
+        write_back(&mut message, AnswerForm::default());
+        assert_eq!(Value::Object(message), json!({"role": "assistant", "content": SAID}));
+    }
+
+    #[test]
+    fn reasoning_is_taken_under_both_names() {
+        for name in ["reasoning", "reasoning_content"] {
+            let mut message = object(json!({"role": "assistant", "content": "x", name: "Hm."}));
+            for_template(&mut message).unwrap();
+            assert_eq!([&message["reasoning"], &message["reasoning_content"]], ["Hm.", "Hm."]);
+        }
+        let mut message = object(json!({"role": "assistant", "content": "x", "reasoning": null}));
+        for_template(&mut message).unwrap();
+        assert_eq!(message.get("reasoning_content"), None, "no reasoning");
+    }
+
+    #[test]
+    fn what_was_not_looked_for_is_no_field() {
+        let none = AnswerForm::default();
+        let plain = of_answer("assistant", &Answer::of(SAID, none, false), none, |_| String::new());
+        assert_eq!(plain, json!({"role": "assistant", "content": SAID}));
+        let message = of_answer("assistant", &Answer::of("<think>Hm.", BOTH, false), BOTH, |_| String::new());
+        let want = json!({"role": "assistant", "content": null, "reasoning": "Hm.", "tool_calls": []});
+        assert_eq!(message, want);
+        let empty = of_answer("assistant", &Answer::default(), BOTH, |_| String::new());
+        assert_eq!((&empty["content"], &empty["reasoning"]), (&json!(""), &Value::Null));
+    }
+}

@@ -1,0 +1,128 @@
+//! An answer as people see it while it comes: at a terminal the reasoning is dimmed and tool calls are named.
+
+use std::io::IsTerminal;
+
+use moe_engine::chat::{Answer, AnswerForm, Part, Splitter};
+
+use crate::log;
+
+/// How parts of an answer are told apart.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Look {
+    /// By the model's own words, whatever they are: for programs.
+    Raw,
+    /// The same, and the tag of reasoning that the prompt has begun: for a terminal without colours.
+    Tags,
+    /// By brightness.
+    Dimmed,
+}
+
+impl Look {
+    /// What stdout can show.
+    pub fn of_stdout() -> Self {
+        match (std::io::stdout().is_terminal(), log::colours()) {
+            (false, _) => Self::Raw,
+            (true, false) => Self::Tags,
+            (true, true) => Self::Dimmed,
+        }
+    }
+}
+
+/// An answer that is shown.
+pub struct Shown {
+    splitter: Splitter,
+    look: Look,
+    /// What came so far.
+    answer: Answer,
+    begun: bool,
+    opened: bool,
+    /// Reasoning was shown last.
+    reasoning: bool,
+}
+
+impl Shown {
+    /// An answer in this form; `opened`: the prompt has begun its reasoning.
+    pub fn new(form: AnswerForm, opened: bool, look: Look) -> Self {
+        let opened = opened && form.reasoning;
+        let splitter = Splitter::new(form, opened);
+        Self { splitter, look, answer: Answer::default(), begun: false, opened, reasoning: false }
+    }
+
+    /// Adds text: what is to be printed now.
+    pub fn push(&mut self, text: &str) -> String {
+        let parts = self.splitter.push(text);
+        self.show(text, parts)
+    }
+
+    /// The end: what is still to be printed.
+    pub fn finish(&mut self) -> String {
+        let parts = self.splitter.finish();
+        self.show("", parts)
+    }
+
+    /// All that came.
+    pub fn into_answer(self) -> Answer {
+        self.answer
+    }
+
+    fn show(&mut self, text: &str, parts: Vec<Part>) -> String {
+        let shown = match self.look {
+            Look::Raw => text.to_string(),
+            Look::Tags => {
+                let first = !std::mem::replace(&mut self.begun, true);
+                format!("{}{text}", if first && self.opened { "<think>\n" } else { "" })
+            }
+            Look::Dimmed => parts.iter().map(|part| self.dimmed(part)).collect(),
+        };
+        self.answer.extend(parts);
+        shown
+    }
+
+    fn dimmed(&mut self, part: &Part) -> String {
+        let behind_reasoning = std::mem::replace(&mut self.reasoning, matches!(part, Part::Reasoning(_)));
+        let something = std::mem::replace(&mut self.begun, true);
+        match part {
+            // Each piece on its own, so that a program that is ended leaves no dim terminal behind.
+            Part::Reasoning(text) => format!("\x1b[2m{text}\x1b[22m"),
+            Part::Text(text) => format!("{}{text}", if behind_reasoning { "\n\n" } else { "" }),
+            Part::Call(call) => {
+                let before = if something { "\n" } else { "" };
+                format!("{before}\x1b[1m[tool call]\x1b[22m {} {}", call.name, call.arguments)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FORM: AnswerForm = AnswerForm { reasoning: true, calls: true };
+
+    fn shown(look: Look, opened: bool, pieces: &[&str]) -> (String, Answer) {
+        let mut shown = Shown::new(FORM, opened, look);
+        let mut text: String = pieces.iter().map(|piece| shown.push(piece)).collect();
+        text += &shown.finish();
+        (text, shown.into_answer())
+    }
+
+    #[test]
+    fn reasoning_is_dimmed_and_calls_are_named() {
+        let pieces =
+            ["<thi", "nk>\nHm", ".\n</think>", "\n\nSure.\n<tool_call>{\"name\": \"f\"}</tool_call>"];
+        let (text, answer) = shown(Look::Dimmed, false, &pieces);
+        assert_eq!(text, "\x1b[2mHm\x1b[22m\x1b[2m.\x1b[22m\n\nSure.\n\x1b[1m[tool call]\x1b[22m f {}");
+        assert_eq!((answer.reasoning.as_deref(), answer.text.as_str()), (Some("Hm."), "Sure."));
+        let (raw, same) = shown(Look::Raw, false, &pieces);
+        assert_eq!((raw, &same), (pieces.concat(), &answer));
+        assert_eq!(shown(Look::Tags, false, &pieces), (pieces.concat(), answer));
+    }
+
+    #[test]
+    fn reasoning_that_the_prompt_began_gets_its_tag_where_tags_are_shown() {
+        let pieces = ["Hm.\n</think>\n\n", "Sure."];
+        assert_eq!(shown(Look::Tags, true, &pieces).0, format!("<think>\n{}", pieces.concat()));
+        assert_eq!(shown(Look::Raw, true, &pieces).0, pieces.concat());
+        assert_eq!(shown(Look::Dimmed, true, &pieces).0, "\x1b[2mHm.\x1b[22m\n\nSure.");
+    }
+}
