@@ -84,6 +84,16 @@ fi
 row "short help" 0 "Examples:" q generate -h
 row "long help lists values" 0 "possible values" q generate --help
 
+echo "-- structured output"
+row "a choice" 0 "Nay" q --prompt ROMEO: --guided-choice Nay
+row "a regular expression" 0 "7-7" q --prompt x --guided-regex '7-7'
+row "a schema" 0 '5' q --prompt x --json-schema '{"const": 5}'
+row "a schema that is not JSON" 2 "--json-schema: the JSON schema cannot be used" q --prompt x --json-schema '{'
+row "a keyword that is not understood" 2 '"not"' q --prompt x --json-schema '{"not": {}}'
+row "a missing schema file" 2 "cannot read the file" q --prompt x -j no-such-file
+row "two at once" 2 "cannot be used with" q --prompt x --json-object --guided-regex a
+row "a faulty expression is told before the model is looked for" 2 "unclosed group" q --model /no/such --prompt x --guided-regex 'a('
+
 echo "-- logs"
 row "--log of no level" 2 "expected a level" q --prompt x --log bla
 row "RUST_LOG of no level" 2 "RUST_LOG bla" env RUST_LOG=bla "$program" --prompt x

@@ -88,6 +88,7 @@ impl Sequence {
             prompt: &self.prompt,
             output: &self.output,
             banned: self.banned_now(),
+            mask: None,
         };
         sample_row(&mut logits.to_vec(), &row)
     }

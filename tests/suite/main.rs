@@ -11,3 +11,4 @@ mod parallel;
 mod ranks;
 mod requests;
 mod running;
+mod structured;

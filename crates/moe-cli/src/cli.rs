@@ -8,6 +8,7 @@ mod help;
 mod model_args;
 mod sampling;
 mod shell;
+mod structured;
 #[cfg(test)]
 mod tests;
 pub mod version;
@@ -30,6 +31,7 @@ pub use chat::{ChatArgs, ReasoningParser, TemplateArgs, ToolCallParser};
 pub use model_args::{DownloadArgs, InspectArgs};
 pub use sampling::SamplingArgs;
 pub use shell::{CompletionsArgs, ManArgs};
+pub use structured::StructuredArgs;
 
 /// Text from Mixture-of-Experts models. Without a subcommand the program generates.
 #[derive(Parser, Debug)]

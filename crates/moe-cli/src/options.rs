@@ -1,6 +1,7 @@
 //! Flags and `generation_config.json` to what the engine understands.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -65,6 +66,7 @@ pub fn request_of(args: &SamplingArgs, config: Option<&Config>, name: &str) -> R
     sampling.logit_bias = args.logit_bias.clone();
     sampling.seed = model_runtime::sampling::request_seed(args.seed, name);
     Ok(Request {
+        structured_output: args.structured.output()?.map(Arc::new),
         sampling,
         max_tokens: Some(args.max_new_tokens.unwrap_or(MAX_NEW_TOKENS)),
         min_tokens: args.min_tokens,

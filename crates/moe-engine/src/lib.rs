@@ -14,6 +14,7 @@ pub mod parallel;
 mod run;
 mod run_config;
 mod session;
+pub mod structured;
 pub mod tokenizer;
 
 pub use device::DeviceChoice;

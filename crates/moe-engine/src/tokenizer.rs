@@ -12,7 +12,7 @@ pub use bound::TooLong;
 
 /// A tokenizer as `tokenizer.json` describes it.
 #[derive(Clone)]
-pub struct Tokenizer(tokenizers::Tokenizer, Arc<OnceLock<Option<bound::Longest>>>);
+pub struct Tokenizer(pub(crate) tokenizers::Tokenizer, Arc<OnceLock<Option<bound::Longest>>>);
 
 impl Tokenizer {
     /// Reads `tokenizer.json` of a checkpoint folder.

@@ -63,7 +63,10 @@ mod tests {
         for early in [false, true] {
             let (mut want, mut got) = (logits, logits);
             let banned = if early { &banned[..] } else { &[] };
-            processors::apply(&mut want, &SampleRow { params: &params, prompt: &[0], output: &[], banned });
+            processors::apply(
+                &mut want,
+                &SampleRow { params: &params, prompt: &[0], output: &[], banned, mask: None },
+            );
             apply(&mut got, &edits, early);
             assert_eq!(got.map(f32::to_bits), want.map(f32::to_bits), "early: {early}");
         }

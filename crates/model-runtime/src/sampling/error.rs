@@ -40,10 +40,13 @@ pub enum SamplingError {
         /// Its logit.
         value: f32,
     },
+    /// The tokens that may come next are not known.
+    #[error("structured_output: {0}")]
+    Mask(String),
     /// Every logit is -inf, or there is none.
     #[error(
-        "no token can be sampled: every logit is -inf; allowed_token_ids, bad_words and the minimum of tokens may \
-         exclude all of them together"
+        "no token can be sampled: every logit is -inf; structured_output, allowed_token_ids, bad_words and the minimum \
+         of tokens may exclude all of them together"
     )]
     Empty,
 }

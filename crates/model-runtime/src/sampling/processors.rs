@@ -1,7 +1,7 @@
 //! The logits processors: what a request's parameters and its tokens so far do to a row of logits
 //! before the temperature. They can change which token is the likeliest.
 //!
-//! Order of operations (vLLM's `v1/sample/sampler.py`): allowed tokens, bad words, minimum of
+//! Order of operations (vLLM's `v1/sample/sampler.py`): a grammar's mask, allowed tokens, bad words, minimum of
 //! tokens, logit bias, then repetition, frequency and presence penalty.
 
 use super::SampleRow;
@@ -9,12 +9,18 @@ use super::SampleRow;
 /// Whether the row's logits must be edited at all.
 pub(super) fn any(row: &SampleRow) -> bool {
     let p = row.params;
-    let excludes = p.allowed_token_ids.is_some() || !p.bad_words.is_empty() || !row.banned.is_empty();
+    let excludes = row.mask.is_some()
+        || p.allowed_token_ids.is_some()
+        || !p.bad_words.is_empty()
+        || !row.banned.is_empty();
     excludes || !p.logit_bias.is_empty() || penalises(row)
 }
 
 /// Applies all of them to `logits`, [V]. Ids outside of it are passed over.
 pub(super) fn apply(logits: &mut [f32], row: &SampleRow) {
+    if let Some(mask) = row.mask {
+        keep_masked(logits, mask);
+    }
     if let Some(allowed) = &row.params.allowed_token_ids {
         keep(logits, allowed);
     }
@@ -30,6 +36,21 @@ pub(super) fn apply(logits: &mut [f32], row: &SampleRow) {
     }
     if penalises(row) {
         penalise(logits, row);
+    }
+}
+
+/// Excludes the tokens whose bit is not set. Most words of a mask are all of one kind.
+fn keep_masked(logits: &mut [f32], mask: &[u32]) {
+    let words = mask.iter().copied().chain(std::iter::repeat(0));
+    for (logits, word) in logits.chunks_mut(32).zip(words) {
+        match word {
+            u32::MAX => {}
+            0 => logits.fill(f32::NEG_INFINITY),
+            _ => {
+                let excluded = logits.iter_mut().enumerate().filter(|(bit, _)| word >> bit & 1 == 0);
+                excluded.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
+            }
+        }
     }
 }
 

@@ -59,7 +59,7 @@ proptest! {
             params.allowed_token_ids = Some((3..9).collect());
         }
         let mut edited = logits.clone();
-        let row = SampleRow { params: &params, prompt: &[3, 5], output: &[7], banned: &[] };
+        let row = SampleRow { params: &params, prompt: &[3, 5], output: &[7], banned: &[], mask: None };
         let sampled = sample_row(&mut edited, &row).unwrap();
         prop_assert_eq!(edited != logits, penalised);
         prop_assert_eq!(sampled.logprobs.unwrap(), token_logprobs(&logits, sampled.token_id, n).unwrap());

@@ -74,7 +74,7 @@ proptest! {
         output in ids(0..12),
         banned in prop_oneof![2 => Just(vec![]), 1 => ids(1..4)],
     ) {
-        let row = SampleRow { params: &params, prompt: &prompt, output: &output, banned: &banned };
+        let row = SampleRow { params: &params, prompt: &prompt, output: &output, banned: &banned, mask: None };
         let want: Vec<f64> = (0..V).map(|id| processed(&logits, &row, id)).collect();
         let mut edited = logits.clone();
         let sampled = sample_row(&mut edited, &row);
@@ -102,7 +102,7 @@ proptest! {
         (top_k, top_p, min_p) in (0usize..6, 0.3f32..=1.0, 0f32..0.3),
     ) {
         let params = SamplingParams { temperature: 0.8, top_k, top_p, min_p, seed, ..params };
-        let row = SampleRow { params: &params, prompt: &prompt, output: &output, banned: &[] };
+        let row = SampleRow { params: &params, prompt: &prompt, output: &output, banned: &[], mask: None };
         let mut edited = logits;
         let got = sample_row(&mut edited, &row);
         let plain = SamplingParams {
@@ -126,18 +126,18 @@ fn known_rows() {
         ..SamplingParams::default()
     };
     // Token 0 is in the prompt alone: 2 / 2. Token 1 is twice in the output: -2 * 2 - 2 * 0.5 - 0.25.
-    let row = SampleRow { params: &all, prompt: &[0, 0], output: &[1, 1], banned: &[] };
+    let row = SampleRow { params: &all, prompt: &[0, 0], output: &[1, 1], banned: &[], mask: None };
     assert_eq!(edit(row), (0, [1.0, -5.25, 0.5, 1.0]));
     // In both, a token is penalised once for repetition: 2 / 2 - 0.5 - 0.25.
     assert_eq!(edit(SampleRow { output: &[0], ..row }), (3, [0.25, -2.0, 0.5, 1.0]));
     // A bias decides which side of zero the repetition penalty meets: (-2 + 3) / 2, (2 - 4) * 2.
     let biased = SamplingParams { logit_bias: vec![(1, 3.0), (0, -4.0)], ..all.clone() };
-    let row = SampleRow { params: &biased, prompt: &[0, 1], output: &[], banned: &[] };
+    let row = SampleRow { params: &biased, prompt: &[0, 1], output: &[], banned: &[], mask: None };
     assert_eq!(edit(row), (3, [-4.0, 0.5, 0.5, 1.0]));
     // A bad word is excluded only where the output ends with its beginning, and never by the prompt.
     let none = f32::NEG_INFINITY;
     let words = SamplingParams { bad_words: vec![vec![3, 0], vec![2]], ..SamplingParams::default() };
-    let row = SampleRow { params: &words, prompt: &[3], output: &[], banned: &[] };
+    let row = SampleRow { params: &words, prompt: &[3], output: &[], banned: &[], mask: None };
     assert_eq!(edit(row), (0, [2.0, -2.0, none, 1.0]));
     assert_eq!(edit(SampleRow { output: &[1, 3], ..row }), (3, [none, -2.0, none, 1.0]));
     assert_eq!(edit(SampleRow { output: &[3, 1], ..row }), (0, [2.0, -2.0, none, 1.0]));
@@ -148,7 +148,7 @@ fn known_rows() {
 #[test]
 fn excluding_every_token_is_an_error_of_the_row() {
     let params = SamplingParams { allowed_token_ids: Some(vec![1, 2]), ..SamplingParams::default() };
-    let row = SampleRow { params: &params, prompt: &[0], output: &[], banned: &[1] };
+    let row = SampleRow { params: &params, prompt: &[0], output: &[], banned: &[1], mask: None };
     assert_eq!(sample_row(&mut [5.0, 1.0, 0.0], &row).unwrap().token_id, 2);
     let e = sample_row(&mut [5.0, 1.0, 0.0], &SampleRow { banned: &[1, 2], ..row }).unwrap_err();
     assert_eq!(e, SamplingError::Empty);
@@ -170,14 +170,50 @@ fn penalties_neither_overflow_nor_hide_what_the_model_gave() {
     ] {
         let params = strong(penalty);
         let mut logits = [-1.0, 1.0, logit, f32::MAX];
-        sample_row(&mut logits, &SampleRow { params: &params, prompt: &[2], output: &[], banned: &[] })
-            .unwrap();
+        sample_row(
+            &mut logits,
+            &SampleRow { params: &params, prompt: &[2], output: &[], banned: &[], mask: None },
+        )
+        .unwrap();
         assert_eq!(logits, [-1.0, 1.0, want, f32::MAX], "{penalty}");
     }
     for bad in [f32::NAN, f32::INFINITY] {
         let params = strong(2.0);
-        let row = SampleRow { params: &params, prompt: &[2], output: &[], banned: &[] };
+        let row = SampleRow { params: &params, prompt: &[2], output: &[], banned: &[], mask: None };
         let e = sample_row(&mut [0.0, 1.0, bad, 0.0], &row).unwrap_err();
         assert!(matches!(e, SamplingError::NotFinite { token_id: 2, .. }), "{e}");
+    }
+}
+
+proptest! {
+    /// A mask does what a list of the same tokens does, and both together leave what is in both.
+    #[test]
+    fn a_mask_keeps_its_tokens(
+        logits in prop::collection::vec(-4f32..4.0, 100),
+        words in prop::collection::vec(prop_oneof![Just(0u32), Just(u32::MAX), any::<u32>()], 0..5),
+        also in prop::collection::vec(0u32..100, 1..60),
+    ) {
+        let kept = |id: &u32| words.get(*id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1);
+        let listed = |ids: Vec<u32>| SamplingParams { allowed_token_ids: Some(ids), ..SamplingParams::default() };
+        let by_list = |ids: Vec<u32>| {
+            let row = SampleRow { params: &listed(ids), prompt: &[0], output: &[], banned: &[], mask: None };
+            let mut logits = logits.clone();
+            (sample_row(&mut logits, &row), logits)
+        };
+        let by_mask = |params: &SamplingParams| {
+            let row = SampleRow { params, prompt: &[0], output: &[], banned: &[], mask: Some(&words) };
+            let mut logits = logits.clone();
+            (sample_row(&mut logits, &row), logits)
+        };
+        let all: Vec<u32> = (0..100).filter(kept).collect();
+        match all.is_empty() {
+            true => prop_assert_eq!(by_mask(&SamplingParams::default()).0, Err(SamplingError::Empty)),
+            false => prop_assert_eq!(by_mask(&SamplingParams::default()), by_list(all)),
+        }
+        let both: Vec<u32> = also.iter().copied().filter(kept).collect();
+        match both.is_empty() {
+            true => prop_assert_eq!(by_mask(&listed(also)).0, Err(SamplingError::Empty)),
+            false => prop_assert_eq!(by_mask(&listed(also)), by_list(both)),
+        }
     }
 }

@@ -59,7 +59,7 @@ static OUTPUT: [u32; 40_000] = [0; 40_000];
 
 /// The token at an output position.
 fn sample(logits: &[f32], params: &SamplingParams, position: usize) -> Result<u32, SamplingError> {
-    let row = SampleRow { params, prompt: &[0], output: &OUTPUT[..position], banned: &[] };
+    let row = SampleRow { params, prompt: &[0], output: &OUTPUT[..position], banned: &[], mask: None };
     let mut edited = logits.to_vec();
     let sampled = sample_row(&mut edited, &row)?;
     let bits = |x: &[f32]| -> Vec<u32> { x.iter().map(|x| x.to_bits()).collect() };
@@ -248,7 +248,7 @@ fn rows_are_independent() -> candle_core::Result<()> {
     params[2].logprobs = Some(2);
     let prompts: [&[u32]; 4] = [&[1], &[2, 3], &[5, 298, 5], &[7]];
     let rows: Vec<SampleRow> = (params.iter().zip(prompts))
-        .map(|(params, prompt)| SampleRow { params, prompt, output: &OUTPUT[..5], banned: &[] })
+        .map(|(params, prompt)| SampleRow { params, prompt, output: &OUTPUT[..5], banned: &[], mask: None })
         .collect();
     let ex = Exec::cpu().with_threads(3)?;
     let got = sample_rows(ViewMut::new(&mut broken, &[4, v])?, &rows, &ex)?;

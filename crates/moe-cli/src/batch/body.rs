@@ -3,9 +3,11 @@
 //! A parameter is what the body says, else what a flag of the command says, else what
 //! generation_config.json says, else vLLM's default.
 
+use std::sync::Arc;
+
 use model_runtime::sampling::request_seed;
 use moe_engine::chat::{AnswerForm, ChatTemplate};
-use moe_engine::engine::Request;
+use moe_engine::engine::{Request, RequestError};
 use moe_engine::tokenizer::Tokenizer;
 use serde_json::{Map, Value};
 
@@ -13,6 +15,7 @@ use super::fields::{ApiError, Fields, short};
 use super::fingerprint::Fingerprint;
 use super::prompts::{self, Prompt};
 use super::served::Served;
+use super::structured;
 use crate::options;
 
 /// The APIs of a line's `url`.
@@ -47,6 +50,8 @@ pub struct Form {
     pub logprobs: Option<usize>,
     /// Those of the prompt, as asked for by name.
     pub prompt_logprobs: bool,
+    /// The field that asks for structured output.
+    pub structured: Option<&'static str>,
     /// Only the prompt is wanted: `echo` with `max_tokens` 0.
     pub prompt_only: bool,
     /// Token ids of prompts and choices are wanted.
@@ -57,6 +62,16 @@ pub struct Form {
     pub name: Fingerprint,
     /// The prompts.
     pub prompts: Vec<PromptForm>,
+}
+
+impl Form {
+    /// The error of a request that the engine does not take.
+    pub fn refused(&self, error: RequestError) -> ApiError {
+        match (error, self.structured) {
+            (RequestError::StructuredOutput(e), Some(field)) => ApiError::field(field, e),
+            (error, _) => error.into(),
+        }
+    }
 }
 
 /// A prompt as its answer needs it.
@@ -82,17 +97,13 @@ const MAX_CHOICES: usize = 4096;
 const COMPLETION_TOKENS: usize = 16;
 
 /// Parameters that would change the answer and that this engine has not: refused, not ignored.
-const UNSUPPORTED: [&str; 13] = [
+const UNSUPPORTED: [&str; 9] = [
     "best_of",
     "chat_template",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
+    "guided_whitespace_pattern",
     "logits_processors",
     "prompt_embeds",
     "stream",
-    "structured_outputs",
     "suffix",
     "truncate_prompt_tokens",
     "use_beam_search",
@@ -149,6 +160,13 @@ impl Parser {
         let model = self.served.check(&body)?;
         check_supported(&body)?;
         let mut request = self.request(&body)?;
+        let structured = structured::asked(&body)?;
+        if let Some(asked) = &structured {
+            if asked.output.is_some() {
+                self.tokenizer(asked.field)?;
+            }
+            request.structured_output = asked.output.clone().map(Arc::new);
+        }
         let own_seed = body.seed("seed")?;
         let derived = request_seed(self.seed, custom_id);
         let echo = body.bool("echo")?.unwrap_or(false);
@@ -184,6 +202,7 @@ impl Parser {
             role,
             logprobs,
             prompt_logprobs: body.value("prompt_logprobs").is_some(),
+            structured: structured.map(|asked| asked.field),
             prompt_only,
             prompts: prompts.iter().map(|prompt| prompt.form(token_ids)).collect(),
         };
@@ -269,13 +288,6 @@ fn check_supported(body: &Fields) -> Result<(), ApiError> {
     let asked = |name: &&&str| body.value(name).is_some_and(|value| !off(value));
     if let Some(name) = UNSUPPORTED.iter().find(asked) {
         return Err(ApiError::field(name, "it is not supported; leave it out"));
-    }
-    let format = body.object("response_format")?.and_then(|format| format.get("type"));
-    if let Some(format) = format.filter(|format| **format != "text") {
-        return Err(ApiError::field(
-            "response_format",
-            format!("only \"text\" is supported, got {}", short(format)),
-        ));
     }
     match body.value("tool_choice") {
         Some(choice) if choice != "auto" && choice != "none" => Err(ApiError::field(

@@ -39,6 +39,7 @@ impl From<RequestError> for ApiError {
                 | SamplingError::NoTokens { name }
                 | SamplingError::UnknownToken { name, .. },
             ) => Some(*name),
+            RequestError::StructuredOutput(_) => Some("structured_output"),
             RequestError::EmptyPrompt
             | RequestError::PromptTooLong { .. }
             | RequestError::UnknownToken { .. } => Some("prompt"),

@@ -24,6 +24,7 @@ mod records;
 mod replace;
 mod served;
 mod settings;
+mod structured;
 #[cfg(test)]
 mod tests;
 
@@ -275,7 +276,7 @@ impl Batch<'_> {
                 Ok(id) => requests.push(id),
                 Err(e) => {
                     requests.into_iter().try_for_each(|id| self.engine.cancel(id))?;
-                    return self.write(&key, Err(e.into()));
+                    return self.write(&key, Err(job.form.refused(e)));
                 }
             }
         }

@@ -138,7 +138,8 @@ fn what_is_wrong_is_named() {
         (json!({"prompt": "x", "prompt_logprobs": 21}), "prompt_logprobs"),
         (json!({"prompt": "x", "stream": true}), "stream"),
         (json!({"prompt": "x", "use_beam_search": true}), "use_beam_search"),
-        (json!({"prompt": "x", "response_format": {"type": "json_object"}}), "response_format"),
+        (json!({"prompt": "x", "response_format": {"type": "xml"}}), "response_format"),
+        (json!({"prompt": "x", "guided_json": {}, "guided_regex": "a"}), "guided_regex"),
     ] {
         let error = completions(body.clone()).err().unwrap_or_else(|| panic!("{body} is taken"));
         assert_eq!((error.status, error.param.as_deref()), (400, Some(param)), "{body}: {}", error.message);

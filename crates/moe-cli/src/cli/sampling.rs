@@ -5,6 +5,8 @@ use std::hash::{BuildHasher, RandomState};
 use anyhow::{Context, Result};
 use clap::Args;
 
+use super::structured::StructuredArgs;
+
 /// vLLM's sampling parameters. What is left out comes from generation_config.json.
 #[derive(Args, Debug, Clone, Default)]
 pub struct SamplingArgs {
@@ -69,6 +71,9 @@ pub struct SamplingArgs {
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, num_args = 0..=1,
         default_missing_value = "true", value_name = "BOOL", help_heading = "Sampling")]
     pub skip_special_tokens: bool,
+    /// What the text must be.
+    #[command(flatten)]
+    pub structured: StructuredArgs,
 }
 
 impl SamplingArgs {

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use model_runtime::{Config, Exec};
+use moe_engine::tokenizer::Tokenizer;
 use moe_engine::usage;
 
 use crate::cli::{AnswerArgs, BatchArgs, ChatArgs, Command, EngineArgs, GenerateArgs};
@@ -79,13 +80,25 @@ impl<'a> Asks<'a> {
         if !tokenizes && !sampling.stop.is_empty() {
             return Err(usage("--stop looks for text, and with --skip-tokenizer-init there is none"));
         }
+        if !tokenizes && sampling.structured.output()?.is_some() {
+            let flag = sampling.structured.flag();
+            return Err(usage(format!("{flag} makes text, and with --skip-tokenizer-init there is none")));
+        }
         if sampling.max_new_tokens == Some(0) {
             return Err(usage("--max-new-tokens 0: expected at least 1"));
         }
         if sampling.stop.iter().any(String::is_empty) {
             return Err(usage("--stop \"\": expected a text that is not empty"));
         }
+        self.check_structured_output(None)?;
         self.check_values(None, usize::MAX, usize::MAX)
+    }
+
+    /// Checks what the text must be, for a model with this tokenizer or for any.
+    pub(super) fn check_structured_output(&self, tokenizer: Option<&Tokenizer>) -> Result<()> {
+        let Some(Text { sampling: SamplingArgs { structured, .. }, .. }) = &self.text else { return Ok(()) };
+        let checked = structured.output()?.map_or(Ok(()), |output| output.check(tokenizer));
+        checked.map_err(|e| usage(format!("{}: {e}", structured.flag())))
     }
 
     /// Checks the values that flags and generation_config.json come to, for a model of this vocabulary and

@@ -29,7 +29,7 @@ pub use files::config;
 pub struct Checked {
     /// Where the weights come from.
     pub source: Source,
-    /// The checkpoint's tokenizer, if one is needed.
+    /// The model's tokenizer, if text is asked for.
     pub tokenizer: Option<Tokenizer>,
 }
 
@@ -58,13 +58,17 @@ pub fn check<F: ModelFamily>(model: Model, args: &RunArgs, asks: &Asks) -> Resul
             files.check::<F>(args, asks)?;
             asks.check_template(Some(located.dir()), Some(name))?;
             let tokenizer = asks.tokenizes().then(|| Tokenizer::from_dir(located.dir())).transpose()?;
+            asks.check_structured_output(tokenizer.as_ref())?;
             Ok(Checked { source: Source::Checkpoint(located), tokenizer })
         }
         Model::Checkpoint(None) => {
             let embedded = F::embedded().ok_or_else(no_model)?;
             Files::embedded(&embedded)?.check::<F>(args, asks)?;
             asks.check_template(None, None)?;
-            Ok(Checked { source: Source::Embedded, tokenizer: None })
+            let tokenizer =
+                asks.tokenizes().then(|| Tokenizer::from_bytes(embedded.tokenizer)).transpose()?;
+            asks.check_structured_output(tokenizer.as_ref())?;
+            Ok(Checked { source: Source::Embedded, tokenizer })
         }
         Model::Random(path) => {
             let raw = Config::read(path)?;

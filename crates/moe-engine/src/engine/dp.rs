@@ -18,6 +18,7 @@ use super::remote::{Question, Reply};
 use super::{Engine, EngineConfig, Output, RemoteEngine, Request, RequestError, RequestId, Stats, StepLoad};
 use crate::heat::{HeatWriter, Stage};
 use crate::parallel::{AbortOnPanic, panic_text};
+use crate::structured::Grammars;
 use crate::tokenizer::Tokenizer;
 
 /// Runs requests on the replicas of a model.
@@ -64,7 +65,7 @@ struct Placed {
 }
 
 impl<'m> DpEngine<'m> {
-    /// An engine per replica: a model, where it runs, and its place among all ranks. Without a tokenizer outputs have no text and stop strings are refused.
+    /// An engine per replica: a model, where it runs, and its place among all ranks. Without a tokenizer outputs have no text, and stop strings and structured output are refused.
     ///
     /// # Errors
     /// Settings that do not fit the model or the machine.
@@ -83,9 +84,10 @@ impl<'m> DpEngine<'m> {
         tokenizer: Option<Tokenizer>,
         config: &EngineConfig,
     ) -> Result<Self> {
+        let grammars = tokenizer.clone().map(Grammars::new).map(Arc::new);
         let mut ranks = Vec::new();
         for (model, ex, world) in replicas {
-            let engine = Engine::new(model, ex, tokenizer.clone(), config)?;
+            let engine = Engine::with_grammars(model, ex, tokenizer.clone(), grammars.clone(), config)?;
             let max_model_len = engine.max_model_len();
             ranks.push(Rank::new(Member::Here(Box::new(engine)), world, max_model_len));
         }

@@ -1,5 +1,6 @@
 //! What a new token does to its sequence, and how sequences end.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
@@ -9,13 +10,22 @@ use super::Engine;
 use super::request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
 use super::scheduler::Part;
 use super::sequence::{Key, Sequence};
+use crate::structured::Grammar;
 
 /// The most choices of a request.
 const MAX_CHOICES: usize = 16384;
 
+/// What is known of a request that can run.
+pub(super) struct Checked {
+    /// The length at which its sequences end.
+    pub max_len: usize,
+    /// What their text follows.
+    pub grammar: Option<Arc<Grammar>>,
+}
+
 impl Engine<'_> {
-    /// Whether a request can run; the length at which its sequences end.
-    pub(super) fn check(&self, request: &Request) -> Result<usize, RequestError> {
+    /// Whether a request can run.
+    pub(super) fn check(&self, request: &Request) -> Result<Checked, RequestError> {
         let (prompt, vocab_size, max_model_len) = (&request.prompt, self.info.vocab_size, self.max_model_len);
         if prompt.is_empty() {
             return Err(RequestError::EmptyPrompt);
@@ -39,7 +49,16 @@ impl Engine<'_> {
             let needed = (asked - 1).div_ceil(block_size);
             return Err(RequestError::KvCacheTooSmall { tokens: asked, needed, blocks, block_size });
         }
-        Ok(if request.max_tokens.is_some() { asked } else { max_model_len })
+        let max_len = if request.max_tokens.is_some() { asked } else { max_model_len };
+        Ok(Checked { max_len, grammar: self.grammar(request)? })
+    }
+
+    fn grammar(&self, request: &Request) -> Result<Option<Arc<Grammar>>, RequestError> {
+        match (&request.structured_output, &self.grammars) {
+            (None, _) => Ok(None),
+            (Some(output), Some(grammars)) => Ok(Some(grammars.compile(output)?)),
+            (Some(_), None) => refuse("structured_output", "left out without a tokenizer", "some"),
+        }
     }
 
     fn check_routing(&self, request: &Request) -> Result<(), RequestError> {
@@ -145,6 +164,9 @@ impl Engine<'_> {
                 text = piece;
                 finish = finish.or(stopped.map(|stop| FinishReason::Stop(StopReason::Text(stop))));
             }
+        }
+        if finish.is_none() {
+            finish = sequence.end_of_grammar(position);
         }
         if finish.is_none() && at + 1 >= sequence.max_len {
             finish = Some(FinishReason::Length);

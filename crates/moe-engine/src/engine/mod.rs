@@ -31,7 +31,7 @@ mod text;
 mod track;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -40,6 +40,7 @@ use moe_layer::{ExpertHeat, RoutedExperts};
 use serde::{Deserialize, Serialize};
 use tracing::{trace_span, warn};
 
+use crate::structured::{Constraint, Grammars};
 use crate::tokenizer::Tokenizer;
 
 pub use config::{EngineConfig, ExpertCounts};
@@ -51,6 +52,7 @@ pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopRe
 pub use stats::{Histogram, Stats};
 
 use config::Capacity;
+use finish::Checked;
 use runner::{Runner, StepResult};
 use scheduler::{Limits, Scheduler};
 use sequence::Sequence;
@@ -60,6 +62,8 @@ use text::TextOutput;
 pub struct Engine<'m> {
     info: &'m ModelInfo,
     tokenizer: Option<Tokenizer>,
+    /// Compiled grammars of structured output, for the tokenizer.
+    grammars: Option<Arc<Grammars>>,
     /// The longest sequence that was asked for, and the longest that the KV cache holds.
     context_len: usize,
     max_model_len: usize,
@@ -93,12 +97,24 @@ pub struct StepLoad {
 }
 
 impl<'m> Engine<'m> {
-    /// An engine on a model. Without a tokenizer outputs have no text and stop strings are refused. It writes no trace
+    /// An engine on a model. Without a tokenizer outputs have no text, and stop strings and structured output are refused. It writes no trace
     /// of expert counts: [`DpEngine`] does.
     pub fn new(
         model: &'m dyn CausalLm,
         ex: Exec,
         tokenizer: Option<Tokenizer>,
+        config: &EngineConfig,
+    ) -> Result<Self> {
+        let grammars = tokenizer.clone().map(Grammars::new).map(Arc::new);
+        Self::with_grammars(model, ex, tokenizer, grammars, config)
+    }
+
+    /// Like [`new`](Self::new), with grammars that other engines use too.
+    fn with_grammars(
+        model: &'m dyn CausalLm,
+        ex: Exec,
+        tokenizer: Option<Tokenizer>,
+        grammars: Option<Arc<Grammars>>,
         config: &EngineConfig,
     ) -> Result<Self> {
         #[cfg(feature = "cuda")]
@@ -140,6 +156,7 @@ impl<'m> Engine<'m> {
         Ok(Self {
             info,
             tokenizer,
+            grammars,
             context_len,
             max_model_len,
             block_size: config.block_size,
@@ -162,7 +179,7 @@ impl<'m> Engine<'m> {
 
     /// Takes a request, or says why not; then nothing has changed.
     pub fn add(&mut self, request: Request) -> Result<RequestId, RequestError> {
-        let max_len = self.check(&request)?;
+        let Checked { max_len, grammar } = self.check(&request)?;
         let id = self.next_id;
         self.next_id += 1;
         let added = Instant::now();
@@ -193,6 +210,7 @@ impl<'m> Engine<'m> {
                 chain: Vec::new(),
                 num_cached_tokens: None,
                 text: self.tokenizer.as_ref().map(|_| text()),
+                constraint: grammar.clone().map(Constraint::new).map(Mutex::new),
                 routed: None,
                 prompt_logprobs: Vec::new(),
                 prompt_logprobs_given: false,

@@ -7,6 +7,8 @@ use model_runtime::sampling::{SamplingError, TokenLogprobs};
 use model_runtime::{RoutedExperts, SamplingParams};
 use serde::{Deserialize, Serialize};
 
+use crate::structured::{StructuredOutput, StructuredOutputError};
+
 /// Names a request of one engine; ascending in the order in which requests were added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RequestId(pub(super) u64);
@@ -35,6 +37,9 @@ pub struct Request {
     pub stop: Vec<String>,
     /// Keeps the stop string, or the text of the stop token, at the end.
     pub include_stop_str_in_output: bool,
+    /// What the text must be; needs a tokenizer. It ends where nothing may follow, also before `min_tokens` and with
+    /// `ignore_eos`, and the ids that end a text are left for where it may end.
+    pub structured_output: Option<Arc<StructuredOutput>>,
     /// Leaves special tokens out of the text.
     pub skip_special_tokens: bool,
     /// Log-probabilities of the prompt's tokens, each with this many of the likeliest.
@@ -62,6 +67,7 @@ impl Request {
             stop_token_ids: Vec::new(),
             stop: Vec::new(),
             include_stop_str_in_output: false,
+            structured_output: None,
             skip_special_tokens: true,
             prompt_logprobs: None,
             timeout: None,
@@ -123,6 +129,9 @@ pub enum RequestError {
     /// A sampling parameter is out of its range.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
+    /// The text cannot be constrained as it asks.
+    #[error("structured_output: {0}")]
+    StructuredOutput(#[from] StructuredOutputError),
     /// Another parameter is out of its range.
     #[error("{name} must be {expected}, got {got}")]
     Parameter {
@@ -156,7 +165,7 @@ pub enum FinishReason {
 /// What stopped a text.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum StopReason {
-    /// An end-of-sequence id.
+    /// An end-of-sequence id, or structured output that is complete.
     EndOfSequence,
     /// One of `stop_token_ids`.
     Token(u32),

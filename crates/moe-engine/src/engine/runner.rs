@@ -15,6 +15,7 @@ use model_runtime::{
     run_step, sample_rows,
 };
 use moe_layer::{ExpertHeat, NO_EXPERT};
+use rayon::prelude::*;
 use tracing::trace_span;
 
 #[cfg(feature = "cuda")]
@@ -25,6 +26,7 @@ use super::scheduler::{Part, Plan};
 use super::sequence::{Key, Sequence};
 #[cfg(feature = "cuda")]
 use super::track::StepMarks;
+use crate::structured::Mask;
 
 /// What a step found out.
 #[derive(Default)]
@@ -37,6 +39,12 @@ pub(super) struct StepResult {
     pub routed: Option<RoutedExperts>,
     pub expert_counts: Option<ExpertHeat>,
 }
+
+/// What a row knows beyond its request: ids that are excluded now, and the output so far.
+type Known<'a> = (Vec<u32>, Cow<'a, [u32]>);
+
+/// The tokens that may come next, all without a mask; or why none may.
+type MaskResult = std::result::Result<Option<Mask>, String>;
 
 /// Fills in tokens that the step before has sampled. A sequence whose sampling failed runs on
 /// with any token until its end is noticed.
@@ -227,8 +235,7 @@ impl Runner<'_> {
         let vocab = self.model.info().vocab_size;
         let mut keys = Vec::new();
         let mut wanted = Vec::new();
-        // What each row knows beyond its request: ids that are excluded now, and the output so far.
-        let mut known: Vec<(Vec<u32>, Cow<[u32]>)> = Vec::new();
+        let mut known: Vec<Known> = Vec::new();
         for (s, part) in plan.parts.iter().enumerate() {
             let (Some(position), Some(sequence)) = (part.samples, sequences.get(&part.key)) else { continue };
             keys.push((part.key, *sequence));
@@ -237,12 +244,14 @@ impl Runner<'_> {
             let banned = if too_early { sequence.request.stop_ids().collect() } else { Vec::new() };
             known.push((banned, sequence.output(position, before)?));
         }
-        let rows: Vec<SampleRow> = (keys.iter().zip(&known))
-            .map(|((_, sequence), (banned, output))| SampleRow {
+        let masks = self.masks(&keys, &known);
+        let rows: Vec<SampleRow> = (keys.iter().zip(&known).zip(&masks))
+            .map(|(((_, sequence), (banned, output)), mask)| SampleRow {
                 params: &sequence.sampling,
                 prompt: &sequence.request.prompt,
                 output,
                 banned,
+                mask: mask.as_ref().ok().and_then(|mask| mask.as_ref().map(Mask::words)),
             })
             .collect();
         let sampled = if wanted.len() == plan.step.num_logits() {
@@ -255,6 +264,19 @@ impl Runner<'_> {
             let dims = [wanted.len(), vocab];
             sample_rows(ViewMut::new(&mut packed, &dims)?, &rows, &self.ex)?
         };
+        // A row whose mask could not be computed has sampled just anything.
+        let sampled = sampled.into_iter().zip(masks);
+        let sampled = sampled.map(|(sampled, mask)| mask.map_err(SamplingError::Mask).and(sampled));
         Ok(keys.iter().map(|(key, ..)| *key).zip(sampled).collect())
+    }
+
+    /// The mask of each row of structured output, side by side; `None` for the other rows.
+    fn masks(&self, rows: &[(Key, &Sequence)], known: &[Known]) -> Vec<MaskResult> {
+        if rows.iter().all(|(_, sequence)| sequence.constraint.is_none()) {
+            return rows.iter().map(|_| Ok(None)).collect();
+        }
+        let mask = |((_, sequence), (_, output)): (&(Key, &Sequence), &Known)| sequence.mask(output);
+        let _span = trace_span!("mask", rows = rows.len()).entered();
+        self.ex.install(|| rows.par_iter().zip(known).map(mask).collect())
     }
 }

@@ -92,7 +92,9 @@ impl DeviceSampler {
         let listed = p.logprobs.is_none_or(|n| n.min(self.vocab_size) <= MAX_LOGPROBS);
         let few = num_edits(sequence) <= MAX_EDITS;
         let one_by_one = p.allowed_token_ids.is_none() && p.bad_words.iter().all(|word| word.len() == 1);
-        !watched && (position.is_none() || listed && few && one_by_one)
+        // Masks are the host's: each depends on the token before.
+        let structured = request.structured_output.is_some();
+        !watched && !structured && (position.is_none() || listed && few && one_by_one)
     }
 
     fn has_memory(&mut self, ex: &Exec) -> bool {

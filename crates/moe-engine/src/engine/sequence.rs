@@ -1,7 +1,7 @@
 //! One choice of a request: its tokens, and how far they are computed.
 
 use std::borrow::Cow;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use candle_core::{Result, bail};
@@ -10,9 +10,10 @@ use model_runtime::{
     BlockAllocator, LogitsRows, PrefixId, RoutedExperts, SamplingParams, SequenceBlocks, SequenceStep,
 };
 
-use super::request::Request;
+use super::request::{FinishReason, Request, StopReason};
 use super::runner::StepResult;
 use super::text::TextOutput;
+use crate::structured::{Constraint, Mask};
 
 /// The id of a token that is sampled but not known to the host yet.
 pub(super) const IN_FLIGHT: u32 = u32::MAX;
@@ -39,6 +40,8 @@ pub(super) struct Sequence {
     /// Set when it first runs.
     pub num_cached_tokens: Option<usize>,
     pub text: Option<TextOutput>,
+    /// What its text follows. Locked, for the threads that compute masks.
+    pub constraint: Option<Mutex<Constraint>>,
     pub routed: Option<RoutedExperts>,
     pub prompt_logprobs: Vec<TokenLogprobs>,
     /// They are handed out once.
@@ -77,6 +80,28 @@ impl Sequence {
                 Ok(Cow::Owned([&output[..known], &[last]].concat()))
             }
             _ => bail!("output tokens {known} to {position} of sequence {:?} are still in flight", self.key),
+        }
+    }
+
+    /// The tokens that may follow `output`; `None` for all of them. One that ended, or is complete, takes any: nobody
+    /// will see it.
+    pub fn mask(&self, output: &[u32]) -> std::result::Result<Option<Mask>, String> {
+        let Some(constraint) = &self.constraint else { return Ok(None) };
+        let ends: Vec<u32> = self.request.stop_ids().collect();
+        if output.last().is_some_and(|last| ends.contains(last)) {
+            return Ok(None);
+        }
+        let eos: &[u32] = if self.request.ignore_eos { &[] } else { &self.request.eos_token_ids };
+        constraint.lock().unwrap_or_else(PoisonError::into_inner).mask(output, &ends, eos)
+    }
+
+    /// The end after the token of an output position, if the text is then complete or went wrong.
+    pub fn end_of_grammar(&mut self, position: usize) -> Option<FinishReason> {
+        let output = self.request.prompt.len()..self.request.prompt.len() + position + 1;
+        let constraint = self.constraint.as_mut()?.get_mut().unwrap_or_else(PoisonError::into_inner);
+        match constraint.is_complete(self.tokens.get(output)?) {
+            Ok(complete) => complete.then_some(FinishReason::Stop(StopReason::EndOfSequence)),
+            Err(reason) => Some(FinishReason::Failed(format!("structured_output: {reason}"))),
         }
     }
 

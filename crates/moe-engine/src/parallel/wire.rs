@@ -26,6 +26,7 @@ mod tests {
 
     use super::*;
     use crate::engine::{FinishReason, Output, Request, StepLoad, StopReason};
+    use crate::structured::StructuredOutput;
 
     fn routed() -> RoutedExperts {
         RoutedExperts::from_ids(2, 1, 2, vec![3, u32::MAX, 0, 1]).unwrap()
@@ -45,6 +46,7 @@ mod tests {
         let request = Request {
             sampling,
             stop: vec!["ä\u{0}".into()],
+            structured_output: Some(Arc::new(StructuredOutput::Choice(vec!["ä".into(), "b".into()]))),
             timeout: Some(Duration::from_nanos(1_500_000_001)),
             replay_routing: Some(Arc::new(routed())),
             max_tokens: Some(0),

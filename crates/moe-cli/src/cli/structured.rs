@@ -1,0 +1,76 @@
+//! What the text must be: the flags of structured output.
+
+use std::fs;
+
+use anyhow::{Context, Result};
+use clap::Args;
+use moe_engine::structured::StructuredOutput;
+use moe_engine::usage;
+
+/// What the text must be; one of them, or none.
+#[derive(Args, Debug, Clone, Default)]
+#[group(id = "structured_output", multiple = false)]
+pub struct StructuredArgs {
+    /// The text is a JSON object.
+    #[arg(long, help_heading = "Structured output")]
+    pub json_object: bool,
+    /// The text is JSON of this schema: the schema itself, or a file.
+    #[arg(
+        short = 'j',
+        long,
+        visible_alias = "guided-json",
+        value_name = "SCHEMA|FILE",
+        help_heading = "Structured output"
+    )]
+    pub json_schema: Option<String>,
+    /// The whole text matches this regular expression.
+    #[arg(long, value_name = "REGEX", help_heading = "Structured output")]
+    pub guided_regex: Option<String>,
+    /// The text is one of these; repeat the flag for each.
+    #[arg(long, value_name = "TEXT", help_heading = "Structured output")]
+    pub guided_choice: Vec<String>,
+    /// The text follows the grammar in this file, in llguidance's dialect of Lark.
+    #[arg(long, value_name = "FILE", help_heading = "Structured output")]
+    pub guided_grammar: Option<String>,
+}
+
+impl StructuredArgs {
+    /// What is asked for, with files read.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub fn output(&self) -> Result<Option<StructuredOutput>> {
+        if self.json_object {
+            return Ok(Some(StructuredOutput::JsonObject));
+        }
+        if let Some(schema) = &self.json_schema {
+            // No file that anybody has begins like a schema.
+            let is_schema = schema.trim_start().starts_with('{');
+            let text = if is_schema { schema.clone() } else { read("--json-schema", schema)? };
+            return Ok(Some(StructuredOutput::JsonSchema(text)));
+        }
+        if let Some(regex) = &self.guided_regex {
+            return Ok(Some(StructuredOutput::Regex(regex.clone())));
+        }
+        if let Some(file) = &self.guided_grammar {
+            return Ok(Some(StructuredOutput::Grammar(read("--guided-grammar", file)?)));
+        }
+        Ok((!self.guided_choice.is_empty()).then(|| StructuredOutput::Choice(self.guided_choice.clone())))
+    }
+
+    /// The flag that is given.
+    pub fn flag(&self) -> &'static str {
+        match self {
+            Self { json_object: true, .. } => "--json-object",
+            Self { json_schema: Some(_), .. } => "--json-schema",
+            Self { guided_regex: Some(_), .. } => "--guided-regex",
+            Self { guided_grammar: Some(_), .. } => "--guided-grammar",
+            _ => "--guided-choice",
+        }
+    }
+}
+
+fn read(flag: &str, file: &str) -> Result<String> {
+    let text = fs::read_to_string(file).with_context(|| format!("{flag} {file}: cannot read the file"));
+    text.map_err(|e| usage(format!("{e:#}")))
+}

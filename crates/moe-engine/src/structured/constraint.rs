@@ -1,0 +1,130 @@
+//! Where one choice stands in its grammar.
+//!
+//! It follows the tokens of the choice by their number: whoever asks shows all of them, and those that are new are
+//! taken in. So nothing has to be told when a sequence is preempted and computed again, and a token that is known one
+//! step before it is collected can be shown early.
+
+use std::sync::Arc;
+
+use anyhow::bail;
+use llguidance::Matcher;
+use llguidance::toktrie::{SimpleVob, TokTrie};
+
+use super::grammars::{Grammar, is_dead_end, reason};
+
+/// The state of a choice.
+pub(crate) struct Constraint {
+    grammar: Arc<Grammar>,
+    /// Made when it is first needed: requests may wait for long.
+    matcher: Option<Matcher>,
+    /// Tokens that the matcher has taken in.
+    taken: usize,
+    /// The lexer is not shared.
+    alone: bool,
+}
+
+/// The tokens that may come next.
+pub(crate) struct Mask(SimpleVob);
+
+impl Mask {
+    /// Token i is bit i % 32 of word i / 32; tokens behind the end are excluded.
+    pub fn words(&self) -> &[u32] {
+        self.0.as_slice()
+    }
+}
+
+impl Constraint {
+    /// At the first token.
+    pub fn new(grammar: Arc<Grammar>) -> Self {
+        Self { grammar, matcher: None, taken: 0, alone: false }
+    }
+
+    /// Whether the text is complete after these tokens: none can follow.
+    ///
+    /// # Errors
+    /// The tokens do not follow the grammar, or it is too complex.
+    pub fn is_complete(&mut self, output: &[u32]) -> Result<bool, String> {
+        self.ask(output, |matcher| Ok(matcher.is_stopped()))
+    }
+
+    /// The tokens that may follow `output`; `None` once the text is complete. `ends` may follow wherever the text may
+    /// end, and those of them that are in `only_there` nowhere else.
+    ///
+    /// # Errors
+    /// No token can follow, the tokens do not follow the grammar, or it is too complex.
+    pub fn mask(&mut self, output: &[u32], ends: &[u32], only_there: &[u32]) -> Result<Option<Mask>, String> {
+        self.ask(output, |matcher| {
+            if matcher.is_stopped() {
+                return Ok(None);
+            }
+            let may_end = matcher.is_accepting()?;
+            let mut mask = match matcher.compute_mask() {
+                Ok(mask) => mask,
+                Err(e) if is_dead_end(&e) && may_end && !ends.is_empty() => SimpleVob::new(),
+                Err(e) => return Err(e),
+            };
+            match may_end {
+                true => allow(&mut mask, ends),
+                false => exclude(&mut mask, only_there, matcher.tok_env()?.tok_trie()),
+            }
+            Ok(Some(Mask(mask)))
+        })
+    }
+
+    /// Asks the matcher behind these tokens. What others did to a shared lexer must not make this one fail: then it is
+    /// asked again with a lexer of its own.
+    fn ask<T>(
+        &mut self,
+        output: &[u32],
+        question: impl Fn(&mut Matcher) -> anyhow::Result<T>,
+    ) -> Result<T, String> {
+        let mut answer = self.matcher_behind(output).and_then(&question);
+        if answer.is_err() && !self.alone {
+            self.alone = true;
+            (self.matcher, self.taken) = (Some(self.grammar.own_matcher()), 0);
+            answer = self.matcher_behind(output).and_then(&question);
+        }
+        answer.map_err(|e| match is_dead_end(&e) {
+            true => "no token of the vocabulary continues the text as it must".into(),
+            false => reason(&e),
+        })
+    }
+
+    /// The matcher behind these tokens; it stays where the text is complete.
+    fn matcher_behind(&mut self, output: &[u32]) -> anyhow::Result<&mut Matcher> {
+        let matcher = self.matcher.get_or_insert_with(|| self.grammar.matcher());
+        if let Some(error) = matcher.get_error() {
+            bail!(error);
+        }
+        for &token in output.get(self.taken..).unwrap_or_default() {
+            if matcher.is_stopped() {
+                break;
+            }
+            matcher.consume_token(token)?;
+            if matcher.is_stopped() {
+                // A lexer that has reached its limit sees no way on either, and fails only at the next token.
+                matcher.rollback(1)?;
+                matcher.consume_token(token)?;
+            }
+            self.taken += 1;
+        }
+        Ok(matcher)
+    }
+}
+
+fn allow(mask: &mut SimpleVob, ids: &[u32]) {
+    let len = ids.iter().map(|&id| id as usize + 1).max().unwrap_or(0);
+    if len > mask.len() {
+        mask.resize(len);
+    }
+    ids.iter().for_each(|&id| mask.allow_token(id));
+}
+
+/// Excludes ids that are ordinary tokens. A special one is there only if the grammar names it.
+fn exclude(mask: &mut SimpleVob, ids: &[u32], tokens: &TokTrie) {
+    for &id in ids {
+        if (id as usize) < mask.len() && !tokens.is_special_token(id) {
+            mask.disallow_token(id);
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! Structured output: text that follows a JSON schema, a regular expression, a list of choices or a grammar.
+//!
+//! ```text
+//! StructuredOutput (data of a request) ─► Grammars: compiled once ─► Constraint of each choice ─► Mask of each token
+//! ```
+//!
+//! Grammars are those of the `llguidance` crate. A mask says which tokens may come next; the sampler sees nothing but
+//! the mask.
+
+mod constraint;
+mod grammars;
+#[cfg(test)]
+mod tests;
+mod vocabulary;
+
+use serde::{Deserialize, Serialize};
+
+pub(crate) use constraint::{Constraint, Mask};
+pub(crate) use grammars::{Grammar, Grammars};
+
+use crate::tokenizer::Tokenizer;
+
+/// What the text of a request must be. Plain data: the engine compiles it when the request is added.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum StructuredOutput {
+    /// A JSON object, whatever is in it.
+    JsonObject,
+    /// JSON that a schema describes. The schema is JSON text: requests travel in a format that has no JSON values.
+    JsonSchema(String),
+    /// A regular expression, of the syntax of the `regex` crate, that the whole text matches.
+    Regex(String),
+    /// One of these texts.
+    Choice(Vec<String>),
+    /// A grammar in llguidance's dialect of Lark; its first rule is `start`.
+    Grammar(String),
+}
+
+/// Why a [`StructuredOutput`] cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the {what} cannot be used: {reason}")]
+pub struct StructuredOutputError {
+    /// What it describes the text with, such as "JSON schema".
+    pub what: &'static str,
+    /// What is wrong with it.
+    pub reason: String,
+}
+
+impl StructuredOutput {
+    /// Checks it as the engine will. Without a tokenizer a grammar is taken as it is: it may name special tokens.
+    ///
+    /// # Errors
+    /// It is not well-formed, uses what is not supported, allows no text, or is too large.
+    pub fn check(&self, tokenizer: Option<&Tokenizer>) -> Result<(), StructuredOutputError> {
+        match (tokenizer, self) {
+            (Some(tokenizer), _) => Grammars::new(tokenizer.clone()).compile(self).map(drop),
+            (None, Self::Grammar(_)) => Ok(()),
+            (None, _) => {
+                let bytes = Tokenizer::bytes().map_err(|e| self.error(format!("{e:#}")))?;
+                Grammars::new(bytes).compile(self).map(drop)
+            }
+        }
+    }
+
+    /// What it describes the text with.
+    fn what(&self) -> &'static str {
+        match self {
+            Self::JsonObject => "JSON object",
+            Self::JsonSchema(_) => "JSON schema",
+            Self::Regex(_) => "regular expression",
+            Self::Choice(_) => "list of choices",
+            Self::Grammar(_) => "grammar",
+        }
+    }
+
+    fn error(&self, reason: impl Into<String>) -> StructuredOutputError {
+        StructuredOutputError { what: self.what(), reason: reason.into() }
+    }
+
+    /// Bytes of its text.
+    fn len(&self) -> usize {
+        match self {
+            Self::JsonObject => 0,
+            Self::JsonSchema(text) | Self::Regex(text) | Self::Grammar(text) => text.len(),
+            Self::Choice(texts) => texts.iter().map(String::len).sum(),
+        }
+    }
+}

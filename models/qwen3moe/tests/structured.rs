@@ -1,0 +1,187 @@
+//! Structured output on the command line: `generate`, `chat` and `batch`, over ranks, and what is refused.
+#![allow(clippy::unwrap_used)] // helpers of tests are not tests in clippy's eyes
+
+#[path = "../../../tests/cli/program.rs"]
+mod program;
+
+use std::io::Write;
+use std::process::Stdio;
+
+use program::Program;
+use serde_json::{Value, json};
+
+/// The program with its embedded model.
+const PROGRAM: Program = Program { path: env!("CARGO_BIN_EXE_model-qwen3moe"), flags: &[] };
+const SCHEMA: &str = r#"{"type": "object", "additionalProperties": false, "required": ["who", "age"], "properties": {
+    "who": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 1, "maximum": 99}}}"#;
+
+fn generate(flags: &[&str]) -> String {
+    let fixed = ["--prompt", "ROMEO:\n", "--max-new-tokens", "400", "--temperature", "1", "--seed", "5"];
+    PROGRAM.text(&[&fixed[..], flags].concat())
+}
+
+fn check(text: &str) {
+    let value: Value = serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text:?}"));
+    assert!(value["who"].as_str().unwrap().chars().count() <= 20, "{text}");
+    assert!((1..=99).contains(&value["age"].as_i64().unwrap()), "{text}");
+}
+
+#[test]
+fn generate_has_a_flag_for_each_kind() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_string()
+    };
+    let inline = generate(&["--json-schema", SCHEMA]);
+    check(&inline);
+    assert_eq!(generate(&["-j", &file("schema.json", SCHEMA)]), inline);
+    let words = generate(&["--guided-choice", "Aye, sir", "--guided-choice", "No (never)"]);
+    assert!(words == "Aye, sir" || words == "No (never)", "{words:?}");
+    let digits = generate(&["--guided-regex", "[0-9]{3}-[0-9]{4}"]);
+    assert!(digits.len() == 8 && digits.as_bytes()[3] == b'-', "{digits:?}");
+    let grammar = file("grammar.lark", "start: \"(\" start \")\" | \"love\"\n");
+    let nested = generate(&["--guided-grammar", &grammar]);
+    assert!(nested.trim_start_matches('(').trim_end_matches(')') == "love", "{nested:?}");
+    let object = generate(&["--json-object"]);
+    assert!(object.starts_with('{'), "{object:?}");
+    let line = generate(&["--json", "--json-schema", SCHEMA, "--num-sequences", "3"]);
+    let value: Value = serde_json::from_str(&line).unwrap();
+    let choices = value["choices"].as_array().unwrap();
+    choices.iter().for_each(|choice| check(choice["text"].as_str().unwrap()));
+    assert!(choices.len() == 3 && choices.iter().all(|choice| choice["finish_reason"] == "stop"));
+}
+
+#[test]
+fn mistakes_are_told_before_weights() {
+    let fails = |args: &[&str], words: &[&str]| PROGRAM.fails(&[&["--prompt", "x"], args].concat(), 2, words);
+    fails(&["--json-object", "--guided-regex", "a"], &["cannot be used with"]);
+    fails(
+        &["--json-schema", r#"{"not": {}}"#],
+        &["--json-schema: the JSON schema cannot be used", "\"not\""],
+    );
+    fails(&["--json-schema", "{"], &["--json-schema", "it is not JSON"]);
+    fails(&["--json-schema", "no-such-file"], &["--json-schema no-such-file: cannot read the file"]);
+    fails(
+        &["--guided-regex", "a("],
+        &["--guided-regex: the regular expression cannot be used", "unclosed group"],
+    );
+    fails(&["--guided-choice", ""], &["--guided-choice: the list of choices"]);
+    // Flags are looked at before the model is even looked for.
+    fails(&["--guided-regex", "a(", "--model", "/no/such/folder"], &["unclosed group"]);
+}
+
+#[test]
+fn the_text_is_the_same_over_ranks() {
+    let one = generate(&["--json-schema", SCHEMA, "--num-sequences", "3"]);
+    for geometry in
+        [&["--tp", "2"][..], &["--dp", "2"], &["--tp", "2", "--dp", "2", "--enable-expert-parallel"]]
+    {
+        let flags = [&["--json-schema", SCHEMA, "--num-sequences", "3"], geometry].concat();
+        assert_eq!(generate(&flags), one, "{geometry:?}");
+    }
+    // In processes of their own: the request travels, and is compiled there.
+    let processes = ["--tp", "1", "--dp", "2", "--distributed-executor-backend", "mp"];
+    let flags = [&["--json-schema", SCHEMA, "--num-sequences", "3"][..], &processes].concat();
+    assert_eq!(generate(&flags), one, "processes");
+}
+
+#[test]
+fn chat_answers_as_it_must() {
+    let dir = tempfile::tempdir().unwrap();
+    let template = dir.path().join("play.jinja");
+    std::fs::write(&template, "{{ messages[-1].content }}\n").unwrap();
+    let args = ["chat", "--chat-template", template.to_str().unwrap(), "--log", "warn"];
+    let args = [&args[..], &["--guided-choice", "Aye", "--guided-choice", "Nay"]].concat();
+    let mut command = PROGRAM.command(&args);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"Art thou there?\nAnd now?\n").unwrap();
+    let output = child.wait_with_output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let answers: Vec<&str> = text.lines().filter(|line| !line.is_empty()).collect();
+    assert!(answers.len() == 2 && answers.iter().all(|a| *a == "Aye" || *a == "Nay"), "{text:?}");
+}
+
+/// Answers of a batch by `custom_id`.
+fn batch(bodies: &[(&str, &str, Value)], flags: &[&str]) -> serde_json::Map<String, Value> {
+    let dir = tempfile::tempdir().unwrap();
+    let (input, output) = (dir.path().join("in.jsonl"), dir.path().join("out.jsonl"));
+    std::fs::write(dir.path().join("t.jinja"), "{{ messages[-1].content }}\n").unwrap();
+    let line = |(id, url, body): &(&str, &str, Value)| {
+        json!({"custom_id": id, "url": url, "body": body}).to_string() + "\n"
+    };
+    std::fs::write(&input, bodies.iter().map(line).collect::<String>()).unwrap();
+    let files = ["batch", "--input", input.to_str().unwrap(), "--output", output.to_str().unwrap()];
+    let template = dir.path().join("t.jinja");
+    PROGRAM.text(&[&files[..], &["--chat-template", template.to_str().unwrap()], flags].concat());
+    let records = std::fs::read_to_string(output).unwrap();
+    let records = records.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    records.map(|record| (record["custom_id"].as_str().unwrap().to_string(), record)).collect()
+}
+
+#[test]
+fn batch_bodies_have_all_the_names() {
+    let schema: Value = serde_json::from_str(SCHEMA).unwrap();
+    let (chat, completions) = ("/v1/chat/completions", "/v1/completions");
+    let ask = |extra: Value| {
+        let mut body = json!({"prompt": "ROMEO:\n", "messages": [{"role": "user", "content": "ROMEO:"}], "max_tokens": 100});
+        body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        body
+    };
+    let format =
+        json!({"type": "json_schema", "json_schema": {"name": "person", "strict": true, "schema": schema}});
+    let bodies = [
+        ("format", chat, ask(json!({"response_format": format}))),
+        ("json", completions, ask(json!({"guided_json": schema, "n": 2}))),
+        ("new", chat, ask(json!({"structured_outputs": {"json": schema}}))),
+        ("choice", completions, ask(json!({"guided_choice": ["Aye", "Nay"]}))),
+        ("regex", chat, ask(json!({"guided_regex": "[a-c]{5}"}))),
+        ("grammar", completions, ask(json!({"guided_grammar": "start: \"a\" | \"b\""}))),
+        ("free", completions, ask(json!({"response_format": {"type": "text"}, "max_tokens": 5}))),
+        ("two", completions, ask(json!({"guided_json": {}, "guided_regex": "a"}))),
+        ("bad regex", chat, ask(json!({"guided_regex": "a("}))),
+        (
+            "bad schema",
+            completions,
+            ask(json!({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}})),
+        ),
+        ("empty", completions, ask(json!({"structured_outputs": {"choice": []}}))),
+    ];
+    let records = batch(&bodies, &[]);
+    let text = |id: &str, choice: usize| {
+        let choice = &records[id]["response"]["body"]["choices"][choice];
+        assert_eq!(
+            (&choice["finish_reason"], &choice["stop_reason"]),
+            (&json!("stop"), &Value::Null),
+            "{id}: {choice}"
+        );
+        choice["text"].as_str().or(choice["message"]["content"].as_str()).unwrap().to_string()
+    };
+    for (id, choice) in [("format", 0), ("json", 0), ("json", 1), ("new", 0)] {
+        check(&text(id, choice));
+    }
+    assert!(["Aye", "Nay"].contains(&text("choice", 0).as_str()));
+    assert!(text("regex", 0).len() == 5 && ["a", "b"].contains(&text("grammar", 0).as_str()));
+    assert_eq!(records["free"]["response"]["body"]["choices"][0]["finish_reason"], "length");
+    for (id, param) in [
+        ("two", "guided_regex"),
+        ("bad regex", "guided_regex"),
+        ("bad schema", "response_format"),
+        ("empty", "structured_outputs"),
+    ] {
+        let error = &records[id]["error"]["error"];
+        assert_eq!(
+            (&records[id]["response"]["status_code"], &error["param"]),
+            (&json!(400), &json!(param)),
+            "{id}: {error}"
+        );
+        assert!(error["message"].as_str().unwrap().starts_with(&format!("{param}: ")), "{error}");
+    }
+    // A flag is what a body has that says nothing; the body's own wins.
+    let bodies =
+        [("flag", completions, ask(json!({}))), ("own", completions, ask(json!({"guided_choice": ["Aye"]})))];
+    let records = batch(&bodies, &["--guided-choice", "Nay", "--dp", "2"]);
+    let text = |id: &str| records[id]["response"]["body"]["choices"][0]["text"].clone();
+    assert_eq!((text("flag"), text("own")), (json!("Nay"), json!("Aye")));
+}
