@@ -34,7 +34,10 @@ fn build() -> Result<(), String> {
     let home = env::var_os("CUDA_HOME").filter(|home| !home.is_empty()).map(PathBuf::from);
     let compiler = home.as_ref().map_or_else(|| PathBuf::from("nvcc"), |home| home.join("bin/nvcc"));
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: run me through cargo")?);
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda");
+    // Of the checkout that is built, which is not always the one that this program was compiled in.
+    let manifest =
+        env::var_os("CARGO_MANIFEST_DIR").ok_or("CARGO_MANIFEST_DIR is not set: run me through cargo")?;
+    let sources = Path::new(&manifest).join("cuda");
     let kept = env::var_os("MOE_KERNELS_OBJECTS").map_or_else(|| out.join("kernels"), PathBuf::from);
     let objects = nvcc::compile_all(&compiler, &sources, &kept)
         .map_err(|e| format!("{e}\nthe feature `cuda` needs CUDA 13: set CUDA_HOME or put nvcc on PATH"))?;

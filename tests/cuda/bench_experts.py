@@ -4,7 +4,7 @@ Bytes counted: weights of the experts that the routing touches, plus token rows 
 """
 import torch
 
-from library import BF16, graph_us, routing
+from library import BF16, F32, graph_us, routing
 
 E, K, H, I = 128, 8, 2048, 768
 SETS = 4  # of 1.2 GB: a set comes back after at least 226 MB of others, also with one token
@@ -20,6 +20,7 @@ class Inputs:
         self.routes = [routing(tokens, E, K, skew) for _ in range(calls)]
         self.act = torch.empty(tokens * K, I, device="cuda", dtype=torch.bfloat16)
         self.rows = torch.empty(tokens * K, H, device="cuda", dtype=torch.float32)
+        self.short_rows = torch.empty(tokens * K, H, device="cuda", dtype=torch.bfloat16)
         self.out = torch.empty(tokens, H, device="cuda", dtype=torch.bfloat16)
         self.distinct = sum(ids.unique().numel() for ids, _ in self.routes) / calls
 
@@ -67,27 +68,36 @@ def grouped_calls(lib, inputs, only=None):
         if only in (None, "down"):
             lib.launch("moe_experts_grouped_down", *args)
         if only in (None, "combine"):
-            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, inputs.tokens, K, E, E, H, BF16)
+            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, inputs.tokens, K, E, E, H, F32, BF16)
 
     call(0, None)
     return [lambda i=i: call(i, only) for i in range(len(inputs.routes))]
 
 
-def tensor_calls(lib, inputs, only=None):
+def tensor_calls(lib, inputs, only=None, wide=False):
+    """Lists, products and sum, or a part: "list"; "products", without the sum; "alone", with lists made before; "combine"."""
     tokens, slots = inputs.tokens, inputs.tokens * K
     i32 = dict(dtype=torch.int32, device="cuda")
-    counts, listed = torch.empty(E, **i32), torch.empty(E, slots, **i32)
+    lists = [(torch.empty(E, slots, **i32), torch.empty(E, **i32)) for _ in (inputs.routes if only == "alone" else inputs.routes[:1])]
     counters = torch.zeros(lib.raw("moe_experts_tensor_counters", E), **i32)
+    launcher, rows, code = ("moe_experts_wide", inputs.short_rows, BF16) if wide else ("moe_experts_tensor", inputs.rows, F32)
+
+    def list_slots(i):
+        listed, counts = lists[i % len(lists)]
+        lib.launch("moe_any_list_slots", inputs.routes[i][0], None, slots, E, E, counts, listed)
 
     def call(i):
-        (w13, w2), (ids, weights) = inputs.weights[i % SETS], inputs.routes[i]
-        lib.launch("moe_any_list_slots", ids, None, slots, E, E, counts, listed)
-        if only == "list":
-            return
-        lib.launch("moe_experts_tensor", inputs.x, w13, w2, listed, counts, slots, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)
-        if only != "products":
-            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, BF16)
+        (w13, w2), (ids, weights), (listed, counts) = inputs.weights[i % SETS], inputs.routes[i], lists[i % len(lists)]
+        if only not in ("alone", "combine"):
+            list_slots(i)
+        if only not in ("list", "combine"):
+            lib.launch(launcher, inputs.x, w13, w2, listed, counts, slots, inputs.act, rows, counters, tokens, K, E, E, H, I)
+        if only in (None, "combine"):
+            lib.launch("moe_combine", rows, ids, weights, None, inputs.out, tokens, K, E, E, H, code, BF16)
 
+    if only == "alone":
+        for i in range(len(lists)):
+            list_slots(i)
     return [lambda i=i: call(i) for i in range(len(inputs.routes))]
 
 
@@ -105,14 +115,14 @@ def routed_calls(lib, inputs, only=None):
     def call(i):
         gate, (w13, w2) = inputs.gates[i], inputs.weights[i % SETS]
         lists = (None, None) if only == "router" else (counts, buckets)
-        lib.launch("moe_gate_route", inputs.x, gate, None, None, None, logits, ids, weights, tokens, H, E, K, 0, 0, 1, 1.0, 0.0, *lists, None)
+        lib.launch("moe_gate_route", inputs.x, gate, None, None, None, logits, ids, weights, tokens, H, E, K, 0, 0, 1, 1.0, 0.0, *lists, None, 0)
         if only == "router":
             return
         lib.launch("moe_experts_tensor", inputs.x, w13, w2, buckets, counts, tokens, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)
         if only == "norm":
-            lib.launch("moe_combine_add_rms_norm", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, BF16, residual, gain, 1e-6)
+            lib.launch("moe_combine_add_rms_norm", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, F32, BF16, residual, gain, 1e-6)
         else:
-            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, BF16)
+            lib.launch("moe_combine", inputs.rows, ids, weights, None, inputs.out, tokens, K, E, E, H, F32, BF16)
 
     return [lambda i=i: call(i) for i in range(len(inputs.gates))]
 
@@ -148,6 +158,12 @@ def variants(lib, inputs):
         found["tensor"] = tensor_calls(lib, inputs)
         found["tensor: no combine"] = tensor_calls(lib, inputs, "products")
         found["tensor: list alone"] = tensor_calls(lib, inputs, "list")
+    if tokens >= 512:
+        found["tensor: products alone"] = tensor_calls(lib, inputs, "alone")
+        found["wide"] = tensor_calls(lib, inputs, wide=True)
+        found["wide: no combine"] = tensor_calls(lib, inputs, "products", wide=True)
+        found["wide: products alone"] = tensor_calls(lib, inputs, "alone", wide=True)
+        found["wide: combine alone"] = tensor_calls(lib, inputs, "combine", wide=True)
     if tokens >= 64:
         found["grouped"] = grouped_calls(lib, inputs)
         for part in ("align", "gate_up", "down", "combine"):
@@ -173,7 +189,7 @@ def run(lib, token_counts, skews, only=None):
             for name, calls in found.items():
                 if only and name not in only:
                     continue
-                if skew and name not in ("stream", "one launch", "grouped", "tensor"):
+                if skew and name not in ("stream", "one launch", "grouped", "tensor", "wide"):
                     continue
                 if calls is None:
                     if not hasattr(inputs, "gates"):

@@ -8,7 +8,7 @@ from bench_decode import D, H, HQ, QKV, READ, VOCAB, graph_us, tensors
 from bench_layer import BATCHES, E, I, K, LAYERS, Model, Step
 from check_sampling import pack_rows
 from kernels import call, randn, u32
-from library import BF16
+from library import BF16, F32
 
 MODEL_LAYERS = 48
 CONTEXT = 256
@@ -45,7 +45,7 @@ def expert_half(step):
         return [("norm, router, experts, sum: one launch", experts + 2 * E * H, step.one_launch)]
     norm = lambda i: call("moe_add_rms_norm", step.delta, step.residual, m.gain, 1e-6, step.x, b, H)
     combine = lambda i: call("moe_combine_add_rms_norm", step.rows, step.ids, step.weights, None, step.x, b, K, E, E, H,
-                             BF16, step.residual, m.gain, 1e-6)
+                             F32, BF16, step.residual, m.gain, 1e-6)
     return [("residual + norm", 14 * b * H, norm), ("router", 2 * E * H + b * 2 * H, step.route),
             ("experts", experts, step.products), ("weighted sum + residual + norm", b * H * (4 * K + 10), combine)]
 

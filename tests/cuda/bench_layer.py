@@ -4,7 +4,7 @@ import torch
 from bench_decode import D, H, HKV, HQ, QKV, READ, Caches, asked, graph_us, tensors
 from check_layer import state_for
 from kernels import LIB, attention_splits, attention_workspace, call, randn
-from library import BF16, routing
+from library import BF16, F32, routing
 
 E, K, I, LAYERS = 128, 8, 768, 12
 BATCHES = asked(1, 2, 4, 8, 32, 64, 128, 256)
@@ -52,7 +52,7 @@ class Step:
 
     def route(self, i, counts=None, buckets=None):
         call("moe_gate_route", self.x, self.m.gate[i], None, None, None, self.logits, self.ids, self.weights, self.batch, H, E, K, 0, 0, 1,
-             1.0, 0.0, counts, buckets, None)
+             1.0, 0.0, counts, buckets, None, 0)
 
     def products(self, i):
         """Router and products, without an alignment: the router lists the slots of each expert."""
@@ -66,7 +66,7 @@ class Step:
         self.attention_tensor(i)
         call("moe_add_rms_norm", self.delta, self.residual, self.m.gain, 1e-6, self.x, self.batch, H)
         self.products(i)
-        call("moe_combine_add_rms_norm", self.rows, self.ids, self.weights, None, self.x, self.batch, K, E, E, H, BF16, self.residual,
+        call("moe_combine_add_rms_norm", self.rows, self.ids, self.weights, None, self.x, self.batch, K, E, E, H, F32, BF16, self.residual,
              self.m.gain, 1e-6)
 
     def experts(self, i):
@@ -79,7 +79,7 @@ class Step:
         args = self.x, self.m.w13[i], self.m.w2[i], *self.meta, self.act, self.rows, slots, K, E, H, I
         call("moe_experts_grouped_gate_up", *args)
         call("moe_experts_grouped_down", *args)
-        call("moe_combine", self.rows, self.ids, self.weights, None, self.out, self.batch, K, E, E, H, BF16)
+        call("moe_combine", self.rows, self.ids, self.weights, None, self.out, self.batch, K, E, E, H, F32, BF16)
 
     def one_launch(self, i):
         """Norm, router, experts and addition to the residual."""

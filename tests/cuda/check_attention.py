@@ -1,5 +1,6 @@
 """Checks of norm + RoPE + cache write and of both attention kernels against float64."""
 
+import functools
 import math
 
 import torch
@@ -160,19 +161,32 @@ def qk_norm_rope():
         out.check_guard()
 
 
-def prefill_case(heads, kv, d, block_size, chunks, window=0, pad=0):
+def hide_unwritten(paged):
+    """What no sequence has written is no number, and must not reach a result."""
+    for s, n in enumerate(paged.lengths):
+        blocks = -(-n // paged.block_size)
+        if n % paged.block_size:
+            last = int(paged.host_table[s, blocks - 1])
+            paged.k[last, :, n % paged.block_size :] = float("nan")
+            paged.v[last, :, n % paged.block_size :] = float("nan")
+
+
+def prefill_case(heads, kv, d, block_size, chunks, window=0, pad=0, kernel="moe_attention_prefill", invariant=0):
     """chunks: (start, count) of each sequence."""
     paged = Paged([s + n for s, n in chunks], kv, d, block_size)
+    if pad == 0:
+        hide_unwritten(paged)
     starts = [0]
     for _, n in chunks:
         starts.append(starts[-1] + n)
     tokens = starts[-1] + pad
     positions = [s + i for s, n in chunks for i in range(n)] + [0] * pad
     q = randn(tokens, heads, d)
-    out = Out((tokens, heads * d), torch.bfloat16)
-    call("moe_attention_prefill", q, paged.k, paged.v, u32(starts), u32(positions), paged.table, out.t, BF16, BF16,
-         tokens, len(chunks), paged.max_blocks, heads, kv, d, paged.num_blocks, block_size, d**-0.5, window, 0)
-    group, name = heads // kv, f"prefill Hq={heads} Hkv={kv} D={d} chunks={chunks} window={window}"
+    out, counters = Out((tokens, heads * d), torch.bfloat16), torch.zeros(2, dtype=torch.int32, device="cuda")
+    call(kernel, q, paged.k, paged.v, u32(starts), u32(positions), paged.table, out.t, BF16, BF16,
+         tokens, len(chunks), paged.max_blocks, heads, kv, d, paged.num_blocks, block_size, d**-0.5, window, invariant, counters)
+    assert not counters.any(), "counters are not left zero"
+    group, name = heads // kv, f"{kernel} Hq={heads} Hkv={kv} D={d} chunks={chunks} window={window}"
     for s, (start, n) in enumerate(chunks):
         if n == 0:
             continue
@@ -198,12 +212,59 @@ def prefill():
     prefill_case(32, 2, 128, 16, [(0, sized(1500, 300))], window=sized(700, 140))
 
 
+def prefill_wgmma():
+    case = functools.partial(prefill_case, kernel="moe_attention_prefill_wgmma")
+    for invariant in (0, 1):
+        case(32, 4, 128, 16, [(0, 200)], invariant=invariant)
+        case(32, 4, 128, 16, [(0, 1), (7, 65), (0, 0), (130, 1), (64, 64), (0, 8), (0, 9), (3, 17)], pad=9, invariant=invariant)
+        case(8, 2, 128, 8, [(i * 3, 1 + i % 45) for i in range(70)], pad=1, invariant=invariant)
+        case(8, 8, 64, 64, [(100, 33), (0, 129), (1000, 256)], invariant=invariant)
+    for block_size in sized((8, 32, 64, 128, 256), (8, 128)):
+        case(32, 4, 128, block_size, [(77, sized(1000, 140)), (0, 128), (0, 127), (128, 1)])
+        case(6, 1, 64, block_size, [(0, 300), (513, 130)])
+    for window in (1, 20, 128, 129, 300):
+        case(12, 4, 128, 16, [(100, 333), (0, 129)], window=window)
+        case(16, 2, 64, 32, [(0, 700)], window=window)
+    case(5, 1, 64, 16, [(500, 3)], window=1, pad=300)
+    case(32, 2, 128, 16, [(0, sized(1500, 300))], window=sized(700, 140))
+    case(32, 4, 128, 16, [(sized(5000, 300), sized(2100, 200))])
+
+
+def prefill_wgmma_rows_do_not_depend_on_their_step():
+    """The rows of a prompt in one step, in chunks, and beside another sequence: the same bits."""
+    heads, kv, d, count = 32, 4, 128, 700
+    counters = torch.zeros(2, dtype=torch.int32, device="cuda")
+    paged, q = Paged([count, 300], kv, d, 16), randn(count, heads, d)
+
+    def run(chunks, rows, invariant):
+        starts = [0]
+        for _, _, n in chunks:
+            starts.append(starts[-1] + n)
+        positions = [s + i for _, s, n in chunks for i in range(n)]
+        tables = paged.table[[s for s, _, _ in chunks]].contiguous()
+        out = torch.empty(starts[-1], heads * d, dtype=torch.bfloat16, device="cuda")
+        call("moe_attention_prefill_wgmma", rows, paged.k, paged.v, u32(starts), u32(positions), tables, out, BF16, BF16,
+             starts[-1], len(chunks), paged.max_blocks, heads, kv, d, paged.num_blocks, 16, d**-0.5, 0, invariant, counters)
+        return out
+
+    whole = run([(0, 0, count)], q, 1)
+    parts = [run([(0, at, min(n, count - at))], q[at : at + n].contiguous(), 1) for at, n in ((0, 1), (1, 130), (131, 400), (531, 169))]
+    assert torch.equal(torch.cat(parts), whole), "chunks of a prompt have other bits"
+    other = randn(300, heads, d)
+    both = run([(1, 0, 300), (0, 0, count)], torch.cat([other, q]), 1)
+    assert torch.equal(both[300:], whole), "a prompt beside another has other bits"
+    assert torch.equal(run([(0, 0, count)], q, 0), whole), "a prompt alone has other bits without batch invariance"
+
+
 def refusals():
     x, i = randn(1, 64, dtype=torch.float32), u32([0])
     assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 96, 16, 1.0, 0, 1)
     assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 64, 16, 1.0, 0, 3)
-    assert refuses("moe_attention_prefill", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 3, 2, 64, 1, 16, 1.0, 0, 0)
-    assert refuses("moe_attention_prefill", x, x, x, i, i, i, x, F32, F32, 1, 1, 1, 2, 2, 64, 1, 16, 1.0, 0, 0)
+    assert refuses("moe_attention_prefill", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 3, 2, 64, 1, 16, 1.0, 0, 0, x)
+    assert refuses("moe_attention_prefill", x, x, x, i, i, i, x, F32, F32, 1, 1, 1, 2, 2, 64, 1, 16, 1.0, 0, 0, x)
+    for block_size in (7, 12, 96, 192):
+        assert refuses("moe_attention_prefill_wgmma", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 2, 2, 64, 1, block_size, 1.0, 0, 0, x)
+    assert refuses("moe_attention_prefill_wgmma", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 2, 2, 96, 1, 16, 1.0, 0, 0, x)
 
 
-CHECKS = [decode, qk_norm_rope, prefill, refusals]
+CHECKS = [decode, qk_norm_rope, prefill, prefill_wgmma, prefill_wgmma_rows_do_not_depend_on_their_step, refusals]

@@ -42,10 +42,11 @@ def bench(names):
     import bench_decode
     import bench_kernels
     import bench_layer
+    import bench_prefill
 
     rows = []
     print(torch.cuda.get_device_name(0), flush=True)
-    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES:
+    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES:
         if not names or run.__name__ in names:
             try:
                 run(rows)

@@ -11,65 +11,18 @@ import os
 
 import torch
 
-from library import Library, ids_back, ids_tensor, poison, rel_error, sized
-from library import BF16, F32, NO_EXPERT
+from library import Library, ids_back, poison, sized
+from library import BF16, F32
+from expert_cases import SHAPES, Case, cases, counters_for, expect_close, list_slots, with_padding
 import bench_experts
+import check_wide
 
-# E, K, H, I: the Qwen3-30B-A3B shape, then small and uneven ones.
-FULL = [(128, 8, 2048, 768), (8, 2, 64, 64), (16, 4, 320, 192), (60, 6, 1024, 448), (5, 1, 576, 1344), (40, 3, 128, 2560), (12, 4, 4096, 1536)]
-SHAPES = sized(FULL, [(8, 2, 64, 64), (5, 1, 320, 192)])
-CHECKS = []
+CHECKS = [*check_wide.CHECKS]
 
 
 def check(function):
     CHECKS.append(function)
     return function
-
-
-class Case:
-    """Random weights, rows and routing of one shape, and the float64 answer."""
-
-    def __init__(self, tokens, shape, ids=None, expert_map=None, local=None):
-        self.tokens, (self.experts, self.top_k, self.hidden, self.inter) = tokens, shape
-        self.local = self.experts if local is None else local
-        self.map = expert_map
-        bf16 = dict(device="cuda", dtype=torch.bfloat16)
-        self.x = torch.randn(tokens, self.hidden, **bf16)
-        self.w13 = torch.randn(self.local, 2 * self.inter, self.hidden, **bf16) / self.hidden**0.5
-        self.w2 = torch.randn(self.local, self.hidden, self.inter, **bf16) / self.inter**0.5
-        if ids is None:
-            ids = torch.rand(tokens, self.experts, device="cuda").topk(self.top_k, -1).indices
-        self.ids = ids_tensor(ids)
-        self.weights = torch.softmax(torch.randn(tokens, self.top_k, device="cuda"), -1)
-
-    def local_ids(self):
-        """Local expert of each slot, -1 for none."""
-        ids = ids_back(self.ids).flatten()
-        table = torch.arange(self.experts, device="cuda") if self.map is None else self.map.to(torch.int64)
-        return torch.where(ids < self.experts, table[ids.clamp(max=self.experts - 1)], -1)
-
-    def reference(self):
-        """Slot rows (f64, NaN where no expert) and token rows; activations rounded to bf16 as the kernels do."""
-        local = self.local_ids()
-        rows = torch.full((local.numel(), self.hidden), float("nan"), dtype=torch.float64, device="cuda")
-        for e in local.unique().tolist():
-            if e < 0:
-                continue
-            slots = (local == e).nonzero().flatten()
-            both = self.x[slots // self.top_k].double() @ self.w13[e].double().T
-            gate, up = both.split(self.inter, -1)
-            act = (gate * torch.sigmoid(gate) * up).to(torch.bfloat16)
-            rows[slots] = act.double() @ self.w2[e].double().T
-        weighted = rows.nan_to_num(0.0).view(self.tokens, self.top_k, self.hidden) * self.weights.double()[..., None]
-        return rows, weighted.sum(1)
-
-    def buffers(self):
-        slots = self.tokens * self.top_k
-        act = poison(slots, self.inter, dtype=torch.bfloat16)
-        return act, poison(slots, self.hidden, dtype=torch.float32), poison(self.tokens, self.hidden, dtype=torch.bfloat16)
-
-    def sizes(self):
-        return self.tokens, self.top_k, self.experts, self.local, self.hidden, self.inter
 
 
 def flags_for(lib, slots, local):
@@ -109,86 +62,23 @@ def run_grouped(lib, case):
     args = case.x, case.w13, case.w2, *meta, act, rows, tokens * top_k, top_k, local, hidden, inter
     lib.launch("moe_experts_grouped_gate_up", *args)
     lib.launch("moe_experts_grouped_down", *args)
-    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, BF16)
+    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, F32, BF16)
     exact = poison(*out.shape, dtype=torch.float32)
-    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, exact, tokens, top_k, experts, local, hidden, F32)
+    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, exact, tokens, top_k, experts, local, hidden, F32, F32)
     assert torch.equal(exact.to(torch.bfloat16), out), "combine: f32 token rows, rounded, are not the bf16 ones"
     return rows, out
-
-
-def counters_for(lib, local):
-    return torch.zeros(lib.raw("moe_experts_tensor_counters", local), dtype=torch.int32, device="cuda")
 
 
 def run_tensor(lib, case, buckets=False):
     """The one launch on warpgroup products, over listed slots or with each expert's slots in a bucket, shuffled."""
     act, rows, out = case.buffers()
     tokens, top_k, experts, local, hidden, inter = case.sizes()
-    slots, counters = tokens * top_k, counters_for(lib, local)
-    if buckets:
-        listed, counts = poison(local, tokens, dtype=torch.int32), counters[lib.raw("moe_experts_tensor_counts") :]
-        places = tokens
-        of_slot = case.local_ids()
-        for e in of_slot.unique().tolist():
-            mine = (of_slot == e).nonzero().flatten()
-            if e >= 0:
-                listed[e, : mine.numel()] = mine[torch.randperm(mine.numel(), device="cuda")].to(torch.int32)
-                counts[e] = mine.numel()
-    else:
-        counts, listed, places = poison(local, dtype=torch.int32), poison(local, slots, dtype=torch.int32), slots
-        lib.launch("moe_any_list_slots", case.ids, case.map, slots, experts, local, counts, listed)
+    counters = counters_for(lib, local)
+    listed, counts, places = list_slots(lib, case, counters, buckets)
     lib.launch("moe_experts_tensor", case.x, case.w13, case.w2, listed, counts, places, act, rows, counters, tokens, top_k, experts, local, hidden, inter)
-    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, BF16)
+    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, F32, BF16)
     assert (counters == 0).all(), "tensor: counters are not left zero"
     return rows, out
-
-
-def expect_close(name, case, got):
-    rows, out = got
-    ref_rows, ref_out = case.reference()
-    present = case.local_ids() >= 0
-    assert rows[~present].isnan().all(), f"{name}: rows of absent slots were written"
-    if present.any():
-        error = rel_error(rows[present], ref_rows[present])
-        assert error < 5e-4, f"{name}: slot rows are off by {error}"
-    error = rel_error(out, ref_out) if present.any() else out.float().abs().max().nan_to_num(1.0).item()
-    assert error < 4e-3, f"{name}: token rows are off by {error}"
-    return error
-
-
-def with_padding(case):
-    """The last rows are padding, and some slots of the others are absent."""
-    ids = ids_back(case.ids)
-    ids[-max(1, case.tokens // 4) :] = NO_EXPERT
-    ids[torch.rand(ids.shape, device="cuda") < 0.2] = NO_EXPERT
-    case.ids = ids_tensor(ids)
-    return case
-
-
-def half_map(experts):
-    """Every other expert lives here, in reversed order; the rest is elsewhere."""
-    table = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
-    here = torch.arange(0, experts, 2, device="cuda").flip(0)
-    table[here] = torch.arange(here.numel(), dtype=torch.int32, device="cuda")
-    return table, here.numel()
-
-
-def cases(token_counts):
-    """(name, case) over shapes and the situations that break kernels."""
-    for shape in SHAPES:
-        for tokens in token_counts:
-            yield f"{shape} T={tokens}", Case(tokens, shape)
-        tokens = token_counts[-1]
-        yield f"{shape} T={tokens} padding", with_padding(Case(tokens, shape))
-        yield f"{shape} all padding", Case(3, shape, ids=torch.full((3, shape[1]), NO_EXPERT))
-        table, local = half_map(shape[0])
-        yield f"{shape} T={tokens} expert_map", Case(tokens, shape, expert_map=table, local=local)
-        ids = torch.rand(tokens, shape[0]).topk(shape[1], -1).indices
-        ids[ids == shape[0] - 1] = 0
-        ids[:, 0] = shape[0] - 1
-        yield f"{shape} T={tokens} overloaded", Case(tokens, shape, ids=ids)
-        ids[:, -1] = shape[0] + 7
-        yield f"{shape} T={tokens} ids out of range", Case(tokens, shape, ids=ids)
 
 
 @check
@@ -330,9 +220,9 @@ def combine_with_norm_is_combine_then_norm(lib):
         residual, gain = torch.randn(tokens, hidden, device="cuda"), torch.randn(hidden, device="cuda", dtype=torch.bfloat16)
         sums, want, got = residual.clone(), torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16), residual.clone()
         delta, out = poison(tokens, hidden, dtype=torch.float32), poison(tokens, hidden, dtype=torch.bfloat16)
-        lib.launch("moe_combine", rows, case.ids, case.weights, None, delta, tokens, top_k, experts, local, hidden, F32)
+        lib.launch("moe_combine", rows, case.ids, case.weights, None, delta, tokens, top_k, experts, local, hidden, F32, F32)
         lib.launch("moe_add_rms_norm", delta, sums, gain, 1e-6, want, tokens, hidden)
-        lib.launch("moe_combine_add_rms_norm", rows, case.ids, case.weights, None, out, tokens, top_k, experts, local, hidden, BF16, got, gain, 1e-6)
+        lib.launch("moe_combine_add_rms_norm", rows, case.ids, case.weights, None, out, tokens, top_k, experts, local, hidden, F32, BF16, got, gain, 1e-6)
         assert torch.equal(got, sums) and torch.equal(out, want), f"{shape} T={tokens}: combine with norm differs"
 
 

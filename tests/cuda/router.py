@@ -13,7 +13,7 @@ from library import Library, NO_EXPERT, graph_us, ids_back, poison, rel_error, s
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 # T, H, E, K
 FULL = [(1, 2048, 128, 8), (3, 64, 5, 2), (70, 320, 60, 6), (9, 1024, 200, 4), (130, 7168, 256, 8), (33, 512, 384, 8),
-        (12, 128, 1000, 32), (1, 64, 1, 1), (1024, 2048, 128, 8)]
+        (12, 128, 1000, 32), (1, 64, 1, 1), (1024, 2048, 128, 8), (513, 320, 60, 6), (700, 1024, 200, 4), (1030, 512, 384, 8), (600, 128, 1000, 32)]
 SHAPES = sized(FULL, [(3, 64, 5, 2), (19, 320, 60, 6), (5, 128, 1000, 32), (1, 64, 1, 1)])
 
 
@@ -31,7 +31,7 @@ def run(lib, x, gate, top_k, scoring="softmax", bias=None, gate_bias=None, raw=F
     ids, weights = poison(tokens, top_k, dtype=torch.int32), poison(tokens, top_k, dtype=torch.float32)
     lib.launch("moe_gate_route", x, gate, gate_bias, bias, valid, logits, ids, weights, tokens, x.shape[1],
                experts, top_k, SCORINGS.index(scoring), int(raw), int(renormalize), scale, cap, counts := torch.zeros(experts, dtype=torch.int32, device="cuda"),
-               buckets := poison(experts, tokens, dtype=torch.int32), None)
+               buckets := poison(experts, tokens, dtype=torch.int32), None, 0)
     check_buckets(ids_back(ids), counts, buckets)
     return logits, ids_back(ids), weights
 
@@ -88,8 +88,8 @@ def check_shapes(lib):
                 expect_same_choice(name, logits, ids, weights, top_k, **how)
 
 
-def check_ties_and_padding(lib):
-    x = torch.randn(20, 256, device="cuda", dtype=torch.bfloat16)
+def check_ties_and_padding(lib, tokens=20):
+    x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
     gate = torch.randn(1, 256, device="cuda", dtype=torch.bfloat16).expand(96, 256).contiguous()
     valid = torch.tensor([13], dtype=torch.int32, device="cuda")
     _, ids, weights = run(lib, x, gate, 6, valid=valid)
@@ -98,23 +98,27 @@ def check_ties_and_padding(lib):
     assert (ids[13:] == NO_EXPERT).all() and (weights[13:] == 0).all(), "padding rows have experts"
 
 
+def check_ties_and_padding_of_a_prompt(lib):
+    check_ties_and_padding(lib, 600)
+
+
 def check_refusals(lib):
     none = [None] * 8
     for hidden, experts, top_k, scoring in ((96, 8, 2, 0), (64, 1025, 2, 0), (64, 8, 9, 0), (64, 64, 33, 0), (64, 8, 2, 3)):
-        assert lib.refused("moe_gate_route", *none, 1, hidden, experts, top_k, scoring, 0, 1, 1.0, 0.0, None, None, None), (hidden, experts, top_k)
+        assert lib.refused("moe_gate_route", *none, 1, hidden, experts, top_k, scoring, 0, 1, 1.0, 0.0, None, None, None, 0), (hidden, experts, top_k)
 
 
-CHECKS = [check_shapes, check_ties_and_padding, check_refusals]
+CHECKS = [check_shapes, check_ties_and_padding, check_ties_and_padding_of_a_prompt, check_refusals]
 
 
 def bench(lib):
     gates = [torch.randn(128, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(512)]
     print(f"{'router, T':<12} {'us':>8}")
-    for tokens in (1, 8, 32, 64, 128, 256, 1024):
+    for tokens in (1, 8, 32, 64, 128, 256, 512, 1024, 4096, 8192, 32768):
         x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
         logits = torch.empty(tokens, 128, device="cuda")
         ids, weights = torch.empty(tokens, 8, device="cuda", dtype=torch.int32), torch.empty(tokens, 8, device="cuda")
-        call = lambda g: lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0, None, None, None)
+        call = lambda g: lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0, None, None, None, 0)
         print(f"{tokens:<12} {graph_us([lambda g=g: call(g) for g in gates]):>8.2f}")
 
 

@@ -150,8 +150,9 @@ fn attention_agrees_on_mixed_steps() {
 #[test]
 fn attention_agrees_on_decoding_prefill_and_nothing() {
     let mut rng = Rng::new();
-    let steps: [(Vec<Sequence>, usize); 5] = [
+    let steps: [(Vec<Sequence>, usize); 6] = [
         (vec![(0, 150)], 0),
+        (vec![(0, 300), (130, 70), (9, 1), (0, 2)], 2),
         (vec![(7, 1), (0, 1), (129, 1), (1000, 1), (63, 1), (64, 1)], 0),
         (vec![(5, 40), (200, 40)], 0),
         (vec![], 4),

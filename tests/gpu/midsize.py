@@ -1,10 +1,10 @@
 """Parity of a mid-size random model with transformers on the same GPU.
 
-  python midsize.py BINARY [--dir /tmp/midsize]
+  python midsize.py BINARY [--dir /tmp/midsize] [--prompts 1,17,1023,4097,20000]
 
 Makes a Qwen3-MoE checkpoint of 3.1 GB in bf16, runs it through transformers on the GPU (f32 with
-exact products, then bf16 for the noise), and through BINARY on the same GPU in f32 and bf16.
-Prints a row per dtype; exit code 1 if one fails.
+exact products, then bf16 for the noise), and through BINARY on the same GPU: 4 sequences of 96 tokens in f32 and
+bf16, then one prompt of each length in bf16, whose logits are compared. Prints a row per run; exit code 1 if one fails.
 """
 import argparse
 import json
@@ -22,7 +22,7 @@ import make_reference  # noqa: E402
 CONFIG = dict(
     vocab_size=32768, hidden_size=1024, intermediate_size=2048, moe_intermediate_size=512, num_hidden_layers=14,
     num_attention_heads=16, num_key_value_heads=4, head_dim=128, num_experts=64, num_experts_per_tok=8,
-    norm_topk_prob=True, max_position_embeddings=4096, rope_theta=1000000.0, tie_word_embeddings=False,
+    norm_topk_prob=True, max_position_embeddings=32768, rope_theta=1000000.0, tie_word_embeddings=False,
 )
 
 
@@ -37,33 +37,64 @@ def make_checkpoint(folder):
     torch.cuda.empty_cache()
 
 
+def reference_of(folder, ids, generate):
+    """Of 4 sequences of 96 tokens, with hidden states and a greedy continuation."""
+    return {name: t.cpu() for name, t in make_reference.make_reference(folder, ids, generate).items()}
+
+
+@torch.no_grad()
+def logits_of(folder, dtype, prompts):
+    """Logits of each prompt, on the host: scores of long prompts as a whole would not fit, so fused attention."""
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager").to("cuda").eval()
+    found = [model(ids, use_cache=False).logits.float().cpu() for ids in prompts]
+    del model
+    torch.cuda.empty_cache()
+    return found
+
+
+def prompt_references(folder, lengths):
+    """(length, tensors) of one prompt each."""
+    prompts = [make_reference.random_ids(CONFIG["vocab_size"], 1, n, n).to("cuda") for n in lengths]
+    exact, rounded = (logits_of(folder, dtype, prompts) for dtype in (torch.float32, torch.bfloat16))
+    for n, ids, want, got in zip(lengths, prompts, exact, rounded):
+        noise = make_reference.bf16_noise({"logits": got.to("cuda")}, {"logits": want.to("cuda")})
+        yield n, {"logits": want, "input_ids": ids.cpu(), "bf16_noise": torch.tensor([noise])}
+
+
+def passes(binary, folder, tensors, dtype, name):
+    """Runs BINARY against a reference and prints a row."""
+    reference, out = folder / "reference.safetensors", folder / "result.json"
+    out.unlink(missing_ok=True)
+    save_file(tensors, reference)
+    command = [binary, "parity", "--model", folder, "--reference", reference, "--device", "cuda"]
+    run = subprocess.run([*command, "--dtype", dtype, "--json", out], capture_output=True, text=True)
+    result = json.loads(out.read_text()) if out.exists() else {}
+    keys = ["relative_error", "argmax_agreement", "generated_match", "router_topk_agreement", "passed"]
+    noise = tensors["bf16_noise"].item()
+    print(name, dtype, {key: result[key] for key in keys if key in result}, f"bf16_noise of transformers {noise:.2e}", flush=True)
+    if run.returncode != 0:
+        print(run.stderr[-600:])
+    return run.returncode == 0
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("binary")
     parser.add_argument("--dir", type=Path, default=Path("/tmp/midsize"))
+    parser.add_argument("--prompts", default="1,17,1023,4097,20000")
     args = parser.parse_args()
     make_checkpoint(args.dir)
     on_host = make_reference.load
     make_reference.load = lambda folder, dtype: on_host(folder, dtype).to("cuda")
     ids = make_reference.random_ids(CONFIG["vocab_size"], 4, 96, 0).to("cuda")
-    tensors = {name: t.cpu() for name, t in make_reference.make_reference(args.dir, ids, 32).items()}
-    reference = args.dir / "reference.safetensors"
-    save_file(tensors, reference)
+    tensors = reference_of(args.dir, ids, 32)
     torch.cuda.empty_cache()
-    noise, failed = tensors["bf16_noise"].item(), 0
     gigabytes = sum(f.stat().st_size for f in args.dir.glob("model*.safetensors")) / 1e9
-    print(f"mid-size model of {gigabytes:.1f} GB, bf16_noise of transformers {noise:.2e}")
-    for dtype in ["f32", "bf16"]:
-        out = args.dir / f"{dtype}.json"
-        command = [args.binary, "parity", "--model", args.dir, "--reference", reference, "--device", "cuda"]
-        run = subprocess.run([*command, "--dtype", dtype, "--json", out], capture_output=True, text=True)
-        result = json.loads(out.read_text()) if out.exists() else {}
-        keys = ["relative_error", "argmax_agreement", "generated_match", "router_topk_agreement", "passed"]
-        print(dtype, {key: result.get(key) for key in keys})
-        if run.returncode != 0:
-            failed += 1
-            print(run.stderr[-600:])
-    return failed > 0
+    print(f"mid-size model of {gigabytes:.1f} GB")
+    passed = [passes(args.binary, args.dir, tensors, dtype, "4 x 96 tokens") for dtype in ("f32", "bf16")]
+    for n, tensors in prompt_references(args.dir, [int(n) for n in args.prompts.split(",") if n]):
+        passed.append(passes(args.binary, args.dir, tensors, "bf16", f"prompt of {n}"))
+    return not all(passed)
 
 
 if __name__ == "__main__":

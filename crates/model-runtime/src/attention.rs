@@ -307,6 +307,7 @@ impl SelfAttention for Attention {
             num_heads,
             head_dim,
             dtype: self.weights.qkv.dtype(),
+            block_size: None,
             aligned: true,
         };
         let (qkv, o): (&[&str], &[&str]) =

@@ -35,9 +35,11 @@ struct PagedAttentionArgs {
   void* out;                        // [tokens, heads * head_dim] of `dtype`
   Dtype dtype, q_dtype;
   int tokens, sequences, max_blocks, heads, kv_heads, head_dim, num_blocks, block_size;
-  float scale;    // of the scores
-  int window;     // positions that a row sees, itself included; 0 = all
-  int invariant;  // whether a row's bits must not depend on `tokens` and `sequences`
+  float scale;         // of the scores
+  int window;          // positions that a row sees, itself included; 0 = all
+  int invariant;       // whether a row's bits must not depend on `tokens` and `sequences`
+  uint32_t* counters;  // [2] zero before the first use, of moe_attention_prefill_wgmma; launches that share it must not
+                       // overlap
 };
 
 /// One new token per sequence, from qkv to attention. A row with slot u32::MAX is padding: zeros out, nothing written.
@@ -68,5 +70,6 @@ struct AttentionDecodeArgs {
 extern "C" int moe_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* stream);
 extern "C" int moe_any_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* stream);
 extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* stream);
+extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* stream);

@@ -1,62 +1,19 @@
 // Causal attention over the paged KV cache for any mix of prompt, chunk and decode rows; grouped heads.
 //
-// Floor: 4 D FLOP per query head and visible position over 790 TFLOP/s. This version is for correctness on every
-// path first: mma.sync on tiles of 64 rows x 64 positions (FlashAttention-2's loop), two cp.async stages. It rereads KV
-// out of L2 once per 64 rows.
-//
-// The rows of a tile are (token, head) pairs of one sequence under one KV head, token by token, so that a group's
-// heads share every key: with 8 heads per KV head a tile is 8 tokens. Which tile a block takes is found on the device
-// from query_start_loc: one captured launch serves any division of its rows into sequences.
+// Floor: 4 D FLOP per query head and visible position over 790 TFLOP/s. This kernel is for few rows of a sequence, for
+// cards before Hopper and for odd block sizes: mma.sync on tiles of 64 rows x 64 positions (FlashAttention-2's loop),
+// two cp.async stages. It rereads KV out of L2 once per 64 rows.
 #include <cmath>
 
-#include "attention/head.cuh"
+#include "attention/prefill.cuh"
 
-namespace moe {
+namespace moe::attention_prefill {
 namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kTile = 64;  // rows, and positions
 constexpr int kStages = 2;
-
-struct Args {
-  const bf16* q;
-  KvCache cache;
-  const uint32_t* query_start_loc;
-  const uint32_t* positions;
-  const uint32_t* block_tables;
-  int max_blocks;
-  bf16* out;
-  int tokens, sequences, heads;
-  float scale;  // times log2 e
-  int window;
-};
-
-/// What a block works on; `sequence` is -1 for the blocks beyond the last tile, with their number in `tile`.
-struct Tile {
-  int sequence, tile, extra;  // extra: how many such blocks there are
-};
-
-/// By one warp: walks the sequences, 32 at a time.
-__device__ __forceinline__ Tile find_tile(const Args& a, int group) {
-  const int lane = threadIdx.x % 32, wanted = blockIdx.x;
-  int before = 0;
-  for (int first = 0; first < a.sequences; first += 32) {
-    const int s = first + lane;
-    int tiles = 0;
-    if (s < a.sequences)
-      tiles = ceil_div(static_cast<int>(a.query_start_loc[s + 1] - a.query_start_loc[s]) * group, kTile);
-    uint32_t total;
-    const int start = before + static_cast<int>(warp_exclusive_sum(tiles, &total));
-    const uint32_t hit = __ballot_sync(0xffffffffu, wanted >= start && wanted < start + tiles);
-    if (hit != 0) {
-      const int at = __ffs(hit) - 1;
-      return {first + at, wanted - __shfl_sync(0xffffffffu, start, at), 0};
-    }
-    before += static_cast<int>(total);
-  }
-  return {-1, wanted - before, static_cast<int>(gridDim.x) - before};
-}
 
 /// 64 positions of K and V to shared memory; those not below `end` become zeros.
 template <int D>
@@ -150,14 +107,8 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(Args a) {
   pdl_launch_dependents();
   pdl_wait();
   const int group = a.heads / a.cache.heads, kv_head = blockIdx.y;
-  const Tile tile = find_tile(a, group);
-  if (tile.sequence < 0) {
-    for (int token = a.query_start_loc[a.sequences] + tile.tile; token < a.tokens; token += tile.extra) {
-      bf16* row = a.out + (static_cast<size_t>(token) * a.heads + kv_head * group) * D;
-      for (int i = threadIdx.x; i < group * D; i += kThreads) row[i] = __float2bfloat16_rn(0.f);
-    }
-    return;
-  }
+  const Tile tile = find_tile<kTile>(a, group, blockIdx.x);
+  if (tile.sequence < 0) return zero_padding(a, tile.tile, tile.extra, kv_head * group * D, group * D, a.heads * D);
   const int first_token = a.query_start_loc[tile.sequence];
   const int rows = static_cast<int>(a.query_start_loc[tile.sequence + 1] - first_token) * group;
   const int first = tile.tile * kTile;  // of the sequence's (token, head) rows
@@ -216,36 +167,75 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(Args a) {
   }
 }
 
+template <int D>
+cudaError_t run(const Args& a, void* stream) {
+  const int64_t tiles = max_tiles(a, kTile);
+  if (tiles > 0x7fffffff) return cudaErrorInvalidValue;
+  const Launch l = {dim3(static_cast<unsigned>(tiles), a.cache.heads), dim3(kThreads), stream,
+                    static_cast<size_t>(kTile * D * 2) * (1 + 2 * kStages)};
+  return launch(prefill_kernel<D>, l, a);
+}
+
+cudaError_t launch_mma(const Args& a, int head_dim, void* stream) {
+  return head_dim == 128 ? run<128>(a, stream) : run<64>(a, stream);
+}
+
+bool valid(const PagedAttentionArgs& c) {
+  return c.tokens >= 0 && c.sequences >= 0 && c.kv_heads > 0 && c.kv_heads <= 65535 && c.heads > 0 &&
+         c.heads % c.kv_heads == 0 && (c.head_dim == 64 || c.head_dim == 128) && c.block_size > 0 && c.window >= 0 &&
+         c.dtype == Dtype::kBf16 && c.q_dtype == Dtype::kBf16;
+}
+
+Args args_of(const PagedAttentionArgs& c) {
+  return {static_cast<const bf16*>(c.q),
+          cache_of(c.k_cache, c.v_cache, c.kv_heads, c.block_size),
+          c.query_start_loc,
+          c.positions,
+          c.block_tables,
+          c.max_blocks,
+          static_cast<bf16*>(c.out),
+          c.tokens,
+          c.sequences,
+          c.heads,
+          c.scale * kLog2E,
+          c.window,
+          0,
+          INT32_MAX,
+          c.counters,
+          false};
+}
+
 }  // namespace
-}  // namespace moe
+}  // namespace moe::attention_prefill
 
 /// out = attention of q over the cache, bf16. head_dim is 64 or 128.
 extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* stream) {
-  using namespace moe;
-  const PagedAttentionArgs& c = *args;
-  if (c.tokens < 0 || c.sequences < 0 || c.kv_heads <= 0 || c.kv_heads > 65535 || c.heads <= 0 ||
-      c.heads % c.kv_heads != 0 || c.block_size <= 0 || c.window < 0 || c.dtype != Dtype::kBf16 ||
-      c.q_dtype != Dtype::kBf16)
+  using namespace moe::attention_prefill;
+  if (!valid(*args)) return cudaErrorInvalidValue;
+  if (args->tokens == 0) return cudaSuccess;
+  return launch_mma(args_of(*args), args->head_dim, stream);
+}
+
+/// The same on Hopper. block_size is 8, 16, 32, 64 or a multiple of 128, and the cache has less than 2^31 rows.
+/// Sequences with few rows take the kernel of moe_attention_prefill, unless a row's bits must not depend on how many
+/// they are.
+extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, void* stream) {
+  using namespace moe::attention_prefill;
+  const moe::PagedAttentionArgs& c = *args;
+  const bool pages = c.block_size % 128 == 0 || (c.block_size >= 8 && 128 % c.block_size == 0);
+  if (!valid(c) || !pages || c.counters == nullptr ||
+      static_cast<int64_t>(c.num_blocks) * c.kv_heads * c.block_size > INT32_MAX)
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  const Args a = {static_cast<const bf16*>(c.q),
-                  cache_of(c.k_cache, c.v_cache, c.kv_heads, c.block_size),
-                  c.query_start_loc,
-                  c.positions,
-                  c.block_tables,
-                  c.max_blocks,
-                  static_cast<bf16*>(c.out),
-                  c.tokens,
-                  c.sequences,
-                  c.heads,
-                  c.scale * kLog2E,
-                  c.window};
-  // At most one tile per sequence is not full; one block more so that somebody zeroes padding rows.
-  const int64_t tiles = static_cast<int64_t>(c.tokens) * (c.heads / c.kv_heads) / kTile + c.sequences + 1;
-  if (tiles > 0x7fffffff) return cudaErrorInvalidValue;
-  const Launch l = {dim3(static_cast<unsigned>(tiles), c.kv_heads), dim3(kThreads), stream,
-                    static_cast<size_t>(kTile * c.head_dim * 2) * (1 + 2 * kStages)};
-  if (c.head_dim == 128) return launch(prefill_kernel<128>, l, a);
-  if (c.head_dim == 64) return launch(prefill_kernel<64>, l, a);
-  return cudaErrorInvalidValue;
+  Args a = args_of(c);
+  // Keys and values of the step, if it has no other, in half of L2: then all KV heads may be there at once.
+  a.heads_together = static_cast<int64_t>(c.tokens) * c.kv_heads * c.head_dim * 4 <= 24 << 20;
+  const int group = c.heads / c.kv_heads;
+  if (c.invariant || c.sequences <= 1) return launch_wgmma(a, c.head_dim, c.num_blocks, stream);
+  if (static_cast<int64_t>(c.tokens) * group <= kTile) return launch_mma(a, c.head_dim, stream);
+  a.least = kTile + 1;
+  const cudaError_t e = launch_wgmma(a, c.head_dim, c.num_blocks, stream);
+  if (e != cudaSuccess) return e;
+  a.least = 0, a.most = kTile;
+  return launch_mma(a, c.head_dim, stream);
 }

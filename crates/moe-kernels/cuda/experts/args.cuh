@@ -34,6 +34,7 @@ struct ExpertsStreamArgs {
   Output output;  // kF32 or kBf16
 };
 
+/// Of both products over listed slots, which moe_experts_wide rounds.
 struct ExpertsTensorArgs {
   const __nv_bfloat16* x;    // [T, H]
   const __nv_bfloat16* w13;  // [E, 2 I, H]: gate rows, then up rows
@@ -42,7 +43,7 @@ struct ExpertsTensorArgs {
   const uint32_t* counts;    // [E] how many they are
   int bucket;
   __nv_bfloat16* act;  // scratch [T K, I]
-  float* slot_rows;    // out [T K, H]
+  void* slot_rows;     // out [T K, H]: f32, of moe_experts_wide bf16
   uint32_t* counters;  // [moe_experts_tensor_counters] zeroed once; launches that share it must not overlap
   int tokens, top_k;
   int num_ids;  // experts of all ranks, of which num_local are here
@@ -65,12 +66,13 @@ struct ExpertsGroupedArgs {
 };
 
 struct CombineArgs {
-  const float* slot_rows;  // [T K, H] unweighted; rows of slots without a local expert may hold anything
+  const void* slot_rows;  // [T K, H] unweighted; rows of slots without a local expert may hold anything
   const uint32_t* topk_ids;
   const float* topk_weights;
   const int32_t* expert_map;  // these three as in ExpertsStreamArgs
   void* out;                  // [T, H]
   int tokens, top_k, num_ids, num_local, hidden;
+  Dtype rows;     // of slot_rows: kF32 or kBf16
   Output output;  // kF32 or kBf16
 };
 
@@ -80,6 +82,7 @@ extern "C" int moe_align_tokens(const moe::AlignTokensArgs* args, void* stream);
 extern "C" int moe_experts_stream(const moe::ExpertsStreamArgs* args, void* stream);
 extern "C" int moe_experts_stream_planned(const moe::ExpertsStreamArgs* args, int pass, int chunk, void* stream);
 extern "C" int moe_experts_tensor(const moe::ExpertsTensorArgs* args, void* stream);
+extern "C" int moe_experts_wide(const moe::ExpertsTensorArgs* args, void* stream);
 extern "C" int moe_experts_grouped_gate_up(const moe::ExpertsGroupedArgs* args, void* stream);
 extern "C" int moe_experts_grouped_down(const moe::ExpertsGroupedArgs* args, void* stream);
 extern "C" int moe_combine(const moe::CombineArgs* args, void* stream);

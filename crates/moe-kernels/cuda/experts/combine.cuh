@@ -6,54 +6,79 @@
 
 namespace moe {
 
+/// Of slot rows that are f32 or, from moe_experts_wide, bf16.
+template <class Row>
 struct Combine {
-  const float* slot_rows;  // [T, K, H], unweighted
+  const Row* slot_rows;  // [T, K, H], unweighted
   const uint32_t* topk_ids;
   const float* topk_weights;  // [T, K]
   const int32_t* expert_map;
   bf16* out;  // [T, H], or null: out_f32 instead
   float* out_f32;
   int tokens, top_k, num_ids, num_local, hidden;
+
+  static constexpr int kColumns = 16 / sizeof(Row);  // that a thread loads at once
+
+  /// The `kColumns` columns from `column` on of a slot. Bypasses L1: other blocks of the same launch may have written
+  /// the row.
+  __device__ __forceinline__ uint4 load(int slot, int column) const {
+    return __ldcg(reinterpret_cast<const uint4*>(slot_rows + static_cast<size_t>(slot) * hidden + column));
+  }
 };
 
-/// Columns 4 i .. 4 i + 3 of one token. Rows of slots without a local expert are read, at once
-/// with ids and weights, and not used. Bypasses L1:
-/// other blocks of the same launch may have written the rows.
-__device__ __forceinline__ void combine_columns(const Combine& a, int token, int i) {
-  constexpr int kBatch = 8;  // independent loads in flight
-  float4 sum = {0, 0, 0, 0};
+/// sum += weight * row, for the columns that a thread loads at once.
+__device__ __forceinline__ void add_weighted(float weight, const uint4& row, float (&sum)[4]) {
+  const uint32_t word[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum[i] = fmaf(weight, __uint_as_float(word[i]), sum[i]);
+}
+
+__device__ __forceinline__ void add_weighted(float weight, const uint4& row, float (&sum)[8]) {
+  const uint32_t word[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack_bf16(word[i]);
+    sum[2 * i] = fmaf(weight, pair.x, sum[2 * i]);
+    sum[2 * i + 1] = fmaf(weight, pair.y, sum[2 * i + 1]);
+  }
+}
+
+/// The i-th kColumns columns of one token. Rows of slots without a local expert are read, at once with ids and weights,
+/// and not used.
+template <class Row>
+__device__ __forceinline__ void combine_columns(const Combine<Row>& a, int token, int i) {
+  constexpr int kBatch = 8, kColumns = Combine<Row>::kColumns;  // independent loads in flight
+  float sum[kColumns] = {};
   for (int first = 0; first < a.top_k; first += kBatch) {
     float weight[kBatch];
-    float4 row[kBatch];
+    uint4 row[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const int k = first + b;
       const int slot = token * a.top_k + min(k, a.top_k - 1);
       const bool present = k < a.top_k && local_expert(a.topk_ids[slot], a.expert_map, a.num_ids, a.num_local) >= 0;
       weight[b] = present ? a.topk_weights[slot] : 0;
-      const float4* at = reinterpret_cast<const float4*>(a.slot_rows + static_cast<size_t>(slot) * a.hidden);
-      row[b] = __ldcg(at + i);
-      if (!present) row[b] = float4{0, 0, 0, 0};
+      row[b] = a.load(slot, i * kColumns);
+      if (!present) row[b] = uint4{0, 0, 0, 0};
     }
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      sum.x = fmaf(weight[b], row[b].x, sum.x);
-      sum.y = fmaf(weight[b], row[b].y, sum.y);
-      sum.z = fmaf(weight[b], row[b].z, sum.z);
-      sum.w = fmaf(weight[b], row[b].w, sum.w);
-    }
+    for (int b = 0; b < kBatch; ++b) add_weighted(weight[b], row[b], sum);
   }
-  const size_t at = static_cast<size_t>(token) * a.hidden;
-  if (a.out == nullptr) {
-    reinterpret_cast<float4*>(a.out_f32 + at)[i] = sum;
-  } else {
-    reinterpret_cast<uint2*>(a.out + at)[i] = {pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)};
+  const size_t at = static_cast<size_t>(token) * a.hidden + i * kColumns;
+#pragma unroll
+  for (int c = 0; c < kColumns; c += 4) {
+    if (a.out == nullptr) {
+      *reinterpret_cast<float4*>(a.out_f32 + at + c) = {sum[c], sum[c + 1], sum[c + 2], sum[c + 3]};
+    } else {
+      *reinterpret_cast<uint2*>(a.out + at + c) = {pack_bf16(sum[c], sum[c + 1]), pack_bf16(sum[c + 2], sum[c + 3])};
+    }
   }
 }
 
 /// This block's share of all tokens and columns.
-__device__ __forceinline__ void combine_share(const Combine& a) {
-  const int columns = a.hidden / 4;
+template <class Row>
+__device__ __forceinline__ void combine_share(const Combine<Row>& a) {
+  const int columns = a.hidden / Combine<Row>::kColumns;
   const int64_t total = static_cast<int64_t>(a.tokens) * columns;
   // Neighbouring groups of 32 go to different blocks: with one token all blocks still take part.
   const int64_t lane_group = static_cast<int64_t>(threadIdx.x / 32) * gridDim.x + blockIdx.x;

@@ -68,8 +68,8 @@ __global__ __launch_bounds__(kThreads, 1) void experts_stream(const __grid_const
   }
   if (a.out != nullptr || a.out_f32 != nullptr) {
     grid_barrier(Flags(a, b.left).arrived());
-    combine_share({a.slot_rows, a.topk_ids, a.topk_weights, a.expert_map, a.out, a.out_f32, a.tokens, a.top_k,
-                   a.num_ids, a.num_local, a.hidden});
+    combine_share(Combine<float>{a.slot_rows, a.topk_ids, a.topk_weights, a.expert_map, a.out, a.out_f32, a.tokens,
+                                 a.top_k, a.num_ids, a.num_local, a.hidden});
   }
   if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(a.flags), 1ull);
 }

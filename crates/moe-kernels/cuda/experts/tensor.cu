@@ -94,8 +94,8 @@ __device__ __forceinline__ void consume(const Block& b, const Args& a) {
     fence_async_proxy();  // the copy engine of another block reads them
     named_barrier(1, kConsumers * 32);
     if (threadIdx.x == 0) {
-      add_release(a.progress(work.expert), work.rows);
-      add_release(a.finished(), work.rows);
+      add_release(a.counters.progress(work.expert), work.rows);
+      add_release(a.counters.finished(), work.rows);
     }
   });
 }
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(b.full(i), 1 + kGatherLanes);
       mbarrier_init(b.empty(i), kConsumers);
     }
-    for (int i = 0; i < kWorkSlots; ++i) {
+    for (int i = 0; i < Block::kWorkSlots; ++i) {
       mbarrier_init(b.work_full(i), 1);
       mbarrier_init(b.work_empty(i), kConsumers + kGatherers);
     }
@@ -140,18 +140,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     gather<kCapacity>(b, a, &act);
   }
-  clear_counters(b, a);
+  clear_counters(a.counters, b.flag());
 #endif
-}
-
-/// w13 [E, 2 I, H] so that a tile is 8 gate rows, the 8 up rows of the same columns, the next 8 gate rows, ..
-cudaError_t map_gate_up(CUtensorMap* map, const bf16* w13, int num_local, int inter, int hidden) {
-  const cuuint64_t row = static_cast<cuuint64_t>(hidden) * sizeof(bf16);
-  const cuuint64_t dims[5] = {static_cast<cuuint64_t>(hidden), 8, 2, static_cast<cuuint64_t>(inter / 8),
-                              static_cast<cuuint64_t>(num_local)};
-  const cuuint64_t strides[4] = {row, row * inter, row * 8, row * 2 * inter};
-  const cuuint32_t box[5] = {kTileColumns, 8, 2, kTileRows / 16, 1};
-  return make_tensor_map(map, w13, 5, dims, strides, box);
 }
 
 template <int kCapacity>
@@ -178,10 +168,12 @@ cudaError_t run(Args a, const bf16* w13, const bf16* w2, void* stream) {
 }  // namespace moe::experts_tensor
 
 /// Words of `counters`.
-extern "C" int moe_experts_tensor_counters(int num_local) { return moe::experts_tensor::kCounters + 2 * num_local; }
+extern "C" int moe_experts_tensor_counters(int num_local) {
+  return moe::experts_tiles::Counters::kHead + 2 * num_local;
+}
 
 /// Where in `counters` the router may count, which the launch leaves zero.
-extern "C" int moe_experts_tensor_counts() { return moe::experts_tensor::kCounters; }
+extern "C" int moe_experts_tensor_counts() { return moe::experts_tiles::Counters::kHead; }
 
 /// slot_rows[slot] = w2[e] (silu(gate) * up) in f32, gate and up from w13[e] x[slot / K], of each slot that has a local
 /// expert e. Must follow the routing on the stream. Hopper only; H and I are multiples of 64.
@@ -194,9 +186,20 @@ extern "C" int moe_experts_tensor(const moe::ExpertsTensorArgs* args, void* stre
       c.bucket < 0)
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  const Args a = {
-      c.x,      c.slots, c.counts,    c.act,    c.slot_rows, c.counters, c.bucket,
-      c.tokens, c.top_k, c.num_local, c.hidden, c.inter,     0,          c.tokens * c.top_k >= 2 * c.num_ids};
+  const Args a = {c.x,
+                  c.slots,
+                  c.counts,
+                  c.act,
+                  static_cast<float*>(c.slot_rows),
+                  {c.counters, c.num_local},
+                  c.bucket,
+                  c.tokens,
+                  c.top_k,
+                  c.num_local,
+                  c.hidden,
+                  c.inter,
+                  0,
+                  c.tokens * c.top_k >= 2 * c.num_ids};
   // Place for more rows shortens the ring; an expert with more rows than that reads its weights again.
   const int mean = c.tokens * c.top_k / c.num_ids;
   if (mean <= 18) return run<32>(a, c.w13, c.w2, stream);

@@ -1,23 +1,14 @@
 // Geometry of the experts on warpgroup products, and the warps that bring operands to shared memory (tensor.cu).
 #pragma once
 
-#include "experts/args.cuh"
-#include "ptx/common.cuh"
-#include "ptx/ptx.cuh"
-#include "ptx/tensor_map.cuh"
+#include "experts/tiles.cuh"
 
 namespace moe::experts_tensor {
 
-constexpr int kTileRows = 128;  // weight rows of a work tile: 64 for each consuming warpgroup
-constexpr int kConsumers = 8;   // warps, two warpgroups
-constexpr int kGatherers = 3;   // warps that bring token rows
-constexpr int kThreads = (kConsumers + 1 + kGatherers) * 32;
-constexpr int kGatherLanes = kGatherers * 32;
-constexpr int kWeightBytes = kTileRows * kTileColumns * 2;  // of a stage
-constexpr int kWorkSlots = 4;                               // work tiles announced ahead to the other warps
+using namespace experts_tiles;
+
 constexpr int kMaxStages = 16;
 constexpr int kHeader = 1024;  // barriers and work tiles
-constexpr int kCounters = 4;   // before the counts of the router's buckets and the progress of each expert
 constexpr int kPaceNs = 800;   // between the first stages
 constexpr int kActRows = 8;    // rows of one load of activations: an atom of the swizzle
 
@@ -27,7 +18,7 @@ struct Args {
   const uint32_t* counts;  // of the buckets [E]
   bf16* act;               // [T K, I], in order of experts
   float* slot_rows;        // [T K, H], by slot
-  uint32_t* counters;      // [kCounters + 2 E], zero at the start and at the end
+  Counters counters;       // progress in activation rows times work tiles
   int bucket;
   int tokens, top_k, num_local, hidden, inter, stages;
   bool guess;  // nearly every expert is touched: load weights before it is known which
@@ -40,10 +31,6 @@ struct Args {
   __host__ __device__ int steps(int product) const { return (product == 0 ? hidden : inter) / kTileColumns; }
   __host__ __device__ int num_slots() const { return tokens * top_k; }
   __host__ __device__ int max_touched() const { return num_slots() < num_local ? num_slots() : num_local; }
-  __device__ uint32_t* tickets() const { return counters; }
-  __device__ uint32_t* finished() const { return counters + 1; }  // activation rows times work tiles
-  __device__ uint32_t* left() const { return counters + 2; }      // blocks that have ended
-  __device__ uint32_t* progress(int expert) const { return counters + kCounters + num_local + expert; }
   /// Where the ring begins in shared memory: behind the barriers and the table of touched experts.
   __host__ __device__ int ring() const { return round_up(kHeader + (max_touched() + 1) * 8, 1024); }
 };
@@ -62,6 +49,7 @@ __host__ __device__ constexpr int stage_bytes(int capacity) { return kWeightByte
 
 /// Shared memory of a block.
 struct Block {
+  static constexpr int kWorkSlots = 4;  // work tiles announced ahead to the other warps
   uint8_t *smem, *ring;
   int stages, bytes;
 
@@ -76,30 +64,7 @@ struct Block {
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
   __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + kWeightBytes; }
 };
-static_assert((2 * kMaxStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= 512 - 16);
-
-/// A place in the ring and the parity of its barriers.
-struct Cursor {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
-/// Calls f(work tile) for each work tile of the block, as the loader of weights announces them. One whole warp.
-template <class F>
-__device__ __forceinline__ void for_each_work(const Block& b, F f) {
-  for (int i = 0;; ++i) {
-    mbarrier_wait(b.work_full(i), i / kWorkSlots & 1);
-    const Work work = *b.work(i);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.work_empty(i));
-    if (work.product < 0) return;
-    f(work);
-  }
-}
+static_assert((2 * kMaxStages + 2 * Block::kWorkSlots) * 8 <= 512 && Block::kWorkSlots * sizeof(Work) <= 512 - 16);
 
 #if MOE_SM90
 
@@ -133,52 +98,26 @@ __device__ __forceinline__ void fill_table(const Block& b, const Args& a) {
   __syncthreads();
 }
 
-/// The last block to end leaves the counters zero. All threads.
-__device__ __forceinline__ void clear_counters(const Block& b, const Args& a) {
-  __syncthreads();
-  if (threadIdx.x == 0) *b.flag() = add_acq_rel(a.left(), 1) == gridDim.x - 1;
-  __syncthreads();
-  if (!*b.flag()) return;
-  for (int i = threadIdx.x; i < kCounters + 2 * a.num_local; i += kThreads) a.counters[i] = 0;
-}
-
-/// Weights are read once: they leave L2 before rows, activations and results do (T = 128: 5 us of 301).
-__device__ __forceinline__ uint64_t read_once() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 /// The thread that loads weights: takes the block's work tiles and announces them to the other warps.
 struct Producer {
   const Block& b;
   const Args& a;
   const CUtensorMap *w13, *w2;
-  uint64_t policy = read_once();
+  uint64_t policy = read_once();  // weights leave L2 before rows, activations, results (T = 128: 5 us of 301)
   Cursor at = {};
   int announced = 0;
 
-  /// Weights of a work tile's step to a stage: 8 gate rows and the 8 up rows of the same columns in turn, so that a
-  /// lane's accumulators hold both; or 128 rows of w2.
+  /// Weights of a work tile's step to a stage: gate and up rows in turn, or 128 rows of w2.
   __device__ __forceinline__ void load(int product, int expert, int tile, int step, int stage) const {
     arrive_expecting(b.full(stage), kWeightBytes);
     if (product == 0) {
-      asm volatile(
-          "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-          "[%1, {%2, %3, %3, %4, %5}], [%6], %7;" ::"r"(smem_addr(b.weights(stage))),
-          "l"(w13), "r"(step * kTileColumns), "r"(0), "r"(tile * (kTileRows / 16)), "r"(expert),
-          "r"(smem_addr(b.full(stage))), "l"(policy)
-          : "memory");
+      load_gate_up(b.weights(stage), w13, expert, tile, step * kTileColumns, b.full(stage), policy);
     } else {
       load_tile(b.weights(stage), w2, expert * a.hidden + tile * kTileRows, step * kTileColumns, b.full(stage), policy);
     }
   }
 
-  __device__ __forceinline__ void announce(const Work& work) {
-    mbarrier_wait(b.work_empty(announced), announced / kWorkSlots & 1 ^ 1);
-    *b.work(announced) = work;
-    mbarrier_arrive(b.work_full(announced++));
-  }
+  __device__ __forceinline__ void announce(const Work& work) { announce_work(b, work, &announced); }
 
   /// The block's first work tile has its own number: if all experts before it are touched, its weights are known. Loads
   /// as many stages of them as there are, and returns how many. One after the other: all at once they would slow down
@@ -217,7 +156,7 @@ struct Producer {
             {product, expert, tile, place, min(kCapacity, last - place), slots + (place - first), last - first, steps});
         for (int i = 0; i < steps; ++i) {
           // As late as hides its latency: the block that is ahead takes the next work tile.
-          if (i == max(steps - 6, 0) && place + kCapacity >= last) taken = atomicAdd(a.tickets(), 1);
+          if (i == max(steps - 6, 0) && place + kCapacity >= last) taken = atomicAdd(a.counters.tickets(), 1);
           if (i >= ready) {
             mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
             load(product, expert, tile, i, at.stage);
@@ -236,8 +175,8 @@ struct Producer {
 __device__ __forceinline__ void await_activations(const Args& a, const Work& work, uint32_t all_rows, bool* all) {
   if (*all) return;
   const uint32_t tiles = a.tiles(0);
-  *all = load_acquire(a.finished()) == all_rows * tiles;
-  while (!*all && load_acquire(a.progress(work.expert)) < work.total * tiles) {}
+  *all = load_acquire(a.counters.finished()) == all_rows * tiles;
+  while (!*all && load_acquire(a.counters.progress(work.expert)) < work.total * tiles) {}
   fence_async_proxy();
 }
 

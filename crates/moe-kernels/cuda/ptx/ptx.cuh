@@ -263,6 +263,11 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// Counts `threads` threads towards barrier `id` without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // ---- tensor cores
 
 /// Four 8 x 8 matrices of 16-bit elements; lanes 8i..8i+7 hold the row addresses of matrix i.
@@ -287,6 +292,41 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(smem_addr(row))
                : "memory");
+}
+
+#if MOE_SM90
+/// Four 8 x 8 matrices of 16-bit elements to shared memory; lanes 8i..8i+7 hold the row addresses of matrix i, lane 4g
+/// + t its elements [g][2t] and [g][2t + 1].
+__device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_addr(row)), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+/// Stores four 8 x 8 matrices of 16-bit elements, each transposed: lane 4g + t gives [2t][g] and [2t + 1][g] of matrix
+/// i in v[i], and lanes 8i .. 8i + 7 the addresses of its rows.
+__device__ __forceinline__ void stmatrix_x4_trans(void* row, const uint32_t (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_addr(row)),
+               "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
+/// Registers of each thread of a warpgroup from here on; all its warps. Taking more waits until others have given some.
+template <int N>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+template <int N>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+#endif
+
+/// 2^x, subnormal results as zero.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 /// Transposes an 8 x 8 matrix of 16-bit elements held by a warp: lane 4g + t holds [g][2t] and [g][2t + 1].

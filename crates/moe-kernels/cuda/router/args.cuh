@@ -26,6 +26,7 @@ struct GateRouteArgs {
   uint32_t* counts;           // [local experts] added to; or null
   uint32_t* buckets;          // out [local experts, T] with `counts`: the slots t K + k of each expert, in any order
   const int32_t* expert_map;  // [E] of `buckets`: expert to local expert, -1 = elsewhere; null = all are here
+  int invariant;              // whether a row's bits must not depend on T
 };
 
 }  // namespace moe

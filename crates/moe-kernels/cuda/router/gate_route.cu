@@ -9,6 +9,11 @@
 // 8 warps split H. An mma does not care which k is which as long as both operands agree, so a lane reads 16 consecutive
 // bytes of a row, the operands of two mma. Products of bf16 are exact in f32 and sums are f32: the logits are never
 // rounded.
+//
+// With hundreds of tokens that is slow, because each cluster reads the gate for a few tokens: 26.2 us at 1,024 is 210
+// at 8,192, whose x takes 8 us to read. From kApart tokens on Hopper the logits are a dense product of their own, and a
+// warp chooses for each token: predicted 15 + 6 us at 8,192.
+#include "linear/args.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/ptx.cuh"
 #include "router/route.cuh"
@@ -24,6 +29,7 @@ constexpr int kCluster = 8;    // blocks of a cluster on Hopper
 constexpr int kBlockK = 32;    // elements of H that a warp takes per step
 constexpr int kSteps = 8;      // steps whose loads are in flight together
 constexpr int kBatch = kSteps * kWarps * kBlockK;
+constexpr int kApart = 512;  // tokens from which on product and choice are a launch each
 
 struct GateArgs {
   const bf16* x;               // [T, H]
@@ -126,12 +132,9 @@ cudaError_t run(const Launch& l, const GateArgs& a) {
   return is_plain(a.route) ? launch(gate_route<kPerLane, true>, l, a) : launch(gate_route<kPerLane, false>, l, a);
 }
 
-cudaError_t launch_gate(GateArgs a, void* stream) {
+cudaError_t launch_gate(GateArgs a, const DeviceLimits& limits, void* stream) {
   static_assert(kMaxGroups * kTokens / kCluster <= kTokens && kTokens == kWarps && kExperts * kTokens <= kWarps * 32,
                 "without clusters a warp routes one token");
-  DeviceLimits limits;
-  const cudaError_t e = device_limits(&limits);
-  if (e != cudaSuccess) return e;
   // One product per cluster while all clusters run at once, which some groups of SMs have no room for; with
   // more tokens a cluster keeps its gate.
   const int groups = ceil_div(a.tokens, kTokens), together = limits.sms / kCluster - 3;
@@ -142,6 +145,36 @@ cudaError_t launch_gate(GateArgs a, void* stream) {
   if (a.route.experts <= 256) return run<8>(l, a);
   if (a.route.experts <= 512) return run<16>(l, a);
   return run<32>(l, a);
+}
+
+/// A warp for each token, whose logits another launch has written.
+template <int kPerLane, bool kPlain>
+__global__ __launch_bounds__(kWarps * 32) void route_logits(const __grid_constant__ GateArgs a) {
+  __shared__ Choice chosen[kWarps][kMaxTopK];
+  const int warp = threadIdx.x / 32, t = blockIdx.x * kWarps + warp;
+  pdl_launch_dependents();
+  pdl_wait();
+  if (t >= a.tokens) return;
+  if (a.valid == nullptr || static_cast<uint32_t>(t) < *a.valid)
+    route_row<kPlain, kPerLane>(a.route, a.logits + static_cast<size_t>(t) * a.route.experts, chosen[warp], t);
+  else route_nothing(a.route, t);
+}
+
+template <int kPerLane>
+cudaError_t run_logits(const Launch& l, const GateArgs& a) {
+  return is_plain(a.route) ? launch(route_logits<kPerLane, true>, l, a) : launch(route_logits<kPerLane, false>, l, a);
+}
+
+cudaError_t launch_apart(const GateArgs& a, void* stream) {
+  const int experts = a.route.experts;
+  const LinearTensorArgs product = {a.x, a.gate, a.gate_bias, a.logits, Output::kF32, a.tokens, experts, a.hidden, 0};
+  const int e = moe_linear_tensor(&product, stream);
+  if (e != cudaSuccess) return static_cast<cudaError_t>(e);
+  const Launch l = {dim3(ceil_div(a.tokens, kWarps)), dim3(kWarps * 32), stream};
+  if (experts <= 128) return run_logits<4>(l, a);
+  if (experts <= 256) return run_logits<8>(l, a);
+  if (experts <= 512) return run_logits<16>(l, a);
+  return run_logits<32>(l, a);
 }
 
 }  // namespace
@@ -157,7 +190,7 @@ extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
       !is_code(c.scoring, Scoring::kSqrtSoftplus))
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  return launch_gate({c.x,
+  const GateArgs a = {c.x,
                       c.gate,
                       c.gate_bias,
                       c.valid,
@@ -166,6 +199,10 @@ extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
                       c.hidden,
                       1,
                       {c.correction_bias, c.topk_ids, c.topk_weights, c.experts, c.top_k, c.scoring, c.raw_logits,
-                       c.renormalize, c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens}},
-                     stream);
+                       c.renormalize, c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens}};
+  DeviceLimits limits;
+  const cudaError_t e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  const bool apart = c.tokens >= kApart && !c.invariant && limits.major >= 9;
+  return apart ? launch_apart(a, stream) : launch_gate(a, limits, stream);
 }

@@ -82,7 +82,7 @@ arguments! {
     PagedAttentionArgs {
         q k_cache v_cache query_start_loc positions block_tables: In, out: Out, dtype q_dtype: Dtype,
         tokens sequences max_blocks heads kv_heads head_dim num_blocks block_size: i32, scale: f32,
-        window invariant: i32,
+        window invariant: i32, counters: Out,
     }
     AttentionDecodeArgs {
         qkv q_norm k_norm: In, eps: f32, cos sin angle_index slots positions block_tables: In,
@@ -92,7 +92,7 @@ arguments! {
     GateRouteArgs {
         x gate gate_bias correction_bias valid: In, logits topk_ids topk_weights: Out,
         tokens hidden experts top_k: i32, scoring: GateScoring, raw_logits renormalize: i32,
-        scale softcap: f32, counts buckets: Out, expert_map: In,
+        scale softcap: f32, counts buckets: Out, expert_map: In, invariant: i32,
     }
     AlignTokensArgs {
         topk_ids expert_map: In, slots num_ids num_local tile_rows: i32,
@@ -112,7 +112,7 @@ arguments! {
     }
     CombineArgs {
         slot_rows topk_ids topk_weights expert_map: In, out: Out,
-        tokens top_k num_ids num_local hidden: i32, output: Output,
+        tokens top_k num_ids num_local hidden: i32, rows: Dtype, output: Output,
     }
     LayerStreamArgs {
         x norm: In, eps: f32, gate gate_bias correction_bias valid: In, topk_ids topk_weights: Out,

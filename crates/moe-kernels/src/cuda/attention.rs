@@ -1,6 +1,6 @@
 //! Attention over the paged KV cache on CUDA.
 
-use std::ptr::null;
+use std::ptr::{null, null_mut};
 
 use candle_core::{DType, Result};
 
@@ -24,11 +24,10 @@ pub(crate) fn qk_norm_rope_cache(
 ) -> Result<()> {
     let (op, cuda) = ("qk_norm_rope_cache", ex.cuda("qk_norm_rope_cache")?);
     let views = [k_cache.as_view(), v_cache.as_view(), q_out.as_view(), args.qkv, args.cos, args.sin];
-    let call = call(args, false, k_cache.dtype(), aligned(&views));
+    let call = call(args, false, k_cache.as_view(), aligned(&views));
     let dtypes = args.qkv.dtype() == DType::F32 && q_out.dtype() == DType::BF16;
-    let fast = dtypes
-        && args.qkv.rows() <= MAX_ROWS
-        && AttentionForm::choose(&call, &ex.machine()) == Some(AttentionForm::Prefill);
+    let fast =
+        dtypes && args.qkv.rows() <= MAX_ROWS && AttentionForm::Prefill.fits(&call, &ex.machine()).is_ok();
     let (block_size, blocks) = (k_cache.dims()[2], k_cache.rows());
     let raw = QkNormRopeArgs {
         qkv: cuda.read(op, "qkv", args.qkv)?,
@@ -75,10 +74,13 @@ pub(crate) fn paged_attention(
         num_heads: q.dims()[1],
         head_dim: q.dims()[2],
         dtype: k_cache.dtype(),
+        block_size: Some(cache[2]),
         aligned: aligned(&[q, k_cache, v_cache, out.as_view()]),
     };
-    let fast = q.dtype() == DType::BF16
-        && AttentionForm::choose(&call, &ex.machine()) == Some(AttentionForm::Prefill);
+    let form = match q.dtype() {
+        DType::BF16 => AttentionForm::choose(&call, &ex.machine()),
+        _ => None,
+    };
     let raw = PagedAttentionArgs {
         q: cuda.read(op, "q", q)?,
         k_cache: cuda.read(op, "k_cache", k_cache)?,
@@ -101,22 +103,31 @@ pub(crate) fn paged_attention(
         // A window beyond what fits sees everything.
         window: meta.sliding_window.and_then(|n| i32::try_from(n).ok()).unwrap_or(0),
         invariant: i32::from(ex.batch_invariant()),
+        counters: match form {
+            Some(AttentionForm::Wgmma) => cuda.counters("attention_prefill_wgmma", 2)?,
+            _ => null_mut(),
+        },
     };
-    let launch = if fast { ffi::moe_attention_prefill } else { ffi::moe_any_attention };
-    // SAFETY: the door has checked dims and dtypes, `fast` the conditions of the fast launcher; positions beyond a table and
-    // blocks beyond the cache are the caller's fault for that one, and not read by the other.
+    let launch = match form {
+        Some(AttentionForm::Wgmma) => ffi::moe_attention_prefill_wgmma,
+        Some(AttentionForm::Prefill) => ffi::moe_attention_prefill,
+        _ => ffi::moe_any_attention,
+    };
+    // SAFETY: the door has checked dims and dtypes, the form the conditions of the fast launchers; positions beyond a table
+    // and blocks beyond the cache are the caller's fault for those, and not read by the other.
     cuda.check(op, unsafe { launch(&raw, cuda.raw()?) })
 }
 
-fn call(args: &QkNormRope, one_row_each: bool, dtype: DType, aligned: bool) -> AttentionCall {
+fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> AttentionCall {
     let QkNormRope { num_heads, head_dim, .. } = *args;
-    AttentionCall { rows: args.qkv.rows(), one_row_each, num_heads, head_dim, dtype, aligned }
+    let (dtype, block_size) = (k_cache.dtype(), Some(k_cache.dims()[2]));
+    AttentionCall { rows: args.qkv.rows(), one_row_each, num_heads, head_dim, dtype, block_size, aligned }
 }
 
 /// Whether one launch does everything ([`decode_attention`]).
 pub(crate) fn is_one_launch(args: &QkNormRope, one_row_each: bool, k_cache: View, ex: &Exec) -> bool {
     let aligned = aligned(&[args.qkv, args.cos, args.sin, k_cache]);
-    let call = call(args, one_row_each, k_cache.dtype(), aligned);
+    let call = call(args, one_row_each, k_cache, aligned);
     ex.is_cuda()
         && args.qkv.dtype() == DType::F32
         && AttentionForm::choose(&call, &ex.machine()) == Some(AttentionForm::Decode)

@@ -29,6 +29,7 @@ launchers! {
     // attention
     moe_qk_norm_rope_cache(args: *const QkNormRopeArgs);
     moe_attention_prefill(args: *const PagedAttentionArgs);
+    moe_attention_prefill_wgmma(args: *const PagedAttentionArgs);
     moe_attention_decode(args: *const AttentionDecodeArgs);
 
     // router, experts
@@ -36,6 +37,7 @@ launchers! {
     moe_align_tokens(args: *const AlignTokensArgs);
     moe_experts_stream(args: *const ExpertsStreamArgs);
     moe_experts_tensor(args: *const ExpertsTensorArgs);
+    moe_experts_wide(args: *const ExpertsTensorArgs);
     moe_experts_grouped_gate_up(args: *const ExpertsGroupedArgs);
     moe_experts_grouped_down(args: *const ExpertsGroupedArgs);
     moe_combine(args: *const CombineArgs);

@@ -86,6 +86,7 @@ pub(super) fn gate_route(
         counts: buckets.counts,
         buckets: buckets.slots,
         expert_map: buckets.expert_map,
+        invariant: i32::from(ex.batch_invariant()),
     };
     // SAFETY: dims, dtypes and the launcher's conditions are checked above.
     cuda.check(op, unsafe { ffi::moe_gate_route(&args, cuda.raw()?) })

@@ -7,6 +7,8 @@ use super::{Form, Machine, Reason};
 
 /// Most rows of a grid.
 const MAX_ROWS: usize = 65_535;
+/// Positions of a tile of the kernel on warpgroup products.
+const TILE: usize = 128;
 /// Head sizes of the fast kernels.
 const HEAD_DIMS: &[usize] = &[64, 128];
 
@@ -23,6 +25,8 @@ pub struct AttentionCall {
     pub head_dim: usize,
     /// Dtype of the cache.
     pub dtype: DType,
+    /// Slots of a block of the cache; `None` where there is no cache yet, for a plan.
+    pub block_size: Option<usize>,
     /// Whether all views begin at multiples of 16 bytes.
     pub aligned: bool,
 }
@@ -33,7 +37,10 @@ pub enum AttentionForm {
     /// Everything in one launch, for one new row of each sequence (`attention_decode`). Its bits are not those of the
     /// same rows in a prompt.
     Decode,
-    /// Head norm, rotation and cache write in one launch, then attention on tensor cores (`attention_prefill`).
+    /// Head norm, rotation and cache write in one launch, then attention on Hopper's warpgroup products; sequences with a
+    /// few rows take `attention_prefill` (`attention_prefill_wgmma`).
+    Wgmma,
+    /// The same with the tensor cores of any card (`attention_prefill`).
     Prefill,
     /// Any dtype and head size on CUDA.
     Any,
@@ -44,11 +51,12 @@ pub enum AttentionForm {
 impl Form for AttentionForm {
     type Call = AttentionCall;
 
-    const ALL: &'static [Self] = &[Self::Decode, Self::Prefill, Self::Any, Self::Cpu];
+    const ALL: &'static [Self] = &[Self::Decode, Self::Wgmma, Self::Prefill, Self::Any, Self::Cpu];
 
     fn name(self) -> &'static str {
         match self {
             Self::Decode => "attention_decode",
+            Self::Wgmma => "attention_prefill_wgmma",
             Self::Prefill => "attention_prefill",
             Self::Any => "any_attention",
             Self::Cpu => "cpu",
@@ -66,6 +74,11 @@ impl Form for AttentionForm {
                 expect_at_most("rows", MAX_ROWS, call.rows)?;
                 call.expect_fast()
             }
+            Self::Wgmma => {
+                machine.expect_hopper()?;
+                call.expect_pages()?;
+                call.expect_fast()
+            }
             Self::Prefill => {
                 machine.expect_gpu()?;
                 call.expect_fast()
@@ -77,11 +90,57 @@ impl Form for AttentionForm {
 }
 
 impl AttentionCall {
+    /// A tile of 128 positions is whole blocks of at least the 8 rows of a swizzle, or a part of one block.
+    fn expect_pages(&self) -> Result<(), Reason> {
+        match self.block_size {
+            Some(got) if got < 8 || !(TILE.is_multiple_of(got) || got.is_multiple_of(TILE)) => {
+                Err(Reason::BlockSize { got })
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn expect_fast(&self) -> Result<(), Reason> {
         expect_bf16(self.dtype)?;
         if !HEAD_DIMS.contains(&self.head_dim) || self.num_heads == 0 {
             return Err(Reason::OneOf { dimension: "head_dim", accepted: HEAD_DIMS, got: self.head_dim });
         }
         if self.aligned { Ok(()) } else { Err(Reason::Alignment) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Gpu;
+
+    #[test]
+    fn prompts_take_warpgroup_products_where_pages_and_card_allow() {
+        let hopper = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+        let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
+        let ampere = Machine { gpu: Some(ampere), batch_invariant: false };
+        let form = |one_row_each, block_size, machine: &Machine| {
+            let (rows, num_heads, head_dim) = (300, 32, 128);
+            let call = AttentionCall {
+                rows,
+                one_row_each,
+                num_heads,
+                head_dim,
+                dtype: DType::BF16,
+                block_size,
+                aligned: true,
+            };
+            AttentionForm::choose(&call, machine).map(Form::name)
+        };
+        for block_size in [None, Some(8), Some(16), Some(128), Some(256)] {
+            assert_eq!(form(false, block_size, &hopper), Some("attention_prefill_wgmma"), "{block_size:?}");
+        }
+        for block_size in [1, 4, 7, 12, 96, 192] {
+            assert_eq!(form(false, Some(block_size), &hopper), Some("attention_prefill"), "{block_size}");
+        }
+        assert_eq!(form(false, Some(16), &ampere), Some("attention_prefill"));
+        assert_eq!(form(true, Some(16), &hopper), Some("attention_decode"));
+        let invariant = Machine { batch_invariant: true, ..hopper };
+        assert_eq!(form(true, Some(16), &invariant), Some("attention_prefill_wgmma"));
     }
 }

@@ -7,6 +7,10 @@ use super::{Form, Gpu, Machine, Reason};
 const TENSOR_TOKENS: usize = 8;
 /// Most experts of those products, whose table lies in shared memory.
 const TENSOR_EXPERTS: usize = 2048;
+/// From this many rows per expert on, on average, those products are computed in tiles of up to 256 rows.
+const WIDE_ROWS: usize = 32;
+/// Most experts of these, whose table lies beside a longer ring.
+const WIDE_EXPERTS: usize = 1024;
 /// Before this many tokens the streaming kernel beats the grouped kernels of other cards.
 const GROUPED_TOKENS: usize = 256;
 /// Most slots of the streaming kernel.
@@ -74,6 +78,21 @@ impl ExpertsCall {
         expect_at_most("number of local experts", TENSOR_EXPERTS, self.num_local)
     }
 
+    /// Whether the warpgroup products for prompts compute these sizes. Their slot rows are rounded to bf16, so a row's
+    /// bits are others than those of the products for fewer rows.
+    ///
+    /// # Errors
+    /// The first reason why not.
+    pub fn fits_wide(&self, machine: &Machine) -> Result<(), Reason> {
+        machine.expect_hopper()?;
+        machine.expect_batch_variant()?;
+        expect_rows((WIDE_ROWS * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
+        self.expect_local()?;
+        expect_steps("hidden_size", self.hidden, 64)?;
+        expect_steps("intermediate_size", self.inter, 64)?;
+        expect_at_most("number of local experts", WIDE_EXPERTS, self.num_local)
+    }
+
     fn expect_local(&self) -> Result<(), Reason> {
         if self.num_local > 0 { Ok(()) } else { Err(Reason::NoLocalExperts) }
     }
@@ -124,7 +143,9 @@ impl ExpertsCall {
 pub enum ExpertsForm {
     /// Both products and the sum in one launch for a few tokens on Hopper (`layer_stream`).
     OneLaunch,
-    /// Warpgroup products of Hopper over lists of slots, then the sum (`experts_tensor`).
+    /// Warpgroup products of Hopper in tiles of up to 256 rows over lists of slots, then the sum (`experts_wide`).
+    Wide,
+    /// The same in tiles of up to 128 rows, for fewer rows (`experts_tensor`).
     Tensor,
     /// Weights stream past the slots of each expert, with the sum (`experts_stream`).
     Stream,
@@ -135,11 +156,12 @@ pub enum ExpertsForm {
 impl Form for ExpertsForm {
     type Call = ExpertsCall;
 
-    const ALL: &'static [Self] = &[Self::OneLaunch, Self::Tensor, Self::Stream, Self::Grouped];
+    const ALL: &'static [Self] = &[Self::OneLaunch, Self::Wide, Self::Tensor, Self::Stream, Self::Grouped];
 
     fn name(self) -> &'static str {
         match self {
             Self::OneLaunch => "layer_stream",
+            Self::Wide => "experts_wide",
             Self::Tensor => "experts_tensor",
             Self::Stream => "experts_stream",
             Self::Grouped => "experts_grouped",
@@ -149,6 +171,7 @@ impl Form for ExpertsForm {
     fn fits(self, call: &ExpertsCall, machine: &Machine) -> Result<(), Reason> {
         match self {
             Self::OneLaunch => call.fits_one_launch(machine),
+            Self::Wide => call.fits_wide(machine),
             Self::Tensor => call.fits_tensor(machine),
             Self::Stream => {
                 machine.expect_gpu()?;
@@ -182,16 +205,40 @@ mod tests {
             (4, "layer_stream"),
             (5, "experts_stream"),
             (8, "experts_tensor"),
-            (9000, "experts_tensor"),
+            (511, "experts_tensor"),
+            (512, "experts_wide"),
+            (9000, "experts_wide"),
         ] {
             assert_eq!(form(tokens, &hopper()), Some(kernel), "{tokens} tokens");
         }
         let invariant = Machine { batch_invariant: true, ..hopper() };
-        assert_eq!(form(1, &invariant), Some("experts_tensor"));
+        assert_eq!(
+            (form(1, &invariant), form(9000, &invariant)),
+            (Some("experts_tensor"), Some("experts_tensor"))
+        );
         let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
         let ampere = Machine { gpu: Some(ampere), batch_invariant: false };
         assert_eq!((form(4, &ampere), form(256, &ampere)), (Some("experts_stream"), Some("experts_grouped")));
         assert_eq!(form(4, &Machine::default()), None);
+    }
+
+    #[test]
+    fn what_keeps_prompts_from_wide_tiles_is_said() {
+        let fits = |call: ExpertsCall| call.fits_wide(&hopper()).map_err(|reason| reason.to_string());
+        let prompt = ExpertsCall { tokens: 512, ..QWEN3_30B };
+        assert_eq!(fits(prompt), Ok(()));
+        // A rank that has a part of the experts gets its part of the slots.
+        assert_eq!(fits(ExpertsCall { num_local: 16, ..prompt }), Ok(()));
+        let refused = |call, why: &str| assert_eq!(fits(call), Err(why.to_string()));
+        refused(ExpertsCall { tokens: 511, ..prompt }, "computes at least 512 rows at once, got 511");
+        refused(ExpertsCall { num_ids: 129, ..prompt }, "computes at least 516 rows at once, got 512");
+        refused(ExpertsCall { num_local: 0, ..prompt }, "needs an expert on this rank, but it has none");
+        refused(
+            ExpertsCall { inter: 96, ..prompt },
+            "needs a intermediate_size that is a multiple of 64, got 96",
+        );
+        let many = ExpertsCall { tokens: 9000, num_ids: 2000, num_local: 2000, ..prompt };
+        refused(many, "takes a number of local experts of at most 1024, got 2000");
     }
 
     #[test]

@@ -31,19 +31,22 @@ pub struct MonolithicCall {
 pub enum MonolithicForm {
     /// Everything in one launch, for a few tokens (`layer_stream`).
     OneLaunch,
-    /// Router with lists of slots, warpgroup products, weighted sum: three launches (`gate_route`, `experts_tensor`,
-    /// `combine`).
+    /// Router with lists of slots, warpgroup products in tiles of up to 256 rows, weighted sum: three launches
+    /// (`gate_route`, `experts_wide`, `combine`).
+    Wide,
+    /// The same with the warpgroup products for fewer rows (`experts_tensor`).
     Tensor,
 }
 
 impl Form for MonolithicForm {
     type Call = MonolithicCall;
 
-    const ALL: &'static [Self] = &[Self::OneLaunch, Self::Tensor];
+    const ALL: &'static [Self] = &[Self::OneLaunch, Self::Wide, Self::Tensor];
 
     fn name(self) -> &'static str {
         match self {
             Self::OneLaunch => "layer_stream",
+            Self::Wide => "gate_route + experts_wide + combine",
             Self::Tensor => "gate_route + experts_tensor + combine",
         }
     }
@@ -55,13 +58,16 @@ impl Form for MonolithicForm {
             (Self::OneLaunch, Fusion::AddNorm) => {
                 Err(Reason::NoGain("its blocks end at different times, so none sees whole rows to norm"))
             }
-            (Self::Tensor, Fusion::Nothing | Fusion::AddNorm) => {
+            (Self::Wide | Self::Tensor, Fusion::Nothing | Fusion::AddNorm) => {
                 let ExpertsCall { hidden, num_ids, top_k, .. } = call.experts;
-                call.experts.fits_tensor(machine)?;
+                match self {
+                    Self::Wide => call.experts.fits_wide(machine)?,
+                    _ => call.experts.fits_tensor(machine)?,
+                }
                 let router = RouterCall { hidden, experts: num_ids, top_k, dtype: call.dtype };
                 RouterForm::OneLaunch.fits(&router, machine)
             }
-            (Self::Tensor, Fusion::NormAdd) => {
+            (Self::Wide | Self::Tensor, Fusion::NormAdd) => {
                 Err(Reason::NoGain("its router reads normed rows, which the launch before can write"))
             }
         }

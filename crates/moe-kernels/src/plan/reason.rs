@@ -98,6 +98,12 @@ pub enum Reason {
         /// The layer's value.
         got: usize,
     },
+    /// Blocks of the KV cache that do not divide the kernel's tiles.
+    #[error("reads KV blocks of 8, 16, 32, 64 or a multiple of 128 slots, got {got}")]
+    BlockSize {
+        /// Slots of a block.
+        got: usize,
+    },
     /// What a block keeps on chip does not fit.
     #[error("needs {needs} bytes of shared memory, but a block has {has}")]
     SharedMemory {
@@ -213,7 +219,7 @@ impl Reason {
         match self {
             Self::Device { .. } => "device",
             Self::Rows { .. } => "rows",
-            Self::TooLarge { .. } | Self::OneOf { .. } => "shape",
+            Self::TooLarge { .. } | Self::OneOf { .. } | Self::BlockSize { .. } => "shape",
             Self::SharedMemory { .. } => "shared_memory",
             Self::Alignment => "alignment",
             Self::OneRowEach => "one_row_each",

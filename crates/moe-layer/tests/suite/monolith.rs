@@ -181,7 +181,10 @@ fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
     assert_eq!(kernels(1, &machine), (Fusion::NormAdd, "layer_stream".to_string(), 5));
     assert_eq!(kernels(4, &machine), (Fusion::NormAdd, "layer_stream".to_string(), 5));
     assert_eq!(kernels(5, &machine), (Fusion::Nothing, "gate_route".to_string(), 1));
-    assert_eq!(kernels(16, &machine), (Fusion::AddNorm, three, 5));
+    assert_eq!(kernels(16, &machine), (Fusion::AddNorm, three.clone(), 5));
+    assert_eq!(kernels(63, &machine), (Fusion::AddNorm, three, 5));
+    let prompt = "gate_route + experts_wide + combine".to_string();
+    assert_eq!(kernels(64, &machine), (Fusion::AddNorm, prompt, 5));
     let invariant = Machine { batch_invariant: true, ..machine };
     let apart = "gate product, then route".to_string();
     assert_eq!(kernels(1, &invariant), (Fusion::Nothing, apart.clone(), 1));

@@ -5,7 +5,8 @@ use candle_core::{DType, Result};
 use super::{ExpertLists, FusedExperts, STREAM_SLOTS};
 use crate::buffer::Scratch;
 use crate::cuda::args::{
-    AlignTokensArgs, CombineArgs, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In, Out, Output,
+    AlignTokensArgs, CombineArgs, Dtype, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In, Out,
+    Output,
 };
 use crate::cuda::{ffi, small};
 use crate::exec::Exec;
@@ -54,8 +55,10 @@ impl Buckets {
 pub(super) struct Rows {
     /// [T K, I] bf16.
     act: Lease,
-    /// [T K, H] f32.
+    /// [T K, H] of `dtype`.
     slot_rows: Lease,
+    /// f32; bf16 where `moe_experts_wide` computes them.
+    dtype: DType,
 }
 
 impl Lease {
@@ -66,7 +69,7 @@ impl Lease {
     }
 }
 
-/// The counters of `moe_experts_tensor`, zero between launches.
+/// The counters of `moe_experts_tensor` and `moe_experts_wide`, zero between launches.
 fn counters(num_local: usize, ex: &Exec) -> Result<*mut u32> {
     let op = "experts_tensor";
     // SAFETY: a pure function of a number.
@@ -74,7 +77,7 @@ fn counters(num_local: usize, ex: &Exec) -> Result<*mut u32> {
     Ok(ex.cuda(op)?.counters(op, words)?.cast())
 }
 
-/// Where the router counts the slots of each expert for `moe_experts_tensor`.
+/// Where the router counts the slots of each expert for them.
 pub(super) fn bucket_counts(num_local: usize, ex: &Exec) -> Result<Out> {
     // SAFETY: the place is a constant below the number of counters.
     Ok(unsafe { counters(num_local, ex)?.add(ffi::moe_experts_tensor_counts() as usize) }.cast())
@@ -94,10 +97,12 @@ impl Inputs {
         })
     }
 
-    pub(super) fn scratch(&self, s: &ExpertsCall, ex: &Exec) -> Result<Rows> {
+    /// Slot rows are of `dtype`.
+    pub(super) fn scratch(&self, s: &ExpertsCall, dtype: DType, ex: &Exec) -> Result<Rows> {
         Ok(Rows {
             act: Lease::new(self.op, DType::BF16, &[s.slots(), s.inter], ex)?,
-            slot_rows: Lease::new(self.op, DType::F32, &[s.slots(), s.hidden], ex)?,
+            slot_rows: Lease::new(self.op, dtype, &[s.slots(), s.hidden], ex)?,
+            dtype,
         })
     }
 
@@ -139,7 +144,8 @@ impl Inputs {
         cuda.check(op, unsafe { ffi::moe_experts_stream(&args, cuda.raw()?) })
     }
 
-    /// Both products on warpgroup products: the rows of all slots that have a local expert.
+    /// Both products on warpgroup products: the rows of all slots that have a local expert, by the kernel that writes
+    /// rows of their dtype.
     pub(super) fn tensor(&self, s: &ExpertsCall, slots: Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
         let (op, cuda) = (self.op, ex.cuda(self.op)?);
         let args = ExpertsTensorArgs {
@@ -161,7 +167,12 @@ impl Inputs {
         };
         // SAFETY: `super::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
         // it asks for, and routing has filled it.
-        cuda.check("experts_tensor", unsafe { ffi::moe_experts_tensor(&args, cuda.raw()?) })
+        unsafe {
+            match rows.dtype {
+                DType::BF16 => cuda.check("experts_wide", ffi::moe_experts_wide(&args, cuda.raw()?)),
+                _ => cuda.check("experts_tensor", ffi::moe_experts_tensor(&args, cuda.raw()?)),
+            }
+        }
     }
 
     /// Alignment and both products, a launch each: the rows of all slots that have a local expert.
@@ -230,6 +241,7 @@ impl Inputs {
             num_ids: small(op, s.num_ids)?,
             num_local: small(op, s.num_local)?,
             hidden: small(op, s.hidden)?,
+            rows: Dtype::of(op, rows.dtype)?,
             output,
         })
     }

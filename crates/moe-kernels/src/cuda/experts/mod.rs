@@ -75,10 +75,11 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
         let launch = OneLaunch { op, x: inputs.x, norm: None, choice, w13, w2, expert_map, sizes };
         return launch.run((out, output), ex);
     }
-    let scratch = inputs.scratch(&sizes, ex)?;
+    let rows = if form == Some(ExpertsForm::Wide) { DType::BF16 } else { DType::F32 };
+    let scratch = inputs.scratch(&sizes, rows, ex)?;
     match form {
         Some(ExpertsForm::Stream) => return inputs.stream(&sizes, scratch, (out, output), ex),
-        Some(ExpertsForm::Tensor) => {
+        Some(ExpertsForm::Tensor | ExpertsForm::Wide) => {
             let listed;
             let lists = match args.lists {
                 Some(lists) => lists,

@@ -60,13 +60,16 @@ pub fn monolithic_experts_into(
             args.one_launch(op, sizes, at.cast_const().cast(), Some(norm))
                 .run((at.cast(), Output::AddF32), ex)
         }
-        (MonolithicForm::Tensor, MonolithicIo::Store { x, mut out }) => {
-            let products = Products::new(op, x, args, sizes, ex)?;
+        (MonolithicForm::Tensor | MonolithicForm::Wide, MonolithicIo::Store { x, mut out }) => {
+            let products = Products::new(op, form, x, args, sizes, ex)?;
             let out = ex.cuda(op)?.write(op, "out", &mut out)?;
             products.inputs.combine(&sizes, &products.rows, (out, Output::F32), ex)
         }
-        (MonolithicForm::Tensor, MonolithicIo::AddNorm { x, mut residual, norm, mut out }) => {
-            let products = Products::new(op, x, args, sizes, ex)?;
+        (
+            MonolithicForm::Tensor | MonolithicForm::Wide,
+            MonolithicIo::AddNorm { x, mut residual, norm, mut out },
+        ) => {
+            let products = Products::new(op, form, x, args, sizes, ex)?;
             let to = (&mut residual, &mut out);
             products.inputs.combine_add_norm(&sizes, &products.rows, &norm, to, ex)
         }
@@ -143,6 +146,7 @@ struct Products {
 impl Products {
     fn new(
         op: &'static str,
+        form: MonolithicForm,
         x: View,
         args: &MonolithicExperts,
         sizes: ExpertsCall,
@@ -165,7 +169,8 @@ impl Products {
         let fused = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map, lists: None };
         check(op, &fused)?;
         let inputs = Inputs::of(op, &fused, ex)?;
-        let rows = inputs.scratch(&sizes, ex)?;
+        let dtype = if form == MonolithicForm::Wide { DType::BF16 } else { DType::F32 };
+        let rows = inputs.scratch(&sizes, dtype, ex)?;
         let (at, counts) = (slots.at.cast_const(), bucket_counts(num_local, ex)?.cast_const());
         inputs.tensor(&sizes, Buckets { at, counts, places: tokens }, &rows, ex)?;
         Ok(Self { inputs, rows, _ids: ids, _weights: weights })

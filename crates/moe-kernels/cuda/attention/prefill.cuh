@@ -1,0 +1,84 @@
+// What the two prompt kernels share: their arguments, and which rows a block takes.
+//
+// The rows of a tile are (token, head) pairs of one sequence under one KV head, token by token, so that a group's heads
+// share every key: with 8 heads per KV head a tile of 128 is 16 tokens. Which tile a block takes is found on the device
+// from query_start_loc: one captured launch serves any division of its rows into sequences.
+#pragma once
+
+#include "attention/head.cuh"
+
+namespace moe::attention_prefill {
+
+struct Args {
+  const bf16* q;
+  KvCache cache;
+  const uint32_t* query_start_loc;
+  const uint32_t* positions;
+  const uint32_t* block_tables;
+  int max_blocks;
+  bf16* out;
+  int tokens, sequences, heads;
+  float scale;  // times log2 e
+  int window;
+  int least, most;      // (token, head) rows of the sequences that this launch takes; the others are another launch's
+  uint32_t* counters;   // [2] zero before and after a launch
+  bool heads_together;  // whether blocks that run together share rows rather than a KV head
+};
+
+/// What a block works on; `sequence` is -1 for the blocks beyond the last tile, with their number in `tile`.
+struct Tile {
+  int sequence, tile, extra;  // extra: how many such blocks there are
+};
+
+/// Tile `wanted` of kRows rows. By one warp: walks the sequences, 32 at a time.
+template <int kRows>
+__device__ __forceinline__ Tile find_tile(const Args& a, int group, int wanted) {
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+  for (int first = 0; first < a.sequences; first += 32) {
+    const int s = first + lane;
+    int tiles = 0;
+    if (s < a.sequences) {
+      const int rows = static_cast<int>(a.query_start_loc[s + 1] - a.query_start_loc[s]) * group;
+      if (rows >= a.least && rows <= a.most) tiles = ceil_div(rows, kRows);
+    }
+    uint32_t total;
+    const int start = before + static_cast<int>(warp_exclusive_sum(tiles, &total));
+    const uint32_t hit = __ballot_sync(0xffffffffu, wanted >= start && wanted < start + tiles);
+    if (hit != 0) {
+      const int at = __ffs(hit) - 1;
+      return {first + at, wanted - __shfl_sync(0xffffffffu, start, at), 0};
+    }
+    before += static_cast<int>(total);
+  }
+  return {-1, wanted - before, static_cast<int>(gridDim.x) - before};
+}
+
+/// Tiles of kRows rows. By one warp.
+template <int kRows>
+__device__ __forceinline__ int count_tiles(const Args& a, int group) {
+  int tiles = 0;
+  for (int s = threadIdx.x % 32; s < a.sequences; s += 32) {
+    const int rows = static_cast<int>(a.query_start_loc[s + 1] - a.query_start_loc[s]) * group;
+    if (rows >= a.least && rows <= a.most) tiles += ceil_div(rows, kRows);
+  }
+  return static_cast<int>(__reduce_add_sync(0xffffffffu, static_cast<unsigned>(tiles)));
+}
+
+/// Zeros in every `step`-th padding row from the `first` on, `width` columns of it. All threads.
+__device__ __forceinline__ void zero_padding(const Args& a, int first, int step, int column, int width, int row_width) {
+  for (int token = a.query_start_loc[a.sequences] + first; token < a.tokens; token += step) {
+    bf16* row = a.out + static_cast<size_t>(token) * row_width + column;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) row[i] = __float2bfloat16_rn(0.f);
+  }
+}
+
+/// Most tiles of kRows rows: at most one of a sequence is not full; one block more for padding rows.
+inline int64_t max_tiles(const Args& a, int rows) {
+  return static_cast<int64_t>(a.tokens) * (a.heads / a.cache.heads) / rows + a.sequences + 1;
+}
+
+/// The launch on warpgroup products (prefill_wgmma.cu).
+cudaError_t launch_wgmma(const Args& a, int head_dim, int num_blocks, void* stream);
+
+}  // namespace moe::attention_prefill

@@ -1,0 +1,323 @@
+// Causal attention of prompts over the paged KV cache on Hopper's warpgroup products (FlashAttention-3, arXiv
+// 2407.08608).
+//
+// Floor: 4 D FLOP per query head and visible position over 790 TFLOP/s; a tile of 128 rows rereads KV out of L2, 64 KB
+// for 8.4 MFLOP: 4.7 TB/s at 600 TFLOP/s.
+//
+// Design: two warpgroups with 64 rows each and one warp that loads tiles of 128 positions page by page (TMA, 128-byte
+// swizzle), three stages of K and of V. A warpgroup issues the scores of a tile, then the values of the tile before it,
+// and takes the softmax of the first while the second runs; the warpgroups take turns, so that one's softmax runs
+// beside the other's products. The tiles go from the last position to the first, so that those with a mask come first.
+// Tiles begin at multiples of 128 and a row's sums do not depend on its neighbours, so its bits do not depend on how a
+// prompt is divided. Measured on an H200: docs/kernels-labbook.md.
+#include "attention/prefill_wgmma.cuh"
+
+#include <cmath>
+
+namespace moe::attention_prefill {
+namespace {
+
+#if MOE_SM90
+
+// Named barriers; 0 is the block's own.
+constexpr int kOwn = 1;   // and 2: of one warpgroup
+constexpr int kTurn = 3;  // and 4: this warpgroup may issue products
+
+/// A thread's part of a warpgroup's 64 rows: rows g and g + 8 of its warp's 16.
+template <int D>
+struct Rows {
+  float max[2] = {-INFINITY, -INFINITY};  // of the scores, before the scale
+  float sum[2] = {};
+  float factor[2];  // what the last tile's maximum did to the sums
+  int position[2];
+  float values[D / 2] = {};
+
+  /// Scores to weights, not yet divided by their sum.
+  template <bool kMasked>
+  __device__ __forceinline__ void softmax(float (&s)[kTile / 2], int begin, float scale, int window) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = max[h];
+#pragma unroll
+      for (int j = 0; j < kTile / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * j + 2 * h + e];
+          if (kMasked) {
+            const int at = begin + j * 8 + 2 * t + e;
+            if (at > position[h] || (window > 0 && at <= position[h] - window)) x = -INFINITY;
+          }
+          top = fmaxf(top, x);
+        }
+      }
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      const float base = top == -INFINITY ? 0.f : top * scale;
+      factor[h] = exp2_approx(fmaf(max[h], scale, -base));
+      max[h] = top;
+      float part = 0.f;
+#pragma unroll
+      for (int j = 0; j < kTile / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * j + 2 * h + e];
+          x = exp2_approx(fmaf(x, scale, -base));
+          part += x;
+        }
+      }
+      sum[h] = fmaf(sum[h], factor[h], part);
+    }
+  }
+
+  __device__ __forceinline__ void rescale() {
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) values[i] *= factor[i / 2 % 2];
+  }
+};
+
+/// The weights as the A operand of the second product: of every 16 positions four words.
+__device__ __forceinline__ void round_weights(uint32_t (&p)[kTile / 4], const float (&s)[kTile / 2]) {
+#pragma unroll
+  for (int i = 0; i < kTile / 4; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+}
+
+/// s = 64 rows of q x a tile of keys.
+template <int D>
+__device__ __forceinline__ void issue_scores(float (&s)[kTile / 2], const uint32_t (&q)[D / 16][4], const uint8_t* k) {
+  const uint64_t b = tile_descriptor(k);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < D / 16; ++step)
+    wgmma<kTile, 0>(s, q[step], b + step / 4 * (kHalfBytes >> 4) + step % 4 * 2, step != 0);
+  wgmma_commit();
+}
+
+/// values += weights x a tile of values.
+template <int D>
+__device__ __forceinline__ void issue_values(float (&values)[D / 2], const uint32_t (&p)[kTile / 4], const uint8_t* v) {
+  const uint64_t b = transposed_descriptor(v, kHalfBytes);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kTile / 16; ++step)
+    wgmma<D, 1>(values, {p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]}, b + step * (16 * 128 >> 4));
+  wgmma_commit();
+}
+
+/// Zeros the values of positions that nobody sees, which weights of zero would not hide if they are no numbers. By one
+/// warpgroup; both may write the same zeros.
+template <int D>
+__device__ __forceinline__ void zero_unseen(uint8_t* v, int at, const Work& w) {
+  const int thread = threadIdx.x % 128;
+  for (int i = thread; i < kTile * (D / 8); i += 128) {
+    const int half = i / (kTile * 8), row = i / 8 % kTile, chunk = i % 8;
+    if (at + row >= w.from && at + row < w.end) continue;
+    *reinterpret_cast<uint4*>(v + half * kHalfBytes + row * 128 + chunk * 16) = make_uint4(0, 0, 0, 0);
+  }
+  fence_async_shared();
+  named_barrier(kOwn + threadIdx.x / 128, 128);
+}
+
+/// Row r and 16-byte column c of a warp's rows of q in shared memory.
+template <int D>
+__device__ __forceinline__ uint32_t q_at(int r, int c) {
+  return r * D * 2 + ((c ^ (r & 7)) << 4);
+}
+
+/// The rows of a warp: where they lie, in heads.
+struct WarpRows {
+  const Args& a;
+  const Work& w;
+  int group, first;  // first row of the warp in the sequence
+
+  __device__ __forceinline__ bool has(int r) const { return first + r <= w.last; }
+  __device__ __forceinline__ int token(int r) const { return w.first_token + min(first + r, w.last) / group; }
+  __device__ __forceinline__ size_t at(int r) const {
+    return static_cast<size_t>(token(r)) * a.heads + w.kv_head * group + min(first + r, w.last) % group;
+  }
+};
+
+/// A warp's 16 rows of q as the A operand.
+template <int D>
+__device__ __forceinline__ void load_q(uint32_t (&words)[D / 16][4], uint8_t* smem, const WarpRows& rows) {
+  constexpr int kChunks = D / 8;
+  const int lane = threadIdx.x % 32;
+  __syncwarp();  // the results of the tile before have left
+#pragma unroll
+  for (int i = lane; i < 16 * kChunks; i += 32)
+    cp_async16(smem + q_at<D>(i / kChunks, i % kChunks), rows.a.q + rows.at(i / kChunks) * D + i % kChunks * 8);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncwarp();
+#pragma unroll
+  for (int step = 0; step < D / 16; ++step) ldmatrix_x4(words[step], smem + q_at<D>(lane % 16, 2 * step + lane / 16));
+}
+
+/// A warp's 16 rows of results through shared memory, so that they leave 16 bytes at a time.
+template <int D>
+__device__ __forceinline__ void store_rows(const float (&values)[D / 2], uint8_t* smem, const WarpRows& rows) {
+  constexpr int kChunks = D / 8, kEach = 32 / kChunks;  // rows of a store
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int c = 0; c < D / 16; ++c) {
+    const float* x = values + 8 * c;
+    const uint32_t word[4] = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
+                              pack_bf16(x[6], x[7])};
+    stmatrix_x4(smem + q_at<D>(lane % 16, 2 * c + lane / 16), word);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 16 / kEach; ++i) {
+    const int r = i * kEach + lane / kChunks, c = lane % kChunks;
+    if (rows.has(r))
+      *reinterpret_cast<uint4*>(rows.a.out + rows.at(r) * D + c * 8) =
+          *reinterpret_cast<const uint4*>(smem + q_at<D>(r, c));
+  }
+}
+
+/// A work tile; `at`: the place in the rings.
+template <int D>
+__device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const Work& w, Cursor& at) {
+  const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x % 32;
+  const WarpRows mine = {a, w, a.heads / a.cache.heads, w.first + warp * 16};
+  uint32_t q[D / 16][4];
+  load_q<D>(q, b.q(warp), mine);
+  Rows<D> rows;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) rows.position[h] = a.positions[mine.token(lane / 4 + 8 * h)];
+
+  const auto softmax = [&](float (&s)[kTile / 2], int begin) {
+    const bool masked = begin + kTile - 1 > w.lowest || (a.window > 0 && begin < w.end - a.window);
+    if (masked) rows.template softmax<true>(s, begin, a.scale, a.window);
+    else rows.template softmax<false>(s, begin, a.scale, a.window);
+  };
+  const auto await_values = [&](const Cursor& cursor, int i) {
+    mbarrier_wait(b.full_v(cursor.stage), cursor.parity);
+    const int begin = w.tile_at(i);
+    if (begin < w.from || begin + kTile > w.end) zero_unseen<D>(b.v(cursor.stage), begin, w);
+  };
+  const auto leave = [&](uint64_t* empty) {
+    if (lane == 0) mbarrier_arrive(empty);
+  };
+
+  float s[kTile / 2];
+  uint32_t p[kTile / 4];
+  mbarrier_wait(b.full_k(at.stage), at.parity);
+  issue_scores<D>(s, q, b.k(at.stage));
+  wgmma_wait<0>();
+  wgmma_hold(s);
+  leave(b.empty_k(at.stage));
+  softmax(s, w.tile_at(0));
+  round_weights(p, s);
+  for (int i = 1; i < w.tiles; ++i) {
+    const Cursor before = at;
+    at.advance();
+    mbarrier_wait(b.full_k(at.stage), at.parity);
+    named_barrier(kTurn + warpgroup, kConsumers * 32);
+    issue_scores<D>(s, q, b.k(at.stage));
+    await_values(before, i - 1);
+    issue_values<D>(rows.values, p, b.v(before.stage));
+    named_barrier_arrive(kTurn + 1 - warpgroup, kConsumers * 32);
+    wgmma_wait<1>();
+    wgmma_hold(s);
+    leave(b.empty_k(at.stage));
+    softmax(s, w.tile_at(i));
+    wgmma_wait<0>();
+    wgmma_hold(rows.values);
+    leave(b.empty_v(before.stage));
+    rows.rescale();
+    round_weights(p, s);
+  }
+  await_values(at, w.tiles - 1);
+  issue_values<D>(rows.values, p, b.v(at.stage));
+  wgmma_wait<0>();
+  wgmma_hold(rows.values);
+  leave(b.empty_v(at.stage));
+  at.advance();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float sum = rows.sum[h];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    rows.factor[h] = 1.f / sum;
+  }
+  rows.rescale();
+  store_rows<D>(rows.values, b.q(warp), mine);
+}
+
+template <int D>
+__device__ __forceinline__ void consume(const Block<D>& b, const Args& a) {
+  if (threadIdx.x / 128 == 1) named_barrier_arrive(kTurn, kConsumers * 32);  // the first turn is the other's
+  Cursor at;
+  for (int i = 0;; ++i) {
+    mbarrier_wait(b.work_full(i), i / kWorkSlots & 1);
+    const Work w = *b.work(i);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.work_empty(i));
+    if (w.tiles == 0) return;
+    compute<D>(b, a, w, at);
+  }
+}
+
+#endif  // MOE_SM90
+
+template <int D>
+__global__ void __launch_bounds__(kThreads, 1)
+    prefill_wgmma(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap k,
+                  const __grid_constant__ CUtensorMap v, int page_rows) {
+#if MOE_SM90
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const Block<D> b = {smem};
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&k);
+    prefetch_tensor_map(&v);
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(b.full_k(i), 1);
+      mbarrier_init(b.full_v(i), 1);
+      mbarrier_init(b.empty_k(i), kConsumers);
+      mbarrier_init(b.empty_v(i), kConsumers);
+    }
+    for (int i = 0; i < kWorkSlots; ++i) {
+      mbarrier_init(b.work_full(i), 1);
+      mbarrier_init(b.work_empty(i), kConsumers);
+    }
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  pdl_launch_dependents();
+  pdl_wait();
+  zero_padding(a, blockIdx.x, gridDim.x, 0, a.heads * D, a.heads * D);
+  if (threadIdx.x >= kConsumers * 32) {
+    give_registers<24>();
+    if (threadIdx.x < (kConsumers + 1) * 32) Loader<D>{b, a, &k, &v, page_rows}.run();
+  } else {
+    take_registers<240>();
+    consume<D>(b, a);
+  }
+#endif
+}
+
+template <int D>
+cudaError_t run(const Args& a, int num_blocks, void* stream) {
+  const int page_rows = a.cache.block_size < kTile ? a.cache.block_size : kTile;
+  CUtensorMap k, v;
+  const int rows = num_blocks * a.cache.heads * a.cache.block_size;
+  cudaError_t e = make_tensor_map(&k, a.cache.k, rows, D, page_rows);
+  if (e == cudaSuccess) e = make_tensor_map(&v, a.cache.v, rows, D, page_rows);
+  DeviceLimits limits;
+  if (e == cudaSuccess) e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  const int64_t tickets = max_tiles(a, kRows) * a.cache.heads;
+  if (tickets > 0x7fffffff - limits.sms) return cudaErrorInvalidValue;
+  const Launch l = {dim3(tickets < limits.sms ? static_cast<unsigned>(tickets) : limits.sms), dim3(kThreads), stream,
+                    kSmem<D>};
+  return launch(prefill_wgmma<D>, l, a, k, v, page_rows);
+}
+
+}  // namespace
+
+cudaError_t launch_wgmma(const Args& a, int head_dim, int num_blocks, void* stream) {
+  return head_dim == 128 ? run<128>(a, num_blocks, stream) : run<64>(a, num_blocks, stream);
+}
+
+}  // namespace moe::attention_prefill

@@ -1,0 +1,155 @@
+// Prompt attention on warpgroup products: what a block works on, and the warp that chooses it and loads keys and values
+// (prefill_wgmma.cu).
+#pragma once
+
+#include "attention/prefill.cuh"
+#include "ptx/tensor_map.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace moe::attention_prefill {
+
+constexpr int kGroupRows = 64;              // rows of a warpgroup
+constexpr int kRows = 2 * kGroupRows;       // of a block
+constexpr int kTile = 128;                  // positions
+constexpr int kStages = 3;                  // of K, and of V
+constexpr int kConsumers = 8;               // warps, two warpgroups
+constexpr int kThreads = 3 * 128;           // the third warpgroup loads, with one warp
+constexpr int kHalfBytes = kTile * 64 * 2;  // 64 columns of a tile: rows of 128 bytes
+constexpr int kHeader = 1024;               // barriers and work tiles
+constexpr int kWorkSlots = 2;               // work tiles announced ahead
+
+template <int D>
+constexpr int kTileBytes = kTile * D * 2;
+template <int D>
+constexpr int kSmem = kHeader + kRows * D * 2 + 2 * kStages * kTileBytes<D>;
+
+/// Rows of one sequence and KV head, and the positions that they see. No tiles: the end.
+struct Work {
+  int sequence, kv_head;
+  int first_token;   // of the sequence
+  int first, last;   // (token, head) rows of the sequence
+  int lowest;        // position of the first row
+  int from, end;     // positions that some row sees
+  int begin, tiles;  // tiles of kTile positions, from `begin` on
+
+  /// Position where the i-th tile begins: the last tile comes first.
+  __device__ __forceinline__ int tile_at(int i) const { return begin + (tiles - 1 - i) * kTile; }
+};
+
+/// Shared memory of a block.
+template <int D>
+struct Block {
+  uint8_t* smem;
+
+  __device__ __forceinline__ uint64_t* full_k(int s) const { return reinterpret_cast<uint64_t*>(smem) + s; }
+  __device__ __forceinline__ uint64_t* empty_k(int s) const { return full_k(kStages + s); }
+  __device__ __forceinline__ uint64_t* full_v(int s) const { return full_k(2 * kStages + s); }
+  __device__ __forceinline__ uint64_t* empty_v(int s) const { return full_k(3 * kStages + s); }
+  __device__ __forceinline__ uint64_t* work_full(int i) const { return full_k(4 * kStages + i % kWorkSlots); }
+  __device__ __forceinline__ uint64_t* work_empty(int i) const { return work_full(i) + kWorkSlots; }
+  __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
+  /// 16 rows of q of a warp, later of its results.
+  __device__ __forceinline__ uint8_t* q(int warp) const { return smem + kHeader + warp * 16 * D * 2; }
+  __device__ __forceinline__ uint8_t* k(int s) const { return smem + kHeader + kRows * D * 2 + s * kTileBytes<D>; }
+  __device__ __forceinline__ uint8_t* v(int s) const { return k(kStages + s); }
+};
+static_assert((4 * kStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= kHeader - 512);
+
+/// A place in a ring and the parity of its barriers.
+struct Cursor {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+#if MOE_SM90
+
+/// The warp that takes work tiles by ticket, announces them and loads their keys and values: a lane brings 64 columns
+/// of one page's rows.
+template <int D>
+struct Loader {
+  const Block<D>& b;
+  const Args& a;
+  const CUtensorMap *k, *v;
+  int page_rows;
+
+  /// The ticket's rows: the KV heads of a tile beside each other if they share the cache's part of L2, or one KV head
+  /// after the other; the tiles with the most positions first.
+  __device__ __forceinline__ Work work_of(int ticket, int tiles, int group) const {
+    Work w = {};
+    if (ticket >= tiles * a.cache.heads) return w;
+    w.kv_head = a.heads_together ? ticket % a.cache.heads : ticket / tiles;
+    const int number = a.heads_together ? ticket / a.cache.heads : ticket % tiles;
+    const Tile tile = find_tile<kRows>(a, group, tiles - 1 - number);
+    w.sequence = tile.sequence;
+    w.first_token = a.query_start_loc[tile.sequence];
+    const int rows = static_cast<int>(a.query_start_loc[tile.sequence + 1] - w.first_token) * group;
+    w.first = tile.tile * kRows;
+    w.last = min(w.first + kRows, rows) - 1;
+    w.lowest = a.positions[w.first_token + w.first / group];
+    w.end = a.positions[w.first_token + w.last / group] + 1;
+    w.from = a.window > 0 ? max(0, w.lowest + 1 - a.window) : 0;
+    w.begin = w.from / kTile * kTile;
+    w.tiles = ceil_div(w.end - w.begin, kTile);
+    return w;
+  }
+
+  __device__ __forceinline__ void announce(int i, const Work& w) const {
+    mbarrier_wait(b.work_empty(i), (i / kWorkSlots & 1) ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      *b.work(i) = w;
+      mbarrier_arrive(b.work_full(i));
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void load(const Work& w, Cursor& at) const {
+    constexpr int kHalves = D / 64;
+    const int lane = threadIdx.x % 32, pieces = kTile / page_rows * kHalves, block_size = a.cache.block_size;
+    const uint32_t* table = a.block_tables + static_cast<size_t>(w.sequence) * a.max_blocks;
+    const int offset = lane / kHalves * page_rows, column = lane % kHalves * 64;
+    const int to = lane % kHalves * kHalfBytes + offset * 128;
+    for (int i = 0; i < w.tiles; ++i, at.advance()) {
+      const int position = w.tile_at(i) + offset;
+      const bool mine = lane < pieces && position + page_rows > w.from && position < w.end;
+      int row = 0;
+      if (mine)
+        row = (static_cast<int>(table[position / block_size]) * a.cache.heads + w.kv_head) * block_size +
+              position % block_size;
+      const uint32_t bytes = __popc(__ballot_sync(0xffffffffu, mine)) * page_rows * 128;
+      const auto bring = [&](uint64_t* empty, uint64_t* full, uint8_t* tile, const CUtensorMap* map) {
+        mbarrier_wait(empty, at.parity ^ 1);
+        if (lane == 0) arrive_expecting(full, bytes);
+        __syncwarp();
+        if (mine) load_tile(tile + to, map, row, column, full);
+      };
+      bring(b.empty_k(at.stage), b.full_k(at.stage), b.k(at.stage), k);
+      bring(b.empty_v(at.stage), b.full_v(at.stage), b.v(at.stage), v);
+    }
+  }
+
+  /// All work tiles of the block.
+  __device__ __forceinline__ void run() const {
+    const int group = a.heads / a.cache.heads, tiles = count_tiles<kRows>(a, group);
+    Cursor at;
+    Work w = work_of(blockIdx.x, tiles, group);
+    for (int i = 0;; ++i) {
+      announce(i, w);
+      if (w.tiles == 0) break;
+      // The next tile is looked up while this one's keys are on their way.
+      uint32_t ticket = threadIdx.x % 32 == 0 ? atomicAdd(a.counters, 1) : 0;
+      ticket = __shfl_sync(0xffffffffu, ticket, 0) + gridDim.x;
+      load(w, at);
+      w = work_of(ticket, tiles, group);
+    }
+    // The last block to end leaves the counters zero.
+    if (threadIdx.x % 32 == 0 && add_acq_rel(a.counters + 1, 1) == gridDim.x - 1) a.counters[0] = a.counters[1] = 0;
+  }
+};
+
+#endif  // MOE_SM90
+
+}  // namespace moe::attention_prefill

@@ -1,0 +1,111 @@
+// What the persistent kernels of both expert products on warpgroup products share (tensor.cu, wide.cu): tiles of 128
+// weight rows, the counters that blocks share, and how a block's warps learn of its work.
+#pragma once
+
+#include "experts/args.cuh"
+#include "ptx/common.cuh"
+#include "ptx/ptx.cuh"
+#include "ptx/tensor_map.cuh"
+
+namespace moe::experts_tiles {
+
+constexpr int kTileRows = 128;  // weight rows of a work tile: 64 for each consuming warpgroup
+constexpr int kConsumers = 8;   // warps, two warpgroups
+constexpr int kGatherers = 3;   // warps that bring token rows
+constexpr int kThreads = (kConsumers + 1 + kGatherers) * 32;
+constexpr int kGatherLanes = kGatherers * 32;
+constexpr int kWeightBytes = kTileRows * kTileColumns * 2;  // of a stage
+
+/// In global memory: [kCounters + 2 E] words, zero at the start and at the end of a launch.
+struct Counters {
+  static constexpr int kHead = 4;  // before the counts of the router's buckets and the progress of each expert
+  uint32_t* words;
+  int num_local;
+
+  __device__ uint32_t* tickets() const { return words; }
+  __device__ uint32_t* finished() const { return words + 1; }  // of the first product, of all experts
+  __device__ uint32_t* left() const { return words + 2; }      // blocks that have ended
+  __device__ uint32_t* progress(int expert) const { return words + kHead + num_local + expert; }
+};
+
+/// The last block to end leaves the counters zero. All threads; `flag` in shared memory.
+__device__ __forceinline__ void clear_counters(const Counters& c, bool* flag) {
+  __syncthreads();
+  if (threadIdx.x == 0) *flag = add_acq_rel(c.left(), 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!*flag) return;
+  for (int i = threadIdx.x; i < Counters::kHead + 2 * c.num_local; i += blockDim.x) c.words[i] = 0;
+}
+
+/// A place in the ring and the parity of its barriers.
+struct Cursor {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+/// Calls f(work) for each work tile of the block, as the loader of weights announces them in `kWorkSlots` places; a
+/// negative product is the end. One whole warp.
+template <class Block, class F>
+__device__ __forceinline__ void for_each_work(const Block& b, F f) {
+  for (int i = 0;; ++i) {
+    mbarrier_wait(b.work_full(i), i / Block::kWorkSlots & 1);
+    const auto work = *b.work(i);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.work_empty(i));
+    if (work.product < 0) return;
+    f(work);
+  }
+}
+
+/// The other side of it, by one thread, which counts what it has announced.
+template <class Block, class Work>
+__device__ __forceinline__ void announce_work(const Block& b, const Work& work, int* announced) {
+  mbarrier_wait(b.work_empty(*announced), *announced / Block::kWorkSlots & 1 ^ 1);
+  *b.work(*announced) = work;
+  mbarrier_arrive(b.work_full((*announced)++));
+}
+
+#if MOE_SM90
+
+/// For what is read once: it leaves L2 before everything else.
+__device__ __forceinline__ uint64_t read_once() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+/// For what other blocks read at about the same time.
+__device__ __forceinline__ uint64_t read_again() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+/// 64 columns of a tile of w13 to shared memory: 8 gate rows and the 8 up rows of the same columns in turn, so that a
+/// lane's accumulators hold both. One thread.
+__device__ __forceinline__ void load_gate_up(void* to, const CUtensorMap* w13, int expert, int tile, int column,
+                                             uint64_t* bar, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3, %3, %4, %5}], [%6], %7;" ::"r"(smem_addr(to)),
+      "l"(w13), "r"(column), "r"(0), "r"(tile * (kTileRows / 16)), "r"(expert), "r"(smem_addr(bar)), "l"(policy)
+      : "memory");
+}
+
+#endif
+
+/// w13 [E, 2 I, H] so that a tile is 8 gate rows, the 8 up rows of the same columns, the next 8 gate rows, ..
+inline cudaError_t map_gate_up(CUtensorMap* map, const bf16* w13, int num_local, int inter, int hidden) {
+  const cuuint64_t row = static_cast<cuuint64_t>(hidden) * sizeof(bf16);
+  const cuuint64_t dims[5] = {static_cast<cuuint64_t>(hidden), 8, 2, static_cast<cuuint64_t>(inter / 8),
+                              static_cast<cuuint64_t>(num_local)};
+  const cuuint64_t strides[4] = {row, row * inter, row * 8, row * 2 * inter};
+  const cuuint32_t box[5] = {kTileColumns, 8, 2, kTileRows / 16, 1};
+  return make_tensor_map(map, w13, 5, dims, strides, box);
+}
+
+}  // namespace moe::experts_tiles

@@ -1,0 +1,238 @@
+// Geometry of the experts' products for prompts, and the warps that bring operands to shared memory (wide.cu).
+#pragma once
+
+#include "experts/tiles.cuh"
+
+namespace moe::experts_wide {
+
+using namespace experts_tiles;
+
+constexpr int kMostRows = 256;  // token rows of a work tile: the columns of one wgmma
+constexpr int kGranule = 16;    // by which its columns grow
+constexpr int kGroup = 16;      // weight tiles that meet all rows of an expert before the next ones do
+constexpr int kActRows = 32;    // rows of one load of activations
+constexpr int kMaxStages = 8;
+constexpr int kRing = 192 * 1024;
+constexpr int kHeader = 1024;                  // barriers and work tiles
+constexpr int kPieceBytes = 4096;              // of results on their way out
+constexpr int kStaging = 2 * 2 * kPieceBytes;  // two for each consuming warpgroup
+constexpr int kTableEntry = 16;
+
+struct Args {
+  const bf16* x;           // [T, H]
+  const uint32_t* slots;   // of each expert, in its bucket [E, bucket]
+  const uint32_t* counts;  // of the buckets [E]
+  bf16* act;               // [T K, I], in order of experts
+  bf16* slot_rows;         // [T K, H], by slot
+  Counters counters;       // progress in work tiles of one warpgroup
+  int bucket, tokens, top_k, num_local, hidden, inter;
+  int capacity;  // most token rows of a work tile, a multiple of kActRows
+
+  /// Weight tiles of one expert in each product: 64 gate and 64 up rows, or 128 rows of w2.
+  __host__ __device__ int tiles(int product) const {
+    return product == 0 ? inter / (kTileRows / 2) : ceil_div(hidden, kTileRows);
+  }
+  /// Stages of one work tile.
+  __host__ __device__ int steps(int product) const { return (product == 0 ? hidden : inter) / kTileColumns; }
+  __host__ __device__ int num_slots() const { return tokens * top_k; }
+  __host__ __device__ int max_touched() const { return num_slots() < num_local ? num_slots() : num_local; }
+  __host__ __device__ int stage_bytes() const { return kWeightBytes + capacity * kTileColumns * 2; }
+  __host__ __device__ int stages() const { return kRing / stage_bytes(); }
+  /// Work tiles over which an expert's rows are spread evenly.
+  __device__ int row_tiles(int rows) const { return ceil_div(round_up(rows, kGranule), capacity); }
+  /// What the first product of so many row tiles leaves behind.
+  __device__ uint32_t parts(int row_tiles) const { return 2u * row_tiles * tiles(0); }
+  /// Where results and ring begin in shared memory: behind the barriers and the table of touched experts.
+  __host__ __device__ int staging() const { return round_up(kHeader + (max_touched() + 1) * kTableEntry, 1024); }
+  __host__ __device__ int smem() const { return staging() + kStaging + kRing; }
+};
+
+/// 128 weight rows of an expert times up to `capacity` of its rows.
+struct Work {
+  int product, expert, tile;  // product -1: the end
+  int first, rows;            // places of its activations
+  int steps;
+  uint32_t parts;         // of the expert's activations, which the second product waits for
+  const uint32_t* slots;  // of its rows
+};
+
+/// Shared memory of a block.
+struct Block {
+  static constexpr int kWorkSlots = 4;  // work tiles announced ahead to the other warps
+  uint8_t *smem, *staging, *ring;
+  int stages, bytes;
+
+  __device__ __forceinline__ uint64_t* full(int s) const { return reinterpret_cast<uint64_t*>(smem) + s; }
+  __device__ __forceinline__ uint64_t* empty(int s) const { return full(kMaxStages + s); }
+  __device__ __forceinline__ uint64_t* work_full(int i) const { return full(2 * kMaxStages + i % kWorkSlots); }
+  __device__ __forceinline__ uint64_t* work_empty(int i) const { return work_full(i) + kWorkSlots; }
+  __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
+  __device__ __forceinline__ bool* flag() const { return reinterpret_cast<bool*>(smem + kHeader - 16); }
+  /// (expert, first place, first row tile, rows) of each touched expert, then (touched experts, places, row tiles).
+  __device__ __forceinline__ uint4* table() const { return reinterpret_cast<uint4*>(smem + kHeader); }
+  __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
+  __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + kWeightBytes; }
+};
+static_assert((2 * kMaxStages + 2 * Block::kWorkSlots + 1) * 8 <= 512 && Block::kWorkSlots * sizeof(Work) <= 512 - 16);
+static_assert(sizeof(uint4) == kTableEntry && kMostRows % kActRows == 0 && kActRows % kGranule == 0);
+
+#if MOE_SM90
+
+/// The table of touched experts from the counts of their buckets. One warp; several loads at a time.
+__device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
+  constexpr int kEach = 4;
+  const int lane = threadIdx.x % 32;
+  uint32_t touched = 0, rows = 0, tiles = 0;
+  for (int first = 0; first < a.num_local; first += 32 * kEach) {
+    uint32_t count[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int expert = first + i * 32 + lane;
+      count[i] = expert < a.num_local ? __ldcg(a.counts + expert) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const uint32_t some = __ballot_sync(0xffffffffu, count[i] > 0), expert = first + i * 32 + lane;
+      uint32_t all_rows, all_tiles;
+      const uint32_t rows_before = warp_exclusive_sum(count[i], &all_rows);
+      const uint32_t tiles_before = warp_exclusive_sum(static_cast<uint32_t>(a.row_tiles(count[i])), &all_tiles);
+      if (count[i] > 0)
+        b.table()[touched + __popc(some & ((1u << lane) - 1))] = {expert, rows + rows_before, tiles + tiles_before,
+                                                                  count[i]};
+      touched += __popc(some), rows += all_rows, tiles += all_tiles;
+    }
+  }
+  if (lane == 0) b.table()[a.max_touched()] = {touched, rows, tiles, 0};
+}
+
+/// The thread that loads weights: takes the block's work tiles and announces them to the other warps.
+struct Producer {
+  const Block& b;
+  const Args& a;
+  const CUtensorMap *w13, *w2;
+  Cursor at = {};
+  int announced = 0;
+
+  __device__ __forceinline__ void load(const Work& work, int step, uint64_t policy) const {
+    uint64_t* full = b.full(at.stage);
+    const int column = step * kTileColumns;
+    arrive_expecting(full, kWeightBytes);
+    if (work.product == 0) {
+      load_gate_up(b.weights(at.stage), w13, work.expert, work.tile, column, full, policy);
+    } else {
+      load_tile(b.weights(at.stage), w2, work.expert * a.hidden + work.tile * kTileRows, column, full, policy);
+    }
+  }
+
+  /// The n-th work tile of an expert. Up to kGroup weight tiles in turn meet the same rows; then the next rows; then
+  /// the next weight tiles. So blocks that run at the same time find each other's operands in L2.
+  __device__ __forceinline__ Work work_at(int product, const uint4& entry, int n) const {
+    const int tiles = a.tiles(product), rows = entry.w, row_tiles = a.row_tiles(rows);
+    const int group = n / (row_tiles * kGroup), within = n - group * row_tiles * kGroup;
+    const int width = min(kGroup, tiles - group * kGroup), row_tile = within / width;
+    const int granules = ceil_div(rows, kGranule), each = granules / row_tiles, one_more = granules % row_tiles;
+    const int from = (row_tile * each + min(row_tile, one_more)) * kGranule, expert = entry.x;
+    return {product,
+            expert,
+            group * kGroup + within % width,
+            static_cast<int>(entry.y) + from,
+            min((each + (row_tile < one_more ? 1 : 0)) * kGranule, rows - from),
+            a.steps(product),
+            a.parts(row_tiles),
+            a.slots + static_cast<size_t>(expert) * a.bucket + from};
+  }
+
+  /// All work tiles of the block.
+  __device__ __forceinline__ void run() {
+    const uint4* table = b.table();
+    const uint4 end = table[a.max_touched()];
+    const int gate_up = end.z * a.tiles(0), total = gate_up + end.z * a.tiles(1);
+    const uint64_t once = read_once(), again = read_again();
+    int product = 0, touched = 0;  // they only grow: a block's tickets do
+    for (int ticket = blockIdx.x; ticket < total;) {
+      if (product == 0 && ticket >= gate_up) product = 1, touched = 0;
+      const int n = ticket - product * gate_up, tiles = a.tiles(product);
+      while (touched + 1 < static_cast<int>(end.x) && n >= static_cast<int>(table[touched + 1].z) * tiles) ++touched;
+      const uint4 entry = table[touched];
+      const Work work = work_at(product, entry, n - static_cast<int>(entry.z) * tiles);
+      announce_work(b, work, &announced);
+      const uint64_t policy = static_cast<int>(entry.w) <= a.capacity ? once : again;
+      uint32_t taken = 0;
+      for (int i = 0; i < work.steps; ++i, at.advance(b.stages)) {
+        // As late as hides its latency: the block that is ahead takes the next work tile.
+        if (i == max(work.steps - 3, 0)) taken = atomicAdd(a.counters.tickets(), 1);
+        mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
+        load(work, i, policy);
+      }
+      ticket = gridDim.x + taken;
+    }
+    announce_work(b, Work{-1, 0, 0, 0, 0, 0, 0, nullptr}, &announced);
+  }
+};
+
+/// The warps that bring token rows. Each of their lanes arrives at a stage's barrier, or is arrived for.
+struct Gatherer {
+  const Block& b;
+  const Args& a;
+  const CUtensorMap* act;
+  Cursor at = {};
+  bool all = false;  // activations are there
+
+  /// x by 16 bytes, each lane one column of every twelfth row.
+  __device__ __forceinline__ void gather(const Work& work) {
+    constexpr int kApart = kGatherLanes / 8, kEach = ceil_div(kMostRows, kApart);
+    static_assert(kApart % 8 == 4);  // so the swizzle of every other row of a lane is the same
+    const int index = threadIdx.x - (kConsumers + 1) * 32, first = index / 8, column = index % 8;
+    const int even = first * 128 + ((column ^ (first & 7)) << 4), odd = even ^ 4 << 4;
+    const uint4* x = reinterpret_cast<const uint4*>(a.x);
+    const int rows = work.rows - first;
+    uint32_t from[kEach];  // in 16 bytes; all slots first, of the last row where there is none
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) from[i] = __ldcg(work.slots + min(first + i * kApart, work.rows - 1));
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) from[i] = from[i] / a.top_k * (a.hidden / 8) + column;
+    for (int step = 0; step < work.steps; ++step, at.advance(b.stages), x += kTileColumns / 8) {
+      mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
+      uint8_t* to = b.rows(at.stage);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        if (i * kApart < rows) cp_async16(to + i * kApart * 128 + (i % 2 == 0 ? even : odd), x + from[i]);
+      cp_async_arrive(b.full(at.stage));
+    }
+  }
+
+  /// Activations lie in order. One thread, for all lanes of these warps. Rows beyond the work tile's are loaded to the
+  /// end of the last box and give columns that nobody reads.
+  __device__ __forceinline__ void load(const Work& work) {
+    if (!all) {
+      const uint4 end = b.table()[a.max_touched()];
+      all = load_acquire(a.counters.finished()) == a.parts(end.z);
+      while (!all && load_acquire(a.counters.progress(work.expert)) < work.parts) {}
+      fence_async_proxy();
+    }
+    const int boxes = ceil_div(work.rows, kActRows);
+    for (int step = 0; step < work.steps; ++step, at.advance(b.stages)) {
+      mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
+      uint64_t* full = b.full(at.stage);
+      expect_bytes(full, boxes * kActRows * kTileColumns * 2);
+      for (int i = 0; i < boxes; ++i)
+        load_tile(b.rows(at.stage) + i * kActRows * 128, act, work.first + i * kActRows, step * kTileColumns, full);
+      mbarrier_arrive_many(full, kGatherLanes);
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    for_each_work(b, [&](const Work& work) {
+      if (work.product == 0) {
+        gather(work);
+      } else if (threadIdx.x / 32 == kConsumers + 1 && elect_one()) {
+        load(work);
+      }
+      __syncwarp();
+    });
+  }
+};
+
+#endif  // MOE_SM90
+
+}  // namespace moe::experts_wide

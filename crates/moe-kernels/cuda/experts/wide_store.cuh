@@ -1,0 +1,117 @@
+// What a warpgroup does with its 64 weight rows x up to 256 token rows of sums (wide.cu): through shared memory, so
+// that whole lines leave, and with barriers of its own four warps alone, so that the other warpgroup multiplies
+// meanwhile.
+//
+// A piece of 4 KB in shared memory is 64 rows of activations (32 columns) or 32 slot rows (64 columns). There are two
+// in turn: the barrier between writing and reading one also ends the reading of the other.
+#pragma once
+
+#include "experts/wide.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace moe::experts_wide {
+
+#if MOE_SM90
+
+constexpr int kSums = kMostRows / 2;  // of a thread; of each 8 token rows 4, as wgmma.cuh says
+
+struct Store {
+  const Block& b;
+  const Args& a;
+  int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  int turn = 0;
+  int owed = -1;  // expert of whose activations the other blocks have not been told
+
+  __device__ __forceinline__ void meet() const { named_barrier(1 + group, 128); }
+  __device__ __forceinline__ uint8_t* piece() { return b.staging + (group * 2 + (turn ^= 1)) * kPieceBytes; }
+
+  static __device__ __forceinline__ float swiglu(float gate, float up) {
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+  }
+
+  /// Tells the other blocks that the activations stored last are there: later than at once, when they have long been
+  /// written and nobody waits for it.
+  __device__ __forceinline__ void publish() {
+    if (owed < 0) return;
+    fence_async_proxy();  // the copy engine of another block reads them
+    meet();
+    if (thread == 0) {
+      add_release(a.counters.progress(owed), 1);
+      add_release(a.counters.finished(), 1);
+    }
+    owed = -1;
+  }
+
+  /// act = silu(gate) up: a warp has the gate rows of 8 columns and, 8 rows on, their up rows.
+  __device__ __forceinline__ void activations(const Work& work, const float (&sums)[kSums]) {
+#pragma unroll
+    for (int first = 0; first < kMostRows; first += 64) {
+      if (first >= work.rows) continue;
+      uint8_t* at = piece();
+#pragma unroll
+      for (int half = 0; half < 64; half += 32) {
+        if (first + half >= work.rows) continue;
+        uint32_t v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* d = sums + (first + half + 8 * i) / 2;
+          v[i] = pack_bf16(swiglu(d[0], d[2]), swiglu(d[1], d[3]));
+        }
+        stmatrix_x4_trans(at + (half + lane) * 64 + ((warp ^ (lane / 2 & 3)) << 4), v);
+      }
+      meet();
+#pragma unroll
+      for (int half = 0; half < 64; half += 32) {
+        const int r = half + thread / 4, column = thread % 4;
+        if (first + r >= work.rows) continue;
+        bf16* to = a.act + static_cast<size_t>(work.first + first + r) * a.inter + work.tile * 64 + group * 32;
+        reinterpret_cast<uint4*>(to)[column] =
+            *reinterpret_cast<const uint4*>(at + r * 64 + ((column ^ (r / 2 & 3)) << 4));
+      }
+    }
+    owed = work.expert;
+  }
+
+  /// Slots of the rows that this thread stores: fetched before the products, which hide the latency.
+  __device__ __forceinline__ void fetch_slots(const Work& work, uint32_t (&slots)[kMostRows / 16]) const {
+#pragma unroll
+    for (int i = 0; i < kMostRows / 16; ++i) {
+      const int r = i * 16 + thread / 8;
+      slots[i] = r < work.rows ? __ldcg(work.slots + r) : kNoExpert;
+    }
+  }
+
+  /// The second product's sums, rounded, to the rows of the slots. The last tile may end with its first warpgroup.
+  __device__ __forceinline__ void slot_rows(const Work& work, const float (&sums)[kSums],
+                                            const uint32_t (&slots)[kMostRows / 16]) {
+    const int columns = work.tile * kTileRows + group * 64;
+    if (columns >= a.hidden) return;
+#pragma unroll
+    for (int first = 0; first < kMostRows; first += 32) {
+      if (first >= work.rows) continue;
+      uint8_t* at = piece();
+#pragma unroll
+      for (int half = 0; half < 32; half += 16) {
+        const float* d = sums + (first + half) / 2;
+        const uint32_t v[4] = {pack_bf16(d[0], d[1]), pack_bf16(d[2], d[3]), pack_bf16(d[4], d[5]),
+                               pack_bf16(d[6], d[7])};
+        const int r = half + lane / 16 * 8 + lane % 8, column = warp * 2 + lane / 8 % 2;
+        stmatrix_x4_trans(at + r * 128 + ((column ^ (r & 7)) << 4), v);
+      }
+      meet();
+#pragma unroll
+      for (int half = 0; half < 32; half += 16) {
+        const uint32_t slot = slots[(first + half) / 16];
+        if (slot == kNoExpert) continue;
+        const int r = half + thread / 8, column = thread % 8;
+        bf16* to = a.slot_rows + static_cast<size_t>(slot) * a.hidden + columns;
+        reinterpret_cast<uint4*>(to)[column] =
+            *reinterpret_cast<const uint4*>(at + r * 128 + ((column ^ (r & 7)) << 4));
+      }
+    }
+  }
+};
+
+#endif  // MOE_SM90
+
+}  // namespace moe::experts_wide
