@@ -147,6 +147,11 @@ printf '{"custom_id":"b","url":"/v1/completions","body":{"prompt":"x","max_token
 row "an error whose line is gone stays" 0 "1 with errors of earlier runs" q batch --input other.jsonl --output gone.jsonl --retry-errors
 row "with its record" 0 '"custom_id":"a"' cat gone.jsonl
 row "bench of the embedded model" 0 tok_s q bench --batches 1 --repeat 1 --prompt 8 --output 4 --lengths 16
+printf '{"requests":[{"prompt_token_ids":[5,17],"max_tokens":4,"seed":1},{"prompt_token_ids":[9],"max_tokens":2,"seed":2}]}' >work.json
+row "bench of a file of requests" 0 '"output_tokens": 6' q bench --workload work.json --repeat 1
+printf '{"requests":[{"prompt_token_ids":[5,2048],"max_tokens":4,"seed":1}]}' >outside.json
+row "an id outside of the vocabulary is named" 2 "requests[0]: prompt_token_ids[1]: expected an id below 2048" q bench --workload outside.json
+row "a workload has its own sizes" 2 "cannot be used with" q bench --workload work.json --batches 2
 row "a config without weights" 2 "--dummy-weights" q bench --config "$fixtures/base/config.json"
 row "devices" 0 cpu q list-devices
 exit $failed

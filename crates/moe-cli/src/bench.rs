@@ -4,6 +4,13 @@
 //! end-of-sequence ignored. A decode figure is a run with all output tokens minus a run with one;
 //! medians of `--repeat` runs. A decode row also counts the distinct experts per layer and step,
 //! because a model whose routing collapsed would read fewer weights and look fast.
+//!
+//! With `--workload` it runs a file of requests instead: [`workload`].
+
+mod arrivals;
+mod report;
+mod requests;
+mod workload;
 
 use std::sync::OnceLock;
 use std::time::Instant;
@@ -22,6 +29,8 @@ use crate::preflight::Asks;
 use crate::roofline;
 use crate::session::{self, Model};
 
+pub use requests::Workload;
+
 const BLOCK_SIZE: usize = 16;
 
 static START: OnceLock<Instant> = OnceLock::new();
@@ -36,33 +45,22 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     if args.output.is_some_and(|output| output < 2) || args.prompt == Some(0) || args.repeat == 0 {
         return Err(usage("bench needs --output of at least 2, --prompt and --repeat of at least 1"));
     }
-    let model = match &args.config {
-        Some(config) => Model::Random(config),
-        None => Model::Checkpoint(args.model.as_deref()),
-    };
-    let session = session::open::<F>(model, &args.run, false, &Asks::default())?;
+    if let Some(file) = &args.workload {
+        return workload::run::<F>(args, file);
+    }
+    let session = session::open::<F>(model(args), &args.run, false, &Asks::default())?;
     let sizes = Sizes::new(args, session.model.info().max_context_len);
     check_sizes(args, &sizes, session.model.info())?;
     let default = EngineConfig::for_device(&session.ex).max_num_batched_tokens;
     let max_num_batched_tokens = args.max_num_batched_tokens.unwrap_or(default);
     let mut bench = Bench { session, max_num_batched_tokens, runs: 0 };
     bench.time(1, 1, 1)?;
-    let mut result = json!({
-        "engine": "moe-engine",
-        "version": env!("CARGO_PKG_VERSION"),
-        "device": args.run.device.to_string(),
-        "tp": args.run.parallel.tp,
-        "dp": args.run.parallel.dp,
-        "enable_expert_parallel": args.run.parallel.enable_expert_parallel,
-        "moe_ep_backend": args.run.parallel.moe_ep_backend.to_string(),
-        "cpu_isa": bench.session.ex.isa().name(),
-        "num_threads": bench.session.ex.num_threads(),
-        "dtype": bench.session.model.info().kv.dtype.as_str(),
-        "commit": COMMIT,
-        "start_s": START.get().map(|start| start.elapsed().as_secs_f64()),
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "prefill": {}, "decode": {}, "distinct_experts": {},
-    });
+    let mut result = facts(args, &bench.session);
+    result["start_s"] = START.get().map(|start| start.elapsed().as_secs_f64()).into();
+    result["max_num_batched_tokens"] = max_num_batched_tokens.into();
+    for rows in ["prefill", "decode", "distinct_experts"] {
+        result[rows] = json!({});
+    }
     for &length in &sizes.lengths {
         bench.time(1, length, 1)?;
         let rate = length as f64 / bench.median(args.repeat, 1, length, 1)?;
@@ -88,6 +86,30 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     bench.session.finish()?;
     result["roofline"] = roofline::measure::<F>(args, &sizes, &result, bench.session)?;
     write_json(args.json.as_deref(), &result)
+}
+
+fn model(args: &BenchArgs) -> Model<'_> {
+    match &args.config {
+        Some(config) => Model::Random(config),
+        None => Model::Checkpoint(args.model.as_deref()),
+    }
+}
+
+/// What a result says about the program, the machine and how the model runs.
+fn facts(args: &BenchArgs, session: &Session) -> Value {
+    json!({
+        "engine": "moe-engine",
+        "version": env!("CARGO_PKG_VERSION"),
+        "device": args.run.device.to_string(),
+        "tp": args.run.parallel.tp,
+        "dp": args.run.parallel.dp,
+        "enable_expert_parallel": args.run.parallel.enable_expert_parallel,
+        "moe_ep_backend": args.run.parallel.moe_ep_backend.to_string(),
+        "cpu_isa": session.ex.isa().name(),
+        "num_threads": session.ex.num_threads(),
+        "dtype": session.model.info().kv.dtype.as_str(),
+        "commit": COMMIT,
+    })
 }
 
 /// Tokens of the rows: what the flags say, else the defaults, cut to the model's context.

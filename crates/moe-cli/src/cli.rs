@@ -52,7 +52,7 @@ pub enum Command {
     Batch(Box<BatchArgs>),
     /// Compare with a reference recorded from Hugging Face transformers.
     Parity(ParityArgs),
-    /// Time prefill and decode.
+    /// Time prefill and decode, or a file of requests.
     Bench(BenchArgs),
     /// Fetch a checkpoint into the hub's cache and print its folder, or check what is there.
     Download(DownloadArgs),
@@ -329,6 +329,19 @@ pub struct BenchArgs {
     /// binary has one).
     #[arg(long, conflicts_with = "config")]
     pub model: Option<String>,
+    /// Run the requests of this JSON file instead, all submitted at once, and report tokens per second.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["batches", "prompt", "output", "lengths", "long_context"])]
+    pub workload: Option<PathBuf>,
+    /// Requests of the workload that count, from the first on (default: all).
+    #[arg(long, value_name = "N", requires = "workload")]
+    pub limit: Option<usize>,
+    /// Sequences of the workload that run at once, at most (default: 64, on a GPU 256).
+    #[arg(long, value_name = "N", requires = "workload")]
+    pub max_num_seqs: Option<usize>,
+    /// Memory of the KV cache of each rank in a run of a workload, such as 512MiB or 4GiB (default: 4GiB, all ranks
+    /// together at most half of what is free; on a GPU nine tenths of what is free there).
+    #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, requires = "workload")]
+    pub kv_cache_memory: Option<usize>,
     /// Batch sizes of the decode rows.
     #[arg(long, value_delimiter = ',', default_value = "1,8")]
     pub batches: Vec<usize>,
@@ -347,7 +360,7 @@ pub struct BenchArgs {
     /// Context of the long decode row; 0 leaves it out.
     #[arg(long, default_value_t = 0)]
     pub long_context: usize,
-    /// Runs per row; the median counts.
+    /// Runs per row, of which the median counts; with --workload the best.
     #[arg(long, default_value_t = 3)]
     pub repeat: usize,
     /// Write the result here as JSON (default: stdout).

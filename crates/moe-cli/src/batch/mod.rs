@@ -50,14 +50,15 @@ use answer::{Choice, record};
 use body::{Form, Job, Parser};
 use entries::{Entries, Entry, Format, Key, Work};
 use fields::ApiError;
-use input::{Lines, Total};
+use input::Lines;
 use journal::{Earlier, Journal};
 use known::Known;
-use progress::Progress;
 use served::Served;
 use settings::Settings;
 
 pub(crate) use fields::short;
+pub(crate) use input::Total;
+pub(crate) use progress::Progress;
 
 /// Entries that are read ahead of the engine.
 const READ_AHEAD: usize = 64;

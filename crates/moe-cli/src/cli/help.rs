@@ -5,7 +5,7 @@ use clap::Command;
 use super::version;
 
 /// Flags in the short help of every command that has them.
-const COMMON: [&str; 16] = [
+const COMMON: [&str; 17] = [
     "model",
     "prompt",
     "prompt_file",
@@ -21,6 +21,7 @@ const COMMON: [&str; 16] = [
     "system",
     "config",
     "batches",
+    "workload",
     "reference",
 ];
 
@@ -38,7 +39,13 @@ const EXAMPLES: [(&str, &[&str]); 4] = [
     ),
     ("chat", &["{} chat --model Qwen/Qwen3-30B-A3B --device cuda --system 'Be brief.'"]),
     ("batch", &["{} batch --model Qwen/Qwen3-30B-A3B --input requests.jsonl --output answers.jsonl"]),
-    ("bench", &["{} bench --config config.json --dummy-weights --batches 1,8,64 --device cuda"]),
+    (
+        "bench",
+        &[
+            "{} bench --config config.json --dummy-weights --batches 1,8,64 --device cuda",
+            "{} bench --model Qwen/Qwen3-30B-A3B --device cuda --workload requests.json --max-num-seqs 256",
+        ],
+    ),
 ];
 
 /// clap's definition of the program under a name, with examples and two lengths of help.

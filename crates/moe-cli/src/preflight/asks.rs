@@ -7,6 +7,7 @@ use model_runtime::{Config, Exec};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::usage;
 
+use crate::bench::Workload;
 use crate::cli::{AnswerArgs, BatchArgs, ChatArgs, Command, EngineArgs, GenerateArgs};
 use crate::cli::{SamplingArgs, TemplateArgs};
 use crate::options;
@@ -15,6 +16,7 @@ use crate::options;
 #[derive(Default)]
 pub struct Asks<'a> {
     text: Option<Text<'a>>,
+    workload: Option<&'a Workload>,
 }
 
 /// Text, and how it is made.
@@ -50,12 +52,17 @@ impl<'a> Asks<'a> {
         let needs_template = args.chat;
         let text =
             Text { sampling, engine, n: args.n, is_limited: true, template, needs_template, tokenizes };
-        Self { text: Some(text) }
+        Self { text: Some(text), workload: None }
     }
 
     /// What `chat` asks.
     pub fn of_chat(args: &'a ChatArgs) -> Self {
         Self::of_answer(&args.answer, true, true)
+    }
+
+    /// What `bench` asks for the requests of a file.
+    pub fn of_workload(workload: &'a Workload) -> Self {
+        Self { text: None, workload: Some(workload) }
     }
 
     /// What `batch` asks: some requests need no chat template.
@@ -66,7 +73,8 @@ impl<'a> Asks<'a> {
     fn of_answer(args: &'a AnswerArgs, needs_template: bool, tokenizes: bool) -> Self {
         let (sampling, engine, template) = (&args.sampling, &args.engine, Some(&args.chat));
         let (n, is_limited) = (1, false);
-        Self { text: Some(Text { sampling, engine, n, is_limited, template, needs_template, tokenizes }) }
+        let text = Text { sampling, engine, n, is_limited, template, needs_template, tokenizes };
+        Self { text: Some(text), workload: None }
     }
 
     /// Whether there must be a tokenizer.
@@ -101,14 +109,15 @@ impl<'a> Asks<'a> {
         checked.map_err(|e| usage(format!("{}: {e}", structured.flag())))
     }
 
-    /// Checks the values that flags and generation_config.json come to, for a model of this vocabulary and
-    /// context.
+    /// Checks the values that flags and generation_config.json come to, and the requests of a workload, for a model
+    /// of this vocabulary and context.
     pub(super) fn check_values(
         &self,
         generation: Option<&Config>,
         vocab_size: usize,
         context: usize,
     ) -> Result<()> {
+        self.workload.map_or(Ok(()), |workload| workload.check(vocab_size, context))?;
         let Some(text) = &self.text else { return Ok(()) };
         let mut request = options::request_of(text.sampling, generation, "")?;
         request.n = text.n;

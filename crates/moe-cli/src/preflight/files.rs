@@ -31,6 +31,11 @@ impl Files {
         Ok(Self { config, generation })
     }
 
+    /// A config without weights.
+    pub fn random(config: Config) -> Self {
+        Self { config, generation: None }
+    }
+
     /// Those in the program.
     pub fn embedded(embedded: &Embedded) -> Result<Self> {
         Ok(Self {
@@ -50,6 +55,11 @@ impl Files {
         }
         let geometry = args.config().parallel.geometry(0)?;
         F::layout(&config, &geometry, &|_| true).map_err(|e| usage(e.to_string()))?;
+        self.check_values(asks)
+    }
+
+    /// Checks what is asked for against the sizes in the config.
+    pub fn check_values(&self, asks: &Asks) -> Result<()> {
         asks.check_values(self.generation.as_ref(), self.vocab_size()?, self.context())
     }
 

@@ -73,6 +73,7 @@ pub fn check<F: ModelFamily>(model: Model, args: &RunArgs, asks: &Asks) -> Resul
         Model::Random(path) => {
             let raw = Config::read(path)?;
             config::<F>(&raw)?;
+            Files::random(raw.clone()).check_values(asks)?;
             Ok(Checked { source: Source::Random(raw), tokenizer: None })
         }
     }

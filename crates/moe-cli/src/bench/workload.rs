@@ -1,0 +1,150 @@
+//! `bench --workload`: a file of requests, all submitted at once, and how fast the engine answers them.
+//!
+//! ```text
+//! file ─► checks ─► model ─► engine ─► warm-up ─► run 1 .. n ─► a row each, JSON with all and the best
+//! ```
+//!
+//! One engine runs them all: with prefix caching off a run leaves nothing to the next one but warm buffers.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow, ensure};
+use moe_engine::engine::{DpEngine, EngineConfig, FinishReason, Request};
+use moe_engine::{ModelFamily, usage};
+use serde_json::json;
+
+use crate::batch::{Progress, Total};
+use crate::cli::BenchArgs;
+use crate::output::write_json;
+use crate::preflight::Asks;
+use crate::session;
+
+use super::arrivals::Arrivals;
+use super::report::{self, Figures};
+use super::requests::Workload;
+use super::{BLOCK_SIZE, facts, model};
+
+/// Requests of the warm-up, and the most new tokens of each: on a GPU, enough to record a decode graph.
+const WARM_UP: (usize, usize) = (64, 4);
+/// Between two lines of a log that say how far a run is.
+const LOG_EVERY: Duration = Duration::from_secs(10);
+
+/// Runs the workload of a file.
+pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
+    let workload = Workload::read(file, args.limit)?;
+    let settings = engine_config(args, &workload, EngineConfig::default());
+    settings.check(usize::MAX).map_err(|e| usage(e.to_string()))?;
+    let mut session = session::open::<F>(model(args), &args.run, false, &Asks::of_workload(&workload))?;
+    // A config may leave out what only the family knows.
+    let info = session.model.info();
+    workload.check(info.vocab_size, info.max_context_len)?;
+    let config = engine_config(args, &workload, EngineConfig::for_device(&session.ex));
+    let mut engine = session.engine(None, &config).map_err(|e| usage(format!("{e:#}")))?;
+    warm_up(&mut engine, &workload)?;
+    eprintln!(
+        "{} requests with {} prompt tokens and {} new ones, at most {} at once; the first token counts from the start \
+         of the run, when all are submitted",
+        workload.num_requests(),
+        workload.input_tokens(),
+        workload.output_tokens(),
+        config.max_num_seqs.saturating_mul(args.run.parallel.dp).min(workload.num_requests()),
+    );
+    eprintln!("{}", report::HEAD);
+    let mut runs = Vec::with_capacity(args.repeat.min(1024));
+    for run in 1..=args.repeat {
+        let figures = measure(&mut engine, &workload)?;
+        eprintln!("{}", figures.row(run));
+        runs.push(figures);
+    }
+    let best = report::best(&runs);
+    eprintln!("best: run {}, {:.1} total tok/s", best + 1, runs[best].total_tok_s);
+    let kv_cache_tokens = engine.stats().kv_blocks * BLOCK_SIZE;
+    drop(engine);
+    session.finish()?;
+    let mut result = facts(args, &session);
+    result["workload"] = json!({
+        "file": file.display().to_string(),
+        "requests": workload.num_requests(),
+        "longest_sequence": workload.longest(),
+    });
+    result["max_num_seqs"] = config.max_num_seqs.into();
+    result["max_num_batched_tokens"] = config.max_num_batched_tokens.into();
+    result["kv_cache_tokens"] = kv_cache_tokens.into();
+    result["best"] = json!(runs[best]);
+    result["runs"] = json!(runs);
+    write_json(args.json.as_deref(), &result)
+}
+
+/// The flags over what the device has as default; never room for more than the workload needs.
+fn engine_config(args: &BenchArgs, workload: &Workload, default: EngineConfig) -> EngineConfig {
+    EngineConfig {
+        max_num_seqs: args.max_num_seqs.unwrap_or(default.max_num_seqs).min(workload.num_requests()),
+        max_num_batched_tokens: args.max_num_batched_tokens.unwrap_or(default.max_num_batched_tokens),
+        max_model_len: Some(workload.longest()),
+        block_size: BLOCK_SIZE,
+        kv_cache_memory: args.kv_cache_memory,
+        enable_prefix_caching: false,
+        ..default
+    }
+}
+
+/// Allocates scratch, and on a GPU records graphs, before the clock starts.
+fn warm_up(engine: &mut DpEngine, workload: &Workload) -> Result<()> {
+    let (requests, tokens) = WARM_UP;
+    for request in workload.requests().take(requests) {
+        let max_tokens = request.max_tokens.map(|max| max.min(tokens));
+        engine.add(Request { max_tokens, ..request })?;
+    }
+    engine.run(drop)
+}
+
+/// Submits all requests and runs until the last one is answered.
+fn measure(engine: &mut DpEngine, workload: &Workload) -> Result<Figures> {
+    let total = Total::default();
+    total.is(workload.num_requests() as u64);
+    let mut progress = Progress::new(total, LOG_EVERY);
+    let before = engine.stats();
+    let answered = answer(engine, workload, &mut progress);
+    progress.finish();
+    let (elapsed, arrivals) = answered?;
+    Ok(Figures::new(workload, elapsed, arrivals, &before, &engine.stats()))
+}
+
+/// The clock around the engine: how long it took, and when which token came.
+fn answer(
+    engine: &mut DpEngine,
+    workload: &Workload,
+    progress: &mut Progress,
+) -> Result<(Duration, Arrivals)> {
+    let requests: Vec<Request> = workload.requests().collect();
+    let mut arrivals = Arrivals::new(requests.len());
+    let mut places = HashMap::with_capacity(requests.len());
+    let start = Instant::now();
+    for (place, request) in requests.into_iter().enumerate() {
+        let id = engine.add(request).map_err(|e| anyhow!("{}: {e}", workload.name_of(place)))?;
+        places.insert(id, place);
+    }
+    while !engine.is_idle() {
+        let outputs = engine.step()?;
+        let now = start.elapsed();
+        for output in outputs {
+            let Some(&place) = places.get(&output.request) else { continue };
+            if output.token_id.is_some() {
+                arrivals.add(place, now);
+                progress.tokens += 1;
+            }
+            match output.finish {
+                None => {}
+                Some(FinishReason::Length) => progress.answered += 1,
+                Some(other) => return Err(anyhow!("{}: it ended early: {other:?}", workload.name_of(place))),
+            }
+        }
+        progress.show();
+    }
+    let elapsed = start.elapsed();
+    let (got, expected) = (arrivals.tokens(), workload.output_tokens());
+    ensure!(got == expected, "expected {expected} new tokens, got {got}");
+    Ok((elapsed, arrivals))
+}
