@@ -252,8 +252,7 @@ __device__ __forceinline__ void consume(const Block<D>& b, const Args& a) {
   for (int i = 0;; ++i) {
     mbarrier_wait(b.work_full(i), i / kWorkSlots & 1);
     const Work w = *b.work(i);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.work_empty(i));
+    warp_arrive(b.work_empty(i));
     if (w.tiles == 0) return;
     compute<D>(b, a, w, at);
   }
@@ -279,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kWorkSlots; ++i) {
       mbarrier_init(b.work_full(i), 1);
-      mbarrier_init(b.work_empty(i), kConsumers);
+      mbarrier_init(b.work_empty(i), kConsumers * kWarpArrivals);
     }
     mbarrier_fence_init();
   }
