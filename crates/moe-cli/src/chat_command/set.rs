@@ -42,7 +42,10 @@ impl Values {
             value => drop(set.insert(name, value.to_string())),
         }
         let values = Self { start: self.start.clone(), set };
-        values.args()?;
+        let given = values.args()?.structured.given();
+        if given.len() > 1 {
+            return Err(anyhow!("only one of {} can hold: set the others to default", given.join(", ")));
+        }
         Ok(values)
     }
 }
@@ -119,6 +122,11 @@ fn effective(name: &str, args: &SamplingArgs, request: &Request) -> Option<Strin
         "ignore-eos" => request.ignore_eos.to_string(),
         "min-tokens" => request.min_tokens.to_string(),
         "skip-special-tokens" => request.skip_special_tokens.to_string(),
+        "json-object" => args.structured.json_object.to_string(),
+        "json-schema" => args.structured.json_schema.clone().unwrap_or_default(),
+        "guided-regex" => args.structured.guided_regex.clone().unwrap_or_default(),
+        "guided-choice" => args.structured.guided_choice.join(" | "),
+        "guided-grammar" => args.structured.guided_grammar.clone().unwrap_or_default(),
         _ => return None,
     })
 }
@@ -178,6 +186,10 @@ mod tests {
         assert!(error("skip-special-tokens maybe").contains("possible values: true, false"));
         assert!(error("ignore-eos maybe").contains("possible values: true, false"));
         assert!(error("top-k").contains("needs a value"));
+        let json = values().with("json-object true").unwrap();
+        let both = json.with("guided-regex a+").err().unwrap().to_string();
+        assert!(both.contains("only one of --json-object, --guided-regex can hold"), "{both}");
+        assert!(json.with("json-object default").unwrap().with("guided-regex a+").is_ok());
         assert!(error("seed -5").contains("-1"));
     }
 

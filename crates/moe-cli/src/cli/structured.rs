@@ -58,15 +58,21 @@ impl StructuredArgs {
         Ok((!self.guided_choice.is_empty()).then(|| StructuredOutput::Choice(self.guided_choice.clone())))
     }
 
+    /// The flags that are given, of which the command line takes one.
+    pub fn given(&self) -> Vec<&'static str> {
+        let flags = [
+            (self.json_object, "--json-object"),
+            (self.json_schema.is_some(), "--json-schema"),
+            (self.guided_regex.is_some(), "--guided-regex"),
+            (self.guided_grammar.is_some(), "--guided-grammar"),
+            (!self.guided_choice.is_empty(), "--guided-choice"),
+        ];
+        flags.into_iter().filter(|(given, _)| *given).map(|(_, flag)| flag).collect()
+    }
+
     /// The flag that is given.
     pub fn flag(&self) -> &'static str {
-        match self {
-            Self { json_object: true, .. } => "--json-object",
-            Self { json_schema: Some(_), .. } => "--json-schema",
-            Self { guided_regex: Some(_), .. } => "--guided-regex",
-            Self { guided_grammar: Some(_), .. } => "--guided-grammar",
-            _ => "--guided-choice",
-        }
+        self.given().first().copied().unwrap_or("structured output")
     }
 }
 
