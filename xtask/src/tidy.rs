@@ -38,6 +38,10 @@ const FORBIDDEN: &[(&str, &[&str])] = &[
     ("moe-engine", &["clap", "ctrlc", "hf-hub", "indicatif", "rustyline", "tracing-subscriber", "ureq"]),
 ];
 
+/// Most crates that a program is built from: the first build takes as long as they do (docs/benchmarks.md). Who needs one
+/// more says here what for.
+const MOST_CRATES: &[(&str, usize)] = &[("model-qwen3moe", 220), ("model-deepseekv2-legacy", 220)];
+
 pub fn run() -> Result<()> {
     let packages = workspace::packages()?;
     let mut faults = Vec::new();
@@ -55,6 +59,9 @@ pub fn run() -> Result<()> {
             found.map(|dep| format!("{name}: must not pull in {dep} (cargo tree -p {name} -i {dep})")),
         );
     }
+    for (name, most) in MOST_CRATES {
+        faults.extend(crate_fault(name, workspace::crates(name)?, *most));
+    }
     check_files(&workspace::root(), &mut faults)?;
     if faults.is_empty() {
         println!("tidy: {} packages, no faults", packages.len());
@@ -64,6 +71,12 @@ pub fn run() -> Result<()> {
         eprintln!("tidy: {fault}");
     }
     bail!("{} faults", faults.len())
+}
+
+fn crate_fault(name: &str, count: usize, most: usize) -> Option<String> {
+    (count > most).then(|| {
+        format!("{name}: is built from {count} crates, at most {most} (cargo tree -p {name} -e normal,build); cut, or raise the limit in xtask/src/tidy.rs")
+    })
 }
 
 fn check_dependencies(package: &Package, ours: &BTreeSet<&str>, faults: &mut Vec<String>) {
@@ -154,7 +167,14 @@ fn tracked_files(root: &Path) -> Result<Vec<String>> {
 
 #[cfg(test)]
 mod tests {
-    use super::edge_faults;
+    use super::{crate_fault, edge_faults};
+
+    #[test]
+    fn one_crate_more_is_a_fault() {
+        assert_eq!(crate_fault("a", 7, 7), None);
+        let fault = crate_fault("a", 8, 7).unwrap();
+        assert!(fault.contains("8 crates, at most 7") && fault.contains("cargo tree -p a"), "{fault}");
+    }
 
     #[test]
     fn edges_are_those_of_the_list_and_no_others() {

@@ -87,6 +87,18 @@ pub fn dependencies(package: &str) -> Result<BTreeSet<String>> {
     Ok(text.lines().filter_map(|line| line.split(' ').next()).map(str::to_string).collect())
 }
 
+/// How many crates a program of ours is built from with its default features, itself included.
+pub fn crates(package: &str) -> Result<usize> {
+    let arguments = ["tree", "--package", package, "--edges", "normal,build", "--prefix", "none"];
+    let output = cargo().args(arguments).args(["--format", "{p}"]).output()?;
+    if !output.status.success() {
+        bail!("cargo tree failed: {}", String::from_utf8_lossy(&output.stderr))
+    }
+    let text = String::from_utf8(output.stdout)?;
+    let named = text.lines().map(|line| line.trim_end_matches(" (*)")).filter(|line| !line.is_empty());
+    Ok(named.collect::<BTreeSet<_>>().len())
+}
+
 fn package(p: &Value) -> Result<Package> {
     let manifest = p["manifest_path"].as_str().context("a package has no manifest path")?;
     let array = |v: &Value| v.as_array().cloned().unwrap_or_default();
