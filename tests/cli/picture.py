@@ -62,7 +62,7 @@ def record(program, folder):
     start, events = time.monotonic(), []
     emit = lambda text: events.append([round(time.monotonic() - start, 3), "o", text])
     for command in COMMANDS:
-        emit("\x1b[1;32m$\x1b[0m ")
+        emit("\x1b[32m$\x1b[0m ")
         for key in command:
             emit(key)
             time.sleep(KEY)

@@ -5,7 +5,7 @@
 //! medians of `--repeat` runs. A decode row also counts the distinct experts per layer and step,
 //! because a model whose routing collapsed would read fewer weights and look fast.
 //!
-//! With `--workload` it runs a file of requests instead: [`workload`].
+//! With `--workload` it runs a file of requests instead: the module `workload`.
 
 mod arrivals;
 mod report;

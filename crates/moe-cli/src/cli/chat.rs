@@ -31,7 +31,7 @@ pub struct TemplateArgs {
     /// Variables for the chat template, such as '{"enable_thinking": false}'.
     #[arg(long, value_name = "JSON", value_parser = crate::options::parse_object, help_heading = "Chat")]
     pub chat_template_kwargs: Option<Map<String, Value>>,
-    /// How reasoning is told from text in answers of a chat: qwen3 (<think>), none, or auto: as the chat template
+    /// How reasoning is told from text in answers of a chat: qwen3 (think tags), none, or auto: as the chat template
     /// shows (default: auto; batch: none).
     #[arg(long, value_name = "PARSER", help_heading = "Chat")]
     pub reasoning_parser: Option<ReasoningParser>,
