@@ -73,7 +73,7 @@ struct Block {
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
   __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + kWeightBytes; }
 };
-static_assert((2 * kMaxStages + 2 * Block::kWorkSlots + 1) * 8 <= 512 && Block::kWorkSlots * sizeof(Work) <= 512 - 16);
+static_assert((2 * kMaxStages + 2 * Block::kWorkSlots) * 8 <= 512 && Block::kWorkSlots * sizeof(Work) <= 512 - 16);
 static_assert(sizeof(uint4) == kTableEntry && kMostRows % kActRows == 0 && kActRows % kGranule == 0);
 
 #if MOE_SM90
