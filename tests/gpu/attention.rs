@@ -103,9 +103,9 @@ impl Case {
             let mut out = p.out(model, &[data.rows, hq * d]);
             paged_attention_into(q.view(), k.view(), v.view(), &meta, out.view_mut(), &mut p.ex)?;
             let mut whole = p.out(model, &[data.rows, hq * d]);
-            let one_row_each = data.rows == self.sequences.len() && self.sequences.iter().all(|s| s.1 == 1);
+            let decode_rows = self.sequences.iter().take_while(|s| s.1 == 1).count();
             let to = whole.view_mut();
-            rope_attention_into(&args, &meta, one_row_each, k.view_mut(), v.view_mut(), to, &mut p.ex)?;
+            rope_attention_into(&args, &meta, decode_rows, k.view_mut(), v.view_mut(), to, &mut p.ex)?;
             Ok(vec![q, k, v, out, whole])
         };
         on_both(op, |c, g| {
@@ -150,8 +150,12 @@ fn attention_agrees_on_mixed_steps() {
 #[test]
 fn attention_agrees_on_decoding_prefill_and_nothing() {
     let mut rng = Rng::new();
-    let steps: [(Vec<Sequence>, usize); 6] = [
+    let steps: [(Vec<Sequence>, usize); 9] = [
         (vec![(0, 150)], 0),
+        // Decoding sequences first, then prompts, few rows, none, padding.
+        (vec![(37, 1), (0, 1), (1000, 1), (0, 200), (70, 3), (300, 1)], 0),
+        (vec![(128, 1), (64, 90)], 5),
+        (vec![(15, 1), (16, 1)], 3),
         (vec![(0, 300), (130, 70), (9, 1), (0, 2)], 2),
         (vec![(7, 1), (0, 1), (129, 1), (1000, 1), (63, 1), (64, 1)], 0),
         (vec![(5, 40), (200, 40)], 0),

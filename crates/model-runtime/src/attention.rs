@@ -232,7 +232,7 @@ impl Attention {
         let (k_cache, Some(v_cache)) = kv.kv_mut() else {
             bail!("attention: expected a KV cache with value rows, got one of keys only")
         };
-        rope_attention_into(&args, &meta, step.one_row_each, k_cache, v_cache, attended, ex)
+        rope_attention_into(&args, &meta, step.decode_rows, k_cache, v_cache, attended, ex)
     }
 
     /// The same on candle tensors: `x` [T, H] in the weights' dtype and on their device, in any layout, to a new tensor

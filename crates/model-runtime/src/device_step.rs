@@ -27,6 +27,8 @@ pub struct Shape {
     pub max_blocks: usize,
     /// Rows R whose logits are wanted.
     pub logits: usize,
+    /// Rows at the beginning that decode ([`Step::decode_rows`]).
+    pub decode_rows: usize,
 }
 
 impl DeviceSampling {
@@ -65,16 +67,17 @@ impl Shape {
             sequences: step.num_sequences(),
             max_blocks: step.max_blocks(),
             logits: step.num_logits(),
+            decode_rows: step.decode_rows(),
         }
     }
 
     /// A decode step of this many sequences.
     pub fn decode(sequences: usize, max_blocks: usize) -> Self {
-        Self { rows: sequences, sequences, max_blocks, logits: sequences }
+        Self { rows: sequences, sequences, max_blocks, logits: sequences, decode_rows: sequences }
     }
 
     fn lengths(&self) -> [usize; ARRAYS] {
-        let Self { rows, sequences, max_blocks, logits } = *self;
+        let Self { rows, sequences, max_blocks, logits, .. } = *self;
         let tables = sequences * max_blocks;
         [1, rows, rows, rows, rows, rows, sequences + 1, tables, logits, logits * SAMPLE_WORDS]
     }
@@ -141,7 +144,7 @@ impl DeviceStep {
             start += len.next_multiple_of(4);
             view
         };
-        let Shape { rows, sequences, max_blocks, logits } = shape;
+        let Shape { rows, sequences, max_blocks, logits, decode_rows } = shape;
         let valid_rows = next(1, &[1])?;
         let token_ids = next(rows, &[rows])?;
         let positions = next(rows, &[rows])?;
@@ -152,7 +155,6 @@ impl DeviceStep {
         let block_tables = next(sequences * max_blocks, &[sequences, max_blocks])?;
         let logits_rows = next(logits, &[logits])?;
         let sampling = next(logits * SAMPLE_WORDS, &[logits, SAMPLE_WORDS])?;
-        let one_row_each = rows == sequences;
         let step = StepViews {
             token_ids,
             positions,
@@ -161,7 +163,7 @@ impl DeviceStep {
             query_start_loc,
             block_tables,
             logits_rows,
-            one_row_each,
+            decode_rows,
         };
         Ok(DeviceViews { step, valid_rows, token_source, sampling })
     }

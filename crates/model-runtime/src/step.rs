@@ -79,8 +79,8 @@ pub struct StepViews<'a> {
     pub block_tables: View<'a>,
     /// Rows whose logits are wanted, `[R]`.
     pub logits_rows: View<'a>,
-    /// Whether row i is the one new row of sequence i, as in pure decoding.
-    pub one_row_each: bool,
+    /// How many rows at the beginning decode: row i is the one new row of sequence i.
+    pub decode_rows: usize,
 }
 
 impl StepViews<'_> {
@@ -92,6 +92,11 @@ impl StepViews<'_> {
     /// Number of rows R whose logits are wanted.
     pub fn num_logits(&self) -> usize {
         self.logits_rows.elem_count()
+    }
+
+    /// Whether row i is the one new row of sequence i, as in pure decoding.
+    pub fn one_row_each(&self) -> bool {
+        self.decode_rows == self.num_tokens()
     }
 }
 
@@ -202,6 +207,13 @@ impl Step {
         self.num_tokens() == self.num_sequences()
     }
 
+    /// How many rows at the beginning are the one new row of their sequence: row i of sequence i. A step that has its
+    /// decoding sequences first is computed faster on a GPU.
+    pub fn decode_rows(&self) -> usize {
+        let ends = self.query_start_loc.iter().skip(1);
+        ends.zip(1..).take_while(|&(&end, row)| end == row).count()
+    }
+
     /// Rows whose logits are wanted, `[R]`.
     pub fn logits_rows(&self) -> &[u32] {
         &self.logits_rows
@@ -236,7 +248,7 @@ impl Step {
             query_start_loc: vector(&self.query_start_loc)?,
             block_tables: View::new(&self.block_tables, &[self.num_sequences(), self.max_blocks])?,
             logits_rows: vector(&self.logits_rows)?,
-            one_row_each: self.one_row_each(),
+            decode_rows: self.decode_rows(),
         })
     }
 }

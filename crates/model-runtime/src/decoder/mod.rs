@@ -155,7 +155,7 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         self.embedding.forward_into(step.token_ids, residual.stream.view_mut(), ex)?;
         observe.hidden(0, residual.stream.view(), ex)?;
         let observed = observe.asks().or(context.asks_of_router());
-        let shape = PlanStep { rows: dims[0], one_row_each: step.one_row_each, observed };
+        let shape = PlanStep { rows: dims[0], one_row_each: step.one_row_each(), observed };
         for (index, layer) in self.layers.iter().enumerate() {
             let _span = trace_span!("layer", layer = index).entered();
             ex.mark("layer", index)?;

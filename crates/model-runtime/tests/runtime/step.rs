@@ -37,9 +37,27 @@ fn a_mixed_step() -> Result<()> {
     assert_eq!([0, 1, 2, 3].map(|s| step.logits_range(s)), [0..1, 1..1, 1..3, 0..0]);
     let views = step.views()?;
     assert_eq!((views.num_tokens(), views.num_logits()), (6, 3));
+    assert_eq!((views.decode_rows, views.one_row_each()), (1, false));
     assert_eq!(views.block_tables.dims(), [3, 3]);
     assert!(message(step.check_vocab(7)).contains("row 0: token id 7 is outside of the vocabulary of 7"));
     step.check_vocab(8)
+}
+
+#[test]
+fn rows_that_decode_are_counted_from_the_first_on() -> Result<()> {
+    let sequences = |rows: &[usize]| -> Result<Step> {
+        let tokens = vec![1; 9];
+        Step::new(rows.iter().map(|&n| seq(&tokens[..n], 0, 9, &[0], LogitsRows::Last)), 16)
+    };
+    for (rows, decode) in
+        [(&[1, 1, 1][..], 3), (&[1, 1, 4, 1], 2), (&[2, 1, 1], 0), (&[1], 1), (&[5], 0), (&[], 0)]
+    {
+        let step = sequences(rows)?;
+        assert_eq!(step.decode_rows(), decode, "{rows:?}");
+        assert_eq!(step.one_row_each(), decode == rows.len(), "{rows:?}");
+        assert_eq!(step.views()?.one_row_each(), step.one_row_each(), "{rows:?}");
+    }
+    Ok(())
 }
 
 #[test]

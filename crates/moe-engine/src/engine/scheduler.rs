@@ -136,10 +136,13 @@ impl Scheduler {
 
     /// Assembles the step and moves the sequences on.
     fn plan(&mut self, rows: &[usize]) -> Result<Plan> {
-        let active = || self.running.iter().zip(rows).filter(|&(_, &rows)| rows > 0);
-        let step = Step::new(active().map(|(s, &rows)| s.step(rows)), self.limits.block_size)?;
+        // Sequences that decode come first: Step::decode_rows.
+        let mut order: Vec<usize> = (0..rows.len()).filter(|&i| rows[i] > 0).collect();
+        order.sort_by_key(|&i| rows[i] > 1);
+        let step = Step::new(order.iter().map(|&i| self.running[i].step(rows[i])), self.limits.block_size)?;
         let (mut parts, mut in_flight, mut first) = (Vec::new(), Vec::new(), 0);
-        for (s, &rows) in self.running.iter_mut().zip(rows).filter(|&(_, &rows)| rows > 0) {
+        for i in order {
+            let (s, rows) = (&mut self.running[i], rows[i]);
             let start = s.computed;
             s.computed += rows;
             if s.tokens[start..s.computed].last() == Some(&IN_FLIGHT) {
@@ -199,5 +202,65 @@ impl Scheduler {
     pub fn kv_blocks(&self) -> (usize, usize) {
         let all = self.allocator.num_blocks();
         (all - self.allocator.num_free(), all)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Instant;
+
+    use model_runtime::SequenceBlocks;
+
+    use super::super::request::Request;
+    use super::*;
+
+    fn sequence(number: u64, prompt_len: usize) -> Sequence {
+        let request = Request::new(vec![1; prompt_len]);
+        Sequence {
+            key: (number, 0),
+            sampling: request.sampling.clone(),
+            tokens: request.prompt.clone(),
+            request: Arc::new(request),
+            in_flight: 0,
+            max_len: 100,
+            computed: 0,
+            blocks: SequenceBlocks::default(),
+            chain: Vec::new(),
+            num_cached_tokens: None,
+            text: None,
+            constraint: None,
+            routed: None,
+            prompt_logprobs: Vec::new(),
+            prompt_logprobs_given: false,
+            added: Instant::now(),
+            last_token: None,
+        }
+    }
+
+    #[test]
+    fn sequences_with_one_row_stand_first_in_the_step() -> Result<()> {
+        let limits = Limits {
+            max_num_seqs: 8,
+            max_num_batched_tokens: 8,
+            block_size: 4,
+            prefix_caching: false,
+            prefix_by_prompt_len: false,
+        };
+        let mut scheduler = Scheduler::new(limits, 32)?;
+        scheduler.waiting.extend([sequence(0, 1), sequence(1, 12), sequence(2, 1)]);
+        let mut keys = Vec::new();
+        for (decode_rows, rows) in [(1, &[1, 7][..]), (2, &[1, 1, 5]), (3, &[1, 1, 1])] {
+            let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
+            assert_eq!(plan.step.decode_rows(), decode_rows);
+            assert_eq!(plan.parts.iter().map(|part| part.rows).collect::<Vec<_>>(), rows);
+            keys.push(plan.parts.iter().map(|part| part.key.0).collect::<Vec<_>>());
+            for &(row, key) in &plan.in_flight {
+                let first: usize = plan.parts.iter().take_while(|part| part.key != key).map(|p| p.rows).sum();
+                assert_eq!(row, first, "the row whose token is in flight");
+            }
+        }
+        assert_eq!(keys, [vec![0, 1], vec![0, 2, 1], vec![0, 1, 2]]);
+        Ok(())
     }
 }

@@ -8,14 +8,16 @@ namespace moe::experts_wide {
 using namespace experts_tiles;
 
 constexpr int kMostRows = 256;  // token rows of a work tile: the columns of one wgmma
+constexpr int kPairRows = 128;  // token rows of a work tile of two weight tiles, which has as many sums
 constexpr int kGranule = 16;    // by which its columns grow
-constexpr int kGroup = 16;      // weight tiles that meet all rows of an expert before the next ones do
+constexpr int kGroup = 16;      // work tiles that meet all rows of an expert before the next ones do
 constexpr int kActRows = 32;    // rows of one load of activations
 constexpr int kMaxStages = 8;
 constexpr int kRing = 192 * 1024;
 constexpr int kHeader = 1024;                  // barriers and work tiles
 constexpr int kPieceBytes = 4096;              // of results on their way out
-constexpr int kStaging = 2 * 2 * kPieceBytes;  // two for each consuming warpgroup
+constexpr int kSlotBytes = kMostRows * 4;      // slots of a work tile's rows
+constexpr int kStaging = 2 * 2 * (kPieceBytes + kSlotBytes);  // two of each for each consuming warpgroup
 constexpr int kTableEntry = 16;
 
 struct Args {
@@ -26,17 +28,18 @@ struct Args {
   bf16* slot_rows;         // [T K, H], by slot
   Counters counters;       // progress in work tiles of one warpgroup
   int bucket, tokens, top_k, num_local, hidden, inter;
+  int width;     // weight tiles of a work tile, one or two; the latter if products have an even number of them
   int capacity;  // most token rows of a work tile, a multiple of kActRows
 
-  /// Weight tiles of one expert in each product: 64 gate and 64 up rows, or 128 rows of w2.
+  /// An expert's weights in each product, in work tiles. A weight tile is 64 gate and 64 up rows, or 128 rows of w2.
   __host__ __device__ int tiles(int product) const {
-    return product == 0 ? inter / (kTileRows / 2) : ceil_div(hidden, kTileRows);
+    return (product == 0 ? inter / (kTileRows / 2) : ceil_div(hidden, kTileRows)) / width;
   }
   /// Stages of one work tile.
   __host__ __device__ int steps(int product) const { return (product == 0 ? hidden : inter) / kTileColumns; }
   __host__ __device__ int num_slots() const { return tokens * top_k; }
   __host__ __device__ int max_touched() const { return num_slots() < num_local ? num_slots() : num_local; }
-  __host__ __device__ int stage_bytes() const { return kWeightBytes + capacity * kTileColumns * 2; }
+  __host__ __device__ int stage_bytes() const { return width * kWeightBytes + capacity * kTileColumns * 2; }
   __host__ __device__ int stages() const { return kRing / stage_bytes(); }
   /// Work tiles over which an expert's rows are spread evenly.
   __device__ int row_tiles(int rows) const { return ceil_div(round_up(rows, kGranule), capacity); }
@@ -47,9 +50,9 @@ struct Args {
   __host__ __device__ int smem() const { return staging() + kStaging + kRing; }
 };
 
-/// 128 weight rows of an expert times up to `capacity` of its rows.
+/// `width` weight tiles of an expert times up to `capacity` of its rows.
 struct Work {
-  int product, expert, tile;  // product -1: the end
+  int product, expert, tile;  // product -1: the end; the first weight tile
   int first, rows;            // places of its activations
   int steps;
   uint32_t parts;         // of the expert's activations, which the second product waits for
@@ -60,7 +63,7 @@ struct Work {
 struct Block {
   static constexpr int kWorkSlots = 4;  // work tiles announced ahead to the other warps
   uint8_t *smem, *staging, *ring;
-  int stages, bytes;
+  int stages, bytes, weight_bytes;
 
   __device__ __forceinline__ uint64_t* full(int s) const { return reinterpret_cast<uint64_t*>(smem) + s; }
   __device__ __forceinline__ uint64_t* empty(int s) const { return full(kMaxStages + s); }
@@ -71,7 +74,7 @@ struct Block {
   /// (expert, first place, first row tile, rows) of each touched expert, then (touched experts, places, row tiles).
   __device__ __forceinline__ uint4* table() const { return reinterpret_cast<uint4*>(smem + kHeader); }
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
-  __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + kWeightBytes; }
+  __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + weight_bytes; }
 };
 static_assert((2 * kMaxStages + 2 * Block::kWorkSlots) * 8 <= 512 && Block::kWorkSlots * sizeof(Work) <= 512 - 16);
 static_assert(sizeof(uint4) == kTableEntry && kMostRows % kActRows == 0 && kActRows % kGranule == 0);
@@ -116,16 +119,20 @@ struct Producer {
   __device__ __forceinline__ void load(const Work& work, int step, uint64_t policy) const {
     uint64_t* full = b.full(at.stage);
     const int column = step * kTileColumns;
-    arrive_expecting(full, kWeightBytes);
-    if (work.product == 0) {
-      load_gate_up(b.weights(at.stage), w13, work.expert, work.tile, column, full, policy);
-    } else {
-      load_tile(b.weights(at.stage), w2, work.expert * a.hidden + work.tile * kTileRows, column, full, policy);
+    arrive_expecting(full, b.weight_bytes);
+    for (int i = 0; i < a.width; ++i) {
+      uint8_t* to = b.weights(at.stage) + i * kWeightBytes;
+      const int tile = work.tile + i;
+      if (work.product == 0) {
+        load_gate_up(to, w13, work.expert, tile, column, full, policy);
+      } else {
+        load_tile(to, w2, work.expert * a.hidden + tile * kTileRows, column, full, policy);
+      }
     }
   }
 
-  /// The n-th work tile of an expert. Up to kGroup weight tiles in turn meet the same rows; then the next rows; then
-  /// the next weight tiles. So blocks that run at the same time find each other's operands in L2.
+  /// The n-th work tile of an expert. Up to kGroup in turn have the same rows; then the next rows; then the next weights.
+  /// So blocks that run at the same time find each other's operands in L2.
   __device__ __forceinline__ Work work_at(int product, const uint4& entry, int n) const {
     const int tiles = a.tiles(product), rows = entry.w, row_tiles = a.row_tiles(rows);
     const int group = n / (row_tiles * kGroup), within = n - group * row_tiles * kGroup;
@@ -134,7 +141,7 @@ struct Producer {
     const int from = (row_tile * each + min(row_tile, one_more)) * kGranule, expert = entry.x;
     return {product,
             expert,
-            group * kGroup + within % width,
+            (group * kGroup + within % width) * a.width,
             static_cast<int>(entry.y) + from,
             min((each + (row_tile < one_more ? 1 : 0)) * kGranule, rows - from),
             a.steps(product),

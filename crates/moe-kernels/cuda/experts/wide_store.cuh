@@ -13,17 +13,21 @@ namespace moe::experts_wide {
 
 #if MOE_SM90
 
-constexpr int kSums = kMostRows / 2;  // of a thread; of each 8 token rows 4, as wgmma.cuh says
+constexpr int kSums = kMostRows / 2;      // of a thread; of each 8 token rows 4, as wgmma.cuh says
+constexpr int kPairSums = kPairRows / 2;  // of one of two weight tiles
 
 struct Store {
   const Block& b;
   const Args& a;
   int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  int turn = 0;
+  int turn = 0, slots_turn = 0;
   int owed = -1;  // expert of whose activations the other blocks have not been told
 
   __device__ __forceinline__ void meet() const { named_barrier(1 + group, 128); }
   __device__ __forceinline__ uint8_t* piece() { return b.staging + (group * 2 + (turn ^= 1)) * kPieceBytes; }
+  __device__ __forceinline__ uint32_t* slots() const {
+    return reinterpret_cast<uint32_t*>(b.staging + 4 * kPieceBytes + (group * 2 + slots_turn) * kSlotBytes);
+  }
 
   static __device__ __forceinline__ float swiglu(float gate, float up) {
     return __fdividef(gate, 1.0f + __expf(-gate)) * up;
@@ -43,9 +47,10 @@ struct Store {
   }
 
   /// act = silu(gate) up: a warp has the gate rows of 8 columns and, 8 rows on, their up rows.
-  __device__ __forceinline__ void activations(const Work& work, const float (&sums)[kSums]) {
+  template <int kRows>
+  __device__ __forceinline__ void activations(const Work& work, int tile, const float* sums) {
 #pragma unroll
-    for (int first = 0; first < kMostRows; first += 64) {
+    for (int first = 0; first < kRows; first += 64) {
       if (first >= work.rows) continue;
       uint8_t* at = piece();
 #pragma unroll
@@ -64,7 +69,7 @@ struct Store {
       for (int half = 0; half < 64; half += 32) {
         const int r = half + thread / 4, column = thread % 4;
         if (first + r >= work.rows) continue;
-        bf16* to = a.act + static_cast<size_t>(work.first + first + r) * a.inter + work.tile * 64 + group * 32;
+        bf16* to = a.act + static_cast<size_t>(work.first + first + r) * a.inter + tile * 64 + group * 32;
         reinterpret_cast<uint4*>(to)[column] =
             *reinterpret_cast<const uint4*>(at + r * 64 + ((column ^ (r / 2 & 3)) << 4));
       }
@@ -72,22 +77,24 @@ struct Store {
     owed = work.expert;
   }
 
-  /// Slots of the rows that this thread stores: fetched before the products, which hide the latency.
-  __device__ __forceinline__ void fetch_slots(const Work& work, uint32_t (&slots)[kMostRows / 16]) const {
+  /// Slots of the rows to shared memory: before the products, which hide the latency. The barrier of the first piece
+  /// makes them visible; that of the next work tile's first piece ends their reading, so two places suffice.
+  __device__ __forceinline__ void fetch_slots(const Work& work) {
+    slots_turn ^= 1;
 #pragma unroll
-    for (int i = 0; i < kMostRows / 16; ++i) {
-      const int r = i * 16 + thread / 8;
-      slots[i] = r < work.rows ? __ldcg(work.slots + r) : kNoExpert;
-    }
+    for (int r = thread; r < kMostRows; r += 128)
+      if (r < work.rows) cp_async4(slots() + r, work.slots + r);
+    cp_async_commit();
   }
 
   /// The second product's sums, rounded, to the rows of the slots. The last tile may end with its first warpgroup.
-  __device__ __forceinline__ void slot_rows(const Work& work, const float (&sums)[kSums],
-                                            const uint32_t (&slots)[kMostRows / 16]) {
-    const int columns = work.tile * kTileRows + group * 64;
-    if (columns >= a.hidden) return;
+  template <int kRows>
+  __device__ __forceinline__ void slot_rows(const Work& work, int tile, const float* sums) {
+    cp_async_wait<0>();
+    const int columns = tile * kTileRows + group * 64;
+    if (columns >= a.hidden) return meet();
 #pragma unroll
-    for (int first = 0; first < kMostRows; first += 32) {
+    for (int first = 0; first < kRows; first += 32) {
       if (first >= work.rows) continue;
       uint8_t* at = piece();
 #pragma unroll
@@ -101,10 +108,9 @@ struct Store {
       meet();
 #pragma unroll
       for (int half = 0; half < 32; half += 16) {
-        const uint32_t slot = slots[(first + half) / 16];
-        if (slot == kNoExpert) continue;
         const int r = half + thread / 8, column = thread % 8;
-        bf16* to = a.slot_rows + static_cast<size_t>(slot) * a.hidden + columns;
+        if (first + r >= work.rows) continue;
+        bf16* to = a.slot_rows + static_cast<size_t>(slots()[first + r]) * a.hidden + columns;
         reinterpret_cast<uint4*>(to)[column] =
             *reinterpret_cast<const uint4*>(at + r * 128 + ((column ^ (r & 7)) << 4));
       }

@@ -124,17 +124,54 @@ fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> 
     AttentionCall { rows: args.qkv.rows(), one_row_each, num_heads, head_dim, dtype, block_size, aligned }
 }
 
-/// Whether one launch does everything ([`decode_attention`]).
-pub(crate) fn is_one_launch(args: &QkNormRope, one_row_each: bool, k_cache: View, ex: &Exec) -> bool {
+/// Whether one launch does everything for the first rows of a step ([`decode_attention`]).
+pub(crate) fn is_one_launch(args: &QkNormRope, decode_rows: usize, k_cache: View, ex: &Exec) -> bool {
     let aligned = aligned(&[args.qkv, args.cos, args.sin, k_cache]);
-    let call = call(args, one_row_each, k_cache, aligned);
+    let call = AttentionCall { rows: decode_rows, ..call(args, true, k_cache, aligned) };
     ex.is_cuda()
         && args.qkv.dtype() == DType::F32
         && AttentionForm::choose(&call, &ex.machine()) == Some(AttentionForm::Decode)
 }
 
+/// Attention of a step whose first rows decode, one of each sequence: these in one launch, the rows of prompts behind them
+/// in theirs.
+pub(crate) fn decode_then_prompts(
+    args: &QkNormRope,
+    meta: &AttentionMeta,
+    decode_rows: usize,
+    mut k_cache: ViewMut,
+    mut v_cache: ViewMut,
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (rows, sequences) = (args.qkv.rows(), meta.block_tables.rows());
+    let first = out.reborrow().narrow(0, decode_rows)?;
+    let decode = AttentionMeta {
+        positions: meta.positions.narrow(0, decode_rows)?,
+        block_tables: meta.block_tables.narrow(0, decode_rows)?,
+        ..*meta
+    };
+    let (k, v) = (k_cache.reborrow(), v_cache.reborrow());
+    decode_attention(&args.narrow(0, decode_rows)?, &decode, k, v, first, ex)?;
+    let (prompt_rows, prompts) = (rows - decode_rows, sequences - decode_rows);
+    if prompt_rows == 0 {
+        return Ok(());
+    }
+    // Row numbers in query_start_loc count from the step's first row, so q, positions and out stay whole.
+    let prompt = AttentionMeta {
+        query_start_loc: meta.query_start_loc.narrow(decode_rows, prompts + 1)?,
+        block_tables: meta.block_tables.narrow(decode_rows, prompts)?,
+        ..*meta
+    };
+    let mut q = ex.scratch(k_cache.dtype(), &[rows, args.num_heads, args.head_dim])?;
+    let q_out = q.view_mut().narrow(decode_rows, prompt_rows)?;
+    let (k, v) = (k_cache.reborrow(), v_cache.reborrow());
+    qk_norm_rope_cache(&args.narrow(decode_rows, prompt_rows)?, q_out, k, v, ex)?;
+    paged_attention(q.view(), k_cache.as_view(), v_cache.as_view(), &prompt, out, ex)
+}
+
 /// Head norm, rotation, cache write and attention of one new token per sequence, in one launch.
-pub(crate) fn decode_attention(
+fn decode_attention(
     args: &QkNormRope,
     meta: &AttentionMeta,
     mut k_cache: ViewMut,

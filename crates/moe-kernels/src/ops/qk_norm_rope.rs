@@ -78,6 +78,16 @@ pub fn qk_norm_rope_cache_into(
     })
 }
 
+#[cfg(feature = "cuda")]
+impl<'a> QkNormRope<'a> {
+    /// Some rows of it.
+    pub(crate) fn narrow(&self, start: usize, rows: usize) -> Result<QkNormRope<'a>> {
+        let narrow = |view: View<'a>| view.narrow(start, rows);
+        let (qkv, slot_mapping) = (narrow(self.qkv)?, narrow(self.slot_mapping)?);
+        Ok(Self { qkv, slot_mapping, cos: narrow(self.cos)?, sin: narrow(self.sin)?, ..*self })
+    }
+}
+
 /// Checks dims and dtypes; returns the number of slots of the cache.
 fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> Result<usize> {
     let (hq, hkv, d) = (args.num_heads, args.num_kv_heads, args.head_dim);
@@ -103,8 +113,9 @@ fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> R
 }
 
 /// [`qk_norm_rope_cache_into`], then [`paged_attention_into`](crate::paged_attention_into): the
-/// attention of a layer between its two products. On CUDA the two are one launch if
-/// `one_row_each` says that row i of the step is the one new row of sequence i.
+/// attention of a layer between its two products. The first `decode_rows` rows of the step are the one new row of their
+/// sequence: row i of sequence i. On CUDA a launch of their own does everything for them, where there is one
+/// ([`AttentionForm::Decode`](crate::plan::AttentionForm::Decode)); prompts in the same step take the others.
 ///
 /// `out` is [T, Hq · D] in the model dtype, the other arguments those of the two ops.
 ///
@@ -113,7 +124,7 @@ fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> R
 pub fn rope_attention_into(
     args: &QkNormRope,
     meta: &AttentionMeta,
-    one_row_each: bool,
+    decode_rows: usize,
     mut k_cache: ViewMut,
     mut v_cache: ViewMut,
     out: ViewMut,
@@ -121,15 +132,25 @@ pub fn rope_attention_into(
 ) -> Result<()> {
     let (t, heads, d, model) = (args.qkv.rows(), args.num_heads, args.head_dim, k_cache.dtype());
     #[cfg(feature = "cuda")]
-    if crate::cuda::attention::is_one_launch(args, one_row_each, k_cache.as_view(), ex) {
-        let op = "rope_attention";
+    if decode_rows > 0 && crate::cuda::attention::is_one_launch(args, decode_rows, k_cache.as_view(), ex) {
+        let (op, sequences) = ("rope_attention", meta.block_tables.rows());
         check(op, args, &k_cache, &v_cache)?;
         check_meta(op, meta, t)?;
-        expect_dims(op, "block_tables", &meta.block_tables, &[t, meta.block_tables.dims()[1]])?;
+        if decode_rows > t.min(sequences) {
+            bail!("{op}: expected at most {t} rows and {sequences} sequences to decode, got {decode_rows}")
+        }
         expect(op, "out", &out, model, &[t, heads * d])?;
-        return crate::cuda::attention::decode_attention(args, meta, k_cache, v_cache, out, ex);
+        return crate::cuda::attention::decode_then_prompts(
+            args,
+            meta,
+            decode_rows,
+            k_cache,
+            v_cache,
+            out,
+            ex,
+        );
     }
-    let _ = one_row_each;
+    let _ = decode_rows;
     // The CPU rounds q never, CUDA as it becomes an operand of the tensor cores.
     let q_dtype = if ex.is_cuda() { model } else { args.qkv.dtype() };
     let mut q = ex.scratch(q_dtype, &[t, heads, d])?;

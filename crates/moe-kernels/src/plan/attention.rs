@@ -34,8 +34,8 @@ pub struct AttentionCall {
 /// The kernels of [`rope_attention_into`](crate::rope_attention_into).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionForm {
-    /// Everything in one launch, for one new row of each sequence (`attention_decode`). Its bits are not those of the
-    /// same rows in a prompt.
+    /// Everything in one launch, for one new row of each sequence (`attention_decode`), also where rows of prompts follow
+    /// in the same step. Its bits are not those of the same rows in a prompt.
     Decode,
     /// Head norm, rotation and cache write in one launch, then attention on Hopper's warpgroup products; sequences with a
     /// few rows take `attention_prefill` (`attention_prefill_wgmma`).
