@@ -73,19 +73,20 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     float sums[kSums] = {};  // one array for all work, which overwrites it: two would not fit
     for_each_work(b, [&](const Work& work) {
-      if (work.product == 1) {
-        store.publish();  // before waiting for others
-        store.fetch_slots(work);
-      }
-      multiply_rows(work, sums);
-      wgmma_hold(sums);
-      if (work.product == 0) store.publish();
       if (work.product == 0) {
+        multiply_rows(work, sums);
+        wgmma_hold(sums);
+        store.publish();
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) store.activations<kRows>(work, work.tile + i, sums + i * kPairSums);
       } else {
+        store.publish();  // before waiting for others
+        uint32_t slots[kRows / 16];
+        store.fetch_slots<kRows>(work, slots);
+        multiply_rows(work, sums);
+        wgmma_hold(sums);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) store.slot_rows<kRows>(work, work.tile + i, sums + i * kPairSums);
+        for (int i = 0; i < kWidth; ++i) store.slot_rows<kRows>(work, work.tile + i, sums + i * kPairSums, slots);
       }
     });
     store.publish();

@@ -16,8 +16,7 @@ constexpr int kMaxStages = 8;
 constexpr int kRing = 192 * 1024;
 constexpr int kHeader = 1024;                  // barriers and work tiles
 constexpr int kPieceBytes = 4096;              // of results on their way out
-constexpr int kSlotBytes = kMostRows * 4;      // slots of a work tile's rows
-constexpr int kStaging = 2 * 2 * (kPieceBytes + kSlotBytes);  // two of each for each consuming warpgroup
+constexpr int kStaging = 2 * 2 * kPieceBytes;  // two for each consuming warpgroup
 constexpr int kTableEntry = 16;
 
 struct Args {

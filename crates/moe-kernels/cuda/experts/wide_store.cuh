@@ -20,14 +20,11 @@ struct Store {
   const Block& b;
   const Args& a;
   int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  int turn = 0, slots_turn = 0;
+  int turn = 0;
   int owed = -1;  // expert of whose activations the other blocks have not been told
 
   __device__ __forceinline__ void meet() const { named_barrier(1 + group, 128); }
   __device__ __forceinline__ uint8_t* piece() { return b.staging + (group * 2 + (turn ^= 1)) * kPieceBytes; }
-  __device__ __forceinline__ uint32_t* slots() const {
-    return reinterpret_cast<uint32_t*>(b.staging + 4 * kPieceBytes + (group * 2 + slots_turn) * kSlotBytes);
-  }
 
   static __device__ __forceinline__ float swiglu(float gate, float up) {
     return __fdividef(gate, 1.0f + __expf(-gate)) * up;
@@ -77,22 +74,22 @@ struct Store {
     owed = work.expert;
   }
 
-  /// Slots of the rows to shared memory: before the products, which hide the latency. The barrier of the first piece
-  /// makes them visible; that of the next work tile's first piece ends their reading, so two places suffice.
-  __device__ __forceinline__ void fetch_slots(const Work& work) {
-    slots_turn ^= 1;
+  /// Slots of the rows that this thread stores: fetched before the products, which hide the latency.
+  template <int kRows>
+  __device__ __forceinline__ void fetch_slots(const Work& work, uint32_t (&slots)[kRows / 16]) const {
 #pragma unroll
-    for (int r = thread; r < kMostRows; r += 128)
-      if (r < work.rows) cp_async4(slots() + r, work.slots + r);
-    cp_async_commit();
+    for (int i = 0; i < kRows / 16; ++i) {
+      const int r = i * 16 + thread / 8;
+      slots[i] = r < work.rows ? __ldcg(work.slots + r) : kNoExpert;
+    }
   }
 
   /// The second product's sums, rounded, to the rows of the slots. The last tile may end with its first warpgroup.
   template <int kRows>
-  __device__ __forceinline__ void slot_rows(const Work& work, int tile, const float* sums) {
-    cp_async_wait<0>();
+  __device__ __forceinline__ void slot_rows(const Work& work, int tile, const float* sums,
+                                            const uint32_t (&slots)[kRows / 16]) {
     const int columns = tile * kTileRows + group * 64;
-    if (columns >= a.hidden) return meet();
+    if (columns >= a.hidden) return;
 #pragma unroll
     for (int first = 0; first < kRows; first += 32) {
       if (first >= work.rows) continue;
@@ -108,9 +105,10 @@ struct Store {
       meet();
 #pragma unroll
       for (int half = 0; half < 32; half += 16) {
+        const uint32_t slot = slots[(first + half) / 16];
+        if (slot == kNoExpert) continue;
         const int r = half + thread / 8, column = thread % 8;
-        if (first + r >= work.rows) continue;
-        bf16* to = a.slot_rows + static_cast<size_t>(slots()[first + r]) * a.hidden + columns;
+        bf16* to = a.slot_rows + static_cast<size_t>(slot) * a.hidden + columns;
         reinterpret_cast<uint4*>(to)[column] =
             *reinterpret_cast<const uint4*>(at + r * 128 + ((column ^ (r & 7)) << 4));
       }
