@@ -15,6 +15,7 @@ mod monolithic;
 mod ops;
 mod philox;
 pub mod plan;
+pub mod quant;
 mod roof;
 mod routed;
 mod scheme;
