@@ -123,6 +123,11 @@ fn pack_quantized(int: IntFormat, n: usize, k: usize, groups: usize) -> Vec<Tens
 }
 
 fn check_sizes(name: &str, format: Format, int: IntFormat, n: usize, k: usize) -> Result<(), QuantError> {
+    let awq = matches!(format, Format::Awq { .. });
+    if !(int.bits == 4 || int.bits == 8 && !awq) || awq && int.act_order {
+        let what = if int.act_order { " with act-order" } else { "" };
+        return Err(QuantError::matrix(name, format!("the format has no {} bits{what}", int.bits)));
+    }
     if let QuantGroup::Size(group) = int.group
         && !k.is_multiple_of(group)
     {

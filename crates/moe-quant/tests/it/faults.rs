@@ -1,7 +1,7 @@
 //! Tensors that do not fit their header: one sentence each, no panic.
 
 use moe_quant::safetensors::Dtype;
-use moe_quant::{Format, QuantError, QuantRows, Reader, layout};
+use moe_quant::{Format, IntFormat, QuantError, QuantGroup, QuantRows, Reader, layout};
 
 use crate::fixtures::case;
 use crate::pack::{Matrix, Tensor, format, pack};
@@ -133,6 +133,11 @@ fn sizes_that_a_format_cannot_hold() {
         fault(format(2, 4, 0, false, false), 12, 64)
             .contains("rows are packed 8 to a word, but there are 12")
     );
+    assert!(fault(format(0, 3, 0, false, false), 8, 64).contains("the format has no 3 bits"));
+    let awq = IntFormat { bits: 8, group: QuantGroup::Channel, zero_point: true, act_order: false };
+    assert!(fault(Format::Awq { int: awq }, 8, 64).contains("the format has no 8 bits"));
+    let awq = IntFormat { bits: 4, group: QuantGroup::Size(32), act_order: true, ..awq };
+    assert!(fault(Format::Awq { int: awq }, 8, 64).contains("no 4 bits with act-order"));
     assert!(fault(format(0, 8, 0, false, false), 0, 64).contains("at least one row"));
     let plain = Reader::new("m", Format::Plain, (8, 64), |_| None).unwrap_err().to_string();
     assert!(plain.contains("not quantised"), "{plain}");

@@ -24,25 +24,31 @@ impl Case {
         self.file.tensor(&format!("{}.{suffix}", self.name)).ok()
     }
 
-    fn suffixes(&self) -> Vec<String> {
+    pub fn suffixes(&self) -> Vec<String> {
         let names = self.file.names().into_iter();
         names.filter_map(|n| n.strip_prefix(&format!("{}.", self.name)).map(str::to_string)).collect()
     }
 }
 
-pub fn cases() -> Vec<Case> {
+/// Names of the fixtures with their headers, in the order of names.
+pub fn headers() -> Vec<(String, String)> {
     let (_, metadata) = SafeTensors::read_metadata(FILE).unwrap();
-    let headers = metadata.metadata().as_ref().unwrap();
-    let case = |(name, header): (&String, &String)| {
+    let mut headers: Vec<_> = metadata.metadata().clone().unwrap().into_iter().collect();
+    headers.sort();
+    headers
+}
+
+pub fn cases() -> Vec<Case> {
+    let case = |(name, header): (String, String)| {
         let file = SafeTensors::deserialize(FILE).unwrap();
-        let header: Value = serde_json::from_str(header).unwrap();
+        let header: Value = serde_json::from_str(&header).unwrap();
         let config = QuantConfig::from_json(&json!({ "quantization_config": header })).unwrap().unwrap();
         let view = file.tensor(&format!("{name}.dequantised")).unwrap();
         let weights = view.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
         let shape = (view.shape()[0], view.shape()[1]);
-        Case { name: name.clone(), format: config.format_of(name).unwrap(), shape, weights, file }
+        Case { format: config.format_of(&name).unwrap(), name, shape, weights, file }
     };
-    headers.iter().map(case).collect()
+    headers().into_iter().map(case).collect()
 }
 
 pub fn case(name: &str) -> Case {

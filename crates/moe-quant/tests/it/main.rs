@@ -5,6 +5,7 @@ mod cuts;
 mod faults;
 mod fixtures;
 mod headers;
+mod mutations;
 mod pack;
 mod refusals;
 mod round_trip;
