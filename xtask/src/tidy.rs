@@ -17,6 +17,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("moe-eplb", &[]),
     ("moe-chunking", &[]),
     ("moe-router", &["moe-kernels"]),
+    ("moe-quant", &["moe-kernels"]),
     ("moe-experts", &["moe-kernels"]),
     ("moe-comm", &["moe-kernels"]),
     ("moe-dispatch", &["moe-comm", "moe-kernels"]),

@@ -15,8 +15,10 @@ mod monolithic;
 mod ops;
 mod philox;
 pub mod plan;
+pub mod quant;
 mod roof;
 mod routed;
+mod scheme;
 mod spec;
 mod storage;
 mod tensor;
@@ -45,7 +47,8 @@ pub use ops::{
 pub use philox::Philox4x32;
 pub use roof::Roof;
 pub use routed::{ExpertHeat, NO_EXPERT, RoutedExperts, StepContext};
-pub use spec::{Activation, ActivationFormat, ExpertsSpec, QuantScheme, RoutingMethod, WeightAndReduce};
+pub use scheme::{Fp8Scales, QuantGroup, QuantScheme};
+pub use spec::{Activation, ActivationFormat, ExpertsSpec, RoutingMethod, WeightAndReduce};
 pub use tensor::{TensorView, forward_rows, with_tensors, with_views};
 pub use view::{Dims, MAX_RANK, View, ViewMut};
 

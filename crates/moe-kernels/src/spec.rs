@@ -4,6 +4,7 @@ use candle_core::DType;
 use serde::{Serialize, Serializer};
 
 use crate::plan::activation_name;
+use crate::scheme::QuantScheme;
 
 /// The layout in which prepare hands rows to the experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -50,14 +51,6 @@ pub enum Activation {
     Gelu,
     /// gelu(g) * u with the tanh approximation.
     GeluTanh,
-}
-
-/// Weight quantisation of an expert pack.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum QuantScheme {
-    /// Weights in the activation dtype.
-    None,
 }
 
 /// The routing method as kernels with built-in routing tag it (vLLM's `RoutingMethodType`).

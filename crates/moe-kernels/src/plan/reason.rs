@@ -4,7 +4,8 @@ use std::fmt;
 
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
-use crate::spec::{Activation, ActivationFormat, QuantScheme};
+use crate::scheme::QuantScheme;
+use crate::spec::{Activation, ActivationFormat};
 
 /// The device that a kernel needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,7 +149,7 @@ pub enum Reason {
     #[error("adds no biases, but the experts carry w13_bias or w2_bias")]
     Bias,
     /// The kernel does not read weights quantised like this.
-    #[error("does not read weights of quantisation scheme {got:?}")]
+    #[error("does not read weights of quantisation scheme {got}")]
     Quant {
         /// The pack's scheme.
         got: QuantScheme,

@@ -1,0 +1,44 @@
+//! Quantised matrices as a checkpoint hands them over: integers or FP8 bytes with their scales, some rows at a time.
+//!
+//! A reader of a file format implements [`QuantRows`]; kernels pack what it reads into an order of their own. Between the
+//! two lie only the rows that are being packed, so that no second copy of a model ever exists.
+
+use std::ops::Range;
+
+use candle_core::Result;
+
+use crate::QuantScheme;
+
+/// Rows of a quantised matrix in their logical form, after a format's packing, interleaving and sorting are undone.
+///
+/// For integers w\[n\]\[k\] = scale\[n\]\[g\] * (q\[n\]\[k\] - zero\[n\]\[g\]), for FP8 w\[n\]\[k\] = scale\[n\]\[g\] * e4m3(q\[n\]\[k\]), both
+/// in f32; g = k / group is the group of column k, `group` the scheme's columns per scale. Scales that rows share, as in
+/// FP8 blocks, are repeated for each row.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LogicalRows {
+    /// [rows, K]: unsigned integers 0 .. 2^bits - 1, one per byte; FP8: the E4M3 bytes.
+    pub q: Vec<u8>,
+    /// [rows, groups]; groups = K / group, rounded up.
+    pub scale: Vec<f32>,
+    /// [rows, groups]: zero points; without zero points of its own a scheme has 8 (int4) or 128 (int8) everywhere. FP8: empty.
+    pub zero: Vec<u8>,
+}
+
+/// A quantised matrix [N, K] that can be read some rows at a time, from any thread.
+pub trait QuantRows: Sync {
+    /// N and K.
+    fn shape(&self) -> (usize, usize);
+
+    /// How the matrix is quantised; never `QuantScheme::None`.
+    fn scheme(&self) -> QuantScheme;
+
+    /// With act-order: columns are handed over sorted by group, and column j of [`read`](Self::read) multiplies
+    /// x\[perm\[j\]\]. `None`: in the order of x.
+    fn perm(&self) -> Option<&[u32]>;
+
+    /// Reads these rows; `out` is overwritten and keeps its memory from call to call.
+    ///
+    /// # Errors
+    /// What the format finds wrong with its tensors.
+    fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()>;
+}

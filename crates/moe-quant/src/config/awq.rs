@@ -1,0 +1,37 @@
+//! Headers of AWQ (AutoAWQ, and what llm-compressor and AutoRound export for it).
+
+use super::common::{BITS, GROUP_SIZE, bits, group};
+use super::header::Header;
+use super::pattern::Pattern;
+use super::{QuantConfig, Rule};
+use crate::error::QuantError;
+use crate::format::{Format, IntFormat};
+
+pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
+    // The other packings (gemv, gemv_fast, marlin, llm-awq) order integers in other ways.
+    header.only(&["version", "format", "checkpoint_format"], &["gemm"])?;
+    header.only(&["backend"], &["autoawq", "auto"])?;
+    let int = int_format(header)?;
+    Ok(QuantConfig {
+        method: "awq",
+        rules: left_out(header)?,
+        otherwise: Format::Awq { int },
+        notes: Vec::new(),
+    })
+}
+
+pub(super) fn int_format(header: &Header) -> Result<IntFormat, QuantError> {
+    let bits = bits(header, &BITS, "AWQ", &[4])?;
+    let group = group(header, &GROUP_SIZE)?;
+    let symmetric = header.bool("sym")?.unwrap_or(false);
+    let zero_point = header.bool("zero_point")?.unwrap_or(!symmetric);
+    Ok(IntFormat { bits, group, zero_point, act_order: false })
+}
+
+/// The vocabulary projection is outside of the blocks that AWQ quantises.
+pub(super) fn left_out(header: &Header) -> Result<Vec<Rule>, QuantError> {
+    let mut rules = vec![Rule::plain(Pattern::Exact("lm_head".to_string()))];
+    let names = header.strings(&["modules_to_not_convert"])?;
+    rules.extend(names.into_iter().map(|name| Rule::plain(Pattern::Segments(name.to_string()))));
+    Ok(rules)
+}

@@ -1,0 +1,179 @@
+//! Headers of compressed-tensors (llm-compressor).
+//!
+//! Source of the keys' meaning: `QuantizationConfig` and `QuantizationArgs` of the library of that name. Of several groups
+//! that name a module, one that names it exactly comes first, then patterns, then the class `Linear`.
+
+use moe_kernels::{Fp8Scales, QuantGroup};
+use serde_json::{Value, json};
+
+use super::common::{bits, group, missing};
+use super::fp8::block;
+use super::header::{Header, value_error};
+use super::pattern::Pattern;
+use super::{QuantConfig, Rule};
+use crate::error::QuantError;
+use crate::format::{Format, IntFormat};
+
+/// Formats that are read.
+const FORMATS: [&str; 3] = ["pack-quantized", "float-quantized", "naive-quantized"];
+
+pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
+    refuse_transforms(header)?;
+    header.only(&["quantization_status"], &["compressed"])?;
+    let mut notes = Vec::new();
+    if header.has("kv_cache_scheme") {
+        notes.push("the header asks for a quantised KV cache; here it keeps its dtype".to_string());
+    }
+    let Some(groups) = header.object("config_groups")? else {
+        return Err(missing(header, "config_groups", "groups of modules with their `weights`"));
+    };
+    let ignored = header.strings(&["ignore"])?;
+    let key = header.key("ignore");
+    let ignored = ignored.into_iter().map(|name| Ok(Rule::plain(target(&key, name)?)));
+    let mut rules = ignored.collect::<Result<Vec<_>, QuantError>>()?;
+    let mut chosen = Vec::new();
+    for (name, value) in groups.entries() {
+        let settings = group_settings(&groups.key(name), value)?;
+        let Some(format) = format(header, &settings)? else { continue };
+        notes.extend(activation_note(&settings)?);
+        let key = settings.key("targets");
+        for name in settings.strings(&["targets"])? {
+            chosen.push((rank(name), Rule { pattern: target(&key, name)?, format }));
+        }
+    }
+    chosen.sort_by_key(|(rank, _)| *rank);
+    rules.extend(chosen.into_iter().map(|(_, rule)| rule));
+    notes.dedup();
+    Ok(QuantConfig { method: "compressed-tensors", rules, otherwise: Format::Plain, notes })
+}
+
+/// What changes weights or activations in ways that are not read.
+fn refuse_transforms(header: &Header) -> Result<(), QuantError> {
+    if let Some((key, value)) = header.find(&["transform_config"]).filter(|(_, v)| **v != json!({})) {
+        let what = format!("`{key}` = {}", super::header::shown(value));
+        return Err(QuantError::unsupported(what, "a checkpoint without transforms works"));
+    }
+    match header.object("sparsity_config")? {
+        Some(sparsity) => sparsity.only(&["format"], &["dense"]),
+        None => Ok(()),
+    }
+}
+
+fn group_settings<'a>(path: &str, value: &'a Value) -> Result<Header<'a>, QuantError> {
+    if value.is_array() {
+        let works = "a group with `targets` and `weights` spelt out works";
+        return Err(QuantError::unsupported(format!("the preset `{path}`"), works));
+    }
+    Header::new(value, path)
+}
+
+/// Exact names before patterns before classes.
+fn rank(target: &str) -> u8 {
+    match target {
+        "Linear" => 2,
+        name if name.starts_with("re:") => 1,
+        _ => 0,
+    }
+}
+
+fn target(key: &str, name: &str) -> Result<Pattern, QuantError> {
+    match name.strip_prefix("re:") {
+        Some(pattern) => Pattern::starting(key, pattern),
+        None if name == "Linear" => Ok(Pattern::Any),
+        None => Ok(Pattern::Exact(name.to_string())),
+    }
+}
+
+/// The format of a group's weights; `None` if they are not quantised.
+fn format(header: &Header, settings: &Header) -> Result<Option<Format>, QuantError> {
+    let Some(weights) = settings.object("weights")? else { return Ok(None) };
+    settings.only(&["format"], &FORMATS)?;
+    let name = match settings.str(&["format"])? {
+        Some(name) => name,
+        None => {
+            header.only(&["format"], &FORMATS)?;
+            header
+                .str(&["format"])?
+                .ok_or_else(|| missing(header, "format", FORMATS.join(" or ").as_str()))?
+        }
+    };
+    if weights.bool("dynamic")?.unwrap_or(false) {
+        return Err(value_error(weights.key("dynamic"), "false: weights are stored", &json!(true)));
+    }
+    let kind = weights.str(&["type"])?.unwrap_or("int").to_lowercase();
+    match (name, kind.as_str()) {
+        ("pack-quantized", "int") => Ok(Some(Format::PackQuantized { int: int_format(&weights)? })),
+        ("float-quantized" | "naive-quantized", "float") => {
+            Ok(Some(Format::Fp8 { scales: fp8_scales(&weights)?, scale_inv: false }))
+        }
+        (_, "int" | "float") => Err(QuantError::unsupported(
+            format!("`{}` = {kind} with the format {name}", weights.key("type")),
+            "int with pack-quantized or float with float-quantized works",
+        )),
+        _ => Err(value_error(weights.key("type"), "int or float", &json!(kind))),
+    }
+}
+
+fn int_format(weights: &Header) -> Result<IntFormat, QuantError> {
+    let bits = bits(weights, &["num_bits"], "pack-quantized", &[4, 8])?;
+    let sized = weights.int(&["group_size"])?.is_some();
+    let strategy = match weights.str(&["strategy"])? {
+        Some(strategy) => strategy.to_lowercase(),
+        None if sized => "group".to_string(),
+        None => "tensor".to_string(),
+    };
+    let group = match strategy.as_str() {
+        "group" => group(weights, &["group_size"])?,
+        "channel" => QuantGroup::Channel,
+        other => {
+            return Err(QuantError::unsupported(
+                format!("`{}` = {other} with integers", weights.key("strategy")),
+                "the strategy group or channel works",
+            ));
+        }
+    };
+    let zero_point = !weights.bool("symmetric")?.unwrap_or(true);
+    let act_order = actorder(weights)? && group != QuantGroup::Channel;
+    Ok(IntFormat { bits, group, zero_point, act_order })
+}
+
+/// `group` (and its other names) stores `weight_g_idx`; with `weight` groups stay in order.
+fn actorder(weights: &Header) -> Result<bool, QuantError> {
+    let Some((key, value)) = weights.find(&["actorder"]) else { return Ok(false) };
+    match (value, value.as_str().map(str::to_lowercase).as_deref()) {
+        (Value::Bool(on), _) => Ok(*on),
+        (_, Some("group" | "dynamic")) => Ok(true),
+        (_, Some("weight" | "static")) => Ok(false),
+        _ => Err(value_error(key, "null, group, weight, dynamic or static", value)),
+    }
+}
+
+fn fp8_scales(weights: &Header) -> Result<Fp8Scales, QuantError> {
+    bits(weights, &["num_bits"], "float-quantized", &[8])?;
+    if !weights.bool("symmetric")?.unwrap_or(true) {
+        return Err(value_error(weights.key("symmetric"), "true: FP8 has no zero points", &json!(false)));
+    }
+    match weights.str(&["strategy"])?.unwrap_or("tensor").to_lowercase().as_str() {
+        "tensor" => Ok(Fp8Scales::Tensor),
+        "channel" => Ok(Fp8Scales::Channel),
+        "block" => match weights.find(&["block_structure"]) {
+            Some((key, value)) => block(&key, value),
+            None => {
+                Err(missing(weights, "block_structure", "rows and columns of a block, such as [128, 128]"))
+            }
+        },
+        other => Err(QuantError::unsupported(
+            format!("`{}` = {other} with floats", weights.key("strategy")),
+            "the strategy tensor, channel or block works",
+        )),
+    }
+}
+
+fn activation_note(settings: &Header) -> Result<Option<String>, QuantError> {
+    let Some(activations) = settings.object("input_activations")? else { return Ok(None) };
+    let kind = activations.str(&["type"])?.unwrap_or("int");
+    let bits = activations.int(&["num_bits"])?.map_or(8, |(_, bits)| bits);
+    Ok(Some(format!(
+        "the header asks for activations in {kind}{bits}; here only the weights are quantised, activations keep their dtype"
+    )))
+}

@@ -1,0 +1,99 @@
+//! Headers of GPTQ (AutoGPTQ, GPTQModel).
+//!
+//! Source of the keys' meaning: GPTQModel's `QuantizeConfig`; of `modules_in_block_to_quantize`: transformers'
+//! `GPTQConfig`.
+
+use moe_kernels::QuantGroup;
+use serde_json::Value;
+
+use super::common::{BITS, GROUP_SIZE, bits, group};
+use super::header::{Header, value_error};
+use super::pattern::Pattern;
+use super::{QuantConfig, Rule};
+use crate::error::QuantError;
+use crate::format::{Format, GptqZeros, IntFormat};
+
+pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
+    let zeros = zeros(header)?;
+    header.only(&["pack_dtype"], &["int32"])?;
+    if let Some((key, value)) = header.find(&["rotation"]) {
+        return Err(QuantError::unsupported(format!("`{key}` = {value}"), "GPTQ without rotation works"));
+    }
+    let int = int_format(header, None)?;
+    let mut rules = Vec::new();
+    if !header.bool("lm_head")?.unwrap_or(false) {
+        rules.push(Rule::plain(Pattern::Exact("lm_head".to_string())));
+    }
+    rules.extend(dynamic(header, int, zeros)?);
+    let inside = header.strings(&["modules_in_block_to_quantize"])?;
+    if !inside.is_empty() {
+        let listed = inside.into_iter().map(|name| Pattern::Segments(name.to_string())).collect();
+        rules.push(Rule::plain(Pattern::NoneOf(listed)));
+    }
+    let left_out = header.strings(&["modules_to_not_convert"])?;
+    rules.splice(0..0, left_out.into_iter().map(|name| Rule::plain(Pattern::Segments(name.to_string()))));
+    Ok(QuantConfig { method: "gptq", rules, otherwise: Format::Gptq { int, zeros }, notes: Vec::new() })
+}
+
+fn zeros(header: &Header) -> Result<GptqZeros, QuantError> {
+    if header.bool("is_marlin_format")?.unwrap_or(false) {
+        let what = format!("`{}` = true", header.key("is_marlin_format"));
+        return Err(QuantError::unsupported(what, "checkpoint_format gptq or gptq_v2 works"));
+    }
+    // GPTQModel writes both keys; `checkpoint_format` is the one that older readers know.
+    let keys = ["checkpoint_format", "format"];
+    header.only(&keys, &["gptq", "gptq_v2"])?;
+    let v2 = header.str(&keys)?.is_some_and(|format| format.eq_ignore_ascii_case("gptq_v2"));
+    Ok(if v2 { GptqZeros::V2 } else { GptqZeros::V1 })
+}
+
+/// Bits, group, symmetry and act-order; an override takes from `base` what it does not name.
+pub(super) fn int_format(header: &Header, base: Option<IntFormat>) -> Result<IntFormat, QuantError> {
+    let bits = match base {
+        Some(base) if header.find(&BITS).is_none() => base.bits,
+        _ => bits(header, &BITS, "GPTQ", &[4, 8])?,
+    };
+    let group = match base {
+        Some(base) if header.find(&GROUP_SIZE).is_none() => base.group,
+        _ => group(header, &GROUP_SIZE)?,
+    };
+    let zero_point = match header.bool("sym")? {
+        Some(sym) => !sym,
+        None => base.is_some_and(|base| base.zero_point),
+    };
+    let act_order = header.bool("desc_act")?.unwrap_or(base.is_some_and(|base| base.act_order));
+    // One group for a whole row has no order.
+    Ok(IntFormat { bits, group, zero_point, act_order: act_order && group != QuantGroup::Channel })
+}
+
+/// GPTQModel's overrides by pattern, in their order: `-:` leaves modules out, `+:` or nothing changes settings.
+fn dynamic(header: &Header, base: IntFormat, zeros: GptqZeros) -> Result<Vec<Rule>, QuantError> {
+    let (Some(overrides), Some((key, value))) = (header.object("dynamic")?, header.find(&["dynamic"])) else {
+        return Ok(Vec::new());
+    };
+    if !value.is_object() {
+        return Err(value_error(key, "an object of patterns", value));
+    }
+    let rule = |(pattern, settings): (&String, &Value)| {
+        let path = overrides.key(pattern);
+        if let Some(left_out) = pattern.strip_prefix("-:") {
+            return Ok(Rule::plain(Pattern::starting(&path, left_out)?));
+        }
+        let settings = Header::new(settings, path.clone())?;
+        for key in ["method", "quant_method"] {
+            settings.only(&[key], &["gptq"])?;
+        }
+        settings.only(&["format", "checkpoint_format"], &[zeros_name(zeros)])?;
+        let int = int_format(&settings, Some(base))?;
+        let pattern = Pattern::starting(&path, pattern.strip_prefix("+:").unwrap_or(pattern))?;
+        Ok(Rule { pattern, format: Format::Gptq { int, zeros } })
+    };
+    overrides.entries().map(rule).collect()
+}
+
+fn zeros_name(zeros: GptqZeros) -> &'static str {
+    match zeros {
+        GptqZeros::V1 => "gptq",
+        GptqZeros::V2 => "gptq_v2",
+    }
+}

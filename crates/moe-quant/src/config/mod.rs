@@ -1,0 +1,160 @@
+//! `quantization_config` of a config.json: which module is stored in which format.
+//!
+//! Every header becomes the same plain data, an ordered list of rules; the first that matches a module's name says its
+//! format.
+
+mod autoround;
+mod awq;
+mod common;
+mod compressed;
+mod fp8;
+mod gptq;
+mod header;
+mod pattern;
+
+use moe_kernels::QuantScheme;
+use safetensors::Dtype;
+use serde_json::Value;
+
+use crate::error::QuantError;
+use crate::format::Format;
+use header::{Header, value_error};
+use pattern::Pattern;
+
+/// Where the header lies in config.json.
+const KEYS: [&str; 2] = ["quantization_config", "compression_config"];
+/// Methods that are read, for errors.
+const METHODS: &str =
+    "gptq, awq, compressed-tensors, fp8 and auto-round work, or the checkpoint in its original float dtype";
+
+/// How a checkpoint is quantised: the validated header.
+///
+/// Module names are those of the checkpoint's tensors without the last part: `model.layers.0.mlp.experts.3.up_proj`.
+#[derive(Clone, Debug)]
+pub struct QuantConfig {
+    method: &'static str,
+    rules: Vec<Rule>,
+    otherwise: Format,
+    notes: Vec<String>,
+}
+
+/// Modules and their format.
+#[derive(Clone, Debug)]
+pub(crate) struct Rule {
+    pub pattern: Pattern,
+    pub format: Format,
+}
+
+impl Rule {
+    fn plain(pattern: Pattern) -> Self {
+        Self { pattern, format: Format::Plain }
+    }
+}
+
+impl QuantConfig {
+    /// Reads the header of a config.json, at `quantization_config` or `compression_config`, there or in `text_config`;
+    /// `None` if the checkpoint is not quantised.
+    ///
+    /// # Errors
+    /// A header that contradicts itself, or a method or option that is not read. The error names the key, what was
+    /// expected and what is there, or what would work.
+    pub fn from_json(config: &Value) -> Result<Option<Self>, QuantError> {
+        let root = config.get("text_config").filter(|text| KEYS.iter().any(|key| text.get(key).is_some()));
+        let root = root.unwrap_or(config);
+        let found = KEYS.iter().find_map(|key| root.get(key).filter(|v| !v.is_null()).map(|v| (*key, v)));
+        found.map(|(key, header)| Self::from_header(key, header)).transpose()
+    }
+
+    /// Reads the header itself, as `quantize_config.json` of older GPTQ checkpoints holds it. `path` stands before each
+    /// key in errors.
+    ///
+    /// # Errors
+    /// As [`from_json`](Self::from_json).
+    pub fn from_header(path: &str, header: &Value) -> Result<Self, QuantError> {
+        let header = Header::new(header, path)?;
+        let method = match header.find(&["quant_method"]) {
+            Some((key, value)) => {
+                value.as_str().ok_or_else(|| value_error(key, "the name of a method", value))?.to_lowercase()
+            }
+            None if header.has("config_groups") => "compressed-tensors".to_string(),
+            None if header.has("desc_act") => "gptq".to_string(),
+            None => {
+                let key = header.key("quant_method");
+                return Err(QuantError::unsupported(format!("a header without `{key}`"), METHODS));
+            }
+        };
+        match method.as_str() {
+            "gptq" => gptq::read(&header),
+            "awq" => awq::read(&header),
+            "compressed-tensors" => compressed::read(&header),
+            "fp8" => fp8::read(&header),
+            "auto-round" | "auto_round" | "intel/auto-round" => autoround::read(&header),
+            other => Err(QuantError::unsupported(
+                format!("quantisation method `{}` (`{path}`)", other.chars().take(40).collect::<String>()),
+                METHODS,
+            )),
+        }
+    }
+
+    /// Name of the method: `gptq`, `awq`, `compressed-tensors`, `fp8` or `auto-round`.
+    pub fn method(&self) -> &'static str {
+        self.method
+    }
+
+    /// What the header asks for and this crate leaves out without changing the weights, to be told to people: such as
+    /// activations that are not quantised.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// The format that the header gives a linear layer.
+    ///
+    /// # Errors
+    /// A pattern of the header that takes too many steps on this name.
+    pub fn format_of(&self, module: &str) -> Result<Format, QuantError> {
+        for rule in &self.rules {
+            if rule.pattern.matches(module)? {
+                return Ok(rule.format);
+            }
+        }
+        Ok(self.otherwise)
+    }
+
+    /// The scheme of [`format_of`](Self::format_of).
+    ///
+    /// # Errors
+    /// As `format_of`.
+    pub fn scheme_of(&self, module: &str) -> Result<QuantScheme, QuantError> {
+        self.format_of(module).map(Format::scheme)
+    }
+
+    /// The format in which a file really holds a linear layer. Some makers leave modules such as the router in floats
+    /// without a word in the header, so a `weight` in a float dtype is taken as it is. `dtype_of` says the dtype of the
+    /// tensor of this suffix (`weight`, `qweight`), if there is one.
+    ///
+    /// # Errors
+    /// As `format_of`; a module that the header calls not quantised, but the file holds quantised.
+    pub fn format_in_file(
+        &self,
+        module: &str,
+        dtype_of: impl Fn(&str) -> Option<Dtype>,
+    ) -> Result<Format, QuantError> {
+        let format = self.format_of(module)?;
+        let weight = dtype_of("weight");
+        if weight.is_some_and(|dtype| matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)) {
+            return Ok(Format::Plain);
+        }
+        let packed = ["qweight", "weight_packed"].into_iter().find(|suffix| dtype_of(suffix).is_some());
+        let found = packed.or(weight.map(|_| "weight"));
+        match (format, found) {
+            (Format::Plain, Some(suffix)) => Err(QuantError::matrix(
+                module,
+                format!(
+                    "the header ({}) says that it is not quantised, but the file holds a quantised `{suffix}`",
+                    self.method
+                ),
+            )),
+            _ => Ok(format),
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! The format of one matrix, as plain data: everything that its tensors' names, shapes and bits depend on.
+
+use moe_kernels::{Fp8Scales, QuantGroup, QuantScheme};
+use serde::Serialize;
+
+/// How a checkpoint stores one linear layer's weights \[N, K\] (N outputs, K inputs).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Format {
+    /// Not quantised: `weight` in a float dtype.
+    Plain,
+    /// GPTQ: integers packed along K, transposed.
+    Gptq {
+        /// Bits, group, zero points, act-order.
+        int: IntFormat,
+        /// How zero points are stored.
+        zeros: GptqZeros,
+    },
+    /// AWQ in its `gemm` packing: int4 packed along N, interleaved, transposed.
+    Awq {
+        /// Bits (4), group, zero points; never act-order.
+        int: IntFormat,
+    },
+    /// compressed-tensors' `pack-quantized`: integers packed along K, in the order of the matrix.
+    PackQuantized {
+        /// Bits, group, zero points, act-order.
+        int: IntFormat,
+    },
+    /// E4M3 bytes in `weight`, scales beside them.
+    Fp8 {
+        /// Which weights share a scale.
+        scales: Fp8Scales,
+        /// The scales' tensor is `weight_scale_inv` (DeepSeek's name; it holds factors, not inverses).
+        scale_inv: bool,
+    },
+}
+
+/// What the integer formats have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct IntFormat {
+    /// 4 or 8.
+    pub bits: u8,
+    /// Columns that share a scale.
+    pub group: QuantGroup,
+    /// Groups have zero points of their own (asymmetric).
+    pub zero_point: bool,
+    /// `g_idx` says to which group a column belongs.
+    pub act_order: bool,
+}
+
+/// How GPTQ stores zero points: `checkpoint_format`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GptqZeros {
+    /// `gptq`: minus one.
+    V1,
+    /// `gptq_v2`: as they are.
+    V2,
+}
+
+impl IntFormat {
+    /// Integers in 32 bits.
+    pub fn per_word(self) -> usize {
+        32 / usize::from(self.bits.max(1))
+    }
+
+    /// The zero point of a symmetric format.
+    pub fn middle(self) -> u8 {
+        1 << (self.bits - 1)
+    }
+
+    fn scheme(self) -> QuantScheme {
+        let Self { bits, group, zero_point, act_order } = self;
+        QuantScheme::Int { bits, group, zero_point, act_order }
+    }
+}
+
+impl Format {
+    /// What a kernel must know of the format.
+    pub fn scheme(self) -> QuantScheme {
+        match self {
+            Self::Plain => QuantScheme::None,
+            Self::Gptq { int, .. } | Self::Awq { int } | Self::PackQuantized { int } => int.scheme(),
+            Self::Fp8 { scales, .. } => QuantScheme::Fp8 { scales },
+        }
+    }
+
+    /// The integer part; `None` for floats.
+    pub fn int(self) -> Option<IntFormat> {
+        match self {
+            Self::Gptq { int, .. } | Self::Awq { int } | Self::PackQuantized { int } => Some(int),
+            Self::Plain | Self::Fp8 { .. } => None,
+        }
+    }
+
+    /// Name of the format as its makers write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Gptq { zeros: GptqZeros::V1, .. } => "gptq",
+            Self::Gptq { zeros: GptqZeros::V2, .. } => "gptq_v2",
+            Self::Awq { .. } => "awq gemm",
+            Self::PackQuantized { .. } => "pack-quantized",
+            Self::Fp8 { .. } => "fp8",
+        }
+    }
+
+    /// Into how many equal parts a row-parallel layer may cut K, 1 first: those that divide no group, and with
+    /// act-order every divisor of K. Sizes above 64 are left out.
+    pub fn tp_sizes(self, k: usize) -> Vec<usize> {
+        let scheme = self.scheme();
+        let act_order = self.int().is_some_and(|int| int.act_order);
+        let whole = match scheme {
+            QuantScheme::Int { group: QuantGroup::Size(size), .. } if !act_order => size,
+            QuantScheme::Fp8 { scales: Fp8Scales::Block { k, .. } } => k,
+            _ => 1,
+        };
+        (1..=64)
+            .filter(|tp| k.is_multiple_of(*tp) && (*tp == 1 || (k / tp).is_multiple_of(whole.max(1))))
+            .collect()
+    }
+}

@@ -1,0 +1,20 @@
+//! Quantised checkpoints, read as they are: headers, tensors, rows.
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+mod config;
+mod error;
+mod format;
+mod layout;
+mod read;
+
+pub use config::QuantConfig;
+pub use error::QuantError;
+pub use format::{Format, GptqZeros, IntFormat};
+pub use layout::{TensorSpec, layout};
+pub use read::{Reader, dequantise, e4m3};
+
+pub use candle_core as candle;
+pub use moe_kernels::quant::{LogicalRows, QuantRows};
+pub use moe_kernels::{Fp8Scales, QuantGroup, QuantScheme};
+pub use safetensors;

@@ -1,0 +1,100 @@
+//! Which columns of a stored matrix a reader hands over, in which order, and to which group each belongs.
+
+use std::ops::Range;
+
+use moe_kernels::{Fp8Scales, QuantGroup, QuantScheme};
+
+use crate::format::Format;
+
+/// Columns that act-order sorts a cut group into, if they divide it: kernels know groups of 32.
+const SMALL_GROUP: usize = 32;
+
+/// Columns in the logical order.
+#[derive(Clone, Debug)]
+pub(super) struct Columns {
+    /// Columns of the stored matrix.
+    pub source: Range<usize>,
+    /// Columns of the logical form.
+    pub width: usize,
+    /// Columns of a logical group.
+    pub group: usize,
+    /// The stored group of each logical group.
+    pub groups: Vec<usize>,
+    /// With act-order.
+    pub order: Option<Order>,
+}
+
+/// Columns sorted by group.
+#[derive(Clone, Debug)]
+pub(super) struct Order {
+    /// The input of each logical column, counted from the first column of the source.
+    pub perm: Vec<u32>,
+    /// The logical column of each source column.
+    pub place: Vec<u32>,
+    /// Logical columns that fill up a group: their weight is zero, their input one of the same group.
+    pub padding: Vec<u32>,
+}
+
+impl Columns {
+    /// Consecutive groups. `source` must not cut a group in two.
+    pub fn in_order(format: Format, source: Range<usize>, k: usize) -> Result<Self, String> {
+        let scheme = format.scheme();
+        let width = source.len();
+        let channel = matches!(
+            scheme,
+            QuantScheme::Int { group: QuantGroup::Channel, .. }
+                | QuantScheme::Fp8 { scales: Fp8Scales::Channel | Fp8Scales::Tensor }
+        );
+        if channel {
+            return Ok(Self { source, width, group: width, groups: vec![0], order: None });
+        }
+        let group = scheme.group_size(k);
+        let whole = |edge: usize| edge.is_multiple_of(group) || edge == k;
+        if !whole(source.start) || !whole(source.end) {
+            let sizes: Vec<_> = format.tp_sizes(k).iter().map(usize::to_string).collect();
+            return Err(format!(
+                "columns {source:?} of {k} cut a group of {group} in two; tensor-parallel sizes that work: {}; or expert \
+                 parallelism, which keeps experts whole",
+                sizes.join(", ")
+            ));
+        }
+        let groups = (source.start / group..source.end.div_ceil(group)).collect();
+        Ok(Self { source, width, group, groups, order: None })
+    }
+
+    /// Columns sorted by their group in `g_idx` \[K\], a stable order. Where a cut leaves a group with too few columns,
+    /// groups become smaller and are filled up.
+    pub fn by_group(g_idx: &[u32], source: Range<usize>, group: usize) -> Self {
+        let mut sorted: Vec<u32> = (0..source.len() as u32).collect();
+        let group_of = |column: u32| g_idx[source.start + column as usize];
+        sorted.sort_by_key(|column| group_of(*column));
+        let runs: Vec<&[u32]> = sorted.chunk_by(|a, b| group_of(*a) == group_of(*b)).collect();
+        let whole = runs.iter().all(|run| run.len().is_multiple_of(group));
+        let unit = if whole || !group.is_multiple_of(SMALL_GROUP) { group } else { SMALL_GROUP };
+        let mut order = Order { perm: Vec::new(), place: vec![0; source.len()], padding: Vec::new() };
+        let mut groups = Vec::new();
+        for run in runs {
+            for &column in run {
+                order.place[column as usize] = order.perm.len() as u32;
+                order.perm.push(column);
+            }
+            let full = run.len().next_multiple_of(unit);
+            for _ in run.len()..full {
+                order.padding.push(order.perm.len() as u32);
+                order.perm.push(run[0]);
+            }
+            groups.resize(groups.len() + full / unit, group_of(run[0]) as usize);
+        }
+        Self { source, width: order.perm.len(), group: unit, groups, order: Some(order) }
+    }
+
+    /// The scheme of the logical form.
+    pub fn scheme(&self, scheme: QuantScheme) -> QuantScheme {
+        match (scheme, &self.order) {
+            (QuantScheme::Int { bits, zero_point, act_order, .. }, Some(_)) => {
+                QuantScheme::Int { bits, group: QuantGroup::Size(self.group), zero_point, act_order }
+            }
+            _ => scheme,
+        }
+    }
+}

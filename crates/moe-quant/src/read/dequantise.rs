@@ -1,0 +1,53 @@
+//! The weights themselves, for tests and for backends that compute with plain matrices.
+
+use candle_core::Result;
+use moe_kernels::QuantScheme;
+use moe_kernels::quant::{LogicalRows, QuantRows};
+
+/// Rows that are unpacked at once.
+const ROWS: usize = 32;
+
+/// The matrix [N, inputs] in f32, columns in the order of the layer's input: scale * (q - zero), rounded once.
+///
+/// # Errors
+/// Those of reading.
+pub fn dequantise(matrix: &dyn QuantRows) -> Result<Vec<f32>> {
+    let (n, k) = matrix.shape();
+    let scheme = matrix.scheme();
+    let (group, groups) = (scheme.group_size(k), scheme.groups(k));
+    let input = |column: usize| matrix.perm().map_or(column, |perm| perm[column] as usize);
+    let inputs = (0..k).map(input).max().map_or(0, |last| last + 1);
+    // A column that fills up a group repeats an input that has come before.
+    let mut seen = vec![false; inputs];
+    let columns: Vec<_> =
+        (0..k).filter(|column| !std::mem::replace(&mut seen[input(*column)], true)).collect();
+    let mut weights = vec![0f32; n * inputs];
+    let mut rows = LogicalRows::default();
+    for first in (0..n).step_by(ROWS) {
+        let last = n.min(first + ROWS);
+        matrix.read(first..last, &mut rows)?;
+        for row in 0..last - first {
+            for &column in &columns {
+                let at = row * groups + column / group;
+                let q = rows.q[row * k + column];
+                let value = match scheme {
+                    QuantScheme::Fp8 { .. } => e4m3(q),
+                    _ => f32::from(i16::from(q) - i16::from(rows.zero[at])),
+                };
+                weights[(first + row) * inputs + input(column)] = rows.scale[at] * value;
+            }
+        }
+    }
+    Ok(weights)
+}
+
+/// An E4M3 float without infinities (`float8_e4m3fn`): bias 7, NaN where all bits but the sign are set.
+pub fn e4m3(bits: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(bits >> 3 & 15), f32::from(bits & 7));
+    let size = match (exponent, bits & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa * 2f32.powi(-9),
+        _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
+    };
+    if bits & 128 == 0 { size } else { -size }
+}

@@ -1,0 +1,63 @@
+//! `g_idx`: the group of each column, read and checked.
+
+use moe_kernels::QuantGroup;
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+
+use crate::format::IntFormat;
+
+/// The groups of columns \[K\], or `None` if they are consecutive and the format says so.
+///
+/// # Errors
+/// A group out of range; groups that are not of the same size; an order although the format has none.
+pub(super) fn groups_of_columns(
+    int: IntFormat,
+    k: usize,
+    stored: Option<&TensorView>,
+) -> Result<Option<Vec<u32>>, String> {
+    let Some(stored) = stored else { return Ok(None) };
+    let size = match int.group {
+        QuantGroup::Size(size) => size,
+        QuantGroup::Channel => k,
+    };
+    let mut found = whole_numbers(stored);
+    // compressed-tensors leaves -1 where the order was never set.
+    if found.iter().all(|group| *group == -1) {
+        found = (0..k).map(|column| (column / size) as i64).collect();
+    }
+    let mut counts = vec![0usize; k / size];
+    for (column, group) in found.iter().enumerate() {
+        let slot = usize::try_from(*group).ok().and_then(|group| counts.get_mut(group));
+        let Some(slot) = slot else {
+            return Err(format!(
+                "column {column} is of group {group}, but there are groups 0 to {}",
+                k / size - 1
+            ));
+        };
+        *slot += 1;
+    }
+    if let Some(group) = counts.iter().position(|count| *count != size) {
+        return Err(format!("group {group} has {} columns, expected {size}", counts[group]));
+    }
+    if int.act_order {
+        return Ok(Some(found.into_iter().map(|group| group as u32).collect()));
+    }
+    match (0..k).find(|column| found[*column] != (column / size) as i64) {
+        None => Ok(None),
+        Some(column) => Err(format!(
+            "column {column} is of group {}, but without act-order it is of group {}; if the checkpoint was made with \
+             act-order, set `desc_act` to true in its header",
+            found[column],
+            column / size
+        )),
+    }
+}
+
+/// Elements of an I32 or I64 tensor.
+pub(super) fn whole_numbers(tensor: &TensorView) -> Vec<i64> {
+    let bytes = tensor.data();
+    match tensor.dtype() {
+        Dtype::I64 => bytes.as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b)).collect(),
+        _ => bytes.as_chunks::<4>().0.iter().map(|b| i64::from(i32::from_le_bytes(*b))).collect(),
+    }
+}

@@ -1,0 +1,41 @@
+//! Scales of a matrix, in any of their layouts and dtypes.
+
+use half::{bf16, f16};
+use moe_kernels::Fp8Scales;
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+
+use crate::format::Format;
+
+/// A tensor of scales and how a row and a group index it: scale(n, g) = data\[n / rows * row + g * group\].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scales<'a> {
+    bytes: &'a [u8],
+    dtype: Dtype,
+    rows: usize,
+    row: usize,
+    group: usize,
+}
+
+impl<'a> Scales<'a> {
+    /// Of a matrix [n, k]; the tensor has been checked against the format's layout.
+    pub fn new(format: Format, n: usize, k: usize, tensor: &TensorView<'a>) -> Self {
+        let groups = format.scheme().groups(k);
+        let (rows, row, group) = match format {
+            Format::Gptq { .. } | Format::Awq { .. } => (1, 1, n),
+            Format::Fp8 { scales: Fp8Scales::Block { n: rows, .. }, .. } => (rows.max(1), groups, 1),
+            Format::Fp8 { scales: Fp8Scales::Tensor, .. } => (1, 0, 0),
+            _ => (1, groups, 1),
+        };
+        Self { bytes: tensor.data(), dtype: tensor.dtype(), rows, row, group }
+    }
+
+    pub fn get(&self, n: usize, group: usize) -> f32 {
+        let index = n / self.rows * self.row + group * self.group;
+        match self.dtype {
+            Dtype::F32 => f32::from_le_bytes(self.bytes.as_chunks().0[index]),
+            Dtype::BF16 => bf16::from_le_bytes(self.bytes.as_chunks().0[index]).to_f32(),
+            _ => f16::from_le_bytes(self.bytes.as_chunks().0[index]).to_f32(),
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! Where each format keeps the integer of a row and a column.
+//!
+//! Sources, read for their definitions: GPTQModel's `PackableQuantLinear`, AutoAWQ's `WQLinear_GEMM`, compressed-tensors'
+//! `pack_to_int32`.
+
+use std::ops::Range;
+
+use super::columns::Columns;
+use super::words::{AWQ_PLACE, Words};
+use crate::format::{Format, GptqZeros, IntFormat};
+
+/// Writes the integers or bytes of these rows of the stored matrix to `q` [rows, width], in the columns' logical order.
+pub(super) fn codes(
+    format: Format,
+    bytes: &[u8],
+    stored: (usize, usize),
+    rows: Range<usize>,
+    columns: &Columns,
+    q: &mut [u8],
+) {
+    match &columns.order {
+        None => place_codes(format, bytes, stored, rows, columns, q, |column| column),
+        Some(order) => {
+            place_codes(format, bytes, stored, rows, columns, q, |column| order.place[column] as usize);
+        }
+    }
+}
+
+/// `place` says the logical column of a source column; both count from the source's first.
+fn place_codes(
+    format: Format,
+    bytes: &[u8],
+    (n, k): (usize, usize),
+    rows: Range<usize>,
+    columns: &Columns,
+    q: &mut [u8],
+    place: impl Fn(usize) -> usize,
+) {
+    let Columns { source, width, .. } = columns;
+    match format {
+        Format::Gptq { int, .. } => {
+            let words = Words::new(bytes, int.bits);
+            for (line, inside) in words_of(source, int) {
+                for (row, q) in rows.clone().zip(q.chunks_exact_mut(*width)) {
+                    let word = words.word(line * n + row);
+                    for (column, part) in inside.clone() {
+                        q[place(column)] = words.part(word, part);
+                    }
+                }
+            }
+        }
+        Format::Awq { int } => {
+            let words = Words::new(bytes, int.bits);
+            for (column, line) in source.clone().enumerate() {
+                let to = place(column);
+                for (row, q) in rows.clone().zip(q.chunks_exact_mut(*width)) {
+                    let word = words.word(line * (n / 8) + row / 8);
+                    q[to] = words.part(word, AWQ_PLACE[row % 8]);
+                }
+            }
+        }
+        Format::PackQuantized { int } => {
+            let words = Words::new(bytes, int.bits);
+            let line = k.div_ceil(int.per_word());
+            for (row, q) in rows.zip(q.chunks_exact_mut(*width)) {
+                for (at, inside) in words_of(source, int) {
+                    let word = words.word(row * line + at);
+                    for (column, part) in inside {
+                        q[place(column)] = words.part(word, part);
+                    }
+                }
+            }
+        }
+        Format::Fp8 { .. } | Format::Plain => {
+            for (row, q) in rows.zip(q.chunks_exact_mut(*width)) {
+                q.copy_from_slice(&bytes[row * k + source.start..row * k + source.end]);
+            }
+        }
+    }
+}
+
+/// The words that hold these columns, and for each its columns, counted from the first, with their places.
+fn words_of(
+    source: &Range<usize>,
+    int: IntFormat,
+) -> impl Iterator<Item = (usize, impl Iterator<Item = (usize, u32)> + Clone + use<>)> + use<> {
+    let (start, end, size) = (source.start, source.end, int.per_word());
+    (start / size..end.div_ceil(size)).map(move |word| {
+        let first = (word * size).max(start);
+        let last = ((word + 1) * size).min(end);
+        (word, (first..last).map(move |column| (column - start, (column - word * size) as u32)))
+    })
+}
+
+/// The zero point of a row and a stored group.
+pub(super) fn zero(format: Format, words: Words, (n, k): (usize, usize), row: usize, group: usize) -> u8 {
+    match format {
+        Format::Gptq { int, zeros } => {
+            let size = int.per_word();
+            let word = words.word(group * (n / size) + row / size);
+            let word = if zeros == GptqZeros::V1 { words.plus_one(word) } else { word };
+            words.part(word, (row % size) as u32)
+        }
+        Format::Awq { .. } => words.part(words.word(group * (n / 8) + row / 8), AWQ_PLACE[row % 8]),
+        _ => {
+            let groups = format.scheme().groups(k);
+            let size = format.int().map_or(8, IntFormat::per_word);
+            words.part(words.word(row / size * groups + group), (row % size) as u32)
+        }
+    }
+}

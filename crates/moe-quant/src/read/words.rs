@@ -1,0 +1,32 @@
+//! Integers packed into words of 32 bits, little-endian in the file.
+
+/// In which place of its word AWQ's `gemm` packing holds each of 8 consecutive outputs.
+pub(super) const AWQ_PLACE: [u32; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+
+/// Words of a packed tensor.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Words<'a> {
+    words: &'a [[u8; 4]],
+    bits: u32,
+}
+
+impl<'a> Words<'a> {
+    pub fn new(bytes: &'a [u8], bits: u8) -> Self {
+        Self { words: bytes.as_chunks::<4>().0, bits: u32::from(bits) }
+    }
+
+    pub fn word(self, index: usize) -> u32 {
+        u32::from_le_bytes(self.words[index])
+    }
+
+    /// The integer in this place of a word, 0 in the lowest bits.
+    pub fn part(self, word: u32, place: u32) -> u8 {
+        ((word >> (place * self.bits)) & ((1 << self.bits) - 1)) as u8
+    }
+
+    /// Adds one to every integer of a word, carrying into the next as GPTQ's version 1 was stored: a zero point of 0 has
+    /// borrowed from its neighbour.
+    pub fn plus_one(self, word: u32) -> u32 {
+        word.wrapping_add(u32::MAX / ((1 << self.bits) - 1))
+    }
+}
