@@ -4,7 +4,8 @@
 #   tests/cli/manners.sh [PROGRAM]     default: target/release/model-qwen3moe
 set -uo pipefail
 program=$(realpath "${1:-target/release/model-qwen3moe}")
-fixtures=$(realpath "$(dirname "$0")/../fixtures")
+here=$(realpath "$(dirname "$0")")
+fixtures=$(realpath "$here/../fixtures")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
@@ -43,6 +44,14 @@ row "temperature" 2 temperature q --prompt x --temperature -1
 row "no new tokens" 2 max-new-tokens q --prompt x --max-new-tokens 0
 row "empty stop" 2 '--stop ""' q --prompt x --stop ""
 row "unknown backend" 2 warp q --prompt x --moe-backend warp
+row "unknown device" 2 "gpu" q --prompt x --device gpu
+row "a device that is not here" 2 cuda q --prompt x --device cuda:99
+cp -r "$fixtures/deepseek-text" deepseek && rm -f deepseek/*.safetensors
+row "another program's checkpoint" 1 "model-deepseekv2-legacy runs" q --model deepseek --prompt x
+cp -r "$fixtures/text" keyless && sed -i '/"hidden_size"/d' keyless/config.json && rm -f keyless/*.safetensors
+row "a config without a required key" 1 hidden_size q --model keyless --prompt x
+printf GGUF >tiny.gguf
+row "a GGUF file is named as one" 2 "GGUF" q --model tiny.gguf --prompt x
 
 echo "-- prompts"
 piped "a pipe is the prompt" 0 "" 'ROMEO:' "$program" "${short[@]}"
@@ -57,18 +66,40 @@ row "-n is refused and says why" 2 "--num-sequences" q --prompt x -n 2
 row "stop escapes" 0 "" q --prompt ROMEO: --stop '\n' "${short[@]}"
 row "seed -1" 0 "" q --prompt x --seed -1 --max-new-tokens 4
 row "JSON" 0 '"finish_reason":"length"' q --prompt x --json "${short[@]}"
+row "with token ids" 0 '"token_ids":[' q --prompt x --json "${short[@]}"
+row "and log-probabilities" 0 '"top_logprobs":[' q --prompt x --json --logprobs 2 "${short[@]}"
+row "several prompts" 0 "=== prompt 2 of 2" q --prompt x --prompt y "${short[@]}"
+printf '{%% for m in messages %%}{{ m.role }}: {{ m.content }}\n{%% endfor %%}' >roles.jinja
+row "one question through a template" 0 "" q --chat --system "Be kind." --prompt hi --chat-template roles.jinja "${short[@]}"
+row "no template to ask through" 1 "no chat template" q --chat --prompt hi
+row "no escapes on request" 0 "" q --prompt ROMEO: --stop '\n' --no-escape "${short[@]}"
+if script --version >/dev/null 2>&1; then
+  terminal() { env "$@" script -qec "'$program' ${flags[*]}" /dev/null; }
+  flags=(--max-new-tokens 4)
+  row "at a terminal the built-in prompt says so" 0 "No prompt is given" terminal TERM=xterm
+  flags=(--prompt x "${short[@]}")
+  row "and the last line how it went" 0 "8 new tokens" terminal TERM=xterm
+  row "with the finish reason" 0 "finish reason: length" terminal TERM=xterm
+  row "colours" 0 $'\e[' terminal TERM=xterm
+  plain() { ! terminal "$@" | grep -q $'\e\['; }
+  row "none with NO_COLOR" 0 "" plain TERM=xterm NO_COLOR=1
+  row "none on a dumb terminal" 0 "" plain TERM=dumb
+  row "which silences nothing" 0 "running on the CPU" terminal TERM=dumb
+fi
 row "the context is announced" 0 "context of 512" q --prompt x --max-new-tokens 100000000 --temperature 0
 
 echo "-- names"
 row "a misspelt command" 2 "'generate'" q gnerate
 row "a word that is no command" 2 "unrecognized subcommand 'list'" q list
-row "flags before the command" 0 "" q --prompt x generate "${short[@]}"
-for flag in "--dtype bfloat16" "--dtype float32" "--dtype auto" "--max-tokens 4" "--temp 0" \
+row "flags before the command" 0 "" q --model "$fixtures/text" generate --prompt x "${short[@]}"
+for flag in "--dtype bfloat16" "--dtype float32" "--dtype float16" "--dtype auto" "--max-tokens 4" "--temp 0" \
   "--tensor-parallel-size 2" "--data-parallel-size 1" "-t 2"; do
   # shellcheck disable=SC2086  # a flag and its value
   row "$flag" 0 "" q -p x --seed 3 $flag
 done
-row "version" 0 "features:" q --version
+row "version" 0 "$(basename "$program") 0." q --version
+row "features" 0 "features:" q --version
+row "instruction sets" 0 "instruction sets of this CPU:" q --version
 for shell in bash zsh fish powershell elvish; do row "completions for $shell" 0 retry-errors q completions $shell; done
 row "a shell that is none" 2 "possible values" q completions tcsh
 q completions bash >complete.bash
@@ -83,6 +114,14 @@ elif command -v man >/dev/null && man --version >/dev/null 2>&1; then
 fi
 row "short help" 0 "Examples:" q generate -h
 row "long help lists values" 0 "possible values" q generate --help
+wide() { "$program" "$@" | awk 'length > 100 { wide = 1; print } END { exit wide }'; }
+for command in "" generate chat batch bench download inspect; do
+  # shellcheck disable=SC2086  # no command is no word
+  row "help of ${command:-the program} stays within 100 columns" 0 "" wide $command --help
+done
+lines() { [ "$("$program" generate -h | wc -l)" -lt 60 ]; }
+row "short help fits a screen" 0 "" lines
+row "batch's help says what its temperature is" 0 "batch: else" q batch --help
 
 echo "-- structured output"
 row "a choice" 0 "Nay" q --prompt ROMEO: --guided-choice Nay
@@ -98,6 +137,11 @@ echo "-- logs"
 row "--log of no level" 2 "expected a level" q --prompt x --log bla
 row "RUST_LOG of no level" 2 "RUST_LOG bla" env RUST_LOG=bla "$program" --prompt x
 row "a log file" 0 "" q --prompt x --log-file log "${short[@]}"
+row "holds the log" 0 "running on the CPU" cat log
+quiet() { env RUST_LOG=warn "$program" --prompt x "${short[@]}" 2>&1 >/dev/null | wc -c | grep -qx 0; }
+row "RUST_LOG is followed" 0 "" quiet
+row "backends are explained in a file" 0 "" q --prompt x --explain-backends=why.json "${short[@]}"
+row "as JSON" 0 "" python3 -m json.tool why.json
 row "too many threads" 0 "--num-threads 1000" q --prompt x --num-threads 1000 "${short[@]}"
 
 echo "-- chat, batch, bench"
@@ -142,10 +186,26 @@ cp a.jsonl gone.jsonl
 row "and are answered again on request" 0 "" q batch --input in.jsonl --output a.jsonl --retry-errors --chat-template template.jinja
 row "another dtype is another setting" 2 dtype q batch --input in.jsonl --output a.jsonl --chat-template template.jinja --dtype f32
 row "so is a context that would cut" 2 max_model_len q batch --input in.jsonl --output a.jsonl --chat-template template.jinja --max-model-len 4
+sed 's/"content":"x"/"content":"y"/' in.jsonl >changed.jsonl
+row "so is another prompt under the same id" 2 '"a"' q batch --input changed.jsonl --output a.jsonl --chat-template template.jinja
+row "and another model" 2 "model was" q batch --model "$fixtures/text" --input in.jsonl --output a.jsonl --chat-template template.jinja
 row "a rerun with other settings is refused" 2 temperature q batch --input in.jsonl --output a.jsonl --chat-template template.jinja --temperature 0.5
+row "unless it may overwrite" 0 "1 request, " q batch --input changed.jsonl --output a.jsonl --chat-template template.jinja --temperature 0.5 --overwrite
 printf '{"custom_id":"b","url":"/v1/completions","body":{"prompt":"x","max_tokens":2}}\n' >other.jsonl
 row "an error whose line is gone stays" 0 "1 with errors of earlier runs" q batch --input other.jsonl --output gone.jsonl --retry-errors
 row "with its record" 0 '"custom_id":"a"' cat gone.jsonl
+row "errors are counted" 0 "1 with errors" q batch --input in.jsonl --output counted.jsonl
+request() { printf '{"custom_id":"%s","url":"/v1/completions","body":{"prompt":"x","max_tokens":%s%s}}\n' "$@"; }
+request m 2 ',"model":"gpt"' >model.jsonl
+row "another model in a body" 0 '"status_code":404' q batch --input model.jsonl --output -
+row "is let pass on request" 0 '"status_code":200' q batch --input model.jsonl --output - --any-model
+request g 4 ',"guided_choice":["Nay"]' >guided.jsonl
+request s 4 ',"response_format":{"type":"json_schema","json_schema":{"name":"s","schema":{"not":{}}}}' >>guided.jsonl
+row "structured output in bodies" 0 "2 requests" q batch --input guided.jsonl --output guided.out
+row "a choice" 0 '"text":"Nay"' cat guided.out
+row "a faulty schema is an error of its request" 0 '"status_code":400' cat guided.out
+for i in {1..300}; do request "$i" 64 ''; done >many.jsonl
+row "progress in a log" 0 " / 300 requests, " q batch --input many.jsonl --output many.out --progress-interval 1
 row "bench of the embedded model" 0 tok_s q bench --batches 1 --repeat 1 --prompt 8 --output 4 --lengths 16
 printf '{"requests":[{"prompt_token_ids":[5,17],"max_tokens":4,"seed":1},{"prompt_token_ids":[9],"max_tokens":2,"seed":2}]}' >work.json
 row "bench of a file of requests" 0 '"output_tokens": 6' q bench --workload work.json --repeat 1
@@ -153,5 +213,37 @@ printf '{"requests":[{"prompt_token_ids":[5,2048],"max_tokens":4,"seed":1}]}' >o
 row "an id outside of the vocabulary is named" 2 "requests[0]: prompt_token_ids[1]: expected an id below 2048" q bench --workload outside.json
 row "a workload has its own sizes" 2 "cannot be used with" q bench --workload work.json --batches 2
 row "a config without weights" 2 "--dummy-weights" q bench --config "$fixtures/base/config.json"
+row "a prompt that fills the context" 2 "context is 512" q bench --model "$fixtures/text" --lengths 512
+row "bench of a small checkpoint" 0 tok_s q bench --model "$fixtures/text" --batches 1 --repeat 1
 row "devices" 0 cpu q list-devices
+
+if command -v python3 >/dev/null; then
+  echo "-- the hub"
+  unset "${!HF_@}"
+  cp -r "$fixtures/text" q4 && sed -i '0,/{/s//{"quantization_config": {"quant_method": "awq"},/' q4/config.json
+  python3 "$here/hub.py" org/tiny="$fixtures/text" org/sharded="$fixtures/sharded" org/q4=q4 --log asked --token hf_good >url &
+  hub=$!
+  until [ -s url ]; do sleep 0.1; done
+  export HF_HOME="$work/hub" HF_ENDPOINT HF_TOKEN=hf_good
+  HF_ENDPOINT=$(cat url)
+  unasked() { ! grep -q 'storage\|safetensors' asked; }
+  row "a quantised model of the hub is refused" 1 awq q --model org/q4 --prompt x
+  row "so is a wrong value" 2 temperature q --model org/tiny --prompt x --temperature -1
+  row "and a model of no such name" 1 "there is no model org/none" q --model org/none --prompt x
+  row "and a revision that there is not" 1 "has no revision" q --model org/tiny@v2 --prompt x
+  row "and a token that the hub does not know" 1 "does not accept the token" env HF_TOKEN=hf_bad "$program" --model org/tiny --prompt x
+  row "inspect shows the config of a model that is not here" 0 "download org/tiny" q inspect org/tiny
+  row "all without asking for a weight" 0 "" unasked
+  row "download prints the folder" 0 "$work/hub/hub/models--org--sharded/snapshots/" q download org/sharded
+  row "and checks it" 0 "5 files are whole" q download org/sharded --check
+  row "a download with a text" 0 "" q --model org/tiny --prompt the "${short[@]}"
+  row "then inspect knows the weights" 0 "fits memory" q inspect org/tiny
+  if script --version >/dev/null 2>&1; then
+    bars() { HF_HOME="$work/bars" script -qec "stty cols 90; '$program' download org/sharded" /dev/null; }
+    row "at a terminal a download shows the whole" 0 "3 files" bars
+  fi
+  kill $hub
+  wait $hub 2>/dev/null
+  row "without the hub the copy is used" 0 "using the copy in the cache" q --model org/tiny --prompt the "${short[@]}"
+fi
 exit $failed

@@ -21,6 +21,7 @@ use model_runtime::{ModelInfo, MoeInfo, SamplingParams};
 use moe_engine::engine::{DpEngine, EngineConfig, ExpertCounts, Request};
 use moe_engine::{ModelFamily, Session, usage};
 use serde_json::{Value, json};
+use tracing::info;
 
 use crate::cli::BenchArgs;
 use crate::cli::version::COMMIT;
@@ -69,7 +70,12 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     }
     for &batch in &args.batches {
         let row = bench.decode(batch, args.repeat, &sizes)?;
-        eprintln!("decode {batch}: {:.2} tok/s", row["tok_s"].as_f64().unwrap_or_default());
+        match row["tok_s"].as_f64() {
+            Some(rate) => eprintln!("decode {batch}: {rate:.2} tok/s"),
+            None => {
+                eprintln!("decode {batch}: lost in the noise of this machine; raise --output or --repeat")
+            }
+        }
         if let Some(moe) = bench.session.model.info().moe.clone() {
             result["distinct_experts"][batch.to_string()] =
                 bench.distinct_experts(batch, sizes.prompt, &moe)?;
@@ -84,6 +90,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     // Of the first rank: activations and scratch, without weights and KV cache.
     result["workspace_bytes"] = bench.session.ex.workspace().bytes().into();
     bench.session.finish()?;
+    info!("measuring what this machine can do at most");
     result["roofline"] = roofline::measure::<F>(args, &sizes, &result, bench.session)?;
     write_json(args.json.as_deref(), &result)
 }
@@ -153,7 +160,10 @@ fn check_sizes(args: &BenchArgs, sizes: &Sizes, info: &ModelInfo) -> Result<()> 
         )));
     }
     if let Some(length) = sizes.lengths.iter().find(|l| **l == 0 || !fits(**l, 1)) {
-        return Err(usage(format!("--lengths {length}: expected 1 to {}", context - 1)));
+        return Err(usage(format!(
+            "--lengths {length}: expected 1 to {}: a token is generated behind the prompt, and the model's context is {context}",
+            context - 1
+        )));
     }
     if args.long_context > 0 && !fits(args.long_context, 128) {
         return Err(usage(format!(
@@ -176,12 +186,7 @@ impl Bench {
         self.time(batch, sizes.prompt, 2)?;
         let one = self.median(repeat, batch, sizes.prompt, 1)?;
         let full = self.median(repeat, batch, sizes.prompt, sizes.output)?;
-        let step = (full - one) / (sizes.output - 1) as f64;
-        Ok(json!({
-            "tok_s": batch as f64 / step,
-            "step_ms": step * 1e3,
-            "end_to_end_tok_s": (batch * sizes.output) as f64 / full,
-        }))
+        Ok(decode_row(batch, sizes.output, one, full))
     }
 
     fn median(&mut self, repeat: usize, batch: usize, prompt: usize, output: usize) -> Result<f64> {
@@ -264,5 +269,29 @@ impl Bench {
             ..EngineConfig::for_device(&self.session.ex)
         };
         self.session.engine(None, &config)
+    }
+}
+
+/// A decode row of the seconds that a run takes with one new token and with all of them. Where noise hides the steps
+/// between the two, nothing is said of a step.
+fn decode_row(batch: usize, output: usize, one: f64, full: f64) -> Value {
+    let step = Some((full - one) / (output - 1) as f64).filter(|step| *step > 0.);
+    json!({
+        "tok_s": step.map(|step| batch as f64 / step),
+        "step_ms": step.map(|step| step * 1e3),
+        "end_to_end_tok_s": (batch * output) as f64 / full,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_speed_is_negative() {
+        let row = |one, full| decode_row(2, 5, one, full);
+        assert_eq!(row(1., 3.), json!({"tok_s": 4., "step_ms": 500., "end_to_end_tok_s": 10. / 3.}));
+        let lost = json!({"tok_s": null, "step_ms": null, "end_to_end_tok_s": 10.});
+        assert_eq!((row(2., 1.), row(1., 1.)), (lost.clone(), lost));
     }
 }

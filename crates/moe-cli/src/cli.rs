@@ -33,7 +33,7 @@ pub use sampling::SamplingArgs;
 pub use shell::{CompletionsArgs, ManArgs};
 pub use structured::StructuredArgs;
 
-/// Text from Mixture-of-Experts models. Without a subcommand the program generates.
+/// Text from Mixture-of-Experts models. Without a command it continues a prompt, as `generate` does.
 #[derive(Parser, Debug)]
 pub struct Cli {
     /// What to do.

@@ -5,6 +5,37 @@
 
 use std::error::Error;
 
+use console::Term;
+
+/// Tells a person of an error: on stderr, at a terminal in lines that break between words.
+pub fn report(error: &anyhow::Error) {
+    let text = format!("error: {}", describe(error));
+    match Term::stderr().size_checked() {
+        Some((_, columns)) => eprintln!("{}", wrapped(&text, usize::from(columns))),
+        None => eprintln!("{text}"),
+    }
+}
+
+/// Breaks what is wider than a terminal of so many columns. Words stay whole, so that names and commands can be copied,
+/// and lines that are indented as they are.
+fn wrapped(text: &str, columns: usize) -> String {
+    let mut out = String::with_capacity(text.len() + 8);
+    for line in text.split_inclusive('\n') {
+        let mut used = 0;
+        for word in line.split_inclusive(' ') {
+            let width = word.trim_end().chars().count();
+            if used > 0 && used + width > columns && !line.starts_with(' ') {
+                out.truncate(out.trim_end_matches(' ').len());
+                out.push('\n');
+                used = 0;
+            }
+            out += word;
+            used += word.chars().count();
+        }
+    }
+    out
+}
+
 /// The message of an error with its causes, outermost first.
 pub fn describe(error: &anyhow::Error) -> String {
     let mut text = String::new();
@@ -51,6 +82,17 @@ mod tests {
         let io = std::io::Error::other("disk on fire");
         let outer = Err::<(), _>(io).context("cannot read x: disk on fire").context("loading").unwrap_err();
         assert_eq!(describe(&outer), "loading: cannot read x: disk on fire");
+    }
+
+    #[test]
+    fn long_lines_break_between_words() {
+        assert_eq!(wrapped("error: all of it", 80), "error: all of it");
+        assert_eq!(
+            wrapped("a long name/that/stays/whole and more", 12),
+            "a long\nname/that/stays/whole\nand more"
+        );
+        assert_eq!(wrapped("ab cd\n  1 | x y z\nef gh", 4), "ab\ncd\n  1 | x y z\nef\ngh");
+        assert_eq!(wrapped("ab cd", 5), "ab cd");
     }
 
     #[test]

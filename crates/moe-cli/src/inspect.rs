@@ -1,10 +1,11 @@
 //! `inspect`: what a checkpoint is, from its config and the headers of its files; no weight is read.
 
 use std::fmt::Write;
+use std::path::Path;
 
 use anyhow::Result;
-use indicatif::BinaryBytes;
-use model_runtime::checkpoint::TensorFiles;
+use indicatif::{BinaryBytes, HumanCount};
+use model_runtime::checkpoint::{TensorFiles, TensorInfo};
 use model_runtime::config::Bounds;
 use model_runtime::{Checkpoint, Config};
 use moe_engine::ModelFamily;
@@ -12,6 +13,7 @@ use serde_json::{Map, Value, json};
 
 use crate::cli::InspectArgs;
 use crate::output::{print, write_json};
+use crate::shell::program;
 use crate::{devices, hub, preflight};
 
 /// The KV cache that a run takes at most where no flag says otherwise.
@@ -46,16 +48,26 @@ pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<()> {
     }
     match Checkpoint::open(located.dir()) {
         Ok(checkpoint) => weights(&checkpoint, &mut facts)?,
-        Err(e) => drop(facts.insert("weights".into(), json!(format!("not here or not whole: {e}")))),
+        Err(e) => drop(facts.insert("weights".into(), json!(lacking(&args.model, &e)))),
     }
     if args.json {
         return write_json(None, &facts);
     }
     let kernels = format!(
-        "kernels            known once the weights are loaded: --model {} --max-new-tokens 1 --explain-backends\n",
+        "\nWhich kernels run is known once the weights are loaded. This tells:\n  {} --model {} --prompt x \
+         --max-new-tokens 1 --explain-backends\n",
+        program(),
         args.model
     );
     print(&(table(&facts) + &kernels)).map(drop)
+}
+
+/// What to say where the weights cannot be opened. Those of the hub are one command away.
+fn lacking(model: &str, error: &dyn std::fmt::Display) -> String {
+    match Path::new(model).is_dir() {
+        true => format!("not here or not whole: {error}"),
+        false => format!("not here or not whole; `{} download {model}` fetches what lacks", program()),
+    }
 }
 
 /// Number, bytes and dtype of the tensors, and whether they fit the memory.
@@ -63,12 +75,16 @@ fn weights(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()
     let dtype = checkpoint.dtype()?;
     facts.insert("dtype".into(), json!(dtype.as_str()));
     facts.insert("tensors".into(), checkpoint.tensors.iter().count().into());
+    facts.insert(
+        "parameters".into(),
+        checkpoint.tensors.iter().fold(0u64, |n, t| n.saturating_add(elements(&t))).into(),
+    );
     let bytes = bytes(&checkpoint.tensors);
     facts.insert("weight bytes".into(), bytes.into());
     if let Some(free) = devices::available_memory() {
-        facts.insert("available bytes".into(), free.into());
+        facts.insert("available memory bytes".into(), free.into());
         // As a run sizes its KV cache: of what the weights leave, so that only these decide.
-        facts.insert("KV cache bytes".into(), KV_CACHE.min(free.saturating_sub(bytes) / 2).into());
+        facts.insert("KV cache at most bytes".into(), KV_CACHE.min(free.saturating_sub(bytes) / 2).into());
         facts.insert("fits memory".into(), json!(if bytes < free { "yes" } else { "no" }));
     }
     Ok(())
@@ -76,11 +92,13 @@ fn weights(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()
 
 /// Bytes of all tensors as they are stored. A dtype that cannot be loaded counts a byte for each element.
 fn bytes(tensors: &TensorFiles) -> u64 {
-    let size = |t: &model_runtime::checkpoint::TensorInfo| {
-        let elements = t.shape.iter().fold(1u64, |n, &dim| n.saturating_mul(dim as u64));
-        elements.saturating_mul(t.dtype.map_or(1, |dtype| dtype.size_in_bytes() as u64))
-    };
+    let size =
+        |t: &TensorInfo| elements(t).saturating_mul(t.dtype.map_or(1, |dtype| dtype.size_in_bytes() as u64));
     tensors.iter().fold(0, |sum: u64, tensor| sum.saturating_add(size(&tensor)))
+}
+
+fn elements(tensor: &TensorInfo) -> u64 {
+    tensor.shape.iter().fold(1, |n, &dim| n.saturating_mul(dim as u64))
 }
 
 fn table(facts: &Map<String, Value>) -> String {
@@ -88,6 +106,7 @@ fn table(facts: &Map<String, Value>) -> String {
     for (name, value) in facts {
         let shown = match (name.strip_suffix(" bytes"), value) {
             (Some(_), Value::Number(n)) => BinaryBytes(n.as_u64().unwrap_or_default()).to_string(),
+            (None, Value::Number(n)) => HumanCount(n.as_u64().unwrap_or_default()).to_string(),
             (_, Value::String(text)) => text.clone(),
             _ => value.to_string(),
         };

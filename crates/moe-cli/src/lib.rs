@@ -50,7 +50,7 @@ pub fn main<F: ModelFamily>() -> ExitCode {
     match run::<F>(&command) {
         Ok(code) => code,
         Err(e) => {
-            eprintln!("error: {}", error::describe(&e));
+            error::report(&e);
             ExitCode::from(if e.downcast_ref::<UsageError>().is_some() { 2 } else { 1 })
         }
     }

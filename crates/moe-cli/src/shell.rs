@@ -23,7 +23,7 @@ pub fn man(args: &ManArgs) -> Result<()> {
 }
 
 /// The name of this program, which its pages and scripts are about.
-fn program() -> String {
+pub fn program() -> String {
     let path = std::env::args_os().next().unwrap_or_default();
     Path::new(&path).file_stem().map_or_else(|| "moe".into(), |name| name.to_string_lossy().into_owned())
 }

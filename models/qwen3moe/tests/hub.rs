@@ -191,7 +191,7 @@ fn download_prints_the_folder_and_check_finds_damage() {
     let dir = PathBuf::from(text(&output.stdout).trim_end());
     assert!(dir.join("model-00002-of-00003.safetensors").exists(), "{}", dir.display());
     let whole = hub.run(&["download", "org/tiny", "--check"]);
-    assert!(whole.status.success() && text(&whole.stderr).contains("4 files are whole"), "{whole:?}");
+    assert!(whole.status.success() && text(&whole.stderr).contains("5 files are whole"), "{whole:?}");
     std::fs::write(dir.join("model-00002-of-00003.safetensors"), b"cut").unwrap();
     let damaged = hub.run(&["download", "org/tiny", "--check"]);
     assert_eq!(damaged.status.code(), Some(1));
@@ -219,9 +219,19 @@ fn inspect_reads_headers_alone() {
     let size = std::fs::metadata(dir.join("model.safetensors")).unwrap().len();
     let bytes = facts["weight bytes"].as_u64().unwrap();
     assert!(bytes < size && bytes > size / 2, "{bytes} of {size}");
+    let parameters: u64 = facts["parameters"].as_u64().unwrap();
+    assert_eq!(parameters * 2, bytes, "of bf16: {facts}");
+    // The command that it names does what it says.
+    let words = text(&run(&["inspect", dir.to_str().unwrap()], &[]).stdout);
+    let command = words.lines().last().unwrap().trim();
+    let args: Vec<_> = command.strip_prefix("model-qwen3moe ").unwrap().split(' ').collect();
+    let explained = run(&args, &[]);
+    assert!(text(&explained.stderr).contains("expert backend: cpu"), "{command}: {explained:?}");
     let words = text(&run(&["inspect", fixture("deepseek-text").to_str().unwrap()], &[]).stdout);
     assert!(words.contains("model-deepseekv2-legacy") && words.contains("--explain-backends"), "{words}");
     // Of a model of the hub that is not here: its config.
     let hub = Hub::new("text");
     hub.refuses(&["inspect", "org/tiny"], 0, &[]);
+    let words = text(&hub.run(&["inspect", "org/tiny"]).stdout);
+    assert!(words.contains("`model-qwen3moe download org/tiny` fetches"), "{words}");
 }

@@ -11,6 +11,9 @@ use super::input::Total;
 /// Between two looks of the bar.
 const DRAW_EVERY: Duration = Duration::from_millis(100);
 
+/// From then on the speed says something about the rest.
+const SPEED_KNOWN: Duration = Duration::from_secs(1);
+
 /// Counts what is done and shows it on stderr.
 pub struct Progress {
     bar: Option<ProgressBar>,
@@ -101,7 +104,8 @@ impl Progress {
 
     /// The time that the rest takes at the speed of this run so far; what earlier runs answered says nothing about it.
     fn left(&self, elapsed: Duration) -> Option<Duration> {
-        let rest = self.total.get()?.checked_sub(self.done())?;
+        // The first answers are errors, which take no time, and the shortest texts.
+        let rest = self.total.get().filter(|_| elapsed >= SPEED_KNOWN)?.checked_sub(self.done())?;
         let seconds = elapsed.as_secs_f64() / self.answered as f64 * rest as f64;
         Duration::try_from_secs_f64(seconds).ok()
     }
@@ -109,7 +113,11 @@ impl Progress {
 
 impl fmt::Display for Progress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} requests, {:.0} tok/s", self.answered, self.rate(self.start.elapsed()))?;
+        write!(f, "{} request{}", self.answered, if self.answered == 1 { "" } else { "s" })?;
+        // Nothing was computed where earlier runs have answered all.
+        if self.answered > 0 {
+            write!(f, ", {:.0} tok/s", self.rate(self.start.elapsed()))?;
+        }
         for (count, what) in [
             (self.errors, "with errors"),
             (self.skipped, "done before"),
@@ -142,6 +150,7 @@ mod tests {
         progress.total.is(400);
         progress.errors = 2;
         assert_eq!(status(&progress), "64 / 400 requests, 100 tok/s, 2 with errors, 3 minutes left");
+        assert!(!progress.status(Duration::from_millis(900)).contains("left"), "too early to tell");
         (progress.answered, progress.read) = (396, 400);
         assert!(status(&progress).ends_with(", 0 seconds left"), "{}", status(&progress));
         progress.answered = 0;

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::Chat;
 use super::conversation::Encoded;
-use crate::error::describe;
+use crate::error::report;
 use crate::messages;
 use crate::output::print;
 use crate::show::{Look, Shown};
@@ -45,7 +45,7 @@ impl Chat<'_> {
             Ok((id, opened)) => self.read_answer(id, opened),
             Err(e) => {
                 self.failed += 1;
-                eprintln!("error: {}", describe(&e));
+                report(&e);
                 Ok(Turn::Failed)
             }
         }
@@ -171,10 +171,10 @@ impl Chat<'_> {
             let rate = speed.tokens.saturating_sub(1) as f64 / speed.rest.as_secs_f64().max(1e-9);
             let first = speed.first.as_secs_f64();
             let tokens = speed.tokens;
-            format!("; last answer: {tokens} tokens, {rate:.1} tok/s, the first after {first:.3} s")
+            format!("\n[last answer: first token after {first:.3} s; {tokens} new tokens, {rate:.1} tok/s]")
         });
         let count = messages.len();
-        Ok(format!("[{count} messages, {tokens} tokens; {left} of the context of {context} are left{last}]"))
+        Ok(format!("[{count} messages, {tokens} tokens; {left} of the context of {context} are left]{last}"))
     }
 }
 

@@ -8,11 +8,7 @@ const COMMANDS: [(&str, &str, &str); 10] = [
     ("history", "", "show the conversation"),
     ("save", "FILE", "write the conversation as OpenAI's JSON messages; /save! FILE replaces a file"),
     ("load", "FILE", "go on with a conversation of such a file"),
-    (
-        "set",
-        "NAME VALUE",
-        "a sampling value, such as temperature 0.7; default takes it back, /set alone lists all",
-    ),
+    ("set", "NAME VALUE", "a sampling value (/set temperature 0.7, or default); /set alone lists all"),
     ("stats", "", "tokens of the conversation, and the speed of the last answer"),
     ("help", "", "this list"),
     ("quit", "", "leave, as Ctrl-D does"),
@@ -97,6 +93,6 @@ mod tests {
         assert!(unknown("regenrate").contains("Did you mean /regenerate?"));
         assert!(unknown("resett").contains("Did you mean /reset?"));
         assert!(!unknown("xyzzy").contains("mean"));
-        assert!(help().lines().all(|line| line.len() < 110) && help().contains("/save FILE"));
+        assert!(help().lines().all(|line| line.len() < 100) && help().contains("/save FILE"));
     }
 }

@@ -19,7 +19,7 @@ use moe_engine::{ModelFamily, Session, usage};
 use serde_json::Value;
 
 use crate::cli::{ChatArgs, SamplingArgs};
-use crate::error::describe;
+use crate::error::report;
 use crate::interrupt::Interrupt;
 use crate::options;
 use crate::preflight::{self, Asks};
@@ -135,7 +135,7 @@ impl Chat<'_> {
                 Input::Command("quit", _) => return Ok(()),
                 Input::Command("regenerate", _) => self.regenerate()?,
                 Input::Command(name, rest) => {
-                    self.command(name, rest).unwrap_or_else(|e| eprintln!("error: {}", describe(&e)));
+                    self.command(name, rest).unwrap_or_else(|e| report(&e));
                     Turn::Answered
                 }
                 Input::Unknown(name) => {

@@ -26,7 +26,7 @@ const COMMON: [&str; 17] = [
 ];
 
 /// Examples behind the help of a command, one a line; `{}` is the program.
-const EXAMPLES: [(&str, &[&str]); 4] = [
+const EXAMPLES: [(&str, &[&str]); 6] = [
     (
         "generate",
         &[
@@ -43,9 +43,11 @@ const EXAMPLES: [(&str, &[&str]); 4] = [
         "bench",
         &[
             "{} bench --config config.json --dummy-weights --batches 1,8,64 --device cuda",
-            "{} bench --model Qwen/Qwen3-30B-A3B --device cuda --workload requests.json --max-num-seqs 256",
+            "{} bench --model Qwen/Qwen3-30B-A3B --device cuda --workload requests.json",
         ],
     ),
+    ("download", &["{} download Qwen/Qwen3-30B-A3B@main"]),
+    ("inspect", &["{} inspect Qwen/Qwen3-30B-A3B"]),
 ];
 
 /// clap's definition of the program under a name, with examples and two lengths of help.

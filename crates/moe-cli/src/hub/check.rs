@@ -53,7 +53,12 @@ fn expected(dir: &Path) -> Result<Vec<String>> {
     let mut names: Vec<String> = files::small(&what, &has)?.into_iter().map(str::to_string).collect();
     // A shard that lacks is a fault of its own, not of the index.
     let has = |file: &str| has(file) || file.contains("-of-");
-    names.extend(files::weights(&what, &has, &mut |file| Ok(dir.join(file)))?);
+    let mut index = Vec::new();
+    let weights = files::weights(&what, &has, &mut |file| {
+        index.push(file.to_string());
+        Ok(dir.join(file))
+    })?;
+    names.extend(index.into_iter().chain(weights));
     Ok(names)
 }
 

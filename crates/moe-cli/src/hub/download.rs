@@ -57,7 +57,9 @@ impl Download<'_> {
         let wanted = lacking.map(|file| self.ask(file)).collect::<Result<Vec<_>>>()?;
         let bytes = wanted.iter().map(|wanted| wanted.info.size).sum();
         let progress = Progress::new(wanted.len(), bytes);
-        wanted.iter().try_for_each(|wanted| self.fetch(wanted, &progress))
+        wanted.iter().try_for_each(|wanted| self.fetch(wanted, &progress))?;
+        progress.finish();
+        Ok(())
     }
 
     fn pointer(&self, file: &str) -> PathBuf {

@@ -1,5 +1,5 @@
 //! How far a download is: a bar for each file and one for all on stderr, if that is a terminal;
-//! otherwise lines in the log.
+//! otherwise lines in the log. What is done leaves a line with its size.
 
 use std::cell::Cell;
 
@@ -20,7 +20,7 @@ impl Progress {
         let bars = MultiProgress::new();
         let total = match files {
             0 | 1 => ProgressBar::hidden(),
-            _ => bars.add(styled(bytes, format!("{files} files"))),
+            _ => bars.add(running(bytes, format!("{files} files"))),
         };
         if files > 1 && total.is_hidden() {
             info!("downloading {files} files: {}", HumanBytes(bytes));
@@ -31,7 +31,7 @@ impl Progress {
     /// Begins with a file of which `here` bytes are here.
     pub fn file(&self, name: &str, size: u64, here: u64) -> FileProgress<'_> {
         // Above the bar of all files, if that is shown.
-        let bar = self.bars.insert(0, styled(size, name.to_string()));
+        let bar = self.bars.insert(0, running(size, name.to_string()));
         if bar.is_hidden() {
             let rest = if here > 0 { format!(", {} of them here", HumanBytes(here)) } else { String::new() };
             info!("downloading {name}: {}{rest}", HumanBytes(size));
@@ -40,6 +40,11 @@ impl Progress {
         file.at(here);
         file.bar.reset_eta();
         file
+    }
+
+    /// All files are whole.
+    pub fn finish(&self) {
+        end(&self.total);
     }
 }
 
@@ -59,7 +64,7 @@ impl FileProgress<'_> {
     /// The file is whole.
     pub fn finish(&self, size: u64) {
         self.at(size);
-        self.bar.finish();
+        end(&self.bar);
         self.all.done.set(self.all.done.get() + size);
     }
 
@@ -69,9 +74,19 @@ impl FileProgress<'_> {
     }
 }
 
-fn styled(size: u64, message: String) -> ProgressBar {
-    let bar = ProgressBar::new(size).with_message(message);
-    let template = "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} {eta}";
+/// A bar behind its name. The column is as wide as names of shards are, so that bars stand below each other.
+fn running(size: u64, name: String) -> ProgressBar {
+    let template = "{msg:32} [{wide_bar}] {percent:>3}% of {total_bytes:>10} {bytes_per_sec:>12} {eta:>4}";
+    styled(ProgressBar::new(size), template).with_message(name)
+}
+
+/// Leaves name and size of what a bar showed.
+fn end(bar: &ProgressBar) {
+    styled(bar.clone(), "{msg:32} {total_bytes:>10}").finish();
+}
+
+/// Templates are constants; should one be wrong, indicatif's own does.
+fn styled(bar: ProgressBar, template: &str) -> ProgressBar {
     match ProgressStyle::with_template(template) {
         Ok(style) => bar.with_style(style.progress_chars("=> ")),
         Err(_) => bar,

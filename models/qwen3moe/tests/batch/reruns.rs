@@ -38,9 +38,9 @@ fn errors_are_answered_again_on_request() {
     succeeds(&folder.run(&SMALL), &["2 requests", "1 with errors"]);
     let first = folder.records();
     assert_eq!((status(&folder, "short"), status(&folder, "long")), (json!(200), json!(400)));
-    succeeds(&folder.run(&[]), &["0 requests", "2 done before", "1 with errors of earlier runs"]);
+    succeeds(&folder.run(&[]), &["0 requests, 2 done before", "1 with errors of earlier runs"]);
     assert_eq!(folder.records(), first);
-    succeeds(&folder.run(&["--retry-errors"]), &["1 requests", "1 done before"]);
+    succeeds(&folder.run(&["--retry-errors"]), &["1 request, ", "1 done before"]);
     assert_eq!((status(&folder, "short"), status(&folder, "long")), (json!(200), json!(200)));
     let good = |records: &[Value]| records.iter().find(|r| r["custom_id"] == "short").cloned();
     assert_eq!(good(&folder.records()), good(&first), "an answer stays as it is");
@@ -69,7 +69,7 @@ fn errors_fail_the_run_on_request() {
     assert_eq!(folder.records().len(), 2, "every line is answered all the same");
     let again = folder.run(&["--fail-on-error"]);
     assert_eq!(again.status.code(), Some(1), "an earlier run's errors count: {}", stderr(&again));
-    succeeds(&folder.run(&["--fail-on-error", "--retry-errors"]), &["1 requests"]);
+    succeeds(&folder.run(&["--fail-on-error", "--retry-errors"]), &["1 request, "]);
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn errors_whose_lines_have_left_the_input_stay() {
     assert_eq!((status(&folder, "long"), status(&folder, "new")), (json!(400), json!(400)));
     let line = completion("new", json!({"prompt": "x", "max_tokens": 1, "temperature": 0}));
     folder.write(&[line]);
-    succeeds(&folder.run(&["--retry-errors"]), &["1 requests", "1 with errors of earlier runs"]);
+    succeeds(&folder.run(&["--retry-errors"]), &["1 request, ", "1 with errors of earlier runs"]);
     assert_eq!((status(&folder, "long"), status(&folder, "new")), (json!(400), json!(200)));
     assert_eq!(folder.records().len(), 3);
 }
@@ -140,7 +140,7 @@ fn a_line_that_changed_is_not_answered() {
     assert_eq!(folder.records()[..2], before, "what is answered stays");
     let original = records(&fs::read(short_and_long().path("in.jsonl")).unwrap())[0].clone();
     folder.write(&[original, long]);
-    succeeds(&folder.run(&["--retry-errors"]), &["1 requests, ", "1 done before"]);
+    succeeds(&folder.run(&["--retry-errors"]), &["1 request, ", "1 done before"]);
     folder.write(&[short]);
-    succeeds(&folder.run(&["--overwrite"]), &["1 requests"]);
+    succeeds(&folder.run(&["--overwrite"]), &["1 request, "]);
 }

@@ -80,9 +80,9 @@ fn the_conversation_is_counted_and_misspelt_commands_are_named() {
     let (output, stderr) = talk(&SHORT, "/stats\nHello\n/stats\n/regenrate\n/set temperature 0.5\n");
     assert!(output.status.success(), "{stderr}");
     assert!(stderr.contains("[0 messages, 0 tokens; 512 of the context of 512 are left]"), "{stderr}");
-    let line =
-        stderr.lines().find(|line| line.starts_with("[2 messages, ")).unwrap_or_else(|| panic!("{stderr}"));
-    assert!(line.contains("last answer: 6 tokens, ") && line.contains("tok/s"), "{line}");
+    let lines: Vec<_> = stderr.lines().skip_while(|line| !line.starts_with("[2 messages, ")).collect();
+    let last = lines.get(1).unwrap_or_else(|| panic!("{stderr}"));
+    assert!(last.starts_with("[last answer: ") && last.contains("; 6 new tokens, "), "{last}");
     assert!(stderr.contains("there is no /regenrate. Did you mean /regenerate?"), "{stderr}");
 }
 

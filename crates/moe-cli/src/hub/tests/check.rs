@@ -14,7 +14,7 @@ fn missing_and_damaged_files_are_named() {
     assert!(error.contains("run `download org/tiny@main`"), "{error}");
     let dir = case.get("org/tiny").unwrap();
     let report = check(&name, &case.settings).unwrap();
-    assert_eq!((report.dir, report.faults, report.files), (dir.clone(), vec![], 4));
+    assert_eq!((report.dir, report.faults, report.files), (dir.clone(), vec![], 5));
 
     let [first, second] = [1, 2].map(|i| format!("model-0000{i}-of-00003.safetensors"));
     let blob = fs::canonicalize(dir.join(&first)).unwrap();

@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Records docs/a-session.md: what somebody sees who tries model-qwen3moe in a terminal of 100 columns, with a model of a hub
+# on this machine (hub.py). Each screen must hold the words given behind its command. Needs tmux and python3.
+#
+#   tests/cli/session.sh [PROGRAM [PAGE]]     default: target/release/model-qwen3moe docs/a-session.md
+set -euo pipefail
+program=$(realpath "${1:-target/release/model-qwen3moe}")
+page=$(realpath -m "${2:-docs/a-session.md}")
+here=$(realpath "$(dirname "$0")")
+# A fixed folder, because the screens name it.
+work=/tmp/moe-session
+mkdir "$work" || { echo "$work: expected no such folder; delete it" >&2; exit 1; }
+hub=
+terminal() { tmux -L moe-session "$@"; }
+finish() {
+  terminal kill-server 2>/dev/null || true
+  [ -z "$hub" ] || kill "$hub"
+  rm -rf "$work"
+}
+trap finish EXIT
+
+# The play model of the program as a repository with a chat template, in three shards, behind a slow line.
+mkdir "$work/bin" "$work/play" "$work/here"
+ln -s "$program" "$work/bin/model-qwen3moe"
+cp "$here"/../../models/qwen3moe/checkpoint/{config,generation_config,tokenizer,tokenizer_config}.json \
+  "$here/../../models/qwen3moe/checkpoint/model.safetensors" "$work/play"
+cat >"$work/play/chat_template.jinja" <<'END'
+{% for m in messages %}{{ 'First Citizen' if m.role == 'user' else 'MENENIUS' }}:
+{{ m.content }}
+
+{% endfor %}{% if add_generation_prompt %}MENENIUS:
+{% endif %}
+END
+python3 "$here/hub.py" org/play="$work/play" --shards 3 --speed 2500000 >"$work/url" &
+hub=$!
+until [ -s "$work/url" ]; do sleep 0.1; done
+for i in {1..300}; do
+  tokens=64
+  [ "$i" != 8 ] || tokens='"many"'
+  echo '{"custom_id": "'"$i"'", "method": "POST", "url": "/v1/completions", "body": {"prompt": "ROMEO:\n", "max_tokens": '"$tokens"'}}'
+done >"$work/here/in.jsonl"
+: >"$work/empty"
+terminal -f "$work/empty" new-session -d -x 100 -y 45 -c "$work/here" env -i PATH="$work/bin:/usr/bin:/bin" TERM="$TERM" LANG=C.UTF-8 \
+  HOME="$work" HF_ENDPOINT="$(cat "$work/url")" PS1='$ ' bash --norc
+
+shown() { terminal capture-pane -p -S - | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}'; }
+# The screen once it holds the words and, unless the third argument says otherwise, a prompt as its last line.
+await() {
+  local words=$1 prompt=${2-[$>]}
+  for _ in {1..200}; do
+    if shown | grep -qF -- "$words" && { [ -z "$prompt" ] || shown | tail -n 1 | grep -qx "$prompt"; }; then return; fi
+    sleep 0.1
+  done
+  echo "expected \"$words\" on this screen:" >&2
+  shown >&2
+  exit 1
+}
+keys() { terminal send-keys -l -- "$1" && terminal send-keys Enter; }
+# An empty screen with a prompt.
+fresh() {
+  keys clear && sleep 0.4
+  terminal clear-history
+  await '$'
+}
+# screen WORDS COMMAND [WORDS COMMAND]..: types commands, and puts what is seen into the page.
+screen() {
+  fresh
+  while [ $# -gt 0 ]; do
+    keys "$2"
+    await "$1"
+    shift 2
+  done
+  put
+}
+# halfway WORDS COMMAND: what is seen while the command runs, as soon as it shows the words.
+halfway() {
+  fresh
+  keys "$2"
+  await "$1" ''
+  put
+}
+put() { printf '```text\n%s\n```\n\n' "$(shown | sed '$ { /^[$>]$/d }')"; }
+say() { printf '%s\n\n' "$1"; }
+
+record() {
+  say '# A session'
+  say "A new user at a terminal of 100 columns, as \`tests/cli/session.sh\` recorded it: every line is what the terminal showed, keys included. It
+checks that each screen says what it should. The hub is \`tests/cli/hub.py\` on the same machine, slowed to 2.5 MB/s; its one repository, \`org/play\`, is the small
+model of the program with a chat template. Program: $("$program" --version | head -n 1)."
+  say '## Text'
+  screen 'finish reason' 'model-qwen3moe --prompt "First Citizen:" --max-new-tokens 48 --seed 5' \
+    '"usage"' 'model-qwen3moe --prompt ROMEO: --max-new-tokens 8 --temperature 0 --json --log warn'
+  say '## A model of the hub'
+  say 'Before its weights are here `inspect` knows what the config says; a `download` shows each file and the whole.'
+  screen 'not here' 'model-qwen3moe inspect org/play'
+  halfway 'model-00002-of' 'model-qwen3moe download org/play'
+  await snapshots
+  say 'At its end, and what can be asked then:'
+  put
+  screen 'are whole' 'model-qwen3moe download org/play --check' 'fits memory' 'model-qwen3moe inspect org/play'
+  say '## A conversation'
+  screen leaves "model-qwen3moe chat --model org/play --stop '\\n\\n' --max-new-tokens 60 --seed 1" '>' 'What news from the senate?' \
+    'tok/s' /stats '>' '/set temperature 0.3' '>' /regenerate 'Did you mean' /histry 'talk.json' '/save talk.json' '$' /quit
+  say '## A file of requests'
+  say 'Three hundred requests, one of them faulty. While it runs:'
+  halfway ' left ' 'model-qwen3moe batch --model org/play --input in.jsonl --output out.jsonl'
+  await '300 requests, '
+  say 'At its end; a rerun finds all answered, and one with other settings is refused:'
+  put
+  screen 'done before' 'model-qwen3moe batch --model org/play --input in.jsonl --output out.jsonl' \
+    'temperature was' 'model-qwen3moe batch --model org/play --input in.jsonl --output out.jsonl --temperature 0' \
+    BadRequestError "grep '\"status_code\":400' out.jsonl"
+  say '## Mistakes'
+  screen "'generate'" 'model-qwen3moe gnerate' 'at least 1' 'model-qwen3moe --prompt x --max-new-tokens 0' \
+    'there is no model org/plya' 'model-qwen3moe --model org/plya --prompt x' 'has no revision' 'model-qwen3moe inspect org/play@v2'
+}
+record >"$work/page.md"
+# One empty line at the end.
+sed -e '${/^$/d}' "$work/page.md" >"$page"
+echo "$page: $(wc -l <"$page") lines"
