@@ -46,7 +46,7 @@ fn a_mixed_step() -> Result<()> {
 #[test]
 fn rows_that_decode_are_counted_from_the_first_on() -> Result<()> {
     let sequences = |rows: &[usize]| -> Result<Step> {
-        let tokens = vec![1; 9];
+        let tokens = [1; 9];
         Step::new(rows.iter().map(|&n| seq(&tokens[..n], 0, 9, &[0], LogitsRows::Last)), 16)
     };
     for (rows, decode) in
