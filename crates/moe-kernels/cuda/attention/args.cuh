@@ -29,7 +29,8 @@ struct PagedAttentionArgs {
   const void* q;                    // [tokens, heads, head_dim] of `q_dtype`
   const void* k_cache;              // [num_blocks, kv_heads, block_size, head_dim] of `dtype`
   const void* v_cache;              // as k_cache
-  const uint32_t* query_start_loc;  // [sequences + 1] ascending; rows before the first are left alone, rows behind the last become zeros
+  const uint32_t* query_start_loc;  // [sequences + 1] ascending; rows before the first are left alone, rows behind the
+                                    // last become zeros
   const uint32_t* positions;        // [tokens] ascending within a sequence
   const uint32_t* block_tables;     // [sequences, max_blocks]
   void* out;                        // [tokens, heads * head_dim] of `dtype`

@@ -8,10 +8,10 @@
 // and weights are the wgmma's rows, so that an expert's last rows cost columns of 16. But a tile has 128 weight rows x
 // up to 256 token rows, two warpgroups of 128 sums a thread: of shared memory, which feeds the tensor cores, and of L2,
 // which feeds shared memory, it asks least. Where experts have up to 128 rows it is 256 weight rows: then rows come out
-// of L2 half as often beside the weights, which are what takes time. An expert's rows are spread evenly over as few such tiles as hold them.
-// Each warpgroup rounds and stores its own results (wide_store.cuh), and the ring lets them drift apart, so that one's
-// stores run beside the other's products; an order held by force was slower (docs/kernels-labbook.md). A slot's sums
-// are one ascending chain over K, so they depend on its row only.
+// of L2 half as often beside the weights, which are what takes time. An expert's rows are spread evenly over as few
+// such tiles as hold them. Each warpgroup rounds and stores its own results (wide_store.cuh), and the ring lets them
+// drift apart, so that one's stores run beside the other's products; an order held by force was slower
+// (docs/kernels-labbook.md). A slot's sums are one ascending chain over K, so they depend on its row only.
 #include "experts/wide_store.cuh"
 
 namespace moe::experts_wide {

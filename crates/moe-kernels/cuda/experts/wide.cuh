@@ -130,8 +130,8 @@ struct Producer {
     }
   }
 
-  /// The n-th work tile of an expert. Up to kGroup in turn have the same rows; then the next rows; then the next weights.
-  /// So blocks that run at the same time find each other's operands in L2.
+  /// The n-th work tile of an expert. Up to kGroup in turn have the same rows; then the next rows; then the next
+  /// weights. So blocks that run at the same time find each other's operands in L2.
   __device__ __forceinline__ Work work_at(int product, const uint4& entry, int n) const {
     const int tiles = a.tiles(product), rows = entry.w, row_tiles = a.row_tiles(rows);
     const int group = n / (row_tiles * kGroup), within = n - group * row_tiles * kGroup;
