@@ -66,7 +66,7 @@ pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<()> {
 fn lacking(model: &str, error: &dyn std::fmt::Display) -> String {
     match Path::new(model).is_dir() {
         true => format!("not here or not whole: {error}"),
-        false => format!("not here or not whole; `{} download {model}` fetches what lacks", program()),
+        false => format!("not here or not whole; `{} download {model}` fetches what is missing", program()),
     }
 }
 
