@@ -133,32 +133,59 @@ def decode():
 
 
 def qk_norm_rope():
-    for heads, kv, d, tokens, norms in [(32, 4, 128, 70, True), (5, 1, 64, 3, True), (8, 2, 128, 1, False)]:
-        paged = Paged([200], kv, d, 16)
+    cases = [(32, 4, 128, 70, True), (5, 1, 64, 3, True), (8, 2, 128, 1, False), (4, 1, 64, 150, False)]
+    # 512 tokens and more go another way; 4 + 2 and 5 + 2 heads leave warps without a head, or with one.
+    for heads, kv, d, tokens, norms in cases + sized([(32, 4, 128, 700, True), (5, 1, 64, 513, True), (4, 1, 128, 600, False)], [(5, 1, 64, 513, True)]):
+        paged = Paged([tokens + 200], kv, d, 16)
         qkv, cos_sin = randn(tokens, (heads + 2 * kv) * d, dtype=torch.float32), angles(tokens, d)
         gains = (randn(d), randn(d)) if norms else (None, None)
-        where = torch.randperm(200)[:tokens].tolist()
+        where = torch.randperm(tokens + 200)[:tokens].tolist()
         slots = [paged.slot(0, p) for p in where]
         if tokens > 1:
             slots[1] = 0xFFFFFFFF
         before = paged.k.clone()
         out = Out((tokens, heads, d), torch.bfloat16)
-        call("moe_qk_norm_rope_cache", qkv, *gains, 1e-6, *cos_sin, None, u32(slots), out.t, paged.k, paged.v,
-             BF16, F32, BF16, tokens, heads, kv, d, 16, paged.num_blocks * 16)
+
+        def run(first, count, q, k, v):
+            rows = slice(first, first + count)
+            call("moe_qk_norm_rope_cache", qkv[rows], *gains, 1e-6, *(t[rows] for t in cos_sin), None, u32(slots[rows]), q, k, v,
+                 BF16, F32, BF16, count, heads, kv, d, 16, paged.num_blocks * 16)
+
+        run(0, tokens, out.t, paged.k, paged.v)
         q, k, v = (t.double() for t in split_qkv(qkv, heads, kv, d))
         if norms:
             q, k = norm_ref(q, gains[0], 1e-6), norm_ref(k, gains[1], 1e-6)
         assert rel(out.t, rope_ref(q, *cos_sin)) < 3e-3
         k = rope_ref(k, *cos_sin)
+        kept = torch.tensor([s != 0xFFFFFFFF for s in slots])
+        at = torch.tensor(slots)[kept]
+        assert rel(paged.k[at // 16, :, at % 16], k[kept]) < 4e-3
+        assert torch.equal(paged.v[at // 16, :, at % 16], v[kept].to(torch.bfloat16))
         written = torch.zeros(paged.num_blocks, 16, dtype=torch.bool)
-        for r, slot in enumerate(slots):
-            if slot != 0xFFFFFFFF:
-                written[slot // 16, slot % 16] = True
-                assert rel(paged.k[slot // 16, :, slot % 16], k[r]) < 4e-3
-                assert torch.equal(paged.v[slot // 16, :, slot % 16], v[r].to(torch.bfloat16))
+        written[at // 16, at % 16] = True
         mask = ~written.cuda()[:, None, :, None].expand_as(paged.k)
         assert torch.equal(paged.k[mask], before[mask])
         out.check_guard()
+        # A row's bits do not depend on the rows beside it.
+        few, caches = torch.empty_like(out.t), [before.clone(), torch.zeros_like(paged.v)]
+        for first in range(0, tokens, 37):
+            run(first, min(37, tokens - first), few[first : first + 37], *caches)
+        assert torch.equal(few, out.t) and torch.equal(caches[0], paged.k)
+
+
+def decode_writes_what_prompts_write():
+    """A key's bits in the cache are the same from the launch of a decoding row."""
+    heads, kv, rows = 32, 4, sized(40, 3)
+    for d in (64, 128):
+        paged = Paged([30] * rows, kv, d, 16)
+        qkv, cos_sin, gains = randn(rows, (heads + 2 * kv) * d, dtype=torch.float32), angles(rows, d), (randn(d), randn(d))
+        slots, k, v = u32([paged.slot(r, 29) for r in range(rows)]), paged.k.clone(), paged.v.clone()
+        q, out = (torch.empty(rows, heads * d, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        call("moe_qk_norm_rope_cache", qkv, *gains, 1e-6, *cos_sin, None, slots, q, k, v, BF16, F32, BF16, rows, heads, kv, d, 16,
+             paged.num_blocks * 16)
+        call("moe_attention_decode", qkv, *gains, 1e-6, *cos_sin, None, slots, u32([29] * rows), paged.table, paged.max_blocks, paged.k,
+             paged.v, out, attention_workspace(rows, heads, kv, d, 1), rows, heads, kv, d, 16, d**-0.5, 0, 1)
+        assert torch.equal(paged.k, k) and torch.equal(paged.v, v), f"D={d}"
 
 
 def hide_unwritten(paged):
@@ -267,4 +294,4 @@ def refusals():
     assert refuses("moe_attention_prefill_wgmma", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 2, 2, 96, 1, 16, 1.0, 0, 0, x)
 
 
-CHECKS = [decode, qk_norm_rope, prefill, prefill_wgmma, prefill_wgmma_rows_do_not_depend_on_their_step, refusals]
+CHECKS = [decode, qk_norm_rope, decode_writes_what_prompts_write, prefill, prefill_wgmma, prefill_wgmma_rows_do_not_depend_on_their_step, refusals]

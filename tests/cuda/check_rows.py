@@ -28,7 +28,8 @@ def embedding():
 
 
 def norms():
-    for rows, hidden in sized([(1, 2048), (3, 64), (257, 2048), (5, 4160), (2, 8192)], [(3, 64), (9, 4160)]):
+    for rows, hidden in sized([(1, 2048), (3, 64), (257, 2048), (5, 4160), (2, 8192), (1501, 2056), (700, 4160)],
+                              [(3, 64), (9, 4160)]):
         weight, x, delta = randn(hidden), randn(rows, hidden, scale=30.0, dtype=torch.float32), None
         x[-1] = 0
         out = Out((rows, hidden), torch.bfloat16)
@@ -42,6 +43,21 @@ def norms():
         assert rel(out.t, norm_ref(x + delta, weight, 1e-6)) < BF16_BOUND
         out.check_guard()
     assert refuses("moe_rms_norm", x, weight, 1e-6, out.t, 1, 12)
+
+
+def norms_do_not_depend_on_other_rows():
+    """A block takes several rows of many: each is what it is alone."""
+    for rows, hidden in sized([(1000, 2048), (600, 4160)], [(300, 64)]):
+        weight, delta, x = randn(hidden), *(randn(rows, hidden, dtype=torch.float32) for _ in range(2))
+        residual, out = x.clone(), torch.empty(rows, hidden, dtype=torch.bfloat16, device="cuda")
+        call("moe_add_rms_norm", delta, residual, weight, 1e-6, out, rows, hidden)
+        for first, count in ((0, 1), (rows - 1, 1), (17, 60), (5, 200)):
+            part = slice(first, first + count)
+            own, few = x[part].clone(), torch.empty(count, hidden, dtype=torch.bfloat16, device="cuda")
+            call("moe_add_rms_norm", delta[part], own, weight, 1e-6, few, count, hidden)
+            assert torch.equal(own, residual[part]) and torch.equal(few, out[part]), f"rows {part} of {rows}, H={hidden}"
+            call("moe_rms_norm", own, weight, 1e-6, few, count, hidden)
+            assert torch.equal(few, out[part]), f"norm alone, rows {part} of {rows}, H={hidden}"
 
 
 def linear_case(kernel, m, n, k, output, bias, norm, splits=0):
@@ -99,4 +115,4 @@ def linear_tensor():
     assert refuses("moe_linear_tensor", randn(1, 64), randn(1, 64), None, randn(1, 1), 0, 1, 1, 32, 0)
 
 
-CHECKS = [embedding, norms, linear_stream, linear_tensor]
+CHECKS = [embedding, norms, norms_do_not_depend_on_other_rows, linear_stream, linear_tensor]

@@ -43,10 +43,11 @@ def bench(names):
     import bench_kernels
     import bench_layer
     import bench_prefill
+    import bench_rows
 
     rows = []
     print(torch.cuda.get_device_name(0), flush=True)
-    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES:
+    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES + bench_rows.BENCHES:
         if not names or run.__name__ in names:
             try:
                 run(rows)

@@ -213,7 +213,7 @@ def tensor_rows_do_not_depend_on_the_batch(lib):
 
 @check
 def combine_with_norm_is_combine_then_norm(lib):
-    for tokens, shape in itertools.product(sized((1, 5, 77), (1, 9)), [*SHAPES, (24, 12, 128, 64)]):
+    for tokens, shape in itertools.product(sized((1, 5, 77, 500), (1, 9)), [*SHAPES, (24, 12, 128, 64), (16, 3, 4160, 64)]):
         case = with_padding(Case(tokens, shape)) if tokens > 1 else Case(tokens, shape)
         rows, _ = run_grouped(lib, case)
         top_k, experts, local, hidden = shape[1], shape[0], case.local, shape[2]

@@ -64,6 +64,17 @@ __device__ __forceinline__ Head<D> load_norm_weight(const bf16* weight) {
   return h;
 }
 
+/// low^2 + high^2 and a rotation of the two, in roundings that every kernel shares.
+__device__ __forceinline__ float pair_square(float low, float high) {
+  return __fmaf_rn(high, high, __fmul_rn(low, low));
+}
+
+__device__ __forceinline__ void rotate_pair(float& low, float& high, float cos, float sin) {
+  const float l = low, h = high;
+  low = __fmaf_rn(l, cos, -__fmul_rn(h, sin));
+  high = __fmaf_rn(h, cos, __fmul_rn(l, sin));
+}
+
 /// x / rms(x) * norm_weight for some heads at once, so that their reductions overlap; unchanged if not `normed`.
 template <int D, int kCount>
 __device__ __forceinline__ void norm_heads(Head<D> (&h)[kCount], const Head<D> (&norm_weight)[kCount],
@@ -72,7 +83,7 @@ __device__ __forceinline__ void norm_heads(Head<D> (&h)[kCount], const Head<D> (
 #pragma unroll
   for (int n = 0; n < kCount; ++n)
 #pragma unroll
-    for (int i = 0; i < Head<D>::kPairs; ++i) squares[n] += h[n].low[i] * h[n].low[i] + h[n].high[i] * h[n].high[i];
+    for (int i = 0; i < Head<D>::kPairs; ++i) squares[n] += pair_square(h[n].low[i], h[n].high[i]);
   warp_sums(squares);
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
@@ -89,11 +100,7 @@ __device__ __forceinline__ void norm_heads(Head<D> (&h)[kCount], const Head<D> (
 template <int D>
 __device__ __forceinline__ void rotate_head(Head<D>& h, const Head<D>& angle) {
 #pragma unroll
-  for (int i = 0; i < Head<D>::kPairs; ++i) {
-    const float low = h.low[i], high = h.high[i];
-    h.low[i] = low * angle.low[i] - high * angle.high[i];
-    h.high[i] = high * angle.low[i] + low * angle.high[i];
-  }
+  for (int i = 0; i < Head<D>::kPairs; ++i) rotate_pair(h.low[i], h.high[i], angle.low[i], angle.high[i]);
 }
 
 template <int D>

@@ -1,8 +1,8 @@
 // Per-head RMS norm of q and k, rotary embedding and KV cache write, in one pass, for rows of any step.
 //
-// Bytes per token of Qwen3-30B-A3B: 20 KB of f32 qkv read (out of L2, where the product left them), 8 KB of q and
-// 2 KB of k and v written. Bound by latency below some hundred tokens, by L2 above; arithmetic is nothing. One
-// warp per head, so that the norm is a shuffle and a token's 40 heads spread over SMs.
+// Bytes per token of Qwen3-30B-A3B: 20 KB of f32 qkv read, 8 KB of q and 2 KB of k and v written: latency below some
+// hundred tokens, memory above (8,192 tokens: 55 us at 4.59 TB/s, 63 measured); arithmetic is nothing. Half a warp per
+// head, so that lanes move 16 bytes at a time and a token's 40 heads spread over SMs.
 //
 // q is rounded to bf16 here, its only use being a tensor-core operand; k and v are rounded as they enter the
 // cache. One-token rows need no launch of this kernel: attention_decode does the same work in its prologue.
@@ -14,6 +14,8 @@ namespace moe {
 namespace {
 
 constexpr int kWarps = 4;
+constexpr int kLanes = 16;        // of a head
+constexpr int kManyTokens = 512;  // from here on bytes count more than latency
 
 struct Args {
   const float* qkv;
@@ -27,29 +29,174 @@ struct Args {
   int heads;
 };
 
+/// What a lane holds of a head, a norm's weight or cosines and sines: elements lane * kPer + i of its lower half, and
+/// of its upper half. These are those of two lanes of a `Head`.
 template <int D>
-__global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_kernel(Args a) {
-  pdl_launch_dependents();
-  const int all = a.heads + 2 * a.cache.heads, token = blockIdx.y;
-  const int head = blockIdx.x * kWarps + threadIdx.x / 32;
-  const uint32_t slot = a.slots[token];
-  const Head<D> angle = a.angles.load<D>(token);
-  const bf16* weight = head < a.heads ? a.q_norm : a.k_norm;
-  const Head<D> norm_weight = load_norm_weight<D>(weight);
-  pdl_wait();
-  if (head >= all) return;
-  if (head >= a.heads && slot == kNoSlot) return;
-  Head<D> h[1] = {load_head<D>(a.qkv + (static_cast<size_t>(token) * all + head) * D)};
-  const int kv = head - a.heads;
-  if (kv >= a.cache.heads) {
-    store_head<D>(h[0], a.cache.v + a.cache.slot_row(slot, kv - a.cache.heads) * D);
-    return;
+struct Part {
+  static constexpr int kPer = D / 2 / kLanes;
+  float low[kPer], high[kPer];
+};
+
+/// kPer consecutive floats.
+template <int kPer>
+struct alignas(4 * kPer) Floats {
+  float value[kPer];
+};
+
+/// The lane's of a half of a head in shared memory.
+template <int kPer>
+__device__ __forceinline__ Floats<kPer> load_shared(const float* half) {
+  return reinterpret_cast<const Floats<kPer>*>(half)[threadIdx.x % kLanes];
+}
+
+/// The same in global memory, past L1, which may hold what was there before.
+template <int kPer>
+__device__ __forceinline__ Floats<kPer> load_global(const float* half) {
+  Floats<kPer> v;
+  if constexpr (kPer == 4) {
+    const float4 x = __ldcg(reinterpret_cast<const float4*>(half) + threadIdx.x % kLanes);
+    v = {{x.x, x.y, x.z, x.w}};
+  } else {
+    const float2 x = __ldcg(reinterpret_cast<const float2*>(half) + threadIdx.x % kLanes);
+    v = {{x.x, x.y}};
   }
-  norm_heads<D, 1>(h, {norm_weight}, {weight != nullptr}, a.eps);
-  rotate_head<D>(h[0], angle);
-  bf16* to =
-      kv < 0 ? a.q_out + (static_cast<size_t>(token) * a.heads + head) * D : a.cache.k + a.cache.slot_row(slot, kv) * D;
-  store_head<D>(h[0], to);
+  return v;
+}
+
+template <int D>
+__device__ __forceinline__ Part<D> part_of(const Floats<Part<D>::kPer>& low, const Floats<Part<D>::kPer>& high) {
+  Part<D> p;
+#pragma unroll
+  for (int i = 0; i < Part<D>::kPer; ++i) p.low[i] = low.value[i], p.high[i] = high.value[i];
+  return p;
+}
+
+/// Two or four bf16 as words.
+template <int kPer>
+struct alignas(2 * kPer) Words {
+  uint32_t word[kPer / 2];
+};
+
+template <int D>
+__device__ __forceinline__ Part<D> load_norm_part(const bf16* weight) {
+  constexpr int kPer = Part<D>::kPer;
+  Part<D> p;
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) p.low[i] = p.high[i] = 1.f;
+  if (weight == nullptr) return p;
+  const bf16* from = weight + threadIdx.x % kLanes * kPer;
+  const Words<kPer> low = *reinterpret_cast<const Words<kPer>*>(from);
+  const Words<kPer> high = *reinterpret_cast<const Words<kPer>*>(from + D / 2);
+#pragma unroll
+  for (int i = 0; i < kPer; i += 2) {
+    const float2 l = unpack_bf16(low.word[i / 2]), h = unpack_bf16(high.word[i / 2]);
+    p.low[i] = l.x, p.low[i + 1] = l.y, p.high[i] = h.x, p.high[i + 1] = h.y;
+  }
+  return p;
+}
+
+template <int D>
+__device__ __forceinline__ void store_part(const Part<D>& p, bf16* to) {
+  constexpr int kPer = Part<D>::kPer;
+  Words<kPer> low, high;
+#pragma unroll
+  for (int i = 0; i < kPer; i += 2) {
+    low.word[i / 2] = pack_bf16(p.low[i], p.low[i + 1]);
+    high.word[i / 2] = pack_bf16(p.high[i], p.high[i + 1]);
+  }
+  to += threadIdx.x % kLanes * kPer;
+  *reinterpret_cast<Words<kPer>*>(to) = low;
+  *reinterpret_cast<Words<kPer>*>(to + D / 2) = high;
+}
+
+/// x / rms(x), in the order of sums of norm_heads: that of 32 lanes, of which a lane stands for two neighbours.
+template <int D>
+__device__ __forceinline__ float inverse_rms(const Part<D>& p, float eps) {
+  constexpr int kPairs = Part<D>::kPer / 2;
+  float squares[2] = {};
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int i = n * kPairs; i < (n + 1) * kPairs; ++i) squares[n] += pair_square(p.low[i], p.high[i]);
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (float& x : squares) x += __shfl_xor_sync(0xffffffffu, x, step);
+  }
+  return 1.f / sqrtf((squares[0] + squares[1]) / D + eps);
+}
+
+/// Norm, rotation and stores of a head; whole warps.
+template <int D>
+__device__ __forceinline__ void finish_head(const Args& a, int token, int head, uint32_t slot, Part<D> p,
+                                            const Part<D>& q_weight, const Part<D>& k_weight, const Part<D>& angle) {
+  const int kv = head - a.heads;
+  const bool is_q = kv < 0, is_k = !is_q && kv < a.cache.heads;
+  const float inverse = inverse_rms<D>(p, a.eps);  // by all lanes: it has shuffles
+  const float scale = (is_q ? a.q_norm : a.k_norm) != nullptr ? inverse : 1.f;
+  if (is_q || is_k) {
+#pragma unroll
+    for (int i = 0; i < Part<D>::kPer; ++i) {
+      p.low[i] *= scale * (is_q ? q_weight.low[i] : k_weight.low[i]);
+      p.high[i] *= scale * (is_q ? q_weight.high[i] : k_weight.high[i]);
+      rotate_pair(p.low[i], p.high[i], angle.low[i], angle.high[i]);
+    }
+  }
+  if (is_q) {
+    store_part<D>(p, a.q_out + (static_cast<size_t>(token) * a.heads + head) * D);
+  } else if (slot != kNoSlot && kv < 2 * a.cache.heads) {
+    bf16* cache = is_k ? a.cache.k : a.cache.v;
+    store_part<D>(p, cache + a.cache.slot_row(slot, is_k ? kv : kv - a.cache.heads) * D);
+  }
+}
+
+/// Two heads per warp. kMany: four, and they come through shared memory, which lets more of them be under way than L1
+/// does where most of it is shared memory (8,192 tokens: 63 us instead of 72).
+template <int D, bool kMany>
+__global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_kernel(const __grid_constant__ Args a) {
+  constexpr int kPer = Part<D>::kPer, kPairs = kMany ? 2 : 1;
+  pdl_launch_dependents();
+  const int all = a.heads + 2 * a.cache.heads, token = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int pair = 2 * (blockIdx.x * kWarps + warp), step = 2 * gridDim.x * kWarps, own = pair + lane / kLanes;
+  const uint32_t slot = a.slots[token];
+  const size_t row = static_cast<size_t>(a.angles.index ? a.angles.index[token] : token) * (D / 2);
+  const Part<D> angle = part_of<D>(load_global<kPer>(a.angles.cos + row), load_global<kPer>(a.angles.sin + row));
+  const Part<D> q_weight = load_norm_part<D>(kMany || own < a.heads ? a.q_norm : a.k_norm);
+  const Part<D> k_weight = kMany ? load_norm_part<D>(a.k_norm) : q_weight;
+  pdl_wait();
+  const float* from = a.qkv + static_cast<size_t>(token) * all * D;
+  if constexpr (kMany) {
+    __shared__ __align__(16) float staged[kWarps][kPairs][2 * D];
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      const int first = pair + n * step;
+#pragma unroll
+      for (int at = 4 * lane; at < 2 * D; at += 4 * 32)
+        if (first + at / D < all) cp_async16(staged[warp][n] + at, from + static_cast<size_t>(first) * D + at);
+      cp_async_commit();
+    }
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      if (n == 0) cp_async_wait<kPairs - 1>();
+      else cp_async_wait<0>();
+      __syncwarp();
+      const float* head = staged[warp][n] + lane / kLanes * D;
+      const Part<D> p = part_of<D>(load_shared<kPer>(head), load_shared<kPer>(head + D / 2));
+      finish_head(a, token, own + n * step, slot, p, q_weight, k_weight, angle);
+    }
+  } else {
+    const float* head = from + static_cast<size_t>(min(own, all - 1)) * D;
+    const Part<D> p = part_of<D>(load_global<kPer>(head), load_global<kPer>(head + D / 2));
+    finish_head(a, token, own, slot, p, q_weight, k_weight, angle);
+  }
+}
+
+template <int D>
+cudaError_t run(const Args& a, int tokens, void* stream) {
+  const bool many = tokens >= kManyTokens;
+  const int blocks = ceil_div(a.heads + 2 * a.cache.heads, kWarps * (many ? 4 : 2));
+  const Launch l = {dim3(blocks, tokens), dim3(kWarps * 32), stream};
+  return many ? launch(qk_norm_rope_kernel<D, true>, l, a) : launch(qk_norm_rope_kernel<D, false>, l, a);
 }
 
 }  // namespace
@@ -72,8 +219,7 @@ extern "C" int moe_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* str
                   static_cast<bf16*>(c.q_out),
                   cache_of(c.k_cache, c.v_cache, c.kv_heads, c.block_size),
                   c.heads};
-  const Launch l = {dim3(ceil_div(c.heads + 2 * c.kv_heads, kWarps), c.tokens), dim3(kWarps * 32), stream};
-  if (c.head_dim == 128) return launch(qk_norm_rope_kernel<128>, l, a);
-  if (c.head_dim == 64) return launch(qk_norm_rope_kernel<64>, l, a);
+  if (c.head_dim == 128) return run<128>(a, c.tokens, stream);
+  if (c.head_dim == 64) return run<64>(a, c.tokens, stream);
   return cudaErrorInvalidValue;
 }

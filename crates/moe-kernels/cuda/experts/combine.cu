@@ -2,8 +2,8 @@
 // stream and the next layer's RMS norm.
 //
 // Floor: 4 T K H bytes of f32 rows out of L2 (Qwen3-30B-A3B, T = 64: 4 MB, under 1 us; 256: 17 MB, 3.5 us), half of it
-// for bf16 rows, which come from memory (T = 8,192: 268 MB, 58 us at 4.59 TB/s). At small T the time is latency: so the
-// fused form reads ids, weights, rows and residual at once, and takes the place of two launches.
+// for bf16 rows, which come from memory; the fused form moves 10 T H more (T = 8,192: 436 MB, 95 us at 4.59 TB/s, 107
+// measured). At small T the time is latency: so the fused form takes the place of two launches.
 #include "experts/combine.cuh"
 #include "rows/norm.cuh"
 
@@ -17,63 +17,55 @@ __global__ __launch_bounds__(256) void combine(const __grid_constant__ Combine<R
   combine_share(a);
 }
 
-/// Adds the weighted sum of a token's rows, columns `at` .. `at` + 7, to `x`. Rows of absent slots are read, at once
-/// with ids and weights, and not used.
+/// A token's slot rows for norm_rows, kSlots of them in a part.
 template <class Row>
-__device__ __forceinline__ void add_rows(const Combine<Row>& a, int at, float (&x)[kVector]) {
-  constexpr int kBatch = 8, kColumns = Combine<Row>::kColumns, kParts = kVector / kColumns;  // slots in flight
-  float sum[kParts][kColumns] = {};
-  for (int first = 0; first < a.top_k; first += kBatch) {
-    float weight[kBatch];
-    bool present[kBatch];
-    uint4 row[kBatch][kParts];
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int slot = blockIdx.x * a.top_k + min(first + b, a.top_k - 1);
-#pragma unroll
-      for (int i = 0; i < kParts; ++i) row[b][i] = a.load(slot, at + i * kColumns);
-      weight[b] = a.topk_weights[slot];
-      present[b] = first + b < a.top_k && local_expert(a.topk_ids[slot], a.expert_map, a.num_ids, a.num_local) >= 0;
-    }
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (!present[b]) continue;
-#pragma unroll
-      for (int i = 0; i < kParts; ++i) add_weighted(weight[b], row[b][i], sum[i]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) x[i] += sum[i / kColumns][i % kColumns];
-}
+struct SlotRows {
+  Combine<Row> a;
+  static constexpr int kColumns = Combine<Row>::kColumns, kSlots = kColumns, kVectors = kVector / kColumns;
+  static constexpr uint32_t kRowBytes = kWarpColumns * sizeof(Row), kIds = kSlots * kRowBytes;
+  static constexpr uint32_t kWeights = kIds + kSlots * sizeof(uint32_t), kBytes = kWeights + kSlots * sizeof(float);
 
-/// One token per block.
-template <class Row>
-__global__ __launch_bounds__(kThreads) void combine_add_norm(const __grid_constant__ Combine<Row> a, float* residual,
-                                                             const bf16* weight, float eps, bf16* out) {
-  extern __shared__ __align__(16) uint8_t smem[];
-  float* parts = reinterpret_cast<float*>(smem);
-  float* row = parts + kThreads / 32;
-  uint4* norm_weight = reinterpret_cast<uint4*>(row + a.hidden);
-  fetch_norm_weight(norm_weight, weight, a.hidden);
-  pdl_launch_dependents();
-  pdl_wait();
-  const size_t base = static_cast<size_t>(blockIdx.x) * a.hidden;
-  float squares = 0.f;
-  for (int at = threadIdx.x * kVector; at < a.hidden; at += kThreads * kVector) {
-    float4* stream = reinterpret_cast<float4*>(residual + base + at);
-    const float4 low = __ldcg(stream), high = __ldcg(stream + 1);
-    float x[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    add_rows(a, at, x);
-    stream[0] = {x[0], x[1], x[2], x[3]};
-    stream[1] = {x[4], x[5], x[6], x[7]};
+  __device__ __forceinline__ int parts() const { return ceil_div(a.top_k, kSlots); }
+
+  __device__ __forceinline__ void fetch(uint8_t* to, const Unit& u, int left) const {
+    const int first = u.part * kSlots, count = min(kSlots, a.top_k - first), lane = threadIdx.x % 32;
+    const size_t slot = static_cast<size_t>(u.row) * a.top_k + first;
+    const Row* row = a.slot_rows + slot * a.hidden + u.column();
 #pragma unroll
-    for (int half = 0; half < kVector; half += 4)
-      squares += x[half] * x[half] + x[half + 1] * x[half + 1] + x[half + 2] * x[half + 2] + x[half + 3] * x[half + 3];
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) row[at + i] = x[i];
+    for (int k = 0; k < kSlots; ++k)
+      if (k < count) copy_columns(to + k * kRowBytes, row + static_cast<size_t>(k) * a.hidden, left);
+    if (lane < count) {
+      cp_async4(to + kIds + lane * sizeof(uint32_t), a.topk_ids + slot + lane);
+      cp_async4(to + kWeights + lane * sizeof(float), a.topk_weights + slot + lane);
+    }
   }
-  write_norm(row, norm_weight, squares, parts, eps, out + base, a.hidden);
-}
+
+  /// Slots in order. Rows of absent slots are read and not used.
+  __device__ __forceinline__ void add(const uint8_t* from, int part, float (&sum)[kVector]) const {
+    const int lane = threadIdx.x % 32;
+    bool own = false;
+    if (lane < min(kSlots, a.top_k - part * kSlots)) {
+      const uint32_t id = reinterpret_cast<const uint32_t*>(from + kIds)[lane];
+      own = local_expert(id, a.expert_map, a.num_ids, a.num_local) >= 0;
+    }
+    const uint32_t present = __ballot_sync(0xffffffffu, own);
+    uint4 row[kSlots][kVectors];
+    float weight[kSlots];
+#pragma unroll
+    for (int k = 0; k < kSlots; ++k) {
+      weight[k] = reinterpret_cast<const float*>(from + kWeights)[k];
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i)
+        row[k][i] = reinterpret_cast<const uint4*>(from + k * kRowBytes)[lane * kVectors + i];
+    }
+#pragma unroll
+    for (int k = 0; k < kSlots; ++k) {
+      if ((present >> k & 1) == 0) continue;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) add_weighted(weight[k], row[k][i], sum, i * kColumns, Row());
+    }
+  }
+};
 
 bool valid(const CombineArgs& c) {
   return c.tokens >= 0 && c.top_k > 0 && c.num_ids > 0 && c.num_local > 0 && c.hidden > 0 &&
@@ -106,8 +98,10 @@ cudaError_t run(const CombineArgs& c, void* stream) {
 
 template <class Row>
 cudaError_t run_add_norm(const CombineArgs& c, float* residual, const bf16* weight, float eps, void* stream) {
-  return launch(combine_add_norm<Row>, {dim3(c.tokens), dim3(kThreads), stream, norm_smem(c.hidden)},
-                combine_of<Row>(c, nullptr, nullptr), residual, weight, eps, static_cast<bf16*>(c.out));
+  const SlotRows<Row> source = {combine_of<Row>(c, nullptr, nullptr)};
+  constexpr int kStages = sizeof(Row);  // two rows of 8 slots: 83 KB
+  return launch_norm<kStages, 1>(source, {residual, weight, eps, static_cast<bf16*>(c.out), c.tokens, c.hidden},
+                                 stream);
 }
 
 }  // namespace

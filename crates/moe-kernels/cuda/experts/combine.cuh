@@ -26,20 +26,22 @@ struct Combine {
   }
 };
 
-/// sum += weight * row, for the columns that a thread loads at once.
-__device__ __forceinline__ void add_weighted(float weight, const uint4& row, float (&sum)[4]) {
+/// sum[at ..] += weight * row, for the columns that a thread loads at once: 4 of f32, 8 of bf16.
+template <int kCount>
+__device__ __forceinline__ void add_weighted(float weight, const uint4& row, float (&sum)[kCount], int at, float) {
   const uint32_t word[4] = {row.x, row.y, row.z, row.w};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sum[i] = fmaf(weight, __uint_as_float(word[i]), sum[i]);
+  for (int i = 0; i < 4; ++i) sum[at + i] = fmaf(weight, __uint_as_float(word[i]), sum[at + i]);
 }
 
-__device__ __forceinline__ void add_weighted(float weight, const uint4& row, float (&sum)[8]) {
+template <int kCount>
+__device__ __forceinline__ void add_weighted(float weight, const uint4& row, float (&sum)[kCount], int at, bf16) {
   const uint32_t word[4] = {row.x, row.y, row.z, row.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 pair = unpack_bf16(word[i]);
-    sum[2 * i] = fmaf(weight, pair.x, sum[2 * i]);
-    sum[2 * i + 1] = fmaf(weight, pair.y, sum[2 * i + 1]);
+    sum[at + 2 * i] = fmaf(weight, pair.x, sum[at + 2 * i]);
+    sum[at + 2 * i + 1] = fmaf(weight, pair.y, sum[at + 2 * i + 1]);
   }
 }
 
@@ -62,7 +64,7 @@ __device__ __forceinline__ void combine_columns(const Combine<Row>& a, int token
       if (!present) row[b] = uint4{0, 0, 0, 0};
     }
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) add_weighted(weight[b], row[b], sum);
+    for (int b = 0; b < kBatch; ++b) add_weighted(weight[b], row[b], sum, 0, Row());
   }
   const size_t at = static_cast<size_t>(token) * a.hidden + i * kColumns;
 #pragma unroll

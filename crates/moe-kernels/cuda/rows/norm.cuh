@@ -1,5 +1,9 @@
-// What kernels that end in an RMS norm of whole rows share. One row per block; each thread keeps 8 consecutive
-// elements of every 2,048 and touches only those, so that no barrier is needed around the row.
+// RMS norm of whole rows, of the residual stream after an addition or of a row alone.
+//
+// A block takes every gridDim.x-th row, a thread 8 consecutive elements of every 2,048. Each warp copies its columns of
+// what comes next to a ring in shared memory while it works: that needs no registers, no barrier and no block to start,
+// so that bytes stay under way. (A block per row and nothing under way while it starts, reduces and ends took 1.4 times
+// as long for 8,192 rows.) The only barrier is that of a row's sum, whose order is the same for any number of rows.
 #pragma once
 
 #include "ptx/common.cuh"
@@ -7,8 +11,11 @@
 
 namespace moe {
 
-constexpr int kThreads = 256;
-constexpr int kVector = 8;  // elements per thread and turn
+constexpr int kThreads = 256, kNormWarps = kThreads / 32;
+constexpr int kVector = 8;                                         // elements per thread and turn
+constexpr int kWarpColumns = 32 * kVector;                         // of a warp in a turn
+constexpr int kTurnColumns = kThreads * kVector;                   // of a block
+constexpr uint32_t kResidualBytes = kWarpColumns * sizeof(float);  // of a warp in a turn
 
 __device__ __forceinline__ void widen(const Vec16& v, float (&x)[kVector]) {
 #pragma unroll
@@ -19,6 +26,78 @@ __device__ __forceinline__ void widen(const Vec16& v, float (&x)[kVector]) {
   }
 }
 
+/// What a norm of rows reads and writes besides what is added.
+struct NormRows {
+  float* residual;  // written only if something is added
+  const bf16* weight;
+  float eps;
+  bf16* out;
+  int rows, hidden;
+};
+
+/// A step of a block's work: the `part`-th part of what is added to the `turn`-th columns of a row.
+struct Unit {
+  int row, turn, part;
+
+  __device__ __forceinline__ Unit() : row(blockIdx.x), turn(0), part(0) {}
+  __device__ __forceinline__ int column() const {
+    return turn * kTurnColumns + static_cast<int>(threadIdx.x) / 32 * kWarpColumns;
+  }
+  __device__ __forceinline__ void advance(int parts, int hidden) {
+    if (++part < parts) return;
+    part = 0;
+    if (++turn * kTurnColumns < hidden) return;
+    turn = 0;
+    row += gridDim.x;
+  }
+};
+
+/// Starts the copies of a warp's columns, of which the row still has `left`.
+template <class T>
+__device__ __forceinline__ void copy_columns(uint8_t* to, const T* from, int left) {
+  constexpr int kPer = 16 / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < kVector / kPer; ++i) {
+    const int at = (threadIdx.x % 32 + 32 * i) * kPer;
+    if (at < left) cp_async16(to + at * sizeof(T), from + at);
+  }
+}
+
+/// The lane's columns of a copy.
+__device__ __forceinline__ void read_columns(const void* from, float (&x)[kVector]) {
+  const float4* lane = static_cast<const float4*>(from) + threadIdx.x % 32 * 2;
+  const float4 low = lane[0], high = lane[1];
+  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
+template <class Source>
+__device__ __forceinline__ void fetch_unit(const Source& source, const NormRows& a, const Unit& u, uint8_t* stage) {
+  const int left = a.hidden - u.column();
+  if (u.row < a.rows && left > 0) {
+    const float* residual = a.residual + static_cast<size_t>(u.row) * a.hidden + u.column();
+    if (u.part == 0) copy_columns(stage, residual, left);
+    source.fetch(stage + kResidualBytes, u, left);
+  }
+  cp_async_commit();
+}
+
+/// x to the row in shared memory and, so that a warp writes whole lines, from there to the residual stream.
+template <bool kWrites>
+__device__ __forceinline__ void keep_columns(const float (&x)[kVector], float* kept, float* residual, int left) {
+  const int lane = threadIdx.x % 32;
+  float4* all = reinterpret_cast<float4*>(kept);
+  if (lane * kVector < left) {
+    all[2 * lane] = {x[0], x[1], x[2], x[3]};
+    all[2 * lane + 1] = {x[4], x[5], x[6], x[7]};
+  }
+  if constexpr (!kWrites) return;
+  __syncwarp();
+#pragma unroll
+  for (int at = lane; at < kWarpColumns / 4; at += 32)
+    if (4 * at < left) reinterpret_cast<float4*>(residual)[at] = all[at];
+}
+
 /// Sum over the block, in a fixed order; every thread gets it.
 __device__ __forceinline__ float block_sum(float v, float* parts) {
   v = warp_sum(v);
@@ -26,26 +105,14 @@ __device__ __forceinline__ float block_sum(float v, float* parts) {
   __syncthreads();
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < kThreads / 32; ++i) sum += parts[i];
+  for (int i = 0; i < kNormWarps; ++i) sum += parts[i];
   return sum;
 }
 
-/// Shared memory of such a kernel: partial sums, the row, the norm's weight.
-inline size_t norm_smem(int hidden) {
-  return kThreads / 32 * sizeof(float) + static_cast<size_t>(hidden) * (sizeof(float) + sizeof(bf16));
-}
-
-/// The norm's weight to shared memory; before pdl_wait().
-__device__ __forceinline__ void fetch_norm_weight(uint4* norm_weight, const bf16* weight, int hidden) {
-  for (int at = threadIdx.x; at < hidden / kVector; at += kThreads)
-    norm_weight[at] = __ldg(reinterpret_cast<const uint4*>(weight) + at);
-}
-
-/// out = row / rms(row) * norm_weight; `squares` is this thread's sum of squares.
-__device__ __forceinline__ void write_norm(const float* row, const uint4* norm_weight, float squares, float* parts,
-                                           float eps, bf16* out, int hidden) {
-  const float scale = 1.f / sqrtf(block_sum(squares, parts) / hidden + eps);
-  for (int at = threadIdx.x * kVector; at < hidden; at += kThreads * kVector) {
+/// out = row * scale * norm_weight; a thread reads what it wrote itself.
+__device__ __forceinline__ void write_row(const float* row, const uint4* norm_weight, float scale, bf16* out,
+                                          int hidden) {
+  for (int at = threadIdx.x * kVector; at < hidden; at += kTurnColumns) {
     const uint4 g = norm_weight[at / kVector];
     float w[kVector];
     widen({{g.x, g.y, g.z, g.w}}, w);
@@ -56,6 +123,80 @@ __device__ __forceinline__ void write_norm(const float* row, const uint4* norm_w
     packed.w = pack_bf16(row[at + 6] * scale * w[6], row[at + 7] * scale * w[7]);
     *reinterpret_cast<uint4*>(out + at) = packed;
   }
+}
+
+/// residual += what `source` adds, out = norm(residual). A Source has `parts()` of what it adds to a row, copies one
+/// for a warp's columns to kBytes by `fetch(to, unit, left)` and adds up the lane's columns by `add(from, part, sum)`;
+/// whole warps call both.
+template <class Source, int kStages>
+__global__ void __launch_bounds__(kThreads, 2)
+    norm_rows(const __grid_constant__ Source source, const __grid_constant__ NormRows a) {
+  constexpr uint32_t kStage = kResidualBytes + Source::kBytes;
+  extern __shared__ __align__(16) uint8_t smem[];
+  __shared__ float warp_parts[2][kNormWarps];
+  uint8_t* ring = smem + threadIdx.x / 32 * kStages * kStage;
+  float* kept = reinterpret_cast<float*>(smem + kNormWarps * kStages * kStage);
+  uint4* norm_weight = reinterpret_cast<uint4*>(kept + a.hidden);
+  for (int at = threadIdx.x; at < a.hidden / kVector; at += kThreads)
+    norm_weight[at] = __ldg(reinterpret_cast<const uint4*>(a.weight) + at);
+  pdl_launch_dependents();
+  pdl_wait();
+  const int parts = source.parts();
+  Unit ahead, now;
+#pragma unroll 1
+  for (int s = 0; s < kStages; ++s, ahead.advance(parts, a.hidden)) fetch_unit(source, a, ahead, ring + s * kStage);
+  float x[kVector], sum[kVector], squares = 0.f;
+  for (int s = 0, turn = 0; now.row < a.rows; s = s + 1 == kStages ? 0 : s + 1) {
+    uint8_t* stage = ring + s * kStage;
+    cp_async_wait<kStages - 1>();
+    __syncwarp();
+    if (now.part == 0) {
+      read_columns(stage, x);
+#pragma unroll
+      for (float& v : sum) v = 0.f;
+    }
+    source.add(stage + kResidualBytes, now.part, sum);
+    __syncwarp();
+    fetch_unit(source, a, ahead, stage);
+    ahead.advance(parts, a.hidden);
+    const size_t base = static_cast<size_t>(now.row) * a.hidden;
+    const int column = now.column(), left = a.hidden - column;
+    now.advance(parts, a.hidden);
+    if (now.part != 0) continue;
+    if constexpr (Source::kBytes > 0) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) x[i] += sum[i];
+    }
+    keep_columns<(Source::kBytes > 0)>(x, kept + column, a.residual + base + column, left);
+    if (static_cast<int>(threadIdx.x) % 32 * kVector < left) {
+#pragma unroll
+      for (int i = 0; i < kVector; i += 4)
+        squares += x[i] * x[i] + x[i + 1] * x[i + 1] + x[i + 2] * x[i + 2] + x[i + 3] * x[i + 3];
+    }
+    if (now.turn != 0) continue;
+    const float scale = 1.f / sqrtf(block_sum(squares, warp_parts[turn]) / a.hidden + a.eps);
+    write_row(kept, norm_weight, scale, a.out + base, a.hidden);
+    squares = 0.f;
+    turn ^= 1;
+  }
+}
+
+/// With kBlocks per SM of kStages, or of half of them and so on where they do not fit.
+template <int kStages, int kBlocks, class Source>
+cudaError_t launch_norm(const Source& source, const NormRows& a, void* stream) {
+  DeviceLimits limits;
+  const cudaError_t e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  const size_t ring = static_cast<size_t>(kNormWarps) * kStages * (kResidualBytes + Source::kBytes);
+  const size_t smem = ring + static_cast<size_t>(a.hidden) * (sizeof(float) + sizeof(bf16));
+  if constexpr (kStages > 1) {
+    const size_t fixed = sizeof(float) * 2 * kNormWarps;
+    if (smem + fixed > static_cast<size_t>(limits.block_smem))
+      return launch_norm<kStages / 2, kBlocks>(source, a, stream);
+  }
+  const int blocks = kBlocks * limits.sms;
+  const Launch l = {dim3(a.rows < blocks ? a.rows : blocks), dim3(kThreads), stream, smem};
+  return launch(norm_rows<Source, kStages>, l, source, a);
 }
 
 }  // namespace moe

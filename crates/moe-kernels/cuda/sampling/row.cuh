@@ -12,7 +12,6 @@ namespace moe {
 
 constexpr int kRowThreads = 512, kRowWarps = kRowThreads / 32;
 constexpr int kRowCluster = 8;
-constexpr int kBatch = 5;  // groups of 4 logits that a thread has under way; 8 would spill registers
 constexpr int kBins = 256;
 constexpr int kGather = 256;  // tokens among which a search ends by comparing all with all
 
@@ -76,22 +75,11 @@ struct Row {
     float top = -INFINITY;
     const bool whole = reinterpret_cast<uintptr_t>(from) % 16 == 0 && count % 4 == 0;
     if (whole) {
-      // All loads of a batch before the first use: a remainder loop would wait for memory once per load.
-      for (int begin = threadIdx.x; begin < groups(); begin += kBatch * kRowThreads) {
-        float4 x[kBatch];
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const int g = begin + j * kRowThreads;
-          x[j] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
-          if (g < groups()) x[j] = __ldcg(reinterpret_cast<const float4*>(from) + g);
-        }
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const int g = begin + j * kRowThreads;
-          if (g < groups()) reinterpret_cast<float4*>(logits)[g] = x[j];
-          top = max_nan(top, max_nan(max_nan(x[j].x, x[j].y), max_nan(x[j].z, x[j].w)));
-        }
-      }
+      // All of it at once, which registers could not hold. A thread copies what it reads: nobody waits for another.
+      for (int g = threadIdx.x; g < groups(); g += kRowThreads) cp_async16(logits + 4 * g, from + 4 * g);
+      cp_async_commit();
+      cp_async_wait<0>();
+      top = largest();
     } else {
 #pragma unroll 4
       for (int i = threadIdx.x; i < 4 * groups(); i += kRowThreads)
