@@ -33,7 +33,8 @@ pub enum QuantError {
 }
 
 impl QuantError {
-    pub(crate) fn matrix(name: &str, problem: impl Into<String>) -> Self {
+    /// What is wrong with the matrix or tensor of this name.
+    pub fn matrix(name: &str, problem: impl Into<String>) -> Self {
         Self::Matrix { name: name.to_string(), problem: problem.into() }
     }
 

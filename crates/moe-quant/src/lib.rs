@@ -1,4 +1,4 @@
-//! Quantised checkpoints, read as they are: headers, tensors, rows.
+//! Quantised checkpoints, read as they are: headers, tensors, rows; and written.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
@@ -7,6 +7,7 @@ mod error;
 mod format;
 mod layout;
 mod read;
+pub mod write;
 
 pub use config::QuantConfig;
 pub use error::QuantError;

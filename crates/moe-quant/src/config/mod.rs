@@ -128,6 +128,23 @@ impl QuantConfig {
         self.format_of(module).map(Format::scheme)
     }
 
+    /// Bytes that a weight takes in a row of `k`, with its share of scales in 16 bits and of zero points; `None` for floats.
+    ///
+    /// # Errors
+    /// As `format_of`.
+    pub fn bytes_per_weight(&self, module: &str, k: usize) -> Result<Option<f64>, QuantError> {
+        let scheme = self.scheme_of(module)?;
+        let per_group = |bits: f64| bits / scheme.group_size(k) as f64;
+        Ok(match scheme {
+            QuantScheme::None => None,
+            QuantScheme::Int { bits, zero_point, .. } => {
+                let bits = f64::from(bits);
+                Some((bits + per_group(16.0 + if zero_point { bits } else { 0.0 })) / 8.0)
+            }
+            QuantScheme::Fp8 { .. } => Some(1.0),
+        })
+    }
+
     /// The format in which a file really holds a linear layer. Some makers leave modules such as the router in floats
     /// without a word in the header, so a `weight` in a float dtype is taken as it is. `dtype_of` says the dtype of the
     /// tensor of this suffix (`weight`, `qweight`), if there is one.

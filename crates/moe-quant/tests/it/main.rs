@@ -9,3 +9,4 @@ mod mutations;
 mod pack;
 mod refusals;
 mod round_trip;
+mod write;

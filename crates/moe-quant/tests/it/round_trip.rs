@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use crate::pack::{Matrix, format, pack};
 
 /// A matrix that fits its format, which may be any.
-fn matrices() -> impl Strategy<Value = (Format, Matrix)> {
+pub fn matrices() -> impl Strategy<Value = (Format, Matrix)> {
     let sizes = (0usize..4, prop::bool::ANY, 1usize..4, 1usize..5, 0usize..5);
     (sizes, prop::bool::ANY, prop::bool::ANY, any::<u64>()).prop_map(
         |((kind, wide, rows, groups, group), zero_point, act_order, seed)| {

@@ -1,0 +1,129 @@
+//! `quantization_config` of a checkpoint that is written.
+//!
+//! Keys and their meaning are those of GPTQModel's `QuantizeConfig` and of compressed-tensors' `QuantizationConfig`.
+
+use moe_kernels::QuantGroup;
+use serde_json::{Map, Value, json};
+
+use super::written;
+use crate::error::QuantError;
+use crate::format::{Format, GptqZeros, IntFormat};
+
+/// Modules whose format is not that of all others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exception {
+    /// A regular expression as Python writes it, which begins to match at the first letter of a module's name.
+    pub pattern: String,
+    /// Their format; `None`: they stay in floats.
+    pub format: Option<Format>,
+}
+
+/// The `quantization_config` of a checkpoint whose linear layers are in `format`, but for `exceptions`; `lm_head`: the
+/// vocabulary projection is quantised too.
+///
+/// # Errors
+/// A format that is not written; an exception in a format of another kind.
+pub fn header(format: Format, lm_head: bool, exceptions: &[Exception]) -> Result<Value, QuantError> {
+    let int = written(format)?;
+    for other in exceptions.iter().filter_map(|exception| exception.format) {
+        let alike = match (format, other) {
+            (Format::Gptq { zeros, .. }, Format::Gptq { zeros: other, .. }) => zeros == other,
+            (Format::PackQuantized { .. }, Format::PackQuantized { .. }) => true,
+            _ => false,
+        };
+        if !alike {
+            let what = format!("{} among modules in {}", other.name(), format.name());
+            return Err(QuantError::unsupported(what, "one kind of format in a checkpoint works"));
+        }
+    }
+    Ok(match format {
+        Format::Gptq { zeros, .. } => gptq(int, zeros, lm_head, exceptions),
+        _ => compressed(int, lm_head, exceptions),
+    })
+}
+
+fn group_size(int: IntFormat) -> i64 {
+    match int.group {
+        QuantGroup::Size(size) => size as i64,
+        QuantGroup::Channel => -1,
+    }
+}
+
+fn gptq(int: IntFormat, zeros: GptqZeros, lm_head: bool, exceptions: &[Exception]) -> Value {
+    let mut header = json!({
+        "quant_method": "gptq",
+        "bits": int.bits,
+        "group_size": group_size(int),
+        "sym": !int.zero_point,
+        "desc_act": int.act_order,
+        "lm_head": lm_head,
+        "checkpoint_format": if zeros == GptqZeros::V2 { "gptq_v2" } else { "gptq" },
+        "pack_dtype": "int32",
+    });
+    let overrides: Map<String, Value> = exceptions
+        .iter()
+        .map(|Exception { pattern, format }| match format.and_then(Format::int) {
+            None => (format!("-:{pattern}"), json!({})),
+            Some(int) => {
+                let settings = json!({
+                    "bits": int.bits, "group_size": group_size(int), "sym": !int.zero_point,
+                    "desc_act": int.act_order,
+                });
+                (format!("+:{pattern}"), settings)
+            }
+        })
+        .collect();
+    if !overrides.is_empty() {
+        header["dynamic"] = Value::Object(overrides);
+    }
+    header
+}
+
+fn compressed(int: IntFormat, lm_head: bool, exceptions: &[Exception]) -> Value {
+    let ignored = exceptions.iter().filter(|exception| exception.format.is_none());
+    let patterns = ignored.map(|exception| format!("re:{}", exception.pattern));
+    let ignore: Vec<String> = (!lm_head).then(|| "lm_head".to_string()).into_iter().chain(patterns).collect();
+    let group = |target: String, int: IntFormat| {
+        json!({
+            "targets": [target],
+            "weights": weights(int),
+            "input_activations": null,
+            "output_activations": null,
+        })
+    };
+    let others = exceptions
+        .iter()
+        .filter_map(|e| e.format.and_then(Format::int).map(|int| group(format!("re:{}", e.pattern), int)));
+    let groups: Map<String, Value> = std::iter::once(group("Linear".to_string(), int))
+        .chain(others)
+        .enumerate()
+        .map(|(at, group)| (format!("group_{at}"), group))
+        .collect();
+    json!({
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": ignore,
+        "kv_cache_scheme": null,
+    })
+}
+
+fn weights(int: IntFormat) -> Value {
+    let mut weights = json!({
+        "num_bits": int.bits,
+        "type": "int",
+        "symmetric": !int.zero_point,
+        "strategy": "channel",
+        "actorder": null,
+        "dynamic": false,
+    });
+    if let QuantGroup::Size(size) = int.group {
+        weights["strategy"] = json!("group");
+        weights["group_size"] = json!(size);
+    }
+    if int.act_order {
+        weights["actorder"] = json!("group");
+    }
+    weights
+}

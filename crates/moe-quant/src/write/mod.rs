@@ -1,0 +1,148 @@
+//! Tensors and headers of quantised checkpoints: the inverse of the readers, for GPTQ and `pack-quantized`.
+
+mod header;
+mod pack;
+
+use half::{bf16, f16};
+use moe_kernels::QuantGroup;
+use safetensors::Dtype;
+
+use crate::error::QuantError;
+use crate::format::{Format, IntFormat};
+use crate::layout::layout;
+
+pub use header::{Exception, header};
+pub use pack::pack;
+
+/// A matrix \[n, k\] in integers: w = scale * (q - zero), columns in the order of the layer's input.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct IntMatrix {
+    /// Rows: outputs.
+    pub n: usize,
+    /// Columns: inputs.
+    pub k: usize,
+    /// \[n, k\]: integers 0 .. 2^bits - 1.
+    pub q: Vec<u8>,
+    /// \[n, groups\], each exact in the dtype that it is stored in.
+    pub scale: Vec<f32>,
+    /// \[n, groups\]; 2^(bits - 1) everywhere in a symmetric format.
+    pub zero: Vec<u8>,
+    /// With act-order: the group of each column, \[k\].
+    pub g_idx: Option<Vec<u32>>,
+}
+
+impl IntMatrix {
+    /// The weights \[n, k\] that it stands for, in f32.
+    pub fn weights(&self) -> Vec<f32> {
+        let groups = self.scale.len() / self.n.max(1);
+        let size = self.k / groups.max(1);
+        let group = |column: usize| self.g_idx.as_ref().map_or(column / size.max(1), |g| g[column] as usize);
+        let of_column: Vec<usize> = (0..self.k).map(group).collect();
+        let mut weights = Vec::with_capacity(self.q.len());
+        for (row, q) in self.q.chunks_exact(self.k.max(1)).enumerate() {
+            weights.extend(q.iter().zip(&of_column).map(|(q, group)| {
+                let at = row * groups + group;
+                self.scale[at] * f32::from(i16::from(*q) - i16::from(self.zero[at]))
+            }));
+        }
+        weights
+    }
+}
+
+/// A tensor as a file holds it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredTensor {
+    /// Name, dtype and shape.
+    pub spec: StoredSpec,
+    /// Little-endian elements in row-major order.
+    pub bytes: Vec<u8>,
+}
+
+/// Name, dtype and shape of a tensor that [`pack`] makes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredSpec {
+    /// What follows the module's name and a dot.
+    pub suffix: &'static str,
+    /// The dtype.
+    pub dtype: Dtype,
+    /// The shape.
+    pub shape: Vec<usize>,
+}
+
+impl StoredSpec {
+    /// Bytes of the tensor.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
+    }
+
+    /// Whether it has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// The tensors that [`pack`] makes of a matrix \[n, k\], known before there are any weights. Scales are of dtype `scales`.
+///
+/// GPTQ has `g_idx` with and without act-order, as its makers write it; `weight_shape` is I64.
+///
+/// # Errors
+/// A format that is not written; sizes that it cannot hold; another dtype than F16, BF16 and F32.
+pub fn stored(format: Format, n: usize, k: usize, scales: Dtype) -> Result<Vec<StoredSpec>, QuantError> {
+    written(format)?;
+    if !matches!(scales, Dtype::F16 | Dtype::BF16 | Dtype::F32) {
+        let problem = format!("scales are written in F16, BF16 or F32, not in {scales:?}");
+        return Err(QuantError::matrix(format.name(), problem));
+    }
+    let dtype = |suffix: &str| match suffix {
+        "scales" | "weight_scale" => scales,
+        "weight_shape" => Dtype::I64,
+        _ => Dtype::I32,
+    };
+    let specs = layout(format, n, k)?.into_iter();
+    Ok(specs
+        .map(|mut spec| StoredSpec {
+            suffix: spec.suffix,
+            dtype: dtype(spec.suffix),
+            shape: spec.shapes.swap_remove(0),
+        })
+        .collect())
+}
+
+/// The integers of a format that is written.
+fn written(format: Format) -> Result<IntFormat, QuantError> {
+    match format {
+        Format::Gptq { int, .. } | Format::PackQuantized { int } => Ok(int),
+        other => Err(QuantError::unsupported(
+            format!("writing the format {}", other.name()),
+            "gptq and pack-quantized are written",
+        )),
+    }
+}
+
+/// The value of `scale` in a dtype that holds scales, rounded up, so that no weight of the group lies outside of its range;
+/// `None` where it is not finite there.
+pub fn round_scale(scale: f32, dtype: Dtype) -> Option<f32> {
+    let up = |nearest: f32, next: fn(u16) -> f32, bits: u16| {
+        if nearest < scale { next(bits + 1) } else { nearest }
+    };
+    let rounded = match dtype {
+        Dtype::F32 => scale,
+        Dtype::BF16 => {
+            let nearest = bf16::from_f32(scale);
+            up(nearest.to_f32(), |bits| bf16::from_bits(bits).to_f32(), nearest.to_bits())
+        }
+        _ => {
+            let nearest = f16::from_f32(scale);
+            up(nearest.to_f32(), |bits| f16::from_bits(bits).to_f32(), nearest.to_bits())
+        }
+    };
+    (rounded.is_finite() && rounded > 0.).then_some(rounded)
+}
+
+/// Columns of a group in rows of k columns.
+pub(crate) fn group_size(int: IntFormat, k: usize) -> usize {
+    match int.group {
+        QuantGroup::Size(size) => size,
+        QuantGroup::Channel => k,
+    }
+}
