@@ -82,12 +82,24 @@ fn flags() -> Vec<String> {
     flags
 }
 
+/// nvcc adds the flags of these variables to its command line, unseen by the log: an object would keep them, such as the -O0
+/// that a check sets for other crates' kernels, and be linked into the next library. They are not passed on.
+const FLAG_VARIABLES: [&str; 2] = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"];
+
+fn nvcc_command(compiler: &[String], source: &Path, object: &Path) -> Command {
+    let mut command = Command::new(&compiler[0]);
+    command.args(&compiler[1..]).arg("-c").arg(source).arg("-o").arg(object);
+    for name in FLAG_VARIABLES {
+        command.env_remove(name);
+    }
+    command
+}
+
 /// The log is written last and begins with the command, so an object with a log of the same command
 /// that is newer than its sources is up to date.
 fn compile(compiler: &[String], source: &Path, headers: SystemTime, object: &Path) -> Result<Object, Error> {
     let (object, log) = (object.to_path_buf(), object.with_extension("log"));
-    let mut command = Command::new(&compiler[0]);
-    command.args(&compiler[1..]).arg("-c").arg(source).arg("-o").arg(&object);
+    let mut command = nvcc_command(compiler, source, &object);
     let head = format!("{command:?}\n");
     let sources = headers.max(modified(source)?);
     if let (Ok(text), Ok(time)) = (fs::read_to_string(&log), modified(&log))
@@ -107,4 +119,17 @@ fn compile(compiler: &[String], source: &Path, headers: SystemTime, object: &Pat
     let text = head + &messages;
     fs::write(&log, &text).map_err(|e| format!("cannot write {}: {e}", log.display()))?;
     Ok(Object { path: object, log: text })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_of_the_environment_do_not_reach_objects() {
+        let command = nvcc_command(&["nvcc".to_string()], Path::new("a.cu"), Path::new("a.o"));
+        for name in FLAG_VARIABLES {
+            assert!(command.get_envs().any(|(key, value)| key == name && value.is_none()), "{name}");
+        }
+    }
 }

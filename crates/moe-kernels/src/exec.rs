@@ -26,7 +26,7 @@ pub enum CpuIsa {
     Avx2,
     /// AVX-512 F, BW, DQ, VL: the same arithmetic as AVX2, so the same bits, at twice the width.
     Avx512,
-    /// AVX-512 with the BF16 dot product for bf16 weights; the rest as [`CpuIsa::Avx512`].
+    /// AVX-512 with the BF16 dot product for bf16 weights, and VNNI; the rest as [`CpuIsa::Avx512`].
     Avx512Bf16,
     /// AMX matrix registers for products of bf16; the rest as [`CpuIsa::Avx512Bf16`].
     AmxBf16,
@@ -61,7 +61,11 @@ impl CpuIsa {
                     && is_x86_feature_detected!("avx512vl")
             }
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16 => Self::Avx512.is_supported() && is_x86_feature_detected!("avx512bf16"),
+            Self::Avx512Bf16 => {
+                Self::Avx512.is_supported()
+                    && is_x86_feature_detected!("avx512bf16")
+                    && is_x86_feature_detected!("avx512vnni")
+            }
             #[cfg(target_arch = "x86_64")]
             Self::AmxBf16 => Self::Avx512Bf16.is_supported() && crate::cpu::amx::is_supported(),
             #[cfg(not(target_arch = "x86_64"))]

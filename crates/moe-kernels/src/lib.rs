@@ -23,6 +23,7 @@ mod spec;
 mod storage;
 mod tensor;
 mod view;
+mod weight;
 
 pub use align::{
     AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, RowBatches, align_tokens_into, batch_rows_into,
@@ -41,7 +42,8 @@ pub use ops::{
     add_rms_norm_into, add_scaled_into, embedding_into, gated_activation_into, grouped_down_into,
     grouped_down_segment_into, grouped_gate_up_into, linear_add_into, linear_into, linear_row_parallel_into,
     linear_segment_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into, norm_linear_into,
-    one_group_into, paged_attention_into, qk_norm_rope_cache_into, rms_norm_into, rope_attention_into,
+    one_group_into, paged_attention_into, qk_norm_rope_cache_into, quant_down_into, quant_down_segment_into,
+    quant_gate_up_into, quant_linear_into, quant_linear_segment_into, rms_norm_into, rope_attention_into,
     row_parallel_segments, sigmoid_into, softmax_into, weighted_sum_into,
 };
 pub use philox::Philox4x32;
@@ -51,6 +53,7 @@ pub use scheme::{Fp8Scales, QuantGroup, QuantScheme};
 pub use spec::{Activation, ActivationFormat, ExpertsSpec, RoutingMethod, WeightAndReduce};
 pub use tensor::{TensorView, forward_rows, with_tensors, with_views};
 pub use view::{Dims, MAX_RANK, View, ViewMut};
+pub use weight::{PanelsView, QuantView, Weight, WeightGuard, WeightOrder, WeightView};
 
 pub use candle_core as candle;
 pub use half;

@@ -3,11 +3,21 @@
 //! A reader of a file format implements [`QuantRows`]; kernels pack what it reads into an order of their own. Between the
 //! two lie only the rows that are being packed, so that no second copy of a model ever exists.
 
+mod columns;
+mod matrix;
+mod packing;
+mod source;
+
 use std::ops::Range;
 
 use candle_core::Result;
 
 use crate::QuantScheme;
+pub(crate) use columns::{BLOCK, Block, Columns, STEP};
+pub(crate) use matrix::middle;
+pub use matrix::{QuantMatrix, QuantUse};
+pub(crate) use packing::ScalesView;
+pub use source::{Opened, QuantPart, QuantSource};
 
 /// Rows of a quantised matrix in their logical form, after a format's packing, interleaving and sorting are undone.
 ///

@@ -13,8 +13,14 @@ mod errors;
 mod experts;
 #[path = "ops/mla.rs"]
 mod mla;
+#[path = "ops/panels.rs"]
+mod panels;
 #[path = "ops/products.rs"]
 mod products;
+#[path = "ops/quant.rs"]
+mod quant;
+#[path = "ops/quantised.rs"]
+mod quantised;
 #[path = "ops/rows.rs"]
 mod rows;
 #[path = "ops/segments.rs"]

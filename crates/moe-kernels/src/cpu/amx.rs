@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use self::tiles::{EMPTY, STEP, STEP_WORDS, TileSums, configure, multiply, release, store, zero};
 pub(crate) use self::tiles::{PEAK_FLOP, is_supported, peak};
-use super::gemm::{Method, Work, even_parts};
+use super::gemm::{Method, UnitWeights, Work, even_parts};
 use super::pack::Pack;
 use super::product::Pair;
 use super::simd::{LANES, Lanes, Simd};
@@ -75,16 +75,19 @@ impl<T: Lanes> Method<T> for Amx {
     }
 
     fn unit(&self, work: &Work<T>, take: impl FnOnce(&[UnitSums])) {
+        let UnitWeights::Rows(rows) = work.weights else {
+            unreachable!("products refuse panels on this path")
+        };
         LOCAL.with_borrow_mut(|local| {
             local.sums.resize(work.m, [0.0; UNIT]);
             let blocks = work.m.div_ceil(2 * LANES);
             let mut tiles = Method::<T>::tiles(self, work.m);
-            for (first_row, rows) in even_parts(UNIT, blocks) {
+            for (first_row, count) in even_parts(UNIT, blocks) {
                 let Some(first) = tiles.next() else { break };
                 let second = tiles.next().unwrap_or((first.0 + first.1, 0));
                 let ahead =
-                    if blocks == 1 { Ahead::Stream } else { Ahead::Next(first_row..first_row + rows) };
-                let block = Block { work, tiles: [first, second], ahead, local: &mut *local };
+                    if blocks == 1 { Ahead::Stream } else { Ahead::Next(first_row..first_row + count) };
+                let block = Block { work, rows, tiles: [first, second], ahead, local: &mut *local };
                 // SAFETY: as above.
                 unsafe { avx512::run_bf16(block) };
             }
@@ -104,6 +107,7 @@ enum Ahead {
 /// A unit times one or two tiles of x.
 struct Block<'a, T> {
     work: &'a Work<'a, T>,
+    rows: &'a [&'a [T]; UNIT],
     /// First row and number of rows of each tile of x; the second may be empty.
     tiles: [(usize, usize); 2],
     ahead: Ahead,
@@ -115,7 +119,7 @@ impl<T: Lanes> Kernel for Block<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Work { rows, segments, .. } = *self.work;
+        let (rows, segments) = (self.rows, self.work.segments);
         let steps = segment_steps(rows[0].len(), segments);
         let (x, tiles, all) = (self.work.x, self.tiles, segments * steps);
         let m = tiles.map(|(_, m)| m);

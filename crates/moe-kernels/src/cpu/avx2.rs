@@ -68,6 +68,7 @@ impl Simd for Avx2 {
     type Raw = Raw;
     const TILE_VECTORS: usize = 1;
     const TILE_ROWS: usize = 6;
+    const PANEL_ROWS: usize = 4;
 
     intrinsics! {
         fn splat(x: f32) -> V { [_mm256_set1_ps(x); 2] }
@@ -173,6 +174,45 @@ impl Simd for Avx2 {
             let [low, high] = halves_mut(a);
             _mm256_storeu_si256(low.cast(), v[0]);
             _mm256_storeu_si256(high.cast(), v[1]);
+        }
+
+        fn load_bytes(a: &[u8; 4 * LANES]) -> Raw {
+            let (low, high) = a.split_at(2 * LANES);
+            each!(a in [low, high] => _mm256_loadu_si256(a.as_ptr().cast()))
+        }
+        fn splat_word(x: u32) -> Raw { [_mm256_set1_epi32(x as i32); 2] }
+        fn widen_bytes(a: &[u8; LANES]) -> Raw {
+            each!(p in halves(a) => _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())))
+        }
+        fn mul_words(a: Raw, b: Raw) -> Raw { both!(_mm256_mullo_epi32(a, b)) }
+        fn dot_i16(acc: Raw, x: u32, w: Raw) -> Raw {
+            let x = _mm256_set1_epi32(x as i32);
+            both!(_mm256_add_epi32(acc, each!(w in w => _mm256_madd_epi16(x, w))))
+        }
+        fn nibbles(v: Raw) -> [Raw; 4] {
+            let mask = _mm256_set1_epi16(0xf);
+            [
+                each!(v in v => _mm256_and_si256(v, mask)),
+                each!(v in v => _mm256_and_si256(_mm256_srli_epi16::<4>(v), mask)),
+                each!(v in v => _mm256_and_si256(_mm256_srli_epi16::<8>(v), mask)),
+                each!(v in v => _mm256_srli_epi16::<12>(v)),
+            ]
+        }
+        fn bytes(v: Raw) -> [Raw; 2] {
+            let mask = _mm256_set1_epi16(0xff);
+            [each!(v in v => _mm256_and_si256(v, mask)), each!(v in v => _mm256_srli_epi16::<8>(v))]
+        }
+        fn halves(v: Raw) -> [Raw; 2] {
+            let mask = _mm256_set1_epi32(0xffff);
+            [each!(v in v => _mm256_and_si256(v, mask)), each!(v in v => _mm256_srli_epi32::<16>(v))]
+        }
+        fn ints(v: Raw) -> V { each!(v in v => _mm256_cvtepi32_ps(v)) }
+        fn e4m3_small(v: Raw) -> V {
+            each!(v in v => {
+                let sign = _mm256_slli_epi32::<24>(_mm256_and_si256(v, _mm256_set1_epi32(0x80)));
+                let magnitude = _mm256_slli_epi32::<20>(_mm256_and_si256(v, _mm256_set1_epi32(0x7f)));
+                _mm256_castsi256_ps(_mm256_or_si256(sign, magnitude))
+            })
         }
     }
 

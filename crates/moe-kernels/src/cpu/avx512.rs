@@ -1,5 +1,5 @@
-//! The AVX-512 path: one register per vector of 16 lanes, and the BF16 dot product where the
-//! processor has it.
+//! The AVX-512 path: one register per vector of 16 lanes, and the dot products of BF16 and of integers (VNNI) where the
+//! processor has them.
 
 use std::arch::x86_64::*;
 
@@ -9,7 +9,7 @@ use super::Kernel;
 use super::avx2::{add8, max8};
 use super::simd::{LANES, Simd, dot_bf16_by_fma, intrinsics};
 
-/// AVX-512 F, BW, DQ, VL with FMA and F16C; with `BF16`, also the BF16 dot product. A value
+/// AVX-512 F, BW, DQ, VL with FMA and F16C; with `BF16`, also the BF16 and VNNI dot products. A value
 /// exists only inside [`run`] and [`run_bf16`], whose callers have checked the processor.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512<const BF16: bool>(());
@@ -27,7 +27,7 @@ pub(crate) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
 ///
 /// # Safety
 /// The processor must support `CpuIsa::Avx512Bf16`.
-#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+#[target_feature(enable = "avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(crate) unsafe fn run_bf16<K: Kernel>(kernel: K) -> K::Output {
     kernel.run(Avx512::<true>(()))
 }
@@ -137,6 +137,41 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         fn to_words(v: __m512) -> __m512i { _mm512_castps_si512(v) }
         fn load_words(a: &[u32; LANES]) -> __m512i { _mm512_loadu_si512(a.as_ptr().cast()) }
         fn store_words(v: __m512i, a: &mut [u32; LANES]) { _mm512_storeu_si512(a.as_mut_ptr().cast(), v) }
+
+        fn load_bytes(a: &[u8; 4 * LANES]) -> __m512i { _mm512_loadu_si512(a.as_ptr().cast()) }
+        fn splat_word(x: u32) -> __m512i { _mm512_set1_epi32(x as i32) }
+        fn widen_bytes(a: &[u8; LANES]) -> __m512i { _mm512_cvtepu8_epi32(_mm_loadu_si128(a.as_ptr().cast())) }
+        fn mul_words(a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi32(a, b) }
+        fn nibbles(v: __m512i) -> [__m512i; 4] {
+            let mask = _mm512_set1_epi16(0xf);
+            [
+                _mm512_and_si512(v, mask),
+                _mm512_and_si512(_mm512_srli_epi16::<4>(v), mask),
+                _mm512_and_si512(_mm512_srli_epi16::<8>(v), mask),
+                _mm512_srli_epi16::<12>(v),
+            ]
+        }
+        fn bytes(v: __m512i) -> [__m512i; 2] {
+            [_mm512_and_si512(v, _mm512_set1_epi16(0xff)), _mm512_srli_epi16::<8>(v)]
+        }
+        fn halves(v: __m512i) -> [__m512i; 2] {
+            [_mm512_and_si512(v, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32::<16>(v)]
+        }
+        fn ints(v: __m512i) -> __m512 { _mm512_cvtepi32_ps(v) }
+        fn e4m3_small(v: __m512i) -> __m512 {
+            let sign = _mm512_slli_epi32::<24>(_mm512_and_si512(v, _mm512_set1_epi32(0x80)));
+            let magnitude = _mm512_slli_epi32::<20>(_mm512_and_si512(v, _mm512_set1_epi32(0x7f)));
+            _mm512_castsi512_ps(_mm512_or_si512(sign, magnitude))
+        }
+    }
+
+    #[inline(always)]
+    fn dot_i16(self, acc: __m512i, x: u32, w: __m512i) -> __m512i {
+        // SAFETY: `self` proves AVX-512 BW and, with BF16, VNNI. The sums are exact, so both give the same bits.
+        unsafe {
+            let x = _mm512_set1_epi32(x as i32);
+            if BF16 { _mm512_dpwssd_epi32(acc, x, w) } else { _mm512_add_epi32(acc, _mm512_madd_epi16(x, w)) }
+        }
     }
 
     #[inline(always)]

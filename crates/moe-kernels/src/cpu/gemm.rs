@@ -7,7 +7,7 @@
 
 use std::marker::PhantomData;
 
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 
 #[cfg(target_arch = "x86_64")]
 use super::amx::Amx;
@@ -18,6 +18,7 @@ use super::tile::{CACHE_LINE, UNIT, UnitSums};
 use super::vectors::Vectors;
 use crate::element::Element;
 use crate::exec::{CpuIsa, Exec};
+use crate::weight::WeightOrder;
 
 /// Pieces of the largest size whose rows are packed at a time.
 const WAVE_PIECES: usize = 4;
@@ -33,7 +34,7 @@ pub(crate) enum Units {
 }
 
 impl Units {
-    fn count(self) -> usize {
+    pub(super) fn count(self) -> usize {
         match self {
             Self::Rows(n) => n.div_ceil(UNIT),
             Self::GateUp(width) => width.div_ceil(LANES),
@@ -65,6 +66,8 @@ pub(crate) struct Products<'a, T> {
     pub index: Option<&'a [u32]>,
     /// One matrix per group, [matrix_rows, stride] each.
     pub w: &'a [T],
+    /// How each matrix lies there. In panels, rows of units come in sixteens, and columns in pairs.
+    pub order: WeightOrder,
     /// Rows of a matrix.
     pub matrix_rows: usize,
     /// Length of the products.
@@ -88,11 +91,19 @@ pub(crate) trait Epilogue: Sync {
     fn take(&self, group: usize, row: usize, unit: usize, sums: &[UnitSums]);
 }
 
+/// The weights of a unit: the columns that are multiplied. Missing rows repeat others.
+#[derive(Clone, Copy)]
+pub(crate) enum UnitWeights<'a, T> {
+    /// Its rows.
+    Rows(&'a [&'a [T]; UNIT]),
+    /// Its panels of 16 rows; see [`super::panel`].
+    Panels([&'a [T]; 2]),
+}
+
 /// One unit of a matrix and the rows of x that it is multiplied with.
 pub(crate) struct Work<'a, T> {
-    /// Rows of w; missing rows repeat another.
-    pub rows: &'a [&'a [T]; UNIT],
-    /// Values from a row to that of the unit that this thread is likely to take next.
+    pub weights: UnitWeights<'a, T>,
+    /// Values from a row (or panel) to that of the unit that this thread is likely to take next.
     pub next: usize,
     /// Packed rows of x, tile by tile.
     pub x: &'a [u32],
@@ -119,14 +130,18 @@ pub(crate) trait Method<T>: Sync {
 
 /// Computes the products and hands them to the epilogue.
 pub(crate) fn products<T: Lanes>(p: &Products<T>, ex: &Exec, epilogue: &impl Epilogue) -> Result<()> {
-    let isa = ex.isa();
+    let (isa, panels) = (ex.isa(), p.order == WeightOrder::Panels);
     match (isa, <T as Element>::DTYPE) {
+        #[cfg(target_arch = "x86_64")]
+        (CpuIsa::AmxBf16, DType::BF16) if panels => {
+            bail!("weights of bf16 in panels were packed for another path than {}", isa.name())
+        }
         #[cfg(target_arch = "x86_64")]
         (CpuIsa::AmxBf16, DType::BF16) => Driver { p, ex, epilogue, method: Amx }.run(),
         (CpuIsa::Avx512Bf16, DType::BF16) => {
-            Driver { p, ex, epilogue, method: Vectors { isa, step: PhantomData::<Pair> } }.run()
+            Driver { p, ex, epilogue, method: Vectors { isa, panels, step: PhantomData::<Pair> } }.run()
         }
-        _ => Driver { p, ex, epilogue, method: Vectors { isa, step: PhantomData::<Single> } }.run(),
+        _ => Driver { p, ex, epilogue, method: Vectors { isa, panels, step: PhantomData::<Single> } }.run(),
     }
 }
 
@@ -205,8 +220,16 @@ impl<T: Lanes, E: Epilogue, M: Method<T>> Driver<'_, T, E, M> {
         let units = self.p.units.count();
         for_each(self.ex, pieces.len() * units, rows * words * units * UNIT, |task| {
             let (piece, unit) = (pieces[task / units], task % units);
+            let rows;
+            let weights = match self.p.order {
+                WeightOrder::Rows => {
+                    rows = self.unit_rows(piece.group, unit);
+                    UnitWeights::Rows(&rows)
+                }
+                WeightOrder::Panels => UnitWeights::Panels(self.unit_panels(piece.group, unit)),
+            };
             let work = Work {
-                rows: &self.unit_rows(piece.group, unit),
+                weights,
                 next: self.p.units.stride() * self.p.stride,
                 x: &packed[piece.packed * words..][..piece.rows * words],
                 m: piece.rows,
@@ -234,12 +257,24 @@ impl<T: Lanes, E: Epilogue, M: Method<T>> Driver<'_, T, E, M> {
         })
     }
 
+    /// The matrix of a group.
+    fn matrix(&self, group: usize) -> &[T] {
+        let len = self.p.matrix_rows * self.p.stride;
+        &self.p.w[group * len..(group + 1) * len]
+    }
+
     fn unit_rows(&self, group: usize, unit: usize) -> [&[T]; UNIT] {
-        let Products { k, stride, start, matrix_rows, .. } = *self.p;
-        let w = &self.p.w[group * matrix_rows * stride..(group + 1) * matrix_rows * stride];
-        std::array::from_fn(|j| {
-            let row = self.p.units.row(unit, j);
-            &w[row * stride + start..][..k]
+        let Products { k, stride, start, units, .. } = *self.p;
+        let w = self.matrix(group);
+        std::array::from_fn(|j| &w[units.row(unit, j) * stride + start..][..k])
+    }
+
+    fn unit_panels(&self, group: usize, unit: usize) -> [&[T]; 2] {
+        let Products { k, stride, start, units, .. } = *self.p;
+        let w = self.matrix(group);
+        [0, LANES].map(|j| {
+            let first = units.row(unit, j) / LANES * LANES;
+            &w[first * stride + start * LANES..][..k * LANES]
         })
     }
 }

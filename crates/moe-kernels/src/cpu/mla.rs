@@ -11,6 +11,7 @@ use super::simd::Lanes;
 use super::tile::{UNIT, UnitSums};
 use crate::element::Float;
 use crate::exec::{CpuIsa, Exec};
+use crate::weight::WeightOrder;
 
 /// Rotates the pairs (x\[2i\], x[2i + 1]) by angle i: RoPE in the interleaved (GPT-J) layout. Plain
 /// multiplications and additions, so every instruction set gives the same bits.
@@ -59,6 +60,7 @@ impl<T: Lanes, O: Lanes> PerHead<'_, T, O> {
             x: self.x,
             index: Some(index),
             w: self.w,
+            order: WeightOrder::Rows,
             matrix_rows: self.n,
             k: self.k,
             stride: self.k,

@@ -1,7 +1,7 @@
 //! Packing: rows of a matrix become columns of words, so that one vector holds the same k of 16
 //! rows.
 //!
-//! Weights stay in checkpoint layout, [N, K] by rows; each task transposes the 16 rows and the
+//! Weights in rows keep the checkpoint's layout, [N, K]; each task transposes the 16 rows and the
 //! chain of K that it is about to use into a panel that fits the first-level cache. The same
 //! routine packs rows of x, as panels [k][rows of the tile].
 

@@ -22,6 +22,8 @@
 //! zeros; within a block, even and odd k are chains of their own, and subnormals are flushed:
 //! chain = chain + (even + odd). Its roundings are no more than K / 32 + 18.
 
+use super::simd::{LANES, Lanes, Simd};
+
 /// Length of the longest chain.
 pub(crate) const K_BLOCK: usize = 256;
 
@@ -71,7 +73,17 @@ pub(crate) trait Step: Copy + Send + Sync + 'static {
     /// Values of k per word.
     const DEPTH: usize;
     /// acc after the word `x` of a row of x and the words `w` of 16 rows of w.
-    fn step<S: super::simd::Simd>(s: S, acc: S::V, x: u32, w: S::Raw) -> S::V;
+    fn step<S: Simd>(s: S, acc: S::V, x: u32, w: S::Raw) -> S::V;
+    /// Advances M x N chains by one group of N panels: 16 * [`Lanes::PANEL_DEPTH`] values each, and the words
+    /// of x that belong to them, [words]\[M\].
+    fn advance_panel<S: Simd, T: Lanes, const M: usize, const N: usize>(
+        s: S,
+        acc: &mut [[S::V; N]; M],
+        x: &[u32],
+        w: [&[T]; 2],
+    );
+    /// The words of one group of a panel: word i of 16 rows goes to `out[i * stride..]`.
+    fn expand<S: Simd, T: Lanes>(s: S, w: &[T], stride: usize, out: &mut [u32]);
 }
 
 /// A word is one f32.
@@ -85,15 +97,66 @@ pub(crate) struct Pair;
 impl Step for Single {
     const DEPTH: usize = 1;
     #[inline(always)]
-    fn step<S: super::simd::Simd>(s: S, acc: S::V, x: u32, w: S::Raw) -> S::V {
+    fn step<S: Simd>(s: S, acc: S::V, x: u32, w: S::Raw) -> S::V {
         s.fma(s.splat(f32::from_bits(x)), s.as_f32(w), acc)
+    }
+    #[inline(always)]
+    fn advance_panel<S: Simd, T: Lanes, const M: usize, const N: usize>(
+        s: S,
+        acc: &mut [[S::V; N]; M],
+        x: &[u32],
+        w: [&[T]; 2],
+    ) {
+        for i in 0..T::PANEL_DEPTH {
+            let mut vectors = [T::panel(s, w[0], i); N];
+            for n in 1..N {
+                vectors[n] = T::panel(s, w[n], i);
+            }
+            for m in 0..M {
+                let x = s.splat(f32::from_bits(x[i * M + m]));
+                for n in 0..N {
+                    acc[m][n] = s.fma(x, vectors[n], acc[m][n]);
+                }
+            }
+        }
+    }
+    #[inline(always)]
+    fn expand<S: Simd, T: Lanes>(s: S, w: &[T], stride: usize, out: &mut [u32]) {
+        for i in 0..T::PANEL_DEPTH {
+            if let Some(out) = out[i * stride..].first_chunk_mut::<LANES>() {
+                s.store_words(s.to_words(T::panel(s, w, i)), out);
+            }
+        }
     }
 }
 
 impl Step for Pair {
     const DEPTH: usize = 2;
     #[inline(always)]
-    fn step<S: super::simd::Simd>(s: S, acc: S::V, x: u32, w: S::Raw) -> S::V {
+    fn step<S: Simd>(s: S, acc: S::V, x: u32, w: S::Raw) -> S::V {
         s.dot_bf16(acc, x, w)
+    }
+    #[inline(always)]
+    fn advance_panel<S: Simd, T: Lanes, const M: usize, const N: usize>(
+        s: S,
+        acc: &mut [[S::V; N]; M],
+        x: &[u32],
+        w: [&[T]; 2],
+    ) {
+        let mut vectors = [T::words(s, w[0]); N];
+        for n in 1..N {
+            vectors[n] = T::words(s, w[n]);
+        }
+        for m in 0..M {
+            for n in 0..N {
+                acc[m][n] = s.dot_bf16(acc[m][n], x[m], vectors[n]);
+            }
+        }
+    }
+    #[inline(always)]
+    fn expand<S: Simd, T: Lanes>(s: S, w: &[T], _stride: usize, out: &mut [u32]) {
+        if let Some(out) = out.first_chunk_mut() {
+            s.store_words(T::words(s, w), out);
+        }
     }
 }

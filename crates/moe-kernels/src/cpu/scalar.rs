@@ -61,6 +61,30 @@ impl Simd for Scalar {
         fn to_words(v: V) -> Self::Raw { v.map(f32::to_bits) }
         fn load_words(a: &[u32; LANES]) -> Self::Raw { *a }
         fn store_words(v: Self::Raw, a: &mut [u32; LANES]) { *a = v; }
+
+        fn load_bytes(a: &[u8; 4 * LANES]) -> Self::Raw {
+            std::array::from_fn(|i| u32::from_le_bytes(a.as_chunks().0[i]))
+        }
+        fn splat_word(x: u32) -> Self::Raw { [x; LANES] }
+        fn widen_bytes(a: &[u8; LANES]) -> Self::Raw { a.map(u32::from) }
+        fn mul_words(a: Self::Raw, b: Self::Raw) -> Self::Raw {
+            std::array::from_fn(|i| a[i].wrapping_mul(b[i]))
+        }
+        fn dot_i16(acc: Self::Raw, x: u32, w: Self::Raw) -> Self::Raw {
+            let product = |w: u32, shift: u32| i32::from((x >> shift) as i16) * i32::from((w >> shift) as i16);
+            std::array::from_fn(|i| acc[i].wrapping_add((product(w[i], 0).wrapping_add(product(w[i], 16))) as u32))
+        }
+        fn nibbles(v: Self::Raw) -> [Self::Raw; 4] {
+            std::array::from_fn(|i| v.map(|w| w >> (4 * i) & 0x000f_000f))
+        }
+        fn bytes(v: Self::Raw) -> [Self::Raw; 2] {
+            std::array::from_fn(|i| v.map(|w| w >> (8 * i) & 0x00ff_00ff))
+        }
+        fn halves(v: Self::Raw) -> [Self::Raw; 2] { [v.map(|w| w & 0xffff), v.map(|w| w >> 16)] }
+        fn ints(v: Self::Raw) -> V { v.map(|w| w as i32 as f32) }
+        fn e4m3_small(v: Self::Raw) -> V {
+            v.map(|w| f32::from_bits((w & 0x80) << 24 | (w & 0x7f) << 20))
+        }
     }
 
     #[inline(always)]

@@ -27,6 +27,9 @@ pub(crate) trait Simd: Copy {
     const TILE_VECTORS: usize;
     /// Rows of x of a product tile, at most [`super::tile::MAX_ROWS`].
     const TILE_ROWS: usize;
+    /// Rows of x of a tile that multiplies panels without expanding them, at most TILE_ROWS: the
+    /// widened weights need registers, too.
+    const PANEL_ROWS: usize = Self::TILE_ROWS;
 
     fn splat(self, x: f32) -> Self::V;
     fn load(self, a: &[f32; LANES]) -> Self::V;
@@ -88,6 +91,27 @@ pub(crate) trait Simd: Copy {
 
     /// Asks for the cache line at `p`, which need not be valid.
     fn prefetch<T>(self, p: *const T);
+
+    /// Words from their bytes, the lowest first.
+    fn load_bytes(self, a: &[u8; 4 * LANES]) -> Self::Raw;
+    /// The same word in every lane.
+    fn splat_word(self, x: u32) -> Self::Raw;
+    /// Bytes as words.
+    fn widen_bytes(self, a: &[u8; LANES]) -> Self::Raw;
+    /// Low 32 bits of the product of words.
+    fn mul_words(self, a: Self::Raw, b: Self::Raw) -> Self::Raw;
+    /// acc + first(x) * first(w) + second(x) * second(w) over pairs of i16, the first in the low half of a word.
+    fn dot_i16(self, acc: Self::Raw, x: u32, w: Self::Raw) -> Self::Raw;
+    /// The eight 4-bit integers of each word, by pairs: pair i holds those at bits 4i and 16 + 4i.
+    fn nibbles(self, v: Self::Raw) -> [Self::Raw; 4];
+    /// The four bytes of each word, by pairs: bytes 0 and 2, bytes 1 and 3.
+    fn bytes(self, v: Self::Raw) -> [Self::Raw; 2];
+    /// The halves of each word, the low one first.
+    fn halves(self, v: Self::Raw) -> [Self::Raw; 2];
+    /// Signed words as f32, rounded to nearest.
+    fn ints(self, v: Self::Raw) -> Self::V;
+    /// The E4M3 floats in the low byte of each word, 2^120 times too small.
+    fn e4m3_small(self, v: Self::Raw) -> Self::V;
 }
 
 /// Methods of a [`Simd`], which take `self` first and are always inlined.
@@ -115,6 +139,9 @@ pub(crate) use {inlined, intrinsics};
 pub(crate) trait Lanes: Float {
     /// Values per 32-bit word.
     const PER_WORD: usize;
+    /// Values of k of one row that lie side by side in a panel: pairs for bf16, whose halves of a word
+    /// widen by a shift and a mask and feed the BF16 dot product; else one.
+    const PANEL_DEPTH: usize;
     fn load<S: Simd>(s: S, a: &[Self; LANES]) -> S::V;
     fn store<S: Simd>(s: S, v: S::V, a: &mut [Self; LANES]);
     /// Sixteen words from the start of `a`, which holds at least 16 * PER_WORD values.
@@ -122,6 +149,8 @@ pub(crate) trait Lanes: Float {
     /// The values of each word, first and second; the second repeats the first where
     /// PER_WORD is 1.
     fn values<S: Simd>(s: S, v: S::Raw) -> [S::V; 2];
+    /// Value i of 16 rows from one group of a panel, [16]\[PANEL_DEPTH\].
+    fn panel<S: Simd>(s: S, a: &[Self], i: usize) -> S::V;
 
     /// Loads up to 16 values; missing lanes are 0.
     #[inline(always)]
@@ -152,6 +181,11 @@ pub(crate) trait Lanes: Float {
 
 impl Lanes for f32 {
     const PER_WORD: usize = 1;
+    const PANEL_DEPTH: usize = 1;
+    #[inline(always)]
+    fn panel<S: Simd>(s: S, a: &[f32], _i: usize) -> S::V {
+        s.load(&a.as_chunks().0[0])
+    }
     #[inline(always)]
     fn load<S: Simd>(s: S, a: &[f32; LANES]) -> S::V {
         s.load(a)
@@ -171,9 +205,18 @@ impl Lanes for f32 {
 }
 
 macro_rules! half_lanes {
-    ($ty:ty, $load:ident, $store:ident, $half:ident) => {
+    ($ty:ty, $load:ident, $store:ident, $half:ident, $depth:literal) => {
         impl Lanes for $ty {
             const PER_WORD: usize = 2;
+            const PANEL_DEPTH: usize = $depth;
+            #[inline(always)]
+            fn panel<S: Simd>(s: S, a: &[$ty], i: usize) -> S::V {
+                match (Self::PANEL_DEPTH, i) {
+                    (1, _) => s.$load(&a.as_chunks().0[0]),
+                    (_, 0) => s.$half::<false>(Self::words(s, a)),
+                    _ => s.$half::<true>(Self::words(s, a)),
+                }
+            }
             #[inline(always)]
             fn load<S: Simd>(s: S, a: &[$ty; LANES]) -> S::V {
                 s.$load(a)
@@ -195,8 +238,8 @@ macro_rules! half_lanes {
     };
 }
 
-half_lanes!(bf16, load_bf16, store_bf16, half_bf16);
-half_lanes!(f16, load_f16, store_f16, half_f16);
+half_lanes!(bf16, load_bf16, store_bf16, half_bf16, 2);
+half_lanes!(f16, load_f16, store_f16, half_f16, 1);
 
 /// [`Simd::dot_bf16`] by two multiply-adds.
 #[inline(always)]

@@ -1,14 +1,16 @@
 //! Units of a product on vector registers.
 //!
-//! A unit with few rows of x streams its weights ([`super::stream`]); one with more packs each
-//! chain of its weights once and multiplies it with every tile of x ([`super::tile`]).
+//! A unit with few rows of x streams its weights ([`super::stream`], [`super::panel`]); one with more packs
+//! each chain of its weights once and multiplies it with every tile of x ([`super::tile`]).
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use super::dispatch;
-use super::gemm::{Method, Work, even_parts};
+use super::gemm::{Method, UnitWeights, Work, even_parts};
 use super::pack::Pack;
+use super::panel::{Expand, PanelRows, PanelUnit, behind, flush, panels_from};
 use super::product::{Chain, K_BLOCK, Step, chains, row_words};
 use super::simd::{LANES, Lanes};
 use super::stream::{Next, Stream};
@@ -18,8 +20,13 @@ use crate::exec::CpuIsa;
 /// The vector registers of a path, with its way to advance chains.
 pub(crate) struct Vectors<P> {
     pub isa: CpuIsa,
+    /// Whether weights lie in panels.
+    pub panels: bool,
     pub step: PhantomData<P>,
 }
+
+/// The most tiles of x that share panels which are not expanded: each widens the weights anew.
+const DIRECT_TILES: usize = 2;
 
 thread_local! {
     /// Panel and sums of the unit that this thread works on; kept so that steps do not allocate.
@@ -33,7 +40,7 @@ impl<T: Lanes, P: Step> Method<T> for Vectors<P> {
 
     /// As even as can be: a small tile does not hide the latency of its chains.
     fn tiles(&self, m: usize) -> impl Iterator<Item = (usize, usize)> {
-        even_parts(m, m.div_ceil(dispatch(self.isa, Shape).1))
+        even_parts(m, m.div_ceil(self.tile_rows(m)))
     }
 
     fn row_words(&self, k: usize, segments: usize) -> usize {
@@ -49,20 +56,50 @@ impl<T: Lanes, P: Step> Method<T> for Vectors<P> {
     }
 
     fn unit(&self, work: &Work<T>, take: impl FnOnce(&[UnitSums])) {
-        if work.m <= dispatch(self.isa, Shape).1 {
-            self.stream(work, take);
-        } else {
-            LOCAL.with_borrow_mut(|(panel, sums)| self.tiled(work, panel, sums, take));
-        }
+        let is_direct = self.is_direct(work.m);
+        LOCAL.with_borrow_mut(|(panel, sums)| match work.weights {
+            UnitWeights::Panels(panels) if is_direct => {
+                self.direct(work, panels, sums, take);
+            }
+            UnitWeights::Rows(rows) if work.m <= self.tile_rows(work.m) => self.stream(work, rows, take),
+            _ => self.tiled(work, panel, sums, take),
+        });
     }
 }
 
 impl<P: Step> Vectors<P> {
-    /// One tile of x.
-    fn stream<T: Lanes>(&self, work: &Work<T>, take: impl FnOnce(&[UnitSums])) {
+    /// Whether m rows of x multiply panels as they are.
+    fn is_direct(&self, m: usize) -> bool {
+        self.panels && m <= DIRECT_TILES * dispatch(self.isa, PanelRows)
+    }
+
+    /// Rows of a tile of x where there are m of them.
+    fn tile_rows(&self, m: usize) -> usize {
+        if self.is_direct(m) { dispatch(self.isa, PanelRows) } else { dispatch(self.isa, Shape).1 }
+    }
+
+    /// One tile of x, or a few, with panels.
+    fn direct<T: Lanes>(
+        &self,
+        work: &Work<T>,
+        panels: [&[T]; 2],
+        sums: &mut Vec<UnitSums>,
+        take: impl FnOnce(&[UnitSums]),
+    ) {
+        let &Work { next, x, m, segments, .. } = work;
+        sums.resize(2 * m.max(sums.len() / 2), [0.0; UNIT]);
+        let (total, segment) = sums[..2 * m].split_at_mut(m);
+        let tiles = m.div_ceil(self.tile_rows(m));
+        let unit = PanelUnit { panels, next, x, m, tiles, segments, total, segment, step: self.step };
+        dispatch(self.isa, unit);
+        take(&sums[..m]);
+    }
+
+    /// One tile of x, with rows.
+    fn stream<T: Lanes>(&self, work: &Work<T>, rows: &[&[T]; UNIT], take: impl FnOnce(&[UnitSums])) {
         let mut sums = [[0.0; UNIT]; MAX_ROWS];
         let out = &mut sums[..work.m];
-        let &Work { rows, next, x, m, segments } = work;
+        let &Work { next, x, m, segments, .. } = work;
         dispatch(self.isa, Stream { rows, next: Next::Unit(next), x, m, segments, out, step: self.step });
         take(&sums[..work.m]);
     }
@@ -81,22 +118,34 @@ impl<P: Step> Vectors<P> {
         sums.resize(2 * work.m, [0.0; UNIT]);
         let (total, segment) = sums.split_at_mut(work.m);
         for vector in (0..2).step_by(vectors) {
-            let rows = &work.rows[vector * LANES..(vector + vectors) * LANES];
-            for chain in chains(rows[0].len(), work.segments, P::DEPTH) {
+            for chain in chains(work.k(), work.segments, P::DEPTH) {
                 let panel = &mut panel[..chain.len.div_ceil(P::DEPTH) * LANES * vectors];
-                for (i, rows) in rows.as_chunks().0.iter().enumerate() {
-                    let (out, range) = (&mut panel[i * LANES..], chain.start..chain.start + chain.len);
-                    let stride = LANES * vectors;
-                    dispatch(self.isa, Pack { rows, range, stride, out, step: self.step });
-                }
+                self.pack_chain(work, vector..vector + vectors, &chain, panel);
                 let to = if chain.to_segment { &mut *segment } else { &mut *total };
-                self.tiles(work, panel, rows, vector, chain, to);
-                if let Some(add) = chain.flush {
-                    flush(segment, total, add, vector * LANES..(vector + vectors) * LANES);
-                }
+                self.tiles(work, panel, vector..vector + vectors, chain, to);
+                flush(&chain, segment, total, vector * LANES..(vector + vectors) * LANES);
             }
         }
         take(total);
+    }
+
+    /// The words of one chain of some vectors of the unit.
+    fn pack_chain<T: Lanes>(&self, work: &Work<T>, vectors: Range<usize>, chain: &Chain, words: &mut [u32]) {
+        let (step, stride) = (self.step, LANES * vectors.len());
+        let range = chain.start..chain.start + chain.len;
+        for (i, vector) in vectors.enumerate() {
+            let out = &mut words[i * LANES..];
+            match work.weights {
+                UnitWeights::Rows(rows) => {
+                    let (rows, range) = (&rows.as_chunks().0[vector], range.clone());
+                    dispatch(self.isa, Pack { rows, range, stride, out, step });
+                }
+                UnitWeights::Panels(panels) => {
+                    let panel = &panels[vector][range.start * LANES..range.end * LANES];
+                    dispatch(self.isa, Expand { panel, stride, out, step });
+                }
+            }
+        }
     }
 
     /// All tiles of x over one packed chain, while the weights of the next one are fetched.
@@ -104,30 +153,26 @@ impl<P: Step> Vectors<P> {
         &self,
         work: &Work<T>,
         w: &[u32],
-        rows: &[&[T]],
-        vector: usize,
+        vectors: Range<usize>,
         chain: Chain,
         to: &mut [UnitSums],
     ) {
-        let k = rows[0].len();
+        let k = work.k();
         let (words, chain_words) = (row_words(k, work.segments, P::DEPTH), chain.len.div_ceil(P::DEPTH));
         let end = chain.start + chain.len;
-        let next = if end < k { end } else { work.next };
         let mut starts = [std::ptr::null(); UNIT];
-        for (start, row) in starts.iter_mut().zip(rows) {
-            *start = row.as_ptr().wrapping_add(next).cast();
-        }
-        let lines = rows.len() * (chain.len * size_of::<T>()).div_ceil(CACHE_LINE);
+        let streams = work.ahead(vectors.clone(), end, &mut starts);
+        let lines = vectors.len() * LANES * (chain.len * size_of::<T>()).div_ceil(CACHE_LINE);
         let tiles = || Method::<T>::tiles(self, work.m);
         for ((start, m), (first, count)) in tiles().zip(even_parts(lines, tiles().count())) {
             let tile = Tile {
                 x: &work.x[start * words + chain.word * m..][..chain_words * m],
                 w,
                 m,
-                vector,
+                vector: vectors.start,
                 out: &mut to[start..start + m],
                 add: chain.add,
-                ahead: Ahead { rows: &starts[..rows.len()], first, count },
+                ahead: Ahead { rows: &starts[..streams], first, count },
                 step: self.step,
             };
             dispatch(self.isa, tile);
@@ -135,11 +180,38 @@ impl<P: Step> Vectors<P> {
     }
 }
 
-/// Adds the sums of a segment to the totals, or starts the totals with them.
-fn flush(segment: &[UnitSums], total: &mut [UnitSums], add: bool, lanes: std::ops::Range<usize>) {
-    for (total, segment) in total.iter_mut().zip(segment) {
-        for (total, segment) in total[lanes.clone()].iter_mut().zip(&segment[lanes.clone()]) {
-            *total = if add { *total + segment } else { *segment };
+impl<T: Lanes> Work<'_, T> {
+    /// Length of the products.
+    fn k(&self) -> usize {
+        match self.weights {
+            UnitWeights::Rows(rows) => rows[0].len(),
+            UnitWeights::Panels(panels) => panels[0].len() / LANES,
+        }
+    }
+
+    /// Where the rows or panels of some vectors go on after column `end`; their number.
+    fn ahead(&self, vectors: Range<usize>, end: usize, starts: &mut [*const u8; UNIT]) -> usize {
+        let is_last = end == self.k();
+        match self.weights {
+            UnitWeights::Rows(rows) => {
+                let rows = &rows[vectors.start * LANES..vectors.end * LANES];
+                let offset = if is_last { self.next } else { end };
+                for (start, row) in starts.iter_mut().zip(rows) {
+                    *start = row.as_ptr().wrapping_add(offset).cast();
+                }
+                rows.len()
+            }
+            UnitWeights::Panels(panels) => {
+                let count = vectors.len();
+                let further = match is_last {
+                    true => behind(&panels, self.next, vectors),
+                    false => panels_from(&panels, vectors, end),
+                };
+                for (start, panel) in starts.iter_mut().zip(&further[..count]) {
+                    *start = panel.cast();
+                }
+                count
+            }
         }
     }
 }

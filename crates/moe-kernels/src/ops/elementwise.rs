@@ -9,27 +9,33 @@ use crate::cpu::simd::{LANES, Lanes};
 use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_stream};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
+use crate::weight::{WeightOrder, WeightView, panel_row};
 use crate::with_float;
 
 /// out\[t\] = table[ids\[t\]].
 ///
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `table` | [V, H] model dtype (f32, bf16, f16) |
+/// | `table` | [V, H] model dtype (f32, bf16, f16), in rows or panels |
 /// | `ids` | \[T\] u32 |
 /// | `out` | [T, H] dtype of the table, or f32 |
 ///
 /// # Errors
 /// A wrong dtype or wrong dims; an id that is not below V.
-pub fn embedding_into(table: View, ids: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
-    let op = "embedding";
+pub fn embedding_into<'w>(
+    table: impl Into<WeightView<'w>>,
+    ids: View,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (op, table) = ("embedding", table.into());
     let (v, h) = expect_matrix(op, "table", &table)?;
     expect(op, "ids", &ids, DType::U32, &[ids.elem_count()])?;
     expect_dims(op, "out", &out, &[ids.elem_count(), h])?;
     expect_stream(op, "out", &out, table.dtype())?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        return crate::cuda::rows::embedding(table, ids, out, ex);
+        return crate::cuda::rows::embedding(table.rows(op)?, ids, out, ex);
     }
     let _ = ex;
     let ids = ids.cpu::<u32>()?;
@@ -42,12 +48,21 @@ pub fn embedding_into(table: View, ids: View, out: ViewMut, ex: &mut Exec) -> Re
     })
 }
 
-fn embed<T: Lanes, S: Lanes>(table: View, ids: &[u32], mut out: ViewMut) -> Result<()> {
+fn embed<T: Lanes, S: Lanes>(table: WeightView, ids: &[u32], mut out: ViewMut) -> Result<()> {
+    let (table, order) = table.values("embedding")?;
     let h = table.dims()[1];
+    let mut unpacked = vec![T::default(); if order == WeightOrder::Panels { h } else { 0 }];
     let (table, out) = (table.cpu::<T>()?, out.cpu_mut::<S>()?);
     if h > 0 {
         for (out, id) in out.chunks_exact_mut(h).zip(ids) {
-            for (out, x) in out.iter_mut().zip(&table[*id as usize * h..][..h]) {
+            let row = match order {
+                WeightOrder::Rows => &table[*id as usize * h..][..h],
+                WeightOrder::Panels => {
+                    panel_row(table, h, *id as usize, &mut unpacked);
+                    &unpacked
+                }
+            };
+            for (out, x) in out.iter_mut().zip(row) {
                 *out = S::narrow(x.widen());
             }
         }

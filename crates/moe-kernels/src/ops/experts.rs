@@ -3,14 +3,16 @@
 use candle_core::{DType, Result, bail};
 
 use super::linear::{Rows, row_parallel_segments, run};
+use super::quant::{quant_down_into, quant_gate_up_into};
 use crate::cpu::epilogue::GateUp;
 use crate::cpu::gemm::{Products, Units, products};
 use crate::cpu::shared::Shared;
-use crate::cpu::simd::Lanes;
+use crate::cpu::simd::{LANES, Lanes};
 use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_optional, expect_rank3};
 use crate::exec::Exec;
 use crate::spec::Activation;
 use crate::view::{View, ViewMut};
+use crate::weight::{WeightOrder, WeightView};
 use crate::with_float;
 
 /// Which rows each local expert computes.
@@ -31,18 +33,18 @@ pub struct ExpertGroups<'a> {
 /// [`ExpertGroups`] after the door: every index is in range.
 pub(super) struct Checked<'a> {
     pub offsets: &'a [u32],
-    in_rows: &'a [u32],
+    pub in_rows: &'a [u32],
     pub out_rows: &'a [u32],
 }
 
 impl<'a> ExpertGroups<'a> {
     /// Number of grouped slots P.
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.in_rows.elem_count()
     }
 
     /// Checks dims and dtypes.
-    fn check_views(&self, op: &str, experts: usize) -> Result<()> {
+    pub(super) fn check_views(&self, op: &str, experts: usize) -> Result<()> {
         let p = self.len();
         for (name, view, len) in [
             ("offsets", &self.offsets, experts + 1),
@@ -55,7 +57,7 @@ impl<'a> ExpertGroups<'a> {
     }
 
     /// Checks dims and dtypes of a down product: `x` [P, I], `w2` [E_local, H, I] and `out` [S, H] f32.
-    pub(super) fn check_down(&self, op: &str, x: &View, w2: &View, out: &ViewMut) -> Result<()> {
+    pub(super) fn check_down(&self, op: &str, x: &View, w2: &WeightView, out: &ViewMut) -> Result<()> {
         let (e, h, i) = expect_rank3(op, "w2", w2)?;
         expect_dims(op, "x", x, &[self.len(), i])?;
         expect_dtype(op, "w2", w2, x.dtype())?;
@@ -65,7 +67,7 @@ impl<'a> ExpertGroups<'a> {
     }
 
     /// The indices, once [`check_views`](Self::check_views) has passed; fails unless offsets ascend.
-    fn check(&self, op: &str) -> Result<Checked<'a>> {
+    pub(super) fn check(&self, op: &str) -> Result<Checked<'a>> {
         let p = self.len();
         let offsets = self.offsets.cpu::<u32>()?;
         let ascending = offsets.first() == Some(&0) && offsets.is_sorted();
@@ -89,7 +91,7 @@ impl Checked<'_> {
         self.offsets.last().map_or(0, |&n| n as usize)
     }
 
-    fn expect_below(&self, op: &str, name: &str, rows: &[u32], bound: usize) -> Result<()> {
+    pub(super) fn expect_below(&self, op: &str, name: &str, rows: &[u32], bound: usize) -> Result<()> {
         let used = rows.iter().take(self.used());
         match used.enumerate().find(|(_, row)| **row as usize >= bound) {
             Some((i, row)) => bail!("{op}: {name}[{i}] is {row}; expected a row below {bound}"),
@@ -123,16 +125,16 @@ impl Checked<'_> {
 /// # Errors
 /// A wrong dtype or wrong dims; an odd number of w13 rows; offsets that do not ascend; an
 /// `in_rows` entry in use that is not below R.
-pub fn grouped_gate_up_into(
+pub fn grouped_gate_up_into<'w>(
     x: View,
     groups: &ExpertGroups,
-    w13: View,
+    w13: impl Into<WeightView<'w>>,
     w13_bias: Option<View>,
     activation: Activation,
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let op = "grouped_gate_up";
+    let (op, w13) = ("grouped_gate_up", w13.into());
     let (r, h) = expect_matrix(op, "x", &x)?;
     let (e, two_i, _) = expect_rank3(op, "w13", &w13)?;
     expect(op, "w13", &w13, x.dtype(), &[e, two_i, h])?;
@@ -142,9 +144,12 @@ pub fn grouped_gate_up_into(
     expect_optional(op, "w13_bias", w13_bias.as_ref(), x.dtype(), &[e, two_i])?;
     expect(op, "out", &out, x.dtype(), &[groups.len(), two_i / 2])?;
     groups.check_views(op, e)?;
+    if let WeightView::Quantised(w13) = w13 {
+        return quant_gate_up_into(x, groups, w13.matrix(), w13_bias, activation, out, ex);
+    }
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        return crate::cuda::any::gate_up(ex, op, x, groups, (w13, w13_bias), activation, out);
+        return crate::cuda::any::gate_up(ex, op, x, groups, (w13.rows(op)?, w13_bias), activation, out);
     }
     let groups = groups.check(op)?;
     groups.expect_below(op, "in_rows", groups.in_rows, r)?;
@@ -154,17 +159,24 @@ pub fn grouped_gate_up_into(
 fn gate_up<T: Lanes>(
     x: View,
     groups: &Checked,
-    w13: View,
+    w13: WeightView,
     bias: Option<View>,
     activation: Activation,
     mut out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
+    let (w13, order) = w13.values("grouped_gate_up")?;
     let (k, width) = (w13.dims()[2], w13.dims()[1] / 2);
+    if order == WeightOrder::Panels && !width.is_multiple_of(LANES) {
+        bail!(
+            "grouped_gate_up: a panel of w13 holds both gate and up rows: pack it with runs of {width} rows"
+        )
+    }
     let p = Products {
         x: x.cpu::<T>()?,
         index: Some(groups.in_rows),
         w: w13.cpu()?,
+        order,
         matrix_rows: 2 * width,
         k,
         stride: k,
@@ -193,23 +205,26 @@ fn gate_up<T: Lanes>(
 /// # Errors
 /// A wrong dtype or wrong dims; offsets that do not ascend; an `out_rows` entry in use that is
 /// not below S or occurs twice.
-pub fn grouped_down_into(
+pub fn grouped_down_into<'w>(
     x: View,
     groups: &ExpertGroups,
-    w2: View,
+    w2: impl Into<WeightView<'w>>,
     w2_bias: Option<View>,
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let op = "grouped_down";
+    let (op, w2) = ("grouped_down", w2.into());
     groups.check_down(op, &x, &w2, &out)?;
     expect_optional(op, "w2_bias", w2_bias.as_ref(), x.dtype(), &w2.dims()[..2])?;
+    if let WeightView::Quantised(w2) = w2 {
+        return quant_down_into(x, groups, w2.matrix(), w2_bias, out, ex);
+    }
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        return crate::cuda::any::down(ex, op, x, groups, (w2, w2_bias), out);
+        return crate::cuda::any::down(ex, op, x, groups, (w2.rows(op)?, w2_bias), out);
     }
     let Checked { offsets, out_rows, .. } = groups.check_out(op, out.rows())?;
-    let k = w2.dims()[2];
+    let k = x.dims()[1];
     let segments = row_parallel_segments(k);
     let rows = Rows { columns: (0, k), segments, offsets, out_rows: Some(out_rows) };
     with_float!(x.dtype(), op, T => run::<T, f32>(x, w2, w2_bias, rows, out, ex))

@@ -11,6 +11,7 @@ use crate::monolithic::PreNorm;
 #[cfg(feature = "cuda")]
 use crate::plan::LinearCall;
 use crate::view::{View, ViewMut};
+use crate::weight::WeightView;
 
 /// out [T, N] f32 = norm(residual [T, H] f32) · wᵀ + bias.
 ///
@@ -22,25 +23,28 @@ use crate::view::{View, ViewMut};
 ///
 /// # Errors
 /// Wrong dims or dtypes.
-pub fn norm_linear_into(
+pub fn norm_linear_into<'w>(
     residual: View,
     norm: &PreNorm,
-    w: View,
+    w: impl Into<WeightView<'w>>,
     bias: Option<View>,
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let op = "norm_linear";
+    let (op, w) = ("norm_linear", w.into());
+    let dtype = w.dtype();
     let (t, h) = expect_matrix(op, "residual", &residual)?;
     expect_dtype(op, "residual", &residual, DType::F32)?;
-    expect(op, "norm", &norm.weight, w.dtype(), &[h])?;
-    let n = expect_weight(op, w, bias, h)?;
+    expect(op, "norm", &norm.weight, dtype, &[h])?;
+    let n = expect_weight(op, &w, bias, h)?;
     expect(op, "out", &out, DType::F32, &[t, n])?;
     #[cfg(feature = "cuda")]
-    if crate::cuda::linear::fuses(&call(t, w, bias), &[residual, w, out.as_view(), norm.weight], ex) {
+    if let WeightView::Rows(w) = w
+        && crate::cuda::linear::fuses(&call(t, w, bias), &[residual, w, out.as_view(), norm.weight], ex)
+    {
         return crate::cuda::linear::norm_linear(op, residual, norm, w, bias, out, ex);
     }
-    let mut x = ex.scratch(w.dtype(), residual.dims())?;
+    let mut x = ex.scratch(dtype, residual.dims())?;
     rms_norm_into(residual, norm.weight, norm.eps, x.view_mut(), ex)?;
     linear_into(x.view(), w, bias, out, ex)
 }
@@ -55,14 +59,22 @@ pub fn norm_linear_into(
 ///
 /// # Errors
 /// Wrong dims or dtypes.
-pub fn linear_add_into(x: View, w: View, bias: Option<View>, residual: ViewMut, ex: &mut Exec) -> Result<()> {
-    let op = "linear_add";
+pub fn linear_add_into<'w>(
+    x: View,
+    w: impl Into<WeightView<'w>>,
+    bias: Option<View>,
+    residual: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (op, w) = ("linear_add", w.into());
     let (t, k) = expect_matrix(op, "x", &x)?;
     expect_dtype(op, "x", &x, w.dtype())?;
-    let n = expect_weight(op, w, bias, k)?;
+    let n = expect_weight(op, &w, bias, k)?;
     expect(op, "residual", &residual, DType::F32, &[t, n])?;
     #[cfg(feature = "cuda")]
-    if crate::cuda::linear::fuses(&call(t, w, bias), &[x, w, residual.as_view()], ex) {
+    if let WeightView::Rows(w) = w
+        && crate::cuda::linear::fuses(&call(t, w, bias), &[x, w, residual.as_view()], ex)
+    {
         return crate::cuda::linear::linear_add(op, x, w, bias, residual, ex);
     }
     let mut delta = ex.scratch(DType::F32, residual.dims())?;

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result, bail};
 
+use super::quant;
 use crate::cpu::epilogue::Store;
 use crate::cpu::gemm::{Products, Units, products};
 use crate::cpu::shared::Shared;
@@ -9,6 +10,7 @@ use crate::cpu::simd::Lanes;
 use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_optional};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
+use crate::weight::WeightView;
 use crate::with_float;
 
 /// Number of segments S into which a row-parallel product cuts its K: the largest of 8, 4, 2, 1
@@ -23,7 +25,7 @@ pub fn row_parallel_segments(k: usize) -> usize {
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `x` | [T, K] model dtype (f32, bf16, f16) |
-/// | `w` | [N, K] same dtype |
+/// | `w` | [N, K] same dtype, in rows or panels; or quantised, packed for this product |
 /// | `bias` | \[N\] same dtype |
 /// | `out` | [T, N] same dtype or f32 |
 ///
@@ -31,8 +33,14 @@ pub fn row_parallel_segments(k: usize) -> usize {
 ///
 /// # Errors
 /// A wrong dtype or wrong dims.
-pub fn linear_into(x: View, w: View, bias: Option<View>, out: ViewMut, ex: &mut Exec) -> Result<()> {
-    product("linear", 1, x, w, bias, out, ex)
+pub fn linear_into<'w>(
+    x: View,
+    w: impl Into<WeightView<'w>>,
+    bias: Option<View>,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    product("linear", 1, x, w.into(), bias, out, ex)
 }
 
 /// [`linear_into`] with K cut into [`row_parallel_segments`] equal segments: each segment's f32
@@ -41,37 +49,40 @@ pub fn linear_into(x: View, w: View, bias: Option<View>, out: ViewMut, ex: &mut 
 ///
 /// # Errors
 /// A wrong dtype or wrong dims.
-pub fn linear_row_parallel_into(
+pub fn linear_row_parallel_into<'w>(
     x: View,
-    w: View,
+    w: impl Into<WeightView<'w>>,
     bias: Option<View>,
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
     let segments = row_parallel_segments(x.dims().last().copied().unwrap_or(0));
-    product("linear_row_parallel", segments, x, w, bias, out, ex)
+    product("linear_row_parallel", segments, x, w.into(), bias, out, ex)
 }
 
 fn product(
     op: &str,
     segments: usize,
     x: View,
-    w: View,
+    w: WeightView,
     bias: Option<View>,
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
     let (t, k) = expect_matrix(op, "x", &x)?;
     expect_dtype(op, "w", &w, x.dtype())?;
-    let n = expect_weight(op, w, bias, k)?;
+    let n = expect_weight(op, &w, bias, k)?;
     expect_dims(op, "out", &out, &[t, n])?;
     if out.dtype() != x.dtype() && out.dtype() != DType::F32 {
         bail!("{op}: expected out of dtype {} or f32, got {}", x.dtype().as_str(), out.dtype().as_str())
     }
     let rows = [0, expect_u32(op, t)?];
+    if let WeightView::Quantised(w) = w {
+        return quant::product(op, segments, x, w.matrix(), bias, out, ex);
+    }
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        return crate::cuda::linear::linear(op, x, w, bias, out, ex);
+        return crate::cuda::linear::linear(op, x, w.rows(op)?, bias, out, ex);
     }
     let rows = Rows { columns: (0, k), segments, offsets: &rows, out_rows: None };
     with_float!(x.dtype(), op, X => match out.dtype() {
@@ -81,9 +92,9 @@ fn product(
 }
 
 /// Checks a weight [N, K] and its bias; N.
-pub(super) fn expect_weight(op: &str, w: View, bias: Option<View>, k: usize) -> Result<usize> {
-    let (n, _) = expect_matrix(op, "w", &w)?;
-    expect_dims(op, "w", &w, &[n, k])?;
+pub(super) fn expect_weight(op: &str, w: &WeightView, bias: Option<View>, k: usize) -> Result<usize> {
+    let (n, _) = expect_matrix(op, "w", w)?;
+    expect_dims(op, "w", w, &[n, k])?;
     expect_optional(op, "bias", bias.as_ref(), w.dtype(), &[n])?;
     Ok(n)
 }
@@ -111,17 +122,19 @@ pub(super) struct Rows<'a> {
 /// Products of rows of x with matrices [.., N, K], on the CPU; the door has checked everything.
 pub(super) fn run<X: Lanes, O: Lanes>(
     x: View,
-    w: View,
+    w: WeightView,
     bias: Option<View>,
     rows: Rows,
     mut out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
+    let (w, order) = w.values("a product")?;
     let &[.., n, stride] = w.dims() else { bail!("expected matrices, got dims {:?}", w.dims()) };
     let p = Products {
         x: x.cpu::<X>()?,
         index: None,
         w: w.cpu()?,
+        order,
         matrix_rows: n,
         k: rows.columns.1,
         stride,

@@ -12,6 +12,7 @@ mod fused_linear;
 mod linear;
 mod mla;
 mod qk_norm_rope;
+mod quant;
 mod scaled;
 mod segments;
 
@@ -25,5 +26,9 @@ pub use fused_linear::{linear_add_into, norm_linear_into};
 pub use linear::{linear_into, linear_row_parallel_into, row_parallel_segments};
 pub use mla::{MlaLatent, MlaQuery, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into};
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_cache_into, rope_attention_into};
+pub use quant::{
+    quant_down_into, quant_down_segment_into, quant_gate_up_into, quant_linear_into,
+    quant_linear_segment_into,
+};
 pub use scaled::{add_scaled_into, one_group_into, sigmoid_into};
 pub use segments::{Segment, grouped_down_segment_into, linear_segment_into};

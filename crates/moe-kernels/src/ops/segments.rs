@@ -9,9 +9,11 @@ use candle_core::{DType, Result, bail};
 
 use super::experts::{Checked, ExpertGroups};
 use super::linear::{Rows, expect_u32, expect_weight, run};
+use super::quant::{quant_down_segment_into, quant_linear_segment_into};
 use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
+use crate::weight::WeightView;
 use crate::with_float;
 
 /// Which part of a rank's K a segment is.
@@ -44,13 +46,22 @@ impl Segment {
 ///
 /// # Errors
 /// A wrong dtype or wrong dims; a segment that K does not have.
-pub fn linear_segment_into(x: View, w: View, segment: Segment, out: ViewMut, ex: &mut Exec) -> Result<()> {
-    let op = "linear_segment";
+pub fn linear_segment_into<'w>(
+    x: View,
+    w: impl Into<WeightView<'w>>,
+    segment: Segment,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (op, w) = ("linear_segment", w.into());
     let (t, k) = expect_matrix(op, "x", &x)?;
     expect_dtype(op, "w", &w, x.dtype())?;
-    let n = expect_weight(op, w, None, k)?;
+    let n = expect_weight(op, &w, None, k)?;
     expect(op, "out", &out, DType::F32, &[t, n])?;
     let columns = segment.columns(op, k)?;
+    if let WeightView::Quantised(w) = w {
+        return quant_linear_segment_into(x, w.matrix(), segment, out, ex);
+    }
     let rows = Rows { columns, segments: 1, offsets: &[0, expect_u32(op, t)?], out_rows: None };
     with_float!(x.dtype(), op, T => run::<T, f32>(x, w, None, rows, out, ex))
 }
@@ -67,17 +78,20 @@ pub fn linear_segment_into(x: View, w: View, segment: Segment, out: ViewMut, ex:
 ///
 /// # Errors
 /// As [`grouped_down_into`](crate::grouped_down_into); a segment that I does not have.
-pub fn grouped_down_segment_into(
+pub fn grouped_down_segment_into<'w>(
     x: View,
     groups: &ExpertGroups,
-    w2: View,
+    w2: impl Into<WeightView<'w>>,
     segment: Segment,
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let op = "grouped_down_segment";
+    let (op, w2) = ("grouped_down_segment", w2.into());
     groups.check_down(op, &x, &w2, &out)?;
-    let columns = segment.columns(op, w2.dims()[2])?;
+    let columns = segment.columns(op, x.dims()[1])?;
+    if let WeightView::Quantised(w2) = w2 {
+        return quant_down_segment_into(x, groups, w2.matrix(), segment, out, ex);
+    }
     let Checked { offsets, out_rows, .. } = groups.check_out(op, out.rows())?;
     let rows = Rows { columns, segments: 1, offsets, out_rows: Some(out_rows) };
     with_float!(x.dtype(), op, T => run::<T, f32>(x, w2, None, rows, out, ex))

@@ -154,6 +154,9 @@ pub enum Reason {
         /// The pack's scheme.
         got: QuantScheme,
     },
+    /// The backend turns quantised weights into floats.
+    #[error("turns quantised weights into floats, and these are floats")]
+    NotQuantised,
     /// The kernel does not compute in this dtype.
     #[error("computes in {}, but the activations are {got}", .accepted.join(", "))]
     Dtype {
@@ -231,6 +234,7 @@ impl Reason {
             Self::Activation { .. } => "activation",
             Self::Bias => "bias",
             Self::Quant { .. } => "quant",
+            Self::NotQuantised => "not_quantised",
             Self::Dtype { .. } => "dtype",
             Self::TensorParallel { .. } => "tensor_parallel",
             Self::RouterWeightOnInput => "router_weight_on_input",

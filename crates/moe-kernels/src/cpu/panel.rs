@@ -1,0 +1,209 @@
+//! Weights in panels of 16 rows, and products with few rows of x.
+//!
+//! A panel holds 16 rows of a matrix as [K / D][16][D], where D = [`Lanes::PANEL_DEPTH`] values of k of a
+//! row lie side by side. A vector load gives the same k of 16 rows, so nothing is transposed while weights
+//! stream from memory, and a panel is one stream that begins where the one before it ends. A matrix
+//! keeps its size: only the values of 16 rows change places. The chains are those of
+//! [`super::product`], so a row's bits are the same as with weights in rows.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use super::Kernel;
+use super::gemm::even_parts;
+use super::product::{Chain, Step, chains, row_words};
+use super::simd::{LANES, Lanes, Simd};
+use super::tile::{MAX_ROWS, UnitSums, store_sums, with_rows};
+
+/// Columns that are packed at a time: the lines of 16 rows stay in the first-level cache.
+const PACK_COLUMNS: usize = 256;
+
+/// Packs 16 rows, one after the other, into their panel of the same length. K is a multiple of D.
+pub(crate) fn pack_panel<T: Lanes>(rows: &[T], panel: &mut [T]) {
+    let k = rows.len() / LANES;
+    for start in (0..k).step_by(PACK_COLUMNS) {
+        let end = k.min(start + PACK_COLUMNS);
+        let panel = &mut panel[start * LANES..end * LANES];
+        for (row, values) in rows.chunks_exact(k).enumerate() {
+            let groups = panel.chunks_exact_mut(LANES * T::PANEL_DEPTH);
+            for (group, values) in groups.zip(values[start..end].chunks_exact(T::PANEL_DEPTH)) {
+                group[row * T::PANEL_DEPTH..][..T::PANEL_DEPTH].copy_from_slice(values);
+            }
+        }
+    }
+}
+
+/// Copies a row of a matrix in panels, given the panels from that of the row on.
+pub(crate) fn unpack_row<T: Lanes>(panels: &[T], k: usize, row: usize, out: &mut [T]) {
+    let groups = panels[..LANES * k].chunks_exact(LANES * T::PANEL_DEPTH);
+    for (out, group) in out.chunks_exact_mut(T::PANEL_DEPTH).zip(groups) {
+        out.copy_from_slice(&group[row % LANES * T::PANEL_DEPTH..][..T::PANEL_DEPTH]);
+    }
+}
+
+/// Expands the chain of a panel into words as [`super::tile`] takes them: word i of 16 rows goes to
+/// `out[i * stride..]`.
+pub(crate) struct Expand<'a, T, P> {
+    /// The chain's part of a panel.
+    pub panel: &'a [T],
+    /// Distance between words of one row.
+    pub stride: usize,
+    /// The words, to their end.
+    pub out: &'a mut [u32],
+    /// How words hold values.
+    pub step: PhantomData<P>,
+}
+
+impl<T: Lanes, P: Step> Kernel for Expand<'_, T, P> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let words = T::PANEL_DEPTH / P::DEPTH * self.stride;
+        let groups = self.panel.chunks_exact(LANES * T::PANEL_DEPTH);
+        for (i, group) in groups.enumerate() {
+            P::expand(s, group, self.stride, &mut self.out[i * words..]);
+        }
+    }
+}
+
+/// Multiplies a few packed rows of x with the two panels of a unit: weights stream from memory
+/// straight into registers, and meet the further tiles of x in the first-level cache.
+pub(crate) struct PanelUnit<'a, T, P> {
+    /// The panels' columns that are multiplied.
+    pub panels: [&'a [T]; 2],
+    /// Values from a panel to that of the unit that this thread is likely to take next.
+    pub next: usize,
+    /// Packed rows of x, tile by tile.
+    pub x: &'a [u32],
+    /// Rows of x.
+    pub m: usize,
+    /// Tiles of x, as even as can be.
+    pub tiles: usize,
+    /// Segments of K.
+    pub segments: usize,
+    /// Sums of the m rows, and room for those of a segment.
+    pub total: &'a mut [UnitSums],
+    pub segment: &'a mut [UnitSums],
+    /// How words hold values.
+    pub step: PhantomData<P>,
+}
+
+impl<T: Lanes, P: Step> Kernel for PanelUnit<'_, T, P> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let k = self.panels[0].len() / LANES;
+        let words = row_words(k, self.segments, P::DEPTH);
+        for vector in (0..2).step_by(S::TILE_VECTORS) {
+            let vectors = vector..vector + S::TILE_VECTORS;
+            let panels = [self.panels[vector], self.panels[vectors.end - 1]];
+            for chain in chains(k, self.segments, P::DEPTH) {
+                let range = chain.start * LANES..(chain.start + chain.len) * LANES;
+                let ahead = match chain.start + chain.len < k {
+                    true => panels_from(&self.panels, vectors.clone(), chain.start + chain.len),
+                    false => behind(&self.panels, self.next, vectors.clone()),
+                };
+                let to = if chain.to_segment { &mut *self.segment } else { &mut *self.total };
+                for (start, m) in even_parts(self.m, self.tiles) {
+                    let x = &self.x[start * words + chain.word * m..][..chain.len.div_ceil(P::DEPTH) * m];
+                    let tile = ChainTile {
+                        x,
+                        w: [&panels[0][range.clone()], &panels[1][range.clone()]],
+                        ahead: (start == 0).then_some(ahead),
+                        vector,
+                        add: chain.add,
+                        out: &mut to[start..start + m],
+                    };
+                    if S::TILE_VECTORS == 2 {
+                        with_rows!(m, chain_tile::<S, T, P; 2>(s, tile))
+                    } else {
+                        with_rows!(m, chain_tile::<S, T, P; 1>(s, tile))
+                    }
+                }
+                flush(&chain, self.segment, self.total, vector * LANES..vectors.end * LANES);
+            }
+        }
+    }
+}
+
+/// Where the panels of one or two vectors go on from a column; one panel comes twice.
+#[inline(always)]
+pub(crate) fn panels_from<T>(panels: &[&[T]; 2], vectors: Range<usize>, column: usize) -> [*const T; 2] {
+    [vectors.start, vectors.end - 1].map(|i| panels[i].as_ptr().wrapping_add(column * LANES))
+}
+
+/// What comes behind the panels of one or two vectors: the unit's other panel, or those of the next unit.
+#[inline(always)]
+pub(crate) fn behind<T>(panels: &[&[T]; 2], next: usize, vectors: Range<usize>) -> [*const T; 2] {
+    match vectors.end {
+        1 => [panels[1].as_ptr(); 2],
+        _ => [0, vectors.len() - 1].map(|i| panels[i].as_ptr().wrapping_add(next)),
+    }
+}
+
+/// A tile of x over one chain of one or two panels.
+struct ChainTile<'a, T> {
+    /// [words]\[m\].
+    x: &'a [u32],
+    /// The chain's part of each panel; one panel comes twice.
+    w: [&'a [T]; 2],
+    /// Where the chains begin that are to be fetched meanwhile.
+    ahead: Option<[*const T; 2]>,
+    /// First vector of the unit.
+    vector: usize,
+    /// Add to the sums; else, replace them.
+    add: bool,
+    out: &'a mut [UnitSums],
+}
+
+#[inline(always)]
+fn chain_tile<S: Simd, T: Lanes, P: Step, const M: usize, const N: usize>(s: S, t: ChainTile<T>) {
+    if M > S::PANEL_ROWS || N != S::TILE_VECTORS {
+        return; // Never taken; keeps tiles that this path does not use out of the binary.
+    }
+    let group = LANES * T::PANEL_DEPTH;
+    let mut acc = [[s.splat(0.0); N]; M];
+    let x = t.x.chunks_exact(T::PANEL_DEPTH / P::DEPTH * M);
+    let w = t.w[0].chunks_exact(group).zip(t.w[1].chunks_exact(group));
+    if let Some(ahead) = t.ahead {
+        for (i, (x, (first, second))) in x.zip(w).enumerate() {
+            for n in 0..N {
+                s.prefetch(ahead[n].wrapping_add(i * group));
+            }
+            P::advance_panel::<S, T, M, N>(s, &mut acc, x, [first, second]);
+        }
+    } else {
+        for (x, (first, second)) in x.zip(w) {
+            P::advance_panel::<S, T, M, N>(s, &mut acc, x, [first, second]);
+        }
+    }
+    let Some((out, _)) = t.out.split_first_chunk_mut::<M>() else { return };
+    for m in 0..M {
+        store_sums(s, &acc[m], t.add, &mut out[m].as_chunks_mut().0[t.vector..]);
+    }
+    debug_assert!(M <= MAX_ROWS);
+}
+
+/// Where a chain ends its segment: adds the segment's sums to the totals, or starts the totals with them.
+pub(crate) fn flush(chain: &Chain, segment: &[UnitSums], total: &mut [UnitSums], lanes: Range<usize>) {
+    let Some(add) = chain.flush else { return };
+    for (total, segment) in total.iter_mut().zip(segment) {
+        for (total, segment) in total[lanes.clone()].iter_mut().zip(&segment[lanes.clone()]) {
+            *total = if add { *total + segment } else { *segment };
+        }
+    }
+}
+
+/// Rows of x of a tile that multiplies panels without expanding them.
+pub(crate) struct PanelRows;
+
+impl Kernel for PanelRows {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _s: S) -> usize {
+        S::PANEL_ROWS
+    }
+}

@@ -1,0 +1,234 @@
+//! Products with quantised weights.
+//!
+//! There are two forms, chosen by dtype and scheme alone, so that a row's bits depend on nothing but its sequence:
+//!
+//! - [`ints`]: integer weights with bf16 or f16 activations. A block of x (up to 128 columns of one group) becomes 16-bit
+//!   fixed point with a scale that is a power of two, finer than the rounding of its largest value; integer products are
+//!   exact in any order, and only the sums of blocks are f32.
+//! - [`floats`]: f32 activations, and FP8. Weights become f32 as they are defined and the product is that of
+//!   [`super::product`], so its bits are those of the dequantised f32 matrix.
+//!
+//! Work is cut as in [`super::gemm`]: rows of x are packed in waves, and a task is a unit of 32 rows of w for one piece of
+//! the rows of x.
+
+mod floats;
+mod ints;
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use candle_core::{DType, Result};
+
+use super::dispatch;
+use super::gemm::{Epilogue, Units, even_parts};
+use super::parallel::{for_each, for_each_item};
+use super::simd::{LANES, Lanes, Simd};
+use super::tile::{CACHE_LINE, Shape, UNIT, UnitSums};
+use crate::element::Element;
+use crate::exec::{CpuIsa, Exec};
+use crate::quant::QuantMatrix;
+use crate::scheme::QuantScheme;
+
+/// The most rows of x that share the weights of a unit; sums and packed rows stay in the second-level cache.
+const PIECE_ROWS: usize = 240;
+
+/// Rows after which a wave is computed.
+const WAVE_ROWS: usize = 4 * PIECE_ROWS;
+
+/// How far ahead weights are asked for, bytes.
+const PREFETCH: usize = 4096;
+
+/// Products of groups of rows, each group with a matrix of its own.
+pub(crate) struct QuantProducts<'a, T> {
+    /// Rows of x, K values each.
+    pub x: &'a [T],
+    /// The row of x that row i of the groups reads; `None`: row i.
+    pub index: Option<&'a [u32]>,
+    /// One matrix per group.
+    pub w: &'a QuantMatrix,
+    /// The segments of K that are multiplied.
+    pub segments: Range<usize>,
+    /// Rows of group g: `offsets[g]..offsets[g + 1]`.
+    pub offsets: &'a [u32],
+    /// How a matrix is cut.
+    pub units: Units,
+}
+
+/// Computes the products and hands them to the epilogue.
+pub(crate) fn products<T: Lanes>(p: &QuantProducts<T>, ex: &Exec, epilogue: &impl Epilogue) -> Result<()> {
+    let (isa, w, segments) = (ex.isa(), p.w, p.segments.clone());
+    match (p.w.scheme, <T as Element>::DTYPE) {
+        (QuantScheme::Int { .. }, DType::BF16 | DType::F16) => {
+            Driver { p, ex, epilogue, form: ints::Ints { isa, w, segments } }.run()
+        }
+        _ => Driver { p, ex, epilogue, form: floats::Floats { isa, w, segments } }.run(),
+    }
+}
+
+/// How rows of x are packed and a unit is computed.
+trait Form<T>: Sync {
+    /// Words of a packed row for matrix `e`.
+    fn row_words(&self, e: usize) -> usize;
+    /// Packs a tile of rows; word i of row j goes to `panel[i * rows.len() + j]`.
+    fn pack(&self, e: usize, rows: &[&[T]], panel: &mut [u32]);
+    /// The sums of packed rows with one unit of matrix `e`.
+    fn unit(&self, e: usize, unit: Unit, x: &[u32], sums: &mut [UnitSums]);
+}
+
+/// Panels of a unit: the second one may be missing.
+#[derive(Clone, Copy)]
+struct Unit {
+    first: usize,
+    second: Option<usize>,
+}
+
+/// Tiles of m rows, as even as can be: first row and rows.
+fn tiles(isa: CpuIsa, m: usize) -> impl Iterator<Item = (usize, usize)> {
+    even_parts(m, m.div_ceil(dispatch(isa, Shape).1))
+}
+
+/// The words of packed integers, 8 columns of 16 rows, as four vectors of pairs of columns.
+trait Quants: Copy + Send + Sync {
+    /// Bytes of a step of a panel.
+    const STEP_BYTES: usize;
+    /// The pairs of a step.
+    fn pairs<S: Simd>(s: S, step: &[u8]) -> [S::Raw; 4];
+}
+
+/// Integers of 4 bits.
+#[derive(Clone, Copy)]
+struct Nibbles;
+
+/// Integers of 8 bits, or FP8.
+#[derive(Clone, Copy)]
+struct Bytes;
+
+impl Quants for Nibbles {
+    const STEP_BYTES: usize = CACHE_LINE;
+    #[inline(always)]
+    fn pairs<S: Simd>(s: S, step: &[u8]) -> [S::Raw; 4] {
+        s.nibbles(words(s, step))
+    }
+}
+
+impl Quants for Bytes {
+    const STEP_BYTES: usize = 2 * CACHE_LINE;
+    #[inline(always)]
+    fn pairs<S: Simd>(s: S, step: &[u8]) -> [S::Raw; 4] {
+        let (first, second) = step.split_at(CACHE_LINE);
+        let ([a, b], [c, d]) = (s.bytes(words(s, first)), s.bytes(words(s, second)));
+        [a, b, c, d]
+    }
+}
+
+/// The words of a cache line.
+#[inline(always)]
+fn words<S: Simd>(s: S, bytes: &[u8]) -> S::Raw {
+    let bytes: &[u8; CACHE_LINE] = &bytes.as_chunks().0[0];
+    s.load_bytes(bytes)
+}
+
+/// Consecutive rows of one group.
+#[derive(Clone, Copy)]
+struct Piece {
+    group: usize,
+    row: usize,
+    rows: usize,
+    /// First word of its packed rows within the wave.
+    word: usize,
+}
+
+struct Driver<'a, T, E, F> {
+    p: &'a QuantProducts<'a, T>,
+    ex: &'a Exec,
+    epilogue: &'a E,
+    form: F,
+}
+
+thread_local! {
+    /// Sums of the unit that this thread works on; kept so that steps do not allocate.
+    static SUMS: RefCell<Vec<UnitSums>> = const { RefCell::new(Vec::new()) };
+}
+
+impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
+    fn run(&self) -> Result<()> {
+        let (mut wave, mut rows, mut words) = (Vec::new(), 0, 0);
+        for (group, bounds) in self.p.offsets.windows(2).enumerate() {
+            let (first, count) = (bounds[0] as usize, (bounds[1] - bounds[0]) as usize);
+            for (start, count) in even_parts(count, count.div_ceil(PIECE_ROWS)) {
+                wave.push(Piece { group, row: first + start, rows: count, word: words });
+                rows += count;
+                words += count * self.form.row_words(group);
+                if rows >= WAVE_ROWS {
+                    self.wave(&wave, words)?;
+                    wave.clear();
+                    (rows, words) = (0, 0);
+                }
+            }
+        }
+        if rows > 0 { self.wave(&wave, words) } else { Ok(()) }
+    }
+
+    /// Packs the rows of the pieces and computes all their units.
+    fn wave(&self, pieces: &[Piece], words: usize) -> Result<()> {
+        let units = self.p.units.count();
+        if units == 0 {
+            return Ok(());
+        }
+        let mut scratch = self.ex.scratch(DType::U32, &[self.most_words() + LANES])?;
+        let mut view = scratch.view_mut();
+        // From a cache line on, so that words of a row do not lie across two more than they must.
+        let packed = view.cpu_mut::<u32>()?;
+        let first = packed.as_ptr().align_offset(CACHE_LINE).min(LANES);
+        let packed = &mut packed[first..][..words];
+        let (mut rest, mut jobs) = (&mut *packed, Vec::new());
+        for piece in pieces {
+            for (start, m) in tiles(self.ex.isa(), piece.rows) {
+                let (panel, tail) = rest.split_at_mut(m * self.form.row_words(piece.group));
+                rest = tail;
+                jobs.push((piece.group, piece.row + start, m, panel));
+            }
+        }
+        for_each_item(self.ex, jobs, words, |(group, row, m, panel)| {
+            self.form.pack(group, &self.x_rows(row, m)[..m], panel);
+        });
+        let packed = &*packed;
+        for_each(self.ex, pieces.len() * units, words * units * UNIT, |task| {
+            let (piece, unit) = (pieces[task / units], task % units);
+            let x = &packed[piece.word..][..piece.rows * self.form.row_words(piece.group)];
+            SUMS.with_borrow_mut(|sums| {
+                sums.clear();
+                sums.resize(piece.rows, [0.0; UNIT]);
+                self.form.unit(piece.group, self.panels(unit), x, sums);
+                self.epilogue.take(piece.group, piece.row, unit, sums);
+            });
+        });
+        Ok(())
+    }
+
+    /// Words of the largest wave that there can be: waves of many sizes share one buffer.
+    fn most_words(&self) -> usize {
+        let rows = self.p.offsets.last().zip(self.p.offsets.first()).map_or(0, |(last, first)| last - first);
+        let row = (0..self.p.w.parts.len()).map(|e| self.form.row_words(e)).max().unwrap_or(0);
+        (rows as usize).min(WAVE_ROWS + PIECE_ROWS) * row
+    }
+
+    /// The panels of a unit.
+    fn panels(&self, unit: usize) -> Unit {
+        let all = self.p.w.panels();
+        match self.p.units {
+            Units::Rows(_) => Unit { first: 2 * unit, second: (2 * unit + 1 < all).then_some(2 * unit + 1) },
+            Units::GateUp(_) => Unit { first: unit, second: Some(all / 2 + unit) },
+        }
+    }
+
+    /// The rows of a tile of x; places past the end repeat the last.
+    fn x_rows(&self, row: usize, m: usize) -> [&[T]; LANES] {
+        let k = self.p.w.dims[2];
+        std::array::from_fn(|j| {
+            let i = row + j.min(m - 1);
+            let i = self.p.index.map_or(i, |index| index[i] as usize);
+            &self.p.x[i * k..][..k]
+        })
+    }
+}

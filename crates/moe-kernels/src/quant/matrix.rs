@@ -1,0 +1,315 @@
+//! Quantised matrices in the order of the CPU kernels.
+
+use std::ops::Range;
+
+use candle_core::{Result, bail};
+
+use super::packing::{Packed, Scales, ScalesView, pack};
+use super::{Columns, QuantRows, STEP};
+use crate::cpu::simd::LANES;
+use crate::element::Float;
+use crate::exec::Exec;
+use crate::scheme::QuantScheme;
+
+/// What a matrix is multiplied for, which decides how it is packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QuantUse {
+    /// A dense product.
+    Linear,
+    /// A product whose K is cut into so many equal segments, each summed by itself, so that ranks may share it:
+    /// [`row_parallel_segments`](crate::row_parallel_segments) of the whole K; of a rank's part, its share of them.
+    RowParallel {
+        /// Segments of this matrix' K.
+        segments: usize,
+    },
+    /// Gate rows, then as many up rows, for [`quant_gate_up_into`](crate::quant_gate_up_into).
+    GateUp,
+}
+
+/// Matrices [E, N, K] of one scheme, packed for the CPU kernels: integers or FP8 with their scales, about as many bytes as
+/// in the checkpoint.
+///
+/// Sixteen rows form a panel. A panel holds steps of 8 columns, and a step one 32-bit word (int4) or two (8 bits) of each
+/// row: a lane of a vector is a row. Scales are kept as f16 where that is exact for all of them, else as f32.
+#[derive(Clone, Debug)]
+pub struct QuantMatrix {
+    pub(crate) dims: [usize; 3],
+    /// Columns of a logical row: K, and more where this is a rank's part whose groups are spread over all of them.
+    pub(super) width: usize,
+    pub(crate) scheme: QuantScheme,
+    pub(crate) usage: QuantUse,
+    pub(crate) parts: Vec<Part>,
+    pub(crate) packed: Packed,
+}
+
+/// One of the matrices.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    pub columns: Columns,
+    /// Its first byte in `q`.
+    pub first: usize,
+}
+
+impl QuantMatrix {
+    /// Packs matrices of one shape and scheme: a dense weight is one, experts are many. Reads each row once, a panel at a
+    /// time, on the threads of `ex` (and once more if the scales turn out not to be f16 after some have been read).
+    ///
+    /// # Errors
+    /// No matrix; different shapes or schemes; weights that are not quantised; K that groups do not divide; segments that
+    /// do not divide K; an odd number of rows for gate and up; rows that a reader hands over wrong (sizes, integers beyond
+    /// their bits, FP8 NaN); what a reader reports.
+    pub fn pack(matrices: &[&dyn QuantRows], usage: QuantUse, ex: &Exec) -> Result<Self> {
+        let width = matrices.first().map_or(0, |m| m.shape().1);
+        Self::pack_inputs(matrices, 0..width, usage, ex)
+    }
+
+    /// The part of [`pack`](Self::pack) that multiplies `inputs` of x: what a rank holds of a row-parallel product whose
+    /// groups are spread over all inputs, as act-order spreads them. It keeps all scales.
+    ///
+    /// # Errors
+    /// As `pack`, with K = `inputs.len()`; inputs that there are not.
+    pub fn pack_inputs(
+        matrices: &[&dyn QuantRows],
+        inputs: Range<usize>,
+        usage: QuantUse,
+        ex: &Exec,
+    ) -> Result<Self> {
+        let Some(first) = matrices.first() else { bail!("expected at least one quantised matrix to pack") };
+        let ((n, width), scheme) = (first.shape(), first.scheme());
+        for (e, m) in matrices.iter().enumerate() {
+            if m.shape() != (n, width) || m.scheme() != scheme {
+                let ((rows, columns), other) = (m.shape(), m.scheme());
+                bail!(
+                    "matrix {e} is [{rows}, {columns}] {other}; expected [{n}, {width}] {scheme} like the first"
+                )
+            }
+        }
+        check(n, width, scheme, usage)?;
+        let k = inputs.len();
+        let segments = if let QuantUse::RowParallel { segments } = usage { segments } else { 1 };
+        let mut parts = Vec::with_capacity(matrices.len());
+        let mut first = 0;
+        for m in matrices {
+            let columns = Columns::new(width, inputs.clone(), scheme.group_size(width), segments, m.perm())?;
+            let bytes = columns.steps() * step_bytes(scheme) * panels(n, usage);
+            parts.push(Part { columns, first });
+            first += bytes;
+        }
+        let mut matrix =
+            Self { dims: [matrices.len(), n, k], width, scheme, usage, parts, packed: Packed::default() };
+        matrix.packed = pack(&matrix, matrices, first, ex)?;
+        Ok(matrix)
+    }
+
+    /// E, N and K.
+    pub fn dims(&self) -> [usize; 3] {
+        self.dims
+    }
+
+    /// How the matrices are quantised.
+    pub fn scheme(&self) -> QuantScheme {
+        self.scheme
+    }
+
+    /// What they are packed for.
+    pub fn usage(&self) -> QuantUse {
+        self.usage
+    }
+
+    /// Bytes of integers, scales and zero points.
+    pub fn bytes(&self) -> usize {
+        self.packed.bytes()
+    }
+
+    /// Rows of matrix `e` as f32, [rows, K] with columns in the order of x: scale * (q - zero), rounded once.
+    ///
+    /// # Errors
+    /// A matrix or rows that there are not; another length of `out`.
+    pub fn dequantise_into(&self, e: usize, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let [experts, n, k] = self.dims;
+        if e >= experts || rows.end > n || rows.start > rows.end || out.len() != rows.len() * k {
+            bail!(
+                "expected rows of [{experts}, {n}, {k}] and as many values, got {rows:?} of {e} and {}",
+                out.len()
+            )
+        }
+        if k == 0 {
+            return Ok(());
+        }
+        for (row, out) in rows.zip(out.chunks_mut(k)) {
+            self.dequantise_row(e, row, out);
+        }
+        Ok(())
+    }
+
+    fn dequantise_row(&self, e: usize, row: usize, out: &mut [f32]) {
+        let (panel, lane) = self.place(row);
+        let (q, columns) = (self.quants(e, panel), &self.parts[e].columns);
+        for block in &columns.blocks {
+            let scale = self.scale(e, panel, block.group, lane);
+            let zero = f32::from(self.zero(e, panel, block.group, lane));
+            for i in 0..block.len {
+                let q = get(self.scheme, q, block.step * STEP + i, lane);
+                let value = match self.scheme {
+                    QuantScheme::Fp8 { .. } => e4m3(q),
+                    _ => f32::from(q) - zero,
+                };
+                let at = block.start + i;
+                let column = columns.x.as_ref().map_or(at, |x| x[at] as usize);
+                out[column] = scale * value;
+            }
+        }
+    }
+
+    /// Panels of a matrix.
+    pub(crate) fn panels(&self) -> usize {
+        panels(self.dims[1], self.usage)
+    }
+
+    /// First row and number of rows of a panel.
+    pub(crate) fn rows(&self, panel: usize) -> Range<usize> {
+        let n = self.dims[1];
+        let (half, panel) = match self.usage {
+            QuantUse::GateUp => (panel / (self.panels() / 2) * (n / 2), panel % (self.panels() / 2)),
+            _ => (0, panel),
+        };
+        let end = if self.usage == QuantUse::GateUp { half + n / 2 } else { n };
+        let first = half + panel * LANES;
+        first..end.min(first + LANES)
+    }
+
+    /// Panel and lane of a row.
+    fn place(&self, row: usize) -> (usize, usize) {
+        let half = self.dims[1] / 2;
+        match self.usage {
+            QuantUse::GateUp if row >= half => {
+                (self.panels() / 2 + (row - half) / LANES, (row - half) % LANES)
+            }
+            _ => (row / LANES, row % LANES),
+        }
+    }
+
+    /// Groups of a row.
+    pub(crate) fn groups(&self) -> usize {
+        self.scheme.groups(self.width)
+    }
+
+    /// Bytes of a step of a panel.
+    pub(crate) fn step_bytes(&self) -> usize {
+        step_bytes(self.scheme)
+    }
+
+    /// The integers of a panel.
+    pub(crate) fn quants(&self, e: usize, panel: usize) -> &[u8] {
+        let len = self.parts[e].columns.steps() * self.step_bytes();
+        &self.packed.q[self.parts[e].first + panel * len..][..len]
+    }
+
+    /// Where the scales and zero points of a panel lie, [groups, 16].
+    pub(crate) fn scales(&self, e: usize, panel: usize) -> Range<usize> {
+        let len = self.groups() * LANES;
+        let first = (e * self.panels() + panel) * len;
+        first..first + len
+    }
+
+    /// The scales of a panel, [groups, 16].
+    pub(crate) fn panel_scales(&self, e: usize, panel: usize) -> ScalesView<'_> {
+        self.packed.scales.range(self.scales(e, panel))
+    }
+
+    fn scale(&self, e: usize, panel: usize, group: usize, lane: usize) -> f32 {
+        let at = self.scales(e, panel).start + group * LANES + lane;
+        match &self.packed.scales {
+            Scales::F16(scales) => scales[at].widen(),
+            Scales::F32(scales) => scales[at],
+        }
+    }
+
+    fn zero(&self, e: usize, panel: usize, group: usize, lane: usize) -> u8 {
+        let at = self.scales(e, panel).start + group * LANES + lane;
+        self.packed.zeros.get(at).copied().unwrap_or(middle(self.scheme))
+    }
+}
+
+/// Refuses shapes and schemes that do not go together.
+fn check(n: usize, k: usize, scheme: QuantScheme, usage: QuantUse) -> Result<()> {
+    match scheme {
+        QuantScheme::Int { bits: 4 | 8, .. } if k > 0 && !k.is_multiple_of(scheme.group_size(k)) => {
+            bail!("{scheme}: groups of {} columns do not divide K = {k}", scheme.group_size(k))
+        }
+        QuantScheme::Int { bits: 4 | 8, .. } | QuantScheme::Fp8 { .. } => {}
+        other => bail!("expected int4, int8 or fp8 weights to pack, got {other}"),
+    }
+    if usage == QuantUse::GateUp && !n.is_multiple_of(2) {
+        bail!("expected an even number of rows (gate, then up), got {n}")
+    }
+    Ok(())
+}
+
+fn panels(n: usize, usage: QuantUse) -> usize {
+    match usage {
+        QuantUse::GateUp => 2 * (n / 2).div_ceil(LANES),
+        _ => n.div_ceil(LANES),
+    }
+}
+
+fn step_bytes(scheme: QuantScheme) -> usize {
+    if let QuantScheme::Int { bits: 4, .. } = scheme { STEP * LANES / 2 } else { STEP * LANES }
+}
+
+/// The zero point of integers without zero points of their own.
+pub(crate) fn middle(scheme: QuantScheme) -> u8 {
+    if let QuantScheme::Int { bits, .. } = scheme { 1 << (bits - 1) } else { 0 }
+}
+
+/// Byte of a panel in which column `i` of a lane lies, and the bit there.
+///
+/// A word of int4 holds columns 2j and 2j + 1 of its step at bit 4j of its low and its high half. Of two words of 8 bits
+/// the first holds columns 0 to 3: 0, 2, 1, 3. So one shift and one mask give vectors of pairs of consecutive columns.
+fn byte(scheme: QuantScheme, i: usize, lane: usize) -> (usize, u32) {
+    let (step, i) = (i / STEP, i % STEP);
+    if let QuantScheme::Int { bits: 4, .. } = scheme {
+        let bit = 4 * (i / 2) + 16 * (i % 2);
+        ((step * LANES + lane) * 4 + bit / 8, (bit % 8) as u32)
+    } else {
+        (((step * 2 + i / 4) * LANES + lane) * 4 + [0, 2, 1, 3][i % 4], 0)
+    }
+}
+
+/// Column `i` of a lane, counted with padding.
+fn get(scheme: QuantScheme, panel: &[u8], i: usize, lane: usize) -> u8 {
+    let (at, bit) = byte(scheme, i, lane);
+    let mask = if let QuantScheme::Int { bits: 4, .. } = scheme { 0xf } else { 0xff };
+    panel[at] >> bit & mask
+}
+
+/// Sets column `i` of a lane, of a panel of zeros.
+pub(super) fn put(scheme: QuantScheme, panel: &mut [u8], i: usize, lane: usize, q: u8) {
+    let (at, bit) = byte(scheme, i, lane);
+    panel[at] |= q << bit;
+}
+
+/// The value of an E4M3 byte that is not NaN: a sign, 4 bits of exponent (bias 7), 3 of mantissa.
+pub(crate) fn e4m3(q: u8) -> f32 {
+    // As bits of an f32, the exponent is 120 too small.
+    const SCALE: f32 = (1u128 << 120) as f32;
+    f32::from_bits(u32::from(q & 0x80) << 24 | u32::from(q & 0x7f) << 20) * SCALE
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn e4m3_is_its_definition() {
+        for q in 0..=255u8 {
+            let (exponent, mantissa) = (i32::from(q >> 3 & 0xf), f64::from(q & 7));
+            let magnitude = match exponent {
+                0 => mantissa / 8.0 * 2f64.powi(-6),
+                _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
+            };
+            let want = if q & 0x80 == 0 { magnitude } else { -magnitude };
+            assert_eq!(f64::from(e4m3(q)), want, "{q:#x}");
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! Packing: rows from a reader to panels, sixteen at a time and in parallel.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_core::{Result, bail};
+use half::f16;
+use rayon::prelude::*;
+
+use super::matrix::{QuantMatrix, middle, put};
+use super::{LogicalRows, QuantRows, STEP};
+use crate::cpu::simd::{LANES, Lanes, Simd};
+use crate::element::Float;
+use crate::exec::Exec;
+use crate::scheme::QuantScheme;
+
+/// The memory of packed matrices.
+#[derive(Clone, Debug)]
+pub(crate) struct Packed {
+    /// [E, panels, steps]: see [`QuantMatrix`].
+    pub q: Vec<u8>,
+    pub scales: Scales,
+    /// [E, panels, groups, 16]; empty where all are the same.
+    pub zeros: Vec<u8>,
+}
+
+/// Scales [E, panels, groups, 16].
+#[derive(Clone, Debug)]
+pub(crate) enum Scales {
+    F16(Vec<f16>),
+    F32(Vec<f32>),
+}
+
+/// A run of scales. Kernels ask for its type once in a block of columns, so that they are not compiled for each.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ScalesView<'a> {
+    F16(&'a [f16]),
+    F32(&'a [f32]),
+}
+
+impl Scales {
+    /// These scales.
+    pub(crate) fn range(&self, range: Range<usize>) -> ScalesView<'_> {
+        match self {
+            Self::F16(scales) => ScalesView::F16(&scales[range]),
+            Self::F32(scales) => ScalesView::F32(&scales[range]),
+        }
+    }
+}
+
+impl ScalesView<'_> {
+    /// The scales of a group of a panel, [groups, 16].
+    #[inline(always)]
+    pub(crate) fn group<S: Simd>(self, s: S, group: usize) -> S::V {
+        match self {
+            Self::F16(scales) => f16::load_some(s, &scales[group * LANES..][..LANES]),
+            Self::F32(scales) => f32::load_some(s, &scales[group * LANES..][..LANES]),
+        }
+    }
+}
+
+impl Default for Packed {
+    fn default() -> Self {
+        Self { q: Vec::new(), scales: Scales::F16(Vec::new()), zeros: Vec::new() }
+    }
+}
+
+impl Packed {
+    pub(super) fn bytes(&self) -> usize {
+        let scales = match &self.scales {
+            Scales::F16(scales) => size_of_val(&scales[..]),
+            Scales::F32(scales) => size_of_val(&scales[..]),
+        };
+        self.q.len() + scales + self.zeros.len()
+    }
+}
+
+/// Packs the matrices, whose integers take `bytes`.
+pub(super) fn pack(to: &QuantMatrix, matrices: &[&dyn QuantRows], bytes: usize, ex: &Exec) -> Result<Packed> {
+    ex.install(|| {
+        if let Some((q, scales, zeros)) = pack_as::<f16>(to, matrices, bytes)? {
+            return Ok(Packed { q, scales: Scales::F16(scales), zeros });
+        }
+        match pack_as::<f32>(to, matrices, bytes)? {
+            Some((q, scales, zeros)) => Ok(Packed { q, scales: Scales::F32(scales), zeros }),
+            None => bail!("scales do not fit f32"),
+        }
+    })
+}
+
+type Memory<C> = (Vec<u8>, Vec<C>, Vec<u8>);
+
+/// Packs with scales of a type; `None` if it does not hold one of them.
+fn pack_as<C: Float>(
+    to: &QuantMatrix,
+    matrices: &[&dyn QuantRows],
+    bytes: usize,
+) -> Result<Option<Memory<C>>> {
+    let (panels, groups) = (to.panels(), to.groups() * LANES);
+    let own_zeros = matches!(to.scheme, QuantScheme::Int { zero_point: true, .. });
+    let mut q = vec![0; bytes];
+    let mut scales = vec![C::default(); matrices.len() * panels * groups];
+    let mut zeros = vec![0; if own_zeros { scales.len() } else { 0 }];
+    let exact = AtomicBool::new(true);
+    let (mut rest, mut places) = (&mut q[..], Vec::new());
+    let (mut scale_chunks, mut zero_chunks) =
+        (scales.chunks_mut(groups.max(1)), zeros.chunks_mut(groups.max(1)));
+    for e in 0..matrices.len() {
+        let len = to.parts[e].columns.steps() * to.step_bytes();
+        for panel in 0..panels {
+            let (q, tail) = rest.split_at_mut(len);
+            rest = tail;
+            let scales = scale_chunks.next().unwrap_or_default();
+            places.push(Panel { e, panel, q, scales, zeros: zero_chunks.next().unwrap_or_default() });
+        }
+    }
+    places.into_par_iter().try_for_each_init(LogicalRows::default, |rows, place| -> Result<()> {
+        if exact.load(Ordering::Relaxed) && !place.fill(to, matrices, rows)? {
+            exact.store(false, Ordering::Relaxed);
+        }
+        Ok(())
+    })?;
+    Ok(exact.into_inner().then_some((q, scales, zeros)))
+}
+
+/// A panel that is being packed.
+struct Panel<'a, C> {
+    e: usize,
+    panel: usize,
+    q: &'a mut [u8],
+    scales: &'a mut [C],
+    zeros: &'a mut [u8],
+}
+
+impl<C: Float> Panel<'_, C> {
+    /// Reads and packs the panel's rows; whether C holds all their scales. Rows that are missing stay zero.
+    fn fill(self, to: &QuantMatrix, matrices: &[&dyn QuantRows], rows: &mut LogicalRows) -> Result<bool> {
+        let (range, k, groups) = (to.rows(self.panel), to.width, to.groups());
+        let count = range.len();
+        matrices[self.e].read(range.clone(), rows)?;
+        check_rows(to, rows, count).map_err(|e| e.context(format!("rows {range:?} of matrix {}", self.e)))?;
+        let columns = &to.parts[self.e].columns;
+        for lane in 0..count {
+            let row = &rows.q[lane * k..(lane + 1) * k];
+            for block in &columns.blocks {
+                for i in 0..block.len {
+                    let column = block.start + i;
+                    let column = columns.logical.as_ref().map_or(column, |order| order[column] as usize);
+                    put(to.scheme, self.q, block.step * STEP + i, lane, row[column]);
+                }
+            }
+            for group in 0..groups {
+                let (from, at) = (lane * groups + group, group * LANES + lane);
+                self.scales[at] = C::narrow(rows.scale[from]);
+                let scale = rows.scale[from];
+                if self.scales[at].widen() != scale && !scale.is_nan() {
+                    return Ok(false);
+                }
+                if let Some(zero) = self.zeros.get_mut(at) {
+                    *zero = rows.zero[from];
+                }
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Refuses rows whose sizes or values are not those of the scheme.
+fn check_rows(to: &QuantMatrix, rows: &LogicalRows, count: usize) -> Result<()> {
+    let (values, groups) = (count * to.width, count * to.groups());
+    let int = matches!(to.scheme, QuantScheme::Int { .. });
+    if rows.q.len() != values || rows.scale.len() != groups || (int && rows.zero.len() != groups) {
+        bail!(
+            "expected {values} weights, {groups} scales and, of integers, as many zero points; got {}, {} and {}",
+            rows.q.len(),
+            rows.scale.len(),
+            rows.zero.len()
+        )
+    }
+    match to.scheme {
+        QuantScheme::Int { bits, zero_point, .. } => {
+            let most = ((1u32 << bits) - 1) as u8;
+            if let Some(q) = rows.q.iter().find(|q| **q > most) {
+                bail!("integer {q} does not fit {bits} bits")
+            }
+            if let Some(zero) =
+                rows.zero.iter().find(|z| **z > most || (!zero_point && **z != middle(to.scheme)))
+            {
+                bail!("zero point {zero} is not one of {}", to.scheme)
+            }
+        }
+        _ if rows.q.iter().any(|q| q & 0x7f == 0x7f) => bail!("an FP8 weight is NaN"),
+        _ => {}
+    }
+    Ok(())
+}

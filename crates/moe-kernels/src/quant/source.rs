@@ -1,0 +1,163 @@
+//! Where layers find the weights that a checkpoint holds quantised, and how they become weights of products.
+
+use std::fmt;
+use std::ops::Range;
+
+use candle_core::{DType, Result};
+
+use super::{LogicalRows, QuantMatrix, QuantRows, QuantUse};
+use crate::exec::Exec;
+use crate::scheme::QuantScheme;
+use crate::weight::Weight;
+
+/// A checkpoint of which some modules are quantised, as one rank sees it.
+pub trait QuantSource: fmt::Debug + Send + Sync {
+    /// How a module's matrix is quantised: [`QuantScheme::None`] for floats.
+    ///
+    /// # Errors
+    /// A header that contradicts the file.
+    fn scheme(&self, module: &str) -> Result<QuantScheme>;
+
+    /// The part of a module's matrix that this rank holds; `None` if the file has it in floats.
+    ///
+    /// # Errors
+    /// Tensors that are not what the header says; a cut through a group.
+    fn open(&self, module: &str) -> Result<Option<QuantPart<'_>>>;
+}
+
+/// The part of a quantised matrix that a rank holds.
+pub struct QuantPart<'a> {
+    /// Its rows.
+    pub rows: Box<dyn QuantRows + 'a>,
+    /// Which inputs of these rows it multiplies: all, or of rows whose groups are spread over all inputs
+    /// (act-order) the rank's share.
+    pub inputs: Range<usize>,
+}
+
+/// What [`Weight::quantised`] found.
+#[derive(Clone, Debug)]
+pub enum Opened {
+    /// A packed weight.
+    Packed(Weight),
+    /// All modules are stored in floats.
+    Floats,
+    /// Some are quantised, but no kernel reads them together; says why.
+    Apart(String),
+}
+
+impl Weight {
+    /// Packs matrices [E, N, K] of a source for products with activations of `dtype`. Each of the E is a list of modules
+    /// whose rows lie under each other, as q, k and v or gate and up do. A matrix that is not for experts is one, and its
+    /// weight has dims [N, K].
+    ///
+    /// # Errors
+    /// What the source reports; no module; matrices of different shapes.
+    pub fn quantised(
+        source: &dyn QuantSource,
+        matrices: &[Vec<String>],
+        usage: QuantUse,
+        dtype: DType,
+        ex: &Exec,
+    ) -> Result<Opened> {
+        let (mut stacks, mut floats) = (Vec::with_capacity(matrices.len()), None);
+        for module in matrices.iter().flatten() {
+            if source.scheme(module)? == QuantScheme::None {
+                floats = Some(module);
+            } else if let Some(floats) = floats {
+                return Ok(Opened::Apart(format!("{floats} is stored in floats, {module} is quantised")));
+            }
+        }
+        for modules in matrices {
+            let mut parts = Vec::with_capacity(modules.len());
+            for module in modules {
+                match source.open(module)? {
+                    Some(part) => parts.push(part),
+                    None if parts.is_empty() && stacks.is_empty() => return Ok(Opened::Floats),
+                    None => return Ok(Opened::Apart(format!("{module} is stored in floats"))),
+                }
+            }
+            match Stack::new(parts) {
+                Ok(stack) => stacks.push(stack),
+                Err(why) => return Ok(Opened::Apart(format!("{}: {why}", modules.join(", ")))),
+            }
+        }
+        let Some(inputs) = stacks.first().map(|stack| stack.inputs.clone()) else {
+            return Ok(Opened::Floats);
+        };
+        let scheme = stacks[0].scheme();
+        if let Some(other) = stacks.iter().position(|s| s.scheme() != scheme || s.inputs != inputs) {
+            return Ok(Opened::Apart(format!(
+                "{} is {}, others are {scheme}",
+                matrices[other].join(", "),
+                stacks[other].scheme()
+            )));
+        }
+        let rows: Vec<_> = stacks.iter().map(|stack| stack as &dyn QuantRows).collect();
+        let matrix = QuantMatrix::pack_inputs(&rows, inputs, usage, ex)?;
+        Ok(Opened::Packed(Weight::of_quantised(matrix, dtype)?))
+    }
+}
+
+/// Matrices of one scheme and one order of columns under each other.
+struct Stack<'a> {
+    parts: Vec<Box<dyn QuantRows + 'a>>,
+    inputs: Range<usize>,
+}
+
+impl<'a> Stack<'a> {
+    /// Fails, with the reason, if the matrices cannot share their columns.
+    fn new(parts: Vec<QuantPart<'a>>) -> std::result::Result<Self, String> {
+        let Some(first) = parts.first() else { return Err("no matrix".to_string()) };
+        let (inputs, scheme) = (first.inputs.clone(), first.rows.scheme());
+        for part in &parts {
+            if part.rows.scheme() != scheme {
+                return Err(format!("one is {scheme}, another {}", part.rows.scheme()));
+            }
+            if part.rows.perm() != first.rows.perm()
+                || part.rows.shape().1 != first.rows.shape().1
+                || part.inputs != inputs
+            {
+                return Err("their columns belong to groups in different orders".to_string());
+            }
+        }
+        Ok(Self { parts: parts.into_iter().map(|part| part.rows).collect(), inputs })
+    }
+}
+
+impl QuantRows for Stack<'_> {
+    fn shape(&self) -> (usize, usize) {
+        (self.parts.iter().map(|part| part.shape().0).sum(), self.parts[0].shape().1)
+    }
+
+    fn scheme(&self) -> QuantScheme {
+        self.parts[0].scheme()
+    }
+
+    fn perm(&self) -> Option<&[u32]> {
+        self.parts[0].perm()
+    }
+
+    fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
+        let (mut first, mut more, mut is_empty) = (0, LogicalRows::default(), true);
+        for part in &self.parts {
+            let end = first + part.shape().0;
+            let here = rows.start.max(first)..rows.end.min(end);
+            if here.start < here.end {
+                let here = here.start - first..here.end - first;
+                if std::mem::take(&mut is_empty) {
+                    part.read(here, out)?;
+                } else {
+                    part.read(here, &mut more)?;
+                    out.q.extend_from_slice(&more.q);
+                    out.scale.extend_from_slice(&more.scale);
+                    out.zero.extend_from_slice(&more.zero);
+                }
+            }
+            first = end;
+        }
+        if is_empty {
+            *out = LogicalRows::default();
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,350 @@
+//! Weights of products, in the order that the kernels of their machine read best.
+//!
+//! A checkpoint stores a matrix by rows. On AVX2 and AVX-512 without matrix registers the kernels want the same
+//! k of 16 rows side by side; so such a weight is packed once, after it is loaded, into panels of 16
+//! rows ([`WeightOrder::Panels`]). Layers hold a [`Weight`] and hand its [`WeightView`] to an op, which
+//! takes either order; the bits of its results do not depend on it. A view of a candle tensor is a weight in rows.
+//!
+//! A quantised weight ([`QuantMatrix`]) is a [`Weight`] too: the same ops take it, and multiply its integers.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use rayon::prelude::*;
+use serde::Serialize;
+
+use crate::buffer::Buffer;
+use crate::cpu::panel::{pack_panel, unpack_row};
+use crate::cpu::simd::{LANES, Lanes};
+use crate::door::Shaped;
+use crate::element::Float;
+use crate::exec::CpuIsa;
+use crate::quant::{QuantMatrix, QuantUse};
+use crate::scheme::QuantScheme;
+use crate::tensor::TensorView;
+use crate::view::View;
+use crate::with_float;
+
+/// How the values of a matrix [N, K] lie in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WeightOrder {
+    /// Row by row, as in a checkpoint.
+    Rows,
+    /// 16 rows at a time, the same k of all of them side by side: `[N / 16][K / D][16][D]`, D = 2 for bf16, else 1.
+    Panels,
+}
+
+impl WeightOrder {
+    /// The best order on a path, for a matrix with rows of `k` values of which products take runs of `run`
+    /// rows together: all of them or, where gate and up rows share a pack, half.
+    ///
+    /// Panels need whole sixteens of rows, and 16 | k so that no segment of a row-parallel product
+    /// cuts a pair. The matrix registers of AMX load rows as they are, and portable Rust is the specification.
+    pub fn best(isa: CpuIsa, dtype: DType, run: usize, k: usize) -> Self {
+        let is_vectors = match isa {
+            CpuIsa::Avx2 | CpuIsa::Avx512 | CpuIsa::Avx512Bf16 => true,
+            CpuIsa::AmxBf16 => dtype != DType::BF16,
+            CpuIsa::Scalar => false,
+        };
+        let is_whole = run > 0 && k > 0 && run.is_multiple_of(LANES) && k.is_multiple_of(LANES);
+        let is_float = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+        if is_vectors && is_whole && is_float { Self::Panels } else { Self::Rows }
+    }
+}
+
+/// The weight of a product: a matrix [N, K], or a pack of them [E, N, K]. Cloning shares the data.
+#[derive(Clone, Debug)]
+pub struct Weight(Held);
+
+#[derive(Clone, Debug)]
+enum Held {
+    /// Floats in this order: rows are only those of the tensor's dims if the order says so.
+    Values(Tensor, WeightOrder),
+    Quantised(Quantised),
+}
+
+/// Packed integers or FP8, on the CPU.
+#[derive(Clone, Debug)]
+struct Quantised {
+    matrix: Arc<QuantMatrix>,
+    /// [N, K] or [E, N, K].
+    dims: Vec<usize>,
+    /// That of the activations that it is multiplied with.
+    dtype: DType,
+}
+
+impl Weight {
+    /// A weight in rows; copied if the tensor is not contiguous.
+    ///
+    /// # Errors
+    /// A rank other than 2 and 3.
+    pub fn new(rows: Tensor) -> Result<Self> {
+        if !matches!(rows.rank(), 2 | 3) {
+            bail!("a weight: expected a matrix [N, K] or a pack [E, N, K], got dims {:?}", rows.dims())
+        }
+        Ok(Self(Held::Values(rows.contiguous()?, WeightOrder::Rows)))
+    }
+
+    /// A quantised weight for activations of `dtype` (f32, bf16 or f16). Packed for gate and up it has dims [E, N, K];
+    /// otherwise one matrix has [N, K], and [`with_experts`](Self::with_experts) makes it a pack of one.
+    ///
+    /// # Errors
+    /// Another dtype.
+    pub fn of_quantised(matrix: QuantMatrix, dtype: DType) -> Result<Self> {
+        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+            bail!("a quantised weight: expected activations in f32, bf16 or f16, got {}", dtype.as_str())
+        }
+        let [experts, n, k] = matrix.dims();
+        let is_pack = experts != 1 || matrix.usage() == QuantUse::GateUp;
+        let dims = if is_pack { vec![experts, n, k] } else { vec![n, k] };
+        Ok(Self(Held::Quantised(Quantised { matrix: Arc::new(matrix), dims, dtype })))
+    }
+
+    /// A matrix [N, K] as a pack of one expert, [1, N, K]; a pack stays as it is.
+    ///
+    /// # Errors
+    /// None for a weight of this type; those of reshaping.
+    pub fn with_experts(self) -> Result<Self> {
+        Ok(Self(match self.0 {
+            Held::Values(values, order) if values.rank() == 2 => Held::Values(values.unsqueeze(0)?, order),
+            Held::Quantised(mut q) if q.dims.len() == 2 => {
+                q.dims.insert(0, 1);
+                Held::Quantised(q)
+            }
+            held => held,
+        }))
+    }
+
+    /// The same weight in the order that a path reads best ([`WeightOrder::best`]); `None`, a weight on a device and a
+    /// quantised one stay as they are. `run`: how many rows products take together, N or, of a pack
+    /// of gate and up rows, N / 2. While it is packed there are two copies of this weight; the one in
+    /// rows is freed at the end unless the caller, too, holds it.
+    ///
+    /// # Errors
+    /// No memory left.
+    pub fn packed(self, isa: Option<CpuIsa>, run: usize) -> Result<Self> {
+        let (Some(isa), Held::Values(values, WeightOrder::Rows)) = (isa, &self.0) else { return Ok(self) };
+        let (k, dtype) = (self.k(), self.dtype());
+        let is_best = WeightOrder::best(isa, dtype, run, k) == WeightOrder::Rows;
+        if is_best || values.elem_count() == 0 || !values.device().is_cpu() {
+            return Ok(self);
+        }
+        let mut panels = Buffer::zeros(dtype, values.dims())?;
+        with_float!(dtype, "packing a weight", T => {
+            let guard = TensorView::new(values)?;
+            let (rows, mut panels) = (guard.view()?, panels.view_mut());
+            let (rows, panels) = (rows.cpu::<T>()?, panels.cpu_mut::<T>()?);
+            let pairs = rows.par_chunks_exact(LANES * k).zip(panels.par_chunks_exact_mut(LANES * k));
+            pairs.for_each(|(rows, panel)| pack_panel(rows, panel));
+            Ok(())
+        })?;
+        Ok(Self(Held::Values(panels.into_tensor()?, WeightOrder::Panels)))
+    }
+
+    /// [N, K] or [E, N, K].
+    pub fn dims(&self) -> &[usize] {
+        match &self.0 {
+            Held::Values(values, _) => values.dims(),
+            Held::Quantised(q) => &q.dims,
+        }
+    }
+
+    /// The dtype; of a quantised weight that of the activations that it is multiplied with.
+    pub fn dtype(&self) -> DType {
+        match &self.0 {
+            Held::Values(values, _) => values.dtype(),
+            Held::Quantised(q) => q.dtype,
+        }
+    }
+
+    /// Where it lies.
+    pub fn device(&self) -> &Device {
+        match &self.0 {
+            Held::Values(values, _) => values.device(),
+            Held::Quantised(_) => &Device::Cpu,
+        }
+    }
+
+    /// How it lies there; a quantised weight lies in panels of 16 rows of its own.
+    pub fn order(&self) -> WeightOrder {
+        match &self.0 {
+            Held::Values(_, order) => *order,
+            Held::Quantised(_) => WeightOrder::Panels,
+        }
+    }
+
+    /// How it is quantised.
+    pub fn scheme(&self) -> QuantScheme {
+        match &self.0 {
+            Held::Values(..) => QuantScheme::None,
+            Held::Quantised(q) => q.matrix.scheme(),
+        }
+    }
+
+    /// Bytes.
+    pub fn bytes(&self) -> usize {
+        match &self.0 {
+            Held::Values(values, _) => values.elem_count() * values.dtype().size_in_bytes(),
+            Held::Quantised(q) => q.matrix.bytes(),
+        }
+    }
+
+    /// Length of a row.
+    fn k(&self) -> usize {
+        self.dims().last().copied().unwrap_or(0)
+    }
+
+    /// The weight as a tensor of its dtype: itself if it lies in rows, else a copy.
+    ///
+    /// # Errors
+    /// No memory left.
+    pub fn to_tensor(&self) -> Result<Tensor> {
+        let (mut rows, k) = match &self.0 {
+            Held::Values(values, WeightOrder::Rows) => return Ok(values.clone()),
+            _ => (Buffer::zeros(self.dtype(), self.dims())?, self.k()),
+        };
+        with_float!(self.dtype(), "unpacking a weight", T => {
+            let mut rows = rows.view_mut();
+            let rows = rows.cpu_mut::<T>()?.chunks_exact_mut(k.max(1)).enumerate();
+            match &self.0 {
+                Held::Values(values, _) => {
+                    let guard = TensorView::new(values)?;
+                    let panels = guard.view()?.cpu::<T>()?;
+                    rows.for_each(|(row, out)| panel_row(panels, k, row, out));
+                }
+                Held::Quantised(q) => {
+                    let (n, mut wide) = (q.matrix.dims()[1].max(1), vec![0.0; k]);
+                    for (row, out) in rows {
+                        q.matrix.dequantise_into(row / n, row % n..row % n + 1, &mut wide)?;
+                        out.iter_mut().zip(&wide).for_each(|(out, x)| *out = T::narrow(*x));
+                    }
+                }
+            }
+            Ok(())
+        })?;
+        rows.into_tensor()
+    }
+
+    /// The weight under its read guard, so that an op can borrow it.
+    ///
+    /// # Errors
+    /// None for a weight of this type; those of [`TensorView::new`].
+    pub fn read(&self) -> Result<WeightGuard<'_>> {
+        Ok(WeightGuard(match &self.0 {
+            Held::Values(values, order) => Guarded::Values(TensorView::new(values)?, *order),
+            Held::Quantised(q) => Guarded::Quantised(q),
+        }))
+    }
+}
+
+/// Copies row `row` of a matrix in panels.
+pub(crate) fn panel_row<T: Lanes>(panels: &[T], k: usize, row: usize, out: &mut [T]) {
+    unpack_row(&panels[row / LANES * LANES * k..], k, row, out);
+}
+
+/// A [`Weight`] under its read guard.
+pub struct WeightGuard<'a>(Guarded<'a>);
+
+enum Guarded<'a> {
+    Values(TensorView<'a>, WeightOrder),
+    Quantised(&'a Quantised),
+}
+
+impl WeightGuard<'_> {
+    /// What ops take.
+    ///
+    /// # Errors
+    /// A dtype that no view holds.
+    pub fn view(&self) -> Result<WeightView<'_>> {
+        Ok(match &self.0 {
+            Guarded::Values(values, WeightOrder::Rows) => WeightView::Rows(values.view()?),
+            Guarded::Values(values, WeightOrder::Panels) => WeightView::Panels(PanelsView(values.view()?)),
+            Guarded::Quantised(q) => WeightView::Quantised(QuantView(q)),
+        })
+    }
+}
+
+/// The weight of a product as ops take it; any [`View`] is one in rows.
+#[derive(Clone, Copy, Debug)]
+pub enum WeightView<'a> {
+    /// Row by row.
+    Rows(View<'a>),
+    /// In panels of 16 rows.
+    Panels(PanelsView<'a>),
+    /// Quantised.
+    Quantised(QuantView<'a>),
+}
+
+/// A weight in panels: made by [`Weight::packed`] alone.
+#[derive(Clone, Copy, Debug)]
+pub struct PanelsView<'a>(View<'a>);
+
+/// A quantised weight: made by [`Weight::of_quantised`] alone.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantView<'a>(&'a Quantised);
+
+impl<'a> QuantView<'a> {
+    /// The packed matrices.
+    pub(crate) fn matrix(self) -> &'a QuantMatrix {
+        &self.0.matrix
+    }
+}
+
+impl<'a> From<View<'a>> for WeightView<'a> {
+    fn from(rows: View<'a>) -> Self {
+        Self::Rows(rows)
+    }
+}
+
+impl<'a> WeightView<'a> {
+    /// Its rows, for a kernel that takes nothing else.
+    ///
+    /// # Errors
+    /// A weight in another order.
+    pub fn rows(&self, op: &str) -> Result<View<'a>> {
+        match self {
+            Self::Rows(view) => Ok(*view),
+            Self::Panels(_) => bail!("{op}: expected a weight in rows, got one in panels of 16 rows"),
+            Self::Quantised(q) => {
+                bail!("{op}: expected a weight of floats in rows, got {}", q.matrix().scheme())
+            }
+        }
+    }
+
+    /// [N, K] or [E, N, K].
+    pub fn dims(&self) -> &[usize] {
+        match self {
+            Self::Rows(view) | Self::Panels(PanelsView(view)) => view.dims(),
+            Self::Quantised(QuantView(q)) => &q.dims,
+        }
+    }
+
+    /// The dtype; of a quantised weight that of the activations that it is multiplied with.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::Rows(view) | Self::Panels(PanelsView(view)) => view.dtype(),
+            Self::Quantised(QuantView(q)) => q.dtype,
+        }
+    }
+
+    /// The values, whatever their order, and the order.
+    ///
+    /// # Errors
+    /// A quantised weight.
+    pub(crate) fn values(&self, op: &str) -> Result<(View<'a>, WeightOrder)> {
+        match self {
+            Self::Panels(PanelsView(view)) => Ok((*view, WeightOrder::Panels)),
+            _ => Ok((self.rows(op)?, WeightOrder::Rows)),
+        }
+    }
+}
+
+impl Shaped for WeightView<'_> {
+    fn dims(&self) -> &[usize] {
+        WeightView::dims(self)
+    }
+    fn dtype(&self) -> DType {
+        WeightView::dtype(self)
+    }
+}

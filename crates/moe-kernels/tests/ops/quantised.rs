@@ -1,0 +1,122 @@
+//! Random quantised matrices, and their definition in f32.
+
+use std::ops::Range;
+
+use candle_core::Result;
+use half::f16;
+use moe_kernels::quant::{LogicalRows, QuantMatrix, QuantRows, QuantUse};
+use moe_kernels::{Exec, Fp8Scales, QuantGroup, QuantScheme};
+
+use crate::common::data;
+
+/// A quantised matrix as a reader hands it over.
+pub struct Plain {
+    pub n: usize,
+    pub k: usize,
+    pub scheme: QuantScheme,
+    pub rows: LogicalRows,
+    pub perm: Option<Vec<u32>>,
+}
+
+impl QuantRows for Plain {
+    fn shape(&self) -> (usize, usize) {
+        (self.n, self.k)
+    }
+    fn scheme(&self) -> QuantScheme {
+        self.scheme
+    }
+    fn perm(&self) -> Option<&[u32]> {
+        self.perm.as_deref()
+    }
+    fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
+        let groups = self.scheme.groups(self.k);
+        let of = |range: &Range<usize>, width| range.start * width..range.end * width;
+        out.q.clear();
+        out.q.extend_from_slice(&self.rows.q[of(&rows, self.k)]);
+        out.scale.clear();
+        out.scale.extend_from_slice(&self.rows.scale[of(&rows, groups)]);
+        out.zero.clear();
+        out.zero.extend_from_slice(self.rows.zero.get(of(&rows, groups)).unwrap_or_default());
+        Ok(())
+    }
+}
+
+/// Random bytes.
+fn bytes(n: usize, seed: u64) -> Vec<u8> {
+    data::<f32>(n, seed).iter().map(|x| ((x + 1.0) * 128.0).clamp(0.0, 255.0) as u8).collect()
+}
+
+impl Plain {
+    /// A random matrix; `narrow`: scales are f16.
+    pub fn new(n: usize, k: usize, scheme: QuantScheme, narrow: bool, seed: u64) -> Self {
+        let groups = scheme.groups(k);
+        let scale = data::<f32>(n * groups, seed ^ 1).into_iter().map(|s| s * 0.01 + 0.011);
+        let scale = scale.map(|s| if narrow { f16::from_f32(s).to_f32() } else { s }).collect();
+        let (mut q, mut zero, mut perm) = (bytes(n * k, seed), Vec::new(), None);
+        match scheme {
+            QuantScheme::Int { bits, zero_point, act_order, .. } => {
+                let most = ((1u32 << bits) - 1) as u8;
+                q.iter_mut().for_each(|q| *q &= most);
+                zero = vec![1 << (bits - 1); n * groups];
+                if zero_point {
+                    zero = bytes(n * groups, seed ^ 2).into_iter().map(|z| z & most).collect();
+                }
+                perm = act_order.then(|| {
+                    let mut order: Vec<u32> = (0..k as u32).collect();
+                    order.sort_by_key(|i| (u64::from(*i) + 1).wrapping_mul(seed | 0x9e37_79b9_7f4a_7c15));
+                    order
+                });
+            }
+            _ => q.iter_mut().filter(|q| **q & 0x7f == 0x7f).for_each(|q| *q = 0x31),
+        }
+        Self { n, k, scheme, rows: LogicalRows { q, scale, zero }, perm }
+    }
+
+    /// The matrix as f32, in the order of x.
+    pub fn dequantised(&self) -> Vec<f32> {
+        let (groups, group) = (self.scheme.groups(self.k), self.scheme.group_size(self.k));
+        let mut w = vec![0.0; self.n * self.k];
+        for n in 0..self.n {
+            for j in 0..self.k {
+                let (q, g) = (self.rows.q[n * self.k + j], n * groups + j / group);
+                let value = match self.scheme {
+                    QuantScheme::Fp8 { .. } => e4m3(q),
+                    _ => f32::from(q) - f32::from(self.rows.zero[g]),
+                };
+                let column = self.perm.as_ref().map_or(j, |perm| perm[j] as usize);
+                w[n * self.k + column] = self.rows.scale[g] * value;
+            }
+        }
+        w
+    }
+}
+
+fn e4m3(q: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(q >> 3 & 15), f32::from(q & 7) / 8.0);
+    let magnitude = if exponent == 0 { mantissa / 64.0 } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) };
+    if q & 0x80 == 0 { magnitude } else { -magnitude }
+}
+
+/// An integer scheme; group 0 is the row.
+pub fn int(bits: u8, group: usize, zero_point: bool, act_order: bool) -> QuantScheme {
+    let group = if group == 0 { QuantGroup::Channel } else { QuantGroup::Size(group) };
+    QuantScheme::Int { bits, group, zero_point, act_order }
+}
+
+/// Every kind of scheme, for K that 96 divides, or any K where the group is the row.
+pub fn schemes(k: usize) -> Vec<QuantScheme> {
+    let mut all = Vec::new();
+    for bits in [4, 8] {
+        for group in [0, 32, 48].into_iter().filter(|g| *g == 0 || k.is_multiple_of(*g)) {
+            all.extend([(false, false), (true, false), (true, true)].map(|(z, a)| int(bits, group, z, a)));
+        }
+    }
+    let scales = [Fp8Scales::Tensor, Fp8Scales::Channel, Fp8Scales::Block { n: 16, k: 40 }];
+    all.extend(scales.map(|scales| QuantScheme::Fp8 { scales }));
+    all
+}
+
+/// Packs one matrix.
+pub fn pack(m: &Plain, usage: QuantUse) -> Result<QuantMatrix> {
+    QuantMatrix::pack(&[m], usage, &Exec::cpu())
+}
