@@ -9,7 +9,7 @@ use model_runtime::{Checkpoint, Geometry, ParallelConfig, RankView, TensorFiles,
 use moe_engine::ModelFamily;
 use moe_experts::{ExpertWeights, LoadSpec};
 use moe_kernels::cuda::Staging;
-use moe_kernels::{Buffer, Exec};
+use moe_kernels::{Buffer, Exec, Weight};
 use moe_tests::fixture;
 use rayon::prelude::*;
 
@@ -73,8 +73,11 @@ fn packs_of_every_rank_have_the_bits_of_the_cpu() {
                 let geometry = parallel.geometry(rank).unwrap();
                 let load = |device: &Device| packs(name, &geometry, 1, dtype, device);
                 let (cpu, gpu) = (load(&Device::Cpu), load(cuda().device()));
-                assert_same(&format!("{name} w13 of {rank} in {parallel:?}"), cpu.w13(), gpu.w13());
-                assert_same(&format!("{name} w2 of {rank} in {parallel:?}"), cpu.w2(), gpu.w2());
+                let rows = |weight: &Weight| weight.to_tensor().unwrap();
+                for (pack, cpu, gpu) in [("w13", cpu.w13(), gpu.w13()), ("w2", cpu.w2(), gpu.w2())] {
+                    let what = format!("{name} {pack} of {rank} in {parallel:?}");
+                    assert_same(&what, &rows(cpu), &rows(gpu));
+                }
             }
         }
     }

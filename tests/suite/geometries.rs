@@ -3,10 +3,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroUsize;
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::{DType, Device, Result};
-use candle_nn::VarBuilder;
 use model_runtime::{
     BlockContext, CausalLm, Checkpoint, Config, DummyWeights, Exec, Geometry, KvCache, MlaForm, ModelInfo,
     Observer, RankView, StepContext, StepRanks, StepViews, TensorSlice, TensorSpec, ViewMut,
@@ -23,28 +22,29 @@ use crate::running::{Done, Results, collect, prompt};
 /// One way to run a model.
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
-    /// A fixture, `embedded`, or the text of a config for random weights.
+    /// A fixture, the path of a checkpoint, `embedded`, or the text of a config for random weights.
     pub model: &'static str,
     pub dtype: DType,
     pub parallel: ParallelConfig,
     pub chunk: Option<usize>,
     pub path: Option<MoePath>,
     pub mla: Option<MlaForm>,
+    pub backend: Option<&'static str>,
 }
 
 impl Case {
     pub fn new(model: &'static str, dtype: DType, parallel: ParallelConfig) -> Self {
-        Self { model, dtype, parallel, chunk: None, path: None, mla: None }
+        Self { model, dtype, parallel, chunk: None, path: None, mla: None, backend: None }
     }
 
     fn options(&self, context: BlockContext) -> LoadOptions {
-        LoadOptions { backend: None, moe_path: self.path, mla: self.mla, context }
+        LoadOptions { backend: self.backend.map(str::to_string), moe_path: self.path, mla: self.mla, context }
     }
 }
 
 /// Where a model's tensors come from.
 enum Weights {
-    Stored(Checkpoint),
+    Stored(Box<Checkpoint>, Vec<TensorSpec>),
     Random(Vec<TensorSpec>),
 }
 
@@ -65,22 +65,25 @@ impl<F: ModelFamily> Origin<F> {
             Some(e) => Checkpoint::from_static(e.weights, e.config, None).unwrap(),
             None => Checkpoint::open(fixture(model)).unwrap(),
         };
-        Self { config: F::config(&checkpoint.config).unwrap(), weights: Weights::Stored(checkpoint) }
+        let config = F::config(&checkpoint.config).unwrap();
+        let expected =
+            F::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).unwrap().tensors;
+        checkpoint.verify(&expected, F::ignored(&config)).unwrap();
+        Self { config, weights: Weights::Stored(Box::new(checkpoint), expected) }
     }
 
     fn has(&self, name: &str) -> bool {
         match &self.weights {
-            Weights::Stored(checkpoint) => checkpoint.tensors.info(name).is_some(),
+            Weights::Stored(checkpoint, _) => checkpoint.has(name),
             Weights::Random(specs) => specs.iter().any(|spec| spec.name == name),
         }
     }
 
-    fn view(&self, slices: Vec<TensorSlice>, dtype: DType) -> VarBuilder<'static> {
-        let view = match &self.weights {
-            Weights::Stored(checkpoint) => RankView::new(checkpoint.tensors.clone(), slices),
+    fn view(&self, slices: Vec<TensorSlice>) -> RankView {
+        match &self.weights {
+            Weights::Stored(checkpoint, expected) => checkpoint.rank_view(expected, slices),
             Weights::Random(specs) => RankView::new(DummyWeights::new(specs.clone(), 5), slices),
-        };
-        view.var_builder(dtype, &Device::Cpu)
+        }
     }
 
     /// Whether a geometry can cut the model.
@@ -97,7 +100,8 @@ impl<F: ModelFamily> Origin<F> {
         let source = Source::<F> {
             config: &self.config,
             has: &|name| self.has(name),
-            tensors: &|slices| self.view(slices, case.dtype),
+            tensors: &|slices| self.view(slices),
+            dtype: case.dtype,
             options: &|context| case.options(context),
             chunked_moe,
         };
@@ -108,7 +112,7 @@ impl<F: ModelFamily> Origin<F> {
     /// Bytes read of the checkpoint so far.
     pub fn bytes_read(&self) -> u64 {
         match &self.weights {
-            Weights::Stored(checkpoint) => checkpoint.tensors.bytes_read(),
+            Weights::Stored(checkpoint, _) => checkpoint.tensors.bytes_read(),
             Weights::Random(_) => 0,
         }
     }
@@ -225,9 +229,11 @@ pub fn one_rank<F: ModelFamily>(case: &Case) -> Outcome {
     let key = (case.model, case.dtype == DType::F32, case.mla == Some(MlaForm::Naive));
     let entry = known.entry(key).or_insert_with(|| {
         let origin = Origin::<F>::open(case.model);
-        let options = Case { path: None, ..*case }.options(BlockContext::default());
-        let plain = F::load(&origin.config, &options, origin.view(Vec::new(), case.dtype)).unwrap();
-        let world = std::sync::Arc::new(SelfComm::new());
+        let view = origin.view(Vec::new());
+        let context = BlockContext { quant: Some(Arc::new(view.clone())), ..BlockContext::default() };
+        let options = Case { path: None, backend: None, ..*case }.options(context);
+        let plain = F::load(&origin.config, &options, view.var_builder(case.dtype, &Device::Cpu)).unwrap();
+        let world = Arc::new(SelfComm::new());
         outcome(&[Replica { model: plain.model, ex: Exec::cpu().with_threads(1).unwrap(), world }], false)
             .unwrap()
     });

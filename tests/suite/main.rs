@@ -8,6 +8,7 @@ mod geometries;
 mod invariance;
 mod layouts;
 mod parallel;
+mod quantised;
 mod ranks;
 mod requests;
 mod running;

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use candle_core::{DType, Device, Result, bail};
+use candle_core::{DType, Result, bail};
 use model_deepseekv2_legacy::DeepseekV2Family;
 use model_qwen3moe::Qwen3MoeFamily;
 use model_runtime::{
@@ -194,13 +194,11 @@ fn a_rank_that_cannot_load_ends_all_soon() {
     let source = Source::<DeepseekV2Family> {
         config: &config,
         has: &|name| checkpoint.tensors.info(name).is_some(),
-        tensors: &|slices| {
-            let view = match opened.fetch_add(1, Ordering::SeqCst) {
-                1 => RankView::new(DummyWeights::new([], 0), slices),
-                _ => RankView::new(checkpoint.tensors.clone(), slices),
-            };
-            view.var_builder(DType::F32, &Device::Cpu)
+        tensors: &|slices| match opened.fetch_add(1, Ordering::SeqCst) {
+            1 => RankView::new(DummyWeights::new([], 0), slices),
+            _ => RankView::new(checkpoint.tensors.clone(), slices),
         },
+        dtype: DType::F32,
         options: &|context| LoadOptions { moe_path: Some(MoePath::Fused), context, ..LoadOptions::default() },
         chunked_moe: ChunkedMoe::default(),
     };

@@ -4,13 +4,15 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use moe_comm::Communicator;
 
+use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Exec, PreNorm, TensorView, View, ViewMut, Workspace, add_rms_norm_into, embedding_into, forward_rows,
-    linear_into, rms_norm_into,
+    CpuIsa, Exec, PreNorm, TensorView, View, ViewMut, Weight, Workspace, add_rms_norm_into, embedding_into,
+    forward_rows, linear_into, rms_norm_into,
 };
 use tracing::trace_span;
 
 pub use moe_layer::load_packed;
+use moe_layer::{BlockContext, load_weight};
 
 use crate::vocab::VocabParallel;
 
@@ -91,7 +93,7 @@ impl candle_nn::Module for RmsNorm {
 /// The token embedding.
 #[derive(Clone, Debug)]
 pub struct Embedding {
-    weight: Tensor,
+    weight: Weight,
     /// The ranks that hold the table, if this is a run of its rows.
     ranks: Option<VocabParallel>,
     workspace: Workspace,
@@ -101,7 +103,11 @@ impl Embedding {
     /// From a table [V, H].
     pub fn new(weight: Tensor) -> Result<Self> {
         weight.dims2()?;
-        Ok(Self { weight: weight.contiguous()?, ranks: None, workspace: Workspace::new() })
+        Ok(Self::of(Weight::new(weight)?))
+    }
+
+    fn of(weight: Weight) -> Self {
+        Self { weight, ranks: None, workspace: Workspace::new() }
     }
 
     /// Loads `weight` [vocab_size, hidden_size].
@@ -115,14 +121,23 @@ impl Embedding {
     }
 
     /// The table, [V, H]: also the vocabulary projection of models with tied embeddings.
-    pub fn weight(&self) -> &Tensor {
+    pub fn weight(&self) -> &Weight {
         &self.weight
+    }
+
+    /// The same table in the order that products on a path read best: for tied embeddings.
+    ///
+    /// # Errors
+    /// No memory left.
+    pub fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
+        let rows = self.weight.dims()[0];
+        Ok(Self { weight: self.weight.packed(isa, rows)?, ..self })
     }
 
     /// `out` [T, H] (the table's dtype or f32) = the rows of `token_ids` `[T]` u32; an id outside of the
     /// table is an error.
     pub fn forward_into(&self, token_ids: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let weight = TensorView::new(&self.weight)?;
+        let weight = self.weight.read()?;
         match &self.ranks {
             None => embedding_into(weight.view()?, token_ids, out, ex),
             Some(ranks) => ranks.embed_into(weight.view()?, token_ids, out, ex),
@@ -136,7 +151,7 @@ impl Embedding {
     /// Another dtype or device; on the CPU an id outside of the table.
     pub fn forward(&self, token_ids: &Tensor) -> Result<Tensor> {
         let ids = token_ids.unsqueeze(token_ids.rank())?;
-        forward_rows(&ids, (self.weight.dims2()?.1, self.weight.dtype()), &self.workspace, |ids, out, ex| {
+        forward_rows(&ids, (self.weight.dims()[1], self.weight.dtype()), &self.workspace, |ids, out, ex| {
             self.forward_into(ids.reshape(&[ids.elem_count()])?, out, ex)
         })
     }
@@ -153,14 +168,41 @@ impl candle_nn::Module for Embedding {
 pub struct LmHead(Embedding);
 
 impl LmHead {
-    /// From a weight [V, H]; pass a clone of [`Embedding::weight`] for tied embeddings.
+    /// From a weight [V, H].
     pub fn new(weight: Tensor) -> Result<Self> {
         Embedding::new(weight).map(Self)
     }
 
+    /// With the table of an embedding: tied embeddings.
+    pub fn tied(embedding: &Embedding) -> Self {
+        Self(Embedding::of(embedding.weight.clone()))
+    }
+
+    /// The same weight in the order that a path reads best.
+    ///
+    /// # Errors
+    /// No memory left.
+    pub fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
+        self.0.packed(isa).map(Self)
+    }
+
     /// Loads `weight` [vocab_size, hidden_size].
     pub fn load(vocab_size: usize, hidden_size: usize, vb: VarBuilder) -> Result<Self> {
-        Embedding::load(vocab_size, hidden_size, vb).map(Self)
+        Self::load_on(vocab_size, hidden_size, vb, &BlockContext::default())
+    }
+
+    /// The same on a rank, where the projection may be quantised.
+    ///
+    /// # Errors
+    /// A missing or wrongly shaped tensor; quantised ones that are not what the header says.
+    pub fn load_on(
+        vocab_size: usize,
+        hidden_size: usize,
+        vb: VarBuilder,
+        context: &BlockContext,
+    ) -> Result<Self> {
+        let weight = load_weight(&vb, &[("", vocab_size)], hidden_size, QuantUse::Linear, context)?;
+        Ok(Self(Embedding::of(weight)))
     }
 
     /// Makes this one rank's run of the vocabulary; every rank gets all logits.
@@ -172,7 +214,7 @@ impl LmHead {
     /// model dtype.
     pub fn forward_into(&self, hidden: View, logits: ViewMut, ex: &mut Exec) -> Result<()> {
         let _span = trace_span!("lm_head").entered();
-        let weight = TensorView::new(&self.0.weight)?;
+        let weight = self.0.weight.read()?;
         let Some(ranks) = &self.0.ranks else { return linear_into(hidden, weight.view()?, None, logits, ex) };
         let mut local = ex.scratch(DType::F32, &[hidden.rows(), ranks.num_local()])?;
         linear_into(hidden, weight.view()?, None, local.view_mut(), ex)?;
@@ -181,7 +223,7 @@ impl LmHead {
 
     /// Logits [.., V] f32 of `hidden` [.., H] (the weight's dtype, in any layout) as a new tensor.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        let vocab = self.0.ranks.as_ref().map_or(self.0.weight.dims2()?.0, VocabParallel::vocab_size);
+        let vocab = self.0.ranks.as_ref().map_or(self.0.weight.dims()[0], VocabParallel::vocab_size);
         forward_rows(hidden, (vocab, DType::F32), &self.0.workspace, |x, out, ex| {
             self.forward_into(x, out, ex)
         })

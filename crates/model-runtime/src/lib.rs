@@ -58,3 +58,4 @@ pub use moe_kernels::{
     Workspace,
 };
 pub use moe_layer::{BlockContext, Router};
+pub use moe_quant::QuantConfig;

@@ -11,7 +11,7 @@ use candle_core::{DType, Result, bail};
 #[cfg(feature = "cuda")]
 use moe_comm::ReduceOp;
 use moe_comm::{Communicator, partition, shares};
-use moe_kernels::{Exec, View, ViewMut, embedding_into};
+use moe_kernels::{Exec, View, ViewMut, WeightView, embedding_into};
 
 /// The ranks that hold a vocabulary.
 #[derive(Clone, Debug)]
@@ -38,10 +38,16 @@ impl VocabParallel {
 
     /// `out` [T, H] (dtype of the table or f32) = the rows of `ids` `[T]` of the whole table, of
     /// which `table` [V_local, H] is this rank's run.
-    pub(crate) fn embed_into(&self, table: View, ids: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    pub(crate) fn embed_into(
+        &self,
+        table: WeightView,
+        ids: View,
+        mut out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
         #[cfg(feature = "cuda")]
         if ex.is_cuda() {
-            return self.embed_on_device(table, ids, out, ex);
+            return self.embed_on_device(table.rows("embedding")?, ids, out, ex);
         }
         let (ranks, rank) = (self.comm.world_size(), self.comm.rank());
         let ids = ids.cpu::<u32>()?;

@@ -1,5 +1,6 @@
 //! `inspect`: what a checkpoint is, from its config and the headers of its files; no weight is read.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::path::Path;
 
@@ -7,7 +8,7 @@ use anyhow::Result;
 use indicatif::{BinaryBytes, HumanCount};
 use model_runtime::checkpoint::{TensorFiles, TensorInfo};
 use model_runtime::config::Bounds;
-use model_runtime::{Checkpoint, Config};
+use model_runtime::{Checkpoint, Config, Geometry};
 use moe_engine::ModelFamily;
 use serde_json::{Map, Value, json};
 
@@ -47,7 +48,10 @@ pub fn run<F: ModelFamily>(args: &InspectArgs) -> Result<()> {
         }
     }
     match Checkpoint::open(located.dir()) {
-        Ok(checkpoint) => weights(&checkpoint, &mut facts)?,
+        Ok(checkpoint) => {
+            weights(&checkpoint, &mut facts)?;
+            quantisation::<F>(&checkpoint, &mut facts)?;
+        }
         Err(e) => drop(facts.insert("weights".into(), json!(lacking(&args.model, &e)))),
     }
     if args.json {
@@ -87,6 +91,25 @@ fn weights(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()
         facts.insert("KV cache at most bytes".into(), KV_CACHE.min(free.saturating_sub(bytes) / 2).into());
         facts.insert("fits memory".into(), json!(if bytes < free { "yes" } else { "no" }));
     }
+    Ok(())
+}
+
+/// Method and schemes of a quantised checkpoint, and its parameters, of which several lie in a word.
+fn quantisation<F: ModelFamily>(checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
+    let Some(config) = &checkpoint.quantisation else { return Ok(()) };
+    let Ok(family) = F::config(&checkpoint.config) else { return Ok(()) };
+    let tensors = F::layout(&family, &Geometry::default(), &|name| checkpoint.has(name))?.tensors;
+    let (mut schemes, mut parameters) = (BTreeSet::new(), 0u64);
+    for spec in &tensors {
+        parameters += spec.shape.iter().map(|&dim| dim as u64).product::<u64>();
+        if let Some(module) = spec.name.strip_suffix(".weight").filter(|_| spec.shape.len() == 2) {
+            schemes.insert(config.scheme_of(module)?.to_string());
+        }
+    }
+    schemes.remove("none");
+    let schemes: Vec<_> = schemes.into_iter().collect();
+    facts.insert("quantisation".into(), json!(format!("{}: {}", config.method(), schemes.join("; "))));
+    facts.insert("parameters".into(), parameters.into());
     Ok(())
 }
 

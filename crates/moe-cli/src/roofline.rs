@@ -10,31 +10,44 @@ use serde_json::{Value, json};
 use crate::bench::Sizes;
 use crate::cli::BenchArgs;
 
-/// Weights that steps use, in elements.
+/// How much some weights are.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Amount {
+    elements: f64,
+    bytes: f64,
+}
+
+/// Weights that steps use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct StepWeights {
     /// Used by every token: all but routed experts and the vocabulary.
-    dense: f64,
+    dense: Amount,
     /// The vocabulary projection, used by every row of logits.
-    vocabulary: f64,
+    vocabulary: Amount,
     /// One routed expert of each layer, all layers together.
-    expert: f64,
+    expert: Amount,
     /// Routed experts per token.
     top_k: f64,
 }
 
 impl StepWeights {
-    /// From the tensors of a model whose experts are packed: those are the ones of rank 3.
-    fn new(tensors: &[TensorSpec], info: &ModelInfo) -> Self {
-        let elements = |t: &TensorSpec| t.shape.iter().map(|&d| d as f64).product::<f64>();
-        let (experts, others): (Vec<_>, Vec<_>) = tensors.iter().partition(|t| t.shape.len() == 3);
+    /// From the tensors of a model whose experts are listed one by one. `bytes` are those of one weight of a tensor.
+    fn new(tensors: &[TensorSpec], info: &ModelInfo, bytes: impl Fn(&TensorSpec) -> f64) -> Self {
+        let sum = |amount: Amount, t: &TensorSpec| {
+            let elements: f64 = t.shape.iter().map(|&d| d as f64).product();
+            Amount { elements: amount.elements + elements, bytes: amount.bytes + elements * bytes(t) }
+        };
+        let (experts, others): (Vec<_>, Vec<_>) = tensors.iter().partition(|t| t.name.contains(".experts."));
         let is_vocabulary = |t: &TensorSpec| t.shape == [info.vocab_size, info.hidden_size];
-        let dense = others.into_iter().filter(|t| !is_vocabulary(t)).map(elements).sum();
+        // Embedding rows are looked up; the projection, which is the last of its shape, is read.
+        let vocabulary = others.iter().rev().find(|t| is_vocabulary(t));
         let (num_experts, top_k) = info.moe.as_ref().map_or((1, 0), |moe| (moe.num_experts, moe.top_k));
+        let experts = experts.into_iter().fold(Amount::default(), sum);
+        let (elements, bytes) = (experts.elements / num_experts as f64, experts.bytes / num_experts as f64);
         Self {
-            dense,
-            vocabulary: (info.vocab_size * info.hidden_size) as f64,
-            expert: experts.into_iter().map(elements).sum::<f64>() / num_experts as f64,
+            dense: others.iter().filter(|t| !is_vocabulary(t)).copied().fold(Amount::default(), sum),
+            vocabulary: vocabulary.copied().into_iter().fold(Amount::default(), sum),
+            expert: Amount { elements, bytes },
             top_k: top_k as f64,
         }
     }
@@ -42,14 +55,14 @@ impl StepWeights {
     /// Bytes that a decode step reads: weights, with `distinct` routed experts per layer, and
     /// `tokens` cached tokens.
     fn decode_bytes(&self, info: &ModelInfo, distinct: f64, tokens: f64) -> Result<f64> {
-        let weights = self.dense + self.vocabulary + distinct * self.expert;
-        let cached = tokens * info.kv.bytes_per_token()? as f64;
-        Ok(weights * info.kv.dtype.size_in_bytes() as f64 + cached)
+        let weights = self.dense.bytes + self.vocabulary.bytes + distinct * self.expert.bytes;
+        Ok(weights + tokens * info.kv.bytes_per_token()? as f64)
     }
 
     /// FLOP of the products of a prefill; attention is left out.
     fn prefill_flops(&self, tokens: usize) -> f64 {
-        2. * (tokens as f64 * (self.dense + self.top_k * self.expert) + self.vocabulary)
+        let each = self.dense.elements + self.top_k * self.expert.elements;
+        2. * (tokens as f64 * each + self.vocabulary.elements)
     }
 }
 
@@ -61,15 +74,22 @@ pub fn measure<F: ModelFamily>(
     session: Session,
 ) -> Result<Value> {
     let Session { model, ex, checkpoint, .. } = session;
-    let config = match (&args.config, checkpoint) {
-        (Some(path), _) => F::config(&Config::read(path)?)?,
-        (None, Some(checkpoint)) => F::config(&checkpoint.config)?,
+    let (config, quantisation) = match (&args.config, checkpoint) {
+        (Some(path), _) => (F::config(&Config::read(path)?)?, None),
+        (None, Some(checkpoint)) => (F::config(&checkpoint.config)?, checkpoint.quantisation),
         (None, None) => bail!("a model without a config has no roofline"),
     };
     let info = model.info().clone();
     drop(model);
-    let layout = F::layout(&config, &Geometry::default(), &|_| true)?;
-    let weights = StepWeights::new(&layout.tensors, &info);
+    let one_by_one = |name: &str| !name.ends_with("gate_up_proj");
+    let layout = F::layout(&config, &Geometry::default(), &one_by_one)?;
+    // Routers and embeddings are floats whatever the header says of all modules.
+    let quantised = |t: &TensorSpec| {
+        let module = t.name.strip_suffix(".weight").filter(|m| !m.ends_with(".gate") && !m.contains("embed"));
+        quantisation.as_ref()?.bytes_per_weight(module?, *t.shape.last()?).ok()?
+    };
+    let bytes = |t: &TensorSpec| quantised(t).unwrap_or(info.kv.dtype.size_in_bytes() as f64);
+    let weights = StepWeights::new(&layout.tensors, &info, bytes);
     let context = sizes.prompt as f64 + sizes.output as f64 / 2.;
     // What a GPU can do at most is in its data sheet; the rates stand for themselves there.
     let roof = (!ex.is_cuda()).then(|| Roof::measure(&ex)).transpose()?;
@@ -143,18 +163,26 @@ mod tests {
     }
 
     fn weights() -> StepWeights {
-        let spec = |shape: &[usize]| TensorSpec::new("t", shape);
-        let mut tensors = vec![spec(&[50, 10]), spec(&[50, 10])];
+        let mut tensors = vec![TensorSpec::new("embed", &[50, 10])];
         for _ in 0..2 {
-            tensors.extend([spec(&[10, 10]), spec(&[10]), spec(&[8, 6, 10]), spec(&[8, 10, 3])]);
+            tensors.extend([TensorSpec::new("o", &[10, 10]), TensorSpec::new("norm", &[10])]);
+            for expert in 0..8 {
+                let spec = |name: &str, dims: &[usize]| {
+                    TensorSpec::new(format!("mlp.experts.{expert}.{name}"), dims)
+                };
+                tensors.extend([spec("gate", &[3, 10]), spec("up", &[3, 10]), spec("down", &[10, 3])]);
+            }
         }
-        StepWeights::new(&tensors, &info())
+        tensors.push(TensorSpec::new("head", &[50, 10]));
+        StepWeights::new(&tensors, &info(), |t| if t.name == "head" { 0.5 } else { 2.0 })
     }
 
     /// Embedding rows are looked up, not read as a whole: the vocabulary counts once, tied or not.
     #[test]
     fn weights_are_counted_by_use() {
-        assert_eq!(weights(), StepWeights { dense: 220., vocabulary: 500., expert: 180., top_k: 2. });
+        let amount = |elements, bytes| Amount { elements, bytes };
+        let (dense, vocabulary, expert) = (amount(220., 440.), amount(500., 250.), amount(180., 360.));
+        assert_eq!(weights(), StepWeights { dense, vocabulary, expert, top_k: 2. });
     }
 
     #[test]
@@ -166,8 +194,8 @@ mod tests {
         });
         let roof = Roof { read: 1e7, fma: 5e6, dot: Some(1e7), matrix: None };
         let report = roofline(&result, Some(&roof), &weights(), &info(), 3.)?;
-        // 220 + 500 + 5 * 180 elements of two bytes, and 4 * 3 tokens of 2 * 2 * 4 * 2 bytes.
-        let bytes = 2. * 1620. + 12. * 32.;
+        // 220 + 5 * 180 elements of two bytes, 500 of half a byte, and 4 * 3 tokens of 2 * 2 * 4 * 2 bytes.
+        let bytes = 2. * 1120. + 250. + 12. * 32.;
         assert_eq!(
             report["decode"]["4"],
             json!({"bytes": bytes, "gb_s": bytes / 2e-3 / 1e9, "fraction": bytes / 2e-3 / 1e7})

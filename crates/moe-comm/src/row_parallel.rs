@@ -11,10 +11,10 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
-use moe_kernels::door::{expect_dims, expect_dtype, expect_rank3};
+use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use moe_kernels::{
-    Exec, Segment, View, ViewMut, add_into, copy_rows_into, linear_into, linear_row_parallel_into,
-    linear_segment_into,
+    Exec, Segment, View, ViewMut, WeightView, add_into, copy_rows_into, linear_into,
+    linear_row_parallel_into, linear_segment_into,
 };
 
 use crate::communicator::{Communicator, ReduceOp};
@@ -109,21 +109,21 @@ impl RowParallel {
     /// | argument | shape, dtype |
     /// |---|---|
     /// | `x` | [T, K_local] model dtype |
-    /// | `w` | [N, K_local] same dtype |
+    /// | `w` | [N, K_local] same dtype, in rows or panels |
     /// | `bias` | \[N\] same dtype, the same on all ranks |
     /// | `out` | [T, N] same dtype or f32 |
     ///
     /// # Errors
     /// Wrong dims or dtypes; ranks that disagree, or died.
-    pub fn linear_into(
+    pub fn linear_into<'w>(
         &self,
         x: View<'_>,
-        w: View<'_>,
+        w: impl Into<WeightView<'w>>,
         bias: Option<View<'_>>,
         mut out: ViewMut<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (ranks, rank) = (self.comm.world_size(), self.comm.rank());
+        let (ranks, rank, w) = (self.comm.world_size(), self.comm.rank(), w.into());
         if ranks == 1 {
             return linear_row_parallel_into(x, w, bias, out, ex);
         }
@@ -134,7 +134,7 @@ impl RowParallel {
                 false => self.comm.all_reduce(out, ReduceOp::Sum, ex),
             };
         }
-        let (t, n) = (x.rows(), w.rows());
+        let (t, n) = (x.rows(), expect_matrix("row_parallel", "w", &w)?.0);
         let mut partials = ex.scratch(DType::F32, &[self.segments, t, n])?;
         for index in 0..self.segments {
             let to = partials.view_mut().narrow(index, 1)?.reshape(&[t, n])?;

@@ -1,8 +1,9 @@
 //! From settings to a model that is ready: processes, device, dtype, weights, ranks.
 
+use std::sync::Arc;
+
 use anyhow::{Context, Result, bail};
 use candle_core::DType;
-use candle_nn::VarBuilder;
 use model_runtime::{BlockContext, Checkpoint, Config, DummyWeights, Exec, Geometry, RankView, TensorSlice};
 use tracing::{info, warn};
 
@@ -111,17 +112,18 @@ impl Run {
             }
         };
         let config = F::config(&checkpoint.config)?;
-        let has = |name: &str| checkpoint.tensors.info(name).is_some();
-        let layout = F::layout(&config, &Geometry::default(), &has)?;
-        checkpoint.tensors.verify(layout.tensors, F::ignored(&config))?;
+        let has = |name: &str| checkpoint.has(name);
+        let expected = F::layout(&config, &Geometry::default(), &has)?.tensors;
+        checkpoint.verify(&expected, F::ignored(&config))?;
         if self.config.check_weights {
             checkpoint.tensors.check_finite().context("the checkpoint has weights that are not finite")?;
         }
         let dtype = self.config.dtype.map_or_else(|| checkpoint.dtype(), Ok)?;
-        let tensors = |slices: Vec<TensorSlice>| {
-            RankView::new(checkpoint.tensors.clone(), slices).var_builder(dtype, self.ex.device())
-        };
-        let (ranks, backend) = self.load_ranks::<F>(&config, &has, &tensors)?;
+        for note in checkpoint.quantisation.iter().flat_map(|config| config.notes()) {
+            warn!("{note}");
+        }
+        let tensors = |slices: Vec<TensorSlice>| checkpoint.rank_view(&expected, slices);
+        let (ranks, backend) = self.load_ranks::<F>(&config, &has, &tensors, dtype)?;
         Ok(Part { ranks, checkpoint: Some(checkpoint), tokenizer, backend })
     }
 
@@ -131,10 +133,11 @@ impl Run {
         let dtype = dtype.unwrap_or(DType::F32);
         // Packed experts: one tensor is generated for each pack, at full speed.
         let specs = F::layout(&config, &Geometry::default(), &|_| true)?.tensors;
-        let tensors = |slices: Vec<TensorSlice>| {
-            RankView::new(DummyWeights::new(specs.clone(), 0), slices).var_builder(dtype, self.ex.device())
-        };
-        let (ranks, backend) = self.load_ranks::<F>(&config, &|_| true, &tensors)?;
+        if raw.quantisation()?.is_some() {
+            warn!("random weights are floats: the config's quantisation is not used");
+        }
+        let tensors = |slices: Vec<TensorSlice>| RankView::new(DummyWeights::new(specs.clone(), 0), slices);
+        let (ranks, backend) = self.load_ranks::<F>(&config, &|_| true, &tensors, dtype)?;
         Ok(Part { ranks, checkpoint: None, tokenizer: None, backend })
     }
 
@@ -143,21 +146,29 @@ impl Run {
         &self,
         config: &F::Config,
         has: &(dyn Fn(&str) -> bool + Sync),
-        tensors: &(dyn Fn(Vec<TensorSlice>) -> VarBuilder<'static> + Sync),
+        tensors: &(dyn Fn(Vec<TensorSlice>) -> RankView + Sync),
+        dtype: DType,
     ) -> Result<(Ranks, serde_json::Value)> {
         let (parallel, chunked_moe, ex) = (&self.config.parallel, self.config.chunked_moe, &self.ex);
         let options = |context| self.config.load_options(context);
-        let source = parallel::Source::<F> { config, has, tensors, options: &options, chunked_moe };
+        let source = parallel::Source::<F> { config, has, tensors, dtype, options: &options, chunked_moe };
         let (ranks, chosen) = if let Some(processes) = &self.processes {
             processes.load(&source, parallel, ex)?
         } else if parallel.world_size()? == 1 {
             // One rank: its backend is `disabled`, or an explicit one over a group of itself.
             let geometry = parallel.geometry(0)?;
-            let context =
-                BlockContext { geometry, chunked_moe, sliced_weights: true, ..BlockContext::default() };
+            let context = BlockContext {
+                geometry,
+                chunked_moe,
+                sliced_weights: true,
+                cpu_isa: ex.device().is_cpu().then(|| ex.isa()),
+                ..BlockContext::default()
+            };
             let world = context.groups.world.clone();
             let slices = F::layout(config, &context.geometry, has)?.slices_for(ex.device());
-            let loaded = F::load(config, &options(context), tensors(slices))?;
+            let tensors = tensors(slices);
+            let context = BlockContext { quant: Some(Arc::new(tensors.clone())), ..context };
+            let loaded = F::load(config, &options(context), tensors.var_builder(dtype, ex.device()))?;
             let replica = Replica { model: loaded.model, ex: ex.clone(), world };
             (Ranks::Replicas(vec![replica]), loaded.backend)
         } else {

@@ -5,7 +5,7 @@ use moe_kernels::ActivationFormat;
 
 use crate::experts::Experts;
 use crate::grouped::GroupedExperts;
-use crate::oracle::{Backend, Selection};
+use crate::oracle::{Backend, Selection, select};
 use crate::weights::ExpertWeights;
 
 /// Builds the chosen backend over its weights. Batched experts for a layer need
@@ -35,7 +35,14 @@ fn build_with(
     weights: ExpertWeights,
     max_rows: Option<usize>,
 ) -> Result<Box<dyn Experts>> {
+    if selection.chosen == Backend::Emulation {
+        return build_with(&select(&selection.computed(), None)?, weights.dequantised()?, max_rows);
+    }
     let spec = &selection.spec;
+    if weights.scheme() != spec.quant {
+        let (chosen, wanted, got) = (selection.chosen, spec.quant, weights.scheme());
+        bail!("{chosen} experts: expected weights of quantisation scheme {wanted}, got {got}")
+    }
     let shape = weights.shape();
     for (name, expected, got) in [
         ("local experts", spec.num_local_experts, shape.num_local_experts),
@@ -80,6 +87,7 @@ fn build_with(
         Backend::CudaFused | Backend::CudaFusedListed => {
             bail!("{} experts need a build with the feature `cuda`", selection.chosen)
         }
+        Backend::Emulation => bail!("emulation emulates itself"),
         Backend::Cuda | Backend::Cpu | Backend::CudaBatched | Backend::CpuBatched => {
             let experts = GroupedExperts::new(weights, spec.activation)?.with_tp(spec.tp_size)?;
             let experts = experts.with_format(spec.activation_format);

@@ -9,6 +9,26 @@ use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme};
 
 use moe_kernels::plan::{Reason, Target, activation_kind};
 
+/// Which weights a backend reads.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum WeightKinds {
+    /// Those in the activations' dtype.
+    Floats,
+    /// These, int4 and int8 of any group, with or without zero points and act-order, and FP8.
+    FloatsAndQuantised,
+}
+
+impl WeightKinds {
+    fn has(self, scheme: QuantScheme) -> bool {
+        match (self, scheme) {
+            (_, QuantScheme::None) => true,
+            (Self::Floats, _) => false,
+            (Self::FloatsAndQuantised, QuantScheme::Int { bits, .. }) => matches!(bits, 4 | 8),
+            (Self::FloatsAndQuantised, QuantScheme::Fp8 { .. }) => true,
+        }
+    }
+}
+
 /// One row of the oracle's table.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Capability {
@@ -16,7 +36,7 @@ pub(crate) struct Capability {
     /// Names as [`activation_kind`] gives them.
     pub activations: &'static [&'static str],
     pub bias: bool,
-    pub quant: &'static [QuantScheme],
+    pub weights: WeightKinds,
     pub dtypes: &'static [DType],
     /// Whether experts may be split along their intermediate size.
     pub tensor_parallel: bool,
@@ -43,7 +63,7 @@ impl Capability {
         if spec.has_bias && !self.bias {
             return Err(Reason::Bias);
         }
-        if !self.quant.contains(&spec.quant) {
+        if !self.weights.has(spec.quant) {
             return Err(Reason::Quant { got: spec.quant });
         }
         if !self.dtypes.contains(&spec.dtype) {
@@ -80,14 +100,14 @@ impl Capability {
 mod tests {
     use super::*;
     use crate::oracle::tests::spec;
-    use moe_kernels::Activation;
+    use moe_kernels::{Activation, Fp8Scales, QuantGroup};
 
     /// A picky GPU kernel, so that every check can fail.
     const PICKY: Capability = Capability {
         target: Target::Cuda { min: (9, 0) },
         activations: &["swiglu"],
         bias: false,
-        quant: &[QuantScheme::None],
+        weights: WeightKinds::Floats,
         dtypes: &[DType::BF16],
         tensor_parallel: false,
         hidden_multiple_of: 64,
@@ -158,8 +178,18 @@ mod tests {
     }
 
     #[test]
-    fn a_quantisation_scheme_that_is_not_listed_is_refused() {
-        let none = Capability { quant: &[], ..PICKY };
-        assert_eq!(none.check(&fitting()), Err(Reason::Quant { got: QuantScheme::None }));
+    fn a_quantisation_scheme_that_is_not_read_is_refused() {
+        let fp8 = QuantScheme::Fp8 { scales: Fp8Scales::Tensor };
+        let int =
+            |bits| QuantScheme::Int { bits, group: QuantGroup::Size(32), zero_point: true, act_order: true };
+        let both = Capability { weights: WeightKinds::FloatsAndQuantised, ..PICKY };
+        for quant in [fp8, int(4), int(8)] {
+            let spec = ExpertsSpec { quant, ..fitting() };
+            assert_eq!(PICKY.check(&spec), Err(Reason::Quant { got: quant }));
+            assert_eq!(both.check(&spec), Ok(()));
+        }
+        assert_eq!(both.check(&fitting()), Ok(()));
+        let quant = int(3);
+        assert_eq!(both.check(&ExpertsSpec { quant, ..fitting() }), Err(Reason::Quant { got: quant }));
     }
 }

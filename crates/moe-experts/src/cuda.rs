@@ -2,9 +2,7 @@
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::cuda::{ExpertLists, FusedExperts, fused_experts_into};
-use moe_kernels::{
-    ActivationFormat, Dims, Dispatched, Exec, TensorView, ViewMut, WeightAndReduce, fill_into,
-};
+use moe_kernels::{ActivationFormat, Dims, Dispatched, Exec, ViewMut, WeightAndReduce, fill_into};
 
 use crate::experts::{Experts, Reservation};
 use crate::oracle::Backend;
@@ -93,11 +91,11 @@ impl Experts for CudaFusedExperts {
             // More ranks than experts: this one adds nothing.
             return fill_into(0., out, ex);
         }
-        let (w13, w2) = (TensorView::new(self.weights.w13())?, TensorView::new(self.weights.w2())?);
+        let (w13, w2) = (self.weights.w13().read()?, self.weights.w2().read()?);
         let args = FusedExperts {
             x: dispatched.rows.view(),
-            w13: w13.view()?,
-            w2: w2.view()?,
+            w13: w13.view()?.rows(name)?,
+            w2: w2.view()?.rows(name)?,
             topk_ids: dispatched.topk_ids()?,
             topk_weights: dispatched.topk_weights()?,
             expert_map: dispatched.expert_map,

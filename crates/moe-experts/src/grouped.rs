@@ -138,7 +138,7 @@ impl GroupedExperts {
     fn run(&self, x: View, groups: &ExpertGroups, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
         let dims = [groups.in_rows.elem_count(), self.shape().intermediate_size];
         let mut activated = ex.scratch(self.shape().dtype, &dims)?;
-        let (w13, w2) = (TensorView::new(self.weights.w13())?, TensorView::new(self.weights.w2())?);
+        let (w13, w2) = (self.weights.w13().read()?, self.weights.w2().read()?);
         let w13_bias = self.weights.w13_bias().map(TensorView::new).transpose()?;
         let w2_bias = self.weights.w2_bias().map(TensorView::new).transpose()?;
         let w13_bias = w13_bias.as_ref().map(TensorView::view).transpose()?;

@@ -67,10 +67,10 @@ impl MonolithicExperts for MonolithicKernels {
         io: MonolithicIo<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
-        use moe_kernels::TensorView;
         use moe_kernels::cuda::{MonolithicExperts as Args, monolithic_experts_into};
-        let (w13, w2) = (TensorView::new(self.weights.w13())?, TensorView::new(self.weights.w2())?);
-        let args = Args { gate, w13: w13.view()?, w2: w2.view()?, expert_map };
+        let (w13, w2) = (self.weights.w13().read()?, self.weights.w2().read()?);
+        let args =
+            Args { gate, w13: w13.view()?.rows(self.name())?, w2: w2.view()?.rows(self.name())?, expert_map };
         monolithic_experts_into(self.form, &args, io, ex)
     }
 

@@ -9,7 +9,7 @@ use candle_core::DType;
 use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme};
 use serde::Serialize;
 
-use crate::capability::Capability;
+use crate::capability::{Capability, WeightKinds};
 use moe_kernels::plan::{Reason, Target};
 
 /// An implementation of the fused experts.
@@ -30,6 +30,9 @@ pub enum Backend {
     Cpu,
     /// The same products over one row block per expert (BatchedExperts format).
     CpuBatched,
+    /// Quantised weights turned into floats when they are loaded, and the best backend for these: where no other reads
+    /// the scheme.
+    Emulation,
 }
 
 /// What both CPU backends share.
@@ -37,7 +40,7 @@ const CPU: Capability = Capability {
     target: Target::Cpu,
     activations: &["swiglu", "swiglu_oai", "gelu", "gelu_tanh"],
     bias: true,
-    quant: &[QuantScheme::None],
+    weights: WeightKinds::FloatsAndQuantised,
     dtypes: &[DType::F32, DType::BF16, DType::F16],
     tensor_parallel: false,
     hidden_multiple_of: 1,
@@ -49,7 +52,7 @@ const CPU: Capability = Capability {
 
 /// What the CPU backends run, CUDA runs too. Which kernel takes a row depends on the number of rows, unless the context
 /// asks for batch invariance.
-const CUDA: Capability = Capability { target: Target::GPU, ..CPU };
+const CUDA: Capability = Capability { target: Target::GPU, weights: WeightKinds::Floats, ..CPU };
 
 /// 16-byte loads of rows that are padded to no bank conflict want multiples of 64.
 pub(crate) const CUDA_FUSED: Capability = Capability {
@@ -64,8 +67,15 @@ pub(crate) const CUDA_FUSED: Capability = Capability {
 
 impl Backend {
     /// Every backend, in the order in which the oracle tries them.
-    pub const ALL: [Backend; 6] =
-        [Self::CudaFused, Self::CudaFusedListed, Self::Cuda, Self::CudaBatched, Self::Cpu, Self::CpuBatched];
+    pub const ALL: [Backend; 7] = [
+        Self::CudaFused,
+        Self::CudaFusedListed,
+        Self::Cuda,
+        Self::CudaBatched,
+        Self::Cpu,
+        Self::CpuBatched,
+        Self::Emulation,
+    ];
 
     /// The name that a user gives (`--moe-backend`).
     pub fn name(self) -> &'static str {
@@ -76,20 +86,23 @@ impl Backend {
             Self::CudaBatched => "cuda_batched",
             Self::Cpu => "cpu",
             Self::CpuBatched => "cpu_batched",
+            Self::Emulation => "emulation",
         }
     }
 
     /// Whether this backend runs the specification, or the first reason why not.
     pub fn supports(self, spec: &ExpertsSpec) -> Result<(), Reason> {
-        self.capability().check(spec)?;
+        let Some(capability) = self.capability() else { return emulates(spec) };
+        capability.check(spec)?;
         if matches!(self, Self::CudaFused | Self::CudaFusedListed) && spec.apply_router_weight_on_input {
             return Err(Reason::RouterWeightOnInput);
         }
         Ok(())
     }
 
-    fn capability(self) -> Capability {
-        match self {
+    /// What it runs; emulation runs what others run.
+    fn capability(self) -> Option<Capability> {
+        Some(match self {
             // Ranks that cut experts add up whole sums, or, on the CPU, those of segments, which are left apart.
             Self::CudaFused => Capability { tensor_parallel: true, ..CUDA_FUSED },
             Self::CudaFusedListed => Capability { format: ActivationFormat::Listed, ..CUDA_FUSED },
@@ -99,8 +112,25 @@ impl Backend {
             }
             Self::Cpu => Capability { tensor_parallel: true, ..CPU },
             Self::CpuBatched => Capability { format: ActivationFormat::BatchedExperts, listed: false, ..CPU },
+            Self::Emulation => return None,
+        })
+    }
+}
+
+/// Whether some backend runs the specification in floats; the reason of the last one if none does.
+fn emulates(spec: &ExpertsSpec) -> Result<(), Reason> {
+    if spec.quant == QuantScheme::None {
+        return Err(Reason::NotQuantised);
+    }
+    let floats = ExpertsSpec { quant: QuantScheme::None, ..spec.clone() };
+    let mut answer = Err(Reason::NotQuantised);
+    for backend in Backend::ALL.into_iter().filter(|backend| *backend != Backend::Emulation) {
+        answer = backend.supports(&floats);
+        if answer.is_ok() {
+            break;
         }
     }
+    answer
 }
 
 impl fmt::Display for Backend {
@@ -144,6 +174,16 @@ pub struct Selection {
     pub rejected: Vec<Rejection>,
     /// What the choice was made for.
     pub spec: ExpertsSpec,
+}
+
+impl Selection {
+    /// What the kernels see: the specification, in floats where quantised weights are emulated.
+    pub fn computed(&self) -> ExpertsSpec {
+        match self.chosen {
+            Backend::Emulation => ExpertsSpec { quant: QuantScheme::None, ..self.spec.clone() },
+            _ => self.spec.clone(),
+        }
+    }
 }
 
 /// Why no backend was chosen.

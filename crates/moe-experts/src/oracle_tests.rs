@@ -1,7 +1,9 @@
 //! Table tests of the oracle: specifications in, choices and reasons out.
 
 use candle_core::DType;
-use moe_kernels::{Activation, ActivationFormat, ExpertsSpec, QuantScheme, RoutingMethod};
+use moe_kernels::{
+    Activation, ActivationFormat, ExpertsSpec, Fp8Scales, QuantGroup, QuantScheme, RoutingMethod,
+};
 
 use super::*;
 
@@ -35,8 +37,11 @@ fn answer(change: Change, choice: Option<&str>) -> String {
     change(&mut spec);
     match select(&spec, choice) {
         Ok(s) => {
-            let rejected: Vec<String> =
+            let mut rejected: Vec<String> =
                 s.rejected.iter().map(|r| format!("{} ({})", r.backend, r.reason.check())).collect();
+            if spec.quant == QuantScheme::None {
+                assert_eq!(rejected.pop().as_deref(), Some("emulation (not_quantised)"));
+            }
             format!("{}; {}", s.chosen, rejected.join(", "))
         }
         Err(e) => e.to_string().lines().next().unwrap_or_default().to_string(),
@@ -50,6 +55,14 @@ const ON_CPU: &str = "cpu; cuda_fused (device), cuda_fused_listed (device), cuda
 
 const BATCHED_ON_CPU: &str = "cpu_batched; cuda_fused (device), cuda_fused_listed (device), cuda (device), \
                               cuda_batched (device), cpu (activation_format)";
+
+const INT4: Change = |s| {
+    let group = QuantGroup::Size(128);
+    s.quant = QuantScheme::Int { bits: 4, group, zero_point: false, act_order: false };
+};
+
+const INT4_ON_CPU: &str = "cpu; cuda_fused (device), cuda_fused_listed (device), cuda (device), \
+                           cuda_batched (device), cpu_batched (activation_format), emulation (lower_priority)";
 
 const ON_CUDA: Change = |s| s.compute_capability = Some((9, 0));
 
@@ -175,6 +188,40 @@ fn the_table() {
             "cuda_fused; cuda_fused_listed (activation_format), cuda (lower_priority), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
+        // Quantised weights: read on the CPU, emulated on CUDA.
+        (INT4, None, INT4_ON_CPU),
+        (|s| s.quant = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } }, None, INT4_ON_CPU),
+        (
+            |s| (INT4(s), BATCHED(s)).0,
+            None,
+            "cpu_batched; cuda_fused (device), cuda_fused_listed (device), cuda (device), cuda_batched (device), \
+             cpu (activation_format), emulation (lower_priority)",
+        ),
+        (
+            INT4,
+            Some("emulation"),
+            "emulation; cuda_fused (device), cuda_fused_listed (device), cuda (device), cuda_batched (device), \
+             cpu (not_requested), cpu_batched (activation_format)",
+        ),
+        (
+            |s| (INT4(s), ON_CUDA(s)).0,
+            None,
+            "emulation; cuda_fused (quant), cuda_fused_listed (quant), cuda (quant), cuda_batched (quant), \
+             cpu (device), cpu_batched (device)",
+        ),
+        (
+            |s| (INT4(s), ON_CUDA(s)).0,
+            Some("cuda_fused"),
+            "the MoE backend that was asked for does not fit: cuda_fused: does not read weights of quantisation \
+             scheme int4 group 128; use auto or another backend",
+        ),
+        (
+            |_| (),
+            Some("emulation"),
+            "the MoE backend that was asked for does not fit: emulation: turns quantised weights into floats, and \
+             these are floats; use auto or another backend",
+        ),
+        (|s| (INT4(s), s.dtype = DType::F64).0, None, "no MoE backend runs this configuration:"),
         // Refusals.
         (|s| s.dtype = DType::F64, None, "no MoE backend runs this configuration:"),
         (|s| s.compute_capability = Some((7, 5)), None, "no MoE backend runs this configuration:"),
@@ -194,13 +241,13 @@ fn the_table() {
             |_| (),
             Some("marlin"),
             "unknown MoE backend \"marlin\"; expected auto or one of cuda_fused, cuda_fused_listed, cuda, \
-             cuda_batched, cpu, cpu_batched",
+             cuda_batched, cpu, cpu_batched, emulation",
         ),
         (
             |_| (),
             Some(""),
             "unknown MoE backend \"\"; expected auto or one of cuda_fused, cuda_fused_listed, cuda, \
-             cuda_batched, cpu, cpu_batched",
+             cuda_batched, cpu, cpu_batched, emulation",
         ),
         // Nonsense.
         (|s| s.top_k = 0, None, "invalid experts specification: top_k must be at least 1, got 0"),
@@ -272,6 +319,9 @@ fn the_explanation_is_json() {
                 "check": "activation_format",
                 "text": "takes rows in the BatchedExperts format, but prepare hands over Standard"
             }
+        }, {
+            "backend": "emulation",
+            "reason": {"check": "not_quantised", "text": "turns quantised weights into floats, and these are floats"}
         }],
         "spec": {
             "num_experts": 128, "num_local_experts": 128, "top_k": 8, "hidden_size": 2048,

@@ -1,7 +1,7 @@
 //! Packed weights of the experts that live on this rank.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use moe_kernels::{Activation, ActivationFormat, ExpertsSpec, QuantScheme, RoutingMethod};
+use moe_kernels::{Activation, ActivationFormat, CpuIsa, ExpertsSpec, QuantScheme, RoutingMethod, Weight};
 
 /// Sizes and dtype of a set of local experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,14 +25,17 @@ pub struct ExpertsShape {
 /// | `w13_bias` | [E_local, 2I] | optional |
 /// | `w2_bias` | [E_local, H] | optional |
 ///
-/// All are contiguous, of one dtype (f32, bf16, f16) and on one device. Cloning shares the data.
+/// All are contiguous, of one dtype (f32, bf16, f16) and on one device; or both packs are quantised, on the CPU. Cloning
+/// shares the data.
 #[derive(Clone, Debug)]
 pub struct ExpertWeights {
-    w13: Tensor,
-    w2: Tensor,
+    w13: Weight,
+    w2: Weight,
     w13_bias: Option<Tensor>,
     w2_bias: Option<Tensor>,
     shape: ExpertsShape,
+    /// How the checkpoint holds them.
+    scheme: QuantScheme,
 }
 
 impl ExpertWeights {
@@ -65,16 +68,79 @@ impl ExpertWeights {
         if let Some(bias) = &w2_bias {
             check_pack("w2_bias", bias, &w13, &[num_local_experts, hidden_size])?;
         }
-        Ok(Self { w13, w2, w13_bias, w2_bias, shape })
+        let (w13, w2) = (Weight::new(w13)?, Weight::new(w2)?);
+        Ok(Self { w13, w2, w13_bias, w2_bias, shape, scheme: QuantScheme::None })
+    }
+
+    /// Quantised packs, without biases: `w13` [E_local, 2I, H] packed for gate and up, `w2` [E_local, H, I] for a
+    /// row-parallel product.
+    ///
+    /// # Errors
+    /// Dims, dtypes or schemes that do not go together; floats.
+    pub fn quantised(w13: Weight, w2: Weight) -> Result<Self> {
+        let (w13, w2) = (w13.with_experts()?, w2.with_experts()?);
+        let (&[e, rows, h], &[experts, out, i]) = (w13.dims(), w2.dims()) else {
+            bail!(
+                "expert weights: expected packs [E_local, 2I, H] and [E_local, H, I], got {:?} and {:?}",
+                w13.dims(),
+                w2.dims()
+            )
+        };
+        if (e, h, rows) != (experts, out, 2 * i) || w13.dtype() != w2.dtype() {
+            bail!(
+                "expert weights: expected w13 [E_local, 2I, H] and w2 [E_local, H, I] for one dtype, got {:?} for {} and {:?} for {}",
+                w13.dims(),
+                w13.dtype().as_str(),
+                w2.dims(),
+                w2.dtype().as_str()
+            )
+        }
+        let scheme = w13.scheme();
+        if scheme == QuantScheme::None || w2.scheme() == QuantScheme::None {
+            bail!("expert weights: expected quantised packs, got w13 {scheme} and w2 {}", w2.scheme())
+        }
+        let shape =
+            ExpertsShape { num_local_experts: e, hidden_size: h, intermediate_size: i, dtype: w13.dtype() };
+        Ok(Self { w13, w2, w13_bias: None, w2_bias: None, shape, scheme })
+    }
+
+    /// States that the checkpoint holds these floats quantised like this: only a backend that emulates takes them.
+    pub fn emulating(self, scheme: QuantScheme) -> Self {
+        Self { scheme, ..self }
+    }
+
+    /// The packs in floats, in rows; copied if they are quantised.
+    ///
+    /// # Errors
+    /// No memory left.
+    pub fn dequantised(self) -> Result<Self> {
+        if self.w13.scheme() == QuantScheme::None && self.w2.scheme() == QuantScheme::None {
+            return Ok(Self { scheme: QuantScheme::None, ..self });
+        }
+        Self::new(self.w13.to_tensor()?, self.w2.to_tensor()?, self.w13_bias, self.w2_bias)
+    }
+
+    /// How the checkpoint holds the weights.
+    pub fn scheme(&self) -> QuantScheme {
+        self.scheme
+    }
+
+    /// The same packs in the order that a path of the CPU reads best, see [`Weight::packed`].
+    ///
+    /// # Errors
+    /// No memory left.
+    pub fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
+        let (width, hidden) = (self.shape.intermediate_size, self.shape.hidden_size);
+        Ok(Self { w13: self.w13.packed(isa, width)?, w2: self.w2.packed(isa, hidden)?, ..self })
     }
 
     /// Gate and up weights, [E_local, 2I, H].
-    pub fn w13(&self) -> &Tensor {
+    pub fn w13(&self) -> &Weight {
         &self.w13
     }
 
     /// Down weights, [E_local, H, I].
-    pub fn w2(&self) -> &Tensor {
+    pub fn w2(&self) -> &Weight {
         &self.w2
     }
 
@@ -105,9 +171,9 @@ impl ExpertWeights {
 
     /// Bytes of all packs.
     pub fn bytes(&self) -> usize {
-        let packs = [Some(&self.w13), Some(&self.w2), self.w13_bias.as_ref(), self.w2_bias.as_ref()];
-        let elements: usize = packs.into_iter().flatten().map(Tensor::elem_count).sum();
-        elements * self.shape.dtype.size_in_bytes()
+        let biases = [self.w13_bias.as_ref(), self.w2_bias.as_ref()];
+        let biases: usize = biases.into_iter().flatten().map(Tensor::elem_count).sum();
+        self.w13.bytes() + self.w2.bytes() + biases * self.shape.dtype.size_in_bytes()
     }
 
     /// The specification of these experts on one rank: every expert local, rows in the Standard
@@ -120,7 +186,7 @@ impl ExpertWeights {
             hidden_size: self.shape.hidden_size,
             intermediate_size: self.shape.intermediate_size,
             dtype: self.shape.dtype,
-            quant: QuantScheme::None,
+            quant: self.scheme,
             activation,
             has_bias: self.has_bias(),
             activation_format: ActivationFormat::Standard,

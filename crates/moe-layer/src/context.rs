@@ -1,12 +1,14 @@
 //! Where a block runs: its place among the ranks, and how its tokens are cut.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
 use moe_chunking::ChunkedMoe;
 use moe_comm::{DeepEpMode, EpBackend, ExpertLayout, Geometry, ParallelGroups, ReduceOp, RowParallel};
 use moe_dispatch::{EpRanks, NoEp, OverRanks, PrepareFinalize, WhoAdds};
 use moe_kernels::candle::{Device, Error, Result};
-use moe_kernels::{Exec, ViewMut};
+use moe_kernels::quant::{QuantSource, QuantUse};
+use moe_kernels::{CpuIsa, Exec, ViewMut, row_parallel_segments};
 
 /// Tokens that a rank brings to the low-latency form of `deepep` at most; longer steps are cut.
 pub const LOW_LATENCY_TOKENS: usize = 128;
@@ -33,6 +35,10 @@ pub struct BlockContext {
     /// Whether a row's bits must not depend on its batch: what the oracle is asked for. The execution context decides
     /// the rest.
     pub batch_invariant: bool,
+    /// The path of the CPU for which weights are packed when they are loaded; `None`: they stay in rows.
+    pub cpu_isa: Option<CpuIsa>,
+    /// Where weights are that the checkpoint holds quantised, as this rank sees them; `None`: all are floats.
+    pub quant: Option<Arc<dyn QuantSource>>,
 }
 
 impl Default for BlockContext {
@@ -45,6 +51,8 @@ impl Default for BlockContext {
             who_adds: None,
             sliced_weights: false,
             batch_invariant: false,
+            cpu_isa: None,
+            quant: None,
         }
     }
 }
@@ -63,6 +71,12 @@ impl BlockContext {
             return Ok(None);
         }
         RowParallel::new(&self.geometry.row_shard(what, size)?, self.groups.tp.clone()).map(Some)
+    }
+
+    /// How a quantised weight is packed of which the ranks of a row-parallel product hold `columns` each.
+    pub fn row_parallel_use(&self, columns: usize) -> QuantUse {
+        let ranks = self.geometry.tp_size.max(1);
+        QuantUse::RowParallel { segments: (row_parallel_segments(columns * ranks) / ranks).max(1) }
     }
 
     /// The smallest `size` of all ranks. Chunks are rounds of collectives, so that all ranks must cut alike, but where

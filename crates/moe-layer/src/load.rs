@@ -5,10 +5,11 @@ use moe_chunking::ridge_tokens;
 use moe_comm::ExpertLayout;
 use moe_dispatch::PrepareFinalize;
 use moe_experts::{
-    ExpertWeights, Experts, LoadSpec, MonolithicKernels, Selection, build, build_batched, select,
+    Backend, ExpertWeights, Experts, LoadSpec, MonolithicKernels, Selection, build, build_batched, select,
 };
 use moe_kernels::candle::{Error, Result};
-use moe_kernels::{Activation, ActivationFormat, ExpertsSpec};
+use moe_kernels::quant::{Opened, QuantSource, QuantUse};
+use moe_kernels::{Activation, ActivationFormat, Exec, ExpertsSpec, Weight};
 use moe_router::{Router, RouterConfig};
 use tracing::warn;
 
@@ -85,10 +86,12 @@ pub fn load_block_on(
     experts: VarBuilder,
 ) -> Result<(SparseMoeBlock, Selection)> {
     let (layout, weights) = load_part(options, context, experts)?;
+    let weights = weights.packed(context.cpu_isa)?;
     let (mut block, selection) = compose(options, context, &layout, gate, |prepare, backend| {
         choose(options, context, &weights, prepare, backend).map(|(selection, experts)| (experts, selection))
     })?;
-    for experts in MonolithicKernels::all(&selection.spec, &weights, options.backend.as_deref()) {
+    let computed = selection.computed();
+    for experts in MonolithicKernels::all(&computed, &weights, options.backend.as_deref()) {
         block = block.with_monolithic(Box::new(experts))?;
     }
     Ok((block, selection))
@@ -159,7 +162,55 @@ pub(crate) fn load_part(
     if !sliced {
         spec = spec.with_tp(geometry.moe_tp_rank, geometry.moe_tp_size);
     }
-    Ok((layout, ExpertWeights::load(&spec, experts)?))
+    let weights = match &context.quant {
+        Some(source) => load_quantised(options, context, &layout, source.as_ref(), &spec, experts)?,
+        None => ExpertWeights::load(&spec, experts)?,
+    };
+    Ok((layout, weights))
+}
+
+/// The same of a checkpoint with quantised modules: packed as they are where a backend of this device reads them, else as
+/// the floats that they mean.
+fn load_quantised(
+    options: &BlockOptions,
+    context: &BlockContext,
+    layout: &ExpertLayout,
+    source: &dyn QuantSource,
+    spec: &LoadSpec,
+    experts: VarBuilder,
+) -> Result<ExpertWeights> {
+    let (prefix, geometry) = (experts.prefix(), &context.geometry);
+    let modules = |names: &[&str]| -> Vec<Vec<String>> {
+        let of = |id: &u32| names.iter().map(|name| format!("{prefix}.{id}.{name}")).collect();
+        layout.local_experts.iter().map(of).collect()
+    };
+    let (gate_up, down) = (modules(&["gate_proj", "up_proj"]), modules(&["down_proj"]));
+    let Some(first) = gate_up.first().and_then(|expert| expert.first()) else {
+        return ExpertWeights::load(spec, experts);
+    };
+    let scheme = source.scheme(first)?;
+    let emulates = options.backend.as_deref() == Some(Backend::Emulation.name());
+    if !experts.device().is_cpu() || emulates {
+        return Ok(ExpertWeights::load(spec, experts)?.emulating(scheme));
+    }
+    let segments = geometry.expert_intermediate(options.intermediate_size)?.local_segments.len();
+    let (dtype, ex) = (experts.dtype(), Exec::cpu());
+    let w13 = Weight::quantised(source, &gate_up, QuantUse::GateUp, dtype, &ex)?;
+    let w2 = match &w13 {
+        Opened::Packed(_) => {
+            Weight::quantised(source, &down, QuantUse::RowParallel { segments }, dtype, &ex)?
+        }
+        Opened::Floats | Opened::Apart(_) => Opened::Floats,
+    };
+    match (w13, w2) {
+        (Opened::Packed(w13), Opened::Packed(w2)) => return ExpertWeights::quantised(w13, w2),
+        (Opened::Apart(why), _) | (_, Opened::Apart(why)) => warn!("experts loaded as floats: {why}"),
+        (Opened::Packed(_), Opened::Floats) => {
+            warn!("experts loaded as floats: {prefix}: gate and up are quantised, down is stored in floats");
+        }
+        (Opened::Floats, _) => {}
+    }
+    ExpertWeights::load(spec, experts)
 }
 
 /// The oracle's experts for a prepare/finalize backend.

@@ -6,12 +6,14 @@
 
 use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
+use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Activation, Exec, ExpertGroups, TensorView, View, ViewMut, Workspace, forward_rows, grouped_gate_up_into,
-    linear_row_parallel_into, one_group_into,
+    Activation, CpuIsa, Exec, ExpertGroups, View, ViewMut, Weight, Workspace, forward_rows,
+    grouped_gate_up_into, linear_row_parallel_into, one_group_into,
 };
 
-use crate::pack::load_packed;
+use crate::context::BlockContext;
+use crate::pack::load_weight;
 
 /// A gated MLP with packed gate and up weights.
 ///
@@ -21,8 +23,8 @@ use crate::pack::load_packed;
 /// | w2 | [H, I] |
 #[derive(Debug, Clone)]
 pub struct GatedMlp {
-    w13: Tensor,
-    w2: Tensor,
+    w13: Weight,
+    w2: Weight,
     activation: Activation,
     /// The ranks that cut it, if it is a part.
     ranks: Option<RowParallel>,
@@ -35,16 +37,24 @@ impl GatedMlp {
     /// # Errors
     /// Dims that do not match each other; two dtypes.
     pub fn new(w13: Tensor, w2: Tensor, activation: Activation) -> Result<Self> {
-        let (rows, hidden) = w13.dims2()?;
-        let (out, intermediate) = w2.dims2()?;
-        if rows != 2 * intermediate || out != hidden {
-            bail!("gated MLP: expected w13 [2I, H] and w2 [H, I], got {:?} and {:?}", w13.dims(), w2.dims())
+        w13.dims2()?;
+        Self::of(Weight::new(w13)?, Weight::new(w2)?, activation)
+    }
+
+    /// From weights `w13` [2I, H] or [1, 2I, H] and `w2` [H, I].
+    fn of(w13: Weight, w2: Weight, activation: Activation) -> Result<Self> {
+        let w13 = w13.with_experts()?;
+        match (w13.dims(), w2.dims()) {
+            (&[1, rows, hidden], &[out, i]) if rows == 2 * i && out == hidden => {}
+            (w13, w2) => {
+                let w13 = w13.get(1..).unwrap_or(w13);
+                bail!("gated MLP: expected w13 [2I, H] and w2 [H, I], got {w13:?} and {w2:?}")
+            }
         }
         if w13.dtype() != w2.dtype() {
             bail!("gated MLP: w13 is {} but w2 is {}", w13.dtype().as_str(), w2.dtype().as_str())
         }
-        let w13 = w13.contiguous()?.reshape((1, rows, hidden))?;
-        Ok(Self { w13, w2: w2.contiguous()?, activation, ranks: None, workspace: Workspace::new() })
+        Ok(Self { w13, w2, activation, ranks: None, workspace: Workspace::new() })
     }
 
     /// Loads `gate_proj.weight`, `up_proj.weight` [I, H] and `down_proj.weight` [H, I]; gate and up
@@ -58,10 +68,34 @@ impl GatedMlp {
         activation: Activation,
         vb: candle_nn::VarBuilder,
     ) -> Result<Self> {
-        let parts = ["gate_proj.weight", "up_proj.weight"].map(|name| (name, intermediate_size));
-        let w13 = load_packed(&vb, &parts, &[hidden_size])?;
-        let w2 = vb.get((hidden_size, intermediate_size), "down_proj.weight")?;
-        Self::new(w13, w2, activation)
+        Self::load_on(hidden_size, intermediate_size, activation, vb, &BlockContext::default())
+    }
+
+    /// The same on a rank, where projections may be quantised: the intermediate size is that of the rank's part.
+    ///
+    /// # Errors
+    /// As `load`; quantised tensors that are not what the header says.
+    pub fn load_on(
+        hidden_size: usize,
+        intermediate_size: usize,
+        activation: Activation,
+        vb: candle_nn::VarBuilder,
+        context: &BlockContext,
+    ) -> Result<Self> {
+        let modules = ["gate_proj", "up_proj"].map(|name| (name, intermediate_size));
+        let w13 = load_weight(&vb, &modules, hidden_size, QuantUse::GateUp, context)?;
+        let down = [("down_proj", hidden_size)];
+        let usage = context.row_parallel_use(intermediate_size);
+        Self::of(w13, load_weight(&vb, &down, intermediate_size, usage, context)?, activation)
+    }
+
+    /// The same MLP with its weights in the order that a path of the CPU reads best, see [`Weight::packed`].
+    ///
+    /// # Errors
+    /// No memory left.
+    pub fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
+        let (width, hidden) = (self.intermediate_size(), self.hidden_size());
+        Ok(Self { w13: self.w13.packed(isa, width)?, w2: self.w2.packed(isa, hidden)?, ..self })
     }
 
     /// Makes this the part of an MLP that some ranks cut along its intermediate size; each holds its
@@ -96,7 +130,7 @@ impl GatedMlp {
         let (mut offsets, mut index) = (ex.scratch(DType::U32, &[2])?, ex.scratch(DType::U32, &[rows])?);
         one_group_into(offsets.view_mut(), index.view_mut(), ex)?;
         let groups = ExpertGroups { offsets: offsets.view(), in_rows: index.view(), out_rows: index.view() };
-        let (w13, w2) = (TensorView::new(&self.w13)?, TensorView::new(&self.w2)?);
+        let (w13, w2) = (self.w13.read()?, self.w2.read()?);
         let mut activated = ex.scratch(x.dtype(), &[rows, self.intermediate_size()])?;
         grouped_gate_up_into(x, &groups, w13.view()?, None, self.activation, activated.view_mut(), ex)?;
         match &self.ranks {

@@ -1,8 +1,53 @@
-//! Loading tensors into one pack, so that the host never holds a part of a large model and its copy at once.
+//! Loading tensors into one pack, so that the host never holds a part of a large model and its copy at once; and
+//! quantised matrices as they are, where kernels read them.
 
 use candle_nn::VarBuilder;
-use moe_kernels::candle::{Result, Tensor};
-use moe_kernels::{Buffer, TensorView};
+use moe_kernels::candle::{Result, Tensor, bail};
+use moe_kernels::quant::{Opened, QuantUse};
+use moe_kernels::{Buffer, Exec, TensorView, Weight};
+use tracing::warn;
+
+use crate::context::BlockContext;
+
+/// Loads the weight of a product, [rows of all modules, columns]. `modules` are names with their rows, which lie under each
+/// other. On the CPU a matrix that the checkpoint holds quantised stays so; elsewhere, and where kernels do not read
+/// the modules together, it is loaded as the floats that it means.
+///
+/// # Errors
+/// A missing tensor, or one of another shape, by name; quantised tensors that are not what the header says.
+pub fn load_weight<S: AsRef<str>>(
+    vb: &VarBuilder,
+    modules: &[(S, usize)],
+    columns: usize,
+    usage: QuantUse,
+    context: &BlockContext,
+) -> Result<Weight> {
+    let rows: usize = modules.iter().map(|(_, rows)| rows).sum();
+    if let Some(source) = context.quant.as_ref().filter(|_| vb.device().is_cpu()) {
+        let prefix = vb.prefix();
+        let name = |name: &str| {
+            [prefix.as_str(), name].into_iter().filter(|p| !p.is_empty()).collect::<Vec<_>>().join(".")
+        };
+        let names = modules.iter().map(|(module, _)| name(module.as_ref())).collect();
+        match Weight::quantised(source.as_ref(), &[names], usage, vb.dtype(), &Exec::cpu())? {
+            Opened::Packed(weight) if weight.dims().ends_with(&[rows, columns]) => return Ok(weight),
+            Opened::Packed(weight) => {
+                bail!("{prefix}: expected a quantised matrix [{rows}, {columns}], got {:?}", weight.dims())
+            }
+            Opened::Apart(why) => warn!("loaded as floats: {why}"),
+            Opened::Floats => {}
+        }
+    }
+    let weight = |(module, rows): &(S, usize)| match module.as_ref() {
+        "" => ("weight".to_string(), *rows),
+        module => (format!("{module}.weight"), *rows),
+    };
+    let parts: Vec<_> = modules.iter().map(weight).collect();
+    match parts.as_slice() {
+        [(name, rows)] => Weight::new(vb.get((*rows, columns), name)?),
+        parts => Weight::new(load_packed(vb, parts, &[columns])?),
+    }
+}
 
 /// Loads tensors of shape [rows, row...] under each other into one pack. `parts` are names with their
 /// rows; `row` is `[columns]` for matrices and empty for vectors. Beside the pack, one of them at a

@@ -31,7 +31,7 @@ impl DeepseekV2Config {
     /// Reads and validates a config. Nothing is allocated from its sizes before they are bounded.
     pub fn new(config: &Config) -> Result<Self, ConfigError> {
         refuse_other_models(config)?;
-        config.refuse_quantization()?;
+        config.quantisation()?;
         if config.bool_or(&["mlp_bias"], false)? {
             return Err(config.unsupported("mlp_bias true", "; MLPs without biases are supported"));
         }

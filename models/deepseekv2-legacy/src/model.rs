@@ -35,7 +35,7 @@ pub fn load(
     let part = whole.with_heads(heads.len());
     let kv = part.kv_layout(config.decoder.num_layers(), vb.dtype());
     Decoder::load(&config.decoder, &names(), options, kv, vb, |vb| {
-        let attention = MlaAttention::load(part.clone(), MlaNames::default(), vb)?;
+        let attention = MlaAttention::load_on(part.clone(), MlaNames::default(), vb, context)?;
         Ok(attention.with_row_parallel(ranks.clone()))
     })
 }

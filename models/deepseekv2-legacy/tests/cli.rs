@@ -126,7 +126,7 @@ fn unsupported_values_are_refused_by_name() {
         ("topk_method", json!("noaux_tc"), &["noaux_tc", "DeepSeek-V3", "group_limited_greedy"]),
         ("topk_method", json!("random"), &["topk_method", "random"]),
         ("scoring_func", json!("tanh"), &["scoring_func", "tanh"]),
-        ("quantization_config", json!({"quant_method": "fp8"}), &["fp8", "original float dtype"]),
+        ("quantization_config", json!({"quant_method": "aqlm"}), &["aqlm", "original float dtype"]),
         ("torch_dtype", json!("float8_e4m3fn"), &["torch_dtype", "float8_e4m3fn"]),
         ("mlp_bias", json!(true), &["mlp_bias"]),
         ("hidden_act", json!("relu6"), &["relu6"]),

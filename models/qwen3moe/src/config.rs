@@ -28,7 +28,7 @@ impl Qwen3MoeConfig {
                 "; this program runs model_type \"qwen3_moe\"",
             ));
         }
-        config.refuse_quantization()?;
+        config.quantisation()?;
         let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
         let hidden_size = width("hidden_size", 2048)?;
         let num_attention_heads = config.size_or(&["num_attention_heads"], 32, limits::HEADS)?;

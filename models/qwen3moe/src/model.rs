@@ -34,7 +34,7 @@ pub fn load(
         dtype: vb.dtype(),
     };
     Decoder::load(&config.decoder, &DecoderNames::default(), options, kv, vb, |vb| {
-        let attention = Attention::load(part.clone(), AttentionNames::default(), vb)?;
+        let attention = Attention::load_on(part.clone(), AttentionNames::default(), vb, context)?;
         Ok(attention.with_row_parallel(ranks.clone()))
     })
 }

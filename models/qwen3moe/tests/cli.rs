@@ -166,7 +166,7 @@ fn broken_configs_are_refused_before_anything_is_allocated() {
         ("head_dim", json!(7), &["head_dim"]),
         ("hidden_act", json!("relu6"), &["relu6"]),
         ("rope_scaling", json!({"rope_type": "llama3", "factor": 8}), &["llama3"]),
-        ("quantization_config", json!({"quant_method": "awq"}), &["awq"]),
+        ("quantization_config", json!({"quant_method": "hqq"}), &["hqq", "gptq, awq"]),
         ("torch_dtype", json!("float8"), &["float8"]),
     ] {
         let model = Copied::new("text");

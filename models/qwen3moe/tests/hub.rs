@@ -109,7 +109,7 @@ fn no_weight_is_downloaded_for_a_checkpoint_that_cannot_be_run() {
     let hub = Hub::new("text");
     let args = ["--model", "org/tiny", "--prompt", "x"];
     for (key, value, words) in [
-        ("quantization_config", json!({"quant_method": "awq"}), &["awq", "original float dtype"][..]),
+        ("quantization_config", json!({"quant_method": "hqq"}), &["hqq", "original float dtype"][..]),
         ("model_type", json!("llama"), &["llama", "qwen3_moe", "model-deepseekv2-legacy runs"]),
         ("model_type", json!("deepseek_v2"), &["model-deepseekv2-legacy runs \"deepseek_v2\""]),
         ("model_type", json!(null), &["`model_type` is missing", "model-qwen3moe runs"]),
@@ -139,6 +139,15 @@ fn no_weight_is_downloaded_for_a_checkpoint_that_cannot_be_run() {
         1,
         &["org/tiny@main", "only as GGUF files (tiny-q4.gguf)", "safetensors", "llama.cpp"],
     );
+}
+
+#[test]
+fn no_weight_is_downloaded_for_ranks_that_would_cut_groups() {
+    let hub = Hub::new("text");
+    let header = json!({"quant_method": "gptq", "bits": 4, "group_size": 20, "sym": true, "desc_act": false});
+    hub.config("quantization_config", header);
+    let args = ["--model", "org/tiny", "--prompt", "x", "--tp", "2"];
+    hub.refuses(&args, 2, &["self_attn.o_proj", "2 parts of 32 columns", "cuts through groups", "1 work"]);
 }
 
 #[test]

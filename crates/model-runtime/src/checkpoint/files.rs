@@ -110,6 +110,11 @@ impl TensorFiles {
         self.inner.entries.get_key_value(name).map(|(name, e)| info(name, e))
     }
 
+    /// The path of the file that holds a tensor, or the label of an embedded one.
+    pub fn file_of(&self, name: &str) -> Option<&str> {
+        self.inner.entries.get(name).map(|entry| self.inner.label(entry.file))
+    }
+
     /// The float dtype that most bytes of the checkpoint have; `None` without floats.
     pub fn float_dtype(&self) -> Option<DType> {
         let mut bytes: BTreeMap<u8, (usize, DType)> = BTreeMap::new();
@@ -181,7 +186,6 @@ impl TensorFiles {
     }
 
     /// Counts bytes that were read.
-    #[cfg(feature = "cuda")]
     pub(super) fn count(&self, bytes: usize) {
         self.inner.bytes_read.fetch_add(bytes as u64, Ordering::Relaxed);
     }

@@ -3,10 +3,12 @@
 //! A model crate names each tensor once, with its shape and how ranks cut it. The shapes verify a
 //! checkpoint; the parts are what a [`RankView`](super::RankView) reads.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use candle_core::Device;
 use moe_comm::{Geometry, GeometryError};
+use moe_quant::{Format, QuantConfig, QuantError};
 
 use super::{TensorSlice, TensorSpec};
 
@@ -37,6 +39,34 @@ impl TensorLayout {
             Device::Cpu => self.slices,
             _ => [self.slices, self.packs].concat(),
         }
+    }
+
+    /// Fails where a quantised checkpoint cannot have these matrices, or this rank's part of one cuts through a group.
+    ///
+    /// # Errors
+    /// The first such matrix, with the numbers of ranks that work.
+    pub fn check_quantised(&self, quantisation: &QuantConfig) -> Result<(), QuantError> {
+        let held: HashMap<&str, &TensorSlice> = self.slices.iter().map(|s| (s.stored.as_str(), s)).collect();
+        for spec in &self.tensors {
+            let (Some(module), &[n, k]) = (spec.name.strip_suffix(".weight"), spec.shape.as_slice()) else {
+                continue;
+            };
+            let format = quantisation.format_of(module)?;
+            let part =
+                held.get(spec.name.as_str()).and_then(|slice| slice.ranges.last()).map_or(k, Range::len);
+            let sizes = format.tp_sizes(k);
+            let ranks = k.checked_div(part).unwrap_or(1);
+            if format != Format::Plain && !sizes.contains(&ranks) {
+                let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
+                let problem = format!(
+                    "{} of [{n}, {k}] cannot be cut into {ranks} parts of {part} columns: that cuts through groups; {} work",
+                    format.scheme(),
+                    sizes.join(", ")
+                );
+                return Err(QuantError::matrix(module, problem));
+            }
+        }
+        Ok(())
     }
 
     /// A tensor that every rank holds whole.

@@ -11,6 +11,7 @@ mod error;
 mod file;
 mod files;
 mod layout;
+mod quantised;
 mod shards;
 mod slices;
 #[cfg(feature = "cuda")]
@@ -20,6 +21,7 @@ mod verify;
 use std::path::{Path, PathBuf};
 
 use candle_core::DType;
+use moe_quant::QuantConfig;
 
 use crate::config::Config;
 
@@ -27,6 +29,7 @@ pub use dummy::DummyWeights;
 pub use error::CheckpointError;
 pub use files::{TensorFiles, TensorInfo};
 pub use layout::TensorLayout;
+pub use quantised::QuantTensors;
 pub use slices::{RankView, SliceSource, TensorSlice};
 pub use verify::TensorSpec;
 
@@ -40,6 +43,8 @@ pub struct Checkpoint {
     pub config: Config,
     /// Defaults for generation, if the checkpoint has any.
     pub generation_config: Option<Config>,
+    /// How it is quantised; `None`: it is not.
+    pub quantisation: Option<QuantConfig>,
     dir: Option<PathBuf>,
 }
 
@@ -50,8 +55,9 @@ impl Checkpoint {
         let config = Config::read(&dir.join("config.json"))?;
         let generation = dir.join("generation_config.json");
         let generation_config = generation.is_file().then(|| Config::read(&generation)).transpose()?;
+        let quantisation = config.quantisation_in(dir)?;
         let tensors = TensorFiles::open_dir(dir)?;
-        Ok(Self { tensors, config, generation_config, dir: Some(dir.to_path_buf()) })
+        Ok(Self { tensors, config, generation_config, quantisation, dir: Some(dir.to_path_buf()) })
     }
 
     /// A checkpoint that is embedded in the program (`include_bytes!`, `include_str!`).
@@ -60,14 +66,48 @@ impl Checkpoint {
         config: &str,
         generation_config: Option<&str>,
     ) -> Result<Self, CheckpointError> {
+        let config = Config::parse(config, "the embedded config.json")?;
         Ok(Self {
             tensors: TensorFiles::from_static(weights, "the embedded checkpoint")?,
-            config: Config::parse(config, "the embedded config.json")?,
+            quantisation: config.quantisation()?,
+            config,
             generation_config: generation_config
                 .map(|text| Config::parse(text, "the embedded generation_config.json"))
                 .transpose()?,
             dir: None,
         })
+    }
+
+    /// What the checkpoint holds as a rank with these slices sees it. `expected` are the model's tensors in floats.
+    pub fn rank_view(&self, expected: &[TensorSpec], slices: Vec<TensorSlice>) -> RankView {
+        match &self.quantisation {
+            Some(config) => {
+                RankView::new(QuantTensors::new(self.tensors.clone(), config.clone(), expected), slices)
+            }
+            None => RankView::new(self.tensors.clone(), slices),
+        }
+    }
+
+    /// Whether the checkpoint has a tensor, or a quantised matrix in its place.
+    pub fn has(&self, name: &str) -> bool {
+        match self.quantisation {
+            Some(_) => QuantTensors::has(&self.tensors, name),
+            None => self.tensors.info(name).is_some(),
+        }
+    }
+
+    /// Compares the checkpoint with the tensors that a model expects, see [`TensorFiles::verify`].
+    ///
+    /// # Errors
+    /// All tensors that are missing, unexpected or of another shape.
+    pub fn verify(&self, expected: &[TensorSpec], ignored: &[&str]) -> Result<(), CheckpointError> {
+        let all = expected.iter().cloned();
+        match &self.quantisation {
+            Some(config) => {
+                QuantTensors::new(self.tensors.clone(), config.clone(), expected).verify(all, ignored)
+            }
+            None => self.tensors.verify(all, ignored),
+        }
     }
 
     /// The directory, for other files beside the weights; `None` if embedded.

@@ -6,11 +6,15 @@
 //! single ones as a pack, which a device then gets without a stop.
 
 use std::collections::{HashMap, HashSet};
+use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
+use moe_kernels::QuantScheme;
+use moe_kernels::quant::{QuantPart, QuantSource};
 
 use super::{DummyWeights, TensorFiles};
 
@@ -49,6 +53,24 @@ pub trait SliceSource: SimpleBackend {
     /// # Errors
     /// A missing tensor; ranges outside of it; a dtype that does not convert.
     fn slice(&self, name: &str, ranges: &[Range<usize>], dtype: DType, device: &Device) -> Result<Tensor>;
+
+    /// How the matrix of a module is quantised, whose floats have the name `{module}.weight`.
+    ///
+    /// # Errors
+    /// A header that contradicts the file.
+    fn scheme(&self, module: &str) -> Result<QuantScheme> {
+        let _ = module;
+        Ok(QuantScheme::None)
+    }
+
+    /// The part of a module's quantised matrix, or the whole; `None` if it is stored in floats.
+    ///
+    /// # Errors
+    /// Tensors that are not what the header says; ranges outside of the matrix; a cut through a group.
+    fn quantised(&self, module: &str, ranges: Option<&[Range<usize>]>) -> Result<Option<QuantPart<'_>>> {
+        let _ = (module, ranges);
+        Ok(None)
+    }
 
     /// The parts of a pack, one behind the other, as a vector.
     fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
@@ -125,11 +147,12 @@ pub(super) fn check_ranges(name: &str, ranges: &[Range<usize>], dims: &[usize]) 
 }
 
 /// The tensors of a source as one rank sees them: those of the list are slices, or packs of several, a
-/// tensor that is only shown under other names is absent, and all others are whole.
+/// tensor that is only shown under other names is absent, and all others are whole. Cloning shares the source.
+#[derive(Clone)]
 pub struct RankView {
-    source: Box<dyn SliceSource>,
-    slices: HashMap<String, Vec<TensorSlice>>,
-    stored: HashSet<String>,
+    source: Arc<dyn SliceSource>,
+    slices: Arc<HashMap<String, Vec<TensorSlice>>>,
+    stored: Arc<HashSet<String>>,
 }
 
 impl RankView {
@@ -140,7 +163,7 @@ impl RankView {
             stored.insert(slice.stored.clone());
             all.entry(slice.name.clone()).or_default().push(slice);
         }
-        Self { source: Box::new(source), slices: all, stored }
+        Self { source: Arc::new(source), slices: Arc::new(all), stored: Arc::new(stored) }
     }
 
     /// A [`VarBuilder`] at the root of the checkpoint, as [`TensorFiles::var_builder`] gives one.
@@ -153,6 +176,30 @@ impl RankView {
         match parts {
             [one] => self.source.slice(&one.stored, &one.ranges, dtype, device),
             parts => self.source.pack(parts, dtype, device),
+        }
+    }
+}
+
+impl fmt::Debug for RankView {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RankView({} slices)", self.slices.len())
+    }
+}
+
+impl QuantSource for RankView {
+    fn scheme(&self, module: &str) -> Result<QuantScheme> {
+        match self.slices.get(&format!("{module}.weight")).map(Vec::as_slice) {
+            None => self.source.scheme(module),
+            Some([one]) if one.stored == one.name => self.source.scheme(module),
+            Some(_) => Ok(QuantScheme::None),
+        }
+    }
+
+    fn open(&self, module: &str) -> Result<Option<QuantPart<'_>>> {
+        match self.slices.get(&format!("{module}.weight")).map(Vec::as_slice) {
+            None => self.source.quantised(module, None),
+            Some([one]) if one.stored == one.name => self.source.quantised(module, Some(&one.ranges)),
+            Some(_) => Ok(None),
         }
     }
 }

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::DType;
+use moe_quant::QuantConfig;
 use serde_json::{Map, Value};
 
 use super::error::ConfigError;
@@ -153,17 +154,26 @@ impl Config {
         }
     }
 
-    /// Fails, naming the method, if the checkpoint is quantised.
-    pub fn refuse_quantization(&self) -> Result<(), ConfigError> {
-        let Some((key, value)) = self.find(&["quantization_config", "compression_config"])? else {
-            return Ok(());
-        };
-        let method = value.get("quant_method").and_then(Value::as_str);
-        let what = match method {
-            Some(method) => format!("quantisation method `{method}` (`{}{key}`)", self.prefix),
-            None => format!("`{}{key}` without a `quant_method`", self.prefix),
-        };
-        Err(self.unsupported(what, "; use the checkpoint in its original float dtype"))
+    /// How the checkpoint is quantised: the header in this config.json; `None` if it has none.
+    ///
+    /// # Errors
+    /// A method or option that is not read; a header that contradicts itself.
+    pub fn quantisation(&self) -> Result<Option<QuantConfig>, ConfigError> {
+        QuantConfig::from_json(&Value::Object((*self.object).clone())).map_err(|e| self.error(e))
+    }
+
+    /// The same of the checkpoint in a folder: older ones have the header in a file of its own, `quantize_config.json`.
+    ///
+    /// # Errors
+    /// As [`quantisation`](Self::quantisation); a file that cannot be read.
+    pub fn quantisation_in(&self, dir: &Path) -> Result<Option<QuantConfig>, ConfigError> {
+        let (header, separate) = (self.quantisation()?, dir.join("quantize_config.json"));
+        if header.is_some() || !separate.is_file() {
+            return Ok(header);
+        }
+        let file = Config::read(&separate)?;
+        let header = QuantConfig::from_header("quantize_config", &Value::Object((*file.object).clone()));
+        header.map(Some).map_err(|e| file.error(e))
     }
 
     /// An error about a value of this config; `expected` completes "expected ...".

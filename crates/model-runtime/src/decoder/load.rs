@@ -49,14 +49,17 @@ impl<A: SelfAttention> Decoder<A> {
         let tp = &context.groups.tp;
         let vocab = (context.geometry.tp_size > 1).then(|| VocabParallel::new(config.vocab_size, tp.clone()));
         let held = context.geometry.vocab_shard(config.vocab_size).len();
-        let embedding = Embedding::load(held, h, vb.pp(names.embedding))?;
+        let mut embedding = Embedding::load(held, h, vb.pp(names.embedding))?;
+        if config.tie_word_embeddings {
+            embedding = embedding.packed(context.cpu_isa)?;
+        }
         let mlps = MlpLoader { config, names, options };
         // In the fast mode norms add what the ranks computed.
         let sums = (context.geometry.tp_size > 1 && !vb.device().is_cpu()).then(|| tp.clone());
         let load = |index: usize| -> Result<_> {
             let vb = vb.pp(names.layers).pp(index);
             let input_norm = RmsNorm::load(h, eps, vb.pp(names.input_norm))?;
-            let attention = attention(vb.pp(names.attention))?;
+            let attention = attention(vb.pp(names.attention))?.packed(context.cpu_isa)?;
             let post_attention_norm = RmsNorm::load(h, eps, vb.pp(names.post_attention_norm))?;
             let (mlp, chosen) = mlps.load(index, vb.pp(names.mlp))?;
             let deferred = [false; 2];
@@ -70,8 +73,8 @@ impl<A: SelfAttention> Decoder<A> {
         let loaded = each_layer(config.num_layers(), !vb.device().is_cpu(), load)?;
         let (layers, chosen): (Vec<_>, Vec<_>) = loaded.into_iter().unzip();
         let lm_head = match config.tie_word_embeddings {
-            true => LmHead::new(embedding.weight().clone())?,
-            false => LmHead::load(held, h, vb.pp(names.lm_head))?,
+            true => LmHead::tied(&embedding),
+            false => LmHead::load_on(held, h, vb.pp(names.lm_head), context)?.packed(context.cpu_isa)?,
         };
         let rope = Rope::new(config.rope.clone());
         let decoder = Self {
@@ -143,8 +146,8 @@ impl MlpLoader<'_> {
         let (config, context) = (self.config, self.options.context);
         let ranks = context.row_parallel(what, intermediate)?;
         let width = intermediate / context.geometry.tp_size;
-        let mlp = GatedMlp::load(config.hidden_size, width, config.activation, vb)?;
-        Ok(mlp.with_row_parallel(ranks))
+        let mlp = GatedMlp::load_on(config.hidden_size, width, config.activation, vb, context)?;
+        Ok(mlp.packed(context.cpu_isa)?.with_row_parallel(ranks))
     }
 
     /// `layer` is the place among the MoE layers.

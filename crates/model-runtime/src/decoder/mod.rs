@@ -16,7 +16,7 @@ use std::sync::Arc;
 use candle_core::Result;
 use moe_comm::Communicator;
 use moe_kernels::plan::{Machine, Reason, Stage};
-use moe_kernels::{Exec, PreNorm, StepContext, View, ViewMut, embedding_into};
+use moe_kernels::{CpuIsa, Exec, PreNorm, StepContext, View, ViewMut, embedding_into};
 use moe_layer::{GatedMlp, PlanStep, Router, SparseMoeBlock};
 use tracing::trace_span;
 
@@ -34,6 +34,19 @@ use residual::Residual;
 
 /// The attention of a decoder layer.
 pub trait SelfAttention: Send + Sync {
+    /// The same attention with its weights in the order that a path of the CPU reads best, see
+    /// [`Weight::packed`](moe_kernels::Weight::packed).
+    ///
+    /// # Errors
+    /// No memory left.
+    fn packed(self, isa: Option<CpuIsa>) -> Result<Self>
+    where
+        Self: Sized,
+    {
+        let _ = isa;
+        Ok(self)
+    }
+
     /// Attends for the rows of a step: writes what they cache to `kv`, then `out` [T, H] (model dtype or
     /// f32) from `x` [T, H] (model dtype). `rope` holds the rows' cosines and sines.
     ///

@@ -126,17 +126,27 @@ fn dtypes_and_token_ids() {
 }
 
 #[test]
-fn quantised_checkpoints_are_refused_by_name() {
-    config("{}").refuse_quantization().unwrap();
-    config(r#"{"quantization_config": null}"#).refuse_quantization().unwrap();
-    let e = message(
-        config(r#"{"quantization_config": {"quant_method": "gptq", "bits": 4}}"#).refuse_quantization(),
-    );
-    assert!(e.contains("quantisation method `gptq`") && e.contains("`quantization_config`"), "{e}");
-    assert!(
-        message(config(r#"{"quantization_config": {}}"#).refuse_quantization())
-            .contains("without a `quant_method`")
-    );
+fn headers_of_quantised_checkpoints_are_read_or_refused_by_name() {
+    let read = |text: &str| config(text).quantisation();
+    assert!(read("{}").unwrap().is_none() && read(r#"{"quantization_config": null}"#).unwrap().is_none());
+    let header = r#"{"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": false, "sym": true}"#;
+    let read_header = read(&format!(r#"{{"quantization_config": {header}}}"#)).unwrap().unwrap();
+    assert_eq!(read_header.method(), "gptq");
+    let dir = tempfile::tempdir().unwrap();
+    let read_in = || config("{}").quantisation_in(dir.path());
+    assert!(read_in().unwrap().is_none());
+    std::fs::write(dir.path().join("quantize_config.json"), header).unwrap();
+    assert_eq!(read_in().unwrap().unwrap().method(), "gptq");
+    std::fs::write(dir.path().join("quantize_config.json"), r#"{"quant_method": "gptq", "bits": 2}"#)
+        .unwrap();
+    let e = message(read_in());
+    assert!(e.contains("quantize_config.json") && e.contains("quantize_config.bits"), "{e}");
+    let e = message(read(r#"{"quantization_config": {"quant_method": "gptq", "bits": 3}}"#));
+    assert!(e.contains("quantization_config.bits") && e.contains("config.json"), "{e}");
+    let e = message(read(r#"{"quantization_config": {"quant_method": "quip"}}"#));
+    assert!(e.contains("quip") && e.contains("original float dtype"), "{e}");
+    let e = message(read(r#"{"quantization_config": {}}"#));
+    assert!(e.contains("quantization_config.quant_method"), "{e}");
 }
 
 fn rope(text: &str) -> Result<RopeConfig, ConfigError> {

@@ -51,7 +51,7 @@ fn embedding_gathers_and_lm_head_projects() -> Result<()> {
     assert!(message(embedding.forward(&Tensor::new(&[4u32], &CPU)?)).contains('4'));
 
     // Tied embeddings: the head shares the table. Its logits are f32.
-    let head = LmHead::new(embedding.weight().clone())?;
+    let head = LmHead::tied(&embedding);
     let hidden = Tensor::new(&[[1f32, 0.5, -1.0]], &CPU)?.to_dtype(DType::BF16)?;
     assert_eq!(head.forward(&hidden)?.to_vec2::<f32>()?, [[-1.5, 0.0, 1.5, 3.0]]);
     Ok(())

@@ -77,7 +77,7 @@ impl Tiny {
             rope: Rope::new(rope),
             layers: (0..LAYERS).map(layer).collect::<Result<_>>()?,
             norm: RmsNorm::load(HIDDEN, 1e-6, vb.pp("norm"))?,
-            head: LmHead::new(embedding.weight().clone())?,
+            head: LmHead::tied(&embedding),
             embedding,
         })
     }

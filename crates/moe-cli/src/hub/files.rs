@@ -8,9 +8,11 @@ use anyhow::{Context, Result, bail, ensure};
 
 /// Needed of every repository.
 const CONFIG: &str = "config.json";
-/// Taken where a repository has them: generation defaults, tokenizer, chat template.
-const OPTIONAL: [&str; 6] = [
+/// Taken where a repository has them: generation defaults, the header of older
+/// quantised checkpoints, tokenizer, chat template.
+const OPTIONAL: [&str; 7] = [
     "generation_config.json",
+    "quantize_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

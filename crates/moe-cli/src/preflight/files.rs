@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
-use model_runtime::Config;
 use model_runtime::config::{RopeConfig, limits};
+use model_runtime::{Config, QuantConfig};
 use moe_engine::{Embedded, ModelFamily, usage};
 
 use super::Asks;
@@ -20,6 +20,7 @@ const REQUIRED: [&str; 3] = ["hidden_size", "num_hidden_layers", "vocab_size"];
 pub(super) struct Files {
     config: Config,
     generation: Option<Config>,
+    quantisation: Option<QuantConfig>,
 }
 
 impl Files {
@@ -28,12 +29,13 @@ impl Files {
         let config = Config::read(&dir.join("config.json"))?;
         let generation = dir.join("generation_config.json");
         let generation = generation.is_file().then(|| Config::read(&generation)).transpose()?;
-        Ok(Self { config, generation })
+        let quantisation = config.quantisation_in(dir)?;
+        Ok(Self { config, generation, quantisation })
     }
 
     /// A config without weights.
     pub fn random(config: Config) -> Self {
-        Self { config, generation: None }
+        Self { config, generation: None, quantisation: None }
     }
 
     /// Those in the program.
@@ -44,6 +46,7 @@ impl Files {
                 embedded.generation_config,
                 "the embedded generation_config.json",
             )?),
+            quantisation: None,
         })
     }
 
@@ -54,7 +57,12 @@ impl Files {
             bail!(self.config.invalid(key, "the number that every checkpoint has there", "nothing"));
         }
         let geometry = args.config().parallel.geometry(0)?;
-        F::layout(&config, &geometry, &|_| true).map_err(|e| usage(e.to_string()))?;
+        // Names of packs are those of plain checkpoints: quantised ones hold experts one by one.
+        let has = |name: &str| self.quantisation.is_none() || !name.ends_with("gate_up_proj");
+        let layout = F::layout(&config, &geometry, &has).map_err(|e| usage(e.to_string()))?;
+        if let Some(quantisation) = &self.quantisation {
+            layout.check_quantised(quantisation).map_err(|e| usage(e.to_string()))?;
+        }
         self.check_values(asks)
     }
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
-use candle_nn::VarBuilder;
-use model_runtime::{BlockContext, CausalLm, Exec, ParallelGroups, TensorSlice};
+use candle_core::DType;
+use model_runtime::{BlockContext, CausalLm, Exec, ParallelGroups, RankView, TensorSlice};
 use moe_comm::{Communicator, Geometry, ParallelConfig, ThreadComm};
 use moe_layer::ChunkedMoe;
 use tracing::info;
@@ -34,7 +34,9 @@ pub struct Source<'a, F: ModelFamily> {
     /// Which names the checkpoint has.
     pub has: &'a (dyn Fn(&str) -> bool + Sync),
     /// The tensors as a rank with these slices sees them.
-    pub tensors: &'a (dyn Fn(Vec<TensorSlice>) -> VarBuilder<'static> + Sync),
+    pub tensors: &'a (dyn Fn(Vec<TensorSlice>) -> RankView + Sync),
+    /// The model dtype.
+    pub dtype: DType,
     /// The options of a rank at this place.
     pub options: &'a (dyn Fn(BlockContext) -> LoadOptions + Sync),
     /// How MoE layers cut their tokens.
@@ -135,14 +137,18 @@ fn load_place<F: ModelFamily>(
             Some(device) => ParallelGroups::new(&geometry, device.clone(), &mut ex)?,
             None => groups.clone(),
         };
+        let tensors = (source.tensors)(slices);
         let context = BlockContext {
+            quant: Some(Arc::new(tensors.clone())),
             geometry: geometry.clone(),
             groups: layers,
             chunked_moe: source.chunked_moe,
             sliced_weights: true,
+            cpu_isa: ex.device().is_cpu().then(|| ex.isa()),
             ..BlockContext::default()
         };
-        let loaded = F::load(source.config, &(source.options)(context), (source.tensors)(slices));
+        let vb = tensors.var_builder(source.dtype, ex.device());
+        let loaded = F::load(source.config, &(source.options)(context), vb);
         Ok((loaded.with_context(|| format!("loading rank {}", geometry.rank))?, groups))
     };
     let (loaded, groups) = load().inspect_err(|e| comm.abort(&format!("{e:#}")))?;

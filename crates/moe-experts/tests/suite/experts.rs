@@ -150,7 +150,7 @@ proptest! {
             let weights = p.weights().unwrap();
             let cut = |t: &candle_core::Tensor| t.narrow(0, first, len).unwrap();
             let weights = ExpertWeights::new(
-                cut(weights.w13()), cut(weights.w2()), weights.w13_bias().map(cut), weights.w2_bias().map(cut),
+                cut(&weights.w13().to_tensor().unwrap()), cut(&weights.w2().to_tensor().unwrap()), weights.w13_bias().map(cut), weights.w2_bias().map(cut),
             ).unwrap();
             for (sum, v) in sum.iter_mut().zip(standard(&part, weights, ex).unwrap()) {
                 *sum += v;
@@ -185,7 +185,7 @@ fn kernel_bytes(p: &Problem) -> Result<usize> {
     let x = Buffer::zeros(p.dtype, &[slots, p.hidden])?;
     let mut activated = Buffer::zeros(p.dtype, &[slots, p.width])?;
     let mut out = Buffer::zeros(DType::F32, &[slots, p.hidden])?;
-    let (w13, w2) = (TensorView::new(weights.w13())?, TensorView::new(weights.w2())?);
+    let (w13, w2) = (weights.w13().read()?, weights.w2().read()?);
     let ex = &mut Exec::cpu();
     grouped_gate_up_into(x.view(), &groups, w13.view()?, None, p.activation, activated.view_mut(), ex)?;
     grouped_down_into(activated.view(), &groups, w2.view()?, None, out.view_mut(), ex)?;
@@ -327,7 +327,12 @@ fn a_rank_without_experts_returns_zeros() -> Result<()> {
         ..example(DType::F16)
     };
     let none = |t: &candle_core::Tensor| t.narrow(0, 0, 0);
-    let weights = ExpertWeights::new(none(p.weights()?.w13())?, none(p.weights()?.w2())?, None, None)?;
+    let weights = ExpertWeights::new(
+        none(&p.weights()?.w13().to_tensor()?)?,
+        none(&p.weights()?.w2().to_tensor()?)?,
+        None,
+        None,
+    )?;
     let out = standard(&p, weights, &mut Exec::cpu())?;
     assert!(out.iter().all(|v| v.to_bits() == 0));
     Ok(())

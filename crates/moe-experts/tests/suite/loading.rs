@@ -50,8 +50,9 @@ fn load(tensors: &Tensors, spec: &LoadSpec, dtype: DType) -> Result<ExpertWeight
 
 /// Packs in f64: w13, w2, and the biases if any.
 fn packs(w: &ExpertWeights) -> Vec<Tensor> {
-    let all = [Some(w.w13()), Some(w.w2()), w.w13_bias(), w.w2_bias()];
-    all.into_iter().flatten().map(|t| t.to_dtype(DType::F64).unwrap()).collect()
+    let packs = [w.w13(), w.w2()].map(|w| w.to_tensor().unwrap());
+    let biases = [w.w13_bias(), w.w2_bias()];
+    packs.iter().chain(biases.into_iter().flatten()).map(|t| t.to_dtype(DType::F64).unwrap()).collect()
 }
 
 fn flat(t: &Tensor) -> Vec<f64> {

@@ -78,8 +78,9 @@ impl ExpertLoop {
     /// Experts whose matrices are parts of the packs.
     pub(super) fn of_packs(weights: &ExpertWeights, activation: Activation) -> Result<Self> {
         let ExpertsShape { num_local_experts, intermediate_size: i, .. } = weights.shape();
+        let (w13, w2) = (weights.w13().to_tensor()?, weights.w2().to_tensor()?);
         let expert = |slot| {
-            let (w13, down) = (weights.w13().get(slot)?, weights.w2().get(slot)?);
+            let (w13, down) = (w13.get(slot)?, w2.get(slot)?);
             Ok(ExpertMlp { gate: w13.narrow(0, 0, i)?, up: w13.narrow(0, i, i)?, down })
         };
         let experts = (0..num_local_experts).map(expert).collect::<Result<_>>()?;

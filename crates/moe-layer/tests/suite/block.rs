@@ -117,8 +117,8 @@ fn parts_of_two_ranks_add_up() -> Result<()> {
     let part = |map: [i32; 6], ids: [u32; 3]| -> Result<Vec<f32>> {
         let ids = Tensor::new(&ids, &Device::Cpu)?;
         let weights = moe_layer::ExpertWeights::new(
-            w.w13().index_select(&ids, 0)?,
-            w.w2().index_select(&ids, 0)?,
+            w.w13().to_tensor()?.index_select(&ids, 0)?,
+            w.w2().to_tensor()?.index_select(&ids, 0)?,
             None,
             None,
         )?;

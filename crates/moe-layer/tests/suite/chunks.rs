@@ -132,8 +132,8 @@ fn five_experts(tokens: usize) -> Result<(crate::reference::Problem, BlockOption
     let w = p.weights()?;
     let tensors = [
         ("gate.weight", p.gate_weight()?),
-        ("experts.gate_up_proj", w.w13().clone()),
-        ("experts.down_proj", w.w2().clone()),
+        ("experts.gate_up_proj", w.w13().to_tensor()?),
+        ("experts.down_proj", w.w2().to_tensor()?),
     ];
     let tensors = tensors.map(|(name, t)| (name.to_string(), t)).into_iter().collect();
     let options = BlockOptions {

@@ -17,7 +17,7 @@ use crate::reference::{Problem, example, problem, problems};
 use crate::{bits, message, run, run_in};
 
 fn expert(p: &Problem, e: usize) -> Result<ExpertMlp> {
-    let (w13, w2) = (p.weights()?.w13().get(e)?, p.weights()?.w2().get(e)?);
+    let (w13, w2) = (p.weights()?.w13().to_tensor()?.get(e)?, p.weights()?.w2().to_tensor()?.get(e)?);
     Ok(ExpertMlp {
         gate: w13.narrow(0, 0, p.width)?.force_contiguous()?,
         up: w13.narrow(0, p.width, p.width)?.force_contiguous()?,
@@ -90,8 +90,8 @@ fn a_frozen_workspace_that_served_one_step_serves_the_next() -> Result<()> {
 fn packed(p: &Problem) -> Result<HashMap<String, Tensor>> {
     let mut tensors = checkpoint(p)?;
     tensors.retain(|name, _| !name.starts_with("mlp.experts."));
-    tensors.insert("mlp.experts.gate_up_proj".into(), p.weights()?.w13().clone());
-    tensors.insert("mlp.experts.down_proj".into(), p.weights()?.w2().clone());
+    tensors.insert("mlp.experts.gate_up_proj".into(), p.weights()?.w13().to_tensor()?);
+    tensors.insert("mlp.experts.down_proj".into(), p.weights()?.w2().to_tensor()?);
     Ok(tensors)
 }
 

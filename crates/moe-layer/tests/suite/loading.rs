@@ -20,8 +20,9 @@ pub fn checkpoint(p: &Problem) -> Result<HashMap<String, Tensor>> {
         Ok(())
     };
     let weights = p.weights()?;
+    let (w13, w2) = (weights.w13().to_tensor()?, weights.w2().to_tensor()?);
     for e in 0..p.packed() {
-        put_mlp(format!("mlp.experts.{e}"), &weights.w13().get(e)?, &weights.w2().get(e)?.copy()?, i)?;
+        put_mlp(format!("mlp.experts.{e}"), &w13.get(e)?, &w2.get(e)?.copy()?, i)?;
     }
     if let Some(Shared { width, w13, w2, gate }) = &p.shared {
         let w13 = p.tensor(w13, &[2 * width, h])?;

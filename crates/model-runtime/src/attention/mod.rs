@@ -4,6 +4,8 @@
 //! row-parallel output product. Prefill, chunked prefill and decode are the same code and give
 //! the same bits.
 
+mod config;
+
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
@@ -11,137 +13,70 @@ use moe_comm::RowParallel;
 use moe_kernels::plan::{
     AttentionCall, AttentionForm, Form, FusedLinearForm, LinearCall, Machine, Reason, Stage,
 };
+use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    AttentionMeta, Exec, PreNorm, QkNormRope, TensorView, View, ViewMut, Workspace, forward_rows,
-    linear_add_into, linear_into, linear_row_parallel_into, norm_linear_into, rope_attention_into,
+    AttentionMeta, CpuIsa, Exec, PreNorm, QkNormRope, TensorView, View, ViewMut, Weight, Workspace,
+    forward_rows, linear_add_into, linear_into, linear_row_parallel_into, norm_linear_into,
+    rope_attention_into,
 };
-use moe_layer::PlanStep;
+use moe_layer::{BlockContext, PlanStep, load_packed, load_weight};
 use tracing::trace_span;
+
+pub use config::{AttentionConfig, AttentionNames, AttentionWeights};
 
 use crate::decoder::{SelfAttention, linear_stage, plain};
 use crate::kv_cache::KvLayer;
-use crate::layers::load_packed;
 use crate::rope::{Rope, RopeRows};
 use crate::step::StepViews;
 
-/// Sizes and options of an attention layer.
-#[derive(Clone, Debug, PartialEq)]
-pub struct AttentionConfig {
-    /// Width of the residual stream H.
-    pub hidden_size: usize,
-    /// Query heads Hq; a multiple of `num_kv_heads`.
-    pub num_heads: usize,
-    /// Key-value heads Hkv.
-    pub num_kv_heads: usize,
-    /// Dimensions of a head D; even.
-    pub head_dim: usize,
-    /// Whether q, k and v have biases.
-    pub qkv_bias: bool,
-    /// Whether the output product has a bias.
-    pub o_bias: bool,
-    /// Whether each head of q and k is RMS-normed before its rotation.
-    pub qk_norm: bool,
-    /// Epsilon of that norm.
-    pub rms_norm_eps: f64,
-    /// Positions that a row attends to, itself included; `None` for all.
-    pub sliding_window: Option<usize>,
-    /// Factor of the scores; `None` for 1 / sqrt(D).
-    pub softmax_scale: Option<f64>,
-}
-
-/// Names of an attention layer's tensors under its prefix. A projection `q` has `q.weight` and,
-/// with a bias, `q.bias`; a norm has `.weight`.
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionNames<'a> {
-    /// Query projection, [Hq*D, H].
-    pub q: &'a str,
-    /// Key projection, [Hkv*D, H].
-    pub k: &'a str,
-    /// Value projection, [Hkv*D, H].
-    pub v: &'a str,
-    /// Output projection, [H, Hq*D].
-    pub o: &'a str,
-    /// Query norm, `[D]`; unused without `qk_norm`.
-    pub q_norm: &'a str,
-    /// Key norm, `[D]`; unused without `qk_norm`.
-    pub k_norm: &'a str,
-}
-
-impl Default for AttentionNames<'_> {
-    /// `q_proj`, `k_proj`, `v_proj`, `o_proj`, `q_norm`, `k_norm`: the names of most models.
-    fn default() -> Self {
-        Self { q: "q_proj", k: "k_proj", v: "v_proj", o: "o_proj", q_norm: "q_norm", k_norm: "k_norm" }
-    }
-}
-
-/// The weights of an attention layer; all in the model dtype.
+/// [`AttentionWeights`] as a layer holds them.
 #[derive(Clone, Debug)]
-pub struct AttentionWeights {
-    /// Rows of q, then k, then v: [(Hq + 2 Hkv) * D, H].
-    pub qkv: Tensor,
-    /// [(Hq + 2 Hkv) * D].
-    pub qkv_bias: Option<Tensor>,
-    /// [H, Hq * D].
-    pub o: Tensor,
-    /// `[H]`.
-    pub o_bias: Option<Tensor>,
-    /// Norm weight of every q head and of every k head, `[D]` each.
-    pub qk_norm: Option<(Tensor, Tensor)>,
+struct Held {
+    qkv: Weight,
+    qkv_bias: Option<Tensor>,
+    o: Weight,
+    o_bias: Option<Tensor>,
+    qk_norm: Option<(Tensor, Tensor)>,
 }
 
 /// An attention layer.
 #[derive(Clone, Debug)]
 pub struct Attention {
     config: AttentionConfig,
-    weights: AttentionWeights,
+    weights: Held,
     scale: f32,
     /// The ranks that cut the heads, if these are a part of them.
     ranks: Option<RowParallel>,
     workspace: Workspace,
 }
 
-impl AttentionConfig {
-    /// Rows of the q, k, v pack.
-    pub fn qkv_rows(&self) -> usize {
-        (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-    }
-
-    fn check(&self) -> Result<()> {
-        let Self { num_heads, num_kv_heads, head_dim, .. } = *self;
-        if num_heads == 0 || num_kv_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
-            bail!(
-                "attention: expected num_heads divisible by num_kv_heads, got {num_heads} and {num_kv_heads}"
-            )
-        }
-        if head_dim == 0 || !head_dim.is_multiple_of(2) {
-            bail!("attention: expected an even head_dim, got {head_dim}")
-        }
-        if self.sliding_window == Some(0) {
-            bail!("attention: expected a sliding window of at least 1, got 0")
-        }
-        Ok(())
-    }
-}
-
 impl Attention {
     /// From weights whose shapes match the config.
     pub fn new(config: AttentionConfig, weights: AttentionWeights) -> Result<Self> {
+        let AttentionWeights { qkv, qkv_bias, o, o_bias, qk_norm } = weights;
+        Self::of(config, Held { qkv: Weight::new(qkv)?, qkv_bias, o: Weight::new(o)?, o_bias, qk_norm })
+    }
+
+    fn of(config: AttentionConfig, weights: Held) -> Result<Self> {
         config.check()?;
         let (h, n, q) = (config.hidden_size, config.qkv_rows(), config.num_heads * config.head_dim);
         let dtype = weights.qkv.dtype();
-        let check = |name: &str, tensor: &Tensor, dims: &[usize]| -> Result<()> {
-            if tensor.dims() != dims || tensor.dtype() != dtype {
+        let check_of = |name: &str, got: (&[usize], DType), dims: &[usize]| -> Result<()> {
+            if got != (dims, dtype) {
                 bail!(
                     "attention: expected {name} {dims:?} of dtype {}, got {:?} of {}",
                     dtype.as_str(),
-                    tensor.dims(),
-                    tensor.dtype().as_str()
+                    got.0,
+                    got.1.as_str()
                 )
             }
             Ok(())
         };
-        check("qkv", &weights.qkv, &[n, h])?;
-        check("o", &weights.o, &[h, q])?;
+        let check = |name: &str, tensor: &Tensor, dims: &[usize]| {
+            check_of(name, (tensor.dims(), tensor.dtype()), dims)
+        };
+        check_of("qkv", (weights.qkv.dims(), dtype), &[n, h])?;
+        check_of("o", (weights.o.dims(), weights.o.dtype()), &[h, q])?;
         for (name, wanted, bias, rows) in [
             ("qkv_bias", config.qkv_bias, &weights.qkv_bias, n),
             ("o_bias", config.o_bias, &weights.o_bias, h),
@@ -176,25 +111,36 @@ impl Attention {
 
     /// Loads the tensors of a layer; q, k and v go straight into their pack.
     pub fn load(config: AttentionConfig, names: AttentionNames, vb: VarBuilder) -> Result<Self> {
+        Self::load_on(config, names, vb, &BlockContext::default())
+    }
+
+    /// The same on a rank, where projections may be quantised.
+    ///
+    /// # Errors
+    /// Missing or wrongly shaped tensors; quantised ones that are not what the header says.
+    pub fn load_on(
+        config: AttentionConfig,
+        names: AttentionNames,
+        vb: VarBuilder,
+        context: &BlockContext,
+    ) -> Result<Self> {
         config.check()?;
         let (h, d) = (config.hidden_size, config.head_dim);
         let (q, kv) = (config.num_heads * d, config.num_kv_heads * d);
-        let parts = |suffix: &str| {
-            [(names.q, q), (names.k, kv), (names.v, kv)]
-                .map(|(name, rows)| (format!("{name}.{suffix}"), rows))
-        };
+        let modules = [(names.q, q), (names.k, kv), (names.v, kv)];
+        let biases = modules.map(|(name, rows)| (format!("{name}.bias"), rows));
         let norm = |name: &str| vb.get(d, &format!("{name}.weight"));
-        let weights = AttentionWeights {
-            qkv: load_packed(&vb, &parts("weight"), &[h])?,
-            qkv_bias: config.qkv_bias.then(|| load_packed(&vb, &parts("bias"), &[])).transpose()?,
-            o: vb.get((h, q), &format!("{}.weight", names.o))?,
+        let weights = Held {
+            qkv: load_weight(&vb, &modules, h, QuantUse::Linear, context)?,
+            qkv_bias: config.qkv_bias.then(|| load_packed(&vb, &biases, &[])).transpose()?,
+            o: load_weight(&vb, &[(names.o, h)], q, context.row_parallel_use(q), context)?,
             o_bias: config.o_bias.then(|| vb.get(h, &format!("{}.bias", names.o))).transpose()?,
             qk_norm: match config.qk_norm {
                 true => Some((norm(names.q_norm)?, norm(names.k_norm)?)),
                 false => None,
             },
         };
-        Self::new(config, weights)
+        Self::of(config, weights)
     }
 
     /// `attended` [T, Hq * D] (model dtype) from the products `qkv` [T, (Hq + 2 Hkv) * D] f32.
@@ -263,6 +209,12 @@ impl Attention {
 }
 
 impl SelfAttention for Attention {
+    fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
+        let (rows, hidden) = (self.config.qkv_rows(), self.config.hidden_size);
+        let (qkv, o) = (self.weights.qkv.packed(isa, rows)?, self.weights.o.packed(isa, hidden)?);
+        Ok(Self { weights: Held { qkv, o, ..self.weights }, ..self })
+    }
+
     fn defer_sum(&mut self) -> bool {
         self.ranks.as_mut().map(RowParallel::defer_sum).is_some()
     }
@@ -281,10 +233,10 @@ impl SelfAttention for Attention {
         // q, k and v are rounded once: k and v when they enter the cache, q never.
         let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
         let bias = Lock::new(&w.qkv_bias)?;
-        linear_into(x, TensorView::new(&w.qkv)?.view()?, bias.view()?, qkv.view_mut(), ex)?;
+        linear_into(x, w.qkv.read()?.view()?, bias.view()?, qkv.view_mut(), ex)?;
         let mut attended = ex.scratch(x.dtype(), &[t, self.config.num_heads * self.config.head_dim])?;
         self.attend_into(qkv.view(), step, rope, kv, attended.view_mut(), ex)?;
-        let (o, bias) = (TensorView::new(&w.o)?, Lock::new(&w.o_bias)?);
+        let (o, bias) = (w.o.read()?, Lock::new(&w.o_bias)?);
         match &self.ranks {
             None => linear_row_parallel_into(attended.view(), o.view()?, bias.view()?, out, ex),
             Some(ranks) => ranks.linear_into(attended.view(), o.view()?, bias.view()?, out, ex),
@@ -335,11 +287,11 @@ impl SelfAttention for Attention {
         let _span = trace_span!("attention").entered();
         let (t, w) = (residual.rows(), &self.weights);
         let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
-        let (packed, bias) = (TensorView::new(&w.qkv)?, Lock::new(&w.qkv_bias)?);
+        let (packed, bias) = (w.qkv.read()?, Lock::new(&w.qkv_bias)?);
         norm_linear_into(residual.as_view(), norm, packed.view()?, bias.view()?, qkv.view_mut(), ex)?;
         let mut attended = ex.scratch(w.qkv.dtype(), &[t, self.config.num_heads * self.config.head_dim])?;
         self.attend_into(qkv.view(), step, rope, kv, attended.view_mut(), ex)?;
-        let (o, bias) = (TensorView::new(&w.o)?, Lock::new(&w.o_bias)?);
+        let (o, bias) = (w.o.read()?, Lock::new(&w.o_bias)?);
         linear_add_into(attended.view(), o.view()?, bias.view()?, residual.reborrow(), ex)
     }
 }
@@ -355,8 +307,11 @@ impl Attention {
 }
 
 /// The product of so many rows with a weight [n, k].
-fn linear_call(rows: usize, weight: &Tensor, bias: bool) -> LinearCall {
-    let (n, k) = weight.dims2().unwrap_or_default();
+fn linear_call(rows: usize, weight: &Weight, bias: bool) -> LinearCall {
+    let (n, k) = match *weight.dims() {
+        [n, k] => (n, k),
+        _ => (0, 0),
+    };
     LinearCall { rows, n, k, dtype: weight.dtype(), bias, aligned: true }
 }
 

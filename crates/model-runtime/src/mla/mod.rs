@@ -5,6 +5,8 @@
 //! space, with the up-projections moved to the query and behind the sum. A run uses one form for
 //! prefill and decode alike, so that a token's bits do not depend on how its prompt was chunked.
 
+mod projections;
+
 use std::str::FromStr;
 
 use candle_core::{DType, Result, Tensor, bail};
@@ -12,20 +14,20 @@ use candle_nn::VarBuilder;
 
 use moe_comm::RowParallel;
 use moe_kernels::plan::{Machine, Stage};
+use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    AttentionMeta, Exec, MlaLatent, MlaQuery, TensorView, View, ViewMut, linear_into,
-    linear_row_parallel_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into,
-    paged_attention_into,
+    AttentionMeta, CpuIsa, Exec, MlaLatent, MlaQuery, TensorView, View, ViewMut, linear_row_parallel_into,
+    mla_cache_into, mla_latent_into, mla_query_into, mla_value_into, paged_attention_into,
 };
-use moe_layer::PlanStep;
+use moe_layer::{BlockContext, PlanStep};
 use tracing::trace_span;
 
 use crate::attention::Lock;
 use crate::decoder::{SelfAttention, plain};
 use crate::kv_cache::{KvLayer, KvLayout};
-use crate::layers::RmsNorm;
 use crate::rope::RopeRows;
 use crate::step::StepViews;
+use projections::{Projection, Query, Up};
 
 /// What the KV cache holds, and where the up-projections happen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -150,84 +152,6 @@ impl Default for MlaNames<'_> {
     }
 }
 
-/// A projection, perhaps with a bias.
-#[derive(Clone, Debug)]
-struct Projection {
-    weight: Tensor,
-    bias: Option<Tensor>,
-}
-
-impl Projection {
-    fn load(rows: usize, columns: usize, bias: bool, vb: VarBuilder) -> Result<Self> {
-        let weight = vb.get((rows, columns), "weight")?;
-        Ok(Self { weight, bias: bias.then(|| vb.get(rows, "bias")).transpose()? })
-    }
-
-    fn forward_into(&self, x: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let bias = Lock::new(&self.bias)?;
-        linear_into(x, TensorView::new(&self.weight)?.view()?, bias.view()?, out, ex)
-    }
-}
-
-/// How queries come from hidden states.
-#[derive(Clone, Debug)]
-enum Query {
-    Direct(Projection),
-    Low { a: Projection, norm: RmsNorm, b: Projection },
-}
-
-impl Query {
-    fn load(config: &MlaConfig, names: &MlaNames, vb: &VarBuilder) -> Result<Self> {
-        let rows = config.num_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim);
-        let h = config.hidden_size;
-        let Some(rank) = config.q_lora_rank else {
-            return Ok(Self::Direct(Projection::load(rows, h, false, vb.pp(names.q))?));
-        };
-        Ok(Self::Low {
-            a: Projection::load(rank, h, config.bias, vb.pp(names.q_a))?,
-            norm: RmsNorm::load(rank, config.norm_eps, vb.pp(names.q_a_norm))?,
-            b: Projection::load(rows, rank, false, vb.pp(names.q_b))?,
-        })
-    }
-
-    /// `out` [T, Hq*(N+R)] f32.
-    fn forward_into(&self, x: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (a, norm, b) = match self {
-            Self::Direct(projection) => return projection.forward_into(x, out, ex),
-            Self::Low { a, norm, b } => (a, norm, b),
-        };
-        let dims = [x.rows(), norm.weight().elem_count()];
-        let mut down = ex.scratch(DType::F32, &dims)?;
-        a.forward_into(x, down.view_mut(), ex)?;
-        let mut normed = ex.scratch(x.dtype(), &dims)?;
-        norm.forward_into(down.view(), normed.view_mut(), ex)?;
-        b.forward_into(normed.view(), out, ex)
-    }
-}
-
-/// The up-projection of latents, as its form needs it.
-#[derive(Clone, Debug)]
-enum Up {
-    /// W_UKᵀ [Hq, L, N] and W_UV [Hq, V, L].
-    Absorbed { w_uk: Tensor, w_uv: Tensor },
-    /// [Hq*(N+V), L].
-    Naive(Projection),
-}
-
-impl Up {
-    fn load(config: &MlaConfig, vb: VarBuilder) -> Result<Self> {
-        let (heads, l) = (config.num_heads, config.kv_lora_rank);
-        let (n, v) = (config.qk_nope_head_dim, config.v_head_dim);
-        let projection = Projection::load(heads * (n + v), l, false, vb)?;
-        if config.form == MlaForm::Naive {
-            return Ok(Self::Naive(projection));
-        }
-        let by_head = projection.weight.reshape((heads, n + v, l))?;
-        let w_uk = by_head.narrow(1, 0, n)?.transpose(1, 2)?.contiguous()?;
-        Ok(Self::Absorbed { w_uk, w_uv: by_head.narrow(1, n, v)?.contiguous()? })
-    }
-}
-
 /// An MLA layer.
 #[derive(Clone, Debug)]
 pub struct MlaAttention {
@@ -247,15 +171,34 @@ impl MlaAttention {
     /// # Errors
     /// Sizes of zero; an odd rotated part; missing or wrongly shaped tensors.
     pub fn load(config: MlaConfig, names: MlaNames, vb: VarBuilder) -> Result<Self> {
+        Self::load_on(config, names, vb, &BlockContext::default())
+    }
+
+    /// The same on a rank, where projections may be quantised.
+    ///
+    /// # Errors
+    /// As `load`; quantised tensors that are not what the header says.
+    pub fn load_on(
+        config: MlaConfig,
+        names: MlaNames,
+        vb: VarBuilder,
+        context: &BlockContext,
+    ) -> Result<Self> {
         config.check()?;
         let (h, l) = (config.hidden_size, config.kv_lora_rank);
         let (rope, out) = (config.qk_rope_head_dim, config.num_heads * config.v_head_dim);
         Ok(Self {
-            query: Query::load(&config, &names, &vb)?,
-            kv_a: Projection::load(l + rope, h, config.bias, vb.pp(names.kv_a))?,
+            query: Query::load(&config, &names, &vb, context)?,
+            kv_a: Projection::load([l + rope, h], config.bias, vb.pp(names.kv_a), QuantUse::Linear, context)?,
             kv_a_norm: vb.pp(names.kv_a_norm).get(l, "weight")?,
-            up: Up::load(&config, vb.pp(names.kv_b))?,
-            o: Projection::load(h, out, config.bias, vb.pp(names.o))?,
+            up: Up::load(&config, vb.pp(names.kv_b), context)?,
+            o: Projection::load(
+                [h, out],
+                config.bias,
+                vb.pp(names.o),
+                context.row_parallel_use(out),
+                context,
+            )?,
             ranks: None,
             config,
         })
@@ -336,6 +279,11 @@ impl MlaAttention {
 
 /// `rope` has R dimensions; the layout of `kv` is [`MlaConfig::kv_layout`].
 impl SelfAttention for MlaAttention {
+    fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
+        let (query, kv_a, o) = (self.query.packed(isa)?, self.kv_a.packed(isa)?, self.o.packed(isa)?);
+        Ok(Self { query, kv_a, o, ..self })
+    }
+
     fn stages(&self, _: bool, _: &PlanStep, _: &Machine) -> Vec<Stage> {
         vec![plain(&["latent attention"], "cpu", Vec::new())]
     }
@@ -374,7 +322,7 @@ impl SelfAttention for MlaAttention {
             }
         }
         let (attended, bias) = (attended.view(), Lock::new(&self.o.bias)?);
-        let (o, bias) = (TensorView::new(&self.o.weight)?, bias.view()?);
+        let (o, bias) = (self.o.weight.read()?, bias.view()?);
         match &self.ranks {
             None => linear_row_parallel_into(attended, o.view()?, bias, out, ex),
             Some(ranks) => ranks.linear_into(attended, o.view()?, bias, out, ex),

@@ -1,0 +1,91 @@
+//! What an attention layer is made of: sizes, names of tensors, weights.
+
+use candle_core::{Result, Tensor, bail};
+
+/// Sizes and options of an attention layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttentionConfig {
+    /// Width of the residual stream H.
+    pub hidden_size: usize,
+    /// Query heads Hq; a multiple of `num_kv_heads`.
+    pub num_heads: usize,
+    /// Key-value heads Hkv.
+    pub num_kv_heads: usize,
+    /// Dimensions of a head D; even.
+    pub head_dim: usize,
+    /// Whether q, k and v have biases.
+    pub qkv_bias: bool,
+    /// Whether the output product has a bias.
+    pub o_bias: bool,
+    /// Whether each head of q and k is RMS-normed before its rotation.
+    pub qk_norm: bool,
+    /// Epsilon of that norm.
+    pub rms_norm_eps: f64,
+    /// Positions that a row attends to, itself included; `None` for all.
+    pub sliding_window: Option<usize>,
+    /// Factor of the scores; `None` for 1 / sqrt(D).
+    pub softmax_scale: Option<f64>,
+}
+
+/// Names of an attention layer's tensors under its prefix. A projection `q` has `q.weight` and,
+/// with a bias, `q.bias`; a norm has `.weight`.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionNames<'a> {
+    /// Query projection, [Hq*D, H].
+    pub q: &'a str,
+    /// Key projection, [Hkv*D, H].
+    pub k: &'a str,
+    /// Value projection, [Hkv*D, H].
+    pub v: &'a str,
+    /// Output projection, [H, Hq*D].
+    pub o: &'a str,
+    /// Query norm, `[D]`; unused without `qk_norm`.
+    pub q_norm: &'a str,
+    /// Key norm, `[D]`; unused without `qk_norm`.
+    pub k_norm: &'a str,
+}
+
+impl Default for AttentionNames<'_> {
+    /// `q_proj`, `k_proj`, `v_proj`, `o_proj`, `q_norm`, `k_norm`: the names of most models.
+    fn default() -> Self {
+        Self { q: "q_proj", k: "k_proj", v: "v_proj", o: "o_proj", q_norm: "q_norm", k_norm: "k_norm" }
+    }
+}
+
+/// The weights of an attention layer; all in the model dtype.
+#[derive(Clone, Debug)]
+pub struct AttentionWeights {
+    /// Rows of q, then k, then v: [(Hq + 2 Hkv) * D, H].
+    pub qkv: Tensor,
+    /// [(Hq + 2 Hkv) * D].
+    pub qkv_bias: Option<Tensor>,
+    /// [H, Hq * D].
+    pub o: Tensor,
+    /// `[H]`.
+    pub o_bias: Option<Tensor>,
+    /// Norm weight of every q head and of every k head, `[D]` each.
+    pub qk_norm: Option<(Tensor, Tensor)>,
+}
+
+impl AttentionConfig {
+    /// Rows of the q, k, v pack.
+    pub fn qkv_rows(&self) -> usize {
+        (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        let Self { num_heads, num_kv_heads, head_dim, .. } = *self;
+        if num_heads == 0 || num_kv_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
+            bail!(
+                "attention: expected num_heads divisible by num_kv_heads, got {num_heads} and {num_kv_heads}"
+            )
+        }
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
+            bail!("attention: expected an even head_dim, got {head_dim}")
+        }
+        if self.sliding_window == Some(0) {
+            bail!("attention: expected a sliding window of at least 1, got 0")
+        }
+        Ok(())
+    }
+}

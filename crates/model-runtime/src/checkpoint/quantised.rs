@@ -1,0 +1,246 @@
+//! A quantised checkpoint: layers that read its integers get them as they are, all others see floats.
+//!
+//! Under the name of a weight that the file does not have in floats, `M.weight`, stands the matrix that the integers mean,
+//! computed when it is asked for. So what no kernel reads quantised (a device without such kernels, a product that is
+//! absorbed into another) runs on the checkpoint all the same.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use candle_nn::var_builder::SimpleBackend;
+use moe_kernels::QuantScheme;
+use moe_kernels::quant::{LogicalRows, QuantPart, QuantRows};
+use moe_quant::{Format, QuantConfig, Reader, dequantise, layout};
+use safetensors::tensor::TensorView;
+
+use super::slices::check_ranges;
+use super::{CheckpointError, SliceSource, TensorFiles, TensorSpec};
+
+/// The tensors of a checkpoint of which some matrices are quantised. Cloning shares the files.
+#[derive(Clone)]
+pub struct QuantTensors {
+    files: TensorFiles,
+    config: Arc<QuantConfig>,
+    /// The modules that may be quantised, with N and K: the matrices that the model expects.
+    modules: Arc<HashMap<String, (usize, usize)>>,
+}
+
+impl fmt::Debug for QuantTensors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "QuantTensors({}, {})", self.files.origin(), self.config.method())
+    }
+}
+
+/// The module of a weight: its name without the last part.
+fn module_of(name: &str) -> Option<&str> {
+    name.strip_suffix(".weight")
+}
+
+impl QuantTensors {
+    /// The files as `config` describes them. `expected` are the tensors of the model in floats, in their stored shapes: its
+    /// matrices may be quantised.
+    pub fn new<'a>(
+        files: TensorFiles,
+        config: QuantConfig,
+        expected: impl IntoIterator<Item = &'a TensorSpec>,
+    ) -> Self {
+        let matrix = |spec: &TensorSpec| match (module_of(&spec.name), spec.shape.as_slice()) {
+            (Some(module), &[n, k]) => Some((module.to_string(), (n, k))),
+            _ => None,
+        };
+        let modules = expected.into_iter().filter_map(matrix).collect();
+        Self { files, config: Arc::new(config), modules: Arc::new(modules) }
+    }
+
+    /// Whether the file has a tensor, or a quantised matrix in its place.
+    pub fn has(files: &TensorFiles, name: &str) -> bool {
+        let packed =
+            |suffix: &&str| module_of(name).is_some_and(|m| files.info(&format!("{m}.{suffix}")).is_some());
+        files.info(name).is_some() || ["qweight", "weight_packed"].iter().any(packed)
+    }
+
+    /// The format in which the file holds a module's matrix.
+    fn format(&self, module: &str) -> Result<Format> {
+        if !self.modules.contains_key(module) {
+            return Ok(Format::Plain);
+        }
+        let dtype =
+            |suffix: &str| self.files.stored(&format!("{module}.{suffix}")).ok().map(|(_, e)| e.dtype);
+        Ok(self.config.format_in_file(module, dtype)?)
+    }
+
+    /// A module's matrix; `None` if the file has it in floats.
+    fn reader(&self, module: &str) -> Result<Option<Reader<'_>>> {
+        let (Some(&shape), format) = (self.modules.get(module), self.format(module)?) else {
+            return Ok(None);
+        };
+        if format == Format::Plain {
+            return Ok(None);
+        }
+        let find = |suffix: &str| {
+            let (file, entry) = self.files.stored(&format!("{module}.{suffix}")).ok()?;
+            TensorView::new(entry.dtype, entry.shape.clone(), &file.bytes()[entry.range.clone()]).ok()
+        };
+        Ok(Some(Reader::new(module, format, shape, find)?))
+    }
+
+    /// Gives back the mapped pages of a module's tensors, and counts their bytes as read.
+    fn release(&self, module: &str) {
+        let (Some(&(n, k)), Ok(format)) = (self.modules.get(module), self.format(module)) else { return };
+        for spec in layout(format, n, k).unwrap_or_default() {
+            if let Ok((file, entry)) = self.files.stored(&format!("{module}.{}", spec.suffix)) {
+                file.release(&entry.range);
+                self.files.count(entry.range.len());
+            }
+        }
+    }
+
+    /// The part of a quantised matrix in floats; `None` if the file has it in floats.
+    fn floats(
+        &self,
+        name: &str,
+        ranges: Option<&[Range<usize>]>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Option<Tensor>> {
+        let Some(module) = module_of(name) else { return Ok(None) };
+        let Some(mut reader) = self.reader(module)? else { return Ok(None) };
+        if let Some(ranges) = ranges {
+            let (n, k) = reader.shape();
+            check_ranges(name, ranges, &[n, k])?;
+            reader = reader.rows(ranges[0].clone())?;
+            if ranges[1] != (0..k) {
+                reader = reader.columns(ranges[1].clone())?;
+            }
+        }
+        let dims = (reader.shape().0, reader.inputs());
+        let tensor = Tensor::from_vec(dequantise(&reader)?, dims, &Device::Cpu)?;
+        self.release(module);
+        tensor.to_dtype(dtype)?.to_device(device).map(Some)
+    }
+
+    /// As [`TensorFiles::verify`], where each quantised matrix has the tensors of its format.
+    ///
+    /// # Errors
+    /// All tensors that are missing, unexpected, or of another shape or dtype.
+    pub fn verify(
+        &self,
+        expected: impl IntoIterator<Item = TensorSpec>,
+        ignored: &[&str],
+    ) -> std::result::Result<(), CheckpointError> {
+        let wrong = |e: &dyn fmt::Display| CheckpointError(format!("{}: {e}", self.files.origin()));
+        let mut specs = Vec::new();
+        for spec in expected {
+            let module = module_of(&spec.name).map(str::to_string);
+            let format =
+                module.as_deref().map_or(Ok(Format::Plain), |m| self.format(m)).map_err(|e| wrong(&e))?;
+            let (Some(module), false) = (module, format == Format::Plain) else {
+                specs.push(spec);
+                continue;
+            };
+            let tensors = layout(format, spec.shape[0], spec.shape[1]);
+            for tensor in tensors.map_err(|e| wrong(&format!("{module}: {e}")))? {
+                let name = format!("{module}.{}", tensor.suffix);
+                let shape = match self.files.stored(&name) {
+                    Ok((_, entry)) => {
+                        tensor.check(&module, entry.dtype, &entry.shape).map_err(|e| wrong(&e))?;
+                        entry.shape.clone()
+                    }
+                    Err(_) if !tensor.required => continue,
+                    Err(_) => tensor.shapes.into_iter().next().unwrap_or_default(),
+                };
+                specs.push(TensorSpec { name, shape });
+            }
+        }
+        self.files.verify(specs, ignored)
+    }
+}
+
+impl SimpleBackend for QuantTensors {
+    fn get(&self, s: Shape, name: &str, h: candle_nn::Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        match self.floats(name, None, dtype, device)? {
+            Some(tensor) if tensor.dims() == s.dims() => Ok(tensor),
+            Some(tensor) => bail!("tensor `{name}`: expected shape {:?}, got {:?}", s.dims(), tensor.dims()),
+            None => self.files.get(s, name, h, dtype, device),
+        }
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        match self.floats(name, None, dtype, device)? {
+            Some(tensor) => Ok(tensor),
+            None => self.files.get_unchecked(name, dtype, device),
+        }
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        Self::has(&self.files, name)
+    }
+}
+
+impl SliceSource for QuantTensors {
+    fn slice(&self, name: &str, ranges: &[Range<usize>], dtype: DType, device: &Device) -> Result<Tensor> {
+        match self.floats(name, Some(ranges), dtype, device)? {
+            Some(tensor) => Ok(tensor),
+            None => self.files.slice(name, ranges, dtype, device),
+        }
+    }
+
+    fn scheme(&self, module: &str) -> Result<QuantScheme> {
+        self.format(module).map(Format::scheme)
+    }
+
+    fn quantised(&self, module: &str, ranges: Option<&[Range<usize>]>) -> Result<Option<QuantPart<'_>>> {
+        let Some(mut reader) = self.reader(module)? else { return Ok(None) };
+        let mut inputs = 0..reader.inputs();
+        if let Some(ranges) = ranges {
+            let (n, _) = reader.shape();
+            check_ranges(module, ranges, &[n, inputs.end])?;
+            if ranges[1] != inputs {
+                let part = reader.clone().columns(ranges[1].clone())?;
+                // With act-order a rank keeps the scales of all groups, in the order of the whole matrix: its sums are
+                // then those of the whole, bit for bit.
+                (reader, inputs) = match reader.perm() {
+                    Some(_) => (reader, ranges[1].clone()),
+                    None => (part, 0..ranges[1].len()),
+                };
+            }
+            reader = reader.rows(ranges[0].clone())?;
+        }
+        let rows = Box::new(Stored { reader, of: self, module: module.to_string() });
+        Ok(Some(QuantPart { rows, inputs }))
+    }
+}
+
+/// A matrix whose pages are given back when it has been packed.
+struct Stored<'a> {
+    reader: Reader<'a>,
+    of: &'a QuantTensors,
+    module: String,
+}
+
+impl QuantRows for Stored<'_> {
+    fn shape(&self) -> (usize, usize) {
+        self.reader.shape()
+    }
+
+    fn scheme(&self) -> QuantScheme {
+        self.reader.scheme()
+    }
+
+    fn perm(&self) -> Option<&[u32]> {
+        self.reader.perm()
+    }
+
+    fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
+        self.reader.read(rows, out)
+    }
+}
+
+impl Drop for Stored<'_> {
+    fn drop(&mut self) {
+        self.of.release(&self.module);
+    }
+}

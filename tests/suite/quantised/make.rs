@@ -1,0 +1,173 @@
+//! Small random checkpoints in any quantised format, each with a twin that holds the floats which its integers mean.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+
+use candle_core::{DType, Device};
+use candle_nn::var_builder::SimpleBackend;
+use model_runtime::{Config, DummyWeights, Geometry};
+use moe_engine::ModelFamily;
+use moe_quant::safetensors::tensor::TensorView;
+use moe_quant::safetensors::{Dtype, serialize_to_file};
+use moe_quant::{Format, Fp8Scales, IntFormat, QuantConfig, e4m3};
+use serde_json::Value;
+
+use super::pack::{Matrix, Tensor, pack};
+
+/// A checkpoint in a folder of its own, and its twin.
+pub struct Made {
+    _dir: tempfile::TempDir,
+    /// With integers or FP8.
+    pub quantised: &'static str,
+    /// With the floats that these mean.
+    pub twin: &'static str,
+    /// Quantised matrices.
+    pub matrices: usize,
+}
+
+/// Random numbers (Knuth's linear congruential generator, its upper bits).
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 33) as usize % bound.max(1)
+    }
+}
+
+/// Makes a checkpoint of this config with this `quantization_config`. Matrices that the header names are quantised, but
+/// for routers and embeddings, which real checkpoints keep in floats without a word in the header.
+pub fn make<F: ModelFamily>(config: &str, header: &Value, seed: u64) -> Made {
+    let mut raw: Value = serde_json::from_str(config).unwrap();
+    let plain = F::config(&Config::parse(config, "config.json").unwrap()).unwrap();
+    // Experts one by one: no name is a pack.
+    let one_by_one = |name: &str| !name.ends_with("gate_up_proj");
+    let specs = F::layout(&plain, &Geometry::default(), &one_by_one).unwrap().tensors;
+    raw["quantization_config"] = header.clone();
+    let quant = QuantConfig::from_json(&raw).unwrap().unwrap();
+    let weights = DummyWeights::new(specs.clone(), seed);
+    let (mut stored, mut floats, mut matrices) = (HashMap::new(), HashMap::new(), 0);
+    for spec in &specs {
+        let values = weights.get_unchecked(&spec.name, DType::F32, &Device::Cpu).unwrap();
+        let values: Vec<f32> = values.flatten_all().unwrap().to_vec1().unwrap();
+        let module = spec.name.strip_suffix(".weight").unwrap_or(&spec.name);
+        let is_plain = spec.shape.len() != 2 || module.ends_with("embed_tokens") || module.ends_with(".gate");
+        let format = if is_plain { Format::Plain } else { quant.format_of(module).unwrap() };
+        if format == Format::Plain {
+            stored.insert(spec.name.clone(), float(&values, &spec.shape));
+            floats.insert(spec.name.clone(), float(&values, &spec.shape));
+            continue;
+        }
+        matrices += 1;
+        let (n, k) = (spec.shape[0], spec.shape[1]);
+        let (tensors, meant) = match format {
+            Format::Fp8 { scales, scale_inv } => fp8(&values, n, k, scales, scale_inv),
+            _ => {
+                // Modules of one input share an order, as one Hessian gives it; `seed` 0 gives each its own.
+                let input =
+                    if seed == 0 { module } else { module.rsplit_once('.').map_or(module, |(of, _)| of) };
+                let letters = input.bytes().fold(seed, |sum, b| sum.wrapping_mul(31).wrapping_add(b.into()));
+                let matrix = round(&values, n, k, format.int().unwrap(), &mut Random(letters ^ k as u64));
+                (pack(format, &matrix), matrix.weights())
+            }
+        };
+        let int = format.int();
+        let is_wanted = |suffix: &str| match suffix {
+            "weight_zero_point" => int.is_some_and(|int| int.zero_point),
+            "weight_g_idx" => int.is_some_and(|int| int.act_order),
+            _ => true,
+        };
+        for tensor in tensors.into_iter().filter(|tensor| is_wanted(tensor.suffix)) {
+            stored.insert(format!("{module}.{}", tensor.suffix), tensor);
+        }
+        floats.insert(spec.name.clone(), float(&meant, &spec.shape));
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| -> &'static str { dir.path().join(name).display().to_string().leak() };
+    let (quantised, twin) = (path("quantised"), path("twin"));
+    write(quantised, &raw, &stored);
+    raw.as_object_mut().unwrap().remove("quantization_config");
+    write(twin, &raw, &floats);
+    Made { _dir: dir, quantised, twin, matrices }
+}
+
+fn float(values: &[f32], shape: &[usize]) -> Tensor {
+    let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    Tensor { suffix: "weight", dtype: Dtype::F32, shape: shape.to_vec(), bytes }
+}
+
+fn write(dir: &str, config: &Value, tensors: &HashMap<String, Tensor>) {
+    fs::create_dir(dir).unwrap();
+    fs::write(Path::new(dir).join("config.json"), config.to_string()).unwrap();
+    let views: Vec<(&String, TensorView)> = tensors.iter().map(|(name, t)| (name, t.view())).collect();
+    serialize_to_file(views, None, &Path::new(dir).join("model.safetensors")).unwrap();
+}
+
+/// Rounds to the nearest integers of the format; with act-order columns belong to groups at random.
+fn round(values: &[f32], n: usize, k: usize, int: IntFormat, random: &mut Random) -> Matrix {
+    let size = match int.group {
+        moe_quant::QuantGroup::Size(size) => size,
+        moe_quant::QuantGroup::Channel => k,
+    };
+    let groups = k / size;
+    let mut g_idx: Vec<u32> = (0..k).map(|column| (column / size) as u32).collect();
+    if int.act_order {
+        (1..k).rev().for_each(|at| g_idx.swap(at, random.below(at + 1)));
+    }
+    let most = ((1u32 << int.bits) - 1) as f32;
+    let (mut codes, mut zeros, mut scales) =
+        (vec![0u8; n * k], vec![int.middle(); n * groups], vec![0.0; n * groups]);
+    for row in 0..n {
+        for group in 0..groups {
+            let of_group = (0..k).filter(|&column| g_idx[column] as usize == group);
+            let (low, high) = of_group.fold((0f32, 0f32), |(low, high), column| {
+                let v = values[row * k + column];
+                (low.min(v), high.max(v))
+            });
+            let at = row * groups + group;
+            if int.zero_point {
+                scales[at] = (high - low).max(1e-6) / most;
+                zeros[at] = (-low / scales[at]).round().clamp(0.0, most) as u8;
+            } else {
+                scales[at] = 2.0 * high.max(-low).max(1e-6) / most;
+            }
+            // Some scales that f16 holds and some that it does not.
+            if row % 2 == 0 {
+                scales[at] = moe_kernels::half::f16::from_f32(scales[at]).to_f32();
+            }
+        }
+        for column in 0..k {
+            let at = row * groups + g_idx[column] as usize;
+            let q = (values[row * k + column] / scales[at]).round() + f32::from(zeros[at]);
+            codes[row * k + column] = q.clamp(0.0, most) as u8;
+        }
+    }
+    Matrix { n, k, codes, zeros, scales, g_idx }
+}
+
+/// Rounds to the nearest E4M3 floats, with the largest value of a scale's weights at 448.
+fn fp8(values: &[f32], n: usize, k: usize, scales: Fp8Scales, scale_inv: bool) -> (Vec<Tensor>, Vec<f32>) {
+    let (rows, columns, shape) = match scales {
+        Fp8Scales::Block { n: rows, k: columns } => {
+            (rows, columns, vec![n.div_ceil(rows), k.div_ceil(columns)])
+        }
+        Fp8Scales::Channel => (1, k, vec![n, 1]),
+        Fp8Scales::Tensor => (n, k, vec![1]),
+    };
+    let across = k.div_ceil(columns);
+    let mut factors = vec![1e-6f32; n.div_ceil(rows) * across];
+    let block = |at: usize| at / k / rows * across + at % k / columns;
+    for (at, v) in values.iter().enumerate() {
+        factors[block(at)] = factors[block(at)].max(v.abs() / 448.0);
+    }
+    let nearest = |v: f32| {
+        let finite = (0..=255u8).filter(|q| q & 0x7f != 0x7f);
+        finite.min_by(|a, b| (e4m3(*a) - v).abs().total_cmp(&(e4m3(*b) - v).abs())).unwrap_or(0)
+    };
+    let codes: Vec<u8> = values.iter().enumerate().map(|(at, v)| nearest(v / factors[block(at)])).collect();
+    let meant = codes.iter().enumerate().map(|(at, q)| factors[block(at)] * e4m3(*q)).collect();
+    let weight = Tensor { suffix: "weight", dtype: Dtype::F8_E4M3, shape: vec![n, k], bytes: codes };
+    let suffix = if scale_inv { "weight_scale_inv" } else { "weight_scale" };
+    (vec![weight, Tensor { suffix, ..float(&factors, &shape) }], meant)
+}

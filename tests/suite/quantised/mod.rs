@@ -1,0 +1,242 @@
+//! Quantised checkpoints in whole models: every format gives the tokens and logits of the floats that it means, on one rank
+//! and on many, on both paths of experts.
+
+mod make;
+#[allow(dead_code)] // Its other users choose formats by number.
+#[path = "../../../crates/moe-quant/tests/it/pack.rs"]
+mod pack;
+
+use std::collections::BTreeSet;
+
+use candle_core::{DType, Device};
+use model_deepseekv2_legacy::DeepseekV2Family;
+use model_qwen3moe::Qwen3MoeFamily;
+use model_runtime::{BlockContext, CausalLm, Checkpoint, Exec, Geometry, MlaForm};
+use moe_comm::ParallelConfig;
+use moe_engine::{LoadOptions, ModelFamily};
+use moe_layer::MoePath;
+use moe_tests::{Schedule, all_logits};
+use serde_json::{Value, json};
+
+use crate::geometries::{Case, Origin, backends, check};
+use crate::running::prompt;
+use make::{Made, make};
+
+const QWEN: &str = r#"{
+    "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128,
+    "moe_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": true, "mlp_only_layers": [1],
+    "max_position_embeddings": 512, "tie_word_embeddings": false
+}"#;
+
+const DEEPSEEK: &str = r#"{
+    "model_type": "deepseek_v2", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128,
+    "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "q_lora_rank": 64,
+    "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 6,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "topk_method": "greedy",
+    "routed_scaling_factor": 1.5, "max_position_embeddings": 512
+}"#;
+
+fn gptq(bits: u8, group: i64, sym: bool, desc_act: bool, version: &str) -> Value {
+    json!({"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym, "desc_act": desc_act,
+           "checkpoint_format": version})
+}
+
+fn packed(bits: u8, group: Option<usize>, symmetric: bool, actorder: Option<&str>, ignore: &[&str]) -> Value {
+    let mut weights = json!({"num_bits": bits, "type": "int", "symmetric": symmetric,
+                             "strategy": if group.is_some() { "group" } else { "channel" }});
+    weights["group_size"] = group.map_or(Value::Null, Value::from);
+    weights["actorder"] = actorder.map_or(Value::Null, Value::from);
+    json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignore,
+           "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}})
+}
+
+/// Every format and option: a name, a header, and whether sums keep the order of columns, so that logits have the bits of
+/// the floats.
+fn headers() -> Vec<(&'static str, Value, bool)> {
+    let fp8 = |strategy: &str| {
+        json!({"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+               "config_groups": {"group_0": {"targets": ["Linear"],
+                   "weights": {"num_bits": 8, "type": "float", "symmetric": true, "strategy": strategy}}}})
+    };
+    let mut dynamic = gptq(4, 32, true, false, "gptq");
+    dynamic["dynamic"] = json!({"-:.*self_attn.*": {}, "+:.*experts\\.1\\..*": {"bits": 8}});
+    let mut with_head = gptq(8, 32, false, false, "gptq_v2");
+    with_head["lm_head"] = json!(true);
+    vec![
+        ("gptq4", gptq(4, 32, true, false, "gptq"), true),
+        ("gptq4 zeros", gptq(4, 16, false, false, "gptq"), true),
+        ("gptq4 v2 zeros", gptq(4, 32, false, false, "gptq_v2"), true),
+        ("gptq8 channel", gptq(8, -1, true, false, "gptq"), true),
+        ("gptq8 zeros lm_head", with_head, true),
+        ("gptq4 act-order", gptq(4, 32, false, true, "gptq"), false),
+        ("gptq8 act-order", gptq(8, 16, true, true, "gptq_v2"), false),
+        ("gptq dynamic", dynamic, true),
+        (
+            "awq",
+            json!({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": true, "version": "gemm"}),
+            true,
+        ),
+        (
+            "awq some",
+            json!({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": true, "version": "gemm",
+                            "modules_to_not_convert": ["self_attn"]}),
+            true,
+        ),
+        ("packed4", packed(4, Some(32), true, None, &["lm_head"]), true),
+        ("packed8 channel zeros", packed(8, None, false, None, &["lm_head", "re:.*self_attn.*"]), true),
+        ("packed4 act-order", packed(4, Some(16), false, Some("group"), &["lm_head"]), false),
+        ("packed8 weight order", packed(8, Some(32), true, Some("weight"), &[]), true),
+        (
+            "fp8 block",
+            json!({"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}),
+            true,
+        ),
+        ("fp8 tensor", fp8("tensor"), true),
+        ("fp8 channel", fp8("channel"), true),
+        (
+            "autoround",
+            json!({"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": true,
+                             "packing_format": "auto_round:auto_gptq", "data_type": "int"}),
+            true,
+        ),
+    ]
+}
+
+const SCHEDULE: Schedule = Schedule { chunk: 7, block_size: 4, together: true };
+
+/// Loads a checkpoint on one rank as the engine does; whether its experts are quantised in memory comes along.
+fn load<F: ModelFamily>(path: &str, options: LoadOptions, dtype: DType) -> (Box<dyn CausalLm>, Value) {
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let config = F::config(&checkpoint.config).unwrap();
+    let expected = F::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).unwrap().tensors;
+    checkpoint.verify(&expected, F::ignored(&config)).unwrap();
+    let view = checkpoint.rank_view(&expected, Vec::new());
+    let context = BlockContext { quant: Some(std::sync::Arc::new(view.clone())), ..options.context };
+    let loaded =
+        F::load(&config, &LoadOptions { context, ..options }, view.var_builder(dtype, &Device::Cpu)).unwrap();
+    (loaded.model, loaded.backend)
+}
+
+fn logits<F: ModelFamily>(path: &str, options: LoadOptions, dtype: DType) -> Vec<f32> {
+    let (model, _) = load::<F>(path, options, dtype);
+    let sequences = [prompt(96, 23, 1), prompt(96, 5, 2)];
+    all_logits(model.as_ref(), &sequences, SCHEDULE, &mut Exec::cpu()).unwrap().concat()
+}
+
+/// How far logits are from others, of these' largest.
+fn distance(got: &[f32], want: &[f32]) -> f32 {
+    assert_eq!(got.len(), want.len());
+    let largest = want.iter().fold(0f32, |most, x| most.max(x.abs()));
+    got.iter().zip(want).fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest
+}
+
+/// The median over rows: a row whose router was almost undecided may take another expert.
+fn usual_distance(got: &[f32], want: &[f32]) -> f32 {
+    let mut rows: Vec<f32> = got.chunks(96).zip(want.chunks(96)).map(|(a, b)| distance(a, b)).collect();
+    rows.sort_by(f32::total_cmp);
+    rows[rows.len() / 2]
+}
+
+fn close<F: ModelFamily>(config: &str, options: &[LoadOptions]) {
+    for (seed, (name, header, keeps_order)) in (1u64..).zip(headers()) {
+        let made = make::<F>(config, &header, seed);
+        assert!(made.matrices > 10, "{name}: {} matrices", made.matrices);
+        for options in options {
+            let what = format!("{name} {:?} {:?} {:?}", options.moe_path, options.mla, options.backend);
+            let run = |path, dtype| logits::<F>(path, options.clone(), dtype);
+            let plain = LoadOptions { backend: None, ..options.clone() };
+            let want = logits::<F>(made.twin, plain, DType::F32);
+            let got = run(made.quantised, DType::F32);
+            match keeps_order {
+                true => assert!(got == want, "{what}: other bits, {}", distance(&got, &want)),
+                false => assert!(distance(&got, &want) < 1e-4, "{what}: {}", distance(&got, &want)),
+            }
+            // In bf16 as far from f32 as the floats are in bf16.
+            let (floats, got) = (run(made.twin_for(options), DType::BF16), run(made.quantised, DType::BF16));
+            let (noise, error) = (usual_distance(&floats, &want), usual_distance(&got, &want));
+            assert!(error < 2.0 * noise + 1e-3, "{what}: bf16 {error}, the floats {noise}");
+        }
+    }
+}
+
+impl Made {
+    /// The twin, or where the options ask for emulation, which it refuses, the checkpoint itself.
+    fn twin_for(&self, options: &LoadOptions) -> &'static str {
+        if options.backend.is_some() { self.quantised } else { self.twin }
+    }
+}
+
+fn path(path: MoePath) -> LoadOptions {
+    LoadOptions { moe_path: Some(path), ..LoadOptions::default() }
+}
+
+fn emulation() -> LoadOptions {
+    LoadOptions { backend: Some("emulation".to_string()), ..path(MoePath::Fused) }
+}
+
+#[test]
+fn every_format_has_the_logits_of_its_floats_in_qwen() {
+    close::<Qwen3MoeFamily>(QWEN, &[path(MoePath::Fused), path(MoePath::Legacy), emulation()]);
+}
+
+#[test]
+fn every_format_has_the_logits_of_its_floats_in_deepseek() {
+    let naive = LoadOptions { mla: Some(MlaForm::Naive), ..path(MoePath::Fused) };
+    close::<DeepseekV2Family>(DEEPSEEK, &[path(MoePath::Legacy), naive, emulation()]);
+}
+
+/// Integers stay integers: what the oracle says of each format.
+#[test]
+fn experts_are_read_as_they_are_stored() {
+    let mut schemes = BTreeSet::new();
+    for (name, header, _) in headers() {
+        let made = make::<Qwen3MoeFamily>(QWEN, &header, 3);
+        let (_, backend) = load::<Qwen3MoeFamily>(made.quantised, path(MoePath::Fused), DType::BF16);
+        // Experts of two schemes are loaded as floats, and it is said.
+        let apart = name == "gptq dynamic";
+        let is_plain = backend["spec"]["quant"] == "none";
+        assert_eq!(backend["chosen"], "cpu", "{name}");
+        assert_eq!(is_plain, apart, "{name}: {}", backend["spec"]["quant"]);
+        schemes.insert(backend["spec"]["quant"].to_string());
+    }
+    assert!(schemes.len() > 6, "{schemes:?}");
+}
+
+/// Gate and up whose columns lie in two orders are loaded as floats.
+#[test]
+fn two_orders_of_columns_are_loaded_as_floats() {
+    let made = make::<Qwen3MoeFamily>(QWEN, &gptq(4, 32, false, true, "gptq"), 0);
+    let (_, backend) = load::<Qwen3MoeFamily>(made.quantised, path(MoePath::Fused), DType::F32);
+    assert_eq!(backend["spec"]["quant"], "none");
+    let run = |path_of| logits::<Qwen3MoeFamily>(path_of, path(MoePath::Fused), DType::F32);
+    assert!(distance(&run(made.quantised), &run(made.twin)) < 1e-4);
+}
+
+/// Any tensor, data and expert parallelism and any backend give the bits of one rank.
+#[test]
+fn ranks_have_the_bits_of_one() {
+    for (at, (name, header, _)) in headers().into_iter().enumerate() {
+        let made = make::<Qwen3MoeFamily>(QWEN, &header, at as u64 + 1);
+        let origin = Origin::<Qwen3MoeFamily>::open(made.quantised);
+        let mut cases = Vec::new();
+        for (turn, parallel) in backends().into_iter().enumerate() {
+            // Groups of 32 columns leave 2 ranks for 64 inputs, groups of 64 one.
+            let cuts_experts = parallel.tp > 1 && !parallel.enable_expert_parallel;
+            let is_possible = parallel.tp <= 2 && !(cuts_experts && name == "awq some");
+            if turn % 6 == at % 6 && is_possible && origin.fits(&parallel) {
+                let dtype = if turn % 4 == 0 { DType::BF16 } else { DType::F32 };
+                cases.push(Case::new(made.quantised, dtype, parallel));
+            }
+        }
+        if name.contains("channel") || name == "fp8 tensor" || name == "gptq4 zeros" {
+            cases.push(Case::new(
+                made.quantised,
+                DType::BF16,
+                ParallelConfig { tp: 4, ..ParallelConfig::default() },
+            ));
+        }
+        assert!(!cases.is_empty());
+        check::<Qwen3MoeFamily>(&cases);
+    }
+}
