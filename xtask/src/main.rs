@@ -10,6 +10,7 @@ mod kernels;
 mod man;
 mod parity;
 mod plot;
+mod quantize;
 mod sanitizer;
 mod standalone;
 mod tidy;
@@ -51,6 +52,10 @@ enum Task {
     FormatKernels(format_kernels::Args),
     /// Write the man pages of the programs into target/man.
     Man(man::Args),
+    /// Make a quantised checkpoint from a float one.
+    Quantize(quantize::Args),
+    /// Write a checkpoint of random weights, plain or quantised.
+    RandomCheckpoint(quantize::Args),
     /// Pack the CUDA binaries, GPU tests and fixtures into one archive for a GPU machine.
     Dist(dist::Args),
 }
@@ -67,6 +72,8 @@ fn main() -> anyhow::Result<()> {
         Task::Kernels(args) => kernels::run(&args),
         Task::FormatKernels(args) => format_kernels::run(&args),
         Task::Man(args) => man::run(&args),
+        Task::Quantize(args) => quantize::run("quantize", &args),
+        Task::RandomCheckpoint(args) => quantize::run("random-checkpoint", &args),
         Task::Dist(args) => dist::run(&args),
     }
 }

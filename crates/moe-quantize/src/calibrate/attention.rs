@@ -1,0 +1,73 @@
+//! What the output product of an attention layer reads: the layer itself, run with rows of the identity as that product.
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use model_runtime::config::RopeConfig;
+use model_runtime::decoder::SelfAttention;
+use model_runtime::{KvCache, KvLayout, LogitsRows, Rope, SequenceStep, Step, Workspace};
+use moe_kernels::forward_rows;
+
+/// Positions of a KV block.
+const BLOCK: usize = 64;
+
+/// The input of the output product, [T, `width`], for `x` [T, `hidden`] of sequences of `length` tokens each. `load` makes the
+/// layer with an output product of weight [hidden, width].
+///
+/// # Errors
+/// Those of the layer.
+pub fn attended<A: SelfAttention>(
+    x: &Tensor,
+    (hidden, width, length): (usize, usize, usize),
+    rope: &RopeConfig,
+    kv: KvLayout,
+    load: impl Fn(Tensor) -> Result<A>,
+) -> Result<Tensor> {
+    let mut parts = Vec::new();
+    for first in (0..width).step_by(hidden) {
+        let columns = hidden.min(width - first);
+        let layer = load(identity_rows(hidden, width, first)?)?;
+        let part = run(&layer, x, (hidden, length), rope, kv)?;
+        parts.push(part.narrow(1, 0, columns)?);
+    }
+    Ok(Tensor::cat(&parts, 1)?)
+}
+
+/// [rows, width]: rows `first` and on of the identity, then rows of zeros.
+fn identity_rows(rows: usize, width: usize, first: usize) -> Result<Tensor> {
+    let mut values = vec![0f32; rows * width];
+    (0..rows.min(width - first)).for_each(|row| values[row * width + first + row] = 1.0);
+    Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?)
+}
+
+/// The layer's output [T, hidden], sequence after sequence.
+fn run(
+    layer: &impl SelfAttention,
+    x: &Tensor,
+    (hidden, length): (usize, usize),
+    rope: &RopeConfig,
+    kv: KvLayout,
+) -> Result<Tensor> {
+    let (rope, workspace) = (Rope::new(rope.clone()), Workspace::new());
+    let blocks: Vec<u32> = (0..length.div_ceil(BLOCK) as u32).collect();
+    let ids = vec![0; length];
+    let sequence = SequenceStep {
+        token_ids: &ids,
+        start: 0,
+        prompt_len: length,
+        blocks: &blocks,
+        logits: LogitsRows::None,
+    };
+    let step = Step::new([sequence], BLOCK)?;
+    let layout = KvLayout { num_layers: 1, ..kv };
+    let mut outputs = Vec::new();
+    for first in (0..x.dims()[0]).step_by(length) {
+        let mut cache = KvCache::new_on(&Device::Cpu, layout, blocks.len(), BLOCK)?;
+        let x = x.narrow(0, first, length)?;
+        outputs.push(forward_rows(&x, (hidden, DType::F32), &workspace, |x, out, ex| {
+            let step = step.views()?;
+            let rows = rope.rows(step.positions, step.rope_len, ex)?;
+            layer.forward_into(x, &step, &rows, cache.layer_mut(0)?, out, ex)
+        })?);
+    }
+    Ok(Tensor::cat(&outputs, 0)?)
+}

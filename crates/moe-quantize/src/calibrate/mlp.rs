@@ -1,0 +1,111 @@
+//! Quantising MLPs and experts, each for the tokens that reach it.
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use model_runtime::{DecoderConfig, MoeConfig};
+use moe_kernels::{Activation, NO_EXPERT, Workspace, gated_activation_into, with_tensors};
+use moe_layer::{BlockContext, BlockOptions, MoePath, Router, SharedExperts, load_layer_on};
+
+use super::layer::Layer;
+
+const EXPERTS: &str = "mlp.experts";
+const SHARED: &str = "mlp.shared_experts";
+/// Tokens that go through the experts at once.
+const ROWS: usize = 4096;
+
+/// Quantises a dense MLP for its inputs `x` [T, H]; its output [T, H].
+pub fn dense(layer: &mut Layer, prefix: &str, x: &Tensor, activation: Activation) -> Result<Tensor> {
+    let [gate, up, down] = ["gate_proj", "up_proj", "down_proj"].map(|name| format!("{prefix}.{name}"));
+    layer.quantise(&[gate.as_str(), up.as_str()], x)?;
+    let activated = match x.dims()[0] {
+        // candle multiplies no matrices without rows.
+        0 => Tensor::zeros(
+            (0, layer.weights.get(&format!("{down}.weight"))?.dims()[1]),
+            DType::F32,
+            &Device::Cpu,
+        )?,
+        _ => gated(&layer.weights.linear(&gate, x)?, &layer.weights.linear(&up, x)?, activation)?,
+    };
+    layer.quantise(&[down.as_str()], &activated)?;
+    match x.dims()[0] {
+        0 => Ok(x.clone()),
+        _ => layer.weights.linear(&down, &activated),
+    }
+}
+
+fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
+    Ok(with_tensors(&Workspace::new(), [gate, up], [], |[gate, up], [], ex| {
+        let mut out = ex.output(DType::F32, gate.dims())?;
+        gated_activation_into(gate, up, activation, out.view_mut(), ex)?;
+        out.into_tensor()
+    })?)
+}
+
+/// Quantises the experts of a sparse layer, each for the tokens that the router sends to it; the block's output [T, H].
+/// `number` counts the sparse layers.
+pub fn sparse(
+    layer: &mut Layer,
+    x: &Tensor,
+    decoder: &DecoderConfig,
+    moe: &MoeConfig,
+    number: usize,
+) -> Result<Tensor> {
+    let tokens = tokens_of_experts(layer, x, moe)?;
+    for (expert, rows) in tokens.into_iter().enumerate() {
+        let rows = Tensor::new(rows.as_slice(), &Device::Cpu)?;
+        let x = match rows.elem_count() {
+            0 => x.narrow(0, 0, 0)?,
+            _ => x.index_select(&rows, 0)?,
+        };
+        dense(layer, &format!("{EXPERTS}.{expert}"), &x, decoder.activation)?;
+    }
+    if moe.shared_intermediate_size > 0 {
+        dense(layer, SHARED, x, decoder.activation)?;
+    }
+    output(layer, x, decoder, moe, number)
+}
+
+/// The rows of `x` that each expert gets.
+fn tokens_of_experts(layer: &Layer, x: &Tensor, moe: &MoeConfig) -> Result<Vec<Vec<u32>>> {
+    let router = Router::load(&moe.router, layer.weights.var_builder().pp("mlp.gate"))?;
+    let ids = router.route(&layer.weights.linear("mlp.gate", x)?)?.topk_ids.to_vec2::<u32>()?;
+    let mut tokens = vec![Vec::new(); moe.router.num_experts];
+    for (row, ids) in ids.iter().enumerate() {
+        for id in ids.iter().filter(|id| **id != NO_EXPERT) {
+            if let Some(tokens) = tokens.get_mut(*id as usize) {
+                tokens.push(row as u32);
+            }
+        }
+    }
+    Ok(tokens)
+}
+
+/// The whole block with the weights as they are now.
+fn output(
+    layer: &Layer,
+    x: &Tensor,
+    decoder: &DecoderConfig,
+    moe: &MoeConfig,
+    number: usize,
+) -> Result<Tensor> {
+    let (h, vb) = (decoder.hidden_size, layer.weights.var_builder());
+    let options = BlockOptions {
+        router: moe.router.clone(),
+        hidden_size: h,
+        intermediate_size: moe.intermediate_size,
+        activation: decoder.activation,
+        layer: number,
+        backend: None,
+    };
+    let (gate, experts) = (vb.pp("mlp.gate"), vb.pp(EXPERTS));
+    let (mut block, _) = load_layer_on(MoePath::Fused, &options, &BlockContext::default(), gate, experts)?;
+    if moe.shared_intermediate_size > 0 {
+        let width = moe.shared_intermediate_size;
+        let shared = SharedExperts::load(h, width, decoder.activation, vb.pp(SHARED), None)?;
+        block = block.with_shared_experts(shared)?;
+    }
+    let rows = x.dims()[0];
+    let part = |first: usize| Ok(block.forward(&x.narrow(0, first, ROWS.min(rows - first))?)?);
+    let parts = (0..rows).step_by(ROWS).map(part).collect::<Result<Vec<_>>>()?;
+    Ok(Tensor::cat(&parts, 0)?)
+}

@@ -1,0 +1,196 @@
+//! Quantising a checkpoint by GPTQ, layer by layer: each layer sees what the quantised layers before it make of the calibration
+//! text. Memory holds one layer in f32 and the hidden states of the text.
+
+mod attention;
+mod layer;
+mod mlp;
+mod text;
+mod weights;
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use model_deepseekv2_legacy::DeepseekV2Config;
+use model_runtime::{
+    Attention, AttentionConfig, AttentionNames, DecoderConfig, DecoderNames, KvLayout, MlaAttention, MlaForm,
+    MlaNames, RmsNorm,
+};
+use safetensors::Dtype;
+
+use crate::architecture::Architecture;
+use crate::convert::Job;
+use crate::plan::Item;
+use crate::progress;
+use crate::source::Source;
+use layer::Layer;
+use weights::Weights;
+
+pub use text::{TextSettings, windows};
+
+/// How GPTQ calibrates.
+#[derive(Clone, Debug)]
+pub struct Calibration {
+    /// The text.
+    pub text: TextSettings,
+    /// Share of the mean of a Hessian's diagonal that is added to it.
+    pub damping: f64,
+    /// Tokens that a module must have seen; one that saw fewer is rounded to nearest.
+    pub min_tokens: usize,
+}
+
+const ATTENTION: &str = "self_attn";
+
+/// Quantises and writes all tensors of `job`.
+///
+/// # Errors
+/// A text that does not fit the model; weights or hidden states that are not finite; I/O.
+pub fn run(source: &Source, job: &mut Job, calibration: &Calibration) -> Result<()> {
+    let (decoder, names) = (source.architecture.decoder(), DecoderNames::default());
+    let context = decoder.rope.max_position_embeddings;
+    let windows = windows(&source.dir, &calibration.text, decoder.vocab_size, context)?;
+    let (layers, others) = by_layer(std::mem::take(&mut job.items), names.layers);
+    let (copied, head): (Items, Items) = others.into_iter().partition(|(item, _)| item.linears.is_empty());
+    for (item, dtype) in copied {
+        let tensor = job.read(&item)?;
+        job.copy(&item, dtype, &tensor)?;
+    }
+    let hidden = through_layers(source, job, calibration, layers, &windows)?;
+    let mut layer = Layer::load(job, calibration, "", head)?;
+    layer.quantise(&[names.lm_head], &hidden)?;
+    layer.finish()
+}
+
+/// Quantises the layers; the hidden states [T, H] f32 behind the last norm, of all windows one after the other.
+fn through_layers(
+    source: &Source,
+    job: &mut Job,
+    calibration: &Calibration,
+    mut layers: BTreeMap<usize, Items>,
+    windows: &[Vec<u32>],
+) -> Result<Tensor> {
+    let (decoder, names) = (source.architecture.decoder(), DecoderNames::default());
+    let ids = Tensor::new(windows.concat().as_slice(), &Device::Cpu)?;
+    let embedding = source.tensors.tensor(&format!("{}.weight", names.embedding))?;
+    let mut hidden = embedding.index_select(&ids, 0)?.to_dtype(DType::F32)?;
+    drop(embedding);
+    let bar = progress::bar("layers", decoder.num_layers());
+    for index in 0..decoder.num_layers() {
+        let prefix = format!("{}.{index}.", names.layers);
+        let mut layer = Layer::load(job, calibration, &prefix, layers.remove(&index).unwrap_or_default())?;
+        hidden = (&hidden + attention(&mut layer, &source.architecture, &hidden, calibration.text.length)?)?;
+        let x = norm(&layer.weights, names.post_attention_norm, decoder.rms_norm_eps, &hidden)?;
+        hidden = (&hidden + mlp(&mut layer, decoder, index, &x)?)?;
+        layer.finish()?;
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let name = format!("{}.weight", names.norm);
+    let weight = source.tensors.tensor(&name)?.to_dtype(DType::F32)?;
+    Ok(RmsNorm::new(weight, decoder.rms_norm_eps)?.forward(&hidden)?)
+}
+
+type Items = Vec<(Item, Dtype)>;
+
+/// The items of each layer, and all others.
+fn by_layer(items: Items, layers: &str) -> (BTreeMap<usize, Items>, Items) {
+    let (mut of_layer, mut others) = (BTreeMap::<usize, Items>::new(), Vec::new());
+    for item in items {
+        let rest = item.0.source.name.strip_prefix(layers).and_then(|rest| rest.strip_prefix('.'));
+        match rest.and_then(|rest| rest.split('.').next()?.parse().ok()) {
+            Some(index) => of_layer.entry(index).or_default().push(item),
+            None => others.push(item),
+        }
+    }
+    (of_layer, others)
+}
+
+fn norm(weights: &Weights, name: &str, eps: f64, x: &Tensor) -> Result<Tensor> {
+    Ok(RmsNorm::new(weights.get(&format!("{name}.weight"))?.clone(), eps)?.forward(x)?)
+}
+
+fn mlp(layer: &mut Layer, decoder: &DecoderConfig, index: usize, x: &Tensor) -> Result<Tensor> {
+    match decoder.moe.as_ref().filter(|_| decoder.is_sparse[index]) {
+        Some(moe) => {
+            let number = decoder.is_sparse[..index].iter().filter(|sparse| **sparse).count();
+            mlp::sparse(layer, x, decoder, moe, number)
+        }
+        None => mlp::dense(layer, "mlp", x, decoder.activation),
+    }
+}
+
+/// Quantises the attention of a layer; its output [T, H] for the residual stream `hidden` [T, H].
+fn attention(layer: &mut Layer, model: &Architecture, hidden: &Tensor, length: usize) -> Result<Tensor> {
+    let decoder = model.decoder();
+    let x = norm(&layer.weights, DecoderNames::default().input_norm, decoder.rms_norm_eps, hidden)?;
+    let attended = match model {
+        Architecture::Qwen3Moe(config) => grouped_query(layer, &config.attention, decoder, &x, length)?,
+        Architecture::DeepseekV2(config) => latent(layer, config, &x, length)?,
+    };
+    let o = format!("{ATTENTION}.o_proj");
+    layer.quantise(&[o.as_str()], &attended)?;
+    layer.weights.linear(&o, &attended)
+}
+
+/// Quantises q, k and v; what the output product reads.
+fn grouped_query(
+    layer: &mut Layer,
+    config: &AttentionConfig,
+    decoder: &DecoderConfig,
+    x: &Tensor,
+    length: usize,
+) -> Result<Tensor> {
+    let names = AttentionNames::default();
+    let inputs = [names.q, names.k, names.v].map(|name| format!("{ATTENTION}.{name}"));
+    layer.quantise(&inputs.each_ref().map(String::as_str), x)?;
+    let kv = KvLayout {
+        num_layers: 1,
+        num_kv_heads: config.num_kv_heads,
+        head_dim: config.head_dim,
+        value_dim: Some(config.head_dim),
+        dtype: DType::F32,
+    };
+    let probe = AttentionConfig { o_bias: false, ..config.clone() };
+    let sizes = (config.hidden_size, config.num_heads * config.head_dim, length);
+    attention::attended(x, sizes, &decoder.rope, kv, |identity| {
+        let mut weights = layer.weights.clone();
+        weights.0.insert(format!("{ATTENTION}.{}.weight", names.o), identity);
+        Ok(Attention::load(probe.clone(), names, weights.var_builder().pp(ATTENTION))?)
+    })
+}
+
+/// Quantises the projections of latent attention; what the output product reads.
+fn latent(layer: &mut Layer, config: &DeepseekV2Config, x: &Tensor, length: usize) -> Result<Tensor> {
+    let (names, mla) = (MlaNames::default(), config.mla(MlaForm::Naive));
+    let module = |name: &str| format!("{ATTENTION}.{name}");
+    let (q, q_a, q_b) = (module(names.q), module(names.q_a), module(names.q_b));
+    let (kv_a, kv_b) = (module(names.kv_a), module(names.kv_b));
+    layer.quantise(&[q.as_str(), q_a.as_str(), kv_a.as_str()], x)?;
+    if mla.q_lora_rank.is_some() {
+        let low = layer.weights.linear(&q_a, x)?;
+        let low = norm(&layer.weights, &module(names.q_a_norm), mla.norm_eps, &low)?;
+        layer.quantise(&[q_b.as_str()], &low)?;
+    }
+    let low = layer.weights.linear(&kv_a, x)?.narrow(1, 0, mla.kv_lora_rank)?.contiguous()?;
+    let low = norm(&layer.weights, &module(names.kv_a_norm), mla.norm_eps, &low)?;
+    layer.quantise(&[kv_b.as_str()], &low)?;
+    let (h, width) = (mla.hidden_size, mla.num_heads * mla.v_head_dim);
+    attention::attended(
+        x,
+        (h, width, length),
+        &config.decoder.rope,
+        mla.kv_layout(1, DType::F32),
+        |identity| {
+            let mut weights = layer.weights.clone();
+            weights.0.insert(format!("{}.weight", module(names.o)), identity);
+            if mla.bias {
+                let none = Tensor::zeros(h, DType::F32, &Device::Cpu)?;
+                weights.0.insert(format!("{}.bias", module(names.o)), none);
+            }
+            Ok(MlaAttention::load(mla.clone(), names, weights.var_builder().pp(ATTENTION))?)
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests;

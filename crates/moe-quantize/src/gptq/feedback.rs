@@ -1,0 +1,61 @@
+//! How much of the rounding error of a column goes to each later one, from the inputs that a layer saw.
+
+use anyhow::{Result, bail};
+
+use super::Hessian;
+use super::cholesky::upper;
+
+/// How often damping is raised tenfold where the Hessian has no factor.
+const TRIES: usize = 4;
+
+/// The order of columns and what each owes to the later ones: the same for all layers that read the same inputs.
+pub struct Feedback {
+    /// The columns in the order in which they are rounded.
+    pub(super) order: Vec<usize>,
+    /// R_ij / R_jj above the diagonal, 0 elsewhere, [k, k] in that order; H = R Rᵀ with R upper triangular.
+    pub(super) shares: Vec<f32>,
+    /// Whether the order is that of falling inputs.
+    pub(super) act_order: bool,
+}
+
+impl Feedback {
+    /// For the inputs of `hessian`; with act-order columns with large inputs come first. `damping` times the mean of the
+    /// diagonal is added to the diagonal (0.01 in the paper), and more if there is no factor.
+    ///
+    /// # Errors
+    /// A Hessian without a factor, whatever the damping.
+    pub fn new(hessian: &Hessian, act_order: bool, damping: f64) -> Result<Self> {
+        let (k, diagonal) = (hessian.k(), hessian.diagonal()?);
+        let mut order: Vec<usize> = (0..k).collect();
+        if act_order {
+            order.sort_by(|a, b| diagonal[*b].total_cmp(&diagonal[*a]));
+        }
+        let mut h = hessian.in_order(&order)?;
+        let mean = diagonal.iter().sum::<f64>() / k as f64;
+        // Where all inputs are zero, any diagonal is as good.
+        let unit = if mean > 0.0 { mean } else { 1.0 };
+        let mut added = 0.0;
+        for attempt in 0..TRIES {
+            let wanted = damping * 10f64.powi(attempt as i32) * unit;
+            (0..k).for_each(|i| h[i * k + i] += wanted - added);
+            added = wanted;
+            if let Some(r) = upper(&h, k)? {
+                return Ok(Self { order, shares: shares(&r, k), act_order });
+            }
+        }
+        bail!(
+            "the inputs that calibration saw have no Cholesky factor, even with {} of damping",
+            added / unit
+        )
+    }
+}
+
+fn shares(r: &[f64], k: usize) -> Vec<f32> {
+    let diagonal: Vec<f64> = (0..k).map(|i| r[i * k + i]).collect();
+    let mut shares = Vec::with_capacity(k * k);
+    for (i, row) in r.chunks(k).enumerate() {
+        shares.resize(shares.len() + i + 1, 0.0);
+        shares.extend(row[i + 1..].iter().zip(&diagonal[i + 1..]).map(|(r, jj)| (r / jj) as f32));
+    }
+    shares
+}

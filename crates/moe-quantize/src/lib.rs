@@ -1,0 +1,30 @@
+//! Making quantised checkpoints from float ones.
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+mod architecture;
+mod calibrate;
+mod convert;
+mod dequantised;
+mod exceptions;
+mod gptq;
+mod loss;
+mod plan;
+mod progress;
+mod random;
+mod report;
+mod round;
+mod settings;
+mod source;
+mod write;
+
+pub use architecture::Architecture;
+pub use calibrate::{Calibration, TextSettings};
+pub use convert::quantize;
+pub use dequantised::Dequantised;
+pub use gptq::{Feedback, Hessian, gptq};
+pub use loss::{Loss, loss};
+pub use random::{RandomSettings, random_checkpoint};
+pub use report::Report;
+pub use round::{Grid, round_to_nearest};
+pub use settings::{FileFormat, Indivisible, Method, Settings};

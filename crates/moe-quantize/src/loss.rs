@@ -1,0 +1,107 @@
+//! The loss of a checkpoint on a text, computed in f32 with the weights that its integers stand for.
+
+use std::path::Path;
+
+use anyhow::{Result, bail};
+use model_runtime::{
+    CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, host_logits, run_step,
+};
+use serde_json::Value;
+
+use crate::architecture::Architecture;
+use crate::calibrate::{TextSettings, windows};
+use crate::dequantised::Dequantised;
+use crate::progress;
+use crate::source::read_config;
+
+/// Positions of a KV block.
+const BLOCK: usize = 64;
+
+/// How well a model foretells a text.
+#[derive(Clone, Copy, Debug)]
+pub struct Loss {
+    /// Mean of -ln of the probability of each token but a window's first.
+    pub nats_per_token: f64,
+    /// Mean of the Kullback-Leibler divergence of its predictions from a reference's, in nats; `None` without one.
+    pub divergence: Option<f64>,
+    /// Tokens that were foretold.
+    pub tokens: usize,
+}
+
+/// The loss of the checkpoint in `model` on windows of a text, and how far its predictions are from those of the checkpoint in
+/// `reference`. Whole models are held in f32.
+///
+/// # Errors
+/// Those of reading the checkpoints and the text; a reference with another vocabulary.
+pub fn loss(model: &Path, reference: Option<&Path>, text: &TextSettings) -> Result<Loss> {
+    let (config, architecture) = open(model)?;
+    let decoder = architecture.decoder();
+    let windows = windows(model, text, decoder.vocab_size, decoder.rope.max_position_embeddings)?;
+    let model = load(model, &config, &architecture)?;
+    let reference = reference.map(|dir| open_reference(dir, decoder.vocab_size)).transpose()?;
+    let mut ex = Exec::cpu();
+    let (mut nats, mut divergence, mut tokens) = (0.0, 0.0, 0);
+    let bar = progress::bar("windows", windows.len());
+    for window in &windows {
+        let rows = log_probabilities(model.as_ref(), window, &mut ex)?;
+        let others =
+            reference.as_ref().map(|model| log_probabilities(model.as_ref(), window, &mut ex)).transpose()?;
+        for (at, next) in window[1..].iter().enumerate() {
+            nats -= rows[at][*next as usize];
+            divergence += others.as_ref().map_or(0.0, |others| divergence_of(&others[at], &rows[at]));
+            tokens += 1;
+        }
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let mean = |sum: f64| sum / tokens as f64;
+    Ok(Loss { nats_per_token: mean(nats), divergence: reference.map(|_| mean(divergence)), tokens })
+}
+
+fn open(dir: &Path) -> Result<(Value, Architecture)> {
+    let file = dir.join("config.json");
+    let config = read_config(&file)?;
+    let architecture = Architecture::new(&config, &file.display().to_string())?;
+    Ok((config, architecture))
+}
+
+fn load(dir: &Path, config: &Value, architecture: &Architecture) -> Result<Box<dyn CausalLm>> {
+    Ok(architecture.load(Dequantised::open(dir, config)?.var_builder())?.model)
+}
+
+fn open_reference(dir: &Path, vocab: usize) -> Result<Box<dyn CausalLm>> {
+    let (config, architecture) = open(dir)?;
+    let got = architecture.decoder().vocab_size;
+    if got != vocab {
+        bail!("the reference {}: expected a vocabulary of {vocab}, got {got}", dir.display())
+    }
+    load(dir, &config, &architecture)
+}
+
+/// The logarithms of the probabilities that the model gives each id behind each token of a window.
+fn log_probabilities(model: &dyn CausalLm, window: &[u32], ex: &mut Exec) -> Result<Vec<Vec<f64>>> {
+    let blocks: Vec<u32> = (0..window.len().div_ceil(BLOCK) as u32).collect();
+    let mut cache = KvCache::new_on(ex.device(), model.info().kv, blocks.len(), BLOCK)?;
+    let sequence = SequenceStep {
+        token_ids: window,
+        start: 0,
+        prompt_len: window.len(),
+        blocks: &blocks,
+        logits: LogitsRows::All,
+    };
+    let step = Step::new([sequence], BLOCK)?;
+    let logits = run_step(model, &step, &mut cache, None, &mut StepContext::default(), ex)?;
+    let logits = host_logits(model, &logits, ex)?;
+    Ok(logits.view().cpu::<f32>()?.chunks(model.info().vocab_size).map(log_softmax).collect())
+}
+
+fn log_softmax(logits: &[f32]) -> Vec<f64> {
+    let largest = f64::from(logits.iter().fold(f32::NEG_INFINITY, |most, x| most.max(*x)));
+    let sum: f64 = logits.iter().map(|x| (f64::from(*x) - largest).exp()).sum();
+    logits.iter().map(|x| f64::from(*x) - largest - sum.ln()).collect()
+}
+
+/// Sum of p (ln p - ln q), from ln p and ln q.
+fn divergence_of(p: &[f64], q: &[f64]) -> f64 {
+    p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum()
+}

@@ -1,0 +1,265 @@
+//! `moe-quantize`: quantised and random checkpoints from the command line; `cargo xtask quantize` runs it.
+#![forbid(unsafe_code)]
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use candle_core::DType;
+use clap::{Parser, Subcommand, ValueEnum};
+use moe_quant::QuantGroup;
+use moe_quantize::{
+    Calibration, FileFormat, Indivisible, Method, RandomSettings, Settings, TextSettings, loss, quantize,
+    random_checkpoint,
+};
+
+#[derive(Parser)]
+#[command(name = "moe-quantize", about = "Makes quantised checkpoints of Qwen3-MoE and DeepSeek-V2")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Quantise a float checkpoint.
+    Quantize(QuantizeArgs),
+    /// Write random weights of a config's shape, plain or quantised.
+    RandomCheckpoint(RandomArgs),
+    /// The loss of a checkpoint, quantised or not, on a text, computed in f32.
+    Loss(LossArgs),
+}
+
+#[derive(clap::Args)]
+struct QuantizeArgs {
+    /// Checkpoint folder in f32, f16 or bf16.
+    model: PathBuf,
+    /// Folder to write; it must not exist.
+    out: PathBuf,
+    #[command(flatten)]
+    scheme: Scheme,
+    /// File format.
+    #[arg(long, value_enum)]
+    format: FormatArg,
+    /// How integers are chosen: each weight to the nearest value, or calibrated by GPTQ.
+    #[arg(long, value_enum, default_value = "rtn")]
+    method: MethodArg,
+    /// Order columns by the size of their inputs (act-order); with GPTQ.
+    #[arg(long)]
+    desc_act: bool,
+    /// Text that GPTQ calibrates on.
+    #[arg(long, value_name = "TEXT", required_if_eq("method", "gptq"))]
+    calibration: Option<PathBuf>,
+    #[command(flatten)]
+    windows: Windows,
+    /// Share of the mean of the Hessian's diagonal that is added to it.
+    #[arg(long, default_value_t = 0.01)]
+    damping: f64,
+    /// Tokens that an expert must see to be calibrated; one that sees fewer is rounded to nearest.
+    #[arg(long, default_value_t = 128)]
+    min_tokens: usize,
+}
+
+#[derive(clap::Args)]
+struct LossArgs {
+    /// Checkpoint folder.
+    model: PathBuf,
+    /// The text, in UTF-8.
+    text: PathBuf,
+    /// A checkpoint, usually the float one, from whose predictions the divergence is measured.
+    #[arg(long, value_name = "MODEL")]
+    reference: Option<PathBuf>,
+    #[command(flatten)]
+    windows: Windows,
+}
+
+/// How much of a text is looked at.
+#[derive(clap::Args)]
+struct Windows {
+    /// Windows of the text, spread evenly over it.
+    #[arg(long, default_value_t = 128)]
+    samples: usize,
+    /// Tokens of a window.
+    #[arg(long, default_value_t = 512)]
+    length: usize,
+}
+
+impl Windows {
+    fn of(&self, file: &Path) -> TextSettings {
+        TextSettings { file: file.to_path_buf(), samples: self.samples, length: self.length }
+    }
+}
+
+#[derive(clap::Args)]
+struct RandomArgs {
+    /// A config.json, or a folder with one, whose tokenizer is then copied.
+    config: PathBuf,
+    /// Folder to write; it must not exist.
+    out: PathBuf,
+    #[command(flatten)]
+    scheme: Scheme,
+    /// File format; plain: floats.
+    #[arg(long, value_enum)]
+    format: RandomFormat,
+    /// Groups of columns in a random order (act-order).
+    #[arg(long)]
+    desc_act: bool,
+    /// Dtype of floats (default: the config's, else bf16).
+    #[arg(long, value_enum)]
+    dtype: Option<DTypeArg>,
+    /// Layers, in the place of the config's.
+    #[arg(long)]
+    layers: Option<usize>,
+    /// Seed of the weights.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+/// What `quantize` and `random-checkpoint` share.
+#[derive(clap::Args)]
+struct Scheme {
+    /// Bits of an integer: 4 or 8.
+    #[arg(long, default_value_t = 4)]
+    bits: u8,
+    /// Columns that share a scale: 32, 64, 128, or -1 for whole rows.
+    #[arg(long, default_value = "128", allow_negative_numbers = true, value_parser = group)]
+    group_size: QuantGroup,
+    /// Groups without zero points (the default).
+    #[arg(long, overrides_with = "asym")]
+    sym: bool,
+    /// Groups with zero points of their own.
+    #[arg(long)]
+    asym: bool,
+    /// Quantise the vocabulary projection too.
+    #[arg(long)]
+    quantise_lm_head: bool,
+    /// Modules that stay in floats, such as 'model.layers.*.self_attn.*'; may be repeated.
+    #[arg(long, value_name = "PATTERN")]
+    ignore: Vec<String>,
+    /// What becomes of layers whose sizes do not divide.
+    #[arg(long, value_enum, default_value = "refuse")]
+    indivisible: IndivisibleArg,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum FormatArg {
+    Gptq,
+    CompressedTensors,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum RandomFormat {
+    Plain,
+    Gptq,
+    CompressedTensors,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum MethodArg {
+    Rtn,
+    Gptq,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum IndivisibleArg {
+    /// An error that lists them.
+    Refuse,
+    /// They stay in floats.
+    Keep,
+    /// One scale for each of their rows.
+    Channel,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum DTypeArg {
+    F32,
+    F16,
+    Bf16,
+}
+
+/// The groups that kernels know.
+fn group(text: &str) -> Result<QuantGroup, String> {
+    match text {
+        "-1" => Ok(QuantGroup::Channel),
+        "32" | "64" | "128" => text.parse().map(QuantGroup::Size).map_err(|_| text.to_string()),
+        _ => Err("expected 32, 64, 128 or -1".to_string()),
+    }
+}
+
+impl Scheme {
+    fn settings(&self, format: FileFormat, method: Method, desc_act: bool) -> Settings {
+        Settings {
+            format,
+            bits: self.bits,
+            group: self.group_size,
+            symmetric: !self.asym,
+            desc_act,
+            method,
+            lm_head: self.quantise_lm_head,
+            ignore: self.ignore.clone(),
+            indivisible: match self.indivisible {
+                IndivisibleArg::Refuse => Indivisible::Refuse,
+                IndivisibleArg::Keep => Indivisible::Keep,
+                IndivisibleArg::Channel => Indivisible::Channel,
+            },
+        }
+    }
+}
+
+fn run(cli: &Cli) -> anyhow::Result<()> {
+    match &cli.command {
+        Command::Quantize(args) => {
+            let format = match args.format {
+                FormatArg::Gptq => FileFormat::Gptq,
+                FormatArg::CompressedTensors => FileFormat::CompressedTensors,
+            };
+            let method = match (args.method, &args.calibration) {
+                (MethodArg::Gptq, Some(text)) => Method::Gptq(Calibration {
+                    text: args.windows.of(text),
+                    damping: args.damping,
+                    min_tokens: args.min_tokens,
+                }),
+                _ => Method::Rtn,
+            };
+            let settings = args.scheme.settings(format, method, args.desc_act);
+            let report = quantize(&args.model, &args.out, &settings)?;
+            println!("{}: {}", args.out.display(), report.text());
+        }
+        Command::RandomCheckpoint(args) => {
+            let format = match args.format {
+                RandomFormat::Plain => None,
+                RandomFormat::Gptq => Some(FileFormat::Gptq),
+                RandomFormat::CompressedTensors => Some(FileFormat::CompressedTensors),
+            };
+            let settings = RandomSettings {
+                quantised: format.map(|format| args.scheme.settings(format, Method::Rtn, args.desc_act)),
+                dtype: args.dtype.map(|dtype| match dtype {
+                    DTypeArg::F32 => DType::F32,
+                    DTypeArg::F16 => DType::F16,
+                    DTypeArg::Bf16 => DType::BF16,
+                }),
+                layers: args.layers,
+                seed: args.seed,
+            };
+            random_checkpoint(&args.config, &args.out, &settings)?;
+            println!("{} written", args.out.display());
+        }
+        Command::Loss(args) => {
+            let loss = loss(&args.model, args.reference.as_deref(), &args.windows.of(&args.text))?;
+            println!("{:.4} nats per token over {} tokens", loss.nats_per_token, loss.tokens);
+            if let Some(divergence) = loss.divergence {
+                println!("{divergence:.5} nats of divergence from the reference's predictions");
+            }
+        }
+    }
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    match run(&Cli::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! Which tensors of a checkpoint become which: linear layers integers, all others as they are.
+
+use std::ops::Range;
+
+use anyhow::{Context, Result, bail};
+use fancy_regex::Regex;
+use model_runtime::TensorSpec;
+use moe_quant::write::{StoredSpec, header, stored};
+use moe_quant::{Format, IntFormat, QuantConfig, QuantGroup};
+use safetensors::Dtype;
+use serde_json::Value;
+
+use crate::exceptions::exceptions;
+use crate::settings::{Indivisible, Settings};
+
+/// How many modules an error lists.
+const LISTED: usize = 5;
+
+/// A linear layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Linear {
+    /// Its name: that of its tensors without the last part.
+    pub module: String,
+    /// Where its weights lie in the source's tensor.
+    pub part: Part,
+    /// Outputs.
+    pub n: usize,
+    /// Inputs.
+    pub k: usize,
+    /// The format that it gets.
+    pub format: Format,
+}
+
+/// A part of a stored tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Part {
+    /// All of [n, k].
+    Whole,
+    /// Rows of one expert in [E, rows, k].
+    Expert(usize, Range<usize>),
+}
+
+/// A tensor of the source and what becomes of it.
+#[derive(Clone, Debug)]
+pub struct Item {
+    /// Name and shape in the source.
+    pub source: TensorSpec,
+    /// Its linear layers; empty for a tensor that is copied.
+    pub linears: Vec<Linear>,
+}
+
+/// What is made of a checkpoint.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The tensors, in the order of the source.
+    pub items: Vec<Item>,
+    /// The `quantization_config`.
+    pub header: Value,
+}
+
+impl Item {
+    /// The tensors that it becomes, if the source's is of `dtype`: full name, dtype, shape.
+    ///
+    /// # Errors
+    /// Those of [`stored`].
+    pub fn outputs(&self, settings: &Settings, dtype: Dtype) -> Result<Vec<(String, StoredSpec)>> {
+        let mut outputs = Vec::new();
+        for linear in &self.linears {
+            match linear.format {
+                // A part of a tensor that is cut up.
+                Format::Plain => outputs.push((
+                    format!("{}.weight", linear.module),
+                    StoredSpec { suffix: "weight", dtype, shape: vec![linear.n, linear.k] },
+                )),
+                format => {
+                    let specs = stored(format, linear.n, linear.k, settings.scale_dtype(dtype))?;
+                    outputs.extend(specs.into_iter().map(|s| (format!("{}.{}", linear.module, s.suffix), s)));
+                }
+            }
+        }
+        if self.linears.is_empty() {
+            let spec = StoredSpec { suffix: "", dtype, shape: self.source.shape.clone() };
+            outputs.push((self.source.name.clone(), spec));
+        }
+        Ok(outputs)
+    }
+}
+
+/// The plan for a model's tensors.
+///
+/// # Errors
+/// Settings that contradict each other; a pattern that names nothing; layers that do not divide, if that is refused;
+/// nothing to quantise; a vocabulary projection that is the embedding.
+pub fn plan(tensors: Vec<TensorSpec>, settings: &Settings) -> Result<Plan> {
+    let base = settings.base()?;
+    if settings.lm_head && !tensors.iter().any(|t| t.name == "lm_head.weight") {
+        bail!(
+            "--quantise-lm-head: this checkpoint has no lm_head.weight; its vocabulary projection is the embedding, which \
+             stays in floats"
+        )
+    }
+    let mut items: Vec<Item> =
+        tensors.into_iter().map(|source| item(source, base, settings.lm_head)).collect();
+    apply_patterns(&mut items, &settings.ignore)?;
+    apply_sizes(&mut items, settings.indivisible)?;
+    for item in &mut items {
+        // A matrix that keeps its name and its floats is copied.
+        if matches!(item.linears.as_slice(), [Linear { format: Format::Plain, part: Part::Whole, .. }]) {
+            item.linears.clear();
+        }
+    }
+    let decided: Vec<(String, Format)> = items.iter().flat_map(decisions).collect();
+    if decided.iter().all(|(_, format)| *format == Format::Plain) {
+        bail!("no linear layer is left to quantise; check --ignore and --indivisible")
+    }
+    let header = header(base, settings.lm_head, &exceptions(&decided, base))?;
+    check_header(&header, &decided)?;
+    Ok(Plan { items, header })
+}
+
+fn item(source: TensorSpec, base: Format, lm_head: bool) -> Item {
+    let linears = linears(&source, base, lm_head);
+    Item { source, linears }
+}
+
+/// The linear layers of a tensor: matrices of decoder layers but the routers' gates, and `lm_head` if asked for.
+fn linears(source: &TensorSpec, base: Format, lm_head: bool) -> Vec<Linear> {
+    let linear = |module: String, part, n, k| Linear { module, part, n, k, format: base };
+    match *source.shape.as_slice() {
+        [n, k] if n * k > 0 => match source.name.strip_suffix(".weight") {
+            Some(module) if is_linear(module, lm_head) => vec![linear(module.to_string(), Part::Whole, n, k)],
+            _ => Vec::new(),
+        },
+        // Packs of experts, as transformers 5 writes them.
+        [experts, n, k] => {
+            let Some((prefix, last)) = source.name.rsplit_once('.') else { return Vec::new() };
+            let parts = match last {
+                "gate_up_proj" => vec![("gate_proj", 0..n / 2), ("up_proj", n / 2..n)],
+                "down_proj" => vec![("down_proj", 0..n)],
+                _ => return Vec::new(),
+            };
+            let of_expert = |expert: usize| {
+                parts.iter().map(move |(name, rows)| (expert, *name, rows.clone())).collect::<Vec<_>>()
+            };
+            (0..experts)
+                .flat_map(of_expert)
+                .map(|(expert, name, rows)| {
+                    let n = rows.len();
+                    linear(format!("{prefix}.{expert}.{name}"), Part::Expert(expert, rows), n, k)
+                })
+                .collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+fn is_linear(module: &str, lm_head: bool) -> bool {
+    match module.rsplit_once('.') {
+        Some((parent, last)) => parent.contains("layers.") && last != "gate",
+        None => module == "lm_head" && lm_head,
+    }
+}
+
+fn apply_patterns(items: &mut [Item], patterns: &[String]) -> Result<()> {
+    for pattern in patterns {
+        let parts: Vec<_> = pattern.split('*').map(fancy_regex::escape).collect();
+        let regex = Regex::new(&format!("^{}$", parts.join(".*"))).context("--ignore")?;
+        let mut found = false;
+        for linear in items.iter_mut().flat_map(|item| &mut item.linears) {
+            if regex.is_match(&linear.module)? {
+                (linear.format, found) = (Format::Plain, true);
+            }
+        }
+        if !found {
+            bail!(
+                "--ignore {pattern:?} names no linear layer; names are such as model.layers.0.self_attn.q_proj"
+            )
+        }
+    }
+    Ok(())
+}
+
+/// Sees to layers that the format cannot hold.
+fn apply_sizes(items: &mut [Item], indivisible: Indivisible) -> Result<()> {
+    let mut refused = Vec::new();
+    let quantised = items.iter_mut().flat_map(|item| &mut item.linears).filter(|l| l.format != Format::Plain);
+    for linear in quantised {
+        let fits = |format| stored(format, linear.n, linear.k, Dtype::F16);
+        let Err(error) = fits(linear.format) else { continue };
+        let error = match indivisible {
+            Indivisible::Refuse => error,
+            Indivisible::Keep => {
+                linear.format = Format::Plain;
+                continue;
+            }
+            Indivisible::Channel => match fits(channel(linear.format)) {
+                Err(error) => error,
+                Ok(_) => {
+                    linear.format = channel(linear.format);
+                    continue;
+                }
+            },
+        };
+        refused.push(format!("\n  {}: {error}", linear.module));
+    }
+    if refused.is_empty() {
+        return Ok(());
+    }
+    let more = refused.len().saturating_sub(LISTED);
+    let more = if more > 0 { format!("\n  and {more} more") } else { String::new() };
+    let advice = match indivisible {
+        Indivisible::Refuse => {
+            "use another --group-size, or --indivisible channel (one scale for each of their rows) or keep (floats), or name \
+             them by --ignore"
+        }
+        _ => "use --indivisible keep (floats), or name them by --ignore",
+    };
+    bail!(
+        "{} linear layers do not fit the format:{}{more}\n{advice}",
+        refused.len(),
+        refused.into_iter().take(LISTED).collect::<String>()
+    )
+}
+
+fn channel(format: Format) -> Format {
+    let by_channel = |int| IntFormat { group: QuantGroup::Channel, act_order: false, ..int };
+    match format {
+        Format::Gptq { int, zeros } => Format::Gptq { int: by_channel(int), zeros },
+        Format::PackQuantized { int } => Format::PackQuantized { int: by_channel(int) },
+        other => other,
+    }
+}
+
+/// The format of every linear layer, also of those that are copied, as the header must tell it.
+fn decisions(item: &Item) -> Vec<(String, Format)> {
+    if !item.linears.is_empty() {
+        return item.linears.iter().map(|linear| (linear.module.clone(), linear.format)).collect();
+    }
+    let module = item.source.name.strip_suffix(".weight");
+    let copied = module.filter(|name| item.source.shape.len() == 2 && name.contains("layers."));
+    copied.map(|name| (name.to_string(), Format::Plain)).into_iter().collect()
+}
+
+/// A reader of the header comes to the same formats.
+fn check_header(header: &Value, decided: &[(String, Format)]) -> Result<()> {
+    let read = QuantConfig::from_header("quantization_config", header)?;
+    for (module, format) in decided {
+        let got = read.format_of(module)?;
+        if got != *format {
+            bail!("{module}: the header that would be written says {got:?}, but the plan is {format:?}")
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,128 @@
+//! Rounding to nearest: the scale and zero point of a group, and the integers of a matrix.
+
+use anyhow::{Result, bail};
+use moe_quant::write::{IntMatrix, round_scale};
+use moe_quant::{Format, GptqZeros, IntFormat, QuantGroup};
+use rayon::prelude::*;
+use safetensors::Dtype;
+
+/// The values that a group of weights may take: scale * (q - zero), q of 0 .. 2^bits - 1.
+#[derive(Clone, Copy, Debug)]
+pub struct Grid {
+    /// Bits, group, zero points.
+    pub int: IntFormat,
+    /// Dtype of the scales.
+    pub scales: Dtype,
+    /// The lowest zero point. Version 1 of GPTQ stores zero points minus one, and readers disagree about a stored -1.
+    pub lowest_zero: u8,
+}
+
+/// Scale and zero point of a group.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GroupScale {
+    /// A value of the scales' dtype.
+    pub scale: f32,
+    /// The integer that means 0.
+    pub zero: u8,
+}
+
+impl Grid {
+    /// The grid of a format that has integers.
+    ///
+    /// # Errors
+    /// A format without integers.
+    pub fn new(format: Format, scales: Dtype) -> Result<Self> {
+        let Some(int) = format.int() else { bail!("{} has no integers to round to", format.name()) };
+        let version_1 = matches!(format, Format::Gptq { zeros: GptqZeros::V1, .. });
+        Ok(Self { int, scales, lowest_zero: u8::from(version_1) })
+    }
+
+    /// Columns of a group in rows of k columns.
+    pub fn group_size(&self, k: usize) -> usize {
+        match self.int.group {
+            QuantGroup::Size(size) => size,
+            QuantGroup::Channel => k,
+        }
+    }
+
+    fn most(&self) -> u8 {
+        ((1u16 << self.int.bits) - 1) as u8
+    }
+
+    /// The smallest scale whose values reach all weights of a group but for half a step; `None` where the scales' dtype
+    /// does not hold it, or a weight is not finite.
+    pub fn fit(&self, weights: impl Iterator<Item = f32> + Clone) -> Option<GroupScale> {
+        if !weights.clone().all(f32::is_finite) {
+            return None;
+        }
+        let (low, high) = weights.fold((0f32, 0f32), |(low, high), w| (low.min(w), high.max(w)));
+        let (most, middle) = (f32::from(self.most()), self.int.middle());
+        if low == high {
+            return Some(GroupScale {
+                scale: 1.0,
+                zero: if self.int.zero_point { self.lowest_zero.max(1) } else { middle },
+            });
+        }
+        if !self.int.zero_point {
+            let scale = round_scale(low.abs().max(high) / (most / 2.0), self.scales)?;
+            return Some(GroupScale { scale, zero: middle });
+        }
+        let scale = round_scale((high - low) / most, self.scales)?;
+        let zero = (-low / scale).round_ties_even().min(most) as u8;
+        if zero >= self.lowest_zero {
+            return Some(GroupScale { scale, zero });
+        }
+        // Hardly any weight is negative: the values begin at -lowest_zero steps.
+        let scale = round_scale(high / (most - f32::from(self.lowest_zero)), self.scales)?;
+        Some(GroupScale { scale, zero: self.lowest_zero })
+    }
+
+    /// The nearest integer of a weight.
+    pub fn round(&self, weight: f32, group: GroupScale) -> u8 {
+        let q = (weight / group.scale).round_ties_even() + f32::from(group.zero);
+        q.clamp(0.0, f32::from(self.most())) as u8
+    }
+}
+
+impl GroupScale {
+    /// The weight of an integer.
+    pub fn weight(self, q: u8) -> f32 {
+        self.scale * f32::from(i16::from(q) - i16::from(self.zero))
+    }
+}
+
+/// A matrix [n, k] with each weight rounded to the nearest value of its group; act-order is left out.
+///
+/// # Errors
+/// Weights that are not finite, or too large for the scales' dtype, by row.
+pub fn round_to_nearest(grid: &Grid, weights: &[f32], n: usize, k: usize) -> Result<IntMatrix> {
+    let size = grid.group_size(k);
+    let groups = k / size;
+    let mut matrix = IntMatrix {
+        n,
+        k,
+        q: vec![0; n * k],
+        scale: vec![0.0; n * groups],
+        zero: vec![0; n * groups],
+        g_idx: grid.int.act_order.then(|| (0..k).map(|column| (column / size) as u32).collect()),
+    };
+    let rows = matrix
+        .q
+        .par_chunks_mut(k)
+        .zip(matrix.scale.par_chunks_mut(groups))
+        .zip(matrix.zero.par_chunks_mut(groups));
+    rows.zip(weights.par_chunks(k)).enumerate().try_for_each(|(row, (((q, scale), zero), weights))| {
+        for (group, (q, weights)) in q.chunks_mut(size).zip(weights.chunks(size)).enumerate() {
+            let Some(fitted) = grid.fit(weights.iter().copied()) else {
+                bail!(
+                    "row {row} holds weights that are not finite, or too large for scales in {:?}",
+                    grid.scales
+                )
+            };
+            (scale[group], zero[group]) = (fitted.scale, fitted.zero);
+            q.iter_mut().zip(weights).for_each(|(q, w)| *q = grid.round(*w, fitted));
+        }
+        Ok(())
+    })?;
+    Ok(matrix)
+}

@@ -1,0 +1,90 @@
+//! Checkpoints of this repository, and reading what was made of them.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use moe_quant::safetensors::SafeTensors;
+use moe_quant::{Format, QuantConfig, QuantGroup, Reader, dequantise};
+use moe_quantize::{FileFormat, Indivisible, Method, Settings};
+use serde_json::Value;
+
+pub fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// The small trained Qwen3-MoE checkpoint.
+pub fn bundled() -> PathBuf {
+    repository().join("models/qwen3moe/checkpoint")
+}
+
+pub fn fixture(name: &str) -> PathBuf {
+    repository().join("tests/fixtures").join(name)
+}
+
+pub fn settings(format: FileFormat, bits: u8, group: QuantGroup) -> Settings {
+    Settings {
+        format,
+        bits,
+        group,
+        symmetric: true,
+        desc_act: false,
+        method: Method::Rtn,
+        lm_head: false,
+        ignore: Vec::new(),
+        indivisible: Indivisible::Refuse,
+    }
+}
+
+pub fn json(path: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// The names of the safetensors files of a folder, in order.
+pub fn weight_files(dir: &Path) -> Vec<String> {
+    let names = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<_> =
+        names.filter(|name| name.ends_with(".safetensors") && name.starts_with("model")).collect();
+    names.sort();
+    names
+}
+
+/// Every tensor of a folder: dtype, shape, bytes.
+pub fn tensors(dir: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
+    let mut found = BTreeMap::new();
+    for file in weight_files(dir) {
+        let bytes = std::fs::read(dir.join(file)).unwrap();
+        for (name, view) in SafeTensors::deserialize(&bytes).unwrap().tensors() {
+            let tensor = (view.dtype().to_string(), view.shape().to_vec(), view.data().to_vec());
+            assert!(found.insert(name, tensor).is_none());
+        }
+    }
+    found
+}
+
+/// The weights of a module of a quantised checkpoint and its format.
+pub fn weights(dir: &Path, module: &str, (n, k): (usize, usize)) -> (Format, Vec<f32>) {
+    let config = QuantConfig::from_json(&json(&dir.join("config.json"))).unwrap().unwrap();
+    let format = config.format_of(module).unwrap();
+    for file in weight_files(dir) {
+        let bytes = std::fs::read(dir.join(file)).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let find = |suffix: &str| file.tensor(&format!("{module}.{suffix}")).ok();
+        if let Ok(reader) = Reader::new(module, format, (n, k), find) {
+            return (format, dequantise(&reader).unwrap());
+        }
+    }
+    panic!("{module} is in no file of {}", dir.display())
+}
+
+/// The floats of a BF16 tensor's bytes.
+pub fn bf16(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect()
+}
+
+/// The error of a call that must fail, with its causes.
+pub fn error<T>(result: anyhow::Result<T>) -> String {
+    match result {
+        Ok(_) => panic!("expected an error"),
+        Err(error) => format!("{error:#}"),
+    }
+}

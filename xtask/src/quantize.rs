@@ -1,0 +1,28 @@
+//! `cargo xtask quantize` and `cargo xtask random-checkpoint`: the program `moe-quantize`, built and run. This crate must not
+//! link candle.
+
+use anyhow::{Context, Result};
+
+use crate::workspace::{cargo, root};
+
+#[derive(clap::Args)]
+#[command(disable_help_flag = true)]
+pub struct Args {
+    /// Arguments of `moe-quantize`; `--help` lists them.
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    arguments: Vec<String>,
+}
+
+pub fn run(command: &str, args: &Args) -> Result<()> {
+    let status = cargo()
+        // Relative paths are those of the caller.
+        .current_dir(std::env::current_dir()?)
+        .args(["run", "--release", "-q", "-p", "moe-quantize", "--manifest-path"])
+        .arg(root().join("Cargo.toml"))
+        .args(["--", command])
+        .args(&args.arguments)
+        .status()
+        .context("cannot start cargo")?;
+    // The program has said what is wrong.
+    std::process::exit(status.code().unwrap_or(1))
+}
