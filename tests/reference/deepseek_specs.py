@@ -116,3 +116,17 @@ DEEPSEEK_SPECS = [
          "text that greedy generation gives (text_case.json)", 40,
          {"vocab_size": 300, "eos_token_id": [299, 297], "bos_token_id": 297}, text=True),
 ]  # fmt: skip
+
+# Sizes that groups of 32 and packed words divide.
+QUANT = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4, "q_lora_rank": 32,
+}  # fmt: skip
+
+DEEPSEEK_QUANT_SPECS = [
+    Spec("deepseek-quant-gptq-int4", "GPTQ version 2, int4 group 32, zero points: latent attention with both "
+         "down-projections, shared experts, a dense layer", 24, QUANT, quant="gptq-int4-asym-v2"),
+    Spec("deepseek-quant-compressed-int8", "compressed-tensors pack-quantized, int8, one scale for each row", 12,
+         QUANT, quant="compressed-int8-channel"),
+    Spec("deepseek-quant-fp8-block", "FP8 in blocks of 16 x 32 with weight_scale_inv", 25, QUANT, quant="fp8-block"),
+]  # fmt: skip

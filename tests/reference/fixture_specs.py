@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from deepseek_specs import DEEPSEEK_SPECS
+from deepseek_specs import DEEPSEEK_QUANT_SPECS, DEEPSEEK_SPECS
 from spec import Spec as AnySpec
 
 BASE = {
@@ -118,7 +118,25 @@ QWEN_SPECS = [
          {"vocab_size": 300, "eos_token_id": [299, 297], "bos_token_id": 297}, text=True),
 ]  # fmt: skip
 
-SPECS = QWEN_SPECS + DEEPSEEK_SPECS
+# Sizes that groups of 32 and packed words divide.
+QUANT = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 4}
+
+QUANT_SPECS = [
+    Spec("quant-gptq-int4-act-order", "GPTQ version 1, int4 group 32, desc_act; a dense layer", 16,
+         QUANT | {"mlp_only_layers": [1]}, quant="gptq-int4-act-order"),
+    Spec("quant-gptq-int8-channel", "GPTQ version 1, int8, one scale for each row", 16, QUANT,
+         quant="gptq-int8-channel"),
+    Spec("quant-awq", "AWQ, int4 group 32, zero points; biases on q, k, v and o", 9,
+         QUANT | {"attention_bias": True}, quant="awq"),
+    Spec("quant-auto-round", "AutoRound's export in GPTQ's packing, int4 group 32", 16, QUANT, quant="auto-round"),
+    Spec("quant-compressed-int4-asym", "compressed-tensors pack-quantized, int4 group 32, zero points", 1, QUANT,
+         quant="compressed-int4-asym"),
+    Spec("quant-compressed-fp8", "compressed-tensors float-quantized, FP8 with one scale for each row", 24, QUANT,
+         quant="compressed-fp8-channel"),
+    Spec("quant-fp8-block", "FP8 in blocks of 16 x 32 with weight_scale_inv", 3, QUANT, quant="fp8-block"),
+]  # fmt: skip
+
+SPECS = QWEN_SPECS + DEEPSEEK_SPECS + QUANT_SPECS + DEEPSEEK_QUANT_SPECS
 
 
 def by_name(names):

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from fixture_specs import SPECS, by_name
 from make_reference import load, make_reference, random_ids, reset_rope, teacher_force
+from quant_checkpoints import write_quantised
 from stability import measure
 from text_case import text_cases, write_tokenizer
 from tiny_checkpoints import build, write_hub, write_json, write_saved
@@ -93,10 +94,18 @@ def make(spec, out):
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / spec.name
         directory.mkdir()
-        write_checkpoint(spec, model, directory)
-        check_round_trip(spec, model, directory, input_ids)
-        tensors = make_reference(directory, input_ids, spec.generate)
-        check_generate(spec, directory, input_ids, tensors["generated"])
+        floats = directory
+        if spec.quant:
+            # transformers runs the floats that the integers mean, never the quantised checkpoint.
+            write_quantised(spec, model, directory)
+            floats = Path(scratch) / "floats"
+            floats.mkdir()
+            write_hub(model, floats, values, torch.float32, 1, spec.drop)
+        else:
+            write_checkpoint(spec, model, directory)
+        check_round_trip(spec, model, floats, input_ids)
+        tensors = make_reference(floats, input_ids, spec.generate)
+        check_generate(spec, floats, input_ids, tensors["generated"])
         eos = spec.config.get("eos_token_id")
         if spec.name == "base" and not (tensors["generated"] == eos).any():
             raise RuntimeError(f"base: eos {eos} does not occur in {tensors['generated'].tolist()}")
@@ -120,10 +129,12 @@ def entry(spec, directory, figures, tensors):
         for path in sorted(directory.iterdir())
     }
     router_gap = figures["router_gap"]
+    quantisation = {"quantisation": spec.quant} if spec.quant else {}
     return {
         "name": spec.name,
         "covers": spec.covers,
         "layout": spec.layout,
+        **quantisation,
         "dtype": str(spec.dtype).removeprefix("torch."),
         "seed": spec.seed,
         "batch": spec.batch,

@@ -157,26 +157,13 @@ def cases():
     return made
 
 
-def write(path, tensors, metadata):
-    header, data = {"__metadata__": metadata}, b""
-    # Wider elements first, so that each tensor begins at a multiple of its element's size.
-    width = {"I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
-    for name, (dtype, shape, content) in sorted(tensors.items(), key=lambda t: (-width[t[1][0]], t[0])):
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
-        data += content
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
 def main():
     tensors, metadata = {}, {}
     for name, (header, packed, weights) in cases().items():
         metadata[name] = json.dumps(header)
         tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in packed.items()}
         tensors[f"{name}.dequantised"] = pack.floats(weights, "F32")
-    write(OUT, tensors, metadata)
+    pack.write(OUT, tensors, metadata)
     print(f"{OUT}: {len(metadata)} cases, {OUT.stat().st_size} bytes", file=sys.stderr)
 
 

@@ -4,6 +4,7 @@ Written from the definitions (GPTQModel, AutoAWQ, compressed-tensors, DeepSeek),
 A matrix is a list of N rows of K integers; a tensor is (dtype, shape, bytes).
 """
 
+import json
 import struct
 
 # Where AWQ's gemm packing puts outputs 0, 2, 4, 6, 1, 3, 5, 7 of each eight: nibble i holds the i-th of this list.
@@ -95,3 +96,17 @@ def e4m3(code):
     if exponent == 0:
         return sign * mantissa / 512.0
     return sign * (8 + mantissa) * 2.0 ** (exponent - 10)
+
+
+def write(path, tensors, metadata):
+    """A safetensors file."""
+    header, data = {"__metadata__": metadata}, b""
+    # Wider elements first, so that each tensor begins at a multiple of its element's size.
+    width = {"I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+    for name, (dtype, shape, content) in sorted(tensors.items(), key=lambda t: (-width[t[1][0]], t[0])):
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)

@@ -16,8 +16,8 @@ import torch
 
 from fixture_specs import by_name
 from make_reference import greedy, random_ids, reset_rope
+from quant_checkpoints import reference_model
 from stability import measure
-from tiny_checkpoints import build
 
 MIN_TOKEN_GAP = 1e-2
 
@@ -45,7 +45,7 @@ def main():
         best = None
         for seed in range(args.first, args.first + args.tries):
             values = copy.deepcopy(spec.config_values())
-            model = build(values, spec.dtype, seed)
+            model = reference_model(spec, seed)
             ids = random_ids(values["vocab_size"], spec.batch, spec.length, seed)
             dynamic = (values.get("rope_scaling") or {}).get("rope_type") == "dynamic"
             if dynamic and not cache_matters(model.float(), ids, spec.generate):

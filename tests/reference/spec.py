@@ -21,6 +21,7 @@ class Spec:
     batch: int = 2
     length: int = 24
     generate: int = 16
+    quant: str = ""  # a name in quant_checkpoints.SCHEMES
     text: bool = False  # with a tokenizer and worked text generations
 
     def config_values(self):

@@ -29,9 +29,11 @@ fn logits(model: &dyn CausalLm, lengths: &[usize]) -> Result<Vec<Vec<u32>>> {
 #[test]
 fn both_expert_paths_give_the_same_bits() -> Result<()> {
     let names = fixtures();
-    assert!(names.len() >= 22, "{names:?}");
+    assert!(names.len() >= 25, "{names:?}");
     for name in &names {
-        for dtype in [DType::F32, DType::BF16] {
+        // In bf16 the loop multiplies the floats that integers mean, the fused path the integers.
+        let quantised = name.contains("-quant-");
+        for dtype in [DType::F32, DType::BF16].into_iter().take(if quantised { 1 } else { 2 }) {
             let on = |path| load_deepseek(name, path, MlaForm::Absorbed, dtype);
             let (legacy, fused) = (on(MoePath::Legacy)?, on(MoePath::Fused)?);
             assert!(logits(&legacy, &[19, 3])? == logits(&fused, &[19, 3])?, "{name} {dtype:?}");
