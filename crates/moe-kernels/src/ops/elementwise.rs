@@ -28,7 +28,11 @@ pub fn embedding_into<'w>(
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (op, table) = ("embedding", table.into());
+    lookup(table.into(), ids, out, ex)
+}
+
+fn lookup(table: WeightView, ids: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "embedding";
     let (v, h) = expect_matrix(op, "table", &table)?;
     expect(op, "ids", &ids, DType::U32, &[ids.elem_count()])?;
     expect_dims(op, "out", &out, &[ids.elem_count(), h])?;

@@ -134,7 +134,21 @@ pub fn grouped_gate_up_into<'w>(
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (op, w13) = ("grouped_gate_up", w13.into());
+    gate_up_into(x, groups, w13.into(), w13_bias, activation, out, ex)
+}
+
+// The doors are generic only to take any view of a weight; what they do is compiled here, not in each crate that calls
+// them.
+fn gate_up_into(
+    x: View,
+    groups: &ExpertGroups,
+    w13: WeightView,
+    w13_bias: Option<View>,
+    activation: Activation,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "grouped_gate_up";
     let (r, h) = expect_matrix(op, "x", &x)?;
     let (e, two_i, _) = expect_rank3(op, "w13", &w13)?;
     expect(op, "w13", &w13, x.dtype(), &[e, two_i, h])?;
@@ -213,7 +227,18 @@ pub fn grouped_down_into<'w>(
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (op, w2) = ("grouped_down", w2.into());
+    down_into(x, groups, w2.into(), w2_bias, out, ex)
+}
+
+fn down_into(
+    x: View,
+    groups: &ExpertGroups,
+    w2: WeightView,
+    w2_bias: Option<View>,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "grouped_down";
     groups.check_down(op, &x, &w2, &out)?;
     expect_optional(op, "w2_bias", w2_bias.as_ref(), x.dtype(), &w2.dims()[..2])?;
     if let WeightView::Quantised(w2) = w2 {

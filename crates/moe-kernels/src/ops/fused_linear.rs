@@ -31,7 +31,18 @@ pub fn norm_linear_into<'w>(
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (op, w) = ("norm_linear", w.into());
+    norm_product(residual, norm, w.into(), bias, out, ex)
+}
+
+fn norm_product(
+    residual: View,
+    norm: &PreNorm,
+    w: WeightView,
+    bias: Option<View>,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "norm_linear";
     let dtype = w.dtype();
     let (t, h) = expect_matrix(op, "residual", &residual)?;
     expect_dtype(op, "residual", &residual, DType::F32)?;
@@ -66,7 +77,11 @@ pub fn linear_add_into<'w>(
     residual: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (op, w) = ("linear_add", w.into());
+    product_add(x, w.into(), bias, residual, ex)
+}
+
+fn product_add(x: View, w: WeightView, bias: Option<View>, residual: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "linear_add";
     let (t, k) = expect_matrix(op, "x", &x)?;
     expect_dtype(op, "x", &x, w.dtype())?;
     let n = expect_weight(op, &w, bias, k)?;

@@ -53,7 +53,11 @@ pub fn linear_segment_into<'w>(
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (op, w) = ("linear_segment", w.into());
+    segment_product(x, w.into(), segment, out, ex)
+}
+
+fn segment_product(x: View, w: WeightView, segment: Segment, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "linear_segment";
     let (t, k) = expect_matrix(op, "x", &x)?;
     expect_dtype(op, "w", &w, x.dtype())?;
     let n = expect_weight(op, &w, None, k)?;
@@ -86,7 +90,18 @@ pub fn grouped_down_segment_into<'w>(
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let (op, w2) = ("grouped_down_segment", w2.into());
+    down_segment(x, groups, w2.into(), segment, out, ex)
+}
+
+fn down_segment(
+    x: View,
+    groups: &ExpertGroups,
+    w2: WeightView,
+    segment: Segment,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "grouped_down_segment";
     groups.check_down(op, &x, &w2, &out)?;
     let columns = segment.columns(op, x.dims()[1])?;
     if let WeightView::Quantised(w2) = w2 {
