@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::cublas::result::gemm_ex;
+use candle_core::cuda_backend::cudarc::cublas::result::{gemm_ex, gemm_strided_batched_ex};
 use candle_core::cuda_backend::cudarc::cublas::sys;
 use candle_core::{DType, Result, bail};
 
@@ -18,10 +18,7 @@ const WORKSPACE_WORDS: usize = (32 << 20) / 4;
 /// and dtypes.
 pub(crate) fn product(cuda: &CudaExec, op: &str, x: View, w: View, mut out: ViewMut) -> Result<()> {
     let (m, n, k) = (small(op, x.rows())?, small(op, w.rows())?, small(op, w.dims()[1])?);
-    let out_type = match out.dtype() {
-        DType::F32 => sys::cudaDataType::CUDA_R_32F,
-        _ => sys::cudaDataType::CUDA_R_16BF,
-    };
+    let out_type = output(out.dtype());
     let (x, w) = (cuda.read::<c_void>(op, "x", x)?, cuda.read::<c_void>(op, "w", w)?);
     let out = cuda.write::<c_void>(op, "out", &mut out)?;
     let (one, zero) = (1f32, 0f32);
@@ -40,6 +37,57 @@ pub(crate) fn product(cuda: &CudaExec, op: &str, x: View, w: View, mut out: View
         )
     }
     .w()
+}
+
+/// Products of every head's rows with the head's matrix.
+pub(crate) struct PerHead<'a> {
+    /// [rows, heads, k] bf16.
+    pub(crate) x: View<'a>,
+    /// [heads, n, k] bf16.
+    pub(crate) w: View<'a>,
+    pub(crate) rows: usize,
+    pub(crate) heads: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    /// Elements from a head's result to the next one's.
+    pub(crate) stride: usize,
+}
+
+/// out [rows, heads, stride] (bf16 or f32): the first n of each are w\[h\] · x[t, h], summed in f32. The door has checked
+/// dims and dtypes.
+pub(crate) fn per_head(cuda: &CudaExec, op: &str, p: &PerHead, mut out: ViewMut) -> Result<()> {
+    let (rows, heads) = (small(op, p.rows)?, small(op, p.heads)?);
+    let (n, k) = (small(op, p.n)?, small(op, p.k)?);
+    let (row_of_x, row_of_out) = (small(op, p.heads * p.k)?, small(op, p.heads * p.stride)?);
+    let out_type = output(out.dtype());
+    let (x, w) = (cuda.read::<c_void>(op, "x", p.x)?, cuda.read::<c_void>(op, "w", p.w)?);
+    let out = cuda.write::<c_void>(op, "out", &mut out)?;
+    let (one, zero) = (1f32, 0f32);
+    let (one, zero) = ((&raw const one).cast(), (&raw const zero).cast());
+    let handle = handle(cuda)?;
+    let bf16 = sys::cudaDataType::CUDA_R_16BF;
+    let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+    let algorithm = sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP;
+    let (transposed, plain) = (sys::cublasOperation_t::CUBLAS_OP_T, sys::cublasOperation_t::CUBLAS_OP_N);
+    let (matrix, head, result) = (i64::from(n) * i64::from(k), i64::from(k), p.stride as i64);
+    // As in `product`, for each head outᵀ [n, rows] = w[h] · x[h]ᵀ, where rows are those of all heads apart.
+    // SAFETY: the addresses cover [heads, n, k], [rows, heads, k] and [rows, heads, stride] elements on the handle's
+    // device, and n is at most stride.
+    unsafe {
+        gemm_strided_batched_ex(
+            handle, transposed, plain, n, rows, k, one, w, bf16, k, matrix, x, bf16, row_of_x, head, zero,
+            out, out_type, row_of_out, result, heads, compute, algorithm,
+        )
+    }
+    .w()
+}
+
+/// The type of a result.
+fn output(dtype: DType) -> sys::cudaDataType {
+    match dtype {
+        DType::F32 => sys::cudaDataType::CUDA_R_32F,
+        _ => sys::cudaDataType::CUDA_R_16BF,
+    }
 }
 
 /// candle's handle of this device, with our workspace.

@@ -17,7 +17,7 @@ mod scaled;
 mod segments;
 
 pub use crate::cpu::attention::ATTENTION_BLOCK;
-pub use activation::gated_activation_into;
+pub use activation::{gated_activation_into, gated_rows_into};
 pub use attention::{AttentionMeta, paged_attention_into};
 pub use combine::weighted_sum_into;
 pub use elementwise::{add_into, add_rms_norm_into, embedding_into, rms_norm_into, softmax_into};

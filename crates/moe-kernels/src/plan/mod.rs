@@ -8,6 +8,7 @@ mod attention;
 mod experts;
 mod linear;
 mod monolithic;
+mod per_head;
 mod reason;
 mod router;
 
@@ -15,6 +16,7 @@ pub use attention::{AttentionCall, AttentionForm};
 pub use experts::{ExpertsCall, ExpertsForm};
 pub use linear::{FusedLinearForm, LinearCall, LinearForm};
 pub use monolithic::{Fusion, MonolithicCall, MonolithicForm};
+pub use per_head::{PerHeadCall, PerHeadForm};
 pub use reason::{Reason, Target, activation_kind, activation_name};
 pub use router::{RouterCall, RouterForm};
 

@@ -4,11 +4,13 @@
 //! left to check here is that the views lie on the device and that sizes fit the launcher.
 
 mod align;
+mod mla;
 mod product;
 mod route;
 mod rows;
 
 pub(crate) use align::*;
+pub(crate) use mla::*;
 pub(crate) use product::*;
 pub use route::*;
 pub(crate) use rows::*;
