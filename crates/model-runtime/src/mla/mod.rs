@@ -5,6 +5,7 @@
 //! space, with the up-projections moved to the query and behind the sum. A run uses one form for
 //! prefill and decode alike, so that a token's bits do not depend on how its prompt was chunked.
 
+mod plan;
 mod projections;
 
 use std::str::FromStr;
@@ -23,7 +24,7 @@ use moe_layer::{BlockContext, PlanStep};
 use tracing::trace_span;
 
 use crate::attention::Lock;
-use crate::decoder::{SelfAttention, plain};
+use crate::decoder::SelfAttention;
 use crate::kv_cache::{KvLayer, KvLayout};
 use crate::rope::RopeRows;
 use crate::step::StepViews;
@@ -255,8 +256,14 @@ impl MlaAttention {
         }
     }
 
-    /// The rows' queries, [T, Hq, N+R] or, in latent space, [T, Hq, L+R], f32.
-    fn query(&self, x: View, rope: &RopeRows, ex: &mut Exec) -> Result<moe_kernels::Scratch> {
+    /// The rows' queries, [T, Hq, N+R] or, in latent space, [T, Hq, L+R]; in f32 unless attention rounds them.
+    fn query(
+        &self,
+        x: View,
+        rope: &RopeRows,
+        block_size: usize,
+        ex: &mut Exec,
+    ) -> Result<moe_kernels::Scratch> {
         let MlaConfig { num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, .. } = self.config;
         let (t, width) = (x.rows(), qk_nope_head_dim + qk_rope_head_dim);
         let mut q = ex.scratch(DType::F32, &[t, num_heads * width])?;
@@ -265,7 +272,8 @@ impl MlaAttention {
             Up::Naive(_) => (None, width),
             Up::Absorbed { w_uk, .. } => (Some(TensorView::new(w_uk)?), kv_lora_rank + qk_rope_head_dim),
         };
-        let mut out = ex.scratch(DType::F32, &[t, num_heads, head_dim])?;
+        let dtype = self.query_dtype(t, block_size, &ex.machine());
+        let mut out = ex.scratch(dtype, &[t, num_heads, head_dim])?;
         let args = MlaQuery {
             q: q.view().reshape(&[t, num_heads, width])?,
             w_uk: w_uk.as_ref().map(TensorView::view).transpose()?,
@@ -284,8 +292,8 @@ impl SelfAttention for MlaAttention {
         Ok(Self { query, kv_a, o, ..self })
     }
 
-    fn stages(&self, _: bool, _: &PlanStep, _: &Machine) -> Vec<Stage> {
-        vec![plain(&["latent attention"], "cpu", Vec::new())]
+    fn stages(&self, _: bool, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
+        self.step_stages(step, machine)
     }
 
     fn forward_into(
@@ -301,7 +309,7 @@ impl SelfAttention for MlaAttention {
         let MlaConfig { num_heads, v_head_dim, .. } = self.config;
         let (t, dtype) = (x.rows(), x.dtype());
         self.cache(x, step, rope, kv, ex)?;
-        let q = self.query(x, rope, ex)?;
+        let q = self.query(x, rope, kv.k().dims()[2], ex)?;
         let meta = AttentionMeta {
             query_start_loc: step.query_start_loc,
             positions: step.positions,
