@@ -25,7 +25,10 @@ const CONFIG: &str = r#"{
 /// What makes it a DeepSeek-V2 rather than a V2-Lite.
 const V2: &[(&str, &str)] = &[
     ("\"q_lora_rank\": null", "\"q_lora_rank\": 192"),
-    ("\"topk_method\": \"greedy\", \"n_group\": 1, \"topk_group\": 1", "\"topk_method\": \"group_limited_greedy\", \"n_group\": 4, \"topk_group\": 2"),
+    (
+        "\"topk_method\": \"greedy\", \"n_group\": 1, \"topk_group\": 1",
+        "\"topk_method\": \"group_limited_greedy\", \"n_group\": 4, \"topk_group\": 2",
+    ),
     ("\"routed_scaling_factor\": 1.0", "\"routed_scaling_factor\": 4.0"),
 ];
 
@@ -85,7 +88,9 @@ fn the_loop_draws_the_tokens_of_the_fused_experts_and_no_graphs() {
 
 /// The first prompt and position whose logits have other bits in a batch than alone.
 fn first_difference(model: &DeepseekV2, mut ex: Exec) -> Option<(usize, usize)> {
-    let prompt = |i: usize| (0..[150, 1, 37, 64, 65, 9][i % 6]).map(|j| ((i * 131 + j * 17 + j * j) % 1000) as u32);
+    let prompt = |i: usize| {
+        (0..[150, 1, 37, 64, 65, 9][i % 6]).map(move |j| ((i * 131 + j * 17 + j * j) % 1000) as u32)
+    };
     let prompts: Vec<Vec<u32>> = (0..30).map(|i| prompt(i).collect()).collect();
     let alone = Schedule { chunk: usize::MAX >> 1, block_size: 16, together: false };
     let want = all_logits(model, &prompts, alone, &mut ex).unwrap();

@@ -3,8 +3,9 @@
 
 use candle_core::DType;
 use moe_kernels::{
-    Activation, AttentionMeta, Buffer, MlaLatent, MlaQuery, gated_activation_into, gated_rows_into,
-    mla_cache_into, mla_latent_into, mla_query_into, mla_value_into, paged_attention_into,
+    Activation, AttentionMeta, Buffer, MlaLatent, MlaPrompt, MlaQuery, gated_activation_into,
+    gated_rows_into, mla_cache_into, mla_latent_into, mla_prompt_into, mla_query_into, mla_value_into,
+    paged_attention_into,
 };
 
 use crate::common::*;
@@ -28,7 +29,9 @@ fn latents_queries_and_values_agree() {
     let mut rng = Rng::new();
     for model in FLOATS {
         for (t, heads, [l, n, r, v]) in small(SIZES, 1000, |size| size.0 * size.1 * size.2[0]) {
-            let what = |part: &str| format!("{part} of {t} rows, {heads} heads, {l} {n} {r} {v}, {}", model.as_str());
+            let what = |part: &str| {
+                format!("{part} of {t} rows, {heads} heads, {l} {n} {r} {v}, {}", model.as_str())
+            };
             let compressed = rng.floats(DType::F32, &[t, l + r]);
             let (norm, q) = (rng.floats(model, &[l]), rng.floats(DType::F32, &[t, heads, n + r]));
             let (cos, sin) = (rng.floats(DType::F32, &[t, r / 2]), rng.floats(DType::F32, &[t, r / 2]));
@@ -75,8 +78,12 @@ fn latents_queries_and_values_agree() {
 fn rows_go_to_their_slots_and_nowhere_else() {
     let mut rng = Rng::new();
     // Rows, heads, sizes of the key's parts and of the value, blocks and their size.
-    let cases =
-        [(5, 2, [4, 6, 3], (4, 2)), (9, 1, [512, 64, 0], (3, 16)), (33, 7, [128, 64, 128], (9, 5)), (0, 1, [3, 2, 0], (1, 1))];
+    let cases = [
+        (5, 2, [4, 6, 3], (4, 2)),
+        (9, 1, [512, 64, 0], (3, 16)),
+        (33, 7, [128, 64, 128], (9, 5)),
+        (0, 1, [3, 2, 0], (1, 1)),
+    ];
     for model in FLOATS {
         for stream in streams(model) {
             for (t, heads, [n, r, v], (blocks, size)) in cases {
@@ -245,14 +252,18 @@ fn latent_attention_of_tensor_cores_agrees() {
     let mut rng = Rng::new();
     let check = |rng: &mut Rng, heads: usize, block_size, window, sequences: &[(usize, usize)], padding| {
         let (heads, dims, sequences) = ((heads, 1), (576, 512), sequences.to_vec());
-        Case { heads, dims, shared: true, block_size, window, sequences, padding }
-            .check(rng, DType::BF16, DType::BF16);
+        Case { heads, dims, shared: true, block_size, window, sequences, padding }.check(
+            rng,
+            DType::BF16,
+            DType::BF16,
+        );
     };
     for (sequences, padding) in steps() {
         for heads in [1, 5, 16, 24, 64, 128] {
             check(&mut rng, heads, 16, None, &sequences, padding);
         }
-        for (block_size, window) in [(8, None), (32, Some(40)), (64, None), (128, Some(1)), (256, Some(200))] {
+        for (block_size, window) in [(8, None), (32, Some(40)), (64, None), (128, Some(1)), (256, Some(200))]
+        {
             check(&mut rng, 16, block_size, window, &sequences, padding);
         }
     }
@@ -291,4 +302,80 @@ fn what_nobody_sees_may_be_anything() {
     paged_attention_into(q.view(), k.view(), k.view(), &meta, out.view_mut(), &mut ex).unwrap();
     let out = out.host(&place).view().to_f32_vec().unwrap();
     assert!(out.iter().all(|x| x.is_finite()) && out.iter().any(|x| *x != out[0]));
+}
+
+/// Prompts with keys and values of every head where there are rows enough, else in latent space: whole prompts, last
+/// chunks, several sequences, sizes that no kernel is made for.
+#[test]
+fn prompts_over_latent_rows_agree() {
+    let mut rng = Rng::new();
+    let small_sizes = [21, 8, 6, 5];
+    let full = [512, 128, 64, 128];
+    let cases: [(DType, usize, [usize; 4], usize, &[(usize, usize)]); 9] = [
+        (DType::F32, 3, small_sizes, 4, &[(0, 7), (5, 3), (0, 0), (9, 1)]),
+        (DType::BF16, 2, small_sizes, 7, &[(0, 300)]),
+        (DType::F16, 1, small_sizes, 16, &[]),
+        (DType::BF16, 16, full, 16, &[(0, 40), (17, 5)]),
+        (DType::BF16, 16, full, 16, &[(0, 256)]),
+        (DType::BF16, 4, full, 16, &[(0, 300), (130, 70), (0, 0), (600, 33), (0, 2), (127, 1), (128, 65)]),
+        (DType::BF16, 2, full, 5, &[(1000, 129), (0, 129)]),
+        (DType::BF16, 3, full, 128, &[(513, 255), (0, 1)]),
+        (DType::F32, 2, full, 16, &[(0, 270)]),
+    ];
+    for (model, heads, [l, n, r, v], bs, sequences) in small(cases, 1, |case| case.2[0] / 100) {
+        let rows: usize = sequences.iter().map(|s| s.1).sum();
+        let max_blocks = sequences.iter().map(|s| (s.0 + s.1).div_ceil(bs)).max().unwrap_or(1);
+        let order = rng.permutation(sequences.len() * max_blocks + 1);
+        let (mut starts, mut positions, mut seen) = (vec![0], Vec::new(), 0);
+        for &(first, count) in sequences {
+            positions.extend(first as u32..(first + count) as u32);
+            starts.push(positions.len() as u32);
+            seen += if count > 0 { first + count } else { 0 };
+        }
+        let tables = words(order[..sequences.len() * max_blocks].to_vec(), &[sequences.len(), max_blocks]);
+        let (starts, positions) = (words(starts, &[sequences.len() + 1]), words(positions, &[rows]));
+        let cache = rng.floats(model, &[order.len(), 1, bs, l + r]);
+        let q = rng.floats(model, &[rows, heads, n + r]);
+        // Scores of about 1, so that a rounded key moves them little.
+        let scaled = |rng: &mut Rng, dims: &[usize], by: f32| {
+            let host = rng.floats(DType::F32, dims).view().to_f32_vec().unwrap();
+            let mut out = poisoned(model, dims);
+            let host: Vec<f32> = host.iter().map(|x| x * by).collect();
+            moe_kernels::copy_rows_into(
+                moe_kernels::View::new(&host, dims).unwrap(),
+                out.view_mut(),
+                &mut moe_kernels::Exec::cpu(),
+            )
+            .unwrap();
+            out
+        };
+        let by = (l as f32).powf(-0.5);
+        let (w_uk, w_uv) = (scaled(&mut rng, &[heads, l, n], by), scaled(&mut rng, &[heads, v, l], by));
+        let op = |p: &mut Place| {
+            let (q, w_uk, w_uv, cache) = (p.put(&q), p.put(&w_uk), p.put(&w_uv), p.put(&cache));
+            let (starts, positions, tables) = (p.put(&starts), p.put(&positions), p.put(&tables));
+            let args = MlaPrompt {
+                q: q.view(),
+                w_uk: w_uk.view(),
+                w_uv: w_uv.view(),
+                cache: cache.view(),
+                meta: AttentionMeta {
+                    query_start_loc: starts.view(),
+                    positions: positions.view(),
+                    block_tables: tables.view(),
+                    scale: ((n + r) as f32).powf(-0.5),
+                    sliding_window: None,
+                },
+                positions: seen,
+            };
+            let mut out = p.out(model, &[rows, heads * v]);
+            mla_prompt_into(&args, out.view_mut(), &mut p.ex)?;
+            Ok(vec![out])
+        };
+        on_both(op, |c, g| {
+            let bound = 1e-5 + 6.0 * if model == DType::F32 { 0.0 } else { rounding(model) };
+            let what = format!("{} {heads} heads of {l} {n} {r} {v}, {sequences:?}", model.as_str());
+            assert_close(&what, &c[0], &g[0], bound);
+        });
+    }
 }

@@ -5,6 +5,7 @@
 //! space, with the up-projections moved to the query and behind the sum. A run uses one form for
 //! prefill and decode alike, so that a token's bits do not depend on how its prompt was chunked.
 
+mod attend;
 mod plan;
 mod projections;
 
@@ -17,8 +18,8 @@ use moe_comm::RowParallel;
 use moe_kernels::plan::{Machine, Stage};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    AttentionMeta, CpuIsa, Exec, MlaLatent, MlaQuery, TensorView, View, ViewMut, linear_row_parallel_into,
-    mla_cache_into, mla_latent_into, mla_query_into, mla_value_into, paged_attention_into,
+    CpuIsa, Exec, MlaLatent, TensorView, View, ViewMut, linear_row_parallel_into, mla_cache_into,
+    mla_latent_into,
 };
 use moe_layer::{BlockContext, PlanStep};
 use tracing::trace_span;
@@ -255,34 +256,6 @@ impl MlaAttention {
             }
         }
     }
-
-    /// The rows' queries, [T, Hq, N+R] or, in latent space, [T, Hq, L+R]; in f32 unless attention rounds them.
-    fn query(
-        &self,
-        x: View,
-        rope: &RopeRows,
-        block_size: usize,
-        ex: &mut Exec,
-    ) -> Result<moe_kernels::Scratch> {
-        let MlaConfig { num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, .. } = self.config;
-        let (t, width) = (x.rows(), qk_nope_head_dim + qk_rope_head_dim);
-        let mut q = ex.scratch(DType::F32, &[t, num_heads * width])?;
-        self.query.forward_into(x, q.view_mut(), ex)?;
-        let (w_uk, head_dim) = match &self.up {
-            Up::Naive(_) => (None, width),
-            Up::Absorbed { w_uk, .. } => (Some(TensorView::new(w_uk)?), kv_lora_rank + qk_rope_head_dim),
-        };
-        let dtype = self.query_dtype(t, block_size, &ex.machine());
-        let mut out = ex.scratch(dtype, &[t, num_heads, head_dim])?;
-        let args = MlaQuery {
-            q: q.view().reshape(&[t, num_heads, width])?,
-            w_uk: w_uk.as_ref().map(TensorView::view).transpose()?,
-            cos: rope.cos(),
-            sin: rope.sin(),
-        };
-        mla_query_into(&args, out.view_mut(), ex)?;
-        Ok(out)
-    }
 }
 
 /// `rope` has R dimensions; the layout of `kv` is [`MlaConfig::kv_layout`].
@@ -309,26 +282,8 @@ impl SelfAttention for MlaAttention {
         let MlaConfig { num_heads, v_head_dim, .. } = self.config;
         let (t, dtype) = (x.rows(), x.dtype());
         self.cache(x, step, rope, kv, ex)?;
-        let q = self.query(x, rope, kv.k().dims()[2], ex)?;
-        let meta = AttentionMeta {
-            query_start_loc: step.query_start_loc,
-            positions: step.positions,
-            block_tables: step.block_tables,
-            scale: self.config.softmax_scale as f32,
-            sliding_window: None,
-        };
         let mut attended = ex.scratch(dtype, &[t, num_heads * v_head_dim])?;
-        match &self.up {
-            Up::Naive(_) => {
-                paged_attention_into(q.view(), kv.k(), kv.v(), &meta, attended.view_mut(), ex)?;
-            }
-            Up::Absorbed { w_uv, .. } => {
-                let mut latent = ex.scratch(dtype, &[t, num_heads * self.config.kv_lora_rank])?;
-                paged_attention_into(q.view(), kv.k(), kv.v(), &meta, latent.view_mut(), ex)?;
-                let w_uv = TensorView::new(w_uv)?;
-                mla_value_into(latent.view(), w_uv.view()?, attended.view_mut(), ex)?;
-            }
-        }
+        self.attend_into(x, step, rope, kv, attended.view_mut(), ex)?;
         let (attended, bias) = (attended.view(), Lock::new(&self.o.bias)?);
         let (o, bias) = (self.o.weight.read()?, bias.view()?);
         match &self.ranks {

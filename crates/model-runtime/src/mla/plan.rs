@@ -3,7 +3,8 @@
 use candle_core::DType;
 use moe_kernels::Weight;
 use moe_kernels::plan::{
-    AttentionCall, AttentionForm, Form, LinearCall, Machine, PerHeadCall, PerHeadForm, Stage,
+    AttentionCall, AttentionForm, Form, LinearCall, Machine, PerHeadCall, PerHeadForm, PromptCall,
+    PromptForm, Stage,
 };
 use moe_layer::PlanStep;
 
@@ -40,14 +41,29 @@ impl MlaAttention {
             }
         }
         stages.push(by_rows(&["rope of the queries"], "mla_query"));
-        let is_absorbed = matches!(self.up, Up::Absorbed { .. });
-        if is_absorbed {
-            stages.push(per_head(&["queries to latents"]));
-        }
         let call = self.attention_call(rows, step.one_row_each, None);
-        stages.push(AttentionForm::stage(&["attention"], &call, machine));
-        if is_absorbed {
-            stages.push(per_head(&["latents to values"]));
+        let mut attention = AttentionForm::stage(&["attention"], &call, machine);
+        if matches!(self.up, Up::Naive(_)) {
+            stages.push(attention);
+        } else {
+            let prompts = (!step.one_row_each).then(|| {
+                PromptForm::stage(
+                    &["keys and values of all heads", "attention"],
+                    &self.prompt_call(rows, None),
+                    machine,
+                )
+            });
+            match prompts {
+                Some(stage) if stage.rejected.is_empty() => stages.push(stage),
+                prompts => {
+                    attention.rejected.splice(0..0, prompts.into_iter().flat_map(|stage| stage.rejected));
+                    stages.extend([
+                        per_head(&["queries to latents"]),
+                        attention,
+                        per_head(&["latents to values"]),
+                    ]);
+                }
+            }
         }
         stages.push(linear(&["o_proj"], &self.o));
         if self.ranks.is_some() {
@@ -63,6 +79,20 @@ impl MlaAttention {
         match AttentionForm::choose(&call, machine) {
             Some(AttentionForm::Latent) => call.dtype,
             _ => DType::F32,
+        }
+    }
+
+    /// The prompts' rows of a step, and the positions that they see where there are some.
+    pub(super) fn prompt_call(&self, rows: usize, positions: Option<usize>) -> PromptCall {
+        let MlaConfig { num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, .. } =
+            self.config;
+        PromptCall {
+            rows,
+            positions,
+            num_heads,
+            dims: [kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim],
+            dtype: self.o.weight.dtype(),
+            aligned: true,
         }
     }
 

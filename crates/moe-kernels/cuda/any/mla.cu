@@ -78,6 +78,13 @@ __global__ void __launch_bounds__(kAnyThreads) query(const __grid_constant__ Mla
   }
 }
 
+template <class T>
+__global__ void copy_columns(const T* from, T* to, int width, int from_row, int to_row) {
+  pdl_wait();
+  const size_t row = blockIdx.x;
+  for (int i = column_start(); i < width; i += column_step()) to[row * to_row + i] = from[row * from_row + i];
+}
+
 /// out[row, head] = sums, rounded; rows of out are `stride` long.
 template <class O>
 struct StoreHead {
@@ -148,5 +155,17 @@ extern "C" int moe_any_per_head(const PerHeadArgs* args, void* stream) {
     const StoreHead<O> store = {static_cast<O*>(c.out), c.stride, static_cast<uint32_t>(c.rows),
                                 static_cast<uint32_t>(c.heads)};
     return launch_product<1>(product, store, stream);
+  });
+}
+
+/// to [rows, width] = from, in rows that are `to_row` and `from_row` long.
+extern "C" int moe_any_copy_columns(const void* from, void* to, moe::Dtype dtype, int rows, int width, int from_row,
+                                    int to_row, void* stream) {
+  if (rows < 0 || width < 0 || from_row < width || to_row < width) return cudaErrorInvalidValue;
+  if (rows == 0 || width == 0) return cudaSuccess;
+  return with_dtype(dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    return launch(copy_columns<T>, over_rows(rows, width, stream), static_cast<const T*>(from), static_cast<T*>(to),
+                  width, from_row, to_row);
   });
 }

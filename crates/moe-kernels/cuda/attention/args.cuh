@@ -105,6 +105,20 @@ struct MlaQueryArgs {
   int rows, heads, plain_dim, rope, width;
 };
 
+/// Latent rows of the positions that some sequences see, out of the cache, one sequence behind the other. bf16: 512 and 64
+/// columns.
+struct MlaExpandArgs {
+  const void* cache;                // [num_blocks, 1, block_size, 576]
+  const uint32_t* query_start_loc;  // [sequences + 1]
+  const uint32_t* positions;        // [tokens] ascending within a sequence
+  const uint32_t* block_tables;     // [sequences, max_blocks]
+  void* latents;                    // out [all, 512]
+  void* keys;                       // out [heads, all, 192]: the last 64 columns
+  uint32_t* bases;                  // out [sequences]: the row of each sequence's first position
+  int sequences, max_blocks, block_size, heads;
+  int all;  // positions of all of them
+};
+
 /// out[r, h] = w[h] x[r, h].
 struct PerHeadArgs {
   const void* x;  // [rows, heads, k] of `dtype`
@@ -123,6 +137,9 @@ extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* 
 extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_latent(const moe::PagedAttentionArgs* args, void* stream);
+extern "C" int moe_mla_expand(const moe::MlaExpandArgs* args, void* stream);
+extern "C" int moe_attention_expanded(const moe::PagedAttentionArgs* args, const uint32_t* bases, int all,
+                                      void* stream);
 extern "C" int moe_any_mla_latent(const moe::MlaLatentArgs* args, void* stream);
 extern "C" int moe_any_mla_cache(const moe::MlaCacheArgs* args, void* stream);
 extern "C" int moe_any_mla_query(const moe::MlaQueryArgs* args, void* stream);

@@ -95,6 +95,10 @@ arguments! {
     MlaQueryArgs {
         q cos sin: In, plain out: Out, dtype out_dtype: Dtype, rows heads plain_dim rope width: i32,
     }
+    MlaExpandArgs {
+        cache query_start_loc positions block_tables: In, latents keys bases: Out,
+        sequences max_blocks block_size heads all: i32,
+    }
     PerHeadArgs {
         x w: In, out: Out, dtype out_dtype: Dtype, rows heads n k stride invariant: i32,
     }

@@ -39,28 +39,29 @@ pub(crate) fn product(cuda: &CudaExec, op: &str, x: View, w: View, mut out: View
     .w()
 }
 
-/// Products of every head's rows with the head's matrix.
+/// Products of every head's rows with the head's matrix, bf16.
 pub(crate) struct PerHead<'a> {
-    /// [rows, heads, k] bf16.
-    pub(crate) x: View<'a>,
-    /// [heads, n, k] bf16.
+    /// Rows of k elements; elements from a row to the next one, and from a head's first row to the next head's.
+    pub(crate) x: (View<'a>, [usize; 2]),
+    /// [heads, n, k], or `by_columns` [heads, k, n].
     pub(crate) w: View<'a>,
+    pub(crate) by_columns: bool,
     pub(crate) rows: usize,
     pub(crate) heads: usize,
     pub(crate) n: usize,
     pub(crate) k: usize,
-    /// Elements from a head's result to the next one's.
-    pub(crate) stride: usize,
+    /// Elements from a result's row to the next one, of at least n, and from a head's to the next head's.
+    pub(crate) out: [usize; 2],
 }
 
-/// out [rows, heads, stride] (bf16 or f32): the first n of each are w\[h\] · x[t, h], summed in f32. The door has checked
-/// dims and dtypes.
+/// out (bf16 or f32) = w\[h\] · x of every head, summed in f32. The door has checked dims and dtypes.
 pub(crate) fn per_head(cuda: &CudaExec, op: &str, p: &PerHead, mut out: ViewMut) -> Result<()> {
     let (rows, heads) = (small(op, p.rows)?, small(op, p.heads)?);
     let (n, k) = (small(op, p.n)?, small(op, p.k)?);
-    let (row_of_x, row_of_out) = (small(op, p.heads * p.k)?, small(op, p.heads * p.stride)?);
+    let (x, [x_row, x_head]) = p.x;
+    let (x_row, out_row) = (small(op, x_row)?, small(op, p.out[0])?);
     let out_type = output(out.dtype());
-    let (x, w) = (cuda.read::<c_void>(op, "x", p.x)?, cuda.read::<c_void>(op, "w", p.w)?);
+    let (x, w) = (cuda.read::<c_void>(op, "x", x)?, cuda.read::<c_void>(op, "w", p.w)?);
     let out = cuda.write::<c_void>(op, "out", &mut out)?;
     let (one, zero) = (1f32, 0f32);
     let (one, zero) = ((&raw const one).cast(), (&raw const zero).cast());
@@ -69,14 +70,14 @@ pub(crate) fn per_head(cuda: &CudaExec, op: &str, p: &PerHead, mut out: ViewMut)
     let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
     let algorithm = sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP;
     let (transposed, plain) = (sys::cublasOperation_t::CUBLAS_OP_T, sys::cublasOperation_t::CUBLAS_OP_N);
-    let (matrix, head, result) = (i64::from(n) * i64::from(k), i64::from(k), p.stride as i64);
-    // As in `product`, for each head outᵀ [n, rows] = w[h] · x[h]ᵀ, where rows are those of all heads apart.
-    // SAFETY: the addresses cover [heads, n, k], [rows, heads, k] and [rows, heads, stride] elements on the handle's
-    // device, and n is at most stride.
+    let (w_as, w_row) = if p.by_columns { (plain, n) } else { (transposed, k) };
+    let (matrix, x_head, out_head) = (i64::from(n) * i64::from(k), x_head as i64, p.out[1] as i64);
+    // As in `product`, for each head outᵀ [n, rows] = w[h] · x[h]ᵀ.
+    // SAFETY: the addresses cover heads matrices and the rows of all heads on the handle's device, as the caller states.
     unsafe {
         gemm_strided_batched_ex(
-            handle, transposed, plain, n, rows, k, one, w, bf16, k, matrix, x, bf16, row_of_x, head, zero,
-            out, out_type, row_of_out, result, heads, compute, algorithm,
+            handle, w_as, plain, n, rows, k, one, w, bf16, w_row, matrix, x, bf16, x_row, x_head, zero, out,
+            out_type, out_row, out_head, heads, compute, algorithm,
         )
     }
     .w()

@@ -32,6 +32,8 @@ launchers! {
     moe_attention_prefill_wgmma(args: *const PagedAttentionArgs);
     moe_attention_decode(args: *const AttentionDecodeArgs);
     moe_attention_latent(args: *const PagedAttentionArgs);
+    moe_mla_expand(args: *const MlaExpandArgs);
+    moe_attention_expanded(args: *const PagedAttentionArgs, bases: *const u32, all: i32);
 
     // router, experts
     moe_gate_route(args: *const GateRouteArgs);
@@ -110,6 +112,7 @@ launchers! {
     moe_any_mla_cache(args: *const MlaCacheArgs);
     moe_any_mla_query(args: *const MlaQueryArgs);
     moe_any_per_head(args: *const PerHeadArgs);
+    moe_any_copy_columns(from: In, to: Out, dtype: Dtype, rows width from_row to_row: i32);
     moe_any_group_slots(args: *const AnyGroupSlotsArgs);
     moe_any_list_slots(topk_ids expert_map: In, count num_ids num_local: i32, counts lists: Out);
     moe_any_zero_absent(topk_ids expert_map: In, count num_ids num_local width: i32, out: Out);

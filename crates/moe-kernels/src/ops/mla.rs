@@ -187,7 +187,7 @@ pub struct MlaQuery<'a> {
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `args` | see [`MlaQuery`] |
-/// | `out` | [T, Hq, N + R] f32, or with `w_uk` [T, Hq, L + R] f32 or model dtype |
+/// | `out` | [T, Hq, N + R] f32, bf16 or f16, or with `w_uk` [T, Hq, L + R] f32 or model dtype |
 ///
 /// # Errors
 /// A wrong dtype or wrong dims; an odd R.
@@ -202,7 +202,7 @@ pub fn mla_query_into(args: &MlaQuery, out: ViewMut, ex: &mut Exec) -> Result<()
     };
     expect_rows(op, t, heads)?;
     match args.w_uk {
-        None => expect(op, "out", &out, DType::F32, &[t, heads, n + r])?,
+        None => expect_dims(op, "out", &out, &[t, heads, n + r])?,
         Some(w) => {
             let (_, l, _) = expect_rank3(op, "w_uk", &w)?;
             expect_dims(op, "w_uk", &w, &[heads, l, n])?;
@@ -219,7 +219,9 @@ pub fn mla_query_into(args: &MlaQuery, out: ViewMut, ex: &mut Exec) -> Result<()
     if ex.is_cuda() {
         return crate::cuda::any::mla_query(ex, op, args, out);
     }
-    let Some(w) = args.w_uk else { return split_query::<f32, f32>(args, r, None, out, ex) };
+    let Some(w) = args.w_uk else {
+        return with_float!(out.dtype(), op, O => split_query::<O, O>(args, r, None, out, ex));
+    };
     with_float!(w.dtype(), op, T => match out.dtype() {
         DType::F32 => absorb_query::<T, f32>(args, w, r, out, ex),
         _ => absorb_query::<T, T>(args, w, r, out, ex),

@@ -115,7 +115,10 @@ pub(crate) fn per_head(ex: &Exec, op: &str, x: View, w: View, mut out: ViewMut) 
     let (heads, n, k) = (w.dims()[0], w.dims()[1], w.dims()[2]);
     let call = PerHeadCall { rows, dtype: x.dtype() };
     if PerHeadForm::choose(&call, &ex.machine()) == Some(PerHeadForm::Blas) {
-        return blas::per_head(cuda, op, &PerHead { x, w, rows, heads, n, k, stride }, out);
+        let x = (x, [heads * k, k]);
+        let out_strides = [heads * stride, stride];
+        let p = PerHead { x, w, by_columns: false, rows, heads, n, k, out: out_strides };
+        return blas::per_head(cuda, op, &p, out);
     }
     let raw = PerHeadArgs {
         x: cuda.read(op, "x", x)?,

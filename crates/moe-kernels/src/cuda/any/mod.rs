@@ -6,12 +6,14 @@
 mod align;
 mod mla;
 mod product;
+mod prompt;
 mod route;
 mod rows;
 
 pub(crate) use align::*;
 pub(crate) use mla::*;
 pub(crate) use product::*;
+pub(crate) use prompt::*;
 pub use route::*;
 pub(crate) use rows::*;
 
