@@ -157,13 +157,14 @@ struct Loader {
   /// All work of the block.
   __device__ __forceinline__ void run() const {
     const int tiles = attention_prefill::count_tiles<kRows>(a, a.heads);
+    const bool more = tiles * splits.count > static_cast<int>(gridDim.x);  // else every block has its one ticket
     Cursor at;
     uint32_t queries = 0;  // parity
     Work w = work_of(blockIdx.x, tiles);
     for (int i = 0;; ++i) {
       announce(i, w);
       if (w.sequence < 0) break;
-      uint32_t ticket = threadIdx.x % 32 == 0 ? atomicAdd(a.counters, 1) : 0;
+      uint32_t ticket = more && threadIdx.x % 32 == 0 ? atomicAdd(a.counters, 1) : 0;
       ticket = __shfl_sync(0xffffffffu, ticket, 0) + gridDim.x;
       if (w.tiles > 0) {
         load_queries(w, queries);
@@ -173,7 +174,8 @@ struct Loader {
       w = work_of(ticket, tiles);
     }
     // The last block to end leaves the counters zero.
-    if (threadIdx.x % 32 == 0 && add_acq_rel(a.counters + 1, 1) == gridDim.x - 1) a.counters[0] = a.counters[1] = 0;
+    if (more && threadIdx.x % 32 == 0 && add_acq_rel(a.counters + 1, 1) == gridDim.x - 1)
+      a.counters[0] = a.counters[1] = 0;
   }
 };
 

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const __grid_co
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.y * kColumns + lane * 4;
   const size_t row = blockIdx.x;
   const uint32_t token = blockIdx.x / a.heads;
-  if (token < a.query_start_loc[0] || token >= a.query_start_loc[a.sequences]) return;
+  const uint32_t begin = a.query_start_loc[0], end = a.query_start_loc[a.sequences];
   const float2* softmax = splits.softmax + row * splits.count;
   float2 mine[kMaxSplits / 32];  // of splits lane, lane + 32, ..
   float top = -INFINITY, sum = 0.f;
@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const __grid_co
     mine[i] = split < splits.count ? __ldcg(softmax + split) : make_float2(-INFINITY, 0.f);
     top = fmaxf(top, mine[i].x);
   }
+  if (token < begin || token >= end) return;  // padding, whose rows are zero; asked when all loads are on their way
   top = warp_max(top);
 #pragma unroll
   for (int i = 0; i < kMaxSplits / 32; ++i) {
