@@ -267,7 +267,8 @@ cudaError_t launch_attention(const Meta& m, Shape shape, const Arrays<T, S>& a, 
 }  // namespace moe
 
 /// out = softmax(scale * q * k^T) * v, causal, f32 inside, rounded once. `q_dtype` is `dtype` or f32. A position
-/// outside of its table or of the cache is not seen. Refuses a head_dim and a value_dim above about 1,600 (shared memory).
+/// outside of its table or of the cache is not seen. Refuses a head_dim and a value_dim above about 1,600 (shared
+/// memory).
 extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stream) {
   using namespace moe;
   const PagedAttentionArgs& c = *args;
@@ -278,8 +279,7 @@ extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stre
   if (c.tokens == 0) return cudaSuccess;
   const Meta m = {c.query_start_loc, c.positions,  c.block_tables, c.tokens,
                   c.sequences,       c.max_blocks, c.scale,        c.window};
-  const Shape shape = {c.heads,      c.kv_heads,   c.head_dim, c.value_dim, c.value_row,
-                       c.num_blocks, c.block_size, 0,          0};
+  const Shape shape = {c.heads, c.kv_heads, c.head_dim, c.value_dim, c.value_row, c.num_blocks, c.block_size, 0, 0};
   return with_stream(c.dtype, c.q_dtype, [&](auto t, auto s) {
     using T = typename decltype(t)::type;
     using S = typename decltype(s)::type;

@@ -53,7 +53,8 @@ __global__ void gated_rows(const float* gate, const float* up, T* out, int width
   pdl_launch_dependents();
   pdl_wait();
   const int64_t from = static_cast<int64_t>(blockIdx.x) * stride, to = static_cast<int64_t>(blockIdx.x) * width;
-  for (int i = column_start(); i < width; i += column_step()) out[to + i] = narrow<T>(gated(gate[from + i], up[from + i]));
+  for (int i = column_start(); i < width; i += column_step())
+    out[to + i] = narrow<T>(gated(gate[from + i], up[from + i]));
 }
 
 }  // namespace

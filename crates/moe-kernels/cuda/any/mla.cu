@@ -1,5 +1,5 @@
-// Latent attention around its products and softmax, of any dtype and shape: norm and rotation of the down-projected rows,
-// cache writes, rotated queries, and products with a matrix per head. The semantics are those of src/ops/mla.rs.
+// Latent attention around its products and softmax, of any dtype and shape: norm and rotation of the down-projected
+// rows, cache writes, rotated queries, and products with a matrix per head. The semantics are those of src/ops/mla.rs.
 //
 // Rotation has the bits of the CPU's: plain multiplications and additions.
 #include "any/product.cuh"
@@ -118,9 +118,8 @@ extern "C" int moe_any_mla_latent(const MlaLatentArgs* args, void* stream) {
   if (c.rows < 0 || c.latent <= 0 || c.rope <= 0 || c.rope % 2 != 0) return cudaErrorInvalidValue;
   if (c.rows == 0) return cudaSuccess;
   const Launch l = {dim3(c.rows), dim3(kAnyThreads), stream};
-  return with_dtype(c.dtype, [&](auto t) {
-    return launch(latent<typename decltype(t)::type, false>, l, c, nullptr, int64_t{0});
-  });
+  return with_dtype(
+      c.dtype, [&](auto t) { return launch(latent<typename decltype(t)::type, false>, l, c, nullptr, int64_t{0}); });
 }
 
 /// The same to the rows' slots [rows] of a latent cache [num_slots, latent + rope], `latent_out`; u32::MAX and slots

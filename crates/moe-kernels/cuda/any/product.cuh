@@ -84,7 +84,7 @@ __device__ __forceinline__ uint32_t alternating_row(uint32_t row, uint32_t each,
 template <class T>
 __device__ __forceinline__ const T* input_row(const Product<T>& p, uint32_t row) {
   const Groups& g = p.groups;
-  const uint32_t at = g.each > 0              ? alternating_row(row, g.each, g.experts)
+  const uint32_t at = g.each > 0             ? alternating_row(row, g.each, g.experts)
                       : g.in_rows == nullptr ? row
                                              : g.in_rows[row];
   return at < p.groups.x_rows ? p.x + static_cast<size_t>(at) * p.k : nullptr;

@@ -26,9 +26,9 @@ struct QkNormRopeArgs {
 
 /// Causal attention of any rows over the paged KV cache, which holds their own keys and values already.
 struct PagedAttentionArgs {
-  const void* q;                    // [tokens, heads, head_dim] of `q_dtype`
-  const void* k_cache;              // [num_blocks, kv_heads, block_size, head_dim] of `dtype`
-  const void* v_cache;              // [num_blocks, kv_heads, block_size, value_row] of `dtype`: values first in their rows
+  const void* q;        // [tokens, heads, head_dim] of `q_dtype`
+  const void* k_cache;  // [num_blocks, kv_heads, block_size, head_dim] of `dtype`
+  const void* v_cache;  // [num_blocks, kv_heads, block_size, value_row] of `dtype`: values first in their rows
   const uint32_t* query_start_loc;  // [sequences + 1] ascending; rows before the first are left alone, rows behind the
                                     // last become zeros
   const uint32_t* positions;        // [tokens] ascending within a sequence
@@ -39,8 +39,8 @@ struct PagedAttentionArgs {
   float scale;         // of the scores
   int window;          // positions that a row sees, itself included; 0 = all
   int invariant;       // whether a row's bits must not depend on `tokens` and `sequences`
-  uint32_t* counters;  // [2] zero before the first use, of moe_attention_prefill_wgmma and moe_attention_latent; launches
-                       // that share it must not overlap
+  uint32_t* counters;  // [2] zero before the first use, of moe_attention_prefill_wgmma and moe_attention_latent;
+                       // launches that share it must not overlap
   float* partials;     // of moe_attention_latent with several splits: [tokens * heads, splits, value_dim] values, then
                        // [tokens * heads, splits, 2] maxima and sums
   int splits;          // parts of the positions, as moe_attention_latent_splits gives them; 1 elsewhere
@@ -105,8 +105,8 @@ struct MlaQueryArgs {
   int rows, heads, plain_dim, rope, width;
 };
 
-/// Latent rows of the positions that some sequences see, out of the cache, one sequence behind the other. bf16: 512 and 64
-/// columns.
+/// Latent rows of the positions that some sequences see, out of the cache, one sequence behind the other. bf16: 512 and
+/// 64 columns.
 struct MlaExpandArgs {
   const void* cache;                // [num_blocks, 1, block_size, 576]
   const uint32_t* query_start_loc;  // [sequences + 1]

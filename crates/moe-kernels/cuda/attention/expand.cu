@@ -1,8 +1,8 @@
 // Prompts over latent rows with keys and values of every head: 320 multiply-adds per head and position in place of the
 // 1,088 in latent space, for which the latents of all positions that the prompts see are multiplied out once.
 //
-// Two launches with products between them: `moe_mla_expand` copies the sequences' latents out of the cache, one behind the
-// other, and the rotated part to the keys of all heads; the caller multiplies; `moe_attention_expanded` attends
+// Two launches with products between them: `moe_mla_expand` copies the sequences' latents out of the cache, one behind
+// the other, and the rotated part to the keys of all heads; the caller multiplies; `moe_attention_expanded` attends
 // (prefill_wgmma.cu). Floor of the first: it reads 1,152 bytes a position and writes 1,024 + 128 a head.
 #include "attention/prefill.cuh"
 

@@ -1,5 +1,5 @@
-// Attention over latent rows on warpgroup products: what a block works on, and the warp that chooses it and loads queries
-// and latent rows (latent.cu).
+// Attention over latent rows on warpgroup products: what a block works on, and the warp that chooses it and loads
+// queries and latent rows (latent.cu).
 #pragma once
 
 #include "attention/prefill.cuh"
@@ -10,21 +10,21 @@ namespace moe::attention_latent {
 
 using attention_prefill::Args;
 
-constexpr int kKey = 576;                         // of a latent row: all of it is key,
-constexpr int kValue = 512;                       // and its beginning is value
-constexpr int kRows = 64;                         // (token, head) rows of a block
-constexpr int kTile = 64;                         // positions
-constexpr int kStages = 2;                        // tiles in shared memory
-constexpr int kParts = kKey / kTileColumns;       // 64 columns of rows lie together
-constexpr int kPartBytes = kTile * 128;           // of a tile, and of the queries
-constexpr int kTileBytes = kParts * kPartBytes;   // likewise
-constexpr int kQueryBox = 16;                     // rows of a copy of queries
-constexpr int kWarps = 8;                         // two warpgroups that compute
-constexpr int kThreads = 3 * 128;                 // the third loads, with one warp
-constexpr int kWeightBytes = kRows * kTile * 2;   // weights, from one warpgroup to the other
-constexpr int kHeader = 2048;                     // barriers, work tiles, factors
+constexpr int kKey = 576;                        // of a latent row: all of it is key,
+constexpr int kValue = 512;                      // and its beginning is value
+constexpr int kRows = 64;                        // (token, head) rows of a block
+constexpr int kTile = 64;                        // positions
+constexpr int kStages = 2;                       // tiles in shared memory
+constexpr int kParts = kKey / kTileColumns;      // 64 columns of rows lie together
+constexpr int kPartBytes = kTile * 128;          // of a tile, and of the queries
+constexpr int kTileBytes = kParts * kPartBytes;  // likewise
+constexpr int kQueryBox = 16;                    // rows of a copy of queries
+constexpr int kWarps = 8;                        // two warpgroups that compute
+constexpr int kThreads = 3 * 128;                // the third loads, with one warp
+constexpr int kWeightBytes = kRows * kTile * 2;  // weights, from one warpgroup to the other
+constexpr int kHeader = 2048;                    // barriers, work tiles, factors
 constexpr int kSmem = kHeader + (1 + kStages) * kTileBytes + kWeightBytes;
-constexpr int kWorkSlots = 2;                     // work tiles announced ahead
+constexpr int kWorkSlots = 2;  // work tiles announced ahead
 constexpr int kMaxSplits = 128;
 
 /// What the launch takes beside what all prompt kernels take.

@@ -11,8 +11,8 @@ constexpr int kMergeWarps = 8;
 constexpr int kColumns = 128;  // of a block: four of each lane
 
 /// A block per (token, head) row and kColumns columns.
-__global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const __grid_constant__ Args a,
-                                                                 const __grid_constant__ Splits splits) {
+__global__ void __launch_bounds__(kMergeWarps * 32)
+    merge_kernel(const __grid_constant__ Args a, const __grid_constant__ Splits splits) {
   __shared__ float4 parts[kMergeWarps][32];
   pdl_launch_dependents();
   pdl_wait();

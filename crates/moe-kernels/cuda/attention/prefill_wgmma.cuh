@@ -53,9 +53,7 @@ struct Block {
   __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
   /// 16 rows of q of a warp, later of its results.
   __device__ __forceinline__ uint8_t* q(int warp) const { return smem + kHeader + warp * 16 * D::kKey * 2; }
-  __device__ __forceinline__ uint8_t* k(int s) const {
-    return smem + kHeader + kRows * D::kKey * 2 + s * D::kKeyBytes;
-  }
+  __device__ __forceinline__ uint8_t* k(int s) const { return smem + kHeader + kRows * D::kKey * 2 + s * D::kKeyBytes; }
   __device__ __forceinline__ uint8_t* v(int s) const { return k(kStages) + s * D::kValueBytes; }
   static_assert((4 * kStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= kHeader - 512);
 };
