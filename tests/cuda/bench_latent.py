@@ -3,7 +3,7 @@
 import math
 
 import torch
-from kernels import LIB, call, graph_us, randn, u32
+from kernels import LIB, Out, call, graph_us, randn, rel, u32
 from library import BF16
 
 READ, PEAK = 4.0e12, 790e12  # bytes and FLOP per second
@@ -99,25 +99,39 @@ def latent_prompts(rows):
         row(rows, f"prompt {name} expanded, with its products", graph_us(whole, 5), 0, flops + products)
 
 
+def check_rows(step, cache, q, out, name):
+    """The rows of a step against float64."""
+    count, heads, n = step.t // step.s, step.heads, step.n
+    for s in range(step.s):
+        k = cache[step.tables[0][s].long()].reshape(-1, KEY)[:n].double()
+        scores = torch.einsum("thd,nd->htn", q[s * count : (s + 1) * count].double(), k) * KEY**-0.5
+        at = torch.arange(n - count, n, device="cuda")[:, None]
+        scores.masked_fill_(torch.arange(n, device="cuda")[None] > at, -math.inf)
+        want = torch.einsum("htn,nd->thd", torch.softmax(scores, -1), k[:, :VALUE])
+        error = rel(out[s * count : (s + 1) * count].view(count, heads, VALUE), want)
+        assert error < 1e-2, f"latent {name}: sequence {s}: {error:.2e}"
+
+
 def check_latent():
-    """Both forms against float64."""
+    """Against float64: splits with and without positions, padding, whole tiles and parts of one."""
     for heads, sequences, positions, count in ((16, 3, 700, 1), (16, 2, 400, 333), (128, 1, 1500, 1), (7, 2, 129, 40)):
         step = Step(sequences, positions, count, heads)
         cache, table = step.caches[0], step.tables[0]
-        q, splits = randn(step.t, heads, KEY), splits_of(step.t, step.s, heads)
-        partials = torch.empty(step.t * heads * splits * (VALUE + 2), device="cuda")
-        call("moe_attention_latent", q, cache, cache, step.starts, step.positions, table, step.out, BF16, BF16, step.t, step.s, table.shape[1],
-             heads, 1, KEY, VALUE, KEY, cache.shape[0], BLOCK, KEY**-0.5, 0, 0, step.counters, partials, splits)
-        for s in range(sequences):
-            k = cache[table[s].long()].reshape(-1, KEY)[:positions].double()
-            scores = torch.einsum("thd,nd->htn", q[s * count : (s + 1) * count].double(), k) * KEY**-0.5
-            at = torch.arange(positions - count, positions, device="cuda")[:, None]
-            scores.masked_fill_(torch.arange(positions, device="cuda")[None] > at, -math.inf)
-            want = torch.einsum("htn,nd->thd", torch.softmax(scores, -1), k[:, :VALUE])
-            got = step.out[s * count : (s + 1) * count].view(count, heads, VALUE).double()
-            error = ((got - want).norm() / want.norm()).item()
-            assert error < 1e-2, f"latent {heads} heads, {sequences} x {count} of {positions}: {error:.2e}"
-        assert not step.counters.any(), "counters are not left zero"
+        padding = 3 if count == 1 else 70
+        tokens, q = step.t + padding, randn(step.t + padding, heads, KEY)
+        # As in a padded step of a graph: as many sequences as rows, the last ones without any.
+        starts = torch.cat([step.starts, step.starts[-1:].repeat(padding)])
+        positions, out = torch.cat([step.positions, step.positions[:1].repeat(padding)]), Out((tokens, heads * VALUE), torch.bfloat16)
+        tables = torch.cat([table, table[:1].repeat(padding, 1)])
+        for splits in sorted({1, 4, 64, splits_of(tokens, sequences + padding, heads)}):
+            partials = torch.full((tokens * heads * splits * (VALUE + 2),), float("nan"), device="cuda")
+            out.all.fill_(float("nan"))
+            call("moe_attention_latent", q, cache, cache, starts, positions, tables, out.t, BF16, BF16, tokens, sequences + padding,
+                 table.shape[1], heads, 1, KEY, VALUE, KEY, cache.shape[0], BLOCK, KEY**-0.5, 0, 0, step.counters, partials, splits)
+            check_rows(step, cache, q, out.t, f"{heads} heads, {sequences} x {count} of {step.n}, {splits} splits")
+            assert bool((out.t[step.t :] == 0).all()), f"{heads} heads, {splits} splits: padding rows are not zero"
+            out.check_guard()
+            assert not step.counters.any(), "counters are not left zero"
 
 
 BENCHES = [latent_decode, latent_prompts]
