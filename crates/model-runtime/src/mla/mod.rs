@@ -239,17 +239,22 @@ impl MlaAttention {
             cos: rope.cos(),
             sin: rope.sin(),
         };
-        let (k_cache, v_cache) = kv.kv_mut();
-        let Up::Naive(up) = &self.up else {
-            return mla_latent_cache_into(&args, step.slot_mapping, k_cache, ex);
-        };
         let (mut latent, mut rotated) = (ex.scratch(dtype, &[t, l])?, ex.scratch(dtype, &[t, r])?);
         mla_latent_into(&args, latent.view_mut(), rotated.view_mut(), ex)?;
-        let width = self.config.qk_nope_head_dim + self.config.v_head_dim;
-        let mut heads = ex.scratch(DType::F32, &[t, num_heads * width])?;
-        up.forward_into(latent.view(), heads.view_mut(), ex)?;
-        let rows = heads.view().reshape(&[t, num_heads, width])?;
-        mla_cache_into(rows, rotated.view(), step.slot_mapping, k_cache, v_cache, ex)
+        let (k_cache, v_cache) = kv.kv_mut();
+        match &self.up {
+            Up::Absorbed { .. } => {
+                let rows = latent.view().reshape(&[t, 1, l])?;
+                mla_cache_into(rows, rotated.view(), step.slot_mapping, k_cache, v_cache, ex)
+            }
+            Up::Naive(up) => {
+                let width = self.config.qk_nope_head_dim + self.config.v_head_dim;
+                let mut heads = ex.scratch(DType::F32, &[t, num_heads * width])?;
+                up.forward_into(latent.view(), heads.view_mut(), ex)?;
+                let rows = heads.view().reshape(&[t, num_heads, width])?;
+                mla_cache_into(rows, rotated.view(), step.slot_mapping, k_cache, v_cache, ex)
+            }
+        }
     }
 }
 

@@ -26,17 +26,12 @@ impl MlaAttention {
             let call = PerHeadCall { rows, dtype: self.o.weight.dtype() };
             PerHeadForm::stage(computes, &call, machine)
         };
-        let mut stages = vec![linear(&["kv_a"], &self.kv_a)];
-        match &self.up {
-            Up::Absorbed { .. } => {
-                stages.push(by_rows(&["latent norm", "rope of the key", "kv write"], "mla_latent_cache"));
-            }
-            Up::Naive(up) => stages.extend([
-                by_rows(&["latent norm", "rope of the key"], "mla_latent"),
-                linear(&["kv_b"], up),
-                by_rows(&["kv write"], "mla_cache"),
-            ]),
+        let mut stages =
+            vec![linear(&["kv_a"], &self.kv_a), by_rows(&["latent norm", "rope of the key"], "mla_latent")];
+        if let Up::Naive(up) = &self.up {
+            stages.push(linear(&["kv_b"], up));
         }
+        stages.push(by_rows(&["kv write"], "mla_cache"));
         match &self.query {
             Query::Direct(q) => stages.push(linear(&["q_proj"], q)),
             Query::Low { a, b, .. } => {

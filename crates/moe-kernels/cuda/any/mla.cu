@@ -17,27 +17,19 @@ __device__ __forceinline__ float rotated(const float* x, const float* cos, const
   return at % 2 == 0 ? exact::sub(exact::mul(a, c), exact::mul(b, s)) : exact::add(exact::mul(a, s), exact::mul(b, c));
 }
 
-/// A block per row. With slots a row's two parts go to its slot of the cache `latent_out`, whose rows hold both.
-template <class T, bool kCache>
-__global__ void __launch_bounds__(kAnyThreads)
-    latent(const __grid_constant__ MlaLatentArgs a, const uint32_t* slots, int64_t num_slots) {
-  pdl_launch_dependents();
+/// A block per row.
+template <class T>
+__global__ void __launch_bounds__(kAnyThreads) latent(const __grid_constant__ MlaLatentArgs a) {
   pdl_wait();
   const size_t row = blockIdx.x;
-  T* out = static_cast<T*>(a.latent_out) + row * a.latent;
-  T* tail = static_cast<T*>(a.rotated_out) + row * a.rope;
-  if constexpr (kCache) {
-    const uint32_t slot = slots[row];
-    if (slot == kNoSlot || slot >= num_slots) return;
-    out = static_cast<T*>(a.latent_out) + static_cast<size_t>(slot) * (a.latent + a.rope);
-    tail = out + a.latent;
-  }
   const float* x = a.compressed + row * (a.latent + a.rope);
   const T* weight = static_cast<const T*>(a.norm);
   float squares = 0;
   for (int i = threadIdx.x; i < a.latent; i += kAnyThreads) squares += x[i] * x[i];
   const float scale = 1.f / sqrtf(any_block_sum(squares) / a.latent + a.eps);
+  T* out = static_cast<T*>(a.latent_out) + row * a.latent;
   for (int i = threadIdx.x; i < a.latent; i += kAnyThreads) out[i] = narrow<T>(x[i] * scale * widen(weight[i]));
+  T* tail = static_cast<T*>(a.rotated_out) + row * a.rope;
   const size_t angles = row * (a.rope / 2);
   for (int i = threadIdx.x; i < a.rope; i += kAnyThreads)
     tail[i] = narrow<T>(rotated(x + a.latent, a.cos + angles, a.sin + angles, i));
@@ -46,7 +38,6 @@ __global__ void __launch_bounds__(kAnyThreads)
 /// Threads over the values of a row's heads.
 template <class T, class S>
 __global__ void __launch_bounds__(kAnyThreads) cache(const __grid_constant__ MlaCacheArgs a) {
-  pdl_launch_dependents();
   pdl_wait();
   const size_t row = blockIdx.x;
   const uint32_t slot = a.slots[row];
@@ -68,7 +59,6 @@ __global__ void __launch_bounds__(kAnyThreads) cache(const __grid_constant__ Mla
 /// Threads over the values of a row's heads.
 template <class T, class O>
 __global__ void __launch_bounds__(kAnyThreads) query(const __grid_constant__ MlaQueryArgs a) {
-  pdl_launch_dependents();
   pdl_wait();
   const size_t row = blockIdx.x, angles = row * (a.rope / 2);
   const int each = a.plain_dim + a.rope;
@@ -117,21 +107,8 @@ extern "C" int moe_any_mla_latent(const MlaLatentArgs* args, void* stream) {
   const MlaLatentArgs& c = *args;
   if (c.rows < 0 || c.latent <= 0 || c.rope <= 0 || c.rope % 2 != 0) return cudaErrorInvalidValue;
   if (c.rows == 0) return cudaSuccess;
-  const Launch l = {dim3(c.rows), dim3(kAnyThreads), stream};
-  return with_dtype(
-      c.dtype, [&](auto t) { return launch(latent<typename decltype(t)::type, false>, l, c, nullptr, int64_t{0}); });
-}
-
-/// The same to the rows' slots [rows] of a latent cache [num_slots, latent + rope], `latent_out`; u32::MAX and slots
-/// beyond the cache write nothing. `rotated_out` is not used.
-extern "C" int moe_any_mla_latent_cache(const MlaLatentArgs* args, const void* slots, int64_t num_slots, void* stream) {
-  const MlaLatentArgs& c = *args;
-  if (c.rows < 0 || c.latent <= 0 || c.rope <= 0 || c.rope % 2 != 0 || num_slots < 0 || num_slots > kNoSlot)
-    return cudaErrorInvalidValue;
-  if (c.rows == 0) return cudaSuccess;
-  const Launch l = {dim3(c.rows), dim3(kAnyThreads), stream};
   return with_dtype(c.dtype, [&](auto t) {
-    return launch(latent<typename decltype(t)::type, true>, l, c, static_cast<const uint32_t*>(slots), num_slots);
+    return launch(latent<typename decltype(t)::type>, {dim3(c.rows), dim3(kAnyThreads), stream}, c);
   });
 }
 

@@ -109,7 +109,6 @@ launchers! {
     moe_any_qk_norm_rope_cache(args: *const QkNormRopeArgs);
     moe_any_attention(args: *const PagedAttentionArgs);
     moe_any_mla_latent(args: *const MlaLatentArgs);
-    moe_any_mla_latent_cache(args: *const MlaLatentArgs, slots: In, num_slots: i64);
     moe_any_mla_cache(args: *const MlaCacheArgs);
     moe_any_mla_query(args: *const MlaQueryArgs);
     moe_any_per_head(args: *const PerHeadArgs);

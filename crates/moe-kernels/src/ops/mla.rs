@@ -168,41 +168,6 @@ fn write_cache<T: Lanes, X: Lanes>(
     Ok(())
 }
 
-/// [`mla_latent_into`] to the rows' slots of a latent cache, as [`mla_cache_into`] writes them.
-///
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `args` | see [`MlaLatent`] |
-/// | `slot_mapping` | \[T\] u32: slot (block · block_size + offset); `u32::MAX` writes nothing |
-/// | `cache` | [num_blocks, 1, block_size, L + R] model dtype (f32, bf16, f16) |
-///
-/// # Errors
-/// Those of both.
-pub fn mla_latent_cache_into(
-    args: &MlaLatent,
-    slot_mapping: View,
-    cache: ViewMut,
-    ex: &mut Exec,
-) -> Result<()> {
-    let (t, l, r) =
-        (args.compressed.rows(), args.norm.elem_count(), 2 * args.cos.dims().last().copied().unwrap_or(0));
-    #[cfg(feature = "cuda")]
-    if ex.is_cuda() {
-        let op = "mla_latent_cache";
-        expect(op, "compressed", &args.compressed, DType::F32, &[t, l + r])?;
-        expect(op, "norm", &args.norm, cache.dtype(), &[l])?;
-        expect_angles(op, &args.cos, &args.sin, t, r)?;
-        expect_cache(op, "cache", &cache, 1, l + r)?;
-        expect(op, "slot_mapping", &slot_mapping, DType::U32, &[t])?;
-        return crate::cuda::any::mla_latent_cache(ex, op, args, slot_mapping, cache);
-    }
-    let mut latent = ex.scratch(cache.dtype(), &[t, l])?;
-    let mut rotated = ex.scratch(cache.dtype(), &[t, r])?;
-    mla_latent_into(args, latent.view_mut(), rotated.view_mut(), ex)?;
-    let rows = latent.view().reshape(&[t, 1, l])?;
-    mla_cache_into(rows, rotated.view(), slot_mapping, cache, None, ex)
-}
-
 /// Arguments of [`mla_query_into`].
 #[derive(Clone, Copy, Debug)]
 pub struct MlaQuery<'a> {

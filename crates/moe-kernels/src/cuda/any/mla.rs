@@ -1,7 +1,5 @@
 //! Latent attention around its products and softmax; the products with a matrix per head by cuBLAS where that is faster.
 
-use std::ptr::null_mut;
-
 use candle_core::Result;
 
 use super::{Dtype, count, ffi, int};
@@ -37,34 +35,6 @@ pub(crate) fn mla_latent(
     };
     // SAFETY: see above.
     cuda.check(op, unsafe { ffi::moe_any_mla_latent(&raw, cuda.raw()?) })
-}
-
-/// See [`crate::mla_latent_cache_into`].
-pub(crate) fn mla_latent_cache(
-    ex: &Exec,
-    op: &str,
-    args: &MlaLatent,
-    slot_mapping: View,
-    mut cache: ViewMut,
-) -> Result<()> {
-    let cuda = ex.cuda(op)?;
-    let num_slots = count(op, cache.dims()[0] * cache.dims()[2])?;
-    let raw = MlaLatentArgs {
-        compressed: cuda.read(op, "compressed", args.compressed)?,
-        norm: cuda.read(op, "norm", args.norm)?,
-        eps: args.eps,
-        cos: cuda.read(op, "cos", args.cos)?,
-        sin: cuda.read(op, "sin", args.sin)?,
-        dtype: Dtype::of(op, cache.dtype())?,
-        rows: int(op, args.compressed.rows())?,
-        latent: int(op, args.norm.elem_count())?,
-        rope: int(op, 2 * args.cos.dims()[1])?,
-        latent_out: cuda.write(op, "cache", &mut cache)?,
-        rotated_out: null_mut(),
-    };
-    let slots = cuda.read(op, "slot_mapping", slot_mapping)?;
-    // SAFETY: see above; a slot beyond the cache is not written.
-    cuda.check(op, unsafe { ffi::moe_any_mla_latent_cache(&raw, slots, num_slots, cuda.raw()?) })
 }
 
 pub(crate) fn mla_cache(
