@@ -19,8 +19,8 @@ def paged_run(kernel, tokens, sequences):
     cache = [randn(pages, HKV, BLOCK, D) for _ in range(2)]
     q, out = randn(tokens, HQ, D), torch.empty(tokens, HQ * D, dtype=torch.bfloat16, device="cuda")
     starts, positions = u32([i * count for i in range(sequences + 1)]), u32(list(range(count)) * sequences)
-    args = (q, *cache, starts, positions, table, out, BF16, BF16, tokens, sequences, table.shape[1], HQ, HKV, D, pages,
-            BLOCK, D**-0.5, 0, 0, torch.zeros(2, dtype=torch.int32, device="cuda"))
+    args = (q, *cache, starts, positions, table, out, BF16, BF16, tokens, sequences, table.shape[1], HQ, HKV, D, D, D, pages,
+            BLOCK, D**-0.5, 0, 0, torch.zeros(2, dtype=torch.int32, device="cuda"), None, 1)
     return lambda: call(kernel, *args)
 
 
@@ -88,7 +88,7 @@ class Layer:
 
     def attend(self, i):
         call("moe_attention_prefill_wgmma", self.q, *self.caches, self.starts, self.positions, self.table, self.att, BF16, BF16, self.t, 1,
-             self.table.shape[1], HQ, HKV, D, self.table.shape[1], BLOCK, D**-0.5, 0, 0, self.attention_counters)
+             self.table.shape[1], HQ, HKV, D, D, D, self.table.shape[1], BLOCK, D**-0.5, 0, 0, self.attention_counters, None, 1)
 
     def product_o(self, i):
         torch.mm(self.att, self.o[i].T, out_dtype=torch.float32)

@@ -211,7 +211,7 @@ def prefill_case(heads, kv, d, block_size, chunks, window=0, pad=0, kernel="moe_
     q = randn(tokens, heads, d)
     out, counters = Out((tokens, heads * d), torch.bfloat16), torch.zeros(2, dtype=torch.int32, device="cuda")
     call(kernel, q, paged.k, paged.v, u32(starts), u32(positions), paged.table, out.t, BF16, BF16,
-         tokens, len(chunks), paged.max_blocks, heads, kv, d, paged.num_blocks, block_size, d**-0.5, window, invariant, counters)
+         tokens, len(chunks), paged.max_blocks, heads, kv, d, d, d, paged.num_blocks, block_size, d**-0.5, window, invariant, counters, None, 1)
     assert not counters.any(), "counters are not left zero"
     group, name = heads // kv, f"{kernel} Hq={heads} Hkv={kv} D={d} chunks={chunks} window={window}"
     for s, (start, n) in enumerate(chunks):
@@ -271,7 +271,7 @@ def prefill_wgmma_rows_do_not_depend_on_their_step():
         tables = paged.table[[s for s, _, _ in chunks]].contiguous()
         out = torch.empty(starts[-1], heads * d, dtype=torch.bfloat16, device="cuda")
         call("moe_attention_prefill_wgmma", rows, paged.k, paged.v, u32(starts), u32(positions), tables, out, BF16, BF16,
-             starts[-1], len(chunks), paged.max_blocks, heads, kv, d, paged.num_blocks, 16, d**-0.5, 0, invariant, counters)
+             starts[-1], len(chunks), paged.max_blocks, heads, kv, d, d, d, paged.num_blocks, 16, d**-0.5, 0, invariant, counters, None, 1)
         return out
 
     whole = run([(0, 0, count)], q, 1)
@@ -287,11 +287,11 @@ def refusals():
     x, i = randn(1, 64, dtype=torch.float32), u32([0])
     assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 96, 16, 1.0, 0, 1)
     assert refuses("moe_attention_decode", x, None, None, 1e-6, x, x, None, i, i, i, 1, x, x, x, x, 1, 1, 1, 64, 16, 1.0, 0, 3)
-    assert refuses("moe_attention_prefill", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 3, 2, 64, 1, 16, 1.0, 0, 0, x)
-    assert refuses("moe_attention_prefill", x, x, x, i, i, i, x, F32, F32, 1, 1, 1, 2, 2, 64, 1, 16, 1.0, 0, 0, x)
+    assert refuses("moe_attention_prefill", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 3, 2, 64, 64, 64, 1, 16, 1.0, 0, 0, x, None, 1)
+    assert refuses("moe_attention_prefill", x, x, x, i, i, i, x, F32, F32, 1, 1, 1, 2, 2, 64, 64, 64, 1, 16, 1.0, 0, 0, x, None, 1)
     for block_size in (7, 12, 96, 192):
-        assert refuses("moe_attention_prefill_wgmma", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 2, 2, 64, 1, block_size, 1.0, 0, 0, x)
-    assert refuses("moe_attention_prefill_wgmma", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 2, 2, 96, 1, 16, 1.0, 0, 0, x)
+        assert refuses("moe_attention_prefill_wgmma", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 2, 2, 64, 64, 64, 1, block_size, 1.0, 0, 0, x, None, 1)
+    assert refuses("moe_attention_prefill_wgmma", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 2, 2, 96, 96, 96, 1, 16, 1.0, 0, 0, x, None, 1)
 
 
 CHECKS = [decode, qk_norm_rope, decode_writes_what_prompts_write, prefill, prefill_wgmma, prefill_wgmma_rows_do_not_depend_on_their_step, refusals]

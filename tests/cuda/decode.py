@@ -14,6 +14,7 @@ import torch
 
 
 def check(names):
+    import bench_latent
     import check_attention
     import check_layer
     import check_rows
@@ -22,8 +23,8 @@ def check(names):
     seed = int.from_bytes(os.urandom(4), "little")
     torch.manual_seed(seed)
     failed = []
-    for module in (check_rows, check_attention, check_sampling, check_layer):
-        for run in module.CHECKS:
+    for checks in (check_rows.CHECKS, check_attention.CHECKS, check_sampling.CHECKS, check_layer.CHECKS, [bench_latent.check_latent]):
+        for run in checks:
             if names and run.__name__ not in names:
                 continue
             began = time.time()
@@ -41,13 +42,14 @@ def check(names):
 def bench(names):
     import bench_decode
     import bench_kernels
+    import bench_latent
     import bench_layer
     import bench_prefill
     import bench_rows
 
     rows = []
     print(torch.cuda.get_device_name(0), flush=True)
-    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES + bench_rows.BENCHES:
+    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES + bench_rows.BENCHES + bench_latent.BENCHES:
         if not names or run.__name__ in names:
             try:
                 run(rows)

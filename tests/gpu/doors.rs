@@ -108,14 +108,4 @@ fn tensors_of_another_device_are_refused() {
     let x = |device| Tensor::zeros((2, 256), DType::F32, device).unwrap();
     assert_error(mlp(&Device::Cpu, DType::F32).forward(&x(&device)), &["CUDA device 0"]);
     assert_error(mlp(&device, DType::F32).forward(&x(&Device::Cpu)), &["host memory"]);
-    let expert =
-        moe_layer::legacy::ExpertMlp { gate: x(&device), up: x(&device), down: x(&device).t().unwrap() };
-    let shape = moe_layer::ExpertsShape {
-        num_local_experts: 1,
-        hidden_size: 256,
-        intermediate_size: 2,
-        dtype: DType::F32,
-    };
-    let looped = moe_layer::legacy::ExpertLoop::new(vec![expert], shape, Activation::SwiGlu);
-    assert_error(looped, &["legacy expert path runs on the CPU"]);
 }

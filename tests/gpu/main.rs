@@ -7,6 +7,7 @@
 mod align;
 mod attention;
 mod common;
+mod deepseek;
 mod doors;
 mod drawing;
 mod engine;
@@ -15,6 +16,7 @@ mod invariant;
 mod load;
 mod load_bench;
 mod load_parts;
+mod mla;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod products;

@@ -29,6 +29,8 @@ pub struct Shape {
     pub logits: usize,
     /// Rows at the beginning that decode ([`Step::decode_rows`]).
     pub decode_rows: usize,
+    /// Positions that the others' sequences see ([`Step::prompt_positions`]).
+    pub prompt_positions: usize,
 }
 
 impl DeviceSampling {
@@ -68,12 +70,20 @@ impl Shape {
             max_blocks: step.max_blocks(),
             logits: step.num_logits(),
             decode_rows: step.decode_rows(),
+            prompt_positions: step.prompt_positions(),
         }
     }
 
     /// A decode step of this many sequences.
     pub fn decode(sequences: usize, max_blocks: usize) -> Self {
-        Self { rows: sequences, sequences, max_blocks, logits: sequences, decode_rows: sequences }
+        Self {
+            rows: sequences,
+            sequences,
+            max_blocks,
+            logits: sequences,
+            decode_rows: sequences,
+            prompt_positions: 0,
+        }
     }
 
     fn lengths(&self) -> [usize; ARRAYS] {
@@ -144,7 +154,7 @@ impl DeviceStep {
             start += len.next_multiple_of(4);
             view
         };
-        let Shape { rows, sequences, max_blocks, logits, decode_rows } = shape;
+        let Shape { rows, sequences, max_blocks, logits, decode_rows, prompt_positions } = shape;
         let valid_rows = next(1, &[1])?;
         let token_ids = next(rows, &[rows])?;
         let positions = next(rows, &[rows])?;
@@ -164,6 +174,7 @@ impl DeviceStep {
             block_tables,
             logits_rows,
             decode_rows,
+            prompt_positions,
         };
         Ok(DeviceViews { step, valid_rows, token_source, sampling })
     }

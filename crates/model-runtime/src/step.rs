@@ -81,6 +81,8 @@ pub struct StepViews<'a> {
     pub logits_rows: View<'a>,
     /// How many rows at the beginning decode: row i is the one new row of sequence i.
     pub decode_rows: usize,
+    /// Positions that the sequences behind these see, see [`Step::prompt_positions`].
+    pub prompt_positions: usize,
 }
 
 impl StepViews<'_> {
@@ -207,6 +209,16 @@ impl Step {
         self.num_tokens() == self.num_sequences()
     }
 
+    /// Positions that the rows of the sequences behind the [decoding](Self::decode_rows) ones see, all these sequences
+    /// together: of each its last row's position and one.
+    pub fn prompt_positions(&self) -> usize {
+        let sequences = self.query_start_loc.windows(2).skip(self.decode_rows());
+        sequences
+            .filter(|rows| rows[0] < rows[1])
+            .map(|rows| self.positions[rows[1] as usize - 1] as usize + 1)
+            .sum()
+    }
+
     /// How many rows at the beginning are the one new row of their sequence: row i of sequence i. A step that has its
     /// decoding sequences first is computed faster on a GPU.
     pub fn decode_rows(&self) -> usize {
@@ -249,6 +261,7 @@ impl Step {
             block_tables: View::new(&self.block_tables, &[self.num_sequences(), self.max_blocks])?,
             logits_rows: vector(&self.logits_rows)?,
             decode_rows: self.decode_rows(),
+            prompt_positions: self.prompt_positions(),
         })
     }
 }

@@ -140,7 +140,7 @@ pub struct RunArgs {
     #[arg(long, help_heading = "MoE")]
     pub moe_backend: Option<String>,
     /// How experts run: fused (packed weights, grouped kernels) or legacy (one expert after the
-    /// other) (default: fused; DeepSeek-V2: legacy).
+    /// other) (default: fused; DeepSeek-V2 on the CPU: legacy).
     #[arg(long, value_name = "PATH", help_heading = "MoE")]
     pub moe_path: Option<MoePath>,
     /// Form of multi-head latent attention: absorbed (latent KV cache) or naive (keys and values of

@@ -180,6 +180,11 @@ impl Workspace {
         self.lock().frozen = frozen;
     }
 
+    /// Whether it may not grow: the state in which launches are recorded into a graph.
+    pub fn is_frozen(&self) -> bool {
+        self.lock().frozen
+    }
+
     /// Bytes that the pool has allocated so far, lent or free.
     pub fn bytes(&self) -> usize {
         self.lock().bytes

@@ -135,8 +135,8 @@ impl SparseMoeBlock {
         alone && self.decode.is_none() && self.path.prepare.defer_sum()
     }
 
-    pub(crate) fn has_shared_experts(&self) -> bool {
-        self.shared.is_some()
+    pub(crate) fn shared_experts(&self) -> Option<&SharedExperts> {
+        self.shared.as_ref()
     }
 
     pub(crate) fn has_decode_path(&self) -> bool {

@@ -1,19 +1,25 @@
 //! The gated MLP of dense layers and of shared experts: `down(act(gate(x)) * up(x))`.
 //!
-//! It runs on the experts' own kernels, as one expert that every token visits, so dense and
+//! On the CPU it runs on the experts' own kernels, as one expert that every token visits, so dense and
 //! sparse layers share one arithmetic: fused gate and up products, one rounding of the
-//! activation, and a row-parallel down product.
+//! activation, and a row-parallel down product. On a GPU dense products are faster than those for
+//! one expert, and the activation is a launch between them.
 
 use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
+use moe_kernels::plan::{Form, LinearCall, LinearForm, Machine, Stage};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Activation, CpuIsa, Exec, ExpertGroups, View, ViewMut, Weight, Workspace, forward_rows,
-    grouped_gate_up_into, linear_row_parallel_into, one_group_into,
+    Activation, CpuIsa, Exec, ExpertGroups, Scratch, View, ViewMut, Weight, Workspace, forward_rows,
+    gated_rows_into, grouped_gate_up_into, linear_add_into, linear_into, linear_row_parallel_into,
+    one_group_into,
 };
 
 use crate::context::BlockContext;
 use crate::pack::load_weight;
+
+/// Rows that a GPU computes at once: the sums of gate and up lie in memory between the launches.
+const ROWS_AT_ONCE: usize = 8192;
 
 /// A gated MLP with packed gate and up weights.
 ///
@@ -124,19 +130,68 @@ impl GatedMlp {
         self.w2.dims()[0]
     }
 
+    /// The kernels of a step of `rows` rows, in their order.
+    pub fn stages(&self, rows: usize, machine: &Machine) -> Vec<Stage> {
+        let rows = rows.min(ROWS_AT_ONCE);
+        let (width, hidden, dtype) = (self.intermediate_size(), self.hidden_size(), self.dtype());
+        let call = |n, k| LinearCall { rows, n, k, dtype, bias: false, aligned: true };
+        let plain = |computes, kernel: &str| Stage { computes, kernel: kernel.into(), rejected: Vec::new() };
+        if machine.gpu.is_none() {
+            return vec![plain(&["gate, up, activation"], "grouped products"), plain(&["down"], "cpu")];
+        }
+        vec![
+            LinearForm::stage(&["gate, up"], &call(2 * width, hidden), machine),
+            plain(&["activation"], "gated_rows"),
+            LinearForm::stage(&["down"], &call(hidden, width), machine),
+        ]
+    }
+
     /// `out` [T, H] (the weights' dtype or f32) = MLP(`x` [T, H], the weights' dtype).
     pub fn forward_into(&self, x: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        let rows = x.rows();
-        let (mut offsets, mut index) = (ex.scratch(DType::U32, &[2])?, ex.scratch(DType::U32, &[rows])?);
-        one_group_into(offsets.view_mut(), index.view_mut(), ex)?;
-        let groups = ExpertGroups { offsets: offsets.view(), in_rows: index.view(), out_rows: index.view() };
-        let (w13, w2) = (self.w13.read()?, self.w2.read()?);
-        let mut activated = ex.scratch(x.dtype(), &[rows, self.intermediate_size()])?;
-        grouped_gate_up_into(x, &groups, w13.view()?, None, self.activation, activated.view_mut(), ex)?;
+        let activated = self.activated(x, ex)?;
+        let w2 = self.w2.read()?;
         match &self.ranks {
             None => linear_row_parallel_into(activated.view(), w2.view()?, None, out, ex),
             Some(ranks) => ranks.linear_into(activated.view(), w2.view()?, None, out, ex),
         }
+    }
+
+    /// `acc` [T, H] (the weights' dtype or f32) += MLP(`x` [T, H], the weights' dtype), whose result stays in f32.
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes.
+    pub fn add_into(&self, x: View<'_>, acc: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        if self.ranks.is_none() && acc.dtype() == DType::F32 {
+            let activated = self.activated(x, ex)?;
+            return linear_add_into(activated.view(), self.w2.read()?.view()?, None, acc, ex);
+        }
+        let mut rows = ex.scratch(DType::F32, x.dims())?;
+        self.forward_into(x, rows.view_mut(), ex)?;
+        moe_kernels::add_into(rows.view(), acc, ex)
+    }
+
+    /// act(gate(x)) * up(x), [T, I] in the weights' dtype.
+    fn activated(&self, x: View<'_>, ex: &mut Exec) -> Result<Scratch> {
+        let (rows, width, w13) = (x.rows(), self.intermediate_size(), self.w13.read()?);
+        let mut activated = ex.scratch(x.dtype(), &[rows, width])?;
+        if !ex.is_cuda() {
+            let (mut offsets, mut index) = (ex.scratch(DType::U32, &[2])?, ex.scratch(DType::U32, &[rows])?);
+            one_group_into(offsets.view_mut(), index.view_mut(), ex)?;
+            let (offsets, index) = (offsets.view(), index.view());
+            let groups = ExpertGroups { offsets, in_rows: index, out_rows: index };
+            let out = activated.view_mut();
+            grouped_gate_up_into(x, &groups, w13.view()?, None, self.activation, out, ex)?;
+            return Ok(activated);
+        }
+        let w13 = w13.view()?.rows("gated MLP")?.reshape(&[2 * width, self.hidden_size()])?;
+        let mut sums = ex.scratch(DType::F32, &[rows.min(ROWS_AT_ONCE), 2 * width])?;
+        for first in (0..rows).step_by(ROWS_AT_ONCE) {
+            let count = ROWS_AT_ONCE.min(rows - first);
+            linear_into(x.narrow(first, count)?, w13, None, sums.view_mut().narrow(0, count)?, ex)?;
+            let to = activated.view_mut().narrow(first, count)?;
+            gated_rows_into(sums.view().narrow(0, count)?, self.activation, to, ex)?;
+        }
+        Ok(activated)
     }
 
     /// The same on candle tensors: `x` [.., H] in the weights' dtype and on their device, in any layout.

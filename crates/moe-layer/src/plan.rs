@@ -80,7 +80,7 @@ impl SparseMoeBlock {
                 Ok(()) => break,
             }
         }
-        let stages = match form {
+        let mut stages = match form {
             MoeForm::Monolithic { index, fusion } => {
                 let computes: &[&str] = match fusion {
                     Fusion::Nothing => &["router", "experts", "combine"],
@@ -91,6 +91,9 @@ impl SparseMoeBlock {
             }
             MoeForm::Modular => self.modular_stages(step, rejected, machine),
         };
+        if let Some(shared) = self.shared_experts() {
+            stages.extend(shared.stages(step.rows, machine));
+        }
         MoePlan { form, stages }
     }
 
@@ -126,7 +129,7 @@ impl SparseMoeBlock {
             Fusion::NormAdd | Fusion::AddNorm if !whole => {
                 Err(Reason::Part { part: "the sum over ranks between experts and addition" })
             }
-            _ if fusion != Fusion::Nothing && self.has_shared_experts() => {
+            _ if fusion != Fusion::Nothing && self.shared_experts().is_some() => {
                 Err(Reason::Part { part: "shared experts" })
             }
             _ => Ok(()),
@@ -170,9 +173,6 @@ impl SparseMoeBlock {
         let mut stages = vec![gate, one(&["dispatch"], prepare.name()), experts];
         if path.experts.weight_and_reduce() != WeightAndReduce::NoOp {
             stages.push(one(&["combine"], "weighted sum"));
-        }
-        if self.has_shared_experts() {
-            stages.push(one(&["shared experts"], "products one after the other"));
         }
         stages
     }

@@ -5,6 +5,7 @@
 
 use candle_nn::VarBuilder;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
+use moe_kernels::plan::{Machine, Stage};
 use moe_kernels::{Activation, Exec, TensorView, View, ViewMut, add_scaled_into, linear_into, sigmoid_into};
 
 use crate::mlp::GatedMlp;
@@ -70,6 +71,15 @@ impl SharedExperts {
         self.mlp.intermediate_size()
     }
 
+    /// The kernels of a step of `rows` rows, in their order.
+    pub(crate) fn stages(&self, rows: usize, machine: &Machine) -> Vec<Stage> {
+        let mut stages = self.mlp.stages(rows, machine);
+        for stage in &mut stages {
+            stage.kernel = format!("{} (shared experts)", stage.kernel);
+        }
+        stages
+    }
+
     /// Fails unless the experts take the rows that a router `gate` [E, H] takes.
     pub(crate) fn check_fits(&self, gate: &Tensor) -> Result<()> {
         let (hidden, dtype) = (gate.dims2()?.1, gate.dtype());
@@ -90,9 +100,9 @@ impl SharedExperts {
     /// # Errors
     /// Wrong dims or dtypes.
     pub fn add_into(&self, x: View<'_>, acc: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        let Some(gate) = &self.gate else { return self.mlp.add_into(x, acc, ex) };
         let mut rows = ex.scratch(DType::F32, x.dims())?;
         self.mlp.forward_into(x, rows.view_mut(), ex)?;
-        let Some(gate) = &self.gate else { return moe_kernels::add_into(rows.view(), acc, ex) };
         let mut scales = ex.scratch(DType::F32, &[x.rows(), 1])?;
         let gate = TensorView::new(gate)?;
         linear_into(x, gate.view()?, None, scales.view_mut(), ex)?;

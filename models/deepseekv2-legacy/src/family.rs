@@ -1,5 +1,6 @@
 //! DeepSeek-V2 as a family of the engine. The binary has no checkpoint of its own.
 
+use candle_core::Device;
 use candle_nn::VarBuilder;
 use model_runtime::{Config, ConfigError, Geometry, GeometryError, TensorLayout};
 use moe_engine::{DeviceChoice, Embedded, LoadOptions, LoadedModel, ModelFamily};
@@ -9,7 +10,14 @@ use tracing::warn;
 use crate::config::DeepseekV2Config;
 use crate::model;
 
-const CPU_ONLY: &str = "DeepSeek-V2 runs on the CPU only so far; leave --device out";
+const ONE_GPU: &str =
+    "DeepSeek-V2 runs on one GPU so far; leave --tp and --dp out with --device cuda, or run ranks on the CPU";
+
+/// The path of experts that runs where none is asked for: the loop on the CPU, where it is the reference; on a GPU the loop
+/// would wait for the device in every layer.
+fn default_path(device: &Device) -> MoePath {
+    if device.is_cpu() { MoePath::Legacy } else { MoePath::Fused }
+}
 
 /// The family that `model-deepseekv2-legacy` runs.
 pub struct DeepseekV2Family;
@@ -19,8 +27,9 @@ impl ModelFamily for DeepseekV2Family {
 
     const MODEL_TYPE: &'static str = "deepseek_v2";
 
-    fn refuse(_: &LoadOptions, device: DeviceChoice) -> Option<&'static str> {
-        (device != DeviceChoice::Cpu).then_some(CPU_ONLY)
+    fn refuse(options: &LoadOptions, device: DeviceChoice) -> Option<&'static str> {
+        let several = options.context.geometry.world_size > 1;
+        (device != DeviceChoice::Cpu && several).then_some(ONE_GPU)
     }
 
     fn config(config: &Config) -> Result<DeepseekV2Config, ConfigError> {
@@ -48,8 +57,8 @@ impl ModelFamily for DeepseekV2Family {
         options: &LoadOptions,
         vb: VarBuilder,
     ) -> candle_core::Result<LoadedModel> {
-        if !vb.device().is_cpu() {
-            candle_core::bail!("{CPU_ONLY}")
+        if !vb.device().is_cpu() && options.context.geometry.world_size > 1 {
+            candle_core::bail!("{ONE_GPU}")
         }
         // Once, and not by every rank.
         if options.context.geometry.rank == 0 {
@@ -57,7 +66,7 @@ impl ModelFamily for DeepseekV2Family {
                 warn!("config.json: {option} is honoured here, but transformers 5.17 ignores it");
             }
         }
-        let (mla, options) = (options.mla.unwrap_or_default(), options.decoder(MoePath::Legacy));
+        let (mla, options) = (options.mla.unwrap_or_default(), options.decoder(default_path(vb.device())));
         let (model, selection) = model::load(config, mla, &options, vb)?;
         LoadedModel::new(Box::new(model), options.path, selection)
     }

@@ -258,6 +258,8 @@ impl SelfAttention for Attention {
             one_row_each: step.one_row_each,
             num_heads,
             head_dim,
+            value_dim: head_dim,
+            latent: false,
             dtype: self.weights.qkv.dtype(),
             block_size: None,
             aligned: true,

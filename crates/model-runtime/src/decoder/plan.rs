@@ -62,7 +62,7 @@ impl<A: SelfAttention> DecoderLayer<A> {
             }
         }
         let (fusion, mut mlp) = match &self.mlp {
-            Mlp::Dense(_) => (Fusion::Nothing, vec![plain(&["mlp"], "grouped products", Vec::new())]),
+            Mlp::Dense(mlp) => (Fusion::Nothing, mlp.stages(step.rows, machine)),
             Mlp::Sparse(sparse) => (form.mlp.fusion(), sparse.plan(step, &FUSIONS, machine).stages),
         };
         if fusion != Fusion::NormAdd {

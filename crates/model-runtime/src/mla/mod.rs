@@ -5,6 +5,8 @@
 //! space, with the up-projections moved to the query and behind the sum. A run uses one form for
 //! prefill and decode alike, so that a token's bits do not depend on how its prompt was chunked.
 
+mod attend;
+mod plan;
 mod projections;
 
 use std::str::FromStr;
@@ -16,14 +18,14 @@ use moe_comm::RowParallel;
 use moe_kernels::plan::{Machine, Stage};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    AttentionMeta, CpuIsa, Exec, MlaLatent, MlaQuery, TensorView, View, ViewMut, linear_row_parallel_into,
-    mla_cache_into, mla_latent_into, mla_query_into, mla_value_into, paged_attention_into,
+    CpuIsa, Exec, MlaLatent, TensorView, View, ViewMut, linear_row_parallel_into, mla_cache_into,
+    mla_latent_into,
 };
 use moe_layer::{BlockContext, PlanStep};
 use tracing::trace_span;
 
 use crate::attention::Lock;
-use crate::decoder::{SelfAttention, plain};
+use crate::decoder::SelfAttention;
 use crate::kv_cache::{KvLayer, KvLayout};
 use crate::rope::RopeRows;
 use crate::step::StepViews;
@@ -254,27 +256,6 @@ impl MlaAttention {
             }
         }
     }
-
-    /// The rows' queries, [T, Hq, N+R] or, in latent space, [T, Hq, L+R], f32.
-    fn query(&self, x: View, rope: &RopeRows, ex: &mut Exec) -> Result<moe_kernels::Scratch> {
-        let MlaConfig { num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, .. } = self.config;
-        let (t, width) = (x.rows(), qk_nope_head_dim + qk_rope_head_dim);
-        let mut q = ex.scratch(DType::F32, &[t, num_heads * width])?;
-        self.query.forward_into(x, q.view_mut(), ex)?;
-        let (w_uk, head_dim) = match &self.up {
-            Up::Naive(_) => (None, width),
-            Up::Absorbed { w_uk, .. } => (Some(TensorView::new(w_uk)?), kv_lora_rank + qk_rope_head_dim),
-        };
-        let mut out = ex.scratch(DType::F32, &[t, num_heads, head_dim])?;
-        let args = MlaQuery {
-            q: q.view().reshape(&[t, num_heads, width])?,
-            w_uk: w_uk.as_ref().map(TensorView::view).transpose()?,
-            cos: rope.cos(),
-            sin: rope.sin(),
-        };
-        mla_query_into(&args, out.view_mut(), ex)?;
-        Ok(out)
-    }
 }
 
 /// `rope` has R dimensions; the layout of `kv` is [`MlaConfig::kv_layout`].
@@ -284,8 +265,8 @@ impl SelfAttention for MlaAttention {
         Ok(Self { query, kv_a, o, ..self })
     }
 
-    fn stages(&self, _: bool, _: &PlanStep, _: &Machine) -> Vec<Stage> {
-        vec![plain(&["latent attention"], "cpu", Vec::new())]
+    fn stages(&self, _: bool, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
+        self.step_stages(step, machine)
     }
 
     fn forward_into(
@@ -301,26 +282,8 @@ impl SelfAttention for MlaAttention {
         let MlaConfig { num_heads, v_head_dim, .. } = self.config;
         let (t, dtype) = (x.rows(), x.dtype());
         self.cache(x, step, rope, kv, ex)?;
-        let q = self.query(x, rope, ex)?;
-        let meta = AttentionMeta {
-            query_start_loc: step.query_start_loc,
-            positions: step.positions,
-            block_tables: step.block_tables,
-            scale: self.config.softmax_scale as f32,
-            sliding_window: None,
-        };
         let mut attended = ex.scratch(dtype, &[t, num_heads * v_head_dim])?;
-        match &self.up {
-            Up::Naive(_) => {
-                paged_attention_into(q.view(), kv.k(), kv.v(), &meta, attended.view_mut(), ex)?;
-            }
-            Up::Absorbed { w_uv, .. } => {
-                let mut latent = ex.scratch(dtype, &[t, num_heads * self.config.kv_lora_rank])?;
-                paged_attention_into(q.view(), kv.k(), kv.v(), &meta, latent.view_mut(), ex)?;
-                let w_uv = TensorView::new(w_uv)?;
-                mla_value_into(latent.view(), w_uv.view()?, attended.view_mut(), ex)?;
-            }
-        }
+        self.attend_into(x, step, rope, kv, attended.view_mut(), ex)?;
         let (attended, bias) = (attended.view(), Lock::new(&self.o.bias)?);
         let (o, bias) = (self.o.weight.read()?, bias.view()?);
         match &self.ranks {

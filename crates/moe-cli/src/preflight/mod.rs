@@ -11,7 +11,7 @@ mod asks;
 mod files;
 
 use anyhow::Result;
-use model_runtime::Config;
+use model_runtime::{BlockContext, Config};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{LoadOptions, ModelFamily, usage};
 use moe_layer::Backend;
@@ -88,6 +88,8 @@ fn check_run<F: ModelFamily>(args: &RunArgs) -> Result<()> {
             name.parse::<Backend>().map_err(|e| usage(format!("--moe-backend {name}: {e}")))?;
         }
     }
-    let options = LoadOptions { moe_path: args.moe_path, mla: args.mla, ..LoadOptions::default() };
+    let geometry = args.config().parallel.geometry(0).map_err(|e| usage(e.to_string()))?;
+    let context = BlockContext { geometry, ..BlockContext::default() };
+    let options = LoadOptions { moe_path: args.moe_path, mla: args.mla, context, ..LoadOptions::default() };
     F::refuse(&options, args.device).map_or(Ok(()), |reason| Err(usage(reason)))
 }

@@ -75,8 +75,7 @@ impl DeviceRunner {
     pub fn new(vocab_size: usize, sizes: RunnerSizes, ex: &Exec) -> Result<Self> {
         let RunnerSizes { rows, sequences, tokens, blocks, .. } = sizes;
         let seqs = bucket(sequences).unwrap_or(sequences);
-        let shape =
-            Shape { rows: rows.max(seqs), sequences: seqs, max_blocks: blocks, logits: seqs, decode_rows: 0 };
+        let shape = Shape { rows: rows.max(seqs), ..Shape::decode(seqs, blocks) };
         Ok(Self {
             sizes,
             step: DeviceStep::new(shape.words(), ex)?,

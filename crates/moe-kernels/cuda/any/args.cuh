@@ -30,6 +30,17 @@ struct AnyGateUpArgs {
   int invariant;  // whether a row's bits must not depend on `rows`
 };
 
+/// out = act(gate, up), from products that were computed before.
+struct AnyGatedArgs {
+  const float* gate;  // [rows] of `width` values, `stride` apart
+  const float* up;    // likewise
+  void* out;          // [rows, width] of `dtype`
+  Dtype dtype;
+  int rows, width, stride;
+  int activation;  // as in AnyGateUpArgs
+  float alpha, limit;
+};
+
 /// For every grouped row i of local expert e: out[out_rows[i]] = x[i] * w2[e]^T + bias[e].
 struct AnyDownArgs {
   const void* x;             // [rows, width] of `dtype`
@@ -93,6 +104,7 @@ struct AnyRouteArgs {
 
 extern "C" int moe_any_linear(const moe::AnyLinearArgs* args, void* stream);
 extern "C" int moe_any_gate_up(const moe::AnyGateUpArgs* args, void* stream);
+extern "C" int moe_any_gated(const moe::AnyGatedArgs* args, void* stream);
 extern "C" int moe_any_down(const moe::AnyDownArgs* args, void* stream);
 extern "C" int moe_any_group_slots(const moe::AnyGroupSlotsArgs* args, void* stream);
 extern "C" int moe_any_batch_rows(const moe::AnyBatchRowsArgs* args, void* stream);

@@ -24,7 +24,7 @@ struct Meta {
 };
 
 struct Shape {
-  int heads, kv_heads, head_dim, num_blocks, block_size;
+  int heads, kv_heads, head_dim, value_dim, value_row, num_blocks, block_size;
   int pair_heads;  // query heads of a block
   int pair_rows;   // rows of a block
 };
@@ -33,33 +33,34 @@ template <class T, class S>
 struct Arrays {
   const S* q;  // [rows, heads, head_dim]
   const T* k;  // [num_blocks, kv_heads, block_size, head_dim]
-  const T* v;
-  T* out;  // [rows, heads * head_dim]
+  const T* v;  // [num_blocks, kv_heads, block_size, value_row]
+  T* out;      // [rows, heads * value_dim]
 };
 
 /// Shared memory of a block.
 template <int kQ>
 struct Smem {
   float* q;         // [kQ, head_dim]
-  float* out;       // [kQ, head_dim], not yet divided
+  float* out;       // [kQ, value_dim], not yet divided
   float* score;     // [kChunk, kQ]
-  size_t* kv_row;   // [kChunk] first element of the position's key, or kNowhere
+  size_t* kv_row;   // [kChunk] row of the position in the cache, or kNowhere
   float* top;       // [kQ] largest score so far
   float* sum;       // [kQ]
   float* factor;    // [kQ] of what was summed before this chunk
   uint32_t* begin;  // [kQ] positions that the pair sees
   uint32_t* end;
 
-  static size_t bytes(int head_dim) {
-    return kChunk * sizeof(size_t) + sizeof(float) * kQ * (2 * static_cast<size_t>(head_dim) + kChunk + 5);
+  static size_t bytes(const Shape& shape) {
+    const size_t dims = static_cast<size_t>(shape.head_dim) + shape.value_dim;
+    return kChunk * sizeof(size_t) + sizeof(float) * kQ * (dims + kChunk + 5);
   }
 
-  __device__ Smem(uint8_t* base, int head_dim) {
+  __device__ Smem(uint8_t* base, const Shape& shape) {
     kv_row = reinterpret_cast<size_t*>(base);
     score = reinterpret_cast<float*>(kv_row + kChunk);
     q = score + kChunk * kQ;
-    out = q + kQ * head_dim;
-    top = out + kQ * head_dim;
+    out = q + kQ * shape.head_dim;
+    top = out + kQ * shape.value_dim;
     sum = top + kQ;
     factor = sum + kQ;
     begin = reinterpret_cast<uint32_t*>(factor + kQ);
@@ -109,7 +110,7 @@ __device__ __forceinline__ void chunk_scores(const Smem<kQ>& s, const T* keys, i
     const size_t row = s.kv_row[i];
     if (row != kNowhere) {
       for (int d = lane; d < head_dim; d += 32) {
-        const float x = widen(keys[row + d]);
+        const float x = widen(keys[row * head_dim + d]);
 #pragma unroll
         for (int p = 0; p < kQ; ++p) dot[p] = fmaf(x, s.q[p * head_dim + d], dot[p]);
       }
@@ -150,20 +151,21 @@ __device__ __forceinline__ void chunk_softmax(const Smem<kQ>& s, int count) {
 
 /// Adds the chunk's weighted values: a thread per element, all pairs at once.
 template <int kQ, class T>
-__device__ __forceinline__ void chunk_values(const Smem<kQ>& s, const T* values, int head_dim, int count) {
-  for (int d = threadIdx.x; d < head_dim; d += kThreads) {
+__device__ __forceinline__ void chunk_values(const Smem<kQ>& s, const T* values, const Shape& shape, int count) {
+  const int dims = shape.value_dim;
+  for (int d = threadIdx.x; d < dims; d += kThreads) {
     float sum[kQ];
 #pragma unroll
-    for (int p = 0; p < kQ; ++p) sum[p] = s.out[p * head_dim + d] * s.factor[p];
+    for (int p = 0; p < kQ; ++p) sum[p] = s.out[p * dims + d] * s.factor[p];
 #pragma unroll 4
     for (int i = 0; i < count; ++i) {
       const size_t row = s.kv_row[i];
-      const float v = row == kNowhere ? 0.f : widen(values[row + d]);
+      const float v = row == kNowhere ? 0.f : widen(values[row * shape.value_row + d]);
 #pragma unroll
       for (int p = 0; p < kQ; ++p) sum[p] = fmaf(s.score[i * kQ + p], v, sum[p]);
     }
 #pragma unroll
-    for (int p = 0; p < kQ; ++p) s.out[p * head_dim + d] = sum[p];
+    for (int p = 0; p < kQ; ++p) s.out[p * dims + d] = sum[p];
   }
 }
 
@@ -171,9 +173,9 @@ __device__ __forceinline__ void chunk_values(const Smem<kQ>& s, const T* values,
 template <int kQ, class T, class S>
 __device__ __forceinline__ void attend(const Smem<kQ>& s, const Meta& m, const Shape& shape, const Arrays<T, S>& a,
                                        int sequence, int row, int end, int head, int heads, int kv_head) {
-  const int pairs = (end - row) * heads, d = shape.head_dim;
-  const auto place = [&](int pair) {  // first element of a pair's query and output
-    return (static_cast<size_t>(row + pair / heads) * shape.heads + head + pair % heads) * d;
+  const int pairs = (end - row) * heads, d = shape.head_dim, dv = shape.value_dim;
+  const auto place = [&](int pair) {  // of a pair's query and output, in heads
+    return static_cast<size_t>(row + pair / heads) * shape.heads + head + pair % heads;
   };
   if (threadIdx.x < kQ) {
     const int pair = threadIdx.x;
@@ -186,9 +188,9 @@ __device__ __forceinline__ void attend(const Smem<kQ>& s, const Meta& m, const S
   }
   for (int i = threadIdx.x; i < kQ * d; i += kThreads) {
     const int pair = i / d;
-    s.q[i] = pair < pairs ? widen(a.q[place(pair) + i % d]) : 0.f;
-    s.out[i] = 0;
+    s.q[i] = pair < pairs ? widen(a.q[place(pair) * d + i % d]) : 0.f;
   }
+  for (int i = threadIdx.x; i < kQ * dv; i += kThreads) s.out[i] = 0;
   __syncthreads();
   uint32_t first = 0xffffffffu, last = 0;
   for (int pair = 0; pair < pairs; ++pair) first = min(first, s.begin[pair]), last = max(last, s.end[pair]);
@@ -201,7 +203,7 @@ __device__ __forceinline__ void attend(const Smem<kQ>& s, const Meta& m, const S
       const uint32_t at = (base + i) / shape.block_size, offset = (base + i) % shape.block_size;
       const uint32_t block = at < static_cast<uint32_t>(m.max_blocks) ? table[at] : kNoExpert;
       s.kv_row[i] = block < static_cast<uint32_t>(shape.num_blocks)
-                        ? ((static_cast<size_t>(block) * shape.kv_heads + kv_head) * shape.block_size + offset) * d
+                        ? (static_cast<size_t>(block) * shape.kv_heads + kv_head) * shape.block_size + offset
                         : kNowhere;
     }
     __syncthreads();
@@ -209,12 +211,12 @@ __device__ __forceinline__ void attend(const Smem<kQ>& s, const Meta& m, const S
     __syncthreads();
     chunk_softmax(s, count);
     __syncthreads();
-    chunk_values(s, a.v, d, count);
+    chunk_values(s, a.v, shape, count);
     __syncthreads();
   }
-  for (int i = threadIdx.x; i < pairs * d; i += kThreads) {
-    const int pair = i / d;
-    a.out[place(pair) + i % d] = narrow<T>(s.sum[pair] == 0 ? 0.f : s.out[i] / s.sum[pair]);
+  for (int i = threadIdx.x; i < pairs * dv; i += kThreads) {
+    const int pair = i / dv;
+    a.out[place(pair) * dv + i % dv] = narrow<T>(s.sum[pair] == 0 ? 0.f : s.out[i] / s.sum[pair]);
   }
   __syncthreads();
 }
@@ -223,7 +225,7 @@ template <int kQ, class T, class S>
 __global__ void __launch_bounds__(kThreads, 4) attention(const Meta m, const Shape shape, const Arrays<T, S> a) {
   extern __shared__ __align__(16) uint8_t smem[];
   pdl_wait();
-  const Smem<kQ> s(smem, shape.head_dim);
+  const Smem<kQ> s(smem, shape);
   const int group = shape.heads / shape.kv_heads;
   const int splits = ceil_div(group, shape.pair_heads);
   const int kv_head = blockIdx.y / splits, split = blockIdx.y % splits;
@@ -233,10 +235,10 @@ __global__ void __launch_bounds__(kThreads, 4) attention(const Meta m, const Sha
   for (int row = blockIdx.x * shape.pair_rows; row < stop;) {
     const int sequence = sequence_of(m, row);
     if (sequence < 0) {  // padding, like all rows behind it
-      const size_t width = static_cast<size_t>(heads) * shape.head_dim;
+      const size_t width = static_cast<size_t>(heads) * shape.value_dim;
       for (; row < stop; ++row)
         for (size_t i = threadIdx.x; i < width; i += kThreads)
-          a.out[(static_cast<size_t>(row) * shape.heads + head) * shape.head_dim + i] = narrow<T>(0.f);
+          a.out[(static_cast<size_t>(row) * shape.heads + head) * shape.value_dim + i] = narrow<T>(0.f);
       return;
     }
     const int end = static_cast<int>(min(static_cast<uint32_t>(stop), m.starts[sequence + 1]));
@@ -252,7 +254,7 @@ cudaError_t launch_attention(const Meta& m, Shape shape, const Arrays<T, S>& a, 
   // Rows of one sequence share its keys; rows of different sequences would only wait for each other.
   shape.pair_rows = m.rows > 2 * m.sequences ? kQ / shape.pair_heads : 1;
   const int columns = shape.kv_heads * ceil_div(group, shape.pair_heads);
-  const size_t smem = Smem<kQ>::bytes(shape.head_dim);
+  const size_t smem = Smem<kQ>::bytes(shape);
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
@@ -265,17 +267,19 @@ cudaError_t launch_attention(const Meta& m, Shape shape, const Arrays<T, S>& a, 
 }  // namespace moe
 
 /// out = softmax(scale * q * k^T) * v, causal, f32 inside, rounded once. `q_dtype` is `dtype` or f32. A position
-/// outside of its table or of the cache is not seen. Refuses a head_dim above about 1,600 (shared memory).
+/// outside of its table or of the cache is not seen. Refuses a head_dim and a value_dim above about 1,600 (shared
+/// memory).
 extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stream) {
   using namespace moe;
   const PagedAttentionArgs& c = *args;
   if (c.tokens < 0 || c.sequences < 0 || c.max_blocks < 0 || c.heads <= 0 || c.kv_heads <= 0 ||
-      c.heads % c.kv_heads != 0 || c.head_dim <= 0 || c.num_blocks < 0 || c.block_size <= 0 || c.window < 0)
+      c.heads % c.kv_heads != 0 || c.head_dim <= 0 || c.value_dim < 0 || c.value_row < c.value_dim ||
+      c.num_blocks < 0 || c.block_size <= 0 || c.window < 0)
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
   const Meta m = {c.query_start_loc, c.positions,  c.block_tables, c.tokens,
                   c.sequences,       c.max_blocks, c.scale,        c.window};
-  const Shape shape = {c.heads, c.kv_heads, c.head_dim, c.num_blocks, c.block_size, 0, 0};
+  const Shape shape = {c.heads, c.kv_heads, c.head_dim, c.value_dim, c.value_row, c.num_blocks, c.block_size, 0, 0};
   return with_stream(c.dtype, c.q_dtype, [&](auto t, auto s) {
     using T = typename decltype(t)::type;
     using S = typename decltype(s)::type;

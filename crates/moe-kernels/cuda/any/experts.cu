@@ -47,6 +47,15 @@ struct StoreGated {
   }
 };
 
+/// out = act(gate, up) of rows that lie `stride` apart.
+template <class T>
+__global__ void gated_rows(const float* gate, const float* up, T* out, int width, int64_t stride, Gated gated) {
+  pdl_wait();
+  const int64_t from = static_cast<int64_t>(blockIdx.x) * stride, to = static_cast<int64_t>(blockIdx.x) * width;
+  for (int i = column_start(); i < width; i += column_step())
+    out[to + i] = narrow<T>(gated(gate[from + i], up[from + i]));
+}
+
 }  // namespace
 }  // namespace moe
 
@@ -62,6 +71,21 @@ extern "C" int moe_any_gate_up(const moe::AnyGateUpArgs* args, void* stream) {
     const Product<T> product = {static_cast<const T*>(c.x), static_cast<const T*>(c.w13), groups, c.width, c.hidden};
     const StoreGated<T> store = {static_cast<const T*>(c.bias), static_cast<T*>(c.out), c.width, gated};
     return launch_product<2>(product, store, stream);
+  });
+}
+
+/// The gated activation of f32 sums: out [rows, width] of `dtype`, rounded once.
+extern "C" int moe_any_gated(const moe::AnyGatedArgs* args, void* stream) {
+  using namespace moe;
+  const AnyGatedArgs& c = *args;
+  if (c.rows < 0 || c.width < 0 || c.stride < c.width || c.activation < 0 || c.activation > 3)
+    return cudaErrorInvalidValue;
+  if (c.rows == 0 || c.width == 0) return cudaSuccess;
+  const Gated gated = {static_cast<Activation>(c.activation), c.alpha, c.limit};
+  return with_dtype(c.dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    return launch(gated_rows<T>, over_rows(c.rows, c.width, stream), c.gate, c.up, static_cast<T*>(c.out), c.width,
+                  static_cast<int64_t>(c.stride), gated);
   });
 }
 

@@ -18,6 +18,7 @@ struct Groups {
   int experts, rows;
   uint32_t x_rows;  // rows of x: an in_row from there on reads zeros
   bool invariant;   // one kernel for any number of rows, so that a row's bits do not depend on it
+  int each = 0;     // not 0: every expert has so many rows, its i-th is row i * experts + expert of x; no arrays then
 };
 
 template <class T>
@@ -38,6 +39,11 @@ struct Tile {
 template <int kRows>
 __device__ __forceinline__ Tile find_tile(const Groups& g, uint32_t index) {
   const uint32_t rows = g.rows;
+  if (g.each > 0) {
+    const uint32_t each = g.each, tiles = ceil_div(each, kRows), first = index % tiles * kRows;
+    return {static_cast<int>(index / tiles), index / tiles * each + first,
+            min(each - first, static_cast<uint32_t>(kRows))};
+  }
   if (g.offsets == nullptr) {
     const uint32_t first = index * kRows;
     return {0, first, first < rows ? min(rows - first, static_cast<uint32_t>(kRows)) : 0};
@@ -64,14 +70,23 @@ __device__ __forceinline__ Tile find_tile(const Groups& g, uint32_t index) {
 
 /// Tiles that the groups can make at most.
 inline int64_t max_tiles(const Groups& g, int tile_rows) {
+  if (g.each > 0) return static_cast<int64_t>(g.experts) * ceil_div(g.each, tile_rows);
   if (g.offsets == nullptr) return ceil_div(g.rows, tile_rows);
   return static_cast<int64_t>(g.rows < g.experts ? g.rows : g.experts) + g.rows / tile_rows;
+}
+
+/// The place of a grouped row among rows whose experts alternate (`Groups::each`).
+__device__ __forceinline__ uint32_t alternating_row(uint32_t row, uint32_t each, uint32_t experts) {
+  return row % each * experts + row / each;
 }
 
 /// The row of x of a grouped row; null where there is none.
 template <class T>
 __device__ __forceinline__ const T* input_row(const Product<T>& p, uint32_t row) {
-  const uint32_t at = p.groups.in_rows == nullptr ? row : p.groups.in_rows[row];
+  const Groups& g = p.groups;
+  const uint32_t at = g.each > 0             ? alternating_row(row, g.each, g.experts)
+                      : g.in_rows == nullptr ? row
+                                             : g.in_rows[row];
   return at < p.groups.x_rows ? p.x + static_cast<size_t>(at) * p.k : nullptr;
 }
 

@@ -26,21 +26,24 @@ struct QkNormRopeArgs {
 
 /// Causal attention of any rows over the paged KV cache, which holds their own keys and values already.
 struct PagedAttentionArgs {
-  const void* q;                    // [tokens, heads, head_dim] of `q_dtype`
-  const void* k_cache;              // [num_blocks, kv_heads, block_size, head_dim] of `dtype`
-  const void* v_cache;              // as k_cache
+  const void* q;        // [tokens, heads, head_dim] of `q_dtype`
+  const void* k_cache;  // [num_blocks, kv_heads, block_size, head_dim] of `dtype`
+  const void* v_cache;  // [num_blocks, kv_heads, block_size, value_row] of `dtype`: values first in their rows
   const uint32_t* query_start_loc;  // [sequences + 1] ascending; rows before the first are left alone, rows behind the
                                     // last become zeros
   const uint32_t* positions;        // [tokens] ascending within a sequence
   const uint32_t* block_tables;     // [sequences, max_blocks]
-  void* out;                        // [tokens, heads * head_dim] of `dtype`
+  void* out;                        // [tokens, heads * value_dim] of `dtype`
   Dtype dtype, q_dtype;
-  int tokens, sequences, max_blocks, heads, kv_heads, head_dim, num_blocks, block_size;
+  int tokens, sequences, max_blocks, heads, kv_heads, head_dim, value_dim, value_row, num_blocks, block_size;
   float scale;         // of the scores
   int window;          // positions that a row sees, itself included; 0 = all
   int invariant;       // whether a row's bits must not depend on `tokens` and `sequences`
-  uint32_t* counters;  // [2] zero before the first use, of moe_attention_prefill_wgmma; launches that share it must not
-                       // overlap
+  uint32_t* counters;  // [2] zero before the first use, of moe_attention_prefill_wgmma and moe_attention_latent;
+                       // launches that share it must not overlap
+  float* partials;     // of moe_attention_latent with several splits: [tokens * heads, splits, value_dim] values, then
+                       // [tokens * heads, splits, 2] maxima and sums
+  int splits;          // parts of the positions, as moe_attention_latent_splits gives them; 1 elsewhere
 };
 
 /// One new token per sequence, from qkv to attention. A row with slot u32::MAX is padding: zeros out, nothing written.
@@ -66,6 +69,66 @@ struct AttentionDecodeArgs {
   int splits;  // as moe_attention_decode_splits gives them
 };
 
+/// The rows of latent attention after the down-projection: latent normed, the other part rotated.
+struct MlaLatentArgs {
+  const float* compressed;  // [rows, latent + rope]
+  const void* norm;         // [latent] of `dtype`
+  float eps;
+  const float* cos;  // [rows, rope / 2]
+  const float* sin;
+  void* latent_out;   // [rows, latent] of `dtype`
+  void* rotated_out;  // [rows, rope] of `dtype`
+  Dtype dtype;
+  int rows, latent, rope;
+};
+
+/// Keys, and values that have a cache of their own, to the rows' slots.
+struct MlaCacheArgs {
+  const void* kv;         // [rows, heads, key - rope + value] of `kv_dtype`
+  const void* rotated;    // [rows, rope] of `dtype`
+  const uint32_t* slots;  // [rows] distinct; u32::MAX and slots beyond the cache write nothing
+  void* k_cache;          // [num_slots / block_size, heads, block_size, key] of `dtype`
+  void* v_cache;          // [num_slots / block_size, heads, block_size, value] of `dtype`, or null: value is 0
+  Dtype dtype, kv_dtype;
+  int rows, heads, key, rope, value, block_size;
+  int64_t num_slots;
+};
+
+/// Queries: their last values rotated to the end of out, the others to `plain`, or to the beginning of out.
+struct MlaQueryArgs {
+  const float* q;    // [rows, heads, plain_dim + rope]
+  const float* cos;  // [rows, rope / 2]
+  const float* sin;
+  void* plain;  // [rows, heads, plain_dim] of `dtype`, or null
+  void* out;    // [rows, heads, width] of `out_dtype`
+  Dtype dtype, out_dtype;
+  int rows, heads, plain_dim, rope, width;
+};
+
+/// Latent rows of the positions that some sequences see, out of the cache, one sequence behind the other. bf16: 512 and
+/// 64 columns.
+struct MlaExpandArgs {
+  const void* cache;                // [num_blocks, 1, block_size, 576]
+  const uint32_t* query_start_loc;  // [sequences + 1]
+  const uint32_t* positions;        // [tokens] ascending within a sequence
+  const uint32_t* block_tables;     // [sequences, max_blocks]
+  void* latents;                    // out [all, 512]
+  void* keys;                       // out [heads, all, 192]: the last 64 columns
+  uint32_t* bases;                  // out [sequences]: the row of each sequence's first position
+  int sequences, max_blocks, block_size, heads;
+  int all;  // positions of all of them
+};
+
+/// out[r, h] = w[h] x[r, h].
+struct PerHeadArgs {
+  const void* x;  // [rows, heads, k] of `dtype`
+  const void* w;  // [heads, n, k] of `dtype`
+  void* out;      // [rows, heads, stride] of `out_dtype`: the first n of each are written
+  Dtype dtype, out_dtype;
+  int rows, heads, n, k, stride;
+  int invariant;  // whether a row's bits must not depend on `rows`
+};
+
 }  // namespace moe
 
 extern "C" int moe_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* stream);
@@ -73,4 +136,12 @@ extern "C" int moe_any_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void*
 extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stream);
+extern "C" int moe_attention_latent(const moe::PagedAttentionArgs* args, void* stream);
+extern "C" int moe_mla_expand(const moe::MlaExpandArgs* args, void* stream);
+extern "C" int moe_attention_expanded(const moe::PagedAttentionArgs* args, const uint32_t* bases, int all,
+                                      void* stream);
+extern "C" int moe_any_mla_latent(const moe::MlaLatentArgs* args, void* stream);
+extern "C" int moe_any_mla_cache(const moe::MlaCacheArgs* args, void* stream);
+extern "C" int moe_any_mla_query(const moe::MlaQueryArgs* args, void* stream);
+extern "C" int moe_any_per_head(const moe::PerHeadArgs* args, void* stream);
 extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* stream);

@@ -182,8 +182,9 @@ cudaError_t launch_mma(const Args& a, int head_dim, void* stream) {
 
 bool valid(const PagedAttentionArgs& c) {
   return c.tokens >= 0 && c.sequences >= 0 && c.kv_heads > 0 && c.kv_heads <= 65535 && c.heads > 0 &&
-         c.heads % c.kv_heads == 0 && (c.head_dim == 64 || c.head_dim == 128) && c.block_size > 0 && c.window >= 0 &&
-         c.dtype == Dtype::kBf16 && c.q_dtype == Dtype::kBf16;
+         c.heads % c.kv_heads == 0 && (c.head_dim == 64 || c.head_dim == 128) && c.value_dim == c.head_dim &&
+         c.value_row == c.head_dim && c.block_size > 0 && c.window >= 0 && c.dtype == Dtype::kBf16 &&
+         c.q_dtype == Dtype::kBf16;
 }
 
 Args args_of(const PagedAttentionArgs& c) {

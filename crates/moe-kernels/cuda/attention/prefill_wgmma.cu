@@ -24,13 +24,13 @@ constexpr int kOwn = 1;   // and 2: of one warpgroup
 constexpr int kTurn = 3;  // and 4: this warpgroup may issue products
 
 /// A thread's part of a warpgroup's 64 rows: rows g and g + 8 of its warp's 16.
-template <int D>
+template <int kValue>
 struct Rows {
   float max[2] = {-INFINITY, -INFINITY};  // of the scores, before the scale
   float sum[2] = {};
   float factor[2];  // what the last tile's maximum did to the sums
   int position[2];
-  float values[D / 2] = {};
+  float values[kValue / 2] = {};
 
   /// Scores to weights, not yet divided by their sum.
   template <bool kMasked>
@@ -72,7 +72,7 @@ struct Rows {
 
   __device__ __forceinline__ void rescale() {
 #pragma unroll
-    for (int i = 0; i < D / 2; ++i) values[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < kValue / 2; ++i) values[i] *= factor[i / 2 % 2];
   }
 };
 
@@ -157,6 +157,7 @@ __device__ __forceinline__ void load_q(uint32_t (&words)[D / 16][4], uint8_t* sm
 template <int D>
 __device__ __forceinline__ void store_rows(const float (&values)[D / 2], uint8_t* smem, const WarpRows& rows) {
   constexpr int kChunks = D / 8, kEach = 32 / kChunks;  // rows of a store
+  static_assert(32 % kChunks == 0, "a warp stores whole rows");
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int c = 0; c < D / 16; ++c) {
@@ -176,13 +177,13 @@ __device__ __forceinline__ void store_rows(const float (&values)[D / 2], uint8_t
 }
 
 /// A work tile; `at`: the place in the rings.
-template <int D>
-__device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const Work& w, Cursor& at) {
+template <class D>
+__device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const Work& w, Cursor<D>& at) {
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x % 32;
   const WarpRows mine = {a, w, a.heads / a.cache.heads, w.first + warp * 16};
-  uint32_t q[D / 16][4];
-  load_q<D>(q, b.q(warp), mine);
-  Rows<D> rows;
+  uint32_t q[D::kKey / 16][4];
+  load_q<D::kKey>(q, b.q(warp), mine);
+  Rows<D::kValue> rows;
 #pragma unroll
   for (int h = 0; h < 2; ++h) rows.position[h] = a.positions[mine.token(lane / 4 + 8 * h)];
 
@@ -191,10 +192,10 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
     if (masked) rows.template softmax<true>(s, begin, a.scale, a.window);
     else rows.template softmax<false>(s, begin, a.scale, a.window);
   };
-  const auto await_values = [&](const Cursor& cursor, int i) {
+  const auto await_values = [&](const Cursor<D>& cursor, int i) {
     mbarrier_wait(b.full_v(cursor.stage), cursor.parity);
     const int begin = w.tile_at(i);
-    if (begin < w.from || begin + kTile > w.end) zero_unseen<D>(b.v(cursor.stage), begin, w);
+    if (begin < w.from || begin + kTile > w.end) zero_unseen<D::kValue>(b.v(cursor.stage), begin, w);
   };
   const auto leave = [&](uint64_t* empty) {
     if (lane == 0) mbarrier_arrive(empty);
@@ -203,20 +204,20 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
   float s[kTile / 2];
   uint32_t p[kTile / 4];
   mbarrier_wait(b.full_k(at.stage), at.parity);
-  issue_scores<D>(s, q, b.k(at.stage));
+  issue_scores<D::kKey>(s, q, b.k(at.stage));
   wgmma_wait<0>();
   wgmma_hold(s);
   leave(b.empty_k(at.stage));
   softmax(s, w.tile_at(0));
   round_weights(p, s);
   for (int i = 1; i < w.tiles; ++i) {
-    const Cursor before = at;
+    const Cursor<D> before = at;
     at.advance();
     mbarrier_wait(b.full_k(at.stage), at.parity);
     named_barrier(kTurn + warpgroup, kConsumers * 32);
-    issue_scores<D>(s, q, b.k(at.stage));
+    issue_scores<D::kKey>(s, q, b.k(at.stage));
     await_values(before, i - 1);
-    issue_values<D>(rows.values, p, b.v(before.stage));
+    issue_values<D::kValue>(rows.values, p, b.v(before.stage));
     named_barrier_arrive(kTurn + 1 - warpgroup, kConsumers * 32);
     wgmma_wait<1>();
     wgmma_hold(s);
@@ -229,7 +230,7 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
     round_weights(p, s);
   }
   await_values(at, w.tiles - 1);
-  issue_values<D>(rows.values, p, b.v(at.stage));
+  issue_values<D::kValue>(rows.values, p, b.v(at.stage));
   wgmma_wait<0>();
   wgmma_hold(rows.values);
   leave(b.empty_v(at.stage));
@@ -242,13 +243,13 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
     rows.factor[h] = 1.f / sum;
   }
   rows.rescale();
-  store_rows<D>(rows.values, b.q(warp), mine);
+  store_rows<D::kValue>(rows.values, b.q(warp), mine);
 }
 
-template <int D>
+template <class D>
 __device__ __forceinline__ void consume(const Block<D>& b, const Args& a) {
   if (threadIdx.x / 128 == 1) named_barrier_arrive(kTurn, kConsumers * 32);  // the first turn is the other's
-  Cursor at;
+  Cursor<D> at;
   for (int i = 0;; ++i) {
     mbarrier_wait(b.work_full(i), i / kWorkSlots & 1);
     const Work w = *b.work(i);
@@ -260,17 +261,17 @@ __device__ __forceinline__ void consume(const Block<D>& b, const Args& a) {
 
 #endif  // MOE_SM90
 
-template <int D>
+template <class D, class Source>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_wgmma(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap k,
-                  const __grid_constant__ CUtensorMap v, int page_rows) {
+                  const __grid_constant__ CUtensorMap v, const __grid_constant__ Source source) {
 #if MOE_SM90
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block<D> b = {smem};
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&k);
     prefetch_tensor_map(&v);
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < D::kStages; ++i) {
       mbarrier_init(b.full_k(i), 1);
       mbarrier_init(b.full_v(i), 1);
       mbarrier_init(b.empty_k(i), kConsumers);
@@ -285,10 +286,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   pdl_launch_dependents();
   pdl_wait();
-  zero_padding(a, blockIdx.x, gridDim.x, 0, a.heads * D, a.heads * D);
+  zero_padding(a, blockIdx.x, gridDim.x, 0, a.heads * D::kValue, a.heads * D::kValue);
   if (threadIdx.x >= kConsumers * 32) {
     give_registers<24>();
-    if (threadIdx.x < (kConsumers + 1) * 32) Loader<D>{b, a, &k, &v, page_rows}.run();
+    if (threadIdx.x < (kConsumers + 1) * 32) Loader<D, Source>{b, a, source, &k, &v}.run();
   } else {
     take_registers<240>();
     consume<D>(b, a);
@@ -296,27 +297,31 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <int D>
-cudaError_t run(const Args& a, int num_blocks, void* stream) {
-  const int page_rows = a.cache.block_size < kTile ? a.cache.block_size : kTile;
+template <class D, class Source>
+cudaError_t run(const Args& a, const Source& source, int rows, void* stream) {
   CUtensorMap k, v;
-  const int rows = num_blocks * a.cache.heads * a.cache.block_size;
-  cudaError_t e = make_tensor_map(&k, a.cache.k, rows, D, page_rows);
-  if (e == cudaSuccess) e = make_tensor_map(&v, a.cache.v, rows, D, page_rows);
+  cudaError_t e = make_tensor_map(&k, a.cache.k, rows, D::kKey, source.rows);
+  if (e == cudaSuccess) e = make_tensor_map(&v, a.cache.v, rows, D::kValue, source.rows);
   DeviceLimits limits;
   if (e == cudaSuccess) e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   const int64_t tickets = max_tiles(a, kRows) * a.cache.heads;
   if (tickets > 0x7fffffff - limits.sms) return cudaErrorInvalidValue;
   const Launch l = {dim3(tickets < limits.sms ? static_cast<unsigned>(tickets) : limits.sms), dim3(kThreads), stream,
-                    kSmem<D>};
-  return launch(prefill_wgmma<D>, l, a, k, v, page_rows);
+                    D::kSmem};
+  return launch(prefill_wgmma<D, Source>, l, a, k, v, source);
 }
 
 }  // namespace
 
 cudaError_t launch_wgmma(const Args& a, int head_dim, int num_blocks, void* stream) {
-  return head_dim == 128 ? run<128>(a, num_blocks, stream) : run<64>(a, num_blocks, stream);
+  const Paged pages = {a.cache.block_size < kTile ? a.cache.block_size : kTile};
+  const int rows = num_blocks * a.cache.heads * a.cache.block_size;
+  return head_dim == 128 ? run<Dims<128, 128>>(a, pages, rows, stream) : run<Dims<64, 64>>(a, pages, rows, stream);
+}
+
+cudaError_t launch_expanded(const Args& a, int all, const uint32_t* bases, void* stream) {
+  return run<Dims<192, 128>>(a, Contiguous{kTile, all, bases}, a.cache.heads * all, stream);
 }
 
 }  // namespace moe::attention_prefill

@@ -11,17 +11,19 @@ namespace moe::attention_prefill {
 constexpr int kGroupRows = 64;              // rows of a warpgroup
 constexpr int kRows = 2 * kGroupRows;       // of a block
 constexpr int kTile = 128;                  // positions
-constexpr int kStages = 3;                  // of K, and of V
 constexpr int kConsumers = 8;               // warps, two warpgroups
 constexpr int kThreads = 3 * 128;           // the third warpgroup loads, with one warp
 constexpr int kHalfBytes = kTile * 64 * 2;  // 64 columns of a tile: rows of 128 bytes
 constexpr int kHeader = 1024;               // barriers and work tiles
 constexpr int kWorkSlots = 2;               // work tiles announced ahead
 
-template <int D>
-constexpr int kTileBytes = kTile * D * 2;
-template <int D>
-constexpr int kSmem = kHeader + kRows * D * 2 + 2 * kStages * kTileBytes<D>;
+/// Sizes of a key and of a value, and the stages of the rings that fit beside 128 queries.
+template <int kKeyDim, int kValueDim>
+struct Dims {
+  static constexpr int kKey = kKeyDim, kValue = kValueDim, kStages = kKeyDim > 128 ? 2 : 3;
+  static constexpr int kKeyBytes = kTile * kKey * 2, kValueBytes = kTile * kValue * 2;
+  static constexpr int kSmem = kHeader + kRows * kKey * 2 + kStages * (kKeyBytes + kValueBytes);
+};
 
 /// Rows of one sequence and KV head, and the positions that they see. No tiles: the end.
 struct Work {
@@ -37,8 +39,9 @@ struct Work {
 };
 
 /// Shared memory of a block.
-template <int D>
+template <class D>
 struct Block {
+  static constexpr int kStages = D::kStages;
   uint8_t* smem;
 
   __device__ __forceinline__ uint64_t* full_k(int s) const { return reinterpret_cast<uint64_t*>(smem) + s; }
@@ -49,19 +52,43 @@ struct Block {
   __device__ __forceinline__ uint64_t* work_empty(int i) const { return work_full(i) + kWorkSlots; }
   __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
   /// 16 rows of q of a warp, later of its results.
-  __device__ __forceinline__ uint8_t* q(int warp) const { return smem + kHeader + warp * 16 * D * 2; }
-  __device__ __forceinline__ uint8_t* k(int s) const { return smem + kHeader + kRows * D * 2 + s * kTileBytes<D>; }
-  __device__ __forceinline__ uint8_t* v(int s) const { return k(kStages + s); }
+  __device__ __forceinline__ uint8_t* q(int warp) const { return smem + kHeader + warp * 16 * D::kKey * 2; }
+  __device__ __forceinline__ uint8_t* k(int s) const { return smem + kHeader + kRows * D::kKey * 2 + s * D::kKeyBytes; }
+  __device__ __forceinline__ uint8_t* v(int s) const { return k(kStages) + s * D::kValueBytes; }
+  static_assert((4 * kStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= kHeader - 512);
 };
-static_assert((4 * kStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= kHeader - 512);
 
 /// A place in a ring and the parity of its barriers.
+template <class D>
 struct Cursor {
   int stage = 0;
   uint32_t parity = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (++stage == D::kStages) stage = 0, parity ^= 1;
+  }
+};
+
+/// Where the rows of a sequence's positions are: pages of the cache.
+struct Paged {
+  int rows;  // of a page, at most a tile
+
+  __device__ __forceinline__ int row(const Args& a, const Work& w, int position) const {
+    const uint32_t* table = a.block_tables + static_cast<size_t>(w.sequence) * a.max_blocks;
+    const int block_size = a.cache.block_size;
+    return (static_cast<int>(table[position / block_size]) * a.cache.heads + w.kv_head) * block_size +
+           position % block_size;
+  }
+};
+
+/// The same of keys and values [kv_heads, all, D], a sequence's positions one after the other.
+struct Contiguous {
+  int rows;               // a tile
+  int all;                // positions of all sequences
+  const uint32_t* bases;  // [sequences] first row of each
+
+  __device__ __forceinline__ int row(const Args&, const Work& w, int position) const {
+    return w.kv_head * all + static_cast<int>(bases[w.sequence]) + position;
   }
 };
 
@@ -69,12 +96,12 @@ struct Cursor {
 
 /// The warp that takes work tiles by ticket, announces them and loads their keys and values: a lane brings 64 columns
 /// of one page's rows.
-template <int D>
+template <class D, class Source>
 struct Loader {
   const Block<D>& b;
   const Args& a;
+  const Source& source;
   const CUtensorMap *k, *v;
-  int page_rows;
 
   /// The ticket's rows: the KV heads of a tile beside each other if they share the cache's part of L2, or one KV head
   /// after the other; the tiles with the most positions first.
@@ -106,35 +133,43 @@ struct Loader {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void load(const Work& w, Cursor& at) const {
-    constexpr int kHalves = D / 64;
-    const int lane = threadIdx.x % 32, pieces = kTile / page_rows * kHalves, block_size = a.cache.block_size;
-    const uint32_t* table = a.block_tables + static_cast<size_t>(w.sequence) * a.max_blocks;
-    const int offset = lane / kHalves * page_rows, column = lane % kHalves * 64;
-    const int to = lane % kHalves * kHalfBytes + offset * 128;
+  /// Pages of a tile, from `low` to `high`; lane i knows where the i-th lies.
+  struct Pages {
+    int low, high, row;
+  };
+
+  /// The pages of a tile of `kDims` columns, 64 columns of one by a lane.
+  template <int kDims>
+  __device__ __forceinline__ void bring(const Pages& pages, uint64_t* full, uint8_t* tile,
+                                        const CUtensorMap* map) const {
+    constexpr int kHalves = kDims / 64;
+    const int lane = threadIdx.x % 32, pieces = kTile / source.rows * kHalves;
+    if (lane == 0) arrive_expecting(full, (pages.high - pages.low) * source.rows * kDims * 2);
+    for (int first = 0; first < pieces; first += 32) {
+      const int page = (first + lane) / kHalves, half = (first + lane) % kHalves;
+      const int row = __shfl_sync(0xffffffffu, pages.row, page % 32);
+      if (page >= pages.low && page < pages.high)
+        load_tile(tile + half * kHalfBytes + page * source.rows * 128, map, row, half * 64, full);
+    }
+  }
+
+  __device__ __forceinline__ void load(const Work& w, Cursor<D>& at) const {
+    const int lane = threadIdx.x % 32;
     for (int i = 0; i < w.tiles; ++i, at.advance()) {
-      const int position = w.tile_at(i) + offset;
-      const bool mine = lane < pieces && position + page_rows > w.from && position < w.end;
-      int row = 0;
-      if (mine)
-        row = (static_cast<int>(table[position / block_size]) * a.cache.heads + w.kv_head) * block_size +
-              position % block_size;
-      const uint32_t bytes = __popc(__ballot_sync(0xffffffffu, mine)) * page_rows * 128;
-      const auto bring = [&](uint64_t* empty, uint64_t* full, uint8_t* tile, const CUtensorMap* map) {
-        mbarrier_wait(empty, at.parity ^ 1);
-        if (lane == 0) arrive_expecting(full, bytes);
-        __syncwarp();
-        if (mine) load_tile(tile + to, map, row, column, full);
-      };
-      bring(b.empty_k(at.stage), b.full_k(at.stage), b.k(at.stage), k);
-      bring(b.empty_v(at.stage), b.full_v(at.stage), b.v(at.stage), v);
+      const int begin = w.tile_at(i);
+      Pages pages = {max(0, w.from - begin) / source.rows, ceil_div(min(kTile, w.end - begin), source.rows), 0};
+      if (lane >= pages.low && lane < pages.high) pages.row = source.row(a, w, begin + lane * source.rows);
+      mbarrier_wait(b.empty_k(at.stage), at.parity ^ 1);
+      bring<D::kKey>(pages, b.full_k(at.stage), b.k(at.stage), k);
+      mbarrier_wait(b.empty_v(at.stage), at.parity ^ 1);
+      bring<D::kValue>(pages, b.full_v(at.stage), b.v(at.stage), v);
     }
   }
 
   /// All work tiles of the block.
   __device__ __forceinline__ void run() const {
     const int group = a.heads / a.cache.heads, tiles = count_tiles<kRows>(a, group);
-    Cursor at;
+    Cursor<D> at;
     Work w = work_of(blockIdx.x, tiles, group);
     for (int i = 0;; ++i) {
       announce(i, w);

@@ -130,6 +130,7 @@ __device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t
 MOE_WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 1)
 MOE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 1)
 MOE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 0)
+MOE_WGMMA_REGISTERS(192, 96, 96, 97, 98, 99, 100, 101, 1)
 
 #undef MOE_WGMMA
 #undef MOE_WGMMA_REGISTERS

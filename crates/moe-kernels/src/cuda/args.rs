@@ -81,8 +81,26 @@ arguments! {
     }
     PagedAttentionArgs {
         q k_cache v_cache query_start_loc positions block_tables: In, out: Out, dtype q_dtype: Dtype,
-        tokens sequences max_blocks heads kv_heads head_dim num_blocks block_size: i32, scale: f32,
-        window invariant: i32, counters: Out,
+        tokens sequences max_blocks heads kv_heads head_dim value_dim value_row num_blocks block_size: i32,
+        scale: f32, window invariant: i32, counters partials: Out, splits: i32,
+    }
+    MlaLatentArgs {
+        compressed norm: In, eps: f32, cos sin: In, latent_out rotated_out: Out, dtype: Dtype,
+        rows latent rope: i32,
+    }
+    MlaCacheArgs {
+        kv rotated slots: In, k_cache v_cache: Out, dtype kv_dtype: Dtype,
+        rows heads key rope value block_size: i32, num_slots: i64,
+    }
+    MlaQueryArgs {
+        q cos sin: In, plain out: Out, dtype out_dtype: Dtype, rows heads plain_dim rope width: i32,
+    }
+    MlaExpandArgs {
+        cache query_start_loc positions block_tables: In, latents keys bases: Out,
+        sequences max_blocks block_size heads all: i32,
+    }
+    PerHeadArgs {
+        x w: In, out: Out, dtype out_dtype: Dtype, rows heads n k stride invariant: i32,
     }
     AttentionDecodeArgs {
         qkv q_norm k_norm: In, eps: f32, cos sin angle_index slots positions block_tables: In,
@@ -130,6 +148,9 @@ arguments! {
     AnyGateUpArgs {
         x offsets in_rows w13 bias: In, out: Out, dtype: Dtype, activation: i32, alpha limit: f32,
         x_rows rows experts width hidden invariant: i32,
+    }
+    AnyGatedArgs {
+        gate up: In, out: Out, dtype: Dtype, rows width stride activation: i32, alpha limit: f32,
     }
     AnyDownArgs {
         x offsets out_rows w2 bias: In, out: Out, dtype: Dtype,

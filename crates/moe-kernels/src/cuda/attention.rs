@@ -68,11 +68,18 @@ pub(crate) fn paged_attention(
 ) -> Result<()> {
     let (op, cuda) = ("paged_attention", ex.cuda("paged_attention")?);
     let (tables, cache) = (meta.block_tables.dims(), k_cache.dims());
+    let (rows, heads) = (q.rows(), q.dims()[1]);
+    let value_dim = out.dims()[1] / heads.max(1);
+    let value_row = v_cache.dims()[3];
+    let (keys, values) = (cuda.read(op, "k_cache", k_cache)?, cuda.read(op, "v_cache", v_cache)?);
     let call = AttentionCall {
-        rows: q.rows(),
+        rows,
         one_row_each: false,
-        num_heads: q.dims()[1],
+        num_heads: heads,
         head_dim: q.dims()[2],
+        // A value in a longer row of its own fits no fast kernel, nor does this size.
+        value_dim: if value_row == value_dim || keys == values { value_dim } else { 0 },
+        latent: cache[1] == 1 && keys == values && value_dim < q.dims()[2],
         dtype: k_cache.dtype(),
         block_size: Some(cache[2]),
         aligned: aligned(&[q, k_cache, v_cache, out.as_view()]),
@@ -81,22 +88,38 @@ pub(crate) fn paged_attention(
         DType::BF16 => AttentionForm::choose(&call, &ex.machine()),
         _ => None,
     };
+    let splits = match form {
+        Some(AttentionForm::Latent) if !ex.batch_invariant() => {
+            let (rows, sequences) = (small(op, rows)?, small(op, tables[0])?);
+            // SAFETY: a pure function of numbers.
+            unsafe {
+                ffi::moe_attention_latent_splits(rows, sequences, small(op, heads)?, small(op, cuda.sms)?)
+            }
+        }
+        _ => 1,
+    };
+    let mut partials = match splits {
+        2.. => Some(ex.scratch(DType::F32, &[rows * heads, splits as usize, value_dim + 2])?),
+        _ => None,
+    };
     let raw = PagedAttentionArgs {
         q: cuda.read(op, "q", q)?,
-        k_cache: cuda.read(op, "k_cache", k_cache)?,
-        v_cache: cuda.read(op, "v_cache", v_cache)?,
+        k_cache: keys,
+        v_cache: values,
         query_start_loc: cuda.read(op, "query_start_loc", meta.query_start_loc)?,
         positions: cuda.read(op, "positions", meta.positions)?,
         block_tables: cuda.read(op, "block_tables", meta.block_tables)?,
         out: cuda.write(op, "out", &mut out)?,
         dtype: Dtype::of(op, k_cache.dtype())?,
         q_dtype: Dtype::of(op, q.dtype())?,
-        tokens: small(op, q.rows())?,
+        tokens: small(op, rows)?,
         sequences: small(op, tables[0])?,
         max_blocks: small(op, tables[1])?,
-        heads: small(op, q.dims()[1])?,
+        heads: small(op, heads)?,
         kv_heads: small(op, cache[1])?,
         head_dim: small(op, q.dims()[2])?,
+        value_dim: small(op, value_dim)?,
+        value_row: small(op, value_row)?,
         num_blocks: small(op, cache[0])?,
         block_size: small(op, cache[2])?,
         scale: meta.scale,
@@ -105,11 +128,15 @@ pub(crate) fn paged_attention(
         invariant: i32::from(ex.batch_invariant()),
         counters: match form {
             Some(AttentionForm::Wgmma) => cuda.counters("attention_prefill_wgmma", 2)?,
+            Some(AttentionForm::Latent) => cuda.counters("attention_latent", 2)?,
             _ => null_mut(),
         },
+        partials: cuda.write_or_null(op, "partials", partials.as_mut().map(|p| p.view_mut()).as_mut())?,
+        splits,
     };
     let launch = match form {
         Some(AttentionForm::Wgmma) => ffi::moe_attention_prefill_wgmma,
+        Some(AttentionForm::Latent) => ffi::moe_attention_latent,
         Some(AttentionForm::Prefill) => ffi::moe_attention_prefill,
         _ => ffi::moe_any_attention,
     };
@@ -121,7 +148,17 @@ pub(crate) fn paged_attention(
 fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> AttentionCall {
     let QkNormRope { num_heads, head_dim, .. } = *args;
     let (dtype, block_size) = (k_cache.dtype(), Some(k_cache.dims()[2]));
-    AttentionCall { rows: args.qkv.rows(), one_row_each, num_heads, head_dim, dtype, block_size, aligned }
+    AttentionCall {
+        rows: args.qkv.rows(),
+        one_row_each,
+        num_heads,
+        head_dim,
+        value_dim: head_dim,
+        latent: false,
+        dtype,
+        block_size,
+        aligned,
+    }
 }
 
 /// Whether one launch does everything for the first rows of a step ([`decode_attention`]).

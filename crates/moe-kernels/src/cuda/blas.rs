@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::cublas::result::gemm_ex;
+use candle_core::cuda_backend::cudarc::cublas::result::{gemm_ex, gemm_strided_batched_ex};
 use candle_core::cuda_backend::cudarc::cublas::sys;
 use candle_core::{DType, Result, bail};
 
@@ -18,10 +18,7 @@ const WORKSPACE_WORDS: usize = (32 << 20) / 4;
 /// and dtypes.
 pub(crate) fn product(cuda: &CudaExec, op: &str, x: View, w: View, mut out: ViewMut) -> Result<()> {
     let (m, n, k) = (small(op, x.rows())?, small(op, w.rows())?, small(op, w.dims()[1])?);
-    let out_type = match out.dtype() {
-        DType::F32 => sys::cudaDataType::CUDA_R_32F,
-        _ => sys::cudaDataType::CUDA_R_16BF,
-    };
+    let out_type = output(out.dtype());
     let (x, w) = (cuda.read::<c_void>(op, "x", x)?, cuda.read::<c_void>(op, "w", w)?);
     let out = cuda.write::<c_void>(op, "out", &mut out)?;
     let (one, zero) = (1f32, 0f32);
@@ -40,6 +37,58 @@ pub(crate) fn product(cuda: &CudaExec, op: &str, x: View, w: View, mut out: View
         )
     }
     .w()
+}
+
+/// Products of every head's rows with the head's matrix, bf16.
+pub(crate) struct PerHead<'a> {
+    /// Rows of k elements; elements from a row to the next one, and from a head's first row to the next head's.
+    pub(crate) x: (View<'a>, [usize; 2]),
+    /// [heads, n, k], or `by_columns` [heads, k, n].
+    pub(crate) w: View<'a>,
+    pub(crate) by_columns: bool,
+    pub(crate) rows: usize,
+    pub(crate) heads: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    /// Elements from a result's row to the next one, of at least n, and from a head's to the next head's.
+    pub(crate) out: [usize; 2],
+}
+
+/// out (bf16 or f32) = w\[h\] · x of every head, summed in f32. The door has checked dims and dtypes.
+pub(crate) fn per_head(cuda: &CudaExec, op: &str, p: &PerHead, mut out: ViewMut) -> Result<()> {
+    let (rows, heads) = (small(op, p.rows)?, small(op, p.heads)?);
+    let (n, k) = (small(op, p.n)?, small(op, p.k)?);
+    let (x, [x_row, x_head]) = p.x;
+    let (x_row, out_row) = (small(op, x_row)?, small(op, p.out[0])?);
+    let out_type = output(out.dtype());
+    let (x, w) = (cuda.read::<c_void>(op, "x", x)?, cuda.read::<c_void>(op, "w", p.w)?);
+    let out = cuda.write::<c_void>(op, "out", &mut out)?;
+    let (one, zero) = (1f32, 0f32);
+    let (one, zero) = ((&raw const one).cast(), (&raw const zero).cast());
+    let handle = handle(cuda)?;
+    let bf16 = sys::cudaDataType::CUDA_R_16BF;
+    let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+    let algorithm = sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP;
+    let (transposed, plain) = (sys::cublasOperation_t::CUBLAS_OP_T, sys::cublasOperation_t::CUBLAS_OP_N);
+    let (w_as, w_row) = if p.by_columns { (plain, n) } else { (transposed, k) };
+    let (matrix, x_head, out_head) = (i64::from(n) * i64::from(k), x_head as i64, p.out[1] as i64);
+    // As in `product`, for each head outᵀ [n, rows] = w[h] · x[h]ᵀ.
+    // SAFETY: the addresses cover heads matrices and the rows of all heads on the handle's device, as the caller states.
+    unsafe {
+        gemm_strided_batched_ex(
+            handle, w_as, plain, n, rows, k, one, w, bf16, w_row, matrix, x, bf16, x_row, x_head, zero, out,
+            out_type, out_row, out_head, heads, compute, algorithm,
+        )
+    }
+    .w()
+}
+
+/// The type of a result.
+fn output(dtype: DType) -> sys::cudaDataType {
+    match dtype {
+        DType::F32 => sys::cudaDataType::CUDA_R_32F,
+        _ => sys::cudaDataType::CUDA_R_16BF,
+    }
 }
 
 /// candle's handle of this device, with our workspace.

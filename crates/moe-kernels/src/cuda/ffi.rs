@@ -31,6 +31,9 @@ launchers! {
     moe_attention_prefill(args: *const PagedAttentionArgs);
     moe_attention_prefill_wgmma(args: *const PagedAttentionArgs);
     moe_attention_decode(args: *const AttentionDecodeArgs);
+    moe_attention_latent(args: *const PagedAttentionArgs);
+    moe_mla_expand(args: *const MlaExpandArgs);
+    moe_attention_expanded(args: *const PagedAttentionArgs, bases: *const u32, all: i32);
 
     // router, experts
     moe_gate_route(args: *const GateRouteArgs);
@@ -101,9 +104,15 @@ launchers! {
     moe_any_softmax(x: In, out: Out, rows width: i32);
     moe_any_linear(args: *const AnyLinearArgs);
     moe_any_gate_up(args: *const AnyGateUpArgs);
+    moe_any_gated(args: *const AnyGatedArgs);
     moe_any_down(args: *const AnyDownArgs);
     moe_any_qk_norm_rope_cache(args: *const QkNormRopeArgs);
     moe_any_attention(args: *const PagedAttentionArgs);
+    moe_any_mla_latent(args: *const MlaLatentArgs);
+    moe_any_mla_cache(args: *const MlaCacheArgs);
+    moe_any_mla_query(args: *const MlaQueryArgs);
+    moe_any_per_head(args: *const PerHeadArgs);
+    moe_any_copy_columns(from: In, to: Out, dtype: Dtype, rows width from_row to_row: i32);
     moe_any_group_slots(args: *const AnyGroupSlotsArgs);
     moe_any_list_slots(topk_ids expert_map: In, count num_ids num_local: i32, counts lists: Out);
     moe_any_zero_absent(topk_ids expert_map: In, count num_ids num_local width: i32, out: Out);
@@ -126,6 +135,7 @@ unsafe extern "C" {
         head_dim: i32,
         splits: i32,
     ) -> usize;
+    pub(crate) fn moe_attention_latent_splits(tokens: i32, sequences: i32, heads: i32, sms: i32) -> i32;
     pub(crate) fn moe_max_tiles(slots: i32, num_local: i32, tile_rows: i32) -> i32;
     pub(crate) fn moe_experts_stream_flags(slots: i32, num_local: i32) -> i32;
     pub(crate) fn moe_experts_tensor_counters(num_local: i32) -> i32;

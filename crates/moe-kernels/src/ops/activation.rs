@@ -6,7 +6,7 @@ use crate::cpu::activation::Gated;
 use crate::cpu::dispatch;
 use crate::cpu::parallel::{for_each_item, rows_per_task};
 use crate::cpu::simd::{LANES, Lanes};
-use crate::door::{expect, expect_dims, expect_dtype};
+use crate::door::{expect, expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::spec::Activation;
 use crate::view::{View, ViewMut};
@@ -33,7 +33,42 @@ pub fn gated_activation_into(
     expect_dtype(op, "gate", &gate, DType::F32)?;
     expect(op, "up", &up, DType::F32, gate.dims())?;
     expect_dims(op, "out", &out, gate.dims())?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::gated(ex, op, (gate, up), activation, out);
+    }
     with_float!(out.dtype(), op, T => run::<T>(gate, up, activation, out, ex))
+}
+
+/// out = act(gate, up) of rows that hold the gate values, then the up values; the rest is as in [`gated_activation_into`].
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `rows` | [T, 2I] f32 |
+/// | `out` | [T, I] model dtype (f32, bf16, f16) |
+///
+/// # Errors
+/// A wrong dtype or wrong dims.
+pub fn gated_rows_into(rows: View, activation: Activation, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    let op = "gated_rows";
+    let (t, width) = expect_matrix(op, "out", &out)?;
+    expect(op, "rows", &rows, DType::F32, &[t, 2 * width])?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::gated_rows(ex, op, rows, activation, out);
+    }
+    with_float!(out.dtype(), op, T => run_rows::<T>(rows, activation, out, ex))
+}
+
+fn run_rows<T: Lanes>(rows: View, activation: Activation, mut out: ViewMut, ex: &Exec) -> Result<()> {
+    let width = out.dims()[1].max(1);
+    let (rows, out) = (rows.cpu::<f32>()?, out.cpu_mut::<T>()?);
+    let tasks = rows.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)).collect();
+    for_each_item(ex, tasks, rows.len(), |(row, out)| {
+        let (gate, up) = row.split_at(width);
+        dispatch(ex.isa(), Gated { gate, up, activation, out });
+    });
+    Ok(())
 }
 
 fn run<T: Lanes>(gate: View, up: View, activation: Activation, mut out: ViewMut, ex: &Exec) -> Result<()> {

@@ -69,8 +69,6 @@ pub fn paged_attention_into(
     check_meta(op, meta, t)?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        expect(op, "v_cache", &v_cache, k_cache.dtype(), k_cache.dims())?;
-        expect(op, "out", &out, k_cache.dtype(), &[t, hq * d])?;
         return crate::cuda::attention::paged_attention(q, k_cache, v_cache, meta, out, ex);
     }
     let sequences = check_sequences(op, meta, t, k_cache.dims()[0], k_cache.dims()[2])?;

@@ -59,6 +59,13 @@ pub fn mla_latent_into(args: &MlaLatent, latent: ViewMut, rotated: ViewMut, ex: 
     expect(op, "compressed", &args.compressed, DType::F32, &[t, l + r])?;
     expect(op, "norm", &args.norm, latent.dtype(), &[l])?;
     expect_angles(op, &args.cos, &args.sin, t, r)?;
+    if l == 0 || r == 0 {
+        bail!("{op}: expected a latent and a rotated part, got {l} and {r} values")
+    }
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::mla_latent(ex, op, args, latent, rotated);
+    }
     with_float!(latent.dtype(), op, T => split_latent::<T>(args, latent, rotated, ex))
 }
 
@@ -72,9 +79,6 @@ fn split_latent<T: Lanes>(
     let (x, weight) = (args.compressed.cpu::<f32>()?, args.norm.cpu::<T>()?);
     let angles = Angles::new(&args.cos, &args.sin, r)?;
     let (latent, rotated) = (latent.cpu_mut::<T>()?, rotated.cpu_mut::<T>()?);
-    if l == 0 || r == 0 {
-        bail!("mla_latent: expected a latent and a rotated part, got {l} and {r} values")
-    }
     let rows = x.chunks_exact(l + r).zip(latent.chunks_exact_mut(l).zip(rotated.chunks_exact_mut(r)));
     for_each_item(ex, rows.enumerate().collect(), x.len(), |(t, (x, (out, rotated)))| {
         let (x, tail) = x.split_at(l);
@@ -87,7 +91,7 @@ fn split_latent<T: Lanes>(
 /// Writes the keys of all heads, and values if they have a cache of their own, to the rows' slots.
 /// The key of a head is its first N values in `kv` and then the rotated part, its value the V
 /// values after those N. The latent row of the absorbed form is a head with V = 0. If two rows
-/// name one slot, the later row wins.
+/// name one slot, the later row wins; on CUDA they must not.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -98,7 +102,7 @@ fn split_latent<T: Lanes>(
 /// | `v_cache` | [num_blocks, Hkv, block_size, V] same dtype; `None`: V = 0 |
 ///
 /// # Errors
-/// A wrong dtype or wrong dims; a slot beyond the cache.
+/// A wrong dtype or wrong dims; a slot beyond the cache, which on CUDA is not written.
 pub fn mla_cache_into(
     kv: View,
     rotated: View,
@@ -120,6 +124,10 @@ pub fn mla_cache_into(
     let dims = [&k_cache.dims()[..3], &[v]].concat();
     expect_optional(op, "v_cache", v_cache.as_ref(), k_cache.dtype(), &dims)?;
     expect(op, "slot_mapping", &slot_mapping, DType::U32, &[t])?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::mla_cache(ex, op, (kv, rotated), slot_mapping, k_cache, v_cache);
+    }
     for (i, slot) in slot_mapping.cpu::<u32>()?.iter().enumerate() {
         if *slot != NO_SLOT && *slot as usize >= slots {
             bail!("{op}: slot_mapping[{i}] is {slot}; the cache holds {slots} slots")
@@ -179,7 +187,7 @@ pub struct MlaQuery<'a> {
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `args` | see [`MlaQuery`] |
-/// | `out` | [T, Hq, N + R] f32, or [T, Hq, L + R] f32 with `w_uk` |
+/// | `out` | [T, Hq, N + R] f32, bf16 or f16, or with `w_uk` [T, Hq, L + R] f32 or model dtype |
 ///
 /// # Errors
 /// A wrong dtype or wrong dims; an odd R.
@@ -187,31 +195,56 @@ pub fn mla_query_into(args: &MlaQuery, out: ViewMut, ex: &mut Exec) -> Result<()
     let op = "mla_query";
     let (t, heads, width) = expect_rank3(op, "q", &args.q)?;
     expect_dtype(op, "q", &args.q, DType::F32)?;
-    expect_dtype(op, "out", &out, DType::F32)?;
     let r = 2 * args.cos.dims().last().copied().unwrap_or(0);
     expect_angles(op, &args.cos, &args.sin, t, r)?;
     let Some(n) = width.checked_sub(r) else {
         bail!("{op}: q has {width} values per head, fewer than the {r} that are rotated")
     };
     expect_rows(op, t, heads)?;
+    match args.w_uk {
+        None => expect_dims(op, "out", &out, &[t, heads, n + r])?,
+        Some(w) => {
+            let (_, l, _) = expect_rank3(op, "w_uk", &w)?;
+            expect_dims(op, "w_uk", &w, &[heads, l, n])?;
+            expect_stream(op, "out", &out, w.dtype())?;
+            expect_dims(op, "out", &out, &[t, heads, l + r])?;
+            if n == 0 {
+                bail!(
+                    "{op}: expected queries with a part that is not rotated, got {width} values, all rotated"
+                )
+            }
+        }
+    }
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::mla_query(ex, op, args, out);
+    }
     let Some(w) = args.w_uk else {
-        expect_dims(op, "out", &out, &[t, heads, n + r])?;
-        return split_query::<f32>(args, r, None, out, ex);
+        return with_float!(out.dtype(), op, O => split_query::<O, O>(args, r, None, out, ex));
     };
-    let (_, l, _) = expect_rank3(op, "w_uk", &w)?;
-    expect_dims(op, "w_uk", &w, &[heads, l, n])?;
-    expect_dims(op, "out", &out, &[t, heads, l + r])?;
-    with_float!(w.dtype(), op, T => {
-        let mut out = out;
-        let mut nope = ex.scratch(w.dtype(), &[t, heads, n])?;
-        split_query::<T>(args, r, Some(nope.view_mut()), out.reborrow(), ex)?;
-        let (x, w) = (nope.view().cpu::<T>()?, w.cpu::<T>()?);
-        PerHead { x, w, heads, n: l, k: n, out: out.cpu_mut::<f32>()?, stride: l + r }.run(ex)
+    with_float!(w.dtype(), op, T => match out.dtype() {
+        DType::F32 => absorb_query::<T, f32>(args, w, r, out, ex),
+        _ => absorb_query::<T, T>(args, w, r, out, ex),
     })
 }
 
+/// The queries in latent space.
+fn absorb_query<T: Lanes, O: Lanes>(
+    args: &MlaQuery,
+    w: View,
+    r: usize,
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (t, heads, l, n) = (args.q.rows(), w.dims()[0], w.dims()[1], w.dims()[2]);
+    let mut nope = ex.scratch(w.dtype(), &[t, heads, n])?;
+    split_query::<T, O>(args, r, Some(nope.view_mut()), out.reborrow(), ex)?;
+    let (x, w) = (nope.view().cpu::<T>()?, w.cpu::<T>()?);
+    PerHead { x, w, heads, n: l, k: n, out: out.cpu_mut::<O>()?, stride: l + r }.run(ex)
+}
+
 /// Rotates the tails of all heads into `out`; their heads go to `nope`, rounded, or to `out`.
-fn split_query<T: Lanes>(
+fn split_query<T: Lanes, O: Lanes>(
     args: &MlaQuery,
     r: usize,
     nope: Option<ViewMut>,
@@ -221,17 +254,14 @@ fn split_query<T: Lanes>(
     let (heads, width, out_width) = (args.q.dims()[1], args.q.dims()[2], out.dims()[2]);
     let (q, angles) = (args.q.cpu::<f32>()?, Angles::new(&args.cos, &args.sin, r)?);
     let n = width - r;
-    let rows = q.chunks_exact(width.max(1)).zip(out.cpu_mut::<f32>()?.chunks_exact_mut(out_width.max(1)));
+    let rows = q.chunks_exact(width.max(1)).zip(out.cpu_mut::<O>()?.chunks_exact_mut(out_width.max(1)));
     let Some(mut nope) = nope else {
         for_each_item(ex, rows.enumerate().collect(), q.len(), |(i, (q, out))| {
-            out[..n].copy_from_slice(&q[..n]);
+            round_row(&q[..n], &mut out[..n]);
             angles.rotate(i / heads, &q[n..], &mut out[n..]);
         });
         return Ok(());
     };
-    if n == 0 {
-        bail!("mla_query: expected queries with a part that is not rotated, got {width} values, all rotated")
-    }
     let rows = rows.zip(nope.cpu_mut::<T>()?.chunks_exact_mut(n));
     for_each_item(ex, rows.enumerate().collect(), q.len(), |(i, ((q, out), nope))| {
         round_row(&q[..n], nope);
@@ -258,6 +288,11 @@ pub fn mla_value_into(x: View, w_uv: View, mut out: ViewMut, ex: &mut Exec) -> R
     expect_dtype(op, "w_uv", &w_uv, x.dtype())?;
     expect(op, "out", &out, x.dtype(), &[t, heads * v])?;
     expect_rows(op, t, heads)?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        let (x, out) = (x.reshape(&[t, heads, l])?, out.reshape(&[t, heads, v])?);
+        return crate::cuda::any::per_head(ex, op, x, w_uv, out);
+    }
     with_float!(x.dtype(), op, T => {
         let (x, w, out) = (x.cpu::<T>()?, w_uv.cpu::<T>()?, out.cpu_mut::<T>()?);
         PerHead { x, w, heads, n: v, k: l, out, stride: v }.run(ex)

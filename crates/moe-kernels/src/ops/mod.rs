@@ -11,13 +11,14 @@ mod experts;
 mod fused_linear;
 mod linear;
 mod mla;
+mod mla_prompt;
 mod qk_norm_rope;
 mod quant;
 mod scaled;
 mod segments;
 
 pub use crate::cpu::attention::ATTENTION_BLOCK;
-pub use activation::gated_activation_into;
+pub use activation::{gated_activation_into, gated_rows_into};
 pub use attention::{AttentionMeta, paged_attention_into};
 pub use combine::weighted_sum_into;
 pub use elementwise::{add_into, add_rms_norm_into, embedding_into, rms_norm_into, softmax_into};
@@ -25,6 +26,7 @@ pub use experts::{ExpertGroups, grouped_down_into, grouped_gate_up_into};
 pub use fused_linear::{linear_add_into, norm_linear_into};
 pub use linear::{linear_into, linear_row_parallel_into, row_parallel_segments};
 pub use mla::{MlaLatent, MlaQuery, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into};
+pub use mla_prompt::{MlaPrompt, mla_prompt_into};
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_cache_into, rope_attention_into};
 pub use quant::{
     quant_down_into, quant_down_segment_into, quant_gate_up_into, quant_linear_into,

@@ -11,6 +11,9 @@ const MAX_ROWS: usize = 65_535;
 const TILE: usize = 128;
 /// Head sizes of the fast kernels.
 const HEAD_DIMS: &[usize] = &[64, 128];
+/// Sizes of a latent row and of the value in it that a kernel is compiled for: DeepSeek's.
+const LATENT_KEYS: &[usize] = &[576];
+const LATENT_VALUES: &[usize] = &[512];
 
 /// Head norm, rotation, cache write and attention of a step's rows.
 #[derive(Clone, Copy, Debug)]
@@ -21,8 +24,12 @@ pub struct AttentionCall {
     pub one_row_each: bool,
     /// Query heads.
     pub num_heads: usize,
-    /// Size of a head.
+    /// Size of a head's key.
     pub head_dim: usize,
+    /// Size of a head's value.
+    pub value_dim: usize,
+    /// Whether all heads share one key, and a value is the beginning of its key (latent rows).
+    pub latent: bool,
     /// Dtype of the cache.
     pub dtype: DType,
     /// Slots of a block of the cache; `None` where there is no cache yet, for a plan.
@@ -40,7 +47,10 @@ pub enum AttentionForm {
     /// Head norm, rotation and cache write in one launch, then attention on Hopper's warpgroup products; sequences with a
     /// few rows take `attention_prefill` (`attention_prefill_wgmma`).
     Wgmma,
-    /// The same with the tensor cores of any card (`attention_prefill`).
+    /// Latent rows on Hopper's warpgroup products, of any mix of rows, whose keys are in the cache
+    /// (`attention_latent`).
+    Latent,
+    /// The same as `Wgmma` with the tensor cores of any card (`attention_prefill`).
     Prefill,
     /// Any dtype and head size on CUDA.
     Any,
@@ -51,12 +61,14 @@ pub enum AttentionForm {
 impl Form for AttentionForm {
     type Call = AttentionCall;
 
-    const ALL: &'static [Self] = &[Self::Decode, Self::Wgmma, Self::Prefill, Self::Any, Self::Cpu];
+    const ALL: &'static [Self] =
+        &[Self::Decode, Self::Wgmma, Self::Latent, Self::Prefill, Self::Any, Self::Cpu];
 
     fn name(self) -> &'static str {
         match self {
             Self::Decode => "attention_decode",
             Self::Wgmma => "attention_prefill_wgmma",
+            Self::Latent => "attention_latent",
             Self::Prefill => "attention_prefill",
             Self::Any => "any_attention",
             Self::Cpu => "cpu",
@@ -78,6 +90,11 @@ impl Form for AttentionForm {
                 machine.expect_hopper()?;
                 call.expect_pages()?;
                 call.expect_fast()
+            }
+            Self::Latent => {
+                machine.expect_hopper()?;
+                call.expect_latent()?;
+                call.expect_pages()
             }
             Self::Prefill => {
                 machine.expect_gpu()?;
@@ -102,11 +119,33 @@ impl AttentionCall {
 
     fn expect_fast(&self) -> Result<(), Reason> {
         expect_bf16(self.dtype)?;
-        if !HEAD_DIMS.contains(&self.head_dim) || self.num_heads == 0 {
-            return Err(Reason::OneOf { dimension: "head_dim", accepted: HEAD_DIMS, got: self.head_dim });
+        expect_one_of("head_dim", HEAD_DIMS, self.head_dim)?;
+        if self.num_heads == 0 {
+            return Err(Reason::Part { part: "attention without heads" });
         }
+        if self.value_dim != self.head_dim || self.latent {
+            return Err(Reason::Part { part: "values of another size than keys" });
+        }
+        self.expect_aligned()
+    }
+
+    fn expect_latent(&self) -> Result<(), Reason> {
+        if !self.latent || self.num_heads == 0 {
+            return Err(Reason::Part { part: "keys of several heads" });
+        }
+        expect_bf16(self.dtype)?;
+        expect_one_of("head_dim", LATENT_KEYS, self.head_dim)?;
+        expect_one_of("value_dim", LATENT_VALUES, self.value_dim)?;
+        self.expect_aligned()
+    }
+
+    fn expect_aligned(&self) -> Result<(), Reason> {
         if self.aligned { Ok(()) } else { Err(Reason::Alignment) }
     }
+}
+
+fn expect_one_of(dimension: &'static str, accepted: &'static [usize], got: usize) -> Result<(), Reason> {
+    if accepted.contains(&got) { Ok(()) } else { Err(Reason::OneOf { dimension, accepted, got }) }
 }
 
 #[cfg(test)]
@@ -126,6 +165,8 @@ mod tests {
                 one_row_each,
                 num_heads,
                 head_dim,
+                value_dim: head_dim,
+                latent: false,
                 dtype: DType::BF16,
                 block_size,
                 aligned: true,
@@ -142,5 +183,44 @@ mod tests {
         assert_eq!(form(true, Some(16), &hopper), Some("attention_decode"));
         let invariant = Machine { batch_invariant: true, ..hopper };
         assert_eq!(form(true, Some(16), &invariant), Some("attention_prefill_wgmma"));
+    }
+    #[test]
+    fn latent_rows_take_their_kernel_where_sizes_and_card_allow() {
+        let hopper = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+        let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
+        let ampere = Machine { gpu: Some(ampere), batch_invariant: false };
+        let call = AttentionCall {
+            rows: 3,
+            one_row_each: false,
+            num_heads: 16,
+            head_dim: 576,
+            value_dim: 512,
+            latent: true,
+            dtype: DType::BF16,
+            block_size: Some(16),
+            aligned: true,
+        };
+        let form = |call: &AttentionCall, machine: &Machine| {
+            AttentionForm::choose(call, machine).map(AttentionForm::name)
+        };
+        for one_row_each in [false, true] {
+            let call = AttentionCall { one_row_each, ..call };
+            assert_eq!(form(&call, &hopper), Some("attention_latent"));
+            let invariant = Machine { batch_invariant: true, ..hopper };
+            assert_eq!(form(&call, &invariant), Some("attention_latent"));
+            assert_eq!(form(&call, &ampere), Some("any_attention"));
+            assert_eq!(form(&call, &Machine::default()), Some("cpu"));
+        }
+        for other in [
+            AttentionCall { dtype: DType::F32, ..call },
+            AttentionCall { head_dim: 320, ..call },
+            AttentionCall { value_dim: 256, ..call },
+            AttentionCall { block_size: Some(7), ..call },
+            AttentionCall { aligned: false, ..call },
+            AttentionCall { latent: false, ..call },
+            AttentionCall { latent: false, head_dim: 128, value_dim: 64, ..call },
+        ] {
+            assert_eq!(form(&other, &hopper), Some("any_attention"), "{other:?}");
+        }
     }
 }

@@ -251,4 +251,17 @@ mod tests {
         let many = ExpertsCall { tokens: 8, ..none };
         assert_eq!(many.fits_tensor(&hopper()), Err(Reason::NoLocalExperts));
     }
+    #[test]
+    fn deepseeks_experts_take_the_fast_kernels() {
+        // DeepSeek-V2-Lite's and DeepSeek-V2's.
+        for (num_local, hidden, inter) in [(64, 2048, 1408), (160, 5120, 1536)] {
+            let call =
+                |tokens| ExpertsCall { tokens, top_k: 6, num_ids: num_local, num_local, hidden, inter };
+            let form = |tokens| ExpertsForm::choose(&call(tokens), &hopper());
+            assert_eq!(form(1), Some(ExpertsForm::OneLaunch));
+            assert_eq!(form(6), Some(ExpertsForm::Stream));
+            assert_eq!(form(64), Some(ExpertsForm::Tensor));
+            assert_eq!(form(8192), Some(ExpertsForm::Wide));
+        }
+    }
 }

@@ -8,6 +8,8 @@ mod attention;
 mod experts;
 mod linear;
 mod monolithic;
+mod per_head;
+mod prompt;
 mod reason;
 mod router;
 
@@ -15,6 +17,8 @@ pub use attention::{AttentionCall, AttentionForm};
 pub use experts::{ExpertsCall, ExpertsForm};
 pub use linear::{FusedLinearForm, LinearCall, LinearForm};
 pub use monolithic::{Fusion, MonolithicCall, MonolithicForm};
+pub use per_head::{PerHeadCall, PerHeadForm};
+pub use prompt::{PromptCall, PromptForm};
 pub use reason::{Reason, Target, activation_kind, activation_name};
 pub use router::{RouterCall, RouterForm};
 

@@ -113,6 +113,14 @@ pub enum Reason {
         /// Bytes that a block may ask for.
         has: usize,
     },
+    /// What lies between its launches would take too much memory.
+    #[error("needs {needs} bytes between its launches, more than {has}")]
+    Memory {
+        /// Bytes that it needs.
+        needs: usize,
+        /// Bytes that it may take.
+        has: usize,
+    },
     /// Data that vector loads cannot read.
     #[error("reads 16 bytes at once, but a view does not begin at a multiple of 16 bytes")]
     Alignment,
@@ -225,6 +233,7 @@ impl Reason {
             Self::Rows { .. } => "rows",
             Self::TooLarge { .. } | Self::OneOf { .. } | Self::BlockSize { .. } => "shape",
             Self::SharedMemory { .. } => "shared_memory",
+            Self::Memory { .. } => "memory",
             Self::Alignment => "alignment",
             Self::OneRowEach => "one_row_each",
             Self::Routed { .. } => "routing_context",

@@ -4,9 +4,9 @@
 use candle_core::{DType, Result};
 use half::bf16;
 use moe_kernels::{
-    Activation, AttentionMeta, Buffer, CpuIsa, Exec, Float, MlaLatent, MlaQuery, View, gated_activation_into,
-    grouped_gate_up_into, linear_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into,
-    paged_attention_into, rms_norm_into,
+    Activation, AttentionMeta, Buffer, CpuIsa, Exec, Float, MlaLatent, MlaPrompt, MlaQuery, View,
+    gated_activation_into, grouped_gate_up_into, linear_into, mla_cache_into, mla_latent_into,
+    mla_prompt_into, mla_query_into, mla_value_into, paged_attention_into, rms_norm_into,
 };
 
 use crate::common::{bits, data, exec, filled, isas, product, values, view, wide};
@@ -313,4 +313,62 @@ fn wrong_shapes_dtypes_and_slots_are_named() {
     };
     says(act(f32s(&[2, 3]), ex), "out with dims [2, 4], got [2, 3]");
     says(act(zeros(DType::U32, &[2, 4]), ex), "gated_activation");
+}
+
+/// In latent space a prompt has the results that keys and values of every head give.
+#[test]
+fn prompts_agree_with_keys_and_values_of_every_head() -> Result<()> {
+    let (heads, l, n, v, size) = (3, 21, 8, 5, 4);
+    let q = data::<f32>(T * heads * (n + R), 11);
+    let (w_uk, w_uv) = (data::<f32>(heads * l * n, 12), data::<f32>(heads * v * l, 13));
+    let cache = data::<f32>(3 * size * (l + R), 14);
+    let (starts, positions, tables) = ([0u32, 3, 5], [4u32, 5, 6, 0, 1], [2u32, 0, 1, u32::MAX]);
+    let args = MlaPrompt {
+        q: view(&q, &[T, heads, n + R]),
+        w_uk: view(&w_uk, &[heads, l, n]),
+        w_uv: view(&w_uv, &[heads, v, l]),
+        cache: view(&cache, &[3, 1, size, l + R]),
+        meta: AttentionMeta {
+            query_start_loc: view(&starts, &[3]),
+            positions: view(&positions, &[T]),
+            block_tables: view(&tables, &[2, 2]),
+            scale: 0.3,
+            sliding_window: None,
+        },
+        positions: 9,
+    };
+    let row = |sequence: usize, position: usize| {
+        let block = tables[2 * sequence + position / size] as usize;
+        &cache[(block * size + position % size) * (l + R)..][..l + R]
+    };
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+    let mut out = filled::<f32>(&[T, heads * v])?;
+    mla_prompt_into(&args, out.view_mut(), &mut Exec::cpu())?;
+    for (t, got) in values::<f32>(&out).chunks(heads * v).enumerate() {
+        let sequence = usize::from(t >= 3);
+        for head in 0..heads {
+            let (query, tail) = q[(t * heads + head) * (n + R)..][..n + R].split_at(n);
+            let scores: Vec<f64> = (0..=positions[t] as usize)
+                .map(|position| {
+                    let (latent, rotated) = row(sequence, position).split_at(l);
+                    let key = |i: usize| {
+                        (0..l).map(|j| f64::from(w_uk[(head * l + j) * n + i]) * f64::from(latent[j]))
+                    };
+                    let plain: f64 = (0..n).map(|i| f64::from(query[i]) * key(i).sum::<f64>()).sum();
+                    0.3 * (plain + dot(tail, rotated))
+                })
+                .collect();
+            let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
+            let sum: f64 = weights.iter().sum();
+            for i in 0..v {
+                let w = &w_uv[(head * v + i) * l..][..l];
+                let value = |position| dot(w, &row(sequence, position)[..l]);
+                let want: f64 = weights.iter().enumerate().map(|(p, weight)| weight / sum * value(p)).sum();
+                let got = f64::from(got[head * v + i]);
+                assert!((got - want).abs() < 2e-5, "{t} {head} {i}: {got} {want}");
+            }
+        }
+    }
+    Ok(())
 }

@@ -8,9 +8,9 @@ use moe_experts::{ExpertWeights, Experts, ExpertsShape, Reservation};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_rank3};
 use moe_kernels::{
-    Activation, ActivationFormat, Dispatched, Exec, Segment, TensorView, View, ViewMut, embedding_into,
-    fill_into, gated_activation_into, group_slots_into, linear_into, linear_row_parallel_into,
-    linear_segment_into, zero_absent_into,
+    Activation, ActivationFormat, Buffer, Dispatched, Exec, Segment, TensorView, View, ViewMut,
+    embedding_into, fill_into, gated_activation_into, group_slots_into, linear_into,
+    linear_row_parallel_into, linear_segment_into, zero_absent_into,
 };
 
 /// The matrices of one expert: `down(act(gate(x)) * up(x))`.
@@ -43,7 +43,7 @@ impl ExpertLoop {
     /// Experts of this shape; a rank may have none.
     ///
     /// # Errors
-    /// Another number of experts; matrices of other dims or another dtype; a device other than the CPU.
+    /// Another number of experts; matrices of other dims or another dtype.
     pub fn new(experts: Vec<ExpertMlp>, shape: ExpertsShape, activation: Activation) -> Result<Self> {
         let ExpertsShape { num_local_experts, hidden_size: h, intermediate_size: i, dtype } = shape;
         if experts.len() != num_local_experts {
@@ -59,9 +59,6 @@ impl ExpertLoop {
                         tensor.dims(),
                         tensor.dtype().as_str()
                     )
-                }
-                if !tensor.device().is_cpu() {
-                    bail!("the legacy expert path runs on the CPU; choose the fused path")
                 }
             }
         }
@@ -113,15 +110,15 @@ impl ExpertLoop {
         let mut offsets = ex.scratch(DType::U32, &[self.experts.len() + 1])?;
         let mut order = ex.scratch(DType::U32, &[slots])?;
         group_slots_into(topk_ids, expert_map, offsets.view_mut(), order.view_mut(), ex)?;
-        let offsets = offsets.view().cpu::<u32>()?;
+        let (offsets, order) = (on_host(offsets.view(), ex)?, on_host(order.view(), ex)?);
+        let (offsets, order) = (offsets.view().cpu::<u32>()?, order.view().cpu::<u32>()?);
         let used = offsets.last().map_or(0, |&end| end as usize);
         if used == 0 {
             return fill_into(0., out, ex);
         }
-        let mut place = ex.scratch(DType::U32, &[slots])?;
-        let mut tokens = ex.scratch(DType::U32, &[used])?;
-        let order = &order.view().cpu::<u32>()?[..used];
-        invert(order, k, place.view_mut().cpu_mut()?, tokens.view_mut().cpu_mut()?);
+        let (place, tokens) = invert(&order[..used], k, slots);
+        let (place, tokens) =
+            (ex.lend(View::new(&place, &[slots])?)?, ex.lend(View::new(&tokens, &[used])?)?);
         let mut grouped = ex.scratch(DType::F32, &[segments * used, h])?;
         for (expert, range) in self.experts.iter().zip(offsets.windows(2)) {
             let (start, rows) = (range[0] as usize, (range[1] - range[0]) as usize);
@@ -177,7 +174,8 @@ impl ExpertLoop {
         expect_dims(NAME, "expert_num_tokens", &counts, &[experts])?;
         let (rows, mut out) =
             (rows.reshape(&[experts * max_tokens, h])?, out.reshape(&[experts * max_tokens, h])?);
-        for (e, (expert, &count)) in self.experts.iter().zip(counts.cpu::<u32>()?).enumerate() {
+        let counts = on_host(counts, ex)?;
+        for (e, (expert, &count)) in self.experts.iter().zip(counts.view().cpu::<u32>()?).enumerate() {
             let x = rows.narrow(e * max_tokens, count as usize)?;
             if count > 0 {
                 self.expert_into(expert, x, out.reborrow(), (e * max_tokens, 0), ex)?;
@@ -205,7 +203,12 @@ impl Experts for ExpertLoop {
     }
 
     fn products(&self) -> &'static str {
-        "dense products, one expert after the other"
+        match self.experts.iter().any(|expert| !expert.gate.device().is_cpu()) {
+            false => "dense products, one expert after the other",
+            true => {
+                "dense products, one expert after the other, counts read on the host, so without CUDA graphs"
+            }
+        }
     }
 
     fn segments(&self) -> Option<usize> {
@@ -249,12 +252,20 @@ impl Experts for ExpertLoop {
     }
 }
 
-/// The grouped row of each slot and the token of each grouped row. Slots that no group has read
+/// The grouped row of each of `slots` slots and the token of each grouped row. Slots that no group has read
 /// row 0 first, and become zero after.
-fn invert(order: &[u32], top_k: usize, place: &mut [u32], tokens: &mut [u32]) {
-    place.fill(0);
-    for (row, (&slot, token)) in order.iter().zip(tokens).enumerate() {
+fn invert(order: &[u32], top_k: usize, slots: usize) -> (Vec<u32>, Vec<u32>) {
+    let mut place = vec![0; slots];
+    for (row, &slot) in order.iter().enumerate() {
         place[slot as usize] = row as u32;
-        *token = slot / top_k as u32;
     }
+    (place, order.iter().map(|slot| slot / top_k as u32).collect())
+}
+
+/// Which experts have rows is read on the host, from a GPU by waiting for it: nothing that a graph could record.
+fn on_host(view: View, ex: &Exec) -> Result<Buffer> {
+    if ex.is_cuda() && ex.workspace().is_frozen() {
+        bail!("{NAME} read counts of rows on the host, so their steps run without CUDA graphs")
+    }
+    ex.to_host(view)
 }

@@ -4,7 +4,8 @@
 //! This is how models ran before packed weights and grouped kernels, kept as the reference that
 //! the grouped experts are compared with and as a fallback that depends on nothing but dense products.
 //! In a [`SparseMoeBlock`] [`ExpertLoop`] takes the place of the grouped kernels. Products, activation
-//! and sum are in their order, so on the CPU both give the same bits.
+//! and sum are in their order, so on the CPU both give the same bits. On a GPU the loop waits in every layer for the
+//! counts of each expert's rows, so its steps are never recorded as graphs; it runs on one GPU.
 
 mod experts;
 
@@ -21,8 +22,7 @@ pub use experts::{ExpertLoop, ExpertMlp};
 /// A block around the loop, from the layouts and prefixes of [`load_block`](crate::load_block).
 ///
 /// # Errors
-/// Missing or wrongly shaped tensors; an expert backend, which the loop has none of; another device
-/// than the CPU.
+/// Missing or wrongly shaped tensors; an expert backend, which the loop has none of; several GPUs.
 pub(crate) fn load_loop_on(
     options: &BlockOptions,
     context: &BlockContext,
@@ -31,6 +31,9 @@ pub(crate) fn load_loop_on(
 ) -> Result<SparseMoeBlock> {
     if let Some(backend) = &options.backend {
         bail!("the legacy expert path has no backends, so not {backend} either; choose the fused path")
+    }
+    if !experts.device().is_cpu() && context.geometry.world_size > 1 {
+        bail!("the legacy expert path runs on one GPU, not on several; choose the fused path")
     }
     let (layout, weights) = load_part(options, context, experts)?;
     let shard = context.geometry.expert_intermediate(options.intermediate_size)?;

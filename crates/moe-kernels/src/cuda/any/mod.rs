@@ -4,12 +4,16 @@
 //! left to check here is that the views lie on the device and that sizes fit the launcher.
 
 mod align;
+mod mla;
 mod product;
+mod prompt;
 mod route;
 mod rows;
 
 pub(crate) use align::*;
+pub(crate) use mla::*;
 pub(crate) use product::*;
+pub(crate) use prompt::*;
 pub use route::*;
 pub(crate) use rows::*;
 

@@ -3,7 +3,7 @@
 use candle_core::Result;
 
 use super::{Dtype, ffi, int};
-use crate::cuda::args::{AnyDownArgs, AnyGateUpArgs, AnyLinearArgs};
+use crate::cuda::args::{AnyDownArgs, AnyGateUpArgs, AnyGatedArgs, AnyLinearArgs, In};
 use crate::exec::Exec;
 use crate::ops::ExpertGroups;
 use crate::spec::Activation;
@@ -77,6 +77,61 @@ pub(crate) fn gate_up(
     };
     // SAFETY: see above; rows beyond x read nothing, and offsets beyond the rows are cut.
     cuda.check(op, unsafe { ffi::moe_any_gate_up(&args, cuda.raw()?) })
+}
+
+/// See [`crate::gated_activation_into`].
+pub(crate) fn gated(
+    ex: &Exec,
+    op: &str,
+    (gate, up): (View, View),
+    activation: Activation,
+    out: ViewMut,
+) -> Result<()> {
+    let (cuda, rows) = (ex.cuda(op)?, out.rows());
+    let width = out.elem_count().checked_div(rows).unwrap_or(0);
+    let (gate, up) = (cuda.read(op, "gate", gate)?, cuda.read(op, "up", up)?);
+    gated_apart(ex, op, (gate, up, width), (rows, width), activation, out)
+}
+
+/// See [`crate::gated_rows_into`].
+pub(crate) fn gated_rows(
+    ex: &Exec,
+    op: &str,
+    rows: View,
+    activation: Activation,
+    out: ViewMut,
+) -> Result<()> {
+    let (height, width) = (out.rows(), out.dims()[1]);
+    let gate: *const f32 = ex.cuda(op)?.read(op, "rows", rows)?;
+    let up = gate.wrapping_add(width);
+    gated_apart(ex, op, (gate.cast(), up.cast(), 2 * width), (height, width), activation, out)
+}
+
+/// Gate and up values with rows so far apart.
+fn gated_apart(
+    ex: &Exec,
+    op: &str,
+    (gate, up, stride): (In, In, usize),
+    (rows, width): (usize, usize),
+    activation: Activation,
+    mut out: ViewMut,
+) -> Result<()> {
+    let cuda = ex.cuda(op)?;
+    let (activation, alpha, limit) = activation_code(activation);
+    let args = AnyGatedArgs {
+        gate,
+        up,
+        dtype: Dtype::of(op, out.dtype())?,
+        out: cuda.write(op, "out", &mut out)?,
+        rows: int(op, rows)?,
+        width: int(op, width)?,
+        stride: int(op, stride)?,
+        activation,
+        alpha,
+        limit,
+    };
+    // SAFETY: see above.
+    cuda.check(op, unsafe { ffi::moe_any_gated(&args, cuda.raw()?) })
 }
 
 pub(crate) fn down(

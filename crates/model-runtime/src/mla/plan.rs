@@ -1,0 +1,132 @@
+//! The kernels of latent attention in a step: what is explained, and what the layer asks before it runs.
+
+use candle_core::DType;
+use moe_kernels::Weight;
+use moe_kernels::plan::{
+    AttentionCall, AttentionForm, Form, LinearCall, Machine, PerHeadCall, PerHeadForm, PromptCall,
+    PromptForm, Stage,
+};
+use moe_layer::PlanStep;
+
+use super::projections::{Projection, Query, Up};
+use super::{MlaAttention, MlaConfig};
+use crate::decoder::{linear_stage, plain};
+
+impl MlaAttention {
+    /// The kernels of a step, in their order.
+    pub(super) fn step_stages(&self, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
+        let rows = step.rows;
+        let linear = |computes, projection: &Projection| {
+            linear_stage(computes, false, &projection.call(rows), machine)
+        };
+        let by_rows = |computes, kernel: &str| {
+            plain(computes, if machine.gpu.is_some() { kernel } else { "cpu" }, Vec::new())
+        };
+        let per_head = |computes| {
+            let call = PerHeadCall { rows, dtype: self.o.weight.dtype() };
+            PerHeadForm::stage(computes, &call, machine)
+        };
+        let mut stages =
+            vec![linear(&["kv_a"], &self.kv_a), by_rows(&["latent norm", "rope of the key"], "mla_latent")];
+        if let Up::Naive(up) = &self.up {
+            stages.push(linear(&["kv_b"], up));
+        }
+        stages.push(by_rows(&["kv write"], "mla_cache"));
+        match &self.query {
+            Query::Direct(q) => stages.push(linear(&["q_proj"], q)),
+            Query::Low { a, b, .. } => {
+                stages.push(linear(&["q_a"], a));
+                stages.push(by_rows(&["norm of the query's latent"], "rms_norm"));
+                stages.push(linear(&["q_b"], b));
+            }
+        }
+        stages.push(by_rows(&["rope of the queries"], "mla_query"));
+        let call = self.attention_call(rows, step.one_row_each, None);
+        let mut attention = AttentionForm::stage(&["attention"], &call, machine);
+        if matches!(self.up, Up::Naive(_)) {
+            stages.push(attention);
+        } else {
+            let prompts = (!step.one_row_each).then(|| {
+                PromptForm::stage(
+                    &["keys and values of all heads", "attention"],
+                    &self.prompt_call(rows, None),
+                    machine,
+                )
+            });
+            match prompts {
+                Some(stage) if stage.rejected.is_empty() => stages.push(stage),
+                prompts => {
+                    attention.rejected.splice(0..0, prompts.into_iter().flat_map(|stage| stage.rejected));
+                    stages.extend([
+                        per_head(&["queries to latents"]),
+                        attention,
+                        per_head(&["latents to values"]),
+                    ]);
+                }
+            }
+        }
+        stages.push(linear(&["o_proj"], &self.o));
+        if self.ranks.is_some() {
+            stages.push(plain(&["sum over ranks"], "all-reduce", Vec::new()));
+        }
+        stages
+    }
+
+    /// The dtype in which queries leave for attention. They are rounded there where they become operands of tensor cores,
+    /// so what writes them may round as well.
+    pub(super) fn query_dtype(&self, rows: usize, block_size: usize, machine: &Machine) -> DType {
+        let call = self.attention_call(rows, false, Some(block_size));
+        match AttentionForm::choose(&call, machine) {
+            Some(AttentionForm::Latent) => call.dtype,
+            _ => DType::F32,
+        }
+    }
+
+    /// The prompts' rows of a step, and the positions that they see where there are some.
+    pub(super) fn prompt_call(&self, rows: usize, positions: Option<usize>) -> PromptCall {
+        let MlaConfig { num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, .. } =
+            self.config;
+        PromptCall {
+            rows,
+            positions,
+            num_heads,
+            dims: [kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim],
+            dtype: self.o.weight.dtype(),
+            aligned: true,
+        }
+    }
+
+    fn attention_call(&self, rows: usize, one_row_each: bool, block_size: Option<usize>) -> AttentionCall {
+        let MlaConfig { num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, .. } =
+            self.config;
+        let latent = matches!(self.up, Up::Absorbed { .. });
+        let (plain, value_dim) =
+            if latent { (kv_lora_rank, kv_lora_rank) } else { (qk_nope_head_dim, v_head_dim) };
+        AttentionCall {
+            rows,
+            one_row_each,
+            num_heads,
+            head_dim: plain + qk_rope_head_dim,
+            value_dim,
+            latent,
+            dtype: self.o.weight.dtype(),
+            block_size,
+            aligned: true,
+        }
+    }
+}
+
+impl Projection {
+    fn call(&self, rows: usize) -> LinearCall {
+        let (n, k) = dims(&self.weight);
+        LinearCall { rows, n, k, dtype: self.weight.dtype(), bias: self.bias.is_some(), aligned: true }
+    }
+}
+
+/// Rows and columns of a matrix.
+fn dims(weight: &Weight) -> (usize, usize) {
+    match *weight.dims() {
+        [n, k] => (n, k),
+        _ => (0, 0),
+    }
+}

@@ -1,0 +1,99 @@
+//! Attention of prompts over latent rows from queries that are not in latent space.
+
+use candle_core::{Result, bail};
+
+use super::attention::check_meta;
+use super::qk_norm_rope::expect_cache;
+use super::{AttentionMeta, mla_value_into, paged_attention_into};
+use crate::cpu::mla::{PerHead, round_row};
+use crate::cpu::simd::Lanes;
+use crate::door::{expect, expect_dtype, expect_rank3};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+use crate::with_float;
+
+/// Arguments of [`mla_prompt_into`].
+#[derive(Clone, Copy, Debug)]
+pub struct MlaPrompt<'a> {
+    /// [T, Hq, N + R] model dtype (f32, bf16, f16): queries whose last R values are rotated.
+    pub q: View<'a>,
+    /// [Hq, L, N] same dtype: W_UKᵀ of every head.
+    pub w_uk: View<'a>,
+    /// [Hq, V, L] same dtype: W_UV of every head.
+    pub w_uv: View<'a>,
+    /// [num_blocks, 1, block_size, L + R] same dtype: the cache, with the rows' own entries.
+    pub cache: View<'a>,
+    /// Which sequence and which keys each row belongs to.
+    pub meta: AttentionMeta<'a>,
+    /// Positions that the sequences' rows see, all sequences together: of each sequence with rows the last row's
+    /// position and one.
+    pub positions: usize,
+}
+
+/// out = W_UV softmax(scale · q · k) c of every head, causal, where a key is [W_UK c | rotated part] and c the latent of a
+/// position: as [`mla_query_into`](crate::mla_query_into), [`paged_attention_into`] and [`mla_value_into`] in latent
+/// space, or with keys and values of every head ([`PromptForm`](crate::plan::PromptForm)).
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `args` | see [`MlaPrompt`] |
+/// | `out` | [T, Hq · V] model dtype |
+///
+/// # Errors
+/// Wrong dtypes or dims; those of [`paged_attention_into`].
+pub fn mla_prompt_into(args: &MlaPrompt, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    let (op, dtype) = ("mla_prompt", args.q.dtype());
+    let (t, heads, width) = expect_rank3(op, "q", &args.q)?;
+    let (_, l, n) = expect_rank3(op, "w_uk", &args.w_uk)?;
+    let (_, v, _) = expect_rank3(op, "w_uv", &args.w_uv)?;
+    let Some(r) = width.checked_sub(n) else {
+        bail!("{op}: q has {width} values per head, fewer than the {n} that w_uk multiplies")
+    };
+    if n == 0 || r == 0 {
+        bail!("{op}: expected keys with a plain and a rotated part, got {n} and {r} values")
+    }
+    expect(op, "w_uk", &args.w_uk, dtype, &[heads, l, n])?;
+    expect(op, "w_uv", &args.w_uv, dtype, &[heads, v, l])?;
+    expect(op, "out", &out, dtype, &[t, heads * v])?;
+    expect_cache(op, "cache", &args.cache, 1, l + r)?;
+    expect_dtype(op, "cache", &args.cache, dtype)?;
+    check_meta(op, &args.meta, t)?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() && crate::cuda::any::expands(args, &out, ex) {
+        return crate::cuda::any::mla_expanded(op, args, out, ex);
+    }
+    let mut latent_q = ex.scratch(dtype, &[t, heads, l + r])?;
+    to_latent(op, args, latent_q.view_mut(), ex)?;
+    let mut latents = ex.scratch(dtype, &[t, heads * l])?;
+    paged_attention_into(latent_q.view(), args.cache, args.cache, &args.meta, latents.view_mut(), ex)?;
+    mla_value_into(latents.view(), args.w_uv, out, ex)
+}
+
+/// [W_UKᵀ q | rotated part] of every head, [T, Hq, L + R].
+fn to_latent(op: &str, args: &MlaPrompt, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::latent_query(ex, op, args, out);
+    }
+    let (l, n) = (args.w_uk.dims()[1], args.w_uk.dims()[2]);
+    with_float!(args.q.dtype(), op, T => to_latent_rows::<T>(args, (l, n), &mut out, ex))
+}
+
+fn to_latent_rows<T: Lanes>(
+    args: &MlaPrompt,
+    (l, n): (usize, usize),
+    out: &mut ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (heads, width, r) = (args.q.dims()[1], args.q.dims()[2], args.q.dims()[2] - n);
+    let mut plain = ex.scratch(args.q.dtype(), &[args.q.rows(), heads, n])?;
+    let rows = args.q.cpu::<T>()?.chunks_exact(width);
+    let mut to = plain.view_mut();
+    let parts = to.cpu_mut::<T>()?.chunks_exact_mut(n).zip(out.cpu_mut::<T>()?.chunks_exact_mut(l + r));
+    for (row, (plain, out)) in rows.zip(parts) {
+        plain.copy_from_slice(&row[..n]);
+        round_row(&row[n..], &mut out[l..]);
+    }
+    let (x, w) = (plain.view().cpu::<T>()?, args.w_uk.cpu::<T>()?);
+    PerHead { x, w, heads, n: l, k: n, out: out.cpu_mut::<T>()?, stride: l + r }.run(ex)
+}

@@ -1,0 +1,123 @@
+//! DeepSeek-V2 on a CUDA device: the tokens of eager steps by graphs, of the per-expert loop by the fused experts, and bits
+//! that do not depend on the batch.
+
+use candle_core::DType;
+use model_deepseekv2_legacy::{DeepseekV2, DeepseekV2Config, DeepseekV2Family};
+use model_runtime::{Config, DummyWeights, Exec, Geometry, MlaForm};
+use moe_engine::engine::{Engine, EngineConfig};
+use moe_engine::{LoadOptions, ModelFamily};
+use moe_layer::{BlockContext, MoePath};
+use moe_tests::{Schedule, all_logits};
+
+use crate::common::cuda;
+use crate::engine::{requests, run};
+
+/// Small, but with the latent rows of DeepSeek's models, so that every fast kernel runs.
+const CONFIG: &str = r#"{
+    "model_type": "deepseek_v2", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 448,
+    "moe_intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "kv_lora_rank": 512, "q_lora_rank": null, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+    "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": false, "routed_scaling_factor": 1.0,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 512, "hidden_act": "silu"
+}"#;
+
+/// What makes it a DeepSeek-V2 rather than a V2-Lite.
+const V2: &[(&str, &str)] = &[
+    ("\"q_lora_rank\": null", "\"q_lora_rank\": 192"),
+    (
+        "\"topk_method\": \"greedy\", \"n_group\": 1, \"topk_group\": 1",
+        "\"topk_method\": \"group_limited_greedy\", \"n_group\": 4, \"topk_group\": 2",
+    ),
+    ("\"routed_scaling_factor\": 1.0", "\"routed_scaling_factor\": 4.0"),
+];
+
+fn model(replaced: &[(&str, &str)], path: MoePath, mla: MlaForm, dtype: DType) -> DeepseekV2 {
+    let mut json = CONFIG.to_string();
+    for (from, to) in replaced {
+        assert!(json.contains(from), "{from}");
+        json = json.replace(from, to);
+    }
+    let config = DeepseekV2Config::new(&Config::parse(&json, "config.json").unwrap()).unwrap();
+    let layout = DeepseekV2Family::layout(&config, &Geometry::default(), &|_| true).unwrap();
+    let vb = DummyWeights::new(layout.tensors, 7).var_builder(dtype, cuda().device());
+    let context = BlockContext { batch_invariant: true, ..BlockContext::default() };
+    let options = LoadOptions { context, ..LoadOptions::default() };
+    model_deepseekv2_legacy::load(&config, mla, &options.decoder(path), vb).unwrap().0
+}
+
+fn config(max_num_seqs: usize, enforce_eager: bool) -> EngineConfig {
+    let kv_cache_memory = Some(64 << 20);
+    EngineConfig { max_num_seqs, enforce_eager, kv_cache_memory, ..EngineConfig::for_device(&cuda()) }
+}
+
+#[test]
+fn graphs_draw_the_tokens_of_eager_steps() {
+    for replaced in [&[], V2] {
+        for mla in [MlaForm::Absorbed, MlaForm::Naive] {
+            let model = model(replaced, MoePath::Fused, mla, DType::BF16);
+            for batch in [1, 2, 4, 5, 16, 17, 65] {
+                let mut eager = Engine::new(&model, cuda(), None, &config(batch, true)).unwrap();
+                let mut graphs = Engine::new(&model, cuda(), None, &config(batch, false)).unwrap();
+                let expected = run(&mut eager, requests(batch, 24));
+                assert_eq!(run(&mut graphs, requests(batch, 24)), expected, "{mla:?}, batch {batch}");
+                assert_eq!(eager.num_graph_steps(), 0);
+                assert!(graphs.num_graph_steps() >= 20, "{mla:?}, batch {batch}");
+                assert!(batch == 1 || expected[0] != expected[1]);
+            }
+        }
+    }
+}
+
+/// In f32, where both paths round alike but for the order of sums, greedy tokens are equal.
+#[test]
+fn the_loop_draws_the_tokens_of_the_fused_experts_and_no_graphs() {
+    for (replaced, mla) in [(&[][..], MlaForm::Absorbed), (V2, MlaForm::Naive)] {
+        let tokens = |path| {
+            let model = model(replaced, path, mla, DType::F32);
+            let mut engine = Engine::new(&model, cuda(), None, &config(9, false)).unwrap();
+            let mut all = requests(9, 24);
+            all.iter_mut().for_each(|request| request.sampling.temperature = 0.0);
+            (run(&mut engine, all), engine.num_graph_steps())
+        };
+        let ((fused, graphs), (looped, none)) = (tokens(MoePath::Fused), tokens(MoePath::Legacy));
+        assert_eq!(fused, looped);
+        assert!(graphs >= 20 && none == 0, "{graphs} {none}");
+    }
+}
+
+/// The first prompt and position whose logits have other bits in a batch than alone.
+fn first_difference(model: &DeepseekV2, mut ex: Exec) -> Option<(usize, usize)> {
+    let prompt = |i: usize| {
+        (0..[150, 1, 37, 64, 65, 9][i % 6]).map(move |j| ((i * 131 + j * 17 + j * j) % 1000) as u32)
+    };
+    let prompts: Vec<Vec<u32>> = (0..30).map(|i| prompt(i).collect()).collect();
+    let alone = Schedule { chunk: usize::MAX >> 1, block_size: 16, together: false };
+    let want = all_logits(model, &prompts, alone, &mut ex).unwrap();
+    for (batch, chunk) in [(1, 1), (1, 7), (5, 64), (30, 1), (30, 5), (30, usize::MAX >> 1)] {
+        let together = Schedule { chunk, block_size: 8, together: true };
+        let got = all_logits(model, &prompts[..batch], together, &mut ex).unwrap();
+        for (prompt, (got, want)) in got.iter().zip(&want).enumerate() {
+            if let Some(at) = got.iter().zip(want).position(|(g, w)| g.to_bits() != w.to_bits()) {
+                return Some((prompt, at / 1000));
+            }
+        }
+    }
+    None
+}
+
+#[test]
+fn batch_invariant_bits_do_not_depend_on_batch_and_chunks() {
+    let exact = || cuda().with_batch_invariant(true);
+    for (replaced, mla, dtype) in [
+        (&[][..], MlaForm::Absorbed, DType::BF16),
+        (V2, MlaForm::Absorbed, DType::BF16),
+        (V2, MlaForm::Naive, DType::BF16),
+        (V2, MlaForm::Absorbed, DType::F32),
+    ] {
+        let model = model(replaced, MoePath::Fused, mla, dtype);
+        assert_eq!(first_difference(&model, exact()), None, "{mla:?} {dtype:?}");
+    }
+    // The control: the fast mode takes other kernels for other batches.
+    assert_ne!(first_difference(&model(&[], MoePath::Fused, MlaForm::Absorbed, DType::BF16), cuda()), None);
+}

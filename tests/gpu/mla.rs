@@ -1,0 +1,378 @@
+//! Latent attention: its row ops, its products by heads, and attention whose values are a part of their keys or another
+//! size than these.
+
+use candle_core::DType;
+use moe_kernels::{
+    Activation, AttentionMeta, Buffer, Float, MlaLatent, MlaPrompt, MlaQuery, gated_activation_into,
+    gated_rows_into, mla_cache_into, mla_latent_into, mla_prompt_into, mla_query_into, mla_value_into,
+    paged_attention_into, with_float,
+};
+
+use crate::common::*;
+
+/// Rows; heads; sizes of the latent, of the part that is not rotated, of the rotated part and of values.
+type Sizes = (usize, usize, [usize; 4]);
+
+const SIZES: [Sizes; 8] = [
+    (0, 3, [8, 4, 2, 4]),
+    (1, 1, [1, 1, 2, 1]),
+    (5, 3, [21, 10, 6, 7]),
+    (40, 2, [33, 17, 10, 48]),
+    (7, 16, [512, 128, 64, 128]),
+    (16, 16, [512, 128, 64, 128]),
+    (70, 4, [512, 128, 64, 128]),
+    (300, 2, [64, 48, 16, 32]),
+];
+
+#[test]
+fn latents_queries_and_values_agree() {
+    let mut rng = Rng::new();
+    for model in FLOATS {
+        for (t, heads, [l, n, r, v]) in small(SIZES, 1000, |size| size.0 * size.1 * size.2[0]) {
+            let what = |part: &str| {
+                format!("{part} of {t} rows, {heads} heads, {l} {n} {r} {v}, {}", model.as_str())
+            };
+            let compressed = rng.floats(DType::F32, &[t, l + r]);
+            let (norm, q) = (rng.floats(model, &[l]), rng.floats(DType::F32, &[t, heads, n + r]));
+            let (cos, sin) = (rng.floats(DType::F32, &[t, r / 2]), rng.floats(DType::F32, &[t, r / 2]));
+            let (w_uk, w_uv) = (rng.floats(model, &[heads, l, n]), rng.floats(model, &[heads, v, l]));
+            let x = rng.floats(model, &[t, heads * l]);
+            let op = |p: &mut Place| {
+                let (cos, sin, q) = (p.put(&cos), p.put(&sin), p.put(&q));
+                let (compressed, norm) = (p.put(&compressed), p.put(&norm));
+                let (mut latent, mut tail) = (p.out(model, &[t, l]), p.out(model, &[t, r]));
+                let args = MlaLatent {
+                    compressed: compressed.view(),
+                    norm: norm.view(),
+                    eps: 1e-6,
+                    cos: cos.view(),
+                    sin: sin.view(),
+                };
+                mla_latent_into(&args, latent.view_mut(), tail.view_mut(), &mut p.ex)?;
+                let (w_uk, w_uv, x) = (p.put(&w_uk), p.put(&w_uv), p.put(&x));
+                let args = |w| MlaQuery { q: q.view(), w_uk: w, cos: cos.view(), sin: sin.view() };
+                let mut naive = p.out(DType::F32, &[t, heads, n + r]);
+                mla_query_into(&args(None), naive.view_mut(), &mut p.ex)?;
+                let mut absorbed = p.out(DType::F32, &[t, heads, l + r]);
+                mla_query_into(&args(Some(w_uk.view())), absorbed.view_mut(), &mut p.ex)?;
+                let mut rounded = p.out(model, &[t, heads, l + r]);
+                mla_query_into(&args(Some(w_uk.view())), rounded.view_mut(), &mut p.ex)?;
+                let mut values = p.out(model, &[t, heads * v]);
+                mla_value_into(x.view(), w_uv.view(), values.view_mut(), &mut p.ex)?;
+                Ok(vec![latent, tail, naive, absorbed, rounded, values])
+            };
+            on_both(op, |c, g| {
+                assert_close(&what("latent"), &c[0], &g[0], 4e-6);
+                assert_same(&what("rotated key"), &c[1], &g[1]);
+                assert_same(&what("naive queries"), &c[2], &g[2]);
+                let bound = 1e-6 * (l.max(n) as f64).sqrt() * 4.0;
+                assert_close(&what("absorbed queries"), &c[3], &g[3], bound);
+                assert_close(&what("rounded queries"), &c[4], &g[4], bound);
+                assert_close(&what("values"), &c[5], &g[5], bound);
+            });
+        }
+    }
+}
+
+#[test]
+fn rows_go_to_their_slots_and_nowhere_else() {
+    let mut rng = Rng::new();
+    // Rows, heads, sizes of the key's parts and of the value, blocks and their size.
+    let cases = [
+        (5, 2, [4, 6, 3], (4, 2)),
+        (9, 1, [512, 64, 0], (3, 16)),
+        (33, 7, [128, 64, 128], (9, 5)),
+        (0, 1, [3, 2, 0], (1, 1)),
+    ];
+    for model in FLOATS {
+        for stream in streams(model) {
+            for (t, heads, [n, r, v], (blocks, size)) in cases {
+                let (kv, tail) = (rng.floats(stream, &[t, heads, n + v]), rng.floats(model, &[t, r]));
+                let mut slots = rng.permutation(blocks * size);
+                slots.resize(t.max(slots.len()), u32::MAX);
+                slots.truncate(t);
+                if let Some(slot) = slots.get_mut(1) {
+                    *slot = u32::MAX;
+                }
+                let slots = words(slots, &[t]);
+                let op = |p: &mut Place| {
+                    let (kv, tail, slots) = (p.put(&kv), p.put(&tail), p.put(&slots));
+                    let mut k = p.out(model, &[blocks, heads, size, n + r]);
+                    let mut values = p.out(model, &[blocks, heads, size, v]);
+                    let to = (v > 0).then(|| values.view_mut());
+                    mla_cache_into(kv.view(), tail.view(), slots.view(), k.view_mut(), to, &mut p.ex)?;
+                    Ok(vec![k, values])
+                };
+                on_both(op, |c, g| {
+                    let what = format!("{t} rows of {heads} heads, {}", model.as_str());
+                    assert_same(&format!("keys of {what}"), &c[0], &g[0]);
+                    assert_same(&format!("values of {what}"), &c[1], &g[1]);
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn activations_apart_from_their_products_agree() {
+    let mut rng = Rng::new();
+    let activations = [
+        Activation::SwiGlu,
+        Activation::SwiGluOai { alpha: 1.7, limit: 0.6 },
+        Activation::Gelu,
+        Activation::GeluTanh,
+    ];
+    for model in FLOATS {
+        for activation in activations {
+            for (rows, width) in [(0, 5), (1, 1), (3, 7), (40, 1408), (2, 20_000)] {
+                let joined = rng.floats(DType::F32, &[rows, 2 * width]);
+                let (gate, up) =
+                    (rng.floats(DType::F32, &[rows, width]), rng.floats(DType::F32, &[rows, width]));
+                let op = |p: &mut Place| {
+                    let (joined, gate, up) = (p.put(&joined), p.put(&gate), p.put(&up));
+                    let (mut a, mut b) = (p.out(model, &[rows, width]), p.out(model, &[rows, width]));
+                    gated_activation_into(gate.view(), up.view(), activation, a.view_mut(), &mut p.ex)?;
+                    gated_rows_into(joined.view(), activation, b.view_mut(), &mut p.ex)?;
+                    Ok(vec![a, b])
+                };
+                on_both(op, |c, g| {
+                    let what = format!("{activation:?} of {rows} x {width}");
+                    assert_close(&what, &c[0], &g[0], 2e-6);
+                    assert_close(&what, &c[1], &g[1], 2e-6);
+                });
+            }
+        }
+    }
+}
+
+/// Attention of queries over a cache that holds what it sees.
+struct Case {
+    heads: (usize, usize),
+    /// Sizes of a key and of a value.
+    dims: (usize, usize),
+    /// Whether values are the beginnings of keys.
+    shared: bool,
+    block_size: usize,
+    window: Option<usize>,
+    /// First position and number of rows of each sequence.
+    sequences: Vec<(usize, usize)>,
+    padding: usize,
+}
+
+impl Case {
+    fn check(&self, rng: &mut Rng, model: DType, q_dtype: DType) {
+        let (hq, hkv) = self.heads;
+        let ((d, dv), bs) = (self.dims, self.block_size);
+        let rows = self.sequences.iter().map(|s| s.1).sum::<usize>() + self.padding;
+        let max_blocks = self.sequences.iter().map(|s| (s.0 + s.1).div_ceil(bs)).max().unwrap_or(0).max(1);
+        let blocks = self.sequences.len() * max_blocks + 2;
+        let order = rng.permutation(blocks);
+        let (mut tables, mut starts, mut positions) = (Vec::new(), vec![0], Vec::new());
+        for (s, &(first, count)) in self.sequences.iter().enumerate() {
+            let needed = (first + count).div_ceil(bs);
+            let own = order[s * max_blocks..(s + 1) * max_blocks].iter().enumerate();
+            tables.extend(own.map(|(i, &block)| if i < needed { block } else { u32::MAX }));
+            positions.extend(first as u32..(first + count) as u32);
+            starts.push(positions.len() as u32);
+        }
+        positions.resize(rows, 0);
+        let q = rng.floats(q_dtype, &[rows, hq, d]);
+        let k = rng.floats(model, &[blocks, hkv, bs, d]);
+        let v = rng.floats(model, &[blocks, hkv, bs, dv]);
+        let starts = words(starts, &[self.sequences.len() + 1]);
+        let tables = words(tables, &[self.sequences.len(), max_blocks]);
+        let positions = words(positions, &[rows]);
+        let op = |p: &mut Place| {
+            let (q, k, v) = (p.put(&q), p.put(&k), p.put(&v));
+            let (starts, positions, tables) = (p.put(&starts), p.put(&positions), p.put(&tables));
+            let meta = AttentionMeta {
+                query_start_loc: starts.view(),
+                positions: positions.view(),
+                block_tables: tables.view(),
+                scale: 3.0 * (d as f32).powf(-0.5),
+                sliding_window: self.window,
+            };
+            let values = if self.shared { k.view() } else { v.view() };
+            let mut out = p.out(model, &[rows, hq * dv]);
+            paged_attention_into(q.view(), k.view(), values, &meta, out.view_mut(), &mut p.ex)?;
+            Ok(vec![out])
+        };
+        on_both(op, |c, g| {
+            let bound = 1e-5 + 12.0 * if model == DType::F32 { 0.0 } else { rounding(model) };
+            let what = format!(
+                "{rows} rows, {hq}/{hkv} heads of {d} and {dv}, blocks of {bs}, window {:?}, {:?}, {} beside {}",
+                self.window,
+                self.sequences,
+                model.as_str(),
+                q_dtype.as_str()
+            );
+            assert_close(&what, &c[0], &g[0], bound);
+        });
+    }
+}
+
+fn steps() -> Vec<(Vec<(usize, usize)>, usize)> {
+    vec![
+        (vec![], 3),
+        (vec![(0, 1)], 0),
+        (vec![(0, 5), (37, 1), (0, 0), (128, 9), (0, 1), (300, 1)], 3),
+        (vec![(63, 1), (64, 1), (65, 1), (127, 1), (128, 1), (5, 1), (700, 1)], 1),
+        (vec![(0, 150)], 0),
+        (vec![(40, 70), (3, 1), (0, 66)], 2),
+    ]
+}
+
+#[test]
+fn attention_with_values_of_other_sizes_agrees() {
+    let mut rng = Rng::new();
+    // Heads, sizes of keys and values, whether they share rows, size of a block, window.
+    let shapes = [
+        ((3, 1), (9, 6), true, 4, None),
+        ((6, 2), (20, 12), true, 7, Some(11)),
+        ((4, 4), (192, 128), false, 16, None),
+        ((5, 5), (11, 30), false, 16, None),
+        ((16, 1), (576, 512), true, 16, None),
+        ((2, 2), (64, 32), false, 16, None),
+    ];
+    for model in FLOATS {
+        for q_dtype in streams(model) {
+            for (heads, dims, shared, block_size, window) in small(shapes, 64, |shape| shape.1.0) {
+                for (sequences, padding) in steps() {
+                    Case { heads, dims, shared, block_size, window, sequences, padding }
+                        .check(&mut rng, model, q_dtype);
+                }
+            }
+        }
+    }
+}
+
+/// The kernel on warpgroup products: one row or many, split over positions or not, partly filled tiles, padding.
+#[test]
+fn latent_attention_of_tensor_cores_agrees() {
+    let mut rng = Rng::new();
+    let check = |rng: &mut Rng, heads: usize, block_size, window, sequences: &[(usize, usize)], padding| {
+        let (heads, dims, sequences) = ((heads, 1), (576, 512), sequences.to_vec());
+        Case { heads, dims, shared: true, block_size, window, sequences, padding }.check(
+            rng,
+            DType::BF16,
+            DType::BF16,
+        );
+    };
+    for (sequences, padding) in steps() {
+        for heads in [1, 5, 16, 24, 64, 128] {
+            check(&mut rng, heads, 16, None, &sequences, padding);
+        }
+        for (block_size, window) in [(8, None), (32, Some(40)), (64, None), (128, Some(1)), (256, Some(200))]
+        {
+            check(&mut rng, 16, block_size, window, &sequences, padding);
+        }
+    }
+    // Many splits, of which some have no positions; more tiles than blocks of the grid.
+    check(&mut rng, 16, 16, None, &[(9000, 1)], 0);
+    check(&mut rng, 128, 16, None, &[(3001, 1), (10, 1)], 0);
+    let many: Vec<(usize, usize)> = (0..300).map(|i| ((i * 37) % 400, 1)).collect();
+    check(&mut rng, 16, 16, None, &many, 0);
+    check(&mut rng, 16, 16, None, &many[..80], 0);
+    check(&mut rng, 2, 16, None, &[(1000, 333)], 0);
+}
+
+/// Rows that no sequence sees hold no numbers: they must not reach a result.
+#[test]
+fn what_nobody_sees_may_be_anything() {
+    let ex = cuda();
+    let place = Place::new(ex);
+    let (heads, bs, rows) = (16, 16, 1);
+    let mut rng = Rng::new();
+    let mut k = values::<moe_kernels::half::bf16>(&rng.floats(DType::BF16, &[8 * bs * 576]));
+    // The sequence has 70 positions in blocks 0 to 4.
+    k[70 * 576..].fill(moe_kernels::half::bf16::NAN);
+    let k = place.put(&Buffer::from_vec(k, &[8, 1, bs, 576]).unwrap());
+    let q = place.put(&rng.floats(DType::BF16, &[rows, heads, 576]));
+    let (starts, positions) = (place.put(&words(vec![0, 1], &[2])), place.put(&words(vec![69], &[1])));
+    let tables = place.put(&words((0..8).collect(), &[1, 8]));
+    let meta = AttentionMeta {
+        query_start_loc: starts.view(),
+        positions: positions.view(),
+        block_tables: tables.view(),
+        scale: 0.04,
+        sliding_window: None,
+    };
+    let mut out = place.out(DType::BF16, &[rows, heads * 512]);
+    let mut ex = place.ex.clone();
+    paged_attention_into(q.view(), k.view(), k.view(), &meta, out.view_mut(), &mut ex).unwrap();
+    let out = out.host(&place).view().to_f32_vec().unwrap();
+    assert!(out.iter().all(|x| x.is_finite()) && out.iter().any(|x| *x != out[0]));
+}
+
+/// Prompts with keys and values of every head where there are rows enough, else in latent space: whole prompts, last
+/// chunks, several sequences, sizes that no kernel is made for.
+#[test]
+fn prompts_over_latent_rows_agree() {
+    let mut rng = Rng::new();
+    let small_sizes = [21, 8, 6, 5];
+    let full = [512, 128, 64, 128];
+    let cases: [(DType, usize, [usize; 4], usize, &[(usize, usize)]); 9] = [
+        (DType::F32, 3, small_sizes, 4, &[(0, 7), (5, 3), (0, 0), (9, 1)]),
+        (DType::BF16, 2, small_sizes, 7, &[(0, 300)]),
+        (DType::F16, 1, small_sizes, 16, &[]),
+        (DType::BF16, 16, full, 16, &[(0, 40), (17, 5)]),
+        (DType::BF16, 16, full, 16, &[(0, 256)]),
+        (DType::BF16, 4, full, 16, &[(0, 300), (130, 70), (0, 0), (600, 33), (0, 2), (127, 1), (128, 65)]),
+        (DType::BF16, 2, full, 5, &[(1000, 129), (0, 129)]),
+        (DType::BF16, 3, full, 128, &[(513, 255), (0, 1)]),
+        (DType::F32, 2, full, 16, &[(0, 270)]),
+    ];
+    for (model, heads, [l, n, r, v], bs, sequences) in small(cases, 1, |case| case.2[0] / 100) {
+        let rows: usize = sequences.iter().map(|s| s.1).sum();
+        let max_blocks = sequences.iter().map(|s| (s.0 + s.1).div_ceil(bs)).max().unwrap_or(1);
+        let order = rng.permutation(sequences.len() * max_blocks + 1);
+        let (mut starts, mut positions, mut seen) = (vec![0], Vec::new(), 0);
+        for &(first, count) in sequences {
+            positions.extend(first as u32..(first + count) as u32);
+            starts.push(positions.len() as u32);
+            seen += if count > 0 { first + count } else { 0 };
+        }
+        let tables = words(order[..sequences.len() * max_blocks].to_vec(), &[sequences.len(), max_blocks]);
+        let (starts, positions) = (words(starts, &[sequences.len() + 1]), words(positions, &[rows]));
+        let cache = rng.floats(model, &[order.len(), 1, bs, l + r]);
+        let q = rng.floats(model, &[rows, heads, n + r]);
+        // Scores of about 1, so that a rounded key moves them little.
+        let scaled = |rng: &mut Rng, dims: &[usize], by: f32| {
+            let values = |rng: &mut Rng| {
+                (0..dims.iter().product::<usize>()).map(|_| rng.float() * by).collect::<Vec<_>>()
+            };
+            let buffer: candle_core::Result<Buffer> = with_float!(model, "weights", T => {
+                Buffer::from_vec(values(rng).into_iter().map(<T as Float>::narrow).collect::<Vec<T>>(), dims)
+            });
+            buffer.unwrap()
+        };
+        let by = (l as f32).powf(-0.5);
+        let (w_uk, w_uv) = (scaled(&mut rng, &[heads, l, n], by), scaled(&mut rng, &[heads, v, l], by));
+        let op = |p: &mut Place| {
+            let (q, w_uk, w_uv, cache) = (p.put(&q), p.put(&w_uk), p.put(&w_uv), p.put(&cache));
+            let (starts, positions, tables) = (p.put(&starts), p.put(&positions), p.put(&tables));
+            let args = MlaPrompt {
+                q: q.view(),
+                w_uk: w_uk.view(),
+                w_uv: w_uv.view(),
+                cache: cache.view(),
+                meta: AttentionMeta {
+                    query_start_loc: starts.view(),
+                    positions: positions.view(),
+                    block_tables: tables.view(),
+                    scale: ((n + r) as f32).powf(-0.5),
+                    sliding_window: None,
+                },
+                positions: seen,
+            };
+            let mut out = p.out(model, &[rows, heads * v]);
+            mla_prompt_into(&args, out.view_mut(), &mut p.ex)?;
+            Ok(vec![out])
+        };
+        on_both(op, |c, g| {
+            let bound = 1e-5 + 6.0 * if model == DType::F32 { 0.0 } else { rounding(model) };
+            let what = format!("{} {heads} heads of {l} {n} {r} {v}, {sequences:?}", model.as_str());
+            assert_close(&what, &c[0], &g[0], bound);
+        });
+    }
+}
