@@ -69,6 +69,7 @@ impl Simd for Avx2 {
     const TILE_VECTORS: usize = 1;
     const TILE_ROWS: usize = 6;
     const PANEL_ROWS: usize = 4;
+    const DIRECT_ROWS: usize = 2;
 
     intrinsics! {
         fn splat(x: f32) -> V { [_mm256_set1_ps(x); 2] }
@@ -185,6 +186,7 @@ impl Simd for Avx2 {
             each!(p in halves(a) => _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())))
         }
         fn mul_words(a: Raw, b: Raw) -> Raw { both!(_mm256_mullo_epi32(a, b)) }
+        fn sub_i16(a: Raw, b: Raw) -> Raw { both!(_mm256_sub_epi16(a, b)) }
         fn dot_i16(acc: Raw, x: u32, w: Raw) -> Raw {
             let x = _mm256_set1_epi32(x as i32);
             both!(_mm256_add_epi32(acc, each!(w in w => _mm256_madd_epi16(x, w))))

@@ -37,6 +37,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     type Raw = __m512i;
     const TILE_VECTORS: usize = 2;
     const TILE_ROWS: usize = 12;
+    const DIRECT_ROWS: usize = 8;
 
     intrinsics! {
         fn splat(x: f32) -> __m512 { _mm512_set1_ps(x) }
@@ -142,6 +143,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         fn splat_word(x: u32) -> __m512i { _mm512_set1_epi32(x as i32) }
         fn widen_bytes(a: &[u8; LANES]) -> __m512i { _mm512_cvtepu8_epi32(_mm_loadu_si128(a.as_ptr().cast())) }
         fn mul_words(a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi32(a, b) }
+        fn sub_i16(a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi16(a, b) }
         fn nibbles(v: __m512i) -> [__m512i; 4] {
             let mask = _mm512_set1_epi16(0xf);
             [

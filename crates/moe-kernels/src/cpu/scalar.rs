@@ -70,6 +70,10 @@ impl Simd for Scalar {
         fn mul_words(a: Self::Raw, b: Self::Raw) -> Self::Raw {
             std::array::from_fn(|i| a[i].wrapping_mul(b[i]))
         }
+        fn sub_i16(a: Self::Raw, b: Self::Raw) -> Self::Raw {
+            let high = |i: usize| (a[i] & 0xffff_0000).wrapping_sub(b[i] & 0xffff_0000);
+            std::array::from_fn(|i| high(i) | (a[i].wrapping_sub(b[i]) & 0xffff))
+        }
         fn dot_i16(acc: Self::Raw, x: u32, w: Self::Raw) -> Self::Raw {
             let product = |w: u32, shift: u32| i32::from((x >> shift) as i16) * i32::from((w >> shift) as i16);
             std::array::from_fn(|i| acc[i].wrapping_add((product(w[i], 0).wrapping_add(product(w[i], 16))) as u32))

@@ -30,6 +30,9 @@ pub(crate) trait Simd: Copy {
     /// Rows of x of a tile that multiplies panels without expanding them, at most TILE_ROWS: the
     /// widened weights need registers, too.
     const PANEL_ROWS: usize = Self::TILE_ROWS;
+    /// Rows of x of a tile that unpacks quantised weights in registers, at most TILE_ROWS: for more it is better to
+    /// unpack them once, into cache.
+    const DIRECT_ROWS: usize = 1;
 
     fn splat(self, x: f32) -> Self::V;
     fn load(self, a: &[f32; LANES]) -> Self::V;
@@ -100,6 +103,8 @@ pub(crate) trait Simd: Copy {
     fn widen_bytes(self, a: &[u8; LANES]) -> Self::Raw;
     /// Low 32 bits of the product of words.
     fn mul_words(self, a: Self::Raw, b: Self::Raw) -> Self::Raw;
+    /// Differences of the 16-bit halves of words.
+    fn sub_i16(self, a: Self::Raw, b: Self::Raw) -> Self::Raw;
     /// acc + first(x) * first(w) + second(x) * second(w) over pairs of i16, the first in the low half of a word.
     fn dot_i16(self, acc: Self::Raw, x: u32, w: Self::Raw) -> Self::Raw;
     /// The eight 4-bit integers of each word, by pairs: pair i holds those at bits 4i and 16 + 4i.

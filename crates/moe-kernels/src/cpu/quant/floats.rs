@@ -1,10 +1,9 @@
 //! Products of f32: weights become f32, chain by chain in cache, and take the tiles of other dtypes.
 
-use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::{Bytes, Form, Nibbles, PREFETCH, Quants, Unit, tiles};
+use super::{Bytes, Form, LOCAL, Nibbles, PREFETCH, Quants, Unit, add, chains, tiles};
 use crate::cpu::product::{K_BLOCK, Single};
 use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{Ahead, Shape, Tile, UNIT, UnitSums};
@@ -18,11 +17,6 @@ pub(super) struct Floats<'a> {
     pub isa: CpuIsa,
     pub w: &'a QuantMatrix,
     pub segments: Range<usize>,
-}
-
-thread_local! {
-    /// A chain of weights and the sums of a segment, of the unit that this thread works on.
-    static LOCAL: RefCell<(Vec<u32>, Vec<UnitSums>)> = const { RefCell::new((Vec::new(), Vec::new())) };
 }
 
 /// Columns of a segment.
@@ -78,22 +72,6 @@ impl<T: Lanes> Form<T> for Floats<'_> {
                 }
             }
         });
-    }
-}
-
-/// The chains of a segment: its blocks, 256 columns at a time.
-fn chains(columns: &Columns, segment: usize) -> impl Iterator<Item = &[Block]> {
-    let blocks = &columns.blocks[columns.segments[segment].clone()];
-    let first = blocks.first().map_or(0, |block| block.start);
-    blocks.chunk_by(move |a, b| (a.start - first) / K_BLOCK == (b.start - first) / K_BLOCK)
-}
-
-/// Adds the sums of a segment to the totals, or starts the totals with them.
-fn add(segment: &[UnitSums], total: &mut [UnitSums], add: bool, lanes: Range<usize>) {
-    for (total, segment) in total.iter_mut().zip(segment) {
-        for (total, segment) in total[lanes.clone()].iter_mut().zip(&segment[lanes.clone()]) {
-            *total = if add { *total + segment } else { *segment };
-        }
     }
 }
 

@@ -15,7 +15,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::{Bytes, Form, Nibbles, PREFETCH, Quants, Unit, tiles};
+use super::{Bytes, Form, Nibbles, PREFETCH, Quants, Unit, unpacked};
 use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{Shape, UNIT, UnitSums, with_rows};
 use crate::cpu::{Kernel, dispatch};
@@ -23,10 +23,10 @@ use crate::exec::CpuIsa;
 use crate::quant::{BLOCK, Block, Columns, QuantMatrix, STEP, ScalesView, middle};
 
 /// Words that follow the integers of a block: its scale, and minus the sum of its integers.
-const TAIL: usize = 2;
+pub(super) const TAIL: usize = 2;
 
 /// Words of integers in a step.
-const STEP_WORDS: usize = STEP / 2;
+pub(super) const STEP_WORDS: usize = STEP / 2;
 
 /// The form; see the module.
 pub(super) struct Ints<'a> {
@@ -58,14 +58,25 @@ impl<T: Lanes> Form<T> for Ints<'_> {
 
     fn unit(&self, e: usize, unit: Unit, x: &[u32], sums: &mut [UnitSums]) {
         let words = Form::<T>::row_words(self, e);
-        let bytes = self.w.step_bytes() != Nibbles::STEP_BYTES;
-        for (start, m) in tiles(self.isa, sums.len()) {
-            let (x, sums) = (&x[start * words..][..m * words], &mut sums[start..start + m]);
-            match bytes {
-                false => self.tile(e, unit, x, sums, Nibbles),
-                true => self.tile(e, unit, x, sums, Bytes),
-            }
+        if sums.len() > dispatch(self.isa, DirectRows) {
+            return unpacked::unit(self, e, unit, words, x, sums);
         }
+        match self.w.step_bytes() == Nibbles::STEP_BYTES {
+            true => self.tile(e, unit, x, sums, Nibbles),
+            false => self.tile(e, unit, x, sums, Bytes),
+        }
+    }
+}
+
+/// The most rows of x for which weights are unpacked in registers.
+struct DirectRows;
+
+impl Kernel for DirectRows {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _s: S) -> usize {
+        S::DIRECT_ROWS
     }
 }
 
@@ -98,7 +109,7 @@ impl Ints<'_> {
         }
     }
 
-    fn panel(&self, e: usize, panel: usize) -> Panel<'_> {
+    pub(super) fn panel(&self, e: usize, panel: usize) -> Panel<'_> {
         let zeros = self.w.packed.zeros.get(self.w.scales(e, panel)).unwrap_or_default();
         Panel { q: self.w.quants(e, panel), scales: self.w.panel_scales(e, panel), zeros }
     }
@@ -106,10 +117,10 @@ impl Ints<'_> {
 
 /// Sixteen rows of w.
 #[derive(Clone, Copy)]
-struct Panel<'a> {
-    q: &'a [u8],
+pub(super) struct Panel<'a> {
+    pub q: &'a [u8],
     /// [groups, 16].
-    scales: ScalesView<'a>,
+    pub scales: ScalesView<'a>,
     /// [groups, 16], or empty.
     zeros: &'a [u8],
 }
@@ -117,7 +128,7 @@ struct Panel<'a> {
 impl Panel<'_> {
     /// The zero points of a group.
     #[inline(always)]
-    fn zero<S: Simd>(&self, s: S, group: usize, middle: u32) -> S::Raw {
+    pub(super) fn zero<S: Simd>(&self, s: S, group: usize, middle: u32) -> S::Raw {
         match self.zeros.get(group * LANES..).and_then(|z| z.first_chunk()) {
             Some(zeros) => s.widen_bytes(zeros),
             None => s.splat_word(middle),
@@ -140,13 +151,22 @@ impl<T: Lanes> Kernel for PackRows<'_, T> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let m = self.rows.len();
+        let (mut values, mut ints) = ([0.0; BLOCK], [0; BLOCK]);
         for (j, row) in self.rows.iter().enumerate() {
             let mut at = j;
             for block in self.blocks {
-                let mut values = [0.0; BLOCK];
-                load(s, row, *block, self.order, &mut values);
-                fixed(&values, block.steps(), |i, word| self.panel[at + i * m] = word);
-                at += (block.steps() * STEP_WORDS + TAIL) * m;
+                let words = block.steps() * STEP_WORDS;
+                let (values, ints) = (&mut values[..2 * words], &mut ints[..2 * words]);
+                load(s, row, *block, self.order, values);
+                let tail = fixed(values, ints);
+                let (to, rest) = self.panel[at..].split_at_mut(words * m);
+                for (word, pair) in to.iter_mut().step_by(m).zip(ints.as_chunks::<2>().0) {
+                    *word = pair[0] as u32 & 0xffff | (pair[1] as u32) << 16;
+                }
+                for (i, word) in tail.into_iter().enumerate() {
+                    rest[i * m] = word;
+                }
+                at += (words + TAIL) * m;
             }
         }
     }
@@ -154,44 +174,39 @@ impl<T: Lanes> Kernel for PackRows<'_, T> {
 
 /// The values of a block; what follows them is 0.
 #[inline(always)]
-fn load<S: Simd, T: Lanes>(s: S, row: &[T], block: Block, order: Option<&[u32]>, values: &mut [f32; BLOCK]) {
+fn load<S: Simd, T: Lanes>(s: S, row: &[T], block: Block, order: Option<&[u32]>, values: &mut [f32]) {
     if let Some(order) = order {
-        for (value, &i) in values.iter_mut().zip(&order[block.start..][..block.len]) {
+        let (values, rest) = values.split_at_mut(block.len);
+        for (value, &i) in values.iter_mut().zip(&order[block.start..]) {
             *value = row[i as usize].widen();
         }
+        rest.fill(0.0);
         return;
     }
     let row = &row[block.start..][..block.len];
-    for (values, row) in values.as_chunks_mut().0.iter_mut().zip(row.chunks(LANES)) {
-        s.store(T::load_some(s, row), values);
+    for (values, row) in values.chunks_mut(LANES).zip(row.chunks(LANES)) {
+        f32::store_some(s, T::load_some(s, row), values);
     }
 }
 
-/// Hands over the words of a block: integers by pairs, the scale, minus the sum.
+/// The integers of a block. Returns its scale and minus their sum.
 #[inline(always)]
-fn fixed(values: &[f32; BLOCK], steps: usize, mut put: impl FnMut(usize, u32)) {
+fn fixed(values: &[f32], ints: &mut [i32]) -> [u32; TAIL] {
     /// 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits hold.
     const ROUND: f32 = 12_582_912.0;
-    let values = &values[..steps * STEP];
     let largest = values.iter().fold(0, |most, v| (v.to_bits() & 0x7fff_ffff).max(most));
     // Biased exponents. Below 2^-112 the scale stays; the values are then too small to matter.
     let exponent = (largest >> 23).max(15);
-    let finite = exponent < 255;
-    let inverse = if finite { f32::from_bits((268 - exponent) << 23) } else { 0.0 };
-    let scale = if finite { f32::from_bits((exponent - 14) << 23) } else { f32::NAN };
-    let mut ints = [0i32; BLOCK];
-    if finite {
-        for (int, value) in ints.iter_mut().zip(values) {
-            *int = ((value * inverse + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
-        }
+    if exponent == 255 {
+        ints.fill(0);
+        return [f32::NAN.to_bits(), 0];
     }
-    let words = steps * STEP_WORDS;
-    for (i, pair) in ints.as_chunks::<2>().0[..words].iter().enumerate() {
-        put(i, pair[0] as u32 & 0xffff | (pair[1] as u32) << 16);
+    let inverse = f32::from_bits((268 - exponent) << 23);
+    for (int, value) in ints.iter_mut().zip(values) {
+        *int = ((value * inverse + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     }
     let sum: i32 = ints.iter().sum();
-    put(words, scale.to_bits());
-    put(words + 1, sum.wrapping_neg() as u32);
+    [(exponent - 14) << 23, sum.wrapping_neg() as u32]
 }
 
 /// A tile of rows of x times one or two panels.
@@ -225,7 +240,7 @@ impl<Q: Quants> Kernel for Tile<'_, Q> {
 
 #[inline(always)]
 fn tile<S: Simd, Q: Quants, const M: usize, const N: usize>(s: S, mut t: Tile<Q>) {
-    if M > S::TILE_ROWS || N > S::TILE_VECTORS {
+    if M > S::DIRECT_ROWS || N > S::TILE_VECTORS {
         return; // Never taken; keeps tiles that this path does not use out of the binary.
     }
     let Some((out, _)) = std::mem::take(&mut t.out).split_first_chunk_mut::<M>() else { return };
@@ -306,12 +321,10 @@ mod tests {
     use super::*;
 
     fn words(values: &[f32]) -> (Vec<i32>, f32, i32) {
-        let mut block = [0.0; BLOCK];
+        let (mut block, mut ints) = ([0.0; STEP], [1; STEP]);
         block[..values.len()].copy_from_slice(values);
-        let mut words = [0; STEP_WORDS + TAIL];
-        fixed(&block, 1, |i, word| words[i] = word);
-        let ints = words[..STEP_WORDS].iter().flat_map(|&w| [w as i16 as i32, w as i32 >> 16]).collect();
-        (ints, f32::from_bits(words[STEP_WORDS]), words[STEP_WORDS + 1] as i32)
+        let [scale, sum] = fixed(&block, &mut ints);
+        (ints.to_vec(), f32::from_bits(scale), sum as i32)
     }
 
     #[test]

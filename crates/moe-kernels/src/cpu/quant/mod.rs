@@ -4,7 +4,8 @@
 //!
 //! - [`ints`]: integer weights with bf16 or f16 activations. A block of x (up to 128 columns of one group) becomes 16-bit
 //!   fixed point with a scale that is a power of two, finer than the rounding of its largest value; integer products are
-//!   exact in any order, and only the sums of blocks are f32.
+//!   exact in any order, and only the sums of blocks are f32. Weights are unpacked in registers for a few rows of x, and
+//!   into cache for more ([`unpacked`]).
 //! - [`floats`]: f32 activations, and FP8. Weights become f32 as they are defined and the product is that of
 //!   [`super::product`], so its bits are those of the dequantised f32 matrix.
 //!
@@ -13,6 +14,7 @@
 
 mod floats;
 mod ints;
+mod unpacked;
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -22,11 +24,12 @@ use candle_core::{DType, Result};
 use super::dispatch;
 use super::gemm::{Epilogue, Units, even_parts};
 use super::parallel::{for_each, for_each_item};
+use super::product::K_BLOCK;
 use super::simd::{LANES, Lanes, Simd};
 use super::tile::{CACHE_LINE, Shape, UNIT, UnitSums};
 use crate::element::Element;
 use crate::exec::{CpuIsa, Exec};
-use crate::quant::QuantMatrix;
+use crate::quant::{Block, Columns, QuantMatrix};
 use crate::scheme::QuantScheme;
 
 /// The most rows of x that share the weights of a unit; sums and packed rows stay in the second-level cache.
@@ -85,6 +88,22 @@ struct Unit {
 /// Tiles of m rows, as even as can be: first row and rows.
 fn tiles(isa: CpuIsa, m: usize) -> impl Iterator<Item = (usize, usize)> {
     even_parts(m, m.div_ceil(dispatch(isa, Shape).1))
+}
+
+/// The chains of a segment: its blocks, 256 columns at a time.
+fn chains(columns: &Columns, segment: usize) -> impl Iterator<Item = &[Block]> {
+    let blocks = &columns.blocks[columns.segments[segment].clone()];
+    let first = blocks.first().map_or(0, |block| block.start);
+    blocks.chunk_by(move |a, b| (a.start - first) / K_BLOCK == (b.start - first) / K_BLOCK)
+}
+
+/// Adds the sums of a segment to the totals, or starts the totals with them.
+fn add(segment: &[UnitSums], total: &mut [UnitSums], add: bool, lanes: Range<usize>) {
+    for (total, segment) in total.iter_mut().zip(segment) {
+        for (total, segment) in total[lanes.clone()].iter_mut().zip(&segment[lanes.clone()]) {
+            *total = if add { *total + segment } else { *segment };
+        }
+    }
 }
 
 /// The words of packed integers, 8 columns of 16 rows, as four vectors of pairs of columns.
@@ -148,6 +167,8 @@ struct Driver<'a, T, E, F> {
 thread_local! {
     /// Sums of the unit that this thread works on; kept so that steps do not allocate.
     static SUMS: RefCell<Vec<UnitSums>> = const { RefCell::new(Vec::new()) };
+    /// A chain of unpacked weights and the sums of a segment, of the same unit.
+    static LOCAL: RefCell<(Vec<u32>, Vec<UnitSums>)> = const { RefCell::new((Vec::new(), Vec::new())) };
 }
 
 impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
