@@ -50,6 +50,7 @@ struct StoreGated {
 /// out = act(gate, up) of rows that lie `stride` apart.
 template <class T>
 __global__ void gated_rows(const float* gate, const float* up, T* out, int width, int64_t stride, Gated gated) {
+  pdl_launch_dependents();
   pdl_wait();
   const int64_t from = static_cast<int64_t>(blockIdx.x) * stride, to = static_cast<int64_t>(blockIdx.x) * width;
   for (int i = column_start(); i < width; i += column_step())

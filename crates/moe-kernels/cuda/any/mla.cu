@@ -20,6 +20,7 @@ __device__ __forceinline__ float rotated(const float* x, const float* cos, const
 /// A block per row.
 template <class T>
 __global__ void __launch_bounds__(kAnyThreads) latent(const __grid_constant__ MlaLatentArgs a) {
+  pdl_launch_dependents();
   pdl_wait();
   const size_t row = blockIdx.x;
   const float* x = a.compressed + row * (a.latent + a.rope);
@@ -38,6 +39,7 @@ __global__ void __launch_bounds__(kAnyThreads) latent(const __grid_constant__ Ml
 /// Threads over the values of a row's heads.
 template <class T, class S>
 __global__ void __launch_bounds__(kAnyThreads) cache(const __grid_constant__ MlaCacheArgs a) {
+  pdl_launch_dependents();
   pdl_wait();
   const size_t row = blockIdx.x;
   const uint32_t slot = a.slots[row];
@@ -59,6 +61,7 @@ __global__ void __launch_bounds__(kAnyThreads) cache(const __grid_constant__ Mla
 /// Threads over the values of a row's heads.
 template <class T, class O>
 __global__ void __launch_bounds__(kAnyThreads) query(const __grid_constant__ MlaQueryArgs a) {
+  pdl_launch_dependents();
   pdl_wait();
   const size_t row = blockIdx.x, angles = row * (a.rope / 2);
   const int each = a.plain_dim + a.rope;
