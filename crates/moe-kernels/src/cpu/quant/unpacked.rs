@@ -1,9 +1,8 @@
 //! Integer products of many rows of x: weights are unpacked once for all tiles.
 //!
 //! The integers of a chain (up to 256 columns) become pairs of 16 bits, less their zero points, in the first-level cache, and
-//! each tile of x multiplies them from there. Unpacked in registers ([`super::ints`]), they cost a tile half as many
-//! instructions as its products, and on AVX2 leave too few registers for the sums. The integer sum of a block is exact, so
-//! both have the same bits.
+//! each tile of x multiplies them from there. Unpacked in registers ([`super::ints`]), they are unpacked again for every tile,
+//! and on AVX2 leave too few registers for the sums. The integer sum of a block is exact, so both have the same bits.
 
 use std::marker::PhantomData;
 
