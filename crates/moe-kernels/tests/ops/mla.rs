@@ -351,10 +351,10 @@ fn prompts_agree_with_keys_and_values_of_every_head() -> Result<()> {
             let scores: Vec<f64> = (0..=positions[t] as usize)
                 .map(|position| {
                     let (latent, rotated) = row(sequence, position).split_at(l);
-                    let key = |i: usize| {
-                        (0..l).map(|j| f64::from(w_uk[(head * l + j) * n + i]) * f64::from(latent[j]))
+                    let key = |i: usize| -> f64 {
+                        (0..l).map(|j| f64::from(w_uk[(head * l + j) * n + i]) * f64::from(latent[j])).sum()
                     };
-                    let plain: f64 = (0..n).map(|i| f64::from(query[i]) * key(i).sum::<f64>()).sum();
+                    let plain: f64 = (0..n).map(|i| f64::from(query[i]) * key(i)).sum();
                     0.3 * (plain + dot(tail, rotated))
                 })
                 .collect();
