@@ -3,16 +3,18 @@
 pub mod doors;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
-use candle_core::{DType, Device, Result};
-use model_deepseekv2_legacy::{DeepseekV2, DeepseekV2Config};
-use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig};
+use candle_core::{DType, Device, Error, Result};
+use candle_nn::VarBuilder;
+use model_deepseekv2_legacy::{DeepseekV2, DeepseekV2Family};
+use model_qwen3moe::{Qwen3Moe, Qwen3MoeFamily};
 use model_runtime::{
-    BlockAllocator, CausalLm, Checkpoint, Exec, KvCache, LogitsRows, MlaForm, SequenceBlocks, SequenceStep,
-    Step, StepContext, run_step,
+    BlockAllocator, CausalLm, Checkpoint, Exec, Geometry, KvCache, LogitsRows, MlaForm, SequenceBlocks,
+    SequenceStep, Step, StepContext, run_step,
 };
-use moe_engine::LoadOptions;
-use moe_layer::MoePath;
+use moe_engine::{LoadOptions, ModelFamily};
+use moe_layer::{BlockContext, MoePath};
 
 /// The folder of a fixture: in the sources or, where these are not, in the bundle that this program lies in.
 pub fn fixture(name: &str) -> PathBuf {
@@ -28,18 +30,33 @@ pub fn load(name: &str, dtype: DType) -> Result<Qwen3Moe> {
 
 /// The same on a path of experts.
 pub fn load_on(name: &str, path: MoePath, dtype: DType) -> Result<Qwen3Moe> {
-    let checkpoint = Checkpoint::open(fixture(name))?;
-    let config = Qwen3MoeConfig::new(&checkpoint.config)?;
-    let vb = checkpoint.tensors.var_builder(dtype, &Device::Cpu);
-    Ok(model_qwen3moe::load(&config, &LoadOptions::default().decoder(path), vb)?.0)
+    load_family::<Qwen3MoeFamily, _>(name, dtype, |config, options, vb| {
+        Ok(model_qwen3moe::load(config, &options.decoder(path), vb)?.0)
+    })
 }
 
 /// Loads a fixture of DeepSeek-V2 on a path of experts and in a form of attention.
 pub fn load_deepseek(name: &str, path: MoePath, mla: MlaForm, dtype: DType) -> Result<DeepseekV2> {
+    load_family::<DeepseekV2Family, _>(name, dtype, |config, options, vb| {
+        Ok(model_deepseekv2_legacy::load(config, mla, &options.decoder(path), vb)?.0)
+    })
+}
+
+/// A fixture as the engine would give it to the one rank of a run, quantised ones too.
+fn load_family<F: ModelFamily, M>(
+    name: &str,
+    dtype: DType,
+    load: impl FnOnce(&F::Config, &LoadOptions, VarBuilder) -> Result<M>,
+) -> Result<M> {
     let checkpoint = Checkpoint::open(fixture(name))?;
-    let config = DeepseekV2Config::new(&checkpoint.config)?;
-    let vb = checkpoint.tensors.var_builder(dtype, &Device::Cpu);
-    Ok(model_deepseekv2_legacy::load(&config, mla, &LoadOptions::default().decoder(path), vb)?.0)
+    let config = F::config(&checkpoint.config).map_err(Error::wrap)?;
+    let layout =
+        F::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).map_err(Error::wrap)?;
+    let expected = layout.tensors.clone();
+    let tensors = checkpoint.rank_view(&expected, layout.slices_for(&Device::Cpu));
+    let context = BlockContext { quant: Some(Arc::new(tensors.clone())), ..BlockContext::default() };
+    let options = LoadOptions { context, ..LoadOptions::default() };
+    load(&config, &options, tensors.var_builder(dtype, &Device::Cpu))
 }
 
 /// How a set of sequences is cut into steps.
