@@ -212,7 +212,7 @@ fn random_weights_can_be_timed_on_both_paths() {
     for flags in [["--moe-path", "legacy"], ["--moe-path", "fused"]] {
         let output = run(&[
             &["bench", "--config", config.to_str().unwrap(), "--dummy-weights", "--batches", "2"][..],
-            &["--prompt", "4", "--output", "4", "--lengths", "8", "--repeat", "1", "--json"],
+            &["--prompt", "4", "--output", "65", "--lengths", "8", "--repeat", "1", "--json"],
             &[json.path().to_str().unwrap()],
             &flags,
         ]

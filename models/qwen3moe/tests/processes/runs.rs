@@ -102,7 +102,7 @@ fn parity_and_bench_run_over_processes() {
     let config = fixture.join("config.json");
     let bench =
         ["bench", "--config", config.to_str().unwrap(), "--dummy-weights", "--batches", "3", "--repeat", "1"];
-    let sizes = ["--prompt", "4", "--output", "3", "--lengths", "5", "--tp", "2", "--dp", "2"];
+    let sizes = ["--prompt", "4", "--output", "33", "--lengths", "5", "--tp", "2", "--dp", "2"];
     let result = succeeds(&[&bench[..], &sizes, &MP].concat()).stdout;
     let result: serde_json::Value = serde_json::from_slice(&result).unwrap();
     assert!(result["decode"]["3"]["tok_s"].as_f64().unwrap() > 0.);
