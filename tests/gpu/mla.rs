@@ -304,6 +304,10 @@ fn what_nobody_sees_may_be_anything() {
     assert!(out.iter().all(|x| x.is_finite()) && out.iter().any(|x| *x != out[0]));
 }
 
+/// Dtype, heads, sizes of a latent, of a key's parts and of a value, positions in a block, and of each sequence the first
+/// position and the number of rows.
+type PromptCase = (DType, usize, [usize; 4], usize, &'static [(usize, usize)]);
+
 /// Prompts with keys and values of every head where there are rows enough, else in latent space: whole prompts, last
 /// chunks, several sequences, sizes that no kernel is made for.
 #[test]
@@ -311,7 +315,7 @@ fn prompts_over_latent_rows_agree() {
     let mut rng = Rng::new();
     let small_sizes = [21, 8, 6, 5];
     let full = [512, 128, 64, 128];
-    let cases: [(DType, usize, [usize; 4], usize, &[(usize, usize)]); 9] = [
+    let cases: [PromptCase; 9] = [
         (DType::F32, 3, small_sizes, 4, &[(0, 7), (5, 3), (0, 0), (9, 1)]),
         (DType::BF16, 2, small_sizes, 7, &[(0, 300)]),
         (DType::F16, 1, small_sizes, 16, &[]),

@@ -133,36 +133,39 @@ struct Loader {
     __syncwarp();
   }
 
-  /// Pages of a tile, from `low` to `high`; lane i knows where the i-th lies.
-  struct Pages {
-    int low, high, row;
+  /// What a lane brings of a tile: 64 columns of the rows of a page.
+  struct Piece {
+    bool needed;
+    int row;  // where the page lies
   };
 
-  /// The pages of a tile of `kDims` columns, 64 columns of one by a lane.
   template <int kDims>
-  __device__ __forceinline__ void bring(const Pages& pages, uint64_t* full, uint8_t* tile,
+  __device__ __forceinline__ Piece piece_of(const Work& w, int begin) const {
+    const int offset = threadIdx.x % 32 / (kDims / 64) * source.rows, position = begin + offset;
+    const bool needed = offset < kTile && position + source.rows > w.from && position < w.end;
+    return {needed, needed ? source.row(a, w, position) : 0};
+  }
+
+  template <int kDims>
+  __device__ __forceinline__ void bring(const Piece& piece, uint64_t* full, uint8_t* tile,
                                         const CUtensorMap* map) const {
     constexpr int kHalves = kDims / 64;
-    const int lane = threadIdx.x % 32, pieces = kTile / source.rows * kHalves;
-    if (lane == 0) arrive_expecting(full, (pages.high - pages.low) * source.rows * kDims * 2);
-    for (int first = 0; first < pieces; first += 32) {
-      const int page = (first + lane) / kHalves, half = (first + lane) % kHalves;
-      const int row = __shfl_sync(0xffffffffu, pages.row, page % 32);
-      if (page >= pages.low && page < pages.high)
-        load_tile(tile + half * kHalfBytes + page * source.rows * 128, map, row, half * 64, full);
-    }
+    const int lane = threadIdx.x % 32;
+    const uint32_t bytes = __popc(__ballot_sync(0xffffffffu, piece.needed)) * source.rows * 128;
+    if (lane == 0) arrive_expecting(full, bytes);
+    __syncwarp();
+    uint8_t* to = tile + lane % kHalves * kHalfBytes + lane / kHalves * source.rows * 128;
+    if (piece.needed) load_tile(to, map, piece.row, lane % kHalves * 64, full);
   }
 
   __device__ __forceinline__ void load(const Work& w, Cursor<D>& at) const {
-    const int lane = threadIdx.x % 32;
     for (int i = 0; i < w.tiles; ++i, at.advance()) {
-      const int begin = w.tile_at(i);
-      Pages pages = {max(0, w.from - begin) / source.rows, ceil_div(min(kTile, w.end - begin), source.rows), 0};
-      if (lane >= pages.low && lane < pages.high) pages.row = source.row(a, w, begin + lane * source.rows);
+      const Piece of_k = piece_of<D::kKey>(w, w.tile_at(i));
+      const Piece of_v = D::kKey == D::kValue ? of_k : piece_of<D::kValue>(w, w.tile_at(i));
       mbarrier_wait(b.empty_k(at.stage), at.parity ^ 1);
-      bring<D::kKey>(pages, b.full_k(at.stage), b.k(at.stage), k);
+      bring<D::kKey>(of_k, b.full_k(at.stage), b.k(at.stage), k);
       mbarrier_wait(b.empty_v(at.stage), at.parity ^ 1);
-      bring<D::kValue>(pages, b.full_v(at.stage), b.v(at.stage), v);
+      bring<D::kValue>(of_v, b.full_v(at.stage), b.v(at.stage), v);
     }
   }
 
