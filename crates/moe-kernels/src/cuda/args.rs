@@ -52,6 +52,15 @@ impl Output {
     }
 }
 
+/// How the weights of a quantised pack are coded.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum QuantFormat {
+    Int4 = 0,
+    Int8 = 1,
+    Fp8 = 2,
+}
+
 /// Declares the structs, fields of a type together as in the headers, and what the test wants to know of them.
 macro_rules! arguments {
     ($($name:ident { $($($field:ident)+ : $ty:ident,)* })*) => {
@@ -155,6 +164,20 @@ arguments! {
     AnyDownArgs {
         x offsets out_rows w2 bias: In, out: Out, dtype: Dtype,
         rows num_out experts hidden width invariant: i32,
+    }
+    QuantPack {
+        q scales zeros perm: In, experts n k n_tiles k_packed group groups: i64, format: QuantFormat,
+        scale_dtype: Dtype, scale_rows gate_up: i32,
+    }
+    AnyQuantLinearArgs {
+        x: In, w: QuantPack, bias: In, out: Out, dtype out_dtype: Dtype, rows: i32,
+    }
+    AnyQuantGateUpArgs {
+        x offsets in_rows: In, w13: QuantPack, bias: In, out: Out, dtype: Dtype, activation: i32,
+        alpha limit: f32, x_rows rows: i32,
+    }
+    AnyQuantDownArgs {
+        x offsets out_rows: In, w2: QuantPack, bias: In, out: Out, dtype: Dtype, rows num_out: i32,
     }
     AnyGroupSlotsArgs {
         topk_ids expert_map: In, count top_k num_ids num_local: i32, offsets slots in_rows workspace: Out,
