@@ -22,7 +22,7 @@ pub enum Backend {
     CudaFused,
     /// The same over rows whose slots arrive listed by expert (Listed format).
     CudaFusedListed,
-    /// Grouped products on a CUDA device over token rows, of any dtype and size (Standard and Listed formats).
+    /// Grouped products on a CUDA device over token rows, of any dtype, scheme and size (Standard and Listed formats).
     Cuda,
     /// The same products over one row block per expert (BatchedExperts format).
     CudaBatched,
@@ -52,12 +52,13 @@ const CPU: Capability = Capability {
 
 /// What the CPU backends run, CUDA runs too. Which kernel takes a row depends on the number of rows, unless the context
 /// asks for batch invariance.
-const CUDA: Capability = Capability { target: Target::GPU, weights: WeightKinds::Floats, ..CPU };
+const CUDA: Capability = Capability { target: Target::GPU, ..CPU };
 
 /// 16-byte loads of rows that are padded to no bank conflict want multiples of 64.
 pub(crate) const CUDA_FUSED: Capability = Capability {
     activations: &["swiglu"],
     bias: false,
+    weights: WeightKinds::Floats,
     dtypes: &[DType::BF16],
     hidden_multiple_of: 64,
     intermediate_multiple_of: 64,

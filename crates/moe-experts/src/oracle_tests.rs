@@ -188,7 +188,7 @@ fn the_table() {
             "cuda_fused; cuda_fused_listed (activation_format), cuda (lower_priority), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
-        // Quantised weights: read on the CPU, emulated on CUDA.
+        // Quantised weights.
         (INT4, None, INT4_ON_CPU),
         (|s| s.quant = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } }, None, INT4_ON_CPU),
         (
@@ -206,8 +206,8 @@ fn the_table() {
         (
             |s| (INT4(s), ON_CUDA(s)).0,
             None,
-            "emulation; cuda_fused (quant), cuda_fused_listed (quant), cuda (quant), cuda_batched (quant), \
-             cpu (device), cpu_batched (device)",
+            "cuda; cuda_fused (quant), cuda_fused_listed (quant), cuda_batched (activation_format), \
+             cpu (device), cpu_batched (device), emulation (lower_priority)",
         ),
         (
             |s| (INT4(s), ON_CUDA(s)).0,

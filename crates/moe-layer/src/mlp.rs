@@ -2,17 +2,17 @@
 //!
 //! On the CPU it runs on the experts' own kernels, as one expert that every token visits, so dense and
 //! sparse layers share one arithmetic: fused gate and up products, one rounding of the
-//! activation, and a row-parallel down product. On a GPU dense products are faster than those for
-//! one expert, and the activation is a launch between them.
+//! activation, and a row-parallel down product. On a GPU dense products of floats are faster than those for
+//! one expert, and the activation is a launch between them; quantised gate and up rows lie together there, too.
 
 use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::{Form, LinearCall, LinearForm, Machine, Stage};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Activation, CpuIsa, Exec, ExpertGroups, Scratch, View, ViewMut, Weight, Workspace, forward_rows,
-    gated_rows_into, grouped_gate_up_into, linear_add_into, linear_into, linear_row_parallel_into,
-    one_group_into,
+    Activation, CpuIsa, Exec, ExpertGroups, QuantScheme, Scratch, View, ViewMut, Weight, Workspace,
+    forward_rows, gated_rows_into, grouped_gate_up_into, linear_add_into, linear_into,
+    linear_row_parallel_into, one_group_into,
 };
 
 use crate::context::BlockContext;
@@ -134,15 +134,22 @@ impl GatedMlp {
     pub fn stages(&self, rows: usize, machine: &Machine) -> Vec<Stage> {
         let rows = rows.min(ROWS_AT_ONCE);
         let (width, hidden, dtype) = (self.intermediate_size(), self.hidden_size(), self.dtype());
-        let call = |n, k| LinearCall { rows, n, k, dtype, bias: false, aligned: true };
+        let call = |n, k, w: &Weight| {
+            let quant = w.quantisation();
+            LinearCall { rows, n, k, dtype, quant, bias: false, aligned: true }
+        };
         let plain = |computes, kernel: &str| Stage { computes, kernel: kernel.into(), rejected: Vec::new() };
         if machine.gpu.is_none() {
             return vec![plain(&["gate, up, activation"], "grouped products"), plain(&["down"], "cpu")];
         }
+        let down = LinearForm::stage(&["down"], &call(hidden, width, &self.w2), machine);
+        if self.w13.scheme() != QuantScheme::None {
+            return vec![plain(&["gate, up, activation"], "any_quant_gate_up"), down];
+        }
         vec![
-            LinearForm::stage(&["gate, up"], &call(2 * width, hidden), machine),
+            LinearForm::stage(&["gate, up"], &call(2 * width, hidden, &self.w13), machine),
             plain(&["activation"], "gated_rows"),
-            LinearForm::stage(&["down"], &call(hidden, width), machine),
+            down,
         ]
     }
 
@@ -174,7 +181,7 @@ impl GatedMlp {
     fn activated(&self, x: View<'_>, ex: &mut Exec) -> Result<Scratch> {
         let (rows, width, w13) = (x.rows(), self.intermediate_size(), self.w13.read()?);
         let mut activated = ex.scratch(x.dtype(), &[rows, width])?;
-        if !ex.is_cuda() {
+        if !ex.is_cuda() || self.w13.scheme() != QuantScheme::None {
             let (mut offsets, mut index) = (ex.scratch(DType::U32, &[2])?, ex.scratch(DType::U32, &[rows])?);
             one_group_into(offsets.view_mut(), index.view_mut(), ex)?;
             let (offsets, index) = (offsets.view(), index.view());

@@ -21,7 +21,7 @@ pub(crate) fn linear(
     let cuda = ex.cuda(op)?;
     let (m, n, k) = (x.dims()[0], w.dims()[0], w.dims()[1]);
     let aligned = aligned(&[x, w, out.as_view()]);
-    let call = LinearCall { rows: m, n, k, dtype: x.dtype(), bias: bias.is_some(), aligned };
+    let call = LinearCall { rows: m, n, k, dtype: x.dtype(), quant: None, bias: bias.is_some(), aligned };
     match LinearForm::choose(&call, &ex.machine()) {
         Some(LinearForm::Blas) => blas::product(cuda, op, x, w, out),
         Some(LinearForm::Stream) => {

@@ -100,5 +100,5 @@ fn product_add(x: View, w: WeightView, bias: Option<View>, residual: ViewMut, ex
 #[cfg(feature = "cuda")]
 fn call(rows: usize, w: View, bias: Option<View>) -> LinearCall {
     let (n, k) = (w.rows(), w.dims().last().copied().unwrap_or(0));
-    LinearCall { rows, n, k, dtype: w.dtype(), bias: bias.is_some(), aligned: true }
+    LinearCall { rows, n, k, dtype: w.dtype(), quant: None, bias: bias.is_some(), aligned: true }
 }

@@ -78,7 +78,7 @@ fn product(
     }
     let rows = [0, expect_u32(op, t)?];
     if let WeightView::Quantised(w) = w {
-        return quant::product(op, segments, x, w.matrix(), bias, out, ex);
+        return quant::product(op, segments, x, w, bias, out, ex);
     }
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {

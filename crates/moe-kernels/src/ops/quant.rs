@@ -22,6 +22,7 @@ use crate::exec::Exec;
 use crate::quant::{QuantMatrix, QuantUse};
 use crate::spec::Activation;
 use crate::view::{View, ViewMut};
+use crate::weight::QuantView;
 use crate::with_float;
 
 /// out = x · wᵀ + bias, summed in f32, rounded once. Segments of a row-parallel `w` are summed apart and added in
@@ -68,16 +69,25 @@ pub fn quant_linear_segment_into(
     linear(op, x, w, Some(segment), None, out, ex)
 }
 
-/// A dense product with a matrix that was packed for it: in so many segments.
+/// A dense product with a matrix that was packed for it: on the CPU in so many segments.
 pub(super) fn product(
     op: &str,
     wanted: usize,
     x: View,
-    w: &QuantMatrix,
+    w: QuantView,
     bias: Option<View>,
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        let w = w.device_pack(op)?;
+        if w.usage() == QuantUse::GateUp {
+            bail!("{op}: expected a matrix packed for a dense product, got one for gate and up")
+        }
+        return crate::cuda::quant::linear(op, x, w, bias, out, ex);
+    }
+    let w = w.matrix(op)?;
     let packed = segments(op, w, None, ex)?.len();
     if packed != wanted {
         bail!("{op}: expected a matrix packed in {wanted} segments, got one in {packed}")
@@ -233,6 +243,51 @@ fn down(
     let Checked { offsets, out_rows, .. } = groups.check_out(op, s)?;
     let rows = Rows { segments, offsets, out_rows: Some(out_rows) };
     with_float!(x.dtype(), op, T => run::<T, f32>(x, w2, bias, rows, out, ex))
+}
+
+/// [`quant_gate_up_into`] or its form on a device, where the door of
+/// [`grouped_gate_up_into`](crate::grouped_gate_up_into) has checked all views.
+pub(super) fn grouped_gate_up(
+    x: View,
+    groups: &ExpertGroups,
+    w13: QuantView,
+    w13_bias: Option<View>,
+    activation: Activation,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "grouped_gate_up";
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        let w13 = w13.device_pack(op)?;
+        if w13.usage() != QuantUse::GateUp {
+            bail!("{op}: expected a matrix packed for gate and up, got one for {:?}", w13.usage())
+        }
+        return crate::cuda::quant::gate_up(op, x, groups, (w13, w13_bias), activation, out, ex);
+    }
+    quant_gate_up_into(x, groups, w13.matrix(op)?, w13_bias, activation, out, ex)
+}
+
+/// [`quant_down_into`] or its form on a device, where the door of [`grouped_down_into`](crate::grouped_down_into) has
+/// checked all views.
+pub(super) fn grouped_down(
+    x: View,
+    groups: &ExpertGroups,
+    w2: QuantView,
+    w2_bias: Option<View>,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "grouped_down";
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        let w2 = w2.device_pack(op)?;
+        if w2.usage() == QuantUse::GateUp {
+            bail!("{op}: expected a matrix packed for a dense product, got one for gate and up")
+        }
+        return crate::cuda::quant::down(op, x, groups, (w2, w2_bias), out, ex);
+    }
+    quant_down_into(x, groups, w2.matrix(op)?, w2_bias, out, ex)
 }
 
 /// The segments that an op multiplies; fails for a matrix packed for another use or a segment that it does not have.

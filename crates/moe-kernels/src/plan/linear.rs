@@ -2,6 +2,7 @@
 
 use candle_core::DType;
 
+use super::quant::{QuantWeights, expect_floats, expect_quantised};
 use super::{Form, Machine, Reason};
 
 /// Most rows for which streaming the weights beats the tensor-core kernel (docs/kernels.md).
@@ -24,8 +25,10 @@ pub struct LinearCall {
     pub n: usize,
     /// Columns of both.
     pub k: usize,
-    /// Dtype of both.
+    /// Dtype of x and, if it is in floats, of w.
     pub dtype: DType,
+    /// How w is quantised; `None`: it is of `dtype`.
+    pub quant: Option<QuantWeights>,
     /// Whether a bias is added.
     pub bias: bool,
     /// Whether x, w and out begin at multiples of 16 bytes.
@@ -41,6 +44,8 @@ pub enum LinearForm {
     Stream,
     /// Warpgroup products (`linear_tensor`, wgmma).
     Tensor,
+    /// Quantised weights of any scheme and shape, on CUDA.
+    QuantAny,
     /// Any dtype and shape on CUDA.
     Any,
     /// The CPU.
@@ -48,8 +53,9 @@ pub enum LinearForm {
 }
 
 impl LinearCall {
-    /// What every fast kernel wants.
+    /// What every fast kernel of floats wants.
     fn expect_bf16(&self) -> Result<(), Reason> {
+        expect_floats(self.quant)?;
         expect_bf16(self.dtype)?;
         expect_steps("k", self.k, K_STEP)
     }
@@ -62,13 +68,15 @@ impl LinearCall {
 impl Form for LinearForm {
     type Call = LinearCall;
 
-    const ALL: &'static [Self] = &[Self::Blas, Self::Stream, Self::Tensor, Self::Any, Self::Cpu];
+    const ALL: &'static [Self] =
+        &[Self::Blas, Self::Stream, Self::Tensor, Self::QuantAny, Self::Any, Self::Cpu];
 
     fn name(self) -> &'static str {
         match self {
             Self::Blas => "cublas",
             Self::Stream => "linear_stream",
             Self::Tensor => "linear_tensor",
+            Self::QuantAny => "any_quant_linear",
             Self::Any => "any_linear",
             Self::Cpu => "cpu",
         }
@@ -100,6 +108,10 @@ impl Form for LinearForm {
                 machine.expect_hopper()?;
                 call.expect_bf16()?;
                 call.expect_aligned()
+            }
+            Self::QuantAny => {
+                machine.expect_gpu()?;
+                expect_quantised(call.quant).map(drop)
             }
             Self::Any => machine.expect_gpu().map(drop),
             Self::Cpu => machine.expect_cpu(),

@@ -10,6 +10,7 @@ mod linear;
 mod monolithic;
 mod per_head;
 mod prompt;
+mod quant;
 mod reason;
 mod router;
 
@@ -19,6 +20,7 @@ pub use linear::{FusedLinearForm, LinearCall, LinearForm};
 pub use monolithic::{Fusion, MonolithicCall, MonolithicForm};
 pub use per_head::{PerHeadCall, PerHeadForm};
 pub use prompt::{PromptCall, PromptForm};
+pub use quant::QuantWeights;
 pub use reason::{Reason, Target, activation_kind, activation_name};
 pub use router::{RouterCall, RouterForm};
 

@@ -162,6 +162,9 @@ pub enum Reason {
         /// The pack's scheme.
         got: QuantScheme,
     },
+    /// The kernel reads quantised weights only.
+    #[error("reads quantised weights, and these are floats")]
+    Floats,
     /// The backend turns quantised weights into floats.
     #[error("turns quantised weights into floats, and these are floats")]
     NotQuantised,
@@ -243,7 +246,7 @@ impl Reason {
             Self::Activation { .. } => "activation",
             Self::Bias => "bias",
             Self::Quant { .. } => "quant",
-            Self::NotQuantised => "not_quantised",
+            Self::NotQuantised | Self::Floats => "not_quantised",
             Self::Dtype { .. } => "dtype",
             Self::TensorParallel { .. } => "tensor_parallel",
             Self::RouterWeightOnInput => "router_weight_on_input",
