@@ -8,6 +8,8 @@
 // - 8 bits, two words: bytes w0 w2 w1 w3 and w4 w6 w5 w7, so that v & 0x00ff00ff and (v >> 8) & 0x00ff00ff are pairs.
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include "codes.cuh"
 
 namespace moe {
@@ -61,8 +63,37 @@ struct AnyQuantDownArgs {
   int rows, num_out;
 };
 
+/// As ExpertsTensorArgs; E, H and I are those of the packs.
+struct QuantExpertsTensorArgs {
+  const __nv_bfloat16* x;  // [T, H]
+  QuantPack w13;           // gate_up
+  QuantPack w2;
+  const uint32_t* slots;
+  const uint32_t* counts;
+  int bucket;
+  __nv_bfloat16* act;
+  void* slot_rows;
+  uint32_t* counters;
+  int tokens, top_k;
+  int num_ids;
+};
+
+/// As LinearTensorArgs.
+struct QuantLinearTensorArgs {
+  const __nv_bfloat16* x;     // [m, k]
+  QuantPack w;                // one matrix; results of one with gate and up are all gates, then all ups
+  const __nv_bfloat16* bias;  // [n] or null
+  void* out;                  // [m, n]
+  Output output;
+  int m;
+  int splits;
+};
+
 }  // namespace moe
 
+extern "C" int moe_quant_experts_tensor(const moe::QuantExpertsTensorArgs* args, void* stream);
+extern "C" int moe_quant_experts_wide(const moe::QuantExpertsTensorArgs* args, void* stream);
+extern "C" int moe_quant_linear_tensor(const moe::QuantLinearTensorArgs* args, void* stream);
 extern "C" int moe_any_quant_linear(const moe::AnyQuantLinearArgs* args, void* stream);
 extern "C" int moe_any_quant_gate_up(const moe::AnyQuantGateUpArgs* args, void* stream);
 extern "C" int moe_any_quant_down(const moe::AnyQuantDownArgs* args, void* stream);
