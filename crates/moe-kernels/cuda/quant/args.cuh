@@ -89,11 +89,63 @@ struct QuantLinearTensorArgs {
   int splits;
 };
 
+/// As LinearStreamArgs.
+struct QuantLinearStreamArgs {
+  const void* x;
+  const __nv_bfloat16* norm;
+  float eps;
+  QuantPack w;  // one matrix
+  const __nv_bfloat16* bias;
+  void* out;
+  Output output;
+  int m;
+};
+
+/// As LayerStreamArgs; w13 and w2 say how many experts are here and how large they are.
+struct QuantLayerStreamArgs {
+  const void* x;
+  const __nv_bfloat16* norm;
+  float eps;
+  const __nv_bfloat16* gate;
+  const __nv_bfloat16* gate_bias;
+  const float* correction_bias;
+  const uint32_t* valid;
+  uint32_t* topk_ids;
+  float* topk_weights;
+  QuantPack w13, w2;
+  const int32_t* expert_map;
+  void* out;
+  Output output;
+  void* state;  // may be that of launches of moe_layer_stream
+  int tokens, num_ids, top_k;
+  Scoring scoring;
+  int raw_logits, renormalize;
+  float scale, softcap;
+};
+
+/// As ExpertsStreamArgs.
+struct QuantExpertsStreamArgs {
+  const __nv_bfloat16* x;
+  QuantPack w13, w2;
+  const uint32_t* topk_ids;
+  const float* topk_weights;
+  const int32_t* expert_map;
+  __nv_bfloat16* act;
+  float* slot_rows;
+  void* out;
+  uint32_t* flags;
+  int flag_words, tokens, top_k, num_ids;
+  Output output;
+};
+
 }  // namespace moe
 
 extern "C" int moe_quant_experts_tensor(const moe::QuantExpertsTensorArgs* args, void* stream);
 extern "C" int moe_quant_experts_wide(const moe::QuantExpertsTensorArgs* args, void* stream);
 extern "C" int moe_quant_linear_tensor(const moe::QuantLinearTensorArgs* args, void* stream);
+extern "C" int moe_quant_linear_stream(const moe::QuantLinearStreamArgs* args, void* stream);
+extern "C" int moe_quant_layer_stream(const moe::QuantLayerStreamArgs* args, void* stream);
+extern "C" int moe_quant_experts_stream(const moe::QuantExpertsStreamArgs* args, void* stream);
 extern "C" int moe_any_quant_linear(const moe::AnyQuantLinearArgs* args, void* stream);
 extern "C" int moe_any_quant_gate_up(const moe::AnyQuantGateUpArgs* args, void* stream);
 extern "C" int moe_any_quant_down(const moe::AnyQuantDownArgs* args, void* stream);
