@@ -1,4 +1,5 @@
-// From rows to active experts in stream.cu: norm, logits, the choice of experts, and which tokens each of them serves.
+// From rows to active experts in the layer kernels: norm, logits, the choice of experts, and which tokens each of them
+// serves.
 #pragma once
 
 #include "layer/stream_load.cuh"
@@ -208,8 +209,9 @@ __device__ __forceinline__ int build_active(const Args& a, const Shared& s, cons
 
 /// A token's experts, by one of the routing warps. Every block makes the same choice. The first token's warp asks for
 /// the head.
-template <int kPerLane, bool kPlain>
-__device__ __forceinline__ void route(const Args& a, const Shared& s, int token, const Turn& turn, const Head& head) {
+template <int kPerLane, bool kPlain, class Weights>
+__device__ __forceinline__ void route(const Weighted<Weights>& a, const Shared& s, int token, const Turn& turn,
+                                      const Head& head) {
   const int lane = threadIdx.x % 32, slot = token * a.route.top_k + lane;
   Choice c = {kNoExpert, 0.0f};
   if (a.valid == nullptr || static_cast<uint32_t>(token) < __ldcg(a.valid)) {

@@ -8,6 +8,8 @@
 // - 8 bits, two words: bytes w0 w2 w1 w3 and w4 w6 w5 w7, so that v & 0x00ff00ff and (v >> 8) & 0x00ff00ff are pairs.
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include "codes.cuh"
 
 namespace moe {
@@ -61,8 +63,89 @@ struct AnyQuantDownArgs {
   int rows, num_out;
 };
 
+/// As ExpertsTensorArgs; E, H and I are those of the packs.
+struct QuantExpertsTensorArgs {
+  const __nv_bfloat16* x;  // [T, H]
+  QuantPack w13;           // gate_up
+  QuantPack w2;
+  const uint32_t* slots;
+  const uint32_t* counts;
+  int bucket;
+  __nv_bfloat16* act;
+  void* slot_rows;
+  uint32_t* counters;
+  int tokens, top_k;
+  int num_ids;
+};
+
+/// As LinearTensorArgs.
+struct QuantLinearTensorArgs {
+  const __nv_bfloat16* x;     // [m, k]
+  QuantPack w;                // one matrix; results of one with gate and up are all gates, then all ups
+  const __nv_bfloat16* bias;  // [n] or null
+  void* out;                  // [m, n]
+  Output output;
+  int m;
+  int splits;
+};
+
+/// As LinearStreamArgs.
+struct QuantLinearStreamArgs {
+  const void* x;
+  const __nv_bfloat16* norm;
+  float eps;
+  QuantPack w;  // one matrix
+  const __nv_bfloat16* bias;
+  void* out;
+  Output output;
+  int m;
+};
+
+/// As LayerStreamArgs; w13 and w2 say how many experts are here and how large they are.
+struct QuantLayerStreamArgs {
+  const void* x;
+  const __nv_bfloat16* norm;
+  float eps;
+  const __nv_bfloat16* gate;
+  const __nv_bfloat16* gate_bias;
+  const float* correction_bias;
+  const uint32_t* valid;
+  uint32_t* topk_ids;
+  float* topk_weights;
+  QuantPack w13, w2;
+  const int32_t* expert_map;
+  void* out;
+  Output output;
+  void* state;  // may be that of launches of moe_layer_stream
+  int tokens, num_ids, top_k;
+  Scoring scoring;
+  int raw_logits, renormalize;
+  float scale, softcap;
+};
+
+/// As ExpertsStreamArgs.
+struct QuantExpertsStreamArgs {
+  const __nv_bfloat16* x;
+  QuantPack w13, w2;
+  const uint32_t* topk_ids;
+  const float* topk_weights;
+  const int32_t* expert_map;
+  __nv_bfloat16* act;
+  float* slot_rows;
+  void* out;
+  uint32_t* flags;
+  int flag_words, tokens, top_k, num_ids;
+  Output output;
+};
+
 }  // namespace moe
 
+extern "C" int moe_quant_experts_tensor(const moe::QuantExpertsTensorArgs* args, void* stream);
+extern "C" int moe_quant_experts_wide(const moe::QuantExpertsTensorArgs* args, void* stream);
+extern "C" int moe_quant_linear_tensor(const moe::QuantLinearTensorArgs* args, void* stream);
+extern "C" int moe_quant_linear_stream(const moe::QuantLinearStreamArgs* args, void* stream);
+extern "C" int moe_quant_layer_stream(const moe::QuantLayerStreamArgs* args, void* stream);
+extern "C" int moe_quant_experts_stream(const moe::QuantExpertsStreamArgs* args, void* stream);
 extern "C" int moe_any_quant_linear(const moe::AnyQuantLinearArgs* args, void* stream);
 extern "C" int moe_any_quant_gate_up(const moe::AnyQuantGateUpArgs* args, void* stream);
 extern "C" int moe_any_quant_down(const moe::AnyQuantDownArgs* args, void* stream);

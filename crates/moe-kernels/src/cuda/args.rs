@@ -179,6 +179,18 @@ arguments! {
     AnyQuantDownArgs {
         x offsets out_rows: In, w2: QuantPack, bias: In, out: Out, dtype: Dtype, rows num_out: i32,
     }
+    QuantLinearStreamArgs {
+        x norm: In, eps: f32, w: QuantPack, bias: In, out: Out, output: Output, m: i32,
+    }
+    QuantLayerStreamArgs {
+        x norm: In, eps: f32, gate gate_bias correction_bias valid: In, topk_ids topk_weights: Out,
+        w13 w2: QuantPack, expert_map: In, out: Out, output: Output, state: Out, tokens num_ids top_k: i32,
+        scoring: GateScoring, raw_logits renormalize: i32, scale softcap: f32,
+    }
+    QuantExpertsStreamArgs {
+        x: In, w13 w2: QuantPack, topk_ids topk_weights expert_map: In, act slot_rows out flags: Out,
+        flag_words tokens top_k num_ids: i32, output: Output,
+    }
     AnyGroupSlotsArgs {
         topk_ids expert_map: In, count top_k num_ids num_local: i32, offsets slots in_rows workspace: Out,
     }
