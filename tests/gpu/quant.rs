@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use candle_core::{DType, Result};
+use moe_kernels::cuda::{FusedExperts, fused_experts_into};
 use moe_kernels::half::f16;
 use moe_kernels::quant::{LogicalRows, Opened, QuantPart, QuantRows, QuantSource, QuantUse};
 use moe_kernels::{
@@ -163,6 +164,11 @@ fn fixed_point(dtype: DType, k: usize) -> f64 {
     if dtype == DType::F32 { 0.0 } else { k as f64 * f64::powi(2.0, -15) }
 }
 
+/// What weights that become bf16 in the fast kernels add, several deviations of it.
+fn rounded_weights(dtype: DType, k: usize) -> f64 {
+    if dtype == DType::BF16 { 8.0 * (k as f64).sqrt() * f64::powi(2.0, -9) } else { 0.0 }
+}
+
 /// x · wᵀ in f64.
 fn product(x: &[f32], w: &[f32], (m, n, k): (usize, usize, usize)) -> Vec<f64> {
     let dot = |i: usize| -> f64 {
@@ -226,7 +232,7 @@ fn quantised_dense_products_agree() {
                 };
                 on_both(op, |c, g| {
                     let what = format!("{scheme} {m} x {n} x {k} {}", dtype.as_str());
-                    let bound = sum_bound(k);
+                    let bound = sum_bound(k) + rounded_weights(dtype, k);
                     for (want, got) in want.iter().zip(g[0].view().to_f32_vec().unwrap()) {
                         assert!((want - f64::from(got)).abs() <= bound, "{what}: expected {want}, got {got}");
                     }
@@ -337,6 +343,102 @@ fn layers_agree(rng: &mut Rng, l: &Layer, schemes: [QuantScheme; 2], dtype: DTyp
         assert_close(&format!("down {what}"), &c[1], &g[1], down);
         assert_close(&format!("sum {what}"), &c[2], &g[2], down * top_k as f64);
     });
+}
+
+/// Relative error of all values together.
+fn relative_error(want: &[f64], got: &[f32]) -> f64 {
+    let off: f64 = want.iter().zip(got).map(|(w, g)| (w - f64::from(*g)).powi(2)).sum();
+    (off / want.iter().map(|w| w * w).sum::<f64>().max(1e-30)).sqrt()
+}
+
+/// The whole layer with bf16 activations, weighted and summed, by the kernels that the plan chooses.
+#[test]
+fn fused_quantised_experts_agree() {
+    let mut rng = Rng::new();
+    let (experts, top_k) = (12, 3);
+    for (hidden, inter) in [(128, 64), (256, 192)] {
+        for scheme in [
+            int(4, 64, false, false),
+            int(4, 32, true, false),
+            int(8, 64, true, false),
+            int(8, 0, false, false),
+            int(4, 64, true, true),
+            fp8(Fp8Scales::Block { n: 128, k: 128 }),
+            fp8(Fp8Scales::Channel),
+        ] {
+            let mut source = Source::default();
+            let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+            for e in 0..experts {
+                let names = ["gate", "up", "down"].map(|name| format!("{e}.{name}"));
+                let dims = [(inter, hidden), (inter, hidden), (hidden, inter)];
+                for (name, (n, k)) in names.iter().zip(dims) {
+                    source.matrices.insert(name.clone(), Matrix::new(&mut rng, n, k, scheme, e as u64));
+                }
+                let [gate, up, last] = names;
+                gate_up.push(vec![gate, up]);
+                down.push(vec![last]);
+            }
+            let mut ex = cuda();
+            let pack = |modules: &[Vec<String>], usage| {
+                let modules: Vec<&[String]> = modules.iter().map(Vec::as_slice).collect();
+                source.weight(&modules, usage, DType::BF16, &cuda())
+            };
+            let segments = row_parallel_segments(inter);
+            let (w13, w2) = (pack(&gate_up, QuantUse::GateUp), pack(&down, QuantUse::RowParallel { segments }));
+            let (w13, w2) = (w13.read().unwrap(), w2.read().unwrap());
+            let floats: Vec<[Vec<f32>; 3]> = (0..experts)
+                .map(|e| ["gate", "up", "down"].map(|name| source.matrices[&format!("{e}.{name}")].floats()))
+                .collect();
+            for tokens in small([0, 1, 4, 6, 9, 70, 300], 9, |tokens| *tokens) {
+                let x = rng.floats(DType::BF16, &[tokens, hidden]);
+                let ids: Vec<u32> = (0..tokens)
+                    .flat_map(|_| rng.permutation(experts).into_iter().take(top_k).collect::<Vec<_>>())
+                    .map(|id| if rng.below(9) == 0 { NO_EXPERT } else { id })
+                    .collect();
+                let weights = rng.floats(DType::F32, &[tokens, top_k]);
+                let want = layer(&x, &ids, &weights, &floats, (hidden, inter));
+                let p = Place::new(cuda());
+                let (ids, weights) = (p.put(&words(ids, &[tokens, top_k])), p.put(&weights));
+                let (x, mut out) = (p.put(&x), ex.zeros(DType::F32, &[tokens, hidden]).unwrap());
+                let args = FusedExperts {
+                    x: x.view(),
+                    w13: w13.view().unwrap(),
+                    w2: w2.view().unwrap(),
+                    topk_ids: ids.view(),
+                    topk_weights: weights.view(),
+                    expert_map: None,
+                    lists: None,
+                };
+                fused_experts_into(&args, out.view_mut(), &mut ex).unwrap();
+                let got = ex.to_host(out.view()).unwrap().view().to_f32_vec().unwrap();
+                let off = relative_error(&want, &got);
+                assert!(off < 0.012, "{scheme} {tokens} tokens, H {hidden}, I {inter}: off by {off}");
+            }
+        }
+    }
+}
+
+/// The layer's definition in f64.
+fn layer(
+    x: &Buffer,
+    ids: &[u32],
+    weights: &Buffer,
+    experts: &[[Vec<f32>; 3]],
+    (hidden, inter): (usize, usize),
+) -> Vec<f64> {
+    let (x, weights) = (x.view().to_f32_vec().unwrap(), weights.view().to_f32_vec().unwrap());
+    let top_k = ids.len().checked_div(x.len() / hidden).unwrap_or(1);
+    let mut out = vec![0.0; x.len()];
+    for (slot, (id, weight)) in ids.iter().zip(&weights).enumerate() {
+        let Some([gate, up, down]) = experts.get(*id as usize) else { continue };
+        let token = slot / top_k * hidden;
+        let row = &x[token..token + hidden];
+        let (gate, up) = (product(row, gate, (1, inter, hidden)), product(row, up, (1, inter, hidden)));
+        let act: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| (g / (1.0 + (-g).exp()) * u) as f32).collect();
+        let rows = product(&act, down, (1, hidden, inter));
+        out[token..token + hidden].iter_mut().zip(rows).for_each(|(o, r)| *o += f64::from(*weight) * r);
+    }
+    out
 }
 
 #[test]

@@ -9,7 +9,7 @@ use candle_core::DType;
 use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme};
 use serde::Serialize;
 
-use crate::capability::{Capability, WeightKinds};
+use crate::capability::Capability;
 use moe_kernels::plan::{Reason, Target};
 
 /// An implementation of the fused experts.
@@ -40,7 +40,7 @@ const CPU: Capability = Capability {
     target: Target::Cpu,
     activations: &["swiglu", "swiglu_oai", "gelu", "gelu_tanh"],
     bias: true,
-    weights: WeightKinds::FloatsAndQuantised,
+    quantised: true,
     dtypes: &[DType::F32, DType::BF16, DType::F16],
     tensor_parallel: false,
     hidden_multiple_of: 1,
@@ -58,7 +58,6 @@ const CUDA: Capability = Capability { target: Target::GPU, ..CPU };
 pub(crate) const CUDA_FUSED: Capability = Capability {
     activations: &["swiglu"],
     bias: false,
-    weights: WeightKinds::Floats,
     dtypes: &[DType::BF16],
     hidden_multiple_of: 64,
     intermediate_multiple_of: 64,

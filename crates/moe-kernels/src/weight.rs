@@ -110,11 +110,14 @@ impl Pack {
         }
     }
 
-    fn scale_dtype(&self) -> DType {
+    fn weights(&self) -> QuantWeights {
         match self {
-            Self::Cpu(matrix) => matrix.scale_dtype(),
+            Self::Cpu(matrix) => {
+                let gate_up = matrix.usage() == QuantUse::GateUp;
+                QuantWeights { scheme: matrix.scheme(), scales: matrix.scale_dtype(), gate_up }
+            }
             #[cfg(feature = "cuda")]
-            Self::Cuda(pack) => pack.scale_dtype(),
+            Self::Cuda(pack) => pack.weights(),
         }
     }
 
@@ -253,9 +256,7 @@ impl Weight {
     pub fn quantisation(&self) -> Option<QuantWeights> {
         match &self.0 {
             Held::Values(..) => None,
-            Held::Quantised(q) => {
-                Some(QuantWeights { scheme: q.pack.scheme(), scales: q.pack.scale_dtype() })
-            }
+            Held::Quantised(q) => Some(q.pack.weights()),
         }
     }
 
@@ -295,7 +296,7 @@ impl Weight {
                     rows.for_each(|(row, out)| panel_row(panels, k, row, out));
                 }
                 Held::Quantised(q) => {
-                    let matrix = QuantView(q).matrix("unpacking a weight")?;
+                    let matrix = QuantView::new(q).matrix("unpacking a weight")?;
                     let (n, mut wide) = (matrix.dims()[1].max(1), vec![0.0; k]);
                     for (row, out) in rows {
                         matrix.dequantise_into(row / n, row % n..row % n + 1, &mut wide)?;
@@ -342,7 +343,7 @@ impl WeightGuard<'_> {
         Ok(match &self.0 {
             Guarded::Values(values, WeightOrder::Rows) => WeightView::Rows(values.view()?),
             Guarded::Values(values, WeightOrder::Panels) => WeightView::Panels(PanelsView(values.view()?)),
-            Guarded::Quantised(q) => WeightView::Quantised(QuantView(q)),
+            Guarded::Quantised(q) => WeightView::Quantised(QuantView::new(q)),
         })
     }
 }
@@ -364,12 +365,20 @@ pub struct PanelsView<'a>(View<'a>);
 
 /// A quantised weight: made by [`Weight::of_quantised`] alone.
 #[derive(Clone, Copy, Debug)]
-pub struct QuantView<'a>(&'a Quantised);
+pub struct QuantView<'a> {
+    weight: &'a Quantised,
+    /// [N, K] or [E, N, K].
+    dims: &'a [usize],
+}
 
 impl<'a> QuantView<'a> {
+    fn new(weight: &'a Quantised) -> Self {
+        Self { weight, dims: &weight.dims }
+    }
+
     /// How it is quantised.
     pub fn scheme(self) -> QuantScheme {
-        self.0.pack.scheme()
+        self.weight.pack.scheme()
     }
 
     /// The matrices as the CPU packs them.
@@ -378,7 +387,7 @@ impl<'a> QuantView<'a> {
     /// A weight on a device.
     #[cfg_attr(not(feature = "cuda"), allow(clippy::unnecessary_wraps))]
     pub(crate) fn matrix(self, op: &str) -> Result<&'a QuantMatrix> {
-        match &self.0.pack {
+        match &self.weight.pack {
             Pack::Cpu(matrix) => Ok(matrix),
             #[cfg(feature = "cuda")]
             Pack::Cuda(pack) => {
@@ -393,7 +402,7 @@ impl<'a> QuantView<'a> {
     /// A weight on the CPU.
     #[cfg(feature = "cuda")]
     pub(crate) fn device_pack(self, op: &str) -> Result<&'a DevicePack> {
-        match &self.0.pack {
+        match &self.weight.pack {
             Pack::Cuda(pack) => Ok(pack),
             Pack::Cpu(_) => bail!("{op}: expected quantised weights on a CUDA device, got some on the CPU"),
         }
@@ -421,11 +430,23 @@ impl<'a> WeightView<'a> {
         }
     }
 
+    /// The matrix [N, K] of a pack of one, [1, N, K].
+    ///
+    /// # Errors
+    /// A pack of several; panels.
+    pub fn only_matrix(&self, op: &str) -> Result<Self> {
+        match (self, self.dims()) {
+            (Self::Quantised(q), &[1, _, _]) => Ok(Self::Quantised(QuantView { dims: &q.dims[1..], ..*q })),
+            (Self::Rows(view), &[1, n, k]) => Ok(Self::Rows(view.reshape(&[n, k])?)),
+            (_, dims) => bail!("{op}: expected a pack [1, N, K] in rows or quantised, got {dims:?}"),
+        }
+    }
+
     /// [N, K] or [E, N, K].
     pub fn dims(&self) -> &[usize] {
         match self {
             Self::Rows(view) | Self::Panels(PanelsView(view)) => view.dims(),
-            Self::Quantised(QuantView(q)) => &q.dims,
+            Self::Quantised(q) => q.dims,
         }
     }
 
@@ -433,7 +454,7 @@ impl<'a> WeightView<'a> {
     pub fn dtype(&self) -> DType {
         match self {
             Self::Rows(view) | Self::Panels(PanelsView(view)) => view.dtype(),
-            Self::Quantised(QuantView(q)) => q.dtype,
+            Self::Quantised(q) => q.weight.dtype,
         }
     }
 

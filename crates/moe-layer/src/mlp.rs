@@ -2,15 +2,15 @@
 //!
 //! On the CPU it runs on the experts' own kernels, as one expert that every token visits, so dense and
 //! sparse layers share one arithmetic: fused gate and up products, one rounding of the
-//! activation, and a row-parallel down product. On a GPU dense products of floats are faster than those for
-//! one expert, and the activation is a launch between them; quantised gate and up rows lie together there, too.
+//! activation, and a row-parallel down product. On a GPU dense products are faster than those for
+//! one expert, and the activation is a launch between them.
 
 use moe_comm::RowParallel;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::{Form, LinearCall, LinearForm, Machine, Stage};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Activation, CpuIsa, Exec, ExpertGroups, QuantScheme, Scratch, View, ViewMut, Weight, Workspace,
+    Activation, CpuIsa, Exec, ExpertGroups, Scratch, View, ViewMut, Weight, Workspace,
     forward_rows, gated_rows_into, grouped_gate_up_into, linear_add_into, linear_into,
     linear_row_parallel_into, one_group_into,
 };
@@ -143,9 +143,6 @@ impl GatedMlp {
             return vec![plain(&["gate, up, activation"], "grouped products"), plain(&["down"], "cpu")];
         }
         let down = LinearForm::stage(&["down"], &call(hidden, width, &self.w2), machine);
-        if self.w13.scheme() != QuantScheme::None {
-            return vec![plain(&["gate, up, activation"], "any_quant_gate_up"), down];
-        }
         vec![
             LinearForm::stage(&["gate, up"], &call(2 * width, hidden, &self.w13), machine),
             plain(&["activation"], "gated_rows"),
@@ -181,7 +178,7 @@ impl GatedMlp {
     fn activated(&self, x: View<'_>, ex: &mut Exec) -> Result<Scratch> {
         let (rows, width, w13) = (x.rows(), self.intermediate_size(), self.w13.read()?);
         let mut activated = ex.scratch(x.dtype(), &[rows, width])?;
-        if !ex.is_cuda() || self.w13.scheme() != QuantScheme::None {
+        if !ex.is_cuda() {
             let (mut offsets, mut index) = (ex.scratch(DType::U32, &[2])?, ex.scratch(DType::U32, &[rows])?);
             one_group_into(offsets.view_mut(), index.view_mut(), ex)?;
             let (offsets, index) = (offsets.view(), index.view());
@@ -190,7 +187,7 @@ impl GatedMlp {
             grouped_gate_up_into(x, &groups, w13.view()?, None, self.activation, out, ex)?;
             return Ok(activated);
         }
-        let w13 = w13.view()?.rows("gated MLP")?.reshape(&[2 * width, self.hidden_size()])?;
+        let w13 = w13.view()?.only_matrix("gated MLP")?;
         let mut sums = ex.scratch(DType::F32, &[rows.min(ROWS_AT_ONCE), 2 * width])?;
         for first in (0..rows).step_by(ROWS_AT_ONCE) {
             let count = ROWS_AT_ONCE.min(rows - first);

@@ -37,7 +37,7 @@ __device__ __forceinline__ void narrow_at(void* values, Dtype dtype, int64_t i, 
   }
 }
 
-/// out[out_rows[row]] = round(sum + bias[expert]).
+/// out[out_rows[row]] = round(sum + bias[expert]); of a pack with gate and up all gates, then all ups.
 struct Store {
   static constexpr bool kGateUp = false;
   const void* bias;          // [experts, n] of `dtype` or null
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) quant_product(const QuantProduct p, 
   constexpr int kOutputs = Epilogue::kGateUp ? 8 : kQuantTileRows;
   for (int i = threadIdx.x; i < kRows * kOutputs; i += kThreads) {
     const int r = i / kOutputs, row = i % kOutputs;
-    const int64_t column = n_tile * kOutputs + row;
+    const int64_t column = Epilogue::kGateUp ? n_tile * kOutputs + row : quant_row(w, n_tile, row);
     if (static_cast<uint32_t>(r) >= tile.count || column >= epilogue.n) continue;
     const float other = Epilogue::kGateUp ? total(r, row + 8) : 0.f;
     epilogue(tile.expert, tile.first + r, column, total(r, row), other);
@@ -162,7 +162,7 @@ template <class Epilogue>
 cudaError_t launch_quant(const QuantProduct& p, const Epilogue& epilogue, void* stream) {
   constexpr int kMaxGridY = 65535;
   const Groups& g = p.groups;
-  if (!is_pack(p.w) || g.rows < 0 || (p.w.gate_up != 0) != Epilogue::kGateUp || p.w.n_tiles > kMaxGridY)
+  if (!is_pack(p.w) || g.rows < 0 || (Epilogue::kGateUp && p.w.gate_up == 0) || p.w.n_tiles > kMaxGridY)
     return cudaErrorInvalidValue;
   if (g.rows == 0 || g.experts == 0 || p.w.n == 0) return cudaSuccess;
   return with_format(p.w.format, [&](auto format) {

@@ -46,6 +46,14 @@ launchers! {
     moe_combine(args: *const CombineArgs);
     moe_combine_add_rms_norm(args: *const CombineArgs, residual: *mut f32, weight: *const bf16, eps: f32);
 
+    // quantised weights
+    moe_quant_linear_stream(args: *const QuantLinearStreamArgs);
+    moe_quant_linear_tensor(args: *const QuantLinearTensorArgs);
+    moe_quant_layer_stream(args: *const QuantLayerStreamArgs);
+    moe_quant_experts_stream(args: *const QuantExpertsStreamArgs);
+    moe_quant_experts_tensor(args: *const QuantExpertsTensorArgs);
+    moe_quant_experts_wide(args: *const QuantExpertsTensorArgs);
+
     // layer
     moe_layer_stream(args: *const LayerStreamArgs);
 

@@ -14,6 +14,7 @@ use super::{CudaExec, Staging, ffi, small};
 use crate::buffer::Buffer;
 use crate::element::Element;
 use crate::exec::Exec;
+use crate::plan::QuantWeights;
 use crate::ops::ExpertGroups;
 use crate::quant::{
     PackedScales, QuantRows, QuantUse, TILE_ROWS, TileRow, TileScratch, Tiles, check_matrices,
@@ -111,9 +112,10 @@ impl DevicePack {
         self.tiles.scheme
     }
 
-    /// Dtype of the scales.
-    pub(crate) fn scale_dtype(&self) -> DType {
-        self.scales.dtype()
+    /// What the choice of kernels sees of it.
+    pub(crate) fn weights(&self) -> QuantWeights {
+        let Tiles { scheme, gate_up, .. } = self.tiles;
+        QuantWeights { scheme, scales: self.scales.dtype(), gate_up }
     }
 
     /// What they are packed for.
@@ -170,15 +172,21 @@ impl DevicePack {
     /// # Errors
     /// No memory left.
     pub(crate) fn to_tensor(&self, dtype: DType) -> Result<Tensor> {
-        let op = "dequantise";
-        let ex = Exec::on(&self.device)?;
-        let cuda = ex.cuda(op)?;
         let mut out = Buffer::unspecified_on(&self.device, dtype, &self.tiles.dims)?;
-        let to = cuda.write(op, "out", &mut out.view_mut())?;
-        let (pack, dtype) = (self.args(op, cuda)?, Dtype::of(op, dtype)?);
-        // SAFETY: the pack lies in the order that the launcher reads, and `out` has its dims.
-        cuda.check(op, unsafe { ffi::moe_any_dequantise(&pack, to, dtype, cuda.raw()?) })?;
+        self.dequantise_into("dequantise", out.view_mut(), &Exec::on(&self.device)?)?;
         out.into_tensor()
+    }
+
+    /// The same to `out`, [E, N, K] or, of one matrix, [N, K].
+    pub(crate) fn dequantise_into(&self, op: &str, mut out: ViewMut, ex: &Exec) -> Result<()> {
+        let (cuda, size) = (ex.cuda(op)?, self.tiles.dims.iter().product::<usize>());
+        if out.elem_count() != size {
+            bail!("{op}: expected {size} places for a pack {:?}, got {:?}", self.tiles.dims, out.dims())
+        }
+        let (pack, dtype) = (self.args(op, cuda)?, Dtype::of(op, out.dtype())?);
+        let to = cuda.write(op, "out", &mut out)?;
+        // SAFETY: the pack lies in the order that the launcher reads, and `out` has as many places.
+        cuda.check(op, unsafe { ffi::moe_any_dequantise(&pack, to, dtype, cuda.raw()?) })
     }
 }
 

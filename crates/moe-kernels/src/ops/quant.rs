@@ -69,25 +69,16 @@ pub fn quant_linear_segment_into(
     linear(op, x, w, Some(segment), None, out, ex)
 }
 
-/// A dense product with a matrix that was packed for it: on the CPU in so many segments.
+/// A dense product with a matrix that was packed for it: in so many segments.
 pub(super) fn product(
     op: &str,
     wanted: usize,
     x: View,
-    w: QuantView,
+    w: &QuantMatrix,
     bias: Option<View>,
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if ex.is_cuda() {
-        let w = w.device_pack(op)?;
-        if w.usage() == QuantUse::GateUp {
-            bail!("{op}: expected a matrix packed for a dense product, got one for gate and up")
-        }
-        return crate::cuda::quant::linear(op, x, w, bias, out, ex);
-    }
-    let w = w.matrix(op)?;
     let packed = segments(op, w, None, ex)?.len();
     if packed != wanted {
         bail!("{op}: expected a matrix packed in {wanted} segments, got one in {packed}")

@@ -83,8 +83,14 @@ pub trait Form: Copy + PartialEq + 'static {
     /// All forms; the first that fits runs.
     const ALL: &'static [Self];
 
-    /// The name in explanations: that of the kernel.
+    /// The name of the kernel.
     fn name(self) -> &'static str;
+
+    /// The name in explanations: where a kernel has a form for quantised weights, that of the form.
+    fn kernel(self, call: &Self::Call) -> String {
+        let _ = call;
+        self.name().to_string()
+    }
 
     /// Whether this form computes the call, or the first reason why not.
     ///
@@ -102,8 +108,10 @@ pub trait Form: Copy + PartialEq + 'static {
         let mut rejected = Vec::new();
         for form in Self::ALL {
             match form.fits(call, machine) {
-                Ok(()) => return Stage { computes, kernel: form.name().into(), rejected },
-                Err(reason) => rejected.push(Rejected { kernel: form.name().into(), reason }),
+                Ok(()) => return Stage { computes, kernel: form.kernel(call), rejected },
+                // Nobody asks of floats why they are not quantised.
+                Err(Reason::Floats) => {}
+                Err(reason) => rejected.push(Rejected { kernel: form.kernel(call), reason }),
             }
         }
         Stage { computes, kernel: "none".into(), rejected }

@@ -162,6 +162,14 @@ pub enum Reason {
         /// The pack's scheme.
         got: QuantScheme,
     },
+    /// The kernel does not read scales of this dtype.
+    #[error("reads scales in {}, but they are {got}", .accepted.join(", "))]
+    Scales {
+        /// Dtype of the scales.
+        got: &'static str,
+        /// Dtypes that the kernel reads.
+        accepted: Vec<&'static str>,
+    },
     /// The kernel reads quantised weights only.
     #[error("reads quantised weights, and these are floats")]
     Floats,
@@ -245,7 +253,7 @@ impl Reason {
             Self::NoGain(_) => "no_gain",
             Self::Activation { .. } => "activation",
             Self::Bias => "bias",
-            Self::Quant { .. } => "quant",
+            Self::Quant { .. } | Self::Scales { .. } => "quant",
             Self::NotQuantised | Self::Floats => "not_quantised",
             Self::Dtype { .. } => "dtype",
             Self::TensorParallel { .. } => "tensor_parallel",
