@@ -28,9 +28,8 @@ namespace {
 
 /// Weights in bf16: a stage holds rows.
 struct Rows {
-  static constexpr int kUnit = 1, kMaxRing = 1 << 30;
+  static constexpr int kUnit = 1, kMaxRing = 1 << 30, kRowPad = 0, kBlocks = 1;
   using Sums = float[4][4];
-  struct Held {};
 
   const bf16* w13;  // [num_local, 2 I, H]
   const bf16* w2;   // [num_local, H, I]
@@ -114,7 +113,7 @@ struct Rows {
   }
 
   __device__ __forceinline__ void multiply_gate_up(const Args& a, const uint8_t* stage, uint32_t, int, int k,
-                                                   const uint8_t* x, int warp, Held&, Sums& acc) const {
+                                                   const uint8_t* x, int warp, Sums& acc) const {
     const uint8_t* low = stage + threadIdx.x % 32 / 4 * a.chunk[0] * 2;
     multiply(low, low + kPairs * a.chunk[0] * 2, x + k * 2, warp, min(a.chunk[0], a.hidden - k), acc);
   }
