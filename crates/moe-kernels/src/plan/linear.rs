@@ -90,15 +90,7 @@ impl Form for LinearForm {
     type Call = LinearCall;
 
     const ALL: &'static [Self] =
-        &[
-        Self::Blas,
-        Self::QuantBlas,
-        Self::Stream,
-        Self::Tensor,
-        Self::QuantAny,
-        Self::Any,
-        Self::Cpu,
-    ];
+        &[Self::Blas, Self::QuantBlas, Self::Stream, Self::Tensor, Self::QuantAny, Self::Any, Self::Cpu];
 
     fn name(self) -> &'static str {
         match self {
