@@ -7,10 +7,14 @@ use crate::scheme::QuantScheme;
 
 /// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
 const TENSOR_TOKENS: usize = 8;
+/// The same of quantised weights.
+const QUANT_TENSOR_TOKENS: usize = 5;
 /// Most experts of those products, whose table lies in shared memory.
 const TENSOR_EXPERTS: usize = 2048;
 /// From this many rows per expert on, on average, those products are computed in tiles of up to 256 rows.
 const WIDE_ROWS: usize = 32;
+/// The same of integers.
+const INT_WIDE_ROWS: usize = 64;
 /// Most experts of these, whose table lies beside a longer ring.
 const WIDE_EXPERTS: usize = 1024;
 /// Before this many tokens the streaming kernel beats the grouped kernels of other cards.
@@ -75,7 +79,8 @@ impl ExpertsCall {
     pub fn fits_tensor(&self, machine: &Machine) -> Result<(), Reason> {
         machine.expect_hopper()?;
         if !machine.batch_invariant {
-            expect_rows(TENSOR_TOKENS.., self.tokens)?;
+            let least = if self.quant.is_some() { QUANT_TENSOR_TOKENS } else { TENSOR_TOKENS };
+            expect_rows(least.., self.tokens)?;
         }
         self.expect_local()?;
         self.expect_weights()?;
@@ -92,7 +97,11 @@ impl ExpertsCall {
     pub fn fits_wide(&self, machine: &Machine) -> Result<(), Reason> {
         machine.expect_hopper()?;
         machine.expect_batch_variant()?;
-        expect_rows((WIDE_ROWS * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
+        let rows = match self.quant {
+            Some([QuantWeights { scheme: QuantScheme::Int { .. }, .. }, _]) => INT_WIDE_ROWS,
+            _ => WIDE_ROWS,
+        };
+        expect_rows((rows * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
         self.expect_local()?;
         self.expect_weights()?;
         expect_steps("hidden_size", self.hidden, 64)?;
@@ -310,9 +319,9 @@ mod tests {
         {
             for (tokens, want) in [
                 (1, "quant_layer_stream"),
-                (6, "quant_experts_stream"),
-                (64, "quant_experts_tensor"),
-                (512, "quant_experts_wide"),
+                (6, "quant_experts_tensor"),
+                (512, if scales == DType::F32 { "quant_experts_wide" } else { "quant_experts_tensor" }),
+                (1024, "quant_experts_wide"),
             ] {
                 assert_eq!(
                     kernel(&call(tokens, scheme, scales), hopper()).as_deref(),
