@@ -1,3 +1,5 @@
+//! Packs made here against the definition of the order, place by place.
+
 use candle_core::DType;
 
 use super::*;
