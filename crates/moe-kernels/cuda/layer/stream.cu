@@ -28,9 +28,8 @@ namespace {
 
 /// Weights in bf16: a stage holds rows.
 struct Rows {
-  static constexpr int kUnit = 1, kMaxRing = 1 << 30;
+  static constexpr int kUnit = 1, kMaxRing = 1 << 30, kRowPad = 0, kBlocks = 1;
   using Sums = float[4][4];
-  struct Held {};
 
   const bf16* w13;  // [num_local, 2 I, H]
   const bf16* w2;   // [num_local, H, I]
@@ -39,10 +38,11 @@ struct Rows {
     return (product == 0 ? 2 * kPairs : kDownRows) * a.chunk[product] * 2;
   }
   int set_chunk(const Args& a, int product) const { return stage_bytes(a, product); }
-  /// Two are enough, and more only stand in each other's way.
-  static __device__ constexpr int flying(int) { return 2; }
 
 #if MOE_SM90
+
+  /// Two are enough, and more only stand in each other's way.
+  static __device__ __forceinline__ constexpr int flying(int) { return 2; }
 
   /// `rows` rows of a stage; whole rows are one consecutive piece.
   static __device__ __forceinline__ void copy_tile(uint8_t* to, const bf16* from, int depth, int chunk, int rows, int k,
@@ -114,7 +114,7 @@ struct Rows {
   }
 
   __device__ __forceinline__ void multiply_gate_up(const Args& a, const uint8_t* stage, uint32_t, int, int k,
-                                                   const uint8_t* x, int warp, Held&, Sums& acc) const {
+                                                   const uint8_t* x, int warp, Sums& acc) const {
     const uint8_t* low = stage + threadIdx.x % 32 / 4 * a.chunk[0] * 2;
     multiply(low, low + kPairs * a.chunk[0] * 2, x + k * 2, warp, min(a.chunk[0], a.hidden - k), acc);
   }

@@ -43,6 +43,7 @@ struct State {
 struct Args {
   int tokens, num_local, hidden, inter;
   int chunk[2], stages[2], ring;  // of each product: elements along K of a stage, stages; bytes that they share
+  int row_bytes;                  // from a token's row in shared memory to the next
   int share, longer;              // units of columns of a block, of which the first `longer` have one more
   float eps;
   const void* x;     // [T, H] bf16, or f32 where `norm` is given
@@ -83,7 +84,7 @@ __host__ __device__ inline Layout layout(const Args& a) {
   l.partial = round_up(l.routing + 4 * kMaxTokens + a.slots() * 12 + a.slots() * a.tokens * 8, 16);
   l.parts = l.partial + kConsumers * kDownRows * a.tokens * 4;
   l.rows = round_up(l.parts + kParts * kConsumers * 2 * kPairs * a.tokens * 4, 128);
-  l.act = l.rows + a.tokens * a.hidden * 2;
+  l.act = round_up(l.rows + a.tokens * a.row_bytes, 128);
   l.ring = round_up(l.act + a.slots() * a.inter * 2, 128);
   l.total = l.ring + a.ring;
   return l;

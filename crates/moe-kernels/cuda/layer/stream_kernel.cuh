@@ -1,10 +1,13 @@
 // The layer kernel, of weights of any kind (layer/stream.cu: bf16 and the design; quant/layer_stream.cu).
 //
 // A kind of weights says how much of them a stage holds, starts the copies that fill it, and multiplies it:
-//   kUnit: columns of the output that a block owns at least; kMaxRing: bytes of the ring
+//   kUnit: columns of the output that a block owns at least; kMaxRing: bytes of the ring; kRowPad: bytes between token
+//     rows; kBlocks: how many blocks' registers an SM is to hold
 //   set_chunk(args, product) on the host: bytes of a stage; stage_bytes(args, product); flying(product): stages on
-//   their way load_head, load_gate_up, load_down: copies of a stage, by one thread multiply_gate_up, multiply_down:
-//   adds a warp's part of a stage to Sums; sum(Sums, high); Held: kept between stages
+//   their
+//     way to a block
+//   load_head, load_gate_up, load_down: copies of a stage, by one thread
+//   multiply_gate_up, multiply_down: add a warp's part of a stage to Sums; sum(Sums, high)
 #pragma once
 
 #include "layer/stream_act.cuh"
@@ -32,8 +35,7 @@ struct Consumer {
   /// Sums of tiles, for the warp that activates them. Returns the first stage of the second product.
   __device__ __forceinline__ int gate_up() const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
-    const uint8_t* x = s.rows() + min(lane / 8, a.tokens - 1) * a.hidden * 2;
-    typename Weights::Held held;
+    const uint8_t* x = s.rows() + min(lane / 8, a.tokens - 1) * a.row_bytes;
     mbarrier_wait(s.active_full(), 0);
     Cursor at;
     for (int i = 0;; ++i) {
@@ -42,7 +44,7 @@ struct Consumer {
       typename Weights::Sums acc = {};
       for (int k = 0; k < a.hidden && tile.pairs > 0; k += a.chunk[0]) {
         if (k > 0) wait(0, at);
-        a.w.multiply_gate_up(a, s.stage(0, at.stage), s.expert()[tile.active], tile.row, k, x, warp, held, acc);
+        a.w.multiply_gate_up(a, s.stage(0, at.stage), s.expert()[tile.active], tile.row, k, x, warp, acc);
         release(0, at);
         at.advance(a.stages[0]);
       }
@@ -146,7 +148,8 @@ struct AnyOutput {
 
 /// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given. kPlain: is_plain.
 template <int kPerLane, bool kPlain, class Out, class Weights>
-__global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constant__ Weighted<Weights> a) {
+__global__ __launch_bounds__(kThreads,
+                             Weights::kBlocks) void layer_kernel(const __grid_constant__ Weighted<Weights> a) {
 #if MOE_SM90
   extern __shared__ __align__(128) uint8_t smem[];
   const Shared s(smem, a);
@@ -215,6 +218,7 @@ __global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constan
 /// Divides what the rows leave of shared memory into stages of each product, of whole rows where they fit.
 template <class Weights>
 bool divide_ring(Weighted<Weights>* a, int block_smem) {
+  a->row_bytes = a->hidden * 2 + Weights::kRowPad;
   const int left = block_smem - static_cast<int>(layout(*a).total),
             room = left < Weights::kMaxRing ? left : Weights::kMaxRing;
   for (int product = 0; product < 2; ++product) {

@@ -39,7 +39,7 @@ __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, Vec16
         const uint4 v = __ldcg(reinterpret_cast<const uint4*>(static_cast<const bf16*>(a.x) + from));
         row = {{v.x, v.y, v.z, v.w}};
       }
-      *reinterpret_cast<Vec16*>(s.rows() + (t * a.hidden + at) * 2) = row;
+      *reinterpret_cast<Vec16*>(s.rows() + t * a.row_bytes + at * 2) = row;
     }
   }
 #pragma unroll
@@ -100,7 +100,7 @@ __device__ __forceinline__ void publish_logits(const Args& a, const Shared& s, V
       for (int at = threadIdx.x * 8; at < a.hidden; at += kConsumerThreads * 8) {
         const bool held = e == static_cast<int>(blockIdx.x) && at < kConsumerThreads * 8;
         const Vec16 g = held ? first : load_const(a.gate + static_cast<size_t>(e) * a.hidden + at);
-        sum += dot(*reinterpret_cast<const Vec16*>(s.rows() + (t * a.hidden + at) * 2), g);
+        sum += dot(*reinterpret_cast<const Vec16*>(s.rows() + t * a.row_bytes + at * 2), g);
       }
       sum = warp_sum(sum);
       if (threadIdx.x % 32 == 0) parts[t * kConsumers + threadIdx.x / 32] = sum;

@@ -15,8 +15,9 @@ constexpr int kPass = 8;
 constexpr int kChunk = 1024;  // elements along K of a stage of w2; of w13 twice as many
 
 /// Quantised weights: a stage holds columns of a row of tiles, in the first product of 8 gate and 8 up rows.
-template <QuantFormat kFormat>
+template <class Kind>
 struct Tiles {
+  static constexpr QuantFormat kFormat = Kind::kFormat;
   quant::Matrix w13, w2;
   quant::StageLayout layouts[2];
 
@@ -62,7 +63,7 @@ struct Tiles {
     for (int c = 0; c < 4; ++c) acc[0][c] = 0;
     for (int k = 0; k < depth; k += chunk) {
       mbarrier_wait(b.full(at.stage), at.parity);
-      const quant::Stage<kFormat> s(w, layouts[product], b.stage(at.stage), w.tile_row(expert, tile), k);
+      const quant::Stage<Kind> s(w, layouts[product], b.stage(at.stage), w.tile_row(expert, tile), k);
       const int steps = min(chunk, depth - k) / quant::kStep;
 #pragma unroll 2
       for (int i = first; i < steps; i += kConsumers) {
@@ -76,15 +77,15 @@ struct Tiles {
   }
 };
 
-template <QuantFormat kFormat>
+template <class Kind>
 cudaError_t run(const Args& common, const quant::Matrix& w13, const quant::Matrix& w2, void* stream) {
-  Weighted<Tiles<kFormat>> a = {common, {w13, w2, {}}};
+  Weighted<Tiles<Kind>> a = {common, {w13, w2, {}}};
   if (kSetHeader + max_groups(a.slots(), a.num_local, kPass) > a.flag_set) return cudaErrorInvalidValue;
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (choose_plan(&a, kPass, kChunk, limits.block_smem) == 0) return cudaErrorInvalidValue;
-  return launch(experts_stream<kPass, Tiles<kFormat>>, launch_of(a, kPass, limits, stream), a);
+  return launch(experts_stream<kPass, Tiles<Kind>>, launch_of(a, kPass, limits, stream), a);
 }
 
 }  // namespace
@@ -100,9 +101,6 @@ extern "C" int moe_quant_experts_stream(const moe::QuantExpertsStreamArgs* args,
   a.num_local = static_cast<int>(c.w13.experts), a.hidden = w13.k, a.inter = w2.k;
   if (!stream::launchable(a, c.output)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  switch (c.w13.format) {
-    case QuantFormat::kInt4: return stream::run<QuantFormat::kInt4>(a, w13, w2, stream);
-    case QuantFormat::kInt8: return stream::run<QuantFormat::kInt8>(a, w13, w2, stream);
-    default: return stream::run<QuantFormat::kFp8>(a, w13, w2, stream);
-  }
+  return quant::with_kind(c.w13.format, w13.wide() && w2.wide(),
+                          [&](auto kind) { return stream::run<decltype(kind)>(a, w13, w2, stream); });
 }

@@ -18,17 +18,13 @@ constexpr int kFlying = 64 * 1024;      // bytes on their way to a block
 constexpr int kSoleBlock = 116 * 1024;  // of shared memory: a second block of the launch does not fit beside
 
 /// Quantised weights: a stage holds columns of a row of tiles, in the first product of 8 gate and 8 up rows.
-template <QuantFormat kFormat>
+template <class Kind>
 struct Tiles {
+  static constexpr QuantFormat kFormat = Kind::kFormat;
   static constexpr int kUnit = quant::kTileRows, kMaxRing = (kFormat == QuantFormat::kInt4 ? 112 : 176) * 1024;
-  static constexpr int kHeldSteps = kMaxChunk[0] / kStep / kConsumers;
+  static constexpr int kRowPad = 16;  // against bank conflicts
+  static constexpr int kBlocks = 2;   // leaves registers for a block of the next kernel
   using Sums = float[4];
-  /// A warp's columns of x in the chunk from k on.
-  struct Held {
-    int k = -1;
-    quant::Columns step[kHeldSteps];
-  };
-
   quant::Matrix w13, w2;
   quant::StageLayout layouts[2];
   int most_flying[2];
@@ -58,31 +54,28 @@ struct Tiles {
     quant::bulk_copy_pieces(to, quant::pieces<kFormat>(w2, layouts[1], tile, k, min(a.chunk[1], a.inter - k)), bar);
   }
 
+  /// The stage's columns, k and on, times those of x.
+  __device__ __forceinline__ void multiply(const quant::Stage<Kind>& s, const uint8_t* x, int k, int columns, int warp,
+                                           Sums& acc) const {
+    constexpr int kUnroll = Kind::kShare < kStep ? 1 : 2;  // as far as registers go
+#pragma unroll kUnroll
+    for (int i = warp; i < columns / kStep; i += kConsumers) {
+      quant::Columns of;
+      of.load(x + (k + i * kStep) * 2);
+      s.multiply(i, k + i * kStep, of, acc);
+    }
+  }
+
   __device__ __forceinline__ void multiply_gate_up(const Args& a, const uint8_t* stage, uint32_t expert, int row, int k,
-                                                   const uint8_t* x, int warp, Held& held, Sums& acc) const {
-    const int steps = min(a.chunk[0], a.hidden - k) / kStep;
-    if (held.k != k) {
-      held.k = k;
-#pragma unroll
-      for (int j = 0; j < kHeldSteps; ++j)
-        held.step[j].load(x + (k + min(j * kConsumers + warp, steps - 1) * kStep) * 2);
-    }
-    const quant::Stage<kFormat> s(w13, layouts[0], stage, w13.tile_row(expert, row / kPairs), k);
-#pragma unroll
-    for (int j = 0; j < kHeldSteps; ++j) {
-      const int i = j * kConsumers + warp;
-      if (i < steps) s.multiply(i, k + i * kStep, held.step[j], acc);
-    }
+                                                   const uint8_t* x, int warp, Sums& acc) const {
+    const quant::Stage<Kind> s(w13, layouts[0], stage, w13.tile_row(expert, row / kPairs), k);
+    multiply(s, x, k, min(a.chunk[0], a.hidden - k), warp, acc);
   }
 
   __device__ __forceinline__ void multiply_down(const Args& a, const uint8_t* stage, uint32_t expert, int top, int,
                                                 int k, const uint8_t* act, int warp, Sums& acc) const {
-    const quant::Stage<kFormat> s(w2, layouts[1], stage, w2.tile_row(expert, top / quant::kTileRows), k);
-    for (int i = warp; i < min(a.chunk[1], a.inter - k) / kStep; i += kConsumers) {
-      quant::Columns columns;
-      columns.load(act + (k + i * kStep) * 2);
-      s.multiply(i, k + i * kStep, columns, acc);
-    }
+    const quant::Stage<Kind> s(w2, layouts[1], stage, w2.tile_row(expert, top / quant::kTileRows), k);
+    multiply(s, act, k, min(a.chunk[1], a.inter - k), warp, acc);
   }
 
   /// Both of a token's columns hold the same sums.
@@ -91,9 +84,9 @@ struct Tiles {
 #endif  // MOE_SM90
 };
 
-template <QuantFormat kFormat>
+template <class Kind>
 cudaError_t run(const Args& common, const quant::Matrix& w13, const quant::Matrix& w2, void* stream) {
-  Weighted<Tiles<kFormat>> a = {common, {w13, w2, {}, {}}};
+  Weighted<Tiles<Kind>> a = {common, {w13, w2, {}, {}}};
   Launch l;
   const cudaError_t e = prepare(&a, &l, stream);
   if (e != cudaSuccess) return e;
@@ -102,10 +95,9 @@ cudaError_t run(const Args& common, const quant::Matrix& w13, const quant::Matri
     a.w.most_flying[product] = most < 2 ? 2 : most < stages ? most : stages;
   }
   if (l.smem < kSoleBlock) l.smem = kSoleBlock;
-  if (a.gate == nullptr) return launch(layer_kernel<0, false, AnyOutput, Tiles<kFormat>>, l, a);
-  if (a.route.experts <= 128 && is_plain(a.route))
-    return launch(layer_kernel<4, true, AnyOutput, Tiles<kFormat>>, l, a);
-  return launch(layer_kernel<16, false, AnyOutput, Tiles<kFormat>>, l, a);
+  if (a.gate == nullptr) return launch(layer_kernel<0, false, AnyOutput, Tiles<Kind>>, l, a);
+  if (a.route.experts <= 128 && is_plain(a.route)) return launch(layer_kernel<4, true, AnyOutput, Tiles<Kind>>, l, a);
+  return launch(layer_kernel<16, false, AnyOutput, Tiles<Kind>>, l, a);
 }
 
 }  // namespace
@@ -121,9 +113,6 @@ extern "C" int moe_quant_layer_stream(const moe::QuantLayerStreamArgs* args, voi
   a.num_local = static_cast<int>(c.w13.experts), a.hidden = w13.k, a.inter = w2.k;
   if (!layer::launchable(a)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  switch (c.w13.format) {
-    case QuantFormat::kInt4: return layer::run<QuantFormat::kInt4>(a, w13, w2, stream);
-    case QuantFormat::kInt8: return layer::run<QuantFormat::kInt8>(a, w13, w2, stream);
-    default: return layer::run<QuantFormat::kFp8>(a, w13, w2, stream);
-  }
+  return quant::with_kind(c.w13.format, w13.wide() && w2.wide(),
+                          [&](auto kind) { return layer::run<decltype(kind)>(a, w13, w2, stream); });
 }

@@ -54,7 +54,7 @@ struct ChunkColumns {
   }
 };
 
-template <QuantFormat kFormat, int kHeld, bool kNormed>
+template <class Kind, int kHeld, bool kNormed>
 __global__ void __launch_bounds__(kConsumers + 32, 1) quant_stream_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) uint8_t smem[];
   uint64_t* full = reinterpret_cast<uint64_t*>(smem);
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) quant_stream_kernel(const 
       for (int chunk = 0; chunk < chunks; ++chunk) {
         if (round > 0) mbarrier_wait(empty + stage, (round - 1) & 1);
         copy_pieces(ring + static_cast<size_t>(stage) * a.layout.bytes,
-                    pieces<kFormat>(a.w, a.layout, tile, chunk * kChunk, columns(chunk)), full + stage);
+                    pieces<Kind::kFormat>(a.w, a.layout, tile, chunk * kChunk, columns(chunk)), full + stage);
         if (++stage == a.stages) stage = 0, ++round;
       }
     }
@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) quant_stream_kernel(const 
       if (batch + group >= last) break;
       const auto next = [&](const ChunkColumns& of, int chunk) {
         mbarrier_wait(full + stage, phase);
-        const Stage<kFormat> s(a.w, a.layout, ring + static_cast<size_t>(stage) * a.layout.bytes, batch + group,
-                               chunk * kChunk);
+        const Stage<Kind> s(a.w, a.layout, ring + static_cast<size_t>(stage) * a.layout.bytes, batch + group,
+                            chunk * kChunk);
         const int steps = columns(chunk) / kStep;
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) {
@@ -180,13 +180,13 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) quant_stream_kernel(const 
   }
 }
 
-template <QuantFormat kFormat, int kHeld, bool kNormed>
+template <class Kind, int kHeld, bool kNormed>
 int run(Args a, void* stream) {
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   const int blocks = a.w.n_tiles < limits.sms ? a.w.n_tiles : limits.sms, chunks = ceil_div(a.k, kChunk);
-  a.layout = stage_layout(a.w, kFormat, a.k < kChunk ? a.k : kChunk);
+  a.layout = stage_layout(a.w, Kind::kFormat, a.k < kChunk ? a.k : kChunk);
   const size_t fixed = fixed_bytes(a.m, a.k), stage = a.layout.bytes;
   if (fixed + stage > static_cast<size_t>(limits.block_smem)) return cudaErrorInvalidValue;
   // No more stages than a block's share fills: what is left lets the kernels around it share the SM.
@@ -195,13 +195,14 @@ int run(Args a, void* stream) {
   a.stages = needed < fit ? needed : fit;
   if (a.stages > kMaxStages) a.stages = kMaxStages;
   const Launch l = {dim3(blocks), dim3(kConsumers + 32), stream, fixed + a.stages * stage};
-  return launch(quant_stream_kernel<kFormat, kHeld, kNormed>, l, a);
+  return launch(quant_stream_kernel<Kind, kHeld, kNormed>, l, a);
 }
 
-template <QuantFormat kFormat>
+template <class Kind>
 int run(const Args& a, void* stream) {
-  if (a.k <= 2 * kChunk) return a.norm ? run<kFormat, 2, true>(a, stream) : run<kFormat, 2, false>(a, stream);
-  return a.norm ? run<kFormat, 0, true>(a, stream) : run<kFormat, 0, false>(a, stream);
+  if (a.k <= kChunk) return a.norm ? run<Kind, 1, true>(a, stream) : run<Kind, 1, false>(a, stream);
+  if (a.k <= 2 * kChunk) return a.norm ? run<Kind, 2, true>(a, stream) : run<Kind, 2, false>(a, stream);
+  return a.norm ? run<Kind, 0, true>(a, stream) : run<Kind, 0, false>(a, stream);
 }
 
 }  // namespace
@@ -218,9 +219,5 @@ extern "C" int moe_quant_linear_stream(const moe::QuantLinearStreamArgs* args, v
   if (c.m == 0) return cudaSuccess;
   a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.m = c.m, a.k = a.w.k;
   a.bias = c.bias, a.out = c.out, a.output = c.output, a.n = static_cast<int>(c.w.n);
-  switch (c.w.format) {
-    case QuantFormat::kInt4: return quant::run<QuantFormat::kInt4>(a, stream);
-    case QuantFormat::kInt8: return quant::run<QuantFormat::kInt8>(a, stream);
-    default: return quant::run<QuantFormat::kFp8>(a, stream);
-  }
+  return quant::with_kind(c.w.format, a.w.wide(), [&](auto kind) { return quant::run<decltype(kind)>(a, stream); });
 }

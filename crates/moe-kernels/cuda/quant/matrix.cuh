@@ -23,6 +23,7 @@ struct Matrix {
   __host__ __device__ size_t tile_row(int expert, int tile) const {
     return static_cast<size_t>(expert) * n_tiles + tile;
   }
+  __host__ __device__ bool wide() const { return shift > 5; }
   __device__ int group(int column) const { return column >> shift; }
   /// Where the scales of a group of a row of tiles begin.
   __device__ size_t scales_at(size_t row, int group) const { return (row * groups + group) * scale_bytes; }
@@ -34,7 +35,7 @@ inline bool make_matrix(const QuantPack& pack, Matrix* out) {
   int shift = 31;
   if (pack.groups > 1) {
     for (shift = 5; shift < 31 && int64_t{1} << shift != pack.group; ++shift) {}
-    if (shift == 31 || pack.groups != ceil_div(pack.k, pack.group)) return false;
+    if (shift == 31 || (fp8 && shift == 5) || pack.groups != ceil_div(pack.k, pack.group)) return false;
   }
   const bool scales =
       fp8 ? pack.scale_dtype == Dtype::kF32 && (pack.scale_rows == 2 || pack.scale_rows == 16)
@@ -63,6 +64,23 @@ inline bool make_matrix(const QuantPack& pack, Matrix* out) {
 inline bool make_experts(const QuantPack& w13, const QuantPack& w2, Matrix* first, Matrix* second) {
   return make_matrix(w13, first) && make_matrix(w2, second) && w13.format == w2.format && w13.gate_up != 0 &&
          w2.gate_up == 0 && w13.experts == w2.experts && w13.n == 2 * w2.k && w2.n == w13.k;
+}
+
+/// What kernels are compiled for: a format, and how many columns share a scale for certain.
+template <QuantFormat kFormat_, int kShare_>
+struct Kind {
+  static constexpr QuantFormat kFormat = kFormat_;
+  static constexpr int kShare = kShare_;
+};
+
+/// f(Kind) of matrices of this format, whose groups are all of 64 columns at least or not.
+template <class F>
+auto with_kind(QuantFormat format, bool wide, F f) {
+  switch (format) {
+    case QuantFormat::kInt4: return wide ? f(Kind<QuantFormat::kInt4, 64>{}) : f(Kind<QuantFormat::kInt4, 32>{});
+    case QuantFormat::kInt8: return wide ? f(Kind<QuantFormat::kInt8, 64>{}) : f(Kind<QuantFormat::kInt8, 32>{});
+    default: return f(Kind<QuantFormat::kFp8, 64>{});
+  }
 }
 
 /// Bytes of so many columns of a row of tiles.

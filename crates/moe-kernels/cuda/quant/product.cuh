@@ -1,4 +1,4 @@
-// Products of quantised tiles in shared memory with up to 8 rows of x: 64 columns at a time, scales on the sums of 32.
+// Products of quantised tiles in shared memory with up to 8 rows of x: 64 columns at a time, scales on their sums.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -28,8 +28,9 @@ struct Factors {
 };
 
 /// A stage, as its readers see it.
-template <QuantFormat kFormat>
+template <class Kind>
 struct Stage {
+  static constexpr QuantFormat kFormat = Kind::kFormat;
   static constexpr int kWords = step_words(kFormat);
 
   const uint8_t *tiles, *scales, *zeros;
@@ -85,18 +86,19 @@ struct Stage {
       const uint4 v = *reinterpret_cast<const uint4*>(tiles + (i * kWords + part) * 512);
       word[4 * part] = v.x, word[4 * part + 1] = v.y, word[4 * part + 2] = v.z, word[4 * part + 3] = v.w;
     }
+    constexpr int kShares = kStep / Kind::kShare, kSteps = 4 / kShares;  // of 16 columns in a share
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Factors f = factors(column + half * (kStep / 2));
-      float acc[4] = {};
+    for (int share = 0; share < kShares; ++share) {
+      const Factors f = factors(column + share * Kind::kShare);
+      float acc[2][4] = {};  // two chains: a product that waits for the one before takes twice as long
 #pragma unroll
-      for (int step = 2 * half; step < 2 * half + 2; ++step) {
+      for (int step = share * kSteps; step < (share + 1) * kSteps; ++step) {
         uint32_t a[4];
         unpack<kFormat>(word + step * kWords, f.zero, a);
-        mma_bf16(acc, a, x.word[2 * step], x.word[2 * step + 1]);
+        mma_bf16(acc[step % 2], a, x.word[2 * step], x.word[2 * step + 1]);
       }
-      sum[0] = fmaf(f.low, acc[0], sum[0]), sum[1] = fmaf(f.low, acc[1], sum[1]);
-      sum[2] = fmaf(f.high, acc[2], sum[2]), sum[3] = fmaf(f.high, acc[3], sum[3]);
+      sum[0] = fmaf(f.low, acc[0][0] + acc[1][0], sum[0]), sum[1] = fmaf(f.low, acc[0][1] + acc[1][1], sum[1]);
+      sum[2] = fmaf(f.high, acc[0][2] + acc[1][2], sum[2]), sum[3] = fmaf(f.high, acc[0][3] + acc[1][3], sum[3]);
     }
   }
 };

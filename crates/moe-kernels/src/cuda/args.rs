@@ -191,6 +191,13 @@ arguments! {
         x: In, w13 w2: QuantPack, topk_ids topk_weights expert_map: In, act slot_rows out flags: Out,
         flag_words tokens top_k num_ids: i32, output: Output,
     }
+    QuantExpertsTensorArgs {
+        x: In, w13 w2: QuantPack, slots counts: In, bucket: i32, act slot_rows counters: Out,
+        tokens top_k num_ids: i32,
+    }
+    QuantLinearTensorArgs {
+        x: In, w: QuantPack, bias: In, out: Out, output: Output, m splits: i32,
+    }
     AnyGroupSlotsArgs {
         topk_ids expert_map: In, count top_k num_ids num_local: i32, offsets slots in_rows workspace: Out,
     }
