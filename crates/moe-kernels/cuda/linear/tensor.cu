@@ -15,7 +15,8 @@ namespace moe::linear_tensor {
 /// Rows of bf16, by a tensor map, which writes the swizzle that wgmma reads.
 struct Bf16Weights {
   struct Source {};
-  static constexpr int kMostTokens = 256;
+  template <int kGroups>
+  static constexpr int kMostTokens = kGroups == 1 ? 128 : 256;
 
   static __device__ __forceinline__ int column(const Args<Bf16Weights>&, int row) { return row; }
 

@@ -1,8 +1,8 @@
 // The kernel of dense products on warpgroup products, for bf16 weights (tensor.cu, which tells the design) and
 // quantised ones (quant/linear_tensor.cu).
 //
-// `W` is how weights lie in memory. It has a Source beside the tensor map, `column`, where a row's results go, the most
-// tokens of a tile, and for 64 kGroups rows a Stage:
+// `W` is how weights lie in memory. It has a Source beside the tensor map, `column`, where a row's results go, and for 64
+// kGroups rows the most tokens of a tile and a Stage:
 //   kColumns    of a stage, a multiple of 64
 //   kBytes      of its weights, kSideBytes of what else it needs (scales)
 //   load        brings its weights, by one thread
@@ -235,9 +235,11 @@ cudaError_t run(const CUtensorMap& w, const bf16* x, const Args<W>& a, Output ou
     case 16: return run<W, 16, kGroups>(w, x, a, output, s, stream);
     case 32: return run<W, 32, kGroups>(w, x, a, output, s, stream);
     case 64: return run<W, 64, kGroups>(w, x, a, output, s, stream);
-    case 128: return run<W, 128, kGroups>(w, x, a, output, s, stream);
+    case 128:
+      if constexpr (W::template kMostTokens<kGroups> >= 128) return run<W, 128, kGroups>(w, x, a, output, s, stream);
+      return cudaErrorInvalidValue;
     default:
-      if constexpr (kGroups == 2 && W::kMostTokens == 256) return run<W, 256, 2>(w, x, a, output, s, stream);
+      if constexpr (W::template kMostTokens<kGroups> >= 256) return run<W, 256, kGroups>(w, x, a, output, s, stream);
       return cudaErrorInvalidValue;
   }
 }

@@ -37,6 +37,8 @@ struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat
     };
     // With one weight tile two k-steps go together, with two one: as many registers.
     constexpr int kTogether = 2 / kWidth, kParts = Stage::kSteps / kTogether;
+    // The next stage is read as soon as this one's words have been used, where registers allow it.
+    constexpr int kReadEarly = kFormat != QuantFormat::kInt4 && kWidth == 2 ? 0 : 1;
     uint32_t fragments[2][kTogether][kWidth][4];
     const auto unpack = [&](int part) {
 #pragma unroll
@@ -64,10 +66,9 @@ struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat
                                    part + k > 0 || step > 0);
         }
         wgmma_commit();
-        // What comes next is unpacked while these products run; the next stage is read as soon as this one's words have
-        // been used.
+        // What comes next is unpacked while these products run.
         if (part + 1 < kParts) unpack(part + 1);
-        if (part + 2 == kParts && more) read(next);
+        if (part + 1 + kReadEarly == kParts && more) read(next);
         if (part + 1 == kParts && more) unpack(0);
         wgmma_wait<0>();
       }

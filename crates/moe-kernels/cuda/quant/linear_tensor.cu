@@ -18,7 +18,8 @@ struct QuantSource : quant::Source {
 template <QuantFormat kFormat, int kShare>
 struct QuantWeights {
   using Source = QuantSource;
-  static constexpr int kMostTokens = 128;
+  template <int kGroups>
+  static constexpr int kMostTokens = kGroups == 1 ? 128 : 64;  // two sums of each result are in registers
 
   /// Of a pack's row. Tiles of gate and up: 8 gate rows, then their up rows.
   static __device__ __forceinline__ int column(const Args<QuantWeights>& a, int row) {
@@ -47,8 +48,9 @@ struct QuantWeights {
         mbarrier_wait(full + stage, phase);
         return Base::read(ring + stage * B::kStageBytes, side + stage * Base::kSideBytes, source, block);
       };
-      constexpr bool kScaled = Base::kShares > 1;              // fragments are; else the sums of each stage
-      constexpr int kUnit = 4, kUnits = Base::kSteps / kUnit;  // k-steps that are unpacked together
+      constexpr bool kScaled = Base::kShares > 1;  // fragments are; else the sums of each stage
+      // k-steps that are unpacked together: few where sums take many registers.
+      constexpr int kUnit = B::kColumns > 64 ? 2 : 4, kUnits = Base::kSteps / kUnit;
       uint32_t fragments[2][kUnit][4];
       typename Base::Lane lane = read();
       const auto unpack = [&](int unit) {
@@ -58,19 +60,21 @@ struct QuantWeights {
       };
       unpack(0);
       float sums[B::kColumns / 2];
-      for (int i = 0; i < count; ++i) {
+      for (int step = 0; step < count; ++step) {
         const uint64_t x = tile_descriptor(ring + stage * B::kStageBytes + B::kWeightBytes);
         const float scale[2] = {lane.operands[0].exact[0], lane.operands[0].exact[1]};
-        const bool more = i + 1 < count;
+        const bool more = step + 1 < count;
         const int used = stage;
         if (++stage == stages) stage = 0, phase ^= 1;
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
           wgmma_fence();
 #pragma unroll
-          for (int k = 0; k < kUnit; ++k)
-            wgmma<B::kColumns, false>(kScaled ? acc[0] : sums, fragments[u % 2][k],
-                                      x + u * (B::kPartBytes / 16) + 2 * k, kScaled || u + k > 0);
+          for (int i = 0; i < kUnit; ++i) {
+            const int k = u * kUnit + i;
+            wgmma<B::kColumns, false>(kScaled ? acc[0] : sums, fragments[u % 2][i],
+                                      x + k / 4 * (B::kPartBytes / 16) + k % 4 * 2, kScaled || k > 0);
+          }
           wgmma_commit();
           // What comes next is unpacked while these products run; the next stage is read as soon as this one's words
           // have been used.
@@ -93,7 +97,7 @@ cudaError_t launch(const QuantLinearTensorArgs& c, const DeviceLimits& limits, v
   using W = QuantWeights<kFormat, kShare>;
   const int n = static_cast<int>(c.w.n), k = static_cast<int>(c.w.k);
   Shape s = shape_for(c.m, n, ceil_div(k, kStageColumns), c.splits, limits);
-  if (s.tokens > W::kMostTokens) s.tokens = W::kMostTokens;
+  if (s.tokens > W::template kMostTokens<2>) s.tokens = W::template kMostTokens<1>, s.groups = 1;
   CUtensorMap map;
   const cudaError_t e = quant::make_pack_map(&map, c.w, 4 * s.groups, W::template Stage<1>::kBlockBytes);
   if (e != cudaSuccess) return e;
