@@ -17,7 +17,7 @@
 namespace moe::experts_wide {
 /// Rows of bf16, by tensor maps, which write the swizzle that wgmma reads.
 struct Bf16Weights : PlainWeights {
-  static constexpr int kBytes = kWeightBytes;
+  static constexpr int kBytes = kWeightBytes, kConsumerRegisters = 208;
 
 #if MOE_SM90
   static __device__ __forceinline__ void load(void* to, const CUtensorMap* map, const Args<Bf16Weights>& a, int product,

@@ -1,5 +1,6 @@
 // Geometry of the experts' products for prompts, and the warps that bring operands to shared memory (wide_kernel.cuh).
 // `W` is how weights lie in memory, as in tensor.cuh; its stages have 64 columns, its kBytes are of one weight tile.
+// kConsumerRegisters are those of a consuming thread.
 #pragma once
 
 #include "experts/tiles.cuh"

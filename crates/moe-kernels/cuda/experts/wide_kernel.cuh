@@ -8,8 +8,8 @@ namespace moe::experts_wide {
 
 #if MOE_SM90
 
-// Of 65,536 registers: 2 x 128 x 208 + 128 x 88.
-constexpr int kConsumerRegisters = 208, kLoaderRegisters = 88;
+// Registers that a launch of three warpgroups gives, of which loaders have what consumers leave.
+constexpr int kAllRegisters = 3 * 168;
 
 /// kWidth: weight tiles of a work tile.
 template <int kWidth, class W>
@@ -84,10 +84,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp == 0) scan_counts(b, a);
   __syncthreads();
   if (warp < kConsumers) {
-    take_registers<kConsumerRegisters>();
+    take_registers<W::kConsumerRegisters>();
     Consumer<kWidth, W>{b, a}.run();
   } else {
-    give_registers<kLoaderRegisters>();
+    give_registers<kAllRegisters - 2 * W::kConsumerRegisters>();
     if (warp > kConsumers) {
       Gatherer<W>{b, a, &act}.run();
     } else if (elect_one()) {

@@ -1,8 +1,8 @@
 // The kernel of dense products on warpgroup products, for bf16 weights (tensor.cu, which tells the design) and
 // quantised ones (quant/linear_tensor.cu).
 //
-// `W` is how weights lie in memory. It has a Source beside the tensor map, `column`, where a row's results go, and for 64
-// kGroups rows the most tokens of a tile and a Stage:
+// `W` is how weights lie in memory. It has a Source beside the tensor map, `column`, where a row's results go, and for
+// 64 kGroups rows the most tokens of a tile and a Stage:
 //   kColumns    of a stage, a multiple of 64
 //   kBytes      of its weights, kSideBytes of what else it needs (scales)
 //   load        brings its weights, by one thread

@@ -17,6 +17,7 @@ template <QuantFormat kFormat>
 struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat)> {
   using typename quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat)>::Stage;
   using Self = QuantWeights;
+  static constexpr int kConsumerRegisters = 216;
 
 #if MOE_SM90
   /// sums = 64 weight rows of each weight tile x kColumns token rows over the work tile's steps, and leaves the ring
