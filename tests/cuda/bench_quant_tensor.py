@@ -40,10 +40,10 @@ def expert_calls(lib, scheme, inputs, wide):
     return [lambda i=i: call(i) for i in range(len(lists))]
 
 
-def experts(lib, tokens, results):
+def experts(lib, tokens, schemes, results):
     """us, and TB/s of the touched experts' bytes or, from 1,024 tokens on, TFLOP/s."""
     print(f"{'experts: us (TB/s)':18s}" + "".join(f"{t:>14,}" for t in tokens))
-    for scheme in SCHEMES:
+    for scheme in schemes:
         weights, kinds = expert_weights(scheme), {}
         for t in tokens:
             inputs = Inputs(t, 0.0, weights, 8 if t < 2048 else SETS)
@@ -60,26 +60,29 @@ def experts(lib, tokens, results):
         torch.cuda.empty_cache()
 
 
-def linears(lib, rows, results):
+def linears(lib, rows, schemes, results, splits=0):
+    """K cut over `splits` blocks; 0: as the launcher chooses."""
     print(f"{'linears: us':18s}" + "".join(f"{m:>14,}" for m in rows) + "   (qkv / o_proj)")
-    for scheme in SCHEMES:
+    for scheme in schemes:
         cells = {m: [] for m in rows}
         for n, k in (QKV, O):
             weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) if scheme is None else RawPack(1, n, k, scheme) for _ in range(LINEARS)]
             for m in rows:
                 x, out = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), torch.empty(m, n, device="cuda")
                 if scheme is None:
-                    calls = [lambda w=w: lib.launch("moe_linear_tensor", x, w, None, out, F32, m, n, k, 0) for w in weights]
+                    calls = [lambda w=w: lib.launch("moe_linear_tensor", x, w, None, out, F32, m, n, k, splits) for w in weights]
                 else:
-                    calls = [lambda w=w: lib.launch("moe_quant_linear_tensor", x, w, None, out, F32, m, 0) for w in weights]
+                    calls = [lambda w=w: lib.launch("moe_quant_linear_tensor", x, w, None, out, F32, m, splits) for w in weights]
                 us = graph_us(calls, replays=10)
                 cells[m].append(f"{us:.1f}")
                 results.append({"linear": scheme.name if scheme else "bf16", "n": n, "k": k, "m": m, "us": us})
         print(f"{scheme.name if scheme else 'bf16':18s}" + "".join(f"{' / '.join(cells[m]):>14s}" for m in rows), flush=True)
 
 
-def run(lib, tokens):
-    results = []
-    linears(lib, [m for m in tokens if m <= 512], results)
-    experts(lib, tokens, results)
+def run(lib, tokens, names=None, what="linears,experts", splits=0):
+    results, schemes = [], [s for s in SCHEMES if not names or (s.name if s else "bf16") in names]
+    if "linears" in what:
+        linears(lib, [m for m in tokens if m <= 512], schemes, results, splits)
+    if "experts" in what:
+        experts(lib, tokens, schemes, results)
     return results

@@ -1,14 +1,15 @@
 """Checks the kernels on warpgroup products with quantised weights against float64; run by quant_tensor.py.
 
-Two references: `Rounded`, weights as the kernels have them (bf16(bf16(scale) (q - zero))), within the noise of sums and of rounded
-activations, and the exact ones, within the noise of bf16.
+Where a stage's columns have one scale, moe_quant_experts_tensor and moe_quant_linear_tensor round no weight; elsewhere, and in
+moe_quant_experts_wide, they have them as `Rounded`. So results are held to that reference within the noise of sums and of rounded
+activations, and to the exact one within that of bf16.
 """
 import itertools
 
 import torch
 
 from check_wide import BOUNDS, same
-from expert_cases import Case, cases, counters_for, expect_close, half_map, list_slots, with_padding
+from expert_cases import Case, cases, counters_for, expect_close, list_slots
 from library import ADD_F32, BF16, F32, ids_back, poison, rel_error, sized
 from quant_pack import FP8, FP8_BLOCK, FP8_CHANNEL, INT4, INT4_128, INT4_32Z, INT4_CHANNEL, INT8_128, INT8_Z, SCHEMES, Pack
 
@@ -23,7 +24,7 @@ def check(function):
 
 
 class Rounded:
-    """Matrices of a pack as the kernels' products have them."""
+    """Matrices of a pack as bf16: scales of 16 bits are rounded first."""
 
     def __init__(self, pack):
         self.pack = pack
@@ -37,26 +38,31 @@ class Rounded:
         return (units.round() * scale.to(torch.bfloat16).double()).to(torch.bfloat16).double()
 
 
+def as_multiplied(pack):
+    """Matrices as the products for few rows have them."""
+    return pack.w if pack.groups == 1 or pack.group % 128 == 0 else Rounded(pack)
+
+
 def packs_of(local, shape, scheme):
     return Pack(local, 2 * shape[3], shape[2], scheme, gate_up=True), Pack(local, shape[2], shape[3], scheme)
 
 
-def quantised(case, packs):
-    """The case with these experts instead of its own."""
+def quantised(case, packs, rounded=False):
+    """The case with these experts instead of its own. A pack of each kind in a layer: both are rounded."""
     case.packs = packs
-    case.w13, case.w2 = Rounded(packs[0]), Rounded(packs[1])
-    case.bound = 1e-3 if packs[0].format == FP8 else 6e-4
+    rounded = rounded or any(isinstance(as_multiplied(p), Rounded) for p in packs)
+    case.w13, case.w2 = (Rounded(p) if rounded else p.w for p in packs)
     return case
 
 
-def quant_cases(token_counts, shapes=SHAPES, schemes=SCHEMES):
+def quant_cases(token_counts, shapes=SHAPES, schemes=SCHEMES, rounded=False):
     """(name, case) over shapes, schemes and the situations that break kernels."""
     for shape in shapes:
         for scheme in schemes:
             packs = packs_of(shape[0], shape, scheme)
             for name, case in cases(token_counts, [shape]):
                 local = case.local == shape[0]
-                yield f"{scheme.name} {name}", quantised(case, packs if local else packs_of(case.local, shape, scheme))
+                yield f"{scheme.name} {name}", quantised(case, packs if local else packs_of(case.local, shape, scheme), rounded)
 
 
 def run(lib, launcher, case, buckets=False, counters=None):
@@ -81,9 +87,14 @@ def run_wide(lib, case, **how):
 
 
 def expect_near_exact(name, case, got):
-    """Within the noise of weights rounded to bf16."""
+    """Slot rows within the noise of weights rounded to bf16."""
     case.w13, case.w2 = case.packs[0].w, case.packs[1].w
-    return expect_close(f"{name} exact", case, got, bound=6e-3)
+    present = case.local_ids() >= 0
+    if not present.any():
+        return 0.0
+    error = rel_error(got[0][present], case.reference()[0][present])
+    assert error < 1e-2, f"{name}: slot rows are off by {error} from those of exact weights"
+    return error
 
 
 @check
@@ -91,21 +102,21 @@ def quant_tensor_matches_float64(lib):
     worst = exact = 0.0
     for name, case in quant_cases(sized([1, 17, 300], [1, 40])):
         got = run_tensor(lib, case)
-        worst = max(worst, expect_close(f"tensor {name}", case, got, bound=case.bound))
+        worst = max(worst, expect_close(f"tensor {name}", case, got, bound=6e-4))
         assert same(run_tensor(lib, case, buckets=True), got), f"tensor {name}: shuffled buckets differ from listed slots"
         exact = max(exact, expect_near_exact(f"tensor {name}", case, got))
-    print(f"  tensor: worst error of token rows {worst:.2e}, of exact ones {exact:.2e}")
+    print(f"  tensor: worst error of token rows {worst:.2e}, of slot rows from exact weights {exact:.2e}")
 
 
 @check
 def quant_wide_matches_float64(lib):
     worst = exact = 0.0
-    for name, case in quant_cases(sized([1, 257, 3000], [1, 40, 300]), SHAPES[1:], [INT4_128, INT4_32Z, INT4_CHANNEL, INT8_Z, FP8_BLOCK, FP8_CHANNEL]):
+    for name, case in quant_cases(sized([1, 257, 3000], [1, 40, 300]), SHAPES[1:], [INT4_128, INT4_32Z, INT4_CHANNEL, INT8_Z, FP8_BLOCK, FP8_CHANNEL], True):
         got = run_wide(lib, case)
         worst = max(worst, expect_close(f"wide {name}", case, got, **BOUNDS))
         assert same(run_wide(lib, case, buckets=True), got), f"wide {name}: shuffled buckets differ from listed slots"
         exact = max(exact, expect_near_exact(f"wide {name}", case, got))
-    print(f"  wide: worst error of token rows {worst:.2e}, of exact ones {exact:.2e}")
+    print(f"  wide: worst error of token rows {worst:.2e}, of slot rows from exact weights {exact:.2e}")
 
 
 @check
@@ -115,9 +126,9 @@ def quant_large_batches(lib):
     for scheme in (INT4_128, INT8_128, FP8_BLOCK):
         packs, counters = packs_of(shape[0], shape, scheme), counters_for(lib, shape[0])
         for tokens, launch in ((64, run_tensor), (128, run_tensor), (500, run_tensor), (1024, run_tensor), (512, run_wide), (1500, run_wide), (5000, run_wide)):
-            case = quantised(Case(sized(tokens, tokens // 8), shape), packs)
+            case = quantised(Case(sized(tokens, tokens // 8), shape), packs, launch is run_wide)
             got = launch(lib, case, counters=counters)
-            expect_close(f"{scheme.name} T={tokens}", case, got, **(BOUNDS if launch is run_wide else dict(bound=case.bound)))
+            expect_close(f"{scheme.name} T={tokens}", case, got, **(BOUNDS if launch is run_wide else dict(bound=6e-4)))
             for _ in range(sized(10, 2)):
                 assert same(launch(lib, case, counters=counters), got), f"{scheme.name} T={tokens}: runs differ"
 
@@ -144,7 +155,7 @@ def quant_wide_tiles_of_every_height(lib):
     ids = ids[torch.randperm(ids.numel())][:, None]
     for scheme, (hidden, inter) in itertools.product((INT4_128, INT8_Z, FP8_BLOCK), sized(((1024, 448), (64, 768), (2048, 64)), ((64, 128),))):
         shape = (counts.numel(), 1, hidden, inter)
-        case = quantised(Case(ids.shape[0], shape, ids=ids), packs_of(shape[0], shape, scheme))
+        case = quantised(Case(ids.shape[0], shape, ids=ids), packs_of(shape[0], shape, scheme), True)
         expect_close(f"wide {scheme.name} H={hidden} I={inter}", case, run_wide(lib, case), **BOUNDS)
 
 
@@ -163,11 +174,8 @@ def quant_linear_reads_every_weight(lib):
             pack = Pack(1, n, k, scheme, gate_up=gate_up, q=of[torch.randint(0, of.numel(), (1, n, k), device="cuda")])
             out = linear(lib, pack, torch.eye(k, device="cuda", dtype=torch.bfloat16), None, poison(k, n, dtype=torch.float32), F32)
             name = f"{scheme.name} {n} x {k} gate_up={gate_up}"
-            if scheme.format == FP8:
-                want = pack.w[0].T
-                assert ((out.double() - want).abs() <= want.abs() * 2.0**-8.9).all(), name
-            else:
-                assert torch.equal(out.double(), Rounded(pack)[0].T), name
+            want = as_multiplied(pack)[0].T
+            assert ((out.double() - want).abs() <= want.abs() * 2.0**-24).all(), name
 
 
 @check
@@ -178,12 +186,11 @@ def quant_linear_matches_float64(lib):
         pack, output, splits = Pack(1, n, k, scheme, gate_up=i % 2 == 1), i % 3, (0, 0, 1, 3, -1)[i % 5]
         x, bias = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), torch.randn(n, device="cuda", dtype=torch.bfloat16) if i % 4 == 0 else None
         before = torch.randn(m, n, device="cuda") if output == ADD_F32 else poison(m, n, dtype=torch.bfloat16 if output == BF16 else torch.float32)
-        want = x.double() @ Rounded(pack)[0].T + (0 if bias is None else bias.double()) + (before.double() if output == ADD_F32 else 0)
+        want = x.double() @ as_multiplied(pack)[0].T + (0 if bias is None else bias.double()) + (before.double() if output == ADD_F32 else 0)
         name = f"linear {scheme.name} m={m} n={n} k={k} output={output} splits={splits}"
         got = linear(lib, pack, x, bias, before.clone(), output, splits)
         error = rel_error(got, want)
-        bound = 4e-3 if output == BF16 else 4e-4 if scheme.format == FP8 else 5e-5  # FP8: two terms of a scale round some weights to their other neighbour
-        assert error < bound, f"{name}: off by {error}"
+        assert error < (4e-3 if output == BF16 else 5e-5), f"{name}: off by {error}"
         worst = max(worst, error)
         assert torch.equal(linear(lib, pack, x, bias, before.clone(), output, splits), got), f"{name}: runs differ"
         if m > 1 and splits != 0:

@@ -15,18 +15,15 @@
 
 namespace moe::experts_tensor {
 /// Rows of bf16, by tensor maps, which write the swizzle that wgmma reads.
-struct Bf16Weights {
-  struct Source {};
-  static constexpr int kColumns = kTileColumns, kBytes = kWeightBytes, kSideBytes = 0, kFewBlocks = 1;
+struct Bf16Weights : PlainWeights {
+  static constexpr int kColumns = kTileColumns, kBytes = kWeightBytes, kFewBlocks = 1;
+  template <int kCapacity>
+  static constexpr int kConsumerRegisters = 0;
 
 #if MOE_SM90
   static __device__ __forceinline__ void load(void* to, const CUtensorMap* map, const Args<Bf16Weights>& a, int product,
                                               int expert, int tile, int step, uint64_t* bar, uint64_t policy) {
-    if (product == 0) {
-      load_gate_up(to, map, expert, tile, step * kTileColumns, bar, policy);
-    } else {
-      load_tile(to, map, expert * a.hidden + tile * kTileRows, step * kTileColumns, bar, policy);
-    }
+    load_weights(to, map, product, expert, tile, a.hidden, step, bar, policy);
   }
 
   /// acc += 64 weight rows x kRows token rows over the work tile's steps, and leaves the ring behind them.
@@ -70,7 +67,7 @@ extern "C" int moe_experts_tensor(const moe::ExpertsTensorArgs* args, void* stre
   using namespace moe;
   using namespace moe::experts_tensor;
   const ExpertsTensorArgs& c = *args;
-  if (!fits(c.tokens, c.top_k, c.num_ids, c.num_local, c.hidden, c.inter, c.bucket)) return cudaErrorInvalidValue;
+  if (!sizes_fit(c.tokens, c.top_k, c.num_ids, c.num_local, c.hidden, c.inter, c.bucket)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
   DeviceLimits limits;
   cudaError_t e = device_limits(&limits);

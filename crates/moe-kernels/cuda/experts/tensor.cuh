@@ -1,11 +1,14 @@
-// Geometry of the experts on warpgroup products, and the warps that bring operands to shared memory (tensor_kernel.cuh).
+// Geometry of the experts on warpgroup products, and the warps that bring operands to shared memory
+// (tensor_kernel.cuh).
 //
 // `W` is how weights lie in memory: Bf16Weights (tensor.cu) or QuantWeights (quant/weights.cuh). It has
 //   kColumns      columns of a stage, a multiple of 64
 //   kBytes        of a stage's weights, kSideBytes of what else it needs (scales), from a Source for each product
-//   load          brings a stage's weights, by one thread; copy_side what lies beside them, by the gathering warps
+//   load          brings a stage's weights, by one thread
+//   side          a gathering lane's part of copying what lies beside them
 //   multiply      adds a work tile's products to accumulators
 //   kFewBlocks    blocks of an SM where up to 32 token rows fit
+//   kConsumerRegisters<capacity>  of a thread, if not what the launch gives
 #pragma once
 
 #include "experts/tiles.cuh"
@@ -196,27 +199,37 @@ __device__ __forceinline__ void await_activations(const Args<W>& a, const Work& 
   fence_async_proxy();
 }
 
-/// One lane's part of a stage's rows of x: 16 bytes of some rows in each 64 columns. Columns beyond x are zero.
-template <int kCapacity, int kEach, class W>
-__device__ __forceinline__ void gather_rows(const Block<W>& b, const Args<W>& a, const Work& work, int stage, int step,
-                                            const bf16* const (&from)[kEach]) {
-  const int index = threadIdx.x - (kConsumers + 1) * 32, column = index % 8;
-#pragma unroll
-  for (int part = 0; part < W::kColumns / kTileColumns; ++part) {
-    const int at = step * W::kColumns + part * kTileColumns;
+/// A lane's part of a work tile's rows of x: 16 bytes of some rows in each 64 columns.
+template <int kCapacity, class W>
+struct Rows {
+  static constexpr int kEach = ceil_div(kCapacity * 8, kGatherLanes), kApart = kGatherLanes / 8;
+  const bf16* from[kEach];
+  int first, column, rows;
+
+  __device__ __forceinline__ Rows(const Args<W>& a, const Work& work, int index)
+      : first(index / 8), column(index % 8), rows(work.rows) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int r = index / 8 + i * (kGatherLanes / 8);
-      if (r >= work.rows) continue;
-      uint8_t* to = b.rows(stage) + part * (kCapacity * 128) + r * 128 + ((column ^ (r & 7)) << 4);
-      if constexpr (W::kColumns == kTileColumns) {
-        cp_async16(to, from[i] + at);
-      } else {
-        cp_async16_or_zero(to, from[i] + (at < a.hidden ? at : 0), at < a.hidden);
-      }
+      const int r = first + i * kApart;
+      from[i] = r < rows ? a.x + static_cast<size_t>(work.slots[r] / a.top_k) * a.hidden + column * 8 : nullptr;
     }
   }
-}
+
+  /// Those of the next step. `left`: columns from there on; behind them x is zero.
+  __device__ __forceinline__ void copy(uint8_t* to, int left) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int r = first + i * kApart;
+      if (r >= rows) continue;
+      uint8_t* at = to + r * 128 + ((column ^ (r & 7)) << 4);
+      cp_async16(at, from[i]);
+#pragma unroll
+      for (int part = 1; part < W::kColumns / kTileColumns; ++part)
+        cp_async16_or_zero(at + part * (kCapacity * 128), from[i] + part * kTileColumns, part * kTileColumns < left);
+      from[i] += W::kColumns;
+    }
+  }
+};
 
 /// This warp's share of the loads of activations, every third box of 8 rows, which lie in order. One thread; counts
 /// their bytes.
@@ -238,40 +251,36 @@ __device__ __forceinline__ void load_activations(const Block<W>& b, const CUtens
 /// The warps that bring token rows, and what lies beside the weights.
 template <int kCapacity, class W>
 __device__ __forceinline__ void gather(const Block<W>& b, const Args<W>& a, const CUtensorMap* act) {
-  constexpr int kEach = ceil_div(kCapacity * 8, kGatherLanes);
-  const int index = threadIdx.x - (kConsumers + 1) * 32, warp = index / 32, column = index % 8;
+  const int index = threadIdx.x - (kConsumers + 1) * 32, warp = index / 32;
   const uint32_t all_rows = b.table()[a.max_touched()].y;
   bool all = false;
   Cursor at;
+  const auto await_stage = [&](const auto& side, int step) {
+    mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
+    if constexpr (W::kSideBytes > 0) side.copy(b.side(at.stage), step);
+  };
   for_each_work(b, [&](const Work& work) {
-    const bf16* from[kEach];
+    const auto side = W::side(a, work.product, work.expert, work.tile, index);
     if (work.product == 0) {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const int r = index / 8 + i * (kGatherLanes / 8);
-        from[i] = r < work.rows ? a.x + static_cast<size_t>(work.slots[r] / a.top_k) * a.hidden + column * 8 : nullptr;
+      Rows<kCapacity, W> rows(a, work, index);
+      for (int step = 0; step < work.steps; ++step, at.advance(b.stages)) {
+        await_stage(side, step);
+        rows.copy(b.rows(at.stage), a.hidden - step * W::kColumns);
+        cp_async_arrive(b.full(at.stage));
+        __syncwarp();
       }
-    } else if (elect_one()) {
-      await_activations(a, work, all_rows, &all);
+      return;
     }
+    if (elect_one()) await_activations(a, work, all_rows, &all);
     __syncwarp();
     for (int step = 0; step < work.steps; ++step, at.advance(b.stages)) {
-      mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
-      uint64_t* full = b.full(at.stage);
-      if constexpr (W::kSideBytes > 0)
-        W::copy_side(b.side(at.stage), a, work, step, index);
-      if (work.product == 0) {
-        gather_rows<kCapacity>(b, a, work, at.stage, step, from);
-        cp_async_arrive(full);
-      } else if constexpr (W::kSideBytes > 0) {
-        if (elect_one()) load_activations<kCapacity>(b, act, work, at.stage, step, warp);
-        __syncwarp();
-        cp_async_arrive(full);
-      } else if (elect_one()) {
+      await_stage(side, step);
+      if (elect_one()) {
         load_activations<kCapacity>(b, act, work, at.stage, step, warp);
-        mbarrier_arrive_many(full, 32);  // one arrival stands for the warp's lanes
+        if constexpr (W::kSideBytes == 0) mbarrier_arrive_many(b.full(at.stage), 32);  // for all lanes
       }
       __syncwarp();
+      if constexpr (W::kSideBytes > 0) cp_async_arrive(b.full(at.stage));
     }
   });
 }

@@ -75,11 +75,17 @@ __device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
 template <class W, int kCapacity>
 constexpr int kBlocks = kCapacity <= 32 ? W::kFewBlocks : 1;
 
+/// Registers of a thread as the launch gives them.
+template <class W, int kCapacity>
+constexpr int kRegisters = 65536 / (kBlocks<W, kCapacity> * kThreads) / 8 * 8;
+
 template <int kCapacity, class W>
 __global__ void __launch_bounds__(kThreads, kBlocks<W, kCapacity>)
     experts_tensor(const __grid_constant__ CUtensorMap w13, const __grid_constant__ CUtensorMap w2,
                    const __grid_constant__ CUtensorMap act, const __grid_constant__ Args<W> a) {
 #if MOE_SM90
+  // What consumers take the loaders give: there are half as many.
+  constexpr int kEach = kRegisters<W, kCapacity>, kTaken = W::template kConsumerRegisters<kCapacity>;
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block<W> b = {smem, smem + a.ring(), a.stages, stage_bytes<W>(kCapacity)};
   const int warp = threadIdx.x / 32;
@@ -106,10 +112,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<W, kCapacity>)
   pdl_wait();
   fill_table(b, a);
   if (warp < kConsumers) {
-    if constexpr (kBlocks<W, kCapacity> == 2) take_registers<88>();
+    if constexpr (kTaken > 0) take_registers<kTaken>();
     consume<kCapacity>(b, a);
   } else {
-    if constexpr (kBlocks<W, kCapacity> == 2) give_registers<64>();  // of the 80 that two blocks leave each thread
+    if constexpr (kTaken > 0) give_registers<3 * kEach - 2 * kTaken>();
     if (warp == kConsumers) {
       if (elect_one()) producer.template run<kCapacity>(ready);
       __syncwarp();
@@ -119,12 +125,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<W, kCapacity>)
   }
   clear_counters(a.counters, b.flag());
 #endif
-}
-
-/// Whether sizes and counts can be launched.
-inline bool fits(int tokens, int top_k, int num_ids, int num_local, int hidden, int inter, int bucket) {
-  return tokens >= 0 && top_k > 0 && num_ids > 0 && num_local > 0 && hidden > 0 && inter > 0 && hidden % 64 == 0 &&
-         inter % 64 == 0 && num_local <= INT32_MAX / hidden && tokens <= INT32_MAX / top_k && bucket >= 0;
 }
 
 template <int kCapacity, class W>

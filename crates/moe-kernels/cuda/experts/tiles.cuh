@@ -1,5 +1,5 @@
-// What the persistent kernels of both expert products on warpgroup products share (tensor.cu, wide.cu): tiles of 128
-// weight rows, the counters that blocks share, and how a block's warps learn of its work.
+// What the persistent kernels of both expert products on warpgroup products share (tensor_kernel.cuh, wide_kernel.cuh):
+// tiles of 128 weight rows, the counters that blocks share, and how a block's warps learn of its work.
 #pragma once
 
 #include "experts/args.cuh"
@@ -96,7 +96,37 @@ __device__ __forceinline__ void load_gate_up(void* to, const CUtensorMap* w13, i
       : "memory");
 }
 
+/// 64 columns, the step-th, of a tile of bf16 weights: gate and up rows in turn, or 128 rows of w2 [E, H, I]. One
+/// thread.
+__device__ __forceinline__ void load_weights(void* to, const CUtensorMap* map, int product, int expert, int tile,
+                                             int hidden, int step, uint64_t* bar, uint64_t policy) {
+  if (product == 0) {
+    load_gate_up(to, map, expert, tile, step * kTileColumns, bar, policy);
+  } else {
+    load_tile(to, map, expert * hidden + tile * kTileRows, step * kTileColumns, bar, policy);
+  }
+}
+
 #endif
+
+/// Weights beside which nothing lies.
+struct PlainWeights {
+  struct Source {};
+  struct Side {};
+  static constexpr int kSideBytes = 0;
+
+  template <class Args>
+  static __device__ __forceinline__ Side side(const Args&, int, int, int, int) {
+    return {};
+  }
+};
+
+/// Whether sizes and counts can be launched.
+inline bool sizes_fit(int tokens, int top_k, int num_ids, int64_t num_local, int64_t hidden, int64_t inter,
+                      int bucket) {
+  return tokens >= 0 && top_k > 0 && num_ids > 0 && num_local > 0 && hidden > 0 && inter > 0 && hidden % 64 == 0 &&
+         inter % 64 == 0 && num_local <= INT32_MAX / hidden && tokens <= INT32_MAX / top_k && bucket >= 0;
+}
 
 /// w13 [E, 2 I, H] so that a tile is 8 gate rows, the 8 up rows of the same columns, the next 8 gate rows, ..
 inline cudaError_t map_gate_up(CUtensorMap* map, const bf16* w13, int num_local, int inter, int hidden) {

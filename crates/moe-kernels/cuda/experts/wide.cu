@@ -16,18 +16,13 @@
 
 namespace moe::experts_wide {
 /// Rows of bf16, by tensor maps, which write the swizzle that wgmma reads.
-struct Bf16Weights {
-  struct Source {};
-  static constexpr int kBytes = kWeightBytes, kSideBytes = 0;
+struct Bf16Weights : PlainWeights {
+  static constexpr int kBytes = kWeightBytes, kConsumerRegisters = 208;
 
 #if MOE_SM90
   static __device__ __forceinline__ void load(void* to, const CUtensorMap* map, const Args<Bf16Weights>& a, int product,
                                               int expert, int tile, int step, uint64_t* bar, uint64_t policy) {
-    if (product == 0) {
-      load_gate_up(to, map, expert, tile, step * kTileColumns, bar, policy);
-    } else {
-      load_tile(to, map, expert * a.hidden + tile * kTileRows, step * kTileColumns, bar, policy);
-    }
+    load_weights(to, map, product, expert, tile, a.hidden, step, bar, policy);
   }
 
   /// sums = 64 weight rows of each weight tile x kColumns token rows over the work tile's steps, and leaves the ring
@@ -73,7 +68,7 @@ extern "C" int moe_experts_wide(const moe::ExpertsTensorArgs* args, void* stream
   using namespace moe;
   using namespace moe::experts_wide;
   const ExpertsTensorArgs& c = *args;
-  if (!fits(c.tokens, c.top_k, c.num_ids, c.num_local, c.hidden, c.inter, c.bucket)) return cudaErrorInvalidValue;
+  if (!sizes_fit(c.tokens, c.top_k, c.num_ids, c.num_local, c.hidden, c.inter, c.bucket)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
   DeviceLimits limits;
   cudaError_t e = device_limits(&limits);

@@ -1,5 +1,6 @@
 // Geometry of the experts' products for prompts, and the warps that bring operands to shared memory (wide_kernel.cuh).
 // `W` is how weights lie in memory, as in tensor.cuh; its stages have 64 columns, its kBytes are of one weight tile.
+// kConsumerRegisters are those of a consuming thread.
 #pragma once
 
 #include "experts/tiles.cuh"
@@ -203,9 +204,10 @@ struct Gatherer {
     for (int i = 0; i < kEach; ++i) from[i] = __ldcg(work.slots + min(first + i * kApart, work.rows - 1));
 #pragma unroll
     for (int i = 0; i < kEach; ++i) from[i] = from[i] / a.top_k * (a.hidden / 8) + column;
+    const Sides side = sides(work);
     for (int step = 0; step < work.steps; ++step, at.advance(b.stages), x += kTileColumns / 8) {
       mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
-      copy_side(work, step);
+      copy_side(side, step);
       uint8_t* to = b.rows(at.stage);
 #pragma unroll
       for (int i = 0; i < kEach; ++i)
@@ -214,11 +216,21 @@ struct Gatherer {
     }
   }
 
-  /// What lies beside the weights of this stage, if anything.
-  __device__ __forceinline__ void copy_side(const Work& work, int step) {
+  /// This lane's part of copying what lies beside the weights of a work tile's one or two weight tiles.
+  struct Sides {
+    typename W::Side first, second;
+  };
+
+  __device__ __forceinline__ Sides sides(const Work& work) const {
+    const int index = threadIdx.x - (kConsumers + 1) * 32;
+    return {W::side(a, work.product, work.expert, work.tile, index),
+            W::side(a, work.product, work.expert, work.tile + 1, index)};
+  }
+
+  __device__ __forceinline__ void copy_side([[maybe_unused]] const Sides& s, int step) const {
     if constexpr (W::kSideBytes > 0) {
-      for (int i = 0; i < a.width; ++i)
-        W::copy_side(b.side(at.stage) + i * W::kSideBytes, a, work, i, step, threadIdx.x - (kConsumers + 1) * 32);
+      s.first.copy(b.side(at.stage), step);
+      if (a.width == 2) s.second.copy(b.side(at.stage) + W::kSideBytes, step);
     }
   }
 
@@ -231,8 +243,8 @@ struct Gatherer {
     fence_async_proxy();
   }
 
-  /// Activations of a step, which lie in order. One thread. Rows beyond the work tile's are loaded to the end of the last
-  /// box and give columns that nobody reads.
+  /// Activations of a step, which lie in order. One thread. Rows beyond the work tile's are loaded to the end of the
+  /// last box and give columns that nobody reads.
   __device__ __forceinline__ void load(const Work& work, int step) {
     const int boxes = ceil_div(work.rows, kActRows);
     uint64_t* full = b.full(at.stage);
@@ -255,9 +267,10 @@ struct Gatherer {
   __device__ __forceinline__ void load_with_side(const Work& work, bool loads) {
     if (loads) await(work);
     __syncwarp();
+    const Sides side = sides(work);
     for (int step = 0; step < work.steps; ++step, at.advance(b.stages)) {
       mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
-      copy_side(work, step);
+      copy_side(side, step);
       if (loads) load(work, step);
       __syncwarp();
       cp_async_arrive(b.full(at.stage));

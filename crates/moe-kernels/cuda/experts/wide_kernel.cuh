@@ -1,5 +1,5 @@
-// The kernel of the experts' products for prompts, for bf16 weights (wide.cu, which tells the design) and quantised ones
-// (quant/experts_wide.cu). `W` is explained in tensor.cuh.
+// The kernel of the experts' products for prompts, for bf16 weights (wide.cu, which tells the design) and quantised
+// ones (quant/experts_wide.cu). `W` is explained in tensor.cuh.
 #pragma once
 
 #include "experts/wide_store.cuh"
@@ -8,8 +8,8 @@ namespace moe::experts_wide {
 
 #if MOE_SM90
 
-// Of 65,536 registers: 2 x 128 x 208 + 128 x 88.
-constexpr int kConsumerRegisters = 208, kLoaderRegisters = 88;
+// Registers that a launch of three warpgroups gives, of which loaders have what consumers leave.
+constexpr int kAllRegisters = 3 * 168;
 
 /// kWidth: weight tiles of a work tile.
 template <int kWidth, class W>
@@ -45,7 +45,8 @@ struct Consumer {
         multiply_rows(work, sums);
         wgmma_hold(sums);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) store.template slot_rows<kRows>(work, work.tile + i, sums + i * kPairSums, slots);
+        for (int i = 0; i < kWidth; ++i)
+          store.template slot_rows<kRows>(work, work.tile + i, sums + i * kPairSums, slots);
       }
     });
     store.publish();
@@ -83,10 +84,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp == 0) scan_counts(b, a);
   __syncthreads();
   if (warp < kConsumers) {
-    take_registers<kConsumerRegisters>();
+    take_registers<W::kConsumerRegisters>();
     Consumer<kWidth, W>{b, a}.run();
   } else {
-    give_registers<kLoaderRegisters>();
+    give_registers<kAllRegisters - 2 * W::kConsumerRegisters>();
     if (warp > kConsumers) {
       Gatherer<W>{b, a, &act}.run();
     } else if (elect_one()) {
@@ -104,12 +105,6 @@ inline int capacity_for(int mean_rows) { return mean_rows <= 40 ? 64 : mean_rows
 /// Weight tiles of a work tile: two where rows are few and the products have an even number of them.
 inline int width_for(int capacity, int hidden, int inter) {
   return capacity <= kPairRows && inter % kTileRows == 0 && hidden % (2 * kTileRows) == 0 ? 2 : 1;
-}
-
-/// Whether sizes and counts can be launched.
-inline bool fits(int tokens, int top_k, int num_ids, int num_local, int hidden, int inter, int bucket) {
-  return tokens >= 0 && top_k > 0 && num_ids > 0 && num_local > 0 && hidden > 0 && inter > 0 && hidden % 64 == 0 &&
-         inter % 64 == 0 && num_local <= INT32_MAX / hidden && tokens <= INT32_MAX / top_k && bucket >= 0;
 }
 
 template <class W>

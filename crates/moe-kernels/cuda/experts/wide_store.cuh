@@ -1,6 +1,6 @@
-// What a warpgroup does with its 64 weight rows x up to 256 token rows of sums (wide_kernel.cuh): through shared memory, so
-// that whole lines leave, and with barriers of its own four warps alone, so that the other warpgroup multiplies
-// meanwhile.
+// What a warpgroup does with its 64 weight rows x up to 256 token rows of sums (wide_kernel.cuh): through shared
+// memory, so that whole lines leave, and with barriers of its own four warps alone, so that the other warpgroup
+// multiplies meanwhile.
 //
 // A piece of 4 KB in shared memory is 64 rows of activations (32 columns) or 32 slot rows (64 columns). There are two
 // in turn: the barrier between writing and reading one also ends the reading of the other.

@@ -15,7 +15,8 @@ namespace moe::linear_tensor {
 /// Rows of bf16, by a tensor map, which writes the swizzle that wgmma reads.
 struct Bf16Weights {
   struct Source {};
-  static constexpr int kMostTokens = 256;
+  template <int kGroups>
+  static constexpr int kMostTokens = kGroups == 1 ? 128 : 256;
 
   static __device__ __forceinline__ int column(const Args<Bf16Weights>&, int row) { return row; }
 
@@ -23,40 +24,45 @@ struct Bf16Weights {
   struct Stage {
     static constexpr int kColumns = kTileColumns, kBytes = 64 * kGroups * kTileColumns * 2, kSideBytes = 0;
 
+    struct Side {
+      __device__ __forceinline__ Side(const Source&, int, int) {}
+    };
+
 #if MOE_SM90
     static __device__ __forceinline__ void load(void* to, const CUtensorMap* w, int row, int step, uint64_t* bar) {
       load_tile(to, w, row, step * kTileColumns, bar);
     }
 
-/// Adds the block's share of K to `acc`; a warpgroup takes 64 weight rows and all tokens.
-template <class B>
-static __device__ __forceinline__ void consume(const uint8_t* ring, const uint8_t*, const Source&, uint64_t* full, uint64_t* empty, int stages, int count,
-                                        float (&acc)[B::kProducts][B::kColumns / 2]) {
-  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
-  int stage = 0, phase = 0, previous = -1;
-  for (int i = 0; i < count; ++i) {
-    mbarrier_wait(full + stage, phase);
-    const uint8_t* at = ring + stage * B::kStageBytes;
-    const uint64_t a = tile_descriptor(at + group * 64 * kTileColumns * 2);
-    const uint64_t b = tile_descriptor(at + B::kWeightBytes);
-    wgmma_fence();
+    /// Adds the block's share of K to `acc`; a warpgroup takes 64 weight rows and all tokens.
+    template <class B>
+    static __device__ __forceinline__ void consume(const uint8_t* ring, const uint8_t*, const Source&, uint64_t* full,
+                                                   uint64_t* empty, int stages, int count,
+                                                   float (&acc)[B::kProducts][B::kColumns / 2]) {
+      const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+      int stage = 0, phase = 0, previous = -1;
+      for (int i = 0; i < count; ++i) {
+        mbarrier_wait(full + stage, phase);
+        const uint8_t* at = ring + stage * B::kStageBytes;
+        const uint64_t a = tile_descriptor(at + group * 64 * kTileColumns * 2);
+        const uint64_t b = tile_descriptor(at + B::kWeightBytes);
+        wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kTileColumns / 16; ++k) {
+        for (int k = 0; k < kTileColumns / 16; ++k) {
 #pragma unroll
-      for (int c = 0; c < B::kProducts; ++c) {
-        // 128 tokens are 16 KB further, 1,024 in units of the descriptor.
-        wgmma<B::kColumns>(acc[c], a + 2 * k, b + 2 * k + 1024 * c);
+          for (int c = 0; c < B::kProducts; ++c) {
+            // 128 tokens are 16 KB further, 1,024 in units of the descriptor.
+            wgmma<B::kColumns>(acc[c], a + 2 * k, b + 2 * k + 1024 * c);
+          }
+        }
+        wgmma_commit();
+        // One stage's products run while the next stage's are issued.
+        wgmma_wait<1>();
+        if (previous >= 0 && lane == 0) mbarrier_arrive(empty + previous);
+        previous = stage;
+        if (++stage == stages) stage = 0, phase ^= 1;
       }
+      wgmma_wait<0>();
     }
-    wgmma_commit();
-    // One stage's products run while the next stage's are issued.
-    wgmma_wait<1>();
-    if (previous >= 0 && lane == 0) mbarrier_arrive(empty + previous);
-    previous = stage;
-    if (++stage == stages) stage = 0, phase ^= 1;
-  }
-  wgmma_wait<0>();
-}
 #endif
   };
 };

@@ -1,11 +1,12 @@
-// The kernel of dense products on warpgroup products, for bf16 weights (tensor.cu, which tells the design) and quantised
-// ones (quant/linear_tensor.cu).
+// The kernel of dense products on warpgroup products, for bf16 weights (tensor.cu, which tells the design) and
+// quantised ones (quant/linear_tensor.cu).
 //
-// `W` is how weights lie in memory. It has a Source beside the tensor map, `column`, where a row's results go, the most
-// tokens of a tile, and for 64 kGroups rows a Stage:
+// `W` is how weights lie in memory. It has a Source beside the tensor map, `column`, where a row's results go, and for
+// 64 kGroups rows the most tokens of a tile and a Stage:
 //   kColumns    of a stage, a multiple of 64
 //   kBytes      of its weights, kSideBytes of what else it needs (scales)
-//   load        brings its weights, by one thread; copy_side what lies beside them, by a warp
+//   load        brings its weights, by one thread
+//   Side        a lane's part of copying what lies beside them, by a warp
 //   consume     adds the block's share of K to accumulators
 #pragma once
 
@@ -35,7 +36,7 @@ struct Block {
   using Stage = typename W::template Stage<kGroups>;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kConsumers = 128 * kGroups;
-  static constexpr int kParts = Stage::kColumns / kTileColumns;     // of a stage's token rows, one after the other
+  static constexpr int kParts = Stage::kColumns / kTileColumns;  // of a stage's token rows, one after the other
   static constexpr int kPartBytes = kTokens * kTileColumns * 2;
   static constexpr int kWeightBytes = Stage::kBytes;
   static constexpr int kStageBytes = kWeightBytes + kParts * kPartBytes;
@@ -54,13 +55,14 @@ __device__ __forceinline__ void produce(const CUtensorMap* w, const CUtensorMap*
                                         uint8_t* ring, uint8_t* side, uint64_t* full, uint64_t* empty, int stages,
                                         int row, int token, int begin, int end) {
   const bool leads = threadIdx.x % 32 == 0;
+  [[maybe_unused]] const typename B::Stage::Side beside(source, row / 16, threadIdx.x % 32);
   const auto weights = [&](int i, int stage) {
     if (leads) {
       arrive_expecting(full + stage, B::kStageBytes);
       B::Stage::load(ring + stage * B::kStageBytes, w, row, i, full + stage);
     }
     if constexpr (B::Stage::kSideBytes > 0) {
-      B::Stage::template copy_side<32>(side + stage * B::Stage::kSideBytes, source, row / 16, i, threadIdx.x % 32);
+      beside.copy(side + stage * B::Stage::kSideBytes, i);
       cp_async_arrive(full + stage);
     }
   };
@@ -233,9 +235,11 @@ cudaError_t run(const CUtensorMap& w, const bf16* x, const Args<W>& a, Output ou
     case 16: return run<W, 16, kGroups>(w, x, a, output, s, stream);
     case 32: return run<W, 32, kGroups>(w, x, a, output, s, stream);
     case 64: return run<W, 64, kGroups>(w, x, a, output, s, stream);
-    case 128: return run<W, 128, kGroups>(w, x, a, output, s, stream);
+    case 128:
+      if constexpr (W::template kMostTokens<kGroups> >= 128) return run<W, 128, kGroups>(w, x, a, output, s, stream);
+      return cudaErrorInvalidValue;
     default:
-      if constexpr (kGroups == 2 && W::kMostTokens == 256) return run<W, 256, 2>(w, x, a, output, s, stream);
+      if constexpr (W::template kMostTokens<kGroups> >= 256) return run<W, 256, kGroups>(w, x, a, output, s, stream);
       return cudaErrorInvalidValue;
   }
 }

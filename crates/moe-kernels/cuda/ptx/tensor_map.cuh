@@ -25,9 +25,9 @@ inline cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type,
   if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-  const CUresult r = encode(map, type, rank, const_cast<void*>(data), dims, strides, box, steps,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult r =
+      encode(map, type, rank, const_cast<void*>(data), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -130,7 +130,8 @@ __device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t
 template <>
 __device__ __forceinline__ void wgmma<8, 0>(float* d, const uint32_t (&a)[4], uint64_t b, int add) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, "
+      "{ .reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, "
+      "{%4, "
       "%5, %6, %7}, %8, p, 1, 1, 0; }"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));

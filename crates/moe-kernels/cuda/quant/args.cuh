@@ -1,8 +1,8 @@
 // A pack of quantised matrices in fragment order, and the arguments of the kernels that read one.
 //
-// The order is that of the A operand of mma.sync m16n8k16, and of wgmma's m64 with A in registers. A tile is 16 rows x KT
-// columns, KT = 64 of 4 bits or 32 of 8, in 512 bytes: 16 bytes for each lane, its fragments of the tile's k-steps of 16
-// columns one after the other. Lane 4 g + c holds of a k-step w0 .. w7 = (g, 2c) (g, 2c+1) (g+8, 2c) (g+8, 2c+1)
+// The order is that of the A operand of mma.sync m16n8k16, and of wgmma's m64 with A in registers. A tile is 16 rows x
+// KT columns, KT = 64 of 4 bits or 32 of 8, in 512 bytes: 16 bytes for each lane, its fragments of the tile's k-steps
+// of 16 columns one after the other. Lane 4 g + c holds of a k-step w0 .. w7 = (g, 2c) (g, 2c+1) (g+8, 2c) (g+8, 2c+1)
 // (g, 2c+8) (g, 2c+9) (g+8, 2c+8) (g+8, 2c+9), the registers a0 = (w0, w1) .. a3 = (w6, w7):
 // - 4 bits, one word: a_i at bits 4 i and 16 + 4 i, so that (v >> 4 i) & 0x000f000f is the pair;
 // - 8 bits, two words: bytes w0 w2 w1 w3 and w4 w6 w5 w7, so that v & 0x00ff00ff and (v >> 8) & 0x00ff00ff are pairs.
@@ -15,17 +15,17 @@
 namespace moe {
 
 struct QuantPack {
-  const uint8_t* q;             // [experts, n_tiles, k_packed / KT] tiles of 512 bytes
-  const void* scales;           // [experts, n_tiles, groups, scale_rows] of `scale_dtype`
-  const uint8_t* zeros;         // [experts, n_tiles, groups, 16] zero points; null: 8 (4 bits), 128 (8 bits), none (FP8)
-  const uint32_t* perm;         // [experts, k_packed] column of x, u32::MAX = none; null: packed column i is column i of x
-  int64_t experts, n, k;        // rows of a matrix (gate and up together) and columns of x
-  int64_t n_tiles, k_packed;    // rows and columns that are not there are zero weights
-  int64_t group, groups;        // packed column i is of group min(i / group, groups - 1)
-  QuantFormat format;           // w = scale * (q - zero), or scale * e4m3(q)
+  const uint8_t* q;       // [experts, n_tiles, k_packed / KT] tiles of 512 bytes
+  const void* scales;     // [experts, n_tiles, groups, scale_rows] of `scale_dtype`
+  const uint8_t* zeros;   // [experts, n_tiles, groups, 16] zero points; null: 8 (4 bits), 128 (8 bits), none (FP8)
+  const uint32_t* perm;   // [experts, k_packed] column of x, u32::MAX = none; null: packed column i is column i of x
+  int64_t experts, n, k;  // rows of a matrix (gate and up together) and columns of x
+  int64_t n_tiles, k_packed;  // rows and columns that are not there are zero weights
+  int64_t group, groups;      // packed column i is of group min(i / group, groups - 1)
+  QuantFormat format;         // w = scale * (q - zero), or scale * e4m3(q)
   Dtype scale_dtype;
-  int scale_rows;               // 16: a scale for each row of a tile; 2: for its rows 0 .. 7 and 8 .. 15
-  int gate_up;                  // not 0: tile t holds gate rows 8 t .. 8 t + 7 and, as rows 8 .. 15, these up rows
+  int scale_rows;  // 16: a scale for each row of a tile; 2: for its rows 0 .. 7 and 8 .. 15
+  int gate_up;     // not 0: tile t holds gate rows 8 t .. 8 t + 7 and, as rows 8 .. 15, these up rows
 };
 
 struct AnyQuantLinearArgs {

@@ -7,37 +7,19 @@
 // and both warpgroups share them: unpacking takes a warp 26 (int4) to 45 (FP8) instructions of its 256 clocks. Shared
 // memory gives the tensor cores token rows only, and stages are smaller, so there are more of them than with bf16.
 #include "experts/wide_kernel.cuh"
-#include "quant/stage.cuh"
+#include "quant/experts.cuh"
 
 namespace moe::experts_wide {
-constexpr int kRowBlocks = kTileRows / 16;
-
 /// One scale for 32 columns whatever the groups are, but of FP8: instructions are not what takes time here.
 constexpr int share_of(QuantFormat format) { return format == QuantFormat::kFp8 ? kTileColumns : 32; }
 
 template <QuantFormat kFormat>
-struct QuantWeights : quant::QuantStage<kFormat, kTileColumns, share_of(kFormat), kRowBlocks> {
-  using Stage = quant::QuantStage<kFormat, kTileColumns, share_of(kFormat), kRowBlocks>;
-  using Source = quant::Source;
+struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat)> {
+  using typename quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat)>::Stage;
   using Self = QuantWeights;
+  static constexpr int kConsumerRegisters = 216;
 
 #if MOE_SM90
-  static __device__ __forceinline__ int row_block(const Args<Self>& a, int product, int expert, int tile) {
-    return expert * a.source[product].blocks + tile * kRowBlocks;
-  }
-
-  static __device__ __forceinline__ void load(void* to, const CUtensorMap* map, const Args<Self>& a, int product,
-                                              int expert, int tile, int step, uint64_t* bar, uint64_t policy) {
-    Stage::load_weights(to, map, row_block(a, product, expert, tile), step, bar, policy);
-  }
-
-  /// Of the work tile's i-th weight tile.
-  static __device__ __forceinline__ void copy_side(uint8_t* side, const Args<Self>& a, const Work& work, int i,
-                                                   int step, int index) {
-    Stage::template copy_side<kGatherLanes>(side, a.source[work.product],
-                                            row_block(a, work.product, work.expert, work.tile + i), step, index);
-  }
-
   /// sums = 64 weight rows of each weight tile x kColumns token rows over the work tile's steps, and leaves the ring
   /// behind them.
   template <int kWidth, int kColumns>
@@ -54,34 +36,44 @@ struct QuantWeights : quant::QuantStage<kFormat, kTileColumns, share_of(kFormat)
         lanes[i] = Stage::read(b.weights(from.stage) + i * Stage::kBytes, b.side(from.stage) + i * Stage::kSideBytes, s,
                                block);
     };
-    uint32_t fragments[2][kWidth][4];
-    const auto unpack = [&](int k) {
+    // With one weight tile two k-steps go together, with two one: as many registers.
+    constexpr int kTogether = 2 / kWidth, kParts = Stage::kSteps / kTogether;
+    // The next stage is read as soon as this one's words have been used, where registers allow it.
+    constexpr int kReadEarly = kFormat != QuantFormat::kInt4 && kWidth == 2 ? 0 : 1;
+    uint32_t fragments[2][kTogether][kWidth][4];
+    const auto unpack = [&](int part) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) Stage::fragment(lanes[i], 0, k, fragments[k % 2][i]);
+      for (int k = 0; k < kTogether; ++k) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i)
+          Stage::template fragment<true>(lanes[i], part * kTogether + k, fragments[part % 2][k][i]);
+      }
     };
     read(at);
     unpack(0);
     for (int step = 0; step < work.steps; ++step) {
       const uint64_t x = tile_descriptor(b.rows(at.stage));
+      const bool more = step + 1 < work.steps;
       Cursor next = at;
       next.advance(b.stages);
 #pragma unroll
-      for (int k = 0; k < Stage::kSteps; ++k) {
+      for (int part = 0; part < kParts; ++part) {
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i)
-          wgmma<kColumns, false>(sums + i * kPairSums, fragments[k % 2][i], x + 2 * k, k > 0 || step > 0);
-        wgmma_commit();
-        // The next k-step's weights are unpacked while these products run.
-        if (k + 1 < Stage::kSteps) {
-          unpack(k + 1);
-        } else if (step + 1 < work.steps) {
-          read(next);
-          unpack(0);
+        for (int k = 0; k < kTogether; ++k) {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i)
+            wgmma<kColumns, false>(sums + i * kPairSums, fragments[part % 2][k][i], x + 2 * (part * kTogether + k),
+                                   part + k > 0 || step > 0);
         }
+        wgmma_commit();
+        // What comes next is unpacked while these products run.
+        if (part + 1 < kParts) unpack(part + 1);
+        if (part + 1 + kReadEarly == kParts && more) read(next);
+        if (part + 1 == kParts && more) unpack(0);
         wgmma_wait<0>();
       }
-      Stage::give_back(b.empty(at.stage));
+      Stage::give_back(b.empty(at.stage), !more);
       at = next;
     }
   }
@@ -94,24 +86,24 @@ cudaError_t launch(const QuantExpertsTensorArgs& c, const DeviceLimits& limits, 
   const int hidden = static_cast<int>(c.w13.k), inter = static_cast<int>(c.w2.k);
   const int capacity = capacity_for(c.tokens * c.top_k / c.num_ids);
   CUtensorMap w13, w2;
-  cudaError_t e = quant::make_pack_map(&w13, c.w13, kRowBlocks, W::kBlockBytes);
-  if (e == cudaSuccess) e = quant::make_pack_map(&w2, c.w2, kRowBlocks, W::kBlockBytes);
+  const cudaError_t e = quant::make_pack_maps(&w13, &w2, c, W::kBlockBytes);
   if (e != cudaSuccess) return e;
-  const Args<W> a = {c.x,
-                     c.slots,
-                     c.counts,
-                     c.act,
-                     static_cast<bf16*>(c.slot_rows),
-                     {c.counters, static_cast<int>(c.w13.experts)},
-                     c.bucket,
-                     c.tokens,
-                     c.top_k,
-                     static_cast<int>(c.w13.experts),
-                     hidden,
-                     inter,
-                     width_for(capacity, hidden, inter),
-                     capacity,
-                     {quant::source(c.w13, share_of(kFormat)), quant::source(c.w2, share_of(kFormat))}};
+  const Args<W> a = {
+      c.x,
+      c.slots,
+      c.counts,
+      c.act,
+      static_cast<bf16*>(c.slot_rows),
+      {c.counters, static_cast<int>(c.w13.experts)},
+      c.bucket,
+      c.tokens,
+      c.top_k,
+      static_cast<int>(c.w13.experts),
+      hidden,
+      inter,
+      width_for(capacity, hidden, inter),
+      capacity,
+      {quant::source(c.w13, kTileColumns, share_of(kFormat)), quant::source(c.w2, kTileColumns, share_of(kFormat))}};
   return run(a, w13, w2, limits, stream);
 }
 

@@ -3,8 +3,8 @@
 // Floor: a quarter or half of bf16's bytes (Qwen3-30B-A3B's qkv: int4 5.4 MB = 1.2 us, int8 and FP8 10.6 MB = 2.4 us at
 // 4.4 TB/s); as with bf16, latency is most of the time.
 //
-// Design: as with bf16, with stages of 128 columns; a warp unpacks 64 columns of its 16 rows to the A operand in registers
-// while the products of the 64 columns before run.
+// Design: as with bf16, with stages of 128 columns; a warp unpacks 64 columns of its 16 rows to the A operand in
+// registers while the products of the 64 columns before run.
 #include "linear/tensor_kernel.cuh"
 #include "quant/stage.cuh"
 
@@ -18,7 +18,8 @@ struct QuantSource : quant::Source {
 template <QuantFormat kFormat, int kShare>
 struct QuantWeights {
   using Source = QuantSource;
-  static constexpr int kMostTokens = 128;
+  template <int kGroups>
+  static constexpr int kMostTokens = kGroups == 1 ? 128 : 64;  // two sums of each result are in registers
 
   /// Of a pack's row. Tiles of gate and up: 8 gate rows, then their up rows.
   static __device__ __forceinline__ int column(const Args<QuantWeights>& a, int row) {
@@ -31,6 +32,8 @@ struct QuantWeights {
     using Base = quant::QuantStage<kFormat, kStageColumns, kShare, 4 * kGroups>;
 
 #if MOE_SM90
+    using Side = typename Base::template SideCopies<32>;
+
     static __device__ __forceinline__ void load(void* to, const CUtensorMap* w, int row, int step, uint64_t* bar) {
       load_tile(to, w, row / 16, step * (Base::kBlockBytes / 8), bar);
     }
@@ -45,31 +48,45 @@ struct QuantWeights {
         mbarrier_wait(full + stage, phase);
         return Base::read(ring + stage * B::kStageBytes, side + stage * Base::kSideBytes, source, block);
       };
-      uint32_t fragments[Base::kUnits][Base::kSteps][4];
+      constexpr bool kScaled = Base::kShares > 1;  // fragments are; else the sums of each stage
+      // k-steps that are unpacked together: few where sums take many registers.
+      constexpr int kUnit = B::kColumns > 64 ? 2 : 4, kUnits = Base::kSteps / kUnit;
+      uint32_t fragments[2][kUnit][4];
       typename Base::Lane lane = read();
-      Base::fragments(lane, 0, fragments[0]);
-      for (int i = 0; i < count; ++i) {
+      const auto unpack = [&](int unit) {
+#pragma unroll
+        for (int k = 0; k < kUnit; ++k)
+          Base::template fragment<kScaled>(lane, unit * kUnit + k, fragments[unit % 2][k]);
+      };
+      unpack(0);
+      float sums[B::kColumns / 2];
+      for (int step = 0; step < count; ++step) {
         const uint64_t x = tile_descriptor(ring + stage * B::kStageBytes + B::kWeightBytes);
+        const float scale[2] = {lane.operands[0].exact[0], lane.operands[0].exact[1]};
+        const bool more = step + 1 < count;
         const int used = stage;
         if (++stage == stages) stage = 0, phase ^= 1;
 #pragma unroll
-        for (int u = 0; u < Base::kUnits; ++u) {
+        for (int u = 0; u < kUnits; ++u) {
           wgmma_fence();
 #pragma unroll
-          for (int k = 0; k < Base::kSteps; ++k)
-            wgmma<B::kColumns, false>(acc[0], fragments[u][k], x + u * (B::kPartBytes / 16) + 2 * k);
-          wgmma_commit();
-          // The next unit's weights are unpacked while these products run.
-          if (u + 1 < Base::kUnits) {
-            Base::fragments(lane, u + 1, fragments[u + 1]);
-          } else if (i + 1 < count) {
-            lane = read();
-            Base::fragments(lane, 0, fragments[0]);
+          for (int i = 0; i < kUnit; ++i) {
+            const int k = u * kUnit + i;
+            wgmma<B::kColumns, false>(kScaled ? acc[0] : sums, fragments[u % 2][i],
+                                      x + k / 4 * (B::kPartBytes / 16) + k % 4 * 2, kScaled || k > 0);
           }
+          wgmma_commit();
+          // What comes next is unpacked while these products run; the next stage is read as soon as this one's words
+          // have been used.
+          if (u + 1 < kUnits) unpack(u + 1);
+          if (u + 2 == kUnits && more) lane = read();
+          if (u + 1 == kUnits && more) unpack(0);
           wgmma_wait<0>();
         }
-        Base::give_back(empty + used);
+        Base::give_back(empty + used, true);
+        if constexpr (!kScaled) Base::add_scaled(acc[0], sums, scale);
       }
+      wgmma_hold(acc[0]);
     }
 #endif
   };
@@ -80,11 +97,12 @@ cudaError_t launch(const QuantLinearTensorArgs& c, const DeviceLimits& limits, v
   using W = QuantWeights<kFormat, kShare>;
   const int n = static_cast<int>(c.w.n), k = static_cast<int>(c.w.k);
   Shape s = shape_for(c.m, n, ceil_div(k, kStageColumns), c.splits, limits);
-  if (s.tokens > W::kMostTokens) s.tokens = W::kMostTokens;
+  if (s.tokens > W::template kMostTokens<2>) s.tokens = W::template kMostTokens<1>, s.groups = 1;
   CUtensorMap map;
   const cudaError_t e = quant::make_pack_map(&map, c.w, 4 * s.groups, W::template Stage<1>::kBlockBytes);
   if (e != cudaSuccess) return e;
-  const Args<W> a = {c.bias, c.out, c.m, n, k, 0, {quant::source(c.w, kShare), c.w.gate_up != 0 ? n / 2 : 0}};
+  const Args<W> a = {
+      c.bias, c.out, c.m, n, k, 0, {quant::source(c.w, kStageColumns, kShare), c.w.gate_up != 0 ? n / 2 : 0}};
   return s.groups == 1 ? run<W, 1>(map, c.x, a, c.output, s, stream) : run<W, 2>(map, c.x, a, c.output, s, stream);
 }
 

@@ -36,8 +36,8 @@ inline bool is_pack(const QuantPack& w) {
   const int64_t rows = w.n_tiles * kQuantTileRows;
   return is_code(w.format, QuantFormat::kFp8) && is_code(w.scale_dtype, Dtype::kF16) && w.experts >= 0 && w.k >= 0 &&
          w.n >= 0 && w.n <= rows && w.k_packed % columns == 0 && (w.perm != nullptr || w.k <= w.k_packed) &&
-         w.k_packed < (int64_t{1} << 31) && w.group > 0 && w.groups > 0 &&
-         (w.scale_rows == 16 || w.scale_rows == 2) && (w.gate_up == 0 || w.n % 2 == 0);
+         w.k_packed < (int64_t{1} << 31) && w.group > 0 && w.groups > 0 && (w.scale_rows == 16 || w.scale_rows == 2) &&
+         (w.gate_up == 0 || w.n % 2 == 0);
 }
 
 /// A row of a tile as the number of a row of its matrix; from `n` on there is none.

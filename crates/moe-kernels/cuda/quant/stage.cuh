@@ -1,14 +1,15 @@
-// A stage of quantised weights in shared memory for warpgroup products: some blocks of 16 rows x 64 or 128 columns as the
-// pack has them (quant/args.cuh), beside them the scales and zero points of its columns, and how a warp makes A
+// A stage of quantised weights in shared memory for warpgroup products: some blocks of 16 rows x 64 or 128 columns as
+// the pack has them (quant/args.cuh), beside them the scales and zero points of its columns, and how a warp makes A
 // fragments of bf16 of them.
 //
-// Weights become bf16(bf16(scale) (q - zero)), as a checkpoint that is dequantised to bf16 has them, but for a scale of
-// f16, which is rounded first; FP8 has scales of f32, which are taken as the sum of two bf16. The products' sums are
-// f32.
+// Where a stage's columns have one scale, products are of exact integers (or e4m3), and their sums over the stage are
+// scaled in f32: no weight is rounded. Elsewhere fragments are scaled: bf16(bf16(scale) (q - zero)), as a checkpoint
+// that is dequantised to bf16 has them, but for a scale of f16, which is rounded first; a scale of FP8, which is f32,
+// is taken as the sum of two bf16.
 //
-// Instructions for two weights in a lane: int4 3.75 (shift, mask, subtract, multiply), int8 6.5, FP8 6.5. Four
-// schedulers issue 128 lanes' a clock, and an SM's share of the memory brings 38 weights of 4 bits or 19 of 8 in one:
-// 56 % of the issue for int4, 48 % for the others.
+// Instructions for two weights in a lane: int4 2.75 (shift, mask, subtract), int8 5.5, FP8 4.5, with scales 1 and, of
+// FP8, 2 more. Four schedulers issue 128 lanes' a clock, and an SM's share of the memory brings 38 weights of 4 bits or
+// 19 of 8 in one: 41 % of the issue for int4 and int8, before all that is done around a stage.
 #pragma once
 
 #include "ptx/tensor_map.cuh"
@@ -21,17 +22,19 @@ namespace moe::quant {
 /// What a product's weights need beside the tensor map of their tiles.
 struct Source {
   const uint8_t* scales;
-  const uint8_t* zeros;  // null: the middle
+  const uint8_t* zeros;    // null: the middle
   int blocks, all_blocks;  // of 16 rows: of a matrix, of all
   int groups;
   int shares;  // of a group, see QuantStage
   int scale_rows, f16_scales;
+  int uniform;  // a stage's columns have one scale
 };
 
-/// kColumns_: of a stage, 64 or 128. kShare: of them have the same scale, kColumns_ or 32. kRowBlocks: blocks of 16 rows.
+/// kColumns_: of a stage, 64 or 128. kShare: of them have the same scale, kColumns_ or 32. kRowBlocks: blocks of 16
+/// rows.
 template <QuantFormat kFormat, int kColumns_, int kShare, int kRowBlocks>
 struct QuantStage {
-  static constexpr int kColumns = kColumns_, kUnit = 64, kUnits = kColumns / kUnit;  // a unit is unpacked at once
+  static constexpr int kColumns = kColumns_, kSteps = kColumns / 16;
   static constexpr int kBlockBytes = kColumns / tile_columns(kFormat) * 512;
   static constexpr int kBytes = kRowBlocks * kBlockBytes;
   static constexpr bool kIntegers = kFormat != QuantFormat::kFp8;
@@ -39,9 +42,8 @@ struct QuantStage {
   static constexpr int kScaleBytes = kRowBlocks * kShares * (kIntegers ? 32 : 64);
   static constexpr int kZeroBytes = kIntegers ? kRowBlocks * kShares * 16 : 0;
   static constexpr int kSideBytes = kScaleBytes + kZeroBytes;
-  static constexpr int kSteps = kUnit / 16;                    // of 16 columns in a unit
-  static constexpr int kWords = kSteps * step_words(kFormat);  // of a lane in a unit
-  static_assert(kColumns % kUnit == 0 && (kShare == kColumns || (kShare == 32 && kIntegers)));
+  static constexpr int kWords = step_words(kFormat);  // of a lane in a k-step
+  static_assert(kColumns % 64 == 0 && (kShare == kColumns || (kShare == 32 && kIntegers)));
 
 #if MOE_SM90
   /// The weights of `step`, kBytes that the barrier must expect. One thread.
@@ -50,54 +52,78 @@ struct QuantStage {
     load_tile(to, map, row_block, step * (kBlockBytes / 8), bar, policy);
   }
 
-  /// What lies beside them, by cp.async of lane `index` of kLanes.
+  /// What lies beside them, 16 bytes or less each: scales of the blocks, then zero points.
+  static constexpr int kScaleItems = kRowBlocks * kShares * (kIntegers ? 2 : 4);
+  static constexpr int kItems = kScaleItems + (kIntegers ? kRowBlocks * kShares : 0);
+
+  /// A lane's part of copying them for all stages of a work tile, lane `index` of kLanes: where each of its items is in
+  /// memory for the first group, and how far the next group is.
   template <int kLanes>
-  static __device__ __forceinline__ void copy_side(uint8_t* side, const Source& s, int row_block, int step, int index) {
-    const auto group_row = [&](int block, int share) {
-      const int group = min((step * kShares + share) / s.shares, s.groups - 1);
-      return static_cast<size_t>(min(row_block + block, s.all_blocks - 1)) * s.groups + group;
-    };
-    if constexpr (kIntegers) {
-#pragma unroll
-      for (int i = index; i < kRowBlocks * kShares * 2; i += kLanes)
-        cp_async16(side + i * 16, s.scales + group_row(i / (2 * kShares), i / 2 % kShares) * 32 + i % 2 * 16);
-      if (s.zeros == nullptr) return;
-#pragma unroll
-      for (int i = index; i < kRowBlocks * kShares; i += kLanes)
-        cp_async16(side + kScaleBytes + i * 16, s.zeros + group_row(i / kShares, i % kShares) * 16);
-    } else if (s.scale_rows == 2) {
-      if (index < kRowBlocks) cp_async8(side + index * 64, s.scales + group_row(index, 0) * 8);
-    } else {
-#pragma unroll
-      for (int i = index; i < kRowBlocks * 4; i += kLanes)
-        cp_async16(side + i * 16, s.scales + group_row(i / 4, 0) * 64 + i % 4 * 16);
+  class SideCopies {
+    static constexpr int kEach = ceil_div(kItems, kLanes), kBlockItems = kIntegers ? 2 : 4;
+    const uint8_t* from[kEach];
+    int next[kEach];  // bytes
+    int index, shares, last_group;
+
+    static __device__ __forceinline__ bool is_zero(int item) { return item >= kScaleItems; }
+    /// Block and share of it.
+    static __device__ __forceinline__ int place(int item) {
+      return is_zero(item) ? item - kScaleItems : item / kBlockItems;
     }
-  }
+
+   public:
+    __device__ __forceinline__ SideCopies(const Source& s, int row_block, int index)
+        : index(index), shares(s.shares), last_group(s.groups - 1) {
+      const int scale_bytes = kIntegers ? 32 : s.scale_rows * 4;  // of a block and group
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int item = index + i * kLanes, within = is_zero(item) ? 0 : item % kBlockItems * 16;
+        const int block = min(row_block + place(item) / kShares, s.all_blocks - 1);
+        next[i] = is_zero(item) ? 16 : scale_bytes;
+        from[i] = (is_zero(item) ? s.zeros : s.scales + within) + static_cast<size_t>(block) * s.groups * next[i];
+        if (item >= kItems || (is_zero(item) && s.zeros == nullptr) || within >= next[i]) from[i] = nullptr;
+      }
+    }
+
+    /// Those of `step`, by cp.async.
+    __device__ __forceinline__ void copy(uint8_t* side, int step) const {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (from[i] == nullptr) continue;
+        const int item = index + i * kLanes, share = step * kShares + place(item) % kShares;
+        const uint8_t* at = from[i] + min(shares == 1 ? share : share / shares, last_group) * next[i];
+        if (!kIntegers && next[i] == 8) {
+          cp_async8(side + item * 16, at);
+        } else {
+          cp_async16(side + item * 16, at);
+        }
+      }
+    }
+  };
 
   /// Zero points and scales of a lane's two rows, g and g + 8 of a block.
   struct Operands {
-    uint32_t zero[2], scale[2], rest[2];
+    uint32_t zero[2];
+    uint32_t scale[2], rest[2];  // as bf16, where fragments are scaled
+    float exact[2];              // where sums are
   };
 
   static __device__ __forceinline__ Operands operands(const uint8_t* side, const Source& s, int block, int share) {
     const int g = threadIdx.x % 32 / 4;
     Operands o = {};
-    if constexpr (kIntegers) {
-      const int at = block * kShares + share;
-      const uint16_t* scales = reinterpret_cast<const uint16_t*>(side) + at * 16 + g;
-      const uint8_t* zeros = side + kScaleBytes + at * 16 + g;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        o.scale[i] = scale_operand(scales[8 * i], s.f16_scales);
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kIntegers) {
+        const int at = (block * kShares + share) * 16 + g + 8 * i;
+        const uint16_t scale = reinterpret_cast<const uint16_t*>(side)[at];
+        o.exact[i] = exact_scale(scale, s.f16_scales);
+        o.scale[i] = scale_operand(scale, s.f16_scales);
         const uint32_t middle = kFormat == QuantFormat::kInt4 ? 8 : 128;
-        o.zero[i] = zero_operand<kFormat>(s.zeros == nullptr ? middle : zeros[8 * i]);
-      }
-    } else {
-      const float* scales = reinterpret_cast<const float*>(side) + block * 16;
-      const int each = s.scale_rows == 2 ? 1 : 8;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint2 terms = scale_operands(scales[(each == 1 ? 0 : g) + each * i]);
+        o.zero[i] = zero_operand<kFormat>(s.zeros == nullptr ? middle : (side + kScaleBytes)[at]);
+      } else {
+        const float* scales = reinterpret_cast<const float*>(side) + block * 16;
+        o.exact[i] = scales[s.scale_rows == 2 ? i : g + 8 * i];
+        const uint2 terms = scale_operands(o.exact[i]);
         o.scale[i] = terms.x, o.rest[i] = terms.y;
       }
     }
@@ -106,7 +132,7 @@ struct QuantStage {
 
   /// What a lane reads of a stage: its words of a block of 16 rows, and its rows' operands.
   struct Lane {
-    uint32_t words[kUnits][kWords];
+    uint32_t words[kSteps * kWords];
     Operands operands[kShares];
   };
 
@@ -114,34 +140,45 @@ struct QuantStage {
     Lane l;
     const uint8_t* from = weights + block * kBlockBytes + threadIdx.x % 32 * 16;
 #pragma unroll
-    for (int i = 0; i < kUnits * kWords / 4; ++i) {
-      const uint4 v = *reinterpret_cast<const uint4*>(from + i * 512);
-      uint32_t* to = &l.words[0][0] + 4 * i;
-      to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    for (int i = 0; i < kSteps * kWords; i += 4) {
+      const uint4 v = *reinterpret_cast<const uint4*>(from + i / 4 * 512);
+      l.words[i] = v.x, l.words[i + 1] = v.y, l.words[i + 2] = v.z, l.words[i + 3] = v.w;
     }
+    l.operands[0] = operands(side, s, block, 0);
 #pragma unroll
-    for (int i = 0; i < kShares; ++i) l.operands[i] = operands(side, s, block, i);
+    for (int i = 1; i < kShares; ++i) {
+      l.operands[i] = l.operands[i - 1];
+      if (!s.uniform) l.operands[i] = operands(side, s, block, i);
+    }
     return l;
   }
 
-  /// The fragment of a unit's k-th k-step, before the wgmma_fence that must follow.
-  static __device__ __forceinline__ void fragment(const Lane& l, int unit, int k, uint32_t (&a)[4]) {
-    const Operands& o = l.operands[kShares == 1 ? 0 : (unit * kUnit + k * 16) / kShare];
-    unpack<kFormat>(l.words[unit] + k * (kWords / kSteps), o.zero, a);
+  /// The fragment of a k-step, before the wgmma_fence that must follow: exact q - zero or e4m3, or scaled.
+  template <bool kScaled>
+  static __device__ __forceinline__ void fragment(const Lane& l, int k, uint32_t (&a)[4]) {
+    const Operands& o = l.operands[k * 16 / kShare];
+    unpack<kFormat>(l.words + k * kWords, o.zero, a);
+    if constexpr (kScaled) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      a[i] = kIntegers ? mul2(a[i], o.scale[i % 2]) : fma2(a[i], o.scale[i % 2], mul2(a[i], o.rest[i % 2]));
+      for (int i = 0; i < 4; ++i)
+        a[i] = kIntegers ? mul2(a[i], o.scale[i % 2]) : fma2(a[i], o.scale[i % 2], mul2(a[i], o.rest[i % 2]));
+    }
     wgmma_hold(a);
   }
 
-  static __device__ __forceinline__ void fragments(const Lane& l, int unit, uint32_t (&a)[kSteps][4]) {
+  /// total += sums times the scales of a lane's rows.
+  template <int kSums>
+  static __device__ __forceinline__ void add_scaled(float (&total)[kSums], float (&sums)[kSums],
+                                                    const float (&scale)[2]) {
+    wgmma_hold(sums);
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) fragment(l, unit, k, a[k]);
+    for (int i = 0; i < kSums; ++i) total[i] = fmaf(sums[i], scale[i / 2 % 2], total[i]);
   }
 
-  /// Gives a stage back that this warp has read.
-  static __device__ __forceinline__ void give_back(uint64_t* empty) {
-    fence_async_shared();
+  /// Gives a stage back that this warp has read. The fence orders reads before what the copy engine writes; a lane that
+  /// has had one since its last read needs none.
+  static __device__ __forceinline__ void give_back(uint64_t* empty, bool fence) {
+    if (fence) fence_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
   }
@@ -163,18 +200,10 @@ inline bool fits(const QuantPack& w) {
          w.scale_rows == 16 && (one || w.group % 32 == 0);
 }
 
-/// Whether they take the packs of both products and their sizes.
-inline bool experts_fit(const QuantExpertsTensorArgs& c) {
-  const QuantPack &w13 = c.w13, &w2 = c.w2;
-  return fits(w13) && fits(w2) && w13.gate_up != 0 && w2.gate_up == 0 && w13.format == w2.format &&
-         w13.experts == w2.experts && w13.k == w2.n && w13.n == 2 * w2.k && c.tokens >= 0 && c.top_k > 0 &&
-         c.num_ids > 0 && c.tokens <= INT32_MAX / c.top_k && c.bucket >= 0;
-}
-
 /// Of `columns` in a stage, those that surely have one scale.
 inline int share(const QuantPack& w, int columns) { return w.groups == 1 || w.group % columns == 0 ? columns : 32; }
 
-inline Source source(const QuantPack& w, int share) {
+inline Source source(const QuantPack& w, int columns, int share) {
   return {static_cast<const uint8_t*>(w.scales),
           w.zeros,
           static_cast<int>(w.n_tiles),
@@ -182,7 +211,8 @@ inline Source source(const QuantPack& w, int share) {
           static_cast<int>(w.groups),
           w.groups == 1 ? 1 : static_cast<int>(w.group / share),
           w.scale_rows,
-          w.scale_dtype == Dtype::kF16};
+          w.scale_dtype == Dtype::kF16,
+          w.groups == 1 || w.group % columns == 0};
 }
 
 /// The map of a pack's tiles in boxes of a stage.

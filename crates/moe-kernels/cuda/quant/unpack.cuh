@@ -57,6 +57,11 @@ __device__ __forceinline__ uint32_t scale_operand(uint16_t scale, bool is_f16) {
   return pack_bf16(v, v);
 }
 
+/// The same in f32.
+__device__ __forceinline__ float exact_scale(uint16_t scale, bool is_f16) {
+  return is_f16 ? __half2float(__ushort_as_half(scale)) : __uint_as_float(static_cast<uint32_t>(scale) << 16);
+}
+
 /// An f32 scale as the sum of two bf16.
 __device__ __forceinline__ uint2 scale_operands(float scale) {
   const uint32_t high = pack_bf16(scale, scale);
@@ -66,8 +71,8 @@ __device__ __forceinline__ uint2 scale_operands(float scale) {
 
 // ---- weights
 
-/// a = q - zero[0] of row g (a0, a2) and q - zero[1] of row g + 8 (a1, a3), or e4m3(q), exact, of the k-step whose words
-/// are v[0 .. step_words).
+/// a = q - zero[0] of row g (a0, a2) and q - zero[1] of row g + 8 (a1, a3), or e4m3(q), exact, of the k-step whose
+/// words are v[0 .. step_words).
 template <QuantFormat kFormat>
 __device__ __forceinline__ void unpack(const uint32_t* v, const uint32_t (&zero)[2], uint32_t (&a)[4]) {
 #pragma unroll
