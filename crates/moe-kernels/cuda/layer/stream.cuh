@@ -8,7 +8,10 @@
 
 namespace moe::layer {
 
-constexpr int kConsumers = 8;  // warps that multiply; each takes every 8th step along K
+#ifndef LAYER_CONSUMERS
+#define LAYER_CONSUMERS 8
+#endif
+constexpr int kConsumers = LAYER_CONSUMERS;  // warps that multiply; each takes every 8th step along K
 constexpr int kConsumerThreads = kConsumers * 32;
 constexpr int kPairs = 8;      // outputs of a tile of the first product: 8 gate rows and 8 up rows, an mma's
 constexpr int kDownRows = 16;  // rows of w2 of a tile: an mma's
