@@ -6,7 +6,7 @@
 // launch in between and no barrier. Logits and activations travel as words that carry the launch's number: a reader
 // polls the word itself, one way there, one way back, no fence.
 //   - Router: every block computes an expert's logit, reads all of them, and makes the same choice. Meanwhile memory
-//     already brings the block a tile of the experts that were chosen first.
+//     already brings the block a tile of the experts that were chosen first, or of shared ones, which need no choice.
 //   - Gate and up: tiles of 8 outputs (64 KB, two copies), one expert after the other. Half of the tiles are assigned
 //     to blocks in turn, the rest by ticket, because SMs get unequal shares of a saturated memory. The consumer warps
 //     leave their sums to a warp that adds and activates them, and go on.
@@ -279,7 +279,7 @@ bool divide_ring(Args* a, int block_smem) {
 }
 
 bool valid(const Args& a) {
-  const int top_k = a.route.top_k;
+  const int top_k = a.route.slots();
   return a.tokens >= 0 && a.tokens <= kMaxTokens && top_k > 0 && top_k <= kMaxTopK && a.slots() <= kMaxSlots &&
          a.hidden > 0 && a.hidden % kStep == 0 && a.inter > 0 && a.inter % kStep == 0 && a.num_local > 0 &&
          a.num_local <= 1024 && a.route.experts > 0;
@@ -332,10 +332,13 @@ extern "C" int moe_layer_stream(const moe::LayerStreamArgs* args, void* stream) 
   Args a = {};
   a.tokens = c.tokens, a.num_local = c.num_local, a.hidden = c.hidden, a.inter = c.inter;
   a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.gate = c.gate, a.gate_bias = c.gate_bias, a.valid = c.valid;
-  a.route = {c.correction_bias, c.topk_ids,   c.topk_weights, c.num_ids, c.top_k,
-             c.scoring,         c.raw_logits, c.renormalize,  c.scale,   c.softcap};
+  a.route = {c.correction_bias,  c.topk_ids, c.topk_weights, c.num_ids - c.shared, c.top_k - c.shared, c.scoring,
+             c.raw_logits, c.renormalize, c.scale, c.softcap};
+  a.route.shared = c.shared, a.route.shared_weight = c.shared_weight;
   a.w13 = c.w13, a.w2 = c.w2, a.expert_map = c.expert_map, a.out = c.out, a.state = static_cast<State*>(c.state);
-  if (!valid(a) || !is_code(c.output, Output::kAddF32)) return cudaErrorInvalidValue;
+  if (!valid(a) || !is_code(c.output, Output::kAddF32) || c.shared < 0 || c.shared >= c.top_k)
+    return cudaErrorInvalidValue;
+  if (c.gate == nullptr && c.shared != 0) return cudaErrorInvalidValue;
   if (c.gate != nullptr && (c.num_ids > 512 || c.top_k > c.num_ids || !is_code(c.scoring, Scoring::kSqrtSoftplus)))
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;

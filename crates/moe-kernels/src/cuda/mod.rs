@@ -26,6 +26,7 @@ mod ranks;
 mod router;
 pub(crate) mod rows;
 mod sampling;
+mod side;
 mod staging;
 mod step;
 mod stream;

@@ -84,11 +84,13 @@ impl OneLaunch<'_> {
             num_ids: small(op, s.num_ids)?,
             num_local: small(op, s.num_local)?,
             top_k: small(op, s.top_k)?,
+            shared: small(op, gate.map_or(0, |gate| gate.shared))?,
             scoring: gate.map_or(GateScoring::Softmax, |gate| gate.scoring),
             raw_logits: gate.map_or(0, |gate| i32::from(gate.raw_logits)),
             renormalize: gate.map_or(0, |gate| i32::from(gate.renormalize)),
             scale: gate.map_or(1., |gate| gate.scale),
             softcap: gate.and_then(|gate| gate.softcap).unwrap_or(0.),
+            shared_weight: gate.map_or(1., |gate| gate.shared_weight),
         };
         // SAFETY: dims and dtypes are checked by the caller, the launcher's conditions above.
         cuda.check(op, unsafe { ffi::moe_layer_stream(&args, cuda.raw()?) })
