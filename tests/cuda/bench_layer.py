@@ -109,11 +109,11 @@ class Step:
         self.attention_fused(i)
         self.one_launch(i)
 
-    def us(self, layer):
+    def us(self, layer, count=LAYERS):
         self.residual.normal_()
         self.x.normal_()
         self.weights.uniform_()
-        return graph_us(lambda: [layer(i) for i in range(LAYERS)], LAYERS)
+        return graph_us(lambda: [layer(i) for i in range(count)], count)
 
     def floor(self):
         experts = E * (1 - (1 - K / E) ** self.batch)

@@ -1,7 +1,8 @@
 """Calls the kernels of libmoe_kernels.so on torch tensors, and times them inside CUDA graphs.
 
 The same extern "C" launchers serve Rust; nothing here knows more than their C signature. Launchers with many arguments take
-a struct: its fields are read from the headers, and callers list their values in the same order.
+a struct: its fields are read from the headers, and callers list their values in the same order; a field that is itself a
+struct is an object whose attributes have the names of its fields.
 """
 import ctypes
 import os
@@ -16,7 +17,8 @@ INVALID_VALUE = 1
 F32, BF16, ADD_F32 = range(3)  # Dtype and Output of cuda/codes.cuh
 SOURCES = Path(__file__).parents[2] / "crates/moe-kernels/cuda"
 C_TYPES = {"int": ctypes.c_int32, "float": ctypes.c_float, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64,
-           "uint32_t": ctypes.c_uint32, "Dtype": ctypes.c_int32, "Output": ctypes.c_int32, "Scoring": ctypes.c_int32}
+           "uint32_t": ctypes.c_uint32, "Dtype": ctypes.c_int32, "Output": ctypes.c_int32, "Scoring": ctypes.c_int32,
+           "QuantFormat": ctypes.c_int32}
 TINY = os.environ.get("TINY") == "1"
 
 
@@ -25,12 +27,12 @@ def sized(full, tiny):
     return tiny if TINY else full
 
 
-def fields(body):
-    """(name, C type) of the fields of a struct."""
+def fields(body, kinds):
+    """(name, C type) of the fields of a struct; `kinds` are the structs before it."""
     for statement in filter(str.strip, body.split(";")):
         kind, names = re.fullmatch(r"\s*((?:const )?[\w ]+?\*?) (\w+(?:, \w+)*)\s*", statement).groups()
         for name in names.split(", "):
-            yield name, ctypes.c_void_p if kind.endswith("*") else C_TYPES[kind]
+            yield name, ctypes.c_void_p if kind.endswith("*") else kinds.get(kind) or C_TYPES[kind]
 
 
 def structs():
@@ -39,7 +41,7 @@ def structs():
     for header in sorted(SOURCES.glob("*/args.cuh")):
         code = re.sub(r"//.*", "", header.read_text())
         for name, body in re.findall(r"struct (\w+) \{(.*?)\};", code, re.S):
-            kinds[name] = type(name, (ctypes.Structure,), {"_fields_": list(fields(body))})
+            kinds[name] = type(name, (ctypes.Structure,), {"_fields_": list(fields(body, kinds))})
         takers.update(re.findall(r"int (moe_\w+)\(const moe::(\w+)\* args", code))
     return {launcher: kinds[name] for launcher, name in takers.items()}
 
@@ -57,7 +59,7 @@ class Library:
         if kind is not None:
             count = len(kind._fields_)
             assert len(args) >= count, f"{name} takes {count} fields, got {len(args)} arguments"
-            own = kind(*[_address(a) for a in args[:count]])
+            own = _filled(kind, args[:count])
             args = ctypes.byref(own), *args[count:]
         return getattr(self.lib, name)(*[_convert(a) for a in args])
 
@@ -70,6 +72,15 @@ class Library:
     def refused(self, name, *args):
         """Whether the launcher refuses these sizes."""
         return self.raw(name, *args, None) == INVALID_VALUE
+
+
+def _filled(kind, values):
+    """A struct with these values."""
+    def one(of, value):
+        if isinstance(of, type) and issubclass(of, ctypes.Structure):
+            return _filled(of, [getattr(value, name) for name, _ in of._fields_])
+        return _address(value)
+    return kind(*[one(of, value) for (_, of), value in zip(kind._fields_, values)])
 
 
 def _address(value):

@@ -147,8 +147,8 @@ fn fused_experts_agree_with_the_cpu() {
             [&p.x, &p.packs[0], &p.packs[1], &p.ids, &p.weights, &map].map(|b| on_device(b, &ex));
         let args = FusedExperts {
             x: x.view(),
-            w13: w13.view(),
-            w2: w2.view(),
+            w13: w13.view().into(),
+            w2: w2.view().into(),
             topk_ids: ids.view(),
             topk_weights: weights.view(),
             expert_map: Some(map.view()),
@@ -281,16 +281,16 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
         gate_route_into(x.view(), &gate, l, i, w, &mut ex).unwrap();
         let args = FusedExperts {
             x: x.view(),
-            w13: w13.view(),
-            w2: w2.view(),
+            w13: w13.view().into(),
+            w2: w2.view().into(),
             topk_ids: ids.view(),
             topk_weights: weights.view(),
             expert_map: None,
             lists: None,
         };
         fused_experts_into(&args, delta.view_mut(), &mut ex).unwrap();
-        let experts = MonolithicExperts { gate: &gate, w13: w13.view(), w2: w2.view(), expert_map: None };
-        let sizes = ExpertsCall { tokens, top_k, num_ids: EXPERTS, num_local: EXPERTS, hidden, inter };
+        let experts = MonolithicExperts { gate: &gate, w13: w13.view().into(), w2: w2.view().into(), expert_map: None };
+        let sizes = ExpertsCall { tokens, top_k, num_ids: EXPERTS, num_local: EXPERTS, hidden, inter, quant: None };
         let choose = |fusion| {
             MonolithicForm::choose(
                 &MonolithicCall { experts: sizes, dtype: DType::BF16, fusion },

@@ -6,6 +6,7 @@
 //! size runs, and nothing is read on the host, so that the calls can be captured into a graph.
 
 use candle_core::{DType, Result, bail};
+use moe_kernels::plan::QuantWeights;
 use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use moe_kernels::{
     Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, Segment, TensorView, View, ViewMut,
@@ -174,6 +175,10 @@ impl Experts for GroupedExperts {
 
     fn shape(&self) -> ExpertsShape {
         self.weights.shape()
+    }
+
+    fn quantisation(&self) -> Option<[QuantWeights; 2]> {
+        self.weights.quantisation()
     }
 
     fn max_rows(&self) -> Option<usize> {

@@ -18,6 +18,9 @@ enum class Output : int32_t {
 /// How logits become scores.
 enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2 };
 
+/// How the weights of a quantised pack are coded.
+enum class QuantFormat : int32_t { kInt4 = 0, kInt8 = 1, kFp8 = 2 };
+
 /// Whether a code is one of an enum whose last value is `last`.
 template <class Code>
 constexpr bool is_code(Code code, Code last) {

@@ -10,9 +10,9 @@ use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::{Form, LinearCall, LinearForm, Machine, Stage};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Activation, CpuIsa, Exec, ExpertGroups, Scratch, View, ViewMut, Weight, Workspace, forward_rows,
-    gated_rows_into, grouped_gate_up_into, linear_add_into, linear_into, linear_row_parallel_into,
-    one_group_into,
+    Activation, CpuIsa, Exec, ExpertGroups, Scratch, View, ViewMut, Weight, Workspace,
+    forward_rows, gated_rows_into, grouped_gate_up_into, linear_add_into, linear_into,
+    linear_row_parallel_into, one_group_into,
 };
 
 use crate::context::BlockContext;
@@ -134,15 +134,19 @@ impl GatedMlp {
     pub fn stages(&self, rows: usize, machine: &Machine) -> Vec<Stage> {
         let rows = rows.min(ROWS_AT_ONCE);
         let (width, hidden, dtype) = (self.intermediate_size(), self.hidden_size(), self.dtype());
-        let call = |n, k| LinearCall { rows, n, k, dtype, bias: false, aligned: true };
+        let call = |n, k, w: &Weight| {
+            let quant = w.quantisation();
+            LinearCall { rows, n, k, dtype, quant, bias: false, aligned: true }
+        };
         let plain = |computes, kernel: &str| Stage { computes, kernel: kernel.into(), rejected: Vec::new() };
         if machine.gpu.is_none() {
             return vec![plain(&["gate, up, activation"], "grouped products"), plain(&["down"], "cpu")];
         }
+        let down = LinearForm::stage(&["down"], &call(hidden, width, &self.w2), machine);
         vec![
-            LinearForm::stage(&["gate, up"], &call(2 * width, hidden), machine),
+            LinearForm::stage(&["gate, up"], &call(2 * width, hidden, &self.w13), machine),
             plain(&["activation"], "gated_rows"),
-            LinearForm::stage(&["down"], &call(hidden, width), machine),
+            down,
         ]
     }
 
@@ -204,7 +208,7 @@ impl GatedMlp {
             grouped_gate_up_into(x, &groups, w13.view()?, None, self.activation, out, ex)?;
             return Ok(activated);
         }
-        let w13 = w13.view()?.rows("gated MLP")?.reshape(&[2 * width, self.hidden_size()])?;
+        let w13 = w13.view()?.only_matrix("gated MLP")?;
         let mut sums = ex.scratch(DType::F32, &[rows.min(ROWS_AT_ONCE), 2 * width])?;
         for first in (0..rows).step_by(ROWS_AT_ONCE) {
             let count = ROWS_AT_ONCE.min(rows - first);

@@ -146,6 +146,7 @@ impl SparseMoeBlock {
             num_local: shape.num_local_experts,
             hidden: shape.hidden_size,
             inter: shape.intermediate_size,
+            quant: path.experts.quantisation(),
         }
     }
 

@@ -7,6 +7,7 @@
 mod chunks;
 mod decode;
 mod dummy;
+mod dummy_quant;
 mod error;
 mod file;
 mod files;

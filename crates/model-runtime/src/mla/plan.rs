@@ -129,7 +129,15 @@ impl MlaAttention {
 impl Projection {
     pub(super) fn call(&self, rows: usize) -> LinearCall {
         let (n, k) = dims(&self.weight);
-        LinearCall { rows, n, k, dtype: self.weight.dtype(), bias: self.bias.is_some(), aligned: true }
+        LinearCall {
+            rows,
+            n,
+            k,
+            dtype: self.weight.dtype(),
+            quant: self.weight.quantisation(),
+            bias: self.bias.is_some(),
+            aligned: true,
+        }
     }
 }
 

@@ -17,65 +17,107 @@
 //
 // Blocks wait for each other (flags per group), so the launch is cooperative. The flags come in two sets: a
 // launch uses one and clears the other, so clearing costs no time and one zeroed buffer serves all launches.
-#include "experts/combine.cuh"
-#include "experts/stream_consume.cuh"
+#include "experts/stream_kernel.cuh"
 
 namespace moe::stream {
 namespace {
 
-/// All blocks of the launch meet here, once; what they wrote before is visible to all after.
-__device__ void grid_barrier(uint32_t* arrived) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    add_release(arrived, 1);
-    while (load_acquire(arrived) != gridDim.x) {}
-    __threadfence();
-  }
-  __syncthreads();
-}
+template <int kRows>
+struct RowCount {
+  static constexpr int value = kRows;
+};
 
-template <int kPass>
-__global__ __launch_bounds__(kThreads, 1) void experts_stream(const __grid_constant__ Args a) {
-  extern __shared__ __align__(128) uint8_t smem[];
-  Block b = {a, layout(a, kPass), smem, 0, 0};
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < a.stages; ++s) {
-      mbarrier_init(b.full(s), kLoaders * copy_arrivals());
-      mbarrier_init(b.empty(s), kConsumers * kWarpArrivals);
-    }
-    for (int i = 0; i < 2; ++i) {
-      mbarrier_init(b.rows_full(i), copy_arrivals());
-      mbarrier_init(b.rows_empty(i), kConsumers * kWarpArrivals);
-    }
-    for (int i = 0; i < 4; ++i) mbarrier_init(b.run_full(i), 1);
-    mbarrier_fence_init();
-  }
-  pdl_wait();
-  b.left = *reinterpret_cast<const volatile uint64_t*>(a.flags);  // used later: in flight meanwhile
-  b.groups = build_groups<kPass>(a, smem, b.l);
-  const int warp = threadIdx.x / 32;
-  if (warp < kConsumers) {
-    const Flags flags(a, b.left);
-    for (int i = blockIdx.x * kConsumers * 32 + threadIdx.x; i < a.flag_set; i += gridDim.x * kConsumers * 32)
-      flags.other[i] = 0;
-    consume<kPass>(b);
-    pdl_launch_dependents();
-  } else if (warp < kConsumers + kLoaders) {
-    load_weights(b);
-  } else {
-    load_rows<kPass>(b);
-  }
-  if (a.out != nullptr || a.out_f32 != nullptr) {
-    grid_barrier(Flags(a, b.left).arrived());
-    combine_share(Combine<float>{a.slot_rows, a.topk_ids, a.topk_weights, a.expert_map, a.out, a.out_f32, a.tokens,
-                                 a.top_k, a.num_ids, a.num_local, a.hidden});
-  }
-  if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(a.flags), 1ull);
-}
+/// Weights in bf16: a stage holds 8 rows of w13 or 16 of w2.
+struct Rows {
+  const bf16* w13;  // [num_local, 2 I, H]
+  const bf16* w2;   // [num_local, H, I]
 
-/// Elements per stage: `depth` in equal parts of at most `limit`, each a multiple of 64.
-int even_chunk(int depth, int limit) { return round_up(ceil_div(depth, ceil_div(depth, limit)), 64); }
+  int set_chunks(const Args& a) const {
+    const int half = kTileRows / 2 * padded(a.chunk[0]), whole = kTileRows * padded(a.chunk[1]);
+    return half > whole ? half : whole;
+  }
+
+  /// This warp's rows of one tile, stage by stage. A stage is one consecutive piece of memory where K fits: 8
+  /// gate rows, then 8 up rows; or 16 rows of w2.
+  __device__ __forceinline__ void load_tile(const Block<Rows>& b, int product, int expert, int tile, Cursor& at) const {
+    const int depth = b.a.depth(product), chunk = b.a.chunk[product];
+    const int loader = threadIdx.x / 32 - kConsumers;
+    const auto load = [&](auto rows, size_t row, const bf16* w, int k) {
+      constexpr int kRows = decltype(rows)::value / kLoaders;
+      mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
+      copy_strided<kRows>(b.stage(at.stage) + loader * kRows * padded(chunk), padded(chunk),
+                          w + (row + loader * kRows) * depth + k, depth * 2, min(chunk, depth - k) * 2,
+                          b.full(at.stage));
+      at.advance(b.a.stages);
+    };
+    for (int k = 0; k < depth; k += chunk) {
+      if (product == 0) {
+        const size_t gate = static_cast<size_t>(expert) * 2 * b.a.inter + tile * (kTileRows / 2);
+        load(RowCount<kTileRows / 2>{}, gate, w13, k);
+        load(RowCount<kTileRows / 2>{}, gate + b.a.inter, w13, k);
+      } else {
+        load(RowCount<kTileRows>{}, static_cast<size_t>(expert) * b.a.hidden + tile * kTileRows, w2, k);
+      }
+    }
+  }
+
+  /// One 16-row tile times the rows at `rows`: this warp's steps along K, from ring to registers.
+  template <int kPass>
+  __device__ __forceinline__ void multiply(const Block<Rows>& b, int product, int, int, const uint8_t* rows, Cursor& at,
+                                           float (&acc)[kPass / 8][4]) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int depth = b.a.depth(product), chunk = b.a.chunk[product];
+    // Gate and up rows lie in two stages, rows of w2 in one.
+    const bool upper = product == 0 && lane % 16 >= 8;
+    const uint32_t weight_at = (lane % 16 - (upper ? 8 : 0)) * padded(chunk) + lane / 16 * 16;
+    // Matrices for ldmatrix: (columns 0-7, K 0-7), (0-7, 8-15), then the same of columns 8-15.
+    const uint32_t stride = padded(depth);
+    const uint8_t* row = rows + (lane % 8 + (kPass > 8 ? lane / 16 * 8 : 0)) * stride + lane / 8 % 2 * 16;
+    // Two chains of sums, for every other step: an mma that waits for the one before takes twice as long.
+    float odd[kPass / 8][4];
+#pragma unroll
+    for (int n = 0; n < kPass / 8; ++n)
+      for (int c = 0; c < 4; ++c) acc[n][c] = odd[n][c] = 0;
+    for (int k = 0; k < depth; k += chunk) {
+      const Cursor first = at;
+      mbarrier_wait(b.full(at.stage), at.parity);
+      if (product == 0) {
+        at.advance(b.a.stages);
+        mbarrier_wait(b.full(at.stage), at.parity);
+      }
+      const uint8_t* weights = b.stage(upper ? at.stage : first.stage) + weight_at;
+      const int steps = min(chunk, depth - k) / 16;
+      const auto step = [&](int s, float (&sum)[kPass / 8][4]) {
+        uint32_t w[4];
+        ldmatrix_x4(w, weights + s * 32);
+        if constexpr (kPass == 8) {
+          uint32_t x[2];
+          ldmatrix_x2(x, row + (k + s * 16) * 2);
+          mma_bf16(sum[0], w, x[0], x[1]);
+        } else {
+#pragma unroll
+          for (int n = 0; n < kPass / 16; ++n) {
+            uint32_t x[4];
+            ldmatrix_x4(x, row + n * 16 * stride + (k + s * 16) * 2);
+            mma_bf16(sum[2 * n], w, x[0], x[1]);
+            mma_bf16(sum[2 * n + 1], w, x[2], x[3]);
+          }
+        }
+      };
+#pragma unroll 2
+      for (int s = warp; s < steps; s += 2 * kConsumers) {
+        step(s, acc);
+        if (s + kConsumers < steps) step(s + kConsumers, odd);
+      }
+      release_to_copies(b.empty(first.stage));
+      if (product == 0) release_to_copies(b.empty(at.stage));
+      at.advance(b.a.stages);
+    }
+#pragma unroll
+    for (int n = 0; n < kPass / 8; ++n)
+      for (int c = 0; c < 4; ++c) acc[n][c] += odd[n][c];
+  }
+};
 
 /// Columns per pass: few enough that the ring stays deep, enough that most experts need one pass.
 int choose_pass(const Args& a) {
@@ -83,44 +125,19 @@ int choose_pass(const Args& a) {
   return mean <= 2 ? 8 : mean <= 8 ? 16 : 32;
 }
 
-/// Stages that fit beside everything else.
-int stages_that_fit(Args a, int pass, int block_smem) {
-  a.stages = 0;
-  const Layout l = layout(a, pass);
-  const int stages = (block_smem - static_cast<int>(l.total)) / static_cast<int>(l.stage_bytes);
-  return stages < kMaxStages ? stages : kMaxStages;
-}
-
-/// Fills in chunks and stages for this many columns and this chunk limit; false if the ring would be too short.
-bool plan(Args* a, int pass, int chunk_limit, int block_smem) {
-  a->chunk[0] = even_chunk(a->hidden, 2 * chunk_limit);  // its stages are half as high
-  a->chunk[1] = even_chunk(a->inter, chunk_limit);
-  a->stages = stages_that_fit(*a, pass, block_smem);
-  return a->stages >= kMinStages && align_bytes(*a) <= a->stages * layout(*a, pass).stage_bytes;
-}
-
-/// Most columns first, because a second read of weights costs most; then the longest stages. 0 = nothing fits.
-int choose_plan(Args* a, int chunk_limit, int block_smem) {
-  for (int pass = choose_pass(*a); pass >= 8; pass /= 2)
-    for (int limit = chunk_limit; limit >= 256; limit /= 2)
-      if (plan(a, pass, limit, block_smem)) return pass;
-  return 0;
-}
-
-cudaError_t run(Args a, int pass, int chunk_limit, void* stream) {
+cudaError_t run(Weighted<Rows> a, int pass, int chunk_limit, void* stream) {
   if (kSetHeader + max_groups(a.slots(), a.num_local, 8) > a.flag_set) return cudaErrorInvalidValue;
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
-  if (pass == 0) pass = choose_plan(&a, chunk_limit, limits.block_smem);
+  if (pass == 0) pass = choose_plan(&a, choose_pass(a), chunk_limit, limits.block_smem);
   else if (!plan(&a, pass, chunk_limit, limits.block_smem)) pass = 0;
   if (pass == 0) return cudaErrorInvalidValue;
-  Launch l = {dim3(limits.sms), dim3(kThreads), stream, layout(a, pass).total};
-  l.cooperative = true;
+  const Launch l = launch_of(a, pass, limits, stream);
   switch (pass) {
-    case 8: return launch(experts_stream<8>, l, a);
-    case 16: return launch(experts_stream<16>, l, a);
-    case 32: return launch(experts_stream<32>, l, a);
+    case 8: return launch(experts_stream<8, Rows>, l, a);
+    case 16: return launch(experts_stream<16, Rows>, l, a);
+    case 32: return launch(experts_stream<32, Rows>, l, a);
     default: return cudaErrorInvalidValue;
   }
 }
@@ -139,33 +156,10 @@ extern "C" int moe_experts_stream_flags(int slots, int num_local) {
 extern "C" int moe_experts_stream_planned(const moe::ExpertsStreamArgs* args, int pass, int chunk, void* stream) {
   using namespace moe;
   const ExpertsStreamArgs& c = *args;
-  if (c.tokens < 0 || c.top_k <= 0 || c.num_ids <= 0 || c.num_local <= 0 || c.num_local > INT16_MAX || c.hidden <= 0 ||
-      c.inter <= 0 || c.hidden % 64 != 0 || c.inter % 64 != 0 || c.tokens > stream::kMaxSlots / c.top_k || chunk < 64 ||
-      !is_code(c.output, Output::kBf16))
-    return cudaErrorInvalidValue;
+  stream::Weighted<stream::Rows> a = {stream::common_args(c), {c.w13, c.w2}};
+  a.num_local = c.num_local, a.hidden = c.hidden, a.inter = c.inter;
+  if (!stream::launchable(a, c.output) || chunk < 64) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  const bool is_f32 = c.output == Output::kF32;
-  const int flag_set = (c.flag_words - stream::kFlagHeader) / 2;
-  const stream::Args a = {c.x,
-                          c.w13,
-                          c.w2,
-                          c.topk_ids,
-                          c.topk_weights,
-                          c.expert_map,
-                          c.act,
-                          c.slot_rows,
-                          is_f32 ? nullptr : static_cast<bf16*>(c.out),
-                          is_f32 ? static_cast<float*>(c.out) : nullptr,
-                          c.flags,
-                          flag_set,
-                          c.tokens,
-                          c.top_k,
-                          c.num_ids,
-                          c.num_local,
-                          c.hidden,
-                          c.inter,
-                          {0, 0},
-                          0};
   return stream::run(a, pass, chunk, stream);
 }
 

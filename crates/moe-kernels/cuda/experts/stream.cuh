@@ -1,4 +1,4 @@
-// Geometry of the weight-streaming expert kernel: what is multiplied in which order, and where it lies in
+// Geometry of the weight-streaming expert kernels: what is multiplied in which order, and where it lies in
 // shared memory. Host and device compute it from the same code.
 #pragma once
 
@@ -18,10 +18,9 @@ constexpr int kFlagHeader = 32;  // words of the flag buffer before its two sets
 constexpr int kSetHeader = 4;    // words of a set before the groups' flags: grid barrier, tickets
 constexpr int kTicketTiles = 4;  // tiles of a ticket; divides every tile count
 
+/// All but the weights.
 struct Args {
   const bf16* x;
-  const bf16* w13;
-  const bf16* w2;
   const uint32_t* topk_ids;
   const float* topk_weights;
   const int32_t* expert_map;
@@ -33,6 +32,7 @@ struct Args {
   int flag_set;  // words of one set of flags
   int tokens, top_k, num_ids, num_local, hidden, inter;
   int chunk[2], stages;  // elements along K per pipeline stage, for each product
+  int stage_bytes;
 
   __host__ __device__ int slots() const { return tokens * top_k; }
   /// Length of the sums of a product: gate and up (0), down (1).
@@ -41,6 +41,12 @@ struct Args {
   __host__ __device__ int tiles(int product) const {
     return product == 0 ? inter / (kTileRows / 2) : hidden / kTileRows;
   }
+};
+
+/// With weights of some kind (Rows, quant::Tiles): how they lie in stages, come there and are multiplied.
+template <class Weights>
+struct Weighted : Args {
+  Weights w;
 };
 
 /// Up to `pass` slots of one expert: what one read of its weights serves.
@@ -57,7 +63,7 @@ __host__ __device__ constexpr uint32_t padded(int elements) { return elements * 
 
 /// Byte offsets into dynamic shared memory.
 struct Layout {
-  uint32_t groups, sorted, partial, rows, stage, stage_bytes, total;
+  uint32_t groups, sorted, partial, rows, stage, total;
 };
 
 __host__ __device__ inline Layout layout(const Args& a, int pass) {
@@ -69,9 +75,7 @@ __host__ __device__ inline Layout layout(const Args& a, int pass) {
   // The down product keeps the rows of two runs, so that the next run's are there in time.
   const uint32_t twice = 2 * pass * padded(a.inter);
   l.stage = round_up(l.rows + (twice > pass * padded(a.hidden) ? twice : pass * padded(a.hidden)), 128);
-  const uint32_t half = kTileRows / 2 * padded(a.chunk[0]), whole = kTileRows * padded(a.chunk[1]);
-  l.stage_bytes = half > whole ? half : whole;
-  l.total = l.stage + a.stages * l.stage_bytes;
+  l.total = l.stage + a.stages * a.stage_bytes;
   return l;
 }
 

@@ -1,4 +1,4 @@
-// What the roles of a block of the weight-streaming expert kernel share: its tiles, flags and shared memory.
+// What the roles of a block of the weight-streaming expert kernels share: its tiles, flags and shared memory.
 //
 // SMs get unequal shares of a saturated memory (equal work was seen to take 193 to 258 us), so a
 // block is assigned all its tiles of the first product and half of its tiles of the second, in consecutive
@@ -46,8 +46,9 @@ struct Flags {
 };
 
 /// Everything the roles of a block share.
+template <class Weights>
 struct Block {
-  const Args& a;
+  const Weighted<Weights>& a;
   Layout l;
   uint8_t* smem;
   uint64_t left;
@@ -59,7 +60,7 @@ struct Block {
   __device__ uint64_t* rows_empty(int i) const { return full(2 * kMaxStages + 2 + i % 2); }
   __device__ uint64_t* run_full(int i) const { return full(2 * kMaxStages + 4 + i % 4); }
   __device__ Run* run(int i) const { return reinterpret_cast<Run*>(full(2 * kMaxStages + 8)) + i % 4; }
-  __device__ uint8_t* stage(int i) const { return smem + l.stage + i * l.stage_bytes; }
+  __device__ uint8_t* stage(int i) const { return smem + l.stage + i * a.stage_bytes; }
   __device__ Group group(int u) const { return Routing(smem, l).groups[u]; }
   __device__ int slot(int place) const { return Routing(smem, l).sorted[place]; }
 
@@ -78,8 +79,8 @@ struct Block {
 };
 
 /// Calls f(product, run, i) for all runs of this block, i counting within the product.
-template <class F>
-__device__ __forceinline__ void for_each_run_and_ticket(const Block& b, F f) {
+template <class Weights, class F>
+__device__ __forceinline__ void for_each_run_and_ticket(const Block<Weights>& b, F f) {
   int i = 0;
   for_each_run(b.groups * b.a.tiles(0), b.a.tiles(0), [&](const Run& run) { f(0, run, i++); });
   i = 0;

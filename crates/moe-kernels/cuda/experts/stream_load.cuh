@@ -1,50 +1,23 @@
-// The warps of the weight-streaming expert kernel that bring weights and rows to shared memory.
+// The warps of the weight-streaming expert kernels that bring weights and rows to shared memory.
 #pragma once
 
 #include "experts/stream_block.cuh"
 
 namespace moe::stream {
 
-template <int kRows>
-struct Rows {
-  static constexpr int value = kRows;
-};
-
-/// This warp's rows of one tile, stage by stage. A stage is one consecutive piece of memory where K fits: 8
-/// gate rows, then 8 up rows; or 16 rows of w2.
-__device__ __forceinline__ void load_tile(const Block& b, int product, int expert, int tile, Cursor& at) {
-  const int depth = b.a.depth(product), chunk = b.a.chunk[product];
-  const int loader = threadIdx.x / 32 - kConsumers;
-  const auto load = [&](auto rows, size_t row, const bf16* w, int k) {
-    constexpr int kRows = decltype(rows)::value / kLoaders;
-    mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
-    copy_strided<kRows>(b.stage(at.stage) + loader * kRows * padded(chunk), padded(chunk),
-                        w + (row + loader * kRows) * depth + k, depth * 2, min(chunk, depth - k) * 2, b.full(at.stage));
-    at.advance(b.a.stages);
-  };
-  for (int k = 0; k < depth; k += chunk) {
-    if (product == 0) {
-      const size_t gate = static_cast<size_t>(expert) * 2 * b.a.inter + tile * (kTileRows / 2);
-      load(Rows<kTileRows / 2>{}, gate, b.a.w13, k);
-      load(Rows<kTileRows / 2>{}, gate + b.a.inter, b.a.w13, k);
-    } else {
-      load(Rows<kTileRows>{}, static_cast<size_t>(expert) * b.a.hidden + tile * kTileRows, b.a.w2, k);
-    }
-  }
-}
-
-__device__ void load_weights(const Block& b) {
+template <class Weights>
+__device__ void load_weights(const Block<Weights>& b) {
   Cursor at;
   for_each_run_and_ticket(b, [&](int product, const Run& run, int) {
     const int expert = b.group(run.group).expert;
-    for (int tile = run.first; tile < run.end; ++tile) load_tile(b, product, expert, tile, at);
+    for (int tile = run.first; tile < run.end; ++tile) b.a.w.load_tile(b, product, expert, tile, at);
   });
 }
 
 /// Loads the rows of each run, takes the tickets, and tells other blocks which activations are written: the
 /// consumers, who release a run's rows after their last write, need not wait for that.
-template <int kPass>
-__device__ void load_rows(const Block& b) {
+template <int kPass, class Weights>
+__device__ void load_rows(const Block<Weights>& b) {
   const Args& a = b.a;
   const bool leader = threadIdx.x % 32 == 0;
   const Flags flags(a, b.left);

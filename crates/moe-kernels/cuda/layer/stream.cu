@@ -21,25 +21,63 @@
 //
 // Measured, one H200, one token: 23.6 us, 21.0 with given ids (docs/kernels.md). Blocks wait for each other, so the
 // launch is cooperative.
-#include "layer/stream_act.cuh"
-#include "layer/stream_load.cuh"
-#include "layer/stream_route.cuh"
+#include "layer/stream_kernel.cuh"
 
 namespace moe::layer {
 namespace {
 
+/// Weights in bf16: a stage holds rows.
+struct Rows {
+  static constexpr int kUnit = 1, kMaxRing = 1 << 30, kRowPad = 0, kBlocks = 1;
+  using Sums = float[4][4];
+
+  const bf16* w13;  // [num_local, 2 I, H]
+  const bf16* w2;   // [num_local, H, I]
+
+  __host__ __device__ int stage_bytes(const Args& a, int product) const {
+    return (product == 0 ? 2 * kPairs : kDownRows) * a.chunk[product] * 2;
+  }
+  int set_chunk(const Args& a, int product) const { return stage_bytes(a, product); }
+  /// Two are enough, and more only stand in each other's way.
+  static __device__ constexpr int flying(int) { return 2; }
+
 #if MOE_SM90
 
-/// The multiplying warps' side of the ring.
-struct Consumer {
-  const Args& a;
-  const Shared& s;
-
-  __device__ __forceinline__ void wait(int product, const Cursor& at) const {
-    mbarrier_wait(s.full(product, at.stage), at.parity);
+  /// `rows` rows of a stage; whole rows are one consecutive piece.
+  static __device__ __forceinline__ void copy_tile(uint8_t* to, const bf16* from, int depth, int chunk, int rows, int k,
+                                                   uint64_t* bar) {
+    if (chunk == depth) {
+      bulk_copy(to, from, rows * depth * 2, bar);
+    } else {
+      for (int r = 0; r < rows; ++r)
+        bulk_copy(to + r * chunk * 2, from + static_cast<size_t>(r) * depth + k, min(chunk, depth - k) * 2, bar);
+    }
   }
-  __device__ __forceinline__ void release(int product, const Cursor& at) const {
-    release_to_copies(s.empty(product, at.stage));
+
+  /// A tile of the first product; its rows are whole.
+  __device__ __forceinline__ void load_head(const Args& a, uint8_t* to, uint32_t expert, int row, uint64_t* bar) const {
+    const bf16* gate = w13 + (static_cast<size_t>(expert) * 2 * a.inter + row) * a.hidden;
+    const int bytes = kPairs * a.hidden * 2;
+    arrive_expecting(bar, 2 * bytes);
+    bulk_copy(to, gate, bytes, bar);
+    bulk_copy(to + bytes, gate + static_cast<size_t>(a.inter) * a.hidden, bytes, bar);
+  }
+
+  /// Columns from k on of a tile of the first product.
+  __device__ __forceinline__ void load_gate_up(const Args& a, uint8_t* to, uint32_t expert, int row, int k,
+                                               uint64_t* bar) const {
+    const bf16* gate = w13 + (static_cast<size_t>(expert) * 2 * a.inter + row) * a.hidden;
+    const int chunk = a.chunk[0];
+    arrive_expecting(bar, 2 * kPairs * min(chunk, a.hidden - k) * 2);
+    copy_tile(to, gate, a.hidden, chunk, kPairs, k, bar);
+    copy_tile(to + kPairs * chunk * 2, gate + static_cast<size_t>(a.inter) * a.hidden, a.hidden, chunk, kPairs, k, bar);
+  }
+
+  __device__ __forceinline__ void load_down(const Args& a, uint8_t* to, uint32_t expert, int top, int rows, int k,
+                                            uint64_t* bar) const {
+    const bf16* w = w2 + (static_cast<size_t>(expert) * a.hidden + top) * a.inter;
+    arrive_expecting(bar, rows * min(a.chunk[1], a.inter - k) * 2);
+    copy_tile(to, w, a.inter, a.chunk[1], rows, k, bar);
   }
 
   /// The steps of a stage that are this warp's. Rows g of `low` (and 8 + g of `high`) are a lane's weights, `x` is its
@@ -48,8 +86,8 @@ struct Consumer {
   /// In memory rows lie a multiple of 128 bytes apart, so two rows in the same 64 bytes of 128 would meet in the banks.
   /// Therefore odd rows take the two halves of a step in the other order, and so do odd columns: token t is in columns
   /// 2t and 2t + 1, and row g's sum for it in the column of g's parity.
-  __device__ __forceinline__ void multiply(const uint8_t* low, const uint8_t* high, const uint8_t* x, int warp,
-                                           int elements, float (&acc)[4][4]) const {
+  static __device__ __forceinline__ void multiply(const uint8_t* low, const uint8_t* high, const uint8_t* x, int warp,
+                                                  int elements, float (&acc)[4][4]) {
     const uint32_t lane = threadIdx.x % 32, first = lane / 4 % 2 * 64 + lane % 4 * 16, second = first ^ 64;
     const auto load = [](const uint8_t* p) { return *reinterpret_cast<const uint4*>(p); };
 #pragma unroll 2
@@ -74,228 +112,43 @@ struct Consumer {
     return odd ? odd_sum : even_sum;
   }
 
-  /// Sums of tiles, for the warp that activates them. Returns the first stage of the second product.
-  __device__ __forceinline__ int gate_up() const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
-    const uint8_t* x = s.rows() + min(lane / 8, a.tokens - 1) * a.hidden * 2;
-    mbarrier_wait(s.active_full(), 0);
-    Cursor at;
-    for (int i = 0;; ++i) {
-      wait(0, at);
-      const Tile tile = *s.tile(at.stage);
-      float acc[4][4] = {};
-      for (int k = 0; k < a.hidden && tile.pairs > 0; k += a.chunk[0]) {
-        if (k > 0) wait(0, at);
-        const uint8_t* w = s.stage(0, at.stage) + g * a.chunk[0] * 2;
-        multiply(w, w + kPairs * a.chunk[0] * 2, x + k * 2, warp, min(a.chunk[0], a.hidden - k), acc);
-        release(0, at);
-        at.advance(a.stages[0]);
-      }
-      const int buffer = i % kParts;
-      mbarrier_wait(s.parts_empty(buffer), i / kParts % 2 ^ 1);
-      float* parts = s.parts(buffer) + warp * 2 * kPairs * a.tokens + token;
-      if (token < a.tokens) {
-        parts[g * a.tokens] = sum(acc, 0);
-        parts[(kPairs + g) * a.tokens] = sum(acc, 1);
-      }
-      if (threadIdx.x == 0) *s.parts_tile(buffer) = tile;
-      warp_arrive(s.parts_full(buffer));
-      if (tile.pairs == 0) {
-        release(0, at);
-        return tile.row;
-      }
-    }
+  __device__ __forceinline__ void multiply_gate_up(const Args& a, const uint8_t* stage, uint32_t, int, int k,
+                                                   const uint8_t* x, int warp, Sums& acc) const {
+    const uint8_t* low = stage + threadIdx.x % 32 / 4 * a.chunk[0] * 2;
+    multiply(low, low + kPairs * a.chunk[0] * 2, x + k * 2, warp, min(a.chunk[0], a.hidden - k), acc);
   }
 
-  template <Output kOutput>
-  __device__ __forceinline__ void down(int num_active, int first, int last, int stage) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
-    const int my_row = threadIdx.x % kDownRows, my_token = threadIdx.x / kDownRows;
-    Cursor at = {stage};
-    int refills = ceil_div(last - first, kDownRows) * num_active * ceil_div(a.inter, a.chunk[1]) - a.stages[1];
-    for (int top = first; top < last; top += kDownRows) {
-      // Results of the other rows, and of tokens that did not choose the expert, are not used.
-      const int rows = min(kDownRows, last - top);
-      const bool mine = my_token < a.tokens && my_row < rows;
-      const size_t to = static_cast<size_t>(my_token) * a.hidden + top + my_row;
-      float value = mine ? before<kOutput>(a.out, to) : 0.0f;
-      float low = 0, high = 0;
-      for (int u = 0; u < num_active; ++u) {
-        const uint32_t* slots = s.active_slot(u);
-        uint32_t slot = slots[min(lane / 8, a.tokens - 1)], any = slot;
-        for (int t = 0; t < a.tokens; ++t) any = min(any, slots[t]);
-        const uint8_t* act = s.act() + (slot == kNoSlot ? any : slot) * a.inter * 2;
-        const bool uses = token < a.tokens && slots[token] != kNoSlot;
-        const float weight = uses ? s.active_weight(u)[token] : 0;
-        mbarrier_wait(s.act_full(u), 0);
-        float acc[4][4] = {};
-        for (int k = 0; k < a.inter; k += a.chunk[1]) {
-          wait(1, at);
-          const uint8_t *w = s.stage(1, at.stage), *low = w + min(g, rows - 1) * a.chunk[1] * 2;
-          // 12 steps are 8 and 4: with other experts the other warps take the 4.
-          multiply(low, w + min(g + kDownRows / 2, rows - 1) * a.chunk[1] * 2, act + k * 2,
-                   warp ^ s.expert()[u] % 2 * 4, min(a.chunk[1], a.inter - k), acc);
-          if (refills-- > 0) release(1, at);
-          at.advance(a.stages[1]);
-        }
-        if (uses) low = fmaf(weight, sum(acc, 0), low), high = fmaf(weight, sum(acc, 1), high);
-      }
-      float* parts = s.partial();
-      if (token < a.tokens) {
-        parts[(warp * kDownRows + g) * a.tokens + token] = low;
-        parts[(warp * kDownRows + kDownRows / 2 + g) * a.tokens + token] = high;
-      }
-      consumers_sync();
-      if (mine) {
-        float sum = 0;
-#pragma unroll
-        for (int w = 0; w < kConsumers; ++w) sum += parts[(w * kDownRows + my_row) * a.tokens + my_token];
-        store<kOutput>(a.out, to, value + sum);
-      }
-      if (top + kDownRows < last) consumers_sync();
-    }
+  __device__ __forceinline__ void multiply_down(const Args& a, const uint8_t* stage, uint32_t, int, int rows, int k,
+                                                const uint8_t* act, int warp, Sums& acc) const {
+    const int g = threadIdx.x % 32 / 4;
+    const uint8_t* low = stage + min(g, rows - 1) * a.chunk[1] * 2;
+    const uint8_t* high = stage + min(g + kDownRows / 2, rows - 1) * a.chunk[1] * 2;
+    multiply(low, high, act + k * 2, warp, min(a.chunk[1], a.inter - k), acc);
   }
-};
-
-/// By one lane of each warp: one after the other they take a microsecond.
-__device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, int warp) {
-  if (!elect_one()) return;
-#pragma unroll 1
-  for (int product = 0; product < 2; ++product) {
-#pragma unroll 1
-    for (int i = warp; i < a.stages[product]; i += kThreads / 32) {
-      mbarrier_init(s.full(product, i), 1);
-      mbarrier_init(s.empty(product, i), kConsumers * kWarpArrivals);
-    }
-  }
-#pragma unroll 1
-  for (int u = warp; u < a.slots(); u += kThreads / 32) mbarrier_init(s.act_full(u), kWarpArrivals);
-  if (warp < kParts) {
-    mbarrier_init(s.parts_full(warp), kConsumers * kWarpArrivals);
-    mbarrier_init(s.parts_empty(warp), kWarpArrivals);
-  }
-  if (warp == kParts) mbarrier_init(s.active_full(), kWarpArrivals);
-  mbarrier_fence_init();
-}
 
 #endif  // MOE_SM90
-
-/// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given. kPlain: is_plain.
-template <int kPerLane, bool kPlain, Output kOutput>
-__global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constant__ Args a) {
-#if MOE_SM90
-  extern __shared__ __align__(128) uint8_t smem[];
-  const Shared s(smem, a);
-  const int warp = threadIdx.x / 32, at = threadIdx.x * 8;
-  constexpr bool kRoutes = kPerLane > 0;
-  Vec16 norm_weight = {}, gate = {};
-  if (warp < kConsumers && at < a.hidden) {
-    if (a.norm != nullptr) norm_weight = load_const(a.norm + at);
-    if (kRoutes && static_cast<int>(blockIdx.x) < a.route.experts)
-      gate = load_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + at);
-  }
-  Choice choice = {kNoExpert, 0.0f};
-  if (!kRoutes) {
-    // At once: a cooperative launch begins when the kernel ahead has left all SMs, and barriers can be made while
-    // the ids are on their way.
-    pdl_wait();
-    if (warp == kConsumers) choice = given_choice(a);
-  }
-  init_barriers(a, s, warp);
-  const Slot slot(a);
-  if (warp == kConsumers) clear_active(a, s);
-  __syncthreads();
-  const int first = a.first_column(blockIdx.x), last = a.first_column(blockIdx.x + 1);
-  if (kRoutes) pdl_wait();
-  const Turn turn(a);
-  if (warp < kConsumers) {
-    // Where `out` is `x`, another block may add to rows before a block without a tile has read them: it uses none of
-    // them.
-    stage_rows(a, s, norm_weight);
-    if constexpr (kRoutes) publish_logits(a, s, gate, turn);
-    const Consumer c = {a, s};
-    const int stage = c.gate_up();  // all warps have read the turn by now
-    if (threadIdx.x == 0) turn.end(a);
-    c.down<kOutput>(*s.num_active(), first, last, stage);
-    return;
-  }
-  const int router = warp - kConsumers;
-  int heads = 0;
-  if constexpr (kRoutes) {
-    const Head head(a);
-    if (router < a.tokens) route<kPerLane, kPlain>(a, s, router, turn, head);
-    routers_sync();
-    if (router == 0) {
-      choice = chosen(s);
-      const int active = build_active<false>(a, s, slot, choice);
-      heads = head.declare(a, s, active, choice.id != kNoExpert);
-    }
-  } else if (router == 0) {
-    build_active<true>(a, s, slot, choice);
-  }
-  if (router == 0) warp_arrive(s.active_full());
-  mbarrier_wait(s.active_full(), 0);
-  if (router == kRouters - 1) {
-    activate(a, s, turn.number());
-  } else if (router > 0) {
-    fetch_activations(a, s, router - 1, turn.number());
-  } else if (elect_one()) {
-    Loader l = {a, s, static_cast<int>(*s.num_active())};
-    l.load_gate_up(a.state->tickets + turn.parity(), heads);
-    l.load_down(first, last);
-    pdl_launch_dependents();  // earlier, blocks that find no room yet cost 2 us
-  }
-#endif
-}
+};
 
 template <int kPerLane, bool kPlain>
-cudaError_t run(const Launch& l, Output output, const Args& a) {
-  switch (output) {
-    case Output::kF32: return launch(layer_kernel<kPerLane, kPlain, Output::kF32>, l, a);
-    case Output::kBf16: return launch(layer_kernel<kPerLane, kPlain, Output::kBf16>, l, a);
-    default: return launch(layer_kernel<kPerLane, kPlain, Output::kAddF32>, l, a);
+cudaError_t run(const Launch& l, const Weighted<Rows>& a) {
+  switch (a.output) {
+    case Output::kF32: return launch(layer_kernel<kPerLane, kPlain, FixedOutput<Output::kF32>, Rows>, l, a);
+    case Output::kBf16: return launch(layer_kernel<kPerLane, kPlain, FixedOutput<Output::kBf16>, Rows>, l, a);
+    default: return launch(layer_kernel<kPerLane, kPlain, FixedOutput<Output::kAddF32>, Rows>, l, a);
   }
 }
 
 template <int kPerLane>
-cudaError_t run_routed(const Launch& l, Output output, const Args& a) {
-  return is_plain(a.route) ? run<kPerLane, true>(l, output, a) : run<kPerLane, false>(l, output, a);
+cudaError_t run_routed(const Launch& l, const Weighted<Rows>& a) {
+  return is_plain(a.route) ? run<kPerLane, true>(l, a) : run<kPerLane, false>(l, a);
 }
 
-/// Divides what the rows leave of shared memory into stages of each product, of whole rows where they fit.
-bool divide_ring(Args* a, int block_smem) {
-  const int room = block_smem - static_cast<int>(layout(*a).total);
-  for (int product = 0; product < 2; ++product) {
-    int& chunk = a->chunk[product];
-    chunk = a->depth(product) < kMaxChunk[product] ? a->depth(product) : kMaxChunk[product];
-    while (room / a->stage_bytes(product) < kMinStages && chunk % (2 * kStep) == 0 && chunk > kMinChunk) chunk /= 2;
-    const int fit = room / a->stage_bytes(product);
-    if (fit < kMinStages) return false;
-    a->stages[product] = fit < kMaxStages ? fit : kMaxStages;
-    const int bytes = a->stages[product] * a->stage_bytes(product);
-    if (bytes > a->ring) a->ring = bytes;
-  }
-  return true;
-}
-
-bool valid(const Args& a) {
-  const int top_k = a.route.slots();
-  return a.tokens >= 0 && a.tokens <= kMaxTokens && top_k > 0 && top_k <= kMaxTopK && a.slots() <= kMaxSlots &&
-         a.hidden > 0 && a.hidden % kStep == 0 && a.inter > 0 && a.inter % kStep == 0 && a.num_local > 0 &&
-         a.num_local <= 1024 && a.route.experts > 0;
-}
-
-cudaError_t run(Args a, Output output, void* stream) {
-  DeviceLimits limits;
-  const cudaError_t e = device_limits(&limits);
+cudaError_t run(Weighted<Rows> a, void* stream) {
+  Launch l;
+  const cudaError_t e = prepare(&a, &l, stream);
   if (e != cudaSuccess) return e;
-  if (limits.major < 9) return cudaErrorNotSupported;
-  if (!divide_ring(&a, limits.block_smem)) return cudaErrorInvalidValue;
-  a.share = a.hidden / limits.sms, a.longer = a.hidden % limits.sms;
-  Launch l = {dim3(limits.sms), dim3(kThreads), stream, layout(a).total};
-  l.cooperative = true;
-  if (a.gate == nullptr) return run<0, false>(l, output, a);
-  return a.route.experts <= 128 ? run_routed<4>(l, output, a) : run_routed<16>(l, output, a);
+  if (a.gate == nullptr) return run<0, false>(l, a);
+  return a.route.experts <= 128 ? run_routed<4>(l, a) : run_routed<16>(l, a);
 }
 
 }  // namespace
@@ -314,7 +167,7 @@ extern "C" int moe_layer_stream_fits(int tokens, int hidden, int inter, int num_
                                      int block_smem) {
   using namespace moe;
   using namespace moe::layer;
-  Args a = {};
+  Weighted<Rows> a = {};
   a.tokens = tokens, a.hidden = hidden, a.inter = inter, a.num_local = num_local;
   a.route.experts = num_ids, a.route.top_k = top_k;
   return valid(a) && num_ids <= 512 && top_k <= num_ids && divide_ring(&a, block_smem);
@@ -329,18 +182,9 @@ extern "C" int moe_layer_stream(const moe::LayerStreamArgs* args, void* stream) 
   using namespace moe;
   using namespace moe::layer;
   const LayerStreamArgs& c = *args;
-  Args a = {};
-  a.tokens = c.tokens, a.num_local = c.num_local, a.hidden = c.hidden, a.inter = c.inter;
-  a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.gate = c.gate, a.gate_bias = c.gate_bias, a.valid = c.valid;
-  a.route = {c.correction_bias,  c.topk_ids, c.topk_weights, c.num_ids - c.shared, c.top_k - c.shared, c.scoring,
-             c.raw_logits, c.renormalize, c.scale, c.softcap};
-  a.route.shared = c.shared, a.route.shared_weight = c.shared_weight;
-  a.w13 = c.w13, a.w2 = c.w2, a.expert_map = c.expert_map, a.out = c.out, a.state = static_cast<State*>(c.state);
-  if (!valid(a) || !is_code(c.output, Output::kAddF32) || c.shared < 0 || c.shared >= c.top_k)
-    return cudaErrorInvalidValue;
-  if (c.gate == nullptr && c.shared != 0) return cudaErrorInvalidValue;
-  if (c.gate != nullptr && (c.num_ids > 512 || c.top_k > c.num_ids || !is_code(c.scoring, Scoring::kSqrtSoftplus)))
-    return cudaErrorInvalidValue;
+  Weighted<Rows> a = {common_args(c), {c.w13, c.w2}};
+  a.num_local = c.num_local, a.hidden = c.hidden, a.inter = c.inter;
+  if (!launchable(a)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  return moe::layer::run(a, c.output, stream);
+  return moe::layer::run(a, stream);
 }

@@ -1,4 +1,4 @@
-// Geometry and shared memory of stream.cu: what all its roles share.
+// Geometry and shared memory of the layer kernels: what all their roles share.
 #pragma once
 
 #include "experts/align.cuh"
@@ -21,7 +21,6 @@ constexpr int kRouters = kMaxTokens;
 constexpr int kFetchers = kRouters - 2;
 constexpr int kParts = 4;  // tiles whose sums wait to be activated
 constexpr int kThreads = kConsumerThreads + kRouters * 32;
-constexpr int kFlying = 2;      // stages on their way to a block: enough, and more only stand in each other's way
 constexpr int kByTicket = 2;    // one tile in so many is assigned by ticket
 constexpr int kPollNs = 64;     // between two looks at an activation
 constexpr int kPieces = 6;      // 16 bytes of activations that a lane fetches at once
@@ -39,11 +38,13 @@ struct State {
   uint64_t words[1];  // logits [T, E], launch number and f32; activations [T K, I / 2], launch number and two bf16
 };
 
-/// What every block reads first comes first: each 64 bytes of a launch's arguments are 0.1 us away.
+/// All but the weights. What every block reads first comes first: each 64 bytes of a launch's arguments are 0.1 us
+/// away.
 struct Args {
   int tokens, num_local, hidden, inter;
   int chunk[2], stages[2], ring;  // of each product: elements along K of a stage, stages; bytes that they share
-  int share, longer;              // columns of a block, of which the first `longer` have one more
+  int row_bytes;                  // from a token's row in shared memory to the next
+  int share, longer;              // units of columns of a block, of which the first `longer` have one more
   float eps;
   const void* x;     // [T, H] bf16, or f32 where `norm` is given
   const bf16* norm;  // [H] or null
@@ -52,20 +53,22 @@ struct Args {
   RouteArgs route;
   const bf16* gate_bias;  // [E] or null
   const uint32_t* valid;
-  const bf16* w13;
-  const bf16* w2;
   const int32_t* expert_map;
   void* out;  // [T, H]
+  Output output;
 
   __host__ __device__ int slots() const { return tokens * route.slots(); }
   __device__ int num_ids() const { return route.experts + route.shared; }
-  __device__ int first_column(int block) const { return block * share + min(block, longer); }
+  __device__ int first_unit(int block) const { return block * share + min(block, longer); }
   __device__ uint64_t* logits() const { return state->words; }
   __device__ uint64_t* act() const { return state->words + round_up(kMaxTokens * route.experts, 2); }
   __host__ __device__ int depth(int product) const { return product == 0 ? hidden : inter; }
-  __host__ __device__ int stage_bytes(int product) const {
-    return (product == 0 ? 2 * kPairs : kDownRows) * chunk[product] * 2;
-  }
+};
+
+/// With weights of some kind (Rows, quant::Tiles): how they lie in stages, come there and are multiplied.
+template <class Weights>
+struct Weighted : Args {
+  Weights w;
 };
 
 /// Byte offsets into dynamic shared memory; barriers come first.
@@ -82,7 +85,7 @@ __host__ __device__ inline Layout layout(const Args& a) {
   l.partial = round_up(l.routing + 4 * kMaxTokens + a.slots() * 12 + a.slots() * a.tokens * 8, 16);
   l.parts = l.partial + kConsumers * kDownRows * a.tokens * 4;
   l.rows = round_up(l.parts + kParts * kConsumers * 2 * kPairs * a.tokens * 4, 128);
-  l.act = l.rows + a.tokens * a.hidden * 2;
+  l.act = round_up(l.rows + a.tokens * a.row_bytes, 128);
   l.ring = round_up(l.act + a.slots() * a.inter * 2, 128);
   l.total = l.ring + a.ring;
   return l;
@@ -101,8 +104,13 @@ struct Shared {
   Layout l;
   int tokens, slots, stage_bytes[2];
 
-  __device__ Shared(uint8_t* smem, const Args& a)
-      : base(smem), l(layout(a)), tokens(a.tokens), slots(a.slots()), stage_bytes{a.stage_bytes(0), a.stage_bytes(1)} {}
+  template <class Weights>
+  __device__ Shared(uint8_t* smem, const Weighted<Weights>& a)
+      : base(smem),
+        l(layout(a)),
+        tokens(a.tokens),
+        slots(a.slots()),
+        stage_bytes{a.w.stage_bytes(a, 0), a.w.stage_bytes(a, 1)} {}
   __device__ uint64_t* full(int product, int stage) const {
     return reinterpret_cast<uint64_t*>(base) + 2 * product * kMaxStages + stage;
   }

@@ -1,4 +1,4 @@
-// Activations of stream.cu: from sums to words in L2, from there to the shared memory of all blocks.
+// Activations of the layer kernels: from sums to words in L2, from there to the shared memory of all blocks.
 #pragma once
 
 #include "layer/stream.cuh"

@@ -1,4 +1,4 @@
-// The thread of stream.cu that brings weights to shared memory.
+// The thread of the layer kernels that brings weights to shared memory, whatever kind they are of.
 #pragma once
 
 #include "layer/stream.cuh"
@@ -25,12 +25,9 @@ struct Head {
   }
 
   /// By one lane. The stage is the first one.
-  __device__ __forceinline__ void load(const Args& a, const Shared& s, uint32_t expert) const {
-    const bf16* gate = a.w13 + (static_cast<size_t>(expert) * 2 * a.inter + place * kPairs) * a.hidden;
-    const int bytes = kPairs * a.hidden * 2;
-    arrive_expecting(s.full(0, 0), 2 * bytes);
-    bulk_copy(s.stage(0, 0), gate, bytes, s.full(0, 0));
-    bulk_copy(s.stage(0, 0) + bytes, gate + static_cast<size_t>(a.inter) * a.hidden, bytes, s.full(0, 0));
+  template <class Weights>
+  __device__ __forceinline__ void load(const Weighted<Weights>& a, const Shared& s, uint32_t expert) const {
+    a.w.load_head(a, s.stage(0, 0), expert, place * kPairs, s.full(0, 0));
   }
 
   /// By one warp, that of the first token, with `active` and whether there is an expert in each lane's slot. Says to
@@ -46,45 +43,30 @@ struct Head {
 };
 
 /// Brings stages to shared memory, in the order in which `Consumer` takes them. One thread.
+template <class Weights>
 struct Loader {
-  const Args& a;
+  const Weighted<Weights>& a;
   const Shared& s;
   int num_active;
   Cursor at = {}, landed = {};  // of the first product
   int flying = 0;
 
-  /// `rows` rows of a stage; whole rows are one consecutive piece.
-  __device__ __forceinline__ void copy_tile(uint8_t* to, const bf16* from, int product, int rows, int k,
-                                            uint64_t* bar) const {
-    const int depth = a.depth(product), chunk = a.chunk[product];
-    if (chunk == depth) {
-      bulk_copy(to, from, rows * depth * 2, bar);
-    } else {
-      for (int r = 0; r < rows; ++r)
-        bulk_copy(to + r * chunk * 2, from + static_cast<size_t>(r) * depth + k, min(chunk, depth - k) * 2, bar);
-    }
-  }
-
   /// Waits until the oldest stage has come if too many are on their way: requests that memory cannot take yet stand
   /// in front of the words on which all blocks wait.
   __device__ __forceinline__ void bound(int product, Cursor& oldest) {
-    if (++flying <= kFlying) return;
+    if (++flying <= a.w.flying(product)) return;
     mbarrier_wait(s.full(product, oldest.stage), oldest.parity);
     oldest.advance(a.stages[product]);
     --flying;
   }
 
   __device__ __forceinline__ void load_pairs(int active, int row) {
-    const bf16* gate = a.w13 + (static_cast<size_t>(s.expert()[active]) * 2 * a.inter + row) * a.hidden;
+    const uint32_t expert = s.expert()[active];
     for (int k = 0; k < a.hidden; k += a.chunk[0]) {
       bound(0, landed);
       mbarrier_wait(s.empty(0, at.stage), at.parity ^ 1);
-      uint64_t* bar = s.full(0, at.stage);
-      uint8_t* to = s.stage(0, at.stage);
       *s.tile(at.stage) = {static_cast<uint16_t>(active), kPairs, row};
-      arrive_expecting(bar, 2 * kPairs * min(a.chunk[0], a.hidden - k) * 2);
-      copy_tile(to, gate, 0, kPairs, k, bar);
-      copy_tile(to + kPairs * a.chunk[0] * 2, gate + static_cast<size_t>(a.inter) * a.hidden, 0, kPairs, k, bar);
+      a.w.load_gate_up(a, s.stage(0, at.stage), expert, row, k, s.full(0, at.stage));
       at.advance(a.stages[0]);
     }
   }
@@ -141,14 +123,12 @@ struct Loader {
     for (int top = first; top < last; top += kDownRows) {
       const int rows = min(kDownRows, last - top);
       for (int u = 0; u < num_active; ++u) {
-        const bf16* w = a.w2 + (static_cast<size_t>(s.expert()[u]) * a.hidden + top) * a.inter;
+        const uint32_t expert = s.expert()[u];
         for (int k = 0; k < a.inter; k += a.chunk[1]) {
           bound(1, oldest);
           if (used) mbarrier_wait(s.empty(1, to.stage), to.parity ^ 1);
           else wait_for_first(to.stage);
-          uint64_t* bar = s.full(1, to.stage);
-          arrive_expecting(bar, rows * min(a.chunk[1], a.inter - k) * 2);
-          copy_tile(s.stage(1, to.stage), w, 1, rows, k, bar);
+          a.w.load_down(a, s.stage(1, to.stage), expert, top, rows, k, s.full(1, to.stage));
           to.advance(a.stages[1]);
           used = used || to.turn == 0;
         }

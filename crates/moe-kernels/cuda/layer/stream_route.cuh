@@ -1,4 +1,5 @@
-// From rows to active experts in stream.cu: norm, logits, the choice of experts, and which tokens each of them serves.
+// From rows to active experts in the layer kernels: norm, logits, the choice of experts, and which tokens each of them
+// serves.
 #pragma once
 
 #include "layer/stream_load.cuh"
@@ -38,7 +39,7 @@ __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, Vec16
         const uint4 v = __ldcg(reinterpret_cast<const uint4*>(static_cast<const bf16*>(a.x) + from));
         row = {{v.x, v.y, v.z, v.w}};
       }
-      *reinterpret_cast<Vec16*>(s.rows() + (t * a.hidden + at) * 2) = row;
+      *reinterpret_cast<Vec16*>(s.rows() + t * a.row_bytes + at * 2) = row;
     }
   }
 #pragma unroll
@@ -99,7 +100,7 @@ __device__ __forceinline__ void publish_logits(const Args& a, const Shared& s, V
       for (int at = threadIdx.x * 8; at < a.hidden; at += kConsumerThreads * 8) {
         const bool held = e == static_cast<int>(blockIdx.x) && at < kConsumerThreads * 8;
         const Vec16 g = held ? first : load_const(a.gate + static_cast<size_t>(e) * a.hidden + at);
-        sum += dot(*reinterpret_cast<const Vec16*>(s.rows() + (t * a.hidden + at) * 2), g);
+        sum += dot(*reinterpret_cast<const Vec16*>(s.rows() + t * a.row_bytes + at * 2), g);
       }
       sum = warp_sum(sum);
       if (threadIdx.x % 32 == 0) parts[t * kConsumers + threadIdx.x / 32] = sum;
@@ -208,8 +209,9 @@ __device__ __forceinline__ int build_active(const Args& a, const Shared& s, cons
 
 /// A token's experts, by one of the routing warps. Every block makes the same choice. The first token's warp asks for
 /// the head.
-template <int kPerLane, bool kPlain>
-__device__ __forceinline__ void route(const Args& a, const Shared& s, int token, const Turn& turn, const Head& head) {
+template <int kPerLane, bool kPlain, class Weights>
+__device__ __forceinline__ void route(const Weighted<Weights>& a, const Shared& s, int token, const Turn& turn,
+                                      const Head& head) {
   const int lane = threadIdx.x % 32, slot = token * a.route.slots() + lane;
   Choice c = {kNoExpert, 0.0f};
   if (a.valid == nullptr || static_cast<uint32_t>(token) < __ldcg(a.valid)) {

@@ -22,6 +22,19 @@ __device__ __forceinline__ void store(void* out, size_t at, float value) {
   }
 }
 
+/// The same of an output that is known at run time only, or by a constant argument.
+__device__ __forceinline__ float before(Output output, const void* out, size_t at) {
+  return output == Output::kAddF32 ? __ldcg(static_cast<const float*>(out) + at) : 0.f;
+}
+
+__device__ __forceinline__ void store(Output output, void* out, size_t at, float value) {
+  if (output == Output::kBf16) {
+    static_cast<bf16*>(out)[at] = __float2bfloat16_rn(value);
+  } else {
+    static_cast<float*>(out)[at] = value;
+  }
+}
+
 /// Four consecutive results, aligned to their size.
 template <Output kOutput>
 __device__ __forceinline__ void store4(void* out, size_t at, const float (&v)[4]) {

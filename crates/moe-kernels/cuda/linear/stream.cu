@@ -20,14 +20,11 @@
 // Prologue: x is bf16, or the f32 residual that is RMS-normed on the way: x * weight is rounded to bf16 and the
 // factor 1 / rms multiplies the sum, which costs no extra pass and rounds as often as norming first. Epilogue:
 // f32 or bf16 store, or addition to the f32 residual. Together they save two launches per sub-layer.
-#include "linear/linear.cuh"
+#include "linear/stream.cuh"
 
 namespace moe {
 namespace {
 
-constexpr int kWarps = 8;  // consumers
-constexpr int kConsumers = kWarps * 32;
-constexpr int kTokens = 8;
 constexpr int kRows = 8;      // weight rows of a stage
 constexpr int kChunk = 2048;  // columns of a stage
 constexpr int kPad = 64;      // bytes between rows, against bank conflicts
@@ -40,66 +37,16 @@ constexpr int kBatch = 3;                     // row groups whose sums are added
 constexpr int kSumPitch = kTokens + 2;        // floats of a weight row's sums, against bank conflicts
 constexpr int kSumFloats = kBatch * kWarps * kRows * kSumPitch;
 
-struct Args {
-  const void* x;
-  const bf16* norm;
-  float eps;
+struct Args : StreamInput {
   const bf16* w;
   const bf16* bias;
   void* out;
-  int m, n, k, stages;
+  int n, stages;
 };
 
 /// Shared memory but for the stages: barriers, sums, parts of the norms, rows of x.
 size_t fixed_bytes(int m, int k) {
   return kHeader + (kSumFloats + kTokens * kWarps) * sizeof(float) + static_cast<size_t>(m) * (2 * k + kPad);
-}
-
-/// Rows of x, f32, times the norm's weight to shared memory as bf16; each warp leaves its part of every row's sum of
-/// squares in `squares[row][warp]`. Four rows at a time, all their loads ahead of the first use. `norm_weight` holds
-/// the weight of this thread's first columns.
-__device__ __forceinline__ void stage_normed(const Args& a, Vec16 norm_weight, uint8_t* to, float* squares) {
-  const int pitch = 2 * a.k + kPad;
-  float sum[kTokens] = {};
-  for (int at = threadIdx.x * 8; at < a.k; at += kConsumers * 8) {
-    if (at >= kConsumers * 8) norm_weight = load_const(a.norm + at);
-    float g[8];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack_bf16(norm_weight.word[i]);
-      g[2 * i] = pair.x, g[2 * i + 1] = pair.y;
-    }
-#pragma unroll
-    for (int first = 0; first < kTokens; first += 4) {
-      if (first >= a.m) break;
-      float4 x[4][2];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        x[i][0] = x[i][1] = {};
-        if (first + i >= a.m) continue;
-        const size_t row = first + i;
-        const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + row * a.k + at);
-        x[i][0] = __ldcg(from);
-        x[i][1] = __ldcg(from + 1);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (first + i >= a.m) break;
-        const float4 p = x[i][0], q = x[i][1];
-        sum[first + i] += p.x * p.x + p.y * p.y + p.z * p.z + p.w * p.w;
-        sum[first + i] += q.x * q.x + q.y * q.y + q.z * q.z + q.w * q.w;
-        const uint4 packed = {pack_bf16(p.x * g[0], p.y * g[1]), pack_bf16(p.z * g[2], p.w * g[3]),
-                              pack_bf16(q.x * g[4], q.y * g[5]), pack_bf16(q.z * g[6], q.w * g[7])};
-        *reinterpret_cast<uint4*>(to + static_cast<size_t>(first + i) * pitch + at * 2) = packed;
-      }
-    }
-  }
-#pragma unroll
-  for (int row = 0; row < kTokens; ++row) {
-    if (row >= a.m) break;
-    const float part = warp_sum(sum[row]);
-    if (threadIdx.x % 32 == 0) squares[row * kWarps + threadIdx.x / 32] = part;
-  }
 }
 
 /// A warp's columns of x in a chunk, as the column operand of its steps s = warp, warp + 8, .. Lane 4g + t holds
@@ -188,7 +135,7 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) stream_kernel(Args a) {
 
   if constexpr (kNormed) {
     pdl_wait();
-    stage_normed(a, norm_weight, x, squares);
+    stage_normed(a, norm_weight, x, pitch, squares);
     named_barrier(1, kConsumers);
   } else {
     pdl_wait();
@@ -204,11 +151,7 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) stream_kernel(Args a) {
     if (chunk < chunks) held[chunk].load(x + chunk * kChunk * 2, pitch, a.m, steps(chunk));
   const int my_row = threadIdx.x % (kBatch * kRows), my_token = threadIdx.x / (kBatch * kRows);
   float scale = 1.f;
-  if (kNormed && my_token < a.m) {
-    float sum = 0.f;
-    for (int i = 0; i < kWarps; ++i) sum += squares[my_token * kWarps + i];
-    scale = 1.f / sqrtf(sum / a.k + a.eps);
-  }
+  if (kNormed && my_token < a.m) scale = norm_factor(a, squares, my_token);
   int stage = 0, phase = 0, refills = ceil_div(last - first, kRows) * chunks - a.stages;
   for (int batch = first; batch < last; batch += kBatch * kRows) {
     const bool mine = my_token < a.m && batch + my_row < last;
@@ -300,6 +243,6 @@ extern "C" int moe_linear_stream(const moe::LinearStreamArgs* args, void* stream
   if (c.m < 0 || c.m > kTokens || c.n < 0 || c.k <= 0 || c.k % 64 != 0 || !is_code(c.output, Output::kAddF32))
     return cudaErrorInvalidValue;
   if (c.m == 0 || c.n == 0) return cudaSuccess;
-  const Args a = {c.x, c.norm, c.eps, c.w, c.bias, c.out, c.m, c.n, c.k, 0};
+  const Args a = {{c.x, c.norm, c.eps, c.m, c.k}, c.w, c.bias, c.out, c.n, 0};
   return c.norm ? run<true>(c.output, a, stream) : run<false>(c.output, a, stream);
 }

@@ -52,6 +52,15 @@ impl Output {
     }
 }
 
+/// How the weights of a quantised pack are coded.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum QuantFormat {
+    Int4 = 0,
+    Int8 = 1,
+    Fp8 = 2,
+}
+
 /// Declares the structs, fields of a type together as in the headers, and what the test wants to know of them.
 macro_rules! arguments {
     ($($name:ident { $($($field:ident)+ : $ty:ident,)* })*) => {
@@ -159,6 +168,40 @@ arguments! {
     AnyDownArgs {
         x offsets out_rows w2 bias: In, out: Out, dtype: Dtype,
         rows num_out experts hidden width invariant: i32,
+    }
+    QuantPack {
+        q scales zeros perm: In, experts n k n_tiles k_packed group groups: i64, format: QuantFormat,
+        scale_dtype: Dtype, scale_rows gate_up: i32,
+    }
+    AnyQuantLinearArgs {
+        x: In, w: QuantPack, bias: In, out: Out, dtype out_dtype: Dtype, rows: i32,
+    }
+    AnyQuantGateUpArgs {
+        x offsets in_rows: In, w13: QuantPack, bias: In, out: Out, dtype: Dtype, activation: i32,
+        alpha limit: f32, x_rows rows: i32,
+    }
+    AnyQuantDownArgs {
+        x offsets out_rows: In, w2: QuantPack, bias: In, out: Out, dtype: Dtype, rows num_out: i32,
+    }
+    QuantLinearStreamArgs {
+        x norm: In, eps: f32, w: QuantPack, bias: In, out: Out, output: Output, m: i32,
+    }
+    QuantLayerStreamArgs {
+        x norm: In, eps: f32, gate gate_bias correction_bias valid: In, topk_ids topk_weights: Out,
+        w13 w2: QuantPack, expert_map: In, out: Out, output: Output, state: Out, tokens num_ids top_k: i32,
+        scoring: GateScoring, raw_logits renormalize: i32, scale softcap: f32, shared: i32,
+        shared_weight: f32,
+    }
+    QuantExpertsStreamArgs {
+        x: In, w13 w2: QuantPack, topk_ids topk_weights expert_map: In, act slot_rows out flags: Out,
+        flag_words tokens top_k num_ids: i32, output: Output,
+    }
+    QuantExpertsTensorArgs {
+        x: In, w13 w2: QuantPack, slots counts: In, bucket: i32, act slot_rows counters: Out,
+        tokens top_k num_ids: i32,
+    }
+    QuantLinearTensorArgs {
+        x: In, w: QuantPack, bias: In, out: Out, output: Output, m splits: i32,
     }
     AnyGroupSlotsArgs {
         topk_ids expert_map: In, count top_k num_ids num_local: i32, offsets slots in_rows workspace: Out,

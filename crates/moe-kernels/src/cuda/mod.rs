@@ -22,6 +22,7 @@ pub(crate) mod linear;
 mod locked;
 mod memory;
 mod peer;
+pub(crate) mod quant;
 mod ranks;
 mod router;
 pub(crate) mod rows;

@@ -1,0 +1,282 @@
+// The layer kernel, of weights of any kind (layer/stream.cu: bf16 and the design; quant/layer_stream.cu).
+//
+// A kind of weights says how much of them a stage holds, starts the copies that fill it, and multiplies it:
+//   kUnit: columns of the output that a block owns at least; kMaxRing: bytes of the ring; kRowPad: bytes between token
+//     rows; kBlocks: how many blocks' registers an SM is to hold
+//   set_chunk(args, product) on the host: bytes of a stage; stage_bytes(args, product); flying(product): stages on
+//   their
+//     way to a block
+//   load_head, load_gate_up, load_down: copies of a stage, by one thread
+//   multiply_gate_up, multiply_down: add a warp's part of a stage to Sums; sum(Sums, high)
+#pragma once
+
+#include "layer/stream_act.cuh"
+#include "layer/stream_load.cuh"
+#include "layer/stream_route.cuh"
+
+namespace moe::layer {
+
+#if MOE_SM90
+
+/// The multiplying warps' side of the ring. Token t is in columns 2t and 2t + 1 of mma.sync: lane 4g + t ends with its
+/// sums of rows g and 8 + g.
+template <class Weights>
+struct Consumer {
+  const Weighted<Weights>& a;
+  const Shared& s;
+
+  __device__ __forceinline__ void wait(int product, const Cursor& at) const {
+    mbarrier_wait(s.full(product, at.stage), at.parity);
+  }
+  __device__ __forceinline__ void release(int product, const Cursor& at) const {
+    release_to_copies(s.empty(product, at.stage));
+  }
+
+  /// Sums of tiles, for the warp that activates them. Returns the first stage of the second product.
+  __device__ __forceinline__ int gate_up() const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
+    const uint8_t* x = s.rows() + min(lane / 8, a.tokens - 1) * a.row_bytes;
+    mbarrier_wait(s.active_full(), 0);
+    Cursor at;
+    for (int i = 0;; ++i) {
+      wait(0, at);
+      const Tile tile = *s.tile(at.stage);
+      typename Weights::Sums acc = {};
+      for (int k = 0; k < a.hidden && tile.pairs > 0; k += a.chunk[0]) {
+        if (k > 0) wait(0, at);
+        a.w.multiply_gate_up(a, s.stage(0, at.stage), s.expert()[tile.active], tile.row, k, x, warp, acc);
+        release(0, at);
+        at.advance(a.stages[0]);
+      }
+      const int buffer = i % kParts;
+      mbarrier_wait(s.parts_empty(buffer), i / kParts % 2 ^ 1);
+      float* parts = s.parts(buffer) + warp * 2 * kPairs * a.tokens + token;
+      if (token < a.tokens) {
+        parts[g * a.tokens] = Weights::sum(acc, 0);
+        parts[(kPairs + g) * a.tokens] = Weights::sum(acc, 1);
+      }
+      if (threadIdx.x == 0) *s.parts_tile(buffer) = tile;
+      warp_arrive(s.parts_full(buffer));
+      if (tile.pairs == 0) {
+        release(0, at);
+        return tile.row;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void down(Output output, int num_active, int first, int last, int stage) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
+    const int my_row = threadIdx.x % kDownRows, my_token = threadIdx.x / kDownRows;
+    Cursor at = {stage};
+    int refills = ceil_div(last - first, kDownRows) * num_active * ceil_div(a.inter, a.chunk[1]) - a.stages[1];
+    for (int top = first; top < last; top += kDownRows) {
+      // Results of the other rows, and of tokens that did not choose the expert, are not used.
+      const int rows = min(kDownRows, last - top);
+      const bool mine = my_token < a.tokens && my_row < rows;
+      const size_t to = static_cast<size_t>(my_token) * a.hidden + top + my_row;
+      float value = mine ? before(output, a.out, to) : 0.0f;
+      float low = 0, high = 0;
+      for (int u = 0; u < num_active; ++u) {
+        const uint32_t* slots = s.active_slot(u);
+        uint32_t slot = slots[min(lane / 8, a.tokens - 1)], any = slot;
+        for (int t = 0; t < a.tokens; ++t) any = min(any, slots[t]);
+        const uint8_t* act = s.act() + (slot == kNoSlot ? any : slot) * a.inter * 2;
+        const bool uses = token < a.tokens && slots[token] != kNoSlot;
+        const float weight = uses ? s.active_weight(u)[token] : 0;
+        mbarrier_wait(s.act_full(u), 0);
+        const uint32_t expert = s.expert()[u];
+        typename Weights::Sums acc = {};
+        for (int k = 0; k < a.inter; k += a.chunk[1]) {
+          wait(1, at);
+          // 12 steps are 8 and 4: with other experts the other warps take the 4.
+          a.w.multiply_down(a, s.stage(1, at.stage), expert, top, rows, k, act, warp ^ expert % 2 * 4, acc);
+          if (refills-- > 0) release(1, at);
+          at.advance(a.stages[1]);
+        }
+        if (uses) low = fmaf(weight, Weights::sum(acc, 0), low), high = fmaf(weight, Weights::sum(acc, 1), high);
+      }
+      float* parts = s.partial();
+      if (token < a.tokens) {
+        parts[(warp * kDownRows + g) * a.tokens + token] = low;
+        parts[(warp * kDownRows + kDownRows / 2 + g) * a.tokens + token] = high;
+      }
+      consumers_sync();
+      if (mine) {
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < kConsumers; ++w) sum += parts[(w * kDownRows + my_row) * a.tokens + my_token];
+        store(output, a.out, to, value + sum);
+      }
+      if (top + kDownRows < last) consumers_sync();
+    }
+  }
+};
+
+/// By one lane of each warp: one after the other they take a microsecond.
+__device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, int warp) {
+  if (!elect_one()) return;
+#pragma unroll 1
+  for (int product = 0; product < 2; ++product) {
+#pragma unroll 1
+    for (int i = warp; i < a.stages[product]; i += kThreads / 32) {
+      mbarrier_init(s.full(product, i), 1);
+      mbarrier_init(s.empty(product, i), kConsumers * kWarpArrivals);
+    }
+  }
+#pragma unroll 1
+  for (int u = warp; u < a.slots(); u += kThreads / 32) mbarrier_init(s.act_full(u), kWarpArrivals);
+  if (warp < kParts) {
+    mbarrier_init(s.parts_full(warp), kConsumers * kWarpArrivals);
+    mbarrier_init(s.parts_empty(warp), kWarpArrivals);
+  }
+  if (warp == kParts) mbarrier_init(s.active_full(), kWarpArrivals);
+  mbarrier_fence_init();
+}
+
+#endif  // MOE_SM90
+
+/// An output that is known when compiled.
+template <Output kOutput>
+struct FixedOutput {
+  static __device__ constexpr Output of(const Args&) { return kOutput; }
+};
+
+/// One that is an argument.
+struct AnyOutput {
+  static __device__ Output of(const Args& a) { return a.output; }
+};
+
+/// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given. kPlain: is_plain.
+template <int kPerLane, bool kPlain, class Out, class Weights>
+__global__ __launch_bounds__(kThreads,
+                             Weights::kBlocks) void layer_kernel(const __grid_constant__ Weighted<Weights> a) {
+#if MOE_SM90
+  extern __shared__ __align__(128) uint8_t smem[];
+  const Shared s(smem, a);
+  const int warp = threadIdx.x / 32, at = threadIdx.x * 8;
+  constexpr bool kRoutes = kPerLane > 0;
+  Vec16 norm_weight = {}, gate = {};
+  if (warp < kConsumers && at < a.hidden) {
+    if (a.norm != nullptr) norm_weight = load_const(a.norm + at);
+    if (kRoutes && static_cast<int>(blockIdx.x) < a.route.experts)
+      gate = load_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + at);
+  }
+  Choice choice = {kNoExpert, 0.0f};
+  if (!kRoutes) {
+    // At once: a cooperative launch begins when the kernel ahead has left all SMs, and barriers can be made while
+    // the ids are on their way.
+    pdl_wait();
+    if (warp == kConsumers) choice = given_choice(a);
+  }
+  init_barriers(a, s, warp);
+  const Slot slot(a);
+  if (warp == kConsumers) clear_active(a, s);
+  __syncthreads();
+  const int first = a.first_unit(blockIdx.x) * Weights::kUnit, last = a.first_unit(blockIdx.x + 1) * Weights::kUnit;
+  if (kRoutes) pdl_wait();
+  const Turn turn(a);
+  if (warp < kConsumers) {
+    // Where `out` is `x`, another block may add to rows before a block without a tile has read them: it uses none of
+    // them.
+    stage_rows(a, s, norm_weight);
+    if constexpr (kRoutes) publish_logits(a, s, gate, turn);
+    const Consumer<Weights> c = {a, s};
+    const int stage = c.gate_up();  // all warps have read the turn by now
+    if (threadIdx.x == 0) turn.end(a);
+    c.down(Out::of(a), *s.num_active(), first, last, stage);
+    return;
+  }
+  const int router = warp - kConsumers;
+  int heads = 0;
+  if constexpr (kRoutes) {
+    const Head head(a);
+    if (router < a.tokens) route<kPerLane, kPlain>(a, s, router, turn, head);
+    routers_sync();
+    if (router == 0) {
+      choice = chosen(s);
+      const int active = build_active<false>(a, s, slot, choice);
+      heads = head.declare(a, s, active, choice.id != kNoExpert);
+    }
+  } else if (router == 0) {
+    build_active<true>(a, s, slot, choice);
+  }
+  if (router == 0) warp_arrive(s.active_full());
+  mbarrier_wait(s.active_full(), 0);
+  if (router == kRouters - 1) {
+    activate(a, s, turn.number());
+  } else if (router > 0) {
+    fetch_activations(a, s, router - 1, turn.number());
+  } else if (elect_one()) {
+    Loader<Weights> l = {a, s, static_cast<int>(*s.num_active())};
+    l.load_gate_up(a.state->tickets + turn.parity(), heads);
+    l.load_down(first, last);
+    pdl_launch_dependents();  // earlier, blocks that find no room yet cost 2 us
+  }
+#endif
+}
+
+/// Divides what the rows leave of shared memory into stages of each product, of whole rows where they fit.
+template <class Weights>
+bool divide_ring(Weighted<Weights>* a, int block_smem) {
+  a->row_bytes = a->hidden * 2 + Weights::kRowPad;
+  const int left = block_smem - static_cast<int>(layout(*a).total),
+            room = left < Weights::kMaxRing ? left : Weights::kMaxRing;
+  for (int product = 0; product < 2; ++product) {
+    int& chunk = a->chunk[product];
+    chunk = a->depth(product) < kMaxChunk[product] ? a->depth(product) : kMaxChunk[product];
+    int stage = a->w.set_chunk(*a, product);
+    while (room / stage < kMinStages && chunk % (2 * kStep) == 0 && chunk > kMinChunk)
+      chunk /= 2, stage = a->w.set_chunk(*a, product);
+    const int fit = room / stage;
+    if (fit < kMinStages) return false;
+    a->stages[product] = fit < kMaxStages ? fit : kMaxStages;
+    const int bytes = a->stages[product] * stage;
+    if (bytes > a->ring) a->ring = bytes;
+  }
+  return true;
+}
+
+inline bool valid(const Args& a) {
+  const int top_k = a.route.slots();
+  return a.tokens >= 0 && a.tokens <= kMaxTokens && top_k > 0 && top_k <= kMaxTopK && a.slots() <= kMaxSlots &&
+         a.hidden > 0 && a.hidden % kStep == 0 && a.inter > 0 && a.inter % kStep == 0 && a.num_local > 0 &&
+         a.num_local <= 1024 && a.route.experts > 0;
+}
+
+/// The launch of checked arguments, but for the kernel and its weights' own.
+template <class Weights>
+cudaError_t prepare(Weighted<Weights>* a, Launch* l, void* stream) {
+  DeviceLimits limits;
+  const cudaError_t e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  if (limits.major < 9) return cudaErrorNotSupported;
+  if (!divide_ring(a, limits.block_smem)) return cudaErrorInvalidValue;
+  const int units = a->hidden / Weights::kUnit;
+  a->share = units / limits.sms, a->longer = units % limits.sms;
+  *l = {dim3(limits.sms), dim3(kThreads), stream, layout(*a).total};
+  l->cooperative = true;
+  return cudaSuccess;
+}
+
+/// The fields that the launchers' arguments share.
+template <class Launcher>
+Args common_args(const Launcher& c) {
+  Args a = {};
+  a.tokens = c.tokens;
+  a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.gate = c.gate, a.gate_bias = c.gate_bias, a.valid = c.valid;
+  a.route = {c.correction_bias,  c.topk_ids, c.topk_weights, c.num_ids - c.shared, c.top_k - c.shared, c.scoring,
+             c.raw_logits, c.renormalize, c.scale, c.softcap};
+  a.route.shared = c.shared, a.route.shared_weight = c.shared_weight;
+  a.expert_map = c.expert_map, a.out = c.out, a.output = c.output, a.state = static_cast<State*>(c.state);
+  return a;
+}
+
+/// Whether a launcher takes them.
+inline bool launchable(const Args& a) {
+  const RouteArgs& r = a.route;
+  const bool routes = a.num_ids() <= 512 && r.slots() <= a.num_ids() && is_code(r.scoring, Scoring::kSqrtSoftplus);
+  const bool shares = r.shared >= 0 && r.top_k > 0 && (r.shared == 0 || a.gate != nullptr);
+  return valid(a) && is_code(a.output, Output::kAddF32) && shares && (a.gate == nullptr || routes);
+}
+
+}  // namespace moe::layer

@@ -1,0 +1,154 @@
+// A pack of quantised matrices in fragment order, and the arguments of the kernels that read one.
+//
+// The order is that of the A operand of mma.sync m16n8k16, and of wgmma's m64 with A in registers. A tile is 16 rows x KT
+// columns, KT = 64 of 4 bits or 32 of 8, in 512 bytes: 16 bytes for each lane, its fragments of the tile's k-steps of 16
+// columns one after the other. Lane 4 g + c holds of a k-step w0 .. w7 = (g, 2c) (g, 2c+1) (g+8, 2c) (g+8, 2c+1)
+// (g, 2c+8) (g, 2c+9) (g+8, 2c+8) (g+8, 2c+9), the registers a0 = (w0, w1) .. a3 = (w6, w7):
+// - 4 bits, one word: a_i at bits 4 i and 16 + 4 i, so that (v >> 4 i) & 0x000f000f is the pair;
+// - 8 bits, two words: bytes w0 w2 w1 w3 and w4 w6 w5 w7, so that v & 0x00ff00ff and (v >> 8) & 0x00ff00ff are pairs.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "codes.cuh"
+
+namespace moe {
+
+struct QuantPack {
+  const uint8_t* q;             // [experts, n_tiles, k_packed / KT] tiles of 512 bytes
+  const void* scales;           // [experts, n_tiles, groups, scale_rows] of `scale_dtype`
+  const uint8_t* zeros;         // [experts, n_tiles, groups, 16] zero points; null: 8 (4 bits), 128 (8 bits), none (FP8)
+  const uint32_t* perm;         // [experts, k_packed] column of x, u32::MAX = none; null: packed column i is column i of x
+  int64_t experts, n, k;        // rows of a matrix (gate and up together) and columns of x
+  int64_t n_tiles, k_packed;    // rows and columns that are not there are zero weights
+  int64_t group, groups;        // packed column i is of group min(i / group, groups - 1)
+  QuantFormat format;           // w = scale * (q - zero), or scale * e4m3(q)
+  Dtype scale_dtype;
+  int scale_rows;               // 16: a scale for each row of a tile; 2: for its rows 0 .. 7 and 8 .. 15
+  int gate_up;                  // not 0: tile t holds gate rows 8 t .. 8 t + 7 and, as rows 8 .. 15, these up rows
+};
+
+struct AnyQuantLinearArgs {
+  const void* x;     // [rows, k] of `dtype`
+  QuantPack w;       // one matrix
+  const void* bias;  // [n] of `dtype`, or null
+  void* out;         // [rows, n] of `out_dtype`: `dtype` or f32
+  Dtype dtype, out_dtype;
+  int rows;
+};
+
+/// As AnyGateUpArgs.
+struct AnyQuantGateUpArgs {
+  const void* x;
+  const uint32_t* offsets;
+  const uint32_t* in_rows;
+  QuantPack w13;
+  const void* bias;
+  void* out;
+  Dtype dtype;
+  int activation;
+  float alpha, limit;
+  int x_rows, rows;
+};
+
+/// As AnyDownArgs.
+struct AnyQuantDownArgs {
+  const void* x;
+  const uint32_t* offsets;
+  const uint32_t* out_rows;
+  QuantPack w2;
+  const void* bias;
+  float* out;
+  Dtype dtype;
+  int rows, num_out;
+};
+
+/// As ExpertsTensorArgs; E, H and I are those of the packs.
+struct QuantExpertsTensorArgs {
+  const __nv_bfloat16* x;  // [T, H]
+  QuantPack w13;           // gate_up
+  QuantPack w2;
+  const uint32_t* slots;
+  const uint32_t* counts;
+  int bucket;
+  __nv_bfloat16* act;
+  void* slot_rows;
+  uint32_t* counters;
+  int tokens, top_k;
+  int num_ids;
+};
+
+/// As LinearTensorArgs.
+struct QuantLinearTensorArgs {
+  const __nv_bfloat16* x;     // [m, k]
+  QuantPack w;                // one matrix; results of one with gate and up are all gates, then all ups
+  const __nv_bfloat16* bias;  // [n] or null
+  void* out;                  // [m, n]
+  Output output;
+  int m;
+  int splits;
+};
+
+/// As LinearStreamArgs.
+struct QuantLinearStreamArgs {
+  const void* x;
+  const __nv_bfloat16* norm;
+  float eps;
+  QuantPack w;  // one matrix
+  const __nv_bfloat16* bias;
+  void* out;
+  Output output;
+  int m;
+};
+
+/// As LayerStreamArgs; w13 and w2 say how many experts are here and how large they are.
+struct QuantLayerStreamArgs {
+  const void* x;
+  const __nv_bfloat16* norm;
+  float eps;
+  const __nv_bfloat16* gate;
+  const __nv_bfloat16* gate_bias;
+  const float* correction_bias;
+  const uint32_t* valid;
+  uint32_t* topk_ids;
+  float* topk_weights;
+  QuantPack w13, w2;
+  const int32_t* expert_map;
+  void* out;
+  Output output;
+  void* state;  // may be that of launches of moe_layer_stream
+  int tokens, num_ids, top_k;
+  Scoring scoring;
+  int raw_logits, renormalize;
+  float scale, softcap;
+  int shared;
+  float shared_weight;
+};
+
+/// As ExpertsStreamArgs.
+struct QuantExpertsStreamArgs {
+  const __nv_bfloat16* x;
+  QuantPack w13, w2;
+  const uint32_t* topk_ids;
+  const float* topk_weights;
+  const int32_t* expert_map;
+  __nv_bfloat16* act;
+  float* slot_rows;
+  void* out;
+  uint32_t* flags;
+  int flag_words, tokens, top_k, num_ids;
+  Output output;
+};
+
+}  // namespace moe
+
+extern "C" int moe_quant_experts_tensor(const moe::QuantExpertsTensorArgs* args, void* stream);
+extern "C" int moe_quant_experts_wide(const moe::QuantExpertsTensorArgs* args, void* stream);
+extern "C" int moe_quant_linear_tensor(const moe::QuantLinearTensorArgs* args, void* stream);
+extern "C" int moe_quant_linear_stream(const moe::QuantLinearStreamArgs* args, void* stream);
+extern "C" int moe_quant_layer_stream(const moe::QuantLayerStreamArgs* args, void* stream);
+extern "C" int moe_quant_experts_stream(const moe::QuantExpertsStreamArgs* args, void* stream);
+extern "C" int moe_any_quant_linear(const moe::AnyQuantLinearArgs* args, void* stream);
+extern "C" int moe_any_quant_gate_up(const moe::AnyQuantGateUpArgs* args, void* stream);
+extern "C" int moe_any_quant_down(const moe::AnyQuantDownArgs* args, void* stream);
+extern "C" int moe_any_dequantise(const moe::QuantPack* w, void* out, moe::Dtype dtype, void* stream);

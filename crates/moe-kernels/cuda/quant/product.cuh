@@ -1,0 +1,106 @@
+// Products of quantised tiles in shared memory with up to 8 rows of x: 64 columns at a time, scales on their sums.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "quant/matrix.cuh"
+
+namespace moe::quant {
+
+constexpr int kStep = 64;  // columns that a warp takes at a time
+
+/// 64 columns of a row of x as column operands of four products; lane 4g + t has its own of token g.
+struct Columns {
+  uint32_t word[8];
+
+  /// `x`: the first of the columns in shared memory, bf16.
+  __device__ __forceinline__ void load(const uint8_t* x) {
+    const uint8_t* from = x + threadIdx.x % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) word[i] = *reinterpret_cast<const uint32_t*>(from + i * 16);
+  }
+};
+
+/// Scales of a lane's two rows in a group, and their zero points as operands.
+struct Factors {
+  float low, high;
+  uint32_t zero[2];
+};
+
+/// A stage, as its readers see it.
+template <class Kind>
+struct Stage {
+  static constexpr QuantFormat kFormat = Kind::kFormat;
+  static constexpr int kWords = step_words(kFormat);
+
+  const uint8_t *tiles, *scales, *zeros;
+  uint32_t low, high;  // bytes from a group's first scale to this lane's
+  int shift, first_group, scale_bytes, f16;
+
+  /// `row` and `k`: where the stage begins in the matrix.
+  __device__ __forceinline__ Stage(const Matrix& w, const StageLayout& l, const uint8_t* stage, size_t row, int k)
+      : tiles(stage + threadIdx.x % 32 * 16),
+        scales(stage + l.scales),
+        zeros(w.zeros != nullptr ? stage + l.zeros : nullptr),
+        shift(w.shift),
+        first_group(w.group(k)),
+        scale_bytes(w.scale_bytes),
+        f16(w.f16) {
+    const uint32_t g = threadIdx.x % 32 / 4;
+    const bool halves = kFormat == QuantFormat::kFp8 && scale_bytes == 8;
+    low = halves ? 0 : g * (kFormat == QuantFormat::kFp8 ? 4 : 2);
+    high = halves ? 4 : low + 8 * (kFormat == QuantFormat::kFp8 ? 4 : 2);
+    if (halves) scales += w.scales_at(row, first_group) & 15;
+  }
+
+  __device__ __forceinline__ float scale(const uint8_t* at) const {
+    if constexpr (kFormat == QuantFormat::kFp8) {
+      return *reinterpret_cast<const float*>(at);
+    } else {
+      const uint32_t raw = *reinterpret_cast<const uint16_t*>(at);
+      return f16 != 0 ? __half2float(__ushort_as_half(static_cast<uint16_t>(raw))) : __uint_as_float(raw << 16);
+    }
+  }
+
+  /// Of a column of the matrix.
+  __device__ __forceinline__ Factors factors(int column) const {
+    const int group = (column >> shift) - first_group;
+    const uint8_t* from = scales + group * scale_bytes;
+    Factors f = {scale(from + low), scale(from + high), {}};
+    if constexpr (kFormat != QuantFormat::kFp8) {
+      f.zero[0] = f.zero[1] = zero_operand<kFormat>(kFormat == QuantFormat::kInt4 ? 8 : 128);
+      if (zeros != nullptr) {
+        const uint8_t* zero = zeros + group * kTileRows + threadIdx.x % 32 / 4;
+        f.zero[0] = zero_operand<kFormat>(zero[0]), f.zero[1] = zero_operand<kFormat>(zero[8]);
+      }
+    }
+    return f;
+  }
+
+  /// sum += the stage's i-th step, which begins at `column` of the matrix, times x: rows g and g + 8 of columns 2t and
+  /// 2t + 1, as mma.sync has them.
+  __device__ __forceinline__ void multiply(int i, int column, const Columns& x, float (&sum)[4]) const {
+    uint32_t word[4 * kWords];
+#pragma unroll
+    for (int part = 0; part < kWords; ++part) {
+      const uint4 v = *reinterpret_cast<const uint4*>(tiles + (i * kWords + part) * 512);
+      word[4 * part] = v.x, word[4 * part + 1] = v.y, word[4 * part + 2] = v.z, word[4 * part + 3] = v.w;
+    }
+    constexpr int kShares = kStep / Kind::kShare, kSteps = 4 / kShares;  // of 16 columns in a share
+#pragma unroll
+    for (int share = 0; share < kShares; ++share) {
+      const Factors f = factors(column + share * Kind::kShare);
+      float acc[2][4] = {};  // two chains: a product that waits for the one before takes twice as long
+#pragma unroll
+      for (int step = share * kSteps; step < (share + 1) * kSteps; ++step) {
+        uint32_t a[4];
+        unpack<kFormat>(word + step * kWords, f.zero, a);
+        mma_bf16(acc[step % 2], a, x.word[2 * step], x.word[2 * step + 1]);
+      }
+      sum[0] = fmaf(f.low, acc[0][0] + acc[1][0], sum[0]), sum[1] = fmaf(f.low, acc[0][1] + acc[1][1], sum[1]);
+      sum[2] = fmaf(f.high, acc[0][2] + acc[1][2], sum[2]), sum[3] = fmaf(f.high, acc[0][3] + acc[1][3], sum[3]);
+    }
+  }
+};
+
+}  // namespace moe::quant

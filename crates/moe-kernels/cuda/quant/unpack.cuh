@@ -1,0 +1,89 @@
+// Quantised weights to A fragments of bf16 in registers, a k-step of 16 columns at a time. quant/args.cuh says how a
+// lane's words hold them.
+//
+// Integers: the bits of q beside those of 128 are the bf16 number 128 + q (7 bits of mantissa), so q - zero costs a
+// masking and a subtraction for two weights, without rounding. int8 has a bit more than the mantissa, which is added by
+// itself. e4m3: its exponent and mantissa moved to their places are the number times 2^-120; 0x7f and 0xff, which are
+// NaN, become 480.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "codes.cuh"
+#include "ptx/common.cuh"
+
+namespace moe::quant {
+
+/// Columns of a tile of 512 bytes.
+constexpr int tile_columns(QuantFormat format) { return format == QuantFormat::kInt4 ? 64 : 32; }
+/// Words of a lane in a k-step.
+constexpr int step_words(QuantFormat format) { return format == QuantFormat::kInt4 ? 1 : 2; }
+
+// ---- two bf16 in a word
+
+__device__ __forceinline__ __nv_bfloat162 as_pair(uint32_t v) { return *reinterpret_cast<const __nv_bfloat162*>(&v); }
+__device__ __forceinline__ uint32_t as_word(__nv_bfloat162 v) { return *reinterpret_cast<const uint32_t*>(&v); }
+__device__ __forceinline__ uint32_t add2(uint32_t a, uint32_t b) { return as_word(__hadd2_rn(as_pair(a), as_pair(b))); }
+__device__ __forceinline__ uint32_t sub2(uint32_t a, uint32_t b) { return as_word(__hsub2_rn(as_pair(a), as_pair(b))); }
+__device__ __forceinline__ uint32_t mul2(uint32_t a, uint32_t b) { return as_word(__hmul2_rn(as_pair(a), as_pair(b))); }
+__device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+  return as_word(__hfma2(as_pair(a), as_pair(b), as_pair(c)));
+}
+/// The lower half in both.
+__device__ __forceinline__ uint32_t both(uint32_t low) { return __byte_perm(low, 0, 0x1010); }
+
+/// (v & mask) | bits, which the compiler would do in two instructions where both are constants.
+__device__ __forceinline__ uint32_t and_or(uint32_t v, uint32_t mask, uint32_t bits) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(v), "r"(mask), "r"(bits));
+  return r;
+}
+
+constexpr uint32_t kPair128 = 0x43004300u, kPair256 = 0x43804380u, kPair2To120 = 0x7b807b80u;
+
+// ---- what a row's zero point and scale are as operands, twice in a word
+
+/// Of integers, 128 + zero or zero, as `unpack` subtracts it.
+template <QuantFormat kFormat>
+__device__ __forceinline__ uint32_t zero_operand(uint32_t zero) {
+  if constexpr (kFormat == QuantFormat::kInt4) return zero * 0x00010001u + kPair128;
+  return pack_bf16(static_cast<float>(zero), static_cast<float>(zero));
+}
+
+/// A scale of 16 bits, rounded to bf16 if it is f16.
+__device__ __forceinline__ uint32_t scale_operand(uint16_t scale, bool is_f16) {
+  if (!is_f16) return both(scale);
+  const float v = __half2float(__ushort_as_half(scale));
+  return pack_bf16(v, v);
+}
+
+/// An f32 scale as the sum of two bf16.
+__device__ __forceinline__ uint2 scale_operands(float scale) {
+  const uint32_t high = pack_bf16(scale, scale);
+  const float rest = scale - __uint_as_float(high << 16);
+  return {high, pack_bf16(rest, rest)};
+}
+
+// ---- weights
+
+/// a = q - zero[0] of row g (a0, a2) and q - zero[1] of row g + 8 (a1, a3), or e4m3(q), exact, of the k-step whose words
+/// are v[0 .. step_words).
+template <QuantFormat kFormat>
+__device__ __forceinline__ void unpack(const uint32_t* v, const uint32_t (&zero)[2], uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = i % 2;
+    if constexpr (kFormat == QuantFormat::kInt4) {
+      a[i] = sub2(and_or(v[0] >> (4 * i), 0x000f000fu, kPair128), zero[row]);
+    } else if constexpr (kFormat == QuantFormat::kInt8) {
+      const uint32_t q = v[i / 2] >> (8 * row);
+      const uint32_t low = and_or(q, 0x007f007fu, kPair128), top = and_or(q, 0x00800080u, kPair128);
+      a[i] = add2(sub2(low, zero[row]), sub2(top, kPair256));
+    } else {
+      const uint32_t q = row == 0 ? v[i / 2] << 8 : v[i / 2];
+      a[i] = mul2(and_or(q >> 4, 0x07f007f0u, q & 0x80008000u), kPair2To120);
+    }
+  }
+}
+
+}  // namespace moe::quant
