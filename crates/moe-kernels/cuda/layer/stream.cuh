@@ -58,7 +58,7 @@ struct Args {
   Output output;
 
   __host__ __device__ int slots() const { return tokens * route.slots(); }
-  __device__ int num_ids() const { return route.experts + route.shared; }
+  __host__ __device__ int num_ids() const { return route.experts + route.shared; }
   __device__ int first_unit(int block) const { return block * share + min(block, longer); }
   __device__ uint64_t* logits() const { return state->words; }
   __device__ uint64_t* act() const { return state->words + round_up(kMaxTokens * route.experts, 2); }
