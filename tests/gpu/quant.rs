@@ -384,17 +384,19 @@ fn fused_quantised_experts_agree() {
                 source.weight(&modules, usage, DType::BF16, &cuda())
             };
             let segments = row_parallel_segments(inter);
-            let (w13, w2) = (pack(&gate_up, QuantUse::GateUp), pack(&down, QuantUse::RowParallel { segments }));
+            let (w13, w2) =
+                (pack(&gate_up, QuantUse::GateUp), pack(&down, QuantUse::RowParallel { segments }));
             let (w13, w2) = (w13.read().unwrap(), w2.read().unwrap());
             let floats: Vec<[Vec<f32>; 3]> = (0..experts)
                 .map(|e| ["gate", "up", "down"].map(|name| source.matrices[&format!("{e}.{name}")].floats()))
                 .collect();
             for tokens in small([0, 1, 4, 6, 9, 70, 300], 9, |tokens| *tokens) {
                 let x = rng.floats(DType::BF16, &[tokens, hidden]);
-                let ids: Vec<u32> = (0..tokens)
-                    .flat_map(|_| rng.permutation(experts).into_iter().take(top_k).collect::<Vec<_>>())
-                    .map(|id| if rng.below(9) == 0 { NO_EXPERT } else { id })
-                    .collect();
+                let mut ids = Vec::new();
+                for _ in 0..tokens {
+                    let order = rng.permutation(experts);
+                    ids.extend((0..top_k).map(|k| if rng.below(9) == 0 { NO_EXPERT } else { order[k] }));
+                }
                 let weights = rng.floats(DType::F32, &[tokens, top_k]);
                 let want = layer(&x, &ids, &weights, &floats, (hidden, inter));
                 let p = Place::new(cuda());

@@ -6,8 +6,8 @@
 //! size runs, and nothing is read on the host, so that the calls can be captured into a graph.
 
 use candle_core::{DType, Result, bail};
-use moe_kernels::plan::QuantWeights;
 use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use moe_kernels::plan::QuantWeights;
 use moe_kernels::{
     Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, Segment, TensorView, View, ViewMut,
     group_token_slots_into, grouped_down_into, grouped_down_segment_into, grouped_gate_up_into,

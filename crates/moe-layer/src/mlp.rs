@@ -10,9 +10,9 @@ use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::{Form, LinearCall, LinearForm, Machine, Stage};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Activation, CpuIsa, Exec, ExpertGroups, Scratch, View, ViewMut, Weight, Workspace,
-    forward_rows, gated_rows_into, grouped_gate_up_into, linear_add_into, linear_into,
-    linear_row_parallel_into, one_group_into,
+    Activation, CpuIsa, Exec, ExpertGroups, Scratch, View, ViewMut, Weight, Workspace, forward_rows,
+    gated_rows_into, grouped_gate_up_into, linear_add_into, linear_into, linear_row_parallel_into,
+    one_group_into,
 };
 
 use crate::context::BlockContext;

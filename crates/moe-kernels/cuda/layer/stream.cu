@@ -38,10 +38,11 @@ struct Rows {
     return (product == 0 ? 2 * kPairs : kDownRows) * a.chunk[product] * 2;
   }
   int set_chunk(const Args& a, int product) const { return stage_bytes(a, product); }
-  /// Two are enough, and more only stand in each other's way.
-  static __device__ constexpr int flying(int) { return 2; }
 
 #if MOE_SM90
+
+  /// Two are enough, and more only stand in each other's way.
+  static __device__ __forceinline__ constexpr int flying(int) { return 2; }
 
   /// `rows` rows of a stage; whole rows are one consecutive piece.
   static __device__ __forceinline__ void copy_tile(uint8_t* to, const bf16* from, int depth, int chunk, int rows, int k,

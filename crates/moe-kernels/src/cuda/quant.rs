@@ -14,8 +14,8 @@ use super::{CudaExec, Staging, ffi, small};
 use crate::buffer::Buffer;
 use crate::element::Element;
 use crate::exec::Exec;
-use crate::plan::QuantWeights;
 use crate::ops::ExpertGroups;
+use crate::plan::QuantWeights;
 use crate::quant::{
     PackedScales, QuantRows, QuantUse, TILE_ROWS, TileRow, TileScratch, Tiles, check_matrices,
 };

@@ -7,10 +7,14 @@ use crate::scheme::QuantScheme;
 
 /// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
 const TENSOR_TOKENS: usize = 8;
+/// The same of quantised weights.
+const QUANT_TENSOR_TOKENS: usize = 5;
 /// Most experts of those products, whose table lies in shared memory.
 const TENSOR_EXPERTS: usize = 2048;
 /// From this many rows per expert on, on average, those products are computed in tiles of up to 256 rows.
 const WIDE_ROWS: usize = 32;
+/// The same of integers.
+const INT_WIDE_ROWS: usize = 64;
 /// Most experts of these, whose table lies beside a longer ring.
 const WIDE_EXPERTS: usize = 1024;
 /// Before this many tokens the streaming kernel beats the grouped kernels of other cards.
@@ -75,7 +79,8 @@ impl ExpertsCall {
     pub fn fits_tensor(&self, machine: &Machine) -> Result<(), Reason> {
         machine.expect_hopper()?;
         if !machine.batch_invariant {
-            expect_rows(TENSOR_TOKENS.., self.tokens)?;
+            let least = if self.quant.is_some() { QUANT_TENSOR_TOKENS } else { TENSOR_TOKENS };
+            expect_rows(least.., self.tokens)?;
         }
         self.expect_local()?;
         self.expect_weights()?;
@@ -92,7 +97,11 @@ impl ExpertsCall {
     pub fn fits_wide(&self, machine: &Machine) -> Result<(), Reason> {
         machine.expect_hopper()?;
         machine.expect_batch_variant()?;
-        expect_rows((WIDE_ROWS * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
+        let rows = match self.quant {
+            Some([QuantWeights { scheme: QuantScheme::Int { .. }, .. }, _]) => INT_WIDE_ROWS,
+            _ => WIDE_ROWS,
+        };
+        expect_rows((rows * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
         self.expect_local()?;
         self.expect_weights()?;
         expect_steps("hidden_size", self.hidden, 64)?;
@@ -177,14 +186,8 @@ pub enum ExpertsForm {
 impl Form for ExpertsForm {
     type Call = ExpertsCall;
 
-    const ALL: &'static [Self] = &[
-        Self::OneLaunch,
-        Self::Wide,
-        Self::Tensor,
-        Self::Stream,
-        Self::Grouped,
-        Self::QuantAny,
-    ];
+    const ALL: &'static [Self] =
+        &[Self::OneLaunch, Self::Wide, Self::Tensor, Self::Stream, Self::Grouped, Self::QuantAny];
 
     fn name(self) -> &'static str {
         match self {
@@ -236,8 +239,15 @@ mod tests {
     use super::*;
     use crate::scheme::{Fp8Scales, QuantGroup};
 
-    const QWEN3_30B: ExpertsCall =
-        ExpertsCall { tokens: 1, top_k: 8, num_ids: 128, num_local: 128, hidden: 2048, inter: 768, quant: None };
+    const QWEN3_30B: ExpertsCall = ExpertsCall {
+        tokens: 1,
+        top_k: 8,
+        num_ids: 128,
+        num_local: 128,
+        hidden: 2048,
+        inter: 768,
+        quant: None,
+    };
 
     fn hopper() -> Machine {
         Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false }
@@ -301,24 +311,36 @@ mod tests {
             let weights = |gate_up| QuantWeights { scheme, scales, gate_up };
             ExpertsCall { tokens, quant: Some([weights(true), weights(false)]), ..QWEN3_30B }
         };
-        let kernel = |call: &ExpertsCall, machine| ExpertsForm::choose(call, &machine).map(|form| form.kernel(call));
+        let kernel =
+            |call: &ExpertsCall, machine| ExpertsForm::choose(call, &machine).map(|form| form.kernel(call));
         let block = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
-        for (scheme, scales) in [(int(4, 128, false), DType::F16), (int(8, 32, false), DType::BF16), (block, DType::F32)] {
+        for (scheme, scales) in
+            [(int(4, 128, false), DType::F16), (int(8, 32, false), DType::BF16), (block, DType::F32)]
+        {
             for (tokens, want) in [
                 (1, "quant_layer_stream"),
-                (6, "quant_experts_stream"),
-                (64, "quant_experts_tensor"),
-                (512, "quant_experts_wide"),
+                (6, "quant_experts_tensor"),
+                (512, if scales == DType::F32 { "quant_experts_wide" } else { "quant_experts_tensor" }),
+                (1024, "quant_experts_wide"),
             ] {
-                assert_eq!(kernel(&call(tokens, scheme, scales), hopper()).as_deref(), Some(want), "{scheme}");
+                assert_eq!(
+                    kernel(&call(tokens, scheme, scales), hopper()).as_deref(),
+                    Some(want),
+                    "{scheme}"
+                );
             }
             let invariant = Machine { batch_invariant: true, ..hopper() };
             assert_eq!(kernel(&call(1, scheme, scales), invariant).as_deref(), Some("quant_experts_tensor"));
-            let ampere = Machine { gpu: Some(Gpu { compute_capability: (8, 0), ..Gpu::HOPPER }), batch_invariant: false };
+            let ampere = Machine {
+                gpu: Some(Gpu { compute_capability: (8, 0), ..Gpu::HOPPER }),
+                batch_invariant: false,
+            };
             assert_eq!(kernel(&call(1, scheme, scales), ampere).as_deref(), Some("any_quant_experts"));
         }
         let group = int(4, 48, false);
-        for (scheme, scales) in [(int(4, 128, true), DType::F16), (group, DType::F16), (int(4, 128, false), DType::F32)] {
+        for (scheme, scales) in
+            [(int(4, 128, true), DType::F16), (group, DType::F16), (int(4, 128, false), DType::F32)]
+        {
             assert_eq!(kernel(&call(1, scheme, scales), hopper()).as_deref(), Some("any_quant_experts"));
         }
     }
@@ -337,8 +359,15 @@ mod tests {
     fn deepseeks_experts_take_the_fast_kernels() {
         // DeepSeek-V2-Lite's and DeepSeek-V2's.
         for (num_local, hidden, inter) in [(64, 2048, 1408), (160, 5120, 1536)] {
-            let call =
-                |tokens| ExpertsCall { tokens, top_k: 6, num_ids: num_local, num_local, hidden, inter, quant: None };
+            let call = |tokens| ExpertsCall {
+                tokens,
+                top_k: 6,
+                num_ids: num_local,
+                num_local,
+                hidden,
+                inter,
+                quant: None,
+            };
             let form = |tokens| ExpertsForm::choose(&call(tokens), &hopper());
             assert_eq!(form(1), Some(ExpertsForm::OneLaunch));
             assert_eq!(form(6), Some(ExpertsForm::Stream));

@@ -12,7 +12,7 @@ const QUANT_STREAM_ROWS: usize = 7;
 /// From this many rows on cuBLAS is the fastest.
 const BLAS_ROWS: usize = 65;
 /// From this many rows on it is, although quantised weights become bf16 for it.
-const QUANT_BLAS_ROWS: usize = 256;
+const QUANT_BLAS_ROWS: usize = 512;
 /// Most bytes of these floats between the launches.
 const QUANT_BLAS_BYTES: usize = 256 << 20;
 /// From this many weight rows on, a product is a vocabulary projection.
@@ -90,15 +90,7 @@ impl Form for LinearForm {
     type Call = LinearCall;
 
     const ALL: &'static [Self] =
-        &[
-        Self::Blas,
-        Self::QuantBlas,
-        Self::Stream,
-        Self::Tensor,
-        Self::QuantAny,
-        Self::Any,
-        Self::Cpu,
-    ];
+        &[Self::Blas, Self::QuantBlas, Self::Stream, Self::Tensor, Self::QuantAny, Self::Any, Self::Cpu];
 
     fn name(self) -> &'static str {
         match self {

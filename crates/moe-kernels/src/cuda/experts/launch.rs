@@ -32,8 +32,14 @@ pub(super) struct Inputs {
 #[derive(Clone, Copy)]
 pub(super) enum Packs {
     /// bf16.
-    Floats { w13: In, w2: In },
-    Quantised { w13: QuantPack, w2: QuantPack },
+    Floats {
+        w13: In,
+        w2: In,
+    },
+    Quantised {
+        w13: QuantPack,
+        w2: QuantPack,
+    },
 }
 
 impl Packs {
