@@ -35,9 +35,11 @@ q() { "$program" "$@"; }
 short=(--max-new-tokens 8 --temperature 0)
 
 echo "-- before weights"
-cp -r "$fixtures/text" awq && sed -i '0,/{/s//{"quantization_config": {"quant_method": "awq"},/' awq/config.json
-rm -f awq/*.safetensors
-row "a quantised checkpoint is refused by its config" 1 awq q --model awq --prompt x
+cp -r "$fixtures/text" unread && rm -f unread/*.safetensors
+sed -i '0,/{/s//{"quantization_config": {"quant_method": "bitsandbytes"},/' unread/config.json
+row "a method of quantisation that is not read is refused by its config" 1 bitsandbytes q --model unread --prompt x
+cp -r unread headless && sed -i 's/"bitsandbytes"/"awq"/' headless/config.json
+row "so is a header without the number of bits" 1 quantization_config.bits q --model headless --prompt x
 cp -r "$fixtures/text" bare && rm -f bare/tokenizer.json bare/*.safetensors
 row "a missing tokenizer is named before weights" 1 tokenizer.json q --model bare --prompt x
 row "temperature" 2 temperature q --prompt x --temperature -1
@@ -220,14 +222,15 @@ row "devices" 0 cpu q list-devices
 if command -v python3 >/dev/null; then
   echo "-- the hub"
   unset "${!HF_@}"
-  cp -r "$fixtures/text" q4 && sed -i '0,/{/s//{"quantization_config": {"quant_method": "awq"},/' q4/config.json
-  python3 "$here/hub.py" org/tiny="$fixtures/text" org/sharded="$fixtures/sharded" org/q4=q4 --log asked --token hf_good >url &
+  cp "$fixtures/text/model.safetensors" unread/
+  python3 "$here/hub.py" org/tiny="$fixtures/text" org/sharded="$fixtures/sharded" org/unread=unread \
+    org/awq="$fixtures/quant-awq" --log asked --token hf_good >url &
   hub=$!
   until [ -s url ]; do sleep 0.1; done
   export HF_HOME="$work/hub" HF_ENDPOINT HF_TOKEN=hf_good
   HF_ENDPOINT=$(cat url)
   unasked() { ! grep -q 'storage\|safetensors' asked; }
-  row "a quantised model of the hub is refused" 1 awq q --model org/q4 --prompt x
+  row "a model of the hub with a method that is not read is refused" 1 bitsandbytes q --model org/unread --prompt x
   row "so is a wrong value" 2 temperature q --model org/tiny --prompt x --temperature -1
   row "and a model of no such name" 1 "there is no model org/none" q --model org/none --prompt x
   row "and a revision that there is not" 1 "has no revision" q --model org/tiny@v2 --prompt x
@@ -238,6 +241,8 @@ if command -v python3 >/dev/null; then
   row "and checks it" 0 "5 files are whole" q download org/sharded --check
   row "a download with a text" 0 "" q --model org/tiny --prompt the "${short[@]}"
   row "then inspect knows the weights" 0 "fits memory" q inspect org/tiny
+  row "a quantised model is downloaded" 0 "models--org--awq" q download org/awq
+  row "and its scheme is named" 0 "awq: int4 group 32 with zero points" q inspect org/awq
   if script --version >/dev/null 2>&1; then
     bars() { HF_HOME="$work/bars" script -qec "stty cols 90; '$program' download org/sharded" /dev/null; }
     row "at a terminal a download shows the whole" 0 "3 files" bars

@@ -111,9 +111,9 @@ def half_map(experts):
     return table, here.numel()
 
 
-def cases(token_counts):
+def cases(token_counts, shapes=SHAPES):
     """(name, case) over shapes and the situations that break kernels."""
-    for shape in SHAPES:
+    for shape in shapes:
         for tokens in token_counts:
             yield f"{shape} T={tokens}", Case(tokens, shape)
         tokens = token_counts[-1]

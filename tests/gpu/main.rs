@@ -20,6 +20,7 @@ mod mla;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod products;
+mod quant;
 mod ranks;
 mod route;
 mod rows;

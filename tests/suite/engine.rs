@@ -1,7 +1,7 @@
 //! The engine on whole models: what a request gets does not depend on how it is run.
 
 use candle_core::DType;
-use moe_engine::engine::{EngineConfig, FinishReason, Request};
+use moe_engine::engine::{EngineConfig, FinishReason, Request, SchedulingPolicy};
 use moe_tests::load;
 use proptest::prelude::*;
 
@@ -111,12 +111,16 @@ proptest! {
         spare in 0usize..12,
         enable_prefix_caching: bool,
         async_scheduling: bool,
+        longest_first: bool,
     ) {
         let model = load("narrow-experts", DType::BF16).unwrap();
-        let requests = requests(&model, &lengths, 9);
+        let mut requests = requests(&model, &lengths, 9);
+        requests.iter_mut().enumerate().for_each(|(i, request)| request.max_tokens = Some(9 - i * 3 % 7));
+        let scheduling_policy =
+            if longest_first { SchedulingPolicy::LongestFirst } else { SchedulingPolicy::Fcfs };
         let longest = lengths.iter().max().unwrap() + 8;
         let config = EngineConfig {
-            max_num_seqs, max_num_batched_tokens, enable_prefix_caching, async_scheduling,
+            max_num_seqs, max_num_batched_tokens, scheduling_policy, enable_prefix_caching, async_scheduling,
             ..kv_blocks(&model, longest.div_ceil(block_size) + spare, block_size)
         };
         let expected: Vec<Done> =

@@ -17,10 +17,10 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use clap::builder::UnknownArgumentValueParser;
-use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use model_runtime::{CpuIsa, MlaForm};
 use moe_engine::DeviceChoice;
-use moe_layer::MoePath;
+use moe_layer::{MoePath, SharedExpertsStream};
 
 use crate::parallel::ParallelArgs;
 use crate::session::Model;
@@ -147,6 +147,10 @@ pub struct RunArgs {
     /// every head) (default: absorbed; DeepSeek-V2 only).
     #[arg(long, value_name = "FORM", help_heading = "MoE")]
     pub mla: Option<MlaForm>,
+    /// Shared experts on a GPU: on (a second stream, beside the routed experts), off (after them) or auto (as slots of the
+    /// routed experts where kernels take them so, else a second stream where it pays).
+    #[arg(long, value_name = "WHERE", default_value = "auto", help_heading = "MoE")]
+    pub shared_experts_stream: SharedExpertsStream,
     /// Shows which kernels run for how many rows and why not faster ones: a table on stderr, or JSON in FILE.
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, help_heading = "MoE")]
     pub explain_backends: Option<Option<PathBuf>>,
@@ -258,6 +262,15 @@ pub struct AnswerArgs {
     pub run: RunArgs,
 }
 
+/// In which order waiting requests start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SchedulingPolicy {
+    /// First come, first served.
+    Fcfs,
+    /// Those with the largest max_tokens first, so that no long one is left to run alone at the end.
+    LongestFirst,
+}
+
 /// Scheduler and KV cache; names are vLLM's.
 #[derive(Args, Debug, Clone)]
 pub struct EngineArgs {
@@ -268,6 +281,9 @@ pub struct EngineArgs {
     /// GPU 8192).
     #[arg(long, help_heading = "Engine")]
     pub max_num_batched_tokens: Option<usize>,
+    /// Which waiting request starts next; tokens on the CPU do not depend on it (default: fcfs; batch: longest-first).
+    #[arg(long, value_enum, help_heading = "Engine")]
+    pub scheduling_policy: Option<SchedulingPolicy>,
     /// Longest sequence, prompt and output, which the KV cache must hold (default: the model's context,
     /// or as much of it as the KV cache holds).
     #[arg(long, help_heading = "Engine")]
@@ -338,6 +354,9 @@ pub struct BenchArgs {
     /// Sequences of the workload that run at once, at most (default: 64, on a GPU 256).
     #[arg(long, value_name = "N", requires = "workload")]
     pub max_num_seqs: Option<usize>,
+    /// Which waiting request of the workload starts next.
+    #[arg(long, value_enum, requires = "workload", default_value = "longest-first")]
+    pub scheduling_policy: SchedulingPolicy,
     /// Memory of the KV cache of each rank in a run of a workload, such as 512MiB or 4GiB (default: 4GiB, all ranks
     /// together at most half of what is free; on a GPU nine tenths of what is free there).
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, requires = "workload")]

@@ -8,11 +8,11 @@ use anyhow::{Context, Result, bail, ensure};
 use model_runtime::config::limits;
 use model_runtime::{Config, Exec, SamplingParams};
 use moe_engine::chat::{self, ChatError, ChatFiles, ChatTemplate};
-use moe_engine::engine::{EngineConfig, ExpertCounts, Request};
+use moe_engine::engine::{EngineConfig, ExpertCounts, Request, SchedulingPolicy};
 use moe_engine::{Session, usage};
 use serde_json::{Map, Value};
 
-use crate::cli::{EngineArgs, SamplingArgs, TemplateArgs};
+use crate::cli::{self, EngineArgs, SamplingArgs, TemplateArgs};
 
 /// Tokens that `generate` makes where nothing says how many.
 const MAX_NEW_TOKENS: usize = 128;
@@ -23,6 +23,7 @@ pub fn engine_config(args: &EngineArgs, ex: &Exec) -> EngineConfig {
     EngineConfig {
         max_num_seqs: args.max_num_seqs.unwrap_or(default.max_num_seqs),
         max_num_batched_tokens: args.max_num_batched_tokens.unwrap_or(default.max_num_batched_tokens),
+        scheduling_policy: args.scheduling_policy.map_or(default.scheduling_policy, Into::into),
         max_model_len: args.max_model_len,
         block_size: args.block_size,
         kv_cache_memory: args.kv_cache_memory,
@@ -32,6 +33,15 @@ pub fn engine_config(args: &EngineArgs, ex: &Exec) -> EngineConfig {
         expert_heat: args.expert_heat.clone(),
         force_balance: args.force_balance.then_some(0),
         ..default
+    }
+}
+
+impl From<cli::SchedulingPolicy> for SchedulingPolicy {
+    fn from(policy: cli::SchedulingPolicy) -> Self {
+        match policy {
+            cli::SchedulingPolicy::Fcfs => Self::Fcfs,
+            cli::SchedulingPolicy::LongestFirst => Self::LongestFirst,
+        }
     }
 }
 

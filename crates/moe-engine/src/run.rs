@@ -131,13 +131,15 @@ impl Run {
         let config = F::config(raw)?;
         let dtype = self.config.dtype.map_or_else(|| raw.dtype(), |dtype| Ok(Some(dtype)))?;
         let dtype = dtype.unwrap_or(DType::F32);
-        // Packed experts: one tensor is generated for each pack, at full speed.
-        let specs = F::layout(&config, &Geometry::default(), &|_| true)?.tensors;
-        if raw.quantisation()?.is_some() {
-            warn!("random weights are floats: the config's quantisation is not used");
-        }
-        let tensors = |slices: Vec<TensorSlice>| RankView::new(DummyWeights::new(specs.clone(), 0), slices);
-        let (ranks, backend) = self.load_ranks::<F>(&config, &|_| true, &tensors, dtype)?;
+        let quantisation = raw.quantisation()?;
+        // Packed experts: one tensor is generated for each pack, at full speed. Quantised ones are matrices.
+        let has = |name: &str| quantisation.is_none() || name.ends_with(".weight");
+        let specs = F::layout(&config, &Geometry::default(), &has)?.tensors;
+        let tensors = |slices: Vec<TensorSlice>| {
+            let weights = DummyWeights::new(specs.clone(), 0).with_quantisation(quantisation.clone());
+            RankView::new(weights, slices)
+        };
+        let (ranks, backend) = self.load_ranks::<F>(&config, &has, &tensors, dtype)?;
         Ok(Part { ranks, checkpoint: None, tokenizer: None, backend })
     }
 

@@ -9,26 +9,6 @@ use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme};
 
 use moe_kernels::plan::{Reason, Target, activation_kind};
 
-/// Which weights a backend reads.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum WeightKinds {
-    /// Those in the activations' dtype.
-    Floats,
-    /// These, int4 and int8 of any group, with or without zero points and act-order, and FP8.
-    FloatsAndQuantised,
-}
-
-impl WeightKinds {
-    fn has(self, scheme: QuantScheme) -> bool {
-        match (self, scheme) {
-            (_, QuantScheme::None) => true,
-            (Self::Floats, _) => false,
-            (Self::FloatsAndQuantised, QuantScheme::Int { bits, .. }) => matches!(bits, 4 | 8),
-            (Self::FloatsAndQuantised, QuantScheme::Fp8 { .. }) => true,
-        }
-    }
-}
-
 /// One row of the oracle's table.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Capability {
@@ -36,7 +16,8 @@ pub(crate) struct Capability {
     /// Names as [`activation_kind`] gives them.
     pub activations: &'static [&'static str],
     pub bias: bool,
-    pub weights: WeightKinds,
+    /// Whether it reads int4 and int8 of any group, with or without zero points and act-order, and FP8, beside floats.
+    pub quantised: bool,
     pub dtypes: &'static [DType],
     /// Whether experts may be split along their intermediate size.
     pub tensor_parallel: bool,
@@ -63,7 +44,7 @@ impl Capability {
         if spec.has_bias && !self.bias {
             return Err(Reason::Bias);
         }
-        if !self.weights.has(spec.quant) {
+        if !self.reads(spec.quant) {
             return Err(Reason::Quant { got: spec.quant });
         }
         if !self.dtypes.contains(&spec.dtype) {
@@ -71,6 +52,14 @@ impl Capability {
             return Err(Reason::Dtype { got: spec.dtype.as_str(), accepted });
         }
         Ok(())
+    }
+
+    fn reads(&self, scheme: QuantScheme) -> bool {
+        match scheme {
+            QuantScheme::None => true,
+            QuantScheme::Int { bits, .. } => self.quantised && matches!(bits, 4 | 8),
+            QuantScheme::Fp8 { .. } => self.quantised,
+        }
     }
 
     fn check_layout(&self, spec: &ExpertsSpec) -> Result<(), Reason> {
@@ -107,7 +96,7 @@ mod tests {
         target: Target::Cuda { min: (9, 0) },
         activations: &["swiglu"],
         bias: false,
-        weights: WeightKinds::Floats,
+        quantised: false,
         dtypes: &[DType::BF16],
         tensor_parallel: false,
         hidden_multiple_of: 64,
@@ -182,7 +171,7 @@ mod tests {
         let fp8 = QuantScheme::Fp8 { scales: Fp8Scales::Tensor };
         let int =
             |bits| QuantScheme::Int { bits, group: QuantGroup::Size(32), zero_point: true, act_order: true };
-        let both = Capability { weights: WeightKinds::FloatsAndQuantised, ..PICKY };
+        let both = Capability { quantised: true, ..PICKY };
         for quant in [fp8, int(4), int(8)] {
             let spec = ExpertsSpec { quant, ..fitting() };
             assert_eq!(PICKY.check(&spec), Err(Reason::Quant { got: quant }));

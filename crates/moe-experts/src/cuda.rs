@@ -4,11 +4,13 @@ use candle_core::{DType, Result, bail};
 use moe_kernels::cuda::{ExpertLists, FusedExperts, fused_experts_into};
 use moe_kernels::{ActivationFormat, Dims, Dispatched, Exec, ViewMut, WeightAndReduce, fill_into};
 
+use moe_kernels::plan::QuantWeights;
+
 use crate::experts::{Experts, Reservation};
 use crate::oracle::Backend;
 use crate::weights::{ExpertWeights, ExpertsShape};
 
-/// bf16 SwiGLU experts on CUDA: few rows per expert by streaming the weights, many by grouped products on tensor cores.
+/// SwiGLU experts on CUDA with bf16 activations, their weights bf16 or quantised: few rows per expert by streaming the weights, many by grouped products on tensor cores.
 /// `out` is [T', H] f32, weighted and reduced.
 ///
 /// They take token rows [T', H] with ids and weights: in the Standard format, or in the Listed format, which saves
@@ -20,7 +22,7 @@ pub struct CudaFusedExperts {
 }
 
 impl CudaFusedExperts {
-    /// Experts with these weights, which must be bf16 on a CUDA device, without biases.
+    /// Experts with these weights, which must be for bf16 activations on a CUDA device, without biases.
     pub fn new(weights: ExpertWeights) -> Result<Self> {
         Self::of(Backend::CudaFused, weights)
     }
@@ -67,6 +69,10 @@ impl Experts for CudaFusedExperts {
         self.weights.shape()
     }
 
+    fn quantisation(&self) -> Option<[QuantWeights; 2]> {
+        self.weights.quantisation()
+    }
+
     fn weight_and_reduce(&self) -> WeightAndReduce {
         WeightAndReduce::NoOp
     }
@@ -94,8 +100,8 @@ impl Experts for CudaFusedExperts {
         let (w13, w2) = (self.weights.w13().read()?, self.weights.w2().read()?);
         let args = FusedExperts {
             x: dispatched.rows.view(),
-            w13: w13.view()?.rows(name)?,
-            w2: w2.view()?.rows(name)?,
+            w13: w13.view()?,
+            w2: w2.view()?,
             topk_ids: dispatched.topk_ids()?,
             topk_weights: dispatched.topk_weights()?,
             expert_map: dispatched.expert_map,

@@ -4,7 +4,7 @@
 //! inside the launch. The families have different traits, so that neither can take the other's place.
 
 use candle_core::{DType, Result, bail};
-use moe_kernels::plan::{Machine, MonolithicCall, Reason};
+use moe_kernels::plan::{Machine, MonolithicCall, QuantWeights, Reason};
 use moe_kernels::{
     ActivationFormat, Dims, Dispatched, Exec, Gate, MonolithicIo, View, ViewMut, WeightAndReduce, Workspace,
 };
@@ -45,6 +45,11 @@ pub trait Experts: Send + Sync {
     /// Rows of an expert's block that these experts were built for. Batched experts say it, so that a
     /// layer can check that prepare does not fill more; `None` in the other formats.
     fn max_rows(&self) -> Option<usize> {
+        None
+    }
+
+    /// How w13 and w2 are held, as the choice of kernels sees it; `None`: in floats.
+    fn quantisation(&self) -> Option<[QuantWeights; 2]> {
         None
     }
 

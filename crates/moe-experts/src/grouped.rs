@@ -7,6 +7,7 @@
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use moe_kernels::plan::QuantWeights;
 use moe_kernels::{
     Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, Segment, TensorView, View, ViewMut,
     group_token_slots_into, grouped_down_into, grouped_down_segment_into, grouped_gate_up_into,
@@ -174,6 +175,10 @@ impl Experts for GroupedExperts {
 
     fn shape(&self) -> ExpertsShape {
         self.weights.shape()
+    }
+
+    fn quantisation(&self) -> Option<[QuantWeights; 2]> {
+        self.weights.quantisation()
     }
 
     fn max_rows(&self) -> Option<usize> {

@@ -9,14 +9,13 @@ use crate::experts::MonolithicExperts;
 use crate::oracle::{Backend, CUDA_FUSED};
 use crate::weights::{ExpertWeights, ExpertsShape};
 
-/// What these kernels compute: bf16 SwiGLU experts on Hopper, whole or cut along their intermediate size.
+/// What these kernels compute: SwiGLU experts on Hopper with bf16 activations, whole or cut along their intermediate size.
 const CAPABILITY: Capability = Capability { target: Target::HOPPER, tensor_parallel: true, ..CUDA_FUSED };
 
 /// One of the monolithic kernels over the packed weights of a layer.
 #[derive(Clone, Debug)]
 pub struct MonolithicKernels {
     form: MonolithicForm,
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // Only CUDA builds launch.
     weights: ExpertWeights,
     shape: ExpertsShape,
     unsupported: Option<Reason>,
@@ -45,7 +44,7 @@ impl MonolithicKernels {
 
 impl MonolithicExperts for MonolithicKernels {
     fn name(&self) -> &str {
-        self.form.name()
+        self.form.name_of(self.weights.quantisation().is_some())
     }
 
     fn shape(&self) -> ExpertsShape {
@@ -69,8 +68,7 @@ impl MonolithicExperts for MonolithicKernels {
     ) -> Result<()> {
         use moe_kernels::cuda::{MonolithicExperts as Args, monolithic_experts_into};
         let (w13, w2) = (self.weights.w13().read()?, self.weights.w2().read()?);
-        let args =
-            Args { gate, w13: w13.view()?.rows(self.name())?, w2: w2.view()?.rows(self.name())?, expert_map };
+        let args = Args { gate, w13: w13.view()?, w2: w2.view()?, expert_map };
         monolithic_experts_into(self.form, &args, io, ex)
     }
 

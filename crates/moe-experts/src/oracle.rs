@@ -9,7 +9,7 @@ use candle_core::DType;
 use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme};
 use serde::Serialize;
 
-use crate::capability::{Capability, WeightKinds};
+use crate::capability::Capability;
 use moe_kernels::plan::{Reason, Target};
 
 /// An implementation of the fused experts.
@@ -22,7 +22,7 @@ pub enum Backend {
     CudaFused,
     /// The same over rows whose slots arrive listed by expert (Listed format).
     CudaFusedListed,
-    /// Grouped products on a CUDA device over token rows, of any dtype and size (Standard and Listed formats).
+    /// Grouped products on a CUDA device over token rows, of any dtype, scheme and size (Standard and Listed formats).
     Cuda,
     /// The same products over one row block per expert (BatchedExperts format).
     CudaBatched,
@@ -40,7 +40,7 @@ const CPU: Capability = Capability {
     target: Target::Cpu,
     activations: &["swiglu", "swiglu_oai", "gelu", "gelu_tanh"],
     bias: true,
-    weights: WeightKinds::FloatsAndQuantised,
+    quantised: true,
     dtypes: &[DType::F32, DType::BF16, DType::F16],
     tensor_parallel: false,
     hidden_multiple_of: 1,
@@ -52,7 +52,7 @@ const CPU: Capability = Capability {
 
 /// What the CPU backends run, CUDA runs too. Which kernel takes a row depends on the number of rows, unless the context
 /// asks for batch invariance.
-const CUDA: Capability = Capability { target: Target::GPU, weights: WeightKinds::Floats, ..CPU };
+const CUDA: Capability = Capability { target: Target::GPU, ..CPU };
 
 /// 16-byte loads of rows that are padded to no bank conflict want multiples of 64.
 pub(crate) const CUDA_FUSED: Capability = Capability {

@@ -188,7 +188,7 @@ fn the_table() {
             "cuda_fused; cuda_fused_listed (activation_format), cuda (lower_priority), \
              cuda_batched (activation_format), cpu (device), cpu_batched (device)",
         ),
-        // Quantised weights: read on the CPU, emulated on CUDA.
+        // Quantised weights.
         (INT4, None, INT4_ON_CPU),
         (|s| s.quant = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } }, None, INT4_ON_CPU),
         (
@@ -206,14 +206,24 @@ fn the_table() {
         (
             |s| (INT4(s), ON_CUDA(s)).0,
             None,
-            "emulation; cuda_fused (quant), cuda_fused_listed (quant), cuda (quant), cuda_batched (quant), \
-             cpu (device), cpu_batched (device)",
+            "cuda_fused; cuda_fused_listed (activation_format), cuda (lower_priority), \
+             cuda_batched (activation_format), cpu (device), cpu_batched (device), emulation (lower_priority)",
         ),
         (
-            |s| (INT4(s), ON_CUDA(s)).0,
+            |s| (INT4(s), ON_CUDA(s), s.dtype = DType::F32).0,
+            None,
+            "cuda; cuda_fused (dtype), cuda_fused_listed (dtype), cuda_batched (activation_format), cpu (device), \
+             cpu_batched (device), emulation (lower_priority)",
+        ),
+        (
+            |s| {
+                ON_CUDA(s);
+                let group = QuantGroup::Size(128);
+                s.quant = QuantScheme::Int { bits: 3, group, zero_point: false, act_order: false };
+            },
             Some("cuda_fused"),
             "the MoE backend that was asked for does not fit: cuda_fused: does not read weights of quantisation \
-             scheme int4 group 128; use auto or another backend",
+             scheme int3 group 128; use auto or another backend",
         ),
         (
             |_| (),

@@ -1,6 +1,7 @@
 //! Packed weights of the experts that live on this rank.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
+use moe_kernels::plan::QuantWeights;
 use moe_kernels::{Activation, ActivationFormat, CpuIsa, ExpertsSpec, QuantScheme, RoutingMethod, Weight};
 
 /// Sizes and dtype of a set of local experts.
@@ -25,7 +26,7 @@ pub struct ExpertsShape {
 /// | `w13_bias` | [E_local, 2I] | optional |
 /// | `w2_bias` | [E_local, H] | optional |
 ///
-/// All are contiguous, of one dtype (f32, bf16, f16) and on one device; or both packs are quantised, on the CPU. Cloning
+/// All are contiguous, of one dtype (f32, bf16, f16) and on one device; or both packs are quantised. Cloning
 /// shares the data.
 #[derive(Clone, Debug)]
 pub struct ExpertWeights {
@@ -118,6 +119,11 @@ impl ExpertWeights {
             return Ok(Self { scheme: QuantScheme::None, ..self });
         }
         Self::new(self.w13.to_tensor()?, self.w2.to_tensor()?, self.w13_bias, self.w2_bias)
+    }
+
+    /// How w13 and w2 are held, as the choice of kernels sees it; `None`: in floats.
+    pub fn quantisation(&self) -> Option<[QuantWeights; 2]> {
+        Some([self.w13.quantisation()?, self.w2.quantisation()?])
     }
 
     /// How the checkpoint holds the weights.

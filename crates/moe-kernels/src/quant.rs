@@ -7,6 +7,7 @@ mod columns;
 mod matrix;
 mod packing;
 mod source;
+mod tiles;
 
 use std::ops::Range;
 
@@ -14,10 +15,14 @@ use candle_core::Result;
 
 use crate::QuantScheme;
 pub(crate) use columns::{BLOCK, Block, Columns, STEP};
+#[cfg(feature = "cuda")]
+pub(crate) use matrix::check_matrices;
 pub(crate) use matrix::middle;
 pub use matrix::{QuantMatrix, QuantUse};
 pub(crate) use packing::ScalesView;
 pub use source::{Opened, QuantPart, QuantSource};
+#[cfg(feature = "cuda")]
+pub(crate) use tiles::{PackedScales, TILE_ROWS, TileRow, TileScratch, Tiles};
 
 /// Rows of a quantised matrix in their logical form, after a format's packing, interleaving and sorting are undone.
 ///

@@ -16,9 +16,12 @@ use serde::Serialize;
 use crate::buffer::Buffer;
 use crate::cpu::panel::{pack_panel, unpack_row};
 use crate::cpu::simd::{LANES, Lanes};
+#[cfg(feature = "cuda")]
+use crate::cuda::quant::DevicePack;
 use crate::door::Shaped;
 use crate::element::Float;
 use crate::exec::CpuIsa;
+use crate::plan::QuantWeights;
 use crate::quant::{QuantMatrix, QuantUse};
 use crate::scheme::QuantScheme;
 use crate::tensor::TensorView;
@@ -64,14 +67,67 @@ enum Held {
     Quantised(Quantised),
 }
 
-/// Packed integers or FP8, on the CPU.
+/// Packed integers or FP8.
 #[derive(Clone, Debug)]
 struct Quantised {
-    matrix: Arc<QuantMatrix>,
+    pack: Pack,
     /// [N, K] or [E, N, K].
     dims: Vec<usize>,
     /// That of the activations that it is multiplied with.
     dtype: DType,
+}
+
+/// Matrices in the order of a machine's kernels.
+#[derive(Clone, Debug)]
+enum Pack {
+    Cpu(Arc<QuantMatrix>),
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<DevicePack>),
+}
+
+impl Pack {
+    fn dims(&self) -> [usize; 3] {
+        match self {
+            Self::Cpu(matrix) => matrix.dims(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pack) => pack.dims(),
+        }
+    }
+
+    fn usage(&self) -> QuantUse {
+        match self {
+            Self::Cpu(matrix) => matrix.usage(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pack) => pack.usage(),
+        }
+    }
+
+    fn scheme(&self) -> QuantScheme {
+        match self {
+            Self::Cpu(matrix) => matrix.scheme(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pack) => pack.scheme(),
+        }
+    }
+
+    fn weights(&self) -> QuantWeights {
+        match self {
+            Self::Cpu(matrix) => {
+                let gate_up = matrix.usage() == QuantUse::GateUp;
+                QuantWeights { scheme: matrix.scheme(), scales: matrix.scale_dtype(), gate_up }
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pack) => pack.weights(),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Cpu(matrix) => matrix.bytes(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pack) => pack.bytes(),
+        }
+    }
 }
 
 impl Weight {
@@ -92,13 +148,23 @@ impl Weight {
     /// # Errors
     /// Another dtype.
     pub fn of_quantised(matrix: QuantMatrix, dtype: DType) -> Result<Self> {
+        Self::of_pack(Pack::Cpu(Arc::new(matrix)), dtype)
+    }
+
+    /// The same on a device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn of_device_pack(pack: DevicePack, dtype: DType) -> Result<Self> {
+        Self::of_pack(Pack::Cuda(Arc::new(pack)), dtype)
+    }
+
+    fn of_pack(pack: Pack, dtype: DType) -> Result<Self> {
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
             bail!("a quantised weight: expected activations in f32, bf16 or f16, got {}", dtype.as_str())
         }
-        let [experts, n, k] = matrix.dims();
-        let is_pack = experts != 1 || matrix.usage() == QuantUse::GateUp;
+        let [experts, n, k] = pack.dims();
+        let is_pack = experts != 1 || pack.usage() == QuantUse::GateUp;
         let dims = if is_pack { vec![experts, n, k] } else { vec![n, k] };
-        Ok(Self(Held::Quantised(Quantised { matrix: Arc::new(matrix), dims, dtype })))
+        Ok(Self(Held::Quantised(Quantised { pack, dims, dtype })))
     }
 
     /// A matrix [N, K] as a pack of one expert, [1, N, K]; a pack stays as it is.
@@ -162,11 +228,15 @@ impl Weight {
     pub fn device(&self) -> &Device {
         match &self.0 {
             Held::Values(values, _) => values.device(),
-            Held::Quantised(_) => &Device::Cpu,
+            Held::Quantised(q) => match &q.pack {
+                Pack::Cpu(_) => &Device::Cpu,
+                #[cfg(feature = "cuda")]
+                Pack::Cuda(pack) => pack.device(),
+            },
         }
     }
 
-    /// How it lies there; a quantised weight lies in panels of 16 rows of its own.
+    /// How it lies there; a quantised weight lies in an order of its own.
     pub fn order(&self) -> WeightOrder {
         match &self.0 {
             Held::Values(_, order) => *order,
@@ -178,7 +248,15 @@ impl Weight {
     pub fn scheme(&self) -> QuantScheme {
         match &self.0 {
             Held::Values(..) => QuantScheme::None,
-            Held::Quantised(q) => q.matrix.scheme(),
+            Held::Quantised(q) => q.pack.scheme(),
+        }
+    }
+
+    /// The same as the choice of kernels sees it; `None`: floats.
+    pub fn quantisation(&self) -> Option<QuantWeights> {
+        match &self.0 {
+            Held::Values(..) => None,
+            Held::Quantised(q) => Some(q.pack.weights()),
         }
     }
 
@@ -186,7 +264,7 @@ impl Weight {
     pub fn bytes(&self) -> usize {
         match &self.0 {
             Held::Values(values, _) => values.elem_count() * values.dtype().size_in_bytes(),
-            Held::Quantised(q) => q.matrix.bytes(),
+            Held::Quantised(q) => q.pack.bytes(),
         }
     }
 
@@ -202,6 +280,10 @@ impl Weight {
     pub fn to_tensor(&self) -> Result<Tensor> {
         let (mut rows, k) = match &self.0 {
             Held::Values(values, WeightOrder::Rows) => return Ok(values.clone()),
+            #[cfg(feature = "cuda")]
+            Held::Quantised(Quantised { pack: Pack::Cuda(pack), dims, dtype }) => {
+                return pack.to_tensor(*dtype)?.reshape(dims.as_slice());
+            }
             _ => (Buffer::zeros(self.dtype(), self.dims())?, self.k()),
         };
         with_float!(self.dtype(), "unpacking a weight", T => {
@@ -214,9 +296,10 @@ impl Weight {
                     rows.for_each(|(row, out)| panel_row(panels, k, row, out));
                 }
                 Held::Quantised(q) => {
-                    let (n, mut wide) = (q.matrix.dims()[1].max(1), vec![0.0; k]);
+                    let matrix = QuantView::new(q).matrix("unpacking a weight")?;
+                    let (n, mut wide) = (matrix.dims()[1].max(1), vec![0.0; k]);
                     for (row, out) in rows {
-                        q.matrix.dequantise_into(row / n, row % n..row % n + 1, &mut wide)?;
+                        matrix.dequantise_into(row / n, row % n..row % n + 1, &mut wide)?;
                         out.iter_mut().zip(&wide).for_each(|(out, x)| *out = T::narrow(*x));
                     }
                 }
@@ -260,7 +343,7 @@ impl WeightGuard<'_> {
         Ok(match &self.0 {
             Guarded::Values(values, WeightOrder::Rows) => WeightView::Rows(values.view()?),
             Guarded::Values(values, WeightOrder::Panels) => WeightView::Panels(PanelsView(values.view()?)),
-            Guarded::Quantised(q) => WeightView::Quantised(QuantView(q)),
+            Guarded::Quantised(q) => WeightView::Quantised(QuantView::new(q)),
         })
     }
 }
@@ -282,12 +365,47 @@ pub struct PanelsView<'a>(View<'a>);
 
 /// A quantised weight: made by [`Weight::of_quantised`] alone.
 #[derive(Clone, Copy, Debug)]
-pub struct QuantView<'a>(&'a Quantised);
+pub struct QuantView<'a> {
+    weight: &'a Quantised,
+    /// [N, K] or [E, N, K].
+    dims: &'a [usize],
+}
 
 impl<'a> QuantView<'a> {
-    /// The packed matrices.
-    pub(crate) fn matrix(self) -> &'a QuantMatrix {
-        &self.0.matrix
+    fn new(weight: &'a Quantised) -> Self {
+        Self { weight, dims: &weight.dims }
+    }
+
+    /// How it is quantised.
+    pub fn scheme(self) -> QuantScheme {
+        self.weight.pack.scheme()
+    }
+
+    /// The matrices as the CPU packs them.
+    ///
+    /// # Errors
+    /// A weight on a device.
+    #[cfg_attr(not(feature = "cuda"), allow(clippy::unnecessary_wraps))]
+    pub(crate) fn matrix(self, op: &str) -> Result<&'a QuantMatrix> {
+        match &self.weight.pack {
+            Pack::Cpu(matrix) => Ok(matrix),
+            #[cfg(feature = "cuda")]
+            Pack::Cuda(pack) => {
+                bail!("{op}: expected quantised weights on the CPU, got {:?}", pack.device().location())
+            }
+        }
+    }
+
+    /// The matrices on a device.
+    ///
+    /// # Errors
+    /// A weight on the CPU.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn device_pack(self, op: &str) -> Result<&'a DevicePack> {
+        match &self.weight.pack {
+            Pack::Cuda(pack) => Ok(pack),
+            Pack::Cpu(_) => bail!("{op}: expected quantised weights on a CUDA device, got some on the CPU"),
+        }
     }
 }
 
@@ -307,8 +425,20 @@ impl<'a> WeightView<'a> {
             Self::Rows(view) => Ok(*view),
             Self::Panels(_) => bail!("{op}: expected a weight in rows, got one in panels of 16 rows"),
             Self::Quantised(q) => {
-                bail!("{op}: expected a weight of floats in rows, got {}", q.matrix().scheme())
+                bail!("{op}: expected a weight of floats in rows, got {}", q.scheme())
             }
+        }
+    }
+
+    /// The matrix [N, K] of a pack of one, [1, N, K].
+    ///
+    /// # Errors
+    /// A pack of several; panels.
+    pub fn only_matrix(&self, op: &str) -> Result<Self> {
+        match (self, self.dims()) {
+            (Self::Quantised(q), &[1, _, _]) => Ok(Self::Quantised(QuantView { dims: &q.dims[1..], ..*q })),
+            (Self::Rows(view), &[1, n, k]) => Ok(Self::Rows(view.reshape(&[n, k])?)),
+            (_, dims) => bail!("{op}: expected a pack [1, N, K] in rows or quantised, got {dims:?}"),
         }
     }
 
@@ -316,7 +446,7 @@ impl<'a> WeightView<'a> {
     pub fn dims(&self) -> &[usize] {
         match self {
             Self::Rows(view) | Self::Panels(PanelsView(view)) => view.dims(),
-            Self::Quantised(QuantView(q)) => &q.dims,
+            Self::Quantised(q) => q.dims,
         }
     }
 
@@ -324,7 +454,7 @@ impl<'a> WeightView<'a> {
     pub fn dtype(&self) -> DType {
         match self {
             Self::Rows(view) | Self::Panels(PanelsView(view)) => view.dtype(),
-            Self::Quantised(QuantView(q)) => q.dtype,
+            Self::Quantised(q) => q.weight.dtype,
         }
     }
 

@@ -169,8 +169,8 @@ pub(crate) fn load_part(
     Ok((layout, weights))
 }
 
-/// The same of a checkpoint with quantised modules: packed as they are where a backend of this device reads them, else as
-/// the floats that they mean.
+/// The same of a checkpoint with quantised modules: packed as they are, or where emulation is asked for as the floats that
+/// they mean.
 fn load_quantised(
     options: &BlockOptions,
     context: &BlockContext,
@@ -190,11 +190,11 @@ fn load_quantised(
     };
     let scheme = source.scheme(first)?;
     let emulates = options.backend.as_deref() == Some(Backend::Emulation.name());
-    if !experts.device().is_cpu() || emulates {
+    if emulates {
         return Ok(ExpertWeights::load(spec, experts)?.emulating(scheme));
     }
     let segments = geometry.expert_intermediate(options.intermediate_size)?.local_segments.len();
-    let (dtype, ex) = (experts.dtype(), Exec::cpu());
+    let (dtype, ex) = (experts.dtype(), Exec::on(experts.device())?);
     let w13 = Weight::quantised(source, &gate_up, QuantUse::GateUp, dtype, &ex)?;
     let w2 = match &w13 {
         Opened::Packed(_) => {

@@ -134,15 +134,19 @@ impl GatedMlp {
     pub fn stages(&self, rows: usize, machine: &Machine) -> Vec<Stage> {
         let rows = rows.min(ROWS_AT_ONCE);
         let (width, hidden, dtype) = (self.intermediate_size(), self.hidden_size(), self.dtype());
-        let call = |n, k| LinearCall { rows, n, k, dtype, bias: false, aligned: true };
+        let call = |n, k, w: &Weight| {
+            let quant = w.quantisation();
+            LinearCall { rows, n, k, dtype, quant, bias: false, aligned: true }
+        };
         let plain = |computes, kernel: &str| Stage { computes, kernel: kernel.into(), rejected: Vec::new() };
         if machine.gpu.is_none() {
             return vec![plain(&["gate, up, activation"], "grouped products"), plain(&["down"], "cpu")];
         }
+        let down = LinearForm::stage(&["down"], &call(hidden, width, &self.w2), machine);
         vec![
-            LinearForm::stage(&["gate, up"], &call(2 * width, hidden), machine),
+            LinearForm::stage(&["gate, up"], &call(2 * width, hidden, &self.w13), machine),
             plain(&["activation"], "gated_rows"),
-            LinearForm::stage(&["down"], &call(hidden, width), machine),
+            down,
         ]
     }
 
@@ -154,6 +158,27 @@ impl GatedMlp {
             None => linear_row_parallel_into(activated.view(), w2.view()?, None, out, ex),
             Some(ranks) => ranks.linear_into(activated.view(), w2.view()?, None, out, ex),
         }
+    }
+
+    /// The first half of [`forward_into`](Self::forward_into) on CUDA: what this rank's part of the weights gives, [T, H].
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes.
+    pub(crate) fn part_into(&self, x: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        let activated = self.activated(x, ex)?;
+        let w2 = self.w2.read()?;
+        match &self.ranks {
+            None => linear_row_parallel_into(activated.view(), w2.view()?, None, out, ex),
+            Some(ranks) => ranks.part_into(activated.view(), w2.view()?, None, out, ex),
+        }
+    }
+
+    /// The second half: adds the ranks' parts up.
+    ///
+    /// # Errors
+    /// Ranks that disagree, or died.
+    pub(crate) fn add_parts(&self, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.add_parts(out, ex))
     }
 
     /// `acc` [T, H] (the weights' dtype or f32) += MLP(`x` [T, H], the weights' dtype), whose result stays in f32.
@@ -183,7 +208,7 @@ impl GatedMlp {
             grouped_gate_up_into(x, &groups, w13.view()?, None, self.activation, out, ex)?;
             return Ok(activated);
         }
-        let w13 = w13.view()?.rows("gated MLP")?.reshape(&[2 * width, self.hidden_size()])?;
+        let w13 = w13.view()?.only_matrix("gated MLP")?;
         let mut sums = ex.scratch(DType::F32, &[rows.min(ROWS_AT_ONCE), 2 * width])?;
         for first in (0..rows).step_by(ROWS_AT_ONCE) {
             let count = ROWS_AT_ONCE.min(rows - first);

@@ -10,8 +10,8 @@ use tracing::warn;
 use crate::context::BlockContext;
 
 /// Loads the weight of a product, [rows of all modules, columns]. `modules` are names with their rows, which lie under each
-/// other. On the CPU a matrix that the checkpoint holds quantised stays so; elsewhere, and where kernels do not read
-/// the modules together, it is loaded as the floats that it means.
+/// other. A matrix that the checkpoint holds quantised stays so; where kernels do not read the modules together, it is
+/// loaded as the floats that it means.
 ///
 /// # Errors
 /// A missing tensor, or one of another shape, by name; quantised tensors that are not what the header says.
@@ -23,13 +23,14 @@ pub fn load_weight<S: AsRef<str>>(
     context: &BlockContext,
 ) -> Result<Weight> {
     let rows: usize = modules.iter().map(|(_, rows)| rows).sum();
-    if let Some(source) = context.quant.as_ref().filter(|_| vb.device().is_cpu()) {
+    if let Some(source) = &context.quant {
         let prefix = vb.prefix();
         let name = |name: &str| {
             [prefix.as_str(), name].into_iter().filter(|p| !p.is_empty()).collect::<Vec<_>>().join(".")
         };
         let names = modules.iter().map(|(module, _)| name(module.as_ref())).collect();
-        match Weight::quantised(source.as_ref(), &[names], usage, vb.dtype(), &Exec::cpu())? {
+        let ex = Exec::on(vb.device())?;
+        match Weight::quantised(source.as_ref(), &[names], usage, vb.dtype(), &ex)? {
             Opened::Packed(weight) if weight.dims().ends_with(&[rows, columns]) => return Ok(weight),
             Opened::Packed(weight) => {
                 bail!("{prefix}: expected a quantised matrix [{rows}, {columns}], got {:?}", weight.dims())

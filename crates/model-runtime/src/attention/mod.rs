@@ -314,7 +314,7 @@ fn linear_call(rows: usize, weight: &Weight, bias: bool) -> LinearCall {
         [n, k] => (n, k),
         _ => (0, 0),
     };
-    LinearCall { rows, n, k, dtype: weight.dtype(), bias, aligned: true }
+    LinearCall { rows, n, k, dtype: weight.dtype(), quant: weight.quantisation(), bias, aligned: true }
 }
 
 /// An optional tensor under its read guard.

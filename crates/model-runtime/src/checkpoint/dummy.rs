@@ -5,18 +5,22 @@
 //! of its bits through a table of normal quantiles, which costs about a nanosecond an element.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
-use moe_kernels::{Float, with_float};
+use moe_kernels::quant::QuantPart;
+use moe_kernels::{Float, QuantScheme, with_float};
+use moe_quant::QuantConfig;
 use rayon::prelude::*;
 
+use super::dummy_quant::random_part;
 use super::verify::TensorSpec;
 use crate::hash::{GOLDEN, fnv1a, mix};
 
 /// Standard deviation of the weights, as in `initializer_range` of most models.
-const STD: f64 = 0.02;
+pub(super) const STD: f64 = 0.02;
 /// Elements per parallel task; a multiple of the four that share a hash.
 const CHUNK: usize = 1 << 18;
 
@@ -28,12 +32,45 @@ const CHUNK: usize = 1 << 18;
 pub struct DummyWeights {
     seed: u64,
     shapes: HashMap<String, Vec<usize>>,
+    /// Which matrices are quantised, and how.
+    quantisation: Option<QuantConfig>,
 }
 
 impl DummyWeights {
     /// Random weights of these names and shapes.
     pub fn new(specs: impl IntoIterator<Item = TensorSpec>, seed: u64) -> Self {
-        Self { seed, shapes: specs.into_iter().map(|s| (s.name, s.shape)).collect() }
+        Self { seed, shapes: specs.into_iter().map(|s| (s.name, s.shape)).collect(), quantisation: None }
+    }
+
+    /// The same with the matrices random integers or FP8 that a header calls quantised. Who asks for one in floats
+    /// gets random floats.
+    pub fn with_quantisation(self, quantisation: Option<QuantConfig>) -> Self {
+        Self { quantisation, ..self }
+    }
+
+    /// How the matrix of a module is quantised, with its dims; `None`: it is a tensor of floats.
+    fn quantised_matrix(&self, module: &str) -> Result<Option<(QuantScheme, [usize; 2])>> {
+        let shape = self.shapes.get(&format!("{module}.weight"));
+        let (Some(config), Some(&[n, k])) = (&self.quantisation, shape.map(Vec::as_slice)) else {
+            return Ok(None);
+        };
+        let scheme = config.scheme_of(module)?;
+        Ok((scheme != QuantScheme::None).then_some((scheme, [n, k])))
+    }
+
+    /// See [`SliceSource::scheme`](super::SliceSource::scheme).
+    pub(super) fn scheme_of(&self, module: &str) -> Result<QuantScheme> {
+        Ok(self.quantised_matrix(module)?.map_or(QuantScheme::None, |(scheme, _)| scheme))
+    }
+
+    /// See [`SliceSource::quantised`](super::SliceSource::quantised).
+    pub(super) fn part_of(
+        &self,
+        module: &str,
+        ranges: Option<&[Range<usize>]>,
+    ) -> Result<Option<QuantPart<'static>>> {
+        let Some((scheme, dims)) = self.quantised_matrix(module)? else { return Ok(None) };
+        random_part((module, mix(self.seed ^ mix(fnv1a(module.as_bytes())))), scheme, dims, ranges).map(Some)
     }
 
     /// A [`VarBuilder`] at the root of the checkpoint, in dtype f32, bf16 or f16.
@@ -68,7 +105,7 @@ impl DummyWeights {
         &self,
         device: &Device,
         name: &str,
-        ranges: &[std::ops::Range<usize>],
+        ranges: &[Range<usize>],
         dtype: DType,
     ) -> Result<Option<Tensor>> {
         let shape = self.shape(name)?;

@@ -1,8 +1,8 @@
 //! A quantised checkpoint: layers that read its integers get them as they are, all others see floats.
 //!
 //! Under the name of a weight that the file does not have in floats, `M.weight`, stands the matrix that the integers mean,
-//! computed when it is asked for. So what no kernel reads quantised (a device without such kernels, a product that is
-//! absorbed into another) runs on the checkpoint all the same.
+//! computed when it is asked for. So what no kernel reads quantised (a product that is absorbed into another, modules of
+//! one product in different formats) runs on the checkpoint all the same.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -190,6 +190,11 @@ impl SliceSource for QuantTensors {
 
     fn scheme(&self, module: &str) -> Result<QuantScheme> {
         self.format(module).map(Format::scheme)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn staging(&self, device: &Device) -> Result<Option<Arc<moe_kernels::cuda::Staging>>> {
+        self.files.staging(device).map(Some)
     }
 
     fn quantised(&self, module: &str, ranges: Option<&[Range<usize>]>) -> Result<Option<QuantPart<'_>>> {

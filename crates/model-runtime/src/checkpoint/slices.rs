@@ -13,7 +13,11 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
+#[cfg(feature = "cuda")]
+use moe_kernels::Exec;
 use moe_kernels::QuantScheme;
+#[cfg(feature = "cuda")]
+use moe_kernels::cuda::Staging;
 use moe_kernels::quant::{QuantPart, QuantSource};
 
 use super::{DummyWeights, TensorFiles};
@@ -72,6 +76,16 @@ pub trait SliceSource: SimpleBackend {
         Ok(None)
     }
 
+    /// Buffers through which quantised matrices reach a device; `None`: each pack makes its own.
+    ///
+    /// # Errors
+    /// Memory that the system or the driver refuses.
+    #[cfg(feature = "cuda")]
+    fn staging(&self, device: &Device) -> Result<Option<Arc<Staging>>> {
+        let _ = device;
+        Ok(None)
+    }
+
     /// The parts of a pack, one behind the other, as a vector.
     fn pack(&self, parts: &[TensorSlice], dtype: DType, device: &Device) -> Result<Tensor> {
         cat(self, parts, dtype, device)
@@ -110,6 +124,14 @@ impl SliceSource for DummyWeights {
             return Ok(part);
         }
         part_of(&self.get_unchecked(name, dtype, &Device::Cpu)?, name, ranges)?.to_device(device)
+    }
+
+    fn scheme(&self, module: &str) -> Result<QuantScheme> {
+        self.scheme_of(module)
+    }
+
+    fn quantised(&self, module: &str, ranges: Option<&[Range<usize>]>) -> Result<Option<QuantPart<'_>>> {
+        self.part_of(module, ranges)
     }
 
     /// On CUDA each part is made where it is wanted; elsewhere parts of one tensor in a row share its generation.
@@ -201,6 +223,11 @@ impl QuantSource for RankView {
             Some([one]) if one.stored == one.name => self.source.quantised(module, Some(&one.ranges)),
             Some(_) => Ok(None),
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn staging(&self, ex: &Exec) -> Result<Option<Arc<Staging>>> {
+        self.source.staging(ex.device())
     }
 }
 

@@ -58,7 +58,7 @@ impl TensorFiles {
     pub(super) fn stream(&self, slices: &[TensorSlice], wanted: DType, device: &Device) -> Result<Tensor> {
         // What headers tell to be wrong is found before memory is taken.
         let parts = slices.iter().map(|slice| self.part(slice, wanted)).collect::<Result<Vec<_>>>()?;
-        let staging = self.stages.of(device, self.file_bytes())?;
+        let staging = self.staging(device)?;
         let elements = parts.iter().map(Part::elements).sum();
         let mut out = Buffer::unspecified_on(device, wanted, &[elements])?;
         let (mut loads, mut rest) = (Vec::new(), out.view_mut());
@@ -74,6 +74,11 @@ impl TensorFiles {
         })?;
         self.count(parts.iter().map(|part| part.elements() * part.size()).sum());
         out.into_tensor()
+    }
+
+    /// The buffers through which what is read reaches a device.
+    pub(super) fn staging(&self, device: &Device) -> Result<Arc<Staging>> {
+        self.stages.of(device, self.file_bytes())
     }
 
     fn part(&self, slice: &TensorSlice, wanted: DType) -> Result<Part<'_>> {

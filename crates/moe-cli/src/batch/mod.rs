@@ -34,8 +34,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use model_runtime::Exec;
 use moe_engine::chat::{AnswerForm, ChatTemplate};
-use moe_engine::engine::{DpEngine, Output, Request, RequestId};
+use moe_engine::engine::{DpEngine, EngineConfig, Output, Request, RequestId, SchedulingPolicy};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{ModelFamily, Session, usage};
 use tracing::info;
@@ -62,6 +63,8 @@ pub(crate) use progress::Progress;
 
 /// Entries that are read ahead of the engine.
 const READ_AHEAD: usize = 64;
+/// Requests in the engine for each that runs: the longest of them start first.
+const WINDOW: usize = 8;
 /// How often an idle run looks whether it is interrupted.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -75,7 +78,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_batch(args));
     let mut session = session::open::<F>(model, &args.answer.run, false, &asks)?;
     let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
-    let config = options::engine_config(&args.answer.engine, &session.ex);
+    let config = engine_config(args, &session.ex);
     let engine = session.engine(tokenizer.clone(), &config).map_err(|e| usage(format!("{e:#}")))?;
     let chat = options::chat_files(&args.answer.chat, &session)?;
     let answer = args.answer.chat.answer_form(chat.as_ref(), false);
@@ -91,7 +94,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         engine,
         tokenizer,
         journal,
-        window: config.max_num_seqs.saturating_mul(2),
+        window: config.max_num_seqs.saturating_mul(WINDOW),
         lines: HashMap::new(),
         owners: HashMap::new(),
         progress,
@@ -113,6 +116,13 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         return Ok(ExitCode::from(Interrupt::EXIT_CODE));
     }
     Ok(ExitCode::from(u8::from(args.fail_on_error && errors > 0)))
+}
+
+/// The flags; here nobody waits for a single request.
+fn engine_config(args: &BatchArgs, ex: &Exec) -> EngineConfig {
+    let scheduling_policy =
+        args.answer.engine.scheduling_policy.map_or(SchedulingPolicy::LongestFirst, Into::into);
+    EngineConfig { scheduling_policy, ..options::engine_config(&args.answer.engine, ex) }
 }
 
 fn format(args: &BatchArgs) -> Result<Format> {

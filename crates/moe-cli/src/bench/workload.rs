@@ -71,6 +71,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
     });
     result["max_num_seqs"] = config.max_num_seqs.into();
     result["max_num_batched_tokens"] = config.max_num_batched_tokens.into();
+    result["scheduling_policy"] = json!(config.scheduling_policy);
     result["kv_cache_tokens"] = kv_cache_tokens.into();
     result["best"] = json!(runs[best]);
     result["runs"] = json!(runs);
@@ -82,6 +83,7 @@ fn engine_config(args: &BenchArgs, workload: &Workload, default: EngineConfig) -
     EngineConfig {
         max_num_seqs: args.max_num_seqs.unwrap_or(default.max_num_seqs).min(workload.num_requests()),
         max_num_batched_tokens: args.max_num_batched_tokens.unwrap_or(default.max_num_batched_tokens),
+        scheduling_policy: args.scheduling_policy.into(),
         max_model_len: Some(workload.longest()),
         block_size: BLOCK_SIZE,
         kv_cache_memory: args.kv_cache_memory,

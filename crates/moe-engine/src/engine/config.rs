@@ -20,6 +20,8 @@ pub struct EngineConfig {
     pub max_num_seqs: usize,
     /// The most rows of a step: longer prompts are computed in chunks, beside what is decoding.
     pub max_num_batched_tokens: usize,
+    /// Which waiting sequence starts next.
+    pub scheduling_policy: SchedulingPolicy,
     /// The longest sequence, prompt and output, which the KV cache must hold; `None`: the model's
     /// context, or as much of it as the KV cache holds.
     pub max_model_len: Option<usize>,
@@ -44,6 +46,18 @@ pub struct EngineConfig {
     pub ranks: usize,
     /// Runs a step without rows where there is nothing to compute: other ranks' experts wait for it.
     pub lockstep: bool,
+}
+
+/// In which order waiting sequences start. On the CPU no token depends on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SchedulingPolicy {
+    /// First come, first served.
+    #[default]
+    Fcfs,
+    /// Those that may make most tokens first, as in list scheduling by longest processing time (Graham, 1969). At the end
+    /// of a file of requests no long one is then left to run alone, and steps stay full. A short request may wait until
+    /// all others run.
+    LongestFirst,
 }
 
 /// Whether an engine counts how often each expert is chosen.
@@ -176,6 +190,7 @@ impl Default for EngineConfig {
         Self {
             max_num_seqs: 64,
             max_num_batched_tokens: 512,
+            scheduling_policy: SchedulingPolicy::Fcfs,
             max_model_len: None,
             block_size: 16,
             kv_cache_memory: None,

@@ -43,7 +43,7 @@ use tracing::{trace_span, warn};
 use crate::structured::{Constraint, Grammars};
 use crate::tokenizer::Tokenizer;
 
-pub use config::{EngineConfig, ExpertCounts};
+pub use config::{EngineConfig, ExpertCounts, SchedulingPolicy};
 #[cfg(feature = "cuda")]
 pub(crate) use device::DeviceRunner;
 pub use dp::DpEngine;
@@ -126,6 +126,7 @@ impl<'m> Engine<'m> {
         let limits = Limits {
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
+            policy: config.scheduling_policy,
             block_size: config.block_size,
             prefix_caching: config.enable_prefix_caching,
             prefix_by_prompt_len: info.keys_depend_on_prompt_len,
@@ -199,7 +200,7 @@ impl<'m> Engine<'m> {
                     request.skip_special_tokens,
                 )
             };
-            self.scheduler.waiting.push_back(Sequence {
+            self.scheduler.add(Sequence {
                 key: (id, choice),
                 sampling,
                 tokens: request.prompt.clone(),

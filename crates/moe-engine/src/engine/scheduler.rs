@@ -2,8 +2,8 @@
 //!
 //! As in vLLM's v1 scheduler there are no prefill and decode phases: a sequence has tokens that
 //! are not computed yet, one or a whole prompt, and each step computes some of them. Sequences
-//! that run go first, in the order of arrival, then waiting ones are admitted while rows, places
-//! and KV blocks last. If a running sequence needs a block and none is free, the one that arrived
+//! that run go first, in the order in which they started, then waiting ones are admitted while rows, places
+//! and KV blocks last, in the order of the policy. If a running sequence needs a block and none is free, the one that started
 //! last gives all of its blocks back and waits again, to be recomputed from its tokens. All of it
 //! is a function of the requests and the limits: no clock, no randomness.
 
@@ -12,6 +12,7 @@ use std::collections::VecDeque;
 use candle_core::Result;
 use model_runtime::{BlockAllocator, PrefixId, Step};
 
+use super::config::SchedulingPolicy;
 use super::sequence::{IN_FLIGHT, Key, Sequence};
 
 /// What bounds a step.
@@ -19,6 +20,7 @@ use super::sequence::{IN_FLIGHT, Key, Sequence};
 pub(super) struct Limits {
     pub max_num_seqs: usize,
     pub max_num_batched_tokens: usize,
+    pub policy: SchedulingPolicy,
     pub block_size: usize,
     pub prefix_caching: bool,
     /// Prefixes are shared only between prompts of one length.
@@ -46,6 +48,7 @@ pub(super) struct Plan {
 
 pub(super) struct Scheduler {
     limits: Limits,
+    /// Sequences that gave way stand before those that never ran; these are in the order of the policy.
     pub waiting: VecDeque<Sequence>,
     pub running: Vec<Sequence>,
     pub allocator: BlockAllocator,
@@ -67,6 +70,18 @@ impl Scheduler {
             num_preemptions: 0,
             num_cached_tokens: 0,
         })
+    }
+
+    /// Takes a new sequence.
+    pub fn add(&mut self, sequence: Sequence) {
+        let place = match self.limits.policy {
+            SchedulingPolicy::Fcfs => self.waiting.len(),
+            SchedulingPolicy::LongestFirst => {
+                let longest = sequence.most_output();
+                self.waiting.partition_point(|other| other.has_run() || other.most_output() >= longest)
+            }
+        };
+        self.waiting.insert(place, sequence);
     }
 
     /// The next step; `None` if no sequence has anything to compute.
@@ -244,11 +259,12 @@ mod tests {
             max_num_seqs: 8,
             max_num_batched_tokens: 8,
             block_size: 4,
+            policy: SchedulingPolicy::Fcfs,
             prefix_caching: false,
             prefix_by_prompt_len: false,
         };
         let mut scheduler = Scheduler::new(limits, 32)?;
-        scheduler.waiting.extend([sequence(0, 1), sequence(1, 12), sequence(2, 1)]);
+        [sequence(0, 1), sequence(1, 12), sequence(2, 1)].into_iter().for_each(|s| scheduler.add(s));
         let mut keys = Vec::new();
         for (decode_rows, rows) in [(1, &[1, 7][..]), (2, &[1, 1, 5]), (3, &[1, 1, 1])] {
             let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
@@ -261,6 +277,52 @@ mod tests {
             }
         }
         assert_eq!(keys, [vec![0, 1], vec![0, 2, 1], vec![0, 1, 2]]);
+        Ok(())
+    }
+
+    /// The order in which sequences of these lengths of output start, two at a time, on four KV blocks of four tokens.
+    fn order_of_starts(policy: SchedulingPolicy, output: &[usize]) -> Result<(Vec<u64>, u64)> {
+        let (max_num_seqs, max_num_batched_tokens, block_size) = (2, 8, 4);
+        let (prefix_caching, prefix_by_prompt_len) = (false, false);
+        let limits = Limits {
+            max_num_seqs,
+            max_num_batched_tokens,
+            policy,
+            block_size,
+            prefix_caching,
+            prefix_by_prompt_len,
+        };
+        let mut scheduler = Scheduler::new(limits, 4)?;
+        for (number, output) in output.iter().enumerate() {
+            scheduler.add(Sequence { max_len: 2 + output, ..sequence(number as u64, 2) });
+        }
+        let mut started = Vec::new();
+        while let Some(plan) = scheduler.schedule()? {
+            for part in plan.parts {
+                if part.start == 0 && !started.contains(&part.key.0) {
+                    started.push(part.key.0);
+                }
+                let Some(s) = scheduler.get_mut(part.key) else {
+                    candle_core::bail!("{:?} is gone", part.key)
+                };
+                s.tokens.iter_mut().filter(|id| **id == IN_FLIGHT).for_each(|id| *id = 1);
+                s.in_flight = 0;
+                if s.tokens.len() >= s.max_len {
+                    scheduler.remove(part.key)?;
+                }
+            }
+        }
+        assert_eq!(scheduler.kv_blocks().0, 0);
+        Ok((started, scheduler.num_preemptions))
+    }
+
+    #[test]
+    fn the_longest_start_first_and_those_of_one_length_as_they_came() -> Result<()> {
+        let output = [3, 9, 3, 1, 9, 12];
+        assert_eq!(order_of_starts(SchedulingPolicy::Fcfs, &output)?.0, [0, 1, 2, 3, 4, 5]);
+        let (order, preemptions) = order_of_starts(SchedulingPolicy::LongestFirst, &output)?;
+        assert_eq!(order, [5, 1, 4, 0, 2, 3]);
+        assert!(preemptions > 0, "sequences that gave way go on before new ones");
         Ok(())
     }
 }

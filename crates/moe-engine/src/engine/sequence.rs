@@ -60,6 +60,16 @@ impl Sequence {
         self.request.prompt.len()
     }
 
+    /// Tokens that it can generate at most.
+    pub fn most_output(&self) -> usize {
+        self.max_len - self.prompt_len()
+    }
+
+    /// Whether it has run, though it may be waiting again.
+    pub fn has_run(&self) -> bool {
+        self.num_cached_tokens.is_some()
+    }
+
     /// Tokens generated, in flight or known.
     pub fn generated(&self) -> usize {
         self.tokens.len() - self.prompt_len()

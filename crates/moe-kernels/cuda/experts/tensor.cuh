@@ -1,4 +1,11 @@
-// Geometry of the experts on warpgroup products, and the warps that bring operands to shared memory (tensor.cu).
+// Geometry of the experts on warpgroup products, and the warps that bring operands to shared memory (tensor_kernel.cuh).
+//
+// `W` is how weights lie in memory: Bf16Weights (tensor.cu) or QuantWeights (quant/weights.cuh). It has
+//   kColumns      columns of a stage, a multiple of 64
+//   kBytes        of a stage's weights, kSideBytes of what else it needs (scales), from a Source for each product
+//   load          brings a stage's weights, by one thread; copy_side what lies beside them, by the gathering warps
+//   multiply      adds a work tile's products to accumulators
+//   kFewBlocks    blocks of an SM where up to 32 token rows fit
 #pragma once
 
 #include "experts/tiles.cuh"
@@ -12,6 +19,7 @@ constexpr int kHeader = 1024;  // barriers and work tiles
 constexpr int kPaceNs = 800;   // between the first stages
 constexpr int kActRows = 8;    // rows of one load of activations: an atom of the swizzle
 
+template <class W>
 struct Args {
   const bf16* x;           // [T, H]
   const uint32_t* slots;   // of each expert, in its bucket [E, bucket]
@@ -22,13 +30,14 @@ struct Args {
   int bucket;
   int tokens, top_k, num_local, hidden, inter, stages;
   bool guess;  // nearly every expert is touched: load weights before it is known which
+  typename W::Source source[2];
 
   /// Work tiles of one expert in each product: 64 gate and 64 up rows, or 128 rows of w2.
   __host__ __device__ int tiles(int product) const {
     return product == 0 ? inter / (kTileRows / 2) : ceil_div(hidden, kTileRows);
   }
   /// Stages of one work tile.
-  __host__ __device__ int steps(int product) const { return (product == 0 ? hidden : inter) / kTileColumns; }
+  __host__ __device__ int steps(int product) const { return ceil_div(product == 0 ? hidden : inter, W::kColumns); }
   __host__ __device__ int num_slots() const { return tokens * top_k; }
   __host__ __device__ int max_touched() const { return num_slots() < num_local ? num_slots() : num_local; }
   /// Where the ring begins in shared memory: behind the barriers and the table of touched experts.
@@ -44,10 +53,14 @@ struct Work {
   int steps;
 };
 
-/// Bytes of a stage with `capacity` token rows.
-__host__ __device__ constexpr int stage_bytes(int capacity) { return kWeightBytes + capacity * kTileColumns * 2; }
+/// Bytes of a stage with `capacity` token rows in the ring, where it is aligned to the swizzle.
+template <class W>
+__host__ __device__ constexpr int stage_bytes(int capacity) {
+  return W::kBytes + capacity * W::kColumns * 2;
+}
 
-/// Shared memory of a block.
+/// Shared memory of a block: barriers, work tiles, table of experts, ring, and what lies beside each stage's weights.
+template <class W>
 struct Block {
   static constexpr int kWorkSlots = 4;  // work tiles announced ahead to the other warps
   uint8_t *smem, *ring;
@@ -62,14 +75,18 @@ struct Block {
   /// (expert, first place) of each touched expert, then (touched experts, all rows).
   __device__ __forceinline__ uint2* table() const { return reinterpret_cast<uint2*>(smem + kHeader); }
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
-  __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + kWeightBytes; }
+  /// Token rows: 64 columns of all rows after the other.
+  __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + W::kBytes; }
+  __device__ __forceinline__ uint8_t* side(int s) const { return ring + stages * bytes + s * W::kSideBytes; }
+
+  static_assert((2 * kMaxStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= 512 - 16);
 };
-static_assert((2 * kMaxStages + 2 * Block::kWorkSlots) * 8 <= 512 && Block::kWorkSlots * sizeof(Work) <= 512 - 16);
 
 #if MOE_SM90
 
 /// The table of touched experts from the counts of their buckets. One warp; all its loads first.
-__device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
+template <class W>
+__device__ __forceinline__ void scan_counts(const Block<W>& b, const Args<W>& a) {
   constexpr int kEach = 8;
   const int lane = threadIdx.x % 32;
   uint32_t touched = 0, rows = 0;
@@ -85,7 +102,7 @@ __device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
       const uint32_t some = __ballot_sync(0xffffffffu, count[i] > 0);
       uint32_t total;
       const uint32_t before = warp_exclusive_sum(count[i], &total), expert = first + i * 32 + lane;
-      if (count[i] > 0) b.table()[touched + __popc(some & ((1u << lane) - 1))] = {expert, rows + before};
+      if (count[i] > 0) b.table()[touched + __popc(some & ((1u << lane) - 1))] = make_uint2(expert, rows + before);
       touched += __popc(some), rows += total;
     }
   }
@@ -93,15 +110,17 @@ __device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
 }
 
 /// What the routing chose, to shared memory, so that no work tile begins with a chain of loads. All threads.
-__device__ __forceinline__ void fill_table(const Block& b, const Args& a) {
+template <class W>
+__device__ __forceinline__ void fill_table(const Block<W>& b, const Args<W>& a) {
   if (threadIdx.x < 32) scan_counts(b, a);
   __syncthreads();
 }
 
 /// The thread that loads weights: takes the block's work tiles and announces them to the other warps.
+template <class W>
 struct Producer {
-  const Block& b;
-  const Args& a;
+  const Block<W>& b;
+  const Args<W>& a;
   const CUtensorMap *w13, *w2;
   uint64_t policy = read_once();  // weights leave L2 before rows, activations, results (T = 128: 5 us of 301)
   Cursor at = {};
@@ -109,12 +128,8 @@ struct Producer {
 
   /// Weights of a work tile's step to a stage: gate and up rows in turn, or 128 rows of w2.
   __device__ __forceinline__ void load(int product, int expert, int tile, int step, int stage) const {
-    arrive_expecting(b.full(stage), kWeightBytes);
-    if (product == 0) {
-      load_gate_up(b.weights(stage), w13, expert, tile, step * kTileColumns, b.full(stage), policy);
-    } else {
-      load_tile(b.weights(stage), w2, expert * a.hidden + tile * kTileRows, step * kTileColumns, b.full(stage), policy);
-    }
+    arrive_expecting(b.full(stage), W::kBytes);
+    W::load(b.weights(stage), product == 0 ? w13 : w2, a, product, expert, tile, step, b.full(stage), policy);
   }
 
   __device__ __forceinline__ void announce(const Work& work) { announce_work(b, work, &announced); }
@@ -172,7 +187,8 @@ struct Producer {
 };
 
 /// Waits until an expert's activations are there, all of them for good if `all` are.
-__device__ __forceinline__ void await_activations(const Args& a, const Work& work, uint32_t all_rows, bool* all) {
+template <class W>
+__device__ __forceinline__ void await_activations(const Args<W>& a, const Work& work, uint32_t all_rows, bool* all) {
   if (*all) return;
   const uint32_t tiles = a.tiles(0);
   *all = load_acquire(a.counters.finished()) == all_rows * tiles;
@@ -180,10 +196,48 @@ __device__ __forceinline__ void await_activations(const Args& a, const Work& wor
   fence_async_proxy();
 }
 
-/// The warps that bring token rows: x is gathered by 16 bytes, each lane one column of some rows; activations lie in
-/// order.
-template <int kCapacity>
-__device__ __forceinline__ void gather(const Block& b, const Args& a, const CUtensorMap* act) {
+/// One lane's part of a stage's rows of x: 16 bytes of some rows in each 64 columns. Columns beyond x are zero.
+template <int kCapacity, int kEach, class W>
+__device__ __forceinline__ void gather_rows(const Block<W>& b, const Args<W>& a, const Work& work, int stage, int step,
+                                            const bf16* const (&from)[kEach]) {
+  const int index = threadIdx.x - (kConsumers + 1) * 32, column = index % 8;
+#pragma unroll
+  for (int part = 0; part < W::kColumns / kTileColumns; ++part) {
+    const int at = step * W::kColumns + part * kTileColumns;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int r = index / 8 + i * (kGatherLanes / 8);
+      if (r >= work.rows) continue;
+      uint8_t* to = b.rows(stage) + part * (kCapacity * 128) + r * 128 + ((column ^ (r & 7)) << 4);
+      if constexpr (W::kColumns == kTileColumns) {
+        cp_async16(to, from[i] + at);
+      } else {
+        cp_async16_or_zero(to, from[i] + (at < a.hidden ? at : 0), at < a.hidden);
+      }
+    }
+  }
+}
+
+/// This warp's share of the loads of activations, every third box of 8 rows, which lie in order. One thread; counts
+/// their bytes.
+template <int kCapacity, class W>
+__device__ __forceinline__ void load_activations(const Block<W>& b, const CUtensorMap* act, const Work& work, int stage,
+                                                 int step, int warp) {
+  constexpr int kParts = W::kColumns / kTileColumns;
+  uint64_t* full = b.full(stage);
+  const int share = work.rows - warp * kActRows;
+  if (share > 0) expect_bytes(full, ceil_div(share, kGatherers * kActRows) * kActRows * W::kColumns * 2);
+  for (int r = warp * kActRows; r < work.rows; r += kGatherers * kActRows) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+      load_tile(b.rows(stage) + part * (kCapacity * 128) + r * 128, act, work.first + r,
+                step * W::kColumns + part * kTileColumns, full);
+  }
+}
+
+/// The warps that bring token rows, and what lies beside the weights.
+template <int kCapacity, class W>
+__device__ __forceinline__ void gather(const Block<W>& b, const Args<W>& a, const CUtensorMap* act) {
   constexpr int kEach = ceil_div(kCapacity * 8, kGatherLanes);
   const int index = threadIdx.x - (kConsumers + 1) * 32, warp = index / 32, column = index % 8;
   const uint32_t all_rows = b.table()[a.max_touched()].y;
@@ -204,21 +258,18 @@ __device__ __forceinline__ void gather(const Block& b, const Args& a, const CUte
     for (int step = 0; step < work.steps; ++step, at.advance(b.stages)) {
       mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
       uint64_t* full = b.full(at.stage);
+      if constexpr (W::kSideBytes > 0)
+        W::copy_side(b.side(at.stage), a, work, step, index);
       if (work.product == 0) {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-          const int r = index / 8 + i * (kGatherLanes / 8);
-          if (r < work.rows)
-            cp_async16(b.rows(at.stage) + r * 128 + ((column ^ (r & 7)) << 4), from[i] + step * kTileColumns);
-        }
+        gather_rows<kCapacity>(b, a, work, at.stage, step, from);
+        cp_async_arrive(full);
+      } else if constexpr (W::kSideBytes > 0) {
+        if (elect_one()) load_activations<kCapacity>(b, act, work, at.stage, step, warp);
+        __syncwarp();
         cp_async_arrive(full);
       } else if (elect_one()) {
-        // This warp's share of the loads, every third; one arrival stands for its 32 lanes.
-        const int share = work.rows - warp * kActRows;
-        if (share > 0) expect_bytes(full, ceil_div(share, kGatherers * kActRows) * kActRows * kTileColumns * 2);
-        for (int r = warp * kActRows; r < work.rows; r += kGatherers * kActRows)
-          load_tile(b.rows(at.stage) + r * 128, act, work.first + r, step * kTileColumns, full);
-        mbarrier_arrive_many(full, 32);
+        load_activations<kCapacity>(b, act, work, at.stage, step, warp);
+        mbarrier_arrive_many(full, 32);  // one arrival stands for the warp's lanes
       }
       __syncwarp();
     }

@@ -12,29 +12,30 @@
 // such tiles as hold them. Each warpgroup rounds and stores its own results (wide_store.cuh), and the ring lets them
 // drift apart, so that one's stores run beside the other's products; an order held by force was slower
 // (docs/kernels-labbook.md). A slot's sums are one ascending chain over K, so they depend on its row only.
-#include "experts/wide_store.cuh"
+#include "experts/wide_kernel.cuh"
 
 namespace moe::experts_wide {
-namespace {
+/// Rows of bf16, by tensor maps, which write the swizzle that wgmma reads.
+struct Bf16Weights {
+  struct Source {};
+  static constexpr int kBytes = kWeightBytes, kSideBytes = 0;
 
 #if MOE_SM90
-
-// Of 65,536 registers: 2 x 128 x 208 + 128 x 88.
-constexpr int kConsumerRegisters = 208, kLoaderRegisters = 88;
-
-/// kWidth: weight tiles of a work tile.
-template <int kWidth>
-struct Consumer {
-  static constexpr int kRows = kMostRows / kWidth;
-  const Block& b;
-  const Args& a;
-  Store store = {b, a};
-  Cursor at = {};
+  static __device__ __forceinline__ void load(void* to, const CUtensorMap* map, const Args<Bf16Weights>& a, int product,
+                                              int expert, int tile, int step, uint64_t* bar, uint64_t policy) {
+    if (product == 0) {
+      load_gate_up(to, map, expert, tile, step * kTileColumns, bar, policy);
+    } else {
+      load_tile(to, map, expert * a.hidden + tile * kTileRows, step * kTileColumns, bar, policy);
+    }
+  }
 
   /// sums = 64 weight rows of each weight tile x kColumns token rows over the work tile's steps, and leaves the ring
   /// behind them.
-  template <int kColumns>
-  __device__ __forceinline__ void multiply(const Work& work, float (&sums)[kSums]) {
+  template <int kWidth, int kColumns>
+  static __device__ __forceinline__ void multiply(const Block<Bf16Weights>& b, const Args<Bf16Weights>&,
+                                                  const Work& work, Cursor& at, float (&sums)[kSums]) {
+    const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
     int previous = -1;
     for (int step = 0; step < work.steps; ++step) {
       mbarrier_wait(b.full(at.stage), at.parity);
@@ -42,7 +43,7 @@ struct Consumer {
       uint64_t w[kWidth];
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
-        w[i] = tile_descriptor(b.weights(at.stage) + i * kWeightBytes + store.group * 64 * 128);
+        w[i] = tile_descriptor(b.weights(at.stage) + i * kWeightBytes + group * 64 * 128);
       const uint64_t x = tile_descriptor(b.rows(at.stage));
       wgmma_fence();
 #pragma unroll
@@ -53,96 +54,16 @@ struct Consumer {
       }
       wgmma_commit();
       wgmma_wait<1>();  // one stage's products run while the next stage's are issued
-      if (previous >= 0 && store.lane == 0) mbarrier_arrive(b.empty(previous));
+      if (previous >= 0 && lane == 0) mbarrier_arrive(b.empty(previous));
       previous = at.stage;
       at.advance(b.stages);
     }
     wgmma_wait<0>();
-    if (store.lane == 0) mbarrier_arrive(b.empty(previous));
+    if (lane == 0) mbarrier_arrive(b.empty(previous));
   }
-
-  /// With as few columns as hold the rows.
-  template <int kColumns = kGranule>
-  __device__ __forceinline__ void multiply_rows(const Work& work, float (&sums)[kSums]) {
-    if constexpr (kColumns < kRows) {
-      if (work.rows > kColumns) return multiply_rows<kColumns + kGranule>(work, sums);
-    }
-    multiply<kColumns>(work, sums);
-  }
-
-  __device__ __forceinline__ void run() {
-    float sums[kSums] = {};  // one array for all work, which overwrites it: two would not fit
-    for_each_work(b, [&](const Work& work) {
-      if (work.product == 0) {
-        multiply_rows(work, sums);
-        wgmma_hold(sums);
-        store.publish();
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) store.activations<kRows>(work, work.tile + i, sums + i * kPairSums);
-      } else {
-        store.publish();  // before waiting for others
-        uint32_t slots[kRows / 16];
-        store.fetch_slots<kRows>(work, slots);
-        multiply_rows(work, sums);
-        wgmma_hold(sums);
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) store.slot_rows<kRows>(work, work.tile + i, sums + i * kPairSums, slots);
-      }
-    });
-    store.publish();
-  }
+#endif
 };
 
-#endif  // MOE_SM90
-
-template <int kWidth>
-__global__ void __launch_bounds__(kThreads, 1)
-    experts_wide(const __grid_constant__ CUtensorMap w13, const __grid_constant__ CUtensorMap w2,
-                 const __grid_constant__ CUtensorMap act, const __grid_constant__ Args a) {
-#if MOE_SM90
-  extern __shared__ __align__(1024) uint8_t smem[];
-  uint8_t* staging = smem + a.staging();
-  const Block b = {smem, staging, staging + kStaging, a.stages(), a.stage_bytes(), a.width * kWeightBytes};
-  const int warp = threadIdx.x / 32;
-  if (threadIdx.x == 0) {
-    prefetch_tensor_map(&w13);
-    prefetch_tensor_map(&w2);
-    prefetch_tensor_map(&act);
-    for (int i = 0; i < b.stages; ++i) {
-      mbarrier_init(b.full(i), 1 + kGatherLanes);
-      mbarrier_init(b.empty(i), kConsumers);
-    }
-    for (int i = 0; i < Block::kWorkSlots; ++i) {
-      mbarrier_init(b.work_full(i), 1);
-      mbarrier_init(b.work_empty(i), kConsumers + kGatherers);
-    }
-    mbarrier_fence_init();
-  }
-  __syncthreads();
-  pdl_launch_dependents();
-  pdl_wait();
-  if (warp == 0) scan_counts(b, a);
-  __syncthreads();
-  if (warp < kConsumers) {
-    take_registers<kConsumerRegisters>();
-    Consumer<kWidth>{b, a}.run();
-  } else {
-    give_registers<kLoaderRegisters>();
-    if (warp > kConsumers) {
-      Gatherer{b, a, &act}.run();
-    } else if (elect_one()) {
-      Producer{b, a, &w13, &w2}.run();
-    }
-    __syncwarp();
-  }
-  clear_counters(a.counters, b.flag());
-#endif
-}
-
-/// Fewer rows per expert leave more of the ring to the weights, which are then what takes time.
-int capacity_for(int mean_rows) { return mean_rows <= 40 ? 64 : mean_rows <= 96 ? kPairRows : kMostRows; }
-
-}  // namespace
 }  // namespace moe::experts_wide
 
 /// slot_rows[slot] = w2[e] (silu(gate) * up), summed in f32 and rounded to bf16, gate and up from w13[e] x[slot / K],
@@ -152,37 +73,31 @@ extern "C" int moe_experts_wide(const moe::ExpertsTensorArgs* args, void* stream
   using namespace moe;
   using namespace moe::experts_wide;
   const ExpertsTensorArgs& c = *args;
-  if (c.tokens < 0 || c.top_k <= 0 || c.num_ids <= 0 || c.num_local <= 0 || c.hidden <= 0 || c.inter <= 0 ||
-      c.hidden % 64 != 0 || c.inter % 64 != 0 || c.num_local > INT32_MAX / c.hidden || c.tokens > INT32_MAX / c.top_k ||
-      c.bucket < 0)
-    return cudaErrorInvalidValue;
+  if (!fits(c.tokens, c.top_k, c.num_ids, c.num_local, c.hidden, c.inter, c.bucket)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  const int capacity = capacity_for(c.tokens * c.top_k / c.num_ids);
-  const Args a = {c.x,
-                  c.slots,
-                  c.counts,
-                  c.act,
-                  static_cast<bf16*>(c.slot_rows),
-                  {c.counters, c.num_local},
-                  c.bucket,
-                  c.tokens,
-                  c.top_k,
-                  c.num_local,
-                  c.hidden,
-                  c.inter,
-                  capacity <= kPairRows && c.inter % kTileRows == 0 && c.hidden % (2 * kTileRows) == 0 ? 2 : 1,
-                  capacity};
   DeviceLimits limits;
   cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (limits.major < 9) return cudaErrorNotSupported;
-  if (a.smem() > limits.block_smem) return cudaErrorInvalidValue;
-  CUtensorMap w13_map, w2_map, act_map;
-  e = map_gate_up(&w13_map, c.w13, c.num_local, c.inter, c.hidden);
-  if (e == cudaSuccess) e = make_tensor_map(&w2_map, c.w2, c.num_local * c.hidden, c.inter, kTileRows);
-  if (e == cudaSuccess) e = make_tensor_map(&act_map, a.act, a.num_slots(), c.inter, kActRows);
+  CUtensorMap w13, w2;
+  e = map_gate_up(&w13, c.w13, c.num_local, c.inter, c.hidden);
+  if (e == cudaSuccess) e = make_tensor_map(&w2, c.w2, c.num_local * c.hidden, c.inter, kTileRows);
   if (e != cudaSuccess) return e;
-  const Launch l = {dim3(limits.sms), dim3(kThreads), stream, static_cast<size_t>(a.smem())};
-  return launch(a.width == 2 ? experts_wide::experts_wide<2> : experts_wide::experts_wide<1>, l, w13_map, w2_map,
-                act_map, a);
+  const int capacity = capacity_for(c.tokens * c.top_k / c.num_ids);
+  const Args<Bf16Weights> a = {c.x,
+                               c.slots,
+                               c.counts,
+                               c.act,
+                               static_cast<bf16*>(c.slot_rows),
+                               {c.counters, c.num_local},
+                               c.bucket,
+                               c.tokens,
+                               c.top_k,
+                               c.num_local,
+                               c.hidden,
+                               c.inter,
+                               width_for(capacity, c.hidden, c.inter),
+                               capacity,
+                               {}};
+  return run(a, w13, w2, limits, stream);
 }

@@ -1,4 +1,5 @@
-// Geometry of the experts' products for prompts, and the warps that bring operands to shared memory (wide.cu).
+// Geometry of the experts' products for prompts, and the warps that bring operands to shared memory (wide_kernel.cuh).
+// `W` is how weights lie in memory, as in tensor.cuh; its stages have 64 columns, its kBytes are of one weight tile.
 #pragma once
 
 #include "experts/tiles.cuh"
@@ -19,6 +20,7 @@ constexpr int kPieceBytes = 4096;              // of results on their way out
 constexpr int kStaging = 2 * 2 * kPieceBytes;  // two for each consuming warpgroup
 constexpr int kTableEntry = 16;
 
+template <class W>
 struct Args {
   const bf16* x;           // [T, H]
   const uint32_t* slots;   // of each expert, in its bucket [E, bucket]
@@ -29,6 +31,7 @@ struct Args {
   int bucket, tokens, top_k, num_local, hidden, inter;
   int width;     // weight tiles of a work tile, one or two; the latter if products have an even number of them
   int capacity;  // most token rows of a work tile, a multiple of kActRows
+  typename W::Source source[2];
 
   /// An expert's weights in each product, in work tiles. A weight tile is 64 gate and 64 up rows, or 128 rows of w2.
   __host__ __device__ int tiles(int product) const {
@@ -38,8 +41,11 @@ struct Args {
   __host__ __device__ int steps(int product) const { return (product == 0 ? hidden : inter) / kTileColumns; }
   __host__ __device__ int num_slots() const { return tokens * top_k; }
   __host__ __device__ int max_touched() const { return num_slots() < num_local ? num_slots() : num_local; }
-  __host__ __device__ int stage_bytes() const { return width * kWeightBytes + capacity * kTileColumns * 2; }
-  __host__ __device__ int stages() const { return kRing / stage_bytes(); }
+  __host__ __device__ int stage_bytes() const { return width * W::kBytes + capacity * kTileColumns * 2; }
+  __host__ __device__ int stages() const {
+    const int fit = kRing / (stage_bytes() + width * W::kSideBytes);
+    return fit < kMaxStages ? fit : kMaxStages;
+  }
   /// Work tiles over which an expert's rows are spread evenly.
   __device__ int row_tiles(int rows) const { return ceil_div(round_up(rows, kGranule), capacity); }
   /// What the first product of so many row tiles leaves behind.
@@ -59,10 +65,11 @@ struct Work {
 };
 
 /// Shared memory of a block.
+template <class W>
 struct Block {
   static constexpr int kWorkSlots = 4;  // work tiles announced ahead to the other warps
   uint8_t *smem, *staging, *ring;
-  int stages, bytes, weight_bytes;
+  int stages, bytes, width;
 
   __device__ __forceinline__ uint64_t* full(int s) const { return reinterpret_cast<uint64_t*>(smem) + s; }
   __device__ __forceinline__ uint64_t* empty(int s) const { return full(kMaxStages + s); }
@@ -73,15 +80,19 @@ struct Block {
   /// (expert, first place, first row tile, rows) of each touched expert, then (touched experts, places, row tiles).
   __device__ __forceinline__ uint4* table() const { return reinterpret_cast<uint4*>(smem + kHeader); }
   __device__ __forceinline__ uint8_t* weights(int s) const { return ring + s * bytes; }
-  __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + weight_bytes; }
+  __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + width * W::kBytes; }
+  /// What lies beside the weights, of one weight tile after the other.
+  __device__ __forceinline__ uint8_t* side(int s) const { return ring + stages * bytes + s * width * W::kSideBytes; }
+
+  static_assert((2 * kMaxStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= 512 - 16);
 };
-static_assert((2 * kMaxStages + 2 * Block::kWorkSlots) * 8 <= 512 && Block::kWorkSlots * sizeof(Work) <= 512 - 16);
 static_assert(sizeof(uint4) == kTableEntry && kMostRows % kActRows == 0 && kActRows % kGranule == 0);
 
 #if MOE_SM90
 
 /// The table of touched experts from the counts of their buckets. One warp; several loads at a time.
-__device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
+template <class W>
+__device__ __forceinline__ void scan_counts(const Block<W>& b, const Args<W>& a) {
   constexpr int kEach = 4;
   const int lane = threadIdx.x % 32;
   uint32_t touched = 0, rows = 0, tiles = 0;
@@ -99,8 +110,8 @@ __device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
       const uint32_t rows_before = warp_exclusive_sum(count[i], &all_rows);
       const uint32_t tiles_before = warp_exclusive_sum(static_cast<uint32_t>(a.row_tiles(count[i])), &all_tiles);
       if (count[i] > 0)
-        b.table()[touched + __popc(some & ((1u << lane) - 1))] = {expert, rows + rows_before, tiles + tiles_before,
-                                                                  count[i]};
+        b.table()[touched + __popc(some & ((1u << lane) - 1))] =
+            make_uint4(expert, rows + rows_before, tiles + tiles_before, count[i]);
       touched += __popc(some), rows += all_rows, tiles += all_tiles;
     }
   }
@@ -108,26 +119,20 @@ __device__ __forceinline__ void scan_counts(const Block& b, const Args& a) {
 }
 
 /// The thread that loads weights: takes the block's work tiles and announces them to the other warps.
+template <class W>
 struct Producer {
-  const Block& b;
-  const Args& a;
+  const Block<W>& b;
+  const Args<W>& a;
   const CUtensorMap *w13, *w2;
   Cursor at = {};
   int announced = 0;
 
   __device__ __forceinline__ void load(const Work& work, int step, uint64_t policy) const {
     uint64_t* full = b.full(at.stage);
-    const int column = step * kTileColumns;
-    arrive_expecting(full, b.weight_bytes);
-    for (int i = 0; i < a.width; ++i) {
-      uint8_t* to = b.weights(at.stage) + i * kWeightBytes;
-      const int tile = work.tile + i;
-      if (work.product == 0) {
-        load_gate_up(to, w13, work.expert, tile, column, full, policy);
-      } else {
-        load_tile(to, w2, work.expert * a.hidden + tile * kTileRows, column, full, policy);
-      }
-    }
+    arrive_expecting(full, b.width * W::kBytes);
+    for (int i = 0; i < a.width; ++i)
+      W::load(b.weights(at.stage) + i * W::kBytes, work.product == 0 ? w13 : w2, a, work.product, work.expert,
+              work.tile + i, step, full, policy);
   }
 
   /// The n-th work tile of an expert. Up to kGroup in turn have the same rows; then the next rows; then the next
@@ -177,9 +182,10 @@ struct Producer {
 };
 
 /// The warps that bring token rows. Each of their lanes arrives at a stage's barrier, or is arrived for.
+template <class W>
 struct Gatherer {
-  const Block& b;
-  const Args& a;
+  const Block<W>& b;
+  const Args<W>& a;
   const CUtensorMap* act;
   Cursor at = {};
   bool all = false;  // activations are there
@@ -199,6 +205,7 @@ struct Gatherer {
     for (int i = 0; i < kEach; ++i) from[i] = from[i] / a.top_k * (a.hidden / 8) + column;
     for (int step = 0; step < work.steps; ++step, at.advance(b.stages), x += kTileColumns / 8) {
       mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
+      copy_side(work, step);
       uint8_t* to = b.rows(at.stage);
 #pragma unroll
       for (int i = 0; i < kEach; ++i)
@@ -207,32 +214,65 @@ struct Gatherer {
     }
   }
 
-  /// Activations lie in order. One thread, for all lanes of these warps. Rows beyond the work tile's are loaded to the
-  /// end of the last box and give columns that nobody reads.
-  __device__ __forceinline__ void load(const Work& work) {
-    if (!all) {
-      const uint4 end = b.table()[a.max_touched()];
-      all = load_acquire(a.counters.finished()) == a.parts(end.z);
-      while (!all && load_acquire(a.counters.progress(work.expert)) < work.parts) {}
-      fence_async_proxy();
+  /// What lies beside the weights of this stage, if anything.
+  __device__ __forceinline__ void copy_side(const Work& work, int step) {
+    if constexpr (W::kSideBytes > 0) {
+      for (int i = 0; i < a.width; ++i)
+        W::copy_side(b.side(at.stage) + i * W::kSideBytes, a, work, i, step, threadIdx.x - (kConsumers + 1) * 32);
     }
+  }
+
+  /// Waits until the activations of a work tile are there.
+  __device__ __forceinline__ void await(const Work& work) {
+    if (all) return;
+    const uint4 end = b.table()[a.max_touched()];
+    all = load_acquire(a.counters.finished()) == a.parts(end.z);
+    while (!all && load_acquire(a.counters.progress(work.expert)) < work.parts) {}
+    fence_async_proxy();
+  }
+
+  /// Activations of a step, which lie in order. One thread. Rows beyond the work tile's are loaded to the end of the last
+  /// box and give columns that nobody reads.
+  __device__ __forceinline__ void load(const Work& work, int step) {
     const int boxes = ceil_div(work.rows, kActRows);
+    uint64_t* full = b.full(at.stage);
+    expect_bytes(full, boxes * kActRows * kTileColumns * 2);
+    for (int i = 0; i < boxes; ++i)
+      load_tile(b.rows(at.stage) + i * kActRows * 128, act, work.first + i * kActRows, step * kTileColumns, full);
+  }
+
+  /// All steps of the second product, by one thread for all lanes of these warps.
+  __device__ __forceinline__ void load_all(const Work& work) {
+    await(work);
     for (int step = 0; step < work.steps; ++step, at.advance(b.stages)) {
       mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
-      uint64_t* full = b.full(at.stage);
-      expect_bytes(full, boxes * kActRows * kTileColumns * 2);
-      for (int i = 0; i < boxes; ++i)
-        load_tile(b.rows(at.stage) + i * kActRows * 128, act, work.first + i * kActRows, step * kTileColumns, full);
-      mbarrier_arrive_many(full, kGatherLanes);
+      load(work, step);
+      mbarrier_arrive_many(b.full(at.stage), kGatherLanes);
+    }
+  }
+
+  /// The same where all lanes have to bring what lies beside the weights.
+  __device__ __forceinline__ void load_with_side(const Work& work, bool loads) {
+    if (loads) await(work);
+    __syncwarp();
+    for (int step = 0; step < work.steps; ++step, at.advance(b.stages)) {
+      mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
+      copy_side(work, step);
+      if (loads) load(work, step);
+      __syncwarp();
+      cp_async_arrive(b.full(at.stage));
     }
   }
 
   __device__ __forceinline__ void run() {
+    const bool loads = threadIdx.x / 32 == kConsumers + 1 && elect_one();
     for_each_work(b, [&](const Work& work) {
       if (work.product == 0) {
         gather(work);
-      } else if (threadIdx.x / 32 == kConsumers + 1 && elect_one()) {
-        load(work);
+      } else if constexpr (W::kSideBytes > 0) {
+        load_with_side(work, loads);
+      } else if (loads) {
+        load_all(work);
       }
       __syncwarp();
     });

@@ -1,4 +1,4 @@
-// What a warpgroup does with its 64 weight rows x up to 256 token rows of sums (wide.cu): through shared memory, so
+// What a warpgroup does with its 64 weight rows x up to 256 token rows of sums (wide_kernel.cuh): through shared memory, so
 // that whole lines leave, and with barriers of its own four warps alone, so that the other warpgroup multiplies
 // meanwhile.
 //
@@ -16,9 +16,10 @@ namespace moe::experts_wide {
 constexpr int kSums = kMostRows / 2;      // of a thread; of each 8 token rows 4, as wgmma.cuh says
 constexpr int kPairSums = kPairRows / 2;  // of one of two weight tiles
 
+template <class W>
 struct Store {
-  const Block& b;
-  const Args& a;
+  const Block<W>& b;
+  const Args<W>& a;
   int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   int turn = 0;
   int owed = -1;  // expert of whose activations the other blocks have not been told

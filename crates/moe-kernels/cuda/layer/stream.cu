@@ -6,7 +6,7 @@
 // launch in between and no barrier. Logits and activations travel as words that carry the launch's number: a reader
 // polls the word itself, one way there, one way back, no fence.
 //   - Router: every block computes an expert's logit, reads all of them, and makes the same choice. Meanwhile memory
-//     already brings the block a tile of the experts that were chosen first.
+//     already brings the block a tile of the experts that were chosen first, or of shared ones, which need no choice.
 //   - Gate and up: tiles of 8 outputs (64 KB, two copies), one expert after the other. Half of the tiles are assigned
 //     to blocks in turn, the rest by ticket, because SMs get unequal shares of a saturated memory. The consumer warps
 //     leave their sums to a warp that adds and activates them, and go on.
@@ -43,7 +43,7 @@ struct Rows {
 #if MOE_SM90
 
   /// Two are enough, and more only stand in each other's way.
-  static __device__ constexpr int flying(int) { return 2; }
+  static __device__ __forceinline__ constexpr int flying(int) { return 2; }
 
   /// `rows` rows of a stage; whole rows are one consecutive piece.
   static __device__ __forceinline__ void copy_tile(uint8_t* to, const bf16* from, int depth, int chunk, int rows, int k,

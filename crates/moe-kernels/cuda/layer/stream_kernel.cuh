@@ -247,7 +247,7 @@ bool divide_ring(Weighted<Weights>* a, int block_smem) {
 }
 
 inline bool valid(const Args& a) {
-  const int top_k = a.route.top_k;
+  const int top_k = a.route.slots();
   return a.tokens >= 0 && a.tokens <= kMaxTokens && top_k > 0 && top_k <= kMaxTopK && a.slots() <= kMaxSlots &&
          a.hidden > 0 && a.hidden % kStep == 0 && a.inter > 0 && a.inter % kStep == 0 && a.num_local > 0 &&
          a.num_local <= 1024 && a.route.experts > 0;
@@ -274,17 +274,19 @@ Args common_args(const Launcher& c) {
   Args a = {};
   a.tokens = c.tokens;
   a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.gate = c.gate, a.gate_bias = c.gate_bias, a.valid = c.valid;
-  a.route = {c.correction_bias, c.topk_ids,   c.topk_weights, c.num_ids, c.top_k,
-             c.scoring,         c.raw_logits, c.renormalize,  c.scale,   c.softcap};
+  a.route = {c.correction_bias,  c.topk_ids, c.topk_weights, c.num_ids - c.shared, c.top_k - c.shared, c.scoring,
+             c.raw_logits, c.renormalize, c.scale, c.softcap};
+  a.route.shared = c.shared, a.route.shared_weight = c.shared_weight;
   a.expert_map = c.expert_map, a.out = c.out, a.output = c.output, a.state = static_cast<State*>(c.state);
   return a;
 }
 
 /// Whether a launcher takes them.
 inline bool launchable(const Args& a) {
-  const bool routes =
-      a.route.experts <= 512 && a.route.top_k <= a.route.experts && is_code(a.route.scoring, Scoring::kSqrtSoftplus);
-  return valid(a) && is_code(a.output, Output::kAddF32) && (a.gate == nullptr || routes);
+  const RouteArgs& r = a.route;
+  const bool routes = a.num_ids() <= 512 && r.slots() <= a.num_ids() && is_code(r.scoring, Scoring::kSqrtSoftplus);
+  const bool shares = r.shared >= 0 && r.top_k > 0 && (r.shared == 0 || a.gate != nullptr);
+  return valid(a) && is_code(a.output, Output::kAddF32) && shares && (a.gate == nullptr || routes);
 }
 
 }  // namespace moe::layer

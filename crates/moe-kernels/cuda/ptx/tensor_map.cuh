@@ -1,4 +1,4 @@
-// TMA tensor maps of row-major bf16 matrices, made by the launcher and passed by value.
+// TMA tensor maps of row-major matrices, made by the launcher and passed by value.
 #pragma once
 
 #include <cuda.h>
@@ -11,12 +11,12 @@ namespace moe {
 /// Columns of a tile: 128 bytes, the widest swizzle.
 constexpr int kTileColumns = 64;
 
-/// A map of `data` with `rank` dims, innermost first, `strides` in bytes of all but the first; the tiles, `box`, are
-/// swizzled in shared memory, and what lies outside reads as zero. Without promotion in L2: with 256 bytes the experts'
-/// products read 3 % slower (T = 64: 284 us against 275). The encoder comes from the driver that is loaded, so nothing
-/// links to libcuda.
-inline cudaError_t make_tensor_map(CUtensorMap* map, const bf16* data, int rank, const cuuint64_t* dims,
-                                   const cuuint64_t* strides, const cuuint32_t* box) {
+/// A map of `data` with `rank` dims, innermost first, `strides` in bytes of all but the first; what lies outside reads
+/// as zero. Without promotion in L2: with 256 bytes the experts' products read 3 % slower (T = 64: 284 us against 275).
+/// The encoder comes from the driver that is loaded, so nothing links to libcuda.
+inline cudaError_t encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, CUtensorMapSwizzle swizzle,
+                                     const void* data, int rank, const cuuint64_t* dims, const cuuint64_t* strides,
+                                     const cuuint32_t* box) {
   void* entry = nullptr;
   cudaDriverEntryPointQueryResult found;
   const cudaError_t e =
@@ -25,10 +25,17 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, const bf16* data, int rank,
   if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-  const CUresult r = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<bf16*>(data), dims, strides, box,
-                            steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                            CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult r = encode(map, type, rank, const_cast<void*>(data), dims, strides, box, steps,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+/// A map whose tiles, `box`, are swizzled in shared memory.
+inline cudaError_t make_tensor_map(CUtensorMap* map, const bf16* data, int rank, const cuuint64_t* dims,
+                                   const cuuint64_t* strides, const cuuint32_t* box) {
+  return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, data, rank, dims, strides,
+                           box);
 }
 
 /// The same of a matrix [rows, columns], in tiles of `tile_rows` x 64.
@@ -37,6 +44,16 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, const bf16* data, int rows,
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * sizeof(bf16)};
   const cuuint32_t box[2] = {kTileColumns, static_cast<cuuint32_t>(tile_rows)};
   return make_tensor_map(map, data, 2, dims, strides, box);
+}
+
+/// A map of `rows` rows of `row_words` 8-byte words each, in tiles that lie in shared memory as in the rows.
+inline cudaError_t make_word_map(CUtensorMap* map, const void* data, int64_t rows, int64_t row_words, int tile_rows,
+                                 int tile_words) {
+  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(row_words), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_words) * 8};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(tile_words), static_cast<cuuint32_t>(tile_rows)};
+  return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT64, CU_TENSOR_MAP_SWIZZLE_NONE, data, 2, dims, strides,
+                           box);
 }
 
 #if MOE_SM90

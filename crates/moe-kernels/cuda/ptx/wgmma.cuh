@@ -127,9 +127,32 @@ __device__ __forceinline__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                                  \
   }
 
+template <>
+__device__ __forceinline__ void wgmma<8, 0>(float* d, const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, "
+      "%5, %6, %7}, %8, p, 1, 1, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+MOE_WGMMA_REGISTERS(16, 8, 8, 9, 10, 11, 12, 13, 0)
+MOE_WGMMA_REGISTERS(32, 16, 16, 17, 18, 19, 20, 21, 0)
+MOE_WGMMA_REGISTERS(48, 24, 24, 25, 26, 27, 28, 29, 0)
+MOE_WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 0)
+MOE_WGMMA_REGISTERS(80, 40, 40, 41, 42, 43, 44, 45, 0)
+MOE_WGMMA_REGISTERS(96, 48, 48, 49, 50, 51, 52, 53, 0)
+MOE_WGMMA_REGISTERS(112, 56, 56, 57, 58, 59, 60, 61, 0)
+MOE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 0)
+MOE_WGMMA_REGISTERS(144, 72, 72, 73, 74, 75, 76, 77, 0)
+MOE_WGMMA_REGISTERS(160, 80, 80, 81, 82, 83, 84, 85, 0)
+MOE_WGMMA_REGISTERS(176, 88, 88, 89, 90, 91, 92, 93, 0)
+MOE_WGMMA_REGISTERS(192, 96, 96, 97, 98, 99, 100, 101, 0)
+MOE_WGMMA_REGISTERS(208, 104, 104, 105, 106, 107, 108, 109, 0)
+MOE_WGMMA_REGISTERS(224, 112, 112, 113, 114, 115, 116, 117, 0)
+MOE_WGMMA_REGISTERS(240, 120, 120, 121, 122, 123, 124, 125, 0)
+MOE_WGMMA_REGISTERS(256, 128, 128, 129, 130, 131, 132, 133, 0)
 MOE_WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 1)
 MOE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 1)
-MOE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 0)
 MOE_WGMMA_REGISTERS(192, 96, 96, 97, 98, 99, 100, 101, 1)
 
 #undef MOE_WGMMA
@@ -141,6 +164,14 @@ template <int N>
 __device__ __forceinline__ void wgmma_hold(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+/// Keeps what computes an operand in registers before the wgmma_fence that follows; behind it ptxas would have each
+/// product wait for the one before.
+template <int N>
+__device__ __forceinline__ void wgmma_hold(uint32_t (&a)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
 #endif

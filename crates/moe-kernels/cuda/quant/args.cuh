@@ -63,6 +63,32 @@ struct AnyQuantDownArgs {
   int rows, num_out;
 };
 
+/// As ExpertsTensorArgs; E, H and I are those of the packs.
+struct QuantExpertsTensorArgs {
+  const __nv_bfloat16* x;  // [T, H]
+  QuantPack w13;           // gate_up
+  QuantPack w2;
+  const uint32_t* slots;
+  const uint32_t* counts;
+  int bucket;
+  __nv_bfloat16* act;
+  void* slot_rows;
+  uint32_t* counters;
+  int tokens, top_k;
+  int num_ids;
+};
+
+/// As LinearTensorArgs.
+struct QuantLinearTensorArgs {
+  const __nv_bfloat16* x;     // [m, k]
+  QuantPack w;                // one matrix; results of one with gate and up are all gates, then all ups
+  const __nv_bfloat16* bias;  // [n] or null
+  void* out;                  // [m, n]
+  Output output;
+  int m;
+  int splits;
+};
+
 /// As LinearStreamArgs.
 struct QuantLinearStreamArgs {
   const void* x;
@@ -95,6 +121,8 @@ struct QuantLayerStreamArgs {
   Scoring scoring;
   int raw_logits, renormalize;
   float scale, softcap;
+  int shared;
+  float shared_weight;
 };
 
 /// As ExpertsStreamArgs.
@@ -114,6 +142,9 @@ struct QuantExpertsStreamArgs {
 
 }  // namespace moe
 
+extern "C" int moe_quant_experts_tensor(const moe::QuantExpertsTensorArgs* args, void* stream);
+extern "C" int moe_quant_experts_wide(const moe::QuantExpertsTensorArgs* args, void* stream);
+extern "C" int moe_quant_linear_tensor(const moe::QuantLinearTensorArgs* args, void* stream);
 extern "C" int moe_quant_linear_stream(const moe::QuantLinearStreamArgs* args, void* stream);
 extern "C" int moe_quant_layer_stream(const moe::QuantLayerStreamArgs* args, void* stream);
 extern "C" int moe_quant_experts_stream(const moe::QuantExpertsStreamArgs* args, void* stream);

@@ -32,6 +32,13 @@ __device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
 /// The lower half in both.
 __device__ __forceinline__ uint32_t both(uint32_t low) { return __byte_perm(low, 0, 0x1010); }
 
+/// (v & mask) | bits, which the compiler would do in two instructions where both are constants.
+__device__ __forceinline__ uint32_t and_or(uint32_t v, uint32_t mask, uint32_t bits) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(v), "r"(mask), "r"(bits));
+  return r;
+}
+
 constexpr uint32_t kPair128 = 0x43004300u, kPair256 = 0x43804380u, kPair2To120 = 0x7b807b80u;
 
 // ---- what a row's zero point and scale are as operands, twice in a word
@@ -67,14 +74,14 @@ __device__ __forceinline__ void unpack(const uint32_t* v, const uint32_t (&zero)
   for (int i = 0; i < 4; ++i) {
     const int row = i % 2;
     if constexpr (kFormat == QuantFormat::kInt4) {
-      a[i] = sub2((v[0] >> (4 * i) & 0x000f000fu) | kPair128, zero[row]);
+      a[i] = sub2(and_or(v[0] >> (4 * i), 0x000f000fu, kPair128), zero[row]);
     } else if constexpr (kFormat == QuantFormat::kInt8) {
       const uint32_t q = v[i / 2] >> (8 * row);
-      const uint32_t low = (q & 0x007f007fu) | kPair128, top = (q & 0x00800080u) | kPair128;
+      const uint32_t low = and_or(q, 0x007f007fu, kPair128), top = and_or(q, 0x00800080u, kPair128);
       a[i] = add2(sub2(low, zero[row]), sub2(top, kPair256));
     } else {
       const uint32_t q = row == 0 ? v[i / 2] << 8 : v[i / 2];
-      a[i] = mul2((q & 0x80008000u) | (q >> 4 & 0x07f007f0u), kPair2To120);
+      a[i] = mul2(and_or(q >> 4, 0x07f007f0u, q & 0x80008000u), kPair2To120);
     }
   }
 }

@@ -46,6 +46,14 @@ launchers! {
     moe_combine(args: *const CombineArgs);
     moe_combine_add_rms_norm(args: *const CombineArgs, residual: *mut f32, weight: *const bf16, eps: f32);
 
+    // quantised weights
+    moe_quant_linear_stream(args: *const QuantLinearStreamArgs);
+    moe_quant_linear_tensor(args: *const QuantLinearTensorArgs);
+    moe_quant_layer_stream(args: *const QuantLayerStreamArgs);
+    moe_quant_experts_stream(args: *const QuantExpertsStreamArgs);
+    moe_quant_experts_tensor(args: *const QuantExpertsTensorArgs);
+    moe_quant_experts_wide(args: *const QuantExpertsTensorArgs);
+
     // layer
     moe_layer_stream(args: *const LayerStreamArgs);
 
@@ -106,11 +114,16 @@ launchers! {
     moe_any_gate_up(args: *const AnyGateUpArgs);
     moe_any_gated(args: *const AnyGatedArgs);
     moe_any_down(args: *const AnyDownArgs);
+    moe_any_quant_linear(args: *const AnyQuantLinearArgs);
+    moe_any_quant_gate_up(args: *const AnyQuantGateUpArgs);
+    moe_any_quant_down(args: *const AnyQuantDownArgs);
+    moe_any_dequantise(w: *const QuantPack, out: Out, dtype: Dtype);
     moe_any_qk_norm_rope_cache(args: *const QkNormRopeArgs);
     moe_any_attention(args: *const PagedAttentionArgs);
     moe_any_mla_latent(args: *const MlaLatentArgs);
     moe_any_mla_cache(args: *const MlaCacheArgs);
     moe_any_mla_query(args: *const MlaQueryArgs);
+    moe_any_mla_rows(args: *const MlaRowsArgs);
     moe_any_per_head(args: *const PerHeadArgs);
     moe_any_copy_columns(from: In, to: Out, dtype: Dtype, rows width from_row to_row: i32);
     moe_any_group_slots(args: *const AnyGroupSlotsArgs);

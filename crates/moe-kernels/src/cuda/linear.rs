@@ -1,55 +1,79 @@
 //! Dense products on CUDA.
 
-use candle_core::Result;
+use candle_core::{DType, Result};
 
-use super::args::{LinearStreamArgs, LinearTensorArgs, Output};
-use super::{aligned, any, blas, ffi, small};
+use super::args::{LinearStreamArgs, LinearTensorArgs, Output, QuantLinearStreamArgs, QuantLinearTensorArgs};
+use super::quant::DevicePack;
+use super::{aligned, any, blas, ffi, quant, small};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
 use crate::plan::{Form, FusedLinearForm, LinearCall, LinearForm};
 use crate::view::{View, ViewMut};
+use crate::weight::WeightView;
+
+/// A matrix [n, k] on a device.
+#[derive(Clone, Copy)]
+enum Matrix<'a> {
+    /// Floats in rows.
+    Rows(View<'a>),
+    /// One quantised matrix.
+    Pack(&'a DevicePack),
+}
+
+impl<'a> Matrix<'a> {
+    fn of(op: &str, w: WeightView<'a>) -> Result<Self> {
+        Ok(match w {
+            WeightView::Quantised(w) => Self::Pack(w.device_pack(op)?),
+            w => Self::Rows(w.rows(op)?),
+        })
+    }
+
+    fn call(self, rows: usize, dtype: DType, bias: bool, views: &[View]) -> LinearCall {
+        let aligned = aligned(views);
+        match self {
+            Self::Rows(w) => {
+                let (n, k) = (w.dims()[0], w.dims()[1]);
+                let aligned = aligned && super::aligned(&[w]);
+                LinearCall { rows, n, k, dtype, quant: None, bias, aligned }
+            }
+            Self::Pack(pack) => {
+                let [_, n, k] = pack.dims();
+                LinearCall { rows, n, k, dtype, quant: Some(pack.weights()), bias, aligned }
+            }
+        }
+    }
+}
 
 /// out = x · wᵀ + bias; the door has checked dims and dtypes.
 pub(crate) fn linear(
     op: &str,
     x: View,
-    w: View,
+    w: WeightView,
     bias: Option<View>,
     mut out: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    let cuda = ex.cuda(op)?;
-    let (m, n, k) = (x.dims()[0], w.dims()[0], w.dims()[1]);
-    let aligned = aligned(&[x, w, out.as_view()]);
-    let call = LinearCall { rows: m, n, k, dtype: x.dtype(), bias: bias.is_some(), aligned };
-    match LinearForm::choose(&call, &ex.machine()) {
-        Some(LinearForm::Blas) => blas::product(cuda, op, x, w, out),
-        Some(LinearForm::Stream) => {
-            let output = Output::stored_as(out.dtype());
-            stream(op, x, None, (w, bias), (&mut out, output), ex)
+    let (cuda, w) = (ex.cuda(op)?, Matrix::of(op, w)?);
+    let call = w.call(x.rows(), x.dtype(), bias.is_some(), &[x, out.as_view()]);
+    let output = Output::stored_as(out.dtype());
+    match (LinearForm::choose(&call, &ex.machine()), w) {
+        (Some(LinearForm::Blas), Matrix::Rows(w)) => blas::product(cuda, op, x, w, out),
+        (Some(LinearForm::QuantBlas), Matrix::Pack(pack)) => {
+            let mut floats = ex.scratch(DType::BF16, &[call.n, call.k])?;
+            pack.dequantise_into(op, floats.view_mut(), ex)?;
+            blas::product(cuda, op, x, floats.view(), out)
         }
-        Some(LinearForm::Tensor) => {
-            let args = LinearTensorArgs {
-                x: cuda.read(op, "x", x)?,
-                w: cuda.read(op, "w", w)?,
-                bias: cuda.read_or_null(op, "bias", bias)?,
-                out: cuda.write(op, "out", &mut out)?,
-                output: Output::stored_as(out.dtype()),
-                m: small(op, m)?,
-                n: small(op, n)?,
-                k: small(op, k)?,
-                splits: if ex.batch_invariant() { -1 } else { 0 },
-            };
-            // SAFETY: dims and dtypes are checked at the door, the launcher's conditions by the form.
-            cuda.check(op, unsafe { ffi::moe_linear_tensor(&args, cuda.raw()?) })
-        }
-        _ => any::linear(ex, op, x, w, bias, out),
+        (Some(LinearForm::Stream), w) => stream(op, x, None, (w, bias), (&mut out, output), ex),
+        (Some(LinearForm::Tensor), w) => tensor(op, x, (w, bias), (&mut out, output), ex),
+        (_, Matrix::Rows(w)) => any::linear(ex, op, x, w, bias, out),
+        (_, Matrix::Pack(pack)) => quant::linear(op, x, pack, bias, out, ex),
     }
 }
 
-/// Whether [`norm_linear`] and [`linear_add`] compute a product over these views.
-pub(crate) fn fuses(call: &LinearCall, views: &[View], ex: &Exec) -> bool {
-    let call = LinearCall { aligned: aligned(views), ..*call };
+/// Whether [`norm_linear`] and [`linear_add`] compute a product of so many rows over these views.
+pub(crate) fn fuses(rows: usize, w: WeightView, bias: bool, views: &[View], ex: &Exec) -> bool {
+    let Ok(matrix) = Matrix::of("a fused product", w) else { return false };
+    let call = matrix.call(rows, w.dtype(), bias, views);
     ex.is_cuda() && FusedLinearForm::choose(&call, &ex.machine()) == Some(FusedLinearForm::Stream)
 }
 
@@ -58,24 +82,54 @@ pub(crate) fn norm_linear(
     op: &str,
     residual: View,
     norm: &PreNorm,
-    w: View,
+    w: WeightView,
     bias: Option<View>,
     mut out: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    stream(op, residual, Some(norm), (w, bias), (&mut out, Output::F32), ex)
+    stream(op, residual, Some(norm), (Matrix::of(op, w)?, bias), (&mut out, Output::F32), ex)
 }
 
 /// See [`crate::linear_add_into`]; [`fuses`] has said yes.
 pub(crate) fn linear_add(
     op: &str,
     x: View,
-    w: View,
+    w: WeightView,
     bias: Option<View>,
     mut residual: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    stream(op, x, None, (w, bias), (&mut residual, Output::AddF32), ex)
+    stream(op, x, None, (Matrix::of(op, w)?, bias), (&mut residual, Output::AddF32), ex)
+}
+
+/// The launch of warpgroup products.
+fn tensor(
+    op: &str,
+    x: View,
+    (w, bias): (Matrix, Option<View>),
+    (out, output): (&mut ViewMut, Output),
+    ex: &Exec,
+) -> Result<()> {
+    let cuda = ex.cuda(op)?;
+    let (x_at, bias) = (cuda.read(op, "x", x)?, cuda.read_or_null(op, "bias", bias)?);
+    let (out, m) = (cuda.write(op, "out", out)?, small(op, x.rows())?);
+    let splits = if ex.batch_invariant() { -1 } else { 0 };
+    // SAFETY: dims and dtypes are checked at the door, the launchers' conditions by the form.
+    unsafe {
+        match w {
+            Matrix::Rows(w) => {
+                let (n, k) = (small(op, w.rows())?, small(op, w.dims()[1])?);
+                let w = cuda.read(op, "w", w)?;
+                let args = LinearTensorArgs { x: x_at, w, bias, out, output, m, n, k, splits };
+                cuda.check(op, ffi::moe_linear_tensor(&args, cuda.raw()?))
+            }
+            Matrix::Pack(pack) => {
+                let w = pack.args(op, cuda)?;
+                let args = QuantLinearTensorArgs { x: x_at, w, bias, out, output, m, splits };
+                cuda.check(op, ffi::moe_quant_linear_tensor(&args, cuda.raw()?))
+            }
+        }
+    }
 }
 
 /// The launch in which weights stream past a few rows.
@@ -83,23 +137,29 @@ fn stream(
     op: &str,
     x: View,
     norm: Option<&PreNorm>,
-    (w, bias): (View, Option<View>),
+    (w, bias): (Matrix, Option<View>),
     (out, output): (&mut ViewMut, Output),
     ex: &Exec,
 ) -> Result<()> {
     let cuda = ex.cuda(op)?;
-    let args = LinearStreamArgs {
-        x: cuda.read(op, "x", x)?,
-        norm: cuda.read_or_null(op, "norm", norm.map(|norm| norm.weight))?,
-        eps: norm.map_or(0., |norm| norm.eps),
-        w: cuda.read(op, "w", w)?,
-        bias: cuda.read_or_null(op, "bias", bias)?,
-        out: cuda.write(op, "out", out)?,
-        output,
-        m: small(op, x.rows())?,
-        n: small(op, w.rows())?,
-        k: small(op, w.dims()[1])?,
-    };
-    // SAFETY: dims and dtypes are checked at the door, the launcher's conditions by the form.
-    cuda.check(op, unsafe { ffi::moe_linear_stream(&args, cuda.raw()?) })
+    let (x_at, bias) = (cuda.read(op, "x", x)?, cuda.read_or_null(op, "bias", bias)?);
+    let weight = cuda.read_or_null(op, "norm", norm.map(|norm| norm.weight))?;
+    let eps = norm.map_or(0., |norm| norm.eps);
+    let (out, m) = (cuda.write(op, "out", out)?, small(op, x.rows())?);
+    // SAFETY: dims and dtypes are checked at the door, the launchers' conditions by the form.
+    unsafe {
+        match w {
+            Matrix::Rows(w) => {
+                let (n, k) = (small(op, w.rows())?, small(op, w.dims()[1])?);
+                let w = cuda.read(op, "w", w)?;
+                let args = LinearStreamArgs { x: x_at, norm: weight, eps, w, bias, out, output, m, n, k };
+                cuda.check(op, ffi::moe_linear_stream(&args, cuda.raw()?))
+            }
+            Matrix::Pack(pack) => {
+                let w = pack.args(op, cuda)?;
+                let args = QuantLinearStreamArgs { x: x_at, norm: weight, eps, w, bias, out, output, m };
+                cuda.check(op, ffi::moe_quant_linear_stream(&args, cuda.raw()?))
+            }
+        }
+    }
 }

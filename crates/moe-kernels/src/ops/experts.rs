@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, bail};
 
 use super::linear::{Rows, row_parallel_segments, run};
-use super::quant::{quant_down_into, quant_gate_up_into};
+use super::quant;
 use crate::cpu::epilogue::GateUp;
 use crate::cpu::gemm::{Products, Units, products};
 use crate::cpu::shared::Shared;
@@ -159,7 +159,7 @@ fn gate_up_into(
     expect(op, "out", &out, x.dtype(), &[groups.len(), two_i / 2])?;
     groups.check_views(op, e)?;
     if let WeightView::Quantised(w13) = w13 {
-        return quant_gate_up_into(x, groups, w13.matrix(), w13_bias, activation, out, ex);
+        return quant::grouped_gate_up(x, groups, w13, w13_bias, activation, out, ex);
     }
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
@@ -242,7 +242,7 @@ fn down_into(
     groups.check_down(op, &x, &w2, &out)?;
     expect_optional(op, "w2_bias", w2_bias.as_ref(), x.dtype(), &w2.dims()[..2])?;
     if let WeightView::Quantised(w2) = w2 {
-        return quant_down_into(x, groups, w2.matrix(), w2_bias, out, ex);
+        return quant::grouped_down(x, groups, w2, w2_bias, out, ex);
     }
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {

@@ -8,8 +8,6 @@ use super::{add_into, linear_into, linear_row_parallel_into, rms_norm_into};
 use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
-#[cfg(feature = "cuda")]
-use crate::plan::LinearCall;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 
@@ -50,8 +48,8 @@ fn norm_product(
     let n = expect_weight(op, &w, bias, h)?;
     expect(op, "out", &out, DType::F32, &[t, n])?;
     #[cfg(feature = "cuda")]
-    if let WeightView::Rows(w) = w
-        && crate::cuda::linear::fuses(&call(t, w, bias), &[residual, w, out.as_view(), norm.weight], ex)
+    if ex.is_cuda()
+        && crate::cuda::linear::fuses(t, w, bias.is_some(), &[residual, out.as_view(), norm.weight], ex)
     {
         return crate::cuda::linear::norm_linear(op, residual, norm, w, bias, out, ex);
     }
@@ -87,18 +85,10 @@ fn product_add(x: View, w: WeightView, bias: Option<View>, residual: ViewMut, ex
     let n = expect_weight(op, &w, bias, k)?;
     expect(op, "residual", &residual, DType::F32, &[t, n])?;
     #[cfg(feature = "cuda")]
-    if let WeightView::Rows(w) = w
-        && crate::cuda::linear::fuses(&call(t, w, bias), &[x, w, residual.as_view()], ex)
-    {
+    if ex.is_cuda() && crate::cuda::linear::fuses(t, w, bias.is_some(), &[x, residual.as_view()], ex) {
         return crate::cuda::linear::linear_add(op, x, w, bias, residual, ex);
     }
     let mut delta = ex.scratch(DType::F32, residual.dims())?;
     linear_row_parallel_into(x, w, bias, delta.view_mut(), ex)?;
     add_into(delta.view(), residual, ex)
-}
-
-#[cfg(feature = "cuda")]
-fn call(rows: usize, w: View, bias: Option<View>) -> LinearCall {
-    let (n, k) = (w.rows(), w.dims().last().copied().unwrap_or(0));
-    LinearCall { rows, n, k, dtype: w.dtype(), bias: bias.is_some(), aligned: true }
 }

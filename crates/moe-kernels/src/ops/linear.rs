@@ -77,12 +77,12 @@ fn product(
         bail!("{op}: expected out of dtype {} or f32, got {}", x.dtype().as_str(), out.dtype().as_str())
     }
     let rows = [0, expect_u32(op, t)?];
-    if let WeightView::Quantised(w) = w {
-        return quant::product(op, segments, x, w.matrix(), bias, out, ex);
-    }
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        return crate::cuda::linear::linear(op, x, w.rows(op)?, bias, out, ex);
+        return crate::cuda::linear::linear(op, x, w, bias, out, ex);
+    }
+    if let WeightView::Quantised(w) = w {
+        return quant::product(op, segments, x, w.matrix(op)?, bias, out, ex);
     }
     let rows = Rows { columns: (0, k), segments, offsets: &rows, out_rows: None };
     with_float!(x.dtype(), op, X => match out.dtype() {

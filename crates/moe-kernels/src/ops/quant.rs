@@ -22,6 +22,7 @@ use crate::exec::Exec;
 use crate::quant::{QuantMatrix, QuantUse};
 use crate::spec::Activation;
 use crate::view::{View, ViewMut};
+use crate::weight::QuantView;
 use crate::with_float;
 
 /// out = x · wᵀ + bias, summed in f32, rounded once. Segments of a row-parallel `w` are summed apart and added in
@@ -233,6 +234,51 @@ fn down(
     let Checked { offsets, out_rows, .. } = groups.check_out(op, s)?;
     let rows = Rows { segments, offsets, out_rows: Some(out_rows) };
     with_float!(x.dtype(), op, T => run::<T, f32>(x, w2, bias, rows, out, ex))
+}
+
+/// [`quant_gate_up_into`] or its form on a device, where the door of
+/// [`grouped_gate_up_into`](crate::grouped_gate_up_into) has checked all views.
+pub(super) fn grouped_gate_up(
+    x: View,
+    groups: &ExpertGroups,
+    w13: QuantView,
+    w13_bias: Option<View>,
+    activation: Activation,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "grouped_gate_up";
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        let w13 = w13.device_pack(op)?;
+        if w13.usage() != QuantUse::GateUp {
+            bail!("{op}: expected a matrix packed for gate and up, got one for {:?}", w13.usage())
+        }
+        return crate::cuda::quant::gate_up(op, x, groups, (w13, w13_bias), activation, out, ex);
+    }
+    quant_gate_up_into(x, groups, w13.matrix(op)?, w13_bias, activation, out, ex)
+}
+
+/// [`quant_down_into`] or its form on a device, where the door of [`grouped_down_into`](crate::grouped_down_into) has
+/// checked all views.
+pub(super) fn grouped_down(
+    x: View,
+    groups: &ExpertGroups,
+    w2: QuantView,
+    w2_bias: Option<View>,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "grouped_down";
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        let w2 = w2.device_pack(op)?;
+        if w2.usage() == QuantUse::GateUp {
+            bail!("{op}: expected a matrix packed for a dense product, got one for gate and up")
+        }
+        return crate::cuda::quant::down(op, x, groups, (w2, w2_bias), out, ex);
+    }
+    quant_down_into(x, groups, w2.matrix(op)?, w2_bias, out, ex)
 }
 
 /// The segments that an op multiplies; fails for a matrix packed for another use or a segment that it does not have.

@@ -64,7 +64,7 @@ fn segment_product(x: View, w: WeightView, segment: Segment, out: ViewMut, ex: &
     expect(op, "out", &out, DType::F32, &[t, n])?;
     let columns = segment.columns(op, k)?;
     if let WeightView::Quantised(w) = w {
-        return quant_linear_segment_into(x, w.matrix(), segment, out, ex);
+        return quant_linear_segment_into(x, w.matrix(op)?, segment, out, ex);
     }
     let rows = Rows { columns, segments: 1, offsets: &[0, expect_u32(op, t)?], out_rows: None };
     with_float!(x.dtype(), op, T => run::<T, f32>(x, w, None, rows, out, ex))
@@ -105,7 +105,7 @@ fn down_segment(
     groups.check_down(op, &x, &w2, &out)?;
     let columns = segment.columns(op, x.dims()[1])?;
     if let WeightView::Quantised(w2) = w2 {
-        return quant_down_segment_into(x, groups, w2.matrix(), segment, out, ex);
+        return quant_down_segment_into(x, groups, w2.matrix(op)?, segment, out, ex);
     }
     let Checked { offsets, out_rows, .. } = groups.check_out(op, out.rows())?;
     let rows = Rows { columns, segments: 1, offsets, out_rows: Some(out_rows) };

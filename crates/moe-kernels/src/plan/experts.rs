@@ -1,14 +1,20 @@
 //! bf16 SwiGLU experts on CUDA: which kernels compute a step's slots.
 
 use super::linear::{expect_at_most, expect_rows, expect_steps};
+use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
 use super::{Form, Gpu, Machine, Reason};
+use crate::scheme::QuantScheme;
 
 /// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
 const TENSOR_TOKENS: usize = 8;
+/// The same of quantised weights.
+const QUANT_TENSOR_TOKENS: usize = 5;
 /// Most experts of those products, whose table lies in shared memory.
 const TENSOR_EXPERTS: usize = 2048;
 /// From this many rows per expert on, on average, those products are computed in tiles of up to 256 rows.
 const WIDE_ROWS: usize = 32;
+/// The same of integers.
+const INT_WIDE_ROWS: usize = 64;
 /// Most experts of these, whose table lies beside a longer ring.
 const WIDE_EXPERTS: usize = 1024;
 /// Before this many tokens the streaming kernel beats the grouped kernels of other cards.
@@ -37,6 +43,8 @@ pub struct ExpertsCall {
     pub hidden: usize,
     /// Intermediate size on this rank, I.
     pub inter: usize,
+    /// How w13 and w2 are quantised; `None`: they are bf16.
+    pub quant: Option<[QuantWeights; 2]>,
 }
 
 impl ExpertsCall {
@@ -54,6 +62,7 @@ impl ExpertsCall {
         machine.expect_batch_variant()?;
         expect_rows(..=ONE_LAUNCH_TOKENS, self.tokens)?;
         self.expect_local()?;
+        self.expect_weights()?;
         expect_steps("hidden_size", self.hidden, 64)?;
         expect_steps("intermediate_size", self.inter, 64)?;
         expect_at_most("number of slots", ONE_LAUNCH_SLOTS, self.slots())?;
@@ -70,9 +79,11 @@ impl ExpertsCall {
     pub fn fits_tensor(&self, machine: &Machine) -> Result<(), Reason> {
         machine.expect_hopper()?;
         if !machine.batch_invariant {
-            expect_rows(TENSOR_TOKENS.., self.tokens)?;
+            let least = if self.quant.is_some() { QUANT_TENSOR_TOKENS } else { TENSOR_TOKENS };
+            expect_rows(least.., self.tokens)?;
         }
         self.expect_local()?;
+        self.expect_weights()?;
         expect_steps("hidden_size", self.hidden, 64)?;
         expect_steps("intermediate_size", self.inter, 64)?;
         expect_at_most("number of local experts", TENSOR_EXPERTS, self.num_local)
@@ -86,11 +97,28 @@ impl ExpertsCall {
     pub fn fits_wide(&self, machine: &Machine) -> Result<(), Reason> {
         machine.expect_hopper()?;
         machine.expect_batch_variant()?;
-        expect_rows((WIDE_ROWS * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
+        let rows = match self.quant {
+            Some([QuantWeights { scheme: QuantScheme::Int { .. }, .. }, _]) => INT_WIDE_ROWS,
+            _ => WIDE_ROWS,
+        };
+        expect_rows((rows * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
         self.expect_local()?;
+        self.expect_weights()?;
         expect_steps("hidden_size", self.hidden, 64)?;
         expect_steps("intermediate_size", self.inter, 64)?;
         expect_at_most("number of local experts", WIDE_EXPERTS, self.num_local)
+    }
+
+    /// Fails for quantised weights that the fast kernels do not read.
+    fn expect_weights(&self) -> Result<(), Reason> {
+        let Some([w13, w2]) = self.quant else { return Ok(()) };
+        w13.expect_fast(2 * self.inter, self.hidden)?;
+        w2.expect_fast(self.hidden, self.inter)?;
+        let format = |quant: QuantWeights| match quant.scheme {
+            QuantScheme::Int { bits, .. } => bits,
+            _ => 0,
+        };
+        if format(w13) == format(w2) { Ok(()) } else { Err(Reason::Quant { got: w2.scheme }) }
     }
 
     fn expect_local(&self) -> Result<(), Reason> {
@@ -113,7 +141,7 @@ impl ExpertsCall {
         const DOWN_ROWS: usize = 16;
         const PARTS: usize = 4;
         const STAGES: usize = 16;
-        const MAX_CHUNK: [usize; 2] = [2048, 1024];
+        const MAX_CHUNK: [usize; 2] = [2048, 1536];
         const MIN_CHUNK: usize = 256;
         const MIN_STAGES: usize = 2;
         let (tokens, slots) = (self.tokens, self.slots());
@@ -151,12 +179,15 @@ pub enum ExpertsForm {
     Stream,
     /// Tiles of sorted slots on the tensor cores of any card, then the sum (`experts_grouped`).
     Grouped,
+    /// Quantised weights of any scheme on any card: sorted slots, both products and the sum, a launch each.
+    QuantAny,
 }
 
 impl Form for ExpertsForm {
     type Call = ExpertsCall;
 
-    const ALL: &'static [Self] = &[Self::OneLaunch, Self::Wide, Self::Tensor, Self::Stream, Self::Grouped];
+    const ALL: &'static [Self] =
+        &[Self::OneLaunch, Self::Wide, Self::Tensor, Self::Stream, Self::Grouped, Self::QuantAny];
 
     fn name(self) -> &'static str {
         match self {
@@ -165,7 +196,13 @@ impl Form for ExpertsForm {
             Self::Tensor => "experts_tensor",
             Self::Stream => "experts_stream",
             Self::Grouped => "experts_grouped",
+            Self::QuantAny => "any_quant_experts",
         }
+    }
+
+    fn kernel(self, call: &ExpertsCall) -> String {
+        let has_form = !matches!(self, Self::Grouped | Self::QuantAny);
+        kernel_name(self.name(), has_form && call.quant.is_some())
     }
 
     fn fits(self, call: &ExpertsCall, machine: &Machine) -> Result<(), Reason> {
@@ -175,21 +212,42 @@ impl Form for ExpertsForm {
             Self::Tensor => call.fits_tensor(machine),
             Self::Stream => {
                 machine.expect_gpu()?;
+                if call.quant.is_some() {
+                    machine.expect_hopper()?;
+                    call.expect_weights()?;
+                }
                 machine.expect_batch_variant()?;
                 expect_rows(..GROUPED_TOKENS, call.tokens)?;
                 expect_at_most("number of slots", STREAM_SLOTS, call.slots())
             }
-            Self::Grouped => machine.expect_gpu().map(drop),
+            Self::Grouped => {
+                machine.expect_gpu()?;
+                expect_floats(call.quant.map(|[w13, _]| w13))
+            }
+            Self::QuantAny => {
+                machine.expect_gpu()?;
+                expect_quantised(call.quant.map(|[w13, _]| w13)).map(drop)
+            }
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use candle_core::DType;
 
-    const QWEN3_30B: ExpertsCall =
-        ExpertsCall { tokens: 1, top_k: 8, num_ids: 128, num_local: 128, hidden: 2048, inter: 768 };
+    use super::*;
+    use crate::scheme::{Fp8Scales, QuantGroup};
+
+    const QWEN3_30B: ExpertsCall = ExpertsCall {
+        tokens: 1,
+        top_k: 8,
+        num_ids: 128,
+        num_local: 128,
+        hidden: 2048,
+        inter: 768,
+        quant: None,
+    };
 
     fn hopper() -> Machine {
         Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false }
@@ -242,6 +300,52 @@ mod tests {
     }
 
     #[test]
+    fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
+        let int = |bits, group, act_order| QuantScheme::Int {
+            bits,
+            group: QuantGroup::Size(group),
+            zero_point: true,
+            act_order,
+        };
+        let call = |tokens, scheme, scales| {
+            let weights = |gate_up| QuantWeights { scheme, scales, gate_up };
+            ExpertsCall { tokens, quant: Some([weights(true), weights(false)]), ..QWEN3_30B }
+        };
+        let kernel =
+            |call: &ExpertsCall, machine| ExpertsForm::choose(call, &machine).map(|form| form.kernel(call));
+        let block = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
+        for (scheme, scales) in
+            [(int(4, 128, false), DType::F16), (int(8, 32, false), DType::BF16), (block, DType::F32)]
+        {
+            for (tokens, want) in [
+                (1, "quant_layer_stream"),
+                (6, "quant_experts_tensor"),
+                (512, if scales == DType::F32 { "quant_experts_wide" } else { "quant_experts_tensor" }),
+                (1024, "quant_experts_wide"),
+            ] {
+                assert_eq!(
+                    kernel(&call(tokens, scheme, scales), hopper()).as_deref(),
+                    Some(want),
+                    "{scheme}"
+                );
+            }
+            let invariant = Machine { batch_invariant: true, ..hopper() };
+            assert_eq!(kernel(&call(1, scheme, scales), invariant).as_deref(), Some("quant_experts_tensor"));
+            let ampere = Machine {
+                gpu: Some(Gpu { compute_capability: (8, 0), ..Gpu::HOPPER }),
+                batch_invariant: false,
+            };
+            assert_eq!(kernel(&call(1, scheme, scales), ampere).as_deref(), Some("any_quant_experts"));
+        }
+        let group = int(4, 48, false);
+        for (scheme, scales) in
+            [(int(4, 128, true), DType::F16), (group, DType::F16), (int(4, 128, false), DType::F32)]
+        {
+            assert_eq!(kernel(&call(1, scheme, scales), hopper()).as_deref(), Some("any_quant_experts"));
+        }
+    }
+
+    #[test]
     fn sizes_that_fit_no_shared_memory_say_so() {
         let wide = ExpertsCall { tokens: 4, hidden: 28_672, ..QWEN3_30B };
         let reason = wide.fits_one_launch(&hopper()).unwrap_err();
@@ -255,8 +359,15 @@ mod tests {
     fn deepseeks_experts_take_the_fast_kernels() {
         // DeepSeek-V2-Lite's and DeepSeek-V2's.
         for (num_local, hidden, inter) in [(64, 2048, 1408), (160, 5120, 1536)] {
-            let call =
-                |tokens| ExpertsCall { tokens, top_k: 6, num_ids: num_local, num_local, hidden, inter };
+            let call = |tokens| ExpertsCall {
+                tokens,
+                top_k: 6,
+                num_ids: num_local,
+                num_local,
+                hidden,
+                inter,
+                quant: None,
+            };
             let form = |tokens| ExpertsForm::choose(&call(tokens), &hopper());
             assert_eq!(form(1), Some(ExpertsForm::OneLaunch));
             assert_eq!(form(6), Some(ExpertsForm::Stream));

@@ -2,12 +2,19 @@
 
 use candle_core::DType;
 
+use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
 use super::{Form, Machine, Reason};
 
 /// Most rows for which streaming the weights beats the tensor-core kernel (docs/kernels.md).
 const STREAM_ROWS: usize = 4;
+/// The same of quantised weights.
+const QUANT_STREAM_ROWS: usize = 7;
 /// From this many rows on cuBLAS is the fastest.
 const BLAS_ROWS: usize = 65;
+/// From this many rows on it is, although quantised weights become bf16 for it.
+const QUANT_BLAS_ROWS: usize = 512;
+/// Most bytes of these floats between the launches.
+const QUANT_BLAS_BYTES: usize = 256 << 20;
 /// From this many weight rows on, a product is a vocabulary projection.
 const WIDE: usize = 32 * 1024;
 /// Longest rows of x of which [`STREAM_ROWS`] fit beside the ring of weight stages in shared memory.
@@ -24,8 +31,10 @@ pub struct LinearCall {
     pub n: usize,
     /// Columns of both.
     pub k: usize,
-    /// Dtype of both.
+    /// Dtype of x and, if it is in floats, of w.
     pub dtype: DType,
+    /// How w is quantised; `None`: it is of `dtype`.
+    pub quant: Option<QuantWeights>,
     /// Whether a bias is added.
     pub bias: bool,
     /// Whether x, w and out begin at multiples of 16 bytes.
@@ -37,10 +46,14 @@ pub struct LinearCall {
 pub enum LinearForm {
     /// cuBLAS.
     Blas,
+    /// Quantised weights turned into bf16, then cuBLAS.
+    QuantBlas,
     /// Weights stream past at most four rows (`linear_stream`).
     Stream,
     /// Warpgroup products (`linear_tensor`, wgmma).
     Tensor,
+    /// Quantised weights of any scheme and shape, on CUDA.
+    QuantAny,
     /// Any dtype and shape on CUDA.
     Any,
     /// The CPU.
@@ -51,7 +64,21 @@ impl LinearCall {
     /// What every fast kernel wants.
     fn expect_bf16(&self) -> Result<(), Reason> {
         expect_bf16(self.dtype)?;
-        expect_steps("k", self.k, K_STEP)
+        match self.quant {
+            None => expect_steps("k", self.k, K_STEP),
+            Some(quant) => quant.expect_fast(self.n, self.k),
+        }
+    }
+
+    /// What weights that stream past a few rows want.
+    fn expect_stream(&self) -> Result<(), Reason> {
+        self.expect_bf16()?;
+        if self.quant.is_some_and(|quant| quant.gate_up) {
+            return Err(Reason::Part { part: "gate and up rows in one pack" });
+        }
+        let most = if self.quant.is_some() { QUANT_STREAM_ROWS } else { STREAM_ROWS };
+        expect_rows(..=most, self.rows)?;
+        expect_at_most("k", STREAM_K, self.k)
     }
 
     fn expect_aligned(&self) -> Result<(), Reason> {
@@ -62,22 +89,31 @@ impl LinearCall {
 impl Form for LinearForm {
     type Call = LinearCall;
 
-    const ALL: &'static [Self] = &[Self::Blas, Self::Stream, Self::Tensor, Self::Any, Self::Cpu];
+    const ALL: &'static [Self] =
+        &[Self::Blas, Self::QuantBlas, Self::Stream, Self::Tensor, Self::QuantAny, Self::Any, Self::Cpu];
 
     fn name(self) -> &'static str {
         match self {
             Self::Blas => "cublas",
+            Self::QuantBlas => "dequantise + cublas",
             Self::Stream => "linear_stream",
             Self::Tensor => "linear_tensor",
+            Self::QuantAny => "any_quant_linear",
             Self::Any => "any_linear",
             Self::Cpu => "cpu",
         }
+    }
+
+    fn kernel(self, call: &LinearCall) -> String {
+        let has_form = matches!(self, Self::Stream | Self::Tensor);
+        kernel_name(self.name(), has_form && call.quant.is_some())
     }
 
     fn fits(self, call: &LinearCall, machine: &Machine) -> Result<(), Reason> {
         match self {
             Self::Blas => {
                 machine.expect_gpu()?;
+                expect_floats(call.quant)?;
                 call.expect_bf16()?;
                 machine.expect_batch_variant()?;
                 if call.bias {
@@ -85,13 +121,28 @@ impl Form for LinearForm {
                 }
                 expect_rows(BLAS_ROWS.., call.rows)
             }
+            Self::QuantBlas => {
+                machine.expect_gpu()?;
+                expect_quantised(call.quant)?;
+                expect_bf16(call.dtype)?;
+                machine.expect_batch_variant()?;
+                if call.bias {
+                    return Err(Reason::Bias);
+                }
+                expect_rows(QUANT_BLAS_ROWS.., call.rows)?;
+                match call.n.saturating_mul(call.k).saturating_mul(2) {
+                    needs if needs <= QUANT_BLAS_BYTES => Ok(()),
+                    needs => Err(Reason::Memory { needs, has: QUANT_BLAS_BYTES }),
+                }
+            }
             Self::Stream => {
                 let gpu = machine.expect_gpu()?;
-                call.expect_bf16()?;
+                if call.quant.is_some() {
+                    machine.expect_hopper()?;
+                }
                 machine.expect_batch_variant()?;
-                expect_rows(..=STREAM_ROWS, call.rows)?;
-                expect_at_most("k", STREAM_K, call.k)?;
-                if gpu.compute_capability >= (9, 0) {
+                call.expect_stream()?;
+                if gpu.compute_capability >= (9, 0) && call.quant.is_none() {
                     expect_at_most("n", WIDE - 1, call.n)?;
                 }
                 call.expect_aligned()
@@ -100,6 +151,10 @@ impl Form for LinearForm {
                 machine.expect_hopper()?;
                 call.expect_bf16()?;
                 call.expect_aligned()
+            }
+            Self::QuantAny => {
+                machine.expect_gpu()?;
+                expect_quantised(call.quant).map(drop)
             }
             Self::Any => machine.expect_gpu().map(drop),
             Self::Cpu => machine.expect_cpu(),
@@ -128,15 +183,17 @@ impl Form for FusedLinearForm {
         }
     }
 
+    fn kernel(self, call: &LinearCall) -> String {
+        kernel_name(self.name(), self == Self::Stream && call.quant.is_some())
+    }
+
     fn fits(self, call: &LinearCall, machine: &Machine) -> Result<(), Reason> {
         if self == Self::Apart {
             return Ok(());
         }
         machine.expect_hopper()?;
         machine.expect_batch_variant()?;
-        call.expect_bf16()?;
-        expect_rows(..=STREAM_ROWS, call.rows)?;
-        expect_at_most("k", STREAM_K, call.k)?;
+        call.expect_stream()?;
         call.expect_aligned()
     }
 }

@@ -10,6 +10,7 @@ mod linear;
 mod monolithic;
 mod per_head;
 mod prompt;
+mod quant;
 mod reason;
 mod router;
 
@@ -19,6 +20,7 @@ pub use linear::{FusedLinearForm, LinearCall, LinearForm};
 pub use monolithic::{Fusion, MonolithicCall, MonolithicForm};
 pub use per_head::{PerHeadCall, PerHeadForm};
 pub use prompt::{PromptCall, PromptForm};
+pub use quant::QuantWeights;
 pub use reason::{Reason, Target, activation_kind, activation_name};
 pub use router::{RouterCall, RouterForm};
 
@@ -81,8 +83,14 @@ pub trait Form: Copy + PartialEq + 'static {
     /// All forms; the first that fits runs.
     const ALL: &'static [Self];
 
-    /// The name in explanations: that of the kernel.
+    /// The name of the kernel.
     fn name(self) -> &'static str;
+
+    /// The name in explanations: where a kernel has a form for quantised weights, that of the form.
+    fn kernel(self, call: &Self::Call) -> String {
+        let _ = call;
+        self.name().to_string()
+    }
 
     /// Whether this form computes the call, or the first reason why not.
     ///
@@ -100,8 +108,10 @@ pub trait Form: Copy + PartialEq + 'static {
         let mut rejected = Vec::new();
         for form in Self::ALL {
             match form.fits(call, machine) {
-                Ok(()) => return Stage { computes, kernel: form.name().into(), rejected },
-                Err(reason) => rejected.push(Rejected { kernel: form.name().into(), reason }),
+                Ok(()) => return Stage { computes, kernel: form.kernel(call), rejected },
+                // Nobody asks of floats why they are not quantised.
+                Err(Reason::Floats) => {}
+                Err(reason) => rejected.push(Rejected { kernel: form.kernel(call), reason }),
             }
         }
         Stage { computes, kernel: "none".into(), rejected }

@@ -38,6 +38,18 @@ pub enum MonolithicForm {
     Tensor,
 }
 
+impl MonolithicForm {
+    /// The name of the kernels for floats or for quantised weights.
+    pub fn name_of(self, is_quantised: bool) -> &'static str {
+        match (self, is_quantised) {
+            (_, false) => self.name(),
+            (Self::OneLaunch, true) => "quant_layer_stream",
+            (Self::Wide, true) => "gate_route + quant_experts_wide + combine",
+            (Self::Tensor, true) => "gate_route + quant_experts_tensor + combine",
+        }
+    }
+}
+
 impl Form for MonolithicForm {
     type Call = MonolithicCall;
 
@@ -49,6 +61,10 @@ impl Form for MonolithicForm {
             Self::Wide => "gate_route + experts_wide + combine",
             Self::Tensor => "gate_route + experts_tensor + combine",
         }
+    }
+
+    fn kernel(self, call: &MonolithicCall) -> String {
+        self.name_of(call.experts.quant.is_some()).to_string()
     }
 
     fn fits(self, call: &MonolithicCall, machine: &Machine) -> Result<(), Reason> {

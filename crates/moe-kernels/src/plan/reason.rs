@@ -162,6 +162,17 @@ pub enum Reason {
         /// The pack's scheme.
         got: QuantScheme,
     },
+    /// The kernel does not read scales of this dtype.
+    #[error("reads scales in {}, but they are {got}", .accepted.join(", "))]
+    Scales {
+        /// Dtype of the scales.
+        got: &'static str,
+        /// Dtypes that the kernel reads.
+        accepted: Vec<&'static str>,
+    },
+    /// The kernel reads quantised weights only.
+    #[error("reads quantised weights, and these are floats")]
+    Floats,
     /// The backend turns quantised weights into floats.
     #[error("turns quantised weights into floats, and these are floats")]
     NotQuantised,
@@ -242,8 +253,8 @@ impl Reason {
             Self::NoGain(_) => "no_gain",
             Self::Activation { .. } => "activation",
             Self::Bias => "bias",
-            Self::Quant { .. } => "quant",
-            Self::NotQuantised => "not_quantised",
+            Self::Quant { .. } | Self::Scales { .. } => "quant",
+            Self::NotQuantised | Self::Floats => "not_quantised",
             Self::Dtype { .. } => "dtype",
             Self::TensorParallel { .. } => "tensor_parallel",
             Self::RouterWeightOnInput => "router_weight_on_input",

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, bail};
+use candle_core::{DType, Result, bail};
 
 use super::packing::{Packed, Scales, ScalesView, pack};
 use super::{Columns, QuantRows, STEP};
@@ -74,17 +74,7 @@ impl QuantMatrix {
         usage: QuantUse,
         ex: &Exec,
     ) -> Result<Self> {
-        let Some(first) = matrices.first() else { bail!("expected at least one quantised matrix to pack") };
-        let ((n, width), scheme) = (first.shape(), first.scheme());
-        for (e, m) in matrices.iter().enumerate() {
-            if m.shape() != (n, width) || m.scheme() != scheme {
-                let ((rows, columns), other) = (m.shape(), m.scheme());
-                bail!(
-                    "matrix {e} is [{rows}, {columns}] {other}; expected [{n}, {width}] {scheme} like the first"
-                )
-            }
-        }
-        check(n, width, scheme, usage)?;
+        let ((n, width), scheme) = check_matrices(matrices, usage)?;
         let k = inputs.len();
         let segments = if let QuantUse::RowParallel { segments } = usage { segments } else { 1 };
         let mut parts = Vec::with_capacity(matrices.len());
@@ -114,6 +104,14 @@ impl QuantMatrix {
     /// What they are packed for.
     pub fn usage(&self) -> QuantUse {
         self.usage
+    }
+
+    /// Dtype of the scales.
+    pub(crate) fn scale_dtype(&self) -> DType {
+        match self.packed.scales {
+            Scales::F16(_) => DType::F16,
+            Scales::F32(_) => DType::F32,
+        }
     }
 
     /// Bytes of integers, scales and zero points.
@@ -229,6 +227,25 @@ impl QuantMatrix {
         let at = self.scales(e, panel).start + group * LANES + lane;
         self.packed.zeros.get(at).copied().unwrap_or(middle(self.scheme))
     }
+}
+
+/// The one shape and scheme of matrices that are packed together; fails where they differ or do not go together.
+pub(crate) fn check_matrices(
+    matrices: &[&dyn QuantRows],
+    usage: QuantUse,
+) -> Result<((usize, usize), QuantScheme)> {
+    let Some(first) = matrices.first() else { bail!("expected at least one quantised matrix to pack") };
+    let ((n, width), scheme) = (first.shape(), first.scheme());
+    for (e, m) in matrices.iter().enumerate() {
+        if m.shape() != (n, width) || m.scheme() != scheme {
+            let ((rows, columns), other) = (m.shape(), m.scheme());
+            bail!(
+                "matrix {e} is [{rows}, {columns}] {other}; expected [{n}, {width}] {scheme} like the first"
+            )
+        }
+    }
+    check(n, width, scheme, usage)?;
+    Ok(((n, width), scheme))
 }
 
 /// Refuses shapes and schemes that do not go together.

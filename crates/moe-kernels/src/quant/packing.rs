@@ -138,7 +138,8 @@ impl<C: Float> Panel<'_, C> {
         let (range, k, groups) = (to.rows(self.panel), to.width, to.groups());
         let count = range.len();
         matrices[self.e].read(range.clone(), rows)?;
-        check_rows(to, rows, count).map_err(|e| e.context(format!("rows {range:?} of matrix {}", self.e)))?;
+        check_rows(to.scheme, to.width, rows, count)
+            .map_err(|e| e.context(format!("rows {range:?} of matrix {}", self.e)))?;
         let columns = &to.parts[self.e].columns;
         for lane in 0..count {
             let row = &rows.q[lane * k..(lane + 1) * k];
@@ -166,9 +167,9 @@ impl<C: Float> Panel<'_, C> {
 }
 
 /// Refuses rows whose sizes or values are not those of the scheme.
-fn check_rows(to: &QuantMatrix, rows: &LogicalRows, count: usize) -> Result<()> {
-    let (values, groups) = (count * to.width, count * to.groups());
-    let int = matches!(to.scheme, QuantScheme::Int { .. });
+pub(super) fn check_rows(scheme: QuantScheme, width: usize, rows: &LogicalRows, count: usize) -> Result<()> {
+    let (values, groups) = (count * width, count * scheme.groups(width));
+    let int = matches!(scheme, QuantScheme::Int { .. });
     if rows.q.len() != values || rows.scale.len() != groups || (int && rows.zero.len() != groups) {
         bail!(
             "expected {values} weights, {groups} scales and, of integers, as many zero points; got {}, {} and {}",
@@ -177,16 +178,16 @@ fn check_rows(to: &QuantMatrix, rows: &LogicalRows, count: usize) -> Result<()> 
             rows.zero.len()
         )
     }
-    match to.scheme {
+    match scheme {
         QuantScheme::Int { bits, zero_point, .. } => {
             let most = ((1u32 << bits) - 1) as u8;
             if let Some(q) = rows.q.iter().find(|q| **q > most) {
                 bail!("integer {q} does not fit {bits} bits")
             }
             if let Some(zero) =
-                rows.zero.iter().find(|z| **z > most || (!zero_point && **z != middle(to.scheme)))
+                rows.zero.iter().find(|z| **z > most || (!zero_point && **z != middle(scheme)))
             {
-                bail!("zero point {zero} is not one of {}", to.scheme)
+                bail!("zero point {zero} is not one of {scheme}")
             }
         }
         _ if rows.q.iter().any(|q| q & 0x7f == 0x7f) => bail!("an FP8 weight is NaN"),

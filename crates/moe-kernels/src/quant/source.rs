@@ -2,10 +2,14 @@
 
 use std::fmt;
 use std::ops::Range;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 
 use candle_core::{DType, Result};
 
 use super::{LogicalRows, QuantMatrix, QuantRows, QuantUse};
+#[cfg(feature = "cuda")]
+use crate::cuda::{Staging, quant::DevicePack};
 use crate::exec::Exec;
 use crate::scheme::QuantScheme;
 use crate::weight::Weight;
@@ -23,6 +27,16 @@ pub trait QuantSource: fmt::Debug + Send + Sync {
     /// # Errors
     /// Tensors that are not what the header says; a cut through a group.
     fn open(&self, module: &str) -> Result<Option<QuantPart<'_>>>;
+
+    /// Page-locked buffers through which packed weights reach the device of `ex`; `None`: each pack makes its own.
+    ///
+    /// # Errors
+    /// Memory that the system or the driver refuses.
+    #[cfg(feature = "cuda")]
+    fn staging(&self, ex: &Exec) -> Result<Option<Arc<Staging>>> {
+        let _ = ex;
+        Ok(None)
+    }
 }
 
 /// The part of a quantised matrix that a rank holds.
@@ -46,7 +60,7 @@ pub enum Opened {
 }
 
 impl Weight {
-    /// Packs matrices [E, N, K] of a source for products with activations of `dtype`. Each of the E is a list of modules
+    /// Packs matrices [E, N, K] of a source for products with activations of `dtype` on the device of `ex`. Each of the E is a list of modules
     /// whose rows lie under each other, as q, k and v or gate and up do. A matrix that is not for experts is one, and its
     /// weight has dims [N, K].
     ///
@@ -93,6 +107,11 @@ impl Weight {
             )));
         }
         let rows: Vec<_> = stacks.iter().map(|stack| stack as &dyn QuantRows).collect();
+        #[cfg(feature = "cuda")]
+        if ex.is_cuda() {
+            let pack = DevicePack::pack(&rows, &inputs, usage, source.staging(ex)?, ex)?;
+            return Ok(Opened::Packed(Weight::of_device_pack(pack, dtype)?));
+        }
         let matrix = QuantMatrix::pack_inputs(&rows, inputs, usage, ex)?;
         Ok(Opened::Packed(Weight::of_quantised(matrix, dtype)?))
     }

@@ -215,6 +215,7 @@ fn a_backend_that_was_asked_for_stands_before_the_monolithic_ones() -> Result<()
                 num_local: 6,
                 hidden: 24,
                 inter: 16,
+                quant: None,
             },
             dtype: DType::F32,
             fusion: Fusion::Nothing,

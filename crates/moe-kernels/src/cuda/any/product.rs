@@ -37,7 +37,7 @@ pub(crate) fn linear(
 }
 
 /// The launcher's code of an activation with its parameters.
-fn activation_code(activation: Activation) -> (i32, f32, f32) {
+pub(crate) fn activation_code(activation: Activation) -> (i32, f32, f32) {
     match activation {
         Activation::SwiGlu => (0, 0.0, 0.0),
         Activation::SwiGluOai { alpha, limit } => (1, alpha, limit),

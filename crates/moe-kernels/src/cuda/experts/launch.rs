@@ -1,18 +1,19 @@
 //! The launches that an expert layer is made of.
 
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 
 use super::{ExpertLists, FusedExperts, STREAM_SLOTS};
 use crate::buffer::Scratch;
 use crate::cuda::args::{
     AlignTokensArgs, CombineArgs, Dtype, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In, Out,
-    Output,
+    Output, QuantExpertsStreamArgs, QuantExpertsTensorArgs, QuantPack,
 };
 use crate::cuda::{ffi, small};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
 use crate::plan::ExpertsCall;
-use crate::view::ViewMut;
+use crate::view::{View, ViewMut};
+use crate::weight::WeightView;
 
 /// Rows of a tile of the grouped kernels.
 const GROUPED_ROWS: usize = 128;
@@ -21,17 +22,54 @@ const GROUPED_ROWS: usize = 128;
 pub(super) struct Inputs {
     op: &'static str,
     pub x: In,
-    w13: In,
-    w2: In,
+    pub packs: Packs,
     topk_ids: In,
     topk_weights: In,
     expert_map: In,
 }
 
+/// The weights of both products.
+#[derive(Clone, Copy)]
+pub(super) enum Packs {
+    /// bf16.
+    Floats {
+        w13: In,
+        w2: In,
+    },
+    Quantised {
+        w13: QuantPack,
+        w2: QuantPack,
+    },
+}
+
+impl Packs {
+    pub(super) fn of(op: &str, packs: [WeightView; 2], ex: &Exec) -> Result<Self> {
+        let cuda = ex.cuda(op)?;
+        Ok(match packs {
+            [WeightView::Quantised(w13), WeightView::Quantised(w2)] => Self::Quantised {
+                w13: w13.device_pack(op)?.args(op, cuda)?,
+                w2: w2.device_pack(op)?.args(op, cuda)?,
+            },
+            [w13, w2] => Self::Floats {
+                w13: cuda.read(op, "w13", w13.rows(op)?)?,
+                w2: cuda.read(op, "w2", w2.rows(op)?)?,
+            },
+        })
+    }
+
+    /// The addresses of floats.
+    fn floats(self, op: &str) -> Result<(In, In)> {
+        match self {
+            Self::Floats { w13, w2 } => Ok((w13, w2)),
+            Self::Quantised { .. } => bail!("{op}: no kernel for quantised weights of these sizes"),
+        }
+    }
+}
+
 /// Scratch of the workspace with its address.
 pub(super) struct Lease {
     pub at: Out,
-    _scratch: Scratch,
+    scratch: Scratch,
 }
 
 /// The slots of each expert, [E, `places`] in any order, and how many there are \[E\].
@@ -54,9 +92,9 @@ impl Buckets {
 /// What lies between the products and the sum.
 pub(super) struct Rows {
     /// [T K, I] bf16.
-    act: Lease,
+    pub act: Lease,
     /// [T K, H] of `dtype`.
-    slot_rows: Lease,
+    pub slot_rows: Lease,
     /// f32; bf16 where `moe_experts_wide` computes them.
     dtype: DType,
 }
@@ -65,7 +103,15 @@ impl Lease {
     pub(super) fn new(op: &str, dtype: DType, dims: &[usize], ex: &Exec) -> Result<Self> {
         let mut scratch = ex.scratch(dtype, dims)?;
         let at = ex.cuda(op)?.write(op, "scratch", &mut scratch.view_mut())?;
-        Ok(Self { at, _scratch: scratch })
+        Ok(Self { at, scratch })
+    }
+
+    pub(super) fn view(&self) -> View<'_> {
+        self.scratch.view()
+    }
+
+    pub(super) fn view_mut(&mut self) -> ViewMut<'_> {
+        self.scratch.view_mut()
     }
 }
 
@@ -89,8 +135,7 @@ impl Inputs {
         Ok(Self {
             op,
             x: cuda.read(op, "x", args.x)?,
-            w13: cuda.read(op, "w13", args.w13)?,
-            w2: cuda.read(op, "w2", args.w2)?,
+            packs: Packs::of(op, [args.w13, args.w2], ex)?,
             topk_ids: cuda.read(op, "topk_ids", args.topk_ids)?,
             topk_weights: cuda.read(op, "topk_weights", args.topk_weights)?,
             expert_map: cuda.read_or_null(op, "expert_map", args.expert_map)?,
@@ -119,58 +164,118 @@ impl Inputs {
         // SAFETY: a pure function of numbers.
         let words = unsafe { ffi::moe_experts_stream_flags(STREAM_SLOTS as i32, num_local) };
         let flags = cuda.counters("experts_stream", words as usize)?;
-        let args = ExpertsStreamArgs {
-            x: self.x,
-            w13: self.w13,
-            w2: self.w2,
-            topk_ids: self.topk_ids,
-            topk_weights: self.topk_weights,
-            expert_map: self.expert_map,
-            act: rows.act.at,
-            slot_rows: rows.slot_rows.at,
-            out,
-            flags,
-            flag_words: words,
-            tokens: small(op, s.tokens)?,
-            top_k: small(op, s.top_k)?,
-            num_ids: small(op, s.num_ids)?,
-            num_local,
-            hidden: small(op, s.hidden)?,
-            inter: small(op, s.inter)?,
-            output,
-        };
-        // SAFETY: `super::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes
-        // that it asks for.
-        cuda.check(op, unsafe { ffi::moe_experts_stream(&args, cuda.raw()?) })
+        let &Self { x, topk_ids, topk_weights, expert_map, .. } = self;
+        let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
+        let (tokens, top_k, num_ids) = (small(op, s.tokens)?, small(op, s.top_k)?, small(op, s.num_ids)?);
+        // SAFETY: `super::check` has checked dims, dtypes and the launchers' conditions; the scratch has the sizes
+        // that they ask for.
+        unsafe {
+            match self.packs {
+                Packs::Floats { w13, w2 } => {
+                    let args = ExpertsStreamArgs {
+                        x,
+                        w13,
+                        w2,
+                        topk_ids,
+                        topk_weights,
+                        expert_map,
+                        act,
+                        slot_rows,
+                        out,
+                        flags,
+                        flag_words: words,
+                        tokens,
+                        top_k,
+                        num_ids,
+                        num_local,
+                        hidden: small(op, s.hidden)?,
+                        inter: small(op, s.inter)?,
+                        output,
+                    };
+                    cuda.check(op, ffi::moe_experts_stream(&args, cuda.raw()?))
+                }
+                Packs::Quantised { w13, w2 } => {
+                    let args = QuantExpertsStreamArgs {
+                        x,
+                        w13,
+                        w2,
+                        topk_ids,
+                        topk_weights,
+                        expert_map,
+                        act,
+                        slot_rows,
+                        out,
+                        flags,
+                        flag_words: words,
+                        tokens,
+                        top_k,
+                        num_ids,
+                        output,
+                    };
+                    cuda.check(op, ffi::moe_quant_experts_stream(&args, cuda.raw()?))
+                }
+            }
+        }
     }
 
     /// Both products on warpgroup products: the rows of all slots that have a local expert, by the kernel that writes
     /// rows of their dtype.
     pub(super) fn tensor(&self, s: &ExpertsCall, slots: Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
         let (op, cuda) = (self.op, ex.cuda(self.op)?);
-        let args = ExpertsTensorArgs {
-            x: self.x,
-            w13: self.w13,
-            w2: self.w2,
-            slots: slots.at,
-            counts: slots.counts,
-            bucket: small(op, slots.places)?,
-            act: rows.act.at,
-            slot_rows: rows.slot_rows.at,
-            counters: counters(s.num_local, ex)?.cast(),
-            tokens: small(op, s.tokens)?,
-            top_k: small(op, s.top_k)?,
-            num_ids: small(op, s.num_ids)?,
-            num_local: small(op, s.num_local)?,
-            hidden: small(op, s.hidden)?,
-            inter: small(op, s.inter)?,
-        };
-        // SAFETY: `super::check` has checked dims, dtypes and the launcher's conditions; the scratch has the sizes that
-        // it asks for, and routing has filled it.
+        let (x, bucket, counts) = (self.x, small(op, slots.places)?, slots.counts);
+        let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
+        let counters = counters(s.num_local, ex)?.cast();
+        let (tokens, top_k, num_ids) = (small(op, s.tokens)?, small(op, s.top_k)?, small(op, s.num_ids)?);
+        let slots = slots.at;
+        let wide = rows.dtype == DType::BF16;
+        // SAFETY: `super::check` has checked dims, dtypes and the launchers' conditions; the scratch has the sizes that
+        // they ask for, and routing has filled it.
         unsafe {
-            match rows.dtype {
-                DType::BF16 => cuda.check("experts_wide", ffi::moe_experts_wide(&args, cuda.raw()?)),
-                _ => cuda.check("experts_tensor", ffi::moe_experts_tensor(&args, cuda.raw()?)),
+            match self.packs {
+                Packs::Floats { w13, w2 } => {
+                    let args = ExpertsTensorArgs {
+                        x,
+                        w13,
+                        w2,
+                        slots,
+                        counts,
+                        bucket,
+                        act,
+                        slot_rows,
+                        counters,
+                        tokens,
+                        top_k,
+                        num_ids,
+                        num_local: small(op, s.num_local)?,
+                        hidden: small(op, s.hidden)?,
+                        inter: small(op, s.inter)?,
+                    };
+                    match wide {
+                        true => cuda.check("experts_wide", ffi::moe_experts_wide(&args, cuda.raw()?)),
+                        false => cuda.check("experts_tensor", ffi::moe_experts_tensor(&args, cuda.raw()?)),
+                    }
+                }
+                Packs::Quantised { w13, w2 } => {
+                    let args = QuantExpertsTensorArgs {
+                        x,
+                        w13,
+                        w2,
+                        slots,
+                        counts,
+                        bucket,
+                        act,
+                        slot_rows,
+                        counters,
+                        tokens,
+                        top_k,
+                        num_ids,
+                    };
+                    let (name, code) = match wide {
+                        true => ("quant_experts_wide", ffi::moe_quant_experts_wide(&args, cuda.raw()?)),
+                        false => ("quant_experts_tensor", ffi::moe_quant_experts_tensor(&args, cuda.raw()?)),
+                    };
+                    cuda.check(name, code)
+                }
             }
         }
     }
@@ -198,10 +303,11 @@ impl Inputs {
             tiles: tiles.at,
             num_tiles: num_tiles.at,
         };
+        let (w13, w2) = self.packs.floats(op)?;
         let args = ExpertsGroupedArgs {
             x: self.x,
-            w13: self.w13,
-            w2: self.w2,
+            w13,
+            w2,
             offsets: offsets.at,
             sorted: sorted.at,
             tiles: tiles.at,

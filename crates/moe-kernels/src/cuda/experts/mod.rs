@@ -7,14 +7,17 @@ mod routed;
 use candle_core::{DType, Result, bail};
 
 use super::args::Output;
-use super::expect_aligned;
-use crate::align::list_slots_into;
+use super::{expect_aligned, quant};
+use crate::align::{group_token_slots_into, list_slots_into};
 use crate::buffer::Scratch;
 use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use crate::exec::Exec;
-use crate::plan::{ExpertsCall, ExpertsForm, Form};
+use crate::ops::ExpertGroups;
+use crate::plan::{ExpertsCall, ExpertsForm, Form, QuantWeights};
+use crate::spec::Activation;
 use crate::view::{View, ViewMut};
-use launch::{Buckets, Inputs};
+use crate::weight::WeightView;
+use launch::{Buckets, Inputs, Rows};
 use one_launch::{Choice, OneLaunch};
 
 pub use routed::{MonolithicExperts, monolithic_experts_into};
@@ -27,10 +30,10 @@ const STREAM_SLOTS: usize = 2048;
 pub struct FusedExperts<'a> {
     /// [T, H] bf16.
     pub x: View<'a>,
-    /// [E_local, 2I, H] bf16: gate rows, then up rows.
-    pub w13: View<'a>,
-    /// [E_local, H, I] bf16.
-    pub w2: View<'a>,
+    /// [E_local, 2I, H] bf16, gate rows, then up rows; or quantised.
+    pub w13: WeightView<'a>,
+    /// [E_local, H, I] bf16, or quantised if w13 is.
+    pub w2: WeightView<'a>,
     /// [T, K] u32 physical ids; `u32::MAX` and ids that live elsewhere add nothing.
     pub topk_ids: View<'a>,
     /// [T, K] f32.
@@ -70,13 +73,14 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
     let inputs = Inputs::of(op, args, ex)?;
     let out = ex.cuda(op)?.write(op, "out", &mut out)?;
     if form == Some(ExpertsForm::OneLaunch) {
-        let FusedExperts { w13, w2, topk_ids, topk_weights, expert_map, .. } = *args;
+        let FusedExperts { topk_ids, topk_weights, expert_map, .. } = *args;
         let choice = Choice::Given(topk_ids, topk_weights);
-        let launch = OneLaunch { op, x: inputs.x, norm: None, choice, w13, w2, expert_map, sizes };
+        let (x, packs) = (inputs.x, inputs.packs);
+        let launch = OneLaunch { op, x, norm: None, choice, packs, expert_map, sizes };
         return launch.run((out, output), ex);
     }
     let rows = if form == Some(ExpertsForm::Wide) { DType::BF16 } else { DType::F32 };
-    let scratch = inputs.scratch(&sizes, rows, ex)?;
+    let mut scratch = inputs.scratch(&sizes, rows, ex)?;
     match form {
         Some(ExpertsForm::Stream) => return inputs.stream(&sizes, scratch, (out, output), ex),
         Some(ExpertsForm::Tensor | ExpertsForm::Wide) => {
@@ -90,6 +94,7 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
             };
             inputs.tensor(&sizes, Buckets::of(op, &lists, &sizes, ex)?, &scratch, ex)?;
         }
+        Some(ExpertsForm::QuantAny) => any_quantised(op, args, &sizes, &mut scratch, ex)?,
         _ => inputs.grouped(&sizes, &scratch, ex)?,
     }
     inputs.combine(&sizes, &scratch, (out, output), ex)
@@ -101,6 +106,30 @@ fn list(args: &FusedExperts, sizes: &ExpertsCall, ex: &mut Exec) -> Result<[Scra
     let mut slots = ex.scratch(DType::U32, &[sizes.num_local, sizes.slots()])?;
     list_slots_into(args.topk_ids, args.expert_map, counts.view_mut(), slots.view_mut(), ex)?;
     Ok([counts, slots])
+}
+
+/// Both products by the kernels for quantised weights of any scheme: the rows of all slots that have a local expert.
+fn any_quantised(
+    op: &str,
+    args: &FusedExperts,
+    sizes: &ExpertsCall,
+    rows: &mut Rows,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (WeightView::Quantised(w13), WeightView::Quantised(w2)) = (args.w13, args.w2) else {
+        bail!("{op}: expected quantised weights")
+    };
+    let slots = sizes.slots();
+    let mut offsets = ex.scratch(DType::U32, &[sizes.num_local + 1])?;
+    let (mut sorted, mut in_rows) = (ex.scratch(DType::U32, &[slots])?, ex.scratch(DType::U32, &[slots])?);
+    let to = (offsets.view_mut(), sorted.view_mut(), in_rows.view_mut());
+    group_token_slots_into(args.topk_ids, args.expert_map, to.0, to.1, to.2, ex)?;
+    let (offsets, in_rows, out_rows) = (offsets.view(), in_rows.view(), sorted.view());
+    let groups = ExpertGroups { offsets, in_rows, out_rows };
+    let w13 = (w13.device_pack(op)?, None);
+    quant::gate_up(op, args.x, &groups, w13, Activation::SwiGlu, rows.act.view_mut(), ex)?;
+    let w2 = (w2.device_pack(op)?, None);
+    quant::down(op, rows.act.view(), &groups, w2, rows.slot_rows.view_mut(), ex)
 }
 
 /// Checks dims and dtypes.
@@ -120,10 +149,24 @@ fn check(op: &str, args: &FusedExperts) -> Result<ExpertsCall> {
         expect(op, "lists.counts", &lists.counts, DType::U32, &[num_local])?;
         expect(op, "lists.slots", &lists.slots, DType::U32, &[num_local, tokens * top_k])?;
     }
-    expect_aligned(op, &[args.x, args.w13, args.w2])?;
+    expect_aligned(op, &[args.x])?;
     if [hidden, inter].iter().any(|n| *n == 0 || !n.is_multiple_of(64)) {
         bail!("{op}: expected H and I to be multiples of 64, got {hidden} and {inter}")
     }
     let num_ids = args.expert_map.map_or(num_local, |map| map.elem_count());
-    Ok(ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter })
+    let quant = quantisation(op, [args.w13, args.w2])?;
+    Ok(ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant })
+}
+
+/// How the packs of an expert layer are quantised; floats must begin at multiples of 16 bytes.
+fn quantisation(op: &str, packs: [WeightView; 2]) -> Result<Option<[QuantWeights; 2]>> {
+    match packs {
+        [WeightView::Quantised(w13), WeightView::Quantised(w2)] => {
+            Ok(Some([w13.device_pack(op)?.weights(), w2.device_pack(op)?.weights()]))
+        }
+        [w13, w2] => {
+            expect_aligned(op, &[w13.rows(op)?, w2.rows(op)?])?;
+            Ok(None)
+        }
+    }
 }

@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Result, bail};
 
-use crate::cuda::args::{In, LayerStreamArgs, Out, Output};
+use super::launch::Packs;
+use crate::cuda::args::{In, LayerStreamArgs, Out, Output, QuantLayerStreamArgs};
 use crate::cuda::{ffi, small};
 use crate::exec::Exec;
 use crate::monolithic::{Gate, GateScoring, PreNorm};
@@ -24,8 +25,7 @@ pub(super) struct OneLaunch<'a> {
     pub x: In,
     pub norm: Option<PreNorm<'a>>,
     pub choice: Choice<'a>,
-    pub w13: View<'a>,
-    pub w2: View<'a>,
+    pub packs: Packs,
     pub expert_map: Option<View<'a>>,
     pub sizes: ExpertsCall,
 }
@@ -58,40 +58,56 @@ impl OneLaunch<'_> {
         let state = cuda.counters("layer_stream", bytes.div_ceil(4))?;
         let padded = gate.is_some_and(|gate| gate.padded);
         let valid = if padded { cuda.valid_rows()?.cast_const() } else { std::ptr::null() };
-        let args = LayerStreamArgs {
-            x: self.x,
-            norm: cuda.read_or_null(op, "norm", self.norm.map(|norm| norm.weight))?,
-            eps: self.norm.map_or(0.0, |norm| norm.eps),
-            gate: cuda.read_or_null(op, "gate", gate.map(|gate| gate.weight))?,
-            gate_bias: cuda.read_or_null(op, "gate_bias", gate.and_then(|gate| gate.bias))?,
-            correction_bias: cuda.read_or_null(
-                op,
-                "correction_bias",
-                gate.and_then(|gate| gate.correction_bias),
-            )?,
-            valid: valid.cast(),
-            topk_ids: ids,
-            topk_weights: weights,
-            w13: cuda.read(op, "w13", self.w13)?,
-            w2: cuda.read(op, "w2", self.w2)?,
-            expert_map: cuda.read_or_null(op, "expert_map", self.expert_map)?,
-            out,
-            output,
-            state,
-            tokens: small(op, s.tokens)?,
-            hidden: small(op, s.hidden)?,
-            inter: small(op, s.inter)?,
-            num_ids: small(op, s.num_ids)?,
-            num_local: small(op, s.num_local)?,
-            top_k: small(op, s.top_k)?,
-            scoring: gate.map_or(GateScoring::Softmax, |gate| gate.scoring),
-            raw_logits: gate.map_or(0, |gate| i32::from(gate.raw_logits)),
-            renormalize: gate.map_or(0, |gate| i32::from(gate.renormalize)),
-            scale: gate.map_or(1., |gate| gate.scale),
-            softcap: gate.and_then(|gate| gate.softcap).unwrap_or(0.),
-        };
-        // SAFETY: dims and dtypes are checked by the caller, the launcher's conditions above.
-        cuda.check(op, unsafe { ffi::moe_layer_stream(&args, cuda.raw()?) })
+        // The same fields in both forms.
+        macro_rules! args {
+            ($name:ident { $($own:tt)* }) => {
+                $name {
+                    x: self.x,
+                    norm: cuda.read_or_null(op, "norm", self.norm.map(|norm| norm.weight))?,
+                    eps: self.norm.map_or(0.0, |norm| norm.eps),
+                    gate: cuda.read_or_null(op, "gate", gate.map(|gate| gate.weight))?,
+                    gate_bias: cuda.read_or_null(op, "gate_bias", gate.and_then(|gate| gate.bias))?,
+                    correction_bias: cuda.read_or_null(
+                        op,
+                        "correction_bias",
+                        gate.and_then(|gate| gate.correction_bias),
+                    )?,
+                    valid: valid.cast(),
+                    topk_ids: ids,
+                    topk_weights: weights,
+                    expert_map: cuda.read_or_null(op, "expert_map", self.expert_map)?,
+                    out,
+                    output,
+                    state,
+                    tokens: small(op, s.tokens)?,
+                    num_ids: small(op, s.num_ids)?,
+                    top_k: small(op, s.top_k)?,
+                    scoring: gate.map_or(GateScoring::Softmax, |gate| gate.scoring),
+                    raw_logits: gate.map_or(0, |gate| i32::from(gate.raw_logits)),
+                    renormalize: gate.map_or(0, |gate| i32::from(gate.renormalize)),
+                    scale: gate.map_or(1., |gate| gate.scale),
+                    softcap: gate.and_then(|gate| gate.softcap).unwrap_or(0.),
+                    shared: small(op, gate.map_or(0, |gate| gate.shared))?,
+                    shared_weight: gate.map_or(1., |gate| gate.shared_weight),
+                    $($own)*
+                }
+            };
+        }
+        // SAFETY: dims and dtypes are checked by the caller, the launchers' conditions above.
+        unsafe {
+            match self.packs {
+                Packs::Floats { w13, w2 } => {
+                    let (hidden, inter) = (small(op, s.hidden)?, small(op, s.inter)?);
+                    let num_local = small(op, s.num_local)?;
+                    let args = args!(LayerStreamArgs { w13, w2, hidden, inter, num_local });
+                    cuda.check(op, ffi::moe_layer_stream(&args, cuda.raw()?))
+                }
+                Packs::Quantised { w13, w2 } => {
+                    let args = args!(QuantLayerStreamArgs { w13, w2 });
+                    cuda.check(op, ffi::moe_quant_layer_stream(&args, cuda.raw()?))
+                }
+            }
+        }
     }
 }
 
@@ -117,6 +133,7 @@ mod tests {
                                 num_local: experts,
                                 hidden,
                                 inter,
+                                quant: None,
                             };
                             let n = |n: usize| i32::try_from(n).unwrap();
                             // SAFETY: a pure function of numbers.

@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Result, bail};
 
-use super::launch::{Buckets, Inputs, Lease, Rows, bucket_counts};
+use super::launch::{Buckets, Inputs, Lease, Packs, Rows, bucket_counts};
 use super::one_launch::{Choice, OneLaunch};
-use super::{FusedExperts, check};
+use super::{FusedExperts, check, quantisation};
 use crate::buffer::Scratch;
 use crate::cuda::args::{In, Output};
 use crate::cuda::expect_aligned;
@@ -14,17 +14,18 @@ use crate::exec::Exec;
 use crate::monolithic::{Gate, MonolithicIo, PreNorm};
 use crate::plan::{ExpertsCall, Form, MonolithicCall, MonolithicForm};
 use crate::view::{View, ViewMut};
+use crate::weight::WeightView;
 
 /// Experts on this rank with the gate that chooses among all.
 #[derive(Clone, Copy, Debug)]
 pub struct MonolithicExperts<'a> {
-    /// The gate, [E, H] bf16, and its rule.
+    /// The gate, [E, H] bf16, and its rule. Shared experts S are E and on.
     pub gate: &'a Gate<'a>,
-    /// [E_local, 2I, H] bf16: gate rows, then up rows.
-    pub w13: View<'a>,
-    /// [E_local, H, I] bf16.
-    pub w2: View<'a>,
-    /// \[E\] i32, expert to local slot, -1 = elsewhere; `None` = all are here.
+    /// [E_local, 2I, H] bf16, gate rows, then up rows; or quantised. E_local of E + S.
+    pub w13: WeightView<'a>,
+    /// [E_local, H, I] bf16, or quantised if w13 is.
+    pub w2: WeightView<'a>,
+    /// \[E + S\] i32, expert to local slot, -1 = elsewhere; `None` = all are here.
     pub expert_map: Option<View<'a>>,
 }
 
@@ -52,12 +53,12 @@ pub fn monolithic_experts_into(
         (MonolithicForm::OneLaunch, MonolithicIo::Store { x, mut out }) => {
             let x = ex.cuda(op)?.read(op, "x", x)?;
             let out = ex.cuda(op)?.write(op, "out", &mut out)?;
-            args.one_launch(op, sizes, x, None).run((out, Output::F32), ex)
+            args.one_launch(op, sizes, x, None, ex)?.run((out, Output::F32), ex)
         }
         (MonolithicForm::OneLaunch, MonolithicIo::NormAdd { norm, mut residual }) => {
             // The kernel reads the rows that it adds to: every block reads all of them before any block adds.
             let at: *mut f32 = ex.cuda(op)?.write(op, "residual", &mut residual)?;
-            args.one_launch(op, sizes, at.cast_const().cast(), Some(norm))
+            args.one_launch(op, sizes, at.cast_const().cast(), Some(norm), ex)?
                 .run((at.cast(), Output::AddF32), ex)
         }
         (MonolithicForm::Tensor | MonolithicForm::Wide, MonolithicIo::Store { x, mut out }) => {
@@ -80,8 +81,9 @@ pub fn monolithic_experts_into(
 impl MonolithicExperts<'_> {
     /// Checks dims and dtypes.
     fn check(&self, op: &'static str, io: &MonolithicIo) -> Result<ExpertsCall> {
-        let (num_ids, hidden) = expect_matrix(op, "gate", &self.gate.weight)?;
-        self.gate.check(op, num_ids, hidden, DType::BF16)?;
+        let (experts, hidden) = expect_matrix(op, "gate", &self.gate.weight)?;
+        self.gate.check(op, experts, hidden, DType::BF16)?;
+        let num_ids = experts + self.gate.shared;
         let (num_local, _, inter) = expect_rank3(op, "w2", &self.w2)?;
         expect(op, "w13", &self.w13, DType::BF16, &[num_local, 2 * inter, hidden])?;
         expect(op, "w2", &self.w2, DType::BF16, &[num_local, hidden, inter])?;
@@ -90,8 +92,9 @@ impl MonolithicExperts<'_> {
             None => expect_dims(op, "w2", &self.w2, &[num_ids, hidden, inter])?,
         }
         let tokens = check_io(op, io, hidden)?;
-        expect_aligned(op, &[self.gate.weight, self.w13, self.w2, io.rows()])?;
-        Ok(ExpertsCall { tokens, top_k: self.gate.top_k, num_ids, num_local, hidden, inter })
+        expect_aligned(op, &[self.gate.weight, io.rows()])?;
+        let quant = quantisation(op, [self.w13, self.w2])?;
+        Ok(ExpertsCall { tokens, top_k: self.gate.slots(), num_ids, num_local, hidden, inter, quant })
     }
 
     fn one_launch<'b>(
@@ -100,9 +103,10 @@ impl MonolithicExperts<'_> {
         sizes: ExpertsCall,
         x: In,
         norm: Option<PreNorm<'b>>,
-    ) -> OneLaunch<'b> {
-        let choice = Choice::Gate(self.gate);
-        OneLaunch { op, x, norm, choice, w13: self.w13, w2: self.w2, expert_map: self.expert_map, sizes }
+        ex: &Exec,
+    ) -> Result<OneLaunch<'b>> {
+        let (choice, packs) = (Choice::Gate(self.gate), Packs::of(op, [self.w13, self.w2], ex)?);
+        Ok(OneLaunch { op, x, norm, choice, packs, expert_map: self.expert_map, sizes })
     }
 }
 
@@ -152,8 +156,8 @@ impl Products {
         sizes: ExpertsCall,
         ex: &Exec,
     ) -> Result<Self> {
-        let ExpertsCall { tokens, top_k, num_ids, num_local, .. } = sizes;
-        let mut logits = ex.scratch(DType::F32, &[tokens, num_ids])?;
+        let ExpertsCall { tokens, top_k, num_local, .. } = sizes;
+        let mut logits = ex.scratch(DType::F32, &[tokens, args.gate.weight.rows()])?;
         let mut ids = ex.scratch(DType::U32, &[tokens, top_k])?;
         let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
         let slots = Lease::new(op, DType::U32, &[num_local, tokens], ex)?;

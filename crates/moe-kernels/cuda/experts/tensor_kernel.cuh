@@ -1,0 +1,156 @@
+// The kernel of the experts on warpgroup products, for bf16 weights (tensor.cu, which tells the design) and quantised
+// ones (quant/experts_tensor.cu). `W` is explained in tensor.cuh.
+#pragma once
+
+#include "experts/tensor.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace moe::experts_tensor {
+
+#if MOE_SM90
+
+/// A work tile with up to kColumns rows. Of every 8 columns a lane holds two, of weight rows g and g + 8 of its warp.
+template <int kCapacity, int kColumns, class W>
+__device__ __forceinline__ void compute(const Block<W>& b, const Args<W>& a, const Work& work, Cursor& at) {
+  constexpr int kResults = kColumns / 4;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  const auto row = [](int i) { return i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2; };
+  uint32_t place[kResults];  // of each result: fetched before the products, which hide its latency
+#pragma unroll
+  for (int i = 0; i < kResults; ++i)
+    place[i] = row(i) >= work.rows ? kNoExpert : work.product == 0 ? work.first + row(i) : work.slots[row(i)];
+  float acc[kColumns / 2] = {};
+  W::template multiply<kCapacity, kColumns>(b, a, work, at, acc);
+#pragma unroll
+  for (int i = 0; i < kResults; ++i) {
+    if (place[i] == kNoExpert) continue;
+    const float low = acc[i / 2 * 4 + i % 2], high = acc[i / 2 * 4 + i % 2 + 2];
+    if (work.product == 0) {
+      const int column = work.tile * (kTileRows / 2) + warp * 8 + g;
+      a.act[static_cast<size_t>(place[i]) * a.inter + column] = __float2bfloat16(low / (1.0f + __expf(-low)) * high);
+    } else {
+      const int column = work.tile * kTileRows + warp * 16 + g;
+      float* to = a.slot_rows + static_cast<size_t>(place[i]) * a.hidden + column;
+      if (column < a.hidden) to[0] = low;
+      if (column + 8 < a.hidden) to[8] = high;
+    }
+  }
+}
+
+/// Leaves stages behind that hold what nobody needs.
+template <class W>
+__device__ __forceinline__ void skip(const Block<W>& b, int steps, Cursor& at) {
+  for (int i = 0; i < steps; ++i, at.advance(b.stages)) {
+    mbarrier_wait(b.full(at.stage), at.parity);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(b.empty(at.stage));
+  }
+}
+
+template <int kCapacity, class W>
+__device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
+  Cursor at;
+  for_each_work(b, [&](const Work& work) {
+    if (work.rows == 0) return skip(b, work.steps, at);
+    if (work.rows <= 8) compute<kCapacity, 8>(b, a, work, at);
+    else if (work.rows <= 16) compute<kCapacity, 16>(b, a, work, at);
+    else if (kCapacity == 32 || work.rows <= 32) compute<kCapacity, 32>(b, a, work, at);
+    else if constexpr (kCapacity > 32) {
+      if (kCapacity == 64 || work.rows <= 64) compute<kCapacity, 64>(b, a, work, at);
+      else if constexpr (kCapacity > 64) compute<kCapacity, 128>(b, a, work, at);
+    }
+    if (work.product == 1) return;
+    fence_async_proxy();  // the copy engine of another block reads them
+    named_barrier(1, kConsumers * 32);
+    if (threadIdx.x == 0) {
+      add_release(a.counters.progress(work.expert), work.rows);
+      add_release(a.counters.finished(), work.rows);
+    }
+  });
+}
+
+#endif  // MOE_SM90
+
+/// Blocks of an SM: two, each with half of the shared memory, where the consumers' registers allow it.
+template <class W, int kCapacity>
+constexpr int kBlocks = kCapacity <= 32 ? W::kFewBlocks : 1;
+
+template <int kCapacity, class W>
+__global__ void __launch_bounds__(kThreads, kBlocks<W, kCapacity>)
+    experts_tensor(const __grid_constant__ CUtensorMap w13, const __grid_constant__ CUtensorMap w2,
+                   const __grid_constant__ CUtensorMap act, const __grid_constant__ Args<W> a) {
+#if MOE_SM90
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const Block<W> b = {smem, smem + a.ring(), a.stages, stage_bytes<W>(kCapacity)};
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&w13);
+    prefetch_tensor_map(&w2);
+    prefetch_tensor_map(&act);
+    for (int i = 0; i < a.stages; ++i) {
+      mbarrier_init(b.full(i), 1 + kGatherLanes);
+      mbarrier_init(b.empty(i), kConsumers);
+    }
+    for (int i = 0; i < Block<W>::kWorkSlots; ++i) {
+      mbarrier_init(b.work_full(i), 1);
+      mbarrier_init(b.work_empty(i), kConsumers + kGatherers);
+    }
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  pdl_launch_dependents();
+  Producer<W> producer = {b, a, &w13, &w2};
+  int ready = 0;
+  if (warp == kConsumers && elect_one()) ready = producer.guess();
+  __syncwarp();
+  pdl_wait();
+  fill_table(b, a);
+  if (warp < kConsumers) {
+    if constexpr (kBlocks<W, kCapacity> == 2) take_registers<88>();
+    consume<kCapacity>(b, a);
+  } else {
+    if constexpr (kBlocks<W, kCapacity> == 2) give_registers<64>();  // of the 80 that two blocks leave each thread
+    if (warp == kConsumers) {
+      if (elect_one()) producer.template run<kCapacity>(ready);
+      __syncwarp();
+    } else {
+      gather<kCapacity>(b, a, &act);
+    }
+  }
+  clear_counters(a.counters, b.flag());
+#endif
+}
+
+/// Whether sizes and counts can be launched.
+inline bool fits(int tokens, int top_k, int num_ids, int num_local, int hidden, int inter, int bucket) {
+  return tokens >= 0 && top_k > 0 && num_ids > 0 && num_local > 0 && hidden > 0 && inter > 0 && hidden % 64 == 0 &&
+         inter % 64 == 0 && num_local <= INT32_MAX / hidden && tokens <= INT32_MAX / top_k && bucket >= 0;
+}
+
+template <int kCapacity, class W>
+cudaError_t run(Args<W> a, const CUtensorMap& w13, const CUtensorMap& w2, const DeviceLimits& limits, void* stream) {
+  CUtensorMap act;
+  const cudaError_t e = make_tensor_map(&act, a.act, a.num_slots(), a.inter, kActRows);
+  if (e != cudaSuccess) return e;
+  constexpr int kEach = kBlocks<W, kCapacity>, kStage = stage_bytes<W>(kCapacity) + W::kSideBytes;
+  constexpr int kRing = 200 * 1024 / kEach;  // leaves room for the blocks of the kernels ahead
+  static_assert(kRing / kStage <= kMaxStages);
+  a.stages = kRing / kStage;
+  const Launch l = {dim3(limits.sms * kEach), dim3(kThreads), stream,
+                    a.ring() + static_cast<size_t>(a.stages) * kStage};
+  if (l.smem > static_cast<size_t>(limits.block_smem)) return cudaErrorInvalidValue;
+  return launch(experts_tensor<kCapacity, W>, l, w13, w2, act, a);
+}
+
+/// With room for about twice the mean of an expert's rows. Room for more shortens the ring; an expert with more rows
+/// reads its weights again.
+template <class W>
+cudaError_t run(const Args<W>& a, int num_ids, const CUtensorMap& w13, const CUtensorMap& w2,
+                const DeviceLimits& limits, void* stream) {
+  const int mean = a.num_slots() / num_ids;
+  if (mean <= 18) return run<32>(a, w13, w2, limits, stream);
+  if (mean <= 40) return run<64>(a, w13, w2, limits, stream);
+  return run<128>(a, w13, w2, limits, stream);
+}
+
+}  // namespace moe::experts_tensor

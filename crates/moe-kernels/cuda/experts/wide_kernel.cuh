@@ -1,0 +1,126 @@
+// The kernel of the experts' products for prompts, for bf16 weights (wide.cu, which tells the design) and quantised ones
+// (quant/experts_wide.cu). `W` is explained in tensor.cuh.
+#pragma once
+
+#include "experts/wide_store.cuh"
+
+namespace moe::experts_wide {
+
+#if MOE_SM90
+
+// Of 65,536 registers: 2 x 128 x 208 + 128 x 88.
+constexpr int kConsumerRegisters = 208, kLoaderRegisters = 88;
+
+/// kWidth: weight tiles of a work tile.
+template <int kWidth, class W>
+struct Consumer {
+  static constexpr int kRows = kMostRows / kWidth;
+  const Block<W>& b;
+  const Args<W>& a;
+  Store<W> store = {b, a};
+  Cursor at = {};
+
+  /// With as few columns as hold the rows.
+  template <int kColumns = kGranule>
+  __device__ __forceinline__ void multiply_rows(const Work& work, float (&sums)[kSums]) {
+    if constexpr (kColumns < kRows) {
+      if (work.rows > kColumns) return multiply_rows<kColumns + kGranule>(work, sums);
+    }
+    W::template multiply<kWidth, kColumns>(b, a, work, at, sums);
+  }
+
+  __device__ __forceinline__ void run() {
+    float sums[kSums] = {};  // one array for all work, which overwrites it: two would not fit
+    for_each_work(b, [&](const Work& work) __attribute__((always_inline)) {
+      if (work.product == 0) {
+        multiply_rows(work, sums);
+        wgmma_hold(sums);
+        store.publish();
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) store.template activations<kRows>(work, work.tile + i, sums + i * kPairSums);
+      } else {
+        store.publish();  // before waiting for others
+        uint32_t slots[kRows / 16];
+        store.template fetch_slots<kRows>(work, slots);
+        multiply_rows(work, sums);
+        wgmma_hold(sums);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) store.template slot_rows<kRows>(work, work.tile + i, sums + i * kPairSums, slots);
+      }
+    });
+    store.publish();
+  }
+};
+
+#endif  // MOE_SM90
+
+template <int kWidth, class W>
+__global__ void __launch_bounds__(kThreads, 1)
+    experts_wide(const __grid_constant__ CUtensorMap w13, const __grid_constant__ CUtensorMap w2,
+                 const __grid_constant__ CUtensorMap act, const __grid_constant__ Args<W> a) {
+#if MOE_SM90
+  extern __shared__ __align__(1024) uint8_t smem[];
+  uint8_t* staging = smem + a.staging();
+  const Block<W> b = {smem, staging, staging + kStaging, a.stages(), a.stage_bytes(), a.width};
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&w13);
+    prefetch_tensor_map(&w2);
+    prefetch_tensor_map(&act);
+    for (int i = 0; i < b.stages; ++i) {
+      mbarrier_init(b.full(i), 1 + kGatherLanes);
+      mbarrier_init(b.empty(i), kConsumers);
+    }
+    for (int i = 0; i < Block<W>::kWorkSlots; ++i) {
+      mbarrier_init(b.work_full(i), 1);
+      mbarrier_init(b.work_empty(i), kConsumers + kGatherers);
+    }
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  pdl_launch_dependents();
+  pdl_wait();
+  if (warp == 0) scan_counts(b, a);
+  __syncthreads();
+  if (warp < kConsumers) {
+    take_registers<kConsumerRegisters>();
+    Consumer<kWidth, W>{b, a}.run();
+  } else {
+    give_registers<kLoaderRegisters>();
+    if (warp > kConsumers) {
+      Gatherer<W>{b, a, &act}.run();
+    } else if (elect_one()) {
+      Producer<W>{b, a, &w13, &w2}.run();
+    }
+    __syncwarp();
+  }
+  clear_counters(a.counters, b.flag());
+#endif
+}
+
+/// Fewer rows per expert leave more of the ring to the weights, which are then what takes time.
+inline int capacity_for(int mean_rows) { return mean_rows <= 40 ? 64 : mean_rows <= 96 ? kPairRows : kMostRows; }
+
+/// Weight tiles of a work tile: two where rows are few and the products have an even number of them.
+inline int width_for(int capacity, int hidden, int inter) {
+  return capacity <= kPairRows && inter % kTileRows == 0 && hidden % (2 * kTileRows) == 0 ? 2 : 1;
+}
+
+/// Whether sizes and counts can be launched.
+inline bool fits(int tokens, int top_k, int num_ids, int num_local, int hidden, int inter, int bucket) {
+  return tokens >= 0 && top_k > 0 && num_ids > 0 && num_local > 0 && hidden > 0 && inter > 0 && hidden % 64 == 0 &&
+         inter % 64 == 0 && num_local <= INT32_MAX / hidden && tokens <= INT32_MAX / top_k && bucket >= 0;
+}
+
+template <class W>
+cudaError_t run(const Args<W>& a, const CUtensorMap& w13, const CUtensorMap& w2, const DeviceLimits& limits,
+                void* stream) {
+  if (a.smem() > limits.block_smem) return cudaErrorInvalidValue;
+  CUtensorMap act;
+  const cudaError_t e = make_tensor_map(&act, a.act, a.num_slots(), a.inter, kActRows);
+  if (e != cudaSuccess) return e;
+  const Launch l = {dim3(limits.sms), dim3(kThreads), stream, static_cast<size_t>(a.smem())};
+  return launch(a.width == 2 ? experts_wide<2, W> : experts_wide<1, W>, l, w13, w2, act, a);
+}
+
+}  // namespace moe::experts_wide

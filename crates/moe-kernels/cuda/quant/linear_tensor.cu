@@ -1,0 +1,115 @@
+// Dense products on warpgroup products (linear/tensor_kernel.cuh) with quantised weights, for 8 rows and more.
+//
+// Floor: a quarter or half of bf16's bytes (Qwen3-30B-A3B's qkv: int4 5.4 MB = 1.2 us, int8 and FP8 10.6 MB = 2.4 us at
+// 4.4 TB/s); as with bf16, latency is most of the time.
+//
+// Design: as with bf16, with stages of 128 columns; a warp unpacks 64 columns of its 16 rows to the A operand in registers
+// while the products of the 64 columns before run.
+#include "linear/tensor_kernel.cuh"
+#include "quant/stage.cuh"
+
+namespace moe::linear_tensor {
+constexpr int kStageColumns = 128;
+
+struct QuantSource : quant::Source {
+  int gates;  // rows of gate, in a pack that has them with the up rows; else 0
+};
+
+template <QuantFormat kFormat, int kShare>
+struct QuantWeights {
+  using Source = QuantSource;
+  static constexpr int kMostTokens = 128;
+
+  /// Of a pack's row. Tiles of gate and up: 8 gate rows, then their up rows.
+  static __device__ __forceinline__ int column(const Args<QuantWeights>& a, int row) {
+    const int gates = a.source.gates;
+    return gates == 0 ? row : row / 16 * 8 + row % 8 + (row / 8 % 2) * gates;
+  }
+
+  template <int kGroups>
+  struct Stage : quant::QuantStage<kFormat, kStageColumns, kShare, 4 * kGroups> {
+    using Base = quant::QuantStage<kFormat, kStageColumns, kShare, 4 * kGroups>;
+
+#if MOE_SM90
+    static __device__ __forceinline__ void load(void* to, const CUtensorMap* w, int row, int step, uint64_t* bar) {
+      load_tile(to, w, row / 16, step * (Base::kBlockBytes / 8), bar);
+    }
+
+    template <class B>
+    static __device__ __forceinline__ void consume(const uint8_t* ring, const uint8_t* side, const Source& source,
+                                                   uint64_t* full, uint64_t* empty, int stages, int count,
+                                                   float (&acc)[B::kProducts][B::kColumns / 2]) {
+      const int block = threadIdx.x / 32;
+      int stage = 0, phase = 0;
+      const auto read = [&] {
+        mbarrier_wait(full + stage, phase);
+        return Base::read(ring + stage * B::kStageBytes, side + stage * Base::kSideBytes, source, block);
+      };
+      uint32_t fragments[Base::kUnits][Base::kSteps][4];
+      typename Base::Lane lane = read();
+      Base::fragments(lane, 0, fragments[0]);
+      for (int i = 0; i < count; ++i) {
+        const uint64_t x = tile_descriptor(ring + stage * B::kStageBytes + B::kWeightBytes);
+        const int used = stage;
+        if (++stage == stages) stage = 0, phase ^= 1;
+#pragma unroll
+        for (int u = 0; u < Base::kUnits; ++u) {
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < Base::kSteps; ++k)
+            wgmma<B::kColumns, false>(acc[0], fragments[u][k], x + u * (B::kPartBytes / 16) + 2 * k);
+          wgmma_commit();
+          // The next unit's weights are unpacked while these products run.
+          if (u + 1 < Base::kUnits) {
+            Base::fragments(lane, u + 1, fragments[u + 1]);
+          } else if (i + 1 < count) {
+            lane = read();
+            Base::fragments(lane, 0, fragments[0]);
+          }
+          wgmma_wait<0>();
+        }
+        Base::give_back(empty + used);
+      }
+    }
+#endif
+  };
+};
+
+template <QuantFormat kFormat, int kShare>
+cudaError_t launch(const QuantLinearTensorArgs& c, const DeviceLimits& limits, void* stream) {
+  using W = QuantWeights<kFormat, kShare>;
+  const int n = static_cast<int>(c.w.n), k = static_cast<int>(c.w.k);
+  Shape s = shape_for(c.m, n, ceil_div(k, kStageColumns), c.splits, limits);
+  if (s.tokens > W::kMostTokens) s.tokens = W::kMostTokens;
+  CUtensorMap map;
+  const cudaError_t e = quant::make_pack_map(&map, c.w, 4 * s.groups, W::template Stage<1>::kBlockBytes);
+  if (e != cudaSuccess) return e;
+  const Args<W> a = {c.bias, c.out, c.m, n, k, 0, {quant::source(c.w, kShare), c.w.gate_up != 0 ? n / 2 : 0}};
+  return s.groups == 1 ? run<W, 1>(map, c.x, a, c.output, s, stream) : run<W, 2>(map, c.x, a, c.output, s, stream);
+}
+
+}  // namespace moe::linear_tensor
+
+/// out = x w^T (+ bias) for any m and one matrix that fits (quant/stage.cuh).
+extern "C" int moe_quant_linear_tensor(const moe::QuantLinearTensorArgs* args, void* stream) {
+  using namespace moe;
+  const QuantLinearTensorArgs& c = *args;
+  if (c.m < 0 || !quant::fits(c.w) || c.w.experts != 1 || !is_code(c.output, Output::kAddF32) || c.splits < -1 ||
+      c.splits > linear_tensor::kMaxSplits)
+    return cudaErrorInvalidValue;
+  if (c.m == 0) return cudaSuccess;
+  DeviceLimits limits;
+  const cudaError_t e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  if (limits.major < 9) return cudaErrorNotSupported;
+  const bool wide_groups = quant::share(c.w, linear_tensor::kStageColumns) == linear_tensor::kStageColumns;
+  switch (c.w.format) {
+    case QuantFormat::kInt4:
+      return wide_groups ? linear_tensor::launch<QuantFormat::kInt4, 128>(c, limits, stream)
+                         : linear_tensor::launch<QuantFormat::kInt4, 32>(c, limits, stream);
+    case QuantFormat::kInt8:
+      return wide_groups ? linear_tensor::launch<QuantFormat::kInt8, 128>(c, limits, stream)
+                         : linear_tensor::launch<QuantFormat::kInt8, 32>(c, limits, stream);
+    default: return linear_tensor::launch<QuantFormat::kFp8, 128>(c, limits, stream);
+  }
+}

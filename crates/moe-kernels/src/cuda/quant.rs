@@ -1,0 +1,279 @@
+//! Quantised packs on a device: how they get there, and the products of any scheme, dtype and shape.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use rayon::prelude::*;
+
+use super::any::activation_code;
+use super::args::{
+    AnyQuantDownArgs, AnyQuantGateUpArgs, AnyQuantLinearArgs, Dtype, In, QuantFormat, QuantPack,
+};
+use super::{CudaExec, Staging, ffi, small};
+use crate::buffer::Buffer;
+use crate::element::Element;
+use crate::exec::Exec;
+use crate::ops::ExpertGroups;
+use crate::plan::QuantWeights;
+use crate::quant::{
+    PackedScales, QuantRows, QuantUse, TILE_ROWS, TileRow, TileScratch, Tiles, check_matrices,
+};
+use crate::scheme::QuantScheme;
+use crate::spec::Activation;
+use crate::view::{View, ViewMut};
+
+/// Bytes of a staging buffer of a pack that is loaded without those of a checkpoint.
+const STAGE_BYTES: usize = 4 << 20;
+
+/// Matrices [E, N, K] of one scheme in fragment order on a device: about as many bytes as in the checkpoint.
+#[derive(Debug)]
+pub(crate) struct DevicePack {
+    tiles: Tiles,
+    device: Device,
+    usage: QuantUse,
+    q: Buffer,
+    scales: Buffer,
+    scale_rows: usize,
+    zeros: Option<Buffer>,
+    perm: Option<Buffer>,
+}
+
+impl DevicePack {
+    /// Packs matrices of one shape and scheme, of which products take `inputs` of x. Threads read
+    /// and pack some rows each into page-locked buffers, from which they are copied to their place.
+    ///
+    /// # Errors
+    /// As [`QuantMatrix::pack_inputs`](crate::quant::QuantMatrix::pack_inputs); no device memory left.
+    pub(crate) fn pack(
+        matrices: &[&dyn QuantRows],
+        inputs: &Range<usize>,
+        usage: QuantUse,
+        staging: Option<Arc<Staging>>,
+        ex: &Exec,
+    ) -> Result<Self> {
+        check_matrices(matrices, usage)?;
+        let tiles = Tiles::new(matrices, inputs, usage == QuantUse::GateUp)?;
+        let (rows, row_bytes) = (matrices.len() * tiles.n_tiles(), tiles.row_bytes());
+        let per_row = tiles.groups * TILE_ROWS;
+        let mut scales = vec![0f32; rows * per_row];
+        let mut zeros = vec![0u8; if tiles.own_zeros() { rows * per_row } else { 0 }];
+        let mut q = Buffer::unspecified_on(ex.device(), DType::U8, &[rows * row_bytes])?;
+        let staging = match staging {
+            Some(staging) => staging,
+            None => {
+                let count = (2 * rayon::current_num_threads()).min((rows * row_bytes).div_ceil(STAGE_BYTES));
+                Arc::new(Staging::new(count, STAGE_BYTES.max(row_bytes), ex)?)
+            }
+        };
+        // As many rows as a buffer holds, but work for all threads.
+        let most = staging.buffer_len().checked_div(row_bytes).unwrap_or(rows);
+        let chunk = rows.div_ceil(4 * rayon::current_num_threads()).min(most).max(1);
+        let mut rest = q.view_mut();
+        let mut places = Vec::new();
+        let mut zero_chunks = zeros.chunks_mut((chunk * per_row).max(1));
+        for (i, scales) in scales.chunks_mut((chunk * per_row).max(1)).enumerate() {
+            let here = chunk.min(rows - i * chunk) * row_bytes;
+            let (to, behind) = rest.split_at(here)?;
+            places.push((i * chunk, to, scales, zero_chunks.next().unwrap_or_default()));
+            rest = behind;
+        }
+        let fill = |scratch: &mut TileScratch, (first, to, scales, zeros): Place| {
+            staging.put(to, |bytes| {
+                let mut zeros = zeros.chunks_mut(per_row);
+                let rows = bytes.chunks_mut(row_bytes.max(1)).zip(scales.chunks_mut(per_row));
+                for (i, (q, scales)) in rows.enumerate() {
+                    let (e, tile) = ((first + i) / tiles.n_tiles(), (first + i) % tiles.n_tiles());
+                    let to = TileRow { q, scales, zeros: zeros.next().unwrap_or_default() };
+                    tiles.pack((e, tile), matrices[e], scratch, to)?;
+                }
+                Ok(())
+            })
+        };
+        places.into_par_iter().try_for_each_init(TileScratch::default, fill)?;
+        let (scales, scale_rows) = PackedScales::new(tiles.scheme, scales);
+        let scales = match &scales {
+            PackedScales::F16(scales) => upload(scales, ex)?,
+            PackedScales::Bf16(scales) => upload(scales, ex)?,
+            PackedScales::F32(scales) => upload(scales, ex)?,
+        };
+        let zeros = tiles.own_zeros().then(|| upload(&zeros, ex)).transpose()?;
+        let perm = tiles.perm().map(|perm| upload(&perm, ex)).transpose()?;
+        Ok(Self { tiles, device: ex.device().clone(), usage, q, scales, scale_rows, zeros, perm })
+    }
+
+    /// E, N and K.
+    pub(crate) fn dims(&self) -> [usize; 3] {
+        self.tiles.dims
+    }
+
+    /// How the matrices are quantised.
+    pub(crate) fn scheme(&self) -> QuantScheme {
+        self.tiles.scheme
+    }
+
+    /// What the choice of kernels sees of it.
+    pub(crate) fn weights(&self) -> QuantWeights {
+        let Tiles { scheme, gate_up, .. } = self.tiles;
+        QuantWeights { scheme, scales: self.scales.dtype(), gate_up }
+    }
+
+    /// What they are packed for.
+    pub(crate) fn usage(&self) -> QuantUse {
+        self.usage
+    }
+
+    /// Where they lie.
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Bytes of integers, scales, zero points and orders.
+    pub(crate) fn bytes(&self) -> usize {
+        let of = |buffer: &Buffer| buffer.view().elem_count() * buffer.dtype().size_in_bytes();
+        of(&self.q)
+            + of(&self.scales)
+            + [&self.zeros, &self.perm].into_iter().flatten().map(of).sum::<usize>()
+    }
+
+    /// The pack as launchers take it.
+    pub(crate) fn args(&self, op: &str, cuda: &CudaExec) -> Result<QuantPack> {
+        let (tiles, [experts, n, k]) = (&self.tiles, self.tiles.dims);
+        let size = |n: usize| small(op, n).map(i64::from);
+        let view = |buffer: &Option<Buffer>| -> Result<In> {
+            cuda.read_or_null(op, "a quantised pack", buffer.as_ref().map(Buffer::view))
+        };
+        Ok(QuantPack {
+            q: cuda.read(op, "a quantised pack", self.q.view())?,
+            scales: cuda.read(op, "scales", self.scales.view())?,
+            zeros: view(&self.zeros)?,
+            perm: view(&self.perm)?,
+            experts: size(experts)?,
+            n: size(n)?,
+            k: size(k)?,
+            n_tiles: size(tiles.n_tiles())?,
+            k_packed: size(tiles.k_packed)?,
+            group: size(tiles.group)?,
+            groups: size(tiles.groups)?,
+            format: match tiles.scheme {
+                QuantScheme::Int { bits: 4, .. } => QuantFormat::Int4,
+                QuantScheme::Int { .. } => QuantFormat::Int8,
+                QuantScheme::Fp8 { .. } => QuantFormat::Fp8,
+                QuantScheme::None => bail!("{op}: a pack of floats is not quantised"),
+            },
+            scale_dtype: Dtype::of(op, self.scales.dtype())?,
+            scale_rows: small(op, self.scale_rows)?,
+            gate_up: i32::from(tiles.gate_up),
+        })
+    }
+
+    /// The matrices as floats, [E, N, K] of `dtype`.
+    ///
+    /// # Errors
+    /// No memory left.
+    pub(crate) fn to_tensor(&self, dtype: DType) -> Result<Tensor> {
+        let mut out = Buffer::unspecified_on(&self.device, dtype, &self.tiles.dims)?;
+        self.dequantise_into("dequantise", out.view_mut(), &Exec::on(&self.device)?)?;
+        out.into_tensor()
+    }
+
+    /// The same to `out`, [E, N, K] or, of one matrix, [N, K].
+    pub(crate) fn dequantise_into(&self, op: &str, mut out: ViewMut, ex: &Exec) -> Result<()> {
+        let (cuda, size) = (ex.cuda(op)?, self.tiles.dims.iter().product::<usize>());
+        if out.elem_count() != size {
+            bail!("{op}: expected {size} places for a pack {:?}, got {:?}", self.tiles.dims, out.dims())
+        }
+        let (pack, dtype) = (self.args(op, cuda)?, Dtype::of(op, out.dtype())?);
+        let to = cuda.write(op, "out", &mut out)?;
+        // SAFETY: the pack lies in the order that the launcher reads, and `out` has as many places.
+        cuda.check(op, unsafe { ffi::moe_any_dequantise(&pack, to, dtype, cuda.raw()?) })
+    }
+}
+
+/// Some tile rows: the first one, their tiles on the device, and where their scales and zero points go.
+type Place<'a> = (usize, ViewMut<'a>, &'a mut [f32], &'a mut [u8]);
+
+/// A copy of host data on the device.
+fn upload<T: Element>(data: &[T], ex: &Exec) -> Result<Buffer> {
+    let mut buffer = Buffer::unspecified_on(ex.device(), T::DTYPE, &[data.len()])?;
+    ex.copy_from_host(View::new(data, &[data.len()])?, buffer.view_mut())?;
+    Ok(buffer)
+}
+
+/// out = x · wᵀ + bias; the door has checked dims and dtypes.
+pub(crate) fn linear(
+    op: &str,
+    x: View,
+    w: &DevicePack,
+    bias: Option<View>,
+    mut out: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    let cuda = ex.cuda(op)?;
+    let args = AnyQuantLinearArgs {
+        x: cuda.read(op, "x", x)?,
+        w: w.args(op, cuda)?,
+        bias: cuda.read_or_null(op, "bias", bias)?,
+        dtype: Dtype::of(op, x.dtype())?,
+        out_dtype: Dtype::of(op, out.dtype())?,
+        rows: small(op, x.rows())?,
+        out: cuda.write(op, "out", &mut out)?,
+    };
+    // SAFETY: dims and dtypes are checked at the door, the pack is in the launcher's order.
+    cuda.check(op, unsafe { ffi::moe_any_quant_linear(&args, cuda.raw()?) })
+}
+
+/// See [`crate::grouped_gate_up_into`]; the door has checked dims and dtypes.
+pub(crate) fn gate_up(
+    op: &str,
+    x: View,
+    groups: &ExpertGroups,
+    (w13, bias): (&DevicePack, Option<View>),
+    activation: Activation,
+    mut out: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    let cuda = ex.cuda(op)?;
+    let (activation, alpha, limit) = activation_code(activation);
+    let args = AnyQuantGateUpArgs {
+        x: cuda.read(op, "x", x)?,
+        offsets: cuda.read(op, "offsets", groups.offsets)?,
+        in_rows: cuda.read(op, "in_rows", groups.in_rows)?,
+        w13: w13.args(op, cuda)?,
+        bias: cuda.read_or_null(op, "w13_bias", bias)?,
+        out: cuda.write(op, "out", &mut out)?,
+        dtype: Dtype::of(op, x.dtype())?,
+        activation,
+        alpha,
+        limit,
+        x_rows: small(op, x.rows())?,
+        rows: small(op, groups.in_rows.elem_count())?,
+    };
+    // SAFETY: as in `linear`; rows beyond x read nothing, and offsets beyond the rows are cut.
+    cuda.check(op, unsafe { ffi::moe_any_quant_gate_up(&args, cuda.raw()?) })
+}
+
+/// See [`crate::grouped_down_into`]; the door has checked dims and dtypes.
+pub(crate) fn down(
+    op: &str,
+    x: View,
+    groups: &ExpertGroups,
+    (w2, bias): (&DevicePack, Option<View>),
+    mut out: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    let cuda = ex.cuda(op)?;
+    let args = AnyQuantDownArgs {
+        x: cuda.read(op, "x", x)?,
+        offsets: cuda.read(op, "offsets", groups.offsets)?,
+        out_rows: cuda.read(op, "out_rows", groups.out_rows)?,
+        w2: w2.args(op, cuda)?,
+        bias: cuda.read_or_null(op, "w2_bias", bias)?,
+        dtype: Dtype::of(op, x.dtype())?,
+        rows: small(op, x.rows())?,
+        num_out: small(op, out.rows())?,
+        out: cuda.write(op, "out", &mut out)?,
+    };
+    // SAFETY: as in `linear`; rows beyond out are not written.
+    cuda.check(op, unsafe { ffi::moe_any_quant_down(&args, cuda.raw()?) })
+}

@@ -1,0 +1,353 @@
+//! The order of a quantised pack on a device: `cuda/quant/args.cuh` defines it, this makes it on the host.
+//!
+//! Sixteen rows of a matrix are a *tile row*. Its integers lie in tiles of 512 bytes, in the order in which the lanes of a
+//! warp hold the A operand of the tensor cores; its scales and zero points by group. Tile rows are made apart, so that
+//! many threads fill the buffers from which they are copied to the device.
+
+// Only CUDA builds have a device to pack for; the order is tested in all.
+#![cfg_attr(not(feature = "cuda"), allow(dead_code))]
+
+use std::ops::Range;
+
+use candle_core::{Result, bail};
+use half::{bf16, f16};
+
+use super::packing::check_rows;
+use super::{LogicalRows, QuantRows, middle};
+use crate::element::Float;
+use crate::scheme::QuantScheme;
+
+/// Rows of a tile.
+pub(crate) const TILE_ROWS: usize = 16;
+/// Bytes of a tile.
+const TILE_BYTES: usize = 512;
+/// Columns of a k-step of the tensor cores.
+const K_STEP: usize = 16;
+/// Columns of a packed group where a rank holds some columns of each group.
+const PART_GROUP: usize = 32;
+/// An entry of `perm` for a packed column that multiplies nothing.
+const NO_COLUMN: u32 = u32::MAX;
+
+/// The order of the matrices [E, N, K] of a pack.
+#[derive(Clone, Debug)]
+pub(crate) struct Tiles {
+    /// E, N and K.
+    pub dims: [usize; 3],
+    pub scheme: QuantScheme,
+    /// Whether a tile holds eight gate rows and their eight up rows.
+    pub gate_up: bool,
+    /// Packed columns, a multiple of the columns of a tile.
+    pub k_packed: usize,
+    /// Packed columns that share a scale.
+    pub group: usize,
+    /// Groups of the packed columns, at least one.
+    pub groups: usize,
+    /// Columns of a logical row.
+    width: usize,
+    /// First logical column that the pack holds, without act-order.
+    start: usize,
+    /// With act-order, the columns of each matrix.
+    columns: Vec<Sorted>,
+}
+
+/// The packed columns of a matrix with act-order.
+#[derive(Clone, Debug)]
+struct Sorted {
+    /// The logical column of each packed column; `NO_COLUMN`: none.
+    logical: Vec<u32>,
+    /// The column of x that it multiplies.
+    x: Vec<u32>,
+    /// The logical group of each packed group.
+    groups: Vec<u32>,
+}
+
+/// Rows of a reader on their way into a tile row; they keep their memory from one to the next.
+#[derive(Default)]
+pub(crate) struct TileScratch {
+    rows: [LogicalRows; 2],
+    /// [16, `k_packed`] integers in packed order.
+    coded: Vec<u8>,
+}
+
+/// Where a tile row goes: its tiles, and its scales and zero points [groups, 16].
+pub(crate) struct TileRow<'a> {
+    pub q: &'a mut [u8],
+    pub scales: &'a mut [f32],
+    /// Empty where all zero points are the same.
+    pub zeros: &'a mut [u8],
+}
+
+impl Tiles {
+    /// The order of matrices of one shape and scheme, of which products take `inputs` of x.
+    ///
+    /// # Errors
+    /// Inputs that there are not; an order of columns that does not name each once.
+    pub(crate) fn new(matrices: &[&dyn QuantRows], inputs: &Range<usize>, gate_up: bool) -> Result<Self> {
+        let Some(first) = matrices.first() else { bail!("expected at least one quantised matrix to pack") };
+        let ((n, width), scheme) = (first.shape(), first.scheme());
+        if inputs.start > inputs.end || inputs.end > width {
+            bail!("inputs {inputs:?} are asked for, but there are {width}")
+        }
+        let dims = [matrices.len(), n, inputs.len()];
+        let step = tile_columns(scheme);
+        let size = scheme.group_size(width);
+        let (start, columns) = (inputs.start, Vec::new());
+        if matrices.iter().all(|m| m.perm().is_none()) {
+            if !start.is_multiple_of(size) {
+                bail!("inputs {inputs:?} cut a group of {size} columns")
+            }
+            let (k_packed, groups) =
+                (inputs.len().next_multiple_of(step), inputs.len().div_ceil(size).max(1));
+            let group = if groups == 1 { k_packed.max(1) } else { size };
+            return Ok(Self { dims, scheme, gate_up, k_packed, group, groups, width, start, columns });
+        }
+        // Whole groups stay as they are; of others each rank fills up its columns.
+        let is_part = *inputs != (0..width) && size.is_multiple_of(PART_GROUP);
+        let group = if is_part { PART_GROUP } else { size };
+        let mut columns = Vec::with_capacity(matrices.len());
+        for matrix in matrices {
+            let Some(perm) = matrix.perm() else {
+                bail!("some matrices have an order of columns, others none")
+            };
+            columns.push(Sorted::new(perm, width, inputs, size, group)?);
+        }
+        let longest = columns.iter().map(|c| c.logical.len()).max().unwrap_or(0);
+        let k_packed = longest.next_multiple_of(step);
+        let groups = columns.iter().map(|c| c.groups.len()).max().unwrap_or(0).max(1);
+        for sorted in &mut columns {
+            sorted.logical.resize(k_packed, NO_COLUMN);
+            sorted.x.resize(k_packed, NO_COLUMN);
+            // Groups without a column have any scale.
+            sorted.groups.resize(groups, 0);
+        }
+        Ok(Self { dims, scheme, gate_up, k_packed, group, groups, width, start, columns })
+    }
+
+    /// Tile rows of a matrix.
+    pub(crate) fn n_tiles(&self) -> usize {
+        let n = self.dims[1];
+        if self.gate_up { (n / 2).div_ceil(TILE_ROWS / 2) } else { n.div_ceil(TILE_ROWS) }
+    }
+
+    /// Bytes of the tiles of a tile row.
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.k_packed / tile_columns(self.scheme) * TILE_BYTES
+    }
+
+    /// Whether groups have zero points of their own.
+    pub(crate) fn own_zeros(&self) -> bool {
+        matches!(self.scheme, QuantScheme::Int { zero_point: true, .. })
+    }
+
+    /// The column of x of each packed column of all matrices, [E, `k_packed`]; `None`: they are in its order.
+    pub(crate) fn perm(&self) -> Option<Vec<u32>> {
+        if self.columns.is_empty() {
+            return None;
+        }
+        Some(self.columns.iter().flat_map(|sorted| &sorted.x).copied().collect())
+    }
+
+    /// The rows of the matrix that a tile row holds: of all its rows, or of its first and its second eight.
+    fn rows(&self, tile: usize) -> [Range<usize>; 2] {
+        let n = self.dims[1];
+        let of = |first: usize, count: usize, end: usize| first.min(end)..(first + count).min(end);
+        match self.gate_up {
+            false => [of(tile * TILE_ROWS, TILE_ROWS, n), 0..0],
+            true => {
+                let (first, half) = (tile * TILE_ROWS / 2, n / 2);
+                [of(first, TILE_ROWS / 2, half), of(half + first, TILE_ROWS / 2, n)]
+            }
+        }
+    }
+
+    /// Reads the rows of tile row `tile` of matrix `e` and packs them.
+    ///
+    /// # Errors
+    /// Rows that the reader hands over wrong, and what it reports.
+    pub(crate) fn pack(
+        &self,
+        (e, tile): (usize, usize),
+        matrix: &dyn QuantRows,
+        scratch: &mut TileScratch,
+        to: TileRow,
+    ) -> Result<()> {
+        let TileRow { q, scales, zeros } = to;
+        let groups = self.scheme.groups(self.width);
+        // Rows that are not there: weights of zero, with the scales of others.
+        scratch.coded.clear();
+        scratch.coded.resize(TILE_ROWS * self.k_packed, middle(self.scheme));
+        scales.fill(0.0);
+        zeros.fill(middle(self.scheme));
+        let halves = if self.gate_up { TILE_ROWS / 2 } else { TILE_ROWS };
+        for (half, range) in self.rows(tile).into_iter().enumerate() {
+            let rows = &mut scratch.rows[half];
+            if range.is_empty() {
+                continue;
+            }
+            matrix.read(range.clone(), rows)?;
+            check_rows(self.scheme, self.width, rows, range.len())
+                .map_err(|error| error.context(format!("rows {range:?} of matrix {e}")))?;
+            for i in 0..range.len() {
+                let lane = half * TILE_ROWS / 2 + i;
+                let (scale, zero) =
+                    (&rows.scale[i * groups..], rows.zero.get(i * groups..).unwrap_or_default());
+                for group in 0..self.groups {
+                    let from = self.logical_group(e, group).min(groups.max(1) - 1);
+                    scales[group * TILE_ROWS + lane] = scale.get(from).copied().unwrap_or(0.0);
+                    if let (Some(to), Some(zero)) = (zeros.get_mut(group * TILE_ROWS + lane), zero.get(from))
+                    {
+                        *to = *zero;
+                    }
+                }
+                let coded = &mut scratch.coded[lane * self.k_packed..(lane + 1) * self.k_packed];
+                self.code(e, &rows.q[i * self.width..(i + 1) * self.width], coded, |group| {
+                    zeros.get(group * TILE_ROWS + lane).copied().unwrap_or(middle(self.scheme))
+                });
+            }
+            for scales in scales.chunks_exact_mut(TILE_ROWS) {
+                let scales = &mut scales[half * TILE_ROWS / 2..][..halves];
+                let last = scales[range.len() - 1];
+                scales[range.len()..].fill(last);
+            }
+        }
+        match tile_columns(self.scheme) {
+            64 => four_bits(&scratch.coded, self.k_packed, q),
+            _ => eight_bits(&scratch.coded, self.k_packed, q),
+        }
+        Ok(())
+    }
+
+    /// The logical group, counted from that of the first input, of a packed group of matrix `e`.
+    fn logical_group(&self, e: usize, group: usize) -> usize {
+        match self.columns.get(e) {
+            Some(sorted) => sorted.groups[group] as usize,
+            None => self.start / self.scheme.group_size(self.width) + group,
+        }
+    }
+
+    /// A row in packed order; columns that are not there hold the zero point of their group: a weight of zero.
+    fn code(&self, e: usize, row: &[u8], coded: &mut [u8], zero: impl Fn(usize) -> u8) {
+        let group = |column: usize| (column / self.group).min(self.groups - 1);
+        match self.columns.get(e) {
+            None => {
+                let k = self.dims[2];
+                coded[..k].copy_from_slice(&row[self.start..self.start + k]);
+                (k..self.k_packed).for_each(|column| coded[column] = zero(group(column)));
+            }
+            Some(sorted) => {
+                for (column, (to, from)) in coded.iter_mut().zip(&sorted.logical).enumerate() {
+                    *to = match *from {
+                        NO_COLUMN => zero(group(column)),
+                        from => row[from as usize],
+                    };
+                }
+            }
+        }
+    }
+}
+
+impl Sorted {
+    /// The columns of `inputs` by group of `size`, each group filled up to whole runs of `group` columns.
+    fn new(perm: &[u32], width: usize, inputs: &Range<usize>, size: usize, group: usize) -> Result<Self> {
+        let mut seen = vec![false; width];
+        let is_order = perm.len() == width
+            && perm.iter().all(|&i| seen.get_mut(i as usize).is_some_and(|s| !std::mem::replace(s, true)));
+        if !is_order {
+            bail!("the order of columns must name each of the {width} columns once")
+        }
+        let (mut logical, mut x, mut groups) = (Vec::new(), Vec::new(), Vec::new());
+        for (g, columns) in perm.chunks(size).enumerate() {
+            for (i, &column) in columns.iter().enumerate() {
+                if inputs.contains(&(column as usize)) {
+                    logical.push((g * size + i) as u32);
+                    x.push(column - inputs.start as u32);
+                }
+            }
+            let filled = logical.len().next_multiple_of(group);
+            logical.resize(filled, NO_COLUMN);
+            x.resize(filled, NO_COLUMN);
+            groups.resize(filled / group, g as u32);
+        }
+        Ok(Self { logical, x, groups })
+    }
+}
+
+/// Columns of a tile.
+pub(crate) fn tile_columns(scheme: QuantScheme) -> usize {
+    if let QuantScheme::Int { bits: 4, .. } = scheme { 64 } else { 32 }
+}
+
+/// For each lane of each tile, its two rows of 16 columns of a k-step, from the lane's first column on.
+fn fragments<'a>(
+    coded: &'a [u8],
+    k: usize,
+    (tile, columns): (usize, usize),
+) -> impl Iterator<Item = (usize, [&'a [u8]; 2])> {
+    let steps = columns / K_STEP;
+    (0..32 * steps).map(move |i| {
+        let (lane, step) = (i / steps, i % steps);
+        let first = tile * columns + step * K_STEP + lane % 4 * 2;
+        let row = |row: usize| &coded[row * k + first..row * k + first + 10];
+        (i, [row(lane / 4), row(lane / 4 + 8)])
+    })
+}
+
+fn four_bits(coded: &[u8], k: usize, q: &mut [u8]) {
+    for (tile, q) in q.chunks_exact_mut(TILE_BYTES).enumerate() {
+        for (i, [low, high]) in fragments(coded, k, (tile, 64)) {
+            // Pairs (w0, w1) to (w6, w7) at bits 4 i and 16 + 4 i.
+            let pairs = [[low[0], low[1]], [high[0], high[1]], [low[8], low[9]], [high[8], high[9]]];
+            let word = pairs.into_iter().enumerate().fold(0u32, |word, (i, [a, b])| {
+                word | u32::from(a) << (4 * i) | u32::from(b) << (16 + 4 * i)
+            });
+            q[4 * i..4 * i + 4].copy_from_slice(&word.to_le_bytes());
+        }
+    }
+}
+
+fn eight_bits(coded: &[u8], k: usize, q: &mut [u8]) {
+    for (tile, q) in q.chunks_exact_mut(TILE_BYTES).enumerate() {
+        for (i, [low, high]) in fragments(coded, k, (tile, 32)) {
+            let words = [low[0], high[0], low[1], high[1], low[8], high[8], low[9], high[9]];
+            q[8 * i..8 * i + 8].copy_from_slice(&words);
+        }
+    }
+}
+
+/// Scales as a device holds them.
+#[derive(Debug)]
+pub(crate) enum PackedScales {
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+    F32(Vec<f32>),
+}
+
+impl PackedScales {
+    /// Integers: the shorter type that holds all of them. FP8: f32, one for eight rows where they agree; how many of a
+    /// tile row's groups come along.
+    pub(crate) fn new(scheme: QuantScheme, scales: Vec<f32>) -> (Self, usize) {
+        if let QuantScheme::Fp8 { .. } = scheme {
+            let halves = || scales.chunks_exact(TILE_ROWS / 2);
+            return match halves().all(|half| half.iter().all(|scale| *scale == half[0])) {
+                true => (Self::F32(halves().map(|half| half[0]).collect()), 2),
+                false => (Self::F32(scales), TILE_ROWS),
+            };
+        }
+        fn narrowed<T: Float>(scales: &[f32]) -> Option<Vec<T>> {
+            let exact = |s: &f32| Some(T::narrow(*s)).filter(|n| n.widen() == *s || s.is_nan());
+            scales.iter().map(exact).collect()
+        }
+        let packed = if let Some(scales) = narrowed(&scales) {
+            Self::F16(scales)
+        } else if let Some(scales) = narrowed(&scales) {
+            Self::Bf16(scales)
+        } else {
+            Self::F32(scales)
+        };
+        (packed, TILE_ROWS)
+    }
+}
+
+#[cfg(test)]
+#[path = "tiles_tests.rs"]
+mod tests;

@@ -1,0 +1,253 @@
+use candle_core::DType;
+
+use super::*;
+use crate::scheme::{Fp8Scales, QuantGroup};
+
+/// A matrix of scattered integers.
+struct Scattered {
+    n: usize,
+    k: usize,
+    scheme: QuantScheme,
+    seed: u64,
+    perm: Option<Vec<u32>>,
+}
+
+fn hash(seed: u64, i: usize) -> u64 {
+    let mut x = (seed ^ (i as u64 + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    x ^= x >> 29;
+    x.wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 24
+}
+
+impl Scattered {
+    fn new(n: usize, k: usize, scheme: QuantScheme, seed: u64) -> Self {
+        let act_order = matches!(scheme, QuantScheme::Int { act_order: true, .. });
+        let perm = act_order.then(|| {
+            let mut order: Vec<u32> = (0..k as u32).collect();
+            order.sort_by_key(|i| hash(seed ^ 7, *i as usize));
+            order
+        });
+        Self { n, k, scheme, seed, perm }
+    }
+
+    fn scale(&self, row: usize, group: usize) -> f32 {
+        let row = match self.scheme {
+            QuantScheme::Fp8 { scales: Fp8Scales::Block { n, .. } } => row / n,
+            _ => row,
+        };
+        f16::from_f32(hash(self.seed ^ 3, row * 1000 + group) as f32 * 1e-12 + 1e-3).to_f32()
+    }
+
+    fn coded(&self, row: usize, column: usize) -> u8 {
+        let q = hash(self.seed, row * self.k + column) as u8;
+        match self.scheme {
+            QuantScheme::Int { bits: 4, .. } => q & 15,
+            QuantScheme::Fp8 { .. } if q & 0x7f == 0x7f => 1,
+            _ => q,
+        }
+    }
+
+    fn zero(&self, row: usize, group: usize) -> u8 {
+        match self.scheme {
+            QuantScheme::Int { zero_point: true, bits, .. } => {
+                hash(self.seed ^ 5, row * 100 + group) as u8 & ((1u32 << bits) - 1) as u8
+            }
+            scheme => middle(scheme),
+        }
+    }
+
+    /// The weight of column `column` in logical order, and the integers behind it.
+    fn value(&self, row: usize, column: usize) -> (f32, u8, u8) {
+        let group = column / self.scheme.group_size(self.k);
+        (self.scale(row, group), self.coded(row, column), self.zero(row, group))
+    }
+}
+
+impl QuantRows for Scattered {
+    fn shape(&self) -> (usize, usize) {
+        (self.n, self.k)
+    }
+    fn scheme(&self) -> QuantScheme {
+        self.scheme
+    }
+    fn perm(&self) -> Option<&[u32]> {
+        self.perm.as_deref()
+    }
+    fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
+        let groups = self.scheme.groups(self.k);
+        out.q = rows.clone().flat_map(|r| (0..self.k).map(move |c| self.coded(r, c))).collect();
+        out.scale = rows.clone().flat_map(|r| (0..groups).map(move |g| self.scale(r, g))).collect();
+        out.zero = match self.scheme {
+            QuantScheme::Fp8 { .. } => Vec::new(),
+            _ => rows.flat_map(|r| (0..groups).map(move |g| self.zero(r, g))).collect(),
+        };
+        Ok(())
+    }
+}
+
+/// A pack made row by row.
+struct Made {
+    tiles: Tiles,
+    q: Vec<u8>,
+    scales: Vec<f32>,
+    zeros: Vec<u8>,
+}
+
+fn pack(matrices: &[Scattered], inputs: Range<usize>, gate_up: bool) -> Result<Made> {
+    let readers: Vec<_> = matrices.iter().map(|m| m as &dyn QuantRows).collect();
+    let tiles = Tiles::new(&readers, &inputs, gate_up)?;
+    let count = matrices.len() * tiles.n_tiles();
+    let scales = count * tiles.groups * TILE_ROWS;
+    let mut made = Made {
+        q: vec![0xee; count * tiles.row_bytes()],
+        scales: vec![-1.0; scales],
+        zeros: vec![0xee; if tiles.own_zeros() { scales } else { 0 }],
+        tiles,
+    };
+    let (mut scratch, groups) = (TileScratch::default(), made.tiles.groups * TILE_ROWS);
+    for row in 0..count {
+        let (e, tile) = (row / made.tiles.n_tiles(), row % made.tiles.n_tiles());
+        let bytes = made.tiles.row_bytes();
+        let zeros = if made.zeros.is_empty() { 0..0 } else { row * groups..(row + 1) * groups };
+        let to = TileRow {
+            q: &mut made.q[row * bytes..(row + 1) * bytes],
+            scales: &mut made.scales[row * groups..(row + 1) * groups],
+            zeros: &mut made.zeros[zeros],
+        };
+        made.tiles.pack((e, tile), readers[e], &mut scratch, to)?;
+    }
+    Ok(made)
+}
+
+impl Made {
+    /// What stands at a row of a tile row and a packed column, by the definition of the order.
+    fn at(&self, tile_row: usize, row: usize, column: usize) -> (f32, u8, u8) {
+        let columns = tile_columns(self.tiles.scheme);
+        let tile = tile_row * self.tiles.row_bytes() + column / columns * 512;
+        let (step, inside) = (column % columns / 16, column % 16);
+        let lane = row % 8 * 4 + inside % 8 / 2;
+        // w0 .. w7 of a lane.
+        let i = inside % 2 + row / 8 * 2 + inside / 8 * 4;
+        let word = |at: usize| {
+            let at = tile + lane * 16 + at * 4;
+            u32::from_le_bytes([self.q[at], self.q[at + 1], self.q[at + 2], self.q[at + 3]])
+        };
+        let q = match columns {
+            64 => word(step) >> (4 * (i / 2) + 16 * (i % 2)) & 15,
+            _ => word(step * 2 + i / 4) >> ([0, 16, 8, 24][i % 4]) & 255,
+        };
+        let group = (column / self.tiles.group).min(self.tiles.groups - 1);
+        let at = (tile_row * self.tiles.groups + group) * 16 + row;
+        (self.scales[at], q as u8, self.zeros.get(at).copied().unwrap_or(middle(self.tiles.scheme)))
+    }
+
+    /// Compares every place with the matrices.
+    fn check(&self, matrices: &[Scattered], inputs: &Range<usize>) {
+        let tiles = &self.tiles;
+        let perm = tiles.perm();
+        for (e, matrix) in matrices.iter().enumerate() {
+            // The logical column behind each column of x.
+            let mut logical: Vec<usize> = (0..matrix.k).collect();
+            for (j, x) in matrix.perm.iter().flatten().enumerate() {
+                logical[*x as usize] = j;
+            }
+            let mut seen = vec![0; inputs.len()];
+            for tile in 0..tiles.n_tiles() {
+                for lane in 0..16 {
+                    let row = match tiles.gate_up {
+                        false => Some(tile * 16 + lane).filter(|row| *row < matrix.n),
+                        true => Some(tile * 8 + lane % 8)
+                            .filter(|row| *row < matrix.n / 2)
+                            .map(|row| row + lane / 8 * (matrix.n / 2)),
+                    };
+                    for column in 0..tiles.k_packed {
+                        let (scale, q, zero) = self.at(e * tiles.n_tiles() + tile, lane, column);
+                        let x = perm.as_ref().map_or(column as u32, |perm| perm[e * tiles.k_packed + column]);
+                        match row.filter(|_| (x as usize) < inputs.len()) {
+                            Some(row) => {
+                                let want = matrix.value(row, logical[inputs.start + x as usize]);
+                                assert_eq!((scale, q, zero), want, "{tiles:?} {e} {row} {column}");
+                                seen[x as usize] += usize::from(row == 0);
+                            }
+                            None => {
+                                assert_eq!(q, zero, "a weight that is not there {e} {tile} {lane} {column}")
+                            }
+                        }
+                    }
+                }
+            }
+            assert!(seen.iter().all(|count| *count == 1), "each column of x once: {seen:?}");
+        }
+    }
+}
+
+fn int(bits: u8, group: usize, zero_point: bool, act_order: bool) -> QuantScheme {
+    let group = if group == 0 { QuantGroup::Channel } else { QuantGroup::Size(group) };
+    QuantScheme::Int { bits, group, zero_point, act_order }
+}
+
+fn fp8(scales: Fp8Scales) -> QuantScheme {
+    QuantScheme::Fp8 { scales }
+}
+
+#[test]
+fn every_weight_lies_where_the_order_says() -> Result<()> {
+    for (k, schemes) in [
+        (
+            96,
+            vec![
+                int(4, 32, true, false),
+                int(8, 48, false, false),
+                int(4, 24, true, true),
+                int(8, 0, true, true),
+            ],
+        ),
+        (200, vec![fp8(Fp8Scales::Block { n: 16, k: 128 }), fp8(Fp8Scales::Channel), int(4, 0, true, false)]),
+        (128, vec![int(4, 128, false, true), int(8, 32, false, true), fp8(Fp8Scales::Tensor)]),
+    ] {
+        for scheme in schemes {
+            for (n, gate_up) in [(32, false), (21, false), (32, true), (38, true)] {
+                let of = |e| Scattered::new(n, k, scheme, 11 + e);
+                let matrices = [of(0), of(1)];
+                pack(&matrices, 0..k, gate_up)?.check(&matrices, &(0..k));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_rank_packs_its_inputs() -> Result<()> {
+    for scheme in [int(4, 64, true, true), int(8, 64, false, true), int(4, 24, true, true)] {
+        let matrices = [Scattered::new(20, 192, scheme, 3), Scattered::new(20, 192, scheme, 4)];
+        for inputs in [0..96, 96..192, 64..70] {
+            pack(&matrices, inputs.clone(), false)?.check(&matrices, &inputs);
+        }
+    }
+    let whole = [Scattered::new(20, 192, int(4, 32, true, false), 3)];
+    pack(&whole, 64..192, false)?.check(&whole, &(64..192));
+    let e = pack(&whole, 16..192, false).map(|_| ()).unwrap_err().to_string();
+    assert!(e.contains("cut a group of 32 columns"), "{e}");
+    Ok(())
+}
+
+#[test]
+fn scales_take_the_shortest_exact_type() {
+    let scheme = int(4, 32, false, false);
+    let of = |scheme, scales: Vec<f32>| {
+        let (packed, rows) = PackedScales::new(scheme, scales);
+        let dtype = match packed {
+            PackedScales::F16(_) => DType::F16,
+            PackedScales::Bf16(_) => DType::BF16,
+            PackedScales::F32(_) => DType::F32,
+        };
+        (dtype, rows)
+    };
+    assert_eq!(of(scheme, vec![0.5; 16]), (DType::F16, 16));
+    assert_eq!(of(scheme, vec![bf16::from_f32(1e-9).to_f32(); 16]), (DType::BF16, 16));
+    assert_eq!(of(scheme, vec![1.000_001; 16]), (DType::F32, 16));
+    let mut halves = vec![0.3; 8];
+    halves.extend(vec![0.7; 8]);
+    assert_eq!(of(fp8(Fp8Scales::Tensor), halves.clone()), (DType::F32, 2));
+    halves[3] = 0.0;
+    assert_eq!(of(fp8(Fp8Scales::Channel), halves), (DType::F32, 16));
+}

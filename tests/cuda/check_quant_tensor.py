@@ -1,0 +1,224 @@
+"""Checks the kernels on warpgroup products with quantised weights against float64; run by quant_tensor.py.
+
+Two references: `Rounded`, weights as the kernels have them (bf16(bf16(scale) (q - zero))), within the noise of sums and of rounded
+activations, and the exact ones, within the noise of bf16.
+"""
+import itertools
+
+import torch
+
+from check_wide import BOUNDS, same
+from expert_cases import Case, cases, counters_for, expect_close, half_map, list_slots, with_padding
+from library import ADD_F32, BF16, F32, ids_back, poison, rel_error, sized
+from quant_pack import FP8, FP8_BLOCK, FP8_CHANNEL, INT4, INT4_128, INT4_32Z, INT4_CHANNEL, INT8_128, INT8_Z, SCHEMES, Pack
+
+CHECKS = []
+SHAPES = sized([(128, 8, 2048, 768), (8, 2, 64, 64), (16, 4, 320, 192), (60, 6, 1024, 448), (5, 1, 576, 1344), (12, 4, 4096, 1536)],
+               [(8, 2, 64, 64), (5, 1, 320, 192)])
+
+
+def check(function):
+    CHECKS.append(function)
+    return function
+
+
+class Rounded:
+    """Matrices of a pack as the kernels' products have them."""
+
+    def __init__(self, pack):
+        self.pack = pack
+
+    def __getitem__(self, e):
+        p = self.pack
+        if p.format == FP8:
+            return p.w[e].to(torch.bfloat16).double()
+        scale = p.scale[e].float().repeat_interleave(p.group, -1)[:, : p.k]
+        units = p.w[e] / scale.double()  # q - zero, but for the last bit
+        return (units.round() * scale.to(torch.bfloat16).double()).to(torch.bfloat16).double()
+
+
+def packs_of(local, shape, scheme):
+    return Pack(local, 2 * shape[3], shape[2], scheme, gate_up=True), Pack(local, shape[2], shape[3], scheme)
+
+
+def quantised(case, packs):
+    """The case with these experts instead of its own."""
+    case.packs = packs
+    case.w13, case.w2 = Rounded(packs[0]), Rounded(packs[1])
+    case.bound = 1e-3 if packs[0].format == FP8 else 6e-4
+    return case
+
+
+def quant_cases(token_counts, shapes=SHAPES, schemes=SCHEMES):
+    """(name, case) over shapes, schemes and the situations that break kernels."""
+    for shape in shapes:
+        for scheme in schemes:
+            packs = packs_of(shape[0], shape, scheme)
+            for name, case in cases(token_counts, [shape]):
+                local = case.local == shape[0]
+                yield f"{scheme.name} {name}", quantised(case, packs if local else packs_of(case.local, shape, scheme))
+
+
+def run(lib, launcher, case, buckets=False, counters=None):
+    """Slot rows and token rows, over listed slots or each expert's slots in a bucket, shuffled."""
+    wide = launcher == "moe_quant_experts_wide"
+    act, rows, out = case.buffers(rows=torch.bfloat16 if wide else torch.float32)
+    tokens, top_k, experts, local, hidden, _ = case.sizes()
+    counters = counters_for(lib, local) if counters is None else counters
+    listed, counts, places = list_slots(lib, case, counters, buckets)
+    lib.launch(launcher, case.x, *case.packs, listed, counts, places, act, rows, counters, tokens, top_k, experts)
+    lib.launch("moe_combine", rows, case.ids, case.weights, case.map, out, tokens, top_k, experts, local, hidden, BF16 if wide else F32, BF16)
+    assert (counters == 0).all(), f"{launcher}: counters are not left zero"
+    return rows, out
+
+
+def run_tensor(lib, case, **how):
+    return run(lib, "moe_quant_experts_tensor", case, **how)
+
+
+def run_wide(lib, case, **how):
+    return run(lib, "moe_quant_experts_wide", case, **how)
+
+
+def expect_near_exact(name, case, got):
+    """Within the noise of weights rounded to bf16."""
+    case.w13, case.w2 = case.packs[0].w, case.packs[1].w
+    return expect_close(f"{name} exact", case, got, bound=6e-3)
+
+
+@check
+def quant_tensor_matches_float64(lib):
+    worst = exact = 0.0
+    for name, case in quant_cases(sized([1, 17, 300], [1, 40])):
+        got = run_tensor(lib, case)
+        worst = max(worst, expect_close(f"tensor {name}", case, got, bound=case.bound))
+        assert same(run_tensor(lib, case, buckets=True), got), f"tensor {name}: shuffled buckets differ from listed slots"
+        exact = max(exact, expect_near_exact(f"tensor {name}", case, got))
+    print(f"  tensor: worst error of token rows {worst:.2e}, of exact ones {exact:.2e}")
+
+
+@check
+def quant_wide_matches_float64(lib):
+    worst = exact = 0.0
+    for name, case in quant_cases(sized([1, 257, 3000], [1, 40, 300]), SHAPES[1:], [INT4_128, INT4_32Z, INT4_CHANNEL, INT8_Z, FP8_BLOCK, FP8_CHANNEL]):
+        got = run_wide(lib, case)
+        worst = max(worst, expect_close(f"wide {name}", case, got, **BOUNDS))
+        assert same(run_wide(lib, case, buckets=True), got), f"wide {name}: shuffled buckets differ from listed slots"
+        exact = max(exact, expect_near_exact(f"wide {name}", case, got))
+    print(f"  wide: worst error of token rows {worst:.2e}, of exact ones {exact:.2e}")
+
+
+@check
+def quant_large_batches(lib):
+    """Many rows of the model's own shape; runs of one launch on shared counters have the same bits."""
+    shape = SHAPES[0]
+    for scheme in (INT4_128, INT8_128, FP8_BLOCK):
+        packs, counters = packs_of(shape[0], shape, scheme), counters_for(lib, shape[0])
+        for tokens, launch in ((64, run_tensor), (128, run_tensor), (500, run_tensor), (1024, run_tensor), (512, run_wide), (1500, run_wide), (5000, run_wide)):
+            case = quantised(Case(sized(tokens, tokens // 8), shape), packs)
+            got = launch(lib, case, counters=counters)
+            expect_close(f"{scheme.name} T={tokens}", case, got, **(BOUNDS if launch is run_wide else dict(bound=case.bound)))
+            for _ in range(sized(10, 2)):
+                assert same(launch(lib, case, counters=counters), got), f"{scheme.name} T={tokens}: runs differ"
+
+
+@check
+def quant_rows_do_not_depend_on_the_batch(lib):
+    shape = SHAPES[0]
+    for scheme, launch, most in ((INT4_128, run_tensor, 700), (FP8_BLOCK, run_tensor, 700), (INT4_128, run_wide, 3000), (INT8_128, run_wide, 3000)):
+        packs = packs_of(shape[0], shape, scheme)
+        case = quantised(Case(sized(most, 90), shape), packs)
+        whole, _ = launch(lib, case)
+        for tokens in sized((1, 5, 40, 200, 600), (1, 40)):
+            part = quantised(Case(tokens, shape, ids=ids_back(case.ids)[:tokens]), packs)
+            part.x = case.x[:tokens].contiguous()
+            rows, _ = launch(lib, part)
+            assert torch.equal(rows, whole[: rows.shape[0]]), f"{scheme.name}: rows of {tokens} tokens differ from those among {case.tokens}"
+
+
+@check
+def quant_wide_tiles_of_every_height(lib):
+    """Experts of 1 to 600 rows, 7 apart, in one launch: every number of columns and every end of a tile."""
+    counts = torch.arange(1, sized(600, 130), sized(7, 21))
+    ids = torch.repeat_interleave(torch.arange(counts.numel()), counts)
+    ids = ids[torch.randperm(ids.numel())][:, None]
+    for scheme, (hidden, inter) in itertools.product((INT4_128, INT8_Z, FP8_BLOCK), sized(((1024, 448), (64, 768), (2048, 64)), ((64, 128),))):
+        shape = (counts.numel(), 1, hidden, inter)
+        case = quantised(Case(ids.shape[0], shape, ids=ids), packs_of(shape[0], shape, scheme))
+        expect_close(f"wide {scheme.name} H={hidden} I={inter}", case, run_wide(lib, case), **BOUNDS)
+
+
+def linear(lib, pack, x, bias, out, output, splits=0):
+    lib.launch("moe_quant_linear_tensor", x, pack, bias, out, output, x.shape[0], splits)
+    return out
+
+
+@check
+def quant_linear_reads_every_weight(lib):
+    """Rows of the identity give the weights themselves, every code with every zero point and scale at its place."""
+    for scheme, (n, k) in itertools.product(SCHEMES, sized([(512, 2048), (144, 320), (64, 64)], [(144, 320)])):
+        codes = torch.arange(256, dtype=torch.uint8, device="cuda")
+        of = codes[(codes & 0x7F) != 0x7F] if scheme.format == FP8 else codes[:16] if scheme.format == INT4 else codes
+        for gate_up in (False, True):
+            pack = Pack(1, n, k, scheme, gate_up=gate_up, q=of[torch.randint(0, of.numel(), (1, n, k), device="cuda")])
+            out = linear(lib, pack, torch.eye(k, device="cuda", dtype=torch.bfloat16), None, poison(k, n, dtype=torch.float32), F32)
+            name = f"{scheme.name} {n} x {k} gate_up={gate_up}"
+            if scheme.format == FP8:
+                want = pack.w[0].T
+                assert ((out.double() - want).abs() <= want.abs() * 2.0**-8.9).all(), name
+            else:
+                assert torch.equal(out.double(), Rounded(pack)[0].T), name
+
+
+@check
+def quant_linear_matches_float64(lib):
+    shapes = sized([(5120, 2048), (2048, 4096), (176, 64), (16, 1088), (784, 2880)], [(176, 64), (304, 1088)])
+    worst = 0.0
+    for i, (scheme, (n, k), m) in enumerate(itertools.product(SCHEMES, shapes, sized([1, 8, 17, 33, 64, 65, 128, 300], [1, 17, 70]))):
+        pack, output, splits = Pack(1, n, k, scheme, gate_up=i % 2 == 1), i % 3, (0, 0, 1, 3, -1)[i % 5]
+        x, bias = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), torch.randn(n, device="cuda", dtype=torch.bfloat16) if i % 4 == 0 else None
+        before = torch.randn(m, n, device="cuda") if output == ADD_F32 else poison(m, n, dtype=torch.bfloat16 if output == BF16 else torch.float32)
+        want = x.double() @ Rounded(pack)[0].T + (0 if bias is None else bias.double()) + (before.double() if output == ADD_F32 else 0)
+        name = f"linear {scheme.name} m={m} n={n} k={k} output={output} splits={splits}"
+        got = linear(lib, pack, x, bias, before.clone(), output, splits)
+        error = rel_error(got, want)
+        bound = 4e-3 if output == BF16 else 4e-4 if scheme.format == FP8 else 5e-5  # FP8: two terms of a scale round some weights to their other neighbour
+        assert error < bound, f"{name}: off by {error}"
+        worst = max(worst, error)
+        assert torch.equal(linear(lib, pack, x, bias, before.clone(), output, splits), got), f"{name}: runs differ"
+        if m > 1 and splits != 0:
+            few = linear(lib, pack, x[:1].contiguous(), bias, before[:1].clone(), output, splits)
+            assert splits != -1 or torch.equal(few, got[:1]), f"{name}: a row depends on the others"
+    print(f"  linear: worst error {worst:.2e}")
+
+
+@check
+def quant_sizes_that_do_not_fit_are_refused(lib):
+    shape = (8, 2, 128, 64)
+
+    def refused(launcher, change=None, at=0, scheme=INT4_128, tokens=4):
+        packs = packs_of(8, shape, scheme)
+        for name, value in (change or {}).items():
+            setattr(packs[at], name, value)
+        return lib.refused(launcher, None, *packs, None, None, 4, None, None, None, tokens, 2, 8)
+
+    x = torch.empty(8, device="cuda", dtype=torch.int32)
+    changes = [(dict(perm=x), INT4_128), (dict(k=96, k_packed=96), INT4_128), (dict(k_packed=192), INT4_128), (dict(group=48, groups=3), INT4_128),
+               (dict(scale_dtype=F32), INT4_128), (dict(scale_rows=2), INT4_128), (dict(format=3), INT4_128), (dict(experts=7), INT4_128),
+               (dict(n_tiles=1), INT4_128), (dict(scale_dtype=BF16), FP8_BLOCK), (dict(group=64, groups=2), FP8_BLOCK)]
+    for launcher in ("moe_quant_experts_tensor", "moe_quant_experts_wide"):
+        for (change, scheme), at in itertools.product(changes, (0, 1)):
+            if not (change == dict(group=48, groups=3) and at == 1):
+                assert refused(launcher, change, at, scheme), (launcher, change, at)
+        assert refused(launcher, dict(gate_up=0)) and refused(launcher, dict(gate_up=1), 1) and refused(launcher, tokens=-1)
+        packs = packs_of(8, shape, INT4_128)
+        assert lib.raw(launcher, None, *packs, None, None, 4, None, None, None, 0, 2, 8, None) == 0, "no tokens is no error"
+    for change, scheme in changes:
+        pack = Pack(1, 32, 128, scheme)
+        for name, value in change.items():
+            setattr(pack, name, value)
+        assert lib.refused("moe_quant_linear_tensor", None, pack, None, None, F32, 4, 0), change
+    pack = Pack(1, 32, 128, INT4_128)
+    assert lib.refused("moe_quant_linear_tensor", None, pack, None, None, 3, 4, 0) and lib.refused("moe_quant_linear_tensor", None, pack, None, None, F32, -1, 0)
+    assert lib.refused("moe_quant_linear_tensor", None, pack, None, None, F32, 4, 9)
+    assert lib.raw("moe_quant_linear_tensor", None, pack, None, None, F32, 0, 0, None) == 0, "no rows is no error"

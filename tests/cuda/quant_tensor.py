@@ -1,0 +1,47 @@
+"""Checks the kernels on warpgroup products with quantised weights against float64, then times them beside bf16.
+
+  python tests/cuda/quant_tensor.py LIBRARY [--out quant_tensor.json] [--no-bench] [--no-checks] [--only CHECK] [--tokens 8,16,..]
+
+TINY=1: few and small shapes, for compute-sanitizer.
+"""
+import argparse
+import json
+import os
+import time
+
+import torch
+
+import bench_quant_tensor
+from check_quant_tensor import CHECKS
+from library import Library
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap.add_argument("library")
+    ap.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "quant_tensor.json"))
+    ap.add_argument("--no-bench", action="store_true")
+    ap.add_argument("--no-checks", action="store_true")
+    ap.add_argument("--only", choices=[function.__name__ for function in CHECKS], help="run this check alone")
+    ap.add_argument("--tokens", default="8,16,32,64,128,256,512,2048,8192")
+    args = ap.parse_args()
+    lib, failures = Library(args.library), 0
+    for function in [] if args.no_checks else [f for f in CHECKS if args.only in (None, f.__name__)]:
+        begin = time.time()
+        try:
+            function(lib)
+            torch.cuda.synchronize()
+            print(f"ok {function.__name__} ({time.time() - begin:.1f} s)", flush=True)
+        except (AssertionError, RuntimeError) as error:
+            failures += 1
+            print(f"FAILED {function.__name__}: {error}", flush=True)
+    if not args.no_bench:
+        rows = bench_quant_tensor.run(lib, [int(t) for t in args.tokens.split(",")])
+        with open(args.out, "w") as f:
+            json.dump({"device": torch.cuda.get_device_name(), "rows": rows}, f, indent=1)
+    if failures:
+        raise SystemExit(f"{failures} checks failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,485 @@
+//! Products with quantised weights: packs on the device against their definition in f64 and against the CPU's.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use candle_core::{DType, Result};
+use moe_kernels::cuda::{FusedExperts, fused_experts_into};
+use moe_kernels::half::f16;
+use moe_kernels::quant::{LogicalRows, Opened, QuantPart, QuantRows, QuantSource, QuantUse};
+use moe_kernels::{
+    Activation, Buffer, Exec, ExpertGroups, Fp8Scales, NO_EXPERT, QuantGroup, QuantScheme, Weight,
+    group_token_slots_into, grouped_down_into, grouped_gate_up_into, linear_into, linear_row_parallel_into,
+    row_parallel_segments, weighted_sum_into, zero_absent_into,
+};
+
+use crate::common::*;
+
+/// A random matrix with weights in -1..1, as a reader hands it over.
+#[derive(Debug)]
+struct Matrix {
+    n: usize,
+    k: usize,
+    scheme: QuantScheme,
+    rows: LogicalRows,
+    perm: Option<Vec<u32>>,
+}
+
+impl Matrix {
+    /// `perm_seed`: matrices of one seed share the order of their columns.
+    fn new(rng: &mut Rng, n: usize, k: usize, scheme: QuantScheme, perm_seed: u64) -> Self {
+        let groups = scheme.groups(k);
+        let (mut q, mut zero, mut perm) = (Vec::with_capacity(n * k), Vec::new(), None);
+        let mut unit = 0.5f32;
+        match scheme {
+            QuantScheme::Int { bits, zero_point, act_order, .. } => {
+                let most = (1usize << bits) - 1;
+                q.extend((0..n * k).map(|_| (rng.bits() as usize & most) as u8));
+                let middle = 1u8 << (bits - 1);
+                zero.extend((0..n * groups).map(|_| match zero_point {
+                    true => (rng.bits() as usize & most) as u8,
+                    false => middle,
+                }));
+                unit = 1.0 / (most + 1) as f32;
+                perm = act_order.then(|| Rng::seeded(perm_seed).permutation(k));
+            }
+            // Below 2 in magnitude.
+            _ => q.extend((0..n * k).map(|_| rng.bits() as u8 & 0xbf)),
+        }
+        let rows_of = |row: usize| match scheme {
+            QuantScheme::Fp8 { scales: Fp8Scales::Block { n, .. } } => row / n,
+            QuantScheme::Fp8 { scales: Fp8Scales::Tensor } => 0,
+            _ => row,
+        };
+        let blocks = rows_of(n.saturating_sub(1)) + 1;
+        let of_block: Vec<f32> = (0..blocks * groups)
+            .map(|_| f16::from_f32(unit * (0.75 + 0.25 * rng.float())).to_f32())
+            .collect();
+        let scale = (0..n * groups).map(|i| of_block[rows_of(i / groups) * groups + i % groups]).collect();
+        Self { n, k, scheme, rows: LogicalRows { q, scale, zero }, perm }
+    }
+
+    /// [N, K] in the order of x.
+    fn floats(&self) -> Vec<f32> {
+        let (groups, group) = (self.scheme.groups(self.k), self.scheme.group_size(self.k));
+        let mut w = vec![0.0; self.n * self.k];
+        for i in 0..self.n * self.k {
+            let (row, j) = (i / self.k, i % self.k);
+            let at = row * groups + j / group;
+            let value = match self.scheme {
+                QuantScheme::Fp8 { .. } => e4m3(self.rows.q[i]),
+                _ => f32::from(self.rows.q[i]) - f32::from(self.rows.zero[at]),
+            };
+            let column = self.perm.as_ref().map_or(j, |perm| perm[j] as usize);
+            w[row * self.k + column] = self.rows.scale[at] * value;
+        }
+        w
+    }
+}
+
+fn e4m3(q: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(q >> 3 & 15), f32::from(q & 7) / 8.0);
+    let x = if exponent == 0 { mantissa / 64.0 } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) };
+    if q & 0x80 == 0 { x } else { -x }
+}
+
+struct Rows<'a>(&'a Matrix);
+
+impl QuantRows for Rows<'_> {
+    fn shape(&self) -> (usize, usize) {
+        (self.0.n, self.0.k)
+    }
+    fn scheme(&self) -> QuantScheme {
+        self.0.scheme
+    }
+    fn perm(&self) -> Option<&[u32]> {
+        self.0.perm.as_deref()
+    }
+    fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
+        let (m, groups) = (self.0, self.0.scheme.groups(self.0.k));
+        let of = |width: usize| rows.start * width..rows.end * width;
+        out.q = m.rows.q[of(m.k)].to_vec();
+        out.scale = m.rows.scale[of(groups)].to_vec();
+        out.zero = m.rows.zero.get(of(groups)).unwrap_or_default().to_vec();
+        Ok(())
+    }
+}
+
+/// Matrices by the names of their modules; a part of the inputs where a rank holds one.
+#[derive(Debug, Default)]
+struct Source {
+    matrices: HashMap<String, Matrix>,
+    inputs: Option<Range<usize>>,
+}
+
+impl QuantSource for Source {
+    fn scheme(&self, module: &str) -> Result<QuantScheme> {
+        Ok(self.matrices.get(module).map_or(QuantScheme::None, |m| m.scheme))
+    }
+    fn open(&self, module: &str) -> Result<Option<QuantPart<'_>>> {
+        let part = |m| QuantPart { rows: Box::new(Rows(m)), inputs: self.inputs.clone().unwrap_or(0..m.k) };
+        Ok(self.matrices.get(module).map(part))
+    }
+}
+
+impl Source {
+    fn weight(&self, modules: &[&[String]], usage: QuantUse, dtype: DType, ex: &Exec) -> Weight {
+        let modules: Vec<_> = modules.iter().map(|names| names.to_vec()).collect();
+        match Weight::quantised(self, &modules, usage, dtype, ex).unwrap() {
+            Opened::Packed(weight) => weight,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn int(bits: u8, group: usize, zero_point: bool, act_order: bool) -> QuantScheme {
+    let group = if group == 0 { QuantGroup::Channel } else { QuantGroup::Size(group) };
+    QuantScheme::Int { bits, group, zero_point, act_order }
+}
+
+fn fp8(scales: Fp8Scales) -> QuantScheme {
+    QuantScheme::Fp8 { scales }
+}
+
+/// Every kind of scheme that K columns can have.
+fn schemes(k: usize) -> Vec<QuantScheme> {
+    let mut all = Vec::new();
+    for bits in [4, 8] {
+        for group in [0, 32, 48, 128].into_iter().filter(|g| *g == 0 || k.is_multiple_of(*g)) {
+            all.extend([(false, false), (true, false), (true, true)].map(|(z, a)| int(bits, group, z, a)));
+        }
+    }
+    let blocks = [(128, 128), (16, 40)].map(|(n, k)| Fp8Scales::Block { n, k });
+    all.extend(blocks.into_iter().chain([Fp8Scales::Channel, Fp8Scales::Tensor]).map(fp8));
+    all
+}
+
+/// Error of an f32 sum of `k` products of values in -1..1, for two orders of addition.
+fn sum_bound(k: usize) -> f64 {
+    k as f64 * 4e-7 + 1e-6
+}
+
+/// What the CPU's fixed-point form of activations of 16 bits may add to it.
+fn fixed_point(dtype: DType, k: usize) -> f64 {
+    if dtype == DType::F32 { 0.0 } else { k as f64 * f64::powi(2.0, -15) }
+}
+
+/// What weights that become bf16 in the fast kernels add, several deviations of it.
+fn rounded_weights(dtype: DType, k: usize) -> f64 {
+    if dtype == DType::BF16 { 8.0 * (k as f64).sqrt() * f64::powi(2.0, -9) } else { 0.0 }
+}
+
+/// x · wᵀ in f64.
+fn product(x: &[f32], w: &[f32], (m, n, k): (usize, usize, usize)) -> Vec<f64> {
+    let dot = |i: usize| -> f64 {
+        let (x, w) = (&x[i / n * k..][..k], &w[i % n * k..][..k]);
+        x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum()
+    };
+    (0..m * n).map(dot).collect()
+}
+
+#[test]
+fn quantised_packs_mean_the_same_floats() {
+    let mut rng = Rng::new();
+    for (n, k) in [(1, 1), (21, 96), (16, 128), (40, 200), (130, 384)] {
+        for scheme in schemes(k) {
+            let m = Matrix::new(&mut rng, n, k, scheme, 1);
+            let floats = Buffer::from_vec(m.floats(), &[n, k]).unwrap();
+            let source = Source { matrices: [("m".to_string(), m)].into(), inputs: None };
+            let names = ["m".to_string()];
+            let uses =
+                if n % 2 == 0 { vec![QuantUse::Linear, QuantUse::GateUp] } else { vec![QuantUse::Linear] };
+            for usage in uses {
+                let weight = source.weight(&[&names], usage, DType::F32, &cuda());
+                let tensor = weight.to_tensor().unwrap().to_device(&candle_core::Device::Cpu).unwrap();
+                let got = tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                let got = Buffer::from_vec(got, &[n, k]).unwrap();
+                assert_same(&format!("{scheme} [{n}, {k}] {usage:?}"), &floats, &got);
+            }
+        }
+    }
+}
+
+#[test]
+fn quantised_dense_products_agree() {
+    let mut rng = Rng::new();
+    let sizes =
+        [(0, 5, 96), (1, 1, 8), (1, 300, 128), (2, 33, 96), (8, 48, 384), (9, 17, 256), (70, 130, 200)];
+    for (m, n, k) in small(sizes, 64, |size| size.0) {
+        for scheme in schemes(k) {
+            let w = Matrix::new(&mut rng, n, k, scheme, 1);
+            let floats = w.floats();
+            let source = Source { matrices: [("m".to_string(), w)].into(), inputs: None };
+            let names = ["m".to_string()];
+            for (i, dtype) in FLOATS.into_iter().enumerate() {
+                let (x, bias) = (rng.floats(dtype, &[m, k]), (i != 1).then(|| rng.floats(dtype, &[n])));
+                let mut want = product(&x.view().to_f32_vec().unwrap(), &floats, (m, n, k));
+                if let Some(bias) = &bias {
+                    let bias = bias.view().to_f32_vec().unwrap();
+                    want.iter_mut().enumerate().for_each(|(i, x)| *x += f64::from(bias[i % n]));
+                }
+                let segments = row_parallel_segments(k);
+                let op = |p: &mut Place| {
+                    let (x, bias) = (p.put(&x), p.put_some(bias.as_ref()));
+                    let (mut plain, mut parts) = (p.out(DType::F32, &[m, n]), p.out(dtype, &[m, n]));
+                    let w = source.weight(&[&names], QuantUse::Linear, dtype, &p.ex);
+                    let guard = w.read()?;
+                    linear_into(x.view(), guard.view()?, view_of(&bias), plain.view_mut(), &mut p.ex)?;
+                    let w = source.weight(&[&names], QuantUse::RowParallel { segments }, dtype, &p.ex);
+                    let (guard, out) = (w.read()?, parts.view_mut());
+                    linear_row_parallel_into(x.view(), guard.view()?, view_of(&bias), out, &mut p.ex)?;
+                    Ok(vec![plain, parts])
+                };
+                on_both(op, |c, g| {
+                    let what = format!("{scheme} {m} x {n} x {k} {}", dtype.as_str());
+                    let bound = sum_bound(k) + rounded_weights(dtype, k);
+                    for (want, got) in want.iter().zip(g[0].view().to_f32_vec().unwrap()) {
+                        assert!((want - f64::from(got)).abs() <= bound, "{what}: expected {want}, got {got}");
+                    }
+                    for i in 0..2 {
+                        assert_close(&what, &c[i], &g[i], bound + fixed_point(dtype, k));
+                    }
+                });
+            }
+        }
+    }
+}
+
+/// A rank's columns of matrices with act-order.
+#[test]
+fn a_rank_multiplies_its_inputs() {
+    let mut rng = Rng::new();
+    for scheme in [int(4, 64, true, true), int(8, 32, false, true), int(4, 0, true, true)] {
+        let (m, n, k, inputs) = (5, 24, 192, 96..192);
+        let w = Matrix::new(&mut rng, n, k, scheme, 1);
+        let floats: Vec<f32> = w.floats().chunks(k).flat_map(|row| row[inputs.clone()].to_vec()).collect();
+        let source = Source { matrices: [("m".to_string(), w)].into(), inputs: Some(inputs.clone()) };
+        let x = rng.floats(DType::F32, &[m, inputs.len()]);
+        let want = product(&x.view().to_f32_vec().unwrap(), &floats, (m, n, inputs.len()));
+        let mut p = Place::new(cuda());
+        let (on_device, mut out) = (p.put(&x), p.out(DType::F32, &[m, n]));
+        let w = source.weight(&[&["m".to_string()]], QuantUse::Linear, DType::F32, &p.ex);
+        linear_into(on_device.view(), w.read().unwrap().view().unwrap(), None, out.view_mut(), &mut p.ex)
+            .unwrap();
+        let got = out.host(&p).view().to_f32_vec().unwrap();
+        for (want, got) in want.iter().zip(got) {
+            assert!((want - f64::from(got)).abs() <= sum_bound(k), "{scheme}: expected {want}, got {got}");
+        }
+    }
+}
+
+/// One layer of experts, from ids to token rows.
+struct Layer {
+    tokens: usize,
+    top_k: usize,
+    experts: usize,
+    hidden: usize,
+    inter: usize,
+    /// Every slot goes to this expert, or to none.
+    only: Option<u32>,
+}
+
+fn layers_agree(rng: &mut Rng, l: &Layer, schemes: [QuantScheme; 2], dtype: DType, activation: Activation) {
+    let Layer { tokens, top_k, experts, hidden, inter, only } = *l;
+    let mut source = Source::default();
+    let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+    for e in 0..experts {
+        let names = ["gate", "up", "down"].map(|name| format!("{e}.{name}"));
+        for (i, (name, (n, k))) in
+            names.iter().zip([(inter, hidden), (inter, hidden), (hidden, inter)]).enumerate()
+        {
+            let m = Matrix::new(rng, n, k, schemes[i / 2], e as u64);
+            source.matrices.insert(name.clone(), m);
+        }
+        let [gate, up, last] = names;
+        gate_up.push(vec![gate, up]);
+        down.push(vec![last]);
+    }
+    let mut ids = Vec::new();
+    for _ in 0..tokens {
+        let order = rng.permutation(experts);
+        ids.extend((0..top_k).map(|k| match only {
+            Some(id) if k == 0 => id,
+            Some(_) => NO_EXPERT,
+            None if rng.below(8) == 0 => NO_EXPERT,
+            None => order[k],
+        }));
+    }
+    let ids = words(ids, &[tokens, top_k]);
+    let (weights, x) = (rng.floats(DType::F32, &[tokens, top_k]), rng.floats(dtype, &[tokens, hidden]));
+    let slots_n = tokens * top_k;
+    let segments = row_parallel_segments(inter);
+    let op = |p: &mut Place| {
+        let (ids, weights, x) = (p.put(&ids), p.put(&weights), p.put(&x));
+        let pack = |modules: &[Vec<String>], usage| {
+            let modules: Vec<&[String]> = modules.iter().map(Vec::as_slice).collect();
+            source.weight(&modules, usage, dtype, &p.ex).with_experts().unwrap()
+        };
+        let (w13, w2) = (pack(&gate_up, QuantUse::GateUp), pack(&down, QuantUse::RowParallel { segments }));
+        let (w13, w2) = (w13.read()?, w2.read()?);
+        let (mut offsets, mut slots) = (p.out(DType::U32, &[experts + 1]), p.out(DType::U32, &[slots_n]));
+        let mut in_rows = p.out(DType::U32, &[slots_n]);
+        let out = (offsets.view_mut(), slots.view_mut(), in_rows.view_mut());
+        group_token_slots_into(ids.view(), None, out.0, out.1, out.2, &mut p.ex)?;
+        let mut rows = p.out(DType::F32, &[tokens, top_k, hidden]);
+        zero_absent_into(ids.view(), None, experts, rows.view_mut(), &mut p.ex)?;
+        let groups =
+            ExpertGroups { offsets: offsets.view(), in_rows: in_rows.view(), out_rows: slots.view() };
+        let mut act = p.put(&Buffer::zeros(dtype, &[slots_n, inter])?);
+        grouped_gate_up_into(x.view(), &groups, w13.view()?, None, activation, act.view_mut(), &mut p.ex)?;
+        let out = rows.view_mut().reshape(&[slots_n, hidden])?;
+        grouped_down_into(act.view(), &groups, w2.view()?, None, out, &mut p.ex)?;
+        let mut sum = p.out(dtype, &[tokens, hidden]);
+        weighted_sum_into(rows.view(), ids.view(), weights.view(), sum.view_mut(), &mut p.ex)?;
+        Ok(vec![act, rows, sum])
+    };
+    on_both(op, |c, g| {
+        let what = format!("{} {} {tokens} of {experts}", schemes[0], dtype.as_str());
+        // |up| and |gate| reach sqrt(H); a rounding of the activation moves the down product.
+        let gate = (sum_bound(hidden) + fixed_point(dtype, hidden)) * (hidden as f64).sqrt();
+        assert_close(&format!("gate_up {what}"), &c[0], &g[0], gate);
+        let act = (hidden as f64) * rounding(dtype) * 2.0 + gate;
+        let down = (sum_bound(inter) + fixed_point(dtype, inter)) * (hidden as f64) + (inter as f64) * act;
+        assert_close(&format!("down {what}"), &c[1], &g[1], down);
+        assert_close(&format!("sum {what}"), &c[2], &g[2], down * top_k as f64);
+    });
+}
+
+/// Relative error of all values together.
+fn relative_error(want: &[f64], got: &[f32]) -> f64 {
+    let off: f64 = want.iter().zip(got).map(|(w, g)| (w - f64::from(*g)).powi(2)).sum();
+    (off / want.iter().map(|w| w * w).sum::<f64>().max(1e-30)).sqrt()
+}
+
+/// The whole layer with bf16 activations, weighted and summed, by the kernels that the plan chooses.
+#[test]
+fn fused_quantised_experts_agree() {
+    let mut rng = Rng::new();
+    let (experts, top_k) = (12, 3);
+    for (hidden, inter) in [(128, 64), (256, 192)] {
+        for scheme in [
+            int(4, 64, false, false),
+            int(4, 32, true, false),
+            int(8, 64, true, false),
+            int(8, 0, false, false),
+            int(4, 64, true, true),
+            fp8(Fp8Scales::Block { n: 128, k: 128 }),
+            fp8(Fp8Scales::Channel),
+        ] {
+            let mut source = Source::default();
+            let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+            for e in 0..experts {
+                let names = ["gate", "up", "down"].map(|name| format!("{e}.{name}"));
+                let dims = [(inter, hidden), (inter, hidden), (hidden, inter)];
+                for (name, (n, k)) in names.iter().zip(dims) {
+                    source.matrices.insert(name.clone(), Matrix::new(&mut rng, n, k, scheme, e as u64));
+                }
+                let [gate, up, last] = names;
+                gate_up.push(vec![gate, up]);
+                down.push(vec![last]);
+            }
+            let mut ex = cuda();
+            let pack = |modules: &[Vec<String>], usage| {
+                let modules: Vec<&[String]> = modules.iter().map(Vec::as_slice).collect();
+                source.weight(&modules, usage, DType::BF16, &cuda())
+            };
+            let segments = row_parallel_segments(inter);
+            let (w13, w2) =
+                (pack(&gate_up, QuantUse::GateUp), pack(&down, QuantUse::RowParallel { segments }));
+            let (w13, w2) = (w13.read().unwrap(), w2.read().unwrap());
+            let floats: Vec<[Vec<f32>; 3]> = (0..experts)
+                .map(|e| ["gate", "up", "down"].map(|name| source.matrices[&format!("{e}.{name}")].floats()))
+                .collect();
+            for tokens in small([0, 1, 4, 6, 9, 70, 300], 9, |tokens| *tokens) {
+                let x = rng.floats(DType::BF16, &[tokens, hidden]);
+                let mut ids = Vec::new();
+                for _ in 0..tokens {
+                    let order = rng.permutation(experts);
+                    ids.extend((0..top_k).map(|k| if rng.below(9) == 0 { NO_EXPERT } else { order[k] }));
+                }
+                let weights = rng.floats(DType::F32, &[tokens, top_k]);
+                let want = layer(&x, &ids, &weights, &floats, (hidden, inter));
+                let p = Place::new(cuda());
+                let (ids, weights) = (p.put(&words(ids, &[tokens, top_k])), p.put(&weights));
+                let (x, mut out) = (p.put(&x), ex.zeros(DType::F32, &[tokens, hidden]).unwrap());
+                let args = FusedExperts {
+                    x: x.view(),
+                    w13: w13.view().unwrap(),
+                    w2: w2.view().unwrap(),
+                    topk_ids: ids.view(),
+                    topk_weights: weights.view(),
+                    expert_map: None,
+                    lists: None,
+                };
+                fused_experts_into(&args, out.view_mut(), &mut ex).unwrap();
+                let got = ex.to_host(out.view()).unwrap().view().to_f32_vec().unwrap();
+                let off = relative_error(&want, &got);
+                assert!(off < 0.012, "{scheme} {tokens} tokens, H {hidden}, I {inter}: off by {off}");
+            }
+        }
+    }
+}
+
+/// The layer's definition in f64.
+fn layer(
+    x: &Buffer,
+    ids: &[u32],
+    weights: &Buffer,
+    experts: &[[Vec<f32>; 3]],
+    (hidden, inter): (usize, usize),
+) -> Vec<f64> {
+    let (x, weights) = (x.view().to_f32_vec().unwrap(), weights.view().to_f32_vec().unwrap());
+    let top_k = ids.len().checked_div(x.len() / hidden).unwrap_or(1);
+    let mut out = vec![0.0; x.len()];
+    for (slot, (id, weight)) in ids.iter().zip(&weights).enumerate() {
+        let Some([gate, up, down]) = experts.get(*id as usize) else { continue };
+        let token = slot / top_k * hidden;
+        let row = &x[token..token + hidden];
+        let (gate, up) = (product(row, gate, (1, inter, hidden)), product(row, up, (1, inter, hidden)));
+        let act: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| (g / (1.0 + (-g).exp()) * u) as f32).collect();
+        let rows = product(&act, down, (1, hidden, inter));
+        out[token..token + hidden].iter_mut().zip(rows).for_each(|(o, r)| *o += f64::from(*weight) * r);
+    }
+    out
+}
+
+#[test]
+fn quantised_expert_layers_agree_for_every_scheme() {
+    let mut rng = Rng::new();
+    let oai = Activation::SwiGluOai { alpha: 1.702, limit: 2.0 };
+    let layer = Layer { tokens: 11, top_k: 3, experts: 5, hidden: 96, inter: 384, only: None };
+    for (i, scheme) in schemes(96).into_iter().enumerate() {
+        let activation = [Activation::SwiGlu, oai, Activation::Gelu, Activation::GeluTanh][i % 4];
+        for dtype in FLOATS {
+            layers_agree(&mut rng, &layer, [scheme; 2], dtype, activation);
+        }
+    }
+}
+
+#[test]
+fn quantised_expert_layers_agree_at_the_edges() {
+    let mut rng = Rng::new();
+    let cases = [
+        (0, 2, 4, None),
+        (1, 1, 1, None),
+        (5, 2, 9, Some(NO_EXPERT)),
+        (90, 2, 6, Some(4)),
+        (1, 4, 70, None),
+        (33, 8, 64, None),
+    ];
+    for (i, (tokens, top_k, experts, only)) in small(cases, 32, |case| case.0).into_iter().enumerate() {
+        let (hidden, inter) = [(96, 64), (33, 7), (128, 128)][i % 3];
+        let layer = Layer { tokens, top_k, experts, hidden, inter, only };
+        let fits = |k: usize, group: usize| if k.is_multiple_of(group) { group } else { 0 };
+        let schemes = [
+            [int(4, fits(hidden, 32), false, false), int(4, fits(inter, 32), true, true)],
+            [int(8, fits(hidden, 32), true, true), fp8(Fp8Scales::Channel)],
+            [fp8(Fp8Scales::Block { n: 128, k: 128 }), fp8(Fp8Scales::Block { n: 128, k: 128 })],
+        ];
+        for schemes in schemes {
+            for dtype in FLOATS {
+                layers_agree(&mut rng, &layer, schemes, dtype, Activation::SwiGlu);
+            }
+        }
+    }
+}
