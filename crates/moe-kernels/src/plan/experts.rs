@@ -141,7 +141,7 @@ impl ExpertsCall {
         const DOWN_ROWS: usize = 16;
         const PARTS: usize = 4;
         const STAGES: usize = 16;
-        const MAX_CHUNK: [usize; 2] = [2048, 1024];
+        const MAX_CHUNK: [usize; 2] = [2048, 1536];
         const MIN_CHUNK: usize = 256;
         const MIN_STAGES: usize = 2;
         let (tokens, slots) = (self.tokens, self.slots());
