@@ -2,7 +2,7 @@
 
 mod matrices;
 
-use candle_core::{DType, Result};
+use candle_core::DType;
 use moe_kernels::cuda::{FusedExperts, fused_experts_into};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
