@@ -125,7 +125,8 @@ fn the_second_stream_changes_no_bit() {
                     assert_eq!(tokens(&on), tokens(&off), "{dtype:?} {batch} {eager}");
                 }
             }
-            let prompts: Vec<Vec<u32>> = (1..6).map(|n| (0..n * 29).map(|i| i * 7 % 1000).collect()).collect();
+            let prompts: Vec<Vec<u32>> =
+                (1..6).map(|n| (0..n * 29).map(|i| i * 7 % 1000).collect()).collect();
             let schedule = Schedule { chunk: 64, block_size: 16, together: true };
             let bits = |model: &DeepseekV2| -> Vec<Vec<u32>> {
                 let all = all_logits(model, &prompts, schedule, &mut cuda()).unwrap();
@@ -142,7 +143,9 @@ fn shared_experts_as_slots_are_the_shared_experts() {
     for replaced in [&[], V2] {
         let of = |stream| with_stream(replaced, MoePath::Fused, MlaForm::Absorbed, DType::BF16, stream);
         let (slots, apart) = (of(SharedExpertsStream::Auto), of(SharedExpertsStream::Off));
-        assert!(!kernels(&slots, 1).contains("shared experts") && kernels(&apart, 1).contains("shared experts"));
+        assert!(
+            !kernels(&slots, 1).contains("shared experts") && kernels(&apart, 1).contains("shared experts")
+        );
         let prompts: Vec<Vec<u32>> = (1..6).map(|n| (0..n * 61).map(|i| i * 7 % 1000).collect()).collect();
         for chunk in [1, 3, 6, 50, usize::MAX >> 1] {
             let schedule = Schedule { chunk, block_size: 16, together: chunk > 1 };

@@ -3,9 +3,9 @@
 
 use candle_core::DType;
 use moe_kernels::{
-    Activation, AttentionMeta, Buffer, Float, MlaLatent, MlaPrompt, MlaQuery, MlaRows,
-    gated_activation_into, gated_rows_into, mla_cache_into, mla_latent_into, mla_prompt_into, mla_query_into,
-    mla_rows_into, mla_value_into, paged_attention_into, with_float,
+    Activation, AttentionMeta, Buffer, Float, MlaLatent, MlaPrompt, MlaQuery, MlaRows, gated_activation_into,
+    gated_rows_into, mla_cache_into, mla_latent_into, mla_prompt_into, mla_query_into, mla_rows_into,
+    mla_value_into, paged_attention_into, with_float,
 };
 
 use crate::common::*;
@@ -95,7 +95,9 @@ fn rows_of_one_product_agree() {
                 let (products, norm, w_uk) = (p.put(&products), p.put(&norm), p.put(&w_uk));
                 let (cos, sin, slots) = (p.put(&cos), p.put(&sin), p.put(&slots));
                 let mut all = Vec::new();
-                for (w, width, dtype) in [(Some(w_uk.view()), l + r, model), (None, n + r, model), (None, n + r, DType::F32)] {
+                for (w, width, dtype) in
+                    [(Some(w_uk.view()), l + r, model), (None, n + r, model), (None, n + r, DType::F32)]
+                {
                     let args = MlaRows {
                         products: products.view(),
                         norm: norm.view(),

@@ -140,9 +140,7 @@ impl SharedExperts {
         Target::GPU.expect(machine.gpu.map(|gpu| gpu.compute_capability))?;
         match self.stream {
             Off => Err(Reason::NotRequested { requested: "--shared-experts-stream off" }),
-            Auto if rows > STREAM_ROWS => {
-                Err(Reason::Rows { least: 0, most: Some(STREAM_ROWS), got: rows })
-            }
+            Auto if rows > STREAM_ROWS => Err(Reason::Rows { least: 0, most: Some(STREAM_ROWS), got: rows }),
             On | Auto => Ok(()),
         }
     }

@@ -133,8 +133,7 @@ impl MlpLoader<'_> {
         let layer = config.is_sparse.iter().take(index).filter(|is_sparse| **is_sparse).count();
         let (mut options, gate) = (self.block(moe, layer), vb.pp(self.names.gate));
         let Some(name) = self.names.shared_experts.filter(|_| moe.shared_intermediate_size > 0) else {
-            let (sparse, chosen) =
-                load_layer_on(path, &options, context, gate, vb.pp(self.names.experts))?;
+            let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(self.names.experts))?;
             return Ok((Mlp::Sparse(Box::new(sparse)), chosen));
         };
         let (count, place) = (moe.shared_experts(), (vb.dtype(), vb.device()));
@@ -150,7 +149,8 @@ impl MlpLoader<'_> {
             return Ok((Mlp::Sparse(Box::new(sparse)), chosen));
         };
         let shared = self.gated_mlp(SHARED, moe.shared_intermediate_size, vb.pp(name))?;
-        let shared = SharedExperts::new(shared, None)?.with_stream(context.shared_experts_stream, Some(apart));
+        let shared =
+            SharedExperts::new(shared, None)?.with_stream(context.shared_experts_stream, Some(apart));
         let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(self.names.experts))?;
         Ok((Mlp::Sparse(Box::new(sparse.with_shared_experts(shared)?)), chosen))
     }
