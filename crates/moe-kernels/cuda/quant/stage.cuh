@@ -25,7 +25,7 @@ struct Source {
   const uint8_t* zeros;    // null: the middle
   int blocks, all_blocks;  // of 16 rows: of a matrix, of all
   int groups;
-  int shares;  // of a group, see QuantStage
+  uint32_t inverse;  // of a group's shares (QuantStage), times 2^32, above: the loop of a stage divides by them; 0: one
   int scale_rows, f16_scales;
   int uniform;  // a stage's columns have one scale
 };
@@ -63,7 +63,8 @@ struct QuantStage {
     static constexpr int kEach = ceil_div(kItems, kLanes), kBlockItems = kIntegers ? 2 : 4;
     const uint8_t* from[kEach];
     int next[kEach];  // bytes
-    int index, shares, last_group;
+    int index, last_group;
+    uint32_t inverse;
 
     static __device__ __forceinline__ bool is_zero(int item) { return item >= kScaleItems; }
     /// Block and share of it.
@@ -73,7 +74,7 @@ struct QuantStage {
 
    public:
     __device__ __forceinline__ SideCopies(const Source& s, int row_block, int index)
-        : index(index), shares(s.shares), last_group(s.groups - 1) {
+        : index(index), last_group(s.groups - 1), inverse(s.inverse) {
       const int scale_bytes = kIntegers ? 32 : s.scale_rows * 4;  // of a block and group
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
@@ -91,7 +92,8 @@ struct QuantStage {
       for (int i = 0; i < kEach; ++i) {
         if (from[i] == nullptr) continue;
         const int item = index + i * kLanes, share = step * kShares + place(item) % kShares;
-        const uint8_t* at = from[i] + min(shares == 1 ? share : share / shares, last_group) * next[i];
+        const int group = inverse == 0 ? share : static_cast<int>(__umulhi(share, inverse));
+        const uint8_t* at = from[i] + min(group, last_group) * next[i];
         if (!kIntegers && next[i] == 8) {
           cp_async8(side + item * 16, at);
         } else {
@@ -196,12 +198,13 @@ inline bool fits(const QuantPack& w) {
 inline int share(const QuantPack& w, int columns) { return w.groups == 1 || w.group % columns == 0 ? columns : 32; }
 
 inline Source source(const QuantPack& w, int columns, int share) {
+  const uint32_t shares = w.groups == 1 ? 1 : static_cast<uint32_t>(w.group / share);
   return {static_cast<const uint8_t*>(w.scales),
           w.zeros,
           static_cast<int>(w.n_tiles),
           static_cast<int>(w.experts * w.n_tiles),
           static_cast<int>(w.groups),
-          w.groups == 1 ? 1 : static_cast<int>(w.group / share),
+          shares == 1 ? 0 : UINT32_MAX / shares + 1,
           w.scale_rows,
           w.scale_dtype == Dtype::kF16,
           w.groups == 1 || w.group % columns == 0};
