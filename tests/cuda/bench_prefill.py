@@ -99,7 +99,7 @@ class Layer:
     def route(self, i):
         self.counts[:E].zero_()
         call("moe_gate_route", self.x, self.gate[i], None, None, None, self.logits, self.ids, self.weights, self.t, H, E, K, 0, 0, 1, 1.0,
-             0.0, self.counts, self.buckets, None, 0)
+             0.0, self.counts, self.buckets, None, 0, 0, 1.0)
 
     def experts(self, i):
         self.route(i)

@@ -62,13 +62,13 @@ class QuantStep(Step):
         if self.m.scheme is None:
             return super().one_launch(i)
         call("moe_quant_layer_stream", self.residual, self.m.gain, 1e-6, self.m.gate[i], None, None, None, self.ids, self.weights,
-             self.m.w13[i], self.m.w2[i], None, self.residual, 2, self.state, self.batch, E, K, 0, 0, 1, 1.0, 0.0)
+             self.m.w13[i], self.m.w2[i], None, self.residual, 2, self.state, self.batch, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0)
 
     def experts_of_one_launch(self, i):
         if self.m.scheme is None:
             return super().experts_of_one_launch(i)
         call("moe_quant_layer_stream", self.x, None, 0.0, None, None, None, None, self.routes[i], self.weights,
-             self.m.w13[i], self.m.w2[i], None, self.out, 1, self.state, self.batch, E, K, 0, 0, 1, 1.0, 0.0)
+             self.m.w13[i], self.m.w2[i], None, self.out, 1, self.state, self.batch, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0)
 
     def experts_alone(self, i):
         if self.m.scheme is None:

@@ -25,15 +25,15 @@ class Case:
     """Weights and rows of one shape; `given`: ids instead of a router."""
 
     def __init__(self, tokens, shape, normed=True, given=False, output=2, table=None, local=None, scoring="softmax", raw=False,
-                 renormalize=True, scale=1.0, biased=False, valid=None):
-        self.tokens, (self.experts, self.top_k, self.hidden, self.inter) = tokens, shape
+                 renormalize=True, scale=1.0, biased=False, valid=None, shared=0):
+        self.tokens, (self.experts, self.top_k, self.hidden, self.inter), self.shared = tokens, shape, shared
         self.given, self.output, self.table = given, output, table
         self.local = self.experts if local is None else local
         self.x = randn(tokens, self.hidden, scale=3.0, dtype=torch.float32 if normed else torch.bfloat16)
         self.norm = randn(self.hidden) if normed else None
-        self.gate = randn(self.experts, self.hidden, scale=self.hidden**-0.5)
-        self.gate_bias = randn(self.experts) if biased else None
-        self.bias = randn(self.experts, dtype=torch.float32, scale=0.1) if biased else None
+        self.gate = randn(self.experts - shared, self.hidden, scale=self.hidden**-0.5)
+        self.gate_bias = randn(self.experts - shared) if biased else None
+        self.bias = randn(self.experts - shared, dtype=torch.float32, scale=0.1) if biased else None
         self.how = dict(scoring=scoring, bias=self.bias, raw=raw, renormalize=renormalize, scale=scale, cap=0.0)
         self.valid = None if valid is None else u32([valid])
         self.live = tokens if valid is None else valid
@@ -53,7 +53,7 @@ class Case:
         call("moe_layer_stream", self.x, self.norm, 1e-6, None if self.given else self.gate, self.gate_bias, self.bias, self.valid,
              self.ids, self.weights, self.w13, self.w2, self.table, out, self.output, state,
              self.tokens, self.hidden, self.inter, self.experts, self.local, self.top_k, SCORINGS.index(how["scoring"]),
-             int(how["raw"]), int(how["renormalize"]), how["scale"], how["cap"])
+             int(how["raw"]), int(how["renormalize"]), how["scale"], how["cap"], self.shared, 0.75)
         return out
 
     def rows(self):
@@ -68,13 +68,19 @@ class Case:
         ids = ids_back(self.ids)
         if not self.given:
             logits = x @ self.gate.double().T + (self.gate_bias.double() if self.gate_bias is not None else 0)
-            want, weights, keys = expected(logits, self.top_k, **self.how)
-            assert (ids[self.live :] == NO_EXPERT).all() and (self.weights[self.live :] == 0).all(), f"{name}: padding has experts"
+            chosen, ids_of_all, weights_of_all = self.top_k - self.shared, ids, self.weights
+            ids, own_weights = ids[:, :chosen], self.weights[:, :chosen]
+            want, weights, keys = expected(logits, chosen, **self.how)
+            assert (ids_of_all[self.live :] == NO_EXPERT).all() and (self.weights[self.live :] == 0).all(), f"{name}: padding has experts"
             live = slice(0, self.live)
             gap = (keys[live].gather(1, want[live]) - keys[live].gather(1, ids[live])).abs()
             assert self.live == 0 or gap.max() < 4e-6 * keys.abs().max(), f"{name}: chose {ids.tolist()} instead of {want.tolist()}"
             same = (want == ids).all(-1)
-            assert rel(self.weights[same], weights[same]) < 2e-5, f"{name}: routing weights"
+            assert rel(own_weights[same], weights[same]) < 2e-5, f"{name}: routing weights"
+            ids = ids_of_all
+            if self.shared > 0:
+                last = torch.arange(self.experts - self.shared, self.experts, device="cuda")
+                assert (ids[live, chosen:] == last).all() and (weights_of_all[live, chosen:] == 0.75).all(), f"{name}: shared experts"
         table = torch.arange(self.experts, device="cuda") if self.table is None else self.table.long()
         local = torch.where(ids < self.experts, table[ids.clamp(max=self.experts - 1)], -1)
         ref = torch.zeros(self.tokens, self.hidden, dtype=torch.float64, device="cuda")
@@ -117,6 +123,21 @@ def layer_routes_like_the_router():
             for raw, biased in ((False, True), (True, False)):
                 case = Case(2, shape, scoring=scoring, raw=raw, biased=biased, renormalize=not biased, scale=2.5)
                 case.expect(f"{shape} {scoring} raw={raw}", case.run(state))
+
+
+@check
+def layer_adds_shared_experts():
+    """DeepSeek-V2-Lite's sizes, whose tiles of one shared expert are more than there are blocks, and small ones, of which a
+    block's first tile may be of a shared or a chosen expert."""
+    for shape, shared in sized([((66, 8, 2048, 1408), 2), ((10, 5, 256, 128), 2), ((7, 3, 512, 64), 1)], [((10, 5, 256, 128), 2)]):
+        state = state_for(shape[0], shape[3])
+        for tokens in token_counts(shape):
+            for renormalize in (True, False):
+                case = Case(tokens, shape, renormalize=renormalize, shared=shared)
+                case.expect(f"{shape} T={tokens} {shared} shared", case.run(state))
+        for valid in (0, 1):
+            case = Case(2, shape, valid=valid, shared=shared)
+            case.expect(f"{shape} valid {valid} of 2, {shared} shared", case.run(state))
 
 
 @check
@@ -195,4 +216,4 @@ def layer_refuses_what_it_cannot_do():
     for tokens, hidden, inter, experts, top_k in ((5, 64, 64, 8, 2), (-1, 64, 64, 8, 2), (1, 96, 64, 8, 2), (1, 64, 100, 8, 2),
                                                   (4, 64, 64, 16, 9), (1, 64, 64, 8, 0), (1, 1 << 20, 64, 8, 2), (1, 64, 64, 2000, 2)):
         assert refuses("moe_layer_stream", None, None, 0.0, *none, None, 0, None, tokens, hidden, inter, experts, experts, top_k,
-                       0, 0, 1, 1.0, 0.0), (tokens, hidden, inter, experts, top_k)
+                       0, 0, 1, 1.0, 0.0, 0, 1.0), (tokens, hidden, inter, experts, top_k)

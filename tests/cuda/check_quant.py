@@ -119,7 +119,7 @@ class QuantLayer(LayerCase):
         how = self.how
         call("moe_quant_layer_stream", self.x, self.norm, 1e-6, None if self.given else self.gate, self.gate_bias, self.bias, self.valid,
              self.ids, self.weights, *self.packs, self.table, out, self.output, state, self.tokens, self.experts, self.top_k,
-             SCORINGS.index(how["scoring"]), int(how["raw"]), int(how["renormalize"]), how["scale"], how["cap"])
+             SCORINGS.index(how["scoring"]), int(how["raw"]), int(how["renormalize"]), how["scale"], how["cap"], self.shared, 0.75)
         return out
 
 
@@ -155,6 +155,8 @@ def quant_layer_routes_skips_and_repeats():
         for scoring in SCORINGS:
             case = QuantLayer(2, shape, scheme, packs, scoring=scoring, biased=True, renormalize=False, scale=2.5)
             case.expect(f"{scheme.name} {shape} {scoring}", case.run(state))
+        case = QuantLayer(2, shape, scheme, packs, shared=1)
+        case.expect(f"{scheme.name} {shape} shared expert", case.run(state))
         for valid in (0, 2):
             case = QuantLayer(3, shape, scheme, packs, valid=valid)
             case.expect(f"{scheme.name} {shape} valid {valid}", case.run(state))

@@ -25,13 +25,14 @@ def score(logits, scoring):
     return torch.nn.functional.softplus(logits).sqrt()
 
 
-def run(lib, x, gate, top_k, scoring="softmax", bias=None, gate_bias=None, raw=False, renormalize=True, scale=1.0, cap=0.0, valid=None):
+def run(lib, x, gate, top_k, scoring="softmax", bias=None, gate_bias=None, raw=False, renormalize=True, scale=1.0, cap=0.0, valid=None, shared=0):
     tokens, experts = x.shape[0], gate.shape[0]
     logits = poison(tokens, experts, dtype=torch.float32)
-    ids, weights = poison(tokens, top_k, dtype=torch.int32), poison(tokens, top_k, dtype=torch.float32)
+    slots, all_experts = top_k + shared, experts + shared
+    ids, weights = poison(tokens, slots, dtype=torch.int32), poison(tokens, slots, dtype=torch.float32)
     lib.launch("moe_gate_route", x, gate, gate_bias, bias, valid, logits, ids, weights, tokens, x.shape[1],
-               experts, top_k, SCORINGS.index(scoring), int(raw), int(renormalize), scale, cap, counts := torch.zeros(experts, dtype=torch.int32, device="cuda"),
-               buckets := poison(experts, tokens, dtype=torch.int32), None, 0)
+               experts, top_k, SCORINGS.index(scoring), int(raw), int(renormalize), scale, cap, counts := torch.zeros(all_experts, dtype=torch.int32, device="cuda"),
+               buckets := poison(all_experts, tokens, dtype=torch.int32), None, 0, shared, 0.75)
     check_buckets(ids_back(ids), counts, buckets)
     return logits, ids_back(ids), weights
 
@@ -102,13 +103,27 @@ def check_ties_and_padding_of_a_prompt(lib):
     check_ties_and_padding(lib, 600)
 
 
+def check_shared_experts(lib):
+    """They are every live token's last slots, and nothing else changes."""
+    for tokens, hidden, experts, top_k in ((1, 64, 5, 2), (19, 320, 60, 6), (600, 128, 64, 6)):
+        x, gate = (torch.randn(n, hidden, device="cuda", dtype=torch.bfloat16) for n in (tokens, experts))
+        valid = torch.tensor([max(tokens - 3, 1)], dtype=torch.int32, device="cuda")
+        live = slice(0, valid.item())
+        for how in (dict(), dict(renormalize=False, scale=2.5), dict(scoring="sigmoid")):
+            _, want_ids, want = run(lib, x, gate, top_k, valid=valid, **how)
+            _, ids, weights = run(lib, x, gate, top_k, valid=valid, shared=2, **how)
+            assert torch.equal(ids[:, :top_k], want_ids) and torch.equal(weights[:, :top_k], want), f"T={tokens}: the chosen experts changed"
+            assert (ids[live, top_k:] == torch.arange(experts, experts + 2, device="cuda")).all() and (weights[live, top_k:] == 0.75).all()
+            assert (ids[valid.item() :] == NO_EXPERT).all() and (weights[valid.item() :] == 0).all(), "padding rows have experts"
+
+
 def check_refusals(lib):
     none = [None] * 8
     for hidden, experts, top_k, scoring in ((96, 8, 2, 0), (64, 1025, 2, 0), (64, 8, 9, 0), (64, 64, 33, 0), (64, 8, 2, 3)):
-        assert lib.refused("moe_gate_route", *none, 1, hidden, experts, top_k, scoring, 0, 1, 1.0, 0.0, None, None, None, 0), (hidden, experts, top_k)
+        assert lib.refused("moe_gate_route", *none, 1, hidden, experts, top_k, scoring, 0, 1, 1.0, 0.0, None, None, None, 0, 0, 1.0), (hidden, experts, top_k)
 
 
-CHECKS = [check_shapes, check_ties_and_padding, check_ties_and_padding_of_a_prompt, check_refusals]
+CHECKS = [check_shapes, check_ties_and_padding, check_ties_and_padding_of_a_prompt, check_shared_experts, check_refusals]
 
 
 def bench(lib):
@@ -118,7 +133,7 @@ def bench(lib):
         x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
         logits = torch.empty(tokens, 128, device="cuda")
         ids, weights = torch.empty(tokens, 8, device="cuda", dtype=torch.int32), torch.empty(tokens, 8, device="cuda")
-        call = lambda g: lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0, None, None, None, 0)
+        call = lambda g: lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0, None, None, None, 0, 0, 1.0)
         print(f"{tokens:<12} {graph_us([lambda g=g: call(g) for g in gates]):>8.2f}")
 
 

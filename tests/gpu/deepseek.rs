@@ -3,10 +3,10 @@
 
 use candle_core::DType;
 use model_deepseekv2_legacy::{DeepseekV2, DeepseekV2Config, DeepseekV2Family};
-use model_runtime::{Config, DummyWeights, Exec, Geometry, MlaForm};
+use model_runtime::{CausalLm, Config, DummyWeights, Exec, Geometry, MlaForm, RankView};
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelFamily};
-use moe_layer::{BlockContext, MoePath};
+use moe_layer::{BlockContext, MoePath, PlanStep, SharedExpertsStream};
 use moe_tests::{Schedule, all_logits};
 
 use crate::common::cuda;
@@ -33,6 +33,17 @@ const V2: &[(&str, &str)] = &[
 ];
 
 fn model(replaced: &[(&str, &str)], path: MoePath, mla: MlaForm, dtype: DType) -> DeepseekV2 {
+    with_stream(replaced, path, mla, dtype, SharedExpertsStream::Auto)
+}
+
+/// The same with shared experts at a place.
+fn with_stream(
+    replaced: &[(&str, &str)],
+    path: MoePath,
+    mla: MlaForm,
+    dtype: DType,
+    shared_experts_stream: SharedExpertsStream,
+) -> DeepseekV2 {
     let mut json = CONFIG.to_string();
     for (from, to) in replaced {
         assert!(json.contains(from), "{from}");
@@ -40,8 +51,10 @@ fn model(replaced: &[(&str, &str)], path: MoePath, mla: MlaForm, dtype: DType) -
     }
     let config = DeepseekV2Config::new(&Config::parse(&json, "config.json").unwrap()).unwrap();
     let layout = DeepseekV2Family::layout(&config, &Geometry::default(), &|_| true).unwrap();
-    let vb = DummyWeights::new(layout.tensors, 7).var_builder(dtype, cuda().device());
-    let context = BlockContext { batch_invariant: true, ..BlockContext::default() };
+    // As the engine shows a checkpoint: with packs.
+    let weights = DummyWeights::new(layout.tensors.clone(), 7);
+    let vb = RankView::new(weights, layout.slices_for(cuda().device())).var_builder(dtype, cuda().device());
+    let context = BlockContext { batch_invariant: true, shared_experts_stream, ..BlockContext::default() };
     let options = LoadOptions { context, ..LoadOptions::default() };
     model_deepseekv2_legacy::load(&config, mla, &options.decoder(path), vb).unwrap().0
 }
@@ -83,6 +96,65 @@ fn the_loop_draws_the_tokens_of_the_fused_experts_and_no_graphs() {
         let ((fused, graphs), (looped, none)) = (tokens(MoePath::Fused), tokens(MoePath::Legacy));
         assert_eq!(fused, looped);
         assert!(graphs >= 20 && none == 0, "{graphs} {none}");
+    }
+}
+
+/// The names of the kernels of a decode step's sparse layers.
+fn kernels(model: &DeepseekV2, rows: usize) -> String {
+    let step = PlanStep { rows, one_row_each: true, observed: None };
+    let layers = model.plan(&step, &cuda().machine());
+    layers[1].mlp.iter().map(|stage| stage.kernel.as_str()).collect::<Vec<_>>().join(", ")
+}
+
+/// Shared experts on a second stream give the bits that they give after the routed ones, in eager steps and in graphs.
+#[test]
+fn the_second_stream_changes_no_bit() {
+    for replaced in [&[], V2] {
+        for dtype in [DType::BF16, DType::F32] {
+            let of = |stream| with_stream(replaced, MoePath::Fused, MlaForm::Absorbed, dtype, stream);
+            let (on, off) = (of(SharedExpertsStream::On), of(SharedExpertsStream::Off));
+            assert!(kernels(&on, 3).contains("second stream") && !kernels(&off, 3).contains("second stream"));
+            for batch in [1, 3, 9, 40] {
+                for eager in [false, true] {
+                    let tokens = |model: &DeepseekV2| {
+                        let mut engine = Engine::new(model, cuda(), None, &config(batch, eager)).unwrap();
+                        let drawn = run(&mut engine, requests(batch, 24));
+                        assert_eq!(engine.num_graph_steps() >= 20, !eager, "{}", engine.num_graph_steps());
+                        drawn
+                    };
+                    assert_eq!(tokens(&on), tokens(&off), "{dtype:?} {batch} {eager}");
+                }
+            }
+            let prompts: Vec<Vec<u32>> =
+                (1..6).map(|n| (0..n * 29).map(|i| i * 7 % 1000).collect()).collect();
+            let schedule = Schedule { chunk: 64, block_size: 16, together: true };
+            let bits = |model: &DeepseekV2| -> Vec<Vec<u32>> {
+                let all = all_logits(model, &prompts, schedule, &mut cuda()).unwrap();
+                all.iter().map(|row| row.iter().map(|logit| logit.to_bits()).collect()).collect()
+            };
+            assert!(bits(&on) == bits(&off), "{dtype:?}");
+        }
+    }
+}
+
+/// As slots of the routed experts, shared experts add in another order: logits agree to the rounding of bf16.
+#[test]
+fn shared_experts_as_slots_are_the_shared_experts() {
+    for replaced in [&[], V2] {
+        let of = |stream| with_stream(replaced, MoePath::Fused, MlaForm::Absorbed, DType::BF16, stream);
+        let (slots, apart) = (of(SharedExpertsStream::Auto), of(SharedExpertsStream::Off));
+        assert!(
+            !kernels(&slots, 1).contains("shared experts") && kernels(&apart, 1).contains("shared experts")
+        );
+        let prompts: Vec<Vec<u32>> = (1..6).map(|n| (0..n * 61).map(|i| i * 7 % 1000).collect()).collect();
+        for chunk in [1, 3, 6, 50, usize::MAX >> 1] {
+            let schedule = Schedule { chunk, block_size: 16, together: chunk > 1 };
+            let logits = |model| all_logits(model, &prompts, schedule, &mut cuda()).unwrap().concat();
+            let (got, want) = (logits(&slots), logits(&apart));
+            let off: f64 = got.iter().zip(&want).map(|(g, w)| f64::from(g - w).powi(2)).sum();
+            let all: f64 = want.iter().map(|w| f64::from(*w).powi(2)).sum();
+            assert!((off / all).sqrt() < 2e-2, "chunks of {chunk}: off by {}", (off / all).sqrt());
+        }
     }
 }
 

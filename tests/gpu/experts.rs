@@ -238,12 +238,16 @@ fn backends_add_by_slot_and_by_rank() {
 #[test]
 fn experts_with_the_next_norm_are_the_ops_one_by_one() {
     let mut rng = Rng::new();
-    for (tokens, top_k, hidden, inter) in small(SIZES, 64, |size| size.0) {
-        let mut ex = cuda();
+    let sizes = small(SIZES, 64, |size| size.0);
+    for ((tokens, top_k, hidden, inter), shared) in sizes.into_iter().flat_map(|size| [(size, 0), (size, 2)])
+    {
+        let (mut ex, routed_experts) = (cuda(), EXPERTS - shared);
+        let routed_k = top_k.min(routed_experts);
+        let top_k = routed_k + shared;
         let mut put = |dtype, dims: &[usize]| on_device(&rng.floats(dtype, dims), &ex);
         let (x, gate, gain) = (
             put(DType::BF16, &[tokens, hidden]),
-            put(DType::BF16, &[EXPERTS, hidden]),
+            put(DType::BF16, &[routed_experts, hidden]),
             put(DType::BF16, &[hidden]),
         );
         let w13 = put(DType::BF16, &[EXPERTS, 2 * inter, hidden]);
@@ -253,7 +257,9 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             weight: gate.view(),
             bias: None,
             correction_bias: None,
-            top_k,
+            top_k: routed_k,
+            shared,
+            shared_weight: 0.5,
             scoring: GateScoring::Softmax,
             raw_logits: false,
             renormalize: true,
@@ -263,7 +269,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
         };
         let zeros = |dtype, dims: &[usize]| ex.zeros(dtype, dims).unwrap();
         let (mut logits, mut ids) =
-            (zeros(DType::F32, &[tokens, EXPERTS]), zeros(DType::U32, &[tokens, top_k]));
+            (zeros(DType::F32, &[tokens, routed_experts]), zeros(DType::U32, &[tokens, top_k]));
         let (mut weights, mut delta) =
             (zeros(DType::F32, &[tokens, top_k]), zeros(DType::F32, &[tokens, hidden]));
         let mut want = [zeros(DType::F32, &[tokens, hidden]), zeros(DType::BF16, &[tokens, hidden])];

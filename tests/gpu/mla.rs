@@ -3,9 +3,9 @@
 
 use candle_core::DType;
 use moe_kernels::{
-    Activation, AttentionMeta, Buffer, Float, MlaLatent, MlaPrompt, MlaQuery, gated_activation_into,
-    gated_rows_into, mla_cache_into, mla_latent_into, mla_prompt_into, mla_query_into, mla_value_into,
-    paged_attention_into, with_float,
+    Activation, AttentionMeta, Buffer, Float, MlaLatent, MlaPrompt, MlaQuery, MlaRows, gated_activation_into,
+    gated_rows_into, mla_cache_into, mla_latent_into, mla_prompt_into, mla_query_into, mla_rows_into,
+    mla_value_into, paged_attention_into, with_float,
 };
 
 use crate::common::*;
@@ -69,6 +69,59 @@ fn latents_queries_and_values_agree() {
                 assert_close(&what("absorbed queries"), &c[3], &g[3], bound);
                 assert_close(&what("rounded queries"), &c[4], &g[4], bound);
                 assert_close(&what("values"), &c[5], &g[5], bound);
+            });
+        }
+    }
+}
+
+/// Queries and cache rows out of one product, inside and outside of latent space.
+#[test]
+fn rows_of_one_product_agree() {
+    let mut rng = Rng::new();
+    for model in FLOATS {
+        for (t, heads, [l, n, r, _]) in small(SIZES, 1000, |size| size.0 * size.1 * size.2[0]) {
+            let what = format!("{t} rows, {heads} heads, {l} {n} {r}, {}", model.as_str());
+            let products = rng.floats(DType::F32, &[t, heads * (n + r) + l + r]);
+            let (norm, w_uk) = (rng.floats(model, &[l]), rng.floats(model, &[heads, l, n]));
+            let (cos, sin) = (rng.floats(DType::F32, &[t, r / 2]), rng.floats(DType::F32, &[t, r / 2]));
+            let (blocks, size) = (t / 3 + 1, 3);
+            let mut slots = rng.permutation(blocks * size);
+            slots.truncate(t);
+            if let Some(slot) = slots.get_mut(1) {
+                *slot = u32::MAX;
+            }
+            let slots = words(slots, &[t]);
+            let op = |p: &mut Place| {
+                let (products, norm, w_uk) = (p.put(&products), p.put(&norm), p.put(&w_uk));
+                let (cos, sin, slots) = (p.put(&cos), p.put(&sin), p.put(&slots));
+                let mut all = Vec::new();
+                for (w, width, dtype) in
+                    [(Some(w_uk.view()), l + r, model), (None, n + r, model), (None, n + r, DType::F32)]
+                {
+                    let args = MlaRows {
+                        products: products.view(),
+                        norm: norm.view(),
+                        eps: 1e-6,
+                        w_uk: w,
+                        cos: cos.view(),
+                        sin: sin.view(),
+                        slot_mapping: slots.view(),
+                    };
+                    let mut cache = p.out(model, &[blocks, 1, size, l + r]);
+                    let mut out = p.out(dtype, &[t, heads, width]);
+                    mla_rows_into(&args, out.view_mut(), cache.view_mut(), &mut p.ex)?;
+                    all.extend([cache, out]);
+                }
+                Ok(all)
+            };
+            on_both(op, |c, g| {
+                for i in [0, 2, 4] {
+                    assert_close(&format!("cache {i} of {what}"), &c[i], &g[i], 4e-6);
+                }
+                let bound = 1e-6 * (l.max(n) as f64).sqrt() * 4.0;
+                assert_close(&format!("absorbed queries of {what}"), &c[1], &g[1], bound);
+                assert_same(&format!("rounded queries of {what}"), &c[3], &g[3]);
+                assert_same(&format!("queries of {what}"), &c[5], &g[5]);
             });
         }
     }

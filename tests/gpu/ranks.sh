@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Ranks on GPUs, a process each, from the bundle that `cargo xtask dist` packs:
-#   ranks.sh [short | long | PART...]    parts: parity tokens death hosts bench backends
+#   ranks.sh [short | long | PART...]    parts: parity tokens death hosts bench backends deepseek deepseek-bench
 # short (default) is every part but backends, below 4 minutes on 4 GPUs; long adds backends: each one at every batch
-# size, below 7 minutes, or those rows of its table that ROWS names ("dp-allgather dp-deepep"). GPUS is the number of
+# size, below 7 minutes, or those rows of its table that ROWS names ("dp-allgather dp-deepep"). deepseek
+# and deepseek-bench are those of DeepSeek-V2, about a minute each on 2 GPUs. GPUS is the number of
 # ranks (default: all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go to $OUT (default: results); tables
 # come last.
 set -uo pipefail
@@ -18,6 +19,9 @@ half=$((n / 2))
 export MOE_COLLECTIVE_TIMEOUT=${MOE_COLLECTIVE_TIMEOUT:-45} MOE_RENDEZVOUS_TIMEOUT=${MOE_RENDEZVOUS_TIMEOUT:-45}
 ep="--enable-expert-parallel --moe-ep-backend"
 config=$root/tests/bench/configs/qwen3-30b-a3b.json
+deepseek=$root/bin/model-deepseekv2-legacy
+# What answers requests, and which answers are those of one GPU.
+answers=("$qwen" batch) one=one
 failed=0
 
 # check NAME SECONDS COMMAND...: one line, and the end of its log if it fails.
@@ -78,13 +82,13 @@ generate() {
   local name=$1
   shift
   rm -f "$out/$name.jsonl"
-  check "$name" 60 "$qwen" batch --input "$out/requests.jsonl" --output "$out/$name.jsonl" --device cuda --dtype f32 \
+  check "$name" 60 "${answers[@]}" --input "$out/requests.jsonl" --output "$out/$name.jsonl" --device cuda --dtype f32 \
     --ignore-eos --log error "$@"
 }
 
 # same NAME: whether its answers are those of one GPU. f32 sums in another order round otherwise, so a tie may flip.
 same() {
-  python3 - "$out/one.jsonl" "$out/$1.jsonl" <<'END' || failed=1
+  python3 - "$out/$one.jsonl" "$out/$1.jsonl" <<'END' || failed=1
 import json, sys
 def texts(path):
     lines = [json.loads(line) for line in open(path)]
@@ -186,11 +190,11 @@ dp --dp 2 --tp $half $ep allgather_reducescatter
 END
 }
 
-# bench_row NAME SECONDS BATCHES FLAGS...: Qwen3-30B-A3B with random weights.
+# bench_row NAME SECONDS BATCHES FLAGS...: Qwen3-30B-A3B, or $benched with $config, with random weights.
 bench_row() {
   local name=$1 seconds=$2 batches=$3
   shift 3
-  check "bench-$name" "$seconds" "$qwen" bench --config "$config" --dummy-weights --dtype bf16 --device cuda --batches \
+  check "bench-$name" "$seconds" "${benched:-$qwen}" bench --config "$config" --dummy-weights --dtype bf16 --device cuda --batches \
     "$batches" --lengths 8192 --repeat "${REPEAT:-1}" --log warn --json "$out/bench-$name.json" "$@"
 }
 
@@ -222,6 +226,62 @@ END
   done
 }
 
+# DeepSeek-V2 over ranks: parity with transformers in both forms of attention, and the texts of one GPU. The latent cache is
+# on every rank, its heads and experts are cut; with data parallelism the attention is whole on each.
+deepseek() {
+  local label flags fixture form
+  while read -r label flags; do
+    for fixture in deepseek-v2-lite deepseek-v2 deepseek-sigmoid; do
+      for form in absorbed naive; do
+        # shellcheck disable=SC2086
+        check "deepseek-parity-$label-$fixture-$form" 40 "$deepseek" parity --model "$root/tests/fixtures/$fixture" \
+          --reference "$root/tests/fixtures/$fixture/reference.safetensors" --device cuda --dtype f32 --tp $n --log error \
+          --mla $form $flags
+      done
+    done
+  done <<END
+disabled
+local_allreduce $ep local_allreduce
+allgather $ep allgather_reducescatter
+low_latency $ep deepep --deepep-mode low_latency
+END
+  requests "$out/requests.jsonl" 24 32
+  answers=("$deepseek" batch --model "$root/tests/fixtures/deepseek-text") one=deepseek-one
+  generate deepseek-one
+  while read -r label flags; do
+    # shellcheck disable=SC2086
+    generate "deepseek-$label" $flags
+    same "deepseek-$label"
+  done <<END
+tp-disabled --tp $n
+tp-disabled-eager --tp $n --enforce-eager
+tp-local_allreduce --tp $n $ep local_allreduce
+tp-local_allreduce-stream --tp $n $ep local_allreduce --shared-experts-stream on
+tp-naive --tp $n --mla naive
+dp-allgather --dp $n $ep allgather_reducescatter
+dp-allgather-stream --dp $n $ep allgather_reducescatter --shared-experts-stream on
+dp-deepep --dp $n $ep deepep
+END
+  answers=("$qwen" batch) one=one
+}
+
+# DeepSeek-V2-Lite over ranks, shared experts as slots, on the second stream and after the routed ones.
+deepseek_bench() {
+  local qwens=$config benched=$deepseek label flags
+  config=$root/tests/bench/configs/deepseek-v2-lite.json
+  while read -r label flags; do
+    # shellcheck disable=SC2086
+    bench_row "deepseek-$label" 60 1,8,64,256 --output 64 $flags
+  done <<END
+tp-slots --tp $n
+tp-on --tp $n --shared-experts-stream on
+tp-off --tp $n --shared-experts-stream off
+dp-on --dp $n $ep allgather_reducescatter --shared-experts-stream on
+dp-off --dp $n $ep allgather_reducescatter --shared-experts-stream off
+END
+  config=$qwens
+}
+
 table() {
   python3 - "$out"/bench-*.json <<'END'
 import json, sys
@@ -248,7 +308,8 @@ case ${parts[0]} in
 esac
 for part in "${parts[@]}"; do
   case $part in
-    parity | tokens | death | hosts | bench | backends) echo "== $part on $n GPUs ($SECONDS s)" && $part ;;
+    parity | tokens | death | hosts | bench | backends | deepseek | deepseek-bench)
+      echo "== $part on $n GPUs ($SECONDS s)" && "${part//-/_}" ;;
     *) echo "unknown part $part" && exit 2 ;;
   esac
 done

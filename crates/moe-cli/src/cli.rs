@@ -20,7 +20,7 @@ use clap::builder::UnknownArgumentValueParser;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use model_runtime::{CpuIsa, MlaForm};
 use moe_engine::DeviceChoice;
-use moe_layer::MoePath;
+use moe_layer::{MoePath, SharedExpertsStream};
 
 use crate::parallel::ParallelArgs;
 use crate::session::Model;
@@ -147,6 +147,10 @@ pub struct RunArgs {
     /// every head) (default: absorbed; DeepSeek-V2 only).
     #[arg(long, value_name = "FORM", help_heading = "MoE")]
     pub mla: Option<MlaForm>,
+    /// Shared experts on a GPU: on (a second stream, beside the routed experts), off (after them) or auto (as slots of the
+    /// routed experts where kernels take them so, else a second stream where it pays).
+    #[arg(long, value_name = "WHERE", default_value = "auto", help_heading = "MoE")]
+    pub shared_experts_stream: SharedExpertsStream,
     /// Shows which kernels run for how many rows and why not faster ones: a table on stderr, or JSON in FILE.
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, help_heading = "MoE")]
     pub explain_backends: Option<Option<PathBuf>>,

@@ -75,7 +75,10 @@ pub fn measure<F: ModelFamily>(
 ) -> Result<Value> {
     let Session { model, ex, checkpoint, .. } = session;
     let (config, quantisation) = match (&args.config, checkpoint) {
-        (Some(path), _) => (F::config(&Config::read(path)?)?, None),
+        (Some(path), _) => {
+            let config = Config::read(path)?;
+            (F::config(&config)?, config.quantisation()?)
+        }
         (None, Some(checkpoint)) => (F::config(&checkpoint.config)?, checkpoint.quantisation),
         (None, None) => bail!("a model without a config has no roofline"),
     };

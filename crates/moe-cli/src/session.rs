@@ -109,6 +109,7 @@ impl RunArgs {
             moe_backend: self.moe_backend.clone(),
             moe_path: self.moe_path,
             mla: self.mla,
+            shared_experts_stream: self.shared_experts_stream,
             batch_invariant: self.batch_invariant,
             check_weights: false,
             parallel: self.parallel.config(),

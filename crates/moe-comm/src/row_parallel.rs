@@ -101,6 +101,32 @@ impl RowParallel {
         self.deferred = true;
     }
 
+    /// The first half of [`linear_into`](Self::linear_into) on CUDA: the product over this rank's columns.
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes.
+    pub fn part_into<'w>(
+        &self,
+        x: View<'_>,
+        w: impl Into<WeightView<'w>>,
+        bias: Option<View<'_>>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        linear_into(x, w, bias.filter(|_| self.comm.rank() == 0), out, ex)
+    }
+
+    /// The second half: the sum of the ranks' products, in place, unless the caller adds them. A collective.
+    ///
+    /// # Errors
+    /// Ranks that disagree, or died.
+    pub fn add_parts(&self, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        match self.deferred || self.comm.world_size() == 1 {
+            true => Ok(()),
+            false => self.comm.all_reduce(out, ReduceOp::Sum, ex),
+        }
+    }
+
     /// `out` [T, N] = x · wᵀ + bias, over all ranks' columns.
     ///
     /// On the CPU one rounding, and the bits of one rank. On CUDA each rank's product is rounded to
@@ -128,11 +154,8 @@ impl RowParallel {
             return linear_row_parallel_into(x, w, bias, out, ex);
         }
         if ex.is_cuda() {
-            linear_into(x, w, bias.filter(|_| rank == 0), out.reborrow(), ex)?;
-            return match self.deferred {
-                true => Ok(()),
-                false => self.comm.all_reduce(out, ReduceOp::Sum, ex),
-            };
+            self.part_into(x, w, bias, out.reborrow(), ex)?;
+            return self.add_parts(out, ex);
         }
         let (t, n) = (x.rows(), expect_matrix("row_parallel", "w", &w)?.0);
         let mut partials = ex.scratch(DType::F32, &[self.segments, t, n])?;

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use candle_core::DType;
 use model_runtime::{BlockContext, CpuIsa, Exec, MlaForm};
 use moe_comm::ParallelConfig;
-use moe_layer::{ChunkedMoe, MoePath};
+use moe_layer::{ChunkedMoe, MoePath, SharedExpertsStream};
 
 use crate::device::DeviceChoice;
 use crate::family::LoadOptions;
@@ -32,6 +32,8 @@ pub struct RunConfig {
     pub moe_path: Option<MoePath>,
     /// Form of multi-head latent attention; `None`: absorbed.
     pub mla: Option<MlaForm>,
+    /// Where shared experts run on a GPU.
+    pub shared_experts_stream: SharedExpertsStream,
     /// A row's bits do not depend on the rows beside it, also on a GPU.
     pub batch_invariant: bool,
     /// Report every weight of a checkpoint that is NaN or infinite as an error.
@@ -89,7 +91,11 @@ impl RunConfig {
             backend: self.moe_backend.clone(),
             moe_path: self.moe_path,
             mla: self.mla,
-            context: BlockContext { batch_invariant: self.batch_invariant, ..context },
+            context: BlockContext {
+                batch_invariant: self.batch_invariant,
+                shared_experts_stream: self.shared_experts_stream,
+                ..context
+            },
         }
     }
 
@@ -111,7 +117,7 @@ impl RunConfig {
     /// What must be the same on all ranks, as names and values. Bits depend on the instruction set, too.
     pub(crate) fn agreed(&self, model: &str, ex: &Exec) -> Vec<(String, String)> {
         let (p, chunks) = (&self.parallel, &self.chunked_moe);
-        let all: [(&str, String); 17] = [
+        let all: [(&str, String); 18] = [
             ("the program's version", env!("CARGO_PKG_VERSION").to_string()),
             ("--model", model.to_string()),
             ("--tp", p.tp.to_string()),
@@ -129,6 +135,7 @@ impl RunConfig {
             ("--moe-backend", self.moe_backend.clone().unwrap_or_else(|| "default".to_string())),
             ("--moe-path", format!("{:?}", self.moe_path)),
             ("--mla", format!("{:?}", self.mla)),
+            ("--shared-experts-stream", format!("{:?}", self.shared_experts_stream)),
         ];
         all.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
     }

@@ -120,6 +120,9 @@ pub struct Exec {
     isa: CpuIsa,
     threads: Option<Arc<rayon::ThreadPool>>,
     workspace: Workspace,
+    /// Of the second stream: buffers come back to it in that stream's order.
+    #[cfg(feature = "cuda")]
+    side_workspace: Workspace,
     batch_invariant: bool,
     #[cfg(feature = "cuda")]
     cuda: Option<crate::cuda::CudaExec>,
@@ -136,6 +139,8 @@ impl Exec {
             isa: CpuIsa::detect(),
             threads: None,
             workspace: Workspace::new(),
+            #[cfg(feature = "cuda")]
+            side_workspace: Workspace::new(),
             batch_invariant: false,
             #[cfg(feature = "cuda")]
             cuda: None,
@@ -264,6 +269,35 @@ impl Exec {
         &self.workspace
     }
 
+    /// Runs `beside` and `main`, which do not depend on each other; what follows waits for both. On a CUDA device `beside`
+    /// runs on a second stream, in a context without marks and padding; else one runs after the other. What is handed to
+    /// `beside` stays lent until this returns.
+    ///
+    /// # Errors
+    /// Those of both.
+    pub fn beside(
+        &mut self,
+        beside: impl FnOnce(&mut Exec) -> Result<()>,
+        main: impl FnOnce(&mut Exec) -> Result<()>,
+    ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(cuda) = self.cuda.clone() {
+            let side = cuda.side()?;
+            let mut second = Self {
+                workspace: self.side_workspace.clone(),
+                batch_invariant: self.batch_invariant,
+                ..Self::on(&side.device)?
+            };
+            side.fork(&cuda.stream)?;
+            let ends = [beside(&mut second), main(self)];
+            // Also after an error: a capture that has forked ends joined.
+            side.join(&cuda.stream)?;
+            return ends.into_iter().collect();
+        }
+        beside(self)?;
+        main(self)
+    }
+
     /// Blocks until everything on a CUDA device's stream has ended; the CPU is never behind.
     pub fn synchronize(&self) -> Result<()> {
         #[cfg(feature = "cuda")]
@@ -315,6 +349,10 @@ impl Exec {
 
 #[cfg(feature = "cuda")]
 impl Exec {
+    pub(crate) fn side_workspace(&self) -> &Workspace {
+        &self.side_workspace
+    }
+
     /// The CUDA side; an error on the CPU.
     pub(crate) fn cuda(&self, op: &str) -> Result<&crate::cuda::CudaExec> {
         match &self.cuda {

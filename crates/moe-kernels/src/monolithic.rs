@@ -27,8 +27,12 @@ pub struct Gate<'a> {
     pub bias: Option<View<'a>>,
     /// \[E\] f32, added to the scores for the choice only.
     pub correction_bias: Option<View<'a>>,
-    /// Experts of a token, K.
+    /// Experts of a token that are chosen, K.
     pub top_k: usize,
+    /// Shared experts S, of the ids E and on: every token gets them in its last slots.
+    pub shared: usize,
+    /// The weight of each of them, neither renormalised nor scaled.
+    pub shared_weight: f32,
     /// How logits become scores.
     pub scoring: GateScoring,
     /// Choose by logits and score only the chosen (softmax over them).
@@ -45,6 +49,11 @@ pub struct Gate<'a> {
 }
 
 impl Gate<'_> {
+    /// Slots of a token, K + S.
+    pub fn slots(&self) -> usize {
+        self.top_k + self.shared
+    }
+
     /// Fails unless weight and biases are those of `experts` experts over rows of `hidden` columns.
     ///
     /// # Errors

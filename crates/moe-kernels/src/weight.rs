@@ -7,6 +7,8 @@
 //!
 //! A quantised weight ([`QuantMatrix`]) is a [`Weight`] too: the same ops take it, and multiply its integers.
 
+mod quantised;
+
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -27,6 +29,9 @@ use crate::scheme::QuantScheme;
 use crate::tensor::TensorView;
 use crate::view::View;
 use crate::with_float;
+use quantised::{Pack, Quantised};
+
+pub use quantised::QuantView;
 
 /// How the values of a matrix [N, K] lie in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -65,69 +70,6 @@ enum Held {
     /// Floats in this order: rows are only those of the tensor's dims if the order says so.
     Values(Tensor, WeightOrder),
     Quantised(Quantised),
-}
-
-/// Packed integers or FP8.
-#[derive(Clone, Debug)]
-struct Quantised {
-    pack: Pack,
-    /// [N, K] or [E, N, K].
-    dims: Vec<usize>,
-    /// That of the activations that it is multiplied with.
-    dtype: DType,
-}
-
-/// Matrices in the order of a machine's kernels.
-#[derive(Clone, Debug)]
-enum Pack {
-    Cpu(Arc<QuantMatrix>),
-    #[cfg(feature = "cuda")]
-    Cuda(Arc<DevicePack>),
-}
-
-impl Pack {
-    fn dims(&self) -> [usize; 3] {
-        match self {
-            Self::Cpu(matrix) => matrix.dims(),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(pack) => pack.dims(),
-        }
-    }
-
-    fn usage(&self) -> QuantUse {
-        match self {
-            Self::Cpu(matrix) => matrix.usage(),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(pack) => pack.usage(),
-        }
-    }
-
-    fn scheme(&self) -> QuantScheme {
-        match self {
-            Self::Cpu(matrix) => matrix.scheme(),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(pack) => pack.scheme(),
-        }
-    }
-
-    fn weights(&self) -> QuantWeights {
-        match self {
-            Self::Cpu(matrix) => {
-                let gate_up = matrix.usage() == QuantUse::GateUp;
-                QuantWeights { scheme: matrix.scheme(), scales: matrix.scale_dtype(), gate_up }
-            }
-            #[cfg(feature = "cuda")]
-            Self::Cuda(pack) => pack.weights(),
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        match self {
-            Self::Cpu(matrix) => matrix.bytes(),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(pack) => pack.bytes(),
-        }
-    }
 }
 
 impl Weight {
@@ -228,11 +170,7 @@ impl Weight {
     pub fn device(&self) -> &Device {
         match &self.0 {
             Held::Values(values, _) => values.device(),
-            Held::Quantised(q) => match &q.pack {
-                Pack::Cpu(_) => &Device::Cpu,
-                #[cfg(feature = "cuda")]
-                Pack::Cuda(pack) => pack.device(),
-            },
+            Held::Quantised(q) => q.pack.device(),
         }
     }
 
@@ -362,52 +300,6 @@ pub enum WeightView<'a> {
 /// A weight in panels: made by [`Weight::packed`] alone.
 #[derive(Clone, Copy, Debug)]
 pub struct PanelsView<'a>(View<'a>);
-
-/// A quantised weight: made by [`Weight::of_quantised`] alone.
-#[derive(Clone, Copy, Debug)]
-pub struct QuantView<'a> {
-    weight: &'a Quantised,
-    /// [N, K] or [E, N, K].
-    dims: &'a [usize],
-}
-
-impl<'a> QuantView<'a> {
-    fn new(weight: &'a Quantised) -> Self {
-        Self { weight, dims: &weight.dims }
-    }
-
-    /// How it is quantised.
-    pub fn scheme(self) -> QuantScheme {
-        self.weight.pack.scheme()
-    }
-
-    /// The matrices as the CPU packs them.
-    ///
-    /// # Errors
-    /// A weight on a device.
-    #[cfg_attr(not(feature = "cuda"), allow(clippy::unnecessary_wraps))]
-    pub(crate) fn matrix(self, op: &str) -> Result<&'a QuantMatrix> {
-        match &self.weight.pack {
-            Pack::Cpu(matrix) => Ok(matrix),
-            #[cfg(feature = "cuda")]
-            Pack::Cuda(pack) => {
-                bail!("{op}: expected quantised weights on the CPU, got {:?}", pack.device().location())
-            }
-        }
-    }
-
-    /// The matrices on a device.
-    ///
-    /// # Errors
-    /// A weight on the CPU.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn device_pack(self, op: &str) -> Result<&'a DevicePack> {
-        match &self.weight.pack {
-            Pack::Cuda(pack) => Ok(pack),
-            Pack::Cpu(_) => bail!("{op}: expected quantised weights on a CUDA device, got some on the CPU"),
-        }
-    }
-}
 
 impl<'a> From<View<'a>> for WeightView<'a> {
     fn from(rows: View<'a>) -> Self {

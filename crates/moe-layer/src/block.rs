@@ -208,7 +208,7 @@ impl SparseMoeBlock {
         &self,
         form: MoeForm,
         hidden: View<'_>,
-        mut out: ViewMut<'_>,
+        out: ViewMut<'_>,
         observe: &mut dyn FnMut(View<'_>) -> Result<()>,
         context: &mut StepContext,
         ex: &mut Exec,
@@ -217,16 +217,18 @@ impl SparseMoeBlock {
             let path = self.path_of(context.only_decode);
             return self.modular(path, hidden, out, observe, context, ex);
         }
-        if out.dtype() == DType::F32 {
-            self.fused_into(form, MonolithicIo::Store { x: hidden, out: out.reborrow() }, context, ex)?;
-        } else {
+        let context = &*context;
+        let routed = |out: ViewMut<'_>, ex: &mut Exec| {
+            if out.dtype() == DType::F32 {
+                return self.fused_into(form, MonolithicIo::Store { x: hidden, out }, context, ex);
+            }
             let mut sums = ex.scratch(DType::F32, hidden.dims())?;
             self.fused_into(form, MonolithicIo::Store { x: hidden, out: sums.view_mut() }, context, ex)?;
-            copy_rows_into(sums.view(), out.reborrow(), ex)?;
-        }
+            copy_rows_into(sums.view(), out, ex)
+        };
         match &self.shared {
-            Some(shared) => trace_span!("shared_experts").in_scope(|| shared.add_into(hidden, out, ex)),
-            None => Ok(()),
+            Some(shared) => shared.add_to(hidden, out, ex, routed),
+            None => routed(out, ex),
         }
     }
 

@@ -74,7 +74,18 @@ impl Path {
     }
 
     /// One pass; on several ranks a collective, also without a token.
-    fn chunk(
+    fn chunk(&self, routed: &Routed, out: ViewMut, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<()> {
+        match routed.shared {
+            Some(shared) => {
+                let hidden = routed.tokens.hidden;
+                shared.add_to(hidden, out, ex, |out, ex| self.routed_chunk(routed, out, agreed, ex))
+            }
+            None => self.routed_chunk(routed, out, agreed, ex),
+        }
+    }
+
+    /// The same without shared experts.
+    fn routed_chunk(
         &self,
         routed: &Routed,
         mut out: ViewMut,
@@ -95,11 +106,8 @@ impl Path {
             self.prepare.finalize(rows.view(), &dispatched, strategy, out.reborrow(), ex)?;
         }
         drop(dispatched);
-        if let Some(weights) = routed.identity {
-            add_scaled_into(hidden, weights, out.reborrow(), ex)?;
-        }
-        match routed.shared {
-            Some(shared) => trace_span!("shared_experts").in_scope(|| shared.add_into(hidden, out, ex)),
+        match routed.identity {
+            Some(weights) => add_scaled_into(hidden, weights, out, ex),
             None => Ok(()),
         }
     }

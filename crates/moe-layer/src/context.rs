@@ -10,6 +10,8 @@ use moe_kernels::candle::{Device, Error, Result};
 use moe_kernels::quant::{QuantSource, QuantUse};
 use moe_kernels::{CpuIsa, Exec, ViewMut, row_parallel_segments};
 
+use crate::shared::SharedExpertsStream;
+
 /// Tokens that a rank brings to the low-latency form of `deepep` at most; longer steps are cut.
 pub const LOW_LATENCY_TOKENS: usize = 128;
 
@@ -32,6 +34,8 @@ pub struct BlockContext {
     /// Whether the weights' source shows this rank's slices instead of whole tensors: rows of gate
     /// and up, columns of down. Experts keep their global ids.
     pub sliced_weights: bool,
+    /// Where shared experts run on a GPU.
+    pub shared_experts_stream: SharedExpertsStream,
     /// Whether a row's bits must not depend on its batch: what the oracle is asked for. The execution context decides
     /// the rest.
     pub batch_invariant: bool,
@@ -50,6 +54,7 @@ impl Default for BlockContext {
             low_latency_tokens: LOW_LATENCY_TOKENS,
             who_adds: None,
             sliced_weights: false,
+            shared_experts_stream: SharedExpertsStream::default(),
             batch_invariant: false,
             cpu_isa: None,
             quant: None,

@@ -12,6 +12,7 @@ mod pack;
 mod path;
 mod plan;
 mod shared;
+mod slots;
 
 pub use block::SparseMoeBlock;
 pub use context::{BlockContext, LOW_LATENCY_TOKENS};
@@ -20,7 +21,8 @@ pub use mlp::GatedMlp;
 pub use pack::{load_packed, load_weight};
 pub use path::{MoePath, load_layer_on};
 pub use plan::{MoeForm, MoePlan, PlanStep};
-pub use shared::SharedExperts;
+pub use shared::{SharedExperts, SharedExpertsStream};
+pub use slots::shared_fit_slots;
 
 pub use moe_chunking::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 pub use moe_comm::{Communicator, Geometry, ParallelConfig, ParallelGroups, RowParallel};

@@ -160,6 +160,27 @@ impl GatedMlp {
         }
     }
 
+    /// The first half of [`forward_into`](Self::forward_into) on CUDA: what this rank's part of the weights gives, [T, H].
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes.
+    pub(crate) fn part_into(&self, x: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        let activated = self.activated(x, ex)?;
+        let w2 = self.w2.read()?;
+        match &self.ranks {
+            None => linear_row_parallel_into(activated.view(), w2.view()?, None, out, ex),
+            Some(ranks) => ranks.part_into(activated.view(), w2.view()?, None, out, ex),
+        }
+    }
+
+    /// The second half: adds the ranks' parts up.
+    ///
+    /// # Errors
+    /// Ranks that disagree, or died.
+    pub(crate) fn add_parts(&self, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.add_parts(out, ex))
+    }
+
     /// `acc` [T, H] (the weights' dtype or f32) += MLP(`x` [T, H], the weights' dtype), whose result stays in f32.
     ///
     /// # Errors

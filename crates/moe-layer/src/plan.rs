@@ -157,7 +157,7 @@ impl SparseMoeBlock {
         let router = RouterCall {
             hidden: shape.hidden_size,
             experts: config.num_experts,
-            top_k: config.top_k,
+            top_k: config.num_slots(),
             dtype: shape.dtype,
         };
         let mut gate = RouterForm::stage(&["router"], &router, machine);

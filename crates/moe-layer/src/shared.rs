@@ -2,19 +2,59 @@
 //!
 //! DeepSeek adds the MLP as it is; Qwen2-MoE and Qwen3-Next scale it per token by
 //! `sigmoid(shared_expert_gate(x))`.
+//!
+//! On a GPU the MLP may run on a second stream beside the routed experts, with the same bits. Over ranks the second stream
+//! computes this rank's part, and the collective behind it follows the routed experts' own. Where shared experts are
+//! slots of the routed ones instead (`slots.rs`), there is none of this.
+
+use std::str::FromStr;
 
 use candle_nn::VarBuilder;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
-use moe_kernels::plan::{Machine, Stage};
-use moe_kernels::{Activation, Exec, TensorView, View, ViewMut, add_scaled_into, linear_into, sigmoid_into};
+use moe_kernels::plan::{Machine, Reason, Rejected, Stage, Target};
+use moe_kernels::{
+    Activation, Exec, TensorView, View, ViewMut, add_into, add_scaled_into, linear_into, sigmoid_into,
+};
+use tracing::trace_span;
 
 use crate::mlp::GatedMlp;
+
+/// Where shared experts run on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SharedExpertsStream {
+    /// As slots of the routed experts where kernels take them so, else on a second stream where that pays.
+    #[default]
+    Auto,
+    /// On a second stream, beside the routed experts.
+    On,
+    /// After the routed experts.
+    Off,
+}
+
+impl FromStr for SharedExpertsStream {
+    type Err = String;
+
+    fn from_str(name: &str) -> std::result::Result<Self, String> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "on" => Ok(Self::On),
+            "off" => Ok(Self::Off),
+            other => Err(format!("unknown place of shared experts {other:?}; expected on, off or auto")),
+        }
+    }
+}
+
+/// Beyond this many rows both products keep the whole GPU busy by themselves.
+const STREAM_ROWS: usize = 256;
 
 /// Shared experts, fused into one MLP, with an optional per-token gate.
 #[derive(Debug, Clone)]
 pub struct SharedExperts {
     mlp: GatedMlp,
     gate: Option<Tensor>,
+    stream: SharedExpertsStream,
+    /// Why they are no slots of the routed experts, where somebody has asked.
+    apart: Option<Reason>,
 }
 
 impl SharedExperts {
@@ -34,7 +74,13 @@ impl SharedExperts {
                 gate.dtype().as_str()
             )
         }
-        Ok(Self { mlp, gate: gate.map(|g| g.contiguous()).transpose()? })
+        let gate = gate.map(|g| g.contiguous()).transpose()?;
+        Ok(Self { mlp, gate, stream: SharedExpertsStream::default(), apart: None })
+    }
+
+    /// Runs them there; `apart` explains why they are no slots of the routed experts.
+    pub fn with_stream(self, stream: SharedExpertsStream, apart: Option<Reason>) -> Self {
+        Self { stream, apart, ..self }
     }
 
     /// Loads the MLP under `mlp` (`mlp.shared_experts` in DeepSeek, `mlp.shared_expert` in
@@ -74,10 +120,29 @@ impl SharedExperts {
     /// The kernels of a step of `rows` rows, in their order.
     pub(crate) fn stages(&self, rows: usize, machine: &Machine) -> Vec<Stage> {
         let mut stages = self.mlp.stages(rows, machine);
+        let beside = self.fits_beside(rows, machine);
+        let place = if beside.is_ok() { "shared experts, second stream" } else { "shared experts" };
         for stage in &mut stages {
-            stage.kernel = format!("{} (shared experts)", stage.kernel);
+            stage.kernel = format!("{} ({place})", stage.kernel);
+        }
+        if let Some(first) = stages.first_mut().filter(|_| machine.gpu.is_some()) {
+            let slots = self.apart.clone().map(|reason| ("slots of the routed experts", reason));
+            let tried = slots.into_iter().chain(beside.err().map(|reason| ("second stream", reason)));
+            let rejected = tried.map(|(form, reason)| Rejected { kernel: form.to_string(), reason });
+            first.rejected.splice(0..0, rejected);
         }
         stages
+    }
+
+    /// Whether they run on a second stream in a step of `rows` rows, or why not.
+    fn fits_beside(&self, rows: usize, machine: &Machine) -> std::result::Result<(), Reason> {
+        use SharedExpertsStream::{Auto, Off, On};
+        Target::GPU.expect(machine.gpu.map(|gpu| gpu.compute_capability))?;
+        match self.stream {
+            Off => Err(Reason::NotRequested { requested: "--shared-experts-stream off" }),
+            Auto if rows > STREAM_ROWS => Err(Reason::Rows { least: 0, most: Some(STREAM_ROWS), got: rows }),
+            On | Auto => Ok(()),
+        }
     }
 
     /// Fails unless the experts take the rows that a router `gate` [E, H] takes.
@@ -94,19 +159,59 @@ impl SharedExperts {
         Ok(())
     }
 
+    /// Runs `routed`, which writes `out` [T, H] (model dtype or f32), and adds the shared experts' output for `x` [T, H]
+    /// (model dtype) to it: after it, or computed beside it. Both give the same bits.
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes; those of `routed`.
+    pub fn add_to(
+        &self,
+        x: View<'_>,
+        mut out: ViewMut<'_>,
+        ex: &mut Exec,
+        routed: impl FnOnce(ViewMut<'_>, &mut Exec) -> Result<()>,
+    ) -> Result<()> {
+        if self.fits_beside(x.rows(), &ex.machine()).is_err() {
+            routed(out.reborrow(), ex)?;
+            return trace_span!("shared_experts").in_scope(|| self.add_into(x, out, ex));
+        }
+        // Of this stream's workspace, so lent until the sum has read them.
+        let mut rows = ex.scratch(DType::F32, x.dims())?;
+        let mut scales = self.gate.as_ref().map(|_| ex.scratch(DType::F32, &[x.rows(), 1])).transpose()?;
+        ex.beside(
+            |ex| {
+                self.mlp.part_into(x, rows.view_mut(), ex)?;
+                scales.as_mut().map_or(Ok(()), |scales| self.scales_into(x, scales.view_mut(), ex))
+            },
+            |ex| routed(out.reborrow(), ex),
+        )?;
+        self.mlp.add_parts(rows.view_mut(), ex)?;
+        match &scales {
+            Some(scales) => add_scaled_into(rows.view(), scales.view(), out, ex),
+            None => add_into(rows.view(), out, ex),
+        }
+    }
+
     /// Adds the shared experts' output for `x` [T, H] (model dtype) to `acc` [T, H] (model
     /// dtype or f32). The output and its scaling stay in f32; the sum is rounded once.
     ///
     /// # Errors
     /// Wrong dims or dtypes.
     pub fn add_into(&self, x: View<'_>, acc: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
-        let Some(gate) = &self.gate else { return self.mlp.add_into(x, acc, ex) };
+        if self.gate.is_none() {
+            return self.mlp.add_into(x, acc, ex);
+        }
         let mut rows = ex.scratch(DType::F32, x.dims())?;
         self.mlp.forward_into(x, rows.view_mut(), ex)?;
         let mut scales = ex.scratch(DType::F32, &[x.rows(), 1])?;
-        let gate = TensorView::new(gate)?;
-        linear_into(x, gate.view()?, None, scales.view_mut(), ex)?;
-        sigmoid_into(scales.view_mut(), ex)?;
+        self.scales_into(x, scales.view_mut(), ex)?;
         add_scaled_into(rows.view(), scales.view(), acc, ex)
+    }
+
+    /// The sigmoid of the gate's logit of each row, [T, 1] f32.
+    fn scales_into(&self, x: View<'_>, mut scales: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        let Some(gate) = &self.gate else { return Ok(()) };
+        linear_into(x, TensorView::new(gate)?.view()?, None, scales.reborrow(), ex)?;
+        sigmoid_into(scales, ex)
     }
 }

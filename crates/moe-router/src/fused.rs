@@ -22,7 +22,7 @@ impl Router {
         let c = &self.config;
         let width = hidden.dims().last().copied().unwrap_or(0);
         let call =
-            RouterCall { hidden: width, experts: c.num_experts, top_k: c.top_k, dtype: hidden.dtype() };
+            RouterCall { hidden: width, experts: c.num_experts, top_k: c.num_slots(), dtype: hidden.dtype() };
         let plain = self.kernel_rule().is_ok() && context.asks_of_router().is_none();
         plain && RouterForm::choose(&call, &ex.machine()) == Some(RouterForm::OneLaunch)
     }
@@ -58,9 +58,6 @@ impl Router {
         if c.num_zero_experts > 0 {
             return Err(Reason::Part { part: "zero experts" });
         }
-        if c.num_fused_shared_experts > 0 {
-            return Err(Reason::Part { part: "shared experts in the router's slots" });
-        }
         Ok(())
     }
 
@@ -83,6 +80,8 @@ impl Router {
             bias,
             correction_bias: correction.as_ref().map(TensorView::view).transpose()?,
             top_k: c.top_k,
+            shared: c.num_fused_shared_experts,
+            shared_weight: c.fused_shared_weight,
             scoring: gate_scoring(c.scoring),
             raw_logits: c.selection == Selection::RawLogits,
             renormalize: c.renormalize,

@@ -92,8 +92,7 @@ fn refuse_other_models(config: &Config) -> Result<(), ConfigError> {
         other => {
             let advice = match other {
                 "deepseek_v3" | "deepseek_v32" => {
-                    "; this program runs model_type \"deepseek_v2\": it has neither the noaux_tc routing nor the \
-                     FP8 weights of DeepSeek-V3"
+                    "; this program runs model_type \"deepseek_v2\", whose configs have other defaults than DeepSeek-V3's"
                 }
                 _ => "; this program runs model_type \"deepseek_v2\"",
             };
@@ -157,10 +156,6 @@ fn router(config: &Config) -> Result<Option<RouterConfig>, ConfigError> {
     if config.object().get("n_routed_experts").is_some_and(|experts| experts.is_null()) {
         return Ok(None);
     }
-    if config.opt_string(&["topk_method"])? == Some("noaux_tc") {
-        let advice = ", the routing of DeepSeek-V3; supported are greedy and group_limited_greedy";
-        return Err(config.unsupported("topk_method \"noaux_tc\"", advice));
-    }
     config.size_or(&["num_experts", "num_local_experts", "n_routed_experts"], 64, limits::EXPERTS)?;
     config.router().map(Some)
 }
@@ -184,6 +179,7 @@ fn ignored_by_transformers(
     let options = [
         (router.renormalize, "norm_topk_prob true".to_string()),
         (scoring != "softmax", format!("scoring_func {scoring:?}")),
+        (router.correction_bias, "topk_method \"noaux_tc\"".to_string()),
         (every > 1, format!("moe_layer_freq {every}")),
     ];
     Ok(options.into_iter().filter(|(set, _)| *set).map(|(_, name)| name).collect())

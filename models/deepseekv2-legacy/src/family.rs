@@ -10,8 +10,7 @@ use tracing::warn;
 use crate::config::DeepseekV2Config;
 use crate::model;
 
-const ONE_GPU: &str =
-    "DeepSeek-V2 runs on one GPU so far; leave --tp and --dp out with --device cuda, or run ranks on the CPU";
+const LOOP_OVER_GPUS: &str = "--moe-path legacy runs on one GPU, not on several; leave --tp and --dp out with --device cuda, or choose fused";
 
 /// The path of experts that runs where none is asked for: the loop on the CPU, where it is the reference; on a GPU the loop
 /// would wait for the device in every layer.
@@ -28,8 +27,8 @@ impl ModelFamily for DeepseekV2Family {
     const MODEL_TYPE: &'static str = "deepseek_v2";
 
     fn refuse(options: &LoadOptions, device: DeviceChoice) -> Option<&'static str> {
-        let several = options.context.geometry.world_size > 1;
-        (device != DeviceChoice::Cpu && several).then_some(ONE_GPU)
+        let several = options.context.geometry.world_size > 1 && device != DeviceChoice::Cpu;
+        (several && options.moe_path == Some(MoePath::Legacy)).then_some(LOOP_OVER_GPUS)
     }
 
     fn config(config: &Config) -> Result<DeepseekV2Config, ConfigError> {
@@ -57,9 +56,6 @@ impl ModelFamily for DeepseekV2Family {
         options: &LoadOptions,
         vb: VarBuilder,
     ) -> candle_core::Result<LoadedModel> {
-        if !vb.device().is_cpu() && options.context.geometry.world_size > 1 {
-            candle_core::bail!("{ONE_GPU}")
-        }
         // Once, and not by every rank.
         if options.context.geometry.rank == 0 {
             for option in config.ignored_by_transformers() {

@@ -26,6 +26,17 @@ pub struct TensorLayout {
     pub geometry: Geometry,
 }
 
+/// Shared experts that may be packed behind the routed ones.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedPacks<'a> {
+    /// How many; each is as wide as a routed one.
+    pub count: usize,
+    /// Prefix of their matrices, which lie under each other.
+    pub stored: &'a str,
+    /// Prefix of the packs that hold them behind the others.
+    pub packs: &'a str,
+}
+
 impl TensorLayout {
     /// No tensors yet, for the rank of this geometry.
     pub fn new(geometry: &Geometry) -> Self {
@@ -119,11 +130,14 @@ impl TensorLayout {
     /// experts of this rank, or its part of each. Packed experts are shown one by one where ranks
     /// share them, so that a rank reads its own only; and the rank's packs are listed, if they are not
     /// stored as such.
+    ///
+    /// With `shared` there are also packs in which shared experts lie behind the others, and whole packs are listed too.
     pub fn experts(
         &mut self,
         prefix: &str,
         packed: bool,
         [experts, hidden, intermediate]: [usize; 3],
+        shared: Option<SharedPacks<'_>>,
     ) -> Result<(), GeometryError> {
         let held = self.geometry.expert_intermediate(intermediate)?.range;
         let (gate_up, down) = (format!("{prefix}.gate_up_proj"), format!("{prefix}.down_proj"));
@@ -135,8 +149,17 @@ impl TensorLayout {
                 self.mlp(&format!("{prefix}.{expert}"), [hidden, intermediate], &held);
             }
         }
-        let is_shared = self.geometry.ep_size > 1 || self.geometry.moe_tp_size > 1;
-        if packed && !is_shared {
+        let first = self.packs.len();
+        let is_cut = self.geometry.ep_size > 1 || self.geometry.moe_tp_size > 1;
+        if packed && !is_cut {
+            if let Some(shared) = shared {
+                let whole = |rows, columns| [0..experts, 0..rows, 0..columns];
+                let w13 =
+                    TensorSlice::renamed(format!("{prefix}.w13"), &gate_up, &whole(2 * intermediate, hidden));
+                let w2 = TensorSlice::renamed(format!("{prefix}.w2"), &down, &whole(hidden, intermediate));
+                self.packs.extend([w13, w2]);
+                self.packs_with_shared(first, prefix, [hidden, intermediate], &shared, &held);
+            }
             return Ok(());
         }
         for expert in self.geometry.expert_layout(experts)?.local_experts {
@@ -158,7 +181,39 @@ impl TensorLayout {
                 }
             }
         }
+        if let Some(shared) = shared.filter(|_| self.geometry.ep_size == 1) {
+            self.packs_with_shared(first, prefix, [hidden, intermediate], &shared, &held);
+        }
         Ok(())
+    }
+
+    /// The packs from `first` on once more, under another prefix, with shared experts behind them: each is I rows of the
+    /// stored gate and up matrices and I columns of the down matrix, cut like the others.
+    fn packs_with_shared(
+        &mut self,
+        first: usize,
+        prefix: &str,
+        [hidden, intermediate]: [usize; 2],
+        shared: &SharedPacks<'_>,
+        held: &Range<usize>,
+    ) {
+        let own = self.packs[first..].iter().map(|part| {
+            let name = part.name.replacen(prefix, shared.packs, 1);
+            TensorSlice { name, ..part.clone() }
+        });
+        let mut parts: Vec<_> = own.collect();
+        for expert in 0..shared.count {
+            let held = expert * intermediate + held.start..expert * intermediate + held.end;
+            for (projection, pack, ranges) in [
+                ("gate_proj", "w13", [held.clone(), 0..hidden]),
+                ("up_proj", "w13", [held.clone(), 0..hidden]),
+                ("down_proj", "w2", [0..hidden, held.clone()]),
+            ] {
+                let stored = format!("{}.{projection}.weight", shared.stored);
+                parts.push(TensorSlice::renamed(format!("{}.{pack}", shared.packs), stored, &ranges));
+            }
+        }
+        self.packs.extend(parts);
     }
 
     fn mlp(&mut self, prefix: &str, [hidden, intermediate]: [usize; 2], held: &Range<usize>) {

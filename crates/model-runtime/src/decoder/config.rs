@@ -38,6 +38,18 @@ pub struct MoeConfig {
     pub shared_intermediate_size: usize,
 }
 
+impl MoeConfig {
+    /// Shared experts, each as wide as a routed one; 0 where their width is no multiple of it.
+    pub fn shared_experts(&self) -> usize {
+        match self.intermediate_size {
+            width if width > 0 && self.shared_intermediate_size.is_multiple_of(width) => {
+                self.shared_intermediate_size / width
+            }
+            _ => 0,
+        }
+    }
+}
+
 impl DecoderConfig {
     /// Number of layers.
     pub fn num_layers(&self) -> usize {

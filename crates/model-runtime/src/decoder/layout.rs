@@ -7,12 +7,14 @@
 use moe_comm::{Geometry, GeometryError};
 
 use super::{DecoderConfig, DecoderNames, MoeConfig};
-use crate::checkpoint::TensorLayout;
+use crate::checkpoint::{SharedPacks, TensorLayout};
 
 /// What errors call the width of dense layers.
 pub(super) const DENSE: &str = "intermediate_size";
 /// What errors call the width of shared experts.
 pub(super) const SHARED: &str = "the shared experts' intermediate size";
+/// Prefix, from the MLP, of packs in which shared experts lie behind the routed ones.
+pub(super) const WITH_SHARED: &str = "experts_with_shared_experts";
 
 impl DecoderConfig {
     /// The tensors of a checkpoint, and the parts that the rank of `geometry` holds. `has` tells which names are present, for layouts that differ in them; `attention`
@@ -55,15 +57,21 @@ impl DecoderConfig {
     ) -> Result<(), GeometryError> {
         let (e, h) = (moe.router.num_experts, self.hidden_size);
         list.whole(format!("{mlp}.{}.weight", names.gate), &[e, h]);
+        if moe.router.correction_bias {
+            list.whole(format!("{mlp}.{}.e_score_correction_bias", names.gate), &[e]);
+        }
         let width = moe.shared_intermediate_size;
         let shared = names.shared_experts.map(|name| format!("{mlp}.{name}"));
         // Without shared experts, transformers 5 writes their tensors with a width of 0.
         let is_there = |shared: &String| width > 0 || has(&format!("{shared}.down_proj.weight"));
-        if let Some(shared) = shared.filter(is_there) {
-            list.gated_mlp(&shared, SHARED, [h, width])?;
+        if let Some(shared) = shared.as_ref().filter(|shared| is_there(shared)) {
+            list.gated_mlp(shared, SHARED, [h, width])?;
         }
-        let experts = format!("{mlp}.{}", names.experts);
+        let (experts, packs) = (format!("{mlp}.{}", names.experts), format!("{mlp}.{WITH_SHARED}"));
         let packed = has(&format!("{experts}.gate_up_proj"));
-        list.experts(&experts, packed, [e, h, moe.intermediate_size])
+        let count = moe.shared_experts();
+        let shared = shared.as_deref().filter(|_| count > 0);
+        let shared = shared.map(|stored| SharedPacks { count, stored, packs: &packs });
+        list.experts(&experts, packed, [e, h, moe.intermediate_size], shared)
     }
 }

@@ -8,10 +8,11 @@ use std::thread;
 use candle_core::Result;
 use candle_nn::VarBuilder;
 use moe_layer::{
-    BackendSelection, BlockContext, BlockOptions, GatedMlp, MoePath, SharedExperts, load_layer_on,
+    BackendSelection, BlockContext, BlockOptions, GatedMlp, MoePath, Reason, SharedExperts, load_layer_on,
+    shared_fit_slots,
 };
 
-use super::layout::{DENSE, SHARED};
+use super::layout::{DENSE, SHARED, WITH_SHARED};
 use super::{Decoder, DecoderConfig, DecoderLayer, DecoderNames, Mlp, MoeConfig, SelfAttention};
 use crate::kv_cache::KvLayout;
 use crate::layers::{Embedding, LmHead, RmsNorm};
@@ -129,16 +130,29 @@ impl MlpLoader<'_> {
         let Some(moe) = config.moe.as_ref().filter(|_| config.is_sparse[index]) else {
             return Ok((Mlp::Dense(self.gated_mlp(DENSE, config.intermediate_size, vb)?), None));
         };
-        let width = moe.shared_intermediate_size;
-        let shared = |name| SharedExperts::new(self.gated_mlp(SHARED, width, vb.pp(name))?, None);
-        let shared = self.names.shared_experts.filter(|_| width > 0).map(shared).transpose()?;
-        let (gate, experts) = (vb.pp(self.names.gate), vb.pp(self.names.experts));
         let layer = config.is_sparse.iter().take(index).filter(|is_sparse| **is_sparse).count();
-        let (mut sparse, chosen) = load_layer_on(path, &self.block(moe, layer), context, gate, experts)?;
-        if let Some(shared) = shared {
-            sparse = sparse.with_shared_experts(shared)?;
-        }
-        Ok((Mlp::Sparse(Box::new(sparse)), chosen))
+        let (mut options, gate) = (self.block(moe, layer), vb.pp(self.names.gate));
+        let Some(name) = self.names.shared_experts.filter(|_| moe.shared_intermediate_size > 0) else {
+            let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(self.names.experts))?;
+            return Ok((Mlp::Sparse(Box::new(sparse)), chosen));
+        };
+        let (count, place) = (moe.shared_experts(), (vb.dtype(), vb.device()));
+        let fits = shared_fit_slots(count, path, self.options.backend, place, context);
+        let packs = vb.pp(WITH_SHARED);
+        let shown = fits.and_then(|()| match packs.contains_tensor("w13") {
+            true => Ok(()),
+            false => Err(Reason::Part { part: "shared experts that their source does not show in a pack" }),
+        });
+        let Err(apart) = shown else {
+            options.router.num_fused_shared_experts = count;
+            let (sparse, chosen) = load_layer_on(path, &options, context, gate, packs)?;
+            return Ok((Mlp::Sparse(Box::new(sparse)), chosen));
+        };
+        let shared = self.gated_mlp(SHARED, moe.shared_intermediate_size, vb.pp(name))?;
+        let shared =
+            SharedExperts::new(shared, None)?.with_stream(context.shared_experts_stream, Some(apart));
+        let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(self.names.experts))?;
+        Ok((Mlp::Sparse(Box::new(sparse.with_shared_experts(shared)?)), chosen))
     }
 
     /// This rank's part of a gated MLP.

@@ -4,8 +4,8 @@
 use candle_core::{DType, Result};
 use moe_kernels::plan::{Form, PromptForm};
 use moe_kernels::{
-    AttentionMeta, Exec, MlaPrompt, MlaQuery, TensorView, View, ViewMut, mla_prompt_into, mla_query_into,
-    mla_value_into, paged_attention_into,
+    AttentionMeta, Exec, MlaPrompt, MlaQuery, MlaRows, TensorView, View, ViewMut, mla_prompt_into,
+    mla_query_into, mla_rows_into, mla_value_into, paged_attention_into,
 };
 
 use super::projections::Up;
@@ -14,43 +14,99 @@ use crate::kv_cache::KvLayer;
 use crate::rope::RopeRows;
 use crate::step::StepViews;
 
+/// Where the queries of rows come from.
+#[derive(Clone, Copy)]
+pub(super) enum Source<'a> {
+    /// [T, Hq (N + R)] f32, not rotated. The rows' cache entries have been written.
+    Queries(View<'a>),
+    /// [T, Hq (N + R) + L + R] f32: with the latents, whose cache entries are written with the queries.
+    Packed(Packed<'a>),
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Packed<'a> {
+    products: View<'a>,
+    norm: View<'a>,
+    slots: View<'a>,
+}
+
 /// Rows of a step with their angles.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
-    /// [T, Hq, N + R] f32, not rotated.
-    q: View<'a>,
+pub(super) struct Rows<'a> {
+    source: Source<'a>,
     cos: View<'a>,
     sin: View<'a>,
+    heads: usize,
+    /// Of the latents' norm.
+    eps: f32,
 }
 
 impl<'a> Rows<'a> {
-    fn narrow(&self, start: usize, len: usize) -> Result<Self> {
-        let rows = |view: View<'a>| view.narrow(start, len);
-        Ok(Self { q: rows(self.q)?, cos: rows(self.cos)?, sin: rows(self.sin)? })
+    fn len(&self) -> usize {
+        self.cos.rows()
     }
 
-    fn query(&self, w_uk: Option<View<'a>>) -> MlaQuery<'a> {
-        MlaQuery { q: self.q, w_uk, cos: self.cos, sin: self.sin }
+    fn narrow(&self, start: usize, len: usize) -> Result<Self> {
+        let rows = |view: View<'a>| view.narrow(start, len);
+        let source = match self.source {
+            Source::Queries(q) => Source::Queries(rows(q)?),
+            Source::Packed(Packed { products, norm, slots }) => {
+                Source::Packed(Packed { products: rows(products)?, norm, slots: rows(slots)? })
+            }
+        };
+        Ok(Self { source, cos: rows(self.cos)?, sin: rows(self.sin)?, ..*self })
+    }
+
+    /// Rotated queries, with `w_uk` in latent space; and the rows' cache entries, where they are still to be written.
+    fn query_into(&self, w_uk: Option<View>, out: ViewMut, kv: &mut KvLayer, ex: &mut Exec) -> Result<()> {
+        let Self { cos, sin, heads, eps, .. } = *self;
+        match self.source {
+            Source::Queries(q) => {
+                let [t, width] = [q.rows(), q.dims()[1] / heads];
+                let q = q.reshape(&[t, heads, width])?;
+                mla_query_into(&MlaQuery { q, w_uk, cos, sin }, out, ex)
+            }
+            Source::Packed(Packed { products, norm, slots: slot_mapping }) => {
+                let args = MlaRows { products, norm, eps, w_uk, cos, sin, slot_mapping };
+                mla_rows_into(&args, out, kv.kv_mut().0, ex)
+            }
+        }
     }
 }
 
 impl MlaAttention {
-    /// `out` [T, Hq * V] (model dtype): attention of the rows of `x`, whose cache entries are written.
-    pub(super) fn attend_into(
+    /// Rows of a source, with the angles of a step.
+    pub(super) fn rows<'a>(&self, source: Source<'a>, rope: &'a RopeRows) -> Rows<'a> {
+        let (heads, eps) = (self.config.num_heads, self.config.norm_eps as f32);
+        Rows { source, cos: rope.cos(), sin: rope.sin(), heads, eps }
+    }
+
+    /// [`attend_into`](Self::attend_into) for products of queries and latents, [T, Hq (N + R) + L + R] f32.
+    pub(super) fn attend_packed_into(
         &self,
-        x: View,
+        products: View,
         step: &StepViews,
         rope: &RopeRows,
-        kv: &KvLayer,
+        kv: &mut KvLayer,
+        out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let norm = TensorView::new(&self.kv_a_norm)?;
+        let packed = Packed { products, norm: norm.view()?, slots: step.slot_mapping };
+        self.attend_into(&self.rows(Source::Packed(packed), rope), step, kv, out, ex)
+    }
+
+    /// `out` [T, Hq * V] (model dtype): attention of the step's rows.
+    pub(super) fn attend_into(
+        &self,
+        rows: &Rows,
+        step: &StepViews,
+        kv: &mut KvLayer,
         mut out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
         let MlaConfig { num_heads, qk_nope_head_dim, qk_rope_head_dim, .. } = self.config;
-        let (t, width) = (x.rows(), qk_nope_head_dim + qk_rope_head_dim);
-        let mut q = ex.scratch(DType::F32, &[t, num_heads * width])?;
-        self.query.forward_into(x, q.view_mut(), ex)?;
-        let q = q.view().reshape(&[t, num_heads, width])?;
-        let rows = Rows { q, cos: rope.cos(), sin: rope.sin() };
+        let (t, width) = (rows.len(), qk_nope_head_dim + qk_rope_head_dim);
         let meta = AttentionMeta {
             query_start_loc: step.query_start_loc,
             positions: step.positions,
@@ -60,7 +116,7 @@ impl MlaAttention {
         };
         let Up::Absorbed { w_uk, w_uv } = &self.up else {
             let mut rotated = ex.scratch(DType::F32, &[t, num_heads, width])?;
-            mla_query_into(&rows.query(None), rotated.view_mut(), ex)?;
+            rows.query_into(None, rotated.view_mut(), kv, ex)?;
             return paged_attention_into(rotated.view(), kv.k(), kv.v(), &meta, out, ex);
         };
         let (w_uk, w_uv) = (TensorView::new(w_uk)?, TensorView::new(w_uv)?);
@@ -68,7 +124,7 @@ impl MlaAttention {
         let (first, sequences) = (step.decode_rows, step.block_tables.rows());
         let call = self.prompt_call(t - first, Some(step.prompt_positions));
         if PromptForm::choose(&call, &ex.machine()) != Some(PromptForm::Expanded) {
-            return self.in_latent_space(&rows, weights, &meta, kv, out, ex);
+            return self.in_latent_space(rows, weights, &meta, kv, out, ex);
         }
         if first > 0 {
             let decode = AttentionMeta {
@@ -86,9 +142,9 @@ impl MlaAttention {
             block_tables: meta.block_tables.narrow(first, sequences - first)?,
             ..meta
         };
-        let mut rotated = ex.scratch(x.dtype(), &[t, num_heads, width])?;
+        let mut rotated = ex.scratch(out.dtype(), &[t, num_heads, width])?;
         let to = rotated.view_mut().narrow(first, t - first)?;
-        mla_query_into(&rows.narrow(first, t - first)?.query(None), to, ex)?;
+        rows.narrow(first, t - first)?.query_into(None, to, kv, ex)?;
         let args = MlaPrompt {
             q: rotated.view(),
             w_uk: weights.0,
@@ -106,16 +162,15 @@ impl MlaAttention {
         rows: &Rows,
         (w_uk, w_uv): (View, View),
         meta: &AttentionMeta,
-        kv: &KvLayer,
+        kv: &mut KvLayer,
         out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
         let MlaConfig { num_heads, kv_lora_rank: l, qk_rope_head_dim: r, .. } = self.config;
-        let t = rows.q.rows();
+        let t = rows.len();
         let dtype = self.query_dtype(t, kv.k().dims()[2], &ex.machine());
         let mut q = ex.scratch(dtype, &[t, num_heads, l + r])?;
-        let query = MlaQuery { q: rows.q, w_uk: Some(w_uk), cos: rows.cos, sin: rows.sin };
-        mla_query_into(&query, q.view_mut(), ex)?;
+        rows.query_into(Some(w_uk), q.view_mut(), kv, ex)?;
         let mut latents = ex.scratch(out.dtype(), &[t, num_heads * l])?;
         paged_attention_into(q.view(), kv.k(), kv.v(), meta, latents.view_mut(), ex)?;
         mla_value_into(latents.view(), w_uv, out, ex)

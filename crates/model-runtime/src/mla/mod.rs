@@ -15,21 +15,22 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use moe_comm::RowParallel;
-use moe_kernels::plan::{Machine, Stage};
-use moe_kernels::quant::QuantUse;
+use moe_kernels::plan::{Form, FusedLinearForm, Machine, Reason, Stage};
 use moe_kernels::{
-    CpuIsa, Exec, MlaLatent, TensorView, View, ViewMut, linear_row_parallel_into, mla_cache_into,
-    mla_latent_into,
+    CpuIsa, Exec, MlaLatent, PreNorm, TensorView, View, ViewMut, linear_add_into, linear_row_parallel_into,
+    mla_cache_into, mla_latent_into, norm_linear_into,
 };
 use moe_layer::{BlockContext, PlanStep};
 use tracing::trace_span;
+
+use attend::Source;
 
 use crate::attention::Lock;
 use crate::decoder::SelfAttention;
 use crate::kv_cache::{KvLayer, KvLayout};
 use crate::rope::RopeRows;
 use crate::step::StepViews;
-use projections::{Projection, Query, Up};
+use projections::{Down, Projection, Up};
 
 /// What the KV cache holds, and where the up-projections happen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -96,6 +97,11 @@ impl MlaConfig {
         KvLayout { num_layers, num_kv_heads, head_dim, value_dim, dtype }
     }
 
+    /// Rows of the matrix that makes queries.
+    fn query_rows(&self) -> usize {
+        self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+    }
+
     fn check(&self) -> Result<()> {
         for (name, size) in [
             ("num_heads", self.num_heads),
@@ -158,8 +164,7 @@ impl Default for MlaNames<'_> {
 #[derive(Clone, Debug)]
 pub struct MlaAttention {
     config: MlaConfig,
-    query: Query,
-    kv_a: Projection,
+    down: Down,
     kv_a_norm: Tensor,
     up: Up,
     o: Projection,
@@ -188,10 +193,9 @@ impl MlaAttention {
     ) -> Result<Self> {
         config.check()?;
         let (h, l) = (config.hidden_size, config.kv_lora_rank);
-        let (rope, out) = (config.qk_rope_head_dim, config.num_heads * config.v_head_dim);
+        let out = config.num_heads * config.v_head_dim;
         Ok(Self {
-            query: Query::load(&config, &names, &vb, context)?,
-            kv_a: Projection::load([l + rope, h], config.bias, vb.pp(names.kv_a), QuantUse::Linear, context)?,
+            down: Down::load(&config, &names, &vb, context)?,
             kv_a_norm: vb.pp(names.kv_a_norm).get(l, "weight")?,
             up: Up::load(&config, vb.pp(names.kv_b), context)?,
             o: Projection::load(
@@ -218,9 +222,10 @@ impl MlaAttention {
         &self.config
     }
 
-    /// Writes the rows' cache entries.
+    /// Writes the rows' cache entries, where the latents have a product of their own.
     fn cache(
         &self,
+        kv_a: &Projection,
         x: View,
         step: &StepViews,
         rope: &RopeRows,
@@ -230,7 +235,7 @@ impl MlaAttention {
         let MlaConfig { num_heads, kv_lora_rank: l, qk_rope_head_dim: r, .. } = self.config;
         let (t, dtype) = (x.rows(), x.dtype());
         let mut compressed = ex.scratch(DType::F32, &[t, l + r])?;
-        self.kv_a.forward_into(x, compressed.view_mut(), ex)?;
+        kv_a.forward_into(x, compressed.view_mut(), ex)?;
         let norm = TensorView::new(&self.kv_a_norm)?;
         let args = MlaLatent {
             compressed: compressed.view(),
@@ -261,12 +266,27 @@ impl MlaAttention {
 /// `rope` has R dimensions; the layout of `kv` is [`MlaConfig::kv_layout`].
 impl SelfAttention for MlaAttention {
     fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
-        let (query, kv_a, o) = (self.query.packed(isa)?, self.kv_a.packed(isa)?, self.o.packed(isa)?);
-        Ok(Self { query, kv_a, o, ..self })
+        let (down, o) = (self.down.packed(isa)?, self.o.packed(isa)?);
+        Ok(Self { down, o, ..self })
     }
 
-    fn stages(&self, _: bool, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
-        self.step_stages(step, machine)
+    fn defer_sum(&mut self) -> bool {
+        self.ranks.as_mut().map(RowParallel::defer_sum).is_some()
+    }
+
+    fn fits_fused(&self, step: &PlanStep, machine: &Machine) -> std::result::Result<(), Reason> {
+        let Down::Packed(packed) = &self.down else {
+            return Err(Reason::Part { part: "queries and latents out of products of their own" });
+        };
+        if self.ranks.is_some() {
+            return Err(Reason::Part { part: "the sum over ranks behind its output product" });
+        }
+        FusedLinearForm::Stream.fits(&packed.call(step.rows), machine)?;
+        FusedLinearForm::Stream.fits(&self.o.call(step.rows), machine)
+    }
+
+    fn stages(&self, fused: bool, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
+        self.step_stages(fused, step, machine)
     }
 
     fn forward_into(
@@ -279,16 +299,52 @@ impl SelfAttention for MlaAttention {
         ex: &mut Exec,
     ) -> Result<()> {
         let _span = trace_span!("attention").entered();
-        let MlaConfig { num_heads, v_head_dim, .. } = self.config;
-        let (t, dtype) = (x.rows(), x.dtype());
-        self.cache(x, step, rope, kv, ex)?;
-        let mut attended = ex.scratch(dtype, &[t, num_heads * v_head_dim])?;
-        self.attend_into(x, step, rope, kv, attended.view_mut(), ex)?;
+        let (t, r) = (x.rows(), self.config.qk_rope_head_dim);
+        let mut attended = ex.scratch(x.dtype(), &[t, self.config.num_heads * self.config.v_head_dim])?;
+        match &self.down {
+            Down::Apart { query, kv_a } => {
+                self.cache(kv_a, x, step, rope, kv, ex)?;
+                let mut q = ex.scratch(DType::F32, &[t, self.config.query_rows()])?;
+                query.forward_into(x, q.view_mut(), ex)?;
+                let rows = self.rows(Source::Queries(q.view()), rope);
+                self.attend_into(&rows, step, kv, attended.view_mut(), ex)?;
+            }
+            Down::Packed(packed) => {
+                let width = self.config.query_rows() + self.config.kv_lora_rank + r;
+                let mut products = ex.scratch(DType::F32, &[t, width])?;
+                packed.forward_into(x, products.view_mut(), ex)?;
+                self.attend_packed_into(products.view(), step, rope, kv, attended.view_mut(), ex)?;
+            }
+        }
         let (attended, bias) = (attended.view(), Lock::new(&self.o.bias)?);
         let (o, bias) = (self.o.weight.read()?, bias.view()?);
         match &self.ranks {
             None => linear_row_parallel_into(attended, o.view()?, bias, out, ex),
             Some(ranks) => ranks.linear_into(attended, o.view()?, bias, out, ex),
         }
+    }
+
+    fn add_normed_into(
+        &self,
+        norm: &PreNorm<'_>,
+        mut residual: ViewMut,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvLayer,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _span = trace_span!("attention").entered();
+        let Down::Packed(packed) = &self.down else {
+            bail!("latent attention: queries and latents out of products of their own take no norm")
+        };
+        let MlaConfig { num_heads, v_head_dim, kv_lora_rank: l, qk_rope_head_dim: r, .. } = self.config;
+        let t = residual.rows();
+        let mut products = ex.scratch(DType::F32, &[t, self.config.query_rows() + l + r])?;
+        let weight = packed.weight.read()?;
+        norm_linear_into(residual.as_view(), norm, weight.view()?, None, products.view_mut(), ex)?;
+        let mut attended = ex.scratch(self.o.weight.dtype(), &[t, num_heads * v_head_dim])?;
+        self.attend_packed_into(products.view(), step, rope, kv, attended.view_mut(), ex)?;
+        let (o, bias) = (self.o.weight.read()?, Lock::new(&self.o.bias)?);
+        linear_add_into(attended.view(), o.view()?, bias.view()?, residual.reborrow(), ex)
     }
 }

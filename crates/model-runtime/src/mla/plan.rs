@@ -8,16 +8,16 @@ use moe_kernels::plan::{
 };
 use moe_layer::PlanStep;
 
-use super::projections::{Projection, Query, Up};
+use super::projections::{Down, Projection, Query, Up};
 use super::{MlaAttention, MlaConfig};
 use crate::decoder::{linear_stage, plain};
 
 impl MlaAttention {
     /// The kernels of a step, in their order.
-    pub(super) fn step_stages(&self, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
+    pub(super) fn step_stages(&self, fused: bool, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
         let rows = step.rows;
         let linear = |computes, projection: &Projection| {
-            linear_stage(computes, false, &projection.call(rows), machine)
+            linear_stage(computes, fused, &projection.call(rows), machine)
         };
         let by_rows = |computes, kernel: &str| {
             plain(computes, if machine.gpu.is_some() { kernel } else { "cpu" }, Vec::new())
@@ -26,21 +26,31 @@ impl MlaAttention {
             let call = PerHeadCall { rows, dtype: self.o.weight.dtype() };
             PerHeadForm::stage(computes, &call, machine)
         };
-        let mut stages =
-            vec![linear(&["kv_a"], &self.kv_a), by_rows(&["latent norm", "rope of the key"], "mla_latent")];
-        if let Up::Naive(up) = &self.up {
-            stages.push(linear(&["kv_b"], up));
-        }
-        stages.push(by_rows(&["kv write"], "mla_cache"));
-        match &self.query {
-            Query::Direct(q) => stages.push(linear(&["q_proj"], q)),
-            Query::Low { a, b, .. } => {
-                stages.push(linear(&["q_a"], a));
-                stages.push(by_rows(&["norm of the query's latent"], "rms_norm"));
-                stages.push(linear(&["q_b"], b));
+        let mut stages = Vec::new();
+        match &self.down {
+            Down::Packed(packed) => {
+                let computes: &[&str] = if fused { &["norm", "q_proj, kv_a"] } else { &["q_proj, kv_a"] };
+                stages.push(linear(computes, packed));
+                stages.push(by_rows(&["latent norm", "rope", "kv write"], "mla_rows"));
+            }
+            Down::Apart { query, kv_a } => {
+                stages.push(linear(&["kv_a"], kv_a));
+                stages.push(by_rows(&["latent norm", "rope of the key"], "mla_latent"));
+                if let Up::Naive(up) = &self.up {
+                    stages.push(linear(&["kv_b"], up));
+                }
+                stages.push(by_rows(&["kv write"], "mla_cache"));
+                match query {
+                    Query::Direct(q) => stages.push(linear(&["q_proj"], q)),
+                    Query::Low { a, b, .. } => {
+                        stages.push(linear(&["q_a"], a));
+                        stages.push(by_rows(&["norm of the query's latent"], "rms_norm"));
+                        stages.push(linear(&["q_b"], b));
+                    }
+                }
+                stages.push(by_rows(&["rope of the queries"], "mla_query"));
             }
         }
-        stages.push(by_rows(&["rope of the queries"], "mla_query"));
         let call = self.attention_call(rows, step.one_row_each, None);
         let mut attention = AttentionForm::stage(&["attention"], &call, machine);
         if matches!(self.up, Up::Naive(_)) {
@@ -65,7 +75,7 @@ impl MlaAttention {
                 }
             }
         }
-        stages.push(linear(&["o_proj"], &self.o));
+        stages.push(linear(if fused { &["o_proj", "add"] } else { &["o_proj"] }, &self.o));
         if self.ranks.is_some() {
             stages.push(plain(&["sum over ranks"], "all-reduce", Vec::new()));
         }
@@ -117,7 +127,7 @@ impl MlaAttention {
 }
 
 impl Projection {
-    fn call(&self, rows: usize) -> LinearCall {
+    pub(super) fn call(&self, rows: usize) -> LinearCall {
         let (n, k) = dims(&self.weight);
         LinearCall {
             rows,

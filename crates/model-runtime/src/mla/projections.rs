@@ -40,6 +40,41 @@ impl Projection {
     }
 }
 
+/// How queries and latents come from hidden states.
+#[derive(Clone, Debug)]
+pub(super) enum Down {
+    /// One product after the other.
+    Apart { query: Query, kv_a: Projection },
+    /// Both in one product, queries first: what is read of them next is strided, which one kernel does on a GPU.
+    Packed(Projection),
+}
+
+impl Down {
+    pub(super) fn load(
+        config: &MlaConfig,
+        names: &MlaNames,
+        vb: &VarBuilder,
+        context: &BlockContext,
+    ) -> Result<Self> {
+        let (h, latent) = (config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim);
+        let packs = config.q_lora_rank.is_none() && !config.bias && config.form == MlaForm::Absorbed;
+        if packs && !vb.device().is_cpu() {
+            let modules = [(names.q, config.query_rows()), (names.kv_a, latent)];
+            let weight = load_weight(vb, &modules, h, QuantUse::Linear, context)?;
+            return Ok(Self::Packed(Projection { weight, bias: None }));
+        }
+        let kv_a = Projection::load([latent, h], config.bias, vb.pp(names.kv_a), QuantUse::Linear, context)?;
+        Ok(Self::Apart { query: Query::load(config, names, vb, context)?, kv_a })
+    }
+
+    pub(super) fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
+        Ok(match self {
+            Self::Apart { query, kv_a } => Self::Apart { query: query.packed(isa)?, kv_a: kv_a.packed(isa)? },
+            Self::Packed(projection) => Self::Packed(projection.packed(isa)?),
+        })
+    }
+}
+
 /// How queries come from hidden states.
 #[derive(Clone, Debug)]
 pub(super) enum Query {
@@ -54,7 +89,7 @@ impl Query {
         vb: &VarBuilder,
         context: &BlockContext,
     ) -> Result<Self> {
-        let rows = config.num_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim);
+        let rows = config.query_rows();
         let (h, load) = (config.hidden_size, |dims: [usize; 2], bias: bool, name: &str| {
             Projection::load(dims, bias, vb.pp(name), QuantUse::Linear, context)
         });

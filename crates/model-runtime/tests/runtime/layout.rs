@@ -3,7 +3,11 @@
 
 use std::collections::BTreeMap;
 
-use model_runtime::{Config, DecoderConfig, DecoderNames, Geometry, MoeConfig, ParallelConfig, TensorLayout};
+use candle_core::{DType, Device, Result, Tensor};
+use model_runtime::{
+    Config, DecoderConfig, DecoderNames, DummyWeights, Geometry, MoeConfig, ParallelConfig, RankView,
+    TensorLayout,
+};
 use moe_layer::RouterConfig;
 
 use crate::message;
@@ -27,7 +31,11 @@ fn config(shared: usize) -> DecoderConfig {
     }
 }
 
-fn layout(config: &DecoderConfig, geometry: &Geometry, packed: bool) -> Result<TensorLayout, String> {
+fn layout(
+    config: &DecoderConfig,
+    geometry: &Geometry,
+    packed: bool,
+) -> std::result::Result<TensorLayout, String> {
     let names = DecoderNames { shared_experts: Some("shared_experts"), ..DecoderNames::default() };
     let list =
         config.layout(&names, geometry, &|name| packed && name.ends_with("gate_up_proj"), |prefix, list| {
@@ -114,6 +122,63 @@ fn packs_have_the_rows_of_all_local_experts() {
         assert_eq!(list.clone().slices_for(&candle_core::Device::Cpu).len(), slices);
         assert_eq!(list.packs.len(), 3 * experts);
     }
+}
+
+/// Shared experts as wide as routed ones are also shown behind them, each cut like the others; spread over ranks there are
+/// no such packs.
+#[test]
+fn packs_hold_shared_experts_behind_the_others() -> Result<()> {
+    let config = config(16);
+    let ep = ParallelConfig { enable_expert_parallel: true, dp: 2, ..ParallelConfig::default() };
+    let list = layout(&config, &ep.geometry(0).unwrap(), false).unwrap();
+    assert!(list.packs.iter().all(|part| !part.name.contains("with_shared")), "{:?}", list.packs);
+    for (tp, packed) in [(1, false), (1, true), (2, false), (2, true)] {
+        for rank in 0..tp {
+            let geometry = ParallelConfig { tp, ..ParallelConfig::default() }.geometry(rank).unwrap();
+            let list = layout(&config, &geometry, packed).unwrap();
+            let weights = || DummyWeights::new(list.tensors.clone(), 3);
+            let (whole, shown) = (
+                weights().var_builder(DType::F32, &Device::Cpu),
+                RankView::new(weights(), list.packs.clone()).var_builder(DType::F32, &Device::Cpu),
+            );
+            let (mlp, held) = (whole.pp("model.layers.1.mlp"), 8 / tp);
+            let stored = |expert: usize, name: &str, dims: (usize, usize)| match (expert, packed) {
+                (5.., _) => mlp
+                    .pp("shared_experts")
+                    .get(if dims.0 == 8 { (16, 6) } else { (6, 16) }, &format!("{name}.weight")),
+                (_, false) => mlp.pp("experts").pp(expert).get(dims, &format!("{name}.weight")),
+                (_, true) if name == "down_proj" => mlp.pp("experts").get((5, 6, 8), name)?.get(expert),
+                (_, true) => {
+                    let rows = mlp.pp("experts").get((5, 16, 6), "gate_up_proj")?.get(expert)?;
+                    rows.narrow(0, if name == "gate_proj" { 0 } else { 8 }, 8)
+                }
+            };
+            let part = |expert: usize, name: &str, dim: usize| {
+                let first = expert.saturating_sub(5) * 8 + rank * held;
+                let dims = if dim == 0 { (8, 6) } else { (6, 8) };
+                stored(expert, name, dims)?.narrow(dim, first, held)?.contiguous()
+            };
+            let packs = shown.pp("model.layers.1.mlp.experts_with_shared_experts");
+            let (w13, w2) = (packs.get((7, 2 * held, 6), "w13")?, packs.get((7, 6, held), "w2")?);
+            for expert in 0..7 {
+                let want = Tensor::cat(&[part(expert, "gate_proj", 0)?, part(expert, "up_proj", 0)?], 0)?;
+                assert_eq!(
+                    w13.get(expert)?.to_vec2::<f32>()?,
+                    want.to_vec2::<f32>()?,
+                    "{tp} {packed} {expert}"
+                );
+                let want = part(expert, "down_proj", 1)?;
+                assert_eq!(
+                    w2.get(expert)?.to_vec2::<f32>()?,
+                    want.to_vec2::<f32>()?,
+                    "{tp} {packed} {expert}"
+                );
+            }
+            let plain = shown.pp("model.layers.1.mlp.experts").get((5, 2 * held, 6), "w13")?;
+            assert_eq!(plain.to_vec3::<f32>()?, w13.narrow(0, 0, 5)?.to_vec3::<f32>()?);
+        }
+    }
+    Ok(())
 }
 
 #[test]

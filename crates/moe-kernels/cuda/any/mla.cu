@@ -17,23 +17,26 @@ __device__ __forceinline__ float rotated(const float* x, const float* cos, const
   return at % 2 == 0 ? exact::sub(exact::mul(a, c), exact::mul(b, s)) : exact::add(exact::mul(a, s), exact::mul(b, c));
 }
 
+/// A row's latent, normed, and its rotated part, by one block. `cos` and `sin` are the row's.
+template <class T>
+__device__ __forceinline__ void split_latent(const float* x, const T* weight, float eps, int latent, int rope,
+                                             const float* cos, const float* sin, T* out, T* tail) {
+  float squares = 0;
+  for (int i = threadIdx.x; i < latent; i += kAnyThreads) squares += x[i] * x[i];
+  const float scale = 1.f / sqrtf(any_block_sum(squares) / latent + eps);
+  for (int i = threadIdx.x; i < latent; i += kAnyThreads) out[i] = narrow<T>(x[i] * scale * widen(weight[i]));
+  for (int i = threadIdx.x; i < rope; i += kAnyThreads) tail[i] = narrow<T>(rotated(x + latent, cos, sin, i));
+}
+
 /// A block per row.
 template <class T>
 __global__ void __launch_bounds__(kAnyThreads) latent(const __grid_constant__ MlaLatentArgs a) {
   pdl_launch_dependents();
   pdl_wait();
-  const size_t row = blockIdx.x;
-  const float* x = a.compressed + row * (a.latent + a.rope);
-  const T* weight = static_cast<const T*>(a.norm);
-  float squares = 0;
-  for (int i = threadIdx.x; i < a.latent; i += kAnyThreads) squares += x[i] * x[i];
-  const float scale = 1.f / sqrtf(any_block_sum(squares) / a.latent + a.eps);
-  T* out = static_cast<T*>(a.latent_out) + row * a.latent;
-  for (int i = threadIdx.x; i < a.latent; i += kAnyThreads) out[i] = narrow<T>(x[i] * scale * widen(weight[i]));
-  T* tail = static_cast<T*>(a.rotated_out) + row * a.rope;
-  const size_t angles = row * (a.rope / 2);
-  for (int i = threadIdx.x; i < a.rope; i += kAnyThreads)
-    tail[i] = narrow<T>(rotated(x + a.latent, a.cos + angles, a.sin + angles, i));
+  const size_t row = blockIdx.x, angles = row * (a.rope / 2);
+  split_latent(a.compressed + row * (a.latent + a.rope), static_cast<const T*>(a.norm), a.eps, a.latent, a.rope,
+               a.cos + angles, a.sin + angles, static_cast<T*>(a.latent_out) + row * a.latent,
+               static_cast<T*>(a.rotated_out) + row * a.rope);
 }
 
 /// Threads over the values of a row's heads.
@@ -58,17 +61,15 @@ __global__ void __launch_bounds__(kAnyThreads) cache(const __grid_constant__ Mla
   }
 }
 
-/// Threads over the values of a row's heads.
-template <class T, class O>
-__global__ void __launch_bounds__(kAnyThreads) query(const __grid_constant__ MlaQueryArgs a) {
-  pdl_launch_dependents();
-  pdl_wait();
-  const size_t row = blockIdx.x, angles = row * (a.rope / 2);
+/// Values `first`, `first` + `step`, .. of a row's queries `q` [heads, plain_dim + rope]. `a` says where they go.
+template <class T, class O, class Args>
+__device__ __forceinline__ void split_queries(const Args& a, size_t row, const float* q, int first, int step) {
+  const size_t angles = row * (a.rope / 2);
   const int each = a.plain_dim + a.rope;
-  for (int i = column_start(); i < a.heads * each; i += column_step()) {
+  for (int i = first; i < a.heads * each; i += step) {
     const int d = i % each;
     const size_t head = row * a.heads + i / each;
-    const float* x = a.q + head * each;
+    const float* x = q + i - d;
     O* out = static_cast<O*>(a.out) + head * a.width;
     if (d >= a.plain_dim) {
       const int at = d - a.plain_dim;
@@ -79,6 +80,35 @@ __global__ void __launch_bounds__(kAnyThreads) query(const __grid_constant__ Mla
       out[d] = narrow<O>(x[d]);
     }
   }
+}
+
+/// Threads over the values of a row's heads.
+template <class T, class O>
+__global__ void __launch_bounds__(kAnyThreads) query(const __grid_constant__ MlaQueryArgs a) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const size_t row = blockIdx.x;
+  const float* q = a.q + row * a.heads * (a.plain_dim + a.rope);
+  split_queries<T, O>(a, row, q, column_start(), column_step());
+}
+
+/// Of a row's blocks the first writes the cache, the others the queries.
+template <class T, class O>
+__global__ void __launch_bounds__(kAnyThreads) rows(const __grid_constant__ MlaRowsArgs a) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const size_t row = blockIdx.x, angles = row * (a.rope / 2);
+  const int queries = a.heads * (a.plain_dim + a.rope), key = a.latent + a.rope;
+  const float* x = a.products + row * (queries + key);
+  if (blockIdx.y > 0) {
+    const int first = (blockIdx.y - 1) * kAnyThreads + threadIdx.x, step = (gridDim.y - 1) * kAnyThreads;
+    return split_queries<T, O>(a, row, x, first, step);
+  }
+  const uint32_t slot = a.slots[row];
+  if (slot == kNoSlot || slot >= a.num_slots) return;
+  T* to = static_cast<T*>(a.k_cache) + static_cast<size_t>(slot) * key;
+  split_latent(x + queries, static_cast<const T*>(a.norm), a.eps, a.latent, a.rope, a.cos + angles, a.sin + angles, to,
+               to + a.latent);
 }
 
 template <class T>
@@ -140,6 +170,22 @@ extern "C" int moe_any_mla_query(const MlaQueryArgs* args, void* stream) {
   return with_stream(c.dtype, c.out_dtype, [&](auto t, auto o) {
     return launch(query<typename decltype(t)::type, typename decltype(o)::type>,
                   over_rows(c.rows, c.heads * (c.plain_dim + c.rope), stream), c);
+  });
+}
+
+/// Queries with their tails rotated, and cache rows. `out_dtype` is `dtype` or f32.
+extern "C" int moe_any_mla_rows(const MlaRowsArgs* args, void* stream) {
+  const MlaRowsArgs& c = *args;
+  const int least = c.rope + (c.plain == nullptr ? c.plain_dim : 0);
+  const int64_t queries = static_cast<int64_t>(c.heads) * (c.plain_dim + c.rope);
+  if (c.rows < 0 || c.heads <= 0 || c.plain_dim < 0 || c.rope <= 0 || c.rope % 2 != 0 || c.latent <= 0 ||
+      c.width < least || c.num_slots < 0 || c.num_slots > kNoSlot || queries + c.latent + c.rope > 0x7fffffff)
+    return cudaErrorInvalidValue;
+  if (c.rows == 0) return cudaSuccess;
+  Launch l = over_rows(c.rows, static_cast<int>(queries), stream);
+  ++l.grid.y;
+  return with_stream(c.dtype, c.out_dtype, [&](auto t, auto o) {
+    return launch(rows<typename decltype(t)::type, typename decltype(o)::type>, l, c);
   });
 }
 

@@ -105,6 +105,23 @@ struct MlaQueryArgs {
   int rows, heads, plain_dim, rope, width;
 };
 
+/// Products of queries and latents of a layer that projects both at once: queries as of MlaQueryArgs, and the cache rows
+/// of the latents, normed, with their rotated parts.
+struct MlaRowsArgs {
+  const float* products;  // [rows, heads (plain_dim + rope) + latent + rope]
+  const void* norm;       // [latent] of `dtype`
+  float eps;
+  const float* cos;  // [rows, rope / 2]
+  const float* sin;
+  const uint32_t* slots;  // [rows] distinct; u32::MAX and slots beyond the cache write nothing
+  void* plain;            // [rows, heads, plain_dim] of `dtype`, or null
+  void* out;              // [rows, heads, width] of `out_dtype`
+  void* k_cache;          // [num_slots, latent + rope] of `dtype`
+  Dtype dtype, out_dtype;
+  int rows, heads, plain_dim, rope, width, latent;
+  int64_t num_slots;
+};
+
 /// Latent rows of the positions that some sequences see, out of the cache, one sequence behind the other. bf16: 512 and
 /// 64 columns.
 struct MlaExpandArgs {
@@ -143,5 +160,6 @@ extern "C" int moe_attention_expanded(const moe::PagedAttentionArgs* args, const
 extern "C" int moe_any_mla_latent(const moe::MlaLatentArgs* args, void* stream);
 extern "C" int moe_any_mla_cache(const moe::MlaCacheArgs* args, void* stream);
 extern "C" int moe_any_mla_query(const moe::MlaQueryArgs* args, void* stream);
+extern "C" int moe_any_mla_rows(const moe::MlaRowsArgs* args, void* stream);
 extern "C" int moe_any_per_head(const moe::PerHeadArgs* args, void* stream);
 extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* stream);

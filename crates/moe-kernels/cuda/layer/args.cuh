@@ -11,7 +11,7 @@ struct LayerStreamArgs {
   const void* x;                   // [T, H] bf16; f32 where `norm` is given
   const __nv_bfloat16* norm;       // [H] weight of the RMS norm of x, or null: no norm
   float eps;                       // of the norm
-  const __nv_bfloat16* gate;       // [E, H]; null: topk_ids and topk_weights are inputs
+  const __nv_bfloat16* gate;       // [E - shared, H]; null: topk_ids and topk_weights are inputs
   const __nv_bfloat16* gate_bias;  // this and the next two as in GateRouteArgs
   const float* correction_bias;
   const uint32_t* valid;
@@ -28,6 +28,8 @@ struct LayerStreamArgs {
   Scoring scoring;  // from here on as in GateRouteArgs
   int raw_logits, renormalize;
   float scale, softcap;
+  int shared;           // where `gate` is given: of E = num_ids and of a token's K = top_k slots the last ones are experts
+  float shared_weight;  // that every token gets, with this weight
 };
 
 }  // namespace moe

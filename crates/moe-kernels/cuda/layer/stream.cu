@@ -6,7 +6,7 @@
 // launch in between and no barrier. Logits and activations travel as words that carry the launch's number: a reader
 // polls the word itself, one way there, one way back, no fence.
 //   - Router: every block computes an expert's logit, reads all of them, and makes the same choice. Meanwhile memory
-//     already brings the block a tile of the experts that were chosen first.
+//     already brings the block a tile of the experts that were chosen first, or of shared ones, which need no choice.
 //   - Gate and up: tiles of 8 outputs (64 KB, two copies), one expert after the other. Half of the tiles are assigned
 //     to blocks in turn, the rest by ticket, because SMs get unequal shares of a saturated memory. The consumer warps
 //     leave their sums to a warp that adds and activates them, and go on.
@@ -28,7 +28,8 @@ namespace {
 
 /// Weights in bf16: a stage holds rows.
 struct Rows {
-  static constexpr int kUnit = 1, kMaxRing = 1 << 30, kRowPad = 0, kBlocks = 1;
+  static constexpr int kUnit = 1, kMaxRing = 1 << 30, kRowPad = 0, kBlocks = 1, kTeams = 1;
+  static constexpr uint32_t kArrivals = kWarpArrivals;
   using Sums = float[4][4];
 
   const bf16* w13;  // [num_local, 2 I, H]

@@ -8,12 +8,15 @@
 
 namespace moe::layer {
 
-constexpr int kConsumers = 8;  // warps that multiply; each takes every 8th step along K
+#ifndef LAYER_CONSUMERS
+#define LAYER_CONSUMERS 8
+#endif
+constexpr int kConsumers = LAYER_CONSUMERS;  // warps that multiply; each takes every 8th step along K
 constexpr int kConsumerThreads = kConsumers * 32;
 constexpr int kPairs = 8;      // outputs of a tile of the first product: 8 gate rows and 8 up rows, an mma's
 constexpr int kDownRows = 16;  // rows of w2 of a tile: an mma's
 constexpr int kStep = 64;      // elements along K that a warp takes at a time
-constexpr int kMaxChunk[2] = {2048, 1024};  // elements along K of a stage
+constexpr int kMaxChunk[2] = {2048, 1536};  // elements along K of a stage
 constexpr int kMaxTokens = 4;               // each takes two of an mma's 8 columns
 /// Warps that choose a token's experts. Then the first is the producer of weights, the last activates, the others fetch
 /// activations.
@@ -57,7 +60,8 @@ struct Args {
   void* out;  // [T, H]
   Output output;
 
-  __host__ __device__ int slots() const { return tokens * route.top_k; }
+  __host__ __device__ int slots() const { return tokens * route.slots(); }
+  __host__ __device__ int num_ids() const { return route.experts + route.shared; }
   __device__ int first_unit(int block) const { return block * share + min(block, longer); }
   __device__ uint64_t* logits() const { return state->words; }
   __device__ uint64_t* act() const { return state->words + round_up(kMaxTokens * route.experts, 2); }

@@ -7,7 +7,8 @@ namespace moe::layer {
 
 #if MOE_SM90
 
-/// Activations of this block's tiles to L2, by one warp: a lane per pair and token, two pairs in a word.
+/// Activations of this block's tiles to L2, by one warp, from the sums of kWarps: a lane per pair and token, two pairs in a word.
+template <int kWarps>
 __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_t number) {
   const int lane = threadIdx.x % 32, pair = lane % kPairs, token = min(lane / kPairs, a.tokens - 1);
   for (int i = 0;; ++i) {
@@ -18,7 +19,7 @@ __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_
     const float scale = s.scale()[token];
     float gate = 0, up = 0;
 #pragma unroll
-    for (int w = 0; w < kConsumers; ++w) {
+    for (int w = 0; w < kWarps; ++w) {
       const float* part = s.parts(buffer) + (w * 2 * kPairs + pair) * a.tokens + token;
       gate += part[0], up += part[kPairs * a.tokens];
     }

@@ -2,7 +2,8 @@
 //
 // A kind of weights says how much of them a stage holds, starts the copies that fill it, and multiplies it:
 //   kUnit: columns of the output that a block owns at least; kMaxRing: bytes of the ring; kRowPad: bytes between token
-//     rows; kBlocks: how many blocks' registers an SM is to hold
+//     rows; kBlocks: how many blocks' registers an SM is to hold; kArrivals: of a consuming warp at a barrier;
+//     kTeams: of consuming warps that share a tile of the first product
 //   set_chunk(args, product) on the host: bytes of a stage; stage_bytes(args, product); flying(product): stages on
 //   their
 //     way to a block
@@ -29,34 +30,42 @@ struct Consumer {
     mbarrier_wait(s.full(product, at.stage), at.parity);
   }
   __device__ __forceinline__ void release(int product, const Cursor& at) const {
-    release_to_copies(s.empty(product, at.stage));
+    release_to_copies_by<Weights::kArrivals>(s.empty(product, at.stage));
   }
 
-  /// Sums of tiles, for the warp that activates them. Returns the first stage of the second product.
+  /// Sums of tiles, for the warp that activates them; the teams of warps take tiles in turn. Returns the first stage of the second product.
   __device__ __forceinline__ int gate_up() const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
+    constexpr int kTeamWarps = kConsumers / Weights::kTeams;
+    const int team = threadIdx.x / 32 / kTeamWarps, member = threadIdx.x / 32 % kTeamWarps;
+    const int lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
     const uint8_t* x = s.rows() + min(lane / 8, a.tokens - 1) * a.row_bytes;
     mbarrier_wait(s.active_full(), 0);
     Cursor at;
     for (int i = 0;; ++i) {
       wait(0, at);
       const Tile tile = *s.tile(at.stage);
+      const bool mine = Weights::kTeams == 1 || i % Weights::kTeams == team;
       typename Weights::Sums acc = {};
       for (int k = 0; k < a.hidden && tile.pairs > 0; k += a.chunk[0]) {
         if (k > 0) wait(0, at);
-        a.w.multiply_gate_up(a, s.stage(0, at.stage), s.expert()[tile.active], tile.row, k, x, warp, acc);
+        if (mine) a.w.multiply_gate_up(a, s.stage(0, at.stage), s.expert()[tile.active], tile.row, k, x, member, acc);
         release(0, at);
         at.advance(a.stages[0]);
       }
+      if (!mine) {
+        if (tile.pairs > 0) continue;
+        release(0, at);
+        return tile.row;
+      }
       const int buffer = i % kParts;
       mbarrier_wait(s.parts_empty(buffer), i / kParts % 2 ^ 1);
-      float* parts = s.parts(buffer) + warp * 2 * kPairs * a.tokens + token;
+      float* parts = s.parts(buffer) + member * 2 * kPairs * a.tokens + token;
       if (token < a.tokens) {
         parts[g * a.tokens] = Weights::sum(acc, 0);
         parts[(kPairs + g) * a.tokens] = Weights::sum(acc, 1);
       }
-      if (threadIdx.x == 0) *s.parts_tile(buffer) = tile;
-      warp_arrive(s.parts_full(buffer));
+      if (member == 0 && lane == 0) *s.parts_tile(buffer) = tile;
+      warp_arrive_by<Weights::kArrivals>(s.parts_full(buffer));
       if (tile.pairs == 0) {
         release(0, at);
         return tile.row;
@@ -113,6 +122,7 @@ struct Consumer {
 };
 
 /// By one lane of each warp: one after the other they take a microsecond.
+template <class Weights>
 __device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, int warp) {
   if (!elect_one()) return;
 #pragma unroll 1
@@ -120,13 +130,13 @@ __device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, in
 #pragma unroll 1
     for (int i = warp; i < a.stages[product]; i += kThreads / 32) {
       mbarrier_init(s.full(product, i), 1);
-      mbarrier_init(s.empty(product, i), kConsumers * kWarpArrivals);
+      mbarrier_init(s.empty(product, i), kConsumers * Weights::kArrivals);
     }
   }
 #pragma unroll 1
   for (int u = warp; u < a.slots(); u += kThreads / 32) mbarrier_init(s.act_full(u), kWarpArrivals);
   if (warp < kParts) {
-    mbarrier_init(s.parts_full(warp), kConsumers * kWarpArrivals);
+    mbarrier_init(s.parts_full(warp), kConsumers / Weights::kTeams * Weights::kArrivals);
     mbarrier_init(s.parts_empty(warp), kWarpArrivals);
   }
   if (warp == kParts) mbarrier_init(s.active_full(), kWarpArrivals);
@@ -168,7 +178,7 @@ __global__ __launch_bounds__(kThreads,
     pdl_wait();
     if (warp == kConsumers) choice = given_choice(a);
   }
-  init_barriers(a, s, warp);
+  init_barriers<Weights>(a, s, warp);
   const Slot slot(a);
   if (warp == kConsumers) clear_active(a, s);
   __syncthreads();
@@ -203,7 +213,7 @@ __global__ __launch_bounds__(kThreads,
   if (router == 0) warp_arrive(s.active_full());
   mbarrier_wait(s.active_full(), 0);
   if (router == kRouters - 1) {
-    activate(a, s, turn.number());
+    activate<kConsumers / Weights::kTeams>(a, s, turn.number());
   } else if (router > 0) {
     fetch_activations(a, s, router - 1, turn.number());
   } else if (elect_one()) {
@@ -237,7 +247,7 @@ bool divide_ring(Weighted<Weights>* a, int block_smem) {
 }
 
 inline bool valid(const Args& a) {
-  const int top_k = a.route.top_k;
+  const int top_k = a.route.slots();
   return a.tokens >= 0 && a.tokens <= kMaxTokens && top_k > 0 && top_k <= kMaxTopK && a.slots() <= kMaxSlots &&
          a.hidden > 0 && a.hidden % kStep == 0 && a.inter > 0 && a.inter % kStep == 0 && a.num_local > 0 &&
          a.num_local <= 1024 && a.route.experts > 0;
@@ -264,17 +274,19 @@ Args common_args(const Launcher& c) {
   Args a = {};
   a.tokens = c.tokens;
   a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.gate = c.gate, a.gate_bias = c.gate_bias, a.valid = c.valid;
-  a.route = {c.correction_bias, c.topk_ids,   c.topk_weights, c.num_ids, c.top_k,
-             c.scoring,         c.raw_logits, c.renormalize,  c.scale,   c.softcap};
+  a.route = {c.correction_bias,  c.topk_ids, c.topk_weights, c.num_ids - c.shared, c.top_k - c.shared, c.scoring,
+             c.raw_logits, c.renormalize, c.scale, c.softcap};
+  a.route.shared = c.shared, a.route.shared_weight = c.shared_weight;
   a.expert_map = c.expert_map, a.out = c.out, a.output = c.output, a.state = static_cast<State*>(c.state);
   return a;
 }
 
 /// Whether a launcher takes them.
 inline bool launchable(const Args& a) {
-  const bool routes =
-      a.route.experts <= 512 && a.route.top_k <= a.route.experts && is_code(a.route.scoring, Scoring::kSqrtSoftplus);
-  return valid(a) && is_code(a.output, Output::kAddF32) && (a.gate == nullptr || routes);
+  const RouteArgs& r = a.route;
+  const bool routes = a.num_ids() <= 512 && r.slots() <= a.num_ids() && is_code(r.scoring, Scoring::kSqrtSoftplus);
+  const bool shares = r.shared >= 0 && r.top_k > 0 && (r.shared == 0 || a.gate != nullptr);
+  return valid(a) && is_code(a.output, Output::kAddF32) && shares && (a.gate == nullptr || routes);
 }
 
 }  // namespace moe::layer

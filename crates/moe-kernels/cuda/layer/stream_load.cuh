@@ -7,15 +7,21 @@ namespace moe::layer {
 
 #if MOE_SM90
 
-/// The tile that a block begins with where the experts are chosen here. It belongs to the first token's likeliest
-/// experts, a block for each of their tiles, so that memory has work while the others are still being chosen.
+/// The tile that a block begins with where the experts are chosen here. It belongs to the first token's shared experts,
+/// then to its likeliest ones, a block for each of their tiles, so that memory has work while the others are still being
+/// chosen.
 struct Head {
-  int rank, place;  // of the expert in the token's choice, -1: there is no head; of the tile among the expert's
+  int rank, place;  // of the expert, -1: there is no head; of the tile among the expert's
 
   __device__ __forceinline__ explicit Head(const Args& a) : rank(0), place(blockIdx.x) {
     const int per_expert = a.inter / kPairs;
     for (; place >= per_expert; place -= per_expert) ++rank;
-    if (a.expert_map != nullptr || a.num_local < a.route.experts || a.chunk[0] < a.hidden) rank = -1;
+    if (a.expert_map != nullptr || a.num_local < a.num_ids() || a.chunk[0] < a.hidden) rank = -1;
+  }
+
+  /// The rank of a token's slot: shared experts lie behind the chosen ones and are known before them.
+  static __device__ __forceinline__ int rank_of(const Args& a, int slot) {
+    return slot < a.route.top_k ? slot + a.route.shared : slot - a.route.top_k;
   }
 
   /// By one lane. The stage is the first one.
@@ -28,9 +34,10 @@ struct Head {
   /// the consumers what the stage holds. Returns how many of the experts' tiles are heads.
   __device__ __forceinline__ int declare(const Args& a, const Shared& s, int active, bool has) const {
     const int lane = threadIdx.x % 32;
-    const int chosen = __popc(__ballot_sync(0xffffffffu, has && lane < a.route.top_k));
+    const bool counts = has && lane < a.route.slots();
+    const int chosen = __popc(__ballot_sync(0xffffffffu, counts));
     if (rank < 0) return 0;
-    if (lane == rank && rank < chosen) *s.tile(0) = {static_cast<uint16_t>(active), kPairs, place * kPairs};
+    if (counts && rank_of(a, lane) == rank) *s.tile(0) = {static_cast<uint16_t>(active), kPairs, place * kPairs};
     return min(static_cast<int>(gridDim.x), chosen * (a.inter / kPairs));
   }
 };
@@ -85,7 +92,7 @@ struct Loader {
   __device__ __forceinline__ int heads_of(int active, int heads) const {
     const uint32_t slot = s.active_slot(active)[0];  // of the first token, whose slots are in the order of its choice
     const int per_expert = a.inter / kPairs;
-    return slot == kNoSlot ? 0 : max(0, min(heads - static_cast<int>(slot) * per_expert, per_expert));
+    return slot == kNoSlot ? 0 : max(0, min(heads - Head::rank_of(a, slot) * per_expert, per_expert));
   }
 
   /// Tells the consumers that the first product is over, and in which stage the second one begins: the one that is free

@@ -144,9 +144,9 @@ struct Slot {
   uint32_t of_token;  // the token's slots
 
   __device__ __forceinline__ explicit Slot(const Args& a) {
-    const int lane = threadIdx.x % 32, k = a.route.top_k;
+    const int lane = threadIdx.x % 32, k = a.route.slots();
     token = (lane >= k) + (lane >= 2 * k) + (lane >= 3 * k);  // kMaxTokens is 4, and a division takes long
-    of_token = (0xffffffffu >> (32 - a.route.top_k)) << token * a.route.top_k;
+    of_token = (0xffffffffu >> (32 - k)) << token * k;
   }
 };
 
@@ -178,7 +178,7 @@ __device__ __forceinline__ Choice chosen(const Shared& s) {
 template <bool kRepeats>
 __device__ __forceinline__ int build_active(const Args& a, const Shared& s, const Slot& slot, const Choice& own) {
   const int lane = threadIdx.x % 32;
-  const int local = local_expert(own.id, a.expert_map, a.route.experts, a.num_local);
+  const int local = local_expert(own.id, a.expert_map, a.num_ids(), a.num_local);
   float weight = own.weight;
   const uint32_t before = (1u << lane) - 1, same = __match_any_sync(0xffffffffu, local);
   const bool leads = local >= 0 && (same & before) == 0;
@@ -212,17 +212,18 @@ __device__ __forceinline__ int build_active(const Args& a, const Shared& s, cons
 template <int kPerLane, bool kPlain, class Weights>
 __device__ __forceinline__ void route(const Weighted<Weights>& a, const Shared& s, int token, const Turn& turn,
                                       const Head& head) {
-  const int lane = threadIdx.x % 32, slot = token * a.route.top_k + lane;
+  const int lane = threadIdx.x % 32, slot = token * a.route.slots() + lane;
   Choice c = {kNoExpert, 0.0f};
   if (a.valid == nullptr || static_cast<uint32_t>(token) < __ldcg(a.valid)) {
+    const int awaited = token == 0 ? head.rank - a.route.shared : -1;
+    if (token == 0 && head.rank >= 0 && awaited < 0 && elect_one()) head.load(a, s, a.route.experts + head.rank);
     float score[kPerLane];
     await_logits(a, token, turn.number(), score);
-    const int awaited = token == 0 ? head.rank : -1;
-    c = choose<kPlain>(a.route, score, s.chosen() + token * a.route.top_k, [&](int rank, uint32_t id) {
+    c = choose<kPlain>(a.route, score, s.chosen() + token * a.route.slots(), [&](int rank, uint32_t id) {
       if (rank == awaited) head.load(a, s, id);
     });
   }
-  if (lane >= a.route.top_k) return;
+  if (lane >= a.route.slots()) return;
   s.chosen()[slot] = c;
   if (blockIdx.x == 0) a.route.topk_ids[slot] = c.id, a.route.topk_weights[slot] = c.weight;
 }

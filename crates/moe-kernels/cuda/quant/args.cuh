@@ -121,6 +121,8 @@ struct QuantLayerStreamArgs {
   Scoring scoring;
   int raw_logits, renormalize;
   float scale, softcap;
+  int shared;
+  float shared_weight;
 };
 
 /// As ExpertsStreamArgs.

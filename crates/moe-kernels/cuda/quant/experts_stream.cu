@@ -18,6 +18,7 @@ constexpr int kChunk = 1024;  // elements along K of a stage of w2; of w13 twice
 template <class Kind>
 struct Tiles {
   static constexpr QuantFormat kFormat = Kind::kFormat;
+  static constexpr uint32_t kArrivals = 1;
   quant::Matrix w13, w2;
   quant::StageLayout layouts[2];
 
@@ -69,9 +70,9 @@ struct Tiles {
       for (int i = first; i < steps; i += kConsumers) {
         quant::Columns columns;
         columns.load(row + (k + i * quant::kStep) * 2);
-        s.multiply(i, k + i * quant::kStep, columns, acc[0]);
+        s.operands(i, k + i * quant::kStep).multiply(columns, acc[0]);
       }
-      release_to_copies(b.empty(at.stage));
+      release_to_copies_by<kArrivals>(b.empty(at.stage));
       at.advance(b.a.stages);
     }
   }

@@ -11,6 +11,16 @@
 #include "layer/stream_kernel.cuh"
 #include "quant/product.cuh"
 
+#ifndef Q_ARRIVALS
+#define Q_ARRIVALS 1
+#endif
+#ifndef Q_BLOCKS
+#define Q_BLOCKS 1
+#endif
+#ifndef Q_TEAMS
+#define Q_TEAMS 2
+#endif
+
 namespace moe::layer {
 namespace {
 
@@ -22,8 +32,9 @@ template <class Kind>
 struct Tiles {
   static constexpr QuantFormat kFormat = Kind::kFormat;
   static constexpr int kUnit = quant::kTileRows, kMaxRing = (kFormat == QuantFormat::kInt4 ? 112 : 176) * 1024;
+  static constexpr uint32_t kArrivals = Q_ARRIVALS;
   static constexpr int kRowPad = 16;  // against bank conflicts
-  static constexpr int kBlocks = 2;   // leaves registers for a block of the next kernel
+  static constexpr int kBlocks = Q_BLOCKS, kTeams = Q_TEAMS;
   using Sums = float[4];
   quant::Matrix w13, w2;
   quant::StageLayout layouts[2];
@@ -34,9 +45,10 @@ struct Tiles {
     layouts[product] = quant::stage_layout(product == 0 ? w13 : w2, kFormat, a.chunk[product]);
     return layouts[product].bytes;
   }
-  __device__ __forceinline__ int flying(int product) const { return most_flying[product]; }
 
 #if MOE_SM90
+
+  __device__ __forceinline__ int flying(int product) const { return most_flying[product]; }
 
   __device__ __forceinline__ void load_gate_up(const Args& a, uint8_t* to, uint32_t expert, int row, int k,
                                                uint64_t* bar) const {
@@ -54,28 +66,29 @@ struct Tiles {
     quant::bulk_copy_pieces(to, quant::pieces<kFormat>(w2, layouts[1], tile, k, min(a.chunk[1], a.inter - k)), bar);
   }
 
-  /// The stage's columns, k and on, times those of x.
-  __device__ __forceinline__ void multiply(const quant::Stage<Kind>& s, const uint8_t* x, int k, int columns, int warp,
-                                           Sums& acc) const {
-    constexpr int kUnroll = Kind::kShare < kStep ? 1 : 2;  // as far as registers go
+  /// The stage's columns, k and on, times those of x: this warp's of kWarps.
+  template <int kWarps>
+  static __device__ __forceinline__ void multiply(const quant::Stage<Kind>& s, const uint8_t* x, int k, int columns, int warp,
+                                                  Sums& acc) {
+    constexpr int kUnroll = Q_BLOCKS == 1 ? 4 : Kind::kShare < kStep ? 1 : 2;
 #pragma unroll kUnroll
-    for (int i = warp; i < columns / kStep; i += kConsumers) {
+    for (int i = warp; i < columns / kStep; i += kWarps) {
       quant::Columns of;
       of.load(x + (k + i * kStep) * 2);
-      s.multiply(i, k + i * kStep, of, acc);
+      s.operands(i, k + i * kStep).multiply(of, acc);
     }
   }
 
   __device__ __forceinline__ void multiply_gate_up(const Args& a, const uint8_t* stage, uint32_t expert, int row, int k,
                                                    const uint8_t* x, int warp, Sums& acc) const {
     const quant::Stage<Kind> s(w13, layouts[0], stage, w13.tile_row(expert, row / kPairs), k);
-    multiply(s, x, k, min(a.chunk[0], a.hidden - k), warp, acc);
+    multiply<kConsumers / kTeams>(s, x, k, min(a.chunk[0], a.hidden - k), warp, acc);
   }
 
   __device__ __forceinline__ void multiply_down(const Args& a, const uint8_t* stage, uint32_t expert, int top, int,
                                                 int k, const uint8_t* act, int warp, Sums& acc) const {
     const quant::Stage<Kind> s(w2, layouts[1], stage, w2.tile_row(expert, top / quant::kTileRows), k);
-    multiply(s, act, k, min(a.chunk[1], a.inter - k), warp, acc);
+    multiply<kConsumers>(s, act, k, min(a.chunk[1], a.inter - k), warp, acc);
   }
 
   /// Both of a token's columns hold the same sums.

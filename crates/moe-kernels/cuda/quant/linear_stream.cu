@@ -12,6 +12,10 @@
 #include "linear/stream.cuh"
 #include "quant/product.cuh"
 
+#ifndef Q_AHEAD
+#define Q_AHEAD 2
+#endif
+
 namespace moe::quant {
 namespace {
 
@@ -20,6 +24,7 @@ constexpr int kSteps = kChunk / kStep / kWarps;  // of a warp and stage
 constexpr int kPad = 16;                         // bytes between rows of x, against bank conflicts
 constexpr int kMaxStages = 8;
 constexpr int kMaxRing = 136 * 1024;               // leaves room for a block of the kernel ahead
+constexpr size_t kSoleBlock = 116 * 1024;  // of shared memory: two blocks of a launch do not share an SM
 constexpr int kHeader = 8 * (2 * kMaxStages + 2);  // barriers
 constexpr int kBatch = 3;                          // rows of tiles whose sums are added together
 constexpr int kBatchRows = kBatch * kTileRows;
@@ -41,21 +46,10 @@ size_t fixed_bytes(int m, int k) {
   return kHeader + (kSumFloats + kTokens * kWarps) * sizeof(float) + static_cast<size_t>(m) * (2 * k + kPad);
 }
 
-/// A warp's columns of x in a chunk: those of its steps.
-struct ChunkColumns {
-  Columns step[kSteps];
-
-  /// Lanes without a token repeat the last one: their results are not stored.
-  __device__ __forceinline__ void load(const uint8_t* x, int pitch, int m, int steps) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint8_t* from = x + static_cast<size_t>(min(lane / 4, m - 1)) * pitch;
-#pragma unroll
-    for (int j = 0; j < kSteps; ++j) step[j].load(from + min(j * kWarps + warp, steps - 1) * kStep * 2);
-  }
-};
-
-template <class Kind, int kHeld, bool kNormed>
+template <class Kind, bool kNormed>
 __global__ void __launch_bounds__(kConsumers + 32, 1) quant_stream_kernel(const __grid_constant__ Args a) {
+  // Stages whose weights are unpacked while x is on its way: as many as registers hold.
+  constexpr int kAhead = kNormed || Kind::kShare < kStep ? Q_AHEAD / 2 : Q_AHEAD;
   extern __shared__ __align__(128) uint8_t smem[];
   uint64_t* full = reinterpret_cast<uint64_t*>(smem);
   uint64_t* empty = full + kMaxStages;
@@ -97,29 +91,68 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) quant_stream_kernel(const 
     return;
   }
 
+  const auto stage_of = [&](int stage, int tile, int chunk) {
+    const uint8_t* at = ring + static_cast<size_t>(stage) * a.layout.bytes;
+    return Stage<Kind>(a.w, a.layout, at, tile, chunk * kChunk);
+  };
+  int refills = (last - first) * chunks - a.stages;
   pdl_wait();
+  EightColumns first_row = {};
   if constexpr (kNormed) {
-    stage_normed(a, norm_weight, x, pitch, squares);
+    if (threadIdx.x * 8 < a.k) first_row.load(static_cast<const float*>(a.x) + threadIdx.x * 8);
+  } else if (warp == 0) {
+    const bf16* from = static_cast<const bf16*>(a.x);
+    copy_rows(x, pitch, a.m, a.k * 2, x_full, [&](uint32_t r) { return from + static_cast<size_t>(r) * a.k; });
+  }
+  // Of the first stages: with one chunk a row of tiles each.
+  Operands<Kind> ahead[kAhead > 0 ? kAhead : 1][kSteps];
+  const auto ahead_tile = [&](int n) { return chunks == 1 ? first + n : first; };
+  const auto ahead_chunk = [&](int n) { return chunks == 1 ? 0 : n; };
+  const int num_ahead = min(min(kAhead, a.stages), (last - first) * chunks);
+#pragma unroll
+  for (int n = 0; n < kAhead; ++n) {
+    if (n >= num_ahead) break;
+    mbarrier_wait(full + n, 0);
+    const int chunk = ahead_chunk(n), steps = columns(chunk) / kStep;
+    const Stage<Kind> s = stage_of(n, ahead_tile(n), chunk);
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+      const int i = j * kWarps + warp;
+      if (i < steps) ahead[n][j] = s.operands(i, chunk * kChunk + i * kStep);
+    }
+    if (refills-- > 0) release_to_copies(empty + n);
+  }
+  if constexpr (kNormed) {
+    stage_normed(a, norm_weight, &first_row, x, pitch, squares);
     named_barrier(1, kConsumers);
   } else {
-    const bf16* from = static_cast<const bf16*>(a.x);
-    if (warp == 0)
-      copy_rows(x, pitch, a.m, a.k * 2, x_full, [&](uint32_t r) { return from + static_cast<size_t>(r) * a.k; });
     mbarrier_wait(x_full, 0);
   }
-  ChunkColumns held[kHeld > 0 ? kHeld : 1];
+  // Lanes without a token repeat the last one: their results are not stored.
+  const uint8_t* own_x = x + static_cast<size_t>(min(lane / 4, a.m - 1)) * pitch;
+  float done[kAhead > 0 ? kAhead : 1][4] = {};
 #pragma unroll
-  for (int chunk = 0; chunk < kHeld; ++chunk)
-    if (chunk < chunks) held[chunk].load(x + chunk * kChunk * 2, pitch, a.m, columns(chunk) / kStep);
+  for (int n = 0; n < kAhead; ++n) {
+    if (n >= num_ahead) break;
+    const int chunk = ahead_chunk(n), steps = columns(chunk) / kStep;
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+      const int i = j * kWarps + warp;
+      Columns of;
+      of.load(own_x + (chunk * kChunk + min(i, steps - 1) * kStep) * 2);
+      if (i < steps) ahead[n][j].multiply(of, done[n]);
+    }
+  }
   float scale[kPasses];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int token = (threadIdx.x + pass * kConsumers) / kBatchRows;
     scale[pass] = kNormed && token < a.m ? norm_factor(a, squares, token) : 1.f;
   }
-  int stage = 0, phase = 0, refills = (last - first) * chunks - a.stages;
+  int stage = 0, phase = 0, number = 0;
   for (int batch = first; batch < last; batch += kBatch) {
-    const int rows = min(min(kBatch, last - batch) * kTileRows, a.n - batch * kTileRows);
+    const int tiles = min(kBatch, last - batch), rows = min(tiles * kTileRows, a.n - batch * kTileRows);
+    if (batch > first) named_barrier(1, kConsumers);  // the sums before have been read
     float value[kPasses];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -129,41 +162,32 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) quant_stream_kernel(const 
       value[pass] = before(a.output, a.out, static_cast<size_t>(token) * a.n + batch * kTileRows + row);
       if (a.bias != nullptr) value[pass] += __bfloat162float(a.bias[batch * kTileRows + row]);
     }
-    float part[kBatch][4] = {};
+    for (int group = 0; group < tiles; ++group) {
+      float sum[4] = {};
+      for (int chunk = 0; chunk < chunks; ++chunk, ++number) {
+        if (number < num_ahead) {
 #pragma unroll
-    for (int group = 0; group < kBatch; ++group) {
-      if (batch + group >= last) break;
-      const auto next = [&](const ChunkColumns& of, int chunk) {
-        mbarrier_wait(full + stage, phase);
-        const Stage<Kind> s(a.w, a.layout, ring + static_cast<size_t>(stage) * a.layout.bytes, batch + group,
-                            chunk * kChunk);
-        const int steps = columns(chunk) / kStep;
+          for (int n = 0; n < kAhead; ++n)
 #pragma unroll
-        for (int j = 0; j < kSteps; ++j) {
-          const int i = j * kWarps + warp;
-          if (i < steps) s.multiply(i, chunk * kChunk + i * kStep, of.step[j], part[group]);
+            for (int c = 0; c < 4; ++c) sum[c] += number == n ? done[n][c] : 0.f;
+        } else {
+          mbarrier_wait(full + stage, phase);
+          const Stage<Kind> s = stage_of(stage, batch + group, chunk);
+          const int steps = columns(chunk) / kStep;
+#pragma unroll 2
+          for (int i = warp; i < steps; i += kWarps) {
+            const int column = chunk * kChunk + i * kStep;
+            Columns of;
+            of.load(own_x + column * 2);
+            s.operands(i, column).multiply(of, sum);
+          }
+          if (refills-- > 0) release_to_copies(empty + stage);
         }
-        if (refills-- > 0) release_to_copies(empty + stage);
         if (++stage == a.stages) stage = 0, phase ^= 1;
-      };
-      if constexpr (kHeld > 0) {
-#pragma unroll
-        for (int chunk = 0; chunk < kHeld; ++chunk)
-          if (chunk < chunks) next(held[chunk], chunk);
-      } else {
-        for (int chunk = 0; chunk < chunks; ++chunk) {
-          held[0].load(x + chunk * kChunk * 2, pitch, a.m, columns(chunk) / kStep);
-          next(held[0], chunk);
-        }
       }
-    }
-    if (batch > first) named_barrier(1, kConsumers);  // the sums before have been read
-#pragma unroll
-    for (int group = 0; group < kBatch; ++group) {
-      if (batch + group >= last) break;
       float* to = sums + ((group * kWarps + warp) * kTileRows + lane / 4) * kSumPitch + lane % 4 * 2;
-      *reinterpret_cast<float2*>(to) = {part[group][0], part[group][1]};
-      *reinterpret_cast<float2*>(to + 8 * kSumPitch) = {part[group][2], part[group][3]};
+      *reinterpret_cast<float2*>(to) = {sum[0], sum[1]};
+      *reinterpret_cast<float2*>(to + 8 * kSumPitch) = {sum[2], sum[3]};
     }
     named_barrier(1, kConsumers);
 #pragma unroll
@@ -174,13 +198,13 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) quant_stream_kernel(const 
       float sum = 0.f;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) sum += from[w * kTileRows * kSumPitch];
-      store(a.output, a.out, static_cast<size_t>(token) * a.n + batch * kTileRows + row,
-            value[pass] + sum * scale[pass]);
+      const size_t at = static_cast<size_t>(token) * a.n + batch * kTileRows + row;
+      store(a.output, a.out, at, value[pass] + sum * scale[pass]);
     }
   }
 }
 
-template <class Kind, int kHeld, bool kNormed>
+template <class Kind, bool kNormed>
 int run(Args a, void* stream) {
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
@@ -194,15 +218,14 @@ int run(Args a, void* stream) {
   const int fit = ring < stage ? 1 : static_cast<int>(ring / stage), needed = ceil_div(a.w.n_tiles, blocks) * chunks;
   a.stages = needed < fit ? needed : fit;
   if (a.stages > kMaxStages) a.stages = kMaxStages;
-  const Launch l = {dim3(blocks), dim3(kConsumers + 32), stream, fixed + a.stages * stage};
-  return launch(quant_stream_kernel<Kind, kHeld, kNormed>, l, a);
+  const size_t smem = fixed + a.stages * stage, most = limits.block_smem, sole = most < kSoleBlock ? most : kSoleBlock;
+  const Launch l = {dim3(blocks), dim3(kConsumers + 32), stream, smem > sole ? smem : sole};
+  return launch(quant_stream_kernel<Kind, kNormed>, l, a);
 }
 
 template <class Kind>
 int run(const Args& a, void* stream) {
-  if (a.k <= kChunk) return a.norm ? run<Kind, 1, true>(a, stream) : run<Kind, 1, false>(a, stream);
-  if (a.k <= 2 * kChunk) return a.norm ? run<Kind, 2, true>(a, stream) : run<Kind, 2, false>(a, stream);
-  return a.norm ? run<Kind, 0, true>(a, stream) : run<Kind, 0, false>(a, stream);
+  return a.norm ? run<Kind, true>(a, stream) : run<Kind, false>(a, stream);
 }
 
 }  // namespace

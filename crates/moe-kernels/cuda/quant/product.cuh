@@ -27,6 +27,30 @@ struct Factors {
   uint32_t zero[2];
 };
 
+/// A lane's weights of a step as row operands of four products, and the scales of its two rows.
+template <class Kind>
+struct Operands {
+  static constexpr int kShares = kStep / Kind::kShare;
+  static constexpr int kSteps = 4 / kShares;  // of 16 columns in a share
+
+  uint32_t a[4][4];
+  float low[kShares], high[kShares];
+
+  /// sum += weights times x: rows g and g + 8 of columns 2t and 2t + 1, as mma.sync has them.
+  __device__ __forceinline__ void multiply(const Columns& x, float (&sum)[4]) const {
+#pragma unroll
+    for (int share = 0; share < kShares; ++share) {
+      float acc[2][4] = {};  // two chains: a product that waits for the one before takes twice as long
+#pragma unroll
+      for (int step = share * kSteps; step < (share + 1) * kSteps; ++step)
+        mma_bf16(acc[step % 2], a[step], x.word[2 * step], x.word[2 * step + 1]);
+      sum[0] = fmaf(low[share], acc[0][0] + acc[1][0], sum[0]), sum[1] = fmaf(low[share], acc[0][1] + acc[1][1], sum[1]);
+      sum[2] = fmaf(high[share], acc[0][2] + acc[1][2], sum[2]);
+      sum[3] = fmaf(high[share], acc[0][3] + acc[1][3], sum[3]);
+    }
+  }
+};
+
 /// A stage, as its readers see it.
 template <class Kind>
 struct Stage {
@@ -77,29 +101,24 @@ struct Stage {
     return f;
   }
 
-  /// sum += the stage's i-th step, which begins at `column` of the matrix, times x: rows g and g + 8 of columns 2t and
-  /// 2t + 1, as mma.sync has them.
-  __device__ __forceinline__ void multiply(int i, int column, const Columns& x, float (&sum)[4]) const {
+  /// Of the stage's i-th step, which begins at `column` of the matrix.
+  __device__ __forceinline__ Operands<Kind> operands(int i, int column) const {
     uint32_t word[4 * kWords];
 #pragma unroll
     for (int part = 0; part < kWords; ++part) {
       const uint4 v = *reinterpret_cast<const uint4*>(tiles + (i * kWords + part) * 512);
       word[4 * part] = v.x, word[4 * part + 1] = v.y, word[4 * part + 2] = v.z, word[4 * part + 3] = v.w;
     }
-    constexpr int kShares = kStep / Kind::kShare, kSteps = 4 / kShares;  // of 16 columns in a share
+    Operands<Kind> out;
 #pragma unroll
-    for (int share = 0; share < kShares; ++share) {
+    for (int share = 0; share < out.kShares; ++share) {
       const Factors f = factors(column + share * Kind::kShare);
-      float acc[2][4] = {};  // two chains: a product that waits for the one before takes twice as long
+      out.low[share] = f.low, out.high[share] = f.high;
 #pragma unroll
-      for (int step = share * kSteps; step < (share + 1) * kSteps; ++step) {
-        uint32_t a[4];
-        unpack<kFormat>(word + step * kWords, f.zero, a);
-        mma_bf16(acc[step % 2], a, x.word[2 * step], x.word[2 * step + 1]);
-      }
-      sum[0] = fmaf(f.low, acc[0][0] + acc[1][0], sum[0]), sum[1] = fmaf(f.low, acc[0][1] + acc[1][1], sum[1]);
-      sum[2] = fmaf(f.high, acc[0][2] + acc[1][2], sum[2]), sum[3] = fmaf(f.high, acc[0][3] + acc[1][3], sum[3]);
+      for (int step = share * out.kSteps; step < (share + 1) * out.kSteps; ++step)
+        unpack<kFormat>(word + step * kWords, f.zero, out.a[step]);
     }
+    return out;
   }
 };
 

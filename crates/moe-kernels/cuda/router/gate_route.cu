@@ -180,13 +180,13 @@ cudaError_t launch_apart(const GateArgs& a, void* stream) {
 }  // namespace
 }  // namespace moe
 
-/// logits = x gate^T (+ gate_bias), and the top K of their scores. Refuses H that is no multiple of 64, E > 1024, K >
-/// 32, K > E, and more tokens than a grid holds (524,280).
+/// logits = x gate^T (+ gate_bias), and the top K of their scores. Refuses H that is no multiple of 64, E > 1024, K +
+/// S > 32, K > E, and more tokens than a grid holds (524,280).
 extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
   using namespace moe;
   const GateRouteArgs& c = *args;
   if (c.tokens < 0 || c.tokens > 65535 * kTokens || c.hidden <= 0 || c.hidden % 64 != 0 || c.experts <= 0 ||
-      c.experts > 1024 || c.top_k <= 0 || c.top_k > kMaxTopK || c.top_k > c.experts ||
+      c.experts > 1024 || c.top_k <= 0 || c.shared < 0 || c.top_k + c.shared > kMaxTopK || c.top_k > c.experts ||
       !is_code(c.scoring, Scoring::kSqrtSoftplus))
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
@@ -199,7 +199,7 @@ extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
                       c.hidden,
                       1,
                       {c.correction_bias, c.topk_ids, c.topk_weights, c.experts, c.top_k, c.scoring, c.raw_logits,
-                       c.renormalize, c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens}};
+                       c.renormalize, c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens, c.shared, c.shared_weight}};
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;

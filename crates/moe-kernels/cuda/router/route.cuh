@@ -11,8 +11,8 @@ namespace moe {
 
 struct RouteArgs {
   const float* correction_bias;  // [E] or null
-  uint32_t* topk_ids;            // [T, K]
-  float* topk_weights;           // [T, K]
+  uint32_t* topk_ids;            // [T, K + shared]
+  float* topk_weights;           // [T, K + shared]
   int experts, top_k;
   Scoring scoring;
   int raw_logits;  // choose by logits and score the chosen only
@@ -22,8 +22,13 @@ struct RouteArgs {
   uint32_t* counts =
       nullptr;  // [local experts], or null: slots are also listed by expert, buckets[e][0 .. counts[e]], in any order
   uint32_t* buckets = nullptr;          // [local experts, tokens]
-  const int32_t* expert_map = nullptr;  // [E], of the buckets: expert to local one, -1 = elsewhere; null = all are here
+  const int32_t* expert_map = nullptr;  // [E + shared], of the buckets: expert to local one, -1 = elsewhere; null = all are here
   int tokens = 0;
+  int shared = 0;              // experts E, E + 1, .. that every token gets in its last slots
+  float shared_weight = 1.0f;  // their weight, neither renormalised nor scaled
+
+  /// Of a token.
+  __host__ __device__ int slots() const { return top_k + shared; }
 };
 
 /// The rule of most models: softmax over all experts, weights that add to `scale`.
@@ -91,9 +96,9 @@ __device__ __forceinline__ void warp_softmax(float (&v)[N]) {
 /// Writes that a token chose nothing.
 __device__ __forceinline__ void route_nothing(const RouteArgs& a, int token) {
   const int lane = threadIdx.x % 32;
-  if (lane < a.top_k) {
-    a.topk_ids[static_cast<size_t>(token) * a.top_k + lane] = kNoExpert;
-    a.topk_weights[static_cast<size_t>(token) * a.top_k + lane] = 0;
+  if (lane < a.slots()) {
+    a.topk_ids[static_cast<size_t>(token) * a.slots() + lane] = kNoExpert;
+    a.topk_weights[static_cast<size_t>(token) * a.slots() + lane] = 0;
   }
 }
 
@@ -174,8 +179,8 @@ __device__ __forceinline__ float weigh(const RouteArgs& a, bool has, float own, 
 }
 
 /// Chooses among the E <= 32 N logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond
-/// E). One whole warp; `chosen` is shared memory of its own for K slots. Returns this lane's slot; a NaN is never
-/// chosen. Of each choice one lane calls `on_choice(k, id)` at once.
+/// E). One whole warp; `chosen` is shared memory of its own for K slots. Returns this lane's slot, shared experts behind
+/// the chosen ones; a NaN is never chosen. Of each choice one lane calls `on_choice(k, id)` at once.
 ///
 /// Each round is a chain of dependent instructions that nothing hides, so it holds no more than it must: a chosen key
 /// turns into its round, which is below all keys, and where keys of two lanes tie, which is rare, the lower id is found
@@ -216,7 +221,10 @@ __device__ __forceinline__ Choice choose(const RouteArgs& args, float (&score)[N
     if (key[j] - 1 < found) chosen[key[j] - 1] = {j * 32 + lane, score[j]};
   __syncwarp();
   const Choice own = lane < found ? chosen[lane] : Choice{kNoExpert, 0.0f};
-  return {own.id, weigh(a, lane < found, own.weight, score)};
+  const float weight = weigh(a, lane < found, own.weight, score);
+  const uint32_t behind = lane - a.top_k;
+  if (behind < static_cast<uint32_t>(a.shared)) return {a.experts + behind, a.shared_weight};
+  return {own.id, weight};
 }
 
 /// Routes `token`, whose logits are `logits[0 .. E]` in shared memory; `chosen`: as in `choose`.
@@ -227,14 +235,14 @@ __device__ __forceinline__ void route_row(const RouteArgs& a, const float* logit
 #pragma unroll
   for (int j = 0; j < N; ++j) score[j] = j * 32 + lane < a.experts ? logits[j * 32 + lane] : -INFINITY;
   const Choice c = choose<kPlain>(a, score, chosen, [](uint32_t, uint32_t) {});
-  if (lane < a.top_k) {
-    a.topk_ids[static_cast<size_t>(token) * a.top_k + lane] = c.id;
-    a.topk_weights[static_cast<size_t>(token) * a.top_k + lane] = c.weight;
+  if (lane < a.slots()) {
+    a.topk_ids[static_cast<size_t>(token) * a.slots() + lane] = c.id;
+    a.topk_weights[static_cast<size_t>(token) * a.slots() + lane] = c.weight;
     if (a.counts != nullptr && c.id != kNoExpert) {
       const int local = a.expert_map == nullptr ? static_cast<int>(c.id) : a.expert_map[c.id];
       if (local >= 0) {
         const uint32_t place = atomicAdd(a.counts + local, 1);
-        a.buckets[static_cast<size_t>(local) * a.tokens + place] = token * a.top_k + lane;
+        a.buckets[static_cast<size_t>(local) * a.tokens + place] = token * a.slots() + lane;
       }
     }
   }

@@ -104,6 +104,10 @@ arguments! {
     MlaQueryArgs {
         q cos sin: In, plain out: Out, dtype out_dtype: Dtype, rows heads plain_dim rope width: i32,
     }
+    MlaRowsArgs {
+        products norm: In, eps: f32, cos sin slots: In, plain out k_cache: Out, dtype out_dtype: Dtype,
+        rows heads plain_dim rope width latent: i32, num_slots: i64,
+    }
     MlaExpandArgs {
         cache query_start_loc positions block_tables: In, latents keys bases: Out,
         sequences max_blocks block_size heads all: i32,
@@ -119,7 +123,7 @@ arguments! {
     GateRouteArgs {
         x gate gate_bias correction_bias valid: In, logits topk_ids topk_weights: Out,
         tokens hidden experts top_k: i32, scoring: GateScoring, raw_logits renormalize: i32,
-        scale softcap: f32, counts buckets: Out, expert_map: In, invariant: i32,
+        scale softcap: f32, counts buckets: Out, expert_map: In, invariant shared: i32, shared_weight: f32,
     }
     AlignTokensArgs {
         topk_ids expert_map: In, slots num_ids num_local tile_rows: i32,
@@ -145,7 +149,7 @@ arguments! {
         x norm: In, eps: f32, gate gate_bias correction_bias valid: In, topk_ids topk_weights: Out,
         w13 w2 expert_map: In, out: Out, output: Output, state: Out,
         tokens hidden inter num_ids num_local top_k: i32, scoring: GateScoring,
-        raw_logits renormalize: i32, scale softcap: f32,
+        raw_logits renormalize: i32, scale softcap: f32, shared: i32, shared_weight: f32,
     }
     RopeRowsArgs {
         positions rope_len inv_freq: In, half: i32, attention_factor theta factor max_len: f32,
@@ -185,7 +189,8 @@ arguments! {
     QuantLayerStreamArgs {
         x norm: In, eps: f32, gate gate_bias correction_bias valid: In, topk_ids topk_weights: Out,
         w13 w2: QuantPack, expert_map: In, out: Out, output: Output, state: Out, tokens num_ids top_k: i32,
-        scoring: GateScoring, raw_logits renormalize: i32, scale softcap: f32,
+        scoring: GateScoring, raw_logits renormalize: i32, scale softcap: f32, shared: i32,
+        shared_weight: f32,
     }
     QuantExpertsStreamArgs {
         x: In, w13 w2: QuantPack, topk_ids topk_weights expert_map: In, act slot_rows out flags: Out,

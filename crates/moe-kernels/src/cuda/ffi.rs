@@ -123,6 +123,7 @@ launchers! {
     moe_any_mla_latent(args: *const MlaLatentArgs);
     moe_any_mla_cache(args: *const MlaCacheArgs);
     moe_any_mla_query(args: *const MlaQueryArgs);
+    moe_any_mla_rows(args: *const MlaRowsArgs);
     moe_any_per_head(args: *const PerHeadArgs);
     moe_any_copy_columns(from: In, to: Out, dtype: Dtype, rows width from_row to_row: i32);
     moe_any_group_slots(args: *const AnyGroupSlotsArgs);

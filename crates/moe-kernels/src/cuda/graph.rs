@@ -15,7 +15,7 @@ pub struct Graph(CudaGraph);
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Records what `body` launches on the context's stream, without running it. The workspace is
+    /// Records what `body` launches on the context's stream, and beside it, without running it. The workspaces are
     /// frozen meanwhile, so run `body` once before.
     ///
     /// # Errors
@@ -23,11 +23,11 @@ impl Graph {
     /// allocation or a wait for the device.
     pub fn capture(ex: &mut Exec, body: impl FnOnce(&mut Exec) -> Result<()>) -> Result<Self> {
         let stream = ex.cuda("graph")?.stream.clone();
-        let workspace = ex.workspace().clone();
+        let workspaces = [ex.workspace().clone(), ex.side_workspace().clone()];
         stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
-        workspace.freeze(true);
+        workspaces.iter().for_each(|workspace| workspace.freeze(true));
         let recorded = body(ex);
-        workspace.freeze(false);
+        workspaces.iter().for_each(|workspace| workspace.freeze(false));
         let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
         let graph = stream.end_capture(flags).w();
         recorded?;

@@ -27,6 +27,7 @@ mod ranks;
 mod router;
 pub(crate) mod rows;
 mod sampling;
+mod side;
 mod staging;
 mod step;
 mod stream;

@@ -13,7 +13,7 @@ use crate::plan::{Form, RouterCall, RouterForm};
 use crate::view::{View, ViewMut};
 
 /// logits [T, E] f32 = x [T, H] · gateᵀ, and the top K of their scores: topk_ids [T, K] u32 by descending
-/// score, ties to the lower id, and topk_weights [T, K] f32.
+/// score, ties to the lower id, and topk_weights [T, K] f32; where every token gets shared experts, they are its last slots.
 ///
 /// # Errors
 /// A CPU context; a wrong dtype or wrong dims; sizes that [`RouterForm::OneLaunch`] refuses.
@@ -36,7 +36,7 @@ pub(super) struct Buckets {
     pub counts: *mut c_void,
     /// [local experts, T] u32.
     pub slots: *mut c_void,
-    /// \[E\] i32, or null.
+    /// \[E + S\] i32, or null.
     pub expert_map: *const c_void,
 }
 
@@ -57,6 +57,9 @@ pub(super) fn gate_route(
     expect(op, "logits", &logits, DType::F32, &[t, e])?;
     expect(op, "topk_ids", &topk_ids, DType::U32, &[t, k])?;
     expect(op, "topk_weights", &topk_weights, DType::F32, &[t, k])?;
+    if k != gate.slots() {
+        bail!("{op}: expected topk_ids with {} slots of a token, got {k}", gate.slots())
+    }
     super::expect_aligned(op, &[x, gate.weight])?;
     let cuda = ex.cuda(op)?;
     let call = RouterCall { hidden: h, experts: e, top_k: k, dtype: x.dtype() };
@@ -77,12 +80,14 @@ pub(super) fn gate_route(
         tokens: small(op, t)?,
         hidden: small(op, h)?,
         experts: small(op, e)?,
-        top_k: small(op, k)?,
+        top_k: small(op, gate.top_k)?,
+        shared: small(op, gate.shared)?,
         scoring: gate.scoring,
         raw_logits: i32::from(gate.raw_logits),
         renormalize: i32::from(gate.renormalize),
         scale: gate.scale,
         softcap: gate.softcap.unwrap_or(0.),
+        shared_weight: gate.shared_weight,
         counts: buckets.counts,
         buckets: buckets.slots,
         expert_map: buckets.expert_map,

@@ -10,6 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, s
 use candle_core::cuda_backend::{DeviceId, WrapErr};
 use candle_core::{CudaDevice, DType, Device, Result, bail};
 
+use super::side::Side;
 use super::{PinnedWords, counts, ffi};
 use crate::buffer::Buffer;
 use crate::plan::Gpu;
@@ -33,6 +34,7 @@ pub(crate) struct CudaExec {
     counters: Arc<Mutex<Vec<(&'static str, Buffer)>>>,
     /// When the last call on tensors ended, where each thread has a stream of its own.
     turns: Arc<ReentrantMutex<CudaEvent>>,
+    pub(super) side: Arc<OnceLock<Side>>,
 }
 
 /// The stream of candle's default device: a name for the one of the calling thread (`cudaStreamPerThread`).
@@ -78,6 +80,7 @@ impl CudaExec {
             turns: Arc::new(ReentrantMutex::new(context.new_event(None).w()?)),
             stream,
             counters: Arc::default(),
+            side: Arc::default(),
         })
     }
 

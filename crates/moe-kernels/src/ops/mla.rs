@@ -317,7 +317,7 @@ impl<'a> Angles<'a> {
     }
 }
 
-fn expect_angles(op: &str, cos: &View, sin: &View, t: usize, r: usize) -> Result<()> {
+pub(super) fn expect_angles(op: &str, cos: &View, sin: &View, t: usize, r: usize) -> Result<()> {
     if !r.is_multiple_of(2) {
         bail!("{op}: expected an even number of rotated values, got {r}")
     }
@@ -328,7 +328,7 @@ fn expect_angles(op: &str, cos: &View, sin: &View, t: usize, r: usize) -> Result
 }
 
 /// Rows of heads are counted by a u32.
-fn expect_rows(op: &str, t: usize, heads: usize) -> Result<()> {
+pub(super) fn expect_rows(op: &str, t: usize, heads: usize) -> Result<()> {
     match t.checked_mul(heads).map(u32::try_from) {
         Some(Ok(_)) => Ok(()),
         _ => bail!("{op}: {t} rows of {heads} heads are more than a u32 counts; split them"),

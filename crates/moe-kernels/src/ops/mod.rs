@@ -12,6 +12,7 @@ mod fused_linear;
 mod linear;
 mod mla;
 mod mla_prompt;
+mod mla_rows;
 mod qk_norm_rope;
 mod quant;
 mod scaled;
@@ -27,6 +28,7 @@ pub use fused_linear::{linear_add_into, norm_linear_into};
 pub use linear::{linear_into, linear_row_parallel_into, row_parallel_segments};
 pub use mla::{MlaLatent, MlaQuery, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into};
 pub use mla_prompt::{MlaPrompt, mla_prompt_into};
+pub use mla_rows::{MlaRows, mla_rows_into};
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_cache_into, rope_attention_into};
 pub use quant::{
     quant_down_into, quant_down_segment_into, quant_gate_up_into, quant_linear_into,

@@ -13,8 +13,8 @@ const QUANT_TENSOR_TOKENS: usize = 5;
 const TENSOR_EXPERTS: usize = 2048;
 /// From this many rows per expert on, on average, those products are computed in tiles of up to 256 rows.
 const WIDE_ROWS: usize = 32;
-/// The same of integers.
-const INT_WIDE_ROWS: usize = 64;
+/// The same of quantised weights.
+const QUANT_WIDE_ROWS: usize = 64;
 /// Most experts of these, whose table lies beside a longer ring.
 const WIDE_EXPERTS: usize = 1024;
 /// Before this many tokens the streaming kernel beats the grouped kernels of other cards.
@@ -97,10 +97,7 @@ impl ExpertsCall {
     pub fn fits_wide(&self, machine: &Machine) -> Result<(), Reason> {
         machine.expect_hopper()?;
         machine.expect_batch_variant()?;
-        let rows = match self.quant {
-            Some([QuantWeights { scheme: QuantScheme::Int { .. }, .. }, _]) => INT_WIDE_ROWS,
-            _ => WIDE_ROWS,
-        };
+        let rows = if self.quant.is_some() { QUANT_WIDE_ROWS } else { WIDE_ROWS };
         expect_rows((rows * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
         self.expect_local()?;
         self.expect_weights()?;
@@ -141,7 +138,7 @@ impl ExpertsCall {
         const DOWN_ROWS: usize = 16;
         const PARTS: usize = 4;
         const STAGES: usize = 16;
-        const MAX_CHUNK: [usize; 2] = [2048, 1024];
+        const MAX_CHUNK: [usize; 2] = [2048, 1536];
         const MIN_CHUNK: usize = 256;
         const MIN_STAGES: usize = 2;
         let (tokens, slots) = (self.tokens, self.slots());
@@ -320,7 +317,7 @@ mod tests {
             for (tokens, want) in [
                 (1, "quant_layer_stream"),
                 (6, "quant_experts_tensor"),
-                (512, if scales == DType::F32 { "quant_experts_wide" } else { "quant_experts_tensor" }),
+                (1023, "quant_experts_tensor"),
                 (1024, "quant_experts_wide"),
             ] {
                 assert_eq!(

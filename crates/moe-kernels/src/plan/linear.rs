@@ -12,7 +12,7 @@ const QUANT_STREAM_ROWS: usize = 7;
 /// From this many rows on cuBLAS is the fastest.
 const BLAS_ROWS: usize = 65;
 /// From this many rows on it is, although quantised weights become bf16 for it.
-const QUANT_BLAS_ROWS: usize = 512;
+const QUANT_BLAS_ROWS: usize = 129;
 /// Most bytes of these floats between the launches.
 const QUANT_BLAS_BYTES: usize = 256 << 20;
 /// From this many weight rows on, a product is a vocabulary projection.

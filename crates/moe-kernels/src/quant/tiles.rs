@@ -278,11 +278,11 @@ pub(crate) fn tile_columns(scheme: QuantScheme) -> usize {
 }
 
 /// For each lane of each tile, its two rows of 16 columns of a k-step, from the lane's first column on.
-fn fragments<'a>(
-    coded: &'a [u8],
+fn fragments(
+    coded: &[u8],
     k: usize,
     (tile, columns): (usize, usize),
-) -> impl Iterator<Item = (usize, [&'a [u8]; 2])> {
+) -> impl Iterator<Item = (usize, [&[u8]; 2])> {
     let steps = columns / K_STEP;
     (0..32 * steps).map(move |i| {
         let (lane, step) = (i / steps, i % steps);

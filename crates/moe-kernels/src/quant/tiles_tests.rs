@@ -1,3 +1,5 @@
+//! Packs made here against the definition of the order, place by place.
+
 use candle_core::DType;
 
 use super::*;
@@ -206,7 +208,7 @@ fn every_weight_lies_where_the_order_says() -> Result<()> {
     ] {
         for scheme in schemes {
             for (n, gate_up) in [(32, false), (21, false), (32, true), (38, true)] {
-                let of = |e| Scattered::new(n, k, scheme, 11 + e);
+                let of = |e: u64| Scattered::new(n, k, scheme, 11 + e);
                 let matrices = [of(0), of(1)];
                 pack(&matrices, 0..k, gate_up)?.check(&matrices, &(0..k));
             }

@@ -3,10 +3,10 @@
 use candle_core::Result;
 
 use super::{Dtype, count, ffi, int};
-use crate::cuda::args::{MlaCacheArgs, MlaLatentArgs, MlaQueryArgs, PerHeadArgs};
+use crate::cuda::args::{MlaCacheArgs, MlaLatentArgs, MlaQueryArgs, MlaRowsArgs, PerHeadArgs};
 use crate::cuda::blas::{self, PerHead};
 use crate::exec::Exec;
-use crate::ops::{MlaLatent, MlaQuery};
+use crate::ops::{MlaLatent, MlaQuery, MlaRows};
 use crate::plan::{Form, PerHeadCall, PerHeadForm};
 use crate::view::{View, ViewMut};
 
@@ -75,6 +75,50 @@ pub(crate) fn mla_query(ex: &Exec, op: &str, args: &MlaQuery, mut out: ViewMut) 
         None => None,
     };
     split_query(ex, op, args, plain.as_mut().map(|plain| plain.view_mut()), out.reborrow())?;
+    match (args.w_uk, &plain) {
+        (Some(w), Some(plain)) => per_head(ex, op, plain.view(), w, out),
+        _ => Ok(()),
+    }
+}
+
+pub(crate) fn mla_rows(
+    ex: &Exec,
+    op: &str,
+    args: &MlaRows,
+    mut out: ViewMut,
+    mut k_cache: ViewMut,
+) -> Result<()> {
+    let cuda = ex.cuda(op)?;
+    let (t, heads, key) = (args.products.rows(), out.dims()[1], k_cache.dims()[3]);
+    let (rope, latent) = (2 * args.cos.dims()[1], args.norm.elem_count());
+    let plain_dim = (args.products.dims()[1] - key) / heads - rope;
+    let mut plain = match args.w_uk {
+        Some(w) => Some(ex.scratch(w.dtype(), &[t, heads, plain_dim])?),
+        None => None,
+    };
+    let mut to = plain.as_mut().map(|plain| plain.view_mut());
+    let raw = MlaRowsArgs {
+        products: cuda.read(op, "products", args.products)?,
+        norm: cuda.read(op, "norm", args.norm)?,
+        eps: args.eps,
+        cos: cuda.read(op, "cos", args.cos)?,
+        sin: cuda.read(op, "sin", args.sin)?,
+        slots: cuda.read(op, "slot_mapping", args.slot_mapping)?,
+        plain: cuda.write_or_null(op, "plain", to.as_mut())?,
+        out: cuda.write(op, "out", &mut out)?,
+        dtype: Dtype::of(op, k_cache.dtype())?,
+        out_dtype: Dtype::of(op, out.dtype())?,
+        rows: int(op, t)?,
+        heads: int(op, heads)?,
+        plain_dim: int(op, plain_dim)?,
+        rope: int(op, rope)?,
+        width: int(op, out.dims()[2])?,
+        latent: int(op, latent)?,
+        num_slots: count(op, k_cache.dims()[0] * k_cache.dims()[2])?,
+        k_cache: cuda.write(op, "k_cache", &mut k_cache)?,
+    };
+    // SAFETY: see above; a slot beyond the cache is not written.
+    cuda.check(op, unsafe { ffi::moe_any_mla_rows(&raw, cuda.raw()?) })?;
     match (args.w_uk, &plain) {
         (Some(w), Some(plain)) => per_head(ex, op, plain.view(), w, out),
         _ => Ok(()),

@@ -87,6 +87,8 @@ impl OneLaunch<'_> {
                     renormalize: gate.map_or(0, |gate| i32::from(gate.renormalize)),
                     scale: gate.map_or(1., |gate| gate.scale),
                     softcap: gate.and_then(|gate| gate.softcap).unwrap_or(0.),
+                    shared: small(op, gate.map_or(0, |gate| gate.shared))?,
+                    shared_weight: gate.map_or(1., |gate| gate.shared_weight),
                     $($own)*
                 }
             };

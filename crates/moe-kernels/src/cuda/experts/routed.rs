@@ -19,13 +19,13 @@ use crate::weight::WeightView;
 /// Experts on this rank with the gate that chooses among all.
 #[derive(Clone, Copy, Debug)]
 pub struct MonolithicExperts<'a> {
-    /// The gate, [E, H] bf16, and its rule.
+    /// The gate, [E, H] bf16, and its rule. Shared experts S are E and on.
     pub gate: &'a Gate<'a>,
-    /// [E_local, 2I, H] bf16, gate rows, then up rows; or quantised.
+    /// [E_local, 2I, H] bf16, gate rows, then up rows; or quantised. E_local of E + S.
     pub w13: WeightView<'a>,
     /// [E_local, H, I] bf16, or quantised if w13 is.
     pub w2: WeightView<'a>,
-    /// \[E\] i32, expert to local slot, -1 = elsewhere; `None` = all are here.
+    /// \[E + S\] i32, expert to local slot, -1 = elsewhere; `None` = all are here.
     pub expert_map: Option<View<'a>>,
 }
 
@@ -81,8 +81,9 @@ pub fn monolithic_experts_into(
 impl MonolithicExperts<'_> {
     /// Checks dims and dtypes.
     fn check(&self, op: &'static str, io: &MonolithicIo) -> Result<ExpertsCall> {
-        let (num_ids, hidden) = expect_matrix(op, "gate", &self.gate.weight)?;
-        self.gate.check(op, num_ids, hidden, DType::BF16)?;
+        let (experts, hidden) = expect_matrix(op, "gate", &self.gate.weight)?;
+        self.gate.check(op, experts, hidden, DType::BF16)?;
+        let num_ids = experts + self.gate.shared;
         let (num_local, _, inter) = expect_rank3(op, "w2", &self.w2)?;
         expect(op, "w13", &self.w13, DType::BF16, &[num_local, 2 * inter, hidden])?;
         expect(op, "w2", &self.w2, DType::BF16, &[num_local, hidden, inter])?;
@@ -93,7 +94,7 @@ impl MonolithicExperts<'_> {
         let tokens = check_io(op, io, hidden)?;
         expect_aligned(op, &[self.gate.weight, io.rows()])?;
         let quant = quantisation(op, [self.w13, self.w2])?;
-        Ok(ExpertsCall { tokens, top_k: self.gate.top_k, num_ids, num_local, hidden, inter, quant })
+        Ok(ExpertsCall { tokens, top_k: self.gate.slots(), num_ids, num_local, hidden, inter, quant })
     }
 
     fn one_launch<'b>(
@@ -155,8 +156,8 @@ impl Products {
         sizes: ExpertsCall,
         ex: &Exec,
     ) -> Result<Self> {
-        let ExpertsCall { tokens, top_k, num_ids, num_local, .. } = sizes;
-        let mut logits = ex.scratch(DType::F32, &[tokens, num_ids])?;
+        let ExpertsCall { tokens, top_k, num_local, .. } = sizes;
+        let mut logits = ex.scratch(DType::F32, &[tokens, args.gate.weight.rows()])?;
         let mut ids = ex.scratch(DType::U32, &[tokens, top_k])?;
         let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
         let slots = Lease::new(op, DType::U32, &[num_local, tokens], ex)?;

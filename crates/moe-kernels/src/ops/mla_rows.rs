@@ -1,0 +1,94 @@
+//! Queries and cache rows of latent attention out of one product that projects both.
+
+use candle_core::{DType, Result, bail};
+
+use super::mla::{expect_angles, expect_rows};
+use super::qk_norm_rope::expect_cache;
+use super::{MlaLatent, MlaQuery, mla_cache_into, mla_latent_into, mla_query_into};
+use crate::door::{expect, expect_dims, expect_matrix, expect_rank3, expect_stream};
+use crate::exec::Exec;
+use crate::view::{View, ViewMut};
+
+/// Arguments of [`mla_rows_into`].
+#[derive(Clone, Copy, Debug)]
+pub struct MlaRows<'a> {
+    /// [T, Hq · (N + R) + L + R] f32: queries of all heads, the down-projected latent, the key part that is rotated.
+    pub products: View<'a>,
+    /// \[L\] model dtype: RMS norm weight of the latent.
+    pub norm: View<'a>,
+    /// Epsilon of that norm.
+    pub eps: f32,
+    /// [Hq, L, N] model dtype: W_UKᵀ of every head; `None`: queries stay outside of latent space.
+    pub w_uk: Option<View<'a>>,
+    /// [T, R/2] f32: cosines of the rows' angles.
+    pub cos: View<'a>,
+    /// [T, R/2] f32: sines of the rows' angles.
+    pub sin: View<'a>,
+    /// \[T\] u32: slot of each row in the cache; `u32::MAX` writes nothing. On CUDA no two rows name one slot.
+    pub slot_mapping: View<'a>,
+}
+
+/// [`mla_latent_into`] and [`mla_cache_into`] with the latents, and [`mla_query_into`] with the queries of `products`, whose
+/// columns they are.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `args` | see [`MlaRows`] |
+/// | `out` | [T, Hq, N + R] or, with `w_uk`, [T, Hq, L + R], f32 or model dtype |
+/// | `k_cache` | [num_blocks, 1, block_size, L + R] model dtype (f32, bf16, f16) |
+///
+/// # Errors
+/// A wrong dtype or wrong dims; an odd R; a slot beyond the cache, which on CUDA is not written.
+pub fn mla_rows_into(args: &MlaRows, mut out: ViewMut, k_cache: ViewMut, ex: &mut Exec) -> Result<()> {
+    let (op, dtype) = ("mla_rows", k_cache.dtype());
+    let (t, width) = expect_matrix(op, "products", &args.products)?;
+    let (_, heads, out_width) = expect_rank3(op, "out", &out)?;
+    let (l, r) = (args.norm.elem_count(), 2 * args.cos.dims().last().copied().unwrap_or(0));
+    expect(op, "products", &args.products, DType::F32, &[t, width])?;
+    expect(op, "norm", &args.norm, dtype, &[l])?;
+    expect_angles(op, &args.cos, &args.sin, t, r)?;
+    expect_cache(op, "k_cache", &k_cache, 1, l + r)?;
+    expect(op, "slot_mapping", &args.slot_mapping, DType::U32, &[t])?;
+    expect_stream(op, "out", &out, dtype)?;
+    expect_rows(op, t, heads)?;
+    let each =
+        width.checked_sub(l + r).filter(|all| all.is_multiple_of(heads.max(1))).map(|all| all / heads.max(1));
+    let Some(n) = each.and_then(|each| each.checked_sub(r)) else {
+        bail!(
+            "{op}: products of {width} columns are no queries of {heads} heads with {r} rotated values, {l} and {r} more"
+        )
+    };
+    if l == 0 || r == 0 {
+        bail!("{op}: expected a latent and a rotated part, got {l} and {r} values")
+    }
+    match args.w_uk {
+        Some(w) if n > 0 => {
+            expect(op, "w_uk", &w, dtype, &[heads, l, n])?;
+            expect_dims(op, "out", &out, &[t, heads, l + r])?;
+        }
+        Some(_) => bail!("{op}: expected queries with a part that is not rotated"),
+        None if out_width == n + r => {}
+        None => bail!("{op}: expected out [{t}, {heads}, {}], got {:?}", n + r, out.dims()),
+    }
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        return crate::cuda::any::mla_rows(ex, op, args, out, k_cache);
+    }
+    let (mut q, mut compressed) =
+        (ex.scratch(DType::F32, &[t, heads, n + r])?, ex.scratch(DType::F32, &[t, l + r])?);
+    let (mut to_q, mut to_latent) = (q.view_mut(), compressed.view_mut());
+    let parts = to_q.cpu_mut::<f32>()?.chunks_exact_mut(width - l - r);
+    let parts = parts.zip(to_latent.cpu_mut::<f32>()?.chunks_exact_mut(l + r));
+    for (row, (q, compressed)) in args.products.cpu::<f32>()?.chunks_exact(width).zip(parts) {
+        let (queries, latent) = row.split_at(width - l - r);
+        q.copy_from_slice(queries);
+        compressed.copy_from_slice(latent);
+    }
+    let MlaRows { norm, eps, cos, sin, .. } = *args;
+    let (mut latent, mut rotated) = (ex.scratch(dtype, &[t, l])?, ex.scratch(dtype, &[t, r])?);
+    let parts = MlaLatent { compressed: compressed.view(), norm, eps, cos, sin };
+    mla_latent_into(&parts, latent.view_mut(), rotated.view_mut(), ex)?;
+    let latent = latent.view().reshape(&[t, 1, l])?;
+    mla_cache_into(latent, rotated.view(), args.slot_mapping, k_cache, None, ex)?;
+    mla_query_into(&MlaQuery { q: q.view(), w_uk: args.w_uk, cos, sin }, out.reborrow(), ex)
+}

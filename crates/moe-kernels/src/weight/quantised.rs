@@ -1,0 +1,128 @@
+//! Quantised weights: the packs of the CPU and of CUDA devices as one.
+
+use std::sync::Arc;
+
+#[cfg(feature = "cuda")]
+use candle_core::bail;
+use candle_core::{DType, Device, Result};
+
+#[cfg(feature = "cuda")]
+use crate::cuda::quant::DevicePack;
+use crate::plan::QuantWeights;
+use crate::quant::{QuantMatrix, QuantUse};
+use crate::scheme::QuantScheme;
+
+/// Packed integers or FP8.
+#[derive(Clone, Debug)]
+pub(super) struct Quantised {
+    pub pack: Pack,
+    /// [N, K] or [E, N, K].
+    pub dims: Vec<usize>,
+    /// That of the activations that it is multiplied with.
+    pub dtype: DType,
+}
+
+/// Matrices in the order of a machine's kernels.
+#[derive(Clone, Debug)]
+pub(super) enum Pack {
+    Cpu(Arc<QuantMatrix>),
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<DevicePack>),
+}
+
+impl Pack {
+    pub fn dims(&self) -> [usize; 3] {
+        match self {
+            Self::Cpu(matrix) => matrix.dims(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pack) => pack.dims(),
+        }
+    }
+
+    pub fn usage(&self) -> QuantUse {
+        match self {
+            Self::Cpu(matrix) => matrix.usage(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pack) => pack.usage(),
+        }
+    }
+
+    pub fn scheme(&self) -> QuantScheme {
+        match self {
+            Self::Cpu(matrix) => matrix.scheme(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pack) => pack.scheme(),
+        }
+    }
+
+    pub fn weights(&self) -> QuantWeights {
+        match self {
+            Self::Cpu(matrix) => {
+                let gate_up = matrix.usage() == QuantUse::GateUp;
+                QuantWeights { scheme: matrix.scheme(), scales: matrix.scale_dtype(), gate_up }
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pack) => pack.weights(),
+        }
+    }
+
+    pub fn device(&self) -> &Device {
+        match self {
+            Self::Cpu(_) => &Device::Cpu,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pack) => pack.device(),
+        }
+    }
+
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Cpu(matrix) => matrix.bytes(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pack) => pack.bytes(),
+        }
+    }
+}
+
+/// A quantised weight: made by [`Weight::of_quantised`] alone.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantView<'a> {
+    pub(super) weight: &'a Quantised,
+    /// [N, K] or [E, N, K].
+    pub(super) dims: &'a [usize],
+}
+
+impl<'a> QuantView<'a> {
+    pub(super) fn new(weight: &'a Quantised) -> Self {
+        Self { weight, dims: &weight.dims }
+    }
+
+    /// How it is quantised.
+    pub fn scheme(self) -> QuantScheme {
+        self.weight.pack.scheme()
+    }
+
+    /// The matrices as the CPU packs them.
+    ///
+    /// # Errors
+    /// A weight on a device.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, clippy::unnecessary_wraps))]
+    pub(crate) fn matrix(self, op: &str) -> Result<&'a QuantMatrix> {
+        match &self.weight.pack {
+            Pack::Cpu(matrix) => Ok(matrix),
+            #[cfg(feature = "cuda")]
+            Pack::Cuda(_) => bail!("{op}: expected quantised weights on the CPU, got some on a CUDA device"),
+        }
+    }
+
+    /// The matrices on a device.
+    ///
+    /// # Errors
+    /// A weight on the CPU.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn device_pack(self, op: &str) -> Result<&'a DevicePack> {
+        match &self.weight.pack {
+            Pack::Cuda(pack) => Ok(pack),
+            Pack::Cpu(_) => bail!("{op}: expected quantised weights on a CUDA device, got some on the CPU"),
+        }
+    }
+}

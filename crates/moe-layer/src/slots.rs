@@ -1,0 +1,57 @@
+//! Shared experts as further slots of the routed ones: packed behind them, chosen by every token.
+//!
+//! Then no launch and no stream is theirs: the grouped kernels stream their weights with those of the chosen experts, and the
+//! one launch of few tokens begins with them, while the others are still being chosen. Over ranks that cut every expert along
+//! its width they join the same sum.
+
+use moe_kernels::candle::{DType, Device};
+use moe_kernels::compute_capability;
+use moe_kernels::plan::{Reason, Target};
+
+use crate::context::BlockContext;
+use crate::path::MoePath;
+use crate::shared::SharedExpertsStream;
+
+/// Whether `count` shared experts, each as wide as a routed one, run as slots of the routed ones; `backend` is asked for by
+/// name.
+///
+/// # Errors
+/// The first reason why not.
+pub fn shared_fit_slots(
+    count: usize,
+    path: MoePath,
+    backend: Option<&str>,
+    (dtype, device): (DType, &Device),
+    context: &BlockContext,
+) -> Result<(), Reason> {
+    Target::HOPPER.expect(compute_capability(device))?;
+    let part = |part| Err(Reason::Part { part });
+    match context.shared_experts_stream {
+        SharedExpertsStream::Auto => {}
+        SharedExpertsStream::On => {
+            return Err(Reason::NotRequested { requested: "--shared-experts-stream on" });
+        }
+        SharedExpertsStream::Off => {
+            return Err(Reason::NotRequested { requested: "--shared-experts-stream off" });
+        }
+    }
+    if dtype != DType::BF16 {
+        return Err(Reason::Dtype { got: dtype.as_str(), accepted: vec!["bf16"] });
+    }
+    if count == 0 {
+        return part("shared experts of another width than the routed ones'");
+    }
+    if path == MoePath::Legacy {
+        return part("experts one after the other");
+    }
+    if backend.is_some() {
+        return Err(Reason::NotRequested { requested: "an expert backend" });
+    }
+    if context.geometry.ep_size > 1 {
+        return part("experts spread over ranks");
+    }
+    if context.quant.is_some() {
+        return part("quantised experts");
+    }
+    Ok(())
+}

@@ -1,0 +1,150 @@
+//! Random quantised matrices with their definition in floats, and a checkpoint of them.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use candle_core::{DType, Result};
+use moe_kernels::half::f16;
+use moe_kernels::quant::{LogicalRows, Opened, QuantPart, QuantRows, QuantSource, QuantUse};
+use moe_kernels::{Exec, Fp8Scales, QuantGroup, QuantScheme, Weight};
+
+use crate::common::Rng;
+
+/// A random matrix with weights in -1..1, as a reader hands it over.
+#[derive(Debug)]
+pub struct Matrix {
+    n: usize,
+    k: usize,
+    scheme: QuantScheme,
+    rows: LogicalRows,
+    perm: Option<Vec<u32>>,
+}
+
+impl Matrix {
+    /// `perm_seed`: matrices of one seed share the order of their columns.
+    pub fn new(rng: &mut Rng, n: usize, k: usize, scheme: QuantScheme, perm_seed: u64) -> Self {
+        let groups = scheme.groups(k);
+        let (mut q, mut zero, mut perm) = (Vec::with_capacity(n * k), Vec::new(), None);
+        let mut unit = 0.5f32;
+        match scheme {
+            QuantScheme::Int { bits, zero_point, act_order, .. } => {
+                let most = (1usize << bits) - 1;
+                q.extend((0..n * k).map(|_| (rng.bits() as usize & most) as u8));
+                let middle = 1u8 << (bits - 1);
+                zero.extend((0..n * groups).map(|_| match zero_point {
+                    true => (rng.bits() as usize & most) as u8,
+                    false => middle,
+                }));
+                unit = 1.0 / (most + 1) as f32;
+                perm = act_order.then(|| Rng::seeded(perm_seed).permutation(k));
+            }
+            // Below 2 in magnitude.
+            _ => q.extend((0..n * k).map(|_| rng.bits() as u8 & 0xbf)),
+        }
+        let rows_of = |row: usize| match scheme {
+            QuantScheme::Fp8 { scales: Fp8Scales::Block { n, .. } } => row / n,
+            QuantScheme::Fp8 { scales: Fp8Scales::Tensor } => 0,
+            _ => row,
+        };
+        let blocks = rows_of(n.saturating_sub(1)) + 1;
+        let of_block: Vec<f32> = (0..blocks * groups)
+            .map(|_| f16::from_f32(unit * (0.75 + 0.25 * rng.float())).to_f32())
+            .collect();
+        let scale = (0..n * groups).map(|i| of_block[rows_of(i / groups) * groups + i % groups]).collect();
+        Self { n, k, scheme, rows: LogicalRows { q, scale, zero }, perm }
+    }
+
+    /// [N, K] in the order of x.
+    pub fn floats(&self) -> Vec<f32> {
+        let (groups, group) = (self.scheme.groups(self.k), self.scheme.group_size(self.k));
+        let mut w = vec![0.0; self.n * self.k];
+        for i in 0..self.n * self.k {
+            let (row, j) = (i / self.k, i % self.k);
+            let at = row * groups + j / group;
+            let value = match self.scheme {
+                QuantScheme::Fp8 { .. } => e4m3(self.rows.q[i]),
+                _ => f32::from(self.rows.q[i]) - f32::from(self.rows.zero[at]),
+            };
+            let column = self.perm.as_ref().map_or(j, |perm| perm[j] as usize);
+            w[row * self.k + column] = self.rows.scale[at] * value;
+        }
+        w
+    }
+}
+
+fn e4m3(q: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(q >> 3 & 15), f32::from(q & 7) / 8.0);
+    let x = if exponent == 0 { mantissa / 64.0 } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) };
+    if q & 0x80 == 0 { x } else { -x }
+}
+
+struct Rows<'a>(&'a Matrix);
+
+impl QuantRows for Rows<'_> {
+    fn shape(&self) -> (usize, usize) {
+        (self.0.n, self.0.k)
+    }
+    fn scheme(&self) -> QuantScheme {
+        self.0.scheme
+    }
+    fn perm(&self) -> Option<&[u32]> {
+        self.0.perm.as_deref()
+    }
+    fn read(&self, rows: Range<usize>, out: &mut LogicalRows) -> Result<()> {
+        let (m, groups) = (self.0, self.0.scheme.groups(self.0.k));
+        let of = |width: usize| rows.start * width..rows.end * width;
+        out.q = m.rows.q[of(m.k)].to_vec();
+        out.scale = m.rows.scale[of(groups)].to_vec();
+        out.zero = m.rows.zero.get(of(groups)).unwrap_or_default().to_vec();
+        Ok(())
+    }
+}
+
+/// Matrices by the names of their modules; a part of the inputs where a rank holds one.
+#[derive(Debug, Default)]
+pub struct Source {
+    pub matrices: HashMap<String, Matrix>,
+    pub inputs: Option<Range<usize>>,
+}
+
+impl QuantSource for Source {
+    fn scheme(&self, module: &str) -> Result<QuantScheme> {
+        Ok(self.matrices.get(module).map_or(QuantScheme::None, |m| m.scheme))
+    }
+    fn open(&self, module: &str) -> Result<Option<QuantPart<'_>>> {
+        let part = |m| QuantPart { rows: Box::new(Rows(m)), inputs: self.inputs.clone().unwrap_or(0..m.k) };
+        Ok(self.matrices.get(module).map(part))
+    }
+}
+
+impl Source {
+    pub fn weight(&self, modules: &[&[String]], usage: QuantUse, dtype: DType, ex: &Exec) -> Weight {
+        let modules: Vec<_> = modules.iter().map(|names| names.to_vec()).collect();
+        match Weight::quantised(self, &modules, usage, dtype, ex).unwrap() {
+            Opened::Packed(weight) => weight,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+pub fn int(bits: u8, group: usize, zero_point: bool, act_order: bool) -> QuantScheme {
+    let group = if group == 0 { QuantGroup::Channel } else { QuantGroup::Size(group) };
+    QuantScheme::Int { bits, group, zero_point, act_order }
+}
+
+pub fn fp8(scales: Fp8Scales) -> QuantScheme {
+    QuantScheme::Fp8 { scales }
+}
+
+/// Every kind of scheme that K columns can have.
+pub fn schemes(k: usize) -> Vec<QuantScheme> {
+    let mut all = Vec::new();
+    for bits in [4, 8] {
+        for group in [0, 32, 48, 128].into_iter().filter(|g| *g == 0 || k.is_multiple_of(*g)) {
+            all.extend([(false, false), (true, false), (true, true)].map(|(z, a)| int(bits, group, z, a)));
+        }
+    }
+    let blocks = [(128, 128), (16, 40)].map(|(n, k)| Fp8Scales::Block { n, k });
+    all.extend(blocks.into_iter().chain([Fp8Scales::Channel, Fp8Scales::Tensor]).map(fp8));
+    all
+}
