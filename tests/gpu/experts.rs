@@ -239,7 +239,8 @@ fn backends_add_by_slot_and_by_rank() {
 fn experts_with_the_next_norm_are_the_ops_one_by_one() {
     let mut rng = Rng::new();
     let sizes = small(SIZES, 64, |size| size.0);
-    for ((tokens, top_k, hidden, inter), shared) in sizes.into_iter().flat_map(|size| [(size, 0), (size, 2)]) {
+    for ((tokens, top_k, hidden, inter), shared) in sizes.into_iter().flat_map(|size| [(size, 0), (size, 2)])
+    {
         let (mut ex, routed_experts) = (cuda(), EXPERTS - shared);
         let routed_k = top_k.min(routed_experts);
         let top_k = routed_k + shared;

@@ -17,8 +17,8 @@ use candle_nn::VarBuilder;
 use moe_comm::RowParallel;
 use moe_kernels::plan::{Form, FusedLinearForm, Machine, Reason, Stage};
 use moe_kernels::{
-    CpuIsa, Exec, MlaLatent, PreNorm, TensorView, View, ViewMut, linear_add_into,
-    linear_row_parallel_into, mla_cache_into, mla_latent_into, norm_linear_into,
+    CpuIsa, Exec, MlaLatent, PreNorm, TensorView, View, ViewMut, linear_add_into, linear_row_parallel_into,
+    mla_cache_into, mla_latent_into, norm_linear_into,
 };
 use moe_layer::{BlockContext, PlanStep};
 use tracing::trace_span;

@@ -63,16 +63,13 @@ impl Down {
             let weight = load_weight(vb, &modules, h, QuantUse::Linear, context)?;
             return Ok(Self::Packed(Projection { weight, bias: None }));
         }
-        let kv_a =
-            Projection::load([latent, h], config.bias, vb.pp(names.kv_a), QuantUse::Linear, context)?;
+        let kv_a = Projection::load([latent, h], config.bias, vb.pp(names.kv_a), QuantUse::Linear, context)?;
         Ok(Self::Apart { query: Query::load(config, names, vb, context)?, kv_a })
     }
 
     pub(super) fn packed(self, isa: Option<CpuIsa>) -> Result<Self> {
         Ok(match self {
-            Self::Apart { query, kv_a } => {
-                Self::Apart { query: query.packed(isa)?, kv_a: kv_a.packed(isa)? }
-            }
+            Self::Apart { query, kv_a } => Self::Apart { query: query.packed(isa)?, kv_a: kv_a.packed(isa)? },
             Self::Packed(projection) => Self::Packed(projection.packed(isa)?),
         })
     }

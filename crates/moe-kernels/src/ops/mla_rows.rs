@@ -51,9 +51,12 @@ pub fn mla_rows_into(args: &MlaRows, mut out: ViewMut, k_cache: ViewMut, ex: &mu
     expect(op, "slot_mapping", &args.slot_mapping, DType::U32, &[t])?;
     expect_stream(op, "out", &out, dtype)?;
     expect_rows(op, t, heads)?;
-    let each = width.checked_sub(l + r).filter(|all| all.is_multiple_of(heads.max(1))).map(|all| all / heads.max(1));
+    let each =
+        width.checked_sub(l + r).filter(|all| all.is_multiple_of(heads.max(1))).map(|all| all / heads.max(1));
     let Some(n) = each.and_then(|each| each.checked_sub(r)) else {
-        bail!("{op}: products of {width} columns are no queries of {heads} heads with {r} rotated values, {l} and {r} more")
+        bail!(
+            "{op}: products of {width} columns are no queries of {heads} heads with {r} rotated values, {l} and {r} more"
+        )
     };
     if l == 0 || r == 0 {
         bail!("{op}: expected a latent and a rotated part, got {l} and {r} values")
