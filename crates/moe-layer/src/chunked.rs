@@ -74,13 +74,7 @@ impl Path {
     }
 
     /// One pass; on several ranks a collective, also without a token.
-    fn chunk(
-        &self,
-        routed: &Routed,
-        out: ViewMut,
-        agreed: Option<&[usize]>,
-        ex: &mut Exec,
-    ) -> Result<()> {
+    fn chunk(&self, routed: &Routed, out: ViewMut, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<()> {
         match routed.shared {
             Some(shared) => {
                 let hidden = routed.tokens.hidden;

@@ -10,8 +10,7 @@ use tracing::warn;
 use crate::config::DeepseekV2Config;
 use crate::model;
 
-const LOOP_OVER_GPUS: &str =
-    "--moe-path legacy runs on one GPU, not on several; leave --tp and --dp out with --device cuda, or choose fused";
+const LOOP_OVER_GPUS: &str = "--moe-path legacy runs on one GPU, not on several; leave --tp and --dp out with --device cuda, or choose fused";
 
 /// The path of experts that runs where none is asked for: the loop on the CPU, where it is the reference; on a GPU the loop
 /// would wait for the device in every layer.

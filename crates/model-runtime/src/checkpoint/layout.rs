@@ -154,13 +154,9 @@ impl TensorLayout {
         if packed && !is_cut {
             if let Some(shared) = shared {
                 let whole = |rows, columns| [0..experts, 0..rows, 0..columns];
-                let w13 = TensorSlice::renamed(
-                    format!("{prefix}.w13"),
-                    &gate_up,
-                    &whole(2 * intermediate, hidden),
-                );
-                let w2 =
-                    TensorSlice::renamed(format!("{prefix}.w2"), &down, &whole(hidden, intermediate));
+                let w13 =
+                    TensorSlice::renamed(format!("{prefix}.w13"), &gate_up, &whole(2 * intermediate, hidden));
+                let w2 = TensorSlice::renamed(format!("{prefix}.w2"), &down, &whole(hidden, intermediate));
                 self.packs.extend([w13, w2]);
                 self.packs_with_shared(first, prefix, [hidden, intermediate], &shared, &held);
             }

@@ -143,7 +143,9 @@ fn packs_hold_shared_experts_behind_the_others() -> Result<()> {
             );
             let (mlp, held) = (whole.pp("model.layers.1.mlp"), 8 / tp);
             let stored = |expert: usize, name: &str, dims: (usize, usize)| match (expert, packed) {
-                (5.., _) => mlp.pp("shared_experts").get(if dims.0 == 8 { (16, 6) } else { (6, 16) }, &format!("{name}.weight")),
+                (5.., _) => mlp
+                    .pp("shared_experts")
+                    .get(if dims.0 == 8 { (16, 6) } else { (6, 16) }, &format!("{name}.weight")),
                 (_, false) => mlp.pp("experts").pp(expert).get(dims, &format!("{name}.weight")),
                 (_, true) if name == "down_proj" => mlp.pp("experts").get((5, 6, 8), name)?.get(expert),
                 (_, true) => {
@@ -160,9 +162,17 @@ fn packs_hold_shared_experts_behind_the_others() -> Result<()> {
             let (w13, w2) = (packs.get((7, 2 * held, 6), "w13")?, packs.get((7, 6, held), "w2")?);
             for expert in 0..7 {
                 let want = Tensor::cat(&[part(expert, "gate_proj", 0)?, part(expert, "up_proj", 0)?], 0)?;
-                assert_eq!(w13.get(expert)?.to_vec2::<f32>()?, want.to_vec2::<f32>()?, "{tp} {packed} {expert}");
+                assert_eq!(
+                    w13.get(expert)?.to_vec2::<f32>()?,
+                    want.to_vec2::<f32>()?,
+                    "{tp} {packed} {expert}"
+                );
                 let want = part(expert, "down_proj", 1)?;
-                assert_eq!(w2.get(expert)?.to_vec2::<f32>()?, want.to_vec2::<f32>()?, "{tp} {packed} {expert}");
+                assert_eq!(
+                    w2.get(expert)?.to_vec2::<f32>()?,
+                    want.to_vec2::<f32>()?,
+                    "{tp} {packed} {expert}"
+                );
             }
             let plain = shown.pp("model.layers.1.mlp.experts").get((5, 2 * held, 6), "w13")?;
             assert_eq!(plain.to_vec3::<f32>()?, w13.narrow(0, 0, 5)?.to_vec3::<f32>()?);

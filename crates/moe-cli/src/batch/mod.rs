@@ -75,7 +75,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_batch(args));
     let mut session = session::open::<F>(model, &args.answer.run, false, &asks)?;
     let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
-    let config = options::engine_config(&args.answer.engine, &session.ex);
+    let config = options::engine_config(&args.answer.engine, session.engine_defaults());
     let engine = session.engine(tokenizer.clone(), &config).map_err(|e| usage(format!("{e:#}")))?;
     let chat = options::chat_files(&args.answer.chat, &session)?;
     let answer = args.answer.chat.answer_form(chat.as_ref(), false);
