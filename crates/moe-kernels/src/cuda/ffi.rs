@@ -32,6 +32,8 @@ launchers! {
     moe_attention_prefill_wgmma(args: *const PagedAttentionArgs);
     moe_attention_decode(args: *const AttentionDecodeArgs);
     moe_attention_latent(args: *const PagedAttentionArgs);
+    moe_attention_latent_values(args: *const PagedAttentionArgs, w_uv: In, values: Out);
+    moe_attention_latent_query(args: *const MlaRowsArgs, w_uk: In);
     moe_mla_expand(args: *const MlaExpandArgs);
     moe_attention_expanded(args: *const PagedAttentionArgs, bases: *const u32, all: i32);
 
