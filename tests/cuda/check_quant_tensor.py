@@ -1,8 +1,7 @@
 """Checks the kernels on warpgroup products with quantised weights against float64; run by quant_tensor.py.
 
-Where a stage's columns have one scale, moe_quant_experts_tensor and moe_quant_linear_tensor round no weight; elsewhere, and in
-moe_quant_experts_wide, they have them as `Rounded`. So results are held to that reference within the noise of sums and of rounded
-activations, and to the exact one within that of bf16.
+moe_quant_experts_tensor and moe_quant_linear_tensor round no weight. moe_quant_experts_wide has them as `Rounded`: it is held to that
+reference within the noise of sums and of rounded activations, and to the exact one within that of bf16.
 """
 import itertools
 
@@ -38,19 +37,13 @@ class Rounded:
         return (units.round() * scale.to(torch.bfloat16).double()).to(torch.bfloat16).double()
 
 
-def as_multiplied(pack):
-    """Matrices as the products for few rows have them."""
-    return pack.w if pack.groups == 1 or pack.group % 128 == 0 else Rounded(pack)
-
-
 def packs_of(local, shape, scheme):
     return Pack(local, 2 * shape[3], shape[2], scheme, gate_up=True), Pack(local, shape[2], shape[3], scheme)
 
 
 def quantised(case, packs, rounded=False):
-    """The case with these experts instead of its own. A pack of each kind in a layer: both are rounded."""
+    """The case with these experts instead of its own."""
     case.packs = packs
-    rounded = rounded or any(isinstance(as_multiplied(p), Rounded) for p in packs)
     case.w13, case.w2 = (Rounded(p) if rounded else p.w for p in packs)
     return case
 
@@ -174,7 +167,7 @@ def quant_linear_reads_every_weight(lib):
             pack = Pack(1, n, k, scheme, gate_up=gate_up, q=of[torch.randint(0, of.numel(), (1, n, k), device="cuda")])
             out = linear(lib, pack, torch.eye(k, device="cuda", dtype=torch.bfloat16), None, poison(k, n, dtype=torch.float32), F32)
             name = f"{scheme.name} {n} x {k} gate_up={gate_up}"
-            want = as_multiplied(pack)[0].T
+            want = pack.w[0].T
             assert ((out.double() - want).abs() <= want.abs() * 2.0**-24).all(), name
 
 
@@ -186,7 +179,7 @@ def quant_linear_matches_float64(lib):
         pack, output, splits = Pack(1, n, k, scheme, gate_up=i % 2 == 1), i % 3, (0, 0, 1, 3, -1)[i % 5]
         x, bias = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), torch.randn(n, device="cuda", dtype=torch.bfloat16) if i % 4 == 0 else None
         before = torch.randn(m, n, device="cuda") if output == ADD_F32 else poison(m, n, dtype=torch.bfloat16 if output == BF16 else torch.float32)
-        want = x.double() @ as_multiplied(pack)[0].T + (0 if bias is None else bias.double()) + (before.double() if output == ADD_F32 else 0)
+        want = x.double() @ pack.w[0].T + (0 if bias is None else bias.double()) + (before.double() if output == ADD_F32 else 0)
         name = f"linear {scheme.name} m={m} n={n} k={k} output={output} splits={splits}"
         got = linear(lib, pack, x, bias, before.clone(), output, splits)
         error = rel_error(got, want)

@@ -16,7 +16,9 @@
 namespace moe::experts_tensor {
 /// Rows of bf16, by tensor maps, which write the swizzle that wgmma reads.
 struct Bf16Weights : PlainWeights {
-  static constexpr int kColumns = kTileColumns, kBytes = kWeightBytes, kFewBlocks = 1;
+  static constexpr int kColumns = kTileColumns, kBytes = kWeightBytes;
+  template <int kCapacity>
+  static constexpr int kFewBlocks = 1;
   template <int kCapacity>
   static constexpr int kConsumerRegisters = 0;
 

@@ -7,8 +7,8 @@
 //   load          brings a stage's weights, by one thread
 //   side          a gathering lane's part of copying what lies beside them
 //   multiply      adds a work tile's products to accumulators
-//   kFewBlocks    blocks of an SM where up to 32 token rows fit
-//   kConsumerRegisters<capacity>  of a thread, if not what the launch gives
+//   kFewBlocks<capacity>  blocks of an SM where up to 32 token rows fit; with more than two, room for 16 rows is worth
+//   it kConsumerRegisters<capacity>  of a thread, if not what the launch gives
 #pragma once
 
 #include "experts/tiles.cuh"

@@ -7,6 +7,10 @@
 
 namespace moe::experts_tensor {
 
+/// Blocks of an SM: several, each with its part of the shared memory, where the consumers' registers allow it.
+template <class W, int kCapacity>
+constexpr int kBlocks = kCapacity > 32 ? 1 : (W::template kFewBlocks<kCapacity>);
+
 #if MOE_SM90
 
 /// A work tile with up to kColumns rows. Of every 8 columns a lane holds two, of weight rows g and g + 8 of its warp.
@@ -15,12 +19,17 @@ __device__ __forceinline__ void compute(const Block<W>& b, const Args<W>& a, con
   constexpr int kResults = kColumns / 4;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const auto row = [](int i) { return i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2; };
-  uint32_t place[kResults];  // of each result: fetched before the products, which hide its latency
+  uint32_t place[kResults];  // of each result
+  const auto fetch_places = [&] {
 #pragma unroll
-  for (int i = 0; i < kResults; ++i)
-    place[i] = row(i) >= work.rows ? kNoExpert : work.product == 0 ? work.first + row(i) : work.slots[row(i)];
+    for (int i = 0; i < kResults; ++i)
+      place[i] = row(i) >= work.rows ? kNoExpert : work.product == 0 ? work.first + row(i) : work.slots[row(i)];
+  };
+  constexpr bool kLate = kBlocks<W, kCapacity> > 2;  // registers are short, and other blocks hide the latency
+  if constexpr (!kLate) fetch_places();
   float acc[kColumns / 2] = {};
   W::template multiply<kCapacity, kColumns>(b, a, work, at, acc);
+  if constexpr (kLate) fetch_places();
 #pragma unroll
   for (int i = 0; i < kResults; ++i) {
     if (place[i] == kNoExpert) continue;
@@ -53,11 +62,13 @@ __device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
   for_each_work(b, [&](const Work& work) {
     if (work.rows == 0) return skip(b, work.steps, at);
     if (work.rows <= 8) compute<kCapacity, 8>(b, a, work, at);
-    else if (work.rows <= 16) compute<kCapacity, 16>(b, a, work, at);
-    else if (kCapacity == 32 || work.rows <= 32) compute<kCapacity, 32>(b, a, work, at);
-    else if constexpr (kCapacity > 32) {
-      if (kCapacity == 64 || work.rows <= 64) compute<kCapacity, 64>(b, a, work, at);
-      else if constexpr (kCapacity > 64) compute<kCapacity, 128>(b, a, work, at);
+    else if (kCapacity == 16 || work.rows <= 16) compute<kCapacity, 16>(b, a, work, at);
+    else if constexpr (kCapacity > 16) {
+      if (kCapacity == 32 || work.rows <= 32) compute<kCapacity, 32>(b, a, work, at);
+      else if constexpr (kCapacity > 32) {
+        if (kCapacity == 64 || work.rows <= 64) compute<kCapacity, 64>(b, a, work, at);
+        else if constexpr (kCapacity > 64) compute<kCapacity, 128>(b, a, work, at);
+      }
     }
     if (work.product == 1) return;
     fence_async_proxy();  // the copy engine of another block reads them
@@ -70,10 +81,6 @@ __device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
 }
 
 #endif  // MOE_SM90
-
-/// Blocks of an SM: two, each with half of the shared memory, where the consumers' registers allow it.
-template <class W, int kCapacity>
-constexpr int kBlocks = kCapacity <= 32 ? W::kFewBlocks : 1;
 
 /// Registers of a thread as the launch gives them.
 template <class W, int kCapacity>
@@ -148,6 +155,9 @@ template <class W>
 cudaError_t run(const Args<W>& a, int num_ids, const CUtensorMap& w13, const CUtensorMap& w2,
                 const DeviceLimits& limits, void* stream) {
   const int mean = a.num_slots() / num_ids;
+  if constexpr (W::template kFewBlocks<16> > 2) {
+    if (mean <= 9) return run<16>(a, w13, w2, limits, stream);
+  }
   if (mean <= 18) return run<32>(a, w13, w2, limits, stream);
   if (mean <= 40) return run<64>(a, w13, w2, limits, stream);
   return run<128>(a, w13, w2, limits, stream);

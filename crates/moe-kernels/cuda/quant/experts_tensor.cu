@@ -17,12 +17,15 @@ template <QuantFormat kFormat, int kShare>
 struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare> {
   using typename quant::ExpertStage<kFormat, kColumns, kShare>::Stage;
   using Self = QuantWeights;
-  static constexpr int kFewBlocks = 2;
+  /// Warps hide each other's waiting: int4 is bound by it and by instructions.
+  template <int kCapacity>
+  static constexpr int kFewBlocks = kCapacity == 16 && kFormat == QuantFormat::kInt4 && kShare == kColumns ? 3 : 2;
   /// The next stage is read as soon as this one's words have been used, where registers allow it.
   static constexpr int kReadEarly = kFormat == QuantFormat::kInt4 ? 1 : 0;
   template <int kCapacity>
   static constexpr int kConsumerRegisters = kCapacity == 128  ? 208
                                             : kCapacity == 32 ? 88
+                                            : kCapacity == 16 ? 64
                                                               : 0;
 
 #if MOE_SM90
@@ -30,27 +33,30 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare> {
   template <int kCapacity, int kRows>
   static __device__ __forceinline__ void multiply(const Block<Self>& b, const Args<Self>& a, const Work& work,
                                                   Cursor& at, float (&acc)[kRows / 2]) {
-    constexpr bool kScaled = Stage::kShares > 1;  // fragments are; else the sums of each stage
     const int block = threadIdx.x / 32;
     const quant::Source s = a.source[work.product];
+    typename Stage::Words words;
     const auto read = [&](const Cursor& from) {
       mbarrier_wait(b.full(from.stage), from.parity);
       fence_async_shared();  // rows of x came by ordinary copies
-      return Stage::read(b.weights(from.stage), b.side(from.stage), s, block);
+      Stage::read(b.weights(from.stage), block, words);
     };
     // k-steps that are unpacked together, while those before are multiplied: few where sums take many registers.
-    constexpr int kUnit = kRows <= 16 ? 4 : 2, kUnits = Stage::kSteps / kUnit;
+    constexpr int kUnit = Stage::kShareSteps < 4 || kRows > 16 || kCapacity == 16 ? 2 : 4,
+                  kUnits = Stage::kSteps / kUnit;
     uint32_t fragments[2][kUnit][4];
-    typename Stage::Lane lane = read(at);
-    const auto unpack = [&](int unit) {
+    typename Stage::Operands o;
+    const auto unpack = [&](const Cursor& from, int unit) {
+      Stage::fetch(b.side(from.stage), s, block, unit * kUnit, &o);
 #pragma unroll
-      for (int k = 0; k < kUnit; ++k) Stage::template fragment<kScaled>(lane, unit * kUnit + k, fragments[unit % 2][k]);
+      for (int k = 0; k < kUnit; ++k)
+        Stage::template fragment<false>(words, o, unit * kUnit + k, fragments[unit % 2][k]);
     };
-    unpack(0);
-    float sums[kRows / 2];
+    read(at);
+    unpack(at, 0);
+    float sums[kRows / 2];  // of the columns of one scale
     for (int step = 0; step < work.steps; ++step) {
       const uint64_t x = tile_descriptor(b.rows(at.stage));
-      const float scale[2] = {lane.operands[0].exact[0], lane.operands[0].exact[1]};
       const bool more = step + 1 < work.steps;
       Cursor next = at;
       next.advance(b.stages);
@@ -60,17 +66,18 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare> {
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
           const int k = u * kUnit + i;
-          wgmma<kRows, false>(kScaled ? acc : sums, fragments[u % 2][i], x + k / 4 * (kCapacity * 128 / 16) + k % 4 * 2,
-                              kScaled || k > 0);
+          wgmma<kRows, false>(sums, fragments[u % 2][i], x + k / 4 * (kCapacity * 128 / 16) + k % 4 * 2,
+                              k % Stage::kShareSteps > 0);
         }
         wgmma_commit();
-        if (u + 1 < kUnits) unpack(u + 1);
-        if (u + 1 + kReadEarly == kUnits && more) lane = read(next);
-        if (u + 1 == kUnits && more) unpack(0);
+        const typename Stage::Operands multiplied = o;
+        if (u + 1 < kUnits) unpack(at, u + 1);
+        if (u + 1 + kReadEarly == kUnits && more) read(next);
+        if (u + 1 == kUnits && more) unpack(next, 0);
         wgmma_wait<0>();
+        if (u + 1 == kUnits) Stage::give_back(b.empty(at.stage), !more);
+        if ((u + 1) * kUnit % Stage::kShareSteps == 0) Stage::add_scaled(acc, sums, multiplied);
       }
-      Stage::give_back(b.empty(at.stage), !more);
-      if constexpr (!kScaled) Stage::add_scaled(acc, sums, scale);
       at = next;
     }
     wgmma_hold(acc);

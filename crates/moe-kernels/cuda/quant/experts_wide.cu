@@ -27,30 +27,28 @@ struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat
                                                   Cursor& at, float (&sums)[kSums]) {
     const int block = threadIdx.x / 32;
     const quant::Source s = a.source[work.product];
-    typename Stage::Lane lanes[kWidth];
+    typename Stage::Words words[kWidth];
+    typename Stage::Operands o[kWidth];
     const auto read = [&](const Cursor& from) {
       mbarrier_wait(b.full(from.stage), from.parity);
-      if (work.product == 0) fence_async_shared();  // rows of x came by ordinary copies
+      fence_async_shared();  // rows of x came by ordinary copies
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i)
-        lanes[i] = Stage::read(b.weights(from.stage) + i * Stage::kBytes, b.side(from.stage) + i * Stage::kSideBytes, s,
-                               block);
+      for (int i = 0; i < kWidth; ++i) Stage::read(b.weights(from.stage) + i * Stage::kBytes, block, words[i]);
     };
     // With one weight tile two k-steps go together, with two one: as many registers.
     constexpr int kTogether = 2 / kWidth, kParts = Stage::kSteps / kTogether;
-    // The next stage is read as soon as this one's words have been used, where registers allow it.
-    constexpr int kReadEarly = kFormat != QuantFormat::kInt4 && kWidth == 2 ? 0 : 1;
     uint32_t fragments[2][kTogether][kWidth][4];
-    const auto unpack = [&](int part) {
+    const auto unpack = [&](const Cursor& from, int part) {
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
+      for (int i = 0; i < kWidth; ++i) {
+        Stage::fetch(b.side(from.stage) + i * Stage::kSideBytes, s, block, part * kTogether, &o[i]);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i)
-          Stage::template fragment<true>(lanes[i], part * kTogether + k, fragments[part % 2][k][i]);
+        for (int k = 0; k < kTogether; ++k)
+          Stage::template fragment<true>(words[i], o[i], part * kTogether + k, fragments[part % 2][k][i]);
       }
     };
     read(at);
-    unpack(0);
+    unpack(at, 0);
     for (int step = 0; step < work.steps; ++step) {
       const uint64_t x = tile_descriptor(b.rows(at.stage));
       const bool more = step + 1 < work.steps;
@@ -67,10 +65,11 @@ struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat
                                    part + k > 0 || step > 0);
         }
         wgmma_commit();
-        // What comes next is unpacked while these products run.
-        if (part + 1 < kParts) unpack(part + 1);
-        if (part + 1 + kReadEarly == kParts && more) read(next);
-        if (part + 1 == kParts && more) unpack(0);
+        // What comes next is unpacked while these products run; the next stage is read as soon as this one's words have
+        // been used.
+        if (part + 1 < kParts) unpack(at, part + 1);
+        if (part + 2 == kParts && more) read(next);
+        if (part + 1 == kParts && more) unpack(next, 0);
         wgmma_wait<0>();
       }
       Stage::give_back(b.empty(at.stage), !more);

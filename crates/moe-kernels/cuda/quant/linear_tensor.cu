@@ -44,25 +44,26 @@ struct QuantWeights {
                                                    float (&acc)[B::kProducts][B::kColumns / 2]) {
       const int block = threadIdx.x / 32;
       int stage = 0, phase = 0;
+      typename Base::Words words;
       const auto read = [&] {
         mbarrier_wait(full + stage, phase);
-        return Base::read(ring + stage * B::kStageBytes, side + stage * Base::kSideBytes, source, block);
+        Base::read(ring + stage * B::kStageBytes, block, words);
       };
-      constexpr bool kScaled = Base::kShares > 1;  // fragments are; else the sums of each stage
       // k-steps that are unpacked together: few where sums take many registers.
-      constexpr int kUnit = B::kColumns > 64 ? 2 : 4, kUnits = Base::kSteps / kUnit;
+      constexpr int kUnit = Base::kShareSteps < 4 || B::kColumns > 64 ? 2 : 4, kUnits = Base::kSteps / kUnit;
       uint32_t fragments[2][kUnit][4];
-      typename Base::Lane lane = read();
-      const auto unpack = [&](int unit) {
+      typename Base::Operands o;
+      const auto unpack = [&](int from, int unit) {
+        Base::fetch(side + from * Base::kSideBytes, source, block, unit * kUnit, &o);
 #pragma unroll
         for (int k = 0; k < kUnit; ++k)
-          Base::template fragment<kScaled>(lane, unit * kUnit + k, fragments[unit % 2][k]);
+          Base::template fragment<false>(words, o, unit * kUnit + k, fragments[unit % 2][k]);
       };
-      unpack(0);
-      float sums[B::kColumns / 2];
+      read();
+      unpack(stage, 0);
+      float sums[B::kColumns / 2];  // of the columns of one scale
       for (int step = 0; step < count; ++step) {
         const uint64_t x = tile_descriptor(ring + stage * B::kStageBytes + B::kWeightBytes);
-        const float scale[2] = {lane.operands[0].exact[0], lane.operands[0].exact[1]};
         const bool more = step + 1 < count;
         const int used = stage;
         if (++stage == stages) stage = 0, phase ^= 1;
@@ -72,19 +73,20 @@ struct QuantWeights {
 #pragma unroll
           for (int i = 0; i < kUnit; ++i) {
             const int k = u * kUnit + i;
-            wgmma<B::kColumns, false>(kScaled ? acc[0] : sums, fragments[u % 2][i],
-                                      x + k / 4 * (B::kPartBytes / 16) + k % 4 * 2, kScaled || k > 0);
+            wgmma<B::kColumns, false>(sums, fragments[u % 2][i], x + k / 4 * (B::kPartBytes / 16) + k % 4 * 2,
+                                      k % Base::kShareSteps > 0);
           }
           wgmma_commit();
           // What comes next is unpacked while these products run; the next stage is read as soon as this one's words
           // have been used.
-          if (u + 1 < kUnits) unpack(u + 1);
-          if (u + 2 == kUnits && more) lane = read();
-          if (u + 1 == kUnits && more) unpack(0);
+          const typename Base::Operands multiplied = o;
+          if (u + 1 < kUnits) unpack(used, u + 1);
+          if (u + 2 == kUnits && more) read();
+          if (u + 1 == kUnits && more) unpack(stage, 0);
           wgmma_wait<0>();
+          if (u + 1 == kUnits) Base::give_back(empty + used, true);
+          if ((u + 1) * kUnit % Base::kShareSteps == 0) Base::add_scaled(acc[0], sums, multiplied);
         }
-        Base::give_back(empty + used, true);
-        if constexpr (!kScaled) Base::add_scaled(acc[0], sums, scale);
       }
       wgmma_hold(acc[0]);
     }
@@ -97,7 +99,8 @@ cudaError_t launch(const QuantLinearTensorArgs& c, const DeviceLimits& limits, v
   using W = QuantWeights<kFormat, kShare>;
   const int n = static_cast<int>(c.w.n), k = static_cast<int>(c.w.k);
   Shape s = shape_for(c.m, n, ceil_div(k, kStageColumns), c.splits, limits);
-  if (s.tokens > W::template kMostTokens<2>) s.tokens = W::template kMostTokens<1>, s.groups = 1;
+  if (c.m > W::template kMostTokens<1>) s.tokens = W::template kMostTokens<2>, s.groups = 2;
+  else if (c.m > W::template kMostTokens<2>) s.groups = 1;
   CUtensorMap map;
   const cudaError_t e = quant::make_pack_map(&map, c.w, 4 * s.groups, W::template Stage<1>::kBlockBytes);
   if (e != cudaSuccess) return e;

@@ -2,10 +2,10 @@
 // the pack has them (quant/args.cuh), beside them the scales and zero points of its columns, and how a warp makes A
 // fragments of bf16 of them.
 //
-// Where a stage's columns have one scale, products are of exact integers (or e4m3), and their sums over the stage are
-// scaled in f32: no weight is rounded. Elsewhere fragments are scaled: bf16(bf16(scale) (q - zero)), as a checkpoint
-// that is dequantised to bf16 has them, but for a scale of f16, which is rounded first; a scale of FP8, which is f32,
-// is taken as the sum of two bf16.
+// Products for few token rows are of exact integers (or e4m3), and their sums over the columns of one scale are scaled
+// in f32: no weight is rounded. Those for prompts, whose sums fill the registers, scale fragments: bf16(bf16(scale) (q
+// - zero)), as a checkpoint that is dequantised to bf16 has them, but for a scale of f16, which is rounded first; a
+// scale of FP8, which is f32, is taken as the sum of two bf16.
 //
 // Instructions for two weights in a lane: int4 2.75 (shift, mask, subtract), int8 5.5, FP8 4.5, with scales 1 and, of
 // FP8, 2 more. Four schedulers issue 128 lanes' a clock, and an SM's share of the memory brings 38 weights of 4 bits or
@@ -25,7 +25,7 @@ struct Source {
   const uint8_t* zeros;    // null: the middle
   int blocks, all_blocks;  // of 16 rows: of a matrix, of all
   int groups;
-  int shares;  // of a group, see QuantStage
+  uint32_t inverse;  // of a group's shares (QuantStage), times 2^32, above: the loop of a stage divides by them; 0: one
   int scale_rows, f16_scales;
   int uniform;  // a stage's columns have one scale
 };
@@ -38,7 +38,7 @@ struct QuantStage {
   static constexpr int kBlockBytes = kColumns / tile_columns(kFormat) * 512;
   static constexpr int kBytes = kRowBlocks * kBlockBytes;
   static constexpr bool kIntegers = kFormat != QuantFormat::kFp8;
-  static constexpr int kShares = kColumns / kShare;
+  static constexpr int kShares = kColumns / kShare, kShareSteps = kShare / 16;
   static constexpr int kScaleBytes = kRowBlocks * kShares * (kIntegers ? 32 : 64);
   static constexpr int kZeroBytes = kIntegers ? kRowBlocks * kShares * 16 : 0;
   static constexpr int kSideBytes = kScaleBytes + kZeroBytes;
@@ -63,7 +63,8 @@ struct QuantStage {
     static constexpr int kEach = ceil_div(kItems, kLanes), kBlockItems = kIntegers ? 2 : 4;
     const uint8_t* from[kEach];
     int next[kEach];  // bytes
-    int index, shares, last_group;
+    int index, last_group;
+    uint32_t inverse;
 
     static __device__ __forceinline__ bool is_zero(int item) { return item >= kScaleItems; }
     /// Block and share of it.
@@ -73,7 +74,7 @@ struct QuantStage {
 
    public:
     __device__ __forceinline__ SideCopies(const Source& s, int row_block, int index)
-        : index(index), shares(s.shares), last_group(s.groups - 1) {
+        : index(index), last_group(s.groups - 1), inverse(s.inverse) {
       const int scale_bytes = kIntegers ? 32 : s.scale_rows * 4;  // of a block and group
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
@@ -91,7 +92,8 @@ struct QuantStage {
       for (int i = 0; i < kEach; ++i) {
         if (from[i] == nullptr) continue;
         const int item = index + i * kLanes, share = step * kShares + place(item) % kShares;
-        const uint8_t* at = from[i] + min(shares == 1 ? share : share / shares, last_group) * next[i];
+        const int group = inverse == 0 ? share : static_cast<int>(__umulhi(share, inverse));
+        const uint8_t* at = from[i] + min(group, last_group) * next[i];
         if (!kIntegers && next[i] == 8) {
           cp_async8(side + item * 16, at);
         } else {
@@ -130,34 +132,27 @@ struct QuantStage {
     return o;
   }
 
-  /// What a lane reads of a stage: its words of a block of 16 rows, and its rows' operands.
-  struct Lane {
-    uint32_t words[kSteps * kWords];
-    Operands operands[kShares];
-  };
+  /// Fetches those of a k-step where it begins a share of columns with a scale of its own.
+  static __device__ __forceinline__ void fetch(const uint8_t* side, const Source& s, int block, int k, Operands* o) {
+    if (k == 0 || (k % kShareSteps == 0 && !s.uniform)) *o = operands(side, s, block, k / kShareSteps);
+  }
 
-  static __device__ __forceinline__ Lane read(const uint8_t* weights, const uint8_t* side, const Source& s, int block) {
-    Lane l;
+  /// A lane's words of a block of 16 rows.
+  using Words = uint32_t[kSteps * kWords];
+
+  static __device__ __forceinline__ void read(const uint8_t* weights, int block, Words& words) {
     const uint8_t* from = weights + block * kBlockBytes + threadIdx.x % 32 * 16;
 #pragma unroll
     for (int i = 0; i < kSteps * kWords; i += 4) {
       const uint4 v = *reinterpret_cast<const uint4*>(from + i / 4 * 512);
-      l.words[i] = v.x, l.words[i + 1] = v.y, l.words[i + 2] = v.z, l.words[i + 3] = v.w;
+      words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
     }
-    l.operands[0] = operands(side, s, block, 0);
-#pragma unroll
-    for (int i = 1; i < kShares; ++i) {
-      l.operands[i] = l.operands[i - 1];
-      if (!s.uniform) l.operands[i] = operands(side, s, block, i);
-    }
-    return l;
   }
 
   /// The fragment of a k-step, before the wgmma_fence that must follow: exact q - zero or e4m3, or scaled.
   template <bool kScaled>
-  static __device__ __forceinline__ void fragment(const Lane& l, int k, uint32_t (&a)[4]) {
-    const Operands& o = l.operands[k * 16 / kShare];
-    unpack<kFormat>(l.words + k * kWords, o.zero, a);
+  static __device__ __forceinline__ void fragment(const Words& words, const Operands& o, int k, uint32_t (&a)[4]) {
+    unpack<kFormat>(words + k * kWords, o.zero, a);
     if constexpr (kScaled) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
@@ -168,11 +163,10 @@ struct QuantStage {
 
   /// total += sums times the scales of a lane's rows.
   template <int kSums>
-  static __device__ __forceinline__ void add_scaled(float (&total)[kSums], float (&sums)[kSums],
-                                                    const float (&scale)[2]) {
+  static __device__ __forceinline__ void add_scaled(float (&total)[kSums], float (&sums)[kSums], const Operands& o) {
     wgmma_hold(sums);
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) total[i] = fmaf(sums[i], scale[i / 2 % 2], total[i]);
+    for (int i = 0; i < kSums; ++i) total[i] = fmaf(sums[i], o.exact[i / 2 % 2], total[i]);
   }
 
   /// Gives a stage back that this warp has read. The fence orders reads before what the copy engine writes; a lane that
@@ -204,12 +198,13 @@ inline bool fits(const QuantPack& w) {
 inline int share(const QuantPack& w, int columns) { return w.groups == 1 || w.group % columns == 0 ? columns : 32; }
 
 inline Source source(const QuantPack& w, int columns, int share) {
+  const uint32_t shares = w.groups == 1 ? 1 : static_cast<uint32_t>(w.group / share);
   return {static_cast<const uint8_t*>(w.scales),
           w.zeros,
           static_cast<int>(w.n_tiles),
           static_cast<int>(w.experts * w.n_tiles),
           static_cast<int>(w.groups),
-          w.groups == 1 ? 1 : static_cast<int>(w.group / share),
+          shares == 1 ? 0 : UINT32_MAX / shares + 1,
           w.scale_rows,
           w.scale_dtype == Dtype::kF16,
           w.groups == 1 || w.group % columns == 0};
