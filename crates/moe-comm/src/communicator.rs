@@ -60,6 +60,15 @@ pub enum Collective<'a> {
     Barrier,
 }
 
+/// Which ranks need the rows of a gather: those that own an expert of the row's token.
+#[derive(Clone, Copy, Debug)]
+pub struct RowNeeds<'a> {
+    /// Experts of all ranks' tokens, [sum(counts), K] u32, the same on all ranks; ids outside of `owners` are no experts.
+    pub ids: View<'a>,
+    /// The rank that owns each expert, \[P\] u32.
+    pub owners: View<'a>,
+}
+
 /// One rank's handle to its group.
 ///
 /// Conventions of every collective:
@@ -179,6 +188,34 @@ pub trait Communicator: Send + Sync + Debug {
         ex: &mut Exec,
     ) -> Result<()> {
         arrays.into_iter().try_for_each(|(input, out)| self.all_gather_v(input, counts, out, ex))
+    }
+
+    /// [`all_gather_v`](Self::all_gather_v) of rows of which each rank needs some: the other rows of `out` are unspecified, so that a
+    /// communicator need not move them.
+    fn all_gather_needed(
+        &self,
+        input: View<'_>,
+        counts: &[usize],
+        needs: &RowNeeds<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _ = needs;
+        self.all_gather_v(input, counts, out, ex)
+    }
+
+    /// The way back: [`reduce_scatter_v`](Self::reduce_scatter_v) of sums of f32, where the rows of a rank that does not need them
+    /// are zeros, so that a communicator need not move them.
+    fn reduce_scatter_needed(
+        &self,
+        input: View<'_>,
+        counts: &[usize],
+        needs: &RowNeeds<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _ = needs;
+        self.reduce_scatter_v(input, counts, out, ReduceOp::Sum, ex)
     }
 
     /// Reduces all ranks' `input` [world_size * R, ..] and leaves the rank-th R rows of the

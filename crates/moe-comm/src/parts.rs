@@ -9,7 +9,7 @@ use candle_core::Result;
 use moe_kernels::{View, ViewMut};
 
 use crate::check::Place;
-use crate::communicator::ReduceOp;
+use crate::communicator::{ReduceOp, RowNeeds};
 
 /// What the library is asked to do with the views of a [`Part`].
 #[derive(Clone, Copy)]
@@ -34,9 +34,15 @@ pub(crate) struct Part<'a> {
 /// A collective on views of the device, before it is known what carries it.
 pub(crate) enum Request<'v, 'c> {
     /// Each rank's rows of several arrays, inputs and outputs, to all.
-    Gather { arrays: Vec<(View<'v>, ViewMut<'v>)>, counts: &'c [usize] },
+    Gather { arrays: Vec<(View<'v>, ViewMut<'v>)>, counts: &'c [usize], needs: Option<&'c RowNeeds<'c>> },
     /// Sums of rows to the ranks that own them.
-    Scatter { input: View<'v>, counts: &'c [usize], out: ViewMut<'v>, op: ReduceOp },
+    Scatter {
+        input: View<'v>,
+        counts: &'c [usize],
+        out: ViewMut<'v>,
+        op: ReduceOp,
+        needs: Option<&'c RowNeeds<'c>>,
+    },
     /// A sum in place.
     Reduce { data: ViewMut<'v>, op: ReduceOp },
     /// What the library alone does.
@@ -44,17 +50,17 @@ pub(crate) enum Request<'v, 'c> {
 }
 
 impl<'v> Request<'v, '_> {
-    /// The calls of the library.
+    /// The calls of the library, which moves all rows.
     pub fn parts(self, place: Place) -> Result<Vec<Part<'v>>> {
         match self {
-            Self::Gather { arrays, counts } => {
+            Self::Gather { arrays, counts, .. } => {
                 let mut all = Vec::new();
                 for (input, out) in arrays {
                     all.extend(gather_parts(place, input, out, counts)?);
                 }
                 Ok(all)
             }
-            Self::Scatter { input, counts, out, op } => scatter_parts(place, input, out, counts, op),
+            Self::Scatter { input, counts, out, op, .. } => scatter_parts(place, input, out, counts, op),
             Self::Reduce { data, op } => Ok(vec![one(Verb::AllReduce(op), None, data)]),
             Self::Parts(parts) => Ok(parts),
         }

@@ -7,7 +7,7 @@ use moe_kernels::{Exec, PreNorm, View, ViewMut, add_rms_norm_into};
 
 use super::comm::{NcclComm, is_recorded};
 use crate::call::Op;
-use crate::communicator::{Collective, Communicator, ReduceOp, share_add_rms_norm};
+use crate::communicator::{Collective, Communicator, ReduceOp, RowNeeds, share_add_rms_norm};
 use crate::parts::{Request, Verb, exchange_parts, one};
 use crate::peer::PeerAllReduce;
 use crate::round::wait::{Outcome, Stop};
@@ -36,12 +36,12 @@ impl Communicator for NcclComm {
             }
             Collective::AllGather { input, counts, out } => {
                 self.collective(name, call, Some(input), out, ex, |input, out| {
-                    Ok(Request::Gather { arrays: vec![(needed(input)?, out)], counts })
+                    Ok(Request::Gather { arrays: vec![(needed(input)?, out)], counts, needs: None })
                 })
             }
             Collective::ReduceScatter { input, counts, out, op } => {
                 self.collective(name, call, Some(input), out, ex, |input, out| {
-                    Ok(Request::Scatter { input: needed(input)?, counts, out, op })
+                    Ok(Request::Scatter { input: needed(input)?, counts, out, op, needs: None })
                 })
             }
             Collective::AllToAll { input, send, out, recv } => {
@@ -131,7 +131,36 @@ impl Communicator for NcclComm {
                     checked.push((input, out));
                 }
             }
-            self.launch(Op::AllGather, Request::Gather { arrays: checked, counts }, ex)
+            self.launch(Op::AllGather, Request::Gather { arrays: checked, counts, needs: None }, ex)
+        })
+    }
+
+    fn all_gather_needed(
+        &self,
+        input: View<'_>,
+        counts: &[usize],
+        needs: &RowNeeds<'_>,
+        mut out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let call = self.place().check(&Collective::AllGather { input, counts, out: out.reborrow() });
+        self.collective(Op::AllGather, call, Some(input), out, ex, |input, out| {
+            Ok(Request::Gather { arrays: vec![(needed(input)?, out)], counts, needs: Some(needs) })
+        })
+    }
+
+    fn reduce_scatter_needed(
+        &self,
+        input: View<'_>,
+        counts: &[usize],
+        needs: &RowNeeds<'_>,
+        mut out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let op = ReduceOp::Sum;
+        let call = self.place().check(&Collective::ReduceScatter { input, counts, out: out.reborrow(), op });
+        self.collective(Op::ReduceScatter, call, Some(input), out, ex, |input, out| {
+            Ok(Request::Scatter { input: needed(input)?, counts, out, op, needs: Some(needs) })
         })
     }
 

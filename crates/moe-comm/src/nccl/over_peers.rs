@@ -19,18 +19,18 @@ pub(super) fn over_peers(
         Request::Reduce { data, op: ReduceOp::Sum } if peers.fits(data.dtype(), data.elem_count()) => {
             peers.all_reduce_into(data.reborrow(), ex)?;
         }
-        Request::Scatter { input, counts, out, op: ReduceOp::Sum }
+        Request::Scatter { input, counts, out, op: ReduceOp::Sum, needs }
             if peers.fits_scatter(out.dtype(), &parts(out, counts)) =>
         {
-            peers.reduce_scatter_into(*input, counts, out.reborrow(), ex)?;
+            peers.reduce_scatter_into(*input, counts, *needs, out.reborrow(), ex)?;
         }
-        Request::Gather { arrays, counts } => {
+        Request::Gather { arrays, counts, needs } => {
             let sizes: Vec<_> = arrays.iter().map(|(_, out)| (out.dtype(), parts(out, counts))).collect();
             if !peers.fits_gather(sizes.iter().map(|(dtype, parts)| (*dtype, &parts[..]))) {
                 return Ok(false);
             }
             let arrays = arrays.iter_mut().map(|(input, out)| (*input, out.reborrow())).collect();
-            peers.all_gather_into(arrays, counts, ex)?;
+            peers.all_gather_into(arrays, counts, *needs, ex)?;
         }
         _ => return Ok(false),
     }

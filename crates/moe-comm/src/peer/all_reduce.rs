@@ -14,7 +14,7 @@ use moe_kernels::{Exec, View, ViewMut};
 use super::memory::{Mapping, Owned, Status, group};
 use super::offer::{Answer, Offer, host_id, process_id, refusal};
 use crate::bytes::all_gather_bytes;
-use crate::communicator::Communicator;
+use crate::communicator::{Communicator, RowNeeds};
 
 /// Small all-reduces, and all-gathers and reduce-scatters of any size, by kernels that write to each other's memory, for the
 /// ranks of one host.
@@ -171,6 +171,7 @@ impl PeerAllReduce {
     }
 
     /// Concatenates every rank's `input` [counts\[rank\], ..] in rank order into `out` [sum(counts), ..], for each pair together.
+    /// With `needs`, one array of floats, of which a rank gets the rows that it needs.
     ///
     /// # Errors
     /// A context on another stream than the group's; other dtypes or numbers of rows in a pair; what
@@ -179,10 +180,12 @@ impl PeerAllReduce {
         &self,
         arrays: Vec<(View<'_>, ViewMut<'_>)>,
         counts: &[usize],
+        needs: Option<&RowNeeds<'_>>,
         ex: &mut Exec,
     ) -> Result<()> {
         self.ready(ex)?;
-        self.buffers.all_gather_into(arrays, counts, ex)
+        let needs = needs.map(|needs| (needs.ids, needs.owners));
+        self.buffers.all_gather_into(arrays, counts, needs, ex)
     }
 
     /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements of each rank: the same on all
@@ -191,7 +194,8 @@ impl PeerAllReduce {
         self.buffers.fits_scatter(dtype, parts)
     }
 
-    /// `out` [counts\[rank\], ..] f32 = this rank's part of the sum over the ranks of `input` [sum(counts), ..] f32.
+    /// `out` [counts\[rank\], ..] f32 = this rank's part of the sum over the ranks of `input` [sum(counts), ..] f32; with `needs`
+    /// over those that need the row.
     ///
     /// # Errors
     /// A context on another stream than the group's; wrong dtypes or numbers of elements; what
@@ -200,11 +204,13 @@ impl PeerAllReduce {
         &self,
         input: View<'_>,
         counts: &[usize],
+        needs: Option<&RowNeeds<'_>>,
         out: ViewMut<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
         self.ready(ex)?;
-        self.buffers.reduce_scatter_into(input, counts, out, ex)
+        let needs = needs.map(|needs| (needs.ids, needs.owners));
+        self.buffers.reduce_scatter_into(input, counts, needs, out, ex)
     }
 
     /// An error once a kernel has given up waiting, or [`stop`](Self::stop) was called. To be asked after the work

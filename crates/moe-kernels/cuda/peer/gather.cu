@@ -10,6 +10,10 @@
 // A word of all ones is an empty slot. In floats it is a NaN and travels as another one; integers, of which every bit
 // must arrive, travel as two words of 16 bits each.
 //
+// Of rows whose experts are known each may travel only to the ranks that own an expert of its token, and only their sums
+// travel back: whether a slot is sent follows from ids that every rank has, so nothing is counted and nothing moves to
+// another place. The first slot of a launch always travels.
+//
 // In short calls each thread sends and then receives. In long ones some warps send while others receive, and what half a
 // buffer does not hold is left to further launches.
 //
@@ -19,6 +23,27 @@
 #include "peer/peer.cuh"
 
 namespace moe {
+
+/// Which ranks need a row: those that own an expert of its token. Known to moe-kernels' `cuda::PeerBuffers`.
+struct Needs {
+  const uint32_t* ids;     // [rows of all ranks, top_k]; null: all ranks need all rows
+  const uint32_t* owners;  // [experts]
+  uint32_t top_k, experts;
+  uint32_t row_slots;
+
+  /// A bit for each rank that needs what lies in this slot of all ranks' rows.
+  __device__ __forceinline__ uint32_t of(size_t slot) const {
+    if (ids == nullptr) return 0xffffffffu;
+    const uint32_t* chosen = ids + slot / row_slots * top_k;
+    uint32_t ranks = 0;
+    for (uint32_t k = 0; k < top_k; ++k) {
+      const uint32_t id = __ldcg(chosen + k);
+      if (id < experts) ranks |= 1u << __ldg(owners + id);
+    }
+    return ranks;
+  }
+};
+
 namespace {
 
 constexpr int kThreads = 128;    // that send, and that receive: the same, or others
@@ -145,17 +170,20 @@ __device__ __forceinline__ int peer_after(const Exchange& x, int i) {
   return next < x.peers.ranks ? next : next - x.peers.ranks;
 }
 
-/// The other ranks that send slot u.
-__device__ __forceinline__ uint32_t senders(const Exchange& x, const Range& range, uint32_t u) {
+/// The other ranks that send slot u to this one.
+__device__ __forceinline__ uint32_t senders(const Exchange& x, const Arrays& arrays, const Range& range,
+                                            const Needs& needs, uint32_t u) {
   uint32_t all = 0;
-  for (int r = 0; r < x.peers.ranks; ++r)
-    if (r != x.peers.rank && u < range.sent(r)) all |= 1u << r;
+  for (int r = 0; r < x.peers.ranks; ++r) {
+    if (r == x.peers.rank || u >= range.sent(r)) continue;
+    if (u == 0 || needs.of(arrays.at[0].begins[r] + range.first + u) >> x.peers.rank & 1u) all |= 1u << r;
+  }
   return all;
 }
 
 __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
     gather_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Arrays arrays,
-                  const __grid_constant__ Range range) {
+                  const __grid_constant__ Range range, const __grid_constant__ Needs needs) {
   pdl_launch_dependents();
   pdl_wait();
   const Roles roles;
@@ -170,7 +198,11 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
   if (roles.sends) {
     for (uint32_t u = roles.first; u < range.sent(rank); u += roles.step) {
       const Vec16 mine = own(u);
-      for (int i = 1; i < ranks; ++i) send(slot(x, turn, peer_after(x, i), rank * x.vectors + u), mine);
+      const uint32_t to = u == 0 ? 0xffffffffu : needs.of(arrays.at[0].begins[rank] + range.first + u);
+      for (int i = 1; i < ranks; ++i) {
+        const int p = peer_after(x, i);
+        if (to >> p & 1u) send(slot(x, turn, p, rank * x.vectors + u), mine);
+      }
     }
   }
   if (!roles.receives) return;
@@ -179,10 +211,11 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
     const Vec16 mine = own(u);
 #pragma unroll
     for (int r = 0; r < kMaxRanks; ++r) v[r] = mine;
-    receive(x, turn, v, senders(x, range, u), 0, u, x.vectors);
+    const uint32_t from = senders(x, arrays, range, needs, u);
+    receive(x, turn, v, from, 0, u, x.vectors);
 #pragma unroll
     for (int r = 0; r < kMaxRanks; ++r) {
-      if (r >= ranks || u >= range.counts[r]) continue;
+      if (r >= ranks || u >= range.counts[r] || (r != rank && !(from >> r & 1u))) continue;
       uint32_t at = range.first + u;
       const Array& part = arrays.of(r, at);
       part.store(r, at, v[r]);
@@ -201,7 +234,7 @@ struct Sums {
 /// out = this rank's part of the sum over the ranks of `in`.
 __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
     scatter_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Sums sums,
-                   const __grid_constant__ Range range) {
+                   const __grid_constant__ Range range, const __grid_constant__ Needs needs) {
   pdl_launch_dependents();
   pdl_wait();
   const Roles roles;
@@ -217,7 +250,8 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
     for (int i = 1; i < ranks; ++i) {
       const int p = peer_after(x, i);
       for (uint32_t u = roles.first; u < range.sent(p); u += roles.step)
-        send(slot(x, turn, p, rank * x.vectors + u), part(p, u));
+        if (u == 0 || needs.of(sums.begins[p] + range.first + u) >> rank & 1u)
+          send(slot(x, turn, p, rank * x.vectors + u), part(p, u));
     }
   }
   if (!roles.receives) return;
@@ -227,15 +261,16 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
     const Vec16 mine = part(rank, u);
 #pragma unroll
     for (int r = 0; r < kMaxRanks; ++r) v[r] = mine;
-    receive(x, turn, v, peers, 0, u, x.vectors);
+    const uint32_t added = u < range.counts[rank] ? needs.of(sums.begins[rank] + range.first + u) : 0;
+    receive(x, turn, v, peers & (u == 0 ? 0xffffffffu : added), 0, u, x.vectors);
     if (u >= range.counts[rank]) continue;
     uint32_t sum[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float all = __uint_as_float(v[0].word[i]);
+      float all = added & 1u ? __uint_as_float(v[0].word[i]) : 0.f;
 #pragma unroll
       for (int r = 1; r < kMaxRanks; ++r)
-        if (r < ranks) all += __uint_as_float(v[r].word[i]);
+        if (r < ranks && (added >> r & 1u)) all += __uint_as_float(v[r].word[i]);
       sum[i] = __float_as_uint(all);
     }
     store_words(sums.out + (static_cast<size_t>(range.first) + u) * 16, sums.aligned, sum);
@@ -246,7 +281,8 @@ bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0
 
 /// Launches `kernel` once for each range of what every rank has, `slots` [ranks].
 template <class Kernel, class Args>
-cudaError_t launch_ranges(Kernel kernel, const Peers& peers, const size_t* slots, const Args& args, void* stream) {
+cudaError_t launch_ranges(Kernel kernel, const Peers& peers, const size_t* slots, const Args& args, const Needs* needs,
+                          void* stream) {
   DeviceLimits limits;
   cudaError_t e = device_limits(&limits);
   if (e == cudaSuccess && !is_group(peers)) e = cudaErrorInvalidValue;
@@ -259,7 +295,7 @@ cudaError_t launch_ranges(Kernel kernel, const Peers& peers, const size_t* slots
     if (e = exchange_slots(peers, longest, &x); e != cudaSuccess) return e;
     const int blocks = min(ceil_div(static_cast<int>(longest), kThreads), kBlocksPerSm * limits.sms);
     const Launch l = {dim3(blocks), dim3(longest < kLong ? kThreads : 2 * kThreads), stream};
-    if (e = launch(kernel, l, x, args, range); e != cudaSuccess) return e;
+    if (e = launch(kernel, l, x, args, range, needs != nullptr ? *needs : Needs{}); e != cudaSuccess) return e;
   }
   return cudaSuccess;
 }
@@ -284,9 +320,12 @@ struct PeerArray {
   uint32_t exact;             // integers
 };
 
-/// Gathers up to 4 arrays. Slots and kinds are the same on all ranks; addresses are multiples of 2 bytes.
-extern "C" int moe_peer_all_gather(const Peers* peers, const PeerArray* arrays, int count, void* stream) {
+/// Gathers up to 4 arrays. Slots and kinds are the same on all ranks; addresses are multiples of 2 bytes. With `needs`,
+/// one array of floats, of which each rank gets the rows that it needs.
+extern "C" int moe_peer_all_gather(const Peers* peers, const PeerArray* arrays, int count, const Needs* needs,
+                                   void* stream) {
   if (count < 0 || count > kMaxArrays || !is_group(*peers)) return cudaErrorInvalidValue;
+  if (needs != nullptr && (count != 1 || arrays[0].exact != 0 || needs->row_slots == 0)) return cudaErrorInvalidValue;
   Arrays all = {};
   size_t slots[kMaxRanks] = {};
   for (int i = 0; i < count; ++i) {
@@ -301,14 +340,15 @@ extern "C" int moe_peer_all_gather(const Peers* peers, const PeerArray* arrays, 
       begin += a.slots[r], slots[r] += a.slots[r];
     }
   }
-  return launch_ranges(gather_kernel, *peers, slots, all, stream);
+  return launch_ranges(gather_kernel, *peers, slots, all, needs, stream);
 }
 
 /// out = this rank's part of the sum over the ranks of `in` f32, which holds `vectors`[r] vectors of 4 for each rank r, in
-/// rank order; added in rank order. Addresses are multiples of 4 bytes.
+/// rank order; added in rank order. Addresses are multiples of 4 bytes. With `needs`, of each row the sum over the ranks that
+/// need it.
 extern "C" int moe_peer_reduce_scatter(const Peers* peers, const float* in, float* out, const uint32_t* vectors,
-                                       void* stream) {
-  if (!is_group(*peers)) return cudaErrorInvalidValue;
+                                       const Needs* needs, void* stream) {
+  if (!is_group(*peers) || (needs != nullptr && needs->row_slots == 0)) return cudaErrorInvalidValue;
   Sums sums = {reinterpret_cast<const uint8_t*>(in), reinterpret_cast<uint8_t*>(out), {},
                is_aligned(in) && is_aligned(out)};
   size_t slots[kMaxRanks] = {};
@@ -318,5 +358,5 @@ extern "C" int moe_peer_reduce_scatter(const Peers* peers, const float* in, floa
     slots[r] = vectors[r];
     begin += vectors[r];
   }
-  return launch_ranges(scatter_kernel, *peers, slots, sums, stream);
+  return launch_ranges(scatter_kernel, *peers, slots, sums, needs, stream);
 }

@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_void};
 use half::bf16;
 
 use super::args::*;
-use super::peer::{PeerArray, PeerBuffers};
+use super::peer::{PeerArray, PeerBuffers, PeerNeeds};
 
 type Stream = *mut c_void;
 
@@ -88,9 +88,11 @@ launchers! {
         peers: *const PeerBuffers, partial: *const f32, residual: *mut f32, weight: *const bf16, eps: f32,
         out: *mut bf16, rows hidden: i32
     );
-    moe_peer_all_gather(peers: *const PeerBuffers, arrays: *const PeerArray, count: i32);
+    moe_peer_all_gather(
+        peers: *const PeerBuffers, arrays: *const PeerArray, count: i32, needs: *const PeerNeeds
+    );
     moe_peer_reduce_scatter(
-        peers: *const PeerBuffers, input: *const f32, out: *mut f32, vectors: *const u32
+        peers: *const PeerBuffers, input: *const f32, out: *mut f32, vectors: *const u32, needs: *const PeerNeeds
     );
 
     // any dtype and shape; pointers aligned to elements

@@ -6,7 +6,7 @@ use candle_core::{DType, Result, bail};
 
 use super::{MAX_PEERS, PeerBuffers, ffi};
 use crate::cuda::{CudaExec, small};
-use crate::door::{expect_dims, expect_dtype};
+use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -31,6 +31,39 @@ impl PeerArray {
         let exact = u32::from(is_exact(dtype));
         Ok(Self { input: cuda.read(op, "input", input)?, out: cuda.write(op, "out", out)?, slots, exact })
     }
+}
+
+/// Which ranks need a row, as the launcher takes it.
+#[repr(C)]
+pub(crate) struct PeerNeeds {
+    ids: *const u32,
+    owners: *const u32,
+    top_k: u32,
+    experts: u32,
+    row_slots: u32,
+}
+
+impl PeerNeeds {
+    /// Of `rows` [T, ..], from the ids [T, K] of their tokens and the owners \[P\] of the experts.
+    fn new(op: &str, rows: &View, (ids, owners): (View, View), cuda: &CudaExec) -> Result<Self> {
+        let (t, top_k) = expect_matrix(op, "ids", &ids)?;
+        expect_dtype(op, "ids", &ids, DType::U32)?;
+        expect_dtype(op, "owners", &owners, DType::U32)?;
+        let width: usize = rows.dims().iter().skip(1).product();
+        let row = slots(rows.dtype(), width).filter(|slots| *slots > 0 && !is_exact(rows.dtype()));
+        let (Some(row_slots), true) = (row, rows.dims().first() == Some(&t)) else {
+            bail!("{op}: expected {t} rows of floats in whole slots, got dims {:?}", rows.dims())
+        };
+        let number = |n: usize| u32::try_from(n).map_err(candle_core::Error::wrap);
+        let (top_k, experts) = (number(top_k)?, number(owners.elem_count())?);
+        let (ids, owners) = (cuda.read(op, "ids", ids)?, cuda.read(op, "owners", owners)?);
+        Ok(Self { ids, owners, top_k, experts, row_slots })
+    }
+}
+
+/// The address of what is there, else null.
+fn address<T>(value: &Option<T>) -> *const T {
+    value.as_ref().map_or(std::ptr::null(), |value| value)
 }
 
 /// Whether every bit pattern is a value of its own.
@@ -81,13 +114,17 @@ impl PeerBuffers {
     /// alignment. `counts` has one entry per rank and is the same on all ranks. Integers keep their bits, floats theirs but for the
     /// payloads of NaNs.
     ///
+    /// `needs` are the ids [sum(counts), K] u32 of the tokens of one array of floats, the same on all ranks, and the rank \[P\] u32
+    /// that owns each expert: then a row travels only to the owners of its token's experts, and other rows of `out` are unspecified.
+    ///
     /// # Errors
     /// A view that does not lie on the context's device; other dtypes or numbers of rows in a pair; what
-    /// [`fits_gather`](Self::fits_gather) refuses.
+    /// [`fits_gather`](Self::fits_gather) refuses; needs of several arrays, or of rows that fill no whole slots each.
     pub fn all_gather_into(
         &self,
         arrays: Vec<(View, ViewMut)>,
         counts: &[usize],
+        needs: Option<(View, View)>,
         ex: &mut Exec,
     ) -> Result<()> {
         let (op, cuda) = ("peer all_gather", ex.cuda("peer all_gather")?);
@@ -95,6 +132,11 @@ impl PeerBuffers {
             let (ranks, got) = (self.ranks, arrays.len());
             bail!("{op}: expected counts of {ranks} ranks and up to {MAX_ARRAYS} arrays, got {counts:?} and {got}")
         }
+        let needs = match (needs, &arrays[..]) {
+            (Some(needs), [(_, out)]) => Some(PeerNeeds::new(op, &out.as_view(), needs, cuda)?),
+            (None, _) => None,
+            (Some(_), _) => bail!("{op}: expected one array with needs, got {}", arrays.len()),
+        };
         let own = counts[self.rank as usize];
         let mut all = Vec::with_capacity(arrays.len());
         for (input, mut out) in arrays {
@@ -109,7 +151,7 @@ impl PeerBuffers {
         }
         // SAFETY: dtypes and sizes are checked above; the buffers are the promise of `new`.
         cuda.check(op, unsafe {
-            ffi::moe_peer_all_gather(self, all.as_ptr(), small(op, all.len())?, cuda.raw()?)
+            ffi::moe_peer_all_gather(self, all.as_ptr(), small(op, all.len())?, address(&needs), cuda.raw()?)
         })
     }
 
@@ -122,6 +164,7 @@ impl PeerBuffers {
 
     /// `out` [counts\[rank\], ..] = this rank's part of the sum over the ranks of `input` [sum(counts), ..], both f32 of any
     /// alignment: additions in rank order, the same bits in every run. `counts` has one entry per rank and is the same on all ranks.
+    /// With `needs` as in [`all_gather_into`](Self::all_gather_into), of each row the sum over the owners of its token's experts.
     ///
     /// # Errors
     /// A view that does not lie on the context's device; wrong dtypes or numbers of elements; what
@@ -130,6 +173,7 @@ impl PeerBuffers {
         &self,
         input: View,
         counts: &[usize],
+        needs: Option<(View, View)>,
         mut out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
@@ -146,12 +190,13 @@ impl PeerBuffers {
                 input.dims()
             )
         };
+        let needs = needs.map(|needs| PeerNeeds::new(op, &input, needs, cuda)).transpose()?;
         let own = vectors[self.rank as usize] as usize * 4;
         expect_dims(op, "out", &out.as_view().reshape(&[out.elem_count()])?, &[own])?;
         let (input, to) = (cuda.read(op, "input", input)?, cuda.write(op, "out", &mut out)?);
         // SAFETY: dtypes and sizes are checked above; the buffers are the promise of `new`.
         cuda.check(op, unsafe {
-            ffi::moe_peer_reduce_scatter(self, input, to, vectors.as_ptr(), cuda.raw()?)
+            ffi::moe_peer_reduce_scatter(self, input, to, vectors.as_ptr(), address(&needs), cuda.raw()?)
         })
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Result, bail};
 
-pub(crate) use gather::PeerArray;
+pub(crate) use gather::{PeerArray, PeerNeeds};
 
 use super::args::Dtype;
 use super::{aligned, ffi, small};
