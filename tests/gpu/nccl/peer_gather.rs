@@ -59,7 +59,9 @@ impl Case {
     /// Whether every part fills slots of 16 bytes, and of ids of 8.
     fn is_whole(&self, n: usize) -> bool {
         let size = self.dtype.size_in_bytes();
-        self.counts(n).iter().all(|n| (n * self.hidden * size).is_multiple_of(16) && (n * self.top_k).is_multiple_of(4))
+        self.counts(n)
+            .iter()
+            .all(|n| (n * self.hidden * size).is_multiple_of(16) && (n * self.top_k).is_multiple_of(4))
     }
 
     /// Ids with the patterns that the wire gives a meaning.

@@ -95,7 +95,8 @@ fn needed_rows_and_their_sums_are_those_of_cpu_ranks() {
         for (at, case) in cases.iter().enumerate() {
             for (rank, want) in cpu(case).into_iter().enumerate() {
                 for (in_graph, got) in got[rank][at].iter().enumerate() {
-                    let what = format!("rank {rank} of {n}, {:?} x {}, graph {in_graph}", case.counts, case.hidden);
+                    let what =
+                        format!("rank {rank} of {n}, {:?} x {}, graph {in_graph}", case.counts, case.hidden);
                     let [all, wanted] = [&got[0], &want[0]].map(bits);
                     for row in (0..case.counts.iter().sum()).filter(|row| case.needs(rank, *row)) {
                         let range = row * case.hidden..(row + 1) * case.hidden;

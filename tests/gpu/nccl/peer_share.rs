@@ -141,9 +141,8 @@ const SHAPES: [[usize; 2]; 3] = [[300, 2048], [4500, 1024], [7, 64]];
 impl Piles {
     fn new(rank: usize, ex: &Exec) -> Self {
         let zeros = |dtype| SHAPES.map(|dims| ex.zeros(dtype, &dims).unwrap()).into();
-        let partial = |[t, h]: [usize; 2]| {
-            upload(ex, (0..t * h).map(|i| (rank + 1 + i % 7) as f32).collect(), &[t, h])
-        };
+        let partial =
+            |[t, h]: [usize; 2]| upload(ex, (0..t * h).map(|i| (rank + 1 + i % 7) as f32).collect(), &[t, h]);
         let weight = Rng::seeded(3).floats(DType::BF16, &[2048]);
         Self {
             weight: put(weight, ex).unwrap(),
@@ -252,7 +251,8 @@ fn a_rank_that_stays_away_ends_the_wait() {
 fn wrong_arguments_are_refused() {
     run_nccl_ranks(2, LIMIT, |comm, ex| {
         let peers = peers_of(comm);
-        let (partial, weight) = (ex.zeros(DType::F32, &[2, 12]).unwrap(), ex.zeros(DType::BF16, &[12]).unwrap());
+        let (partial, weight) =
+            (ex.zeros(DType::F32, &[2, 12]).unwrap(), ex.zeros(DType::BF16, &[12]).unwrap());
         let (mut residual, mut out) =
             (ex.zeros(DType::F32, &[2, 12]).unwrap(), ex.zeros(DType::BF16, &[2, 12]).unwrap());
         let norm = PreNorm { weight: weight.view(), eps: 1e-6 };

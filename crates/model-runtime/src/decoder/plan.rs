@@ -126,3 +126,27 @@ pub(crate) fn linear_stage(
         false => LinearForm::stage(computes, call, machine),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use moe_comm::SelfComm;
+
+    use super::*;
+
+    #[test]
+    fn a_norm_behind_a_sum_says_which_rows_a_rank_adds_up() {
+        let ranks = SelfComm::new();
+        let stage = |shares| norm_stage(Some(&RankSums { ranks: &ranks, shares }));
+        let shared = stage(Ok(()));
+        assert_eq!(
+            (shared.kernel.as_str(), shared.rejected.len()),
+            ("host memory: each rank its share of the rows", 0)
+        );
+        let whole = stage(Err(Reason::NoGain("few rows")));
+        assert_eq!(whole.kernel, "host memory");
+        let [rejected] = &whole.rejected[..] else { panic!("{whole:?}") };
+        assert_eq!(rejected.kernel, shared.kernel);
+        assert_eq!(rejected.reason.to_string(), "saves nothing here: few rows");
+        assert_eq!(norm_stage(None).computes, ["add", "norm"]);
+    }
+}

@@ -49,11 +49,9 @@ impl Communicator for NcclComm {
                     exchange_parts(needed(input)?, send, out, recv).map(Request::Parts)
                 })
             }
-            Collective::Broadcast { data, root } => {
-                self.collective(name, call, None, data, ex, |_, data| {
-                    Ok(Request::Parts(vec![one(Verb::Broadcast { root }, None, data)]))
-                })
-            }
+            Collective::Broadcast { data, root } => self.collective(name, call, None, data, ex, |_, data| {
+                Ok(Request::Parts(vec![one(Verb::Broadcast { root }, None, data)]))
+            }),
             Collective::Barrier => {
                 // A view of host memory is waited for, and one element of it comes from every rank.
                 let mut met = [0u8];
@@ -86,11 +84,18 @@ impl Communicator for NcclComm {
         }
     }
 
-    fn shares_residual(&self, rows: usize, hidden: usize, dtype: DType) -> std::result::Result<(), &'static str> {
+    fn shares_residual(
+        &self,
+        rows: usize,
+        hidden: usize,
+        dtype: DType,
+    ) -> std::result::Result<(), &'static str> {
         match PeerAllReduce::is_small(rows, hidden) {
             true => Err("every rank adds up so few rows in one launch"),
             false if self.world_size() == 1 => Err("there is one rank"),
-            false if dtype != DType::BF16 => Err("only norms in bf16 are sent round, so that sums may travel in bf16"),
+            false if dtype != DType::BF16 => {
+                Err("only norms in bf16 are sent round, so that sums may travel in bf16")
+            }
             false => Ok(()),
         }
     }

@@ -10,7 +10,12 @@ use crate::support::{Value, bits};
 const LAYERS: u64 = 3;
 
 /// The norm behind some sub-layers on one rank, and its stream.
-fn layers(comm: &dyn Communicator, (t, h): (usize, usize), shared: bool, seed: u64) -> Result<(Vec<u64>, Vec<f32>)> {
+fn layers(
+    comm: &dyn Communicator,
+    (t, h): (usize, usize),
+    shared: bool,
+    seed: u64,
+) -> Result<(Vec<u64>, Vec<f32>)> {
     let (mut residual, weight) = (f32::randoms(seed, t * h), bf16::randoms(!seed, h));
     let mut out = vec![bf16::ZERO; t * h];
     let ex = &mut Exec::cpu();

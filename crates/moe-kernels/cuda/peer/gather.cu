@@ -10,16 +10,16 @@
 // A word of all ones is an empty slot. In floats it is a NaN and travels as another one; integers, of which every bit
 // must arrive, travel as two words of 16 bits each.
 //
-// Of rows whose experts are known each may travel only to the ranks that own an expert of its token, and only their sums
-// travel back: whether a slot is sent follows from ids that every rank has, so nothing is counted and nothing moves to
-// another place. The first slot of a launch always travels.
+// Of rows whose experts are known each may travel only to the ranks that own an expert of its token, and only their
+// sums travel back: whether a slot is sent follows from ids that every rank has, so nothing is counted and nothing
+// moves to another place. The first slot of a launch always travels.
 //
-// In short calls each thread sends and then receives. In long ones some warps send while others receive, and what half a
-// buffer does not hold is left to further launches.
+// In short calls each thread sends and then receives. In long ones some warps send while others receive, and what half
+// a buffer does not hold is left to further launches.
 //
 // Floor for one token of H = 2,048 in bf16 with 8 ids and weights on 4 GPUs: as for a sum (all_reduce.cu), 2 us: 12 KB
-// out. Predicted: 2.7 us, 64 tokens a rank (805 KB out at 350 GB/s) 5 us; the sums back, f32, 2.8 and 7 us. Two GPUs, 1,024 tokens
-// a rank: 4.3 MB out, 12 us and 3 for the launch; the sums back 8.4 MB, 24 + 3 us.
+// out. Predicted: 2.7 us, 64 tokens a rank (805 KB out at 350 GB/s) 5 us; the sums back, f32, 2.8 and 7 us. Two GPUs,
+// 1,024 tokens a rank: 4.3 MB out, 12 us and 3 for the launch; the sums back 8.4 MB, 24 + 3 us.
 #include "peer/peer.cuh"
 
 namespace moe {
@@ -87,8 +87,8 @@ __device__ __forceinline__ void store_words(uint8_t* p, bool aligned, const uint
 
 /// An array of which each rank has a part.
 struct Array {
-  const uint8_t* in;  // this rank's
-  uint8_t* out;       // all, in rank order
+  const uint8_t* in;           // this rank's
+  uint8_t* out;                // all, in rank order
   uint32_t slots[kMaxRanks];   // of each rank's part
   uint32_t begins[kMaxRanks];  // where it begins in `out`
   bool exact;                  // integers: 8 bytes to a slot
@@ -225,8 +225,8 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
 
 /// All ranks' parts of sums, of vectors of 4.
 struct Sums {
-  const uint8_t* in;  // of this rank
-  uint8_t* out;       // its part
+  const uint8_t* in;           // of this rank
+  uint8_t* out;                // its part
   uint32_t begins[kMaxRanks];  // where each rank's part begins
   bool aligned;
 };
@@ -332,7 +332,7 @@ extern "C" int moe_peer_all_gather(const Peers* peers, const PeerArray* arrays, 
     const PeerArray& a = arrays[i];
     Array& to = all.at[i];
     // A part's size is a multiple of a slot's, so all parts begin as the first does.
-    to = {static_cast<const uint8_t*>(a.in), static_cast<uint8_t*>(a.out), {}, {}, a.exact != 0,
+    to = {static_cast<const uint8_t*>(a.in),    static_cast<uint8_t*>(a.out), {}, {}, a.exact != 0,
           is_aligned(a.in) && is_aligned(a.out)};
     uint32_t begin = 0;
     for (int r = 0; r < peers->ranks; ++r) {
@@ -343,14 +343,14 @@ extern "C" int moe_peer_all_gather(const Peers* peers, const PeerArray* arrays, 
   return launch_ranges(gather_kernel, *peers, slots, all, needs, stream);
 }
 
-/// out = this rank's part of the sum over the ranks of `in` f32, which holds `vectors`[r] vectors of 4 for each rank r, in
-/// rank order; added in rank order. Addresses are multiples of 4 bytes. With `needs`, of each row the sum over the ranks that
-/// need it.
+/// out = this rank's part of the sum over the ranks of `in` f32, which holds `vectors`[r] vectors of 4 for each rank r,
+/// in rank order; added in rank order. Addresses are multiples of 4 bytes. With `needs`, of each row the sum over the
+/// ranks that need it.
 extern "C" int moe_peer_reduce_scatter(const Peers* peers, const float* in, float* out, const uint32_t* vectors,
                                        const Needs* needs, void* stream) {
   if (!is_group(*peers) || (needs != nullptr && needs->row_slots == 0)) return cudaErrorInvalidValue;
-  Sums sums = {reinterpret_cast<const uint8_t*>(in), reinterpret_cast<uint8_t*>(out), {},
-               is_aligned(in) && is_aligned(out)};
+  Sums sums = {
+      reinterpret_cast<const uint8_t*>(in), reinterpret_cast<uint8_t*>(out), {}, is_aligned(in) && is_aligned(out)};
   size_t slots[kMaxRanks] = {};
   uint32_t begin = 0;
   for (int r = 0; r < peers->ranks; ++r) {

@@ -5,20 +5,21 @@
 //            all rows' norms            ◄─ slots of r, bf16 ◄─────            residual += ..; norm
 //
 // That is a reduce-scatter, an addition with a norm and an all-gather: Megatron's sequence parallelism. A sum that all
-// ranks need whole moves 4 bytes of f32 per element and direction on two GPUs, this 2 x 2 / 2; and each addition and norm
-// is made once.
+// ranks need whole moves 4 bytes of f32 per element and direction on two GPUs, this 2 x 2 / 2; and each addition and
+// norm is made once.
 //
 // Why bf16 on the way: what is added there is one rank's part of a product that a model in bf16 rounds whole. A part is
-// no larger than the product but where parts cancel, so the rounding adds at most what transformers' own rounding of the
-// product adds, and the residual stream stays f32, which transformers rounds too. A rank's own part is not rounded.
+// no larger than the product but where parts cancel, so the rounding adds at most what transformers' own rounding of
+// the product adds, and the residual stream stays f32, which transformers rounds too. A rank's own part is not rounded.
 //
-// Three kinds of warps work beside each other, so that links carry rows in both directions all the time: some send sums,
-// some add and norm (a block takes every gridDim.x-th row of the share), some take in the norms of the other ranks.
-// Those that send wait for nobody; all blocks are resident at once. Slots, waiting, and why no barrier is needed: peer.cuh.
+// Three kinds of warps work beside each other, so that links carry rows in both directions all the time: some send
+// sums, some add and norm (a block takes every gridDim.x-th row of the share), some take in the norms of the other
+// ranks. Those that send wait for nobody; all blocks are resident at once. Slots, waiting, and why no barrier is
+// needed: peer.cuh.
 //
 // Floor, two H200 at 450 GB/s each way, 8,192 rows of H = 2,048: 33.6 MB out and in, 75 us; local memory moves 50 MB of
-// sums, 67 of the stream, 50 of norms and twice the slots' 33.6 in L2: 40 us beside it. Predicted, not yet measured: 100 us (360 GB/s
-// and 4 us for each of two launches) where NCCL's sum and the norm behind it take 224 + 66.
+// sums, 67 of the stream, 50 of norms and twice the slots' 33.6 in L2: 40 us beside it. Predicted, not yet measured:
+// 100 us (360 GB/s and 4 us for each of two launches) where NCCL's sum and the norm behind it take 224 + 66.
 #include "peer/peer.cuh"
 #include "ptx/ptx.cuh"
 
@@ -29,8 +30,8 @@ constexpr int kSenders = 128, kAdders = 256, kTakers = 128;  // threads
 constexpr int kThreads = kSenders + kAdders + kTakers;
 constexpr int kAdderWarps = kAdders / 32;
 constexpr int kBlocksPerSm = 2;
-constexpr int kBatch = 4;       // vectors that a sender has under way
-constexpr int kBarrier = 1;     // of the adders
+constexpr int kBatch = 4;         // vectors that a sender has under way
+constexpr int kBarrier = 1;       // of the adders
 constexpr uint32_t kGroup = 256;  // columns that a warp moves at once
 
 struct Rows {
@@ -98,8 +99,8 @@ __device__ __forceinline__ uint32_t slot_of(const Exchange& x, const Rows& a, in
   return ((kind * others + place(sender, receiver)) * a.share + row) * a.vectors() + v;
 }
 
-/// What thread `u` of all that send, or take in, has to do: a vector of a row of another rank. First the first rows of all
-/// ranks, each rank beginning with another one, then the second ones.
+/// What thread `u` of all that send, or take in, has to do: a vector of a row of another rank. First the first rows of
+/// all ranks, each rank beginning with another one, then the second ones.
 struct Foreign {
   int rank;
   uint32_t row, vector;
@@ -135,8 +136,7 @@ __device__ __forceinline__ void send_sums(const Exchange& x, const Turn& turn, c
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const Foreign f(x, a, u + i * step);
-      if (f.exists)
-        send(slot(x, turn, f.rank, slot_of(x, a, 0, x.peers.rank, f.rank, f.row, f.vector)), v[i]);
+      if (f.exists) send(slot(x, turn, f.rank, slot_of(x, a, 0, x.peers.rank, f.rank, f.row, f.vector)), v[i]);
     }
   }
 }
@@ -153,7 +153,8 @@ __device__ __forceinline__ float adders_sum(float v, float* parts, uint32_t thre
 }
 
 /// Adds up this rank's rows, norms them and sends the norms to all.
-__device__ __forceinline__ void add_and_norm(const Exchange& x, Turn& turn, const Rows& a, float4* kept, uint32_t thread) {
+__device__ __forceinline__ void add_and_norm(const Exchange& x, Turn& turn, const Rows& a, float4* kept,
+                                             uint32_t thread) {
   __shared__ float parts[2][kAdderWarps];
   const int rank = x.peers.rank, ranks = x.peers.ranks;
   const uint32_t vectors = a.vectors(), count = a.count(rank);
@@ -185,9 +186,9 @@ __device__ __forceinline__ void add_and_norm(const Exchange& x, Turn& turn, cons
       const uint2 high = __ldg(reinterpret_cast<const uint2*>(a.weight + c.high));
       const Eight w = widen({{low.x, low.y, high.x, high.y}});
       const float4 l = kept[v], h = kept[vectors + v];
-      const Vec16 norm = narrow({{l.x * scale * w.low.x, l.y * scale * w.low.y, l.z * scale * w.low.z, l.w * scale * w.low.w},
-                                 {h.x * scale * w.high.x, h.y * scale * w.high.y, h.z * scale * w.high.z,
-                                  h.w * scale * w.high.w}});
+      const Vec16 norm =
+          narrow({{l.x * scale * w.low.x, l.y * scale * w.low.y, l.z * scale * w.low.z, l.w * scale * w.low.w},
+                  {h.x * scale * w.high.x, h.y * scale * w.high.y, h.z * scale * w.high.z, h.w * scale * w.high.w}});
       store_norm(a.out + at, c, norm);
       for (int i = 1; i < ranks; ++i) {
         const int to = rank + i < ranks ? rank + i : rank + i - ranks;
@@ -239,8 +240,8 @@ cudaError_t load_share_kernel() {
 
 /// Of the rows [rows, hidden] that this rank keeps (which ones follows from the numbers of rows and ranks alone):
 /// residual += the sum of all ranks' `partial`, both f32, the other ranks' rounded to bf16. Of all rows: out = residual
-/// / rms(residual) * weight, bf16. `hidden` is a multiple of 8, at most 16,384; all calls of a group with the same sizes
-/// keep the same rows.
+/// / rms(residual) * weight, bf16. `hidden` is a multiple of 8, at most 16,384; all calls of a group with the same
+/// sizes keep the same rows.
 extern "C" int moe_peer_share_add_rms_norm(const moe::Peers* peers, const float* partial, float* residual,
                                            const moe::bf16* weight, float eps, moe::bf16* out, int rows, int hidden,
                                            void* stream) {

@@ -130,7 +130,9 @@ impl PeerBuffers {
         let (op, cuda) = ("peer all_gather", ex.cuda("peer all_gather")?);
         if counts.len() != self.ranks as usize || arrays.len() > MAX_ARRAYS {
             let (ranks, got) = (self.ranks, arrays.len());
-            bail!("{op}: expected counts of {ranks} ranks and up to {MAX_ARRAYS} arrays, got {counts:?} and {got}")
+            bail!(
+                "{op}: expected counts of {ranks} ranks and up to {MAX_ARRAYS} arrays, got {counts:?} and {got}"
+            )
         }
         let needs = match (needs, &arrays[..]) {
             (Some(needs), [(_, out)]) => Some(PeerNeeds::new(op, &out.as_view(), needs, cuda)?),

@@ -200,7 +200,11 @@ mod tests {
         for (ranks, capacity) in [(2, 1 << 20), (3, 100), (4, 2 << 20), (8, 2 << 20), (8, 1)] {
             let bytes = PeerBuffers::bytes(ranks, capacity).unwrap();
             assert!(bytes >= 256 + 2 * 2 * capacity, "{ranks} ranks, {capacity} bytes: {bytes}");
-            assert_eq!(bytes, 256 + (32 << 20), "{ranks} ranks, {capacity} bytes: halves for thousands of rows");
+            assert_eq!(
+                bytes,
+                256 + (32 << 20),
+                "{ranks} ranks, {capacity} bytes: halves for thousands of rows"
+            );
         }
         for (ranks, capacity) in [(1, 64), (9, 64), (4, 2 << 30)] {
             assert!(PeerBuffers::bytes(ranks, capacity).is_err(), "{ranks} ranks, {capacity} bytes");

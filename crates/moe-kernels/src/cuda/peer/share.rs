@@ -42,10 +42,8 @@ impl PeerBuffers {
                 "{op}: expected views at multiples of 16 bytes and H a multiple of 8 up to {MAX_HIDDEN}; got dims [{t}, {h}]"
             )
         }
-        let (partial, weight) =
-            (cuda.read(op, "partial", partial)?, cuda.read(op, "weight", norm.weight)?);
-        let (residual, out) =
-            (cuda.write(op, "residual", &mut residual)?, cuda.write(op, "out", &mut out)?);
+        let (partial, weight) = (cuda.read(op, "partial", partial)?, cuda.read(op, "weight", norm.weight)?);
+        let (residual, out) = (cuda.write(op, "residual", &mut residual)?, cuda.write(op, "out", &mut out)?);
         // SAFETY: dims, dtypes and alignment are checked above; the buffers are the promise of `new`.
         let code = unsafe {
             ffi::moe_peer_share_add_rms_norm(
