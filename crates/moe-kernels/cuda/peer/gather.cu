@@ -189,33 +189,28 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
   const Roles roles;
   const int rank = x.peers.rank, ranks = x.peers.ranks;
   Turn turn = begin_turn(x);
-  const auto own = [&](uint32_t u) -> Vec16 {
-    if (u >= range.counts[rank]) return {};
-    u += range.first;
-    const Array& part = arrays.of(rank, u);
-    return part.load(u);
-  };
   if (roles.sends) {
     for (uint32_t u = roles.first; u < range.sent(rank); u += roles.step) {
-      const Vec16 mine = own(u);
+      uint32_t at = range.first + u;
+      const bool exists = u < range.counts[rank];
+      const Array& part = arrays.of(rank, at);
+      const Vec16 mine = exists ? part.load(at) : Vec16{};
       const uint32_t to = u == 0 ? 0xffffffffu : needs.of(arrays.at[0].begins[rank] + range.first + u);
       for (int i = 1; i < ranks; ++i) {
         const int p = peer_after(x, i);
         if (to >> p & 1u) send(slot(x, turn, p, rank * x.vectors + u), mine);
       }
+      if (exists) part.store(rank, at, mine);
     }
   }
   if (!roles.receives) return;
   for (uint32_t u = roles.first; u < x.vectors; u += roles.step) {
-    Vec16 v[kMaxRanks];
-    const Vec16 mine = own(u);
-#pragma unroll
-    for (int r = 0; r < kMaxRanks; ++r) v[r] = mine;
+    Vec16 v[kMaxRanks] = {};
     const uint32_t from = senders(x, arrays, range, needs, u);
     receive(x, turn, v, from, 0, u, x.vectors);
 #pragma unroll
     for (int r = 0; r < kMaxRanks; ++r) {
-      if (r >= ranks || u >= range.counts[r] || (r != rank && !(from >> r & 1u))) continue;
+      if (!(from >> r & 1u) || u >= range.counts[r]) continue;
       uint32_t at = range.first + u;
       const Array& part = arrays.of(r, at);
       part.store(r, at, v[r]);
@@ -257,13 +252,15 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
   if (!roles.receives) return;
   const uint32_t peers = ((1u << ranks) - 1) & ~(1u << rank);
   for (uint32_t u = roles.first; u < range.sent(rank); u += roles.step) {
-    Vec16 v[kMaxRanks];
+    // Under way while the others' are waited for.
     const Vec16 mine = part(rank, u);
-#pragma unroll
-    for (int r = 0; r < kMaxRanks; ++r) v[r] = mine;
+    Vec16 v[kMaxRanks] = {};
     const uint32_t added = u < range.counts[rank] ? needs.of(sums.begins[rank] + range.first + u) : 0;
     receive(x, turn, v, peers & (u == 0 ? 0xffffffffu : added), 0, u, x.vectors);
     if (u >= range.counts[rank]) continue;
+#pragma unroll
+    for (int r = 0; r < kMaxRanks; ++r)
+      if (r == rank) v[r] = mine;
     uint32_t sum[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
