@@ -42,6 +42,7 @@ def check(names):
 
 def bench(names):
     import bench_decode
+    import bench_deepseek
     import bench_kernels
     import bench_latent
     import bench_layer
@@ -51,7 +52,7 @@ def bench(names):
 
     rows = []
     print(torch.cuda.get_device_name(0), flush=True)
-    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES + bench_rows.BENCHES + bench_latent.BENCHES + bench_quant.BENCHES:
+    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES + bench_rows.BENCHES + bench_latent.BENCHES + bench_deepseek.BENCHES + bench_quant.BENCHES:
         if not names or run.__name__ in names:
             try:
                 run(rows)

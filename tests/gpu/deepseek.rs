@@ -1,7 +1,7 @@
 //! DeepSeek-V2 on a CUDA device: the tokens of eager steps by graphs, of the per-expert loop by the fused experts, and bits
 //! that do not depend on the batch.
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 use model_deepseekv2_legacy::{DeepseekV2, DeepseekV2Config, DeepseekV2Family};
 use model_runtime::{CausalLm, Config, DummyWeights, Exec, Geometry, MlaForm, RankView};
 use moe_engine::engine::{Engine, EngineConfig};
@@ -32,6 +32,15 @@ const V2: &[(&str, &str)] = &[
     ("\"routed_scaling_factor\": 1.0", "\"routed_scaling_factor\": 4.0"),
 ];
 
+/// DeepSeek-V3's routing: experts by score and bias, groups by their two best.
+const BIASED: &[(&str, &str)] = &[
+    (
+        "\"topk_method\": \"greedy\", \"n_group\": 1, \"topk_group\": 1, \"norm_topk_prob\": false",
+        "\"topk_method\": \"noaux_tc\", \"n_group\": 4, \"topk_group\": 2, \"norm_topk_prob\": true",
+    ),
+    ("\"routed_scaling_factor\": 1.0", "\"routed_scaling_factor\": 2.5"),
+];
+
 fn model(replaced: &[(&str, &str)], path: MoePath, mla: MlaForm, dtype: DType) -> DeepseekV2 {
     with_stream(replaced, path, mla, dtype, SharedExpertsStream::Auto)
 }
@@ -42,7 +51,19 @@ fn with_stream(
     path: MoePath,
     mla: MlaForm,
     dtype: DType,
+    stream: SharedExpertsStream,
+) -> DeepseekV2 {
+    on_device(replaced, path, mla, dtype, stream, cuda().device())
+}
+
+/// The same on a device.
+fn on_device(
+    replaced: &[(&str, &str)],
+    path: MoePath,
+    mla: MlaForm,
+    dtype: DType,
     shared_experts_stream: SharedExpertsStream,
+    device: &Device,
 ) -> DeepseekV2 {
     let mut json = CONFIG.to_string();
     for (from, to) in replaced {
@@ -53,7 +74,7 @@ fn with_stream(
     let layout = DeepseekV2Family::layout(&config, &Geometry::default(), &|_| true).unwrap();
     // As the engine shows a checkpoint: with packs.
     let weights = DummyWeights::new(layout.tensors.clone(), 7);
-    let vb = RankView::new(weights, layout.slices_for(cuda().device())).var_builder(dtype, cuda().device());
+    let vb = RankView::new(weights, layout.slices_for(device)).var_builder(dtype, device);
     let context = BlockContext { batch_invariant: true, shared_experts_stream, ..BlockContext::default() };
     let options = LoadOptions { context, ..LoadOptions::default() };
     model_deepseekv2_legacy::load(&config, mla, &options.decoder(path), vb).unwrap().0
@@ -85,7 +106,7 @@ fn graphs_draw_the_tokens_of_eager_steps() {
 /// In f32, where both paths round alike but for the order of sums, greedy tokens are equal.
 #[test]
 fn the_loop_draws_the_tokens_of_the_fused_experts_and_no_graphs() {
-    for (replaced, mla) in [(&[][..], MlaForm::Absorbed), (V2, MlaForm::Naive)] {
+    for (replaced, mla) in [(&[][..], MlaForm::Absorbed), (V2, MlaForm::Naive), (BIASED, MlaForm::Absorbed)] {
         let tokens = |path| {
             let model = model(replaced, path, mla, DType::F32);
             let mut engine = Engine::new(&model, cuda(), None, &config(9, false)).unwrap();
@@ -104,6 +125,24 @@ fn kernels(model: &DeepseekV2, rows: usize) -> String {
     let step = PlanStep { rows, one_row_each: true, observed: None };
     let layers = model.plan(&step, &cuda().machine());
     layers[1].mlp.iter().map(|stage| stage.kernel.as_str()).collect::<Vec<_>>().join(", ")
+}
+
+/// Every routing, and shared experts, in f32: the CPU's logits.
+#[test]
+fn logits_are_those_of_the_cpu() {
+    for replaced in [&[], V2, BIASED] {
+        let on = |ex: &Exec| {
+            let (path, mla, stream) = (MoePath::Fused, MlaForm::Absorbed, SharedExpertsStream::Auto);
+            on_device(replaced, path, mla, DType::F32, stream, ex.device())
+        };
+        let prompts: Vec<Vec<u32>> = (1..4).map(|n| (0..n * 13).map(|i| i * 7 % 1000).collect()).collect();
+        let schedule = Schedule { chunk: 8, block_size: 16, together: true };
+        let logits = |mut ex: Exec| all_logits(&on(&ex), &prompts, schedule, &mut ex).unwrap().concat();
+        let (want, got) = (logits(Exec::cpu()), logits(cuda()));
+        let largest = want.iter().fold(0f32, |most, logit| most.max(logit.abs()));
+        let off = want.iter().zip(&got).fold(0f32, |most, (w, g)| most.max((w - g).abs()));
+        assert!(off < 1e-4 * largest, "{replaced:?}: off by {off} of {largest}");
+    }
 }
 
 /// Shared experts on a second stream give the bits that they give after the routed ones, in eager steps and in graphs.

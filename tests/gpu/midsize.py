@@ -1,12 +1,13 @@
 """Parity of a mid-size random model with transformers on the same GPU.
 
   python midsize.py BINARY [--model qwen3|deepseek-v2-lite|deepseek-v2] [--dir /tmp/midsize] [--prompts 1,17,1023,4097,20000]
+      [--flags="--tp 2"]
 
 Makes a checkpoint of 1.5 to 3.1 GB in bf16, runs it through transformers on the GPU (f32 with
 exact products, then bf16 for the noise), and through BINARY on the same GPU: 4 sequences of 96 tokens in f32 and
 bf16, then one prompt of each length in bf16, whose logits are compared. DeepSeek-V2's also run on the per-expert loop and
-with keys and values of every head in the cache: in f32 all of them must draw transformers' greedy tokens. Prints a row per
-run; exit code 1 if one fails.
+with keys and values of every head in the cache: in f32 all of them must give transformers' greedy tokens. FLAGS are further
+flags of BINARY, such as a number of ranks. Prints a row per run; exit code 1 if one fails.
 """
 import argparse
 import json
@@ -103,7 +104,9 @@ def main():
     parser.add_argument("--dir", type=Path, default=Path("/tmp/midsize"))
     parser.add_argument("--prompts", default="1,17,1023,4097,20000")
     parser.add_argument("--model", choices=MODELS, default="qwen3")
+    parser.add_argument("--flags", default="")
     args = parser.parse_args()
+    more = args.flags.split()
     kind, family, options, variants = MODELS[args.model]
     make_checkpoint(args.dir, kind, family, options)
     on_host = make_reference.load
@@ -114,9 +117,9 @@ def main():
     gigabytes = sum(f.stat().st_size for f in args.dir.glob("model*.safetensors")) / 1e9
     print(f"mid-size model of {gigabytes:.1f} GB")
     runs = [(dtype, flags) for dtype in ("f32", "bf16") for flags in variants]
-    passed = [passes(args.binary, args.dir, tensors, dtype, "4 x 96 tokens", flags) for dtype, flags in runs]
+    passed = [passes(args.binary, args.dir, tensors, dtype, "4 x 96 tokens", [*flags, *more]) for dtype, flags in runs]
     for n, tensors in prompt_references(args.dir, family, options["vocab_size"], [int(n) for n in args.prompts.split(",") if n]):
-        passed.append(passes(args.binary, args.dir, tensors, "bf16", f"prompt of {n}"))
+        passed.append(passes(args.binary, args.dir, tensors, "bf16", f"prompt of {n}", more))
     return not all(passed)
 
 

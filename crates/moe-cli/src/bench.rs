@@ -52,7 +52,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs) -> Result<()> {
     let session = session::open::<F>(model(args), &args.run, false, &Asks::default())?;
     let sizes = Sizes::new(args, session.model.info().max_context_len);
     check_sizes(args, &sizes, session.model.info())?;
-    let default = EngineConfig::for_device(&session.ex).max_num_batched_tokens;
+    let default = session.engine_defaults().max_num_batched_tokens;
     let max_num_batched_tokens = args.max_num_batched_tokens.unwrap_or(default);
     let mut bench = Bench { session, max_num_batched_tokens, runs: 0 };
     bench.time(1, 1, 1)?;
@@ -266,7 +266,7 @@ impl Bench {
             kv_cache_memory: Some((blocks * BLOCK_SIZE).saturating_mul(info.kv.bytes_per_token()?)),
             expert_counts,
             max_num_batched_tokens: self.max_num_batched_tokens,
-            ..EngineConfig::for_device(&self.session.ex)
+            ..self.session.engine_defaults()
         };
         self.session.engine(None, &config)
     }

@@ -278,7 +278,7 @@ pub struct EngineArgs {
     #[arg(long, help_heading = "Engine")]
     pub max_num_seqs: Option<usize>,
     /// Tokens of one forward pass, at most; longer prompts are computed in chunks (default: 512, on a
-    /// GPU 8192).
+    /// GPU 8192, or 16384 with a latent KV cache).
     #[arg(long, help_heading = "Engine")]
     pub max_num_batched_tokens: Option<usize>,
     /// Which waiting request starts next; tokens on the CPU do not depend on it (default: fcfs; batch: longest-first).
@@ -373,7 +373,7 @@ pub struct BenchArgs {
     /// Prompt lengths of the prefill rows (default: 2048, or what the context leaves).
     #[arg(long, value_delimiter = ',')]
     pub lengths: Option<Vec<usize>>,
-    /// Tokens of one forward pass, at most (default: 512, on a GPU 8192).
+    /// Tokens of one forward pass, at most (default: 512, on a GPU 8192, or 16384 with a latent KV cache).
     #[arg(long)]
     pub max_num_batched_tokens: Option<usize>,
     /// Context of the long decode row; 0 leaves it out.

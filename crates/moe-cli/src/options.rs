@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use model_runtime::config::limits;
-use model_runtime::{Config, Exec, SamplingParams};
+use model_runtime::{Config, SamplingParams};
 use moe_engine::chat::{self, ChatError, ChatFiles, ChatTemplate};
 use moe_engine::engine::{EngineConfig, ExpertCounts, Request, SchedulingPolicy};
 use moe_engine::{Session, usage};
@@ -17,9 +17,8 @@ use crate::cli::{self, EngineArgs, SamplingArgs, TemplateArgs};
 /// Tokens that `generate` makes where nothing says how many.
 const MAX_NEW_TOKENS: usize = 128;
 
-/// The engine settings of the flags.
-pub fn engine_config(args: &EngineArgs, ex: &Exec) -> EngineConfig {
-    let default = EngineConfig::for_device(ex);
+/// The engine settings of the flags over the defaults of a device and a model.
+pub fn engine_config(args: &EngineArgs, default: EngineConfig) -> EngineConfig {
     EngineConfig {
         max_num_seqs: args.max_num_seqs.unwrap_or(default.max_num_seqs),
         max_num_batched_tokens: args.max_num_batched_tokens.unwrap_or(default.max_num_batched_tokens),

@@ -101,6 +101,11 @@ impl RowParallel {
         self.deferred = true;
     }
 
+    /// Whether the caller adds up.
+    pub fn is_deferred(&self) -> bool {
+        self.deferred
+    }
+
     /// The first half of [`linear_into`](Self::linear_into) on CUDA: the product over this rank's columns.
     ///
     /// # Errors

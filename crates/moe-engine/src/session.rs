@@ -33,6 +33,11 @@ pub struct Session {
 }
 
 impl Session {
+    /// The engine's defaults for this device and model.
+    pub fn engine_defaults(&self) -> EngineConfig {
+        EngineConfig::for_model(&self.ex, self.model.info())
+    }
+
     /// The engine that runs requests on all replicas.
     pub fn engine(&self, tokenizer: Option<Tokenizer>, config: &EngineConfig) -> Result<DpEngine<'_>> {
         let first = (self.model.as_ref(), self.ex.clone(), self.world.clone());

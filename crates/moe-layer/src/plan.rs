@@ -156,7 +156,7 @@ impl SparseMoeBlock {
         let (shape, prepare) = (path.experts.shape(), &path.prepare);
         let router = RouterCall {
             hidden: shape.hidden_size,
-            experts: config.num_experts,
+            experts: config.num_experts + config.num_fused_shared_experts,
             top_k: config.num_slots(),
             dtype: shape.dtype,
         };

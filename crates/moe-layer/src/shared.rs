@@ -7,6 +7,7 @@
 //! computes this rank's part, and the collective behind it follows the routed experts' own. Where shared experts are
 //! slots of the routed ones instead (`slots.rs`), there is none of this.
 
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use candle_nn::VarBuilder;
@@ -44,8 +45,9 @@ impl FromStr for SharedExpertsStream {
     }
 }
 
-/// Beyond this many rows both products keep the whole GPU busy by themselves.
-const STREAM_ROWS: usize = 256;
+/// Rows with which the second stream pays: with fewer the addition behind it costs more than it hides, with more both keep
+/// the whole GPU busy by themselves (docs/kernels-labbook.md).
+const STREAM_ROWS: RangeInclusive<usize> = 8..=256;
 
 /// Shared experts, fused into one MLP, with an optional per-token gate.
 #[derive(Debug, Clone)]
@@ -140,7 +142,9 @@ impl SharedExperts {
         Target::GPU.expect(machine.gpu.map(|gpu| gpu.compute_capability))?;
         match self.stream {
             Off => Err(Reason::NotRequested { requested: "--shared-experts-stream off" }),
-            Auto if rows > STREAM_ROWS => Err(Reason::Rows { least: 0, most: Some(STREAM_ROWS), got: rows }),
+            Auto if !STREAM_ROWS.contains(&rows) => {
+                Err(Reason::Rows { least: *STREAM_ROWS.start(), most: Some(*STREAM_ROWS.end()), got: rows })
+            }
             On | Auto => Ok(()),
         }
     }

@@ -12,8 +12,8 @@ use crate::context::BlockContext;
 use crate::path::MoePath;
 use crate::shared::SharedExpertsStream;
 
-/// Whether `count` shared experts, each as wide as a routed one, run as slots of the routed ones; `backend` is asked for by
-/// name.
+/// Whether `count` shared experts, each as wide as a routed one, run as slots of the routed ones. `backend` is asked for by
+/// name; `quantised`: some expert is stored so.
 ///
 /// # Errors
 /// The first reason why not.
@@ -21,7 +21,7 @@ pub fn shared_fit_slots(
     count: usize,
     path: MoePath,
     backend: Option<&str>,
-    (dtype, device): (DType, &Device),
+    (dtype, quantised, device): (DType, bool, &Device),
     context: &BlockContext,
 ) -> Result<(), Reason> {
     Target::HOPPER.expect(compute_capability(device))?;
@@ -50,7 +50,7 @@ pub fn shared_fit_slots(
     if context.geometry.ep_size > 1 {
         return part("experts spread over ranks");
     }
-    if context.quant.is_some() {
+    if quantised {
         return part("quantised experts");
     }
     Ok(())

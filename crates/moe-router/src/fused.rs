@@ -21,8 +21,8 @@ impl Router {
     pub(crate) fn is_one_launch(&self, hidden: View<'_>, context: &StepContext, ex: &Exec) -> bool {
         let c = &self.config;
         let width = hidden.dims().last().copied().unwrap_or(0);
-        let call =
-            RouterCall { hidden: width, experts: c.num_experts, top_k: c.num_slots(), dtype: hidden.dtype() };
+        let experts = c.num_experts + c.num_fused_shared_experts;
+        let call = RouterCall { hidden: width, experts, top_k: c.num_slots(), dtype: hidden.dtype() };
         let plain = self.kernel_rule().is_ok() && context.asks_of_router().is_none();
         plain && RouterForm::choose(&call, &ex.machine()) == Some(RouterForm::OneLaunch)
     }

@@ -73,6 +73,21 @@ fn v2_lite_and_v2_come_to_their_published_sizes() {
 }
 
 #[test]
+fn noaux_tc_takes_its_bias_from_the_checkpoint() {
+    let biased =
+        with(json!({"topk_method": "noaux_tc", "n_group": 8, "topk_group": 3, "norm_topk_prob": true}));
+    let router = &biased.decoder.moe.as_ref().unwrap().router;
+    assert!(
+        router.correction_bias && matches!(router.selection, RouterSelection::Grouped { .. }),
+        "{router:?}"
+    );
+    let bias = "model.layers.1.mlp.gate.e_score_correction_bias";
+    let shape = |config| tensors(config, false).into_iter().find(|t| t.name == bias).map(|t| t.shape);
+    assert_eq!((shape(&biased), shape(&config(v2_lite()))), (Some(vec![64]), None));
+    assert!(biased.ignored_by_transformers().iter().any(|option| option.contains("noaux_tc")));
+}
+
+#[test]
 fn what_is_left_out_has_the_defaults_of_transformers() {
     let config = config(json!({"model_type": "deepseek_v2", "num_experts_per_tok": 6}));
     let (decoder, mla) = (&config.decoder, &config.attention);

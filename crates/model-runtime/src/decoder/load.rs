@@ -7,6 +7,7 @@ use std::thread;
 
 use candle_core::Result;
 use candle_nn::VarBuilder;
+use moe_kernels::QuantScheme;
 use moe_layer::{
     BackendSelection, BlockContext, BlockOptions, GatedMlp, MoePath, Reason, SharedExperts, load_layer_on,
     shared_fit_slots,
@@ -136,9 +137,11 @@ impl MlpLoader<'_> {
             let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(self.names.experts))?;
             return Ok((Mlp::Sparse(Box::new(sparse)), chosen));
         };
-        let (count, place) = (moe.shared_experts(), (vb.dtype(), vb.device()));
-        let fits = shared_fit_slots(count, path, self.options.backend, place, context);
         let packs = vb.pp(WITH_SHARED);
+        let quantised =
+            self.is_quantised(&vb.pp(self.names.experts).pp(0))? || self.is_quantised(&vb.pp(name))?;
+        let (count, place) = (moe.shared_experts(), (vb.dtype(), quantised, vb.device()));
+        let fits = shared_fit_slots(count, path, self.options.backend, place, context);
         let shown = fits.and_then(|()| match packs.contains_tensor("w13") {
             true => Ok(()),
             false => Err(Reason::Part { part: "shared experts that their source does not show in a pack" }),
@@ -153,6 +156,12 @@ impl MlpLoader<'_> {
             SharedExperts::new(shared, None)?.with_stream(context.shared_experts_stream, Some(apart));
         let (sparse, chosen) = load_layer_on(path, &options, context, gate, vb.pp(self.names.experts))?;
         Ok((Mlp::Sparse(Box::new(sparse.with_shared_experts(shared)?)), chosen))
+    }
+
+    /// Whether the checkpoint holds the matrices of an MLP quantised.
+    fn is_quantised(&self, mlp: &VarBuilder) -> Result<bool> {
+        let Some(source) = &self.options.context.quant else { return Ok(false) };
+        Ok(source.scheme(&format!("{}.gate_proj", mlp.prefix()))? != QuantScheme::None)
     }
 
     /// This rank's part of a gated MLP.

@@ -4,8 +4,8 @@
 use candle_core::{DType, Result};
 use moe_kernels::plan::{Form, PromptForm};
 use moe_kernels::{
-    AttentionMeta, Exec, MlaPrompt, MlaQuery, MlaRows, TensorView, View, ViewMut, mla_prompt_into,
-    mla_query_into, mla_rows_into, mla_value_into, paged_attention_into,
+    AttentionMeta, Exec, MlaPrompt, MlaQuery, MlaRows, TensorView, View, ViewMut, mla_attention_into,
+    mla_prompt_into, mla_query_into, mla_rows_into, paged_attention_into,
 };
 
 use super::projections::Up;
@@ -171,8 +171,6 @@ impl MlaAttention {
         let dtype = self.query_dtype(t, kv.k().dims()[2], &ex.machine());
         let mut q = ex.scratch(dtype, &[t, num_heads, l + r])?;
         rows.query_into(Some(w_uk), q.view_mut(), kv, ex)?;
-        let mut latents = ex.scratch(out.dtype(), &[t, num_heads * l])?;
-        paged_attention_into(q.view(), kv.k(), kv.v(), meta, latents.view_mut(), ex)?;
-        mla_value_into(latents.view(), w_uv, out, ex)
+        mla_attention_into(q.view(), kv.k(), meta, w_uv, out, ex)
     }
 }

@@ -22,10 +22,16 @@ impl MlaAttention {
         let by_rows = |computes, kernel: &str| {
             plain(computes, if machine.gpu.is_some() { kernel } else { "cpu" }, Vec::new())
         };
-        let per_head = |computes| {
-            let call = PerHeadCall { rows, dtype: self.o.weight.dtype() };
+        let per_head = |computes, head_dim, beside| {
+            let (latent, dtype) = (self.config.kv_lora_rank, self.o.weight.dtype());
+            let call = PerHeadCall { rows, head_dim, latent, beside, dtype };
             PerHeadForm::stage(computes, &call, machine)
         };
+        // What precedes attention is one launch, and few rows are split, so that a launch merges.
+        let before = matches!(self.down, Down::Packed(_)).then_some("latent_query");
+        let latent = self.attention_call(rows, step.one_row_each, None);
+        let splits = AttentionForm::choose(&latent, machine) == Some(AttentionForm::Latent);
+        let behind = (step.one_row_each && splits).then_some("latent_merge");
         let mut stages = Vec::new();
         match &self.down {
             Down::Packed(packed) => {
@@ -68,9 +74,9 @@ impl MlaAttention {
                 prompts => {
                     attention.rejected.splice(0..0, prompts.into_iter().flat_map(|stage| stage.rejected));
                     stages.extend([
-                        per_head(&["queries to latents"]),
+                        per_head(&["queries to latents"], self.config.qk_nope_head_dim, before),
                         attention,
-                        per_head(&["latents to values"]),
+                        per_head(&["latents to values"], self.config.v_head_dim, behind),
                     ]);
                 }
             }

@@ -34,7 +34,6 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use model_runtime::Exec;
 use moe_engine::chat::{AnswerForm, ChatTemplate};
 use moe_engine::engine::{DpEngine, EngineConfig, Output, Request, RequestId, SchedulingPolicy};
 use moe_engine::tokenizer::Tokenizer;
@@ -78,7 +77,10 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     let (model, asks) = (Model::Checkpoint(args.answer.model.as_deref()), Asks::of_batch(args));
     let mut session = session::open::<F>(model, &args.answer.run, false, &asks)?;
     let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
-    let config = engine_config(args, &session.ex);
+    // Nobody waits for a single request here.
+    let default =
+        EngineConfig { scheduling_policy: SchedulingPolicy::LongestFirst, ..session.engine_defaults() };
+    let config = options::engine_config(&args.answer.engine, default);
     let engine = session.engine(tokenizer.clone(), &config).map_err(|e| usage(format!("{e:#}")))?;
     let chat = options::chat_files(&args.answer.chat, &session)?;
     let answer = args.answer.chat.answer_form(chat.as_ref(), false);
@@ -116,13 +118,6 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         return Ok(ExitCode::from(Interrupt::EXIT_CODE));
     }
     Ok(ExitCode::from(u8::from(args.fail_on_error && errors > 0)))
-}
-
-/// The flags; here nobody waits for a single request.
-fn engine_config(args: &BatchArgs, ex: &Exec) -> EngineConfig {
-    let scheduling_policy =
-        args.answer.engine.scheduling_policy.map_or(SchedulingPolicy::LongestFirst, Into::into);
-    EngineConfig { scheduling_policy, ..options::engine_config(&args.answer.engine, ex) }
 }
 
 fn format(args: &BatchArgs) -> Result<Format> {

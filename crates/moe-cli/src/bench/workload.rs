@@ -40,7 +40,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
     // A config may leave out what only the family knows.
     let info = session.model.info();
     workload.check(info.vocab_size, info.max_context_len)?;
-    let config = engine_config(args, &workload, EngineConfig::for_device(&session.ex));
+    let config = engine_config(args, &workload, session.engine_defaults());
     let mut engine = session.engine(None, &config).map_err(|e| usage(format!("{e:#}")))?;
     warm_up(&mut engine, &workload)?;
     eprintln!(

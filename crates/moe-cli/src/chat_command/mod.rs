@@ -40,7 +40,10 @@ pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
     let template = options::chat_template(&args.answer.chat, &session)?
         .with_context(|| preflight::no_template(args.answer.model.as_deref()))?;
     // One conversation; the blocks of its earlier turns are part of the newest prompt.
-    let config = EngineConfig { max_num_seqs: 1, ..options::engine_config(&args.answer.engine, &session.ex) };
+    let config = EngineConfig {
+        max_num_seqs: 1,
+        ..options::engine_config(&args.answer.engine, session.engine_defaults())
+    };
     let engine = session.engine(Some(tokenizer.clone()), &config).map_err(|e| usage(format!("{e:#}")))?;
     let mut chat = Chat {
         engine,

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use model_runtime::Exec;
 use moe_engine::chat::{AnswerForm, ChatRequest, opens_reasoning};
 use moe_engine::engine::{EngineConfig, Request};
 use moe_engine::tokenizer::Tokenizer;
@@ -29,7 +28,7 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     let tokenizer = (!args.skip_tokenizer_init).then(|| session.tokenizer()).transpose()?;
     let (requests, opened) = requests(args, &prompts, &session, tokenizer.as_ref())?;
     let context = session.model.info().max_context_len;
-    let config = engine_config(args, &requests, context, &session.ex);
+    let config = engine_config(args, &requests, context, session.engine_defaults());
     let mut engine = session.engine(tokenizer.clone(), &config).map_err(|e| usage(format!("{e:#}")))?;
     warn_of_the_context(args, &requests, engine.max_model_len());
     let lengths =
@@ -146,8 +145,13 @@ fn encoder<'a>(
 }
 
 /// The settings of the flags, with a KV cache for these requests and no more.
-fn engine_config(args: &GenerateArgs, requests: &[Request], context: usize, ex: &Exec) -> EngineConfig {
-    let config = options::engine_config(&args.engine, ex);
+fn engine_config(
+    args: &GenerateArgs,
+    requests: &[Request],
+    context: usize,
+    default: EngineConfig,
+) -> EngineConfig {
+    let config = options::engine_config(&args.engine, default);
     let length = |request: &Request| {
         request.prompt.len().saturating_add(request.max_tokens.map_or(context, |max| max.max(1)))
     };

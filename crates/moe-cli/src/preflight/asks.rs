@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use model_runtime::{Config, Exec};
+use model_runtime::Config;
+use moe_engine::engine::EngineConfig;
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::usage;
 
@@ -125,7 +126,7 @@ impl<'a> Asks<'a> {
             request.max_tokens = text.sampling.max_new_tokens;
         }
         request.check_parameters(vocab_size).map_err(|e| usage(e.to_string()))?;
-        let settings = options::engine_config(text.engine, &Exec::cpu());
+        let settings = options::engine_config(text.engine, EngineConfig::default());
         settings.check(context).map(drop).map_err(|e| usage(e.to_string()))
     }
 

@@ -106,6 +106,16 @@ impl EngineConfig {
         }
     }
 
+    /// The same for a model. Where keys and values of every head are made out of latent rows for each step, a chunk of a long
+    /// prompt makes them again for all chunks before it, so that chunks are longer.
+    pub fn for_model(ex: &Exec, info: &ModelInfo) -> Self {
+        let default = Self::for_device(ex);
+        match ex.is_cuda() && info.kv.value_dim.is_none() {
+            true => Self { max_num_batched_tokens: 16384, ..default },
+            false => default,
+        }
+    }
+
     /// Checks the settings against a model of this context; the longest sequence as far as the model is
     /// concerned.
     ///

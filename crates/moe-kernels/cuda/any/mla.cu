@@ -2,31 +2,12 @@
 // rows, cache writes, rotated queries, and products with a matrix per head. The semantics are those of src/ops/mla.rs.
 //
 // Rotation has the bits of the CPU's: plain multiplications and additions.
+#include "any/latent_rows.cuh"
 #include "any/product.cuh"
 #include "attention/args.cuh"
-#include "router/exact_math.cuh"
 
 namespace moe {
 namespace {
-
-constexpr uint32_t kNoSlot = 0xffffffffu;
-
-/// One of the values (x[2i], x[2i + 1]) rotated by the i-th angle: the interleaved (GPT-J) layout.
-__device__ __forceinline__ float rotated(const float* x, const float* cos, const float* sin, int at) {
-  const float a = x[at & ~1], b = x[at | 1], c = cos[at / 2], s = sin[at / 2];
-  return at % 2 == 0 ? exact::sub(exact::mul(a, c), exact::mul(b, s)) : exact::add(exact::mul(a, s), exact::mul(b, c));
-}
-
-/// A row's latent, normed, and its rotated part, by one block. `cos` and `sin` are the row's.
-template <class T>
-__device__ __forceinline__ void split_latent(const float* x, const T* weight, float eps, int latent, int rope,
-                                             const float* cos, const float* sin, T* out, T* tail) {
-  float squares = 0;
-  for (int i = threadIdx.x; i < latent; i += kAnyThreads) squares += x[i] * x[i];
-  const float scale = 1.f / sqrtf(any_block_sum(squares) / latent + eps);
-  for (int i = threadIdx.x; i < latent; i += kAnyThreads) out[i] = narrow<T>(x[i] * scale * widen(weight[i]));
-  for (int i = threadIdx.x; i < rope; i += kAnyThreads) tail[i] = narrow<T>(rotated(x + latent, cos, sin, i));
-}
 
 /// A block per row.
 template <class T>
@@ -97,18 +78,14 @@ template <class T, class O>
 __global__ void __launch_bounds__(kAnyThreads) rows(const __grid_constant__ MlaRowsArgs a) {
   pdl_launch_dependents();
   pdl_wait();
-  const size_t row = blockIdx.x, angles = row * (a.rope / 2);
+  const size_t row = blockIdx.x;
   const int queries = a.heads * (a.plain_dim + a.rope), key = a.latent + a.rope;
   const float* x = a.products + row * (queries + key);
   if (blockIdx.y > 0) {
     const int first = (blockIdx.y - 1) * kAnyThreads + threadIdx.x, step = (gridDim.y - 1) * kAnyThreads;
     return split_queries<T, O>(a, row, x, first, step);
   }
-  const uint32_t slot = a.slots[row];
-  if (slot == kNoSlot || slot >= a.num_slots) return;
-  T* to = static_cast<T*>(a.k_cache) + static_cast<size_t>(slot) * key;
-  split_latent(x + queries, static_cast<const T*>(a.norm), a.eps, a.latent, a.rope, a.cos + angles, a.sin + angles, to,
-               to + a.latent);
+  cache_row<T>(a, row, x + queries);
 }
 
 template <class T>

@@ -154,6 +154,9 @@ extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* 
 extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_latent(const moe::PagedAttentionArgs* args, void* stream);
+extern "C" int moe_attention_latent_values(const moe::PagedAttentionArgs* args, const void* w_uv, void* values,
+                                           void* stream);
+extern "C" int moe_attention_latent_query(const moe::MlaRowsArgs* args, const void* w_uk, void* stream);
 extern "C" int moe_mla_expand(const moe::MlaExpandArgs* args, void* stream);
 extern "C" int moe_attention_expanded(const moe::PagedAttentionArgs* args, const uint32_t* bases, int all,
                                       void* stream);

@@ -17,6 +17,7 @@
 namespace moe::attention_latent {
 
 cudaError_t launch_merge(const Args& a, const Splits& splits, void* stream);
+cudaError_t launch_merge_values(const Args& a, const Splits& splits, const bf16* w_uv, bf16* values, void* stream);
 
 namespace {
 
@@ -324,31 +325,10 @@ bool valid(const PagedAttentionArgs& c) {
          static_cast<int64_t>(c.tokens) * c.heads <= INT32_MAX;
 }
 
-}  // namespace
-}  // namespace moe::attention_latent
-
-/// Parts of the positions that fill the SMs where every sequence has one row: 1, or a power of two up to 64. More are
-/// faster for one sequence of 32,768 positions (24.3 against 29.4 us), but slower for 8,192 (14.9 against 14.2).
-extern "C" int moe_attention_latent_splits(int tokens, int sequences, int heads, int sms) {
-  using namespace moe::attention_latent;
-  if (tokens <= 0 || heads <= 0 || sms <= 0 || tokens > sequences) return 1;
-  const int64_t tiles = static_cast<int64_t>(tokens) * moe::ceil_div(heads, kRows);
-  constexpr int kMost = kMaxSplits / 2;
-  for (int splits = 1; splits < kMost; splits *= 2) {
-    const int64_t work = tiles * splits, waves = moe::ceil_div(work, sms);
-    if (work * 8 >= waves * sms * 7) return splits;  // seven eighths of the SMs have work until the end
-  }
-  return kMost;
-}
-
-/// out = attention of q over latent rows, bf16: one KV head, head_dim 576, value_dim 512, values in the rows of their
-/// keys; block_size is 8, 16, 32 or a multiple of 64. Hopper.
-extern "C" int moe_attention_latent(const moe::PagedAttentionArgs* args, void* stream) {
-  using namespace moe::attention_latent;
-  const moe::PagedAttentionArgs& c = *args;
+/// `w_uv` is null where latents are wanted.
+cudaError_t run(const PagedAttentionArgs& c, const bf16* w_uv, bf16* values, void* stream) {
   if (!valid(c)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  using moe::bf16;
   const Args a = {static_cast<const bf16*>(c.q),
                   moe::cache_of(c.k_cache, c.v_cache, 1, c.block_size),
                   c.query_start_loc,
@@ -378,5 +358,38 @@ extern "C" int moe_attention_latent(const moe::PagedAttentionArgs* args, void* s
   if (tickets > 0x7fffffff - limits.sms) return cudaErrorInvalidValue;
   const unsigned blocks = tickets < limits.sms ? static_cast<unsigned>(tickets) : limits.sms;
   e = moe::launch(latent_kernel, {dim3(blocks), dim3(kThreads), stream, kSmem}, a, splits, query, latent, page_rows);
-  return e != cudaSuccess || c.splits == 1 ? e : launch_merge(a, splits, stream);
+  if (e != cudaSuccess) return e;
+  if (w_uv != nullptr) return launch_merge_values(a, splits, w_uv, values, stream);
+  return c.splits == 1 ? cudaSuccess : launch_merge(a, splits, stream);
+}
+
+}  // namespace
+}  // namespace moe::attention_latent
+
+/// Parts of the positions that fill the SMs where every sequence has one row: 1, or a power of two up to 64. More are
+/// faster for one sequence of 32,768 positions (24.3 against 29.4 us), but slower for 8,192 (14.9 against 14.2).
+extern "C" int moe_attention_latent_splits(int tokens, int sequences, int heads, int sms) {
+  using namespace moe::attention_latent;
+  if (tokens <= 0 || heads <= 0 || sms <= 0 || tokens > sequences) return 1;
+  const int64_t tiles = static_cast<int64_t>(tokens) * moe::ceil_div(heads, kRows);
+  constexpr int kMost = kMaxSplits / 2;
+  for (int splits = 1; splits < kMost; splits *= 2) {
+    const int64_t work = tiles * splits, waves = moe::ceil_div(work, sms);
+    if (work * 8 >= waves * sms * 7) return splits;  // seven eighths of the SMs have work until the end
+  }
+  return kMost;
+}
+
+/// out = attention of q over latent rows, bf16: one KV head, head_dim 576, value_dim 512, values in the rows of their
+/// keys; block_size is 8, 16, 32 or a multiple of 64. Hopper.
+extern "C" int moe_attention_latent(const moe::PagedAttentionArgs* args, void* stream) {
+  return moe::attention_latent::run(*args, nullptr, nullptr, stream);
+}
+
+/// The same with the product behind it: values [tokens, heads, 128] = w_uv [heads, 128, 512] times the latents, of which
+/// `out` gets those of padding rows alone. Several splits. w_uv begins at a multiple of 16 bytes.
+extern "C" int moe_attention_latent_values(const moe::PagedAttentionArgs* args, const void* w_uv, void* values,
+                                           void* stream) {
+  if (args->splits <= 1 || w_uv == nullptr) return cudaErrorInvalidValue;
+  return moe::attention_latent::run(*args, static_cast<const moe::bf16*>(w_uv), static_cast<moe::bf16*>(values), stream);
 }

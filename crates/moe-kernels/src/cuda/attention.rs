@@ -8,7 +8,7 @@ use super::args::{AttentionDecodeArgs, Dtype, PagedAttentionArgs, QkNormRopeArgs
 use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
 use crate::ops::{AttentionMeta, QkNormRope};
-use crate::plan::{AttentionCall, AttentionForm, Form};
+use crate::plan::{AttentionCall, AttentionForm, Form, PerHeadCall, PerHeadForm};
 use crate::view::{View, ViewMut};
 
 /// Most rows of a grid.
@@ -63,9 +63,36 @@ pub(crate) fn paged_attention(
     k_cache: View,
     v_cache: View,
     meta: &AttentionMeta,
-    mut out: ViewMut,
+    out: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
+    attend(q, k_cache, v_cache, meta, out, None, ex).map(drop)
+}
+
+/// The same over latent rows with the product behind it, `values` = `w_uv` times the latents, where the launch that merges
+/// splits holds it; whether it does. `latents` are then unspecified.
+pub(crate) fn latent_values(
+    q: View,
+    cache: View,
+    meta: &AttentionMeta,
+    latents: ViewMut,
+    (w_uv, values): (View, ViewMut),
+    ex: &Exec,
+) -> Result<bool> {
+    attend(q, cache, cache, meta, latents, Some((w_uv, values)), ex)
+}
+
+/// Attention, with a `product` (w_uv and where its result goes) only where that is computed, too; whether something was
+/// launched.
+fn attend(
+    q: View,
+    k_cache: View,
+    v_cache: View,
+    meta: &AttentionMeta,
+    mut out: ViewMut,
+    product: Option<(View, ViewMut)>,
+    ex: &Exec,
+) -> Result<bool> {
     let (op, cuda) = ("paged_attention", ex.cuda("paged_attention")?);
     let (tables, cache) = (meta.block_tables.dims(), k_cache.dims());
     let (rows, heads) = (q.rows(), q.dims()[1]);
@@ -98,6 +125,18 @@ pub(crate) fn paged_attention(
         }
         _ => 1,
     };
+    if let Some((w_uv, _)) = &product {
+        let call = PerHeadCall {
+            rows,
+            head_dim: w_uv.dims()[1],
+            latent: value_dim,
+            beside: (splits > 1).then_some("latent_merge"),
+            dtype: w_uv.dtype(),
+        };
+        if !aligned(&[*w_uv]) || PerHeadForm::choose(&call, &ex.machine()) != Some(PerHeadForm::Beside) {
+            return Ok(false);
+        }
+    }
     let mut partials = match splits {
         2.. => Some(ex.scratch(DType::F32, &[rows * heads, splits as usize, value_dim + 2])?),
         _ => None,
@@ -134,6 +173,12 @@ pub(crate) fn paged_attention(
         partials: cuda.write_or_null(op, "partials", partials.as_mut().map(|p| p.view_mut()).as_mut())?,
         splits,
     };
+    if let Some((w_uv, mut to)) = product {
+        let (w_uv, to) = (cuda.read(op, "w_uv", w_uv)?, cuda.write(op, "values", &mut to)?);
+        // SAFETY: as below; the product's form has checked its sizes, and several splits are computed by this kernel alone.
+        cuda.check(op, unsafe { ffi::moe_attention_latent_values(&raw, w_uv, to, cuda.raw()?) })?;
+        return Ok(true);
+    }
     let launch = match form {
         Some(AttentionForm::Wgmma) => ffi::moe_attention_prefill_wgmma,
         Some(AttentionForm::Latent) => ffi::moe_attention_latent,
@@ -142,7 +187,8 @@ pub(crate) fn paged_attention(
     };
     // SAFETY: the door has checked dims and dtypes, the form the conditions of the fast launchers; positions beyond a table
     // and blocks beyond the cache are the caller's fault for those, and not read by the other.
-    cuda.check(op, unsafe { launch(&raw, cuda.raw()?) })
+    cuda.check(op, unsafe { launch(&raw, cuda.raw()?) })?;
+    Ok(true)
 }
 
 fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> AttentionCall {

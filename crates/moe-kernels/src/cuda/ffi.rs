@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_void};
 use half::bf16;
 
 use super::args::*;
-use super::peer::{PeerArray, PeerBuffers};
+use super::peer::{PeerArray, PeerBuffers, PeerNeeds};
 
 type Stream = *mut c_void;
 
@@ -32,6 +32,8 @@ launchers! {
     moe_attention_prefill_wgmma(args: *const PagedAttentionArgs);
     moe_attention_decode(args: *const AttentionDecodeArgs);
     moe_attention_latent(args: *const PagedAttentionArgs);
+    moe_attention_latent_values(args: *const PagedAttentionArgs, w_uv: In, values: Out);
+    moe_attention_latent_query(args: *const MlaRowsArgs, w_uk: In);
     moe_mla_expand(args: *const MlaExpandArgs);
     moe_attention_expanded(args: *const PagedAttentionArgs, bases: *const u32, all: i32);
 
@@ -92,8 +94,16 @@ launchers! {
         peers: *const PeerBuffers, partial: *const f32, residual: *mut f32, weight: *const bf16, eps: f32,
         out: *mut bf16, rows hidden: i32
     );
-    moe_peer_all_gather(peers: *const PeerBuffers, arrays: *const PeerArray, count: i32);
-    moe_peer_reduce_scatter(peers: *const PeerBuffers, input: *const f32, out: *mut f32, count: usize);
+    moe_peer_share_add_rms_norm(
+        peers: *const PeerBuffers, partial: *const f32, residual: *mut f32, weight: *const bf16, eps: f32,
+        out: *mut bf16, rows hidden: i32
+    );
+    moe_peer_all_gather(
+        peers: *const PeerBuffers, arrays: *const PeerArray, count: i32, needs: *const PeerNeeds
+    );
+    moe_peer_reduce_scatter(
+        peers: *const PeerBuffers, input: *const f32, out: *mut f32, vectors: *const u32, needs: *const PeerNeeds
+    );
 
     // any dtype and shape; pointers aligned to elements
     moe_any_gather(table ids: In, out: Out, dtype out_dtype: Dtype, rows width table_rows: i32);
@@ -165,6 +175,5 @@ unsafe extern "C" {
         block_smem: i32,
     ) -> i32;
     pub(crate) fn moe_peer_buffer_bytes(ranks: i32, capacity: usize) -> usize;
-    pub(crate) fn moe_peer_slots(ranks: i32, capacity: usize) -> usize;
     pub(crate) fn moe_any_group_slots_workspace(num_local: i32) -> i64;
 }

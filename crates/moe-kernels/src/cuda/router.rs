@@ -62,7 +62,7 @@ pub(super) fn gate_route(
     }
     super::expect_aligned(op, &[x, gate.weight])?;
     let cuda = ex.cuda(op)?;
-    let call = RouterCall { hidden: h, experts: e, top_k: k, dtype: x.dtype() };
+    let call = RouterCall { hidden: h, experts: e + gate.shared, top_k: k, dtype: x.dtype() };
     if let Err(reason) = RouterForm::OneLaunch.fits(&call, &ex.machine()) {
         bail!("{op}: {} {reason}", RouterForm::OneLaunch.name())
     }

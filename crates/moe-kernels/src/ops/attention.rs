@@ -56,17 +56,7 @@ pub fn paged_attention_into(
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "paged_attention";
-    let (t, hq, d) = expect_rank3(op, "q", &q)?;
-    let hkv = k_cache.dims().get(1).copied().unwrap_or(0);
-    expect_cache(op, "k_cache", &k_cache, hkv, d)?;
-    if hkv == 0 || !hq.is_multiple_of(hkv) {
-        bail!("{op}: {hkv} key heads do not divide {hq} query heads")
-    }
-    expect_stream(op, "q", &q, k_cache.dtype())?;
-    expect_dtype(op, "v_cache", &v_cache, k_cache.dtype())?;
-    let value_dim = expect_values(op, &k_cache, &v_cache, &out, hq)?;
-    expect(op, "out", &out, k_cache.dtype(), &[t, hq * value_dim])?;
-    check_meta(op, meta, t)?;
+    let t = check_attention(op, &q, &k_cache, &v_cache, meta, &out)?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::attention::paged_attention(q, k_cache, v_cache, meta, out, ex);
@@ -76,6 +66,29 @@ pub fn paged_attention_into(
         DType::F32 => run::<T, f32>(q, k_cache, v_cache, meta, &sequences, out, ex),
         _ => run::<T, T>(q, k_cache, v_cache, meta, &sequences, out, ex),
     })
+}
+
+/// Checks dims and dtypes; the number of rows.
+pub(super) fn check_attention(
+    op: &str,
+    q: &View,
+    k_cache: &View,
+    v_cache: &View,
+    meta: &AttentionMeta,
+    out: &ViewMut,
+) -> Result<usize> {
+    let (t, hq, d) = expect_rank3(op, "q", q)?;
+    let hkv = k_cache.dims().get(1).copied().unwrap_or(0);
+    expect_cache(op, "k_cache", k_cache, hkv, d)?;
+    if hkv == 0 || !hq.is_multiple_of(hkv) {
+        bail!("{op}: {hkv} key heads do not divide {hq} query heads")
+    }
+    expect_stream(op, "q", q, k_cache.dtype())?;
+    expect_dtype(op, "v_cache", v_cache, k_cache.dtype())?;
+    let value_dim = expect_values(op, k_cache, v_cache, out, hq)?;
+    expect(op, "out", out, k_cache.dtype(), &[t, hq * value_dim])?;
+    check_meta(op, meta, t)?;
+    Ok(t)
 }
 
 /// The size of a value, which `out` names and a row of `v_cache` must hold.

@@ -11,6 +11,9 @@
 
 use candle_core::{DType, Result, bail};
 
+#[cfg(feature = "cuda")]
+use super::attention::check_attention;
+use super::attention::{AttentionMeta, paged_attention_into};
 use super::qk_norm_rope::expect_cache;
 use crate::cpu::dispatch;
 use crate::cpu::mla::{PerHead, rotate_pairs, round_row};
@@ -297,6 +300,51 @@ pub fn mla_value_into(x: View, w_uv: View, mut out: ViewMut, ex: &mut Exec) -> R
         let (x, w, out) = (x.cpu::<T>()?, w_uv.cpu::<T>()?, out.cpu_mut::<T>()?);
         PerHead { x, w, heads, n: v, k: l, out, stride: v }.run(ex)
     })
+}
+
+/// out\[t, h\] = W_UV\[h\] times attention over latent rows: [`paged_attention_into`], then
+/// [`mla_value_into`].
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `q` | [T, Hq, L + R] f32 or model dtype, in latent space |
+/// | `cache` | [num_blocks, 1, block_size, L + R] model dtype, of which the first L of a row are its value |
+/// | `w_uv` | [Hq, V, L] model dtype |
+/// | `out` | [T, Hq · V] model dtype |
+///
+/// # Errors
+/// Those of both.
+pub fn mla_attention_into(
+    q: View,
+    cache: View,
+    meta: &AttentionMeta,
+    w_uv: View,
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    let op = "mla_attention";
+    let (t, heads, _) = expect_rank3(op, "q", &q)?;
+    let (_, v, l) = expect_rank3(op, "w_uv", &w_uv)?;
+    expect(op, "w_uv", &w_uv, out.dtype(), &[heads, v, l])?;
+    expect_dims(op, "out", &out, &[t, heads * v])?;
+    let mut latents = ex.scratch(out.dtype(), &[t, heads * l])?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        check_attention(op, &q, &cache, &cache, meta, &latents.view_mut())?;
+        let (mut to, mut values) = (latents.view_mut(), out.reborrow());
+        if crate::cuda::attention::latent_values(
+            q,
+            cache,
+            meta,
+            to.reborrow(),
+            (w_uv, values.reborrow()),
+            ex,
+        )? {
+            return Ok(());
+        }
+    }
+    paged_attention_into(q, cache, cache, meta, latents.view_mut(), ex)?;
+    mla_value_into(latents.view(), w_uv, out, ex)
 }
 
 /// Cosines and sines by row.

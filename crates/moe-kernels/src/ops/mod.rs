@@ -26,7 +26,9 @@ pub use elementwise::{add_into, add_rms_norm_into, embedding_into, rms_norm_into
 pub use experts::{ExpertGroups, grouped_down_into, grouped_gate_up_into};
 pub use fused_linear::{linear_add_into, norm_linear_into};
 pub use linear::{linear_into, linear_row_parallel_into, row_parallel_segments};
-pub use mla::{MlaLatent, MlaQuery, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into};
+pub use mla::{
+    MlaLatent, MlaQuery, mla_attention_into, mla_cache_into, mla_latent_into, mla_query_into, mla_value_into,
+};
 pub use mla_prompt::{MlaPrompt, mla_prompt_into};
 pub use mla_rows::{MlaRows, mla_rows_into};
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_cache_into, rope_attention_into};

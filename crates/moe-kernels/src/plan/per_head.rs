@@ -1,18 +1,28 @@
-//! Products with a matrix per head: which kernel multiplies so many rows.
+//! Products with a matrix per head: which kernel multiplies so many rows, and whether it is that of a neighbour.
 
 use candle_core::DType;
 
-use super::linear::{expect_bf16, expect_rows};
+use super::linear::{expect_bf16, expect_rows, expect_steps};
 use super::{Form, Machine, Reason};
 
 /// From this many rows on cuBLAS is faster than streaming the matrices past eight rows at a time.
 const BLAS_ROWS: usize = 16;
+/// Up to this many rows a launch beside the product computes it, too: then launches cost more than bytes.
+const BESIDE_ROWS: usize = 4;
+/// Width of a head that such launches are compiled for, before W_UK and behind W_UV.
+const HEAD_DIM: usize = 128;
 
 /// out[t, h] = w\[h\] · x[t, h].
 #[derive(Clone, Copy, Debug)]
 pub struct PerHeadCall {
     /// Rows T.
     pub rows: usize,
+    /// Width of a head outside of latent space: columns of W_UKᵀ or rows of W_UV.
+    pub head_dim: usize,
+    /// Width L of the latent.
+    pub latent: usize,
+    /// The launch beside it, if that can hold the product: what precedes attention, or what merges its splits.
+    pub beside: Option<&'static str>,
     /// Dtype of x and w.
     pub dtype: DType,
 }
@@ -20,6 +30,9 @@ pub struct PerHeadCall {
 /// The kernels of [`mla_query_into`](crate::mla_query_into) and [`mla_value_into`](crate::mla_value_into).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PerHeadForm {
+    /// The launch beside it, which has its part of the matrices in registers before its operands exist
+    /// (`latent_query`, `latent_merge`).
+    Beside,
     /// cuBLAS, a batch of products.
     Blas,
     /// Any dtype and shape on CUDA, all heads in one launch.
@@ -31,10 +44,11 @@ pub enum PerHeadForm {
 impl Form for PerHeadForm {
     type Call = PerHeadCall;
 
-    const ALL: &'static [Self] = &[Self::Blas, Self::Any, Self::Cpu];
+    const ALL: &'static [Self] = &[Self::Beside, Self::Blas, Self::Any, Self::Cpu];
 
     fn name(self) -> &'static str {
         match self {
+            Self::Beside => "in the launch beside it",
             Self::Blas => "cublas",
             Self::Any => "per_head",
             Self::Cpu => "cpu",
@@ -43,6 +57,26 @@ impl Form for PerHeadForm {
 
     fn fits(self, call: &PerHeadCall, machine: &Machine) -> Result<(), Reason> {
         match self {
+            Self::Beside => {
+                machine.expect_hopper()?;
+                expect_bf16(call.dtype)?;
+                machine.expect_batch_variant()?;
+                expect_rows(1..=BESIDE_ROWS, call.rows)?;
+                expect_steps("latent", call.latent, HEAD_DIM)?;
+                if call.head_dim != HEAD_DIM {
+                    return Err(Reason::OneOf {
+                        dimension: "head",
+                        accepted: &[HEAD_DIM],
+                        got: call.head_dim,
+                    });
+                }
+                match call.beside {
+                    Some(_) => Ok(()),
+                    None => {
+                        Err(Reason::Part { part: "launches beside it that leave no room for the product" })
+                    }
+                }
+            }
             Self::Blas => {
                 machine.expect_gpu()?;
                 expect_bf16(call.dtype)?;
@@ -64,8 +98,16 @@ mod tests {
     fn few_rows_and_batch_invariance_keep_to_one_launch() {
         let gpu = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
         let name = |rows, dtype, machine: &Machine| {
-            PerHeadForm::choose(&PerHeadCall { rows, dtype }, machine).map(Form::name)
+            let call = PerHeadCall { rows, head_dim: 128, latent: 512, beside: None, dtype };
+            PerHeadForm::choose(&call, machine).map(Form::name)
         };
+        let beside = |rows, head_dim| {
+            let (latent, dtype, beside) = (512, DType::BF16, Some("latent_query"));
+            PerHeadForm::choose(&PerHeadCall { rows, head_dim, latent, beside, dtype }, &gpu)
+        };
+        assert_eq!(beside(1, 128), Some(PerHeadForm::Beside));
+        assert_eq!(beside(4, 128), Some(PerHeadForm::Beside));
+        assert_eq!((beside(5, 128), beside(1, 64)), (Some(PerHeadForm::Any), Some(PerHeadForm::Any)));
         assert_eq!(name(1, DType::BF16, &gpu), Some("per_head"));
         assert_eq!(name(4096, DType::BF16, &gpu), Some("cublas"));
         assert_eq!(name(4096, DType::F32, &gpu), Some("per_head"));

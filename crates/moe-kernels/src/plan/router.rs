@@ -14,9 +14,9 @@ const MAX_TOP_K: usize = 32;
 pub struct RouterCall {
     /// Width of a row, H.
     pub hidden: usize,
-    /// Experts E.
+    /// Experts E, with shared ones that are slots of every token.
     pub experts: usize,
-    /// Experts of a token, K.
+    /// Slots of a token, K.
     pub top_k: usize,
     /// Dtype of rows and gate.
     pub dtype: DType,

@@ -1,8 +1,9 @@
 //! Latent attention around its products and softmax; the products with a matrix per head by cuBLAS where that is faster.
 
-use candle_core::Result;
+use candle_core::{DType, Result};
 
 use super::{Dtype, count, ffi, int};
+use crate::cuda::aligned;
 use crate::cuda::args::{MlaCacheArgs, MlaLatentArgs, MlaQueryArgs, MlaRowsArgs, PerHeadArgs};
 use crate::cuda::blas::{self, PerHead};
 use crate::exec::Exec;
@@ -92,9 +93,20 @@ pub(crate) fn mla_rows(
     let (t, heads, key) = (args.products.rows(), out.dims()[1], k_cache.dims()[3]);
     let (rope, latent) = (2 * args.cos.dims()[1], args.norm.elem_count());
     let plain_dim = (args.products.dims()[1] - key) / heads - rope;
+    let beside = args.w_uk.filter(|w| {
+        let call = PerHeadCall {
+            rows: t,
+            head_dim: plain_dim,
+            latent,
+            beside: Some("latent_query"),
+            dtype: if out.dtype() == k_cache.dtype() { out.dtype() } else { DType::F32 },
+        };
+        aligned(&[args.products, *w])
+            && PerHeadForm::choose(&call, &ex.machine()) == Some(PerHeadForm::Beside)
+    });
     let mut plain = match args.w_uk {
-        Some(w) => Some(ex.scratch(w.dtype(), &[t, heads, plain_dim])?),
-        None => None,
+        Some(w) if beside.is_none() => Some(ex.scratch(w.dtype(), &[t, heads, plain_dim])?),
+        _ => None,
     };
     let mut to = plain.as_mut().map(|plain| plain.view_mut());
     let raw = MlaRowsArgs {
@@ -117,6 +129,11 @@ pub(crate) fn mla_rows(
         num_slots: count(op, k_cache.dims()[0] * k_cache.dims()[2])?,
         k_cache: cuda.write(op, "k_cache", &mut k_cache)?,
     };
+    if let Some(w) = beside {
+        let w = cuda.read(op, "w_uk", w)?;
+        // SAFETY: see above; the form has checked the sizes, a slot beyond the cache is not written.
+        return cuda.check(op, unsafe { ffi::moe_attention_latent_query(&raw, w, cuda.raw()?) });
+    }
     // SAFETY: see above; a slot beyond the cache is not written.
     cuda.check(op, unsafe { ffi::moe_any_mla_rows(&raw, cuda.raw()?) })?;
     match (args.w_uk, &plain) {
@@ -157,7 +174,7 @@ pub(crate) fn per_head(ex: &Exec, op: &str, x: View, w: View, mut out: ViewMut) 
     let cuda = ex.cuda(op)?;
     let (rows, stride) = (x.rows(), out.dims()[2]);
     let (heads, n, k) = (w.dims()[0], w.dims()[1], w.dims()[2]);
-    let call = PerHeadCall { rows, dtype: x.dtype() };
+    let call = PerHeadCall { rows, head_dim: n.min(k), latent: n.max(k), beside: None, dtype: x.dtype() };
     if PerHeadForm::choose(&call, &ex.machine()) == Some(PerHeadForm::Blas) {
         let x = (x, [heads * k, k]);
         let out_strides = [heads * stride, stride];
