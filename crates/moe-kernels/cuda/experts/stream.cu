@@ -29,8 +29,6 @@ struct RowCount {
 
 /// Weights in bf16: a stage holds 8 rows of w13 or 16 of w2.
 struct Rows {
-  static constexpr uint32_t kArrivals = kWarpArrivals;
-
   const bf16* w13;  // [num_local, 2 I, H]
   const bf16* w2;   // [num_local, H, I]
 

@@ -29,7 +29,7 @@ __global__ __launch_bounds__(kThreads, 1) void experts_stream(const __grid_const
   if (threadIdx.x == 0) {
     for (int s = 0; s < a.stages; ++s) {
       mbarrier_init(b.full(s), kLoaders * copy_arrivals());
-      mbarrier_init(b.empty(s), kConsumers * Weights::kArrivals);
+      mbarrier_init(b.empty(s), kConsumers * kWarpArrivals);
     }
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(b.rows_full(i), copy_arrivals());

@@ -28,8 +28,7 @@ namespace {
 
 /// Weights in bf16: a stage holds rows.
 struct Rows {
-  static constexpr int kUnit = 1, kMaxRing = 1 << 30, kRowPad = 0, kBlocks = 1, kTeams = 1;
-  static constexpr uint32_t kArrivals = kWarpArrivals;
+  static constexpr int kUnit = 1, kMaxRing = 1 << 30, kRowPad = 0, kFetchers = 2;
   using Sums = float[4][4];
 
   const bf16* w13;  // [num_local, 2 I, H]
@@ -41,6 +40,9 @@ struct Rows {
   int set_chunk(const Args& a, int product) const { return stage_bytes(a, product); }
 
 #if MOE_SM90
+
+  static constexpr int kByTicket = 2;
+  static constexpr bool kEager = false;
 
   /// Two are enough, and more only stand in each other's way.
   static __device__ __forceinline__ constexpr int flying(int) { return 2; }

@@ -8,27 +8,18 @@
 
 namespace moe::layer {
 
-#ifndef LAYER_CONSUMERS
-#define LAYER_CONSUMERS 8
-#endif
-constexpr int kConsumers = LAYER_CONSUMERS;  // warps that multiply; each takes every 8th step along K
+constexpr int kConsumers = 8;  // warps that multiply; each takes every 8th step along K
 constexpr int kConsumerThreads = kConsumers * 32;
 constexpr int kPairs = 8;      // outputs of a tile of the first product: 8 gate rows and 8 up rows, an mma's
 constexpr int kDownRows = 16;  // rows of w2 of a tile: an mma's
 constexpr int kStep = 64;      // elements along K that a warp takes at a time
 constexpr int kMaxChunk[2] = {2048, 1536};  // elements along K of a stage
 constexpr int kMaxTokens = 4;               // each takes two of an mma's 8 columns
-/// Warps that choose a token's experts. Then the first is the producer of weights, the last activates, the others fetch
-/// activations.
-constexpr int kRouters = kMaxTokens;
-constexpr int kFetchers = kRouters - 2;
-constexpr int kParts = 4;  // tiles whose sums wait to be activated
-constexpr int kThreads = kConsumerThreads + kRouters * 32;
-constexpr int kByTicket = 2;    // one tile in so many is assigned by ticket
-constexpr int kPollNs = 64;     // between two looks at an activation
-constexpr int kPieces = 6;      // 16 bytes of activations that a lane fetches at once
-constexpr int kMaxSlots = 32;   // a lane each
-constexpr int kMaxStages = 16;  // of each product
+constexpr int kParts = 4;                   // tiles whose sums wait to be activated
+constexpr int kPollNs = 64;                 // between two looks at an activation
+constexpr int kPieces = 6;                  // 16 bytes of activations that a lane fetches at once
+constexpr int kMaxSlots = 32;               // a lane each
+constexpr int kMaxStages = 16;              // of each product
 constexpr int kMinStages = 2;
 constexpr int kMinChunk = 256;  // elements along K of a stage, where less room is left
 constexpr uint32_t kNoSlot = 0xffffffffu;
@@ -73,6 +64,13 @@ template <class Weights>
 struct Weighted : Args {
   Weights w;
 };
+
+/// Warps that choose a token's experts. Then the first is the producer of weights, the last activates, the others fetch
+/// activations.
+template <class Weights>
+constexpr int kRouters = 2 + Weights::kFetchers;
+template <class Weights>
+constexpr int kThreads = kConsumerThreads + kRouters<Weights> * 32;
 
 /// Byte offsets into dynamic shared memory; barriers come first.
 struct Layout {
@@ -161,7 +159,6 @@ struct Cursor {
 #if MOE_SM90
 
 __device__ __forceinline__ void consumers_sync() { named_barrier(1, kConsumerThreads); }
-__device__ __forceinline__ void routers_sync() { named_barrier(2, kRouters * 32); }
 
 #endif  // MOE_SM90
 

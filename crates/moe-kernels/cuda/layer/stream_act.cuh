@@ -7,8 +7,7 @@ namespace moe::layer {
 
 #if MOE_SM90
 
-/// Activations of this block's tiles to L2, by one warp, from the sums of kWarps: a lane per pair and token, two pairs in a word.
-template <int kWarps>
+/// Activations of this block's tiles to L2, by one warp: a lane per pair and token, two pairs in a word.
 __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_t number) {
   const int lane = threadIdx.x % 32, pair = lane % kPairs, token = min(lane / kPairs, a.tokens - 1);
   for (int i = 0;; ++i) {
@@ -19,7 +18,7 @@ __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_
     const float scale = s.scale()[token];
     float gate = 0, up = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
+    for (int w = 0; w < kConsumers; ++w) {
       const float* part = s.parts(buffer) + (w * 2 * kPairs + pair) * a.tokens + token;
       gate += part[0], up += part[kPairs * a.tokens];
     }
@@ -35,8 +34,9 @@ __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_
 }
 
 /// Activations of active experts to shared memory, by one of `kFetchers` warps: they lie in L2 as words that say
-/// whether they are of this launch. A lane looks for the last one of its own at first, so that those who wait read
-/// little.
+/// whether they are of this launch. A lane that waits looks for the last one of its own, so that it reads little;
+/// kEager: it asks for all of them first, which saves a way there and back where they have been written already.
+template <int kFetchers, bool kEager>
 __device__ __forceinline__ void fetch_activations(const Args& a, const Shared& s, int fetcher, uint32_t number) {
   const int lane = threadIdx.x % 32, pieces = a.inter / 4, num_active = *s.num_active();
   const auto is_there = [=](const uint4& v) { return v.y == number && v.w == number; };
@@ -47,13 +47,25 @@ __device__ __forceinline__ void fetch_activations(const Args& a, const Shared& s
       const uint64_t* from = a.act() + static_cast<size_t>(slot) * a.inter / 2;
       uint2* to = reinterpret_cast<uint2*>(s.act() + slot * a.inter * 2);
       const int last = lane + (pieces - 1 - lane) / 32 * 32;
-      if (lane < pieces)
-        while (!is_there(load_relaxed_pair(from + 2 * last))) __nanosleep(kPollNs);
+      const auto wait_for_last = [&] {
+        if (lane < pieces)
+          while (!is_there(load_relaxed_pair(from + 2 * last))) __nanosleep(kPollNs);
+      };
+      if (!kEager) wait_for_last();
       for (int first = lane; first < pieces; first += 32 * kPieces) {
         uint4 v[kPieces];
+        const auto load = [&] {
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i)
-          if (first + i * 32 < pieces) v[i] = load_relaxed_pair(from + 2 * (first + i * 32));
+          for (int i = 0; i < kPieces; ++i)
+            if (first + i * 32 < pieces) v[i] = load_relaxed_pair(from + 2 * (first + i * 32));
+        };
+        load();
+        if constexpr (kEager) {
+          bool there = true;
+#pragma unroll
+          for (int i = 0; i < kPieces; ++i) there = there && (first + i * 32 >= pieces || is_there(v[i]));
+          if (!there) wait_for_last(), load();
+        }
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
           const int at = first + i * 32;

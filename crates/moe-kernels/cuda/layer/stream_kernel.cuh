@@ -2,8 +2,8 @@
 //
 // A kind of weights says how much of them a stage holds, starts the copies that fill it, and multiplies it:
 //   kUnit: columns of the output that a block owns at least; kMaxRing: bytes of the ring; kRowPad: bytes between token
-//     rows; kBlocks: how many blocks' registers an SM is to hold; kArrivals: of a consuming warp at a barrier;
-//     kTeams: of consuming warps that share a tile of the first product
+//     rows; kByTicket: one tile of the first product in so many is assigned by ticket, 0: none
+//   kFetchers: warps that fetch activations, 2 at least; kEager: they ask for all of an expert's at once
 //   set_chunk(args, product) on the host: bytes of a stage; stage_bytes(args, product); flying(product): stages on
 //   their
 //     way to a block
@@ -30,42 +30,34 @@ struct Consumer {
     mbarrier_wait(s.full(product, at.stage), at.parity);
   }
   __device__ __forceinline__ void release(int product, const Cursor& at) const {
-    release_to_copies_by<Weights::kArrivals>(s.empty(product, at.stage));
+    release_to_copies(s.empty(product, at.stage));
   }
 
-  /// Sums of tiles, for the warp that activates them; the teams of warps take tiles in turn. Returns the first stage of the second product.
+  /// Sums of tiles, for the warp that activates them. Returns the first stage of the second product.
   __device__ __forceinline__ int gate_up() const {
-    constexpr int kTeamWarps = kConsumers / Weights::kTeams;
-    const int team = threadIdx.x / 32 / kTeamWarps, member = threadIdx.x / 32 % kTeamWarps;
-    const int lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
     const uint8_t* x = s.rows() + min(lane / 8, a.tokens - 1) * a.row_bytes;
     mbarrier_wait(s.active_full(), 0);
     Cursor at;
     for (int i = 0;; ++i) {
       wait(0, at);
       const Tile tile = *s.tile(at.stage);
-      const bool mine = Weights::kTeams == 1 || i % Weights::kTeams == team;
       typename Weights::Sums acc = {};
       for (int k = 0; k < a.hidden && tile.pairs > 0; k += a.chunk[0]) {
         if (k > 0) wait(0, at);
-        if (mine) a.w.multiply_gate_up(a, s.stage(0, at.stage), s.expert()[tile.active], tile.row, k, x, member, acc);
+        a.w.multiply_gate_up(a, s.stage(0, at.stage), s.expert()[tile.active], tile.row, k, x, warp, acc);
         release(0, at);
         at.advance(a.stages[0]);
       }
-      if (!mine) {
-        if (tile.pairs > 0) continue;
-        release(0, at);
-        return tile.row;
-      }
       const int buffer = i % kParts;
       mbarrier_wait(s.parts_empty(buffer), i / kParts % 2 ^ 1);
-      float* parts = s.parts(buffer) + member * 2 * kPairs * a.tokens + token;
+      float* parts = s.parts(buffer) + warp * 2 * kPairs * a.tokens + token;
       if (token < a.tokens) {
         parts[g * a.tokens] = Weights::sum(acc, 0);
         parts[(kPairs + g) * a.tokens] = Weights::sum(acc, 1);
       }
-      if (member == 0 && lane == 0) *s.parts_tile(buffer) = tile;
-      warp_arrive_by<Weights::kArrivals>(s.parts_full(buffer));
+      if (threadIdx.x == 0) *s.parts_tile(buffer) = tile;
+      warp_arrive(s.parts_full(buffer));
       if (tile.pairs == 0) {
         release(0, at);
         return tile.row;
@@ -128,15 +120,15 @@ __device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, in
 #pragma unroll 1
   for (int product = 0; product < 2; ++product) {
 #pragma unroll 1
-    for (int i = warp; i < a.stages[product]; i += kThreads / 32) {
+    for (int i = warp; i < a.stages[product]; i += kThreads<Weights> / 32) {
       mbarrier_init(s.full(product, i), 1);
-      mbarrier_init(s.empty(product, i), kConsumers * Weights::kArrivals);
+      mbarrier_init(s.empty(product, i), kConsumers * kWarpArrivals);
     }
   }
 #pragma unroll 1
-  for (int u = warp; u < a.slots(); u += kThreads / 32) mbarrier_init(s.act_full(u), kWarpArrivals);
+  for (int u = warp; u < a.slots(); u += kThreads<Weights> / 32) mbarrier_init(s.act_full(u), kWarpArrivals);
   if (warp < kParts) {
-    mbarrier_init(s.parts_full(warp), kConsumers / Weights::kTeams * Weights::kArrivals);
+    mbarrier_init(s.parts_full(warp), kConsumers * kWarpArrivals);
     mbarrier_init(s.parts_empty(warp), kWarpArrivals);
   }
   if (warp == kParts) mbarrier_init(s.active_full(), kWarpArrivals);
@@ -158,8 +150,7 @@ struct AnyOutput {
 
 /// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given. kPlain: is_plain.
 template <int kPerLane, bool kPlain, class Out, class Weights>
-__global__ __launch_bounds__(kThreads,
-                             Weights::kBlocks) void layer_kernel(const __grid_constant__ Weighted<Weights> a) {
+__global__ __launch_bounds__(kThreads<Weights>, 1) void layer_kernel(const __grid_constant__ Weighted<Weights> a) {
 #if MOE_SM90
   extern __shared__ __align__(128) uint8_t smem[];
   const Shared s(smem, a);
@@ -201,7 +192,7 @@ __global__ __launch_bounds__(kThreads,
   if constexpr (kRoutes) {
     const Head head(a);
     if (router < a.tokens) route<kPerLane, kPlain>(a, s, router, turn, head);
-    routers_sync();
+    named_barrier(2, kRouters<Weights> * 32);
     if (router == 0) {
       choice = chosen(s);
       const int active = build_active<false>(a, s, slot, choice);
@@ -212,10 +203,10 @@ __global__ __launch_bounds__(kThreads,
   }
   if (router == 0) warp_arrive(s.active_full());
   mbarrier_wait(s.active_full(), 0);
-  if (router == kRouters - 1) {
-    activate<kConsumers / Weights::kTeams>(a, s, turn.number());
+  if (router == kRouters<Weights> - 1) {
+    activate(a, s, turn.number());
   } else if (router > 0) {
-    fetch_activations(a, s, router - 1, turn.number());
+    fetch_activations<Weights::kFetchers, Weights::kEager>(a, s, router - 1, turn.number());
   } else if (elect_one()) {
     Loader<Weights> l = {a, s, static_cast<int>(*s.num_active())};
     l.load_gate_up(a.state->tickets + turn.parity(), heads);
@@ -263,7 +254,7 @@ cudaError_t prepare(Weighted<Weights>* a, Launch* l, void* stream) {
   if (!divide_ring(a, limits.block_smem)) return cudaErrorInvalidValue;
   const int units = a->hidden / Weights::kUnit;
   a->share = units / limits.sms, a->longer = units % limits.sms;
-  *l = {dim3(limits.sms), dim3(kThreads), stream, layout(*a).total};
+  *l = {dim3(limits.sms), dim3(kThreads<Weights>), stream, layout(*a).total};
   l->cooperative = true;
   return cudaSuccess;
 }
@@ -274,8 +265,9 @@ Args common_args(const Launcher& c) {
   Args a = {};
   a.tokens = c.tokens;
   a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.gate = c.gate, a.gate_bias = c.gate_bias, a.valid = c.valid;
-  a.route = {c.correction_bias,  c.topk_ids, c.topk_weights, c.num_ids - c.shared, c.top_k - c.shared, c.scoring,
-             c.raw_logits, c.renormalize, c.scale, c.softcap};
+  a.route = {
+      c.correction_bias, c.topk_ids, c.topk_weights, c.num_ids - c.shared, c.top_k - c.shared, c.scoring, c.raw_logits,
+      c.renormalize,     c.scale,    c.softcap};
   a.route.shared = c.shared, a.route.shared_weight = c.shared_weight;
   a.expert_map = c.expert_map, a.out = c.out, a.output = c.output, a.state = static_cast<State*>(c.state);
   return a;

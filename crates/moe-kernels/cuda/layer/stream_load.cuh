@@ -8,8 +8,8 @@ namespace moe::layer {
 #if MOE_SM90
 
 /// The tile that a block begins with where the experts are chosen here. It belongs to the first token's shared experts,
-/// then to its likeliest ones, a block for each of their tiles, so that memory has work while the others are still being
-/// chosen.
+/// then to its likeliest ones, a block for each of their tiles, so that memory has work while the others are still
+/// being chosen.
 struct Head {
   int rank, place;  // of the expert, -1: there is no head; of the tile among the expert's
 
@@ -75,12 +75,12 @@ struct Loader {
   /// the other, then tickets, each taken while the tiles before it come.
   __device__ __forceinline__ void load_gate_up(uint32_t* tickets, int heads) {
     const int per_expert = a.inter / kPairs, total = num_active * per_expert - heads,
-              assigned = total - total / kByTicket;
+              assigned = Weights::kByTicket > 0 ? total - total / max(Weights::kByTicket, 1) : total;
     if (static_cast<int>(blockIdx.x) < heads) at.advance(a.stages[0]), flying = 1;
     // Place of a tile among its expert's: a division would stand before the first load.
     int active = 0, place = heads_of(0, heads), before = 0;
     for (int tile = blockIdx.x;; tile += gridDim.x) {
-      if (tile >= assigned) tile = assigned + static_cast<int>(atomicAdd(tickets, 1));
+      if (Weights::kByTicket > 0 && tile >= assigned) tile = assigned + static_cast<int>(atomicAdd(tickets, 1));
       if (tile >= total) return;
       place += tile - before, before = tile;
       while (place >= per_expert) place += heads_of(++active, heads) - per_expert;

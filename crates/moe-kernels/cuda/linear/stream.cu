@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) stream_kernel(Args a) {
 
   if constexpr (kNormed) {
     pdl_wait();
-    stage_normed(a, norm_weight, nullptr, x, pitch, squares);
+    stage_normed(a, norm_weight, x, pitch, squares);
     named_barrier(1, kConsumers);
   } else {
     pdl_wait();

@@ -16,26 +16,11 @@ struct StreamInput {
   int m, k;
 };
 
-/// Eight columns of a row of x, f32.
-struct EightColumns {
-  float4 low, high;
-
-  /// Not moved behind waits that follow.
-  __device__ __forceinline__ void load(const float* from) {
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(low.x), "=f"(low.y), "=f"(low.z), "=f"(low.w)
-                 : "l"(from));
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(high.x), "=f"(high.y), "=f"(high.z), "=f"(high.w)
-                 : "l"(from + 4));
-  }
-};
-
 /// Rows of x, f32, times the norm's weight to shared memory as bf16, `pitch` bytes apart; each warp leaves its part of
 /// every row's sum of squares in `squares[row][warp]`. Four rows at a time, all their loads ahead of the first use.
-/// `norm_weight` holds the weight of this thread's first columns, `first_row` the first row's.
-__device__ __forceinline__ void stage_normed(const StreamInput& a, Vec16 norm_weight, const EightColumns* first_row,
-                                             uint8_t* to, int pitch, float* squares) {
+/// `norm_weight` holds the weight of this thread's first columns.
+__device__ __forceinline__ void stage_normed(const StreamInput& a, Vec16 norm_weight, uint8_t* to, int pitch,
+                                             float* squares) {
   float sum[kTokens] = {};
   for (int at = threadIdx.x * 8; at < a.k; at += kConsumers * 8) {
     if (at >= kConsumers * 8) norm_weight = load_const(a.norm + at);
@@ -53,10 +38,6 @@ __device__ __forceinline__ void stage_normed(const StreamInput& a, Vec16 norm_we
       for (int i = 0; i < 4; ++i) {
         x[i][0] = x[i][1] = {};
         if (first + i >= a.m) continue;
-        if (first_row != nullptr && first + i == 0 && at < kConsumers * 8) {
-          x[i][0] = first_row->low, x[i][1] = first_row->high;
-          continue;
-        }
         const size_t row = first + i;
         const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + row * a.k + at);
         x[i][0] = __ldcg(from);

@@ -64,14 +64,6 @@ __device__ __forceinline__ void warp_arrive(uint64_t* bar) {
   mbarrier_arrive(bar);
 }
 
-/// As `warp_arrive` with kArrivals, 1 or 32, of the warp's arrivals: with 32 racecheck sees the order of every lane, with 1
-/// it does not, but 32 arrivals of 8 warps take as long as 16 KB from memory.
-template <uint32_t kArrivals>
-__device__ __forceinline__ void warp_arrive_by(uint64_t* bar) {
-  __syncwarp();
-  if (kArrivals == kWarpArrivals || threadIdx.x % 32 == 0) mbarrier_arrive(bar);
-}
-
 __device__ __forceinline__ bool mbarrier_test(uint64_t* bar, uint32_t parity) {
   uint32_t done;
 #if MOE_SM90
@@ -112,12 +104,6 @@ __device__ __forceinline__ void fence_async_shared() {
 __device__ __forceinline__ void release_to_copies(uint64_t* bar) {
   fence_async_shared();
   warp_arrive(bar);
-}
-
-template <uint32_t kArrivals>
-__device__ __forceinline__ void release_to_copies_by(uint64_t* bar) {
-  fence_async_shared();
-  warp_arrive_by<kArrivals>(bar);
 }
 
 // ---- global memory to shared memory

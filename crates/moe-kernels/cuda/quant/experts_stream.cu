@@ -18,7 +18,6 @@ constexpr int kChunk = 1024;  // elements along K of a stage of w2; of w13 twice
 template <class Kind>
 struct Tiles {
   static constexpr QuantFormat kFormat = Kind::kFormat;
-  static constexpr uint32_t kArrivals = 1;
   quant::Matrix w13, w2;
   quant::StageLayout layouts[2];
 
@@ -72,7 +71,7 @@ struct Tiles {
         columns.load(row + (k + i * quant::kStep) * 2);
         s.operands(i, k + i * quant::kStep).multiply(columns, acc[0]);
       }
-      release_to_copies_by<kArrivals>(b.empty(at.stage));
+      release_to_copies(b.empty(at.stage));
       at.advance(b.a.stages);
     }
   }

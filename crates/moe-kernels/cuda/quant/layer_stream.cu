@@ -3,28 +3,18 @@
 // Floor: 3 H I weights for each expert chosen, 19.5 MB at 4 bits with scales for a token of Qwen3-30B-A3B: 4.4 us
 // at 4.4 TB/s. The latencies are those of bf16 (about 7 us, layer/stream.cu), the copies a fourth as long: 17 KB for a
 // tile of gate and up, 7 KB for an expert's rows of a block in the down product. So more of them are on their way at a
-// time (kFlying bytes), and a ring of half the shared memory holds them; the rest is for the next kernel's weights.
-// Unpacking: 44 instructions for 1,024 weights of 4 bits, of 120 KB a block gets 240 of these times 1.2: 1.9 us of
-// issue beside 4.4 of memory.
+// time (kFlying bytes), a tile is there before a ticket is, and fetching activations stands in the way where it did
+// not: four warps do it, each with one way to L2 and back for an expert. Unpacking is 1.9 us of issue at 4 bits,
+// hidden.
 //
 // A block owns whole rows of tiles of w2, so of 2,048 columns 128 blocks own 16 each and four none.
 #include "layer/stream_kernel.cuh"
 #include "quant/product.cuh"
 
-#ifndef Q_ARRIVALS
-#define Q_ARRIVALS 1
-#endif
-#ifndef Q_BLOCKS
-#define Q_BLOCKS 1
-#endif
-#ifndef Q_TEAMS
-#define Q_TEAMS 2
-#endif
-
 namespace moe::layer {
 namespace {
 
-constexpr int kFlying = 64 * 1024;      // bytes on their way to a block
+constexpr int kFlying = 96 * 1024;      // bytes on their way to a block
 constexpr int kSoleBlock = 116 * 1024;  // of shared memory: a second block of the launch does not fit beside
 
 /// Quantised weights: a stage holds columns of a row of tiles, in the first product of 8 gate and 8 up rows.
@@ -32,10 +22,10 @@ template <class Kind>
 struct Tiles {
   static constexpr QuantFormat kFormat = Kind::kFormat;
   static constexpr int kUnit = quant::kTileRows, kMaxRing = (kFormat == QuantFormat::kInt4 ? 112 : 176) * 1024;
-  static constexpr uint32_t kArrivals = Q_ARRIVALS;
   static constexpr int kRowPad = 16;  // against bank conflicts
-  static constexpr int kBlocks = Q_BLOCKS, kTeams = Q_TEAMS;
+  static constexpr int kFetchers = 4;
   using Sums = float[4];
+
   quant::Matrix w13, w2;
   quant::StageLayout layouts[2];
   int most_flying[2];
@@ -47,6 +37,9 @@ struct Tiles {
   }
 
 #if MOE_SM90
+
+  static constexpr int kByTicket = 0;  // a tile comes faster than a ticket
+  static constexpr bool kEager = true;
 
   __device__ __forceinline__ int flying(int product) const { return most_flying[product]; }
 
@@ -66,13 +59,11 @@ struct Tiles {
     quant::bulk_copy_pieces(to, quant::pieces<kFormat>(w2, layouts[1], tile, k, min(a.chunk[1], a.inter - k)), bar);
   }
 
-  /// The stage's columns, k and on, times those of x: this warp's of kWarps.
-  template <int kWarps>
-  static __device__ __forceinline__ void multiply(const quant::Stage<Kind>& s, const uint8_t* x, int k, int columns, int warp,
-                                                  Sums& acc) {
-    constexpr int kUnroll = Q_BLOCKS == 1 ? 4 : Kind::kShare < kStep ? 1 : 2;
-#pragma unroll kUnroll
-    for (int i = warp; i < columns / kStep; i += kWarps) {
+  /// The stage's columns, k and on, times those of x: this warp's.
+  static __device__ __forceinline__ void multiply(const quant::Stage<Kind>& s, const uint8_t* x, int k, int columns,
+                                                  int warp, Sums& acc) {
+#pragma unroll 4
+    for (int i = warp; i < columns / kStep; i += kConsumers) {
       quant::Columns of;
       of.load(x + (k + i * kStep) * 2);
       s.operands(i, k + i * kStep).multiply(of, acc);
@@ -82,13 +73,13 @@ struct Tiles {
   __device__ __forceinline__ void multiply_gate_up(const Args& a, const uint8_t* stage, uint32_t expert, int row, int k,
                                                    const uint8_t* x, int warp, Sums& acc) const {
     const quant::Stage<Kind> s(w13, layouts[0], stage, w13.tile_row(expert, row / kPairs), k);
-    multiply<kConsumers / kTeams>(s, x, k, min(a.chunk[0], a.hidden - k), warp, acc);
+    multiply(s, x, k, min(a.chunk[0], a.hidden - k), warp, acc);
   }
 
   __device__ __forceinline__ void multiply_down(const Args& a, const uint8_t* stage, uint32_t expert, int top, int,
                                                 int k, const uint8_t* act, int warp, Sums& acc) const {
     const quant::Stage<Kind> s(w2, layouts[1], stage, w2.tile_row(expert, top / quant::kTileRows), k);
-    multiply<kConsumers>(s, act, k, min(a.chunk[1], a.inter - k), warp, acc);
+    multiply(s, act, k, min(a.chunk[1], a.inter - k), warp, acc);
   }
 
   /// Both of a token's columns hold the same sums.

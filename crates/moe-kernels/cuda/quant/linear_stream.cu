@@ -4,27 +4,23 @@
 // Floor: K / 2 bytes a row at 4 bits (5.2 MB for qkv of Qwen3-30B-A3B, 4.2 MB for o_proj: 1.2 and 1.0 us), so latency
 // is what there is: a block's whole share (52 and 35 KB with scales) is in shared memory when x comes. From there on a
 // row of tiles costs a warp K / 512 steps of about 70 instructions, of which 44 unpack 4 bits: 0.3 us for K = 2,048,
-// and three of them for qkv, whose 320 rows of tiles meet 132 blocks.
+// and three of them for qkv, whose 320 rows of tiles meet 132 blocks. Weights that were unpacked into registers ahead
+// of x, and x held in registers, were slower than this loop: their straight code has to be fetched.
 //
-// Tiles hold the fragments of mma.sync, so weights need no ldmatrix; x stays in registers up to K = 4,096. Warps take
-// every 8th step of 64 columns and are added in warp order: an output's bits depend on its rows of x and w and on K.
+// Tiles hold the fragments of mma.sync, so weights need no ldmatrix. Warps take every 8th step of 64 columns and are
+// added in warp order: an output's bits depend on its rows of x and w and on K.
 // The norm in the prologue and the addition in the epilogue are as in linear/stream.cu.
 #include "linear/stream.cuh"
 #include "quant/product.cuh"
 
-#ifndef Q_AHEAD
-#define Q_AHEAD 2
-#endif
-
 namespace moe::quant {
 namespace {
 
-constexpr int kChunk = 2048;                     // columns of a stage
-constexpr int kSteps = kChunk / kStep / kWarps;  // of a warp and stage
-constexpr int kPad = 16;                         // bytes between rows of x, against bank conflicts
+constexpr int kChunk = 2048;  // columns of a stage
+constexpr int kPad = 16;      // bytes between rows of x, against bank conflicts
 constexpr int kMaxStages = 8;
 constexpr int kMaxRing = 136 * 1024;               // leaves room for a block of the kernel ahead
-constexpr size_t kSoleBlock = 116 * 1024;  // of shared memory: two blocks of a launch do not share an SM
+constexpr size_t kSoleBlock = 116 * 1024;          // of shared memory: two blocks of a launch do not share an SM
 constexpr int kHeader = 8 * (2 * kMaxStages + 2);  // barriers
 constexpr int kBatch = 3;                          // rows of tiles whose sums are added together
 constexpr int kBatchRows = kBatch * kTileRows;
@@ -48,8 +44,6 @@ size_t fixed_bytes(int m, int k) {
 
 template <class Kind, bool kNormed>
 __global__ void __launch_bounds__(kConsumers + 32, 1) quant_stream_kernel(const __grid_constant__ Args a) {
-  // Stages whose weights are unpacked while x is on its way: as many as registers hold.
-  constexpr int kAhead = kNormed || Kind::kShare < kStep ? Q_AHEAD / 2 : Q_AHEAD;
   extern __shared__ __align__(128) uint8_t smem[];
   uint64_t* full = reinterpret_cast<uint64_t*>(smem);
   uint64_t* empty = full + kMaxStages;
@@ -91,65 +85,26 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) quant_stream_kernel(const 
     return;
   }
 
-  const auto stage_of = [&](int stage, int tile, int chunk) {
-    const uint8_t* at = ring + static_cast<size_t>(stage) * a.layout.bytes;
-    return Stage<Kind>(a.w, a.layout, at, tile, chunk * kChunk);
-  };
   int refills = (last - first) * chunks - a.stages;
   pdl_wait();
-  EightColumns first_row = {};
   if constexpr (kNormed) {
-    if (threadIdx.x * 8 < a.k) first_row.load(static_cast<const float*>(a.x) + threadIdx.x * 8);
-  } else if (warp == 0) {
-    const bf16* from = static_cast<const bf16*>(a.x);
-    copy_rows(x, pitch, a.m, a.k * 2, x_full, [&](uint32_t r) { return from + static_cast<size_t>(r) * a.k; });
-  }
-  // Of the first stages: with one chunk a row of tiles each.
-  Operands<Kind> ahead[kAhead > 0 ? kAhead : 1][kSteps];
-  const auto ahead_tile = [&](int n) { return chunks == 1 ? first + n : first; };
-  const auto ahead_chunk = [&](int n) { return chunks == 1 ? 0 : n; };
-  const int num_ahead = min(min(kAhead, a.stages), (last - first) * chunks);
-#pragma unroll
-  for (int n = 0; n < kAhead; ++n) {
-    if (n >= num_ahead) break;
-    mbarrier_wait(full + n, 0);
-    const int chunk = ahead_chunk(n), steps = columns(chunk) / kStep;
-    const Stage<Kind> s = stage_of(n, ahead_tile(n), chunk);
-#pragma unroll
-    for (int j = 0; j < kSteps; ++j) {
-      const int i = j * kWarps + warp;
-      if (i < steps) ahead[n][j] = s.operands(i, chunk * kChunk + i * kStep);
-    }
-    if (refills-- > 0) release_to_copies(empty + n);
-  }
-  if constexpr (kNormed) {
-    stage_normed(a, norm_weight, &first_row, x, pitch, squares);
+    stage_normed(a, norm_weight, x, pitch, squares);
     named_barrier(1, kConsumers);
   } else {
+    const bf16* from = static_cast<const bf16*>(a.x);
+    if (warp == 0)
+      copy_rows(x, pitch, a.m, a.k * 2, x_full, [&](uint32_t r) { return from + static_cast<size_t>(r) * a.k; });
     mbarrier_wait(x_full, 0);
   }
   // Lanes without a token repeat the last one: their results are not stored.
   const uint8_t* own_x = x + static_cast<size_t>(min(lane / 4, a.m - 1)) * pitch;
-  float done[kAhead > 0 ? kAhead : 1][4] = {};
-#pragma unroll
-  for (int n = 0; n < kAhead; ++n) {
-    if (n >= num_ahead) break;
-    const int chunk = ahead_chunk(n), steps = columns(chunk) / kStep;
-#pragma unroll
-    for (int j = 0; j < kSteps; ++j) {
-      const int i = j * kWarps + warp;
-      Columns of;
-      of.load(own_x + (chunk * kChunk + min(i, steps - 1) * kStep) * 2);
-      if (i < steps) ahead[n][j].multiply(of, done[n]);
-    }
-  }
   float scale[kPasses];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int token = (threadIdx.x + pass * kConsumers) / kBatchRows;
     scale[pass] = kNormed && token < a.m ? norm_factor(a, squares, token) : 1.f;
   }
-  int stage = 0, phase = 0, number = 0;
+  int stage = 0, phase = 0;
   for (int batch = first; batch < last; batch += kBatch) {
     const int tiles = min(kBatch, last - batch), rows = min(tiles * kTileRows, a.n - batch * kTileRows);
     if (batch > first) named_barrier(1, kConsumers);  // the sums before have been read
@@ -164,25 +119,19 @@ __global__ void __launch_bounds__(kConsumers + 32, 1) quant_stream_kernel(const 
     }
     for (int group = 0; group < tiles; ++group) {
       float sum[4] = {};
-      for (int chunk = 0; chunk < chunks; ++chunk, ++number) {
-        if (number < num_ahead) {
-#pragma unroll
-          for (int n = 0; n < kAhead; ++n)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) sum[c] += number == n ? done[n][c] : 0.f;
-        } else {
-          mbarrier_wait(full + stage, phase);
-          const Stage<Kind> s = stage_of(stage, batch + group, chunk);
-          const int steps = columns(chunk) / kStep;
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        mbarrier_wait(full + stage, phase);
+        const Stage<Kind> s(a.w, a.layout, ring + static_cast<size_t>(stage) * a.layout.bytes, batch + group,
+                            chunk * kChunk);
+        const int steps = columns(chunk) / kStep;
 #pragma unroll 2
-          for (int i = warp; i < steps; i += kWarps) {
-            const int column = chunk * kChunk + i * kStep;
-            Columns of;
-            of.load(own_x + column * 2);
-            s.operands(i, column).multiply(of, sum);
-          }
-          if (refills-- > 0) release_to_copies(empty + stage);
+        for (int i = warp; i < steps; i += kWarps) {
+          const int column = chunk * kChunk + i * kStep;
+          Columns of;
+          of.load(own_x + column * 2);
+          s.operands(i, column).multiply(of, sum);
         }
+        if (refills-- > 0) release_to_copies(empty + stage);
         if (++stage == a.stages) stage = 0, phase ^= 1;
       }
       float* to = sums + ((group * kWarps + warp) * kTileRows + lane / 4) * kSumPitch + lane % 4 * 2;

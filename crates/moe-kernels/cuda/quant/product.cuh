@@ -1,8 +1,6 @@
 // Products of quantised tiles in shared memory with up to 8 rows of x: 64 columns at a time, scales on their sums.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include "quant/matrix.cuh"
 
 namespace moe::quant {
@@ -44,7 +42,8 @@ struct Operands {
 #pragma unroll
       for (int step = share * kSteps; step < (share + 1) * kSteps; ++step)
         mma_bf16(acc[step % 2], a[step], x.word[2 * step], x.word[2 * step + 1]);
-      sum[0] = fmaf(low[share], acc[0][0] + acc[1][0], sum[0]), sum[1] = fmaf(low[share], acc[0][1] + acc[1][1], sum[1]);
+      sum[0] = fmaf(low[share], acc[0][0] + acc[1][0], sum[0]),
+      sum[1] = fmaf(low[share], acc[0][1] + acc[1][1], sum[1]);
       sum[2] = fmaf(high[share], acc[0][2] + acc[1][2], sum[2]);
       sum[3] = fmaf(high[share], acc[0][3] + acc[1][3], sum[3]);
     }
@@ -81,8 +80,7 @@ struct Stage {
     if constexpr (kFormat == QuantFormat::kFp8) {
       return *reinterpret_cast<const float*>(at);
     } else {
-      const uint32_t raw = *reinterpret_cast<const uint16_t*>(at);
-      return f16 != 0 ? __half2float(__ushort_as_half(static_cast<uint16_t>(raw))) : __uint_as_float(raw << 16);
+      return exact_scale(*reinterpret_cast<const uint16_t*>(at), f16 != 0);
     }
   }
 
