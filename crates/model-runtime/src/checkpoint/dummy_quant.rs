@@ -15,7 +15,7 @@ use super::slices::check_ranges;
 use crate::hash::{GOLDEN, mix};
 
 /// Root of the mean square of E4M3 bytes of all bits but NaN.
-const FP8_DEVIATION: f64 = 118.0;
+const FP8_DEVIATION: f64 = 107.2;
 
 /// A random matrix or a rank's part of it.
 struct RandomRows {
