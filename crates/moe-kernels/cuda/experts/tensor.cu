@@ -14,6 +14,7 @@
 #include "experts/tensor_kernel.cuh"
 
 namespace moe::experts_tensor {
+
 /// Rows of bf16, by tensor maps, which write the swizzle that wgmma reads.
 struct Bf16Weights : PlainWeights {
   static constexpr int kColumns = kTileColumns, kBytes = kWeightBytes;

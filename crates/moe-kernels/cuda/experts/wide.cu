@@ -15,6 +15,7 @@
 #include "experts/wide_kernel.cuh"
 
 namespace moe::experts_wide {
+
 /// Rows of bf16, by tensor maps, which write the swizzle that wgmma reads.
 struct Bf16Weights : PlainWeights {
   static constexpr int kBytes = kWeightBytes, kConsumerRegisters = 208;

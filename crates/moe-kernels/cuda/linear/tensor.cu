@@ -12,6 +12,7 @@
 #include "linear/tensor_kernel.cuh"
 
 namespace moe::linear_tensor {
+
 /// Rows of bf16, by a tensor map, which writes the swizzle that wgmma reads.
 struct Bf16Weights {
   struct Source {};

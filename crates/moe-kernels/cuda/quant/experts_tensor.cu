@@ -4,13 +4,14 @@
 // at 4.4 TB/s, in groups of 32 with zero points 359 MB = 82 us, int8 613 MB = 139 us, FP8 604 MB = 137 us).
 //
 // Design: weights come as they lie in memory, 128 rows x 128 columns a stage, by one instruction of the copy engine;
-// the gathering warps bring scales and zero points beside token rows. A consumer warp has 16 rows: it unpacks 64
-// columns to the A operand in registers while the products of the 64 columns before run, so weights never return to
-// shared memory. Two blocks share an SM where experts have few rows: 16 consumer warps hide each other's latency.
+// the gathering warps bring scales and zero points beside token rows. A consumer warp has 16 rows: it unpacks 32
+// or 64 columns to the A operand in registers while the products of those before run, so weights never return to
+// shared memory. Two or three blocks share an SM where experts have few rows: their warps hide each other's latency.
 #include "experts/tensor_kernel.cuh"
 #include "quant/experts.cuh"
 
 namespace moe::experts_tensor {
+
 constexpr int kColumns = 128;  // of a stage: half as many would double the work around a stage
 
 template <QuantFormat kFormat, int kShare>

@@ -10,6 +10,7 @@
 #include "quant/experts.cuh"
 
 namespace moe::experts_wide {
+
 /// One scale for 32 columns whatever the groups are, but of FP8: instructions are not what takes time here.
 constexpr int share_of(QuantFormat format) { return format == QuantFormat::kFp8 ? kTileColumns : 32; }
 

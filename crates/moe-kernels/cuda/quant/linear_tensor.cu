@@ -9,6 +9,7 @@
 #include "quant/stage.cuh"
 
 namespace moe::linear_tensor {
+
 constexpr int kStageColumns = 128;
 
 struct QuantSource : quant::Source {
