@@ -16,6 +16,8 @@ use moe_quant::QuantConfig;
 use rayon::prelude::*;
 
 use super::dummy_quant::random_part;
+#[cfg(feature = "cuda")]
+use super::stream::Stages;
 use super::verify::TensorSpec;
 use crate::hash::{GOLDEN, fnv1a, mix};
 
@@ -34,18 +36,32 @@ pub struct DummyWeights {
     shapes: HashMap<String, Vec<usize>>,
     /// Which matrices are quantised, and how.
     quantisation: Option<QuantConfig>,
+    #[cfg(feature = "cuda")]
+    stages: Stages,
 }
 
 impl DummyWeights {
     /// Random weights of these names and shapes.
     pub fn new(specs: impl IntoIterator<Item = TensorSpec>, seed: u64) -> Self {
-        Self { seed, shapes: specs.into_iter().map(|s| (s.name, s.shape)).collect(), quantisation: None }
+        Self {
+            seed,
+            shapes: specs.into_iter().map(|s| (s.name, s.shape)).collect(),
+            quantisation: None,
+            #[cfg(feature = "cuda")]
+            stages: Stages::default(),
+        }
     }
 
     /// The same with the matrices random integers or FP8 that a header calls quantised. Who asks for one in floats
     /// gets random floats.
     pub fn with_quantisation(self, quantisation: Option<QuantConfig>) -> Self {
         Self { quantisation, ..self }
+    }
+
+    /// The buffers through which quantised matrices reach a device.
+    #[cfg(feature = "cuda")]
+    pub(super) fn staging(&self, device: &Device) -> Result<std::sync::Arc<moe_kernels::cuda::Staging>> {
+        self.stages.of(device, usize::MAX)
     }
 
     /// How the matrix of a module is quantised, with its dims; `None`: it is a tensor of floats.

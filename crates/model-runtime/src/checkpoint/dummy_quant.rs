@@ -117,8 +117,13 @@ impl QuantRows for RandomRows {
             let ahead = self.columns.start - range.start * 8;
             out.q.drain(start..start + ahead);
             out.q.truncate(start + self.columns.len());
-            if is_fp8 {
-                out.q[start..].iter_mut().filter(|q| **q & 0x7f == 0x7f).for_each(|q| *q ^= 1);
+            // Without NaN; and without the lowest integer, whose opposite there is not: their mean is to be the zero point,
+            // or all rows of a product would grow alike, and every token choose the same experts.
+            match self.scheme {
+                QuantScheme::Int { bits, .. } => {
+                    out.q[start..].iter_mut().filter(|q| **q == 0).for_each(|q| *q = 1 << (bits - 1));
+                }
+                _ => out.q[start..].iter_mut().filter(|q| **q & 0x7f == 0x7f).for_each(|q| *q ^= 1),
             }
             for g in 0..groups {
                 let (scale, zero) = self.group(row, first_group + g);
@@ -175,6 +180,9 @@ mod tests {
             let all = floats(&random_part(("m", 5), scheme, [64, 256], None)?)?;
             let square = all.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / all.len() as f64;
             assert!((0.8..1.25).contains(&(square.sqrt() / STD)), "{scheme}: {}", square.sqrt());
+            // Five standard errors of the mean of 2^14 weights.
+            let mean = all.iter().map(|x| f64::from(*x)).sum::<f64>() / all.len() as f64;
+            assert!(mean.abs() < 5.0 * STD / 128.0, "{scheme}: {mean}");
         }
         Ok(())
     }

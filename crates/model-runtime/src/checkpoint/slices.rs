@@ -126,6 +126,11 @@ impl SliceSource for DummyWeights {
         part_of(&self.get_unchecked(name, dtype, &Device::Cpu)?, name, ranges)?.to_device(device)
     }
 
+    #[cfg(feature = "cuda")]
+    fn staging(&self, device: &Device) -> Result<Option<Arc<Staging>>> {
+        DummyWeights::staging(self, device).map(Some)
+    }
+
     fn scheme(&self, module: &str) -> Result<QuantScheme> {
         self.scheme_of(module)
     }

@@ -37,7 +37,7 @@ impl Clone for Stages {
 
 impl Stages {
     /// Two buffers for each thread, one that it fills and one that is copied, but no more than `bytes` fill.
-    fn of(&self, device: &Device, bytes: usize) -> Result<Arc<Staging>> {
+    pub(super) fn of(&self, device: &Device, bytes: usize) -> Result<Arc<Staging>> {
         let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(staging) = made.as_ref().filter(|staging| staging.device().same_device(device)) {
             return Ok(staging.clone());

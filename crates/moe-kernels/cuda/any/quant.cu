@@ -1,9 +1,10 @@
 // Products with quantised weights of any scheme, dtype of activations and shape: dense, and grouped by expert; and the
 // floats that a pack means.
 //
-// A block multiplies up to 8 grouped rows with a tile of 16 weight rows. Its warps take tiles along K in turn: each lane
-// reads 16 bytes, makes f32 of them and multiplies the rows of x, which lie in shared memory as f32. So weights are read
-// once for 8 rows of x, whole sectors at a time. A row's sums are added in one order, whatever rows are beside it.
+// A block multiplies up to 8 grouped rows with a tile of 16 weight rows. Its warps take tiles along K in turn: each
+// lane reads 16 bytes, makes f32 of them and multiplies the rows of x, which lie in shared memory as f32. So weights
+// are read once for 8 rows of x, whole sectors at a time. A row's sums are added in one order, whatever rows are beside
+// it.
 #include "any/gated.cuh"
 #include "any/product.cuh"
 #include "quant/pack.cuh"
@@ -222,8 +223,8 @@ extern "C" int moe_any_quant_gate_up(const moe::AnyQuantGateUpArgs* args, void* 
   if (c.x_rows < 0 || c.activation < 0 || c.activation > 3 || c.offsets == nullptr || !is_code(c.dtype, Dtype::kF16))
     return cudaErrorInvalidValue;
   const Gated gated = {static_cast<Activation>(c.activation), c.alpha, c.limit};
-  const Groups groups = {c.offsets,      c.in_rows, static_cast<int>(c.w13.experts), c.rows,
-                         static_cast<uint32_t>(c.x_rows), true};
+  const Groups groups = {c.offsets, c.in_rows, static_cast<int>(c.w13.experts), c.rows, static_cast<uint32_t>(c.x_rows),
+                         true};
   const StoreGated store = {c.bias, c.out, c.dtype, c.w13.n / 2, gated};
   return launch_quant(QuantProduct{c.x, c.dtype, c.w13, groups}, store, stream);
 }
@@ -233,8 +234,8 @@ extern "C" int moe_any_quant_down(const moe::AnyQuantDownArgs* args, void* strea
   using namespace moe;
   const AnyQuantDownArgs& c = *args;
   if (c.num_out < 0 || c.offsets == nullptr || !is_code(c.dtype, Dtype::kF16)) return cudaErrorInvalidValue;
-  const Groups groups = {c.offsets,      nullptr, static_cast<int>(c.w2.experts), c.rows,
-                         static_cast<uint32_t>(c.rows), true};
+  const Groups groups = {c.offsets, nullptr, static_cast<int>(c.w2.experts), c.rows, static_cast<uint32_t>(c.rows),
+                         true};
   const Store store = {c.bias, c.out_rows, c.out, c.dtype, Dtype::kF32, c.w2.n, static_cast<uint32_t>(c.num_out)};
   return launch_quant(QuantProduct{c.x, c.dtype, c.w2, groups}, store, stream);
 }
@@ -246,7 +247,6 @@ extern "C" int moe_any_dequantise(const moe::QuantPack* w, void* out, moe::Dtype
     return cudaErrorInvalidValue;
   if (w->experts * w->n_tiles == 0 || w->k_packed == 0) return cudaSuccess;
   const Launch l = {dim3(static_cast<unsigned>(w->experts * w->n_tiles)), dim3(kThreads), stream};
-  return with_format(w->format, [&](auto format) {
-    return launch(dequantise<decltype(format)::value>, l, *w, out, dtype);
-  });
+  return with_format(w->format,
+                     [&](auto format) { return launch(dequantise<decltype(format)::value>, l, *w, out, dtype); });
 }
