@@ -28,7 +28,7 @@ struct LayerStreamArgs {
   Scoring scoring;  // from here on as in GateRouteArgs
   int raw_logits, renormalize;
   float scale, softcap;
-  int shared;           // where `gate` is given: of E = num_ids and of a token's K = top_k slots the last ones are experts
+  int shared;  // where `gate` is given: of E = num_ids and of a token's K = top_k slots the last ones are experts
   float shared_weight;  // that every token gets, with this weight
 };
 

@@ -332,8 +332,9 @@ extern "C" int moe_layer_stream(const moe::LayerStreamArgs* args, void* stream) 
   Args a = {};
   a.tokens = c.tokens, a.num_local = c.num_local, a.hidden = c.hidden, a.inter = c.inter;
   a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.gate = c.gate, a.gate_bias = c.gate_bias, a.valid = c.valid;
-  a.route = {c.correction_bias,  c.topk_ids, c.topk_weights, c.num_ids - c.shared, c.top_k - c.shared, c.scoring,
-             c.raw_logits, c.renormalize, c.scale, c.softcap};
+  a.route = {
+      c.correction_bias, c.topk_ids, c.topk_weights, c.num_ids - c.shared, c.top_k - c.shared, c.scoring, c.raw_logits,
+      c.renormalize,     c.scale,    c.softcap};
   a.route.shared = c.shared, a.route.shared_weight = c.shared_weight;
   a.w13 = c.w13, a.w2 = c.w2, a.expert_map = c.expert_map, a.out = c.out, a.state = static_cast<State*>(c.state);
   if (!valid(a) || !is_code(c.output, Output::kAddF32) || c.shared < 0 || c.shared >= c.top_k)

@@ -8,8 +8,8 @@ namespace moe::layer {
 #if MOE_SM90
 
 /// The tile that a block begins with where the experts are chosen here. It belongs to the first token's shared experts,
-/// then to its likeliest ones, a block for each of their tiles, so that memory has work while the others are still being
-/// chosen.
+/// then to its likeliest ones, a block for each of their tiles, so that memory has work while the others are still
+/// being chosen.
 struct Head {
   int rank, place;  // of the expert, -1: there is no head; of the tile among the expert's
 
