@@ -103,7 +103,8 @@ struct Producer {
   const Block& b;
   const Args& a;
   const CUtensorMap *w13, *w2;
-  // Weights leave L2 before rows, activations, results (T = 128: 5 us of 301), but not where an expert reads them again.
+  // Weights leave L2 before rows, activations, results (T = 128: 5 us of 301), but not where an expert reads them
+  // again.
   const uint64_t once = read_once(), again = read_again();
   uint64_t policy = once;
   Cursor at = {};
