@@ -17,6 +17,7 @@ mod load;
 mod load_bench;
 mod load_parts;
 mod mla;
+mod mla_rows;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod products;

@@ -294,13 +294,11 @@ END
 deepseek() {
   local label flags fixture form
   while read -r label flags; do
-    for fixture in deepseek-v2-lite deepseek-v2 deepseek-sigmoid; do
-      for form in absorbed naive; do
-        # shellcheck disable=SC2086
-        check "deepseek-parity-$label-$fixture-$form" 40 "$deepseek" parity --model "$root/tests/fixtures/$fixture" \
-          --reference "$root/tests/fixtures/$fixture/reference.safetensors" --device cuda --dtype f32 --tp $n --log error \
-          --mla $form $flags
-      done
+    for form in v2-lite:absorbed v2:absorbed v2:naive; do
+      fixture=$root/tests/fixtures/deepseek-${form%:*}
+      # shellcheck disable=SC2086
+      check "deepseek-parity-$label-${form/:/-}" 40 "$deepseek" parity --model "$fixture" --device cuda --dtype f32 --tp $n \
+        --reference "$fixture/reference.safetensors" --log error --mla "${form#*:}" $flags
     done
   done <<END
 disabled

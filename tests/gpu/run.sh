@@ -29,6 +29,10 @@ check units-kernels units moe_kernels cuda::
 check parity timeout 120 "$root/tests/gpu/parity.sh" "$qwen"
 check parity-deepseek timeout 240 "$root/tests/gpu/parity.sh" "$root/bin/model-deepseekv2-legacy"
 check midsize timeout 120 python3 "$root/tests/gpu/midsize.py" "$qwen"
+for model in deepseek-v2-lite deepseek-v2; do
+  check "midsize-$model" timeout 120 python3 "$root/tests/gpu/midsize.py" "$root/bin/model-deepseekv2-legacy" --model "$model" \
+    --prompts 1,1023,4097
+done
 check bench timeout 200 "$qwen" bench --config "$root/tests/bench/configs/qwen3-30b-a3b.json" --dummy-weights \
   --dtype bf16 --device cuda --batches 1,8,32,64,128,256 --lengths 2048,8192 --long-context 8192 --json "$out/bench.json"
 check load "$root/tests/gpu/load.sh"

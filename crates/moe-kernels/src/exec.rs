@@ -4,6 +4,8 @@
 //! CPU it carries a thread pool and the instruction-set path. Two runs on one path are
 //! bit-identical whatever the number of threads; paths differ within a stated bound.
 
+mod beside;
+
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
@@ -267,35 +269,6 @@ impl Exec {
     /// The workspace.
     pub fn workspace(&self) -> &Workspace {
         &self.workspace
-    }
-
-    /// Runs `beside` and `main`, which do not depend on each other; what follows waits for both. On a CUDA device `beside`
-    /// runs on a second stream, in a context without marks and padding; else one runs after the other. What is handed to
-    /// `beside` stays lent until this returns.
-    ///
-    /// # Errors
-    /// Those of both.
-    pub fn beside(
-        &mut self,
-        beside: impl FnOnce(&mut Exec) -> Result<()>,
-        main: impl FnOnce(&mut Exec) -> Result<()>,
-    ) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        if let Some(cuda) = self.cuda.clone() {
-            let side = cuda.side()?;
-            let mut second = Self {
-                workspace: self.side_workspace.clone(),
-                batch_invariant: self.batch_invariant,
-                ..Self::on(&side.device)?
-            };
-            side.fork(&cuda.stream)?;
-            let ends = [beside(&mut second), main(self)];
-            // Also after an error: a capture that has forked ends joined.
-            side.join(&cuda.stream)?;
-            return ends.into_iter().collect();
-        }
-        beside(self)?;
-        main(self)
     }
 
     /// Blocks until everything on a CUDA device's stream has ended; the CPU is never behind.

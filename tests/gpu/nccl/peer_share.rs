@@ -159,7 +159,7 @@ impl Piles {
         let (residual, out) = (self.residuals[shape].view_mut(), self.outs[shape].view_mut());
         peers.share_add_norm_into(self.partials[shape].view(), residual, &norm, out, ex)?;
         // Another kind of call uses the same slots.
-        if i % 5 == 0 { peers.all_reduce_into(self.outs[2].view_mut(), ex) } else { Ok(()) }
+        if i.is_multiple_of(5) { peers.all_reduce_into(self.outs[2].view_mut(), ex) } else { Ok(()) }
     }
 
     fn count(&mut self, i: usize) {

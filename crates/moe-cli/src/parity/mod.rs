@@ -70,7 +70,8 @@ impl Selection for Routers<'_> {
         let (router, info) = self.router(layer)?;
         let shape = (logits.len() / info.num_experts, info.num_experts);
         let routed = router.route(&Tensor::from_slice(logits, shape, &Device::Cpu)?)?;
-        Ok(routed.topk_ids.flatten_all()?.to_vec1()?)
+        // Behind them are shared experts, where they are slots.
+        Ok(routed.topk_ids.narrow(1, 0, info.top_k)?.flatten_all()?.to_vec1()?)
     }
 
     fn gap(&self, layer: usize, row: &[f32]) -> Result<f32> {

@@ -26,7 +26,7 @@ pub struct Observations {
     /// [B * T, E] by decoder layer.
     pub router_logits: BTreeMap<usize, Vec<f32>>,
     /// Whether there are hidden states to compare.
-    sees_hidden_states: bool,
+    pub sees_hidden_states: bool,
 }
 
 impl Observer for Observations {

@@ -105,8 +105,8 @@ struct MlaQueryArgs {
   int rows, heads, plain_dim, rope, width;
 };
 
-/// Products of queries and latents of a layer that projects both at once: queries as of MlaQueryArgs, and the cache rows
-/// of the latents, normed, with their rotated parts.
+/// Products of queries and latents of a layer that projects both at once: queries as of MlaQueryArgs, and the cache
+/// rows of the latents, normed, with their rotated parts.
 struct MlaRowsArgs {
   const float* products;  // [rows, heads (plain_dim + rope) + latent + rope]
   const void* norm;       // [latent] of `dtype`

@@ -302,12 +302,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   pdl_launch_dependents();
-  pdl_wait();
   if (threadIdx.x >= kWarps * 32) {
     give_registers<24>();
     if (threadIdx.x < (kWarps + 1) * 32) Loader{b, a, splits, &query, &rows, page_rows}.run();
   } else {
     take_registers<240>();
+    pdl_wait();
     consume(b, a, splits);
     // At the end, when nothing waits for it.
     zero_padding(a);
@@ -386,10 +386,11 @@ extern "C" int moe_attention_latent(const moe::PagedAttentionArgs* args, void* s
   return moe::attention_latent::run(*args, nullptr, nullptr, stream);
 }
 
-/// The same with the product behind it: values [tokens, heads, 128] = w_uv [heads, 128, 512] times the latents, of which
-/// `out` gets those of padding rows alone. Several splits. w_uv begins at a multiple of 16 bytes.
+/// The same with the product behind it: values [tokens, heads, 128] = w_uv [heads, 128, 512] times the latents, of
+/// which `out` gets those of padding rows alone. Several splits. w_uv begins at a multiple of 16 bytes.
 extern "C" int moe_attention_latent_values(const moe::PagedAttentionArgs* args, const void* w_uv, void* values,
                                            void* stream) {
   if (args->splits <= 1 || w_uv == nullptr) return cudaErrorInvalidValue;
-  return moe::attention_latent::run(*args, static_cast<const moe::bf16*>(w_uv), static_cast<moe::bf16*>(values), stream);
+  return moe::attention_latent::run(*args, static_cast<const moe::bf16*>(w_uv), static_cast<moe::bf16*>(values),
+                                    stream);
 }

@@ -135,10 +135,11 @@ struct Loader {
     }
   }
 
-  __device__ __forceinline__ void load_rows(const Work& w, Cursor& at) const {
+  /// Latent rows of tiles [first, last) of a work tile.
+  __device__ __forceinline__ void load_rows(const Work& w, int first, int last, Cursor& at) const {
     const int lane = threadIdx.x % 32, pages = kTile / page_rows, block_size = a.cache.block_size;
     const uint32_t* table = a.block_tables + static_cast<size_t>(w.sequence) * a.max_blocks;
-    for (int i = 0; i < w.tiles; ++i, at.advance()) {
+    for (int i = first; i < last; ++i, at.advance()) {
       const int begin = w.tile_at(i);
       const int low = max(0, w.from - begin) / page_rows, high = ceil_div(min(kTile, w.end - begin), page_rows);
       mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
@@ -154,14 +155,19 @@ struct Loader {
     }
   }
 
-  /// All work of the block.
+  /// All work of the block. What a step reads was written before it, and so were rows before a sequence's first new
+  /// one: those of the first work tile are asked for while the kernel ahead still makes the queries.
   __device__ __forceinline__ void run() const {
     const int tiles = attention_prefill::count_tiles<kRows>(a, a.heads);
     const bool more = tiles * splits.count > static_cast<int>(gridDim.x);  // else every block has its one ticket
     Cursor at;
     uint32_t queries = 0;  // parity
     Work w = work_of(blockIdx.x, tiles);
-    for (int i = 0;; ++i) {
+    const bool old = splits.count > 1 && w.sequence >= 0 && w.begin + w.tiles * kTile <= w.lowest;
+    int early = old ? min(w.tiles, kStages) : 0;
+    load_rows(w, 0, early, at);
+    pdl_wait();
+    for (int i = 0;; ++i, early = 0) {
       announce(i, w);
       if (w.sequence < 0) break;
       uint32_t ticket = more && threadIdx.x % 32 == 0 ? atomicAdd(a.counters, 1) : 0;
@@ -169,7 +175,7 @@ struct Loader {
       if (w.tiles > 0) {
         load_queries(w, queries);
         queries ^= 1;
-        load_rows(w, at);
+        load_rows(w, early, w.tiles, at);
       }
       w = work_of(ticket, tiles);
     }

@@ -1,5 +1,6 @@
 // Merges the splits of latent attention (latent.cu): a warp reads the values of every eighth split that has any, four
-// columns a lane, and eight warps add what they have. For a few tokens the product with W_UV follows in the same launch.
+// columns a lane, and eight warps add what they have. For a few tokens the product with W_UV follows in the same
+// launch.
 #include "attention/latent.cuh"
 #include "ptx/cluster.cuh"
 
@@ -11,8 +12,8 @@ namespace {
 constexpr int kMergeWarps = 8;
 constexpr int kColumns = 128;  // of a block: four of each lane
 
-/// Four columns of a row from `column` on, merged: in the first warp, where each lane has its own columns. `live`: the row
-/// is no padding, whose mean is zero. All threads of a block.
+/// Four columns of a row from `column` on, merged: in the first warp, where each lane has its own columns. `live`: the
+/// row is no padding, whose mean is zero. All threads of a block.
 __device__ __forceinline__ float4 merge_columns(const Splits& splits, size_t row, int column, bool live,
                                                 float4 (*parts)[32]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -84,15 +85,16 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   *reinterpret_cast<uint2*>(a.out + row * kValue + column) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
 }
 
-constexpr int kCluster = kValue / kColumns;    // blocks of a row
-constexpr int kValueDim = 128;              // of a head
+constexpr int kCluster = kValue / kColumns;     // blocks of a row
+constexpr int kValueDim = 128;                  // of a head
 constexpr int kOutputs = kValueDim / kCluster;  // of a block
-constexpr int kEach = kOutputs / kMergeWarps;  // of a warp
+constexpr int kEach = kOutputs / kMergeWarps;   // of a warp
 
 __device__ __forceinline__ float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
-/// The same with the product that follows, values = W_UV of the row's head times the merged row. A cluster per row: each
-/// block merges kColumns columns for all, and has its rows of W_UV, 32 KB, in registers before there is anything to merge.
+/// The same with the product that follows, values = W_UV of the row's head times the merged row. A cluster per row:
+/// each block merges kColumns columns for all, and has its rows of W_UV, 32 KB, in registers before there is anything
+/// to merge.
 __global__ void __launch_bounds__(kMergeWarps * 32)
     merge_values_kernel(const __grid_constant__ Args a, const __grid_constant__ Splits splits,
                         const bf16* __restrict__ w_uv, bf16* values) {

@@ -1,8 +1,8 @@
-// A few tokens' queries to latent space, with what else precedes their attention: rotation, the latents' norm, and the cache
-// rows (moe_any_mla_rows and a product with W_UK of every head, in one launch).
+// A few tokens' queries to latent space, with what else precedes their attention: rotation, the latents' norm, and the
+// cache rows (moe_any_mla_rows and a product with W_UK of every head, in one launch).
 //
-// Floor: W_UK of all heads (DeepSeek-V2-Lite: 2.1 MB, 0.5 us). All else is latency, so a block has its part of W_UK, 32 KB,
-// in registers before the products that it reads exist: it covers 128 latent columns of a head for all tokens.
+// Floor: W_UK of all heads (DeepSeek-V2-Lite: 2.1 MB, 0.5 us). All else is latency, so a block has its part of W_UK, 32
+// KB, in registers before the products that it reads exist: it covers 128 latent columns of a head for all tokens.
 #include "any/latent_rows.cuh"
 #include "attention/args.cuh"
 #include "ptx/ptx.cuh"
@@ -13,8 +13,8 @@ namespace {
 constexpr int kPlain = 128;    // elements of a head's query that are not rotated
 constexpr int kColumns = 128;  // latent columns of a block
 constexpr int kWarps = 8;
-constexpr int kLanes = kPlain / 8;                            // of a column, eight elements each
-constexpr int kEach = kColumns / (kWarps * (32 / kLanes));    // columns of a lane
+constexpr int kLanes = kPlain / 8;                             // of a column, eight elements each
+constexpr int kEach = kColumns / (kWarps * (32 / kLanes));     // columns of a lane
 static_assert(kWarps * 32 == kAnyThreads && kEach <= kLanes);  // a lane stores one column
 
 __global__ void __launch_bounds__(kWarps * 32)
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kWarps * 32)
 }  // namespace
 }  // namespace moe
 
-/// Queries in latent space, [rows, heads, latent + rope] bf16, and cache rows. Takes bf16 alone, plain_dim 128, a latent of
-/// a multiple of 128, rope up to 256; products and w_uk begin at multiples of 16 bytes.
+/// Queries in latent space, [rows, heads, latent + rope] bf16, and cache rows. Takes bf16 alone, plain_dim 128, a
+/// latent of a multiple of 128, rope up to 256; products and w_uk begin at multiples of 16 bytes.
 extern "C" int moe_attention_latent_query(const moe::MlaRowsArgs* args, const void* w_uk, void* stream) {
   using namespace moe;
   const MlaRowsArgs& c = *args;

@@ -190,16 +190,17 @@ extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
       !is_code(c.scoring, Scoring::kSqrtSoftplus))
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  const GateArgs a = {c.x,
-                      c.gate,
-                      c.gate_bias,
-                      c.valid,
-                      c.logits,
-                      c.tokens,
-                      c.hidden,
-                      1,
-                      {c.correction_bias, c.topk_ids, c.topk_weights, c.experts, c.top_k, c.scoring, c.raw_logits,
-                       c.renormalize, c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens, c.shared, c.shared_weight}};
+  const GateArgs a = {
+      c.x,
+      c.gate,
+      c.gate_bias,
+      c.valid,
+      c.logits,
+      c.tokens,
+      c.hidden,
+      1,
+      {c.correction_bias, c.topk_ids, c.topk_weights, c.experts, c.top_k, c.scoring, c.raw_logits, c.renormalize,
+       c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens, c.shared, c.shared_weight}};
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;

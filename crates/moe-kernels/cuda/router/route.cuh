@@ -21,8 +21,9 @@ struct RouteArgs {
   float softcap;  // 0 = none
   uint32_t* counts =
       nullptr;  // [local experts], or null: slots are also listed by expert, buckets[e][0 .. counts[e]], in any order
-  uint32_t* buckets = nullptr;          // [local experts, tokens]
-  const int32_t* expert_map = nullptr;  // [E + shared], of the buckets: expert to local one, -1 = elsewhere; null = all are here
+  uint32_t* buckets = nullptr;  // [local experts, tokens]
+  const int32_t* expert_map =
+      nullptr;  // [E + shared], of the buckets: expert to local one, -1 = elsewhere; null = all are here
   int tokens = 0;
   int shared = 0;              // experts E, E + 1, .. that every token gets in its last slots
   float shared_weight = 1.0f;  // their weight, neither renormalised nor scaled
@@ -179,8 +180,8 @@ __device__ __forceinline__ float weigh(const RouteArgs& a, bool has, float own, 
 }
 
 /// Chooses among the E <= 32 N logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond
-/// E). One whole warp; `chosen` is shared memory of its own for K slots. Returns this lane's slot, shared experts behind
-/// the chosen ones; a NaN is never chosen. Of each choice one lane calls `on_choice(k, id)` at once.
+/// E). One whole warp; `chosen` is shared memory of its own for K slots. Returns this lane's slot, shared experts
+/// behind the chosen ones; a NaN is never chosen. Of each choice one lane calls `on_choice(k, id)` at once.
 ///
 /// Each round is a chain of dependent instructions that nothing hides, so it holds no more than it must: a chosen key
 /// turns into its round, which is below all keys, and where keys of two lanes tie, which is rare, the lower id is found

@@ -319,7 +319,7 @@ pub fn mla_attention_into(
     cache: View,
     meta: &AttentionMeta,
     w_uv: View,
-    mut out: ViewMut,
+    #[cfg_attr(not(feature = "cuda"), expect(unused_mut))] mut out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "mla_attention";

@@ -1,0 +1,36 @@
+//! Work beside other work: a second stream on a CUDA device.
+
+use candle_core::Result;
+
+use super::Exec;
+
+impl Exec {
+    /// Runs `beside` and `main`, which do not depend on each other; what follows waits for both. On a CUDA device `beside`
+    /// runs on a second stream, in a context without marks and padding; else one runs after the other. What is handed to
+    /// `beside` stays lent until this returns.
+    ///
+    /// # Errors
+    /// Those of both.
+    pub fn beside(
+        &mut self,
+        beside: impl FnOnce(&mut Exec) -> Result<()>,
+        main: impl FnOnce(&mut Exec) -> Result<()>,
+    ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(cuda) = self.cuda.clone() {
+            let side = cuda.side()?;
+            let mut second = Self {
+                workspace: self.side_workspace.clone(),
+                batch_invariant: self.batch_invariant,
+                ..Self::on(&side.device)?
+            };
+            side.fork(&cuda.stream)?;
+            let ends = [beside(&mut second), main(self)];
+            // Also after an error: a capture that has forked ends joined.
+            side.join(&cuda.stream)?;
+            return ends.into_iter().collect();
+        }
+        beside(self)?;
+        main(self)
+    }
+}
