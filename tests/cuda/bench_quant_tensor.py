@@ -2,7 +2,7 @@
 import torch
 
 from bench_experts import E, H, I, K, Inputs
-from library import BF16, F32, graph_us
+from library import F32, graph_us
 from quant_pack import FP8_BLOCK, INT4_128, INT4_32Z, INT8_128, RawPack
 
 SCHEMES = [None, INT4_128, INT4_32Z, INT8_128, FP8_BLOCK]  # None: bf16
