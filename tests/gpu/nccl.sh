@@ -24,8 +24,10 @@ check faults 120
 check peers 60
 check peer_runs 60
 check peer_gather 60
+check peer_needs 60
+check peer_share 90
 check chunks 60
 check processes 60
 check timing 90
-grep -E "^(all_reduce|gather|\||64 MiB)" "$out/nccl-timing.log"
+grep -E "^(all_reduce|gather|sums|\||64 MiB)" "$out/nccl-timing.log"
 exit $failed

@@ -7,9 +7,13 @@
 use std::fmt::{self, Debug};
 use std::sync::Arc;
 
-use candle_core::Result;
+use candle_core::{DType, Result};
+use moe_kernels::door::expect_matrix;
 use moe_kernels::{Exec, View, ViewMut, add_rms_norm_into};
 use serde::{Deserialize, Serialize};
+
+use crate::placement::partition;
+use crate::row_parallel::shares;
 
 /// How a reduction combines the ranks' values.
 ///
@@ -54,6 +58,15 @@ pub enum Collective<'a> {
     Broadcast { data: ViewMut<'a>, root: usize },
     /// [`Communicator::barrier`].
     Barrier,
+}
+
+/// Which ranks need the rows of a gather: those that own an expert of the row's token.
+#[derive(Clone, Copy, Debug)]
+pub struct RowNeeds<'a> {
+    /// Experts of all ranks' tokens, [sum(counts), K] u32, the same on all ranks; ids outside of `owners` are no experts.
+    pub ids: View<'a>,
+    /// The rank that owns each expert, \[P\] u32.
+    pub owners: View<'a>,
 }
 
 /// One rank's handle to its group.
@@ -115,6 +128,45 @@ pub trait Communicator: Send + Sync + Debug {
         add_rms_norm_into(partial.as_view(), weight, eps, residual, out, ex)
     }
 
+    /// Whether the ranks better share the residual stream of a step of so many rows of H elements, whose norms have this dtype, by
+    /// [`share_add_rms_norm`](Self::share_add_rms_norm), and if not, why: the same answer on all ranks.
+    ///
+    /// # Errors
+    /// The reason, which completes the sentence "no gain: ..".
+    fn shares_residual(
+        &self,
+        rows: usize,
+        hidden: usize,
+        dtype: DType,
+    ) -> std::result::Result<(), &'static str> {
+        let _ = (rows, hidden, dtype);
+        Err("ranks that share host memory copy rows as fast as they add them")
+    }
+
+    /// [`all_reduce_add_rms_norm`](Self::all_reduce_add_rms_norm) where each rank keeps the residual stream of some rows alone:
+    /// of those `residual` += the sum of all ranks' `partial`, and every rank gets all rows of `out` = RMS norm of `residual`. That
+    /// is a reduce-scatter and an all-gather with the addition and the norm between them, as in sequence parallelism. Which rows a
+    /// rank keeps follows from T and H, so a stream that begins whole on all ranks stays right where it is read. `partial` is scratch
+    /// afterwards; a communicator may send it rounded to the dtype of `out`.
+    ///
+    /// | argument | shape, dtype |
+    /// |---|---|
+    /// | `partial` | [T, H] model dtype or f32, the same dims on all ranks |
+    /// | `weight` | \[H\] model dtype, the same on all ranks |
+    /// | `residual` | [T, H] dtype of `partial`; rows of other ranks are neither read nor written |
+    /// | `out` | [T, H] model dtype, the same bits on all ranks |
+    fn share_add_rms_norm(
+        &self,
+        partial: ViewMut<'_>,
+        weight: View<'_>,
+        eps: f32,
+        residual: ViewMut<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        share_add_rms_norm(self, partial, weight, eps, residual, out, ex)
+    }
+
     /// Concatenates `input` [R, ..], of the same R on all ranks, in rank order into `out`
     /// [world_size * R, ..].
     fn all_gather(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
@@ -136,6 +188,34 @@ pub trait Communicator: Send + Sync + Debug {
         ex: &mut Exec,
     ) -> Result<()> {
         arrays.into_iter().try_for_each(|(input, out)| self.all_gather_v(input, counts, out, ex))
+    }
+
+    /// [`all_gather_v`](Self::all_gather_v) of rows of which each rank needs some: the other rows of `out` are unspecified, so that a
+    /// communicator need not move them.
+    fn all_gather_needed(
+        &self,
+        input: View<'_>,
+        counts: &[usize],
+        needs: &RowNeeds<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _ = needs;
+        self.all_gather_v(input, counts, out, ex)
+    }
+
+    /// The way back: [`reduce_scatter_v`](Self::reduce_scatter_v) of sums of f32, where the rows of a rank that does not need them
+    /// are zeros, so that a communicator need not move them.
+    fn reduce_scatter_needed(
+        &self,
+        input: View<'_>,
+        counts: &[usize],
+        needs: &RowNeeds<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _ = needs;
+        self.reduce_scatter_v(input, counts, out, ReduceOp::Sum, ex)
     }
 
     /// Reduces all ranks' `input` [world_size * R, ..] and leaves the rank-th R rows of the
@@ -208,4 +288,25 @@ pub trait Communicator: Send + Sync + Debug {
     fn watch(&self, _ex: &mut Exec) -> Result<()> {
         self.check()
     }
+}
+
+/// [`Communicator::share_add_rms_norm`] by its three parts. Each rank keeps an even run of the rows.
+pub(crate) fn share_add_rms_norm<C: Communicator + ?Sized>(
+    comm: &C,
+    partial: ViewMut<'_>,
+    weight: View<'_>,
+    eps: f32,
+    residual: ViewMut<'_>,
+    out: ViewMut<'_>,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (rows, hidden) = expect_matrix("share_add_rms_norm", "partial", &partial)?;
+    let own = partition(rows, comm.world_size(), comm.rank());
+    let counts = shares(rows, comm.world_size());
+    let mut sums = ex.scratch(partial.dtype(), &[own.len(), hidden])?;
+    comm.reduce_scatter_v(partial.as_view(), &counts, sums.view_mut(), ReduceOp::Sum, ex)?;
+    let mut normed = ex.scratch(out.dtype(), &[own.len(), hidden])?;
+    let kept = residual.narrow(own.start, own.len())?;
+    add_rms_norm_into(sums.view(), weight, eps, kept, normed.view_mut(), ex)?;
+    comm.all_gather_v(normed.view(), &counts, out, ex)
 }

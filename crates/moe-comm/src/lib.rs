@@ -33,7 +33,7 @@ mod socket;
 mod thread;
 
 pub use bytes::{all_gather_bytes, broadcast_bytes};
-pub use communicator::{Collective, Communicator, ReduceOp};
+pub use communicator::{Collective, Communicator, ReduceOp, RowNeeds};
 pub use config::{MAX_WORLD_SIZE, ParallelConfig};
 pub use error::{GeometryError, LaunchError};
 pub use geometry::{Geometry, ParallelGroups};

@@ -5,11 +5,11 @@
 //! host alone. Where all counts are equal, the library's own collective is used, which is faster.
 #![cfg_attr(not(feature = "nccl"), allow(dead_code))] // without NCCL only its tests use it
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use moe_kernels::{View, ViewMut};
 
 use crate::check::Place;
-use crate::communicator::ReduceOp;
+use crate::communicator::{ReduceOp, RowNeeds};
 
 /// What the library is asked to do with the views of a [`Part`].
 #[derive(Clone, Copy)]
@@ -29,6 +29,42 @@ pub(crate) struct Part<'a> {
     pub verb: Verb,
     pub input: Option<View<'a>>,
     pub out: Option<ViewMut<'a>>,
+}
+
+/// A collective on views of the device, before it is known what carries it.
+pub(crate) enum Request<'v, 'c> {
+    /// Each rank's rows of several arrays, inputs and outputs, to all.
+    Gather { arrays: Vec<(View<'v>, ViewMut<'v>)>, counts: &'c [usize], needs: Option<&'c RowNeeds<'c>> },
+    /// Sums of rows to the ranks that own them.
+    Scatter {
+        input: View<'v>,
+        counts: &'c [usize],
+        out: ViewMut<'v>,
+        op: ReduceOp,
+        needs: Option<&'c RowNeeds<'c>>,
+    },
+    /// A sum in place.
+    Reduce { data: ViewMut<'v>, op: ReduceOp },
+    /// What the library alone does.
+    Parts(Vec<Part<'v>>),
+}
+
+impl<'v> Request<'v, '_> {
+    /// The calls of the library, which moves all rows.
+    pub fn parts(self, place: Place) -> Result<Vec<Part<'v>>> {
+        match self {
+            Self::Gather { arrays, counts, .. } => {
+                let mut all = Vec::new();
+                for (input, out) in arrays {
+                    all.extend(gather_parts(place, input, out, counts)?);
+                }
+                Ok(all)
+            }
+            Self::Scatter { input, counts, out, op, .. } => scatter_parts(place, input, out, counts, op),
+            Self::Reduce { data, op } => Ok(vec![one(Verb::AllReduce(op), None, data)]),
+            Self::Parts(parts) => Ok(parts),
+        }
+    }
 }
 
 /// The runs of `counts` rows of a view, one after the other.
@@ -54,29 +90,20 @@ fn runs_mut<'a>(view: ViewMut<'a>, counts: &[usize]) -> Result<Vec<ViewMut<'a>>>
     Ok(all)
 }
 
-/// The input of a collective that has one.
-fn needed(input: Option<View<'_>>) -> Result<View<'_>> {
-    match input {
-        Some(input) => Ok(input),
-        None => bail!("a collective without input"),
-    }
-}
-
 fn all_equal(counts: &[usize]) -> bool {
     counts.windows(2).all(|pair| pair[0] == pair[1])
 }
 
 /// A broadcast of each rank's rows into their place.
-pub(crate) fn gather_parts<'v>(
+fn gather_parts<'v>(
     place: Place,
-    input: Option<View<'v>>,
+    input: View<'v>,
     out: ViewMut<'v>,
     counts: &[usize],
 ) -> Result<Vec<Part<'v>>> {
     if all_equal(counts) {
-        return one(Verb::AllGather, input, out);
+        return Ok(vec![one(Verb::AllGather, Some(input), out)]);
     }
-    let input = needed(input)?;
     let part = |(root, out)| Part {
         verb: Verb::Broadcast { root },
         input: (root == place.rank).then_some(input),
@@ -86,15 +113,15 @@ pub(crate) fn gather_parts<'v>(
 }
 
 /// A reduction of each rank's rows on that rank.
-pub(crate) fn scatter_parts<'v>(
+fn scatter_parts<'v>(
     place: Place,
-    input: Option<View<'v>>,
+    input: View<'v>,
     out: ViewMut<'v>,
     counts: &[usize],
     op: ReduceOp,
 ) -> Result<Vec<Part<'v>>> {
     if all_equal(counts) {
-        return one(Verb::ReduceScatter(op), input, out);
+        return Ok(vec![one(Verb::ReduceScatter(op), Some(input), out)]);
     }
     let mut out = Some(out);
     let part = |(root, rows)| Part {
@@ -102,17 +129,17 @@ pub(crate) fn scatter_parts<'v>(
         input: Some(rows),
         out: if root == place.rank { out.take() } else { None },
     };
-    Ok(runs(needed(input)?, counts)?.into_iter().enumerate().map(part).collect())
+    Ok(runs(input, counts)?.into_iter().enumerate().map(part).collect())
 }
 
 /// A send to and a receive from each rank.
 pub(crate) fn exchange_parts<'v>(
-    input: Option<View<'v>>,
+    input: View<'v>,
     send: &[usize],
     out: ViewMut<'v>,
     recv: &[usize],
 ) -> Result<Vec<Part<'v>>> {
-    let sends = runs(needed(input)?, send)?.into_iter().enumerate();
+    let sends = runs(input, send)?.into_iter().enumerate();
     let sends = sends.map(|(to, rows)| Part { verb: Verb::Send { to }, input: Some(rows), out: None });
     let recvs = runs_mut(out, recv)?.into_iter().enumerate();
     let recvs = recvs.map(|(from, rows)| Part { verb: Verb::Recv { from }, input: None, out: Some(rows) });
@@ -120,8 +147,8 @@ pub(crate) fn exchange_parts<'v>(
 }
 
 /// One call.
-pub(crate) fn one<'v>(verb: Verb, input: Option<View<'v>>, out: ViewMut<'v>) -> Result<Vec<Part<'v>>> {
-    Ok(vec![Part { verb, input, out: Some(out) }])
+pub(crate) fn one<'v>(verb: Verb, input: Option<View<'v>>, out: ViewMut<'v>) -> Part<'v> {
+    Part { verb, input, out: Some(out) }
 }
 
 #[cfg(test)]
@@ -153,7 +180,7 @@ mod tests {
         let counts = [1, 2, 3];
         let place = Place { rank: 1, size: 3 };
         let out = ViewMut::new(&mut out, &[6, 1]).unwrap();
-        let parts = gather_parts(place, Some(view(&input, 1)), out, &counts).unwrap();
+        let parts = gather_parts(place, view(&input, 1), out, &counts).unwrap();
         let roots = |part: &Part| match part.verb {
             Verb::Broadcast { root } | Verb::Reduce { root, .. } => root,
             _ => usize::MAX,
@@ -164,7 +191,7 @@ mod tests {
 
         let (input, mut out) = ([0u32; 6], [0u32; 2]);
         let out = ViewMut::new(&mut out, &[2, 1]).unwrap();
-        let parts = scatter_parts(place, Some(view(&input, 1)), out, &counts, ReduceOp::Sum).unwrap();
+        let parts = scatter_parts(place, view(&input, 1), out, &counts, ReduceOp::Sum).unwrap();
         assert_eq!(parts.iter().map(roots).collect::<Vec<_>>(), [0, 1, 2]);
         assert_eq!(parts.iter().map(|p| p.out.is_some()).collect::<Vec<_>>(), [false, true, false]);
         assert_eq!(parts.iter().map(|p| p.input.unwrap().rows()).collect::<Vec<_>>(), counts);
@@ -175,10 +202,10 @@ mod tests {
         let (input, place) = ([7u32, 8], Place { rank: 1, size: 3 });
         let (mut all, mut own) = ([0u32; 6], [0u32; 2]);
         let out = ViewMut::new(&mut all, &[6, 1]).unwrap();
-        let parts = gather_parts(place, Some(view(&input, 1)), out, &[2, 2, 2]).unwrap();
+        let parts = gather_parts(place, view(&input, 1), out, &[2, 2, 2]).unwrap();
         assert!(matches!(parts[..], [Part { verb: Verb::AllGather, input: Some(_), out: Some(_) }]));
         let out = ViewMut::new(&mut own, &[2, 1]).unwrap();
-        let parts = scatter_parts(place, Some(view(&all, 1)), out, &[2, 2, 2], ReduceOp::Max).unwrap();
+        let parts = scatter_parts(place, view(&all, 1), out, &[2, 2, 2], ReduceOp::Max).unwrap();
         assert!(matches!(
             parts[..],
             [Part { verb: Verb::ReduceScatter(ReduceOp::Max), input: Some(_), out: Some(_) }]
@@ -189,7 +216,7 @@ mod tests {
     fn an_exchange_sends_to_and_receives_from_each_rank() {
         let (input, mut out) = ([7u32, 8, 9], [0u32; 4]);
         let out = ViewMut::new(&mut out, &[4, 1]).unwrap();
-        let parts = exchange_parts(Some(view(&input, 1)), &[0, 3], out, &[4, 0]).unwrap();
+        let parts = exchange_parts(view(&input, 1), &[0, 3], out, &[4, 0]).unwrap();
         let pairs = |part: &Part| match part.verb {
             Verb::Send { to } => (true, to, part.input.unwrap().rows()),
             Verb::Recv { from } => (false, from, part.out.as_ref().unwrap().rows()),

@@ -101,6 +101,11 @@ impl RowParallel {
         self.deferred = true;
     }
 
+    /// Whether the caller adds up.
+    pub fn is_deferred(&self) -> bool {
+        self.deferred
+    }
+
     /// `out` [T, N] = x · wᵀ + bias, over all ranks' columns.
     ///
     /// On the CPU one rounding, and the bits of one rank. On CUDA each rank's product is rounded to

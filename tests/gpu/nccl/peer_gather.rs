@@ -11,10 +11,13 @@ use super::rounds::bits;
 use super::{LIMIT, run_nccl_ranks, worlds};
 use crate::common::{Rng, assert_close, words};
 
-/// A decode step's exchange: each rank brings rows [T, H] with ids and weights [T, K], and sums [n * T, H] for all.
+/// A step's exchange: each rank brings rows [T, H] with ids and weights [T, K], and sums of the rows of all.
 #[derive(Clone, Copy, Debug)]
 struct Case {
+    /// Of rank 0; see `counts`.
     tokens: usize,
+    /// Whether the ranks bring different numbers, some of them none.
+    uneven: bool,
     hidden: usize,
     top_k: usize,
     dtype: DType,
@@ -43,43 +46,57 @@ impl Placed {
 }
 
 impl Case {
-    fn parts(&self) -> [(DType, usize); 3] {
-        let slots = self.tokens * self.top_k;
-        [(self.dtype, self.tokens * self.hidden), (DType::U32, slots), (DType::F32, slots)]
+    /// Tokens of each of `n` ranks.
+    fn counts(&self, n: usize) -> Vec<usize> {
+        let of = |rank| match (self.uneven, rank % 3) {
+            (false, _) | (true, 0) => self.tokens,
+            (true, 1) => self.tokens / 3,
+            (true, _) => 0,
+        };
+        (0..n).map(of).collect()
+    }
+
+    /// Whether every part fills slots of 16 bytes, and of ids of 8.
+    fn is_whole(&self, n: usize) -> bool {
+        let size = self.dtype.size_in_bytes();
+        self.counts(n)
+            .iter()
+            .all(|n| (n * self.hidden * size).is_multiple_of(16) && (n * self.top_k).is_multiple_of(4))
     }
 
     /// Ids with the patterns that the wire gives a meaning.
-    fn ids(&self, rng: &mut Rng) -> Buffer {
+    fn ids(&self, tokens: usize, rng: &mut Rng) -> Buffer {
         let special = [NO_EXPERT, NO_EXPERT - 1, 0x7fff_7fff, 0xffff, 0xffff_0000];
         let id = |_| if rng.below(3) == 0 { special[rng.below(5)] } else { rng.below(128) as u32 };
-        words((0..self.tokens * self.top_k).map(id).collect(), &[self.tokens, self.top_k])
+        words((0..tokens * self.top_k).map(id).collect(), &[tokens, self.top_k])
     }
 
     /// What has arrived: rows, ids and weights of all ranks, and this rank's sums.
     fn play(&self, comm: &dyn Communicator, ex: &mut Exec) -> Result<[Buffer; 4]> {
-        let (rank, n, Self { tokens, hidden, top_k, dtype, .. }) = (comm.rank(), comm.world_size(), *self);
+        let (rank, n, Self { hidden, top_k, dtype, .. }) = (comm.rank(), comm.world_size(), *self);
+        let counts = self.counts(n);
+        let (tokens, total) = (counts[rank], counts.iter().sum::<usize>());
         let mut rng = Rng::seeded(7 + rank as u64);
         let own = [
             rng.floats(dtype, &[tokens, hidden]),
-            self.ids(&mut rng),
+            self.ids(tokens, &mut rng),
             rng.floats(DType::F32, &[tokens, top_k]),
-            rng.floats(DType::F32, &[n * tokens, hidden]),
+            rng.floats(DType::F32, &[total, hidden]),
         ];
         let offset = self.offset * (rank % 2);
         let [rows, ids, weights, sums] = own.map(|host| Placed::new(&host, offset, ex).unwrap());
         let room =
             |of: &Placed, dims: &[usize]| Placed::new(&Buffer::zeros(of.data.dtype(), dims)?, offset, ex);
         let mut all = [
-            room(&rows, &[n * tokens, hidden])?,
-            room(&ids, &[n * tokens, top_k])?,
-            room(&weights, &[n * tokens, top_k])?,
+            room(&rows, &[total, hidden])?,
+            room(&ids, &[total, top_k])?,
+            room(&weights, &[total, top_k])?,
             room(&sums, &[tokens, hidden])?,
         ];
         let [to_rows, to_ids, to_weights, to_sums] = all.each_mut().map(|to| {
             let len = to.dims.iter().product();
             to.data.view_mut().narrow(to.offset, len).unwrap().reshape(&to.dims).unwrap()
         });
-        let counts = vec![tokens; n];
         let arrays = vec![(rows.view()?, to_rows), (ids.view()?, to_ids), (weights.view()?, to_weights)];
         comm.all_gather_v_each(arrays, &counts, ex)?;
         comm.reduce_scatter_v(sums.view()?, &counts, to_sums, ReduceOp::Sum, ex)?;
@@ -87,7 +104,7 @@ impl Case {
     }
 }
 
-/// No token, parts of a slot, one slot for each thread and more, the most that fits, more than that.
+/// No token, parts of a slot, one slot for each thread and more, rows that fill half a buffer and more; as many on each rank, or not.
 fn cases() -> Vec<Case> {
     let sizes = [
         (0, 64, 8),
@@ -101,12 +118,19 @@ fn cases() -> Vec<Case> {
         (100, 1000, 4),
         (128, 2048, 8),
         (400, 2048, 8),
+        (1500, 2048, 8),
+        (3001, 2048, 8),
     ];
     let dtypes = [DType::BF16, DType::F32, DType::F16];
-    let of = |(tokens, hidden, top_k)| {
-        move |(i, dtype)| Case { tokens, hidden, top_k, dtype, offset: [0, 1, 3][i] }
-    };
-    sizes.into_iter().flat_map(|size| dtypes.into_iter().enumerate().map(of(size))).collect()
+    let mut all = Vec::new();
+    for (tokens, hidden, top_k) in sizes {
+        for (i, dtype) in dtypes.into_iter().enumerate().filter(|(i, _)| tokens < 1000 || *i == 0) {
+            for uneven in [false, true] {
+                all.push(Case { tokens, uneven, hidden, top_k, dtype, offset: [0, 1, 3][i] });
+            }
+        }
+    }
+    all
 }
 
 #[test]
@@ -119,10 +143,11 @@ fn gathers_and_scatters_have_the_bits_of_cpu_ranks() {
         let got = run_nccl_ranks(n, LIMIT, |comm, ex| {
             let peers = peers_of(comm);
             let both = |case: &Case| {
-                let scatters = peers.fits_scatter(DType::F32, case.tokens * case.hidden);
-                let fits = peers.fits_gather(case.parts().into_iter()) && scatters;
-                let whole = case.hidden.is_multiple_of(8) && case.top_k.is_multiple_of(4);
-                assert!(fits || case.tokens > 100 || !whole, "{case:?}");
+                let parts = |width: usize| case.counts(n).iter().map(|n| n * width).collect::<Vec<_>>();
+                let (rows, slots) = (parts(case.hidden), parts(case.top_k));
+                let arrays = [(case.dtype, &rows[..]), (DType::U32, &slots), (DType::F32, &slots)];
+                let scatters = peers.fits_scatter(DType::F32, &rows);
+                assert!(peers.fits_gather(arrays.into_iter()) && scatters || !case.is_whole(n), "{case:?}");
                 let [peers, nccl] = [true, false].map(|over_peers| {
                     comm.use_peers(over_peers);
                     case.play(comm, ex).unwrap()
@@ -234,7 +259,7 @@ fn thousands_of_exchanges_without_a_wait_and_in_graphs() {
     for n in worlds() {
         run_nccl_ranks(n, LIMIT, |comm, ex| {
             let (peers, rank) = (peers_of(comm), comm.rank());
-            assert!(peers.fits_scatter(DType::F32, DIMS[0] * DIMS[1]));
+            assert!(peers.fits_scatter(DType::F32, &vec![DIMS[0] * DIMS[1]; n]));
             let mut pile = Pile::new(rank, n, ex);
             for i in 0..3000 {
                 // Each rank is late at other times.

@@ -117,6 +117,48 @@ fn exchange_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 4
     Ok(all)
 }
 
+/// The end of a sub-layer for thousands of rows: every rank all rows over NCCL, each its share over NCCL, each its share over peer
+/// memory.
+fn share_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 3]> {
+    let (weight, mut out) = (ex.zeros(DType::BF16, &[HIDDEN])?, ex.zeros(DType::BF16, &[tokens, HIDDEN])?);
+    let mut data = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
+    let mut residual = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
+    let mut run = |shared: bool, ex: &mut Exec| {
+        let (partial, stream, to) = (data.view_mut(), residual.view_mut(), out.view_mut());
+        match shared {
+            true => comm.share_add_rms_norm(partial, weight.view(), 1e-6, stream, to, ex),
+            false => comm.all_reduce_add_rms_norm(partial, weight.view(), 1e-6, stream, to, ex),
+        }
+    };
+    comm.use_peers(false);
+    let mut all = [0.0; 3];
+    for (shared, time_of) in [false, true].into_iter().zip(&mut all) {
+        *time_of = time(comm, ex, 30, |ex| run(shared, ex))?;
+    }
+    comm.use_peers(true);
+    all[2] = time(comm, ex, 30, |ex| run(true, ex))?;
+    Ok(all)
+}
+
+#[test]
+fn share_table() {
+    for n in worlds() {
+        let tables = run_nccl_ranks(n, LIMIT, |comm, ex| {
+            peers_of(comm);
+            let mut text = format!("sums, addition and norm of rows of {HIDDEN}, {n} GPUs, us:\n");
+            text += "| tokens | NCCL, all rows | NCCL, shares | peers, shares |\n|---|---|---|---|\n";
+            for tokens in [257, 512, 1024, 2048, 4096, 8192, 32_768] {
+                let [whole, nccl, peers] = share_row(comm, tokens, ex)?;
+                writeln!(text, "| {tokens} | {whole:.1} | {nccl:.1} | {peers:.1} |").unwrap();
+                assert!(peers < 20_000.0, "{text}");
+            }
+            comm.check()?;
+            Ok::<_, candle_core::Error>(text)
+        });
+        println!("{}", tables.into_iter().next().unwrap().unwrap());
+    }
+}
+
 #[test]
 fn exchange_table() {
     for n in worlds() {
@@ -125,7 +167,7 @@ fn exchange_table() {
             let mut text =
                 format!("gather of rows, ids, weights and reduce-scatter, {n} GPUs, us in a graph:\n");
             text += "| tokens of a rank | NCCL, gather | NCCL, scatter | peers, gather | peers, scatter |\n|---|---|---|---|---|\n";
-            for tokens in (0..=8).map(|i| 1 << i) {
+            for tokens in (0..=8).map(|i| 1 << i).chain([1024, 4096]) {
                 let [gather, scatter, by_peers, back] = exchange_row(comm, tokens, ex)?;
                 writeln!(text, "| {tokens} | {gather:.1} | {scatter:.1} | {by_peers:.1} | {back:.1} |")
                     .unwrap();

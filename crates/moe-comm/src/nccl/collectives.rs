@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use candle_core::Result;
+use candle_core::{DType, Result, bail};
 use moe_kernels::{Exec, PreNorm, View, ViewMut, add_rms_norm_into};
 
 use super::comm::{NcclComm, is_recorded};
 use crate::call::Op;
-use crate::communicator::{Collective, Communicator, ReduceOp};
-use crate::parts::{Verb, exchange_parts, gather_parts, one, scatter_parts};
+use crate::communicator::{Collective, Communicator, ReduceOp, RowNeeds, share_add_rms_norm};
+use crate::parts::{Request, Verb, exchange_parts, one};
+use crate::peer::PeerAllReduce;
 use crate::round::wait::{Outcome, Stop};
 
 impl Communicator for NcclComm {
@@ -22,40 +23,41 @@ impl Communicator for NcclComm {
 
     fn medium(&self) -> String {
         match self.peers() {
-            Ok(_) => "peer memory for small arrays, NCCL for others".to_string(),
+            Ok(_) => "peer memory, NCCL for large sums".to_string(),
             Err(why) => format!("NCCL alone: the ranks cannot share memory: {why}"),
         }
     }
 
     fn run(&self, collective: Collective<'_>, ex: &mut Exec) -> Result<()> {
-        let (place, name, call) = (self.place(), collective.op(), self.place().check(&collective));
+        let (name, call) = (collective.op(), self.place().check(&collective));
         match collective {
             Collective::AllReduce { data, op } => {
-                self.collective(name, call, None, data, ex, |_, data| one(Verb::AllReduce(op), None, data))
+                self.collective(name, call, None, data, ex, |_, data| Ok(Request::Reduce { data, op }))
             }
             Collective::AllGather { input, counts, out } => {
                 self.collective(name, call, Some(input), out, ex, |input, out| {
-                    gather_parts(place, input, out, counts)
+                    Ok(Request::Gather { arrays: vec![(needed(input)?, out)], counts, needs: None })
                 })
             }
             Collective::ReduceScatter { input, counts, out, op } => {
                 self.collective(name, call, Some(input), out, ex, |input, out| {
-                    scatter_parts(place, input, out, counts, op)
+                    Ok(Request::Scatter { input: needed(input)?, counts, out, op, needs: None })
                 })
             }
             Collective::AllToAll { input, send, out, recv } => {
                 self.collective(name, call, Some(input), out, ex, |input, out| {
-                    exchange_parts(input, send, out, recv)
+                    exchange_parts(needed(input)?, send, out, recv).map(Request::Parts)
                 })
             }
-            Collective::Broadcast { data, root } => self
-                .collective(name, call, None, data, ex, |_, data| one(Verb::Broadcast { root }, None, data)),
+            Collective::Broadcast { data, root } => self.collective(name, call, None, data, ex, |_, data| {
+                Ok(Request::Parts(vec![one(Verb::Broadcast { root }, None, data)]))
+            }),
             Collective::Barrier => {
                 // A view of host memory is waited for, and one element of it comes from every rank.
                 let mut met = [0u8];
                 let data = ViewMut::new(&mut met, &[1])?;
                 self.collective(name, call, None, data, ex, |_, data| {
-                    one(Verb::AllReduce(ReduceOp::Max), None, data)
+                    Ok(Request::Reduce { data, op: ReduceOp::Max })
                 })
             }
         }
@@ -82,6 +84,40 @@ impl Communicator for NcclComm {
         }
     }
 
+    fn shares_residual(
+        &self,
+        rows: usize,
+        hidden: usize,
+        dtype: DType,
+    ) -> std::result::Result<(), &'static str> {
+        match PeerAllReduce::is_small(rows, hidden) {
+            true => Err("every rank adds up so few rows in one launch"),
+            false if self.world_size() == 1 => Err("there is one rank"),
+            false if dtype != DType::BF16 => {
+                Err("only norms in bf16 are sent round, so that sums may travel in bf16")
+            }
+            false => Ok(()),
+        }
+    }
+
+    fn share_add_rms_norm(
+        &self,
+        partial: ViewMut<'_>,
+        weight: View<'_>,
+        eps: f32,
+        residual: ViewMut<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        match self.peers_for_share(&partial, &weight) {
+            Some(peers) => self.on_stream(Op::AllReduce, ex, |ex| {
+                let norm = PreNorm { weight, eps };
+                peers.share_add_norm_into(partial.as_view(), residual, &norm, out, ex)
+            }),
+            None => share_add_rms_norm(self, partial, weight, eps, residual, out, ex),
+        }
+    }
+
     fn all_gather_v_each(
         &self,
         arrays: Vec<(View<'_>, ViewMut<'_>)>,
@@ -92,15 +128,44 @@ impl Communicator for NcclComm {
             return arrays.into_iter().try_for_each(|(input, out)| self.all_gather_v(input, counts, out, ex));
         }
         self.guarded(Op::AllGather, || {
-            let mut parts = Vec::new();
+            let mut checked = Vec::with_capacity(arrays.len());
             for (input, out) in arrays {
                 let gather = Collective::AllGather { input, counts, out };
                 self.place().check(&gather)?;
                 if let Collective::AllGather { input, out, .. } = gather {
-                    parts.extend(gather_parts(self.place(), Some(input), out, counts)?);
+                    checked.push((input, out));
                 }
             }
-            self.launch(Op::AllGather, &mut parts, ex)
+            self.launch(Op::AllGather, Request::Gather { arrays: checked, counts, needs: None }, ex)
+        })
+    }
+
+    fn all_gather_needed(
+        &self,
+        input: View<'_>,
+        counts: &[usize],
+        needs: &RowNeeds<'_>,
+        mut out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let call = self.place().check(&Collective::AllGather { input, counts, out: out.reborrow() });
+        self.collective(Op::AllGather, call, Some(input), out, ex, |input, out| {
+            Ok(Request::Gather { arrays: vec![(needed(input)?, out)], counts, needs: Some(needs) })
+        })
+    }
+
+    fn reduce_scatter_needed(
+        &self,
+        input: View<'_>,
+        counts: &[usize],
+        needs: &RowNeeds<'_>,
+        mut out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let op = ReduceOp::Sum;
+        let call = self.place().check(&Collective::ReduceScatter { input, counts, out: out.reborrow(), op });
+        self.collective(Op::ReduceScatter, call, Some(input), out, ex, |input, out| {
+            Ok(Request::Scatter { input: needed(input)?, counts, out, op, needs: Some(needs) })
         })
     }
 
@@ -123,5 +188,13 @@ impl Communicator for NcclComm {
             }
             self.mark(Op::Replay, ex)
         })
+    }
+}
+
+/// The input of a collective that has one.
+fn needed(input: Option<View<'_>>) -> Result<View<'_>> {
+    match input {
+        Some(input) => Ok(input),
+        None => bail!("a collective without input"),
     }
 }

@@ -17,7 +17,7 @@ use super::world::{Group, World};
 use crate::DEFAULT_TIMEOUT;
 use crate::call::{Call, Op};
 use crate::check::Place;
-use crate::parts::Part;
+use crate::parts::Request;
 use crate::peer::PeerAllReduce;
 use crate::round::wait::{Outcome, Stop};
 
@@ -39,8 +39,9 @@ use crate::round::wait::{Outcome, Stop};
 ///   [`check`](crate::Communicator::check) before using them. NCCL carries no reasons: a rank in another
 ///   process learns of a failure by its own limit or connections.
 /// - **Peer memory.** Where the ranks can share memory, sums of f32 and bf16 of up to [`PeerAllReduce::CAPACITY`]
-///   bytes are those of a [`PeerAllReduce`], as are gathers of small equal parts, their sums scattered (f32), and
-///   [`all_reduce_add_rms_norm`](crate::Communicator::all_reduce_add_rms_norm) of device views; all on the stream
+///   bytes are those of a [`PeerAllReduce`], as are gathers of parts of whole 16 bytes (of integers, 8), scattered sums of such
+///   parts in f32, and [`all_reduce_add_rms_norm`](crate::Communicator::all_reduce_add_rms_norm) and
+///   [`share_add_rms_norm`](crate::Communicator::share_add_rms_norm) of device views; all on the stream
 ///   that the communicator was made with. NaNs may lose their payload there.
 /// - **Sums.** The result has the same bits on every rank. Over peer memory they are added in rank order in f32. For
 ///   other sums NCCL chooses the order of addition by size and topology, and rounds between additions of f16 and
@@ -165,30 +166,36 @@ impl NcclComm {
         self.usable_peers().filter(|peers| partial.is_cuda() && dtypes && peers.fits_norm(rows, hidden))
     }
 
+    /// The same for [`share_add_rms_norm`](crate::Communicator::share_add_rms_norm).
+    pub(super) fn peers_for_share(&self, partial: &ViewMut<'_>, weight: &View<'_>) -> Option<&PeerAllReduce> {
+        let (rows, hidden) = (partial.rows(), weight.elem_count());
+        let dtypes = (partial.dtype(), weight.dtype()) == (DType::F32, DType::BF16);
+        self.usable_peers().filter(|peers| partial.is_cuda() && dtypes && peers.fits_share(rows, hidden))
+    }
+
     pub(super) fn place(&self) -> Place {
         self.place
     }
 
-    /// Runs a collective whose arguments have given `call`. Without `input`, `out` is both. `parts`
-    /// says what the library does with the views, which lie on the device.
-    pub(super) fn collective(
+    /// Runs a collective whose arguments have given `call`. Without `input`, `out` is both. `request`
+    /// says what is done with the views, which lie on the device.
+    pub(super) fn collective<'c>(
         &self,
         op: Op,
         call: Result<Call>,
         input: Option<View<'_>>,
         mut out: ViewMut<'_>,
         ex: &mut Exec,
-        parts: impl for<'v> FnOnce(Option<View<'v>>, ViewMut<'v>) -> Result<Vec<Part<'v>>>,
+        request: impl for<'v> FnOnce(Option<View<'v>>, ViewMut<'v>) -> Result<Request<'v, 'c>>,
     ) -> Result<()> {
         self.guarded(op, || {
             call?;
             if out.is_cuda() {
-                return self.launch(op, &mut parts(input, out)?, ex);
+                return self.launch(op, request(input, out)?, ex);
             }
             let (input, mut result) = self.staged(input, &out, ex)?;
-            let mut views = parts(input.as_ref().map(|input| input.view()), result.view_mut())?;
-            self.launch(op, &mut views, ex)?;
-            drop(views);
+            let views = request(input.as_ref().map(|input| input.view()), result.view_mut())?;
+            self.launch(op, views, ex)?;
             self.wait(ex)?;
             Ok(out.copy_from(ex.to_host(result.view())?.view())?)
         })
@@ -240,15 +247,15 @@ impl NcclComm {
         })
     }
 
-    /// Puts parts on the stream of the context.
-    pub(super) fn launch(&self, op: Op, parts: &mut [Part<'_>], ex: &mut Exec) -> Outcome<()> {
+    /// Puts a collective on the stream of the context.
+    pub(super) fn launch(&self, op: Op, mut request: Request<'_, '_>, ex: &mut Exec) -> Outcome<()> {
         let at = ex.stream()?.context().ordinal();
         if at != self.device {
             let own = self.device;
             return Err(Stop::Cause(format!("expected a context on CUDA device {own}, got one on {at}")));
         }
-        if !over_peers(self.usable_peers(), parts, ex)?
-            && self.group.handle.launch(parts, ex)? == Progress::Busy
+        if !over_peers(self.usable_peers(), &mut request, ex)?
+            && self.group.handle.launch(&request.parts(self.place)?, ex)? == Progress::Busy
         {
             self.settle(&self.group.handle, op.name())?;
         }

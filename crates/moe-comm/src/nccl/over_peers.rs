@@ -1,46 +1,44 @@
 //! Which collectives of a group go over peer memory.
 
 use candle_core::Result;
-use moe_kernels::{Exec, View, ViewMut};
+use moe_kernels::{Exec, ViewMut};
 
 use crate::communicator::ReduceOp;
-use crate::parts::{Part, Verb};
+use crate::parts::Request;
 use crate::peer::PeerAllReduce;
 
-/// Runs small parts over peer memory, if they can; what decides is the same on all ranks.
+/// Runs a collective over peer memory, if it can be: gathers and scattered sums of any size, sums of small arrays. What decides is
+/// the same on all ranks.
 pub(super) fn over_peers(
     peers: Option<&PeerAllReduce>,
-    parts: &mut [Part<'_>],
+    request: &mut Request<'_, '_>,
     ex: &mut Exec,
 ) -> Result<bool> {
     let Some(peers) = peers else { return Ok(false) };
-    match parts {
-        [Part { verb: Verb::AllReduce(ReduceOp::Sum), out: Some(data), .. }]
-            if peers.fits(data.dtype(), data.elem_count()) =>
-        {
+    match request {
+        Request::Reduce { data, op: ReduceOp::Sum } if peers.fits(data.dtype(), data.elem_count()) => {
             peers.all_reduce_into(data.reborrow(), ex)?;
         }
-        [Part { verb: Verb::ReduceScatter(ReduceOp::Sum), input: Some(input), out: Some(out) }]
-            if peers.fits_scatter(out.dtype(), out.elem_count()) =>
+        Request::Scatter { input, counts, out, op: ReduceOp::Sum, needs }
+            if peers.fits_scatter(out.dtype(), &parts(out, counts)) =>
         {
-            peers.reduce_scatter_into(*input, out.reborrow(), ex)?;
+            peers.reduce_scatter_into(*input, counts, *needs, out.reborrow(), ex)?;
         }
-        _ => {
-            let arrays: Option<Vec<_>> = parts.iter_mut().map(gathered).collect();
-            let sizes = |(input, _): &(View, ViewMut)| (input.dtype(), input.elem_count());
-            match arrays.filter(|arrays| peers.fits_gather(arrays.iter().map(sizes))) {
-                Some(arrays) => peers.all_gather_into(arrays, ex)?,
-                None => return Ok(false),
+        Request::Gather { arrays, counts, needs } => {
+            let sizes: Vec<_> = arrays.iter().map(|(_, out)| (out.dtype(), parts(out, counts))).collect();
+            if !peers.fits_gather(sizes.iter().map(|(dtype, parts)| (*dtype, &parts[..]))) {
+                return Ok(false);
             }
+            let arrays = arrays.iter_mut().map(|(input, out)| (*input, out.reborrow())).collect();
+            peers.all_gather_into(arrays, counts, *needs, ex)?;
         }
+        _ => return Ok(false),
     }
     Ok(true)
 }
 
-/// The input and output of a gather of equal parts.
-fn gathered<'v>(part: &'v mut Part<'_>) -> Option<(View<'v>, ViewMut<'v>)> {
-    match part {
-        Part { verb: Verb::AllGather, input: Some(input), out: Some(out) } => Some((*input, out.reborrow())),
-        _ => None,
-    }
+/// Elements of each rank's rows, of rows like those of a view.
+fn parts(like: &ViewMut<'_>, counts: &[usize]) -> Vec<usize> {
+    let width: usize = like.dims().iter().skip(1).product();
+    counts.iter().map(|rows| rows * width).collect()
 }

@@ -1,4 +1,4 @@
-//! A rank of a group of GPUs that gather and add up small arrays in each other's memory.
+//! A rank of a group of GPUs that gather and add up arrays in each other's memory.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,14 +14,16 @@ use moe_kernels::{Exec, View, ViewMut};
 use super::memory::{Mapping, Owned, Status, group};
 use super::offer::{Answer, Offer, host_id, process_id, refusal};
 use crate::bytes::all_gather_bytes;
-use crate::communicator::Communicator;
+use crate::communicator::{Communicator, RowNeeds};
 
-/// Small all-reduces, all-gathers and reduce-scatters by kernels that write to each other's memory, for the ranks of one host.
+/// Small all-reduces, and all-gathers and reduce-scatters of any size, by kernels that write to each other's memory, for the
+/// ranks of one host.
 ///
 /// - **When.** An NCCL call takes some 15 us however little it moves; this takes what a store over NVLink and a kernel
-///   take. Alone or with the addition to the residual stream and the norm that follow in a decoder layer.
+///   take. Sums come alone or with the addition to the residual stream and the norm that follow in a decoder layer: of few
+///   rows on every rank, of thousands each rank for its share of the rows.
 /// - **Sums** are f32 additions in rank order, rounded once: the same bits on every rank, in every run, with and
-///   without graphs.
+///   without graphs. What the ranks of [`share_add_norm_into`](Self::share_add_norm_into) send each other is rounded to bf16 before.
 /// - **Order.** All ranks launch the same calls, in the same order, each on the stream of the context that the group
 ///   was made with. Calls return when they are on the stream, and can be recorded into a
 ///   [`Graph`](moe_kernels::cuda::Graph), which must be dropped before this.
@@ -40,7 +42,7 @@ pub struct PeerAllReduce {
 }
 
 impl PeerAllReduce {
-    /// Bytes of the largest array: 256 tokens of H = 2,048 in f32.
+    /// Bytes of the largest sum that every rank has whole: 256 tokens of H = 2,048 in f32.
     pub const CAPACITY: usize = 2 << 20;
 
     /// Makes the group of the ranks of `comm`, with the buffers on the device of `ex`; the inner error says why these
@@ -87,6 +89,11 @@ impl PeerAllReduce {
         Ok(Ok(Self { buffers, rank, ranks, status, stream, _mappings, _own: own }))
     }
 
+    /// Whether so many rows of H elements in f32 are few enough for every rank to add them all up.
+    pub fn is_small(rows: usize, hidden: usize) -> bool {
+        rows.saturating_mul(hidden).saturating_mul(size_of::<f32>()) <= Self::CAPACITY
+    }
+
     /// Whether [`all_reduce_into`](Self::all_reduce_into) takes so many elements of a dtype: the same on all ranks.
     pub fn fits(&self, dtype: DType, count: usize) -> bool {
         self.buffers.fits(dtype, count)
@@ -128,36 +135,82 @@ impl PeerAllReduce {
         self.buffers.all_reduce_add_rms_norm_into(partial, residual, norm, ex)
     }
 
-    /// Whether [`all_gather_into`](Self::all_gather_into) takes arrays of which each rank has so many elements: the same on all
+    /// Whether [`share_add_norm_into`](Self::share_add_norm_into) takes so many rows of H elements.
+    pub fn fits_share(&self, rows: usize, hidden: usize) -> bool {
+        self.buffers.fits_share(rows, hidden)
+    }
+
+    /// Of the rows that this rank keeps, `residual` += the sum of all ranks' `partial`, whose parts travel in bf16; of all rows,
+    /// `out` = RMS norm of `residual`. Which rows a rank keeps follows from T, H and the number of ranks.
+    ///
+    /// | argument | shape, dtype |
+    /// |---|---|
+    /// | `partial` | [T, H] f32 |
+    /// | `residual` | [T, H] f32; rows of other ranks are neither read nor written |
+    /// | `norm` | weight \[H\] bf16 |
+    /// | `out` | [T, H] bf16, the same bits on all ranks |
+    ///
+    /// # Errors
+    /// As [`all_reduce_add_norm_into`](Self::all_reduce_add_norm_into), for what [`fits_share`](Self::fits_share) refuses.
+    pub fn share_add_norm_into(
+        &self,
+        partial: View<'_>,
+        residual: ViewMut<'_>,
+        norm: &PreNorm<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        self.ready(ex)?;
+        self.buffers.share_add_rms_norm_into(partial, residual, norm, out, ex)
+    }
+
+    /// Whether [`all_gather_into`](Self::all_gather_into) takes arrays with these numbers of elements of each rank: the same on all
     /// ranks.
-    pub fn fits_gather(&self, arrays: impl Iterator<Item = (DType, usize)>) -> bool {
+    pub fn fits_gather<'p>(&self, arrays: impl Iterator<Item = (DType, &'p [usize])>) -> bool {
         self.buffers.fits_gather(arrays)
     }
 
-    /// Concatenates every rank's `input` [R, ..], of the same R on all ranks, in rank order into `out` [ranks * R, ..], for each
-    /// pair in one launch.
+    /// Concatenates every rank's `input` [counts\[rank\], ..] in rank order into `out` [sum(counts), ..], for each pair together.
+    /// With `needs`, one array of floats, of which a rank gets the rows that it needs.
     ///
     /// # Errors
-    /// A context on another stream than the group's; other dtypes or numbers of elements in a pair; what
+    /// A context on another stream than the group's; other dtypes or numbers of rows in a pair; what
     /// [`fits_gather`](Self::fits_gather) refuses; the group has failed.
-    pub fn all_gather_into(&self, arrays: Vec<(View<'_>, ViewMut<'_>)>, ex: &mut Exec) -> Result<()> {
+    pub fn all_gather_into(
+        &self,
+        arrays: Vec<(View<'_>, ViewMut<'_>)>,
+        counts: &[usize],
+        needs: Option<&RowNeeds<'_>>,
+        ex: &mut Exec,
+    ) -> Result<()> {
         self.ready(ex)?;
-        self.buffers.all_gather_into(arrays, ex)
+        let needs = needs.map(|needs| (needs.ids, needs.owners));
+        self.buffers.all_gather_into(arrays, counts, needs, ex)
     }
 
-    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements: the same on all ranks.
-    pub fn fits_scatter(&self, dtype: DType, count: usize) -> bool {
-        self.buffers.fits_scatter(dtype, count)
+    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements of each rank: the same on all
+    /// ranks.
+    pub fn fits_scatter(&self, dtype: DType, parts: &[usize]) -> bool {
+        self.buffers.fits_scatter(dtype, parts)
     }
 
-    /// `out` [R, ..] f32 = this rank's part of the sum over the ranks of `input` [ranks * R, ..] f32.
+    /// `out` [counts\[rank\], ..] f32 = this rank's part of the sum over the ranks of `input` [sum(counts), ..] f32; with `needs`
+    /// over those that need the row.
     ///
     /// # Errors
     /// A context on another stream than the group's; wrong dtypes or numbers of elements; what
     /// [`fits_scatter`](Self::fits_scatter) refuses; the group has failed.
-    pub fn reduce_scatter_into(&self, input: View<'_>, out: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+    pub fn reduce_scatter_into(
+        &self,
+        input: View<'_>,
+        counts: &[usize],
+        needs: Option<&RowNeeds<'_>>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
         self.ready(ex)?;
-        self.buffers.reduce_scatter_into(input, out, ex)
+        let needs = needs.map(|needs| (needs.ids, needs.owners));
+        self.buffers.reduce_scatter_into(input, counts, needs, out, ex)
     }
 
     /// An error once a kernel has given up waiting, or [`stop`](Self::stop) was called. To be asked after the work

@@ -12,5 +12,6 @@ mod launch;
 mod misuse;
 mod rendezvous;
 mod row_parallel;
+mod shared_norm;
 mod sockets;
 mod support;

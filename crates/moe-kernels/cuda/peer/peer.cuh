@@ -33,6 +33,7 @@ constexpr uint32_t kOtherNan = 0x7fff7fffu;   // also a NaN in f32 and in both h
 constexpr size_t kControlBytes = 256;         // before the halves
 constexpr uint32_t kPollsPerLook = 1u << 14;  // about 10 ms between looks at the clock and at the host's word
 constexpr size_t kHopBytes = 512 * 1024;      // what a link carries in the time of another hop: 350 GB/s x 1.5 us
+constexpr size_t kLongHalf = 16 << 20;        // of calls of thousands of rows: both halves stay in L2
 
 /// The ranks of a group as this rank addresses them. The layout is known to moe-kernels' `cuda::PeerBuffers`.
 struct Peers {
@@ -66,7 +67,8 @@ inline size_t half_bytes(size_t n, size_t capacity) {
   const size_t largest = n <= 2 ? capacity : kHopBytes * n / ((n - 1) * (n - 2));
   const size_t one = n * round_up(largest < capacity ? largest : capacity, 16);
   const size_t two = 2 * round_up(capacity, 16) + 16 * n;  // shares to add up, and all sums
-  return round_up(one > two ? one : two, 256);
+  const size_t most = one > two ? one : two;
+  return round_up(most > kLongHalf ? most : kLongHalf, 256);
 }
 
 inline bool is_group(const Peers& peers) {
@@ -92,8 +94,9 @@ inline cudaError_t exchange_slots(const Peers& peers, size_t slots, Exchange* x)
   return cudaSuccess;
 }
 
-/// Loads the kernels of gather.cu, as moe_peer_buffer_init does those beside it.
+/// Load the kernels of gather.cu and share.cu, as moe_peer_buffer_init does those beside it.
 cudaError_t load_gather_kernels();
+cudaError_t load_share_kernel();
 
 // ---- slots
 
@@ -182,6 +185,23 @@ __device__ __forceinline__ bool gives_up(const Exchange& x, Turn& turn, int send
   return true;
 }
 
+__device__ __forceinline__ bool is_full(const Vec16& v) {
+  return v.word[0] != kEmpty && v.word[1] != kEmpty && v.word[2] != kEmpty && v.word[3] != kEmpty;
+}
+
+/// Waits for a slot that `sender` fills, and empties it. For long calls: a poll in vain is followed by a pause, so that
+/// thousands of waiting threads leave L2 to those that work.
+__device__ __forceinline__ Vec16 take(const Exchange& x, Turn& turn, uint32_t index, int sender) {
+  uint8_t* from = slot(x, turn, x.peers.rank, index);
+  Vec16 v = load_system(from);
+  while (!is_full(v) && !gives_up(x, turn, sender)) {
+    __nanosleep(200);
+    v = load_system(from);
+  }
+  store_system(from, {{kEmpty, kEmpty, kEmpty, kEmpty}});
+  return v;
+}
+
 /// Waits for the slots base + r * stride of the r in `wanted`, which rank `sender` + r fills, and empties them.
 template <int kCount>
 __device__ __forceinline__ void receive(const Exchange& x, Turn& turn, Vec16 (&v)[kCount], uint32_t wanted, int sender,
@@ -194,11 +214,8 @@ __device__ __forceinline__ void receive(const Exchange& x, Turn& turn, Vec16 (&v
     for (int r = 0; r < kCount; ++r)
       if (missing >> r & 1u) v[r] = load_system(slot(x, turn, own, base + r * stride));
 #pragma unroll
-    for (int r = 0; r < kCount; ++r) {
-      const bool full =
-          v[r].word[0] != kEmpty && v[r].word[1] != kEmpty && v[r].word[2] != kEmpty && v[r].word[3] != kEmpty;
-      if (full) missing &= ~(1u << r);
-    }
+    for (int r = 0; r < kCount; ++r)
+      if (is_full(v[r])) missing &= ~(1u << r);
   } while (missing != 0 && !gives_up(x, turn, sender + __ffs(missing) - 1));
 #pragma unroll
   for (int r = 0; r < kCount; ++r)

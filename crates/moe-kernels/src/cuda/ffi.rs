@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_void};
 use half::bf16;
 
 use super::args::*;
-use super::peer::{PeerArray, PeerBuffers};
+use super::peer::{PeerArray, PeerBuffers, PeerNeeds};
 
 type Stream = *mut c_void;
 
@@ -84,8 +84,16 @@ launchers! {
         peers: *const PeerBuffers, partial: *const f32, residual: *mut f32, weight: *const bf16, eps: f32,
         out: *mut bf16, rows hidden: i32
     );
-    moe_peer_all_gather(peers: *const PeerBuffers, arrays: *const PeerArray, count: i32);
-    moe_peer_reduce_scatter(peers: *const PeerBuffers, input: *const f32, out: *mut f32, count: usize);
+    moe_peer_share_add_rms_norm(
+        peers: *const PeerBuffers, partial: *const f32, residual: *mut f32, weight: *const bf16, eps: f32,
+        out: *mut bf16, rows hidden: i32
+    );
+    moe_peer_all_gather(
+        peers: *const PeerBuffers, arrays: *const PeerArray, count: i32, needs: *const PeerNeeds
+    );
+    moe_peer_reduce_scatter(
+        peers: *const PeerBuffers, input: *const f32, out: *mut f32, vectors: *const u32, needs: *const PeerNeeds
+    );
 
     // any dtype and shape; pointers aligned to elements
     moe_any_gather(table ids: In, out: Out, dtype out_dtype: Dtype, rows width table_rows: i32);
@@ -152,6 +160,5 @@ unsafe extern "C" {
         block_smem: i32,
     ) -> i32;
     pub(crate) fn moe_peer_buffer_bytes(ranks: i32, capacity: usize) -> usize;
-    pub(crate) fn moe_peer_slots(ranks: i32, capacity: usize) -> usize;
     pub(crate) fn moe_any_group_slots_workspace(num_local: i32) -> i64;
 }

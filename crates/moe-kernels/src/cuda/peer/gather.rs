@@ -1,12 +1,12 @@
-//! All-gather and reduce-scatter.
+//! All-gather and reduce-scatter of any number of rows, of which each rank may bring another.
 
 use std::ffi::c_void;
 
 use candle_core::{DType, Result, bail};
 
-use super::{PeerBuffers, ffi};
+use super::{MAX_PEERS, PeerBuffers, ffi};
 use crate::cuda::{CudaExec, small};
-use crate::door::{expect_dims, expect_dtype};
+use crate::door::{expect_dims, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
 
@@ -18,19 +18,52 @@ const MAX_ARRAYS: usize = 4;
 pub(crate) struct PeerArray {
     input: *const c_void,
     out: *mut c_void,
-    slots: u32,
+    slots: [u32; MAX_PEERS],
     exact: u32,
 }
 
 impl PeerArray {
-    fn new(op: &str, input: View, out: &mut ViewMut, cuda: &CudaExec) -> Result<Self> {
-        let (dtype, count) = (input.dtype(), input.elem_count());
-        let Some(slots) = slots(dtype, count).and_then(|slots| u32::try_from(slots).ok()) else {
-            bail!("{op}: {count} elements of {} are no whole slots", dtype.as_str())
+    fn new(op: &str, parts: &[usize], input: View, out: &mut ViewMut, cuda: &CudaExec) -> Result<Self> {
+        let dtype = input.dtype();
+        let Some(slots) = slots_of_all(dtype, parts) else {
+            bail!("{op}: parts of {parts:?} elements of {} are no whole slots", dtype.as_str())
         };
         let exact = u32::from(is_exact(dtype));
         Ok(Self { input: cuda.read(op, "input", input)?, out: cuda.write(op, "out", out)?, slots, exact })
     }
+}
+
+/// Which ranks need a row, as the launcher takes it.
+#[repr(C)]
+pub(crate) struct PeerNeeds {
+    ids: *const u32,
+    owners: *const u32,
+    top_k: u32,
+    experts: u32,
+    row_slots: u32,
+}
+
+impl PeerNeeds {
+    /// Of `rows` [T, ..], from the ids [T, K] of their tokens and the owners \[P\] of the experts.
+    fn new(op: &str, rows: &View, (ids, owners): (View, View), cuda: &CudaExec) -> Result<Self> {
+        let (t, top_k) = expect_matrix(op, "ids", &ids)?;
+        expect_dtype(op, "ids", &ids, DType::U32)?;
+        expect_dtype(op, "owners", &owners, DType::U32)?;
+        let width: usize = rows.dims().iter().skip(1).product();
+        let row = slots(rows.dtype(), width).filter(|slots| *slots > 0 && !is_exact(rows.dtype()));
+        let (Some(row_slots), true) = (row, rows.dims().first() == Some(&t)) else {
+            bail!("{op}: expected {t} rows of floats in whole slots, got dims {:?}", rows.dims())
+        };
+        let number = |n: usize| u32::try_from(n).map_err(candle_core::Error::wrap);
+        let (top_k, experts) = (number(top_k)?, number(owners.elem_count())?);
+        let (ids, owners) = (cuda.read(op, "ids", ids)?, cuda.read(op, "owners", owners)?);
+        Ok(Self { ids, owners, top_k, experts, row_slots })
+    }
+}
+
+/// The address of what is there, else null.
+fn address<T>(value: &Option<T>) -> *const T {
+    value.as_ref().map_or(std::ptr::null(), |value| value)
 }
 
 /// Whether every bit pattern is a value of its own.
@@ -39,81 +72,134 @@ fn is_exact(dtype: DType) -> bool {
 }
 
 /// The slots that so many elements fill; `None` where they fill none to the end, or cannot travel.
-fn slots(dtype: DType, count: usize) -> Option<usize> {
+fn slots(dtype: DType, count: usize) -> Option<u32> {
     let slot = match dtype {
         DType::F32 | DType::BF16 | DType::F16 => 16,
         _ if is_exact(dtype) => 8,
         _ => return None,
     };
     let bytes = count.checked_mul(dtype.size_in_bytes())?;
-    bytes.is_multiple_of(slot).then_some(bytes / slot)
+    bytes.is_multiple_of(slot).then(|| u32::try_from(bytes / slot).ok())?
+}
+
+/// The same of every rank's part, zeros behind the last; `None` also where all together are too many to count.
+fn slots_of_all(dtype: DType, parts: &[usize]) -> Option<[u32; MAX_PEERS]> {
+    let (mut all, mut total) = ([0; MAX_PEERS], 0u32);
+    for (at, &count) in all.iter_mut().zip(parts) {
+        *at = slots(dtype, count)?;
+        total = total.checked_add(*at)?;
+    }
+    (parts.len() <= MAX_PEERS && i32::try_from(total).is_ok()).then_some(all)
+}
+
+/// Elements of each rank's part of `view`, of which the ranks have `counts` rows; `None` where these are not its rows.
+fn parts(view: &View, counts: &[usize]) -> Option<Vec<usize>> {
+    let rows = counts.iter().try_fold(0usize, |sum, n| sum.checked_add(*n))?;
+    let width = view.dims().iter().skip(1).product::<usize>();
+    (view.dims().first() == Some(&rows)).then(|| counts.iter().map(|n| n * width).collect())
 }
 
 impl PeerBuffers {
-    /// Whether a call may send so many slots to each rank.
-    fn holds(&self, slots: usize) -> bool {
-        // SAFETY: a pure function of two numbers.
-        slots <= unsafe { ffi::moe_peer_slots(self.ranks, self.capacity as usize) }
+    /// Whether [`all_gather_into`](Self::all_gather_into) takes arrays with these numbers of elements of each rank: the same
+    /// answer on all ranks.
+    pub fn fits_gather<'p>(&self, arrays: impl Iterator<Item = (DType, &'p [usize])>) -> bool {
+        let arrays: Vec<_> = arrays.collect();
+        let fits = |(dtype, parts): &(DType, &[usize])| {
+            parts.len() == self.ranks as usize && slots_of_all(*dtype, parts).is_some()
+        };
+        arrays.len() <= MAX_ARRAYS && arrays.iter().all(fits)
     }
 
-    /// Whether [`all_gather_into`](Self::all_gather_into) takes arrays of which each rank has so many elements: the same answer
-    /// on all ranks.
-    pub fn fits_gather(&self, arrays: impl Iterator<Item = (DType, usize)>) -> bool {
-        let slots: Option<Vec<usize>> = arrays.map(|(dtype, count)| slots(dtype, count)).collect();
-        slots.is_some_and(|all| {
-            all.len() <= MAX_ARRAYS && self.holds(all.iter().fold(0, |sum, n| sum.saturating_add(*n)))
-        })
-    }
-
-    /// Concatenates every rank's `input` [R, ..], of the same R on all ranks, in rank order into `out` [ranks * R, ..], for each
-    /// pair; any alignment. Integers keep their bits, floats theirs but for the payloads of NaNs.
+    /// Concatenates every rank's `input` [counts\[rank\], ..] in rank order into `out` [sum(counts), ..], for each pair; any
+    /// alignment. `counts` has one entry per rank and is the same on all ranks. Integers keep their bits, floats theirs but for the
+    /// payloads of NaNs.
+    ///
+    /// `needs` are the ids [sum(counts), K] u32 of the tokens of one array of floats, the same on all ranks, and the rank \[P\] u32
+    /// that owns each expert: then a row travels only to the owners of its token's experts, and other rows of `out` are unspecified.
     ///
     /// # Errors
-    /// A view that does not lie on the context's device; other dtypes or numbers of elements in a pair; what
-    /// [`fits_gather`](Self::fits_gather) refuses.
-    pub fn all_gather_into(&self, arrays: Vec<(View, ViewMut)>, ex: &mut Exec) -> Result<()> {
+    /// A view that does not lie on the context's device; other dtypes or numbers of rows in a pair; what
+    /// [`fits_gather`](Self::fits_gather) refuses; needs of several arrays, or of rows that fill no whole slots each.
+    pub fn all_gather_into(
+        &self,
+        arrays: Vec<(View, ViewMut)>,
+        counts: &[usize],
+        needs: Option<(View, View)>,
+        ex: &mut Exec,
+    ) -> Result<()> {
         let (op, cuda) = ("peer all_gather", ex.cuda("peer all_gather")?);
-        if !self.fits_gather(arrays.iter().map(|(input, _)| (input.dtype(), input.elem_count()))) {
-            let all: Vec<_> = arrays.iter().map(|(input, _)| input.elem_count()).collect();
-            bail!("{op}: expected up to {MAX_ARRAYS} small arrays of whole slots, got {all:?} elements")
+        if counts.len() != self.ranks as usize || arrays.len() > MAX_ARRAYS {
+            let (ranks, got) = (self.ranks, arrays.len());
+            bail!(
+                "{op}: expected counts of {ranks} ranks and up to {MAX_ARRAYS} arrays, got {counts:?} and {got}"
+            )
         }
-        let mut parts = Vec::with_capacity(arrays.len());
+        let needs = match (needs, &arrays[..]) {
+            (Some(needs), [(_, out)]) => Some(PeerNeeds::new(op, &out.as_view(), needs, cuda)?),
+            (None, _) => None,
+            (Some(_), _) => bail!("{op}: expected one array with needs, got {}", arrays.len()),
+        };
+        let own = counts[self.rank as usize];
+        let mut all = Vec::with_capacity(arrays.len());
         for (input, mut out) in arrays {
             expect_dtype(op, "out", &out, input.dtype())?;
-            if out.elem_count() != input.elem_count() * self.ranks as usize {
-                bail!("{op}: expected out of {} x {:?}, got {:?}", self.ranks, input.dims(), out.dims())
+            let (Some(parts), Some(&rows)) = (parts(&out.as_view(), counts), input.dims().first()) else {
+                bail!("{op}: expected out with the rows of {counts:?}, got dims {:?}", out.dims())
+            };
+            if rows != own || input.elem_count() != parts[self.rank as usize] {
+                bail!("{op}: expected {own} rows of {:?}, got dims {:?}", out.dims(), input.dims())
             }
-            parts.push(PeerArray::new(op, input, &mut out, cuda)?);
+            all.push(PeerArray::new(op, &parts, input, &mut out, cuda)?);
         }
         // SAFETY: dtypes and sizes are checked above; the buffers are the promise of `new`.
         cuda.check(op, unsafe {
-            ffi::moe_peer_all_gather(self, parts.as_ptr(), small(op, parts.len())?, cuda.raw()?)
+            ffi::moe_peer_all_gather(self, all.as_ptr(), small(op, all.len())?, address(&needs), cuda.raw()?)
         })
     }
 
-    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements: the same answer on all ranks.
-    pub fn fits_scatter(&self, dtype: DType, count: usize) -> bool {
-        dtype == DType::F32 && slots(dtype, count).is_some_and(|slots| self.holds(slots))
+    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements of each rank: the same answer on
+    /// all ranks.
+    pub fn fits_scatter(&self, dtype: DType, parts: &[usize]) -> bool {
+        let ranks = parts.len() == self.ranks as usize;
+        ranks && dtype == DType::F32 && slots_of_all(dtype, parts).is_some()
     }
 
-    /// `out` [R, ..] = this rank's part of the sum over the ranks of `input` [ranks * R, ..], both f32 of any alignment: additions
-    /// in rank order, the same bits in every run.
+    /// `out` [counts\[rank\], ..] = this rank's part of the sum over the ranks of `input` [sum(counts), ..], both f32 of any
+    /// alignment: additions in rank order, the same bits in every run. `counts` has one entry per rank and is the same on all ranks.
+    /// With `needs` as in [`all_gather_into`](Self::all_gather_into), of each row the sum over the owners of its token's experts.
     ///
     /// # Errors
     /// A view that does not lie on the context's device; wrong dtypes or numbers of elements; what
     /// [`fits_scatter`](Self::fits_scatter) refuses.
-    pub fn reduce_scatter_into(&self, input: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (op, cuda, count) = ("peer reduce_scatter", ex.cuda("peer reduce_scatter")?, out.elem_count());
+    pub fn reduce_scatter_into(
+        &self,
+        input: View,
+        counts: &[usize],
+        needs: Option<(View, View)>,
+        mut out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let (op, cuda) = ("peer reduce_scatter", ex.cuda("peer reduce_scatter")?);
         expect_dtype(op, "input", &input, DType::F32)?;
-        if !self.fits_scatter(out.dtype(), count) {
+        let vectors = parts(&input, counts)
+            .filter(|parts| self.fits_scatter(out.dtype(), parts))
+            .and_then(|parts| slots_of_all(DType::F32, &parts));
+        let Some(vectors) = vectors else {
             let dtype = out.dtype().as_str();
-            bail!("{op}: expected a small multiple of 4 elements of f32, got {count} of {dtype}")
-        }
-        let all = input.reshape(&[input.elem_count()])?;
-        expect_dims(op, "input", &all, &[count * self.ranks as usize])?;
+            bail!(
+                "{op}: expected rows of f32 of {} ranks in vectors of 4, got counts {counts:?} of dims {:?} into {dtype}",
+                self.ranks,
+                input.dims()
+            )
+        };
+        let needs = needs.map(|needs| PeerNeeds::new(op, &input, needs, cuda)).transpose()?;
+        let own = vectors[self.rank as usize] as usize * 4;
+        expect_dims(op, "out", &out.as_view().reshape(&[out.elem_count()])?, &[own])?;
         let (input, to) = (cuda.read(op, "input", input)?, cuda.write(op, "out", &mut out)?);
         // SAFETY: dtypes and sizes are checked above; the buffers are the promise of `new`.
-        cuda.check(op, unsafe { ffi::moe_peer_reduce_scatter(self, input, to, count, cuda.raw()?) })
+        cuda.check(op, unsafe {
+            ffi::moe_peer_reduce_scatter(self, input, to, vectors.as_ptr(), address(&needs), cuda.raw()?)
+        })
     }
 }
 
@@ -124,22 +210,35 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_does_not_fill_slots_or_fit_is_left_to_others() {
+    fn what_does_not_fill_slots_is_left_to_others() {
         assert_eq!(
             (slots(DType::BF16, 8), slots(DType::F32, 4), slots(DType::U32, 2)),
             (Some(1), Some(1), Some(1))
         );
         assert_eq!((slots(DType::BF16, 4), slots(DType::U32, 3), slots(DType::U8, 16)), (None, None, None));
-        let capacity = 2 << 20;
         // SAFETY: nothing is launched.
-        let group = unsafe { PeerBuffers::new(0, &[0; 4], capacity, 0, Duration::from_secs(1)) }.unwrap();
-        // A decode step of Qwen3-30B-A3B: rows of 2,048 with 8 ids and weights.
-        let step = |tokens: usize| {
-            [(DType::BF16, 2048 * tokens), (DType::U32, 8 * tokens), (DType::F32, 8 * tokens)].into_iter()
+        let group = unsafe { PeerBuffers::new(0, &[0; 4], 2 << 20, 0, Duration::from_secs(1)) }.unwrap();
+        // A step of Qwen3-30B-A3B: rows of 2,048 with 8 ids and weights.
+        let gathers = |tokens: [usize; 4]| {
+            let part = |width| tokens.map(|n| n * width);
+            let (rows, slots) = (part(2048), part(8));
+            group.fits_gather(
+                [(DType::BF16, &rows[..]), (DType::U32, &slots), (DType::F32, &slots)].into_iter(),
+            )
         };
-        assert!(group.fits_gather(step(0)) && group.fits_gather(step(128)) && !group.fits_gather(step(256)));
-        assert!(group.fits_scatter(DType::F32, 2048 * 128) && !group.fits_scatter(DType::F32, 2048 * 256));
-        assert!(!group.fits_scatter(DType::BF16, 2048) && !group.fits_scatter(DType::F32, 6));
-        assert!(!group.fits_gather([(DType::F32, 4); 5].into_iter()));
+        assert!(gathers([0; 4]) && gathers([128; 4]) && gathers([5000, 0, 17, 256]));
+        assert!(!gathers([1 << 32, 0, 0, 0]), "slots are counted in 32 bits");
+        assert!(group.fits_scatter(DType::F32, &[2048 * 128, 0, 4, 8]));
+        assert!(!group.fits_scatter(DType::BF16, &[2048; 4]) && !group.fits_scatter(DType::F32, &[6; 4]));
+        assert!(!group.fits_scatter(DType::F32, &[4; 3]), "three parts of four ranks");
+        assert!(!group.fits_gather([(DType::F32, &[4; 4][..]); 5].into_iter()));
+    }
+
+    #[test]
+    fn parts_are_rows_of_a_view() {
+        let data = [0f32; 12];
+        let view = View::new(&data, &[6, 2]).unwrap();
+        assert_eq!(parts(&view, &[1, 0, 5]), Some(vec![2, 0, 10]));
+        assert_eq!(parts(&view, &[1, 4]), None);
     }
 }

@@ -1,0 +1,80 @@
+//! A residual stream of which each rank keeps some rows gives the norms of one that all keep whole.
+
+use half::bf16;
+use moe_comm::candle::Result;
+use moe_comm::{Communicator, Exec, RowNeeds, View, ViewMut, partition, run_ranks};
+use proptest::prelude::*;
+
+use crate::support::{Value, bits};
+
+const LAYERS: u64 = 3;
+
+/// The norm behind some sub-layers on one rank, and its stream.
+fn layers(
+    comm: &dyn Communicator,
+    (t, h): (usize, usize),
+    shared: bool,
+    seed: u64,
+) -> Result<(Vec<u64>, Vec<f32>)> {
+    let (mut residual, weight) = (f32::randoms(seed, t * h), bf16::randoms(!seed, h));
+    let mut out = vec![bf16::ZERO; t * h];
+    let ex = &mut Exec::cpu();
+    for layer in 0..LAYERS {
+        let mut partial = f32::randoms(seed ^ (100 * (layer + 1) + comm.rank() as u64), t * h);
+        let weight = View::new(&weight, &[h])?;
+        let (partial, residual, out) = (
+            ViewMut::new(&mut partial, &[t, h])?,
+            ViewMut::new(&mut residual, &[t, h])?,
+            ViewMut::new(&mut out, &[t, h])?,
+        );
+        match shared {
+            true => comm.share_add_rms_norm(partial, weight, 1e-6, residual, out, ex)?,
+            false => comm.all_reduce_add_rms_norm(partial, weight, 1e-6, residual, out, ex)?,
+        }
+    }
+    Ok((bits(&out), residual))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn norms_are_those_of_whole_streams(t in 0usize..9, h in 1usize..20, n in 1usize..5, seed: u64) {
+        let run = |shared| {
+            let ranks = run_ranks(n, |_, comm| layers(&comm, (t, h), shared, seed));
+            ranks.into_iter().map(Result::unwrap).collect::<Vec<_>>()
+        };
+        for (rank, (whole, shared)) in run(false).into_iter().zip(run(true)).enumerate() {
+            prop_assert_eq!(&whole.0, &shared.0, "norm on rank {}", rank);
+            let kept = partition(t, n, rank);
+            let begin = f32::randoms(seed, t * h);
+            for row in 0..t {
+                let range = row * h..(row + 1) * h;
+                let want = if kept.contains(&row) { &whole.1 } else { &begin };
+                prop_assert_eq!(bits(&want[range.clone()]), bits(&shared.1[range]), "row {} on rank {}", row, rank);
+            }
+        }
+    }
+}
+
+/// Where nothing says otherwise, needed rows travel as all rows do.
+#[test]
+fn needed_rows_and_their_sums_travel() {
+    let counts = [2, 0, 1];
+    let got = run_ranks(3, |rank, comm| {
+        let (ids, owners, ex) = ([0u32, 2, u32::MAX], [2u32, 1, 0], &mut Exec::cpu());
+        let needs = RowNeeds { ids: View::new(&ids, &[3, 1])?, owners: View::new(&owners, &[3])? };
+        let rows = vec![10.0 + rank as f32; counts[rank]];
+        let mut all = [0f32; 3];
+        let input = View::new(&rows, &[counts[rank], 1])?;
+        comm.all_gather_needed(input, &counts, &needs, ViewMut::new(&mut all, &[3, 1])?, ex)?;
+        // Rank 2 owns the expert of row 0, rank 0 that of row 1; nobody needs row 2.
+        let sums = [[0.0, 5.0, 0.0], [0.0; 3], [7.0, 0.0, 0.0]][rank];
+        let mut own = vec![1f32; counts[rank]];
+        let out = ViewMut::new(&mut own, &[counts[rank], 1])?;
+        comm.reduce_scatter_needed(View::new(&sums, &[3, 1])?, &counts, &needs, out, ex)?;
+        Ok((all, own))
+    });
+    let got: Vec<_> = got.into_iter().map(Result::unwrap).collect();
+    assert!(got.iter().all(|(all, _)| *all == [10.0, 10.0, 12.0]));
+    assert_eq!(got.into_iter().map(|(_, own)| own).collect::<Vec<_>>(), [vec![7.0, 5.0], vec![], vec![0.0]]);
+}

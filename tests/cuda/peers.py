@@ -1,0 +1,289 @@
+"""Checks of the kernels over peer memory with all ranks on one GPU, a stream each: what needs no second GPU.
+
+  MOE_KERNELS_SO=libmoe_kernels.so python peers.py
+
+Every rank's blocks must be resident at once, with those of the next launch that one of them begins early. So sizes are small, and calls
+of several launches are left to tests/gpu/nccl.sh, which needs several GPUs.
+"""
+import ctypes
+import os
+import random
+import sys
+import time
+
+# Streams that shared a queue would wait for each other.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+import torch
+from kernels import LIB, rel, randn
+from library import NO_EXPERT
+
+MAX_RANKS = 8
+CAPACITY = 2 << 20  # PeerAllReduce::CAPACITY
+NORM_BOUND = 4e-3
+
+
+class Peers(ctypes.Structure):
+    _fields_ = [("buffer", ctypes.c_uint64 * MAX_RANKS), ("status", ctypes.c_uint64), ("limit", ctypes.c_uint64),
+                ("capacity", ctypes.c_uint64), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32)]
+
+
+class PeerArray(ctypes.Structure):
+    _fields_ = [("input", ctypes.c_void_p), ("out", ctypes.c_void_p), ("slots", ctypes.c_uint32 * MAX_RANKS),
+                ("exact", ctypes.c_uint32)]
+
+
+class Needs(ctypes.Structure):
+    _fields_ = [("ids", ctypes.c_void_p), ("owners", ctypes.c_void_p), ("top_k", ctypes.c_uint32), ("experts", ctypes.c_uint32),
+                ("row_slots", ctypes.c_uint32)]
+
+
+class Group:
+    """The ranks of a group, with their streams."""
+
+    def __init__(self, ranks, seconds=20.0):
+        LIB.lib.moe_peer_buffer_bytes.restype = ctypes.c_size_t
+        size = LIB.lib.moe_peer_buffer_bytes(ranks, ctypes.c_size_t(CAPACITY))
+        assert size > 0
+        self.ranks = ranks
+        self.streams = [torch.cuda.Stream() for _ in range(ranks)]
+        self.memory = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(ranks)]
+        self.status = torch.zeros(ranks, 16, dtype=torch.int32).pin_memory()
+        addresses = [m.data_ptr() for m in self.memory] + [0] * (MAX_RANKS - ranks)
+        self.peers = [Peers((ctypes.c_uint64 * MAX_RANKS)(*addresses), self.status[rank].data_ptr(), int(seconds * 1e9), CAPACITY,
+                            rank, ranks) for rank in range(ranks)]
+        for memory in self.memory:
+            assert LIB.lib.moe_peer_buffer_init(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(size), None) == 0
+        torch.cuda.synchronize()
+
+    def launch(self, rank, name, *args):
+        stream = ctypes.c_void_p(self.streams[rank].cuda_stream)
+        code = LIB.raw(name, ctypes.byref(self.peers[rank]), *args, stream)
+        assert code == 0, f"{name} returned CUDA error {code}"
+
+    def finish(self):
+        torch.cuda.synchronize()
+        assert not self.status.any(), f"somebody was waited for in vain: {self.status[:, 0].tolist()}"
+
+
+def shares_of(rows, hidden, ranks):
+    """The rank that keeps each row."""
+    most = (16 << 20) // 16 // (2 * (ranks - 1) * (hidden // 8)) * ranks
+    launches = -(-rows // most)
+    each = -(-rows // launches)
+    owners = []
+    for begin in range(0, rows, each):
+        count = min(each, rows - begin)
+        share = -(-count // ranks)
+        owners += [row // share for row in range(count)]
+    return torch.tensor(owners, device="cuda")
+
+
+def share(group, rows, hidden, weight, residuals, whole):
+    """One sub-layer's end on every rank; `whole` [rows, hidden] is what the residual stream is, kept by all together."""
+    ranks = group.ranks
+    partial = [randn(rows, hidden, dtype=torch.float32) for _ in range(ranks)]
+    outs = [torch.full((rows, hidden), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(ranks)]
+    torch.cuda.synchronize()
+    for rank in random.sample(range(ranks), ranks):
+        group.launch(rank, "moe_peer_share_add_rms_norm", partial[rank], residuals[rank], weight, 1e-6, outs[rank], rows, hidden)
+    owners = shares_of(rows, hidden, ranks)
+    total = torch.zeros_like(whole)
+    for rank in range(ranks):
+        total += torch.where((owners == rank)[:, None], partial[rank], partial[rank].bfloat16().float())
+    whole += total
+    return owners, outs
+
+
+def sums_and_norms_are_shared():
+    cases = [(2, 1, 8), (2, 2, 2048), (2, 3, 2048), (2, 5, 264), (2, 64, 1000), (2, 257, 2048), (2, 264, 4096), (2, 260, 16384),
+             (3, 2, 512), (3, 100, 2056), (4, 3, 2048), (4, 130, 2048), (8, 5, 264), (8, 200, 5120)]
+    for ranks, rows, hidden in cases:
+        group, weight = Group(ranks), randn(hidden)
+        whole = randn(rows, hidden, scale=3.0, dtype=torch.float32)
+        residuals = [whole.clone() for _ in range(ranks)]
+        before = whole.clone()
+        for _ in range(3):  # both halves of the buffers, and one again
+            owners, outs = share(group, rows, hidden, weight, residuals, whole)
+            group.finish()
+            x = whole.double()
+            want = x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight.double()
+            for rank in range(ranks):
+                assert rel(outs[rank], want) < NORM_BOUND, (ranks, rows, hidden, rank, rel(outs[rank], want))
+                assert torch.equal(outs[rank], outs[0]), (ranks, rows, hidden, rank)
+                own = owners == rank
+                assert torch.equal(residuals[rank][own], whole[own]), (ranks, rows, hidden, rank)
+                assert torch.equal(residuals[rank][~own], before[~own]), "another rank's rows were written"
+
+
+def words_that_look_empty_arrive():
+    """All ones mark an empty slot; sums of that pattern are NaNs and come out as such."""
+    group, weight, rows, hidden = Group(2), torch.ones(256, dtype=torch.bfloat16, device="cuda"), 4, 256
+    partial = [torch.ones(rows, hidden, device="cuda") for _ in range(2)]
+    for p in partial:
+        p.view(torch.int32)[1:3, ::3] = -1
+    residuals = [torch.zeros(rows, hidden, device="cuda") for _ in range(2)]
+    outs = [torch.empty(rows, hidden, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    torch.cuda.synchronize()
+    for rank in range(2):
+        group.launch(rank, "moe_peer_share_add_rms_norm", partial[rank], residuals[rank], weight, 1e-6, outs[rank], rows, hidden)
+    group.finish()
+    for out in outs:
+        assert bool(torch.isnan(out[1:3]).all()) and bool((out[[0, 3]] == 1).all())
+
+
+def gather_and_scatter(group, counts, hidden, top_k, seed):
+    """Each rank's rows, ids and weights to all, and sums back."""
+    torch.manual_seed(seed)
+    ranks, total = group.ranks, sum(counts)
+    special = torch.tensor([NO_EXPERT, NO_EXPERT - 1, 0x7FFF7FFF, 0xFFFF, 0xFFFF0000, 3, 77, 0], device="cuda")
+    rows = [randn(n, hidden) for n in counts]
+    ids = [special[torch.randint(0, 8, (n, top_k), device="cuda")].to(torch.int32) for n in counts]
+    weights = [randn(n, top_k, dtype=torch.float32) for n in counts]
+    sums = [randn(total, hidden, dtype=torch.float32) for _ in range(ranks)]
+    kinds = (hidden, torch.bfloat16), (top_k, torch.int32), (top_k, torch.float32)
+    outs = [[torch.full((total, w), 7, dtype=t, device="cuda") for w, t in kinds] for _ in range(ranks)]
+    owns = [torch.full((n, hidden), float("nan"), device="cuda") for n in counts]
+    torch.cuda.synchronize()
+    per_row = hidden // 8, top_k // 2, top_k // 4
+    for rank in random.sample(range(ranks), ranks):
+        arrays = (PeerArray * 3)()
+        for array, part, out, slots in zip(arrays, (rows, ids, weights), outs[rank], per_row):
+            every = [n * slots for n in counts] + [0] * (MAX_RANKS - ranks)
+            array.input, array.out = part[rank].data_ptr(), out.data_ptr()
+            array.slots, array.exact = (ctypes.c_uint32 * MAX_RANKS)(*every), int(out.dtype == torch.int32)
+        group.launch(rank, "moe_peer_all_gather", arrays, 3, None)
+    group.finish()
+    vectors = (ctypes.c_uint32 * MAX_RANKS)(*[n * hidden // 4 for n in counts])
+    for rank in random.sample(range(ranks), ranks):
+        group.launch(rank, "moe_peer_reduce_scatter", sums[rank], owns[rank], vectors, None)
+    group.finish()
+    expected = [torch.cat(parts) for parts in (rows, ids, weights)]
+    added = sums[0].clone()
+    for other in sums[1:]:
+        added += other
+    for rank in range(ranks):
+        for want, got in zip(expected, outs[rank]):
+            assert torch.equal(want, got), (counts, hidden, rank, want.dtype)
+        first = sum(counts[:rank])
+        assert torch.equal(owns[rank], added[first:first + counts[rank]]), (counts, hidden, rank)
+
+
+def gathers_and_scatters_take_uneven_counts():
+    cases = [([1, 1], 64), ([0, 0], 64), ([3, 0], 2048), ([0, 1], 8), ([17, 100], 264), ([300, 299], 2048), ([1000, 40], 2048),
+             ([0, 1000], 2048), ([1900, 1899], 1024), ([2, 0, 5], 1024), ([0, 7, 0, 1], 2048), ([1, 2, 0, 4, 5, 0, 7, 8], 512)]
+    for counts, hidden in cases:
+        group = Group(len(counts))
+        for seed in range(3):
+            gather_and_scatter(group, counts, hidden, 8, seed)
+
+
+def only_needed_rows_travel():
+    """Rows to the owners of their experts, and the sums of these back; some rows have no expert, some ranks no row."""
+    experts, top_k = 12, 3
+    for counts, hidden in [([1, 1], 64), ([40, 0], 264), ([300, 200], 2048), ([1900, 1899], 1024), ([5, 0, 9], 512), ([9, 8, 7, 6], 64)]:
+        group, ranks, total = Group(len(counts)), len(counts), sum(counts)
+        owners = torch.randint(0, ranks, (experts,), device="cuda")
+        ids = torch.randint(0, experts, (total, top_k), device="cuda")
+        ids[torch.rand(total, top_k, device="cuda") < 0.4] = NO_EXPERT
+        valid = ids != NO_EXPERT
+        needed = torch.stack([((owners[ids.clamp_max(experts - 1)] == r) & valid).any(1) for r in range(ranks)])
+        words, owner_words = ids.to(torch.int32), owners.to(torch.int32)
+        rows = [randn(n, hidden) for n in counts]
+        # What a rank adds up for rows that it does not need is nothing.
+        sums = [randn(total, hidden, dtype=torch.float32) * needed[r][:, None] for r in range(ranks)]
+        outs = [torch.full((total, hidden), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(ranks)]
+        backs = [torch.full((n, hidden), float("nan"), device="cuda") for n in counts]
+        torch.cuda.synchronize()
+        for _ in range(3):
+            for r in random.sample(range(ranks), ranks):
+                array, needs = (PeerArray * 1)(), Needs(words.data_ptr(), owner_words.data_ptr(), top_k, experts, hidden // 8)
+                array[0].input, array[0].out = rows[r].data_ptr(), outs[r].data_ptr()
+                array[0].slots = (ctypes.c_uint32 * MAX_RANKS)(*[n * hidden // 8 for n in counts])
+                group.launch(r, "moe_peer_all_gather", array, 1, ctypes.byref(needs))
+            group.finish()
+            for r in random.sample(range(ranks), ranks):
+                vectors = (ctypes.c_uint32 * MAX_RANKS)(*[n * hidden // 4 for n in counts])
+                needs = Needs(words.data_ptr(), owner_words.data_ptr(), top_k, experts, hidden // 4)
+                group.launch(r, "moe_peer_reduce_scatter", sums[r], backs[r], vectors, ctypes.byref(needs))
+            group.finish()
+        everything, added = torch.cat(rows), sums[0].clone()
+        for other in sums[1:]:
+            added += other
+        for r in range(ranks):
+            assert torch.equal(outs[r][needed[r]], everything[needed[r]]), (counts, hidden, r)
+            away = ~needed[r]
+            own = torch.arange(sum(counts[:r]), sum(counts[:r + 1]), device="cuda")
+            away[own] = False
+            away[[sum(counts[:p]) for p in range(ranks) if counts[p]]] = False  # the first slot of a launch always travels
+            if hidden == 2048:
+                assert bool((outs[r][away] == 7).all()), f"rows that nobody needs have come: {counts}"
+            assert torch.equal(backs[r], added[own]), (counts, hidden, r)
+
+
+def calls_follow_each_other_without_a_wait():
+    """Ranks drift apart: thousands of calls of every kind and size, whose results pile up."""
+    group, hidden = Group(2), 512
+    weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
+    sizes = [1, 130, 7, 260]
+    partial = [[torch.full((n, hidden), float(rank + 1), device="cuda") for n in sizes] for rank in range(2)]
+    residuals = [[torch.zeros(n, hidden, device="cuda") for n in sizes] for _ in range(2)]
+    out = [torch.empty(260, hidden, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    small = [torch.ones(2048, device="cuda") for _ in range(2)]
+    torch.cuda.synchronize()
+    for call in range(2000):
+        size = call % len(sizes)
+        for rank in range(2):
+            group.launch(rank, "moe_peer_share_add_rms_norm", partial[rank][size], residuals[rank][size], weight, 1e-6, out[rank],
+                         sizes[size], hidden)
+            if call % 3 == 0:
+                count = ctypes.c_size_t(2048)
+                group.launch(rank, "moe_peer_all_reduce", small[rank], out[rank], 0, count)
+    group.finish()
+    for size, rows in enumerate(sizes):
+        owners = shares_of(rows, hidden, 2)
+        for rank in range(2):
+            kept = residuals[rank][size]
+            assert bool((kept[owners == rank] == 1500.0).all()) and bool((kept[owners != rank] == 0).all()), (rows, rank)
+
+
+def a_rank_that_stays_away_ends_the_wait():
+    for name in ("share", "gather", "scatter"):
+        group = Group(2, seconds=0.3)
+        x, out = torch.zeros(300, 256, device="cuda"), torch.zeros(300, 256, dtype=torch.bfloat16, device="cuda")
+        start = time.time()
+        if name == "share":
+            group.launch(0, "moe_peer_share_add_rms_norm", x, x, out[0], 1e-6, out, 300, 256)
+        elif name == "gather":
+            arrays = (PeerArray * 1)()
+            arrays[0] = PeerArray(x.data_ptr(), x.data_ptr(), (ctypes.c_uint32 * MAX_RANKS)(64, 64), 0)
+            group.launch(0, "moe_peer_all_gather", arrays, 1, None)
+        else:
+            group.launch(0, "moe_peer_reduce_scatter", x, x, (ctypes.c_uint32 * MAX_RANKS)(64, 64), None)
+        torch.cuda.synchronize()
+        assert 0.2 < time.time() - start < 5, time.time() - start
+        assert group.status[0, 0] == 2, f"{name}: {group.status[0, 0]}"
+
+
+def sizes_that_cannot_be_are_refused():
+    group, x = Group(2), torch.zeros(8, 16, device="cuda")
+    out = torch.zeros(8, 16, dtype=torch.bfloat16, device="cuda")
+    for rows, hidden in ((-1, 16), (1, 12), (1, 0)):
+        code = LIB.raw("moe_peer_share_add_rms_norm", ctypes.byref(group.peers[0]), x, x, out, 1e-6, out, rows, hidden, None)
+        assert code == 1, (rows, hidden, code)
+
+
+CHECKS = [sums_and_norms_are_shared, words_that_look_empty_arrive, gathers_and_scatters_take_uneven_counts, only_needed_rows_travel,
+          calls_follow_each_other_without_a_wait, a_rank_that_stays_away_ends_the_wait, sizes_that_cannot_be_are_refused]
+
+if __name__ == "__main__":
+    failed = 0
+    for check in CHECKS:
+        begin = time.time()
+        try:
+            check()
+            print(f"ok      {check.__name__} ({time.time() - begin:.1f} s)", flush=True)
+        except Exception as e:
+            print(f"FAILED  {check.__name__}: {e!r}"[:400], flush=True)
+            failed = 1
+    sys.exit(failed)
