@@ -77,6 +77,20 @@ impl RmsNorm {
         ranks.all_reduce_add_rms_norm(delta, weight.view()?, self.eps, residual, out, ex)
     }
 
+    /// The same where each rank keeps some rows of `residual` alone, see
+    /// [`share_add_rms_norm`](Communicator::share_add_rms_norm).
+    pub fn add_shared_into(
+        &self,
+        ranks: &dyn Communicator,
+        delta: ViewMut,
+        residual: ViewMut,
+        out: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let weight = TensorView::new(&self.weight)?;
+        ranks.share_add_rms_norm(delta, weight.view()?, self.eps, residual, out, ex)
+    }
+
     /// The norm of `x` [.., H] (the weight's dtype or f32, in any layout) as a new tensor of the weight's dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let out = (self.weight.elem_count(), self.weight.dtype());

@@ -60,6 +60,12 @@ pub enum Observed {
 pub trait Observer: Send {
     /// Called once for each result, in the order of execution. The view is of host memory and only valid now.
     fn observe(&mut self, what: Observed, data: View) -> Result<()>;
+
+    /// Whether it wants [`Observed::HiddenStates`]: then ranks that share the tokens each keep the whole residual stream, where they
+    /// else may each keep some of its rows.
+    fn sees_hidden_states(&self) -> bool {
+        true
+    }
 }
 
 /// The observer of a forward pass, if there is one.
@@ -71,8 +77,11 @@ impl Observe<'_> {
         self.0.as_ref().map(|_| "a look at hidden states and router logits")
     }
 
-    /// Shows [`Observed::HiddenStates`]; `ex` brings it to the host.
+    /// Shows [`Observed::HiddenStates`] to an observer that wants them; `ex` brings it to the host.
     pub fn hidden(&mut self, index: usize, data: View<'_>, ex: &Exec) -> Result<()> {
+        if !self.0.as_ref().is_some_and(|observer| observer.sees_hidden_states()) {
+            return Ok(());
+        }
         self.show(Observed::HiddenStates(index), data, ex)
     }
 

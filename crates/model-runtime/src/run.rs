@@ -22,6 +22,7 @@ pub fn run_step(
     let vocab_size = model.info().vocab_size;
     step.check_vocab(vocab_size)?;
     context.token_ids = Some(step.token_ids().into());
+    context.whole_residual |= observer.as_ref().is_some_and(|observer| observer.sees_hidden_states());
     if let Some(ranks) = model.ranks() {
         ranks.begin(step, None, kv, None, context)?;
     }

@@ -170,6 +170,9 @@ pub struct StepContext {
     pub padded: bool,
     /// Number of the step; random routing (force-balance, simulation) differs from step to step.
     pub step: u64,
+    /// Whether every rank keeps the whole residual stream, because one of them shows it; else ranks that see the same tokens
+    /// may each keep some of its rows. The same on all of them.
+    pub whole_residual: bool,
 }
 
 impl StepContext {

@@ -271,7 +271,7 @@ impl SelfAttention for Attention {
             AttentionForm::stage(&["head norm", "rope", "kv write", "attention"], &call, machine),
             linear_stage(o, fused, &self.o_call(step.rows), machine),
         ];
-        if self.ranks.is_some() {
+        if self.ranks.as_ref().is_some_and(|ranks| !ranks.is_deferred()) {
             stages.push(plain(&["sum over ranks"], "all-reduce", Vec::new()));
         }
         stages

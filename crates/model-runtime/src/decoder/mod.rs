@@ -29,6 +29,7 @@ use crate::step::StepViews;
 pub use config::{DecoderConfig, DecoderNames, MoeConfig};
 pub use load::DecoderOptions;
 pub use plan::LayerPlan;
+use plan::RankSums;
 pub(crate) use plan::{linear_stage, plain};
 use residual::Residual;
 
@@ -147,8 +148,9 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
     }
 
     fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {
-        let ranks = self.sums.as_deref();
-        self.layers.iter().map(|layer| layer.plan(step, ranks, machine)).collect()
+        let shares = self.shares_residual(step.rows);
+        let sums = self.sums.as_deref().map(|ranks| RankSums { ranks, shares });
+        self.layers.iter().map(|layer| layer.plan(step, sums.as_ref(), machine)).collect()
     }
 
     fn forward(
@@ -163,7 +165,8 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
         let dims = [step.num_tokens(), self.info.hidden_size];
         let dtype = self.info.kv.dtype;
         let mut observe = Observe(observer);
-        let mut residual = Residual::new(&dims, dtype, self.sums.as_deref(), ex)?;
+        let shared = !context.whole_residual && self.shares_residual(dims[0]).is_ok();
+        let mut residual = Residual::new(&dims, dtype, self.sums.as_deref(), shared, ex)?;
         let rope = self.rope.rows(step.positions, step.rope_len, ex)?;
         self.embedding.forward_into(step.token_ids, residual.stream.view_mut(), ex)?;
         observe.hidden(0, residual.stream.view(), ex)?;

@@ -10,7 +10,7 @@ use moe_kernels::plan::{
 use moe_layer::{MoeForm, PlanStep};
 use serde::Serialize;
 
-use super::{DecoderLayer, Mlp, SelfAttention};
+use super::{Decoder, DecoderLayer, Mlp, SelfAttention};
 
 /// What runs a layer in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,17 +43,12 @@ impl<A: SelfAttention> DecoderLayer<A> {
         LayerForm { fused_attention: self.fuses_attention(mlp, step, machine).is_ok(), mlp }
     }
 
-    /// The same, explained; `ranks` add the sums that layers leave to the norms behind them.
-    pub(super) fn plan(
-        &self,
-        step: &PlanStep,
-        ranks: Option<&dyn Communicator>,
-        machine: &Machine,
-    ) -> LayerPlan {
+    /// The same, explained; `sums` are those that layers leave to the norms behind them.
+    pub(super) fn plan(&self, step: &PlanStep, sums: Option<&RankSums>, machine: &Machine) -> LayerPlan {
         let form = self.choose(step, machine);
         let mut attention = self.attention.stages(form.fused_attention, step, machine);
         if !form.fused_attention {
-            attention.insert(0, norm_stage(ranks.filter(|_| self.deferred[1])));
+            attention.insert(0, norm_stage(sums.filter(|_| self.deferred[1])));
             if let (Err(reason), Some(qkv)) =
                 (self.fuses_attention(form.mlp, step, machine), attention.get_mut(1))
             {
@@ -66,7 +61,7 @@ impl<A: SelfAttention> DecoderLayer<A> {
             Mlp::Sparse(sparse) => (form.mlp.fusion(), sparse.plan(step, &FUSIONS, machine).stages),
         };
         if fusion != Fusion::NormAdd {
-            mlp.insert(0, norm_stage(ranks.filter(|_| self.deferred[0])));
+            mlp.insert(0, norm_stage(sums.filter(|_| self.deferred[0])));
         }
         LayerPlan { attention, mlp }
     }
@@ -81,11 +76,36 @@ impl<A: SelfAttention> DecoderLayer<A> {
     }
 }
 
+impl<A> Decoder<A> {
+    /// Whether the ranks that add up in norms keep the residual stream of some of a step's rows each, or why all keep all of it.
+    ///
+    /// # Errors
+    /// The reason.
+    pub(super) fn shares_residual(&self, rows: usize) -> Result<(), Reason> {
+        let Some(ranks) = &self.sums else { return Err(Reason::NoGain("no rank shares the tokens")) };
+        if self.layers.iter().any(|layer| layer.deferred != [true; 2]) {
+            return Err(Reason::Part { part: "a sum over ranks that is not left to the norm" });
+        }
+        ranks.shares_residual(rows, self.info.hidden_size, self.info.kv.dtype).map_err(Reason::NoGain)
+    }
+}
+
+/// The ranks that add up in norms, and whether each does so for its share of a step's rows.
+pub(super) struct RankSums<'a> {
+    pub ranks: &'a dyn Communicator,
+    pub shares: Result<(), Reason>,
+}
+
 /// The norm behind a sub-layer, which also adds.
-fn norm_stage(ranks: Option<&dyn Communicator>) -> Stage {
-    match ranks {
-        Some(ranks) => plain(&["sum over ranks", "add", "norm"], &ranks.medium(), Vec::new()),
-        None => plain(&["add", "norm"], "add_rms_norm", Vec::new()),
+fn norm_stage(sums: Option<&RankSums>) -> Stage {
+    let Some(RankSums { ranks, shares }) = sums else {
+        return plain(&["add", "norm"], "add_rms_norm", Vec::new());
+    };
+    let (computes, medium) = (&["sum over ranks", "add", "norm"], ranks.medium());
+    let shared = format!("{medium}: each rank its share of the rows");
+    match shares {
+        Ok(()) => plain(computes, &shared, Vec::new()),
+        Err(reason) => plain(computes, &medium, vec![Rejected { kernel: shared, reason: reason.clone() }]),
     }
 }
 
@@ -104,5 +124,29 @@ pub(crate) fn linear_stage(
     match fused {
         true => FusedLinearForm::stage(computes, call, machine),
         false => LinearForm::stage(computes, call, machine),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moe_comm::SelfComm;
+
+    use super::*;
+
+    #[test]
+    fn a_norm_behind_a_sum_says_which_rows_a_rank_adds_up() {
+        let ranks = SelfComm::new();
+        let stage = |shares| norm_stage(Some(&RankSums { ranks: &ranks, shares }));
+        let shared = stage(Ok(()));
+        assert_eq!(
+            (shared.kernel.as_str(), shared.rejected.len()),
+            ("host memory: each rank its share of the rows", 0)
+        );
+        let whole = stage(Err(Reason::NoGain("few rows")));
+        assert_eq!(whole.kernel, "host memory");
+        let [rejected] = &whole.rejected[..] else { panic!("{whole:?}") };
+        assert_eq!(rejected.kernel, shared.kernel);
+        assert_eq!(rejected.reason.to_string(), "saves nothing here: few rows");
+        assert_eq!(norm_stage(None).computes, ["add", "norm"]);
     }
 }

@@ -27,14 +27,22 @@ pub(super) struct Residual<'a> {
     normed: bool,
     /// The ranks that share each token, where norms add their sums.
     ranks: Option<&'a dyn Communicator>,
+    /// Whether each of these ranks keeps the stream of some rows alone: then only additions with their sums keep it right.
+    shared: bool,
 }
 
 impl<'a> Residual<'a> {
     /// A stream of unspecified rows.
-    pub fn new(dims: &[usize], dtype: DType, ranks: Option<&'a dyn Communicator>, ex: &Exec) -> Result<Self> {
+    pub fn new(
+        dims: &[usize],
+        dtype: DType,
+        ranks: Option<&'a dyn Communicator>,
+        shared: bool,
+        ex: &Exec,
+    ) -> Result<Self> {
         let stream = ex.scratch(DType::F32, dims)?;
         let (delta, x) = (ex.scratch(DType::F32, dims)?, ex.scratch(dtype, dims)?);
-        Ok(Self { stream, delta, x, normed: false, ranks })
+        Ok(Self { stream, delta, x, normed: false, ranks, shared })
     }
 
     /// The stream's norm, [T, H] in the model dtype.
@@ -51,6 +59,9 @@ impl<'a> Residual<'a> {
         let Self { stream, delta, x, .. } = self;
         self.normed = true;
         match self.ranks {
+            Some(ranks) if self.shared => {
+                next.add_shared_into(ranks, delta.view_mut(), stream.view_mut(), x.view_mut(), ex)
+            }
             Some(ranks) if deferred => {
                 next.add_parts_into(ranks, delta.view_mut(), stream.view_mut(), x.view_mut(), ex)
             }

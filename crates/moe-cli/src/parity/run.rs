@@ -25,6 +25,8 @@ pub struct Observations {
     pub hidden_states: BTreeMap<usize, Vec<f32>>,
     /// [B * T, E] by decoder layer.
     pub router_logits: BTreeMap<usize, Vec<f32>>,
+    /// Whether there are hidden states to compare.
+    pub sees_hidden_states: bool,
 }
 
 impl Observer for Observations {
@@ -35,6 +37,10 @@ impl Observer for Observations {
             Observed::RouterLogits(layer) => self.router_logits.insert(layer, values),
         };
         Ok(())
+    }
+
+    fn sees_hidden_states(&self) -> bool {
+        self.sees_hidden_states
     }
 }
 
@@ -80,7 +86,8 @@ pub fn teacher_forced(
 ) -> Result<Observations> {
     let mut sequences = Sequences::new(model, reference.batch, reference.length, ex)?;
     let tokens: Vec<&[u32]> = (0..reference.batch).map(|b| reference.sequence(b)).collect();
-    let mut seen = Observations::default();
+    let sees_hidden_states = !reference.hidden_states.is_empty();
+    let mut seen = Observations { sees_hidden_states, ..Observations::default() };
     let step = sequences.step(&tokens, 0, reference.length, LogitsRows::All)?;
     let mut context = StepContext { replay, ..StepContext::default() };
     let logits = run_step(model, &step, &mut sequences.kv, Some(&mut seen), &mut context, ex)?;

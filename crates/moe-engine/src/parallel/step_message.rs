@@ -22,6 +22,8 @@ pub(super) struct StepMessage<'a> {
     force_balance: Option<u64>,
     /// Number of the step.
     number: u64,
+    /// Whether all ranks keep the whole residual stream, because the first one shows it.
+    whole_residual: bool,
 }
 
 /// The KV cache of a step, by its id on the first rank.
@@ -47,6 +49,7 @@ impl<'a> StepMessage<'a> {
             records: context.capture.is_some() || context.heat.is_some(),
             force_balance: context.force_balance,
             number: context.step,
+            whole_residual: context.whole_residual,
         }
     }
 
@@ -67,6 +70,7 @@ impl<'a> StepMessage<'a> {
             heat: counts.filter(|_| self.records),
             force_balance: self.force_balance,
             step: self.number,
+            whole_residual: self.whole_residual,
             ..StepContext::default()
         }
     }
@@ -99,6 +103,7 @@ mod tests {
             heat: Some(ExpertHeat::new(2, 4)),
             force_balance: Some(u64::MAX),
             step: 9,
+            whole_residual: true,
             ..StepContext::default()
         };
         let sampling = DeviceSampling { token_source: vec![u32::MAX, 0, 1], params: (0..16).collect() };
@@ -111,6 +116,7 @@ mod tests {
         let again = got.into_owned().context(Some(&moe));
         assert_eq!(again.replay, context.replay);
         assert_eq!((again.heat, again.force_balance, again.step), (context.heat, Some(u64::MAX), 9));
+        assert!(again.whole_residual);
         assert!(sent.context(None).heat.is_none());
     }
 }

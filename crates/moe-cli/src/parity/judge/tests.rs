@@ -39,6 +39,7 @@ fn same(reference: &Reference) -> Observations {
         logits: reference.logits.clone(),
         hidden_states: reference.hidden_states.clone(),
         router_logits: reference.router_logits.clone(),
+        ..Observations::default()
     }
 }
 
