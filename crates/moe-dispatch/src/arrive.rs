@@ -1,11 +1,11 @@
-//! How rows reach the experts of other ranks: gathered by all, or sent to those that need them.
+//! How rows reach the experts of other ranks: gathered by all or by those that need them, or sent to these.
 
 use candle_core::{DType, Result};
 use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, Scratch, View, list_slots_into};
 
 use crate::local_experts::LocalExperts;
 use crate::ranks::EpRanks;
-use crate::rows::{Layout, Packing, RowLists, width};
+use crate::rows::{Layout, Packing, width};
 
 /// What a caller brings: rows [T, H], ids and weights [T, K].
 pub(crate) struct Call<'i, 'a> {
@@ -56,33 +56,42 @@ impl Arrived {
     }
 }
 
-/// Every rank gets the owned rows of all.
+/// Every rank gets the owned rows of all, or with `needed` those that its experts need, in the same places: the others are
+/// unspecified.
 pub(crate) fn gather(
     ranks: &EpRanks,
     call: &Call<'_, '_>,
     counts: &[usize],
+    needed: bool,
     ex: &mut Exec,
 ) -> Result<Arrived> {
     let total = counts.iter().sum();
     let mut room = |array: View| ex.scratch(array.dtype(), &[total, width(array)]);
     let (mut rows, mut ids) = (room(call.input)?, room(call.ids)?);
     let mut weights = call.weights_that_travel().map(&mut room).transpose()?;
-    let mut arrays = vec![(ranks.own(call.input)?, rows.view_mut()), (ranks.own(call.ids)?, ids.view_mut())];
+    let mut arrays = vec![(ranks.own(call.ids)?, ids.view_mut())];
+    if !needed {
+        arrays.push((ranks.own(call.input)?, rows.view_mut()));
+    }
     if let Some(weights) = &mut weights {
         arrays.push((ranks.own(call.weights)?, weights.view_mut()));
     }
     ranks.ep.all_gather_v_each(arrays, counts, ex)?;
+    if needed {
+        let needs = ranks.needs(call.op, ids.view())?;
+        ranks.ep.all_gather_needed(ranks.own(call.input)?, counts, &needs, rows.view_mut(), ex)?;
+    }
     Ok(Arrived { rows, ids, weights })
 }
 
-/// Every rank gets the owned rows that its experts need: in blocks of `block` rows, or as many as they are. Which went
-/// where, and how many arrived from each rank, comes along.
+/// Every rank gets the owned rows that its experts need: in blocks of `block` rows, or as many as they are. How many arrived
+/// from each rank comes along.
 pub(crate) fn all_to_all(
     ranks: &EpRanks,
     call: &Call<'_, '_>,
     block: Option<usize>,
     ex: &mut Exec,
-) -> Result<(Arrived, Option<RowLists>, Vec<usize>)> {
+) -> Result<(Arrived, Vec<usize>)> {
     let top_k = width(call.ids);
     let ids = ex.to_host(ranks.own(call.ids)?)?;
     let ids = ids.view().cpu::<u32>()?;
@@ -97,11 +106,5 @@ pub(crate) fn all_to_all(
     let rows = ranks.exchange(packed.view(), &counts, &receive, ex)?;
     let packed = packing.pack_ids(ids, top_k, ex)?;
     let ids = ranks.exchange(packed.view(), &counts, &receive, ex)?;
-    let mut weights = None;
-    if let Some(all) = call.weights_that_travel() {
-        let packed = packing.pack(ranks.own(all)?, ex)?;
-        weights = Some(ranks.exchange(packed.view(), &counts, &receive, ex)?);
-    }
-    drop(packing);
-    Ok((Arrived { rows, ids, weights }, Some(send), receive))
+    Ok((Arrived { rows, ids, weights: None }, receive))
 }

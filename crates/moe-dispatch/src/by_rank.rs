@@ -6,14 +6,10 @@
 
 use candle_core::{DType, Result};
 use moe_kernels::door::{expect_dims, expect_dtype};
-use moe_kernels::{
-    Dispatched, Exec, Lent, NO_EXPERT, View, ViewMut, WeightAndReduce, add_into, copy_rows_into, fill_into,
-    weighted_sum_into,
-};
+use moe_kernels::{Dispatched, Exec, Lent, View, WeightAndReduce, add_into, copy_rows_into};
 
-use crate::ranks::EpRanks;
 use crate::reduce::reduce_into;
-use crate::rows::{Layout, RowLists, gather, placed, width};
+use crate::rows::width;
 
 /// This rank's sums of the rows that arrived, [T', H] f32: the experts' own if they have reduced, else
 /// their slot rows weighted and added.
@@ -50,33 +46,4 @@ pub(crate) fn whole_rows<'a>(expert_out: View<'a>, ex: &mut Exec) -> Result<Lent
         }
     }
     Ok(rows.into())
-}
-
-/// `out` [T_owned, H] f32 = the sums in `back` [R, H] that the ranks return for the tokens which they got (`send`),
-/// added by ascending rank.
-pub(crate) fn add_returned(
-    ranks: &EpRanks,
-    send: &RowLists,
-    back: View,
-    out: ViewMut,
-    ex: &mut Exec,
-) -> Result<()> {
-    let (ranks, tokens, width) = (ranks.world_size(), out.rows(), width(back));
-    let dims = [tokens, ranks];
-    // The row of each rank's sum of each token; a rank without a part in a token has none.
-    let (mut rows, mut parts) = (vec![0u32; tokens * ranks], vec![NO_EXPERT; tokens * ranks]);
-    for (rank, (tokens, block)) in send.by_rank().zip(Layout::Exact.blocks(&send.counts)).enumerate() {
-        for (row, &token) in (block.start as u32..).zip(tokens) {
-            let at = token as usize * ranks + rank;
-            (rows[at], parts[at]) = (row, 0);
-        }
-    }
-    let mut sums = ex.scratch(DType::F32, &[tokens, ranks, width])?;
-    if back.rows() > 0 {
-        let rows = placed(&rows, &[rows.len()], ex)?;
-        gather(back, rows.view(), sums.view_mut().reshape(&[tokens * ranks, width])?, ex)?;
-    }
-    let (parts, mut ones) = (placed(&parts, &dims, ex)?, ex.scratch(DType::F32, &dims)?);
-    fill_into(1., ones.view_mut(), ex)?;
-    weighted_sum_into(sums.view(), parts.view(), ones.view(), out, ex)
 }

@@ -5,12 +5,13 @@
 //! | `disabled` | every rank has them and a part of each expert | segments to the owners | all-reduce |
 //! | `local_allreduce` | every rank has them | to the owners | all-reduce |
 //! | `allgather_reducescatter` | all-gather | to the owners | reduce-scatter |
-//! | `deepep high_throughput` | all-to-all of the needed rows, exact counts | to the owners | all-to-all |
+//! | `deepep high_throughput` | by slot: all-to-all of the needed rows, exact counts; by rank: gather of the needed rows | to the owners | reduce-scatter of the needed rows |
 //! | `deepep low_latency` | by slot: all-to-all in blocks of the step's most tokens, batched; by rank: all-gather, listed | in blocks to the owners | reduce-scatter |
 //!
 //! A transport whose messages have sizes known to the host moves a fixed block whole however few of its rows are needed:
 //! so by rank the low-latency form gathers each token once, and what it lists by expert are not rows but the numbers of
-//! their slots: nothing is copied, padded or zeroed. By rank nothing but `high_throughput` reads anything on the host, so
+//! their slots: nothing is copied, padded or zeroed. The high-throughput form by rank keeps the places of a gather, and leaves
+//! empty those that a rank does not need: so nothing is counted. By rank no backend reads anything on the host, so
 //! that calls can be captured into a graph; by slot every backend but `disabled` reads the ids there.
 
 use std::sync::Arc;
@@ -21,13 +22,13 @@ use moe_kernels::door::expect_dims;
 use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, View, ViewMut, WeightAndReduce};
 
 use crate::arrive::{Call, all_to_all, gather};
-use crate::by_rank::{add_returned, partial_sums, whole_rows};
+use crate::by_rank::{partial_sums, whole_rows};
 use crate::by_slot::{Returns, add_segments, add_slots};
 use crate::local_experts::LocalExperts;
 use crate::prepare_finalize::{Combine, PrepareFinalize, WhoAdds};
 use crate::ranks::EpRanks;
 use crate::reduce::reduce_into;
-use crate::rows::{RowLists, width};
+use crate::rows::width;
 use crate::tokens::Tokens;
 
 /// How rows reach their experts.
@@ -41,7 +42,9 @@ enum Transport {
     AllGather,
     /// The same for at most so many tokens per rank and call, their slots listed by expert.
     AllGatherListed(usize),
-    /// Every rank gets the rows that its experts need.
+    /// Every rank gets those that its experts need, in the places that they have among the tokens of all.
+    GatherNeeded,
+    /// Every rank gets the rows that its experts need, packed.
     AllToAll,
     /// The same in blocks of the step's most tokens, at most so many per rank and call, batched by expert.
     AllToAllBatched(usize),
@@ -78,8 +81,6 @@ enum Back {
     InPlace,
     /// By rank: a reduce-scatter to the owners of so many tokens each.
     Scatter(Vec<usize>),
-    /// By rank: the sums of `receive` rows from each rank return, those of the owned tokens `send` come back.
-    Return { send: RowLists, receive: Vec<usize> },
 }
 
 impl OverRanks {
@@ -109,9 +110,14 @@ impl OverRanks {
     }
 
     /// `deepep` in its mode high_throughput: each rank receives only the rows that its experts need, each once however
-    /// many of them the token chose. Counts are exact and exchanged first: what prefill wants.
+    /// many of them the token chose. By slot counts are exact and exchanged first. By rank rows have the places of a gather, and
+    /// whether one travels follows on the device from the ids that all ranks have.
     pub fn high_throughput(ranks: EpRanks, who_adds: WhoAdds) -> Self {
-        Self::new("deepep high_throughput", Transport::AllToAll, ranks, who_adds)
+        let transport = match who_adds {
+            WhoAdds::BySlot => Transport::AllToAll,
+            WhoAdds::ByRank => Transport::GatherNeeded,
+        };
+        Self::new("deepep high_throughput", transport, ranks, who_adds)
     }
 
     /// `deepep` in its mode low_latency, for at most `max_num_tokens` tokens per rank and call: no size depends on
@@ -171,11 +177,11 @@ impl OverRanks {
         ex: &mut Exec,
     ) -> Result<(Dispatched<'a>, Back)> {
         let (name, ranks) = (self.name, &self.ranks);
-        let (arrived, send, counts) = match self.transport {
+        let (arrived, counts) = match self.transport {
             Transport::AllToAll => all_to_all(ranks, call, None, ex)?,
             Transport::AllToAllBatched(_) => {
                 let block = self.owned_counts(call.ids.rows(), agreed, ex)?.into_iter().max().unwrap_or(0);
-                let (arrived, ..) = all_to_all(ranks, call, Some(block), ex)?;
+                let (arrived, _) = all_to_all(ranks, call, Some(block), ex)?;
                 let rows = (arrived.rows.view(), arrived.ids.view(), block);
                 let (batches, returns) = Returns::of_batches(name, ranks, rows, call.ids, ex)?;
                 let dispatched = Dispatched::batched(batches.rows, batches.counts, call.ids, call.weights);
@@ -183,16 +189,16 @@ impl OverRanks {
             }
             _ => {
                 let counts = self.owned_counts(call.ids.rows(), agreed, ex)?;
-                (gather(ranks, call, &counts, ex)?, None, counts)
+                let needed = self.transport == Transport::GatherNeeded;
+                (gather(ranks, call, &counts, needed, ex)?, counts)
             }
         };
-        let back = match (self.who_adds, send) {
-            (WhoAdds::BySlot, _) => {
+        let back = match self.who_adds {
+            WhoAdds::BySlot => {
                 let ids = (arrived.ids.view(), &counts[..]);
                 Back::Slots(Returns::of_rows(name, ranks, ids, call.ids, ex)?)
             }
-            (WhoAdds::ByRank, None) => Back::Scatter(counts),
-            (WhoAdds::ByRank, Some(send)) => Back::Return { send, receive: counts },
+            WhoAdds::ByRank => Back::Scatter(counts),
         };
         let dispatched = match self.transport {
             Transport::AllGatherListed(_) => arrived.listed(ranks.local_experts(), call, ex)?,
@@ -342,15 +348,12 @@ impl PrepareFinalize for OverRanks {
             }
             Back::Scatter(counts) => {
                 let sums = partial_sums(name, expert_out, dispatched, strategy, ex)?;
-                ranks.for_owned(DType::F32, out, ex, |rows, ex| {
-                    ranks.ep.reduce_scatter_v(sums.view(), counts, rows, ReduceOp::Sum, ex)
-                })
-            }
-            Back::Return { send, receive } => {
-                let sums = partial_sums(name, expert_out, dispatched, strategy, ex)?;
-                let back = ranks.exchange(sums.view(), receive, &send.counts, ex)?;
-                ranks.for_owned(DType::F32, out, ex, |rows, ex| {
-                    add_returned(ranks, send, back.view(), rows, ex)
+                ranks.for_owned(DType::F32, out, ex, |rows, ex| match self.transport {
+                    Transport::GatherNeeded => {
+                        let needs = ranks.needs(name, dispatched.topk_ids()?)?;
+                        ranks.ep.reduce_scatter_needed(sums.view(), counts, &needs, rows, ex)
+                    }
+                    _ => ranks.ep.reduce_scatter_v(sums.view(), counts, rows, ReduceOp::Sum, ex),
                 })
             }
         }

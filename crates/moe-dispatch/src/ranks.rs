@@ -9,8 +9,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, bail};
-use moe_comm::{Communicator, ExpertLayout, partition, shares};
-use moe_kernels::{Exec, NO_EXPERT, Scratch, View, ViewMut, copy_rows_into};
+use moe_comm::{Communicator, ExpertLayout, RowNeeds, partition, shares};
+use moe_kernels::{Buffer, Exec, NO_EXPERT, Scratch, View, ViewMut, copy_rows_into};
 
 use crate::local_experts::LocalExperts;
 use crate::rows::{RowLists, width};
@@ -21,6 +21,8 @@ pub struct EpRanks {
     pub(crate) ep: Arc<dyn Communicator>,
     pub(crate) tp: Arc<dyn Communicator>,
     owners: Vec<u32>,
+    /// The same where the rows are; `None` for cut experts, which have no owners.
+    placed_owners: Option<Buffer>,
     experts: LocalExperts,
 }
 
@@ -50,17 +52,31 @@ impl EpRanks {
             Some(map) => LocalExperts::from_map(map, layout.num_local_experts())?,
             None => LocalExperts::all(layout.num_experts()),
         };
-        Ok(Self { ep, tp, owners: layout.owners.clone(), experts })
+        let owners = layout.owners.clone();
+        let placed_owners = Buffer::from_vec(owners.clone(), &[owners.len()])?;
+        Ok(Self { ep, tp, owners, placed_owners: Some(placed_owners), experts })
     }
 
     /// Ranks that see the same tokens and hold a part of every expert each.
     pub(crate) fn of_cut_experts(comm: Arc<dyn Communicator>) -> Self {
-        Self { ep: comm.clone(), tp: comm, owners: Vec::new(), experts: LocalExperts::all(0) }
+        let (owners, experts) = (Vec::new(), LocalExperts::all(0));
+        Self { ep: comm.clone(), tp: comm, owners, placed_owners: None, experts }
     }
 
     /// The same with the map of the experts on a device: that of the rows.
     pub fn on(self, device: &Device) -> Result<Self> {
-        Ok(Self { experts: self.experts.on(device)?, ..self })
+        let Some(owners) = self.placed_owners.as_ref().filter(|_| !device.is_cpu()) else { return Ok(self) };
+        let mut copy = Buffer::zeros_on(device, owners.dtype(), owners.dims())?;
+        Exec::on(device)?.copy_from_host(owners.view(), copy.view_mut())?;
+        Ok(Self { experts: self.experts.on(device)?, placed_owners: Some(copy), ..self })
+    }
+
+    /// Which ranks need the rows of all ranks' tokens, that have these ids.
+    pub(crate) fn needs<'v>(&'v self, op: &str, ids: View<'v>) -> Result<RowNeeds<'v>> {
+        match &self.placed_owners {
+            Some(owners) => Ok(RowNeeds { ids, owners: owners.view() }),
+            None => bail!("{op}: cut experts have no owners"),
+        }
     }
 
     /// Where the experts live.

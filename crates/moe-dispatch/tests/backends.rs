@@ -168,7 +168,8 @@ proptest! {
 }
 
 /// What crosses between ranks: a token's row goes to a rank once, however many of its experts are
-/// there, and a token that several ranks see is sent by its owner alone.
+/// there, and a token that several ranks see is sent by its owner alone. By slot rows are packed; by rank they have the places
+/// of a gather, which a token has once.
 #[test]
 fn rows_travel_once() {
     let p = Problem {
@@ -181,14 +182,14 @@ fn rows_travel_once() {
         map: (0..4).collect(),
         num_local: 4,
     };
-    for (tp, groups, want) in [(1, 2, [4, 6]), (2, 1, [2, 3])] {
+    for (tp, groups, packed, gathered) in [(1, 2, [4, 6], [8, 8]), (2, 1, [2, 3], [4, 4])] {
         let world = World {
             tp,
             placement: ExpertPlacement::Linear,
             problems: vec![p.clone(); groups],
             on_input: false,
         };
-        for who in BOTH {
+        for (who, want) in [(WhoAdds::BySlot, packed), (WhoAdds::ByRank, gathered)] {
             let arrived = run_ranks(2, |_, comm| {
                 let backend = world.backend("high_throughput", who, Arc::new(comm))?;
                 let [hidden, ids, weights] = p.views()?;
