@@ -1,10 +1,11 @@
 """Parity of a mid-size random model with transformers on the same GPU.
 
-  python midsize.py BINARY [--dir /tmp/midsize] [--prompts 1,17,1023,4097,20000]
+  python midsize.py BINARY [--dir /tmp/midsize] [--prompts 1,17,1023,4097,20000] [--flags="--tp 2"]
 
 Makes a Qwen3-MoE checkpoint of 3.1 GB in bf16, runs it through transformers on the GPU (f32 with
 exact products, then bf16 for the noise), and through BINARY on the same GPU: 4 sequences of 96 tokens in f32 and
-bf16, then one prompt of each length in bf16, whose logits are compared. Prints a row per run; exit code 1 if one fails.
+bf16, then one prompt of each length in bf16, whose logits are compared. Prints a row per run; exit code 1 if one fails. FLAGS are
+further flags of BINARY, such as a number of ranks.
 """
 import argparse
 import json
@@ -61,12 +62,12 @@ def prompt_references(folder, lengths):
         yield n, {"logits": want, "input_ids": ids.cpu(), "bf16_noise": torch.tensor([noise])}
 
 
-def passes(binary, folder, tensors, dtype, name):
+def passes(binary, flags, folder, tensors, dtype, name):
     """Runs BINARY against a reference and prints a row."""
     reference, out = folder / "reference.safetensors", folder / "result.json"
     out.unlink(missing_ok=True)
     save_file(tensors, reference)
-    command = [binary, "parity", "--model", folder, "--reference", reference, "--device", "cuda"]
+    command = [binary, "parity", "--model", folder, "--reference", reference, "--device", "cuda", *flags]
     run = subprocess.run([*command, "--dtype", dtype, "--json", out], capture_output=True, text=True)
     result = json.loads(out.read_text()) if out.exists() else {}
     keys = ["relative_error", "argmax_agreement", "generated_match", "router_topk_agreement", "passed"]
@@ -82,7 +83,9 @@ def main():
     parser.add_argument("binary")
     parser.add_argument("--dir", type=Path, default=Path("/tmp/midsize"))
     parser.add_argument("--prompts", default="1,17,1023,4097,20000")
+    parser.add_argument("--flags", default="")
     args = parser.parse_args()
+    check = lambda *what: passes(args.binary, args.flags.split(), args.dir, *what)  # noqa: E731
     make_checkpoint(args.dir)
     on_host = make_reference.load
     make_reference.load = lambda folder, dtype: on_host(folder, dtype).to("cuda")
@@ -91,9 +94,9 @@ def main():
     torch.cuda.empty_cache()
     gigabytes = sum(f.stat().st_size for f in args.dir.glob("model*.safetensors")) / 1e9
     print(f"mid-size model of {gigabytes:.1f} GB")
-    passed = [passes(args.binary, args.dir, tensors, dtype, "4 x 96 tokens") for dtype in ("f32", "bf16")]
+    passed = [check(tensors, dtype, "4 x 96 tokens") for dtype in ("f32", "bf16")]
     for n, tensors in prompt_references(args.dir, [int(n) for n in args.prompts.split(",") if n]):
-        passed.append(passes(args.binary, args.dir, tensors, "bf16", f"prompt of {n}"))
+        passed.append(check(tensors, "bf16", f"prompt of {n}"))
     return not all(passed)
 
 

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Ranks on GPUs, a process each, from the bundle that `cargo xtask dist` packs:
-#   ranks.sh [short | long | PART...]    parts: parity tokens death hosts bench backends
-# short (default) is every part but backends, below 4 minutes on 4 GPUs; long adds backends: each one at every batch
-# size, below 7 minutes, or those rows of its table that ROWS names ("dp-allgather dp-deepep"). GPUS is the number of
-# ranks (default: all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go to $OUT (default: results); tables
-# come last.
+#   ranks.sh [short | long | PART...]    parts: parity prompts tokens death hosts bench backends prefill mixed
+# short (default) is parity, tokens, death, hosts and bench, below 4 minutes on 4 GPUs; long has backends instead of bench: each
+# one at every batch size, below 7 minutes. prompts is the
+# parity of long prompts of a mid-size model (2 minutes; needs torch and transformers), prefill the rate of prompts of 8,192 and
+# 32,768 tokens, below 2 minutes; mixed the set of
+# tests/bench/mixed_workload.py by every form that holds weights once, by replicas and on one GPU, below 5 minutes. ROWS names the
+# rows of backends, prefill and mixed to run ("dp-allgather dp-deepep"). GPUS is the number of ranks (default: all GPUs, at most
+# 4), MOE_PROGRAM the program. Logs and JSON go to $OUT (default: results); tables come last.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
 out=${OUT:-$root/results}/ranks
@@ -58,6 +61,13 @@ allgather $ep allgather_reducescatter
 high_throughput $ep deepep --deepep-mode high_throughput
 low_latency $ep deepep --deepep-mode low_latency
 END
+}
+
+# Parity of long prompts over tensor-parallel ranks, which share the rows of their residual stream.
+prompts() {
+  check prompts 170 python3 "$root/tests/gpu/midsize.py" "$qwen" --dir /tmp/midsize-ranks --prompts 300,1023,4097,20000 \
+    --flags="--tp $n --log error"
+  grep -E "prompt of|tokens" "$out/prompts.log" | cut -c1-250
 }
 
 # requests FILE COUNT TOKENS: greedy completions of the embedded checkpoint.
@@ -186,12 +196,27 @@ dp --dp 2 --tp $half $ep allgather_reducescatter
 END
 }
 
-# bench_row NAME SECONDS BATCHES FLAGS...: Qwen3-30B-A3B with random weights.
+# bench_row NAME SECONDS BATCHES FLAGS...: Qwen3-30B-A3B with random weights, prompts of $LENGTHS.
 bench_row() {
   local name=$1 seconds=$2 batches=$3
   shift 3
   check "bench-$name" "$seconds" "$qwen" bench --config "$config" --dummy-weights --dtype bf16 --device cuda --batches \
-    "$batches" --lengths 8192 --repeat "${REPEAT:-1}" --log warn --json "$out/bench-$name.json" "$@"
+    "$batches" --lengths "${LENGTHS:-8192}" --repeat "${REPEAT:-1}" --log warn --json "$out/bench-$name.json" "$@"
+}
+
+# rows COMMAND ARGUMENT...: calls COMMAND LABEL ARGUMENT... FLAGS for each line "label flags" of the standard input that ROWS names,
+# which are all by default.
+rows() {
+  local known=" " label flags
+  while read -r label flags; do
+    known+="$label "
+    [[ -z ${ROWS:-} || " $ROWS " == *" $label "* ]] || continue
+    # shellcheck disable=SC2086
+    "$1" "$label" "${@:2}" $flags </dev/null
+  done
+  for label in ${ROWS:-}; do
+    [[ $known == *" $label "* ]] || { echo "FAILED  unknown row $label; expected some of$known" && failed=1; }
+  done
 }
 
 bench() {
@@ -203,13 +228,7 @@ bench() {
 # Each backend at every batch size, with graphs where it has them. A row is a minute or less: 64 tokens of output, one run.
 # ROWS names the rows to run, all by default.
 backends() {
-  local all=1,2,4,8,16,32,64,128,256,512,1024 known=" " label flags
-  while read -r label flags; do
-    known+="$label "
-    [[ -z ${ROWS:-} || " $ROWS " == *" $label "* ]] || continue
-    # shellcheck disable=SC2086
-    bench_row "$label" 200 $all --output 64 $flags
-  done <<END
+  rows bench_row 200 1,2,4,8,16,32,64,128,256,512,1024 --output 64 <<END
 tp-disabled --tp $n
 tp-local_allreduce --tp $n $ep local_allreduce
 tp-allgather --tp $n $ep allgather_reducescatter
@@ -217,9 +236,54 @@ dp-allgather --dp $n $ep allgather_reducescatter
 dp-deepep --dp $n $ep deepep
 dp-high_throughput --dp $n $ep deepep --deepep-mode high_throughput
 END
-  for label in ${ROWS:-}; do
-    [[ $known == *" $label "* ]] || { echo "FAILED  unknown row $label; expected some of$known" && failed=1; }
-  done
+}
+
+# Prompts in steps of 8,192 tokens. Data-parallel ranks have a prompt each.
+prefill() {
+  LENGTHS=8192,32768 rows bench_row 120 256 --output 32 <<END
+prefill-tp --tp $n
+prefill-dp-allgather --dp $n $ep allgather_reducescatter
+prefill-dp-high_throughput --dp $n $ep deepep --deepep-mode high_throughput
+prefill-replicas --dp $n
+END
+}
+
+# mixed_row NAME SECONDS FLAGS...: the mixed set of requests.
+mixed_row() {
+  local name=$1 seconds=$2
+  shift 2
+  check "mixed-$name" "$seconds" "$qwen" bench --config "$config" --dummy-weights --dtype bf16 --device cuda --workload \
+    "$out/requests-mixed.json" --repeat "${REPEAT:-1}" --log warn --json "$out/mixed-$name.json" "$@"
+}
+
+mixed() {
+  python3 "$root/tests/bench/mixed_workload.py" --out "$out/requests-mixed.json" >/dev/null || failed=1
+  rows mixed_row 100 <<END
+one-256 --max-num-seqs 256
+tp-512 --tp $n --max-num-seqs 512
+dp-allgather-256 --dp $n $ep allgather_reducescatter --max-num-seqs 256
+dp-allgather-512 --dp $n $ep allgather_reducescatter --max-num-seqs 512
+dp-deepep-256 --dp $n $ep deepep --max-num-seqs 256
+replicas-256 --dp $n --max-num-seqs 256
+END
+}
+
+# Total and output tok/s of the mixed set, and of replicas the ratio to one GPU.
+mixed_table() {
+  python3 - "$out"/mixed-*.json <<'END'
+import json, sys
+runs = {}
+for path in sys.argv[1:]:
+    try:
+        run = json.load(open(path))
+        runs[path.split("/mixed-")[-1][:-5]] = run.get("best") or run["runs"][0]
+    except (OSError, ValueError, KeyError, IndexError):
+        pass
+for name, run in sorted(runs.items()):
+    print(f"mixed {name:20} total {run['total_tok_s']:9.0f}  output {run['output_tok_s']:8.0f}  steps {run['steps']}")
+if {"one-256", "replicas-256"} <= runs.keys():
+    print(f"replicas over one GPU: {runs['replicas-256']['total_tok_s'] / runs['one-256']['total_tok_s']:.2f}")
+END
 }
 
 table() {
@@ -233,11 +297,12 @@ for path in sys.argv[1:]:
         pass
 batches = sorted({int(b) for run in runs.values() for b in run["decode"]})
 if runs:
-    print(f"{'tok/s':20}" + "".join(f"{'B=' + str(b):>9}" for b in batches) + "  prefill 8192  start s")
+    print(f"{'tok/s':28}" + "".join(f"{'B=' + str(b):>9}" for b in batches) + "  prefill 8192     32768  start s")
 for name, run in sorted(runs.items()):
     cells = [run["decode"].get(str(b), {}).get("tok_s") for b in batches]
     row = "".join(f"{c:9.0f}" if c else f"{'-':>9}" for c in cells)
-    print(f"{name:20}{row}  {run['prefill'].get('8192', 0):12.0f}  {run['start_s']:7.1f}")
+    prefill = [run["prefill"].get(length, 0) for length in ("8192", "32768")]
+    print(f"{name:28}{row}  {prefill[0]:12.0f}  {prefill[1]:8.0f}  {run['start_s']:7.1f}")
 END
 }
 
@@ -248,10 +313,11 @@ case ${parts[0]} in
 esac
 for part in "${parts[@]}"; do
   case $part in
-    parity | tokens | death | hosts | bench | backends) echo "== $part on $n GPUs ($SECONDS s)" && $part ;;
+    parity | prompts | tokens | death | hosts | bench | backends | prefill | mixed) echo "== $part on $n GPUs ($SECONDS s)" && $part ;;
     *) echo "unknown part $part" && exit 2 ;;
   esac
 done
 echo "== $SECONDS s"
 table
+mixed_table
 exit $failed

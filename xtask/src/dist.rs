@@ -34,6 +34,7 @@ const FILES: &[&str] = &[
     // The structs that tests/cuda fills.
     "crates/moe-kernels/cuda/*/args.cuh",
     "tests/bench/configs",
+    "tests/bench/mixed_workload.py",
     "tests/bench/peers",
 ];
 
