@@ -26,6 +26,7 @@ qwen="$root/bin/model-qwen3moe"
 check ops timeout 240 "$root/bin/gpu" --skip nccl:: --test-threads 1
 check units-engine units moe_engine engine::slots::
 check units-kernels units moe_kernels cuda::
+check peers timeout 90 env MOE_KERNELS_SO="$root/lib/libmoe_kernels.so" python3 "$root/tests/cuda/peers.py"
 check parity timeout 120 "$root/tests/gpu/parity.sh" "$qwen"
 check parity-deepseek timeout 240 "$root/tests/gpu/parity.sh" "$root/bin/model-deepseekv2-legacy"
 check midsize timeout 120 python3 "$root/tests/gpu/midsize.py" "$qwen"
