@@ -81,7 +81,7 @@ path, count, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 names = ["ROMEO:", "JULIET:", "First Citizen:", "KING RICHARD III:", "What", "O, ", "The", "MENENIUS:"]
 with open(path, "w") as out:
     for i in range(count):
-        body = {"model": "m", "prompt": names[i % 8] + "\n" * (i % 3), "max_tokens": tokens, "temperature": 0}
+        body = {"prompt": names[i % 8] + "\n" * (i % 3), "max_tokens": tokens, "temperature": 0}
         out.write(json.dumps({"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}) + "\n")
 END
 }

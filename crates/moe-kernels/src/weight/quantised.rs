@@ -83,7 +83,7 @@ impl Pack {
     }
 }
 
-/// A quantised weight: made by [`Weight::of_quantised`] alone.
+/// A quantised weight: made by [`Weight::of_quantised`](crate::Weight::of_quantised) alone.
 #[derive(Clone, Copy, Debug)]
 pub struct QuantView<'a> {
     pub(super) weight: &'a Quantised,
