@@ -22,6 +22,13 @@ use report::Usage;
 const ALLOWED_SPILLS: &[(&str, &str)] = &[
     ("attention_latent", "one word, outside of loops, of the warp that loads and lives on 24 registers"),
     ("Contiguous", "the same in attention_expanded"),
+    (
+        "experts_tensor<16, experts_tensor::QuantWeights<(QuantFormat)0, 128>",
+        "two words, so that three blocks share an SM",
+    ),
+    ("dequantise<", "a word around the subroutine of a 64-bit division, once before the loop"),
+    ("quant_product<(QuantFormat)1, 1, Store>", "a word, in the tier \"any\", which is not made for speed"),
+    ("quant_product<(QuantFormat)2, 1, Store>", "the same of FP8"),
 ];
 
 #[derive(clap::Args)]
