@@ -26,6 +26,7 @@ pub fn engine_config(args: &EngineArgs, default: EngineConfig) -> EngineConfig {
         max_model_len: args.max_model_len,
         block_size: args.block_size,
         kv_cache_memory: args.kv_cache_memory,
+        gpu_memory: args.gpu_memory.map(|bytes| bytes as u64),
         enable_prefix_caching: args.enable_prefix_caching,
         enforce_eager: args.enforce_eager,
         expert_counts: if args.stats { ExpertCounts::WhereFree } else { ExpertCounts::Off },

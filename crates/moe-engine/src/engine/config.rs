@@ -28,8 +28,10 @@ pub struct EngineConfig {
     /// Tokens per KV block.
     pub block_size: usize,
     /// Bytes of the KV cache, which are taken when the engine is made; `None`: 4 GiB, but at most half
-    /// of the memory that is free then; on a GPU nine tenths of what is free there. Never more than all sequences need at full length.
+    /// of the memory that is free then; on a GPU nine tenths of what is free there, or less where the largest step needs more. Never more than all sequences need at full length.
     pub kv_cache_memory: Option<usize>,
+    /// Bytes of the GPU that may be in use, as if it had no more: weights, KV cache, buffers, and what other programs take.
+    pub gpu_memory: Option<u64>,
     /// Shares the KV blocks of common prefixes.
     pub enable_prefix_caching: bool,
     /// Schedules a step before the tokens of the one before are known.
@@ -138,15 +140,12 @@ impl EngineConfig {
         }
     }
 
-    /// Sizes the KV cache: at most what all sequences can use at once.
-    pub(super) fn capacity(&self, info: &ModelInfo, ex: &Exec) -> Result<Capacity> {
+    /// Sizes the KV cache where `free` bytes are left, if that is known: at most what all sequences can use at once. `budget` is
+    /// what it may take without `kv_cache_memory`.
+    pub(super) fn capacity(&self, info: &ModelInfo, free: Option<u64>, budget: usize) -> Result<Capacity> {
         let context_len = self.check(info.max_context_len)?;
         let useful = context_len.div_ceil(self.block_size).saturating_mul(self.max_num_seqs);
-        let free = memory::available(ex)?.map(|free| free / self.ranks.max(1) as u64);
-        let share =
-            |n: u64, d: u64| free.and_then(|free| usize::try_from(free / d * n).ok()).unwrap_or(usize::MAX);
-        let default = if ex.is_cuda() { share(9, 10) } else { DEFAULT_BUDGET.min(share(1, 2)) };
-        let budget = self.kv_cache_memory.unwrap_or(default);
+        let budget = self.kv_cache_memory.unwrap_or(budget);
         // Slot numbers are 32 bits wide.
         let addressable = (u32::MAX as usize - 1) / self.block_size;
         let num_blocks = useful.min(info.kv.blocks_in(budget, self.block_size)?).min(addressable);
@@ -174,7 +173,16 @@ impl EngineConfig {
             ensure!(self.max_model_len.is_none(), "{sizes}");
             warn!("{sizes}; until then no sequence gets longer than {held} tokens");
         }
-        Ok(Capacity { num_blocks, context_len, max_model_len: context_len.min(held) })
+        Ok(Capacity { num_blocks, bytes, context_len, max_model_len: context_len.min(held) })
+    }
+
+    /// Bytes that are free for a rank where `ex` runs, and what a KV cache takes of them by default.
+    pub(super) fn free_and_budget(&self, ex: &Exec) -> Result<(Option<u64>, usize)> {
+        let free = memory::available(ex, self.gpu_memory)?.map(|free| free / self.ranks.max(1) as u64);
+        let share =
+            |n: u64, d: u64| free.and_then(|free| usize::try_from(free / d * n).ok()).unwrap_or(usize::MAX);
+        let budget = if ex.is_cuda() { share(9, 10) } else { DEFAULT_BUDGET.min(share(1, 2)) };
+        Ok((free, budget))
     }
 
     /// What runs steps on a CUDA device; `None` on the CPU and on cards that cannot sample tokens.
@@ -204,6 +212,7 @@ impl Default for EngineConfig {
             max_model_len: None,
             block_size: 16,
             kv_cache_memory: None,
+            gpu_memory: None,
             enable_prefix_caching: true,
             async_scheduling: false,
             enforce_eager: false,
@@ -220,6 +229,8 @@ impl Default for EngineConfig {
 pub(super) struct Capacity {
     /// Blocks of the KV cache.
     pub num_blocks: usize,
+    /// Bytes of the KV cache.
+    pub bytes: usize,
     /// The longest sequence that is asked for.
     pub context_len: usize,
     /// The longest sequence that also fits the KV cache.

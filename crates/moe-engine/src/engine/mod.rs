@@ -26,6 +26,8 @@ mod sequence;
 #[cfg(any(test, feature = "cuda"))]
 mod slots;
 mod stats;
+#[cfg(feature = "cuda")]
+mod step_memory;
 mod text;
 #[cfg(feature = "cuda")]
 mod track;
@@ -118,9 +120,19 @@ impl<'m> Engine<'m> {
         config: &EngineConfig,
     ) -> Result<Self> {
         #[cfg(feature = "cuda")]
-        let ex = track::tracked(ex)?;
+        let mut ex = track::tracked(ex)?;
         let info = model.info();
-        let Capacity { num_blocks, context_len, max_model_len } = config.capacity(info, &ex)?;
+        let (free, budget) = config.free_and_budget(&ex)?;
+        let capacity = config.capacity(info, free, budget)?;
+        #[cfg(feature = "cuda")]
+        let capacity = match ex.is_cuda() && step_memory::is_tight(config, &capacity, free, model) {
+            true => {
+                let left = step_memory::budget(model, config, &capacity, &mut ex)?;
+                config.capacity(info, free, left.min(budget))?
+            }
+            false => capacity,
+        };
+        let Capacity { num_blocks, context_len, max_model_len, .. } = capacity;
         let mut kv = KvCache::new_on(ex.device(), info.kv, num_blocks, config.block_size)?;
         kv.commit(&ex)?;
         let limits = Limits {
