@@ -121,7 +121,7 @@ fn the_largest_sums_are_exact() -> Result<()> {
             let packed = pack(&Plain { n: 16, k, scheme, rows, perm: None }, QuantUse::Linear)?;
             let x = bf16::from_f32(sign * 1.9921875);
             let want = k as f32 * f32::from(most) * x.to_f32();
-            for (isa, t) in isas().into_iter().flat_map(|isa| [1, 2, 9].map(|t| (isa, t))) {
+            for (isa, t) in isas().flat_map(|isa| [1, 2, 9].map(|t| (isa, t))) {
                 let got = linear::<bf16, f32>(&vec![x; t * k], &packed, None, &mut exec(isa, 1))?;
                 assert!(got.iter().all(|got| *got == want), "{bits} {k} {isa:?} {t}: {} {want}", got[0]);
             }
