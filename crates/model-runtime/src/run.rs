@@ -38,7 +38,7 @@ pub fn run_step(
     }
     // The step enters the thread pool once, and not once for each op.
     let pool = ex.clone();
-    pool.install(|| {
+    pool.install_awake(|| {
         // Inside the pool: the spans of the layers run on this thread and find their parent on it.
         let _span = span().entered();
         model.forward(&step.views()?, kv, logits.view_mut(), observer, context, ex)

@@ -11,7 +11,7 @@ use moe_experts::{Experts, MonolithicExperts};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::Fusion;
 use moe_kernels::{
-    Exec, MonolithicIo, StepContext, TensorView, View, ViewMut, Workspace, copy_rows_into, forward_rows,
+    CpuIsa, Exec, MonolithicIo, StepContext, View, ViewMut, Weight, Workspace, copy_rows_into, forward_rows,
 };
 use moe_router::{GateInput, RouteOutput, Router};
 use tracing::trace_span;
@@ -23,7 +23,7 @@ use crate::shared::SharedExperts;
 
 /// A sparse Mixture-of-Experts block.
 pub struct SparseMoeBlock {
-    gate: Tensor,
+    gate: Weight,
     router: Box<Router>,
     path: Path,
     /// Another path, for steps of which the ranks agreed that all only decode.
@@ -57,7 +57,7 @@ impl SparseMoeBlock {
         check_modular(config, prepare.as_ref(), experts.as_ref())?;
         check_gate(&gate, config.num_logits(), experts.shape().hidden_size, experts.shape().dtype)?;
         Ok(Self {
-            gate: gate.contiguous()?,
+            gate: Weight::new(gate)?,
             router: Box::new(router),
             path: Path { prepare, experts },
             decode: None,
@@ -95,6 +95,15 @@ impl SparseMoeBlock {
         self
     }
 
+    /// Packs the gate for the CPU kernels of a path ([`Weight::packed`]); `None` leaves it in rows.
+    ///
+    /// # Errors
+    /// No memory left.
+    pub fn with_packed_gate(mut self, isa: Option<CpuIsa>) -> Result<Self> {
+        self.gate = self.gate.packed(isa, self.router.config().num_logits())?;
+        Ok(self)
+    }
+
     /// Adds another prepare/finalize backend with its experts, over the same weights, for steps of
     /// which the ranks agreed that all of them only decode (`StepContext::only_decode`).
     ///
@@ -123,7 +132,8 @@ impl SparseMoeBlock {
     /// # Errors
     /// Another hidden size or dtype.
     pub fn with_shared_experts(mut self, shared: SharedExperts) -> Result<Self> {
-        shared.check_fits(&self.gate)?;
+        let experts = self.path.experts.shape();
+        shared.check_fits(experts.hidden_size, experts.dtype)?;
         self.shared = Some(shared);
         Ok(self)
     }
@@ -250,9 +260,10 @@ impl SparseMoeBlock {
         let Some(experts) = self.monolithic.get(index) else {
             bail!("this block has {} monolithic experts, so no number {index}", self.monolithic.len())
         };
-        let gate = TensorView::new(&self.gate)?;
+        let gate = self.gate.read()?;
+        let gate = gate.view()?.rows("monolithic experts")?;
         let map = self.path.prepare.local_experts().and_then(|experts| experts.expert_map());
-        self.router.with_gate(gate.view()?, None, context.padded, |gate| experts.apply(gate, map, io, ex))
+        self.router.with_gate(gate, None, context.padded, |gate| experts.apply(gate, map, io, ex))
     }
 
     /// Routes all tokens at once, so that what the step context counts is the step's rows, then
@@ -267,10 +278,9 @@ impl SparseMoeBlock {
         ex: &mut Exec,
     ) -> Result<()> {
         let _span = trace_span!("moe").entered();
-        let gate = TensorView::new(&self.gate)?;
-        let gate = gate.view()?;
+        let gate = self.gate.read()?;
         let (tokens, config) = (hidden.rows(), self.router.config());
-        let mut logits = ex.scratch(DType::F32, &[tokens, gate.rows()])?;
+        let mut logits = ex.scratch(DType::F32, &[tokens, config.num_logits()])?;
         let mut topk_ids = ex.scratch(DType::U32, &[tokens, config.num_slots()])?;
         let mut topk_weights = ex.scratch(DType::F32, &[tokens, config.num_slots()])?;
         let mut identity = ex.scratch(DType::F32, &[tokens])?;
@@ -279,7 +289,7 @@ impl SparseMoeBlock {
             topk_weights: topk_weights.view_mut(),
             zero_expert_weights: (config.num_zero_experts > 0).then(|| identity.view_mut()),
         };
-        let input = GateInput::new(hidden, gate, self.layer);
+        let input = GateInput::new(hidden, gate.view()?, self.layer);
         trace_span!("router").in_scope(|| {
             self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, context, ex)
         })?;
@@ -299,9 +309,12 @@ impl SparseMoeBlock {
     /// # Errors
     /// Another hidden size, dtype or device.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        forward_rows(hidden, (self.gate.dims2()?.1, hidden.dtype()), &self.workspace, |x, out, ex| {
-            self.forward_into(x, out, &mut StepContext::default(), ex)
-        })
+        forward_rows(
+            hidden,
+            (self.path.experts.shape().hidden_size, hidden.dtype()),
+            &self.workspace,
+            |x, out, ex| self.forward_into(x, out, &mut StepContext::default(), ex),
+        )
     }
 }
 

@@ -113,7 +113,8 @@ pub(crate) fn compose<S>(
     let device = weight.device().clone();
     let (prepare, decode) = context.backends(layout, config.apply_router_weight_on_input, &device)?;
     let (main, said) = experts(prepare.as_ref(), options.backend.as_deref())?;
-    let mut block = SparseMoeBlock::new(weight, router, prepare, main, options.layer)?;
+    let mut block = SparseMoeBlock::new(weight, router, prepare, main, options.layer)?
+        .with_packed_gate(context.cpu_isa)?;
     if let Some(decode) = decode {
         let (experts, _) = experts(decode.as_ref(), None)?;
         block = block.with_decode_path(decode, experts)?;

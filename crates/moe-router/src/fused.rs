@@ -37,7 +37,7 @@ impl Router {
         context: &StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        self.with_gate(input.weight, input.bias, context.padded, |gate| {
+        self.with_gate(input.weight.rows("gate_route")?, input.bias, context.padded, |gate| {
             moe_kernels::cuda::gate_route_into(input.hidden, gate, logits, out.topk_ids, out.topk_weights, ex)
         })?;
         match out.zero_expert_weights {
