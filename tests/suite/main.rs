@@ -8,6 +8,7 @@ mod geometries;
 mod invariance;
 mod layouts;
 mod parallel;
+mod placements;
 mod quantised;
 mod ranks;
 mod requests;

@@ -1,10 +1,11 @@
 //! The flags of parallelism and of chunked MoE.
 
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 
 use clap::Args;
-use moe_comm::{DeepEpMode, EpBackendChoice, ExpertPlacement, ParallelConfig};
-use moe_engine::ExecutorBackend;
+use moe_comm::{DeepEpMode, EpBackendChoice, ExpertPlacement, ParallelConfig, ReplicaChoice};
+use moe_engine::{ExecutorBackend, PlacementConfig};
 use moe_layer::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 
 /// How the model is spread over ranks, and how MoE layers cut their tokens.
@@ -45,6 +46,9 @@ pub struct ParallelArgs {
     /// torchrun, srun, mpirun or a Kubernetes job).
     #[arg(long, default_value = "auto", value_name = "NAME", help_heading = "Parallel")]
     pub distributed_executor_backend: ExecutorBackend,
+    /// Where experts are, and copies of them.
+    #[command(flatten)]
+    pub placements: PlacementArgs,
     /// Compute MoE layers in chunks of tokens: less memory, the same results.
     #[arg(long, help_heading = "MoE")]
     pub enable_chunked_moe: bool,
@@ -55,6 +59,31 @@ pub struct ParallelArgs {
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes,
         requires = "enable_chunked_moe", conflicts_with = "chunked_moe_size", help_heading = "MoE")]
     pub moe_memory_budget: Option<usize>,
+}
+
+/// Which experts each rank holds. Names are vLLM's where it has one.
+#[derive(Args, Debug, Clone)]
+pub struct PlacementArgs {
+    /// The experts of each rank, from a file that `cargo xtask eplb plan` writes.
+    #[arg(long, value_name = "FILE", help_heading = "Parallel")]
+    pub expert_map: Option<PathBuf>,
+    /// Slots for further copies of experts, all ranks together.
+    #[arg(long, default_value_t = 0, value_name = "N", help_heading = "Parallel")]
+    pub num_redundant_experts: usize,
+    /// Which copy of an expert computes a row: round_robin (in turns), hash, or local_first (that of the row's rank).
+    #[arg(long, default_value = "round_robin", value_name = "NAME", help_heading = "Parallel")]
+    pub expert_replicas: ReplicaChoice,
+}
+
+impl PlacementArgs {
+    /// The settings.
+    pub fn config(&self) -> PlacementConfig {
+        PlacementConfig {
+            expert_map: self.expert_map.clone(),
+            num_redundant_experts: self.num_redundant_experts,
+            replicas: self.expert_replicas,
+        }
+    }
 }
 
 impl ParallelArgs {

@@ -115,6 +115,7 @@ impl RunArgs {
             parallel: self.parallel.config(),
             executor: self.parallel.distributed_executor_backend,
             chunked_moe: self.parallel.chunked_moe(),
+            placements: self.parallel.placements.config(),
         }
     }
 }

@@ -152,7 +152,9 @@ impl Run {
         dtype: DType,
     ) -> Result<(Ranks, serde_json::Value)> {
         let (parallel, chunked_moe, ex) = (&self.config.parallel, self.config.chunked_moe, &self.ex);
-        let options = |context| self.config.load_options(context);
+        let placements = self.config.placements.read(false)?;
+        let options =
+            |context| self.config.load_options(BlockContext { placements: placements.clone(), ..context });
         let source = parallel::Source::<F> { config, has, tensors, dtype, options: &options, chunked_moe };
         let (ranks, chosen) = if let Some(processes) = &self.processes {
             processes.load(&source, parallel, ex)?

@@ -10,6 +10,7 @@ use moe_layer::{ChunkedMoe, MoePath, SharedExpertsStream};
 
 use crate::device::DeviceChoice;
 use crate::family::LoadOptions;
+use crate::placements::PlacementConfig;
 use crate::usage;
 
 /// More threads than any machine runs well.
@@ -44,6 +45,8 @@ pub struct RunConfig {
     pub executor: ExecutorBackend,
     /// Whether and how MoE layers cut their tokens.
     pub chunked_moe: ChunkedMoe,
+    /// Which experts each rank holds.
+    pub placements: PlacementConfig,
 }
 
 /// Where ranks run.
@@ -82,6 +85,7 @@ impl RunConfig {
     pub fn check(&self) -> Result<()> {
         let ranks = self.parallel.geometry(0).map_err(|e| usage(e.to_string()))?.world_size;
         self.device.check(ranks)?;
+        self.placements.check(&self.parallel, self.device, false)?;
         self.device.check_invariant(self.batch_invariant, ranks)
     }
 
@@ -137,6 +141,9 @@ impl RunConfig {
             ("--mla", format!("{:?}", self.mla)),
             ("--shared-experts-stream", format!("{:?}", self.shared_experts_stream)),
         ];
-        all.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
+        all.into_iter()
+            .chain(self.placements.agreed())
+            .map(|(name, value)| (name.to_string(), value))
+            .collect()
     }
 }

@@ -118,6 +118,9 @@ impl SparseMoeBlock {
             return Err(Reason::Routed { asked });
         }
         self.router().kernel_rule()?;
+        if self.placed_experts().is_some() {
+            return Err(Reason::Part { part: "experts that a map places" });
+        }
         if self.chunk_size().is_some_and(|size| step.rows > size.get()) {
             return Err(Reason::Part { part: "chunks of tokens" });
         }
@@ -171,7 +174,11 @@ impl SparseMoeBlock {
         let mut experts = experts_stage(path.experts.as_ref(), &self.call(path, step.rows), machine);
         experts.kernel = format!("{} ({})", experts.kernel, path.experts.name());
         let one = |computes, kernel: &str| Stage { computes, kernel: kernel.into(), rejected: Vec::new() };
-        let mut stages = vec![gate, one(&["dispatch"], prepare.name()), experts];
+        let mut stages = vec![gate];
+        if self.placed_experts().is_some() {
+            stages.push(one(&["copies of experts"], "logical to physical ids"));
+        }
+        stages.extend([one(&["dispatch"], prepare.name()), experts]);
         if path.experts.weight_and_reduce() != WeightAndReduce::NoOp {
             stages.push(one(&["combine"], "weighted sum"));
         }

@@ -14,7 +14,7 @@ use model_runtime::{
     RunnerSizes, Step, StepContext, StepRanks, StepViews, View, ViewMut,
 };
 use moe_comm::{Communicator, Geometry, ReduceOp};
-use moe_layer::{Machine, PlanStep};
+use moe_layer::{Machine, PlacedExperts, PlanStep};
 
 use super::agree::{Proposal, common_bucket};
 use super::follow::{FollowerThread, Followers};
@@ -71,6 +71,10 @@ impl CausalLm for LocalRanks {
 
     fn router(&self, moe_layer: usize) -> Option<&Router> {
         self.first.model.router(moe_layer)
+    }
+
+    fn placed_experts(&self, moe_layer: usize) -> Option<&PlacedExperts> {
+        self.first.model.placed_experts(moe_layer)
     }
 
     fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {
