@@ -12,6 +12,7 @@ use model_runtime::{
 };
 use moe_comm::{DeepEpMode, EpBackend, ExpertPlacement, ParallelConfig, SelfComm};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
+use moe_engine::eplb::EplbConfig;
 use moe_engine::parallel::{self, Replica, Source};
 use moe_engine::{LoadOptions, ModelFamily};
 use moe_layer::{ChunkedMoe, ExpertPlacements, MoePath, PlacedExperts, Router};
@@ -174,13 +175,14 @@ pub type Outcome = (Vec<Done>, Vec<(u32, u32, u64)>);
 
 /// Runs a few requests, fewer than some geometries have data-parallel ranks.
 pub fn outcome(replicas: &[Replica], lockstep: bool) -> anyhow::Result<Outcome> {
-    outcome_with(replicas, lockstep, |_| Ok(()))
+    outcome_with(replicas, lockstep, None, |_| Ok(()))
 }
 
-/// The same, where `between` sees the engine before each step.
+/// The same with a balancer of experts, where `between` sees the engine before each step.
 pub fn outcome_with(
     replicas: &[Replica],
     lockstep: bool,
+    eplb: Option<EplbConfig>,
     mut between: impl FnMut(&mut DpEngine<'_>) -> anyhow::Result<()>,
 ) -> anyhow::Result<Outcome> {
     let taps: Vec<Tap> =
@@ -193,6 +195,7 @@ pub fn outcome_with(
         enable_prefix_caching: false,
         ranks: 1,
         lockstep,
+        eplb,
         ..EngineConfig::default()
     };
     let pairs =

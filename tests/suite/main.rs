@@ -7,6 +7,7 @@ mod engine;
 mod geometries;
 mod invariance;
 mod layouts;
+mod moves;
 mod parallel;
 mod placements;
 mod quantised;

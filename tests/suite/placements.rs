@@ -22,7 +22,7 @@ impl Numbers {
         (self.0 >> 33) as usize % n
     }
 
-    fn shuffle<T>(&mut self, items: &mut [T]) {
+    pub fn shuffle<T>(&mut self, items: &mut [T]) {
         (1..items.len()).rev().for_each(|i| items.swap(i, self.below(i + 1)));
     }
 }
@@ -113,7 +113,8 @@ fn maps_that_do_not_fit_are_refused_by_layer_rank_slot_and_expert() {
     let moe = moe_of(&origin.load(&Case::new("base", DType::F32, ep)).unwrap());
     let (layers, experts) = (moe.layers.len(), moe.num_experts as u32);
     let good: Vec<Vec<u32>> = vec![(0..2).collect(), (2..experts).collect()];
-    let with = |change: &dyn Fn(&mut Vec<Vec<Vec<u32>>>)| {
+    type Table = Vec<Vec<Vec<u32>>>;
+    let with = |change: &dyn Fn(&mut Table)| {
         let mut table = vec![good.clone(); layers];
         change(&mut table);
         ExpertPlacements { table: Some(Arc::from(table)), ..ExpertPlacements::default() }

@@ -116,6 +116,7 @@ impl RunArgs {
             executor: self.parallel.distributed_executor_backend,
             chunked_moe: self.parallel.chunked_moe(),
             placements: self.parallel.placements.config(),
+            eplb: self.parallel.placements.eplb(),
         }
     }
 }

@@ -6,6 +6,7 @@ pub mod chat;
 mod device;
 pub mod device_events;
 pub mod engine;
+pub mod eplb;
 mod error;
 pub mod explain;
 pub mod family;

@@ -9,6 +9,7 @@ use moe_comm::ParallelConfig;
 use moe_layer::{ChunkedMoe, MoePath, SharedExpertsStream};
 
 use crate::device::DeviceChoice;
+use crate::eplb::EplbConfig;
 use crate::family::LoadOptions;
 use crate::placements::PlacementConfig;
 use crate::usage;
@@ -47,6 +48,8 @@ pub struct RunConfig {
     pub chunked_moe: ChunkedMoe,
     /// Which experts each rank holds.
     pub placements: PlacementConfig,
+    /// Moves experts between ranks as their loads change; `None`: never.
+    pub eplb: Option<EplbConfig>,
 }
 
 /// Where ranks run.
@@ -85,7 +88,8 @@ impl RunConfig {
     pub fn check(&self) -> Result<()> {
         let ranks = self.parallel.geometry(0).map_err(|e| usage(e.to_string()))?.world_size;
         self.device.check(ranks)?;
-        self.placements.check(&self.parallel, self.device, false)?;
+        self.placements.check(&self.parallel, self.device, self.eplb.is_some())?;
+        self.eplb.iter().try_for_each(EplbConfig::check)?;
         self.device.check_invariant(self.batch_invariant, ranks)
     }
 
@@ -141,8 +145,10 @@ impl RunConfig {
             ("--mla", format!("{:?}", self.mla)),
             ("--shared-experts-stream", format!("{:?}", self.shared_experts_stream)),
         ];
+        let eplb = ("--enable-eplb", self.eplb.is_some().to_string());
         all.into_iter()
             .chain(self.placements.agreed())
+            .chain([eplb])
             .map(|(name, value)| (name.to_string(), value))
             .collect()
     }

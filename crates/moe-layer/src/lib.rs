@@ -21,7 +21,7 @@ pub use block::SparseMoeBlock;
 pub use context::{BlockContext, LOW_LATENCY_TOKENS};
 pub use load::{BlockOptions, load_block, load_block_on};
 pub use mlp::GatedMlp;
-pub use moving::MoveStatus;
+pub use moving::{MoveRound, MoveStatus};
 pub use pack::{load_packed, load_weight};
 pub use path::{MoePath, load_layer_on};
 pub use placed::PlacedExperts;

@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 
 use moe_comm::{Communicator, ExpertMap, SlotTransfer, all_gather_bytes};
 use moe_experts::checksum;
-use moe_kernels::candle::{Error, Result, bail};
+use moe_kernels::candle::{Error, Result};
 use moe_kernels::{Exec, View, ViewMut};
+use serde::{Deserialize, Serialize};
 
 use crate::placed::PlacedExperts;
 use crate::placement::FaultKind;
@@ -23,8 +24,19 @@ use crate::placement::FaultKind;
 /// Within which time a move must have arrived. A round waits no longer than any collective; this bounds all rounds of a layer.
 const LIMIT: Duration = Duration::from_secs(600);
 
+/// One round of the move of a layer's experts, as ranks tell it to each other.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MoveRound {
+    /// MoE layer, from 0.
+    pub layer: usize,
+    /// The logical expert of each slot after the move, `[P]`.
+    pub phy2log: Vec<u32>,
+    /// Bytes that travel in this round, all ranks together: about so many, at least one.
+    pub bytes: usize,
+}
+
 /// How a layer's move stands after a round: the same on all ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MoveStatus {
     /// More is to travel.
     Underway,
@@ -75,33 +87,25 @@ impl LayerMove {
 }
 
 impl PlacedExperts {
-    /// One round of the move to `phy2log`, `[P]`: about `bytes` more bytes of all ranks together. A collective over the ranks that
-    /// share the experts, between two steps; the first one begins the move.
+    /// One round of the move to `round.phy2log`. A collective over the ranks that
+    /// share the experts, between two steps. The first one begins the move; one to another placement drops what has come for the
+    /// placement before.
     ///
     /// # Errors
-    /// A placement that these slots cannot have; another move under way; experts that were not loaded to be moved; a
-    /// rank that died.
-    pub fn move_round(
-        &self,
-        phy2log: &[u32],
-        bytes: usize,
-        ep: &dyn Communicator,
-        ex: &mut Exec,
-    ) -> Result<MoveStatus> {
+    /// A placement that these slots cannot have; experts that were not loaded to be moved; a rank that died.
+    pub fn move_round(&self, round: &MoveRound, ep: &dyn Communicator, ex: &mut Exec) -> Result<MoveStatus> {
         let (layer, (checksums, mut current)) = (self.layer(), self.moves()?);
-        let mut moving = match current.take() {
+        let same = |moving: &LayerMove| moving.target.phy2log() == round.phy2log;
+        let mut moving = match current.take().filter(same) {
             Some(moving) => moving,
             None => {
                 let map = self.map();
-                let target = map.with_phy2log(phy2log.to_vec());
+                let target = map.with_phy2log(round.phy2log.clone());
                 LayerMove::new(&map, target.map_err(|e| Error::msg(format!("layer {layer}: {e}")))?)?
             }
         };
-        if moving.target.phy2log() != phy2log {
-            bail!("layer {layer}: another move of its experts is under way")
-        }
         let slot_len = self.slot_len().unwrap_or(0);
-        self.travel(&mut moving, slot_len, bytes, ep, ex)?;
+        self.travel(&mut moving, slot_len, round.bytes, ep, ex)?;
         if moving.travelled < moving.remote.len() * slot_len {
             *current = Some(moving);
             return Ok(MoveStatus::Underway);
@@ -229,6 +233,6 @@ impl PlacedExperts {
 
     /// A fault of a test.
     fn die_at(&self, kind: FaultKind) {
-        assert!(self.fault_kind() != Some(kind), "a test lets this rank die: {kind:?}");
+        assert!(self.fault_kind() != Some(kind), "a test lets rank {} die: {kind:?}", self.rank);
     }
 }
