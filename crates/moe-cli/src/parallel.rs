@@ -148,7 +148,7 @@ impl PlacementArgs {
 
     /// When experts move; `None`: never.
     pub fn eplb(&self) -> Option<EplbConfig> {
-        self.enable_eplb.then(|| EplbConfig {
+        let config = EplbConfig {
             window: self.eplb_window,
             interval: self.eplb_interval,
             plan_steps: self.eplb_plan_steps,
@@ -157,7 +157,8 @@ impl PlacementArgs {
             bytes_per_step: self.eplb_bytes_per_step,
             min_gain: self.eplb_min_gain,
             must_pay: !self.eplb_any_cost,
-        })
+        };
+        self.enable_eplb.then_some(config)
     }
 }
 

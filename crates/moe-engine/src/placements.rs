@@ -40,9 +40,9 @@ impl PlacementConfig {
                 "{asked} needs experts spread over at least two ranks: add --enable-expert-parallel and --tp or --dp"
             )));
         }
-        if device != DeviceChoice::Cpu {
+        if movable && device != DeviceChoice::Cpu {
             return Err(usage(format!(
-                "{asked}: copies and moves of experts run on the CPU only; add --device cpu"
+                "{asked}: experts move on the CPU only; add --device cpu, or drop it"
             )));
         }
         if parallel.placement != ExpertPlacement::Linear {
@@ -130,7 +130,7 @@ mod tests {
                 false,
                 "--expert-map needs",
             ),
-            (&map, &EP, DeviceChoice::Cuda(None), false, "run on the CPU only"),
+            (&map, &EP, DeviceChoice::Cuda(None), true, "move on the CPU only"),
             (&map, &turns, DeviceChoice::Cpu, false, "drop --expert-placement-strategy round_robin"),
             (&both, &EP, DeviceChoice::Cpu, false, "drop --num-redundant-experts"),
         ] {

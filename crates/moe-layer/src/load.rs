@@ -178,6 +178,10 @@ pub(crate) fn load_part(options: &BlockOptions, context: &BlockContext, experts:
     if geometry.ep_size > 1 {
         spec = spec.with_local_experts(logical.iter().map(|&id| id as usize).collect());
     }
+    if map.is_some() {
+        // Packs that the source shows are of the experts that the geometry places here.
+        spec = spec.one_by_one();
+    }
     if !sliced {
         spec = spec.with_tp(geometry.moe_tp_rank, geometry.moe_tp_size);
     }

@@ -10,6 +10,7 @@
 //! Every rank knows the old map and the new one, so all know who sends what to whom and nothing is described. A round is a
 //! collective: a rank that dies in one fails the run by name, like in any other.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use moe_comm::{Communicator, ExpertMap, SlotTransfer, all_gather_bytes};
@@ -49,18 +50,22 @@ pub enum MoveStatus {
 /// A move under way.
 pub(crate) struct LayerMove {
     target: ExpertMap,
-    /// Between ranks, in the order of travel, and within this rank.
+    /// Transfers between ranks, in the order of travel.
     remote: Vec<SlotTransfer>,
+    /// Those within a rank.
     local: Vec<SlotTransfer>,
     /// Bytes of `remote` that have travelled.
     travelled: usize,
-    /// What has come for this rank's transfers of `remote`.
+    /// What has come to this rank, transfer by transfer.
     arrived: Vec<(SlotTransfer, Vec<u8>)>,
     started: Instant,
 }
 
 /// Who sends and who receives.
 type Ends = (usize, usize);
+
+/// Some bytes of a transfer.
+type Part = (SlotTransfer, Range<usize>);
 
 impl LayerMove {
     fn new(map: &ExpertMap, target: ExpertMap) -> Result<Self> {
@@ -74,8 +79,8 @@ impl LayerMove {
         (rank(transfer.from), rank(transfer.to))
     }
 
-    /// Bytes `range` of each transfer that travels in the next `bytes` bytes.
-    fn next_parts(&self, slot_len: usize, bytes: usize) -> Vec<(SlotTransfer, std::ops::Range<usize>)> {
+    /// What travels in the next `bytes` bytes.
+    fn next_parts(&self, slot_len: usize, bytes: usize) -> Vec<Part> {
         let (start, end) = (self.travelled, self.travelled.saturating_add(bytes.max(1)));
         let part = |(index, transfer): (usize, &SlotTransfer)| {
             let first = index * slot_len;
@@ -84,12 +89,39 @@ impl LayerMove {
         };
         self.remote.iter().enumerate().filter_map(part).collect()
     }
+
+    /// Takes in what has come to `rank` of these parts: `arrived` holds `receive[r]` bytes of each rank r, in the order of the
+    /// parts.
+    fn accept(&mut self, rank: usize, parts: &[Part], arrived: &[u8], receive: &[usize]) {
+        let mut rest = arrived;
+        let split = |&len: &usize| {
+            let (own, tail) = rest.split_at(len);
+            rest = tail;
+            own
+        };
+        let mut of_rank: Vec<&[u8]> = receive.iter().map(split).collect();
+        for (transfer, range) in parts {
+            self.travelled += range.len();
+            let (from, to) = self.ends(transfer);
+            if to != rank {
+                continue;
+            }
+            let (own, tail) = of_rank[from].split_at(range.len());
+            of_rank[from] = tail;
+            if range.start == 0 {
+                self.arrived.push((*transfer, Vec::new()));
+            }
+            // Transfers travel one after the other, so what goes on is the last one.
+            if let Some((_, bytes)) = self.arrived.last_mut() {
+                bytes.extend_from_slice(own);
+            }
+        }
+    }
 }
 
 impl PlacedExperts {
-    /// One round of the move to `round.phy2log`. A collective over the ranks that
-    /// share the experts, between two steps. The first one begins the move; one to another placement drops what has come for the
-    /// placement before.
+    /// One round of the move to `round.phy2log`: a collective over the ranks that share the experts, between two steps. The
+    /// first one begins the move; one to another placement drops what has come for the placement before.
     ///
     /// # Errors
     /// A placement that these slots cannot have; experts that were not loaded to be moved; a rank that died.
@@ -123,51 +155,37 @@ impl PlacedExperts {
         ex: &mut Exec,
     ) -> Result<()> {
         self.die_at(FaultKind::DieSending);
-        let (map, ranks) = (self.map(), ep.world_size());
         let parts = moving.next_parts(slot_len, bytes);
-        let mut send = vec![Vec::new(); ranks];
-        let mut receive = vec![0; ranks];
+        let send = self.outgoing(moving, &parts, ep.world_size())?;
+        let mut receive = vec![0; ep.world_size()];
         for (transfer, range) in &parts {
             let (from, to) = moving.ends(transfer);
-            if from == self.rank {
-                let own = self.weights.slot_bytes(transfer.from - map.slots(from).start)?;
-                send[to].extend_from_slice(&own[range.clone()]);
-            }
-            if to == self.rank {
-                receive[from] += range.len();
-            }
+            receive[from] += if to == self.rank { range.len() } else { 0 };
         }
         let sizes: Vec<usize> = send.iter().map(Vec::len).collect();
-        let (out, mut arrived) = (send.concat(), vec![0u8; receive.iter().sum()]);
-        let dims = ([out.len()], [arrived.len()]);
+        let (send, mut arrived) = (send.concat(), vec![0u8; receive.iter().sum()]);
+        let dims = ([send.len()], [arrived.len()]);
         let to = ViewMut::new(&mut arrived, &dims.1)?;
-        ep.all_to_all_v(View::new(&out, &dims.0)?, &sizes, to, &receive, ex)?;
+        ep.all_to_all_v(View::new(&send, &dims.0)?, &sizes, to, &receive, ex)?;
         if let (Some(FaultKind::Corrupt), Some(byte)) = (self.fault_kind(), arrived.first_mut()) {
             *byte ^= 0x10;
         }
-        let mut from_rank: Vec<&[u8]> = Vec::with_capacity(ranks);
-        let mut rest = &arrived[..];
-        for &len in &receive {
-            let (own, tail) = rest.split_at(len);
-            from_rank.push(own);
-            rest = tail;
-        }
-        for (transfer, range) in parts {
-            moving.travelled += range.len();
-            let (from, to) = moving.ends(&transfer);
-            if to != self.rank {
-                continue;
-            }
-            let (own, tail) = from_rank[from].split_at(range.len());
-            from_rank[from] = tail;
-            if range.start == 0 {
-                moving.arrived.push((transfer, Vec::with_capacity(slot_len)));
-            }
-            if let Some((_, bytes)) = moving.arrived.last_mut() {
-                bytes.extend_from_slice(own);
-            }
-        }
+        moving.accept(self.rank, &parts, &arrived, &receive);
         Ok(())
+    }
+
+    /// This rank's bytes of these parts, by the rank that they go to.
+    fn outgoing(&self, moving: &LayerMove, parts: &[Part], ranks: usize) -> Result<Vec<Vec<u8>>> {
+        let first = moving.target.slots(self.rank).start;
+        let mut send = vec![Vec::new(); ranks];
+        for (transfer, range) in parts {
+            let (from, to) = moving.ends(transfer);
+            if from == self.rank {
+                let own = self.weights.slot_bytes(transfer.from - first)?;
+                send[to].extend_from_slice(&own[range.clone()]);
+            }
+        }
+        Ok(send)
     }
 
     /// Everything has travelled: puts the new placement in force if every rank is content, and on none if one is not.
@@ -185,11 +203,10 @@ impl PlacedExperts {
             own.map(|t| Ok((*t, self.weights.slot_bytes(t.from - first)?))).collect::<Result<Vec<_>>>()?;
         moving.arrived.extend(own);
         let faults = self.faults(&moving, checksums);
-        let all = all_gather_bytes(ep, faults.join("\n").as_bytes(), ex)?;
-        let said = all
-            .iter()
-            .flat_map(|said| String::from_utf8_lossy(said).lines().map(str::to_string).collect::<Vec<_>>());
-        let said: Vec<String> = said.collect();
+        let all = all_gather_bytes(ep, faults.join("\n").as_bytes(), ex)?.join(&b'\n');
+        let all = String::from_utf8_lossy(&all);
+        let said = all.lines().filter(|line| !line.is_empty());
+        let said: Vec<String> = said.map(str::to_string).collect();
         if !said.is_empty() {
             return Ok(MoveStatus::RolledBack(said));
         }

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 
 use moe_comm::{Communicator, ExpertMap, ReplicaChoice, all_gather_bytes, partition};
 use moe_experts::ExpertWeights;
-use moe_kernels::candle::{DType, Error, Result, bail};
+use moe_kernels::candle::{DType, Device, Error, Result, bail};
 use moe_kernels::{Buffer, Exec, Scratch, Spread, View, physical_ids_into};
 
 use crate::context::BlockContext;
@@ -34,7 +34,7 @@ pub struct PlacedExperts {
 /// Which expert is where, and the same as tables.
 struct State {
     map: ExpertMap,
-    /// log2phy [E, max copies] i32, for the rows of each rank of `near`.
+    /// log2phy [E, max copies] i32, for the rows of each rank of `near`; where the experts are.
     tables: Vec<Buffer>,
 }
 
@@ -83,7 +83,8 @@ impl PlacedExperts {
             true => Some(Movable::new(layer, &map, &weights, context.groups.ep.as_ref())?),
             false => None,
         };
-        let state = RwLock::new(State { tables: tables(&map, &near)?, map });
+        let tables = tables(&map, &near)?.into_iter().map(|table| on(table, weights.device()));
+        let state = RwLock::new(State { tables: tables.collect::<Result<_>>()?, map });
         let fault = settings.fault.filter(|fault| fault.rank == rank);
         Ok(Self { layer, rank, near, spread, state, weights, movable, fault })
     }
@@ -136,8 +137,9 @@ impl PlacedExperts {
     /// Puts another map in force, in the memory of the old one.
     pub(crate) fn set_map(&self, map: ExpertMap) -> Result<()> {
         let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+        let ex = Exec::on(self.weights.device())?;
         for (table, new) in state.tables.iter_mut().zip(tables(&map, &self.near)?) {
-            table.view_mut().copy_from(new.view())?;
+            ex.copy_from_host(new.view(), table.view_mut())?;
         }
         state.map = map;
         Ok(())
@@ -156,6 +158,16 @@ impl std::fmt::Debug for PlacedExperts {
             .field("map", &self.map())
             .finish_non_exhaustive()
     }
+}
+
+/// A table where the experts are.
+fn on(table: Buffer, device: &Device) -> Result<Buffer> {
+    if device.is_cpu() {
+        return Ok(table);
+    }
+    let mut copy = Buffer::zeros_on(device, table.dtype(), table.dims())?;
+    Exec::on(device)?.copy_from_host(table.view(), copy.view_mut())?;
+    Ok(copy)
 }
 
 fn tables(map: &ExpertMap, near: &[Option<usize>]) -> Result<Vec<Buffer>> {

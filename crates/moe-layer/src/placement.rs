@@ -52,7 +52,7 @@ impl ExpertPlacements {
     /// Fails where a model of so many MoE layers and experts cannot have these placements, before anything is loaded.
     ///
     /// # Errors
-    /// A dense model; one rank; a device other than the CPU; a table that does not fit, by layer, rank, slot and expert.
+    /// A dense model; one rank; moves on a device other than the CPU; a table that does not fit, by layer, rank, slot and expert.
     pub fn check(&self, layers: usize, experts: usize, geometry: &Geometry, device: &Device) -> Result<()> {
         if self.is_off() {
             return Ok(());
@@ -67,9 +67,9 @@ impl ExpertPlacements {
                 geometry.ep_size
             )
         }
-        if !device.is_cpu() {
+        if self.movable && !device.is_cpu() {
             bail!(
-                "placements of experts (expert maps, redundant experts, load balancing) run on the CPU only"
+                "load balancing of experts runs on the CPU only; on GPUs an expert map or redundant experts stay as they are"
             )
         }
         if let Some(table) = self.table.as_ref().filter(|table| table.len() != layers) {

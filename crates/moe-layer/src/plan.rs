@@ -145,7 +145,10 @@ impl SparseMoeBlock {
         ExpertsCall {
             tokens: path.prepare.max_rows(rows),
             top_k: config.num_slots(),
-            num_ids: config.num_experts + config.num_fused_shared_experts,
+            num_ids: match self.placed_experts() {
+                Some(placed) => placed.sizes().1,
+                None => config.num_experts + config.num_fused_shared_experts,
+            },
             num_local: shape.num_local_experts,
             hidden: shape.hidden_size,
             inter: shape.intermediate_size,

@@ -51,7 +51,7 @@ impl TensorLayout {
     pub fn slices_for(self, device: &Device) -> Vec<TensorSlice> {
         match device {
             Device::Cpu => [self.slices, self.elsewhere].concat(),
-            _ => [self.slices, self.packs].concat(),
+            _ => [self.slices, self.elsewhere, self.packs].concat(),
         }
     }
 

@@ -46,7 +46,8 @@ impl Spread {
 /// | `out` | [T, K] u32: the id of one copy; `NO_EXPERT` where there is no expert |
 ///
 /// # Errors
-/// Wrong dtypes or dims; an id outside of `log2phy`; an expert without a copy; a table on a CUDA device.
+/// Wrong dtypes or dims; on the CPU also an id outside of `log2phy` and an expert without a copy, which on CUDA are no
+/// expert.
 pub fn physical_ids_into(
     topk_ids: View,
     log2phy: View,
@@ -60,8 +61,10 @@ pub fn physical_ids_into(
     let (experts, width) = expect_matrix(OP, "log2phy", &log2phy)?;
     expect(OP, "log2phy", &log2phy, DType::I32, &[experts, width])?;
     expect(OP, "out", &out, DType::U32, topk_ids.dims())?;
+    #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        bail!("{OP}: expected ids and maps on the CPU; copies of experts do not run on a CUDA device yet")
+        let rows = (spread == Spread::Hashed, first_row as u32);
+        return crate::cuda::any::physical_ids(ex.cuda(OP)?, OP, topk_ids, log2phy, rows, out);
     }
     let (ids, table, top_k) = (topk_ids.cpu::<u32>()?, log2phy.cpu::<i32>()?, topk_ids.dims()[1].max(1));
     let choose = |row: usize, id: u32| -> Result<u32> {
