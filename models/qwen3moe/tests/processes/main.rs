@@ -13,7 +13,7 @@ use std::process::{Child, Command, Output, Stdio};
 use serde_json::{Value, json};
 
 /// The program, away from whatever started the tests.
-/// Two groups of two ranks whose experts move as often as they can, some thousand bytes in a step.
+/// Two groups of two ranks whose experts move as often as they can, about one in a step.
 const MOVING: [&str; 19] = [
     "--tp",
     "2",
@@ -32,7 +32,7 @@ const MOVING: [&str; 19] = [
     "--eplb-min-gain",
     "0",
     "--eplb-bytes-per-step",
-    "8KiB",
+    "128KiB",
     "--eplb-any-cost",
 ];
 
