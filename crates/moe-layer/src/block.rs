@@ -5,6 +5,7 @@
 //! experts over the same weights, whose launches contain the router: the plan (`plan.rs`) says which steps they compute.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
 use moe_dispatch::{PrepareFinalize, Tokens};
 use moe_experts::{Experts, MonolithicExperts};
@@ -18,6 +19,7 @@ use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
 use crate::chunked::{Path, Routed};
+use crate::placed::PlacedExperts;
 use crate::plan::{MoeForm, PlanStep};
 use crate::shared::SharedExperts;
 
@@ -30,6 +32,8 @@ pub struct SparseMoeBlock {
     decode: Option<Path>,
     /// Experts whose launches contain the router, in the order of trial.
     monolithic: Vec<Box<dyn MonolithicExperts>>,
+    /// Where experts are placed by a map.
+    placed: Option<Arc<PlacedExperts>>,
     shared: Option<SharedExperts>,
     layer: usize,
     /// Tokens of a chunk, at most.
@@ -53,8 +57,22 @@ impl SparseMoeBlock {
         experts: Box<dyn Experts>,
         layer: usize,
     ) -> Result<Self> {
+        Self::of_placed(gate, router, (prepare, experts), layer, None)
+    }
+
+    /// The same of experts that a map places: those that the router chooses are logical, the others physical.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); a map of other experts.
+    pub(crate) fn of_placed(
+        gate: Tensor,
+        router: Router,
+        (prepare, experts): (Box<dyn PrepareFinalize>, Box<dyn Experts>),
+        layer: usize,
+        placed: Option<Arc<PlacedExperts>>,
+    ) -> Result<Self> {
         let config = router.config();
-        check_modular(config, prepare.as_ref(), experts.as_ref())?;
+        check_modular(config, prepare.as_ref(), experts.as_ref(), placed.as_deref())?;
         check_gate(&gate, config.num_logits(), experts.shape().hidden_size, experts.shape().dtype)?;
         Ok(Self {
             gate: Weight::new(gate)?,
@@ -62,6 +80,7 @@ impl SparseMoeBlock {
             path: Path { prepare, experts },
             decode: None,
             monolithic: Vec::new(),
+            placed,
             shared: None,
             layer,
             chunk: None,
@@ -114,7 +133,7 @@ impl SparseMoeBlock {
         prepare: Box<dyn PrepareFinalize>,
         experts: Box<dyn Experts>,
     ) -> Result<Self> {
-        check_modular(self.router.config(), prepare.as_ref(), experts.as_ref())?;
+        check_modular(self.router.config(), prepare.as_ref(), experts.as_ref(), self.placed.as_deref())?;
         if experts.shape() != self.path.experts.shape() {
             bail!(
                 "decode path: expected experts like those of {}, {:?}, got {:?}",
@@ -147,6 +166,11 @@ impl SparseMoeBlock {
 
     pub(crate) fn shared_experts(&self) -> Option<&SharedExperts> {
         self.shared.as_ref()
+    }
+
+    /// The experts that a map places; `None` where physical experts are the logical ones.
+    pub fn placed_experts(&self) -> Option<&PlacedExperts> {
+        self.placed.as_deref()
     }
 
     pub(crate) fn has_decode_path(&self) -> bool {
@@ -299,6 +323,7 @@ impl SparseMoeBlock {
             tokens: Tokens::new(hidden, topk_ids.view(), topk_weights.view()),
             identity: (config.num_zero_experts > 0).then(|| identity.view()),
             shared: self.shared.as_ref(),
+            placed: self.placed.as_deref(),
         };
         path.run(&routed, self.chunk, out, context.rank_tokens.as_deref(), ex)
     }

@@ -12,6 +12,7 @@ use tracing::warn;
 #[cfg(feature = "cuda")]
 use super::device::DeviceRunner;
 use super::memory;
+use crate::eplb::EplbConfig;
 
 /// Settings of an engine. Names are vLLM's.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -44,6 +45,8 @@ pub struct EngineConfig {
     pub expert_heat: Option<PathBuf>,
     /// Replaces the routing by an even one, for profiling; the seed varies it.
     pub force_balance: Option<u64>,
+    /// Moves experts between ranks as their loads change; `None`: never.
+    pub eplb: Option<EplbConfig>,
     /// Ranks whose KV caches share this machine's memory.
     pub ranks: usize,
     /// Runs a step without rows where there is nothing to compute: other ranks' experts wait for it.
@@ -92,9 +95,13 @@ impl ExpertCounts {
 }
 
 impl EngineConfig {
-    /// What is counted: a trace of the counts asks for them.
+    /// What is counted: a trace of the counts asks for them, and who balances by them.
     pub fn counted(&self) -> ExpertCounts {
-        if self.expert_heat.is_some() { ExpertCounts::Always } else { self.expert_counts }
+        if self.expert_heat.is_some() || self.eplb.is_some() {
+            ExpertCounts::Always
+        } else {
+            self.expert_counts
+        }
     }
 
     /// The defaults for a device: a GPU computes more rows in a step before a step gets long, and more
@@ -219,6 +226,7 @@ impl Default for EngineConfig {
             expert_counts: ExpertCounts::Off,
             expert_heat: None,
             force_balance: None,
+            eplb: None,
             ranks: 1,
             lockstep: false,
         }

@@ -10,6 +10,7 @@
 //! a request generates does not depend on the others, on the limits, on preemption or on the
 //! prefix cache. A request that fails, is cancelled or runs out of time leaves the others alone.
 
+mod balance;
 mod config;
 #[cfg(feature = "cuda")]
 mod device;
@@ -38,7 +39,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, SequenceBlocks};
-use moe_layer::{ExpertHeat, RoutedExperts};
+use moe_layer::{ExpertHeat, MoveRound, MoveStatus, RoutedExperts};
 use serde::{Deserialize, Serialize};
 use tracing::{trace_span, warn};
 
@@ -289,6 +290,12 @@ impl<'m> Engine<'m> {
             self.step()?.into_iter().for_each(&mut on_output);
         }
         Ok(())
+    }
+
+    /// This rank's part of a round of moving experts, between two steps.
+    fn move_experts(&self, round: &MoveRound) -> Result<MoveStatus> {
+        let ranks = self.runner.model.ranks().context("moving experts: the model runs on one rank")?;
+        Ok(ranks.move_experts(round)?)
     }
 
     /// Counters and times so far.

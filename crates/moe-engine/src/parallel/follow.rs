@@ -11,7 +11,7 @@ use model_runtime::{CausalLm, Exec, KvCache, run_step};
 use moe_comm::Messages;
 
 use super::ranks::{LocalRanks, Rank, panic_text};
-use super::step_message::StepMessage;
+use super::step_message::{GroupMessage, StepMessage};
 use super::wire::{decode, encode};
 #[cfg(feature = "cuda")]
 use crate::engine::DeviceRunner;
@@ -38,8 +38,8 @@ impl Followers {
         }
     }
 
-    /// Tells all of them of a step; its collectives tell whether they run it.
-    pub(super) fn tell(&self, message: StepMessage) -> Result<()> {
+    /// Tells all of them what to do; its collectives tell whether they do it.
+    pub(super) fn tell(&self, message: GroupMessage) -> Result<()> {
         match self {
             Self::Threads(threads) if !threads.is_empty() => {
                 let message = Arc::new(message.into_owned());
@@ -57,21 +57,21 @@ impl Followers {
 /// A rank that follows on a thread, until this is dropped.
 pub(crate) struct FollowerThread {
     rank: usize,
-    steps: Option<Sender<Arc<StepMessage<'static>>>>,
+    steps: Option<Sender<Arc<GroupMessage<'static>>>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl FollowerThread {
     pub(super) fn start(rank: Rank, ex: Exec) -> Result<Self> {
         let (number, mut follower) = (rank.geometry.rank, Follower::new(rank, ex));
-        let (steps, told) = channel::<Arc<StepMessage>>();
+        let (steps, told) = channel::<Arc<GroupMessage>>();
         // What fails it has failed the world, which tells the others.
         let run = move || drop(follower.follow(|| Ok(told.recv().ok())));
         let thread = std::thread::Builder::new().name(format!("rank {number}")).spawn(run)?;
         Ok(Self { rank: number, steps: Some(steps), thread: Some(thread) })
     }
 
-    fn tell(&self, message: Arc<StepMessage<'static>>) -> Result<()> {
+    fn tell(&self, message: Arc<GroupMessage<'static>>) -> Result<()> {
         match self.steps.as_ref().map(|steps| steps.send(message)) {
             Some(Ok(())) => Ok(()),
             _ => bail!("the thread of rank {} has ended", self.rank),
@@ -124,12 +124,15 @@ impl Follower {
     /// Runs steps until there are no more. An error or a panic fails the world.
     fn follow(
         &mut self,
-        mut next: impl FnMut() -> anyhow::Result<Option<Arc<StepMessage<'static>>>>,
+        mut next: impl FnMut() -> anyhow::Result<Option<Arc<GroupMessage<'static>>>>,
     ) -> anyhow::Result<()> {
         let world = self.model.world();
         let mut run = || -> anyhow::Result<()> {
             while let Some(message) = next()? {
-                self.run(&message)?;
+                match &*message {
+                    GroupMessage::Step(step) => self.run(step)?,
+                    GroupMessage::Move(round) => drop(self.model.take_part(round)?),
+                }
             }
             Ok(())
         };

@@ -5,8 +5,26 @@ use std::sync::Arc;
 
 use model_runtime::model::MoeInfo;
 use model_runtime::{DeviceSampling, KvCache, RoutedExperts, RunnerSizes, Step, StepContext};
-use moe_layer::ExpertHeat;
+use moe_layer::{ExpertHeat, MoveRound};
 use serde::{Deserialize, Serialize};
+
+/// What the first rank of a group tells the others to do together with it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum GroupMessage<'a> {
+    Step(Box<StepMessage<'a>>),
+    /// Between two steps: one round of moving experts.
+    Move(MoveRound),
+}
+
+impl GroupMessage<'_> {
+    /// One that keeps what it tells.
+    pub fn into_owned(self) -> GroupMessage<'static> {
+        match self {
+            Self::Step(step) => GroupMessage::Step(Box::new(step.into_owned())),
+            Self::Move(round) => GroupMessage::Move(round),
+        }
+    }
+}
 
 /// All that a rank needs to run the step of another one.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -118,5 +136,11 @@ mod tests {
         assert_eq!((again.heat, again.force_balance, again.step), (context.heat, Some(u64::MAX), 9));
         assert!(again.whole_residual);
         assert!(sent.context(None).heat.is_none());
+        let round = MoveRound { layer: 3, phy2log: vec![1, 0, 1], bytes: usize::MAX };
+        let sent = [GroupMessage::Step(Box::new(sent)), GroupMessage::Move(round)];
+        for sent in sent {
+            let got: GroupMessage = decode(&encode(&sent).unwrap()).unwrap();
+            assert_eq!(format!("{got:?}"), format!("{:?}", sent.into_owned()));
+        }
     }
 }

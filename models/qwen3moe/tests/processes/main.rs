@@ -13,6 +13,29 @@ use std::process::{Child, Command, Output, Stdio};
 use serde_json::{Value, json};
 
 /// The program, away from whatever started the tests.
+/// Two groups of two ranks whose experts move as often as they can, about one in a step.
+const MOVING: [&str; 19] = [
+    "--tp",
+    "2",
+    "--dp",
+    "2",
+    "--enable-expert-parallel",
+    "--num-redundant-experts",
+    "4",
+    "--enable-eplb",
+    "--eplb-window",
+    "4",
+    "--eplb-interval",
+    "1",
+    "--eplb-plan-steps",
+    "2",
+    "--eplb-min-gain",
+    "0",
+    "--eplb-bytes-per-step",
+    "128KiB",
+    "--eplb-any-cost",
+];
+
 fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
     for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"] {
