@@ -252,7 +252,8 @@ impl SparseMoeBlock {
         };
         let gate = TensorView::new(&self.gate)?;
         let map = self.path.prepare.local_experts().and_then(|experts| experts.expert_map());
-        self.router.with_gate(gate.view()?, None, context.padded, |gate| experts.apply(gate, map, io, ex))
+        let beside = (context.padded, context.routing.layer(self.layer, 0)?);
+        self.router.with_gate(gate.view()?, None, beside, |gate| experts.apply(gate, map, io, ex))
     }
 
     /// Routes all tokens at once, so that what the step context counts is the step's rows, then

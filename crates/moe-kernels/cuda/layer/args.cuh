@@ -3,7 +3,7 @@
 
 #include <cuda_bf16.h>
 
-#include "codes.cuh"
+#include "router/args.cuh"
 
 namespace moe {
 
@@ -30,6 +30,7 @@ struct LayerStreamArgs {
   float scale, softcap;
   int shared;  // where `gate` is given: of E = num_ids and of a token's K = top_k slots the last ones are experts
   float shared_weight;  // that every token gets, with this weight
+  StepRoutingArgs routing;  // where `gate` is given
 };
 
 }  // namespace moe
