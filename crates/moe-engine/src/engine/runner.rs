@@ -200,7 +200,8 @@ impl Runner<'_> {
         let step = Step::new([], self.kv.block_size())?;
         #[cfg(feature = "cuda")]
         if let (Some(device), Some(_)) = (&mut self.device, self.model.ranks()) {
-            // Padded rows, where the others decode padded rows.
+            // Padded rows, where the others decode padded rows, in a graph that forces what theirs does.
+            context.force_balance = self.force_balance;
             let (kv, nothing) = (&mut self.kv, Default::default());
             return device.run(self.model, kv, &step, &nothing, &mut context, &mut self.ex).map(drop);
         }
