@@ -77,16 +77,16 @@ struct AnyBatchRowsArgs {
 
 /// T rows, L = experts + zero experts, K = top_k, S = K + shared slots.
 struct AnyRouteArgs {
-  const float* logits;              // [T, L]; not read where ids are given
-  const float* bias;                // [L] correction bias, or null
-  const uint32_t* table;            // [vocab, K] ids by token id, for hash routing
-  const uint32_t* token_ids;        // [T] for hash routing
-  const uint32_t* given_ids;        // [T, K] where ids are given
-  const float* given_weights;       // [T, K] where ids are given; null = zeros
-  const uint32_t* valid;            // [1] rows from there on are padding; null = none
-  uint32_t* topk_ids;               // out [T, S]
-  float* topk_weights;              // out [T, S]
-  float* zero_weights;              // out [T] or null
+  const float* logits;         // [T, L]; not read where ids are given
+  const float* bias;           // [L] correction bias, or null
+  const uint32_t* table;       // [vocab, K] ids by token id, for hash routing
+  const uint32_t* token_ids;   // [T] for hash routing
+  const uint32_t* given_ids;   // [T, K] where ids are given
+  const float* given_weights;  // [T, K] where ids are given; null = zeros
+  const uint32_t* valid;       // [1] rows from there on are padding; null = none
+  uint32_t* topk_ids;          // out [T, S]
+  float* topk_weights;         // out [T, S]
+  float* zero_weights;         // out [T] or null
   int tokens, experts, zero_experts, top_k, shared_slots, vocab, groups, topk_group;
   int selection;  // `Selection` of any/route.cuh
   Scoring scoring;

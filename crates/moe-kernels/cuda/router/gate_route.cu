@@ -130,7 +130,8 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
 
 template <int kPerLane>
 cudaError_t run(const Launch& l, const GateArgs& a) {
-  return is_plain(a.route, a.routing) ? launch(gate_route<kPerLane, true>, l, a) : launch(gate_route<kPerLane, false>, l, a);
+  return is_plain(a.route, a.routing) ? launch(gate_route<kPerLane, true>, l, a)
+                                      : launch(gate_route<kPerLane, false>, l, a);
 }
 
 cudaError_t launch_gate(GateArgs a, const DeviceLimits& limits, void* stream) {
@@ -164,7 +165,8 @@ __global__ __launch_bounds__(kWarps * 32) void route_logits(const __grid_constan
 
 template <int kPerLane>
 cudaError_t run_logits(const Launch& l, const GateArgs& a) {
-  return is_plain(a.route, a.routing) ? launch(route_logits<kPerLane, true>, l, a) : launch(route_logits<kPerLane, false>, l, a);
+  return is_plain(a.route, a.routing) ? launch(route_logits<kPerLane, true>, l, a)
+                                      : launch(route_logits<kPerLane, false>, l, a);
 }
 
 cudaError_t launch_apart(const GateArgs& a, void* stream) {

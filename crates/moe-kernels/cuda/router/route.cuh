@@ -34,8 +34,8 @@ struct RouteArgs {
 
 /// The rule of most models, softmax over all experts and weights that add to `scale`, and nobody forces a choice.
 __host__ __device__ inline bool is_plain(const RouteArgs& a, const StepRoutingArgs& routing) {
-  return routing.forced == nullptr && a.scoring == Scoring::kSoftmax && !a.raw_logits && a.renormalize && a.correction_bias == nullptr &&
-         !(a.softcap > 0);
+  return routing.forced == nullptr && a.scoring == Scoring::kSoftmax && !a.raw_logits && a.renormalize &&
+         a.correction_bias == nullptr && !(a.softcap > 0);
 }
 
 /// `a`, with what is_plain says of it known when compiled. Instructions of other rules are fetched before they are
@@ -190,8 +190,8 @@ __device__ __forceinline__ const uint32_t* forced_row(const StepRoutingArgs& r, 
   return r.forced + static_cast<size_t>(row) * r.stride;
 }
 
-/// Where experts are forced on a row, gives them the keys of the best choices in the order of their slots, and all others
-/// none. One whole warp.
+/// Where experts are forced on a row, gives them the keys of the best choices in the order of their slots, and all
+/// others none. One whole warp.
 template <int N>
 __device__ __forceinline__ void force_keys(const StepRoutingArgs& r, int top_k, int row, uint32_t (&key)[N]) {
   if (r.forced == nullptr || r.keep_weights) return;
