@@ -7,7 +7,7 @@ use candle_core::{DType, Result, bail};
 
 use super::args::{BalanceIdsArgs, StepRoutingArgs};
 use super::{CudaExec, ffi, small};
-use crate::door::{expect, expect_rank3};
+use crate::door::{expect, expect_dtype, expect_optional, expect_rank3};
 use crate::exec::Exec;
 use crate::step_routing::{ForcedWeights, LayerRouting};
 use crate::view::{View, ViewMut};
@@ -33,6 +33,27 @@ impl StepRoutingArgs {
             stride: small(op, routing.stride)?,
             keep_weights: i32::from(weights == Some(ForcedWeights::OfChosen)),
         })
+    }
+}
+
+impl LayerRouting<'_> {
+    /// Fails unless the arrays are those of `experts` experts, and of `tokens` rows of `top_k` choices.
+    fn check(&self, op: &str, tokens: usize, experts: usize, top_k: usize) -> Result<()> {
+        expect_optional(op, "heat", self.heat.as_ref(), DType::U32, &[experts])?;
+        let forced = self.forced.as_ref().map(|(ids, _)| ids);
+        for (name, ids) in [("routed", self.routed.as_ref()), ("forced", forced)] {
+            let Some(ids) = ids else { continue };
+            expect_dtype(op, name, ids, DType::U32)?;
+            let needed = tokens.saturating_sub(1) * self.stride + top_k;
+            if tokens > 0 && (self.stride < top_k || ids.elem_count() < needed) {
+                bail!(
+                    "{op}: {name}: expected at least {needed} ids for {tokens} rows of {top_k}, got {} with {} from row to row",
+                    ids.elem_count(),
+                    self.stride
+                )
+            }
+        }
+        Ok(())
     }
 }
 
@@ -69,4 +90,28 @@ pub fn balance_ids_into(
     };
     // SAFETY: `ids` holds as many words as the launch writes, `step` one.
     cuda.check(op, unsafe { ffi::moe_balance_ids(&args, cuda.raw()?) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arrays_that_are_too_short_are_refused() {
+        let (ids, heat) = (vec![0u32; 10], vec![0u32; 5]);
+        let view = |words: &'static [u32]| View::new(words, &[words.len()]).unwrap();
+        let routing = LayerRouting {
+            heat: Some(view(heat.leak())),
+            routed: Some(view(ids.leak())),
+            forced: None,
+            stride: 6,
+        };
+        routing.check("test", 2, 5, 2).unwrap();
+        let text = |result: Result<()>| result.unwrap_err().to_string();
+        assert!(
+            text(routing.check("test", 3, 5, 2)).contains("expected at least 14 ids for 3 rows of 2, got 10")
+        );
+        assert!(text(routing.check("test", 2, 6, 2)).contains("heat"));
+        assert!(text(routing.check("test", 2, 5, 7)).contains("6 from row to row"));
+    }
 }
