@@ -309,11 +309,10 @@ pub struct EngineArgs {
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, num_args = 0..=1,
         default_missing_value = "true", value_name = "BOOL", help_heading = "Engine")]
     pub enable_prefix_caching: bool,
-    /// Print counters and times to stderr at the end; on the CPU with how evenly experts were chosen.
+    /// Print counters, times, and how evenly experts were chosen, to stderr at the end.
     #[arg(long, help_heading = "Engine")]
     pub stats: bool,
-    /// Write how many tokens each expert gets, step by step, as a heat trace. On a GPU, steps then run without CUDA
-    /// graphs.
+    /// Write how many tokens each expert gets, step by step, as a heat trace.
     #[arg(long, value_name = "FILE", help_heading = "Routing")]
     pub expert_heat: Option<PathBuf>,
     /// Spread tokens evenly over the experts, whatever the router says: for profiling only.

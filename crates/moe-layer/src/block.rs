@@ -287,7 +287,8 @@ impl SparseMoeBlock {
         let gate = self.gate.read()?;
         let gate = gate.view()?.rows("monolithic experts")?;
         let map = self.path.prepare.local_experts().and_then(|experts| experts.expert_map());
-        self.router.with_gate(gate, None, context.padded, |gate| experts.apply(gate, map, io, ex))
+        let beside = (context.padded, context.routing.layer(self.layer, 0)?);
+        self.router.with_gate(gate, None, beside, |gate| experts.apply(gate, map, io, ex))
     }
 
     /// Routes all tokens at once, so that what the step context counts is the step's rows, then

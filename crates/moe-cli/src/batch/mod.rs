@@ -175,7 +175,10 @@ fn parser(
         answer,
         template: options::chat_template(&args.answer.chat, session)?,
         template_kwargs: args.answer.chat.chat_template_kwargs.clone().unwrap_or_default(),
-        defaults: options::api_defaults(&args.answer.sampling, session)?,
+        defaults: Request {
+            capture_routing: args.enable_return_routed_experts,
+            ..options::api_defaults(&args.answer.sampling, session)?
+        },
         seed: args.answer.sampling.seed,
         max_model_len,
         served: Served::new(args.answer.model.as_deref(), args.any_model),

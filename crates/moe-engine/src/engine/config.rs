@@ -39,8 +39,8 @@ pub struct EngineConfig {
     pub async_scheduling: bool,
     /// Launches decode steps on a CUDA device one by one, not as a captured graph.
     pub enforce_eager: bool,
-    /// Whether to count how often each expert is chosen, by step.
-    pub expert_counts: ExpertCounts,
+    /// Whether to count how often each expert is chosen, in every step.
+    pub count_experts: bool,
     /// Writes those counts to this file, as a heat trace.
     pub expert_heat: Option<PathBuf>,
     /// Replaces the routing by an even one, for profiling; the seed varies it.
@@ -65,43 +65,10 @@ pub enum SchedulingPolicy {
     LongestFirst,
 }
 
-/// Whether an engine counts how often each expert is chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ExpertCounts {
-    /// Never.
-    #[default]
-    Off,
-    /// Where that changes nothing else: on the CPU. A GPU's steps would be neither captured graphs nor sampled there,
-    /// so that all other numbers of a run would be those of another program; there nothing is counted.
-    WhereFree,
-    /// In every step. On a GPU, steps are then launched one by one, and the host samples.
-    Always,
-}
-
-impl ExpertCounts {
-    /// Whether steps are counted on the CPU, or on a GPU.
-    pub fn counts(self, on_gpu: bool) -> bool {
-        match self {
-            Self::Off => false,
-            Self::WhereFree => !on_gpu,
-            Self::Always => true,
-        }
-    }
-
-    /// Whether counts that were asked for are left out.
-    pub fn left_out(self, on_gpu: bool) -> bool {
-        self != Self::Off && !self.counts(on_gpu)
-    }
-}
-
 impl EngineConfig {
-    /// What is counted: a trace of the counts asks for them, and who balances by them.
-    pub fn counted(&self) -> ExpertCounts {
-        if self.expert_heat.is_some() || self.eplb.is_some() {
-            ExpertCounts::Always
-        } else {
-            self.expert_counts
-        }
+    /// Whether steps are counted: a trace of the counts asks for them, and so does balancing.
+    pub fn counts(&self) -> bool {
+        self.count_experts || self.expert_heat.is_some() || self.eplb.is_some()
     }
 
     /// The defaults for a device: a GPU computes more rows in a step before a step gets long, and more
@@ -206,7 +173,7 @@ impl EngineConfig {
         let blocks = max_model_len.div_ceil(self.block_size);
         let (rows, sequences) = (self.max_num_batched_tokens, self.max_num_seqs);
         let sizes = RunnerSizes { rows, sequences, tokens: max_model_len, blocks, eager: self.enforce_eager };
-        Ok(Some(DeviceRunner::new(info.vocab_size, sizes, ex)?))
+        Ok(Some(DeviceRunner::new(info, sizes, (self.counts(), true), ex)?))
     }
 }
 
@@ -223,7 +190,7 @@ impl Default for EngineConfig {
             enable_prefix_caching: true,
             async_scheduling: false,
             enforce_eager: false,
-            expert_counts: ExpertCounts::Off,
+            count_experts: false,
             expert_heat: None,
             force_balance: None,
             eplb: None,

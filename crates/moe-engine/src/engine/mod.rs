@@ -19,6 +19,8 @@ mod finish;
 mod memory;
 mod remote;
 mod request;
+#[cfg(feature = "cuda")]
+mod routing;
 mod runner;
 #[cfg(feature = "cuda")]
 mod sampling;
@@ -41,12 +43,12 @@ use anyhow::{Context, Result};
 use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, SequenceBlocks};
 use moe_layer::{ExpertHeat, MoveRound, MoveStatus, RoutedExperts};
 use serde::{Deserialize, Serialize};
-use tracing::{trace_span, warn};
+use tracing::trace_span;
 
 use crate::structured::{Constraint, Grammars};
 use crate::tokenizer::Tokenizer;
 
-pub use config::{EngineConfig, ExpertCounts, SchedulingPolicy};
+pub use config::{EngineConfig, SchedulingPolicy};
 #[cfg(feature = "cuda")]
 pub(crate) use device::DeviceRunner;
 pub use dp::DpEngine;
@@ -148,12 +150,6 @@ impl<'m> Engine<'m> {
         let ahead = usize::from(config.async_scheduling || ex.is_cuda());
         #[cfg(feature = "cuda")]
         let device = config.device_runner(info, max_model_len, &ex)?;
-        let (counted, on_gpu) = (config.counted(), ex.is_cuda());
-        if on_gpu && info.moe.is_some() && counted.counts(on_gpu) {
-            warn!(
-                "expert counts: steps run without CUDA graphs, and the host samples; times are not those of a run without counts"
-            );
-        }
         let runner = Runner {
             model,
             kv,
@@ -163,10 +159,9 @@ impl<'m> Engine<'m> {
             #[cfg(feature = "cuda")]
             device,
             steps: 0,
-            count_experts: info.moe.is_some() && counted.counts(on_gpu),
+            count_experts: config.counts(),
             force_balance: config.force_balance,
         };
-        let expert_counts_left_out = info.moe.is_some() && counted.left_out(on_gpu);
         Ok(Self {
             info,
             tokenizer,
@@ -180,7 +175,7 @@ impl<'m> Engine<'m> {
             deadlines: BTreeMap::new(),
             ended: Vec::new(),
             start: Instant::now(),
-            stats: Stats { expert_counts_left_out, kv_blocks: num_blocks, ..Stats::default() },
+            stats: Stats { kv_blocks: num_blocks, ..Stats::default() },
             step_loads: Vec::new(),
             lockstep: config.lockstep,
         })

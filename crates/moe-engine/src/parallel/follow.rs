@@ -142,9 +142,8 @@ impl Follower {
     }
 
     fn run(&mut self, message: &StepMessage) -> Result<()> {
-        let info = self.model.info();
-        let mut context = message.context(info.moe.as_ref());
-        let (sizes, layout) = (message.cache, info.kv);
+        let mut context = message.context();
+        let (sizes, layout) = (message.cache, self.model.info().kv);
         if self.cache.as_ref().is_none_or(|(id, _)| *id != sizes.id) {
             // The old cache goes before the new one is allocated.
             #[cfg(feature = "cuda")]
@@ -163,7 +162,11 @@ impl Follower {
         {
             let runner = match &mut self.runner {
                 Some(runner) => runner,
-                none => none.insert(DeviceRunner::new(self.model.info().vocab_size, *sizes, &self.ex)?),
+                none => {
+                    // The first rank counts and records for all of them.
+                    let nothing = (false, false);
+                    none.insert(DeviceRunner::new(self.model.info(), *sizes, nothing, &self.ex)?)
+                }
             };
             runner.run(&self.model, kv, &message.step, sampling, &mut context, &mut self.ex).map(drop)
         }

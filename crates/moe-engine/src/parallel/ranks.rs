@@ -166,16 +166,22 @@ impl Rank {
         if self.geometry.ep_size == 1 {
             return Ok(bucket);
         }
-        let own = Proposal { rows: step.num_tokens(), only_decode: step.one_row_each(), bucket };
-        let (own, mut all) = (own.words(), vec![0u32; 3 * self.geometry.dp_size]);
-        let dims = [self.geometry.dp_size, 3];
-        let (own, out) = (View::new(&own, &[1, 3])?, ViewMut::new(&mut all, &dims)?);
+        let own = Proposal {
+            rows: step.num_tokens(),
+            only_decode: step.one_row_each(),
+            bucket,
+            replays: context.replay.is_some(),
+        };
+        let (own, mut all) = (own.words(), vec![0u32; 4 * self.geometry.dp_size]);
+        let dims = [self.geometry.dp_size, 4];
+        let (own, out) = (View::new(&own, &[1, 4])?, ViewMut::new(&mut all, &dims)?);
         self.groups.dp.all_gather(own, out, &mut Exec::cpu())?;
-        let proposals: Vec<Proposal> = all.as_chunks::<3>().0.iter().map(Proposal::from_words).collect();
+        let proposals: Vec<Proposal> = all.as_chunks::<4>().0.iter().map(Proposal::from_words).collect();
         let bucket = common_bucket(&proposals);
         let rows = proposals.iter().map(|proposal| bucket.unwrap_or(proposal.rows));
         let tokens = rows.flat_map(|rows| std::iter::repeat_n(rows, self.geometry.tp_size));
         context.rank_tokens = Some(tokens.collect());
+        context.some_replay = proposals.iter().any(|proposal| proposal.replays);
         context.only_decode = proposals.iter().all(|proposal| proposal.only_decode);
         Ok(bucket)
     }

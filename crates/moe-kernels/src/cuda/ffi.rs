@@ -39,6 +39,7 @@ launchers! {
 
     // router, experts
     moe_gate_route(args: *const GateRouteArgs);
+    moe_balance_ids(args: *const BalanceIdsArgs);
     moe_align_tokens(args: *const AlignTokensArgs);
     moe_experts_stream(args: *const ExpertsStreamArgs);
     moe_experts_tensor(args: *const ExpertsTensorArgs);
