@@ -42,7 +42,7 @@ def structs():
         code = re.sub(r"//.*", "", header.read_text())
         for name, body in re.findall(r"struct (\w+) \{(.*?)\};", code, re.S):
             kinds[name] = type(name, (ctypes.Structure,), {"_fields_": list(fields(body, kinds))})
-        takers.update(re.findall(r"int (moe_\w+)\(const moe::(\w+)\* args", code))
+        takers.update(re.findall(r"int (moe_\w+)\(const moe::(\w+)\* (?:args|w)\b", code))
     return {launcher: kinds[name] for launcher, name in takers.items()}
 
 
