@@ -2,8 +2,8 @@
 import torch
 
 from bench_experts import E, H, I, K, Inputs
-from library import F32, graph_us
-from quant_pack import FP8_BLOCK, INT4_128, INT4_32Z, INT8_128, RawPack
+from library import BF16, F32, graph_us
+from quant_pack import FP8_BLOCK, INT4_128, INT4_32Z, INT8_128, RawPack, pack_fields
 
 SCHEMES = [None, INT4_128, INT4_32Z, INT8_128, FP8_BLOCK]  # None: bf16
 SETS = 4
@@ -79,10 +79,33 @@ def linears(lib, rows, schemes, results, splits=0):
         print(f"{scheme.name if scheme else 'bf16':18s}" + "".join(f"{' / '.join(cells[m]):>14s}" for m in rows), flush=True)
 
 
+def dequantise(lib, schemes, results):
+    """us (TB/s of packed bytes and bf16) of a pack turned into rows, by the fast kernel and by the one for any scheme."""
+    print(f"{'dequantise: us (TB/s)':22s}{'fast':>16s}{'any':>16s}")
+    for scheme in filter(None, schemes):
+        for name, shapes, count in (("qkv", [(1, *QKV)], 12), ("o_proj", [(1, *O)], 12), ("experts", [(E, 2 * I, H), (E, H, I)], 2)):
+            packs = [[RawPack(*shape, scheme, gate_up=shape[0] > 1 and i == 0) for i, shape in enumerate(shapes)] for _ in range(count)]
+            outs = [[torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes] for _ in range(2)]
+            size = sum(e * (scheme.bytes(n, k) + 2 * n * k) for e, n, k in shapes)
+            cells = []
+            for launcher, dtype in (("moe_quant_dequantise", ()), ("moe_any_dequantise", (BF16,))):
+                def call(i):
+                    for pack, out in zip(packs[i], outs[i % 2]):
+                        lib.launch(launcher, *pack_fields(pack), out, *dtype)
+                us = graph_us([lambda i=i: call(i) for i in range(count)], replays=5)
+                cells.append(f"{us:.1f} ({size / us / 1e6:.2f})")
+                results.append({"dequantise": scheme.name, "of": name, "launcher": launcher, "us": us})
+            print(f"{scheme.name + ', ' + name:22s}" + "".join(f"{c:>16s}" for c in cells), flush=True)
+            del packs, outs
+            torch.cuda.empty_cache()
+
+
 def run(lib, tokens, names=None, what="linears,experts", splits=0):
     results, schemes = [], [s for s in SCHEMES if not names or (s.name if s else "bf16") in names]
     if "linears" in what:
         linears(lib, [m for m in tokens if m <= 512], schemes, results, splits)
     if "experts" in what:
         experts(lib, tokens, schemes, results)
+    if "dequantise" in what:
+        dequantise(lib, schemes, results)
     return results

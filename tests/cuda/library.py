@@ -51,7 +51,7 @@ def structs():
     for header in SOURCES.glob("*/args.cuh"):
         code = re.sub(r"//.*", "", header.read_text())
         bodies.update(re.findall(r"struct (\w+) \{(.*?)\};", code, re.S))
-        takers.update(re.findall(r"int (moe_\w+)\(const moe::(\w+)\* args", code))
+        takers.update(re.findall(r"int (moe_\w+)\(const moe::(\w+)\* (?:args|w)\b", code))
 
     def kind_of(name):
         if name not in kinds:

@@ -4,6 +4,8 @@ import dataclasses
 
 import torch
 
+from library import STRUCTS
+
 INT4, INT8, FP8 = range(3)  # QuantFormat of cuda/codes.cuh
 F32, BF16, F16 = range(3)  # Dtype
 TILE_ROWS = 16
@@ -107,6 +109,11 @@ class RawPack:
         scale = (torch.rand(*sides, self.scale_rows, device="cuda") + 0.5) * k**-0.5 / (100 if scheme.format == INT8 else 5)
         self.scales = scale.to((torch.float32, torch.bfloat16, torch.float16)[scheme.scale])
         self.zeros = torch.randint(0, 16, (*sides, 16), dtype=torch.uint8, device="cuda") if scheme.zeros else None
+
+
+def pack_fields(pack):
+    """The values of QuantPack in order, for launchers that take nothing else in a struct."""
+    return [getattr(pack, name) for name, _ in STRUCTS["moe_quant_dequantise"]._fields_]
 
 
 class Dequantised:

@@ -4,6 +4,7 @@ mod matrices;
 
 use candle_core::DType;
 use moe_kernels::cuda::{FusedExperts, fused_experts_into};
+use moe_kernels::half::bf16;
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
     Activation, Buffer, ExpertGroups, Fp8Scales, NO_EXPERT, QuantScheme, group_token_slots_into,
@@ -41,20 +42,27 @@ fn product(x: &[f32], w: &[f32], (m, n, k): (usize, usize, usize)) -> Vec<f64> {
 #[test]
 fn quantised_packs_mean_the_same_floats() {
     let mut rng = Rng::new();
-    for (n, k) in [(1, 1), (21, 96), (16, 128), (40, 200), (130, 384)] {
+    // The last ones are of shapes that the kernel for bf16 rows takes.
+    for (n, k) in [(1, 1), (21, 96), (16, 128), (40, 200), (130, 384), (64, 128), (96, 320), (128, 1152)] {
         for scheme in schemes(k) {
             let m = Matrix::new(&mut rng, n, k, scheme, 1);
-            let floats = Buffer::from_vec(m.floats(), &[n, k]).unwrap();
+            let floats = m.floats();
             let source = Source { matrices: [("m".to_string(), m)].into(), inputs: None };
             let names = ["m".to_string()];
             let uses =
                 if n % 2 == 0 { vec![QuantUse::Linear, QuantUse::GateUp] } else { vec![QuantUse::Linear] };
-            for usage in uses {
-                let weight = source.weight(&[&names], usage, DType::F32, &cuda());
+            for (usage, dtype) in
+                uses.into_iter().flat_map(|usage| [(usage, DType::F32), (usage, DType::BF16)])
+            {
+                let rounded = |x: &f32| if dtype == DType::BF16 { bf16::from_f32(*x).to_f32() } else { *x };
+                let want = Buffer::from_vec(floats.iter().map(rounded).collect(), &[n, k]).unwrap();
+                let weight = source.weight(&[&names], usage, dtype, &cuda());
                 let tensor = weight.to_tensor().unwrap().to_device(&candle_core::Device::Cpu).unwrap();
-                let got = tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                assert_eq!(tensor.dtype(), dtype);
+                let got =
+                    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
                 let got = Buffer::from_vec(got, &[n, k]).unwrap();
-                assert_same(&format!("{scheme} [{n}, {k}] {usage:?}"), &floats, &got);
+                assert_same(&format!("{scheme} [{n}, {k}] {usage:?} {}", dtype.as_str()), &want, &got);
             }
         }
     }

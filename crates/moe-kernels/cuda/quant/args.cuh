@@ -153,3 +153,4 @@ extern "C" int moe_any_quant_linear(const moe::AnyQuantLinearArgs* args, void* s
 extern "C" int moe_any_quant_gate_up(const moe::AnyQuantGateUpArgs* args, void* stream);
 extern "C" int moe_any_quant_down(const moe::AnyQuantDownArgs* args, void* stream);
 extern "C" int moe_any_dequantise(const moe::QuantPack* w, void* out, moe::Dtype dtype, void* stream);
+extern "C" int moe_quant_dequantise(const moe::QuantPack* w, __nv_bfloat16* out, void* stream);

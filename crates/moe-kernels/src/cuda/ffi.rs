@@ -129,6 +129,7 @@ launchers! {
     moe_any_quant_gate_up(args: *const AnyQuantGateUpArgs);
     moe_any_quant_down(args: *const AnyQuantDownArgs);
     moe_any_dequantise(w: *const QuantPack, out: Out, dtype: Dtype);
+    moe_quant_dequantise(w: *const QuantPack, out: Out);
     moe_any_qk_norm_rope_cache(args: *const QkNormRopeArgs);
     moe_any_attention(args: *const PagedAttentionArgs);
     moe_any_mla_latent(args: *const MlaLatentArgs);

@@ -10,12 +10,12 @@ use super::any::activation_code;
 use super::args::{
     AnyQuantDownArgs, AnyQuantGateUpArgs, AnyQuantLinearArgs, Dtype, In, QuantFormat, QuantPack,
 };
-use super::{CudaExec, Staging, ffi, small};
+use super::{CudaExec, Staging, aligned, ffi, small};
 use crate::buffer::Buffer;
 use crate::element::Element;
 use crate::exec::Exec;
 use crate::ops::ExpertGroups;
-use crate::plan::QuantWeights;
+use crate::plan::{DequantiseCall, DequantiseForm, Form, QuantWeights};
 use crate::quant::{
     PackedScales, QuantRows, QuantUse, TILE_ROWS, TileRow, TileScratch, Tiles, check_matrices,
 };
@@ -184,9 +184,23 @@ impl DevicePack {
             bail!("{op}: expected {size} places for a pack {:?}, got {:?}", self.tiles.dims, out.dims())
         }
         let (pack, dtype) = (self.args(op, cuda)?, Dtype::of(op, out.dtype())?);
-        let to = cuda.write(op, "out", &mut out)?;
-        // SAFETY: the pack lies in the order that the launcher reads, and `out` has as many places.
-        cuda.check(op, unsafe { ffi::moe_any_dequantise(&pack, to, dtype, cuda.raw()?) })
+        let [_, n, k] = self.tiles.dims;
+        let call = DequantiseCall {
+            n,
+            k,
+            quant: self.weights(),
+            dtype: out.dtype(),
+            aligned: aligned(&[out.as_view()]),
+        };
+        let (form, to) = (DequantiseForm::choose(&call, &ex.machine()), cuda.write(op, "out", &mut out)?);
+        // SAFETY: the pack lies in the order that the launchers read, `out` has as many places; the form has checked
+        // what the fast one asks for.
+        cuda.check(op, unsafe {
+            match form {
+                Some(DequantiseForm::Fast) => ffi::moe_quant_dequantise(&pack, to, cuda.raw()?),
+                _ => ffi::moe_any_dequantise(&pack, to, dtype, cuda.raw()?),
+            }
+        })
     }
 }
 

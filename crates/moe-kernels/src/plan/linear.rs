@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
-use super::{Form, Machine, Reason};
+use super::{DequantiseForm, Form, Machine, Reason};
 
 /// Most rows for which streaming the weights beats the tensor-core kernel (docs/kernels.md).
 const STREAM_ROWS: usize = 4;
@@ -106,6 +106,9 @@ impl Form for LinearForm {
     }
 
     fn kernel(self, call: &LinearCall) -> String {
+        if let (Self::QuantBlas, Some(quant)) = (self, call.quant) {
+            return format!("{} + cublas", DequantiseForm::for_blas(call.n, call.k, quant).name());
+        }
         let has_form = matches!(self, Self::Stream | Self::Tensor);
         kernel_name(self.name(), has_form && call.quant.is_some())
     }

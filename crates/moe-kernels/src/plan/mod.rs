@@ -5,6 +5,7 @@
 //! can be computed, printed and tested on any other.
 
 mod attention;
+mod dequantise;
 mod experts;
 mod linear;
 mod monolithic;
@@ -15,6 +16,7 @@ mod reason;
 mod router;
 
 pub use attention::{AttentionCall, AttentionForm};
+pub use dequantise::{DequantiseCall, DequantiseForm};
 pub use experts::{ExpertsCall, ExpertsForm};
 pub use linear::{FusedLinearForm, LinearCall, LinearForm};
 pub use monolithic::{Fusion, MonolithicCall, MonolithicForm};

@@ -1,0 +1,111 @@
+//! Quantised matrices turned into floats on a GPU: which kernel writes them out.
+
+use candle_core::DType;
+
+use super::linear::expect_bf16;
+use super::{Form, Machine, QuantWeights, Reason};
+
+/// Packed matrices [.., n, k] and the floats that they become.
+#[derive(Clone, Copy, Debug)]
+pub struct DequantiseCall {
+    /// Rows of a matrix.
+    pub n: usize,
+    /// Its columns.
+    pub k: usize,
+    /// How they are quantised.
+    pub quant: QuantWeights,
+    /// Dtype of the floats.
+    pub dtype: DType,
+    /// Whether they begin at a multiple of 16 bytes.
+    pub aligned: bool,
+}
+
+/// The kernels that turn a pack into floats; all give the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DequantiseForm {
+    /// Packs that the fast kernels read, to bf16, at the rate of memory (`quant_dequantise`).
+    Fast,
+    /// Any scheme, shape and dtype (`any_dequantise`).
+    Any,
+}
+
+impl DequantiseForm {
+    /// The form for bf16 rows in scratch, which begins where every kernel can write.
+    pub(super) fn for_blas(n: usize, k: usize, quant: QuantWeights) -> Self {
+        let call = DequantiseCall { n, k, quant, dtype: DType::BF16, aligned: true };
+        if call.expect_fast().is_ok() { Self::Fast } else { Self::Any }
+    }
+}
+
+impl DequantiseCall {
+    fn expect_fast(&self) -> Result<(), Reason> {
+        expect_bf16(self.dtype)?;
+        self.quant.expect_fast(self.n, self.k)?;
+        if self.aligned { Ok(()) } else { Err(Reason::Alignment) }
+    }
+}
+
+impl Form for DequantiseForm {
+    type Call = DequantiseCall;
+
+    const ALL: &'static [Self] = &[Self::Fast, Self::Any];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Fast => "quant_dequantise",
+            Self::Any => "any_dequantise",
+        }
+    }
+
+    fn fits(self, call: &DequantiseCall, machine: &Machine) -> Result<(), Reason> {
+        machine.expect_gpu()?;
+        match self {
+            Self::Fast => call.expect_fast(),
+            Self::Any => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{Gpu, LinearCall, LinearForm};
+    use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
+
+    #[test]
+    fn packs_of_the_fast_kernels_are_written_out_by_the_fast_one() {
+        let int = |group, act_order| QuantScheme::Int {
+            bits: 4,
+            group: QuantGroup::Size(group),
+            zero_point: true,
+            act_order,
+        };
+        let block = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
+        let machine = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+        let form = |scheme, scales, k, dtype, aligned| {
+            let quant = QuantWeights { scheme, scales, gate_up: false };
+            DequantiseForm::choose(&DequantiseCall { n: 256, k, quant, dtype, aligned }, &machine)
+        };
+        let (f16, bf16, f32) = (DType::F16, DType::BF16, DType::F32);
+        assert_eq!(form(int(32, false), f16, 512, bf16, true), Some(DequantiseForm::Fast));
+        assert_eq!(form(block, f32, 512, bf16, true), Some(DequantiseForm::Fast));
+        for other in [
+            form(int(32, false), f16, 512, f32, true),
+            form(int(32, false), f16, 512, bf16, false),
+            form(int(48, false), f16, 480, bf16, true),
+            form(int(32, true), f16, 512, bf16, true),
+            form(int(32, false), f32, 512, bf16, true),
+            form(block, f32, 72, bf16, true),
+        ] {
+            assert_eq!(other, Some(DequantiseForm::Any));
+        }
+        let explained = |scheme, scales| {
+            let quant = Some(QuantWeights { scheme, scales, gate_up: false });
+            let call =
+                LinearCall { rows: 512, n: 256, k: 512, dtype: bf16, quant, bias: false, aligned: true };
+            LinearForm::choose(&call, &machine).map(|form| form.kernel(&call))
+        };
+        assert_eq!(explained(block, f32).as_deref(), Some("quant_dequantise + cublas"));
+        assert_eq!(explained(int(32, true), f16).as_deref(), Some("any_dequantise + cublas"));
+    }
+}
