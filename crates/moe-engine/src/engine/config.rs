@@ -147,7 +147,7 @@ impl EngineConfig {
             ensure!(self.max_model_len.is_none(), "{sizes}");
             warn!("{sizes}; until then no sequence gets longer than {held} tokens");
         }
-        Ok(Capacity { num_blocks, bytes, context_len, max_model_len: context_len.min(held) })
+        Ok(Capacity { num_blocks, context_len, max_model_len: context_len.min(held) })
     }
 
     /// Bytes that are free for a rank where `ex` runs, and what a KV cache takes of them by default.
@@ -204,8 +204,6 @@ impl Default for EngineConfig {
 pub(super) struct Capacity {
     /// Blocks of the KV cache.
     pub num_blocks: usize,
-    /// Bytes of the KV cache.
-    pub bytes: usize,
     /// The longest sequence that is asked for.
     pub context_len: usize,
     /// The longest sequence that also fits the KV cache.

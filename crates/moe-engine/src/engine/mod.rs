@@ -128,14 +128,14 @@ impl<'m> Engine<'m> {
         let (free, budget) = config.free_and_budget(&ex)?;
         let capacity = config.capacity(info, free, budget)?;
         #[cfg(feature = "cuda")]
-        let capacity = match ex.is_cuda() && step_memory::is_tight(config, &capacity, free, model) {
+        let capacity = match ex.is_cuda() && step_memory::is_tight(config, &capacity, free, model)? {
             true => {
                 let left = step_memory::budget(model, config, &capacity, &mut ex)?;
                 config.capacity(info, free, left.min(budget))?
             }
             false => capacity,
         };
-        let Capacity { num_blocks, context_len, max_model_len, .. } = capacity;
+        let Capacity { num_blocks, context_len, max_model_len } = capacity;
         let mut kv = KvCache::new_on(ex.device(), info.kv, num_blocks, config.block_size)?;
         kv.commit(&ex)?;
         let limits = Limits {
