@@ -15,13 +15,11 @@ pub(super) fn is_tight(
     capacity: &Capacity,
     free: Option<u64>,
     model: &dyn CausalLm,
-) -> bool {
-    let large = free.is_some_and(|free| capacity.bytes as u64 > free / 2);
-    config.kv_cache_memory.is_none()
-        && large
-        && config.ranks == 1
-        && !config.lockstep
-        && model.ranks().is_none()
+) -> Result<bool> {
+    let bytes = capacity.num_blocks.saturating_mul(config.block_size * model.info().kv.bytes_per_token()?);
+    let large = free.is_some_and(|free| bytes as u64 > free / 2);
+    let alone = config.ranks == 1 && !config.lockstep && model.ranks().is_none();
+    Ok(config.kv_cache_memory.is_none() && large && alone)
 }
 
 /// Runs the largest step and returns how many bytes the KV cache may take then. All positions share one block, so no cache is
