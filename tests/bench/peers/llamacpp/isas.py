@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""isas.py WORK PROGRAM CONFIG OUT.json [--cores 2,4:6,8:10,12] [--rounds N] [--limit SECONDS] [--only INT4 ..]: both
+"""isas.py WORK PROGRAM CONFIG OUT.json [--cores 2,4:6,8:10,12] [--rounds N] [--limit SECONDS] [--only Q4_0 ..] [--isas avx2 ..]: both
 programs on several instruction sets of one machine, each set on two cores of its own, at the same time.
 
 WORK holds lbench-{avx2,avx512,amx} (build.sh --isas), gguf/ and ours/{int8-g32,int4-g32,int4-g128}. A set that the
@@ -105,9 +105,10 @@ def main():
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--limit", type=float, default=600)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--isas", nargs="*", help="these alone, as --cpu-isa names them")
     args = parser.parse_args()
     cpu = Path("/proc/cpuinfo").read_text()
-    isas = [(isa, build) for isa, build, flag in ISAS if f" {flag} " in cpu]
+    isas = [(isa, build) for isa, build, flag in ISAS if f" {flag} " in cpu and isa in (args.isas or [isa])]
     rows, threads = [], []
     for (isa, build), cores in zip(isas, args.cores.split(":")):
         thread = threading.Thread(target=measure, args=(args, isa, build, cores, rows))
