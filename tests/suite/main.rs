@@ -12,6 +12,7 @@ mod parallel;
 mod placements;
 mod quantised;
 mod ranks;
+mod replicas;
 mod requests;
 mod running;
 mod structured;

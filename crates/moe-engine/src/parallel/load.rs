@@ -18,9 +18,10 @@ use crate::usage;
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A data-parallel replica: a model with the context that it runs in.
+#[derive(Clone)]
 pub struct Replica {
     /// The model, over its tensor-parallel ranks.
-    pub model: Box<dyn CausalLm>,
+    pub model: Arc<dyn CausalLm>,
     /// Where its first rank runs.
     pub ex: Exec,
     /// The world that its engine fails when it cannot go on.
@@ -85,7 +86,7 @@ where
         if replicas.is_empty() {
             chosen = backend;
         }
-        replicas.push(Replica { world: model.world(), model: Box::new(model), ex });
+        replicas.push(Replica { world: model.world(), model: Arc::new(model), ex });
     }
     Ok((replicas, chosen))
 }
