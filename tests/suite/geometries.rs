@@ -10,7 +10,7 @@ use model_runtime::{
     BlockContext, CausalLm, Checkpoint, Config, DummyWeights, Exec, Geometry, KvCache, MlaForm, ModelInfo,
     Observer, RankView, StepContext, StepRanks, StepViews, TensorSlice, TensorSpec, ViewMut,
 };
-use moe_comm::{DeepEpMode, EpBackend, ExpertPlacement, ParallelConfig, SelfComm};
+use moe_comm::{Communicator, DeepEpMode, EpBackend, ExpertPlacement, ParallelConfig, SelfComm, ThreadComm};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::eplb::EplbConfig;
 use moe_engine::parallel::{self, Replica, Source};
@@ -99,6 +99,17 @@ impl<F: ModelFamily> Origin<F> {
 
     /// The same with experts in other places.
     pub fn load_placed(&self, case: &Case, placements: &ExpertPlacements) -> anyhow::Result<Vec<Replica>> {
+        let world = ThreadComm::world(case.parallel.world_size()?);
+        self.load_over(case, placements, world.into_iter().map(|comm| Arc::new(comm) as _).collect())
+    }
+
+    /// The same over a world that is there.
+    pub fn load_over(
+        &self,
+        case: &Case,
+        placements: &ExpertPlacements,
+        world: Vec<Arc<dyn Communicator>>,
+    ) -> anyhow::Result<Vec<Replica>> {
         let chunked_moe = match case.chunk.and_then(NonZeroUsize::new) {
             Some(size) => ChunkedMoe::of_size(size),
             None => ChunkedMoe::default(),
@@ -112,7 +123,7 @@ impl<F: ModelFamily> Origin<F> {
             chunked_moe,
         };
         let ex = Exec::cpu().with_threads(1)?;
-        parallel::load(&source, &case.parallel, &ex).map(|(replicas, _)| replicas)
+        parallel::load_over(&source, &case.parallel, world, &ex).map(|(replicas, _)| replicas)
     }
 
     /// Bytes read of the checkpoint so far.

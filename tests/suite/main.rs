@@ -15,4 +15,5 @@ mod ranks;
 mod replicas;
 mod requests;
 mod running;
+mod saboteur;
 mod structured;

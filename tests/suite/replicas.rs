@@ -159,6 +159,10 @@ fn held_up(replicas: &[Replica]) -> (Door, [Arc<Watched>; 2]) {
     (door, [Arc::new(Watched::counted(&replicas[0])), Arc::new(second)])
 }
 
+fn add_all(engine: &mut DpEngine, requests: &[Request]) -> Vec<RequestId> {
+    requests.iter().map(|request| engine.add(request.clone()).unwrap()).collect()
+}
+
 /// Steps until so many choices have ended; how many have.
 fn step_until(engine: &mut DpEngine, results: &mut Results, ended: usize) -> usize {
     let count = |results: &Results| results.values().filter(|done| done.finish.is_some()).count();
@@ -179,7 +183,7 @@ fn the_first_replica_does_not_wait_for_the_second() {
     let (door, models) = held_up(&replicas);
     let requests = [request(1, 5, 12), request(2, 7, 4)];
     let mut engine = dp_engine(&models, &replicas, &config(&replicas, 8));
-    let ids = requests.clone().map(|request| engine.add(request).unwrap());
+    let ids = add_all(&mut engine, &requests);
     let mut results = Results::new();
     assert_eq!(step_until(&mut engine, &mut results, 1), 1);
     // The other one is in its first step, or about to begin it.
@@ -206,7 +210,7 @@ fn the_second_replica_does_not_wait_for_the_first() {
     let models = [Arc::new(Watched::new(&replicas[0], wait)), second];
     let requests = [request(1, 5, 4), request(2, 7, 9)];
     let mut engine = dp_engine(&models, &replicas, &config(&replicas, 8));
-    requests.iter().for_each(|request| drop(engine.add(request.clone()).unwrap()));
+    add_all(&mut engine, &requests);
     assert_eq!(finish(&mut engine, Results::new()), alone(&replicas, &requests));
     assert_eq!([models[0].steps(), models[1].steps()], [4, 9]);
 }
@@ -218,7 +222,7 @@ fn what_has_not_started_goes_to_the_replica_with_room() {
     let requests: Vec<Request> = (0..12).map(|seed| request(seed, 6, 3)).collect();
     // One sequence at a time, and one that stands ready.
     let mut engine = dp_engine(&models, &replicas, &config(&replicas, 1));
-    requests.iter().for_each(|request| drop(engine.add(request.clone()).unwrap()));
+    add_all(&mut engine, &requests);
     let mut results = Results::new();
     assert_eq!(step_until(&mut engine, &mut results, 10), 10);
     assert_eq!(engine.num_unfinished(), 2);
@@ -236,7 +240,7 @@ fn requests_end_early_wherever_they_are() {
     let (door, models) = held_up(&replicas);
     let requests: Vec<Request> = (0..6).map(|seed| request(seed, 6, 5)).collect();
     let mut engine = dp_engine(&models, &replicas, &config(&replicas, 1));
-    let ids: Vec<RequestId> = requests.iter().map(|request| engine.add(request.clone()).unwrap()).collect();
+    let ids = add_all(&mut engine, &requests);
     let mut results = Results::new();
     step_until(&mut engine, &mut results, 1);
     wait_until(|| models[1].steps() == 1).unwrap();
@@ -268,7 +272,7 @@ fn counters_are_asked_for_at_any_time_and_nothing_is_lost() {
     let models = [0, 1].map(|rank| Arc::new(Watched::counted(&replicas[rank])));
     let requests: Vec<Request> = (0..9).map(|seed| request(seed, 3 + seed as usize, 6)).collect();
     let mut engine = dp_engine(&models, &replicas, &config(&replicas, 2));
-    requests.iter().for_each(|request| drop(engine.add(request.clone()).unwrap()));
+    add_all(&mut engine, &requests);
     let (mut results, mut last) = (Results::new(), 0);
     while !engine.is_idle() {
         engine.step().unwrap().into_iter().for_each(|output| collect(&mut results, output));
@@ -291,7 +295,7 @@ fn a_replica_that_fails_ends_all_by_its_name() {
             })
         });
         let mut engine = dp_engine(&models, &replicas, &config(&replicas, 8));
-        (0..2).for_each(|seed| drop(engine.add(request(seed, 5, 50)).unwrap()));
+        add_all(&mut engine, &[0, 1].map(|seed| request(seed, 5, 50)));
         let start = Instant::now();
         let text = format!("{:#}", engine.run(drop).unwrap_err());
         assert!(text.contains("the disk is on fire"), "{rank} {fault:?}: {text}");
@@ -313,7 +317,7 @@ fn an_engine_that_is_dropped_leaves_nothing_running() {
     let requests = [request(1, 5, 60), request(2, 7, 60)];
     for steps in [1, 3] {
         let mut engine = dp_engine(&models, &replicas, &config(&replicas, 8));
-        requests.iter().for_each(|request| drop(engine.add(request.clone()).unwrap()));
+        add_all(&mut engine, &requests);
         (0..steps).for_each(|_| drop(engine.step().unwrap()));
         wait_until(|| models[1].steps() > 0).unwrap();
         drop(engine);
@@ -324,7 +328,7 @@ fn an_engine_that_is_dropped_leaves_nothing_running() {
         assert_eq!(Arc::strong_count(&models[1]), 1);
     }
     let mut engine = dp_engine(&models, &replicas, &config(&replicas, 8));
-    requests.iter().for_each(|request| drop(engine.add(request.clone()).unwrap()));
+    add_all(&mut engine, &requests);
     assert_eq!(finish(&mut engine, Results::new()), alone(&replicas, &requests));
 }
 

@@ -21,23 +21,18 @@ impl DpEngine<'_> {
         self.engine.runner.model.placed_experts(layer).map(|placed| placed.map())
     }
 
-    /// Moves the experts of MoE layer `layer` to `phy2log` \[P\] now, between two steps, in rounds of `bytes_per_round` bytes.
-    /// Tokens do not depend on it.
+    /// Moves the experts of a layer now, between two steps, in as many rounds like this one as it takes. Tokens do not
+    /// depend on it.
     ///
     /// # Errors
     /// A placement that the slots cannot have, with nothing changed; experts that were not loaded to be moved; a rank that died.
-    pub fn move_experts(
-        &mut self,
-        layer: usize,
-        phy2log: &[u32],
-        bytes_per_round: usize,
-    ) -> Result<MoveStatus> {
+    pub fn move_experts(&mut self, round: &MoveRound) -> Result<MoveStatus> {
+        let MoveRound { layer, phy2log, .. } = round;
         let map =
-            self.expert_map(layer).with_context(|| format!("layer {layer}: no map places its experts"))?;
-        map.with_phy2log(phy2log.to_vec()).with_context(|| format!("layer {layer}"))?;
-        let round = MoveRound { layer, phy2log: phy2log.to_vec(), bytes: bytes_per_round };
+            self.expert_map(*layer).with_context(|| format!("layer {layer}: no map places its experts"))?;
+        map.with_phy2log(phy2log.clone()).with_context(|| format!("layer {layer}"))?;
         loop {
-            let status = self.move_round(&round)?;
+            let status = self.move_round(round)?;
             if status != MoveStatus::Underway {
                 return Ok(status);
             }

@@ -286,8 +286,8 @@ mod tests {
     #[test]
     fn one_rank_takes_everything_at_once() {
         let mut dispatcher = Dispatcher::new(FCFS, 1, 1, 50);
-        (0..9).for_each(|_| drop(dispatcher.add(request(1, 1))));
-        assert_eq!(given(&mut dispatcher), (0..9).map(|id| (0, id)).collect::<Vec<_>>());
+        let ids: Vec<RequestId> = (0..9).map(|_| dispatcher.add(request(1, 1))).collect();
+        assert_eq!(given(&mut dispatcher), ids.iter().map(|id| (0, id.0)).collect::<Vec<_>>());
     }
 
     #[test]
