@@ -254,7 +254,7 @@ fn measure_watched_steps() {
 fn time_steps(model: &Qwen3Moe, config: &EngineConfig, all: Vec<Request>) -> (Duration, Vec<RoutedExperts>) {
     let world: Arc<dyn Communicator> = Arc::new(SelfComm::new());
     let replica = (model as &dyn CausalLm, cuda(), world);
-    let mut engine = DpEngine::new([replica].into_iter(), None, config).unwrap();
+    let mut engine = DpEngine::new(replica, Vec::new(), None, config).unwrap();
     all.into_iter().map(|request| engine.add(request)).collect::<Result<Vec<_>, _>>().unwrap();
     for _ in 0..30 {
         engine.step().unwrap();

@@ -10,7 +10,7 @@ use model_runtime::{
     BlockContext, CausalLm, Checkpoint, Config, DummyWeights, Exec, Geometry, KvCache, MlaForm, ModelInfo,
     Observer, RankView, StepContext, StepRanks, StepViews, TensorSlice, TensorSpec, ViewMut,
 };
-use moe_comm::{DeepEpMode, EpBackend, ExpertPlacement, ParallelConfig, SelfComm};
+use moe_comm::{Communicator, DeepEpMode, EpBackend, ExpertPlacement, ParallelConfig, SelfComm, ThreadComm};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::eplb::EplbConfig;
 use moe_engine::parallel::{self, Replica, Source};
@@ -99,6 +99,17 @@ impl<F: ModelFamily> Origin<F> {
 
     /// The same with experts in other places.
     pub fn load_placed(&self, case: &Case, placements: &ExpertPlacements) -> anyhow::Result<Vec<Replica>> {
+        let world = ThreadComm::world(case.parallel.world_size()?);
+        self.load_over(case, placements, world.into_iter().map(|comm| Arc::new(comm) as _).collect())
+    }
+
+    /// The same over a world that is there.
+    pub fn load_over(
+        &self,
+        case: &Case,
+        placements: &ExpertPlacements,
+        world: Vec<Arc<dyn Communicator>>,
+    ) -> anyhow::Result<Vec<Replica>> {
         let chunked_moe = match case.chunk.and_then(NonZeroUsize::new) {
             Some(size) => ChunkedMoe::of_size(size),
             None => ChunkedMoe::default(),
@@ -112,7 +123,7 @@ impl<F: ModelFamily> Origin<F> {
             chunked_moe,
         };
         let ex = Exec::cpu().with_threads(1)?;
-        parallel::load(&source, &case.parallel, &ex).map(|(replicas, _)| replicas)
+        parallel::load_over(&source, &case.parallel, world, &ex).map(|(replicas, _)| replicas)
     }
 
     /// Bytes read of the checkpoint so far.
@@ -125,12 +136,12 @@ impl<F: ModelFamily> Origin<F> {
 }
 
 /// A model that notes the logits of every row that it computes: token, position and bits.
-struct Tap<'m> {
-    model: &'m dyn CausalLm,
+struct Tap {
+    model: Arc<dyn CausalLm>,
     rows: Mutex<Vec<(u32, u32, u64)>>,
 }
 
-impl CausalLm for Tap<'_> {
+impl CausalLm for Tap {
     fn info(&self) -> &ModelInfo {
         self.model.info()
     }
@@ -185,8 +196,8 @@ pub fn outcome_with(
     eplb: Option<EplbConfig>,
     mut between: impl FnMut(&mut DpEngine<'_>) -> anyhow::Result<()>,
 ) -> anyhow::Result<Outcome> {
-    let taps: Vec<Tap> =
-        replicas.iter().map(|r| Tap { model: r.model.as_ref(), rows: Mutex::default() }).collect();
+    let tap = |r: &Replica| Arc::new(Tap { model: r.model.clone(), rows: Mutex::default() });
+    let taps: Vec<Arc<Tap>> = replicas.iter().map(tap).collect();
     let info = taps[0].info();
     let config = EngineConfig {
         max_num_batched_tokens: 16,
@@ -198,9 +209,10 @@ pub fn outcome_with(
         eplb,
         ..EngineConfig::default()
     };
-    let pairs =
-        taps.iter().zip(replicas).map(|(tap, r)| (tap as &dyn CausalLm, r.ex.clone(), r.world.clone()));
-    let mut engine = DpEngine::new(pairs, None, &config)?;
+    let tapped = |(tap, r): (&Arc<Tap>, &Replica)| Replica { model: tap.clone(), ..r.clone() };
+    let others = taps.iter().zip(replicas).skip(1).map(tapped).collect();
+    let first = (taps[0].as_ref() as &dyn CausalLm, replicas[0].ex.clone(), replicas[0].world.clone());
+    let mut engine = DpEngine::new(first, others, None, &config)?;
     for (i, len) in [19, 1].into_iter().enumerate() {
         let mut request = Request::new(prompt(info.vocab_size, len, i as u32 + 1));
         (request.sampling.temperature, request.sampling.seed) = (1.0, i as u64);
@@ -215,7 +227,8 @@ pub fn outcome_with(
         between(&mut engine)?;
         engine.step()?.into_iter().for_each(|output| collect(&mut results, output));
     }
-    let mut rows: Vec<_> = taps.into_iter().flat_map(|tap| tap.rows.into_inner().unwrap()).collect();
+    drop(engine);
+    let mut rows: Vec<_> = taps.iter().flat_map(|tap| tap.rows.lock().unwrap().clone()).collect();
     rows.sort_unstable();
     Ok((results.into_values().collect(), rows))
 }
@@ -258,8 +271,11 @@ pub fn one_rank<F: ModelFamily>(case: &Case) -> Outcome {
         let options = Case { path: None, backend: None, ..*case }.options(context);
         let plain = F::load(&origin.config, &options, view.var_builder(case.dtype, &Device::Cpu)).unwrap();
         let world = Arc::new(SelfComm::new());
-        outcome(&[Replica { model: plain.model, ex: Exec::cpu().with_threads(1).unwrap(), world }], false)
-            .unwrap()
+        outcome(
+            &[Replica { model: Arc::from(plain.model), ex: Exec::cpu().with_threads(1).unwrap(), world }],
+            false,
+        )
+        .unwrap()
     });
     entry.clone()
 }

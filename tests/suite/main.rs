@@ -12,6 +12,8 @@ mod parallel;
 mod placements;
 mod quantised;
 mod ranks;
+mod replicas;
 mod requests;
 mod running;
+mod saboteur;
 mod structured;

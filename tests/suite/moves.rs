@@ -2,19 +2,56 @@
 //! balancer of the engine.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use candle_core::DType;
 use model_deepseekv2_legacy::DeepseekV2Family;
 use model_qwen3moe::Qwen3MoeFamily;
-use moe_comm::{EpBackend, ExpertMap, ParallelConfig, ReplicaChoice};
+use moe_comm::{Communicator, EpBackend, ExpertMap, ParallelConfig, ReplicaChoice, ThreadComm};
 use moe_engine::ModelFamily;
 use moe_engine::engine::DpEngine;
 use moe_engine::eplb::{EplbConfig, EplbPolicy};
-use moe_layer::{ExpertPlacements, FaultKind, MoePath, MoveFault, MoveStatus};
+use moe_engine::parallel::Replica;
+use moe_layer::{ExpertPlacements, MoePath, MoveRound, MoveStatus};
 
 use crate::geometries::{Case, Origin, Outcome, one_rank, outcome_with};
 use crate::placements::{Numbers, expert_parallel, moe_of, random_layer};
+use crate::saboteur::{Fault, Saboteur};
+
+/// How long a rank waits for the others in one collective.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What goes wrong in moves, and the rank with which it does.
+#[derive(Clone, Copy)]
+struct Broken {
+    rank: usize,
+    fault: Fault,
+}
+
+/// A case over ranks of which one may break moves.
+fn load<F: ModelFamily>(
+    origin: &Origin<F>,
+    case: &Case,
+    placements: &ExpertPlacements,
+    broken: Option<Broken>,
+    patience: Duration,
+) -> Vec<Replica> {
+    let ranks = case.parallel.world_size().unwrap();
+    let world = ThreadComm::world_with_timeout(ranks, patience).into_iter().enumerate();
+    let world = world.map(|(rank, comm)| -> Arc<dyn Communicator> {
+        match broken.filter(|broken| broken.rank == rank) {
+            Some(Broken { fault, .. }) => Arc::new(Saboteur::new(Arc::new(comm), fault)),
+            None => Arc::new(comm),
+        }
+    });
+    origin.load_over(case, placements, world.collect()).unwrap_or_else(|e| panic!("{case:?}: {e:#}"))
+}
+
+/// A round of a move that may take as long as it wants.
+fn round(layer: usize, phy2log: &[u32], bytes: usize) -> MoveRound {
+    MoveRound { layer, phy2log: phy2log.to_vec(), bytes, limit: Duration::MAX }
+}
 
 /// Other experts in the same slots: all renamed, so that every expert keeps a slot and none is twice on a rank.
 fn renamed(map: &ExpertMap, numbers: &mut Numbers) -> Vec<u32> {
@@ -48,11 +85,11 @@ fn movable<F: ModelFamily>(
 fn run_moving<F: ModelFamily>(
     case: &Case,
     numbers: &mut Numbers,
-    fault: Option<MoveFault>,
+    broken: Option<Broken>,
 ) -> anyhow::Result<[usize; 2]> {
     let (want, origin) = (one_rank::<F>(case), Origin::<F>::open(case.model));
     let (placements, layers) = movable(&origin, case, numbers);
-    let replicas = origin.load_placed(case, &ExpertPlacements { fault, ..placements })?;
+    let replicas = load(&origin, case, &placements, broken, PATIENCE);
     let mut seen = [0; 2];
     let shift = |engine: &mut DpEngine<'_>| {
         for layer in 0..layers {
@@ -60,14 +97,14 @@ fn run_moving<F: ModelFamily>(
             let target = renamed(&before, numbers);
             // From a part of an expert to everything at once.
             let bytes = [3000, 50_000, usize::MAX][numbers.below(3)];
-            let status = engine.move_experts(layer, &target, bytes)?;
+            let status = engine.move_experts(&round(layer, &target, bytes))?;
             let after = engine.expert_map(layer).unwrap();
             match status {
                 MoveStatus::Moved => assert_eq!(after.phy2log(), target),
                 MoveStatus::RolledBack(faults) => {
                     seen[1] += 1;
                     assert_eq!(after, before);
-                    let rank = fault.unwrap().rank;
+                    let rank = broken.unwrap().rank;
                     let named =
                         |f: &String| f.contains(&format!("of rank {rank} from")) && f.contains("checksum");
                     assert!(faults.iter().all(named), "{faults:?}");
@@ -140,8 +177,8 @@ fn a_corrupt_transfer_is_found_rolled_back_and_named() {
     for parallel in geometries() {
         for rank in 0..4 {
             let case = Case::new("base", DType::BF16, parallel);
-            let fault = Some(MoveFault { rank, kind: FaultKind::Corrupt });
-            let [moves, back] = run_moving::<Qwen3MoeFamily>(&case, &mut Numbers(3), fault).unwrap();
+            let broken = Some(Broken { rank, fault: Fault::Corrupt });
+            let [moves, back] = run_moving::<Qwen3MoeFamily>(&case, &mut Numbers(3), broken).unwrap();
             assert!(back > 0 && back <= moves, "{back} of {moves}");
         }
     }
@@ -149,17 +186,17 @@ fn a_corrupt_transfer_is_found_rolled_back_and_named() {
 
 #[test]
 fn a_rank_that_dies_in_any_phase_of_a_move_ends_the_run_by_name_and_a_rerun_completes() {
-    for kind in [FaultKind::DieSending, FaultKind::DieVoting, FaultKind::DieWriting] {
+    for fault in [Fault::DieSending, Fault::DieVoting, Fault::DieWriting] {
         for parallel in geometries() {
             // The first rank of the only group runs on this thread.
             for rank in usize::from(parallel.dp == 1)..3 {
                 let case = Case::new("base", DType::F32, parallel);
-                let (fault, start) = (Some(MoveFault { rank, kind }), Instant::now());
-                let error = run_moving::<Qwen3MoeFamily>(&case, &mut Numbers(5), fault).unwrap_err();
+                let (broken, start) = (Some(Broken { rank, fault }), Instant::now());
+                let error = run_moving::<Qwen3MoeFamily>(&case, &mut Numbers(5), broken).unwrap_err();
                 let text = format!("{error:#}");
                 assert!(
                     text.contains(&format!("rank {rank}")) && text.contains("panicked"),
-                    "{kind:?} {rank}: {text}"
+                    "{fault:?} {rank}: {text}"
                 );
                 assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
             }
@@ -182,9 +219,10 @@ fn what_cannot_move_is_refused_and_nothing_changes() {
         let mut twice = map.phy2log().to_vec();
         twice.pop();
         let refused = |e: anyhow::Result<MoveStatus>| format!("{:#}", e.unwrap_err());
-        let text = refused(engine.move_experts(0, &twice, 1));
+        let text = refused(engine.move_experts(&round(0, &twice, 1)));
         assert!(text.contains("layer 0") && text.contains("expected the experts of"), "{text}");
-        assert!(refused(engine.move_experts(layers, map.phy2log(), 1)).contains("no map places its experts"));
+        let none = engine.move_experts(&round(layers, map.phy2log(), 1));
+        assert!(refused(none).contains("no map places its experts"));
         Ok(())
     });
     same(&case, &got.unwrap(), &want);
@@ -193,9 +231,23 @@ fn what_cannot_move_is_refused_and_nothing_changes() {
     let replicas = origin.load_placed(&case, &fixed).unwrap();
     let error = outcome_with(&replicas, true, None, |engine| {
         let target = renamed(&engine.expert_map(0).unwrap(), &mut Numbers(2));
-        engine.move_experts(0, &target, 1).map(drop)
+        engine.move_experts(&round(0, &target, 1)).map(drop)
     });
     assert!(format!("{:#}", error.unwrap_err()).contains("--enable-eplb"));
+}
+
+/// A balancer that moves whatever it can, as often as it can.
+fn often(policy: EplbPolicy) -> EplbConfig {
+    EplbConfig {
+        window: 4,
+        interval: 1,
+        plan_steps: 1,
+        policy,
+        bytes_per_step: 20_000,
+        min_gain: 0.0,
+        must_pay: false,
+        ..EplbConfig::default()
+    }
 }
 
 #[test]
@@ -209,20 +261,10 @@ fn the_balancer_moves_experts_and_changes_no_bit() {
         let num_redundant_experts = (experts + 1).next_multiple_of(4) - experts;
         let placements =
             ExpertPlacements { num_redundant_experts, movable: true, ..ExpertPlacements::default() };
-        let config = EplbConfig {
-            window: 4,
-            interval: 1,
-            plan_steps: 1,
-            policy,
-            bytes_per_step: 20_000,
-            min_gain: 0.0,
-            must_pay: false,
-            ..EplbConfig::default()
-        };
+        let config = often(policy);
         for corrupt in [false, true] {
-            let fault = MoveFault { rank: 3, kind: FaultKind::Corrupt };
-            let placements = ExpertPlacements { fault: corrupt.then_some(fault), ..placements.clone() };
-            let replicas = origin.load_placed(&case, &placements).unwrap();
+            let broken = corrupt.then_some(Broken { rank: 3, fault: Fault::Corrupt });
+            let replicas = load(&origin, &case, &placements, broken, PATIENCE);
             let mut stats = None;
             let got = outcome_with(&replicas, parallel.dp > 1, Some(config.clone()), |engine| {
                 // The planner has a step's time.
@@ -239,4 +281,83 @@ fn the_balancer_moves_experts_and_changes_no_bit() {
         }
     }
     assert!(moved >= 2 && rolled_back > 0, "{moved} {rolled_back}");
+}
+
+/// A rank is late once. What has come too late is dropped on all ranks, and the next move is in time.
+#[test]
+fn experts_that_arrive_too_late_stay_where_they_were() {
+    let limit = Duration::from_secs(1);
+    for (rank, parallel) in [(0, geometries()[0]), (3, geometries()[1])] {
+        let case = Case::new("base", DType::F32, parallel);
+        let (want, origin) = (one_rank::<Qwen3MoeFamily>(&case), Origin::<Qwen3MoeFamily>::open("base"));
+        let (mut numbers, late) = (Numbers(7), Fault::Late(2 * limit));
+        let (placements, _) = movable(&origin, &case, &mut numbers);
+        let replicas = load(&origin, &case, &placements, Some(Broken { rank, fault: late }), PATIENCE);
+        let mut seen = Vec::new();
+        let got = outcome_with(&replicas, parallel.dp > 1, None, |engine| {
+            let before = engine.expert_map(0).unwrap();
+            let target = renamed(&before, &mut numbers);
+            // Several rounds, of which the first is late.
+            let limit = if seen.is_empty() { limit } else { Duration::MAX };
+            let status = engine.move_experts(&MoveRound { limit, ..round(0, &target, 20_000) })?;
+            let after = engine.expert_map(0).unwrap();
+            assert_eq!(
+                after.phy2log(),
+                if status == MoveStatus::Moved { &target[..] } else { before.phy2log() }
+            );
+            seen.push(status);
+            Ok(())
+        });
+        same(&case, &got.unwrap(), &want);
+        let MoveStatus::RolledBack(faults) = seen.remove(0) else { panic!("in time") };
+        // Every rank has waited.
+        let waited = |rank: usize| {
+            let named = format!("layer 0: rank {rank} has waited");
+            faults.iter().any(|f| f.contains(&named) && f.contains("longer than 1s"))
+        };
+        assert!((0..4).all(waited), "{faults:?}");
+        assert!(seen.len() > 1 && seen.iter().all(|status| *status == MoveStatus::Moved));
+    }
+}
+
+/// A rank that never comes ends the run by name, as in any collective: no move waits for its own limit then.
+#[test]
+fn a_rank_that_hangs_in_a_move_ends_the_run_by_name() {
+    for parallel in geometries() {
+        let case = Case::new("base", DType::F32, parallel);
+        let origin = Origin::<Qwen3MoeFamily>::open("base");
+        let (placements, _) = movable(&origin, &case, &mut Numbers(9));
+        let broken = Some(Broken { rank: 2, fault: Fault::Hang });
+        let replicas = load(&origin, &case, &placements, broken, Duration::from_secs(3));
+        let start = Instant::now();
+        let error = outcome_with(&replicas, parallel.dp > 1, None, |engine| {
+            let target = renamed(&engine.expert_map(0).unwrap(), &mut Numbers(2));
+            engine.move_experts(&round(0, &target, usize::MAX)).map(drop)
+        });
+        let text = format!("{:#}", error.unwrap_err());
+        assert!(text.contains("rank 2") && text.contains("stalled"), "{text}");
+        assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    }
+}
+
+#[test]
+fn the_balancer_rolls_back_what_takes_longer_than_its_limit() {
+    let (case, origin) =
+        (Case::new("base", DType::BF16, geometries()[0]), Origin::<Qwen3MoeFamily>::open("base"));
+    let want = one_rank::<Qwen3MoeFamily>(&case);
+    let experts = moe_of(&origin.load(&case).unwrap()).num_experts;
+    let num_redundant_experts = (experts + 1).next_multiple_of(4) - experts;
+    let placements = ExpertPlacements { num_redundant_experts, movable: true, ..ExpertPlacements::default() };
+    // No move is as fast as that.
+    let config = EplbConfig { move_timeout: Duration::from_nanos(1), ..often(EplbPolicy::Joint) };
+    let replicas = origin.load_placed(&case, &placements).unwrap();
+    let mut stats = None;
+    let got = outcome_with(&replicas, true, Some(config), |engine| {
+        std::thread::sleep(Duration::from_millis(20));
+        stats = engine.eplb_stats();
+        Ok(())
+    });
+    same(&case, &got.unwrap(), &want);
+    let stats = stats.unwrap();
+    assert!(stats.rolled_back > 0 && stats.layers == 0, "{stats:?}");
 }

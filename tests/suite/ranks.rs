@@ -1,28 +1,23 @@
 //! Ranks of one process: what each loads, how work is spread, and what happens when one fails.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use candle_core::{DType, Result, bail};
+use candle_core::DType;
 use model_deepseekv2_legacy::DeepseekV2Family;
 use model_qwen3moe::Qwen3MoeFamily;
-use model_runtime::{
-    CausalLm, Checkpoint, DummyWeights, Exec, KvCache, ModelInfo, Observer, RankView, StepContext, StepRanks,
-    StepViews, ViewMut,
-};
+use model_runtime::{Checkpoint, DummyWeights, Exec, ModelInfo, RankView};
 use moe_comm::{EpBackend, ParallelConfig};
-use moe_engine::engine::{DpEngine, EngineConfig, Request};
-use moe_engine::parallel::{self, Replica, Source};
+use moe_engine::engine::{EngineConfig, Request};
+use moe_engine::parallel::{self, Source};
 use moe_engine::{LoadOptions, ModelFamily};
 use moe_layer::{ChunkedMoe, MoePath};
 use moe_tests::fixture;
 
 use crate::geometries::{Case, Origin};
+use crate::replicas::{Fault, Watched, base, dp_engine};
 use crate::running::prompt;
-
-fn base(parallel: &ParallelConfig) -> Vec<Replica> {
-    Origin::<Qwen3MoeFamily>::open("base").load(&Case::new("base", DType::F32, *parallel)).unwrap()
-}
 
 /// Bytes of the tensors of a fixture whose names have one of these parts.
 fn bytes_of(name: &str, parts: &[&str]) -> u64 {
@@ -79,11 +74,8 @@ fn config(info: &ModelInfo, lockstep: bool) -> EngineConfig {
 fn requests_go_where_the_least_work_is() {
     let parallel = ParallelConfig { dp: 3, ..ParallelConfig::default() };
     let replicas = base(&parallel);
-    let models: Vec<Faulty> =
-        replicas.iter().map(|r| Faulty::new(r.model.as_ref(), usize::MAX, Fault::Error)).collect();
-    let pairs =
-        models.iter().zip(&replicas).map(|(m, r)| (m as &dyn CausalLm, r.ex.clone(), r.world.clone()));
-    let mut engine = DpEngine::new(pairs, None, &config(replicas[0].model.info(), false)).unwrap();
+    let models: Vec<_> = replicas.iter().map(|r| Arc::new(Watched::counted(r))).collect();
+    let mut engine = dp_engine(&models, &replicas, &config(replicas[0].model.info(), false));
     // Work of 40 tokens, then eight of 10: the first rank has enough.
     let mut ids = Vec::new();
     for (len, max_tokens) in [(20, 20)].into_iter().chain([(4, 6); 8]) {
@@ -95,60 +87,10 @@ fn requests_go_where_the_least_work_is() {
     engine.run(|output| ended.extend(output.finish.map(|_| output.request))).unwrap();
     ended.sort_unstable();
     assert_eq!(ended, ids);
-    let rows: Vec<usize> = models.iter().map(|m| m.rows.load(Ordering::SeqCst)).collect();
+    let rows: Vec<usize> = models.iter().map(|m| m.rows()).collect();
     // 20 prompt and 19 new rows; 4 of 9 rows each.
     assert_eq!(rows, [39, 36, 36]);
     assert_eq!(engine.stats().requests, 9);
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Fault {
-    Panic,
-    Error,
-}
-
-/// A replica that fails in its step number `at`.
-struct Faulty<'m> {
-    model: &'m dyn CausalLm,
-    at: usize,
-    fault: Fault,
-    steps: AtomicUsize,
-    rows: AtomicUsize,
-}
-
-impl<'m> Faulty<'m> {
-    fn new(model: &'m dyn CausalLm, at: usize, fault: Fault) -> Self {
-        Self { model, at, fault, steps: AtomicUsize::new(0), rows: AtomicUsize::new(0) }
-    }
-}
-
-impl CausalLm for Faulty<'_> {
-    fn info(&self) -> &ModelInfo {
-        self.model.info()
-    }
-
-    fn ranks(&self) -> Option<&dyn StepRanks> {
-        self.model.ranks()
-    }
-
-    fn forward(
-        &self,
-        step: &StepViews,
-        kv: &mut KvCache,
-        logits: ViewMut,
-        observer: Option<&mut dyn Observer>,
-        context: &mut StepContext,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        self.rows.fetch_add(step.num_tokens(), Ordering::SeqCst);
-        if self.steps.fetch_add(1, Ordering::SeqCst) == self.at {
-            match self.fault {
-                Fault::Panic => panic!("the disk is on fire"),
-                Fault::Error => bail!("the disk is on fire"),
-            }
-        }
-        self.model.forward(step, kv, logits, observer, context, ex)
-    }
 }
 
 #[test]
@@ -162,14 +104,10 @@ fn a_rank_that_fails_ends_all_soon_and_keeps_what_was_done() {
     };
     for fault in [Fault::Error, Fault::Panic] {
         let replicas = base(&parallel);
-        // Rank 1 has nothing to do, but takes part in every step.
-        let models = [
-            Faulty::new(replicas[0].model.as_ref(), usize::MAX, fault),
-            Faulty::new(replicas[1].model.as_ref(), 2, fault),
-        ];
-        let pairs =
-            models.iter().zip(&replicas).map(|(m, r)| (m as &dyn CausalLm, r.ex.clone(), r.world.clone()));
-        let mut engine = DpEngine::new(pairs, None, &config(replicas[0].model.info(), true)).unwrap();
+        // The second group has nothing to do, but takes part in every step.
+        let models = [Watched::counted(&replicas[0]), Watched::new(&replicas[1], fault.in_step(2))];
+        let models = models.map(Arc::new);
+        let mut engine = dp_engine(&models, &replicas, &config(replicas[0].model.info(), true));
         engine.add(Request { max_tokens: Some(9), ..Request::new(prompt(128, 5, 1)) }).unwrap();
         let (start, mut tokens) = (Instant::now(), 0);
         let error = engine.run(|output| tokens += usize::from(output.token_id.is_some())).unwrap_err();

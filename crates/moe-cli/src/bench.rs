@@ -216,26 +216,26 @@ impl Bench {
     }
 
     /// Mean distinct experts per layer and decode step, and whether that is as spread as uniform
-    /// routing would be, within 3 %.
+    /// routing would be, within 3 %. A step is one of all ranks in lockstep, else one of a rank with its share of the batch.
     fn distinct_experts(&mut self, batch: usize, prompt: usize, moe: &MoeInfo) -> Result<Value> {
         const STEPS: usize = 16;
         let requests = self.requests(batch, prompt, STEPS + 1);
         let mut engine = self.engine(batch, prompt + STEPS + 1, true)?;
         requests.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
-        let mut distinct = Vec::new();
+        let (e, k) = (moe.num_experts as f64, moe.top_k as f64);
+        let (mut layers, mut distinct, mut uniform) = (0, 0, 0.);
         while !engine.is_idle() {
             engine.step()?;
-            if let Some(step) =
-                engine.take_step_load().filter(|s| s.prefill_rows == 0 && s.decode_rows == batch)
-            {
+            for step in engine.take_step_loads().iter().filter(|s| s.prefill_rows == 0 && s.decode_rows > 0) {
                 let used = |layer| step.counts.layer(layer).iter().filter(|count| **count > 0).count();
-                distinct.extend((0..step.counts.layers()).map(used));
+                layers += step.counts.layers();
+                distinct += (0..step.counts.layers()).map(used).sum::<usize>();
+                let expected = e * (1. - (1. - k / e).powi(step.decode_rows as i32));
+                uniform += step.counts.layers() as f64 * expected;
             }
         }
-        let mean = distinct.iter().sum::<usize>() as f64 / distinct.len().max(1) as f64;
-        let (e, k) = (moe.num_experts as f64, moe.top_k as f64);
-        let uniform = e * (1. - (1. - k / e).powi(batch as i32));
-        Ok(json!({"mean": mean, "uniform": uniform, "valid": mean >= 0.97 * uniform}))
+        let [mean, uniform] = [distinct as f64, uniform].map(|sum| sum / layers.max(1) as f64);
+        Ok(json!({"mean": mean, "uniform": uniform, "valid": layers > 0 && mean >= 0.97 * uniform}))
     }
 
     fn requests(&mut self, batch: usize, prompt: usize, output: usize) -> Vec<Request> {

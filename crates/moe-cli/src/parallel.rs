@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Args;
 use moe_comm::{DeepEpMode, EpBackendChoice, ExpertPlacement, ParallelConfig, ReplicaChoice};
@@ -122,6 +123,15 @@ pub struct PlacementArgs {
     #[arg(long, default_value = "64MiB", value_name = "BYTES", value_parser = crate::options::parse_bytes,
         requires = "enable_eplb", help_heading = "Parallel")]
     pub eplb_bytes_per_step: usize,
+    /// Seconds that a layer's experts may take to arrive; later they stay where they were.
+    #[arg(
+        long,
+        default_value_t = 600,
+        value_name = "SECONDS",
+        requires = "enable_eplb",
+        help_heading = "Parallel"
+    )]
+    pub eplb_move_timeout: u64,
     /// What a layer must gain, in its ranks' peak over mean load, to be moved.
     #[arg(
         long,
@@ -155,6 +165,7 @@ impl PlacementArgs {
             policy: self.eplb_policy,
             max_moves: self.eplb_max_moves,
             bytes_per_step: self.eplb_bytes_per_step,
+            move_timeout: Duration::from_secs(self.eplb_move_timeout),
             min_gain: self.eplb_min_gain,
             must_pay: !self.eplb_any_cost,
         };

@@ -68,7 +68,6 @@ impl PlacementConfig {
             num_redundant_experts: self.num_redundant_experts,
             replicas: self.replicas,
             movable,
-            fault: None,
         })
     }
 

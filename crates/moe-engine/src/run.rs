@@ -174,7 +174,7 @@ impl Run {
             let tensors = tensors(slices);
             let context = BlockContext { quant: Some(Arc::new(tensors.clone())), ..context };
             let loaded = F::load(config, &options(context), tensors.var_builder(dtype, ex.device()))?;
-            let replica = Replica { model: loaded.model, ex: ex.clone(), world };
+            let replica = Replica { model: Arc::from(loaded.model), ex: ex.clone(), world };
             (Ranks::Replicas(vec![replica]), loaded.backend)
         } else {
             let (replicas, chosen) = parallel::load(&source, parallel, ex)?;

@@ -14,7 +14,7 @@ use crate::tokenizer::Tokenizer;
 /// A model that is ready to run; [`Run::session`](crate::Run::session) makes one.
 pub struct Session {
     /// The model.
-    pub model: Box<dyn CausalLm>,
+    pub model: Arc<dyn CausalLm>,
     /// Where it runs.
     pub ex: Exec,
     /// The other data-parallel replicas of the model in this process.
@@ -44,10 +44,6 @@ impl Session {
     /// The engine that runs requests on all replicas.
     pub fn engine(&self, tokenizer: Option<Tokenizer>, config: &EngineConfig) -> Result<DpEngine<'_>> {
         let first = (self.model.as_ref(), self.ex.clone(), self.world.clone());
-        let others = self
-            .replicas
-            .iter()
-            .map(|replica| (replica.model.as_ref(), replica.ex.clone(), replica.world.clone()));
         let config = EngineConfig {
             ranks: match &self.processes {
                 // Each has a GPU of its own.
@@ -60,8 +56,12 @@ impl Session {
             enforce_eager: config.enforce_eager || self.reads_on_the_host()?,
             ..config.clone()
         };
-        let remotes = self.processes.as_ref().map(|p| p.remote_engines(&self.parallel)).unwrap_or_default();
-        DpEngine::with_remotes(std::iter::once(first).chain(others), remotes, tokenizer, &config)
+        match &self.processes {
+            Some(processes) => {
+                DpEngine::over_processes(first, processes.leaders(&self.parallel), tokenizer, &config)
+            }
+            None => DpEngine::new(first, self.replicas.clone(), tokenizer, &config),
+        }
     }
 
     /// Whether the expert-parallel backend decides on the host who needs a row, so that no step is a graph.

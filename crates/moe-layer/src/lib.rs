@@ -25,7 +25,7 @@ pub use moving::{MoveRound, MoveStatus};
 pub use pack::{load_packed, load_weight};
 pub use path::{MoePath, load_layer_on};
 pub use placed::PlacedExperts;
-pub use placement::{ExpertPlacements, FaultKind, MoveFault};
+pub use placement::ExpertPlacements;
 pub use plan::{MoeForm, MoePlan, PlanStep};
 pub use shared::{SharedExperts, SharedExpertsStream};
 pub use slots::shared_fit_slots;

@@ -13,7 +13,6 @@ use moe_kernels::{Buffer, Exec, Scratch, Spread, View, physical_ids_into};
 
 use crate::context::BlockContext;
 use crate::moving::LayerMove;
-use crate::placement::MoveFault;
 
 /// The placed experts of a layer, as one rank sees them.
 pub struct PlacedExperts {
@@ -28,7 +27,6 @@ pub struct PlacedExperts {
     pub(crate) weights: ExpertWeights,
     /// What moves need; `None`: experts stay where they are.
     movable: Option<Movable>,
-    pub(crate) fault: Option<MoveFault>,
 }
 
 /// Which expert is where, and the same as tables.
@@ -85,8 +83,7 @@ impl PlacedExperts {
         };
         let tables = tables(&map, &near)?.into_iter().map(|table| on(table, weights.device()));
         let state = RwLock::new(State { tables: tables.collect::<Result<_>>()?, map });
-        let fault = settings.fault.filter(|fault| fault.rank == rank);
-        Ok(Self { layer, rank, near, spread, state, weights, movable, fault })
+        Ok(Self { layer, rank, near, spread, state, weights, movable })
     }
 
     /// Number of the layer among the model's MoE layers.

@@ -17,30 +17,6 @@ pub struct ExpertPlacements {
     pub replicas: ReplicaChoice,
     /// Whether experts may move while the model runs. Then their checksums are taken when they are loaded.
     pub movable: bool,
-    /// What a test breaks.
-    pub fault: Option<MoveFault>,
-}
-
-/// A fault that a test injects into moves of experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MoveFault {
-    /// The rank that has it.
-    pub rank: usize,
-    /// What happens.
-    pub kind: FaultKind,
-}
-
-/// What a [`MoveFault`] does, in every move.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FaultKind {
-    /// A bit of what the rank receives is flipped.
-    Corrupt,
-    /// The rank panics before it sends.
-    DieSending,
-    /// The rank panics before it says whether all has arrived.
-    DieVoting,
-    /// The rank panics before it writes what all have agreed on.
-    DieWriting,
 }
 
 impl ExpertPlacements {

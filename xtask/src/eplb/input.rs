@@ -38,6 +38,11 @@ impl InputOptions {
         self.trace.is_some() || self.workload.is_some()
     }
 
+    /// The same machine with this trace.
+    pub fn of_trace(self, trace: PathBuf) -> Self {
+        Self { trace: Some(trace), ..self }
+    }
+
     /// The machine and the loads of all steps.
     pub fn read(&self) -> Result<(Topology, Loads)> {
         if let Some(path) = &self.workload {

@@ -1,10 +1,11 @@
-//! `xtask eplb`: benchmark, plan, replay and plot expert placements with moe-eplb.
+//! `xtask eplb`: benchmark, plan, record, replay and plot expert placements with moe-eplb.
 
 mod baseline;
 mod bench;
 mod input;
 mod plan;
 mod plot;
+mod record;
 mod replay;
 mod scale;
 mod small;
@@ -26,11 +27,13 @@ pub enum Command {
     Plan(plan::Options),
     /// How planning time grows with the model.
     Scale(scale::Options),
+    /// Run a model with its expert heat recorded; replay that, and draw it.
+    Record(record::Options),
     /// What a policy would have done on a trace: balance, bytes moved, stalls.
     Replay(replay::Options),
     /// What other numbers of devices and copies would do for a recorded run.
     WhatIf(what_if::Options),
-    /// Draw PAR over time, heat maps, before and after, moves, cost.
+    /// Draw PAR over time, heat maps, before and after, moves per step, cost.
     Plot(plot::Options),
 }
 
@@ -40,6 +43,7 @@ pub fn run(command: &Command) -> Result<()> {
         Command::Bench(options) => bench::run(options),
         Command::Plan(options) => plan::run(options),
         Command::Scale(options) => scale::run(options),
+        Command::Record(options) => record::run(options),
         Command::Replay(options) => replay::run(options),
         Command::WhatIf(options) => what_if::run(options),
         Command::Plot(options) => plot::run(options),

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, ensure};
 use clap::Args;
 use plotters::prelude::SeriesLabelPosition;
 use serde_json::Value;
@@ -40,15 +40,19 @@ pub fn run(options: &Options) -> Result<()> {
         scaling(&read_rows(rows)?, &options.out.join("scaling.svg"))?;
     }
     if options.replay.input.is_given() {
-        let outcome = replay(&options.replay)?;
-        if options.layer >= outcome.loads.layers() {
-            bail!("layer {} of {}", options.layer, outcome.loads.layers());
-        }
-        over_time(&outcome, &options.out.join("par_over_time.svg"))?;
-        expert_heat(&outcome, options.layer, &options.out.join("expert_heat.svg"))?;
-        before_after(&outcome, &options.out.join("before_after.svg"))?;
+        pictures(&replay(&options.replay)?, options.layer, &options.out)?;
     }
     Ok(())
+}
+
+/// Draws a replay; `layer` is that of the expert heat map.
+pub fn pictures(outcome: &Outcome, layer: usize, out: &Path) -> Result<()> {
+    let layers = outcome.loads.layers();
+    ensure!(layer < layers, "--layer {layer}: expected less than {layers}, the MoE layers of the trace");
+    over_time(outcome, &out.join("par_over_time.svg"))?;
+    expert_heat(outcome, layer, &out.join("expert_heat.svg"))?;
+    before_after(outcome, &out.join("before_after.svg"))?;
+    moves(outcome, &out.join("moves.svg"))
 }
 
 fn read_rows(path: &Path) -> Result<Vec<Value>> {
@@ -72,6 +76,27 @@ fn over_time(outcome: &Outcome, path: &Path) -> Result<()> {
             Series::line("rebalanced", line(&outcome.par)),
             Series::points("layers moved after this step", moves),
         ],
+    )
+}
+
+/// Experts that come to another device after each step; nothing where none does.
+fn moves(outcome: &Outcome, path: &Path) -> Result<()> {
+    if outcome.events.is_empty() {
+        return Ok(());
+    }
+    let mut moved = vec![0.0; outcome.par.len()];
+    outcome.events.iter().for_each(|&(step, _, transfers, _)| moved[step] += transfers as f64);
+    let values = moved.into_iter().enumerate().map(|(step, count)| (step as f64, count)).collect();
+    charts::draw(
+        path,
+        Frame {
+            title: "Moves",
+            x: "step",
+            y: "experts that come to another device, all layers",
+            scale: Scale::Linear,
+            legend: SeriesLabelPosition::UpperRight,
+        },
+        &[Series::line("experts moved after this step", values)],
     )
 }
 

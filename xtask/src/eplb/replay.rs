@@ -4,9 +4,9 @@
 //! at once. Balance is judged on every step with the placement then in force, next to the placement
 //! that never changes; moves are counted by the migration plans.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Args;
 use moe_eplb::control::{Action, Controller, Intervals, PlanStatus, Planner, Rebalance};
 use moe_eplb::migrate::Contents;
@@ -61,12 +61,7 @@ pub struct Options {
 
 /// Replays and reports.
 pub fn run(options: &Options) -> Result<()> {
-    let outcome = replay(&options.replay)?.to_json();
-    println!("{}", serde_json::to_string_pretty(&outcome["summary"])?);
-    if let Some(path) = &options.json {
-        std::fs::write(path, serde_json::to_string_pretty(&outcome)?)?;
-    }
-    Ok(())
+    replay(&options.replay)?.report(options.json.as_deref())
 }
 
 /// What happened, step by step.
@@ -85,6 +80,17 @@ pub struct Outcome {
 }
 
 impl Outcome {
+    /// Prints a summary, and writes everything to a file if there is to be one.
+    pub fn report(&self, json: Option<&Path>) -> Result<()> {
+        let outcome = self.to_json();
+        println!("{}", serde_json::to_string_pretty(&outcome["summary"])?);
+        if let Some(path) = json {
+            std::fs::write(path, serde_json::to_string_pretty(&outcome)?)
+                .with_context(|| format!("cannot write {}", path.display()))?;
+        }
+        Ok(())
+    }
+
     fn to_json(&self) -> Value {
         let transfers: usize = self.events.iter().map(|e| e.2).sum();
         let events: Vec<Value> = self

@@ -96,7 +96,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
         engine,
         tokenizer,
         journal,
-        window: config.max_num_seqs.saturating_mul(WINDOW),
+        window: config.max_num_seqs.saturating_mul(WINDOW).saturating_mul(args.answer.run.parallel.dp),
         lines: HashMap::new(),
         owners: HashMap::new(),
         progress,

@@ -8,6 +8,7 @@ use candle_core::Result;
 use crate::round::lock;
 use crate::round::wait::{Stop, sleep};
 use crate::socket::frame::Outgoing;
+use crate::socket::inbox::Inbox;
 use crate::socket::world::{Member, World};
 
 /// Messages of this process to and from others, in order for each pair. Waiting for one has no
@@ -39,20 +40,45 @@ impl Messages {
     /// # Errors
     /// The world has failed.
     pub fn recv(&self, from: usize) -> Result<Option<Vec<u8>>> {
+        self.recv_any(&[from]).map(|(_, message)| message)
+    }
+
+    /// The next message of any of these ranks, at least one, with its sender; `None` in its place once one of them has
+    /// left in order.
+    ///
+    /// # Errors
+    /// The world has failed.
+    pub fn recv_any(&self, from: &[usize]) -> Result<(usize, Option<Vec<u8>>)> {
         let world = &self.0.0;
         let mut inbox = lock(&world.inbox);
         loop {
-            if let Some(message) = inbox.take_message(from) {
-                return Ok(Some(message));
-            }
-            if world.failure().is_some() {
-                return Err(world.error());
-            }
-            if inbox.is_gone(from) {
-                return Ok(None);
+            if let Some(news) = world.next(&mut inbox, from)? {
+                return Ok(news);
             }
             inbox = sleep(&world.changed, inbox, Duration::MAX);
         }
+    }
+
+    /// Like [`recv_any`](Self::recv_any), without waiting: `None` if nothing has come.
+    ///
+    /// # Errors
+    /// The world has failed.
+    pub fn try_recv_any(&self, from: &[usize]) -> Result<Option<(usize, Option<Vec<u8>>)>> {
+        let world = &self.0.0;
+        world.next(&mut lock(&world.inbox), from)
+    }
+}
+
+impl World {
+    /// What has come of these ranks; messages first, also those of a rank that has left or of a world that has failed.
+    fn next(&self, inbox: &mut Inbox, from: &[usize]) -> Result<Option<(usize, Option<Vec<u8>>)>> {
+        if let Some(news) = from.iter().find_map(|&rank| inbox.take_message(rank).map(|m| (rank, Some(m)))) {
+            return Ok(Some(news));
+        }
+        if self.failure().is_some() {
+            return Err(self.error());
+        }
+        Ok(from.iter().find(|&&rank| inbox.is_gone(rank)).map(|&rank| (rank, None)))
     }
 }
 

@@ -85,6 +85,26 @@ fn a_goodbye_ends_the_wait_for_messages() {
     assert_eq!(results.into_iter().next().unwrap().unwrap().unwrap(), b"last");
 }
 
+/// Whoever has sent a message is heard, whoever else has not; and one that leaves.
+#[test]
+fn messages_of_any_rank_are_heard() {
+    let mut world = SocketComm::world(3);
+    let (third, second, first) = (world.pop().unwrap(), world.pop().unwrap(), world.pop().unwrap());
+    let messages = first.messages();
+    assert_eq!(messages.try_recv_any(&[1, 2]).unwrap(), None);
+    third.messages().send(0, b"one").unwrap();
+    assert_eq!(messages.recv_any(&[1, 2]).unwrap(), (2, Some(b"one".to_vec())));
+    second.messages().send(0, b"two").unwrap();
+    drop(second);
+    assert_eq!(messages.recv_any(&[1, 2]).unwrap(), (1, Some(b"two".to_vec())));
+    assert_eq!(messages.recv_any(&[1, 2]).unwrap(), (1, None));
+    assert_eq!(messages.try_recv_any(&[2]).unwrap(), None);
+    third.abort("tired");
+    let error = text(messages.recv_any(&[2]).unwrap_err());
+    assert_eq!(error, "rank 0 of 3: rank 2 aborted: tired");
+    assert!(messages.try_recv_any(&[2]).is_err());
+}
+
 #[test]
 fn an_abort_ends_the_wait_for_messages() {
     for (rank, result) in wait_while(|comm| comm.abort("no more")).into_iter().enumerate() {

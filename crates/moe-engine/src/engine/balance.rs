@@ -2,17 +2,15 @@
 
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
-use model_runtime::CausalLm;
+use anyhow::{Context, Result, ensure};
 use moe_layer::{ExpertMap, MoveRound, MoveStatus};
 
 use super::StepLoad;
-use super::dp::{DpEngine, Member, Rank, side_by_side};
-use super::remote::{Question, Reply};
-use crate::eplb::{Balancer, EplbConfig, EplbStats};
-use crate::parallel::AbortOnPanic;
+use super::dp::DpEngine;
+use super::serve::{Question, Reply};
+use crate::eplb::{Balancer, EplbStats};
 
-impl<'m> DpEngine<'m> {
+impl DpEngine<'_> {
     /// What load balancing has done; `None` without it.
     pub fn eplb_stats(&self) -> Option<EplbStats> {
         self.balancer.as_ref().map(Balancer::stats)
@@ -20,35 +18,25 @@ impl<'m> DpEngine<'m> {
 
     /// Which expert is in which slot of MoE layer `layer`; `None` where no map places its experts.
     pub fn expert_map(&self, layer: usize) -> Option<ExpertMap> {
-        model(&self.ranks)?.placed_experts(layer).map(|placed| placed.map())
+        self.engine.runner.model.placed_experts(layer).map(|placed| placed.map())
     }
 
-    /// Moves the experts of MoE layer `layer` to `phy2log` \[P\] now, between two steps, in rounds of `bytes_per_round` bytes.
-    /// Tokens do not depend on it.
+    /// Moves the experts of a layer now, between two steps, in as many rounds like this one as it takes. Tokens do not
+    /// depend on it.
     ///
     /// # Errors
     /// A placement that the slots cannot have, with nothing changed; experts that were not loaded to be moved; a rank that died.
-    pub fn move_experts(
-        &mut self,
-        layer: usize,
-        phy2log: &[u32],
-        bytes_per_round: usize,
-    ) -> Result<MoveStatus> {
+    pub fn move_experts(&mut self, round: &MoveRound) -> Result<MoveStatus> {
+        let MoveRound { layer, phy2log, .. } = round;
         let map =
-            self.expert_map(layer).with_context(|| format!("layer {layer}: no map places its experts"))?;
-        map.with_phy2log(phy2log.to_vec()).with_context(|| format!("layer {layer}"))?;
-        let round = MoveRound { layer, phy2log: phy2log.to_vec(), bytes: bytes_per_round };
+            self.expert_map(*layer).with_context(|| format!("layer {layer}: no map places its experts"))?;
+        map.with_phy2log(phy2log.clone()).with_context(|| format!("layer {layer}"))?;
         loop {
-            let status = self.move_round(&round)?;
+            let status = self.move_round(round)?;
             if status != MoveStatus::Underway {
                 return Ok(status);
             }
         }
-    }
-
-    pub(super) fn balancer(ranks: &[Rank<'m>], config: &EplbConfig) -> Result<Balancer> {
-        let model = model(ranks).context("load balancing: the first rank is in another process")?;
-        Balancer::new(model, config)
     }
 
     /// Tells the balancer of a step, and runs the round that it asks for.
@@ -65,26 +53,16 @@ impl<'m> DpEngine<'m> {
 
     /// One round on all ranks.
     fn move_round(&mut self, round: &MoveRound) -> Result<MoveStatus> {
-        let mut ranks: Vec<&mut Rank> = self.ranks.iter_mut().collect();
-        let statuses = side_by_side(&mut ranks, |rank| {
-            let world = rank.world.clone();
-            let _guard = AbortOnPanic(world.as_ref());
-            match rank.ask(Question::Move(round.clone())).inspect_err(|e| world.abort(&format!("{e:#}")))? {
-                Reply::Moved(status) => Ok(status),
-                _ => bail!("a rank answers another question"),
-            }
-        })?;
-        let mut statuses = statuses.into_iter();
-        let first = statuses.next().context("there is no rank")?;
-        ensure!(statuses.all(|status| status == first), "ranks disagree about a move of experts");
-        Ok(first)
+        self.or_fail(|ranks| ranks.round_of_all(round))
     }
-}
 
-/// The model as the first rank has it: it runs in this process.
-fn model<'m>(ranks: &[Rank<'m>]) -> Option<&'m dyn CausalLm> {
-    match &ranks.first()?.engine {
-        Member::Here(engine) => Some(engine.runner.model),
-        Member::There(_) => None,
+    fn round_of_all(&mut self, round: &MoveRound) -> Result<MoveStatus> {
+        (0..self.peers.len()).try_for_each(|peer| self.peers.tell(peer, Question::Move(round.clone())))?;
+        let here = self.run_here(|engine| engine.move_experts(round))?;
+        for (peer, answer) in self.answers()? {
+            let Reply::Moved(there) = answer else { return Err(self.peers.unasked(peer)) };
+            ensure!(there == here, "ranks disagree about a move of experts");
+        }
+        Ok(here)
     }
 }

@@ -1,183 +1,283 @@
 //! The engines of all data-parallel ranks as one: requests are spread by the work that they can
 //! come to, and what a request gives does not depend on where it runs.
 //!
-//! Each rank has a scheduler, a prefix cache and a KV cache of its own. A call of
-//! [`DpEngine::step`] runs one step of each, side by side. With expert parallelism they meet in
-//! every layer, so a rank without requests runs steps without rows until all have finished.
+//! Each rank has a scheduler, a prefix cache and a KV cache of its own. The first one's steps run on the caller's thread, in
+//! [`DpEngine::step`]; the others are [`Peers`], on threads or in processes.
+//!
+//! - With expert parallelism ranks meet in every layer: they step in lockstep, and a rank without requests
+//!   runs steps without rows until all have finished.
+//! - Without it no rank waits for another. Peers run their steps by themselves as long as they have something to do, and
+//!   a call returns what has come of them beside the first rank's step.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::thread::ScopedJoinHandle;
+use std::time::Instant;
 
 use anyhow::{Result, anyhow, bail};
 use model_runtime::{CausalLm, Exec};
-use moe_comm::Communicator;
+use moe_comm::{Communicator, Messages};
 
-use super::remote::{Question, Reply};
-use super::{Engine, EngineConfig, Output, RemoteEngine, Request, RequestError, RequestId, Stats, StepLoad};
+use super::dispatch::{Assigned, Dispatcher};
+use super::peers::Peers;
+use super::serve::{Question, Reply, Stepped};
+use super::{Engine, EngineConfig, Output, Request, RequestError, RequestId, Stats, StepLoad};
 use crate::eplb::Balancer;
 use crate::heat::{HeatWriter, Stage};
-use crate::parallel::{AbortOnPanic, panic_text};
+use crate::parallel::{AbortOnPanic, Replica, panic_text};
 use crate::structured::Grammars;
 use crate::tokenizer::Tokenizer;
 
+/// A model, where it runs, and its place among all ranks.
+type First<'m> = (&'m dyn CausalLm, Exec, Arc<dyn Communicator>);
+
 /// Runs requests on the replicas of a model.
 pub struct DpEngine<'m> {
-    pub(super) ranks: Vec<Rank<'m>>,
+    /// That of the first rank.
+    pub(super) engine: Engine<'m>,
+    /// What fails all ranks.
+    world: Arc<dyn Communicator>,
+    pub(super) peers: Peers,
     lockstep: bool,
-    next_id: u64,
-    /// Where a request runs.
-    placed: HashMap<RequestId, (usize, RequestId)>,
-    /// Steps of all ranks side by side whose experts were counted.
+    dispatcher: Dispatcher,
+    /// What has come of each rank: the first, then the peers.
+    arrived: Vec<Arrived>,
+    /// Why nothing runs any more.
+    failure: Option<String>,
+    /// Steps of several ranks whose experts were counted.
     steps: u64,
-    step_load: Option<StepLoad>,
+    step_loads: Vec<StepLoad>,
     trace: Option<HeatWriter>,
     pub(super) balancer: Option<Balancer>,
 }
 
-pub(super) struct Rank<'m> {
-    pub(super) engine: Member<'m>,
-    /// What fails all ranks, under this one's name.
-    pub(super) world: Arc<dyn Communicator>,
-    max_model_len: usize,
-    idle: bool,
-    unfinished: usize,
-    /// What the next step reports.
-    failure: Option<anyhow::Error>,
-    /// Tokens that its unfinished choices can come to.
-    work: usize,
-    requests: HashMap<RequestId, Placed>,
-}
-
-/// The engine of one data-parallel rank.
-pub(super) enum Member<'m> {
-    /// In this process.
-    Here(Box<Engine<'m>>),
-    /// In the process of the rank.
-    There(RemoteEngine),
-}
-
-/// A request under the name that its rank gave it.
-struct Placed {
-    id: RequestId,
-    unfinished: usize,
-    /// Tokens that each choice can come to.
-    work: usize,
+/// What has come of a rank, and was not handed on yet.
+#[derive(Default)]
+struct Arrived {
+    outputs: Vec<Output>,
+    loads: Vec<StepLoad>,
+    /// Whether nothing else comes, unless it gets a request.
+    last: bool,
 }
 
 impl<'m> DpEngine<'m> {
-    /// An engine per replica: a model, where it runs, and its place among all ranks. Without a tokenizer outputs have no text, and stop strings and structured output are refused.
+    /// An engine for a replica and one for each of the `others`, which run on threads. Without a tokenizer outputs have no text, and stop
+    /// strings and structured output are refused.
     ///
     /// # Errors
     /// Settings that do not fit the model or the machine.
     pub fn new(
-        replicas: impl Iterator<Item = (&'m dyn CausalLm, Exec, Arc<dyn Communicator>)>,
-        tokenizer: Option<Tokenizer>,
-        config: &EngineConfig,
-    ) -> Result<Self> {
-        Self::with_remotes(replicas, Vec::new(), tokenizer, config)
-    }
-
-    /// Like [`new`](Self::new), with further replicas in other processes.
-    pub(crate) fn with_remotes(
-        replicas: impl Iterator<Item = (&'m dyn CausalLm, Exec, Arc<dyn Communicator>)>,
-        remotes: Vec<(RemoteEngine, Arc<dyn Communicator>)>,
+        first: First<'m>,
+        others: Vec<Replica>,
         tokenizer: Option<Tokenizer>,
         config: &EngineConfig,
     ) -> Result<Self> {
         let grammars = tokenizer.clone().map(Grammars::new).map(Arc::new);
-        let mut ranks = Vec::new();
-        for (model, ex, world) in replicas {
-            let engine = Engine::with_grammars(model, ex, tokenizer.clone(), grammars.clone(), config)?;
-            let max_model_len = engine.max_model_len();
-            ranks.push(Rank::new(Member::Here(Box::new(engine)), world, max_model_len));
-        }
-        let balancer = config.eplb.as_ref().map(|eplb| Self::balancer(&ranks, eplb)).transpose()?;
-        for (engine, world) in remotes {
-            let max_model_len = engine.start(config, tokenizer.is_some())?;
-            ranks.push(Rank::new(Member::There(engine), world, max_model_len));
-        }
+        let peers = Peers::threads(others, tokenizer.as_ref(), grammars.as_ref())?;
+        Self::with_peers(first, peers, (tokenizer, grammars), config)
+    }
+
+    /// The same where the other replicas are processes, `ranks` of the world.
+    pub(crate) fn over_processes(
+        first: First<'m>,
+        (messages, ranks): (Messages, Vec<usize>),
+        tokenizer: Option<Tokenizer>,
+        config: &EngineConfig,
+    ) -> Result<Self> {
+        let grammars = tokenizer.clone().map(Grammars::new).map(Arc::new);
+        Self::with_peers(first, Peers::Processes { messages, ranks }, (tokenizer, grammars), config)
+    }
+
+    fn with_peers(
+        (model, ex, world): First<'m>,
+        peers: Peers,
+        (tokenizer, grammars): (Option<Tokenizer>, Option<Arc<Grammars>>),
+        config: &EngineConfig,
+    ) -> Result<Self> {
+        let text = tokenizer.is_some();
+        let mut engine = Engine::with_grammars(model, ex, tokenizer, grammars, config)?;
+        let balancer = config.eplb.as_ref().map(|eplb| Balancer::new(model, eplb)).transpose()?;
+        let max_model_len = peers.start(config, text, engine.max_model_len())?;
+        // A request is the same on every rank.
+        engine.limit(max_model_len);
+        let ranks = 1 + peers.len();
+        let idle = || Arrived { last: true, ..Arrived::default() };
         Ok(Self {
-            ranks,
+            engine,
+            world,
+            peers,
             lockstep: config.lockstep,
-            next_id: 0,
-            placed: HashMap::new(),
+            dispatcher: Dispatcher::new(config.scheduling_policy, ranks, config.max_num_seqs, max_model_len),
+            arrived: std::iter::repeat_with(idle).take(ranks).collect(),
+            failure: None,
             steps: 0,
-            step_load: None,
+            step_loads: Vec::new(),
             balancer,
             trace: config.expert_heat.as_deref().map(HeatWriter::create).transpose()?,
         })
     }
 
-    /// The longest sequence, prompt and output.
+    /// The longest sequence, prompt and output, that every rank can run.
     pub fn max_model_len(&self) -> usize {
-        self.ranks.iter().map(|rank| rank.max_model_len).min().unwrap_or(0)
+        self.dispatcher.max_model_len()
     }
 
-    /// Takes a request to the rank with the least work, or says why not; then nothing has changed.
+    /// Takes a request, or says why not; then nothing has changed. It goes to the rank with the least work as soon as one
+    /// has room.
     pub fn add(&mut self, request: Request) -> Result<RequestId, RequestError> {
-        let most = self.max_model_len();
-        let work = request.prompt.len().saturating_add(request.max_tokens.unwrap_or(most)).min(most);
-        let n = request.n;
-        // What is wrong with it is known here as well as in other processes.
-        for rank in &self.ranks {
-            if let Member::Here(engine) = &rank.engine {
-                engine.check(&request)?;
-            }
-        }
-        let Some((place, rank)) = self.ranks.iter_mut().enumerate().min_by_key(|(_, rank)| rank.work) else {
-            let (expected, got) = ("at least one".to_string(), "none".to_string());
-            return Err(RequestError::Parameter { name: "data-parallel ranks", expected, got });
-        };
-        let local = rank.add(request)?;
-        let id = RequestId(self.next_id);
-        self.next_id += 1;
-        rank.work = rank.work.saturating_add(work.saturating_mul(n));
-        rank.requests.insert(local, Placed { id, unfinished: n, work });
-        self.placed.insert(id, (place, local));
-        Ok(id)
+        self.engine.check(&request)?;
+        Ok(self.dispatcher.add(request))
     }
 
-    /// Ends a request with what it has; its last outputs come with the next step. An unknown or
+    /// Ends a request with what it has; its last outputs come with a next step. An unknown or
     /// finished one is left alone.
     pub fn cancel(&mut self, request: RequestId) -> Result<()> {
-        let Some(&(place, local)) = self.placed.get(&request) else { return Ok(()) };
-        self.ranks.get_mut(place).map_or(Ok(()), |rank| rank.ask(Question::Cancel(local)).map(drop))
+        self.or_fail(|ranks| {
+            if let Some(assigned) = ranks.dispatcher.hurry(request) {
+                ranks.give(assigned)?;
+            }
+            match ranks.dispatcher.rank_of(request) {
+                None => Ok(()),
+                Some(0) => ranks.engine.cancel(request),
+                Some(rank) => ranks.peers.tell(rank - 1, Question::Cancel(request)),
+            }
+        })
     }
 
     /// Whether nothing is left to run or to report.
     pub fn is_idle(&self) -> bool {
-        self.ranks.iter().all(|rank| rank.idle)
+        let told = |rank: &Arrived| rank.last && rank.outputs.is_empty() && rank.loads.is_empty();
+        self.dispatcher.is_empty() && self.engine.is_idle() && self.arrived.iter().all(told)
     }
 
     /// Requests' choices that are waiting or running.
     pub fn num_unfinished(&self) -> usize {
-        self.ranks.iter().map(|rank| rank.unfinished).sum()
+        self.dispatcher.num_unfinished()
     }
 
-    /// Runs a step of every rank that has something to do, or of all; returns what is new, rank by
-    /// rank.
+    /// Runs a step, and returns what is new, rank by rank. In lockstep that is a step of every rank. Else it is one of the first rank, if that
+    /// has something to do, and what the others have finished meanwhile; if it has nothing to do, it waits until another has finished a step.
     ///
     /// # Errors
     /// Only what ends all requests: the model cannot run, or a rank died.
     pub fn step(&mut self) -> Result<Vec<Output>> {
-        let lockstep = self.lockstep;
-        let mut busy: Vec<&mut Rank> = self.ranks.iter_mut().filter(|rank| lockstep || !rank.idle).collect();
-        let stepped = side_by_side(&mut busy, Rank::step)?;
-        let (outputs, loads): (Vec<_>, Vec<_>) = stepped.into_iter().unzip();
-        let outputs = outputs.concat();
-        for output in outputs.iter().filter(|output| output.finish.is_some()) {
-            let done = self.placed.get(&output.request).is_some_and(|(place, local)| {
-                self.ranks.get(*place).is_none_or(|rank| !rank.requests.contains_key(local))
-            });
-            if done {
-                self.placed.remove(&output.request);
+        self.or_fail(Self::run_step)
+    }
+
+    fn run_step(&mut self) -> Result<Vec<Output>> {
+        if !self.lockstep {
+            // Who has finished something has room.
+            self.receive(false)?;
+        }
+        while let Some(assigned) = self.dispatcher.next(Instant::now()) {
+            self.give(assigned)?;
+        }
+        if self.lockstep { self.step_together() } else { self.step_freely() }?;
+        let loads = self.keep_loads()?;
+        self.balance(&loads)?;
+        self.step_loads = loads;
+        Ok(self.arrived.iter_mut().flat_map(|rank| std::mem::take(&mut rank.outputs)).collect())
+    }
+
+    fn step_together(&mut self) -> Result<()> {
+        (0..self.peers.len()).try_for_each(|peer| self.peers.tell(peer, Question::Step))?;
+        let stepped = self.run_here(Engine::stepped)?;
+        self.arrive(0, stepped);
+        for _ in 0..self.peers.len() {
+            match self.next(true)? {
+                Some((peer, Reply::Stepped(stepped))) => self.arrive(1 + peer, stepped),
+                other => return Err(self.peers.unasked(other.map_or(0, |(peer, _)| peer))),
             }
         }
-        let loads = self.keep_loads(loads.concat())?;
-        self.balance(&loads)?;
-        Ok(outputs)
+        Ok(())
+    }
+
+    fn step_freely(&mut self) -> Result<()> {
+        let has_work = !self.engine.is_idle();
+        if has_work {
+            let stepped = self.run_here(Engine::stepped)?;
+            self.arrive(0, stepped);
+        }
+        let others_run = !self.arrived.iter().all(|rank| rank.last);
+        let nothing_came = self.arrived.iter().all(|rank| rank.outputs.is_empty());
+        self.receive(!has_work && others_run && nothing_came)
+    }
+
+    /// Runs this process's part of what all ranks do. A panic ends the run by its name where others take part.
+    pub(super) fn run_here<T>(&mut self, work: impl FnOnce(&mut Engine<'m>) -> Result<T>) -> Result<T> {
+        let (world, engine) = (&self.world, &mut self.engine);
+        let guarded = || {
+            let _guard = AbortOnPanic(world.as_ref());
+            work(engine)
+        };
+        if self.peers.is_empty() {
+            return guarded();
+        }
+        let panicked = |panic: Box<dyn Any + Send>| {
+            Err(anyhow!("rank {} panicked: {}", world.rank(), panic_text(&*panic)))
+        };
+        catch_unwind(AssertUnwindSafe(guarded)).unwrap_or_else(panicked)
+    }
+
+    /// Does what all ranks take part in; an error ends the run on all of them, once and for all.
+    pub(super) fn or_fail<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        if let Some(failure) = &self.failure {
+            bail!("{failure}");
+        }
+        work(self).inspect_err(|e| {
+            let text = format!("{e:#}");
+            self.world.abort(&text);
+            self.failure = Some(text);
+        })
+    }
+
+    /// Gives a request to its rank.
+    fn give(&mut self, Assigned { rank, id, waited, request }: Assigned) -> Result<()> {
+        match rank.checked_sub(1) {
+            None => self.engine.take(id, waited, *request),
+            Some(peer) => {
+                self.arrived[rank].last = false;
+                self.peers.tell(peer, Question::Add(id, waited, request))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn arrive(&mut self, rank: usize, stepped: Stepped) {
+        stepped.outputs.iter().for_each(|output| self.dispatcher.reported(output));
+        let arrived = &mut self.arrived[rank];
+        arrived.outputs.extend(stepped.outputs);
+        arrived.loads.extend(stepped.loads);
+        // It may not have seen its latest requests when it said so.
+        arrived.last = stepped.idle && !self.dispatcher.is_busy(rank);
+    }
+
+    /// Takes in what peers have finished; waits for the first of it if asked to.
+    fn receive(&mut self, mut wait: bool) -> Result<()> {
+        while let Some((peer, reply)) = self.next(wait)? {
+            let Reply::Stepped(stepped) = reply else { return Err(self.peers.unasked(peer)) };
+            self.arrive(1 + peer, stepped);
+            wait = false;
+        }
+        Ok(())
+    }
+
+    /// The answers of all peers, by number, to the question that they were told last; what comes of their steps meanwhile is
+    /// kept.
+    pub(super) fn answers(&mut self) -> Result<Vec<(usize, Reply)>> {
+        let mut answers = Vec::with_capacity(self.peers.len());
+        while answers.len() < self.peers.len() {
+            match self.next(true)? {
+                Some((peer, Reply::Stepped(stepped))) => self.arrive(1 + peer, stepped),
+                answer => answers.extend(answer),
+            }
+        }
+        Ok(answers)
+    }
+
+    /// What a peer says next. That one has failed is told as the world tells it, by the name of the rank.
+    fn next(&self, wait: bool) -> Result<Option<(usize, Reply)>> {
+        self.peers.next(wait).map_err(|e| self.world.check().err().map_or(e, Into::into))
     }
 
     /// Runs until every request has ended, and shows each output to `on_output`.
@@ -188,37 +288,44 @@ impl<'m> DpEngine<'m> {
         Ok(())
     }
 
-    /// Counters and times so far, of all ranks; a rank that is gone, which the next step reports, adds nothing.
-    pub fn stats(&self) -> Stats {
-        let mut total = Stats::default();
-        for rank in &self.ranks {
-            match &rank.engine {
-                Member::Here(engine) => total.absorb(&engine.stats()),
-                Member::There(engine) => {
-                    if let Ok(Reply::Stats(stats)) = engine.ask(&Question::Stats).map(|answer| answer.reply) {
-                        total.absorb(&stats);
-                    }
-                }
+    /// Counters and times so far, of all ranks, each after the step that it runs. Where one is gone, which the next step
+    /// reports, those of the first rank.
+    pub fn stats(&mut self) -> Stats {
+        let mut total = self.engine.stats();
+        let answers = self.or_fail(|ranks| {
+            (0..ranks.peers.len()).try_for_each(|peer| ranks.peers.tell(peer, Question::Stats))?;
+            ranks.answers()
+        });
+        for (_, answer) in answers.unwrap_or_default() {
+            if let Reply::Stats(stats) = answer {
+                total.absorb(&stats);
             }
         }
         total
     }
 
-    /// Expert counts of the last collected step, if they are collected.
-    pub fn take_step_load(&mut self) -> Option<StepLoad> {
-        self.step_load.take()
+    /// The expert counts that the last step has collected, if they are counted: in lockstep those of all ranks together, else a count for each
+    /// step of a rank.
+    pub fn take_step_loads(&mut self) -> Vec<StepLoad> {
+        std::mem::take(&mut self.step_loads)
     }
 
-    /// Writes the trace of expert counts and gives them back; those of steps that ranks ran side by side are one count.
-    fn keep_loads(&mut self, mut loads: Vec<StepLoad>) -> Result<Vec<StepLoad>> {
-        if self.ranks.len() > 1 {
-            let all = loads.into_iter().reduce(|mut all, part| {
-                all.decode_rows += part.decode_rows;
-                all.prefill_rows += part.prefill_rows;
-                all.counts.add(&part.counts);
-                all
-            });
-            loads = all.map(|all| StepLoad { step: self.steps, ..all }).into_iter().collect();
+    /// The expert counts that have come, once they are in the trace; those of steps in lockstep are one count.
+    fn keep_loads(&mut self) -> Result<Vec<StepLoad>> {
+        let mut loads: Vec<StepLoad> =
+            self.arrived.iter_mut().flat_map(|rank| std::mem::take(&mut rank.loads)).collect();
+        if !self.peers.is_empty() {
+            if self.lockstep {
+                let all = loads.into_iter().reduce(|mut all, part| {
+                    all.decode_rows += part.decode_rows;
+                    all.prefill_rows += part.prefill_rows;
+                    all.counts.add(&part.counts);
+                    all
+                });
+                loads = all.into_iter().collect();
+            }
+            // Each rank counts its own steps.
+            loads.iter_mut().zip(self.steps..).for_each(|(load, step)| load.step = step);
             self.steps += loads.len() as u64;
         }
         for load in &loads {
@@ -227,81 +334,6 @@ impl<'m> DpEngine<'m> {
                 trace.write(load.step, stage, &load.counts)?;
             }
         }
-        self.step_load = loads.last().cloned().or(self.step_load.take());
         Ok(loads)
-    }
-}
-
-/// What `work` gives on each rank, all at once.
-pub(super) fn side_by_side<'m, T: Send>(
-    ranks: &mut [&mut Rank<'m>],
-    work: impl Fn(&mut Rank<'m>) -> Result<T> + Sync,
-) -> Result<Vec<T>> {
-    if let [rank] = ranks {
-        return work(rank).map(|done| vec![done]);
-    }
-    let work = &work;
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(move || work(rank))).collect();
-        let join = |thread: ScopedJoinHandle<Result<T>>| {
-            let panicked = |panic: Box<dyn Any + Send>| anyhow!("a rank panicked: {}", panic_text(&*panic));
-            thread.join().map_err(panicked)?
-        };
-        // All are joined, whatever the first one says.
-        threads.into_iter().map(join).collect::<Vec<_>>().into_iter().collect()
-    })
-}
-
-/// What is new after a step of one rank, and the expert counts of what was collected.
-type Stepped = (Vec<Output>, Vec<StepLoad>);
-
-impl<'m> Rank<'m> {
-    fn new(engine: Member<'m>, world: Arc<dyn Communicator>, max_model_len: usize) -> Self {
-        let (failure, requests) = (None, HashMap::new());
-        Self { engine, world, max_model_len, idle: true, unfinished: 0, failure, work: 0, requests }
-    }
-
-    pub(super) fn ask(&mut self, question: Question) -> Result<Reply> {
-        let answer = match &mut self.engine {
-            Member::Here(engine) => engine.answer(question)?,
-            Member::There(engine) => engine.ask(&question)?,
-        };
-        (self.idle, self.unfinished) = (answer.idle, answer.unfinished);
-        Ok(answer.reply)
-    }
-
-    /// A rank that is gone takes any request: nothing is wrong with that, and the next step fails.
-    fn add(&mut self, request: Request) -> Result<RequestId, RequestError> {
-        let failure = match self.ask(Question::Add(Box::new(request))) {
-            Ok(Reply::Added(id)) => return Ok(id),
-            Ok(Reply::Refused(why)) => return Err(RequestError::Refused(why)),
-            Ok(_) => anyhow!("a rank answers another question"),
-            Err(e) => e,
-        };
-        (self.failure, self.idle) = (Some(failure), false);
-        Ok(RequestId(u64::MAX))
-    }
-
-    /// A step of this rank; one that fails fails the others, which may be waiting for it.
-    fn step(&mut self) -> Result<Stepped> {
-        let world = self.world.clone();
-        let _guard = AbortOnPanic(world.as_ref());
-        let asked = self.failure.take().map_or_else(|| self.ask(Question::Step), Err);
-        let (mut outputs, loads) = match asked.inspect_err(|e| world.abort(&format!("{e:#}")))? {
-            Reply::Stepped(outputs, loads) => (outputs, loads),
-            _ => bail!("a rank answers another question"),
-        };
-        for output in &mut outputs {
-            let Some(placed) = self.requests.get_mut(&output.request) else { continue };
-            let local = std::mem::replace(&mut output.request, placed.id);
-            if output.finish.is_some() {
-                placed.unfinished -= 1;
-                self.work = self.work.saturating_sub(placed.work);
-                if placed.unfinished == 0 {
-                    self.requests.remove(&local);
-                }
-            }
-        }
-        Ok((outputs, loads))
     }
 }

@@ -45,8 +45,9 @@ impl Engine<'_> {
         let asked =
             request.max_tokens.map_or(0, |max| prompt.len().saturating_add(max).min(self.context_len));
         if asked > max_model_len {
-            let (block_size, (_, blocks)) = (self.block_size, self.scheduler.kv_blocks());
-            let needed = (asked - 1).div_ceil(block_size);
+            // The last token of a sequence is never written to the cache. Another rank's may be the smallest.
+            let block_size = self.block_size;
+            let [needed, blocks] = [asked, max_model_len].map(|len| (len - 1).div_ceil(block_size));
             return Err(RequestError::KvCacheTooSmall { tokens: asked, needed, blocks, block_size });
         }
         let max_len = if request.max_tokens.is_some() { asked } else { max_model_len };
@@ -110,6 +111,22 @@ impl Engine<'_> {
         }
         self.ended = ended;
         Ok(())
+    }
+
+    /// Ends a request that this engine cannot run, before it has begun.
+    pub(super) fn end_refused(&mut self, request: RequestId, choices: usize, why: &RequestError) {
+        let end = |choice| Output {
+            request,
+            choice,
+            token_id: None,
+            text: String::new(),
+            logprobs: None,
+            prompt_logprobs: None,
+            finish: Some(FinishReason::Failed(why.to_string())),
+            routed_experts: None,
+            num_cached_tokens: 0,
+        };
+        self.ended.extend((0..choices).map(end));
     }
 
     pub(super) fn accept_prompt_logprobs(

@@ -14,10 +14,11 @@ mod balance;
 mod config;
 #[cfg(feature = "cuda")]
 mod device;
+mod dispatch;
 mod dp;
 mod finish;
 mod memory;
-mod remote;
+mod peers;
 mod request;
 #[cfg(feature = "cuda")]
 mod routing;
@@ -26,6 +27,7 @@ mod runner;
 mod sampling;
 mod scheduler;
 mod sequence;
+mod serve;
 #[cfg(any(test, feature = "cuda"))]
 mod slots;
 mod stats;
@@ -52,8 +54,8 @@ pub use config::{EngineConfig, SchedulingPolicy};
 #[cfg(feature = "cuda")]
 pub(crate) use device::DeviceRunner;
 pub use dp::DpEngine;
-pub(crate) use remote::{RemoteEngine, serve};
 pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
+pub(crate) use serve::serve;
 pub use stats::{Histogram, Stats};
 
 use config::Capacity;
@@ -188,10 +190,16 @@ impl<'m> Engine<'m> {
 
     /// Takes a request, or says why not; then nothing has changed.
     pub fn add(&mut self, request: Request) -> Result<RequestId, RequestError> {
-        let Checked { max_len, grammar } = self.check(&request)?;
-        let id = self.next_id;
-        self.next_id += 1;
-        let added = Instant::now();
+        let checked = self.check(&request)?;
+        let id = RequestId(self.next_id);
+        self.enter(id, request, checked, Instant::now());
+        Ok(id)
+    }
+
+    /// Takes a request that can run, and that was added then.
+    fn enter(&mut self, RequestId(id): RequestId, request: Request, checked: Checked, added: Instant) {
+        let Checked { max_len, grammar } = checked;
+        self.next_id = self.next_id.max(id + 1);
         if let Some(timeout) = request.timeout
             && let Some(deadline) = added.checked_add(timeout)
         {
@@ -230,7 +238,6 @@ impl<'m> Engine<'m> {
         }
         self.stats.requests += 1;
         self.stats.prompt_tokens += request.prompt.len() as u64;
-        Ok(RequestId(id))
     }
 
     /// Ends a request with what it has; its last outputs come with the next step. An unknown or

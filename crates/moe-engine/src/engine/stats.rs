@@ -48,7 +48,7 @@ pub struct Stats {
     pub cached_prompt_tokens: u64,
     /// New tokens.
     pub generated_tokens: u64,
-    /// Forward passes.
+    /// Forward passes; of several ranks, those of the one that ran most.
     pub steps: u64,
     /// Rows of all forward passes.
     pub rows: u64,
@@ -91,7 +91,7 @@ impl Stats {
         }
     }
 
-    /// Adds what another rank's engine counted; steps that ran side by side count as one.
+    /// Adds what another rank's engine counted. Ranks step side by side, so the rank with most steps counts.
     pub(super) fn absorb(&mut self, other: &Stats) {
         self.seconds = self.seconds.max(other.seconds);
         self.requests += other.requests;

@@ -23,6 +23,7 @@ const EPISODES: usize = 16;
 /// Balances the experts of a run.
 pub(crate) struct Balancer {
     bytes_per_step: usize,
+    move_timeout: Duration,
     topology: Topology,
     slot_len: usize,
     heat: Heat,
@@ -72,6 +73,7 @@ impl Balancer {
         };
         Ok(Self {
             bytes_per_step: config.bytes_per_step,
+            move_timeout: config.move_timeout,
             topology,
             slot_len,
             heat: Heat::new(maps.len(), topology.experts(), config.window, StageFilter::All)?,
@@ -126,7 +128,7 @@ impl Balancer {
         }
         let Some(((layer, _), target)) = self.moving.zip(self.controller.target()) else { return Ok(None) };
         let phy2log = target.layer(layer).to_vec();
-        Ok(Some(MoveRound { layer, phy2log, bytes: self.bytes_per_step }))
+        Ok(Some(MoveRound { layer, phy2log, bytes: self.bytes_per_step, limit: self.move_timeout }))
     }
 
     /// A round has been run: how the move stands, and how long the ranks took.

@@ -1,6 +1,7 @@
 //! Settings of load balancing. Names are vLLM's where it has one.
 
 use std::str::FromStr;
+use std::time::Duration;
 
 use anyhow::Result;
 use moe_eplb::policy::{Deepseek, FlashLb, Joint, Policy, Swift};
@@ -23,6 +24,8 @@ pub struct EplbConfig {
     pub max_moves: Option<usize>,
     /// Bytes that travel between two steps, all ranks together, at most (and at least one).
     pub bytes_per_step: usize,
+    /// The time that a layer's experts may take to arrive; later they stay where they were.
+    pub move_timeout: Duration,
     /// What a layer's new placement must gain in peak over mean load.
     pub min_gain: f64,
     /// Whether a layer moves only if it saves more time until the next plan than its bytes cost.
@@ -38,6 +41,7 @@ impl Default for EplbConfig {
             policy: EplbPolicy::Joint,
             max_moves: None,
             bytes_per_step: 64 << 20,
+            move_timeout: Duration::from_secs(600),
             min_gain: 0.02,
             must_pay: true,
         }
@@ -59,6 +63,9 @@ impl EplbConfig {
             if value == 0 || (value > most && flag != "--eplb-bytes-per-step") {
                 return Err(usage(format!("{flag} {value}: expected 1 to {most}")));
             }
+        }
+        if self.move_timeout.is_zero() {
+            return Err(usage("--eplb-move-timeout 0: expected seconds, at least 1"));
         }
         if self.min_gain.is_nan() || self.min_gain < 0.0 {
             return Err(usage(format!("--eplb-min-gain {}: expected a number of at least 0", self.min_gain)));
@@ -137,6 +144,7 @@ mod tests {
             (EplbConfig { interval: 1 << 40, ..EplbConfig::default() }, "--eplb-interval"),
             (EplbConfig { max_moves: Some(0), ..EplbConfig::default() }, "--eplb-max-moves 0"),
             (EplbConfig { bytes_per_step: 0, ..EplbConfig::default() }, "--eplb-bytes-per-step 0"),
+            (EplbConfig { move_timeout: Duration::ZERO, ..EplbConfig::default() }, "--eplb-move-timeout 0"),
             (EplbConfig { min_gain: f64::NAN, ..EplbConfig::default() }, "--eplb-min-gain NaN"),
         ] {
             let error = config.check().unwrap_err().to_string();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::DType;
 use model_runtime::{BlockContext, CausalLm, Exec, ParallelGroups, RankView, TensorSlice};
 use moe_comm::{Communicator, Geometry, ParallelConfig, ThreadComm};
@@ -18,9 +18,10 @@ use crate::usage;
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A data-parallel replica: a model with the context that it runs in.
+#[derive(Clone)]
 pub struct Replica {
     /// The model, over its tensor-parallel ranks.
-    pub model: Box<dyn CausalLm>,
+    pub model: Arc<dyn CausalLm>,
     /// Where its first rank runs.
     pub ex: Exec,
     /// The world that its engine fails when it cannot go on.
@@ -56,12 +57,29 @@ pub fn load<F: ModelFamily>(
 where
     F::Config: Sync,
 {
+    let world = ThreadComm::world_with_timeout(parallel.world_size()?, PATIENCE);
+    load_over(source, parallel, world.into_iter().map(|comm| Arc::new(comm) as _).collect(), ex)
+}
+
+/// The same over the ranks of a world that is there: their communicators, in order.
+///
+/// # Errors
+/// A world of another size; otherwise those of [`load`].
+pub fn load_over<F: ModelFamily>(
+    source: &Source<F>,
+    parallel: &ParallelConfig,
+    comms: Vec<Arc<dyn Communicator>>,
+    ex: &Exec,
+) -> Result<(Vec<Replica>, serde_json::Value)>
+where
+    F::Config: Sync,
+{
     let world = parallel.world_size()?;
+    ensure!(comms.len() == world, "loading {world} ranks over {} communicators", comms.len());
     let threads = (ex.num_threads() / world).max(1);
     let places = (0..world).map(|rank| place(source, parallel, rank, ex)).collect::<Result<Vec<_>>>()?;
     let load_rank =
-        |(comm, place): (ThreadComm, Place)| load_place(source, place, Arc::new(comm), None, ex, threads);
-    let comms = ThreadComm::world_with_timeout(world, PATIENCE);
+        |(comm, place): (Arc<dyn Communicator>, Place)| load_place(source, place, comm, None, ex, threads);
     let load_rank = &load_rank;
     let ranks = std::thread::scope(|scope| {
         let threads: Vec<_> =
@@ -85,7 +103,7 @@ where
         if replicas.is_empty() {
             chosen = backend;
         }
-        replicas.push(Replica { world: model.world(), model: Box::new(model), ex });
+        replicas.push(Replica { world: model.world(), model: Arc::new(model), ex });
     }
     Ok((replicas, chosen))
 }

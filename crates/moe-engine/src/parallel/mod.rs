@@ -18,7 +18,7 @@ pub(crate) mod wire;
 
 pub(crate) use follow::Follower;
 pub use launch::{Placement, placement};
-pub use load::{Replica, Source, load};
+pub use load::{Replica, Source, load, load_over};
 pub(crate) use processes::Processes;
 pub(crate) use ranks::{AbortOnPanic, panic_text};
 pub use ranks::{LocalRanks, Rank};

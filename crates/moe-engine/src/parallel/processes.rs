@@ -24,7 +24,6 @@ use super::load::{Replica, Source, load_rank};
 use super::nccl::Devices;
 use super::ranks::LocalRanks;
 use crate::chat::this_program;
-use crate::engine::RemoteEngine;
 use crate::family::ModelFamily;
 use crate::run::Ranks;
 use crate::run_config::RunConfig;
@@ -145,7 +144,7 @@ impl Processes {
         let followers = (geometry.rank + 1..geometry.rank + geometry.tp_size).collect();
         let followers = Followers::Processes(self.messages.clone(), followers);
         let world = rank.groups.world.clone();
-        let model = Box::new(LocalRanks::with_followers(rank, followers));
+        let model = Arc::new(LocalRanks::with_followers(rank, followers));
         Ok((Ranks::Replicas(vec![Replica { model, ex, world }]), chosen))
     }
 
@@ -160,13 +159,9 @@ impl Processes {
         Ok(())
     }
 
-    /// The engines of the data-parallel ranks in other processes.
-    pub fn remote_engines(&self, parallel: &ParallelConfig) -> Vec<(RemoteEngine, Arc<dyn Communicator>)> {
-        let engine = |dp_rank| -> (RemoteEngine, Arc<dyn Communicator>) {
-            let remote = RemoteEngine { messages: self.messages.clone(), rank: dp_rank * parallel.tp };
-            (remote, self.world.clone())
-        };
-        (1..parallel.dp).map(engine).collect()
+    /// How to reach the engines of the data-parallel ranks in other processes: the first ranks of their groups.
+    pub fn leaders(&self, parallel: &ParallelConfig) -> (Messages, Vec<usize>) {
+        (self.messages.clone(), (1..parallel.dp).map(|dp_rank| dp_rank * parallel.tp).collect())
     }
 
     /// This process's part is done; the driver's tells the others so, and the first rank of a group those

@@ -13,6 +13,8 @@ use super::{MOVING, MP, answers, program, stderr, succeeds, write_batch};
 const SOON: Duration = Duration::from_secs(30);
 
 const GEOMETRY: [&str; 6] = ["--tp", "2", "--dp", "2", "--enable-expert-parallel", "--log=warn"];
+/// Groups that wait for each other in no step.
+const REPLICAS: [&str; 5] = ["--tp", "2", "--dp", "2", "--log=warn"];
 
 /// The processes of a run by rank: those whose command line names its folder.
 fn processes(folder: &Path) -> BTreeMap<usize, u32> {
@@ -79,21 +81,26 @@ impl Batch {
 
 #[test]
 fn a_rank_that_is_killed_ends_all_and_a_rerun_completes() {
-    kill_each_rank(&GEOMETRY);
+    kill_each_rank(&GEOMETRY, 60);
+}
+
+#[test]
+fn a_rank_of_a_replica_that_is_killed_ends_all_and_a_rerun_completes() {
+    kill_each_rank(&REPLICAS, 200);
 }
 
 /// Experts are on their way between ranks at nearly every step.
 #[test]
 fn a_rank_that_is_killed_while_experts_move_ends_all_and_a_rerun_completes() {
-    kill_each_rank(&MOVING);
+    kill_each_rank(&MOVING, 60);
 }
 
-fn kill_each_rank(geometry: &[&str]) {
-    let whole = Batch::new(16, 60);
+fn kill_each_rank(geometry: &[&str], max_tokens: usize) {
+    let whole = Batch::new(16, max_tokens);
     whole.rerun();
     let want = answers(&whole.output());
     for rank in 0..4 {
-        let batch = Batch::new(16, 60);
+        let batch = Batch::new(16, max_tokens);
         let run = batch.start(geometry);
         let start = Instant::now();
         let ids = processes(batch.dir.path());
@@ -120,14 +127,16 @@ fn kill_each_rank(geometry: &[&str]) {
 
 #[test]
 fn ctrl_c_ends_a_batch_and_all_its_ranks() {
-    let batch = Batch::new(64, 200);
-    let run = batch.start(&GEOMETRY);
-    signal("-INT", &format!("-{}", run.id()));
-    let output = run.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
-    assert!(stderr(&output).contains("run the same command again"), "{}", stderr(&output));
-    assert!(!stderr(&output).contains("error"), "{}", stderr(&output));
-    wait_until("a process is left", || processes(batch.dir.path()).is_empty());
+    for geometry in [&GEOMETRY[..], &REPLICAS] {
+        let batch = Batch::new(64, 200);
+        let run = batch.start(geometry);
+        signal("-INT", &format!("-{}", run.id()));
+        let output = run.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+        assert!(stderr(&output).contains("run the same command again"), "{}", stderr(&output));
+        assert!(!stderr(&output).contains("error"), "{}", stderr(&output));
+        wait_until("a process is left", || processes(batch.dir.path()).is_empty());
+    }
 }
 
 /// A rank that hangs is given up.

@@ -1,0 +1,232 @@
+//! The engines of the other data-parallel ranks, as the process of the first one asks them: threads of it, or processes. Both
+//! answer the same questions in the same loop ([`answer_all`]).
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::thread::JoinHandle;
+
+use anyhow::{Context, Result, anyhow, bail};
+use moe_comm::Messages;
+
+use super::serve::{Next, Question, Reply, answer_all};
+use super::{Engine, EngineConfig};
+use crate::parallel::wire::{decode, encode};
+use crate::parallel::{Replica, panic_text};
+use crate::structured::Grammars;
+use crate::tokenizer::Tokenizer;
+
+/// The other ranks' engines, numbered from 0. Dropping this waits for the steps that they run, and ends the engines.
+pub(crate) enum Peers {
+    /// On threads of this process.
+    Threads {
+        threads: Vec<PeerThread>,
+        /// What they say, with the number of the speaker.
+        replies: Receiver<(usize, Result<Reply>)>,
+    },
+    /// In other processes: their numbers in the world.
+    Processes { messages: Messages, ranks: Vec<usize> },
+}
+
+impl Peers {
+    /// Starts a thread for each replica.
+    pub(super) fn threads(
+        replicas: Vec<Replica>,
+        tokenizer: Option<&Tokenizer>,
+        grammars: Option<&Arc<Grammars>>,
+    ) -> Result<Self> {
+        let (send, replies) = channel();
+        let mut threads = Vec::with_capacity(replicas.len());
+        for (peer, replica) in replicas.into_iter().enumerate() {
+            let texts = (tokenizer.cloned(), grammars.cloned());
+            threads.push(PeerThread::start(peer, replica, texts, send.clone())?);
+        }
+        Ok(Self::Threads { threads, replies })
+    }
+
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Threads { threads, .. } => threads.len(),
+            Self::Processes { ranks, .. } => ranks.len(),
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The number of a peer in the world.
+    fn rank(&self, peer: usize) -> usize {
+        match self {
+            Self::Threads { threads, .. } => threads[peer].rank,
+            Self::Processes { ranks, .. } => ranks[peer],
+        }
+    }
+
+    /// Asks one, without waiting for the answer.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub(super) fn tell(&self, peer: usize, question: Question) -> Result<()> {
+        match self {
+            Self::Threads { threads, .. } => threads[peer].tell(question),
+            Self::Processes { messages, ranks } => Ok(messages.send(ranks[peer], &encode(&question)?)?),
+        }
+    }
+
+    /// The next reply of any of them, with its number; `None` if there is none, which is only said without `wait` or
+    /// where there are no peers.
+    ///
+    /// # Errors
+    /// One has failed or ended.
+    pub(super) fn next(&self, wait: bool) -> Result<Option<(usize, Reply)>> {
+        if self.is_empty() {
+            return Ok(None);
+        }
+        match self {
+            Self::Threads { replies, .. } => {
+                let reply = match wait {
+                    true => replies.recv().map_err(|_| TryRecvError::Disconnected),
+                    false => replies.try_recv(),
+                };
+                let (peer, reply) = match reply {
+                    Ok(reply) => reply,
+                    Err(TryRecvError::Empty) => return Ok(None),
+                    Err(TryRecvError::Disconnected) => bail!("the threads of the other ranks have ended"),
+                };
+                let reply = reply.with_context(|| format!("rank {}", self.rank(peer)))?;
+                Ok(Some((peer, reply)))
+            }
+            Self::Processes { messages, ranks } => {
+                let news = match wait {
+                    true => Some(messages.recv_any(ranks)?),
+                    false => messages.try_recv_any(ranks)?,
+                };
+                let Some((rank, message)) = news else { return Ok(None) };
+                let message = message.with_context(|| format!("rank {rank} has left"))?;
+                let peer = ranks.iter().position(|&other| other == rank);
+                Ok(Some((peer.context("a message of a rank that leads no group")?, decode(&message)?)))
+            }
+        }
+    }
+
+    /// Makes an engine on each, one after the other, as each takes a share of the memory that is left; the longest sequence
+    /// that all of them hold, at most `max_model_len`.
+    ///
+    /// # Errors
+    /// Settings that do not fit the model or a rank's machine.
+    pub(super) fn start(&self, config: &EngineConfig, text: bool, max_model_len: usize) -> Result<usize> {
+        let mut shortest = max_model_len;
+        for peer in 0..self.len() {
+            self.tell(peer, Question::Start(Box::new(config.clone()), text))?;
+            match self.next(true)? {
+                Some((_, Reply::Started(held))) => shortest = shortest.min(held),
+                Some((_, Reply::Refused(why))) => bail!("rank {}: {why}", self.rank(peer)),
+                _ => return Err(self.unasked(peer)),
+            }
+        }
+        (0..self.len()).try_for_each(|peer| self.tell(peer, Question::Limit(shortest)))?;
+        Ok(shortest)
+    }
+
+    pub(super) fn unasked(&self, peer: usize) -> anyhow::Error {
+        anyhow!("rank {} answers another question", self.rank(peer))
+    }
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        let Self::Processes { ranks, .. } = self else { return };
+        // Once they have ended nothing of this engine is on its way, and another one can start. A world that has failed has
+        // ended them.
+        let told = (0..ranks.len()).try_for_each(|peer| self.tell(peer, Question::End));
+        let mut left = if told.is_ok() { self.len() } else { 0 };
+        while left > 0
+            && let Ok(Some((_, reply))) = self.next(true)
+        {
+            left -= usize::from(matches!(reply, Reply::Ended));
+        }
+    }
+}
+
+/// The engine of a rank on a thread, until this is dropped.
+pub(crate) struct PeerThread {
+    rank: usize,
+    questions: Option<Sender<Question>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What makes text of tokens and holds texts to a grammar.
+type Texts = (Option<Tokenizer>, Option<Arc<Grammars>>);
+
+impl PeerThread {
+    fn start(
+        peer: usize,
+        replica: Replica,
+        texts: Texts,
+        replies: Sender<(usize, Result<Reply>)>,
+    ) -> Result<Self> {
+        let rank = replica.world.rank();
+        let (questions, asked) = channel();
+        let run = move || {
+            let world = replica.world.clone();
+            let serve = || serve(&replica, &texts, &asked, |reply| drop(replies.send((peer, Ok(reply)))));
+            let panicked = |panic: Box<dyn Any + Send>| Err(anyhow!("it panicked: {}", panic_text(&*panic)));
+            if let Err(e) = catch_unwind(AssertUnwindSafe(serve)).unwrap_or_else(panicked) {
+                world.abort(&format!("{e:#}"));
+                // Nobody may be listening any more.
+                let _ = replies.send((peer, Err(e)));
+            }
+        };
+        let thread = std::thread::Builder::new().name(format!("rank {rank}")).spawn(run);
+        let thread = thread.context("cannot start a thread")?;
+        Ok(Self { rank, questions: Some(questions), thread: Some(thread) })
+    }
+
+    fn tell(&self, question: Question) -> Result<()> {
+        match self.questions.as_ref().map(|questions| questions.send(question)) {
+            Some(Ok(())) => Ok(()),
+            _ => bail!("the thread of rank {} has ended", self.rank),
+        }
+    }
+}
+
+impl Drop for PeerThread {
+    fn drop(&mut self) {
+        self.questions = None;
+        if let Some(thread) = self.thread.take() {
+            // It has caught its own panics.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Answers the questions of the first rank's thread until that hangs up.
+fn serve(
+    replica: &Replica,
+    (tokenizer, grammars): &Texts,
+    asked: &Receiver<Question>,
+    reply: impl Fn(Reply),
+) -> Result<()> {
+    let start = |config: &EngineConfig, _text: bool| {
+        let (model, ex) = (replica.model.as_ref(), replica.ex.clone());
+        Engine::with_grammars(model, ex, tokenizer.clone(), grammars.clone(), config)
+    };
+    let next = |wait: bool| {
+        let question = match wait {
+            true => asked.recv().map_err(|_| TryRecvError::Disconnected),
+            false => asked.try_recv(),
+        };
+        Ok(match question {
+            Ok(question) => Next::Answer(question),
+            Err(TryRecvError::Empty) => Next::Nothing,
+            Err(TryRecvError::Disconnected) => Next::Stop,
+        })
+    };
+    answer_all(start, next, |news| {
+        reply(news);
+        Ok(())
+    })
+}

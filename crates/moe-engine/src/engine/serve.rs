@@ -1,0 +1,181 @@
+//! What the engine of a data-parallel rank is asked by the process of the first one, and the loop that answers: on a
+//! thread of that process, or in another one.
+//!
+//! A rank in lockstep runs a step when it is asked for one. Any other runs its steps as long as it has something to do, and
+//! tells what is new after each; a question then waits for the step that runs. Questions are answered in order.
+//! Whoever fails fails the world, so nobody waits for an answer that never comes.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use model_runtime::{CausalLm, Exec};
+use moe_comm::{Communicator, Messages};
+use moe_layer::{MoveRound, MoveStatus};
+use serde::{Deserialize, Serialize};
+
+use super::{Engine, EngineConfig, Output, Request, RequestId, Stats, StepLoad};
+use crate::parallel::wire::{decode, encode};
+use crate::tokenizer::Tokenizer;
+
+/// What an engine is asked. `Limit`, `Add` and `Cancel` show in later steps and have no reply.
+#[derive(Serialize, Deserialize)]
+pub(super) enum Question {
+    /// A new engine in the place of the last one, with or without text.
+    Start(Box<EngineConfig>, bool),
+    /// No sequence is to get longer: another rank's KV cache holds no more.
+    Limit(usize),
+    /// A request, and how long it has waited.
+    Add(RequestId, Duration, Box<Request>),
+    Cancel(RequestId),
+    /// A step, in lockstep.
+    Step,
+    /// One round of moving experts.
+    Move(MoveRound),
+    Stats,
+    /// Nobody needs the engine any more.
+    End,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) enum Reply {
+    /// The longest sequence of the new engine.
+    Started(usize),
+    /// There is no engine with these settings.
+    Refused(String),
+    Stepped(Stepped),
+    Moved(MoveStatus),
+    Stats(Box<Stats>),
+    Ended,
+}
+
+/// What is new after a step.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Stepped {
+    pub outputs: Vec<Output>,
+    /// The expert counts of the steps that were collected.
+    pub loads: Vec<StepLoad>,
+    /// Whether nothing is left to run or to report.
+    pub idle: bool,
+}
+
+/// What an engine is to do next.
+pub(super) enum Next {
+    Answer(Question),
+    /// There is no question now.
+    Nothing,
+    /// There will be no question any more.
+    Stop,
+}
+
+impl Engine<'_> {
+    /// # Errors
+    /// What ends all requests.
+    pub(super) fn answer(&mut self, question: Question) -> Result<Option<Reply>> {
+        Ok(match question {
+            Question::Start(..) | Question::End => bail!("an engine cannot replace itself"),
+            Question::Limit(max_model_len) => {
+                self.limit(max_model_len);
+                None
+            }
+            Question::Add(id, waited, request) => {
+                self.take(id, waited, *request);
+                None
+            }
+            Question::Cancel(id) => {
+                self.cancel(id)?;
+                None
+            }
+            Question::Step => Some(Reply::Stepped(self.stepped()?)),
+            Question::Move(round) => Some(Reply::Moved(self.move_experts(&round)?)),
+            Question::Stats => Some(Reply::Stats(Box::new(self.stats()))),
+        })
+    }
+
+    /// Lets no sequence get longer.
+    pub(super) fn limit(&mut self, max_model_len: usize) {
+        self.max_model_len = self.max_model_len.min(max_model_len);
+    }
+
+    /// Takes a request that has waited. One that this engine cannot run ends with its next step.
+    pub(super) fn take(&mut self, id: RequestId, waited: Duration, request: Request) {
+        let now = Instant::now();
+        let added = now.checked_sub(waited).unwrap_or(now);
+        match self.check(&request) {
+            Ok(checked) => self.enter(id, request, checked, added),
+            Err(e) => self.end_refused(id, request.n, &e),
+        }
+    }
+
+    /// Runs a step.
+    pub(super) fn stepped(&mut self) -> Result<Stepped> {
+        let outputs = self.step()?;
+        Ok(Stepped { outputs, loads: std::mem::take(&mut self.step_loads), idle: self.is_idle() })
+    }
+
+    fn runs_by_itself(&self) -> bool {
+        !self.lockstep && !self.is_idle()
+    }
+}
+
+/// Answers the questions of `next`, which waits for one if it is told to, until there are no more. `start` makes an engine.
+///
+/// # Errors
+/// What ends all requests.
+pub(super) fn answer_all<'m>(
+    start: impl Fn(&EngineConfig, bool) -> Result<Engine<'m>>,
+    mut next: impl FnMut(bool) -> Result<Next>,
+    mut reply: impl FnMut(Reply) -> Result<()>,
+) -> Result<()> {
+    let mut engine: Option<Engine> = None;
+    loop {
+        let wait = !engine.as_ref().is_some_and(Engine::runs_by_itself);
+        let answer = match (next(wait)?, &mut engine) {
+            (Next::Stop, _) => return Ok(()),
+            (Next::Answer(Question::Start(config, text)), engine) => {
+                // The old cache goes before the new one is allocated.
+                *engine = None;
+                Some(match start(&config, text) {
+                    Ok(new) => Reply::Started(engine.insert(new).max_model_len()),
+                    Err(e) => Reply::Refused(format!("{e:#}")),
+                })
+            }
+            (Next::Answer(Question::End), engine) => {
+                *engine = None;
+                Some(Reply::Ended)
+            }
+            (_, None) => bail!("rank 0 asks an engine that it has not started"),
+            (Next::Answer(question), Some(engine)) => engine.answer(question)?,
+            (Next::Nothing, Some(engine)) => Some(Reply::Stepped(engine.stepped()?)),
+        };
+        answer.map_or(Ok(()), &mut reply)?;
+    }
+}
+
+/// Runs the engine of a data-parallel rank in this process for the driver, rank 0, until that says stop (an empty
+/// message).
+///
+/// # Errors
+/// What ends all requests, here or elsewhere.
+pub(crate) fn serve(
+    model: &dyn CausalLm,
+    ex: &Exec,
+    tokenizer: Option<&Tokenizer>,
+    world: &Arc<dyn Communicator>,
+    messages: &Messages,
+) -> Result<()> {
+    let start = |config: &EngineConfig, text: bool| {
+        Engine::new(model, ex.clone(), tokenizer.filter(|_| text).cloned(), config)
+    };
+    let next = |wait: bool| {
+        let message = match wait {
+            true => Some(messages.recv(0)?),
+            false => messages.try_recv_any(&[0])?.map(|(_, message)| message),
+        };
+        let Some(message) = message else { return Ok(Next::Nothing) };
+        let message = message.context("rank 0 has left without a word")?;
+        Ok(if message.is_empty() { Next::Stop } else { Next::Answer(decode(&message)?) })
+    };
+    let reply = |reply: Reply| Ok(messages.send(0, &encode(&reply)?)?);
+    answer_all(start, next, reply).inspect_err(|e| world.abort(&format!("{e:#}")))
+}
