@@ -146,7 +146,7 @@ def check_latent():
         tables = torch.cat([table, table[:1].repeat(padding, 1)])
         w_uv, values = randn(heads, NOPE, VALUE, scale=0.05), Out((tokens, heads * NOPE), torch.bfloat16)
         own = (False, splits_of(tokens, sequences + padding, heads)), (True, decode_splits(sequences + padding))
-        trials = {(False, 1), (False, 4), (False, 64), (True, 1), (True, 7), (True, 256), *own}
+        trials = {(False, 1), (False, 4), (False, 64), (True, 1), (True, 7), (True, 160), *own}
         for few, splits in sorted(trials):
             if few and heads > 16:
                 continue

@@ -147,13 +147,6 @@ struct KvCache {
   }
 };
 
-/// Asks L2 for a sequence's block table, which layers of weights have pushed out, so that its lines come beside the
-/// position that says which of them are read. By all threads of a block.
-__device__ __forceinline__ void prefetch_table(const uint32_t* table, int max_blocks) {
-  constexpr int kLine = 128 / sizeof(uint32_t);
-  for (int i = threadIdx.x * kLine; i < max_blocks; i += blockDim.x * kLine) prefetch_l2(table + i);
-}
-
 inline KvCache cache_of(const void* k, const void* v, int heads, int block_size) {
   return {static_cast<bf16*>(const_cast<void*>(k)), static_cast<bf16*>(const_cast<void*>(v)), heads, block_size};
 }

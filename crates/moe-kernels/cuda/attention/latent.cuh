@@ -25,7 +25,7 @@ constexpr int kWeightBytes = kRows * kTile * 2;  // weights, from one warpgroup 
 constexpr int kHeader = 2048;                    // barriers, work tiles, factors
 constexpr int kSmem = kHeader + (1 + kStages) * kTileBytes + kWeightBytes;
 constexpr int kWorkSlots = 2;  // work tiles announced ahead
-constexpr int kMaxSplits = 256;
+constexpr int kMaxSplits = 160;
 
 /// What the launch takes beside what all prompt kernels take.
 struct Splits {

@@ -2,9 +2,8 @@
 //
 // Floor: 1,152 bytes a position at 4.0 TB/s, 2.4 us for one sequence of 8,192. So what counts is latency: a block has a
 // tile of 64 positions, all of which it asks for at once and, but for the rows that this step writes, before the launch
-// ahead has made the queries. Blocks are small enough for two launches to share an SM, and there are no clusters, which
-// would wait for room on several SMs: splits meet in the launch that follows (latent_merge.cu), which has a product to
-// compute anyway.
+// ahead has made the queries. More positions go through two stages. There are no clusters, which would wait for room on
+// several SMs: splits meet in the launch that follows (latent_merge.cu), which has a product to compute anyway.
 //
 // Positions lie along M of the warpgroup products and the heads along N. One copy brings eight rows of all columns: an
 // instruction for every 64 columns of 16 rows, 36 a tile, takes longer to issue than the memory to answer.
@@ -18,9 +17,9 @@ namespace {
 #if MOE_SM90
 
 /// A warpgroup's part of the products of a tile's keys and the queries, to shared memory.
-__device__ __forceinline__ void score(const Block& b) {
+__device__ __forceinline__ void score(const Block& b, int stage) {
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
-  const uint64_t k = tile_descriptor(b.tile(), kGroupBytes) + group * kSteps * 2;
+  const uint64_t k = tile_descriptor(b.tile(stage), kGroupBytes) + group * kSteps * 2;
   const uint64_t q = tile_descriptor(b.query(), kGroupBytes) + group * kSteps * 2;
   float s[kHeads / 2];
   wgmma_fence();
@@ -92,10 +91,10 @@ struct Values {
   }
 
   /// += a tile's values times their weights.
-  __device__ __forceinline__ void add(const Block& b) {
+  __device__ __forceinline__ void add(const Block& b, int stage) {
     const int group = threadIdx.x / 128;
     const uint64_t p = tile_descriptor(b.weights());
-    const uint64_t v = transposed_descriptor(b.tile(), 1024, kGroupBytes) + group * (kColumns / 64) * 64;
+    const uint64_t v = transposed_descriptor(b.tile(stage), 1024, kGroupBytes) + group * (kColumns / 64) * 64;
     hold();
     wgmma_fence();
 #pragma unroll
@@ -115,6 +114,12 @@ struct Values {
   }
 };
 
+/// A tile that is asked for: a lane's row in the cache, how many groups of rows there are, and how many of them are on
+/// their way.
+struct Asked {
+  int row, groups, early;
+};
+
 /// A split's rows: of one sequence, which is one row, and in general any number.
 struct Worker {
   Block b;
@@ -122,29 +127,33 @@ struct Worker {
   const Splits& splits;
   const CUtensorMap *query, *rows;
   int sequence, split;
-  uint32_t tiles = 0, queries = 0;  // parities
+  uint32_t tiles = 0, queries = 0;  // that have been waited for
 
-  /// Where the cache has a lane's group of the tile that begins at `begin`, of `count`.
-  __device__ __forceinline__ int find_rows(int begin, int count) const {
-    const int group = threadIdx.x, position = begin + group * kGroup, block_size = a.cache.block_size;
-    if (group >= count) return 0;
-    const uint32_t page = a.block_tables[static_cast<size_t>(sequence) * a.max_blocks + position / block_size];
-    return static_cast<int>(page) * block_size + position % block_size;
-  }
+  __device__ __forceinline__ int stage_of(int ahead) const { return (tiles + ahead) % kStages; }
 
-  /// Asks for groups [first, last) of a tile, a lane each from its row on.
-  __device__ __forceinline__ void load_rows(int row, int first, int last) const {
+  /// Asks for a lane's group of rows of a tile if it is one of [first, last).
+  __device__ __forceinline__ void load_rows(int stage, int row, int first, int last) const {
     const int group = threadIdx.x;
-    if (group >= first && group < last) load_rows8(b.tile() + group * kGroupBytes, rows, row, b.tile_full());
+    if (group < first || group >= last) return;
+    load_rows8(b.tile(stage) + group * kGroupBytes, rows, row, b.tile_full(stage));
   }
 
-  __device__ __forceinline__ int groups(const Range& r, int begin) const {
-    return min(kGroups, ceil_div(r.end - begin, kGroup));
-  }
-
-  __device__ __forceinline__ void expect_tile(int groups) const {
-    if (threadIdx.x == 0) arrive_expecting(b.tile_full(), groups * kGroupBytes);
+  /// Asks for the rows before `old` of tile `i` of a range, which comes `ahead` tiles behind the last one that has been
+  /// waited for. By the first warp.
+  __device__ __forceinline__ Asked ask(const Range& r, int i, int ahead, int old) const {
+    const int begin = r.begin + i * kTile, position = begin + threadIdx.x * kGroup, block_size = a.cache.block_size;
+    Asked t;
+    t.groups = min(kGroups, ceil_div(r.end - begin, kGroup));
+    t.early = max(0, min(t.groups, (old - begin) / kGroup));
+    t.row = 0;
+    if (static_cast<int>(threadIdx.x) < t.groups) {
+      const uint32_t page = a.block_tables[static_cast<size_t>(sequence) * a.max_blocks + position / block_size];
+      t.row = static_cast<int>(page) * block_size + position % block_size;
+    }
+    if (threadIdx.x == 0) arrive_expecting(b.tile_full(stage_of(ahead)), t.groups * kGroupBytes);
     __syncwarp();
+    load_rows(stage_of(ahead), t.row, 0, t.early);
+    return t;
   }
 
   __device__ __forceinline__ void load_queries(int token) const {
@@ -155,29 +164,30 @@ struct Worker {
       load_rows8(b.query() + group * kGroupBytes, query, token * a.heads + group * kGroup, b.query_full());
   }
 
-  /// The first tile of a row, and its queries; rows before `old` are there already, the others and the queries when the
+  /// A row's first tiles, and its queries; rows before `old` are there already, the others and the queries when the
   /// launch ahead has ended.
   __device__ __forceinline__ void start(const Range& r, int token, int old, bool wait) const {
-    const int count = groups(r, r.begin), early = wait ? max(0, min(count, (old - r.begin) / kGroup)) : count;
-    int row = 0;
+    Asked asked[kStages];
     if (threadIdx.x < 32) {
-      row = find_rows(r.begin, count);
-      expect_tile(count);
-      load_rows(row, 0, early);
+#pragma unroll
+      for (int i = 0; i < kStages; ++i)
+        if (i < r.tiles) asked[i] = ask(r, i, i, wait ? old : INT32_MAX);
     }
     if (wait) pdl_wait();
     if (threadIdx.x >= 32) return;
-    load_rows(row, early, count);
     load_queries(token);
+#pragma unroll
+    for (int i = 0; i < kStages; ++i)
+      if (i < r.tiles) load_rows(stage_of(i), asked[i].row, asked[i].early, asked[i].groups);
   }
 
   /// Zeros the values of rows of the tile outside [from, end), which the row does not see: weights of zero would not
   /// hide them if they are no numbers.
-  __device__ __forceinline__ void zero_unseen(int from, int end) const {
+  __device__ __forceinline__ void zero_unseen(int stage, int from, int end) const {
     for (int i = threadIdx.x; i < kTile * (kValue / 8); i += kThreads) {
       const int row = i / (kValue / 8), chunk = i % (kValue / 8);
       if (row >= from && row < end) continue;
-      uint8_t* group = b.tile() + row / kGroup * kGroupBytes;
+      uint8_t* group = b.tile(stage) + row / kGroup * kGroupBytes;
       *reinterpret_cast<uint4*>(group + chunk / 8 * 1024 + row % kGroup * 128 + chunk % 8 * 16) = {0, 0, 0, 0};
     }
     fence_async_shared();
@@ -210,33 +220,25 @@ struct Worker {
   __device__ __forceinline__ void row(const Range& r, int token) {
     Softmax softmax;
     Values values;
-    mbarrier_wait(b.query_full(), queries);
-    queries ^= 1;
+    mbarrier_wait(b.query_full(), queries++ % 2);
     for (int i = 0; i < r.tiles; ++i) {
-      const int begin = r.begin + i * kTile, from = r.from - begin, end = r.end - begin;
-      mbarrier_wait(b.tile_full(), tiles);
-      tiles ^= 1;
-      if (from > 0 || end < kTile) zero_unseen(from, end);
-      score(b);
+      const int stage = stage_of(0), from = r.from - r.begin - i * kTile, end = r.end - r.begin - i * kTile;
+      mbarrier_wait(b.tile_full(stage), tiles++ / kStages % 2);
+      if (from > 0 || end < kTile) zero_unseen(stage, from, end);
+      score(b, stage);
       __syncthreads();
       softmax.add(b, from, end, a.scale);
       __syncthreads();
       if (i > 0) values.rescale(b.factors());
-      values.add(b);
-      if (i + 1 == r.tiles) break;
+      values.add(b, stage);
+      if (i + kStages >= r.tiles) continue;
       __syncthreads();
-      if (threadIdx.x >= 32) continue;
-      const int count = groups(r, begin + kTile);
-      const int row = find_rows(begin + kTile, count);
-      expect_tile(count);
-      load_rows(row, 0, count);
+      if (threadIdx.x < 32) ask(r, i + kStages, kStages - 1, INT32_MAX);
     }
     store(softmax, values, token);
   }
 
   __device__ __forceinline__ void run() {
-    prefetch_table(a.block_tables + static_cast<size_t>(sequence) * a.max_blocks, a.max_blocks);
-    if (sequence < a.tokens) prefetch_l2(a.positions + sequence);
     const int begin = a.query_start_loc[sequence], end = a.query_start_loc[sequence + 1];
     const int old = begin < end ? static_cast<int>(a.positions[begin]) : 0;
     bool waits = true;
@@ -261,6 +263,7 @@ struct Worker {
 
 #endif  // MOE_SM90
 
+// Half of the registers, so that blocks of the launches around it find some.
 __global__ void __launch_bounds__(kThreads, 2)
     latent_decode(const __grid_constant__ Args a, const __grid_constant__ Splits splits,
                   const __grid_constant__ CUtensorMap query, const __grid_constant__ CUtensorMap rows) {
@@ -271,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&query);
     prefetch_tensor_map(&rows);
-    mbarrier_init(worker.b.tile_full(), 1);
+    for (int i = 0; i < kStages; ++i) mbarrier_init(worker.b.tile_full(i), 1);
     mbarrier_init(worker.b.query_full(), 1);
     mbarrier_fence_init();
   }
@@ -300,11 +303,11 @@ cudaError_t run(const PagedAttentionArgs& c, const bf16* w_uv, bf16* values, voi
 }  // namespace
 }  // namespace moe::attention_latent::decode
 
-/// Parts of the positions: two blocks for every SM.
+/// Parts of the positions: a block for every SM.
 extern "C" int moe_attention_latent_decode_splits(int sequences, int sms) {
   using namespace moe::attention_latent;
   if (sequences <= 0 || sms <= 0) return 1;
-  const int splits = 2 * sms / sequences;
+  const int splits = sms / sequences;
   return splits < 1 ? 1 : splits < kMaxSplits ? splits : kMaxSplits;
 }
 

@@ -6,6 +6,7 @@
 
 namespace moe::attention_latent::decode {
 
+constexpr int kStages = 2;                          // tiles in shared memory
 constexpr int kHeads = 16;                          // of a row: columns of the products
 constexpr int kGroup = 8;                           // rows that one copy brings
 constexpr int kGroupBytes = kParts * kGroup * 128;  // 64 columns of them lie together
@@ -17,22 +18,22 @@ constexpr int kColumns = kValue / 2;    // of a warpgroup's values
 constexpr int kEach = kHeads / kWarps;  // heads of a warp's softmax
 constexpr int kPitch = kTile + 4;       // floats between the scores of two heads, without conflicts of banks
 
-/// Shared memory of a block; two share an SM.
+/// Shared memory of a block: more than half of an SM's, so that two do not share one while others stand idle.
 struct Block {
   static constexpr int kHeader = 1024;
-  static constexpr int kQuery = kHeader + kGroups * kGroupBytes;
+  static constexpr int kQuery = kHeader + kStages * kTileBytes;
   static constexpr int kWeights = kQuery + kHeads / kGroup * kGroupBytes;
   static constexpr int kScores = kWeights + kHeads * kTile * 2;
   static constexpr int kBytes = kScores + 2 * kHeads * kPitch * 4;
-  static_assert(kWeights % 1024 == 0 && 2 * (kBytes + 1024) <= 227 * 1024);
+  static_assert(kWeights % 1024 == 0 && kGroups * kGroupBytes == kTileBytes && kBytes <= 220 * 1024);
 
   uint8_t* smem;
 
-  __device__ __forceinline__ uint64_t* tile_full() const { return reinterpret_cast<uint64_t*>(smem); }
-  __device__ __forceinline__ uint64_t* query_full() const { return tile_full() + 1; }
+  __device__ __forceinline__ uint64_t* tile_full(int s) const { return reinterpret_cast<uint64_t*>(smem) + s; }
+  __device__ __forceinline__ uint64_t* query_full() const { return tile_full(kStages); }
   /// [kHeads] what a new maximum does to the sums.
   __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(smem + 64); }
-  __device__ __forceinline__ uint8_t* tile() const { return smem + kHeader; }
+  __device__ __forceinline__ uint8_t* tile(int s) const { return smem + kHeader + s * kTileBytes; }
   __device__ __forceinline__ uint8_t* query() const { return smem + kQuery; }
   /// [kHeads, kTile] bf16, swizzled.
   __device__ __forceinline__ uint8_t* weights() const { return smem + kWeights; }

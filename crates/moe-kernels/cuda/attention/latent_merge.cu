@@ -1,6 +1,6 @@
-// Merges the splits of latent attention (latent.cu, latent_decode.cu): a warp, or each half of it, reads the values of
-// every 8th or 16th split, four columns a lane, and eight warps add what they have. For a few tokens the product with
-// W_UV follows in the same launch.
+// Merges the splits of latent attention (latent.cu, latent_decode.cu): teams of a warp, or of half a warp, merge every
+// 8th or 16th split, four columns a lane, each under a maximum of its own, so that one barrier is enough. For a few
+// tokens the product with W_UV follows in the same launch.
 #include "attention/latent_decode.cuh"
 #include "ptx/cluster.cuh"
 
@@ -10,16 +10,40 @@ namespace moe::attention_latent {
 namespace {
 
 constexpr int kMergeWarps = 8;
-constexpr int kBatch = 8;  // splits of a lane that are asked for together
+constexpr int kBatch = 8;  // splits of a team that are asked for together
 
-/// A block that merges 64 or 128 columns, four a lane, and its shared memory.
+/// A block that merges 64 or 128 columns, four a lane, and its shared memory: what each team of lanes has merged.
 template <int kColumns>
 struct Merge {
-  static constexpr int kLanes = kColumns / 4;                // of a split
-  static constexpr int kAtOnce = kMergeWarps * 32 / kLanes;  // splits
-  static constexpr int kBlocks = kValue / kColumns;          // of a row
-  float weights[kMaxSplits];
-  float4 parts[kMergeWarps][kLanes];
+  static constexpr int kLanes = kColumns / 4;               // of a team, which takes a split
+  static constexpr int kTeams = kMergeWarps * 32 / kLanes;  // so many splits at once
+  static constexpr int kBlocks = kValue / kColumns;         // of a row
+  float2 softmax[kTeams];
+  float4 values[kTeams][kLanes];
+};
+
+/// Values and sum under a running maximum.
+struct Merged {
+  float4 values = {0.f, 0.f, 0.f, 0.f};
+  float max = -INFINITY, sum = 0.f;
+
+  /// += N parts. One without positions has written no values.
+  template <int N>
+  __device__ __forceinline__ void add(const float2 (&softmax)[N], const float4 (&x)[N]) {
+    const float before = max;
+#pragma unroll
+    for (int j = 0; j < N; ++j) max = fmaxf(max, softmax[j].x);
+    const float base = max == -INFINITY ? 0.f : max, factor = exp2_approx(before - base);
+    sum *= factor, values.x *= factor, values.y *= factor, values.z *= factor, values.w *= factor;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const float weight = exp2_approx(softmax[j].x - base);
+      if (weight == 0.f) continue;
+      sum = fmaf(weight, softmax[j].y, sum);
+      values.x = fmaf(weight, x[j].x, values.x), values.y = fmaf(weight, x[j].y, values.y);
+      values.z = fmaf(weight, x[j].z, values.z), values.w = fmaf(weight, x[j].w, values.w);
+    }
+  }
 };
 
 /// A row's splits that have written something, from the first on; 0 of padding. Known before the launch ahead has
@@ -30,69 +54,40 @@ __device__ __forceinline__ int used_splits(const Args& a, const Splits& splits, 
   return decode::range_of(a.positions[token], a.window, 0, splits.count).used;
 }
 
-/// Four columns of a row from `column` on, merged, in the first warp; zeros of padding. All threads.
+/// Four columns of a row from `column` on, merged, in the first team; zeros of padding. All threads.
 template <int kColumns>
 __device__ __forceinline__ float4 merge_columns(const Splits& splits, size_t row, int column, int used,
                                                 Merge<kColumns>& m) {
-  constexpr int kLanes = Merge<kColumns>::kLanes, kAtOnce = Merge<kColumns>::kAtOnce;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x / kLanes;
+  constexpr int kTeams = Merge<kColumns>::kTeams, kLanes = Merge<kColumns>::kLanes;
+  const int team = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const float2* softmax = splits.softmax + row * splits.count;
   const float* values = splits.values + row * splits.count * kValue + column;
-  // All loads of a batch, and all maxima and sums, are on their way before anything is asked of them.
-  float4 x[kBatch];
-  const auto load = [&](int from) {
+  Merged own;
+  for (int from = 0; from < used; from += kBatch * kTeams) {
+    // All loads are on their way before anything is asked of them.
+    float2 s[kBatch];
+    float4 x[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const int split = from + j * kAtOnce + first;
+      const int split = from + j * kTeams + team;
+      s[j] = split < used ? __ldcg(softmax + split) : make_float2(-INFINITY, 0.f);
       x[j] = split < used ? __ldcg(reinterpret_cast<const float4*>(values + static_cast<size_t>(split) * kValue))
                           : make_float4(0.f, 0.f, 0.f, 0.f);
     }
-  };
-  float2 mine[kMaxSplits / 32];  // of splits lane, lane + 32, ..
-  float top = -INFINITY, sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kMaxSplits / 32; ++i) {
-    const int split = i * 32 + lane;
-    mine[i] = split < used ? __ldcg(softmax + split) : make_float2(-INFINITY, 0.f);
+    own.add(s, x);
   }
-  load(0);
-#pragma unroll
-  for (int i = 0; i < kMaxSplits / 32; ++i) top = fmaxf(top, mine[i].x);
-  top = warp_max(top);
-#pragma unroll
-  for (int i = 0; i < kMaxSplits / 32; ++i) {
-    const float weight = mine[i].x == -INFINITY ? 0.f : exp2f(mine[i].x - top);
-    sum += weight * mine[i].y;
-    if (i % kMergeWarps == warp) m.weights[i * 32 + lane] = weight;
-  }
-  sum = warp_sum(sum);
+  if (lane == 0) m.softmax[team] = make_float2(own.max, own.sum);
+  m.values[team][lane] = own.values;
   __syncthreads();
-  float4 total = {};
-  for (int from = 0; from < used; from += kBatch * kAtOnce) {
-    if (from > 0) load(from);
+  if (team > 0 || used == 0) return {};
+  float2 s[kTeams];
+  float4 x[kTeams];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int split = from + j * kAtOnce + first;
-      // A split without positions has written no values.
-      const float weight = split < used ? m.weights[split] : 0.f;
-      if (weight == 0.f) continue;
-      total.x += weight * x[j].x, total.y += weight * x[j].y, total.z += weight * x[j].z, total.w += weight * x[j].w;
-    }
-  }
-  if constexpr (kLanes < 32) {
-    const auto add_other_half = [](float& v) { v += __shfl_xor_sync(0xffffffffu, v, kLanes); };
-    add_other_half(total.x), add_other_half(total.y), add_other_half(total.z), add_other_half(total.w);
-  }
-  if (lane < kLanes) m.parts[warp][lane] = total;
-  __syncthreads();
-  if (warp > 0 || used == 0) return {};
-#pragma unroll
-  for (int i = 1; i < kMergeWarps; ++i) {
-    const float4 y = m.parts[i][lane % kLanes];
-    total.x += y.x, total.y += y.y, total.z += y.z, total.w += y.w;
-  }
-  const float share = 1.f / sum;
-  return make_float4(total.x * share, total.y * share, total.z * share, total.w * share);
+  for (int i = 0; i < kTeams; ++i) s[i] = m.softmax[i], x[i] = m.values[i][lane];
+  Merged all;
+  all.add(s, x);
+  const float share = 1.f / all.sum;
+  return make_float4(all.values.x * share, all.values.y * share, all.values.z * share, all.values.w * share);
 }
 
 /// A block per (token, head) row and kColumns columns.
@@ -140,11 +135,10 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   pdl_wait();
   cluster_wait();  // every block of the cluster runs: its shared memory may be written to
   float4 x = merge_columns(splits, row, column, used, merge);
-  if (warp == 0) {
+  if (threadIdx.x < kLanes) {
     x = make_float4(rounded(x.x), rounded(x.y), rounded(x.z), rounded(x.w));
-    // Where half a warp has the columns, each half writes to every other block.
 #pragma unroll
-    for (int to = 0; to < kCluster; to += 32 / kLanes) cluster_store4(latent + column, to + lane / kLanes, x);
+    for (int to = 0; to < kCluster; ++to) cluster_store4(latent + column, to, x);
   }
   cluster_sync();
   float own = 0.f;
@@ -166,6 +160,9 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   if (lane < kEach) values[row * kValueDim + first + lane] = __float2bfloat16_rn(own);
 }
 
+/// Whether a block takes 64 columns: where few rows would leave SMs idle. With more rows it costs blocks.
+bool is_narrow(const Args& a) { return a.tokens * a.heads <= 16; }
+
 }  // namespace
 
 cudaError_t launch_merge(const Args& a, const Splits& splits, void* stream) {
@@ -173,7 +170,7 @@ cudaError_t launch_merge(const Args& a, const Splits& splits, void* stream) {
     const dim3 grid(static_cast<unsigned>(a.tokens) * a.heads, blocks);
     return launch(kernel, {grid, dim3(kMergeWarps * 32), stream}, a, splits);
   };
-  return splits.by_row ? run(merge_kernel<64>, Merge<64>::kBlocks) : run(merge_kernel<128>, Merge<128>::kBlocks);
+  return is_narrow(a) ? run(merge_kernel<64>, Merge<64>::kBlocks) : run(merge_kernel<128>, Merge<128>::kBlocks);
 }
 
 cudaError_t launch_merge_values(const Args& a, const Splits& splits, const bf16* w_uv, bf16* values, void* stream) {
@@ -182,8 +179,8 @@ cudaError_t launch_merge_values(const Args& a, const Splits& splits, const bf16*
     l.cluster = blocks;
     return launch(kernel, l, a, splits, w_uv, values);
   };
-  return splits.by_row ? run(merge_values_kernel<64>, Merge<64>::kBlocks)
-                       : run(merge_values_kernel<128>, Merge<128>::kBlocks);
+  return is_narrow(a) ? run(merge_values_kernel<64>, Merge<64>::kBlocks)
+                      : run(merge_values_kernel<128>, Merge<128>::kBlocks);
 }
 
 }  // namespace moe::attention_latent

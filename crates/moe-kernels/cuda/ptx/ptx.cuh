@@ -214,9 +214,6 @@ __device__ __forceinline__ void copy_strided(uint8_t* dst, uint32_t stride, cons
 #endif
 }
 
-/// Asks L2 for the line of an address.
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // ---- flags in global memory
 
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
