@@ -4,7 +4,7 @@ import math
 
 import torch
 from kernels import LIB, Out, call, graph_us, randn, rel, u32
-from library import BF16
+from library import BF16, sized
 
 READ, PEAK = 4.0e12, 790e12  # bytes and FLOP per second
 KEY, VALUE, BLOCK, ROPE, NOPE, HEAD = 576, 512, 16, 64, 128, 192
@@ -14,6 +14,11 @@ CACHED = 200 << 20  # bytes that no cache holds
 def splits_of(tokens, sequences, heads):
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     return LIB.lib.moe_attention_latent_splits(tokens, sequences, heads, sms)
+
+
+def decode_splits(sequences):
+    """Of the kernel for one new row of each of a few sequences."""
+    return LIB.lib.moe_attention_latent_decode_splits(sequences, torch.cuda.get_device_properties(0).multi_processor_count)
 
 
 class Step:
@@ -32,14 +37,19 @@ class Step:
         # (row, position) pairs that attend
         self.pairs = sequences * sum(positions - count + i + 1 for i in range(count)) if count < 4096 else sequences * count * (2 * positions - count + 1) // 2
 
-    def latent(self, splits):
+    def latent(self, splits, few=False):
+        """Calls with each cache; `few`: by the kernel for a few sequences."""
         q = randn(self.t, self.heads, KEY)
         partials = torch.empty(self.t * self.heads * splits * (VALUE + 2) if splits > 1 else 1, device="cuda")
         table = self.tables[0]
 
         def run(cache):
-            call("moe_attention_latent", q, cache, cache, self.starts, self.positions, table, self.out, BF16, BF16, self.t, self.s,
-                 table.shape[1], self.heads, 1, KEY, VALUE, KEY, cache.shape[0], BLOCK, KEY**-0.5, 0, 0, self.counters, partials, splits)
+            args = (q, cache, cache, self.starts, self.positions, table, self.out, BF16, BF16, self.t, self.s, table.shape[1], self.heads, 1,
+                    KEY, VALUE, KEY, cache.shape[0], BLOCK, KEY**-0.5, 0, 0, self.counters, partials, splits)
+            if few:
+                call("moe_attention_latent_decode", *args, None, None)
+            else:
+                call("moe_attention_latent", *args)
 
         return [lambda c=c: run(c) for c in self.caches] * max(1, 4 // self.copies)
 
@@ -73,10 +83,13 @@ def row(rows, name, us, size, flops):
 
 
 def latent_decode(rows):
-    """One new row of each sequence; for one sequence also other numbers of splits than the launcher's."""
+    """One new row of each sequence, by both kernels; for one sequence also other numbers of splits than the launcher's."""
     for heads in (16, 128):
-        for sequences, positions in ((1, 8192), (1, 32768), (8, 2048), (64, 2048), (256, 2048)):
+        for sequences, positions in ((1, 512), (1, 8192), (1, 32768), (4, 2048), (4, 8192), (8, 2048), (64, 2048), (256, 2048)):
             step = Step(sequences, positions, 1, heads)
+            if heads <= 16 and sequences <= 8:
+                us = graph_us(step.latent(decode_splits(sequences), few=True), 9)
+                row(rows, f"latent decode {sequences} x {positions}, {heads} heads, few", us, step.pairs * KEY * 2, 2 * step.pairs * heads * (KEY + VALUE))
             own = splits_of(sequences, sequences, heads)
             trials = sorted({own, *((32, 64, 128) if sequences == 1 else (1, 2) if sequences == 256 else ())})
             for splits in trials:
@@ -99,39 +112,67 @@ def latent_prompts(rows):
         row(rows, f"prompt {name} expanded, with its products", graph_us(whole, 5), 0, flops + products)
 
 
-def check_rows(step, cache, q, out, name):
-    """The rows of a step against float64."""
+def check_rows(step, cache, q, out, name, window=0, w_uv=None):
+    """The rows of a step against float64, with `w_uv` the product behind them, too."""
     count, heads, n = step.t // step.s, step.heads, step.n
     for s in range(step.s):
         k = cache[step.tables[0][s].long()].reshape(-1, KEY)[:n].double()
         scores = torch.einsum("thd,nd->htn", q[s * count : (s + 1) * count].double(), k) * KEY**-0.5
         at = torch.arange(n - count, n, device="cuda")[:, None]
-        scores.masked_fill_(torch.arange(n, device="cuda")[None] > at, -math.inf)
+        seen = torch.arange(n, device="cuda")[None] <= at
+        if window > 0:
+            seen &= torch.arange(n, device="cuda")[None] > at - window
+        scores.masked_fill_(~seen, -math.inf)
         want = torch.einsum("htn,nd->thd", torch.softmax(scores, -1), k[:, :VALUE])
-        error = rel(out[s * count : (s + 1) * count].view(count, heads, VALUE), want)
+        if w_uv is not None:
+            want = torch.einsum("thd,hvd->thv", want, w_uv.double())
+        error = rel(out[s * count : (s + 1) * count].view(want.shape), want)
         assert error < 1e-2, f"latent {name}: sequence {s}: {error:.2e}"
 
 
 def check_latent():
-    """Against float64: splits with and without positions, padding, whole tiles and parts of one."""
-    for heads, sequences, positions, count in ((16, 3, 700, 1), (16, 2, 400, 333), (128, 1, 1500, 1), (7, 2, 129, 40)):
+    """Against float64: splits with and without positions, padding, windows, whole tiles and parts of one, several tiles of a block."""
+    cases = ((16, 3, 700, 1, 0), (16, 2, 400, 333, 0), (128, 1, 1500, 1, 0), (7, 2, 129, 40, 0), (16, 1, 1, 1, 0), (16, 1, 64, 1, 0),
+             (16, 1, 8192, 1, 0), (16, 1, 8193, 1, 0), (5, 2, 20000, 1, 0), (16, 4, 9000, 1, 0), (8, 8, 1003, 1, 0), (16, 2, 3000, 1, 700), (12, 1, 500, 3, 65))
+    for heads, sequences, positions, count, window in sized(cases, ((16, 1, 130, 1, 0), (7, 2, 67, 3, 40))):
         step = Step(sequences, positions, count, heads)
         cache, table = step.caches[0], step.tables[0]
+        cache[table[:, -1].long(), :, (step.n - 1) % BLOCK + 1 :] = float("nan")  # rows that nobody has written
         padding = 3 if count == 1 else 70
         tokens, q = step.t + padding, randn(step.t + padding, heads, KEY)
         # As in a padded step of a graph: as many sequences as rows, the last ones without any.
         starts = torch.cat([step.starts, step.starts[-1:].repeat(padding)])
-        positions, out = torch.cat([step.positions, step.positions[:1].repeat(padding)]), Out((tokens, heads * VALUE), torch.bfloat16)
+        at, out = torch.cat([step.positions, step.positions[:1].repeat(padding)]), Out((tokens, heads * VALUE), torch.bfloat16)
         tables = torch.cat([table, table[:1].repeat(padding, 1)])
-        for splits in sorted({1, 4, 64, splits_of(tokens, sequences + padding, heads)}):
+        w_uv, values = randn(heads, NOPE, VALUE, scale=0.05), Out((tokens, heads * NOPE), torch.bfloat16)
+        own = (False, splits_of(tokens, sequences + padding, heads)), (True, decode_splits(sequences + padding))
+        trials = {(False, 1), (False, 4), (False, 64), (True, 1), (True, 7), (True, 160), *own}
+        for few, splits in sorted(trials):
+            if few and heads > 16:
+                continue
+            name = f"{heads} heads, {sequences} x {count} of {step.n}, window {window}, {splits} splits" + (" of few" if few else "")
             partials = torch.full((tokens * heads * splits * (VALUE + 2),), float("nan"), device="cuda")
-            out.all.fill_(float("nan"))
-            call("moe_attention_latent", q, cache, cache, starts, positions, tables, out.t, BF16, BF16, tokens, sequences + padding,
-                 table.shape[1], heads, 1, KEY, VALUE, KEY, cache.shape[0], BLOCK, KEY**-0.5, 0, 0, step.counters, partials, splits)
-            check_rows(step, cache, q, out.t, f"{heads} heads, {sequences} x {count} of {step.n}, {splits} splits")
-            assert bool((out.t[step.t :] == 0).all()), f"{heads} heads, {splits} splits: padding rows are not zero"
+            args = (q, cache, cache, starts, at, tables, out.t, BF16, BF16, tokens, sequences + padding, table.shape[1], heads, 1, KEY, VALUE,
+                    KEY, cache.shape[0], BLOCK, KEY**-0.5, window, 0, step.counters, partials, splits)
+
+            def attend():
+                out.all.fill_(float("nan"))
+                call(*(("moe_attention_latent_decode", *args, None, None) if few else ("moe_attention_latent", *args)))
+
+            attend()
+            check_rows(step, cache, q, out.t, name, window)
+            assert bool((out.t[step.t :] == 0).all()), f"{name}: padding rows are not zero"
             out.check_guard()
+            first = out.t.clone()
+            attend()
+            assert torch.equal(first, out.t), f"{name}: bits differ from launch to launch"
             assert not step.counters.any(), "counters are not left zero"
+            if few or splits > 1:
+                values.all.fill_(float("nan"))
+                call("moe_attention_latent_decode" if few else "moe_attention_latent_values", *args, w_uv, values.t)
+                check_rows(step, cache, q, values.t, name + ", values", window, w_uv)
+                assert bool((values.t[step.t :] == 0).all()), f"{name}: values of padding rows are not zero"
+                values.check_guard()
 
 
 BENCHES = [latent_decode, latent_prompts]

@@ -30,7 +30,10 @@ impl MlaAttention {
         // What precedes attention is one launch, and few rows are split, so that a launch merges.
         let before = matches!(self.down, Down::Packed(_)).then_some("latent_query");
         let latent = self.attention_call(rows, step.one_row_each, None);
-        let splits = AttentionForm::choose(&latent, machine) == Some(AttentionForm::Latent);
+        let splits = matches!(
+            AttentionForm::choose(&latent, machine),
+            Some(AttentionForm::LatentDecode | AttentionForm::Latent)
+        );
         let behind = (step.one_row_each && splits).then_some("latent_merge");
         let mut stages = Vec::new();
         match &self.down {

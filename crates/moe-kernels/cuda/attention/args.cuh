@@ -41,9 +41,10 @@ struct PagedAttentionArgs {
   int invariant;       // whether a row's bits must not depend on `tokens` and `sequences`
   uint32_t* counters;  // [2] zero before the first use, of moe_attention_prefill_wgmma and moe_attention_latent;
                        // launches that share it must not overlap
-  float* partials;     // of moe_attention_latent with several splits: [tokens * heads, splits, value_dim] values, then
-                       // [tokens * heads, splits, 2] maxima and sums
-  int splits;          // parts of the positions, as moe_attention_latent_splits gives them; 1 elsewhere
+  float* partials;  // of moe_attention_latent with several splits, and of moe_attention_latent_decode: [tokens * heads,
+                    // splits, value_dim] values, then [tokens * heads, splits, 2] maxima and sums
+  int splits;       // parts of the positions, as moe_attention_latent_splits and moe_attention_latent_decode_splits
+                    // give them; 1 elsewhere
 };
 
 /// One new token per sequence, from qkv to attention. A row with slot u32::MAX is padding: zeros out, nothing written.
@@ -155,6 +156,8 @@ extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, 
 extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_latent(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_latent_values(const moe::PagedAttentionArgs* args, const void* w_uv, void* values,
+                                           void* stream);
+extern "C" int moe_attention_latent_decode(const moe::PagedAttentionArgs* args, const void* w_uv, void* values,
                                            void* stream);
 extern "C" int moe_attention_latent_query(const moe::MlaRowsArgs* args, const void* w_uk, void* stream);
 extern "C" int moe_mla_expand(const moe::MlaExpandArgs* args, void* stream);

@@ -71,9 +71,11 @@ struct Range {
 
 __device__ __forceinline__ Range split_range(const DecodeArgs& a, const Place& p) {
   Range r;
+  // Both at once: behind the launch ahead, which streams weights, each load takes a microsecond.
+  const uint32_t position = a.positions[p.row];
   r.slot = a.slots[p.row];
   r.padding = r.slot == kNoSlot;
-  r.position = r.padding ? 0 : a.positions[p.row];
+  r.position = r.padding ? 0 : position;
   const int seen = static_cast<int>(r.position);
   r.visible_begin = a.window > 0 ? max(0, seen + 1 - static_cast<int>(a.window)) : 0;
   const int first = r.visible_begin / kSplitStep;

@@ -16,9 +16,6 @@
 
 namespace moe::attention_latent {
 
-cudaError_t launch_merge(const Args& a, const Splits& splits, void* stream);
-cudaError_t launch_merge_values(const Args& a, const Splits& splits, const bf16* w_uv, bf16* values, void* stream);
-
 namespace {
 
 #if MOE_SM90
@@ -317,37 +314,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 bool valid(const PagedAttentionArgs& c) {
   const bool pages = c.block_size % kTile == 0 || (c.block_size >= 8 && kTile % c.block_size == 0);
-  return c.tokens >= 0 && c.sequences >= 0 && c.kv_heads == 1 && c.heads > 0 && c.head_dim == kKey &&
-         c.value_dim == kValue && c.value_row == kKey && c.k_cache == c.v_cache && pages && c.window >= 0 &&
-         c.dtype == Dtype::kBf16 && c.q_dtype == Dtype::kBf16 && c.counters != nullptr && c.splits >= 1 &&
-         c.splits <= kMaxSplits && (c.splits == 1 || c.partials != nullptr) &&
-         static_cast<int64_t>(c.num_blocks) * c.block_size <= INT32_MAX &&
-         static_cast<int64_t>(c.tokens) * c.heads <= INT32_MAX;
+  return is_latent(c) && pages && c.counters != nullptr && (c.splits == 1 || c.partials != nullptr);
 }
 
 /// `w_uv` is null where latents are wanted.
 cudaError_t run(const PagedAttentionArgs& c, const bf16* w_uv, bf16* values, void* stream) {
   if (!valid(c)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  const Args a = {static_cast<const bf16*>(c.q),
-                  moe::cache_of(c.k_cache, c.v_cache, 1, c.block_size),
-                  c.query_start_loc,
-                  c.positions,
-                  c.block_tables,
-                  c.max_blocks,
-                  static_cast<bf16*>(c.out),
-                  c.tokens,
-                  c.sequences,
-                  c.heads,
-                  c.scale * moe::kLog2E,
-                  c.window,
-                  0,
-                  INT32_MAX,
-                  c.counters,
-                  false};
+  const Args a = args_of(c);
   const int rows = c.tokens * c.heads, page_rows = c.block_size < kTile ? c.block_size : kTile;
-  float* softmax = c.partials + static_cast<size_t>(c.splits) * rows * kValue;
-  const Splits splits = {c.splits, c.partials, reinterpret_cast<float2*>(softmax)};
+  const Splits splits = splits_of(c, false);
   CUtensorMap query, latent;
   cudaError_t e = moe::make_tensor_map(&query, a.q, rows, kKey, kQueryBox);
   if (e == cudaSuccess) e = moe::make_tensor_map(&latent, a.cache.k, c.num_blocks * c.block_size, kKey, page_rows);
@@ -372,7 +348,7 @@ extern "C" int moe_attention_latent_splits(int tokens, int sequences, int heads,
   using namespace moe::attention_latent;
   if (tokens <= 0 || heads <= 0 || sms <= 0 || tokens > sequences) return 1;
   const int64_t tiles = static_cast<int64_t>(tokens) * moe::ceil_div(heads, kRows);
-  constexpr int kMost = kMaxSplits / 2;
+  constexpr int kMost = 64;
   for (int splits = 1; splits < kMost; splits *= 2) {
     const int64_t work = tiles * splits, waves = moe::ceil_div(work, sms);
     if (work * 8 >= waves * sms * 7) return splits;  // seven eighths of the SMs have work until the end

@@ -25,13 +25,15 @@ constexpr int kWeightBytes = kRows * kTile * 2;  // weights, from one warpgroup 
 constexpr int kHeader = 2048;                    // barriers, work tiles, factors
 constexpr int kSmem = kHeader + (1 + kStages) * kTileBytes + kWeightBytes;
 constexpr int kWorkSlots = 2;  // work tiles announced ahead
-constexpr int kMaxSplits = 128;
+constexpr int kMaxSplits = 160;
 
 /// What the launch takes beside what all prompt kernels take.
 struct Splits {
   int count;        // parts of the positions; with one, results are final
   float* values;    // [tokens * heads, count, kValue]
   float2* softmax;  // [tokens * heads, count] maximum of the scaled scores (powers of two), and sum of the weights
+  bool by_row;      // whether they are the parts of every row's own positions (decode::range_of); those that have none
+                    // have then written nothing
 };
 
 /// Rows of one sequence and the positions of one split that they see; `tiles` is 0 where it has none. A sequence of -1:
@@ -78,6 +80,47 @@ struct Cursor {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
 };
+
+/// What the launches take of a caller's arguments.
+inline Args args_of(const PagedAttentionArgs& c) {
+  Args a = {};
+  a.q = static_cast<const bf16*>(c.q);
+  a.cache = cache_of(c.k_cache, c.v_cache, 1, c.block_size);
+  a.query_start_loc = c.query_start_loc;
+  a.positions = c.positions;
+  a.block_tables = c.block_tables;
+  a.max_blocks = c.max_blocks;
+  a.out = static_cast<bf16*>(c.out);
+  a.tokens = c.tokens;
+  a.sequences = c.sequences;
+  a.heads = c.heads;
+  a.scale = c.scale * kLog2E;
+  a.window = c.window;
+  a.most = INT32_MAX;
+  a.counters = c.counters;
+  return a;
+}
+
+/// Whether sizes and dtypes are those of latent rows.
+inline bool is_latent(const PagedAttentionArgs& c) {
+  return c.tokens >= 0 && c.sequences >= 0 && c.kv_heads == 1 && c.heads > 0 && c.head_dim == kKey &&
+         c.value_dim == kValue && c.value_row == kKey && c.k_cache == c.v_cache && c.block_size > 0 && c.window >= 0 &&
+         c.dtype == Dtype::kBf16 && c.q_dtype == Dtype::kBf16 && c.splits >= 1 && c.splits <= kMaxSplits &&
+         static_cast<int64_t>(c.num_blocks) * c.block_size <= INT32_MAX &&
+         static_cast<int64_t>(c.tokens) * c.heads <= INT32_MAX;
+}
+
+/// Where splits lie in the caller's `partials`.
+inline Splits splits_of(const PagedAttentionArgs& c, bool by_row) {
+  const size_t rows = static_cast<size_t>(c.tokens) * c.heads;
+  return {c.splits, c.partials, reinterpret_cast<float2*>(c.partials + c.splits * rows * kValue), by_row};
+}
+
+/// out = the weighted mean of the splits (latent_merge.cu).
+cudaError_t launch_merge(const Args& a, const Splits& splits, void* stream);
+
+/// values [tokens, heads, 128] = w_uv [heads, 128, kValue] times that.
+cudaError_t launch_merge_values(const Args& a, const Splits& splits, const bf16* w_uv, bf16* values, void* stream);
 
 #if MOE_SM90
 

@@ -1,7 +1,7 @@
-// Merges the splits of latent attention (latent.cu): a warp reads the values of every eighth split that has any, four
-// columns a lane, and eight warps add what they have. For a few tokens the product with W_UV follows in the same
-// launch.
-#include "attention/latent.cuh"
+// Merges the splits of latent attention (latent.cu, latent_decode.cu): teams of a warp, or of half a warp, merge every
+// 8th or 16th split, four columns a lane, each under a maximum of its own, so that one barrier is enough. For a few
+// tokens the product with W_UV follows in the same launch.
+#include "attention/latent_decode.cuh"
 #include "ptx/cluster.cuh"
 
 #include <cmath>
@@ -10,95 +10,115 @@ namespace moe::attention_latent {
 namespace {
 
 constexpr int kMergeWarps = 8;
-constexpr int kColumns = 128;  // of a block: four of each lane
+constexpr int kBatch = 8;  // splits of a team that are asked for together
 
-/// Four columns of a row from `column` on, merged: in the first warp, where each lane has its own columns. `live`: the
-/// row is no padding, whose mean is zero. All threads of a block.
-__device__ __forceinline__ float4 merge_columns(const Splits& splits, size_t row, int column, bool live,
-                                                float4 (*parts)[32]) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const float2* softmax = splits.softmax + row * splits.count;
-  float2 mine[kMaxSplits / 32];  // of splits lane, lane + 32, ..
-  float top = -INFINITY, sum = 0.f;
+/// A block that merges 64 or 128 columns, four a lane, and its shared memory: what each team of lanes has merged.
+template <int kColumns>
+struct Merge {
+  static constexpr int kLanes = kColumns / 4;               // of a team, which takes a split
+  static constexpr int kTeams = kMergeWarps * 32 / kLanes;  // so many splits at once
+  static constexpr int kBlocks = kValue / kColumns;         // of a row
+  float2 softmax[kTeams];
+  float4 values[kTeams][kLanes];
+};
+
+/// Values and sum under a running maximum.
+struct Merged {
+  float4 values = {0.f, 0.f, 0.f, 0.f};
+  float max = -INFINITY, sum = 0.f;
+
+  /// += N parts. One without positions has written no values.
+  template <int N>
+  __device__ __forceinline__ void add(const float2 (&softmax)[N], const float4 (&x)[N]) {
+    const float before = max;
 #pragma unroll
-  for (int i = 0; i < kMaxSplits / 32; ++i) {
-    const int split = i * 32 + lane;
-    mine[i] = split < splits.count ? __ldcg(softmax + split) : make_float2(-INFINITY, 0.f);
-    top = fmaxf(top, mine[i].x);
-  }
-  if (!live) return {};  // asked when all loads are on their way
-  top = warp_max(top);
+    for (int j = 0; j < N; ++j) max = fmaxf(max, softmax[j].x);
+    const float base = max == -INFINITY ? 0.f : max, factor = exp2_approx(before - base);
+    sum *= factor, values.x *= factor, values.y *= factor, values.z *= factor, values.w *= factor;
 #pragma unroll
-  for (int i = 0; i < kMaxSplits / 32; ++i) {
-    mine[i].x = mine[i].x == -INFINITY ? 0.f : exp2f(mine[i].x - top);  // now the weight
-    sum += mine[i].x * mine[i].y;
-  }
-  sum = warp_sum(sum);
-  const float* values = splits.values + row * splits.count * kValue + column;
-  float4 total = {};
-#pragma unroll
-  for (int i = 0; i < kMaxSplits / 32; ++i) {
-    if (i * 32 >= splits.count) break;
-    float4 x[32 / kMergeWarps];
-    float weight[32 / kMergeWarps];
-#pragma unroll
-    for (int j = 0; j < 32 / kMergeWarps; ++j) {
-      const int split = i * 32 + j * kMergeWarps + warp;
-      weight[j] = __shfl_sync(0xffffffffu, mine[i].x, j * kMergeWarps + warp);
-      // A split without positions has written no values.
-      x[j] = weight[j] > 0.f ? __ldcg(reinterpret_cast<const float4*>(values + static_cast<size_t>(split) * kValue))
-                             : make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-#pragma unroll
-    for (int j = 0; j < 32 / kMergeWarps; ++j) {
-      total.x += weight[j] * x[j].x, total.y += weight[j] * x[j].y;
-      total.z += weight[j] * x[j].z, total.w += weight[j] * x[j].w;
+    for (int j = 0; j < N; ++j) {
+      const float weight = exp2_approx(softmax[j].x - base);
+      if (weight == 0.f) continue;
+      sum = fmaf(weight, softmax[j].y, sum);
+      values.x = fmaf(weight, x[j].x, values.x), values.y = fmaf(weight, x[j].y, values.y);
+      values.z = fmaf(weight, x[j].z, values.z), values.w = fmaf(weight, x[j].w, values.w);
     }
   }
-  parts[warp][lane] = total;
-  __syncthreads();
-#pragma unroll
-  for (int i = 1; i < kMergeWarps; ++i) {
-    const float4 x = parts[i][lane];
-    if (warp == 0) total.x += x.x, total.y += x.y, total.z += x.z, total.w += x.w;
-  }
-  const float share = 1.f / sum;
-  return make_float4(total.x * share, total.y * share, total.z * share, total.w * share);
+};
+
+/// A row's splits that have written something, from the first on; 0 of padding. Known before the launch ahead has
+/// ended.
+__device__ __forceinline__ int used_splits(const Args& a, const Splits& splits, uint32_t token) {
+  if (token < a.query_start_loc[0] || token >= a.query_start_loc[a.sequences]) return 0;
+  if (!splits.by_row) return splits.count;
+  return decode::range_of(a.positions[token], a.window, 0, splits.count).used;
 }
 
-/// Whether a token is one of the step's sequences, and no padding.
-__device__ __forceinline__ bool is_live(const Args& a, uint32_t token) {
-  return token >= a.query_start_loc[0] && token < a.query_start_loc[a.sequences];
+/// Four columns of a row from `column` on, merged, in the first team; zeros of padding. All threads.
+template <int kColumns>
+__device__ __forceinline__ float4 merge_columns(const Splits& splits, size_t row, int column, int used,
+                                                Merge<kColumns>& m) {
+  constexpr int kTeams = Merge<kColumns>::kTeams, kLanes = Merge<kColumns>::kLanes;
+  const int team = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const float2* softmax = splits.softmax + row * splits.count;
+  const float* values = splits.values + row * splits.count * kValue + column;
+  Merged own;
+  for (int from = 0; from < used; from += kBatch * kTeams) {
+    // All loads are on their way before anything is asked of them.
+    float2 s[kBatch];
+    float4 x[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int split = from + j * kTeams + team;
+      s[j] = split < used ? __ldcg(softmax + split) : make_float2(-INFINITY, 0.f);
+      x[j] = split < used ? __ldcg(reinterpret_cast<const float4*>(values + static_cast<size_t>(split) * kValue))
+                          : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    own.add(s, x);
+  }
+  if (lane == 0) m.softmax[team] = make_float2(own.max, own.sum);
+  m.values[team][lane] = own.values;
+  __syncthreads();
+  if (team > 0 || used == 0) return {};
+  float2 s[kTeams];
+  float4 x[kTeams];
+#pragma unroll
+  for (int i = 0; i < kTeams; ++i) s[i] = m.softmax[i], x[i] = m.values[i][lane];
+  Merged all;
+  all.add(s, x);
+  const float share = 1.f / all.sum;
+  return make_float4(all.values.x * share, all.values.y * share, all.values.z * share, all.values.w * share);
 }
 
 /// A block per (token, head) row and kColumns columns.
+template <int kColumns>
 __global__ void __launch_bounds__(kMergeWarps * 32)
     merge_kernel(const __grid_constant__ Args a, const __grid_constant__ Splits splits) {
-  __shared__ float4 parts[kMergeWarps][32];
+  __shared__ Merge<kColumns> merge;
+  constexpr int kLanes = Merge<kColumns>::kLanes;
   pdl_launch_dependents();
-  pdl_wait();
-  const int column = blockIdx.y * kColumns + threadIdx.x % 32 * 4;
   const size_t row = blockIdx.x;
-  const bool live = is_live(a, blockIdx.x / a.heads);
-  const float4 x = merge_columns(splits, row, column, live, parts);
-  if (threadIdx.x >= 32 || !live) return;  // padding has been written, as zeros
+  const int column = blockIdx.y * kColumns + threadIdx.x % kLanes * 4, used = used_splits(a, splits, row / a.heads);
+  pdl_wait();
+  const float4 x = merge_columns(splits, row, column, used, merge);
+  if (threadIdx.x >= kLanes || used == 0) return;  // padding has been written, as zeros
   *reinterpret_cast<uint2*>(a.out + row * kValue + column) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
 }
 
-constexpr int kCluster = kValue / kColumns;     // blocks of a row
-constexpr int kValueDim = 128;                  // of a head
-constexpr int kOutputs = kValueDim / kCluster;  // of a block
-constexpr int kEach = kOutputs / kMergeWarps;   // of a warp
+constexpr int kValueDim = 128;  // of a head
 
 __device__ __forceinline__ float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
 /// The same with the product that follows, values = W_UV of the row's head times the merged row. A cluster per row:
-/// each block merges kColumns columns for all, and has its rows of W_UV, 32 KB, in registers before there is anything
-/// to merge.
+/// each block merges kColumns columns for all, and has its rows of W_UV, 16 or 32 KB, in registers before there is
+/// anything to merge.
+template <int kColumns>
 __global__ void __launch_bounds__(kMergeWarps * 32)
     merge_values_kernel(const __grid_constant__ Args a, const __grid_constant__ Splits splits,
                         const bf16* __restrict__ w_uv, bf16* values) {
-  __shared__ float4 parts[kMergeWarps][32];
+  constexpr int kCluster = Merge<kColumns>::kBlocks, kLanes = Merge<kColumns>::kLanes;
+  constexpr int kOutputs = kValueDim / kCluster, kEach = kOutputs / kMergeWarps;  // of a block, of a warp
+  __shared__ Merge<kColumns> merge;
   __shared__ __align__(16) float latent[kValue];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = cluster_rank();
   const size_t row = blockIdx.x / kCluster;
@@ -111,11 +131,11 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   }
   cluster_arrive();
   pdl_launch_dependents();
+  const int column = part * kColumns + lane % kLanes * 4, used = used_splits(a, splits, row / a.heads);
   pdl_wait();
   cluster_wait();  // every block of the cluster runs: its shared memory may be written to
-  const int column = part * kColumns + lane * 4;
-  float4 x = merge_columns(splits, row, column, is_live(a, static_cast<uint32_t>(row / a.heads)), parts);
-  if (warp == 0) {
+  float4 x = merge_columns(splits, row, column, used, merge);
+  if (threadIdx.x < kLanes) {
     x = make_float4(rounded(x.x), rounded(x.y), rounded(x.z), rounded(x.w));
 #pragma unroll
     for (int to = 0; to < kCluster; ++to) cluster_store4(latent + column, to, x);
@@ -140,19 +160,27 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   if (lane < kEach) values[row * kValueDim + first + lane] = __float2bfloat16_rn(own);
 }
 
+/// Whether a block takes 64 columns: where few rows would leave SMs idle. With more rows it costs blocks.
+bool is_narrow(const Args& a) { return a.tokens * a.heads <= 16; }
+
 }  // namespace
 
-/// out = the weighted mean of the splits.
 cudaError_t launch_merge(const Args& a, const Splits& splits, void* stream) {
-  const dim3 grid(static_cast<unsigned>(a.tokens) * a.heads, kValue / kColumns);
-  return launch(merge_kernel, {grid, dim3(kMergeWarps * 32), stream}, a, splits);
+  const auto run = [&](auto kernel, int blocks) {
+    const dim3 grid(static_cast<unsigned>(a.tokens) * a.heads, blocks);
+    return launch(kernel, {grid, dim3(kMergeWarps * 32), stream}, a, splits);
+  };
+  return is_narrow(a) ? run(merge_kernel<64>, Merge<64>::kBlocks) : run(merge_kernel<128>, Merge<128>::kBlocks);
 }
 
-/// values [tokens, heads, 128] = w_uv [heads, 128, kValue] times that.
 cudaError_t launch_merge_values(const Args& a, const Splits& splits, const bf16* w_uv, bf16* values, void* stream) {
-  Launch l = {dim3(static_cast<unsigned>(a.tokens) * a.heads * kCluster), dim3(kMergeWarps * 32), stream};
-  l.cluster = kCluster;
-  return launch(merge_values_kernel, l, a, splits, w_uv, values);
+  const auto run = [&](auto kernel, int blocks) {
+    Launch l = {dim3(static_cast<unsigned>(a.tokens) * a.heads * blocks), dim3(kMergeWarps * 32), stream};
+    l.cluster = blocks;
+    return launch(kernel, l, a, splits, w_uv, values);
+  };
+  return is_narrow(a) ? run(merge_values_kernel<64>, Merge<64>::kBlocks)
+                      : run(merge_values_kernel<128>, Merge<128>::kBlocks);
 }
 
 }  // namespace moe::attention_latent

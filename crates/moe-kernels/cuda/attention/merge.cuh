@@ -82,8 +82,7 @@ template <int D>
 __device__ __forceinline__ void merge_clusters(const DecodeArgs& a, const Place& p, size_t group, int head,
                                                int active) {
   __shared__ bool last;
-  __threadfence();
-  __syncthreads();
+  __syncthreads();  // the release below is for all threads' writes
   if (threadIdx.x == 0) {
     uint32_t* arrived = a.arrived + group * kHeads + head;
     last = add_acq_rel(arrived, 1) == static_cast<uint32_t>(active - 1);
@@ -94,13 +93,18 @@ __device__ __forceinline__ void merge_clusters(const DecodeArgs& a, const Place&
   const int clusters = ceil_div(a.splits, kMaxCluster), lane = threadIdx.x % 32;
   const float* from = a.partials + (group * kHeads + head) * clusters * (D + 2);
   const bool brings = lane < active;
-  const Combined c = combine(brings ? __ldcg(from + lane * (D + 2) + D) : -INFINITY,
-                             brings ? __ldcg(from + lane * (D + 2) + D + 1) : 0.f);
-  float value = 0.f;
-  for (int first = 0; first < active; first += 8) {
-    float x[8];
+  const float max = brings ? __ldcg(from + lane * (D + 2) + D) : -INFINITY;
+  const float sum = brings ? __ldcg(from + lane * (D + 2) + D + 1) : 0.f;
+  float x[8];
+  const auto load = [&](int first) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = first + i < active ? __ldcg(from + (first + i) * (D + 2) + threadIdx.x) : 0.f;
+  };
+  load(0);
+  const Combined c = combine(max, sum);
+  float value = 0.f;
+  for (int first = 0; first < active; first += 8) {
+    if (first > 0) load(first);
 #pragma unroll
     for (int i = 0; i < 8; ++i) value += __shfl_sync(0xffffffffu, c.weight, (first + i) % 32) * x[i];
   }

@@ -11,19 +11,20 @@ namespace moe {
 
 #if MOE_SM90
 
-/// Descriptor of a swizzled tile at a 1,024-byte aligned address: 8 rows are 1,024 bytes apart. 16 columns further
-/// is 32 bytes, 2 in units of the descriptor.
-__device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 >> 4} << 32,
-                     kUnused = uint64_t{1} << 16;
-  return kSwizzle128 | kEightRows | kUnused | ((smem_addr(tile) & 0x3ffff) >> 4);
+/// Descriptor of a swizzled tile at a 1,024-byte aligned address: every 8 rows are `eight_rows` bytes behind those
+/// before. 16 columns further is 32 bytes, 2 in units of the descriptor.
+__device__ __forceinline__ uint64_t tile_descriptor(const void* tile, uint32_t eight_rows = 1024) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kUnused = uint64_t{1} << 16;
+  return kSwizzle128 | uint64_t{eight_rows >> 4} << 32 | kUnused | ((smem_addr(tile) & 0x3ffff) >> 4);
 }
 
 /// Descriptor of a transposed operand, whose columns of the product lie next to each other: its tiles of 64 columns are
-/// `tile_bytes` apart, rows are 128 bytes. 16 rows of K further is 2,048 bytes.
-__device__ __forceinline__ uint64_t transposed_descriptor(const void* tile, uint32_t tile_bytes) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kEightRows | uint64_t{tile_bytes >> 4} << 16 | ((smem_addr(tile) & 0x3ffff) >> 4);
+/// `tile_bytes` apart, rows are 128 bytes. 16 rows of K further is twice `eight_rows`.
+__device__ __forceinline__ uint64_t transposed_descriptor(const void* tile, uint32_t tile_bytes,
+                                                          uint32_t eight_rows = 1024) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  return kSwizzle128 | uint64_t{eight_rows >> 4} << 32 | uint64_t{tile_bytes >> 4} << 16 |
+         ((smem_addr(tile) & 0x3ffff) >> 4);
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -155,6 +156,14 @@ MOE_WGMMA_REGISTERS(256, 128, 128, 129, 130, 131, 132, 133, 0)
 MOE_WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 1)
 MOE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 1)
 MOE_WGMMA_REGISTERS(192, 96, 96, 97, 98, 99, 100, 101, 1)
+
+/// d += a b^T of 16 columns with a's rows next to each other: a is [16, 64] (`transposed_descriptor`), b as there.
+__device__ __forceinline__ void wgmma_transposed(float (&d)[8], uint64_t a, uint64_t b) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" MOE_T8
+               "}, %8, %9, p, 1, 1, 1, 0; }"
+               : MOE_O8
+               : "l"(a), "l"(b), "r"(1));
+}
 
 #undef MOE_WGMMA
 #undef MOE_WGMMA_REGISTERS

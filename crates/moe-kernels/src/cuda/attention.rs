@@ -99,14 +99,17 @@ fn attend(
     let value_dim = out.dims()[1] / heads.max(1);
     let value_row = v_cache.dims()[3];
     let (keys, values) = (cuda.read(op, "k_cache", k_cache)?, cuda.read(op, "v_cache", v_cache)?);
+    let latent = cache[1] == 1 && keys == values && value_dim < q.dims()[2];
     let call = AttentionCall {
         rows,
-        one_row_each: false,
+        // As a step of decoding rows has them, padding included; what else has no more rows than sequences is computed
+        // as well.
+        one_row_each: latent && rows <= tables[0],
         num_heads: heads,
         head_dim: q.dims()[2],
         // A value in a longer row of its own fits no fast kernel, nor does this size.
         value_dim: if value_row == value_dim || keys == values { value_dim } else { 0 },
-        latent: cache[1] == 1 && keys == values && value_dim < q.dims()[2],
+        latent,
         dtype: k_cache.dtype(),
         block_size: Some(cache[2]),
         aligned: aligned(&[q, k_cache, v_cache, out.as_view()]),
@@ -116,6 +119,11 @@ fn attend(
         _ => None,
     };
     let splits = match form {
+        Some(AttentionForm::LatentDecode) => {
+            let (sequences, sms) = (small(op, tables[0])?, small(op, cuda.sms)?);
+            // SAFETY: a pure function of numbers.
+            unsafe { ffi::moe_attention_latent_decode_splits(sequences, sms) }
+        }
         Some(AttentionForm::Latent) if !ex.batch_invariant() => {
             let (rows, sequences) = (small(op, rows)?, small(op, tables[0])?);
             // SAFETY: a pure function of numbers.
@@ -173,8 +181,17 @@ fn attend(
         partials: cuda.write_or_null(op, "partials", partials.as_mut().map(|p| p.view_mut()).as_mut())?,
         splits,
     };
-    if let Some((w_uv, mut to)) = product {
-        let (w_uv, to) = (cuda.read(op, "w_uv", w_uv)?, cuda.write(op, "values", &mut to)?);
+    let product = match product {
+        Some((w_uv, mut to)) => Some((cuda.read(op, "w_uv", w_uv)?, cuda.write(op, "values", &mut to)?)),
+        None => None,
+    };
+    if form == Some(AttentionForm::LatentDecode) {
+        let (w_uv, to) = product.unwrap_or((null(), null_mut()));
+        // SAFETY: as below; the product's form has checked its sizes.
+        cuda.check(op, unsafe { ffi::moe_attention_latent_decode(&raw, w_uv, to, cuda.raw()?) })?;
+        return Ok(true);
+    }
+    if let Some((w_uv, to)) = product {
         // SAFETY: as below; the product's form has checked its sizes, and several splits are computed by this kernel alone.
         cuda.check(op, unsafe { ffi::moe_attention_latent_values(&raw, w_uv, to, cuda.raw()?) })?;
         return Ok(true);

@@ -33,6 +33,7 @@ launchers! {
     moe_attention_decode(args: *const AttentionDecodeArgs);
     moe_attention_latent(args: *const PagedAttentionArgs);
     moe_attention_latent_values(args: *const PagedAttentionArgs, w_uv: In, values: Out);
+    moe_attention_latent_decode(args: *const PagedAttentionArgs, w_uv: In, values: Out);
     moe_attention_latent_query(args: *const MlaRowsArgs, w_uk: In);
     moe_mla_expand(args: *const MlaExpandArgs);
     moe_attention_expanded(args: *const PagedAttentionArgs, bases: *const u32, all: i32);
@@ -162,6 +163,7 @@ unsafe extern "C" {
         splits: i32,
     ) -> usize;
     pub(crate) fn moe_attention_latent_splits(tokens: i32, sequences: i32, heads: i32, sms: i32) -> i32;
+    pub(crate) fn moe_attention_latent_decode_splits(sequences: i32, sms: i32) -> i32;
     pub(crate) fn moe_max_tiles(slots: i32, num_local: i32, tile_rows: i32) -> i32;
     pub(crate) fn moe_experts_stream_flags(slots: i32, num_local: i32) -> i32;
     pub(crate) fn moe_experts_tensor_counters(num_local: i32) -> i32;

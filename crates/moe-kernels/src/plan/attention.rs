@@ -14,6 +14,9 @@ const HEAD_DIMS: &[usize] = &[64, 128];
 /// Sizes of a latent row and of the value in it that a kernel is compiled for: DeepSeek's.
 const LATENT_KEYS: &[usize] = &[576];
 const LATENT_VALUES: &[usize] = &[512];
+/// Most rows and heads of the kernel for one new row of each of a few sequences over latent rows.
+const LATENT_DECODE_ROWS: usize = 8;
+const LATENT_DECODE_HEADS: usize = 16;
 
 /// Head norm, rotation, cache write and attention of a step's rows.
 #[derive(Clone, Copy, Debug)]
@@ -47,6 +50,9 @@ pub enum AttentionForm {
     /// Head norm, rotation and cache write in one launch, then attention on Hopper's warpgroup products; sequences with a
     /// few rows take `attention_prefill` (`attention_prefill_wgmma`).
     Wgmma,
+    /// Latent rows, for one new row of each of a few sequences, whose positions all SMs share, and a launch that merges
+    /// (`attention_latent_decode`).
+    LatentDecode,
     /// Latent rows on Hopper's warpgroup products, of any mix of rows, whose keys are in the cache
     /// (`attention_latent`).
     Latent,
@@ -62,12 +68,13 @@ impl Form for AttentionForm {
     type Call = AttentionCall;
 
     const ALL: &'static [Self] =
-        &[Self::Decode, Self::Wgmma, Self::Latent, Self::Prefill, Self::Any, Self::Cpu];
+        &[Self::Decode, Self::Wgmma, Self::LatentDecode, Self::Latent, Self::Prefill, Self::Any, Self::Cpu];
 
     fn name(self) -> &'static str {
         match self {
             Self::Decode => "attention_decode",
             Self::Wgmma => "attention_prefill_wgmma",
+            Self::LatentDecode => "attention_latent_decode",
             Self::Latent => "attention_latent",
             Self::Prefill => "attention_prefill",
             Self::Any => "any_attention",
@@ -90,6 +97,17 @@ impl Form for AttentionForm {
                 machine.expect_hopper()?;
                 call.expect_pages()?;
                 call.expect_fast()
+            }
+            Self::LatentDecode => {
+                machine.expect_hopper()?;
+                machine.expect_batch_variant()?;
+                call.expect_latent()?;
+                call.expect_pages()?;
+                if !call.one_row_each {
+                    return Err(Reason::OneRowEach);
+                }
+                expect_at_most("rows", LATENT_DECODE_ROWS, call.rows)?;
+                expect_at_most("heads", LATENT_DECODE_HEADS, call.num_heads)
             }
             Self::Latent => {
                 machine.expect_hopper()?;
@@ -203,9 +221,15 @@ mod tests {
         let form = |call: &AttentionCall, machine: &Machine| {
             AttentionForm::choose(call, machine).map(AttentionForm::name)
         };
-        for one_row_each in [false, true] {
-            let call = AttentionCall { one_row_each, ..call };
-            assert_eq!(form(&call, &hopper), Some("attention_latent"));
+        for (one_row_each, rows, num_heads, name) in [
+            (false, 3, 16, "attention_latent"),
+            (true, 3, 16, "attention_latent_decode"),
+            (true, 8, 4, "attention_latent_decode"),
+            (true, 9, 16, "attention_latent"),
+            (true, 1, 128, "attention_latent"),
+        ] {
+            let call = AttentionCall { one_row_each, rows, num_heads, ..call };
+            assert_eq!(form(&call, &hopper), Some(name));
             let invariant = Machine { batch_invariant: true, ..hopper };
             assert_eq!(form(&call, &invariant), Some("attention_latent"));
             assert_eq!(form(&call, &ampere), Some("any_attention"));
