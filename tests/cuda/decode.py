@@ -47,13 +47,14 @@ def bench(names):
     import bench_kernels
     import bench_latent
     import bench_layer
+    import bench_mixed
     import bench_prefill
     import bench_quant
     import bench_rows
 
     rows = []
     print(torch.cuda.get_device_name(0), flush=True)
-    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES + bench_rows.BENCHES + bench_latent.BENCHES + bench_deepseek.BENCHES + bench_quant.BENCHES:
+    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES + bench_rows.BENCHES + bench_latent.BENCHES + bench_deepseek.BENCHES + bench_quant.BENCHES + bench_mixed.BENCHES:
         if not names or run.__name__ in names:
             try:
                 run(rows)

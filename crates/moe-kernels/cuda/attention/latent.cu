@@ -344,7 +344,8 @@ cudaError_t run(const PagedAttentionArgs& c, const bf16* w_uv, bf16* values, voi
                   0,
                   INT32_MAX,
                   c.counters,
-                  false};
+                  false,
+                  0};
   const int rows = c.tokens * c.heads, page_rows = c.block_size < kTile ? c.block_size : kTile;
   float* softmax = c.partials + static_cast<size_t>(c.splits) * rows * kValue;
   const Splits splits = {c.splits, c.partials, reinterpret_cast<float2*>(softmax)};
