@@ -6,11 +6,10 @@ import random
 
 import torch
 from bench_decode import BLOCK, D, H, HKV, HQ, QKV, report
-from kernels import attention_splits, attention_workspace, balanced_workspace, call, graph_us, randn, u32
+from kernels import attention_workspace, call, graph_us, randn, u32
 from library import BF16, F32
 
 LAYERS = 4  # of caches: 1.7 GB
-PROMPTS = [(0, 620), (0, 300)]  # (start, rows)
 
 
 def contexts(count):
@@ -51,9 +50,9 @@ class Step:
         self.bytes = sum(positions) * HKV * D * 4 + self.decoding * QKV * 4
         self.flops = 4 * D * HQ * sum(n * s + n * (n + 1) // 2 for s, n in prompts)
 
-    def decode(self, layer, splits, work, name="moe_attention_decode", more=()):
-        call(name, self.qkv, *self.gains, 1e-6, *self.angles, None, self.slots, self.positions, self.table, self.max_blocks, *self.kv[layer],
-             self.out, work, self.decoding, HQ, HKV, D, BLOCK, D**-0.5, 0, splits, *more)
+    def decode(self, layer, splits, work, beside=0):
+        call("moe_attention_decode_beside", self.qkv, *self.gains, 1e-6, *self.angles, None, self.slots, self.positions, self.table, self.max_blocks, *self.kv[layer],
+             self.out, work, self.decoding, HQ, HKV, D, BLOCK, D**-0.5, 0, splits, beside)
 
     def rope(self, layer):
         tail = slice(self.decoding, self.rows)
@@ -70,37 +69,35 @@ def us_of(run, layers=LAYERS):
 
 
 def decode_uneven(rows):
-    """Decoding rows of uneven lengths: splits of each sequence, and shares of all."""
+    """Decoding rows of uneven lengths by splits of each sequence."""
     for count in (64, 128, 256):
         step = Step(contexts(count), [])
         for splits in (1, 2, 4):
             work = attention_workspace(count, HQ, HKV, D, splits)
             report(rows, f"decode {count} uneven splits={splits}", us_of(lambda i: step.decode(i, splits, work)), step.bytes)
-        for shares in (528, 660, 1056, 1320, 2112):
-            work = balanced_workspace(D, shares)
-            us = us_of(lambda i: step.decode(i, shares, work, "moe_attention_decode_balanced", (0,)))
-            report(rows, f"decode {count} uneven shares={shares}", us, step.bytes)
         del step
 
 
 def prompts_beside(rows):
     """Head norm and attention of prompt rows and attention of decoding rows, one after the other and beside each other."""
-    step = Step(contexts(256), PROMPTS)
-    splits = attention_splits(256, HQ, HKV)
-    old, new = attention_workspace(256, HQ, HKV, D, splits), {n: balanced_workspace(D, n) for n in (528, 1056, 1584, 2112)}
-    parts = {"head norm": step.rope, "prompts": step.prompt, "decode": lambda i: step.decode(i, splits, old)}
-    for name, run in parts.items():
-        report(rows, f"mixed {name} alone", us_of(run), 0.0, step.flops if name == "prompts" else 0.0)
+    for prompts in ([(0, 620), (0, 300)], [(0, 1500)]):
+        step = Step(contexts(256), prompts)
+        work = {splits: attention_workspace(256, HQ, HKV, D, splits) for splits in (1, 2, 4)}
+        name = f"mixed {sum(n for _, n in prompts)} rows,"
+        for part, run in {"head norm": step.rope, "prompts": step.prompt}.items():
+            report(rows, f"{name} {part} alone", us_of(run), 0.0, step.flops if part == "prompts" else 0.0)
 
-    def apart(i):
-        step.decode(i, splits, old), step.rope(i), step.prompt(i)
+        def apart(i, splits):
+            step.decode(i, splits, work[splits]), step.rope(i), step.prompt(i)
 
-    def beside(i, blocks, shares):
-        step.rope(i), step.prompt(i, blocks), step.decode(i, shares, new[shares], "moe_attention_decode_balanced", (int(blocks > 0),))
+        def beside(i, splits, blocks):
+            step.rope(i), step.prompt(i, blocks), step.decode(i, splits, work[splits], 1)
 
-    report(rows, "mixed one after the other", us_of(apart), step.bytes)
-    for blocks, shares in ((0, 528), (33, 1056), (44, 1056), (66, 1056), (66, 2112), (88, 1056), (100, 1056), (66, 1584)):
-        report(rows, f"mixed prompts on {blocks} SMs, shares={shares}", us_of(lambda i: beside(i, blocks, shares)), step.bytes)
+        for splits in (1, 2):
+            report(rows, f"{name} one after the other, splits={splits}", us_of(lambda i: apart(i, splits)), step.bytes)
+        for splits, blocks in ((1, 66), (2, 33), (2, 50), (2, 66), (2, 80), (2, 100), (4, 66)):
+            report(rows, f"{name} prompts on {blocks} SMs, splits={splits}", us_of(lambda i: beside(i, splits, blocks)), step.bytes)
+        del step
 
 
 BENCHES = [decode_uneven, prompts_beside]

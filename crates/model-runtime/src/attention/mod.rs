@@ -15,8 +15,8 @@ use moe_kernels::plan::{
 };
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    AttentionMeta, CpuIsa, Exec, PreNorm, QkNormRope, StepRows, TensorView, View, ViewMut, Weight,
-    Workspace, forward_rows, linear_add_into, linear_into, linear_row_parallel_into, norm_linear_into,
+    AttentionMeta, CpuIsa, Exec, PreNorm, QkNormRope, StepRows, TensorView, View, ViewMut, Weight, Workspace,
+    forward_rows, linear_add_into, linear_into, linear_row_parallel_into, norm_linear_into,
     rope_attention_into,
 };
 use moe_layer::{BlockContext, PlanStep, load_packed, load_weight};

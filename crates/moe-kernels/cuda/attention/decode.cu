@@ -122,8 +122,8 @@ extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* 
   return moe_attention_decode_beside(args, 0, stream);
 }
 
-/// The same, if `beside`, beside the kernel ahead on the stream: one that writes nothing that this one reads, and that lets
-/// this one begin when what came before both is there.
+/// The same, if `beside`, beside the kernel ahead on the stream: one that writes nothing that this one reads, and that
+/// lets this one begin when what came before both is there.
 extern "C" int moe_attention_decode_beside(const moe::AttentionDecodeArgs* args, int beside, void* stream) {
   using namespace moe;
   const AttentionDecodeArgs& c = *args;

@@ -153,15 +153,7 @@ pub fn rope_attention_into(
             bail!("{op}: expected at most {t} rows and {sequences} sequences to decode, got {got}")
         }
         expect(op, "out", &out, model, &[t, heads * d])?;
-        return crate::cuda::attention::decode_then_prompts(
-            args,
-            meta,
-            rows,
-            k_cache,
-            v_cache,
-            out,
-            ex,
-        );
+        return crate::cuda::attention::decode_then_prompts(args, meta, rows, k_cache, v_cache, out, ex);
     }
     let _ = rows;
     // The CPU rounds q never, CUDA as it becomes an operand of the tensor cores.
