@@ -12,7 +12,6 @@ use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::{Value, json};
 
-/// The program, away from whatever started the tests.
 /// Two groups of two ranks whose experts move as often as they can, about one in a step.
 const MOVING: [&str; 19] = [
     "--tp",
@@ -36,6 +35,7 @@ const MOVING: [&str; 19] = [
     "--eplb-any-cost",
 ];
 
+/// The program, away from whatever started the tests.
 fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));
     for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"] {
