@@ -5,7 +5,7 @@ import math
 
 import torch
 from check_rows import norm_ref
-from kernels import Out, attention_splits, attention_workspace, balanced_workspace, call, randn, refuses, rel, sized, u32
+from kernels import Out, attention_splits, attention_workspace, call, randn, refuses, rel, sized, u32
 from library import BF16, F32
 
 BOUND = 1e-2  # q, weights, keys, values and result rounded to bf16; sharp softmaxes round worst
@@ -62,8 +62,7 @@ def attend(q, k, v, visible, scale):
     return torch.einsum("hn,hnd->hd", torch.softmax(torch.einsum("hd,hnd->hn", q, k) * scale, -1), v)
 
 
-def decode_case(heads, kv, d, block_size, positions, splits, window=0, norms=True, padding=(), index=False, shares=0):
-    """With `shares`: by moe_attention_decode_balanced, `splits` is not used."""
+def decode_case(heads, kv, d, block_size, positions, splits, window=0, norms=True, padding=(), index=False):
     rows = len(positions)
     paged = Paged([p + 1 for p in positions], kv, d, block_size)
     qkv = randn(rows, (heads + 2 * kv) * d, dtype=torch.float32, scale=2.0)
@@ -79,18 +78,17 @@ def decode_case(heads, kv, d, block_size, positions, splits, window=0, norms=Tru
     k, v = k.to(torch.bfloat16), v.to(torch.bfloat16)
     before_k, before_v = paged.k.clone(), paged.v.clone()
     out = Out((rows, heads * d), torch.bfloat16)
-    work = balanced_workspace(d, shares) if shares else attention_workspace(rows, heads, kv, d, splits)
-    launch, more = ("moe_attention_decode_balanced", (0,)) if shares else ("moe_attention_decode", ())
+    work = attention_workspace(rows, heads, kv, d, splits)
 
     rows_at, row_slots, row_positions = u32(at) if index else None, u32(slots), u32(positions)
 
     def run(to):
-        call(launch, qkv, *gains, 1e-6, cos, sin, rows_at, row_slots, row_positions, paged.table, paged.max_blocks, paged.k,
-             paged.v, to, work, rows, heads, kv, d, block_size, scale, window, shares or splits, *more)
+        call("moe_attention_decode", qkv, *gains, 1e-6, cos, sin, rows_at, row_slots, row_positions, paged.table,
+             paged.max_blocks, paged.k, paged.v, to, work, rows, heads, kv, d, block_size, scale, window, splits)
 
     torch.cuda.synchronize()
     run(out.t)
-    name = f"Hq={heads} Hkv={kv} D={d} bs={block_size} splits={splits} shares={shares} window={window} rows={rows} max={max(positions)}"
+    name = f"Hq={heads} Hkv={kv} D={d} bs={block_size} splits={splits} window={window} rows={rows} max={max(positions)}"
     untouched = torch.ones(paged.num_blocks, block_size, dtype=torch.bool)
     worst = 0.0
     for r, p in enumerate(positions):
@@ -112,8 +110,6 @@ def decode_case(heads, kv, d, block_size, positions, splits, window=0, norms=Tru
     again = torch.empty_like(out.t)
     run(again)
     assert torch.equal(again, out.t), f"{name}: not repeatable"
-    if shares:
-        assert not work[: 4 * shares].any(), f"{name}: counters are not left zero"
 
 
 def decode():
@@ -134,26 +130,6 @@ def decode():
     rows = sized(256, 24)
     decode_case(32, 4, 128, 16, torch.randint(0, 400, (rows,)).tolist(), 1, padding=tuple(range(rows - rows // 4, rows)))
     decode_case(32, 4, 128, 16, [40], 8, padding=(0,))
-
-
-def decode_balanced():
-    """Shares that hold several sequences and sequences that lie in many shares, down to one share and to more than there is work."""
-    edges = sized([0, 1, 15, 16, 17, 63, 64, 65, 127, 255, 256, 1000], [0, 15, 16, 17, 130])
-    case = functools.partial(decode_case, splits=1)
-    for shares in sized((4, 12, 40, 164, 660), (4, 40)):
-        case(32, 4, 128, 16, edges, shares=shares, padding=(3,))
-        case(32, 4, 128, 16, [5, sized(8191, 1000), 0, 700], shares=shares)
-    case(32, 4, 128, 16, [255], shares=8, index=True)
-    for heads, kv, d in sized([(8, 8, 64), (12, 1, 128), (16, 4, 64), (32, 2, 128), (6, 2, 128), (5, 1, 64)], [(12, 1, 128), (5, 1, 64)]):
-        for shares in (4, 28):
-            case(heads, kv, d, 7, edges, shares=shares, norms=shares != 4)
-    for window in sized((1, 16, 64, 100, 2000), (1, 100)):
-        for shares in sized((4, 20, 100), (20,)):
-            case(16, 2, 128, 16, edges, shares=shares, window=window)
-    rows = sized(300, 24)
-    for shares in sized((132, 528, 1320), (12,)):
-        case(32, 4, 128, 16, torch.randint(0, sized(1400, 200), (rows,)).tolist(), shares=shares, padding=tuple(range(rows - rows // 8, rows)))
-    case(32, 4, 128, 16, [3] * 5, shares=132, padding=(0, 1, 2, 3, 4))
 
 
 def qk_norm_rope():
@@ -318,4 +294,4 @@ def refusals():
     assert refuses("moe_attention_prefill_wgmma", x, x, x, i, i, i, x, BF16, BF16, 1, 1, 1, 2, 2, 96, 96, 96, 1, 16, 1.0, 0, 0, x, None, 1)
 
 
-CHECKS = [decode, decode_balanced, decode_runs_beside_prompts, qk_norm_rope, decode_writes_what_prompts_write, prefill, prefill_wgmma, prefill_wgmma_rows_do_not_depend_on_their_step, refusals]
+CHECKS = [decode, qk_norm_rope, decode_writes_what_prompts_write, prefill, prefill_wgmma, prefill_wgmma_rows_do_not_depend_on_their_step, refusals]

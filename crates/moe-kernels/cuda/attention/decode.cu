@@ -37,6 +37,8 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) 
   Ring<D> ring(s.ring(warp), a, p, range);
   if (!range.padding) ring.start();
   const Constants<D> constants(a, p.row);
+  // Beside the kernel ahead there is nothing to wait for: its blocks let this one begin behind their own wait, so what
+  // came before both has ended, and what it wrote, qkv, is read out of L2.
   if (!a.beside) pdl_wait();
   if (range.padding) {
     zero_out<D>(a, p);
