@@ -6,6 +6,7 @@ import random
 
 import torch
 from bench_decode import BLOCK, D, H, HKV, HQ, QKV, report
+from bench_prefill import Layer
 from kernels import attention_workspace, call, graph_us, randn, u32
 from library import BF16, F32
 
@@ -69,35 +70,60 @@ def us_of(run, layers=LAYERS):
 
 
 def decode_uneven(rows):
-    """Decoding rows of uneven lengths by splits of each sequence."""
+    """Decoding rows of uneven lengths by splits of each sequence, in any order and the longest first."""
     for count in (64, 128, 256):
-        step = Step(contexts(count), [])
-        for splits in (1, 2, 4):
-            work = attention_workspace(count, HQ, HKV, D, splits)
-            report(rows, f"decode {count} uneven splits={splits}", us_of(lambda i: step.decode(i, splits, work)), step.bytes)
-        del step
+        for order, positions in (("", contexts(count)), (" longest first", sorted(contexts(count), reverse=True))):
+            step = Step(positions, [])
+            for splits in (1, 2, 4):
+                work = attention_workspace(count, HQ, HKV, D, splits)
+                report(rows, f"decode {count} uneven{order} splits={splits}", us_of(lambda i: step.decode(i, splits, work)), step.bytes)
+            del step
+
+
+class MixedAttention:
+    """The attention launches of a layer, one after the other or beside each other."""
+
+    def __init__(self, step):
+        self.step, self.work = step, {splits: attention_workspace(step.decoding, HQ, HKV, D, splits) for splits in (1, 2, 4)}
+
+    def apart(self, i, splits):
+        self.step.decode(i, splits, self.work[splits]), self.step.rope(i), self.step.prompt(i)
+
+    def beside(self, i, splits, blocks):
+        self.step.rope(i), self.step.prompt(i, blocks), self.step.decode(i, splits, self.work[splits], 1)
 
 
 def prompts_beside(rows):
     """Head norm and attention of prompt rows and attention of decoding rows, one after the other and beside each other."""
-    for prompts in ([(0, 620), (0, 300)], [(0, 1500)]):
-        step = Step(contexts(256), prompts)
-        work = {splits: attention_workspace(256, HQ, HKV, D, splits) for splits in (1, 2, 4)}
-        name = f"mixed {sum(n for _, n in prompts)} rows,"
-        for part, run in {"head norm": step.rope, "prompts": step.prompt}.items():
-            report(rows, f"{name} {part} alone", us_of(run), 0.0, step.flops if part == "prompts" else 0.0)
-
-        def apart(i, splits):
-            step.decode(i, splits, work[splits]), step.rope(i), step.prompt(i)
-
-        def beside(i, splits, blocks):
-            step.rope(i), step.prompt(i, blocks), step.decode(i, splits, work[splits], 1)
-
-        for splits in (1, 2):
-            report(rows, f"{name} one after the other, splits={splits}", us_of(lambda i: apart(i, splits)), step.bytes)
-        for splits, blocks in ((1, 66), (2, 33), (2, 50), (2, 66), (2, 80), (2, 100), (4, 66)):
-            report(rows, f"{name} prompts on {blocks} SMs, splits={splits}", us_of(lambda i: beside(i, splits, blocks)), step.bytes)
-        del step
+    for order, positions in (("", contexts(256)), (" longest first,", sorted(contexts(256), reverse=True))):
+        for prompts in ([(0, 200)], [(0, 620), (0, 300)], [(0, 1500)]):
+            step = Step(positions, prompts)
+            attention, name = MixedAttention(step), f"mixed {sum(n for _, n in prompts)} rows,{order}"
+            if not order:
+                for part, run in {"head norm": step.rope, "prompts": step.prompt}.items():
+                    report(rows, f"{name} {part} alone", us_of(run), 0.0, step.flops if part == "prompts" else 0.0)
+            for splits in (1, 2):
+                report(rows, f"{name} one after the other, splits={splits}", us_of(lambda i: attention.apart(i, splits)), step.bytes)
+            for splits, blocks in ((1, 33), (1, 50), (1, 66), (1, 80), (1, 100), (2, 66)):
+                report(rows, f"{name} prompts on {blocks} SMs, splits={splits}", us_of(lambda i: attention.beside(i, splits, blocks)), step.bytes)
+            del step
 
 
-BENCHES = [decode_uneven, prompts_beside]
+def mixed_layer(rows, layer_of=Layer, name=""):
+    """All launches of a layer of a mixed step, which find in L2 what those before them left there; decoding rows as the engine has
+    them, the longest first."""
+    for prompts in ([(0, 310), (0, 350)], [(0, 620), (0, 300)]):
+        step = Step(sorted(contexts(256), reverse=True), prompts)
+        attention, layer = MixedAttention(step), layer_of(step.rows)
+        for tensor in (layer.rows, layer.delta, layer.att, layer.weights):
+            tensor.normal_()
+
+        def run(i, attend):
+            layer.product_qkv(i), attend(i), layer.product_o(i), layer.add_norm(i), layer.experts(i), layer.combine(i)
+
+        for form, attend in {"one after the other": lambda i: attention.apart(i, 2), "beside": lambda i: attention.beside(i, 1, 66)}.items():
+            report(rows, f"layer of 256 + {step.rows - 256} rows, {name}{form}", us_of(lambda i: run(i, attend)), step.bytes)
+        del step, layer
+
+
+BENCHES = [decode_uneven, prompts_beside, mixed_layer]

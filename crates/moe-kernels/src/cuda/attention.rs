@@ -268,10 +268,13 @@ pub(crate) fn decode_then_prompts(
         decode_scores: step.decode_scores,
         prompt_scores: step.prompt_scores,
     };
-    let beside = prompt_rows > 0 && MixedForm::choose(&mixed, &ex.machine()) == Some(MixedForm::Beside);
-    if !beside {
+    let form = match prompt_rows {
+        0 => MixedForm::Apart,
+        _ => MixedForm::choose(&mixed, &ex.machine()).unwrap_or(MixedForm::Apart),
+    };
+    if form == MixedForm::Apart {
         let (k, v, out) = (k_cache.reborrow(), v_cache.reborrow(), out.reborrow());
-        decode_attention(&decode_args, &decode, [k, v, out.narrow(0, decode_rows)?], &mixed, false, ex)?;
+        decode_attention(&decode_args, &decode, [k, v, out.narrow(0, decode_rows)?], &mixed, form, ex)?;
     }
     if prompt_rows == 0 {
         return Ok(());
@@ -286,27 +289,27 @@ pub(crate) fn decode_then_prompts(
     let q_out = q.view_mut().narrow(decode_rows, prompt_rows)?;
     let (k, v) = (k_cache.reborrow(), v_cache.reborrow());
     qk_norm_rope_cache(&args.narrow(decode_rows, prompt_rows)?, q_out, k, v, ex)?;
-    let blocks = match beside {
-        true => small("rope_attention", MixedCall::prompt_sms(ex.cuda("rope_attention")?.sms))?,
-        false => 0,
+    let blocks = match form {
+        MixedForm::Beside => small("rope_attention", MixedCall::prompt_sms(ex.cuda("rope_attention")?.sms))?,
+        MixedForm::Apart => 0,
     };
     let (k, v) = (k_cache.as_view(), v_cache.as_view());
     attend(q.view(), k, v, &prompt, out.reborrow(), Asked::Attention { blocks }, ex)?;
-    if beside {
+    if form == MixedForm::Beside {
         let out = out.narrow(0, decode_rows)?;
-        decode_attention(&decode_args, &decode, [k_cache, v_cache, out], &mixed, true, ex)?;
+        decode_attention(&decode_args, &decode, [k_cache, v_cache, out], &mixed, form, ex)?;
     }
     Ok(())
 }
 
-/// Head norm, rotation, cache write and attention of one new token per sequence, in one launch; `beside`: beside the launch
-/// ahead, which is that of the prompts of `mixed`.
+/// Head norm, rotation, cache write and attention of one new token per sequence, in one launch, in [`MixedForm::Beside`] beside
+/// the launch ahead, which is that of the prompts of `mixed`.
 fn decode_attention(
     args: &QkNormRope,
     meta: &AttentionMeta,
     [mut k_cache, mut v_cache, mut out]: [ViewMut; 3],
     mixed: &MixedCall,
-    beside: bool,
+    form: MixedForm,
     ex: &Exec,
 ) -> Result<()> {
     let (op, cuda) = ("decode_attention", ex.cuda("decode_attention")?);
@@ -317,7 +320,7 @@ fn decode_attention(
         9.. => {
             // SAFETY: a pure function of numbers.
             let splits = unsafe { ffi::moe_attention_decode_splits(rows, heads, kv_heads, sms) };
-            small(op, mixed.decode_splits(splits as usize))?
+            small(op, mixed.decode_splits(form, splits as usize))?
         }
         _ => 1,
     };
@@ -350,7 +353,8 @@ fn decode_attention(
         window: small(op, meta.sliding_window.unwrap_or(0))?,
         splits,
     };
+    let beside = i32::from(form == MixedForm::Beside);
     // SAFETY: the door has checked dims and dtypes; `is_one_launch` is the launcher's condition. Beside the launch ahead: that
     // one writes rows of prompts alone.
-    cuda.check(op, unsafe { ffi::moe_attention_decode_beside(&args, i32::from(beside), cuda.raw()?) })
+    cuda.check(op, unsafe { ffi::moe_attention_decode_beside(&args, beside, cuda.raw()?) })
 }

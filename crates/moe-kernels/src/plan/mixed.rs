@@ -14,7 +14,8 @@ const MOST_OF_DECODE: f64 = 0.75;
 /// Part of the SMs for prompts: with the others a card still reads at almost its full rate, and the decoding rows' blocks take
 /// over what the prompts leave.
 const SMS: (usize, usize) = (1, 2);
-/// Mean of positions from which on a decoding row is cut into two splits, as its length is not that of the others.
+/// Mean of positions from which on a decoding row that nothing runs beside is cut into two splits, as its length is not that
+/// of the others.
 const LONG: usize = 384;
 
 /// The rows of a mixed step.
@@ -78,10 +79,11 @@ impl MixedCall {
         (sms * SMS.0 / SMS.1).max(1)
     }
 
-    /// Splits of each decoding row where `splits` fill the card. One split of each leaves it half empty while the longest end.
-    pub fn decode_splits(&self, splits: usize) -> usize {
+    /// Splits of each decoding row where `splits` fill the card. One split of each leaves it half empty while the longest end;
+    /// beside prompts, which leave the card earlier, two take longer than one.
+    pub fn decode_splits(&self, form: MixedForm, splits: usize) -> usize {
         let long = self.decode.rows > 0 && self.decode_scores / self.decode.rows >= LONG;
-        if long { splits.max(2) } else { splits }
+        if long && form == MixedForm::Apart { splits.max(2) } else { splits }
     }
 
     /// Time of reading the decoding rows' keys and values.
@@ -142,11 +144,13 @@ mod tests {
     }
 
     #[test]
-    fn long_rows_are_cut_in_two() {
-        assert_eq!(call(256 * 800, 1000).decode_splits(1), 2);
-        assert_eq!(call(256 * 800, 1000).decode_splits(8), 8);
-        assert_eq!(call(256 * 300, 1000).decode_splits(1), 1);
-        assert_eq!(call(0, 0).decode_splits(1), 1);
+    fn long_rows_that_nothing_runs_beside_are_cut_in_two() {
+        let splits = |call: MixedCall, form, splits| call.decode_splits(form, splits);
+        assert_eq!(splits(call(256 * 800, 1000), MixedForm::Apart, 1), 2);
+        assert_eq!(splits(call(256 * 800, 1000), MixedForm::Apart, 8), 8);
+        assert_eq!(splits(call(256 * 800, 1000), MixedForm::Beside, 1), 1);
+        assert_eq!(splits(call(256 * 300, 1000), MixedForm::Apart, 1), 1);
+        assert_eq!(splits(call(0, 0), MixedForm::Apart, 1), 1);
         assert_eq!((MixedCall::prompt_sms(132), MixedCall::prompt_sms(1)), (66, 1));
     }
 }
