@@ -18,6 +18,7 @@ def check(names):
     import check_attention
     import check_ids
     import check_layer
+    import check_mixed
     import check_quant
     import check_rows
     import check_sampling
@@ -25,7 +26,7 @@ def check(names):
     seed = int.from_bytes(os.urandom(4), "little")
     torch.manual_seed(seed)
     failed = []
-    for checks in (check_rows.CHECKS, check_ids.CHECKS, check_attention.CHECKS, check_sampling.CHECKS, check_layer.CHECKS, check_quant.CHECKS, [bench_latent.check_latent]):
+    for checks in (check_rows.CHECKS, check_ids.CHECKS, check_attention.CHECKS, check_sampling.CHECKS, check_layer.CHECKS, check_mixed.CHECKS, check_quant.CHECKS, [bench_latent.check_latent]):
         for run in checks:
             if names and run.__name__ not in names:
                 continue
@@ -47,13 +48,14 @@ def bench(names):
     import bench_kernels
     import bench_latent
     import bench_layer
+    import bench_mixed
     import bench_prefill
     import bench_quant
     import bench_rows
 
     rows = []
     print(torch.cuda.get_device_name(0), flush=True)
-    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES + bench_rows.BENCHES + bench_latent.BENCHES + bench_deepseek.BENCHES + bench_quant.BENCHES:
+    for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES + bench_rows.BENCHES + bench_latent.BENCHES + bench_deepseek.BENCHES + bench_quant.BENCHES + bench_mixed.BENCHES:
         if not names or run.__name__ in names:
             try:
                 run(rows)

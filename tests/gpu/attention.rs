@@ -1,8 +1,10 @@
 //! Head norm, rotation, cache write, and paged attention over the cache that they wrote.
 
 use candle_core::DType;
+use moe_kernels::plan::{AttentionCall, Form, Gpu, Machine, MixedCall, MixedForm};
 use moe_kernels::{
-    AttentionMeta, Buffer, QkNormRope, paged_attention_into, qk_norm_rope_cache_into, rope_attention_into,
+    AttentionMeta, Buffer, QkNormRope, StepRows, paged_attention_into, qk_norm_rope_cache_into,
+    rope_attention_into,
 };
 
 use crate::common::*;
@@ -69,6 +71,39 @@ impl Case {
         }
     }
 
+    fn step_rows(&self) -> StepRows {
+        let decode = self.sequences.iter().take_while(|s| s.1 == 1).count();
+        let scores = |sequences: &[Sequence]| {
+            sequences
+                .iter()
+                .flat_map(|&(first, count)| first..first + count)
+                .map(|position| position + 1)
+                .sum()
+        };
+        let (decoding, prompts) = self.sequences.split_at(decode);
+        StepRows { decode, decode_scores: scores(decoding), prompt_scores: scores(prompts) }
+    }
+
+    /// How a step in bf16 runs.
+    fn form(&self, machine: &Machine) -> Option<MixedForm> {
+        let rows = self.step_rows();
+        let decode = AttentionCall {
+            rows: rows.decode,
+            one_row_each: true,
+            num_heads: self.heads.0,
+            head_dim: self.head_dim,
+            value_dim: self.head_dim,
+            latent: false,
+            dtype: DType::BF16,
+            block_size: Some(self.block_size),
+            aligned: true,
+        };
+        let prompts = AttentionCall { one_row_each: false, ..decode };
+        let StepRows { decode_scores, prompt_scores, .. } = rows;
+        let num_kv_heads = self.heads.1;
+        MixedForm::choose(&MixedCall { decode, num_kv_heads, prompts, decode_scores, prompt_scores }, machine)
+    }
+
     fn check(&self, rng: &mut Rng, model: DType, stream: DType) {
         let (data, (hq, hkv), d) = (self.data(rng, model, stream), self.heads, self.head_dim);
         let op = |p: &mut Place| {
@@ -103,9 +138,9 @@ impl Case {
             let mut out = p.out(model, &[data.rows, hq * d]);
             paged_attention_into(q.view(), k.view(), v.view(), &meta, out.view_mut(), &mut p.ex)?;
             let mut whole = p.out(model, &[data.rows, hq * d]);
-            let decode_rows = self.sequences.iter().take_while(|s| s.1 == 1).count();
+            let rows = self.step_rows();
             let to = whole.view_mut();
-            rope_attention_into(&args, &meta, decode_rows, k.view_mut(), v.view_mut(), to, &mut p.ex)?;
+            rope_attention_into(&args, &meta, rows, k.view_mut(), v.view_mut(), to, &mut p.ex)?;
             Ok(vec![q, k, v, out, whole])
         };
         on_both(op, |c, g| {
@@ -169,6 +204,33 @@ fn attention_agrees_on_decoding_prefill_and_nothing() {
                 Case { heads, head_dim, block_size: 16, window: None, norms: true, sequences, padding }
                     .check(&mut rng, model, DType::F32);
             }
+        }
+    }
+}
+
+#[test]
+fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
+    let mut rng = Rng::new();
+    let machine = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+    let uneven: Vec<Sequence> = (0..150).map(|i| (i * 371 % 1400, 1)).collect();
+    for (prompts, padding, beside) in [
+        (vec![], 5, false),
+        (vec![(0, 130), (40, 3), (0, 1)], 3, true),
+        (vec![(0, 3)], 0, true),
+        (vec![(0, 900)], 1, false),
+    ] {
+        let sequences: Vec<Sequence> = uneven.iter().copied().chain(prompts).collect();
+        for (heads, head_dim) in [((32, 4), 128), ((32, 8), 64)] {
+            let sequences = sequences.clone();
+            let case =
+                Case { heads, head_dim, block_size: 16, window: None, norms: true, sequences, padding };
+            assert_eq!(
+                case.form(&machine) == Some(MixedForm::Beside),
+                beside,
+                "{:?} {heads:?}",
+                case.step_rows()
+            );
+            case.check(&mut rng, DType::BF16, DType::F32);
         }
     }
 }

@@ -59,10 +59,10 @@ job() {
 
 list() (
   cd "$root/tests/cuda" && python3 - <<'END'
-import bench_latent, check_attention, check_layer, check_rows, check_sampling, experts, peers, router
+import bench_latent, check_attention, check_layer, check_mixed, check_rows, check_sampling, experts, peers, router
 for kind, checks in (("experts", experts.CHECKS), ("router", router.CHECKS)):
     print(*(f"{kind} {check.__name__}" for check in checks), sep="\n")
-for module in (check_layer, check_attention, check_rows, check_sampling):
+for module in (check_layer, check_attention, check_mixed, check_rows, check_sampling):
     print(*(f"decode {check.__name__}" for check in module.CHECKS), sep="\n")
 print(f"decode {bench_latent.check_latent.__name__}", *(f"peers {check.__name__}" for check in peers.CHECKS), sep="\n")
 END

@@ -31,6 +31,8 @@ pub struct Shape {
     pub decode_rows: usize,
     /// Positions that the others' sequences see ([`Step::prompt_positions`]).
     pub prompt_positions: usize,
+    /// See [`Step::attention_scores`].
+    pub attention_scores: [usize; 2],
 }
 
 impl DeviceSampling {
@@ -73,6 +75,7 @@ impl Shape {
             logits: step.num_logits(),
             decode_rows: step.decode_rows(),
             prompt_positions: step.prompt_positions(),
+            attention_scores: step.attention_scores(),
         }
     }
 
@@ -85,6 +88,7 @@ impl Shape {
             logits: sequences,
             decode_rows: sequences,
             prompt_positions: 0,
+            attention_scores: [0; 2],
         }
     }
 
@@ -157,7 +161,8 @@ impl DeviceStep {
             start += len.next_multiple_of(4);
             view
         };
-        let Shape { rows, sequences, max_blocks, logits, decode_rows, prompt_positions } = shape;
+        let Shape { rows, sequences, max_blocks, logits, decode_rows, prompt_positions, attention_scores } =
+            shape;
         let head = next(2, &[2])?;
         let (valid_rows, number) = (head.narrow(0, 1)?, head.narrow(1, 1)?);
         let token_ids = next(rows, &[rows])?;
@@ -179,6 +184,7 @@ impl DeviceStep {
             logits_rows,
             decode_rows,
             prompt_positions,
+            attention_scores,
         };
         Ok(DeviceViews { step, valid_rows, number, token_source, sampling })
     }

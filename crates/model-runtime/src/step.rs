@@ -83,6 +83,8 @@ pub struct StepViews<'a> {
     pub decode_rows: usize,
     /// Positions that the sequences behind these see, see [`Step::prompt_positions`].
     pub prompt_positions: usize,
+    /// See [`Step::attention_scores`].
+    pub attention_scores: [usize; 2],
 }
 
 impl StepViews<'_> {
@@ -219,6 +221,17 @@ impl Step {
             .sum()
     }
 
+    /// (Row, position) pairs that attention looks at, of the [decoding](Self::decode_rows) rows and of those behind them;
+    /// zeros where a step has rows of one kind alone, whose launches do not depend on it.
+    pub fn attention_scores(&self) -> [usize; 2] {
+        let decoding = self.decode_rows();
+        if decoding == 0 || decoding == self.num_tokens() {
+            return [0; 2];
+        }
+        let (decode, prompts) = self.positions.split_at(decoding);
+        [decode, prompts].map(|rows| rows.iter().map(|&position| position as usize + 1).sum())
+    }
+
     /// How many rows at the beginning are the one new row of their sequence: row i of sequence i. A step that has its
     /// decoding sequences first is computed faster on a GPU.
     pub fn decode_rows(&self) -> usize {
@@ -262,6 +275,7 @@ impl Step {
             logits_rows: vector(&self.logits_rows)?,
             decode_rows: self.decode_rows(),
             prompt_positions: self.prompt_positions(),
+            attention_scores: self.attention_scores(),
         })
     }
 }

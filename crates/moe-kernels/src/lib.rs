@@ -40,7 +40,7 @@ pub use memory::HugePages;
 pub use monolithic::{Gate, GateScoring, MonolithicIo, PreNorm};
 pub use ops::{
     ATTENTION_BLOCK, AttentionMeta, ExpertGroups, MlaLatent, MlaPrompt, MlaQuery, MlaRows, QkNormRope,
-    Segment, add_into, add_rms_norm_into, add_scaled_into, embedding_into, gated_activation_into,
+    Segment, StepRows, add_into, add_rms_norm_into, add_scaled_into, embedding_into, gated_activation_into,
     gated_rows_into, grouped_down_into, grouped_down_segment_into, grouped_gate_up_into, linear_add_into,
     linear_into, linear_row_parallel_into, linear_segment_into, mla_attention_into, mla_cache_into,
     mla_latent_into, mla_prompt_into, mla_query_into, mla_rows_into, mla_value_into, norm_linear_into,

@@ -15,7 +15,7 @@ use moe_kernels::plan::{
 };
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    AttentionMeta, CpuIsa, Exec, PreNorm, QkNormRope, TensorView, View, ViewMut, Weight, Workspace,
+    AttentionMeta, CpuIsa, Exec, PreNorm, QkNormRope, StepRows, TensorView, View, ViewMut, Weight, Workspace,
     forward_rows, linear_add_into, linear_into, linear_row_parallel_into, norm_linear_into,
     rope_attention_into,
 };
@@ -178,7 +178,9 @@ impl Attention {
         let (k_cache, Some(v_cache)) = kv.kv_mut() else {
             bail!("attention: expected a KV cache with value rows, got one of keys only")
         };
-        rope_attention_into(&args, &meta, step.decode_rows, k_cache, v_cache, attended, ex)
+        let [decode_scores, prompt_scores] = step.attention_scores;
+        let rows = StepRows { decode: step.decode_rows, decode_scores, prompt_scores };
+        rope_attention_into(&args, &meta, rows, k_cache, v_cache, attended, ex)
     }
 
     /// The same on candle tensors: `x` [T, H] in the weights' dtype and on their device, in any layout, to a new tensor

@@ -61,6 +61,23 @@ fn rows_that_decode_are_counted_from_the_first_on() -> Result<()> {
 }
 
 #[test]
+fn attention_of_mixed_steps_is_counted() -> Result<()> {
+    let step = |sequences: &[(usize, usize)]| -> Result<Step> {
+        let tokens = [1; 9];
+        Step::new(
+            sequences.iter().map(|&(start, n)| seq(&tokens[..n], start, 40, &[0, 1, 2], LogitsRows::Last)),
+            16,
+        )
+    };
+    // Rows at positions 9 and 0, then at 4, 5, 6 and 30.
+    assert_eq!(step(&[(9, 1), (0, 1), (4, 3), (30, 1)])?.attention_scores(), [11, 18 + 31]);
+    assert_eq!(step(&[(9, 1), (0, 1)])?.attention_scores(), [0; 2]);
+    assert_eq!(step(&[(4, 3), (9, 1)])?.attention_scores(), [0; 2]);
+    assert_eq!(step(&[])?.attention_scores(), [0; 2]);
+    Ok(())
+}
+
+#[test]
 fn an_empty_step() -> Result<()> {
     let step = Step::new([], 16)?;
     assert_eq!((step.num_tokens(), step.num_sequences(), step.num_logits()), (0, 0, 0));

@@ -7,6 +7,7 @@
 //! last gives all of its blocks back and waits again, to be recomputed from its tokens. All of it
 //! is a function of the requests and the limits: no clock, no randomness.
 
+use std::cmp::Reverse;
 use std::collections::VecDeque;
 
 use candle_core::Result;
@@ -151,9 +152,11 @@ impl Scheduler {
 
     /// Assembles the step and moves the sequences on.
     fn plan(&mut self, rows: &[usize]) -> Result<Plan> {
-        // Sequences that decode come first: Step::decode_rows.
+        // Sequences that decode come first: Step::decode_rows. Of them the longest first: a GPU begins attention in the order of
+        // rows, and a long row that begins last is waited for.
         let mut order: Vec<usize> = (0..rows.len()).filter(|&i| rows[i] > 0).collect();
-        order.sort_by_key(|&i| rows[i] > 1);
+        let length = |i: usize| if rows[i] > 1 { 0 } else { self.running[i].computed };
+        order.sort_by_key(|&i| (rows[i] > 1, Reverse(length(i))));
         let step = Step::new(order.iter().map(|&i| self.running[i].step(rows[i])), self.limits.block_size)?;
         let (mut parts, mut in_flight, mut first) = (Vec::new(), Vec::new(), 0);
         for i in order {
@@ -276,7 +279,8 @@ mod tests {
                 assert_eq!(row, first, "the row whose token is in flight");
             }
         }
-        assert_eq!(keys, [vec![0, 1], vec![0, 2, 1], vec![0, 1, 2]]);
+        // The longest of those with one row before the others.
+        assert_eq!(keys, [vec![0, 1], vec![0, 2, 1], vec![1, 0, 2]]);
         Ok(())
     }
 

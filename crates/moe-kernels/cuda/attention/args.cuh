@@ -153,6 +153,7 @@ extern "C" int moe_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* str
 extern "C" int moe_any_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* stream);
 extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, void* stream);
+extern "C" int moe_attention_prefill_wgmma_beside(const moe::PagedAttentionArgs* args, int blocks, void* stream);
 extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_latent(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_latent_values(const moe::PagedAttentionArgs* args, const void* w_uv, void* values,
@@ -169,3 +170,4 @@ extern "C" int moe_any_mla_query(const moe::MlaQueryArgs* args, void* stream);
 extern "C" int moe_any_mla_rows(const moe::MlaRowsArgs* args, void* stream);
 extern "C" int moe_any_per_head(const moe::PerHeadArgs* args, void* stream);
 extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* stream);
+extern "C" int moe_attention_decode_beside(const moe::AttentionDecodeArgs* args, int beside, void* stream);

@@ -25,10 +25,7 @@ namespace moe {
 namespace {
 
 template <int D>
-__global__ void __launch_bounds__(kThreads) decode_kernel(DecodeArgs a) {
-  extern __shared__ __align__(128) uint8_t smem[];
-  const Shared<D> s(smem);
-  pdl_launch_dependents();
+__device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) {
   const Place p = place(a);
   const Range range = split_range(a, p);
   // A cluster without work leaves as one. The first split of every row waits for the kernels ahead, so the end of
@@ -40,7 +37,9 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(DecodeArgs a) {
   Ring<D> ring(s.ring(warp), a, p, range);
   if (!range.padding) ring.start();
   const Constants<D> constants(a, p.row);
-  pdl_wait();
+  // Beside the kernel ahead there is nothing to wait for: its blocks let this one begin behind their own wait, so what
+  // came before both has ended, and what it wrote, qkv, is read out of L2.
+  if (!a.beside) pdl_wait();
   if (range.padding) {
     zero_out<D>(a, p);
     return;
@@ -79,6 +78,16 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(DecodeArgs a) {
 }
 
 template <int D>
+__global__ void __launch_bounds__(kThreads) decode_kernel(DecodeArgs a) {
+  extern __shared__ __align__(128) uint8_t smem[];
+  pdl_launch_dependents();
+  attend<D>(a, Shared<D>(smem));
+  // Beside the kernel ahead, one block waits for it at last, so that the end of this kernel still implies its end.
+  const bool last = blockIdx.x == 0 && blockIdx.y + 1 == gridDim.y && blockIdx.z + 1 == gridDim.z;
+  if (a.beside && last) pdl_wait();
+}
+
+template <int D>
 int run(const DecodeArgs& a, int rows, void* stream) {
   const int groups = ceil_div(a.heads / a.cache.heads, kHeads) * a.cache.heads;
   Launch l = {dim3(a.splits, groups, rows), dim3(kThreads), stream, Shared<D>::kBytes};
@@ -112,6 +121,12 @@ extern "C" size_t moe_attention_decode_workspace(int rows, int heads, int kv_hea
 /// out = attention of one new token per sequence, whose key and value go to the cache and take part. Positions, slots,
 /// tables and the cache of earlier positions must have been written before this step began. head_dim is 64 or 128.
 extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* stream) {
+  return moe_attention_decode_beside(args, 0, stream);
+}
+
+/// The same, if `beside`, beside the kernel ahead on the stream: one that writes nothing that this one reads, and that
+/// lets this one begin when what came before both is there.
+extern "C" int moe_attention_decode_beside(const moe::AttentionDecodeArgs* args, int beside, void* stream) {
   using namespace moe;
   const AttentionDecodeArgs& c = *args;
   if (c.rows < 0 || c.rows > 65535 || c.kv_heads <= 0 || c.heads <= 0 || c.heads % c.kv_heads != 0 ||
@@ -138,7 +153,8 @@ extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* 
                   c.heads,
                   c.scale * kLog2E,
                   static_cast<uint32_t>(c.window),
-                  c.splits};
+                  c.splits,
+                  beside != 0};
   const size_t groups = static_cast<size_t>(c.rows) * ceil_div(c.heads / c.kv_heads, kHeads) * c.kv_heads;
   a.arrived = static_cast<uint32_t*>(c.workspace);
   a.partials = reinterpret_cast<float*>(a.arrived + groups * kHeads);

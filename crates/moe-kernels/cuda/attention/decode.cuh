@@ -34,6 +34,7 @@ struct DecodeArgs {
   float scale;  // times log2 e
   uint32_t window;
   int splits;
+  bool beside;  // what this kernel reads was there before the kernel ahead began
 };
 
 /// What a block works on.

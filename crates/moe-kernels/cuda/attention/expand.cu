@@ -97,6 +97,7 @@ extern "C" int moe_attention_expanded(const moe::PagedAttentionArgs* args, const
                                      0,
                                      INT32_MAX,
                                      c.counters,
-                                     false};
+                                     false,
+                                     0};
   return attention_prefill::launch_expanded(a, all, bases, stream);
 }

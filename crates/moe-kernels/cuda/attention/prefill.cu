@@ -104,8 +104,9 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(Args a) {
   extern __shared__ __align__(128) uint8_t smem[];
   uint8_t *q_smem = smem, *ring = smem + kTile * D * 2;
   constexpr int kStageBytes = 2 * kTile * D * 2;
-  pdl_launch_dependents();
+  if (a.blocks == 0) pdl_launch_dependents();
   pdl_wait();
+  if (a.blocks > 0) pdl_launch_dependents();
   const int group = a.heads / a.cache.heads, kv_head = blockIdx.y;
   const Tile tile = find_tile<kTile>(a, group, blockIdx.x);
   if (tile.sequence < 0) return zero_padding(a, tile.tile, tile.extra, kv_head * group * D, group * D, a.heads * D);
@@ -203,7 +204,8 @@ Args args_of(const PagedAttentionArgs& c) {
           0,
           INT32_MAX,
           c.counters,
-          false};
+          false,
+          0};
 }
 
 }  // namespace
@@ -221,6 +223,12 @@ extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* 
 /// Sequences with few rows take the kernel of moe_attention_prefill, unless a row's bits must not depend on how many
 /// they are.
 extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, void* stream) {
+  return moe_attention_prefill_wgmma_beside(args, 0, stream);
+}
+
+/// The same with `blocks` blocks beside which the next kernel on the stream may begin: one that reads nothing of this
+/// one, when what came before this one is there.
+extern "C" int moe_attention_prefill_wgmma_beside(const moe::PagedAttentionArgs* args, int blocks, void* stream) {
   using namespace moe::attention_prefill;
   const moe::PagedAttentionArgs& c = *args;
   const bool pages = c.block_size % 128 == 0 || (c.block_size >= 8 && 128 % c.block_size == 0);
@@ -229,14 +237,15 @@ extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, 
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
   Args a = args_of(c);
+  a.blocks = blocks;
   // Keys and values of the step, if it has no other, in half of L2: then all KV heads may be there at once.
   a.heads_together = static_cast<int64_t>(c.tokens) * c.kv_heads * c.head_dim * 4 <= 24 << 20;
   const int group = c.heads / c.kv_heads;
   if (c.invariant || c.sequences <= 1) return launch_wgmma(a, c.head_dim, c.num_blocks, stream);
   if (static_cast<int64_t>(c.tokens) * group <= kTile) return launch_mma(a, c.head_dim, stream);
-  a.least = kTile + 1;
-  const cudaError_t e = launch_wgmma(a, c.head_dim, c.num_blocks, stream);
+  a.most = kTile;
+  const cudaError_t e = launch_mma(a, c.head_dim, stream);
   if (e != cudaSuccess) return e;
-  a.least = 0, a.most = kTile;
-  return launch_mma(a, c.head_dim, stream);
+  a.least = kTile + 1, a.most = INT32_MAX;
+  return launch_wgmma(a, c.head_dim, c.num_blocks, stream);
 }

@@ -23,6 +23,7 @@ struct Args {
   int least, most;      // (token, head) rows of the sequences that this launch takes; the others are another launch's
   uint32_t* counters;   // [2] zero before and after a launch
   bool heads_together;  // whether blocks that run together share rows rather than a KV head
+  int blocks;           // at most, which let the next kernel run beside them; 0: all SMs
 };
 
 /// What a block works on; `sequence` is -1 for the blocks beyond the last tile, with their number in `tile`.

@@ -284,8 +284,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_fence_init();
   }
   __syncthreads();
-  pdl_launch_dependents();
+  if (a.blocks == 0) pdl_launch_dependents();
   pdl_wait();
+  if (a.blocks > 0) pdl_launch_dependents();  // what it reads beside this kernel is there
   zero_padding(a, blockIdx.x, gridDim.x, 0, a.heads * D::kValue, a.heads * D::kValue);
   if (threadIdx.x >= kConsumers * 32) {
     give_registers<24>();
@@ -307,8 +308,8 @@ cudaError_t run(const Args& a, const Source& source, int rows, void* stream) {
   if (e != cudaSuccess) return e;
   const int64_t tickets = max_tiles(a, kRows) * a.cache.heads;
   if (tickets > 0x7fffffff - limits.sms) return cudaErrorInvalidValue;
-  const Launch l = {dim3(tickets < limits.sms ? static_cast<unsigned>(tickets) : limits.sms), dim3(kThreads), stream,
-                    D::kSmem};
+  const int most = a.blocks > 0 && a.blocks < limits.sms ? a.blocks : limits.sms;
+  const Launch l = {dim3(tickets < most ? static_cast<unsigned>(tickets) : most), dim3(kThreads), stream, D::kSmem};
   return launch(prefill_wgmma<D, Source>, l, a, k, v, source);
 }
 

@@ -85,6 +85,13 @@ __device__ __forceinline__ uint64_t read_again() {
   return policy;
 }
 
+/// For what blocks read much later: it leaves L2 after everything else.
+__device__ __forceinline__ uint64_t read_late() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 /// 64 columns of a tile of w13 to shared memory: 8 gate rows and the 8 up rows of the same columns in turn, so that a
 /// lane's accumulators hold both. One thread.
 __device__ __forceinline__ void load_gate_up(void* to, const CUtensorMap* w13, int expert, int tile, int column,

@@ -20,6 +20,7 @@ constexpr int kHeader = 1024;                  // barriers and work tiles
 constexpr int kPieceBytes = 4096;              // of results on their way out
 constexpr int kStaging = 2 * 2 * kPieceBytes;  // two for each consuming warpgroup
 constexpr int kTableEntry = 16;
+constexpr int64_t kKept = 16 << 20;  // bytes of activations up to which L2 is to keep them for the second product
 
 template <class W>
 struct Args {
@@ -41,6 +42,7 @@ struct Args {
   /// Stages of one work tile.
   __host__ __device__ int steps(int product) const { return (product == 0 ? hidden : inter) / kTileColumns; }
   __host__ __device__ int num_slots() const { return tokens * top_k; }
+  __device__ bool keeps_activations() const { return static_cast<int64_t>(num_slots()) * inter * 2 <= kKept; }
   __host__ __device__ int max_touched() const { return num_slots() < num_local ? num_slots() : num_local; }
   __host__ __device__ int stage_bytes() const { return width * W::kBytes + capacity * kTileColumns * 2; }
   __host__ __device__ int stages() const {

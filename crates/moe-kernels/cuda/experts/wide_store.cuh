@@ -38,8 +38,9 @@ struct Store {
     fence_async_proxy();  // the copy engine of another block reads them
     meet();
     if (thread == 0) {
-      add_release(a.counters.progress(owed), 1);
-      add_release(a.counters.finished(), 1);
+      fence_release();
+      add_relaxed(a.counters.progress(owed), 1);
+      add_relaxed(a.counters.finished(), 1);
     }
     owed = -1;
   }
@@ -47,6 +48,7 @@ struct Store {
   /// act = silu(gate) up: a warp has the gate rows of 8 columns and, 8 rows on, their up rows.
   template <int kRows>
   __device__ __forceinline__ void activations(const Work& work, int tile, const float* sums) {
+    const uint64_t policy = a.keeps_activations() ? read_late() : read_again();
 #pragma unroll
     for (int first = 0; first < kRows; first += 64) {
       if (first >= work.rows) continue;
@@ -68,8 +70,7 @@ struct Store {
         const int r = half + thread / 4, column = thread % 4;
         if (first + r >= work.rows) continue;
         bf16* to = a.act + static_cast<size_t>(work.first + first + r) * a.inter + tile * 64 + group * 32;
-        reinterpret_cast<uint4*>(to)[column] =
-            *reinterpret_cast<const uint4*>(at + r * 64 + ((column ^ (r / 2 & 3)) << 4));
+        store16(to + column * 8, *reinterpret_cast<const uint4*>(at + r * 64 + ((column ^ (r / 2 & 3)) << 4)), policy);
       }
     }
     owed = work.expert;

@@ -227,6 +227,14 @@ __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+/// Whoever acquires a counter that this thread raises by `add_relaxed` behind this fence sees what it wrote before. For
+/// several counters, of which `add_release` would wait for memory once each.
+__device__ __forceinline__ void fence_release() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+__device__ __forceinline__ void add_relaxed(uint32_t* p, uint32_t v) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
 /// Adds to a counter and returns what it was: this thread's earlier writes are visible to a thread that acquires the
 /// sum, and this thread sees what others released before.
 __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t v) {
@@ -303,6 +311,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
 }
 
 #if MOE_SM90
+/// Stores 16 bytes with a policy for L2.
+__device__ __forceinline__ void store16(void* to, const uint4& v, uint64_t policy) {
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w), "l"(policy)
+               : "memory");
+}
+
 /// Four 8 x 8 matrices of 16-bit elements to shared memory; lanes 8i..8i+7 hold the row addresses of matrix i, lane 4g
 /// + t its elements [g][2t] and [g][2t + 1].
 __device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&r)[4]) {

@@ -7,8 +7,8 @@ use candle_core::{DType, Result};
 use super::args::{AttentionDecodeArgs, Dtype, PagedAttentionArgs, QkNormRopeArgs};
 use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
-use crate::ops::{AttentionMeta, QkNormRope};
-use crate::plan::{AttentionCall, AttentionForm, Form, PerHeadCall, PerHeadForm};
+use crate::ops::{AttentionMeta, QkNormRope, StepRows};
+use crate::plan::{AttentionCall, AttentionForm, Form, MixedCall, MixedForm, PerHeadCall, PerHeadForm};
 use crate::view::{View, ViewMut};
 
 /// Most rows of a grid.
@@ -66,7 +66,7 @@ pub(crate) fn paged_attention(
     out: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    attend(q, k_cache, v_cache, meta, out, None, ex).map(drop)
+    attend(q, k_cache, v_cache, meta, out, Asked::Attention { blocks: 0 }, ex).map(drop)
 }
 
 /// The same over latent rows with the product behind it, `values` = `w_uv` times the latents, where the launch that merges
@@ -79,18 +79,26 @@ pub(crate) fn latent_values(
     (w_uv, values): (View, ViewMut),
     ex: &Exec,
 ) -> Result<bool> {
-    attend(q, cache, cache, meta, latents, Some((w_uv, values)), ex)
+    attend(q, cache, cache, meta, latents, Asked::Product { w_uv, values }, ex)
 }
 
-/// Attention, with a `product` (w_uv and where its result goes) only where that is computed, too; whether something was
-/// launched.
+/// What is to be launched.
+enum Asked<'a> {
+    /// Attention; `blocks`: on so many SMs, beside which the next launch may begin, where the form is
+    /// [`AttentionForm::Wgmma`]; 0: on all.
+    Attention { blocks: i32 },
+    /// Attention with the product behind it, only where one launch computes both.
+    Product { w_uv: View<'a>, values: ViewMut<'a> },
+}
+
+/// What is `asked`; whether something was launched.
 fn attend(
     q: View,
     k_cache: View,
     v_cache: View,
     meta: &AttentionMeta,
     mut out: ViewMut,
-    product: Option<(View, ViewMut)>,
+    asked: Asked,
     ex: &Exec,
 ) -> Result<bool> {
     let (op, cuda) = ("paged_attention", ex.cuda("paged_attention")?);
@@ -133,7 +141,7 @@ fn attend(
         }
         _ => 1,
     };
-    if let Some((w_uv, _)) = &product {
+    if let Asked::Product { w_uv, .. } = &asked {
         let call = PerHeadCall {
             rows,
             head_dim: w_uv.dims()[1],
@@ -181,9 +189,11 @@ fn attend(
         partials: cuda.write_or_null(op, "partials", partials.as_mut().map(|p| p.view_mut()).as_mut())?,
         splits,
     };
-    let product = match product {
-        Some((w_uv, mut to)) => Some((cuda.read(op, "w_uv", w_uv)?, cuda.write(op, "values", &mut to)?)),
-        None => None,
+    let (product, blocks) = match asked {
+        Asked::Attention { blocks } => (None, blocks),
+        Asked::Product { w_uv, mut values } => {
+            (Some((cuda.read(op, "w_uv", w_uv)?, cuda.write(op, "values", &mut values)?)), 0)
+        }
     };
     if form == Some(AttentionForm::LatentDecode) {
         let (w_uv, to) = product.unwrap_or((null(), null_mut()));
@@ -196,8 +206,12 @@ fn attend(
         cuda.check(op, unsafe { ffi::moe_attention_latent_values(&raw, w_uv, to, cuda.raw()?) })?;
         return Ok(true);
     }
+    if form == Some(AttentionForm::Wgmma) {
+        // SAFETY: as below; any number of blocks is right.
+        cuda.check(op, unsafe { ffi::moe_attention_prefill_wgmma_beside(&raw, blocks, cuda.raw()?) })?;
+        return Ok(true);
+    }
     let launch = match form {
-        Some(AttentionForm::Wgmma) => ffi::moe_attention_prefill_wgmma,
         Some(AttentionForm::Latent) => ffi::moe_attention_latent,
         Some(AttentionForm::Prefill) => ffi::moe_attention_prefill,
         _ => ffi::moe_any_attention,
@@ -226,11 +240,16 @@ fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> 
 
 /// Whether one launch does everything for the first rows of a step ([`decode_attention`]).
 pub(crate) fn is_one_launch(args: &QkNormRope, decode_rows: usize, k_cache: View, ex: &Exec) -> bool {
-    let aligned = aligned(&[args.qkv, args.cos, args.sin, k_cache]);
-    let call = AttentionCall { rows: decode_rows, ..call(args, true, k_cache, aligned) };
     ex.is_cuda()
         && args.qkv.dtype() == DType::F32
-        && AttentionForm::choose(&call, &ex.machine()) == Some(AttentionForm::Decode)
+        && AttentionForm::choose(&decode_call(args, decode_rows, k_cache), &ex.machine())
+            == Some(AttentionForm::Decode)
+}
+
+/// The call of `rows` decoding rows.
+fn decode_call(args: &QkNormRope, rows: usize, k_cache: View) -> AttentionCall {
+    let aligned = aligned(&[args.qkv, args.cos, args.sin, k_cache]);
+    AttentionCall { rows, ..call(args, true, k_cache, aligned) }
 }
 
 /// Attention of a step whose first rows decode, one of each sequence: these in one launch, the rows of prompts behind them
@@ -238,22 +257,40 @@ pub(crate) fn is_one_launch(args: &QkNormRope, decode_rows: usize, k_cache: View
 pub(crate) fn decode_then_prompts(
     args: &QkNormRope,
     meta: &AttentionMeta,
-    decode_rows: usize,
+    step: StepRows,
     mut k_cache: ViewMut,
     mut v_cache: ViewMut,
     mut out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
+    let decode_rows = step.decode;
     let (rows, sequences) = (args.qkv.rows(), meta.block_tables.rows());
-    let first = out.reborrow().narrow(0, decode_rows)?;
+    let decode_args = args.narrow(0, decode_rows)?;
     let decode = AttentionMeta {
         positions: meta.positions.narrow(0, decode_rows)?,
         block_tables: meta.block_tables.narrow(0, decode_rows)?,
         ..*meta
     };
-    let (k, v) = (k_cache.reborrow(), v_cache.reborrow());
-    decode_attention(&args.narrow(0, decode_rows)?, &decode, k, v, first, ex)?;
     let (prompt_rows, prompts) = (rows - decode_rows, sequences - decode_rows);
+    let mixed = MixedCall {
+        decode: decode_call(args, decode_rows, k_cache.as_view()),
+        num_kv_heads: args.num_kv_heads,
+        prompts: AttentionCall {
+            rows: prompt_rows,
+            aligned: aligned(&[k_cache.as_view(), v_cache.as_view(), out.as_view()]),
+            ..call(args, false, k_cache.as_view(), true)
+        },
+        decode_scores: step.decode_scores,
+        prompt_scores: step.prompt_scores,
+    };
+    let form = match prompt_rows {
+        0 => MixedForm::Apart,
+        _ => MixedForm::choose(&mixed, &ex.machine()).unwrap_or(MixedForm::Apart),
+    };
+    if form == MixedForm::Apart {
+        let (k, v, out) = (k_cache.reborrow(), v_cache.reborrow(), out.reborrow());
+        decode_attention(&decode_args, &decode, [k, v, out.narrow(0, decode_rows)?], &mixed, form, ex)?;
+    }
     if prompt_rows == 0 {
         return Ok(());
     }
@@ -267,30 +304,43 @@ pub(crate) fn decode_then_prompts(
     let q_out = q.view_mut().narrow(decode_rows, prompt_rows)?;
     let (k, v) = (k_cache.reborrow(), v_cache.reborrow());
     qk_norm_rope_cache(&args.narrow(decode_rows, prompt_rows)?, q_out, k, v, ex)?;
-    paged_attention(q.view(), k_cache.as_view(), v_cache.as_view(), &prompt, out, ex)
+    let blocks = match form {
+        MixedForm::Beside => small("rope_attention", MixedCall::prompt_sms(ex.cuda("rope_attention")?.sms))?,
+        MixedForm::Apart => 0,
+    };
+    let (k, v) = (k_cache.as_view(), v_cache.as_view());
+    attend(q.view(), k, v, &prompt, out.reborrow(), Asked::Attention { blocks }, ex)?;
+    if form == MixedForm::Beside {
+        let out = out.narrow(0, decode_rows)?;
+        decode_attention(&decode_args, &decode, [k_cache, v_cache, out], &mixed, form, ex)?;
+    }
+    Ok(())
 }
 
-/// Head norm, rotation, cache write and attention of one new token per sequence, in one launch.
+/// Head norm, rotation, cache write and attention of one new token per sequence, in one launch, in [`MixedForm::Beside`] beside
+/// the launch ahead, which is that of the prompts of `mixed`.
 fn decode_attention(
     args: &QkNormRope,
     meta: &AttentionMeta,
-    mut k_cache: ViewMut,
-    mut v_cache: ViewMut,
-    mut out: ViewMut,
+    [mut k_cache, mut v_cache, mut out]: [ViewMut; 3],
+    mixed: &MixedCall,
+    form: MixedForm,
     ex: &Exec,
 ) -> Result<()> {
     let (op, cuda) = ("decode_attention", ex.cuda("decode_attention")?);
     let (rows, heads) = (small(op, args.qkv.rows())?, small(op, args.num_heads)?);
     let (kv_heads, head_dim) = (small(op, args.num_kv_heads)?, small(op, args.head_dim)?);
     let sms = small(op, cuda.sms)?;
-    // SAFETY: pure functions of numbers.
-    let (splits, bytes) = unsafe {
-        let splits = match cuda.gpu.compute_capability.0 {
-            9.. => ffi::moe_attention_decode_splits(rows, heads, kv_heads, sms),
-            _ => 1,
-        };
-        (splits, ffi::moe_attention_decode_workspace(rows, heads, kv_heads, head_dim, splits))
+    let splits = match cuda.gpu.compute_capability.0 {
+        9.. => {
+            // SAFETY: a pure function of numbers.
+            let splits = unsafe { ffi::moe_attention_decode_splits(rows, heads, kv_heads, sms) };
+            small(op, mixed.decode_splits(form, splits as usize))?
+        }
+        _ => 1,
     };
+    // SAFETY: a pure function of numbers.
+    let bytes = unsafe { ffi::moe_attention_decode_workspace(rows, heads, kv_heads, head_dim, splits) };
     let workspace = cuda.counters("decode_attention", bytes.div_ceil(4))?;
     let block_size = small(op, k_cache.dims()[2])?;
     let args = AttentionDecodeArgs {
@@ -318,6 +368,8 @@ fn decode_attention(
         window: small(op, meta.sliding_window.unwrap_or(0))?,
         splits,
     };
-    // SAFETY: the door has checked dims and dtypes; `is_one_launch` is the launcher's condition.
-    cuda.check(op, unsafe { ffi::moe_attention_decode(&args, cuda.raw()?) })
+    let beside = i32::from(form == MixedForm::Beside);
+    // SAFETY: the door has checked dims and dtypes; `is_one_launch` is the launcher's condition. Beside the launch ahead: that
+    // one writes rows of prompts alone.
+    cuda.check(op, unsafe { ffi::moe_attention_decode_beside(&args, beside, cuda.raw()?) })
 }

@@ -29,8 +29,8 @@ launchers! {
     // attention
     moe_qk_norm_rope_cache(args: *const QkNormRopeArgs);
     moe_attention_prefill(args: *const PagedAttentionArgs);
-    moe_attention_prefill_wgmma(args: *const PagedAttentionArgs);
-    moe_attention_decode(args: *const AttentionDecodeArgs);
+    moe_attention_prefill_wgmma_beside(args: *const PagedAttentionArgs, blocks: i32);
+    moe_attention_decode_beside(args: *const AttentionDecodeArgs, beside: i32);
     moe_attention_latent(args: *const PagedAttentionArgs);
     moe_attention_latent_values(args: *const PagedAttentionArgs, w_uv: In, values: Out);
     moe_attention_latent_decode(args: *const PagedAttentionArgs, w_uv: In, values: Out);

@@ -31,7 +31,7 @@ pub use mla::{
 };
 pub use mla_prompt::{MlaPrompt, mla_prompt_into};
 pub use mla_rows::{MlaRows, mla_rows_into};
-pub use qk_norm_rope::{QkNormRope, qk_norm_rope_cache_into, rope_attention_into};
+pub use qk_norm_rope::{QkNormRope, StepRows, qk_norm_rope_cache_into, rope_attention_into};
 pub use quant::{
     quant_down_into, quant_down_segment_into, quant_gate_up_into, quant_linear_into,
     quant_linear_segment_into,

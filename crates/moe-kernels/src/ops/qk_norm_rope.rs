@@ -39,6 +39,17 @@ pub struct QkNormRope<'a> {
     pub head_dim: usize,
 }
 
+/// Which rows of a step decode, and how much attention there is, by which the launches are chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepRows {
+    /// How many rows at the beginning are the one new row of their sequence: row i of sequence i.
+    pub decode: usize,
+    /// (Row, position) pairs that these see; 0: not known.
+    pub decode_scores: usize,
+    /// The same of the rows behind them.
+    pub prompt_scores: usize,
+}
+
 /// Normalises q and k by head (if weights are given), rotates them (rotate-half RoPE, Su et al.
 /// 2021, in the GPT-NeoX layout), writes q to `q_out` and k, v to their cache slots. Arithmetic
 /// is f32 with one rounding. If two rows name one slot, the later row wins.
@@ -113,9 +124,10 @@ fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> R
 }
 
 /// [`qk_norm_rope_cache_into`], then [`paged_attention_into`](crate::paged_attention_into): the
-/// attention of a layer between its two products. The first `decode_rows` rows of the step are the one new row of their
-/// sequence: row i of sequence i. On CUDA a launch of their own does everything for them, where there is one
-/// ([`AttentionForm::Decode`](crate::plan::AttentionForm::Decode)); prompts in the same step take the others.
+/// attention of a layer between its two products. The first rows of the step may be the one new row of their sequence
+/// (`rows`). On CUDA a launch of their own does everything for them, where there is one
+/// ([`AttentionForm::Decode`](crate::plan::AttentionForm::Decode)); prompts in the same step take the others, beside it where
+/// that pays ([`MixedForm`](crate::plan::MixedForm)).
 ///
 /// `out` is [T, Hq · D] in the model dtype, the other arguments those of the two ops.
 ///
@@ -124,7 +136,7 @@ fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> R
 pub fn rope_attention_into(
     args: &QkNormRope,
     meta: &AttentionMeta,
-    decode_rows: usize,
+    rows: StepRows,
     mut k_cache: ViewMut,
     mut v_cache: ViewMut,
     out: ViewMut,
@@ -132,25 +144,18 @@ pub fn rope_attention_into(
 ) -> Result<()> {
     let (t, heads, d, model) = (args.qkv.rows(), args.num_heads, args.head_dim, k_cache.dtype());
     #[cfg(feature = "cuda")]
-    if decode_rows > 0 && crate::cuda::attention::is_one_launch(args, decode_rows, k_cache.as_view(), ex) {
+    if rows.decode > 0 && crate::cuda::attention::is_one_launch(args, rows.decode, k_cache.as_view(), ex) {
         let (op, sequences) = ("rope_attention", meta.block_tables.rows());
         check(op, args, &k_cache, &v_cache)?;
         check_meta(op, meta, t)?;
-        if decode_rows > t.min(sequences) {
-            bail!("{op}: expected at most {t} rows and {sequences} sequences to decode, got {decode_rows}")
+        if rows.decode > t.min(sequences) {
+            let got = rows.decode;
+            bail!("{op}: expected at most {t} rows and {sequences} sequences to decode, got {got}")
         }
         expect(op, "out", &out, model, &[t, heads * d])?;
-        return crate::cuda::attention::decode_then_prompts(
-            args,
-            meta,
-            decode_rows,
-            k_cache,
-            v_cache,
-            out,
-            ex,
-        );
+        return crate::cuda::attention::decode_then_prompts(args, meta, rows, k_cache, v_cache, out, ex);
     }
-    let _ = decode_rows;
+    let _ = rows;
     // The CPU rounds q never, CUDA as it becomes an operand of the tensor cores.
     let q_dtype = if ex.is_cuda() { model } else { args.qkv.dtype() };
     let mut q = ex.scratch(q_dtype, &[t, heads, d])?;

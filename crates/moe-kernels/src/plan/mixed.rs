@@ -1,0 +1,156 @@
+//! Attention of a step whose first rows decode while prompts follow: one after the other, or the prompts on some SMs beside
+//! the decoding rows, which wait for memory.
+
+use super::{AttentionCall, AttentionForm, Form, Machine, Reason};
+
+/// Bytes that a card reads in a microsecond, for the choice only.
+const READ: f64 = 4.4e6;
+/// What prompts take on a whole card beside their FLOPs (25 us for 620 and 300 rows, 75 for 2,048), and FLOPs in a
+/// microsecond, for the choice only.
+const PROMPTS_US: f64 = 16.0;
+const FLOPS: f64 = 570e6;
+/// Most of the decoding rows' time that prompts may take on the whole card: on a part of it they would end much later.
+const MOST_OF_DECODE: f64 = 0.75;
+/// Part of the SMs for prompts: with the others a card still reads at almost its full rate, and the decoding rows' blocks take
+/// over what the prompts leave.
+const SMS: (usize, usize) = (1, 2);
+/// Mean of positions from which on a decoding row that nothing runs beside is cut into two splits, as its length is not that
+/// of the others.
+const LONG: usize = 384;
+
+/// The rows of a mixed step.
+#[derive(Clone, Copy, Debug)]
+pub struct MixedCall {
+    /// The decoding rows.
+    pub decode: AttentionCall,
+    /// Key and value heads.
+    pub num_kv_heads: usize,
+    /// The rows of prompts.
+    pub prompts: AttentionCall,
+    /// (Row, position) pairs that the decoding rows see; 0: not known.
+    pub decode_scores: usize,
+    /// The same of the rows of prompts.
+    pub prompt_scores: usize,
+}
+
+/// How the attention of a mixed step runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MixedForm {
+    /// The prompts on some SMs, the decoding rows beside them.
+    Beside,
+    /// One after the other.
+    Apart,
+}
+
+impl Form for MixedForm {
+    type Call = MixedCall;
+
+    const ALL: &'static [Self] = &[Self::Beside, Self::Apart];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Beside => "prompts beside decoding rows",
+            Self::Apart => "decoding rows, then prompts",
+        }
+    }
+
+    fn fits(self, call: &MixedCall, machine: &Machine) -> Result<(), Reason> {
+        if self == Self::Apart {
+            return Ok(());
+        }
+        machine.expect_hopper()?;
+        AttentionForm::Decode.fits(&call.decode, machine)?;
+        AttentionForm::Wgmma.fits(&call.prompts, machine)?;
+        if call.decode_scores == 0 || call.prompt_scores == 0 {
+            return Err(Reason::NoGain("how many positions the rows see is not known"));
+        }
+        if call.prompt_us() > MOST_OF_DECODE * call.decode_us() {
+            return Err(Reason::NoGain(
+                "the prompts take longer than the decoding rows on a part of the card",
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl MixedCall {
+    /// SMs for the prompts, of `sms`.
+    pub fn prompt_sms(sms: usize) -> usize {
+        (sms * SMS.0 / SMS.1).max(1)
+    }
+
+    /// Splits of each decoding row where `splits` fill the card. One split of each leaves it half empty while the longest end;
+    /// beside prompts, which leave the card earlier, two take longer than one.
+    pub fn decode_splits(&self, form: MixedForm, splits: usize) -> usize {
+        let long = self.decode.rows > 0 && self.decode_scores / self.decode.rows >= LONG;
+        if long && form == MixedForm::Apart { splits.max(2) } else { splits }
+    }
+
+    /// Time of reading the decoding rows' keys and values.
+    fn decode_us(&self) -> f64 {
+        let AttentionCall { head_dim, value_dim, dtype, .. } = self.decode;
+        let row = self.num_kv_heads * (head_dim + value_dim) * dtype.size_in_bytes();
+        self.decode_scores as f64 * row as f64 / READ
+    }
+
+    /// Time of the prompts' products on the whole card.
+    fn prompt_us(&self) -> f64 {
+        let AttentionCall { num_heads, head_dim, value_dim, .. } = self.prompts;
+        let flops = 2 * num_heads * (head_dim + value_dim);
+        PROMPTS_US + self.prompt_scores as f64 * flops as f64 / FLOPS
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::DType;
+
+    use super::*;
+    use crate::plan::Gpu;
+
+    fn call(decode_scores: usize, prompt_scores: usize) -> MixedCall {
+        let decode = AttentionCall {
+            rows: 256,
+            one_row_each: true,
+            num_heads: 32,
+            head_dim: 128,
+            value_dim: 128,
+            latent: false,
+            dtype: DType::BF16,
+            block_size: Some(16),
+            aligned: true,
+        };
+        let prompts = AttentionCall { rows: 900, one_row_each: false, ..decode };
+        MixedCall { decode, num_kv_heads: 4, prompts, decode_scores, prompt_scores }
+    }
+
+    #[test]
+    fn short_prompts_run_beside_many_decoding_rows() {
+        let hopper = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+        let form = |call: &MixedCall, machine: &Machine| MixedForm::choose(call, machine);
+        // 256 sequences of 800 positions read 420 MB; prompts of 620 and 300 rows see 240,000 pairs.
+        let usual = call(204_800, 240_000);
+        assert_eq!(form(&usual, &hopper), Some(MixedForm::Beside));
+        // A prompt's last 1,024 rows of 32,768 take ten times as long as the decoding rows.
+        assert_eq!(form(&call(204_800, 33_000_000), &hopper), Some(MixedForm::Apart));
+        assert_eq!(form(&call(0, 240_000), &hopper), Some(MixedForm::Apart));
+        assert_eq!(form(&call(204_800, 0), &hopper), Some(MixedForm::Apart));
+        assert_eq!(form(&call(256, 1), &hopper), Some(MixedForm::Apart));
+        let pages = MixedCall { prompts: AttentionCall { block_size: Some(7), ..usual.prompts }, ..usual };
+        assert_eq!(form(&pages, &hopper), Some(MixedForm::Apart));
+        for machine in [Machine { batch_invariant: true, ..hopper }, Machine::default()] {
+            assert_eq!(form(&usual, &machine), Some(MixedForm::Apart));
+        }
+    }
+
+    #[test]
+    fn long_rows_that_nothing_runs_beside_are_cut_in_two() {
+        let splits = |call: MixedCall, form, splits| call.decode_splits(form, splits);
+        assert_eq!(splits(call(256 * 800, 1000), MixedForm::Apart, 1), 2);
+        assert_eq!(splits(call(256 * 800, 1000), MixedForm::Apart, 8), 8);
+        assert_eq!(splits(call(256 * 800, 1000), MixedForm::Beside, 1), 1);
+        assert_eq!(splits(call(256 * 300, 1000), MixedForm::Apart, 1), 1);
+        assert_eq!(splits(call(0, 0), MixedForm::Apart, 1), 1);
+        assert_eq!((MixedCall::prompt_sms(132), MixedCall::prompt_sms(1)), (66, 1));
+    }
+}
