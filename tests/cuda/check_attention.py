@@ -257,11 +257,12 @@ def prefill_wgmma():
     case(32, 4, 128, 16, [(sized(5000, 300), sized(2100, 200))])
     # Blocks in pairs, whose second has no rows in the last pair; rows of a pair see positions of two tiles.
     for rows in (129, 160, 161, 384):
-        case(8, 1, 64, 16, [(3, rows)])
-        case(6, 2, 128, 32, [(3, 3 * rows), (90, 3 * rows)], window=300)
+        case(32, 1, 64, 16, [(3, rows)])
+        case(32, 1, 128, 32, [(3, 3 * rows), (90, 3 * rows)], window=300)
     # Scores grow by far more than weights may (by 2^32) from one tile to the next, and beyond what f32 can say.
     for sharp in (12.0, 40.0):
         case(32, 4, 128, 16, [(sized(1000, 300), 300)], sharp=sharp)
+        case(32, 1, 128, 16, [(sized(1000, 300), 300)], sharp=sharp)
         case(8, 2, 64, 32, [(0, 700), (130, 5)], window=200, sharp=sharp)
 
 
@@ -288,7 +289,7 @@ def expanded_case(heads, chunks, sharp=1.0):
 def expanded():
     for sharp in (1.0, 40.0):
         expanded_case(3, [(0, 300), (77, sized(1000, 260)), (5, 1), (128, 128)], sharp)
-        expanded_case(2, [(0, sized(3000, 1100)), (513, 1030)], sharp)  # blocks in pairs
+        expanded_case(2, [(0, sized(3000, 1100)), (513, 1030)], sharp)
         expanded_case(16, [(130, 17)], sharp)
 
 
