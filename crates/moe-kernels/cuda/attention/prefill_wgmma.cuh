@@ -21,7 +21,7 @@ constexpr int kThreads = 3 * 128;           // the third warpgroup loads, with o
 constexpr int kHalfBytes = kTile * 64 * 2;  // 64 columns of a tile: rows of 128 bytes
 constexpr int kHeader = 1024;               // barriers and work tiles
 constexpr int kWorkSlots = 2;               // work tiles announced ahead
-constexpr int kPairRows = 8 * kRows;        // (token, head) rows of a mean sequence from which on blocks come in pairs
+constexpr int kPairRows = 32 * kRows;       // (token, head) rows of a mean sequence from which on blocks come in pairs
 
 /// Sizes of a key and of a value, the stages of the rings that fit beside 128 queries, and the blocks of a cluster, 1
 /// or 2.
