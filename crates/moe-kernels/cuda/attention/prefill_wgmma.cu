@@ -2,17 +2,16 @@
 // 2407.08608).
 //
 // Floor: 4 D FLOP per query head and visible position over 790 TFLOP/s; a tile of 128 rows rereads KV out of L2, 64 KB
-// for 8.4 MFLOP: 4.7 TB/s at 600 TFLOP/s.
+// for 8.4 MFLOP: 4.7 TB/s at 600 TFLOP/s for a block alone, half of that for a pair of blocks.
 //
 // Design: two warpgroups with 64 rows each and one warp that loads tiles of 128 positions page by page (TMA, 128-byte
-// swizzle), three stages of K and of V. A warpgroup issues the scores of a tile, then the values of the tile before it,
-// and takes the softmax of the first while the second runs; the warpgroups take turns, so that one's softmax runs
-// beside the other's products. The tiles go from the last position to the first, so that those with a mask come first.
-// Tiles begin at multiples of 128 and a row's sums do not depend on its neighbours, so its bits do not depend on how a
-// prompt is divided. Measured on an H200: docs/kernels-labbook.md.
-#include "attention/prefill_wgmma.cuh"
-
-#include <cmath>
+// swizzle), three stages of K and of V, which the two blocks of a pair share (prefill_wgmma.cuh). A warpgroup issues
+// the scores of a tile, then the values of the tile before it, and takes the softmax of the first while the second
+// runs; the warpgroups take turns, so that one's softmax runs beside the other's products. The tiles go from the last
+// position to the first, so that those with a mask come first. Tiles begin at multiples of 128 and a row's sums do not
+// depend on its neighbours, so its bits do not depend on how a prompt is divided. Measured on an H200:
+// docs/kernels-labbook.md.
+#include "attention/prefill_softmax.cuh"
 
 namespace moe::attention_prefill {
 namespace {
@@ -22,59 +21,6 @@ namespace {
 // Named barriers; 0 is the block's own.
 constexpr int kOwn = 1;   // and 2: of one warpgroup
 constexpr int kTurn = 3;  // and 4: this warpgroup may issue products
-
-/// A thread's part of a warpgroup's 64 rows: rows g and g + 8 of its warp's 16.
-template <int kValue>
-struct Rows {
-  float max[2] = {-INFINITY, -INFINITY};  // of the scores, before the scale
-  float sum[2] = {};
-  float factor[2];  // what the last tile's maximum did to the sums
-  int position[2];
-  float values[kValue / 2] = {};
-
-  /// Scores to weights, not yet divided by their sum.
-  template <bool kMasked>
-  __device__ __forceinline__ void softmax(float (&s)[kTile / 2], int begin, float scale, int window) {
-    const int t = threadIdx.x % 4;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float top = max[h];
-#pragma unroll
-      for (int j = 0; j < kTile / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[4 * j + 2 * h + e];
-          if (kMasked) {
-            const int at = begin + j * 8 + 2 * t + e;
-            if (at > position[h] || (window > 0 && at <= position[h] - window)) x = -INFINITY;
-          }
-          top = fmaxf(top, x);
-        }
-      }
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      const float base = top == -INFINITY ? 0.f : top * scale;
-      factor[h] = exp2_approx(fmaf(max[h], scale, -base));
-      max[h] = top;
-      float part = 0.f;
-#pragma unroll
-      for (int j = 0; j < kTile / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[4 * j + 2 * h + e];
-          x = exp2_approx(fmaf(x, scale, -base));
-          part += x;
-        }
-      }
-      sum[h] = fmaf(sum[h], factor[h], part);
-    }
-  }
-
-  __device__ __forceinline__ void rescale() {
-#pragma unroll
-    for (int i = 0; i < kValue / 2; ++i) values[i] *= factor[i / 2 % 2];
-  }
-};
 
 /// The weights as the A operand of the second product: of every 16 positions four words.
 __device__ __forceinline__ void round_weights(uint32_t (&p)[kTile / 4], const float (&s)[kTile / 2]) {
@@ -176,6 +122,17 @@ __device__ __forceinline__ void store_rows(const float (&values)[D / 2], uint8_t
   }
 }
 
+/// Tells all who load into this block's stage that the warp has read it.
+template <class D>
+__device__ __forceinline__ void leave(uint64_t* empty) {
+  const int lane = threadIdx.x % 32;
+  if (D::kBlocks == 1) {
+    if (lane == 0) mbarrier_arrive(empty);
+  } else if (lane < D::kBlocks) {
+    cluster_arrive_at(empty, lane);
+  }
+}
+
 /// A work tile; `at`: the place in the rings.
 template <class D>
 __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const Work& w, Cursor<D>& at) {
@@ -187,18 +144,24 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
 #pragma unroll
   for (int h = 0; h < 2; ++h) rows.position[h] = a.positions[mine.token(lane / 4 + 8 * h)];
 
-  const auto softmax = [&](float (&s)[kTile / 2], int begin) {
-    const bool masked = begin + kTile - 1 > w.lowest || (a.window > 0 && begin < w.end - a.window);
-    if (masked) rows.template softmax<true>(s, begin, a.scale, a.window);
-    else rows.template softmax<false>(s, begin, a.scale, a.window);
+  // Weights of the i-th tile, whose keys are left; whether the bases of some rows changed.
+  const auto softmax = [&](float (&s)[kTile / 2], int i) {
+    const int begin = w.tile_at(i);
+    const bool masked = begin + kTile > w.lowest || (a.window > 0 && begin < w.end - a.window);
+    float part[2];
+    if (masked) rows.template weigh<true>(s, part, begin, a.scale, a.window);
+    else rows.template weigh<false>(s, part, begin, a.scale, a.window);
+    const bool raised = i > 0 && __any_sync(0xffffffffu, part[0] > kLimit || part[1] > kLimit);
+    if (raised) rows.template raise<D::kKey>(s, part, q, b.k(at.stage), begin, a.scale, a.window);
+    leave<D>(b.empty_k(at.stage));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) rows.sum[h] += part[h];
+    return raised;
   };
   const auto await_values = [&](const Cursor<D>& cursor, int i) {
     mbarrier_wait(b.full_v(cursor.stage), cursor.parity);
     const int begin = w.tile_at(i);
     if (begin < w.from || begin + kTile > w.end) zero_unseen<D::kValue>(b.v(cursor.stage), begin, w);
-  };
-  const auto leave = [&](uint64_t* empty) {
-    if (lane == 0) mbarrier_arrive(empty);
   };
 
   float s[kTile / 2];
@@ -207,8 +170,7 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
   issue_scores<D::kKey>(s, q, b.k(at.stage));
   wgmma_wait<0>();
   wgmma_hold(s);
-  leave(b.empty_k(at.stage));
-  softmax(s, w.tile_at(0));
+  softmax(s, 0);
   round_weights(p, s);
   for (int i = 1; i < w.tiles; ++i) {
     const Cursor<D> before = at;
@@ -221,28 +183,20 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
     named_barrier_arrive(kTurn + 1 - warpgroup, kConsumers * 32);
     wgmma_wait<1>();
     wgmma_hold(s);
-    leave(b.empty_k(at.stage));
-    softmax(s, w.tile_at(i));
+    const bool raised = softmax(s, i);
     wgmma_wait<0>();
     wgmma_hold(rows.values);
-    leave(b.empty_v(before.stage));
-    rows.rescale();
+    leave<D>(b.empty_v(before.stage));
+    if (raised) rows.rescale();
     round_weights(p, s);
   }
   await_values(at, w.tiles - 1);
   issue_values<D::kValue>(rows.values, p, b.v(at.stage));
   wgmma_wait<0>();
   wgmma_hold(rows.values);
-  leave(b.empty_v(at.stage));
+  leave<D>(b.empty_v(at.stage));
   at.advance();
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float sum = rows.sum[h];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    rows.factor[h] = 1.f / sum;
-  }
-  rows.rescale();
+  rows.divide();
   store_rows<D::kValue>(rows.values, b.q(warp), mine);
 }
 
@@ -274,16 +228,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < D::kStages; ++i) {
       mbarrier_init(b.full_k(i), 1);
       mbarrier_init(b.full_v(i), 1);
-      mbarrier_init(b.empty_k(i), kConsumers);
-      mbarrier_init(b.empty_v(i), kConsumers);
+      mbarrier_init(b.empty_k(i), D::kBlocks * kConsumers);
+      mbarrier_init(b.empty_v(i), D::kBlocks * kConsumers);
     }
     for (int i = 0; i < kWorkSlots; ++i) {
       mbarrier_init(b.work_full(i), 1);
       mbarrier_init(b.work_empty(i), kConsumers * kWarpArrivals);
+      mbarrier_init(b.mail_full(i), 1);
+      mbarrier_init(b.mail_empty(i), 1);
     }
     mbarrier_fence_init();
   }
-  __syncthreads();
+  if (D::kBlocks > 1) cluster_sync();
+  else __syncthreads();
   if (a.blocks == 0) pdl_launch_dependents();
   pdl_wait();
   if (a.blocks > 0) pdl_launch_dependents();  // what it reads beside this kernel is there
@@ -295,6 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     take_registers<240>();
     consume<D>(b, a);
   }
+  if (D::kBlocks > 1) cluster_sync();  // until then the other block sends to this one's shared memory
 #endif
 }
 
@@ -306,23 +264,34 @@ cudaError_t run(const Args& a, const Source& source, int rows, void* stream) {
   DeviceLimits limits;
   if (e == cudaSuccess) e = device_limits(&limits);
   if (e != cudaSuccess) return e;
-  const int64_t tickets = max_tiles(a, kRows) * a.cache.heads;
+  const int64_t tickets = max_tiles(a, D::kBlocks * kRows) * a.cache.heads;
   if (tickets > 0x7fffffff - limits.sms) return cudaErrorInvalidValue;
-  const int most = a.blocks > 0 && a.blocks < limits.sms ? a.blocks : limits.sms;
-  const Launch l = {dim3(tickets < most ? static_cast<unsigned>(tickets) : most), dim3(kThreads), stream, D::kSmem};
+  const int sms = a.blocks > 0 && a.blocks < limits.sms ? a.blocks : limits.sms;
+  const int most = sms < D::kBlocks ? 1 : sms / D::kBlocks;
+  const int clusters = tickets < most ? static_cast<int>(tickets) : most;
+  Launch l = {dim3(clusters * D::kBlocks), dim3(kThreads), stream, D::kSmem};
+  l.cluster = D::kBlocks;
   return launch(prefill_wgmma<D, Source>, l, a, k, v, source);
+}
+
+/// Pairs where most of the sequences' tiles are full: a pair of tiles is computed whole. A row's bits are the same.
+template <int D>
+cudaError_t run_paged(const Args& a, int num_blocks, void* stream) {
+  const Paged pages = {a.cache.block_size < kTile ? a.cache.block_size : kTile};
+  const int rows = num_blocks * a.cache.heads * a.cache.block_size;
+  const int64_t all = static_cast<int64_t>(a.tokens) * (a.heads / a.cache.heads);
+  if (all < static_cast<int64_t>(a.sequences) * kPairRows) return run<Dims<D, D, 1>>(a, pages, rows, stream);
+  return run<Dims<D, D, 2>>(a, pages, rows, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_wgmma(const Args& a, int head_dim, int num_blocks, void* stream) {
-  const Paged pages = {a.cache.block_size < kTile ? a.cache.block_size : kTile};
-  const int rows = num_blocks * a.cache.heads * a.cache.block_size;
-  return head_dim == 128 ? run<Dims<128, 128>>(a, pages, rows, stream) : run<Dims<64, 64>>(a, pages, rows, stream);
+  return head_dim == 128 ? run_paged<128>(a, num_blocks, stream) : run_paged<64>(a, num_blocks, stream);
 }
 
 cudaError_t launch_expanded(const Args& a, int all, const uint32_t* bases, void* stream) {
-  return run<Dims<192, 128>>(a, Contiguous{kTile, all, bases}, a.cache.heads * all, stream);
+  return run<Dims<192, 128, 1>>(a, Contiguous{kTile, all, bases}, a.cache.heads * all, stream);
 }
 
 }  // namespace moe::attention_prefill

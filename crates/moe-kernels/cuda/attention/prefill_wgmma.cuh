@@ -1,8 +1,13 @@
 // Prompt attention on warpgroup products: what a block works on, and the warp that chooses it and loads keys and values
 // (prefill_wgmma.cu).
+//
+// Blocks come in pairs, clusters of two, where sequences are long enough: the rows of the second follow those of the
+// first, so both see nearly the same positions, and each loads one half of every tile for both. That halves what is
+// read out of L2, which a block alone waits for.
 #pragma once
 
 #include "attention/prefill.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/tensor_map.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -16,22 +21,26 @@ constexpr int kThreads = 3 * 128;           // the third warpgroup loads, with o
 constexpr int kHalfBytes = kTile * 64 * 2;  // 64 columns of a tile: rows of 128 bytes
 constexpr int kHeader = 1024;               // barriers and work tiles
 constexpr int kWorkSlots = 2;               // work tiles announced ahead
+constexpr int kPairRows = 32 * kRows;       // (token, head) rows of a mean sequence from which on blocks come in pairs
 
-/// Sizes of a key and of a value, and the stages of the rings that fit beside 128 queries.
-template <int kKeyDim, int kValueDim>
+/// Sizes of a key and of a value, the stages of the rings that fit beside 128 queries, and the blocks of a cluster, 1
+/// or 2.
+template <int kKeyDim, int kValueDim, int kClusterBlocks>
 struct Dims {
   static constexpr int kKey = kKeyDim, kValue = kValueDim, kStages = kKeyDim > 128 ? 2 : 3;
+  static constexpr int kBlocks = kClusterBlocks;
   static constexpr int kKeyBytes = kTile * kKey * 2, kValueBytes = kTile * kValue * 2;
   static constexpr int kSmem = kHeader + kRows * kKey * 2 + kStages * (kKeyBytes + kValueBytes);
 };
 
-/// Rows of one sequence and KV head, and the positions that they see. No tiles: the end.
+/// Rows of one sequence and KV head, and the positions that they see. No tiles: the end. The second block of a pair may
+/// have no rows; it then computes the last row, for nobody, and loads its half.
 struct Work {
   int sequence, kv_head;
   int first_token;   // of the sequence
   int first, last;   // (token, head) rows of the sequence
   int lowest;        // position of the first row
-  int from, end;     // positions that some row sees
+  int from, end;     // positions that some row of the cluster sees
   int begin, tiles;  // tiles of kTile positions, from `begin` on
 
   /// Position where the i-th tile begins: the last tile comes first.
@@ -50,12 +59,16 @@ struct Block {
   __device__ __forceinline__ uint64_t* empty_v(int s) const { return full_k(3 * kStages + s); }
   __device__ __forceinline__ uint64_t* work_full(int i) const { return full_k(4 * kStages + i % kWorkSlots); }
   __device__ __forceinline__ uint64_t* work_empty(int i) const { return work_full(i) + kWorkSlots; }
+  __device__ __forceinline__ uint64_t* mail_full(int i) const { return work_full(0) + 2 * kWorkSlots + i % 2; }
+  __device__ __forceinline__ uint64_t* mail_empty(int i) const { return mail_full(i) + 2; }
+  /// Tickets that the first block of a pair sends to the second.
+  __device__ __forceinline__ uint32_t* mail(int i) const { return reinterpret_cast<uint32_t*>(smem + 496) + i % 2; }
   __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
   /// 16 rows of q of a warp, later of its results.
   __device__ __forceinline__ uint8_t* q(int warp) const { return smem + kHeader + warp * 16 * D::kKey * 2; }
   __device__ __forceinline__ uint8_t* k(int s) const { return smem + kHeader + kRows * D::kKey * 2 + s * D::kKeyBytes; }
   __device__ __forceinline__ uint8_t* v(int s) const { return k(kStages) + s * D::kValueBytes; }
-  static_assert((4 * kStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= kHeader - 512);
+  static_assert((4 * kStages + 2 * kWorkSlots + 4) * 8 <= 496 && kWorkSlots * sizeof(Work) <= kHeader - 512);
 };
 
 /// A place in a ring and the parity of its barriers.
@@ -103,6 +116,8 @@ struct Loader {
   const Source& source;
   const CUtensorMap *k, *v;
 
+  static __device__ __forceinline__ uint32_t rank() { return D::kBlocks > 1 ? cluster_rank() : 0; }
+
   /// The ticket's rows: the KV heads of a tile beside each other if they share the cache's part of L2, or one KV head
   /// after the other; the tiles with the most positions first.
   __device__ __forceinline__ Work work_of(int ticket, int tiles, int group) const {
@@ -110,15 +125,17 @@ struct Loader {
     if (ticket >= tiles * a.cache.heads) return w;
     w.kv_head = a.heads_together ? ticket % a.cache.heads : ticket / tiles;
     const int number = a.heads_together ? ticket / a.cache.heads : ticket % tiles;
-    const Tile tile = find_tile<kRows>(a, group, tiles - 1 - number);
+    const Tile tile = find_tile<D::kBlocks * kRows>(a, group, tiles - 1 - number);
     w.sequence = tile.sequence;
     w.first_token = a.query_start_loc[tile.sequence];
     const int rows = static_cast<int>(a.query_start_loc[tile.sequence + 1] - w.first_token) * group;
-    w.first = tile.tile * kRows;
-    w.last = min(w.first + kRows, rows) - 1;
-    w.lowest = a.positions[w.first_token + w.first / group];
-    w.end = a.positions[w.first_token + w.last / group] + 1;
-    w.from = a.window > 0 ? max(0, w.lowest + 1 - a.window) : 0;
+    const int first = tile.tile * D::kBlocks * kRows, last = min(first + D::kBlocks * kRows, rows) - 1;
+    w.first = first + static_cast<int>(rank()) * kRows;
+    w.last = min(w.first + kRows - 1, last);
+    w.lowest = a.positions[w.first_token + min(w.first, last) / group];
+    w.end = a.positions[w.first_token + last / group] + 1;
+    const int lowest = a.positions[w.first_token + first / group];
+    w.from = a.window > 0 ? max(0, lowest + 1 - a.window) : 0;
     w.begin = w.from / kTile * kTile;
     w.tiles = ceil_div(w.end - w.begin, kTile);
     return w;
@@ -155,36 +172,61 @@ struct Loader {
     if (lane == 0) arrive_expecting(full, bytes);
     __syncwarp();
     uint8_t* to = tile + lane % kHalves * kHalfBytes + lane / kHalves * source.rows * 128;
-    if (piece.needed) load_tile(to, map, piece.row, lane % kHalves * 64, full);
+    if (D::kBlocks == 1) {
+      if (piece.needed) load_tile(to, map, piece.row, lane % kHalves * 64, full);
+    } else if (piece.needed && lane % 2 == static_cast<int>(rank())) {
+      load_tile_to_both(to, map, piece.row, lane % kHalves * 64, full);
+    }
   }
 
   __device__ __forceinline__ void load(const Work& w, Cursor<D>& at) const {
     for (int i = 0; i < w.tiles; ++i, at.advance()) {
       const Piece of_k = piece_of<D::kKey>(w, w.tile_at(i));
-      const Piece of_v = D::kKey == D::kValue ? of_k : piece_of<D::kValue>(w, w.tile_at(i));
       mbarrier_wait(b.empty_k(at.stage), at.parity ^ 1);
       bring<D::kKey>(of_k, b.full_k(at.stage), b.k(at.stage), k);
+      const Piece of_v = D::kKey == D::kValue ? of_k : piece_of<D::kValue>(w, w.tile_at(i));
       mbarrier_wait(b.empty_v(at.stage), at.parity ^ 1);
       bring<D::kValue>(of_v, b.full_v(at.stage), b.v(at.stage), v);
     }
   }
 
+  /// The first lane's i-th ticket, which the first block of a pair took, also in the second block.
+  __device__ __forceinline__ uint32_t shared_ticket(int i, uint32_t ticket) const {
+    const bool speaks = threadIdx.x % 32 == 0;
+    if (rank() == 0) {
+      mbarrier_wait(b.mail_empty(i), (i / 2 & 1) ^ 1);
+      if (speaks) cluster_send(b.mail(i), ticket, b.mail_full(i), 1);
+    } else {
+      if (speaks) arrive_expecting(b.mail_full(i), sizeof(ticket));
+      mbarrier_wait(b.mail_full(i), i / 2 & 1);
+      if (speaks) {
+        ticket = *b.mail(i);
+        cluster_arrive_at(b.mail_empty(i), 0);
+      }
+    }
+    __syncwarp();
+    return ticket;
+  }
+
   /// All work tiles of the block.
   __device__ __forceinline__ void run() const {
-    const int group = a.heads / a.cache.heads, tiles = count_tiles<kRows>(a, group);
+    const int group = a.heads / a.cache.heads, tiles = count_tiles<D::kBlocks * kRows>(a, group);
+    const uint32_t clusters = gridDim.x / D::kBlocks;
+    const bool takes = threadIdx.x % 32 == 0 && rank() == 0;
     Cursor<D> at;
-    Work w = work_of(blockIdx.x, tiles, group);
+    Work w = work_of(blockIdx.x / D::kBlocks, tiles, group);
     for (int i = 0;; ++i) {
       announce(i, w);
       if (w.tiles == 0) break;
-      // The next tile is looked up while this one's keys are on their way.
-      uint32_t ticket = threadIdx.x % 32 == 0 ? atomicAdd(a.counters, 1) : 0;
-      ticket = __shfl_sync(0xffffffffu, ticket, 0) + gridDim.x;
+      // The ticket comes while this work tile's keys are asked for, the next one is looked up while they are on their
+      // way.
+      uint32_t ticket = takes ? atomicAdd(a.counters, 1) : 0;
       load(w, at);
-      w = work_of(ticket, tiles, group);
+      if (D::kBlocks > 1) ticket = shared_ticket(i, ticket);
+      w = work_of(__shfl_sync(0xffffffffu, ticket, 0) + clusters, tiles, group);
     }
-    // The last block to end leaves the counters zero.
-    if (threadIdx.x % 32 == 0 && add_acq_rel(a.counters + 1, 1) == gridDim.x - 1) a.counters[0] = a.counters[1] = 0;
+    // The last cluster to end leaves the counters zero.
+    if (takes && add_acq_rel(a.counters + 1, 1) == clusters - 1) a.counters[0] = a.counters[1] = 0;
   }
 };
 

@@ -115,4 +115,18 @@ __device__ __forceinline__ void cluster_store4(float* p, [[maybe_unused]] uint32
 #endif
 }
 
+#if MOE_SM90
+/// An arrival at a barrier of another block, without waiting for this thread's own stores: for what it has read.
+__device__ __forceinline__ void cluster_arrive_at(uint64_t* bar, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_addr(bar, rank)) : "memory");
+}
+
+/// A word to another block's shared memory; there the barrier's current phase has these 4 bytes to expect.
+__device__ __forceinline__ void cluster_send(uint32_t* p, uint32_t v, uint64_t* bar, uint32_t rank) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(cluster_addr(p, rank)),
+               "r"(v), "r"(cluster_addr(bar, rank))
+               : "memory");
+}
+#endif
+
 }  // namespace moe

@@ -99,6 +99,16 @@ __device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int 
       "l"(map), "r"(column), "r"(row), "r"(smem_addr(bar)), "l"(policy)
       : "memory");
 }
+
+/// The tile at (row, column) to the same place of both blocks of a cluster, and its bytes to the same barrier of each.
+__device__ __forceinline__ void load_tile_to_both(void* to, const CUtensorMap* map, int row, int column,
+                                                  uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%2, %3}], [%4], %5;" ::"r"(smem_addr(to)),
+      "l"(map), "r"(column), "r"(row), "r"(smem_addr(bar)), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
 #endif
 
 }  // namespace moe
