@@ -4,7 +4,9 @@
 // 4.4 TB/s); as with bf16, latency is most of the time.
 //
 // Design: as with bf16, with stages of 128 columns; a warp unpacks 64 columns of its 16 rows to the A operand in
-// registers while the products of the 64 columns before run.
+// registers while the products of the 64 columns before run. Up to 128 rows tiles are bf16's; beyond, what every block
+// reads again of x is the bound: tiles of 128 weight rows x 64 tokens, or x 128 tokens with rounded weights
+// (linear_rounded.cuh).
 #include "quant/linear_rounded.cuh"
 
 namespace moe::linear_tensor {
@@ -145,7 +147,8 @@ cudaError_t launch(const QuantLinearTensorArgs& c, const DeviceLimits& limits, v
 
 }  // namespace moe::linear_tensor
 
-/// out = x w^T (+ bias) for any m and one matrix that fits (quant/stage.cuh).
+/// out = x w^T (+ bias) for any m and one matrix that fits (quant/stage.cuh). With m > 128 weights may be rounded to
+/// bf16; with splits = -1 they never are, and a row's bits do not depend on m.
 extern "C" int moe_quant_linear_tensor(const moe::QuantLinearTensorArgs* args, void* stream) {
   using namespace moe;
   const QuantLinearTensorArgs& c = *args;
