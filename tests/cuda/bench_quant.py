@@ -6,8 +6,8 @@ import bench_layer
 import torch
 from bench_decode import D, H, HQ, QKV, tensors
 from bench_layer import E, I, K, LAYERS, Step
-from kernels import call, randn
-from library import BF16, UNWATCHED
+from kernels import LIB, call, randn
+from library import BF16, F32, UNWATCHED
 from quant_pack import FP8_BLOCK, INT4_128, INT4_32Z, INT8_128, RawPack
 
 LINEARS = 36  # matrices of a product that is timed alone: of 4 bits, fewer would stay in L2
@@ -52,6 +52,39 @@ class QuantStep(Step):
             call("moe_linear_stream", self.att, None, 0.0, self.m.o[i], None, self.residual, 2, self.batch, H, HQ * D)
         else:
             call("moe_quant_linear_stream", self.att, None, 0.0, self.m.o[i], None, self.residual, 2, self.batch)
+
+    def qkv(self, i):
+        if self.m.scheme is None:
+            call("moe_linear_tensor", self.x, self.m.qkv[i], None, self.q, F32, self.batch, QKV, H, 0)
+        else:
+            call("moe_quant_linear_tensor", self.x, self.m.qkv[i], None, self.q, F32, self.batch, 0)
+
+    def attention(self, i):
+        self.caches.attend(i, self.q, self.att, self.work, self.splits)
+
+    def o(self, i):
+        if self.m.scheme is None:
+            call("moe_linear_tensor", self.att, self.m.o[i], None, self.delta, F32, self.batch, H, HQ * D, 0)
+        else:
+            call("moe_quant_linear_tensor", self.att, self.m.o[i], None, self.delta, F32, self.batch, 0)
+
+    def attention_tensor(self, i):
+        self.qkv(i), self.attention(i), self.o(i)
+
+    def add_norm(self, i):
+        call("moe_add_rms_norm", self.delta, self.residual, self.m.gain, 1e-6, self.x, self.batch, H)
+
+    def products(self, i):
+        if self.m.scheme is None:
+            return super().products(i)
+        counts = self.counters[LIB.raw("moe_experts_tensor_counts") :]
+        self.route(i, counts, self.buckets)
+        call("moe_quant_experts_tensor", self.x, self.m.w13[i], self.m.w2[i], self.buckets, counts, self.batch, self.act, self.rows,
+             self.counters, self.batch, K, E, 0)
+
+    def sum(self, i):
+        call("moe_combine_add_rms_norm", self.rows, self.ids, self.weights, None, self.x, self.batch, K, E, E, H, F32, BF16, self.residual,
+             self.m.gain, 1e-6)
 
     def attention_fused(self, i):
         self.norm_qkv(i)
@@ -107,4 +140,25 @@ def quant_streams(rows):
         torch.cuda.empty_cache()
 
 
-BENCHES = [quant_streams]
+def quant_layers(rows):
+    """A layer's launches as a step of 8 and more sequences makes them: each alone, and all in their order; us."""
+    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    columns = ("qkv", "attention", "o_proj", "add norm", "router", "experts", "sum norm", "layer")
+    print(f"{'us':16s}   B " + " ".join(f"{name:>9s}" for name in columns))
+    for scheme in SCHEMES:
+        model = Model(scheme)
+        name = scheme.name if scheme else "bf16"
+        for batch in bench_layer.asked(8, 32, 64, 128, 256):
+            step = QuantStep(model, batch, 256)
+            us = {"qkv": step.us(step.qkv, LINEARS), "attention": step.us(step.attention), "o_proj": step.us(step.o, LINEARS), "add norm": step.us(step.add_norm)}
+            us["router"] = step.us(step.route)
+            us["experts"] = step.us(step.products) - us["router"]
+            us["sum norm"], us["layer"] = step.us(step.sum), step.us(step.combined)
+            rows += [{"name": f"{name} B={batch} {what}", "us": value} for what, value in us.items()]
+            print(f"{name:16s} {batch:3d} " + " ".join(f"{us[what]:9.1f}" for what in columns), flush=True)
+            del step
+        del model
+        torch.cuda.empty_cache()
+
+
+BENCHES = [quant_streams, quant_layers]

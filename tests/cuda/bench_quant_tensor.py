@@ -34,7 +34,7 @@ def expert_calls(lib, scheme, inputs, wide):
 
     def call(i):
         weights, (listed, counts) = inputs.weights[i % SETS], lists[i]
-        sizes = (inputs.tokens, K, E) + (() if scheme else (E, H, I))
+        sizes = (inputs.tokens, K, E) + ((0,) if scheme else (E, H, I))
         lib.launch(name, inputs.x, *weights, listed, counts, slots, inputs.act, rows, counters, *sizes)
 
     return [lambda i=i: call(i) for i in range(len(lists))]

@@ -1,14 +1,15 @@
 // Geometry of the experts on warpgroup products, and the warps that bring operands to shared memory
 // (tensor_kernel.cuh).
 //
-// `W` is how weights lie in memory: Bf16Weights (tensor.cu) or QuantWeights (quant/weights.cuh). It has
+// `W` is how weights lie in memory and are multiplied: Bf16Weights (tensor.cu), QuantWeights (quant/experts_tensor.cu)
+// or FewWeights (quant/experts_few.cuh). It has
 //   kColumns      columns of a stage, a multiple of 64
 //   kBytes        of a stage's weights, kSideBytes of what else it needs (scales), from a Source for each product
 //   load          brings a stage's weights, by one thread
 //   side          a gathering lane's part of copying what lies beside them
 //   multiply      adds a work tile's products to accumulators
-//   kFewBlocks<capacity>  blocks of an SM where up to 32 token rows fit; with more than two, room for 16 rows is worth
-//   it kConsumerRegisters<capacity>  of a thread, if not what the launch gives
+//   kFewBlocks<capacity>          blocks of an SM where up to 32 token rows fit
+//   kConsumerRegisters<capacity>  of a thread, if not what the launch gives
 #pragma once
 
 #include "experts/tiles.cuh"

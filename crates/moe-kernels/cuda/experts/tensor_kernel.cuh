@@ -155,9 +155,6 @@ template <class W>
 cudaError_t run(const Args<W>& a, int num_ids, const CUtensorMap& w13, const CUtensorMap& w2,
                 const DeviceLimits& limits, void* stream) {
   const int mean = a.num_slots() / num_ids;
-  if constexpr (W::template kFewBlocks<16> > 2) {
-    if (mean <= 9) return run<16>(a, w13, w2, limits, stream);
-  }
   if (mean <= 18) return run<32>(a, w13, w2, limits, stream);
   if (mean <= 40) return run<64>(a, w13, w2, limits, stream);
   return run<128>(a, w13, w2, limits, stream);

@@ -42,7 +42,7 @@ struct Rows {
 #if MOE_SM90
 
   static constexpr int kByTicket = 2;
-  static constexpr bool kEager = false;
+  static constexpr bool kEager = false, kByExpert = false;
 
   /// Two are enough, and more only stand in each other's way.
   static __device__ __forceinline__ constexpr int flying(int) { return 2; }

@@ -9,9 +9,11 @@
 //     way to a block
 //   load_head, load_gate_up, load_down: copies of a stage, by one thread
 //   multiply_gate_up, multiply_down: add a warp's part of a stage to Sums; sum(Sums, high)
+//   kByExpert: a warp takes whole experts of the down product; then multiply_all adds a whole stage instead
 #pragma once
 
 #include "layer/stream_act.cuh"
+#include "layer/stream_by_expert.cuh"
 #include "layer/stream_load.cuh"
 #include "layer/stream_route.cuh"
 
@@ -33,8 +35,9 @@ struct Consumer {
     release_to_copies(s.empty(product, at.stage));
   }
 
-  /// Sums of tiles, for the warp that activates them. Returns the first stage of the second product.
-  __device__ __forceinline__ int gate_up() const {
+  /// Sums of tiles, for the warp that activates them. Returns the first stage of the second product, and how many tiles
+  /// there were.
+  __device__ __forceinline__ int gate_up(int* tiles) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
     const uint8_t* x = s.rows() + min(lane / 8, a.tokens - 1) * a.row_bytes;
     mbarrier_wait(s.active_full(), 0);
@@ -60,6 +63,7 @@ struct Consumer {
       warp_arrive(s.parts_full(buffer));
       if (tile.pairs == 0) {
         release(0, at);
+        *tiles = i;
         return tile.row;
       }
     }
@@ -182,9 +186,14 @@ __global__ __launch_bounds__(kThreads<Weights>, 1) void layer_kernel(const __gri
     stage_rows(a, s, norm_weight);
     if constexpr (kRoutes) publish_logits(a, s, gate, turn);
     const Consumer<Weights> c = {a, s};
-    const int stage = c.gate_up();  // all warps have read the turn by now
+    int tiles;
+    const int stage = c.gate_up(&tiles);  // all warps have read the turn by now
     if (threadIdx.x == 0) turn.end(a);
-    c.down(Out::of(a), *s.num_active(), first, last, stage);
+    if constexpr (Weights::kByExpert) {
+      DownByExpert<Weights>{a, s, tiles}.run(Out::of(a), *s.num_active(), first, last, stage);
+    } else {
+      c.down(Out::of(a), *s.num_active(), first, last, stage);
+    }
     return;
   }
   const int router = warp - kConsumers;

@@ -76,6 +76,7 @@ struct QuantExpertsTensorArgs {
   uint32_t* counters;
   int tokens, top_k;
   int num_ids;
+  int invariant;  // not 0: a row's bits do not depend on how many rows there are; for experts_wide 0
 };
 
 /// As LinearTensorArgs.

@@ -7,26 +7,26 @@
 // the gathering warps bring scales and zero points beside token rows. A consumer warp has 16 rows: it unpacks 32
 // or 64 columns to the A operand in registers while the products of those before run, so weights never return to
 // shared memory. Two or three blocks share an SM where experts have few rows: their warps hide each other's latency.
-#include "experts/tensor_kernel.cuh"
-#include "quant/experts.cuh"
+// Up to a mean of kMostFew rows the products are mma.sync's (experts_few.cuh).
+#include "quant/experts_few.cuh"
 
 namespace moe::experts_tensor {
 
 constexpr int kColumns = 128;  // of a stage: half as many would double the work around a stage
+constexpr int kMostFew = 9;    // rows of an expert, on average, for which mma.sync is faster
 
 template <QuantFormat kFormat, int kShare>
 struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare> {
   using typename quant::ExpertStage<kFormat, kColumns, kShare>::Stage;
   using Self = QuantWeights;
-  /// Warps hide each other's waiting: int4 is bound by it and by instructions.
+  /// Warps hide each other's waiting.
   template <int kCapacity>
-  static constexpr int kFewBlocks = kCapacity == 16 && kFormat == QuantFormat::kInt4 && kShare == kColumns ? 3 : 2;
+  static constexpr int kFewBlocks = 2;
   /// The next stage is read as soon as this one's words have been used, where registers allow it.
   static constexpr int kReadEarly = kFormat == QuantFormat::kInt4 ? 1 : 0;
   template <int kCapacity>
   static constexpr int kConsumerRegisters = kCapacity == 128  ? 208
                                             : kCapacity == 32 ? 88
-                                            : kCapacity == 16 ? 64
                                                               : 0;
 
 #if MOE_SM90
@@ -43,8 +43,7 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare> {
       Stage::read(b.weights(from.stage), block, words);
     };
     // k-steps that are unpacked together, while those before are multiplied: few where sums take many registers.
-    constexpr int kUnit = Stage::kShareSteps < 4 || kRows > 16 || kCapacity == 16 ? 2 : 4,
-                  kUnits = Stage::kSteps / kUnit;
+    constexpr int kUnit = Stage::kShareSteps < 4 || kRows > 16 ? 2 : 4, kUnits = Stage::kSteps / kUnit;
     uint32_t fragments[2][kUnit][4];
     typename Stage::Operands o;
     const auto unpack = [&](const Cursor& from, int unit) {
@@ -86,29 +85,46 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare> {
 #endif
 };
 
+/// What a launch with weights of kind W needs.
+template <class W>
+struct Prepared {
+  CUtensorMap w13, w2;
+  Args<W> args;
+};
+
+template <class W>
+cudaError_t prepare(const QuantExpertsTensorArgs& c, int share, Prepared<W>* p) {
+  p->args = {c.x,
+             c.slots,
+             c.counts,
+             c.act,
+             static_cast<float*>(c.slot_rows),
+             {c.counters, static_cast<int>(c.w13.experts)},
+             c.bucket,
+             c.tokens,
+             c.top_k,
+             static_cast<int>(c.w13.experts),
+             static_cast<int>(c.w13.k),
+             static_cast<int>(c.w2.k),
+             0,
+             c.tokens * c.top_k >= 2 * c.num_ids,
+             {quant::source(c.w13, kColumns, share), quant::source(c.w2, kColumns, share)}};
+  return quant::make_pack_maps(&p->w13, &p->w2, c, W::kBlockBytes);
+}
+
 template <QuantFormat kFormat, int kShare>
 cudaError_t launch(const QuantExpertsTensorArgs& c, const DeviceLimits& limits, void* stream) {
-  using W = QuantWeights<kFormat, kShare>;
-  const int hidden = static_cast<int>(c.w13.k), inter = static_cast<int>(c.w2.k);
-  CUtensorMap w13, w2;
-  const cudaError_t e = quant::make_pack_maps(&w13, &w2, c, W::kBlockBytes);
-  if (e != cudaSuccess) return e;
-  const Args<W> a = {c.x,
-                     c.slots,
-                     c.counts,
-                     c.act,
-                     static_cast<float*>(c.slot_rows),
-                     {c.counters, static_cast<int>(c.w13.experts)},
-                     c.bucket,
-                     c.tokens,
-                     c.top_k,
-                     static_cast<int>(c.w13.experts),
-                     hidden,
-                     inter,
-                     0,
-                     c.tokens * c.top_k >= 2 * c.num_ids,
-                     {quant::source(c.w13, kColumns, kShare), quant::source(c.w2, kColumns, kShare)}};
-  return run(a, c.num_ids, w13, w2, limits, stream);
+  const int mean = c.tokens * c.top_k / c.num_ids;
+  if (mean <= kMostFew && c.invariant == 0) {
+    Prepared<FewWeights<kFormat, kColumns, kShare>> p;
+    const cudaError_t e = prepare(c, kShare, &p);
+    if (e != cudaSuccess) return e;
+    // Two blocks an SM where few experts are touched, else three.
+    return mean <= 1 ? run<32>(p.args, p.w13, p.w2, limits, stream) : run<16>(p.args, p.w13, p.w2, limits, stream);
+  }
+  Prepared<QuantWeights<kFormat, kShare>> p;
+  const cudaError_t e = prepare(c, kShare, &p);
+  return e != cudaSuccess ? e : run(p.args, c.num_ids, p.w13, p.w2, limits, stream);
 }
 
 }  // namespace moe::experts_tensor

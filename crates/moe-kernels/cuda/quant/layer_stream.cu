@@ -39,7 +39,7 @@ struct Tiles {
 #if MOE_SM90
 
   static constexpr int kByTicket = 0;  // a tile comes faster than a ticket
-  static constexpr bool kEager = true;
+  static constexpr bool kEager = true, kByExpert = true;
 
   __device__ __forceinline__ int flying(int product) const { return most_flying[product]; }
 
@@ -59,11 +59,11 @@ struct Tiles {
     quant::bulk_copy_pieces(to, quant::pieces<kFormat>(w2, layouts[1], tile, k, min(a.chunk[1], a.inter - k)), bar);
   }
 
-  /// The stage's columns, k and on, times those of x: this warp's.
+  /// The stage's columns, k and on, times those of x: every `each` steps of 64 from `first` on.
   static __device__ __forceinline__ void multiply(const quant::Stage<Kind>& s, const uint8_t* x, int k, int columns,
-                                                  int warp, Sums& acc) {
+                                                  int first, int each, Sums& acc) {
 #pragma unroll 4
-    for (int i = warp; i < columns / kStep; i += kConsumers) {
+    for (int i = first; i < columns / kStep; i += each) {
       quant::Columns of;
       of.load(x + (k + i * kStep) * 2);
       s.operands(i, k + i * kStep).multiply(of, acc);
@@ -73,13 +73,13 @@ struct Tiles {
   __device__ __forceinline__ void multiply_gate_up(const Args& a, const uint8_t* stage, uint32_t expert, int row, int k,
                                                    const uint8_t* x, int warp, Sums& acc) const {
     const quant::Stage<Kind> s(w13, layouts[0], stage, w13.tile_row(expert, row / kPairs), k);
-    multiply(s, x, k, min(a.chunk[0], a.hidden - k), warp, acc);
+    multiply(s, x, k, min(a.chunk[0], a.hidden - k), warp, kConsumers, acc);
   }
 
-  __device__ __forceinline__ void multiply_down(const Args& a, const uint8_t* stage, uint32_t expert, int top, int,
-                                                int k, const uint8_t* act, int warp, Sums& acc) const {
+  __device__ __forceinline__ void multiply_all(const Args& a, const uint8_t* stage, uint32_t expert, int top, int k,
+                                               const uint8_t* act, Sums& acc) const {
     const quant::Stage<Kind> s(w2, layouts[1], stage, w2.tile_row(expert, top / quant::kTileRows), k);
-    multiply(s, act, k, min(a.chunk[1], a.inter - k), warp, acc);
+    multiply(s, act, k, min(a.chunk[1], a.inter - k), 0, 1, acc);
   }
 
   /// Both of a token's columns hold the same sums.

@@ -4,28 +4,24 @@
 // 4.4 TB/s); as with bf16, latency is most of the time.
 //
 // Design: as with bf16, with stages of 128 columns; a warp unpacks 64 columns of its 16 rows to the A operand in
-// registers while the products of the 64 columns before run.
-#include "linear/tensor_kernel.cuh"
-#include "quant/stage.cuh"
+// registers while the products of the 64 columns before run. Up to 128 rows tiles are bf16's; beyond, what every block
+// reads again of x is the bound: tiles of 128 weight rows x 64 tokens, or x 128 tokens with rounded weights
+// (linear_rounded.cuh).
+#include "quant/linear_rounded.cuh"
 
 namespace moe::linear_tensor {
 
 constexpr int kStageColumns = 128;
 
-struct QuantSource : quant::Source {
-  int gates;  // rows of gate, in a pack that has them with the up rows; else 0
-};
-
 template <QuantFormat kFormat, int kShare>
 struct QuantWeights {
   using Source = QuantSource;
+  static constexpr bool kOnly128 = false;
   template <int kGroups>
   static constexpr int kMostTokens = kGroups == 1 ? 128 : 64;  // two sums of each result are in registers
 
-  /// Of a pack's row. Tiles of gate and up: 8 gate rows, then their up rows.
   static __device__ __forceinline__ int column(const Args<QuantWeights>& a, int row) {
-    const int gates = a.source.gates;
-    return gates == 0 ? row : row / 16 * 8 + row % 8 + (row / 8 % 2) * gates;
+    return column_of(a.source, row);
   }
 
   template <int kGroups>
@@ -95,24 +91,64 @@ struct QuantWeights {
   };
 };
 
+template <class W>
+Args<W> arguments(const QuantLinearTensorArgs& c) {
+  const int n = static_cast<int>(c.w.n), k = static_cast<int>(c.w.k);
+  const int share = quant::share(c.w, kStageColumns);
+  return {c.bias, c.out, c.m, n, k, 0, {quant::source(c.w, kStageColumns, share), c.w.gate_up != 0 ? n / 2 : 0}};
+}
+
+/// Tiles of 128 weight rows and so many tokens, an SM each, K cut into halves where that gives no SM two of them.
+/// `weight` is what a tile takes; returns what all of them do.
+inline int tiles_for(int m, int n, int tokens, int weight, const DeviceLimits& limits, Shape* s) {
+  const int tiles = ceil_div(n, 128) * ceil_div(m, tokens);
+  *s = {tokens, 2, 2 * tiles <= limits.sms ? 2 : 1, static_cast<size_t>(limits.block_smem) - kHeader};
+  return 2 * weight * ceil_div(tiles * s->splits, limits.sms) / s->splits;
+}
+
+/// As measured (docs/kernels-labbook.md): to 128 rows as with bf16; then tiles of 64 tokens, or of 128 with rounded
+/// weights, which take a third longer, whichever ends first. Returns whether weights are rounded.
+inline bool shape_of_many(int m, int n, const DeviceLimits& limits, Shape* s) {
+  Shape rounded;
+  const int exact_time = tiles_for(m, n, 64, 3, limits, s);
+  s->ring = 111 * 1024;
+  if (tiles_for(m, n, 128, 4, limits, &rounded) >= exact_time) return false;
+  *s = rounded;
+  return true;
+}
+
+template <class W, int kGroups>
+cudaError_t map_and_run(const QuantLinearTensorArgs& c, const Shape& s, void* stream) {
+  CUtensorMap map;
+  const cudaError_t e = quant::make_pack_map(&map, c.w, 4 * kGroups, W::template Stage<1>::kBlockBytes);
+  if (e != cudaSuccess) return e;
+  if constexpr (W::kOnly128) return run<W, 128, kGroups>(map, c.x, arguments<W>(c), c.output, s, stream);
+  else return run<W, kGroups>(map, c.x, arguments<W>(c), c.output, s, stream);
+}
+
 template <QuantFormat kFormat, int kShare>
 cudaError_t launch(const QuantLinearTensorArgs& c, const DeviceLimits& limits, void* stream) {
-  using W = QuantWeights<kFormat, kShare>;
-  const int n = static_cast<int>(c.w.n), k = static_cast<int>(c.w.k);
-  Shape s = shape_for(c.m, n, ceil_div(k, kStageColumns), c.splits, limits);
-  if (c.m > W::template kMostTokens<1>) s.tokens = W::template kMostTokens<2>, s.groups = 2;
-  else if (c.m > W::template kMostTokens<2>) s.groups = 1;
-  CUtensorMap map;
-  const cudaError_t e = quant::make_pack_map(&map, c.w, 4 * s.groups, W::template Stage<1>::kBlockBytes);
-  if (e != cudaSuccess) return e;
-  const Args<W> a = {
-      c.bias, c.out, c.m, n, k, 0, {quant::source(c.w, kStageColumns, kShare), c.w.gate_up != 0 ? n / 2 : 0}};
-  return s.groups == 1 ? run<W, 1>(map, c.x, a, c.output, s, stream) : run<W, 2>(map, c.x, a, c.output, s, stream);
+  using Exact = QuantWeights<kFormat, kShare>;
+  const int n = static_cast<int>(c.w.n), steps = ceil_div(static_cast<int>(c.w.k), kStageColumns);
+  Shape s = shape_for(c.m, n, steps, c.splits, limits);
+  const int asked = s.splits;
+  bool rounded = false;
+  if (c.m > Exact::template kMostTokens<1>) {
+    rounded = shape_of_many(c.m, n, limits, &s) && c.splits >= 0;
+    if (!rounded) s.tokens = Exact::template kMostTokens<2>;
+    if (c.splits != 0) s.splits = asked;
+    if (s.splits > steps) s.splits = steps;
+  } else if (c.m > Exact::template kMostTokens<2>) {
+    s.groups = 1;
+  }
+  if (rounded) return map_and_run<RoundedWeights<kFormat, kStageColumns, kShare>, 2>(c, s, stream);
+  return s.groups == 1 ? map_and_run<Exact, 1>(c, s, stream) : map_and_run<Exact, 2>(c, s, stream);
 }
 
 }  // namespace moe::linear_tensor
 
-/// out = x w^T (+ bias) for any m and one matrix that fits (quant/stage.cuh).
+/// out = x w^T (+ bias) for any m and one matrix that fits (quant/stage.cuh). With m > 128 weights may be rounded to
+/// bf16; with splits = -1 they never are, and a row's bits do not depend on m.
 extern "C" int moe_quant_linear_tensor(const moe::QuantLinearTensorArgs* args, void* stream) {
   using namespace moe;
   const QuantLinearTensorArgs& c = *args;

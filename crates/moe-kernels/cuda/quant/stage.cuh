@@ -110,21 +110,19 @@ struct QuantStage {
     float exact[2];              // where sums are
   };
 
-  static __device__ __forceinline__ Operands operands(const uint8_t* side, const Source& s, int block, int share) {
-    const int g = threadIdx.x % 32 / 4;
+  /// From this lane's first scale and zero point on.
+  static __device__ __forceinline__ Operands operands(const uint8_t* scale, const uint8_t* zero, const Source& s) {
     Operands o = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (kIntegers) {
-        const int at = (block * kShares + share) * 16 + g + 8 * i;
-        const uint16_t scale = reinterpret_cast<const uint16_t*>(side)[at];
-        o.exact[i] = exact_scale(scale, s.f16_scales);
-        o.scale[i] = scale_operand(scale, s.f16_scales);
+        const uint16_t of_row = reinterpret_cast<const uint16_t*>(scale)[8 * i];
+        o.exact[i] = exact_scale(of_row, s.f16_scales);
+        o.scale[i] = scale_operand(of_row, s.f16_scales);
         const uint32_t middle = kFormat == QuantFormat::kInt4 ? 8 : 128;
-        o.zero[i] = zero_operand<kFormat>(s.zeros == nullptr ? middle : (side + kScaleBytes)[at]);
+        o.zero[i] = zero_operand<kFormat>(s.zeros == nullptr ? middle : zero[8 * i]);
       } else {
-        const float* scales = reinterpret_cast<const float*>(side) + block * 16;
-        o.exact[i] = scales[s.scale_rows == 2 ? i : g + 8 * i];
+        o.exact[i] = reinterpret_cast<const float*>(scale)[s.scale_rows == 2 ? i : 8 * i];
         const uint2 terms = scale_operands(o.exact[i]);
         o.scale[i] = terms.x, o.rest[i] = terms.y;
       }
@@ -132,16 +130,31 @@ struct QuantStage {
     return o;
   }
 
+  /// This lane's first scale of a block, as a number of scales from the first.
+  static __device__ __forceinline__ int first_scale(const Source& s, int block) {
+    return block * kShares * 16 + (!kIntegers && s.scale_rows == 2 ? 0 : static_cast<int>(threadIdx.x) % 32 / 4);
+  }
+
+  /// Those of a share of a stage's columns. `at`: first_scale of its block.
+  static __device__ __forceinline__ Operands operands(const uint8_t* side, const Source& s, int at, int share) {
+    at += share * 16;
+    return operands(side + at * (kIntegers ? 2 : 4), side + kScaleBytes + at, s);
+  }
+
   /// Fetches those of a k-step where it begins a share of columns with a scale of its own.
   static __device__ __forceinline__ void fetch(const uint8_t* side, const Source& s, int block, int k, Operands* o) {
-    if (k == 0 || (k % kShareSteps == 0 && !s.uniform)) *o = operands(side, s, block, k / kShareSteps);
+    if (k == 0 || (k % kShareSteps == 0 && !s.uniform)) *o = operands(side, s, first_scale(s, block), k / kShareSteps);
   }
 
   /// A lane's words of a block of 16 rows.
   using Words = uint32_t[kSteps * kWords];
 
   static __device__ __forceinline__ void read(const uint8_t* weights, int block, Words& words) {
-    const uint8_t* from = weights + block * kBlockBytes + threadIdx.x % 32 * 16;
+    read(weights + block * kBlockBytes + threadIdx.x % 32 * 16, words);
+  }
+
+  /// The same from where they begin.
+  static __device__ __forceinline__ void read(const uint8_t* from, Words& words) {
 #pragma unroll
     for (int i = 0; i < kSteps * kWords; i += 4) {
       const uint4 v = *reinterpret_cast<const uint4*>(from + i / 4 * 512);

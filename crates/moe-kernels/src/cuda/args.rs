@@ -206,7 +206,7 @@ arguments! {
     }
     QuantExpertsTensorArgs {
         x: In, w13 w2: QuantPack, slots counts: In, bucket: i32, act slot_rows counters: Out,
-        tokens top_k num_ids: i32,
+        tokens top_k num_ids invariant: i32,
     }
     QuantLinearTensorArgs {
         x: In, w: QuantPack, bias: In, out: Out, output: Output, m splits: i32,

@@ -269,6 +269,7 @@ impl Inputs {
                         tokens,
                         top_k,
                         num_ids,
+                        invariant: i32::from(ex.batch_invariant()),
                     };
                     let (name, code) = match wide {
                         true => ("quant_experts_wide", ffi::moe_quant_experts_wide(&args, cuda.raw()?)),

@@ -1,0 +1,102 @@
+// Quantised weights of dense products with more than 128 rows of x: linear_tensor.cu with scales on the weights.
+//
+// With so many rows the bound is x, which every block reads again from L2: at 256 rows of Qwen3-30B-A3B's qkv 84 MB
+// with tiles of 64 weight rows, 42 MB with 128. But a tile of 128 x 128 leaves registers for one sum of each result,
+// not for one of each scale beside it. So weights are bf16(scale (q - zero)), rounded once, as where they are turned
+// into rows for cuBLAS (dequantise.cu). The scale is the sum of two bf16, which holds f16 and, to 16 bits, f32.
+#pragma once
+
+#include "linear/tensor_kernel.cuh"
+#include "quant/stage.cuh"
+
+namespace moe::linear_tensor {
+
+struct QuantSource : quant::Source {
+  int gates;  // rows of gate, in a pack that has them with the up rows; else 0
+};
+
+/// Where the results of a pack's row go. Tiles of gate and up: 8 gate rows, then their up rows.
+__device__ __forceinline__ int column_of(const QuantSource& s, int row) {
+  return s.gates == 0 ? row : row / 16 * 8 + row % 8 + (row / 8 % 2) * s.gates;
+}
+
+template <QuantFormat kFormat, int kColumns, int kShare>
+struct RoundedWeights {
+  using Source = QuantSource;
+  static constexpr bool kOnly128 = true;  // tokens of a tile
+
+  static __device__ __forceinline__ int column(const Args<RoundedWeights>& a, int row) {
+    return column_of(a.source, row);
+  }
+
+  template <int kGroups>
+  struct Stage : quant::QuantStage<kFormat, kColumns, kShare, 4 * kGroups> {
+    using Base = quant::QuantStage<kFormat, kColumns, kShare, 4 * kGroups>;
+
+#if MOE_SM90
+    using Side = typename Base::template SideCopies<32>;
+
+    static __device__ __forceinline__ void load(void* to, const CUtensorMap* w, int row, int step, uint64_t* bar) {
+      load_tile(to, w, row / 16, step * (Base::kBlockBytes / 8), bar);
+    }
+
+    template <class B>
+    static __device__ __forceinline__ void consume(const uint8_t* ring, const uint8_t* side, const Source& source,
+                                                   uint64_t* full, uint64_t* empty, int stages, int count,
+                                                   float (&acc)[B::kProducts][B::kColumns / 2]) {
+      constexpr int kUnit = Base::kShareSteps < 4 ? 2 : 4, kUnits = Base::kSteps / kUnit;  // k-steps unpacked together
+      const int block = threadIdx.x / 32;
+      int stage = 0, phase = 0;
+      typename Base::Words words;
+      typename Base::Operands o;
+      uint2 scale[2];  // of a lane's two rows
+      uint32_t fragments[2][kUnit][4];
+      const auto read = [&] {
+        mbarrier_wait(full + stage, phase);
+        Base::read(ring + stage * B::kStageBytes, block, words);
+      };
+      const auto unpack = [&](int from, int unit) {
+        if (unit == 0 || (unit * kUnit % Base::kShareSteps == 0 && !source.uniform)) {
+          Base::fetch(side + from * Base::kSideBytes, source, block, unit * kUnit, &o);
+          for (int i = 0; i < 2; ++i) scale[i] = quant::scale_operands(o.exact[i]);
+        }
+#pragma unroll
+        for (int k = 0; k < kUnit; ++k) {
+          uint32_t (&a)[4] = fragments[unit % 2][k];
+          quant::unpack<kFormat>(words + (unit * kUnit + k) * Base::kWords, o.zero, a);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[i] = quant::fma2(a[i], scale[i % 2].x, quant::mul2(a[i], scale[i % 2].y));
+          wgmma_hold(a);
+        }
+      };
+      read();
+      unpack(stage, 0);
+      for (int step = 0; step < count; ++step) {
+        const uint64_t x = tile_descriptor(ring + stage * B::kStageBytes + B::kWeightBytes);
+        const bool more = step + 1 < count;
+        const int used = stage;
+        if (++stage == stages) stage = 0, phase ^= 1;
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kUnit; ++i) {
+            const int k = u * kUnit + i;
+            wgmma<B::kColumns, false>(acc[0], fragments[u % 2][i], x + k / 4 * (B::kPartBytes / 16) + k % 4 * 2, 1);
+          }
+          wgmma_commit();
+          // What comes next is unpacked while these products run.
+          if (u + 1 < kUnits) unpack(used, u + 1);
+          if (u + 2 == kUnits && more) read();
+          if (u + 1 == kUnits && more) unpack(stage, 0);
+          wgmma_wait<0>();
+          if (u + 1 == kUnits) Base::give_back(empty + used, true);
+        }
+      }
+      wgmma_hold(acc[0]);
+    }
+#endif
+  };
+};
+
+}  // namespace moe::linear_tensor
