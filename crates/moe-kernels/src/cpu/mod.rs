@@ -58,7 +58,7 @@ pub(crate) fn dispatch<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
         CpuIsa::Avx512 => unsafe { avx512::run(kernel) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        CpuIsa::Avx512Bf16 | CpuIsa::AmxBf16 => unsafe { avx512::run_bf16(kernel) },
+        CpuIsa::Avx512Bf16 | CpuIsa::AmxBf16 => unsafe { avx512::run_vnni(kernel) },
         _ => kernel.run(scalar::Scalar),
     }
 }
