@@ -2,7 +2,6 @@
 //! limits that a benchmark's figures reach.
 
 use anyhow::{Result, bail};
-use candle_core::DType;
 use model_runtime::{Config, Geometry, ModelInfo, Roof, TensorSpec};
 use moe_engine::{ModelFamily, Session};
 use serde_json::{Value, json};
@@ -112,7 +111,6 @@ fn roofline(
         Some(roof) => json!({
             "read_gb_s": roof.read / 1e9,
             "f32_multiply_add_gflop_s": roof.fma / 1e9,
-            "bf16_dot_gflop_s": roof.dot.map(|dot| dot / 1e9),
             "bf16_matrix_gflop_s": roof.matrix.map(|matrix| matrix / 1e9),
         }),
         None => json!({}),
@@ -128,15 +126,13 @@ fn roofline(
             report["decode"][batch]["fraction"] = json!(bytes / seconds / roof.read);
         }
     }
-    // The limit of bf16 products is the BF16 dot product's, of others the f32 multiply-add's.
-    let peak = roof.map(|roof| roof.dot.filter(|_| info.kv.dtype == DType::BF16).unwrap_or(roof.fma));
     for (length, rate) in result["prefill"].as_object().into_iter().flatten() {
         let tokens = length.parse::<usize>()?;
         let seconds = tokens as f64 / rate.as_f64().unwrap_or(f64::NAN);
         let flops = weights.prefill_flops(tokens);
         report["prefill"][length] = json!({"flops": flops, "gflop_s": flops / seconds / 1e9});
-        if let Some(peak) = peak {
-            report["prefill"][length]["fraction"] = json!(flops / seconds / peak);
+        if let Some(roof) = roof {
+            report["prefill"][length]["fraction"] = json!(flops / seconds / roof.fma);
         }
     }
     Ok(report)
@@ -145,6 +141,7 @@ fn roofline(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::DType;
     use model_runtime::{KvLayout, MoeInfo};
 
     fn info() -> ModelInfo {
@@ -195,7 +192,7 @@ mod tests {
             "distinct_experts": {"4": {"mean": 5.}},
             "prefill": {"20": 1000.},
         });
-        let roof = Roof { read: 1e7, fma: 5e6, dot: Some(1e7), matrix: None };
+        let roof = Roof { read: 1e7, fma: 1e7, matrix: None };
         let report = roofline(&result, Some(&roof), &weights(), &info(), 3.)?;
         // 220 + 5 * 180 elements of two bytes, 500 of half a byte, and 4 * 3 tokens of 2 * 2 * 4 * 2 bytes.
         let bytes = 2. * 1120. + 250. + 12. * 32.;

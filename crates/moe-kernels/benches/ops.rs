@@ -28,7 +28,7 @@ pub struct Floor {
 
 /// The highest multiply-add peak of the path.
 fn peak(roof: &Roof) -> f64 {
-    roof.matrix.or(roof.dot).unwrap_or(0.0).max(roof.fma)
+    roof.matrix.unwrap_or(0.0).max(roof.fma)
 }
 
 /// Runs cases and prints them against the roof.

@@ -29,7 +29,7 @@ pub enum CpuIsa {
     Avx2,
     /// AVX-512 F, BW, DQ, VL: the same arithmetic as AVX2, so the same bits, at twice the width.
     Avx512,
-    /// AVX-512 with the BF16 dot product for bf16 weights, and VNNI; the rest as [`CpuIsa::Avx512`].
+    /// AVX-512 with VNNI for integer weights, on processors that have BF16, too; all bits are those of [`CpuIsa::Avx512`].
     Avx512Bf16,
     /// AMX matrix registers for products of bf16; the rest as [`CpuIsa::Avx512Bf16`].
     AmxBf16,

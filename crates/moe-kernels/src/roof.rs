@@ -7,7 +7,7 @@ use std::time::Instant;
 use candle_core::Result;
 
 use crate::buffer::Buffer;
-use crate::cpu::roof::{Dot, Fma, Read};
+use crate::cpu::roof::{Fma, Read};
 use crate::cpu::{dispatch, parallel::for_each};
 use crate::exec::{CpuIsa, Exec};
 
@@ -18,8 +18,6 @@ pub struct Roof {
     pub read: f64,
     /// FLOP per second of f32 multiply-adds in vector registers.
     pub fma: f64,
-    /// FLOP per second of BF16 dot products in vector registers; `None` where the path has none.
-    pub dot: Option<f64>,
     /// FLOP per second of BF16 products in matrix registers; `None` where the path has none.
     pub matrix: Option<f64>,
 }
@@ -53,8 +51,6 @@ impl Roof {
                 })
         };
         let fma = flops(Fma::FLOP * ROUNDS, &|| dispatch(isa, Fma { rounds: ROUNDS }));
-        let dot = matches!(isa, CpuIsa::Avx512Bf16 | CpuIsa::AmxBf16)
-            .then(|| flops(Dot::FLOP * ROUNDS, &|| dispatch(isa, Dot { rounds: ROUNDS })));
         #[cfg(target_arch = "x86_64")]
         let matrix = (isa == CpuIsa::AmxBf16).then(|| {
             use crate::cpu::amx::{PEAK_FLOP, peak};
@@ -65,7 +61,7 @@ impl Roof {
         });
         #[cfg(not(target_arch = "x86_64"))]
         let matrix = None;
-        Ok(Self { read: (VALUES * size_of::<f32>()) as f64 / read, fma, dot, matrix })
+        Ok(Self { read: (VALUES * size_of::<f32>()) as f64 / read, fma, matrix })
     }
 }
 

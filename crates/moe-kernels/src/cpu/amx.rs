@@ -7,7 +7,6 @@ mod tiles;
 
 use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
 use std::cell::RefCell;
-use std::marker::PhantomData;
 use std::ops::Range;
 
 pub(crate) use self::tiles::release;
@@ -17,7 +16,6 @@ pub(crate) use self::tiles::{
 use self::tiles::{EMPTY, STEP, STEP_WORDS, TileSums, configure, multiply, store, zero};
 use super::gemm::{Method, UnitWeights, Work, even_parts};
 use super::pack::Pack;
-use super::product::Pair;
 use super::simd::{LANES, Lanes, Simd};
 use super::tile::{UNIT, UnitSums};
 use super::{Kernel, avx512};
@@ -70,9 +68,9 @@ impl<T: Lanes> Method<T> for Amx {
         for segment in 0..segments {
             let range = segment * length..(segment + 1) * length;
             let out = &mut panel[segment * words * m..];
-            let pack = Pack { rows, range, stride: m, out, step: PhantomData::<Pair> };
-            // SAFETY: the processor supports AVX-512 BF16 wherever it supports AMX for bf16.
-            unsafe { avx512::run_bf16(pack) };
+            let pack = Pack::<T, 2> { rows, range, stride: m, out };
+            // SAFETY: the path has what AVX-512 with VNNI has.
+            unsafe { avx512::run_vnni(pack) };
             panel[segment * words * m..][length.div_ceil(2) * m..words * m].fill(0);
         }
     }
@@ -92,7 +90,7 @@ impl<T: Lanes> Method<T> for Amx {
                     if blocks == 1 { Ahead::Stream } else { Ahead::Next(first_row..first_row + count) };
                 let block = Block { work, rows, tiles: [first, second], ahead, local: &mut *local };
                 // SAFETY: as above.
-                unsafe { avx512::run_bf16(block) };
+                unsafe { avx512::run_vnni(block) };
             }
             take(&local.sums);
         });

@@ -18,7 +18,6 @@ mod block;
 mod kernels;
 
 use std::cell::RefCell;
-use std::marker::PhantomData;
 use std::ops::Range;
 
 use candle_core::{DType, Result};
@@ -27,7 +26,7 @@ use self::kernels::{BlockWeights, Divide, Merge, MergeRows, Partial};
 use super::dispatch;
 use super::pack::Pack;
 use super::parallel::for_each;
-use super::product::{Single, chains};
+use super::product::chains;
 use super::shared::Shared;
 use super::simd::{LANES, Lanes};
 use super::tile::{Shape, UnitSums};
@@ -307,10 +306,10 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
                 &self.a.q[(row * self.a.num_heads + head) * d..][..d]
             });
             let panel = &mut local.q[start * d..(start + m) * d];
-            for chain in chains(d, 1, 1) {
+            for chain in chains(d, 1) {
                 let out = &mut panel[chain.start * m..];
                 let range = chain.start..chain.start + chain.len;
-                let pack = Pack { rows: &q, range, stride: m, out, step: PhantomData::<Single> };
+                let pack = Pack::<Q, 1> { rows: &q, range, stride: m, out };
                 dispatch(self.ex.isa(), pack);
             }
         }

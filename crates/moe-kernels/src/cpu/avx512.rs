@@ -1,5 +1,4 @@
-//! The AVX-512 path: one register per vector of 16 lanes, and the dot products of BF16 and of integers (VNNI) where the
-//! processor has them.
+//! The AVX-512 path: one register per vector of 16 lanes, and the dot product of integers (VNNI) where the processor has it.
 
 use std::arch::x86_64::*;
 
@@ -7,12 +6,12 @@ use half::{bf16, f16};
 
 use super::Kernel;
 use super::avx2::{add8, max8};
-use super::simd::{LANES, Simd, dot_bf16_by_fma, intrinsics};
+use super::simd::{LANES, Simd, intrinsics};
 
-/// AVX-512 F, BW, DQ, VL with FMA and F16C; with `BF16`, also the BF16 and VNNI dot products. A value
-/// exists only inside [`run`] and [`run_bf16`], whose callers have checked the processor.
+/// AVX-512 F, BW, DQ, VL with FMA and F16C, and with VNNI or without. A value exists only inside [`run`] and [`run_vnni`],
+/// whose callers have checked the processor.
 #[derive(Clone, Copy)]
-pub(crate) struct Avx512<const BF16: bool>(());
+pub(crate) struct Avx512<const VNNI: bool>(());
 
 /// Runs a kernel with AVX-512 F, BW, DQ, VL.
 ///
@@ -23,16 +22,16 @@ pub(crate) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
     kernel.run(Avx512::<false>(()))
 }
 
-/// Runs a kernel with the BF16 dot product as well.
+/// Runs a kernel with VNNI as well.
 ///
 /// # Safety
 /// The processor must support `CpuIsa::Avx512Bf16`.
-#[target_feature(enable = "avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-pub(crate) unsafe fn run_bf16<K: Kernel>(kernel: K) -> K::Output {
+#[target_feature(enable = "avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub(crate) unsafe fn run_vnni<K: Kernel>(kernel: K) -> K::Output {
     kernel.run(Avx512::<true>(()))
 }
 
-impl<const BF16: bool> Simd for Avx512<BF16> {
+impl<const VNNI: bool> Simd for Avx512<VNNI> {
     type V = __m512;
     type Raw = __m512i;
     const TILE_VECTORS: usize = 2;
@@ -183,23 +182,10 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
 
     #[inline(always)]
     fn dot_i16(self, acc: __m512i, x: u32, w: __m512i) -> __m512i {
-        // SAFETY: `self` proves AVX-512 BW and, with BF16, VNNI. The sums are exact, so both give the same bits.
+        // SAFETY: `self` proves AVX-512 BW and VNNI where it is used. The sums are exact, so both give the same bits.
         unsafe {
             let x = _mm512_set1_epi32(x as i32);
-            if BF16 { _mm512_dpwssd_epi32(acc, x, w) } else { _mm512_add_epi32(acc, _mm512_madd_epi16(x, w)) }
-        }
-    }
-
-    #[inline(always)]
-    fn dot_bf16(self, acc: __m512, x: u32, w: __m512i) -> __m512 {
-        if !BF16 {
-            return dot_bf16_by_fma(self, acc, x, w);
-        }
-        // SAFETY: `self` with BF16 proves AVX-512 BF16; __m512bh and __m512i are the same bits.
-        unsafe {
-            let w = std::mem::transmute::<__m512i, __m512bh>(w);
-            let x = std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(x as i32));
-            _mm512_dpbf16_ps(acc, x, w)
+            if VNNI { _mm512_dpwssd_epi32(acc, x, w) } else { _mm512_add_epi32(acc, _mm512_madd_epi16(x, w)) }
         }
     }
 

@@ -5,14 +5,11 @@
 //! they are packed and a unit is computed is a [`Method`]: on vector registers
 //! ([`super::vectors`]) or on matrix registers ([`super::amx`]).
 
-use std::marker::PhantomData;
-
 use candle_core::{DType, Result, bail};
 
 #[cfg(target_arch = "x86_64")]
 use super::amx::Amx;
 use super::parallel::{for_each, for_each_item};
-use super::product::{Pair, Single};
 use super::simd::{LANES, Lanes};
 use super::tile::{CACHE_LINE, UNIT, UnitSums};
 use super::vectors::Vectors;
@@ -138,10 +135,7 @@ pub(crate) fn products<T: Lanes>(p: &Products<T>, ex: &Exec, epilogue: &impl Epi
         }
         #[cfg(target_arch = "x86_64")]
         (CpuIsa::AmxBf16, DType::BF16) => Driver { p, ex, epilogue, method: Amx }.run(),
-        (CpuIsa::Avx512Bf16, DType::BF16) => {
-            Driver { p, ex, epilogue, method: Vectors { isa, panels, step: PhantomData::<Pair> } }.run()
-        }
-        _ => Driver { p, ex, epilogue, method: Vectors { isa, panels, step: PhantomData::<Single> } }.run(),
+        _ => Driver { p, ex, epilogue, method: Vectors { isa, panels } }.run(),
     }
 }
 

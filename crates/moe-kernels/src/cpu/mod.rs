@@ -58,7 +58,17 @@ pub(crate) fn dispatch<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
         CpuIsa::Avx512 => unsafe { avx512::run(kernel) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        CpuIsa::Avx512Bf16 | CpuIsa::AmxBf16 => unsafe { avx512::run_bf16(kernel) },
+        CpuIsa::Avx512Bf16 | CpuIsa::AmxBf16 => unsafe { avx512::run_vnni(kernel) },
         _ => kernel.run(scalar::Scalar),
+    }
+}
+
+/// [`dispatch`] of a kernel of [`Simd::dot_i16_of_many`], which AVX2 runs with AVX-VNNI where the processor has it.
+pub(crate) fn dispatch_ints<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
+    match isa {
+        // SAFETY: as in `dispatch`, and the processor has AVX-VNNI.
+        #[cfg(target_arch = "x86_64")]
+        CpuIsa::Avx2 if avx2::has_vnni() => unsafe { avx2::run_vnni(kernel) },
+        _ => dispatch(isa, kernel),
     }
 }

@@ -5,10 +5,7 @@
 //! chain of K that it is about to use into a panel that fits the first-level cache. The same
 //! routine packs rows of x, as panels [k][rows of the tile].
 
-use std::marker::PhantomData;
-
 use super::Kernel;
-use super::product::Step;
 use super::simd::{LANES, Lanes, Simd};
 
 /// Words of each row that one transposition covers.
@@ -18,10 +15,11 @@ pub(crate) const GROUP_WORDS: usize = LANES;
 pub(crate) const GROUP_OUT: usize = 2 * GROUP_WORDS;
 
 /// Transposes the values `at..` of 16 rows: one group of [`GROUP_WORDS`] words of each row, or
-/// what is left up to `end`, padded with zeros. Word i of all rows goes to `out[i * stride..]`, 16
+/// what is left up to `end`, padded with zeros. A word that comes out holds DEPTH values: one as f32, or
+/// [`Lanes::PER_WORD`] as they are. Word i of all rows goes to `out[i * stride..]`, 16
 /// lanes where there is room, else as many as there is room for. Returns the number of words.
 #[inline(always)]
-pub(crate) fn transpose_group<S: Simd, T: Lanes, P: Step>(
+pub(crate) fn transpose_group<S: Simd, T: Lanes, const DEPTH: usize>(
     s: S,
     rows: &[&[T]; LANES],
     at: usize,
@@ -37,9 +35,9 @@ pub(crate) fn transpose_group<S: Simd, T: Lanes, P: Step>(
         for j in 0..LANES {
             raw[j] = T::words(s, &rows[j][at..at + step]);
         }
-        let words = step / P::DEPTH;
+        let words = step / DEPTH;
         if let Some(out) = out.get_mut(..(words - 1) * stride + LANES) {
-            put_columns::<S, T, P>(s, raw, stride, out);
+            put_columns::<S, T, DEPTH>(s, raw, stride, out);
             return words;
         }
     } else {
@@ -50,8 +48,8 @@ pub(crate) fn transpose_group<S: Simd, T: Lanes, P: Step>(
         }
     }
     let mut columns = [0; GROUP_OUT * LANES];
-    put_columns::<S, T, P>(s, raw, LANES, &mut columns);
-    let words = left.min(step).div_ceil(P::DEPTH);
+    put_columns::<S, T, DEPTH>(s, raw, LANES, &mut columns);
+    let words = left.min(step).div_ceil(DEPTH);
     for (i, column) in columns.as_chunks::<LANES>().0[..words].iter().enumerate() {
         let out = &mut out[i * stride..];
         let room = out.len().min(LANES);
@@ -62,10 +60,15 @@ pub(crate) fn transpose_group<S: Simd, T: Lanes, P: Step>(
 
 /// Transposes and stores a whole group.
 #[inline(always)]
-fn put_columns<S: Simd, T: Lanes, P: Step>(s: S, raw: [S::Raw; LANES], stride: usize, out: &mut [u32]) {
+fn put_columns<S: Simd, T: Lanes, const DEPTH: usize>(
+    s: S,
+    raw: [S::Raw; LANES],
+    stride: usize,
+    out: &mut [u32],
+) {
     let columns = s.transpose(raw);
     for i in 0..LANES {
-        if P::DEPTH == T::PER_WORD {
+        if DEPTH == T::PER_WORD {
             put(s, columns[i], &mut out[i * stride..]);
         } else {
             let [first, second] = T::values(s, columns[i]);
@@ -83,8 +86,9 @@ fn put<S: Simd>(s: S, words: S::Raw, out: &mut [u32]) {
 }
 
 /// Packs one chain of up to 16 rows: word i of row j goes to `out[i * stride + j]`. With a stride
-/// below 16 the surplus lanes of a word land where the next words go, and those overwrite them.
-pub(crate) struct Pack<'a, T, P> {
+/// below 16 the surplus lanes of a word land where the next words go, and those overwrite them. A word holds DEPTH values, as
+/// [`transpose_group`] makes them.
+pub(crate) struct Pack<'a, T, const DEPTH: usize> {
     /// The rows; missing rows repeat another.
     pub rows: &'a [&'a [T]; LANES],
     /// The chain: first k and end.
@@ -93,11 +97,9 @@ pub(crate) struct Pack<'a, T, P> {
     pub stride: usize,
     /// The panel, to its end.
     pub out: &'a mut [u32],
-    /// How words hold values.
-    pub step: PhantomData<P>,
 }
 
-impl<T: Lanes, P: Step> Kernel for Pack<'_, T, P> {
+impl<T: Lanes, const DEPTH: usize> Kernel for Pack<'_, T, DEPTH> {
     type Output = ();
 
     #[inline(always)]
@@ -105,7 +107,7 @@ impl<T: Lanes, P: Step> Kernel for Pack<'_, T, P> {
         let (mut at, mut word) = (self.range.start, 0);
         while at < self.range.end {
             let out = &mut self.out[word * self.stride..];
-            word += transpose_group::<S, T, P>(s, self.rows, at, self.range.end, self.stride, out);
+            word += transpose_group::<S, T, DEPTH>(s, self.rows, at, self.range.end, self.stride, out);
             at += GROUP_WORDS * T::PER_WORD;
         }
     }

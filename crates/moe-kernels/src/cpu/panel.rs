@@ -6,12 +6,11 @@
 //! keeps its size: only the values of 16 rows change places. The chains are those of
 //! [`super::product`], so a row's bits are the same as with weights in rows.
 
-use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::Kernel;
 use super::gemm::even_parts;
-use super::product::{Chain, Step, chains, row_words};
+use super::product::{Chain, chains};
 use super::simd::{LANES, Lanes, Simd};
 use super::tile::{MAX_ROWS, UnitSums, store_sums, with_rows};
 
@@ -43,33 +42,34 @@ pub(crate) fn unpack_row<T: Lanes>(panels: &[T], k: usize, row: usize, out: &mut
 
 /// Expands the chain of a panel into words as [`super::tile`] takes them: word i of 16 rows goes to
 /// `out[i * stride..]`.
-pub(crate) struct Expand<'a, T, P> {
+pub(crate) struct Expand<'a, T> {
     /// The chain's part of a panel.
     pub panel: &'a [T],
     /// Distance between words of one row.
     pub stride: usize,
     /// The words, to their end.
     pub out: &'a mut [u32],
-    /// How words hold values.
-    pub step: PhantomData<P>,
 }
 
-impl<T: Lanes, P: Step> Kernel for Expand<'_, T, P> {
+impl<T: Lanes> Kernel for Expand<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let words = T::PANEL_DEPTH / P::DEPTH * self.stride;
         let groups = self.panel.chunks_exact(LANES * T::PANEL_DEPTH);
         for (i, group) in groups.enumerate() {
-            P::expand(s, group, self.stride, &mut self.out[i * words..]);
+            for j in 0..T::PANEL_DEPTH {
+                if let Some(out) = self.out[(i * T::PANEL_DEPTH + j) * self.stride..].first_chunk_mut() {
+                    s.store_words(s.to_words(T::panel(s, group, j)), out);
+                }
+            }
         }
     }
 }
 
 /// Multiplies a few packed rows of x with the two panels of a unit: weights stream from memory
 /// straight into registers, and meet the further tiles of x in the first-level cache.
-pub(crate) struct PanelUnit<'a, T, P> {
+pub(crate) struct PanelUnit<'a, T> {
     /// The panels' columns that are multiplied.
     pub panels: [&'a [T]; 2],
     /// Values from a panel to that of the unit that this thread is likely to take next.
@@ -85,21 +85,18 @@ pub(crate) struct PanelUnit<'a, T, P> {
     /// Sums of the m rows, and room for those of a segment.
     pub total: &'a mut [UnitSums],
     pub segment: &'a mut [UnitSums],
-    /// How words hold values.
-    pub step: PhantomData<P>,
 }
 
-impl<T: Lanes, P: Step> Kernel for PanelUnit<'_, T, P> {
+impl<T: Lanes> Kernel for PanelUnit<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let k = self.panels[0].len() / LANES;
-        let words = row_words(k, self.segments, P::DEPTH);
         for vector in (0..2).step_by(S::TILE_VECTORS) {
             let vectors = vector..vector + S::TILE_VECTORS;
             let panels = [self.panels[vector], self.panels[vectors.end - 1]];
-            for chain in chains(k, self.segments, P::DEPTH) {
+            for chain in chains(k, self.segments) {
                 let range = chain.start * LANES..(chain.start + chain.len) * LANES;
                 let ahead = match chain.start + chain.len < k {
                     true => panels_from(&self.panels, vectors.clone(), chain.start + chain.len),
@@ -107,7 +104,7 @@ impl<T: Lanes, P: Step> Kernel for PanelUnit<'_, T, P> {
                 };
                 let to = if chain.to_segment { &mut *self.segment } else { &mut *self.total };
                 for (start, m) in even_parts(self.m, self.tiles) {
-                    let x = &self.x[start * words + chain.word * m..][..chain.len.div_ceil(P::DEPTH) * m];
+                    let x = &self.x[start * k + chain.start * m..][..chain.len * m];
                     let tile = ChainTile {
                         x,
                         w: [&panels[0][range.clone()], &panels[1][range.clone()]],
@@ -117,9 +114,9 @@ impl<T: Lanes, P: Step> Kernel for PanelUnit<'_, T, P> {
                         out: &mut to[start..start + m],
                     };
                     if S::TILE_VECTORS == 2 {
-                        with_rows!(m, chain_tile::<S, T, P; 2>(s, tile))
+                        with_rows!(m, chain_tile::<S, T; 2>(s, tile))
                     } else {
-                        with_rows!(m, chain_tile::<S, T, P; 1>(s, tile))
+                        with_rows!(m, chain_tile::<S, T; 1>(s, tile))
                     }
                 }
                 flush(&chain, self.segment, self.total, vector * LANES..vectors.end * LANES);
@@ -159,24 +156,24 @@ struct ChainTile<'a, T> {
 }
 
 #[inline(always)]
-fn chain_tile<S: Simd, T: Lanes, P: Step, const M: usize, const N: usize>(s: S, t: ChainTile<T>) {
+fn chain_tile<S: Simd, T: Lanes, const M: usize, const N: usize>(s: S, t: ChainTile<T>) {
     if M > S::PANEL_ROWS || N != S::TILE_VECTORS {
         return; // Never taken; keeps tiles that this path does not use out of the binary.
     }
     let group = LANES * T::PANEL_DEPTH;
     let mut acc = [[s.splat(0.0); N]; M];
-    let x = t.x.chunks_exact(T::PANEL_DEPTH / P::DEPTH * M);
+    let x = t.x.chunks_exact(T::PANEL_DEPTH * M);
     let w = t.w[0].chunks_exact(group).zip(t.w[1].chunks_exact(group));
     if let Some(ahead) = t.ahead {
         for (i, (x, (first, second))) in x.zip(w).enumerate() {
             for n in 0..N {
                 s.prefetch(ahead[n].wrapping_add(i * group));
             }
-            P::advance_panel::<S, T, M, N>(s, &mut acc, x, [first, second]);
+            advance::<S, T, M, N>(s, &mut acc, x, [first, second]);
         }
     } else {
         for (x, (first, second)) in x.zip(w) {
-            P::advance_panel::<S, T, M, N>(s, &mut acc, x, [first, second]);
+            advance::<S, T, M, N>(s, &mut acc, x, [first, second]);
         }
     }
     let Some((out, _)) = t.out.split_first_chunk_mut::<M>() else { return };
@@ -184,6 +181,29 @@ fn chain_tile<S: Simd, T: Lanes, P: Step, const M: usize, const N: usize>(s: S, 
         store_sums(s, &acc[m], t.add, &mut out[m].as_chunks_mut().0[t.vector..]);
     }
     debug_assert!(M <= MAX_ROWS);
+}
+
+/// Advances M x N chains by one group of N panels, 16 * [`Lanes::PANEL_DEPTH`] values each, and the words of x that belong
+/// to them, [words]\[M\].
+#[inline(always)]
+fn advance<S: Simd, T: Lanes, const M: usize, const N: usize>(
+    s: S,
+    acc: &mut [[S::V; N]; M],
+    x: &[u32],
+    w: [&[T]; 2],
+) {
+    for i in 0..T::PANEL_DEPTH {
+        let mut vectors = [T::panel(s, w[0], i); N];
+        for n in 1..N {
+            vectors[n] = T::panel(s, w[n], i);
+        }
+        for m in 0..M {
+            let x = s.splat(f32::from_bits(x[i * M + m]));
+            for n in 0..N {
+                acc[m][n] = s.fma(x, vectors[n], acc[m][n]);
+            }
+        }
+    }
 }
 
 /// Where a chain ends its segment: adds the segment's sums to the totals, or starts the totals with them.

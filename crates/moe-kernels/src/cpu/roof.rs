@@ -55,28 +55,6 @@ impl Kernel for Fma {
     }
 }
 
-/// Chains of BF16 dot products.
-pub(crate) struct Dot {
-    pub rounds: usize,
-}
-
-impl Dot {
-    /// FLOP of a round.
-    pub(crate) const FLOP: usize = 2 * Fma::FLOP;
-}
-
-impl Kernel for Dot {
-    type Output = f32;
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> f32 {
-        // Pairs of 2^-7.
-        let word = std::hint::black_box(0x3c00_3c00);
-        let words = s.load_words(&[word; LANES]);
-        chains(s, self.rounds, |acc| s.dot_bf16(acc, word, words))
-    }
-}
-
 #[inline(always)]
 fn chains<S: Simd>(s: S, rounds: usize, advance: impl Fn(S::V) -> S::V) -> f32 {
     if S::TILE_VECTORS == 2 {

@@ -84,14 +84,6 @@ pub(crate) trait Simd: Copy {
     fn load_words(self, a: &[u32; LANES]) -> Self::Raw;
     fn store_words(self, v: Self::Raw, a: &mut [u32; LANES]);
 
-    /// acc + second(x) * second(w) + first(x) * first(w) over pairs of bf16 (the first in the low
-    /// half of a word), in that order: the BF16 dot product. Where the processor has the
-    /// instruction, it also flushes subnormals.
-    #[inline(always)]
-    fn dot_bf16(self, acc: Self::V, x: u32, w: Self::Raw) -> Self::V {
-        dot_bf16_by_fma(self, acc, x, w)
-    }
-
     /// Asks for the cache line at `p`, which need not be valid.
     fn prefetch<T>(self, p: *const T);
 
@@ -107,6 +99,11 @@ pub(crate) trait Simd: Copy {
     fn sub_i16(self, a: Self::Raw, b: Self::Raw) -> Self::Raw;
     /// acc + first(x) * first(w) + second(x) * second(w) over pairs of i16, the first in the low half of a word.
     fn dot_i16(self, acc: Self::Raw, x: u32, w: Self::Raw) -> Self::Raw;
+    /// The same where many sums advance side by side, so that an instruction may take longer if it starts as often.
+    #[inline(always)]
+    fn dot_i16_of_many(self, acc: Self::Raw, x: u32, w: Self::Raw) -> Self::Raw {
+        self.dot_i16(acc, x, w)
+    }
     /// The eight 4-bit integers of each word, by pairs: pair i holds those at bits 4i and 16 + 4i.
     fn nibbles(self, v: Self::Raw) -> [Self::Raw; 4];
     /// The same, but pair 1 is left 16 times and pair 2 256 times as large: without their shifts.
@@ -153,7 +150,7 @@ pub(crate) trait Lanes: Float {
     /// Values per 32-bit word.
     const PER_WORD: usize;
     /// Values of k of one row that lie side by side in a panel: pairs for bf16, whose halves of a word
-    /// widen by a shift and a mask and feed the BF16 dot product; else one.
+    /// widen by a shift and a mask; else one.
     const PANEL_DEPTH: usize;
     fn load<S: Simd>(s: S, a: &[Self; LANES]) -> S::V;
     fn store<S: Simd>(s: S, v: S::V, a: &mut [Self; LANES]);
@@ -253,14 +250,6 @@ macro_rules! half_lanes {
 
 half_lanes!(bf16, load_bf16, store_bf16, half_bf16, 2);
 half_lanes!(f16, load_f16, store_f16, half_f16, 1);
-
-/// [`Simd::dot_bf16`] by two multiply-adds.
-#[inline(always)]
-pub(crate) fn dot_bf16_by_fma<S: Simd>(s: S, acc: S::V, x: u32, w: S::Raw) -> S::V {
-    let [first, second] = [f32::from_bits(x << 16), f32::from_bits(x & 0xffff_0000)];
-    let acc = s.fma(s.splat(second), s.half_bf16::<true>(w), acc);
-    s.fma(s.splat(first), s.half_bf16::<false>(w), acc)
-}
 
 /// Folds 16 lanes to one by halves.
 #[inline(always)]

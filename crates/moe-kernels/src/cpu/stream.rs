@@ -5,11 +5,9 @@
 //! the lines a few groups ahead are already on their way. The chains are those of
 //! [`super::tile`], so a row's bits are the same.
 
-use std::marker::PhantomData;
-
 use super::Kernel;
 use super::pack::{GROUP_OUT, GROUP_WORDS, transpose_group};
-use super::product::{Step, chains};
+use super::product::chains;
 use super::simd::{LANES, Lanes, Simd};
 use super::tile::{Ahead, MAX_ROWS, UNIT, UnitSums, advance, store_sums, with_rows};
 
@@ -52,7 +50,7 @@ impl Next<'_> {
 }
 
 /// Multiplies `m` packed rows of x with the rows of one unit.
-pub(crate) struct Stream<'a, T, P> {
+pub(crate) struct Stream<'a, T> {
     /// Rows of w; missing rows repeat another.
     pub rows: &'a [&'a [T]; UNIT],
     /// What to fetch meanwhile.
@@ -65,25 +63,23 @@ pub(crate) struct Stream<'a, T, P> {
     pub segments: usize,
     /// Sums of the m rows.
     pub out: &'a mut [UnitSums],
-    /// How words hold values.
-    pub step: PhantomData<P>,
 }
 
-impl<T: Lanes, P: Step> Kernel for Stream<'_, T, P> {
+impl<T: Lanes> Kernel for Stream<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         if S::TILE_VECTORS == 2 {
-            with_rows!(self.m, stream::<S, T, P; 2>(s, self))
+            with_rows!(self.m, stream::<S, T; 2>(s, self))
         } else {
-            with_rows!(self.m, stream::<S, T, P; 1>(s, self))
+            with_rows!(self.m, stream::<S, T; 1>(s, self))
         }
     }
 }
 
 #[inline(always)]
-fn stream<S: Simd, T: Lanes, P: Step, const M: usize, const N: usize>(s: S, t: Stream<T, P>) {
+fn stream<S: Simd, T: Lanes, const M: usize, const N: usize>(s: S, t: Stream<T>) {
     if M > S::TILE_ROWS || N != S::TILE_VECTORS {
         return; // Never taken; keeps tiles that this path does not use out of the binary.
     }
@@ -96,9 +92,9 @@ fn stream<S: Simd, T: Lanes, P: Step, const M: usize, const N: usize>(s: S, t: S
     // Whole passes over the unit, N vectors at a time.
     for vector in (0..2).step_by(N) {
         let mut segment = [[0.0; UNIT]; M];
-        for chain in chains(k, t.segments, P::DEPTH) {
+        for chain in chains(k, t.segments) {
             let mut acc = [[s.splat(0.0); N]; M];
-            let mut word = chain.word;
+            let mut word = chain.start;
             let end = chain.start + chain.len;
             let mut at = chain.start;
             while at < end {
@@ -106,13 +102,13 @@ fn stream<S: Simd, T: Lanes, P: Step, const M: usize, const N: usize>(s: S, t: S
                 for i in 0..N {
                     let rows = &rows[vector + i];
                     let out = &mut panel.as_flattened_mut().as_flattened_mut()[i * LANES..];
-                    words = transpose_group::<S, T, P>(s, rows, at, end, N * LANES, out);
+                    words = transpose_group::<S, T, 1>(s, rows, at, end, N * LANES, out);
                     if i == 0 || matches!(t.next, Next::Unit(_)) {
                         t.next.ask(s, rows, at, k);
                     }
                 }
                 for (x, w) in x[word..word + words].iter().zip(&panel) {
-                    advance::<S, P, M, N>(s, &mut acc, x, w);
+                    advance::<S, M, N>(s, &mut acc, x, w);
                 }
                 word += words;
                 at += GROUP_WORDS * T::PER_WORD;

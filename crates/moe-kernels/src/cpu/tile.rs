@@ -4,10 +4,7 @@
 //! x, so with 12 x 32 outputs (AVX-512) 24 multiply-adds follow 14 loads and the multiply-add
 //! units are the bound.
 
-use std::marker::PhantomData;
-
 use super::Kernel;
-use super::product::Step;
 use super::simd::{LANES, Simd};
 
 /// The most rows of x that a tile has on any path.
@@ -82,7 +79,7 @@ impl Ahead<'_> {
 pub(crate) const CACHE_LINE: usize = 64;
 
 /// Multiplies a packed chain of `m` rows of x with a packed chain of w.
-pub(crate) struct Tile<'a, P> {
+pub(crate) struct Tile<'a> {
     /// [words]\[m\].
     pub x: &'a [u32],
     /// [words][16 * TILE_VECTORS].
@@ -97,25 +94,23 @@ pub(crate) struct Tile<'a, P> {
     pub add: bool,
     /// What to fetch meanwhile.
     pub ahead: Ahead<'a>,
-    /// How words hold values.
-    pub step: PhantomData<P>,
 }
 
-impl<P: Step> Kernel for Tile<'_, P> {
+impl Kernel for Tile<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         if S::TILE_VECTORS == 2 {
-            with_rows!(self.m, tile::<S, P; 2>(s, self))
+            with_rows!(self.m, tile::<S; 2>(s, self))
         } else {
-            with_rows!(self.m, tile::<S, P; 1>(s, self))
+            with_rows!(self.m, tile::<S; 1>(s, self))
         }
     }
 }
 
 #[inline(always)]
-fn tile<S: Simd, P: Step, const M: usize, const N: usize>(s: S, t: Tile<P>) {
+fn tile<S: Simd, const M: usize, const N: usize>(s: S, t: Tile) {
     if M > S::TILE_ROWS || N != S::TILE_VECTORS {
         return; // Never taken; keeps tiles that this path does not use out of the binary.
     }
@@ -123,7 +118,7 @@ fn tile<S: Simd, P: Step, const M: usize, const N: usize>(s: S, t: Tile<P>) {
     let w = t.w.as_chunks::<LANES>().0.as_chunks::<N>().0;
     for (i, (x, w)) in t.x.as_chunks::<M>().0.iter().zip(w).enumerate() {
         t.ahead.ask(s, i);
-        advance::<S, P, M, N>(s, &mut acc, x, w);
+        advance::<S, M, N>(s, &mut acc, x, w);
     }
     let Some((out, _)) = t.out.split_first_chunk_mut::<M>() else { return };
     for m in 0..M {
@@ -133,19 +128,20 @@ fn tile<S: Simd, P: Step, const M: usize, const N: usize>(s: S, t: Tile<P>) {
 
 /// Advances M x N chains by one word.
 #[inline(always)]
-pub(crate) fn advance<S: Simd, P: Step, const M: usize, const N: usize>(
+pub(crate) fn advance<S: Simd, const M: usize, const N: usize>(
     s: S,
     acc: &mut [[S::V; N]; M],
     x: &[u32; M],
     w: &[[u32; LANES]; N],
 ) {
-    let mut vectors = [s.load_words(&w[0]); N];
+    let mut vectors = [s.as_f32(s.load_words(&w[0])); N];
     for i in 1..N {
-        vectors[i] = s.load_words(&w[i]);
+        vectors[i] = s.as_f32(s.load_words(&w[i]));
     }
     for m in 0..M {
+        let x = s.splat(f32::from_bits(x[m]));
         for i in 0..N {
-            acc[m][i] = P::step(s, acc[m][i], x[m], vectors[i]);
+            acc[m][i] = s.fma(x, vectors[i], acc[m][i]);
         }
     }
 }

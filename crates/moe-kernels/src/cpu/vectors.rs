@@ -4,25 +4,23 @@
 //! each chain of its weights once and multiplies it with every tile of x ([`super::tile`]).
 
 use std::cell::RefCell;
-use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::dispatch;
 use super::gemm::{Method, UnitWeights, Work, even_parts};
 use super::pack::Pack;
 use super::panel::{Expand, PanelRows, PanelUnit, behind, flush, panels_from};
-use super::product::{Chain, K_BLOCK, Step, chains, row_words};
+use super::product::{Chain, K_BLOCK, chains};
 use super::simd::{LANES, Lanes};
 use super::stream::{Next, Stream};
 use super::tile::{Ahead, CACHE_LINE, MAX_ROWS, Shape, Tile, UNIT, UnitSums};
 use crate::exec::CpuIsa;
 
-/// The vector registers of a path, with its way to advance chains.
-pub(crate) struct Vectors<P> {
+/// The vector registers of a path.
+pub(crate) struct Vectors {
     pub isa: CpuIsa,
     /// Whether weights lie in panels.
     pub panels: bool,
-    pub step: PhantomData<P>,
 }
 
 /// The most tiles of x that share panels which are not expanded: each widens the weights anew.
@@ -33,7 +31,7 @@ thread_local! {
     static LOCAL: RefCell<(Vec<u32>, Vec<UnitSums>)> = const { RefCell::new((Vec::new(), Vec::new())) };
 }
 
-impl<T: Lanes, P: Step> Method<T> for Vectors<P> {
+impl<T: Lanes> Method<T> for Vectors {
     /// The panel costs about as much as eight rows; the sums of a unit and the tiles of x stay in
     /// the second-level cache.
     const PIECE_ROWS: usize = 240;
@@ -43,15 +41,15 @@ impl<T: Lanes, P: Step> Method<T> for Vectors<P> {
         even_parts(m, m.div_ceil(self.tile_rows(m)))
     }
 
-    fn row_words(&self, k: usize, segments: usize) -> usize {
-        row_words(k, segments, P::DEPTH)
+    fn row_words(&self, k: usize, _segments: usize) -> usize {
+        k
     }
 
     fn pack(&self, rows: &[&[T]; LANES], m: usize, segments: usize, panel: &mut [u32]) {
-        for chain in chains(rows[0].len(), segments, P::DEPTH) {
-            let out = &mut panel[chain.word * m..];
+        for chain in chains(rows[0].len(), segments) {
+            let out = &mut panel[chain.start * m..];
             let range = chain.start..chain.start + chain.len;
-            dispatch(self.isa, Pack { rows, range, stride: m, out, step: self.step });
+            dispatch(self.isa, Pack::<T, 1> { rows, range, stride: m, out });
         }
     }
 
@@ -67,7 +65,7 @@ impl<T: Lanes, P: Step> Method<T> for Vectors<P> {
     }
 }
 
-impl<P: Step> Vectors<P> {
+impl Vectors {
     /// Whether m rows of x multiply panels as they are.
     fn is_direct(&self, m: usize) -> bool {
         self.panels && m <= DIRECT_TILES * dispatch(self.isa, PanelRows)
@@ -90,7 +88,7 @@ impl<P: Step> Vectors<P> {
         sums.resize(2 * m.max(sums.len() / 2), [0.0; UNIT]);
         let (total, segment) = sums[..2 * m].split_at_mut(m);
         let tiles = m.div_ceil(self.tile_rows(m));
-        let unit = PanelUnit { panels, next, x, m, tiles, segments, total, segment, step: self.step };
+        let unit = PanelUnit { panels, next, x, m, tiles, segments, total, segment };
         dispatch(self.isa, unit);
         take(&sums[..m]);
     }
@@ -100,7 +98,7 @@ impl<P: Step> Vectors<P> {
         let mut sums = [[0.0; UNIT]; MAX_ROWS];
         let out = &mut sums[..work.m];
         let &Work { next, x, m, segments, .. } = work;
-        dispatch(self.isa, Stream { rows, next: Next::Unit(next), x, m, segments, out, step: self.step });
+        dispatch(self.isa, Stream { rows, next: Next::Unit(next), x, m, segments, out });
         take(&sums[..work.m]);
     }
 
@@ -118,8 +116,8 @@ impl<P: Step> Vectors<P> {
         sums.resize(2 * work.m, [0.0; UNIT]);
         let (total, segment) = sums.split_at_mut(work.m);
         for vector in (0..2).step_by(vectors) {
-            for chain in chains(work.k(), work.segments, P::DEPTH) {
-                let panel = &mut panel[..chain.len.div_ceil(P::DEPTH) * LANES * vectors];
+            for chain in chains(work.k(), work.segments) {
+                let panel = &mut panel[..chain.len * LANES * vectors];
                 self.pack_chain(work, vector..vector + vectors, &chain, panel);
                 let to = if chain.to_segment { &mut *segment } else { &mut *total };
                 self.tiles(work, panel, vector..vector + vectors, chain, to);
@@ -131,18 +129,18 @@ impl<P: Step> Vectors<P> {
 
     /// The words of one chain of some vectors of the unit.
     fn pack_chain<T: Lanes>(&self, work: &Work<T>, vectors: Range<usize>, chain: &Chain, words: &mut [u32]) {
-        let (step, stride) = (self.step, LANES * vectors.len());
+        let stride = LANES * vectors.len();
         let range = chain.start..chain.start + chain.len;
         for (i, vector) in vectors.enumerate() {
             let out = &mut words[i * LANES..];
             match work.weights {
                 UnitWeights::Rows(rows) => {
                     let (rows, range) = (&rows.as_chunks().0[vector], range.clone());
-                    dispatch(self.isa, Pack { rows, range, stride, out, step });
+                    dispatch(self.isa, Pack::<T, 1> { rows, range, stride, out });
                 }
                 UnitWeights::Panels(panels) => {
                     let panel = &panels[vector][range.start * LANES..range.end * LANES];
-                    dispatch(self.isa, Expand { panel, stride, out, step });
+                    dispatch(self.isa, Expand { panel, stride, out });
                 }
             }
         }
@@ -158,7 +156,6 @@ impl<P: Step> Vectors<P> {
         to: &mut [UnitSums],
     ) {
         let k = work.k();
-        let (words, chain_words) = (row_words(k, work.segments, P::DEPTH), chain.len.div_ceil(P::DEPTH));
         let end = chain.start + chain.len;
         let mut starts = [std::ptr::null(); UNIT];
         let streams = work.ahead(vectors.clone(), end, &mut starts);
@@ -166,14 +163,13 @@ impl<P: Step> Vectors<P> {
         let tiles = || Method::<T>::tiles(self, work.m);
         for ((start, m), (first, count)) in tiles().zip(even_parts(lines, tiles().count())) {
             let tile = Tile {
-                x: &work.x[start * words + chain.word * m..][..chain_words * m],
+                x: &work.x[start * k + chain.start * m..][..chain.len * m],
                 w,
                 m,
                 vector: vectors.start,
                 out: &mut to[start..start + m],
                 add: chain.add,
                 ahead: Ahead { rows: &starts[..streams], first, count },
-                step: self.step,
             };
             dispatch(self.isa, tile);
         }

@@ -42,8 +42,9 @@ pub(crate) struct Columns {
     pub logical: Option<Vec<u32>>,
     /// The column of x that packed column i multiplies; `None`: column i.
     pub x: Option<Vec<u32>>,
-    /// Whether each block has a multiple of 32 columns.
-    pub of_thirty_twos: bool,
+    /// Whether each block has a multiple of 32 columns, and 64 at least: with fewer, AMX takes longer to end a block than to
+    /// multiply it.
+    pub is_wide: bool,
 }
 
 impl Columns {
@@ -93,8 +94,8 @@ impl Columns {
         let x = perm
             .zip(logical.as_ref())
             .map(|(perm, order)| order.iter().map(|&i| perm[i as usize] - first).collect());
-        let of_thirty_twos = blocks.iter().all(|block| block.len.is_multiple_of(32));
-        Ok(Self { blocks, segments: ranges, logical, x, of_thirty_twos })
+        let is_wide = blocks.iter().all(|block| block.len >= 64 && block.len.is_multiple_of(32));
+        Ok(Self { blocks, segments: ranges, logical, x, is_wide })
     }
 
     /// Steps of a row.

@@ -81,13 +81,6 @@ fn amx_chain<T: Float>(x: &[T], w: &[T]) -> f32 {
 fn chain<T: Float>(isa: CpuIsa, x: &[T], w: &[T]) -> f32 {
     let at = |v: &[T], i: usize| v.get(i).map_or(0.0, |v| v.widen());
     let mut sum = 0f32;
-    if isa == CpuIsa::Avx512Bf16 && <T as Element>::DTYPE == DType::BF16 {
-        for i in (0..x.len()).step_by(2) {
-            sum = at(x, i + 1).mul_add(at(w, i + 1), sum);
-            sum = at(x, i).mul_add(at(w, i), sum);
-        }
-        return sum;
-    }
     for i in 0..x.len() {
         sum = match isa {
             CpuIsa::Scalar => at(x, i) * at(w, i) + sum,

@@ -1,14 +1,13 @@
 //! One numeric block of attention for one task: keys and values out of the cache, scores,
 //! softmax under the block's own maximum, weighted values.
 
-use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::kernels::{BlockSoftmax, WeighValues};
 use super::{ATTENTION_BLOCK, Driver, Local, Task};
 use crate::cpu::dispatch;
 use crate::cpu::pack::Pack;
-use crate::cpu::product::{Single, chains};
+use crate::cpu::product::chains;
 use crate::cpu::simd::{LANES, Lanes};
 use crate::cpu::stream::{Next, Stream};
 use crate::cpu::tile::{Ahead, CACHE_LINE, Shape, Tile, UNIT};
@@ -126,26 +125,26 @@ impl<T: Lanes, Q: Lanes> Driver<'_, T, Q> {
                     first: 0,
                     count: UNIT * Self::row_lines(self.a.value_dim),
                 });
-                let (x, out, step) = (&local.q[..], scores, PhantomData::<Single>);
-                dispatch(isa, Stream { rows: keys, next, x, m: rows, segments: 1, out, step });
+                let x = &local.q[..];
+                dispatch(isa, Stream { rows: keys, next, x, m: rows, segments: 1, out: scores });
                 continue;
             }
             let span = LANES * vectors;
             for vector in (0..2).step_by(vectors) {
-                for chain in chains(d, 1, 1) {
+                for chain in chains(d, 1) {
                     local.keys.resize(chain.len * span, 0);
                     for i in 0..vectors {
                         let keys = keys.as_chunks::<LANES>().0[vector + i];
                         let range = chain.start..chain.start + chain.len;
-                        let (out, step) = (&mut local.keys[i * LANES..], PhantomData::<Single>);
-                        dispatch(isa, Pack { rows: &keys, range, stride: span, out, step });
+                        let out = &mut local.keys[i * LANES..];
+                        dispatch(isa, Pack::<T, 1> { rows: &keys, range, stride: span, out });
                     }
                     for start in (0..rows).step_by(most) {
                         let m = most.min(rows - start);
                         let x = &local.q[start * d + chain.start * m..][..chain.len * m];
                         let out = &mut scores[start..start + m];
-                        let (w, add, step) = (&local.keys[..], chain.add, PhantomData::<Single>);
-                        dispatch(isa, Tile { x, w, m, vector, out, add, ahead: Ahead::NONE, step });
+                        let (w, add) = (&local.keys[..], chain.add);
+                        dispatch(isa, Tile { x, w, m, vector, out, add, ahead: Ahead::NONE });
                     }
                 }
             }

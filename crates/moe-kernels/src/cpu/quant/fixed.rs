@@ -85,8 +85,8 @@ fn fixed(values: &[f32], ints: &mut [i32]) -> [u32; TAIL] {
 /// Puts the integers of row `j` of `m` as pairs: word i of row j goes to `out[i * m + j]`.
 #[inline(always)]
 pub(super) fn put_pairs(ints: &[i32], j: usize, m: usize, out: &mut [u32]) {
-    for (word, pair) in out[j..].iter_mut().step_by(m).zip(ints.as_chunks::<2>().0) {
-        *word = pair[0] as u32 & 0xffff | (pair[1] as u32) << 16;
+    for (words, pair) in out.chunks_exact_mut(m).zip(ints.as_chunks::<2>().0) {
+        words[j] = pair[0] as u32 & 0xffff | (pair[1] as u32) << 16;
     }
 }
 

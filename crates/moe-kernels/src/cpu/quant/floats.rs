@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::{Bytes, Form, LOCAL, Nibbles, PREFETCH, Quants, Unit, add, chains, tiles};
-use crate::cpu::product::{K_BLOCK, Single};
+use crate::cpu::product::K_BLOCK;
 use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{Ahead, Shape, Tile, UNIT, UnitSums};
 use crate::cpu::{Kernel, dispatch};
@@ -66,8 +66,7 @@ impl<T: Lanes> Form<T> for Floats<'_> {
                         for (start, m) in tiles(self.isa, sums.len()) {
                             let x = &x[start * words + word * m..][..length * m];
                             let (out, add) = (&mut partial[start..start + m], i > 0);
-                            let (step, ahead) = (PhantomData::<Single>, Ahead::NONE);
-                            dispatch(self.isa, Tile { x, w, m, vector, out, add, ahead, step });
+                            dispatch(self.isa, Tile { x, w, m, vector, out, add, ahead: Ahead::NONE });
                         }
                         word += length;
                     }

@@ -18,9 +18,9 @@ use crate::quant::{BLOCK, Block, Columns, STEP, middle};
 /// Rows of x of a tile.
 pub(super) const ROWS: usize = LANES;
 
-/// Whether the machine has the instructions and blocks are made of their columns.
+/// Whether the machine has the instructions and blocks are wide enough to gain by them.
 pub(super) fn fits(isa: CpuIsa, columns: &Columns) -> bool {
-    isa == CpuIsa::AmxBf16 && columns.of_thirty_twos && is_supported_int8()
+    isa == CpuIsa::AmxBf16 && columns.is_wide && is_supported_int8()
 }
 
 /// Columns of a block that are multiplied at a time.

@@ -7,10 +7,10 @@
 use std::marker::PhantomData;
 
 use super::ints::{Ints, Panel, STEP_WORDS, TAIL};
-use super::{Bytes, LOCAL, Nibbles, PREFETCH, Quants, Unit, add, chains, tiles};
+use super::{Bytes, LOCAL, Nibbles, PREFETCH, Quants, Unit, chains, tiles};
 use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::tile::{CACHE_LINE, Shape, UNIT, UnitSums, with_rows};
-use crate::cpu::{Kernel, dispatch};
+use crate::cpu::{Kernel, dispatch, dispatch_ints};
 use crate::quant::{Block, middle};
 
 /// A unit of matrix `e` times packed rows of x of `row_words` each.
@@ -20,25 +20,30 @@ pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, row_words: usize, x: &[u32
     // Places of a missing panel repeat the other one.
     let panels = [unit.first, unit.second.unwrap_or(unit.first)].map(|panel| ints.panel(e, panel));
     LOCAL.with_borrow_mut(|(words, partial)| {
-        partial.resize(sums.len(), [0.0; UNIT]);
+        partial.resize(partial.len().max(sums.len()), [0.0; UNIT]);
         for vector in (0..2).step_by(count) {
             let panels = &panels[vector..vector + count];
             let mut at = 0;
             for segment in ints.segments.clone() {
-                partial.fill([0.0; UNIT]);
-                for blocks in chains(columns, segment) {
+                let mut chains = chains(columns, segment).peekable();
+                let (mut begins, add) = (true, segment != ints.segments.start);
+                while let Some(blocks) = chains.next() {
                     let len: usize = blocks.iter().map(|block| block.steps() * STEP_WORDS).sum();
                     words.resize(words.len().max(len * LANES * count), 0);
                     let q = &mut words[..len * LANES * count];
                     unpack(ints, panels, blocks, q);
+                    let ends = chains.peek().is_none().then_some(add);
                     for (start, m) in tiles(isa, sums.len()) {
-                        let (x, out) = (&x[start * row_words + at * m..], &mut partial[start..start + m]);
-                        dispatch(isa, Tile { panels, blocks, q, x, vector, out });
+                        let x = &x[start * row_words + at * m..];
+                        let (segment, total) = (&mut partial[start..start + m], &mut sums[start..start + m]);
+                        dispatch_ints(
+                            isa,
+                            Tile { panels, blocks, q, x, vector, begins, ends, segment, total },
+                        );
                     }
                     at += len + blocks.len() * TAIL;
+                    begins = false;
                 }
-                let first = segment == ints.segments.start;
-                add(partial, sums, !first, vector * LANES..(vector + count) * LANES);
             }
         }
     });
@@ -96,8 +101,13 @@ struct Tile<'a> {
     x: &'a [u32],
     /// First panel's place in the unit.
     vector: usize,
+    /// Whether the blocks begin their segment.
+    begins: bool,
+    /// Whether they end it: its sums are then added to the totals (`Some(true)`) or become them.
+    ends: Option<bool>,
     /// Sums of the segment so far.
-    out: &'a mut [UnitSums],
+    segment: &'a mut [UnitSums],
+    total: &'a mut [UnitSums],
 }
 
 impl Kernel for Tile<'_> {
@@ -106,9 +116,9 @@ impl Kernel for Tile<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         if S::TILE_VECTORS == 2 {
-            with_rows!(self.out.len(), tile::<S; 2>(s, self))
+            with_rows!(self.total.len(), tile::<S; 2>(s, self))
         } else {
-            with_rows!(self.out.len(), tile::<S; 1>(s, self))
+            with_rows!(self.total.len(), tile::<S; 1>(s, self))
         }
     }
 }
@@ -118,13 +128,17 @@ fn tile<S: Simd, const M: usize, const N: usize>(s: S, t: Tile) {
     if M > S::TILE_ROWS || N != S::TILE_VECTORS {
         return; // Never taken; keeps tiles that this path does not use out of the binary.
     }
-    let (Some((panels, _)), Some((out, _))) =
-        (t.panels.split_first_chunk::<N>(), t.out.split_first_chunk_mut::<M>())
-    else {
+    let (Some((panels, _)), Some((segment, _)), Some((total, _))) = (
+        t.panels.split_first_chunk::<N>(),
+        t.segment.split_first_chunk_mut::<M>(),
+        t.total.split_first_chunk_mut::<M>(),
+    ) else {
         return;
     };
     let (mut x, mut q) = (t.x, t.q);
-    for block in t.blocks {
+    for (i, block) in t.blocks.iter().enumerate() {
+        let begins = t.begins && i == 0;
+        let ends = t.ends.filter(|_| i + 1 == t.blocks.len());
         let words = block.steps() * STEP_WORDS;
         let (ints, rest) = x.split_at(words * M);
         let (tail, rest) = rest.split_at(TAIL * M);
@@ -139,7 +153,7 @@ fn tile<S: Simd, const M: usize, const N: usize>(s: S, t: Tile) {
             }
             for m in 0..M {
                 for n in 0..N {
-                    acc[m][n] = s.dot_i16(acc[m][n], x[m], vectors[n]);
+                    acc[m][n] = s.dot_i16_of_many(acc[m][n], x[m], vectors[n]);
                 }
             }
         }
@@ -147,8 +161,15 @@ fn tile<S: Simd, const M: usize, const N: usize>(s: S, t: Tile) {
             let scale = panels[n].scales.group(s, block.group);
             for m in 0..M {
                 let scale = s.mul(s.splat(f32::from_bits(tail[m])), scale);
-                let sum = &mut out[m].as_chunks_mut().0[t.vector + n];
-                s.store(s.fma(s.ints(acc[m][n]), scale, s.load(sum)), sum);
+                let before = &mut segment[m].as_chunks_mut().0[t.vector + n];
+                let sum = if begins { s.splat(0.0) } else { s.load(before) };
+                let sum = s.fma(s.ints(acc[m][n]), scale, sum);
+                let to = &mut total[m].as_chunks_mut().0[t.vector + n];
+                match ends {
+                    None => s.store(sum, before),
+                    Some(false) => s.store(sum, to),
+                    Some(true) => s.store(s.add(s.load(to), sum), to),
+                }
             }
         }
     }
