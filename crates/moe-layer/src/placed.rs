@@ -44,6 +44,7 @@ pub(crate) struct Table {
     /// log2phy [E, max copies] i32.
     pub ids: Buffer,
     /// On a device: where the ids of the next map wait for the step that runs to end.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub staged: Option<Buffer>,
 }
 

@@ -19,7 +19,8 @@ fn puts(seed: u64, from: usize, to: usize, ranks: usize) -> Vec<Put> {
     let stripe = BYTES / ranks;
     let put = |_| {
         let at = rng.below(stripe);
-        let len = rng.below([2, 300, stripe][rng.below(3)]).min(stripe - at);
+        let most = [2, 300, stripe][rng.below(3)];
+        let len = rng.below(most).min(stripe - at);
         (rng.below(200) as u8, from * stripe + at, len)
     };
     (0..6).map(put).collect()
