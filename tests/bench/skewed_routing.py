@@ -2,7 +2,7 @@
 """A recording of skewed routing, and requests to replay it on: pure functions of the seed.
 
 The experts of a layer are popular by Zipf's law: the one in place r is chosen in proportion to 1 / (r + 1) ** alpha, each layer with an
-order of its own. Of every row K different ones are drawn (Gumbel's way: the K largest of log-weight plus noise). With --drift the
+order of its own (--sorted: experts 0, 1, .. in every layer, so that even runs of experts are as uneven as can be). Of every row K different ones are drawn (Gumbel's way: the K largest of log-weight plus noise). With --drift the
 order of each layer changes by so many random exchanges after every --period rows.
 
     tests/bench/skewed_routing.py --out zipf.safetensors --requests requests.json
@@ -21,9 +21,9 @@ import numpy
 FIRST_ID, LAST_ID = 1000, 100_000
 
 
-def recording(rows, layers, experts, top_k, alpha, drift, period, rng):
-    """[rows, layers, top_k] u32."""
-    places = numpy.argsort(rng.random((layers, experts)), axis=1)
+def recording(rows, top_k, places, alpha, drift, period, rng):
+    """[rows, layers, top_k] u32 from the place of each expert by popularity [layers, experts]."""
+    layers, experts = places.shape
     weights = -alpha * numpy.log(numpy.arange(1, experts + 1))
     ids = numpy.empty((rows, layers, top_k), dtype=numpy.uint32)
     for first in range(0, rows, period):
@@ -58,6 +58,7 @@ def main():
     args.add_argument("--experts", type=int, default=128)
     args.add_argument("--top-k", type=int, default=8)
     args.add_argument("--alpha", type=float, default=1.0)
+    args.add_argument("--sorted", action="store_true")
     args.add_argument("--drift", type=int, default=0)
     args.add_argument("--period", type=int, default=256)
     args.add_argument("--count", type=int, default=256, help="requests")
@@ -66,7 +67,10 @@ def main():
     args.add_argument("--seed", type=int, default=1)
     args = args.parse_args()
     rng = numpy.random.default_rng(args.seed)
-    ids = recording(args.rows, args.layers, args.experts, args.top_k, args.alpha, args.drift, args.period, rng)
+    places = numpy.argsort(rng.random((args.layers, args.experts)), axis=1)
+    if args.sorted:
+        places = numpy.tile(numpy.arange(args.experts), (args.layers, 1))
+    ids = recording(args.rows, args.top_k, places, args.alpha, args.drift, args.period, rng)
     write(args.out, ids)
     prompts = rng.integers(FIRST_ID, LAST_ID, (args.count, args.prompt))
     requests = [{"prompt_token_ids": prompt.tolist(), "max_tokens": args.output, "seed": i} for i, prompt in enumerate(prompts)]

@@ -22,12 +22,13 @@ moves() {
 dp-allgather --dp $n $ep allgather_reducescatter
 dp-deepep --dp $n $ep deepep
 dp-copies --dp $n $ep deepep --num-redundant-experts $n
-dp-eager --dp $n $ep allgather_reducescatter --eplb-bytes-per-step 10000 --enforce-eager
+dp-eager --dp $n $ep allgather_reducescatter --eplb-bytes-per-step 300000 --enforce-eager
 tp-local_allreduce --tp $n $ep local_allreduce --num-redundant-experts $n --expert-replicas local_first
 END
 }
 
-# What balancing gains: 128 sequences a rank whose experts are those of a recording, popular by Zipf's law or all alike.
+# What balancing gains: 128 sequences a rank whose experts are those of a recording: popular by Zipf's law, each layer in an order of its
+# own; the same with the popular ones on the first rank; all alike. PROMPT and OUTPUT are their tokens.
 skew_row() {
   local name=$1 seconds=$2
   shift 2
@@ -38,19 +39,25 @@ skew_row() {
 }
 
 skew() {
-  local alpha=1 recording base="--dp $n $ep ${BACKEND:-allgather_reducescatter}"
-  local balance="--num-redundant-experts 16 --enable-eplb --eplb-window 64 --eplb-interval 128 --eplb-plan-steps 16"
-  for recording in zipf uniform; do
+  local recording flags base="--dp $n $ep ${BACKEND:-allgather_reducescatter}"
+  local balance="--enable-eplb --eplb-window 64 --eplb-interval 128 --eplb-plan-steps 16 --eplb-bytes-per-step 256MiB"
+  while read -r recording flags; do
+    # shellcheck disable=SC2086
     python3 "$root/tests/bench/skewed_routing.py" --out "$out/$recording.safetensors" --requests "$out/requests-skew.json" \
-      --count $((128 * n)) --alpha $alpha || failed=1
-    alpha=0
-  done
+      --count $((128 * n)) --prompt "${PROMPT:-128}" --output "${OUTPUT:-256}" $flags || failed=1
+  done <<END
+zipf --alpha 1
+sorted --alpha 1 --sorted
+uniform --alpha 0
+END
   rows skew_row 90 <<END
 zipf-static $base
+zipf-eplb $base $balance --eplb-any-cost
 zipf-copies $base --num-redundant-experts 16
-zipf-eplb $base $balance --eplb-bytes-per-step 256MiB --eplb-any-cost
+zipf-both $base --num-redundant-experts 16 $balance --eplb-any-cost
+sorted-static $base
+sorted-eplb $base $balance --eplb-any-cost
 uniform-static $base
-uniform-copies $base --num-redundant-experts 16
 uniform-eplb $base $balance
 END
 }
