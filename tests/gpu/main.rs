@@ -6,6 +6,7 @@
 
 mod align;
 mod attention;
+mod checksum;
 mod common;
 mod deepseek;
 mod doors;

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every check of a machine with several GPUs, from the bundle that `cargo xtask dist` packs: the collectives of NCCL
-# against CPU ranks, groups, graphs, products, faults, sums and gathers over peer memory, then the tables of latencies. Results go to $OUT (default: results).
+# against CPU ranks, groups, graphs, products, faults, sums and gathers over peer memory, experts that move, then the tables of latencies. Results go to $OUT (default: results).
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
 out=${OUT:-$root/results}
@@ -26,6 +26,8 @@ check peer_runs 60
 check peer_gather 60
 check peer_needs 60
 check peer_share 90
+check window 60
+check moves 120
 check chunks 60
 check processes 60
 check timing 90

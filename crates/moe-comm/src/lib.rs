@@ -32,6 +32,7 @@ mod run;
 mod shard;
 mod socket;
 mod thread;
+mod window;
 
 pub use bytes::{all_gather_bytes, broadcast_bytes};
 pub use communicator::{Collective, Communicator, ReduceOp, RowNeeds};
@@ -45,7 +46,7 @@ pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement, Replica
 #[cfg(feature = "nccl")]
 pub use nccl::NcclComm;
 #[cfg(feature = "nccl")]
-pub use peer::PeerAllReduce;
+pub use peer::{PeerAllReduce, PeerWindow};
 pub use placement::{ExpertLayout, partition};
 pub use round::wait::DEFAULT_TIMEOUT;
 pub use row_parallel::{RowParallel, reduce_segments_into, shares};
@@ -53,5 +54,6 @@ pub use run::{Supervised, Supervisor, run_ranks, run_ranks_with};
 pub use shard::{HeadShard, RowShard};
 pub use socket::{Join, Messages, SocketComm, SocketTimeouts, Watch};
 pub use thread::ThreadComm;
+pub use window::Window;
 
 pub use moe_kernels::{Buffer, Exec, View, ViewMut, candle};

@@ -8,7 +8,6 @@ use moe_comm::{ExpertPlacement, ParallelConfig, ReplicaChoice};
 use moe_eplb::json::read_expert_rows;
 use moe_layer::{ExpertPlacements, checksum};
 
-use crate::device::DeviceChoice;
 use crate::usage;
 
 /// How experts are placed on the ranks. The default is one copy of each, for ever.
@@ -27,7 +26,7 @@ impl PlacementConfig {
     ///
     /// # Errors
     /// A [`UsageError`](crate::UsageError).
-    pub(crate) fn check(&self, parallel: &ParallelConfig, device: DeviceChoice, movable: bool) -> Result<()> {
+    pub(crate) fn check(&self, parallel: &ParallelConfig, movable: bool) -> Result<()> {
         let asked = match (movable, &self.expert_map, self.num_redundant_experts) {
             (true, ..) => "--enable-eplb",
             (_, Some(_), _) => "--expert-map",
@@ -38,11 +37,6 @@ impl PlacementConfig {
         if !parallel.enable_expert_parallel || ranks < 2 {
             return Err(usage(format!(
                 "{asked} needs experts spread over at least two ranks: add --enable-expert-parallel and --tp or --dp"
-            )));
-        }
-        if movable && device != DeviceChoice::Cpu {
-            return Err(usage(format!(
-                "{asked}: experts move on the CPU only; add --device cpu, or drop it"
             )));
         }
         if parallel.placement != ExpertPlacement::Linear {
@@ -115,25 +109,18 @@ mod tests {
         let none = PlacementConfig::default();
         let alone = ParallelConfig { tp: 1, ..EP };
         let turns = ParallelConfig { placement: ExpertPlacement::RoundRobin, ..EP };
-        assert!(none.check(&alone, DeviceChoice::Cpu, false).is_ok());
+        assert!(none.check(&alone, false).is_ok());
         for config in [&redundant, &map] {
-            assert!(config.check(&EP, DeviceChoice::Cpu, true).is_ok());
+            assert!(config.check(&EP, true).is_ok());
         }
-        for (config, parallel, device, movable, said) in [
-            (&none, &alone, DeviceChoice::Cpu, true, "--enable-eplb needs experts spread"),
-            (&redundant, &alone, DeviceChoice::Cpu, false, "--num-redundant-experts needs"),
-            (
-                &map,
-                &ParallelConfig { enable_expert_parallel: false, ..EP },
-                DeviceChoice::Cpu,
-                false,
-                "--expert-map needs",
-            ),
-            (&map, &EP, DeviceChoice::Cuda(None), true, "move on the CPU only"),
-            (&map, &turns, DeviceChoice::Cpu, false, "drop --expert-placement-strategy round_robin"),
-            (&both, &EP, DeviceChoice::Cpu, false, "drop --num-redundant-experts"),
+        for (config, parallel, movable, said) in [
+            (&none, &alone, true, "--enable-eplb needs experts spread"),
+            (&redundant, &alone, false, "--num-redundant-experts needs"),
+            (&map, &ParallelConfig { enable_expert_parallel: false, ..EP }, false, "--expert-map needs"),
+            (&map, &turns, false, "drop --expert-placement-strategy round_robin"),
+            (&both, &EP, false, "drop --num-redundant-experts"),
         ] {
-            let error = config.check(parallel, device, movable).unwrap_err();
+            let error = config.check(parallel, movable).unwrap_err();
             assert!(
                 error.downcast_ref::<crate::UsageError>().is_some() && error.to_string().contains(said),
                 "{error}"

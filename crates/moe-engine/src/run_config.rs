@@ -88,7 +88,7 @@ impl RunConfig {
     pub fn check(&self) -> Result<()> {
         let ranks = self.parallel.geometry(0).map_err(|e| usage(e.to_string()))?.world_size;
         self.device.check(ranks)?;
-        self.placements.check(&self.parallel, self.device, self.eplb.is_some())?;
+        self.placements.check(&self.parallel, self.eplb.is_some())?;
         self.eplb.iter().try_for_each(EplbConfig::check)?;
         self.device.check_invariant(self.batch_invariant, ranks)
     }

@@ -5,6 +5,8 @@ mod build;
 mod capability;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod device_slot;
 mod experts;
 mod fused;
 mod grouped;
@@ -21,7 +23,6 @@ pub use grouped::GroupedExperts;
 pub use load::LoadSpec;
 pub use monolithic::MonolithicKernels;
 pub use oracle::{Backend, OracleError, Rejection, Selection, select};
-pub use slot::checksum;
 pub use weights::{ExpertWeights, ExpertsShape};
 
 pub use candle_core as candle;
@@ -29,5 +30,5 @@ pub use moe_kernels::plan::{Fusion, Machine, MonolithicCall, MonolithicForm, Rea
 pub use moe_kernels::{
     Activation, ActivationFormat, Buffer, CpuIsa, Dims, Dispatched, Exec, ExpertsSpec, Gate, Lent,
     MonolithicIo, NO_EXPERT, PreNorm, QuantScheme, RoutingMethod, Scratch, StepContext, TensorView, View,
-    ViewMut, WeightAndReduce, Workspace, group_slots_into, weighted_sum_into,
+    ViewMut, WeightAndReduce, Workspace, checksum, group_slots_into, weighted_sum_into,
 };

@@ -1,7 +1,7 @@
-//! The weights of one slot as bytes, and a checksum of them: what moves when an expert changes its rank.
+//! The weights of one slot as bytes, and checksums of them: what moves when an expert changes its rank.
 
 use candle_core::{Result, Tensor, bail};
-use moe_kernels::Weight;
+use moe_kernels::{Weight, checksum};
 use rayon::prelude::*;
 
 use crate::weights::ExpertWeights;
@@ -10,7 +10,7 @@ impl ExpertWeights {
     /// Bytes of one slot.
     ///
     /// # Errors
-    /// Weights on a device; experts with act-order, which have no common form.
+    /// Experts with act-order, which have no common form; quantised ones on a device.
     pub fn slot_len(&self) -> Result<usize> {
         self.packs()?.iter().map(Weight::expert_len).sum()
     }
@@ -19,7 +19,7 @@ impl ExpertWeights {
     /// the ranks' packs have one dtype and are packed for one instruction set.
     ///
     /// # Errors
-    /// As [`slot_len`](Self::slot_len); a slot that there is not.
+    /// As [`slot_len`](Self::slot_len); a slot that there is not; weights on a device.
     pub fn slot_bytes(&self, slot: usize) -> Result<Vec<u8>> {
         let mut bytes = Vec::with_capacity(self.slot_len()?);
         for pack in self.packs()? {
@@ -53,48 +53,22 @@ impl ExpertWeights {
     /// The [`checksum`] of every slot.
     ///
     /// # Errors
-    /// As [`slot_bytes`](Self::slot_bytes).
+    /// As [`slot_len`](Self::slot_len).
     pub fn checksums(&self) -> Result<Vec<u64>> {
+        #[cfg(feature = "cuda")]
+        if self.device().is_cuda() {
+            return self.device_checksums();
+        }
         let slots = 0..self.shape().num_local_experts;
         slots.into_par_iter().map(|slot| Ok(checksum(&self.slot_bytes(slot)?))).collect()
     }
 
     /// All packs as matrices [E_local, N, K]; a bias is one of a single row.
-    fn packs(&self) -> Result<Vec<Weight>> {
+    pub(crate) fn packs(&self) -> Result<Vec<Weight>> {
         let bias = |bias: Option<&Tensor>| bias.map(|bias| Weight::new(bias.unsqueeze(1)?)).transpose();
         let biases = [bias(self.w13_bias())?, bias(self.w2_bias())?];
         Ok([self.w13().clone(), self.w2().clone()].into_iter().chain(biases.into_iter().flatten()).collect())
     }
-}
-
-/// A checksum of bytes that names an expert's weights: any change of one word of eight bytes changes it, and others almost surely
-/// (four chains of multiply and rotate, so that it runs at the speed of memory).
-pub fn checksum(bytes: &[u8]) -> u64 {
-    const LANES: usize = 4;
-    const FACTORS: [u64; LANES] =
-        [0x9e37_79b1_85eb_ca87, 0xc2b2_ae3d_27d4_eb4f, 0x1656_67b1_9e37_79f9, 0x85eb_ca77_c2b2_ae63];
-    let mut lanes = FACTORS;
-    let mut add = |words: &[u64; LANES]| {
-        for ((lane, word), factor) in lanes.iter_mut().zip(words).zip(FACTORS) {
-            *lane = (*lane ^ word).wrapping_mul(factor).rotate_left(29);
-        }
-    };
-    let (blocks, tail) = bytes.as_chunks::<{ 8 * LANES }>();
-    let words = |block: &[u8; 8 * LANES]| {
-        let mut words = [0; LANES];
-        words
-            .iter_mut()
-            .zip(block.as_chunks::<8>().0)
-            .for_each(|(word, bytes)| *word = u64::from_le_bytes(*bytes));
-        words
-    };
-    blocks.iter().for_each(|block| add(&words(block)));
-    let mut last = [0; 8 * LANES];
-    last[..tail.len()].copy_from_slice(tail);
-    add(&words(&last));
-    lanes
-        .into_iter()
-        .fold(bytes.len() as u64, |sum, lane| (sum ^ lane).wrapping_mul(FACTORS[0]).rotate_left(31))
 }
 
 #[cfg(test)]
@@ -132,24 +106,5 @@ mod tests {
             assert!(to.write_slot(3, &bytes).is_err() && to.slot_bytes(3).is_err());
         }
         Ok(())
-    }
-
-    #[test]
-    fn a_checksum_sees_every_bit_the_length_and_the_order() {
-        let bytes: Vec<u8> = (0..200u32).map(|i| (i * 37 % 251) as u8).collect();
-        for len in [0, 1, 7, 8, 31, 32, 33, 64, 200] {
-            let sum = checksum(&bytes[..len]);
-            for bit in 0..len * 8 {
-                let mut other = bytes[..len].to_vec();
-                other[bit / 8] ^= 1 << (bit % 8);
-                assert_ne!(checksum(&other), sum, "bit {bit} of {len} bytes");
-            }
-            let mut longer = bytes[..len].to_vec();
-            longer.push(0);
-            assert_ne!(checksum(&longer), sum);
-        }
-        let mut swapped = bytes.clone();
-        swapped[..64].rotate_left(32);
-        assert_ne!(checksum(&swapped), checksum(&bytes));
     }
 }

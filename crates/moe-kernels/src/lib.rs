@@ -3,6 +3,7 @@
 
 mod align;
 mod buffer;
+mod checksum;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -33,6 +34,7 @@ pub use align::{
     scale_rows_into, unbatch_rows_into, zero_absent_into,
 };
 pub use buffer::{Buffer, Scratch, Workspace};
+pub use checksum::{checksum, checksum_of_sum, word_sum_into};
 pub use dispatched::{Dispatched, Lent};
 pub use element::{Element, Float};
 pub use exec::{CpuIsa, Exec, compute_capability};

@@ -39,6 +39,12 @@ impl DeviceSlice<'_> {
         self.address
     }
 
+    /// The same memory as bytes.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn bytes(self) -> Self {
+        Self { dtype: DType::U8, len: self.len * self.dtype.size_in_bytes(), ..self }
+    }
+
     /// Elements `start..start + len`; the caller has checked the range.
     fn range(self, start: usize, len: usize) -> Self {
         debug_assert!(start + len <= self.len);

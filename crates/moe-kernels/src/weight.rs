@@ -7,6 +7,8 @@
 //!
 //! A quantised weight ([`QuantMatrix`]) is a [`Weight`] too: the same ops take it, and multiply its integers.
 
+#[cfg(feature = "cuda")]
+mod device_slot;
 mod quantised;
 mod slot;
 

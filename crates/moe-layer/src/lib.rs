@@ -5,6 +5,9 @@ mod block;
 mod check;
 mod chunked;
 mod context;
+#[cfg(feature = "cuda")]
+mod device_landing;
+mod landing;
 pub mod legacy;
 mod load;
 mod mlp;
@@ -32,19 +35,19 @@ pub use slots::shared_fit_slots;
 
 pub use moe_chunking::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 pub use moe_comm::{
-    Communicator, ExpertMap, Geometry, ParallelConfig, ParallelGroups, ReplicaChoice, RowParallel,
+    Communicator, ExpertMap, Geometry, ParallelConfig, ParallelGroups, ReplicaChoice, RowParallel, Window,
 };
 pub use moe_dispatch::{LocalExperts, NoEp, PrepareFinalize, WhoAdds};
 pub use moe_experts::{
     Backend, ExpertWeights, Experts, ExpertsShape, Fusion, LoadSpec, Machine, MonolithicCall,
     MonolithicExperts, MonolithicForm, MonolithicKernels, OracleError, Reason, Rejected, Reservation,
     Selection as BackendSelection, Stage, build as build_experts, build_batched as build_batched_experts,
-    checksum, select as select_backend,
+    select as select_backend,
 };
 pub use moe_kernels::candle::{self, DType, Device, Tensor};
 pub use moe_kernels::{
     Activation, ActivationFormat, Buffer, CpuIsa, Exec, ExpertHeat, ExpertsSpec, Gate, MonolithicIo,
-    NO_EXPERT, PreNorm, RoutedExperts, StepContext, TensorView, View, ViewMut, Workspace,
+    NO_EXPERT, PreNorm, RoutedExperts, StepContext, TensorView, View, ViewMut, Workspace, checksum,
 };
 pub use moe_router::{
     RouteInput, RouteOutput, Router, RouterConfig, RouterError, RouterParams, Selection as RouterSelection,

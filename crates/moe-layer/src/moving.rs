@@ -7,18 +7,21 @@
 //!   one is not          nobody does, and what has come is dropped: the old placement was never left
 //! ```
 //!
+//! How bytes travel and where they arrive is the landing's (`landing`, on GPUs `device_landing`): host memory, or a window over the
+//! memory of the GPUs, which fills while the next step runs.
+//!
 //! Every rank knows the old map and the new one, so all know who sends what to whom and nothing is described. A round is a
 //! collective: a rank that dies in one fails the run by name, like in any other.
 
-use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use moe_comm::{Communicator, ExpertMap, SlotTransfer, all_gather_bytes};
-use moe_experts::checksum;
+use moe_comm::{Communicator, ExpertMap, SlotTransfer, Window, all_gather_bytes};
+use moe_kernels::Exec;
 use moe_kernels::candle::{Error, Result};
-use moe_kernels::{Exec, View, ViewMut};
 use serde::{Deserialize, Serialize};
 
+use crate::landing::{Landing, Part, Place, landing};
 use crate::placed::PlacedExperts;
 
 /// One round of the move of a layer's experts, as ranks tell it to each other.
@@ -51,139 +54,104 @@ pub(crate) struct LayerMove {
     target: ExpertMap,
     /// Transfers between ranks, in the order of travel.
     remote: Vec<SlotTransfer>,
-    /// Those within a rank.
+    /// Those within this rank.
     local: Vec<SlotTransfer>,
-    /// Bytes of `remote` that have travelled.
+    /// Bytes of `remote` that have been sent.
     travelled: usize,
-    /// What has come to this rank, transfer by transfer.
-    arrived: Vec<(SlotTransfer, Vec<u8>)>,
+    /// Where this rank's experts arrive.
+    landing: Box<dyn Landing>,
     started: Instant,
 }
 
-/// Who sends and who receives.
-type Ends = (usize, usize);
-
-/// Some bytes of a transfer.
-type Part = (SlotTransfer, Range<usize>);
-
 impl LayerMove {
-    fn new(map: &ExpertMap, target: ExpertMap) -> Result<Self> {
+    fn new(map: &ExpertMap, target: ExpertMap, rank: usize, landing: Box<dyn Landing>) -> Result<Self> {
         let transfers = map.transfers(&target).map_err(Error::wrap)?;
-        let (local, remote) = transfers.into_iter().partition(|t| map.rank_of(t.from) == map.rank_of(t.to));
-        Ok(Self { target, remote, local, travelled: 0, arrived: Vec::new(), started: Instant::now() })
+        let (mut local, remote): (Vec<_>, _) =
+            transfers.into_iter().partition(|t| map.rank_of(t.from) == map.rank_of(t.to));
+        local.retain(|t| map.rank_of(t.to) == Some(rank));
+        Ok(Self { target, remote, local, travelled: 0, landing, started: Instant::now() })
     }
 
-    fn ends(&self, transfer: &SlotTransfer) -> Ends {
-        let rank = |slot| self.target.rank_of(slot).unwrap_or(0);
-        (rank(transfer.from), rank(transfer.to))
+    /// A slot by its rank and its number there.
+    fn place(&self, slot: usize) -> Place {
+        let rank = self.target.rank_of(slot).unwrap_or(0);
+        Place { rank, slot: slot - self.target.slots(rank).start }
     }
 
-    /// What travels in the next `bytes` bytes.
-    fn next_parts(&self, slot_len: usize, bytes: usize) -> Vec<Part> {
-        let (start, end) = (self.travelled, self.travelled.saturating_add(bytes.max(1)));
+    /// The transfers between ranks that come to `rank`, then those within it.
+    fn incoming(&self, rank: usize) -> impl Iterator<Item = &SlotTransfer> {
+        let remote = self.remote.iter().filter(move |t| self.place(t.to).rank == rank);
+        remote.chain(&self.local)
+    }
+
+    /// What travels in the next `bytes` bytes, more or less: no value is cut.
+    fn next_parts(&mut self, slot_len: usize, bytes: usize) -> Vec<Part> {
+        /// Bytes of a whole number of values of any dtype.
+        const WHOLE: usize = 16;
+        let bytes = bytes.clamp(1, usize::MAX / 2).next_multiple_of(WHOLE);
+        let (start, end) = (self.travelled, self.travelled.saturating_add(bytes));
         let part = |(index, transfer): (usize, &SlotTransfer)| {
             let first = index * slot_len;
             let range = start.max(first)..end.min(first + slot_len);
-            (!range.is_empty()).then(|| (*transfer, range.start - first..range.end - first))
+            let (from, to) = (self.place(transfer.from), self.place(transfer.to));
+            (!range.is_empty()).then(|| Part { from, to, range: range.start - first..range.end - first })
         };
-        self.remote.iter().enumerate().filter_map(part).collect()
-    }
-
-    /// Takes in what has come to `rank` of these parts: `arrived` holds `receive[r]` bytes of each rank r, in the order of the
-    /// parts.
-    fn accept(&mut self, rank: usize, parts: &[Part], arrived: &[u8], receive: &[usize]) {
-        let mut rest = arrived;
-        let split = |&len: &usize| {
-            let (own, tail) = rest.split_at(len);
-            rest = tail;
-            own
-        };
-        let mut of_rank: Vec<&[u8]> = receive.iter().map(split).collect();
-        for (transfer, range) in parts {
-            self.travelled += range.len();
-            let (from, to) = self.ends(transfer);
-            if to != rank {
-                continue;
-            }
-            let (own, tail) = of_rank[from].split_at(range.len());
-            of_rank[from] = tail;
-            if range.start == 0 {
-                self.arrived.push((*transfer, Vec::new()));
-            }
-            // Transfers travel one after the other, so what goes on is the last one.
-            if let Some((_, bytes)) = self.arrived.last_mut() {
-                bytes.extend_from_slice(own);
-            }
-        }
+        let parts: Vec<Part> = self.remote.iter().enumerate().filter_map(part).collect();
+        self.travelled += parts.iter().map(|part| part.range.len()).sum::<usize>();
+        parts
     }
 }
 
 impl PlacedExperts {
     /// One round of the move to `round.phy2log`: a collective over the ranks that share the experts, between two steps. The
-    /// first one begins the move; one to another placement drops what has come for the placement before.
+    /// first one begins the move; one to another placement drops what has come for the placement before. `ep` are these ranks as
+    /// their hosts talk to each other, `window` the memory of their GPUs, where the experts are on some. One layer moves at a time.
     ///
     /// # Errors
-    /// A placement that these slots cannot have; experts that were not loaded to be moved; a rank that died.
-    pub fn move_round(&self, round: &MoveRound, ep: &dyn Communicator, ex: &mut Exec) -> Result<MoveStatus> {
-        let (layer, (checksums, mut current)) = (self.layer(), self.moves()?);
+    /// A placement that these slots cannot have; experts that were not loaded to be moved; a window that is missing or too small; a
+    /// rank that died.
+    pub fn move_round(
+        &self,
+        round: &MoveRound,
+        ep: &dyn Communicator,
+        window: Option<&Arc<dyn Window>>,
+        ex: &mut Exec,
+    ) -> Result<MoveStatus> {
+        let (checksums, mut current) = self.moves()?;
+        let slot_len = self.slot_len().unwrap_or(0);
         let same = |moving: &LayerMove| moving.target.phy2log() == round.phy2log;
         let mut moving = match current.take().filter(same) {
             Some(moving) => moving,
-            None => {
-                let map = self.map();
-                let target = map.with_phy2log(round.phy2log.clone());
-                LayerMove::new(&map, target.map_err(|e| Error::msg(format!("layer {layer}: {e}")))?)?
-            }
+            None => self.begin(round, slot_len, (ep, window), ex)?,
         };
-        let slot_len = self.slot_len().unwrap_or(0);
-        self.travel(&mut moving, slot_len, round.bytes, ep, ex)?;
-        if moving.travelled < moving.remote.len() * slot_len {
-            *current = Some(moving);
-            return Ok(MoveStatus::Underway);
+        let all = moving.remote.len() * slot_len;
+        if moving.travelled < all {
+            let parts = moving.next_parts(slot_len, round.bytes);
+            moving.landing.travel(&parts, &self.weights, ep, ex)?;
+            if moving.travelled < all || moving.landing.is_behind() {
+                *current = Some(moving);
+                return Ok(MoveStatus::Underway);
+            }
         }
         self.settle(moving, checksums, round.limit, ep, ex)
     }
 
-    /// Sends and receives the next bytes.
-    fn travel(
+    fn begin(
         &self,
-        moving: &mut LayerMove,
+        round: &MoveRound,
         slot_len: usize,
-        bytes: usize,
-        ep: &dyn Communicator,
+        (ep, window): (&dyn Communicator, Option<&Arc<dyn Window>>),
         ex: &mut Exec,
-    ) -> Result<()> {
-        let parts = moving.next_parts(slot_len, bytes);
-        let send = self.outgoing(moving, &parts, ep.world_size())?;
-        let mut receive = vec![0; ep.world_size()];
-        for (transfer, range) in &parts {
-            let (from, to) = moving.ends(transfer);
-            receive[from] += if to == self.rank { range.len() } else { 0 };
-        }
-        let sizes: Vec<usize> = send.iter().map(Vec::len).collect();
-        let (send, mut arrived) = (send.concat(), vec![0u8; receive.iter().sum()]);
-        let dims = ([send.len()], [arrived.len()]);
-        let to = ViewMut::new(&mut arrived, &dims.1)?;
-        ep.all_to_all_v(View::new(&send, &dims.0)?, &sizes, to, &receive, ex)?;
-        moving.accept(self.rank, &parts, &arrived, &receive);
-        Ok(())
+    ) -> Result<LayerMove> {
+        let (map, layer) = (self.map(), self.layer());
+        let target = map.with_phy2log(round.phy2log.clone());
+        let target = target.map_err(|e| Error::msg(format!("layer {layer}: {e}")))?;
+        let mut landing = landing(self.rank, slot_len, &self.weights, window)?;
+        landing.begin(ep, ex)?;
+        LayerMove::new(&map, target, self.rank, landing)
     }
 
-    /// This rank's bytes of these parts, by the rank that they go to.
-    fn outgoing(&self, moving: &LayerMove, parts: &[Part], ranks: usize) -> Result<Vec<Vec<u8>>> {
-        let first = moving.target.slots(self.rank).start;
-        let mut send = vec![Vec::new(); ranks];
-        for (transfer, range) in parts {
-            let (from, to) = moving.ends(transfer);
-            if from == self.rank {
-                let own = self.weights.slot_bytes(transfer.from - first)?;
-                send[to].extend_from_slice(&own[range.clone()]);
-            }
-        }
-        Ok(send)
-    }
-
-    /// Everything has travelled: puts the new placement in force if every rank is content, and on none if one is not.
+    /// Everything has been sent: puts the new placement in force if every rank is content, and on none if one is not.
     fn settle(
         &self,
         mut moving: LayerMove,
@@ -192,12 +160,10 @@ impl PlacedExperts {
         ep: &dyn Communicator,
         ex: &mut Exec,
     ) -> Result<MoveStatus> {
-        let first = self.map().slots(self.rank).start;
-        let own = moving.local.iter().filter(|t| moving.ends(t).1 == self.rank);
-        let own =
-            own.map(|t| Ok((*t, self.weights.slot_bytes(t.from - first)?))).collect::<Result<Vec<_>>>()?;
-        moving.arrived.extend(own);
-        let faults = self.faults(&moving, checksums, limit);
+        let local = moving.local.iter().map(|t| (moving.place(t.from).slot, moving.place(t.to).slot));
+        let local: Vec<(usize, usize)> = local.collect();
+        moving.landing.arrive(&local, &self.weights, ep, ex)?;
+        let faults = self.faults(&moving, checksums, limit)?;
         let all = all_gather_bytes(ep, faults.join("\n").as_bytes(), ex)?.join(&b'\n');
         let all = String::from_utf8_lossy(&all);
         let said = all.lines().filter(|line| !line.is_empty());
@@ -205,21 +171,22 @@ impl PlacedExperts {
         if !said.is_empty() {
             return Ok(MoveStatus::RolledBack(said));
         }
-        for (transfer, bytes) in &moving.arrived {
-            self.weights.write_slot(transfer.to - first, bytes)?;
-        }
-        self.set_map(moving.target)?;
+        let slots: Vec<usize> = moving.incoming(self.rank).map(|t| moving.place(t.to).slot).collect();
+        let LayerMove { target, landing, .. } = moving;
+        self.set_map(target, landing.as_ref())?;
+        landing.install(&slots, &self.weights)?;
         Ok(MoveStatus::Moved)
     }
 
     /// What is wrong with what has arrived here.
-    fn faults(&self, moving: &LayerMove, checksums: &[u64], limit: Duration) -> Vec<String> {
+    fn faults(&self, moving: &LayerMove, checksums: &[u64], limit: Duration) -> Result<Vec<String>> {
         let mut faults = Vec::new();
-        for (transfer, bytes) in &moving.arrived {
-            let SlotTransfer { expert, to, .. } = transfer;
-            let (expected, got) = (checksums.get(*expert as usize).copied().unwrap_or(0), checksum(bytes));
+        let slots: Vec<usize> = moving.incoming(self.rank).map(|t| moving.place(t.to).slot).collect();
+        let arrived = moving.landing.checksums(&slots)?;
+        for (SlotTransfer { expert, from, to }, got) in moving.incoming(self.rank).zip(arrived) {
+            let expected = checksums.get(*expert as usize).copied().unwrap_or(0);
             if expected != got {
-                let (from, rank) = moving.ends(transfer);
+                let (from, rank) = (moving.place(*from).rank, self.rank);
                 faults.push(format!(
                     "layer {}: expert {expert} arrived at slot {to} of rank {rank} from rank {from} with the checksum \
                      {got:016x}; it was loaded with {expected:016x}",
@@ -235,6 +202,6 @@ impl PlacedExperts {
                 self.rank
             ));
         }
-        faults
+        Ok(faults)
     }
 }

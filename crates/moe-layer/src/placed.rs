@@ -12,6 +12,7 @@ use moe_kernels::candle::{DType, Device, Error, Result, bail};
 use moe_kernels::{Buffer, Exec, Scratch, Spread, View, physical_ids_into};
 
 use crate::context::BlockContext;
+use crate::landing::{Landing, landing_bytes};
 use crate::moving::LayerMove;
 
 /// The placed experts of a layer, as one rank sees them.
@@ -32,8 +33,17 @@ pub struct PlacedExperts {
 /// Which expert is where, and the same as tables.
 struct State {
     map: ExpertMap,
-    /// log2phy [E, max copies] i32, for the rows of each rank of `near`; where the experts are.
-    tables: Vec<Buffer>,
+    /// For the rows of each rank of `near`.
+    tables: Vec<Table>,
+}
+
+/// The slots of every expert, in the memory where the experts are: a captured graph reads it where it is.
+pub(crate) struct Table {
+    /// log2phy [E, max copies] i32.
+    pub ids: Buffer,
+    /// On a device: where the ids of the next map wait for the step that runs to end.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub staged: Option<Buffer>,
 }
 
 /// What moves need beside the weights.
@@ -81,9 +91,14 @@ impl PlacedExperts {
             true => Some(Movable::new(layer, &map, &weights, context.groups.ep.as_ref())?),
             false => None,
         };
-        let tables = tables(&map, &near)?.into_iter().map(|table| on(table, weights.device()));
+        let tables = tables(&map, &near)?.into_iter().map(|ids| Table::new(ids, weights.device()));
         let state = RwLock::new(State { tables: tables.collect::<Result<_>>()?, map });
         Ok(Self { layer, rank, near, spread, state, weights, movable })
+    }
+
+    /// Where the experts are.
+    pub fn device(&self) -> &Device {
+        self.weights.device()
     }
 
     /// Number of the layer among the model's MoE layers.
@@ -102,6 +117,11 @@ impl PlacedExperts {
         (state.map.num_experts(), state.map.num_slots())
     }
 
+    /// Bytes of a [`Window`](moe_comm::Window) in which the experts of this rank's slots can arrive; `None` if experts cannot move.
+    pub fn landing_bytes(&self) -> Option<usize> {
+        Some(landing_bytes(self.weights.shape().num_local_experts, self.slot_len()?))
+    }
+
     /// Bytes of one expert; `None` if experts cannot move.
     pub fn slot_len(&self) -> Option<usize> {
         self.movable.as_ref().map(|movable| movable.slot_len)
@@ -115,7 +135,7 @@ impl PlacedExperts {
             let rows = partition(tokens, state.tables.len(), owner);
             let ids = topk_ids.narrow(rows.start, rows.len())?;
             let out = physical.view_mut().narrow(rows.start, rows.len())?;
-            physical_ids_into(ids, table.view(), self.spread, rows.start, out, ex)?;
+            physical_ids_into(ids, table.ids.view(), self.spread, rows.start, out, ex)?;
         }
         Ok(physical)
     }
@@ -132,11 +152,10 @@ impl PlacedExperts {
     }
 
     /// Puts another map in force, in the memory of the old one.
-    pub(crate) fn set_map(&self, map: ExpertMap) -> Result<()> {
+    pub(crate) fn set_map(&self, map: ExpertMap, landing: &dyn Landing) -> Result<()> {
         let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
-        let ex = Exec::on(self.weights.device())?;
         for (table, new) in state.tables.iter_mut().zip(tables(&map, &self.near)?) {
-            ex.copy_from_host(new.view(), table.view_mut())?;
+            landing.replace_table(new.view(), table)?;
         }
         state.map = map;
         Ok(())
@@ -157,14 +176,16 @@ impl std::fmt::Debug for PlacedExperts {
     }
 }
 
-/// A table where the experts are.
-fn on(table: Buffer, device: &Device) -> Result<Buffer> {
-    if device.is_cpu() {
-        return Ok(table);
+impl Table {
+    fn new(ids: Buffer, device: &Device) -> Result<Self> {
+        if device.is_cpu() {
+            return Ok(Self { ids, staged: None });
+        }
+        let mut copy = Buffer::zeros_on(device, ids.dtype(), ids.dims())?;
+        Exec::on(device)?.copy_from_host(ids.view(), copy.view_mut())?;
+        let staged = Some(Buffer::zeros_on(device, ids.dtype(), ids.dims())?);
+        Ok(Self { ids: copy, staged })
     }
-    let mut copy = Buffer::zeros_on(device, table.dtype(), table.dims())?;
-    Exec::on(device)?.copy_from_host(table.view(), copy.view_mut())?;
-    Ok(copy)
 }
 
 fn tables(map: &ExpertMap, near: &[Option<usize>]) -> Result<Vec<Buffer>> {
@@ -178,7 +199,7 @@ impl Movable {
         let own_len = weights.slot_len().map_err(failed)?;
         let own = std::iter::once(own_len as u64).chain(weights.checksums()?);
         let own: Vec<u8> = own.flat_map(u64::to_le_bytes).collect();
-        let all = all_gather_bytes(ep, &own, &mut Exec::cpu())?;
+        let all = all_gather_bytes(ep, &own, &mut Exec::on(weights.device())?)?;
         let mut checksums = vec![None; map.num_experts()];
         let mut len: Option<(usize, u64)> = None;
         for (rank, words) in all.iter().enumerate() {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use moe_comm::{ExpertMap, Geometry, ReplicaChoice};
-use moe_kernels::candle::{Device, Error, Result, bail};
+use moe_kernels::candle::{Error, Result, bail};
 
 /// How experts are placed on the ranks of expert parallelism. The default is one copy of each, as
 /// [`Geometry::placement`] says, for ever.
@@ -28,8 +28,8 @@ impl ExpertPlacements {
     /// Fails where a model of so many MoE layers and experts cannot have these placements, before anything is loaded.
     ///
     /// # Errors
-    /// A dense model; one rank; moves on a device other than the CPU; a table that does not fit, by layer, rank, slot and expert.
-    pub fn check(&self, layers: usize, experts: usize, geometry: &Geometry, device: &Device) -> Result<()> {
+    /// A dense model; one rank; a table that does not fit, by layer, rank, slot and expert.
+    pub fn check(&self, layers: usize, experts: usize, geometry: &Geometry) -> Result<()> {
         if self.is_off() {
             return Ok(());
         }
@@ -41,11 +41,6 @@ impl ExpertPlacements {
                 "placements of experts need expert parallelism over at least two ranks, got {}; add --enable-expert-parallel \
                  with --tp or --dp",
                 geometry.ep_size
-            )
-        }
-        if self.movable && !device.is_cpu() {
-            bail!(
-                "load balancing of experts runs on the CPU only; on GPUs an expert map or redundant experts stay as they are"
             )
         }
         if let Some(table) = self.table.as_ref().filter(|table| table.len() != layers) {

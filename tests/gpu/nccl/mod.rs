@@ -4,6 +4,7 @@ mod chunks;
 mod collectives;
 mod faults;
 mod graphs;
+mod moves;
 mod peer_gather;
 mod peer_needs;
 mod peer_runs;
@@ -13,6 +14,7 @@ mod processes;
 mod products;
 mod rounds;
 mod timing;
+mod window;
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};

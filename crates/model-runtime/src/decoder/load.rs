@@ -49,7 +49,7 @@ impl<A: SelfAttention> Decoder<A> {
     ) -> Result<(Self, Option<BackendSelection>)> {
         let (h, eps, context) = (config.hidden_size, config.rms_norm_eps, options.context);
         let (layers, experts) = (config.moe_layers().len(), config.num_experts());
-        context.placements.check(layers, experts, &context.geometry, vb.device())?;
+        context.placements.check(layers, experts, &context.geometry)?;
         let tp = &context.groups.tp;
         let vocab = (context.geometry.tp_size > 1).then(|| VocabParallel::new(config.vocab_size, tp.clone()));
         let held = context.geometry.vocab_shard(config.vocab_size).len();
@@ -73,8 +73,9 @@ impl<A: SelfAttention> Decoder<A> {
             }
             Ok((layer, chosen))
         };
-        // On the CPU every layer fills memory with all threads.
-        let loaded = each_layer(config.num_layers(), !vb.device().is_cpu(), load)?;
+        // On the CPU every layer fills memory with all threads. Ranks whose experts may move compare them layer by layer, so in order.
+        let in_halves = !vb.device().is_cpu() && !context.placements.movable;
+        let loaded = each_layer(config.num_layers(), in_halves, load)?;
         let (layers, chosen): (Vec<_>, Vec<_>) = loaded.into_iter().unzip();
         let lm_head = match config.tie_word_embeddings {
             true => LmHead::tied(&embedding),

@@ -7,9 +7,10 @@
 use std::fmt;
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::Result;
-use model_runtime::SamplingParams;
+use model_runtime::{MoeInfo, RoutedExperts, SamplingParams};
 use moe_engine::engine::Request;
 use moe_engine::usage;
 use serde::de::{Deserialize, Deserializer, Error, SeqAccess, Visitor};
@@ -23,6 +24,8 @@ pub struct Workload {
     /// The file, for messages.
     name: String,
     requests: Vec<Entry>,
+    /// The experts that are forced on each; empty: none.
+    routing: Vec<Arc<RoutedExperts>>,
 }
 
 /// A request as the file has it.
@@ -59,7 +62,7 @@ impl Workload {
         if requests.is_empty() {
             return Err(wrong(&"expected at least one request, got none"));
         }
-        Ok(Self { name, requests })
+        Ok(Self { name, requests, routing: Vec::new() })
     }
 
     /// Checks that a model of this vocabulary and context can run every request whole.
@@ -83,6 +86,29 @@ impl Workload {
             }
         }
         Ok(())
+    }
+
+    /// The same requests with the experts of a recording: request i takes the rows from 61 i on, and goes round at the end.
+    ///
+    /// # Errors
+    /// An empty recording; one of another model.
+    pub fn replaying(mut self, recording: &RoutedExperts, moe: Option<&MoeInfo>) -> Result<Self> {
+        const FLAG: &str = "--replay-routed-experts";
+        let Some(moe) = moe else { return Err(usage(format!("{FLAG}: the model has no routed experts"))) };
+        let (rows, layers, top_k) = (recording.tokens(), moe.layers.len(), moe.top_k);
+        let checked = recording.check(rows, layers, top_k, moe.num_experts);
+        checked.map_err(|e| usage(format!("{FLAG}: {e}")))?;
+        if rows == 0 {
+            return Err(usage(format!("{FLAG}: expected at least one row, got none")));
+        }
+        let (row, ids) = (layers * top_k, recording.ids());
+        let of_request = |(i, entry): (usize, &Entry)| -> Result<_> {
+            let rows = (0..entry.len()).map(|position| (61 * i + position) % rows);
+            let own = rows.flat_map(|at| ids[at * row..][..row].iter().copied()).collect();
+            Ok(Arc::new(RoutedExperts::from_ids(entry.len(), layers, top_k, own)?))
+        };
+        self.routing = self.requests.iter().enumerate().map(of_request).collect::<Result<_>>()?;
+        Ok(self)
     }
 
     /// What a request is called in messages.
@@ -112,10 +138,11 @@ impl Workload {
 
     /// The requests as the engine takes them, in the order of the file: temperature 1, end-of-sequence ignored.
     pub fn requests(&self) -> impl Iterator<Item = Request> + '_ {
-        self.requests.iter().map(|entry| Request {
+        self.requests.iter().enumerate().map(|(i, entry)| Request {
             sampling: SamplingParams { temperature: 1., seed: entry.seed, ..SamplingParams::default() },
             max_tokens: Some(entry.max_tokens),
             ignore_eos: true,
+            replay_routing: self.routing.get(i).cloned(),
             ..Request::new(entry.prompt_token_ids.clone())
         })
     }

@@ -19,7 +19,7 @@ use crate::batch::{Progress, Total};
 use crate::cli::BenchArgs;
 use crate::output::write_json;
 use crate::preflight::Asks;
-use crate::session;
+use crate::{routing, session};
 
 use super::arrivals::Arrivals;
 use super::report::{self, Figures};
@@ -40,6 +40,11 @@ pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
     // A config may leave out what only the family knows.
     let info = session.model.info();
     workload.check(info.vocab_size, info.max_context_len)?;
+    let recording = args.replay_routed_experts.as_deref().map(routing::read).transpose()?;
+    let workload = match &recording {
+        Some(recording) => workload.replaying(recording, info.moe.as_ref())?,
+        None => workload,
+    };
     let config = engine_config(args, &workload, session.engine_defaults());
     let mut engine = session.engine(None, &config).map_err(|e| usage(format!("{e:#}")))?;
     warm_up(&mut engine, &workload)?;
@@ -61,6 +66,8 @@ pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
     let best = report::best(&runs);
     eprintln!("best: run {}, {:.1} total tok/s", best + 1, runs[best].total_tok_s);
     let kv_cache_tokens = engine.stats().kv_blocks * BLOCK_SIZE;
+    eprint!("{}", crate::parallel::eplb_report(&engine));
+    let balance = engine.eplb_stats();
     drop(engine);
     session.finish()?;
     let mut result = facts(args, &session);
@@ -73,6 +80,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
     result["max_num_batched_tokens"] = config.max_num_batched_tokens.into();
     result["scheduling_policy"] = json!(config.scheduling_policy);
     result["kv_cache_tokens"] = kv_cache_tokens.into();
+    result["eplb"] = json!(balance);
     result["best"] = json!(runs[best]);
     result["runs"] = json!(runs);
     write_json(args.json.as_deref(), &result)

@@ -4,16 +4,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
-use candle_core::{DType, Error, Result, bail};
+use candle_core::{DType, Result, bail};
 use moe_kernels::PreNorm;
-use moe_kernels::cuda::{MAX_PEERS, PeerBuffers};
+use moe_kernels::cuda::PeerBuffers;
 use moe_kernels::{Exec, View, ViewMut};
 
-use super::memory::{Mapping, Owned, Status, group};
-use super::offer::{Answer, Offer, host_id, process_id, refusal};
-use crate::bytes::all_gather_bytes;
+use super::join::{Shared, share};
+use super::memory::{Owned, Status, group};
 use crate::communicator::{Communicator, RowNeeds};
 
 /// Small all-reduces, and all-gathers and reduce-scatters of any size, by kernels that write to each other's memory, for the
@@ -36,9 +34,7 @@ pub struct PeerAllReduce {
     ranks: usize,
     status: Arc<Status>,
     stream: Arc<CudaStream>,
-    /// The other ranks' buffers, closed before the own one is freed.
-    _mappings: Vec<Mapping>,
-    _own: Arc<Owned>,
+    _shared: Shared,
 }
 
 impl PeerAllReduce {
@@ -63,30 +59,16 @@ impl PeerAllReduce {
     ) -> Result<std::result::Result<Self, String>> {
         let (rank, ranks) = (comm.rank(), comm.world_size());
         let stream = ex.stream()?.clone();
-        if !(2..=MAX_PEERS).contains(&ranks) {
-            return Ok(Err(format!("expected 2 to {MAX_PEERS} ranks, got {ranks}")));
-        }
-        let prepared = prepare(ranks, ex);
-        let answer: Answer = prepared.as_ref().map(|(_, _, offer)| offer.clone()).map_err(Error::to_string);
-        let answers = exchange(comm, &answer, wire)?;
-        if let Some(reason) = refusal(&answers) {
-            return Ok(Err(reason));
-        }
-        let (own, status, offer) = prepared?;
-        let offers: Vec<Offer> = answers.into_iter().flatten().collect();
-        if offers.iter().any(|other| other.process != offer.process) {
-            own.keep();
-        }
-        let mapped = map(rank, &own, &offers, &stream);
-        // Also the sign that all ranks have mapped this one's buffer, or never will.
-        let mine: std::result::Result<(), String> =
-            mapped.as_ref().map(|_| ()).map_err(|e| format!("rank {rank} cannot map the others': {e}"));
-        if let Some(reason) = exchange(comm, &mine, wire)?.into_iter().find_map(std::result::Result::err) {
-            return Ok(Err(reason));
-        }
-        let (addresses, _mappings) = mapped?;
-        let buffers = group(rank, &addresses, Self::CAPACITY, &status, limit)?;
-        Ok(Ok(Self { buffers, rank, ranks, status, stream, _mappings, _own: own }))
+        let make = || {
+            let own = Owned::new(ranks, Self::CAPACITY, ex)?;
+            Ok((own, Arc::new(Status::new(stream.context())?)))
+        };
+        let (shared, status) = match share(comm, wire, ex, make)? {
+            Ok(shared) => shared,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        let buffers = group(rank, &shared.addresses, Self::CAPACITY, &status, limit)?;
+        Ok(Ok(Self { buffers, rank, ranks, status, stream, _shared: shared }))
     }
 
     /// Whether so many rows of H elements in f32 are few enough for every rank to add them all up.
@@ -239,44 +221,6 @@ impl PeerAllReduce {
         }
         Ok(())
     }
-}
-
-/// The buffer, the word that ends waiting, and the offer to the other ranks.
-fn prepare(ranks: usize, ex: &Exec) -> Result<(Arc<Owned>, Arc<Status>, Offer)> {
-    let host = host_id(|name| std::env::var(name).ok()).map_err(Error::msg)?;
-    let context = ex.stream()?.context().clone();
-    let own = Owned::new(ranks, PeerAllReduce::CAPACITY, ex)?;
-    let status = Arc::new(Status::new(&context)?);
-    let device = context.uuid().w()?.bytes.map(|byte| byte as u8);
-    let (address, handle) = (own.address(), own.handle().map_err(|e| e.to_string()));
-    let offer = Offer { host, process: process_id(), device, address, handle };
-    Ok((own, status, offer))
-}
-
-/// The addresses of all ranks' buffers for this rank's device, and the mappings behind them.
-fn map(rank: usize, own: &Owned, offers: &[Offer], stream: &CudaStream) -> Result<(Vec<u64>, Vec<Mapping>)> {
-    let (mut addresses, mut mappings) = (Vec::new(), Vec::new());
-    for (other, offer) in offers.iter().enumerate() {
-        if other == rank {
-            addresses.push(own.address());
-            continue;
-        }
-        let mapping = Mapping::of(offer, process_id(), stream.context())?;
-        addresses.push(mapping.address());
-        mappings.push(mapping);
-    }
-    Ok((addresses, mappings))
-}
-
-/// Every rank's value, in rank order.
-fn exchange<T: serde::Serialize + serde::de::DeserializeOwned>(
-    comm: &dyn Communicator,
-    mine: &T,
-    wire: &mut Exec,
-) -> Result<Vec<T>> {
-    let bytes = postcard::to_allocvec(mine).map_err(Error::wrap)?;
-    let all = all_gather_bytes(comm, &bytes, wire)?;
-    all.iter().map(|bytes| postcard::from_bytes(bytes).map_err(Error::wrap)).collect()
 }
 
 impl fmt::Debug for PeerAllReduce {

@@ -5,7 +5,7 @@
 //!
 //! A buffer must not be freed while another rank has it mapped. In one process it is freed with the last rank
 //! that holds it. What other processes have open is left to the end of this one, since nobody can know when
-//! they have closed it: a few MiB, once per group.
+//! they have closed it: what was allocated once for a group.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -35,14 +35,20 @@ impl Owned {
     /// A buffer on the context's device, ready for a group of `ranks`.
     pub(super) fn new(ranks: usize, capacity: usize, ex: &Exec) -> Result<Arc<Self>> {
         let bytes = PeerBuffers::bytes(ranks, capacity)?;
+        let owned = Self::unspecified(bytes, ex)?;
+        // SAFETY: the address is that of as many bytes.
+        unsafe { PeerBuffers::init(owned.address, bytes, ex) }?;
+        ex.synchronize()?;
+        Ok(owned)
+    }
+
+    /// Bytes on the context's device that hold anything.
+    pub(super) fn unspecified(bytes: usize, ex: &Exec) -> Result<Arc<Self>> {
         let context = ex.stream()?.context().clone();
         context.bind_to_thread().w()?;
-        // SAFETY: the contents are set below, before anybody reads them.
+        // SAFETY: any bits are bytes; who gives them a meaning writes them first.
         let address = unsafe { result::malloc_sync(bytes) }.w()?;
         let owned = Arc::new(Self { context, address, exported: AtomicBool::new(false) });
-        // SAFETY: the address is that of as many bytes.
-        unsafe { PeerBuffers::init(address, bytes, ex) }?;
-        ex.synchronize()?;
         let mut lent = LENT.lock().unwrap_or_else(PoisonError::into_inner);
         lent.retain(|other| other.strong_count() > 0);
         lent.push(Arc::downgrade(&owned));

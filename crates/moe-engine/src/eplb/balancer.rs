@@ -13,12 +13,16 @@ use tracing::{info, warn};
 
 use super::config::EplbConfig;
 use super::planner::RoundPlanner;
-use super::stats::EplbStats;
+use super::stats::{EplbStats, Waits};
 use crate::engine::StepLoad;
 use crate::usage;
 
 /// Parts of the window whose peaks a plan looks at one by one: the planner's lanes.
 const EPISODES: usize = 16;
+
+/// Seconds of a byte that moves before any has: sockets of one host do better than 1 GB/s, GPUs of one host than 100.
+const ON_HOSTS: f64 = 1e-9;
+const ON_GPUS: f64 = 1e-11;
 
 /// Balances the experts of a run.
 pub(crate) struct Balancer {
@@ -38,6 +42,7 @@ pub(crate) struct Balancer {
     /// When the window was looked at last, and steps since.
     since: (Instant, u32),
     stats: EplbStats,
+    waits: Waits,
 }
 
 impl Balancer {
@@ -63,6 +68,8 @@ impl Balancer {
         let phy2log = maps.iter().flat_map(|map| map.phy2log().iter().copied()).collect();
         let first = Placement::from_phy2log(&topology, maps.len(), phy2log)?;
         let planner = RoundPlanner::new(config, topology, maps.len(), slot_len)?;
+        let on_gpus = model.placed_experts(0).is_some_and(|placed| !placed.device().is_cpu());
+        planner.set_costs(|costs| costs.seconds_per_byte = if on_gpus { ON_GPUS } else { ON_HOSTS });
         let plan = planner.clone();
         let thread = ThreadPlanner::new(move |loads, current| plan.plan(&loads, &current));
         let intervals = Intervals {
@@ -88,13 +95,16 @@ impl Balancer {
             moving: None,
             since: (Instant::now(), 0),
             stats: EplbStats::default(),
+            waits: Waits::default(),
         })
     }
 
     /// Counters so far.
     pub fn stats(&self) -> EplbStats {
         let counters = self.controller.counters();
-        EplbStats { plans: counters.applied, dropped: counters.dropped, ..self.stats.clone() }
+        let [median_stall, p99_stall] = self.waits.quantiles([0.5, 0.99]);
+        let (plans, dropped) = (counters.applied, counters.dropped);
+        EplbStats { plans, dropped, median_stall, p99_stall, ..self.stats.clone() }
     }
 
     /// Advances by one step, of which `loads` were counted; the round of a move that all ranks run before the next one.
@@ -138,6 +148,7 @@ impl Balancer {
     pub fn moved(&mut self, status: &MoveStatus, took: Duration) -> Result<()> {
         let Some((layer, experts)) = self.moving else { bail!("load balancing: no expert was moving") };
         self.stats.waited(took);
+        self.waits.add(took);
         match status {
             MoveStatus::Underway => return Ok(()),
             MoveStatus::Moved => {

@@ -10,7 +10,7 @@ use moe_eplb::{Loads, Objective, Placement, Result, Topology, layer_par};
 use super::config::EplbConfig;
 
 /// What moves and steps cost, as far as the run has shown.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Costs {
     /// Of a step, and all of it at most is the experts'.
     pub seconds_per_step: f64,
@@ -43,9 +43,6 @@ struct State {
     proposals: Vec<Proposal>,
 }
 
-/// Bytes per second of a move before any was measured: sockets of one host do better.
-const FIRST_GUESS: f64 = 1e9;
-
 impl RoundPlanner {
     pub fn new(config: &EplbConfig, topology: Topology, layers: usize, slot_len: usize) -> Result<Self> {
         let thresholds = Thresholds { min_gain: config.min_gain, ..Thresholds::default() };
@@ -57,7 +54,7 @@ impl RoundPlanner {
             interval: config.interval,
             max_moves: config.max_moves.unwrap_or(usize::MAX),
             must_pay: config.must_pay,
-            costs: Costs { seconds_per_step: 0.0, seconds_per_byte: 1.0 / FIRST_GUESS },
+            costs: Costs::default(),
             proposals: Vec::new(),
         }))))
     }
@@ -154,8 +151,8 @@ mod tests {
             assert_eq!((proposal.current_par, proposal.new_par, proposal.bytes), (1.8, 1.0, 200));
             assert!(plan(&EplbConfig { max_moves: Some(1), ..config.clone() }).0.layers.is_empty());
             assert_eq!(plan(&EplbConfig { max_moves: Some(2), ..config.clone() }).0.layers, [0]);
+            // Moves that cost nothing yet gain nothing in steps of no time; of a second each they are worth two hundred bytes.
             assert!(plan(&EplbConfig { must_pay: true, ..config.clone() }).0.layers.is_empty());
-            // Steps of a second are worth two hundred bytes.
             planner.set_costs(|costs| costs.seconds_per_step = 1.0);
             assert_eq!(planner.plan(&loads, &current).unwrap().layers, [0]);
             planner.moved(0);

@@ -1,5 +1,6 @@
 //! What load balancing has done in a run.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -19,9 +20,15 @@ pub struct EplbStats {
     pub bytes: u64,
     /// Layers' moves that were rolled back.
     pub rolled_back: u64,
-    /// Seconds that steps waited for moves.
+    /// Rounds of moves: one between two steps.
+    pub rounds: u64,
+    /// Seconds that the host waited for rounds. What a GPU computes meanwhile is not lost.
     pub stall: f64,
-    /// The longest of these waits, in seconds.
+    /// The median of these waits, in seconds, of the last 65,536 rounds.
+    pub median_stall: f64,
+    /// Their 99th percentile, of the same rounds.
+    pub p99_stall: f64,
+    /// The longest of all, in seconds.
     pub longest_stall: f64,
     /// Counted steps, and the sum over them of peak over mean load of ranks, each the mean of all layers.
     pub steps: u64,
@@ -43,8 +50,33 @@ impl EplbStats {
     }
 
     pub(super) fn waited(&mut self, took: Duration) {
+        self.rounds += 1;
         self.stall += took.as_secs_f64();
         self.longest_stall = self.longest_stall.max(took.as_secs_f64());
+    }
+}
+
+/// How long steps waited for the last rounds.
+#[derive(Debug, Default)]
+pub(super) struct Waits(VecDeque<f64>);
+
+impl Waits {
+    /// Rounds that are remembered.
+    const MOST: usize = 1 << 16;
+
+    pub fn add(&mut self, took: Duration) {
+        if self.0.len() == Self::MOST {
+            self.0.pop_front();
+        }
+        self.0.push_back(took.as_secs_f64());
+    }
+
+    /// Seconds that the given shares of the rounds did not exceed; 0 before the first one.
+    pub fn quantiles<const N: usize>(&self, shares: [f64; N]) -> [f64; N] {
+        let mut sorted: Vec<f64> = self.0.iter().copied().collect();
+        sorted.sort_by(f64::total_cmp);
+        let at = |share: f64| ((share * sorted.len() as f64).ceil() as usize).saturating_sub(1);
+        shares.map(|share| sorted.get(at(share)).copied().unwrap_or(0.0))
     }
 }
 
@@ -59,15 +91,32 @@ impl std::fmt::Display for EplbStats {
         )?;
         writeln!(
             f,
-            "expert moves: {} plans ({} dropped), {} layers, {} experts, {} bytes, {} rolled back; steps waited {:.1} ms, at most {:.2} ms",
-            self.plans,
-            self.dropped,
-            self.layers,
-            self.experts,
-            self.bytes,
-            self.rolled_back,
+            "expert moves: {} plans ({} dropped), {} layers, {} experts, {} bytes, {} rolled back",
+            self.plans, self.dropped, self.layers, self.experts, self.bytes, self.rolled_back
+        )?;
+        writeln!(
+            f,
+            "waits for moves: {} rounds, {:.1} ms in all, median {:.3} ms, p99 {:.3} ms, at most {:.3} ms",
+            self.rounds,
             1e3 * self.stall,
+            1e3 * self.median_stall,
+            1e3 * self.p99_stall,
             1e3 * self.longest_stall
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_those_of_the_last_rounds() {
+        let mut waits = Waits::default();
+        assert_eq!(waits.quantiles([0.5, 0.99]), [0.0, 0.0]);
+        (1..=200).rev().for_each(|ms| waits.add(Duration::from_millis(ms)));
+        assert_eq!(waits.quantiles([0.5, 0.99, 1.0]), [0.1, 0.198, 0.2]);
+        (0..Waits::MOST).for_each(|_| waits.add(Duration::from_millis(7)));
+        assert_eq!(waits.quantiles([0.0, 1.0]), [0.007, 0.007]);
     }
 }

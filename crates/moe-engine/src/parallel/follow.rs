@@ -241,7 +241,7 @@ mod tests {
                     let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut Exec::cpu()).unwrap();
                     let fails = fails.filter(|_| rank == 1);
                     let model = Box::new(Adding { info, group: groups.tp.clone(), fails });
-                    Rank { model, geometry, groups, device: None }
+                    Rank { model, geometry, groups, device: None, window: None }
                 })
             });
             let threads: Vec<_> = threads.collect();

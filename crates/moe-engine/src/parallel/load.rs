@@ -6,7 +6,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::DType;
 use model_runtime::{BlockContext, CausalLm, Exec, ParallelGroups, RankView, TensorSlice};
-use moe_comm::{Communicator, Geometry, ParallelConfig, ThreadComm};
+#[cfg(feature = "nccl")]
+use moe_comm::PeerWindow;
+use moe_comm::{Communicator, Geometry, ParallelConfig, ThreadComm, Window};
 use moe_layer::ChunkedMoe;
 use tracing::info;
 
@@ -167,8 +169,35 @@ fn load_place<F: ModelFamily>(
         };
         let vb = tensors.var_builder(source.dtype, ex.device());
         let loaded = F::load(source.config, &(source.options)(context), vb);
-        Ok((loaded.with_context(|| format!("loading rank {}", geometry.rank))?, groups))
+        let loaded = loaded.with_context(|| format!("loading rank {}", geometry.rank))?;
+        let window = landing_window(loaded.model.as_ref(), groups.ep.as_ref(), &ex)?;
+        Ok((loaded, groups, window))
     };
-    let (loaded, groups) = load().inspect_err(|e| comm.abort(&format!("{e:#}")))?;
-    Ok((Rank { model: loaded.model, geometry, groups, device }, ex, loaded.backend))
+    let (loaded, groups, window) = load().inspect_err(|e| comm.abort(&format!("{e:#}")))?;
+    Ok((Rank { model: loaded.model, geometry, groups, device, window }, ex, loaded.backend))
+}
+
+/// Where the experts of a layer that come to this rank's GPU arrive, made before the KV cache takes what memory is left; `None` where
+/// experts do not move between GPUs. A collective of `ep`, the hosts of the ranks that share the experts.
+///
+/// # Errors
+/// GPUs that cannot access each other's memory; no memory left.
+#[cfg(feature = "nccl")]
+fn landing_window(model: &dyn CausalLm, ep: &dyn Communicator, ex: &Exec) -> Result<Option<Arc<dyn Window>>> {
+    let layers = model.info().moe.as_ref().map_or(0, |moe| moe.layers.len());
+    let bytes = (0..layers).filter_map(|layer| model.placed_experts(layer)?.landing_bytes()).max();
+    let Some(bytes) = bytes.filter(|_| ex.is_cuda()) else { return Ok(None) };
+    match PeerWindow::new(ep, &mut Exec::cpu(), bytes, ex)? {
+        Ok(window) => Ok(Some(Arc::new(window))),
+        Err(why) => Err(usage(format!(
+            "--enable-eplb moves experts between GPUs that may access each other's memory, and these cannot: {why}; drop it, or \
+             choose GPUs of one host"
+        ))),
+    }
+}
+
+/// Experts move in host memory alone.
+#[cfg(not(feature = "nccl"))]
+fn landing_window(_: &dyn CausalLm, _: &dyn Communicator, _: &Exec) -> Result<Option<Arc<dyn Window>>> {
+    Ok(None)
 }

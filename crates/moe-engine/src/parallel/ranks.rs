@@ -13,7 +13,7 @@ use model_runtime::{
     CausalLm, DeviceSampling, Exec, KvCache, LayerPlan, ModelInfo, Observer, ParallelGroups, Router,
     RunnerSizes, Step, StepContext, StepRanks, StepViews, View, ViewMut,
 };
-use moe_comm::{Communicator, Geometry, ReduceOp};
+use moe_comm::{Communicator, Geometry, ReduceOp, Window};
 use moe_layer::{Machine, MoveRound, MoveStatus, PlacedExperts, PlanStep};
 
 use tracing::trace_span;
@@ -35,6 +35,8 @@ pub struct Rank {
     pub groups: ParallelGroups,
     /// All ranks' GPUs, where the model runs on one: the layers have groups of them.
     pub device: Option<Arc<dyn Communicator>>,
+    /// Where experts that come from other ranks' GPUs arrive.
+    pub window: Option<Arc<dyn Window>>,
 }
 
 /// The ranks that see the same tokens, as one model; its KV layout is that of one rank.
@@ -186,11 +188,13 @@ impl Rank {
         Ok(bucket)
     }
 
-    /// Exchanges weights with the other ranks that share the experts, over the hosts.
+    /// Exchanges weights with the other ranks that share the experts, over the hosts or from GPU to GPU.
     fn move_experts(&self, round: &MoveRound) -> Result<MoveStatus> {
         let _span = trace_span!("move_experts", layer = round.layer, bytes = round.bytes).entered();
         match self.model.placed_experts(round.layer) {
-            Some(placed) => placed.move_round(round, self.groups.ep.as_ref(), &mut Exec::cpu()),
+            Some(placed) => {
+                placed.move_round(round, self.groups.ep.as_ref(), self.window.as_ref(), &mut Exec::cpu())
+            }
             None => bail!("layer {}: no map places its experts, so they cannot move", round.layer),
         }
     }

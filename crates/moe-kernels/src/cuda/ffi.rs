@@ -145,6 +145,7 @@ launchers! {
     moe_any_mask_nonlocal(topk_ids expert_map: In, count: i64, num_ids: i32, out: Out);
     moe_any_physical_ids(topk_ids log2phy: In, count: i64, top_k num_experts width: i32, first_row: u32, hashed: i32, out: Out);
     moe_any_local_ids(topk_ids: In, first num_local: u32, count: i64, out: Out);
+    moe_any_word_sum(bytes: In, len: i64, sum: Out);
     moe_any_batch_rows(args: *const AnyBatchRowsArgs);
     moe_any_unbatch_rows(args: *const AnyBatchRowsArgs);
     moe_any_number_rows(counts: In, experts max_tokens: i32, offsets numbers: Out);

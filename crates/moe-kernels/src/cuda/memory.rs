@@ -7,7 +7,8 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, PinnedHos
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 
 use super::counts;
-use crate::storage::{CudaVec, DeviceSlice, cuda_address};
+use crate::storage::{CudaVec, Data, DataMut, DeviceSlice, cuda_address};
+use crate::view::{View, ViewMut};
 
 /// Owned elements on a CUDA device.
 #[derive(Debug)]
@@ -64,6 +65,29 @@ pub(crate) fn storage_slice(storage: &CudaStorage, len: usize) -> Option<DeviceS
     use candle_core::backend::BackendStorage;
     let ordinal = storage.device.cuda_stream().context().ordinal();
     Some(DeviceSlice::new(cuda_address(storage)?, storage.dtype(), len, ordinal))
+}
+
+/// Memory of a device that the caller allocated or mapped, as a view [len] u8.
+///
+/// # Safety
+/// For as long as the view is used, `address` is that of `len` bytes that device `ordinal` may access. Who writes them is put in
+/// order with who reads them by the caller.
+///
+/// # Errors
+/// None for a view of one dimension.
+pub unsafe fn mapped_bytes<'a>(address: u64, len: usize, ordinal: usize) -> Result<View<'a>> {
+    View::from_data(Data::Device(DeviceSlice::new(address, DType::U8, len, ordinal)), &[len])
+}
+
+/// The same to be written.
+///
+/// # Safety
+/// That of [`mapped_bytes`].
+///
+/// # Errors
+/// None for a view of one dimension.
+pub unsafe fn mapped_bytes_mut<'a>(address: u64, len: usize, ordinal: usize) -> Result<ViewMut<'a>> {
+    ViewMut::from_data(DataMut::Device(DeviceSlice::new(address, DType::U8, len, ordinal)), &[len])
 }
 
 /// Page-locked host memory for u32 words, that a device copies from and to by itself.

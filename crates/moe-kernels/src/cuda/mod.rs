@@ -14,6 +14,7 @@ pub(crate) mod any;
 mod args;
 pub(crate) mod attention;
 mod blas;
+mod checksum;
 mod counts;
 mod experts;
 pub(crate) mod ffi;
@@ -42,13 +43,14 @@ use crate::storage::Data;
 use crate::view::View;
 
 pub use any::{Choice, Route, RouteOut, route_into};
+pub(crate) use checksum::word_sum;
 pub use counts::{DeviceCalls, device_calls};
 pub use experts::{
     ExpertLists, FusedExperts, MonolithicExperts, fused_experts_into, monolithic_experts_into,
 };
 pub use graph::Graph;
-pub use memory::PinnedWords;
 pub(crate) use memory::{DeviceMemory, storage_slice};
+pub use memory::{PinnedWords, mapped_bytes, mapped_bytes_mut};
 pub use peer::{MAX_PEERS, PeerBuffers};
 pub use ranks::{embed_part_into, fill_random_box_into, join_columns_into};
 pub use router::gate_route_into;

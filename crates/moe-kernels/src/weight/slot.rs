@@ -12,30 +12,31 @@ use super::{Held, Weight};
 use crate::tensor::TensorView;
 use crate::view::View;
 
-const OP: &str = "an expert's weights";
+pub(super) const OP: &str = "an expert's weights";
 
 impl Weight {
     /// Bytes of one expert of a pack [E, N, K], as [`expert_bytes`](Self::expert_bytes) gives them.
     ///
     /// # Errors
-    /// A matrix; weights on a device; quantised experts each with an order of columns of its own.
+    /// A matrix; quantised experts on a device, or each with an order of columns of its own.
     pub fn expert_len(&self) -> Result<usize> {
         let &[_, n, k] = self.dims() else { bail!("{OP}: expected a pack [E, N, K], got {:?}", self.dims()) };
         match &self.0 {
-            Held::Values(values, _) if values.device().is_cpu() => Ok(n * k * values.dtype().size_in_bytes()),
+            Held::Values(values, _) => Ok(n * k * values.dtype().size_in_bytes()),
             Held::Quantised(q) => match &q.pack {
                 Pack::Cpu(matrix) => matrix.read().expert_len(),
                 #[cfg(feature = "cuda")]
-                Pack::Cuda(_) => bail!("{OP}: expected a pack on the CPU, got one on a CUDA device"),
+                Pack::Cuda(_) => {
+                    bail!("{OP}: on a CUDA device quantised experts cannot be replaced one by one")
+                }
             },
-            Held::Values(..) => bail!("{OP}: expected a pack on the CPU, got one on a CUDA device"),
         }
     }
 
     /// The weights of `expert` of a pack [E, N, K], little endian, in the order of the pack.
     ///
     /// # Errors
-    /// Those of [`expert_len`](Self::expert_len); an expert that there is not.
+    /// Those of [`expert_len`](Self::expert_len); an expert that there is not; weights on a device.
     pub fn expert_bytes(&self, expert: usize) -> Result<Vec<u8>> {
         let len = self.checked(expert)?;
         match &self.0 {
@@ -73,7 +74,7 @@ impl Weight {
         }
     }
 
-    fn checked(&self, expert: usize) -> Result<usize> {
+    pub(super) fn checked(&self, expert: usize) -> Result<usize> {
         let (len, experts) = (self.expert_len()?, self.dims()[0]);
         if expert >= experts {
             bail!("{OP}: expected one of {experts}, got number {expert}")

@@ -1,0 +1,132 @@
+//! A window over peer memory: the copy engines of the GPUs of one host carry what ranks put into each other's memory.
+
+use std::fmt;
+use std::sync::Mutex;
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::CudaEvent;
+use candle_core::{DType, Result, bail};
+use moe_kernels::cuda::{mapped_bytes, mapped_bytes_mut};
+use moe_kernels::{Exec, View};
+
+use super::join::{Shared, exchange, share};
+use super::memory::Owned;
+use crate::communicator::Communicator;
+use crate::window::Window;
+
+/// What the driver maps at least: other processes see whole ones, so nothing else is to lie there.
+const PAGE: usize = 2 << 20;
+
+/// The [`Window`] of a rank of a group whose GPUs are on one host and may access each other's memory.
+///
+/// Copies have a stream of their own, so that they run beside steps. The memory stays until the process ends if ranks
+/// of other processes have it mapped.
+pub struct PeerWindow {
+    rank: usize,
+    bytes: usize,
+    /// The second stream of the rank's device.
+    side: Exec,
+    ordinal: usize,
+    /// The end of what used the window last.
+    used: Mutex<CudaEvent>,
+    shared: Shared,
+}
+
+impl PeerWindow {
+    /// A window of the ranks of `comm`, on the device of `ex`; the inner error says why these ranks cannot share memory, the same
+    /// on all of them. Each rank has as many bytes as the one that asks for most, or a few more. A collective of `comm`, whose exchanges of host
+    /// memory run in `wire`.
+    ///
+    /// # Errors
+    /// A context on the CPU; whatever fails a collective of `comm`.
+    pub fn new(
+        comm: &dyn Communicator,
+        wire: &mut Exec,
+        bytes: usize,
+        ex: &Exec,
+    ) -> Result<std::result::Result<Self, String>> {
+        let context = ex.stream()?.context().clone();
+        let most = exchange(comm, &(bytes as u64), wire)?.into_iter().max().unwrap_or(0) as usize;
+        let bytes = most.max(1).next_multiple_of(PAGE);
+        let ordinal = context.ordinal();
+        let make = || {
+            let side = Exec::on(&moe_kernels::cuda::device(ordinal)?)?;
+            let used = side.stream()?.record_event(None).w()?;
+            Ok((Owned::unspecified(bytes, ex)?, (side, used)))
+        };
+        let made = share(comm, wire, ex, make)?;
+        let rank = comm.rank();
+        Ok(made.map(|(shared, (side, used))| Self {
+            rank,
+            bytes,
+            side,
+            ordinal,
+            used: Mutex::new(used),
+            shared,
+        }))
+    }
+
+    /// The address of bytes of a rank.
+    fn address(&self, rank: usize, at: usize, len: usize) -> Result<u64> {
+        let end = at.checked_add(len).filter(|&end| end <= self.bytes);
+        match (self.shared.addresses.get(rank), end) {
+            (Some(address), Some(_)) => Ok(address + at as u64),
+            _ => bail!(
+                "{self:?}: expected {} bytes of a rank, got {at}..{at} + {len} of rank {rank}",
+                self.bytes
+            ),
+        }
+    }
+}
+
+impl Window for PeerWindow {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn context(&self) -> &Exec {
+        &self.side
+    }
+
+    fn put(&self, from: View<'_>, rank: usize, at: usize) -> Result<()> {
+        let len = from.elem_count() * from.dtype().size_in_bytes();
+        if from.dtype() != DType::U8 {
+            bail!("{self:?}: expected bytes, got {}", from.dtype().as_str())
+        }
+        let address = self.address(rank, at, len)?;
+        // SAFETY: the memory lives as long as `shared`, and the driver has mapped it for this device; who reads it waits for this
+        // stream, by the contract of `Window`.
+        let to = unsafe { mapped_bytes_mut(address, len, self.ordinal) }?;
+        self.side.copy(from, to)
+    }
+
+    fn own(&self, at: usize, len: usize) -> Result<View<'_>> {
+        let address = self.address(self.rank, at, len)?;
+        // SAFETY: the memory lives as long as `shared`, which the view borrows; who writes it is agreed by the users.
+        unsafe { mapped_bytes(address, len, self.ordinal) }
+    }
+
+    fn used_by(&self, ex: &Exec) -> Result<()> {
+        let used = self.used.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        used.record(ex.stream()?).w()
+    }
+
+    fn wait_unused(&self) -> Result<()> {
+        let used = self.used.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        used.synchronize().w()?;
+        self.side.synchronize()
+    }
+}
+
+impl fmt::Debug for PeerWindow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PeerWindow(rank {} of {}, {} bytes)", self.rank, self.shared.addresses.len(), self.bytes)
+    }
+}
+
+impl Drop for PeerWindow {
+    fn drop(&mut self) {
+        // Copies of this rank use every rank's memory. There is nobody to tell about a failure.
+        let _ = self.wait_unused();
+    }
+}

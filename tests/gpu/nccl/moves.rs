@@ -1,0 +1,313 @@
+//! Experts that move between GPUs under a captured graph: results stay, whatever moves, and a corrupt transfer is rolled back on
+//! all ranks.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::VarBuilder;
+use moe_comm::{
+    Communicator, EpBackend, ExpertMap, NcclComm, ParallelConfig, ParallelGroups, PeerWindow, Window,
+};
+use moe_kernels::cuda::{Graph, device_calls};
+use moe_kernels::{Buffer, Exec, StepContext, TensorView, View};
+use moe_layer::{
+    Activation, BlockContext, BlockOptions, ExpertPlacements, MoveRound, MoveStatus, PlacedExperts,
+    RouterConfig, SparseMoeBlock, load_block_on,
+};
+
+use super::{LIMIT, run_nccl_ranks};
+use crate::common::{Rng, assert_close};
+
+/// Five experts and three copies, four slots on each of two ranks.
+const EXPERTS: usize = 5;
+const COPIES: usize = 3;
+/// Tokens of each rank.
+const TOKENS: usize = 8;
+const MOVES: usize = 40;
+
+struct Case {
+    dtype: DType,
+    widths: [usize; 2],
+    parallel: ParallelConfig,
+    bound: f64,
+}
+
+fn cases() -> Vec<Case> {
+    let parallel = |tp, backend: EpBackend| ParallelConfig {
+        tp,
+        dp: 2 / tp,
+        enable_expert_parallel: true,
+        backend: backend.into(),
+        ..ParallelConfig::default()
+    };
+    let gathers = parallel(1, EpBackend::AllgatherReducescatter);
+    vec![
+        Case { dtype: DType::BF16, widths: [256, 128], parallel: gathers, bound: 2e-2 },
+        // Sizes of no fast kernel: slots that are no whole number of vectors.
+        Case { dtype: DType::F32, widths: [42, 25], parallel: gathers, bound: 1e-5 },
+        Case {
+            dtype: DType::BF16,
+            widths: [256, 128],
+            parallel: parallel(1, EpBackend::DeepEp),
+            bound: 2e-2,
+        },
+        Case {
+            dtype: DType::BF16,
+            widths: [256, 128],
+            parallel: parallel(2, EpBackend::LocalAllreduce),
+            bound: 2e-2,
+        },
+    ]
+}
+
+/// A window that flips a bit of the first bytes of every move that it puts into the memory of one rank.
+#[derive(Debug)]
+struct Corrupting {
+    inner: PeerWindow,
+    victim: usize,
+    /// Whether the next bytes for it are the first.
+    first: AtomicBool,
+}
+
+impl Window for Corrupting {
+    fn bytes(&self) -> usize {
+        self.inner.bytes()
+    }
+
+    fn context(&self) -> &Exec {
+        self.inner.context()
+    }
+
+    fn put(&self, from: View<'_>, rank: usize, at: usize) -> Result<()> {
+        if rank != self.victim || !self.first.swap(false, Ordering::SeqCst) {
+            return self.inner.put(from, rank, at);
+        }
+        let ex = self.context();
+        let mut bytes = ex.to_host(from)?.view().cpu::<u8>()?.to_vec();
+        bytes[0] ^= 0x10;
+        let bytes = ex.lend(View::new(&bytes, &[bytes.len()])?)?;
+        self.inner.put(bytes.view(), rank, at)?;
+        ex.synchronize()
+    }
+
+    fn own(&self, at: usize, len: usize) -> Result<View<'_>> {
+        self.inner.own(at, len)
+    }
+
+    fn used_by(&self, ex: &Exec) -> Result<()> {
+        self.inner.used_by(ex)
+    }
+
+    fn wait_unused(&self) -> Result<()> {
+        self.first.store(true, Ordering::SeqCst);
+        self.inner.wait_unused()
+    }
+}
+
+/// Other experts in the same slots: all renamed, so that every expert keeps a slot and none is twice on a rank.
+fn renamed(map: &ExpertMap, rng: &mut Rng) -> Vec<u32> {
+    let names = rng.permutation(map.num_experts());
+    map.phy2log().iter().map(|&expert| names[expert as usize]).collect()
+}
+
+/// Rounds until the move has ended.
+fn shift(
+    placed: &PlacedExperts,
+    (phy2log, bytes): (&[u32], usize),
+    window: &Arc<dyn Window>,
+    comm: &NcclComm,
+    ex: &mut Exec,
+) -> Result<MoveStatus> {
+    let round = MoveRound { layer: 0, phy2log: phy2log.to_vec(), bytes, limit: LIMIT };
+    for _ in 0..10_000 {
+        let status = placed.move_round(&round, comm, Some(window), ex)?;
+        if status != MoveStatus::Underway {
+            return Ok(status);
+        }
+    }
+    panic!("a move that never ends")
+}
+
+/// What a rank computes beside its window: the rows are its own, or in a tensor-parallel group those of all.
+fn block(
+    case: &Case,
+    tensors: &[(String, Tensor)],
+    comm: &NcclComm,
+    ex: &mut Exec,
+) -> Result<(SparseMoeBlock, StepContext)> {
+    let geometry = case.parallel.geometry(comm.rank())?;
+    let groups = ParallelGroups::new(&geometry, comm.split(0, comm.rank(), ex)?, ex)?;
+    let placements =
+        ExpertPlacements { num_redundant_experts: COPIES, movable: true, ..ExpertPlacements::default() };
+    let context = BlockContext { geometry, groups, placements, ..BlockContext::default() };
+    let vb = VarBuilder::from_tensors(tensors.iter().cloned().collect(), case.dtype, ex.device());
+    let options = BlockOptions {
+        router: RouterConfig { renormalize: true, ..RouterConfig::new(EXPERTS, 2) },
+        hidden_size: case.widths[0],
+        intermediate_size: case.widths[1],
+        activation: Activation::SwiGlu,
+        layer: 0,
+        backend: None,
+    };
+    let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
+    let step = StepContext {
+        rank_tokens: Some(vec![TOKENS; 2].into()),
+        only_decode: true,
+        ..StepContext::default()
+    };
+    Ok((block, step))
+}
+
+fn tensors(case: &Case, rng: &mut Rng) -> Vec<(String, Tensor)> {
+    let [h, i] = case.widths;
+    // Products of about the size of their inputs, so that one bound fits all.
+    let mut tensor = |name: &str, dims: &[usize]| {
+        let scale = 1.7 / (dims[dims.len() - 1] as f64).sqrt();
+        let values = rng.floats(DType::F32, dims).into_tensor().unwrap().affine(scale, 0.0).unwrap();
+        (name.to_string(), values.to_dtype(case.dtype).unwrap())
+    };
+    vec![
+        tensor("gate.weight", &[EXPERTS, h]),
+        tensor("experts.gate_up_proj", &[EXPERTS, 2 * i, h]),
+        tensor("experts.down_proj", &[EXPERTS, h, i]),
+    ]
+}
+
+/// Moves under one graph; the results before and after each move, and how the moves ended. What comes to `victim` is corrupt.
+fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<MoveStatus>)> {
+    let mut rng = Rng::seeded(seed);
+    let tensors = tensors(case, &mut rng);
+    let rows = rng.floats(case.dtype, &[2 * TOKENS, case.widths[0]]).into_tensor().unwrap();
+    let on_rank = |comm: &NcclComm, ex: &mut Exec| -> Result<_> {
+        let (block, mut step) = block(case, &tensors, comm, ex)?;
+        let placed = block.placed_experts().unwrap();
+        let bytes = placed.landing_bytes().unwrap();
+        let window = PeerWindow::new(comm, &mut ex.clone(), bytes, ex)?;
+        let inner = window.unwrap_or_else(|why| panic!("no shared memory: {why}"));
+        let window: Arc<dyn Window> = match victim.filter(|&rank| rank != comm.rank()) {
+            Some(victim) => Arc::new(Corrupting { inner, victim, first: AtomicBool::new(false) }),
+            None => Arc::new(inner),
+        };
+        let first = if case.parallel.tp == 2 { 0 } else { comm.rank() * TOKENS };
+        let x = rows.narrow(0, first, TOKENS)?.to_device(ex.device())?;
+        let (x, mut out) = (TensorView::new(&x)?, ex.zeros(DType::F32, &[TOKENS, case.widths[0]])?);
+        // Once so that every buffer exists, then as a graph.
+        block.forward_into(x.view()?, out.view_mut(), &mut step, ex)?;
+        let mut graph =
+            Graph::capture(ex, |ex| block.forward_into(x.view()?, out.view_mut(), &mut step, ex))?;
+        // The same moves on all ranks.
+        let mut rng = Rng::seeded(seed ^ 0x55);
+        let (mut results, mut statuses) = (Vec::new(), Vec::new());
+        for turn in 0..=MOVES {
+            graph.launch()?;
+            comm.watch(ex)?;
+            results.push(ex.to_host(out.view())?);
+            if turn == MOVES {
+                break;
+            }
+            let before = placed.map();
+            let target = renamed(&before, &mut rng);
+            let bytes = [777, 5000, usize::MAX][rng.below(3)];
+            // A step that is on its way when the slots change.
+            graph.launch()?;
+            let status = shift(placed, (&target, bytes), &window, comm, ex)?;
+            let want = if status == MoveStatus::Moved { &target[..] } else { before.phy2log() };
+            assert_eq!(placed.map().phy2log(), want);
+            statuses.push(status);
+        }
+        comm.check()?;
+        // Ranks drop graphs and windows when nobody uses them any more.
+        ex.synchronize()?;
+        comm.barrier(ex)?;
+        drop(graph);
+        Ok((results, statuses))
+    };
+    run_nccl_ranks(2, LIMIT, on_rank).into_iter().map(Result::unwrap).collect()
+}
+
+/// One rank on the CPU.
+fn reference(case: &Case, seed: u64) -> Buffer {
+    let mut rng = Rng::seeded(seed);
+    let tensors = tensors(case, &mut rng);
+    let rows = rng.floats(case.dtype, &[2 * TOKENS, case.widths[0]]).into_tensor().unwrap();
+    let vb = VarBuilder::from_tensors(tensors.into_iter().collect(), case.dtype, &Device::Cpu);
+    let options = BlockOptions {
+        router: RouterConfig { renormalize: true, ..RouterConfig::new(EXPERTS, 2) },
+        hidden_size: case.widths[0],
+        intermediate_size: case.widths[1],
+        activation: Activation::SwiGlu,
+        layer: 0,
+        backend: None,
+    };
+    let (block, _) =
+        load_block_on(&options, &BlockContext::default(), vb.pp("gate"), vb.pp("experts")).unwrap();
+    let (x, mut out) = (TensorView::new(&rows).unwrap(), Buffer::zeros(DType::F32, rows.dims()).unwrap());
+    block
+        .forward_into(x.view().unwrap(), out.view_mut(), &mut StepContext::default(), &mut Exec::cpu())
+        .unwrap();
+    out
+}
+
+/// The results of a rank's rows, against the reference.
+fn check(case: &Case, rank: usize, want: &Buffer, results: &[Buffer]) {
+    let first = if case.parallel.tp == 2 { 0 } else { rank * TOKENS };
+    let want = Exec::cpu().to_host(want.view().narrow(first, TOKENS).unwrap()).unwrap();
+    for (turn, got) in results.iter().enumerate() {
+        let name = format!("{:?} {:?}, rank {rank}, after {turn} moves", case.dtype, case.parallel.backend);
+        assert_close(&name, &want, got, case.bound);
+    }
+}
+
+#[test]
+fn a_graph_computes_the_same_after_every_move() {
+    for (i, case) in cases().iter().enumerate() {
+        let seed = Rng::new().bits() ^ i as u64;
+        let want = reference(case, seed);
+        for (rank, (results, statuses)) in run(case, seed, None).iter().enumerate() {
+            assert!(statuses.iter().all(|status| *status == MoveStatus::Moved), "{statuses:?}");
+            check(case, rank, &want, results);
+        }
+    }
+    println!("{:?}", device_calls());
+}
+
+#[test]
+fn a_corrupt_transfer_is_found_rolled_back_and_named_on_all_ranks() {
+    for rank in 0..2 {
+        let case = &cases()[rank];
+        let want = reference(case, 5 + rank as u64);
+        let ranks = run(case, 5 + rank as u64, Some(rank));
+        assert_eq!(ranks[0].1, ranks[1].1);
+        let rolled_back = ranks[0].1.iter().filter_map(|status| match status {
+            MoveStatus::RolledBack(faults) => Some(faults),
+            _ => None,
+        });
+        let rolled_back: Vec<_> = rolled_back.collect();
+        assert!(rolled_back.len() > MOVES / 2, "{} of {MOVES}", rolled_back.len());
+        let named =
+            |fault: &String| fault.contains(&format!("of rank {rank} from")) && fault.contains("checksum");
+        assert!(rolled_back.iter().all(|faults| faults.iter().all(named)), "{rolled_back:?}");
+        for (place, (results, _)) in ranks.iter().enumerate() {
+            check(case, place, &want, results);
+        }
+    }
+}
+
+#[test]
+fn a_rank_without_a_window_is_refused() {
+    let case = &cases()[0];
+    let tensors = tensors(case, &mut Rng::seeded(1));
+    let on_rank = |comm: &NcclComm, ex: &mut Exec| -> Result<String> {
+        let (block, _) = block(case, &tensors, comm, ex)?;
+        let placed = block.placed_experts().unwrap();
+        let target = renamed(&placed.map(), &mut Rng::seeded(2));
+        let round = MoveRound { layer: 0, phy2log: target, bytes: 1, limit: LIMIT };
+        let error = placed.move_round(&round, comm, None, ex).unwrap_err().to_string();
+        comm.barrier(ex)?;
+        Ok(error)
+    };
+    for error in run_nccl_ranks(2, LIMIT, on_rank) {
+        assert!(error.unwrap().contains("expected a window of at least"));
+    }
+}

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Parts of ranks.sh, which sources this: experts that move between GPUs.
+
+# Texts while experts move whenever a plan can be made: of one GPU, with copies of experts and without, and every layer has moved.
+moves() {
+  local label flags
+  requests "$out/requests.jsonl" 24 32
+  [ -f "$out/one.jsonl" ] || generate one
+  while read -r label flags; do
+    # shellcheck disable=SC2086
+    generate "moves-$label" $flags --enable-eplb --eplb-window 4 --eplb-interval 1 --eplb-plan-steps 1 --eplb-min-gain 0 \
+      --eplb-any-cost --stats
+    same "moves-$label"
+    if grep -qE "expert moves: .* [1-9][0-9]* layers, .* 0 rolled back" "$out/moves-$label.log"; then
+      grep -E "^(expert (moves|balance)|waits)" "$out/moves-$label.log"
+    else
+      echo "FAILED  moves-$label: no experts moved, or a move was rolled back"
+      grep -E "^expert" "$out/moves-$label.log"
+      failed=1
+    fi
+  done <<END
+dp-allgather --dp $n $ep allgather_reducescatter
+dp-deepep --dp $n $ep deepep
+dp-copies --dp $n $ep deepep --num-redundant-experts $n
+dp-eager --dp $n $ep allgather_reducescatter --eplb-bytes-per-step 300000 --enforce-eager
+tp-local_allreduce --tp $n $ep local_allreduce --num-redundant-experts $n --expert-replicas local_first
+END
+}
+
+# What balancing gains: 128 sequences a rank whose experts are those of a recording: popular by Zipf's law, each layer in an order of its
+# own; the same with the popular ones on the first rank; all alike. PROMPT and OUTPUT are their tokens.
+skew_row() {
+  local name=$1 seconds=$2
+  shift 2
+  check "skew-$name" "$seconds" "$qwen" bench --config "$config" --dummy-weights --dtype bf16 --device cuda --workload \
+    "$out/requests-skew.json" --replay-routed-experts "$out/${name%-*}.safetensors" --repeat "${REPEAT:-3}" --log warn \
+    --max-num-seqs 128 --json "$out/skew-$name.json" "$@"
+  grep -E "^(expert|waits)" "$out/skew-$name.log"
+}
+
+skew() {
+  local recording flags base="--dp $n $ep ${BACKEND:-allgather_reducescatter}"
+  local balance="--enable-eplb --eplb-window 64 --eplb-interval 128 --eplb-plan-steps 16 --eplb-bytes-per-step 256MiB"
+  while read -r recording flags; do
+    # shellcheck disable=SC2086
+    python3 "$root/tests/bench/skewed_routing.py" --out "$out/$recording.safetensors" --requests "$out/requests-skew.json" \
+      --count $((128 * n)) --prompt "${PROMPT:-128}" --output "${OUTPUT:-256}" $flags || failed=1
+  done <<END
+zipf --alpha 1
+sorted --alpha 1 --sorted
+uniform --alpha 0
+END
+  rows skew_row 90 <<END
+zipf-static $base
+zipf-eplb $base $balance --eplb-any-cost
+zipf-copies $base --num-redundant-experts 16
+zipf-both $base --num-redundant-experts 16 $balance --eplb-any-cost
+sorted-static $base
+sorted-eplb $base $balance --eplb-any-cost
+uniform-static $base
+uniform-eplb $base $balance
+END
+}
+
+# Total tok/s of each run of the skewed set, the peak over mean load, and the waits of moves.
+skew_table() {
+  python3 - "$out"/skew-*.json <<'END'
+import json, sys
+for path in sys.argv[1:]:
+    try:
+        result = json.load(open(path))
+    except (OSError, ValueError):
+        continue
+    rates = " ".join(f"{run['total_tok_s']:8.0f}" for run in result["runs"])
+    line = f"{path.split('/skew-')[-1][:-5]:16} total tok/s {rates}"
+    if stats := result.get("eplb"):
+        steps = max(stats["steps"], 1)
+        line += (f"  PAR {stats['par_sum'] / steps:.3f} (static {stats['static_par_sum'] / steps:.3f}), {stats['experts']} experts, "
+                 f"{stats['rounds']} rounds, ms {1e3 * stats['median_stall']:.2f} p99 {1e3 * stats['p99_stall']:.2f} "
+                 f"max {1e3 * stats['longest_stall']:.2f}")
+    print(line)
+END
+}
