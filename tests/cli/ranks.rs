@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::program::{Program, fixture};
 
 /// Geometries that the models of the tests can be cut for.
-pub const GEOMETRIES: [&[&str]; 7] = [
+pub const GEOMETRIES: [&[&str]; 9] = [
     &["--tp", "2"],
     &["--dp", "2"],
     &["--tp", "4", "--enable-expert-parallel"],
@@ -16,6 +16,28 @@ pub const GEOMETRIES: [&[&str]; 7] = [
     &["--dp", "3", "--enable-expert-parallel", "--expert-placement-strategy", "round_robin"],
     &["--enable-chunked-moe", "--chunked-moe-size", "3"],
     &["--tp", "2", "--enable-chunked-moe", "--moe-memory-budget", "64KiB"],
+    &["--dp", "2", "--enable-expert-parallel", "--num-redundant-experts", "3", "--expert-replicas", "hash"],
+    &BALANCED,
+];
+
+/// Experts that move as often as they can.
+const BALANCED: [&str; 16] = [
+    "--tp",
+    "2",
+    "--enable-expert-parallel",
+    "--num-redundant-experts",
+    "2",
+    "--enable-eplb",
+    "--eplb-window",
+    "4",
+    "--eplb-interval",
+    "1",
+    "--eplb-plan-steps",
+    "2",
+    "--eplb-min-gain",
+    "0",
+    "--eplb-any-cost",
+    "--log=warn",
 ];
 
 impl Program<'_> {

@@ -3,7 +3,7 @@
 import torch
 from bench_latent import BLOCK, HEAD, KEY, NOPE, ROPE, VALUE, splits_of
 from kernels import LIB, call, graph_us, randn, u32
-from library import ADD_F32, BF16, F32
+from library import ADD_F32, BF16, F32, UNWATCHED
 
 HEADS, HIDDEN, EXPERTS, TOP_K, SHARED, INTER = 16, 2048, 64, 6, 2, 1408
 READ = 4.4e12  # bytes per second
@@ -72,7 +72,7 @@ class Chain:
 
     def experts(self, l, x, norm, out, output, shared):
         call("moe_layer_stream", x, norm, 1e-6, l.gate, None, None, None, self.ids, self.weights, l.w13, l.w2, None, out, output, self.state,
-             1, HIDDEN, INTER, EXPERTS + shared, EXPERTS + shared, TOP_K + shared, 0, 0, 0, 1.0, 0.0, shared, 1.0)
+             1, HIDDEN, INTER, EXPERTS + shared, EXPERTS + shared, TOP_K + shared, 0, 0, 0, 1.0, 0.0, shared, 1.0, UNWATCHED)
 
     def slots_of_all(self, l):
         self.experts(l, self.residual, l.gain, self.residual, ADD_F32, SHARED)

@@ -4,7 +4,7 @@ import torch
 from bench_decode import D, H, HKV, HQ, QKV, READ, Caches, asked, graph_us, tensors
 from check_layer import state_for
 from kernels import LIB, attention_splits, attention_workspace, call, randn
-from library import BF16, F32, routing
+from library import BF16, F32, UNWATCHED, routing
 
 E, K, I, LAYERS = 128, 8, 768, 12
 BATCHES = asked(1, 2, 4, 8, 32, 64, 128, 256)
@@ -52,7 +52,7 @@ class Step:
 
     def route(self, i, counts=None, buckets=None):
         call("moe_gate_route", self.x, self.m.gate[i], None, None, None, self.logits, self.ids, self.weights, self.batch, H, E, K, 0, 0, 1,
-             1.0, 0.0, counts, buckets, None, 0, 0, 1.0)
+             1.0, 0.0, counts, buckets, None, 0, 0, 1.0, UNWATCHED)
 
     def products(self, i):
         """Router and products, without an alignment: the router lists the slots of each expert."""
@@ -84,11 +84,11 @@ class Step:
     def one_launch(self, i):
         """Norm, router, experts and addition to the residual."""
         call("moe_layer_stream", self.residual, self.m.gain, 1e-6, self.m.gate[i], None, None, None, self.ids, self.weights,
-             self.m.w13[i], self.m.w2[i], None, self.residual, 2, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0)
+             self.m.w13[i], self.m.w2[i], None, self.residual, 2, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, UNWATCHED)
 
     def experts_of_one_launch(self, i):
         call("moe_layer_stream", self.x, None, 0.0, None, None, None, None, self.routes[i], self.weights, self.m.w13[i], self.m.w2[i],
-             None, self.out, 1, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0)
+             None, self.out, 1, self.state, self.batch, H, I, E, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, UNWATCHED)
 
     def experts_alone(self, i):
         call("moe_experts_stream", self.x, self.m.w13[i], self.m.w2[i], self.routes[i], self.weights, None, self.act, self.rows, self.out,

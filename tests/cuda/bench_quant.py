@@ -7,7 +7,7 @@ import torch
 from bench_decode import D, H, HQ, QKV, tensors
 from bench_layer import E, I, K, LAYERS, Step
 from kernels import call, randn
-from library import BF16
+from library import BF16, UNWATCHED
 from quant_pack import FP8_BLOCK, INT4_128, INT4_32Z, INT8_128, RawPack
 
 LINEARS = 36  # matrices of a product that is timed alone: of 4 bits, fewer would stay in L2
@@ -62,13 +62,13 @@ class QuantStep(Step):
         if self.m.scheme is None:
             return super().one_launch(i)
         call("moe_quant_layer_stream", self.residual, self.m.gain, 1e-6, self.m.gate[i], None, None, None, self.ids, self.weights,
-             self.m.w13[i], self.m.w2[i], None, self.residual, 2, self.state, self.batch, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0)
+             self.m.w13[i], self.m.w2[i], None, self.residual, 2, self.state, self.batch, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, UNWATCHED)
 
     def experts_of_one_launch(self, i):
         if self.m.scheme is None:
             return super().experts_of_one_launch(i)
         call("moe_quant_layer_stream", self.x, None, 0.0, None, None, None, None, self.routes[i], self.weights,
-             self.m.w13[i], self.m.w2[i], None, self.out, 1, self.state, self.batch, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0)
+             self.m.w13[i], self.m.w2[i], None, self.out, 1, self.state, self.batch, E, K, 0, 0, 1, 1.0, 0.0, 0, 1.0, UNWATCHED)
 
     def experts_alone(self, i):
         if self.m.scheme is None:

@@ -2,8 +2,8 @@
 
 import torch
 from kernels import LIB, call, randn, refuses, rel, sized, u32
-from library import NO_EXPERT, ids_back, poison
-from router import SCORINGS, expected
+from library import NO_EXPERT, Routing, UNWATCHED, ids_back, ids_tensor, poison
+from router import SCORINGS, compacted, expected, forced_rows, score
 
 CHECKS = []
 # E, K, H, I
@@ -43,6 +43,7 @@ class Case:
         self.weights = torch.softmax(torch.randn(tokens, self.top_k, device="cuda"), -1)
         self.dtype = torch.bfloat16 if output == 1 else torch.float32
         self.before = randn(tokens, self.hidden, dtype=torch.float32)
+        self.routing = UNWATCHED
 
     def run(self, state, out=None):
         if not self.given:
@@ -53,7 +54,7 @@ class Case:
         call("moe_layer_stream", self.x, self.norm, 1e-6, None if self.given else self.gate, self.gate_bias, self.bias, self.valid,
              self.ids, self.weights, self.w13, self.w2, self.table, out, self.output, state,
              self.tokens, self.hidden, self.inter, self.experts, self.local, self.top_k, SCORINGS.index(how["scoring"]),
-             int(how["raw"]), int(how["renormalize"]), how["scale"], how["cap"], self.shared, 0.75)
+             int(how["raw"]), int(how["renormalize"]), how["scale"], how["cap"], self.shared, 0.75, self.routing)
         return out
 
     def rows(self):
@@ -200,6 +201,54 @@ def layer_repeats_bit_for_bit():
     assert torch.equal(case.x, apart), "in place"
 
 
+def watched_and_forced(name, case, state):
+    """A watched launch leaves its choices and their counts and computes the same; a forced one computes what is forced."""
+    chosen = case.top_k - case.shared
+    experts = case.experts - case.shared
+    before = case.before.clone()
+    out = case.run(state)
+    ids, weights = ids_back(case.ids), case.weights
+    heat, routed = torch.zeros(experts, dtype=torch.int32, device="cuda"), poison(case.tokens, 2, chosen, dtype=torch.int32)
+    case.routing = Routing(heat, routed.data_ptr() + 4 * chosen, None, 2 * chosen)
+    assert torch.equal(case.run(state), out) and torch.equal(case.weights, weights), f"{name}: watching changes bits"
+    assert torch.equal(ids_back(routed[: case.live, 1]), ids[: case.live, :chosen]), f"{name}: choices that were left"
+    assert (routed[:, 0] == 0x5A5A5A5A).all(), f"{name}: wrote beside the layer's rows"
+    assert torch.equal(heat.long(), torch.bincount(ids[: case.live, :chosen].flatten(), minlength=experts)), f"{name}: counts"
+    forced = forced_rows(case.tokens, experts, chosen)
+    arrays = ids_tensor(forced)
+    case.routing, case.before = Routing(None, None, arrays, chosen), before
+    out = case.run(state)
+    is_free = (forced == NO_EXPERT).all(-1, keepdim=True)
+    want = torch.where(is_free, ids[:, :chosen], compacted(forced))
+    assert torch.equal(ids_back(case.ids)[: case.live, :chosen], want[: case.live]), f"{name}: forced ids"
+    if case.live == case.tokens:
+        values = score(case.rows() @ case.gate.double().T, "softmax")
+        own = values.gather(1, want.clamp(max=experts - 1)) * (want != NO_EXPERT)
+        assert rel(case.weights[:, :chosen], own / own.sum(-1, keepdim=True)) < 2e-5, f"{name}: forced weights"
+        case.given = True
+        case.expect(f"{name} forced", out)
+        case.given = False
+    spread = torch.rand(case.tokens, experts, device="cuda").topk(chosen, -1).indices
+    arrays = ids_tensor(spread)
+    case.routing = Routing(None, None, arrays, chosen, True)
+    out = case.run(state)
+    assert torch.equal(ids_back(case.ids)[: case.live, :chosen], spread[: case.live]), f"{name}: spread ids"
+    # The kernel for any rule may round otherwise than that for the usual one.
+    assert rel(case.weights, weights) < 1e-6, f"{name}: an even spread keeps the weights"
+    if case.live == case.tokens:
+        case.given = True
+        case.expect(f"{name} spread", out)
+
+
+@check
+def layer_is_watched_and_forced():
+    for shape, shared in [(shape, 0) for shape in SHAPES[:5]] + sized([((66, 8, 2048, 1408), 2), ((10, 5, 256, 128), 2)], []):
+        state = state_for(shape[0], shape[3])
+        for tokens in token_counts(shape):
+            watched_and_forced(f"{shape} T={tokens} {shared} shared", Case(tokens, shape, shared=shared), state)
+        watched_and_forced(f"{shape} valid 1 of 2", Case(2, shape, valid=1, shared=shared), state)
+
+
 @check
 def layer_fills_its_ring_again():
     """Sizes of which a block has more tiles than stages; also under compute-sanitizer, which is to see how stages change hands."""
@@ -216,4 +265,4 @@ def layer_refuses_what_it_cannot_do():
     for tokens, hidden, inter, experts, top_k in ((5, 64, 64, 8, 2), (-1, 64, 64, 8, 2), (1, 96, 64, 8, 2), (1, 64, 100, 8, 2),
                                                   (4, 64, 64, 16, 9), (1, 64, 64, 8, 0), (1, 1 << 20, 64, 8, 2), (1, 64, 64, 2000, 2)):
         assert refuses("moe_layer_stream", None, None, 0.0, *none, None, 0, None, tokens, hidden, inter, experts, experts, top_k,
-                       0, 0, 1, 1.0, 0.0, 0, 1.0), (tokens, hidden, inter, experts, top_k)
+                       0, 0, 1, 1.0, 0.0, 0, 1.0, UNWATCHED), (tokens, hidden, inter, experts, top_k)

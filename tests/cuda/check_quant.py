@@ -4,7 +4,7 @@ import itertools
 
 import torch
 from check_layer import Case as LayerCase
-from check_layer import state_for
+from check_layer import state_for, watched_and_forced
 from expert_cases import Case as ExpertsCase
 from kernels import LIB, Out, call, randn, refuses, rel
 from library import BF16, F32, NO_EXPERT, poison, sized
@@ -119,7 +119,7 @@ class QuantLayer(LayerCase):
         how = self.how
         call("moe_quant_layer_stream", self.x, self.norm, 1e-6, None if self.given else self.gate, self.gate_bias, self.bias, self.valid,
              self.ids, self.weights, *self.packs, self.table, out, self.output, state, self.tokens, self.experts, self.top_k,
-             SCORINGS.index(how["scoring"]), int(how["raw"]), int(how["renormalize"]), how["scale"], how["cap"], self.shared, 0.75)
+             SCORINGS.index(how["scoring"]), int(how["raw"]), int(how["renormalize"]), how["scale"], how["cap"], self.shared, 0.75, self.routing)
         return out
 
 
@@ -173,6 +173,14 @@ def quant_layer_routes_skips_and_repeats():
         case.expect(f"{scheme.name} {shape} repeated, absent, out of range", case.run(state))
         case.ids[:] = NO_EXPERT - (1 << 32)
         case.expect(f"{scheme.name} {shape} no expert", case.run(state))
+
+
+@check
+def quant_layer_is_watched_and_forced():
+    for shape, scheme in itertools.product(LAYERS[:1] + LAYERS[2:5], (INT4_128, FP8_BLOCK)):
+        state, packs = state_for(shape[0], shape[3]), packs_of(shape[0], shape, scheme)
+        for tokens in (t for t in (1, 2, 4) if t * shape[1] <= 32):
+            watched_and_forced(f"{scheme.name} {shape} T={tokens}", QuantLayer(tokens, shape, scheme, packs), state)
 
 
 @check

@@ -27,23 +27,38 @@ def sized(full, tiny):
     return tiny if TINY else full
 
 
-def fields(body, kinds):
-    """(name, C type) of the fields of a struct; `kinds` are the structs before it."""
+class Routing:
+    """StepRoutingArgs: where a launch that routes leaves its choices, and what is forced on it; by default nothing."""
+
+    def __init__(self, heat=None, routed=None, forced=None, stride=0, keep_weights=False):
+        self.heat, self.routed, self.forced, self.stride, self.keep_weights = heat, routed, forced, stride, int(keep_weights)
+
+
+UNWATCHED = Routing()
+
+
+def fields(body, kind_of):
+    """(name, C type) of the fields of a struct; `kind_of` finds the structs that it holds."""
     for statement in filter(str.strip, body.split(";")):
         kind, names = re.fullmatch(r"\s*((?:const )?[\w ]+?\*?) (\w+(?:, \w+)*)\s*", statement).groups()
         for name in names.split(", "):
-            yield name, ctypes.c_void_p if kind.endswith("*") else kinds.get(kind) or C_TYPES[kind]
+            yield name, ctypes.c_void_p if kind.endswith("*") else C_TYPES.get(kind) or kind_of(kind)
 
 
 def structs():
     """The arguments of the launchers that take a struct, by the launcher's name, from the args.cuh of every folder."""
-    kinds, takers = {}, {}
-    for header in sorted(SOURCES.glob("*/args.cuh")):
+    bodies, kinds, takers = {}, {}, {}
+    for header in SOURCES.glob("*/args.cuh"):
         code = re.sub(r"//.*", "", header.read_text())
-        for name, body in re.findall(r"struct (\w+) \{(.*?)\};", code, re.S):
-            kinds[name] = type(name, (ctypes.Structure,), {"_fields_": list(fields(body, kinds))})
+        bodies.update(re.findall(r"struct (\w+) \{(.*?)\};", code, re.S))
         takers.update(re.findall(r"int (moe_\w+)\(const moe::(\w+)\* (?:args|w)\b", code))
-    return {launcher: kinds[name] for launcher, name in takers.items()}
+
+    def kind_of(name):
+        if name not in kinds:
+            kinds[name] = type(name, (ctypes.Structure,), {"_fields_": list(fields(bodies[name], kind_of))})
+        return kinds[name]
+
+    return {launcher: kind_of(name) for launcher, name in takers.items()}
 
 
 STRUCTS = structs()

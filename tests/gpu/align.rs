@@ -2,8 +2,8 @@
 
 use candle_core::DType;
 use moe_kernels::{
-    Buffer, NO_EXPERT, RowBatches, batch_rows_into, contiguous_local_ids_into, group_slots_into,
-    list_slots_into, mask_nonlocal_into, number_rows_into, unbatch_rows_into,
+    Buffer, NO_EXPERT, RowBatches, Spread, batch_rows_into, contiguous_local_ids_into, group_slots_into,
+    list_slots_into, mask_nonlocal_into, number_rows_into, physical_ids_into, unbatch_rows_into,
 };
 
 use crate::common::*;
@@ -46,6 +46,38 @@ fn groups_and_local_ids_are_the_same() {
             on_both(op, |c, g| {
                 let names = ["offsets", "slots", "masked", "local", "counts", "lists"];
                 for (what, (c, g)) in names.iter().zip(c.iter().zip(g)) {
+                    assert_same(what, c, g);
+                }
+            });
+        }
+    }
+}
+
+/// Logical ids to those of copies, for any number of copies, also of one; rows that come in several calls.
+#[test]
+fn copies_are_chosen_alike() {
+    let mut rng = Rng::new();
+    for (tokens, top_k, experts) in small(CASES, 64, |case| case.0) {
+        for width in [1, 2, 9] {
+            let (ids, _) = routed(&mut rng, tokens, top_k, experts);
+            let mut table = vec![-1; experts * width];
+            for (expert, row) in table.chunks_mut(width).enumerate() {
+                let copies = 1 + rng.below(width);
+                row[..copies].iter_mut().enumerate().for_each(|(i, id)| *id = (expert * width + i) as i32);
+            }
+            let table = Buffer::from_vec(table, &[experts, width]).unwrap();
+            let op = |p: &mut Place| {
+                let (ids, table) = (p.put(&ids), p.put(&table));
+                let mut all = Vec::new();
+                for (spread, first) in [(Spread::InTurns, 0), (Spread::Hashed, 0), (Spread::Hashed, 12_345)] {
+                    let mut out = p.out(DType::U32, &[tokens, top_k]);
+                    physical_ids_into(ids.view(), table.view(), spread, first, out.view_mut(), &mut p.ex)?;
+                    all.push(out);
+                }
+                Ok(all)
+            };
+            on_both(op, |c, g| {
+                for (what, (c, g)) in ["in turns", "hashed", "from row 12345"].iter().zip(c.iter().zip(g)) {
                     assert_same(what, c, g);
                 }
             });

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::DType;
 use model_qwen3moe::{Qwen3Moe, Qwen3MoeConfig, Qwen3MoeFamily};
 use model_runtime::{Config, DummyWeights, Geometry, SamplingParams};
-use moe_engine::engine::{Engine, EngineConfig, ExpertCounts, Request};
+use moe_engine::engine::{Engine, EngineConfig, Request};
 use moe_engine::{LoadOptions, ModelFamily};
 use moe_layer::MoePath;
 
@@ -35,7 +35,7 @@ pub fn requests(count: usize, new_tokens: usize) -> Vec<Request> {
     (0..count).map(request).collect()
 }
 
-fn config(max_num_seqs: usize, enforce_eager: bool) -> EngineConfig {
+pub fn config(max_num_seqs: usize, enforce_eager: bool) -> EngineConfig {
     let kv_cache_memory = Some(64 << 20);
     EngineConfig { max_num_seqs, enforce_eager, kv_cache_memory, ..EngineConfig::for_device(&cuda()) }
 }
@@ -77,28 +77,8 @@ fn steps_allocate_nothing_once_they_have_run() {
     assert!(engine.num_graph_steps() >= steps + 38);
 }
 
-/// What `--stats` asks for changes nothing about how steps run; a trace of the counts does, with the same tokens.
-#[test]
-fn stats_do_not_change_how_steps_run() {
-    let model = model();
-    let counting = |expert_counts| {
-        let config = EngineConfig { expert_counts, ..config(8, false) };
-        let mut engine = Engine::new(&model, cuda(), None, &config).unwrap();
-        let tokens = run(&mut engine, requests(8, 24));
-        (tokens, engine.num_graph_steps(), engine.stats())
-    };
-    let (tokens, graph_steps, stats) = counting(ExpertCounts::Off);
-    assert!(graph_steps >= 20 && !stats.expert_counts_left_out);
-    let (with_stats, steps, stats) = counting(ExpertCounts::WhereFree);
-    assert_eq!((&with_stats, steps), (&tokens, graph_steps));
-    assert!(stats.expert_counts_left_out && stats.expert_load.is_empty());
-    assert!(stats.to_string().contains("expert counts: none on a GPU"), "{stats}");
-    let (with_counts, steps, stats) = counting(ExpertCounts::Always);
-    assert_eq!((with_counts.len(), steps), (8, 0));
-    assert_eq!(stats.expert_load.len(), 3);
-}
-
-/// Requests whose steps go to the host (routing capture) run beside others, some with log-probabilities and penalties.
+/// Requests whose steps go to the host (log-probabilities of the prompt) run beside others, some with log-probabilities,
+/// penalties and recorded experts.
 #[test]
 fn what_only_the_host_can_sample_runs_too() {
     let model = model();
@@ -107,6 +87,7 @@ fn what_only_the_host_can_sample_runs_too() {
     all[3].sampling.logprobs = Some(2);
     all[5].sampling.repetition_penalty = 1.3;
     all[6].max_tokens = Some(4);
+    all[7].prompt_logprobs = Some(1);
     all[7].capture_routing = true;
     let mut logprobs = 0;
     let mut tokens = BTreeMap::<_, usize>::new();

@@ -12,8 +12,8 @@ use moe_kernels::cuda::{
 };
 use moe_kernels::plan::{ExpertsCall, Form, Fusion, MonolithicCall, MonolithicForm};
 use moe_kernels::{
-    Buffer, Exec, Gate, GateScoring, MonolithicIo, NO_EXPERT, PreNorm, add_into, add_rms_norm_into,
-    list_slots_into,
+    Buffer, Exec, Gate, GateScoring, LayerRouting, MonolithicIo, NO_EXPERT, PreNorm, add_into,
+    add_rms_norm_into, list_slots_into,
 };
 
 use crate::common::*;
@@ -266,6 +266,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             scale: 1.0,
             softcap: None,
             padded: false,
+            routing: LayerRouting::default(),
         };
         let zeros = |dtype, dims: &[usize]| ex.zeros(dtype, dims).unwrap();
         let (mut logits, mut ids) =

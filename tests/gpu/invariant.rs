@@ -124,7 +124,8 @@ fn tokens_of_a_request_do_not_depend_on_the_engine_around_it() {
     for (seqs, rows, eager) in [(40, 4096, false), (40, 4096, true), (7, 64, false), (3, 16, true)] {
         assert_eq!(tokens(&config(seqs, rows, eager), all.clone()), alone, "{seqs} {rows} {eager}");
     }
-    // One that records its routing takes the steps of all to the host.
-    all[3].capture_routing = true;
+    // One that wants log-probabilities of its prompt takes the steps of all to the host, where experts are recorded, too.
+    all[3].prompt_logprobs = Some(0);
+    all[5].capture_routing = true;
     assert_eq!(tokens(&config(40, 4096, false), all), alone);
 }

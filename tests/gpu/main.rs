@@ -27,3 +27,4 @@ mod route;
 mod rows;
 mod sampling;
 mod timeline;
+mod watched;

@@ -39,7 +39,7 @@ check() {
   fi
 }
 
-# Parity with transformers over tensor-parallel ranks, by every backend: f32 and bf16, and a model of the fast kernels'
+# Parity with transformers over tensor-parallel ranks, by every backend and with copies of experts: f32 and bf16, and a model of the fast kernels'
 # sizes where midsize.py has left one.
 parity() {
   local label flags fixture dtype
@@ -63,6 +63,8 @@ local_allreduce $ep local_allreduce
 allgather $ep allgather_reducescatter
 high_throughput $ep deepep --deepep-mode high_throughput
 low_latency $ep deepep --deepep-mode low_latency
+copies_local $ep local_allreduce --num-redundant-experts 3 --expert-replicas local_first
+copies_high_throughput $ep deepep --deepep-mode high_throughput --num-redundant-experts 5 --expert-replicas hash
 END
 }
 

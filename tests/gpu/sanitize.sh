@@ -36,7 +36,10 @@ job() {
   local tool=$1 kind=$2 name=$3 left=$((deadline - $(date +%s))) start code log options command
   log=$logs/$tool-$kind-${name//:/_}.log
   command=("$root/bin/gpu" --exact "$name" --test-threads 1)
-  [ "$kind" = decode ] && command=(python3 "$root/tests/cuda/decode.py" check "$name")
+  case $kind in
+    decode) command=(python3 "$root/tests/cuda/decode.py" check "$name") ;;
+    peers) command=(python3 "$root/tests/cuda/peers.py" "$name") ;;
+  esac
   case $kind in experts | router) command=(python3 "$root/tests/cuda/$kind.py" "$MOE_KERNELS_SO" --no-bench --only "$name") ;; esac
   if [ "$left" -lt 10 ]; then
     echo "NOT RUN $tool $kind $name: no time is left"
@@ -56,13 +59,14 @@ job() {
 
 list() (
   cd "$root/tests/cuda" && python3 - <<'END'
-import check_attention, check_layer, check_rows, check_sampling, experts, router
+import bench_latent, check_attention, check_layer, check_rows, check_sampling, experts, peers, router
 for kind, checks in (("experts", experts.CHECKS), ("router", router.CHECKS)):
     print(*(f"{kind} {check.__name__}" for check in checks), sep="\n")
 for module in (check_layer, check_attention, check_rows, check_sampling):
     print(*(f"decode {check.__name__}" for check in module.CHECKS), sep="\n")
+print(f"decode {bench_latent.check_latent.__name__}", *(f"peers {check.__name__}" for check in peers.CHECKS), sep="\n")
 END
-  "$root/bin/gpu" --list | sed -nE 's/^((align|attention|experts|products|route|rows|sampling)::.*): test$/rust \1/p'
+  "$root/bin/gpu" --list | sed -nE 's/^((align|attention|experts|mla|mla_rows|products|route|rows|sampling)::.*): test$/rust \1/p'
 )
 
 run() {

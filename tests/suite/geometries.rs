@@ -12,9 +12,10 @@ use model_runtime::{
 };
 use moe_comm::{DeepEpMode, EpBackend, ExpertPlacement, ParallelConfig, SelfComm};
 use moe_engine::engine::{DpEngine, EngineConfig, Request};
+use moe_engine::eplb::EplbConfig;
 use moe_engine::parallel::{self, Replica, Source};
 use moe_engine::{LoadOptions, ModelFamily};
-use moe_layer::{ChunkedMoe, MoePath, Router};
+use moe_layer::{ChunkedMoe, ExpertPlacements, MoePath, PlacedExperts, Router};
 use moe_tests::fixture;
 
 use crate::running::{Done, Results, collect, prompt};
@@ -93,6 +94,11 @@ impl<F: ModelFamily> Origin<F> {
 
     /// The replicas of a case of this model.
     pub fn load(&self, case: &Case) -> anyhow::Result<Vec<Replica>> {
+        self.load_placed(case, &ExpertPlacements::default())
+    }
+
+    /// The same with experts in other places.
+    pub fn load_placed(&self, case: &Case, placements: &ExpertPlacements) -> anyhow::Result<Vec<Replica>> {
         let chunked_moe = match case.chunk.and_then(NonZeroUsize::new) {
             Some(size) => ChunkedMoe::of_size(size),
             None => ChunkedMoe::default(),
@@ -102,7 +108,7 @@ impl<F: ModelFamily> Origin<F> {
             has: &|name| self.has(name),
             tensors: &|slices| self.view(slices),
             dtype: case.dtype,
-            options: &|context| case.options(context),
+            options: &|context| case.options(BlockContext { placements: placements.clone(), ..context }),
             chunked_moe,
         };
         let ex = Exec::cpu().with_threads(1)?;
@@ -137,6 +143,10 @@ impl CausalLm for Tap<'_> {
         self.model.router(moe_layer)
     }
 
+    fn placed_experts(&self, moe_layer: usize) -> Option<&PlacedExperts> {
+        self.model.placed_experts(moe_layer)
+    }
+
     fn forward(
         &self,
         step: &StepViews,
@@ -164,7 +174,17 @@ impl CausalLm for Tap<'_> {
 pub type Outcome = (Vec<Done>, Vec<(u32, u32, u64)>);
 
 /// Runs a few requests, fewer than some geometries have data-parallel ranks.
-fn outcome(replicas: &[Replica], lockstep: bool) -> anyhow::Result<Outcome> {
+pub fn outcome(replicas: &[Replica], lockstep: bool) -> anyhow::Result<Outcome> {
+    outcome_with(replicas, lockstep, None, |_| Ok(()))
+}
+
+/// The same with a balancer of experts, where `between` sees the engine before each step.
+pub fn outcome_with(
+    replicas: &[Replica],
+    lockstep: bool,
+    eplb: Option<EplbConfig>,
+    mut between: impl FnMut(&mut DpEngine<'_>) -> anyhow::Result<()>,
+) -> anyhow::Result<Outcome> {
     let taps: Vec<Tap> =
         replicas.iter().map(|r| Tap { model: r.model.as_ref(), rows: Mutex::default() }).collect();
     let info = taps[0].info();
@@ -175,6 +195,7 @@ fn outcome(replicas: &[Replica], lockstep: bool) -> anyhow::Result<Outcome> {
         enable_prefix_caching: false,
         ranks: 1,
         lockstep,
+        eplb,
         ..EngineConfig::default()
     };
     let pairs =
@@ -190,7 +211,10 @@ fn outcome(replicas: &[Replica], lockstep: bool) -> anyhow::Result<Outcome> {
         engine.add(request)?;
     }
     let mut results = Results::new();
-    engine.run(|output| collect(&mut results, output))?;
+    while !engine.is_idle() {
+        between(&mut engine)?;
+        engine.step()?.into_iter().for_each(|output| collect(&mut results, output));
+    }
     let mut rows: Vec<_> = taps.into_iter().flat_map(|tap| tap.rows.into_inner().unwrap()).collect();
     rows.sort_unstable();
     Ok((results.into_values().collect(), rows))

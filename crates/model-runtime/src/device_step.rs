@@ -1,7 +1,7 @@
 //! A step's arrays on a CUDA device: one block of words, copied with one transfer.
 //!
 //! ```text
-//! valid_rows | token_ids | positions | slot_mapping | rope_len | token_source | query_start_loc
+//! valid_rows, number of the step | token_ids | positions | slot_mapping | rope_len | token_source | query_start_loc
 //!            | block_tables | logits_rows | sampling parameters
 //! ```
 //!
@@ -52,6 +52,8 @@ pub struct DeviceViews<'a> {
     pub step: StepViews<'a>,
     /// Number of rows that are not padding, [1] u32.
     pub valid_rows: View<'a>,
+    /// Number of the step, modulo 2^32, [1] u32.
+    pub number: View<'a>,
     /// [`DeviceSampling::token_source`], `[T]` u32.
     pub token_source: View<'a>,
     /// [`DeviceSampling::params`], [R, 16] u32.
@@ -89,7 +91,7 @@ impl Shape {
     fn lengths(&self) -> [usize; ARRAYS] {
         let Self { rows, sequences, max_blocks, logits, .. } = *self;
         let tables = sequences * max_blocks;
-        [1, rows, rows, rows, rows, rows, sequences + 1, tables, logits, logits * SAMPLE_WORDS]
+        [2, rows, rows, rows, rows, rows, sequences + 1, tables, logits, logits * SAMPLE_WORDS]
     }
 
     /// Words of all arrays.
@@ -113,9 +115,9 @@ impl DeviceStep {
         Ok(Self { words: ex.zeros(DType::U32, &[words])?, pinned, turn: 0 })
     }
 
-    /// Copies a step as it is.
-    pub fn upload(&mut self, step: &Step, sampling: &DeviceSampling, ex: &Exec) -> Result<DeviceViews<'_>> {
-        self.upload_padded(step, sampling, Shape::of(step), ex)
+    /// Copies a step as it is, without tokens to sample. `number` is that of the step.
+    pub fn upload(&mut self, step: &Step, number: u64, ex: &Exec) -> Result<DeviceViews<'_>> {
+        self.upload_padded(step, number, &DeviceSampling::default(), Shape::of(step), ex)
     }
 
     /// Copies a step, padded to a shape: padding rows have token 0 at position 0, write nothing and sample
@@ -123,6 +125,7 @@ impl DeviceStep {
     pub fn upload_padded(
         &mut self,
         step: &Step,
+        number: u64,
         sampling: &DeviceSampling,
         shape: Shape,
         ex: &Exec,
@@ -140,7 +143,7 @@ impl DeviceStep {
         }
         self.turn = 1 - self.turn;
         let pinned = &mut self.pinned[self.turn];
-        fill(pinned.wait()?, step, sampling, shape);
+        fill(pinned.wait()?, (step, number), sampling, shape);
         ex.upload(pinned, self.words.view_mut().narrow(0, shape.words())?)?;
         self.views(shape)
     }
@@ -155,7 +158,8 @@ impl DeviceStep {
             view
         };
         let Shape { rows, sequences, max_blocks, logits, decode_rows, prompt_positions } = shape;
-        let valid_rows = next(1, &[1])?;
+        let head = next(2, &[2])?;
+        let (valid_rows, number) = (head.narrow(0, 1)?, head.narrow(1, 1)?);
         let token_ids = next(rows, &[rows])?;
         let positions = next(rows, &[rows])?;
         let slot_mapping = next(rows, &[rows])?;
@@ -176,7 +180,7 @@ impl DeviceStep {
             decode_rows,
             prompt_positions,
         };
-        Ok(DeviceViews { step, valid_rows, token_source, sampling })
+        Ok(DeviceViews { step, valid_rows, number, token_source, sampling })
     }
 
     /// The first launch of a step: rows whose token was sampled by the step before take it from `sampled`.
@@ -191,7 +195,7 @@ impl DeviceStep {
 }
 
 /// Writes the arrays one behind the other, each padded.
-fn fill(words: &mut [u32], step: &Step, sampling: &DeviceSampling, shape: Shape) {
+fn fill(words: &mut [u32], (step, number): (&Step, u64), sampling: &DeviceSampling, shape: Shape) {
     let lengths = shape.lengths();
     let mut rest = words;
     let mut put = |index: usize, padding: u32, data: &mut dyn Iterator<Item = u32>| {
@@ -202,7 +206,7 @@ fn fill(words: &mut [u32], step: &Step, sampling: &DeviceSampling, shape: Shape)
         }
     };
     let rows = step.num_tokens() as u32;
-    put(0, 0, &mut [rows].into_iter());
+    put(0, 0, &mut [rows, number as u32].into_iter());
     put(1, 0, &mut step.token_ids().iter().copied());
     put(2, 0, &mut step.positions().iter().copied());
     put(3, u32::MAX, &mut step.slot_mapping().iter().copied());

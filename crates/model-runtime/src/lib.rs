@@ -7,6 +7,8 @@ pub mod checkpoint;
 pub mod config;
 pub mod decoder;
 #[cfg(feature = "cuda")]
+pub mod device_routing;
+#[cfg(feature = "cuda")]
 pub mod device_slots;
 #[cfg(feature = "cuda")]
 pub mod device_step;
@@ -54,8 +56,8 @@ pub use moe_kernels::compute_capability;
 #[cfg(feature = "cuda")]
 pub use moe_kernels::cuda;
 pub use moe_kernels::{
-    Buffer, CpuIsa, Exec, HugePages, Roof, RoutedExperts, Scratch, StepContext, TensorView, View, ViewMut,
-    Workspace,
+    Buffer, CpuIsa, DeviceRouting, Exec, ForcedWeights, HugePages, Roof, RoutedExperts, Scratch, StepContext,
+    TensorView, View, ViewMut, Workspace,
 };
 pub use moe_layer::{BlockContext, Router};
 pub use moe_quant::QuantConfig;

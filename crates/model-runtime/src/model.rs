@@ -111,6 +111,12 @@ pub trait CausalLm: Send + Sync {
         None
     }
 
+    /// The experts of MoE layer `moe_layer` that a map places on this rank and others; `None` where none does.
+    fn placed_experts(&self, moe_layer: usize) -> Option<&moe_layer::PlacedExperts> {
+        let _ = moe_layer;
+        None
+    }
+
     /// Which kernels compute each layer in such a step on a machine, and why not others; empty for a model that does not say.
     fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {
         let _ = (step, machine);

@@ -32,13 +32,23 @@ pub fn run_step(
     if ex.is_cuda() {
         let _span = span().entered();
         let mut words = crate::device_step::DeviceStep::new(crate::device_step::Shape::of(step).words(), ex)?;
-        let views = words.upload(step, &Default::default(), ex)?;
-        model.forward(&views.step, kv, logits.view_mut(), observer, context, ex)?;
+        let views = words.upload(step, context.step, ex)?;
+        let out = logits.view_mut();
+        let forward = |context: &mut StepContext, ex: &mut Exec| {
+            model.forward(&views.step, kv, out, observer, context, ex)
+        };
+        match model.info().moe.as_ref().filter(|_| context.asks_of_router().is_some()) {
+            Some(moe) => {
+                let rows = step.num_tokens();
+                crate::device_routing::with_arrays(moe, rows, views.number, context, ex, forward)?
+            }
+            None => forward(context, ex)?,
+        }
         return Ok(logits);
     }
     // The step enters the thread pool once, and not once for each op.
     let pool = ex.clone();
-    pool.install(|| {
+    pool.install_awake(|| {
         // Inside the pool: the spans of the layers run on this thread and find their parent on it.
         let _span = span().entered();
         model.forward(&step.views()?, kv, logits.view_mut(), observer, context, ex)

@@ -6,6 +6,7 @@
 
 use candle_core::Result;
 use moe_kernels::{Exec, StepContext};
+use moe_layer::{MoveRound, MoveStatus};
 use serde::{Deserialize, Serialize};
 
 use crate::kv_cache::KvCache;
@@ -50,6 +51,13 @@ pub trait StepRanks: Send + Sync {
         bucket: Option<usize>,
         context: &mut StepContext,
     ) -> Result<Option<usize>>;
+
+    /// One round of moving experts between the ranks that share them, between two steps: tells the ranks that follow, and takes
+    /// part. The first ranks of all data-parallel groups call it together.
+    ///
+    /// # Errors
+    /// Experts that were not loaded to be moved; a placement that their slots cannot have.
+    fn move_experts(&self, round: &MoveRound) -> Result<MoveStatus>;
 
     /// Whether all ranks that share this one's collectives say yes: they record a graph together or not.
     fn all(&self, yes: bool) -> Result<bool>;

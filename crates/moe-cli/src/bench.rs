@@ -18,7 +18,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use model_runtime::sampling::random_bits;
 use model_runtime::{ModelInfo, MoeInfo, SamplingParams};
-use moe_engine::engine::{DpEngine, EngineConfig, ExpertCounts, Request};
+use moe_engine::engine::{DpEngine, EngineConfig, Request};
 use moe_engine::{ModelFamily, Session, usage};
 use serde_json::{Value, json};
 use tracing::info;
@@ -200,7 +200,7 @@ impl Bench {
     fn time(&mut self, batch: usize, prompt: usize, output: usize) -> Result<f64> {
         let requests = self.requests(batch, prompt, output);
         let warm_up = self.requests(batch, 1, (prompt + output - 1).min(4));
-        let mut engine = self.engine(batch, prompt + output, ExpertCounts::Off)?;
+        let mut engine = self.engine(batch, prompt + output, false)?;
         // Before the clock starts scratch is allocated, and on a GPU the decode graph is captured.
         warm_up.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
         engine.run(drop)?;
@@ -220,7 +220,7 @@ impl Bench {
     fn distinct_experts(&mut self, batch: usize, prompt: usize, moe: &MoeInfo) -> Result<Value> {
         const STEPS: usize = 16;
         let requests = self.requests(batch, prompt, STEPS + 1);
-        let mut engine = self.engine(batch, prompt + STEPS + 1, ExpertCounts::Always)?;
+        let mut engine = self.engine(batch, prompt + STEPS + 1, true)?;
         requests.into_iter().try_for_each(|request| engine.add(request).map(drop))?;
         let mut distinct = Vec::new();
         while !engine.is_idle() {
@@ -256,7 +256,7 @@ impl Bench {
     }
 
     /// The engine that generation uses, with a KV cache of the size that the row needs.
-    fn engine(&self, batch: usize, length: usize, expert_counts: ExpertCounts) -> Result<DpEngine<'_>> {
+    fn engine(&self, batch: usize, length: usize, count_experts: bool) -> Result<DpEngine<'_>> {
         let info = self.session.model.info();
         let blocks = batch.saturating_mul(length.div_ceil(BLOCK_SIZE));
         let config = EngineConfig {
@@ -264,7 +264,7 @@ impl Bench {
             max_model_len: Some(length.min(info.max_context_len)),
             block_size: BLOCK_SIZE,
             kv_cache_memory: Some((blocks * BLOCK_SIZE).saturating_mul(info.kv.bytes_per_token()?)),
-            expert_counts,
+            count_experts,
             max_num_batched_tokens: self.max_num_batched_tokens,
             ..self.session.engine_defaults()
         };

@@ -51,9 +51,9 @@ pub enum Command {
     /// Answer a file of requests in OpenAI's batch format; a rerun continues.
     Batch(Box<BatchArgs>),
     /// Compare with a reference recorded from Hugging Face transformers.
-    Parity(ParityArgs),
+    Parity(Box<ParityArgs>),
     /// Time prefill and decode, or a file of requests.
-    Bench(BenchArgs),
+    Bench(Box<BenchArgs>),
     /// Fetch a checkpoint into the hub's cache and print its folder, or check what is there.
     Download(DownloadArgs),
     /// Tell what a checkpoint is, and whether it fits this machine's memory, without reading its weights.
@@ -109,8 +109,10 @@ impl Command {
     pub(crate) fn model(&self) -> (Model<'_>, bool) {
         let name = match self {
             Self::Generate(args) => return (Model::Checkpoint(args.model.as_deref()), args.check_weights),
-            Self::Bench(BenchArgs { config: Some(config), .. }) => return (Model::Random(config), false),
-            Self::Bench(args) => args.model.as_deref(),
+            Self::Bench(args) => match &args.config {
+                Some(config) => return (Model::Random(config), false),
+                None => args.model.as_deref(),
+            },
             Self::Chat(args) => args.answer.model.as_deref(),
             Self::Batch(args) => args.answer.model.as_deref(),
             Self::Parity(args) => Some(args.model.as_str()),
@@ -296,6 +298,10 @@ pub struct EngineArgs {
     /// more than the sequences can use.
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
     pub kv_cache_memory: Option<usize>,
+    /// Memory of each GPU that may be in use, such as 24GB, as if it had no more: weights, KV cache and buffers (default: all of
+    /// it).
+    #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
+    pub gpu_memory: Option<usize>,
     /// Launch decode steps on a GPU one by one instead of as a captured CUDA graph.
     #[arg(long, help_heading = "Engine")]
     pub enforce_eager: bool,
@@ -303,11 +309,10 @@ pub struct EngineArgs {
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, num_args = 0..=1,
         default_missing_value = "true", value_name = "BOOL", help_heading = "Engine")]
     pub enable_prefix_caching: bool,
-    /// Print counters and times to stderr at the end; on the CPU with how evenly experts were chosen.
+    /// Print counters, times, and how evenly experts were chosen, to stderr at the end.
     #[arg(long, help_heading = "Engine")]
     pub stats: bool,
-    /// Write how many tokens each expert gets, step by step, as a heat trace. On a GPU, steps then run without CUDA
-    /// graphs.
+    /// Write how many tokens each expert gets, step by step, as a heat trace.
     #[arg(long, value_name = "FILE", help_heading = "Routing")]
     pub expert_heat: Option<PathBuf>,
     /// Spread tokens evenly over the experts, whatever the router says: for profiling only.
@@ -361,6 +366,9 @@ pub struct BenchArgs {
     /// together at most half of what is free; on a GPU nine tenths of what is free there).
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, requires = "workload")]
     pub kv_cache_memory: Option<usize>,
+    /// Memory of each GPU that may be in use in a run of a workload, such as 24GB (default: all of it).
+    #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, requires = "workload")]
+    pub gpu_memory: Option<usize>,
     /// Batch sizes of the decode rows.
     #[arg(long, value_delimiter = ',', default_value = "1,8")]
     pub batches: Vec<usize>,

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use model_runtime::config::limits;
 use model_runtime::{Config, SamplingParams};
 use moe_engine::chat::{self, ChatError, ChatFiles, ChatTemplate};
-use moe_engine::engine::{EngineConfig, ExpertCounts, Request, SchedulingPolicy};
+use moe_engine::engine::{EngineConfig, Request, SchedulingPolicy};
 use moe_engine::{Session, usage};
 use serde_json::{Map, Value};
 
@@ -26,9 +26,10 @@ pub fn engine_config(args: &EngineArgs, default: EngineConfig) -> EngineConfig {
         max_model_len: args.max_model_len,
         block_size: args.block_size,
         kv_cache_memory: args.kv_cache_memory,
+        gpu_memory: args.gpu_memory.map(|bytes| bytes as u64),
         enable_prefix_caching: args.enable_prefix_caching,
         enforce_eager: args.enforce_eager,
-        expert_counts: if args.stats { ExpertCounts::WhereFree } else { ExpertCounts::Off },
+        count_experts: args.stats,
         expert_heat: args.expert_heat.clone(),
         force_balance: args.force_balance.then_some(0),
         ..default

@@ -1,10 +1,13 @@
 //! The flags of parallelism and of chunked MoE.
 
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 
 use clap::Args;
-use moe_comm::{DeepEpMode, EpBackendChoice, ExpertPlacement, ParallelConfig};
-use moe_engine::ExecutorBackend;
+use moe_comm::{DeepEpMode, EpBackendChoice, ExpertPlacement, ParallelConfig, ReplicaChoice};
+use moe_engine::engine::DpEngine;
+use moe_engine::eplb::{EplbConfig, EplbPolicy};
+use moe_engine::{ExecutorBackend, PlacementConfig};
 use moe_layer::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 
 /// How the model is spread over ranks, and how MoE layers cut their tokens.
@@ -45,6 +48,9 @@ pub struct ParallelArgs {
     /// torchrun, srun, mpirun or a Kubernetes job).
     #[arg(long, default_value = "auto", value_name = "NAME", help_heading = "Parallel")]
     pub distributed_executor_backend: ExecutorBackend,
+    /// Where experts are, and copies of them.
+    #[command(flatten)]
+    pub placements: PlacementArgs,
     /// Compute MoE layers in chunks of tokens: less memory, the same results.
     #[arg(long, help_heading = "MoE")]
     pub enable_chunked_moe: bool,
@@ -55,6 +61,105 @@ pub struct ParallelArgs {
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes,
         requires = "enable_chunked_moe", conflicts_with = "chunked_moe_size", help_heading = "MoE")]
     pub moe_memory_budget: Option<usize>,
+}
+
+/// Which experts each rank holds. Names are vLLM's where it has one.
+#[derive(Args, Debug, Clone)]
+pub struct PlacementArgs {
+    /// The experts of each rank, from a file that `cargo xtask eplb plan` writes.
+    #[arg(long, value_name = "FILE", help_heading = "Parallel")]
+    pub expert_map: Option<PathBuf>,
+    /// Slots for further copies of experts, all ranks together.
+    #[arg(long, default_value_t = 0, value_name = "N", help_heading = "Parallel")]
+    pub num_redundant_experts: usize,
+    /// Which copy of an expert computes a row: round_robin (in turns), hash, or local_first (that of the row's rank).
+    #[arg(long, default_value = "round_robin", value_name = "NAME", help_heading = "Parallel")]
+    pub expert_replicas: ReplicaChoice,
+    /// Move experts between ranks while the model runs, as their loads change. Tokens stay the same.
+    #[arg(long, help_heading = "Parallel")]
+    pub enable_eplb: bool,
+    /// Steps whose expert counts a plan is made from.
+    #[arg(
+        long,
+        default_value_t = 1000,
+        value_name = "STEPS",
+        requires = "enable_eplb",
+        help_heading = "Parallel"
+    )]
+    pub eplb_window: usize,
+    /// Steps from one plan to the next.
+    #[arg(
+        long,
+        visible_alias = "eplb-step-interval",
+        default_value_t = 3000,
+        value_name = "STEPS",
+        requires = "enable_eplb",
+        help_heading = "Parallel"
+    )]
+    pub eplb_interval: usize,
+    /// Steps after which a plan that is not ready is given up.
+    #[arg(
+        long,
+        default_value_t = 100,
+        value_name = "STEPS",
+        requires = "enable_eplb",
+        help_heading = "Parallel"
+    )]
+    pub eplb_plan_steps: usize,
+    /// How placements are found: joint, flashlb, swift or deepseek.
+    #[arg(
+        long,
+        default_value = "joint",
+        value_name = "NAME",
+        requires = "enable_eplb",
+        help_heading = "Parallel"
+    )]
+    pub eplb_policy: EplbPolicy,
+    /// Experts that move for one plan, at most (default: all that are worth it).
+    #[arg(long, value_name = "N", requires = "enable_eplb", help_heading = "Parallel")]
+    pub eplb_max_moves: Option<usize>,
+    /// Bytes of experts that travel between two steps, such as 16MiB, at most.
+    #[arg(long, default_value = "64MiB", value_name = "BYTES", value_parser = crate::options::parse_bytes,
+        requires = "enable_eplb", help_heading = "Parallel")]
+    pub eplb_bytes_per_step: usize,
+    /// What a layer must gain, in its ranks' peak over mean load, to be moved.
+    #[arg(
+        long,
+        default_value_t = 0.02,
+        value_name = "SHARE",
+        requires = "enable_eplb",
+        help_heading = "Parallel"
+    )]
+    pub eplb_min_gain: f64,
+    /// Move a layer also where that costs more time than it saves until the next plan.
+    #[arg(long, requires = "enable_eplb", help_heading = "Parallel")]
+    pub eplb_any_cost: bool,
+}
+
+impl PlacementArgs {
+    /// The settings.
+    pub fn config(&self) -> PlacementConfig {
+        PlacementConfig {
+            expert_map: self.expert_map.clone(),
+            num_redundant_experts: self.num_redundant_experts,
+            replicas: self.expert_replicas,
+        }
+    }
+
+    /// When experts move; `None`: never.
+    pub fn eplb(&self) -> Option<EplbConfig> {
+        let config = EplbConfig {
+            window: self.eplb_window,
+            interval: self.eplb_interval,
+            plan_steps: self.eplb_plan_steps,
+            policy: self.eplb_policy,
+            max_moves: self.eplb_max_moves,
+            bytes_per_step: self.eplb_bytes_per_step,
+            min_gain: self.eplb_min_gain,
+            must_pay: !self.eplb_any_cost,
+        };
+        self.enable_eplb.then_some(config)
+    }
 }
 
 impl ParallelArgs {
@@ -78,4 +183,9 @@ impl ParallelArgs {
             moe_memory_budget: self.moe_memory_budget,
         }
     }
+}
+
+/// What load balancing has done, for the counters at the end; nothing without it.
+pub fn eplb_report(engine: &DpEngine<'_>) -> String {
+    engine.eplb_stats().map_or_else(String::new, |stats| stats.to_string())
 }

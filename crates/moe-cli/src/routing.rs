@@ -1,4 +1,5 @@
-//! Routing recordings as files: safetensors with `routed_experts` [T, L_moe, K] u32, logical ids.
+//! Routing recordings: as files, safetensors with `routed_experts` [T, L_moe, K] u32, and in answers, as vLLM writes them,
+//! an array of NumPy in base64. Ids are logical.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -36,9 +37,65 @@ pub fn read(path: &Path) -> Result<RoutedExperts> {
     Ok(RoutedExperts::from_ids(tokens, layers, top_k, ids)?)
 }
 
+/// A recording as vLLM has it in `choices[i].routed_experts`: what `numpy.save` writes of an array [T, L_moe, K], in
+/// base64. Its dtype is the smallest of u8, u16 and u32 that holds the ids.
+pub fn base64_npy(routed: &RoutedExperts) -> String {
+    let most = routed.ids().iter().copied().max().unwrap_or(0);
+    let (dtype, width) = match most {
+        0..=0xff => ("|u1", 1),
+        0x100..=0xffff => ("<u2", 2),
+        _ => ("<u4", 4),
+    };
+    let shape = format!("({}, {}, {})", routed.tokens(), routed.layers(), routed.top_k());
+    let header = format!("{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}");
+    // The data begins at a multiple of 64 bytes, behind magic, version, the header's length and a newline.
+    let padded = (10 + header.len() + 1).next_multiple_of(64) - 11;
+    let length = (padded as u16 + 1).to_le_bytes();
+    let mut file = b"\x93NUMPY\x01\x00".to_vec();
+    file.extend(length);
+    file.extend(format!("{header:<padded$}\n").bytes());
+    routed.ids().iter().for_each(|id| file.extend(&id.to_le_bytes()[..width]));
+    base64(&file)
+}
+
+/// RFC 4648, with padding.
+fn base64(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
+    for group in bytes.chunks(3) {
+        let byte = |i: usize| u32::from(group.get(i).copied().unwrap_or(0));
+        let bits = byte(0) << 16 | byte(1) << 8 | byte(2);
+        for digit in 0..4 {
+            let index = (bits >> (18 - 6 * digit) & 63) as usize;
+            text.push(if digit <= group.len() { char::from(DIGITS[index]) } else { '=' });
+        }
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn base64_is_that_of_the_rfc() {
+        let encoded = ["", "f", "fo", "foo", "foob", "fooba", "foobar"].map(|text| base64(text.as_bytes()));
+        assert_eq!(encoded, ["", "Zg==", "Zm8=", "Zm9v", "Zm9vYg==", "Zm9vYmE=", "Zm9vYmFy"]);
+    }
+
+    /// Version 1.0 of the format; NumPy reads it as `numpy.array([[[1, 2, 3]], [[4, 5, 300]]], "<u2")`.
+    #[test]
+    fn an_array_is_what_numpy_saves() {
+        let routed = RoutedExperts::from_ids(2, 1, 3, vec![1, 2, 3, 4, 5, 300]).unwrap();
+        let file = concat!(
+            "k05VTVBZAQB2AHsnZGVzY3InOiAnPHUyJywgJ2ZvcnRyYW5fb3JkZXInOiBGYWxzZSwgJ3NoYXBlJzogKDIs",
+            "IDEsIDMpLCB9ICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgIAoB",
+            "AAIAAwAEAAUALAE="
+        );
+        assert_eq!(base64_npy(&routed), file);
+        let small = RoutedExperts::from_ids(1, 1, 2, vec![255, 0]).unwrap();
+        assert!(base64_npy(&small).ends_with("IAr/AA=="), "bytes of ids below 256");
+    }
 
     #[test]
     fn a_recording_survives_the_file() {

@@ -115,6 +115,8 @@ impl RunArgs {
             parallel: self.parallel.config(),
             executor: self.parallel.distributed_executor_backend,
             chunked_moe: self.parallel.chunked_moe(),
+            placements: self.parallel.placements.config(),
+            eplb: self.parallel.placements.eplb(),
         }
     }
 }

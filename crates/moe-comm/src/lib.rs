@@ -10,6 +10,7 @@ mod communicator;
 mod config;
 mod env;
 mod error;
+mod expert_map;
 mod geometry;
 mod hostlist;
 mod launch;
@@ -36,10 +37,11 @@ pub use bytes::{all_gather_bytes, broadcast_bytes};
 pub use communicator::{Collective, Communicator, ReduceOp, RowNeeds};
 pub use config::{MAX_WORLD_SIZE, ParallelConfig};
 pub use error::{GeometryError, LaunchError};
+pub use expert_map::{ExpertMap, SlotTransfer};
 pub use geometry::{Geometry, ParallelGroups};
 pub use launch::{DEFAULT_MASTER_PORT, Launch, Launcher, launch_from_env};
 pub use local::SelfComm;
-pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement};
+pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement, ReplicaChoice};
 #[cfg(feature = "nccl")]
 pub use nccl::NcclComm;
 #[cfg(feature = "nccl")]

@@ -43,6 +43,18 @@ pub enum DeepEpMode {
     LowLatency,
 }
 
+/// Which copy of an expert computes a row, where the expert has several. Any choice gives the same result.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ReplicaChoice {
+    /// Copies take turns: copy (row + expert) mod copies.
+    #[default]
+    RoundRobin,
+    /// By a hash of row and expert.
+    Hash,
+    /// The copy on the rank that owns the row, if it has one; else in turns.
+    LocalFirst,
+}
+
 /// Names of a choice's variants, each with its aliases. `what` is chosen, for errors.
 macro_rules! names {
     ($type:ident, $what:literal, $($variant:ident = $name:literal $(| $alias:literal)*),+) => {
@@ -86,6 +98,13 @@ names!(
     DeepEp = "deepep" | "deep_ep"
 );
 names!(ExpertPlacement, "expert placement", Linear = "linear", RoundRobin = "round_robin");
+names!(
+    ReplicaChoice,
+    "choice of replicas",
+    RoundRobin = "round_robin",
+    Hash = "hash",
+    LocalFirst = "local_first"
+);
 names!(
     DeepEpMode,
     "DeepEP mode",

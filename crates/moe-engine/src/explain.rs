@@ -30,9 +30,22 @@ pub struct Explained {
     pub plan: LayerPlan,
 }
 
+/// Where the experts of some MoE layers are, where a map places them.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Placed {
+    /// First and last MoE layer.
+    pub moe_layers: (usize, usize),
+    /// Logical experts.
+    pub experts: usize,
+    /// The experts in the slots of each rank.
+    pub slots_by_rank: Vec<Vec<u32>>,
+}
+
 /// A model's plans.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Explanation {
+    /// Runs of MoE layers whose experts are in the same places; empty where no map places them.
+    pub placements: Vec<Placed>,
     /// By step, rows and layers, ascending.
     pub plans: Vec<Explained>,
 }
@@ -43,6 +56,9 @@ impl Explanation {
         let mut all = backend.clone();
         if let Some(object) = all.as_object_mut() {
             object.insert("plans".to_string(), serde_json::to_value(&self.plans)?);
+            if !self.placements.is_empty() {
+                object.insert("placements".to_string(), serde_json::to_value(&self.placements)?);
+            }
         }
         Ok(all)
     }
@@ -72,8 +88,24 @@ impl Explanation {
                 plans.extend(layers.into_iter().map(explained));
             }
         }
-        Self { plans }
+        Self { placements: placements(model), plans }
     }
+}
+
+/// Where the model's experts are now.
+fn placements(model: &dyn CausalLm) -> Vec<Placed> {
+    let mut runs: Vec<Placed> = Vec::new();
+    let layers = model.info().moe.as_ref().map_or(0, |moe| moe.layers.len());
+    for layer in 0..layers {
+        let Some(map) = model.placed_experts(layer).map(|placed| placed.map()) else { continue };
+        let slots_by_rank: Vec<Vec<u32>> =
+            (0..map.num_ranks()).map(|rank| map.experts(rank).to_vec()).collect();
+        match runs.last_mut() {
+            Some(run) if run.slots_by_rank == slots_by_rank => run.moe_layers.1 = layer,
+            _ => runs.push(Placed { moe_layers: (layer, layer), experts: map.num_experts(), slots_by_rank }),
+        }
+    }
+    runs
 }
 
 /// The parts of a model that run on the kernels for any dtype and shape on a GPU, and why: what a log should say.
@@ -127,6 +159,20 @@ fn same_kernels(a: &LayerPlan, b: &LayerPlan) -> bool {
 impl fmt::Display for Explanation {
     /// A table for each range of rows.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for Placed { moe_layers: (first, last), experts, slots_by_rank } in &self.placements {
+            let slots: usize = slots_by_rank.iter().map(Vec::len).sum();
+            let layers = if first == last {
+                format!("MoE layer {first}")
+            } else {
+                format!("MoE layers {first} to {last}")
+            };
+            writeln!(f, "{layers}: {experts} experts in {slots} slots of {} ranks", slots_by_rank.len())?;
+            for (rank, slots) in slots_by_rank.iter().enumerate() {
+                let slots: Vec<String> = slots.iter().map(u32::to_string).collect();
+                writeln!(f, "  rank {rank}: {}", slots.join(" "))?;
+            }
+            f.write_char('\n')?;
+        }
         for Explained { step, rows, layers, plan } in &self.plans {
             let rows = match *rows {
                 (1, Some(1)) => "1 row".to_string(),
@@ -181,7 +227,10 @@ mod tests {
     fn tables_name_rows_layers_and_kernels() {
         let of = |rows| Explained { step: "decode", rows, layers: (0, 3), plan: plan("experts_stream") };
         let plans = vec![of((1, Some(1))), of((5, Some(7))), of((8, None))];
-        let text = Explanation { plans }.to_string();
+        let places = Placed { moe_layers: (0, 2), experts: 3, slots_by_rank: vec![vec![2, 0], vec![1, 0]] };
+        let text = Explanation { placements: vec![places], plans }.to_string();
+        let placed = "MoE layers 0 to 2: 3 experts in 4 slots of 2 ranks\n  rank 0: 2 0\n  rank 1: 1 0\n\n";
+        assert!(text.starts_with(placed), "{text}");
         for want in ["decode, 1 row, layers 0 to 3\n", "5 to 7 rows", "8 rows and more", "experts_stream"] {
             assert!(text.contains(want), "{want} in {text}");
         }

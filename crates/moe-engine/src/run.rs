@@ -68,8 +68,9 @@ impl Run {
             warn!("{slow}");
         }
         let Self { config, processes, .. } = self;
-        let parallel = config.parallel;
+        let (parallel, eplb) = (config.parallel, config.eplb);
         Ok(Session {
+            eplb,
             model,
             ex,
             world,
@@ -152,7 +153,9 @@ impl Run {
         dtype: DType,
     ) -> Result<(Ranks, serde_json::Value)> {
         let (parallel, chunked_moe, ex) = (&self.config.parallel, self.config.chunked_moe, &self.ex);
-        let options = |context| self.config.load_options(context);
+        let placements = self.config.placements.read(self.config.eplb.is_some())?;
+        let options =
+            |context| self.config.load_options(BlockContext { placements: placements.clone(), ..context });
         let source = parallel::Source::<F> { config, has, tensors, dtype, options: &options, chunked_moe };
         let (ranks, chosen) = if let Some(processes) = &self.processes {
             processes.load(&source, parallel, ex)?

@@ -9,7 +9,9 @@ use moe_comm::ParallelConfig;
 use moe_layer::{ChunkedMoe, MoePath, SharedExpertsStream};
 
 use crate::device::DeviceChoice;
+use crate::eplb::EplbConfig;
 use crate::family::LoadOptions;
+use crate::placements::PlacementConfig;
 use crate::usage;
 
 /// More threads than any machine runs well.
@@ -44,6 +46,10 @@ pub struct RunConfig {
     pub executor: ExecutorBackend,
     /// Whether and how MoE layers cut their tokens.
     pub chunked_moe: ChunkedMoe,
+    /// Which experts each rank holds.
+    pub placements: PlacementConfig,
+    /// Moves experts between ranks as their loads change; `None`: never.
+    pub eplb: Option<EplbConfig>,
 }
 
 /// Where ranks run.
@@ -82,6 +88,8 @@ impl RunConfig {
     pub fn check(&self) -> Result<()> {
         let ranks = self.parallel.geometry(0).map_err(|e| usage(e.to_string()))?.world_size;
         self.device.check(ranks)?;
+        self.placements.check(&self.parallel, self.device, self.eplb.is_some())?;
+        self.eplb.iter().try_for_each(EplbConfig::check)?;
         self.device.check_invariant(self.batch_invariant, ranks)
     }
 
@@ -137,6 +145,11 @@ impl RunConfig {
             ("--mla", format!("{:?}", self.mla)),
             ("--shared-experts-stream", format!("{:?}", self.shared_experts_stream)),
         ];
-        all.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
+        let eplb = ("--enable-eplb", self.eplb.is_some().to_string());
+        all.into_iter()
+            .chain(self.placements.agreed())
+            .chain([eplb])
+            .map(|(name, value)| (name.to_string(), value))
+            .collect()
     }
 }

@@ -7,6 +7,7 @@ use model_runtime::{CausalLm, Checkpoint, Exec};
 use moe_comm::{Communicator, DeepEpMode, EpBackend, ParallelConfig};
 
 use crate::engine::{DpEngine, EngineConfig};
+use crate::eplb::EplbConfig;
 use crate::parallel::{Processes, Replica};
 use crate::tokenizer::Tokenizer;
 
@@ -24,6 +25,8 @@ pub struct Session {
     pub backend: serde_json::Value,
     pub(crate) world: Arc<dyn Communicator>,
     pub(crate) parallel: ParallelConfig,
+    /// How engines balance the experts.
+    pub(crate) eplb: Option<EplbConfig>,
     /// The processes of the other ranks.
     pub(crate) processes: Option<Processes>,
     /// The embedded tokenizer.
@@ -52,6 +55,7 @@ impl Session {
                 Some(processes) => processes.local_world_size(),
                 None => self.parallel.world_size()?,
             },
+            eplb: config.eplb.clone().or_else(|| self.eplb.clone()),
             lockstep: self.parallel.enable_expert_parallel && self.parallel.dp > 1,
             enforce_eager: config.enforce_eager || self.reads_on_the_host()?,
             ..config.clone()

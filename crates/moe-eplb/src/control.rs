@@ -38,6 +38,16 @@ pub trait Planner {
     fn poll(&mut self) -> PlanStatus;
 }
 
+impl<P: Planner + ?Sized> Planner for Box<P> {
+    fn start(&mut self, heat: Loads, current: Placement) {
+        (**self).start(heat, current);
+    }
+
+    fn poll(&mut self) -> PlanStatus {
+        (**self).poll()
+    }
+}
+
 /// Plans on a thread of its own, one per round. A panic there is a failed round.
 pub struct ThreadPlanner<F> {
     plan: F,

@@ -11,6 +11,7 @@ mod grouped;
 mod load;
 mod monolithic;
 mod oracle;
+mod slot;
 mod weights;
 
 pub use build::{build, build_batched};
@@ -20,6 +21,7 @@ pub use grouped::GroupedExperts;
 pub use load::LoadSpec;
 pub use monolithic::MonolithicKernels;
 pub use oracle::{Backend, OracleError, Rejection, Selection, select};
+pub use slot::checksum;
 pub use weights::{ExpertWeights, ExpertsShape};
 
 pub use candle_core as candle;

@@ -4,6 +4,7 @@
 //! CPU it carries a thread pool and the instruction-set path. Two runs on one path are
 //! bit-identical whatever the number of threads; paths differ within a stated bound.
 
+mod awake;
 mod beside;
 
 use std::sync::Arc;

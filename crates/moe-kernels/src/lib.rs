@@ -20,16 +20,17 @@ mod roof;
 mod routed;
 mod scheme;
 mod spec;
+mod step_routing;
 mod storage;
 mod tensor;
 mod view;
 mod weight;
 
 pub use align::{
-    AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, RowBatches, align_tokens_into, batch_rows_into,
+    AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, RowBatches, Spread, align_tokens_into, batch_rows_into,
     contiguous_local_ids_into, copy_rows_into, fill_into, group_slots_into, group_token_slots_into,
-    list_slots_into, mask_nonlocal_into, max_aligned_sizes, number_rows_into, scale_rows_into,
-    unbatch_rows_into, zero_absent_into,
+    list_slots_into, mask_nonlocal_into, max_aligned_sizes, number_rows_into, physical_ids_into,
+    scale_rows_into, unbatch_rows_into, zero_absent_into,
 };
 pub use buffer::{Buffer, Scratch, Workspace};
 pub use dispatched::{Dispatched, Lent};
@@ -52,6 +53,7 @@ pub use roof::Roof;
 pub use routed::{ExpertHeat, NO_EXPERT, RoutedExperts, StepContext};
 pub use scheme::{Fp8Scales, QuantGroup, QuantScheme};
 pub use spec::{Activation, ActivationFormat, ExpertsSpec, RoutingMethod, WeightAndReduce};
+pub use step_routing::{DeviceRouting, ForcedWeights, LayerRouting};
 pub use tensor::{TensorView, forward_rows, with_tensors, with_views};
 pub use view::{Dims, MAX_RANK, View, ViewMut};
 pub use weight::{PanelsView, QuantView, Weight, WeightGuard, WeightOrder, WeightView};

@@ -4,6 +4,7 @@ use candle_core::{DType, Result};
 
 use crate::door::{expect, expect_optional};
 use crate::plan::Fusion;
+use crate::step_routing::LayerRouting;
 use crate::view::{View, ViewMut};
 
 /// How logits become scores; the codes are those of the CUDA kernels.
@@ -46,6 +47,8 @@ pub struct Gate<'a> {
     /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::take_tokens_into` writes it), are
     /// padding and get no expert.
     pub padded: bool,
+    /// Where the choices are left, and what is forced, in this layer.
+    pub routing: LayerRouting<'a>,
 }
 
 impl Gate<'_> {

@@ -6,6 +6,7 @@
 mod columns;
 mod matrix;
 mod packing;
+mod slot;
 mod source;
 mod tiles;
 

@@ -9,6 +9,8 @@ use std::sync::Arc;
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::step_routing::DeviceRouting;
+
 /// The id of an absent expert: padding rows and masked slots.
 pub const NO_EXPERT: u32 = u32::MAX;
 
@@ -74,6 +76,37 @@ impl RoutedExperts {
         Ok(())
     }
 
+    /// Fails unless these are choices to force on `tokens` rows of a model with so many MoE layers, choices and experts:
+    /// ids that exist, each once in a row.
+    ///
+    /// # Errors
+    /// Other sizes; an id that does not exist or occurs twice, with its place.
+    pub fn check(&self, tokens: usize, layers: usize, top_k: usize, experts: usize) -> Result<()> {
+        if (self.tokens, self.layers, self.top_k) != (tokens, layers, top_k) {
+            bail!(
+                "replayed routing: expected [{tokens}, {layers}, {top_k}], got [{}, {}, {}]",
+                self.tokens,
+                self.layers,
+                self.top_k
+            )
+        }
+        for (at, row) in self.ids.chunks_exact(top_k.max(1)).enumerate() {
+            for (k, &id) in row.iter().enumerate().filter(|(_, id)| **id != NO_EXPERT) {
+                let fault = match id as usize >= experts {
+                    true => format!("expected ids below {experts}"),
+                    false if row[..k].contains(&id) => "expected each id once".to_string(),
+                    false => continue,
+                };
+                bail!(
+                    "replayed routing, token {}, MoE layer {}: {fault}, got {row:?}",
+                    at / layers,
+                    at % layers
+                )
+            }
+        }
+        Ok(())
+    }
+
     /// Appends the tokens of `other`, which has the same layers and top-k.
     pub fn extend(&mut self, other: &RoutedExperts) -> Result<()> {
         if (self.layers, self.top_k) != (other.layers, other.top_k) {
@@ -113,6 +146,17 @@ impl ExpertHeat {
     /// All zero.
     pub fn new(layers: usize, experts: usize) -> Self {
         Self { experts, counts: vec![0; layers * experts] }
+    }
+
+    /// Counts [L_moe, E], row-major.
+    ///
+    /// # Errors
+    /// Counts that are no multiple of E.
+    pub fn from_counts(experts: usize, counts: Vec<u64>) -> Result<Self> {
+        if experts == 0 && !counts.is_empty() || experts > 0 && !counts.len().is_multiple_of(experts) {
+            bail!("expert heat of {experts} experts does not match {} counts", counts.len())
+        }
+        Ok(Self { experts, counts })
     }
 
     /// Counts of one MoE layer, \[E\]; empty if the layer is unknown.
@@ -170,13 +214,19 @@ pub struct StepContext {
     pub padded: bool,
     /// Number of the step; random routing (force-balance, simulation) differs from step to step.
     pub step: u64,
+    /// Where a step on a CUDA device leaves its routing, and what is forced on it there. Its launches then ask nothing of
+    /// the four fields in host memory.
+    pub routing: DeviceRouting,
+    /// Whether some rank forces routing in this step, so that all run launches which read what is forced.
+    pub some_replay: bool,
     /// Whether every rank keeps the whole residual stream, because one of them shows it; else ranks that see the same tokens
     /// may each keep some of its rows. The same on all of them.
     pub whole_residual: bool,
 }
 
 impl StepContext {
-    /// What this step records or forces inside the router, if anything: such a step takes a router whose choice is seen.
+    /// What this step records or forces by way of host memory, if anything: such a step takes a router that waits for
+    /// the device where it is not the CPU. [`DeviceRouting`] asks for nothing.
     pub fn asks_of_router(&self) -> Option<&'static str> {
         let asked = [
             ("routed-experts capture", self.capture.is_some()),

@@ -8,10 +8,12 @@
 //! A quantised weight ([`QuantMatrix`]) is a [`Weight`] too: the same ops take it, and multiply its integers.
 
 mod quantised;
+mod slot;
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
+use parking_lot::RwLock;
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -29,7 +31,7 @@ use crate::scheme::QuantScheme;
 use crate::tensor::TensorView;
 use crate::view::View;
 use crate::with_float;
-use quantised::{Pack, Quantised};
+use quantised::{Pack, QuantGuard, Quantised};
 
 pub use quantised::QuantView;
 
@@ -90,7 +92,7 @@ impl Weight {
     /// # Errors
     /// Another dtype.
     pub fn of_quantised(matrix: QuantMatrix, dtype: DType) -> Result<Self> {
-        Self::of_pack(Pack::Cpu(Arc::new(matrix)), dtype)
+        Self::of_pack(Pack::Cpu(Arc::new(RwLock::new(matrix))), dtype)
     }
 
     /// The same on a device.
@@ -234,7 +236,8 @@ impl Weight {
                     rows.for_each(|(row, out)| panel_row(panels, k, row, out));
                 }
                 Held::Quantised(q) => {
-                    let matrix = QuantView::new(q).matrix("unpacking a weight")?;
+                    let guard = QuantGuard::new(q);
+                    let matrix = guard.view().matrix("unpacking a weight")?;
                     let (n, mut wide) = (matrix.dims()[1].max(1), vec![0.0; k]);
                     for (row, out) in rows {
                         matrix.dequantise_into(row / n, row % n..row % n + 1, &mut wide)?;
@@ -254,7 +257,7 @@ impl Weight {
     pub fn read(&self) -> Result<WeightGuard<'_>> {
         Ok(WeightGuard(match &self.0 {
             Held::Values(values, order) => Guarded::Values(TensorView::new(values)?, *order),
-            Held::Quantised(q) => Guarded::Quantised(q),
+            Held::Quantised(q) => Guarded::Quantised(QuantGuard::new(q)),
         }))
     }
 }
@@ -269,7 +272,7 @@ pub struct WeightGuard<'a>(Guarded<'a>);
 
 enum Guarded<'a> {
     Values(TensorView<'a>, WeightOrder),
-    Quantised(&'a Quantised),
+    Quantised(QuantGuard<'a>),
 }
 
 impl WeightGuard<'_> {
@@ -281,7 +284,7 @@ impl WeightGuard<'_> {
         Ok(match &self.0 {
             Guarded::Values(values, WeightOrder::Rows) => WeightView::Rows(values.view()?),
             Guarded::Values(values, WeightOrder::Panels) => WeightView::Panels(PanelsView(values.view()?)),
-            Guarded::Quantised(q) => WeightView::Quantised(QuantView::new(q)),
+            Guarded::Quantised(q) => WeightView::Quantised(q.view()),
         })
     }
 }

@@ -13,6 +13,8 @@ mod errors;
 mod experts;
 #[path = "ops/mla.rs"]
 mod mla;
+#[path = "ops/moved.rs"]
+mod moved;
 #[path = "ops/panels.rs"]
 mod panels;
 #[path = "ops/products.rs"]

@@ -5,31 +5,35 @@
 //! experts over the same weights, whose launches contain the router: the plan (`plan.rs`) says which steps they compute.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
 use moe_dispatch::{PrepareFinalize, Tokens};
 use moe_experts::{Experts, MonolithicExperts};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::Fusion;
 use moe_kernels::{
-    Exec, MonolithicIo, StepContext, TensorView, View, ViewMut, Workspace, copy_rows_into, forward_rows,
+    CpuIsa, Exec, MonolithicIo, StepContext, View, ViewMut, Weight, Workspace, copy_rows_into, forward_rows,
 };
 use moe_router::{GateInput, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
 use crate::chunked::{Path, Routed};
+use crate::placed::PlacedExperts;
 use crate::plan::{MoeForm, PlanStep};
 use crate::shared::SharedExperts;
 
 /// A sparse Mixture-of-Experts block.
 pub struct SparseMoeBlock {
-    gate: Tensor,
+    gate: Weight,
     router: Box<Router>,
     path: Path,
     /// Another path, for steps of which the ranks agreed that all only decode.
     decode: Option<Path>,
     /// Experts whose launches contain the router, in the order of trial.
     monolithic: Vec<Box<dyn MonolithicExperts>>,
+    /// Where experts are placed by a map.
+    placed: Option<Arc<PlacedExperts>>,
     shared: Option<SharedExperts>,
     layer: usize,
     /// Tokens of a chunk, at most.
@@ -53,15 +57,30 @@ impl SparseMoeBlock {
         experts: Box<dyn Experts>,
         layer: usize,
     ) -> Result<Self> {
+        Self::of_placed(gate, router, (prepare, experts), layer, None)
+    }
+
+    /// The same of experts that a map places: those that the router chooses are logical, the others physical.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); a map of other experts.
+    pub(crate) fn of_placed(
+        gate: Tensor,
+        router: Router,
+        (prepare, experts): (Box<dyn PrepareFinalize>, Box<dyn Experts>),
+        layer: usize,
+        placed: Option<Arc<PlacedExperts>>,
+    ) -> Result<Self> {
         let config = router.config();
-        check_modular(config, prepare.as_ref(), experts.as_ref())?;
+        check_modular(config, prepare.as_ref(), experts.as_ref(), placed.as_deref())?;
         check_gate(&gate, config.num_logits(), experts.shape().hidden_size, experts.shape().dtype)?;
         Ok(Self {
-            gate: gate.contiguous()?,
+            gate: Weight::new(gate)?,
             router: Box::new(router),
             path: Path { prepare, experts },
             decode: None,
             monolithic: Vec::new(),
+            placed,
             shared: None,
             layer,
             chunk: None,
@@ -95,6 +114,15 @@ impl SparseMoeBlock {
         self
     }
 
+    /// Packs the gate for the CPU kernels of a path ([`Weight::packed`]); `None` leaves it in rows.
+    ///
+    /// # Errors
+    /// No memory left.
+    pub fn with_packed_gate(mut self, isa: Option<CpuIsa>) -> Result<Self> {
+        self.gate = self.gate.packed(isa, self.router.config().num_logits())?;
+        Ok(self)
+    }
+
     /// Adds another prepare/finalize backend with its experts, over the same weights, for steps of
     /// which the ranks agreed that all of them only decode (`StepContext::only_decode`).
     ///
@@ -105,7 +133,7 @@ impl SparseMoeBlock {
         prepare: Box<dyn PrepareFinalize>,
         experts: Box<dyn Experts>,
     ) -> Result<Self> {
-        check_modular(self.router.config(), prepare.as_ref(), experts.as_ref())?;
+        check_modular(self.router.config(), prepare.as_ref(), experts.as_ref(), self.placed.as_deref())?;
         if experts.shape() != self.path.experts.shape() {
             bail!(
                 "decode path: expected experts like those of {}, {:?}, got {:?}",
@@ -123,7 +151,8 @@ impl SparseMoeBlock {
     /// # Errors
     /// Another hidden size or dtype.
     pub fn with_shared_experts(mut self, shared: SharedExperts) -> Result<Self> {
-        shared.check_fits(&self.gate)?;
+        let experts = self.path.experts.shape();
+        shared.check_fits(experts.hidden_size, experts.dtype)?;
         self.shared = Some(shared);
         Ok(self)
     }
@@ -137,6 +166,11 @@ impl SparseMoeBlock {
 
     pub(crate) fn shared_experts(&self) -> Option<&SharedExperts> {
         self.shared.as_ref()
+    }
+
+    /// The experts that a map places; `None` where physical experts are the logical ones.
+    pub fn placed_experts(&self) -> Option<&PlacedExperts> {
+        self.placed.as_deref()
     }
 
     pub(crate) fn has_decode_path(&self) -> bool {
@@ -250,9 +284,11 @@ impl SparseMoeBlock {
         let Some(experts) = self.monolithic.get(index) else {
             bail!("this block has {} monolithic experts, so no number {index}", self.monolithic.len())
         };
-        let gate = TensorView::new(&self.gate)?;
+        let gate = self.gate.read()?;
+        let gate = gate.view()?.rows("monolithic experts")?;
         let map = self.path.prepare.local_experts().and_then(|experts| experts.expert_map());
-        self.router.with_gate(gate.view()?, None, context.padded, |gate| experts.apply(gate, map, io, ex))
+        let beside = (context.padded, context.routing.layer(self.layer, 0)?);
+        self.router.with_gate(gate, None, beside, |gate| experts.apply(gate, map, io, ex))
     }
 
     /// Routes all tokens at once, so that what the step context counts is the step's rows, then
@@ -267,10 +303,9 @@ impl SparseMoeBlock {
         ex: &mut Exec,
     ) -> Result<()> {
         let _span = trace_span!("moe").entered();
-        let gate = TensorView::new(&self.gate)?;
-        let gate = gate.view()?;
+        let gate = self.gate.read()?;
         let (tokens, config) = (hidden.rows(), self.router.config());
-        let mut logits = ex.scratch(DType::F32, &[tokens, gate.rows()])?;
+        let mut logits = ex.scratch(DType::F32, &[tokens, config.num_logits()])?;
         let mut topk_ids = ex.scratch(DType::U32, &[tokens, config.num_slots()])?;
         let mut topk_weights = ex.scratch(DType::F32, &[tokens, config.num_slots()])?;
         let mut identity = ex.scratch(DType::F32, &[tokens])?;
@@ -279,7 +314,7 @@ impl SparseMoeBlock {
             topk_weights: topk_weights.view_mut(),
             zero_expert_weights: (config.num_zero_experts > 0).then(|| identity.view_mut()),
         };
-        let input = GateInput::new(hidden, gate, self.layer);
+        let input = GateInput::new(hidden, gate.view()?, self.layer);
         trace_span!("router").in_scope(|| {
             self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, context, ex)
         })?;
@@ -289,6 +324,7 @@ impl SparseMoeBlock {
             tokens: Tokens::new(hidden, topk_ids.view(), topk_weights.view()),
             identity: (config.num_zero_experts > 0).then(|| identity.view()),
             shared: self.shared.as_ref(),
+            placed: self.placed.as_deref(),
         };
         path.run(&routed, self.chunk, out, context.rank_tokens.as_deref(), ex)
     }
@@ -299,9 +335,12 @@ impl SparseMoeBlock {
     /// # Errors
     /// Another hidden size, dtype or device.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        forward_rows(hidden, (self.gate.dims2()?.1, hidden.dtype()), &self.workspace, |x, out, ex| {
-            self.forward_into(x, out, &mut StepContext::default(), ex)
-        })
+        forward_rows(
+            hidden,
+            (self.path.experts.shape().hidden_size, hidden.dtype()),
+            &self.workspace,
+            |x, out, ex| self.forward_into(x, out, &mut StepContext::default(), ex),
+        )
     }
 }
 

@@ -5,12 +5,15 @@ use moe_experts::Experts;
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_router::RouterConfig;
 
+use crate::placed::PlacedExperts;
+
 /// Router, prepare/finalize and modular experts: formats, limits, who applies the weights, and the
 /// number of experts.
 pub(crate) fn check_modular(
     config: &RouterConfig,
     prepare: &dyn PrepareFinalize,
     experts: &dyn Experts,
+    placed: Option<&PlacedExperts>,
 ) -> Result<()> {
     let side = ExpertsSide {
         name: experts.name(),
@@ -28,15 +31,16 @@ pub(crate) fn check_modular(
             prepare.name()
         )
     }
-    check_expert_counts(config, prepare, experts)
+    check_expert_counts(config, prepare, experts, placed)
 }
 
 /// Every id that the router chooses must be an expert that prepare knows, and every local slot of
-/// prepare one of the experts.
+/// prepare one of the experts. Where experts are placed by a map, that stands between router and prepare.
 fn check_expert_counts(
     config: &RouterConfig,
     prepare: &dyn PrepareFinalize,
     experts: &dyn Experts,
+    placed: Option<&PlacedExperts>,
 ) -> Result<()> {
     let routed = config.num_experts + config.num_fused_shared_experts;
     let local = experts.shape().num_local_experts;
@@ -48,6 +52,16 @@ fn check_expert_counts(
             prepare.name(),
             experts.name()
         )
+    }
+    if let Some((logical, physical)) = placed.map(PlacedExperts::sizes) {
+        if (logical, physical) != (routed, known) {
+            bail!(
+                "the map of experts is from {logical} experts to {physical} slots, but the router chooses among {routed} and {} \
+                 has {known}",
+                prepare.name()
+            )
+        }
+        return Ok(());
     }
     if routed != known {
         let side = if placement.is_some() { prepare.name() } else { experts.name() };

@@ -12,6 +12,7 @@ use moe_kernels::candle::{DType, Error, Result};
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce, add_scaled_into};
 use tracing::trace_span;
 
+use crate::placed::PlacedExperts;
 use crate::shared::SharedExperts;
 
 /// A prepare/finalize backend and the experts that fit it.
@@ -27,6 +28,8 @@ pub(crate) struct Routed<'a> {
     /// \[T\] f32 weights of the tokens' own rows, with zero experts.
     pub identity: Option<View<'a>>,
     pub shared: Option<&'a SharedExperts>,
+    /// What turns the tokens' logical experts into physical ones, where they differ.
+    pub placed: Option<&'a PlacedExperts>,
 }
 
 impl<'a> Routed<'a> {
@@ -35,6 +38,7 @@ impl<'a> Routed<'a> {
             tokens: self.tokens.narrow(start, len)?,
             identity: self.identity.map(|weights| weights.narrow(start, len)).transpose()?,
             shared: self.shared,
+            placed: self.placed,
         })
     }
 }
@@ -93,7 +97,9 @@ impl Path {
         ex: &mut Exec,
     ) -> Result<()> {
         let hidden = routed.tokens.hidden;
-        let dispatched = self.prepare.prepare(routed.tokens, agreed, ex)?;
+        let physical = routed.placed.map(|placed| placed.physical(routed.tokens.topk_ids, ex)).transpose()?;
+        let topk_ids = physical.as_ref().map_or(routed.tokens.topk_ids, |ids| ids.view());
+        let dispatched = self.prepare.prepare(Tokens { topk_ids, ..routed.tokens }, agreed, ex)?;
         let strategy = self.experts.weight_and_reduce();
         let is_final = strategy == WeightAndReduce::NoOp && self.prepare.combine().is_in_place();
         if is_final && out.dtype() == DType::F32 {

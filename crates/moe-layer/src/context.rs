@@ -10,6 +10,7 @@ use moe_kernels::candle::{Device, Error, Result};
 use moe_kernels::quant::{QuantSource, QuantUse};
 use moe_kernels::{CpuIsa, Exec, ViewMut, row_parallel_segments};
 
+use crate::placement::ExpertPlacements;
 use crate::shared::SharedExpertsStream;
 
 /// Tokens that a rank brings to the low-latency form of `deepep` at most; longer steps are cut.
@@ -34,6 +35,8 @@ pub struct BlockContext {
     /// Whether the weights' source shows this rank's slices instead of whole tensors: rows of gate
     /// and up, columns of down. Experts keep their global ids.
     pub sliced_weights: bool,
+    /// Which experts each rank holds, and whether that may change.
+    pub placements: ExpertPlacements,
     /// Where shared experts run on a GPU.
     pub shared_experts_stream: SharedExpertsStream,
     /// Whether a row's bits must not depend on its batch: what the oracle is asked for. The execution context decides
@@ -54,6 +57,7 @@ impl Default for BlockContext {
             low_latency_tokens: LOW_LATENCY_TOKENS,
             who_adds: None,
             sliced_weights: false,
+            placements: ExpertPlacements::default(),
             shared_experts_stream: SharedExpertsStream::default(),
             batch_invariant: false,
             cpu_isa: None,

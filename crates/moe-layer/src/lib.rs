@@ -8,8 +8,11 @@ mod context;
 pub mod legacy;
 mod load;
 mod mlp;
+mod moving;
 mod pack;
 mod path;
+mod placed;
+mod placement;
 mod plan;
 mod shared;
 mod slots;
@@ -18,20 +21,25 @@ pub use block::SparseMoeBlock;
 pub use context::{BlockContext, LOW_LATENCY_TOKENS};
 pub use load::{BlockOptions, load_block, load_block_on};
 pub use mlp::GatedMlp;
+pub use moving::{MoveRound, MoveStatus};
 pub use pack::{load_packed, load_weight};
 pub use path::{MoePath, load_layer_on};
+pub use placed::PlacedExperts;
+pub use placement::{ExpertPlacements, FaultKind, MoveFault};
 pub use plan::{MoeForm, MoePlan, PlanStep};
 pub use shared::{SharedExperts, SharedExpertsStream};
 pub use slots::shared_fit_slots;
 
 pub use moe_chunking::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
-pub use moe_comm::{Communicator, Geometry, ParallelConfig, ParallelGroups, RowParallel};
+pub use moe_comm::{
+    Communicator, ExpertMap, Geometry, ParallelConfig, ParallelGroups, ReplicaChoice, RowParallel,
+};
 pub use moe_dispatch::{LocalExperts, NoEp, PrepareFinalize, WhoAdds};
 pub use moe_experts::{
     Backend, ExpertWeights, Experts, ExpertsShape, Fusion, LoadSpec, Machine, MonolithicCall,
     MonolithicExperts, MonolithicForm, MonolithicKernels, OracleError, Reason, Rejected, Reservation,
     Selection as BackendSelection, Stage, build as build_experts, build_batched as build_batched_experts,
-    select as select_backend,
+    checksum, select as select_backend,
 };
 pub use moe_kernels::candle::{self, DType, Device, Tensor};
 pub use moe_kernels::{

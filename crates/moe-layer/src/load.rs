@@ -1,8 +1,10 @@
 //! Building a block from a checkpoint: weights, the oracle's backend, and the dispatch around it.
 
 use candle_nn::VarBuilder;
+use std::sync::Arc;
+
 use moe_chunking::ridge_tokens;
-use moe_comm::ExpertLayout;
+use moe_comm::{ExpertLayout, ExpertMap};
 use moe_dispatch::PrepareFinalize;
 use moe_experts::{
     Backend, ExpertWeights, Experts, LoadSpec, MonolithicKernels, Selection, build, build_batched, select,
@@ -15,6 +17,7 @@ use tracing::warn;
 
 use crate::block::SparseMoeBlock;
 use crate::context::BlockContext;
+use crate::placed::PlacedExperts;
 
 /// What a block is built from, beside its tensors.
 #[derive(Clone, Debug)]
@@ -85,9 +88,10 @@ pub fn load_block_on(
     gate: VarBuilder,
     experts: VarBuilder,
 ) -> Result<(SparseMoeBlock, Selection)> {
-    let (layout, weights) = load_part(options, context, experts)?;
-    let weights = weights.packed(context.cpu_isa)?;
-    let (mut block, selection) = compose(options, context, &layout, gate, |prepare, backend| {
+    let part = load_part(options, context, experts)?;
+    let weights = part.weights.packed(context.cpu_isa)?;
+    let part = Part { weights: weights.clone(), ..part };
+    let (mut block, selection) = compose(options, context, part, gate, |prepare, backend| {
         choose(options, context, &weights, prepare, backend).map(|(selection, experts)| (experts, selection))
     })?;
     let computed = selection.computed();
@@ -103,7 +107,7 @@ pub fn load_block_on(
 pub(crate) fn compose<S>(
     options: &BlockOptions,
     context: &BlockContext,
-    layout: &ExpertLayout,
+    part: Part,
     gate: VarBuilder,
     experts: impl Fn(&dyn PrepareFinalize, Option<&str>) -> Result<(Box<dyn Experts>, S)>,
 ) -> Result<(SparseMoeBlock, S)> {
@@ -111,9 +115,13 @@ pub(crate) fn compose<S>(
     let router = Router::load(config, gate.clone())?;
     let weight = gate.get((config.num_logits(), options.hidden_size), "weight")?;
     let device = weight.device().clone();
-    let (prepare, decode) = context.backends(layout, config.apply_router_weight_on_input, &device)?;
+    let Part { layout, weights, map } = part;
+    let placed =
+        map.map(|map| PlacedExperts::new(options.layer, map, weights, context).map(Arc::new)).transpose()?;
+    let (prepare, decode) = context.backends(&layout, config.apply_router_weight_on_input, &device)?;
     let (main, said) = experts(prepare.as_ref(), options.backend.as_deref())?;
-    let mut block = SparseMoeBlock::new(weight, router, prepare, main, options.layer)?;
+    let mut block = SparseMoeBlock::of_placed(weight, router, (prepare, main), options.layer, placed)?
+        .with_packed_gate(context.cpu_isa)?;
     if let Some(decode) = decode {
         let (experts, _) = experts(decode.as_ref(), None)?;
         block = block.with_decode_path(decode, experts)?;
@@ -144,29 +152,45 @@ fn warn_below_ridge(size: usize, options: &BlockOptions) {
     }
 }
 
-/// This rank's part of the experts, and which those are.
-pub(crate) fn load_part(
-    options: &BlockOptions,
-    context: &BlockContext,
-    experts: VarBuilder,
-) -> Result<(ExpertLayout, ExpertWeights)> {
+/// This rank's part of the experts.
+pub(crate) struct Part {
+    /// Where the physical experts are.
+    pub layout: ExpertLayout,
+    /// The weights of those here: what the block's experts compute with.
+    pub weights: ExpertWeights,
+    /// Which logical experts they are, where a map places them.
+    pub map: Option<ExpertMap>,
+}
+
+/// Loads this rank's part of the experts.
+pub(crate) fn load_part(options: &BlockOptions, context: &BlockContext, experts: VarBuilder) -> Result<Part> {
     let geometry = &context.geometry;
-    let layout = geometry.expert_layout(options.packed_experts())?;
+    let map = context.placements.map(options.layer, options.packed_experts(), geometry.ep_size)?;
+    let layout = match &map {
+        Some(map) => map.layout(geometry.ep_rank)?,
+        None => geometry.expert_layout(options.packed_experts())?,
+    };
+    // What the checkpoint calls them.
+    let logical = map.as_ref().map_or(&layout.local_experts[..], |map| map.experts(geometry.ep_rank));
     let width = geometry.expert_intermediate(options.intermediate_size)?.range.len();
     let sliced = context.sliced_weights;
     let intermediate = if sliced { width } else { options.intermediate_size };
     let mut spec = LoadSpec::new(options.packed_experts(), options.hidden_size, intermediate);
     if geometry.ep_size > 1 {
-        spec = spec.with_local_experts(layout.local_experts.iter().map(|&id| id as usize).collect());
+        spec = spec.with_local_experts(logical.iter().map(|&id| id as usize).collect());
+    }
+    if map.is_some() {
+        // Packs that the source shows are of the experts that the geometry places here.
+        spec = spec.one_by_one();
     }
     if !sliced {
         spec = spec.with_tp(geometry.moe_tp_rank, geometry.moe_tp_size);
     }
     let weights = match &context.quant {
-        Some(source) => load_quantised(options, context, &layout, source.as_ref(), &spec, experts)?,
+        Some(source) => load_quantised(options, context, logical, source.as_ref(), &spec, experts)?,
         None => ExpertWeights::load(&spec, experts)?,
     };
-    Ok((layout, weights))
+    Ok(Part { weights, map, layout })
 }
 
 /// The same of a checkpoint with quantised modules: packed as they are, or where emulation is asked for as the floats that
@@ -174,7 +198,7 @@ pub(crate) fn load_part(
 fn load_quantised(
     options: &BlockOptions,
     context: &BlockContext,
-    layout: &ExpertLayout,
+    local_experts: &[u32],
     source: &dyn QuantSource,
     spec: &LoadSpec,
     experts: VarBuilder,
@@ -182,7 +206,7 @@ fn load_quantised(
     let (prefix, geometry) = (experts.prefix(), &context.geometry);
     let modules = |names: &[&str]| -> Vec<Vec<String>> {
         let of = |id: &u32| names.iter().map(|name| format!("{prefix}.{id}.{name}")).collect();
-        layout.local_experts.iter().map(of).collect()
+        local_experts.iter().map(of).collect()
     };
     let (gate_up, down) = (modules(&["gate_proj", "up_proj"]), modules(&["down_proj"]));
     let Some(first) = gate_up.first().and_then(|expert| expert.first()) else {

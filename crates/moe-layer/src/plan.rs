@@ -118,6 +118,9 @@ impl SparseMoeBlock {
             return Err(Reason::Routed { asked });
         }
         self.router().kernel_rule()?;
+        if self.placed_experts().is_some() {
+            return Err(Reason::Part { part: "experts that a map places" });
+        }
         if self.chunk_size().is_some_and(|size| step.rows > size.get()) {
             return Err(Reason::Part { part: "chunks of tokens" });
         }
@@ -142,7 +145,10 @@ impl SparseMoeBlock {
         ExpertsCall {
             tokens: path.prepare.max_rows(rows),
             top_k: config.num_slots(),
-            num_ids: config.num_experts + config.num_fused_shared_experts,
+            num_ids: match self.placed_experts() {
+                Some(placed) => placed.sizes().1,
+                None => config.num_experts + config.num_fused_shared_experts,
+            },
             num_local: shape.num_local_experts,
             hidden: shape.hidden_size,
             inter: shape.intermediate_size,
@@ -171,7 +177,11 @@ impl SparseMoeBlock {
         let mut experts = experts_stage(path.experts.as_ref(), &self.call(path, step.rows), machine);
         experts.kernel = format!("{} ({})", experts.kernel, path.experts.name());
         let one = |computes, kernel: &str| Stage { computes, kernel: kernel.into(), rejected: Vec::new() };
-        let mut stages = vec![gate, one(&["dispatch"], prepare.name()), experts];
+        let mut stages = vec![gate];
+        if self.placed_experts().is_some() {
+            stages.push(one(&["copies of experts"], "logical to physical ids"));
+        }
+        stages.extend([one(&["dispatch"], prepare.name()), experts]);
         if path.experts.weight_and_reduce() != WeightAndReduce::NoOp {
             stages.push(one(&["combine"], "weighted sum"));
         }

@@ -150,8 +150,7 @@ impl SharedExperts {
     }
 
     /// Fails unless the experts take the rows that a router `gate` [E, H] takes.
-    pub(crate) fn check_fits(&self, gate: &Tensor) -> Result<()> {
-        let (hidden, dtype) = (gate.dims2()?.1, gate.dtype());
+    pub(crate) fn check_fits(&self, hidden: usize, dtype: DType) -> Result<()> {
         if self.hidden_size() != hidden || self.dtype() != dtype {
             bail!(
                 "shared experts: expected hidden size {hidden} and dtype {} like the router gate, got {} and {}",

@@ -170,7 +170,7 @@ fn random_linear(
     for (name, spec) in outputs {
         let mut random = Random::new(seed, name);
         writer.write_with(name, |out| match spec.suffix {
-            "qweight" => random.fill(out, spec.len(), |word| word),
+            "qweight" => random.fill(out, spec.len(), centred(int)),
             "weight_packed" => packed_rows(out, &mut random, int, linear),
             "qzeros" | "weight_zero_point" => {
                 let zeros = zero_words(linear.format, int);
@@ -192,11 +192,26 @@ fn packed_rows(out: &mut dyn Write, random: &mut Random, int: IntFormat, linear:
     let (size, width) = (int.per_word(), linear.k.div_ceil(int.per_word()));
     let used = linear.k - (width - 1) * size;
     let last = u32::MAX >> (32 - used * usize::from(int.bits));
-    let mut at = 0;
+    let (mut at, centred) = (0, centred(int));
     random.fill(out, linear.n * width * 4, |word| {
+        let word = centred(word);
         at = (at + 1) % width;
         if at == 0 { word & last } else { word }
     })
+}
+
+/// Where the zero point is the middle, words without the integer 0, the middle in its place: the mean of 1 to 15 is 8, that
+/// of 0 to 15 is half a step below. A matrix of that mean adds the same to all of its outputs, and after some layers
+/// every token has the same hidden state and the same experts.
+fn centred(int: IntFormat) -> impl Fn(u32) -> u32 {
+    let (bits, ones) = (u32::from(int.bits), u32::MAX / ((1 << int.bits) - 1));
+    move |word| {
+        if int.zero_point {
+            return word;
+        }
+        let any = (0..bits).fold(0, |any, bit| any | word >> bit) & ones;
+        word | (ones ^ any) << (bits - 1)
+    }
 }
 
 /// Zero points in the middle; in an asymmetric format half of them one below, of which no version borrows.
@@ -207,10 +222,11 @@ fn zero_words(format: Format, int: IntFormat) -> impl Fn(u32) -> u32 {
     move |word| if int.zero_point { middle - (word & ones) } else { middle }
 }
 
-/// Scales around the one that gives uniform integers the deviation [`STD`].
+/// Scales around the one that gives such integers the deviation [`STD`].
 fn scales(out: &mut dyn Write, random: &mut Random, int: IntFormat, spec: &StoredSpec) -> Result<()> {
     let values = f64::from(1u32 << int.bits);
-    let mean = STD / ((values * values - 1.0) / 12.0).sqrt();
+    let variance = if int.zero_point { values * values - 1.0 } else { (values - 1.0) * (values - 2.0) };
+    let mean = STD / (variance / 12.0).sqrt();
     let mut piece = Vec::with_capacity(PIECE);
     for _ in 0..spec.shape.iter().product::<usize>() {
         let scale = (mean * (0.75 + 0.5 * f64::from(random.word()) / f64::from(u32::MAX))) as f32;

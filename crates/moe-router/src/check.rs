@@ -75,6 +75,11 @@ impl Router {
                 )
             }
         }
+        if let Some(asked) = step.asks_of_router().filter(|_| step.routing.is_some()) {
+            bail!(
+                "{OP}: {asked} by way of host memory, while the step has routing arrays on a device; use one of them"
+            )
+        }
         if step.force_balance.is_some() && step.replay.is_some() {
             bail!("{OP}: force_balance and replay both dictate the experts; use one of them")
         }

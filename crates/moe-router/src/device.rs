@@ -1,11 +1,13 @@
 //! Routing on a CUDA device: every method in one launch, with the choices of the CPU.
 //!
-//! What of the step context lies in host memory is copied there and back; a step that carries
-//! nothing of it stays on the device.
+//! What of the step context lies in host memory is copied there and back; a step whose routing lies in arrays on the
+//! device (`StepContext::routing`), or that carries none, stays there.
 
 use candle_core::{DType, Result, bail};
-use moe_kernels::cuda::{Choice, Route, RouteOut, route_into};
-use moe_kernels::{Element, Exec, NO_EXPERT, Scratch, StepContext, TensorView, View};
+use moe_kernels::cuda::{Choice, Route, RouteOut, balance_ids_into, route_into};
+use moe_kernels::{
+    Element, Exec, ForcedWeights, LayerRouting, NO_EXPERT, Scratch, StepContext, TensorView, View,
+};
 
 use crate::config::Selection;
 use crate::custom::RoutingFunction;
@@ -28,13 +30,23 @@ impl Router {
         ex: &mut Exec,
     ) -> Result<()> {
         let (config, tokens) = (&self.config, input.logits.rows());
-        let replay = self.replay(input, context, ex)?;
-        let replay = replay.as_ref().map(|ids| ids.view());
+        let forced = self.forced_on_host(input, context, ex)?;
+        let recorded = context.capture.is_some() || context.heat.is_some();
+        let ids = recorded.then(|| ex.scratch(DType::U32, &[tokens, config.top_k])).transpose()?;
+        let routing = match context.asks_of_router() {
+            Some(_) => LayerRouting {
+                heat: None,
+                routed: ids.as_ref().map(|ids| ids.view()),
+                forced: forced.as_ref().map(|(ids, weights)| (ids.view(), *weights)),
+                stride: config.top_k,
+            },
+            None => context.routing.layer(input.layer, input.first_row)?,
+        };
         let token_ids = self.token_ids(input, context, ex)?;
-        let given = self.given(input, replay, context, ex)?;
+        let given = self.given(input, &routing, context, ex)?;
         let bias = self.bias.as_ref().map(TensorView::new).transpose()?;
         let table = self.table.as_ref().map(TensorView::new).transpose()?;
-        let mut route = Route {
+        let route = Route {
             choice: match (&config.selection, &given, &table, &token_ids) {
                 (_, Some(given), ..) => {
                     Choice::Given { ids: given.ids.view(), weights: Some(given.weights.view()) }
@@ -53,20 +65,13 @@ impl Router {
             },
             bias: bias.as_ref().map(TensorView::view).transpose()?,
             shared: (config.num_fused_shared_experts, config.fused_shared_weight),
-            balance: context.force_balance,
+            routing,
             ..self.plain(input, context)
         };
-        if given.is_none() {
-            route.replay = replay;
-        }
-        let recorded = context.capture.is_some() || context.heat.is_some();
-        let mut ids = recorded.then(|| ex.scratch(DType::U32, &[tokens, config.top_k])).transpose()?;
         let out = RouteOut {
             topk_ids: out.topk_ids,
             topk_weights: out.topk_weights,
             zero_weights: out.zero_expert_weights,
-            capture: ids.as_mut().map(|ids| ids.view_mut()),
-            heat: None,
         };
         route_into(&route, out, ex)?;
         let Some(ids) = ids else { return Ok(()) };
@@ -89,19 +94,29 @@ impl Router {
             renormalize: config.renormalize,
             scale: config.routed_scaling_factor,
             softcap: config.softcapping,
-            replay: None,
-            balance: None,
-            place: (input.layer, input.first_row, context.step),
+            routing: LayerRouting::default(),
             padded: context.padded,
         }
     }
 
-    /// The forced ids [T, K], checked and on the device.
-    fn replay(&self, input: &RouteInput<'_>, context: &StepContext, ex: &Exec) -> Result<Option<Scratch>> {
+    /// What host memory forces: ids [T, K], checked and on the device.
+    fn forced_on_host(
+        &self,
+        input: &RouteInput<'_>,
+        context: &StepContext,
+        ex: &Exec,
+    ) -> Result<Option<(Scratch, ForcedWeights)>> {
+        let (tokens, top_k) = (input.logits.rows(), self.config.top_k);
+        if let Some(seed) = context.force_balance {
+            let step = upload(&[context.step as u32], &[1], ex)?;
+            let mut ids = ex.scratch(DType::U32, &[tokens, 1, top_k])?;
+            let place = (input.first_row, input.layer);
+            balance_ids_into(seed, step.view(), place, self.config.num_experts, ids.view_mut(), ex)?;
+            return Ok(Some((ids, ForcedWeights::OfChosen)));
+        }
         if context.replay.is_none() {
             return Ok(None);
         }
-        let (tokens, top_k) = (input.logits.rows(), self.config.top_k);
         let rows = self.step_rows(input, context);
         let mut ids = vec![NO_EXPERT; tokens * top_k];
         for (t, ids) in ids.chunks_exact_mut(top_k).enumerate() {
@@ -109,7 +124,7 @@ impl Router {
                 ids.copy_from_slice(forced);
             }
         }
-        upload(&ids, &[tokens, top_k], ex).map(Some)
+        Ok(Some((upload(&ids, &[tokens, top_k], ex)?, ForcedWeights::OfForced)))
     }
 
     /// The token ids \[T\] of hash routing, on the device.
@@ -128,7 +143,7 @@ impl Router {
     fn given(
         &self,
         input: &RouteInput<'_>,
-        replay: Option<View<'_>>,
+        routing: &LayerRouting<'_>,
         context: &StepContext,
         ex: &mut Exec,
     ) -> Result<Option<Given>> {
@@ -147,16 +162,15 @@ impl Router {
         let (mut ids, mut weights) = (ex.scratch(DType::U32, &dims)?, ex.scratch(DType::F32, &dims)?);
         function.select(&self.config, input, ids.view_mut(), ex)?;
         self.check_chosen(function.as_ref(), input, ids.view(), context, ex)?;
-        if replay.is_some() {
+        if let Some((_, ForcedWeights::OfForced)) = routing.forced {
             let mut forced = ex.scratch(DType::U32, &dims)?;
             let choice = Choice::Given { ids: ids.view(), weights: None };
-            let route = Route { choice, replay, ..self.plain(input, context) };
+            let routing = LayerRouting { heat: None, routed: None, ..*routing };
+            let route = Route { choice, routing, ..self.plain(input, context) };
             let out = RouteOut {
                 topk_ids: forced.view_mut(),
                 topk_weights: weights.view_mut(),
                 zero_weights: None,
-                capture: None,
-                heat: None,
             };
             route_into(&route, out, ex)?;
             ids = forced;

@@ -6,7 +6,7 @@ use moe_kernels::plan::Reason;
 use moe_kernels::plan::{Form, RouterCall, RouterForm};
 #[cfg(feature = "cuda")]
 use moe_kernels::{Exec, StepContext, ViewMut};
-use moe_kernels::{Gate, GateScoring, TensorView, View};
+use moe_kernels::{Gate, GateScoring, LayerRouting, TensorView, View};
 
 use crate::config::{Scoring, Selection};
 #[cfg(feature = "cuda")]
@@ -37,7 +37,8 @@ impl Router {
         context: &StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        self.with_gate(input.weight, input.bias, context.padded, |gate| {
+        let routing = context.routing.layer(input.layer, input.first_row)?;
+        self.with_gate(input.weight.rows("gate_route")?, input.bias, (context.padded, routing), |gate| {
             moe_kernels::cuda::gate_route_into(input.hidden, gate, logits, out.topk_ids, out.topk_weights, ex)
         })?;
         match out.zero_expert_weights {
@@ -62,7 +63,7 @@ impl Router {
     }
 
     /// Shows the gate with this rule to a kernel that contains a router; [`kernel_rule`](Self::kernel_rule) says whether it
-    /// may.
+    /// may. Beside it goes what the step has for the kernel: whether there are padding rows, and its routing arrays.
     ///
     /// # Errors
     /// Those of `launch`.
@@ -70,7 +71,7 @@ impl Router {
         &self,
         weight: View<'_>,
         bias: Option<View<'_>>,
-        padded: bool,
+        (padded, routing): (bool, LayerRouting<'_>),
         launch: impl FnOnce(&Gate<'_>) -> Result<R>,
     ) -> Result<R> {
         let c = &self.config;
@@ -88,6 +89,7 @@ impl Router {
             scale: c.routed_scaling_factor,
             softcap: c.softcapping,
             padded,
+            routing,
         })
     }
 }

@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Result};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix};
-use moe_kernels::{Exec, StepContext, View, ViewMut, linear_into};
+use moe_kernels::{Exec, StepContext, View, ViewMut, WeightView, linear_into};
 
 use crate::router::{RouteInput, RouteOutput, Router};
 
@@ -14,8 +14,8 @@ use crate::router::{RouteInput, RouteOutput, Router};
 pub struct GateInput<'a> {
     /// Hidden states [T, H] in the model dtype.
     pub hidden: View<'a>,
-    /// Gate weight [num_experts + num_zero_experts, H], same dtype.
-    pub weight: View<'a>,
+    /// Gate weight [num_experts + num_zero_experts, H], same dtype, in any order; on a GPU in rows.
+    pub weight: WeightView<'a>,
     /// Gate bias [num_experts + num_zero_experts], same dtype (gpt-oss). Part of the logits,
     /// unlike the correction bias.
     pub bias: Option<View<'a>>,
@@ -27,8 +27,8 @@ pub struct GateInput<'a> {
 
 impl<'a> GateInput<'a> {
     /// A gate without bias over a whole step.
-    pub fn new(hidden: View<'a>, weight: View<'a>, layer: usize) -> Self {
-        Self { hidden, weight, bias: None, layer, first_row: 0 }
+    pub fn new(hidden: View<'a>, weight: impl Into<WeightView<'a>>, layer: usize) -> Self {
+        Self { hidden, weight: weight.into(), bias: None, layer, first_row: 0 }
     }
 }
 

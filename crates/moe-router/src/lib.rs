@@ -36,5 +36,5 @@ pub use candle_core as candle;
 pub use candle_nn::VarBuilder;
 pub use moe_kernels::{
     Exec, ExpertHeat, NO_EXPERT, Philox4x32, RoutedExperts, RoutingMethod, StepContext, TensorView, View,
-    ViewMut, Workspace,
+    ViewMut, WeightView, Workspace,
 };

@@ -30,7 +30,7 @@ impl Router {
     /// On CUDA the choice is the same bit for bit, but logits and token ids are not checked: a NaN is
     /// never chosen, and a slot without a choice gets [`NO_EXPERT`] and weight 0. Replay, token ids,
     /// simulation, capture and heat of the step context lie in host memory, so using one waits for
-    /// the device.
+    /// the device; `StepContext::routing` has the same for a whole step in arrays there, and waits for nothing.
     pub fn route_into(
         &self,
         input: &RouteInput<'_>,

@@ -55,6 +55,20 @@ fn contradictions_say_what_to_change() {
         &["unknown DeepEP mode \"fast\""],
     );
     fails(&["--expert-placement-strategy", "random"], &["unknown expert placement", "linear, round_robin"]);
+    fails(&["--enable-eplb"], &["--enable-eplb needs experts spread over at least two ranks"]);
+    fails(&["--tp", "2", "--num-redundant-experts", "4"], &["--num-redundant-experts needs", "--tp or --dp"]);
+    fails(&["--eplb-window", "4"], &["--enable-eplb"]);
+    let ep = ["--tp", "2", "--enable-expert-parallel", "--enable-eplb"];
+    fails(&[&ep[..], &["--eplb-interval", "0"]].concat(), &["--eplb-interval 0: expected 1 to"]);
+    fails(&[&ep[..], &["--eplb-policy", "luck"]].concat(), &["unknown policy \"luck\"", "joint, flashlb"]);
+    fails(
+        &[&ep[..], &["--num-redundant-experts", "1"]].concat(),
+        &["16 experts and 1 redundant", "experts 2"],
+    );
+    fails(
+        &[&ep[..], &["--expert-placement-strategy", "round_robin"]].concat(),
+        &["drop --expert-placement-strategy round_robin"],
+    );
     fails(&["--chunked-moe-size", "4"], &["--enable-chunked-moe"]);
     fails(&["--moe-memory-budget", "4MiB"], &["--enable-chunked-moe"]);
     fails(&["--enable-chunked-moe", "--chunked-moe-size", "0"], &["0"]);

@@ -9,6 +9,7 @@ mod replay;
 mod scale;
 mod small;
 mod table;
+mod what_if;
 mod workload;
 
 use anyhow::{Result, bail};
@@ -27,6 +28,8 @@ pub enum Command {
     Scale(scale::Options),
     /// What a policy would have done on a trace: balance, bytes moved, stalls.
     Replay(replay::Options),
+    /// What other numbers of devices and copies would do for a recorded run.
+    WhatIf(what_if::Options),
     /// Draw PAR over time, heat maps, before and after, moves, cost.
     Plot(plot::Options),
 }
@@ -38,6 +41,7 @@ pub fn run(command: &Command) -> Result<()> {
         Command::Plan(options) => plan::run(options),
         Command::Scale(options) => scale::run(options),
         Command::Replay(options) => replay::run(options),
+        Command::WhatIf(options) => what_if::run(options),
         Command::Plot(options) => plot::run(options),
     }
 }

@@ -19,6 +19,8 @@ pub struct TensorLayout {
     pub tensors: Vec<TensorSpec>,
     /// The parts of some that this rank holds; the others it holds whole, or does not need.
     pub slices: Vec<TensorSlice>,
+    /// Experts in a stored pack that the geometry places on other ranks, one by one: a map may place them here.
+    pub elsewhere: Vec<TensorSlice>,
     /// The parts of this rank's packs of experts, under the names `w13` and `w2`, where no stored tensor
     /// is such a pack.
     pub packs: Vec<TensorSlice>,
@@ -40,15 +42,16 @@ pub struct SharedPacks<'a> {
 impl TensorLayout {
     /// No tensors yet, for the rank of this geometry.
     pub fn new(geometry: &Geometry) -> Self {
-        Self { tensors: Vec::new(), slices: Vec::new(), packs: Vec::new(), geometry: geometry.clone() }
+        let (tensors, slices, elsewhere, packs) = Default::default();
+        Self { tensors, slices, elsewhere, packs, geometry: geometry.clone() }
     }
 
     /// What a [`RankView`](super::RankView) shows on a device. On the CPU modules fill their packs
     /// themselves, from mapped files; for another device packs are shown as such, and go there as a whole.
     pub fn slices_for(self, device: &Device) -> Vec<TensorSlice> {
         match device {
-            Device::Cpu => self.slices,
-            _ => [self.slices, self.packs].concat(),
+            Device::Cpu => [self.slices, self.elsewhere].concat(),
+            _ => [self.slices, self.elsewhere, self.packs].concat(),
         }
     }
 
@@ -162,8 +165,10 @@ impl TensorLayout {
             }
             return Ok(());
         }
-        for expert in self.geometry.expert_layout(experts)?.local_experts {
-            let (e, name) = (expert as usize, format!("{prefix}.{expert}"));
+        let layout = self.geometry.expert_layout(experts)?;
+        for e in 0..experts {
+            let (name, here) =
+                (format!("{prefix}.{e}"), layout.local_experts.binary_search(&(e as u32)).is_ok());
             let up = intermediate + held.start..intermediate + held.end;
             for (projection, pack, stored, rows, packed_rows, columns) in [
                 ("gate_proj", "w13", &gate_up, held.clone(), held.clone(), 0..hidden),
@@ -172,12 +177,16 @@ impl TensorLayout {
             ] {
                 let single = format!("{name}.{projection}.weight");
                 let pack = format!("{prefix}.{pack}");
+                let part = match packed {
+                    true => TensorSlice::renamed(pack, stored, &[e..e + 1, packed_rows, columns]),
+                    false => TensorSlice::renamed(pack, &single, &[rows, columns]),
+                };
                 if packed {
-                    let ranges = [e..e + 1, packed_rows, columns];
-                    self.packs.push(TensorSlice::renamed(pack, stored, &ranges));
-                    self.slices.push(TensorSlice::renamed(single, stored, &ranges));
-                } else {
-                    self.packs.push(TensorSlice::renamed(pack, single, &[rows, columns]));
+                    let shown = if here { &mut self.slices } else { &mut self.elsewhere };
+                    shown.push(TensorSlice::renamed(single, stored, &part.ranges));
+                }
+                if here {
+                    self.packs.push(part);
                 }
             }
         }

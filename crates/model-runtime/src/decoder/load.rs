@@ -48,6 +48,8 @@ impl<A: SelfAttention> Decoder<A> {
         attention: impl Fn(VarBuilder) -> Result<A> + Sync,
     ) -> Result<(Self, Option<BackendSelection>)> {
         let (h, eps, context) = (config.hidden_size, config.rms_norm_eps, options.context);
+        let (layers, experts) = (config.moe_layers().len(), config.num_experts());
+        context.placements.check(layers, experts, &context.geometry, vb.device())?;
         let tp = &context.groups.tp;
         let vocab = (context.geometry.tp_size > 1).then(|| VocabParallel::new(config.vocab_size, tp.clone()));
         let held = context.geometry.vocab_shard(config.vocab_size).len();

@@ -17,7 +17,7 @@ use candle_core::Result;
 use moe_comm::Communicator;
 use moe_kernels::plan::{Machine, Reason, Stage};
 use moe_kernels::{CpuIsa, Exec, PreNorm, StepContext, View, ViewMut, embedding_into};
-use moe_layer::{GatedMlp, PlanStep, Router, SparseMoeBlock};
+use moe_layer::{GatedMlp, PlacedExperts, PlanStep, Router, SparseMoeBlock};
 use tracing::trace_span;
 
 use crate::kv_cache::{KvCache, KvLayer};
@@ -134,17 +134,28 @@ pub struct Decoder<A> {
     sums: Option<Arc<dyn Communicator>>,
 }
 
+impl<A> Decoder<A> {
+    /// The sparse block of MoE layer `moe_layer`.
+    fn sparse(&self, moe_layer: usize) -> Option<&SparseMoeBlock> {
+        let layer = *self.info.moe.as_ref()?.layers.get(moe_layer)?;
+        match &self.layers.get(layer)?.mlp {
+            Mlp::Sparse(sparse) => Some(sparse),
+            Mlp::Dense(_) => None,
+        }
+    }
+}
+
 impl<A: SelfAttention> CausalLm for Decoder<A> {
     fn info(&self) -> &ModelInfo {
         &self.info
     }
 
     fn router(&self, moe_layer: usize) -> Option<&Router> {
-        let layer = *self.info.moe.as_ref()?.layers.get(moe_layer)?;
-        match &self.layers.get(layer)?.mlp {
-            Mlp::Sparse(sparse) => Some(sparse.router()),
-            Mlp::Dense(_) => None,
-        }
+        self.sparse(moe_layer).map(SparseMoeBlock::router)
+    }
+
+    fn placed_experts(&self, moe_layer: usize) -> Option<&PlacedExperts> {
+        self.sparse(moe_layer)?.placed_experts()
     }
 
     fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {

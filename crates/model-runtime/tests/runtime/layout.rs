@@ -118,7 +118,9 @@ fn packs_have_the_rows_of_all_local_experts() {
             (experts * 2 * width * 6, experts * 6 * width),
             "{parallel:?}"
         );
-        let slices = list.slices.len();
+        let slices = list.slices.len() + list.elsewhere.len();
+        // Of stored packs each expert is shown, for maps that place it here.
+        assert_eq!(list.elsewhere.len(), if packed && parallel.dp == 2 { 3 * (5 - experts) } else { 0 });
         assert_eq!(list.clone().slices_for(&candle_core::Device::Cpu).len(), slices);
         assert_eq!(list.packs.len(), 3 * experts);
     }

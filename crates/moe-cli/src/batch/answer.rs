@@ -1,5 +1,6 @@
 //! What was generated for a line, and the record that says it, in the format of vLLM's `run_batch`.
 
+use model_runtime::RoutedExperts;
 use model_runtime::sampling::TokenLogprobs;
 use moe_engine::engine::{FinishReason, Output};
 use serde_json::{Value, json};
@@ -20,6 +21,8 @@ pub struct Choice {
     pub logprobs: Vec<TokenLogprobs>,
     /// Those of the prompt's tokens but the first, in the first choice of a prompt.
     pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
+    /// The experts of its tokens and its prompt's, if they are asked for.
+    pub routed_experts: Option<RoutedExperts>,
     /// Why it ended.
     pub finish: Option<FinishReason>,
 }
@@ -32,6 +35,7 @@ impl Choice {
         self.token_ids.extend(output.token_id);
         self.logprobs.extend(output.logprobs);
         self.prompt_logprobs = self.prompt_logprobs.take().or(output.prompt_logprobs);
+        self.routed_experts = self.routed_experts.take().or(output.routed_experts);
         self.finish = output.finish;
         self.finish.is_some()
     }

@@ -56,6 +56,8 @@ pub struct Form {
     pub prompt_only: bool,
     /// Token ids of prompts and choices are wanted.
     pub token_ids: bool,
+    /// The experts of every token are wanted.
+    pub routed_experts: bool,
     /// What is looked for in an answer.
     pub answer: AnswerForm,
     /// Part of the ids of its tool calls.
@@ -195,6 +197,7 @@ impl Parser {
         let form = Form {
             api,
             token_ids,
+            routed_experts: request.capture_routing,
             answer: self.answer_form(api, &body)?,
             name: Fingerprint::of(&custom_id),
             model,
@@ -259,6 +262,7 @@ impl Parser {
             *value = body.bool(name)?.unwrap_or(*value);
         }
         request.n = body.size("n")?.unwrap_or(request.n);
+        request.capture_routing = body.bool("return_routed_experts")?.unwrap_or(request.capture_routing);
         request.min_tokens = body.size("min_tokens")?.unwrap_or(request.min_tokens);
         request.stop = body.texts("stop")?.unwrap_or(request.stop);
         if !request.stop.is_empty() {

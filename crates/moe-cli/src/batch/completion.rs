@@ -16,6 +16,7 @@ use super::fields::ApiError;
 use crate::error::describe;
 use crate::messages;
 use crate::output::finish_reason;
+use crate::routing;
 
 /// The body of a line's answer; status 500 if one of its choices failed.
 pub fn body(
@@ -66,6 +67,9 @@ impl Writer<'_> {
                 if form.token_ids {
                     let new: &[u32] = if form.prompt_only { &[] } else { &choice.token_ids };
                     json["token_ids"] = new.into();
+                }
+                if form.routed_experts {
+                    json["routed_experts"] = choice.routed_experts.as_ref().map(routing::base64_npy).into();
                 }
                 if let (Some(ids), Api::Completions) = (&prompt.token_ids, form.api) {
                     json["prompt_token_ids"] = ids.as_slice().into();

@@ -106,7 +106,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     batch.progress.earlier_errors = batch.journal.earlier_errors;
     eprintln!("{}", batch.progress);
     if args.answer.engine.stats {
-        eprint!("{}", batch.engine.stats());
+        eprint!("{}{}", batch.engine.stats(), crate::parallel::eplb_report(&batch.engine));
     }
     let finished = result?;
     let errors = batch.progress.all_errors();
@@ -175,7 +175,10 @@ fn parser(
         answer,
         template: options::chat_template(&args.answer.chat, session)?,
         template_kwargs: args.answer.chat.chat_template_kwargs.clone().unwrap_or_default(),
-        defaults: options::api_defaults(&args.answer.sampling, session)?,
+        defaults: Request {
+            capture_routing: args.enable_return_routed_experts,
+            ..options::api_defaults(&args.answer.sampling, session)?
+        },
         seed: args.answer.sampling.seed,
         max_model_len,
         served: Served::new(args.answer.model.as_deref(), args.any_model),

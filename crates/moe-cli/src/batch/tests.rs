@@ -219,6 +219,7 @@ fn bodies_have_the_objects_of_the_apis() {
         token_ids: vec![5],
         logprobs: vec![logprobs("c", -0.5, &[("c", -0.5)])],
         prompt_logprobs: prompt,
+        routed_experts: None,
         finish: Some(finish),
     };
     let prompt = vec![logprobs("b", f32::NEG_INFINITY, &[("x", -0.25)])];
@@ -270,6 +271,7 @@ fn a_prompt_alone_can_be_scored() {
         token_ids: vec![5],
         logprobs: vec![logprobs("c", -1.0, &[])],
         prompt_logprobs: Some(vec![logprobs("b", -2.0, &[])]),
+        routed_experts: None,
         finish: Some(FinishReason::Length),
     };
     let got = completion::body("r", &job.form, &[choice], Some(&bytes())).unwrap();

@@ -87,6 +87,7 @@ fn engine_config(args: &BenchArgs, workload: &Workload, default: EngineConfig) -
         max_model_len: Some(workload.longest()),
         block_size: BLOCK_SIZE,
         kv_cache_memory: args.kv_cache_memory,
+        gpu_memory: args.gpu_memory.map(|bytes| bytes as u64),
         enable_prefix_caching: false,
         ..default
     }

@@ -13,6 +13,7 @@ use super::conversation::Encoded;
 use crate::error::report;
 use crate::messages;
 use crate::output::print;
+use crate::routing;
 use crate::show::{Look, Shown};
 
 /// How a turn went.
@@ -71,6 +72,9 @@ impl Chat<'_> {
                     }
                 }
                 open = open && print(&shown.push(&output.text))?;
+                if let (Some(path), Some(routed)) = (&self.args.routed_experts_out, &output.routed_experts) {
+                    routing::write(path, routed)?;
+                }
                 if let Some(finish) = output.finish {
                     open = open && print(&shown.finish())?;
                     self.notice(&finish);
@@ -130,7 +134,8 @@ impl Chat<'_> {
         }
         let left = max_model_len - prompt.len();
         let max_tokens = self.defaults.max_tokens.map(|max| max.min(left));
-        let mut request = Request { prompt, max_tokens, ..self.defaults.clone() };
+        let capture_routing = self.args.routed_experts_out.is_some();
+        let mut request = Request { prompt, max_tokens, capture_routing, ..self.defaults.clone() };
         request.sampling.seed = request_seed(self.seed, &self.answers.to_string());
         self.answers += 1;
         Ok((request, opened.get()))

@@ -46,6 +46,9 @@ pub struct BatchArgs {
     /// Answer requests whose body names another model too; otherwise each is an error (404).
     #[arg(long)]
     pub any_model: bool,
+    /// Answer with the experts of every token, unless the body's return_routed_experts says no.
+    #[arg(long, help_heading = "Routing")]
+    pub enable_return_routed_experts: bool,
     /// Run without a tokenizer: requests whose prompt is token ids are answered with token ids.
     #[arg(long, visible_alias = "skip-tokenizer", conflicts_with = "chat", help_heading = "Engine")]
     pub skip_tokenizer_init: bool,

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod collectives;
+mod expert_map;
 mod faults;
 mod geometry;
 mod groups;

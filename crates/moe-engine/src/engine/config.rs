@@ -12,6 +12,7 @@ use tracing::warn;
 #[cfg(feature = "cuda")]
 use super::device::DeviceRunner;
 use super::memory;
+use crate::eplb::EplbConfig;
 
 /// Settings of an engine. Names are vLLM's.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -28,20 +29,24 @@ pub struct EngineConfig {
     /// Tokens per KV block.
     pub block_size: usize,
     /// Bytes of the KV cache, which are taken when the engine is made; `None`: 4 GiB, but at most half
-    /// of the memory that is free then; on a GPU nine tenths of what is free there. Never more than all sequences need at full length.
+    /// of the memory that is free then; on a GPU nine tenths of what is free there, or less where the largest step needs more. Never more than all sequences need at full length.
     pub kv_cache_memory: Option<usize>,
+    /// Bytes of the GPU that may be in use, as if it had no more: weights, KV cache, buffers, and what other programs take.
+    pub gpu_memory: Option<u64>,
     /// Shares the KV blocks of common prefixes.
     pub enable_prefix_caching: bool,
     /// Schedules a step before the tokens of the one before are known.
     pub async_scheduling: bool,
     /// Launches decode steps on a CUDA device one by one, not as a captured graph.
     pub enforce_eager: bool,
-    /// Whether to count how often each expert is chosen, by step.
-    pub expert_counts: ExpertCounts,
+    /// Whether to count how often each expert is chosen, in every step.
+    pub count_experts: bool,
     /// Writes those counts to this file, as a heat trace.
     pub expert_heat: Option<PathBuf>,
     /// Replaces the routing by an even one, for profiling; the seed varies it.
     pub force_balance: Option<u64>,
+    /// Moves experts between ranks as their loads change; `None`: never.
+    pub eplb: Option<EplbConfig>,
     /// Ranks whose KV caches share this machine's memory.
     pub ranks: usize,
     /// Runs a step without rows where there is nothing to compute: other ranks' experts wait for it.
@@ -60,39 +65,10 @@ pub enum SchedulingPolicy {
     LongestFirst,
 }
 
-/// Whether an engine counts how often each expert is chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ExpertCounts {
-    /// Never.
-    #[default]
-    Off,
-    /// Where that changes nothing else: on the CPU. A GPU's steps would be neither captured graphs nor sampled there,
-    /// so that all other numbers of a run would be those of another program; there nothing is counted.
-    WhereFree,
-    /// In every step. On a GPU, steps are then launched one by one, and the host samples.
-    Always,
-}
-
-impl ExpertCounts {
-    /// Whether steps are counted on the CPU, or on a GPU.
-    pub fn counts(self, on_gpu: bool) -> bool {
-        match self {
-            Self::Off => false,
-            Self::WhereFree => !on_gpu,
-            Self::Always => true,
-        }
-    }
-
-    /// Whether counts that were asked for are left out.
-    pub fn left_out(self, on_gpu: bool) -> bool {
-        self != Self::Off && !self.counts(on_gpu)
-    }
-}
-
 impl EngineConfig {
-    /// What is counted: a trace of the counts asks for them.
-    pub fn counted(&self) -> ExpertCounts {
-        if self.expert_heat.is_some() { ExpertCounts::Always } else { self.expert_counts }
+    /// Whether steps are counted: a trace of the counts asks for them, and so does balancing.
+    pub fn counts(&self) -> bool {
+        self.count_experts || self.expert_heat.is_some() || self.eplb.is_some()
     }
 
     /// The defaults for a device: a GPU computes more rows in a step before a step gets long, and more
@@ -138,15 +114,12 @@ impl EngineConfig {
         }
     }
 
-    /// Sizes the KV cache: at most what all sequences can use at once.
-    pub(super) fn capacity(&self, info: &ModelInfo, ex: &Exec) -> Result<Capacity> {
+    /// Sizes the KV cache where `free` bytes are left, if that is known: at most what all sequences can use at once. `budget` is
+    /// what it may take without `kv_cache_memory`.
+    pub(super) fn capacity(&self, info: &ModelInfo, free: Option<u64>, budget: usize) -> Result<Capacity> {
         let context_len = self.check(info.max_context_len)?;
         let useful = context_len.div_ceil(self.block_size).saturating_mul(self.max_num_seqs);
-        let free = memory::available(ex)?.map(|free| free / self.ranks.max(1) as u64);
-        let share =
-            |n: u64, d: u64| free.and_then(|free| usize::try_from(free / d * n).ok()).unwrap_or(usize::MAX);
-        let default = if ex.is_cuda() { share(9, 10) } else { DEFAULT_BUDGET.min(share(1, 2)) };
-        let budget = self.kv_cache_memory.unwrap_or(default);
+        let budget = self.kv_cache_memory.unwrap_or(budget);
         // Slot numbers are 32 bits wide.
         let addressable = (u32::MAX as usize - 1) / self.block_size;
         let num_blocks = useful.min(info.kv.blocks_in(budget, self.block_size)?).min(addressable);
@@ -177,6 +150,15 @@ impl EngineConfig {
         Ok(Capacity { num_blocks, context_len, max_model_len: context_len.min(held) })
     }
 
+    /// Bytes that are free for a rank where `ex` runs, and what a KV cache takes of them by default.
+    pub(super) fn free_and_budget(&self, ex: &Exec) -> Result<(Option<u64>, usize)> {
+        let free = memory::available(ex, self.gpu_memory)?.map(|free| free / self.ranks.max(1) as u64);
+        let share =
+            |n: u64, d: u64| free.and_then(|free| usize::try_from(free / d * n).ok()).unwrap_or(usize::MAX);
+        let budget = if ex.is_cuda() { share(9, 10) } else { DEFAULT_BUDGET.min(share(1, 2)) };
+        Ok((free, budget))
+    }
+
     /// What runs steps on a CUDA device; `None` on the CPU and on cards that cannot sample tokens.
     #[cfg(feature = "cuda")]
     pub(super) fn device_runner(
@@ -191,7 +173,7 @@ impl EngineConfig {
         let blocks = max_model_len.div_ceil(self.block_size);
         let (rows, sequences) = (self.max_num_batched_tokens, self.max_num_seqs);
         let sizes = RunnerSizes { rows, sequences, tokens: max_model_len, blocks, eager: self.enforce_eager };
-        Ok(Some(DeviceRunner::new(info.vocab_size, sizes, ex)?))
+        Ok(Some(DeviceRunner::new(info, sizes, (self.counts(), true), ex)?))
     }
 }
 
@@ -204,12 +186,14 @@ impl Default for EngineConfig {
             max_model_len: None,
             block_size: 16,
             kv_cache_memory: None,
+            gpu_memory: None,
             enable_prefix_caching: true,
             async_scheduling: false,
             enforce_eager: false,
-            expert_counts: ExpertCounts::Off,
+            count_experts: false,
             expert_heat: None,
             force_balance: None,
+            eplb: None,
             ranks: 1,
             lockstep: false,
         }

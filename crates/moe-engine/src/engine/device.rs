@@ -15,9 +15,13 @@ use candle_core::{DType, Result, bail};
 use model_runtime::cuda::{Graph, LOGPROB_WORDS, PinnedWords, SampleLogprobs, logprobs_into, sample_into};
 use model_runtime::device_step::{DeviceStep, Shape};
 use model_runtime::sampling::{Sampled, SamplingError, device_logprobs};
-use model_runtime::{Buffer, CausalLm, DeviceSampling, Exec, KvCache, RunnerSizes, Step, StepContext};
+use model_runtime::{
+    Buffer, CausalLm, DeviceRouting, DeviceSampling, Exec, ForcedWeights, KvCache, ModelInfo, RunnerSizes,
+    Step, StepContext,
+};
 use tracing::{trace_span, warn};
 
+use super::routing::{Forced, StepRouting};
 use super::runner::StepResult;
 use super::sampling::{Asked, DeviceSampler, History};
 use super::scheduler::{Part, Plan};
@@ -39,6 +43,8 @@ pub(super) struct InFlight {
     padded: usize,
     /// Which of the read-back buffers it uses.
     slot: usize,
+    /// Rows whose experts are read back, if they are.
+    routed_rows: Option<usize>,
     /// What the device does when, for a profile.
     marks: Option<StepMarks>,
 }
@@ -52,11 +58,21 @@ enum Recording {
     Never,
 }
 
+/// Steps of one graph: rows, what they ask of sampling, and whose weights forced experts get.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Variant {
+    rows: usize,
+    asked: Asked,
+    forced: Option<ForcedWeights>,
+}
+
 /// What runs steps and samples their tokens: on the rank that an engine drives, and on those that follow it.
 pub(crate) struct DeviceRunner {
     sizes: RunnerSizes,
     step: DeviceStep,
     sampler: DeviceSampler,
+    /// What experts are chosen; `None` for a model without any.
+    routing: Option<StepRouting>,
     logits: Buffer,
     /// Tokens, then statuses, of the last step, [2, R]; then log-probabilities where they are asked for.
     sampled: Buffer,
@@ -64,20 +80,29 @@ pub(crate) struct DeviceRunner {
     turn: usize,
     /// Keys of the last launched step, in the order of `sampled`.
     last: Vec<Key>,
-    graphs: HashMap<(usize, Asked), Recording>,
+    graphs: HashMap<Variant, Recording>,
     max_seqs: usize,
     /// Steps that replayed a graph.
     pub replayed: u64,
 }
 
 impl DeviceRunner {
-    /// For steps of at most these sizes.
-    pub fn new(vocab_size: usize, sizes: RunnerSizes, ex: &Exec) -> Result<Self> {
+    /// For steps of at most these sizes. `counts`: experts are counted in every step. `records`: the experts of each token
+    /// can be asked for.
+    pub fn new(
+        info: &ModelInfo,
+        sizes: RunnerSizes,
+        (counts, records): (bool, bool),
+        ex: &Exec,
+    ) -> Result<Self> {
+        let vocab_size = info.vocab_size;
         let RunnerSizes { rows, sequences, tokens, blocks, .. } = sizes;
         let seqs = bucket(sequences).unwrap_or(sequences);
         let shape = Shape { rows: rows.max(seqs), ..Shape::decode(seqs, blocks) };
+        let routing = |moe| StepRouting::new(moe, shape.rows, counts, records, ex);
         Ok(Self {
             sizes,
+            routing: info.moe.as_ref().map(routing).transpose()?,
             step: DeviceStep::new(shape.words(), ex)?,
             logits: ex.zeros(DType::F32, &[seqs, vocab_size])?,
             sampler: DeviceSampler::new(seqs, vocab_size, tokens),
@@ -104,13 +129,13 @@ impl DeviceRunner {
     }
 
     /// Starts a step; returns at once. Tokens that the plan has in flight come from the last step that was
-    /// launched here.
+    /// launched here. `records`: the experts of its rows are read back.
     pub(super) fn launch(
         &mut self,
         model: &dyn CausalLm,
         kv: &mut KvCache,
         mut plan: Plan,
-        history: History,
+        (history, records): (History, bool),
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<InFlight> {
@@ -127,9 +152,13 @@ impl DeviceRunner {
         self.turn = 1 - self.turn;
         let words = padded * if asked.logprobs { RESULT_WORDS } else { 2 };
         ex.download(self.sampled.view().narrow(0, words)?, &mut self.read_back[self.turn])?;
+        let routed_rows = records.then_some(plan.step.num_tokens());
+        if let Some(routing) = &mut self.routing {
+            routing.read_back(self.turn, routed_rows, ex)?;
+        }
         self.last.clone_from(&keys);
         let rows = keys.into_iter().zip(listed).collect();
-        Ok(InFlight { parts: plan.parts, rows, padded, slot: self.turn, marks })
+        Ok(InFlight { parts: plan.parts, rows, padded, slot: self.turn, routed_rows, marks })
     }
 
     /// Runs a step and samples its tokens, with the ranks that share the model; returns at once. The rows
@@ -160,12 +189,17 @@ impl DeviceRunner {
         };
         let begin = Instant::now();
         ex.mark("upload", rows)?;
-        trace_span!("upload").in_scope(|| self.step.upload_padded(step, sampling, shape, ex).map(drop))?;
+        trace_span!("upload")
+            .in_scope(|| self.step.upload_padded(step, context.step, sampling, shape, ex).map(drop))?;
+        let forced = match &mut self.routing {
+            Some(routing) => routing.force(context, shape.rows, ex)?,
+            None => None,
+        };
         context.padded = bucket.is_some();
         let asked = Asked::of(sampling.rows());
         let launched = trace_span!("launch").in_scope(|| match bucket {
-            Some(rows) if !self.sizes.eager => self.replay((rows, asked), shape, model, kv, context, ex),
-            _ => self.launch_step(shape, asked, model, kv, context, ex),
+            Some(_) if !self.sizes.eager => self.replay(shape, (asked, forced), model, kv, context, ex),
+            _ => self.launch_step(shape, (asked, forced), model, kv, context, ex),
         });
         launched?;
         Ok((shape.logits, StepMarks::end(rows, begin, ex)?))
@@ -200,7 +234,11 @@ impl DeviceRunner {
             };
             sampled.insert(key, result);
         }
-        Ok(StepResult { parts: step.parts, sampled, ..StepResult::default() })
+        let (expert_counts, routed) = match &mut self.routing {
+            Some(routing) => routing.collect(step.slot, step.routed_rows)?,
+            None => (None, None),
+        };
+        Ok(StepResult { parts: step.parts, sampled, expert_counts, routed, ..StepResult::default() })
     }
 
     /// Per row of a plan: the row of the last step whose token it takes, u32::MAX if it has its own.
@@ -222,7 +260,7 @@ impl DeviceRunner {
     fn launch_step(
         &mut self,
         shape: Shape,
-        asked: Asked,
+        (asked, forced): (Asked, Option<Forced>),
         model: &dyn CausalLm,
         kv: &mut KvCache,
         context: &mut StepContext,
@@ -232,7 +270,12 @@ impl DeviceRunner {
         ex.mark("embedding", 0)?;
         self.step.take_tokens(shape, self.sampled.view(), ex)?;
         let views = self.step.views(shape)?;
-        model.forward(&views.step, kv, self.logits.view_mut().narrow(0, rows)?, None, context, ex)?;
+        if let Some(routing) = &mut self.routing {
+            context.routing = routing.begin(forced, views.number, shape.rows, ex)?;
+        }
+        let ran = model.forward(&views.step, kv, self.logits.view_mut().narrow(0, rows)?, None, context, ex);
+        context.routing = DeviceRouting::default();
+        ran?;
         ex.mark("sample", 0)?;
         let (mut tokens, rest) = self.sampled.view_mut().split_at(rows)?;
         let (status, rest) = rest.split_at(rows)?;
@@ -249,35 +292,37 @@ impl DeviceRunner {
     /// The same, recorded the second time and replayed from then on.
     fn replay(
         &mut self,
-        variant: (usize, Asked),
         shape: Shape,
+        asks: (Asked, Option<Forced>),
         model: &dyn CausalLm,
         kv: &mut KvCache,
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
+        let (asked, forced) = asks;
+        let variant = Variant { rows: shape.rows, asked, forced: forced.map(Forced::weights) };
         match self.graphs.get_mut(&variant) {
             Some(Recording::Ready(graph)) => {
                 self.replayed += 1;
-                ex.mark("graph", variant.0)?;
+                ex.mark("graph", variant.rows)?;
                 graph.launch()?;
                 return model.ranks().map_or(Ok(()), |ranks| ranks.watch(ex));
             }
-            Some(Recording::Never) => return self.launch_step(shape, variant.1, model, kv, context, ex),
+            Some(Recording::Never) => return self.launch_step(shape, asks, model, kv, context, ex),
             None => {
                 self.graphs.insert(variant, Recording::Warm);
-                return self.launch_step(shape, variant.1, model, kv, context, ex);
+                return self.launch_step(shape, asks, model, kv, context, ex);
             }
             Some(Recording::Warm) => {}
         }
-        let recorded = Graph::capture(ex, |ex| self.launch_step(shape, variant.1, model, kv, context, ex));
+        let recorded = Graph::capture(ex, |ex| self.launch_step(shape, asks, model, kv, context, ex));
         let by_all = match model.ranks() {
             Some(ranks) => ranks.all(recorded.is_ok())?,
             None => recorded.is_ok(),
         };
         match recorded {
             Ok(mut graph) if by_all => {
-                ex.mark("graph", variant.0)?;
+                ex.mark("graph", variant.rows)?;
                 graph.launch()?;
                 self.replayed += 1;
                 self.graphs.insert(variant, Recording::Ready(graph));
@@ -286,11 +331,11 @@ impl DeviceRunner {
             recorded => {
                 if !self.graphs.values().any(|r| matches!(r, Recording::Never)) {
                     let why = recorded.err().map_or("another rank could not".to_string(), |e| e.to_string());
-                    let rows = variant.0;
+                    let rows = variant.rows;
                     warn!("decoding without CUDA graphs: a batch of {rows} could not be recorded: {why}");
                 }
                 self.graphs.insert(variant, Recording::Never);
-                self.launch_step(shape, variant.1, model, kv, context, ex)
+                self.launch_step(shape, asks, model, kv, context, ex)
             }
         }
     }

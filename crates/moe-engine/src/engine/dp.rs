@@ -16,6 +16,7 @@ use moe_comm::Communicator;
 
 use super::remote::{Question, Reply};
 use super::{Engine, EngineConfig, Output, RemoteEngine, Request, RequestError, RequestId, Stats, StepLoad};
+use crate::eplb::Balancer;
 use crate::heat::{HeatWriter, Stage};
 use crate::parallel::{AbortOnPanic, panic_text};
 use crate::structured::Grammars;
@@ -23,7 +24,7 @@ use crate::tokenizer::Tokenizer;
 
 /// Runs requests on the replicas of a model.
 pub struct DpEngine<'m> {
-    ranks: Vec<Rank<'m>>,
+    pub(super) ranks: Vec<Rank<'m>>,
     lockstep: bool,
     next_id: u64,
     /// Where a request runs.
@@ -32,12 +33,13 @@ pub struct DpEngine<'m> {
     steps: u64,
     step_load: Option<StepLoad>,
     trace: Option<HeatWriter>,
+    pub(super) balancer: Option<Balancer>,
 }
 
-struct Rank<'m> {
-    engine: Member<'m>,
+pub(super) struct Rank<'m> {
+    pub(super) engine: Member<'m>,
     /// What fails all ranks, under this one's name.
-    world: Arc<dyn Communicator>,
+    pub(super) world: Arc<dyn Communicator>,
     max_model_len: usize,
     idle: bool,
     unfinished: usize,
@@ -49,7 +51,7 @@ struct Rank<'m> {
 }
 
 /// The engine of one data-parallel rank.
-enum Member<'m> {
+pub(super) enum Member<'m> {
     /// In this process.
     Here(Box<Engine<'m>>),
     /// In the process of the rank.
@@ -91,6 +93,7 @@ impl<'m> DpEngine<'m> {
             let max_model_len = engine.max_model_len();
             ranks.push(Rank::new(Member::Here(Box::new(engine)), world, max_model_len));
         }
+        let balancer = config.eplb.as_ref().map(|eplb| Self::balancer(&ranks, eplb)).transpose()?;
         for (engine, world) in remotes {
             let max_model_len = engine.start(config, tokenizer.is_some())?;
             ranks.push(Rank::new(Member::There(engine), world, max_model_len));
@@ -102,6 +105,7 @@ impl<'m> DpEngine<'m> {
             placed: HashMap::new(),
             steps: 0,
             step_load: None,
+            balancer,
             trace: config.expert_heat.as_deref().map(HeatWriter::create).transpose()?,
         })
     }
@@ -160,20 +164,8 @@ impl<'m> DpEngine<'m> {
     pub fn step(&mut self) -> Result<Vec<Output>> {
         let lockstep = self.lockstep;
         let mut busy: Vec<&mut Rank> = self.ranks.iter_mut().filter(|rank| lockstep || !rank.idle).collect();
-        let stepped: Result<Vec<Stepped>> = match busy.as_mut_slice() {
-            [rank] => rank.step().map(|stepped| vec![stepped]),
-            ranks => std::thread::scope(|scope| {
-                let threads: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(|| rank.step())).collect();
-                let join = |thread: ScopedJoinHandle<Result<Stepped>>| {
-                    let panicked =
-                        |panic: Box<dyn Any + Send>| anyhow!("a rank panicked: {}", panic_text(&*panic));
-                    thread.join().map_err(panicked)?
-                };
-                // All are joined, whatever the first one says.
-                threads.into_iter().map(join).collect::<Vec<_>>().into_iter().collect()
-            }),
-        };
-        let (outputs, loads): (Vec<_>, Vec<_>) = stepped?.into_iter().unzip();
+        let stepped = side_by_side(&mut busy, Rank::step)?;
+        let (outputs, loads): (Vec<_>, Vec<_>) = stepped.into_iter().unzip();
         let outputs = outputs.concat();
         for output in outputs.iter().filter(|output| output.finish.is_some()) {
             let done = self.placed.get(&output.request).is_some_and(|(place, local)| {
@@ -183,7 +175,8 @@ impl<'m> DpEngine<'m> {
                 self.placed.remove(&output.request);
             }
         }
-        self.keep_loads(loads.concat())?;
+        let loads = self.keep_loads(loads.concat())?;
+        self.balance(&loads)?;
         Ok(outputs)
     }
 
@@ -216,8 +209,8 @@ impl<'m> DpEngine<'m> {
         self.step_load.take()
     }
 
-    /// Writes the trace of expert counts; those of steps that ranks ran side by side are one count.
-    fn keep_loads(&mut self, mut loads: Vec<StepLoad>) -> Result<()> {
+    /// Writes the trace of expert counts and gives them back; those of steps that ranks ran side by side are one count.
+    fn keep_loads(&mut self, mut loads: Vec<StepLoad>) -> Result<Vec<StepLoad>> {
         if self.ranks.len() > 1 {
             let all = loads.into_iter().reduce(|mut all, part| {
                 all.decode_rows += part.decode_rows;
@@ -228,15 +221,35 @@ impl<'m> DpEngine<'m> {
             loads = all.map(|all| StepLoad { step: self.steps, ..all }).into_iter().collect();
             self.steps += loads.len() as u64;
         }
-        for load in loads {
+        for load in &loads {
             if let Some(trace) = &mut self.trace {
                 let stage = if load.prefill_rows > 0 { Stage::Prefill } else { Stage::Decode };
                 trace.write(load.step, stage, &load.counts)?;
             }
-            self.step_load = Some(load);
         }
-        Ok(())
+        self.step_load = loads.last().cloned().or(self.step_load.take());
+        Ok(loads)
     }
+}
+
+/// What `work` gives on each rank, all at once.
+pub(super) fn side_by_side<'m, T: Send>(
+    ranks: &mut [&mut Rank<'m>],
+    work: impl Fn(&mut Rank<'m>) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    if let [rank] = ranks {
+        return work(rank).map(|done| vec![done]);
+    }
+    let work = &work;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(move || work(rank))).collect();
+        let join = |thread: ScopedJoinHandle<Result<T>>| {
+            let panicked = |panic: Box<dyn Any + Send>| anyhow!("a rank panicked: {}", panic_text(&*panic));
+            thread.join().map_err(panicked)?
+        };
+        // All are joined, whatever the first one says.
+        threads.into_iter().map(join).collect::<Vec<_>>().into_iter().collect()
+    })
 }
 
 /// What is new after a step of one rank, and the expert counts of what was collected.
@@ -248,7 +261,7 @@ impl<'m> Rank<'m> {
         Self { engine, world, max_model_len, idle: true, unfinished: 0, failure, work: 0, requests }
     }
 
-    fn ask(&mut self, question: Question) -> Result<Reply> {
+    pub(super) fn ask(&mut self, question: Question) -> Result<Reply> {
         let answer = match &mut self.engine {
             Member::Here(engine) => engine.answer(question)?,
             Member::There(engine) => engine.ask(&question)?,

@@ -82,9 +82,9 @@ impl Engine<'_> {
             let expected = "left out with --force-balance, which dictates the experts too";
             return refuse("routed_experts", expected, "some");
         }
-        match replay.ids().iter().find(|&&id| id as usize >= experts && id != moe_layer::NO_EXPERT) {
-            Some(id) => refuse("routed_experts", format!("ids below {experts}"), id),
-            None => Ok(()),
+        match replay.check(replay.tokens(), layers, top_k, experts) {
+            Err(fault) => refuse("routed_experts", format!("ids below {experts}, each once in a row"), fault),
+            Ok(()) => Ok(()),
         }
     }
 

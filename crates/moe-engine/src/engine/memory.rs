@@ -5,16 +5,34 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::Result;
+#[cfg(any(test, feature = "cuda"))]
+use anyhow::ensure;
 use model_runtime::Exec;
 
-/// Bytes that are free where `ex` runs.
-pub(super) fn available(ex: &Exec) -> Result<Option<u64>> {
+/// Bytes that are free where `ex` runs; on a GPU as on one with `gpu_memory` bytes, if that is less than it has.
+///
+/// # Errors
+/// More than `gpu_memory` is in use.
+pub(super) fn available(ex: &Exec, gpu_memory: Option<u64>) -> Result<Option<u64>> {
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        return Ok(Some(ex.device_memory()?.0 as u64));
+        let (free, total) = ex.device_memory()?;
+        return free_of(free as u64, total as u64, gpu_memory).map(Some);
     }
-    let _ = ex;
+    let _ = (ex, gpu_memory);
     Ok(host())
+}
+
+/// What is free of a GPU of `total` bytes if it had `limit` bytes.
+#[cfg(any(test, feature = "cuda"))]
+fn free_of(free: u64, total: u64, limit: Option<u64>) -> Result<u64> {
+    let (used, limit) = (total.saturating_sub(free), limit.unwrap_or(total).min(total));
+    ensure!(
+        used < limit,
+        "--gpu-memory {limit}: {used} bytes of the GPU are in use already, by the weights and whatever else runs there; allow \
+         more, or take a smaller or a quantised model"
+    );
+    Ok(limit - used)
 }
 
 /// Bytes that can be used without swapping or being killed; `None` where the system does not say.
@@ -69,6 +87,15 @@ mod tests {
         assert_eq!(machine("MemTotal: 9 kB\n"), None);
         #[cfg(target_os = "linux")]
         assert!(host().is_some_and(|bytes| bytes > 1 << 20));
+    }
+
+    #[test]
+    fn a_smaller_gpu_has_less_left() {
+        assert_eq!(free_of(90, 100, None).unwrap(), 90);
+        assert_eq!(free_of(90, 100, Some(24)).unwrap(), 14);
+        assert_eq!(free_of(90, 100, Some(200)).unwrap(), 90);
+        let e = free_of(70, 100, Some(24)).unwrap_err().to_string();
+        assert!(e.starts_with("--gpu-memory 24: 30 bytes"), "{e}");
     }
 
     #[test]

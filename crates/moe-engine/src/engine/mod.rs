@@ -10,6 +10,7 @@
 //! a request generates does not depend on the others, on the limits, on preemption or on the
 //! prefix cache. A request that fails, is cancelled or runs out of time leaves the others alone.
 
+mod balance;
 mod config;
 #[cfg(feature = "cuda")]
 mod device;
@@ -18,6 +19,8 @@ mod finish;
 mod memory;
 mod remote;
 mod request;
+#[cfg(feature = "cuda")]
+mod routing;
 mod runner;
 #[cfg(feature = "cuda")]
 mod sampling;
@@ -26,6 +29,8 @@ mod sequence;
 #[cfg(any(test, feature = "cuda"))]
 mod slots;
 mod stats;
+#[cfg(feature = "cuda")]
+mod step_memory;
 mod text;
 #[cfg(feature = "cuda")]
 mod track;
@@ -36,14 +41,14 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use model_runtime::{CausalLm, Exec, KvCache, ModelInfo, SequenceBlocks};
-use moe_layer::{ExpertHeat, RoutedExperts};
+use moe_layer::{ExpertHeat, MoveRound, MoveStatus, RoutedExperts};
 use serde::{Deserialize, Serialize};
-use tracing::{trace_span, warn};
+use tracing::trace_span;
 
 use crate::structured::{Constraint, Grammars};
 use crate::tokenizer::Tokenizer;
 
-pub use config::{EngineConfig, ExpertCounts, SchedulingPolicy};
+pub use config::{EngineConfig, SchedulingPolicy};
 #[cfg(feature = "cuda")]
 pub(crate) use device::DeviceRunner;
 pub use dp::DpEngine;
@@ -118,9 +123,19 @@ impl<'m> Engine<'m> {
         config: &EngineConfig,
     ) -> Result<Self> {
         #[cfg(feature = "cuda")]
-        let ex = track::tracked(ex)?;
+        let mut ex = track::tracked(ex)?;
         let info = model.info();
-        let Capacity { num_blocks, context_len, max_model_len } = config.capacity(info, &ex)?;
+        let (free, budget) = config.free_and_budget(&ex)?;
+        let capacity = config.capacity(info, free, budget)?;
+        #[cfg(feature = "cuda")]
+        let capacity = match ex.is_cuda() && step_memory::is_tight(config, &capacity, free, model)? {
+            true => {
+                let left = step_memory::budget(model, config, &capacity, &mut ex)?;
+                config.capacity(info, free, left.min(budget))?
+            }
+            false => capacity,
+        };
+        let Capacity { num_blocks, context_len, max_model_len } = capacity;
         let mut kv = KvCache::new_on(ex.device(), info.kv, num_blocks, config.block_size)?;
         kv.commit(&ex)?;
         let limits = Limits {
@@ -135,12 +150,6 @@ impl<'m> Engine<'m> {
         let ahead = usize::from(config.async_scheduling || ex.is_cuda());
         #[cfg(feature = "cuda")]
         let device = config.device_runner(info, max_model_len, &ex)?;
-        let (counted, on_gpu) = (config.counted(), ex.is_cuda());
-        if on_gpu && info.moe.is_some() && counted.counts(on_gpu) {
-            warn!(
-                "expert counts: steps run without CUDA graphs, and the host samples; times are not those of a run without counts"
-            );
-        }
         let runner = Runner {
             model,
             kv,
@@ -150,10 +159,9 @@ impl<'m> Engine<'m> {
             #[cfg(feature = "cuda")]
             device,
             steps: 0,
-            count_experts: info.moe.is_some() && counted.counts(on_gpu),
+            count_experts: config.counts(),
             force_balance: config.force_balance,
         };
-        let expert_counts_left_out = info.moe.is_some() && counted.left_out(on_gpu);
         Ok(Self {
             info,
             tokenizer,
@@ -167,7 +175,7 @@ impl<'m> Engine<'m> {
             deadlines: BTreeMap::new(),
             ended: Vec::new(),
             start: Instant::now(),
-            stats: Stats { expert_counts_left_out, kv_blocks: num_blocks, ..Stats::default() },
+            stats: Stats { kv_blocks: num_blocks, ..Stats::default() },
             step_loads: Vec::new(),
             lockstep: config.lockstep,
         })
@@ -277,6 +285,12 @@ impl<'m> Engine<'m> {
             self.step()?.into_iter().for_each(&mut on_output);
         }
         Ok(())
+    }
+
+    /// This rank's part of a round of moving experts, between two steps.
+    fn move_experts(&self, round: &MoveRound) -> Result<MoveStatus> {
+        let ranks = self.runner.model.ranks().context("moving experts: the model runs on one rank")?;
+        Ok(ranks.move_experts(round)?)
     }
 
     /// Counters and times so far.

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use model_runtime::{CausalLm, Exec};
 use moe_comm::{Communicator, Messages};
+use moe_layer::{MoveRound, MoveStatus};
 use serde::{Deserialize, Serialize};
 
 use super::{Engine, EngineConfig, Output, Request, RequestId, Stats, StepLoad};
@@ -23,6 +24,8 @@ pub(super) enum Question {
     Add(Box<Request>),
     Cancel(RequestId),
     Step,
+    /// One round of moving experts.
+    Move(MoveRound),
     Stats,
 }
 
@@ -34,6 +37,7 @@ pub(super) enum Reply {
     Cancelled,
     /// What is new, and the expert counts of the steps that were collected.
     Stepped(Vec<Output>, Vec<StepLoad>),
+    Moved(MoveStatus),
     Stats(Box<Stats>),
     /// What was asked for cannot be; nothing has changed.
     Refused(String),
@@ -61,6 +65,7 @@ impl Engine<'_> {
                 Reply::Cancelled
             }
             Question::Step => Reply::Stepped(self.step()?, std::mem::take(&mut self.step_loads)),
+            Question::Move(round) => Reply::Moved(self.move_experts(&round)?),
             Question::Stats => Reply::Stats(Box::new(self.stats())),
         };
         Ok(Answer { reply, idle: self.is_idle(), unfinished: self.num_unfinished() })

@@ -84,6 +84,47 @@ pub(super) struct Runner<'m> {
     pub force_balance: Option<u64>,
 }
 
+/// What a step forces on the router.
+struct Forcing<'a> {
+    model: &'a dyn CausalLm,
+    force_balance: Option<u64>,
+    step: u64,
+}
+
+impl Forcing<'_> {
+    /// The context of a step, with what it forces.
+    fn context(&self, plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> Result<StepContext> {
+        let Self { step, force_balance, .. } = *self;
+        let mut context = StepContext { step, ..StepContext::default() };
+        let Some(moe) = &self.model.info().moe else { return Ok(context) };
+        context.force_balance = force_balance;
+        let of = |part: &Part| sequences.get(&part.key);
+        if !plan.parts.iter().filter_map(of).any(|s| s.request.replay_routing.is_some()) {
+            return Ok(context);
+        }
+        let layers = moe.layers.len();
+        let mut replay = RoutedExperts::empty(plan.step.num_tokens(), layers, moe.top_k)?;
+        let mut row = 0;
+        for part in &plan.parts {
+            for position in part.start..part.start + part.rows {
+                if let Some((recorded, token)) = of(part).and_then(|s| s.replay(position)) {
+                    for layer in 0..layers {
+                        replay.set(row, layer, recorded.get(token, layer)?)?;
+                    }
+                }
+                row += 1;
+            }
+        }
+        context.replay = replay.ids().iter().any(|&id| id != NO_EXPERT).then(|| replay.into());
+        Ok(context)
+    }
+}
+
+/// Whether some sequence of a plan wants to know its experts.
+fn records_routing(plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> bool {
+    plan.parts.iter().filter_map(|part| sequences.get(&part.key)).any(|s| s.request.capture_routing)
+}
+
 impl Runner<'_> {
     /// Steps that replayed a CUDA graph.
     pub fn num_graph_steps(&self) -> u64 {
@@ -99,12 +140,11 @@ impl Runner<'_> {
         let sequences: HashMap<Key, &Sequence> = sequences.iter().map(|s| (s.key, s)).collect();
         #[cfg(feature = "cuda")]
         if let Some(device) = &mut self.device
-            && !self.count_experts
-            && self.force_balance.is_none()
             && device.takes(self.model, &plan, &sequences, &self.ex)
         {
             self.steps += 1;
-            let mut context = StepContext { step: self.steps, ..StepContext::default() };
+            let forced = Forcing { model: self.model, force_balance: self.force_balance, step: self.steps };
+            let mut context = forced.context(&plan, &sequences)?;
             let before = match self.results.back() {
                 Some(Launched::Done(result)) => Some(result),
                 _ => None,
@@ -113,7 +153,9 @@ impl Runner<'_> {
                 take_tokens(&mut plan, result)?;
             }
             let (kv, history) = (&mut self.kv, History { sequences: &sequences, before });
-            let launched = device.launch(self.model, kv, plan, history, &mut context, &mut self.ex)?;
+            let records = records_routing(&plan, &sequences);
+            let launched =
+                device.launch(self.model, kv, plan, (history, records), &mut context, &mut self.ex)?;
             self.results.push_back(Launched::OnDevice(launched));
             return Ok(());
         }
@@ -121,7 +163,16 @@ impl Runner<'_> {
         if let Some(result) = &before {
             take_tokens(&mut plan, result)?;
         }
-        let mut context = self.context(&plan, &sequences)?;
+        self.steps += 1;
+        let forced = Forcing { model: self.model, force_balance: self.force_balance, step: self.steps };
+        let mut context = forced.context(&plan, &sequences)?;
+        if let Some(moe) = &self.model.info().moe {
+            let (layers, rows) = (moe.layers.len(), plan.step.num_tokens());
+            context.heat = self.count_experts.then(|| ExpertHeat::new(layers, moe.num_experts));
+            if records_routing(&plan, &sequences) {
+                context.capture = Some(RoutedExperts::empty(rows, layers, moe.top_k)?);
+            }
+        }
         #[cfg(feature = "cuda")]
         let begin = std::time::Instant::now();
         let mut logits = run_step(self.model, &plan.step, &mut self.kv, None, &mut context, &mut self.ex)?;
@@ -149,7 +200,8 @@ impl Runner<'_> {
         let step = Step::new([], self.kv.block_size())?;
         #[cfg(feature = "cuda")]
         if let (Some(device), Some(_)) = (&mut self.device, self.model.ranks()) {
-            // Padded rows, where the others decode padded rows.
+            // Padded rows, where the others decode padded rows, in a graph that forces what theirs does.
+            context.force_balance = self.force_balance;
             let (kv, nothing) = (&mut self.kv, Default::default());
             return device.run(self.model, kv, &step, &nothing, &mut context, &mut self.ex).map(drop);
         }
@@ -170,36 +222,6 @@ impl Runner<'_> {
                 None => bail!("a step on a device that is gone"),
             },
         }
-    }
-
-    /// The step's context: replay, capture, expert counts.
-    fn context(&mut self, plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> Result<StepContext> {
-        self.steps += 1;
-        let (step, force_balance) = (self.steps, self.force_balance);
-        let mut context = StepContext { step, force_balance, ..StepContext::default() };
-        let Some(moe) = &self.model.info().moe else { return Ok(context) };
-        let (layers, rows) = (moe.layers.len(), plan.step.num_tokens());
-        context.heat = self.count_experts.then(|| ExpertHeat::new(layers, moe.num_experts));
-        let of = |part: &Part| sequences.get(&part.key);
-        if plan.parts.iter().filter_map(of).any(|s| s.request.capture_routing) {
-            context.capture = Some(RoutedExperts::empty(rows, layers, moe.top_k)?);
-        }
-        if plan.parts.iter().filter_map(of).any(|s| s.request.replay_routing.is_some()) {
-            let mut replay = RoutedExperts::empty(rows, layers, moe.top_k)?;
-            let mut row = 0;
-            for part in &plan.parts {
-                for position in part.start..part.start + part.rows {
-                    if let Some((recorded, token)) = of(part).and_then(|s| s.replay(position)) {
-                        for layer in 0..layers {
-                            replay.set(row, layer, recorded.get(token, layer)?)?;
-                        }
-                    }
-                    row += 1;
-                }
-            }
-            context.replay = replay.ids().iter().any(|&id| id != NO_EXPERT).then(|| replay.into());
-        }
-        Ok(context)
     }
 
     /// Log-probabilities of the prompt tokens that the parts' rows predict.

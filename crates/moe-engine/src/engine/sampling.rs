@@ -87,14 +87,14 @@ impl DeviceSampler {
     /// Whether the device can sample what a sequence asks for.
     fn fits(&self, sequence: &Sequence, position: Option<usize>) -> bool {
         let (request, p) = (&sequence.request, &sequence.sampling);
-        let watched =
-            request.capture_routing || request.replay_routing.is_some() || sequence.wants_prompt_logprobs();
         let listed = p.logprobs.is_none_or(|n| n.min(self.vocab_size) <= MAX_LOGPROBS);
         let few = num_edits(sequence) <= MAX_EDITS;
         let one_by_one = p.allowed_token_ids.is_none() && p.bad_words.iter().all(|word| word.len() == 1);
         // Masks are the host's: each depends on the token before.
         let structured = request.structured_output.is_some();
-        !watched && !structured && (position.is_none() || listed && few && one_by_one)
+        !sequence.wants_prompt_logprobs()
+            && !structured
+            && (position.is_none() || listed && few && one_by_one)
     }
 
     fn has_memory(&mut self, ex: &Exec) -> bool {

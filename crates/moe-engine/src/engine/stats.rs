@@ -64,8 +64,6 @@ pub struct Stats {
     pub inter_token_latency: Histogram,
     /// Tokens by MoE layer and expert; empty unless experts are counted.
     pub expert_load: Vec<Vec<u64>>,
-    /// Expert counts were asked for, but left out: a GPU makes them only at the price of its graphs.
-    pub expert_counts_left_out: bool,
 }
 
 impl Stats {
@@ -112,7 +110,6 @@ impl Stats {
         for (sums, counts) in self.expert_load.iter_mut().zip(&other.expert_load) {
             add_counts(sums, counts);
         }
-        self.expert_counts_left_out |= other.expert_counts_left_out;
     }
 
     /// For each MoE layer the tokens of its hottest expert over the mean of all; empty unless experts are
@@ -162,12 +159,6 @@ impl std::fmt::Display for Stats {
                 self.hottest_expert_over_mean().iter().map(|ratio| format!("{ratio:.2}")).collect();
             writeln!(f, "hottest expert over the mean, by MoE layer: {}", layers.join(" "))?;
         }
-        if self.expert_counts_left_out {
-            writeln!(
-                f,
-                "expert counts: none on a GPU, where they would replace graphs and sampling; --expert-heat makes them"
-            )?;
-        }
         Ok(())
     }
 }
@@ -185,21 +176,6 @@ mod tests {
         stats.add_expert_load(&counts);
         stats.add_expert_load(&counts);
         assert_eq!(stats.hottest_expert_over_mean(), [0.0, 2.0]);
-    }
-
-    #[test]
-    fn counts_that_are_left_out_are_said() {
-        use crate::engine::ExpertCounts::{Always, Off, WhereFree};
-        let counts =
-            [Off, WhereFree, Always].map(|c| [false, true].map(|gpu| (c.counts(gpu), c.left_out(gpu))));
-        let (no, yes) = ((false, false), (true, false));
-        assert_eq!(counts, [[no, no], [yes, (false, true)], [yes, yes]]);
-        let said = |left_out| {
-            let mut stats = Stats { expert_counts_left_out: left_out, ..Stats::default() };
-            stats.absorb(&Stats::default());
-            stats.to_string().contains("expert counts: none on a GPU")
-        };
-        assert!(said(true) && !said(false));
     }
 
     #[test]

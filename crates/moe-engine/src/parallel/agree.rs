@@ -7,18 +7,22 @@ pub(super) struct Proposal {
     pub only_decode: bool,
     /// Rows to which it would pad them, to run them as a graph; 0 rows fit any.
     pub bucket: Option<usize>,
+    /// Whether it forces recorded routing on some row.
+    pub replays: bool,
 }
 
 impl Proposal {
-    pub fn words(&self) -> [u32; 3] {
-        [self.rows as u32, u32::from(self.only_decode), self.bucket.map_or(0, |rows| rows as u32 + 1)]
+    pub fn words(&self) -> [u32; 4] {
+        let bucket = self.bucket.map_or(0, |rows| rows as u32 + 1);
+        [self.rows as u32, u32::from(self.only_decode), bucket, u32::from(self.replays)]
     }
 
-    pub fn from_words(&[rows, only_decode, bucket]: &[u32; 3]) -> Self {
+    pub fn from_words(&[rows, only_decode, bucket, replays]: &[u32; 4]) -> Self {
         Self {
             rows: rows as usize,
             only_decode: only_decode == 1,
             bucket: bucket.checked_sub(1).map(|rows| rows as usize),
+            replays: replays == 1,
         }
     }
 }
@@ -33,7 +37,7 @@ mod tests {
     use super::*;
 
     fn proposal(rows: usize, bucket: Option<usize>) -> Proposal {
-        Proposal { rows, only_decode: bucket.is_some(), bucket }
+        Proposal { rows, only_decode: bucket.is_some(), bucket, replays: rows == 7 }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use model_runtime::{CausalLm, Exec, KvCache, run_step};
 use moe_comm::Messages;
 
 use super::ranks::{LocalRanks, Rank, panic_text};
-use super::step_message::StepMessage;
+use super::step_message::{GroupMessage, StepMessage};
 use super::wire::{decode, encode};
 #[cfg(feature = "cuda")]
 use crate::engine::DeviceRunner;
@@ -38,8 +38,8 @@ impl Followers {
         }
     }
 
-    /// Tells all of them of a step; its collectives tell whether they run it.
-    pub(super) fn tell(&self, message: StepMessage) -> Result<()> {
+    /// Tells all of them what to do; its collectives tell whether they do it.
+    pub(super) fn tell(&self, message: GroupMessage) -> Result<()> {
         match self {
             Self::Threads(threads) if !threads.is_empty() => {
                 let message = Arc::new(message.into_owned());
@@ -57,21 +57,21 @@ impl Followers {
 /// A rank that follows on a thread, until this is dropped.
 pub(crate) struct FollowerThread {
     rank: usize,
-    steps: Option<Sender<Arc<StepMessage<'static>>>>,
+    steps: Option<Sender<Arc<GroupMessage<'static>>>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl FollowerThread {
     pub(super) fn start(rank: Rank, ex: Exec) -> Result<Self> {
         let (number, mut follower) = (rank.geometry.rank, Follower::new(rank, ex));
-        let (steps, told) = channel::<Arc<StepMessage>>();
+        let (steps, told) = channel::<Arc<GroupMessage>>();
         // What fails it has failed the world, which tells the others.
         let run = move || drop(follower.follow(|| Ok(told.recv().ok())));
         let thread = std::thread::Builder::new().name(format!("rank {number}")).spawn(run)?;
         Ok(Self { rank: number, steps: Some(steps), thread: Some(thread) })
     }
 
-    fn tell(&self, message: Arc<StepMessage<'static>>) -> Result<()> {
+    fn tell(&self, message: Arc<GroupMessage<'static>>) -> Result<()> {
         match self.steps.as_ref().map(|steps| steps.send(message)) {
             Some(Ok(())) => Ok(()),
             _ => bail!("the thread of rank {} has ended", self.rank),
@@ -124,12 +124,15 @@ impl Follower {
     /// Runs steps until there are no more. An error or a panic fails the world.
     fn follow(
         &mut self,
-        mut next: impl FnMut() -> anyhow::Result<Option<Arc<StepMessage<'static>>>>,
+        mut next: impl FnMut() -> anyhow::Result<Option<Arc<GroupMessage<'static>>>>,
     ) -> anyhow::Result<()> {
         let world = self.model.world();
         let mut run = || -> anyhow::Result<()> {
             while let Some(message) = next()? {
-                self.run(&message)?;
+                match &*message {
+                    GroupMessage::Step(step) => self.run(step)?,
+                    GroupMessage::Move(round) => drop(self.model.take_part(round)?),
+                }
             }
             Ok(())
         };
@@ -139,9 +142,8 @@ impl Follower {
     }
 
     fn run(&mut self, message: &StepMessage) -> Result<()> {
-        let info = self.model.info();
-        let mut context = message.context(info.moe.as_ref());
-        let (sizes, layout) = (message.cache, info.kv);
+        let mut context = message.context();
+        let (sizes, layout) = (message.cache, self.model.info().kv);
         if self.cache.as_ref().is_none_or(|(id, _)| *id != sizes.id) {
             // The old cache goes before the new one is allocated.
             #[cfg(feature = "cuda")]
@@ -160,7 +162,11 @@ impl Follower {
         {
             let runner = match &mut self.runner {
                 Some(runner) => runner,
-                none => none.insert(DeviceRunner::new(self.model.info().vocab_size, *sizes, &self.ex)?),
+                none => {
+                    // The first rank counts and records for all of them.
+                    let nothing = (false, false);
+                    none.insert(DeviceRunner::new(self.model.info(), *sizes, nothing, &self.ex)?)
+                }
             };
             runner.run(&self.model, kv, &message.step, sampling, &mut context, &mut self.ex).map(drop)
         }

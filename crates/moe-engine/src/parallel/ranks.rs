@@ -8,17 +8,19 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use candle_core::{Error, Result};
+use candle_core::{Error, Result, bail};
 use model_runtime::{
     CausalLm, DeviceSampling, Exec, KvCache, LayerPlan, ModelInfo, Observer, ParallelGroups, Router,
     RunnerSizes, Step, StepContext, StepRanks, StepViews, View, ViewMut,
 };
 use moe_comm::{Communicator, Geometry, ReduceOp};
-use moe_layer::{Machine, PlanStep};
+use moe_layer::{Machine, MoveRound, MoveStatus, PlacedExperts, PlanStep};
+
+use tracing::trace_span;
 
 use super::agree::{Proposal, common_bucket};
 use super::follow::{FollowerThread, Followers};
-use super::step_message::StepMessage;
+use super::step_message::{GroupMessage, StepMessage};
 
 /// How long the reason of a failure may take to arrive.
 const REASON: Duration = Duration::from_secs(2);
@@ -58,6 +60,11 @@ impl LocalRanks {
         self.first.groups.world.clone()
     }
 
+    /// This process's first rank's part of a round of moving experts.
+    pub(super) fn take_part(&self, round: &MoveRound) -> Result<MoveStatus> {
+        self.first.move_experts(round)
+    }
+
     /// The number of the first rank of the group in the world.
     pub(super) fn leader(&self) -> usize {
         self.first.geometry.rank - self.first.geometry.tp_rank
@@ -71,6 +78,10 @@ impl CausalLm for LocalRanks {
 
     fn router(&self, moe_layer: usize) -> Option<&Router> {
         self.first.model.router(moe_layer)
+    }
+
+    fn placed_experts(&self, moe_layer: usize) -> Option<&PlacedExperts> {
+        self.first.model.placed_experts(moe_layer)
     }
 
     fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {
@@ -107,10 +118,20 @@ impl StepRanks for LocalRanks {
         context: &mut StepContext,
     ) -> Result<Option<usize>> {
         let begun = self.check().and_then(|()| {
-            self.followers.tell(StepMessage::new(step, sampling, kv, context))?;
+            let message = StepMessage::new(step, sampling, kv, context);
+            self.followers.tell(GroupMessage::Step(Box::new(message)))?;
             self.first.agree(step, bucket, context)
         });
         begun.map_err(|e| self.first.failed(e))
+    }
+
+    fn move_experts(&self, round: &MoveRound) -> Result<MoveStatus> {
+        let _guard = AbortOnPanic(self.first.groups.world.as_ref());
+        let moved = self.check().and_then(|()| {
+            self.followers.tell(GroupMessage::Move(round.clone()))?;
+            self.first.move_experts(round)
+        });
+        moved.map_err(|e| self.first.failed(e))
     }
 
     fn all(&self, yes: bool) -> Result<bool> {
@@ -145,18 +166,33 @@ impl Rank {
         if self.geometry.ep_size == 1 {
             return Ok(bucket);
         }
-        let own = Proposal { rows: step.num_tokens(), only_decode: step.one_row_each(), bucket };
-        let (own, mut all) = (own.words(), vec![0u32; 3 * self.geometry.dp_size]);
-        let dims = [self.geometry.dp_size, 3];
-        let (own, out) = (View::new(&own, &[1, 3])?, ViewMut::new(&mut all, &dims)?);
+        let own = Proposal {
+            rows: step.num_tokens(),
+            only_decode: step.one_row_each(),
+            bucket,
+            replays: context.replay.is_some(),
+        };
+        let (own, mut all) = (own.words(), vec![0u32; 4 * self.geometry.dp_size]);
+        let dims = [self.geometry.dp_size, 4];
+        let (own, out) = (View::new(&own, &[1, 4])?, ViewMut::new(&mut all, &dims)?);
         self.groups.dp.all_gather(own, out, &mut Exec::cpu())?;
-        let proposals: Vec<Proposal> = all.as_chunks::<3>().0.iter().map(Proposal::from_words).collect();
+        let proposals: Vec<Proposal> = all.as_chunks::<4>().0.iter().map(Proposal::from_words).collect();
         let bucket = common_bucket(&proposals);
         let rows = proposals.iter().map(|proposal| bucket.unwrap_or(proposal.rows));
         let tokens = rows.flat_map(|rows| std::iter::repeat_n(rows, self.geometry.tp_size));
         context.rank_tokens = Some(tokens.collect());
+        context.some_replay = proposals.iter().any(|proposal| proposal.replays);
         context.only_decode = proposals.iter().all(|proposal| proposal.only_decode);
         Ok(bucket)
+    }
+
+    /// Exchanges weights with the other ranks that share the experts, over the hosts.
+    fn move_experts(&self, round: &MoveRound) -> Result<MoveStatus> {
+        let _span = trace_span!("move_experts", layer = round.layer, bytes = round.bytes).entered();
+        match self.model.placed_experts(round.layer) {
+            Some(placed) => placed.move_round(round, self.groups.ep.as_ref(), &mut Exec::cpu()),
+            None => bail!("layer {}: no map places its experts, so they cannot move", round.layer),
+        }
     }
 
     /// Fails the world by an error of this rank, and returns it; or the failure of the world behind it: NCCL's errors

@@ -3,10 +3,27 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use model_runtime::model::MoeInfo;
 use model_runtime::{DeviceSampling, KvCache, RoutedExperts, RunnerSizes, Step, StepContext};
-use moe_layer::ExpertHeat;
+use moe_layer::MoveRound;
 use serde::{Deserialize, Serialize};
+
+/// What the first rank of a group tells the others to do together with it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum GroupMessage<'a> {
+    Step(Box<StepMessage<'a>>),
+    /// Between two steps: one round of moving experts.
+    Move(MoveRound),
+}
+
+impl GroupMessage<'_> {
+    /// One that keeps what it tells.
+    pub fn into_owned(self) -> GroupMessage<'static> {
+        match self {
+            Self::Step(step) => GroupMessage::Step(Box::new(step.into_owned())),
+            Self::Move(round) => GroupMessage::Move(round),
+        }
+    }
+}
 
 /// All that a rank needs to run the step of another one.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -16,9 +33,6 @@ pub(super) struct StepMessage<'a> {
     pub sampling: Option<(Cow<'a, DeviceSampling>, RunnerSizes)>,
     pub cache: CacheSizes,
     replay: Option<Arc<RoutedExperts>>,
-    /// Whether the first rank records routing or counts experts. It does so alone, but on a GPU such a step takes
-    /// another way through the router, so all ranks take it.
-    records: bool,
     force_balance: Option<u64>,
     /// Number of the step.
     number: u64,
@@ -46,7 +60,6 @@ impl<'a> StepMessage<'a> {
             sampling: sampling.map(|(sampling, sizes)| (Cow::Borrowed(sampling), sizes)),
             cache: CacheSizes { id: kv.id(), num_blocks: kv.num_blocks(), block_size: kv.block_size() },
             replay: context.replay.clone(),
-            records: context.capture.is_some() || context.heat.is_some(),
             force_balance: context.force_balance,
             number: context.step,
             whole_residual: context.whole_residual,
@@ -62,12 +75,11 @@ impl<'a> StepMessage<'a> {
         }
     }
 
-    /// The context that the step has on the other rank, whose model has these experts.
-    pub fn context(&self, moe: Option<&MoeInfo>) -> StepContext {
-        let counts = moe.map(|moe| ExpertHeat::new(moe.layers.len(), moe.num_experts));
+    /// The context that the step has on the other rank. The first rank alone records routing and counts experts: nothing
+    /// else about a step depends on that.
+    pub fn context(&self) -> StepContext {
         StepContext {
             replay: self.replay.clone(),
-            heat: counts.filter(|_| self.records),
             force_balance: self.force_balance,
             step: self.number,
             whole_residual: self.whole_residual,
@@ -100,7 +112,6 @@ mod tests {
         let replay = RoutedExperts::from_ids(3, 2, 1, vec![0, 1, 2, 3, u32::MAX, 0]).unwrap();
         let context = StepContext {
             replay: Some(Arc::new(replay)),
-            heat: Some(ExpertHeat::new(2, 4)),
             force_balance: Some(u64::MAX),
             step: 9,
             whole_residual: true,
@@ -112,11 +123,15 @@ mod tests {
         let got: StepMessage = decode(&encode(&sent).unwrap()).unwrap();
         assert_eq!(format!("{got:?}"), format!("{sent:?}"));
         assert_eq!(*got.step, step);
-        let moe = MoeInfo { layers: vec![1, 2], num_experts: 4, top_k: 1 };
-        let again = got.into_owned().context(Some(&moe));
+        let again = got.into_owned().context();
         assert_eq!(again.replay, context.replay);
-        assert_eq!((again.heat, again.force_balance, again.step), (context.heat, Some(u64::MAX), 9));
+        assert_eq!((again.force_balance, again.step), (Some(u64::MAX), 9));
         assert!(again.whole_residual);
-        assert!(sent.context(None).heat.is_none());
+        let round = MoveRound { layer: 3, phy2log: vec![1, 0, 1], bytes: usize::MAX };
+        let sent = [GroupMessage::Step(Box::new(sent)), GroupMessage::Move(round)];
+        for sent in sent {
+            let got: GroupMessage = decode(&encode(&sent).unwrap()).unwrap();
+            assert_eq!(format!("{got:?}"), format!("{:?}", sent.into_owned()));
+        }
     }
 }

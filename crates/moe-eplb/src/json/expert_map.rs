@@ -32,30 +32,41 @@ pub fn write_expert_map(placement: &Placement) -> Value {
 /// # Errors
 /// If the document has another form, devices differ in slots, or an id is out of range.
 pub fn read_expert_map(document: &Value, experts: usize) -> Result<(Topology, Placement)> {
+    let layers = read_expert_rows(document)?;
+    let (devices, width) = match layers.first() {
+        Some(rows) => (rows.len(), rows.first().map_or(0, Vec::len)),
+        None => return Err(Error::Empty("layers")),
+    };
+    if layers.iter().any(|rows| rows.len() != devices || rows.iter().any(|row| row.len() != width)) {
+        return Err(format_error("layers or devices differ in size"));
+    }
+    let topology = Topology::new(experts, devices * width, devices)?;
+    let placement = Placement::from_phy2log(&topology, layers.len(), layers.concat().concat())?;
+    Ok((topology, placement))
+}
+
+/// The experts of each device of each layer of an expert-map document, `[layers][devices][slots]`, whose devices may differ in
+/// slots.
+///
+/// # Errors
+/// If the document has another form.
+pub fn read_expert_rows(document: &Value) -> Result<Vec<Vec<Vec<u32>>>> {
     let layers = by_id(&document["layer_list"], "layer_list", "layer_id")?;
     if document["moe_layer_count"].as_u64() != Some(layers.len() as u64) {
         return Err(format_error("moe_layer_count is not the number of layers"));
     }
-    let mut slots = Vec::new();
-    let mut shape = None;
-    for layer in &layers {
-        let devices = by_id(&layer["device_list"], "device_list", "device_id")?;
-        for device in &devices {
-            let row = device["device_expert"].as_array();
-            let row = row.ok_or_else(|| format_error("device_expert is not an array"))?;
-            if *shape.get_or_insert((devices.len(), row.len())) != (devices.len(), row.len()) {
-                return Err(format_error("layers or devices differ in size"));
-            }
-            for expert in row {
-                let id = expert.as_u64().and_then(|e| u32::try_from(e).ok());
-                slots.push(id.ok_or_else(|| format_error("device_expert holds something else than ids"))?);
-            }
-        }
-    }
-    let (devices, width) = shape.ok_or(Error::Empty("layers"))?;
-    let topology = Topology::new(experts, devices * width, devices)?;
-    let placement = Placement::from_phy2log(&topology, layers.len(), slots)?;
-    Ok((topology, placement))
+    let id = |expert: &Value| {
+        let id = expert.as_u64().and_then(|e| u32::try_from(e).ok());
+        id.ok_or_else(|| format_error("device_expert holds something else than ids"))
+    };
+    let device = |device: &Value| {
+        let row = device["device_expert"].as_array();
+        row.ok_or_else(|| format_error("device_expert is not an array"))?.iter().map(id).collect()
+    };
+    let layer = |layer: &Value| {
+        by_id(&layer["device_list"], "device_list", "device_id")?.into_iter().map(device).collect()
+    };
+    layers.into_iter().map(layer).collect()
 }
 
 /// The entries of an array in the order of their ids, which must be 0, 1, ...

@@ -42,8 +42,11 @@ impl ExpertWeights {
     /// dtype. Sizes that the checkpoint does not have are refused before a pack is allocated.
     pub fn load(spec: &LoadSpec, vb: VarBuilder) -> Result<Self> {
         spec.check()?;
-        if vb.contains_tensor(Pack::W13.local_name()) {
+        if !spec.one_by_one && vb.contains_tensor(Pack::W13.local_name()) {
             return Self::load_local(spec, &vb);
+        }
+        if spec.one_by_one && !vb.device().is_cpu() {
+            return Self::load_on_device(spec, &vb);
         }
         let device = vb.device().clone();
         let on_device = vb.clone();
@@ -65,6 +68,24 @@ impl ExpertWeights {
         let w2 = load(Pack::W2)?;
         let bias = |pack| spec.has_bias.then(|| load(pack)).transpose();
         Self::new(w13, w2, bias(Pack::W13Bias)?, bias(Pack::W2Bias)?)
+    }
+
+    /// The experts' own tensors, each to the device without a stop on the host; beside a pack its parts are there for a moment.
+    fn load_on_device(spec: &LoadSpec, vb: &VarBuilder) -> Result<Self> {
+        let load = |pack: Pack| -> Result<Tensor> {
+            let (h, i) = (spec.hidden_size, spec.width());
+            let (names, tensor, _) = pack.tensors(h, i);
+            let slots = (0..spec.num_local()).flat_map(|slot| names.iter().map(move |name| (slot, name)));
+            let get = |(slot, name)| vb.get(&tensor[..], &format!("{}.{name}", spec.expert(slot)));
+            let parts = slots.map(get).collect::<Result<Vec<_>>>()?;
+            let dims = [&[spec.num_local()], &pack.expert_dims(h, i)[..]].concat();
+            match parts.is_empty() {
+                true => Tensor::zeros(dims, vb.dtype(), vb.device()),
+                false => Tensor::cat(&parts, 0)?.reshape(dims),
+            }
+        };
+        let bias = |pack| spec.has_bias.then(|| load(pack)).transpose();
+        Self::new(load(Pack::W13)?, load(Pack::W2)?, bias(Pack::W13Bias)?, bias(Pack::W2Bias)?)
     }
 
     /// The packs as the source shows them.

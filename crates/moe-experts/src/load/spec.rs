@@ -20,6 +20,8 @@ pub struct LoadSpec {
     pub tp_rank: usize,
     /// Parts into which the intermediate size is cut; 1 = no split.
     pub tp_size: usize,
+    /// Whether experts are read one by one although the source shows this rank's packs: those are of other experts.
+    pub one_by_one: bool,
 }
 
 impl LoadSpec {
@@ -33,6 +35,7 @@ impl LoadSpec {
             local_experts: None,
             tp_rank: 0,
             tp_size: 1,
+            one_by_one: false,
         }
     }
 
@@ -51,6 +54,12 @@ impl LoadSpec {
     /// Loads part `rank` of `size` of the intermediate size only (tensor parallelism).
     pub fn with_tp(mut self, rank: usize, size: usize) -> Self {
         (self.tp_rank, self.tp_size) = (rank, size);
+        self
+    }
+
+    /// Leaves aside packs that the source shows.
+    pub fn one_by_one(mut self) -> Self {
+        self.one_by_one = true;
         self
     }
 

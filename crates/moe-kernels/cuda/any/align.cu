@@ -119,6 +119,32 @@ __global__ void local_ids(const uint32_t* ids, uint32_t first, uint32_t num_loca
   }
 }
 
+/// The number of the copy, of `copies`, that computes a row: what Spread::copy of the CPU says.
+__device__ __forceinline__ uint32_t copy_of_row(uint32_t row, uint32_t expert, uint32_t copies, bool hashed) {
+  uint32_t number = row + expert;
+  if (hashed) {
+    const uint32_t mixed = (row + 0x9e3779b9u) * 0x85ebca6bu ^ expert * 0xc2b2ae35u;
+    number = (mixed ^ mixed >> 15) * 0x2c1b3c6du >> 8;
+  }
+  return number % copies;
+}
+
+__global__ void physical_ids(const uint32_t* ids, const int32_t* log2phy, int top_k, int num_experts, int width,
+                             uint32_t first_row, bool hashed, uint32_t* out, int64_t count) {
+  pdl_wait();
+  for (int64_t i = element_start(); i < count; i += element_step()) {
+    const uint32_t id = ids[i];
+    uint32_t physical = kNoExpert;
+    if (id < static_cast<uint32_t>(num_experts)) {
+      const int32_t* copies = log2phy + static_cast<size_t>(id) * width;
+      uint32_t n = 0;
+      while (n < static_cast<uint32_t>(width) && copies[n] >= 0) ++n;
+      if (n > 0) physical = copies[copy_of_row(first_row + static_cast<uint32_t>(i / top_k), id, n, hashed)];
+    }
+    out[i] = physical;
+  }
+}
+
 size_t counts_bytes(int num_local) { return sizeof(uint32_t) * kSortWarps * num_local; }
 
 }  // namespace
@@ -172,6 +198,18 @@ extern "C" int moe_any_mask_nonlocal(const void* topk_ids, const void* expert_ma
   const Ids ids = {static_cast<const uint32_t*>(topk_ids), static_cast<const int32_t*>(expert_map), num_ids,
                    0x7fffffff};
   return launch(mask_nonlocal, over_elements(count, stream), ids, static_cast<uint32_t*>(out), count);
+}
+
+/// out [count] u32 = the physical id of one copy of each logical id; 0xffffffff for ids without one. log2phy is
+/// [num_experts, width] i32, padded with -1; the ids are those of rows first_row, first_row + 1, .. of top_k each.
+extern "C" int moe_any_physical_ids(const void* topk_ids, const void* log2phy, int64_t count, int top_k,
+                                    int num_experts, int width, uint32_t first_row, int hashed, void* out,
+                                    void* stream) {
+  if (count < 0 || top_k < 1 || num_experts < 1 || width < 1) return cudaErrorInvalidValue;
+  if (count == 0) return cudaSuccess;
+  return launch(physical_ids, over_elements(count, stream), static_cast<const uint32_t*>(topk_ids),
+                static_cast<const int32_t*>(log2phy), top_k, num_experts, width, first_row, hashed != 0,
+                static_cast<uint32_t*>(out), count);
 }
 
 /// out [count] u32 = id - first where that is below num_local, else 0xffffffff.

@@ -1,7 +1,7 @@
 // Arguments of the kernels for any dtype and shape. Those of attention are in attention/args.cuh.
 #pragma once
 
-#include "codes.cuh"
+#include "router/args.cuh"
 
 namespace moe {
 
@@ -77,27 +77,23 @@ struct AnyBatchRowsArgs {
 
 /// T rows, L = experts + zero experts, K = top_k, S = K + shared slots.
 struct AnyRouteArgs {
-  const float* logits;              // [T, L]; not read where ids are given
-  const float* bias;                // [L] correction bias, or null
-  const uint32_t* table;            // [vocab, K] ids by token id, for hash routing
-  const uint32_t* token_ids;        // [T] for hash routing
-  const uint32_t* given_ids;        // [T, K] where ids are given
-  const float* given_weights;       // [T, K] where ids are given; null = zeros
-  const uint32_t* replay;           // [T, K] ids to force, a row of absent ones is free; or null
-  uint32_t* capture;                // out [T, K] the routed ids; or null
-  unsigned long long* expert_load;  // [experts] counts to add to, or null
-  const uint32_t* valid;            // [1] rows from there on are padding; null = none
-  uint32_t* topk_ids;               // out [T, S]
-  float* topk_weights;              // out [T, S]
-  float* zero_weights;              // out [T] or null
-  uint64_t balance_seed;
+  const float* logits;         // [T, L]; not read where ids are given
+  const float* bias;           // [L] correction bias, or null
+  const uint32_t* table;       // [vocab, K] ids by token id, for hash routing
+  const uint32_t* token_ids;   // [T] for hash routing
+  const uint32_t* given_ids;   // [T, K] where ids are given
+  const float* given_weights;  // [T, K] where ids are given; null = zeros
+  const uint32_t* valid;       // [1] rows from there on are padding; null = none
+  uint32_t* topk_ids;          // out [T, S]
+  float* topk_weights;         // out [T, S]
+  float* zero_weights;         // out [T] or null
   int tokens, experts, zero_experts, top_k, shared_slots, vocab, groups, topk_group;
   int selection;  // `Selection` of any/route.cuh
   Scoring scoring;
-  int renormalize, balance;
+  int renormalize;
   float softcap;  // 0 = none
   float scale, shared_weight;
-  uint32_t first_row, layer, step;  // place of row 0, for random numbers
+  StepRoutingArgs routing;  // zero experts, of the ids from `experts` on, are choices, too
 };
 
 }  // namespace moe

@@ -11,7 +11,8 @@ namespace {
 __device__ __forceinline__ void route_row(const AnyRouteArgs& a, const RouteScratch& s, int t) {
   const int lane = threadIdx.x % 32, logits = a.experts + a.zero_experts;
   const size_t first = static_cast<size_t>(t) * a.top_k;
-  const bool forced = a.replay != nullptr && copy_ids(a.replay + first, a, s);
+  const StepRoutingArgs& r = a.routing;
+  const bool forced = r.forced != nullptr && !r.keep_weights && copy_ids(forced_row(r, t), a, s);
   const auto selection = static_cast<Selection>(a.selection);
   if (selection == Selection::kGiven) {
     if (!forced) copy_ids(a.given_ids + first, a, s);
@@ -38,7 +39,7 @@ __device__ __forceinline__ void route_row(const AnyRouteArgs& a, const RouteScra
   weigh(a, s);
 }
 
-/// Capture, expert load, zero experts and shared slots of row t, then its outputs.
+/// What is left for who watches the step, zero experts and shared slots of row t, then its outputs.
 __device__ __forceinline__ void finish_row(const AnyRouteArgs& a, const RouteScratch& s, int t, bool padding) {
   const int lane = threadIdx.x % 32, slots = a.top_k + a.shared_slots;
   const auto experts = static_cast<uint32_t>(a.experts);
@@ -56,8 +57,7 @@ __device__ __forceinline__ void finish_row(const AnyRouteArgs& a, const RouteScr
       a.topk_weights[at] = padding ? 0.f : a.shared_weight;
       continue;
     }
-    if (a.capture != nullptr) a.capture[static_cast<size_t>(t) * a.top_k + k] = s.ids[k];
-    if (a.expert_load != nullptr && s.ids[k] < experts) atomicAdd(a.expert_load + s.ids[k], 1ull);
+    leave(a.routing, a.experts, t, k, s.ids[k]);
     a.topk_ids[at] = is_zero_expert(k) ? kNoExpert : s.ids[k];
     a.topk_weights[at] = is_zero_expert(k) ? 0.f : s.weights[k];
   }
@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(32) route_any(const __grid_constant__ AnyRoute
     __syncwarp();
   } else {
     route_row(a, s, t);
-    if (a.balance && threadIdx.x == 0) balance_ids(a, s, a.first_row + t);
+    for (int k = threadIdx.x; k < a.top_k; k += 32)
+      if (s.ids[k] != kNoExpert) s.ids[k] = balanced(a.routing, t, k, s.ids[k]);
     __syncwarp();
   }
   finish_row(a, s, t, padding);

@@ -5,7 +5,6 @@
 #include "any/any.cuh"
 #include "router/exact_math.cuh"
 #include "router/route.cuh"
-#include "sampling/philox.cuh"
 
 namespace moe {
 
@@ -140,33 +139,6 @@ __device__ __forceinline__ void weigh(const AnyRouteArgs& a, const RouteScratch&
     s.weights[k] = w;
   }
   __syncwarp();
-}
-
-/// Force-balance: the ids become the start of a random permutation of the experts. One lane.
-__device__ __forceinline__ void balance_ids(const AnyRouteArgs& a, const RouteScratch& s, uint32_t row) {
-  constexpr uint32_t kStream = 2u << 28;
-  Philox block = {};
-  uint32_t drawn = 0, left = a.experts;
-  for (int k = 0; k < a.top_k; ++k) {
-    if (s.ids[k] == kNoExpert) continue;
-    if (drawn % 4 == 0) block = philox(a.balance_seed, drawn / 4, row, (a.layer & 0x0fffffffu) | kStream, a.step);
-    const uint32_t word = drawn % 4 == 0   ? block.word[0]
-                          : drawn % 4 == 1 ? block.word[1]
-                          : drawn % 4 == 2 ? block.word[2]
-                                           : block.word[3];
-    ++drawn;
-    const uint32_t rank = __umulhi(word, left);
-    if (left > 0) --left;
-    // The rank-th number that is not among the ids before: climb until the count of smaller ones holds.
-    uint32_t x = rank;
-    for (;;) {
-      uint32_t next = rank;
-      for (int i = 0; i < k; ++i) next += s.ids[i] <= x;
-      if (next == x) break;
-      x = next;
-    }
-    s.ids[k] = x;
-  }
 }
 
 }  // namespace moe

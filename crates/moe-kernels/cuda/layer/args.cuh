@@ -3,7 +3,7 @@
 
 #include <cuda_bf16.h>
 
-#include "codes.cuh"
+#include "router/args.cuh"
 
 namespace moe {
 
@@ -29,7 +29,8 @@ struct LayerStreamArgs {
   int raw_logits, renormalize;
   float scale, softcap;
   int shared;  // where `gate` is given: of E = num_ids and of a token's K = top_k slots the last ones are experts
-  float shared_weight;  // that every token gets, with this weight
+  float shared_weight;      // that every token gets, with this weight
+  StepRoutingArgs routing;  // where `gate` is given
 };
 
 }  // namespace moe

@@ -144,7 +144,7 @@ cudaError_t run(const Launch& l, const Weighted<Rows>& a) {
 
 template <int kPerLane>
 cudaError_t run_routed(const Launch& l, const Weighted<Rows>& a) {
-  return is_plain(a.route) ? run<kPerLane, true>(l, a) : run<kPerLane, false>(l, a);
+  return is_plain(a.route, a.routing) ? run<kPerLane, true>(l, a) : run<kPerLane, false>(l, a);
 }
 
 cudaError_t run(Weighted<Rows> a, void* stream) {

@@ -50,6 +50,7 @@ struct Args {
   const int32_t* expert_map;
   void* out;  // [T, H]
   Output output;
+  StepRoutingArgs routing;
 
   __host__ __device__ int slots() const { return tokens * route.slots(); }
   __host__ __device__ int num_ids() const { return route.experts + route.shared; }

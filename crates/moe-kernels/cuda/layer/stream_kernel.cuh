@@ -270,6 +270,7 @@ Args common_args(const Launcher& c) {
       c.renormalize,     c.scale,    c.softcap};
   a.route.shared = c.shared, a.route.shared_weight = c.shared_weight;
   a.expert_map = c.expert_map, a.out = c.out, a.output = c.output, a.state = static_cast<State*>(c.state);
+  a.routing = c.routing;
   return a;
 }
 

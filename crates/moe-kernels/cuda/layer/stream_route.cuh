@@ -219,13 +219,16 @@ __device__ __forceinline__ void route(const Weighted<Weights>& a, const Shared& 
     if (token == 0 && head.rank >= 0 && awaited < 0 && elect_one()) head.load(a, s, a.route.experts + head.rank);
     float score[kPerLane];
     await_logits(a, token, turn.number(), score);
-    c = choose<kPlain>(a.route, score, s.chosen() + token * a.route.slots(), [&](int rank, uint32_t id) {
+    Choice* slots = s.chosen() + token * a.route.slots();
+    c = choose<kPlain>(a.route, a.routing, token, score, slots, [&](int rank, uint32_t id) {
       if (rank == awaited) head.load(a, s, id);
     });
   }
   if (lane >= a.route.slots()) return;
   s.chosen()[slot] = c;
-  if (blockIdx.x == 0) a.route.topk_ids[slot] = c.id, a.route.topk_weights[slot] = c.weight;
+  if (blockIdx.x != 0) return;
+  a.route.topk_ids[slot] = c.id, a.route.topk_weights[slot] = c.weight;
+  if (lane < a.route.top_k) leave(a.routing, a.route.experts, token, lane, c.id);
 }
 
 #endif  // MOE_SM90

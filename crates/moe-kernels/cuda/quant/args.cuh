@@ -10,7 +10,7 @@
 
 #include <cuda_bf16.h>
 
-#include "codes.cuh"
+#include "router/args.cuh"
 
 namespace moe {
 
@@ -123,6 +123,7 @@ struct QuantLayerStreamArgs {
   float scale, softcap;
   int shared;
   float shared_weight;
+  StepRoutingArgs routing;
 };
 
 /// As ExpertsStreamArgs.

@@ -100,7 +100,8 @@ cudaError_t run(const Args& common, const quant::Matrix& w13, const quant::Matri
   }
   if (l.smem < kSoleBlock) l.smem = kSoleBlock;
   if (a.gate == nullptr) return launch(layer_kernel<0, false, AnyOutput, Tiles<Kind>>, l, a);
-  if (a.route.experts <= 128 && is_plain(a.route)) return launch(layer_kernel<4, true, AnyOutput, Tiles<Kind>>, l, a);
+  if (a.route.experts <= 128 && is_plain(a.route, a.routing))
+    return launch(layer_kernel<4, true, AnyOutput, Tiles<Kind>>, l, a);
   return launch(layer_kernel<16, false, AnyOutput, Tiles<Kind>>, l, a);
 }
 

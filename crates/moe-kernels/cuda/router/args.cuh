@@ -1,4 +1,4 @@
-// Arguments of the router.
+// Arguments of the router, and what every launch that routes shares with it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -6,6 +6,16 @@
 #include "codes.cuh"
 
 namespace moe {
+
+/// What a launch that routes leaves of its choices for who watches the step, and what it is told to choose. All null:
+/// nothing. Rows that are padding leave nothing and are told nothing.
+struct StepRoutingArgs {
+  uint32_t* heat;          // [E] one is added for each choice, wrapping around
+  uint32_t* routed;        // out: the choices of row t at [t * stride .. + K], without shared experts
+  const uint32_t* forced;  // choices of row t likewise, kNoExpert for none; a row of none chooses by itself
+  int stride;
+  int keep_weights;  // forced experts get the weights of those that the row chose by itself, else those of their scores
+};
 
 /// T tokens, E experts of all ranks, S = shared behind them, K = top_k + S.
 struct GateRouteArgs {
@@ -29,8 +39,19 @@ struct GateRouteArgs {
   int invariant;              // whether a row's bits must not depend on T
   int shared;                 // experts that every token gets in its last slots
   float shared_weight;        // their weight, neither renormalised nor scaled
+  StepRoutingArgs routing;
+};
+
+/// Forced experts that are spread evenly: for every row and layer the start of a random permutation.
+struct BalanceIdsArgs {
+  const uint32_t* step;  // [1] number of the step
+  uint32_t* ids;         // out [rows, layers, K]
+  uint64_t seed;
+  int rows, layers, top_k, experts;
+  uint32_t first_row, first_layer;  // places of row 0 and layer 0
 };
 
 }  // namespace moe
 
 extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream);
+extern "C" int moe_balance_ids(const moe::BalanceIdsArgs* args, void* stream);

@@ -39,6 +39,7 @@ struct GateArgs {
   float* logits;               // [T, E]
   int tokens, hidden, groups;  // groups of 8 tokens for each cluster
   RouteArgs route;
+  StepRoutingArgs routing;
 };
 
 /// Operands of this warp's steps of a batch along H: 16 bytes of one row for each step.
@@ -123,13 +124,14 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
   const int t = begin + warp * blocks + rank;
   if (t >= end) return;
   if (a.valid == nullptr || static_cast<uint32_t>(t) < *a.valid)
-    route_row<kPlain, kPerLane>(a.route, logits[warp], chosen[warp], t);
+    route_row<kPlain, kPerLane>(a.route, a.routing, logits[warp], chosen[warp], t);
   else route_nothing(a.route, t);
 }
 
 template <int kPerLane>
 cudaError_t run(const Launch& l, const GateArgs& a) {
-  return is_plain(a.route) ? launch(gate_route<kPerLane, true>, l, a) : launch(gate_route<kPerLane, false>, l, a);
+  return is_plain(a.route, a.routing) ? launch(gate_route<kPerLane, true>, l, a)
+                                      : launch(gate_route<kPerLane, false>, l, a);
 }
 
 cudaError_t launch_gate(GateArgs a, const DeviceLimits& limits, void* stream) {
@@ -156,13 +158,15 @@ __global__ __launch_bounds__(kWarps * 32) void route_logits(const __grid_constan
   pdl_wait();
   if (t >= a.tokens) return;
   if (a.valid == nullptr || static_cast<uint32_t>(t) < *a.valid)
-    route_row<kPlain, kPerLane>(a.route, a.logits + static_cast<size_t>(t) * a.route.experts, chosen[warp], t);
+    route_row<kPlain, kPerLane>(a.route, a.routing, a.logits + static_cast<size_t>(t) * a.route.experts, chosen[warp],
+                                t);
   else route_nothing(a.route, t);
 }
 
 template <int kPerLane>
 cudaError_t run_logits(const Launch& l, const GateArgs& a) {
-  return is_plain(a.route) ? launch(route_logits<kPerLane, true>, l, a) : launch(route_logits<kPerLane, false>, l, a);
+  return is_plain(a.route, a.routing) ? launch(route_logits<kPerLane, true>, l, a)
+                                      : launch(route_logits<kPerLane, false>, l, a);
 }
 
 cudaError_t launch_apart(const GateArgs& a, void* stream) {
@@ -200,7 +204,8 @@ extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
       c.hidden,
       1,
       {c.correction_bias, c.topk_ids, c.topk_weights, c.experts, c.top_k, c.scoring, c.raw_logits, c.renormalize,
-       c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens, c.shared, c.shared_weight}};
+       c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens, c.shared, c.shared_weight},
+      c.routing};
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;

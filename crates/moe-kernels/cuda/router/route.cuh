@@ -32,10 +32,10 @@ struct RouteArgs {
   __host__ __device__ int slots() const { return top_k + shared; }
 };
 
-/// The rule of most models: softmax over all experts, weights that add to `scale`.
-__host__ __device__ inline bool is_plain(const RouteArgs& a) {
-  return a.scoring == Scoring::kSoftmax && !a.raw_logits && a.renormalize && a.correction_bias == nullptr &&
-         !(a.softcap > 0);
+/// The rule of most models, softmax over all experts and weights that add to `scale`, and nobody forces a choice.
+__host__ __device__ inline bool is_plain(const RouteArgs& a, const StepRoutingArgs& routing) {
+  return routing.forced == nullptr && a.scoring == Scoring::kSoftmax && !a.raw_logits && a.renormalize &&
+         a.correction_bias == nullptr && !(a.softcap > 0);
 }
 
 /// `a`, with what is_plain says of it known when compiled. Instructions of other rules are fetched before they are
@@ -179,19 +179,56 @@ __device__ __forceinline__ float weigh(const RouteArgs& a, bool has, float own, 
   return own * a.scale;
 }
 
+/// Leaves a choice, slot `slot` of a row, for who watches the step. Of E experts; what is none is not counted.
+__device__ __forceinline__ void leave(const StepRoutingArgs& r, int experts, int row, int slot, uint32_t id) {
+  if (r.routed != nullptr) r.routed[static_cast<size_t>(row) * r.stride + slot] = id;
+  if (r.heat != nullptr && id < static_cast<uint32_t>(experts)) atomicAdd(r.heat + id, 1u);
+}
+
+/// What is forced on a row, where it is.
+__device__ __forceinline__ const uint32_t* forced_row(const StepRoutingArgs& r, int row) {
+  return r.forced + static_cast<size_t>(row) * r.stride;
+}
+
+/// Where experts are forced on a row, gives them the keys of the best choices in the order of their slots, and all
+/// others none. One whole warp.
+template <int N>
+__device__ __forceinline__ void force_keys(const StepRoutingArgs& r, int top_k, int row, uint32_t (&key)[N]) {
+  if (r.forced == nullptr || r.keep_weights) return;
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t own = static_cast<int>(lane) < top_k ? forced_row(r, row)[lane] : kNoExpert;
+  if (!__any_sync(0xffffffffu, own != kNoExpert)) return;
+#pragma unroll
+  for (int j = 0; j < N; ++j) key[j] = 0;
+  for (int k = 0; k < top_k; ++k) {
+    const uint32_t id = __shfl_sync(0xffffffffu, own, k);
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (id == j * 32 + lane) key[j] = 0xffffffffu - k;  // above the key of infinity
+  }
+}
+
+/// The choice that takes the place of `id`, a row's own choice in a slot.
+__device__ __forceinline__ uint32_t balanced(const StepRoutingArgs& r, int row, int slot, uint32_t id) {
+  return r.forced != nullptr && r.keep_weights ? forced_row(r, row)[slot] : id;
+}
+
 /// Chooses among the E <= 32 N logits of a token, of which this lane brings e = 32 j + lane as `score[j]` (-inf beyond
 /// E). One whole warp; `chosen` is shared memory of its own for K slots. Returns this lane's slot, shared experts
-/// behind the chosen ones; a NaN is never chosen. Of each choice one lane calls `on_choice(k, id)` at once.
+/// behind the chosen ones; a NaN is never chosen by itself. Of each choice one lane calls `on_choice(k, id)` at once.
+/// `routing` may force experts on the token, row `row` of the step: absent ones then move behind the others.
 ///
 /// Each round is a chain of dependent instructions that nothing hides, so it holds no more than it must: a chosen key
 /// turns into its round, which is below all keys, and where keys of two lanes tie, which is rare, the lower id is found
 /// by a second reduction.
 template <bool kPlain, int N, class OnChoice>
-__device__ __forceinline__ Choice choose(const RouteArgs& args, float (&score)[N], Choice* chosen, OnChoice on_choice) {
+__device__ __forceinline__ Choice choose(const RouteArgs& args, const StepRoutingArgs& routing, int row,
+                                         float (&score)[N], Choice* chosen, OnChoice on_choice) {
   const RouteArgs a = with_rule<kPlain>(args);
   const uint32_t lane = threadIdx.x % 32, lowest = sort_key(-INFINITY);
   uint32_t key[N];
   score_logits(a, score, key);
+  if constexpr (!kPlain) force_keys(routing, a.top_k, row, key);
   uint32_t found = 0;
 #pragma unroll 1
   while (found < static_cast<uint32_t>(a.top_k)) {
@@ -214,7 +251,7 @@ __device__ __forceinline__ Choice choose(const RouteArgs& args, float (&score)[N
     for (int j = 0; j < N; ++j) {
       if (takes && key[j] == top) key[j] = found + 1, takes = false, taken = j * 32 + lane;
     }
-    if (taken != kNoExpert) on_choice(found, taken);
+    if (taken != kNoExpert) on_choice(found, kPlain ? taken : balanced(routing, row, found, taken));
     ++found;
   }
 #pragma unroll
@@ -225,17 +262,20 @@ __device__ __forceinline__ Choice choose(const RouteArgs& args, float (&score)[N
   const float weight = weigh(a, lane < found, own.weight, score);
   const uint32_t behind = lane - a.top_k;
   if (behind < static_cast<uint32_t>(a.shared)) return {a.experts + behind, a.shared_weight};
-  return {own.id, weight};
+  const bool replaced = !kPlain && lane < found;
+  return {replaced ? balanced(routing, row, lane, own.id) : own.id, weight};
 }
 
 /// Routes `token`, whose logits are `logits[0 .. E]` in shared memory; `chosen`: as in `choose`.
 template <bool kPlain, int N>
-__device__ __forceinline__ void route_row(const RouteArgs& a, const float* logits, Choice* chosen, int token) {
+__device__ __forceinline__ void route_row(const RouteArgs& a, const StepRoutingArgs& routing, const float* logits,
+                                          Choice* chosen, int token) {
   const int lane = threadIdx.x % 32;
   float score[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) score[j] = j * 32 + lane < a.experts ? logits[j * 32 + lane] : -INFINITY;
-  const Choice c = choose<kPlain>(a, score, chosen, [](uint32_t, uint32_t) {});
+  const Choice c = choose<kPlain>(a, routing, token, score, chosen, [](uint32_t, uint32_t) {});
+  if (lane < a.top_k) leave(routing, a.experts, token, lane, c.id);
   if (lane < a.slots()) {
     a.topk_ids[static_cast<size_t>(token) * a.slots() + lane] = c.id;
     a.topk_weights[static_cast<size_t>(token) * a.slots() + lane] = c.weight;

@@ -10,8 +10,11 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use self::tiles::{EMPTY, STEP, STEP_WORDS, TileSums, configure, multiply, release, store, zero};
-pub(crate) use self::tiles::{PEAK_FLOP, is_supported, peak};
+pub(crate) use self::tiles::release;
+pub(crate) use self::tiles::{
+    ByteSums, PEAK_FLOP, configure_bytes, is_supported, is_supported_int8, multiply_bytes, peak, take_bytes,
+};
+use self::tiles::{EMPTY, STEP, STEP_WORDS, TileSums, configure, multiply, store, zero};
 use super::gemm::{Method, UnitWeights, Work, even_parts};
 use super::pack::Pack;
 use super::product::Pair;

@@ -200,6 +200,23 @@ impl Simd for Avx2 {
                 each!(v in v => _mm256_srli_epi16::<12>(v)),
             ]
         }
+        fn nibbles_in_place(v: Raw) -> [Raw; 4] {
+            [
+                each!(v in v => _mm256_and_si256(v, _mm256_set1_epi16(0xf))),
+                each!(v in v => _mm256_and_si256(v, _mm256_set1_epi16(0xf0))),
+                each!(v in v => _mm256_and_si256(v, _mm256_set1_epi16(0xf00))),
+                each!(v in v => _mm256_srli_epi16::<12>(v)),
+            ]
+        }
+        fn nibble_bytes(v: Raw) -> [Raw; 2] {
+            let mask = _mm256_set1_epi8(0xf);
+            [
+                each!(v in v => _mm256_and_si256(v, mask)),
+                each!(v in v => _mm256_and_si256(_mm256_srli_epi16::<4>(v), mask)),
+            ]
+        }
+        fn add_words(a: Raw, b: Raw) -> Raw { both!(_mm256_add_epi32(a, b)) }
+        fn sixteenth(v: Raw) -> Raw { each!(v in v => _mm256_srai_epi32::<4>(v)) }
         fn bytes(v: Raw) -> [Raw; 2] {
             let mask = _mm256_set1_epi16(0xff);
             [each!(v in v => _mm256_and_si256(v, mask)), each!(v in v => _mm256_srli_epi16::<8>(v))]

@@ -153,6 +153,20 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
                 _mm512_srli_epi16::<12>(v),
             ]
         }
+        fn nibbles_in_place(v: __m512i) -> [__m512i; 4] {
+            [
+                _mm512_and_si512(v, _mm512_set1_epi16(0xf)),
+                _mm512_and_si512(v, _mm512_set1_epi16(0xf0)),
+                _mm512_and_si512(v, _mm512_set1_epi16(0xf00)),
+                _mm512_srli_epi16::<12>(v),
+            ]
+        }
+        fn nibble_bytes(v: __m512i) -> [__m512i; 2] {
+            let mask = _mm512_set1_epi8(0xf);
+            [_mm512_and_si512(v, mask), _mm512_and_si512(_mm512_srli_epi16::<4>(v), mask)]
+        }
+        fn add_words(a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
+        fn sixteenth(v: __m512i) -> __m512i { _mm512_srai_epi32::<4>(v) }
         fn bytes(v: __m512i) -> [__m512i; 2] {
             [_mm512_and_si512(v, _mm512_set1_epi16(0xff)), _mm512_srli_epi16::<8>(v)]
         }

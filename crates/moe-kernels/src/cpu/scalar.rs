@@ -81,6 +81,17 @@ impl Simd for Scalar {
         fn nibbles(v: Self::Raw) -> [Self::Raw; 4] {
             std::array::from_fn(|i| v.map(|w| w >> (4 * i) & 0x000f_000f))
         }
+        fn nibbles_in_place(v: Self::Raw) -> [Self::Raw; 4] {
+            let masks = [0x000f_000f, 0x00f0_00f0, 0x0f00_0f00].map(|mask| v.map(|w| w & mask));
+            [masks[0], masks[1], masks[2], v.map(|w| w >> 12 & 0x000f_000f)]
+        }
+        fn nibble_bytes(v: Self::Raw) -> [Self::Raw; 2] {
+            [v.map(|w| w & 0x0f0f_0f0f), v.map(|w| w >> 4 & 0x0f0f_0f0f)]
+        }
+        fn add_words(a: Self::Raw, b: Self::Raw) -> Self::Raw {
+            std::array::from_fn(|i| a[i].wrapping_add(b[i]))
+        }
+        fn sixteenth(v: Self::Raw) -> Self::Raw { v.map(|w| (w as i32 >> 4) as u32) }
         fn bytes(v: Self::Raw) -> [Self::Raw; 2] {
             std::array::from_fn(|i| v.map(|w| w >> (8 * i) & 0x00ff_00ff))
         }

@@ -109,6 +109,14 @@ pub(crate) trait Simd: Copy {
     fn dot_i16(self, acc: Self::Raw, x: u32, w: Self::Raw) -> Self::Raw;
     /// The eight 4-bit integers of each word, by pairs: pair i holds those at bits 4i and 16 + 4i.
     fn nibbles(self, v: Self::Raw) -> [Self::Raw; 4];
+    /// The same, but pair 1 is left 16 times and pair 2 256 times as large: without their shifts.
+    fn nibbles_in_place(self, v: Self::Raw) -> [Self::Raw; 4];
+    /// The low and the high nibble of each byte, as bytes.
+    fn nibble_bytes(self, v: Self::Raw) -> [Self::Raw; 2];
+    /// Sums of words.
+    fn add_words(self, a: Self::Raw, b: Self::Raw) -> Self::Raw;
+    /// Signed words over 16, rounded down.
+    fn sixteenth(self, v: Self::Raw) -> Self::Raw;
     /// The four bytes of each word, by pairs: bytes 0 and 2, bytes 1 and 3.
     fn bytes(self, v: Self::Raw) -> [Self::Raw; 2];
     /// The halves of each word, the low one first.

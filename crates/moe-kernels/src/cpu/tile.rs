@@ -63,7 +63,8 @@ impl Ahead<'_> {
         if i < self.count {
             let line = self.first + i;
             if let Some(row) = self.rows.get(line & self.rows.len().wrapping_sub(1)) {
-                s.prefetch(row.wrapping_add(line / self.rows.len() * CACHE_LINE));
+                // A shift, because a division takes longer than what the line is fetched for.
+                s.prefetch(row.wrapping_add((line >> self.rows.len().trailing_zeros()) * CACHE_LINE));
             }
         }
     }

@@ -120,10 +120,17 @@ arguments! {
         max_blocks: i32, k_cache v_cache out workspace: Out, rows heads kv_heads head_dim block_size: i32,
         scale: f32, window splits: i32,
     }
+    StepRoutingArgs {
+        heat routed: Out, forced: In, stride keep_weights: i32,
+    }
     GateRouteArgs {
         x gate gate_bias correction_bias valid: In, logits topk_ids topk_weights: Out,
         tokens hidden experts top_k: i32, scoring: GateScoring, raw_logits renormalize: i32,
         scale softcap: f32, counts buckets: Out, expert_map: In, invariant shared: i32, shared_weight: f32,
+        routing: StepRoutingArgs,
+    }
+    BalanceIdsArgs {
+        step: In, ids: Out, seed: u64, rows layers top_k experts: i32, first_row first_layer: u32,
     }
     AlignTokensArgs {
         topk_ids expert_map: In, slots num_ids num_local tile_rows: i32,
@@ -150,6 +157,7 @@ arguments! {
         w13 w2 expert_map: In, out: Out, output: Output, state: Out,
         tokens hidden inter num_ids num_local top_k: i32, scoring: GateScoring,
         raw_logits renormalize: i32, scale softcap: f32, shared: i32, shared_weight: f32,
+        routing: StepRoutingArgs,
     }
     RopeRowsArgs {
         positions rope_len inv_freq: In, half: i32, attention_factor theta factor max_len: f32,
@@ -190,7 +198,7 @@ arguments! {
         x norm: In, eps: f32, gate gate_bias correction_bias valid: In, topk_ids topk_weights: Out,
         w13 w2: QuantPack, expert_map: In, out: Out, output: Output, state: Out, tokens num_ids top_k: i32,
         scoring: GateScoring, raw_logits renormalize: i32, scale softcap: f32, shared: i32,
-        shared_weight: f32,
+        shared_weight: f32, routing: StepRoutingArgs,
     }
     QuantExpertsStreamArgs {
         x: In, w13 w2: QuantPack, topk_ids topk_weights expert_map: In, act slot_rows out flags: Out,
@@ -211,11 +219,11 @@ arguments! {
         num_slots top_k experts max_tokens width: i32,
     }
     AnyRouteArgs {
-        logits bias table token_ids given_ids given_weights replay: In, capture expert_load: Out,
-        valid: In, topk_ids topk_weights zero_weights: Out, balance_seed: u64,
+        logits bias table token_ids given_ids given_weights valid: In,
+        topk_ids topk_weights zero_weights: Out,
         tokens experts zero_experts top_k shared_slots vocab groups topk_group selection: i32,
-        scoring: GateScoring, renormalize balance: i32, softcap scale shared_weight: f32,
-        first_row layer step: u32,
+        scoring: GateScoring, renormalize: i32, softcap scale shared_weight: f32,
+        routing: StepRoutingArgs,
     }
 }
 

@@ -39,6 +39,7 @@ launchers! {
 
     // router, experts
     moe_gate_route(args: *const GateRouteArgs);
+    moe_balance_ids(args: *const BalanceIdsArgs);
     moe_align_tokens(args: *const AlignTokensArgs);
     moe_experts_stream(args: *const ExpertsStreamArgs);
     moe_experts_tensor(args: *const ExpertsTensorArgs);
@@ -141,6 +142,7 @@ launchers! {
     moe_any_list_slots(topk_ids expert_map: In, count num_ids num_local: i32, counts lists: Out);
     moe_any_zero_absent(topk_ids expert_map: In, count num_ids num_local width: i32, out: Out);
     moe_any_mask_nonlocal(topk_ids expert_map: In, count: i64, num_ids: i32, out: Out);
+    moe_any_physical_ids(topk_ids log2phy: In, count: i64, top_k num_experts width: i32, first_row: u32, hashed: i32, out: Out);
     moe_any_local_ids(topk_ids: In, first num_local: u32, count: i64, out: Out);
     moe_any_batch_rows(args: *const AnyBatchRowsArgs);
     moe_any_unbatch_rows(args: *const AnyBatchRowsArgs);

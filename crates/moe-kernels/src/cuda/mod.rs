@@ -25,6 +25,7 @@ mod peer;
 pub(crate) mod quant;
 mod ranks;
 mod router;
+mod routing;
 pub(crate) mod rows;
 mod sampling;
 mod side;
@@ -51,6 +52,7 @@ pub(crate) use memory::{DeviceMemory, storage_slice};
 pub use peer::{MAX_PEERS, PeerBuffers};
 pub use ranks::{embed_part_into, fill_random_box_into, join_columns_into};
 pub use router::gate_route_into;
+pub use routing::balance_ids_into;
 pub use sampling::{
     LOGPROB_WORDS, MAX_EDITS, MAX_LOGPROBS, SAMPLE_WORDS, SampleLogprobs, SampleParams, SampleSlots,
     SlotReset, logprobs_into, reset_slots_into, sample_into,

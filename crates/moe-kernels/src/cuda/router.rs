@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use candle_core::{DType, Result, bail};
 
-use super::args::GateRouteArgs;
+use super::args::{GateRouteArgs, StepRoutingArgs};
 use super::{ffi, small};
 use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
@@ -92,6 +92,7 @@ pub(super) fn gate_route(
         buckets: buckets.slots,
         expert_map: buckets.expert_map,
         invariant: i32::from(ex.batch_invariant()),
+        routing: StepRoutingArgs::of(op, &gate.routing, (t, e, gate.top_k), cuda)?,
     };
     // SAFETY: dims, dtypes and the launcher's conditions are checked above.
     cuda.check(op, unsafe { ffi::moe_gate_route(&args, cuda.raw()?) })

@@ -42,6 +42,8 @@ pub(crate) struct Columns {
     pub logical: Option<Vec<u32>>,
     /// The column of x that packed column i multiplies; `None`: column i.
     pub x: Option<Vec<u32>>,
+    /// Whether each block has a multiple of 32 columns.
+    pub of_thirty_twos: bool,
 }
 
 impl Columns {
@@ -91,7 +93,8 @@ impl Columns {
         let x = perm
             .zip(logical.as_ref())
             .map(|(perm, order)| order.iter().map(|&i| perm[i as usize] - first).collect());
-        Ok(Self { blocks, segments: ranges, logical, x })
+        let of_thirty_twos = blocks.iter().all(|block| block.len.is_multiple_of(32));
+        Ok(Self { blocks, segments: ranges, logical, x, of_thirty_twos })
     }
 
     /// Steps of a row.

@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-#[cfg(feature = "cuda")]
-use candle_core::bail;
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Device, Result, bail};
+use parking_lot::{RwLock, RwLockReadGuard};
 
 #[cfg(feature = "cuda")]
 use crate::cuda::quant::DevicePack;
@@ -25,7 +24,8 @@ pub(super) struct Quantised {
 /// Matrices in the order of a machine's kernels.
 #[derive(Clone, Debug)]
 pub(super) enum Pack {
-    Cpu(Arc<QuantMatrix>),
+    /// Read by products, written where an expert of it is replaced.
+    Cpu(Arc<RwLock<QuantMatrix>>),
     #[cfg(feature = "cuda")]
     Cuda(Arc<DevicePack>),
 }
@@ -33,7 +33,7 @@ pub(super) enum Pack {
 impl Pack {
     pub fn dims(&self) -> [usize; 3] {
         match self {
-            Self::Cpu(matrix) => matrix.dims(),
+            Self::Cpu(matrix) => matrix.read().dims(),
             #[cfg(feature = "cuda")]
             Self::Cuda(pack) => pack.dims(),
         }
@@ -41,7 +41,7 @@ impl Pack {
 
     pub fn usage(&self) -> QuantUse {
         match self {
-            Self::Cpu(matrix) => matrix.usage(),
+            Self::Cpu(matrix) => matrix.read().usage(),
             #[cfg(feature = "cuda")]
             Self::Cuda(pack) => pack.usage(),
         }
@@ -49,7 +49,7 @@ impl Pack {
 
     pub fn scheme(&self) -> QuantScheme {
         match self {
-            Self::Cpu(matrix) => matrix.scheme(),
+            Self::Cpu(matrix) => matrix.read().scheme(),
             #[cfg(feature = "cuda")]
             Self::Cuda(pack) => pack.scheme(),
         }
@@ -58,6 +58,7 @@ impl Pack {
     pub fn weights(&self) -> QuantWeights {
         match self {
             Self::Cpu(matrix) => {
+                let matrix = matrix.read();
                 let gate_up = matrix.usage() == QuantUse::GateUp;
                 QuantWeights { scheme: matrix.scheme(), scales: matrix.scale_dtype(), gate_up }
             }
@@ -76,10 +77,31 @@ impl Pack {
 
     pub fn bytes(&self) -> usize {
         match self {
-            Self::Cpu(matrix) => matrix.bytes(),
+            Self::Cpu(matrix) => matrix.read().bytes(),
             #[cfg(feature = "cuda")]
             Self::Cuda(pack) => pack.bytes(),
         }
+    }
+}
+
+/// A quantised weight under the read guard of its matrices, if they are on the CPU.
+pub(super) struct QuantGuard<'a> {
+    weight: &'a Quantised,
+    matrix: Option<RwLockReadGuard<'a, QuantMatrix>>,
+}
+
+impl<'a> QuantGuard<'a> {
+    pub(super) fn new(weight: &'a Quantised) -> Self {
+        let matrix = match &weight.pack {
+            Pack::Cpu(matrix) => Some(matrix.read()),
+            #[cfg(feature = "cuda")]
+            Pack::Cuda(_) => None,
+        };
+        Self { weight, matrix }
+    }
+
+    pub(super) fn view(&self) -> QuantView<'_> {
+        QuantView { weight: self.weight, matrix: self.matrix.as_deref(), dims: &self.weight.dims }
     }
 }
 
@@ -87,30 +109,25 @@ impl Pack {
 #[derive(Clone, Copy, Debug)]
 pub struct QuantView<'a> {
     pub(super) weight: &'a Quantised,
+    pub(super) matrix: Option<&'a QuantMatrix>,
     /// [N, K] or [E, N, K].
     pub(super) dims: &'a [usize],
 }
 
 impl<'a> QuantView<'a> {
-    pub(super) fn new(weight: &'a Quantised) -> Self {
-        Self { weight, dims: &weight.dims }
-    }
-
     /// How it is quantised.
     pub fn scheme(self) -> QuantScheme {
-        self.weight.pack.scheme()
+        self.matrix.map_or_else(|| self.weight.pack.scheme(), QuantMatrix::scheme)
     }
 
     /// The matrices as the CPU packs them.
     ///
     /// # Errors
     /// A weight on a device.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, clippy::unnecessary_wraps))]
     pub(crate) fn matrix(self, op: &str) -> Result<&'a QuantMatrix> {
-        match &self.weight.pack {
-            Pack::Cpu(matrix) => Ok(matrix),
-            #[cfg(feature = "cuda")]
-            Pack::Cuda(_) => bail!("{op}: expected quantised weights on the CPU, got some on a CUDA device"),
+        match self.matrix {
+            Some(matrix) => Ok(matrix),
+            None => bail!("{op}: expected quantised weights on the CPU, got some on a CUDA device"),
         }
     }
 

@@ -111,13 +111,40 @@ fn float_products_have_the_bits_of_the_dequantised_matrix() -> Result<()> {
     Ok(())
 }
 
+/// Sums of the largest integers, which come closest to what 32 bits hold.
+#[test]
+fn the_largest_sums_are_exact() -> Result<()> {
+    for (bits, most) in [(4, 15u8), (8, 255)] {
+        for (k, sign) in [(128, 1.0), (128, -1.0), (1024, 1.0)] {
+            let scheme = int(bits, 128, true, false);
+            let rows = LogicalRows { q: vec![most; 16 * k], scale: vec![1.0; k / 8], zero: vec![0; k / 8] };
+            let packed = pack(&Plain { n: 16, k, scheme, rows, perm: None }, QuantUse::Linear)?;
+            let x = bf16::from_f32(sign * 1.9921875);
+            let want = k as f32 * f32::from(most) * x.to_f32();
+            for (isa, t) in isas().flat_map(|isa| [1, 2, 9].map(|t| (isa, t))) {
+                let got = linear::<bf16, f32>(&vec![x; t * k], &packed, None, &mut exec(isa, 1))?;
+                assert!(got.iter().all(|got| *got == want), "{bits} {k} {isa:?} {t}: {} {want}", got[0]);
+            }
+        }
+    }
+    Ok(())
+}
+
 /// A row's bits do not depend on the rows beside it, on threads, or on how many segments are computed at a time; and
 /// paths that fuse multiply-adds agree.
 #[test]
 fn bits_depend_on_the_row_alone() -> Result<()> {
-    let (n, k, segments) = (77, 576, 4);
-    let x = data::<bf16>(300 * k, 9);
-    for scheme in [int(4, 32, true, false), int(4, 0, false, true), int(8, 96, true, true)] {
+    let (n, segments) = (77, 4);
+    // Of 512 and 768 columns blocks are such that AMX multiplies them.
+    for (k, scheme) in [
+        (576, int(4, 32, true, false)),
+        (576, int(4, 0, false, true)),
+        (576, int(8, 96, true, true)),
+        (512, int(4, 32, true, false)),
+        (768, int(4, 0, false, true)),
+        (512, int(8, 128, true, true)),
+    ] {
+        let x = data::<bf16>(300 * k, 9);
         let packed = pack(&Plain::new(n, k, scheme, true, 8), QuantUse::RowParallel { segments })?;
         let mut fused = Vec::new();
         for isa in isas() {

@@ -15,7 +15,7 @@ use moe_kernels::candle::{Result, bail};
 
 use crate::block::SparseMoeBlock;
 use crate::context::BlockContext;
-use crate::load::{BlockOptions, compose, load_part};
+use crate::load::{BlockOptions, Part, compose, load_part};
 
 pub use experts::{ExpertLoop, ExpertMlp};
 
@@ -35,10 +35,13 @@ pub(crate) fn load_loop_on(
     if !experts.device().is_cpu() && context.geometry.world_size > 1 {
         bail!("the legacy expert path runs on one GPU, not on several; choose the fused path")
     }
-    let (layout, weights) = load_part(options, context, experts)?;
+    let part = load_part(options, context, experts)?;
+    // The loop's matrices are parts of these packs, so that an expert that moves there moves here.
+    let weights = part.weights.dequantised()?;
+    let part = Part { weights: weights.clone(), ..part };
     let shard = context.geometry.expert_intermediate(options.intermediate_size)?;
     let experts = ExpertLoop::of_packs(&weights, options.activation)?.with_shard(&shard);
-    let (block, ()) = compose(options, context, &layout, gate, |prepare, _| {
+    let (block, ()) = compose(options, context, part, gate, |prepare, _| {
         let experts = experts.clone().with_format(prepare.activation_format(), prepare.block_rows());
         Ok((Box::new(experts) as Box<dyn Experts>, ()))
     })?;

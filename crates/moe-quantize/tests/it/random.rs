@@ -34,6 +34,8 @@ fn quantised_weights_have_the_shapes_and_the_deviation_of_a_model() {
                 assert_eq!((scheme.zero_point, scheme.act_order), (!symmetric, desc_act));
                 let got = deviation(&weights);
                 assert!((0.019..0.0225).contains(&got), "{module}: {got}");
+                let mean = weights.iter().map(|w| f64::from(*w)).sum::<f64>() / weights.len() as f64;
+                assert!(mean.abs() < 0.001, "{module}: {mean}");
             }
             assert!(out.join("tokenizer.json").exists());
         }

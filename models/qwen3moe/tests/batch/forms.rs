@@ -1,6 +1,7 @@
 //! Other forms of input and output: lines of text, token ids, prompts of megabytes.
 
 use std::fs;
+use std::process::Command;
 use std::time::Instant;
 
 use serde_json::{Value, json};
@@ -82,6 +83,59 @@ fn token_ids_need_no_tokenizer() {
     }
     let stop = folder.run(&["--model", model, "--skip-tokenizer-init", "--stop", "x"]);
     assert!(stop.status.code() == Some(2) && stderr(&stop).contains("--stop"), "{}", stderr(&stop));
+}
+
+/// With the recording that `generate` makes of the same text.
+#[test]
+fn experts_of_every_token_are_those_that_generate_records() {
+    let body =
+        |prompt: &str| json!({"prompt": prompt, "max_tokens": 5, "temperature": 0, "ignore_eos": true});
+    let mut without = body("ROMEO:");
+    without["return_routed_experts"] = json!(false);
+    let lines = [completion("a", body("ROMEO:")), completion("b", without)];
+    let folder = Folder::new(&lines);
+    let output = folder.run(&["--enable-return-routed-experts"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(folder_choice(&folder, "b").get("routed_experts").is_none());
+    let choice = folder_choice(&folder, "a");
+    let file = base64_bytes(choice["routed_experts"].as_str().unwrap());
+    let tokens = self::body(&folder, "a")["usage"]["total_tokens"].as_u64().unwrap() as usize - 1;
+    let header = String::from_utf8_lossy(&file[10..128]).to_string();
+    assert!(
+        header.contains("'descr': '|u1'") && header.contains(&format!("'shape': ({tokens}, ")),
+        "{header}"
+    );
+    let recording = folder.path("routing.safetensors");
+    let generated = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"))
+        .args(["--prompt", "ROMEO:", "--max-new-tokens", "5", "--temperature", "0", "--ignore-eos"])
+        .arg("--routed-experts-out")
+        .arg(&recording)
+        .output()
+        .unwrap();
+    assert!(generated.status.success(), "{}", stderr(&generated));
+    let recorded = fs::read(recording).unwrap();
+    // Safetensors holds u32 behind a header of which the first eight bytes say the length.
+    let start = 8 + u64::from_le_bytes(recorded[..8].try_into().unwrap()) as usize;
+    let ids: Vec<u8> = recorded[start..].chunks(4).map(|id| id[0]).collect();
+    assert_eq!(&file[128..], ids);
+}
+
+fn folder_choice(folder: &Folder, id: &str) -> Value {
+    body(folder, id)["choices"][0].clone()
+}
+
+fn base64_bytes(text: &str) -> Vec<u8> {
+    let digit = |c: u8| match c {
+        b'A'..=b'Z' => c - b'A',
+        b'a'..=b'z' => c - b'a' + 26,
+        b'0'..=b'9' => c - b'0' + 52,
+        b'+' => 62,
+        _ => 63,
+    };
+    let digits: Vec<u8> = text.bytes().filter(|c| *c != b'=').map(digit).collect();
+    let bits = digits.iter().flat_map(|digit| (0..6).rev().map(move |bit| digit >> bit & 1));
+    let bits: Vec<u8> = bits.collect();
+    bits.chunks_exact(8).map(|byte| byte.iter().fold(0, |value, bit| value << 1 | bit)).collect()
 }
 
 #[test]

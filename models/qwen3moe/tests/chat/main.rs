@@ -60,6 +60,20 @@ fn turns_continue_the_conversation() {
 }
 
 #[test]
+fn the_experts_of_the_whole_conversation_are_recorded() {
+    let folder = tempfile::tempdir().unwrap();
+    let size = |input: &str| {
+        let file = folder.path().join("routing.safetensors");
+        let (output, stderr) =
+            talk(&[&SHORT[..], &["--routed-experts-out", file.to_str().unwrap()]].concat(), input);
+        assert!(output.status.success(), "{stderr}");
+        (output.stdout, std::fs::metadata(file).unwrap().len())
+    };
+    let (one, two) = (size("Hello\n"), size("Hello\nAgain\n"));
+    assert!(two.0.starts_with(&one.0) && two.1 > one.1, "{} and {} bytes", one.1, two.1);
+}
+
+#[test]
 fn commands_are_not_messages() {
     let (output, stderr) =
         talk(&SHORT, "/help\n/nonsense\n/system Be kind.\nHello\\\nthere\n/history\n/quit\nunheard\n");

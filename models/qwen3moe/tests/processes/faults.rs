@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::{MP, answers, program, stderr, succeeds, write_batch};
+use super::{MOVING, MP, answers, program, stderr, succeeds, write_batch};
 
 /// What the issue allows between a rank's death and the end of all others.
 const SOON: Duration = Duration::from_secs(30);
@@ -62,9 +62,9 @@ impl Batch {
     }
 
     /// Starts it, and waits until something is written and all ranks are there.
-    fn start(&self) -> Child {
+    fn start(&self, geometry: &[&str]) -> Child {
         let mut command = program();
-        command.args(&self.args).args(GEOMETRY).args(MP).stdin(Stdio::null()).stderr(Stdio::piped());
+        command.args(&self.args).args(geometry).args(MP).stdin(Stdio::null()).stderr(Stdio::piped());
         // A terminal sends Ctrl-C to a whole group.
         let run = command.process_group(0).spawn().unwrap();
         wait_until("no record is written", || fs::metadata(self.output()).is_ok_and(|m| m.len() > 0));
@@ -79,12 +79,22 @@ impl Batch {
 
 #[test]
 fn a_rank_that_is_killed_ends_all_and_a_rerun_completes() {
+    kill_each_rank(&GEOMETRY);
+}
+
+/// Experts are on their way between ranks at nearly every step.
+#[test]
+fn a_rank_that_is_killed_while_experts_move_ends_all_and_a_rerun_completes() {
+    kill_each_rank(&MOVING);
+}
+
+fn kill_each_rank(geometry: &[&str]) {
     let whole = Batch::new(16, 60);
     whole.rerun();
     let want = answers(&whole.output());
     for rank in 0..4 {
         let batch = Batch::new(16, 60);
-        let run = batch.start();
+        let run = batch.start(geometry);
         let start = Instant::now();
         let ids = processes(batch.dir.path());
         signal("-KILL", &ids[&rank].to_string());
@@ -111,7 +121,7 @@ fn a_rank_that_is_killed_ends_all_and_a_rerun_completes() {
 #[test]
 fn ctrl_c_ends_a_batch_and_all_its_ranks() {
     let batch = Batch::new(64, 200);
-    let run = batch.start();
+    let run = batch.start(&GEOMETRY);
     signal("-INT", &format!("-{}", run.id()));
     let output = run.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));

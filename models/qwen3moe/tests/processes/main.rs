@@ -12,6 +12,29 @@ use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::{Value, json};
 
+/// Two groups of two ranks whose experts move as often as they can, about one in a step.
+const MOVING: [&str; 19] = [
+    "--tp",
+    "2",
+    "--dp",
+    "2",
+    "--enable-expert-parallel",
+    "--num-redundant-experts",
+    "4",
+    "--enable-eplb",
+    "--eplb-window",
+    "4",
+    "--eplb-interval",
+    "1",
+    "--eplb-plan-steps",
+    "2",
+    "--eplb-min-gain",
+    "0",
+    "--eplb-bytes-per-step",
+    "128KiB",
+    "--eplb-any-cost",
+];
+
 /// The program, away from whatever started the tests.
 fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_model-qwen3moe"));

@@ -5,15 +5,16 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
-use super::{MP, answers, program, run, stderr, succeeds, write_batch};
+use super::{MOVING, MP, answers, program, run, stderr, succeeds, write_batch};
 
 /// Splits with and without expert parallelism, uneven experts, chunks.
-const GEOMETRIES: [&[&str]; 5] = [
+const GEOMETRIES: [&[&str]; 6] = [
     &["--tp", "2"],
     &["--dp", "2"],
     &["--tp", "2", "--dp", "2", "--enable-expert-parallel", "--moe-ep-backend", "deepep"],
     &["--dp", "3", "--enable-expert-parallel", "--expert-placement-strategy", "round_robin"],
     &["--tp", "4", "--enable-expert-parallel", "--enable-chunked-moe", "--chunked-moe-size", "3"],
+    &MOVING,
 ];
 
 #[test]
@@ -57,11 +58,12 @@ fn a_batch_over_processes_is_that_of_one_rank() {
     };
     let (one, _) = answers("one", &[]);
     assert_eq!(one.len(), 9);
-    for (i, geometry) in [GEOMETRIES[1], GEOMETRIES[2]].into_iter().enumerate() {
+    for (i, geometry) in [GEOMETRIES[1], GEOMETRIES[2], &MOVING].into_iter().enumerate() {
         let (got, stderr) = answers(&i.to_string(), &[geometry, &MP[..], &["--stats"]].concat());
         assert_eq!(got, one, "{geometry:?}");
         // The counters of all ranks.
         assert!(stderr.contains("9 requests in") || stderr.contains("13 requests in"), "{stderr}");
+        assert_eq!(stderr.contains("expert moves: "), geometry == &MOVING[..], "{stderr}");
     }
 }
 

@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""make_gguf.py CONFIG OUT [FORMAT ..]: random-weight qwen3moe GGUF files from a config.json.
+"""make_gguf.py CONFIG OUT [--layers N] [FORMAT ..]: random-weight qwen3moe GGUF files from a config.json.
 
-Formats: BF16, Q8_0, Q4_0 (all of them by default). Every matrix is in the format; norms and router are F32.
+Formats: BF16, Q8_0, Q4_0 (all of them by default). Every matrix is in the format; norms and router are F32. Integers are
+drawn as they are stored, with scales that give the deviation 0.02, and a tensor is written before the next is made: a
+model of 30 B parameters takes half a minute and the memory of its largest tensor.
 """
 import json
+import math
 import sys
 import time
 from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, quants
+from gguf import GGMLQuantizationType
 
 FILE_TYPES = {
     "BF16": gguf.LlamaFileType.MOSTLY_BF16,
@@ -58,52 +61,89 @@ def writer(config, path, kind):
     return w
 
 
-def main():
-    config_path, out = Path(sys.argv[1]), Path(sys.argv[2])
-    config = json.loads(config_path.read_text())
-    kinds = sys.argv[3:] or list(FILE_TYPES)
-    writers = {kind: writer(config, out / f"{config_path.stem}-{kind}.gguf", kind) for kind in kinds}
-    rng = np.random.default_rng(0)
+def random_rows(rng, kind, rows, columns):
+    """Rows of `columns` weights of deviation 0.02, as a format stores them."""
+    if kind == "F32":
+        return rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.02)
+    if kind == "BF16":
+        # Uniform over +- 0.02 sqrt(3): the upper halves of f32, made without a float of each weight's own.
+        x = (rng.random((rows, columns), dtype=np.float32) - np.float32(0.5)) * np.float32(0.04 * 3**0.5)
+        return (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    # A block of 32: a scale in f16, then its integers.
+    size, span = (34, 255) if kind == "Q8_0" else (18, 15)
+    blocks = rng.integers(0, 256, (rows, columns // 32, size), dtype=np.uint8)
+    quants = blocks[:, :, 2:]
+    if kind == "Q8_0":
+        quants[quants == 128] = 0
+    else:
+        # 1 to 15, around the middle 8.
+        quants[quants & 15 == 0] |= 8
+        quants[quants < 16] |= 128
+    scale = np.array([0.02 * 12**0.5 / span], dtype=np.float16)
+    blocks[:, :, :2] = scale.view(np.uint8)
+    return blocks.reshape(rows, -1)
 
-    def matrix(name, *shape, f32=False):
-        x = rng.standard_normal(shape, dtype=np.float32) * 0.02
-        for kind, w in writers.items():
-            if f32:
-                w.add_tensor(name, x)
-            else:
-                raw = GGMLQuantizationType[kind]
-                w.add_tensor(name, quants.quantize(x, raw), raw_dtype=raw)
 
-    def ones(name, size):
-        for w in writers.values():
-            w.add_tensor(name, np.ones(size, dtype=np.float32))
-
+def tensors(config):
+    """Names, shapes and whether a tensor is in the file's format: matrices are, norms and routers are not."""
     hidden, head, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     experts, width = config["num_experts"], config["moe_intermediate_size"]
-    start = time.time()
-    matrix("token_embd.weight", vocab, hidden)
-    ones("output_norm.weight", hidden)
+    yield "token_embd.weight", (vocab, hidden), True
+    yield "output_norm.weight", (hidden,), False
     if not config["tie_word_embeddings"]:
-        matrix("output.weight", vocab, hidden)
+        yield "output.weight", (vocab, hidden), True
     for layer in range(config["num_hidden_layers"]):
         p = f"blk.{layer}."
         for name, size in [("attn_norm", hidden), ("ffn_norm", hidden), ("attn_q_norm", head), ("attn_k_norm", head)]:
-            ones(f"{p}{name}.weight", size)
-        matrix(p + "attn_q.weight", q, hidden)
-        matrix(p + "attn_k.weight", kv, hidden)
-        matrix(p + "attn_v.weight", kv, hidden)
-        matrix(p + "attn_output.weight", hidden, q)
-        matrix(p + "ffn_gate_inp.weight", experts, hidden, f32=True)
-        matrix(p + "ffn_gate_exps.weight", experts, width, hidden)
-        matrix(p + "ffn_up_exps.weight", experts, width, hidden)
-        matrix(p + "ffn_down_exps.weight", experts, hidden, width)
-        print(f"layer {layer}: {time.time() - start:.1f} s", flush=True)
-    for w in writers.values():
-        w.write_header_to_file()
-        w.write_kv_data_to_file()
-        w.write_tensors_to_file()
-        w.close()
+            yield f"{p}{name}.weight", (size,), False
+        yield p + "attn_q.weight", (q, hidden), True
+        yield p + "attn_k.weight", (kv, hidden), True
+        yield p + "attn_v.weight", (kv, hidden), True
+        yield p + "attn_output.weight", (hidden, q), True
+        yield p + "ffn_gate_inp.weight", (experts, hidden), False
+        yield p + "ffn_gate_exps.weight", (experts, width, hidden), True
+        yield p + "ffn_up_exps.weight", (experts, width, hidden), True
+        yield p + "ffn_down_exps.weight", (experts, hidden, width), True
+
+
+def main():
+    args = sys.argv[1:]
+    layers = None
+    if "--layers" in args:
+        at = args.index("--layers")
+        layers = int(args[at + 1])
+        del args[at : at + 2]
+    config_path, out = Path(args[0]), Path(args[1])
+    config = json.loads(config_path.read_text())
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
+    for kind in args[2:] or list(FILE_TYPES):
+        write(config, out / f"{config_path.stem}-{kind}.gguf", kind)
+
+
+def write(config, path, kind):
+    start = time.time()
+    w = writer(config, path, kind)
+    rng = np.random.Generator(np.random.SFC64(0))
+    for name, shape, matrix in tensors(config):
+        raw = GGMLQuantizationType[kind if matrix else "F32"]
+        block, size = gguf.GGML_QUANT_SIZES[raw]
+        count = math.prod(shape)
+        # The sizes of quantised tensors are given in bytes.
+        stored = (*shape[:-1], shape[-1] // block * size)
+        as_bytes = matrix and kind != "F32"
+        dtype = np.dtype(np.uint8 if as_bytes else np.float32)
+        w.add_tensor_info(name, stored if as_bytes else shape, dtype, count // block * size, raw)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_ti_data_to_file()
+    for name, shape, matrix in tensors(config):
+        if len(shape) == 1:
+            w.write_tensor_data(np.ones(shape, dtype=np.float32))
+        else:
+            w.write_tensor_data(random_rows(rng, kind if matrix else "F32", math.prod(shape[:-1]), shape[-1]))
+    w.close()
+    print(f"{path}: {time.time() - start:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 //! Answers in other forms: token ids instead of text, and messages with reasoning and tool calls.
 
+use model_runtime::RoutedExperts;
+
 use super::*;
 
 /// A run without a tokenizer.
@@ -60,6 +62,26 @@ fn what_needs_a_tokenizer_is_refused_without_one() {
     let body = json!({"messages": [{"role": "user", "content": "x"}]});
     let error = parse_with(parser, "/v1/chat/completions", body).err().unwrap();
     assert!(error.status == 400 && error.message.contains("needs a tokenizer"), "{}", error.message);
+}
+
+#[test]
+fn experts_are_returned_on_request() {
+    let routed = RoutedExperts::from_ids(2, 1, 2, vec![1, 2, 3, 0]).unwrap();
+    let answer = |job: &Job| {
+        let choice = Choice { routed_experts: Some(routed.clone()), ..choice("c", end()) };
+        completion::body("r", &job.form, &[choice], Some(&bytes())).unwrap()["choices"][0].clone()
+    };
+    let asked = completions(json!({"prompt": "ab", "return_routed_experts": true})).unwrap();
+    assert!(asked.requests[0].capture_routing);
+    assert_eq!(answer(&asked)["routed_experts"], json!(crate::routing::base64_npy(&routed)));
+    let plain = completions(json!({"prompt": "ab"})).unwrap();
+    assert!(!plain.requests[0].capture_routing && answer(&plain).get("routed_experts").is_none());
+    let defaults = Request { capture_routing: true, ..parser().defaults };
+    let body = json!({"messages": [{"role": "user", "content": "x"}], "return_routed_experts": false});
+    let job = parse_with(Parser { defaults, ..parser() }, "/v1/chat/completions", body).unwrap();
+    assert!(!job.requests[0].capture_routing, "the body wins over the flag");
+    let wrong = completions(json!({"prompt": "ab", "return_routed_experts": 1})).err().unwrap();
+    assert_eq!((wrong.status, wrong.param.as_deref()), (400, Some("return_routed_experts")));
 }
 
 #[test]

@@ -29,7 +29,11 @@ impl<T: Lanes> Form<T> for Floats<'_> {
         self.segments.clone().map(|segment| length(&self.w.parts[e].columns, segment)).sum()
     }
 
-    fn pack(&self, e: usize, rows: &[&[T]], panel: &mut [u32]) {
+    fn tile_rows(&self, _e: usize, _m: usize) -> usize {
+        dispatch(self.isa, Shape).1
+    }
+
+    fn pack(&self, e: usize, _m: usize, rows: &[&[T]], panel: &mut [u32]) {
         let columns = &self.w.parts[e].columns;
         let first = columns.segments[self.segments.clone()].first().and_then(|r| columns.blocks.get(r.start));
         let start = first.map_or(0, |block| block.start);

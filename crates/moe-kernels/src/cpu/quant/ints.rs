@@ -1,26 +1,25 @@
 //! Integer products: 16-bit fixed point times 4-bit or 8-bit integers.
 //!
-//! A block of x with largest magnitude in 2^e .. 2^(e + 1) becomes integers round(x / 2^(e - 14)), |integer| < 2^15: values
-//! of bf16 keep all their bits unless they lie more than 7 binades below the largest, and no error is above 2^-15 of it. The
-//! order of additions:
+//! Rows of x become integers in [`super::fixed`]. The order of additions:
 //!
 //! ```text
 //! for segment:  for block:  integer sum of x (q - zero), exact
 //!                           segment_sum = f32(integer) * (x scale * w scale) + segment_sum
 //!               sum = first segment ? segment_sum : sum + segment_sum
 //! ```
-//!
-//! A block with an infinity or NaN becomes NaN.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::{Bytes, Form, Nibbles, PREFETCH, Quants, Unit, unpacked};
+use super::fixed::{PackRows, put_pairs};
+#[cfg(target_arch = "x86_64")]
+use super::matrix_registers;
+use super::{Bytes, Form, Nibbles, PREFETCH, Quants, Unit, unpacked, words};
 use crate::cpu::simd::{LANES, Lanes, Simd};
-use crate::cpu::tile::{Shape, UNIT, UnitSums, with_rows};
+use crate::cpu::tile::{CACHE_LINE, Shape, UNIT, UnitSums, with_rows};
 use crate::cpu::{Kernel, dispatch};
 use crate::exec::CpuIsa;
-use crate::quant::{BLOCK, Block, Columns, QuantMatrix, STEP, ScalesView, middle};
+use crate::quant::{Block, Columns, QuantMatrix, STEP, ScalesView, middle};
 
 /// Words that follow the integers of a block: its scale, and minus the sum of its integers.
 pub(super) const TAIL: usize = 2;
@@ -46,18 +45,43 @@ fn blocks<'a>(columns: &'a Columns, segments: &Range<usize>) -> &'a [Block] {
 
 impl<T: Lanes> Form<T> for Ints<'_> {
     fn row_words(&self, e: usize) -> usize {
-        let blocks = blocks(&self.w.parts[e].columns, &self.segments).iter();
-        blocks.map(|block| block.steps() * STEP_WORDS + TAIL).sum()
+        let blocks = blocks(&self.w.parts[e].columns, &self.segments);
+        let (Some(first), Some(last)) = (blocks.first(), blocks.last()) else { return 0 };
+        (last.step + last.steps() - first.step) * STEP_WORDS + blocks.len() * TAIL
     }
 
-    fn pack(&self, e: usize, rows: &[&[T]], panel: &mut [u32]) {
+    fn tile_rows(&self, e: usize, m: usize) -> usize {
+        #[cfg(target_arch = "x86_64")]
+        if self.in_matrix_registers(e, m) {
+            return matrix_registers::ROWS;
+        }
+        let _ = (e, m);
+        dispatch(self.isa, Shape).1
+    }
+
+    fn pack(&self, e: usize, m: usize, rows: &[&[T]], panel: &mut [u32]) {
         let columns = &self.w.parts[e].columns;
         let (blocks, order) = (blocks(columns, &self.segments), columns.x.as_deref());
-        dispatch(self.isa, PackRows { rows, blocks, order, panel });
+        #[cfg(target_arch = "x86_64")]
+        if self.in_matrix_registers(e, m) {
+            let is_nibbles = self.w.step_bytes() == Nibbles::STEP_BYTES;
+            let m = rows.len();
+            let put = |ints: &[i32], block: Block, j: usize, out: &mut [u32]| {
+                matrix_registers::put(ints, is_nibbles, block, j, m, out);
+            };
+            return dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
+        }
+        let _ = m;
+        let put = |ints: &[i32], _: Block, j: usize, out: &mut [u32]| put_pairs(ints, j, rows.len(), out);
+        dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
     }
 
     fn unit(&self, e: usize, unit: Unit, x: &[u32], sums: &mut [UnitSums]) {
         let words = Form::<T>::row_words(self, e);
+        #[cfg(target_arch = "x86_64")]
+        if self.in_matrix_registers(e, sums.len()) {
+            return matrix_registers::unit(self, e, unit, words, x, sums);
+        }
         if sums.len() > dispatch(self.isa, DirectRows) {
             return unpacked::unit(self, e, unit, words, x, sums);
         }
@@ -81,6 +105,12 @@ impl Kernel for DirectRows {
 }
 
 impl Ints<'_> {
+    /// Whether m rows of x are multiplied by AMX.
+    #[cfg(target_arch = "x86_64")]
+    fn in_matrix_registers(&self, e: usize, m: usize) -> bool {
+        m > dispatch(self.isa, DirectRows) && matrix_registers::fits(self.isa, &self.w.parts[e].columns)
+    }
+
     /// One tile of x times a unit.
     fn tile<Q: Quants>(&self, e: usize, unit: Unit, x: &[u32], out: &mut [UnitSums], _: Q) {
         let together = dispatch(self.isa, Shape).0 == 2;
@@ -134,79 +164,6 @@ impl Panel<'_> {
             None => s.splat_word(middle),
         }
     }
-}
-
-/// Rows of x as 16-bit fixed point: for each block its integers by pairs, its scale, and minus their sum.
-struct PackRows<'a, T> {
-    rows: &'a [&'a [T]],
-    blocks: &'a [Block],
-    /// The column of x of each packed column.
-    order: Option<&'a [u32]>,
-    panel: &'a mut [u32],
-}
-
-impl<T: Lanes> Kernel for PackRows<'_, T> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let m = self.rows.len();
-        let (mut values, mut ints) = ([0.0; BLOCK], [0; BLOCK]);
-        for (j, row) in self.rows.iter().enumerate() {
-            let mut at = j;
-            for block in self.blocks {
-                let words = block.steps() * STEP_WORDS;
-                let (values, ints) = (&mut values[..2 * words], &mut ints[..2 * words]);
-                load(s, row, *block, self.order, values);
-                let tail = fixed(values, ints);
-                let (to, rest) = self.panel[at..].split_at_mut(words * m);
-                for (word, pair) in to.iter_mut().step_by(m).zip(ints.as_chunks::<2>().0) {
-                    *word = pair[0] as u32 & 0xffff | (pair[1] as u32) << 16;
-                }
-                for (i, word) in tail.into_iter().enumerate() {
-                    rest[i * m] = word;
-                }
-                at += (words + TAIL) * m;
-            }
-        }
-    }
-}
-
-/// The values of a block; what follows them is 0.
-#[inline(always)]
-fn load<S: Simd, T: Lanes>(s: S, row: &[T], block: Block, order: Option<&[u32]>, values: &mut [f32]) {
-    if let Some(order) = order {
-        let (values, rest) = values.split_at_mut(block.len);
-        for (value, &i) in values.iter_mut().zip(&order[block.start..]) {
-            *value = row[i as usize].widen();
-        }
-        rest.fill(0.0);
-        return;
-    }
-    let row = &row[block.start..][..block.len];
-    for (values, row) in values.chunks_mut(LANES).zip(row.chunks(LANES)) {
-        f32::store_some(s, T::load_some(s, row), values);
-    }
-}
-
-/// The integers of a block. Returns its scale and minus their sum.
-#[inline(always)]
-fn fixed(values: &[f32], ints: &mut [i32]) -> [u32; TAIL] {
-    /// 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits hold.
-    const ROUND: f32 = 12_582_912.0;
-    let largest = values.iter().fold(0, |most, v| (v.to_bits() & 0x7fff_ffff).max(most));
-    // Biased exponents. Below 2^-112 the scale stays; the values are then too small to matter.
-    let exponent = (largest >> 23).max(15);
-    if exponent == 255 {
-        ints.fill(0);
-        return [f32::NAN.to_bits(), 0];
-    }
-    let inverse = f32::from_bits((268 - exponent) << 23);
-    for (int, value) in ints.iter_mut().zip(values) {
-        *int = ((value * inverse + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
-    }
-    let sum: i32 = ints.iter().sum();
-    [(exponent - 14) << 23, sum.wrapping_neg() as u32]
 }
 
 /// A tile of rows of x times one or two panels.
@@ -288,20 +245,20 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
     for n in 1..N {
         q[n] = &t.panels[n].q[at..][..bytes];
     }
-    for (i, x) in ints.as_chunks::<M>().0.as_chunks::<STEP_WORDS>().0.iter().enumerate() {
-        let mut w = [[s.splat_word(0); STEP_WORDS]; N];
-        for n in 0..N {
-            let step = &q[n][i * Q::STEP_BYTES..][..Q::STEP_BYTES];
-            s.prefetch(step.as_ptr().wrapping_add(PREFETCH));
-            if Q::STEP_BYTES > 64 {
-                s.prefetch(step.as_ptr().wrapping_add(PREFETCH + 64));
+    let x = ints.as_chunks::<M>().0.as_chunks::<STEP_WORDS>().0;
+    if Q::NIBBLES && M == 1 {
+        in_place::<S, M, N>(s, &q, x, &mut acc);
+    } else {
+        for (i, x) in x.iter().enumerate() {
+            let mut w = [[s.splat_word(0); STEP_WORDS]; N];
+            for n in 0..N {
+                w[n] = Q::pairs(s, step::<S, Q>(s, q[n], i));
             }
-            w[n] = Q::pairs(s, step);
-        }
-        for j in 0..STEP_WORDS {
-            for m in 0..M {
-                for n in 0..N {
-                    acc[m][n] = s.dot_i16(acc[m][n], x[j][m], w[n][j]);
+            for j in 0..STEP_WORDS {
+                for m in 0..M {
+                    for n in 0..N {
+                        acc[m][n] = s.dot_i16(acc[m][n], x[j][m], w[n][j]);
+                    }
                 }
             }
         }
@@ -316,30 +273,52 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn words(values: &[f32]) -> (Vec<i32>, f32, i32) {
-        let (mut block, mut ints) = ([0.0; STEP], [1; STEP]);
-        block[..values.len()].copy_from_slice(values);
-        let [scale, sum] = fixed(&block, &mut ints);
-        (ints.to_vec(), f32::from_bits(scale), sum as i32)
+/// Step `i` of a panel; asks for what comes soon.
+#[inline(always)]
+fn step<S: Simd, Q: Quants>(s: S, q: &[u8], i: usize) -> &[u8] {
+    let step = &q[i * Q::STEP_BYTES..][..Q::STEP_BYTES];
+    for line in (0..Q::STEP_BYTES).step_by(CACHE_LINE) {
+        s.prefetch(step.as_ptr().wrapping_add(PREFETCH + line));
     }
+    step
+}
 
-    #[test]
-    fn a_block_is_fixed_point_around_its_largest_value() {
-        let (ints, scale, sum) = words(&[1.0, -1.9921875, 0.0078125, 0.00001, 3e-5]);
-        assert_eq!(ints, [16384, -32640, 128, 0, 0, 0, 0, 0]);
-        assert_eq!((scale, sum), (1.0 / 16384.0, 16128));
-        // Ties go to even.
-        assert_eq!(words(&[1.0, 0.5 / 16384.0, 1.5 / 16384.0]).0[1..3], [0, 2]);
-        assert_eq!(words(&[]), (vec![0; 8], f32::from_bits(1 << 23), 0));
-        for bad in [f32::NAN, f32::INFINITY] {
-            let (ints, scale, sum) = words(&[1.0, bad]);
-            assert!(ints == [0; 8] && scale.is_nan() && sum == 0);
+/// Adds the integer sums of a block of nibbles. Of the four nibbles of 16 bits the second and third are multiplied where
+/// they stand, 16 and 256 times too large, and summed apart: four instructions to unpack in the place of six. The
+/// sums are divided exactly, before those of the third, 256 * 15 * 32767 for a column, can pass 2^31.
+#[inline(always)]
+fn in_place<S: Simd, const M: usize, const N: usize>(
+    s: S,
+    q: &[&[u8]; N],
+    x: &[[[u32; M]; STEP_WORDS]],
+    acc: &mut [[S::Raw; N]; M],
+) {
+    /// Steps with two columns of each place.
+    const STEPS: usize = 8;
+    const { assert!(2 * STEPS * 256 * 15 * 32767 < 1 << 31) };
+    let mut second = [[s.splat_word(0); N]; M];
+    for (at, x) in x.chunks(STEPS).enumerate() {
+        let mut third = [[s.splat_word(0); N]; M];
+        for (i, x) in x.iter().enumerate() {
+            for n in 0..N {
+                let w = s.nibbles_in_place(words(s, step::<S, Nibbles>(s, q[n], at * STEPS + i)));
+                for m in 0..M {
+                    acc[m][n] = s.dot_i16(acc[m][n], x[0][m], w[0]);
+                    second[m][n] = s.dot_i16(second[m][n], x[1][m], w[1]);
+                    third[m][n] = s.dot_i16(third[m][n], x[2][m], w[2]);
+                    acc[m][n] = s.dot_i16(acc[m][n], x[3][m], w[3]);
+                }
+            }
         }
-        let (_, scale, _) = words(&[f32::MIN_POSITIVE]);
-        assert!(scale > 0.0 && scale.is_finite());
+        for m in 0..M {
+            for n in 0..N {
+                second[m][n] = s.add_words(second[m][n], s.sixteenth(third[m][n]));
+            }
+        }
+    }
+    for m in 0..M {
+        for n in 0..N {
+            acc[m][n] = s.add_words(acc[m][n], s.sixteenth(second[m][n]));
+        }
     }
 }

@@ -5,15 +5,18 @@
 //! - [`ints`]: integer weights with bf16 or f16 activations. A block of x (up to 128 columns of one group) becomes 16-bit
 //!   fixed point with a scale that is a power of two, finer than the rounding of its largest value; integer products are
 //!   exact in any order, and only the sums of blocks are f32. Weights are unpacked in registers for a few rows of x, and
-//!   into cache for more ([`unpacked`]).
+//!   into cache for more ([`unpacked`]), for AMX as bytes ([`matrix_registers`]).
 //! - [`floats`]: f32 activations, and FP8. Weights become f32 as they are defined and the product is that of
 //!   [`super::product`], so its bits are those of the dequantised f32 matrix.
 //!
 //! Work is cut as in [`super::gemm`]: rows of x are packed in waves, and a task is a unit of 32 rows of w for one piece of
 //! the rows of x.
 
+mod fixed;
 mod floats;
 mod ints;
+#[cfg(target_arch = "x86_64")]
+mod matrix_registers;
 mod unpacked;
 
 use std::cell::RefCell;
@@ -72,8 +75,10 @@ pub(crate) fn products<T: Lanes>(p: &QuantProducts<T>, ex: &Exec, epilogue: &imp
 trait Form<T>: Sync {
     /// Words of a packed row for matrix `e`.
     fn row_words(&self, e: usize) -> usize;
-    /// Packs a tile of rows; word i of row j goes to `panel[i * rows.len() + j]`.
-    fn pack(&self, e: usize, rows: &[&[T]], panel: &mut [u32]);
+    /// Rows of a tile, at most, where a matrix multiplies `m` rows.
+    fn tile_rows(&self, e: usize, m: usize) -> usize;
+    /// Packs a tile of rows, of `m` that matrix `e` multiplies, as [`unit`](Self::unit) wants them.
+    fn pack(&self, e: usize, m: usize, rows: &[&[T]], panel: &mut [u32]);
     /// The sums of packed rows with one unit of matrix `e`.
     fn unit(&self, e: usize, unit: Unit, x: &[u32], sums: &mut [UnitSums]);
 }
@@ -110,6 +115,8 @@ fn add(segment: &[UnitSums], total: &mut [UnitSums], add: bool, lanes: Range<usi
 trait Quants: Copy + Send + Sync {
     /// Bytes of a step of a panel.
     const STEP_BYTES: usize;
+    /// Whether a step holds nibbles, which [`Simd::nibbles_in_place`] gives with fewer shifts.
+    const NIBBLES: bool;
     /// The pairs of a step.
     fn pairs<S: Simd>(s: S, step: &[u8]) -> [S::Raw; 4];
 }
@@ -124,6 +131,7 @@ struct Bytes;
 
 impl Quants for Nibbles {
     const STEP_BYTES: usize = CACHE_LINE;
+    const NIBBLES: bool = true;
     #[inline(always)]
     fn pairs<S: Simd>(s: S, step: &[u8]) -> [S::Raw; 4] {
         s.nibbles(words(s, step))
@@ -132,6 +140,7 @@ impl Quants for Nibbles {
 
 impl Quants for Bytes {
     const STEP_BYTES: usize = 2 * CACHE_LINE;
+    const NIBBLES: bool = false;
     #[inline(always)]
     fn pairs<S: Simd>(s: S, step: &[u8]) -> [S::Raw; 4] {
         let (first, second) = step.split_at(CACHE_LINE);
@@ -204,14 +213,15 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
         let packed = &mut packed[first..][..words];
         let (mut rest, mut jobs) = (&mut *packed, Vec::new());
         for piece in pieces {
-            for (start, m) in tiles(self.ex.isa(), piece.rows) {
+            let most = self.form.tile_rows(piece.group, piece.rows);
+            for (start, m) in even_parts(piece.rows, piece.rows.div_ceil(most)) {
                 let (panel, tail) = rest.split_at_mut(m * self.form.row_words(piece.group));
                 rest = tail;
-                jobs.push((piece.group, piece.row + start, m, panel));
+                jobs.push((piece, piece.row + start, m, panel));
             }
         }
-        for_each_item(self.ex, jobs, words, |(group, row, m, panel)| {
-            self.form.pack(group, &self.x_rows(row, m)[..m], panel);
+        for_each_item(self.ex, jobs, words, |(piece, row, m, panel)| {
+            self.form.pack(piece.group, piece.rows, &self.x_rows(row, m)[..m], panel);
         });
         let packed = &*packed;
         for_each(self.ex, pieces.len() * units, words * units * UNIT, |task| {

@@ -96,6 +96,26 @@ pub(crate) fn zero_absent(cuda: &CudaExec, op: &str, slot_ids: SlotIds, mut out:
     })
 }
 
+/// `first_row` is the number of row 0.
+pub(crate) fn physical_ids(
+    cuda: &CudaExec,
+    op: &str,
+    topk_ids: View,
+    log2phy: View,
+    (hashed, first_row): (bool, u32),
+    mut out: ViewMut,
+) -> Result<()> {
+    let (n, top_k) = (count(op, topk_ids.elem_count())?, int(op, topk_ids.dims()[1])?);
+    let (experts, width) = (int(op, log2phy.dims()[0])?, int(op, log2phy.dims()[1])?);
+    let (ids, table) = (cuda.read(op, "topk_ids", topk_ids)?, cuda.read(op, "log2phy", log2phy)?);
+    let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
+    let hashed = i32::from(hashed);
+    // SAFETY: see above.
+    cuda.check(op, unsafe {
+        ffi::moe_any_physical_ids(ids, table, n, top_k, experts, width, first_row, hashed, out, stream)
+    })
+}
+
 pub(crate) fn mask_nonlocal(
     cuda: &CudaExec,
     op: &str,

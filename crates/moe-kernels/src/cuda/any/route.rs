@@ -6,10 +6,11 @@ use std::ptr::null;
 use candle_core::{DType, Result, bail};
 
 use super::{ffi, int};
-use crate::cuda::args::AnyRouteArgs;
+use crate::cuda::args::{AnyRouteArgs, StepRoutingArgs};
 use crate::door::{expect_matrix, expect_optional};
 use crate::exec::Exec;
 use crate::monolithic::GateScoring;
+use crate::step_routing::LayerRouting;
 use crate::view::{View, ViewMut};
 
 /// How [`route_into`] chooses.
@@ -67,12 +68,8 @@ pub struct Route<'a> {
     pub scale: f32,
     /// cap * tanh(x / cap) before anything else.
     pub softcap: Option<f32>,
-    /// Ids to force, [T, K] u32; a row of absent ids routes freely. Ids in range and distinct.
-    pub replay: Option<View<'a>>,
-    /// Seed of a random, evenly spread choice that replaces the ids.
-    pub balance: Option<u64>,
-    /// MoE layer, row of the step that row 0 is, and number of the step: what `balance` varies by.
-    pub place: (usize, usize, u64),
+    /// Where the choices are left, zero experts among them, and what is forced.
+    pub routing: LayerRouting<'a>,
     /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::take_tokens_into` writes it), are
     /// padding and get no expert.
     pub padded: bool,
@@ -87,10 +84,6 @@ pub struct RouteOut<'a> {
     pub topk_weights: ViewMut<'a>,
     /// \[T\] f32: the weights of zero experts.
     pub zero_weights: Option<ViewMut<'a>>,
-    /// [T, K] u32: the routed ids, zero experts among them.
-    pub capture: Option<ViewMut<'a>>,
-    /// \[experts\] i64 counts that the routed ids are added to.
-    pub heat: Option<ViewMut<'a>>,
 }
 
 /// Routes rows on a CUDA device by any method, with the bits of the CPU's router. A NaN logit is
@@ -135,14 +128,10 @@ pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result
         token_ids: table.1,
         given_ids: given.0,
         given_weights: given.1,
-        replay: read("replay", route.replay)?,
-        capture: write("capture", &mut out.capture)?,
-        expert_load: write("heat", &mut out.heat)?,
         valid: if route.padded { cuda.valid_rows()?.cast_const().cast() } else { null() },
         topk_ids: cuda.write(OP, "topk_ids", &mut out.topk_ids)?,
         topk_weights: cuda.write(OP, "topk_weights", &mut out.topk_weights)?,
         zero_weights: write("zero_expert_weights", &mut out.zero_weights)?,
-        balance_seed: route.balance.unwrap_or(0),
         tokens: size(tokens)?,
         experts: size(route.experts)?,
         zero_experts: size(zero_experts)?,
@@ -154,13 +143,10 @@ pub fn route_into(route: &Route<'_>, mut out: RouteOut<'_>, ex: &Exec) -> Result
         selection,
         scoring: route.scoring,
         renormalize: i32::from(route.renormalize),
-        balance: i32::from(route.balance.is_some()),
         softcap: route.softcap.unwrap_or(0.0),
         scale: route.scale,
         shared_weight: route.shared.1,
-        first_row: route.place.1 as u32,
-        layer: route.place.0 as u32,
-        step: route.place.2 as u32,
+        routing: StepRoutingArgs::of(OP, &route.routing, (tokens, route.experts, route.top_k), cuda)?,
     };
     let stream = cuda.raw()?;
     // SAFETY: dims and dtypes are checked, so each pointer covers what AnyRouteArgs states; the kernel
@@ -176,7 +162,6 @@ fn check(op: &str, route: &Route<'_>, out: &RouteOut<'_>, tokens: usize, logits:
     };
     input("router_logits", Some(route.logits), DType::F32, &[tokens, logits])?;
     input("correction_bias", route.bias, DType::F32, &[logits])?;
-    input("replay", route.replay, DType::U32, &routed)?;
     match route.choice {
         Choice::Hash { table, token_ids } => {
             input("hash table", Some(table), DType::U32, &[table.rows(), route.top_k])?;
@@ -191,7 +176,5 @@ fn check(op: &str, route: &Route<'_>, out: &RouteOut<'_>, tokens: usize, logits:
     let zero = out.zero_weights.as_ref().map(ViewMut::as_view);
     input("topk_ids", Some(out.topk_ids.as_view()), DType::U32, &slots)?;
     input("topk_weights", Some(out.topk_weights.as_view()), DType::F32, &slots)?;
-    input("zero_expert_weights", zero, DType::F32, &[tokens])?;
-    input("capture", out.capture.as_ref().map(ViewMut::as_view), DType::U32, &routed)?;
-    input("heat", out.heat.as_ref().map(ViewMut::as_view), DType::I64, &[route.experts])
+    input("zero_expert_weights", zero, DType::F32, &[tokens])
 }

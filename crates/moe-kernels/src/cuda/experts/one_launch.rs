@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, bail};
 
 use super::launch::Packs;
-use crate::cuda::args::{In, LayerStreamArgs, Out, Output, QuantLayerStreamArgs};
+use crate::cuda::args::{In, LayerStreamArgs, Out, Output, QuantLayerStreamArgs, StepRoutingArgs};
 use crate::cuda::{ffi, small};
 use crate::exec::Exec;
 use crate::monolithic::{Gate, GateScoring, PreNorm};
@@ -58,6 +58,13 @@ impl OneLaunch<'_> {
         let state = cuda.counters("layer_stream", bytes.div_ceil(4))?;
         let padded = gate.is_some_and(|gate| gate.padded);
         let valid = if padded { cuda.valid_rows()?.cast_const() } else { std::ptr::null() };
+        let routing = match gate {
+            Some(gate) => {
+                let sizes = (s.tokens, s.num_ids.saturating_sub(gate.shared), gate.top_k);
+                StepRoutingArgs::of(op, &gate.routing, sizes, cuda)?
+            }
+            None => StepRoutingArgs::NONE,
+        };
         // The same fields in both forms.
         macro_rules! args {
             ($name:ident { $($own:tt)* }) => {
@@ -89,6 +96,7 @@ impl OneLaunch<'_> {
                     softcap: gate.and_then(|gate| gate.softcap).unwrap_or(0.),
                     shared: small(op, gate.map_or(0, |gate| gate.shared))?,
                     shared_weight: gate.map_or(1., |gate| gate.shared_weight),
+                    routing,
                     $($own)*
                 }
             };

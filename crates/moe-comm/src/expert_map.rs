@@ -1,0 +1,245 @@
+//! Which expert each physical slot of a layer holds.
+//!
+//! A rank has slots for experts, and a layer numbers the slots of all ranks through: rank 0's first. Routers choose *logical*
+//! experts, the model's; ranks compute *physical* ones, which are slots. Without a map both are the same. With one an
+//! expert may have copies on several ranks, ranks may have different numbers of slots, and what a slot holds may change while
+//! a slot never changes its rank. Names are those of DeepSeek's and vLLM's load balancing: `phy2log`, `log2phy`.
+
+use std::ops::Range;
+
+use crate::error::{GeometryError, refuse};
+use crate::placement::{ExpertLayout, partition};
+
+/// The expert of every slot of a layer. Every expert has a slot, and no rank holds one twice.
+///
+/// ```
+/// use moe_comm::ExpertMap;
+/// let map = ExpertMap::new(3, &[vec![0, 2], vec![1, 0]])?;
+/// assert_eq!((map.num_slots(), map.rank_of(2)), (4, Some(1)));
+/// assert_eq!(map.log2phy(None), [0, 3, 2, -1, 1, -1]);
+/// # Ok::<(), moe_comm::GeometryError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExpertMap {
+    num_experts: usize,
+    /// Logical expert of each slot, `[P]`.
+    phy2log: Vec<u32>,
+    /// The first slot of each rank, and P, `[ranks + 1]`.
+    first: Vec<usize>,
+}
+
+/// A slot that gets another expert, and from where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotTransfer {
+    /// The logical expert.
+    pub expert: u32,
+    /// The slot that holds it before.
+    pub from: usize,
+    /// The slot that holds it afterwards.
+    pub to: usize,
+}
+
+impl ExpertMap {
+    /// The map of `num_experts` logical experts, from the experts in the slots of each rank.
+    ///
+    /// # Errors
+    /// No rank or expert; too many slots; an expert that there is not, that a rank holds twice, or that no rank holds.
+    pub fn new(num_experts: usize, ranks: &[Vec<u32>]) -> Result<Self, GeometryError> {
+        let ends = ranks.iter().scan(0, |end, slots| {
+            *end += slots.len();
+            Some(*end)
+        });
+        let first = std::iter::once(0).chain(ends).collect();
+        Self { num_experts, phy2log: Vec::new(), first }.with_phy2log(ranks.concat())
+    }
+
+    /// The usual start: all experts in order, then copies of experts 0, 1, .., in even runs over the ranks.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); more copies than `ranks` ranks can hold without holding an expert twice.
+    pub fn initial(num_experts: usize, redundant: usize, ranks: usize) -> Result<Self, GeometryError> {
+        let Some(slots) = num_experts.checked_add(redundant).filter(|&slots| slots <= i32::MAX as usize)
+        else {
+            refuse!(GeometryError, "{num_experts} experts and {redundant} redundant ones are too many slots")
+        };
+        if num_experts > 0 && slots.div_ceil(ranks.max(1)) > num_experts {
+            refuse!(
+                GeometryError,
+                "{redundant} redundant experts: {ranks} ranks hold {num_experts} experts at most once each, so at most {} \
+                 are redundant",
+                num_experts * ranks.saturating_sub(1)
+            )
+        }
+        let rank =
+            |rank| partition(slots, ranks, rank).map(|slot| (slot % num_experts.max(1)) as u32).collect();
+        Self::new(num_experts, &(0..ranks).map(rank).collect::<Vec<_>>())
+    }
+
+    /// The same slots with other experts in them, `[P]`.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); another number of slots.
+    pub fn with_phy2log(&self, phy2log: Vec<u32>) -> Result<Self, GeometryError> {
+        let (experts, ranks) = (self.num_experts, self.num_ranks());
+        let max = i32::MAX as usize;
+        if experts == 0 || ranks == 0 || phy2log.len() > max {
+            refuse!(
+                GeometryError,
+                "expected at least one expert, one rank and at most {max} slots, got {experts} experts on {ranks} ranks \
+                 with {} slots",
+                phy2log.len()
+            )
+        }
+        let map = Self { phy2log, ..self.clone() };
+        if map.phy2log.len() != map.slots(ranks - 1).end {
+            let (expected, got) = (map.slots(ranks - 1).end, map.phy2log.len());
+            refuse!(GeometryError, "expected the experts of {expected} slots, got {got}")
+        }
+        // The last rank on which an expert was seen, counted from 1.
+        let mut seen = vec![0; experts];
+        for rank in 0..ranks {
+            for slot in map.slots(rank) {
+                let expert = map.phy2log[slot];
+                match seen.get_mut(expert as usize) {
+                    None => refuse!(
+                        GeometryError,
+                        "slot {slot} of rank {rank} holds expert {expert}; expected 0..{experts}"
+                    ),
+                    Some(last) if *last == rank + 1 => refuse!(
+                        GeometryError,
+                        "slot {slot}: rank {rank} holds expert {expert} twice; copies belong on different ranks"
+                    ),
+                    Some(last) => *last = rank + 1,
+                }
+            }
+        }
+        if let Some(expert) = seen.iter().position(|&last| last == 0) {
+            let slots = map.num_slots();
+            refuse!(GeometryError, "none of the {slots} slots holds expert {expert}; every expert needs one")
+        }
+        Ok(map)
+    }
+
+    /// Logical experts E.
+    pub fn num_experts(&self) -> usize {
+        self.num_experts
+    }
+
+    /// Physical experts P: the slots of all ranks.
+    pub fn num_slots(&self) -> usize {
+        self.phy2log.len()
+    }
+
+    /// Ranks that share the slots.
+    pub fn num_ranks(&self) -> usize {
+        self.first.len() - 1
+    }
+
+    /// The logical expert of each slot, `[P]`.
+    pub fn phy2log(&self) -> &[u32] {
+        &self.phy2log
+    }
+
+    /// The slots of a rank, none for a rank that there is not.
+    pub fn slots(&self, rank: usize) -> Range<usize> {
+        let end = self.first[self.first.len() - 1];
+        let of = |rank: usize| self.first.get(rank).copied().unwrap_or(end);
+        of(rank)..of(rank.saturating_add(1))
+    }
+
+    /// The logical experts of a rank, in the order of its slots.
+    pub fn experts(&self, rank: usize) -> &[u32] {
+        &self.phy2log[self.slots(rank)]
+    }
+
+    /// The rank of a slot.
+    pub fn rank_of(&self, slot: usize) -> Option<usize> {
+        // The last rank that begins there or before: ranks without slots begin where the next one does.
+        (slot < self.num_slots()).then(|| self.first.partition_point(|&first| first <= slot) - 1)
+    }
+
+    /// Copies that an expert can have at most, with any experts in these slots: P - E + 1.
+    pub fn max_copies(&self) -> usize {
+        self.num_slots() + 1 - self.num_experts
+    }
+
+    /// The slots of every expert, `[E, max_copies]` ascending and padded with -1. With `near`, an expert that this rank
+    /// holds has that slot alone.
+    pub fn log2phy(&self, near: Option<usize>) -> Vec<i32> {
+        let width = self.max_copies();
+        let mut map = vec![-1; self.num_experts * width];
+        let mut copies = vec![0; self.num_experts];
+        for (slot, &expert) in self.phy2log.iter().enumerate() {
+            let expert = expert as usize;
+            map[expert * width + copies[expert]] = slot as i32;
+            copies[expert] += 1;
+        }
+        for slot in near.map_or(0..0, |rank| self.slots(rank)) {
+            let row = self.phy2log[slot] as usize * width;
+            map[row..row + width].fill(-1);
+            map[row] = slot as i32;
+        }
+        map
+    }
+
+    /// The layout of the physical experts as `rank` sees it: it does not change with what the slots hold.
+    ///
+    /// # Errors
+    /// A rank that there is not.
+    pub fn layout(&self, rank: usize) -> Result<ExpertLayout, GeometryError> {
+        let ranks = self.num_ranks();
+        if rank >= ranks {
+            refuse!(GeometryError, "rank {rank} is outside of a map of {ranks} ranks")
+        }
+        let own = self.slots(rank);
+        let local = |slot: usize| if own.contains(&slot) { (slot - own.start) as i32 } else { -1 };
+        let owners = (0..ranks).flat_map(|rank| self.slots(rank).map(move |_| rank as u32));
+        Ok(ExpertLayout {
+            local_experts: own.clone().map(|slot| slot as u32).collect(),
+            expert_map: (ranks > 1).then(|| (0..self.num_slots()).map(local).collect()),
+            owners: owners.collect(),
+        })
+    }
+
+    /// What turns this map into `target`, by ascending slot: each slot that gets another expert reads it from a slot of this map,
+    /// on its own rank if that holds the expert, else from the rank that has sent least. All read what is there
+    /// before any is written.
+    ///
+    /// # Errors
+    /// A map of other slots or experts.
+    pub fn transfers(&self, target: &Self) -> Result<Vec<SlotTransfer>, GeometryError> {
+        if (self.num_experts, &self.first) != (target.num_experts, &target.first) {
+            refuse!(
+                GeometryError,
+                "a map of {} experts in {} slots cannot become one of {} in {}, or with other slots per rank",
+                self.num_experts,
+                self.num_slots(),
+                target.num_experts,
+                target.num_slots()
+            )
+        }
+        let (copies, width) = (self.log2phy(None), self.max_copies());
+        let mut sent = vec![0usize; self.num_ranks()];
+        let mut transfers = Vec::new();
+        for (to, (&before, &expert)) in self.phy2log.iter().zip(&target.phy2log).enumerate() {
+            if before == expert {
+                continue;
+            }
+            let here = self.rank_of(to);
+            let holders = copies[expert as usize * width..][..width]
+                .iter()
+                .filter_map(|&slot| usize::try_from(slot).ok());
+            let cost = |&slot: &usize| {
+                let rank = self.rank_of(slot);
+                (rank != here, rank.map_or(0, |rank| sent[rank]), slot)
+            };
+            // Every expert has a slot, so there is one to read.
+            let Some(from) = holders.min_by_key(cost) else { continue };
+            if let Some(rank) = self.rank_of(from).filter(|&rank| Some(rank) != here) {
+                sent[rank] += 1;
+            }
+            transfers.push(SlotTransfer { expert, from, to });
+        }
+        Ok(transfers)
+    }
+}

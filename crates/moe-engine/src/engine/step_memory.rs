@@ -1,0 +1,77 @@
+//! What the largest step takes of a GPU beside weights and KV cache, found out by running it before the cache is made, as vLLM
+//! profiles a run. Its buffers stay in the workspace, so the cache may have what is free afterwards.
+
+use anyhow::{Context, Result};
+use model_runtime::{CausalLm, Exec, KvCache, LogitsRows, SequenceStep, Step, StepContext, run_step};
+
+use super::config::{Capacity, EngineConfig};
+
+/// Left for what is made later: recorded graphs, tables of a step.
+const RESERVE: u64 = 256 << 20;
+
+/// Whether a step must run first: the cache would take more than half of what is free, and no other rank takes part.
+pub(super) fn is_tight(
+    config: &EngineConfig,
+    capacity: &Capacity,
+    free: Option<u64>,
+    model: &dyn CausalLm,
+) -> Result<bool> {
+    let bytes = capacity.num_blocks.saturating_mul(config.block_size * model.info().kv.bytes_per_token()?);
+    let large = free.is_some_and(|free| bytes as u64 > free / 2);
+    let alone = config.ranks == 1 && !config.lockstep && model.ranks().is_none();
+    Ok(config.kv_cache_memory.is_none() && large && alone)
+}
+
+/// Runs the largest step and returns how many bytes the KV cache may take then. All positions share one block, so no cache is
+/// needed for it.
+pub(super) fn budget(
+    model: &dyn CausalLm,
+    config: &EngineConfig,
+    capacity: &Capacity,
+    ex: &mut Exec,
+) -> Result<usize> {
+    let info = model.info();
+    let mut kv = KvCache::new_on(ex.device(), info.kv, 1, config.block_size)?;
+    kv.commit(ex)?;
+    let rows = config.max_num_batched_tokens;
+    let step = largest(rows, capacity.max_model_len, info.vocab_size, info.kv.value_dim.is_none(), config)?;
+    let mut context = StepContext::default();
+    let logits = run_step(model, &step, &mut kv, None, &mut context, ex).with_context(|| {
+        format!("a step of {rows} rows does not fit the memory that the weights leave; lower --max-num-batched-tokens")
+    })?;
+    ex.synchronize()?;
+    drop((logits, kv));
+    let logits = config.max_num_seqs.next_power_of_two().saturating_mul(info.vocab_size).saturating_mul(4);
+    let (free, _) = config.free_and_budget(ex)?;
+    let left = free.unwrap_or_default().saturating_sub(RESERVE).saturating_sub(logits as u64);
+    Ok(usize::try_from(left)?)
+}
+
+/// A step of `rows` rows, as sequences of at most `longest` tokens. Where a step makes keys and values out of latent rows of all
+/// positions that it sees (`latent`), its rows are the last ones of their sequence.
+fn largest(rows: usize, longest: usize, vocab: usize, latent: bool, config: &EngineConfig) -> Result<Step> {
+    let token_ids: Vec<u32> = (0..rows).map(|i| (i % vocab) as u32).collect();
+    let blocks = vec![0; longest.div_ceil(config.block_size)];
+    let sequences = token_ids.chunks(longest.max(1)).map(|chunk| {
+        let start = if latent { longest - chunk.len() } else { 0 };
+        let end = start + chunk.len();
+        let blocks = &blocks[..end.div_ceil(config.block_size)];
+        SequenceStep { token_ids: chunk, start, prompt_len: end, blocks, logits: LogitsRows::Last }
+    });
+    Ok(Step::new(sequences, config.block_size)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_step_has_all_rows() {
+        let config = EngineConfig::default();
+        let step = largest(100, 40, 7, false, &config).unwrap();
+        assert_eq!((step.num_tokens(), step.num_sequences(), step.num_logits()), (100, 3, 3));
+        assert_eq!((step.positions()[0], step.positions()[40], step.positions()[99]), (0, 0, 19));
+        let step = largest(30, 4000, 7, true, &config).unwrap();
+        assert_eq!((step.num_tokens(), step.positions()[0], step.positions()[29]), (30, 3970, 3999));
+    }
+}

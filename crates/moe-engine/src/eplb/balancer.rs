@@ -1,0 +1,240 @@
+//! The one place that decides: collects counts, has plans made, and says which round of which move comes next.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use model_runtime::CausalLm;
+use moe_eplb::control::{Action, Controller, Intervals, Planner, ThreadPlanner};
+use moe_eplb::heat::{CountKind, Heat, Stage, StageFilter};
+use moe_eplb::{Objective, Placement, Topology, layer_par};
+use moe_layer::{ExpertHeat, ExpertMap, MoveRound, MoveStatus};
+use tracing::{info, warn};
+
+use super::config::EplbConfig;
+use super::planner::RoundPlanner;
+use super::stats::EplbStats;
+use crate::engine::StepLoad;
+use crate::usage;
+
+/// Parts of the window whose peaks a plan looks at one by one: the planner's lanes.
+const EPISODES: usize = 16;
+
+/// Balances the experts of a run.
+pub(crate) struct Balancer {
+    bytes_per_step: usize,
+    topology: Topology,
+    slot_len: usize,
+    heat: Heat,
+    planner: RoundPlanner,
+    controller: Controller<Box<dyn Planner + Send>>,
+    /// Where the run began.
+    first: Placement,
+    /// Layers that the plan moves next.
+    queue: VecDeque<usize>,
+    /// The layer that is moving, and its experts that come to another rank.
+    moving: Option<(usize, u64)>,
+    /// When the window was looked at last, and steps since.
+    since: (Instant, u32),
+    stats: EplbStats,
+}
+
+impl Balancer {
+    /// A balancer of a model whose experts were loaded to be moved.
+    ///
+    /// # Errors
+    /// Settings that cannot be; experts that do not move; slots that the ranks do not have in equal numbers.
+    pub fn new(model: &dyn CausalLm, config: &EplbConfig) -> Result<Self> {
+        config.check()?;
+        let maps = maps(model)?;
+        let (Some(map), Some(slot_len)) = (maps.first(), model.placed_experts(0).and_then(|p| p.slot_len()))
+        else {
+            bail!(
+                "load balancing: the model's experts were not loaded to be moved; load it with --enable-eplb"
+            )
+        };
+        let topology = topology(map)?;
+        if maps.iter().any(|other| !has_even_slots(other) || other.num_slots() != map.num_slots()) {
+            return Err(usage(
+                "--enable-eplb: the expert map gives ranks or layers different numbers of slots",
+            ));
+        }
+        let phy2log = maps.iter().flat_map(|map| map.phy2log().iter().copied()).collect();
+        let first = Placement::from_phy2log(&topology, maps.len(), phy2log)?;
+        let planner = RoundPlanner::new(config, topology, maps.len(), slot_len)?;
+        let plan = planner.clone();
+        let thread = ThreadPlanner::new(move |loads, current| plan.plan(&loads, &current));
+        let intervals = Intervals {
+            collect: config.interval as u32,
+            plan: config.plan_steps as u32,
+            // One after the other: a step moves `bytes_per_step` bytes, whatever layer they are of.
+            layers_per_step: usize::MAX,
+        };
+        Ok(Self {
+            bytes_per_step: config.bytes_per_step,
+            topology,
+            slot_len,
+            heat: Heat::new(maps.len(), topology.experts(), config.window, StageFilter::All)?,
+            planner,
+            controller: Controller::new(
+                intervals,
+                Box::new(thread) as Box<dyn Planner + Send>,
+                first.clone(),
+            )?,
+            first,
+            queue: VecDeque::new(),
+            moving: None,
+            since: (Instant::now(), 0),
+            stats: EplbStats::default(),
+        })
+    }
+
+    /// Counters so far.
+    pub fn stats(&self) -> EplbStats {
+        let counters = self.controller.counters();
+        EplbStats { plans: counters.applied, dropped: counters.dropped, ..self.stats.clone() }
+    }
+
+    /// Advances by one step, of which `loads` were counted; the round of a move that all ranks run before the next one.
+    ///
+    /// # Errors
+    /// Counts of another model.
+    pub fn step(&mut self, loads: &[StepLoad]) -> Result<Option<MoveRound>> {
+        for load in loads {
+            self.observe(load).context("counting the experts of a step")?;
+        }
+        self.since.1 += 1;
+        match self.controller.step(!loads.is_empty()) {
+            Action::None => {}
+            Action::Gather => {
+                let (start, steps) = std::mem::replace(&mut self.since, (Instant::now(), 0));
+                let seconds = start.elapsed().as_secs_f64() / f64::from(steps.max(1));
+                self.planner.set_costs(|costs| costs.seconds_per_step = seconds);
+                self.controller.planned_with(self.heat.episodes(EPISODES)?)?;
+            }
+            Action::Agree { ready } => {
+                self.controller.agreed(ready)?;
+                if !ready {
+                    let why = self.controller.last_failure().unwrap_or("no plan");
+                    warn!("load balancing: experts stay where they are: {why}");
+                }
+            }
+            Action::Transfer { layers } => self.begin(layers),
+        }
+        if self.moving.is_none() {
+            self.next_layer();
+        }
+        let Some(((layer, _), target)) = self.moving.zip(self.controller.target()) else { return Ok(None) };
+        let phy2log = target.layer(layer).to_vec();
+        Ok(Some(MoveRound { layer, phy2log, bytes: self.bytes_per_step }))
+    }
+
+    /// A round has been run: how the move stands, and how long the ranks took.
+    ///
+    /// # Errors
+    /// A round that was not asked for.
+    pub fn moved(&mut self, status: &MoveStatus, took: Duration) -> Result<()> {
+        let Some((layer, experts)) = self.moving else { bail!("load balancing: no expert was moving") };
+        self.stats.waited(took);
+        match status {
+            MoveStatus::Underway => return Ok(()),
+            MoveStatus::Moved => {
+                self.stats.layers += 1;
+                self.stats.experts += experts;
+                self.stats.bytes += experts * self.slot_len as u64;
+                self.planner.moved(layer);
+                if self.stats.bytes > 0 {
+                    let seconds = self.stats.stall / self.stats.bytes as f64;
+                    self.planner.set_costs(|costs| costs.seconds_per_byte = seconds);
+                }
+                if let Some(p) = self.planner.proposal(layer) {
+                    info!(
+                        layer,
+                        experts,
+                        bytes = p.bytes,
+                        "experts moved: peak over mean load {:.3}, expected {:.3}",
+                        p.current_par,
+                        p.new_par
+                    );
+                }
+            }
+            MoveStatus::RolledBack(faults) => {
+                self.stats.rolled_back += 1;
+                self.queue.clear();
+                for fault in faults {
+                    warn!("experts of layer {layer} stay where they were: {fault}");
+                }
+            }
+        }
+        self.moving = None;
+        self.controller.transferred(layer, *status == MoveStatus::Moved)?;
+        Ok(())
+    }
+
+    fn begin(&mut self, layers: Vec<usize>) {
+        info!(layers = layers.len(), "load balancing: a plan moves experts of these layers");
+        self.queue = layers.into();
+    }
+
+    fn next_layer(&mut self) {
+        let Some((layer, target)) = self.queue.pop_front().zip(self.controller.target()) else { return };
+        let (now, next) = (self.controller.placement().layer(layer), target.layer(layer));
+        let k = self.topology.slots_per_device();
+        let comes = |(rank, &expert): (usize, &u32)| !now[rank * k..][..k].contains(&expert);
+        let experts =
+            next.iter().enumerate().map(|(slot, expert)| (slot / k, expert)).filter(|&e| comes(e)).count();
+        self.moving = Some((layer, experts as u64));
+    }
+
+    fn observe(&mut self, load: &StepLoad) -> Result<()> {
+        let stage = if load.prefill_rows > 0 { Stage::Prefill } else { Stage::Decode };
+        self.heat.begin_step(stage);
+        for layer in 0..load.counts.layers() {
+            self.heat.record(layer, load.counts.layer(layer), CountKind::Counts)?;
+        }
+        self.heat.end_step();
+        self.stats.steps += 1;
+        self.stats.par_sum += self.par(&load.counts, self.controller.placement());
+        self.stats.static_par_sum += self.par(&load.counts, &self.first);
+        Ok(())
+    }
+
+    /// Peak over mean load of the ranks in a step, the mean of all layers.
+    fn par(&self, counts: &ExpertHeat, placement: &Placement) -> f64 {
+        let (experts, ranks, layers) = (self.topology.experts(), self.topology.devices(), counts.layers());
+        let of = |layer: usize| {
+            let loads: Vec<f64> = counts.layer(layer).iter().map(|&count| count as f64).collect();
+            layer_par(&loads, placement.layer(layer), experts, ranks, Objective::Aggregate)
+        };
+        (0..layers).map(of).sum::<f64>() / layers.max(1) as f64
+    }
+}
+
+/// The maps of all MoE layers.
+pub(crate) fn maps(model: &dyn CausalLm) -> Result<Vec<ExpertMap>> {
+    let Some(moe) = &model.info().moe else { bail!("load balancing: the model has no routed experts") };
+    let map = |layer| {
+        let placed = model.placed_experts(layer).map(|placed| placed.map());
+        placed.context(
+            "load balancing: the model's experts were not loaded to be moved; load it with --enable-eplb",
+        )
+    };
+    (0..moe.layers.len()).map(map).collect()
+}
+
+fn has_even_slots(map: &ExpertMap) -> bool {
+    (0..map.num_ranks()).all(|rank| map.slots(rank).len() * map.num_ranks() == map.num_slots())
+}
+
+fn topology(map: &ExpertMap) -> Result<Topology> {
+    let (experts, slots, ranks) = (map.num_experts(), map.num_slots(), map.num_ranks());
+    if !slots.is_multiple_of(ranks) {
+        let fits = slots.next_multiple_of(ranks) - experts;
+        return Err(usage(format!(
+            "--enable-eplb: {experts} experts and {} redundant ones do not divide over {ranks} ranks; use \
+             --num-redundant-experts {fits}",
+            slots - experts
+        )));
+    }
+    Ok(Topology::new(experts, slots, ranks)?)
+}

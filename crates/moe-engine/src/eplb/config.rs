@@ -1,0 +1,146 @@
+//! Settings of load balancing. Names are vLLM's where it has one.
+
+use std::str::FromStr;
+
+use anyhow::Result;
+use moe_eplb::policy::{Deepseek, FlashLb, Joint, Policy, Swift};
+use serde::{Deserialize, Serialize};
+
+use crate::usage;
+
+/// When experts move, and how much at a time.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EplbConfig {
+    /// Steps whose counts a plan is made from: the latest.
+    pub window: usize,
+    /// Counted steps from one plan to the next.
+    pub interval: usize,
+    /// Steps after which a plan that is not ready is given up.
+    pub plan_steps: usize,
+    /// How placements are found.
+    pub policy: EplbPolicy,
+    /// Experts that move for one plan, all layers together, at most.
+    pub max_moves: Option<usize>,
+    /// Bytes that travel between two steps, all ranks together, at most (and at least one).
+    pub bytes_per_step: usize,
+    /// What a layer's new placement must gain in peak over mean load.
+    pub min_gain: f64,
+    /// Whether a layer moves only if it saves more time until the next plan than its bytes cost.
+    pub must_pay: bool,
+}
+
+impl Default for EplbConfig {
+    fn default() -> Self {
+        Self {
+            window: 1000,
+            interval: 3000,
+            plan_steps: 100,
+            policy: EplbPolicy::Joint,
+            max_moves: None,
+            bytes_per_step: 64 << 20,
+            min_gain: 0.02,
+            must_pay: true,
+        }
+    }
+}
+
+impl EplbConfig {
+    /// # Errors
+    /// A setting that cannot be, by its flag: a [`UsageError`](crate::UsageError).
+    pub fn check(&self) -> Result<()> {
+        let most = u32::MAX as usize;
+        for (flag, value) in [
+            ("--eplb-window", self.window),
+            ("--eplb-interval", self.interval),
+            ("--eplb-plan-steps", self.plan_steps),
+            ("--eplb-bytes-per-step", self.bytes_per_step),
+            ("--eplb-max-moves", self.max_moves.unwrap_or(1)),
+        ] {
+            if value == 0 || (value > most && flag != "--eplb-bytes-per-step") {
+                return Err(usage(format!("{flag} {value}: expected 1 to {most}")));
+            }
+        }
+        if self.min_gain.is_nan() || self.min_gain < 0.0 {
+            return Err(usage(format!("--eplb-min-gain {}: expected a number of at least 0", self.min_gain)));
+        }
+        Ok(())
+    }
+}
+
+/// A way to find placements; `docs/eplb.md` compares them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum EplbPolicy {
+    /// Copies and places searched together, with a price on moves.
+    #[default]
+    Joint,
+    /// FlashLB's tree search.
+    FlashLb,
+    /// Few exchanges, after SwiftBalance.
+    Swift,
+    /// DeepSeek's, which is vLLM's default.
+    Deepseek,
+}
+
+/// What moving every slot would have to gain: with 8 ranks 15 to 19 % of the slots then move after a drift, for 0.01 of the
+/// balance (docs/eplb.md).
+const MOVE_PRICE: f64 = 0.07;
+
+impl EplbPolicy {
+    /// Every policy.
+    pub const ALL: [Self; 4] = [Self::Joint, Self::FlashLb, Self::Swift, Self::Deepseek];
+
+    /// The name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Joint => "joint",
+            Self::FlashLb => "flashlb",
+            Self::Swift => "swift",
+            Self::Deepseek => "deepseek",
+        }
+    }
+
+    pub(super) fn build(self) -> Box<dyn Policy + Send> {
+        match self {
+            Self::Joint => Box::new(Joint { move_price: MOVE_PRICE, ..Joint::default() }),
+            Self::FlashLb => Box::new(FlashLb::default()),
+            Self::Swift => Box::new(Swift::default()),
+            Self::Deepseek => Box::new(Deepseek::default()),
+        }
+    }
+}
+
+impl FromStr for EplbPolicy {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|policy| policy.name() == name);
+        // vLLM calls DeepSeek's algorithm its default.
+        let found = found.or((name == "default").then_some(Self::Deepseek));
+        found.ok_or_else(|| format!("unknown policy {name:?}; expected joint, flashlb, swift or deepseek"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn policies_have_names_and_settings_are_checked_by_flag() {
+        for policy in EplbPolicy::ALL {
+            assert_eq!(policy.name().parse(), Ok(policy));
+            assert_eq!(policy.build().name(), policy.name());
+        }
+        assert!("random".parse::<EplbPolicy>().unwrap_err().contains("expected joint"));
+        assert!(EplbConfig::default().check().is_ok());
+        for (config, flag) in [
+            (EplbConfig { window: 0, ..EplbConfig::default() }, "--eplb-window 0"),
+            (EplbConfig { interval: 1 << 40, ..EplbConfig::default() }, "--eplb-interval"),
+            (EplbConfig { max_moves: Some(0), ..EplbConfig::default() }, "--eplb-max-moves 0"),
+            (EplbConfig { bytes_per_step: 0, ..EplbConfig::default() }, "--eplb-bytes-per-step 0"),
+            (EplbConfig { min_gain: f64::NAN, ..EplbConfig::default() }, "--eplb-min-gain NaN"),
+        ] {
+            let error = config.check().unwrap_err().to_string();
+            assert!(error.contains(flag), "{error}");
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! One plan: a policy's placement, and the layers of it that are worth their moves.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use moe_eplb::control::Rebalance;
+use moe_eplb::policy::Policy;
+use moe_eplb::select::{Proposal, Selector, Thresholds};
+use moe_eplb::{Loads, Objective, Placement, Result, Topology, layer_par};
+
+use super::config::EplbConfig;
+
+/// What moves and steps cost, as far as the run has shown.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Costs {
+    /// Of a step, and all of it at most is the experts'.
+    pub seconds_per_step: f64,
+    /// Of a byte that moves.
+    pub seconds_per_byte: f64,
+}
+
+/// Whether a layer's move saves more than it costs: `steps` steps, of whose time each of `layers` layers has its part, get
+/// shorter as the peak falls. A bound from above: it takes steps as if they were nothing but experts.
+pub(super) fn pays(proposal: &Proposal, layers: usize, steps: usize, costs: &Costs) -> bool {
+    let part = costs.seconds_per_step / layers.max(1) as f64;
+    let saved = part * (1.0 - proposal.new_par / proposal.current_par) * steps as f64;
+    saved > proposal.bytes as f64 * costs.seconds_per_byte
+}
+
+/// Makes plans, on whatever thread asks. Cloning shares the state.
+#[derive(Clone)]
+pub(super) struct RoundPlanner(Arc<Mutex<State>>);
+
+struct State {
+    policy: Box<dyn Policy + Send>,
+    topology: Topology,
+    selector: Selector,
+    slot_len: u64,
+    interval: usize,
+    max_moves: usize,
+    must_pay: bool,
+    costs: Costs,
+    /// Of the last plan, by layer.
+    proposals: Vec<Proposal>,
+}
+
+/// Bytes per second of a move before any was measured: sockets of one host do better.
+const FIRST_GUESS: f64 = 1e9;
+
+impl RoundPlanner {
+    pub fn new(config: &EplbConfig, topology: Topology, layers: usize, slot_len: usize) -> Result<Self> {
+        let thresholds = Thresholds { min_gain: config.min_gain, ..Thresholds::default() };
+        Ok(Self(Arc::new(Mutex::new(State {
+            policy: config.policy.build(),
+            topology,
+            selector: Selector::new(layers, thresholds)?,
+            slot_len: slot_len as u64,
+            interval: config.interval,
+            max_moves: config.max_moves.unwrap_or(usize::MAX),
+            must_pay: config.must_pay,
+            costs: Costs { seconds_per_step: 0.0, seconds_per_byte: 1.0 / FIRST_GUESS },
+            proposals: Vec::new(),
+        }))))
+    }
+
+    /// What the next plan calculates with.
+    pub fn set_costs(&self, change: impl FnOnce(&mut Costs)) {
+        change(&mut self.lock().costs);
+    }
+
+    /// What the last plan expects of a layer.
+    pub fn proposal(&self, layer: usize) -> Option<Proposal> {
+        self.lock().proposals.get(layer).copied()
+    }
+
+    /// The layer has its new placement.
+    pub fn moved(&self, layer: usize) {
+        let mut state = self.lock();
+        if let Some(proposal) = state.proposals.get(layer).copied() {
+            state.selector.moved(layer, proposal.new_par);
+        }
+    }
+
+    /// A plan for these loads.
+    pub fn plan(&self, loads: &Loads, current: &Placement) -> Result<Rebalance> {
+        self.lock().plan(loads, current)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn plan(&mut self, loads: &Loads, current: &Placement) -> Result<Rebalance> {
+        let placement = self.policy.plan(&self.topology, loads, Some(current))?.placement;
+        let proposals = (0..loads.layers()).map(|layer| self.propose(layer, loads, current, &placement));
+        self.proposals = proposals.collect::<Result<_>>()?;
+        let (mut layers, mut left) = (self.selector.select(&self.proposals)?, self.max_moves as u64);
+        layers.retain(|&layer| {
+            let proposal = &self.proposals[layer];
+            let pays = !self.must_pay || pays(proposal, loads.layers(), self.interval, &self.costs);
+            let moves = proposal.bytes / self.slot_len.max(1);
+            let taken = pays && moves <= left;
+            left -= if taken { moves } else { 0 };
+            taken
+        });
+        Ok(Rebalance { placement, layers })
+    }
+
+    fn propose(&self, layer: usize, loads: &Loads, now: &Placement, next: &Placement) -> Result<Proposal> {
+        let row = |p: &Placement| Placement::from_phy2log(&self.topology, 1, p.layer(layer).to_vec());
+        let (before, after) = (row(now)?, row(next)?);
+        let (experts, devices) = (self.topology.experts(), self.topology.devices());
+        let par = |row: &Placement| {
+            layer_par(loads.layer(layer), row.layer(0), experts, devices, Objective::Episode)
+        };
+        // A policy may put two copies on one rank, where they are of no use; such a layer stays.
+        let new_par = if after.check().is_ok() { par(&after) } else { f64::INFINITY };
+        let bytes = after.moved_from(&before)? as u64 * self.slot_len;
+        Ok(Proposal { current_par: par(&before), new_par, bytes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_move_pays_if_it_saves_more_than_its_bytes_cost() {
+        let proposal = Proposal { current_par: 2.0, new_par: 1.0, bytes: 1000 };
+        // Half of a layer's part of the steps: 10 of 20 ms, ten times.
+        let costs = |seconds_per_byte| Costs { seconds_per_step: 0.08, seconds_per_byte };
+        assert!(pays(&proposal, 4, 10, &costs(0.99e-4)));
+        assert!(!pays(&proposal, 4, 10, &costs(1.01e-4)));
+        assert!(!pays(&Proposal { new_par: 2.0, ..proposal }, 4, 10, &costs(1e-9)));
+        assert!(!pays(&Proposal { new_par: f64::INFINITY, ..proposal }, 4, 10, &costs(0.0)));
+    }
+
+    /// Two layers of four experts on two ranks: the first is uneven, the second even.
+    #[test]
+    fn only_layers_that_gain_are_planned_and_no_more_than_may_move() {
+        let topology = Topology::new(4, 4, 2).unwrap();
+        let current = Placement::initial(&topology, 2);
+        let loads = Loads::episodes(1, 2, 4, &[90., 90., 10., 10., 50., 50., 50., 50.]).unwrap();
+        for policy in super::super::EplbPolicy::ALL {
+            let config = EplbConfig { policy, must_pay: false, ..EplbConfig::default() };
+            let plan = |config: &EplbConfig| {
+                let planner = RoundPlanner::new(config, topology, 2, 100).unwrap();
+                (planner.plan(&loads, &current).unwrap(), planner)
+            };
+            let (rebalance, planner) = plan(&config);
+            assert_eq!(rebalance.layers, [0], "{}", policy.name());
+            let proposal = planner.proposal(0).unwrap();
+            assert_eq!((proposal.current_par, proposal.new_par, proposal.bytes), (1.8, 1.0, 200));
+            assert!(plan(&EplbConfig { max_moves: Some(1), ..config.clone() }).0.layers.is_empty());
+            assert_eq!(plan(&EplbConfig { max_moves: Some(2), ..config.clone() }).0.layers, [0]);
+            assert!(plan(&EplbConfig { must_pay: true, ..config.clone() }).0.layers.is_empty());
+            // Steps of a second are worth two hundred bytes.
+            planner.set_costs(|costs| costs.seconds_per_step = 1.0);
+            assert_eq!(planner.plan(&loads, &current).unwrap().layers, [0]);
+            planner.moved(0);
+            assert!(planner.plan(&loads, &rebalance.placement).unwrap().layers.is_empty());
+        }
+    }
+}

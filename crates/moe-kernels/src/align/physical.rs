@@ -1,0 +1,144 @@
+//! Logical expert ids to physical ones: which copy of an expert computes a row.
+
+use candle_core::{DType, Result, bail};
+use rayon::prelude::*;
+
+use super::check_ids;
+use crate::door::{expect, expect_matrix};
+use crate::exec::Exec;
+use crate::routed::NO_EXPERT;
+use crate::view::{View, ViewMut};
+
+/// How the rows of an expert are spread over its copies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Spread {
+    /// Copy (row + expert) mod copies.
+    #[default]
+    InTurns,
+    /// Copy hash(row, expert) mod copies.
+    Hashed,
+}
+
+impl Spread {
+    /// The copy, of `copies`, that computes a row. It depends on nothing else, so every rank that sees a row says the same, and
+    /// a row that names an expert twice has one copy of it.
+    fn copy(self, row: u32, expert: u32, copies: u32) -> u32 {
+        let number = match self {
+            Self::InTurns => row.wrapping_add(expert),
+            // One round of a multiplicative hash for each of the two, then the high bits.
+            Self::Hashed => {
+                let mixed = row.wrapping_add(0x9e37_79b9).wrapping_mul(0x85eb_ca6b)
+                    ^ expert.wrapping_mul(0xc2b2_ae35);
+                (mixed ^ mixed >> 15).wrapping_mul(0x2c1b_3c6d) >> 8
+            }
+        };
+        number % copies.max(1)
+    }
+}
+
+/// Replaces logical expert ids by physical ones.
+///
+/// | argument | shape, dtype |
+/// |---|---|
+/// | `topk_ids` | [T, K] u32, logical expert ids, [`NO_EXPERT`] = no expert |
+/// | `log2phy` | [E, W] i32: the physical ids of each expert's copies, then -1; at least one copy each |
+/// | `first_row` | number of row 0, for rows that come in several calls |
+/// | `out` | [T, K] u32: the id of one copy; `NO_EXPERT` where there is no expert |
+///
+/// # Errors
+/// Wrong dtypes or dims; on the CPU also an id outside of `log2phy` and an expert without a copy, which on CUDA are no
+/// expert.
+pub fn physical_ids_into(
+    topk_ids: View,
+    log2phy: View,
+    spread: Spread,
+    first_row: usize,
+    mut out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    const OP: &str = "physical_ids";
+    check_ids(OP, topk_ids)?;
+    let (experts, width) = expect_matrix(OP, "log2phy", &log2phy)?;
+    expect(OP, "log2phy", &log2phy, DType::I32, &[experts, width])?;
+    expect(OP, "out", &out, DType::U32, topk_ids.dims())?;
+    #[cfg(feature = "cuda")]
+    if ex.is_cuda() {
+        let rows = (spread == Spread::Hashed, first_row as u32);
+        return crate::cuda::any::physical_ids(ex.cuda(OP)?, OP, topk_ids, log2phy, rows, out);
+    }
+    let (ids, table, top_k) = (topk_ids.cpu::<u32>()?, log2phy.cpu::<i32>()?, topk_ids.dims()[1].max(1));
+    let choose = |row: usize, id: u32| -> Result<u32> {
+        if id == NO_EXPERT {
+            return Ok(NO_EXPERT);
+        }
+        if id as usize >= experts {
+            bail!("{OP}: expert id {id} is out of range; log2phy holds {experts} logical experts")
+        }
+        let copies = &table[id as usize * width..][..width];
+        let count = copies.iter().take_while(|&&copy| copy >= 0).count() as u32;
+        match copies.get(spread.copy((first_row + row) as u32, id, count) as usize) {
+            Some(&copy) if copy >= 0 => Ok(copy as u32),
+            _ => bail!("{OP}: log2phy names no copy of expert {id}"),
+        }
+    };
+    let rows = out.cpu_mut::<u32>()?.par_chunks_mut(top_k).zip(ids.par_chunks(top_k)).enumerate();
+    ex.install(|| {
+        rows.with_min_len(256).try_for_each(|(row, (out, ids))| {
+            out.iter_mut().zip(ids).try_for_each(|(out, &id)| {
+                *out = choose(row, id)?;
+                Ok(())
+            })
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn physical(
+        ids: &[u32],
+        k: usize,
+        table: (&[i32], usize),
+        spread: Spread,
+        first: usize,
+    ) -> Result<Vec<u32>> {
+        let (mut out, dims) = (vec![7; ids.len()], [ids.len() / k, k]);
+        let log2phy = View::new(table.0, &[table.0.len() / table.1, table.1])?;
+        let (ids, to) = (View::new(ids, &dims)?, ViewMut::new(&mut out, &dims)?);
+        physical_ids_into(ids, log2phy, spread, first, to, &mut Exec::cpu())?;
+        Ok(out)
+    }
+
+    #[test]
+    fn copies_take_turns_by_row() -> Result<()> {
+        let table: (&[i32], usize) = (&[5, -1, 0, 3], 2);
+        let ids = [1, 0, 1, NO_EXPERT, 0, 1];
+        assert_eq!(physical(&ids, 2, table, Spread::InTurns, 0)?, [3, 5, 0, NO_EXPERT, 5, 3]);
+        assert_eq!(physical(&ids, 2, table, Spread::InTurns, 1)?, [0, 5, 3, NO_EXPERT, 5, 0]);
+        assert!(physical(&[], 2, table, Spread::InTurns, 0)?.is_empty());
+        let error = |ids: &[u32], table| physical(ids, 1, table, Spread::Hashed, 0).unwrap_err().to_string();
+        assert!(error(&[2], table).contains("expert id 2 is out of range; log2phy holds 2"));
+        assert!(error(&[0], (&[-1, -1], 2)).contains("no copy of expert 0"));
+        Ok(())
+    }
+
+    proptest! {
+        /// Each copy gets about its share, and a part of the rows has what it has in the whole.
+        #[test]
+        fn rows_are_spread_evenly(expert in 0u32..3, copies in 1u32..6, hashed in any::<bool>(), cut in 0usize..2000) {
+            let spread = if hashed { Spread::Hashed } else { Spread::InTurns };
+            let table: Vec<i32> = (0..3 * copies as i32).collect();
+            let ids = vec![expert; 2000];
+            let all = physical(&ids, 1, (&table, copies as usize), spread, 0).unwrap();
+            let rest = physical(&ids[cut..], 1, (&table, copies as usize), spread, cut).unwrap();
+            prop_assert_eq!(&all[cut..], &rest);
+            for copy in expert * copies..(expert + 1) * copies {
+                let got = all.iter().filter(|&&id| id == copy).count() as f64;
+                let even = 2000.0 / f64::from(copies);
+                prop_assert!((got - even).abs() <= if hashed { 0.2 * even } else { 1.0 }, "{got} of {even}");
+            }
+        }
+    }
+}

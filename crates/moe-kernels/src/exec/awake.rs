@@ -1,0 +1,96 @@
+//! A pool whose threads stay awake while a caller runs one op after the other.
+//!
+//! A decode step on a CPU is a hundred parallel ops of 10 to 100 us with a little serial work between them. A thread
+//! of rayon that finds nothing to do goes to sleep within that time, and to wake it takes about as long as the op. So
+//! each of the other threads gets a job that looks for work until the caller is done.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::Exec;
+
+impl Exec {
+    /// [`install`](Self::install) for a call that runs many short ops: the pool's other threads do not sleep meanwhile,
+    /// but give their processor to whoever else wants it.
+    pub fn install_awake<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
+        if self.num_threads() == 1 {
+            return self.install(f);
+        }
+        self.install(|| {
+            let (is_done, caller) = (&AtomicBool::new(false), rayon::current_thread_index());
+            rayon::scope(|scope| {
+                // Set on unwinding, too: the scope waits for its jobs.
+                let _done = SetOnDrop(is_done);
+                scope.spawn_broadcast(move |_, context| {
+                    if Some(context.index()) != caller {
+                        stay_awake(is_done);
+                    }
+                });
+                f()
+            })
+        })
+    }
+}
+
+/// Runs the pool's jobs as they come.
+fn stay_awake(is_done: &AtomicBool) {
+    while !is_done.load(Ordering::Acquire) {
+        if rayon::yield_now() != Some(rayon::Yield::Executed) {
+            std::thread::yield_now();
+        }
+    }
+}
+
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Result;
+    use rayon::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn ops_run_on_all_threads_and_the_call_ends() -> Result<()> {
+        let ex = Exec::cpu().with_threads(3)?;
+        for _ in 0..100 {
+            let sums: Vec<usize> = ex.install_awake(|| {
+                (0..20).map(|i| (0..200).into_par_iter().map(|j| i * j).sum::<usize>()).collect()
+            });
+            assert_eq!(sums, (0..20).map(|i| i * 199 * 100).collect::<Vec<_>>());
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_panic_comes_through() -> Result<()> {
+        let ex = Exec::cpu().with_threads(2)?;
+        let call = || ex.install_awake(|| -> u32 { panic!("a fault") });
+        let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call));
+        assert!(caught.is_err());
+        assert_eq!(ex.install_awake(|| 7), 7);
+        Ok(())
+    }
+
+    /// Steps of several callers on one pool, one within the other: each ends.
+    #[test]
+    fn callers_may_share_a_pool() -> Result<()> {
+        let ex = Exec::cpu().with_threads(2)?;
+        std::thread::scope(|threads| {
+            for _ in 0..4 {
+                threads.spawn(|| {
+                    for _ in 0..50 {
+                        let sum: usize = ex.install_awake(|| (0..1000usize).into_par_iter().sum());
+                        assert_eq!(sum, 499_500);
+                    }
+                });
+            }
+        });
+        Ok(())
+    }
+}
