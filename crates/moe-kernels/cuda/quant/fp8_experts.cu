@@ -13,11 +13,10 @@ __device__ __forceinline__ float swiglu(float gate, float up) { return __fdivide
 
 /// act = silu(gate) up in bf16, in order of experts.
 struct StoreActivations {
-  static constexpr bool kGather = true;
+  static constexpr bool kGather = true, kPlaces = false;
 
 #if MOE_SM90
-  static __device__ __forceinline__ void store(const Args& a, Pieces& p, const Work& work, int tile,
-                                               const float* sums) {
+  static __device__ __forceinline__ void store(const Args& a, Pieces& p, const Work& work, const float* sums) {
     const int inter = a.n / 2;
 #pragma unroll
     for (int first = 0; first < kRows; first += 64) {
@@ -40,7 +39,7 @@ struct StoreActivations {
         const int r = half + p.thread / 4, column = p.thread % 4;
         if (first + r >= work.rows) continue;
         bf16* to =
-            static_cast<bf16*>(a.out) + static_cast<size_t>(work.first + first + r) * inter + tile * 64 + p.group * 32;
+            static_cast<bf16*>(a.out) + static_cast<size_t>(work.first + first + r) * inter + work.tile * 64 + p.group * 32;
         reinterpret_cast<uint4*>(to)[column] =
             *reinterpret_cast<const uint4*>(at + r * 64 + ((column ^ (r / 2 & 3)) << 4));
       }
@@ -51,12 +50,12 @@ struct StoreActivations {
 
 /// Rows in bf16 to the places of their slots.
 struct StoreSlotRows {
-  static constexpr bool kGather = false;
+  static constexpr bool kGather = false, kPlaces = true;
 
 #if MOE_SM90
-  static __device__ __forceinline__ void store(const Args& a, Pieces& p, const Work& work, int tile,
-                                               const float* sums) {
-    const int columns = tile * kTileRows + p.group * 64;
+  static __device__ __forceinline__ void store(const Args& a, Pieces& p, const Work& work, const float* sums) {
+    const int columns = work.tile * kTileRows + p.group * 64;
+    const uint32_t* places = p.places();
 #pragma unroll
     for (int first = 0; first < kRows; first += 32) {
       if (first >= work.rows) continue;
@@ -74,7 +73,7 @@ struct StoreSlotRows {
       for (int half = 0; half < 32; half += 16) {
         const int r = half + p.thread / 8, column = p.thread % 8;
         if (first + r >= work.rows) continue;
-        bf16* to = static_cast<bf16*>(a.out) + static_cast<size_t>(__ldcg(work.slots + first + r)) * a.n + columns;
+        bf16* to = static_cast<bf16*>(a.out) + static_cast<size_t>(places[first + r]) * a.n + columns;
         reinterpret_cast<uint4*>(to)[column] =
             *reinterpret_cast<const uint4*>(at + r * 128 + ((column ^ (r & 7)) << 4));
       }

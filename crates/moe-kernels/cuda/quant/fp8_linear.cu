@@ -8,12 +8,11 @@ namespace moe::fp8 {
 
 /// A row's sums in f32 or bf16; of tiles with gate and up rows all gates, then all ups.
 struct StoreRows {
-  static constexpr bool kGather = false;
+  static constexpr bool kGather = false, kPlaces = false;
 
 #if MOE_SM90
-  static __device__ __forceinline__ void store(const Args& a, Pieces& p, const Work& work, int tile,
-                                               const float* sums) {
-    const int g = p.lane / 4, row = tile * kTileRows + p.group * 64 + p.warp * 16;
+  static __device__ __forceinline__ void store(const Args& a, Pieces& p, const Work& work, const float* sums) {
+    const int g = p.lane / 4, row = work.tile * kTileRows + p.group * 64 + p.warp * 16;
     if (row >= a.n) return;
     const int low = a.gates == 0 ? row + g : row / 2 + g, high = low + (a.gates == 0 ? 8 : a.gates);
 #pragma unroll

@@ -1,10 +1,14 @@
 // The kernel of FP8 products for prompts: fp8_experts.cu and fp8_linear.cu say what becomes of the sums.
 //
-// Design: two warpgroups, each of 64 rows of each weight tile. A pack lies in the order of the 16-bit operand, whose
-// bytes of two rows alternate; four byte permutations make the 8-bit operand of 64 x 32 weights of it, with the columns
-// of each 16 in another order, in which the rows are quantised, too. So decode and prompts read one pack, and weights
-// go from shared memory to registers once. The tensor cores' sums of 128 columns are multiplied with both scales and
-// added in f32 registers, 128 instructions a lane, while the other warpgroup's products run.
+// Design: two warpgroups, each of 64 of the weight tile's 128 rows. A pack lies in the order of the 16-bit operand,
+// whose bytes of two rows alternate; byte permutations make the 8-bit operand of it, with the columns of each 16 in
+// another order, in which the rows are quantised, too. So decode and prompts read one pack, and weights go from shared
+// memory to registers once, for up to 256 rows of activations.
+//
+// The tensor cores' sums of 128 columns are multiplied with both scales and added in f32 registers. The rows of a stage
+// are split into parts, whose sums lie in two sets of registers in turn: while one part's are added, the next part's
+// products run. So a warpgroup leaves the tensor cores to the other one only at the end of a stage, while it adds the
+// last part's sums and reads the next stage's weights.
 #pragma once
 
 #include "ptx/wgmma_fp8.cuh"
@@ -14,126 +18,150 @@ namespace moe::fp8 {
 
 #if MOE_SM90
 
-constexpr int kSums = kRows / 2;  // of a thread and a weight tile
+constexpr int kSums = kRows / 2;  // of a thread
 // Registers that a launch of three warpgroups gives, of which loaders have what consumers leave.
-constexpr int kAllRegisters = 3 * 168;
-template <int kWidth>
-constexpr int kConsumerRegisters = kWidth == 2 ? 232 : 216;
+constexpr int kAllRegisters = 3 * 168, kConsumerRegisters = 232;
+
+/// kCount parts of kSize rows each. Parts of two sizes would have the compiler put each product behind the one before.
+template <int kCount_, int kSize_>
+struct Parts {
+  static constexpr int kCount = kCount_, kSize = kSize_, kAll = kCount * kSize;
+  static_assert(kSize % 16 == 0 && kSize <= 64 && kAll <= kRows);
+};
 
 /// Where results wait in shared memory until whole lines of them leave; four warps with barriers of their own.
 struct Pieces {
-  uint8_t* staging;
+  const Block& b;
   int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  int turn = 0;
+  int turn = 0, list = 0;
 
   __device__ __forceinline__ void meet() const { named_barrier(1 + group, 128); }
-  __device__ __forceinline__ uint8_t* next() { return staging + (group * 2 + (turn ^= 1)) * kPieceBytes; }
+  __device__ __forceinline__ uint8_t* next() { return b.staging + (group * 2 + (turn ^= 1)) * kPieceBytes; }
+
+  /// Begins to fetch where a work tile's rows go, long before `places` are read.
+  __device__ __forceinline__ void fetch_places(const Work& work) {
+    uint32_t* to = b.places(group, list ^= 1);
+    for (int r = thread; r < work.rows; r += 128) cp_async4(to + r, work.slots + r);
+  }
+  __device__ __forceinline__ const uint32_t* places() const {
+    cp_async_wait<0>();
+    meet();
+    return b.places(group, list);
+  }
 };
 
-/// A lane's words of 64 rows x 128 columns as operands of four products of 32 columns.
-__device__ __forceinline__ void to_operands(const Stage<1>::Words& words, uint32_t (&a)[16]) {
-#pragma unroll
-  for (int i = 0; i < 16; i += 2) {
-    a[i] = __byte_perm(words[i], words[i + 1], 0x6420);      // row g
-    a[i + 1] = __byte_perm(words[i], words[i + 1], 0x7531);  // row g + 8
-  }
-}
+/// What the parts of a stage share.
+struct StageOperands {
+  uint64_t rows;         // descriptor
+  const float4* scales;  // of rows, this lane's
+  float weights[2];      // scales of this lane's two weight rows
+};
 
-template <class Kind, int kWidth>
+template <class Kind>
 struct Consumer {
   const Block& b;
   const Args& a;
   Pieces pieces;
   Cursor at = {};
 
-  using Operands = typename Stage<kWidth>::Operands;
-
-  /// total += sums of 128 columns times the scales of a lane's weight rows and of its activations' rows.
-  template <int N>
-  __device__ __forceinline__ void promote(const float* row_scales, const Operands& o, float (&sums)[N / 2],
-                                          float* total) const {
+  /// Waits for a stage and makes a lane's operand of its 64 weight rows x 128 columns.
+  __device__ __forceinline__ void read_weights(const Cursor& from, uint32_t (&operand)[16]) const {
+    mbarrier_wait(b.full(from.stage), from.parity);
+    if constexpr (Kind::kGather) fence_async_shared();  // rows came by ordinary copies
+    Stage::Words words;
+    Stage::read(b.weights(from.stage), threadIdx.x / 32, words);
 #pragma unroll
-    for (int j = 0; j < N / 8; ++j) {
-      const float2 s = *reinterpret_cast<const float2*>(row_scales + 8 * j);
-      total[4 * j] = fmaf(sums[4 * j], s.x * o.exact[0], total[4 * j]);
-      total[4 * j + 1] = fmaf(sums[4 * j + 1], s.y * o.exact[0], total[4 * j + 1]);
-      total[4 * j + 2] = fmaf(sums[4 * j + 2], s.x * o.exact[1], total[4 * j + 2]);
-      total[4 * j + 3] = fmaf(sums[4 * j + 3], s.y * o.exact[1], total[4 * j + 3]);
+    for (int i = 0; i < 16; i += 2) {
+      operand[i] = __byte_perm(words[i], words[i + 1], 0x6420);      // row g
+      operand[i + 1] = __byte_perm(words[i], words[i + 1], 0x7531);  // row g + 8
+    }
+    wgmma_hold(operand);
+  }
+
+  template <class P>
+  static __device__ __forceinline__ void start(int part, float (&sums)[P::kSize / 2], const uint32_t (&operand)[16],
+                                               uint64_t rows) {
+    wgmma_fence();
+    wgmma_e4m3<P::kSize>(sums, operand, rows + part * P::kSize * (kColumns >> 4));
+    wgmma_commit();
+  }
+
+  /// total += a part's sums times the scales of a lane's weight rows and of its activations' rows.
+  template <class P>
+  static __device__ __forceinline__ void add(int part, const StageOperands& o, const float (&sums)[P::kSize / 2],
+                                             float (&total)[kSums]) {
+#pragma unroll
+    for (int i = 0; i < P::kSize / 2; i += 8) {
+      const int at = part * P::kSize / 2 + i;
+      const float4 s = o.scales[at / 2];
+      const float scale[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        total[at + j] = fmaf(sums[i + j], scale[j / 4 * 2 + j % 2] * o.weights[j / 2 % 2], total[at + j]);
     }
   }
 
-  /// total = 64 weight rows of each weight tile x N rows, and leaves the ring behind them.
-  template <int N>
-  __device__ __forceinline__ void multiply(float (&total)[kWidth * kSums]) {
-    const int block = threadIdx.x / 32, steps = a.steps();
-    typename Stage<kWidth>::Words words;
-    float sums[N / 2];
-    const auto read = [&](const Cursor& from, int i) {
-      Stage<kWidth>::read(b.weights(from.stage), i * kBlocks + block, words);
-    };
-    const auto await = [&](const Cursor& from) {
-      mbarrier_wait(b.full(from.stage), from.parity);
-      fence_async_shared();  // rows came by ordinary copies
-    };
-    await(at);
-    read(at, 0);
-    for (int step = 0; step < steps; ++step) {
-      const uint64_t x = tile_descriptor(b.rows(at.stage));
-      const float* row_scales = b.row_scales(at.stage) + threadIdx.x % 4 * 2;
-      const bool more = step + 1 < steps;
-      Cursor next = at;
-      next.advance(b.stages);
+  __device__ __forceinline__ StageOperands operands(const Cursor& from) const {
+    const auto scales = Stage::operands(b.side(from.stage), a.source, threadIdx.x / 32, 0);
+    return {tile_descriptor(b.rows(from.stage)),
+            reinterpret_cast<const float4*>(b.row_scales(from.stage)) + threadIdx.x % 4,
+            {scales.exact[0], scales.exact[1]}};
+  }
+
+  /// total += 64 weight rows x P's rows, and leaves the ring behind them.
+  template <class P>
+  __device__ __forceinline__ void multiply(float (&total)[kSums]) {
+    for (int left = a.steps(); left > 0; --left, at.advance(b.stages)) {
+      uint32_t operand[16];
+      float sums[2][P::kSize / 2] = {};
+      read_weights(at, operand);
+      const StageOperands o = operands(at);
+      start<P>(0, sums[0], operand, o.rows);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        uint32_t operands[16];
-        to_operands(words, operands);
-        wgmma_hold(operands);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kColumns / 32; ++k) wgmma_e4m3<N>(sums, operands + 4 * k, x + 2 * k, k > 0);
-        wgmma_commit();
-        const Operands o = Stage<kWidth>::operands(b.side(at.stage), a.source, i * kBlocks + block, 0);
-        wgmma_wait<0>();
-        wgmma_hold(sums);
-        // What comes next is read while these sums are added.
-        if (i + 1 < kWidth) read(at, i + 1);
-        if (i + 1 == kWidth && more) await(next), read(next, 0);
-        promote<N>(row_scales, o, sums, total + i * kSums);
+      for (int part = 0; part < P::kCount; ++part) {
+        if (part + 1 < P::kCount) {
+          start<P>(part + 1, sums[(part + 1) % 2], operand, o.rows);
+          wgmma_wait<1>();
+        } else {
+          wgmma_wait<0>();
+        }
+        wgmma_hold(sums[part % 2]);
+        add<P>(part, o, sums[part % 2], total);
       }
-      Stage<kWidth>::give_back(b.empty(at.stage), true);
-      at = next;
+      Stage::give_back(b.empty(at.stage), false);
     }
   }
 
-  /// With as few columns as hold the rows.
-  template <int N = kGranule>
-  __device__ __forceinline__ void multiply_rows(int rows, float (&total)[kWidth * kSums]) {
-    if constexpr (N < kRows) {
-      if (rows > N) return multiply_rows<N + kGranule>(rows, total);
+  /// With the first of these parts that hold the rows.
+  template <class P, class... More>
+  __device__ __forceinline__ void multiply_rows(int rows, float (&total)[kSums]) {
+    if constexpr (sizeof...(More) > 0) {
+      if (rows > P::kAll) return multiply_rows<More...>(rows, total);
     }
-    multiply<N>(total);
+    multiply<P>(total);
   }
 
   __device__ __forceinline__ void run() {
     for_each_work(b, [&](const Work& work) __attribute__((always_inline)) {
-      float total[kWidth * kSums] = {};
-      multiply_rows(work.rows, total);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) Kind::store(a, pieces, work, work.tile + i, total + i * kSums);
+      if constexpr (Kind::kPlaces) pieces.fetch_places(work);
+      float total[kSums] = {};
+      multiply_rows<Parts<1, 16>, Parts<1, 32>, Parts<1, 48>, Parts<1, 64>, Parts<2, 48>, Parts<2, 64>, Parts<3, 48>,
+                    Parts<3, 64>, Parts<5, 48>, Parts<4, 64>>(work.rows, total);
+      Kind::store(a, pieces, work, total);
     });
   }
 };
 
 #endif  // MOE_SM90
 
-template <class Kind, int kWidth>
+template <class Kind>
 __global__ void __launch_bounds__(kThreads, 1)
     fp8_product(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap rows,
                 const __grid_constant__ Args a) {
 #if MOE_SM90
   extern __shared__ __align__(1024) uint8_t smem[];
   uint8_t* staging = smem + a.staging();
-  const Block b = {smem, staging, staging + kStaging, a.stages, a.stage_bytes(), a.side_bytes(), a.width};
+  const Block b = {smem, staging, staging + kStaging, a.stages};
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&w);
@@ -154,14 +182,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp == 0) make_table(b, a);
   __syncthreads();
   if (warp < kConsumers) {
-    take_registers<kConsumerRegisters<kWidth>>();
-    Consumer<Kind, kWidth>{b, a, {staging}}.run();
+    take_registers<kConsumerRegisters>();
+    Consumer<Kind>{b, a, {b}}.run();
   } else {
-    give_registers<kAllRegisters - 2 * kConsumerRegisters<kWidth>>();
+    give_registers<kAllRegisters - 2 * kConsumerRegisters>();
     if (warp > kConsumers) {
-      Gatherer<kWidth>{b, a, &rows}.template run<Kind::kGather>();
+      Gatherer<Kind::kGather>{b, a, &rows, warp == kConsumers + 1 && elect_one()}.run();
     } else if (elect_one()) {
-      Producer<kWidth>{b, a, &w}.run();
+      Producer{b, a, &w}.run();
     }
     __syncwarp();
   }
@@ -173,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 /// Whether a pack and a number of columns fit.
 inline bool fits(const QuantPack& w) { return w.format == QuantFormat::kFp8 && quant::fits(w) && w.k % kColumns == 0; }
 
-/// `a` without width and stages. `rows`: of `a.q`.
+/// `a` without source, sizes of the pack and stages. `rows`: of `a.q`.
 template <class Kind>
 cudaError_t run(Args a, const QuantPack& w, int64_t rows, void* stream) {
   if (a.rows == 0 || a.experts == 0) return cudaSuccess;
@@ -183,11 +211,10 @@ cudaError_t run(Args a, const QuantPack& w, int64_t rows, void* stream) {
   if (limits.major < 9) return cudaErrorNotSupported;
   a.source = quant::source(w, kColumns, kColumns);
   a.n = static_cast<int>(w.n), a.k = static_cast<int>(w.k);
-  a.width = w.n % (2 * kTileRows) == 0 ? 2 : 1;
   for (a.stages = kMaxStages; a.stages > 1 && a.smem(a.stages) > limits.block_smem; --a.stages) {}
   if (a.stages < 2) return cudaErrorInvalidValue;
   CUtensorMap weights, activations;
-  e = quant::make_pack_map(&weights, w, a.width * kBlocks, Stage<1>::kBlockBytes);
+  e = quant::make_pack_map(&weights, w, kBlocks, Stage::kBlockBytes);
   if (e != cudaSuccess) return e;
   const cuuint64_t dims[2] = {static_cast<cuuint64_t>(a.k), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(a.k)};
@@ -196,7 +223,7 @@ cudaError_t run(Args a, const QuantPack& w, int64_t rows, void* stream) {
                         box);
   if (e != cudaSuccess) return e;
   const Launch l = {dim3(limits.sms), dim3(kThreads), stream, static_cast<size_t>(a.smem(a.stages))};
-  return launch(a.width == 2 ? fp8_product<Kind, 2> : fp8_product<Kind, 1>, l, weights, activations, a);
+  return launch(fp8_product<Kind>, l, weights, activations, a);
 }
 
 }  // namespace moe::fp8
