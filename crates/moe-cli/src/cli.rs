@@ -20,7 +20,7 @@ use clap::builder::UnknownArgumentValueParser;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use model_runtime::{CpuIsa, MlaForm};
 use moe_engine::DeviceChoice;
-use moe_layer::{MoePath, SharedExpertsStream};
+use moe_layer::{Fp8Activations, MoePath, SharedExpertsStream};
 
 use crate::parallel::ParallelArgs;
 use crate::session::Model;
@@ -160,6 +160,10 @@ pub struct RunArgs {
     /// so).
     #[arg(long, help_heading = "MoE")]
     pub batch_invariant: bool,
+    /// Prompts on a GPU quantise activations beside FP8 weights (W8A8): on, off (they keep 16 bits) or auto (for weights in
+    /// blocks of 128 columns, whose reference does so; not with --batch-invariant).
+    #[arg(long, value_name = "WHEN", default_value = "auto", help_heading = "MoE")]
+    pub fp8_activations: Fp8Activations,
     /// Ranks and chunks.
     #[command(flatten)]
     pub parallel: ParallelArgs,

@@ -18,15 +18,18 @@ namespace moe::fp8 {
 
 #if MOE_SM90
 
+#ifndef MOE_REGS
+#define MOE_REGS 240
+#endif
 constexpr int kSums = kRows / 2;  // of a thread
 // Registers that a launch of three warpgroups gives, of which loaders have what consumers leave.
-constexpr int kAllRegisters = 3 * 168, kConsumerRegisters = 232;
+constexpr int kAllRegisters = 3 * 168, kConsumerRegisters = MOE_REGS;
 
-/// kCount parts of kSize rows each. Parts of two sizes would have the compiler put each product behind the one before.
+/// Rows of activations of a work tile: kCount parts of kSize, each the columns of one product.
 template <int kCount_, int kSize_>
 struct Parts {
   static constexpr int kCount = kCount_, kSize = kSize_, kAll = kCount * kSize;
-  static_assert(kSize % 16 == 0 && kSize <= 64 && kAll <= kRows);
+  static_assert(kSize % 16 == 0 && kSize <= 128 && kAll <= kRows);
 };
 
 /// Where results wait in shared memory until whole lines of them leave; four warps with barriers of their own.
@@ -113,20 +116,15 @@ struct Consumer {
   __device__ __forceinline__ void multiply(float (&total)[kSums]) {
     for (int left = a.steps(); left > 0; --left, at.advance(b.stages)) {
       uint32_t operand[16];
-      float sums[2][P::kSize / 2] = {};
       read_weights(at, operand);
       const StageOperands o = operands(at);
-      start<P>(0, sums[0], operand, o.rows);
 #pragma unroll
       for (int part = 0; part < P::kCount; ++part) {
-        if (part + 1 < P::kCount) {
-          start<P>(part + 1, sums[(part + 1) % 2], operand, o.rows);
-          wgmma_wait<1>();
-        } else {
-          wgmma_wait<0>();
-        }
-        wgmma_hold(sums[part % 2]);
-        add<P>(part, o, sums[part % 2], total);
+        float sums[P::kSize / 2] = {};
+        start<P>(part, sums, operand, o.rows);
+        wgmma_wait<0>();
+        wgmma_hold(sums);
+        add<P>(part, o, sums, total);
       }
       Stage::give_back(b.empty(at.stage), false);
     }
@@ -145,8 +143,8 @@ struct Consumer {
     for_each_work(b, [&](const Work& work) __attribute__((always_inline)) {
       if constexpr (Kind::kPlaces) pieces.fetch_places(work);
       float total[kSums] = {};
-      multiply_rows<Parts<1, 16>, Parts<1, 32>, Parts<1, 48>, Parts<1, 64>, Parts<2, 48>, Parts<2, 64>, Parts<3, 48>,
-                    Parts<3, 64>, Parts<5, 48>, Parts<4, 64>>(work.rows, total);
+      multiply_rows<Parts<1, 16>, Parts<1, 32>, Parts<1, 48>, Parts<1, 64>, Parts<1, 80>, Parts<1, 96>, Parts<1, 112>,
+                    Parts<1, 128>, Parts<2, 80>, Parts<2, 96>, Parts<2, 112>, Parts<2, 128>>(work.rows, total);
       Kind::store(a, pieces, work, total);
     });
   }

@@ -17,6 +17,7 @@ mod blas;
 mod counts;
 mod experts;
 pub(crate) mod ffi;
+mod fp8;
 mod graph;
 pub(crate) mod linear;
 mod locked;

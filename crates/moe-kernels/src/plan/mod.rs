@@ -7,6 +7,7 @@
 mod attention;
 mod dequantise;
 mod experts;
+mod fp8;
 mod linear;
 mod monolithic;
 mod per_head;
@@ -18,6 +19,7 @@ mod router;
 pub use attention::{AttentionCall, AttentionForm};
 pub use dequantise::{DequantiseCall, DequantiseForm};
 pub use experts::{ExpertsCall, ExpertsForm};
+pub use fp8::Fp8Activations;
 pub use linear::{FusedLinearForm, LinearCall, LinearForm};
 pub use monolithic::{Fusion, MonolithicCall, MonolithicForm};
 pub use per_head::{PerHeadCall, PerHeadForm};
@@ -47,6 +49,8 @@ pub struct Machine {
     pub gpu: Option<Gpu>,
     /// Whether a row's bits must not depend on the rows beside it.
     pub batch_invariant: bool,
+    /// Whether activations beside FP8 weights may be quantised, too.
+    pub fp8_activations: Fp8Activations,
 }
 
 impl Machine {
