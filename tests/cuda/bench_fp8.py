@@ -1,8 +1,8 @@
-"""Times the products of FP8 weights with FP8 activations, launch by launch, weights rotated, in one graph each; beside them bf16."""
+"""Times the experts' products of FP8 weights with FP8 activations, launch by launch, weights rotated, in one graph each."""
 import torch
 
 from bench_experts import E, H, I, K, Inputs
-from library import F32, graph_us
+from library import graph_us
 from quant_pack import FP8_BLOCK, RawPack
 
 SETS = 3
@@ -36,24 +36,5 @@ def experts(lib, tokens, results):
         torch.cuda.empty_cache()
 
 
-def linears(lib, rows, results):
-    print(f"{'fp8 linear: us':22s}{'x':>8s}{'fp8 (TFLOP/s)':>18s}{'bf16 cuBLAS':>18s}")
-    for name, n, k in (("qkv", 5120, 2048), ("o_proj", 2048, 4096)):
-        packs = [RawPack(1, n, k, FP8_BLOCK) for _ in range(8)]
-        floats = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
-        for m in rows:
-            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            q, out = buffers(m, k), torch.empty(m, n, device="cuda")
-            short = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-            quantise = graph_us([lambda: lib.launch("moe_fp8_quantise", x, *q, m, k)] * 8)
-            us = graph_us([lambda p=p: lib.launch("moe_fp8_linear", *q, p, out, F32, m) for p in packs])
-            plain = graph_us([lambda w=w: torch.matmul(x, w.T, out=short) for w in floats])
-            tera = 2 * m * n * k / 1e6
-            cells = [f"{quantise:.1f}", f"{us:.1f} ({tera / us:.0f})", f"{plain:.1f} ({tera / plain:.0f})"]
-            print(f"{name + f', {m:,} rows':22s}" + "".join(f"{c:>{w}s}" for c, w in zip(cells, (8, 18, 18))), flush=True)
-            results.append({"fp8 linear": name, "rows": m, "quantise": quantise, "us": us, "bf16": plain})
-
-
 def run(lib, tokens, results):
-    linears(lib, [t for t in tokens if t <= 8192], results)
     experts(lib, tokens, results)

@@ -156,12 +156,10 @@ pub struct RunArgs {
     /// Shows which kernels run for how many rows and why not faster ones: a table on stderr, or JSON in FILE.
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, help_heading = "MoE")]
     pub explain_backends: Option<Option<PathBuf>>,
-    /// Give a row the same bits whatever rows are computed beside it, with slower kernels (on the CPU it is always
-    /// so).
+    /// Give a row the same bits whatever rows are computed beside it, with slower kernels (on the CPU always so).
     #[arg(long, help_heading = "MoE")]
     pub batch_invariant: bool,
-    /// Prompts on a GPU quantise activations beside FP8 weights (W8A8): on, off (they keep 16 bits) or auto (for weights in
-    /// blocks of 128 columns, whose reference does so; not with --batch-invariant).
+    /// Whether experts of prompts quantise activations beside FP8 weights (W8A8) on a GPU: on, off or auto (blocks of 128).
     #[arg(long, value_name = "WHEN", default_value = "auto", help_heading = "MoE")]
     pub fp8_activations: Fp8Activations,
     /// Ranks and chunks.
@@ -302,8 +300,7 @@ pub struct EngineArgs {
     /// more than the sequences can use.
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
     pub kv_cache_memory: Option<usize>,
-    /// Memory of each GPU that may be in use, such as 24GB, as if it had no more: weights, KV cache and buffers (default: all of
-    /// it).
+    /// Memory of each GPU that may be in use, such as 24GB: weights, KV cache and buffers (default: all of it).
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
     pub gpu_memory: Option<usize>,
     /// Launch decode steps on a GPU one by one instead of as a captured CUDA graph.

@@ -135,7 +135,10 @@ pub fn any_shape_stages(model: &dyn CausalLm, machine: &Machine) -> Vec<String> 
 pub fn quantised_activations(model: &dyn CausalLm, machine: &Machine) -> Option<usize> {
     let quantises = |rows: &usize| {
         let plans = model.plan(&PlanStep { rows: *rows, one_row_each: false, observed: None }, machine);
-        plans.iter().flat_map(|plan| plan.attention.iter().chain(&plan.mlp)).any(|stage| stage.kernel.contains("W8A8"))
+        plans
+            .iter()
+            .flat_map(|plan| plan.attention.iter().chain(&plan.mlp))
+            .any(|stage| stage.kernel.contains("W8A8"))
     };
     std::iter::successors(Some(1), |rows| Some(rows * 2)).take_while(|rows| *rows <= MOST).find(quantises)
 }

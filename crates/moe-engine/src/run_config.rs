@@ -111,9 +111,8 @@ impl RunConfig {
 
     /// The execution context of the host.
     pub(crate) fn host_exec(&self) -> Result<Exec> {
-        let mut ex = Exec::cpu()
-            .with_batch_invariant(self.batch_invariant)
-            .with_fp8_activations(self.fp8_activations);
+        let mut ex =
+            Exec::cpu().with_batch_invariant(self.batch_invariant).with_fp8_activations(self.fp8_activations);
         if let Some(isa) = self.cpu_isa {
             ex = ex.with_isa(isa)?;
         }

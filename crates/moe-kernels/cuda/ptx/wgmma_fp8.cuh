@@ -14,7 +14,7 @@ namespace moe {
 #if MOE_SM90
 
 // Accumulators are outputs alone: until the products begin their registers serve others.
-#define MOE_O(i)                                                                                                       \
+#define MOE_O(i)                                                                                                     \
   "=&f"(d[i]), "=&f"(d[i + 1]), "=&f"(d[i + 2]), "=&f"(d[i + 3]), "=&f"(d[i + 4]), "=&f"(d[i + 5]), "=&f"(d[i + 6]), \
       "=&f"(d[i + 7])
 
@@ -22,19 +22,19 @@ namespace moe {
 template <int N>
 __device__ __forceinline__ void wgmma_e4m3(float* d, const uint32_t (&a)[16], uint64_t b);
 
-#define MOE_STEP(n, half, a0, a1, a2, a3, b_at, add)                                                                   \
+#define MOE_STEP(n, half, a0, a1, a2, a3, b_at, add)                                                                 \
   "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" MOE_T##half "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 \
-  "}, %" #b_at ", " add ", 1, 1;"
+                                                                           "}, %" #b_at ", " add ", 1, 1;"
 
 /// The numbers behind the accumulators are those of a's 16 words, then of b.
 #define MOE_WGMMA_E4M3(n, half, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, b0, b1, b2, b3, \
                        zero)                                                                                          \
   template <>                                                                                                         \
   __device__ __forceinline__ void wgmma_e4m3<n>(float* d, const uint32_t (&a)[16], uint64_t b) {                      \
-    asm volatile("{ .reg .pred first, rest; setp.ne.b32 first, %" #zero ", 0; setp.eq.b32 rest, %" #zero ", 0;"       \
-                 MOE_STEP(n, half, a0, a1, a2, a3, b0, "first") MOE_STEP(n, half, a4, a5, a6, a7, b1, "rest")         \
-                 MOE_STEP(n, half, a8, a9, a10, a11, b2, "rest") MOE_STEP(n, half, a12, a13, a14, a15, b3, "rest")    \
-                 "}"                                                                                                  \
+    asm volatile("{ .reg .pred first, rest; setp.ne.b32 first, %" #zero ", 0; setp.eq.b32 rest, %" #zero              \
+                 ", 0;" MOE_STEP(n, half, a0, a1, a2, a3, b0, "first") MOE_STEP(n, half, a4, a5, a6, a7, b1, "rest")  \
+                     MOE_STEP(n, half, a8, a9, a10, a11, b2, "rest")                                                  \
+                         MOE_STEP(n, half, a12, a13, a14, a15, b3, "rest") "}"                                        \
                  : MOE_O##half                                                                                        \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), \
                    "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "l"(b),         \

@@ -161,16 +161,6 @@ struct Fp8ExpertsArgs {
   int tokens, top_k;
 };
 
-/// A dense product with FP8 weights and activations.
-struct Fp8LinearArgs {
-  const uint8_t* q;     // [m, k]
-  const float* scales;  // [k / 128, m]
-  QuantPack w;          // one matrix; results of one with gate and up are all gates, then all ups
-  void* out;            // [m, n]
-  Output output;        // kF32 or kBf16
-  int m;
-};
-
 }  // namespace moe
 
 extern "C" int moe_quant_experts_tensor(const moe::QuantExpertsTensorArgs* args, void* stream);
@@ -187,4 +177,3 @@ extern "C" int moe_quant_dequantise(const moe::QuantPack* w, __nv_bfloat16* out,
 extern "C" int moe_fp8_quantise(const moe::Fp8QuantiseArgs* args, void* stream);
 extern "C" int moe_fp8_experts_gate_up(const moe::Fp8ExpertsArgs* args, void* stream);
 extern "C" int moe_fp8_experts_down(const moe::Fp8ExpertsArgs* args, void* stream);
-extern "C" int moe_fp8_linear(const moe::Fp8LinearArgs* args, void* stream);

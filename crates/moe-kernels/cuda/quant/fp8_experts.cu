@@ -38,8 +38,8 @@ struct StoreActivations {
       for (int half = 0; half < 64; half += 32) {
         const int r = half + p.thread / 4, column = p.thread % 4;
         if (first + r >= work.rows) continue;
-        bf16* to =
-            static_cast<bf16*>(a.out) + static_cast<size_t>(work.first + first + r) * inter + work.tile * 64 + p.group * 32;
+        bf16* to = static_cast<bf16*>(a.out) + static_cast<size_t>(work.first + first + r) * inter + work.tile * 64 +
+                   p.group * 32;
         reinterpret_cast<uint4*>(to)[column] =
             *reinterpret_cast<const uint4*>(at + r * 64 + ((column ^ (r / 2 & 3)) << 4));
       }

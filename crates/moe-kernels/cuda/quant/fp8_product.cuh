@@ -31,23 +31,21 @@ constexpr int kStageBytes = Stage::kBytes + kRowBytes, kSideBytes = Stage::kSide
 
 // Header of shared memory: barriers, work tiles, the rows that each gathering lane brings, and where the rows of
 // results go (two lists for each consuming warpgroup).
-constexpr int kApart = kGatherLanes / 8;                           // rows between two of a lane
-constexpr int kLaneRows = round_up(ceil_div(kRows, kApart), 4);    // of a lane
+constexpr int kApart = kGatherLanes / 8;                         // rows between two of a lane
+constexpr int kLaneRows = round_up(ceil_div(kRows, kApart), 4);  // of a lane
 constexpr int kRowTable = 1024, kPlaceLists = kRowTable + kApart * kLaneRows * 4;
 constexpr int kHeader = kPlaceLists + 2 * 2 * kRows * 4;
 
 struct Args {
   const uint8_t* q;        // rows of k bytes
   const float* scales;     // [k / 128, scale_rows]
-  const uint32_t* slots;   // of each expert [E, bucket]; null: one matrix, all rows in order
+  const uint32_t* slots;   // of each expert [E, bucket]
   const uint32_t* counts;  // of them [E]
   void* out;
   quant::Source source;
-  int bucket, top_k, experts, rows;  // rows: slots of all experts, or of the one matrix
+  int bucket, top_k, experts, rows;  // rows: slots of all experts
   int scale_rows, n, k;
   int stages;  // of the ring
-  int gates;   // of one matrix with gate and up rows in its tiles: how many gates; else 0
-  Output output;
 
   __host__ __device__ int tiles() const { return ceil_div(n, kTileRows); }
   __host__ __device__ int steps() const { return k / kColumns; }
@@ -105,11 +103,6 @@ __device__ __forceinline__ int scale_place(int row) {
 /// The table of touched experts. One warp.
 __device__ __forceinline__ void make_table(const Block& b, const Args& a) {
   const int lane = threadIdx.x % 32;
-  if (a.slots == nullptr) {
-    const auto rows = static_cast<uint32_t>(a.rows);
-    if (lane == 0) b.table()[0] = {0, 0, 0, rows}, b.table()[a.max_touched()] = {1, rows, ceil_div(rows, kRows), 0};
-    return;
-  }
   uint32_t touched = 0, rows = 0, tiles = 0;
   for (int first = 0; first < a.experts; first += 32) {
     const int expert = first + lane;
@@ -144,7 +137,7 @@ struct Producer {
             group * kGroup + within % width,
             static_cast<int>(entry.y) + from,
             min((each + (row_tile < one_more ? 1 : 0)) * kGranule, rows - from),
-            a.slots == nullptr ? nullptr : a.slots + static_cast<size_t>(expert) * a.bucket + from};
+            a.slots + static_cast<size_t>(expert) * a.bucket + from};
   }
 
   __device__ __forceinline__ void run() {

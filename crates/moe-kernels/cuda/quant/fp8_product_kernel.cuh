@@ -1,14 +1,13 @@
-// The kernel of FP8 products for prompts: fp8_experts.cu and fp8_linear.cu say what becomes of the sums.
+// The kernel of FP8 products for prompts: fp8_experts.cu says what becomes of the sums.
 //
 // Design: two warpgroups, each of 64 of the weight tile's 128 rows. A pack lies in the order of the 16-bit operand,
 // whose bytes of two rows alternate; byte permutations make the 8-bit operand of it, with the columns of each 16 in
 // another order, in which the rows are quantised, too. So decode and prompts read one pack, and weights go from shared
 // memory to registers once, for up to 256 rows of activations.
 //
-// The tensor cores' sums of 128 columns are multiplied with both scales and added in f32 registers. The rows of a stage
-// are split into parts, whose sums lie in two sets of registers in turn: while one part's are added, the next part's
-// products run. So a warpgroup leaves the tensor cores to the other one only at the end of a stage, while it adds the
-// last part's sums and reads the next stage's weights.
+// The tensor cores' sums of 128 columns are multiplied with both scales and added in f32 registers, of 128 rows at a
+// time, while the other warpgroup's products run. Smaller parts in two sets of registers, so that a warpgroup's own
+// products run meanwhile, or warpgroups that take turns by barriers, are no faster (docs/kernels-labbook.md).
 #pragma once
 
 #include "ptx/wgmma_fp8.cuh"
@@ -18,12 +17,9 @@ namespace moe::fp8 {
 
 #if MOE_SM90
 
-#ifndef MOE_REGS
-#define MOE_REGS 240
-#endif
 constexpr int kSums = kRows / 2;  // of a thread
 // Registers that a launch of three warpgroups gives, of which loaders have what consumers leave.
-constexpr int kAllRegisters = 3 * 168, kConsumerRegisters = MOE_REGS;
+constexpr int kAllRegisters = 3 * 168, kConsumerRegisters = 232;
 
 /// Rows of activations of a work tile: kCount parts of kSize, each the columns of one product.
 template <int kCount_, int kSize_>

@@ -217,9 +217,6 @@ arguments! {
     Fp8ExpertsArgs {
         q scales: In, w: QuantPack, slots counts: In, bucket: i32, out: Out, tokens top_k: i32,
     }
-    Fp8LinearArgs {
-        q scales: In, w: QuantPack, out: Out, output: Output, m: i32,
-    }
     AnyGroupSlotsArgs {
         topk_ids expert_map: In, count top_k num_ids num_local: i32, offsets slots in_rows workspace: Out,
     }

@@ -60,7 +60,6 @@ launchers! {
     moe_fp8_quantise(args: *const Fp8QuantiseArgs);
     moe_fp8_experts_gate_up(args: *const Fp8ExpertsArgs);
     moe_fp8_experts_down(args: *const Fp8ExpertsArgs);
-    moe_fp8_linear(args: *const Fp8LinearArgs);
 
     // layer
     moe_layer_stream(args: *const LayerStreamArgs);

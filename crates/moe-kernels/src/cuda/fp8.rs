@@ -1,14 +1,12 @@
-//! Rows in FP8 on a device, and the dense products that multiply them with FP8 weights.
+//! Rows in FP8 on a device, which products multiply with FP8 weights.
 
 use candle_core::{DType, Result};
 
-use super::args::{Fp8LinearArgs, Fp8QuantiseArgs, In, Output};
-use super::quant::DevicePack;
+use super::args::{Fp8QuantiseArgs, In};
 use super::{ffi, small};
 use crate::buffer::Scratch;
 use crate::exec::Exec;
 use crate::fp8::FP8_GROUP;
-use crate::view::{View, ViewMut};
 
 /// Rows [R, K] as E4M3, columns in the order of the products' operand, with a scale for each row and 128 columns.
 pub(super) struct Fp8Rows {
@@ -37,20 +35,4 @@ impl Fp8Rows {
         cuda.check("fp8_quantise", unsafe { ffi::moe_fp8_quantise(&args, cuda.raw()?) })?;
         Ok(Self { q: args.q.cast_const(), scales: args.scales.cast_const(), _buffers: [q, scales] })
     }
-}
-
-/// out = x · wᵀ with x in FP8; the form has checked dims, dtypes and alignment.
-pub(super) fn linear(op: &str, x: View, w: &DevicePack, mut out: ViewMut, ex: &Exec) -> Result<()> {
-    let (cuda, [_, _, k]) = (ex.cuda(op)?, w.dims());
-    let rows = Fp8Rows::new(op, cuda.read(op, "x", x)?, (x.rows(), k), ex)?;
-    let args = Fp8LinearArgs {
-        q: rows.q,
-        scales: rows.scales,
-        w: w.args(op, cuda)?,
-        output: Output::stored_as(out.dtype()),
-        out: cuda.write(op, "out", &mut out)?,
-        m: small(op, x.rows())?,
-    };
-    // SAFETY: as above; the rows were quantised by the launch before.
-    cuda.check("fp8_linear", unsafe { ffi::moe_fp8_linear(&args, cuda.raw()?) })
 }

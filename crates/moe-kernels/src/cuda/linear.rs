@@ -4,7 +4,7 @@ use candle_core::{DType, Result};
 
 use super::args::{LinearStreamArgs, LinearTensorArgs, Output, QuantLinearStreamArgs, QuantLinearTensorArgs};
 use super::quant::DevicePack;
-use super::{aligned, any, blas, ffi, fp8, quant, small};
+use super::{aligned, any, blas, ffi, quant, small};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
 use crate::plan::{Form, FusedLinearForm, LinearCall, LinearForm};
@@ -58,7 +58,6 @@ pub(crate) fn linear(
     let output = Output::stored_as(out.dtype());
     match (LinearForm::choose(&call, &ex.machine()), w) {
         (Some(LinearForm::Blas), Matrix::Rows(w)) => blas::product(cuda, op, x, w, out),
-        (Some(LinearForm::Fp8), Matrix::Pack(pack)) => fp8::linear(op, x, pack, out, ex),
         (Some(LinearForm::QuantBlas), Matrix::Pack(pack)) => {
             let mut floats = ex.scratch(DType::BF16, &[call.n, call.k])?;
             pack.dequantise_into(op, floats.view_mut(), ex)?;

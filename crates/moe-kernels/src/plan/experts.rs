@@ -202,15 +202,7 @@ impl Form for ExpertsForm {
     type Call = ExpertsCall;
 
     const ALL: &'static [Self] =
-        &[
-            Self::OneLaunch,
-            Self::Fp8,
-            Self::Wide,
-            Self::Tensor,
-            Self::Stream,
-            Self::Grouped,
-            Self::QuantAny,
-        ];
+        &[Self::OneLaunch, Self::Fp8, Self::Wide, Self::Tensor, Self::Stream, Self::Grouped, Self::QuantAny];
 
     fn name(self) -> &'static str {
         match self {

@@ -1,4 +1,5 @@
-//! Activations that are quantised to FP8 beside weights in FP8 (W8A8): where products of many rows may do so.
+//! Activations that are quantised to FP8 beside weights in FP8 (W8A8): where the experts of many rows may do so. Dense
+//! products keep 16 bits: cuBLAS on the weights as bf16 is as fast (docs/kernels-labbook.md).
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +10,7 @@ use super::{Machine, Reason};
 use crate::fp8::FP8_GROUP;
 use crate::scheme::{Fp8Scales, QuantScheme};
 
-/// Whether products of many rows quantise their activations to FP8, where the weights are FP8.
+/// Whether experts of many rows quantise their activations to FP8, where the weights are FP8.
 ///
 /// It changes results: each activation keeps 3 bits behind its first one. Checkpoints with weights in blocks are made for
 /// it, and their reference computes so at every number of rows.
@@ -84,7 +85,7 @@ mod tests {
     use candle_core::DType;
 
     use super::*;
-    use crate::plan::{ExpertsCall, ExpertsForm, Form, Gpu, LinearCall, LinearForm};
+    use crate::plan::{ExpertsCall, ExpertsForm, Form, Gpu};
 
     fn machine(fp8_activations: Fp8Activations) -> Machine {
         Machine { gpu: Some(Gpu::HOPPER), fp8_activations, ..Machine::default() }
@@ -92,25 +93,6 @@ mod tests {
 
     fn weights(scales: Fp8Scales, gate_up: bool) -> QuantWeights {
         QuantWeights { scheme: QuantScheme::Fp8 { scales }, scales: DType::F32, gate_up }
-    }
-
-    #[test]
-    fn prompts_quantise_activations_where_that_is_allowed() {
-        let block = Fp8Scales::Block { n: 128, k: 128 };
-        let linear = |rows, k, scales, machine: &Machine| {
-            let quant = Some(weights(scales, false));
-            let call = LinearCall { rows, n: 5120, k, dtype: DType::BF16, quant, bias: false, aligned: true };
-            LinearForm::choose(&call, machine)
-        };
-        let [auto, on, off] = [Fp8Activations::Auto, Fp8Activations::On, Fp8Activations::Off].map(machine);
-        let exact = Machine { batch_invariant: true, ..on };
-        assert_eq!(linear(8192, 2048, block, &auto), Some(LinearForm::Fp8));
-        assert_eq!(linear(8192, 2048, Fp8Scales::Tensor, &auto), Some(LinearForm::QuantBlas));
-        assert_eq!(linear(8192, 2048, Fp8Scales::Tensor, &on), Some(LinearForm::Fp8));
-        assert_eq!(linear(8192, 2048, block, &off), Some(LinearForm::QuantBlas));
-        assert_eq!(linear(8192, 2048, block, &exact), Some(LinearForm::Tensor));
-        assert_eq!(linear(8192, 1984, Fp8Scales::Channel, &on), Some(LinearForm::QuantBlas));
-        assert_eq!(linear(8, 2048, block, &on), Some(LinearForm::Tensor));
     }
 
     #[test]
@@ -125,9 +107,13 @@ mod tests {
             quant: Some([weights(scales, true), weights(scales, false)]),
         };
         let block = Fp8Scales::Block { n: 128, k: 128 };
-        let (auto, off) = (machine(Fp8Activations::Auto), machine(Fp8Activations::Off));
+        let [auto, on, off] = [Fp8Activations::Auto, Fp8Activations::On, Fp8Activations::Off].map(machine);
+        let exact = Machine { batch_invariant: true, ..on };
         assert_eq!(ExpertsForm::choose(&call(8192, 768, block), &auto), Some(ExpertsForm::Fp8));
         assert_eq!(ExpertsForm::choose(&call(64, 768, block), &auto), Some(ExpertsForm::Tensor));
+        assert_eq!(ExpertsForm::choose(&call(8192, 768, Fp8Scales::Tensor), &on), Some(ExpertsForm::Fp8));
+        assert_eq!(ExpertsForm::choose(&call(8192, 768, block), &off), Some(ExpertsForm::Wide));
+        assert_eq!(ExpertsForm::choose(&call(8192, 768, block), &exact), Some(ExpertsForm::Tensor));
         let why = |call, machine: &Machine| {
             ExpertsForm::Fp8.fits(&call, machine).map_err(|reason| reason.to_string()).unwrap_err()
         };

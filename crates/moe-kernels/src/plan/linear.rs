@@ -2,7 +2,6 @@
 
 use candle_core::DType;
 
-use super::fp8::expect_fp8_products;
 use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
 use super::{DequantiseForm, Form, Machine, Reason};
 
@@ -15,8 +14,6 @@ const BLAS_ROWS: usize = 65;
 /// From this many rows on it is taken although quantised weights become bf16 for it. At 256 it would be too early: a step of
 /// 256 sequences takes 18.4 ms with it and 14.1 without (FP8, one H200).
 const QUANT_BLAS_ROWS: usize = 512;
-/// From this many rows on FP8 weights are multiplied with activations in FP8, where that is allowed.
-const FP8_ROWS: usize = 512;
 /// Most bytes of these floats between the launches.
 const QUANT_BLAS_BYTES: usize = 256 << 20;
 /// From this many weight rows on, a product is a vocabulary projection.
@@ -50,8 +47,6 @@ pub struct LinearCall {
 pub enum LinearForm {
     /// cuBLAS.
     Blas,
-    /// FP8 weights with activations that become FP8, too (`fp8_linear`).
-    Fp8,
     /// Quantised weights turned into bf16, then cuBLAS.
     QuantBlas,
     /// Weights stream past at most four rows (`linear_stream`).
@@ -96,21 +91,11 @@ impl Form for LinearForm {
     type Call = LinearCall;
 
     const ALL: &'static [Self] =
-        &[
-            Self::Blas,
-            Self::Fp8,
-            Self::QuantBlas,
-            Self::Stream,
-            Self::Tensor,
-            Self::QuantAny,
-            Self::Any,
-            Self::Cpu,
-        ];
+        &[Self::Blas, Self::QuantBlas, Self::Stream, Self::Tensor, Self::QuantAny, Self::Any, Self::Cpu];
 
     fn name(self) -> &'static str {
         match self {
             Self::Blas => "cublas",
-            Self::Fp8 => "fp8_linear (W8A8: activations are quantised)",
             Self::QuantBlas => "dequantise + cublas",
             Self::Stream => "linear_stream",
             Self::Tensor => "linear_tensor",
@@ -139,15 +124,6 @@ impl Form for LinearForm {
                     return Err(Reason::Bias);
                 }
                 expect_rows(BLAS_ROWS.., call.rows)
-            }
-            Self::Fp8 => {
-                expect_fp8_products(&[(call.quant, call.n, call.k)], machine)?;
-                expect_bf16(call.dtype)?;
-                if call.bias {
-                    return Err(Reason::Bias);
-                }
-                expect_rows(FP8_ROWS.., call.rows)?;
-                call.expect_aligned()
             }
             Self::QuantBlas => {
                 machine.expect_gpu()?;

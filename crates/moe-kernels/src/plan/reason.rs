@@ -164,7 +164,9 @@ pub enum Reason {
         got: QuantScheme,
     },
     /// The kernel quantises what is to keep its dtype.
-    #[error("quantises activations to 8 bits, which --fp8-activations {setting} does not allow for these weights")]
+    #[error(
+        "quantises activations to 8 bits, which --fp8-activations {setting} does not allow for these weights"
+    )]
     Activations {
         /// What is allowed.
         setting: Fp8Activations,

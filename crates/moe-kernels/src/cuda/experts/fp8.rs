@@ -32,9 +32,7 @@ impl Inputs {
         };
         // SAFETY: `super::check` has checked dims and dtypes, the form the launchers' conditions; the scratch has the sizes
         // that they ask for, and routing has listed the slots.
-        cuda.check("fp8_experts_gate_up", unsafe {
-            ffi::moe_fp8_experts_gate_up(&gate_up, cuda.raw()?)
-        })?;
+        cuda.check("fp8_experts_gate_up", unsafe { ffi::moe_fp8_experts_gate_up(&gate_up, cuda.raw()?) })?;
         let x = Fp8Rows::new(op, act.cast_const(), (s.slots(), s.inter), ex)?;
         let down = Fp8ExpertsArgs { q: x.q, scales: x.scales, w: w2, out: slot_rows, ..gate_up };
         // SAFETY: as above; its rows were quantised by the launch before.

@@ -61,7 +61,10 @@ pub fn monolithic_experts_into(
             args.one_launch(op, sizes, at.cast_const().cast(), Some(norm), ex)?
                 .run((at.cast(), Output::AddF32), ex)
         }
-        (MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide, MonolithicIo::Store { x, mut out }) => {
+        (
+            MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
+            MonolithicIo::Store { x, mut out },
+        ) => {
             let products = Products::new(op, form, x, args, sizes, ex)?;
             let out = ex.cuda(op)?.write(op, "out", &mut out)?;
             products.inputs.combine(&sizes, &products.rows, (out, Output::F32), ex)
