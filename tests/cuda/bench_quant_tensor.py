@@ -1,6 +1,8 @@
 """Times the kernels on warpgroup products with quantised weights beside those with bf16, weights rotated, in one graph each."""
 import torch
 
+import bench_fp8
+
 from bench_experts import E, H, I, K, Inputs
 from library import BF16, F32, graph_us
 from quant_pack import FP8_BLOCK, INT4_128, INT4_32Z, INT8_128, RawPack, pack_fields
@@ -108,4 +110,6 @@ def run(lib, tokens, names=None, what="linears,experts", splits=0):
         experts(lib, tokens, schemes, results)
     if "dequantise" in what:
         dequantise(lib, schemes, results)
+    if "fp8" in what:
+        bench_fp8.run(lib, tokens, results)
     return results

@@ -1,5 +1,6 @@
 //! Products with quantised weights: packs on the device against their definition in f64 and against the CPU's.
 
+mod activations;
 mod matrices;
 
 use candle_core::DType;

@@ -21,7 +21,7 @@ use clap::builder::UnknownArgumentValueParser;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use model_runtime::{CpuIsa, MlaForm};
 use moe_engine::DeviceChoice;
-use moe_layer::{MoePath, SharedExpertsStream};
+use moe_layer::{Fp8Activations, MoePath, SharedExpertsStream};
 
 use crate::parallel::ParallelArgs;
 use crate::session::Model;
@@ -158,10 +158,12 @@ pub struct RunArgs {
     /// Shows which kernels run for how many rows and why not faster ones: a table on stderr, or JSON in FILE.
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, help_heading = "MoE")]
     pub explain_backends: Option<Option<PathBuf>>,
-    /// Give a row the same bits whatever rows are computed beside it, with slower kernels (on the CPU it is always
-    /// so).
+    /// Give a row the same bits whatever rows are computed beside it, with slower kernels (on the CPU always so).
     #[arg(long, help_heading = "MoE")]
     pub batch_invariant: bool,
+    /// Whether experts of prompts quantise activations beside FP8 weights (W8A8) on a GPU: on, off or auto (blocks of 128).
+    #[arg(long, value_name = "WHEN", default_value = "auto", help_heading = "MoE")]
+    pub fp8_activations: Fp8Activations,
     /// Ranks and chunks.
     #[command(flatten)]
     pub parallel: ParallelArgs,
@@ -300,8 +302,7 @@ pub struct EngineArgs {
     /// more than the sequences can use.
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
     pub kv_cache_memory: Option<usize>,
-    /// Memory of each GPU that may be in use, such as 24GB, as if it had no more: weights, KV cache and buffers (default: all of
-    /// it).
+    /// Memory of each GPU that may be in use, such as 24GB: weights, KV cache and buffers (default: all of it).
     #[arg(long, value_name = "BYTES", value_parser = crate::options::parse_bytes, help_heading = "Engine")]
     pub gpu_memory: Option<usize>,
     /// Launch decode steps on a GPU one by one instead of as a captured CUDA graph.

@@ -111,6 +111,7 @@ impl RunArgs {
             mla: self.mla,
             shared_experts_stream: self.shared_experts_stream,
             batch_invariant: self.batch_invariant,
+            fp8_activations: self.fp8_activations,
             check_weights: false,
             parallel: self.parallel.config(),
             executor: self.parallel.distributed_executor_backend,

@@ -131,6 +131,18 @@ pub fn any_shape_stages(model: &dyn CausalLm, machine: &Machine) -> Vec<String> 
     found
 }
 
+/// From how many rows on a step of prompts quantises activations, among the powers of two; `None`: never.
+pub fn quantised_activations(model: &dyn CausalLm, machine: &Machine) -> Option<usize> {
+    let quantises = |rows: &usize| {
+        let plans = model.plan(&PlanStep { rows: *rows, one_row_each: false, observed: None }, machine);
+        plans
+            .iter()
+            .flat_map(|plan| plan.attention.iter().chain(&plan.mlp))
+            .any(|stage| stage.kernel.contains("W8A8"))
+    };
+    std::iter::successors(Some(1), |rows| Some(rows * 2)).take_while(|rows| *rows <= MOST).find(quantises)
+}
+
 /// Runs of layers that use the same kernels.
 fn by_layers(plans: Vec<LayerPlan>) -> Vec<LayerRun> {
     let mut runs: Vec<LayerRun> = Vec::new();

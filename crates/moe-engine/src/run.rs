@@ -67,6 +67,11 @@ impl Run {
         for slow in explain::any_shape_stages(model.as_ref(), &ex.machine()) {
             warn!("{slow}");
         }
+        if let Some(rows) = explain::quantised_activations(model.as_ref(), &ex.machine()) {
+            info!(
+                "steps of {rows} rows and more quantise activations to FP8 beside the FP8 weights (W8A8); --fp8-activations off keeps 16 bits"
+            );
+        }
         let Self { config, processes, .. } = self;
         let (parallel, eplb) = (config.parallel, config.eplb);
         Ok(Session {
@@ -218,7 +223,10 @@ fn on_device(host: Exec, config: &RunConfig, processes: Option<&Processes>) -> R
         return Ok(host);
     }
     info!(device = ?device.location(), "running on CUDA");
-    let ex = Exec::on(&device)?.with_isa(host.isa())?.with_batch_invariant(config.batch_invariant);
+    let ex = Exec::on(&device)?
+        .with_isa(host.isa())?
+        .with_batch_invariant(config.batch_invariant)
+        .with_fp8_activations(config.fp8_activations);
     Ok(match config.num_threads {
         Some(threads) => ex.with_threads(threads)?,
         None => ex,

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use candle_core::DType;
 use model_runtime::{BlockContext, CpuIsa, Exec, MlaForm};
 use moe_comm::ParallelConfig;
-use moe_layer::{ChunkedMoe, MoePath, SharedExpertsStream};
+use moe_layer::{ChunkedMoe, Fp8Activations, MoePath, SharedExpertsStream};
 
 use crate::device::DeviceChoice;
 use crate::eplb::EplbConfig;
@@ -38,6 +38,8 @@ pub struct RunConfig {
     pub shared_experts_stream: SharedExpertsStream,
     /// A row's bits do not depend on the rows beside it, also on a GPU.
     pub batch_invariant: bool,
+    /// Whether prompts may quantise activations beside FP8 weights, on a GPU.
+    pub fp8_activations: Fp8Activations,
     /// Report every weight of a checkpoint that is NaN or infinite as an error.
     pub check_weights: bool,
     /// How the model is spread over ranks.
@@ -109,7 +111,8 @@ impl RunConfig {
 
     /// The execution context of the host.
     pub(crate) fn host_exec(&self) -> Result<Exec> {
-        let mut ex = Exec::cpu().with_batch_invariant(self.batch_invariant);
+        let mut ex =
+            Exec::cpu().with_batch_invariant(self.batch_invariant).with_fp8_activations(self.fp8_activations);
         if let Some(isa) = self.cpu_isa {
             ex = ex.with_isa(isa)?;
         }
@@ -125,7 +128,7 @@ impl RunConfig {
     /// What must be the same on all ranks, as names and values. Bits depend on the instruction set, too.
     pub(crate) fn agreed(&self, model: &str, ex: &Exec) -> Vec<(String, String)> {
         let (p, chunks) = (&self.parallel, &self.chunked_moe);
-        let all: [(&str, String); 18] = [
+        let all: [(&str, String); 19] = [
             ("the program's version", env!("CARGO_PKG_VERSION").to_string()),
             ("--model", model.to_string()),
             ("--tp", p.tp.to_string()),
@@ -143,6 +146,7 @@ impl RunConfig {
             ("--moe-backend", self.moe_backend.clone().unwrap_or_else(|| "default".to_string())),
             ("--moe-path", format!("{:?}", self.moe_path)),
             ("--mla", format!("{:?}", self.mla)),
+            ("--fp8-activations", self.fp8_activations.to_string()),
             ("--shared-experts-stream", format!("{:?}", self.shared_experts_stream)),
         ];
         let eplb = ("--enable-eplb", self.eplb.is_some().to_string());

@@ -17,7 +17,7 @@ use crate::buffer::{Buffer, Scratch, Workspace};
 #[cfg(feature = "cuda")]
 use crate::cuda::{PinnedWords, Timeline};
 use crate::door;
-use crate::plan::Machine;
+use crate::plan::{Fp8Activations, Machine};
 use crate::view::{View, ViewMut};
 
 /// The instruction-set path of the CPU kernels.
@@ -127,6 +127,7 @@ pub struct Exec {
     #[cfg(feature = "cuda")]
     side_workspace: Workspace,
     batch_invariant: bool,
+    fp8_activations: Fp8Activations,
     #[cfg(feature = "cuda")]
     cuda: Option<crate::cuda::CudaExec>,
     #[cfg(feature = "cuda")]
@@ -145,6 +146,7 @@ impl Exec {
             #[cfg(feature = "cuda")]
             side_workspace: Workspace::new(),
             batch_invariant: false,
+            fp8_activations: Fp8Activations::Off,
             #[cfg(feature = "cuda")]
             cuda: None,
             #[cfg(feature = "cuda")]
@@ -207,6 +209,17 @@ impl Exec {
         self.batch_invariant
     }
 
+    /// Lets products of many rows quantise their activations where the weights are FP8, on CUDA; without, they keep their
+    /// dtype.
+    pub fn with_fp8_activations(self, fp8_activations: Fp8Activations) -> Self {
+        Self { fp8_activations, ..self }
+    }
+
+    /// Where activations may be quantised.
+    pub fn fp8_activations(&self) -> Fp8Activations {
+        self.fp8_activations
+    }
+
     /// Marks what begins here on the device's timeline (`with_timeline`); without one, and on the CPU, nothing.
     pub fn mark(&self, what: &'static str, index: usize) -> Result<()> {
         #[cfg(feature = "cuda")]
@@ -228,7 +241,7 @@ impl Exec {
         let gpu = self.cuda.as_ref().map(|cuda| cuda.gpu);
         #[cfg(not(feature = "cuda"))]
         let gpu = None;
-        Machine { gpu, batch_invariant: self.batch_invariant }
+        Machine { gpu, batch_invariant: self.batch_invariant, fp8_activations: self.fp8_activations }
     }
 
     /// The instruction-set path of the CPU kernels.

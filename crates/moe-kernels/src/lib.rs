@@ -11,6 +11,7 @@ mod dispatched;
 pub mod door;
 mod element;
 mod exec;
+mod fp8;
 mod memory;
 mod monolithic;
 mod ops;
@@ -38,6 +39,7 @@ pub use checksum::{checksum, checksum_of_sum, word_sum_into};
 pub use dispatched::{Dispatched, Lent};
 pub use element::{Element, Float};
 pub use exec::{CpuIsa, Exec, compute_capability};
+pub use fp8::{FP8_GROUP, quantised_to_fp8};
 pub use memory::HugePages;
 pub use monolithic::{Gate, GateScoring, MonolithicIo, PreNorm};
 pub use ops::{

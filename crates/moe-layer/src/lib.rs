@@ -45,6 +45,7 @@ pub use moe_experts::{
     select as select_backend,
 };
 pub use moe_kernels::candle::{self, DType, Device, Tensor};
+pub use moe_kernels::plan::Fp8Activations;
 pub use moe_kernels::{
     Activation, ActivationFormat, Buffer, CpuIsa, Exec, ExpertHeat, ExpertsSpec, Gate, MonolithicIo,
     NO_EXPERT, PreNorm, RoutedExperts, StepContext, TensorView, View, ViewMut, Workspace, checksum,

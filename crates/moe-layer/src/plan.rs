@@ -73,6 +73,8 @@ impl SparseMoeBlock {
         let mut rejected = Vec::new();
         for (index, fusion) in self.monolithic_forms(fusions) {
             match self.fits((index, fusion), step, machine) {
+                // Nobody asks of floats why they are not quantised.
+                Err(Reason::Floats) => {}
                 Err(reason) => {
                     let kernel = format!("{}{}", self.monolithic()[index].name(), around(fusion));
                     rejected.push(Rejected { kernel, reason });

@@ -147,9 +147,9 @@ fn load_place<F: ModelFamily>(
     ex: &Exec,
     threads: usize,
 ) -> Result<Loaded> {
-    let invariant = ex.batch_invariant();
+    let (invariant, fp8_activations) = (ex.batch_invariant(), ex.fp8_activations());
     let ex = Exec::on(ex.device())?.with_isa(ex.isa())?.with_threads(threads)?;
-    let mut ex = ex.with_batch_invariant(invariant);
+    let mut ex = ex.with_batch_invariant(invariant).with_fp8_activations(fp8_activations);
     let load = || -> Result<_> {
         let groups = ParallelGroups::new(&geometry, comm.clone(), &mut Exec::cpu())?;
         // What layers exchange goes from GPU to GPU.

@@ -142,6 +142,26 @@ struct QuantExpertsStreamArgs {
   Output output;
 };
 
+/// Activations to FP8.
+struct Fp8QuantiseArgs {
+  const __nv_bfloat16* x;  // [rows, columns]
+  uint8_t* q;              // out [rows, columns]
+  float* scales;           // out [columns / 128, rows]
+  int rows, columns;
+};
+
+/// One of the experts' products with FP8 weights and activations.
+struct Fp8ExpertsArgs {
+  const uint8_t* q;     // [T, H], or [T K, I] in order of experts
+  const float* scales;  // [columns / 128, rows]
+  QuantPack w;          // w13 or w2
+  const uint32_t* slots;
+  const uint32_t* counts;
+  int bucket;          // these three as in ExpertsTensorArgs
+  __nv_bfloat16* out;  // [T K, I] in order of experts, or [T K, H] by slot
+  int tokens, top_k;
+};
+
 }  // namespace moe
 
 extern "C" int moe_quant_experts_tensor(const moe::QuantExpertsTensorArgs* args, void* stream);
@@ -155,3 +175,6 @@ extern "C" int moe_any_quant_gate_up(const moe::AnyQuantGateUpArgs* args, void* 
 extern "C" int moe_any_quant_down(const moe::AnyQuantDownArgs* args, void* stream);
 extern "C" int moe_any_dequantise(const moe::QuantPack* w, void* out, moe::Dtype dtype, void* stream);
 extern "C" int moe_quant_dequantise(const moe::QuantPack* w, __nv_bfloat16* out, void* stream);
+extern "C" int moe_fp8_quantise(const moe::Fp8QuantiseArgs* args, void* stream);
+extern "C" int moe_fp8_experts_gate_up(const moe::Fp8ExpertsArgs* args, void* stream);
+extern "C" int moe_fp8_experts_down(const moe::Fp8ExpertsArgs* args, void* stream);

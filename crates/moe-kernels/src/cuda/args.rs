@@ -211,6 +211,12 @@ arguments! {
     QuantLinearTensorArgs {
         x: In, w: QuantPack, bias: In, out: Out, output: Output, m splits: i32,
     }
+    Fp8QuantiseArgs {
+        x: In, q scales: Out, rows columns: i32,
+    }
+    Fp8ExpertsArgs {
+        q scales: In, w: QuantPack, slots counts: In, bucket: i32, out: Out, tokens top_k: i32,
+    }
     AnyGroupSlotsArgs {
         topk_ids expert_map: In, count top_k num_ids num_local: i32, offsets slots in_rows workspace: Out,
     }

@@ -18,6 +18,7 @@ mod checksum;
 mod counts;
 mod experts;
 pub(crate) mod ffi;
+mod fp8;
 mod graph;
 pub(crate) mod linear;
 mod locked;

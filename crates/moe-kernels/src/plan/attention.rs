@@ -173,9 +173,9 @@ mod tests {
 
     #[test]
     fn prompts_take_warpgroup_products_where_pages_and_card_allow() {
-        let hopper = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+        let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
         let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
-        let ampere = Machine { gpu: Some(ampere), batch_invariant: false };
+        let ampere = Machine { gpu: Some(ampere), ..Machine::default() };
         let form = |one_row_each, block_size, machine: &Machine| {
             let (rows, num_heads, head_dim) = (300, 32, 128);
             let call = AttentionCall {
@@ -204,9 +204,9 @@ mod tests {
     }
     #[test]
     fn latent_rows_take_their_kernel_where_sizes_and_card_allow() {
-        let hopper = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+        let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
         let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
-        let ampere = Machine { gpu: Some(ampere), batch_invariant: false };
+        let ampere = Machine { gpu: Some(ampere), ..Machine::default() };
         let call = AttentionCall {
             rows: 3,
             one_row_each: false,

@@ -81,7 +81,7 @@ mod tests {
             act_order,
         };
         let block = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
-        let machine = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+        let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
         let form = |scheme, scales, k, dtype, aligned| {
             let quant = QuantWeights { scheme, scales, gate_up: false };
             DequantiseForm::choose(&DequantiseCall { n: 256, k, quant, dtype, aligned }, &machine)

@@ -1,5 +1,6 @@
 //! bf16 SwiGLU experts on CUDA: which kernels compute a step's slots.
 
+use super::fp8::expect_fp8_products;
 use super::linear::{expect_at_most, expect_rows, expect_steps};
 use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
 use super::{Form, Gpu, Machine, Reason};
@@ -15,6 +16,8 @@ const TENSOR_EXPERTS: usize = 2048;
 const WIDE_ROWS: usize = 32;
 /// The same of quantised weights.
 const QUANT_WIDE_ROWS: usize = 64;
+/// The same of FP8 weights whose activations may become FP8.
+const FP8_ROWS: usize = 32;
 /// Most experts of these, whose table lies beside a longer ring.
 const WIDE_EXPERTS: usize = 1024;
 /// Before this many tokens the streaming kernel beats the grouped kernels of other cards.
@@ -106,6 +109,19 @@ impl ExpertsCall {
         expect_at_most("number of local experts", WIDE_EXPERTS, self.num_local)
     }
 
+    /// Whether the products of FP8 weights with activations in FP8 compute these sizes. Slot rows are as those of
+    /// [`fits_wide`](Self::fits_wide).
+    ///
+    /// # Errors
+    /// The first reason why not.
+    pub fn fits_fp8(&self, machine: &Machine) -> Result<(), Reason> {
+        let [w13, w2] = self.quant.map_or([None; 2], |packs| packs.map(Some));
+        expect_fp8_products(&[(w13, 2 * self.inter, self.hidden), (w2, self.hidden, self.inter)], machine)?;
+        expect_rows((FP8_ROWS * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
+        self.expect_local()?;
+        expect_at_most("number of local experts", WIDE_EXPERTS, self.num_local)
+    }
+
     /// Fails for quantised weights that the fast kernels do not read.
     fn expect_weights(&self) -> Result<(), Reason> {
         let Some([w13, w2]) = self.quant else { return Ok(()) };
@@ -168,6 +184,8 @@ impl ExpertsCall {
 pub enum ExpertsForm {
     /// Both products and the sum in one launch for a few tokens on Hopper (`layer_stream`).
     OneLaunch,
+    /// FP8 weights with activations that become FP8, too, over lists of slots, then the sum (`fp8_experts`).
+    Fp8,
     /// Warpgroup products of Hopper in tiles of up to 256 rows over lists of slots, then the sum (`experts_wide`).
     Wide,
     /// The same in tiles of up to 128 rows, for fewer rows (`experts_tensor`).
@@ -184,11 +202,12 @@ impl Form for ExpertsForm {
     type Call = ExpertsCall;
 
     const ALL: &'static [Self] =
-        &[Self::OneLaunch, Self::Wide, Self::Tensor, Self::Stream, Self::Grouped, Self::QuantAny];
+        &[Self::OneLaunch, Self::Fp8, Self::Wide, Self::Tensor, Self::Stream, Self::Grouped, Self::QuantAny];
 
     fn name(self) -> &'static str {
         match self {
             Self::OneLaunch => "layer_stream",
+            Self::Fp8 => "fp8_experts (W8A8: activations are quantised)",
             Self::Wide => "experts_wide",
             Self::Tensor => "experts_tensor",
             Self::Stream => "experts_stream",
@@ -198,13 +217,14 @@ impl Form for ExpertsForm {
     }
 
     fn kernel(self, call: &ExpertsCall) -> String {
-        let has_form = !matches!(self, Self::Grouped | Self::QuantAny);
+        let has_form = !matches!(self, Self::Fp8 | Self::Grouped | Self::QuantAny);
         kernel_name(self.name(), has_form && call.quant.is_some())
     }
 
     fn fits(self, call: &ExpertsCall, machine: &Machine) -> Result<(), Reason> {
         match self {
             Self::OneLaunch => call.fits_one_launch(machine),
+            Self::Fp8 => call.fits_fp8(machine),
             Self::Wide => call.fits_wide(machine),
             Self::Tensor => call.fits_tensor(machine),
             Self::Stream => {
@@ -247,7 +267,7 @@ mod tests {
     };
 
     fn hopper() -> Machine {
-        Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false }
+        Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() }
     }
 
     #[test]
@@ -272,7 +292,7 @@ mod tests {
             (Some("experts_tensor"), Some("experts_tensor"))
         );
         let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
-        let ampere = Machine { gpu: Some(ampere), batch_invariant: false };
+        let ampere = Machine { gpu: Some(ampere), ..Machine::default() };
         assert_eq!((form(4, &ampere), form(256, &ampere)), (Some("experts_stream"), Some("experts_grouped")));
         assert_eq!(form(4, &Machine::default()), None);
     }
@@ -330,7 +350,7 @@ mod tests {
             assert_eq!(kernel(&call(1, scheme, scales), invariant).as_deref(), Some("quant_experts_tensor"));
             let ampere = Machine {
                 gpu: Some(Gpu { compute_capability: (8, 0), ..Gpu::HOPPER }),
-                batch_invariant: false,
+                ..Machine::default()
             };
             assert_eq!(kernel(&call(1, scheme, scales), ampere).as_deref(), Some("any_quant_experts"));
         }

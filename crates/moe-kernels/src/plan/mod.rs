@@ -7,6 +7,7 @@
 mod attention;
 mod dequantise;
 mod experts;
+mod fp8;
 mod linear;
 mod mixed;
 mod monolithic;
@@ -19,6 +20,7 @@ mod router;
 pub use attention::{AttentionCall, AttentionForm};
 pub use dequantise::{DequantiseCall, DequantiseForm};
 pub use experts::{ExpertsCall, ExpertsForm};
+pub use fp8::Fp8Activations;
 pub use linear::{FusedLinearForm, LinearCall, LinearForm};
 pub use mixed::{MixedCall, MixedForm};
 pub use monolithic::{Fusion, MonolithicCall, MonolithicForm};
@@ -49,6 +51,8 @@ pub struct Machine {
     pub gpu: Option<Gpu>,
     /// Whether a row's bits must not depend on the rows beside it.
     pub batch_invariant: bool,
+    /// Whether activations beside FP8 weights may be quantised, too.
+    pub fp8_activations: Fp8Activations,
 }
 
 impl Machine {

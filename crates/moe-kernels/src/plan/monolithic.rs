@@ -31,6 +31,9 @@ pub struct MonolithicCall {
 pub enum MonolithicForm {
     /// Everything in one launch, for a few tokens (`layer_stream`).
     OneLaunch,
+    /// Router with lists of slots, FP8 weights with activations that become FP8, too, weighted sum (`gate_route`,
+    /// `fp8_experts`, `combine`).
+    Fp8,
     /// Router with lists of slots, warpgroup products in tiles of up to 256 rows, weighted sum: three launches
     /// (`gate_route`, `experts_wide`, `combine`).
     Wide,
@@ -42,7 +45,7 @@ impl MonolithicForm {
     /// The name of the kernels for floats or for quantised weights.
     pub fn name_of(self, is_quantised: bool) -> &'static str {
         match (self, is_quantised) {
-            (_, false) => self.name(),
+            (_, false) | (Self::Fp8, _) => self.name(),
             (Self::OneLaunch, true) => "quant_layer_stream",
             (Self::Wide, true) => "gate_route + quant_experts_wide + combine",
             (Self::Tensor, true) => "gate_route + quant_experts_tensor + combine",
@@ -53,11 +56,12 @@ impl MonolithicForm {
 impl Form for MonolithicForm {
     type Call = MonolithicCall;
 
-    const ALL: &'static [Self] = &[Self::OneLaunch, Self::Wide, Self::Tensor];
+    const ALL: &'static [Self] = &[Self::OneLaunch, Self::Fp8, Self::Wide, Self::Tensor];
 
     fn name(self) -> &'static str {
         match self {
             Self::OneLaunch => "layer_stream",
+            Self::Fp8 => "gate_route + fp8_experts (W8A8: activations are quantised) + combine",
             Self::Wide => "gate_route + experts_wide + combine",
             Self::Tensor => "gate_route + experts_tensor + combine",
         }
@@ -74,16 +78,18 @@ impl Form for MonolithicForm {
             (Self::OneLaunch, Fusion::AddNorm) => {
                 Err(Reason::NoGain("its blocks end at different times, so none sees whole rows to norm"))
             }
-            (Self::Wide | Self::Tensor, Fusion::Nothing | Fusion::AddNorm) => {
+            (Self::Fp8 | Self::Wide | Self::Tensor, Fusion::Nothing | Fusion::AddNorm) => {
                 let ExpertsCall { hidden, num_ids, top_k, .. } = call.experts;
                 match self {
+                    Self::Fp8 => call.experts.fits_fp8(machine)?,
                     Self::Wide => call.experts.fits_wide(machine)?,
                     _ => call.experts.fits_tensor(machine)?,
                 }
                 let router = RouterCall { hidden, experts: num_ids, top_k, dtype: call.dtype };
                 RouterForm::OneLaunch.fits(&router, machine)
             }
-            (Self::Wide | Self::Tensor, Fusion::NormAdd) => {
+            (Self::Fp8, Fusion::NormAdd) if call.experts.quant.is_none() => Err(Reason::Floats),
+            (Self::Fp8 | Self::Wide | Self::Tensor, Fusion::NormAdd) => {
                 Err(Reason::NoGain("its router reads normed rows, which the launch before can write"))
             }
         }

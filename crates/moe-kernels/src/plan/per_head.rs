@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn few_rows_and_batch_invariance_keep_to_one_launch() {
-        let gpu = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+        let gpu = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
         let name = |rows, dtype, machine: &Machine| {
             let call = PerHeadCall { rows, head_dim: 128, latent: 512, beside: None, dtype };
             PerHeadForm::choose(&call, machine).map(Form::name)

@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn many_rows_of_deepseeks_sizes_are_expanded() {
-        let hopper = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+        let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
         let call = PromptCall {
             rows: 4096,
             positions: None,

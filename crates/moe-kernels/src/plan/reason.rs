@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
+use super::Fp8Activations;
 use crate::scheme::QuantScheme;
 use crate::spec::{Activation, ActivationFormat};
 
@@ -162,6 +163,14 @@ pub enum Reason {
         /// The pack's scheme.
         got: QuantScheme,
     },
+    /// The kernel quantises what is to keep its dtype.
+    #[error(
+        "quantises activations to 8 bits, which --fp8-activations {setting} does not allow for these weights"
+    )]
+    Activations {
+        /// What is allowed.
+        setting: Fp8Activations,
+    },
     /// The kernel does not read scales of this dtype.
     #[error("reads scales in {}, but they are {got}", .accepted.join(", "))]
     Scales {
@@ -253,6 +262,7 @@ impl Reason {
             Self::NoGain(_) => "no_gain",
             Self::Activation { .. } => "activation",
             Self::Bias => "bias",
+            Self::Activations { .. } => "fp8_activations",
             Self::Quant { .. } | Self::Scales { .. } => "quant",
             Self::NotQuantised | Self::Floats => "not_quantised",
             Self::Dtype { .. } => "dtype",

@@ -172,7 +172,7 @@ const FUSIONS: [Fusion; 3] = [Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing]
 #[test]
 fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
     let block = on_hopper()?;
-    let machine = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+    let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
     let kernels = |rows, machine: &Machine| {
         let plan = block.plan(&step(rows), &FUSIONS, machine);
         (plan.form.fusion(), plan.stages[0].kernel.clone(), plan.stages[0].computes.len())

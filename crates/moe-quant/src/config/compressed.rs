@@ -174,6 +174,6 @@ fn activation_note(settings: &Header) -> Result<Option<String>, QuantError> {
     let kind = activations.str(&["type"])?.unwrap_or("int");
     let bits = activations.int(&["num_bits"])?.map_or(8, |(_, bits)| bits);
     Ok(Some(format!(
-        "the header asks for activations in {kind}{bits}; here only the weights are quantised, activations keep their dtype"
+        "the header asks for activations in {kind}{bits}; here only the weights are quantised, activations keep their dtype (FP8 beside FP8 weights: --fp8-activations)"
     )))
 }

@@ -20,7 +20,7 @@ const GROUPED_ROWS: usize = 128;
 
 /// Addresses of the arguments.
 pub(super) struct Inputs {
-    op: &'static str,
+    pub op: &'static str,
     pub x: In,
     pub packs: Packs,
     topk_ids: In,
@@ -95,8 +95,8 @@ pub(super) struct Rows {
     pub act: Lease,
     /// [T K, H] of `dtype`.
     pub slot_rows: Lease,
-    /// f32; bf16 where `moe_experts_wide` computes them.
-    dtype: DType,
+    /// f32; bf16 where `moe_experts_wide` or products with FP8 activations compute them.
+    pub dtype: DType,
 }
 
 impl Lease {
@@ -127,6 +127,14 @@ fn counters(num_local: usize, ex: &Exec) -> Result<*mut u32> {
 pub(super) fn bucket_counts(num_local: usize, ex: &Exec) -> Result<Out> {
     // SAFETY: the place is a constant below the number of counters.
     Ok(unsafe { counters(num_local, ex)?.add(ffi::moe_experts_tensor_counts() as usize) }.cast())
+}
+
+/// Leaves them zero for the next layer, behind products that do not do so themselves.
+pub(super) fn clear_bucket_counts(num_local: usize, ex: &Exec) -> Result<()> {
+    let (op, cuda) = ("clear_bucket_counts", ex.cuda("clear_bucket_counts")?);
+    let (counts, words) = (bucket_counts(num_local, ex)?, i64::from(small(op, num_local)?));
+    // SAFETY: there are as many counts as local experts; the zero of f32 is that of u32.
+    cuda.check(op, unsafe { ffi::moe_any_fill(counts, 0.0, words, cuda.raw()?) })
 }
 
 impl Inputs {

@@ -1,5 +1,6 @@
 //! The whole expert layer on CUDA: from token rows and their top-k to the weighted sum.
 
+mod fp8;
 mod launch;
 mod one_launch;
 mod routed;
@@ -79,11 +80,12 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
         let launch = OneLaunch { op, x, norm: None, choice, packs, expert_map, sizes };
         return launch.run((out, output), ex);
     }
-    let rows = if form == Some(ExpertsForm::Wide) { DType::BF16 } else { DType::F32 };
+    let rounded = matches!(form, Some(ExpertsForm::Fp8 | ExpertsForm::Wide));
+    let rows = if rounded { DType::BF16 } else { DType::F32 };
     let mut scratch = inputs.scratch(&sizes, rows, ex)?;
     match form {
         Some(ExpertsForm::Stream) => return inputs.stream(&sizes, scratch, (out, output), ex),
-        Some(ExpertsForm::Tensor | ExpertsForm::Wide) => {
+        Some(form @ (ExpertsForm::Fp8 | ExpertsForm::Tensor | ExpertsForm::Wide)) => {
             let listed;
             let lists = match args.lists {
                 Some(lists) => lists,
@@ -92,7 +94,11 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
                     ExpertLists { counts: listed[0].view(), slots: listed[1].view() }
                 }
             };
-            inputs.tensor(&sizes, Buckets::of(op, &lists, &sizes, ex)?, &scratch, ex)?;
+            let slots = Buckets::of(op, &lists, &sizes, ex)?;
+            match form {
+                ExpertsForm::Fp8 => inputs.fp8(&sizes, &slots, &scratch, ex)?,
+                _ => inputs.tensor(&sizes, slots, &scratch, ex)?,
+            }
         }
         Some(ExpertsForm::QuantAny) => any_quantised(op, args, &sizes, &mut scratch, ex)?,
         _ => inputs.grouped(&sizes, &scratch, ex)?,

@@ -127,7 +127,7 @@ mod tests {
     #[test]
     fn the_host_and_the_kernel_agree_on_what_fits() {
         let gpu = Gpu::HOPPER;
-        let machine = Machine { gpu: Some(gpu), batch_invariant: false };
+        let machine = Machine { gpu: Some(gpu), ..Machine::default() };
         let (mut fitting, mut refused) = (0, 0);
         for tokens in 1..=5 {
             for top_k in [1, 2, 6, 8, 16, 33] {

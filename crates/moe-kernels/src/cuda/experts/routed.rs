@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, bail};
 
-use super::launch::{Buckets, Inputs, Lease, Packs, Rows, bucket_counts};
+use super::launch::{Buckets, Inputs, Lease, Packs, Rows, bucket_counts, clear_bucket_counts};
 use super::one_launch::{Choice, OneLaunch};
 use super::{FusedExperts, check, quantisation};
 use crate::buffer::Scratch;
@@ -61,13 +61,16 @@ pub fn monolithic_experts_into(
             args.one_launch(op, sizes, at.cast_const().cast(), Some(norm), ex)?
                 .run((at.cast(), Output::AddF32), ex)
         }
-        (MonolithicForm::Tensor | MonolithicForm::Wide, MonolithicIo::Store { x, mut out }) => {
+        (
+            MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
+            MonolithicIo::Store { x, mut out },
+        ) => {
             let products = Products::new(op, form, x, args, sizes, ex)?;
             let out = ex.cuda(op)?.write(op, "out", &mut out)?;
             products.inputs.combine(&sizes, &products.rows, (out, Output::F32), ex)
         }
         (
-            MonolithicForm::Tensor | MonolithicForm::Wide,
+            MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
             MonolithicIo::AddNorm { x, mut residual, norm, mut out },
         ) => {
             let products = Products::new(op, form, x, args, sizes, ex)?;
@@ -173,10 +176,16 @@ impl Products {
         let fused = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map, lists: None };
         check(op, &fused)?;
         let inputs = Inputs::of(op, &fused, ex)?;
-        let dtype = if form == MonolithicForm::Wide { DType::BF16 } else { DType::F32 };
+        let dtype = if form == MonolithicForm::Tensor { DType::F32 } else { DType::BF16 };
         let rows = inputs.scratch(&sizes, dtype, ex)?;
         let (at, counts) = (slots.at.cast_const(), bucket_counts(num_local, ex)?.cast_const());
-        inputs.tensor(&sizes, Buckets { at, counts, places: tokens }, &rows, ex)?;
+        let listed = Buckets { at, counts, places: tokens };
+        if form == MonolithicForm::Fp8 {
+            inputs.fp8(&sizes, &listed, &rows, ex)?;
+            clear_bucket_counts(num_local, ex)?;
+        } else {
+            inputs.tensor(&sizes, listed, &rows, ex)?;
+        }
         Ok(Self { inputs, rows, _ids: ids, _weights: weights })
     }
 }

@@ -1,0 +1,134 @@
+//! Activations that are quantised to FP8 beside weights in FP8 (W8A8): where the experts of many rows may do so. Dense
+//! products keep 16 bits: cuBLAS on the weights as bf16 is as fast (docs/kernels-labbook.md).
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::linear::expect_steps;
+use super::quant::{QuantWeights, expect_quantised};
+use super::{Machine, Reason};
+use crate::fp8::FP8_GROUP;
+use crate::scheme::{Fp8Scales, QuantScheme};
+
+/// Whether experts of many rows quantise their activations to FP8, where the weights are FP8.
+///
+/// It changes results: each activation keeps 3 bits behind its first one. Checkpoints with weights in blocks are made for
+/// it, and their reference computes so at every number of rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Fp8Activations {
+    /// For weights in blocks of 128 columns.
+    Auto,
+    /// For all FP8 weights that the kernels read.
+    On,
+    /// Never: activations keep 16 bits.
+    #[default]
+    Off,
+}
+
+impl fmt::Display for Fp8Activations {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::On => "on",
+            Self::Off => "off",
+        })
+    }
+}
+
+impl FromStr for Fp8Activations {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "on" => Ok(Self::On),
+            "off" => Ok(Self::Off),
+            _ => Err("expected auto, on or off".to_string()),
+        }
+    }
+}
+
+impl QuantWeights {
+    /// Whether the products with FP8 activations read such a matrix [n, k].
+    fn expect_fp8_activations(&self, n: usize, k: usize, allowed: Fp8Activations) -> Result<(), Reason> {
+        let QuantScheme::Fp8 { scales } = self.scheme else {
+            return Err(Reason::Quant { got: self.scheme });
+        };
+        match (allowed, scales) {
+            (Fp8Activations::Off, _) => return Err(Reason::Activations { setting: allowed }),
+            (Fp8Activations::On, _) | (_, Fp8Scales::Block { k: FP8_GROUP, .. }) => {}
+            _ => return Err(Reason::Activations { setting: allowed }),
+        }
+        expect_steps("k", k, FP8_GROUP)?;
+        self.expect_fast(n, k)
+    }
+}
+
+/// Whether products of such matrices [n, k] may quantise their activations on this machine. With batch invariance they do
+/// not, because few rows keep 16 bits.
+///
+/// # Errors
+/// The first reason why not.
+pub(super) fn expect_fp8_products(
+    matrices: &[(Option<QuantWeights>, usize, usize)],
+    machine: &Machine,
+) -> Result<(), Reason> {
+    for &(quant, n, k) in matrices {
+        expect_quantised(quant)?.expect_fp8_activations(n, k, machine.fp8_activations)?;
+    }
+    machine.expect_hopper()?;
+    machine.expect_batch_variant()
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::DType;
+
+    use super::*;
+    use crate::plan::{ExpertsCall, ExpertsForm, Form, Gpu};
+
+    fn machine(fp8_activations: Fp8Activations) -> Machine {
+        Machine { gpu: Some(Gpu::HOPPER), fp8_activations, ..Machine::default() }
+    }
+
+    fn weights(scales: Fp8Scales, gate_up: bool) -> QuantWeights {
+        QuantWeights { scheme: QuantScheme::Fp8 { scales }, scales: DType::F32, gate_up }
+    }
+
+    #[test]
+    fn experts_say_why_they_keep_16_bits() {
+        let call = |tokens, inter, scales| ExpertsCall {
+            tokens,
+            top_k: 8,
+            num_ids: 128,
+            num_local: 128,
+            hidden: 2048,
+            inter,
+            quant: Some([weights(scales, true), weights(scales, false)]),
+        };
+        let block = Fp8Scales::Block { n: 128, k: 128 };
+        let [auto, on, off] = [Fp8Activations::Auto, Fp8Activations::On, Fp8Activations::Off].map(machine);
+        let exact = Machine { batch_invariant: true, ..on };
+        assert_eq!(ExpertsForm::choose(&call(8192, 768, block), &auto), Some(ExpertsForm::Fp8));
+        assert_eq!(ExpertsForm::choose(&call(64, 768, block), &auto), Some(ExpertsForm::Tensor));
+        assert_eq!(ExpertsForm::choose(&call(8192, 768, Fp8Scales::Tensor), &on), Some(ExpertsForm::Fp8));
+        assert_eq!(ExpertsForm::choose(&call(8192, 768, block), &off), Some(ExpertsForm::Wide));
+        assert_eq!(ExpertsForm::choose(&call(8192, 768, block), &exact), Some(ExpertsForm::Tensor));
+        let why = |call, machine: &Machine| {
+            ExpertsForm::Fp8.fits(&call, machine).map_err(|reason| reason.to_string()).unwrap_err()
+        };
+        assert!(why(call(8192, 768, block), &off).contains("--fp8-activations off"));
+        assert!(why(call(8192, 768, Fp8Scales::Channel), &auto).contains("--fp8-activations auto"));
+        assert!(why(call(8192, 704, block), &auto).contains("multiple of 128, got 704"));
+        let floats = ExpertsCall { quant: None, ..call(8192, 768, block) };
+        assert_eq!(ExpertsForm::Fp8.fits(&floats, &auto), Err(Reason::Floats));
+    }
+
+    #[test]
+    fn names_come_back() {
+        for setting in [Fp8Activations::Auto, Fp8Activations::On, Fp8Activations::Off] {
+            assert_eq!(setting.to_string().parse(), Ok(setting));
+        }
+        assert!("w8a8".parse::<Fp8Activations>().is_err());
+    }
+}

@@ -1,0 +1,135 @@
+"""Checks the products of FP8 weights with FP8 activations against float64, launch by launch; run by quant_tensor.py.
+
+Each launch is held to what it was given: activations to the bits of their definition in torch, products to float64 of the very bytes that they
+multiply, within the noise of the tensor cores' sums (128 columns with about 14 bits) and of rounding to bf16.
+"""
+import torch
+
+from expert_cases import Case, cases, counters_for, list_slots
+from library import ids_back, poison, rel_error, sized
+from quant_pack import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_128, Pack
+
+CHECKS = []
+GROUP = 128
+# Of each 16 columns, which lies where: cuda/quant/fp8_product_kernel.cuh.
+ORDER = [2 * c + (j if j < 2 else 6 + j) for c in range(4) for j in range(4)]
+SCHEMES = [FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR]
+SHAPES = sized([(8, 2, 128, 128), (16, 4, 384, 256), (5, 1, 640, 1408), (40, 3, 256, 384)], [(8, 2, 128, 128)])
+BOUND = 4e-3
+
+
+def check(function):
+    CHECKS.append(function)
+    return function
+
+
+def quantised(x):
+    """(q [rows, columns] E4M3 in order of columns, scales [rows, groups]) as the kernels define them."""
+    groups = x.float().view(x.shape[0], -1, GROUP)
+    scale = groups.abs().amax(-1) / torch.tensor(448.0, device="cuda")  # by a number torch multiplies with its inverse
+    inverse = torch.where(scale >= 2.0**-126, 1 / scale, 0.0)
+    return (groups * inverse[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(x.shape), scale
+
+
+def quantise(lib, x):
+    """q in the kernel's order, scales [groups, rows]."""
+    q, scales = torch.empty(x.shape, dtype=torch.uint8, device="cuda"), poison(x.shape[1] // GROUP, x.shape[0], dtype=torch.float32)
+    lib.launch("moe_fp8_quantise", x, q, scales, *x.shape)
+    return q, scales
+
+
+def values(q, scales):
+    """What bytes and scales mean, in float64."""
+    back = torch.empty_like(q).view(-1, 16)
+    back[:, ORDER] = q.view(-1, 16)
+    return back.view(q.shape).view(torch.float8_e4m3fn).double() * scales.T.double().repeat_interleave(GROUP, 1)
+
+
+@check
+def fp8_quantise_has_the_defined_bits(lib):
+    for rows, columns in sized([(1, 128), (31, 256), (33, 768), (4097, 2048)], [(1, 128), (33, 256)]):
+        x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * torch.logspace(-20, 20, rows, device="cuda")[:, None].to(torch.bfloat16)
+        x[0, :GROUP] = 0
+        x[-1, -1] = 2.0**-133
+        q, scales = quantise(lib, x)
+        want, scale = quantised(x)
+        assert torch.equal(scales, scale.T), f"[{rows}, {columns}]: scales differ"
+        assert torch.equal(q.view(-1, 16), want.view(torch.uint8).view(-1, 16)[:, ORDER]), f"[{rows}, {columns}]: bytes differ"
+
+
+def run_experts(lib, case, packs, buckets=False):
+    """(lists, counts, rows as quantised, act, act as quantised, slot rows)."""
+    tokens, top_k, _, local, hidden, inter = case.sizes()
+    listed, counts, places = list_slots(lib, case, counters_for(lib, local), buckets)
+    act, rows = poison(tokens * top_k, inter, dtype=torch.bfloat16), poison(tokens * top_k, hidden, dtype=torch.bfloat16)
+    x = quantise(lib, case.x)
+    lib.launch("moe_fp8_experts_gate_up", *x, packs[0], listed, counts, places, act, tokens, top_k)
+    acts = quantise(lib, act)
+    lib.launch("moe_fp8_experts_down", *acts, packs[1], listed, counts, places, rows, tokens, top_k)
+    return listed, counts, x, act, acts, rows
+
+
+def expect_experts(lib, name, case, packs):
+    listed, counts, x, act, acts, rows = got = run_experts(lib, case, packs)
+    x, a = values(*x), values(*acts)
+    place, worst = 0, 0.0
+    for e in range(case.local):
+        count = int(counts[e])
+        if count == 0:
+            continue
+        slots, mine = ids_back(listed[e, :count]), slice(place, place + count)
+        gate, up = (x[slots // case.top_k] @ packs[0].w[e].T).split(case.inter, -1)
+        error = rel_error(act[mine], gate * torch.sigmoid(gate) * up)
+        assert error < BOUND, f"{name}: activations of expert {e} are off by {error}"
+        down = rel_error(rows[slots], a[mine] @ packs[1].w[e].T)
+        assert down < BOUND, f"{name}: slot rows of expert {e} are off by {down}"
+        place, worst = place + count, max(worst, error, down)
+    absent = case.local_ids() < 0
+    assert rows[absent].isnan().all(), f"{name}: rows of absent slots were written"
+    assert act[place:].isnan().all(), f"{name}: activations behind the last were written"
+    assert rows[~absent].isfinite().all(), f"{name}: rows are missing"
+    return worst, got
+
+
+def packs_of(local, hidden, inter, scheme):
+    return Pack(local, 2 * inter, hidden, scheme, gate_up=True), Pack(local, hidden, inter, scheme)
+
+
+@check
+def fp8_experts_match_float64(lib):
+    worst = 0.0
+    for scheme in SCHEMES:
+        for name, case in cases(sized([1, 40, 700], [1, 40]), SHAPES):
+            packs = packs_of(case.local, case.hidden, case.inter, scheme)
+            error, got = expect_experts(lib, f"{scheme.name} {name}", case, packs)
+            worst = max(worst, error)
+            shuffled = run_experts(lib, case, packs, buckets=True)[-1]
+            assert torch.equal(shuffled.nan_to_num(7.0), got[-1].nan_to_num(7.0)), f"{scheme.name} {name}: shuffled buckets differ from listed slots"
+    print(f"  worst error {worst:.2e}")
+
+
+@check
+def fp8_experts_of_the_models_shape(lib):
+    shape = sized((128, 8, 2048, 768), (8, 2, 128, 128))
+    packs = packs_of(shape[0], *shape[2:], FP8_BLOCK)
+    for tokens in sized((600, 5000), (60,)):
+        case = Case(tokens, shape)
+        _, got = expect_experts(lib, f"T={tokens}", case, packs)
+        for _ in range(sized(5, 1)):
+            assert torch.equal(run_experts(lib, case, packs)[-1], got[-1]), f"T={tokens}: runs differ"
+        part = Case(tokens // 3, shape, ids=ids_back(case.ids)[: tokens // 3])
+        part.x = case.x[: tokens // 3].contiguous()
+        rows = run_experts(lib, part, packs)[-1]
+        assert torch.equal(rows, got[-1][: rows.shape[0]]), f"rows of {tokens // 3} tokens differ from those among {tokens}"
+
+
+@check
+def fp8_refuses_what_it_does_not_read(lib):
+    w13, w2 = packs_of(8, 128, 128, FP8_BLOCK)
+    args = (None, None, None)
+    assert lib.refused("moe_fp8_experts_gate_up", None, None, w2, None, None, 4, None, 4, 2)
+    assert lib.refused("moe_fp8_experts_down", None, None, w13, None, None, 4, None, 4, 2)
+    assert lib.refused("moe_fp8_experts_down", None, None, Pack(8, 128, 128, INT8_128), None, None, 4, None, 4, 2)
+    assert lib.refused("moe_fp8_quantise", *args, 4, 96)
+    assert lib.raw("moe_fp8_experts_down", None, None, w2, None, None, 4, None, 0, 2, None) == 0, "no tokens is no error"
+    assert lib.raw("moe_fp8_quantise", *args, 0, 128, None) == 0, "no rows is no error"

@@ -1,0 +1,180 @@
+//! Products whose activations become FP8 beside FP8 weights, against their definition: `quantised_to_fp8`, then f64.
+
+use candle_core::DType;
+use moe_kernels::cuda::{
+    FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into, monolithic_experts_into,
+};
+use moe_kernels::half::bf16;
+use moe_kernels::plan::{Fp8Activations, MonolithicForm};
+use moe_kernels::quant::QuantUse;
+use moe_kernels::{
+    Exec, Fp8Scales, Gate, GateScoring, LayerRouting, MonolithicIo, NO_EXPERT, QuantScheme, Weight,
+    quantised_to_fp8,
+};
+
+use super::matrices::{Matrix, Source, fp8};
+use super::{product, relative_error};
+use crate::common::*;
+
+const BLOCK: Fp8Scales = Fp8Scales::Block { n: 128, k: 128 };
+
+fn schemes() -> [QuantScheme; 3] {
+    [BLOCK, Fp8Scales::Channel, Fp8Scales::Tensor].map(fp8)
+}
+
+fn on() -> Exec {
+    cuda().with_fp8_activations(Fp8Activations::On)
+}
+
+/// The layer's definition.
+fn layer(
+    x: &[f32],
+    ids: &[u32],
+    weights: &[f32],
+    experts: &[[Vec<f32>; 3]],
+    (hidden, inter): (usize, usize),
+) -> Vec<f64> {
+    let (x, top_k) = (quantised_to_fp8(x), ids.len() * hidden / x.len());
+    let mut out = vec![0.0; x.len()];
+    for (slot, (id, weight)) in ids.iter().zip(weights).enumerate() {
+        let Some([gate, up, down]) = experts.get(*id as usize) else { continue };
+        let token = slot / top_k * hidden;
+        let row = &x[token..token + hidden];
+        let (gate, up) = (product(row, gate, (1, inter, hidden)), product(row, up, (1, inter, hidden)));
+        let act = gate.iter().zip(&up).map(|(g, u)| bf16::from_f64(g / (1.0 + (-g).exp()) * u).to_f32());
+        let rows = product(&quantised_to_fp8(&act.collect::<Vec<_>>()), down, (1, hidden, inter));
+        out[token..token + hidden].iter_mut().zip(rows).for_each(|(o, r)| *o += f64::from(*weight) * r);
+    }
+    out
+}
+
+/// Random experts and their packs.
+fn packs(
+    rng: &mut Rng,
+    experts: usize,
+    (hidden, inter): (usize, usize),
+    scheme: QuantScheme,
+) -> (Source, [Weight; 2]) {
+    let mut source = Source::default();
+    let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+    for e in 0..experts {
+        let names = ["gate", "up", "down"].map(|name| format!("{e}.{name}"));
+        let dims = [(inter, hidden), (inter, hidden), (hidden, inter)];
+        for (name, (n, k)) in names.iter().zip(dims) {
+            source.matrices.insert(name.clone(), Matrix::new(rng, n, k, scheme, 1));
+        }
+        let [gate, up, last] = names;
+        gate_up.push(vec![gate, up]);
+        down.push(vec![last]);
+    }
+    let pack = |modules: &[Vec<String>], usage| {
+        let modules: Vec<&[String]> = modules.iter().map(Vec::as_slice).collect();
+        source.weight(&modules, usage, DType::BF16, &cuda())
+    };
+    let packs = [pack(&gate_up, QuantUse::GateUp), pack(&down, QuantUse::Linear)];
+    (source, packs)
+}
+
+#[test]
+fn expert_layers_quantise_rows_and_activations() {
+    let mut rng = Rng::new();
+    let (experts, top_k, tokens) = (8, 2, 300);
+    for (hidden, inter) in small([(128, 128), (384, 256)], 128, |size| size.0) {
+        for scheme in schemes() {
+            let (source, [w13, w2]) = packs(&mut rng, experts, (hidden, inter), scheme);
+            let (w13, w2) = (w13.read().unwrap(), w2.read().unwrap());
+            let floats: Vec<[Vec<f32>; 3]> = (0..experts)
+                .map(|e| ["gate", "up", "down"].map(|name| source.matrices[&format!("{e}.{name}")].floats()))
+                .collect();
+            // Spread, one expert overloaded and others empty, and none at all.
+            for routing in 0..3 {
+                let x = rng.floats(DType::BF16, &[tokens, hidden]);
+                let mut ids = Vec::new();
+                for token in 0..tokens {
+                    let order = rng.permutation(experts);
+                    ids.extend(match routing {
+                        0 if token % 9 == 0 => [order[0], NO_EXPERT],
+                        0 => [order[0], order[1]],
+                        1 => [3, NO_EXPERT],
+                        _ => [NO_EXPERT; 2],
+                    });
+                }
+                let weights = rng.floats(DType::F32, &[tokens, top_k]);
+                let (rows, shares) = (x.view().to_f32_vec().unwrap(), weights.view().to_f32_vec().unwrap());
+                let want = layer(&rows, &ids, &shares, &floats, (hidden, inter));
+                let (p, mut ex) = (Place::new(cuda()), on());
+                let (ids, weights) = (p.put(&words(ids, &[tokens, top_k])), p.put(&weights));
+                let (x, mut out) = (p.put(&x), ex.zeros(DType::F32, &[tokens, hidden]).unwrap());
+                let args = FusedExperts {
+                    x: x.view(),
+                    w13: w13.view().unwrap(),
+                    w2: w2.view().unwrap(),
+                    topk_ids: ids.view(),
+                    topk_weights: weights.view(),
+                    expert_map: None,
+                    lists: None,
+                };
+                fused_experts_into(&args, out.view_mut(), &mut ex).unwrap();
+                let got = ex.to_host(out.view()).unwrap().view().to_f32_vec().unwrap();
+                // Activations at the border of two E4M3 may take the other one.
+                let off = relative_error(&want, &got);
+                assert!(off < 1e-2, "{scheme} H {hidden}, I {inter}, routing {routing}: off by {off}");
+            }
+        }
+    }
+}
+
+/// Router, experts and sum have the bits of the ops one by one, also where the launches before have counted slots.
+#[test]
+fn experts_behind_their_router_are_the_ops_one_by_one() {
+    let mut rng = Rng::new();
+    let (experts, top_k, tokens, hidden, inter) = (8, 2, 300, 128, 128);
+    let (_source, [w13, w2]) = packs(&mut rng, experts, (hidden, inter), fp8(BLOCK));
+    let (w13, w2) = (w13.read().unwrap(), w2.read().unwrap());
+    let (mut ex, p) = (on(), Place::new(cuda()));
+    for _ in 0..3 {
+        let x = p.put(&rng.floats(DType::BF16, &[tokens, hidden]));
+        let weight = p.put(&rng.floats(DType::BF16, &[experts, hidden]));
+        let gate = Gate {
+            weight: weight.view(),
+            bias: None,
+            correction_bias: None,
+            top_k,
+            shared: 0,
+            shared_weight: 1.0,
+            scoring: GateScoring::Softmax,
+            raw_logits: false,
+            renormalize: true,
+            scale: 1.0,
+            softcap: None,
+            padded: false,
+            routing: LayerRouting::default(),
+        };
+        let zeros = |dtype, width| ex.zeros(dtype, &[tokens, width]).unwrap();
+        let (mut logits, mut ids) = (zeros(DType::F32, experts), zeros(DType::U32, top_k));
+        let (mut weights, mut want) = (zeros(DType::F32, top_k), zeros(DType::F32, hidden));
+        let mut got = zeros(DType::F32, hidden);
+        let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
+        gate_route_into(x.view(), &gate, outputs.0, outputs.1, outputs.2, &mut ex).unwrap();
+        let args = FusedExperts {
+            x: x.view(),
+            w13: w13.view().unwrap(),
+            w2: w2.view().unwrap(),
+            topk_ids: ids.view(),
+            topk_weights: weights.view(),
+            expert_map: None,
+            lists: None,
+        };
+        fused_experts_into(&args, want.view_mut(), &mut ex).unwrap();
+        let args = MonolithicExperts {
+            gate: &gate,
+            w13: w13.view().unwrap(),
+            w2: w2.view().unwrap(),
+            expert_map: None,
+        };
+        let io = MonolithicIo::Store { x: x.view(), out: got.view_mut() };
+        monolithic_experts_into(MonolithicForm::Fp8, &args, io, &mut ex).unwrap();
+        let (want, got) = (ex.to_host(want.view()).unwrap(), ex.to_host(got.view()).unwrap());
+        assert_same("router and experts", &want, &got);
+    }
+}
