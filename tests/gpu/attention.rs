@@ -211,7 +211,7 @@ fn attention_agrees_on_decoding_prefill_and_nothing() {
 #[test]
 fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
     let mut rng = Rng::new();
-    let machine = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+    let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
     let uneven: Vec<Sequence> = (0..150).map(|i| (i * 371 % 1400, 1)).collect();
     for (prompts, padding, beside) in [
         (vec![], 5, false),

@@ -63,7 +63,7 @@ impl GroupedExperts {
     }
 
     /// Experts of which `tp_size` ranks hold an equal part of the intermediate size each: on the CPU they
-    /// return the sums of their segments apart, so that whoever gathers them adds all in order.
+    /// return the sums of their segments apart, so that the caller, who gathers them, adds all in order.
     ///
     /// # Errors
     /// A size whose segments the ranks do not divide; a bias of w2.

@@ -159,7 +159,7 @@ impl Exec {
     /// All work on a CUDA device runs on the stream of the candle device, in order with candle's own work. A device
     /// made by `cuda::device` has one stream, which any thread may use. One made by `Device::new_cuda` stands for
     /// another stream in each thread: calls on tensors ([`with_tensors`](crate::with_tensors)) put the work of
-    /// different threads in order, but whoever calls `*_into` forms on such a device keeps to one thread, and whoever
+    /// different threads in order, but a caller of `*_into` forms on such a device keeps to one thread, and one that
     /// hands tensors to another thread synchronises the device first, as with candle alone.
     pub fn on(device: &Device) -> Result<Self> {
         match device {

@@ -244,7 +244,7 @@ impl DataMut<'_> {
 }
 
 /// The address of an allocation, ordered after what other streams wrote there if events are tracked. The guard that
-/// orders later writes is dropped at once: whoever reads asks once more when the reads are on the stream.
+/// orders later writes is dropped at once: the reader asks once more when the reads are on the stream.
 #[cfg(feature = "cuda")]
 fn device_address<T>(slice: &CudaSlice<T>, stream: &CudaStream) -> u64 {
     slice.device_ptr(stream).0

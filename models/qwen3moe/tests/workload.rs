@@ -153,7 +153,7 @@ fn what_cannot_run_is_refused_before_there_are_weights() {
         workload["requests"].as_array_mut().unwrap().push(request);
         Folder::new(&workload)
     };
-    // Weights that nobody can read: whoever asks for them fails otherwise, and with another exit code.
+    // Weights that nobody can read: a program that reads them fails otherwise, and with another exit code.
     let damaged = Copied::new("base");
     fs::write(damaged.path("model.safetensors"), "").unwrap();
     let model = ["--model", damaged.dir()];

@@ -50,7 +50,7 @@ impl TensorFile {
         if len == 0 {
             return Err(corrupt(&label, "the file is empty"));
         }
-        // SAFETY: the mapping is read-only and private to this process's reads. Whoever changes or
+        // SAFETY: the mapping is read-only and private to this process's reads. A process that changes or
         // truncates a checkpoint while it is being loaded gets wrong weights or a bus error, as with
         // every memory-mapped loader; the documentation of `TensorFiles` says so.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| CheckpointError::io(path, e))?;

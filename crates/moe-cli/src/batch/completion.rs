@@ -111,7 +111,7 @@ impl Writer<'_> {
             None => Value::Null,
         };
         let (mut finish_reason, stop_reason) = finish_reason(choice.finish.as_ref());
-        // Whoever asked is to call something; a text that was cut may still have had more calls to come.
+        // The client is to call something; a text that was cut may still have had more calls to come.
         if !answer.calls.is_empty() && matches!(choice.finish, Some(FinishReason::Stop(_))) {
             finish_reason = "tool_calls";
         }

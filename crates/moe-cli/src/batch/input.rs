@@ -42,7 +42,7 @@ impl Total {
         let (Ok(file), true) = (file, path.is_file()) else { return total };
         let counted = total.clone();
         let count = move || {
-            // Whoever answers the lines reports what cannot be read.
+            // The code that answers the lines reports what cannot be read.
             let lines = Lines::new(BufReader::with_capacity(1 << 20, file));
             counted.is(lines.map_while(Result::ok).count() as u64);
         };

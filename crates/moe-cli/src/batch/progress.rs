@@ -70,7 +70,7 @@ impl Progress {
                 bar.set_position(self.done());
                 bar.set_message(status);
             }
-            // Not a message of the log: whoever filters that still wants to see that the run is alive.
+            // Not a message of the log: a user who filters that still wants to see that the run is alive.
             None => eprintln!("{status}"),
         }
     }

@@ -35,7 +35,7 @@ use crate::round::wait::{Outcome, Stop};
 /// - **Failures.** Work that has not ended within the time limit, counted from the call and so with the
 ///   work before it on the stream, fails the world, as do broken connections, wrong arguments, panics and
 ///   [`abort`](crate::Communicator::abort). All communicators of the world in this process are then
-///   aborted, and whoever waits for the stream goes on; results are unspecified, so ask
+///   aborted, and a host that waits for the stream goes on; results are unspecified, so ask
 ///   [`check`](crate::Communicator::check) before using them. NCCL carries no reasons: a rank in another
 ///   process learns of a failure by its own limit or connections.
 /// - **Peer memory.** Where the ranks can share memory, sums of f32 and bf16 of up to [`PeerAllReduce::CAPACITY`]

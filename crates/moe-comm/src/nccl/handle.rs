@@ -1,7 +1,7 @@
 //! One communicator of the library: the only place that calls it.
 //!
 //! Calls on a communicator must not overlap and must not follow its end, so each one holds the
-//! lock around the pointer, and whoever ends the communicator takes the pointer away first. The
+//! lock around the pointer, and the thread that ends the communicator takes the pointer away first. The
 //! library's calls do not block (see [`non_blocking`]), so the lock is held for moments.
 
 use std::ffi::{c_char, c_int, c_void};

@@ -4,7 +4,7 @@
 //! NCCL's kernels wait for other ranks for ever. The watching thread asks events of the groups'
 //! streams whether the work is done, and the library whether its connections broke. If not in
 //! time, or if so, the world fails: every communicator of it in this process is aborted, by which
-//! the kernels that wait end, and with them whoever waits for the stream.
+//! the kernels that wait end, and with them every wait for the stream.
 //!
 //! Ranks that are threads of one process share their world by the identity of its group. Other
 //! processes notice a failure by their own time limits and connections.

@@ -16,7 +16,7 @@ const LEAVE_GRACE: Duration = Duration::from_millis(100);
 
 /// How often a waiting rank yields its core before it sleeps. Ranks mostly arrive within
 /// microseconds of each other, and waking a sleeper costs tens of them (2 ranks on 2 cores: a
-/// barrier takes 3 us with yielding, 11 to 65 us without); a yield leaves the core to whoever
+/// barrier takes 3 us with yielding, 11 to 65 us without); a yield leaves the core to the thread that
 /// computes.
 const YIELDS: usize = 64;
 

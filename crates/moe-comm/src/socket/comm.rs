@@ -228,7 +228,7 @@ impl Drop for SocketComm {
         if !std::thread::panicking() && world.failure().is_none() {
             let leave = Outgoing::Leave { group: self.group };
             for (_, to) in self.others() {
-                // Whoever cannot be told sees the connection close.
+                // A rank that cannot be told sees the connection close.
                 let _ = world.send(to, &leave, &[]);
             }
         }

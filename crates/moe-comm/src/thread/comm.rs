@@ -79,7 +79,7 @@ impl Rounds for ThreadComm {
         self.board.end(self.rank);
     }
 
-    /// The leader's post carries the board, which whoever gets there first makes; all would make
+    /// The leader's post carries the board, which the first rank to get there makes; all would make
     /// the same.
     fn join(&self, posts: &Shared, members: &[usize], own: usize) -> Result<Arc<dyn Communicator>> {
         let leader = members.first().and_then(|&leader| posts.posts.get(leader));

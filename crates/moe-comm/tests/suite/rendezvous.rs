@@ -199,7 +199,7 @@ fn a_master_that_is_something_else() {
     assert!(error.contains("(MASTER_PORT)") && error.contains("choose another one"), "{error}");
 }
 
-/// Whoever started the ranks knows first that one has ended.
+/// The process that started the ranks knows first that one has ended.
 #[test]
 fn waiting_ends_when_it_makes_no_sense() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();

@@ -85,7 +85,7 @@ fn a_goodbye_ends_the_wait_for_messages() {
     assert_eq!(results.into_iter().next().unwrap().unwrap().unwrap(), b"last");
 }
 
-/// Whoever has sent a message is heard, whoever else has not; and one that leaves.
+/// A rank that has sent a message is heard although others have not; so is one that leaves.
 #[test]
 fn messages_of_any_rank_are_heard() {
     let mut world = SocketComm::world(3);

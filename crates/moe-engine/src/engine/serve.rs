@@ -3,7 +3,7 @@
 //!
 //! A rank in lockstep runs a step when it is asked for one. Any other runs its steps as long as it has something to do, and
 //! tells what is new after each; a question then waits for the step that runs. Questions are answered in order.
-//! Whoever fails fails the world, so nobody waits for an answer that never comes.
+//! A rank that fails makes the world fail, so nobody waits for an answer that never comes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

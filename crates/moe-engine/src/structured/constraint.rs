@@ -1,6 +1,6 @@
 //! Where one choice stands in its grammar.
 //!
-//! It follows the tokens of the choice by their number: whoever asks shows all of them, and those that are new are
+//! It follows the tokens of the choice by their number: the caller shows all of them, and those that are new are
 //! taken in. So nothing has to be told when a sequence is preempted and computed again, and a token that is known one
 //! step before it is collected can be shown early.
 

@@ -93,7 +93,7 @@ impl Incremental {
         })
     }
 
-    /// Gives each redundant slot, hottest device first, to whoever has the largest load per copy.
+    /// Gives each redundant slot, hottest device first, to the expert that has the largest load per copy.
     /// The first copy of every expert stays.
     fn rechoose_redundant(&mut self) {
         let mut seen = vec![false; self.load.len()];

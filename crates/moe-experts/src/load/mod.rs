@@ -34,7 +34,7 @@ impl ExpertWeights {
     /// threads, one at a time each, straight into the packs; experts of other ranks are not read.
     /// A packed tensor becomes the pack itself where this rank holds all of it; otherwise it is in
     /// memory as a whole while this rank's part is copied, because a `VarBuilder` reads whole
-    /// tensors. A source that can read parts shows this rank's packs instead. The down bias is not split by tensor parallelism: whoever adds the ranks' partial
+    /// tensors. A source that can read parts shows this rank's packs instead. The down bias is not split by tensor parallelism: the code that adds the ranks' partial
     /// sums adds it once.
     ///
     /// # Errors

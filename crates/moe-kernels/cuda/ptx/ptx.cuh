@@ -227,7 +227,7 @@ __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/// Whoever acquires a counter that this thread raises by `add_relaxed` behind this fence sees what it wrote before. For
+/// A thread that acquires a counter which this thread raises by `add_relaxed` behind this fence sees what it wrote before. For
 /// several counters, of which `add_release` would wait for memory once each.
 __device__ __forceinline__ void fence_release() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 

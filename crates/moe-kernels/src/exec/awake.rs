@@ -10,7 +10,7 @@ use super::Exec;
 
 impl Exec {
     /// [`install`](Self::install) for a call that runs many short ops: the pool's other threads do not sleep meanwhile,
-    /// but give their processor to whoever else wants it.
+    /// but give their processor to any other thread that wants it.
     pub fn install_awake<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
         if self.num_threads() == 1 {
             return self.install(f);

@@ -3,7 +3,7 @@
 //! A row-parallel product adds the sums of S segments of K
 //! ([`row_parallel_segments`](crate::row_parallel_segments)) in ascending order. A rank that holds
 //! some of the segments computes the sum of each here, with the very bits that it has inside the
-//! whole product; whoever gathers all S of them adds them up.
+//! whole product; the caller that gathers all S of them adds them up.
 
 use candle_core::{DType, Result, bail};
 

@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn short_prompts_run_beside_many_decoding_rows() {
-        let hopper = Machine { gpu: Some(Gpu::HOPPER), batch_invariant: false };
+        let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
         let form = |call: &MixedCall, machine: &Machine| MixedForm::choose(call, machine);
         // 256 sequences of 800 positions read 420 MB; prompts of 620 and 300 rows see 240,000 pairs.
         let usual = call(204_800, 240_000);

@@ -107,7 +107,7 @@ fn megabytes_are_refused_before_they_are_tokenized() {
     let chat = chat(json!({"messages": [{"role": "user", "content": text}]})).err().unwrap();
     for (error, name) in [(error, "prompt"), (chat, "messages")] {
         assert_eq!((error.status, error.param.as_deref()), (400, Some(name)));
-        // Whoever counts bytes has not tokenized.
+        // A count of bytes needs no tokens.
         assert!(
             error.message.contains(" bytes") && error.message.contains("100 tokens"),
             "{}",
