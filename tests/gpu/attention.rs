@@ -217,7 +217,7 @@ fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
         (vec![], 5, false),
         (vec![(0, 130), (40, 3), (0, 1)], 3, true),
         (vec![(0, 3)], 0, true),
-        (vec![(0, 900)], 1, false),
+        (vec![(0, 2000)], 1, false),
     ] {
         let sequences: Vec<Sequence> = uneven.iter().copied().chain(prompts).collect();
         for (heads, head_dim) in [((32, 4), 128), ((32, 8), 64)] {

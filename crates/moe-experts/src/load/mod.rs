@@ -45,14 +45,14 @@ impl ExpertWeights {
         if !spec.one_by_one && vb.contains_tensor(Pack::W13.local_name()) {
             return Self::load_local(spec, &vb);
         }
-        if spec.one_by_one && !vb.device().is_cpu() {
+        if spec.one_by_one && !vb.device().is_cpu() && !vb.contains_tensor(Pack::W13.name()) {
             return Self::load_on_device(spec, &vb);
         }
         let device = vb.device().clone();
         let on_device = vb.clone();
         let vb = vb.set_device(Device::Cpu);
         let dtype = vb.dtype();
-        let loader = Loader { spec, packed: vb.contains_tensor("gate_up_proj"), vb };
+        let loader = Loader { spec, packed: vb.contains_tensor(Pack::W13.name()), vb };
         let load = |pack: Pack| -> Result<Tensor> {
             // A whole pack on a device comes from the checkpoint (or is made) without a stop here.
             if loader.packed && spec.is_whole() && !device.is_cpu() && spec.num_local() > 0 {

@@ -101,7 +101,8 @@ struct Consumer {
   }
 
   __device__ __forceinline__ StageOperands operands(const Cursor& from) const {
-    const auto scales = Stage::operands(b.side(from.stage), a.source, threadIdx.x / 32, 0);
+    const int first = Stage::first_scale(a.source, threadIdx.x / 32);
+    const auto scales = Stage::operands(b.side(from.stage), a.source, first, 0);
     return {tile_descriptor(b.rows(from.stage)),
             reinterpret_cast<const float4*>(b.row_scales(from.stage)) + threadIdx.x % 4,
             {scales.exact[0], scales.exact[1]}};
