@@ -227,8 +227,8 @@ __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/// A thread that acquires a counter which this thread raises by `add_relaxed` behind this fence sees what it wrote before. For
-/// several counters, of which `add_release` would wait for memory once each.
+/// A thread that acquires a counter which this thread raises by `add_relaxed` behind this fence sees what it wrote
+/// before. For several counters, of which `add_release` would wait for memory once each.
 __device__ __forceinline__ void fence_release() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ __forceinline__ void add_relaxed(uint32_t* p, uint32_t v) {
