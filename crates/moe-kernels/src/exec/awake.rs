@@ -2,11 +2,15 @@
 //!
 //! A decode step on a CPU is a hundred parallel ops of 10 to 100 us with a little serial work between them. A thread
 //! of rayon that finds nothing to do goes to sleep within that time, and to wake it takes about as long as the op. So
-//! each of the other threads gets a job that looks for work until the caller is done.
+//! each of the other threads gets a job that looks for work until the caller is done or nothing has come for a while.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use super::Exec;
+
+/// After how long without work a thread sleeps all the same. The serial work between two ops of a step is shorter.
+const PATIENCE: Duration = Duration::from_millis(1);
 
 impl Exec {
     /// [`install`](Self::install) for a call that runs many short ops: the pool's other threads do not sleep meanwhile,
@@ -32,9 +36,15 @@ impl Exec {
 }
 
 /// Runs the pool's jobs as they come.
+///
+/// A thread may take this job up while it waits inside a part of an op that it has stolen. The call cannot end before that
+/// part has, so the job must end by itself when nothing comes.
 fn stay_awake(is_done: &AtomicBool) {
-    while !is_done.load(Ordering::Acquire) {
-        if rayon::yield_now() != Some(rayon::Yield::Executed) {
+    let mut last_work = Instant::now();
+    while !is_done.load(Ordering::Acquire) && last_work.elapsed() < PATIENCE {
+        if rayon::yield_now() == Some(rayon::Yield::Executed) {
+            last_work = Instant::now();
+        } else {
             std::thread::yield_now();
         }
     }
@@ -64,6 +74,15 @@ mod tests {
             });
             assert_eq!(sums, (0..20).map(|i| i * 199 * 100).collect::<Vec<_>>());
         }
+        Ok(())
+    }
+
+    /// As where the call waits for what this thread has begun before.
+    #[test]
+    fn a_thread_does_not_wait_for_the_end_of_the_call() -> Result<()> {
+        let ex = Exec::cpu().with_threads(2)?;
+        let never = AtomicBool::new(false);
+        ex.install(|| rayon::join(|| stay_awake(&never), || stay_awake(&never)));
         Ok(())
     }
 
