@@ -81,6 +81,9 @@ pub fn make<F: ModelFamily>(config: &str, header: &Value, seed: u64) -> Made {
         for tensor in tensors.into_iter().filter(|tensor| is_wanted(tensor.suffix)) {
             stored.insert(format!("{module}.{}", tensor.suffix), tensor);
         }
+        if header["activation_scheme"] == "static" {
+            stored.insert(format!("{module}.input_scale"), float(&[0.5], &[1]));
+        }
         floats.insert(spec.name.clone(), float(&meant, &spec.shape));
     }
     let dir = tempfile::tempdir().unwrap();

@@ -55,9 +55,16 @@ fn packed(bits: u8, group: Option<usize>, symmetric: bool, actorder: Option<&str
 /// the floats.
 fn headers() -> Vec<(&'static str, Value, bool)> {
     let fp8 = |strategy: &str| {
+        let mut weights = json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": strategy});
+        if strategy == "block" {
+            weights["block_structure"] = json!([16, 32]);
+        }
         json!({"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
-               "config_groups": {"group_0": {"targets": ["Linear"],
-                   "weights": {"num_bits": 8, "type": "float", "symmetric": true, "strategy": strategy}}}})
+               "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}})
+    };
+    let auto_round = |sym: bool, packing: &str| {
+        json!({"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": sym, "packing_format": packing,
+               "data_type": "int"})
     };
     let mut dynamic = gptq(4, 32, true, false, "gptq");
     dynamic["dynamic"] = json!({"-:.*self_attn.*": {}, "+:.*experts\\.1\\..*": {"bits": 8}});
@@ -93,13 +100,12 @@ fn headers() -> Vec<(&'static str, Value, bool)> {
             true,
         ),
         ("fp8 tensor", fp8("tensor"), true),
+        ("fp8 static", json!({"quant_method": "fp8", "activation_scheme": "static"}), true),
+        ("packed fp8 block", fp8("block"), true),
         ("fp8 channel", fp8("channel"), true),
-        (
-            "autoround",
-            json!({"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": true,
-                             "packing_format": "auto_round:auto_gptq", "data_type": "int"}),
-            true,
-        ),
+        ("autoround", auto_round(true, "auto_round:auto_gptq"), true),
+        ("autoround zeros", auto_round(false, "auto_round"), true),
+        ("autoround awq", auto_round(false, "auto_round:auto_awq"), true),
     ]
 }
 
@@ -214,22 +220,20 @@ fn two_orders_of_columns_are_loaded_as_floats() {
 }
 
 /// Any tensor, data and expert parallelism and any backend give the bits of one rank.
-#[test]
-fn ranks_have_the_bits_of_one() {
+fn ranks<F: ModelFamily>(config: &str) {
     for (at, (name, header, _)) in headers().into_iter().enumerate() {
-        let made = make::<Qwen3MoeFamily>(QWEN, &header, at as u64 + 1);
-        let origin = Origin::<Qwen3MoeFamily>::open(made.quantised);
+        let made = make::<F>(config, &header, at as u64 + 1);
+        let origin = Origin::<F>::open(made.quantised);
         let mut cases = Vec::new();
         for (turn, parallel) in backends().into_iter().enumerate() {
             // Groups of 32 columns leave 2 ranks for 64 inputs, groups of 64 one.
-            let cuts_experts = parallel.tp > 1 && !parallel.enable_expert_parallel;
-            let is_possible = parallel.tp <= 2 && !(cuts_experts && name == "awq some");
-            if turn % 6 == at % 6 && is_possible && origin.fits(&parallel) {
+            let most = if name == "awq some" { 1 } else { 2 };
+            if turn % 6 == at % 6 && parallel.tp <= most && origin.fits(&parallel) {
                 let dtype = if turn % 4 == 0 { DType::BF16 } else { DType::F32 };
                 cases.push(Case::new(made.quantised, dtype, parallel));
             }
         }
-        if name.contains("channel") || name == "fp8 tensor" || name == "gptq4 zeros" {
+        if name.contains("channel") || ["fp8 tensor", "fp8 static", "gptq4 zeros"].contains(&name) {
             cases.push(Case::new(
                 made.quantised,
                 DType::BF16,
@@ -237,6 +241,16 @@ fn ranks_have_the_bits_of_one() {
             ));
         }
         assert!(!cases.is_empty());
-        check::<Qwen3MoeFamily>(&cases);
+        check::<F>(&cases);
     }
+}
+
+#[test]
+fn ranks_have_the_bits_of_one_in_qwen() {
+    ranks::<Qwen3MoeFamily>(QWEN);
+}
+
+#[test]
+fn ranks_have_the_bits_of_one_in_deepseek() {
+    ranks::<DeepseekV2Family>(DEEPSEEK);
 }
