@@ -26,11 +26,31 @@ impl<T: Lanes, O: Lanes> Epilogue for Store<'_, T, O> {
         let column = unit * UNIT;
         let width = UNIT.min(self.n - column);
         let bias = self.bias.map(|bias| &bias[group * self.n + column..][..width]);
+        dispatch(self.isa, StoreRows { to: self, row, column, width, bias, sums });
+    }
+}
+
+/// The sums of consecutive rows with one unit: one call for all, since calls of a path's functions are not inlined.
+struct StoreRows<'a, T, O> {
+    to: &'a Store<'a, T, O>,
+    row: usize,
+    column: usize,
+    width: usize,
+    bias: Option<&'a [T]>,
+    sums: &'a [UnitSums],
+}
+
+impl<T: Lanes, O: Lanes> Kernel for StoreRows<'_, T, O> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Self { to, row, column, width, bias, sums } = self;
         for (i, sums) in sums.iter().enumerate() {
-            let row = self.rows.map_or(row + i, |rows| rows[row + i] as usize);
+            let row = to.rows.map_or(row + i, |rows| rows[row + i] as usize);
             // SAFETY: each row of out has one row of sums, and each of its units comes once.
-            let out = unsafe { self.out.range(row * self.n + column, width) };
-            dispatch(self.isa, StoreRow { sums, bias, out });
+            let out = unsafe { to.out.range(row * to.n + column, width) };
+            StoreRow { sums, bias, out }.run(s);
         }
     }
 }
@@ -77,10 +97,30 @@ impl<T: Lanes> Epilogue for GateUp<'_, T> {
             let (gate, up) = bias[group * 2 * self.width..][..2 * self.width].split_at(self.width);
             [&gate[column..][..width], &up[column..][..width]]
         });
+        dispatch(self.isa, GateUpRows { to: self, row, column, width, bias, sums });
+    }
+}
+
+/// [`StoreRows`] of gate and up.
+struct GateUpRows<'a, T> {
+    to: &'a GateUp<'a, T>,
+    row: usize,
+    column: usize,
+    width: usize,
+    bias: Option<[&'a [T]; 2]>,
+    sums: &'a [UnitSums],
+}
+
+impl<T: Lanes> Kernel for GateUpRows<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Self { to, row, column, width, bias, sums } = self;
         for (i, sums) in sums.iter().enumerate() {
             // SAFETY: each row of out has one row of sums, and each of its units comes once.
-            let out = unsafe { self.out.range((row + i) * self.width + column, width) };
-            dispatch(self.isa, GateUpRow { sums, bias, activation: self.activation, out });
+            let out = unsafe { to.out.range((row + i) * to.width + column, width) };
+            GateUpRow { sums, bias, activation: to.activation, out }.run(s);
         }
     }
 }

@@ -47,7 +47,9 @@ pub(crate) trait Kernel {
 }
 
 /// Runs a kernel on one instruction-set path. `isa` comes from an [`Exec`](crate::Exec), which
-/// only holds a path that this machine supports.
+/// only holds a path that this machine supports. Inlined, so that a kernel's fields are written where the path's function
+/// reads them, and not copied in between.
+#[inline(always)]
 pub(crate) fn dispatch<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
     match isa {
         // SAFETY: the path comes from an Exec, which has checked that the processor supports it.
@@ -59,11 +61,18 @@ pub(crate) fn dispatch<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         CpuIsa::Avx512Bf16 | CpuIsa::AmxBf16 => unsafe { avx512::run_vnni(kernel) },
-        _ => kernel.run(scalar::Scalar),
+        _ => run_scalar(kernel),
     }
 }
 
+/// Out of line, as the functions of the other paths are.
+#[inline(never)]
+fn run_scalar<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(scalar::Scalar)
+}
+
 /// [`dispatch`] of a kernel of [`Simd::dot_i16_of_many`], the one operation for which AVX-VNNI is used beside AVX2.
+#[inline(always)]
 pub(crate) fn dispatch_ints<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
     match isa {
         // SAFETY: as in `dispatch`.

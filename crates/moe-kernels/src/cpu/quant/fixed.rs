@@ -20,7 +20,7 @@ pub(super) struct PackRows<'a, T, P> {
     pub put: P,
 }
 
-impl<T: Lanes, P: Fn(&[i32], Block, usize, &mut [u32])> Kernel for PackRows<'_, T, P> {
+impl<T: Lanes, P: Fn(&[i16], Block, usize, &mut [u32])> Kernel for PackRows<'_, T, P> {
     type Output = ();
 
     #[inline(always)]
@@ -64,7 +64,7 @@ fn load<S: Simd, T: Lanes>(s: S, row: &[T], block: Block, order: Option<&[u32]>,
 
 /// The integers of a block. Returns its scale and minus their sum.
 #[inline(always)]
-fn fixed(values: &[f32], ints: &mut [i32]) -> [u32; TAIL] {
+fn fixed(values: &[f32], ints: &mut [i16]) -> [u32; TAIL] {
     /// 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits hold.
     const ROUND: f32 = 12_582_912.0;
     let largest = values.iter().fold(0, |most, v| (v.to_bits() & 0x7fff_ffff).max(most));
@@ -76,17 +76,17 @@ fn fixed(values: &[f32], ints: &mut [i32]) -> [u32; TAIL] {
     }
     let inverse = f32::from_bits((268 - exponent) << 23);
     for (int, value) in ints.iter_mut().zip(values) {
-        *int = ((value * inverse + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
+        *int = (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i16;
     }
-    let sum: i32 = ints.iter().sum();
+    let sum: i32 = ints.iter().map(|int| i32::from(*int)).sum();
     [(exponent - 14) << 23, sum.wrapping_neg() as u32]
 }
 
 /// Puts the integers of row `j` of `m` as pairs: word i of row j goes to `out[i * m + j]`.
 #[inline(always)]
-pub(super) fn put_pairs(ints: &[i32], j: usize, m: usize, out: &mut [u32]) {
+pub(super) fn put_pairs(ints: &[i16], j: usize, m: usize, out: &mut [u32]) {
     for (words, pair) in out.chunks_exact_mut(m).zip(ints.as_chunks::<2>().0) {
-        words[j] = pair[0] as u32 & 0xffff | (pair[1] as u32) << 16;
+        words[j] = u32::from(pair[0] as u16) | u32::from(pair[1] as u16) << 16;
     }
 }
 
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
     use crate::quant::STEP;
 
-    fn words(values: &[f32]) -> (Vec<i32>, f32, i32) {
+    fn words(values: &[f32]) -> (Vec<i16>, f32, i32) {
         let (mut block, mut ints) = ([0.0; STEP], [1; STEP]);
         block[..values.len()].copy_from_slice(values);
         let [scale, sum] = fixed(&block, &mut ints);

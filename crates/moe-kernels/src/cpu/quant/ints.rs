@@ -66,13 +66,13 @@ impl<T: Lanes> Form<T> for Ints<'_> {
         if self.in_matrix_registers(e, m) {
             let is_nibbles = self.w.step_bytes() == Nibbles::STEP_BYTES;
             let m = rows.len();
-            let put = |ints: &[i32], block: Block, j: usize, out: &mut [u32]| {
+            let put = |ints: &[i16], block: Block, j: usize, out: &mut [u32]| {
                 matrix_registers::put(ints, is_nibbles, block, j, m, out);
             };
             return dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
         }
         let _ = m;
-        let put = |ints: &[i32], _: Block, j: usize, out: &mut [u32]| put_pairs(ints, j, rows.len(), out);
+        let put = |ints: &[i16], _: Block, j: usize, out: &mut [u32]| put_pairs(ints, j, rows.len(), out);
         dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
     }
 

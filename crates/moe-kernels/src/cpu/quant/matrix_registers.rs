@@ -31,7 +31,7 @@ fn chunk(block: Block) -> usize {
 /// Puts the integers of a block, of row `j` of a tile of `m`, where [`unit`] wants them: for each chunk of columns the high
 /// bytes of all rows, then the low bytes, in the order of the bytes of weights.
 #[inline(always)]
-pub(super) fn put(ints: &[i32], is_nibbles: bool, block: Block, j: usize, m: usize, out: &mut [u32]) {
+pub(super) fn put(ints: &[i16], is_nibbles: bool, block: Block, j: usize, m: usize, out: &mut [u32]) {
     let order = if is_nibbles { [[0, 4, 1, 5], [2, 6, 3, 7]] } else { [[0, 2, 1, 3], [4, 6, 5, 7]] };
     let chunk = chunk(block);
     for (ints, out) in ints.chunks_exact(chunk).zip(out.chunks_exact_mut(chunk / 2 * m)) {
