@@ -1,7 +1,7 @@
 """Both expert products alone, from 16 to 32k tokens: in bursts and without a pause, beside what the card does.
 
 A card that multiplies without a pause is held back by its power limit after some ten milliseconds, so figures of a few calls
-behind a pause (as other projects' usually are) and of calls for half a second differ. Both are told, with clock and power, and
+behind a pause (as other projects' usually are) and of calls for a third of a second differ. Both are told, with clock and power, and
 next to them cuBLAS by the same two ways and a read of memory.
 """
 import ctypes
@@ -14,8 +14,8 @@ import torch
 from bench_experts import E, H, I, K, SETS, Inputs, make_weights, tensor_calls
 
 WIDE_TOKENS = 512  # from which on the plan takes moe_experts_wide
-PAUSE = 0.05       # seconds before a burst
-BURSTS = 8
+PAUSE = 0.03       # seconds before a burst
+BURSTS = 5
 
 
 class Meter:
@@ -74,7 +74,7 @@ def burst_us(graph, calls):
     return statistics.median(times)
 
 
-def sustained_us(graph, calls, meter, seconds=0.5):
+def sustained_us(graph, calls, meter, seconds=0.3):
     """Microseconds per call of replays without a gap, in the second half of `seconds`; clock and power then."""
     begin, end = events_ms(graph.replay)
     end.synchronize()
