@@ -160,7 +160,10 @@ def graph_us(calls, replays=20):
 
 
 def routing(tokens, experts, top_k, skew=0.0):
-    """Distinct random ids per token; popularity of the i-th expert falls as (i + 1)^-skew."""
+    """Distinct random ids per token; popularity of the i-th expert falls as (i + 1)^-skew, of an infinite skew all tokens choose the same."""
+    if skew == float("inf"):
+        ids = torch.randperm(experts, device="cuda")[:top_k].to(torch.int32).repeat(tokens, 1)
+        return ids, torch.softmax(torch.randn(tokens, top_k, device="cuda"), -1)
     popularity = (torch.arange(experts, device="cuda").float() + 1) ** -skew
     popularity = popularity[torch.randperm(experts, device="cuda")]
     gumbel = -torch.log(-torch.log(torch.rand(tokens, experts, device="cuda").clamp(1e-20, 1 - 1e-7)))
