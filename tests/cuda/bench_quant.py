@@ -127,7 +127,7 @@ def quant_streams(rows):
             experts = step.touched() * model.expert_bytes()
             runs = [("norm+qkv", step.norm_qkv, qkv), ("o_proj", step.o_proj, o), ("half", step.attention_fused, 0),
                     ("experts", step.experts_alone, experts)]
-            if batch <= (4 if scheme is None else 8):  # of the router's choice in the first, so its bytes are an estimate
+            if batch <= 4:  # of the router's choice in the first, so its bytes are an estimate
                 runs += [("given ids", step.experts_of_one_launch, experts), ("launch", step.one_launch, experts), ("layer", step.fused, 0)]
             line = f"{name:16s} {batch}"
             for what, run, size in runs:

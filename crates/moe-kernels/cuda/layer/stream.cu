@@ -154,8 +154,7 @@ cudaError_t run(Weighted<Rows> a, void* stream) {
 extern "C" size_t moe_layer_stream_state(int experts, int inter) {
   using namespace moe::layer;
   return sizeof(State) +
-         sizeof(uint64_t) *
-             (static_cast<size_t>(kStateTokens) * experts + static_cast<size_t>(kStateSlots) * inter / 2);
+         sizeof(uint64_t) * (static_cast<size_t>(kMaxTokens) * experts + static_cast<size_t>(kMaxSlots) * inter / 2);
 }
 
 /// Whether moe_layer_stream takes these sizes where a block may ask for `block_smem` bytes of shared memory: 1 or 0. A

@@ -19,7 +19,6 @@ constexpr int kParts = 4;                   // tiles whose sums wait to be activ
 constexpr int kPollNs = 64;                 // between two looks at an activation
 constexpr int kPieces = 6;                  // 16 bytes of activations that a lane fetches at once
 constexpr int kMaxSlots = 32;               // a lane each
-constexpr int kStateTokens = 8, kStateSlots = 64;  // for which a state has room: those of quantised weights
 constexpr int kMaxStages = 16;              // of each product
 constexpr int kMinStages = 2;
 constexpr int kMinChunk = 256;  // elements along K of a stage, where less room is left
@@ -60,7 +59,7 @@ struct Args {
   __host__ __device__ int num_ids() const { return route.experts + route.shared; }
   __device__ int first_unit(int block) const { return block * share + min(block, longer); }
   __device__ uint64_t* logits() const { return state->words; }
-  __device__ uint64_t* act() const { return state->words + round_up(kStateTokens * route.experts, 2); }
+  __device__ uint64_t* act() const { return state->words + round_up(kMaxTokens * route.experts, 2); }
   __host__ __device__ int depth(int product) const { return product == 0 ? hidden : inter; }
 };
 

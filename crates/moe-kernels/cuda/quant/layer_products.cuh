@@ -47,18 +47,21 @@ struct Worker {
       const uint64_t* from = a.act() + (static_cast<size_t>(slots[__ffs(mask) - 1]) * a.inter + k) / 2;
 #pragma unroll 1
       for (int first = lane; first < pieces; first += 32 * kPieces) {
-        uint4 v[kPieces];
-        const auto load = [&](int i) {
-          if (first + i * 32 < pieces) v[i] = load_relaxed_pair(from + 2 * (first + i * 32));
-        };
+        uint4 v[kPieces] = {};
+        for (;;) {
+          bool there = true;
+          // Those that are missing together: each look takes a way to L2 and back.
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) load(i);
+          for (int i = 0; i < kPieces; ++i)
+            if (first + i * 32 < pieces && !is_there(v[i])) v[i] = load_relaxed_pair(from + 2 * (first + i * 32));
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) {
-          if (first + i * 32 >= pieces) break;
-          while (!is_there(v[i])) __nanosleep(kPollNs), load(i);
-          *reinterpret_cast<uint2*>(row + (first + i * 32) * 8) = {v[i].x, v[i].z};
+          for (int i = 0; i < kPieces; ++i) there = there && (first + i * 32 >= pieces || is_there(v[i]));
+          if (there) break;
+          __nanosleep(kPollNs);
         }
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+          if (first + i * 32 < pieces) *reinterpret_cast<uint2*>(row + (first + i * 32) * 8) = {v[i].x, v[i].z};
       }
     }
     __syncwarp();
@@ -85,7 +88,7 @@ struct Worker {
         mask = __ballot_sync(0xffffffffu, lane < a.tokens && slots[min(lane, a.tokens - 1)] != kNone);
         const int count = __popc(mask);
         // As many wide steps of the rows as fit.
-        most = count == 1 ? 12 : count == 2 ? 6 : count <= 4 ? 3 : 1;
+        most = count == 1 ? 12 : count == 2 ? 6 : 3;
         pitch = most * quant::kWideStepBytes + kPad;
         token = (mask >> token & 1) != 0 ? __popc(mask & ((1u << token) - 1)) : 0;
       }

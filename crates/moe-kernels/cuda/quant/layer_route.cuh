@@ -80,7 +80,7 @@ __device__ __forceinline__ void publish_logit(const Args& a, const Shared& s, in
 #pragma unroll
   for (int step = kWarps / 2; step > 0; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
   const float squares = __shfl_sync(0xffffffffu, v, 0);
-  const float scale = a.norm == nullptr ? 1.0f : 1.0f / sqrtf(squares / a.hidden + a.eps);
+  const float scale = a.norm == nullptr ? 1.0f : rsqrtf(squares * a.mean + a.eps);
   if (lane == 0) s.scale()[token] = scale;
   if (lane != kWarps || e >= a.route.experts || a.gate == nullptr) return;
   float logit = v * scale;
@@ -142,49 +142,31 @@ __device__ __forceinline__ void route(const Args& a, const Shared& s, int token,
   if (lane < a.route.top_k) leave(a.routing, a.route.experts, token, lane, c.id);
 }
 
-/// The given experts, by one warp.
-__device__ __forceinline__ void take_given(const Args& a, const Shared& s) {
-  for (int slot = threadIdx.x % 32; slot < a.slots(); slot += 32)
-    s.chosen()[slot] = {__ldcg(a.route.topk_ids + slot), __ldcg(a.route.topk_weights + slot)};
-  __syncwarp();
+/// A lane's slot of the given experts, or of those that the routing warps chose.
+__device__ __forceinline__ Choice own_choice(const Args& a, const Shared& s) {
+  const int lane = threadIdx.x % 32;
+  if (lane >= a.slots()) return {kNoExpert, 0.0f};
+  if (a.gate == nullptr) s.chosen()[lane] = {__ldcg(a.route.topk_ids + lane), __ldcg(a.route.topk_weights + lane)};
+  return s.chosen()[lane];
 }
 
 /// The active experts, in the order of their first slots, and which tokens they serve, by one warp. An expert that a
 /// token names more than once has one part, that of the first of these slots.
 __device__ __forceinline__ void build_active(const Args& a, const Shared& s) {
-  const int lane = threadIdx.x % 32;
-  int local[2];
-  bool leads[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int slot = lane + 32 * i;
-    local[i] = slot < a.slots() ? local_expert(s.chosen()[slot].id, a.expert_map, a.num_ids(), a.num_local) : -1;
-    if (local[i] >= 0) atomicMin(s.table() + local[i], static_cast<uint32_t>(slot));
-  }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 2; ++i) leads[i] = local[i] >= 0 && s.table()[local[i]] == lane + 32 * i;
-  const uint32_t low = __ballot_sync(0xffffffffu, leads[0]), high = __ballot_sync(0xffffffffu, leads[1]);
-  __syncwarp();  // the table has been read
-  const uint32_t before = (1u << lane) - 1;
-  const int place[2] = {__popc(low & before), __popc(low) + __popc(high & before)};
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (leads[i]) s.expert()[place[i]] = local[i], s.table()[local[i]] = place[i];
-  if (lane == 0) *s.num_active() = __popc(low) + __popc(high);
-  __syncwarp();
-  uint32_t* of[2] = {};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int slot = lane + 32 * i;
-    if (local[i] < 0) continue;
-    of[i] = s.slot_of(s.table()[local[i]]) + slot / a.route.slots();
-    atomicMin(of[i], static_cast<uint32_t>(slot));
-  }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (lane + 32 * i < a.slots()) s.part_of()[lane + 32 * i] = of[i] == nullptr ? kNoPart : static_cast<uint8_t>(*of[i]);
+  const int lane = threadIdx.x % 32, local = local_expert(own_choice(a, s).id, a.expert_map, a.num_ids(), a.num_local);
+  const uint32_t before = (1u << lane) - 1, same = __match_any_sync(0xffffffffu, local);
+  const bool leads = local >= 0 && (same & before) == 0;
+  const uint32_t leaders = __ballot_sync(0xffffffffu, leads);
+  const int leader = __ffs(same) - 1, active = __popc(leaders & ((1u << leader) - 1));
+  if (leads) s.expert()[active] = local;
+  if (lane == 0) *s.num_active() = __popc(leaders);
+  // Of the same token's slots with this expert the first one.
+  const int token = lane / a.route.slots(), first = token * a.route.slots();
+  const uint32_t own = same & (0xffffffffu >> (32 - a.route.slots())) << first;
+  const int part = __ffs(own) - 1;
+  if (lane >= a.slots()) return;
+  s.part_of()[lane] = local < 0 ? kNoPart : static_cast<uint8_t>(part);
+  if (local >= 0 && part == lane) s.slot_of(active)[token] = lane;
 }
 
 #endif  // MOE_SM90

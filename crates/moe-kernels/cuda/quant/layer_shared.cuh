@@ -9,14 +9,14 @@ namespace moe::quant_layer {
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * 32;
 constexpr int kPairs = kWarps / 2;  // two warps share a tile of the first product
-constexpr int kMaxTokens = 8;       // the columns of an mma
-constexpr int kMaxSlots = 64;       // two a lane
+constexpr int kMaxTokens = 4;       // of an mma's 8 columns
+constexpr int kMaxSlots = 32;       // a lane each
 constexpr int kTileRows = quant::kTileRows;
 constexpr int kOutputs = 8;         // of a tile of the first product: gate and up of each are two of its rows
 constexpr int kStep = quant::kStep;
 constexpr int kStepBytes = kStep * 2;  // of a row of bf16
 constexpr int kPad = 16;               // bytes between rows of bf16, against bank conflicts
-constexpr int kActBytes = 3200;        // of a warp's activations: 24 steps of a token, 6 of four, 3 of eight
+constexpr int kActBytes = 3200;        // of a warp's activations: 12 wide steps of a token, 3 of four
 constexpr int kPollNs = 64;            // between two looks at an activation
 constexpr uint8_t kNoPart = 0xff;
 constexpr uint32_t kNone = 0xffffffffu, kUnknown = 0xfffffffeu;
@@ -26,12 +26,13 @@ __host__ __device__ constexpr int depth(QuantFormat format) { return format == Q
 
 /// Byte offsets into dynamic shared memory. Barriers come first.
 struct Layout {
-  uint32_t flags, chosen, expert, part_of, slot_of, table, sums, halves, parts, act, rows, ring, total;
+  uint32_t flags, chosen, expert, part_of, slot_of, sums, halves, parts, act, rows, ring, total;
 };
 
 /// All but how weights are coded. What every block reads first comes first.
 struct Args : layer::Args {
   Layout at;
+  float mean;  // what a sum of a row's squares is multiplied by for their mean
   quant::Matrix w13, w2;
 
   __host__ __device__ int pitch() const { return hidden * 2 + kPad; }
@@ -48,8 +49,7 @@ inline Layout layout(const Args& a, QuantFormat format) {
   l.expert = l.chosen + 8 * a.slots();
   l.part_of = l.expert + 4 * a.slots();
   l.slot_of = round_up(l.part_of + a.slots(), 4);
-  l.table = l.slot_of + 4 * kMaxTokens * a.slots();
-  l.sums = l.table + 4 * a.num_local;
+  l.sums = l.slot_of + 4 * kMaxTokens * a.slots();
   l.halves = round_up(l.sums + 4 * 2 * kWarps * a.tokens, 16);
   l.parts = l.halves + 16 * 32 * 2 * kPairs;
   l.act = round_up(l.parts + 4 * 2 * kTileRows * a.slots(), 16);
@@ -79,8 +79,6 @@ struct Shared {
   __device__ uint32_t* slot_of(int active) const {
     return reinterpret_cast<uint32_t*>(base + l.slot_of) + active * kMaxTokens;
   }
-  /// By local expert.
-  __device__ uint32_t* table() const { return reinterpret_cast<uint32_t*>(base + l.table); }
   /// Sums of squares of the tokens, then sums of their logits, one of each warp.
   __device__ float* sums(int which) const { return reinterpret_cast<float*>(base + l.sums) + which * kWarps; }
   /// The second half's sums of a pair of warps.

@@ -1,4 +1,4 @@
-// moe_layer_stream for quantised experts: a sub-layer of a decode step for 1 to 8 tokens in one launch.
+// moe_layer_stream for quantised experts: a sub-layer of a decode step for 1 to 4 tokens in one launch.
 //
 // Floor: 3 H I weights for each expert chosen, 19.5 MB at 4 bits with scales for a token of Qwen3-30B-A3B: 4.4 us
 // at 4.4 TB/s. That is less than the latencies around it, so nothing of the design of bf16 (layer/stream.cu), which
@@ -41,11 +41,7 @@ __global__ void __launch_bounds__(kThreads, 1) quant_layer_kernel(const __grid_c
   }
   for (int i = threadIdx.x; i < kMaxTokens * a.slots(); i += kThreads)
     s.slot_of(0)[i] = early && i % kMaxTokens == 0 ? early_slot(a, i / kMaxTokens) : kNone;
-  if (early) {
-    if (threadIdx.x < a.slots()) s.expert()[threadIdx.x] = kUnknown;
-  } else {
-    for (int i = threadIdx.x; i < a.num_local; i += kThreads) s.table()[i] = kNone;
-  }
+  if (early && threadIdx.x < a.slots()) s.expert()[threadIdx.x] = kUnknown;
   if (threadIdx.x < kMaxTopK) mbarrier_init(s.expert_full(threadIdx.x), 1);
   if (threadIdx.x == kMaxTopK) mbarrier_init(s.active_full(), kWarpArrivals);
   pdl_wait();
@@ -70,7 +66,6 @@ __global__ void __launch_bounds__(kThreads, 1) quant_layer_kernel(const __grid_c
     if (!early) {
       named_barrier(1, 32 * a.tokens);
       if (warp == 0) {
-        if (!kRoutes) take_given(a, s);
         build_active(a, s);
         warp_arrive(s.active_full());
       }
@@ -89,7 +84,7 @@ cudaError_t run(Args a, void* stream) {
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (limits.major < 9) return cudaErrorNotSupported;
-  a.at = layout(a, Kind::kFormat);
+  a.at = layout(a, Kind::kFormat), a.mean = 1.0f / a.hidden;
   if (a.at.total > static_cast<uint32_t>(limits.block_smem)) return cudaErrorInvalidValue;
   const int units = a.hidden / kTileRows;
   a.share = units / limits.sms, a.longer = units % limits.sms;

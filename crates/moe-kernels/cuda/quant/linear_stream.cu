@@ -25,6 +25,7 @@ struct Args {
   const void* x;     // [m, k] bf16; f32 where `norm` is given
   const bf16* norm;  // [k] weight of the RMS norm of x, or null
   float eps;
+  float mean;  // what a sum of a row's squares is multiplied by for their mean
   int m, k;
   Matrix w;
   const bf16* bias;
@@ -74,16 +75,17 @@ struct Quad {
 };
 
 /// A warp's own columns of x to shared memory, kRows rows and kSteps steps at a time. `gain` holds this lane's part of
-/// the norm's weight for the first kHeld own steps.
-template <bool kNormed, int kRows, int kSteps>
-__device__ __forceinline__ void stage_columns(const Args& a, const uint2 (&gain)[kHeld], uint8_t* to, float* squares) {
+/// the norm's weight for the first kHeld own steps. `meanwhile` is called once, when the first loads are on their way.
+template <bool kNormed, int kRows, int kSteps, class Meanwhile>
+__device__ __forceinline__ void stage_columns(const Args& a, const uint2 (&gain)[kHeld], uint8_t* to, float* squares,
+                                              Meanwhile meanwhile) {
   static_assert(kSteps == kHeld || (kSteps == 1 && kHeld == 2), "the steps that are held are those of one turn or two");
   const int lane = threadIdx.x % 32, begin = threadIdx.x / 32 * kWideStep + 4 * lane, turn = kWarps * kWideStep;
 #pragma unroll 1
   for (int first = 0; first < a.m; first += kRows) {
     float sum[kRows] = {};
 #pragma unroll 1
-    for (int j = 0; begin + j * turn < a.k; j += kSteps) {
+    for (int j = 0; begin - 4 * lane + j * turn < a.k; j += kSteps) {
       Quad<kNormed> x[kSteps][kRows];
       uint2 weight[kSteps];
 #pragma unroll
@@ -97,6 +99,7 @@ __device__ __forceinline__ void stage_columns(const Args& a, const uint2 (&gain)
 #pragma unroll
         for (int r = 0; r < kRows; ++r) x[i][r].load(a.x, static_cast<size_t>(min(first + r, a.m - 1)) * a.k + column);
       }
+      if (first == 0 && j == 0) meanwhile();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         if (begin + (j + i) * turn >= a.k) break;
@@ -126,7 +129,7 @@ __device__ __forceinline__ float norm_factor(const Args& a, const float* squares
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) sum += squares[row * kWarps + i];
-  return 1.f / sqrtf(sum / a.k + a.eps);
+  return rsqrtf(sum * a.mean + a.eps);
 }
 
 /// Asks for a warp's own steps of the block's rows of tiles, one row after the other.
@@ -176,11 +179,20 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
   }
   Ring ring(smem + warp * Ring::kBytes);
   Feed<Ring> feed(a, ring, first, last);
+  const auto ask_all = [&] {
 #pragma unroll 1
-  for (int i = 0; i < kDepth; ++i) feed.ask();
+    for (int i = 0; i < kDepth; ++i) feed.ask();
+  };
+  // Rows to be normed come from a launch that leaves no room beside it, so there is nothing to be ahead of, and the rows
+  // are on their way while weights are asked for. Others do not keep the weights waiting.
+  if (!kNormed) ask_all();
   pdl_wait();
-  if (a.m == 1) stage_columns<kNormed, 1, kHeld>(a, gain, x, squares);
-  else stage_columns<kNormed, 4, 1>(a, gain, x, squares);
+  if (kNormed && own >= a.k) ask_all();
+  const auto meanwhile = [&] {
+    if (kNormed) ask_all();
+  };
+  if (a.m == 1) stage_columns<kNormed, 1, kHeld>(a, gain, x, squares, meanwhile);
+  else stage_columns<kNormed, 4, 1>(a, gain, x, squares, meanwhile);
   // Lanes without a token repeat the last one: their results are not stored.
   const LaneScales scales(a.w, Kind::kFormat);
   const uint8_t* own_x = x + min(lane / 4, a.m - 1) * pitch(a.k);
@@ -255,7 +267,7 @@ extern "C" int moe_quant_linear_stream(const moe::QuantLinearStreamArgs* args, v
       !quant::make_matrix(c.w, &a.w))
     return cudaErrorInvalidValue;
   if (c.m == 0) return cudaSuccess;
-  a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.m = c.m, a.k = a.w.k;
+  a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.m = c.m, a.k = a.w.k, a.mean = 1.f / a.k;
   a.bias = c.bias, a.out = c.out, a.output = c.output, a.n = static_cast<int>(c.w.n);
   return quant::with_step_kind(c.w.format, quant::has_wide_groups(a.w),
                                [&](auto kind) { return quant::run<decltype(kind)>(a, stream); });

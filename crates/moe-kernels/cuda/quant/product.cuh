@@ -18,7 +18,7 @@ struct Columns {
     for (int i = 0; i < 8; ++i) word[i] = *reinterpret_cast<const uint32_t*>(from + i * 16);
   }
 
-  /// The same where a lane's words lie one after the other: `word_at`.
+  /// The same where a lane's words lie one after the other: `word_at` (quant/warp_ring.cuh).
   __device__ __forceinline__ void load_ordered(const uint8_t* x) {
     const uint4* from = reinterpret_cast<const uint4*>(x + threadIdx.x % 4 * 32);
     const uint4 p = from[0], q = from[1];
@@ -68,27 +68,20 @@ struct Stage {
   uint32_t low, high;  // bytes from a group's first scale to this lane's
   int shift, first_group, scale_bytes, f16;
 
-  /// Of tiles, and of scales and zero points from `first_group` on.
-  __device__ __forceinline__ Stage(const Matrix& w, const uint8_t* tiles, const uint8_t* scales, const uint8_t* zeros,
-                                   int first_group)
-      : tiles(tiles + threadIdx.x % 32 * 16),
-        scales(scales),
-        zeros(w.zeros != nullptr ? zeros : nullptr),
+  /// `row` and `k`: where the stage begins in the matrix.
+  __device__ __forceinline__ Stage(const Matrix& w, const StageLayout& l, const uint8_t* stage, size_t row, int k)
+      : tiles(stage + threadIdx.x % 32 * 16),
+        scales(stage + l.scales),
+        zeros(w.zeros != nullptr ? stage + l.zeros : nullptr),
         shift(w.shift),
-        first_group(first_group),
+        first_group(w.group(k)),
         scale_bytes(w.scale_bytes),
         f16(w.f16) {
     const uint32_t g = threadIdx.x % 32 / 4;
     const bool halves = kFormat == QuantFormat::kFp8 && scale_bytes == 8;
     low = halves ? 0 : g * (kFormat == QuantFormat::kFp8 ? 4 : 2);
     high = halves ? 4 : low + 8 * (kFormat == QuantFormat::kFp8 ? 4 : 2);
-  }
-
-  /// As `pieces` fill it. `row` and `k`: where it begins in the matrix.
-  __device__ __forceinline__ Stage(const Matrix& w, const StageLayout& l, const uint8_t* stage, size_t row, int k)
-      : Stage(w, stage, stage + l.scales, stage + l.zeros, w.group(k)) {
-    // Copies begin at multiples of 16 bytes.
-    if (kFormat == QuantFormat::kFp8 && scale_bytes == 8) scales += w.scales_at(row, first_group) & 15;
+    if (halves) scales += w.scales_at(row, first_group) & 15;
   }
 
   __device__ __forceinline__ float scale(const uint8_t* at) const {

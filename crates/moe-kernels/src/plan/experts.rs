@@ -28,10 +28,6 @@ const STREAM_SLOTS: usize = 2048;
 /// Limits of the one launch (cuda/layer, `moe_layer_stream`).
 const ONE_LAUNCH_TOKENS: usize = 4;
 const ONE_LAUNCH_SLOTS: usize = 32;
-/// The same of quantised weights (cuda/quant, `moe_quant_layer_stream`).
-const QUANT_ONE_LAUNCH_TOKENS: usize = 8;
-const QUANT_ONE_LAUNCH_SLOTS: usize = 64;
-const ONE_LAUNCH_TOP_K: usize = 32;
 const ONE_LAUNCH_EXPERTS: usize = 512;
 const ONE_LAUNCH_LOCAL: usize = 1024;
 
@@ -67,19 +63,15 @@ impl ExpertsCall {
     pub fn fits_one_launch(&self, machine: &Machine) -> Result<(), Reason> {
         let gpu = machine.expect_hopper()?;
         machine.expect_batch_variant()?;
-        let (tokens, slots) = match self.quant {
-            None => (ONE_LAUNCH_TOKENS, ONE_LAUNCH_SLOTS),
-            Some(_) => (QUANT_ONE_LAUNCH_TOKENS, QUANT_ONE_LAUNCH_SLOTS),
-        };
-        expect_rows(..=tokens, self.tokens)?;
+        expect_rows(..=ONE_LAUNCH_TOKENS, self.tokens)?;
         self.expect_local()?;
         self.expect_weights()?;
         expect_steps("hidden_size", self.hidden, 64)?;
         expect_steps("intermediate_size", self.inter, 64)?;
-        expect_at_most("number of slots", slots, self.slots())?;
+        expect_at_most("number of slots", ONE_LAUNCH_SLOTS, self.slots())?;
         expect_at_most("num_experts", ONE_LAUNCH_EXPERTS, self.num_ids)?;
         expect_at_most("number of local experts", ONE_LAUNCH_LOCAL, self.num_local)?;
-        expect_at_most("top_k", self.num_ids.min(ONE_LAUNCH_TOP_K), self.top_k)?;
+        expect_at_most("top_k", self.num_ids.min(ONE_LAUNCH_SLOTS), self.top_k)?;
         self.expect_shared_memory(gpu)
     }
 
@@ -200,8 +192,8 @@ impl ExpertsCall {
         };
         let (tokens, slots) = (self.tokens, self.slots());
         let slot_of =
-            (8 * (ONE_LAUNCH_TOP_K + 1) + 8 + 4 * QUANT_ONE_LAUNCH_TOKENS + 13 * slots).next_multiple_of(4);
-        let sums = slot_of + 4 * QUANT_ONE_LAUNCH_TOKENS * slots + 4 * self.num_local;
+            (8 * (ONE_LAUNCH_SLOTS + 1) + 8 + 4 * ONE_LAUNCH_TOKENS + 13 * slots).next_multiple_of(4);
+        let sums = slot_of + 4 * ONE_LAUNCH_TOKENS * slots;
         let parts = (sums + 8 * WARPS * tokens).next_multiple_of(16) + WARPS * 512;
         let rows = (parts + 128 * slots).next_multiple_of(16) + WARPS * ACT;
         let ring = (rows + tokens * (2 * self.hidden + 16)).next_multiple_of(128);
@@ -366,8 +358,7 @@ mod tests {
         {
             for (tokens, want) in [
                 (1, "quant_layer_stream"),
-                (8, "quant_layer_stream"),
-                (9, "quant_experts_tensor"),
+                (6, "quant_experts_tensor"),
                 (1023, "quant_experts_tensor"),
                 (1024, "quant_experts_wide"),
             ] {

@@ -9,7 +9,7 @@ use crate::scheme::QuantScheme;
 /// Most rows for which streaming the weights beats the tensor-core kernel (docs/kernels.md).
 const STREAM_ROWS: usize = 4;
 /// The same of quantised weights.
-const QUANT_STREAM_ROWS: usize = 7;
+const QUANT_STREAM_ROWS: usize = 8;
 /// From this many rows on cuBLAS is the fastest.
 const BLAS_ROWS: usize = 65;
 /// From this many rows on it is taken although quantised weights become bf16 for it: qkv and o_proj of Qwen3-30B-A3B take

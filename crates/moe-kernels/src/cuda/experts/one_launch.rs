@@ -165,7 +165,7 @@ mod tests {
         let machine = Machine { gpu: Some(gpu), ..Machine::default() };
         let (mut fitting, mut refused) = (0, 0);
         for quant in weights() {
-            for tokens in 1..=9 {
+            for tokens in 1..=5 {
                 for top_k in [1, 2, 6, 8, 16, 33] {
                     for hidden in [64, 96, 1024, 2048, 2880, 4096, 5120, 7168, 8192, 16_384, 28_672] {
                         for inter in [32, 64, 384, 768, 1408, 1536, 2048, 4096, 14_336] {
@@ -182,6 +182,6 @@ mod tests {
                 }
             }
         }
-        assert!(fitting > 3000 && refused > 3000, "{fitting} fit, {refused} do not");
+        assert!(fitting > 2000 && refused > 2000, "{fitting} fit, {refused} do not");
     }
 }
