@@ -1,4 +1,4 @@
-// A warp's own stream of weights in the quantised layer kernel: its steps of 64 columns, one after the other through
+// A warp's own stream of weights in the quantised layer kernel: its steps of 128 columns, one after the other through
 // all its tiles of both products, come to a ring that no other warp uses. So no barrier stands between a copy and a
 // product, and each warp asks for its own.
 #pragma once

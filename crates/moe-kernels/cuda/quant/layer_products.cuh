@@ -34,8 +34,8 @@ struct Worker {
     }
   }
 
-  /// Some columns of the activations of the tokens in `mask`, slots of which are `slots`, from all blocks to this warp's
-  /// shared memory, a row each.
+  /// Some columns of the activations of the tokens in `mask`, slots of which are `slots`, from all blocks to this
+  /// warp's shared memory, a row each.
   __device__ __forceinline__ void fetch(const uint32_t* slots, uint32_t mask, int k, int columns, int pitch,
                                         uint32_t number) const {
     constexpr int kPieces = 3;  // 16 bytes that a lane asks for at once

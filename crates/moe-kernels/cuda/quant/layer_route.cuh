@@ -10,9 +10,7 @@ namespace moe::quant_layer {
 
 constexpr int kWidth = kThreads * 4;  // columns that the block's threads take at a time
 
-__device__ __forceinline__ uint2 load4_const(const bf16* from) {
-  return __ldg(reinterpret_cast<const uint2*>(from));
-}
+__device__ __forceinline__ uint2 load4_const(const bf16* from) { return __ldg(reinterpret_cast<const uint2*>(from)); }
 
 /// p q of two words of two bf16 each, added to `sum`.
 __device__ __forceinline__ float dot4(uint2 p, uint2 q, float sum) {

@@ -12,12 +12,11 @@ constexpr int kPairs = kWarps / 2;  // two warps share a tile of the first produ
 constexpr int kMaxTokens = 4;       // of an mma's 8 columns
 constexpr int kMaxSlots = 32;       // a lane each
 constexpr int kTileRows = quant::kTileRows;
-constexpr int kOutputs = 8;         // of a tile of the first product: gate and up of each are two of its rows
+constexpr int kOutputs = 8;  // of a tile of the first product: gate and up of each are two of its rows
 constexpr int kStep = quant::kStep;
-constexpr int kStepBytes = kStep * 2;  // of a row of bf16
-constexpr int kPad = 16;               // bytes between rows of bf16, against bank conflicts
-constexpr int kActBytes = 3200;        // of a warp's activations: 12 wide steps of a token, 3 of four
-constexpr int kPollNs = 64;            // between two looks at an activation
+constexpr int kPad = 16;         // bytes between rows of bf16, against bank conflicts
+constexpr int kActBytes = 3200;  // of a warp's activations: 12 wide steps of a token, 3 of four
+constexpr int kPollNs = 64;      // between two looks at an activation
 constexpr uint8_t kNoPart = 0xff;
 constexpr uint32_t kNone = 0xffffffffu, kUnknown = 0xfffffffeu;
 

@@ -2,9 +2,9 @@
 //
 // Floor: K / 2 bytes a row at 4 bits (5.2 MB for qkv of Qwen3-30B-A3B, 4.2 MB for o_proj: 1.2 and 1.0 us), so latency
 // is what there is, and a block exchanges nothing before its end: each of 16 warps owns every 16th step of 128 columns,
-// of all the block's rows of tiles. It brings its weights to a ring of its own (warp_ring.cuh), at most sizes all of them
-// before x is there, and its columns of x to shared memory that no other warp reads, with the norm's weight. So there
-// is one barrier, before the warps' sums are added; the norm's factor multiplies them then.
+// of all the block's rows of tiles. It brings its weights to a ring of its own (warp_ring.cuh), at most sizes all of
+// them before x is there, and its columns of x to shared memory that no other warp reads, with the norm's weight. So
+// there is one barrier, before the warps' sums are added; the norm's factor multiplies them then.
 //
 // Warps are added in their order: an output's bits depend on its rows of x and w and on K, not on M.
 // The norm in the prologue and the addition in the epilogue are as in linear/stream.cu.
@@ -183,8 +183,8 @@ __global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_
 #pragma unroll 1
     for (int i = 0; i < kDepth; ++i) feed.ask();
   };
-  // Rows to be normed come from a launch that leaves no room beside it, so there is nothing to be ahead of, and the rows
-  // are on their way while weights are asked for. Others do not keep the weights waiting.
+  // Rows to be normed come from a launch that leaves no room beside it, so there is nothing to be ahead of, and the
+  // rows are on their way while weights are asked for. Others do not keep the weights waiting.
   if (!kNormed) ask_all();
   pdl_wait();
   if (kNormed && own >= a.k) ask_all();
@@ -258,7 +258,7 @@ extern "C" int moe_quant_linear_stream_fits(moe::QuantFormat format, int m, int 
   return m >= 0 && m <= moe::quant::kTokens && moe::quant::layout(m, k, format).total <= block_smem;
 }
 
-/// out = x w^T (+ bias), m <= 8; rows of x must fit into shared memory beside 121 KB of weights (plan/linear.rs).
+/// out = x w^T (+ bias), m <= 8; rows of x must fit into shared memory beside the rings: moe_quant_linear_stream_fits.
 extern "C" int moe_quant_linear_stream(const moe::QuantLinearStreamArgs* args, void* stream) {
   using namespace moe;
   const QuantLinearStreamArgs& c = *args;

@@ -10,7 +10,7 @@
 
 namespace moe::quant {
 
-constexpr int kWideStep = 2 * kStep;       // columns
+constexpr int kWideStep = 2 * kStep;           // columns
 constexpr int kWideStepBytes = 2 * kWideStep;  // of a row of bf16
 
 /// f(Kind) of matrices of this format, for `WarpRing`: whether all groups have kWideStep columns at least, or 32.
@@ -145,8 +145,7 @@ struct WarpRing {
       uint32_t word[4 * kWords];
 #pragma unroll
       for (int part = 0; part < kWords; ++part) {
-        const uint4 v =
-            *reinterpret_cast<const uint4*>(step + threadIdx.x % 32 * 16 + half * kHalf + part * 512);
+        const uint4 v = *reinterpret_cast<const uint4*>(step + threadIdx.x % 32 * 16 + half * kHalf + part * 512);
         word[4 * part] = v.x, word[4 * part + 1] = v.y, word[4 * part + 2] = v.z, word[4 * part + 3] = v.w;
       }
       Columns of;
