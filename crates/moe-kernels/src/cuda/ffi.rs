@@ -184,6 +184,19 @@ unsafe extern "C" {
         top_k: i32,
         block_smem: i32,
     ) -> i32;
+    #[cfg(test)]
+    pub(crate) fn moe_quant_linear_stream_fits(format: QuantFormat, m: i32, k: i32, block_smem: i32) -> i32;
+    #[cfg(test)]
+    pub(crate) fn moe_quant_layer_stream_fits(
+        format: QuantFormat,
+        tokens: i32,
+        hidden: i32,
+        inter: i32,
+        num_ids: i32,
+        num_local: i32,
+        top_k: i32,
+        block_smem: i32,
+    ) -> i32;
     pub(crate) fn moe_peer_buffer_bytes(ranks: i32, capacity: usize) -> usize;
     pub(crate) fn moe_any_group_slots_workspace(num_local: i32) -> i64;
 }

@@ -2,8 +2,9 @@
 
 use super::fp8::expect_fp8_products;
 use super::linear::{expect_at_most, expect_rows, expect_steps};
+use super::one_launch::{ONE_LAUNCH_EXPERTS, ONE_LAUNCH_LOCAL, ONE_LAUNCH_SLOTS, ONE_LAUNCH_TOKENS};
 use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
-use super::{Form, Gpu, Machine, Reason};
+use super::{Form, Machine, Reason};
 use crate::scheme::QuantScheme;
 
 /// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
@@ -24,12 +25,6 @@ const WIDE_EXPERTS: usize = 1024;
 const GROUPED_TOKENS: usize = 256;
 /// Most slots of the streaming kernel.
 const STREAM_SLOTS: usize = 2048;
-
-/// Limits of the one launch (cuda/layer, `moe_layer_stream`).
-const ONE_LAUNCH_TOKENS: usize = 4;
-const ONE_LAUNCH_SLOTS: usize = 32;
-const ONE_LAUNCH_EXPERTS: usize = 512;
-const ONE_LAUNCH_LOCAL: usize = 1024;
 
 /// Sizes of an expert layer's step on this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,46 +132,6 @@ impl ExpertsCall {
     fn expect_local(&self) -> Result<(), Reason> {
         if self.num_local > 0 { Ok(()) } else { Err(Reason::NoLocalExperts) }
     }
-
-    /// The one launch keeps rows, activations and a ring of at least two stages of weights in a block's shared memory.
-    fn expect_shared_memory(&self, gpu: Gpu) -> Result<(), Reason> {
-        let needs = self.one_launch_bytes();
-        match gpu.block_shared_memory {
-            has if needs <= has => Ok(()),
-            has => Err(Reason::SharedMemory { needs, has }),
-        }
-    }
-
-    /// Fewest bytes of shared memory of the one launch: `layout` and `divide_ring` of its kernel, which a test compares.
-    fn one_launch_bytes(&self) -> usize {
-        const CONSUMERS: usize = 8; // warps
-        const PAIRS: usize = 8; // gate and up rows of a tile
-        const DOWN_ROWS: usize = 16;
-        const PARTS: usize = 4;
-        const STAGES: usize = 16;
-        const MAX_CHUNK: [usize; 2] = [2048, 1536];
-        const MIN_CHUNK: usize = 256;
-        const MIN_STAGES: usize = 2;
-        let (tokens, slots) = (self.tokens, self.slots());
-        let tiles = 8 * (4 * STAGES + ONE_LAUNCH_SLOTS + 2 * PARTS + 1);
-        let routing = (tiles + 8 * (STAGES + PARTS + 1)).next_multiple_of(16);
-        let partial =
-            (routing + 4 * ONE_LAUNCH_TOKENS + slots * 12 + slots * tokens * 8).next_multiple_of(16);
-        let parts = partial + CONSUMERS * DOWN_ROWS * tokens * 4;
-        let rows = (parts + PARTS * CONSUMERS * 2 * PAIRS * tokens * 4).next_multiple_of(128);
-        let act = rows + tokens * self.hidden * 2;
-        let ring = (act + slots * self.inter * 2).next_multiple_of(128);
-        let stage = |depth: usize, rows: usize, most: usize| {
-            let mut chunk = depth.min(most);
-            while chunk.is_multiple_of(2 * 64) && chunk > MIN_CHUNK {
-                chunk /= 2;
-            }
-            rows * chunk * 2
-        };
-        let gate_up = stage(self.hidden, 2 * PAIRS, MAX_CHUNK[0]);
-        let down = stage(self.inter, DOWN_ROWS, MAX_CHUNK[1]);
-        ring + MIN_STAGES * gate_up.max(down)
-    }
 }
 
 /// The kernels of the fused experts (`cuda_fused`) for ids that are given.
@@ -254,6 +209,7 @@ mod tests {
     use candle_core::DType;
 
     use super::*;
+    use crate::plan::Gpu;
     use crate::scheme::{Fp8Scales, QuantGroup};
 
     const QWEN3_30B: ExpertsCall = ExpertsCall {

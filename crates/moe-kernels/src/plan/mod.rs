@@ -11,6 +11,7 @@ mod fp8;
 mod linear;
 mod mixed;
 mod monolithic;
+mod one_launch;
 mod per_head;
 mod prompt;
 mod quant;
