@@ -142,6 +142,7 @@ mod tests {
                                 hidden,
                                 inter,
                                 quant: None,
+                                passes: 1,
                             };
                             let n = |n: usize| i32::try_from(n).unwrap();
                             // SAFETY: a pure function of numbers.
