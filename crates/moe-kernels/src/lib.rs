@@ -18,6 +18,7 @@ mod ops;
 mod philox;
 pub mod plan;
 pub mod quant;
+mod residency;
 mod roof;
 mod routed;
 mod scheme;
@@ -53,6 +54,7 @@ pub use ops::{
     row_parallel_segments, sigmoid_into, softmax_into, weighted_sum_into,
 };
 pub use philox::Philox4x32;
+pub use residency::{Exchange, ExpertTraffic, Pass, Place, Residency, max_passes};
 pub use roof::Roof;
 pub use routed::{ExpertHeat, NO_EXPERT, RoutedExperts, StepContext};
 pub use scheme::{Fp8Scales, QuantGroup, QuantScheme};

@@ -12,7 +12,8 @@ use moe_experts::{Experts, MonolithicExperts};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::Fusion;
 use moe_kernels::{
-    CpuIsa, Exec, MonolithicIo, StepContext, View, ViewMut, Weight, Workspace, copy_rows_into, forward_rows,
+    CpuIsa, Exec, ExpertTraffic, MonolithicIo, StepContext, View, ViewMut, Weight, Workspace, copy_rows_into,
+    forward_rows,
 };
 use moe_router::{GateInput, RouteOutput, Router};
 use tracing::trace_span;
@@ -171,6 +172,14 @@ impl SparseMoeBlock {
     /// The experts that a map places; `None` where physical experts are the logical ones.
     pub fn placed_experts(&self) -> Option<&PlacedExperts> {
         self.placed.as_deref()
+    }
+
+    /// What experts in host memory have cost so far; `None` where all are on the device. Waits for the device.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn expert_traffic(&self) -> Result<Option<ExpertTraffic>> {
+        self.path.experts.traffic()
     }
 
     pub(crate) fn has_decode_path(&self) -> bool {

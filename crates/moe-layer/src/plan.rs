@@ -6,11 +6,11 @@
 
 use moe_dispatch::Combine;
 use moe_experts::Experts;
-use moe_kernels::WeightAndReduce;
 use moe_kernels::plan::{
     ExpertsCall, ExpertsForm, Form, Fusion, Machine, MonolithicCall, Reason, Rejected, RouterCall,
     RouterForm, Stage,
 };
+use moe_kernels::{WeightAndReduce, max_passes};
 
 use crate::block::SparseMoeBlock;
 use crate::chunked::Path;
@@ -144,14 +144,17 @@ impl SparseMoeBlock {
     /// The sizes of a step of `rows` rows, as many as arrive.
     fn call(&self, path: &Path, rows: usize) -> ExpertsCall {
         let (config, shape) = (self.router().config(), path.experts.shape());
+        let tokens = path.prepare.max_rows(rows);
+        let passes = |slots| max_passes(shape.num_local_experts, slots, tokens * config.num_slots());
         ExpertsCall {
-            tokens: path.prepare.max_rows(rows),
+            tokens,
             top_k: config.num_slots(),
             num_ids: match self.placed_experts() {
                 Some(placed) => placed.sizes().1,
                 None => config.num_experts + config.num_fused_shared_experts,
             },
-            num_local: shape.num_local_experts,
+            num_local: path.experts.num_slots().unwrap_or(shape.num_local_experts),
+            passes: path.experts.num_slots().map_or(1, passes),
             hidden: shape.hidden_size,
             inter: shape.intermediate_size,
             quant: path.experts.quantisation(),
@@ -183,7 +186,14 @@ impl SparseMoeBlock {
         if self.placed_experts().is_some() {
             stages.push(one(&["copies of experts"], "logical to physical ids"));
         }
-        stages.extend([one(&["dispatch"], prepare.name()), experts]);
+        stages.push(one(&["dispatch"], prepare.name()));
+        if path.experts.num_slots().is_some() {
+            let passes = self.call(path, step.rows).passes;
+            let kernel =
+                format!("expert_residency, expert_exchange (up to {passes} times with the products)");
+            stages.push(one(&["experts from host memory"], &kernel));
+        }
+        stages.push(experts);
         if path.experts.weight_and_reduce() != WeightAndReduce::NoOp {
             stages.push(one(&["combine"], "weighted sum"));
         }

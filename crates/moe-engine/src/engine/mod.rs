@@ -54,6 +54,7 @@ pub use config::{EngineConfig, SchedulingPolicy};
 #[cfg(feature = "cuda")]
 pub(crate) use device::DeviceRunner;
 pub use dp::DpEngine;
+pub(crate) use memory::host as host_memory;
 pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
 pub(crate) use serve::serve;
 pub use stats::{Histogram, Stats};

@@ -152,6 +152,13 @@ arguments! {
         slot_rows topk_ids topk_weights expert_map: In, out: Out,
         tokens top_k num_ids num_local hidden: i32, rows: Dtype, output: Output,
     }
+    ExpertResidencyArgs {
+        topk_ids: In, place heat held pending map exchanges counts: Out,
+        count num_experts num_slots first: i32,
+    }
+    ExpertExchangeArgs {
+        exchanges: In, w13 w2 homes: Out, w13_bytes w2_bytes: i64,
+    }
     LayerStreamArgs {
         x norm: In, eps: f32, gate gate_bias correction_bias valid: In, topk_ids topk_weights: Out,
         w13 w2 expert_map: In, out: Out, output: Output, state: Out,

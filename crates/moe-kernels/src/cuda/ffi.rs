@@ -48,6 +48,8 @@ launchers! {
     moe_experts_grouped_gate_up(args: *const ExpertsGroupedArgs);
     moe_experts_grouped_down(args: *const ExpertsGroupedArgs);
     moe_combine(args: *const CombineArgs);
+    moe_expert_residency(args: *const ExpertResidencyArgs);
+    moe_expert_exchange(args: *const ExpertExchangeArgs);
     moe_combine_add_rms_norm(args: *const CombineArgs, residual: *mut f32, weight: *const bf16, eps: f32);
 
     // quantised weights

@@ -172,7 +172,7 @@ mod tests {
                             for num_ids in [1, 8, 64, 128, 512, 513] {
                                 let num_local = num_ids;
                                 let call =
-                                    ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant };
+                                    ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant, passes: 1 };
                                 let (kernel, host) = (fits(&call, gpu), call.fits_one_launch(&machine));
                                 assert_eq!(host.is_ok(), kernel, "{call:?}: {host:?}");
                                 if kernel { fitting += 1 } else { refused += 1 }

@@ -97,7 +97,16 @@ impl MonolithicExperts<'_> {
         let tokens = check_io(op, io, hidden)?;
         expect_aligned(op, &[self.gate.weight, io.rows()])?;
         let quant = quantisation(op, [self.w13, self.w2])?;
-        Ok(ExpertsCall { tokens, top_k: self.gate.slots(), num_ids, num_local, hidden, inter, quant })
+        Ok(ExpertsCall {
+            tokens,
+            top_k: self.gate.slots(),
+            num_ids,
+            num_local,
+            hidden,
+            inter,
+            quant,
+            passes: 1,
+        })
     }
 
     fn one_launch<'b>(
