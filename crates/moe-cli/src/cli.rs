@@ -277,7 +277,7 @@ pub struct AnswerArgs {
 pub enum SchedulingPolicy {
     /// First come, first served.
     Fcfs,
-    /// Those with the largest max_tokens first, so that no long one is left to run alone at the end.
+    /// Those with the smallest max_tokens last, so that no long one is left to run alone at the end.
     LongestFirst,
 }
 

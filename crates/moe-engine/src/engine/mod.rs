@@ -11,6 +11,7 @@
 //! prefix cache. A request that fails, is cancelled or runs out of time leaves the others alone.
 
 mod balance;
+mod budget;
 mod config;
 #[cfg(feature = "cuda")]
 mod device;
@@ -26,10 +27,13 @@ mod runner;
 #[cfg(feature = "cuda")]
 mod sampling;
 mod scheduler;
+#[cfg(test)]
+mod scheduler_tests;
 mod sequence;
 mod serve;
 #[cfg(any(test, feature = "cuda"))]
 mod slots;
+mod start_order;
 mod stats;
 #[cfg(feature = "cuda")]
 mod step_memory;
@@ -59,6 +63,7 @@ pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopRe
 pub(crate) use serve::serve;
 pub use stats::{Histogram, Stats};
 
+use budget::MixedLimit;
 use config::Capacity;
 use finish::Checked;
 use runner::{Runner, StepResult};
@@ -144,6 +149,10 @@ impl<'m> Engine<'m> {
         let limits = Limits {
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
+            mixed: match ex.is_cuda() && info.kv.value_dim.is_some() {
+                true => MixedLimit::gpu(config.max_num_seqs),
+                false => MixedLimit::NONE,
+            },
             policy: config.scheduling_policy,
             block_size: config.block_size,
             prefix_caching: config.enable_prefix_caching,
