@@ -22,11 +22,11 @@ struct StepRoutingArgs {
 struct CopiesArgs {
   const int32_t* log2phy;  // [E + S, width] the slots of each expert's copies, then -1
   int width;
-  int hashed;  // the copy of a row: by a hash of row and expert, else in turns
+  int hashed;          // the copy of a row: by a hash of row and expert, else in turns
   uint32_t first_row;  // number of row 0
 };
 
-/// T tokens, E experts of all ranks, S = shared behind them, K = top_k + S.
+/// T tokens, E experts of all ranks, S = shared behind them, K = top_k + S. With copies topk_ids are slots.
 struct GateRouteArgs {
   const __nv_bfloat16* x;          // [T, H]
   const __nv_bfloat16* gate;       // [E, H]
@@ -34,7 +34,7 @@ struct GateRouteArgs {
   const float* correction_bias;    // [E] only part of the choice; null = none
   const uint32_t* valid;           // [1] rows from there on are padding and get no expert; null = none are
   float* logits;                   // out [T, E]
-  uint32_t* topk_ids;              // out [T, K] by descending key, ties to the lower id; then E .. E + S - 1: or their slots
+  uint32_t* topk_ids;              // out [T, K] by descending key, ties to the lower id; then E .. E + S - 1
   float* topk_weights;             // out [T, K]
   int tokens, hidden, experts, top_k;
   Scoring scoring;

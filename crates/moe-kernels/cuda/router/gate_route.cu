@@ -193,8 +193,7 @@ extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
   const GateRouteArgs& c = *args;
   if (c.tokens < 0 || c.tokens > 65535 * kTokens || c.hidden <= 0 || c.hidden % 64 != 0 || c.experts <= 0 ||
       c.experts > 1024 || c.top_k <= 0 || c.shared < 0 || c.top_k + c.shared > kMaxTopK || c.top_k > c.experts ||
-      (c.copies.log2phy != nullptr && c.copies.width < 1) ||
-      !is_code(c.scoring, Scoring::kSqrtSoftplus))
+      (c.copies.log2phy != nullptr && c.copies.width < 1) || !is_code(c.scoring, Scoring::kSqrtSoftplus))
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
   const GateArgs a = {
