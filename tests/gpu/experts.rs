@@ -267,6 +267,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             softcap: None,
             padded: false,
             routing: LayerRouting::default(),
+            log2phy: None,
         };
         let zeros = |dtype, dims: &[usize]| ex.zeros(dtype, dims).unwrap();
         let (mut logits, mut ids) =

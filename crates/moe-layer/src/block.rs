@@ -15,12 +15,12 @@ use moe_kernels::{
     CpuIsa, Exec, ExpertTraffic, MonolithicIo, StepContext, View, ViewMut, Weight, Workspace, copy_rows_into,
     forward_rows,
 };
-use moe_router::{GateInput, RouteOutput, Router};
+use moe_router::{GateInput, GateStep, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
 use crate::chunked::{Path, Routed};
-use crate::placed::PlacedExperts;
+use crate::placed::{PlacedExperts, StepCopies};
 use crate::plan::{MoeForm, PlanStep};
 use crate::shared::SharedExperts;
 
@@ -295,9 +295,15 @@ impl SparseMoeBlock {
         };
         let gate = self.gate.read()?;
         let gate = gate.view()?.rows("monolithic experts")?;
-        let map = self.path.prepare.local_experts().and_then(|experts| experts.expert_map());
-        let beside = (context.padded, context.routing.layer(self.layer, 0)?);
-        self.router.with_gate(gate, None, beside, |gate| experts.apply(gate, map, io, ex))
+        let form = self.copies_form(&self.path, io.rows().rows(), &ex.machine());
+        let copies = self.placed.as_ref().zip(form).map(|(placed, form)| placed.copies(form));
+        // With one copy of each expert the map names experts; with several the router names copies.
+        let sole = copies.as_ref().and_then(StepCopies::expert_map);
+        let log2phy = copies.as_ref().filter(|_| sole.is_none()).and_then(StepCopies::log2phy);
+        let slots = self.path.prepare.local_experts().and_then(|experts| experts.expert_map());
+        let routing = context.routing.layer(self.layer, 0)?;
+        let step = GateStep { padded: context.padded, routing, log2phy };
+        self.router.with_gate(gate, None, step, |gate| experts.apply(gate, sole.or(slots), io, ex))
     }
 
     /// Routes all tokens at once, so that what the step context counts is the step's rows, then
@@ -323,17 +329,23 @@ impl SparseMoeBlock {
             topk_weights: topk_weights.view_mut(),
             zero_expert_weights: (config.num_zero_experts > 0).then(|| identity.view_mut()),
         };
-        let input = GateInput::new(hidden, gate.view()?, self.layer);
-        trace_span!("router").in_scope(|| {
-            self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, context, ex)
-        })?;
+        let form = self.copies_form(path, tokens, &ex.machine());
+        let placed = self.placed.as_deref().zip(form);
+        {
+            let copies = placed.map(|(placed, form)| placed.copies(form));
+            let log2phy = copies.as_ref().and_then(StepCopies::log2phy);
+            let input = GateInput { log2phy, ..GateInput::new(hidden, gate.view()?, self.layer) };
+            trace_span!("router").in_scope(|| {
+                self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, context, ex)
+            })?;
+        }
         observe(logits.view())?;
         drop(logits);
         let routed = Routed {
             tokens: Tokens::new(hidden, topk_ids.view(), topk_weights.view()),
             identity: (config.num_zero_experts > 0).then(|| identity.view()),
             shared: self.shared.as_ref(),
-            placed: self.placed.as_deref(),
+            near: placed.filter(|(placed, form)| placed.is_near(*form)).map(|(placed, _)| placed),
         };
         path.run(&routed, self.chunk, out, context.rank_tokens.as_deref(), ex)
     }

@@ -312,8 +312,11 @@ impl<'m> Engine<'m> {
 
     /// Counters and times so far.
     pub fn stats(&self) -> Stats {
+        let (graphs, graph_steps) = self.runner.graphs();
         Stats {
             seconds: self.start.elapsed().as_secs_f64(),
+            graphs,
+            graph_steps,
             preemptions: self.scheduler.num_preemptions,
             cached_prompt_tokens: self.scheduler.num_cached_tokens,
             ..self.stats.clone()
@@ -322,7 +325,7 @@ impl<'m> Engine<'m> {
 
     /// Steps that replayed a captured CUDA graph.
     pub fn num_graph_steps(&self) -> u64 {
-        self.runner.num_graph_steps()
+        self.runner.graphs().1
     }
 
     /// Collects steps until only `keep` are under way.

@@ -123,11 +123,14 @@ arguments! {
     StepRoutingArgs {
         heat routed: Out, forced: In, stride keep_weights: i32,
     }
+    CopiesArgs {
+        log2phy: In, width hashed: i32, first_row: u32,
+    }
     GateRouteArgs {
         x gate gate_bias correction_bias valid: In, logits topk_ids topk_weights: Out,
         tokens hidden experts top_k: i32, scoring: GateScoring, raw_logits renormalize: i32,
         scale softcap: f32, counts buckets: Out, expert_map: In, invariant shared: i32, shared_weight: f32,
-        routing: StepRoutingArgs,
+        routing: StepRoutingArgs, copies: CopiesArgs,
     }
     BalanceIdsArgs {
         step: In, ids: Out, seed: u64, rows layers top_k experts: i32, first_row first_layer: u32,
