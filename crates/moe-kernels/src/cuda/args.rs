@@ -222,7 +222,10 @@ arguments! {
         x: In, w: QuantPack, bias: In, out: Out, output: Output, m splits: i32,
     }
     Fp8QuantiseArgs {
-        x: In, q scales: Out, rows columns: i32,
+        x: In, q scales: Out, slot_at place_of: In, rows columns top_k: i32,
+    }
+    Fp8PlacesArgs {
+        slots counts: In, bucket: i32, slot_at place_of: Out, experts num_slots: i32,
     }
     Fp8ExpertsArgs {
         q scales: In, w: QuantPack, slots counts: In, bucket: i32, out: Out, tokens top_k: i32,

@@ -60,6 +60,7 @@ launchers! {
     moe_quant_experts_tensor(args: *const QuantExpertsTensorArgs);
     moe_quant_experts_wide(args: *const QuantExpertsTensorArgs);
 
+    moe_fp8_places(args: *const Fp8PlacesArgs);
     moe_fp8_quantise(args: *const Fp8QuantiseArgs);
     moe_fp8_experts_gate_up(args: *const Fp8ExpertsArgs);
     moe_fp8_experts_down(args: *const Fp8ExpertsArgs);
