@@ -136,7 +136,7 @@ pub struct RunArgs {
     /// CPU threads (default: all cores).
     #[arg(short = 't', long, visible_alias = "threads", value_name = "N", help_heading = "Device")]
     pub num_threads: Option<usize>,
-    /// CPU instruction set: scalar, avx2, avx512, avx512-bf16 or amx-bf16 (default: the fastest
+    /// CPU instruction set: scalar, avx2, avx2-vnni, avx512, avx512-bf16 or amx-bf16 (default: the fastest
     /// supported).
     #[arg(long, value_parser = CpuIsa::from_name, help_heading = "Device")]
     pub cpu_isa: Option<CpuIsa>,

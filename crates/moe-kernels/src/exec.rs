@@ -6,6 +6,7 @@
 
 mod awake;
 mod beside;
+mod isa;
 
 use std::sync::Arc;
 
@@ -20,88 +21,7 @@ use crate::door;
 use crate::plan::{Fp8Activations, Machine};
 use crate::view::{View, ViewMut};
 
-/// The instruction-set path of the CPU kernels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum CpuIsa {
-    /// Portable Rust: the readable specification.
-    Scalar,
-    /// AVX2 with FMA and F16C.
-    Avx2,
-    /// AVX-512 F, BW, DQ, VL: the same arithmetic as AVX2, so the same bits, at twice the width.
-    Avx512,
-    /// AVX-512 with VNNI for integer weights, on processors that have BF16, too; all bits are those of [`CpuIsa::Avx512`].
-    Avx512Bf16,
-    /// AMX matrix registers for products of bf16; the rest as [`CpuIsa::Avx512Bf16`].
-    AmxBf16,
-}
-
-impl CpuIsa {
-    /// Every path.
-    pub const ALL: [CpuIsa; 5] =
-        [CpuIsa::Scalar, CpuIsa::Avx2, CpuIsa::Avx512, CpuIsa::Avx512Bf16, CpuIsa::AmxBf16];
-
-    /// The fastest path that this machine runs.
-    pub fn detect() -> Self {
-        Self::ALL.into_iter().rev().find(|isa| isa.is_supported()).unwrap_or(Self::Scalar)
-    }
-
-    /// Whether this machine runs the path.
-    pub fn is_supported(self) -> bool {
-        match self {
-            Self::Scalar => true,
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => {
-                is_x86_feature_detected!("avx2")
-                    && is_x86_feature_detected!("fma")
-                    && is_x86_feature_detected!("f16c")
-            }
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => {
-                Self::Avx2.is_supported()
-                    && is_x86_feature_detected!("avx512f")
-                    && is_x86_feature_detected!("avx512bw")
-                    && is_x86_feature_detected!("avx512dq")
-                    && is_x86_feature_detected!("avx512vl")
-            }
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16 => {
-                Self::Avx512.is_supported()
-                    && is_x86_feature_detected!("avx512bf16")
-                    && is_x86_feature_detected!("avx512vnni")
-            }
-            #[cfg(target_arch = "x86_64")]
-            Self::AmxBf16 => Self::Avx512Bf16.is_supported() && crate::cpu::amx::is_supported(),
-            #[cfg(not(target_arch = "x86_64"))]
-            _ => false,
-        }
-    }
-
-    /// The command-line name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Scalar => "scalar",
-            Self::Avx2 => "avx2",
-            Self::Avx512 => "avx512",
-            Self::Avx512Bf16 => "avx512-bf16",
-            Self::AmxBf16 => "amx-bf16",
-        }
-    }
-
-    /// The path of that name; an error lists the names, or says that this machine lacks it.
-    pub fn from_name(name: &str) -> Result<Self> {
-        let Some(isa) = Self::ALL.into_iter().find(|isa| isa.name() == name) else {
-            let names = Self::ALL.map(Self::name).join(", ");
-            bail!("unknown CPU instruction set {name:?}; expected one of {names}")
-        };
-        if !isa.is_supported() {
-            bail!(
-                "this processor does not support the instruction set {name:?}; the fastest it supports is {:?}",
-                Self::detect().name()
-            )
-        }
-        Ok(isa)
-    }
-}
+pub use isa::CpuIsa;
 
 /// Compute capability (major, minor) of a CUDA device, (0, 0) if the driver does not tell; `None` for
 /// other devices.

@@ -9,7 +9,7 @@ mod layout;
 mod read;
 pub mod write;
 
-pub use config::QuantConfig;
+pub use config::{QuantConfig, UNREAD_TENSORS};
 pub use error::QuantError;
 pub use format::{Format, GptqZeros, IntFormat};
 pub use layout::{TensorSpec, layout};

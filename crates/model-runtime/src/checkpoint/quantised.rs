@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::var_builder::SimpleBackend;
 use moe_kernels::QuantScheme;
 use moe_kernels::quant::{LogicalRows, QuantPart, QuantRows};
-use moe_quant::{Format, QuantConfig, Reader, dequantise, layout};
+use moe_quant::{Format, QuantConfig, Reader, UNREAD_TENSORS, dequantise, layout};
 use safetensors::tensor::TensorView;
 
 use super::slices::check_ranges;
@@ -122,7 +122,8 @@ impl QuantTensors {
         tensor.to_dtype(dtype)?.to_device(device).map(Some)
     }
 
-    /// As [`TensorFiles::verify`], where each quantised matrix has the tensors of its format.
+    /// As [`TensorFiles::verify`], where each quantised matrix has the tensors of its format, and scales of what is not
+    /// quantised here ([`UNREAD_TENSORS`]) may lie beside them.
     ///
     /// # Errors
     /// All tensors that are missing, unexpected, or of another shape or dtype.
@@ -155,7 +156,7 @@ impl QuantTensors {
                 specs.push(TensorSpec { name, shape });
             }
         }
-        self.files.verify(specs, ignored)
+        self.files.verify(specs, &[ignored, UNREAD_TENSORS].concat())
     }
 }
 

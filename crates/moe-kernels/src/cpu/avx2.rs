@@ -1,5 +1,5 @@
-//! The AVX2 path: two registers per vector of 16 lanes, with FMA and F16C, and the dot product of integers (AVX-VNNI) where
-//! the processor has it.
+//! The AVX2 paths: two registers per vector of 16 lanes, with FMA and F16C; one of them with the dot product of integers of
+//! AVX-VNNI.
 
 use std::arch::x86_64::*;
 
@@ -13,11 +13,6 @@ use super::simd::{LANES, Simd, intrinsics};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2<const VNNI: bool>(());
 
-/// Whether the processor has AVX-VNNI: those of laptops and desktops have had it since 2021, without AVX-512.
-pub(crate) fn has_vnni() -> bool {
-    is_x86_feature_detected!("avxvnni")
-}
-
 /// Runs a kernel with AVX2, FMA and F16C.
 ///
 /// # Safety
@@ -30,7 +25,7 @@ pub(crate) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
 /// Runs a kernel with AVX-VNNI as well.
 ///
 /// # Safety
-/// The processor must support `CpuIsa::Avx2`, and [`has_vnni`].
+/// The processor must support `CpuIsa::Avx2Vnni`.
 #[target_feature(enable = "avxvnni,avx2,fma,f16c")]
 pub(crate) unsafe fn run_vnni<K: Kernel>(kernel: K) -> K::Output {
     kernel.run(Avx2::<true>(()))

@@ -52,7 +52,7 @@ pub(crate) fn dispatch<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
     match isa {
         // SAFETY: the path comes from an Exec, which has checked that the processor supports it.
         #[cfg(target_arch = "x86_64")]
-        CpuIsa::Avx2 => unsafe { avx2::run(kernel) },
+        CpuIsa::Avx2 | CpuIsa::Avx2Vnni => unsafe { avx2::run(kernel) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         CpuIsa::Avx512 => unsafe { avx512::run(kernel) },
@@ -63,12 +63,12 @@ pub(crate) fn dispatch<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
     }
 }
 
-/// [`dispatch`] of a kernel of [`Simd::dot_i16_of_many`], which AVX2 runs with AVX-VNNI where the processor has it.
+/// [`dispatch`] of a kernel of [`Simd::dot_i16_of_many`], the one operation for which AVX-VNNI is used beside AVX2.
 pub(crate) fn dispatch_ints<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
     match isa {
-        // SAFETY: as in `dispatch`, and the processor has AVX-VNNI.
+        // SAFETY: as in `dispatch`.
         #[cfg(target_arch = "x86_64")]
-        CpuIsa::Avx2 if avx2::has_vnni() => unsafe { avx2::run_vnni(kernel) },
+        CpuIsa::Avx2Vnni => unsafe { avx2::run_vnni(kernel) },
         _ => dispatch(isa, kernel),
     }
 }

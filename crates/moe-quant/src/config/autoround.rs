@@ -15,14 +15,18 @@ enum Packing {
 }
 
 /// Words of `packing_format`.
-const PACKINGS: [(&str, Packing); 8] = [
+const PACKINGS: [(&str, Packing); 12] = [
     ("auto_round:auto_gptq", Packing::Gptq(GptqZeros::V1)),
     ("auto_round:gptq", Packing::Gptq(GptqZeros::V1)),
+    ("auto_round:auto_gptq:exllamav2", Packing::Gptq(GptqZeros::V1)),
+    ("auto_round:gptq:exllamav2", Packing::Gptq(GptqZeros::V1)),
+    ("gptq:exllamav2", Packing::Gptq(GptqZeros::V1)),
     ("auto", Packing::Gptq(GptqZeros::V1)),
     ("auto_round:auto_awq", Packing::Awq),
     ("auto_round:awq", Packing::Awq),
     ("auto_round", Packing::Gptq(GptqZeros::V2)),
     ("auto_round:exllamav2", Packing::Gptq(GptqZeros::V2)),
+    ("auto_round:tritonv2", Packing::Gptq(GptqZeros::V2)),
     ("auto_round:gptqmodel", Packing::Gptq(GptqZeros::V2)),
 ];
 
@@ -93,13 +97,13 @@ fn layer_format(settings: &Header, packing: Packing, base: IntFormat) -> Result<
         return Ok(Format::Plain);
     }
     check_kind(settings)?;
-    let mut int = gptq::int_format(settings, Some(base))?;
-    if matches!(packing, Packing::Awq) && int.bits != 4 {
-        let path = settings.key(BITS[0]);
-        return Err(QuantError::unsupported(format!("AWQ with {} bits (`{path}`)", int.bits), "4 bits work"));
+    match packing {
+        Packing::Awq => awq::override_format(settings, base),
+        Packing::Gptq(zeros) => {
+            let int = gptq::int_format(settings, Some(base))?;
+            Ok(Format::Gptq { int: IntFormat { act_order: false, ..int }, zeros })
+        }
     }
-    int.act_order = false;
-    Ok(packed(packing, int))
 }
 
 /// AutoRound writes full names, and regular expressions for several layers.

@@ -3,7 +3,7 @@
 use super::common::{BITS, GROUP_SIZE, bits, group};
 use super::header::Header;
 use super::pattern::Pattern;
-use super::{QuantConfig, Rule};
+use super::{QuantConfig, Rule, dynamic, gptq};
 use crate::error::QuantError;
 use crate::format::{Format, IntFormat};
 
@@ -12,12 +12,25 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     header.only(&["version", "format", "checkpoint_format"], &["gemm"])?;
     header.only(&["backend"], &["autoawq", "auto"])?;
     let int = int_format(header)?;
-    Ok(QuantConfig {
-        method: "awq",
-        rules: left_out(header)?,
-        otherwise: Format::Awq { int },
-        notes: Vec::new(),
-    })
+    let mut rules = left_out(header)?;
+    rules.extend(dynamic::rules(header, |settings| {
+        for (keys, word) in [(["method", "quant_method"], "awq"), (["format", "version"], "gemm")] {
+            settings.only(&keys, &[word])?;
+        }
+        override_format(settings, int)
+    })?);
+    Ok(QuantConfig { method: "awq", rules, otherwise: Format::Awq { int }, notes: Vec::new() })
+}
+
+/// The format of layers with settings of their own, which take from `base` what they do not name.
+pub(super) fn override_format(settings: &Header, base: IntFormat) -> Result<Format, QuantError> {
+    let int = gptq::int_format(settings, Some(base))?;
+    if int.bits != 4 {
+        let path = settings.key(BITS[0]);
+        return Err(QuantError::unsupported(format!("AWQ with {} bits (`{path}`)", int.bits), "4 bits work"));
+    }
+    let zero_point = settings.bool("zero_point")?.unwrap_or(int.zero_point);
+    Ok(Format::Awq { int: IntFormat { zero_point, act_order: false, ..int } })
 }
 
 pub(super) fn int_format(header: &Header) -> Result<IntFormat, QuantError> {

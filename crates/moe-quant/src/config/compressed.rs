@@ -19,7 +19,8 @@ const FORMATS: [&str; 3] = ["pack-quantized", "float-quantized", "naive-quantize
 
 pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     refuse_transforms(header)?;
-    header.only(&["quantization_status"], &["compressed"])?;
+    // Checkpoints of 2024 call themselves frozen and are compressed all the same.
+    header.only(&["quantization_status"], &["compressed", "frozen"])?;
     let mut notes = Vec::new();
     if header.has("kv_cache_scheme") {
         notes.push("the header asks for a quantised KV cache; here it keeps its dtype".to_string());

@@ -1,4 +1,4 @@
-//! Headers of `quant_method: fp8` (DeepSeek-V3, Qwen3-FP8, AutoFP8).
+//! Headers of `quant_method: fp8` (DeepSeek-V3, Qwen3-FP8, AutoFP8, transformers).
 
 use moe_kernels::Fp8Scales;
 use serde_json::Value;
@@ -9,8 +9,16 @@ use super::{QuantConfig, Rule};
 use crate::error::QuantError;
 use crate::format::Format;
 
+/// The longest side of a block that a header may name.
+const LARGEST_SIDE: u64 = 1 << 20;
+
 pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     header.only(&["fmt"], &["e4m3"])?;
+    if let Some((key, value)) = header.find(&["weight_scale_semantics"]) {
+        let works =
+            "scales that weights are multiplied by, as DeepSeek, Qwen and llm-compressor write them, work";
+        return Err(QuantError::unsupported(format!("`{key}` = {value}"), works));
+    }
     header.only(&["activation_scheme"], &["dynamic", "static"])?;
     // ue8m0: scales are powers of two, held in floats all the same.
     header.only(&["scale_fmt"], &["float", "float32", "ue8m0"])?;
@@ -30,12 +38,17 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     Ok(QuantConfig { method: "fp8", rules, otherwise: format, notes })
 }
 
-/// `[rows, columns]` of a block.
+/// `[rows, columns]` of a block, which older compressed-tensors wrote as "128x128".
 pub(super) fn block(key: &str, value: &Value) -> Result<Fp8Scales, QuantError> {
-    let side = |v: &Value| v.as_u64().filter(|side| (1..=1 << 20).contains(side)).map(|side| side as usize);
-    let sides = value.as_array().map(|sides| sides.iter().map(side).collect::<Vec<_>>());
-    match sides.as_deref() {
-        Some([Some(n), Some(k)]) => Ok(Fp8Scales::Block { n: *n, k: *k }),
+    let sides: Vec<Option<u64>> = match value {
+        Value::Array(sides) => sides.iter().map(Value::as_u64).collect(),
+        Value::String(text) => text.split('x').map(|side| side.parse().ok()).collect(),
+        _ => Vec::new(),
+    };
+    match sides[..] {
+        [Some(n @ 1..=LARGEST_SIDE), Some(k @ 1..=LARGEST_SIDE)] => {
+            Ok(Fp8Scales::Block { n: n as usize, k: k as usize })
+        }
         _ => Err(value_error(key, "two sizes above 0, rows and columns, such as [128, 128]", value)),
     }
 }

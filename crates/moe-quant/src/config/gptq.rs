@@ -4,10 +4,10 @@
 //! `GPTQConfig`.
 
 use moe_kernels::QuantGroup;
-use serde_json::Value;
 
 use super::common::{BITS, GROUP_SIZE, bits, group};
-use super::header::{Header, value_error};
+use super::dynamic;
+use super::header::Header;
 use super::pattern::Pattern;
 use super::{QuantConfig, Rule};
 use crate::error::QuantError;
@@ -24,7 +24,7 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     if !header.bool("lm_head")?.unwrap_or(false) {
         rules.push(Rule::plain(Pattern::Exact("lm_head".to_string())));
     }
-    rules.extend(dynamic(header, int, zeros)?);
+    rules.extend(dynamic::rules(header, |settings| override_format(settings, int, zeros))?);
     let inside = header.strings(&["modules_in_block_to_quantize"])?;
     if !inside.is_empty() {
         let listed = inside.into_iter().map(|name| Pattern::Segments(name.to_string())).collect();
@@ -66,29 +66,13 @@ pub(super) fn int_format(header: &Header, base: Option<IntFormat>) -> Result<Int
     Ok(IntFormat { bits, group, zero_point, act_order: act_order && group != QuantGroup::Channel })
 }
 
-/// GPTQModel's overrides by pattern, in their order: `-:` leaves modules out, `+:` or nothing changes settings.
-fn dynamic(header: &Header, base: IntFormat, zeros: GptqZeros) -> Result<Vec<Rule>, QuantError> {
-    let (Some(overrides), Some((key, value))) = (header.object("dynamic")?, header.find(&["dynamic"])) else {
-        return Ok(Vec::new());
-    };
-    if !value.is_object() {
-        return Err(value_error(key, "an object of patterns", value));
+/// What an override says of GPTQ.
+fn override_format(settings: &Header, base: IntFormat, zeros: GptqZeros) -> Result<Format, QuantError> {
+    for key in ["method", "quant_method"] {
+        settings.only(&[key], &["gptq"])?;
     }
-    let rule = |(pattern, settings): (&String, &Value)| {
-        let path = overrides.key(pattern);
-        if let Some(left_out) = pattern.strip_prefix("-:") {
-            return Ok(Rule::plain(Pattern::starting(&path, left_out)?));
-        }
-        let settings = Header::new(settings, path.clone())?;
-        for key in ["method", "quant_method"] {
-            settings.only(&[key], &["gptq"])?;
-        }
-        settings.only(&["format", "checkpoint_format"], &[zeros_name(zeros)])?;
-        let int = int_format(&settings, Some(base))?;
-        let pattern = Pattern::starting(&path, pattern.strip_prefix("+:").unwrap_or(pattern))?;
-        Ok(Rule { pattern, format: Format::Gptq { int, zeros } })
-    };
-    overrides.entries().map(rule).collect()
+    settings.only(&["format", "checkpoint_format"], &[zeros_name(zeros)])?;
+    Ok(Format::Gptq { int: int_format(settings, Some(base))?, zeros })
 }
 
 fn zeros_name(zeros: GptqZeros) -> &'static str {

@@ -7,6 +7,7 @@ mod autoround;
 mod awq;
 mod common;
 mod compressed;
+mod dynamic;
 mod fp8;
 mod gptq;
 mod header;
@@ -26,6 +27,19 @@ const KEYS: [&str; 2] = ["quantization_config", "compression_config"];
 /// Methods that are read, for errors.
 const METHODS: &str =
     "gptq, awq, compressed-tensors, fp8 and auto-round work, or the checkpoint in its original float dtype";
+
+/// Names of tensors that may lie beside quantised modules and are not read, where `*` is any run of characters: scales of
+/// activations and of a KV cache, which keep their dtype here.
+pub const UNREAD_TENSORS: &[&str] = &[
+    "*.input_scale",
+    "*.input_zero_point",
+    "*.activation_scale",
+    "*.output_scale",
+    "*.q_scale",
+    "*.k_scale",
+    "*.v_scale",
+    "*.kv_scale",
+];
 
 /// How a checkpoint is quantised: the validated header.
 ///
@@ -146,8 +160,8 @@ impl QuantConfig {
     }
 
     /// The format in which a file really holds a linear layer. Some makers leave modules such as the router in floats
-    /// without a word in the header, so a `weight` in a float dtype is taken as it is. `dtype_of` says the dtype of the
-    /// tensor of this suffix (`weight`, `qweight`), if there is one.
+    /// without a word in the header, so a `weight` in a float dtype is taken as it is. The scales of FP8 go by two names,
+    /// which no header tells. `dtype_of` says the dtype of the tensor of this suffix (`weight`, `qweight`), if there is one.
     ///
     /// # Errors
     /// As `format_of`; a module that the header calls not quantised, but the file holds quantised.
@@ -164,6 +178,11 @@ impl QuantConfig {
         let packed = ["qweight", "weight_packed"].into_iter().find(|suffix| dtype_of(suffix).is_some());
         let found = packed.or(weight.map(|_| "weight"));
         match (format, found) {
+            (Format::Fp8 { scales, scale_inv }, _) => {
+                let has = |suffix| dtype_of(suffix).is_some();
+                let scale_inv = if scale_inv { !has("weight_scale") } else { has("weight_scale_inv") };
+                Ok(Format::Fp8 { scales, scale_inv })
+            }
             (Format::Plain, Some(suffix)) => Err(QuantError::matrix(
                 module,
                 format!(

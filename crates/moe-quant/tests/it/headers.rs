@@ -96,6 +96,19 @@ fn awq_leaves_out_whole_segments() {
 }
 
 #[test]
+fn awq_of_gptqmodel_with_overrides() {
+    let config = read(json!({
+        "quant_method": "awq", "method": "awq", "bits": 4, "group_size": 128, "zero_point": true, "version": "gemm",
+        "format": "gemm", "checkpoint_format": "gemm", "pack_dtype": "int32", "desc_act": false, "lm_head": false,
+        // What leaves modules out comes first, wherever it stands.
+        "dynamic": {"+:.*experts.*": {"group_size": 32, "sym": true}, r"-:.*experts\.10\..*": {}},
+    }));
+    assert_eq!(scheme(&config, Q), "int4 group 128 with zero points");
+    assert_eq!(scheme(&config, "model.layers.1.mlp.experts.9.up_proj"), "int4 group 32");
+    assert_eq!(scheme(&config, UP), "none");
+}
+
+#[test]
 fn compressed_tensors_prefers_names_to_patterns_to_classes() {
     let group = |targets: Value, bits: u8, extra: Value| {
         let mut weights = json!({"num_bits": bits, "type": "int", "symmetric": true, "strategy": "channel"});
@@ -161,6 +174,34 @@ fn fp8_of_compressed_tensors_is_announced_as_weight_only() {
 }
 
 #[test]
+fn compressed_tensors_of_2024() {
+    let config = read(json!({
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "frozen",
+        "global_compression_ratio": 1.5, "ignore": ["lm_head"], "kv_cache_scheme": null,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights":
+            {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x64", "dynamic": false}}},
+    }));
+    let expected = Format::Fp8 { scales: Fp8Scales::Block { n: 128, k: 64 }, scale_inv: false };
+    assert_eq!(config.format_of(UP).unwrap(), expected);
+}
+
+#[test]
+fn compressed_tensors_of_several_formats() {
+    let config = read(json!({
+        "quant_method": "compressed-tensors", "format": "mixed-precision", "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {"targets": ["re:.*experts.*"], "format": "pack-quantized",
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}},
+            "group_1": {"targets": ["re:.*self_attn.*"], "format": "float-quantized",
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}},
+        },
+    }));
+    assert_eq!(scheme(&config, UP), "int4 group 128");
+    assert_eq!(scheme(&config, Q), "fp8 per channel");
+    assert_eq!(scheme(&config, GATE_PROJ), "none");
+}
+
+#[test]
 fn fp8_of_qwen_and_deepseek() {
     let config = read(json!({
         "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
@@ -194,6 +235,18 @@ fn auto_round_with_layers_of_their_own() {
     assert_eq!(scheme(&config, "model.layers.0.mlp.experts.3.up_proj"), "none");
     assert_eq!(scheme(&config, "visual.blocks.0.up_proj"), "none");
     assert_eq!(scheme(&config, "lm_head"), "none");
+    for (name, zeros) in [
+        ("auto_round:gptq:exllamav2", GptqZeros::V1),
+        ("gptq:exllamav2", GptqZeros::V1),
+        ("auto_round:tritonv2", GptqZeros::V2),
+        ("auto_round:gptqmodel", GptqZeros::V2),
+    ] {
+        let config =
+            read(json!({"quant_method": "intel/auto-round", "bits": 4, "group_size": 32, "sym": false,
+            "backend": name}));
+        let Format::Gptq { zeros: found, .. } = config.format_of(UP).unwrap() else { panic!("{name}") };
+        assert_eq!(found, zeros, "{name}");
+    }
     let config = read(json!({"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": false,
         "packing_format": "auto_round:auto_awq", "extra_config": {"lm_head": {"bits": 4}}}));
     assert!(matches!(config.format_of(UP).unwrap(), Format::Awq { .. }));
@@ -212,7 +265,18 @@ fn the_file_decides_what_the_header_leaves_open() {
     assert_eq!(in_file("lm_head", "weight", Dtype::F16).unwrap(), Format::Plain);
     let error = in_file("lm_head", "qweight", Dtype::I32).unwrap_err().to_string();
     assert!(error.contains("lm_head: the header (gptq) says that it is not quantised"), "{error}");
-    let fp8 = read(json!({"quant_method": "fp8"}));
-    let found = fp8.format_in_file(UP, |suffix| (suffix == "weight").then_some(Dtype::F8_E4M3)).unwrap();
-    assert_eq!(found.scheme().to_string(), "fp8 per tensor");
+    // The scales of FP8 go by two names.
+    let blocks = read(json!({"quant_method": "fp8", "weight_block_size": [128, 128]}));
+    for (config, scales) in [
+        (read(json!({"quant_method": "fp8"})), Fp8Scales::Tensor),
+        (blocks, Fp8Scales::Block { n: 128, k: 128 }),
+    ] {
+        for (name, scale_inv) in [("weight_scale", false), ("weight_scale_inv", true)] {
+            let dtype_of = |suffix: &str| match suffix {
+                "weight" => Some(Dtype::F8_E4M3),
+                _ => (suffix == name).then_some(Dtype::F32),
+            };
+            assert_eq!(config.format_in_file(UP, dtype_of).unwrap(), Format::Fp8 { scales, scale_inv });
+        }
+    }
 }

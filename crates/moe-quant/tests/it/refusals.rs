@@ -136,6 +136,16 @@ fn awq() {
             ("group_size", json!("128"), &["expected a whole number"]),
             ("zero_point", json!(0), &["`quantization_config.zero_point`: expected true or false, got 0"]),
             ("modules_to_not_convert", json!({"a": 1}), &["expected a list of strings, got {\"a\":1}"]),
+            (
+                "dynamic",
+                json!({"a": {"bits": 8}}),
+                &["AWQ with 8 bits (`quantization_config.dynamic.a.bits`)"],
+            ),
+            (
+                "dynamic",
+                json!({"a": {"format": "gemv"}}),
+                &["`quantization_config.dynamic.a.format` = \"gemv\""],
+            ),
         ],
     );
 }
@@ -170,8 +180,11 @@ fn compressed_tensors() {
             ),
             (
                 "quantization_status",
-                json!("frozen"),
-                &["`quantization_config.quantization_status` = \"frozen\"", "compressed works"],
+                json!("calibration"),
+                &[
+                    "`quantization_config.quantization_status` = \"calibration\"",
+                    "compressed or frozen works",
+                ],
             ),
             (
                 "sparsity_config",
@@ -282,7 +295,13 @@ fn fp8() {
             ),
             ("weight_block_size", json!([0, 128]), &["got [0,128]"]),
             ("weight_block_size", json!("128"), &["got \"128\""]),
+            ("weight_block_size", json!("128x-1"), &["two sizes above 0", "got \"128x-1\""]),
             ("scale_fmt", json!("e5m2"), &["scale_fmt"]),
+            (
+                "weight_scale_semantics",
+                json!("inverse"),
+                &["`quantization_config.weight_scale_semantics` = \"inverse\"", "multiplied by"],
+            ),
             ("ignored_layers", json!([null]), &["ignored_layers`: expected a list of strings"]),
         ],
     );

@@ -4,7 +4,7 @@
 # Builds llama.cpp's libraries, llama-bench and llama-quantize from the source that the Python sdist of llama-cpp-python
 # ships, and lbench beside them; makes GGUF files of random weights in the shape of a Qwen3-MoE config.
 # Afterwards WORK holds lbench, readbw, build/bin/llama-bench and gguf/*-{BF16,Q8_0,Q4_0,Q4_K_M}.gguf.
-# With isas also lbench-{avx2,avx512,amx}: static programs for isas.py and for other machines than this one.
+# With isas also lbench-{avx2,avx2-vnni,avx512,amx}: static programs for isas.py and for other machines than this one.
 # Needs python3 with venv, g++ and the network for pip.
 set -eu
 [ $# -eq 2 ] || [ "${3:-}" = isas ] || { echo "usage: $0 WORK CONFIG [isas]" >&2; exit 2; }
@@ -46,6 +46,7 @@ isa() { # NAME FLAG ..: llama.cpp for one instruction set
 if [ "${3:-}" = isas ]; then
     avx512=(AVX512 AVX512_VBMI AVX512_VNNI AVX512_BF16)
     isa avx2
+    isa avx2-vnni AVX_VNNI
     isa avx512 "${avx512[@]}"
     isa amx "${avx512[@]}" AMX_TILE AMX_INT8 AMX_BF16
 fi

@@ -135,10 +135,15 @@ fn tile<S: Simd, const M: usize, const N: usize>(s: S, t: Tile) {
     ) else {
         return;
     };
+    if t.begins {
+        for m in 0..M {
+            for n in 0..N {
+                s.store(s.splat(0.0), &mut segment[m].as_chunks_mut().0[t.vector + n]);
+            }
+        }
+    }
     let (mut x, mut q) = (t.x, t.q);
-    for (i, block) in t.blocks.iter().enumerate() {
-        let begins = t.begins && i == 0;
-        let ends = t.ends.filter(|_| i + 1 == t.blocks.len());
+    for block in t.blocks {
         let words = block.steps() * STEP_WORDS;
         let (ints, rest) = x.split_at(words * M);
         let (tail, rest) = rest.split_at(TAIL * M);
@@ -146,31 +151,49 @@ fn tile<S: Simd, const M: usize, const N: usize>(s: S, t: Tile) {
         (x, q) = (rest, more);
         let mut acc = [[s.splat_word(0); N]; M];
         let weights = weights.as_chunks::<LANES>().0.as_chunks::<N>().0;
-        for (x, w) in ints.as_chunks::<M>().0.iter().zip(weights) {
-            let mut vectors = [s.load_words(&w[0]); N];
-            for n in 1..N {
-                vectors[n] = s.load_words(&w[n]);
-            }
-            for m in 0..M {
-                for n in 0..N {
-                    acc[m][n] = s.dot_i16_of_many(acc[m][n], x[m], vectors[n]);
-                }
-            }
+        let mut words = ints.as_chunks::<M>().0.iter().zip(weights);
+        // The first word apart, so that no instruction adds it to zero.
+        if let Some((x, w)) = words.next() {
+            advance(s, &mut acc, x, w);
+        }
+        for (x, w) in words {
+            advance(s, &mut acc, x, w);
         }
         for n in 0..N {
             let scale = panels[n].scales.group(s, block.group);
             for m in 0..M {
                 let scale = s.mul(s.splat(f32::from_bits(tail[m])), scale);
-                let before = &mut segment[m].as_chunks_mut().0[t.vector + n];
-                let sum = if begins { s.splat(0.0) } else { s.load(before) };
-                let sum = s.fma(s.ints(acc[m][n]), scale, sum);
-                let to = &mut total[m].as_chunks_mut().0[t.vector + n];
-                match ends {
-                    None => s.store(sum, before),
-                    Some(false) => s.store(sum, to),
-                    Some(true) => s.store(s.add(s.load(to), sum), to),
-                }
+                let sum = &mut segment[m].as_chunks_mut().0[t.vector + n];
+                s.store(s.fma(s.ints(acc[m][n]), scale, s.load(sum)), sum);
             }
+        }
+    }
+    // Apart from the loops above, whose bodies must stay so small that they are unrolled and sums stay in registers.
+    let Some(add) = t.ends else { return };
+    for m in 0..M {
+        for n in 0..N {
+            let sum = s.load(&segment[m].as_chunks().0[t.vector + n]);
+            let to = &mut total[m].as_chunks_mut().0[t.vector + n];
+            s.store(if add { s.add(s.load(to), sum) } else { sum }, to);
+        }
+    }
+}
+
+/// Advances M x N integer sums by one word.
+#[inline(always)]
+fn advance<S: Simd, const M: usize, const N: usize>(
+    s: S,
+    acc: &mut [[S::Raw; N]; M],
+    x: &[u32; M],
+    w: &[[u32; LANES]; N],
+) {
+    let mut vectors = [s.load_words(&w[0]); N];
+    for n in 1..N {
+        vectors[n] = s.load_words(&w[n]);
+    }
+    for m in 0..M {
+        for n in 0..N {
+            acc[m][n] = s.dot_i16_of_many(acc[m][n], x[m], vectors[n]);
         }
     }
 }
