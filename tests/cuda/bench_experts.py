@@ -4,7 +4,7 @@ Bytes counted: weights of the experts that the routing touches, plus token rows 
 """
 import torch
 
-from library import BF16, F32, UNWATCHED, graph_us, routing
+from library import BF16, F32, UNCOPIED, UNWATCHED, graph_us, routing
 
 E, K, H, I = 128, 8, 2048, 768
 SETS = 4  # of 1.2 GB: a set comes back after at least 226 MB of others, also with one token
@@ -115,7 +115,7 @@ def routed_calls(lib, inputs, only=None):
     def call(i):
         gate, (w13, w2) = inputs.gates[i], inputs.weights[i % SETS]
         lists = (None, None) if only == "router" else (counts, buckets)
-        lib.launch("moe_gate_route", inputs.x, gate, None, None, None, logits, ids, weights, tokens, H, E, K, 0, 0, 1, 1.0, 0.0, *lists, None, 0, 0, 1.0, UNWATCHED)
+        lib.launch("moe_gate_route", inputs.x, gate, None, None, None, logits, ids, weights, tokens, H, E, K, 0, 0, 1, 1.0, 0.0, *lists, None, 0, 0, 1.0, UNWATCHED, UNCOPIED)
         if only == "router":
             return
         lib.launch("moe_experts_tensor", inputs.x, w13, w2, buckets, counts, tokens, inputs.act, inputs.rows, counters, tokens, K, E, E, H, I)

@@ -4,7 +4,7 @@ import torch
 from bench_decode import D, H, HKV, HQ, QKV, READ, Caches, asked, graph_us, tensors
 from check_layer import state_for
 from kernels import LIB, attention_splits, attention_workspace, call, randn
-from library import BF16, F32, UNWATCHED, routing
+from library import BF16, F32, UNCOPIED, UNWATCHED, routing
 
 E, K, I, LAYERS = 128, 8, 768, 12
 BATCHES = asked(1, 2, 4, 8, 32, 64, 128, 256)
@@ -52,7 +52,7 @@ class Step:
 
     def route(self, i, counts=None, buckets=None):
         call("moe_gate_route", self.x, self.m.gate[i], None, None, None, self.logits, self.ids, self.weights, self.batch, H, E, K, 0, 0, 1,
-             1.0, 0.0, counts, buckets, None, 0, 0, 1.0, UNWATCHED)
+             1.0, 0.0, counts, buckets, None, 0, 0, 1.0, UNWATCHED, UNCOPIED)
 
     def products(self, i):
         """Router and products, without an alignment: the router lists the slots of each expert."""

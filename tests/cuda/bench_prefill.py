@@ -5,7 +5,7 @@ import torch
 from bench_decode import BLOCK, D, H, HKV, HQ, QKV, READ, tensors
 from bench_layer import E, I, K
 from kernels import LIB, call, graph_us, randn, u32
-from library import BF16, F32, UNWATCHED
+from library import BF16, F32, UNCOPIED, UNWATCHED
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PEAK = 790e12  # FLOP/s of large matrix products on this card
@@ -99,7 +99,7 @@ class Layer:
     def route(self, i):
         self.counts[:E].zero_()
         call("moe_gate_route", self.x, self.gate[i], None, None, None, self.logits, self.ids, self.weights, self.t, H, E, K, 0, 0, 1, 1.0,
-             0.0, self.counts, self.buckets, None, 0, 0, 1.0, UNWATCHED)
+             0.0, self.counts, self.buckets, None, 0, 0, 1.0, UNWATCHED, UNCOPIED)
 
     def experts(self, i):
         self.route(i)

@@ -6,14 +6,14 @@ multiply, within the noise of the tensor cores' sums (128 columns with about 14 
 import torch
 
 from expert_cases import Case, cases, counters_for, list_slots
-from library import ids_back, poison, rel_error, sized
-from quant_pack import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_128, Pack
+from library import F32, NO_EXPERT, ids_back, poison, rel_error, sized
+from quant_pack import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_128, Pack, Scheme
 
 CHECKS = []
 GROUP = 128
-# Of each 16 columns, which lies where: cuda/quant/fp8_product_kernel.cuh.
-ORDER = [2 * c + (j if j < 2 else 6 + j) for c in range(4) for j in range(4)]
-SCHEMES = [FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR]
+# Of each 128 columns, which lies where: cuda/quant/fp8_quantise.cu.
+ORDER = [64 * h + 16 * j + 2 * c + i % 2 + 8 * (i // 2) for c in range(4) for h in range(2) for j in range(4) for i in range(4)]
+SCHEMES = [FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, Scheme("fp8 blocks of 32 x 128", FP8, 128, scale=F32, rows=32), Scheme("fp8 blocks of 1 x 128", FP8, 128, scale=F32)]
 SHAPES = sized([(8, 2, 128, 128), (16, 4, 384, 256), (5, 1, 640, 1408), (40, 3, 256, 384)], [(8, 2, 128, 128)])
 BOUND = 4e-3
 
@@ -31,18 +31,35 @@ def quantised(x):
     return (groups * inverse[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(x.shape), scale
 
 
-def quantise(lib, x):
-    """q in the kernel's order, scales [groups, rows]."""
-    q, scales = torch.empty(x.shape, dtype=torch.uint8, device="cuda"), poison(x.shape[1] // GROUP, x.shape[0], dtype=torch.float32)
-    lib.launch("moe_fp8_quantise", x, q, scales, *x.shape)
+def fp8_rows(rows, columns):
+    """Memory for q, zeros, and for scales [groups, rows rounded up to 4], poisoned."""
+    return torch.zeros(rows, columns, dtype=torch.uint8, device="cuda"), poison(columns // GROUP, -(-rows // 4) * 4, dtype=torch.float32)
+
+
+def quantise(lib, x, places=None, top_k=1):
+    """q in the kernel's order and scales; `places` as `list_places` gives them."""
+    q, scales = fp8_rows(x.shape[0] * top_k, x.shape[1])
+    lib.launch("moe_fp8_quantise", x, q, scales, *(places or (None, None)), *x.shape, top_k)
     return q, scales
+
+
+def list_places(lib, listed, counts, bucket, slots):
+    """(slot of each place, place of each slot)."""
+    slot_at, place_of = (poison(slots, dtype=torch.int32) for _ in range(2))
+    lib.launch("moe_fp8_places", listed, counts, bucket, slot_at, place_of, counts.numel(), slots)
+    return slot_at, place_of
+
+
+def in_order(q):
+    """Bytes of rows in order of columns."""
+    back = torch.empty_like(q).view(-1, GROUP)
+    back[:, ORDER] = q.view(-1, GROUP)
+    return back.view(q.shape)
 
 
 def values(q, scales):
     """What bytes and scales mean, in float64."""
-    back = torch.empty_like(q).view(-1, 16)
-    back[:, ORDER] = q.view(-1, 16)
-    return back.view(q.shape).view(torch.float8_e4m3fn).double() * scales.T.double().repeat_interleave(GROUP, 1)
+    return in_order(q).view(torch.float8_e4m3fn).double() * scales.T[: q.shape[0]].double().repeat_interleave(GROUP, 1)
 
 
 @check
@@ -53,19 +70,37 @@ def fp8_quantise_has_the_defined_bits(lib):
         x[-1, -1] = 2.0**-133
         q, scales = quantise(lib, x)
         want, scale = quantised(x)
-        assert torch.equal(scales, scale.T), f"[{rows}, {columns}]: scales differ"
-        assert torch.equal(q.view(-1, 16), want.view(torch.uint8).view(-1, 16)[:, ORDER]), f"[{rows}, {columns}]: bytes differ"
+        assert torch.equal(scales[:, :rows], scale.T), f"[{rows}, {columns}]: scales differ"
+        assert torch.equal(in_order(q), want.view(torch.uint8)), f"[{rows}, {columns}]: bytes differ"
+
+
+@check
+def fp8_rows_go_to_the_places_of_their_slots(lib):
+    for name, case in cases(sized([1, 40, 700], [1, 40]), SHAPES + [(9, 9, 128, 128), (300, 11, 128, 128)]):
+        slots = case.tokens * case.top_k
+        listed, counts, bucket = list_slots(lib, case, None, False)
+        places = list_places(lib, listed, counts, bucket, slots)
+        order = torch.cat([listed[e, : int(counts[e])] for e in range(case.local)])
+        assert torch.equal(places[0][: order.numel()], order), f"{name}: slots are not in order of experts"
+        assert (ids_back(places[0][order.numel() :]) == NO_EXPERT).all(), f"{name}: places behind the last have slots"
+        q, scales = quantise(lib, case.x, places, case.top_k)
+        want, scale = quantised(case.x)
+        tokens = order.long() // case.top_k
+        assert torch.equal(in_order(q)[: order.numel()], want.view(torch.uint8)[tokens]), f"{name}: bytes differ"
+        assert torch.equal(scales[:, : order.numel()], scale[tokens].T), f"{name}: scales differ"
+        assert (q[order.numel() :] == 0).all() and scales[:, order.numel() :].isnan().all(), f"{name}: rows behind the last were written"
 
 
 def run_experts(lib, case, packs, buckets=False):
-    """(lists, counts, rows as quantised, act, act as quantised, slot rows)."""
+    """(lists, counts, rows as quantised, act, act as quantised, slot rows); rows and act in order of experts."""
     tokens, top_k, _, local, hidden, inter = case.sizes()
-    listed, counts, places = list_slots(lib, case, counters_for(lib, local), buckets)
-    act, rows = poison(tokens * top_k, inter, dtype=torch.bfloat16), poison(tokens * top_k, hidden, dtype=torch.bfloat16)
-    x = quantise(lib, case.x)
-    lib.launch("moe_fp8_experts_gate_up", *x, packs[0], listed, counts, places, act, tokens, top_k)
+    slots = tokens * top_k
+    listed, counts, bucket = list_slots(lib, case, counters_for(lib, local), buckets)
+    act, rows = poison(slots, inter, dtype=torch.bfloat16), poison(slots, hidden, dtype=torch.bfloat16)
+    x = quantise(lib, case.x, list_places(lib, listed, counts, bucket, slots), top_k)
+    lib.launch("moe_fp8_experts_gate_up", *x, packs[0], listed, counts, bucket, act, tokens, top_k)
     acts = quantise(lib, act)
-    lib.launch("moe_fp8_experts_down", *acts, packs[1], listed, counts, places, rows, tokens, top_k)
+    lib.launch("moe_fp8_experts_down", *acts, packs[1], listed, counts, bucket, rows, tokens, top_k)
     return listed, counts, x, act, acts, rows
 
 
@@ -78,7 +113,7 @@ def expect_experts(lib, name, case, packs):
         if count == 0:
             continue
         slots, mine = ids_back(listed[e, :count]), slice(place, place + count)
-        gate, up = (x[slots // case.top_k] @ packs[0].w[e].T).split(case.inter, -1)
+        gate, up = (x[mine] @ packs[0].w[e].T).split(case.inter, -1)
         error = rel_error(act[mine], gate * torch.sigmoid(gate) * up)
         assert error < BOUND, f"{name}: activations of expert {e} are off by {error}"
         down = rel_error(rows[slots], a[mine] @ packs[1].w[e].T)
@@ -127,9 +162,12 @@ def fp8_experts_of_the_models_shape(lib):
 def fp8_refuses_what_it_does_not_read(lib):
     w13, w2 = packs_of(8, 128, 128, FP8_BLOCK)
     args = (None, None, None)
-    assert lib.refused("moe_fp8_experts_gate_up", None, None, w2, None, None, 4, None, 4, 2)
-    assert lib.refused("moe_fp8_experts_down", None, None, w13, None, None, 4, None, 4, 2)
-    assert lib.refused("moe_fp8_experts_down", None, None, Pack(8, 128, 128, INT8_128), None, None, 4, None, 4, 2)
-    assert lib.refused("moe_fp8_quantise", *args, 4, 96)
+    rest = (None, None, 4, None, 4, 2)
+    assert lib.refused("moe_fp8_experts_gate_up", None, None, w2, *rest)
+    assert lib.refused("moe_fp8_experts_down", None, None, w13, *rest)
+    assert lib.refused("moe_fp8_experts_down", None, None, Pack(8, 128, 128, INT8_128), *rest)
+    assert lib.refused("moe_fp8_quantise", *args, None, None, 4, 96, 1)
+    assert lib.refused("moe_fp8_places", None, None, 4, None, None, 8, -1)
     assert lib.raw("moe_fp8_experts_down", None, None, w2, None, None, 4, None, 0, 2, None) == 0, "no tokens is no error"
-    assert lib.raw("moe_fp8_quantise", *args, 0, 128, None) == 0, "no rows is no error"
+    assert lib.raw("moe_fp8_quantise", *args, None, None, 0, 128, 1, None) == 0, "no rows is no error"
+    assert lib.raw("moe_fp8_places", None, None, 4, None, None, 8, 0, None) == 0, "no slots is no error"

@@ -4,19 +4,11 @@ import ctypes
 import os
 
 import torch
-from library import NO_EXPERT, Library, ids_tensor, sized
+from library import NO_EXPERT, Library, copy_of_row, ids_tensor, sized
 
 LIB = Library(os.environ.get("MOE_KERNELS_SO", "target/kernels/libmoe_kernels.so"))
 WORD = 0xFFFFFFFF
 GUARD = 4096  # elements behind the output that must not change
-
-
-def copy_of_row(row, expert, copies, hashed):
-    number = (row + expert) & WORD
-    if hashed:
-        mixed = ((row + 0x9E3779B9 & WORD) * 0x85EBCA6B & WORD) ^ (expert * 0xC2B2AE35 & WORD)
-        number = ((mixed ^ mixed >> 15) * 0x2C1B3C6D & WORD) >> 8
-    return number % copies
 
 
 def physical_ids():

@@ -7,11 +7,12 @@ from check_layer import Case as LayerCase
 from check_layer import state_for, watched_and_forced
 from expert_cases import Case as ExpertsCase
 from kernels import LIB, Out, call, randn, refuses, rel
-from library import BF16, F32, NO_EXPERT, poison, sized
+from library import BF16, F32, NO_EXPERT, ids_back, poison, sized
 from quant_pack import FP8, FP8_BLOCK, FP8_TENSOR, INT4, INT4_128, INT4_32Z, INT8_128, INT8_Z, SCHEMES, Pack
 from router import SCORINGS
 
 F32_BOUND, BF16_BOUND = 2e-5, 4e-3
+BLOCK_SMEM = 227 * 1024  # bytes of shared memory that a block may ask for
 CHECKS = []
 
 
@@ -51,6 +52,9 @@ SHAPES = sized(FULL, [(1, 128), (130, 64), (300, 1088), (5, 4160), (5000, 64)])
 @check
 def quant_linear():
     for i, (scheme, (n, k), m) in enumerate(itertools.product(SCHEMES, SHAPES, sized([1, 3, 8], [1, 8]))):
+        if not LIB.raw("moe_quant_linear_stream_fits", scheme.format, m, k, BLOCK_SMEM):
+            assert m * k > 40_000, "small rows fit"
+            continue
         if scheme in (FP8_BLOCK, FP8_TENSOR) and -(-n // 16) * (-(-k // 128) if scheme is FP8_BLOCK else 1) % 2 != 0:
             continue  # refused: the last copy would reach beyond the scales
         linear_case(scheme, m, n, k, i % 3, i % 2 == 0, i % 5 in (1, 3))
@@ -127,6 +131,13 @@ def packs_of(local, shape, scheme):
     return Pack(local, 2 * shape[3], shape[2], scheme, gate_up=True), Pack(local, shape[2], shape[3], scheme)
 
 
+def token_counts(shape, scheme, counts=(1, 2, 3, 4)):
+    """Those that one launch takes."""
+    experts, top_k, hidden, inter = shape
+    fits = lambda t: LIB.raw("moe_quant_layer_stream_fits", scheme.format, t, hidden, inter, experts, experts, top_k, BLOCK_SMEM)
+    return [t for t in counts if fits(t)]
+
+
 # E, K, H, I
 LAYERS = sized([(128, 8, 2048, 768), (16, 8, 4096, 2048), (8, 2, 64, 64), (16, 4, 320, 192), (60, 6, 1024, 448), (5, 1, 576, 1344),
                 (40, 3, 128, 2560), (200, 4, 4096, 128)], [(8, 2, 64, 64), (60, 6, 320, 192)])
@@ -139,7 +150,7 @@ def quant_layer_matches_float64():
         state, packs = state_for(shape[0], shape[3]), packs_of(shape[0], shape, scheme)
         if packs[0].scale_rows == 2 and any(p.experts * p.n_tiles * p.groups % 2 for p in packs):
             continue
-        for i, tokens in enumerate(t for t in (1, 2, 3, 4) if t * shape[1] <= 32):
+        for i, tokens in enumerate(token_counts(shape, scheme)):
             for normed, given in ((True, False), (False, True)):
                 case = QuantLayer(tokens, shape, scheme, packs, normed=normed, given=given, output=(i + given) % 3)
                 worst = max(worst, case.expect(f"{scheme.name} {shape} T={tokens} {normed} {given}", case.run(state)))
@@ -157,9 +168,11 @@ def quant_layer_routes_skips_and_repeats():
             case.expect(f"{scheme.name} {shape} {scoring}", case.run(state))
         case = QuantLayer(2, shape, scheme, packs, shared=1)
         case.expect(f"{scheme.name} {shape} shared expert", case.run(state))
-        for valid in (0, 2):
-            case = QuantLayer(3, shape, scheme, packs, valid=valid)
-            case.expect(f"{scheme.name} {shape} valid {valid}", case.run(state))
+        for tokens, valid in ((1, 0), (1, 1), (3, 0), (3, 2)):
+            case = QuantLayer(tokens, shape, scheme, packs, valid=valid)
+            case.expect(f"{scheme.name} {shape} T={tokens} valid {valid}", case.run(state))
+        case = QuantLayer(1, shape, scheme, packs, shared=1, scoring="sigmoid")
+        case.expect(f"{scheme.name} {shape} T=1 shared expert", case.run(state))
         table = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
         here = torch.arange(0, experts, 2, device="cuda").flip(0)
         table[here] = torch.arange(here.numel(), dtype=torch.int32, device="cuda")
@@ -173,13 +186,32 @@ def quant_layer_routes_skips_and_repeats():
         case.expect(f"{scheme.name} {shape} repeated, absent, out of range", case.run(state))
         case.ids[:] = NO_EXPERT - (1 << 32)
         case.expect(f"{scheme.name} {shape} no expert", case.run(state))
+        for tokens in token_counts(shape, scheme, (4,)):
+            case = QuantLayer(tokens, shape, scheme, packs, given=True, normed=False)
+            case.ids[:] = torch.arange(shape[1], device="cuda")
+            case.expect(f"{scheme.name} {shape} T={tokens} of the same experts", case.run(state))
+
+
+@check
+def quant_layer_takes_what_is_left():
+    """Experts whose logits are NaN are not chosen: fewer than a token may have, or none."""
+    for shape, scheme in itertools.product(LAYERS[:1] + LAYERS[2:5], (INT4_128, FP8_BLOCK)):
+        state, packs = state_for(shape[0], shape[3]), packs_of(shape[0], shape, scheme)
+        for (scoring, left), tokens in itertools.product((("softmax", 0), ("sigmoid", 1)), (1, 2)):
+            case = QuantLayer(tokens, shape, scheme, packs, output=0, scoring=scoring)
+            case.gate[left or -1 :] = float("nan")
+            out, ids = case.run(state), ids_back(case.ids)
+            name = f"{scheme.name} {shape} {scoring} T={tokens}"
+            assert (ids[:, :left] == 0).all() and (ids[:, left:] == NO_EXPERT).all(), f"{name}: {ids.tolist()}"
+            case.given = True
+            assert (out == 0).all() if left == 0 else case.expect(f"{name} {left} left", out) >= 0, name
 
 
 @check
 def quant_layer_is_watched_and_forced():
     for shape, scheme in itertools.product(LAYERS[:1] + LAYERS[2:5], (INT4_128, FP8_BLOCK)):
         state, packs = state_for(shape[0], shape[3]), packs_of(shape[0], shape, scheme)
-        for tokens in (t for t in (1, 2, 4) if t * shape[1] <= 32):
+        for tokens in token_counts(shape, scheme, (1, 2, 4)):
             watched_and_forced(f"{scheme.name} {shape} T={tokens}", QuantLayer(tokens, shape, scheme, packs), state)
 
 

@@ -14,7 +14,7 @@ from library import ADD_F32, BF16, F32, ids_back, poison, rel_error, sized
 from quant_pack import FP8, FP8_BLOCK, FP8_CHANNEL, INT4, INT4_128, INT4_32Z, INT4_CHANNEL, INT8_128, INT8_Z, SCHEMES, Pack
 
 CHECKS = []
-MOST_EXACT = 128  # rows of a dense product up to which no weight is rounded
+MOST_EXACT = 64  # rows of a dense product up to which no weight is rounded
 SHAPES = sized([(128, 8, 2048, 768), (8, 2, 64, 64), (16, 4, 320, 192), (60, 6, 1024, 448), (5, 1, 576, 1344), (12, 4, 4096, 1536)],
                [(8, 2, 64, 64), (5, 1, 320, 192)])
 

@@ -19,6 +19,7 @@ def check(names):
     import check_ids
     import check_layer
     import check_mixed
+    import check_offload
     import check_quant
     import check_rows
     import check_sampling
@@ -26,7 +27,7 @@ def check(names):
     seed = int.from_bytes(os.urandom(4), "little")
     torch.manual_seed(seed)
     failed = []
-    for checks in (check_rows.CHECKS, check_ids.CHECKS, check_attention.CHECKS, check_sampling.CHECKS, check_layer.CHECKS, check_mixed.CHECKS, check_quant.CHECKS, [bench_latent.check_latent]):
+    for checks in (check_rows.CHECKS, check_ids.CHECKS, check_offload.CHECKS, check_attention.CHECKS, check_sampling.CHECKS, check_layer.CHECKS, check_mixed.CHECKS, check_quant.CHECKS, [bench_latent.check_latent]):
         for run in checks:
             if names and run.__name__ not in names:
                 continue

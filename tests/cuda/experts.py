@@ -1,6 +1,7 @@
 """Checks the expert kernels against float64 on fresh random inputs, then times them.
 
   python tests/cuda/experts.py LIBRARY [--out experts.json] [--no-bench] [--only CHECK] [--tokens 1,8,..] [--skews 0,0.5,1]
+  python tests/cuda/experts.py LIBRARY --products [--out experts.json]
 
 TINY=1: few and small shapes, for compute-sanitizer.
 """
@@ -15,6 +16,7 @@ from library import Library, ids_back, poison, sized
 from library import BF16, F32
 from expert_cases import SHAPES, Case, cases, counters_for, expect_close, list_slots, with_padding
 import bench_experts
+import bench_products
 import check_wide
 
 CHECKS = [*check_wide.CHECKS]
@@ -249,8 +251,14 @@ def main():
     ap.add_argument("--skews", default="0,0.5,1")
     ap.add_argument("--kernels", help="time these only, by name, with commas")
     ap.add_argument("--no-checks", action="store_true")
+    ap.add_argument("--products", action="store_true", help="instead, time both products alone from 16 to 32k tokens in bursts and sustained, with skews 0, 1 and inf")
     args = ap.parse_args()
     lib = Library(args.library)
+    if args.products:
+        table = bench_products.run(lib, [16 << i for i in range(12)], [0.0, 1.0, float("inf")])
+        with open(args.out, "w") as f:
+            json.dump({"device": torch.cuda.get_device_name(), **table}, f, indent=1)
+        return
     failures = 0
     for function in [] if args.no_checks else [f for f in CHECKS if args.only in (None, f.__name__)]:
         try:

@@ -37,6 +37,26 @@ class Routing:
 UNWATCHED = Routing()
 
 
+class Copies:
+    """CopiesArgs: the slots of each expert [E + S, width] that take the place of chosen ids; by default ids stay."""
+
+    def __init__(self, log2phy=None, hashed=False, first_row=0):
+        self.log2phy, self.width = log2phy, 0 if log2phy is None else log2phy.shape[1]
+        self.hashed, self.first_row = int(hashed), first_row
+
+
+UNCOPIED = Copies()
+
+
+def copy_of_row(row, expert, copies, hashed):
+    """The number of the copy, of `copies`, that computes a row: `Spread::copy` in src/align/physical.rs. Integers or int64 tensors."""
+    number = (row + expert) & NO_EXPERT
+    if hashed:
+        mixed = ((row + 0x9E3779B9 & NO_EXPERT) * 0x85EBCA6B & NO_EXPERT) ^ (expert * 0xC2B2AE35 & NO_EXPERT)
+        number = ((mixed ^ mixed >> 15) * 0x2C1B3C6D & NO_EXPERT) >> 8
+    return number % copies
+
+
 def fields(body, kind_of):
     """(name, C type) of the fields of a struct; `kind_of` finds the structs that it holds."""
     for statement in filter(str.strip, body.split(";")):
@@ -160,7 +180,10 @@ def graph_us(calls, replays=20):
 
 
 def routing(tokens, experts, top_k, skew=0.0):
-    """Distinct random ids per token; popularity of the i-th expert falls as (i + 1)^-skew."""
+    """Distinct random ids per token; popularity of the i-th expert falls as (i + 1)^-skew, of an infinite skew all tokens choose the same."""
+    if skew == float("inf"):
+        ids = torch.randperm(experts, device="cuda")[:top_k].to(torch.int32).repeat(tokens, 1)
+        return ids, torch.softmax(torch.randn(tokens, top_k, device="cuda"), -1)
     popularity = (torch.arange(experts, device="cuda").float() + 1) ** -skew
     popularity = popularity[torch.randperm(experts, device="cuda")]
     gumbel = -torch.log(-torch.log(torch.rand(tokens, experts, device="cuda").clamp(1e-20, 1 - 1e-7)))

@@ -107,6 +107,8 @@ class RawPack:
         self.scale_rows = 2 if scheme.format == FP8 and scheme.rows != 1 else 16
         sides = experts, self.n_tiles, self.groups
         scale = (torch.rand(*sides, self.scale_rows, device="cuda") + 0.5) * k**-0.5 / (100 if scheme.format == INT8 else 5)
+        if scheme.rows == 128 and self.n_tiles % 8 == 0:  # blocks, which kernels may tell from scales of their own
+            scale = scale[:, ::8].repeat_interleave(8, 1).contiguous()
         self.scales = scale.to((torch.float32, torch.bfloat16, torch.float16)[scheme.scale])
         self.zeros = torch.randint(0, 16, (*sides, 16), dtype=torch.uint8, device="cuda") if scheme.zeros else None
 

@@ -5,10 +5,11 @@
 TINY=1: few and small shapes, for compute-sanitizer.
 """
 import argparse
+import ctypes
 
 import torch
 
-from library import Library, NO_EXPERT, Routing, UNWATCHED, graph_us, ids_back, ids_tensor, poison, rel_error, sized
+from library import Copies, Library, NO_EXPERT, Routing, UNCOPIED, UNWATCHED, copy_of_row, graph_us, ids_back, ids_tensor, poison, rel_error, sized
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 # T, H, E, K
@@ -25,16 +26,23 @@ def score(logits, scoring):
     return torch.nn.functional.softplus(logits).sqrt()
 
 
-def run(lib, x, gate, top_k, scoring="softmax", bias=None, gate_bias=None, raw=False, renormalize=True, scale=1.0, cap=0.0, valid=None, shared=0, routing=UNWATCHED):
+def run(lib, x, gate, top_k, scoring="softmax", bias=None, gate_bias=None, raw=False, renormalize=True, scale=1.0, cap=0.0, valid=None, shared=0, routing=UNWATCHED, copies=UNCOPIED, slots_of=None):
     tokens, experts = x.shape[0], gate.shape[0]
     logits = poison(tokens, experts, dtype=torch.float32)
-    slots, all_experts = top_k + shared, experts + shared
+    slots, all_experts = top_k + shared, experts + shared if slots_of is None else slots_of.numel()
     ids, weights = poison(tokens, slots, dtype=torch.int32), poison(tokens, slots, dtype=torch.float32)
     lib.launch("moe_gate_route", x, gate, gate_bias, bias, valid, logits, ids, weights, tokens, x.shape[1],
                experts, top_k, SCORINGS.index(scoring), int(raw), int(renormalize), scale, cap, counts := torch.zeros(all_experts, dtype=torch.int32, device="cuda"),
-               buckets := poison(all_experts, tokens, dtype=torch.int32), None, 0, shared, 0.75, routing)
-    check_buckets(ids_back(ids), counts, buckets)
+               buckets := poison(all_experts, tokens, dtype=torch.int32), slots_of, 0, shared, 0.75, routing, copies)
+    chosen = ids_back(ids)
+    check_buckets(chosen if slots_of is None else locals_of(chosen, slots_of), counts, buckets)
     return logits, ids_back(ids), weights
+
+
+def locals_of(ids, slots_of):
+    """Local experts by an expert map, NO_EXPERT elsewhere."""
+    local = slots_of.long()[ids.clamp(max=slots_of.numel() - 1)]
+    return torch.where((ids == NO_EXPERT) | (local < 0), NO_EXPERT, local)
 
 
 def check_buckets(ids, counts, buckets):
@@ -136,6 +144,43 @@ def check_watched(lib):
             assert torch.equal((heat.long() + 3) & NO_EXPERT, counts), "counts"
 
 
+def check_copies(lib):
+    """Chosen experts become slots of their copies, in ids and lists; weights, and what is left of choices, stay."""
+    for tokens, hidden, experts, top_k in SHAPES:
+        shared = 1 if top_k < 32 else 0
+        x, gate = (torch.randn(n, hidden, device="cuda", dtype=torch.bfloat16) for n in (tokens, experts))
+        bias = torch.randn(experts, device="cuda") * 0.1
+        valid = torch.tensor([max(tokens - 2, 1)], dtype=torch.int32, device="cuda")
+        forced = ids_tensor(forced_rows(tokens, experts, top_k))
+        for width, hashed, first in ((1, 0, 0), (3, 0, 7), (9, 1, 0), (17, 1, 0xFFFFFFFF)):
+            counts = torch.randint(1, width + 1, (experts + shared,), device="cuda")
+            has = torch.arange(width, device="cuda") < counts[:, None]
+            table = torch.where(has, torch.randperm(has.numel(), device="cuda").view(has.shape), -1)
+            # A third of the slots is here.
+            slots = has.numel()
+            slots_of = torch.full((slots,), -1, dtype=torch.int32, device="cuda")
+            here = torch.randperm(slots, device="cuda")[: slots // 3 + 1]
+            slots_of[here] = torch.arange(here.numel(), dtype=torch.int32, device="cuda")
+            copies = Copies(table.to(torch.int32).contiguous(), hashed, first)
+            for how in (dict(), dict(scoring="sigmoid", bias=bias), dict(routing=Routing(None, None, forced, top_k))):
+                _, chosen, weights = run(lib, x, gate, top_k, valid=valid, shared=shared, **how)
+                heat = torch.zeros(experts, dtype=torch.int32, device="cuda")
+                left = poison(tokens, top_k, dtype=torch.int32)
+                watch = how.pop("routing", UNWATCHED)
+                watch = Routing(heat, left, watch.forced, top_k)
+                _, ids, again = run(lib, x, gate, top_k, valid=valid, shared=shared, copies=copies, slots_of=slots_of, routing=watch, **how)
+                name = f"T={tokens} E={experts} width={width} hashed={hashed} first={first}"
+                rows = (torch.arange(tokens, device="cuda") + first & NO_EXPERT)[:, None]
+                known = chosen.clamp(max=experts + shared - 1)
+                want = table[known, copy_of_row(rows, known, counts[known], hashed)]
+                want = torch.where(chosen == NO_EXPERT, NO_EXPERT, want)
+                assert torch.equal(ids, want), f"{name}: slots"
+                assert torch.equal(again, weights), f"{name}: weights"
+                live = chosen[: valid.item(), :top_k]
+                assert torch.equal(ids_back(left[: valid.item()]), live), f"{name}: choices that are left"
+                assert torch.equal(heat.long(), torch.bincount(live[live != NO_EXPERT], minlength=experts)), f"{name}: counts"
+
+
 def forced_rows(tokens, experts, top_k):
     """Random choices for every row but each third, which is free; in one row the middle slot is absent."""
     forced = torch.rand(tokens, experts, device="cuda").topk(top_k, -1).indices
@@ -199,21 +244,36 @@ def check_balance(lib):
 def check_refusals(lib):
     none = [None] * 8
     for hidden, experts, top_k, scoring in ((96, 8, 2, 0), (64, 1025, 2, 0), (64, 8, 9, 0), (64, 64, 33, 0), (64, 8, 2, 3)):
-        assert lib.refused("moe_gate_route", *none, 1, hidden, experts, top_k, scoring, 0, 1, 1.0, 0.0, None, None, None, 0, 0, 1.0, UNWATCHED), (hidden, experts, top_k)
+        assert lib.refused("moe_gate_route", *none, 1, hidden, experts, top_k, scoring, 0, 1, 1.0, 0.0, None, None, None, 0, 0, 1.0, UNWATCHED, UNCOPIED), (hidden, experts, top_k)
+    empty = Copies(torch.zeros(8, 0, dtype=torch.int32, device="cuda"))
+    empty.log2phy = torch.zeros(8, dtype=torch.int32, device="cuda")
+    assert lib.refused("moe_gate_route", *none, 1, 64, 8, 2, 0, 0, 1, 1.0, 0.0, None, None, None, 0, 0, 1.0, UNWATCHED, empty)
 
 
-CHECKS = [check_shapes, check_ties_and_padding, check_ties_and_padding_of_a_prompt, check_shared_experts, check_watched, check_forced, check_balance, check_refusals]
+CHECKS = [check_shapes, check_ties_and_padding, check_ties_and_padding_of_a_prompt, check_shared_experts, check_watched, check_copies, check_forced, check_balance, check_refusals]
 
 
 def bench(lib):
     gates = [torch.randn(128, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(512)]
-    print(f"{'router, T':<12} {'us':>8}")
+    spread = torch.full((128, 17), -1, dtype=torch.int32)
+    spread[:, 0], spread[:16, 1] = torch.arange(128), torch.arange(128, 144)
+    tables = dict(none=UNCOPIED, sole=Copies(spread[:, :1].contiguous().cuda()), shared=Copies(spread.cuda(), hashed=True))
+    ids_of_copies = lambda t, ids, out: lib.launch("moe_any_physical_ids", ids, t.log2phy, ctypes.c_int64(ids.numel()), 8, 128, t.width, ctypes.c_uint32(0), t.hashed, out)
+    print(f"{'router, T':<12}" + "".join(f" {name:>8}" for name in tables) + f" {'2 launches':>10} us")
     for tokens in (1, 8, 32, 64, 128, 256, 512, 1024, 4096, 8192, 32768):
         x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
         logits = torch.empty(tokens, 128, device="cuda")
         ids, weights = torch.empty(tokens, 8, device="cuda", dtype=torch.int32), torch.empty(tokens, 8, device="cuda")
-        call = lambda g: lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0, None, None, None, 0, 0, 1.0, UNWATCHED)
-        print(f"{tokens:<12} {graph_us([lambda g=g: call(g) for g in gates]):>8.2f}")
+        physical = torch.empty_like(ids)
+
+        def call(g, copies=UNCOPIED, then=None):
+            lib.launch("moe_gate_route", x, g, None, None, None, logits, ids, weights, tokens, 2048, 128, 8, 0, 0, 1, 1.0, 0.0, None, None, None, 0, 0, 1.0, UNWATCHED, copies)
+            if then is not None:
+                ids_of_copies(then, ids, physical)
+
+        times = [graph_us([lambda g=g: call(g, copies) for g in gates]) for copies in tables.values()]
+        times.append(graph_us([lambda g=g: call(g, then=tables["shared"]) for g in gates]))
+        print(f"{tokens:<12}" + "".join(f" {us:>8.2f}" for us in times))
 
 
 def main():

@@ -2,8 +2,9 @@
 
 use candle_core::DType;
 use moe_kernels::{
-    Buffer, NO_EXPERT, RowBatches, Spread, batch_rows_into, contiguous_local_ids_into, group_slots_into,
-    list_slots_into, mask_nonlocal_into, number_rows_into, physical_ids_into, unbatch_rows_into,
+    Buffer, Log2Phy, NO_EXPERT, RowBatches, Spread, batch_rows_into, contiguous_local_ids_into,
+    group_slots_into, list_slots_into, mask_nonlocal_into, number_rows_into, physical_ids_into,
+    unbatch_rows_into,
 };
 
 use crate::common::*;
@@ -71,7 +72,8 @@ fn copies_are_chosen_alike() {
                 let mut all = Vec::new();
                 for (spread, first) in [(Spread::InTurns, 0), (Spread::Hashed, 0), (Spread::Hashed, 12_345)] {
                     let mut out = p.out(DType::U32, &[tokens, top_k]);
-                    physical_ids_into(ids.view(), table.view(), spread, first, out.view_mut(), &mut p.ex)?;
+                    let log2phy = Log2Phy { ids: table.view(), spread, first_row: first };
+                    physical_ids_into(ids.view(), &log2phy, out.view_mut(), &mut p.ex)?;
                     all.push(out);
                 }
                 Ok(all)

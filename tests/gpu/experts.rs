@@ -267,6 +267,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             softcap: None,
             padded: false,
             routing: LayerRouting::default(),
+            log2phy: None,
         };
         let zeros = |dtype, dims: &[usize]| ex.zeros(dtype, dims).unwrap();
         let (mut logits, mut ids) =
@@ -293,8 +294,8 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
         fused_experts_into(&args, delta.view_mut(), &mut ex).unwrap();
         let experts =
             MonolithicExperts { gate: &gate, w13: w13.view().into(), w2: w2.view().into(), expert_map: None };
-        let sizes =
-            ExpertsCall { tokens, top_k, num_ids: EXPERTS, num_local: EXPERTS, hidden, inter, quant: None };
+        let (num_ids, num_local) = (EXPERTS, EXPERTS);
+        let sizes = ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant: None, passes: 1 };
         let choose = |fusion| {
             MonolithicForm::choose(
                 &MonolithicCall { experts: sizes, dtype: DType::BF16, fusion },

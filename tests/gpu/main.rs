@@ -21,6 +21,7 @@ mod mla;
 mod mla_rows;
 #[cfg(feature = "nccl")]
 mod nccl;
+mod offload;
 mod products;
 mod quant;
 mod ranks;

@@ -1,13 +1,14 @@
 """Parity of a mid-size random model with transformers on the same GPU.
 
   python midsize.py BINARY [--model qwen3|deepseek-v2-lite|deepseek-v2] [--dir /tmp/midsize] [--prompts 1,17,1023,4097,20000]
-      [--flags="--tp 2"]
+      [--scheme gptq-int4-channel|gptq-int4-g64|gptq-int4-g128|fp8-block] [--flags="--tp 2"]
 
 Makes a checkpoint of 1.5 to 3.1 GB in bf16, runs it through transformers on the GPU (f32 with
 exact products, then bf16 for the noise), and through BINARY on the same GPU: 4 sequences of 96 tokens in f32 and
 bf16, then one prompt of each length in bf16, whose logits are compared. DeepSeek-V2's also run on the per-expert loop and
-with keys and values of every head in the cache: in f32 all of them must give transformers' greedy tokens. FLAGS are further
-flags of BINARY, such as a number of ranks. Prints a row per run; exit code 1 if one fails.
+with keys and values of every head in the cache: in f32 all of them must give transformers' greedy tokens. With a SCHEME BINARY gets
+the checkpoint quantised and transformers what the quantised weights mean; activations keep 16 bits. FLAGS are further flags of
+BINARY, such as a number of ranks. Prints a row per run; exit code 1 if one fails.
 """
 import argparse
 import json
@@ -21,6 +22,7 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "reference"))
 import make_reference  # noqa: E402
+from quantise import SCHEMES, quantise  # noqa: E402
 
 QWEN3 = dict(
     vocab_size=32768, hidden_size=1024, intermediate_size=2048, moe_intermediate_size=512, num_hidden_layers=14,
@@ -104,22 +106,26 @@ def main():
     parser.add_argument("--dir", type=Path, default=Path("/tmp/midsize"))
     parser.add_argument("--prompts", default="1,17,1023,4097,20000")
     parser.add_argument("--model", choices=MODELS, default="qwen3")
+    parser.add_argument("--scheme", choices=SCHEMES)
     parser.add_argument("--flags", default="")
     args = parser.parse_args()
     more = args.flags.split()
     kind, family, options, variants = MODELS[args.model]
     make_checkpoint(args.dir, kind, family, options)
+    ours, meant = quantise(args.dir, args.scheme) if args.scheme else (args.dir, args.dir)
+    if args.scheme == "fp8-block":
+        more += ["--fp8-activations", "off"]
     on_host = make_reference.load
     make_reference.load = lambda folder, dtype: on_host(folder, dtype).to("cuda")
     ids = make_reference.random_ids(options["vocab_size"], 4, 96, 0).to("cuda")
-    tensors = reference_of(args.dir, ids, 32)
+    tensors = reference_of(meant, ids, 32)
     torch.cuda.empty_cache()
-    gigabytes = sum(f.stat().st_size for f in args.dir.glob("model*.safetensors")) / 1e9
+    gigabytes = sum(f.stat().st_size for f in ours.glob("model*.safetensors")) / 1e9
     print(f"mid-size model of {gigabytes:.1f} GB")
     runs = [(dtype, flags) for dtype in ("f32", "bf16") for flags in variants]
-    passed = [passes(args.binary, args.dir, tensors, dtype, "4 x 96 tokens", [*flags, *more]) for dtype, flags in runs]
-    for n, tensors in prompt_references(args.dir, family, options["vocab_size"], [int(n) for n in args.prompts.split(",") if n]):
-        passed.append(passes(args.binary, args.dir, tensors, "bf16", f"prompt of {n}", more))
+    passed = [passes(args.binary, ours, tensors, dtype, "4 x 96 tokens", [*flags, *more]) for dtype, flags in runs]
+    for n, tensors in prompt_references(meant, family, options["vocab_size"], [int(n) for n in args.prompts.split(",") if n]):
+        passed.append(passes(args.binary, ours, tensors, "bf16", f"prompt of {n}", more))
     return not all(passed)
 
 

@@ -59,10 +59,27 @@ sorted-static $base
 sorted-eplb $base $balance --eplb-any-cost
 uniform-static $base
 uniform-eplb $base $balance
+uniform-copies $base --num-redundant-experts 16
 END
 }
 
-# Total tok/s of each run of the skewed set, the peak over mean load, and the waits of moves.
+# A load that drifts: eight times as many requests as run at once, and for every half of these other experts are popular. Beside no
+# balancing, places that are balanced for the whole run, which nobody knows before.
+drift() {
+  local base="--dp $n $ep ${BACKEND:-allgather_reducescatter}" prompt=${PROMPT:-64} output=${OUTPUT:-64} count=$((1024 * n))
+  local balance="--enable-eplb --eplb-window 32 --eplb-interval 32 --eplb-plan-steps 8 --eplb-bytes-per-step 256MiB --eplb-any-cost"
+  python3 "$root/tests/bench/skewed_routing.py" --out "$out/drift.safetensors" --requests "$out/requests-skew.json" --ranks "$n" \
+    --expert-map "$out/drift-map.json" --json "$out/drift-pars.json" --alpha 1 --drift 32 --period $((61 * 64 * n)) \
+    --rows $((61 * count + prompt + output)) --count "$count" --prompt "$prompt" --output "$output" || failed=1
+  REPEAT=${REPEAT:-1} rows skew_row 120 <<END
+drift-static $base
+drift-best $base --expert-map $out/drift-map.json
+drift-eplb $base $balance
+drift-both $base --num-redundant-experts 16 $balance
+END
+}
+
+# Total tok/s of each run of the skewed and the drifting set, the peak over mean load, what plans expected, and the waits of moves.
 skew_table() {
   python3 - "$out"/skew-*.json <<'END'
 import json, sys
@@ -75,7 +92,9 @@ for path in sys.argv[1:]:
     line = f"{path.split('/skew-')[-1][:-5]:16} total tok/s {rates}"
     if stats := result.get("eplb"):
         steps = max(stats["steps"], 1)
-        line += (f"  PAR {stats['par_sum'] / steps:.3f} (static {stats['static_par_sum'] / steps:.3f}), {stats['experts']} experts, "
+        before, expected = (par / max(stats["layers"], 1) for par in stats["planned_par_sums"])
+        line += (f"  PAR {stats['par_sum'] / steps:.3f} (static {stats['static_par_sum'] / steps:.3f}; plans {before:.3f} to "
+                 f"{expected:.3f}), {stats['experts']} experts, "
                  f"{stats['rounds']} rounds, ms {1e3 * stats['median_stall']:.2f} p99 {1e3 * stats['p99_stall']:.2f} "
                  f"max {1e3 * stats['longest_stall']:.2f}")
     print(line)

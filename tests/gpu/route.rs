@@ -3,9 +3,13 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
-use moe_kernels::{Buffer, Exec, ExpertHeat, NO_EXPERT, RoutedExperts, StepContext, View, ViewMut};
+use moe_kernels::{
+    Buffer, Exec, ExpertHeat, Log2Phy, NO_EXPERT, RoutedExperts, Spread, StepContext, View, ViewMut,
+    physical_ids_into,
+};
 use moe_router::{
-    RouteInput, RouteOutput, Router, RouterConfig, RouterParams, RoutingFunction, Scoring, Selection,
+    GateInput, RouteInput, RouteOutput, Router, RouterConfig, RouterParams, RoutingFunction, Scoring,
+    Selection,
 };
 
 use crate::common::*;
@@ -278,4 +282,54 @@ fn a_routing_function_is_held_to_experts_that_exist() {
         );
     }
     assert_error(route(2, 2), &["expert id 2 occurs twice"]);
+}
+
+/// Chosen experts become their copies, in the router's launch or behind it: those that the CPU names. Weights stay.
+#[test]
+fn chosen_experts_become_their_copies() {
+    let mut rng = Rng::new();
+    // The one launch, a launch for each part of it, no token, and sizes of the tier "any".
+    let sizes = [
+        (DType::BF16, [5, 128, 16, 4]),
+        (DType::BF16, [600, 64, 60, 6]),
+        (DType::BF16, [0, 64, 8, 2]),
+        (DType::F32, [33, 42, 7, 3]),
+    ];
+    for (dtype, [tokens, hidden, experts, top_k]) in sizes {
+        let mut p = Place::new(cuda());
+        let (x, gate) =
+            (p.put(&rng.floats(dtype, &[tokens, hidden])), p.put(&rng.floats(dtype, &[experts, hidden])));
+        let config = RouterConfig { renormalize: true, ..RouterConfig::new(experts, top_k) };
+        let router = Router::new(config, RouterParams::default()).unwrap();
+        let route = |log2phy: Option<Log2Phy<'_>>, p: &mut Place| {
+            let (mut ids, mut weights) =
+                (p.out(DType::U32, &[tokens, top_k]), p.out(DType::F32, &[tokens, top_k]));
+            let out = RouteOutput {
+                topk_ids: ids.view_mut(),
+                topk_weights: weights.view_mut(),
+                zero_expert_weights: None,
+            };
+            let input = GateInput { log2phy, ..GateInput::new(x.view(), gate.view(), 0) };
+            let mut context = StepContext::default();
+            router.gate_and_route_into(&input, None, out, &mut context, &mut p.ex).unwrap();
+            (ids.host(p), weights.host(p))
+        };
+        let (chosen, weights) = route(None, &mut p);
+        for (width, spread) in [(1, Spread::InTurns), (3, Spread::Hashed), (9, Spread::InTurns)] {
+            let mut table = vec![-1; experts * width];
+            for (expert, row) in table.chunks_mut(width).enumerate() {
+                let copies = 1 + rng.below(width);
+                row[..copies].iter_mut().enumerate().for_each(|(i, id)| *id = (expert * width + i) as i32);
+            }
+            let table = Buffer::from_vec(table, &[experts, width]).unwrap();
+            let placed = p.put(&table);
+            let of = |ids| Log2Phy { ids, spread, first_row: 3 };
+            let (got, same) = route(Some(of(placed.view())), &mut p);
+            let mut want = Buffer::zeros(DType::U32, &[tokens, top_k]).unwrap();
+            physical_ids_into(chosen.view(), &of(table.view()), want.view_mut(), &mut Exec::cpu()).unwrap();
+            let name = format!("{dtype:?}, {tokens} tokens, {experts} experts, at most {width} copies");
+            assert_same(&name, &want, &got);
+            assert_same(&name, &weights, &same);
+        }
+    }
 }

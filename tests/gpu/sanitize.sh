@@ -40,7 +40,7 @@ job() {
     decode) command=(python3 "$root/tests/cuda/decode.py" check "$name") ;;
     peers) command=(python3 "$root/tests/cuda/peers.py" "$name") ;;
   esac
-  case $kind in experts | router) command=(python3 "$root/tests/cuda/$kind.py" "$MOE_KERNELS_SO" --no-bench --only "$name") ;; esac
+  case $kind in experts | router | quant_tensor) command=(python3 "$root/tests/cuda/$kind.py" "$MOE_KERNELS_SO" --no-bench --only "$name") ;; esac
   if [ "$left" -lt 10 ]; then
     echo "NOT RUN $tool $kind $name: no time is left"
     return 1
@@ -59,14 +59,14 @@ job() {
 
 list() (
   cd "$root/tests/cuda" && python3 - <<'END'
-import bench_latent, check_attention, check_layer, check_mixed, check_rows, check_sampling, experts, peers, router
-for kind, checks in (("experts", experts.CHECKS), ("router", router.CHECKS)):
+import bench_latent, check_attention, check_ids, check_layer, check_mixed, check_quant, check_rows, check_sampling, experts, peers, quant_tensor, router
+for kind, checks in (("experts", experts.CHECKS), ("router", router.CHECKS), ("quant_tensor", quant_tensor.CHECKS)):
     print(*(f"{kind} {check.__name__}" for check in checks), sep="\n")
-for module in (check_layer, check_attention, check_mixed, check_rows, check_sampling):
+for module in (check_layer, check_quant, check_attention, check_ids, check_mixed, check_rows, check_sampling):
     print(*(f"decode {check.__name__}" for check in module.CHECKS), sep="\n")
 print(f"decode {bench_latent.check_latent.__name__}", *(f"peers {check.__name__}" for check in peers.CHECKS), sep="\n")
 END
-  "$root/bin/gpu" --list | sed -nE 's/^((align|attention|experts|mla|mla_rows|products|route|rows|sampling)::.*): test$/rust \1/p'
+  "$root/bin/gpu" --list | sed -nE 's/^((align|attention|checksum|experts|mla|mla_rows|products|quant|route|rows|sampling)::.*): test$/rust \1/p'
 )
 
 run() {

@@ -1,6 +1,7 @@
 //! Helpers shared by the cross-crate tests: fixtures, and running a model step by step.
 
 pub mod doors;
+pub mod soak;
 
 use std::path::PathBuf;
 use std::sync::Arc;

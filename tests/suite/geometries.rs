@@ -39,7 +39,13 @@ impl Case {
     }
 
     fn options(&self, context: BlockContext) -> LoadOptions {
-        LoadOptions { backend: self.backend.map(str::to_string), moe_path: self.path, mla: self.mla, context }
+        LoadOptions {
+            backend: self.backend.map(str::to_string),
+            moe_path: self.path,
+            mla: self.mla,
+            context,
+            ..LoadOptions::default()
+        }
     }
 }
 

@@ -16,4 +16,5 @@ mod replicas;
 mod requests;
 mod running;
 mod saboteur;
+mod soak;
 mod structured;

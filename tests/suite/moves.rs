@@ -50,7 +50,7 @@ fn load<F: ModelFamily>(
 
 /// A round of a move that may take as long as it wants.
 fn round(layer: usize, phy2log: &[u32], bytes: usize) -> MoveRound {
-    MoveRound { layer, phy2log: phy2log.to_vec(), bytes, limit: Duration::MAX }
+    MoveRound { layer, phy2log: phy2log.to_vec(), sole: Vec::new(), bytes, limit: Duration::MAX }
 }
 
 /// Other experts in the same slots: all renamed, so that every expert keeps a slot and none is twice on a rank.

@@ -2,7 +2,8 @@
 //!
 //! target/dist/moe.tar.xz holds the model binaries, the GPU tests and the unit tests of CUDA code (stripped), the kernels as
 //! a library, the fixtures and the scripts of tests/gpu and tests/cuda. On the target machine:
-//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`; beside rivals `moe/tests/gpu/rivals.sh`; with several GPUs also
+//! `tar xJf moe.tar.xz && moe/tests/gpu/run.sh`; beside rivals `moe/tests/gpu/rivals.sh`; experts in host
+//! memory `moe/tests/gpu/offload.sh`; with several GPUs also
 //! `moe/tests/gpu/nccl.sh` and `moe/tests/gpu/ranks.sh`; with `--sanitizer` also `moe/tests/gpu/sanitize.sh`, with
 //! `--scratch` `moe/tests/gpu/scratch.sh`.
 
@@ -36,6 +37,8 @@ const FILES: &[&str] = &[
     "tests/bench/configs",
     "tests/bench/mixed_workload.py",
     "tests/bench/peers",
+    // What tests/gpu/ranks_quantised.sh quantises. The programs hold the same bytes, so the archive hardly grows.
+    "models/qwen3moe/checkpoint",
 ];
 
 #[derive(clap::Args)]

@@ -6,7 +6,7 @@
 use candle_core::Result;
 
 use moe_kernels::plan::Machine;
-use moe_kernels::{Exec, StepContext, View, ViewMut};
+use moe_kernels::{Exec, ExpertTraffic, StepContext, View, ViewMut};
 use moe_layer::PlanStep;
 
 use crate::decoder::LayerPlan;
@@ -115,6 +115,14 @@ pub trait CausalLm: Send + Sync {
     fn placed_experts(&self, moe_layer: usize) -> Option<&moe_layer::PlacedExperts> {
         let _ = moe_layer;
         None
+    }
+
+    /// What experts in host memory have cost so far, all layers together; `None` where all are on the device. Waits for the device.
+    ///
+    /// # Errors
+    /// Those of the device.
+    fn expert_traffic(&self) -> Result<Option<ExpertTraffic>> {
+        Ok(None)
     }
 
     /// Which kernels compute each layer in such a step on a machine, and why not others; empty for a model that does not say.

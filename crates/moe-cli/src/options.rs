@@ -166,6 +166,12 @@ pub fn parse_bytes(text: &str) -> Result<usize> {
     Ok(bytes as usize)
 }
 
+/// Bytes from a number of GiB such as 27 or 1.5, or from text with a unit.
+pub fn parse_gib(text: &str) -> Result<usize> {
+    let is_number = !text.contains(|c: char| c.is_ascii_alphabetic());
+    parse_bytes(&if is_number { format!("{text}GiB") } else { text.to_string() })
+}
+
 /// A time from a number of seconds.
 pub fn parse_seconds(text: &str) -> Result<Duration> {
     let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
@@ -193,6 +199,15 @@ mod tests {
         assert_eq!(sizes, [4096, 1024, 512 << 20, 3 << 29, 2_000_000_000, 7]);
         for bad in ["", "GiB", "4 parsecs", "-1", "0", "nan", "1e300"] {
             assert!(parse_bytes(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn numbers_alone_are_gib() {
+        let sizes = ["1", "1.5", "512MiB", " 2 "].map(|s| parse_gib(s).unwrap());
+        assert_eq!(sizes, [1 << 30, 3 << 29, 512 << 20, 2 << 30]);
+        for bad in ["", "0", "-1", "nan", "inf", "1e300"] {
+            assert!(parse_gib(bad).is_err(), "{bad}");
         }
     }
 

@@ -196,7 +196,12 @@ impl ParallelArgs {
     }
 }
 
-/// What load balancing has done, for the counters at the end; nothing without it.
-pub fn eplb_report(engine: &DpEngine<'_>) -> String {
-    engine.eplb_stats().map_or_else(String::new, |stats| stats.to_string())
+/// What load balancing has done and experts in host memory have cost, for the counters at the end; nothing without them.
+pub fn experts_report(engine: &DpEngine<'_>) -> String {
+    let moves = engine.eplb_stats().map_or_else(String::new, |stats| stats.to_string());
+    let traffic = match engine.expert_traffic() {
+        Ok(traffic) => traffic.map_or_else(String::new, |traffic| traffic.to_string()),
+        Err(e) => format!("experts in host memory: {e:#}\n"),
+    };
+    moves + &traffic
 }

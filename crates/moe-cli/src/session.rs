@@ -118,6 +118,7 @@ impl RunArgs {
             chunked_moe: self.parallel.chunked_moe(),
             placements: self.parallel.placements.config(),
             eplb: self.parallel.placements.eplb(),
+            expert_offload: self.expert_offload,
         }
     }
 }

@@ -20,6 +20,8 @@ pub struct LoadOptions {
     pub moe_path: Option<MoePath>,
     /// Form of multi-head latent attention; `None`: absorbed.
     pub mla: Option<MlaForm>,
+    /// Bytes of experts that live in host memory beside a GPU, all layers together; `None`: all are on the device.
+    pub expert_offload: Option<usize>,
     /// This rank's place, and how MoE layers cut their tokens.
     pub context: BlockContext,
 }
@@ -31,6 +33,7 @@ impl LoadOptions {
             path: self.moe_path.unwrap_or(default),
             backend: self.backend.as_deref(),
             context: &self.context,
+            expert_offload: self.expert_offload,
         }
     }
 }

@@ -9,6 +9,7 @@ use moe_comm::ParallelConfig;
 use moe_layer::{ChunkedMoe, Fp8Activations, MoePath, SharedExpertsStream};
 
 use crate::device::DeviceChoice;
+use crate::engine::host_memory;
 use crate::eplb::EplbConfig;
 use crate::family::LoadOptions;
 use crate::placements::PlacementConfig;
@@ -52,6 +53,8 @@ pub struct RunConfig {
     pub placements: PlacementConfig,
     /// Moves experts between ranks as their loads change; `None`: never.
     pub eplb: Option<EplbConfig>,
+    /// Bytes of experts that live in host memory beside a GPU, all layers together; `None`: all are on the device.
+    pub expert_offload: Option<usize>,
 }
 
 /// Where ranks run.
@@ -92,7 +95,28 @@ impl RunConfig {
         self.device.check(ranks)?;
         self.placements.check(&self.parallel, self.eplb.is_some())?;
         self.eplb.iter().try_for_each(EplbConfig::check)?;
+        if let Some(bytes) = self.expert_offload {
+            self.check_offload(ranks)?;
+            check_host_memory(bytes, host_memory())?;
+        }
         self.device.check_invariant(self.batch_invariant, ranks)
+    }
+
+    /// Whether experts can live in host memory beside this device.
+    fn check_offload(&self, ranks: usize) -> Result<()> {
+        let refused = match self.device {
+            DeviceChoice::Cpu => {
+                Some("keeps experts in host memory beside a GPU, and on the CPU they are there; drop it, or add --device cuda".into())
+            }
+            DeviceChoice::Cuda(_) if ranks > 1 => Some(format!(
+                "is for one GPU, and --tp and --dp ask for {ranks} ranks, which hold a part of the experts each; drop it, or them"
+            )),
+            DeviceChoice::Cuda(_) if self.moe_path == Some(MoePath::Legacy) => {
+                Some("needs packed experts; drop --moe-path legacy".into())
+            }
+            DeviceChoice::Cuda(_) => None,
+        };
+        refused.map_or(Ok(()), |why: String| Err(usage(format!("--expert-offload {why}"))))
     }
 
     /// How a rank at this place builds the model.
@@ -101,6 +125,7 @@ impl RunConfig {
             backend: self.moe_backend.clone(),
             moe_path: self.moe_path,
             mla: self.mla,
+            expert_offload: self.expert_offload,
             context: BlockContext {
                 batch_invariant: self.batch_invariant,
                 shared_experts_stream: self.shared_experts_stream,
@@ -155,5 +180,51 @@ impl RunConfig {
             .chain([eplb])
             .map(|(name, value)| (name.to_string(), value))
             .collect()
+    }
+}
+
+/// Page-locked memory cannot be swapped: a system that has not so much would end the program.
+fn check_host_memory(bytes: usize, free: Option<u64>) -> Result<()> {
+    let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
+    match free {
+        Some(free) if bytes as u64 > free => Err(usage(format!(
+            "--expert-offload: expected at most the {:.2} GiB of memory that this host has free, got {:.2}",
+            gib(free),
+            gib(bytes as u64)
+        ))),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offload_is_refused_where_it_means_nothing() {
+        let offload = RunConfig { expert_offload: Some(1 << 30), ..RunConfig::default() };
+        let cuda = RunConfig { device: DeviceChoice::Cuda(None), ..offload.clone() };
+        let legacy = RunConfig { moe_path: Some(MoePath::Legacy), ..cuda.clone() };
+        assert!(cuda.check_offload(1).is_ok());
+        for (config, ranks, said) in [
+            (&offload, 1, "--expert-offload keeps experts in host memory beside a GPU"),
+            (&cuda, 2, "--expert-offload is for one GPU, and --tp and --dp ask for 2 ranks"),
+            (&legacy, 1, "drop --moe-path legacy"),
+        ] {
+            let error = config.check_offload(ranks).unwrap_err();
+            assert!(
+                error.downcast_ref::<crate::UsageError>().is_some() && error.to_string().contains(said),
+                "{error}"
+            );
+        }
+        assert!(
+            check_host_memory(1 << 30, Some(1 << 30)).is_ok() && check_host_memory(1 << 40, None).is_ok()
+        );
+        let error = check_host_memory(3 << 30, Some(1 << 30)).unwrap_err().to_string();
+        assert!(
+            error.contains("expected at most the 1.00 GiB of memory that this host has free, got 3.00"),
+            "{error}"
+        );
+        assert!(offload.check().unwrap_err().to_string().contains("--expert-offload"));
     }
 }

@@ -1,8 +1,12 @@
 //! Experts on CUDA that weight and reduce by themselves: from token rows and their slots to sums.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Result, bail};
-use moe_kernels::cuda::{ExpertLists, FusedExperts, fused_experts_into};
-use moe_kernels::{ActivationFormat, Dims, Dispatched, Exec, ViewMut, WeightAndReduce, fill_into};
+use moe_kernels::cuda::{ExpertLists, ExpertSlots, FusedExperts, fused_experts_into, slotted_experts_into};
+use moe_kernels::{
+    ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, ViewMut, WeightAndReduce, fill_into,
+};
 
 use moe_kernels::plan::QuantWeights;
 
@@ -15,10 +19,14 @@ use crate::weights::{ExpertWeights, ExpertsShape};
 ///
 /// They take token rows [T', H] with ids and weights: in the Standard format, or in the Listed format, which saves
 /// sorting the slots by expert.
+///
+/// The weights may be those of fewer slots than there are experts; then the others wait in host memory, and come into the slots when
+/// a step needs them.
 #[derive(Clone, Debug)]
 pub struct CudaFusedExperts {
     weights: ExpertWeights,
     backend: Backend,
+    slots: Option<Arc<ExpertSlots>>,
 }
 
 impl CudaFusedExperts {
@@ -40,7 +48,20 @@ impl CudaFusedExperts {
                 weights.device().location()
             )
         }
-        Ok(Self { weights, backend })
+        Ok(Self { weights, backend, slots: None })
+    }
+
+    /// The same of experts of which `weights` has those in the slots.
+    pub fn slotted(weights: ExpertWeights, slots: ExpertSlots) -> Result<Self> {
+        if weights.shape().num_local_experts != slots.num_slots() {
+            bail!(
+                "{} experts: expected weights of {} slots, got {}",
+                Backend::CudaFused,
+                slots.num_slots(),
+                weights.shape().num_local_experts
+            )
+        }
+        Ok(Self { slots: Some(Arc::new(slots)), ..Self::new(weights)? })
     }
 
     /// The slots by expert, which rows in the Listed format bring along.
@@ -66,7 +87,19 @@ impl Experts for CudaFusedExperts {
     }
 
     fn shape(&self) -> ExpertsShape {
-        self.weights.shape()
+        let shape = self.weights.shape();
+        let num_local_experts =
+            self.slots.as_ref().map_or(shape.num_local_experts, |slots| slots.num_experts());
+        ExpertsShape { num_local_experts, ..shape }
+    }
+
+    fn num_slots(&self) -> Option<usize> {
+        self.slots.as_ref().map(|slots| slots.num_slots())
+    }
+
+    fn traffic(&self) -> Result<Option<ExpertTraffic>> {
+        let Some(slots) = &self.slots else { return Ok(None) };
+        slots.traffic(&Exec::on(self.weights.device())?).map(Some)
     }
 
     fn quantisation(&self) -> Option<[QuantWeights; 2]> {
@@ -107,6 +140,9 @@ impl Experts for CudaFusedExperts {
             expert_map: dispatched.expert_map,
             lists: self.lists(dispatched)?,
         };
-        fused_experts_into(&args, out, ex)
+        match &self.slots {
+            Some(slots) => slotted_experts_into(slots, &args, out, ex),
+            None => fused_experts_into(&args, out, ex),
+        }
     }
 }

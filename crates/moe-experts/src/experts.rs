@@ -6,7 +6,8 @@
 use candle_core::{DType, Result, bail};
 use moe_kernels::plan::{Machine, MonolithicCall, QuantWeights, Reason};
 use moe_kernels::{
-    ActivationFormat, Dims, Dispatched, Exec, Gate, MonolithicIo, View, ViewMut, WeightAndReduce, Workspace,
+    ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, Gate, MonolithicIo, View, ViewMut,
+    WeightAndReduce, Workspace,
 };
 
 use crate::weights::ExpertsShape;
@@ -56,6 +57,19 @@ pub trait Experts: Send + Sync {
     /// The kernels of the products, in words for plans.
     fn products(&self) -> &'static str {
         "grouped products"
+    }
+
+    /// Slots of the device, where there are fewer than experts and the others wait in host memory; `None`: all are there.
+    fn num_slots(&self) -> Option<usize> {
+        None
+    }
+
+    /// What experts in host memory have cost so far; `None` where all are on the device. Waits for the device.
+    ///
+    /// # Errors
+    /// Those of the device.
+    fn traffic(&self) -> Result<Option<ExpertTraffic>> {
+        Ok(None)
     }
 
     /// Where tensor parallelism cuts the experts: how many partial sums of a row are left apart, this

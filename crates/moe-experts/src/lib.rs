@@ -12,6 +12,7 @@ mod fused;
 mod grouped;
 mod load;
 mod monolithic;
+mod offload;
 mod oracle;
 mod slot;
 mod weights;
@@ -22,13 +23,14 @@ pub use fused::FusedExperts;
 pub use grouped::GroupedExperts;
 pub use load::LoadSpec;
 pub use monolithic::MonolithicKernels;
+pub use offload::{Offloaded, build_offloaded};
 pub use oracle::{Backend, OracleError, Rejection, Selection, select};
 pub use weights::{ExpertWeights, ExpertsShape};
 
 pub use candle_core as candle;
 pub use moe_kernels::plan::{Fusion, Machine, MonolithicCall, MonolithicForm, Reason, Rejected, Stage};
 pub use moe_kernels::{
-    Activation, ActivationFormat, Buffer, CpuIsa, Dims, Dispatched, Exec, ExpertsSpec, Gate, Lent,
-    MonolithicIo, NO_EXPERT, PreNorm, QuantScheme, RoutingMethod, Scratch, StepContext, TensorView, View,
-    ViewMut, WeightAndReduce, Workspace, checksum, group_slots_into, weighted_sum_into,
+    Activation, ActivationFormat, Buffer, CpuIsa, Dims, Dispatched, Exec, ExpertTraffic, ExpertsSpec, Gate,
+    Lent, MonolithicIo, NO_EXPERT, PreNorm, QuantScheme, RoutingMethod, Scratch, StepContext, TensorView,
+    View, ViewMut, WeightAndReduce, Workspace, checksum, group_slots_into, weighted_sum_into,
 };

@@ -18,6 +18,7 @@ mod ops;
 mod philox;
 pub mod plan;
 pub mod quant;
+mod residency;
 mod roof;
 mod routed;
 mod scheme;
@@ -29,10 +30,10 @@ mod view;
 mod weight;
 
 pub use align::{
-    AlignedSizes, AlignedTokens, MAX_ALIGN_BLOCK, RowBatches, Spread, align_tokens_into, batch_rows_into,
-    contiguous_local_ids_into, copy_rows_into, fill_into, group_slots_into, group_token_slots_into,
-    list_slots_into, mask_nonlocal_into, max_aligned_sizes, number_rows_into, physical_ids_into,
-    scale_rows_into, unbatch_rows_into, zero_absent_into,
+    AlignedSizes, AlignedTokens, Log2Phy, MAX_ALIGN_BLOCK, RowBatches, Spread, align_tokens_into,
+    batch_rows_into, contiguous_local_ids_into, copy_rows_into, fill_into, group_slots_into,
+    group_token_slots_into, list_slots_into, mask_nonlocal_into, max_aligned_sizes, number_rows_into,
+    physical_ids_into, scale_rows_into, unbatch_rows_into, zero_absent_into,
 };
 pub use buffer::{Buffer, Scratch, Workspace};
 pub use checksum::{checksum, checksum_of_sum, word_sum_into};
@@ -53,6 +54,7 @@ pub use ops::{
     row_parallel_segments, sigmoid_into, softmax_into, weighted_sum_into,
 };
 pub use philox::Philox4x32;
+pub use residency::{Exchange, ExpertTraffic, Pass, Place, Residency, max_passes};
 pub use roof::Roof;
 pub use routed::{ExpertHeat, NO_EXPERT, RoutedExperts, StepContext};
 pub use scheme::{Fp8Scales, QuantGroup, QuantScheme};

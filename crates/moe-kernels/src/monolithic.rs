@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Result};
 
-use crate::door::{expect, expect_optional};
+use crate::align::Log2Phy;
+use crate::door::{expect, expect_dims, expect_optional};
 use crate::plan::Fusion;
 use crate::step_routing::LayerRouting;
 use crate::view::{View, ViewMut};
@@ -47,8 +48,10 @@ pub struct Gate<'a> {
     /// Whether rows beyond the valid ones, whose number lies on the device (`cuda::take_tokens_into` writes it), are
     /// padding and get no expert.
     pub padded: bool,
-    /// Where the choices are left, and what is forced, in this layer.
+    /// Where the choices are left, and what is forced, in this layer: experts, not their copies.
     pub routing: LayerRouting<'a>,
+    /// Where the choices become copies of experts, of E + S; else the ids of experts stay.
+    pub log2phy: Option<Log2Phy<'a>>,
 }
 
 impl Gate<'_> {
@@ -64,7 +67,10 @@ impl Gate<'_> {
     pub fn check(&self, op: &str, experts: usize, hidden: usize, dtype: DType) -> Result<()> {
         expect(op, "gate", &self.weight, dtype, &[experts, hidden])?;
         expect_optional(op, "gate_bias", self.bias.as_ref(), dtype, &[experts])?;
-        expect_optional(op, "correction_bias", self.correction_bias.as_ref(), DType::F32, &[experts])
+        expect_optional(op, "correction_bias", self.correction_bias.as_ref(), DType::F32, &[experts])?;
+        let Some(log2phy) = &self.log2phy else { return Ok(()) };
+        let (_, width) = log2phy.check(op)?;
+        expect_dims(op, "log2phy", &log2phy.ids, &[experts + self.shared, width.max(1)])
     }
 }
 

@@ -12,14 +12,15 @@ use moe_experts::{Experts, MonolithicExperts};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::Fusion;
 use moe_kernels::{
-    CpuIsa, Exec, MonolithicIo, StepContext, View, ViewMut, Weight, Workspace, copy_rows_into, forward_rows,
+    CpuIsa, Exec, ExpertTraffic, MonolithicIo, StepContext, View, ViewMut, Weight, Workspace, copy_rows_into,
+    forward_rows,
 };
-use moe_router::{GateInput, RouteOutput, Router};
+use moe_router::{GateInput, GateStep, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
 use crate::chunked::{Path, Routed};
-use crate::placed::PlacedExperts;
+use crate::placed::{PlacedExperts, StepCopies};
 use crate::plan::{MoeForm, PlanStep};
 use crate::shared::SharedExperts;
 
@@ -173,6 +174,14 @@ impl SparseMoeBlock {
         self.placed.as_deref()
     }
 
+    /// What experts in host memory have cost so far; `None` where all are on the device. Waits for the device.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn expert_traffic(&self) -> Result<Option<ExpertTraffic>> {
+        self.path.experts.traffic()
+    }
+
     pub(crate) fn has_decode_path(&self) -> bool {
         self.decode.is_some()
     }
@@ -286,9 +295,15 @@ impl SparseMoeBlock {
         };
         let gate = self.gate.read()?;
         let gate = gate.view()?.rows("monolithic experts")?;
-        let map = self.path.prepare.local_experts().and_then(|experts| experts.expert_map());
-        let beside = (context.padded, context.routing.layer(self.layer, 0)?);
-        self.router.with_gate(gate, None, beside, |gate| experts.apply(gate, map, io, ex))
+        let form = self.copies_form(&self.path, io.rows().rows(), &ex.machine());
+        let copies = self.placed.as_ref().zip(form).map(|(placed, form)| placed.copies(form));
+        // With one copy of each expert the map names experts; with several the router names copies.
+        let sole = copies.as_ref().and_then(StepCopies::expert_map);
+        let log2phy = copies.as_ref().filter(|_| sole.is_none()).and_then(StepCopies::log2phy);
+        let slots = self.path.prepare.local_experts().and_then(|experts| experts.expert_map());
+        let routing = context.routing.layer(self.layer, 0)?;
+        let step = GateStep { padded: context.padded, routing, log2phy };
+        self.router.with_gate(gate, None, step, |gate| experts.apply(gate, sole.or(slots), io, ex))
     }
 
     /// Routes all tokens at once, so that what the step context counts is the step's rows, then
@@ -314,17 +329,23 @@ impl SparseMoeBlock {
             topk_weights: topk_weights.view_mut(),
             zero_expert_weights: (config.num_zero_experts > 0).then(|| identity.view_mut()),
         };
-        let input = GateInput::new(hidden, gate.view()?, self.layer);
-        trace_span!("router").in_scope(|| {
-            self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, context, ex)
-        })?;
+        let form = self.copies_form(path, tokens, &ex.machine());
+        let placed = self.placed.as_deref().zip(form);
+        {
+            let copies = placed.map(|(placed, form)| placed.copies(form));
+            let log2phy = copies.as_ref().and_then(StepCopies::log2phy);
+            let input = GateInput { log2phy, ..GateInput::new(hidden, gate.view()?, self.layer) };
+            trace_span!("router").in_scope(|| {
+                self.router.gate_and_route_into(&input, Some(logits.view_mut()), output, context, ex)
+            })?;
+        }
         observe(logits.view())?;
         drop(logits);
         let routed = Routed {
             tokens: Tokens::new(hidden, topk_ids.view(), topk_weights.view()),
             identity: (config.num_zero_experts > 0).then(|| identity.view()),
             shared: self.shared.as_ref(),
-            placed: self.placed.as_deref(),
+            near: placed.filter(|(placed, form)| placed.is_near(*form)).map(|(placed, _)| placed),
         };
         path.run(&routed, self.chunk, out, context.rank_tokens.as_deref(), ex)
     }

@@ -28,8 +28,8 @@ pub(crate) struct Routed<'a> {
     /// \[T\] f32 weights of the tokens' own rows, with zero experts.
     pub identity: Option<View<'a>>,
     pub shared: Option<&'a SharedExperts>,
-    /// What turns the tokens' logical experts into physical ones, where they differ.
-    pub placed: Option<&'a PlacedExperts>,
+    /// What turns the tokens' logical experts into physical ones, where that depends on a token's rank; else the ids are physical.
+    pub near: Option<&'a PlacedExperts>,
 }
 
 impl<'a> Routed<'a> {
@@ -38,7 +38,7 @@ impl<'a> Routed<'a> {
             tokens: self.tokens.narrow(start, len)?,
             identity: self.identity.map(|weights| weights.narrow(start, len)).transpose()?,
             shared: self.shared,
-            placed: self.placed,
+            near: self.near,
         })
     }
 }
@@ -97,7 +97,7 @@ impl Path {
         ex: &mut Exec,
     ) -> Result<()> {
         let hidden = routed.tokens.hidden;
-        let physical = routed.placed.map(|placed| placed.physical(routed.tokens.topk_ids, ex)).transpose()?;
+        let physical = routed.near.map(|placed| placed.physical(routed.tokens.topk_ids, ex)).transpose()?;
         let topk_ids = physical.as_ref().map_or(routed.tokens.topk_ids, |ids| ids.view());
         let dispatched = self.prepare.prepare(Tokens { topk_ids, ..routed.tokens }, agreed, ex)?;
         let strategy = self.experts.weight_and_reduce();

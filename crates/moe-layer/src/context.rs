@@ -10,6 +10,7 @@ use moe_kernels::candle::{Device, Error, Result};
 use moe_kernels::quant::{QuantSource, QuantUse};
 use moe_kernels::{CpuIsa, Exec, ViewMut, row_parallel_segments};
 
+use crate::offload::ExpertOffload;
 use crate::placement::ExpertPlacements;
 use crate::shared::SharedExpertsStream;
 
@@ -37,6 +38,8 @@ pub struct BlockContext {
     pub sliced_weights: bool,
     /// Which experts each rank holds, and whether that may change.
     pub placements: ExpertPlacements,
+    /// Experts that live in host memory beside a GPU; `None`: all are on the device.
+    pub offload: Option<ExpertOffload>,
     /// Where shared experts run on a GPU.
     pub shared_experts_stream: SharedExpertsStream,
     /// Whether a row's bits must not depend on its batch: what the oracle is asked for. The execution context decides
@@ -58,6 +61,7 @@ impl Default for BlockContext {
             who_adds: None,
             sliced_weights: false,
             placements: ExpertPlacements::default(),
+            offload: None,
             shared_experts_stream: SharedExpertsStream::default(),
             batch_invariant: false,
             cpu_isa: None,

@@ -12,6 +12,7 @@ pub mod legacy;
 mod load;
 mod mlp;
 mod moving;
+mod offload;
 mod pack;
 mod path;
 mod placed;
@@ -25,6 +26,7 @@ pub use context::{BlockContext, LOW_LATENCY_TOKENS};
 pub use load::{BlockOptions, load_block, load_block_on};
 pub use mlp::GatedMlp;
 pub use moving::{MoveRound, MoveStatus};
+pub use offload::ExpertOffload;
 pub use pack::{load_packed, load_weight};
 pub use path::{MoePath, load_layer_on};
 pub use placed::PlacedExperts;
@@ -47,8 +49,9 @@ pub use moe_experts::{
 pub use moe_kernels::candle::{self, DType, Device, Tensor};
 pub use moe_kernels::plan::Fp8Activations;
 pub use moe_kernels::{
-    Activation, ActivationFormat, Buffer, CpuIsa, Exec, ExpertHeat, ExpertsSpec, Gate, MonolithicIo,
-    NO_EXPERT, PreNorm, RoutedExperts, StepContext, TensorView, View, ViewMut, Workspace, checksum,
+    Activation, ActivationFormat, Buffer, CpuIsa, Exec, ExpertHeat, ExpertTraffic, ExpertsSpec, Gate,
+    MonolithicIo, NO_EXPERT, PreNorm, RoutedExperts, StepContext, TensorView, View, ViewMut, Workspace,
+    checksum,
 };
 pub use moe_router::{
     RouteInput, RouteOutput, Router, RouterConfig, RouterError, RouterParams, Selection as RouterSelection,

@@ -17,6 +17,7 @@ use tracing::warn;
 
 use crate::block::SparseMoeBlock;
 use crate::context::BlockContext;
+use crate::offload::load_offloaded;
 use crate::placed::PlacedExperts;
 
 /// What a block is built from, beside its tensors.
@@ -38,12 +39,17 @@ pub struct BlockOptions {
 
 impl BlockOptions {
     /// Experts with weights: the routed and the fused shared ones.
-    fn packed_experts(&self) -> usize {
+    pub(crate) fn packed_experts(&self) -> usize {
         self.router.num_experts + self.router.num_fused_shared_experts
     }
 
     /// What the oracle decides on.
-    fn spec(&self, weights: &ExpertWeights, format: ActivationFormat, context: &BlockContext) -> ExpertsSpec {
+    pub(crate) fn spec(
+        &self,
+        weights: &ExpertWeights,
+        format: ActivationFormat,
+        context: &BlockContext,
+    ) -> ExpertsSpec {
         let geometry = &context.geometry;
         ExpertsSpec {
             batch_invariant: context.batch_invariant,
@@ -88,6 +94,9 @@ pub fn load_block_on(
     gate: VarBuilder,
     experts: VarBuilder,
 ) -> Result<(SparseMoeBlock, Selection)> {
+    if let Some(offload) = &context.offload {
+        return load_offloaded(offload, options, context, gate, experts);
+    }
     let part = load_part(options, context, experts)?;
     let weights = part.weights.packed(context.cpu_isa)?;
     let part = Part { weights: weights.clone(), ..part };

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use moe_comm::{Communicator, ExpertMap, SlotTransfer, Window, all_gather_bytes};
 use moe_kernels::Exec;
-use moe_kernels::candle::{Error, Result};
+use moe_kernels::candle::{Error, Result, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::landing::{Landing, Part, Place, landing};
@@ -31,6 +31,9 @@ pub struct MoveRound {
     pub layer: usize,
     /// The logical expert of each slot after the move, `[P]`.
     pub phy2log: Vec<u32>,
+    /// The slot of each expert that computes all of its rows where copies share none, `[E]`; empty: as
+    /// [`ExpertMap::sole_copies`] says without loads.
+    pub sole: Vec<u32>,
     /// Bytes that travel in this round, all ranks together: about so many, at least one.
     pub bytes: usize,
     /// The time for all rounds of the layer; a move that has taken longer is rolled back. A round itself waits no longer than
@@ -52,6 +55,8 @@ pub enum MoveStatus {
 /// A move under way.
 pub(crate) struct LayerMove {
     target: ExpertMap,
+    /// The slot of each expert that computes alone, where copies share no rows.
+    sole: Vec<u32>,
     /// Transfers between ranks, in the order of travel.
     remote: Vec<SlotTransfer>,
     /// Those within this rank.
@@ -64,12 +69,17 @@ pub(crate) struct LayerMove {
 }
 
 impl LayerMove {
-    fn new(map: &ExpertMap, target: ExpertMap, rank: usize, landing: Box<dyn Landing>) -> Result<Self> {
+    fn new(
+        map: &ExpertMap,
+        (target, sole): (ExpertMap, Vec<u32>),
+        rank: usize,
+        landing: Box<dyn Landing>,
+    ) -> Result<Self> {
         let transfers = map.transfers(&target).map_err(Error::wrap)?;
         let (mut local, remote): (Vec<_>, _) =
             transfers.into_iter().partition(|t| map.rank_of(t.from) == map.rank_of(t.to));
         local.retain(|t| map.rank_of(t.to) == Some(rank));
-        Ok(Self { target, remote, local, travelled: 0, landing, started: Instant::now() })
+        Ok(Self { target, sole, remote, local, travelled: 0, landing, started: Instant::now() })
     }
 
     /// A slot by its rank and its number there.
@@ -100,6 +110,23 @@ impl LayerMove {
         self.travelled += parts.iter().map(|part| part.range.len()).sum::<usize>();
         parts
     }
+}
+
+/// A copy of each expert of a map: those that are asked for, if they are.
+fn sole_copies(map: &ExpertMap, asked: &[u32]) -> Result<Vec<u32>> {
+    if asked.is_empty() {
+        return map.sole_copies(&[]).map_err(Error::wrap);
+    }
+    if asked.len() != map.num_experts() {
+        bail!("expected a slot for each of {} experts, got {}", map.num_experts(), asked.len())
+    }
+    for (expert, &slot) in asked.iter().enumerate() {
+        let holds = map.phy2log().get(slot as usize);
+        if holds != Some(&(expert as u32)) {
+            bail!("slot {slot} is to compute expert {expert}, but holds {holds:?}")
+        }
+    }
+    Ok(asked.to_vec())
 }
 
 impl PlacedExperts {
@@ -146,9 +173,10 @@ impl PlacedExperts {
         let (map, layer) = (self.map(), self.layer());
         let target = map.with_phy2log(round.phy2log.clone());
         let target = target.map_err(|e| Error::msg(format!("layer {layer}: {e}")))?;
+        let sole = sole_copies(&target, &round.sole).map_err(|e| e.context(format!("layer {layer}")))?;
         let mut landing = landing(self.rank, slot_len, &self.weights, window)?;
         landing.begin(ep, ex)?;
-        LayerMove::new(&map, target, self.rank, landing)
+        LayerMove::new(&map, (target, sole), self.rank, landing)
     }
 
     /// Everything has been sent: puts the new placement in force if every rank is content, and on none if one is not.
@@ -172,8 +200,8 @@ impl PlacedExperts {
             return Ok(MoveStatus::RolledBack(said));
         }
         let slots: Vec<usize> = moving.incoming(self.rank).map(|t| moving.place(t.to).slot).collect();
-        let LayerMove { target, landing, .. } = moving;
-        self.set_map(target, landing.as_ref())?;
+        let LayerMove { target, sole, landing, .. } = moving;
+        self.set_map(target, &sole, landing.as_ref())?;
         landing.install(&slots, &self.weights)?;
         Ok(MoveStatus::Moved)
     }
@@ -203,5 +231,21 @@ impl PlacedExperts {
             ));
         }
         Ok(faults)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_that_are_to_compute_alone_must_hold_their_experts() {
+        let map = ExpertMap::new(3, &[vec![0, 2], vec![1, 0]]).unwrap();
+        assert_eq!(sole_copies(&map, &[3, 2, 1]).unwrap(), [3, 2, 1]);
+        assert_eq!(sole_copies(&map, &[]).unwrap(), map.sole_copies(&[]).unwrap());
+        let refused = |asked: &[u32]| sole_copies(&map, asked).unwrap_err().to_string();
+        assert!(refused(&[3, 2]).contains("a slot for each of 3 experts, got 2"));
+        assert!(refused(&[3, 2, 0]).contains("slot 0 is to compute expert 2, but holds Some(0)"));
+        assert!(refused(&[9, 2, 1]).contains("slot 9 is to compute expert 0, but holds None"));
     }
 }

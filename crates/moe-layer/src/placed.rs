@@ -1,15 +1,17 @@
 //! The experts of a layer in their slots: which is where, which copy computes a row, and the weights that can be exchanged.
 //!
-//! Routing chooses logical experts. [`PlacedExperts::physical`] replaces them by slots, and from there on dispatch and experts know
-//! slots alone, which never change their rank. So when experts move only two things change, together and between two steps: the
-//! weights in slots, and the table from logical to physical ids, whose size and place in memory stay the same.
+//! Routing chooses logical experts. The launch that routes replaces them by slots ([`StepCopies`]), or [`PlacedExperts::physical`] does
+//! behind it, and from there on dispatch and experts know slots alone, which never change their rank. So when experts move only two
+//! things change, together and between two steps: the weights in slots, and the tables from logical to physical ids, whose size and
+//! place in memory stay the same.
 
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use moe_comm::{Communicator, ExpertMap, ReplicaChoice, all_gather_bytes, partition};
 use moe_experts::ExpertWeights;
 use moe_kernels::candle::{DType, Device, Error, Result, bail};
-use moe_kernels::{Buffer, Exec, Scratch, Spread, View, physical_ids_into};
+use moe_kernels::plan::CopiesForm;
+use moe_kernels::{Buffer, Exec, Log2Phy, Scratch, Spread, View, physical_ids_into};
 
 use crate::context::BlockContext;
 use crate::landing::{Landing, landing_bytes};
@@ -33,13 +35,22 @@ pub struct PlacedExperts {
 /// Which expert is where, and the same as tables.
 struct State {
     map: ExpertMap,
-    /// For the rows of each rank of `near`.
-    tables: Vec<Table>,
+    tables: Tables<Table>,
 }
 
-/// The slots of every expert, in the memory where the experts are: a captured graph reads it where it is.
+/// What launches read of a map.
+struct Tables<T> {
+    /// log2phy [E, max copies] i32 for the rows of each rank of `near`: all copies.
+    shared: Vec<T>,
+    /// log2phy [E, 1] i32: the copy that computes all rows of an expert where copies share none.
+    sole: T,
+    /// \[E\] i32: that copy among this rank's slots, -1 = elsewhere.
+    sole_here: T,
+}
+
+/// A table in the memory where the experts are: a captured graph reads it where it is.
 pub(crate) struct Table {
-    /// log2phy [E, max copies] i32.
+    /// i32.
     pub ids: Buffer,
     /// On a device: where the ids of the next map wait for the step that runs to end.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
@@ -91,8 +102,9 @@ impl PlacedExperts {
             true => Some(Movable::new(layer, &map, &weights, context.groups.ep.as_ref())?),
             false => None,
         };
-        let tables = tables(&map, &near)?.into_iter().map(|ids| Table::new(ids, weights.device()));
-        let state = RwLock::new(State { tables: tables.collect::<Result<_>>()?, map });
+        let sole = map.sole_copies(&[]).map_err(Error::wrap)?;
+        let tables = Tables::of(&map, &sole, &near, rank)?.on(weights.device())?;
+        let state = RwLock::new(State { tables, map });
         Ok(Self { layer, rank, near, spread, state, weights, movable })
     }
 
@@ -127,15 +139,28 @@ impl PlacedExperts {
         self.movable.as_ref().map(|movable| movable.slot_len)
     }
 
-    /// The physical ids [T, K] of logical ones [T, K], of the rows of one call of prepare.
+    /// Whether the rows of different ranks go to different copies, so that which copy computes a row is known only where rows are
+    /// cut for their ranks.
+    pub(crate) fn is_near(&self, form: CopiesForm) -> bool {
+        form == CopiesForm::Shared && self.near.len() > 1
+    }
+
+    /// The tables of a step.
+    pub(crate) fn copies(&self, form: CopiesForm) -> StepCopies<'_> {
+        StepCopies { placed: self, state: self.read(), form }
+    }
+
+    /// The physical ids [T, K] of logical ones [T, K], of the rows of one call of prepare: each copy has a share.
     pub(crate) fn physical(&self, topk_ids: View, ex: &mut Exec) -> Result<Scratch> {
         let (state, tokens) = (self.read(), topk_ids.rows());
         let mut physical = ex.scratch(DType::U32, topk_ids.dims())?;
-        for (owner, table) in state.tables.iter().enumerate() {
-            let rows = partition(tokens, state.tables.len(), owner);
+        let tables = &state.tables.shared;
+        for (owner, table) in tables.iter().enumerate() {
+            let rows = partition(tokens, tables.len(), owner);
             let ids = topk_ids.narrow(rows.start, rows.len())?;
             let out = physical.view_mut().narrow(rows.start, rows.len())?;
-            physical_ids_into(ids, table.ids.view(), self.spread, rows.start, out, ex)?;
+            let log2phy = Log2Phy { ids: table.ids.view(), spread: self.spread, first_row: rows.start };
+            physical_ids_into(ids, &log2phy, out, ex)?;
         }
         Ok(physical)
     }
@@ -151,17 +176,18 @@ impl PlacedExperts {
         }
     }
 
-    /// Puts another map in force, in the memory of the old one.
-    pub(crate) fn set_map(&self, map: ExpertMap, landing: &dyn Landing) -> Result<()> {
+    /// Puts another map in force, in the memory of the old one; `sole` is the copy of each expert that computes alone.
+    pub(crate) fn set_map(&self, map: ExpertMap, sole: &[u32], landing: &dyn Landing) -> Result<()> {
         let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
-        for (table, new) in state.tables.iter_mut().zip(tables(&map, &self.near)?) {
-            landing.replace_table(new.view(), table)?;
+        let new = Tables::of(&map, sole, &self.near, self.rank)?;
+        for (table, ids) in state.tables.each_mut().zip(new.each()) {
+            landing.replace_table(ids.view(), table)?;
         }
         state.map = map;
         Ok(())
     }
 
-    fn read(&self) -> std::sync::RwLockReadGuard<'_, State> {
+    fn read(&self) -> RwLockReadGuard<'_, State> {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -188,9 +214,62 @@ impl Table {
     }
 }
 
-fn tables(map: &ExpertMap, near: &[Option<usize>]) -> Result<Vec<Buffer>> {
-    let dims = [map.num_experts(), map.max_copies()];
-    near.iter().map(|&near| Buffer::from_vec(map.log2phy(near), &dims)).collect()
+impl Tables<Buffer> {
+    fn of(map: &ExpertMap, sole: &[u32], near: &[Option<usize>], rank: usize) -> Result<Self> {
+        let (experts, own) = (map.num_experts(), map.slots(rank));
+        let shared =
+            near.iter().map(|&near| Buffer::from_vec(map.log2phy(near), &[experts, map.max_copies()]));
+        let here = |slot: usize| if own.contains(&slot) { (slot - own.start) as i32 } else { -1 };
+        Ok(Self {
+            shared: shared.collect::<Result<_>>()?,
+            sole: Buffer::from_vec(sole.iter().map(|&slot| slot as i32).collect(), &[experts, 1])?,
+            sole_here: Buffer::from_vec(sole.iter().map(|&slot| here(slot as usize)).collect(), &[experts])?,
+        })
+    }
+
+    fn on(self, device: &Device) -> Result<Tables<Table>> {
+        let table = |ids| Table::new(ids, device);
+        Ok(Tables {
+            shared: self.shared.into_iter().map(table).collect::<Result<_>>()?,
+            sole: table(self.sole)?,
+            sole_here: table(self.sole_here)?,
+        })
+    }
+}
+
+impl<T> Tables<T> {
+    fn each(&self) -> impl Iterator<Item = &T> {
+        [&self.sole, &self.sole_here].into_iter().chain(&self.shared)
+    }
+
+    fn each_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        [&mut self.sole, &mut self.sole_here].into_iter().chain(&mut self.shared)
+    }
+}
+
+/// The tables of a step, which nobody replaces while this lives.
+pub(crate) struct StepCopies<'a> {
+    placed: &'a PlacedExperts,
+    state: RwLockReadGuard<'a, State>,
+    form: CopiesForm,
+}
+
+impl StepCopies<'_> {
+    /// For a launch that routes all rows of the step; `None` where the copy of a row depends on its rank.
+    pub fn log2phy(&self) -> Option<Log2Phy<'_>> {
+        let tables = &self.state.tables;
+        let table = match (self.form, &tables.shared[..]) {
+            (CopiesForm::Sole, _) => &tables.sole,
+            (CopiesForm::Shared, [only]) => only,
+            (CopiesForm::Shared, _) => return None,
+        };
+        Some(Log2Phy { ids: table.ids.view(), spread: self.placed.spread, first_row: 0 })
+    }
+
+    /// Where each expert has one copy that computes: this rank's slots by expert, so that experts need no other ids.
+    pub fn expert_map(&self) -> Option<View<'_>> {
+        (self.form == CopiesForm::Sole).then(|| self.state.tables.sole_here.ids.view())
+    }
 }
 
 impl Movable {
@@ -226,5 +305,25 @@ impl Movable {
         let checksums = checksums.into_iter().flatten().map(|(_, sum)| sum).collect();
         let slot_len = len.map_or(own_len, |(_, len)| len as usize);
         Ok(Self { checksums, slot_len, current: Mutex::new(None) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_name_all_copies_the_sole_one_and_its_slot_here() -> Result<()> {
+        // Expert 0 has a copy on both ranks, and that of rank 1 computes alone.
+        let map = ExpertMap::new(3, &[vec![0, 2], vec![1, 0]]).map_err(Error::wrap)?;
+        let words = |buffer: &Buffer| buffer.view().cpu::<i32>().map(<[i32]>::to_vec);
+        let tables = Tables::of(&map, &[3, 2, 1], &[None, Some(1)], 1)?;
+        assert_eq!(words(&tables.shared[0])?, [0, 3, 2, -1, 1, -1]);
+        assert_eq!(words(&tables.shared[1])?, [3, -1, 2, -1, 1, -1]);
+        assert_eq!((words(&tables.sole)?, tables.sole.dims()), (vec![3, 2, 1], &[3, 1][..]));
+        assert_eq!(words(&tables.sole_here)?, [1, 0, -1]);
+        assert_eq!(words(&Tables::of(&map, &[3, 2, 1], &[None], 0)?.sole_here)?, [-1, -1, 1]);
+        assert_eq!(tables.each().count(), 4);
+        Ok(())
     }
 }

@@ -6,11 +6,11 @@
 
 use moe_dispatch::Combine;
 use moe_experts::Experts;
-use moe_kernels::WeightAndReduce;
 use moe_kernels::plan::{
-    ExpertsCall, ExpertsForm, Form, Fusion, Machine, MonolithicCall, Reason, Rejected, RouterCall,
-    RouterForm, Stage,
+    CopiesCall, CopiesForm, ExpertsCall, ExpertsForm, Form, Fusion, Machine, MonolithicCall, Reason,
+    Rejected, RouterCall, RouterForm, Stage,
 };
+use moe_kernels::{WeightAndReduce, max_passes};
 
 use crate::block::SparseMoeBlock;
 use crate::chunked::Path;
@@ -120,8 +120,9 @@ impl SparseMoeBlock {
             return Err(Reason::Routed { asked });
         }
         self.router().kernel_rule()?;
-        if self.placed_experts().is_some() {
-            return Err(Reason::Part { part: "experts that a map places" });
+        let copies = self.placed_experts().zip(self.copies_form(path, step.rows, machine));
+        if copies.is_some_and(|(placed, form)| placed.is_near(form)) {
+            return Err(Reason::Part { part: "copies of experts near each row's rank" });
         }
         if self.chunk_size().is_some_and(|size| step.rows > size.get()) {
             return Err(Reason::Part { part: "chunks of tokens" });
@@ -141,17 +142,41 @@ impl SparseMoeBlock {
         }
     }
 
+    /// Which copies of experts compute a step of `rows` rows by a path; `None` where no map places experts.
+    pub(crate) fn copies_form(&self, path: &Path, rows: usize, machine: &Machine) -> Option<CopiesForm> {
+        CopiesForm::choose(&self.copies_call(path, rows)?, machine)
+    }
+
+    fn copies_call(&self, path: &Path, rows: usize) -> Option<CopiesCall> {
+        let (experts, _) = self.placed_experts()?.sizes();
+        let (tokens, top_k) = (path.prepare.max_rows(rows), self.router().config().num_slots());
+        Some(CopiesCall { tokens, top_k, experts, quant: path.experts.quantisation() })
+    }
+
+    /// Which copies compute, and the launch that says which copy computes a row: the router's if it can.
+    fn copies_stage(&self, path: &Path, rows: usize, in_router: bool, machine: &Machine) -> Option<Stage> {
+        let (placed, call) = (self.placed_experts()?, self.copies_call(path, rows)?);
+        let mut stage = CopiesForm::stage(&["copies of experts"], &call, machine);
+        let near = self.copies_form(path, rows, machine).is_some_and(|form| placed.is_near(form));
+        let launch = if in_router && !near { "in the router's launch" } else { "a launch of its own" };
+        stage.kernel = format!("{}, {launch}", stage.kernel);
+        Some(stage)
+    }
+
     /// The sizes of a step of `rows` rows, as many as arrive.
     fn call(&self, path: &Path, rows: usize) -> ExpertsCall {
         let (config, shape) = (self.router().config(), path.experts.shape());
+        let tokens = path.prepare.max_rows(rows);
+        let passes = |slots| max_passes(shape.num_local_experts, slots, tokens * config.num_slots());
         ExpertsCall {
-            tokens: path.prepare.max_rows(rows),
+            tokens,
             top_k: config.num_slots(),
             num_ids: match self.placed_experts() {
                 Some(placed) => placed.sizes().1,
                 None => config.num_experts + config.num_fused_shared_experts,
             },
-            num_local: shape.num_local_experts,
+            num_local: path.experts.num_slots().unwrap_or(shape.num_local_experts),
+            passes: path.experts.num_slots().map_or(1, passes),
             hidden: shape.hidden_size,
             inter: shape.intermediate_size,
             quant: path.experts.quantisation(),
@@ -179,11 +204,17 @@ impl SparseMoeBlock {
         let mut experts = experts_stage(path.experts.as_ref(), &self.call(path, step.rows), machine);
         experts.kernel = format!("{} ({})", experts.kernel, path.experts.name());
         let one = |computes, kernel: &str| Stage { computes, kernel: kernel.into(), rejected: Vec::new() };
+        let in_router = gate.kernel == RouterForm::OneLaunch.name();
         let mut stages = vec![gate];
-        if self.placed_experts().is_some() {
-            stages.push(one(&["copies of experts"], "logical to physical ids"));
+        stages.extend(self.copies_stage(path, step.rows, in_router, machine));
+        stages.push(one(&["dispatch"], prepare.name()));
+        if path.experts.num_slots().is_some() {
+            let passes = self.call(path, step.rows).passes;
+            let kernel =
+                format!("expert_residency, expert_exchange (up to {passes} times with the products)");
+            stages.push(one(&["experts from host memory"], &kernel));
         }
-        stages.extend([one(&["dispatch"], prepare.name()), experts]);
+        stages.push(experts);
         if path.experts.weight_and_reduce() != WeightAndReduce::NoOp {
             stages.push(one(&["combine"], "weighted sum"));
         }

@@ -53,5 +53,8 @@ pub fn shared_fit_slots(
     if quantised {
         return part("quantised experts");
     }
+    if context.offload.is_some() {
+        return part("experts in host memory");
+    }
     Ok(())
 }

@@ -6,7 +6,7 @@ use moe_kernels::plan::Reason;
 use moe_kernels::plan::{Form, RouterCall, RouterForm};
 #[cfg(feature = "cuda")]
 use moe_kernels::{Exec, StepContext, ViewMut};
-use moe_kernels::{Gate, GateScoring, LayerRouting, TensorView, View};
+use moe_kernels::{Gate, GateScoring, LayerRouting, Log2Phy, TensorView, View};
 
 use crate::config::{Scoring, Selection};
 #[cfg(feature = "cuda")]
@@ -14,6 +14,17 @@ use crate::gate::GateInput;
 #[cfg(feature = "cuda")]
 use crate::router::RouteOutput;
 use crate::router::Router;
+
+/// What a step has for a launch that contains its router.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GateStep<'a> {
+    /// As [`Gate::padded`].
+    pub padded: bool,
+    /// As [`Gate::routing`].
+    pub routing: LayerRouting<'a>,
+    /// As [`Gate::log2phy`].
+    pub log2phy: Option<Log2Phy<'a>>,
+}
 
 impl Router {
     /// Whether one launch does all that this configuration and the step ask for.
@@ -37,8 +48,12 @@ impl Router {
         context: &StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
-        let routing = context.routing.layer(input.layer, input.first_row)?;
-        self.with_gate(input.weight.rows("gate_route")?, input.bias, (context.padded, routing), |gate| {
+        let step = GateStep {
+            padded: context.padded,
+            routing: context.routing.layer(input.layer, input.first_row)?,
+            log2phy: input.log2phy,
+        };
+        self.with_gate(input.weight.rows("gate_route")?, input.bias, step, |gate| {
             moe_kernels::cuda::gate_route_into(input.hidden, gate, logits, out.topk_ids, out.topk_weights, ex)
         })?;
         match out.zero_expert_weights {
@@ -63,7 +78,7 @@ impl Router {
     }
 
     /// Shows the gate with this rule to a kernel that contains a router; [`kernel_rule`](Self::kernel_rule) says whether it
-    /// may. Beside it goes what the step has for the kernel: whether there are padding rows, and its routing arrays.
+    /// may. Beside it goes what the step has for the kernel.
     ///
     /// # Errors
     /// Those of `launch`.
@@ -71,7 +86,7 @@ impl Router {
         &self,
         weight: View<'_>,
         bias: Option<View<'_>>,
-        (padded, routing): (bool, LayerRouting<'_>),
+        step: GateStep<'_>,
         launch: impl FnOnce(&Gate<'_>) -> Result<R>,
     ) -> Result<R> {
         let c = &self.config;
@@ -88,8 +103,9 @@ impl Router {
             renormalize: c.renormalize,
             scale: c.routed_scaling_factor,
             softcap: c.softcapping,
-            padded,
-            routing,
+            padded: step.padded,
+            routing: step.routing,
+            log2phy: step.log2phy,
         })
     }
 }

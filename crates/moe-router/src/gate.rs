@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Result};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix};
-use moe_kernels::{Exec, StepContext, View, ViewMut, WeightView, linear_into};
+use moe_kernels::{Exec, Log2Phy, StepContext, View, ViewMut, WeightView, linear_into, physical_ids_into};
 
 use crate::router::{RouteInput, RouteOutput, Router};
 
@@ -23,19 +23,22 @@ pub struct GateInput<'a> {
     pub layer: usize,
     /// First row, as in [`RouteInput::first_row`].
     pub first_row: usize,
+    /// What turns the chosen experts into the copies that compute them, whose ids [`RouteOutput`] then gets. What the step
+    /// records and forces are experts.
+    pub log2phy: Option<Log2Phy<'a>>,
 }
 
 impl<'a> GateInput<'a> {
     /// A gate without bias over a whole step.
     pub fn new(hidden: View<'a>, weight: impl Into<WeightView<'a>>, layer: usize) -> Self {
-        Self { hidden, weight: weight.into(), bias: None, layer, first_row: 0 }
+        Self { hidden, weight: weight.into(), bias: None, layer, first_row: 0, log2phy: None }
     }
 }
 
 impl Router {
     /// Computes the router logits hidden · weightᵀ + bias in f32, then routes them as
     /// [`route_into`](Self::route_into) does. `router_logits` [T, E] f32 receives the logits for
-    /// callers that want to see them.
+    /// callers that want to see them. With [`GateInput::log2phy`] the ids are those of copies.
     ///
     /// # Errors
     ///
@@ -65,12 +68,61 @@ impl Router {
             return self.gate_route(input, logits, out, context, ex);
         }
         linear_into(input.hidden, input.weight, input.bias, logits.reborrow(), ex)?;
-        let input = RouteInput {
+        let route = RouteInput {
             logits: logits.as_view(),
             hidden: Some(input.hidden),
             layer: input.layer,
             first_row: input.first_row,
         };
-        self.route_into(&input, out, context, ex)
+        let Some(log2phy) = &input.log2phy else { return self.route_into(&route, out, context, ex) };
+        let RouteOutput { topk_ids, topk_weights, zero_expert_weights } = out;
+        let mut chosen = ex.scratch(DType::U32, topk_ids.dims())?;
+        let out = RouteOutput { topk_ids: chosen.view_mut(), topk_weights, zero_expert_weights };
+        self.route_into(&route, out, context, ex)?;
+        physical_ids_into(chosen.view(), log2phy, topk_ids, ex)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moe_kernels::Spread;
+
+    use super::*;
+    use crate::config::RouterConfig;
+    use crate::router::RouterParams;
+
+    #[test]
+    fn chosen_experts_become_their_copies() -> Result<()> {
+        // Expert e of 4 scores as column e of a row; 0 and 3 have two copies.
+        let (hidden, weight) = (
+            [3f32, 1., 2., 0., 0., 1., 2., 3.],
+            [1f32, 0., 0., 0., 0., 1., 0., 0., 0., 0., 1., 0., 0., 0., 0., 1.],
+        );
+        let table = [4i32, 5, 1, -1, 2, -1, 0, 3];
+        let log2phy = Log2Phy { ids: View::new(&table, &[4, 2])?, spread: Spread::InTurns, first_row: 1 };
+        let router = Router::new(
+            RouterConfig { renormalize: true, ..RouterConfig::new(4, 2) },
+            RouterParams::default(),
+        )?;
+        let mut heat =
+            StepContext { heat: Some(moe_kernels::ExpertHeat::new(1, 4)), ..StepContext::default() };
+        let mut route = |log2phy| -> Result<([u32; 4], [f32; 4])> {
+            let (mut ids, mut weights) = ([9; 4], [0.0; 4]);
+            let out = RouteOutput {
+                topk_ids: ViewMut::new(&mut ids, &[2, 2])?,
+                topk_weights: ViewMut::new(&mut weights, &[2, 2])?,
+                zero_expert_weights: None,
+            };
+            let (hidden, weight) = (View::new(&hidden, &[2, 4])?, View::new(&weight, &[4, 4])?);
+            let input = GateInput { log2phy, ..GateInput::new(hidden, weight, 0) };
+            router.gate_and_route_into(&input, None, out, &mut heat, &mut Exec::cpu())?;
+            Ok((ids, weights))
+        };
+        let (chosen, weights) = route(None)?;
+        assert_eq!(chosen, [0, 2, 3, 2]);
+        // Row 0 is number 1: copy (1 + 0) % 2 of expert 0, and (2 + 3) % 2 of expert 3.
+        assert_eq!(route(Some(log2phy))?, ([5, 2, 3, 2], weights));
+        assert_eq!(heat.heat.map(|heat| heat.layer(0).to_vec()), Some(vec![2, 0, 4, 2]));
+        Ok(())
     }
 }

@@ -27,6 +27,7 @@ pub use config::{RouterConfig, Scoring, Selection};
 pub use custom::RoutingFunction;
 pub use error::RouterError;
 pub use forward::Routed;
+pub use fused::GateStep;
 pub use gate::GateInput;
 pub use philox::RowRng;
 pub use router::{RouteInput, RouteOutput, Router, RouterParams};

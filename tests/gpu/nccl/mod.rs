@@ -12,6 +12,7 @@ mod peer_share;
 mod peers;
 mod processes;
 mod products;
+mod rebalance;
 mod rounds;
 mod timing;
 mod window;

@@ -7,13 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use moe_comm::{
-    Communicator, EpBackend, ExpertMap, NcclComm, ParallelConfig, ParallelGroups, PeerWindow, Window,
+    Communicator, EpBackend, ExpertMap, NcclComm, ParallelConfig, ParallelGroups, PeerWindow, ReduceOp,
+    ReplicaChoice, Window,
 };
 use moe_kernels::cuda::{Graph, device_calls};
 use moe_kernels::{Buffer, Exec, StepContext, TensorView, View};
 use moe_layer::{
-    Activation, BlockContext, BlockOptions, ExpertPlacements, MoveRound, MoveStatus, PlacedExperts,
-    RouterConfig, SparseMoeBlock, load_block_on,
+    Activation, BlockContext, BlockOptions, ExpertPlacements, Fusion, MoeForm, MoveRound, MoveStatus,
+    PlacedExperts, PlanStep, RouterConfig, SparseMoeBlock, load_block_on,
 };
 
 use super::{LIMIT, run_nccl_ranks};
@@ -22,14 +23,15 @@ use crate::common::{Rng, assert_close};
 /// Five experts and three copies, four slots on each of two ranks.
 const EXPERTS: usize = 5;
 const COPIES: usize = 3;
-/// Tokens of each rank.
-const TOKENS: usize = 8;
-const MOVES: usize = 40;
+const MOVES: usize = 100;
 
 struct Case {
     dtype: DType,
     widths: [usize; 2],
+    /// Tokens of each rank.
+    tokens: usize,
     parallel: ParallelConfig,
+    replicas: ReplicaChoice,
     bound: f64,
 }
 
@@ -42,23 +44,42 @@ fn cases() -> Vec<Case> {
         ..ParallelConfig::default()
     };
     let gathers = parallel(1, EpBackend::AllgatherReducescatter);
+    let replicated = parallel(2, EpBackend::LocalAllreduce);
+    let replicas = ReplicaChoice::Hash;
+    let bf16 = |tokens, parallel| Case {
+        dtype: DType::BF16,
+        widths: [256, 128],
+        tokens,
+        parallel,
+        replicas,
+        bound: 2e-2,
+    };
     vec![
-        Case { dtype: DType::BF16, widths: [256, 128], parallel: gathers, bound: 2e-2 },
+        bf16(8, gathers),
         // Sizes of no fast kernel: slots that are no whole number of vectors.
-        Case { dtype: DType::F32, widths: [42, 25], parallel: gathers, bound: 1e-5 },
-        Case {
-            dtype: DType::BF16,
-            widths: [256, 128],
-            parallel: parallel(1, EpBackend::DeepEp),
-            bound: 2e-2,
-        },
-        Case {
-            dtype: DType::BF16,
-            widths: [256, 128],
-            parallel: parallel(2, EpBackend::LocalAllreduce),
-            bound: 2e-2,
-        },
+        Case { dtype: DType::F32, widths: [42, 25], bound: 1e-5, ..bf16(8, gathers) },
+        bf16(8, parallel(1, EpBackend::DeepEp)),
+        // So many that copies share their rows.
+        bf16(200, gathers),
+        // Launches that contain the router: one for all, then lists by one copy of each expert, and by all.
+        bf16(3, replicated),
+        bf16(8, replicated),
+        bf16(200, replicated),
+        // Each rank of a group has the copies near it, behind the router.
+        Case { replicas: ReplicaChoice::LocalFirst, ..bf16(200, replicated) },
     ]
+}
+
+impl Case {
+    /// All ranks have the same rows, or each its own.
+    fn is_replicated(&self) -> bool {
+        self.parallel.tp == 2
+    }
+
+    /// Whether the experts' launches contain the router.
+    fn is_monolithic(&self) -> bool {
+        self.is_replicated() && self.replicas != ReplicaChoice::LocalFirst
+    }
 }
 
 /// A window that flips a bit of the first bytes of every move that it puts into the memory of one rank.
@@ -119,7 +140,7 @@ fn shift(
     comm: &NcclComm,
     ex: &mut Exec,
 ) -> Result<MoveStatus> {
-    let round = MoveRound { layer: 0, phy2log: phy2log.to_vec(), bytes, limit: LIMIT };
+    let round = MoveRound { layer: 0, phy2log: phy2log.to_vec(), sole: Vec::new(), bytes, limit: LIMIT };
     for _ in 0..10_000 {
         let status = placed.move_round(&round, comm, Some(window), ex)?;
         if status != MoveStatus::Underway {
@@ -138,8 +159,12 @@ fn block(
 ) -> Result<(SparseMoeBlock, StepContext)> {
     let geometry = case.parallel.geometry(comm.rank())?;
     let groups = ParallelGroups::new(&geometry, comm.split(0, comm.rank(), ex)?, ex)?;
-    let placements =
-        ExpertPlacements { num_redundant_experts: COPIES, movable: true, ..ExpertPlacements::default() };
+    let placements = ExpertPlacements {
+        num_redundant_experts: COPIES,
+        replicas: case.replicas,
+        movable: true,
+        ..ExpertPlacements::default()
+    };
     let context = BlockContext { geometry, groups, placements, ..BlockContext::default() };
     let vb = VarBuilder::from_tensors(tensors.iter().cloned().collect(), case.dtype, ex.device());
     let options = BlockOptions {
@@ -150,9 +175,19 @@ fn block(
         layer: 0,
         backend: None,
     };
-    let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
+    let (mut block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
+    // Then this test adds the ranks' sums.
+    assert_eq!(block.defer_sum(), case.is_replicated());
+    let asked = PlanStep { rows: case.tokens, one_row_each: true, observed: None };
+    let form = block.choose(&asked, &[Fusion::Nothing], &ex.machine());
+    assert_eq!(
+        form != MoeForm::Modular,
+        case.is_monolithic(),
+        "{:?}",
+        block.plan(&asked, &[Fusion::Nothing], &ex.machine())
+    );
     let step = StepContext {
-        rank_tokens: Some(vec![TOKENS; 2].into()),
+        rank_tokens: Some(vec![case.tokens; 2].into()),
         only_decode: true,
         ..StepContext::default()
     };
@@ -178,7 +213,7 @@ fn tensors(case: &Case, rng: &mut Rng) -> Vec<(String, Tensor)> {
 fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<MoveStatus>)> {
     let mut rng = Rng::seeded(seed);
     let tensors = tensors(case, &mut rng);
-    let rows = rng.floats(case.dtype, &[2 * TOKENS, case.widths[0]]).into_tensor().unwrap();
+    let rows = rng.floats(case.dtype, &[2 * case.tokens, case.widths[0]]).into_tensor().unwrap();
     let on_rank = |comm: &NcclComm, ex: &mut Exec| -> Result<_> {
         let (block, mut step) = block(case, &tensors, comm, ex)?;
         let placed = block.placed_experts().unwrap();
@@ -189,13 +224,16 @@ fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<M
             Some(victim) => Arc::new(Corrupting { inner, victim, first: AtomicBool::new(false) }),
             None => Arc::new(inner),
         };
-        let first = if case.parallel.tp == 2 { 0 } else { comm.rank() * TOKENS };
-        let x = rows.narrow(0, first, TOKENS)?.to_device(ex.device())?;
-        let (x, mut out) = (TensorView::new(&x)?, ex.zeros(DType::F32, &[TOKENS, case.widths[0]])?);
+        let first = if case.is_replicated() { 0 } else { comm.rank() * case.tokens };
+        let x = rows.narrow(0, first, case.tokens)?.to_device(ex.device())?;
+        let (x, mut out) = (TensorView::new(&x)?, ex.zeros(DType::F32, &[case.tokens, case.widths[0]])?);
+        let mut forward = |ex: &mut Exec| -> Result<()> {
+            block.forward_into(x.view()?, out.view_mut(), &mut step, ex)?;
+            if case.is_replicated() { comm.all_reduce(out.view_mut(), ReduceOp::Sum, ex) } else { Ok(()) }
+        };
         // Once so that every buffer exists, then as a graph.
-        block.forward_into(x.view()?, out.view_mut(), &mut step, ex)?;
-        let mut graph =
-            Graph::capture(ex, |ex| block.forward_into(x.view()?, out.view_mut(), &mut step, ex))?;
+        forward(ex)?;
+        let mut graph = Graph::capture(ex, forward)?;
         // The same moves on all ranks.
         let mut rng = Rng::seeded(seed ^ 0x55);
         let (mut results, mut statuses) = (Vec::new(), Vec::new());
@@ -230,7 +268,7 @@ fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<M
 fn reference(case: &Case, seed: u64) -> Buffer {
     let mut rng = Rng::seeded(seed);
     let tensors = tensors(case, &mut rng);
-    let rows = rng.floats(case.dtype, &[2 * TOKENS, case.widths[0]]).into_tensor().unwrap();
+    let rows = rng.floats(case.dtype, &[2 * case.tokens, case.widths[0]]).into_tensor().unwrap();
     let vb = VarBuilder::from_tensors(tensors.into_iter().collect(), case.dtype, &Device::Cpu);
     let options = BlockOptions {
         router: RouterConfig { renormalize: true, ..RouterConfig::new(EXPERTS, 2) },
@@ -251,10 +289,14 @@ fn reference(case: &Case, seed: u64) -> Buffer {
 
 /// The results of a rank's rows, against the reference.
 fn check(case: &Case, rank: usize, want: &Buffer, results: &[Buffer]) {
-    let first = if case.parallel.tp == 2 { 0 } else { rank * TOKENS };
-    let want = Exec::cpu().to_host(want.view().narrow(first, TOKENS).unwrap()).unwrap();
+    let first = if case.is_replicated() { 0 } else { rank * case.tokens };
+    let want = Exec::cpu().to_host(want.view().narrow(first, case.tokens).unwrap()).unwrap();
     for (turn, got) in results.iter().enumerate() {
-        let name = format!("{:?} {:?}, rank {rank}, after {turn} moves", case.dtype, case.parallel.backend);
+        let Case { dtype, tokens, parallel, replicas, .. } = case;
+        let name = format!(
+            "{dtype:?} {:?} {replicas:?}, {tokens} tokens, rank {rank}, after {turn} moves",
+            parallel.backend
+        );
         assert_close(&name, &want, got, case.bound);
     }
 }
@@ -302,7 +344,7 @@ fn a_rank_without_a_window_is_refused() {
         let (block, _) = block(case, &tensors, comm, ex)?;
         let placed = block.placed_experts().unwrap();
         let target = renamed(&placed.map(), &mut Rng::seeded(2));
-        let round = MoveRound { layer: 0, phy2log: target, bytes: 1, limit: LIMIT };
+        let round = MoveRound { layer: 0, phy2log: target, sole: Vec::new(), bytes: 1, limit: LIMIT };
         let error = placed.move_round(&round, comm, None, ex).unwrap_err().to_string();
         comm.barrier(ex)?;
         Ok(error)

@@ -149,6 +149,7 @@ fn experts_behind_their_router_are_the_ops_one_by_one() {
             softcap: None,
             padded: false,
             routing: LayerRouting::default(),
+            log2phy: None,
         };
         let zeros = |dtype, width| ex.zeros(dtype, &[tokens, width]).unwrap();
         let (mut logits, mut ids) = (zeros(DType::F32, experts), zeros(DType::U32, top_k));

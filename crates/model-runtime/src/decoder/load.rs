@@ -5,12 +5,12 @@ use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use candle_core::Result;
+use candle_core::{DType, Result, bail};
 use candle_nn::VarBuilder;
 use moe_kernels::QuantScheme;
 use moe_layer::{
-    BackendSelection, BlockContext, BlockOptions, GatedMlp, MoePath, Reason, SharedExperts, load_layer_on,
-    shared_fit_slots,
+    BackendSelection, BlockContext, BlockOptions, ExpertOffload, GatedMlp, MoePath, Reason, SharedExperts,
+    load_layer_on, shared_fit_slots,
 };
 
 use super::layout::{DENSE, SHARED, WITH_SHARED};
@@ -30,6 +30,25 @@ pub struct DecoderOptions<'a> {
     pub backend: Option<&'a str>,
     /// The rank's place, and how MoE layers cut their tokens.
     pub context: &'a BlockContext,
+    /// Bytes of experts that live in host memory beside a GPU, all layers together; `None`: all are on the device.
+    pub expert_offload: Option<usize>,
+}
+
+impl DecoderOptions<'_> {
+    /// The experts of each layer that live in host memory, where weights are of `dtype`.
+    fn offload(&self, config: &DecoderConfig, dtype: DType) -> Result<Option<ExpertOffload>> {
+        let Some(bytes) = self.expert_offload else { return Ok(None) };
+        if self.path == MoePath::Legacy {
+            bail!(
+                "--expert-offload: experts one after the other are all on the device; drop --moe-path legacy"
+            )
+        }
+        let moe =
+            config.moe.as_ref().map(|moe| (moe.router.num_experts, moe.router.top_k, moe.intermediate_size));
+        let (experts, top_k, width) = moe.unwrap_or_default();
+        let expert = 3 * config.hidden_size * width * dtype.size_in_bytes();
+        ExpertOffload::within(bytes, (experts, top_k), expert, config.moe_layers().len()).map(Some)
+    }
 }
 
 impl<A: SelfAttention> Decoder<A> {
@@ -47,7 +66,10 @@ impl<A: SelfAttention> Decoder<A> {
         vb: VarBuilder,
         attention: impl Fn(VarBuilder) -> Result<A> + Sync,
     ) -> Result<(Self, Option<BackendSelection>)> {
-        let (h, eps, context) = (config.hidden_size, config.rms_norm_eps, options.context);
+        let (h, eps) = (config.hidden_size, config.rms_norm_eps);
+        let context =
+            &BlockContext { offload: options.offload(config, vb.dtype())?, ..options.context.clone() };
+        let options = &DecoderOptions { context, ..*options };
         let (layers, experts) = (config.moe_layers().len(), config.num_experts());
         context.placements.check(layers, experts, &context.geometry)?;
         let tp = &context.groups.tp;
@@ -73,8 +95,9 @@ impl<A: SelfAttention> Decoder<A> {
             }
             Ok((layer, chosen))
         };
-        // On the CPU every layer fills memory with all threads. Ranks whose experts may move compare them layer by layer, so in order.
-        let in_halves = !vb.device().is_cpu() && !context.placements.movable;
+        // On the CPU every layer fills memory with all threads. Ranks whose experts may move compare them layer by layer, so in order;
+        // and layers of which a part goes to host memory are on the device as a whole before, one at a time.
+        let in_halves = !vb.device().is_cpu() && !context.placements.movable && context.offload.is_none();
         let loaded = each_layer(config.num_layers(), in_halves, load)?;
         let (layers, chosen): (Vec<_>, Vec<_>) = loaded.into_iter().unzip();
         let lm_head = match config.tie_word_embeddings {
@@ -231,7 +254,7 @@ mod tests {
             let loaded = AtomicUsize::new(0);
             let load = |layer: usize| {
                 if layer == wrong {
-                    candle_core::bail!("layer {layer}")
+                    bail!("layer {layer}")
                 }
                 thread::sleep(Duration::from_millis(1));
                 Ok(loaded.fetch_add(1, Ordering::Relaxed))

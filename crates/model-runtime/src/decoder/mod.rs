@@ -16,7 +16,7 @@ use std::sync::Arc;
 use candle_core::Result;
 use moe_comm::Communicator;
 use moe_kernels::plan::{Machine, Reason, Stage};
-use moe_kernels::{CpuIsa, Exec, PreNorm, StepContext, View, ViewMut, embedding_into};
+use moe_kernels::{CpuIsa, Exec, ExpertTraffic, PreNorm, StepContext, View, ViewMut, embedding_into};
 use moe_layer::{GatedMlp, PlacedExperts, PlanStep, Router, SparseMoeBlock};
 use tracing::trace_span;
 
@@ -156,6 +156,16 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
 
     fn placed_experts(&self, moe_layer: usize) -> Option<&PlacedExperts> {
         self.sparse(moe_layer)?.placed_experts()
+    }
+
+    fn expert_traffic(&self) -> Result<Option<ExpertTraffic>> {
+        let mut all: Option<ExpertTraffic> = None;
+        for layer in (0..).map_while(|layer| self.sparse(layer)) {
+            if let Some(own) = layer.expert_traffic()? {
+                all.get_or_insert_default().add(&own);
+            }
+        }
+        Ok(all)
     }
 
     fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {

@@ -106,7 +106,7 @@ pub fn run<F: ModelFamily>(args: &BatchArgs) -> Result<ExitCode> {
     batch.progress.earlier_errors = batch.journal.earlier_errors;
     eprintln!("{}", batch.progress);
     if args.answer.engine.stats {
-        eprint!("{}{}", batch.engine.stats(), crate::parallel::eplb_report(&batch.engine));
+        eprint!("{}{}", batch.engine.stats(), crate::parallel::experts_report(&batch.engine));
     }
     let finished = result?;
     let errors = batch.progress.all_errors();

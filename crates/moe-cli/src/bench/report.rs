@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use moe_engine::engine::Stats;
+use moe_layer::ExpertTraffic;
 use serde::Serialize;
 
 use super::arrivals::{Arrivals, Spread};
@@ -29,6 +30,8 @@ pub struct Figures {
     pub time_to_first_token_ms: Option<Spread>,
     /// From token to token of a request that runs; `None` if every request has one token.
     pub inter_token_latency_ms: Option<Spread>,
+    /// What experts in host memory cost; `None` where all are on the device.
+    pub expert_traffic: Option<ExpertTraffic>,
 }
 
 impl Figures {
@@ -52,6 +55,7 @@ impl Figures {
             preemptions: after.preemptions.saturating_sub(before.preemptions),
             time_to_first_token_ms,
             inter_token_latency_ms,
+            expert_traffic: None,
         }
     }
 
@@ -100,6 +104,7 @@ mod tests {
             preemptions: 2,
             time_to_first_token_ms: Some(Spread { mean: 1., p50: 1., p99: 2., max: 2. }),
             inter_token_latency_ms: between,
+            expert_traffic: None,
         }
     }
 

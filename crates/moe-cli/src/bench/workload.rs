@@ -66,7 +66,7 @@ pub fn run<F: ModelFamily>(args: &BenchArgs, file: &Path) -> Result<()> {
     let best = report::best(&runs);
     eprintln!("best: run {}, {:.1} total tok/s", best + 1, runs[best].total_tok_s);
     let kv_cache_tokens = engine.stats().kv_blocks * BLOCK_SIZE;
-    eprint!("{}", crate::parallel::eplb_report(&engine));
+    eprint!("{}", crate::parallel::experts_report(&engine));
     let balance = engine.eplb_stats();
     drop(engine);
     session.finish()?;
@@ -116,11 +116,14 @@ fn measure(engine: &mut DpEngine, workload: &Workload) -> Result<Figures> {
     let total = Total::default();
     total.is(workload.num_requests() as u64);
     let mut progress = Progress::new(total, LOG_EVERY);
-    let before = engine.stats();
+    let (before, traffic) = (engine.stats(), engine.expert_traffic()?);
     let answered = answer(engine, workload, &mut progress);
     progress.finish();
     let (elapsed, arrivals) = answered?;
-    Ok(Figures::new(workload, elapsed, arrivals, &before, &engine.stats()))
+    let mut figures = Figures::new(workload, elapsed, arrivals, &before, &engine.stats());
+    let traffic = engine.expert_traffic()?.zip(traffic);
+    figures.expert_traffic = traffic.map(|(after, before)| after.since(&before));
+    Ok(figures)
 }
 
 /// The clock around the engine: how long it took, and when which token came.

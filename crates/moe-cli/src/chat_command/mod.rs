@@ -66,7 +66,7 @@ pub fn run<F: ModelFamily>(args: &ChatArgs) -> Result<()> {
     let terminal = lines.is_terminal();
     chat.talk(lines)?;
     if args.answer.engine.stats {
-        eprint!("{}{}", chat.engine.stats(), crate::parallel::eplb_report(&chat.engine));
+        eprint!("{}{}", chat.engine.stats(), crate::parallel::experts_report(&chat.engine));
     }
     let failed = chat.failed;
     drop(chat);

@@ -44,7 +44,7 @@ pub fn run<F: ModelFamily>(args: &GenerateArgs) -> Result<()> {
     }
     texts.finish(&prompts)?;
     if args.engine.stats {
-        eprint!("{}{}", engine.stats(), crate::parallel::eplb_report(&engine));
+        eprint!("{}{}", engine.stats(), crate::parallel::experts_report(&engine));
     }
     drop(engine);
     session.finish()

@@ -92,3 +92,30 @@ proptest! {
         prop_assert_eq!(got, sizes);
     }
 }
+
+#[test]
+fn one_copy_of_each_expert_is_chosen_evenly() {
+    // 8 experts and copies of the first 4 on the second rank: without a choice it would read 6 beside 4.
+    let map = ExpertMap::initial(8, 4, 2).unwrap();
+    let count = |sole: &[u32]| {
+        sole.iter().fold([0, 0], |mut count, &slot| {
+            count[map.rank_of(slot as usize).unwrap()] += 1;
+            count
+        })
+    };
+    let sole = map.sole_copies(&[]).unwrap();
+    assert_eq!(count(&sole), [4, 4]);
+    assert!(sole.iter().enumerate().all(|(expert, &slot)| map.phy2log()[slot as usize] == expert as u32));
+    // Experts 4 and 5 stay on rank 0, 6 and 7 on rank 1. Two hot ones go to different ranks, and to the ranks that have less.
+    let sole = map.sole_copies(&[90.0, 80.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]).unwrap();
+    assert_eq!(count(&sole), [4, 4]);
+    assert_ne!(map.rank_of(sole[0] as usize), map.rank_of(sole[1] as usize));
+    let sole = map.sole_copies(&[90.0, 80.0, 1.0, 1.0, 60.0, 60.0, 0.0, 0.0]).unwrap();
+    assert_eq!((map.rank_of(sole[0] as usize), map.rank_of(sole[1] as usize)), (Some(1), Some(0)));
+    let refused = |loads: &[f64]| map.sole_copies(loads).unwrap_err().to_string();
+    assert!(refused(&[1.0]).contains("expected the loads of 8 experts, got 1"));
+    assert!(refused(&[f64::NAN; 8]).contains("the load of expert 0 is NaN"));
+    // Nothing to choose.
+    let sole = ExpertMap::initial(5, 0, 2).unwrap().sole_copies(&[0.0; 5]).unwrap();
+    assert_eq!(sole, [0, 1, 2, 3, 4]);
+}

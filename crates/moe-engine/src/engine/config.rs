@@ -59,9 +59,9 @@ pub enum SchedulingPolicy {
     /// First come, first served.
     #[default]
     Fcfs,
-    /// Those that may make most tokens first, as in list scheduling by longest processing time (Graham, 1969). At the end
-    /// of a file of requests no long one is then left to run alone, and steps stay full. A short request may wait until
-    /// all others run.
+    /// Those that may make most tokens before the shortest ones, of which half as many more as run at once are kept for the
+    /// end and start by length, as in list scheduling by longest processing time (Graham, 1969). At the end of a file of
+    /// requests no long one is then left to run alone, and steps stay full. A short request may wait until all others run.
     LongestFirst,
 }
 

@@ -82,7 +82,9 @@ pub(crate) struct DeviceRunner {
     last: Vec<Key>,
     graphs: HashMap<Variant, Recording>,
     max_seqs: usize,
-    /// Steps that replayed a graph.
+    /// Graphs that were recorded.
+    pub recorded: u64,
+    /// Steps that replayed one.
     pub replayed: u64,
 }
 
@@ -112,6 +114,7 @@ impl DeviceRunner {
             last: Vec::new(),
             graphs: HashMap::new(),
             max_seqs: seqs,
+            recorded: 0,
             replayed: 0,
         })
     }
@@ -324,6 +327,7 @@ impl DeviceRunner {
             Ok(mut graph) if by_all => {
                 ex.mark("graph", variant.rows)?;
                 graph.launch()?;
+                self.recorded += 1;
                 self.replayed += 1;
                 self.graphs.insert(variant, Recording::Ready(graph));
                 model.ranks().map_or(Ok(()), |ranks| ranks.watch(ex))

@@ -5,7 +5,7 @@
 //! ready there; were all requests given away when they are added, they would differ by how wrong the estimates of the work
 //! were, and by how much slower one rank is than another.
 //!
-//! The order is the policy's over all ranks, as each engine has it over its own requests.
+//! The order is the policy's over all ranks ([`start_order`](super::start_order)), as each engine has it over its own requests.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::config::SchedulingPolicy;
 use super::request::{Output, Request, RequestId};
+use super::start_order::kept_for_the_end;
 
 /// A request for a rank.
 pub(super) struct Assigned {
@@ -32,6 +33,8 @@ pub(super) struct Dispatcher {
     room: usize,
     ranks: Vec<Load>,
     waiting: BTreeMap<Turn, Waiting>,
+    /// How many of these are kept for the end, and at most.
+    last: [usize; 2],
     /// When waiting requests must end.
     deadlines: BTreeSet<(Instant, Turn)>,
     requests: HashMap<RequestId, Known>,
@@ -49,8 +52,8 @@ struct Load {
     work: usize,
 }
 
-/// The place in the queue, the lowest first: most output where the policy asks for it, then the order of arrival.
-type Turn = (Reverse<usize>, u64);
+/// The place in the queue, the lowest first: whether it is kept for the end, by most output; then the order of arrival.
+type Turn = (bool, Reverse<usize>, u64);
 
 struct Waiting {
     request: Box<Request>,
@@ -97,6 +100,7 @@ impl Dispatcher {
             room,
             ranks: vec![Load::default(); num_ranks],
             waiting: BTreeMap::new(),
+            last: [0, kept_for_the_end(max_num_seqs).saturating_mul(num_ranks)],
             deadlines: BTreeSet::new(),
             requests: HashMap::new(),
             unfinished: 0,
@@ -115,18 +119,38 @@ impl Dispatcher {
         self.next_id += 1;
         let most = self.max_model_len.saturating_sub(request.prompt.len());
         let output = request.max_tokens.map_or(most, |max| max.min(most));
-        let first = match self.policy {
-            SchedulingPolicy::Fcfs => 0,
-            SchedulingPolicy::LongestFirst => output,
+        let turn = match self.policy {
+            SchedulingPolicy::Fcfs => (false, Reverse(0), id.0),
+            SchedulingPolicy::LongestFirst => (true, Reverse(output), id.0),
         };
-        let turn = (Reverse(first), id.0);
         let (unfinished, work) = (request.n, request.prompt.len() + output);
         let waiting = Waiting { request: Box::new(request), added: Instant::now() };
         self.deadlines.extend(waiting.deadline().map(|deadline| (deadline, turn)));
         self.waiting.insert(turn, waiting);
         self.requests.insert(id, Known { place: Place::Waiting(turn), unfinished, work });
         self.unfinished += unfinished;
+        self.last[0] += usize::from(turn.0);
+        if self.last[0] > self.last[1] {
+            self.release_longest();
+        }
         id
+    }
+
+    /// Puts the longest of those that are kept for the end among those that go as they came.
+    fn release_longest(&mut self) {
+        let first_of_last = (true, Reverse(usize::MAX), 0);
+        let Some((&turn, _)) = self.waiting.range(first_of_last..).next() else { return };
+        let Some(waiting) = self.waiting.remove(&turn) else { return };
+        let earlier = (false, Reverse(0), turn.2);
+        if let Some(deadline) = waiting.deadline() {
+            self.deadlines.remove(&(deadline, turn));
+            self.deadlines.insert((deadline, earlier));
+        }
+        if let Some(known) = self.requests.get_mut(&RequestId(turn.2)) {
+            known.place = Place::Waiting(earlier);
+        }
+        self.waiting.insert(earlier, waiting);
+        self.last[0] -= 1;
     }
 
     /// The next request that a rank is to be given, if one has room. One whose time is over goes in any case: the rank
@@ -162,7 +186,8 @@ impl Dispatcher {
         if let Some(deadline) = waiting.deadline() {
             self.deadlines.remove(&(deadline, turn));
         }
-        let id = RequestId(turn.1);
+        self.last[0] -= usize::from(turn.0);
+        let id = RequestId(turn.2);
         let known = self.requests.get_mut(&id)?;
         known.place = Place::Rank(rank);
         let load = &mut self.ranks[rank];
@@ -270,8 +295,8 @@ mod tests {
         for (prompt, max_tokens) in [(1, Some(3)), (1, Some(9)), (40, None), (1, Some(9)), (1, Some(30))] {
             dispatcher.add(Request { max_tokens, ..request(prompt, 1) });
         }
-        // A quarter of one is one more. The long prompt leaves room for ten tokens.
-        assert_eq!(given(&mut dispatcher), [(0, 4), (1, 2), (0, 1), (1, 3)]);
+        // A quarter of one is one more. The long prompt leaves room for ten tokens. The two shortest are kept for the end.
+        assert_eq!(given(&mut dispatcher), [(0, 1), (1, 2), (0, 4), (1, 3)]);
         let several = dispatcher.add(Request { n: 3, ..request(1, 45) });
         dispatcher.reported(&end(RequestId(4)));
         dispatcher.reported(&end(RequestId(1)));

@@ -17,6 +17,7 @@ use std::time::Instant;
 use anyhow::{Result, anyhow, bail};
 use model_runtime::{CausalLm, Exec};
 use moe_comm::{Communicator, Messages};
+use moe_layer::ExpertTraffic;
 
 use super::dispatch::{Assigned, Dispatcher};
 use super::peers::Peers;
@@ -302,6 +303,14 @@ impl<'m> DpEngine<'m> {
             }
         }
         total
+    }
+
+    /// What experts in host memory have cost so far; `None` where all are on the device. Waits for the device.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn expert_traffic(&self) -> Result<Option<ExpertTraffic>> {
+        Ok(self.engine.runner.model.expert_traffic()?)
     }
 
     /// The expert counts that the last step has collected, if they are counted: in lockstep those of all ranks together, else a count for each

@@ -30,13 +30,13 @@ fn free_of(free: u64, total: u64, limit: Option<u64>) -> Result<u64> {
     ensure!(
         used < limit,
         "--gpu-memory {limit}: {used} bytes of the GPU are in use already, by the weights and whatever else runs there; allow \
-         more, or take a smaller or a quantised model"
+         more, keep experts in host memory (--expert-offload), or take a smaller or a quantised model"
     );
     Ok(limit - used)
 }
 
-/// Bytes that can be used without swapping or being killed; `None` where the system does not say.
-fn host() -> Option<u64> {
+/// Bytes of host memory that can be used without swapping or being killed; `None` where the system does not say.
+pub(crate) fn host() -> Option<u64> {
     let machine = machine(&fs::read_to_string("/proc/meminfo").ok()?)?;
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     Some(machine.min(allowed(&groups, Path::new("/sys/fs/cgroup"))))

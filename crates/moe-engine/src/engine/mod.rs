@@ -11,6 +11,7 @@
 //! prefix cache. A request that fails, is cancelled or runs out of time leaves the others alone.
 
 mod balance;
+mod budget;
 mod config;
 #[cfg(feature = "cuda")]
 mod device;
@@ -26,10 +27,13 @@ mod runner;
 #[cfg(feature = "cuda")]
 mod sampling;
 mod scheduler;
+#[cfg(test)]
+mod scheduler_tests;
 mod sequence;
 mod serve;
 #[cfg(any(test, feature = "cuda"))]
 mod slots;
+mod start_order;
 mod stats;
 #[cfg(feature = "cuda")]
 mod step_memory;
@@ -54,10 +58,12 @@ pub use config::{EngineConfig, SchedulingPolicy};
 #[cfg(feature = "cuda")]
 pub(crate) use device::DeviceRunner;
 pub use dp::DpEngine;
+pub(crate) use memory::host as host_memory;
 pub use request::{FinishReason, Output, Request, RequestError, RequestId, StopReason};
 pub(crate) use serve::serve;
 pub use stats::{Histogram, Stats};
 
+use budget::MixedLimit;
 use config::Capacity;
 use finish::Checked;
 use runner::{Runner, StepResult};
@@ -143,6 +149,10 @@ impl<'m> Engine<'m> {
         let limits = Limits {
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
+            mixed: match ex.is_cuda() && info.kv.value_dim.is_some() {
+                true => MixedLimit::gpu(config.max_num_seqs),
+                false => MixedLimit::NONE,
+            },
             policy: config.scheduling_policy,
             block_size: config.block_size,
             prefix_caching: config.enable_prefix_caching,
@@ -302,8 +312,11 @@ impl<'m> Engine<'m> {
 
     /// Counters and times so far.
     pub fn stats(&self) -> Stats {
+        let (graphs, graph_steps) = self.runner.graphs();
         Stats {
             seconds: self.start.elapsed().as_secs_f64(),
+            graphs,
+            graph_steps,
             preemptions: self.scheduler.num_preemptions,
             cached_prompt_tokens: self.scheduler.num_cached_tokens,
             ..self.stats.clone()
@@ -312,7 +325,7 @@ impl<'m> Engine<'m> {
 
     /// Steps that replayed a captured CUDA graph.
     pub fn num_graph_steps(&self) -> u64 {
-        self.runner.num_graph_steps()
+        self.runner.graphs().1
     }
 
     /// Collects steps until only `keep` are under way.

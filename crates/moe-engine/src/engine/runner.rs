@@ -126,13 +126,13 @@ fn records_routing(plan: &Plan, sequences: &HashMap<Key, &Sequence>) -> bool {
 }
 
 impl Runner<'_> {
-    /// Steps that replayed a CUDA graph.
-    pub fn num_graph_steps(&self) -> u64 {
+    /// CUDA graphs that were recorded, and steps that replayed one.
+    pub fn graphs(&self) -> (u64, u64) {
         #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
-            return device.replayed;
+            return (device.recorded, device.replayed);
         }
-        0
+        (0, 0)
     }
 
     /// Starts a step. `sequences` holds those of the plan.

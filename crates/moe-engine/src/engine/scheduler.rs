@@ -13,14 +13,17 @@ use std::collections::VecDeque;
 use candle_core::Result;
 use model_runtime::{BlockAllocator, PrefixId, Step};
 
+use super::budget::{Budget, MixedLimit};
 use super::config::SchedulingPolicy;
 use super::sequence::{IN_FLIGHT, Key, Sequence};
+use super::start_order;
 
 /// What bounds a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     pub max_num_seqs: usize,
     pub max_num_batched_tokens: usize,
+    pub mixed: MixedLimit,
     pub policy: SchedulingPolicy,
     pub block_size: usize,
     pub prefix_caching: bool,
@@ -49,8 +52,11 @@ pub(super) struct Plan {
 
 pub(super) struct Scheduler {
     limits: Limits,
-    /// Sequences that gave way stand before those that never ran; these are in the order of the policy.
+    /// Sequences that gave way, then those that never ran, in the order of the policy. Where the longest go first that is: all
+    /// but the last ones ([`start_order`]) as they came, then these, the shortest of all, the longest first.
     pub waiting: VecDeque<Sequence>,
+    /// Whether the first sequences start, until places or blocks have run out.
+    filling: bool,
     pub running: Vec<Sequence>,
     pub allocator: BlockAllocator,
     pub num_preemptions: u64,
@@ -66,6 +72,7 @@ impl Scheduler {
         Ok(Self {
             limits,
             waiting: VecDeque::new(),
+            filling: true,
             running: Vec::new(),
             allocator,
             num_preemptions: 0,
@@ -75,20 +82,22 @@ impl Scheduler {
 
     /// Takes a new sequence.
     pub fn add(&mut self, sequence: Sequence) {
-        let place = match self.limits.policy {
-            SchedulingPolicy::Fcfs => self.waiting.len(),
+        match self.limits.policy {
+            SchedulingPolicy::Fcfs => self.waiting.push_back(sequence),
             SchedulingPolicy::LongestFirst => {
-                let longest = sequence.most_output();
-                self.waiting.partition_point(|other| other.has_run() || other.most_output() >= longest)
+                start_order::insert(&mut self.waiting, sequence, self.limits.max_num_seqs);
             }
-        };
-        self.waiting.insert(place, sequence);
+        }
     }
 
     /// The next step; `None` if no sequence has anything to compute.
     pub fn schedule(&mut self) -> Result<Option<Plan>> {
         self.announce()?;
-        let mut budget = self.limits.max_num_batched_tokens;
+        self.filling |= self.running.is_empty();
+        let Limits { max_num_batched_tokens, mixed, .. } = self.limits;
+        let decoding = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
+        let prompts = if decoding < mixed.decode_rows { usize::MAX } else { mixed.prompt_rows };
+        let mut budget = Budget { rows: max_num_batched_tokens, prompts };
         let mut rows = Vec::with_capacity(self.running.len());
         let preempted = self.continue_running(&mut rows, &mut budget)?;
         if !preempted {
@@ -98,15 +107,16 @@ impl Scheduler {
     }
 
     /// Rows for running sequences, in order; whether one had to give way.
-    fn continue_running(&mut self, rows: &mut Vec<usize>, budget: &mut usize) -> Result<bool> {
+    fn continue_running(&mut self, rows: &mut Vec<usize>, budget: &mut Budget) -> Result<bool> {
         let before = self.num_preemptions;
         while rows.len() < self.running.len() {
             let (i, block_size) = (rows.len(), self.limits.block_size);
             let sequence = &mut self.running[i];
-            let want = sequence.remaining().min(*budget);
+            let remaining = sequence.remaining();
+            let want = budget.rows(remaining);
             if sequence.blocks.reserve(sequence.computed + want, block_size, &mut self.allocator) {
                 rows.push(want);
-                *budget -= want;
+                budget.spend(remaining, want);
             } else {
                 // The last one, which may be this one; then the loop ends.
                 self.preempt_last()?;
@@ -124,18 +134,30 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Starts waiting sequences in order.
-    fn admit(&mut self, rows: &mut Vec<usize>, budget: &mut usize) -> Result<()> {
+    /// Starts waiting sequences.
+    fn admit(&mut self, rows: &mut Vec<usize>, budget: &mut Budget) -> Result<()> {
         let Limits { block_size, max_num_seqs, .. } = self.limits;
-        while *budget > 0 && self.running.len() < max_num_seqs {
-            let Some(mut sequence) = self.waiting.pop_front() else { break };
+        while budget.rows > 0 && budget.prompts > 0 {
+            if self.running.len() >= max_num_seqs {
+                self.filling = false;
+                break;
+            }
+            let place = match self.limits.policy {
+                SchedulingPolicy::LongestFirst if self.filling => {
+                    start_order::first(&self.waiting, max_num_seqs)
+                }
+                _ => 0,
+            };
+            let Some(mut sequence) = self.waiting.remove(place) else { break };
             if self.limits.prefix_caching {
                 sequence.take_prefix(self.root(&sequence), block_size, &mut self.allocator);
             }
-            let want = sequence.remaining().min(*budget);
+            let remaining = sequence.remaining();
+            let want = budget.rows(remaining);
             if !sequence.blocks.reserve(sequence.computed + want, block_size, &mut self.allocator) {
                 sequence.release(&mut self.allocator)?;
-                self.waiting.push_front(sequence);
+                self.waiting.insert(place, sequence);
+                self.filling = false;
                 break;
             }
             let cached = sequence.computed;
@@ -144,7 +166,7 @@ impl Scheduler {
                 self.num_cached_tokens += cached as u64;
             }
             rows.push(want);
-            *budget -= want;
+            budget.spend(remaining, want);
             self.running.push(sequence);
         }
         Ok(())
@@ -220,113 +242,5 @@ impl Scheduler {
     pub fn kv_blocks(&self) -> (usize, usize) {
         let all = self.allocator.num_blocks();
         (all - self.allocator.num_free(), all)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::Arc;
-    use std::time::Instant;
-
-    use model_runtime::SequenceBlocks;
-
-    use super::super::request::Request;
-    use super::*;
-
-    fn sequence(number: u64, prompt_len: usize) -> Sequence {
-        let request = Request::new(vec![1; prompt_len]);
-        Sequence {
-            key: (number, 0),
-            sampling: request.sampling.clone(),
-            tokens: request.prompt.clone(),
-            request: Arc::new(request),
-            in_flight: 0,
-            max_len: 100,
-            computed: 0,
-            blocks: SequenceBlocks::default(),
-            chain: Vec::new(),
-            num_cached_tokens: None,
-            text: None,
-            constraint: None,
-            routed: None,
-            prompt_logprobs: Vec::new(),
-            prompt_logprobs_given: false,
-            added: Instant::now(),
-            last_token: None,
-        }
-    }
-
-    #[test]
-    fn sequences_with_one_row_stand_first_in_the_step() -> Result<()> {
-        let limits = Limits {
-            max_num_seqs: 8,
-            max_num_batched_tokens: 8,
-            block_size: 4,
-            policy: SchedulingPolicy::Fcfs,
-            prefix_caching: false,
-            prefix_by_prompt_len: false,
-        };
-        let mut scheduler = Scheduler::new(limits, 32)?;
-        [sequence(0, 1), sequence(1, 12), sequence(2, 1)].into_iter().for_each(|s| scheduler.add(s));
-        let mut keys = Vec::new();
-        for (decode_rows, rows) in [(1, &[1, 7][..]), (2, &[1, 1, 5]), (3, &[1, 1, 1])] {
-            let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
-            assert_eq!(plan.step.decode_rows(), decode_rows);
-            assert_eq!(plan.parts.iter().map(|part| part.rows).collect::<Vec<_>>(), rows);
-            keys.push(plan.parts.iter().map(|part| part.key.0).collect::<Vec<_>>());
-            for &(row, key) in &plan.in_flight {
-                let first: usize = plan.parts.iter().take_while(|part| part.key != key).map(|p| p.rows).sum();
-                assert_eq!(row, first, "the row whose token is in flight");
-            }
-        }
-        // The longest of those with one row before the others.
-        assert_eq!(keys, [vec![0, 1], vec![0, 2, 1], vec![1, 0, 2]]);
-        Ok(())
-    }
-
-    /// The order in which sequences of these lengths of output start, two at a time, on four KV blocks of four tokens.
-    fn order_of_starts(policy: SchedulingPolicy, output: &[usize]) -> Result<(Vec<u64>, u64)> {
-        let (max_num_seqs, max_num_batched_tokens, block_size) = (2, 8, 4);
-        let (prefix_caching, prefix_by_prompt_len) = (false, false);
-        let limits = Limits {
-            max_num_seqs,
-            max_num_batched_tokens,
-            policy,
-            block_size,
-            prefix_caching,
-            prefix_by_prompt_len,
-        };
-        let mut scheduler = Scheduler::new(limits, 4)?;
-        for (number, output) in output.iter().enumerate() {
-            scheduler.add(Sequence { max_len: 2 + output, ..sequence(number as u64, 2) });
-        }
-        let mut started = Vec::new();
-        while let Some(plan) = scheduler.schedule()? {
-            for part in plan.parts {
-                if part.start == 0 && !started.contains(&part.key.0) {
-                    started.push(part.key.0);
-                }
-                let Some(s) = scheduler.get_mut(part.key) else {
-                    candle_core::bail!("{:?} is gone", part.key)
-                };
-                s.tokens.iter_mut().filter(|id| **id == IN_FLIGHT).for_each(|id| *id = 1);
-                s.in_flight = 0;
-                if s.tokens.len() >= s.max_len {
-                    scheduler.remove(part.key)?;
-                }
-            }
-        }
-        assert_eq!(scheduler.kv_blocks().0, 0);
-        Ok((started, scheduler.num_preemptions))
-    }
-
-    #[test]
-    fn the_longest_start_first_and_those_of_one_length_as_they_came() -> Result<()> {
-        let output = [3, 9, 3, 1, 9, 12];
-        assert_eq!(order_of_starts(SchedulingPolicy::Fcfs, &output)?.0, [0, 1, 2, 3, 4, 5]);
-        let (order, preemptions) = order_of_starts(SchedulingPolicy::LongestFirst, &output)?;
-        assert_eq!(order, [5, 1, 4, 0, 2, 3]);
-        assert!(preemptions > 0, "sequences that gave way go on before new ones");
-        Ok(())
     }
 }

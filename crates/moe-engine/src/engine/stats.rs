@@ -52,6 +52,10 @@ pub struct Stats {
     pub steps: u64,
     /// Rows of all forward passes.
     pub rows: u64,
+    /// CUDA graphs that were recorded; of several ranks, by the one that recorded most.
+    pub graphs: u64,
+    /// Steps that replayed one.
+    pub graph_steps: u64,
     /// Times a sequence gave its KV blocks back.
     pub preemptions: u64,
     /// Most KV blocks in use.
@@ -101,6 +105,8 @@ impl Stats {
         self.generated_tokens += other.generated_tokens;
         self.steps = self.steps.max(other.steps);
         self.rows += other.rows;
+        self.graphs = self.graphs.max(other.graphs);
+        self.graph_steps = self.graph_steps.max(other.graph_steps);
         self.preemptions += other.preemptions;
         self.peak_kv_blocks += other.peak_kv_blocks;
         self.kv_blocks += other.kv_blocks;
@@ -147,6 +153,9 @@ impl std::fmt::Display for Stats {
             "{} steps of {rows_per_step:.1} rows, {} preemptions, KV cache at most {} of {} blocks",
             self.steps, self.preemptions, self.peak_kv_blocks, self.kv_blocks
         )?;
+        if self.graphs > 0 {
+            writeln!(f, "{} CUDA graphs recorded, {} steps replayed one", self.graphs, self.graph_steps)?;
+        }
         for (name, times) in
             [("first token", &self.time_to_first_token), ("token to token", &self.inter_token_latency)]
         {

@@ -24,11 +24,22 @@ const EPISODES: usize = 16;
 const ON_HOSTS: f64 = 1e-9;
 const ON_GPUS: f64 = 1e-11;
 
+/// The layer that is moving.
+struct Moving {
+    layer: usize,
+    /// Its experts that come to another rank.
+    experts: u64,
+    /// As [`MoveRound::sole`].
+    sole: Vec<u32>,
+}
+
 /// Balances the experts of a run.
 pub(crate) struct Balancer {
     bytes_per_step: usize,
     move_timeout: Duration,
     topology: Topology,
+    /// Slots of ranks, and some layer's experts in them.
+    map: ExpertMap,
     slot_len: usize,
     heat: Heat,
     planner: RoundPlanner,
@@ -37,8 +48,7 @@ pub(crate) struct Balancer {
     first: Placement,
     /// Layers that the plan moves next.
     queue: VecDeque<usize>,
-    /// The layer that is moving, and its experts that come to another rank.
-    moving: Option<(usize, u64)>,
+    moving: Option<Moving>,
     /// When the window was looked at last, and steps since.
     since: (Instant, u32),
     stats: EplbStats,
@@ -82,6 +92,7 @@ impl Balancer {
             bytes_per_step: config.bytes_per_step,
             move_timeout: config.move_timeout,
             topology,
+            map: map.clone(),
             slot_len,
             heat: Heat::new(maps.len(), topology.experts(), config.window, StageFilter::All)?,
             planner,
@@ -134,11 +145,19 @@ impl Balancer {
             Action::Transfer { layers } => self.begin(layers),
         }
         if self.moving.is_none() {
-            self.next_layer();
+            self.next_layer()?;
         }
-        let Some(((layer, _), target)) = self.moving.zip(self.controller.target()) else { return Ok(None) };
-        let phy2log = target.layer(layer).to_vec();
-        Ok(Some(MoveRound { layer, phy2log, bytes: self.bytes_per_step, limit: self.move_timeout }))
+        let Some((moving, target)) = self.moving.as_ref().zip(self.controller.target()) else {
+            return Ok(None);
+        };
+        let &Moving { layer, ref sole, .. } = moving;
+        Ok(Some(MoveRound {
+            layer,
+            phy2log: target.layer(layer).to_vec(),
+            sole: sole.clone(),
+            bytes: self.bytes_per_step,
+            limit: self.move_timeout,
+        }))
     }
 
     /// A round has been run: how the move stands, and how long the ranks took.
@@ -146,7 +165,9 @@ impl Balancer {
     /// # Errors
     /// A round that was not asked for.
     pub fn moved(&mut self, status: &MoveStatus, took: Duration) -> Result<()> {
-        let Some((layer, experts)) = self.moving else { bail!("load balancing: no expert was moving") };
+        let Some(&Moving { layer, experts, .. }) = self.moving.as_ref() else {
+            bail!("load balancing: no expert was moving")
+        };
         self.stats.waited(took);
         self.waits.add(took);
         match status {
@@ -161,6 +182,8 @@ impl Balancer {
                     self.planner.set_costs(|costs| costs.seconds_per_byte = seconds);
                 }
                 if let Some(p) = self.planner.proposal(layer) {
+                    self.stats.planned_par_sums[0] += p.current_par;
+                    self.stats.planned_par_sums[1] += p.new_par;
                     info!(
                         layer,
                         experts,
@@ -189,14 +212,19 @@ impl Balancer {
         self.queue = layers.into();
     }
 
-    fn next_layer(&mut self) {
-        let Some((layer, target)) = self.queue.pop_front().zip(self.controller.target()) else { return };
+    fn next_layer(&mut self) -> Result<()> {
+        let Some((layer, target)) = self.queue.pop_front().zip(self.controller.target()) else {
+            return Ok(());
+        };
         let (now, next) = (self.controller.placement().layer(layer), target.layer(layer));
         let k = self.topology.slots_per_device();
         let comes = |(rank, &expert): (usize, &u32)| !now[rank * k..][..k].contains(&expert);
         let experts =
             next.iter().enumerate().map(|(slot, expert)| (slot / k, expert)).filter(|&e| comes(e)).count();
-        self.moving = Some((layer, experts as u64));
+        let loads = self.heat.aggregate()?;
+        let sole = self.map.with_phy2log(next.to_vec())?.sole_copies(loads.layer(layer))?;
+        self.moving = Some(Moving { layer, experts: experts as u64, sole });
+        Ok(())
     }
 
     fn observe(&mut self, load: &StepLoad) -> Result<()> {

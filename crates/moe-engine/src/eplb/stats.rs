@@ -14,6 +14,9 @@ pub struct EplbStats {
     pub dropped: u64,
     /// Layers that have another placement.
     pub layers: u64,
+    /// The sum over them of peak over mean load before the move, and of what the plan expected after it, both of the loads that the
+    /// plan was made from.
+    pub planned_par_sums: [f64; 2],
     /// Experts that came to another rank.
     pub experts: u64,
     /// Bytes that travelled.
@@ -94,6 +97,13 @@ impl std::fmt::Display for EplbStats {
             "expert moves: {} plans ({} dropped), {} layers, {} experts, {} bytes, {} rolled back",
             self.plans, self.dropped, self.layers, self.experts, self.bytes, self.rolled_back
         )?;
+        if self.layers > 0 {
+            let [from, to] = self.planned_par_sums.map(|sum| sum / self.layers as f64);
+            writeln!(
+                f,
+                "expert plans: peak over mean load of the layers that moved {from:.3}, {to:.3} expected"
+            )?;
+        }
         writeln!(
             f,
             "waits for moves: {} rounds, {:.1} ms in all, median {:.3} ms, p99 {:.3} ms, at most {:.3} ms",

@@ -128,7 +128,8 @@ mod tests {
         assert_eq!((again.force_balance, again.step), (Some(u64::MAX), 9));
         assert!(again.whole_residual);
         let limit = std::time::Duration::from_millis(1500);
-        let round = MoveRound { layer: 3, phy2log: vec![1, 0, 1], bytes: usize::MAX, limit };
+        let (phy2log, sole) = (vec![1, 0, 1], vec![1, 2]);
+        let round = MoveRound { layer: 3, phy2log, sole, bytes: usize::MAX, limit };
         let sent = [GroupMessage::Step(Box::new(sent)), GroupMessage::Move(round)];
         for sent in sent {
             let got: GroupMessage = decode(&encode(&sent).unwrap()).unwrap();

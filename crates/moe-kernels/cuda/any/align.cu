@@ -4,6 +4,7 @@
 // As in experts/align.cu one block sorts stably, without an atomic, so that the order is the same on every run.
 #include "any/any.cuh"
 #include "experts/align.cuh"
+#include "router/copies.cuh"
 
 namespace moe {
 namespace {
@@ -119,30 +120,11 @@ __global__ void local_ids(const uint32_t* ids, uint32_t first, uint32_t num_loca
   }
 }
 
-/// The number of the copy, of `copies`, that computes a row: what Spread::copy of the CPU says.
-__device__ __forceinline__ uint32_t copy_of_row(uint32_t row, uint32_t expert, uint32_t copies, bool hashed) {
-  uint32_t number = row + expert;
-  if (hashed) {
-    const uint32_t mixed = (row + 0x9e3779b9u) * 0x85ebca6bu ^ expert * 0xc2b2ae35u;
-    number = (mixed ^ mixed >> 15) * 0x2c1b3c6du >> 8;
-  }
-  return number % copies;
-}
-
 __global__ void physical_ids(const uint32_t* ids, const int32_t* log2phy, int top_k, int num_experts, int width,
                              uint32_t first_row, bool hashed, uint32_t* out, int64_t count) {
   pdl_wait();
-  for (int64_t i = element_start(); i < count; i += element_step()) {
-    const uint32_t id = ids[i];
-    uint32_t physical = kNoExpert;
-    if (id < static_cast<uint32_t>(num_experts)) {
-      const int32_t* copies = log2phy + static_cast<size_t>(id) * width;
-      uint32_t n = 0;
-      while (n < static_cast<uint32_t>(width) && copies[n] >= 0) ++n;
-      if (n > 0) physical = copies[copy_of_row(first_row + static_cast<uint32_t>(i / top_k), id, n, hashed)];
-    }
-    out[i] = physical;
-  }
+  for (int64_t i = element_start(); i < count; i += element_step())
+    out[i] = slot_of_row(log2phy, num_experts, width, first_row + static_cast<uint32_t>(i / top_k), ids[i], hashed);
 }
 
 size_t counts_bytes(int num_local) { return sizeof(uint32_t) * kSortWarps * num_local; }

@@ -76,8 +76,32 @@ struct CombineArgs {
   Output output;  // kF32 or kBf16
 };
 
+/// Of experts more than the device has slots for; the others lie at home in host memory. Arrays are device memory.
+struct ExpertResidencyArgs {
+  const uint32_t* topk_ids;  // [count]; ids of no expert are passed over
+  int32_t* place;            // [E] an expert's slot, or -1 - home
+  uint32_t* heat;            // [E] how often steps needed it lately
+  int32_t* held;             // [S] the expert in each slot
+  int32_t* pending;          // [E] whether the step still needs it: written by the first pass for the next ones
+  int32_t* map;              // out [E]: the slot of each expert that this pass computes, -1 = none
+  int32_t* exchanges;        // out [1 + 2 S]: how many experts change places; of each the slot and the home
+  uint64_t* counts;          // [2] added to: experts that steps needed, experts that were fetched for them
+  int count, num_experts, num_slots, first;  // first: whether this is the step's first pass
+};
+
+/// Exchanges the weights of slots and homes, both products of an expert one after the other at home.
+struct ExpertExchangeArgs {
+  const int32_t* exchanges;     // as moe_expert_residency writes it
+  void* w13;                    // [S] experts of w13_bytes
+  void* w2;                     // [S] experts of w2_bytes
+  void* homes;                  // page-locked host memory by its device address: [homes] experts of both
+  int64_t w13_bytes, w2_bytes;  // of an expert, multiples of 16
+};
+
 }  // namespace moe
 
+extern "C" int moe_expert_residency(const moe::ExpertResidencyArgs* args, void* stream);
+extern "C" int moe_expert_exchange(const moe::ExpertExchangeArgs* args, void* stream);
 extern "C" int moe_align_tokens(const moe::AlignTokensArgs* args, void* stream);
 extern "C" int moe_experts_stream(const moe::ExpertsStreamArgs* args, void* stream);
 extern "C" int moe_experts_stream_planned(const moe::ExpertsStreamArgs* args, int pass, int chunk, void* stream);

@@ -10,11 +10,18 @@
 // which feeds shared memory, it asks least. Where experts have up to 128 rows it is 256 weight rows: then rows come out
 // of L2 half as often beside the weights, which are what takes time. An expert's rows are spread evenly over as few
 // such tiles as hold them. Each warpgroup rounds and stores its own results (wide_store.cuh), and the ring lets them
-// drift apart, so that one's stores run beside the other's products; an order held by force was slower
-// (docs/kernels-labbook.md). A slot's sums are one ascending chain over K, so they depend on its row only.
+// drift apart, so that one's stores run beside the other's products; an order held by force was slower. That
+// activations are there it tells the other blocks when the next work tile's products are running, which hide the wait
+// for memory. What was tried and where the clocks go: docs/kernels-labbook.md. A slot's sums are one ascending chain
+// over K, so they depend on its row only.
 #include "experts/wide_kernel.cuh"
 
 namespace moe::experts_wide {
+
+struct Bf16Weights;
+
+template <>
+constexpr bool kPublishesInside<Bf16Weights> = true;
 
 /// Rows of bf16, by tensor maps, which write the swizzle that wgmma reads.
 struct Bf16Weights : PlainWeights {
@@ -27,10 +34,10 @@ struct Bf16Weights : PlainWeights {
   }
 
   /// sums = 64 weight rows of each weight tile x kColumns token rows over the work tile's steps, and leaves the ring
-  /// behind them.
-  template <int kWidth, int kColumns>
+  /// behind them. `publish` is called when products are running.
+  template <int kWidth, int kColumns, class Publish>
   static __device__ __forceinline__ void multiply(const Block<Bf16Weights>& b, const Args<Bf16Weights>&,
-                                                  const Work& work, Cursor& at, float (&sums)[kSums]) {
+                                                  const Work& work, Cursor& at, float (&sums)[kSums], Publish publish) {
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
     int previous = -1;
     for (int step = 0; step < work.steps; ++step) {
@@ -49,7 +56,8 @@ struct Bf16Weights : PlainWeights {
           wgmma<kColumns>(sums + i * kPairSums, w[i] + 2 * k, x + 2 * k, k > 0 || step > 0);
       }
       wgmma_commit();
-      wgmma_wait<1>();  // one stage's products run while the next stage's are issued
+      if (step == 1) publish();  // waits for memory while two stages' products run
+      wgmma_wait<1>();           // one stage's products run while the next stage's are issued
       if (previous >= 0 && lane == 0) mbarrier_arrive(b.empty(previous));
       previous = at.stage;
       at.advance(b.stages);

@@ -6,6 +6,11 @@
 
 namespace moe::experts_wide {
 
+/// Whether `multiply` takes what tells the other blocks of the activations stored last, and calls it while products
+/// run.
+template <class W>
+constexpr bool kPublishesInside = false;
+
 #if MOE_SM90
 
 // Registers that a launch of three warpgroups gives, of which loaders have what consumers leave.
@@ -26,7 +31,12 @@ struct Consumer {
     if constexpr (kColumns < kRows) {
       if (work.rows > kColumns) return multiply_rows<kColumns + kGranule>(work, sums);
     }
-    W::template multiply<kWidth, kColumns>(b, a, work, at, sums);
+    if constexpr (kPublishesInside<W>) {
+      W::template multiply<kWidth, kColumns>(b, a, work, at, sums,
+                                             [&]() __attribute__((always_inline)) { store.publish(); });
+    } else {
+      W::template multiply<kWidth, kColumns>(b, a, work, at, sums);
+    }
   }
 
   __device__ __forceinline__ void run() {
@@ -40,7 +50,7 @@ struct Consumer {
         for (int i = 0; i < kWidth; ++i) store.template activations<kRows>(work, work.tile + i, sums + i * kPairSums);
       } else {
         store.publish();  // before waiting for others
-        uint32_t slots[kRows / 16];
+        typename Store<W>::template Slots<kRows> slots;
         store.template fetch_slots<kRows>(work, slots);
         multiply_rows(work, sums);
         wgmma_hold(sums);

@@ -3,7 +3,8 @@
 // multiplies meanwhile.
 //
 // A piece of 4 KB in shared memory is 64 rows of activations (32 columns) or 32 slot rows (64 columns). There are two
-// in turn: the barrier between writing and reading one also ends the reading of the other.
+// in turn: the barrier between writing and reading one also ends the reading of the other. A piece's rows leave while
+// the next piece is written, so that nobody waits for what it has just read.
 #pragma once
 
 #include "experts/wide.cuh"
@@ -32,10 +33,11 @@ struct Store {
   }
 
   /// Tells the other blocks that the activations stored last are there: later than at once, when they have long been
-  /// written and nobody waits for it.
+  /// written and nobody waits for it. The fence of the proxies costs a clock or two in each thread; that for the other
+  /// blocks, about 800 clocks, is one thread's.
   __device__ __forceinline__ void publish() {
     if (owed < 0) return;
-    fence_async_proxy();  // the copy engine of another block reads them
+    fence_async_global();  // the copy engine of another block reads them
     meet();
     if (thread == 0) {
       fence_release();
@@ -49,6 +51,16 @@ struct Store {
   template <int kRows>
   __device__ __forceinline__ void activations(const Work& work, int tile, const float* sums) {
     const uint64_t policy = a.keeps_activations() ? read_late() : read_again();
+    uint4 held[2];  // of the piece before, which leave while this one is written
+    const auto leave = [&](int first) __attribute__((always_inline)) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int r = first + i * 32 + thread / 4;
+        if (r >= work.rows) continue;
+        bf16* to = a.act + static_cast<size_t>(work.first + r) * a.inter + tile * 64 + group * 32;
+        store16(to + thread % 4 * 8, held[i], policy);
+      }
+    };
 #pragma unroll
     for (int first = 0; first < kRows; first += 64) {
       if (first >= work.rows) continue;
@@ -64,34 +76,47 @@ struct Store {
         }
         stmatrix_x4_trans(at + (half + lane) * 64 + ((warp ^ (lane / 2 & 3)) << 4), v);
       }
+      if (first > 0) leave(first - 64);
       meet();
 #pragma unroll
-      for (int half = 0; half < 64; half += 32) {
-        const int r = half + thread / 4, column = thread % 4;
-        if (first + r >= work.rows) continue;
-        bf16* to = a.act + static_cast<size_t>(work.first + first + r) * a.inter + tile * 64 + group * 32;
-        store16(to + column * 8, *reinterpret_cast<const uint4*>(at + r * 64 + ((column ^ (r / 2 & 3)) << 4)), policy);
+      for (int i = 0; i < 2; ++i) {
+        const int r = i * 32 + thread / 4;
+        held[i] = *reinterpret_cast<const uint4*>(at + r * 64 + ((thread % 4 ^ (r / 2 & 3)) << 4));
       }
     }
+    leave((work.rows - 1) / 64 * 64);
     owed = work.expert;
   }
 
-  /// Slots of the rows that this thread stores: fetched before the products, which hide the latency.
+  /// Slots of the rows of 8 lanes, every 16th of the tile: lane j of the 8 holds those of the j-th and the j + 8th row.
   template <int kRows>
-  __device__ __forceinline__ void fetch_slots(const Work& work, uint32_t (&slots)[kRows / 16]) const {
+  using Slots = uint32_t[ceil_div(kRows, 128)];
+
+  /// Slots of the rows that these lanes store: fetched before the products, which hide the latency.
+  template <int kRows>
+  __device__ __forceinline__ void fetch_slots(const Work& work, Slots<kRows>& slots) const {
 #pragma unroll
-    for (int i = 0; i < kRows / 16; ++i) {
-      const int r = i * 16 + thread / 8;
+    for (int i = 0; i < ceil_div(kRows, 128); ++i) {
+      const int r = (i * 8 + thread % 8) * 16 + thread / 8;
       slots[i] = r < work.rows ? __ldcg(work.slots + r) : kNoExpert;
     }
   }
 
   /// The second product's sums, rounded, to the rows of the slots. The last tile may end with its first warpgroup.
   template <int kRows>
-  __device__ __forceinline__ void slot_rows(const Work& work, int tile, const float* sums,
-                                            const uint32_t (&slots)[kRows / 16]) {
+  __device__ __forceinline__ void slot_rows(const Work& work, int tile, const float* sums, const Slots<kRows>& slots) {
     const int columns = tile * kTileRows + group * 64;
     if (columns >= a.hidden) return;
+    uint4 held[2];  // as above, with their slots
+    uint32_t slot[2];
+    const auto leave = [&]() __attribute__((always_inline)) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (slot[i] == kNoExpert) continue;
+        bf16* to = a.slot_rows + static_cast<size_t>(slot[i]) * a.hidden + columns;
+        reinterpret_cast<uint4*>(to)[thread % 8] = held[i];
+      }
+    };
 #pragma unroll
     for (int first = 0; first < kRows; first += 32) {
       if (first >= work.rows) continue;
@@ -104,17 +129,16 @@ struct Store {
         const int r = half + lane / 16 * 8 + lane % 8, column = warp * 2 + lane / 8 % 2;
         stmatrix_x4_trans(at + r * 128 + ((column ^ (r & 7)) << 4), v);
       }
+      if (first > 0) leave();
       meet();
 #pragma unroll
-      for (int half = 0; half < 32; half += 16) {
-        const uint32_t slot = slots[(first + half) / 16];
-        if (slot == kNoExpert) continue;
-        const int r = half + thread / 8, column = thread % 8;
-        bf16* to = a.slot_rows + static_cast<size_t>(slot) * a.hidden + columns;
-        reinterpret_cast<uint4*>(to)[column] =
-            *reinterpret_cast<const uint4*>(at + r * 128 + ((column ^ (r & 7)) << 4));
+      for (int i = 0; i < 2; ++i) {
+        const int r = i * 16 + thread / 8, row = first / 16 + i;
+        held[i] = *reinterpret_cast<const uint4*>(at + r * 128 + ((thread % 8 ^ (r & 7)) << 4));
+        slot[i] = __shfl_sync(0xffffffffu, slots[row / 8], row % 8, 8);
       }
     }
+    leave();
   }
 };
 

@@ -28,7 +28,6 @@ namespace {
 
 /// Weights in bf16: a stage holds rows.
 struct Rows {
-  static constexpr int kUnit = 1, kMaxRing = 1 << 30, kRowPad = 0, kFetchers = 2;
   using Sums = float[4][4];
 
   const bf16* w13;  // [num_local, 2 I, H]
@@ -37,15 +36,8 @@ struct Rows {
   __host__ __device__ int stage_bytes(const Args& a, int product) const {
     return (product == 0 ? 2 * kPairs : kDownRows) * a.chunk[product] * 2;
   }
-  int set_chunk(const Args& a, int product) const { return stage_bytes(a, product); }
 
 #if MOE_SM90
-
-  static constexpr int kByTicket = 2;
-  static constexpr bool kEager = false, kByExpert = false;
-
-  /// Two are enough, and more only stand in each other's way.
-  static __device__ __forceinline__ constexpr int flying(int) { return 2; }
 
   /// `rows` rows of a stage; whole rows are one consecutive piece.
   static __device__ __forceinline__ void copy_tile(uint8_t* to, const bf16* from, int depth, int chunk, int rows, int k,
@@ -136,9 +128,9 @@ struct Rows {
 template <int kPerLane, bool kPlain>
 cudaError_t run(const Launch& l, const Weighted<Rows>& a) {
   switch (a.output) {
-    case Output::kF32: return launch(layer_kernel<kPerLane, kPlain, FixedOutput<Output::kF32>, Rows>, l, a);
-    case Output::kBf16: return launch(layer_kernel<kPerLane, kPlain, FixedOutput<Output::kBf16>, Rows>, l, a);
-    default: return launch(layer_kernel<kPerLane, kPlain, FixedOutput<Output::kAddF32>, Rows>, l, a);
+    case Output::kF32: return launch(layer_kernel<kPerLane, kPlain, Output::kF32, Rows>, l, a);
+    case Output::kBf16: return launch(layer_kernel<kPerLane, kPlain, Output::kBf16, Rows>, l, a);
+    default: return launch(layer_kernel<kPerLane, kPlain, Output::kAddF32, Rows>, l, a);
   }
 }
 

@@ -22,6 +22,9 @@ constexpr int kMaxSlots = 32;               // a lane each
 constexpr int kMaxStages = 16;              // of each product
 constexpr int kMinStages = 2;
 constexpr int kMinChunk = 256;  // elements along K of a stage, where less room is left
+constexpr int kFetchers = 2;    // warps that fetch activations
+constexpr int kByTicket = 2;    // one tile of the first product in so many is assigned by ticket
+constexpr int kFlying = 2;      // stages on their way to a block: more only stand in each other's way
 constexpr uint32_t kNoSlot = 0xffffffffu;
 
 /// What launches leave behind for each other, zero before the first.
@@ -60,6 +63,21 @@ struct Args {
   __host__ __device__ int depth(int product) const { return product == 0 ? hidden : inter; }
 };
 
+/// The fields that the launchers' arguments share.
+template <class Launcher>
+Args common_args(const Launcher& c) {
+  Args a = {};
+  a.tokens = c.tokens;
+  a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.gate = c.gate, a.gate_bias = c.gate_bias, a.valid = c.valid;
+  a.route = {
+      c.correction_bias, c.topk_ids, c.topk_weights, c.num_ids - c.shared, c.top_k - c.shared, c.scoring, c.raw_logits,
+      c.renormalize,     c.scale,    c.softcap};
+  a.route.shared = c.shared, a.route.shared_weight = c.shared_weight;
+  a.expert_map = c.expert_map, a.out = c.out, a.output = c.output, a.state = static_cast<State*>(c.state);
+  a.routing = c.routing;
+  return a;
+}
+
 /// With weights of some kind (Rows, quant::Tiles): how they lie in stages, come there and are multiplied.
 template <class Weights>
 struct Weighted : Args {
@@ -68,10 +86,8 @@ struct Weighted : Args {
 
 /// Warps that choose a token's experts. Then the first is the producer of weights, the last activates, the others fetch
 /// activations.
-template <class Weights>
-constexpr int kRouters = 2 + Weights::kFetchers;
-template <class Weights>
-constexpr int kThreads = kConsumerThreads + kRouters<Weights> * 32;
+constexpr int kRouters = 2 + kFetchers;
+constexpr int kThreads = kConsumerThreads + kRouters * 32;
 
 /// Byte offsets into dynamic shared memory; barriers come first.
 struct Layout {

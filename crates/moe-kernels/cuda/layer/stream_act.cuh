@@ -33,10 +33,8 @@ __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_
   }
 }
 
-/// Activations of active experts to shared memory, by one of `kFetchers` warps: they lie in L2 as words that say
-/// whether they are of this launch. A lane that waits looks for the last one of its own, so that it reads little;
-/// kEager: it asks for all of them first, which saves a way there and back where they have been written already.
-template <int kFetchers, bool kEager>
+/// Activations of active experts to shared memory, by one of kFetchers warps: they lie in L2 as words that say whether
+/// they are of this launch. A lane that waits looks for the last one of its own, so that it reads little.
 __device__ __forceinline__ void fetch_activations(const Args& a, const Shared& s, int fetcher, uint32_t number) {
   const int lane = threadIdx.x % 32, pieces = a.inter / 4, num_active = *s.num_active();
   const auto is_there = [=](const uint4& v) { return v.y == number && v.w == number; };
@@ -47,25 +45,13 @@ __device__ __forceinline__ void fetch_activations(const Args& a, const Shared& s
       const uint64_t* from = a.act() + static_cast<size_t>(slot) * a.inter / 2;
       uint2* to = reinterpret_cast<uint2*>(s.act() + slot * a.inter * 2);
       const int last = lane + (pieces - 1 - lane) / 32 * 32;
-      const auto wait_for_last = [&] {
-        if (lane < pieces)
-          while (!is_there(load_relaxed_pair(from + 2 * last))) __nanosleep(kPollNs);
-      };
-      if (!kEager) wait_for_last();
+      if (lane < pieces)
+        while (!is_there(load_relaxed_pair(from + 2 * last))) __nanosleep(kPollNs);
       for (int first = lane; first < pieces; first += 32 * kPieces) {
         uint4 v[kPieces];
-        const auto load = [&] {
 #pragma unroll
-          for (int i = 0; i < kPieces; ++i)
-            if (first + i * 32 < pieces) v[i] = load_relaxed_pair(from + 2 * (first + i * 32));
-        };
-        load();
-        if constexpr (kEager) {
-          bool there = true;
-#pragma unroll
-          for (int i = 0; i < kPieces; ++i) there = there && (first + i * 32 >= pieces || is_there(v[i]));
-          if (!there) wait_for_last(), load();
-        }
+        for (int i = 0; i < kPieces; ++i)
+          if (first + i * 32 < pieces) v[i] = load_relaxed_pair(from + 2 * (first + i * 32));
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
           const int at = first + i * 32;

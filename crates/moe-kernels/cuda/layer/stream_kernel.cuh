@@ -1,19 +1,12 @@
-// The layer kernel, of weights of any kind (layer/stream.cu: bf16 and the design; quant/layer_stream.cu).
+// The layer kernel (layer/stream.cu: the design and how weights lie in memory).
 //
 // A kind of weights says how much of them a stage holds, starts the copies that fill it, and multiplies it:
-//   kUnit: columns of the output that a block owns at least; kMaxRing: bytes of the ring; kRowPad: bytes between token
-//     rows; kByTicket: one tile of the first product in so many is assigned by ticket, 0: none
-//   kFetchers: warps that fetch activations, 2 at least; kEager: they ask for all of an expert's at once
-//   set_chunk(args, product) on the host: bytes of a stage; stage_bytes(args, product); flying(product): stages on
-//   their
-//     way to a block
+//   stage_bytes(args, product): bytes of a stage
 //   load_head, load_gate_up, load_down: copies of a stage, by one thread
 //   multiply_gate_up, multiply_down: add a warp's part of a stage to Sums; sum(Sums, high)
-//   kByExpert: a warp takes whole experts of the down product; then multiply_all adds a whole stage instead
 #pragma once
 
 #include "layer/stream_act.cuh"
-#include "layer/stream_by_expert.cuh"
 #include "layer/stream_load.cuh"
 #include "layer/stream_route.cuh"
 
@@ -35,9 +28,8 @@ struct Consumer {
     release_to_copies(s.empty(product, at.stage));
   }
 
-  /// Sums of tiles, for the warp that activates them. Returns the first stage of the second product, and how many tiles
-  /// there were.
-  __device__ __forceinline__ int gate_up(int* tiles) const {
+  /// Sums of tiles, for the warp that activates them. Returns the first stage of the second product.
+  __device__ __forceinline__ int gate_up() const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % 4, g = lane / 4;
     const uint8_t* x = s.rows() + min(lane / 8, a.tokens - 1) * a.row_bytes;
     mbarrier_wait(s.active_full(), 0);
@@ -63,7 +55,6 @@ struct Consumer {
       warp_arrive(s.parts_full(buffer));
       if (tile.pairs == 0) {
         release(0, at);
-        *tiles = i;
         return tile.row;
       }
     }
@@ -124,13 +115,13 @@ __device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, in
 #pragma unroll 1
   for (int product = 0; product < 2; ++product) {
 #pragma unroll 1
-    for (int i = warp; i < a.stages[product]; i += kThreads<Weights> / 32) {
+    for (int i = warp; i < a.stages[product]; i += kThreads / 32) {
       mbarrier_init(s.full(product, i), 1);
       mbarrier_init(s.empty(product, i), kConsumers * kWarpArrivals);
     }
   }
 #pragma unroll 1
-  for (int u = warp; u < a.slots(); u += kThreads<Weights> / 32) mbarrier_init(s.act_full(u), kWarpArrivals);
+  for (int u = warp; u < a.slots(); u += kThreads / 32) mbarrier_init(s.act_full(u), kWarpArrivals);
   if (warp < kParts) {
     mbarrier_init(s.parts_full(warp), kConsumers * kWarpArrivals);
     mbarrier_init(s.parts_empty(warp), kWarpArrivals);
@@ -141,20 +132,9 @@ __device__ __forceinline__ void init_barriers(const Args& a, const Shared& s, in
 
 #endif  // MOE_SM90
 
-/// An output that is known when compiled.
-template <Output kOutput>
-struct FixedOutput {
-  static __device__ constexpr Output of(const Args&) { return kOutput; }
-};
-
-/// One that is an argument.
-struct AnyOutput {
-  static __device__ Output of(const Args& a) { return a.output; }
-};
-
 /// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given. kPlain: is_plain.
-template <int kPerLane, bool kPlain, class Out, class Weights>
-__global__ __launch_bounds__(kThreads<Weights>, 1) void layer_kernel(const __grid_constant__ Weighted<Weights> a) {
+template <int kPerLane, bool kPlain, Output kOutput, class Weights>
+__global__ __launch_bounds__(kThreads, 1) void layer_kernel(const __grid_constant__ Weighted<Weights> a) {
 #if MOE_SM90
   extern __shared__ __align__(128) uint8_t smem[];
   const Shared s(smem, a);
@@ -177,7 +157,7 @@ __global__ __launch_bounds__(kThreads<Weights>, 1) void layer_kernel(const __gri
   const Slot slot(a);
   if (warp == kConsumers) clear_active(a, s);
   __syncthreads();
-  const int first = a.first_unit(blockIdx.x) * Weights::kUnit, last = a.first_unit(blockIdx.x + 1) * Weights::kUnit;
+  const int first = a.first_unit(blockIdx.x), last = a.first_unit(blockIdx.x + 1);
   if (kRoutes) pdl_wait();
   const Turn turn(a);
   if (warp < kConsumers) {
@@ -186,14 +166,9 @@ __global__ __launch_bounds__(kThreads<Weights>, 1) void layer_kernel(const __gri
     stage_rows(a, s, norm_weight);
     if constexpr (kRoutes) publish_logits(a, s, gate, turn);
     const Consumer<Weights> c = {a, s};
-    int tiles;
-    const int stage = c.gate_up(&tiles);  // all warps have read the turn by now
+    const int stage = c.gate_up();  // all warps have read the turn by now
     if (threadIdx.x == 0) turn.end(a);
-    if constexpr (Weights::kByExpert) {
-      DownByExpert<Weights>{a, s, tiles}.run(Out::of(a), *s.num_active(), first, last, stage);
-    } else {
-      c.down(Out::of(a), *s.num_active(), first, last, stage);
-    }
+    c.down(kOutput, *s.num_active(), first, last, stage);
     return;
   }
   const int router = warp - kConsumers;
@@ -201,7 +176,7 @@ __global__ __launch_bounds__(kThreads<Weights>, 1) void layer_kernel(const __gri
   if constexpr (kRoutes) {
     const Head head(a);
     if (router < a.tokens) route<kPerLane, kPlain>(a, s, router, turn, head);
-    named_barrier(2, kRouters<Weights> * 32);
+    named_barrier(2, kRouters * 32);
     if (router == 0) {
       choice = chosen(s);
       const int active = build_active<false>(a, s, slot, choice);
@@ -212,10 +187,10 @@ __global__ __launch_bounds__(kThreads<Weights>, 1) void layer_kernel(const __gri
   }
   if (router == 0) warp_arrive(s.active_full());
   mbarrier_wait(s.active_full(), 0);
-  if (router == kRouters<Weights> - 1) {
+  if (router == kRouters - 1) {
     activate(a, s, turn.number());
   } else if (router > 0) {
-    fetch_activations<Weights::kFetchers, Weights::kEager>(a, s, router - 1, turn.number());
+    fetch_activations(a, s, router - 1, turn.number());
   } else if (elect_one()) {
     Loader<Weights> l = {a, s, static_cast<int>(*s.num_active())};
     l.load_gate_up(a.state->tickets + turn.parity(), heads);
@@ -228,15 +203,14 @@ __global__ __launch_bounds__(kThreads<Weights>, 1) void layer_kernel(const __gri
 /// Divides what the rows leave of shared memory into stages of each product, of whole rows where they fit.
 template <class Weights>
 bool divide_ring(Weighted<Weights>* a, int block_smem) {
-  a->row_bytes = a->hidden * 2 + Weights::kRowPad;
-  const int left = block_smem - static_cast<int>(layout(*a).total),
-            room = left < Weights::kMaxRing ? left : Weights::kMaxRing;
+  a->row_bytes = a->hidden * 2;
+  const int room = block_smem - static_cast<int>(layout(*a).total);
   for (int product = 0; product < 2; ++product) {
     int& chunk = a->chunk[product];
     chunk = a->depth(product) < kMaxChunk[product] ? a->depth(product) : kMaxChunk[product];
-    int stage = a->w.set_chunk(*a, product);
+    int stage = a->w.stage_bytes(*a, product);
     while (room / stage < kMinStages && chunk % (2 * kStep) == 0 && chunk > kMinChunk)
-      chunk /= 2, stage = a->w.set_chunk(*a, product);
+      chunk /= 2, stage = a->w.stage_bytes(*a, product);
     const int fit = room / stage;
     if (fit < kMinStages) return false;
     a->stages[product] = fit < kMaxStages ? fit : kMaxStages;
@@ -261,26 +235,10 @@ cudaError_t prepare(Weighted<Weights>* a, Launch* l, void* stream) {
   if (e != cudaSuccess) return e;
   if (limits.major < 9) return cudaErrorNotSupported;
   if (!divide_ring(a, limits.block_smem)) return cudaErrorInvalidValue;
-  const int units = a->hidden / Weights::kUnit;
-  a->share = units / limits.sms, a->longer = units % limits.sms;
-  *l = {dim3(limits.sms), dim3(kThreads<Weights>), stream, layout(*a).total};
+  a->share = a->hidden / limits.sms, a->longer = a->hidden % limits.sms;
+  *l = {dim3(limits.sms), dim3(kThreads), stream, layout(*a).total};
   l->cooperative = true;
   return cudaSuccess;
-}
-
-/// The fields that the launchers' arguments share.
-template <class Launcher>
-Args common_args(const Launcher& c) {
-  Args a = {};
-  a.tokens = c.tokens;
-  a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.gate = c.gate, a.gate_bias = c.gate_bias, a.valid = c.valid;
-  a.route = {
-      c.correction_bias, c.topk_ids, c.topk_weights, c.num_ids - c.shared, c.top_k - c.shared, c.scoring, c.raw_logits,
-      c.renormalize,     c.scale,    c.softcap};
-  a.route.shared = c.shared, a.route.shared_weight = c.shared_weight;
-  a.expert_map = c.expert_map, a.out = c.out, a.output = c.output, a.state = static_cast<State*>(c.state);
-  a.routing = c.routing;
-  return a;
 }
 
 /// Whether a launcher takes them.

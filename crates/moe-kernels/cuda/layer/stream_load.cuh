@@ -54,7 +54,7 @@ struct Loader {
   /// Waits until the oldest stage has come if too many are on their way: requests that memory cannot take yet stand
   /// in front of the words on which all blocks wait.
   __device__ __forceinline__ void bound(int product, Cursor& oldest) {
-    if (++flying <= a.w.flying(product)) return;
+    if (++flying <= kFlying) return;
     mbarrier_wait(s.full(product, oldest.stage), oldest.parity);
     oldest.advance(a.stages[product]);
     --flying;
@@ -75,12 +75,12 @@ struct Loader {
   /// the other, then tickets, each taken while the tiles before it come.
   __device__ __forceinline__ void load_gate_up(uint32_t* tickets, int heads) {
     const int per_expert = a.inter / kPairs, total = num_active * per_expert - heads,
-              assigned = Weights::kByTicket > 0 ? total - total / max(Weights::kByTicket, 1) : total;
+              assigned = total - total / kByTicket;
     if (static_cast<int>(blockIdx.x) < heads) at.advance(a.stages[0]), flying = 1;
     // Place of a tile among its expert's: a division would stand before the first load.
     int active = 0, place = heads_of(0, heads), before = 0;
     for (int tile = blockIdx.x;; tile += gridDim.x) {
-      if (Weights::kByTicket > 0 && tile >= assigned) tile = assigned + static_cast<int>(atomicAdd(tickets, 1));
+      if (tile >= assigned) tile = assigned + static_cast<int>(atomicAdd(tickets, 1));
       if (tile >= total) return;
       place += tile - before, before = tile;
       while (place >= per_expert) place += heads_of(++active, heads) - per_expert;

@@ -99,6 +99,14 @@ __device__ __forceinline__ void fence_async_shared() {
 #endif
 }
 
+/// The same for global memory alone. Unlike `fence_async_proxy` it waits for no earlier store, so it is to be followed
+/// by what makes the stores visible.
+__device__ __forceinline__ void fence_async_global() {
+#if MOE_SM90
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
 /// As `warp_arrive`, after reads of shared memory that a copy will fill next: the fence orders them before what the
 /// copy engine writes, which takes another way.
 __device__ __forceinline__ void release_to_copies(uint64_t* bar) {
@@ -229,7 +237,13 @@ __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
 
 /// A thread that acquires a counter which this thread raises by `add_relaxed` behind this fence sees what it wrote
 /// before. For several counters, of which `add_release` would wait for memory once each.
-__device__ __forceinline__ void fence_release() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+__device__ __forceinline__ void fence_release() {
+#if MOE_SM90
+  asm volatile("fence.release.gpu;" ::: "memory");  // acq_rel would empty L1, too
+#else
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
 
 __device__ __forceinline__ void add_relaxed(uint32_t* p, uint32_t v) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");

@@ -144,16 +144,28 @@ struct QuantExpertsStreamArgs {
 
 /// Activations to FP8.
 struct Fp8QuantiseArgs {
-  const __nv_bfloat16* x;  // [rows, columns]
-  uint8_t* q;              // out [rows, columns]
-  float* scales;           // out [columns / 128, rows]
-  int rows, columns;
+  const __nv_bfloat16* x;    // [rows, columns]
+  uint8_t* q;                // out [rows, columns], or [rows top_k, columns] in order of experts
+  float* scales;             // out [columns / 128, q's rows rounded up to 4]
+  const uint32_t* slot_at;   // of moe_fp8_places; rows then go to the places of their slots
+  const uint32_t* place_of;  // or null: rows keep their places
+  int rows, columns, top_k;
+};
+
+/// Slots in order of experts.
+struct Fp8PlacesArgs {
+  const uint32_t* slots;
+  const uint32_t* counts;
+  int bucket;          // these three as in ExpertsTensorArgs
+  uint32_t* slot_at;   // out [num_slots], kNoExpert behind the last one
+  uint32_t* place_of;  // out [num_slots], of the slots that have a local expert
+  int experts, num_slots;
 };
 
 /// One of the experts' products with FP8 weights and activations.
 struct Fp8ExpertsArgs {
-  const uint8_t* q;     // [T, H], or [T K, I] in order of experts
-  const float* scales;  // [columns / 128, rows]
+  const uint8_t* q;     // [T K, H] or [T K, I], in order of experts
+  const float* scales;  // [columns / 128, T K rounded up to 4]
   QuantPack w;          // w13 or w2
   const uint32_t* slots;
   const uint32_t* counts;
@@ -176,5 +188,6 @@ extern "C" int moe_any_quant_down(const moe::AnyQuantDownArgs* args, void* strea
 extern "C" int moe_any_dequantise(const moe::QuantPack* w, void* out, moe::Dtype dtype, void* stream);
 extern "C" int moe_quant_dequantise(const moe::QuantPack* w, __nv_bfloat16* out, void* stream);
 extern "C" int moe_fp8_quantise(const moe::Fp8QuantiseArgs* args, void* stream);
+extern "C" int moe_fp8_places(const moe::Fp8PlacesArgs* args, void* stream);
 extern "C" int moe_fp8_experts_gate_up(const moe::Fp8ExpertsArgs* args, void* stream);
 extern "C" int moe_fp8_experts_down(const moe::Fp8ExpertsArgs* args, void* stream);

@@ -39,7 +39,7 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare> {
     typename Stage::Words words;
     const auto read = [&](const Cursor& from) {
       mbarrier_wait(b.full(from.stage), from.parity);
-      fence_async_shared();  // rows of x came by ordinary copies
+      if (work.product == 0) fence_async_shared();  // rows of x came by ordinary copies
       Stage::read(b.weights(from.stage), block, words);
     };
     // k-steps that are unpacked together, while those before are multiplied: few where sums take many registers.
@@ -75,7 +75,7 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare> {
         if (u + 1 + kReadEarly == kUnits && more) read(next);
         if (u + 1 == kUnits && more) unpack(next, 0);
         wgmma_wait<0>();
-        if (u + 1 == kUnits) Stage::give_back(b.empty(at.stage), !more);
+        if (u + 1 == kUnits) Stage::give_back(b.empty(at.stage), false);
         if ((u + 1) * kUnit % Stage::kShareSteps == 0) Stage::add_scaled(acc, sums, multiplied);
       }
       at = next;

@@ -1,13 +1,12 @@
 // The kernel of FP8 products for prompts: fp8_experts.cu says what becomes of the sums.
 //
-// Design: two warpgroups, each of 64 of the weight tile's 128 rows. A pack lies in the order of the 16-bit operand,
-// whose bytes of two rows alternate; byte permutations make the 8-bit operand of it, with the columns of each 16 in
-// another order, in which the rows are quantised, too. So decode and prompts read one pack, and weights go from shared
-// memory to registers once, for up to 256 rows of activations.
+// Design: rows of activations are the first operand, weights the second, so that a lane's sums of a product are of two
+// rows and need two scales of rows, and the scales of the weights are the same for all lanes. Both operands lie in
+// shared memory. Weights come there as the pack has them, in the order of the 16-bit operand, and three warps turn them
+// into the operand in place, once for up to 256 rows: so decode and prompts read one pack.
 //
-// The tensor cores' sums of 128 columns are multiplied with both scales and added in f32 registers, of 128 rows at a
-// time, while the other warpgroup's products run. Smaller parts in two sets of registers, so that a warpgroup's own
-// products run meanwhile, or warpgroups that take turns by barriers, are no faster (docs/kernels-labbook.md).
+// The tensor cores' sums of 128 columns are multiplied with both scales and added in f32 registers, of 64 rows at a
+// time, while the other warpgroup's products run.
 #pragma once
 
 #include "ptx/wgmma_fp8.cuh"
@@ -17,139 +16,141 @@ namespace moe::fp8 {
 
 #if MOE_SM90
 
-constexpr int kSums = kRows / 2;  // of a thread
+constexpr int kPartSums = kTileRows / 2;  // of a thread, of 64 rows x 128 weight rows
 // Registers that a launch of three warpgroups gives, of which loaders have what consumers leave.
 constexpr int kAllRegisters = 3 * 168, kConsumerRegisters = 232;
 
-/// Rows of activations of a work tile: kCount parts of kSize, each the columns of one product.
-template <int kCount_, int kSize_>
-struct Parts {
-  static constexpr int kCount = kCount_, kSize = kSize_, kAll = kCount * kSize;
-  static_assert(kSize % 16 == 0 && kSize <= 128 && kAll <= kRows);
-};
+/// Where results wait in shared memory until whole lines of them leave: this warp's 16 rows of 128 bytes.
+struct Piece {
+  uint8_t* at;
+  int lane = threadIdx.x % 32;
 
-/// Where results wait in shared memory until whole lines of them leave; four warps with barriers of their own.
-struct Pieces {
-  const Block& b;
-  int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  int turn = 0, list = 0;
-
-  __device__ __forceinline__ void meet() const { named_barrier(1 + group, 128); }
-  __device__ __forceinline__ uint8_t* next() { return b.staging + (group * 2 + (turn ^= 1)) * kPieceBytes; }
-
-  /// Begins to fetch where a work tile's rows go, long before `places` are read.
-  __device__ __forceinline__ void fetch_places(const Work& work) {
-    uint32_t* to = b.places(group, list ^= 1);
-    for (int r = thread; r < work.rows; r += 128) cp_async4(to + r, work.slots + r);
+  /// Two neighbouring 16-byte columns of all rows, the i-th two: of the first one rows 0 .. 7 and 8 .. 15, then the
+  /// same of the second, as products leave them.
+  __device__ __forceinline__ void put(int i, const uint32_t (&v)[4]) const {
+    const int row = lane % 16, column = 2 * i + lane / 16;
+    stmatrix_x4(at + row * 128 + ((column ^ (row & 7)) << 4), v);
   }
-  __device__ __forceinline__ const uint32_t* places() const {
-    cp_async_wait<0>();
-    meet();
-    return b.places(group, list);
+
+  /// f(row, column of 16 bytes, bytes): each lane has four rows' bytes, eight lanes a row.
+  template <class F>
+  __device__ __forceinline__ void each(F f) const {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i * 4 + lane / 8, column = lane % 8;
+      f(row, column, *reinterpret_cast<const uint4*>(at + row * 128 + ((column ^ (row & 7)) << 4)));
+    }
+    __syncwarp();
   }
 };
 
-/// What the parts of a stage share.
-struct StageOperands {
-  uint64_t rows;         // descriptor
-  const float4* scales;  // of rows, this lane's
-  float weights[2];      // scales of this lane's two weight rows
+/// Scales of the weights of a stage: of each 8 weight rows, or, `kByRow`, of this lane's two of each 8.
+template <bool kByRow>
+struct WeightScales {
+  const float* at;
+  float2 of[kByRow ? 1 : kBlocks];
+
+  __device__ __forceinline__ explicit WeightScales(const uint8_t* side)
+      : at(reinterpret_cast<const float*>(side) + (kByRow ? threadIdx.x % 4 * 2 : 0)) {
+    if constexpr (!kByRow) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) of[i] = *reinterpret_cast<const float2*>(at + i * 16);
+    }
+  }
+
+  /// Of the i-th 8 weight rows.
+  __device__ __forceinline__ float2 operator[](int i) const {
+    if constexpr (kByRow) return *reinterpret_cast<const float2*>(at + i * 8);
+    const float scale = i % 2 == 0 ? of[i / 2].x : of[i / 2].y;
+    return {scale, scale};
+  }
 };
 
-template <class Kind>
+template <class Kind, bool kByRow>
 struct Consumer {
   const Block& b;
   const Args& a;
-  Pieces pieces;
+  int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Cursor at = {};
 
-  /// Waits for a stage and makes a lane's operand of its 64 weight rows x 128 columns.
-  __device__ __forceinline__ void read_weights(const Cursor& from, uint32_t (&operand)[16]) const {
-    mbarrier_wait(b.full(from.stage), from.parity);
-    if constexpr (Kind::kGather) fence_async_shared();  // rows came by ordinary copies
-    Stage::Words words;
-    Stage::read(b.weights(from.stage), threadIdx.x / 32, words);
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) {
-      operand[i] = __byte_perm(words[i], words[i + 1], 0x6420);      // row g
-      operand[i + 1] = __byte_perm(words[i], words[i + 1], 0x7531);  // row g + 8
-    }
-    wgmma_hold(operand);
-  }
+  /// First row of this warp's 16 of a part; a work tile's parts belong to the two warpgroups in turn.
+  __device__ __forceinline__ int first_row(int part) const { return (2 * part + group) * kPart + warp % 4 * 16; }
 
-  template <class P>
-  static __device__ __forceinline__ void start(int part, float (&sums)[P::kSize / 2], const uint32_t (&operand)[16],
-                                               uint64_t rows) {
-    wgmma_fence();
-    wgmma_e4m3<P::kSize>(sums, operand, rows + part * P::kSize * (kColumns >> 4));
-    wgmma_commit();
-  }
+  __device__ __forceinline__ void give_back() const { Stage::give_back(b.empty(at.stage), false); }
 
-  /// total += a part's sums times the scales of a lane's weight rows and of its activations' rows.
-  template <class P>
-  static __device__ __forceinline__ void add(int part, const StageOperands& o, const float (&sums)[P::kSize / 2],
-                                             float (&total)[kSums]) {
+  /// total += sums times the scales of rows (r, r + 8) and weights.
+  static __device__ __forceinline__ void add(const WeightScales<kByRow>& weights, float row, float row_8,
+                                             const float (&sums)[kPartSums], float* total) {
 #pragma unroll
-    for (int i = 0; i < P::kSize / 2; i += 8) {
-      const int at = part * P::kSize / 2 + i;
-      const float4 s = o.scales[at / 2];
-      const float scale[4] = {s.x, s.y, s.z, s.w};
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        total[at + j] = fmaf(sums[i + j], scale[j / 4 * 2 + j % 2] * o.weights[j / 2 % 2], total[at + j]);
+    for (int i = 0; i < kPartSums / 4; ++i) {
+      const float2 w = weights[i];
+      total[4 * i] = fmaf(sums[4 * i], row * w.x, total[4 * i]);
+      total[4 * i + 1] = fmaf(sums[4 * i + 1], row * w.y, total[4 * i + 1]);
+      total[4 * i + 2] = fmaf(sums[4 * i + 2], row_8 * w.x, total[4 * i + 2]);
+      total[4 * i + 3] = fmaf(sums[4 * i + 3], row_8 * w.y, total[4 * i + 3]);
     }
   }
 
-  __device__ __forceinline__ StageOperands operands(const Cursor& from) const {
-    const int first = Stage::first_scale(a.source, threadIdx.x / 32);
-    const auto scales = Stage::operands(b.side(from.stage), a.source, first, 0);
-    return {tile_descriptor(b.rows(from.stage)),
-            reinterpret_cast<const float4*>(b.row_scales(from.stage)) + threadIdx.x % 4,
-            {scales.exact[0], scales.exact[1]}};
-  }
-
-  /// total += 64 weight rows x P's rows, and leaves the ring behind them.
-  template <class P>
-  __device__ __forceinline__ void multiply(float (&total)[kSums]) {
+  /// total += kParts parts' rows times the weight tile, and leaves the ring behind them.
+  template <int kParts>
+  __device__ __forceinline__ void multiply(const Work& work, float (&total)[2 * kPartSums]) {
+    const int scale_at = work.first % 4 + first_row(0) + lane / 4;
     for (int left = a.steps(); left > 0; --left, at.advance(b.stages)) {
-      uint32_t operand[16];
-      read_weights(at, operand);
-      const StageOperands o = operands(at);
+      mbarrier_wait(b.full(at.stage), at.parity);
+      if constexpr (kParts > 0) {
+        const uint64_t rows = tile_descriptor(b.rows(at.stage) + group * kPartBytes);
+        const uint64_t weights = tile_descriptor(b.weights(at.stage));
+        const float* row_scales = b.row_scales(at.stage) + scale_at;
+        const WeightScales<kByRow> scales(b.side(at.stage));
 #pragma unroll
-      for (int part = 0; part < P::kCount; ++part) {
-        float sums[P::kSize / 2] = {};
-        start<P>(part, sums, operand, o.rows);
-        wgmma_wait<0>();
-        wgmma_hold(sums);
-        add<P>(part, o, sums, total);
+        for (int part = 0; part < kParts; ++part) {
+          float sums[kPartSums];
+          wgmma_fence();
+          wgmma_e4m3(sums, rows + part * (2 * kPartBytes >> 4), weights);
+          wgmma_commit();
+          const float row = row_scales[part * 2 * kPart], row_8 = row_scales[part * 2 * kPart + 8];
+          wgmma_wait<0>();
+          wgmma_hold(sums);
+          // Scales are in registers, or what lies beside the weights is still needed.
+          if (!kByRow && part + 1 == kParts) give_back();
+          add(scales, row, row_8, sums, total + part * kPartSums);
+          if (kByRow && part + 1 == kParts) give_back();
+        }
+      } else {
+        give_back();
       }
-      Stage::give_back(b.empty(at.stage), false);
     }
-  }
-
-  /// With the first of these parts that hold the rows.
-  template <class P, class... More>
-  __device__ __forceinline__ void multiply_rows(int rows, float (&total)[kSums]) {
-    if constexpr (sizeof...(More) > 0) {
-      if (rows > P::kAll) return multiply_rows<More...>(rows, total);
-    }
-    multiply<P>(total);
   }
 
   __device__ __forceinline__ void run() {
+    const Piece piece = {b.staging + warp * 2048};
     for_each_work(b, [&](const Work& work) __attribute__((always_inline)) {
-      if constexpr (Kind::kPlaces) pieces.fetch_places(work);
-      float total[kSums] = {};
-      multiply_rows<Parts<1, 16>, Parts<1, 32>, Parts<1, 48>, Parts<1, 64>, Parts<1, 80>, Parts<1, 96>, Parts<1, 112>,
-                    Parts<1, 128>, Parts<2, 80>, Parts<2, 96>, Parts<2, 112>, Parts<2, 128>>(work.rows, total);
-      Kind::store(a, pieces, work, total);
+      // A slot of each lane, of the first part's 16 rows and the second's.
+      uint32_t slot = 0;
+      const int mine = first_row(lane / 16) + lane % 16;
+      if (Kind::kSlots && mine < work.rows) slot = __ldcg(work.slots + mine);
+      float total[2 * kPartSums] = {};
+      const int parts = (ceil_div(work.rows, kPart) + 1 - group) / 2;
+      if (parts == 2) multiply<2>(work, total);
+      else if (parts == 1) multiply<1>(work, total);
+      else multiply<0>(work, total);
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        if (part >= parts) continue;
+        const int first = first_row(part);
+        const auto place = [&](int row) {
+          return Kind::kSlots ? __shfl_sync(0xffffffffu, slot, part * 16 + row) : work.first + first + row;
+        };
+        Kind::store(a, piece, work.tile, total + part * kPartSums, work.rows - first, place);
+      }
     });
   }
 };
 
 #endif  // MOE_SM90
 
-template <class Kind>
+template <class Kind, bool kByRow>
 __global__ void __launch_bounds__(kThreads, 1)
     fp8_product(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap rows,
                 const __grid_constant__ Args a) {
@@ -162,12 +163,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_tensor_map(&w);
     prefetch_tensor_map(&rows);
     for (int i = 0; i < b.stages; ++i) {
-      mbarrier_init(b.full(i), 1 + kGatherLanes);
+      mbarrier_init(b.packed(i), 1);
+      mbarrier_init(b.full(i), 1 + 32 + kConverters);  // what is loaded, the producer's lanes for scales of weights
       mbarrier_init(b.empty(i), kConsumers);
     }
     for (int i = 0; i < Block::kWorkSlots; ++i) {
       mbarrier_init(b.work_full(i), 1);
-      mbarrier_init(b.work_empty(i), kConsumers + kGatherers);
+      mbarrier_init(b.work_empty(i), kConsumers + kConverters);
     }
     mbarrier_fence_init();
   }
@@ -178,47 +180,50 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (warp < kConsumers) {
     take_registers<kConsumerRegisters>();
-    Consumer<Kind>{b, a, {b}}.run();
+    Consumer<Kind, kByRow>{b, a}.run();
   } else {
     give_registers<kAllRegisters - 2 * kConsumerRegisters>();
     if (warp > kConsumers) {
-      Gatherer<Kind::kGather>{b, a, &rows, warp == kConsumers + 1 && elect_one()}.run();
-    } else if (elect_one()) {
-      Producer{b, a, &w}.run();
+      Converter{b, a}.run();
+    } else {
+      Producer{b, a, &w, &rows, elect_one()}.run();
     }
-    __syncwarp();
   }
 #endif
 }
 
 // ---- host
 
-/// Whether a pack and a number of columns fit.
-inline bool fits(const QuantPack& w) { return w.format == QuantFormat::kFp8 && quant::fits(w) && w.k % kColumns == 0; }
+/// Whether a pack and its numbers of rows and columns fit.
+inline bool fits(const QuantPack& w) {
+  return w.format == QuantFormat::kFp8 && quant::fits(w) && w.k % kColumns == 0 && w.n % kTileRows == 0;
+}
 
-/// `a` without source, sizes of the pack and stages. `rows`: of `a.q`.
+/// Columns of scales of so many rows: their lines are copied in pieces of 16 bytes.
+inline int scale_rows(int rows) { return round_up(rows, 4); }
+
+/// `a` without source, sizes and stages. `q`: rows of activations.
 template <class Kind>
-cudaError_t run(Args a, const QuantPack& w, int64_t rows, void* stream) {
+cudaError_t run(Args a, const uint8_t* q, const QuantPack& w, void* stream) {
   if (a.rows == 0 || a.experts == 0) return cudaSuccess;
   DeviceLimits limits;
   cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (limits.major < 9) return cudaErrorNotSupported;
   a.source = quant::source(w, kColumns, kColumns);
-  a.n = static_cast<int>(w.n), a.k = static_cast<int>(w.k);
+  a.n = static_cast<int>(w.n), a.k = static_cast<int>(w.k), a.scale_rows = scale_rows(a.rows);
   for (a.stages = kMaxStages; a.stages > 1 && a.smem(a.stages) > limits.block_smem; --a.stages) {}
   if (a.stages < 2) return cudaErrorInvalidValue;
-  CUtensorMap weights, activations;
+  CUtensorMap weights, rows;
   e = quant::make_pack_map(&weights, w, kBlocks, Stage::kBlockBytes);
   if (e != cudaSuccess) return e;
-  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(a.k), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(a.k), static_cast<cuuint64_t>(a.rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(a.k)};
-  const cuuint32_t box[2] = {kColumns, kBoxRows};
-  e = encode_tensor_map(&activations, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, a.q, 2, dims, strides,
-                        box);
+  const cuuint32_t box[2] = {kColumns, kPart};
+  e = encode_tensor_map(&rows, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, q, 2, dims, strides, box);
   if (e != cudaSuccess) return e;
   const Launch l = {dim3(limits.sms), dim3(kThreads), stream, static_cast<size_t>(a.smem(a.stages))};
-  return launch(fp8_product<Kind>, l, weights, activations, a);
+  return launch(w.scale_rows == 2 ? fp8_product<Kind, false> : fp8_product<Kind, true>, l, weights, rows, a);
 }
 
 }  // namespace moe::fp8

@@ -1,123 +1,136 @@
 // moe_layer_stream for quantised experts: a sub-layer of a decode step for 1 to 4 tokens in one launch.
 //
 // Floor: 3 H I weights for each expert chosen, 19.5 MB at 4 bits with scales for a token of Qwen3-30B-A3B: 4.4 us
-// at 4.4 TB/s. The latencies are those of bf16 (about 7 us, layer/stream.cu), the copies a fourth as long: 17 KB for a
-// tile of gate and up, 7 KB for an expert's rows of a block in the down product. So more of them are on their way at a
-// time (kFlying bytes), a tile is there before a ticket is, and fetching activations stands in the way where it did
-// not: four warps do it, each with one way to L2 and back for an expert. Unpacking is 1.9 us of issue at 4 bits,
-// hidden.
+// at 4.4 TB/s. That is less than the latencies around it, so nothing of the design of bf16 (layer/stream.cu), which
+// feeds all warps from one ring, is left but the exchange between blocks: logits and activations are words that carry
+// the launch's number.
+//
+// - A warp is on its own. Its steps of 128 columns come to a ring of its own by its own copies (layer_feed.cuh), and
+//   between a copy and a product there is no barrier. 16 warps hide what a step waits for.
+// - A tile of gate and up, 8 rows of each, is two warps' work, half of the columns each; gate and up of an output are
+//   in the same lane, so SwiGLU follows in registers.
+// - In the down product a warp takes half of the columns of an expert and fetches the activations that it needs itself.
+// - One token's warps wait for their own expert only, in the order of choice: while the last ones are being chosen the
+//   first ones' weights are on their way.
+// - Tokens are the 8 columns of mma.sync, so weights are unpacked once for all of them.
+//
+// Sums over columns are of halves, a token's sum over experts is in the order of its slots: bits do not depend on the
+// tokens beside it.
 //
 // A block owns whole rows of tiles of w2, so of 2,048 columns 128 blocks own 16 each and four none.
-#include "layer/stream_kernel.cuh"
-#include "quant/product.cuh"
+#include "quant/layer_products.cuh"
+#include "quant/layer_route.cuh"
 
-namespace moe::layer {
+namespace moe::quant_layer {
 namespace {
 
-constexpr int kFlying = 96 * 1024;      // bytes on their way to a block
-constexpr int kSoleBlock = 116 * 1024;  // of shared memory: a second block of the launch does not fit beside
-
-/// Quantised weights: a stage holds columns of a row of tiles, in the first product of 8 gate and 8 up rows.
-template <class Kind>
-struct Tiles {
-  static constexpr QuantFormat kFormat = Kind::kFormat;
-  static constexpr int kUnit = quant::kTileRows, kMaxRing = (kFormat == QuantFormat::kInt4 ? 112 : 176) * 1024;
-  static constexpr int kRowPad = 16;  // against bank conflicts
-  static constexpr int kFetchers = 4;
-  using Sums = float[4];
-
-  quant::Matrix w13, w2;
-  quant::StageLayout layouts[2];
-  int most_flying[2];
-
-  __host__ __device__ int stage_bytes(const Args&, int product) const { return layouts[product].bytes; }
-  int set_chunk(const Args& a, int product) {
-    layouts[product] = quant::stage_layout(product == 0 ? w13 : w2, kFormat, a.chunk[product]);
-    return layouts[product].bytes;
-  }
-
+/// kPerLane: logits of a token that a lane of its warp holds; 0: ids and weights are given. kPlain: is_plain.
+template <class Kind, int kPerLane, bool kPlain>
+__global__ void __launch_bounds__(kThreads, 1) quant_layer_kernel(const __grid_constant__ Args a) {
 #if MOE_SM90
-
-  static constexpr int kByTicket = 0;  // a tile comes faster than a ticket
-  static constexpr bool kEager = true, kByExpert = true;
-
-  __device__ __forceinline__ int flying(int product) const { return most_flying[product]; }
-
-  __device__ __forceinline__ void load_gate_up(const Args& a, uint8_t* to, uint32_t expert, int row, int k,
-                                               uint64_t* bar) const {
-    const size_t tile = w13.tile_row(expert, row / kPairs);
-    quant::bulk_copy_pieces(to, quant::pieces<kFormat>(w13, layouts[0], tile, k, min(a.chunk[0], a.hidden - k)), bar);
+  extern __shared__ __align__(128) uint8_t smem[];
+  const Shared s = {smem, a.at};
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = threadIdx.x * 4;
+  constexpr bool kRoutes = kPerLane > 0;
+  const bool early = kRoutes && a.early();
+  uint2 norm = {}, gate = {};
+  if (column < a.hidden) {
+    if (a.norm != nullptr) norm = load4_const(a.norm + column);
+    if (kRoutes && static_cast<int>(blockIdx.x) < a.route.experts)
+      gate = load4_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + column);
   }
-
-  __device__ __forceinline__ void load_head(const Args& a, uint8_t* to, uint32_t expert, int row, uint64_t* bar) const {
-    load_gate_up(a, to, expert, row, 0, bar);
-  }
-
-  __device__ __forceinline__ void load_down(const Args& a, uint8_t* to, uint32_t expert, int top, int, int k,
-                                            uint64_t* bar) const {
-    const size_t tile = w2.tile_row(expert, top / quant::kTileRows);
-    quant::bulk_copy_pieces(to, quant::pieces<kFormat>(w2, layouts[1], tile, k, min(a.chunk[1], a.inter - k)), bar);
-  }
-
-  /// The stage's columns, k and on, times those of x: every `each` steps of 64 from `first` on.
-  static __device__ __forceinline__ void multiply(const quant::Stage<Kind>& s, const uint8_t* x, int k, int columns,
-                                                  int first, int each, Sums& acc) {
-#pragma unroll 4
-    for (int i = first; i < columns / kStep; i += each) {
-      quant::Columns of;
-      of.load(x + (k + i * kStep) * 2);
-      s.operands(i, k + i * kStep).multiply(of, acc);
+  for (int i = threadIdx.x; i < kMaxTokens * a.slots(); i += kThreads)
+    s.slot_of(0)[i] = early && i % kMaxTokens == 0 ? early_slot(a, i / kMaxTokens) : kNone;
+  if (early && threadIdx.x < a.slots()) s.expert()[threadIdx.x] = kUnknown;
+  if (threadIdx.x < kMaxTopK) mbarrier_init(s.expert_full(threadIdx.x), 1);
+  if (threadIdx.x == kMaxTopK) mbarrier_init(s.active_full(), kWarpArrivals);
+  pdl_wait();
+  const layer::Turn turn(a);
+  if (a.tokens == 1) stage_rows<1>(a, s, norm, gate);
+  else stage_rows<4>(a, s, norm, gate);
+  __syncthreads();
+  if (warp < a.tokens) publish_logit(a, s, warp, blockIdx.x, turn);
+  if constexpr (kRoutes) {
+    for (int e = blockIdx.x + gridDim.x; e < a.route.experts; e += gridDim.x) {
+      __syncthreads();  // the sums before have been read
+      sum_logits(a, s, e);
+      __syncthreads();
+      if (warp < a.tokens) publish_logit(a, s, warp, e, turn);
     }
   }
-
-  __device__ __forceinline__ void multiply_gate_up(const Args& a, const uint8_t* stage, uint32_t expert, int row, int k,
-                                                   const uint8_t* x, int warp, Sums& acc) const {
-    const quant::Stage<Kind> s(w13, layouts[0], stage, w13.tile_row(expert, row / kPairs), k);
-    multiply(s, x, k, min(a.chunk[0], a.hidden - k), warp, kConsumers, acc);
+  // The first warps choose, one for each token.
+  if (warp < max(a.tokens, 1)) {
+    if (warp == 0 && lane == 0) *s.number() = turn.number();
+    __syncwarp();
+    if constexpr (kRoutes) route<kPerLane, kPlain>(a, s, warp, turn.number());
+    if (!early) {
+      named_barrier(1, 32 * a.tokens);
+      if (warp == 0) {
+        build_active(a, s);
+        warp_arrive(s.active_full());
+      }
+    }
+    if (threadIdx.x == 0) turn.end(a);
   }
-
-  __device__ __forceinline__ void multiply_all(const Args& a, const uint8_t* stage, uint32_t expert, int top, int k,
-                                               const uint8_t* act, Sums& acc) const {
-    const quant::Stage<Kind> s(w2, layouts[1], stage, w2.tile_row(expert, top / quant::kTileRows), k);
-    multiply(s, act, k, min(a.chunk[1], a.inter - k), 0, 1, acc);
-  }
-
-  /// Both of a token's columns hold the same sums.
-  static __device__ __forceinline__ float sum(const Sums& acc, int high) { return acc[2 * high]; }
-
-#endif  // MOE_SM90
-};
+  if (!early) mbarrier_wait(s.active_full(), 0);
+  const Tiles tiles(a, early ? a.slots() : static_cast<int>(*s.num_active()));
+  Worker<Kind>(a, s, tiles).run_all();
+#endif
+}
 
 template <class Kind>
-cudaError_t run(const Args& common, const quant::Matrix& w13, const quant::Matrix& w2, void* stream) {
-  Weighted<Tiles<Kind>> a = {common, {w13, w2, {}, {}}};
-  Launch l;
-  const cudaError_t e = prepare(&a, &l, stream);
+cudaError_t run(Args a, void* stream) {
+  DeviceLimits limits;
+  const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
-  for (int product = 0; product < 2; ++product) {
-    const int most = ceil_div(kFlying, a.w.stage_bytes(a, product)), stages = a.stages[product];
-    a.w.most_flying[product] = most < 2 ? 2 : most < stages ? most : stages;
-  }
-  if (l.smem < kSoleBlock) l.smem = kSoleBlock;
-  if (a.gate == nullptr) return launch(layer_kernel<0, false, AnyOutput, Tiles<Kind>>, l, a);
-  if (a.route.experts <= 128 && is_plain(a.route, a.routing))
-    return launch(layer_kernel<4, true, AnyOutput, Tiles<Kind>>, l, a);
-  return launch(layer_kernel<16, false, AnyOutput, Tiles<Kind>>, l, a);
+  if (limits.major < 9) return cudaErrorNotSupported;
+  a.at = layout(a, Kind::kFormat), a.mean = 1.0f / a.hidden;
+  if (a.at.total > static_cast<uint32_t>(limits.block_smem)) return cudaErrorInvalidValue;
+  const int units = a.hidden / kTileRows;
+  a.share = units / limits.sms, a.longer = units % limits.sms;
+  Launch l = {dim3(limits.sms), dim3(kThreads), stream, a.at.total};
+  l.cooperative = true;
+  if (a.gate == nullptr) return launch(quant_layer_kernel<Kind, 0, false>, l, a);
+  if (a.route.experts <= 128 && is_plain(a.route, a.routing)) return launch(quant_layer_kernel<Kind, 4, true>, l, a);
+  return launch(quant_layer_kernel<Kind, 16, false>, l, a);
+}
+
+/// Whether the launcher takes what an op gives it, but for the room in shared memory.
+bool launchable(const Args& a) {
+  const RouteArgs& r = a.route;
+  const bool sizes = a.tokens >= 0 && a.tokens <= kMaxTokens && r.slots() > 0 && r.slots() <= kMaxTopK &&
+                     a.slots() <= kMaxSlots && a.hidden > 0 && a.hidden % kStep == 0 && a.inter > 0 &&
+                     a.inter % kStep == 0 && a.num_local > 0 && a.num_local <= 1024 && r.experts > 0;
+  const bool routes = a.num_ids() <= 512 && r.slots() <= a.num_ids() && is_code(r.scoring, Scoring::kSqrtSoftplus);
+  const bool shares = r.shared >= 0 && r.top_k > 0 && (r.shared == 0 || a.gate != nullptr);
+  return sizes && is_code(a.output, Output::kAddF32) && shares && (a.gate == nullptr || routes);
 }
 
 }  // namespace
-}  // namespace moe::layer
+}  // namespace moe::quant_layer
 
-/// As moe_layer_stream: the sizes that moe_layer_stream_fits allows, and what make_matrix takes.
+/// As moe_layer_stream_fits.
+extern "C" int moe_quant_layer_stream_fits(moe::QuantFormat format, int tokens, int hidden, int inter, int num_ids,
+                                           int num_local, int top_k, int block_smem) {
+  using namespace moe;
+  quant_layer::Args a = {};
+  a.tokens = tokens, a.hidden = hidden, a.inter = inter, a.num_local = num_local;
+  a.route.experts = num_ids, a.route.top_k = top_k;
+  const bool sizes = quant_layer::launchable(a) && num_ids <= 512 && top_k <= num_ids;
+  return sizes && quant_layer::layout(a, format).total <= static_cast<uint32_t>(block_smem);
+}
+
+/// As moe_layer_stream: the sizes that moe_quant_layer_stream_fits allows, and what make_matrix takes.
 extern "C" int moe_quant_layer_stream(const moe::QuantLayerStreamArgs* args, void* stream) {
   using namespace moe;
   const QuantLayerStreamArgs& c = *args;
-  layer::Args a = layer::common_args(c);
-  quant::Matrix w13, w2;
-  if (!quant::make_experts(c.w13, c.w2, &w13, &w2)) return cudaErrorInvalidValue;
-  a.num_local = static_cast<int>(c.w13.experts), a.hidden = w13.k, a.inter = w2.k;
-  if (!layer::launchable(a)) return cudaErrorInvalidValue;
+  quant_layer::Args a = {};
+  static_cast<layer::Args&>(a) = layer::common_args(c);
+  if (!quant::make_experts(c.w13, c.w2, &a.w13, &a.w2)) return cudaErrorInvalidValue;
+  a.num_local = static_cast<int>(c.w13.experts), a.hidden = a.w13.k, a.inter = a.w2.k;
+  if (!quant_layer::launchable(a)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  return quant::with_kind(c.w13.format, w13.wide() && w2.wide(),
-                          [&](auto kind) { return layer::run<decltype(kind)>(a, w13, w2, stream); });
+  const bool wide = quant::has_wide_groups(a.w13) && quant::has_wide_groups(a.w2);
+  return quant::with_step_kind(c.w13.format, wide,
+                               [&](auto kind) -> int { return quant_layer::run<decltype(kind)>(a, stream); });
 }

@@ -1,4 +1,4 @@
-// Quantised weights of dense products with more than 128 rows of x: linear_tensor.cu with scales on the weights.
+// Quantised weights of dense products with more than 64 rows of x: linear_tensor.cu with scales on the weights.
 //
 // With so many rows the bound is x, which every block reads again from L2: at 256 rows of Qwen3-30B-A3B's qkv 84 MB
 // with tiles of 64 weight rows, 42 MB with 128. But a tile of 128 x 128 leaves registers for one sum of each result,
@@ -90,7 +90,7 @@ struct RoundedWeights {
           if (u + 2 == kUnits && more) read();
           if (u + 1 == kUnits && more) unpack(stage, 0);
           wgmma_wait<0>();
-          if (u + 1 == kUnits) Base::give_back(empty + used, true);
+          if (u + 1 == kUnits) Base::give_back(empty + used, false);
         }
       }
       wgmma_hold(acc[0]);

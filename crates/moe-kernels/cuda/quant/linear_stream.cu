@@ -1,174 +1,247 @@
-// out [M, N] = x [M, K] w[N, K]^T for few rows and quantised weights: moe_linear_stream with rows of tiles (args.cuh)
-// in the place of rows.
+// out [M, N] = x [M, K] w[N, K]^T for 1 to 8 rows and quantised weights.
 //
 // Floor: K / 2 bytes a row at 4 bits (5.2 MB for qkv of Qwen3-30B-A3B, 4.2 MB for o_proj: 1.2 and 1.0 us), so latency
-// is what there is: a block's whole share (52 and 35 KB with scales) is in shared memory when x comes. From there on a
-// row of tiles costs a warp K / 512 steps of about 70 instructions, of which 44 unpack 4 bits: 0.3 us for K = 2,048,
-// and three of them for qkv, whose 320 rows of tiles meet 132 blocks. Weights that were unpacked into registers ahead
-// of x, and x held in registers, were slower than this loop: their straight code has to be fetched.
+// is what there is, and a block exchanges nothing before its end: each of 16 warps owns every 16th step of 128 columns,
+// of all the block's rows of tiles. It brings its weights to a ring of its own (warp_ring.cuh), at most sizes all of
+// them before x is there, and its columns of x to shared memory that no other warp reads, with the norm's weight. So
+// there is one barrier, before the warps' sums are added; the norm's factor multiplies them then.
 //
-// Tiles hold the fragments of mma.sync, so weights need no ldmatrix. Warps take every 8th step of 64 columns and are
-// added in warp order: an output's bits depend on its rows of x and w and on K.
+// Warps are added in their order: an output's bits depend on its rows of x and w and on K, not on M.
 // The norm in the prologue and the addition in the epilogue are as in linear/stream.cu.
-#include "linear/stream.cuh"
-#include "quant/product.cuh"
+#include "linear/linear.cuh"
+#include "quant/warp_ring.cuh"
 
 namespace moe::quant {
 namespace {
 
-constexpr int kChunk = 2048;  // columns of a stage
-constexpr int kPad = 16;      // bytes between rows of x, against bank conflicts
-constexpr int kMaxStages = 8;
-constexpr int kMaxRing = 136 * 1024;               // leaves room for a block of the kernel ahead
-constexpr size_t kSoleBlock = 116 * 1024;          // of shared memory: two blocks of a launch do not share an SM
-constexpr int kHeader = 8 * (2 * kMaxStages + 2);  // barriers
-constexpr int kBatch = 3;                          // rows of tiles whose sums are added together
-constexpr int kBatchRows = kBatch * kTileRows;
-constexpr int kPasses = ceil_div(kBatchRows * kTokens, kConsumers);  // sums of a batch that a thread adds
-constexpr int kSumPitch = kTokens + 2;                               // floats of a row's sums, against bank conflicts
-constexpr int kSumFloats = kBatch * kWarps * kTileRows * kSumPitch;
+constexpr int kWarps = 16;
+constexpr int kThreads = kWarps * 32;
+constexpr int kTokens = 8;                 // the columns of an mma
+constexpr int kBatch = 3;                  // rows of tiles whose sums are added together
+constexpr int kHeld = 2;                   // own steps whose weights of the norm a lane asks for ahead of x
+constexpr size_t kSoleBlock = 116 * 1024;  // of shared memory: two blocks of a launch do not share an SM
 
-struct Args : StreamInput {
+struct Args {
+  const void* x;     // [m, k] bf16; f32 where `norm` is given
+  const bf16* norm;  // [k] weight of the RMS norm of x, or null
+  float eps;
+  float mean;  // what a sum of a row's squares is multiplied by for their mean
+  int m, k;
   Matrix w;
-  StageLayout layout;
   const bf16* bias;
   void* out;
   Output output;
-  int n, stages;
+  int n;
 };
 
-/// Shared memory but for the stages: barriers, sums, parts of the norms, rows of x.
-size_t fixed_bytes(int m, int k) {
-  return kHeader + (kSumFloats + kTokens * kWarps) * sizeof(float) + static_cast<size_t>(m) * (2 * k + kPad);
+/// Steps of a row of tiles that a warp owns, at most.
+__host__ __device__ int own_steps(int k) { return ceil_div(ceil_div(k, kWideStep), kWarps); }
+
+/// Bytes between a warp's rows of x.
+__host__ __device__ int pitch(int k) { return own_steps(k) * kWideStepBytes + 16; }
+
+__host__ __device__ constexpr int depth(QuantFormat format) { return format == QuantFormat::kInt4 ? 4 : 3; }
+
+/// Shared memory: rings, rows of x, sums of the warps, parts of the norms.
+struct Layout {
+  int x, sums, squares, total;
+};
+__host__ __device__ Layout layout(int m, int k, QuantFormat format) {
+  Layout l;
+  l.x = kWarps * depth(format) * step_bytes(format);
+  l.sums = l.x + kWarps * m * pitch(k);
+  l.squares = l.sums + 4 * kBatch * kWarps * kTileRows * m;
+  l.total = l.squares + 4 * kWarps * m;
+  return l;
 }
 
+/// Four columns of a row of x, f32 where there is a norm, else bf16.
+template <bool kNormed>
+struct Quad {
+  float4 value;
+  uint2 word;
+
+  __device__ __forceinline__ void load(const void* x, size_t at) {
+    if constexpr (kNormed) value = __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(x) + at));
+    else word = __ldcg(reinterpret_cast<const uint2*>(static_cast<const bf16*>(x) + at));
+  }
+  /// Times the norm's weight, as bf16. Returns the sum of the squares before it.
+  __device__ __forceinline__ float round(uint2 weight) {
+    if constexpr (!kNormed) return 0.f;
+    const float2 g = unpack_bf16(weight.x), h = unpack_bf16(weight.y);
+    word = {pack_bf16(value.x * g.x, value.y * g.y), pack_bf16(value.z * h.x, value.w * h.y)};
+    return value.x * value.x + value.y * value.y + value.z * value.z + value.w * value.w;
+  }
+};
+
+/// A warp's own columns of x to shared memory, kRows rows and kSteps steps at a time. `gain` holds this lane's part of
+/// the norm's weight for the first kHeld own steps. `meanwhile` is called once, when the first loads are on their way.
+template <bool kNormed, int kRows, int kSteps, class Meanwhile>
+__device__ __forceinline__ void stage_columns(const Args& a, const uint2 (&gain)[kHeld], uint8_t* to, float* squares,
+                                              Meanwhile meanwhile) {
+  static_assert(kSteps == kHeld || (kSteps == 1 && kHeld == 2), "the steps that are held are those of one turn or two");
+  const int lane = threadIdx.x % 32, begin = threadIdx.x / 32 * kWideStep + 4 * lane, turn = kWarps * kWideStep;
+#pragma unroll 1
+  for (int first = 0; first < a.m; first += kRows) {
+    float sum[kRows] = {};
+#pragma unroll 1
+    for (int j = 0; begin - 4 * lane + j * turn < a.k; j += kSteps) {
+      Quad<kNormed> x[kSteps][kRows];
+      uint2 weight[kSteps];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const int column = begin + (j + i) * turn;
+        if (column >= a.k) break;
+        if constexpr (kNormed) {
+          if (j >= kHeld) weight[i] = __ldg(reinterpret_cast<const uint2*>(a.norm + column));
+          else weight[i] = j == 0 ? gain[i] : gain[kHeld - kSteps + i];
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) x[i][r].load(a.x, static_cast<size_t>(min(first + r, a.m - 1)) * a.k + column);
+      }
+      if (first == 0 && j == 0) meanwhile();
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        if (begin + (j + i) * turn >= a.k) break;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          if (first + r >= a.m) break;
+          sum[r] += x[i][r].round(weight[i]);
+          uint8_t* row = to + (first + r) * pitch(a.k) + (j + i) * kWideStepBytes + word_at(4 * lane);
+          *reinterpret_cast<uint32_t*>(row) = x[i][r].word.x;
+          *reinterpret_cast<uint32_t*>(row + 32) = x[i][r].word.y;
+        }
+      }
+    }
+    if constexpr (kNormed) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        sum[r] = warp_sum(sum[r]);
+        if (lane == 0 && first + r < a.m) squares[(first + r) * kWarps + threadIdx.x / 32] = sum[r];
+      }
+    }
+  }
+  __syncwarp();
+}
+
+/// What multiplies sums of a row that `stage_columns` left.
+__device__ __forceinline__ float norm_factor(const Args& a, const float* squares, int row) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) sum += squares[row * kWarps + i];
+  return rsqrtf(sum * a.mean + a.eps);
+}
+
+/// Asks for a warp's own steps of the block's rows of tiles, one row after the other.
+template <class Ring>
+struct Feed {
+  const Args& a;
+  Ring& ring;
+  int tile, last, k;  // that come next
+  TileRow row;
+
+  __device__ __forceinline__ Feed(const Args& a, Ring& ring, int first, int last)
+      : a(a), ring(ring), tile(first), last(last), k(threadIdx.x / 32 * kWideStep), row(a.w, Ring::kFormat, first) {
+    if (k >= a.k) tile = last;  // none of the steps is this warp's
+  }
+
+  __device__ __forceinline__ void ask() {
+    ring.copy(row, k, tile < last ? min(kWideStep, a.k - k) : 0);
+    if (tile >= last) return;
+    k += kWarps * kWideStep;
+    if (k < a.k) return;
+    k = threadIdx.x / 32 * kWideStep;
+    if (++tile < last) row = TileRow(a.w, Ring::kFormat, tile);
+  }
+};
+
 template <class Kind, bool kNormed>
-__global__ void __launch_bounds__(kConsumers + 32, 1) quant_stream_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(kThreads, 1) quant_stream_kernel(const __grid_constant__ Args a) {
+  constexpr int kDepth = depth(Kind::kFormat);
+  using Ring = WarpRing<Kind, kDepth>;
   extern __shared__ __align__(128) uint8_t smem[];
-  uint64_t* full = reinterpret_cast<uint64_t*>(smem);
-  uint64_t* empty = full + kMaxStages;
-  uint64_t* x_full = empty + kMaxStages;
-  float* sums = reinterpret_cast<float*>(smem + kHeader);
-  float* squares = sums + kSumFloats;
-  uint8_t* x = reinterpret_cast<uint8_t*>(squares + kTokens * kWarps);
-  const int pitch = 2 * a.k + kPad;
-  uint8_t* ring = x + static_cast<size_t>(a.m) * pitch;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Layout at = layout(a.m, a.k, Kind::kFormat);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = warp * kWideStep;
+  float* sums = reinterpret_cast<float*>(smem + at.sums);
+  float* squares = reinterpret_cast<float*>(smem + at.squares);
+  uint8_t* x = smem + at.x + warp * a.m * pitch(a.k);
   const int first = static_cast<int>(static_cast<int64_t>(a.w.n_tiles) * blockIdx.x / gridDim.x);
   const int last = static_cast<int>(static_cast<int64_t>(a.w.n_tiles) * (blockIdx.x + 1) / gridDim.x);
-  const int chunks = ceil_div(a.k, kChunk);
-  const auto columns = [&](int chunk) { return min(kChunk, a.k - chunk * kChunk); };
-  // Ahead of the weights: a load behind them waits until they have come.
-  Vec16 norm_weight = {};
-  if (kNormed && threadIdx.x * 8 < a.k && warp < kWarps) norm_weight = load_const(a.norm + threadIdx.x * 8);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < a.stages; ++i) {
-      mbarrier_init(full + i, copy_arrivals());
-      mbarrier_init(empty + i, kWarps * kWarpArrivals);
-    }
-    mbarrier_init(x_full, copy_arrivals());
-    mbarrier_fence_init();
-  }
-  __syncthreads();
   pdl_launch_dependents();
-
-  if (warp == kWarps) {
-    int stage = 0, round = 0;
-    for (int tile = first; tile < last; ++tile) {
-      for (int chunk = 0; chunk < chunks; ++chunk) {
-        if (round > 0) mbarrier_wait(empty + stage, (round - 1) & 1);
-        copy_pieces(ring + static_cast<size_t>(stage) * a.layout.bytes,
-                    pieces<Kind::kFormat>(a.w, a.layout, tile, chunk * kChunk, columns(chunk)), full + stage);
-        if (++stage == a.stages) stage = 0, ++round;
-      }
-    }
-    return;
-  }
-
-  int refills = (last - first) * chunks - a.stages;
-  pdl_wait();
+  // Ahead of the weights: a load behind them waits until they have come.
+  uint2 gain[kHeld] = {};
   if constexpr (kNormed) {
-    stage_normed(a, norm_weight, x, pitch, squares);
-    named_barrier(1, kConsumers);
-  } else {
-    const bf16* from = static_cast<const bf16*>(a.x);
-    if (warp == 0)
-      copy_rows(x, pitch, a.m, a.k * 2, x_full, [&](uint32_t r) { return from + static_cast<size_t>(r) * a.k; });
-    mbarrier_wait(x_full, 0);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int column = own + i * kWarps * kWideStep + 4 * lane;
+      if (column < a.k) gain[i] = __ldg(reinterpret_cast<const uint2*>(a.norm + column));
+    }
   }
+  Ring ring(smem + warp * Ring::kBytes);
+  Feed<Ring> feed(a, ring, first, last);
+  const auto ask_all = [&] {
+#pragma unroll 1
+    for (int i = 0; i < kDepth; ++i) feed.ask();
+  };
+  // Rows to be normed come from a launch that leaves no room beside it, so there is nothing to be ahead of, and the
+  // rows are on their way while weights are asked for. Others do not keep the weights waiting.
+  if (!kNormed) ask_all();
+  pdl_wait();
+  if (kNormed && own >= a.k) ask_all();
+  const auto meanwhile = [&] {
+    if (kNormed) ask_all();
+  };
+  if (a.m == 1) stage_columns<kNormed, 1, kHeld>(a, gain, x, squares, meanwhile);
+  else stage_columns<kNormed, 4, 1>(a, gain, x, squares, meanwhile);
   // Lanes without a token repeat the last one: their results are not stored.
-  const uint8_t* own_x = x + static_cast<size_t>(min(lane / 4, a.m - 1)) * pitch;
-  float scale[kPasses];
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int token = (threadIdx.x + pass * kConsumers) / kBatchRows;
-    scale[pass] = kNormed && token < a.m ? norm_factor(a, squares, token) : 1.f;
-  }
-  int stage = 0, phase = 0;
+  const LaneScales scales(a.w, Kind::kFormat);
+  const uint8_t* own_x = x + min(lane / 4, a.m - 1) * pitch(a.k);
+#pragma unroll 1
   for (int batch = first; batch < last; batch += kBatch) {
-    const int tiles = min(kBatch, last - batch), rows = min(tiles * kTileRows, a.n - batch * kTileRows);
-    if (batch > first) named_barrier(1, kConsumers);  // the sums before have been read
-    float value[kPasses];
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int i = threadIdx.x + pass * kConsumers, row = i % kBatchRows, token = i / kBatchRows;
-      value[pass] = 0.f;
-      if (token >= a.m || row >= rows) continue;
-      value[pass] = before(a.output, a.out, static_cast<size_t>(token) * a.n + batch * kTileRows + row);
-      if (a.bias != nullptr) value[pass] += __bfloat162float(a.bias[batch * kTileRows + row]);
-    }
-    for (int group = 0; group < tiles; ++group) {
+    const int tiles = min(kBatch, last - batch), row = threadIdx.x / a.m, token = threadIdx.x % a.m;
+    const bool mine = row < min(tiles * kTileRows, a.n - batch * kTileRows);
+    const size_t to = static_cast<size_t>(token) * a.n + batch * kTileRows + row;
+    float value = mine ? before(a.output, a.out, to) : 0.f;
+    if (mine && a.bias != nullptr) value += __bfloat162float(a.bias[batch * kTileRows + row]);
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
       float sum[4] = {};
-      for (int chunk = 0; chunk < chunks; ++chunk) {
-        mbarrier_wait(full + stage, phase);
-        const Stage<Kind> s(a.w, a.layout, ring + static_cast<size_t>(stage) * a.layout.bytes, batch + group,
-                            chunk * kChunk);
-        const int steps = columns(chunk) / kStep;
-#pragma unroll 2
-        for (int i = warp; i < steps; i += kWarps) {
-          const int column = chunk * kChunk + i * kStep;
-          Columns of;
-          of.load(own_x + column * 2);
-          s.operands(i, column).multiply(of, sum);
-        }
-        if (refills-- > 0) release_to_copies(empty + stage);
-        if (++stage == a.stages) stage = 0, phase ^= 1;
+      const uint8_t* from = own_x;
+#pragma unroll 1
+      for (int k = own; k < a.k; k += kWarps * kWideStep, from += kWideStepBytes) {
+        ring.multiply(scales, a.k - k, from, sum);
+        feed.ask();
       }
-      float* to = sums + ((group * kWarps + warp) * kTileRows + lane / 4) * kSumPitch + lane % 4 * 2;
-      *reinterpret_cast<float2*>(to) = {sum[0], sum[1]};
-      *reinterpret_cast<float2*>(to + 8 * kSumPitch) = {sum[2], sum[3]};
-    }
-    named_barrier(1, kConsumers);
+      float* part = sums + (tile * kWarps + warp) * kTileRows * a.m;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int i = threadIdx.x + pass * kConsumers, row = i % kBatchRows, token = i / kBatchRows;
-      if (token >= a.m || row >= rows) continue;
-      const float* from = sums + (row / kTileRows * kWarps * kTileRows + row % kTileRows) * kSumPitch + token;
+      for (int i = 0; i < 4; ++i) {
+        const int of = lane % 4 * 2 + i % 2;
+        if (of < a.m) part[(lane / 4 + i / 2 * 8) * a.m + of] = sum[i];
+      }
+    }
+    __syncthreads();
+    if (mine) {
+      const int each = kTileRows * a.m;
+      const float* from = sums + (row / kTileRows * kWarps * kTileRows + row % kTileRows) * a.m + token;
       float sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += from[w * kTileRows * kSumPitch];
-      const size_t at = static_cast<size_t>(token) * a.n + batch * kTileRows + row;
-      store(a.output, a.out, at, value[pass] + sum * scale[pass]);
+      for (int w = 0; w < kWarps; ++w) sum += from[w * each];
+      store(a.output, a.out, to, value + (kNormed ? sum * norm_factor(a, squares, token) : sum));
     }
+    if (batch + kBatch < last) __syncthreads();  // the sums have been read
   }
 }
 
 template <class Kind, bool kNormed>
-int run(Args a, void* stream) {
+int run(const Args& a, void* stream) {
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
-  const int blocks = a.w.n_tiles < limits.sms ? a.w.n_tiles : limits.sms, chunks = ceil_div(a.k, kChunk);
-  a.layout = stage_layout(a.w, Kind::kFormat, a.k < kChunk ? a.k : kChunk);
-  const size_t fixed = fixed_bytes(a.m, a.k), stage = a.layout.bytes;
-  if (fixed + stage > static_cast<size_t>(limits.block_smem)) return cudaErrorInvalidValue;
-  // No more stages than a block's share fills: what is left lets the kernels around it share the SM.
-  const size_t room = limits.block_smem - fixed, ring = room < kMaxRing ? room : kMaxRing;
-  const int fit = ring < stage ? 1 : static_cast<int>(ring / stage), needed = ceil_div(a.w.n_tiles, blocks) * chunks;
-  a.stages = needed < fit ? needed : fit;
-  if (a.stages > kMaxStages) a.stages = kMaxStages;
-  const size_t smem = fixed + a.stages * stage, most = limits.block_smem, sole = most < kSoleBlock ? most : kSoleBlock;
-  const Launch l = {dim3(blocks), dim3(kConsumers + 32), stream, smem > sole ? smem : sole};
+  const int blocks = a.w.n_tiles < limits.sms ? a.w.n_tiles : limits.sms;
+  const size_t smem = layout(a.m, a.k, Kind::kFormat).total, most = limits.block_smem;
+  if (smem > most) return cudaErrorInvalidValue;
+  const size_t sole = most < kSoleBlock ? most : kSoleBlock;
+  const Launch l = {dim3(blocks), dim3(kThreads), stream, smem > sole ? smem : sole};
   return launch(quant_stream_kernel<Kind, kNormed>, l, a);
 }
 
@@ -180,16 +253,22 @@ int run(const Args& a, void* stream) {
 }  // namespace
 }  // namespace moe::quant
 
-/// out = x w^T (+ bias), m <= 8; k up to 10,000 or so: m rows of x and a stage must fit into shared memory.
+/// Whether moe_quant_linear_stream has room for m rows of k columns, as moe_layer_stream_fits.
+extern "C" int moe_quant_linear_stream_fits(moe::QuantFormat format, int m, int k, int block_smem) {
+  return m >= 0 && m <= moe::quant::kTokens && moe::quant::layout(m, k, format).total <= block_smem;
+}
+
+/// out = x w^T (+ bias), m <= 8; rows of x must fit into shared memory beside the rings: moe_quant_linear_stream_fits.
 extern "C" int moe_quant_linear_stream(const moe::QuantLinearStreamArgs* args, void* stream) {
   using namespace moe;
   const QuantLinearStreamArgs& c = *args;
   quant::Args a = {};
-  if (c.m < 0 || c.m > kTokens || !is_code(c.output, Output::kAddF32) || c.w.gate_up != 0 || c.w.experts != 1 ||
+  if (c.m < 0 || c.m > quant::kTokens || !is_code(c.output, Output::kAddF32) || c.w.gate_up != 0 || c.w.experts != 1 ||
       !quant::make_matrix(c.w, &a.w))
     return cudaErrorInvalidValue;
   if (c.m == 0) return cudaSuccess;
-  a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.m = c.m, a.k = a.w.k;
+  a.x = c.x, a.norm = c.norm, a.eps = c.eps, a.m = c.m, a.k = a.w.k, a.mean = 1.f / a.k;
   a.bias = c.bias, a.out = c.out, a.output = c.output, a.n = static_cast<int>(c.w.n);
-  return quant::with_kind(c.w.format, a.w.wide(), [&](auto kind) { return quant::run<decltype(kind)>(a, stream); });
+  return quant::with_step_kind(c.w.format, quant::has_wide_groups(a.w),
+                               [&](auto kind) { return quant::run<decltype(kind)>(a, stream); });
 }

@@ -4,9 +4,9 @@
 // 4.4 TB/s); as with bf16, latency is most of the time.
 //
 // Design: as with bf16, with stages of 128 columns; a warp unpacks 64 columns of its 16 rows to the A operand in
-// registers while the products of the 64 columns before run. Up to 128 rows tiles are bf16's; beyond, what every block
-// reads again of x is the bound: tiles of 128 weight rows x 64 tokens, or x 128 tokens with rounded weights
-// (linear_rounded.cuh).
+// registers while the products of the 64 columns before run. Up to 128 rows tiles are bf16's, but where these leave K
+// whole from 65 rows on; beyond, what every block reads again of x is the bound: tiles of 128 weight rows x 64 tokens,
+// or x 128 tokens with rounded weights (linear_rounded.cuh).
 #include "quant/linear_rounded.cuh"
 
 namespace moe::linear_tensor {
@@ -40,6 +40,9 @@ struct QuantWeights {
                                                    uint64_t* full, uint64_t* empty, int stages, int count,
                                                    float (&acc)[B::kProducts][B::kColumns / 2]) {
       const int block = threadIdx.x / 32;
+      // Reads have ended in registers, so a stage needs no fence before it is given back; small tiles are 0.2 us faster
+      // with one, others up to 0.7 us slower (docs/kernels-labbook.md).
+      constexpr bool kFence = kGroups == 1 && B::kColumns <= 64;
       int stage = 0, phase = 0;
       typename Base::Words words;
       const auto read = [&] {
@@ -81,7 +84,7 @@ struct QuantWeights {
           if (u + 2 == kUnits && more) read();
           if (u + 1 == kUnits && more) unpack(stage, 0);
           wgmma_wait<0>();
-          if (u + 1 == kUnits) Base::give_back(empty + used, true);
+          if (u + 1 == kUnits) Base::give_back(empty + used, kFence);
           if ((u + 1) * kUnit % Base::kShareSteps == 0) Base::add_scaled(acc[0], sums, multiplied);
         }
       }
@@ -106,8 +109,16 @@ inline int tiles_for(int m, int n, int tokens, int weight, const DeviceLimits& l
   return 2 * weight * ceil_div(tiles * s->splits, limits.sms) / s->splits;
 }
 
-/// As measured (docs/kernels-labbook.md): to 128 rows as with bf16; then tiles of 64 tokens, or of 128 with rounded
-/// weights, which take a third longer, whichever ends first. Returns whether weights are rounded.
+/// As measured (docs/kernels-labbook.md): to 64 rows as with bf16; to 128 too where it cuts K, else with K in halves
+/// and rounded weights.
+inline bool halves_of_rounded(int m, int n, const DeviceLimits& limits, Shape* s) {
+  if (m <= 64 || s->splits > 1 || 4 * ceil_div(n, 128) <= limits.sms || 2 * ceil_div(n, 128) > limits.sms) return false;
+  *s = {128, 2, 2, static_cast<size_t>(limits.block_smem) - kHeader};
+  return true;
+}
+
+/// Beyond 128 rows tiles of 64 tokens, or of 128 with rounded weights, which take a third longer, whichever ends first.
+/// Returns whether weights are rounded.
 inline bool shape_of_many(int m, int n, const DeviceLimits& limits, Shape* s) {
   Shape rounded;
   const int exact_time = tiles_for(m, n, 64, 3, limits, s);
@@ -138,6 +149,8 @@ cudaError_t launch(const QuantLinearTensorArgs& c, const DeviceLimits& limits, v
     if (!rounded) s.tokens = Exact::template kMostTokens<2>;
     if (c.splits != 0) s.splits = asked;
     if (s.splits > steps) s.splits = steps;
+  } else if (c.splits == 0 && halves_of_rounded(c.m, n, limits, &s)) {
+    rounded = true;
   } else if (c.m > Exact::template kMostTokens<2>) {
     s.groups = 1;
   }
@@ -147,7 +160,7 @@ cudaError_t launch(const QuantLinearTensorArgs& c, const DeviceLimits& limits, v
 
 }  // namespace moe::linear_tensor
 
-/// out = x w^T (+ bias) for any m and one matrix that fits (quant/stage.cuh). With m > 128 weights may be rounded to
+/// out = x w^T (+ bias) for any m and one matrix that fits (quant/stage.cuh). With m > 64 weights may be rounded to
 /// bf16; with splits = -1 they never are, and a row's bits do not depend on m.
 extern "C" int moe_quant_linear_tensor(const moe::QuantLinearTensorArgs* args, void* stream) {
   using namespace moe;

@@ -17,6 +17,14 @@ struct Columns {
 #pragma unroll
     for (int i = 0; i < 8; ++i) word[i] = *reinterpret_cast<const uint32_t*>(from + i * 16);
   }
+
+  /// The same where a lane's words lie one after the other: `word_at` (quant/warp_ring.cuh).
+  __device__ __forceinline__ void load_ordered(const uint8_t* x) {
+    const uint4* from = reinterpret_cast<const uint4*>(x + threadIdx.x % 4 * 32);
+    const uint4 p = from[0], q = from[1];
+    word[0] = p.x, word[1] = p.y, word[2] = p.z, word[3] = p.w;
+    word[4] = q.x, word[5] = q.y, word[6] = q.z, word[7] = q.w;
+  }
 };
 
 /// Scales of a lane's two rows in a group, and their zero points as operands.

@@ -17,7 +17,16 @@ struct StepRoutingArgs {
   int keep_weights;  // forced experts get the weights of those that the row chose by itself, else those of their scores
 };
 
-/// T tokens, E experts of all ranks, S = shared behind them, K = top_k + S.
+/// What turns the experts that a row chose into the slots that compute it, where experts have copies or move. All null:
+/// ids stay. What is left of choices for who watches, and what is forced, are experts.
+struct CopiesArgs {
+  const int32_t* log2phy;  // [E + S, width] the slots of each expert's copies, then -1
+  int width;
+  int hashed;          // the copy of a row: by a hash of row and expert, else in turns
+  uint32_t first_row;  // number of row 0
+};
+
+/// T tokens, E experts of all ranks, S = shared behind them, K = top_k + S. With copies topk_ids are slots.
 struct GateRouteArgs {
   const __nv_bfloat16* x;          // [T, H]
   const __nv_bfloat16* gate;       // [E, H]
@@ -35,11 +44,12 @@ struct GateRouteArgs {
   float softcap;              // logits become cap * tanh(x / cap); 0 = they stay
   uint32_t* counts;           // [local experts] added to; or null
   uint32_t* buckets;          // out [local experts, T] with `counts`: the slots t K + k of each expert, in any order
-  const int32_t* expert_map;  // [E + S] of `buckets`: expert to local expert, -1 = elsewhere; null = all are here
+  const int32_t* expert_map;  // of `buckets`, by id in topk_ids: local expert, -1 = elsewhere; null = all are here
   int invariant;              // whether a row's bits must not depend on T
   int shared;                 // experts that every token gets in its last slots
   float shared_weight;        // their weight, neither renormalised nor scaled
   StepRoutingArgs routing;
+  CopiesArgs copies;
 };
 
 /// Forced experts that are spread evenly: for every row and layer the start of a random permutation.

@@ -40,6 +40,7 @@ struct GateArgs {
   int tokens, hidden, groups;  // groups of 8 tokens for each cluster
   RouteArgs route;
   StepRoutingArgs routing;
+  CopiesArgs copies;
 };
 
 /// Operands of this warp's steps of a batch along H: 16 bytes of one row for each step.
@@ -124,7 +125,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
   const int t = begin + warp * blocks + rank;
   if (t >= end) return;
   if (a.valid == nullptr || static_cast<uint32_t>(t) < *a.valid)
-    route_row<kPlain, kPerLane>(a.route, a.routing, logits[warp], chosen[warp], t);
+    route_row<kPlain, kPerLane>(a.route, a.routing, a.copies, logits[warp], chosen[warp], t);
   else route_nothing(a.route, t);
 }
 
@@ -158,8 +159,8 @@ __global__ __launch_bounds__(kWarps * 32) void route_logits(const __grid_constan
   pdl_wait();
   if (t >= a.tokens) return;
   if (a.valid == nullptr || static_cast<uint32_t>(t) < *a.valid)
-    route_row<kPlain, kPerLane>(a.route, a.routing, a.logits + static_cast<size_t>(t) * a.route.experts, chosen[warp],
-                                t);
+    route_row<kPlain, kPerLane>(a.route, a.routing, a.copies, a.logits + static_cast<size_t>(t) * a.route.experts,
+                                chosen[warp], t);
   else route_nothing(a.route, t);
 }
 
@@ -184,14 +185,15 @@ cudaError_t launch_apart(const GateArgs& a, void* stream) {
 }  // namespace
 }  // namespace moe
 
-/// logits = x gate^T (+ gate_bias), and the top K of their scores. Refuses H that is no multiple of 64, E > 1024, K +
-/// S > 32, K > E, and more tokens than a grid holds (524,280).
+/// logits = x gate^T (+ gate_bias), and the top K of their scores, as experts or as slots of their copies. Refuses H
+/// that is no multiple of 64, E > 1024, K + S > 32, K > E, copies without a column, and more tokens than a grid holds
+/// (524,280).
 extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
   using namespace moe;
   const GateRouteArgs& c = *args;
   if (c.tokens < 0 || c.tokens > 65535 * kTokens || c.hidden <= 0 || c.hidden % 64 != 0 || c.experts <= 0 ||
       c.experts > 1024 || c.top_k <= 0 || c.shared < 0 || c.top_k + c.shared > kMaxTopK || c.top_k > c.experts ||
-      !is_code(c.scoring, Scoring::kSqrtSoftplus))
+      (c.copies.log2phy != nullptr && c.copies.width < 1) || !is_code(c.scoring, Scoring::kSqrtSoftplus))
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
   const GateArgs a = {
@@ -205,7 +207,8 @@ extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
       1,
       {c.correction_bias, c.topk_ids, c.topk_weights, c.experts, c.top_k, c.scoring, c.raw_logits, c.renormalize,
        c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens, c.shared, c.shared_weight},
-      c.routing};
+      c.routing,
+      c.copies};
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;

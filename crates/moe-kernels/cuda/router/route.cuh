@@ -6,6 +6,7 @@
 
 #include "ptx/common.cuh"
 #include "router/args.cuh"
+#include "router/copies.cuh"
 
 namespace moe {
 
@@ -23,7 +24,7 @@ struct RouteArgs {
       nullptr;  // [local experts], or null: slots are also listed by expert, buckets[e][0 .. counts[e]], in any order
   uint32_t* buckets = nullptr;  // [local experts, tokens]
   const int32_t* expert_map =
-      nullptr;  // [E + shared], of the buckets: expert to local one, -1 = elsewhere; null = all are here
+      nullptr;  // of the buckets, by the ids that are left: local expert, -1 = elsewhere; null = all are here
   int tokens = 0;
   int shared = 0;              // experts E, E + 1, .. that every token gets in its last slots
   float shared_weight = 1.0f;  // their weight, neither renormalised nor scaled
@@ -266,16 +267,25 @@ __device__ __forceinline__ Choice choose(const RouteArgs& args, const StepRoutin
   return {replaced ? balanced(routing, row, lane, own.id) : own.id, weight};
 }
 
+/// The slot of a row's expert, of `experts`. Not inline, as `score_alone`: most models have no copies.
+static __device__ __noinline__ uint32_t chosen_slot(const int32_t* log2phy, int experts, int width, uint32_t row,
+                                                    uint32_t id, bool hashed) {
+  return slot_of_row(log2phy, experts, width, row, id, hashed);
+}
+
 /// Routes `token`, whose logits are `logits[0 .. E]` in shared memory; `chosen`: as in `choose`.
 template <bool kPlain, int N>
-__device__ __forceinline__ void route_row(const RouteArgs& a, const StepRoutingArgs& routing, const float* logits,
-                                          Choice* chosen, int token) {
+__device__ __forceinline__ void route_row(const RouteArgs& a, const StepRoutingArgs& routing, const CopiesArgs& copies,
+                                          const float* logits, Choice* chosen, int token) {
   const int lane = threadIdx.x % 32;
   float score[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) score[j] = j * 32 + lane < a.experts ? logits[j * 32 + lane] : -INFINITY;
-  const Choice c = choose<kPlain>(a, routing, token, score, chosen, [](uint32_t, uint32_t) {});
+  Choice c = choose<kPlain>(a, routing, token, score, chosen, [](uint32_t, uint32_t) {});
   if (lane < a.top_k) leave(routing, a.experts, token, lane, c.id);
+  if (copies.log2phy != nullptr)
+    c.id = chosen_slot(copies.log2phy, a.experts + a.shared, copies.width, copies.first_row + token, c.id,
+                       copies.hashed != 0);
   if (lane < a.slots()) {
     a.topk_ids[static_cast<size_t>(token) * a.slots() + lane] = c.id;
     a.topk_weights[static_cast<size_t>(token) * a.slots() + lane] = c.weight;

@@ -36,37 +36,51 @@ impl Spread {
     }
 }
 
+/// The copies of experts, and which of them computes a row.
+#[derive(Clone, Copy, Debug)]
+pub struct Log2Phy<'a> {
+    /// [E, W] i32: the physical ids of each expert's copies, then -1; at least one copy each.
+    pub ids: View<'a>,
+    /// How the rows of an expert are spread over its copies.
+    pub spread: Spread,
+    /// Number of row 0, for rows that come in several calls.
+    pub first_row: usize,
+}
+
+impl Log2Phy<'_> {
+    /// Fails unless the table is one of experts; how many, and W.
+    ///
+    /// # Errors
+    /// Another dtype or rank.
+    pub(crate) fn check(&self, op: &str) -> Result<(usize, usize)> {
+        let (experts, width) = expect_matrix(op, "log2phy", &self.ids)?;
+        expect(op, "log2phy", &self.ids, DType::I32, &[experts, width])?;
+        Ok((experts, width))
+    }
+}
+
 /// Replaces logical expert ids by physical ones.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `topk_ids` | [T, K] u32, logical expert ids, [`NO_EXPERT`] = no expert |
-/// | `log2phy` | [E, W] i32: the physical ids of each expert's copies, then -1; at least one copy each |
-/// | `first_row` | number of row 0, for rows that come in several calls |
+/// | `log2phy` | of E experts |
 /// | `out` | [T, K] u32: the id of one copy; `NO_EXPERT` where there is no expert |
 ///
 /// # Errors
 /// Wrong dtypes or dims; on the CPU also an id outside of `log2phy` and an expert without a copy, which on CUDA are no
 /// expert.
-pub fn physical_ids_into(
-    topk_ids: View,
-    log2phy: View,
-    spread: Spread,
-    first_row: usize,
-    mut out: ViewMut,
-    ex: &mut Exec,
-) -> Result<()> {
+pub fn physical_ids_into(topk_ids: View, log2phy: &Log2Phy, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     const OP: &str = "physical_ids";
     check_ids(OP, topk_ids)?;
-    let (experts, width) = expect_matrix(OP, "log2phy", &log2phy)?;
-    expect(OP, "log2phy", &log2phy, DType::I32, &[experts, width])?;
+    let (experts, width) = log2phy.check(OP)?;
     expect(OP, "out", &out, DType::U32, topk_ids.dims())?;
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        let rows = (spread == Spread::Hashed, first_row as u32);
-        return crate::cuda::any::physical_ids(ex.cuda(OP)?, OP, topk_ids, log2phy, rows, out);
+        return crate::cuda::any::physical_ids(ex.cuda(OP)?, OP, topk_ids, log2phy, out);
     }
-    let (ids, table, top_k) = (topk_ids.cpu::<u32>()?, log2phy.cpu::<i32>()?, topk_ids.dims()[1].max(1));
+    let &Log2Phy { ids: table, spread, first_row } = log2phy;
+    let (ids, table, top_k) = (topk_ids.cpu::<u32>()?, table.cpu::<i32>()?, topk_ids.dims()[1].max(1));
     let choose = |row: usize, id: u32| -> Result<u32> {
         if id == NO_EXPERT {
             return Ok(NO_EXPERT);
@@ -105,9 +119,10 @@ mod tests {
         first: usize,
     ) -> Result<Vec<u32>> {
         let (mut out, dims) = (vec![7; ids.len()], [ids.len() / k, k]);
-        let log2phy = View::new(table.0, &[table.0.len() / table.1, table.1])?;
+        let table_dims = [table.0.len() / table.1, table.1];
+        let log2phy = Log2Phy { ids: View::new(table.0, &table_dims)?, spread, first_row: first };
         let (ids, to) = (View::new(ids, &dims)?, ViewMut::new(&mut out, &dims)?);
-        physical_ids_into(ids, log2phy, spread, first, to, &mut Exec::cpu())?;
+        physical_ids_into(ids, &log2phy, to, &mut Exec::cpu())?;
         Ok(out)
     }
 

@@ -123,11 +123,14 @@ arguments! {
     StepRoutingArgs {
         heat routed: Out, forced: In, stride keep_weights: i32,
     }
+    CopiesArgs {
+        log2phy: In, width hashed: i32, first_row: u32,
+    }
     GateRouteArgs {
         x gate gate_bias correction_bias valid: In, logits topk_ids topk_weights: Out,
         tokens hidden experts top_k: i32, scoring: GateScoring, raw_logits renormalize: i32,
         scale softcap: f32, counts buckets: Out, expert_map: In, invariant shared: i32, shared_weight: f32,
-        routing: StepRoutingArgs,
+        routing: StepRoutingArgs, copies: CopiesArgs,
     }
     BalanceIdsArgs {
         step: In, ids: Out, seed: u64, rows layers top_k experts: i32, first_row first_layer: u32,
@@ -151,6 +154,13 @@ arguments! {
     CombineArgs {
         slot_rows topk_ids topk_weights expert_map: In, out: Out,
         tokens top_k num_ids num_local hidden: i32, rows: Dtype, output: Output,
+    }
+    ExpertResidencyArgs {
+        topk_ids: In, place heat held pending map exchanges counts: Out,
+        count num_experts num_slots first: i32,
+    }
+    ExpertExchangeArgs {
+        exchanges: In, w13 w2 homes: Out, w13_bytes w2_bytes: i64,
     }
     LayerStreamArgs {
         x norm: In, eps: f32, gate gate_bias correction_bias valid: In, topk_ids topk_weights: Out,
@@ -212,7 +222,10 @@ arguments! {
         x: In, w: QuantPack, bias: In, out: Out, output: Output, m splits: i32,
     }
     Fp8QuantiseArgs {
-        x: In, q scales: Out, rows columns: i32,
+        x: In, q scales: Out, slot_at place_of: In, rows columns top_k: i32,
+    }
+    Fp8PlacesArgs {
+        slots counts: In, bucket: i32, slot_at place_of: Out, experts num_slots: i32,
     }
     Fp8ExpertsArgs {
         q scales: In, w: QuantPack, slots counts: In, bucket: i32, out: Out, tokens top_k: i32,

@@ -48,6 +48,8 @@ launchers! {
     moe_experts_grouped_gate_up(args: *const ExpertsGroupedArgs);
     moe_experts_grouped_down(args: *const ExpertsGroupedArgs);
     moe_combine(args: *const CombineArgs);
+    moe_expert_residency(args: *const ExpertResidencyArgs);
+    moe_expert_exchange(args: *const ExpertExchangeArgs);
     moe_combine_add_rms_norm(args: *const CombineArgs, residual: *mut f32, weight: *const bf16, eps: f32);
 
     // quantised weights
@@ -58,6 +60,7 @@ launchers! {
     moe_quant_experts_tensor(args: *const QuantExpertsTensorArgs);
     moe_quant_experts_wide(args: *const QuantExpertsTensorArgs);
 
+    moe_fp8_places(args: *const Fp8PlacesArgs);
     moe_fp8_quantise(args: *const Fp8QuantiseArgs);
     moe_fp8_experts_gate_up(args: *const Fp8ExpertsArgs);
     moe_fp8_experts_down(args: *const Fp8ExpertsArgs);
@@ -176,6 +179,19 @@ unsafe extern "C" {
     pub(crate) fn moe_layer_stream_state(experts: i32, inter: i32) -> usize;
     #[cfg(test)]
     pub(crate) fn moe_layer_stream_fits(
+        tokens: i32,
+        hidden: i32,
+        inter: i32,
+        num_ids: i32,
+        num_local: i32,
+        top_k: i32,
+        block_smem: i32,
+    ) -> i32;
+    #[cfg(test)]
+    pub(crate) fn moe_quant_linear_stream_fits(format: QuantFormat, m: i32, k: i32, block_smem: i32) -> i32;
+    #[cfg(test)]
+    pub(crate) fn moe_quant_layer_stream_fits(
+        format: QuantFormat,
         tokens: i32,
         hidden: i32,
         inter: i32,

@@ -163,3 +163,47 @@ fn stream(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::args::QuantFormat;
+    use crate::plan::{Gpu, QuantWeights};
+    use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
+
+    #[test]
+    fn the_host_and_the_kernel_agree_on_what_streams() {
+        let gpu = Gpu::HOPPER;
+        let group = QuantGroup::Size(128);
+        let int = QuantScheme::Int { bits: 4, group, zero_point: false, act_order: false };
+        let fp8 = QuantScheme::Fp8 { scales: Fp8Scales::Channel };
+        let schemes = [(int, DType::F16, QuantFormat::Int4), (fp8, DType::F32, QuantFormat::Fp8)];
+        let (mut fitting, mut refused) = (0, 0);
+        for (scheme, scales, format) in schemes {
+            let quant = QuantWeights { scheme, scales, gate_up: false };
+            for rows in 1..=8 {
+                for k in (64..=20_480).step_by(64) {
+                    let quantised = Some(quant);
+                    let call = LinearCall {
+                        rows,
+                        n: 64,
+                        k,
+                        dtype: DType::BF16,
+                        quant: quantised,
+                        bias: false,
+                        aligned: true,
+                    };
+                    let n = |n: usize| i32::try_from(n).unwrap();
+                    // SAFETY: a pure function of numbers.
+                    let kernel = unsafe {
+                        ffi::moe_quant_linear_stream_fits(format, n(rows), n(k), n(gpu.block_shared_memory))
+                    };
+                    let host = call.expect_quant_stream(quant, gpu);
+                    assert_eq!(host.is_ok(), kernel == 1, "{call:?}: {host:?}");
+                    if host.is_ok() { fitting += 1 } else { refused += 1 }
+                }
+            }
+        }
+        assert!(fitting > 1000 && refused > 1000, "{fitting} fit, {refused} do not");
+    }
+}

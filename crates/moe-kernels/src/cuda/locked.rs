@@ -9,6 +9,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::thread;
 
+use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, sys};
 use candle_core::{Result, bail};
 use memmap2::MmapMut;
@@ -38,11 +39,31 @@ impl LockedMemory {
         touch(&mut bytes);
         let locked = context.bind_to_thread().and_then(|()| {
             // SAFETY: the range is mapped, and stays so until it is unlocked.
-            unsafe { sys::cuMemHostRegister_v2(bytes.as_mut_ptr().cast(), len, 0) }.result()
+            unsafe {
+                sys::cuMemHostRegister_v2(bytes.as_mut_ptr().cast(), len, sys::CU_MEMHOSTREGISTER_DEVICEMAP)
+            }
+            .result()
         });
         match locked {
             Ok(()) => Ok(Self { bytes, context: context.clone() }),
             Err(e) => bail!("the driver refuses to page-lock {len} bytes of host memory: {e}"),
+        }
+    }
+}
+
+impl LockedMemory {
+    /// Where kernels find it.
+    ///
+    /// # Errors
+    /// A device that cannot read host memory by itself.
+    pub(super) fn device_address(&self) -> Result<u64> {
+        self.context.bind_to_thread().w()?;
+        let mut address = 0;
+        let host = self.bytes.as_ptr().cast_mut().cast();
+        // SAFETY: `new` locked this memory with a mapping for the device; the call writes one address.
+        match unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, host, 0) }.result() {
+            Ok(()) => Ok(address),
+            Err(e) => bail!("the device does not read page-locked host memory by itself: {e}"),
         }
     }
 }

@@ -16,6 +16,7 @@ pub(crate) mod attention;
 mod blas;
 mod checksum;
 mod counts;
+mod expert_slots;
 mod experts;
 pub(crate) mod ffi;
 mod fp8;
@@ -46,8 +47,10 @@ use crate::view::View;
 pub use any::{Choice, Route, RouteOut, route_into};
 pub(crate) use checksum::word_sum;
 pub use counts::{DeviceCalls, device_calls};
+pub use expert_slots::ExpertSlots;
 pub use experts::{
     ExpertLists, FusedExperts, MonolithicExperts, fused_experts_into, monolithic_experts_into,
+    slotted_experts_into,
 };
 pub use graph::Graph;
 pub(crate) use memory::{DeviceMemory, storage_slice};

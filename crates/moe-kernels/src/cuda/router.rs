@@ -4,8 +4,9 @@ use std::ffi::c_void;
 
 use candle_core::{DType, Result, bail};
 
-use super::args::{GateRouteArgs, StepRoutingArgs};
-use super::{ffi, small};
+use super::args::{CopiesArgs, GateRouteArgs, StepRoutingArgs};
+use super::{CudaExec, ffi, small};
+use crate::align::{Log2Phy, Spread};
 use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::monolithic::Gate;
@@ -13,7 +14,8 @@ use crate::plan::{Form, RouterCall, RouterForm};
 use crate::view::{View, ViewMut};
 
 /// logits [T, E] f32 = x [T, H] · gateᵀ, and the top K of their scores: topk_ids [T, K] u32 by descending
-/// score, ties to the lower id, and topk_weights [T, K] f32; where every token gets shared experts, they are its last slots.
+/// score, ties to the lower id, and topk_weights [T, K] f32; where every token gets shared experts, they are its last slots. With
+/// `gate.log2phy` the ids are those of the experts' copies.
 ///
 /// # Errors
 /// A CPU context; a wrong dtype or wrong dims; sizes that [`RouterForm::OneLaunch`] refuses.
@@ -36,8 +38,24 @@ pub(super) struct Buckets {
     pub counts: *mut c_void,
     /// [local experts, T] u32.
     pub slots: *mut c_void,
-    /// \[E + S\] i32, or null.
+    /// i32 by the ids that are left, or null.
     pub expert_map: *const c_void,
+}
+
+impl CopiesArgs {
+    /// Those of a table that has been checked.
+    pub(super) fn of(op: &str, log2phy: Option<&Log2Phy<'_>>, cuda: &CudaExec) -> Result<Self> {
+        let Some(&Log2Phy { ids, spread, first_row }) = log2phy else {
+            return Ok(Self { log2phy: std::ptr::null(), width: 0, hashed: 0, first_row: 0 });
+        };
+        Ok(Self {
+            log2phy: cuda.read(op, "log2phy", ids)?,
+            width: small(op, ids.dims()[1])?,
+            hashed: i32::from(spread == Spread::Hashed),
+            // As the CPU counts rows.
+            first_row: first_row as u32,
+        })
+    }
 }
 
 /// [`gate_route_into`] with buckets.
@@ -93,6 +111,7 @@ pub(super) fn gate_route(
         expert_map: buckets.expert_map,
         invariant: i32::from(ex.batch_invariant()),
         routing: StepRoutingArgs::of(op, &gate.routing, (t, e, gate.top_k), cuda)?,
+        copies: CopiesArgs::of(op, gate.log2phy.as_ref(), cuda)?,
     };
     // SAFETY: dims, dtypes and the launcher's conditions are checked above.
     cuda.check(op, unsafe { ffi::moe_gate_route(&args, cuda.raw()?) })

@@ -2,8 +2,9 @@
 
 use super::fp8::expect_fp8_products;
 use super::linear::{expect_at_most, expect_rows, expect_steps};
+use super::one_launch::{ONE_LAUNCH_EXPERTS, ONE_LAUNCH_LOCAL, ONE_LAUNCH_SLOTS, ONE_LAUNCH_TOKENS};
 use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
-use super::{Form, Gpu, Machine, Reason};
+use super::{Form, Machine, Reason};
 use crate::scheme::QuantScheme;
 
 /// From this many tokens on Hopper's warpgroup products beat the streaming kernel (docs/kernels.md).
@@ -25,12 +26,6 @@ const GROUPED_TOKENS: usize = 256;
 /// Most slots of the streaming kernel.
 const STREAM_SLOTS: usize = 2048;
 
-/// Limits of the one launch (cuda/layer, `moe_layer_stream`).
-const ONE_LAUNCH_TOKENS: usize = 4;
-const ONE_LAUNCH_SLOTS: usize = 32;
-const ONE_LAUNCH_EXPERTS: usize = 512;
-const ONE_LAUNCH_LOCAL: usize = 1024;
-
 /// Sizes of an expert layer's step on this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertsCall {
@@ -48,6 +43,8 @@ pub struct ExpertsCall {
     pub inter: usize,
     /// How w13 and w2 are quantised; `None`: they are bf16.
     pub quant: Option<[QuantWeights; 2]>,
+    /// Passes in which the experts of a step come to the device ([`max_passes`](crate::max_passes)); 1 where they all fit.
+    pub passes: usize,
 }
 
 impl ExpertsCall {
@@ -63,6 +60,7 @@ impl ExpertsCall {
     pub fn fits_one_launch(&self, machine: &Machine) -> Result<(), Reason> {
         let gpu = machine.expect_hopper()?;
         machine.expect_batch_variant()?;
+        self.expect_one_pass()?;
         expect_rows(..=ONE_LAUNCH_TOKENS, self.tokens)?;
         self.expect_local()?;
         self.expect_weights()?;
@@ -81,7 +79,7 @@ impl ExpertsCall {
     /// The first reason why not.
     pub fn fits_tensor(&self, machine: &Machine) -> Result<(), Reason> {
         machine.expect_hopper()?;
-        if !machine.batch_invariant {
+        if !machine.batch_invariant && self.passes == 1 {
             let least = if self.quant.is_some() { QUANT_TENSOR_TOKENS } else { TENSOR_TOKENS };
             expect_rows(least.., self.tokens)?;
         }
@@ -117,6 +115,7 @@ impl ExpertsCall {
     pub fn fits_fp8(&self, machine: &Machine) -> Result<(), Reason> {
         let [w13, w2] = self.quant.map_or([None; 2], |packs| packs.map(Some));
         expect_fp8_products(&[(w13, 2 * self.inter, self.hidden), (w2, self.hidden, self.inter)], machine)?;
+        self.expect_one_pass()?;
         expect_rows((FP8_ROWS * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
         self.expect_local()?;
         expect_at_most("number of local experts", WIDE_EXPERTS, self.num_local)
@@ -134,48 +133,12 @@ impl ExpertsCall {
         if format(w13) == format(w2) { Ok(()) } else { Err(Reason::Quant { got: w2.scheme }) }
     }
 
+    fn expect_one_pass(&self) -> Result<(), Reason> {
+        if self.passes <= 1 { Ok(()) } else { Err(Reason::Passes { passes: self.passes }) }
+    }
+
     fn expect_local(&self) -> Result<(), Reason> {
         if self.num_local > 0 { Ok(()) } else { Err(Reason::NoLocalExperts) }
-    }
-
-    /// The one launch keeps rows, activations and a ring of at least two stages of weights in a block's shared memory.
-    fn expect_shared_memory(&self, gpu: Gpu) -> Result<(), Reason> {
-        let needs = self.one_launch_bytes();
-        match gpu.block_shared_memory {
-            has if needs <= has => Ok(()),
-            has => Err(Reason::SharedMemory { needs, has }),
-        }
-    }
-
-    /// Fewest bytes of shared memory of the one launch: `layout` and `divide_ring` of its kernel, which a test compares.
-    fn one_launch_bytes(&self) -> usize {
-        const CONSUMERS: usize = 8; // warps
-        const PAIRS: usize = 8; // gate and up rows of a tile
-        const DOWN_ROWS: usize = 16;
-        const PARTS: usize = 4;
-        const STAGES: usize = 16;
-        const MAX_CHUNK: [usize; 2] = [2048, 1536];
-        const MIN_CHUNK: usize = 256;
-        const MIN_STAGES: usize = 2;
-        let (tokens, slots) = (self.tokens, self.slots());
-        let tiles = 8 * (4 * STAGES + ONE_LAUNCH_SLOTS + 2 * PARTS + 1);
-        let routing = (tiles + 8 * (STAGES + PARTS + 1)).next_multiple_of(16);
-        let partial =
-            (routing + 4 * ONE_LAUNCH_TOKENS + slots * 12 + slots * tokens * 8).next_multiple_of(16);
-        let parts = partial + CONSUMERS * DOWN_ROWS * tokens * 4;
-        let rows = (parts + PARTS * CONSUMERS * 2 * PAIRS * tokens * 4).next_multiple_of(128);
-        let act = rows + tokens * self.hidden * 2;
-        let ring = (act + slots * self.inter * 2).next_multiple_of(128);
-        let stage = |depth: usize, rows: usize, most: usize| {
-            let mut chunk = depth.min(most);
-            while chunk.is_multiple_of(2 * 64) && chunk > MIN_CHUNK {
-                chunk /= 2;
-            }
-            rows * chunk * 2
-        };
-        let gate_up = stage(self.hidden, 2 * PAIRS, MAX_CHUNK[0]);
-        let down = stage(self.inter, DOWN_ROWS, MAX_CHUNK[1]);
-        ring + MIN_STAGES * gate_up.max(down)
     }
 }
 
@@ -234,15 +197,18 @@ impl Form for ExpertsForm {
                     call.expect_weights()?;
                 }
                 machine.expect_batch_variant()?;
+                call.expect_one_pass()?;
                 expect_rows(..GROUPED_TOKENS, call.tokens)?;
                 expect_at_most("number of slots", STREAM_SLOTS, call.slots())
             }
             Self::Grouped => {
                 machine.expect_gpu()?;
+                call.expect_one_pass()?;
                 expect_floats(call.quant.map(|[w13, _]| w13))
             }
             Self::QuantAny => {
                 machine.expect_gpu()?;
+                call.expect_one_pass()?;
                 expect_quantised(call.quant.map(|[w13, _]| w13)).map(drop)
             }
         }
@@ -250,146 +216,5 @@ impl Form for ExpertsForm {
 }
 
 #[cfg(test)]
-mod tests {
-    use candle_core::DType;
-
-    use super::*;
-    use crate::scheme::{Fp8Scales, QuantGroup};
-
-    const QWEN3_30B: ExpertsCall = ExpertsCall {
-        tokens: 1,
-        top_k: 8,
-        num_ids: 128,
-        num_local: 128,
-        hidden: 2048,
-        inter: 768,
-        quant: None,
-    };
-
-    fn hopper() -> Machine {
-        Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() }
-    }
-
-    #[test]
-    fn rows_choose_the_kernel() {
-        let form = |tokens, machine: &Machine| {
-            ExpertsForm::choose(&ExpertsCall { tokens, ..QWEN3_30B }, machine).map(Form::name)
-        };
-        for (tokens, kernel) in [
-            (1, "layer_stream"),
-            (4, "layer_stream"),
-            (5, "experts_stream"),
-            (8, "experts_tensor"),
-            (511, "experts_tensor"),
-            (512, "experts_wide"),
-            (9000, "experts_wide"),
-        ] {
-            assert_eq!(form(tokens, &hopper()), Some(kernel), "{tokens} tokens");
-        }
-        let invariant = Machine { batch_invariant: true, ..hopper() };
-        assert_eq!(
-            (form(1, &invariant), form(9000, &invariant)),
-            (Some("experts_tensor"), Some("experts_tensor"))
-        );
-        let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
-        let ampere = Machine { gpu: Some(ampere), ..Machine::default() };
-        assert_eq!((form(4, &ampere), form(256, &ampere)), (Some("experts_stream"), Some("experts_grouped")));
-        assert_eq!(form(4, &Machine::default()), None);
-    }
-
-    #[test]
-    fn what_keeps_prompts_from_wide_tiles_is_said() {
-        let fits = |call: ExpertsCall| call.fits_wide(&hopper()).map_err(|reason| reason.to_string());
-        let prompt = ExpertsCall { tokens: 512, ..QWEN3_30B };
-        assert_eq!(fits(prompt), Ok(()));
-        // A rank that has a part of the experts gets its part of the slots.
-        assert_eq!(fits(ExpertsCall { num_local: 16, ..prompt }), Ok(()));
-        let refused = |call, why: &str| assert_eq!(fits(call), Err(why.to_string()));
-        refused(ExpertsCall { tokens: 511, ..prompt }, "computes at least 512 rows at once, got 511");
-        refused(ExpertsCall { num_ids: 129, ..prompt }, "computes at least 516 rows at once, got 512");
-        refused(ExpertsCall { num_local: 0, ..prompt }, "needs an expert on this rank, but it has none");
-        refused(
-            ExpertsCall { inter: 96, ..prompt },
-            "needs a intermediate_size that is a multiple of 64, got 96",
-        );
-        let many = ExpertsCall { tokens: 9000, num_ids: 2000, num_local: 2000, ..prompt };
-        refused(many, "takes a number of local experts of at most 1024, got 2000");
-    }
-
-    #[test]
-    fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
-        let int = |bits, group, act_order| QuantScheme::Int {
-            bits,
-            group: QuantGroup::Size(group),
-            zero_point: true,
-            act_order,
-        };
-        let call = |tokens, scheme, scales| {
-            let weights = |gate_up| QuantWeights { scheme, scales, gate_up };
-            ExpertsCall { tokens, quant: Some([weights(true), weights(false)]), ..QWEN3_30B }
-        };
-        let kernel =
-            |call: &ExpertsCall, machine| ExpertsForm::choose(call, &machine).map(|form| form.kernel(call));
-        let block = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
-        for (scheme, scales) in
-            [(int(4, 128, false), DType::F16), (int(8, 32, false), DType::BF16), (block, DType::F32)]
-        {
-            for (tokens, want) in [
-                (1, "quant_layer_stream"),
-                (6, "quant_experts_tensor"),
-                (1023, "quant_experts_tensor"),
-                (1024, "quant_experts_wide"),
-            ] {
-                assert_eq!(
-                    kernel(&call(tokens, scheme, scales), hopper()).as_deref(),
-                    Some(want),
-                    "{scheme}"
-                );
-            }
-            let invariant = Machine { batch_invariant: true, ..hopper() };
-            assert_eq!(kernel(&call(1, scheme, scales), invariant).as_deref(), Some("quant_experts_tensor"));
-            let ampere = Machine {
-                gpu: Some(Gpu { compute_capability: (8, 0), ..Gpu::HOPPER }),
-                ..Machine::default()
-            };
-            assert_eq!(kernel(&call(1, scheme, scales), ampere).as_deref(), Some("any_quant_experts"));
-        }
-        let group = int(4, 48, false);
-        for (scheme, scales) in
-            [(int(4, 128, true), DType::F16), (group, DType::F16), (int(4, 128, false), DType::F32)]
-        {
-            assert_eq!(kernel(&call(1, scheme, scales), hopper()).as_deref(), Some("any_quant_experts"));
-        }
-    }
-
-    #[test]
-    fn sizes_that_fit_no_shared_memory_say_so() {
-        let wide = ExpertsCall { tokens: 4, hidden: 28_672, ..QWEN3_30B };
-        let reason = wide.fits_one_launch(&hopper()).unwrap_err();
-        assert!(matches!(reason, Reason::SharedMemory { .. }), "{reason}");
-        let none = ExpertsCall { tokens: 1, num_local: 0, ..QWEN3_30B };
-        assert_eq!(none.fits_one_launch(&hopper()), Err(Reason::NoLocalExperts));
-        let many = ExpertsCall { tokens: 8, ..none };
-        assert_eq!(many.fits_tensor(&hopper()), Err(Reason::NoLocalExperts));
-    }
-    #[test]
-    fn deepseeks_experts_take_the_fast_kernels() {
-        // DeepSeek-V2-Lite's and DeepSeek-V2's.
-        for (num_local, hidden, inter) in [(64, 2048, 1408), (160, 5120, 1536)] {
-            let call = |tokens| ExpertsCall {
-                tokens,
-                top_k: 6,
-                num_ids: num_local,
-                num_local,
-                hidden,
-                inter,
-                quant: None,
-            };
-            let form = |tokens| ExpertsForm::choose(&call(tokens), &hopper());
-            assert_eq!(form(1), Some(ExpertsForm::OneLaunch));
-            assert_eq!(form(6), Some(ExpertsForm::Stream));
-            assert_eq!(form(64), Some(ExpertsForm::Tensor));
-            assert_eq!(form(8192), Some(ExpertsForm::Wide));
-        }
-    }
-}
+#[path = "experts_tests.rs"]
+mod tests;

@@ -105,6 +105,7 @@ mod tests {
             hidden: 2048,
             inter,
             quant: Some([weights(scales, true), weights(scales, false)]),
+            passes: 1,
         };
         let block = Fp8Scales::Block { n: 128, k: 128 };
         let [auto, on, off] = [Fp8Activations::Auto, Fp8Activations::On, Fp8Activations::Off].map(machine);

@@ -3,12 +3,13 @@
 use candle_core::DType;
 
 use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
-use super::{DequantiseForm, Form, Machine, Reason};
+use super::{DequantiseForm, Form, Gpu, Machine, Reason};
+use crate::scheme::QuantScheme;
 
 /// Most rows for which streaming the weights beats the tensor-core kernel (docs/kernels.md).
 const STREAM_ROWS: usize = 4;
 /// The same of quantised weights.
-const QUANT_STREAM_ROWS: usize = 7;
+const QUANT_STREAM_ROWS: usize = 8;
 /// From this many rows on cuBLAS is the fastest.
 const BLAS_ROWS: usize = 65;
 /// From this many rows on it is taken although quantised weights become bf16 for it: qkv and o_proj of Qwen3-30B-A3B take
@@ -72,14 +73,35 @@ impl LinearCall {
     }
 
     /// What weights that stream past a few rows want.
-    fn expect_stream(&self) -> Result<(), Reason> {
+    fn expect_stream(&self, gpu: Gpu) -> Result<(), Reason> {
         self.expect_bf16()?;
         if self.quant.is_some_and(|quant| quant.gate_up) {
             return Err(Reason::Part { part: "gate and up rows in one pack" });
         }
         let most = if self.quant.is_some() { QUANT_STREAM_ROWS } else { STREAM_ROWS };
         expect_rows(..=most, self.rows)?;
-        expect_at_most("k", STREAM_K, self.k)
+        match self.quant {
+            None => expect_at_most("k", STREAM_K, self.k),
+            Some(quant) => self.expect_quant_stream(quant, gpu),
+        }
+    }
+
+    /// Rows of x lie beside rings of weights in a block's shared memory: `layout` of `quant_linear_stream`.
+    pub(crate) fn expect_quant_stream(&self, quant: QuantWeights, gpu: Gpu) -> Result<(), Reason> {
+        const WARPS: usize = 16; // each of which owns every 16th step along K
+        const COLUMNS: usize = 128; // of a step
+        const SUMS: usize = 3 * 16; // rows of tiles whose sums are added together
+        const SIDE: usize = 192; // bytes of a step's scales and zero points
+        let (step, depth) = match quant.scheme {
+            QuantScheme::Int { bits: 4, .. } => (1024, 4),
+            _ => (2048, 3),
+        };
+        let pitch = self.k.div_ceil(COLUMNS).div_ceil(WARPS) * 2 * COLUMNS + 16;
+        let needs = WARPS * (depth * (step + SIDE) + self.rows * (pitch + 4 * SUMS + 4));
+        match gpu.block_shared_memory {
+            has if needs <= has => Ok(()),
+            has => Err(Reason::SharedMemory { needs, has }),
+        }
     }
 
     fn expect_aligned(&self) -> Result<(), Reason> {
@@ -145,7 +167,7 @@ impl Form for LinearForm {
                     machine.expect_hopper()?;
                 }
                 machine.expect_batch_variant()?;
-                call.expect_stream()?;
+                call.expect_stream(gpu)?;
                 if gpu.compute_capability >= (9, 0) && call.quant.is_none() {
                     expect_at_most("n", WIDE - 1, call.n)?;
                 }
@@ -195,9 +217,9 @@ impl Form for FusedLinearForm {
         if self == Self::Apart {
             return Ok(());
         }
-        machine.expect_hopper()?;
+        let gpu = machine.expect_hopper()?;
         machine.expect_batch_variant()?;
-        call.expect_stream()?;
+        call.expect_stream(gpu)?;
         call.expect_aligned()
     }
 }

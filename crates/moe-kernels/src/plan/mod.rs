@@ -5,12 +5,14 @@
 //! can be computed, printed and tested on any other.
 
 mod attention;
+mod copies;
 mod dequantise;
 mod experts;
 mod fp8;
 mod linear;
 mod mixed;
 mod monolithic;
+mod one_launch;
 mod per_head;
 mod prompt;
 mod quant;
@@ -18,6 +20,7 @@ mod reason;
 mod router;
 
 pub use attention::{AttentionCall, AttentionForm};
+pub use copies::{CopiesCall, CopiesForm};
 pub use dequantise::{DequantiseCall, DequantiseForm};
 pub use experts::{ExpertsCall, ExpertsForm};
 pub use fp8::Fp8Activations;

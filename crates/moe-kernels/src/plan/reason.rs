@@ -140,6 +140,12 @@ pub enum Reason {
         /// The part.
         part: &'static str,
     },
+    /// The device has slots for a part of the experts that a step may need.
+    #[error("computes all experts of a step at once, but these come to the device in {passes} passes")]
+    Passes {
+        /// How many passes.
+        passes: usize,
+    },
     /// More ranks than experts.
     #[error("needs an expert on this rank, but it has none")]
     NoLocalExperts,
@@ -258,6 +264,7 @@ impl Reason {
             Self::OneRowEach => "one_row_each",
             Self::Routed { .. } => "routing_context",
             Self::Part { .. } => "layer_part",
+            Self::Passes { .. } => "passes",
             Self::NoLocalExperts => "no_local_experts",
             Self::NoGain(_) => "no_gain",
             Self::Activation { .. } => "activation",

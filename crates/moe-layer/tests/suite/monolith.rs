@@ -216,6 +216,7 @@ fn a_backend_that_was_asked_for_stands_before_the_monolithic_ones() -> Result<()
                 hidden: 24,
                 inter: 16,
                 quant: None,
+                passes: 1,
             },
             dtype: DType::F32,
             fusion: Fusion::Nothing,

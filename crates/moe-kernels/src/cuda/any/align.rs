@@ -5,8 +5,8 @@ use std::ptr::null_mut;
 use candle_core::{DType, Result};
 
 use super::{CudaExec, Dtype, count, ffi, int};
-use crate::align::RowBatches;
-use crate::cuda::args::{AnyBatchRowsArgs, AnyGroupSlotsArgs};
+use crate::align::{Log2Phy, RowBatches};
+use crate::cuda::args::{AnyBatchRowsArgs, AnyGroupSlotsArgs, CopiesArgs};
 use crate::door::expect_rank3;
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
@@ -96,23 +96,21 @@ pub(crate) fn zero_absent(cuda: &CudaExec, op: &str, slot_ids: SlotIds, mut out:
     })
 }
 
-/// `first_row` is the number of row 0.
 pub(crate) fn physical_ids(
     cuda: &CudaExec,
     op: &str,
     topk_ids: View,
-    log2phy: View,
-    (hashed, first_row): (bool, u32),
+    log2phy: &Log2Phy,
     mut out: ViewMut,
 ) -> Result<()> {
     let (n, top_k) = (count(op, topk_ids.elem_count())?, int(op, topk_ids.dims()[1])?);
-    let (experts, width) = (int(op, log2phy.dims()[0])?, int(op, log2phy.dims()[1])?);
-    let (ids, table) = (cuda.read(op, "topk_ids", topk_ids)?, cuda.read(op, "log2phy", log2phy)?);
+    let experts = int(op, log2phy.ids.dims()[0])?;
+    let CopiesArgs { log2phy, width, hashed, first_row } = CopiesArgs::of(op, Some(log2phy), cuda)?;
+    let ids = cuda.read(op, "topk_ids", topk_ids)?;
     let (out, stream) = (cuda.write(op, "out", &mut out)?, cuda.raw()?);
-    let hashed = i32::from(hashed);
     // SAFETY: see above.
     cuda.check(op, unsafe {
-        ffi::moe_any_physical_ids(ids, table, n, top_k, experts, width, first_row, hashed, out, stream)
+        ffi::moe_any_physical_ids(ids, log2phy, n, top_k, experts, width, first_row, hashed, out, stream)
     })
 }
 

@@ -4,21 +4,23 @@ use candle_core::{DType, Result, bail};
 
 use super::launch::{Buckets, Inputs, Packs, Rows};
 use crate::cuda::args::Fp8ExpertsArgs;
-use crate::cuda::fp8::Fp8Rows;
+use crate::cuda::fp8::{Fp8Rows, SlotPlaces};
 use crate::cuda::{ffi, small};
 use crate::exec::Exec;
 use crate::plan::ExpertsCall;
 
 impl Inputs {
-    /// The rows of all slots that have a local expert, in bf16: x is quantised, multiplied by gate and up, what comes of it
-    /// quantised and multiplied by down.
+    /// The rows of all slots that have a local expert, in bf16: x is quantised, a row for each slot in order of experts, and
+    /// multiplied by gate and up; what comes of it is quantised and multiplied by down.
     pub(super) fn fp8(&self, s: &ExpertsCall, slots: &Buckets, rows: &Rows, ex: &Exec) -> Result<()> {
         let (op, cuda) = (self.op, ex.cuda(self.op)?);
         let (Packs::Quantised { w13, w2 }, DType::BF16) = (self.packs, rows.dtype) else {
             bail!("{op}: products with FP8 activations take FP8 weights and rows in bf16")
         };
         let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
-        let x = Fp8Rows::new(op, self.x, (s.tokens, s.hidden), ex)?;
+        let lists = (slots.at, slots.counts);
+        let places = SlotPlaces::new(op, lists, (slots.places, s.num_local), (s.tokens, s.top_k), ex)?;
+        let x = Fp8Rows::new(op, self.x, (s.tokens, s.hidden), Some(&places), ex)?;
         let gate_up = Fp8ExpertsArgs {
             q: x.q,
             scales: x.scales,
@@ -33,7 +35,7 @@ impl Inputs {
         // SAFETY: `super::check` has checked dims and dtypes, the form the launchers' conditions; the scratch has the sizes
         // that they ask for, and routing has listed the slots.
         cuda.check("fp8_experts_gate_up", unsafe { ffi::moe_fp8_experts_gate_up(&gate_up, cuda.raw()?) })?;
-        let x = Fp8Rows::new(op, act.cast_const(), (s.slots(), s.inter), ex)?;
+        let x = Fp8Rows::new(op, act.cast_const(), (s.slots(), s.inter), None, ex)?;
         let down = Fp8ExpertsArgs { q: x.q, scales: x.scales, w: w2, out: slot_rows, ..gate_up };
         // SAFETY: as above; its rows were quantised by the launch before.
         cuda.check("fp8_experts_down", unsafe { ffi::moe_fp8_experts_down(&down, cuda.raw()?) })

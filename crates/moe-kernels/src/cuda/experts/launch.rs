@@ -23,9 +23,9 @@ pub(super) struct Inputs {
     pub op: &'static str,
     pub x: In,
     pub packs: Packs,
-    topk_ids: In,
-    topk_weights: In,
-    expert_map: In,
+    pub topk_ids: In,
+    pub topk_weights: In,
+    pub expert_map: In,
 }
 
 /// The weights of both products.

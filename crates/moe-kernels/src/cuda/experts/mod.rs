@@ -8,7 +8,7 @@ mod routed;
 use candle_core::{DType, Result, bail};
 
 use super::args::Output;
-use super::{expect_aligned, quant};
+use super::{ExpertSlots, expect_aligned, quant};
 use crate::align::{group_token_slots_into, list_slots_into};
 use crate::buffer::Scratch;
 use crate::door::{expect, expect_dims, expect_dtype, expect_matrix, expect_rank3};
@@ -59,9 +59,33 @@ pub struct ExpertLists<'a> {
 ///
 /// # Errors
 /// A CPU context; a wrong dtype or wrong dims; H or I that are no multiple of 64.
-pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
+pub fn fused_experts_into(args: &FusedExperts, out: ViewMut, ex: &mut Exec) -> Result<()> {
+    run(args, None, out, ex)
+}
+
+/// The same of experts more than the device has slots for: w13 and w2 are of the slots, ids of all experts, and the launches
+/// bring what the ids name into the slots, in passes where that is more than there are slots. The bits are those of
+/// experts that are all on the device, by the same kernel.
+///
+/// # Errors
+/// Those of [`fused_experts_into`]; an expert map or lists beside the slots; packs of another number of slots; passes that no
+/// kernel of this device runs.
+pub fn slotted_experts_into(
+    slots: &ExpertSlots,
+    args: &FusedExperts,
+    out: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
+    if args.expert_map.is_some() || args.lists.is_some() {
+        bail!("slotted_experts: slots have a map of their own and list themselves who is in them")
+    }
+    run(&FusedExperts { expert_map: Some(slots.map()), ..*args }, Some(slots), out, ex)
+}
+
+fn run(args: &FusedExperts, resident: Option<&ExpertSlots>, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "fused_experts";
-    let sizes = check(op, args)?;
+    let passes = resident.map_or(1, |slots| slots.passes(args.topk_ids.elem_count()));
+    let sizes = ExpertsCall { passes, ..check(op, args)? };
     expect_dims(op, "out", &out, &[sizes.tokens, sizes.hidden])?;
     if !matches!(out.dtype(), DType::F32 | DType::BF16) {
         bail!("{op}: expected out of dtype f32 or bf16, got {}", out.dtype().as_str())
@@ -70,6 +94,14 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
         return Ok(());
     }
     let form = ExpertsForm::choose(&sizes, &ex.machine());
+    if form.is_none() && passes > 1 {
+        bail!("{op}: no kernel of this device computes experts that come to it in {passes} passes")
+    }
+    let fetch = |pass: usize| match resident {
+        Some(slots) => slots.fetch(pass == 0, args.topk_ids, [args.w13.rows(op)?, args.w2.rows(op)?]),
+        None => Ok(()),
+    };
+    fetch(0)?;
     let output = Output::stored_as(out.dtype());
     let inputs = Inputs::of(op, args, ex)?;
     let out = ex.cuda(op)?.write(op, "out", &mut out)?;
@@ -86,22 +118,33 @@ pub fn fused_experts_into(args: &FusedExperts, mut out: ViewMut, ex: &mut Exec) 
     match form {
         Some(ExpertsForm::Stream) => return inputs.stream(&sizes, scratch, (out, output), ex),
         Some(form @ (ExpertsForm::Fp8 | ExpertsForm::Tensor | ExpertsForm::Wide)) => {
-            let listed;
-            let lists = match args.lists {
-                Some(lists) => lists,
-                None => {
-                    listed = list(args, &sizes, ex)?;
-                    ExpertLists { counts: listed[0].view(), slots: listed[1].view() }
+            for pass in 0..passes {
+                if pass > 0 {
+                    fetch(pass)?;
                 }
-            };
-            let slots = Buckets::of(op, &lists, &sizes, ex)?;
-            match form {
-                ExpertsForm::Fp8 => inputs.fp8(&sizes, &slots, &scratch, ex)?,
-                _ => inputs.tensor(&sizes, slots, &scratch, ex)?,
+                let listed;
+                let lists = match args.lists {
+                    Some(lists) => lists,
+                    None => {
+                        listed = list(args, &sizes, ex)?;
+                        ExpertLists { counts: listed[0].view(), slots: listed[1].view() }
+                    }
+                };
+                let slots = Buckets::of(op, &lists, &sizes, ex)?;
+                match form {
+                    ExpertsForm::Fp8 => inputs.fp8(&sizes, &slots, &scratch, ex)?,
+                    _ => inputs.tensor(&sizes, slots, &scratch, ex)?,
+                }
             }
         }
         Some(ExpertsForm::QuantAny) => any_quantised(op, args, &sizes, &mut scratch, ex)?,
         _ => inputs.grouped(&sizes, &scratch, ex)?,
+    }
+    if passes > 1 {
+        // The last map knows its own pass alone; every expert has been computed.
+        let whole = ExpertsCall { num_local: sizes.num_ids, ..sizes };
+        let inputs = Inputs { expert_map: std::ptr::null(), ..inputs };
+        return inputs.combine(&whole, &scratch, (out, output), ex);
     }
     inputs.combine(&sizes, &scratch, (out, output), ex)
 }
@@ -161,7 +204,7 @@ fn check(op: &str, args: &FusedExperts) -> Result<ExpertsCall> {
     }
     let num_ids = args.expert_map.map_or(num_local, |map| map.elem_count());
     let quant = quantisation(op, [args.w13, args.w2])?;
-    Ok(ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant })
+    Ok(ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant, passes: 1 })
 }
 
 /// How the packs of an expert layer are quantised; floats must begin at multiples of 16 bytes.

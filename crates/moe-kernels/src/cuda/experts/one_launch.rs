@@ -122,48 +122,66 @@ impl OneLaunch<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{Gpu, Machine};
+    use crate::cuda::args::QuantFormat;
+    use crate::plan::{Gpu, Machine, QuantWeights};
+    use crate::scheme::{Fp8Scales, QuantGroup, QuantScheme};
+
+    /// bf16, integers of 4 bits, FP8.
+    fn weights() -> [Option<[QuantWeights; 2]>; 3] {
+        let pack = |scheme, scales| [true, false].map(|gate_up| QuantWeights { scheme, scales, gate_up });
+        let group = QuantGroup::Size(64);
+        let int = QuantScheme::Int { bits: 4, group, zero_point: true, act_order: false };
+        let fp8 = QuantScheme::Fp8 { scales: Fp8Scales::Channel };
+        [None, Some(pack(int, DType::F16)), Some(pack(fp8, DType::F32))]
+    }
+
+    /// What the kernel says.
+    fn fits(call: &ExpertsCall, gpu: Gpu) -> bool {
+        let n = |n: usize| i32::try_from(n).unwrap();
+        let ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant } = *call;
+        let sizes = [tokens, hidden, inter, num_ids, num_local, top_k].map(n);
+        let [tokens, hidden, inter, num_ids, num_local, top_k] = sizes;
+        let memory = n(gpu.block_shared_memory);
+        let format = match quant {
+            None => None,
+            Some([QuantWeights { scheme: QuantScheme::Int { .. }, .. }, _]) => Some(QuantFormat::Int4),
+            Some(_) => Some(QuantFormat::Fp8),
+        };
+        // SAFETY: pure functions of numbers.
+        let answer = unsafe {
+            match format {
+                None => ffi::moe_layer_stream_fits(tokens, hidden, inter, num_ids, num_local, top_k, memory),
+                Some(format) => ffi::moe_quant_layer_stream_fits(
+                    format, tokens, hidden, inter, num_ids, num_local, top_k, memory,
+                ),
+            }
+        };
+        answer == 1
+    }
 
     #[test]
     fn the_host_and_the_kernel_agree_on_what_fits() {
         let gpu = Gpu::HOPPER;
         let machine = Machine { gpu: Some(gpu), ..Machine::default() };
         let (mut fitting, mut refused) = (0, 0);
-        for tokens in 1..=5 {
-            for top_k in [1, 2, 6, 8, 16, 33] {
-                for hidden in [64, 96, 1024, 2048, 2880, 4096, 5120, 7168, 8192, 16_384, 28_672] {
-                    for inter in [32, 64, 384, 768, 1408, 1536, 2048, 4096, 14_336] {
-                        for experts in [1, 8, 64, 128, 512, 513] {
-                            let call = ExpertsCall {
-                                tokens,
-                                top_k,
-                                num_ids: experts,
-                                num_local: experts,
-                                hidden,
-                                inter,
-                                quant: None,
-                            };
-                            let n = |n: usize| i32::try_from(n).unwrap();
-                            // SAFETY: a pure function of numbers.
-                            let kernel = unsafe {
-                                ffi::moe_layer_stream_fits(
-                                    n(tokens),
-                                    n(hidden),
-                                    n(inter),
-                                    n(experts),
-                                    n(experts),
-                                    n(top_k),
-                                    n(gpu.block_shared_memory),
-                                )
-                            };
-                            let host = call.fits_one_launch(&machine);
-                            assert_eq!(host.is_ok(), kernel == 1, "{call:?}: {host:?}");
-                            if kernel == 1 { fitting += 1 } else { refused += 1 }
+        for quant in weights() {
+            for tokens in 1..=5 {
+                for top_k in [1, 2, 6, 8, 16, 33] {
+                    for hidden in [64, 96, 1024, 2048, 2880, 4096, 5120, 7168, 8192, 16_384, 28_672] {
+                        for inter in [32, 64, 384, 768, 1408, 1536, 2048, 4096, 14_336] {
+                            for num_ids in [1, 8, 64, 128, 512, 513] {
+                                let num_local = num_ids;
+                                let call =
+                                    ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant, passes: 1 };
+                                let (kernel, host) = (fits(&call, gpu), call.fits_one_launch(&machine));
+                                assert_eq!(host.is_ok(), kernel, "{call:?}: {host:?}");
+                                if kernel { fitting += 1 } else { refused += 1 }
+                            }
                         }
                     }
                 }
             }
         }
-        assert!(fitting > 1000 && refused > 1000, "{fitting} fit, {refused} do not");
+        assert!(fitting > 2000 && refused > 2000, "{fitting} fit, {refused} do not");
     }
 }

@@ -25,7 +25,8 @@ pub struct MonolithicExperts<'a> {
     pub w13: WeightView<'a>,
     /// [E_local, H, I] bf16, or quantised if w13 is.
     pub w2: WeightView<'a>,
-    /// \[E + S\] i32, expert to local slot, -1 = elsewhere; `None` = all are here.
+    /// i32, expert to local slot, -1 = elsewhere; `None` = all are here. \[E + S\], or where the gate names copies as many as
+    /// there are of these.
     pub expert_map: Option<View<'a>>,
 }
 
@@ -45,6 +46,9 @@ pub fn monolithic_experts_into(
     let call = MonolithicCall { experts: sizes, dtype: DType::BF16, fusion: io.fusion() };
     if let Err(reason) = form.fits(&call, &ex.machine()) {
         bail!("{op}: {} {reason}", form.name())
+    }
+    if form == MonolithicForm::OneLaunch && args.gate.log2phy.is_some() {
+        bail!("{op}: {} takes a map of experts, got one of their copies", form.name())
     }
     if sizes.tokens == 0 {
         return Ok(());
@@ -90,6 +94,11 @@ impl MonolithicExperts<'_> {
         let (num_local, _, inter) = expect_rank3(op, "w2", &self.w2)?;
         expect(op, "w13", &self.w13, DType::BF16, &[num_local, 2 * inter, hidden])?;
         expect(op, "w2", &self.w2, DType::BF16, &[num_local, hidden, inter])?;
+        let num_ids = match (&self.expert_map, &self.gate.log2phy) {
+            (Some(map), Some(_)) => map.elem_count(),
+            (None, Some(_)) => bail!("{op}: expected an expert_map beside log2phy"),
+            _ => num_ids,
+        };
         match &self.expert_map {
             Some(map) => expect(op, "expert_map", map, DType::I32, &[num_ids])?,
             None => expect_dims(op, "w2", &self.w2, &[num_ids, hidden, inter])?,
@@ -97,7 +106,16 @@ impl MonolithicExperts<'_> {
         let tokens = check_io(op, io, hidden)?;
         expect_aligned(op, &[self.gate.weight, io.rows()])?;
         let quant = quantisation(op, [self.w13, self.w2])?;
-        Ok(ExpertsCall { tokens, top_k: self.gate.slots(), num_ids, num_local, hidden, inter, quant })
+        Ok(ExpertsCall {
+            tokens,
+            top_k: self.gate.slots(),
+            num_ids,
+            num_local,
+            hidden,
+            inter,
+            quant,
+            passes: 1,
+        })
     }
 
     fn one_launch<'b>(

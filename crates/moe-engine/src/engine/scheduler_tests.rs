@@ -1,0 +1,167 @@
+//! What the scheduler starts and which rows it gives a step.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use candle_core::Result;
+use model_runtime::SequenceBlocks;
+
+use super::budget::MixedLimit;
+use super::config::SchedulingPolicy;
+use super::request::Request;
+use super::scheduler::{Limits, Scheduler};
+use super::sequence::{IN_FLIGHT, Sequence};
+
+fn sequence(number: u64, prompt_len: usize) -> Sequence {
+    let request = Request::new(vec![1; prompt_len]);
+    Sequence {
+        key: (number, 0),
+        sampling: request.sampling.clone(),
+        tokens: request.prompt.clone(),
+        request: Arc::new(request),
+        in_flight: 0,
+        max_len: 100,
+        computed: 0,
+        blocks: SequenceBlocks::default(),
+        chain: Vec::new(),
+        num_cached_tokens: None,
+        text: None,
+        constraint: None,
+        routed: None,
+        prompt_logprobs: Vec::new(),
+        prompt_logprobs_given: false,
+        added: Instant::now(),
+        last_token: None,
+    }
+}
+
+#[test]
+fn sequences_with_one_row_stand_first_in_the_step() -> Result<()> {
+    let limits = Limits {
+        max_num_seqs: 8,
+        max_num_batched_tokens: 8,
+        mixed: MixedLimit::NONE,
+        block_size: 4,
+        policy: SchedulingPolicy::Fcfs,
+        prefix_caching: false,
+        prefix_by_prompt_len: false,
+    };
+    let mut scheduler = Scheduler::new(limits, 32)?;
+    [sequence(0, 1), sequence(1, 12), sequence(2, 1)].into_iter().for_each(|s| scheduler.add(s));
+    let mut keys = Vec::new();
+    for (decode_rows, rows) in [(1, &[1, 7][..]), (2, &[1, 1, 5]), (3, &[1, 1, 1])] {
+        let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
+        assert_eq!(plan.step.decode_rows(), decode_rows);
+        assert_eq!(plan.parts.iter().map(|part| part.rows).collect::<Vec<_>>(), rows);
+        keys.push(plan.parts.iter().map(|part| part.key.0).collect::<Vec<_>>());
+        for &(row, key) in &plan.in_flight {
+            let first: usize = plan.parts.iter().take_while(|part| part.key != key).map(|p| p.rows).sum();
+            assert_eq!(row, first, "the row whose token is in flight");
+        }
+    }
+    // The longest of those with one row before the others.
+    assert_eq!(keys, [vec![0, 1], vec![0, 2, 1], vec![1, 0, 2]]);
+    Ok(())
+}
+
+/// The order in which sequences of these lengths of output start, two at a time, on four KV blocks of four tokens.
+fn order_of_starts(policy: SchedulingPolicy, output: &[usize]) -> Result<(Vec<u64>, u64)> {
+    let (max_num_seqs, max_num_batched_tokens, block_size) = (2, 8, 4);
+    let (prefix_caching, prefix_by_prompt_len) = (false, false);
+    let limits = Limits {
+        max_num_seqs,
+        max_num_batched_tokens,
+        mixed: MixedLimit::NONE,
+        policy,
+        block_size,
+        prefix_caching,
+        prefix_by_prompt_len,
+    };
+    let mut scheduler = Scheduler::new(limits, 4)?;
+    for (number, output) in output.iter().enumerate() {
+        scheduler.add(Sequence { max_len: 2 + output, ..sequence(number as u64, 2) });
+    }
+    let mut started = Vec::new();
+    while let Some(plan) = scheduler.schedule()? {
+        for part in plan.parts {
+            if part.start == 0 && !started.contains(&part.key.0) {
+                started.push(part.key.0);
+            }
+            let Some(s) = scheduler.get_mut(part.key) else { candle_core::bail!("{:?} is gone", part.key) };
+            s.tokens.iter_mut().filter(|id| **id == IN_FLIGHT).for_each(|id| *id = 1);
+            s.in_flight = 0;
+            if s.tokens.len() >= s.max_len {
+                scheduler.remove(part.key)?;
+            }
+        }
+    }
+    assert_eq!(scheduler.kv_blocks().0, 0);
+    Ok((started, scheduler.num_preemptions))
+}
+
+#[test]
+fn the_last_start_by_length_and_others_as_they_came() -> Result<()> {
+    let output = [3, 9, 3, 1, 9, 12];
+    assert_eq!(order_of_starts(SchedulingPolicy::Fcfs, &output)?.0, [0, 1, 2, 3, 4, 5]);
+    let (order, preemptions) = order_of_starts(SchedulingPolicy::LongestFirst, &output)?;
+    // Two run at once, so three are kept for the end.
+    assert_eq!(order, [1, 4, 5, 0, 2, 3]);
+    let order = order_of_starts(SchedulingPolicy::LongestFirst, &[3, 9])?.0;
+    assert_eq!(order, [1, 0]);
+    assert!(preemptions > 0, "sequences that gave way go on before new ones");
+    Ok(())
+}
+
+#[test]
+fn the_shortest_prompts_come_before_anything_decodes() -> Result<()> {
+    let limits = Limits {
+        max_num_seqs: 2,
+        max_num_batched_tokens: 64,
+        mixed: MixedLimit::NONE,
+        block_size: 4,
+        policy: SchedulingPolicy::LongestFirst,
+        prefix_caching: false,
+        prefix_by_prompt_len: false,
+    };
+    let mut scheduler = Scheduler::new(limits, 64)?;
+    for (number, (prompt, output)) in [(9, 9), (3, 8), (7, 9), (4, 9), (1, 2), (1, 3)].into_iter().enumerate()
+    {
+        let sequence = Sequence { max_len: prompt + output, ..sequence(number as u64, prompt) };
+        scheduler.add(sequence);
+    }
+    let order: Vec<u64> = scheduler.waiting.iter().map(|s| s.key.0).collect();
+    assert_eq!(order, [0, 2, 3, 1, 5, 4]);
+    let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
+    assert_eq!(plan.parts.iter().map(|part| part.key.0).collect::<Vec<_>>(), [3, 2]);
+    // Both places are taken: what follows goes in the order of the queue.
+    scheduler.remove((3, 0))?;
+    let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
+    assert_eq!(plan.parts.iter().map(|part| part.key.0).collect::<Vec<_>>(), [2, 0]);
+    Ok(())
+}
+
+#[test]
+fn prompts_beside_decoding_rows_have_a_limit_of_their_own() -> Result<()> {
+    let limits = Limits {
+        max_num_seqs: 8,
+        max_num_batched_tokens: 64,
+        mixed: MixedLimit { decode_rows: 2, prompt_rows: 5 },
+        block_size: 4,
+        policy: SchedulingPolicy::Fcfs,
+        prefix_caching: false,
+        prefix_by_prompt_len: false,
+    };
+    let mut scheduler = Scheduler::new(limits, 64)?;
+    [sequence(0, 20), sequence(1, 3)].into_iter().for_each(|s| scheduler.add(s));
+    let mut steps = Vec::new();
+    for step in 0..4 {
+        if step == 1 {
+            [sequence(2, 7), sequence(3, 6)].into_iter().for_each(|s| scheduler.add(s));
+        }
+        let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
+        steps.push(plan.parts.iter().map(|part| part.rows).collect::<Vec<_>>());
+    }
+    // Nothing decodes in the first step; in the others every decoding row has its place.
+    assert_eq!(steps, [vec![20, 3], vec![1, 1, 5], vec![1, 1, 2, 3], vec![1, 1, 1, 3]]);
+    Ok(())
+}

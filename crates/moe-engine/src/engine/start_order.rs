@@ -1,0 +1,46 @@
+//! In which order waiting sequences start where those that may make most tokens go first.
+//!
+//! The last ones to start go by length, the longest first, as in list scheduling by longest processing time: so all end at about
+//! one time, and no step is nearly empty. Those before them start as they came. Were they to go by length as well, many
+//! would end in one step, and places would stay empty, and all others wait, while the prompts of their successors are computed
+//! together.
+
+use std::collections::VecDeque;
+
+use super::sequence::Sequence;
+
+/// Sequences that go by length: what runs at the end, and half as many that start while others end.
+pub(super) fn kept_for_the_end(max_num_seqs: usize) -> usize {
+    max_num_seqs.saturating_add(max_num_seqs / 2)
+}
+
+/// Puts a sequence into a queue in which those that gave way stand first.
+pub(super) fn insert(waiting: &mut VecDeque<Sequence>, sequence: Sequence, max_num_seqs: usize) {
+    let most = kept_for_the_end(max_num_seqs);
+    let queue = waiting.make_contiguous();
+    let new = queue.partition_point(Sequence::has_run);
+    let last = new.max(queue.len().saturating_sub(most));
+    let length = sequence.most_output();
+    let place = last + queue[last..].partition_point(|other| other.most_output() >= length);
+    waiting.insert(place, sequence);
+    if waiting.len() - new <= most {
+        return;
+    }
+    // The longest of the last goes to those that start as they came.
+    if let Some(longest) = waiting.remove(last) {
+        let before = &waiting.make_contiguous()[new..last];
+        let place = new + before.partition_point(|other| other.key < longest.key);
+        waiting.insert(place, longest);
+    }
+}
+
+/// Place of the sequence that starts next while the first ones start: that with the shortest prompt of those that do not go by
+/// length. Nothing decodes beside these prompts yet.
+pub(super) fn first(waiting: &VecDeque<Sequence>, max_num_seqs: usize) -> usize {
+    if waiting.front().is_some_and(Sequence::has_run) {
+        return 0;
+    }
+    let early = waiting.len().saturating_sub(kept_for_the_end(max_num_seqs));
+    let shortest = waiting.iter().take(early).enumerate().min_by_key(|(_, sequence)| sequence.prompt_len());
+    shortest.map_or(0, |(place, _)| place)
+}

@@ -1,0 +1,172 @@
+// From rows to active experts in the quantised layer kernel: norm, logits, the choice of experts, and which tokens each
+// of them serves.
+#pragma once
+
+#include "quant/layer_shared.cuh"
+
+namespace moe::quant_layer {
+
+#if MOE_SM90
+
+constexpr int kWidth = kThreads * 4;  // columns that the block's threads take at a time
+
+__device__ __forceinline__ uint2 load4_const(const bf16* from) { return __ldg(reinterpret_cast<const uint2*>(from)); }
+
+/// p q of two words of two bf16 each, added to `sum`.
+__device__ __forceinline__ float dot4(uint2 p, uint2 q, float sum) {
+  const float2 a = unpack_bf16(p.x), b = unpack_bf16(q.x), c = unpack_bf16(p.y), d = unpack_bf16(q.y);
+  return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(c.x, d.x, fmaf(c.y, d.y, sum))));
+}
+
+/// Token rows to shared memory as bf16, f32 rows times the norm's weight: 1 / rms multiplies sums later. Leaves each
+/// warp's sums of squares and of the products with the block's first gate row. `norm` and `gate` hold this thread's
+/// first columns of the two.
+template <int kBatch>
+__device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, uint2 norm, uint2 gate) {
+  const bool routes = a.gate != nullptr && static_cast<int>(blockIdx.x) < a.route.experts;
+  const int warp = threadIdx.x / 32;
+#pragma unroll 1
+  for (int first = 0; first < a.tokens; first += kBatch) {
+    float squares[kBatch] = {}, logit[kBatch] = {};
+#pragma unroll 1
+    for (int at = threadIdx.x * 4; at < a.hidden; at += kWidth) {
+      uint2 weight = norm, row_of_gate = gate;
+      if (at >= kWidth) {
+        if (a.norm != nullptr) weight = load4_const(a.norm + at);
+        if (routes) row_of_gate = load4_const(a.gate + static_cast<size_t>(blockIdx.x) * a.hidden + at);
+      }
+      float4 x[kBatch];
+      uint2 row[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const size_t from = static_cast<size_t>(min(first + i, a.tokens - 1)) * a.hidden + at;
+        if (a.norm != nullptr) x[i] = __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + from));
+        else row[i] = __ldcg(reinterpret_cast<const uint2*>(static_cast<const bf16*>(a.x) + from));
+      }
+      const float2 g = unpack_bf16(weight.x), h = unpack_bf16(weight.y);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (a.norm != nullptr) {
+          squares[i] += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
+          row[i] = {pack_bf16(x[i].x * g.x, x[i].y * g.y), pack_bf16(x[i].z * h.x, x[i].w * h.y)};
+        }
+        logit[i] = dot4(row[i], row_of_gate, logit[i]);
+        if (first + i >= a.tokens) break;
+        uint8_t* to = s.rows() + (first + i) * a.pitch() + quant::word_at(at);
+        *reinterpret_cast<uint32_t*>(to) = row[i].x;
+        *reinterpret_cast<uint32_t*>(to + 32) = row[i].y;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) squares[i] = warp_sum(squares[i]), logit[i] = warp_sum(logit[i]);
+    if (threadIdx.x % 32 != 0) continue;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i >= a.tokens) break;
+      s.sums(first + i)[warp] = squares[i];
+      s.sums(a.tokens + first + i)[warp] = logit[i];
+    }
+  }
+}
+
+/// A token's 1 / rms and the logit of expert e, if that is one, by one warp: to shared memory, and to all blocks, with
+/// the launch's number by which they know that it is this launch's.
+__device__ __forceinline__ void publish_logit(const Args& a, const Shared& s, int token, int e,
+                                              const layer::Turn& turn) {
+  const int lane = threadIdx.x % 32;
+  float v = lane < kWarps ? s.sums(token)[lane] : s.sums(a.tokens + token)[lane - kWarps];
+#pragma unroll
+  for (int step = kWarps / 2; step > 0; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
+  const float squares = __shfl_sync(0xffffffffu, v, 0);
+  const float scale = a.norm == nullptr ? 1.0f : rsqrtf(squares * a.mean + a.eps);
+  if (lane == 0) s.scale()[token] = scale;
+  if (lane != kWarps || e >= a.route.experts || a.gate == nullptr) return;
+  float logit = v * scale;
+  if (a.gate_bias != nullptr) logit += __bfloat162float(a.gate_bias[e]);
+  const uint64_t word = static_cast<uint64_t>(turn.number()) << 32 | __float_as_uint(logit);
+  store_relaxed(a.logits() + static_cast<size_t>(token) * a.route.experts + e, word);
+}
+
+/// Logits of expert e, another one than the block's first, by all warps.
+__device__ __forceinline__ void sum_logits(const Args& a, const Shared& s, int e) {
+  for (int t = 0; t < a.tokens; ++t) {
+    float sum = 0;
+    for (int at = threadIdx.x * 4; at < a.hidden; at += kWidth) {
+      const uint8_t* from = s.rows() + t * a.pitch() + quant::word_at(at);
+      const uint2 row = {*reinterpret_cast<const uint32_t*>(from), *reinterpret_cast<const uint32_t*>(from + 32)};
+      sum = dot4(row, load4_const(a.gate + static_cast<size_t>(e) * a.hidden + at), sum);
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) s.sums(a.tokens + t)[threadIdx.x / 32] = sum;
+  }
+}
+
+/// The slot of an active expert where each is used as soon as it is chosen: experts that every token has come first.
+__device__ __forceinline__ int early_slot(const Args& a, int active) {
+  return active < a.route.shared ? a.route.top_k + active : active - a.route.shared;
+}
+
+/// One expert of the only token.
+__device__ __forceinline__ void announce(const Args& a, const Shared& s, int active, uint32_t id) {
+  s.expert()[active] = static_cast<uint32_t>(local_expert(id, nullptr, a.num_ids(), a.num_local));
+  mbarrier_arrive(s.expert_full(active));
+}
+
+/// A token's experts, by one warp. Every block makes the same choice.
+template <int kPerLane, bool kPlain>
+__device__ __forceinline__ void route(const Args& a, const Shared& s, int token, uint32_t number) {
+  const int lane = threadIdx.x % 32, slot = token * a.route.slots() + lane;
+  const bool early = a.early();
+  Choice c = {kNoExpert, 0.0f};
+  if (a.valid == nullptr || static_cast<uint32_t>(token) < __ldcg(a.valid)) {
+    if (early && lane < a.route.shared) announce(a, s, lane, a.route.experts + lane);
+    float score[kPerLane];
+    layer::await_logits(a, token, number, score);
+    Choice* slots = s.chosen() + token * a.route.slots();
+    c = choose<kPlain>(a.route, a.routing, token, score, slots, [&](int rank, uint32_t id) {
+      if (early) announce(a, s, a.route.shared + rank, id);
+    });
+    __syncwarp();
+    const int active = a.route.shared + lane;  // of ranks that nothing was left for
+    if (early && lane < a.route.top_k && s.expert()[active] == kUnknown) announce(a, s, active, kNoExpert);
+  } else if (early && lane < a.route.slots()) {
+    announce(a, s, lane, kNoExpert);
+  }
+  if (lane >= a.route.slots()) return;
+  s.chosen()[slot] = c;
+  if (early) s.part_of()[lane] = local_expert(c.id, nullptr, a.num_ids(), a.num_local) < 0 ? kNoPart : lane;
+  if (blockIdx.x != 0) return;
+  a.route.topk_ids[slot] = c.id, a.route.topk_weights[slot] = c.weight;
+  if (lane < a.route.top_k) leave(a.routing, a.route.experts, token, lane, c.id);
+}
+
+/// A lane's slot of the given experts, or of those that the routing warps chose.
+__device__ __forceinline__ Choice own_choice(const Args& a, const Shared& s) {
+  const int lane = threadIdx.x % 32;
+  if (lane >= a.slots()) return {kNoExpert, 0.0f};
+  if (a.gate == nullptr) s.chosen()[lane] = {__ldcg(a.route.topk_ids + lane), __ldcg(a.route.topk_weights + lane)};
+  return s.chosen()[lane];
+}
+
+/// The active experts, in the order of their first slots, and which tokens they serve, by one warp. An expert that a
+/// token names more than once has one part, that of the first of these slots.
+__device__ __forceinline__ void build_active(const Args& a, const Shared& s) {
+  const int lane = threadIdx.x % 32, local = local_expert(own_choice(a, s).id, a.expert_map, a.num_ids(), a.num_local);
+  const uint32_t before = (1u << lane) - 1, same = __match_any_sync(0xffffffffu, local);
+  const bool leads = local >= 0 && (same & before) == 0;
+  const uint32_t leaders = __ballot_sync(0xffffffffu, leads);
+  const int leader = __ffs(same) - 1, active = __popc(leaders & ((1u << leader) - 1));
+  if (leads) s.expert()[active] = local;
+  if (lane == 0) *s.num_active() = __popc(leaders);
+  // Of the same token's slots with this expert the first one.
+  const int token = lane / a.route.slots(), first = token * a.route.slots();
+  const uint32_t own = same & (0xffffffffu >> (32 - a.route.slots())) << first;
+  const int part = __ffs(own) - 1;
+  if (lane >= a.slots()) return;
+  s.part_of()[lane] = local < 0 ? kNoPart : static_cast<uint8_t>(part);
+  if (local >= 0 && part == lane) s.slot_of(active)[token] = lane;
+}
+
+#endif  // MOE_SM90
+
+}  // namespace moe::quant_layer

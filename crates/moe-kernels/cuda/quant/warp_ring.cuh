@@ -1,0 +1,173 @@
+// A ring of weights that one warp fills and empties: what it multiplies comes by its own copies, so no barrier stands
+// between a copy and a product, and warps never wait for each other.
+//
+// A place of the ring holds a step: up to 128 columns of a row of tiles, then the scales of their groups, then zero
+// points. Where groups have 128 columns or more, a step's sums are scaled once. What surrounds the products of a step
+// costs instructions, and with 64 columns as much of them as the products: 190 instead of 140 for 128.
+#pragma once
+
+#include "quant/product.cuh"
+
+namespace moe::quant {
+
+constexpr int kWideStep = 2 * kStep;           // columns
+constexpr int kWideStepBytes = 2 * kWideStep;  // of a row of bf16
+
+/// f(Kind) of matrices of this format, for `WarpRing`: whether all groups have kWideStep columns at least, or 32.
+template <class F>
+int with_step_kind(QuantFormat format, bool wide, F f) {
+  switch (format) {
+    case QuantFormat::kInt4: return wide ? f(Kind<QuantFormat::kInt4, 128>{}) : f(Kind<QuantFormat::kInt4, 32>{});
+    case QuantFormat::kInt8: return wide ? f(Kind<QuantFormat::kInt8, 128>{}) : f(Kind<QuantFormat::kInt8, 32>{});
+    default: return wide ? f(Kind<QuantFormat::kFp8, 128>{}) : cudaErrorInvalidValue;
+  }
+}
+inline bool has_wide_groups(const Matrix& w) { return w.shift >= 7; }
+
+constexpr int kStepZeros = 128, kStepSide = 192;  // bytes from a step's scales to its zero points; of both
+/// Bytes of a place.
+__host__ __device__ constexpr int step_bytes(QuantFormat format) { return tile_bytes(format, kWideStep) + kStepSide; }
+
+/// A lane's part of a row of tiles.
+struct TileRow {
+  const uint8_t* q = nullptr;
+  const uint8_t* side = nullptr;  // scales of a step by the first lanes, zero points by the next, 8 bytes each
+  int side_each = 0, side_to = -1, shift = 0;
+  int groups = 0;  // from a step's first one on that there must be
+
+  TileRow() = default;
+  __device__ __forceinline__ TileRow(const Matrix& w, QuantFormat format, size_t row) : shift(w.shift) {
+    const int lane = threadIdx.x % 32;
+    q = w.q + row * tile_bytes(format, w.k) + lane * 16;
+    const int of_step = max(1, kWideStep >> shift), each = w.scale_bytes / 8, scales = of_step * each;
+    if (lane < scales) {
+      side = w.scales + w.scales_at(row, 0) + lane * 8, side_each = w.scale_bytes, side_to = lane * 8;
+      groups = w.groups - lane / each;
+    } else if (w.zeros != nullptr && lane < scales + of_step * (kTileRows / 8)) {
+      const int i = lane - scales;
+      side = w.zeros + row * w.groups * kTileRows + i * 8, side_each = kTileRows, side_to = kStepZeros + i * 8;
+      groups = w.groups - i / (kTileRows / 8);
+    }
+  }
+};
+
+/// What a lane knows of a matrix.
+struct LaneScales {
+  uint32_t low, high;  // bytes from a group's first scale to those of this lane's rows
+  int scale_bytes, shift;
+  bool zeros, f16;
+
+  __device__ __forceinline__ explicit LaneScales(const Matrix& w, QuantFormat format)
+      : scale_bytes(w.scale_bytes), shift(w.shift), zeros(w.zeros != nullptr), f16(w.f16 != 0) {
+    const uint32_t g = threadIdx.x % 32 / 4, size = format == QuantFormat::kFp8 ? 4 : 2;
+    const bool halves = format == QuantFormat::kFp8 && scale_bytes == 8;
+    low = halves ? 0 : g * size;
+    high = halves ? 4 : low + 8 * size;
+  }
+
+  template <QuantFormat kFormat>
+  __device__ __forceinline__ float scale(const uint8_t* at) const {
+    if constexpr (kFormat == QuantFormat::kFp8) return *reinterpret_cast<const float*>(at);
+    else return exact_scale(*reinterpret_cast<const uint16_t*>(at), f16);
+  }
+};
+
+/// kDepth: steps on their way or waiting.
+template <class Kind, int kDepth>
+struct WarpRing {
+  static constexpr QuantFormat kFormat = Kind::kFormat;
+  static constexpr int kTileBytes = tile_bytes(kFormat, kWideStep), kPlace = step_bytes(kFormat);
+  static constexpr int kHalf = kTileBytes / 2, kBytes = kDepth * kPlace, kWords = step_words(kFormat);
+
+  uint8_t* base;
+  int filled = 0, taken = 0;  // bytes from the base to the places that are next
+
+  __device__ __forceinline__ explicit WarpRing(uint8_t* base) : base(base) {}
+
+  static __device__ __forceinline__ void advance(int& place) {
+    place += kPlace;
+    if (place == kBytes) place = 0;
+  }
+
+  /// Starts the copy of `columns` columns from k on; of none it is counted, too.
+  __device__ __forceinline__ void copy(const TileRow& row, int k, int columns) {
+    if (columns > 0) {
+      uint8_t* to = base + filled;
+      const uint8_t* from = row.q + tile_bytes(kFormat, k);
+      const uint32_t lane = threadIdx.x % 32 * 16;
+#pragma unroll
+      for (int part = 0; part < kTileBytes / 512; ++part)
+        if (part * 512 < kHalf || columns > kStep) cp_async16(to + lane + part * 512, from + part * 512);
+      const int group = k >> row.shift;
+      if (group < row.groups)
+        cp_async8(to + kTileBytes + row.side_to, row.side + static_cast<int64_t>(group) * row.side_each);
+      advance(filled);
+    }
+    cp_async_commit();
+  }
+
+  /// sum += the oldest step times up to 128 columns of x. kDepth copies must have been started that are not taken. `x`:
+  /// of this lane's token, in the order of `word_at`.
+  __device__ __forceinline__ void multiply(const LaneScales& w, int columns, const uint8_t* x, float (&sum)[4]) {
+    cp_async_wait<kDepth - 1>();
+    __syncwarp();
+    const uint8_t* step = base + taken;
+    advance(taken);
+    const uint8_t* side = step + kTileBytes;
+    constexpr int kShares = kWideStep / Kind::kShare;
+    float acc[2][4] = {};  // two chains: a product that waits for the one before takes twice as long
+    uint32_t zero[2];
+    float low = 0, high = 0;
+    const auto begin = [&](int share) {
+      const int group = kShares == 1 ? 0 : share * Kind::kShare >> w.shift;
+      const uint8_t* from = side + group * w.scale_bytes;
+      low = w.scale<kFormat>(from + w.low), high = w.scale<kFormat>(from + w.high);
+      if constexpr (kFormat != QuantFormat::kFp8) {
+        zero[0] = zero[1] = zero_operand<kFormat>(kFormat == QuantFormat::kInt4 ? 8 : 128);
+        if (w.zeros) {
+          const uint8_t* at = side + kStepZeros + group * kTileRows + threadIdx.x % 32 / 4;
+          zero[0] = zero_operand<kFormat>(at[0]), zero[1] = zero_operand<kFormat>(at[8]);
+        }
+      }
+    };
+    const auto end = [&] {
+      sum[0] = fmaf(low, acc[0][0] + acc[1][0], sum[0]), sum[1] = fmaf(low, acc[0][1] + acc[1][1], sum[1]);
+      sum[2] = fmaf(high, acc[0][2] + acc[1][2], sum[2]), sum[3] = fmaf(high, acc[0][3] + acc[1][3], sum[3]);
+      if constexpr (kShares > 1) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[0][i] = acc[1][i] = 0;
+      }
+    };
+    if constexpr (kShares == 1) begin(0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half == 1 && columns <= kStep) break;
+      uint32_t word[4 * kWords];
+#pragma unroll
+      for (int part = 0; part < kWords; ++part) {
+        const uint4 v = *reinterpret_cast<const uint4*>(step + threadIdx.x % 32 * 16 + half * kHalf + part * 512);
+        word[4 * part] = v.x, word[4 * part + 1] = v.y, word[4 * part + 2] = v.z, word[4 * part + 3] = v.w;
+      }
+      Columns of;
+      of.load_ordered(x + half * 2 * kStep);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (kShares > 1 && i % 2 == 0) begin(half * 2 + i / 2);
+        uint32_t a[4];
+        unpack<kFormat>(word + i * kWords, zero, a);
+        mma_bf16(acc[i % 2], a, of.word[2 * i], of.word[2 * i + 1]);
+        if (kShares > 1 && i % 2 == 1) end();
+      }
+    }
+    if constexpr (kShares == 1) end();
+    __syncwarp();  // read by all lanes: the place may be filled again
+  }
+};
+
+/// Where a row of bf16 for `WarpRing::multiply` has the word of columns `column` and `column + 1`: what a lane needs of
+/// 64 columns lies in 32 bytes.
+__device__ __forceinline__ int word_at(int column) {
+  return column / kStep * (2 * kStep) + column % 8 / 2 * 32 + column % kStep / 8 * 4;
+}
+
+}  // namespace moe::quant

@@ -1,0 +1,259 @@
+//! The experts of a layer of which the device has fewer slots than experts: tables, homes in host memory, and the launches that
+//! bring a step's experts into the slots.
+//!
+//! The host decides nothing while a model runs: which experts are needed is known on the device alone, so the launches between
+//! router and products choose, exchange and leave a map from experts to slots ([`Residency`] is their rule). Homes are
+//! page-locked memory that the device reads and writes by itself.
+
+use std::ffi::c_void;
+use std::time::Instant;
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::result;
+use candle_core::{DType, Result, bail};
+
+use super::args::{ExpertExchangeArgs, ExpertResidencyArgs};
+use super::locked::LockedMemory;
+use super::{CudaExec, ffi, small};
+use crate::buffer::Buffer;
+use crate::exec::Exec;
+use crate::residency::{ExpertTraffic, Place, Residency, max_passes};
+use crate::view::View;
+use crate::weight::Weight;
+
+const OP: &str = "expert_slots";
+
+/// Experts that a measurement of the bus exchanges, and how often there and back.
+const MEASURED: usize = 8;
+const MEASUREMENTS: usize = 3;
+
+/// Where the experts of a layer are, and the weights of those that are in no slot.
+pub struct ExpertSlots {
+    num_experts: usize,
+    num_slots: usize,
+    /// Bytes of an expert's w13 and w2.
+    lens: [usize; 2],
+    /// As `ExpertResidencyArgs` has them: [E], [E], [S], [E], [E], [1 + 2 S], \[2\].
+    place: Buffer,
+    heat: Buffer,
+    held: Buffer,
+    pending: Buffer,
+    map: Buffer,
+    exchanges: Buffer,
+    counts: Buffer,
+    homes_address: u64,
+    cuda: CudaExec,
+    _homes: LockedMemory,
+}
+
+impl ExpertSlots {
+    /// Splits the packs of a layer, w13 [E, 2I, H] and w2 [E, H, I] in rows on a device: the first `num_slots` experts stay there,
+    /// in packs of their own that come along, the others go home. Who holds the packs that were given lets them go, if the
+    /// memory is to be free.
+    ///
+    /// # Errors
+    /// Quantised packs; no slot, or one for every expert; experts whose products are no multiples of 16 bytes; memory that the
+    /// device or the host refuses.
+    pub fn split(packs: [&Weight; 2], num_slots: usize, ex: &Exec) -> Result<(Self, [Weight; 2])> {
+        let (num_experts, lens) = (packs[0].dims()[0], [packs[0].expert_len()?, packs[1].expert_len()?]);
+        if num_slots == num_experts {
+            bail!("{OP}: expected fewer slots than the {num_experts} experts, got {num_slots}")
+        }
+        let residency = Residency::new(num_experts, num_slots)?;
+        if lens.iter().any(|len| !len.is_multiple_of(16)) {
+            bail!("{OP}: expected products of an expert in multiples of 16 bytes, got {lens:?}")
+        }
+        let (expert, num_homes) = (lens[0] + lens[1], num_experts - num_slots);
+        let context = ex.cuda(OP)?.stream.context().clone();
+        let mut homes = LockedMemory::new(&context, num_homes.saturating_mul(expert))?;
+        let mut split = |pack: &Weight, first: usize, len: usize| -> Result<Weight> {
+            let guard = pack.read()?;
+            let all = guard.view()?.rows(OP)?;
+            let mut dims = all.dims().to_vec();
+            dims[0] = num_slots;
+            let mut slots = Buffer::unspecified_on(ex.device(), all.dtype(), &dims)?;
+            ex.copy(all.narrow(0, num_slots)?, slots.view_mut())?;
+            for (home, bytes) in homes.chunks_exact_mut(expert).enumerate() {
+                send_home(all.narrow(num_slots + home, 1)?, &mut bytes[first..first + len], ex)?;
+            }
+            Weight::new(slots.into_tensor()?)
+        };
+        let slots = split(packs[0], 0, lens[0]).and_then(|w13| Ok([w13, split(packs[1], lens[0], lens[1])?]));
+        // Also after a failure: whoever frees packs and homes finds no copy under way.
+        ex.synchronize()?;
+        let slots = slots?;
+        Ok((Self::new(&residency, lens, homes, ex)?, slots))
+    }
+
+    fn new(residency: &Residency, lens: [usize; 2], homes: LockedMemory, ex: &Exec) -> Result<Self> {
+        let (num_experts, num_slots) = (residency.places().len(), residency.held().len());
+        let words: Vec<i32> = residency.places().iter().map(|place| word(*place)).collect();
+        let held: Vec<i32> = residency.held().iter().map(|&expert| expert as i32).collect();
+        let zeros = |dtype, len: usize| Buffer::zeros_on(ex.device(), dtype, &[len]);
+        Ok(Self {
+            num_experts,
+            num_slots,
+            lens,
+            place: on_device(words, ex)?,
+            heat: zeros(DType::U32, num_experts)?,
+            held: on_device(held, ex)?,
+            pending: zeros(DType::I32, num_experts)?,
+            map: zeros(DType::I32, num_experts)?,
+            exchanges: zeros(DType::I32, 1 + 2 * num_slots)?,
+            counts: zeros(DType::I64, 2)?,
+            homes_address: homes.device_address()?,
+            cuda: ex.cuda(OP)?.clone(),
+            _homes: homes,
+        })
+    }
+
+    /// Experts E.
+    pub fn num_experts(&self) -> usize {
+        self.num_experts
+    }
+
+    /// Slots S.
+    pub fn num_slots(&self) -> usize {
+        self.num_slots
+    }
+
+    /// Passes that a step of so many choices (rows times K) may need.
+    pub fn passes(&self, choices: usize) -> usize {
+        max_passes(self.num_experts, self.num_slots, choices)
+    }
+
+    /// The slot of each expert that the pass computes, -1 = none: \[E\] i32, of the last [`fetch`](Self::fetch).
+    pub fn map(&self) -> View<'_> {
+        self.map.view()
+    }
+
+    /// Brings the experts of a pass into the slots: of the step's first one those that `topk_ids` [T, K] u32 names, as far as
+    /// there are slots, of later ones those that are left. `packs` are w13 and w2 of the slots, in the order of the stream.
+    pub(crate) fn fetch(&self, first: bool, topk_ids: View, packs: [View; 2]) -> Result<()> {
+        let cuda = &self.cuda;
+        let table = |name, buffer: &Buffer| cuda.read(OP, name, buffer.view()).map(<*const c_void>::cast_mut);
+        let args = ExpertResidencyArgs {
+            topk_ids: cuda.read(OP, "topk_ids", topk_ids)?,
+            place: table("place", &self.place)?,
+            heat: table("heat", &self.heat)?,
+            held: table("held", &self.held)?,
+            pending: table("pending", &self.pending)?,
+            map: table("map", &self.map)?,
+            exchanges: table("exchanges", &self.exchanges)?,
+            counts: table("counts", &self.counts)?,
+            count: small(OP, topk_ids.elem_count())?,
+            num_experts: small(OP, self.num_experts)?,
+            num_slots: small(OP, self.num_slots)?,
+            first: i32::from(first),
+        };
+        // SAFETY: the tables have the sizes that the launcher asks for, and are written by launches of this stream alone.
+        cuda.check("expert_residency", unsafe { ffi::moe_expert_residency(&args, cuda.raw()?) })?;
+        self.exchange(packs)
+    }
+
+    /// Carries out the list of exchanges.
+    fn exchange(&self, [w13, w2]: [View; 2]) -> Result<()> {
+        let cuda = &self.cuda;
+        for (name, pack, len) in [("w13", w13, self.lens[0]), ("w2", w2, self.lens[1])] {
+            let (expected, got) = (self.num_slots * len, pack.elem_count() * pack.dtype().size_in_bytes());
+            if expected != got {
+                bail!("{OP}: expected {name} of {} slots, {expected} bytes, got {got}", self.num_slots)
+            }
+        }
+        let args = ExpertExchangeArgs {
+            exchanges: cuda.read(OP, "exchanges", self.exchanges.view())?,
+            w13: cuda.read::<c_void>(OP, "w13", w13)?.cast_mut(),
+            w2: cuda.read::<c_void>(OP, "w2", w2)?.cast_mut(),
+            homes: self.homes_address as *mut _,
+            w13_bytes: i64::try_from(self.lens[0]).map_err(candle_core::Error::wrap)?,
+            w2_bytes: i64::try_from(self.lens[1]).map_err(candle_core::Error::wrap)?,
+        };
+        // SAFETY: slots and homes have the sizes checked here and by `split`, the list names some of each, and only launches
+        // of this stream read or write them.
+        cuda.check("expert_exchange", unsafe { ffi::moe_expert_exchange(&args, cuda.raw()?) })
+    }
+
+    /// What steps have needed and fetched, after all work before: waits for the device.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn traffic(&self, ex: &Exec) -> Result<ExpertTraffic> {
+        let counts = ex.to_host(self.counts.view())?;
+        let counts = counts.view().cpu::<i64>()?;
+        Ok(ExpertTraffic {
+            num_experts: self.num_experts,
+            num_slots: self.num_slots,
+            expert_bytes: self.lens[0] + self.lens[1],
+            needed: counts[0] as u64,
+            fetched: counts[1] as u64,
+        })
+    }
+
+    /// Bytes a second that an exchange brings to the device, while as many leave it: some experts change places and back.
+    ///
+    /// # Errors
+    /// Those of the device; packs of another size.
+    pub fn measure(&mut self, [w13, w2]: [&Weight; 2], ex: &Exec) -> Result<f64> {
+        let count = MEASURED.min(self.num_slots).min(self.num_experts - self.num_slots);
+        let mut list = vec![0i32; 1 + 2 * self.num_slots];
+        list[0] = count as i32;
+        list[1..].chunks_exact_mut(2).take(count).enumerate().for_each(|(i, pair)| pair.fill(i as i32));
+        let list = Buffer::from_vec(list, &[1 + 2 * self.num_slots])?;
+        ex.copy_from_host(list.view(), self.exchanges.view_mut())?;
+        let (w13, w2) = (w13.read()?, w2.read()?);
+        let packs = [w13.view()?.rows(OP)?, w2.view()?.rows(OP)?];
+        let mut best = f64::INFINITY;
+        for _ in 0..2 * MEASUREMENTS {
+            let start = Instant::now();
+            self.exchange(packs)?;
+            self.cuda.synchronize()?;
+            best = best.min(start.elapsed().as_secs_f64());
+        }
+        Ok((count * (self.lens[0] + self.lens[1])) as f64 / best)
+    }
+}
+
+impl Drop for ExpertSlots {
+    fn drop(&mut self) {
+        // Launches may still exchange with the homes; an error shows at the next use of the device.
+        _ = self.cuda.synchronize();
+    }
+}
+
+impl std::fmt::Debug for ExpertSlots {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut out = f.debug_struct("ExpertSlots");
+        out.field("num_experts", &self.num_experts)
+            .field("num_slots", &self.num_slots)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A place as the device writes it.
+fn word(place: Place) -> i32 {
+    match place {
+        Place::Slot(slot) => slot as i32,
+        Place::Home(home) => -1 - home as i32,
+    }
+}
+
+fn on_device(words: Vec<i32>, ex: &Exec) -> Result<Buffer> {
+    let len = words.len();
+    let host = Buffer::from_vec(words, &[len])?;
+    let mut copy = Buffer::zeros_on(ex.device(), DType::I32, host.dims())?;
+    ex.copy_from_host(host.view(), copy.view_mut())?;
+    Ok(copy)
+}
+
+/// Puts a copy from the device to `home` on the stream; the caller waits for it before either side goes.
+fn send_home(expert: View, home: &mut [u8], ex: &Exec) -> Result<()> {
+    let cuda = ex.cuda(OP)?;
+    let (address, bytes) =
+        (cuda.read::<u8>(OP, "pack", expert)?, expert.elem_count() * expert.dtype().size_in_bytes());
+    if bytes != home.len() {
+        bail!("{OP}: expected a home of {bytes} bytes, got {}", home.len())
+    }
+    cuda.raw()?; // makes the device current on this thread
+    // SAFETY: both sides hold `bytes` bytes, and the caller keeps them until the stream has ended.
+    unsafe { result::memcpy_dtoh_async(home, address as u64, cuda.stream.cu_stream()) }.w()
+}

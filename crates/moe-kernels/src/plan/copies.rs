@@ -1,0 +1,89 @@
+//! Which copies of an expert compute its rows in a step.
+//!
+//! A step of few rows waits for the experts' weights: a second copy reads them once more, and what it takes off the first one
+//! costs nothing there. So each expert's rows are then computed by one of its copies. A step of many rows waits for products,
+//! and copies share them.
+
+use super::linear::expect_rows;
+use super::{Form, Machine, QuantWeights, Reason};
+use crate::scheme::QuantScheme;
+
+/// Rows per expert, on average, from which on the products of bf16 weights count. Weights arrive at 4.5 TB/s while products take
+/// some 600 TFLOP/s, so both take as long at about 130; imbalance, which copies are for, makes products count before.
+const SHARED_ROWS: usize = 64;
+/// Bits of a weight there.
+const SHARED_BITS: usize = 16;
+
+/// A step of experts with copies.
+#[derive(Clone, Copy, Debug)]
+pub struct CopiesCall {
+    /// Tokens of all ranks that share the experts.
+    pub tokens: usize,
+    /// Slots per token K.
+    pub top_k: usize,
+    /// Logical experts E.
+    pub experts: usize,
+    /// How w13 and w2 are quantised; `None`: they are floats.
+    pub quant: Option<[QuantWeights; 2]>,
+}
+
+/// Who computes the rows of an expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CopiesForm {
+    /// One of its copies.
+    Sole,
+    /// All of its copies, a share each.
+    Shared,
+}
+
+impl Form for CopiesForm {
+    type Call = CopiesCall;
+
+    const ALL: &'static [Self] = &[Self::Sole, Self::Shared];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Sole => "one copy of each expert",
+            Self::Shared => "all copies of each expert",
+        }
+    }
+
+    fn fits(self, call: &CopiesCall, machine: &Machine) -> Result<(), Reason> {
+        if self == Self::Shared {
+            return Ok(());
+        }
+        // Of ranks on CPUs, which share their memory and reach the products' bound sooner, nothing was measured.
+        machine.expect_gpu()?;
+        let bits = match call.quant.map(|[w13, _]| w13.scheme) {
+            None | Some(QuantScheme::None) => SHARED_BITS,
+            Some(QuantScheme::Int { bits, .. }) => usize::from(bits),
+            Some(QuantScheme::Fp8 { .. }) => 8,
+        };
+        let rows = (SHARED_ROWS * bits).div_ceil(SHARED_BITS);
+        expect_rows(..(rows * call.experts).div_ceil(call.top_k.max(1)), call.tokens)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::DType;
+
+    use super::*;
+    use crate::plan::Gpu;
+    use crate::scheme::QuantGroup;
+
+    #[test]
+    fn copies_share_the_rows_of_large_steps() {
+        let call = CopiesCall { tokens: 1, top_k: 8, experts: 128, quant: None };
+        let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
+        let form = |tokens, call| CopiesForm::choose(&CopiesCall { tokens, ..call }, &hopper);
+        assert_eq!((form(1, call), form(1023, call)), (Some(CopiesForm::Sole), Some(CopiesForm::Sole)));
+        assert_eq!(form(1024, call), Some(CopiesForm::Shared));
+        let scheme =
+            QuantScheme::Int { bits: 4, group: QuantGroup::Size(128), zero_point: true, act_order: false };
+        let weights = |gate_up| QuantWeights { scheme, scales: DType::F16, gate_up };
+        let int4 = CopiesCall { quant: Some([weights(true), weights(false)]), ..call };
+        assert_eq!((form(255, int4), form(256, int4)), (Some(CopiesForm::Sole), Some(CopiesForm::Shared)));
+        assert_eq!(CopiesForm::choose(&call, &Machine::default()), Some(CopiesForm::Shared));
+    }
+}

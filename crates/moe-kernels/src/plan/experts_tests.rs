@@ -1,0 +1,154 @@
+//! Tests of the choice among the experts' kernels.
+
+use candle_core::DType;
+
+use super::*;
+use crate::plan::Gpu;
+use crate::scheme::{Fp8Scales, QuantGroup};
+
+const QWEN3_30B: ExpertsCall = ExpertsCall {
+    tokens: 1,
+    top_k: 8,
+    num_ids: 128,
+    num_local: 128,
+    hidden: 2048,
+    inter: 768,
+    quant: None,
+    passes: 1,
+};
+
+fn hopper() -> Machine {
+    Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() }
+}
+
+#[test]
+fn rows_choose_the_kernel() {
+    let form = |tokens, machine: &Machine| {
+        ExpertsForm::choose(&ExpertsCall { tokens, ..QWEN3_30B }, machine).map(Form::name)
+    };
+    for (tokens, kernel) in [
+        (1, "layer_stream"),
+        (4, "layer_stream"),
+        (5, "experts_stream"),
+        (8, "experts_tensor"),
+        (511, "experts_tensor"),
+        (512, "experts_wide"),
+        (9000, "experts_wide"),
+    ] {
+        assert_eq!(form(tokens, &hopper()), Some(kernel), "{tokens} tokens");
+    }
+    let invariant = Machine { batch_invariant: true, ..hopper() };
+    assert_eq!(
+        (form(1, &invariant), form(9000, &invariant)),
+        (Some("experts_tensor"), Some("experts_tensor"))
+    );
+    let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
+    let ampere = Machine { gpu: Some(ampere), ..Machine::default() };
+    assert_eq!((form(4, &ampere), form(256, &ampere)), (Some("experts_stream"), Some("experts_grouped")));
+    assert_eq!(form(4, &Machine::default()), None);
+}
+
+#[test]
+fn experts_that_come_in_passes_take_the_products_over_lists() {
+    for (tokens, kernel) in
+        [(1, "experts_tensor"), (7, "experts_tensor"), (64, "experts_tensor"), (512, "experts_wide")]
+    {
+        let call = ExpertsCall { tokens, num_local: 16, passes: 2, ..QWEN3_30B };
+        assert_eq!(ExpertsForm::choose(&call, &hopper()).map(Form::name), Some(kernel), "{tokens} tokens");
+        let ampere = Gpu { compute_capability: (8, 0), ..Gpu::HOPPER };
+        assert_eq!(ExpertsForm::choose(&call, &Machine { gpu: Some(ampere), ..Machine::default() }), None);
+    }
+    let said = ExpertsCall { passes: 2, ..QWEN3_30B }.fits_one_launch(&hopper()).unwrap_err();
+    assert!(said.to_string().contains("come to the device in 2 passes"), "{said}");
+}
+
+#[test]
+fn what_keeps_prompts_from_wide_tiles_is_said() {
+    let fits = |call: ExpertsCall| call.fits_wide(&hopper()).map_err(|reason| reason.to_string());
+    let prompt = ExpertsCall { tokens: 512, ..QWEN3_30B };
+    assert_eq!(fits(prompt), Ok(()));
+    // A rank that has a part of the experts gets its part of the slots.
+    assert_eq!(fits(ExpertsCall { num_local: 16, ..prompt }), Ok(()));
+    let refused = |call, why: &str| assert_eq!(fits(call), Err(why.to_string()));
+    refused(ExpertsCall { tokens: 511, ..prompt }, "computes at least 512 rows at once, got 511");
+    refused(ExpertsCall { num_ids: 129, ..prompt }, "computes at least 516 rows at once, got 512");
+    refused(ExpertsCall { num_local: 0, ..prompt }, "needs an expert on this rank, but it has none");
+    refused(
+        ExpertsCall { inter: 96, ..prompt },
+        "needs a intermediate_size that is a multiple of 64, got 96",
+    );
+    let many = ExpertsCall { tokens: 9000, num_ids: 2000, num_local: 2000, ..prompt };
+    refused(many, "takes a number of local experts of at most 1024, got 2000");
+}
+
+#[test]
+fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
+    let int = |bits, group, act_order| QuantScheme::Int {
+        bits,
+        group: QuantGroup::Size(group),
+        zero_point: true,
+        act_order,
+    };
+    let call = |tokens, scheme, scales| {
+        let weights = |gate_up| QuantWeights { scheme, scales, gate_up };
+        ExpertsCall { tokens, quant: Some([weights(true), weights(false)]), ..QWEN3_30B }
+    };
+    let kernel =
+        |call: &ExpertsCall, machine| ExpertsForm::choose(call, &machine).map(|form| form.kernel(call));
+    let block = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
+    for (scheme, scales) in
+        [(int(4, 128, false), DType::F16), (int(8, 32, false), DType::BF16), (block, DType::F32)]
+    {
+        for (tokens, want) in [
+            (1, "quant_layer_stream"),
+            (6, "quant_experts_tensor"),
+            (1023, "quant_experts_tensor"),
+            (1024, "quant_experts_wide"),
+        ] {
+            assert_eq!(kernel(&call(tokens, scheme, scales), hopper()).as_deref(), Some(want), "{scheme}");
+        }
+        let invariant = Machine { batch_invariant: true, ..hopper() };
+        assert_eq!(kernel(&call(1, scheme, scales), invariant).as_deref(), Some("quant_experts_tensor"));
+        let ampere =
+            Machine { gpu: Some(Gpu { compute_capability: (8, 0), ..Gpu::HOPPER }), ..Machine::default() };
+        assert_eq!(kernel(&call(1, scheme, scales), ampere).as_deref(), Some("any_quant_experts"));
+    }
+    let group = int(4, 48, false);
+    for (scheme, scales) in
+        [(int(4, 128, true), DType::F16), (group, DType::F16), (int(4, 128, false), DType::F32)]
+    {
+        assert_eq!(kernel(&call(1, scheme, scales), hopper()).as_deref(), Some("any_quant_experts"));
+    }
+}
+
+#[test]
+fn sizes_that_fit_no_shared_memory_say_so() {
+    let wide = ExpertsCall { tokens: 4, hidden: 28_672, ..QWEN3_30B };
+    let reason = wide.fits_one_launch(&hopper()).unwrap_err();
+    assert!(matches!(reason, Reason::SharedMemory { .. }), "{reason}");
+    let none = ExpertsCall { tokens: 1, num_local: 0, ..QWEN3_30B };
+    assert_eq!(none.fits_one_launch(&hopper()), Err(Reason::NoLocalExperts));
+    let many = ExpertsCall { tokens: 8, ..none };
+    assert_eq!(many.fits_tensor(&hopper()), Err(Reason::NoLocalExperts));
+}
+#[test]
+fn deepseeks_experts_take_the_fast_kernels() {
+    // DeepSeek-V2-Lite's and DeepSeek-V2's.
+    for (num_local, hidden, inter) in [(64, 2048, 1408), (160, 5120, 1536)] {
+        let call = |tokens| ExpertsCall {
+            tokens,
+            top_k: 6,
+            num_ids: num_local,
+            num_local,
+            hidden,
+            inter,
+            quant: None,
+            passes: 1,
+        };
+        let form = |tokens| ExpertsForm::choose(&call(tokens), &hopper());
+        assert_eq!(form(1), Some(ExpertsForm::OneLaunch));
+        assert_eq!(form(6), Some(ExpertsForm::Stream));
+        assert_eq!(form(64), Some(ExpertsForm::Tensor));
+        assert_eq!(form(8192), Some(ExpertsForm::Wide));
+    }
+}
