@@ -138,7 +138,7 @@ mod tests {
     /// What the kernel says.
     fn fits(call: &ExpertsCall, gpu: Gpu) -> bool {
         let n = |n: usize| i32::try_from(n).unwrap();
-        let ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant } = *call;
+        let ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant, .. } = *call;
         let sizes = [tokens, hidden, inter, num_ids, num_local, top_k].map(n);
         let [tokens, hidden, inter, num_ids, num_local, top_k] = sizes;
         let memory = n(gpu.block_shared_memory);
@@ -171,8 +171,16 @@ mod tests {
                         for inter in [32, 64, 384, 768, 1408, 1536, 2048, 4096, 14_336] {
                             for num_ids in [1, 8, 64, 128, 512, 513] {
                                 let num_local = num_ids;
-                                let call =
-                                    ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant, passes: 1 };
+                                let call = ExpertsCall {
+                                    tokens,
+                                    top_k,
+                                    num_ids,
+                                    num_local,
+                                    hidden,
+                                    inter,
+                                    quant,
+                                    passes: 1,
+                                };
                                 let (kernel, host) = (fits(&call, gpu), call.fits_one_launch(&machine));
                                 assert_eq!(host.is_ok(), kernel, "{call:?}: {host:?}");
                                 if kernel { fitting += 1 } else { refused += 1 }
