@@ -64,7 +64,7 @@ fn check(run: &Value) {
     }
     for name in ["time_to_first_token_ms", "inter_token_latency_ms"] {
         let [p50, mean, p99, max] = ["p50", "mean", "p99", "max"].map(|key| number(&run[name][key]));
-        assert!(0. <= p50 && p50 <= p99 && p99 <= max && mean <= max, "{name}: {run:#}");
+        assert!(0. <= p50 && p50 <= p99 && p99 <= max && mean <= max * (1. + 1e-9), "{name}: {run:#}");
         assert!(max <= seconds * 1e3, "{name}: {run:#}");
     }
     // All the times between tokens lie within the run, once for each of the requests that run at once.
