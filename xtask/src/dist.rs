@@ -103,8 +103,8 @@ pub fn run(args: &Args) -> Result<()> {
 
     let archive = target_dir().join("dist").join("moe.tar.xz");
     let parent = folder.parent().unwrap_or(&folder);
-    // The dictionary spans all binaries: they share the kernels, which are most of each.
-    let options = "--lzma2=preset=1,dict=256MiB";
+    // The dictionary spans all binaries: they share the kernels, which are most of each, and the checkpoint.
+    let options = "--lzma2=preset=1,dict=512MiB";
     let mut tar = Command::new("tar");
     workspace::run(tar.env("XZ_OPT", options).arg("cJf").arg(&archive).arg("-C").arg(parent).arg("moe"))?;
     let bytes = fs::metadata(&archive)?.len();
