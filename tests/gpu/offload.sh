@@ -6,24 +6,12 @@
 # the table comes last.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
+. "$(dirname "$0")/check.sh"
 out=${OUT:-$root/results}/offload
 mkdir -p "$out"
 qwen=${MOE_PROGRAM:-$root/bin/model-qwen3moe}
 config=$root/tests/bench/configs/qwen3-30b-a3b.json
 failed=0
-
-# check NAME SECONDS COMMAND...: one line, and the end of its log if it fails.
-check() {
-  local name=$1 seconds=$2 start=$SECONDS
-  shift 2
-  if timeout -k 5 "$seconds" "$@" >"$out/$name.log" 2>&1; then
-    echo "ok      $name ($((SECONDS - start)) s)"
-  else
-    echo "FAILED  $name (exit code $?, $((SECONDS - start)) s)"
-    failed=1
-    grep -vE '^ *$' "$out/$name.log" | tail -n 12 | cut -c1-300
-  fi
-}
 
 # bench NAME SECONDS COUNT RECORDING FLAGS...
 bench() {

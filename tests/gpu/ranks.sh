@@ -11,6 +11,7 @@
 # to $OUT (default: results); tables come last.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
+. "$(dirname "$0")/check.sh"
 out=${OUT:-$root/results}/ranks
 mkdir -p "$out"
 qwen=${MOE_PROGRAM:-$root/bin/model-qwen3moe}
@@ -26,19 +27,6 @@ deepseek=$root/bin/model-deepseekv2-legacy
 # What answers requests, and which answers are those of one GPU.
 answers=("$qwen" batch) one=one
 failed=0
-
-# check NAME SECONDS COMMAND...: one line, and the end of its log if it fails.
-check() {
-  local name=$1 seconds=$2 start=$SECONDS
-  shift 2
-  if timeout -k 5 "$seconds" "$@" >"$out/$name.log" 2>&1; then
-    echo "ok      $name ($((SECONDS - start)) s)"
-  else
-    echo "FAILED  $name (exit code $?, $((SECONDS - start)) s)"
-    failed=1
-    grep -vE '^ *$' "$out/$name.log" | tail -n 8 | cut -c1-300
-  fi
-}
 
 # Parity with transformers over tensor-parallel ranks, by every backend and with copies of experts: f32 and bf16, and a model of the fast kernels'
 # sizes where midsize.py has left one.
