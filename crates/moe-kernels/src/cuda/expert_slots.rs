@@ -48,7 +48,7 @@ pub struct ExpertSlots {
 
 impl ExpertSlots {
     /// Splits the packs of a layer, w13 [E, 2I, H] and w2 [E, H, I] in rows on a device: the first `num_slots` experts stay there,
-    /// in packs of their own that come along, the others go home. Who holds the packs that were given lets them go, if the
+    /// in packs of their own that come along, the others go home. The caller drops the packs that were given, if the
     /// memory is to be free.
     ///
     /// # Errors
@@ -79,7 +79,7 @@ impl ExpertSlots {
             Weight::new(slots.into_tensor()?)
         };
         let slots = split(packs[0], 0, lens[0]).and_then(|w13| Ok([w13, split(packs[1], lens[0], lens[1])?]));
-        // Also after a failure: whoever frees packs and homes finds no copy under way.
+        // Also after a failure: packs and homes may be freed next, so no copy may still be under way.
         ex.synchronize()?;
         let slots = slots?;
         Ok((Self::new(&residency, lens, homes, ex)?, slots))
