@@ -83,7 +83,9 @@ mod tests {
             let ex = Exec::cpu().with_threads(threads).unwrap();
             for tasks in [0, 1, 2, 7, 48, 1000] {
                 let runs: Vec<AtomicU32> = (0..tasks).map(|_| AtomicU32::new(0)).collect();
-                for_each(&ex, tasks, INLINE_WORK, |task| drop(runs[task].fetch_add(1, Ordering::Relaxed)));
+                for_each(&ex, tasks, INLINE_WORK, |task| {
+                    runs[task].fetch_add(1, Ordering::Relaxed);
+                });
                 assert!(runs.iter().all(|runs| runs.load(Ordering::Relaxed) == 1), "{tasks} on {threads}");
             }
         }
