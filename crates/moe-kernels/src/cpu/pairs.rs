@@ -60,6 +60,9 @@ impl<T: Lanes> Method<T> for Pairs {
         LOCAL.with_borrow_mut(|(packed, sums)| {
             sums.resize(2 * work.m.max(sums.len() / 2), [0.0; UNIT]);
             let (total, segment) = sums[..2 * work.m].split_at_mut(work.m);
+            if work.k() == 0 {
+                total.fill([0.0; UNIT]);
+            }
             for chain in chains(work.k(), work.segments) {
                 let to = if chain.to_segment { &mut *segment } else { &mut *total };
                 self.chain(work, &chain, packed, to);
