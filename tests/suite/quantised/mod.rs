@@ -70,10 +70,9 @@ fn headers() -> Vec<(&'static str, Value, bool)> {
     dynamic["dynamic"] = json!({"-:.*self_attn.*": {}, "+:.*experts\\.1\\..*": {"bits": 8}});
     let mut with_head = gptq(8, 32, false, false, "gptq_v2");
     with_head["lm_head"] = json!(true);
-    let mut biases = gptq(4, 64, true, false, "gptq");
+    let mut biases = gptq(4, 32, true, false, "gptq");
     biases["static_groups"] = json!(false);
     vec![
-        ("gptq4 zero biases", biases, true),
         ("gptq4", gptq(4, 32, true, false, "gptq"), true),
         ("gptq4 zeros", gptq(4, 16, false, false, "gptq"), true),
         ("gptq4 v2 zeros", gptq(4, 32, false, false, "gptq_v2"), true),
@@ -109,6 +108,7 @@ fn headers() -> Vec<(&'static str, Value, bool)> {
         ("autoround", auto_round(true, "auto_round:auto_gptq"), true),
         ("autoround zeros", auto_round(false, "auto_round"), true),
         ("autoround awq", auto_round(false, "auto_round:auto_awq"), true),
+        ("gptq4 zero biases", biases, true),
     ]
 }
 
