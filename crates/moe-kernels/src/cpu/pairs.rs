@@ -134,6 +134,7 @@ struct Tile<'a> {
 /// # Safety
 /// The processor must support AVX-512 BF16.
 #[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl")]
+#[allow(clippy::extra_unused_type_parameters)] // `with_rows` names a type.
 unsafe fn multiply<T, const M: usize, const N: usize>(t: Tile) {
     let Some((out, _)) = t.out.split_first_chunk_mut::<M>() else { return };
     let mut acc = [[_mm512_setzero_ps(); N]; M];
