@@ -6,6 +6,7 @@
 
 use std::arch::x86_64::*;
 use std::cell::RefCell;
+use std::mem::transmute;
 
 use super::avx512;
 use super::gemm::{Method, UnitWeights, Work, even_parts};
@@ -152,8 +153,8 @@ unsafe fn multiply<T, const M: usize, const N: usize>(t: Tile) {
             let x = _mm512_castsi512_ps(_mm512_set1_epi32(x[m] as i32));
             for n in 0..N {
                 // SAFETY: vectors of f32 and of pairs of bf16 are the same 64 bytes.
-                let (x, w): (__m512bh, __m512bh) =
-                    unsafe { (std::mem::transmute(x), std::mem::transmute(w[n])) };
+                let (x, w) =
+                    unsafe { (transmute::<__m512, __m512bh>(x), transmute::<__m512, __m512bh>(w[n])) };
                 acc[m][n] = _mm512_dpbf16_ps(acc[m][n], x, w);
             }
         }
