@@ -1,6 +1,7 @@
 //! Quantised matrices in the order of the CPU kernels.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
 
@@ -45,7 +46,8 @@ pub struct QuantMatrix {
 /// One of the matrices.
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
-    pub columns: Columns,
+    /// Without act-order one for all matrices, so that it stays in cache while experts change.
+    pub columns: Arc<Columns>,
     /// Its first byte in `q`.
     pub first: usize,
 }
@@ -77,10 +79,12 @@ impl QuantMatrix {
         let ((n, width), scheme) = check_matrices(matrices, usage)?;
         let k = inputs.len();
         let segments = if let QuantUse::RowParallel { segments } = usage { segments } else { 1 };
-        let mut parts = Vec::with_capacity(matrices.len());
+        let mut parts: Vec<Part> = Vec::with_capacity(matrices.len());
         let mut first = 0;
         for m in matrices {
             let columns = Columns::new(width, inputs.clone(), scheme.group_size(width), segments, m.perm())?;
+            let same = parts.last().filter(|last| *last.columns == columns);
+            let columns = same.map_or_else(|| Arc::new(columns), |last| Arc::clone(&last.columns));
             let bytes = columns.steps() * step_bytes(scheme) * panels(n, usage);
             parts.push(Part { columns, first });
             first += bytes;
