@@ -111,7 +111,8 @@ impl Case {
             );
             assert_close(&what, &c[0], &g[0], bound);
             if let (Some(c), Some(g)) = (c.get(1), g.get(1)) {
-                assert_close(&format!("values of {what}"), c, g, 2.0 * bound);
+                // Two orders of a sum of `dv` products in f32.
+                assert_close(&format!("values of {what}"), c, g, 2.0 * bound + dv as f64 * 4e-7);
             }
         });
     }

@@ -55,7 +55,8 @@ impl WeightOrder {
     /// cuts a pair. The matrix registers of AMX load rows as they are, and portable Rust is the specification.
     pub fn best(isa: CpuIsa, dtype: DType, run: usize, k: usize) -> Self {
         let is_vectors = match isa {
-            CpuIsa::Avx2 | CpuIsa::Avx2Vnni | CpuIsa::Avx512 | CpuIsa::Avx512Bf16 => true,
+            CpuIsa::Avx2 | CpuIsa::Avx2Vnni => true,
+            CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Avx512Dot => true,
             CpuIsa::AmxBf16 => dtype != DType::BF16,
             CpuIsa::Scalar => false,
         };

@@ -81,6 +81,10 @@ pub fn make<F: ModelFamily>(config: &str, header: &Value, seed: u64) -> Made {
         for tensor in tensors.into_iter().filter(|tensor| is_wanted(tensor.suffix)) {
             stored.insert(format!("{module}.{}", tensor.suffix), tensor);
         }
+        // AutoGPTQ gives every layer a bias, here of both zeros.
+        if header["static_groups"].is_boolean() {
+            stored.insert(format!("{module}.bias"), float(&[0.0, -0.0].repeat(n / 2), &[n]));
+        }
         if header["activation_scheme"] == "static" {
             stored.insert(format!("{module}.input_scale"), float(&[0.5], &[1]));
         }

@@ -70,6 +70,8 @@ fn headers() -> Vec<(&'static str, Value, bool)> {
     dynamic["dynamic"] = json!({"-:.*self_attn.*": {}, "+:.*experts\\.1\\..*": {"bits": 8}});
     let mut with_head = gptq(8, 32, false, false, "gptq_v2");
     with_head["lm_head"] = json!(true);
+    let mut biases = gptq(4, 32, true, false, "gptq");
+    biases["static_groups"] = json!(false);
     vec![
         ("gptq4", gptq(4, 32, true, false, "gptq"), true),
         ("gptq4 zeros", gptq(4, 16, false, false, "gptq"), true),
@@ -106,6 +108,7 @@ fn headers() -> Vec<(&'static str, Value, bool)> {
         ("autoround", auto_round(true, "auto_round:auto_gptq"), true),
         ("autoround zeros", auto_round(false, "auto_round"), true),
         ("autoround awq", auto_round(false, "auto_round:auto_awq"), true),
+        ("gptq4 zero biases", biases, true),
     ]
 }
 
@@ -207,6 +210,31 @@ fn experts_are_read_as_they_are_stored() {
         schemes.insert(backend["spec"]["quant"].to_string());
     }
     assert!(schemes.len() > 6, "{schemes:?}");
+}
+
+/// Biases of zeros, which makers of GPTQ checkpoints write, are nothing; others would be lost.
+#[test]
+fn a_bias_that_the_model_does_not_have_is_refused_unless_it_is_zero() {
+    let mut header = gptq(4, 32, true, false, "gptq");
+    header["static_groups"] = json!(false);
+    let made = make::<Qwen3MoeFamily>(QWEN, &header, 1);
+    let verify = || {
+        let checkpoint = Checkpoint::open(made.quantised).unwrap();
+        let config = Qwen3MoeFamily::config(&checkpoint.config).unwrap();
+        let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|name| checkpoint.has(name));
+        checkpoint.verify(&layout.unwrap().tensors, Qwen3MoeFamily::ignored(&config))
+    };
+    verify().unwrap();
+    let path = std::path::Path::new(made.quantised).join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let (header, tensors) = moe_quant::safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let name = "model.layers.2.mlp.experts.4.down_proj.bias";
+    let (start, _) = tensors.info(name).unwrap().data_offsets;
+    let third = 8 + header + start + 2 * size_of::<f32>();
+    bytes[third..][..4].copy_from_slice(&0.25f32.to_le_bytes());
+    std::fs::write(&path, bytes).unwrap();
+    let error = verify().unwrap_err().to_string();
+    assert!(error.contains(&format!("{name} [64] is not zero")), "{error}");
 }
 
 /// Gate and up whose columns lie in two orders are loaded as floats.

@@ -4,7 +4,7 @@
 //! computed when it is asked for. So what no kernel reads quantised (a product that is absorbed into another, modules of
 //! one product in different formats) runs on the checkpoint all the same.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -122,8 +122,25 @@ impl QuantTensors {
         tensor.to_dtype(dtype)?.to_device(device).map(Some)
     }
 
+    /// Whether the file has a bias that the model has no place for, and it is zero: makers of GPTQ checkpoints give every
+    /// quantised layer one.
+    fn is_zero(&self, bias: &str) -> std::result::Result<bool, CheckpointError> {
+        let Ok((file, entry)) = self.files.stored(bias) else { return Ok(false) };
+        let size = (entry.dtype.bitsize() / 8).max(1);
+        let values = file.bytes()[entry.range.clone()].chunks(size);
+        // A float of any dtype is zero where all bits but the sign, the last one, are.
+        let zero = |value: &&[u8]| matches!(value.split_last(), Some((0 | 0x80, rest)) if rest.iter().all(|b| *b == 0));
+        let others = values.len() - values.filter(zero).count();
+        file.release(&entry.range);
+        if others == 0 {
+            return Ok(true);
+        }
+        let problem = "is not zero, but the model of this config.json has no bias there";
+        Err(CheckpointError(format!("{bias} {:?} {problem} ({others} values)", entry.shape)))
+    }
+
     /// As [`TensorFiles::verify`], where each quantised matrix has the tensors of its format, and scales of what is not
-    /// quantised here ([`UNREAD_TENSORS`]) may lie beside them.
+    /// quantised here ([`UNREAD_TENSORS`]) and biases of zeros may lie beside them.
     ///
     /// # Errors
     /// All tensors that are missing, unexpected, or of another shape or dtype.
@@ -133,6 +150,8 @@ impl QuantTensors {
         ignored: &[&str],
     ) -> std::result::Result<(), CheckpointError> {
         let wrong = |e: &dyn fmt::Display| CheckpointError(format!("{}: {e}", self.files.origin()));
+        let expected: Vec<_> = expected.into_iter().collect();
+        let names: HashSet<_> = expected.iter().map(|spec| spec.name.clone()).collect();
         let mut specs = Vec::new();
         for spec in expected {
             let module = module_of(&spec.name).map(str::to_string);
@@ -154,6 +173,10 @@ impl QuantTensors {
                     Err(_) => tensor.shapes.into_iter().next().unwrap_or_default(),
                 };
                 specs.push(TensorSpec { name, shape });
+            }
+            let bias = format!("{module}.bias");
+            if !names.contains(&bias) && self.is_zero(&bias).map_err(|e| wrong(&e))? {
+                specs.push(TensorSpec { name: bias, shape: vec![spec.shape[0]] });
             }
         }
         self.files.verify(specs, &[ignored, UNREAD_TENSORS].concat())

@@ -79,6 +79,7 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     const TILE_VECTORS: usize = 1;
     const TILE_ROWS: usize = 6;
     const PANEL_ROWS: usize = 4;
+    const PAIRED_ROWS: usize = 2;
     const DIRECT_ROWS: usize = 2;
 
     intrinsics! {

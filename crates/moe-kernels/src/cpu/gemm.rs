@@ -3,12 +3,14 @@
 //! Work is cut into units of 32 rows of w for one piece of the rows of x. Rows of x are packed
 //! before, in waves of bounded size, so that scratch does not grow with the number of tokens. How
 //! they are packed and a unit is computed is a [`Method`]: on vector registers
-//! ([`super::vectors`]) or on matrix registers ([`super::amx`]).
+//! ([`super::vectors`], [`super::pairs`]) or on matrix registers ([`super::amx`]).
 
 use candle_core::{DType, Result, bail};
 
 #[cfg(target_arch = "x86_64")]
 use super::amx::Amx;
+#[cfg(target_arch = "x86_64")]
+use super::pairs::Pairs;
 use super::parallel::{for_each, for_each_item};
 use super::simd::{LANES, Lanes};
 use super::tile::{CACHE_LINE, UNIT, UnitSums};
@@ -135,6 +137,8 @@ pub(crate) fn products<T: Lanes>(p: &Products<T>, ex: &Exec, epilogue: &impl Epi
         }
         #[cfg(target_arch = "x86_64")]
         (CpuIsa::AmxBf16, DType::BF16) => Driver { p, ex, epilogue, method: Amx }.run(),
+        #[cfg(target_arch = "x86_64")]
+        (CpuIsa::Avx512Dot, DType::BF16) => Driver { p, ex, epilogue, method: Pairs }.run(),
         _ => Driver { p, ex, epilogue, method: Vectors { isa, panels } }.run(),
     }
 }

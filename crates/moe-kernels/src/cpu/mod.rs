@@ -22,6 +22,8 @@ pub(crate) mod math;
 pub(crate) mod mla;
 pub(crate) mod norm;
 pub(crate) mod pack;
+#[cfg(target_arch = "x86_64")]
+mod pairs;
 pub(crate) mod panel;
 pub(crate) mod parallel;
 pub(crate) mod product;
@@ -60,7 +62,7 @@ pub(crate) fn dispatch<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
         CpuIsa::Avx512 => unsafe { avx512::run(kernel) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        CpuIsa::Avx512Bf16 | CpuIsa::AmxBf16 => unsafe { avx512::run_vnni(kernel) },
+        CpuIsa::Avx512Bf16 | CpuIsa::Avx512Dot | CpuIsa::AmxBf16 => unsafe { avx512::run_vnni(kernel) },
         _ => run_scalar(kernel),
     }
 }

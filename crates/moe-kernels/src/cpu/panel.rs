@@ -93,8 +93,9 @@ impl<T: Lanes> Kernel for PanelUnit<'_, T> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let k = self.panels[0].len() / LANES;
-        for vector in (0..2).step_by(S::TILE_VECTORS) {
-            let vectors = vector..vector + S::TILE_VECTORS;
+        let width = if self.m <= S::PAIRED_ROWS { 2 } else { S::TILE_VECTORS };
+        for vector in (0..2).step_by(width) {
+            let vectors = vector..vector + width;
             let panels = [self.panels[vector], self.panels[vectors.end - 1]];
             for chain in chains(k, self.segments) {
                 let range = chain.start * LANES..(chain.start + chain.len) * LANES;
@@ -113,7 +114,7 @@ impl<T: Lanes> Kernel for PanelUnit<'_, T> {
                         add: chain.add,
                         out: &mut to[start..start + m],
                     };
-                    if S::TILE_VECTORS == 2 {
+                    if width == 2 {
                         with_rows!(m, chain_tile::<S, T; 2>(s, tile))
                     } else {
                         with_rows!(m, chain_tile::<S, T; 1>(s, tile))
@@ -157,7 +158,7 @@ struct ChainTile<'a, T> {
 
 #[inline(always)]
 fn chain_tile<S: Simd, T: Lanes, const M: usize, const N: usize>(s: S, t: ChainTile<T>) {
-    if M > S::PANEL_ROWS || N != S::TILE_VECTORS {
+    if M > if N == S::TILE_VECTORS { S::PANEL_ROWS } else { S::PAIRED_ROWS } {
         return; // Never taken; keeps tiles that this path does not use out of the binary.
     }
     let group = LANES * T::PANEL_DEPTH;

@@ -15,8 +15,8 @@
 //! rows, on tiles or on threads. Blocks bound the error: |got - exact| <= (K_BLOCK + K / K_BLOCK)
 //! · 2^-24 · Σ|x w| to first order, twice that where multiply and add round separately.
 //!
-//! bf16 is widened: the BF16 dot product of AVX-512 takes two cycles for a vector on processors that start two
-//! multiply-adds in one, so it multiplies no faster, and it flushes subnormals.
+//! bf16 is widened, but on the path with the BF16 dot product of AVX-512. There its chains advance by pairs,
+//! chain = x\[k\] * w\[k\] + (x[k + 1] * w[k + 1] + chain), and subnormals are flushed.
 //!
 //! On the path with AMX, a bf16 segment is one chain of blocks of 32, the last one padded with
 //! zeros; within a block, even and odd k are chains of their own, and subnormals are flushed:

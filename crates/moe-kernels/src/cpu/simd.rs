@@ -30,6 +30,9 @@ pub(crate) trait Simd: Copy {
     /// Rows of x of a tile that multiplies panels without expanding them, at most TILE_ROWS: the
     /// widened weights need registers, too.
     const PANEL_ROWS: usize = Self::TILE_ROWS;
+    /// Rows of x, at most, that take both panels of a unit at a time where tiles have one: the chains of so few rows advance at
+    /// the latency of a multiply-add, not at its rate.
+    const PAIRED_ROWS: usize = 0;
     /// Rows of x of a tile that unpacks quantised weights in registers, at most TILE_ROWS: for more it is better to
     /// unpack them once, into cache.
     const DIRECT_ROWS: usize = 1;

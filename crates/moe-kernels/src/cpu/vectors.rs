@@ -178,7 +178,7 @@ impl Vectors {
 
 impl<T: Lanes> Work<'_, T> {
     /// Length of the products.
-    fn k(&self) -> usize {
+    pub(super) fn k(&self) -> usize {
         match self.weights {
             UnitWeights::Rows(rows) => rows[0].len(),
             UnitWeights::Panels(panels) => panels[0].len() / LANES,

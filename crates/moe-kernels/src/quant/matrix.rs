@@ -1,6 +1,7 @@
 //! Quantised matrices in the order of the CPU kernels.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
 
@@ -45,7 +46,8 @@ pub struct QuantMatrix {
 /// One of the matrices.
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
-    pub columns: Columns,
+    /// Without act-order one for all matrices, so that it stays in cache while experts change.
+    pub columns: Arc<Columns>,
     /// Its first byte in `q`.
     pub first: usize,
 }
@@ -55,7 +57,7 @@ impl QuantMatrix {
     /// time, on the threads of `ex` (and once more if the scales turn out not to be f16 after some have been read).
     ///
     /// # Errors
-    /// No matrix; different shapes or schemes; weights that are not quantised; K that groups do not divide; segments that
+    /// No matrix; different shapes or schemes; weights that are not quantised; segments that
     /// do not divide K; an odd number of rows for gate and up; rows that a reader hands over wrong (sizes, integers beyond
     /// their bits, FP8 NaN); what a reader reports.
     pub fn pack(matrices: &[&dyn QuantRows], usage: QuantUse, ex: &Exec) -> Result<Self> {
@@ -77,10 +79,12 @@ impl QuantMatrix {
         let ((n, width), scheme) = check_matrices(matrices, usage)?;
         let k = inputs.len();
         let segments = if let QuantUse::RowParallel { segments } = usage { segments } else { 1 };
-        let mut parts = Vec::with_capacity(matrices.len());
+        let mut parts: Vec<Part> = Vec::with_capacity(matrices.len());
         let mut first = 0;
         for m in matrices {
             let columns = Columns::new(width, inputs.clone(), scheme.group_size(width), segments, m.perm())?;
+            let same = parts.last().filter(|last| *last.columns == columns);
+            let columns = same.map_or_else(|| Arc::new(columns), |last| Arc::clone(&last.columns));
             let bytes = columns.steps() * step_bytes(scheme) * panels(n, usage);
             parts.push(Part { columns, first });
             first += bytes;
@@ -244,16 +248,13 @@ pub(crate) fn check_matrices(
             )
         }
     }
-    check(n, width, scheme, usage)?;
+    check(n, scheme, usage)?;
     Ok(((n, width), scheme))
 }
 
 /// Refuses shapes and schemes that do not go together.
-fn check(n: usize, k: usize, scheme: QuantScheme, usage: QuantUse) -> Result<()> {
+fn check(n: usize, scheme: QuantScheme, usage: QuantUse) -> Result<()> {
     match scheme {
-        QuantScheme::Int { bits: 4 | 8, .. } if k > 0 && !k.is_multiple_of(scheme.group_size(k)) => {
-            bail!("{scheme}: groups of {} columns do not divide K = {k}", scheme.group_size(k))
-        }
         QuantScheme::Int { bits: 4 | 8, .. } | QuantScheme::Fp8 { .. } => {}
         other => bail!("expected int4, int8 or fp8 weights to pack, got {other}"),
     }

@@ -52,7 +52,7 @@ pub fn view<'a, T: Element>(x: &'a [T], dims: &[usize]) -> View<'a> {
 }
 
 /// x · w in the defined order: chains of 256 from 0, blocks, then segments, all ascending;
-/// with AMX, one chain of blocks of 32 per segment.
+/// with the BF16 dot product, the second of a pair before the first; with AMX, one chain of blocks of 32 per segment.
 pub fn product<T: Float>(isa: CpuIsa, x: &[T], w: &[T], segments: usize) -> f32 {
     let ascending = |sums: Vec<f32>| sums.into_iter().reduce(|a, b| a + b).unwrap_or(0.0);
     let length = x.len() / segments;
@@ -81,6 +81,13 @@ fn amx_chain<T: Float>(x: &[T], w: &[T]) -> f32 {
 fn chain<T: Float>(isa: CpuIsa, x: &[T], w: &[T]) -> f32 {
     let at = |v: &[T], i: usize| v.get(i).map_or(0.0, |v| v.widen());
     let mut sum = 0f32;
+    if isa == CpuIsa::Avx512Dot && <T as Element>::DTYPE == DType::BF16 {
+        for i in (0..x.len()).step_by(2) {
+            sum = at(x, i + 1).mul_add(at(w, i + 1), sum);
+            sum = at(x, i).mul_add(at(w, i), sum);
+        }
+        return sum;
+    }
     for i in 0..x.len() {
         sum = match isa {
             CpuIsa::Scalar => at(x, i) * at(w, i) + sum,

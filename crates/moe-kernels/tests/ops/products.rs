@@ -109,7 +109,7 @@ fn the_error_is_within_the_stated_bound() -> Result<()> {
 fn fused_paths_agree_bit_for_bit() -> Result<()> {
     fn check<T: Float>() -> Result<()> {
         let p = Problem::<T>::new(14, 50, 700, true, 9);
-        let fused = isas().filter(|isa| !matches!(isa, CpuIsa::Scalar | CpuIsa::AmxBf16));
+        let fused = isas().filter(|isa| !matches!(isa, CpuIsa::Scalar | CpuIsa::Avx512Dot | CpuIsa::AmxBf16));
         let all = fused.map(|isa| p.run::<f32>(true, isa, 2)).collect::<Result<Vec<_>>>()?;
         assert!(all.windows(2).all(|pair| bits(&pair[0]) == bits(&pair[1])));
         Ok(())

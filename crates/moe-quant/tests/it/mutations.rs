@@ -28,6 +28,23 @@ proptest! {
     }
 }
 
+/// The fuzzer begins with headers that are read.
+#[test]
+fn seeds_of_the_fuzz_target_are_read() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/quant");
+    let mut seeds = 0;
+    for seed in std::fs::read_dir(folder).unwrap() {
+        let path = seed.unwrap().path();
+        let bytes = std::fs::read(&path).unwrap();
+        let header = bytes.split(|byte| *byte == 0).next().unwrap();
+        let header = serde_json::from_slice(header).unwrap();
+        let read = QuantConfig::from_header("quantization_config", &header);
+        assert!(read.is_ok(), "{}: {}", path.display(), read.unwrap_err());
+        seeds += 1;
+    }
+    assert!(seeds >= 16, "{seeds} seeds");
+}
+
 #[test]
 fn tensors_with_other_bytes() {
     let mut state = 7u64;

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""isas.py WORK PROGRAM CONFIG OUT.json [--cores 2,4:6,8:10,12:14,16] [--rounds N] [--limit SECONDS] [--only Q4_0 ..] [--isas avx2 ..]: both
+"""isas.py WORK PROGRAM CONFIG OUT.json [--cores 2,4:6,8:10,12:14,16:18,20] [--rounds N] [--limit SECONDS] [--only Q4_0 ..] [--isas avx2 ..]: both
 programs on several instruction sets of one machine, each set on two cores of its own, at the same time.
 
 WORK holds lbench-{avx2,avx2-vnni,avx512,amx} (build.sh --isas), gguf/ and ours/{int8-g32,int4-g32,int4-g128}. A set that the
@@ -20,6 +20,7 @@ ISAS = [
     ("avx2", "avx2", "avx2"),
     ("avx2-vnni", "avx2-vnni", "avx_vnni"),
     ("avx512-bf16", "avx512", "avx512_bf16"),
+    ("avx512-dot", "avx512", "avx512_bf16"),
     ("amx-bf16", "amx", "amx_bf16"),
 ]
 # What is compared: llama.cpp's format and ours.
@@ -105,7 +106,7 @@ def main():
     parser = argparse.ArgumentParser()
     for name in ("work", "program", "config", "out"):
         parser.add_argument(name, type=lambda path: Path(path).resolve())
-    parser.add_argument("--cores", default="2,4:6,8:10,12:14,16")
+    parser.add_argument("--cores", default="2,4:6,8:10,12:14,16:18,20")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--limit", type=float, default=600)

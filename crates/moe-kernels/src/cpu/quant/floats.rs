@@ -46,8 +46,7 @@ impl<T: Lanes> Form<T> for Floats<'_> {
         }
     }
 
-    fn unit(&self, e: usize, unit: Unit, x: &[u32], sums: &mut [UnitSums]) {
-        let words = Form::<T>::row_words(self, e);
+    fn unit(&self, e: usize, unit: Unit, words: usize, x: &[u32], sums: &mut [UnitSums]) {
         let panels = [unit.first, unit.second.unwrap_or(unit.first)];
         let (count, _) = dispatch(self.isa, Shape);
         let columns = &self.w.parts[e].columns;

@@ -76,8 +76,7 @@ impl<T: Lanes> Form<T> for Ints<'_> {
         dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
     }
 
-    fn unit(&self, e: usize, unit: Unit, x: &[u32], sums: &mut [UnitSums]) {
-        let words = Form::<T>::row_words(self, e);
+    fn unit(&self, e: usize, unit: Unit, words: usize, x: &[u32], sums: &mut [UnitSums]) {
         #[cfg(target_arch = "x86_64")]
         if self.in_matrix_registers(e, sums.len()) {
             return matrix_registers::unit(self, e, unit, words, x, sums);
@@ -249,16 +248,27 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
     if Q::NIBBLES && M == 1 {
         in_place::<S, M, N>(s, &q, x, &mut acc);
     } else {
+        // A few sums in wide registers would wait for each other: those of odd pairs are apart.
+        let apart = S::TILE_VECTORS == 2 && M <= 2;
+        let mut odd = [[s.splat_word(0); N]; M];
         for (i, x) in x.iter().enumerate() {
             let mut w = [[s.splat_word(0); STEP_WORDS]; N];
             for n in 0..N {
                 w[n] = Q::pairs(s, step::<S, Q>(s, q[n], i));
             }
             for j in 0..STEP_WORDS {
+                let acc = if apart && j % 2 == 1 { &mut odd } else { &mut acc };
                 for m in 0..M {
                     for n in 0..N {
                         acc[m][n] = s.dot_i16(acc[m][n], x[j][m], w[n][j]);
                     }
+                }
+            }
+        }
+        if apart {
+            for m in 0..M {
+                for n in 0..N {
+                    acc[m][n] = s.add_words(acc[m][n], odd[m][n]);
                 }
             }
         }
@@ -284,8 +294,8 @@ fn step<S: Simd, Q: Quants>(s: S, q: &[u8], i: usize) -> &[u8] {
 }
 
 /// Adds the integer sums of a block of nibbles. Of the four nibbles of 16 bits the second and third are multiplied where
-/// they stand, 16 and 256 times too large, and summed apart: four instructions to unpack in the place of six. The
-/// sums are divided exactly, before those of the third, 256 * 15 * 32767 for a column, can pass 2^31.
+/// they stand, 16 and 256 times too large, and summed apart: four instructions to unpack in the place of six. The fourth has
+/// sums of its own because those of one would wait for each other. The sums are divided exactly, before those of the third, 256 * 15 * 32767 for a column, can pass 2^31.
 #[inline(always)]
 fn in_place<S: Simd, const M: usize, const N: usize>(
     s: S,
@@ -296,7 +306,7 @@ fn in_place<S: Simd, const M: usize, const N: usize>(
     /// Steps with two columns of each place.
     const STEPS: usize = 8;
     const { assert!(2 * STEPS * 256 * 15 * 32767 < 1 << 31) };
-    let mut second = [[s.splat_word(0); N]; M];
+    let (mut second, mut fourth) = ([[s.splat_word(0); N]; M], [[s.splat_word(0); N]; M]);
     for (at, x) in x.chunks(STEPS).enumerate() {
         let mut third = [[s.splat_word(0); N]; M];
         for (i, x) in x.iter().enumerate() {
@@ -306,7 +316,7 @@ fn in_place<S: Simd, const M: usize, const N: usize>(
                     acc[m][n] = s.dot_i16(acc[m][n], x[0][m], w[0]);
                     second[m][n] = s.dot_i16(second[m][n], x[1][m], w[1]);
                     third[m][n] = s.dot_i16(third[m][n], x[2][m], w[2]);
-                    acc[m][n] = s.dot_i16(acc[m][n], x[3][m], w[3]);
+                    fourth[m][n] = s.dot_i16(fourth[m][n], x[3][m], w[3]);
                 }
             }
         }
@@ -318,7 +328,8 @@ fn in_place<S: Simd, const M: usize, const N: usize>(
     }
     for m in 0..M {
         for n in 0..N {
-            acc[m][n] = s.add_words(acc[m][n], s.sixteenth(second[m][n]));
+            let last = s.add_words(fourth[m][n], s.sixteenth(second[m][n]));
+            acc[m][n] = s.add_words(acc[m][n], last);
         }
     }
 }

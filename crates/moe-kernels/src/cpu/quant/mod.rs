@@ -79,8 +79,8 @@ trait Form<T>: Sync {
     fn tile_rows(&self, e: usize, m: usize) -> usize;
     /// Packs a tile of rows, of `m` that matrix `e` multiplies, as [`unit`](Self::unit) wants them.
     fn pack(&self, e: usize, m: usize, rows: &[&[T]], panel: &mut [u32]);
-    /// The sums of packed rows with one unit of matrix `e`.
-    fn unit(&self, e: usize, unit: Unit, x: &[u32], sums: &mut [UnitSums]);
+    /// The sums of packed rows, of `row_words` words each, with one unit of matrix `e`.
+    fn unit(&self, e: usize, unit: Unit, row_words: usize, x: &[u32], sums: &mut [UnitSums]);
 }
 
 /// Panels of a unit: the second one may be missing.
@@ -164,6 +164,8 @@ struct Piece {
     rows: usize,
     /// First word of its packed rows within the wave.
     word: usize,
+    /// Words of a packed row.
+    row_words: usize,
 }
 
 struct Driver<'a, T, E, F> {
@@ -185,10 +187,11 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
         let (mut wave, mut rows, mut words) = (Vec::new(), 0, 0);
         for (group, bounds) in self.p.offsets.windows(2).enumerate() {
             let (first, count) = (bounds[0] as usize, (bounds[1] - bounds[0]) as usize);
-            for (start, count) in even_parts(count, count.div_ceil(PIECE_ROWS)) {
-                wave.push(Piece { group, row: first + start, rows: count, word: words });
-                rows += count;
-                words += count * self.form.row_words(group);
+            let row_words = if count > 0 { self.form.row_words(group) } else { 0 };
+            for (start, rows_of) in even_parts(count, count.div_ceil(PIECE_ROWS)) {
+                wave.push(Piece { group, row: first + start, rows: rows_of, word: words, row_words });
+                rows += rows_of;
+                words += rows_of * row_words;
                 if rows >= WAVE_ROWS {
                     self.wave(&wave, words)?;
                     wave.clear();
@@ -215,7 +218,7 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
         for piece in pieces {
             let most = self.form.tile_rows(piece.group, piece.rows);
             for (start, m) in even_parts(piece.rows, piece.rows.div_ceil(most)) {
-                let (panel, tail) = rest.split_at_mut(m * self.form.row_words(piece.group));
+                let (panel, tail) = rest.split_at_mut(m * piece.row_words);
                 rest = tail;
                 jobs.push((piece, piece.row + start, m, panel));
             }
@@ -226,11 +229,11 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
         let packed = &*packed;
         for_each(self.ex, pieces.len() * units, words * units * UNIT, |task| {
             let (piece, unit) = (pieces[task / units], task % units);
-            let x = &packed[piece.word..][..piece.rows * self.form.row_words(piece.group)];
+            let x = &packed[piece.word..][..piece.rows * piece.row_words];
             SUMS.with_borrow_mut(|sums| {
                 sums.clear();
                 sums.resize(piece.rows, [0.0; UNIT]);
-                self.form.unit(piece.group, self.panels(unit), x, sums);
+                self.form.unit(piece.group, self.panels(unit), piece.row_words, x, sums);
                 self.epilogue.take(piece.group, piece.row, unit, sums);
             });
         });

@@ -1,0 +1,169 @@
+//! Products of bf16 by the BF16 dot product of AVX-512, which multiplies twice as much as a multiply-add, where the processor
+//! starts it often enough ([`crate::exec::CpuIsa::detect`]).
+//!
+//! A word is a pair of bf16, of x and of w alike. Panels hold pairs already, so a tile reads them as they lie, whatever the
+//! number of rows; weights in rows become panels chain by chain. The order of sums is in [`super::product`].
+
+use std::arch::x86_64::*;
+use std::cell::RefCell;
+
+use super::avx512;
+use super::gemm::{Method, UnitWeights, Work, even_parts};
+use super::pack::Pack;
+use super::panel::flush;
+use super::product::{Chain, K_BLOCK, chains};
+use super::simd::{LANES, Lanes};
+use super::tile::{CACHE_LINE, UNIT, UnitSums, with_rows};
+
+/// Rows of x of a tile: its sums take 24 of 32 registers.
+const ROWS: usize = 12;
+
+/// How far ahead weights are asked for, bytes: one tile of x streams them from memory.
+const PREFETCH: usize = 4096;
+
+/// The method; see the module.
+pub(crate) struct Pairs;
+
+thread_local! {
+    /// A chain of packed weights, and the sums of the unit that this thread works on; kept so that steps do not allocate.
+    static LOCAL: RefCell<([Vec<u32>; 2], Vec<UnitSums>)> = const { RefCell::new(([Vec::new(), Vec::new()], Vec::new())) };
+}
+
+/// Words of one row of a segment.
+fn segment_words(k: usize, segments: usize) -> usize {
+    (k / segments).div_ceil(2)
+}
+
+impl<T: Lanes> Method<T> for Pairs {
+    const PIECE_ROWS: usize = 240;
+
+    fn tiles(&self, m: usize) -> impl Iterator<Item = (usize, usize)> {
+        even_parts(m, m.div_ceil(ROWS))
+    }
+
+    fn row_words(&self, k: usize, segments: usize) -> usize {
+        segments * segment_words(k, segments)
+    }
+
+    fn pack(&self, rows: &[&[T]; LANES], m: usize, segments: usize, panel: &mut [u32]) {
+        let k = rows[0].len();
+        let (length, words) = (k / segments, segment_words(k, segments));
+        for segment in 0..segments {
+            let range = segment * length..(segment + 1) * length;
+            let out = &mut panel[segment * words * m..];
+            // SAFETY: this path has all of AVX-512 with VNNI.
+            unsafe { avx512::run_vnni(Pack::<T, 2> { rows, range, stride: m, out }) };
+        }
+    }
+
+    fn unit(&self, work: &Work<T>, take: impl FnOnce(&[UnitSums])) {
+        LOCAL.with_borrow_mut(|(packed, sums)| {
+            sums.resize(2 * work.m.max(sums.len() / 2), [0.0; UNIT]);
+            let (total, segment) = sums[..2 * work.m].split_at_mut(work.m);
+            if work.k() == 0 {
+                total.fill([0.0; UNIT]);
+            }
+            for chain in chains(work.k(), work.segments) {
+                let to = if chain.to_segment { &mut *segment } else { &mut *total };
+                self.chain(work, &chain, packed, to);
+                flush(&chain, segment, total, 0..UNIT);
+            }
+            take(total);
+        });
+    }
+}
+
+impl Pairs {
+    /// All tiles of x over one chain of the unit.
+    fn chain<T: Lanes>(
+        &self,
+        work: &Work<T>,
+        chain: &Chain,
+        packed: &mut [Vec<u32>; 2],
+        to: &mut [UnitSums],
+    ) {
+        let (range, k) = (chain.start..chain.start + chain.len, work.k());
+        let words = segment_words(k, work.segments);
+        let w = match work.weights {
+            UnitWeights::Panels(panels) => {
+                panels.map(|panel| bytes(&panel[range.start * LANES..range.end * LANES]))
+            }
+            UnitWeights::Rows(rows) => {
+                for (rows, out) in rows.as_chunks().0.iter().zip(&mut *packed) {
+                    out.resize(K_BLOCK / 2 * LANES, 0);
+                    // SAFETY: as in `pack`.
+                    unsafe {
+                        avx512::run_vnni(Pack::<T, 2> { rows, range: range.clone(), stride: LANES, out })
+                    };
+                }
+                let len = chain.len.div_ceil(2) * LANES;
+                [0, 1].map(|i| bytes(&packed[i][..len]))
+            }
+        };
+        // The chain's first word within a row.
+        let length = k / work.segments;
+        let word = chain.start / length * words + chain.start % length / 2;
+        for (start, m) in Method::<T>::tiles(self, work.m) {
+            let x = &work.x[start * work.segments * words + word * m..][..chain.len.div_ceil(2) * m];
+            let tile = Tile { x, w, add: chain.add, fetch: start == 0, out: &mut to[start..start + m] };
+            // SAFETY: the path has AVX-512 BF16.
+            unsafe { with_rows!(m, multiply::<T; 2>(tile)) };
+        }
+    }
+}
+
+/// The bytes of words or of values of 16 bits.
+fn bytes<T: Copy>(values: &[T]) -> &[u8] {
+    // SAFETY: numbers have no padding, and bytes no alignment.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}
+
+/// A tile of rows of x over one chain of a unit.
+struct Tile<'a> {
+    /// [words]\[m\].
+    x: &'a [u32],
+    /// A cache line for each word of both panels.
+    w: [&'a [u8]; 2],
+    /// Add to the sums; else, replace them.
+    add: bool,
+    /// Whether the weights come from memory.
+    fetch: bool,
+    out: &'a mut [UnitSums],
+}
+
+/// # Safety
+/// The processor must support AVX-512 BF16.
+#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn multiply<T, const M: usize, const N: usize>(t: Tile) {
+    let Some((out, _)) = t.out.split_first_chunk_mut::<M>() else { return };
+    let mut acc = [[_mm512_setzero_ps(); N]; M];
+    let lines = t.w.map(|w| w.as_chunks::<CACHE_LINE>().0);
+    for ((x, first), second) in t.x.as_chunks::<M>().0.iter().zip(lines[0]).zip(lines[1]) {
+        let mut w = [_mm512_setzero_ps(); N];
+        for (w, line) in w.iter_mut().zip([first, second]) {
+            if t.fetch {
+                _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().wrapping_add(PREFETCH).cast());
+            }
+            // SAFETY: a line is 64 bytes.
+            *w = unsafe { _mm512_loadu_ps(line.as_ptr().cast()) };
+        }
+        for m in 0..M {
+            let x = _mm512_castsi512_ps(_mm512_set1_epi32(x[m] as i32));
+            for n in 0..N {
+                // SAFETY: vectors of f32 and of pairs of bf16 are the same 64 bytes.
+                let (x, w): (__m512bh, __m512bh) =
+                    unsafe { (std::mem::transmute(x), std::mem::transmute(w[n])) };
+                acc[m][n] = _mm512_dpbf16_ps(acc[m][n], x, w);
+            }
+        }
+    }
+    for m in 0..M {
+        for (to, &acc) in out[m].as_chunks_mut::<LANES>().0.iter_mut().zip(&acc[m]) {
+            // SAFETY: 16 values are read and written.
+            unsafe {
+                let sum = if t.add { _mm512_add_ps(_mm512_loadu_ps(to.as_ptr()), acc) } else { acc };
+                _mm512_storeu_ps(to.as_mut_ptr(), sum);
+            }
+        }
+    }
+}
