@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result};
 use moe_kernels::door::expect_matrix;
-use moe_kernels::{Exec, View, ViewMut, add_rms_norm_into, copy_rows_into};
+use moe_kernels::{Exec, View, ViewMut, add_into, add_rms_norm_into, fill_into};
 use serde::{Deserialize, Serialize};
 
 use crate::placement::partition;
@@ -316,12 +316,13 @@ pub(crate) fn reduce_scatter_rounded<C: Communicator + ?Sized>(
     comm: &C,
     input: View<'_>,
     counts: &[usize],
-    out: ViewMut<'_>,
+    mut out: ViewMut<'_>,
     ex: &mut Exec,
 ) -> Result<()> {
     let mut sums = ex.scratch(input.dtype(), out.dims())?;
     comm.reduce_scatter_v(input, counts, sums.view_mut(), ReduceOp::Sum, ex)?;
-    copy_rows_into(sums.view(), out, ex)
+    fill_into(0., out.reborrow(), ex)?;
+    add_into(sums.view(), out, ex)
 }
 
 /// [`Communicator::share_add_rms_norm`] by its three parts. Each rank keeps an even run of the rows.

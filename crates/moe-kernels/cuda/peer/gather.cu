@@ -24,6 +24,7 @@
 // out. Predicted: 2.7 us, 64 tokens a rank (805 KB out at 350 GB/s) 5 us; the sums back, f32, 2.8 and 7 us. Two GPUs,
 // 1,024 tokens a rank: 4.3 MB out, 12 us and 3 for the launch; the sums back 8.4 MB, 24 + 3 us.
 #include "peer/peer.cuh"
+#include "peer/words.cuh"
 
 namespace moe {
 
@@ -54,40 +55,6 @@ constexpr int kBlocksPerSm = 2;  // all blocks of a launch must be resident at o
 constexpr int kMaxArrays = 4;
 constexpr int kBatch = 4;             // slots that a sender has under way: a short call's to all of four ranks
 constexpr uint32_t kLong = 1u << 17;  // slots of a rank from which on some warps send while others receive: 2 MiB
-
-/// kWords words that begin at a multiple of 2 bytes, or, with `aligned`, of their size.
-template <int kWords>
-__device__ __forceinline__ void load_words(const uint8_t* p, bool aligned, uint32_t (&w)[kWords]) {
-  static_assert(kWords == 2 || kWords == 4, "half a slot or a slot");
-  if (!aligned) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const uint16_t* halves = reinterpret_cast<const uint16_t*>(p) + 2 * i;
-      w[i] = __ldcg(halves) | static_cast<uint32_t>(__ldcg(halves + 1)) << 16;
-    }
-  } else if constexpr (kWords == 2) {
-    const uint2 v = __ldcg(reinterpret_cast<const uint2*>(p));
-    w[0] = v.x, w[1] = v.y;
-  } else {
-    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(p));
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  }
-}
-
-template <int kWords>
-__device__ __forceinline__ void store_words(uint8_t* p, bool aligned, const uint32_t (&w)[kWords]) {
-  if (!aligned) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      uint16_t* halves = reinterpret_cast<uint16_t*>(p) + 2 * i;
-      halves[0] = static_cast<uint16_t>(w[i]), halves[1] = static_cast<uint16_t>(w[i] >> 16);
-    }
-  } else if constexpr (kWords == 2) {
-    *reinterpret_cast<uint2*>(p) = {w[0], w[1]};
-  } else {
-    *reinterpret_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
-  }
-}
 
 /// An array of which each rank has a part.
 struct Array {
