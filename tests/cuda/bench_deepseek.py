@@ -1,7 +1,7 @@
 """A layer of DeepSeek-V2-Lite at one sequence, launch by launch and whole, against the bytes of its weights and cache."""
 
 import torch
-from bench_latent import BLOCK, HEAD, KEY, NOPE, ROPE, VALUE, splits_of
+from bench_latent import BLOCK, HEAD, KEY, NOPE, ROPE, VALUE, decode_splits, splits_of
 from kernels import LIB, call, graph_us, randn, u32
 from library import ADD_F32, BF16, F32, UNWATCHED
 
@@ -32,8 +32,8 @@ class Chain:
         self.slots, self.starts, self.positions = u32([positions]), u32([0, 1]), u32([positions])
         pages = positions // BLOCK + 1
         self.table = torch.arange(pages, dtype=torch.int32, device="cuda").view(1, pages)
-        self.splits = splits_of(1, 1, HEADS)
-        self.partials, self.counters = f32(HEADS * self.splits * (VALUE + 2)), torch.zeros(2, dtype=torch.int32, device="cuda")
+        self.splits, self.few_splits = splits_of(1, 1, HEADS), decode_splits(1)
+        self.partials, self.counters = f32(HEADS * max(self.splits, self.few_splits) * (VALUE + 2)), torch.zeros(2, dtype=torch.int32, device="cuda")
         self.ids, self.weights = torch.zeros(1, TOP_K + SHARED, dtype=torch.int32, device="cuda"), f32(1, TOP_K + SHARED)
         self.state = torch.zeros(LIB.raw("moe_layer_stream_state", EXPERTS + SHARED, INTER), dtype=torch.uint8, device="cuda")
         self.sums, self.act, self.x, self.delta = f32(1, 2 * SHARED * INTER), bf16(1, SHARED * INTER), bf16(1, HIDDEN), f32(1, HIDDEN)
@@ -54,18 +54,21 @@ class Chain:
     def query_at_once(self, l):
         call("moe_attention_latent_query", *self.rows(l), l.w_uk)
 
-    def attention(self, l):
+    def attention(self, l, splits):
         return (self.query, l.cache, l.cache, self.starts, self.positions, self.table, self.latents, BF16, BF16, 1, 1, self.table.shape[1],
-                HEADS, 1, KEY, VALUE, KEY, l.cache.shape[0], BLOCK, HEAD**-0.5, 0, 0, self.counters, self.partials, self.splits)
+                HEADS, 1, KEY, VALUE, KEY, l.cache.shape[0], BLOCK, HEAD**-0.5, 0, 0, self.counters, self.partials, splits)
 
     def attend(self, l):
-        call("moe_attention_latent", *self.attention(l))
+        call("moe_attention_latent", *self.attention(l, self.splits))
 
     def w_uv(self, l):
         call("moe_any_per_head", self.latents, l.w_uv, self.values, BF16, BF16, 1, HEADS, NOPE, VALUE, NOPE, 0)
 
     def attend_at_once(self, l):
-        call("moe_attention_latent_values", *self.attention(l), l.w_uv, self.values)
+        call("moe_attention_latent_values", *self.attention(l, self.splits), l.w_uv, self.values)
+
+    def attend_few(self, l):
+        call("moe_attention_latent_decode", *self.attention(l, self.few_splits), l.w_uv, self.values)
 
     def output(self, l):
         call("moe_linear_stream", self.values, None, 0.0, l.o, None, self.residual, ADD_F32, 1, HIDDEN, HEADS * NOPE)
@@ -95,8 +98,9 @@ WEIGHTS = {"project": PRODUCTS * HIDDEN, "output": HIDDEN * HEADS * NOPE, "w_uk"
            "shared_up": 2 * SHARED * INTER * HIDDEN, "shared_down": SHARED * INTER * HIDDEN}
 CHAINS = {
     "layer, launches apart": ["project", "query_apart", "w_uk", "attend", "w_uv", "output", "slots_of_all"],
-    "layer": ["project", "query_at_once", "attend_at_once", "output", "slots_of_all"],
-    "attention": ["project", "query_at_once", "attend_at_once", "output"],
+    "layer": ["project", "query_at_once", "attend_few", "output", "slots_of_all"],
+    "layer, attention of any rows": ["project", "query_at_once", "attend_at_once", "output", "slots_of_all"],
+    "attention": ["project", "query_at_once", "attend_few", "output"],
     "experts, shared ones apart": ["add_norm", "routed", "shared_up", "shared_down", "add_norm"],
 }
 
@@ -106,8 +110,9 @@ def lite_layer(rows):
     for positions in (256, 8192):
         chain = Chain(positions)
         cached = {"attend": positions * KEY, "attend_at_once": positions * KEY + HEADS * VALUE * NOPE}
-        names = [[name] for name in ("project", "query_apart", "w_uk", "query_at_once", "attend", "w_uv", "attend_at_once", "output",
-                                     "slots_of_all", "routed", "shared_up", "shared_down", "add_norm")]
+        cached["attend_few"] = cached["attend_at_once"]
+        names = [[name] for name in ("project", "query_apart", "w_uk", "query_at_once", "attend", "w_uv", "attend_at_once", "attend_few",
+                                     "output", "slots_of_all", "routed", "shared_up", "shared_down", "add_norm")]
         whole = CHAINS["layer"]
         without = [("layer without " + left, [name for name in whole if name != left]) for left in whole]
         for label, parts in [(part[0], part) for part in names] + list(CHAINS.items()) + without:

@@ -109,25 +109,42 @@ def card(meter):
     return {"matmul_burst": rate / burst, "matmul_sustained": rate / us, "clock": clock, "power": power, "read": memory.nbytes / read / 1e6}
 
 
-def run(lib, token_counts, skews):
-    meter = Meter()
+HEAD = f"{'T':>6} {'skew':>5} {'kernel':>8} {'burst us':>9} {'TFLOP/s':>8} {'TB/s':>5} {'of card':>7} {'sustained':>9} {'TFLOP/s':>8} {'MHz':>5} {'W':>4}"
+
+
+def measured(kernel, calls, inputs, skew, meter, of_card):
+    """The row of these calls, printed."""
+    graph = graph_of(calls)
+    burst = burst_us(graph, len(calls))
+    us, clock, power = sustained_us(graph, len(calls), meter)
+    tokens = inputs.tokens
+    flops, moved = 6 * tokens * K * H * I / 1e6, inputs.bytes() / 1e6
+    # What bounds it: the larger share of the card's rates.
+    share = max(flops / burst / of_card["matmul_burst"], moved / burst / of_card["read"])
+    print(f"{tokens:>6} {skew:>5g} {kernel:>8} {burst:>9.1f} {flops / burst:>8.0f} {moved / burst:>5.2f} {share:>7.2f} {us:>9.1f} {flops / us:>8.0f} {clock:>5.0f} {power:>4.0f}", flush=True)
+    return {"tokens": tokens, "skew": str(skew), "kernel": kernel, "burst_us": burst, "sustained_us": us, "clock": clock, "power": power,
+            "tflop_s_burst": flops / burst, "tflop_s_sustained": flops / us, "tb_s_burst": moved / burst, "share_of_card": share}
+
+
+def inputs_of(tokens, skew, weights):
+    """Enough calls that a replay takes about a millisecond."""
+    return Inputs(tokens, skew, weights, calls=SETS if tokens >= 4096 else 2 * SETS)
+
+
+def tell_card(meter):
     of_card = card(meter)
     print("card: cuBLAS {matmul_burst:.0f} TFLOP/s in bursts, {matmul_sustained:.0f} sustained ({clock:.0f} MHz, {power:.0f} W); reads {read:.2f} TB/s".format(**of_card))
-    print(f"{'T':>6} {'skew':>5} {'kernel':>7} {'burst us':>9} {'TFLOP/s':>8} {'TB/s':>5} {'of card':>7} {'sustained':>9} {'TFLOP/s':>8} {'MHz':>5} {'W':>4}")
+    print(HEAD, flush=True)
+    return of_card
+
+
+def run(lib, token_counts, skews):
+    meter = Meter()
+    of_card = tell_card(meter)
     weights, rows = make_weights(), []
     for skew in skews:
         for tokens in token_counts:
-            inputs = Inputs(tokens, skew, weights, calls=SETS if tokens >= 4096 else 2 * SETS)
+            inputs = inputs_of(tokens, skew, weights)
             wide = tokens >= WIDE_TOKENS
-            calls = tensor_calls(lib, inputs, "alone", wide=wide)
-            graph = graph_of(calls)
-            burst = burst_us(graph, len(calls))
-            us, clock, power = sustained_us(graph, len(calls), meter)
-            flops, moved = 6 * tokens * K * H * I / 1e6, inputs.bytes() / 1e6
-            # What bounds it: the larger share of the card's rates.
-            share = max(flops / burst / of_card["matmul_burst"], moved / burst / of_card["read"])
-            row = {"tokens": tokens, "skew": skew, "kernel": "wide" if wide else "tensor", "burst_us": burst, "sustained_us": us, "clock": clock,
-                   "power": power, "tflop_s_burst": flops / burst, "tflop_s_sustained": flops / us, "tb_s_burst": moved / burst, "share_of_card": share}
-            rows.append(row)
-            print(f"{tokens:>6} {skew:>5g} {row['kernel']:>7} {burst:>9.1f} {flops / burst:>8.0f} {moved / burst:>5.2f} {share:>7.2f} {us:>9.1f} {flops / us:>8.0f} {clock:>5.0f} {power:>4.0f}", flush=True)
+            rows.append(measured("wide" if wide else "tensor", tensor_calls(lib, inputs, "alone", wide=wide), inputs, skew, meter, of_card))
     return {"card": of_card, "experts": E, "rows": rows}

@@ -229,6 +229,27 @@ def combine_with_norm_is_combine_then_norm(lib):
 
 
 @check
+def sums_skip_absent_slots(lib):
+    """Rows of slots without a local expert hold NaNs, and sums are those of zeros there."""
+    for tokens, dtype in itertools.product(sized((1, 64, 65, 700), (3, 65)), (torch.float32, torch.bfloat16)):
+        top_k, experts, local, hidden = 5, 16, 4, 320
+        ids = torch.randint(0, experts, (tokens, top_k), device="cuda", dtype=torch.int32)
+        owned = torch.randperm(experts, device="cuda")[:local]
+        places = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
+        places[owned] = torch.arange(local, dtype=torch.int32, device="cuda")
+        absent = places[ids.long()] < 0
+        weights = torch.rand(tokens, top_k, device="cuda")
+        rows = torch.randn(tokens, top_k, hidden, device="cuda").to(dtype)
+        zeros = rows.masked_fill(absent[..., None], 0)
+        rows[absent] = float("nan")
+        got, want = poison(tokens, hidden, dtype=torch.float32), poison(tokens, hidden, dtype=torch.float32)
+        code = BF16 if dtype == torch.bfloat16 else F32
+        lib.launch("moe_combine", rows, ids, weights, places, got, tokens, top_k, experts, local, hidden, code, F32)
+        lib.launch("moe_combine", zeros, ids, weights, None, want, tokens, top_k, experts, experts, hidden, code, F32)
+        assert torch.equal(got, want), f"{dtype} T={tokens}: sums of the present slots differ"
+
+
+@check
 def sizes_that_do_not_fit_are_refused(lib):
     none = [None] * 10
     for tokens, top_k, hidden, inter in ((1, 2, 96, 64), (1, 2, 64, 100), (2049, 1, 64, 64), (-1, 2, 64, 64), (1, 0, 64, 64), (1, 1, 1 << 20, 64)):

@@ -87,6 +87,7 @@ STRUCTS = structs()
 class Library:
     def __init__(self, path):
         self.lib = ctypes.CDLL(path)
+        torch.cuda.synchronize()  # makes the context that launchers expect
 
     def raw(self, name, *args):
         """The launcher's return code. Tensors become device pointers, None a null pointer."""

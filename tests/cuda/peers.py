@@ -132,6 +132,21 @@ def words_that_look_empty_arrive():
         assert bool(torch.isnan(out[1:3]).all()) and bool((out[[0, 3]] == 1).all())
 
 
+def scatter(group, rank, sums, own, counts, needs):
+    """Sums in f32 or bf16 to the ranks that own the rows."""
+    per_row, narrow = sums.shape[1] * sums.element_size() // 16, int(sums.dtype == torch.bfloat16)
+    slots = (ctypes.c_uint32 * MAX_RANKS)(*[n * per_row for n in counts])
+    group.launch(rank, "moe_peer_reduce_scatter", sums, narrow, own, slots, needs)
+
+
+def sum_of(sums):
+    """In rank order, in f32."""
+    added = sums[0].float()
+    for other in sums[1:]:
+        added = added + other.float()
+    return added
+
+
 def gather_and_scatter(group, counts, hidden, top_k, seed):
     """Each rank's rows, ids and weights to all, and sums back."""
     torch.manual_seed(seed)
@@ -140,7 +155,8 @@ def gather_and_scatter(group, counts, hidden, top_k, seed):
     rows = [randn(n, hidden) for n in counts]
     ids = [special[torch.randint(0, 8, (n, top_k), device="cuda")].to(torch.int32) for n in counts]
     weights = [randn(n, top_k, dtype=torch.float32) for n in counts]
-    sums = [randn(total, hidden, dtype=torch.float32) for _ in range(ranks)]
+    dtype = (torch.float32, torch.bfloat16)[seed % 2]
+    sums = [randn(total, hidden, dtype=dtype) for _ in range(ranks)]
     kinds = (hidden, torch.bfloat16), (top_k, torch.int32), (top_k, torch.float32)
     outs = [[torch.full((total, w), 7, dtype=t, device="cuda") for w, t in kinds] for _ in range(ranks)]
     owns = [torch.full((n, hidden), float("nan"), device="cuda") for n in counts]
@@ -154,14 +170,11 @@ def gather_and_scatter(group, counts, hidden, top_k, seed):
             array.slots, array.exact = (ctypes.c_uint32 * MAX_RANKS)(*every), int(out.dtype == torch.int32)
         group.launch(rank, "moe_peer_all_gather", arrays, 3, None)
     group.finish()
-    vectors = (ctypes.c_uint32 * MAX_RANKS)(*[n * hidden // 4 for n in counts])
     for rank in random.sample(range(ranks), ranks):
-        group.launch(rank, "moe_peer_reduce_scatter", sums[rank], owns[rank], vectors, None)
+        scatter(group, rank, sums[rank], owns[rank], counts, None)
     group.finish()
     expected = [torch.cat(parts) for parts in (rows, ids, weights)]
-    added = sums[0].clone()
-    for other in sums[1:]:
-        added += other
+    added = sum_of(sums)
     for rank in range(ranks):
         for want, got in zip(expected, outs[rank]):
             assert torch.equal(want, got), (counts, hidden, rank, want.dtype)
@@ -193,8 +206,10 @@ def only_needed_rows_travel():
         rows = [randn(n, hidden) for n in counts]
         # What a rank adds up for rows that it does not need is nothing.
         sums = [randn(total, hidden, dtype=torch.float32) * needed[r][:, None] for r in range(ranks)]
+        narrow = [part.bfloat16() for part in sums]
         outs = [torch.full((total, hidden), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(ranks)]
         backs = [torch.full((n, hidden), float("nan"), device="cuda") for n in counts]
+        narrow_backs = [torch.full((n, hidden), float("nan"), device="cuda") for n in counts]
         torch.cuda.synchronize()
         for _ in range(3):
             for r in random.sample(range(ranks), ranks):
@@ -203,14 +218,13 @@ def only_needed_rows_travel():
                 array[0].slots = (ctypes.c_uint32 * MAX_RANKS)(*[n * hidden // 8 for n in counts])
                 group.launch(r, "moe_peer_all_gather", array, 1, ctypes.byref(needs))
             group.finish()
-            for r in random.sample(range(ranks), ranks):
-                vectors = (ctypes.c_uint32 * MAX_RANKS)(*[n * hidden // 4 for n in counts])
-                needs = Needs(words.data_ptr(), owner_words.data_ptr(), top_k, experts, hidden // 4)
-                group.launch(r, "moe_peer_reduce_scatter", sums[r], backs[r], vectors, ctypes.byref(needs))
-            group.finish()
-        everything, added = torch.cat(rows), sums[0].clone()
-        for other in sums[1:]:
-            added += other
+            for parts, to in ((sums, backs), (narrow, narrow_backs)):
+                for r in random.sample(range(ranks), ranks):
+                    row_slots = hidden * parts[r].element_size() // 16
+                    needs = Needs(words.data_ptr(), owner_words.data_ptr(), top_k, experts, row_slots)
+                    scatter(group, r, parts[r], to[r], counts, ctypes.byref(needs))
+                group.finish()
+        everything, added, narrow_added = torch.cat(rows), sum_of(sums), sum_of(narrow)
         for r in range(ranks):
             assert torch.equal(outs[r][needed[r]], everything[needed[r]]), (counts, hidden, r)
             away = ~needed[r]
@@ -220,6 +234,7 @@ def only_needed_rows_travel():
             if hidden == 2048:
                 assert bool((outs[r][away] == 7).all()), f"rows that nobody needs have come: {counts}"
             assert torch.equal(backs[r], added[own]), (counts, hidden, r)
+            assert torch.equal(narrow_backs[r], narrow_added[own]), (counts, hidden, r)
 
 
 def calls_follow_each_other_without_a_wait():
@@ -262,7 +277,7 @@ def a_rank_that_stays_away_ends_the_wait():
             arrays[0] = PeerArray(x.data_ptr(), x.data_ptr(), (ctypes.c_uint32 * MAX_RANKS)(64, 64), 0)
             group.launch(0, "moe_peer_all_gather", arrays, 1, None)
         else:
-            group.launch(0, "moe_peer_reduce_scatter", x, x, (ctypes.c_uint32 * MAX_RANKS)(64, 64), None)
+            group.launch(0, "moe_peer_reduce_scatter", x, 0, x, (ctypes.c_uint32 * MAX_RANKS)(64, 64), None)
         torch.cuda.synchronize()
         assert 0.2 < time.time() - start < 5, time.time() - start
         assert group.status[0, 0] == 2, f"{name}: {group.status[0, 0]}"

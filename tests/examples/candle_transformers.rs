@@ -1,8 +1,10 @@
-//! The rival: candle-transformers' Qwen3-MoE on the CPU, with random weights, under the protocol
+//! The rival: candle-transformers' Qwen3-MoE, with random weights, under the protocol
 //! of the model binaries' `bench` (random prompt tokens, temperature 1, end-of-sequence ignored;
-//! decode figure = a run with all output tokens minus a run with one).
+//! decode figure = a run with all output tokens minus a run with one). A length or batch that it cannot run is told with its error.
 //!
-//!     cargo run --release -p moe-tests --example candle_transformers -- CONFIG.json [f32|bf16] [BATCHES] [PROMPT] [OUTPUT] [LENGTHS]
+//!     cargo run --release -p moe-tests --example candle_transformers -- CONFIG.json [f32|bf16] [BATCHES] [PROMPT] [OUTPUT] [LENGTHS] [cpu|cuda]
+//!
+//! `cuda` needs the feature `cuda` of moe-tests.
 
 use std::time::Instant;
 
@@ -11,6 +13,7 @@ use candle_core::{DType, Device, IndexOp, Shape, Tensor};
 use candle_nn::{VarBuilder, var_builder::SimpleBackend};
 use candle_transformers::generation::LogitsProcessor;
 use candle_transformers::models::qwen3_moe::{Config, ModelForCausalLM};
+use serde_json::{Value, json};
 
 /// Random weights of any shape; norms are 1.
 struct RandomWeights;
@@ -50,6 +53,7 @@ fn median(mut seconds: Vec<f64>) -> f64 {
 
 struct Rival {
     model: ModelForCausalLM,
+    device: Device,
     vocab: u32,
     seed: u64,
 }
@@ -67,21 +71,47 @@ impl Rival {
         let mut sampler = LogitsProcessor::new(self.seed, Some(1.), None);
         self.model.clear_kv_cache();
         let start = Instant::now();
-        let mut input = Tensor::from_vec(ids, (batch, prompt), &Device::Cpu)?;
+        let mut input = Tensor::from_vec(ids, (batch, prompt), &self.device)?;
         let mut offset = 0;
         for _ in 0..output {
             let logits = self.model.forward(&input, offset)?.to_dtype(DType::F32)?;
             offset += input.dim(1)?;
             let next: Vec<u32> =
                 (0..batch).map(|b| sampler.sample(&logits.i((b, 0))?)).collect::<candle_core::Result<_>>()?;
-            input = Tensor::from_vec(next, (batch, 1), &Device::Cpu)?;
+            input = Tensor::from_vec(next, (batch, 1), &self.device)?;
         }
         Ok(start.elapsed().as_secs_f64())
     }
 
+    /// Median of three runs behind a short one.
     fn repeat(&mut self, batch: usize, prompt: usize, output: usize) -> Result<f64> {
+        self.run(batch, prompt, output.min(4))?;
         Ok(median((0..3).map(|_| self.run(batch, prompt, output)).collect::<Result<_>>()?))
     }
+
+    fn prefill(&mut self, length: usize) -> Result<Value> {
+        let rate = length as f64 / self.repeat(1, length, 1)?;
+        eprintln!("prefill {length}: {rate:.1} tok/s");
+        Ok(rate.into())
+    }
+
+    fn decode(&mut self, batch: usize, prompt: usize, output: usize) -> Result<Value> {
+        let (one, full) = (self.repeat(batch, prompt, 1)?, self.repeat(batch, prompt, output)?);
+        let step = (full - one) / (output - 1) as f64;
+        let rate = batch as f64 / step;
+        eprintln!("decode {batch}: {rate:.2} tok/s");
+        let end_to_end = (batch * output) as f64 / full;
+        Ok(json!({"tok_s": rate, "step_ms": step * 1e3, "end_to_end_tok_s": end_to_end}))
+    }
+}
+
+/// The result, or why there is none.
+fn or_error(what: &str, result: Result<Value>) -> Value {
+    result.unwrap_or_else(|error| {
+        let error = format!("{error:#}");
+        eprintln!("{what}: fails: {error}");
+        json!({"error": error})
+    })
 }
 
 fn main() -> Result<()> {
@@ -93,31 +123,26 @@ fn main() -> Result<()> {
         "bf16" => DType::BF16,
         other => bail!("dtype {other:?}: expected f32 or bf16"),
     };
+    let device = match arg(6, "cpu").as_str() {
+        "cpu" => Device::Cpu,
+        "cuda" => Device::new_cuda(0)?,
+        other => bail!("device {other:?}: expected cpu or cuda"),
+    };
     let (batches, lengths) = (list(&arg(2, "1,8"))?, list(&arg(5, "128,512"))?);
     let (prompt, output): (usize, usize) = (arg(3, "128").parse()?, arg(4, "64").parse()?);
     let config: Config = serde_json::from_str(&std::fs::read_to_string(path)?)?;
     let vocab = u32::try_from(config.vocab_size)?;
-    let weights = VarBuilder::from_backend(Box::new(RandomWeights), dtype, Device::Cpu);
-    let mut rival = Rival { model: ModelForCausalLM::new(&config, weights)?, vocab, seed: 0 };
-    let mut result = serde_json::json!({
-        "engine": "candle-transformers 0.11.1", "dtype": arg(1, "f32"), "decode": {}, "prefill": {},
+    let weights = VarBuilder::from_backend(Box::new(RandomWeights), dtype, device.clone());
+    let mut rival = Rival { model: ModelForCausalLM::new(&config, weights)?, device, vocab, seed: 0 };
+    let mut result = json!({
+        "engine": "candle-transformers 0.11.1", "device": arg(6, "cpu"), "dtype": arg(1, "f32"), "decode": {}, "prefill": {},
     });
     for length in lengths {
-        rival.run(1, length, 1)?;
-        let rate = length as f64 / rival.repeat(1, length, 1)?;
-        eprintln!("prefill {length}: {rate:.1} tok/s");
-        result["prefill"][length.to_string()] = rate.into();
+        result["prefill"][length.to_string()] = or_error(&format!("prefill {length}"), rival.prefill(length));
     }
     for batch in batches {
-        rival.run(batch, prompt, 4)?;
-        let one = rival.repeat(batch, prompt, 1)?;
-        let full = rival.repeat(batch, prompt, output)?;
-        let step = (full - one) / (output - 1) as f64;
-        eprintln!("decode {batch}: {:.2} tok/s", batch as f64 / step);
-        result["decode"][batch.to_string()] = serde_json::json!({
-            "tok_s": batch as f64 / step, "step_ms": step * 1e3,
-            "end_to_end_tok_s": (batch * output) as f64 / full,
-        });
+        let row = rival.decode(batch, prompt, output);
+        result["decode"][batch.to_string()] = or_error(&format!("decode {batch}"), row);
     }
     println!("{}", serde_json::to_string_pretty(&result)?);
     Ok(())

@@ -9,9 +9,17 @@ use moe_kernels::{
 
 use crate::common::*;
 
-/// Sizes up to more experts than shared memory counts, and one expert with everything.
-const CASES: [(usize, usize, usize); 6] =
-    [(0, 1, 3), (1, 1, 1), (40, 4, 6), (1100, 8, 128), (64, 2, 3000), (500, 1, 1)];
+/// Sizes up to more experts than shared memory counts, one expert with everything, and lists that several blocks write.
+const CASES: [(usize, usize, usize); 8] = [
+    (0, 1, 3),
+    (1, 1, 1),
+    (40, 4, 6),
+    (1100, 8, 128),
+    (64, 2, 3000),
+    (500, 1, 1),
+    (5000, 8, 16),
+    (32_801, 8, 5),
+];
 
 fn routed(rng: &mut Rng, tokens: usize, top_k: usize, experts: usize) -> (Buffer, Buffer) {
     let id = |rng: &mut Rng| if rng.below(6) == 0 { NO_EXPERT } else { rng.below(experts) as u32 };

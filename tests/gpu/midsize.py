@@ -1,14 +1,14 @@
 """Parity of a mid-size random model with transformers on the same GPU.
 
   python midsize.py BINARY [--model qwen3|deepseek-v2-lite|deepseek-v2] [--dir /tmp/midsize] [--prompts 1,17,1023,4097,20000]
-      [--scheme gptq-int4-channel|gptq-int4-g64|gptq-int4-g128|fp8-block] [--flags="--tp 2"]
+      [--scheme gptq-int4-channel|gptq-int4-g64|gptq-int4-g128|fp8-block] [--flags="--tp 2"]..
 
 Makes a checkpoint of 1.5 to 3.1 GB in bf16, runs it through transformers on the GPU (f32 with
 exact products, then bf16 for the noise), and through BINARY on the same GPU: 4 sequences of 96 tokens in f32 and
 bf16, then one prompt of each length in bf16, whose logits are compared. DeepSeek-V2's also run on the per-expert loop and
 with keys and values of every head in the cache: in f32 all of them must give transformers' greedy tokens. With a SCHEME BINARY gets
 the checkpoint quantised and transformers what the quantised weights mean; activations keep 16 bits. FLAGS are further flags of
-BINARY, such as a number of ranks. Prints a row per run; exit code 1 if one fails.
+BINARY, such as a number of ranks; of several each is run. Prints a row per run; exit code 1 if one fails.
 """
 import argparse
 import json
@@ -107,14 +107,14 @@ def main():
     parser.add_argument("--prompts", default="1,17,1023,4097,20000")
     parser.add_argument("--model", choices=MODELS, default="qwen3")
     parser.add_argument("--scheme", choices=SCHEMES)
-    parser.add_argument("--flags", default="")
+    parser.add_argument("--flags", action="append")
     args = parser.parse_args()
-    more = args.flags.split()
+    forms = [flags.split() for flags in args.flags or [""]]
     kind, family, options, variants = MODELS[args.model]
     make_checkpoint(args.dir, kind, family, options)
     ours, meant = quantise(args.dir, args.scheme) if args.scheme else (args.dir, args.dir)
     if args.scheme == "fp8-block":
-        more += ["--fp8-activations", "off"]
+        forms = [[*flags, "--fp8-activations", "off"] for flags in forms]
     on_host = make_reference.load
     make_reference.load = lambda folder, dtype: on_host(folder, dtype).to("cuda")
     ids = make_reference.random_ids(options["vocab_size"], 4, 96, 0).to("cuda")
@@ -122,10 +122,10 @@ def main():
     torch.cuda.empty_cache()
     gigabytes = sum(f.stat().st_size for f in ours.glob("model*.safetensors")) / 1e9
     print(f"mid-size model of {gigabytes:.1f} GB")
-    runs = [(dtype, flags) for dtype in ("f32", "bf16") for flags in variants]
-    passed = [passes(args.binary, ours, tensors, dtype, "4 x 96 tokens", [*flags, *more]) for dtype, flags in runs]
+    runs = [(dtype, [*variant, *flags]) for dtype in ("f32", "bf16") for variant in variants for flags in forms]
+    passed = [passes(args.binary, ours, tensors, dtype, "4 x 96 tokens", flags) for dtype, flags in runs]
     for n, tensors in prompt_references(meant, family, options["vocab_size"], [int(n) for n in args.prompts.split(",") if n]):
-        passed.append(passes(args.binary, ours, tensors, "bf16", f"prompt of {n}", more))
+        passed += [passes(args.binary, ours, tensors, "bf16", f"prompt of {n}", flags) for flags in forms]
     return not all(passed)
 
 

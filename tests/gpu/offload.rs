@@ -7,11 +7,13 @@ use model_runtime::{CausalLm, Config, DummyWeights, Geometry};
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelFamily};
 use moe_kernels::cuda::{ExpertSlots, FusedExperts, fused_experts_into, slotted_experts_into};
-use moe_kernels::{Buffer, Exec, NO_EXPERT, Residency, Weight, max_passes};
+use moe_kernels::quant::QuantUse;
+use moe_kernels::{Buffer, Exec, Fp8Scales, NO_EXPERT, Residency, Weight, max_passes};
 use moe_layer::{BlockContext, MoePath};
 
 use crate::common::*;
 use crate::engine::{CONFIG, requests, run};
+use crate::quant::matrices::{Matrix, Source, fp8, int};
 
 fn on_device(b: &Buffer, ex: &Exec) -> Buffer {
     let mut to = ex.zeros(b.dtype(), b.dims()).unwrap();
@@ -34,6 +36,31 @@ fn choose(rng: &mut Rng, (tokens, top_k): (usize, usize), experts: usize, hot: u
         ids
     };
     (0..tokens).flat_map(|_| row(rng)).collect()
+}
+
+/// The sums of x [T, H] by chosen experts [T, K] with their weights.
+fn layer(
+    packs: &[Weight; 2],
+    slots: Option<&ExpertSlots>,
+    [x, topk_ids, topk_weights]: [&Buffer; 3],
+    ex: &mut Exec,
+) -> Vec<f32> {
+    let (w13, w2) = (packs[0].read().unwrap(), packs[1].read().unwrap());
+    let args = FusedExperts {
+        x: x.view(),
+        w13: w13.view().unwrap(),
+        w2: w2.view().unwrap(),
+        topk_ids: topk_ids.view(),
+        topk_weights: topk_weights.view(),
+        expert_map: None,
+        lists: None,
+    };
+    let mut out = on_device(&poisoned(DType::F32, x.dims()), ex);
+    match slots {
+        Some(slots) => slotted_experts_into(slots, &args, out.view_mut(), ex).unwrap(),
+        None => fused_experts_into(&args, out.view_mut(), ex).unwrap(),
+    }
+    ex.to_host(out.view()).unwrap().view().to_f32_vec().unwrap()
 }
 
 /// Experts, slots, K, H, I, and the tokens of the steps.
@@ -66,25 +93,9 @@ fn outputs_are_those_of_experts_on_the_device() {
                 let x = on_device(&rng.floats(DType::BF16, &[tokens, hidden]), &ex);
                 let topk_weights = on_device(&rng.floats(DType::F32, &[tokens, top_k]), &ex);
                 let topk_ids = on_device(&words(ids.clone(), &[tokens, top_k]), &ex);
-                let out = |packs: &[Weight; 2], slots: Option<&ExpertSlots>, ex: &mut Exec| {
-                    let (w13, w2) = (packs[0].read().unwrap(), packs[1].read().unwrap());
-                    let args = FusedExperts {
-                        x: x.view(),
-                        w13: w13.view().unwrap(),
-                        w2: w2.view().unwrap(),
-                        topk_ids: topk_ids.view(),
-                        topk_weights: topk_weights.view(),
-                        expert_map: None,
-                        lists: None,
-                    };
-                    let mut out = on_device(&poisoned(DType::F32, &[tokens, hidden]), ex);
-                    match slots {
-                        Some(slots) => slotted_experts_into(slots, &args, out.view_mut(), ex).unwrap(),
-                        None => fused_experts_into(&args, out.view_mut(), ex).unwrap(),
-                    }
-                    ex.to_host(out.view()).unwrap().view().to_f32_vec().unwrap()
-                };
-                let (want, got) = (out(&whole, None, &mut ex), out(&held, Some(&slotted), &mut ex));
+                let io = [&x, &topk_ids, &topk_weights];
+                let (want, got) =
+                    (layer(&whole, None, io, &mut ex), layer(&held, Some(&slotted), io, &mut ex));
                 let name = format!("{experts} experts, {slots} slots, {tokens} tokens, exact {exact}");
                 if exact {
                     let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
@@ -111,6 +122,55 @@ fn outputs_are_those_of_experts_on_the_device() {
                 let traffic = slotted.traffic(&ex).unwrap();
                 assert_eq!((traffic.needed, traffic.fetched), (needed, fetched), "{name}");
             }
+        }
+    }
+}
+
+/// The same of quantised experts, whose integers, scales and zero points change places apart.
+#[test]
+fn outputs_of_quantised_experts_are_those_on_the_device() {
+    let mut rng = Rng::new();
+    let (experts, slots, top_k, hidden, inter) = (9, 4, 3, 256, 128);
+    let block = Fp8Scales::Block { n: 128, k: 128 };
+    for scheme in [int(4, 128, true, false), int(4, 128, false, false), int(8, 128, true, false), fp8(block)]
+    {
+        let mut source = Source::default();
+        let modules = |names: &[&str]| -> Vec<Vec<String>> {
+            (0..experts).map(|e| names.iter().map(|name| format!("{e}.{name}")).collect()).collect()
+        };
+        for (name, n, k) in [("gate", inter, hidden), ("up", inter, hidden), ("down", hidden, inter)] {
+            for e in 0..experts {
+                source.matrices.insert(format!("{e}.{name}"), Matrix::new(&mut rng, n, k, scheme, 1));
+            }
+        }
+        let pack = |names: &[&str], usage| {
+            let modules = modules(names);
+            let modules: Vec<&[String]> = modules.iter().map(Vec::as_slice).collect();
+            source.weight(&modules, usage, DType::BF16, &cuda())
+        };
+        let whole = [pack(&["gate", "up"], QuantUse::GateUp), pack(&["down"], QuantUse::Linear)];
+        let mut ex = cuda().with_batch_invariant(true);
+        let (slotted, held) = ExpertSlots::split([&whole[0], &whole[1]], slots, &ex).unwrap();
+        let mut rule = Residency::new(experts, slots).unwrap();
+        let (mut needed, mut fetched) = (0, 0);
+        for tokens in [1, 1, 4, 0, 7, 33, 1, 300, 2] {
+            let ids = choose(&mut rng, (tokens, top_k), experts, experts / 3);
+            let x = on_device(&rng.floats(DType::BF16, &[tokens, hidden]), &ex);
+            let topk_weights = on_device(&rng.floats(DType::F32, &[tokens, top_k]), &ex);
+            let topk_ids = on_device(&words(ids.clone(), &[tokens, top_k]), &ex);
+            let io = [&x, &topk_ids, &topk_weights];
+            let (want, got) = (layer(&whole, None, io, &mut ex), layer(&held, Some(&slotted), io, &mut ex));
+            let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert!(bits(&got) == bits(&want), "{scheme}, {tokens} tokens");
+            if tokens == 0 {
+                continue;
+            }
+            needed += rule.begin(&ids) as u64;
+            fetched += (0..max_passes(experts, slots, ids.len()))
+                .map(|_| rule.pass().exchanges.len() as u64)
+                .sum::<u64>();
+            let traffic = slotted.traffic(&ex).unwrap();
+            assert_eq!((traffic.needed, traffic.fetched), (needed, fetched), "{scheme}, {tokens} tokens");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Products with quantised weights: packs on the device against their definition in f64 and against the CPU's.
 
 mod activations;
-mod matrices;
+pub mod matrices;
 
 use candle_core::DType;
 use moe_kernels::cuda::{FusedExperts, fused_experts_into};

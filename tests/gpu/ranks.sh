@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Ranks on GPUs, a process each, from the bundle that `cargo xtask dist` packs:
-#   ranks.sh [short | long | PART...]    parts: parity prompts tokens moves death hosts bench backends prefill mixed skew drift quantised quantised-bench deepseek deepseek-bench
+#   ranks.sh [short | long | PART...]    parts: parity prompts tokens moves death hosts bench backends prefill mixed skew skew-prompts drift quantised quantised-bench deepseek deepseek-bench
 # short (default) is parity, tokens, death, hosts and bench, below 4 minutes on 4 GPUs; long has backends instead of bench: each
 # one at every batch size, below 7 minutes. prompts is the parity of long prompts of a mid-size model (2 minutes; needs torch and
 # transformers), prefill the rate of prompts of 8,192 and 32,768 tokens, below 2 minutes; mixed the set of
 # tests/bench/mixed_workload.py by every form that holds weights once, by replicas and on one GPU, below 5 minutes. moves is the texts
-# while experts move all the time (below a minute), skew what balancing gains on skewed routing, drift where that changes (need numpy; below 3 minutes). deepseek and
+# while experts move all the time (below a minute), skew and skew-prompts what balancing gains
+# on skewed routing, in decode steps and in prompts, drift where that changes (need numpy; below 3 minutes). deepseek and
 # deepseek-bench are those of DeepSeek-V2, about a minute each on 2 GPUs; quantised (needs torch) and quantised-bench those of int4 and FP8. ROWS names the rows of backends, prefill and mixed to run
-# ("dp-allgather dp-deepep"). GPUS is the number of ranks (default: all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go
+# ("dp-allgather dp-deepep"), BATCHES those of backends, REQUESTS how many mixed has. GPUS is the number of ranks (default: all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go
 # to $OUT (default: results); tables come last.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
@@ -57,10 +58,12 @@ copies_high_throughput $ep deepep --deepep-mode high_throughput --num-redundant-
 END
 }
 
-# Parity of long prompts over tensor-parallel ranks, which share the rows of their residual stream.
+# Parity of long prompts over tensor-parallel ranks, which share the rows of their residual stream, or whose experts get rows and
+# send sums back.
 prompts() {
   check prompts 170 python3 "$root/tests/gpu/midsize.py" "$qwen" --dir /tmp/midsize-ranks --prompts 300,1023,4097,20000 \
-    --flags="--tp $n --log error"
+    --flags="--tp $n --log error" --flags="--tp $n --log error $ep allgather_reducescatter" \
+    --flags="--tp $n --log error $ep deepep --deepep-mode high_throughput"
   grep -E "prompt of|tokens" "$out/prompts.log" | cut -c1-250
 }
 
@@ -206,6 +209,7 @@ bench_row() {
 rows() {
   local known=" " label flags
   while read -r label flags; do
+    [ -n "$label" ] || continue
     known+="$label "
     [[ -z ${ROWS:-} || " $ROWS " == *" $label "* ]] || continue
     # shellcheck disable=SC2086
@@ -222,16 +226,23 @@ bench() {
   bench_row tp-local_allreduce 75 1,8,64,256 --tp "$n" --output 128 $ep local_allreduce
 }
 
-# Each backend at every batch size, with graphs where it has them. A row is a minute or less: 64 tokens of output, one run.
+# Ranks in two dimensions, half of them tensor-parallel, where there are enough for that: grid LABEL FLAGS...
+grid() {
+  [ "$half" -lt 2 ] || echo "$1 --tp $half --dp 2 ${*:2}"
+}
+
+# Each backend at every batch size (BATCHES), with graphs where it has them. A row is a minute or less: 64 tokens of output, one run.
 # ROWS names the rows to run, all by default.
 backends() {
-  rows bench_row 200 1,2,4,8,16,32,64,128,256,512,1024 --output 64 <<END
+  rows bench_row 200 "${BATCHES:-1,2,4,8,16,32,64,128,256,512,1024}" --output 64 <<END
 tp-disabled --tp $n
 tp-local_allreduce --tp $n $ep local_allreduce
 tp-allgather --tp $n $ep allgather_reducescatter
 dp-allgather --dp $n $ep allgather_reducescatter
 dp-deepep --dp $n $ep deepep
 dp-high_throughput --dp $n $ep deepep --deepep-mode high_throughput
+$(grid tp-dp-allgather $ep allgather_reducescatter)
+replicas --dp $n
 END
 }
 
@@ -241,6 +252,7 @@ prefill() {
 prefill-tp --tp $n
 prefill-dp-allgather --dp $n $ep allgather_reducescatter
 prefill-dp-high_throughput --dp $n $ep deepep --deepep-mode high_throughput
+$(grid prefill-tp-dp $ep allgather_reducescatter)
 prefill-replicas --dp $n
 END
 }
@@ -254,13 +266,14 @@ mixed_row() {
 }
 
 mixed() {
-  python3 "$root/tests/bench/mixed_workload.py" --out "$out/requests-mixed.json" >/dev/null || failed=1
+  python3 "$root/tests/bench/mixed_workload.py" --out "$out/requests-mixed.json" --requests "${REQUESTS:-1000}" >/dev/null || failed=1
   rows mixed_row 100 <<END
 one-256 --max-num-seqs 256
 tp-512 --tp $n --max-num-seqs 512
 dp-allgather-256 --dp $n $ep allgather_reducescatter --max-num-seqs 256
 dp-allgather-512 --dp $n $ep allgather_reducescatter --max-num-seqs 512
 dp-deepep-256 --dp $n $ep deepep --max-num-seqs 256
+$(grid tp-dp-allgather-512 $ep allgather_reducescatter --max-num-seqs 512)
 replicas-256 --dp $n --max-num-seqs 256
 END
 }
@@ -364,7 +377,7 @@ case ${parts[0]} in
 esac
 for part in "${parts[@]}"; do
   case $part in
-    parity | prompts | tokens | moves | death | hosts | bench | backends | prefill | mixed | skew | drift | quantised | quantised-bench | deepseek | deepseek-bench)
+    parity | prompts | tokens | moves | death | hosts | bench | backends | prefill | mixed | skew | skew-prompts | drift | quantised | quantised-bench | deepseek | deepseek-bench)
       echo "== $part on $n GPUs ($SECONDS s)" && "${part//-/_}" ;;
     *) echo "unknown part $part" && exit 2 ;;
   esac

@@ -7,8 +7,9 @@ moves() {
   requests "$out/requests.jsonl" 24 32
   [ -f "$out/one.jsonl" ] || generate one
   while read -r label flags; do
+    # Without peer memory NCCL carries experts.
     # shellcheck disable=SC2086
-    generate "moves-$label" $flags --enable-eplb --eplb-window 4 --eplb-interval 1 --eplb-plan-steps 1 --eplb-min-gain 0 \
+    NCCL_P2P_DISABLE=$([[ $label == *nccl ]] && echo 1 || echo 0) generate "moves-$label" $flags --enable-eplb --eplb-window 4 --eplb-interval 1 --eplb-plan-steps 1 --eplb-min-gain 0 \
       --eplb-any-cost --stats
     same "moves-$label"
     if grep -qE "expert moves: .* [1-9][0-9]* layers, .* 0 rolled back" "$out/moves-$label.log"; then
@@ -23,28 +24,34 @@ dp-allgather --dp $n $ep allgather_reducescatter
 dp-deepep --dp $n $ep deepep
 dp-copies --dp $n $ep deepep --num-redundant-experts $n
 dp-eager --dp $n $ep allgather_reducescatter --eplb-bytes-per-step 300000 --enforce-eager
+dp-nccl --dp $n $ep allgather_reducescatter
 tp-local_allreduce --tp $n $ep local_allreduce --num-redundant-experts $n --expert-replicas local_first
 END
 }
 
 # What balancing gains: 128 sequences a rank whose experts are those of a recording: popular by Zipf's law, each layer in an order of its
-# own; the same with the popular ones on the first rank; all alike. PROMPT and OUTPUT are their tokens.
+# own; the same with the popular ones on the first rank; all alike. `best` are places balanced for the whole recording, which nobody
+# knows before. PROMPT and OUTPUT are their tokens, COUNT the requests, STEP the rows of a step; WINDOW, INTERVAL and BYTES say when
+# plans are made and what moves per step.
 skew_row() {
   local name=$1 seconds=$2
   shift 2
+  # shellcheck disable=SC2086
   check "skew-$name" "$seconds" "$qwen" bench --config "$config" --dummy-weights --dtype bf16 --device cuda --workload \
     "$out/requests-skew.json" --replay-routed-experts "$out/${name%-*}.safetensors" --repeat "${REPEAT:-3}" --log warn \
-    --max-num-seqs 128 --json "$out/skew-$name.json" "$@"
+    --max-num-seqs 128 ${STEP:+--max-num-batched-tokens $STEP} --json "$out/skew-$name.json" "$@"
   grep -E "^(expert|waits)" "$out/skew-$name.log"
 }
 
 skew() {
-  local recording flags base="--dp $n $ep ${BACKEND:-allgather_reducescatter}"
-  local balance="--enable-eplb --eplb-window 64 --eplb-interval 128 --eplb-plan-steps 16 --eplb-bytes-per-step 256MiB"
+  local recording flags base="--dp $n $ep ${BACKEND:-allgather_reducescatter}" window=${WINDOW:-64}
+  local balance="--enable-eplb --eplb-window $window --eplb-interval ${INTERVAL:-128} --eplb-plan-steps $((window / 4)) \
+    --eplb-bytes-per-step ${BYTES:-256MiB}"
   while read -r recording flags; do
     # shellcheck disable=SC2086
     python3 "$root/tests/bench/skewed_routing.py" --out "$out/$recording.safetensors" --requests "$out/requests-skew.json" \
-      --count $((128 * n)) --prompt "${PROMPT:-128}" --output "${OUTPUT:-256}" $flags || failed=1
+      --count "${COUNT:-$((128 * n))}" --prompt "${PROMPT:-128}" --output "${OUTPUT:-256}" --ranks "$n" \
+      --expert-map "$out/$recording-map.json" $flags || failed=1
   done <<END
 zipf --alpha 1
 sorted --alpha 1 --sorted
@@ -52,15 +59,25 @@ uniform --alpha 0
 END
   rows skew_row 90 <<END
 zipf-static $base
+zipf-best $base --expert-map $out/zipf-map.json
 zipf-eplb $base $balance --eplb-any-cost
 zipf-copies $base --num-redundant-experts 16
 zipf-both $base --num-redundant-experts 16 $balance --eplb-any-cost
 sorted-static $base
+sorted-best $base --expert-map $out/sorted-map.json
 sorted-eplb $base $balance --eplb-any-cost
+sorted-both $base --num-redundant-experts 16 $balance --eplb-any-cost
 uniform-static $base
 uniform-eplb $base $balance
 uniform-copies $base --num-redundant-experts 16
 END
+}
+
+# The same where experts compute rather than wait for weights: prompts of 2,048 tokens in steps of 2,048 rows a rank. Plans are made
+# every 16 steps, so that the later runs of a row show balanced experts.
+skew_prompts() {
+  COUNT=${COUNT:-$((64 * n))} PROMPT=${PROMPT:-2048} OUTPUT=${OUTPUT:-2} STEP=${STEP:-2048} REPEAT=${REPEAT:-4} WINDOW=${WINDOW:-16} \
+    INTERVAL=${INTERVAL:-16} BYTES=${BYTES:-1GiB} skew
 }
 
 # A load that drifts: eight times as many requests as run at once, and for every half of these other experts are popular. Beside no
@@ -89,7 +106,8 @@ for path in sys.argv[1:]:
     except (OSError, ValueError):
         continue
     rates = " ".join(f"{run['total_tok_s']:8.0f}" for run in result["runs"])
-    line = f"{path.split('/skew-')[-1][:-5]:16} total tok/s {rates}"
+    first = [run["time_to_first_token_ms"]["p50"] for run in result["runs"]]
+    line = f"{path.split('/skew-')[-1][:-5]:16} total tok/s {rates}, first token {min(first):.0f} to {max(first):.0f} ms"
     if stats := result.get("eplb"):
         steps = max(stats["steps"], 1)
         before, expected = (par / max(stats["layers"], 1) for par in stats["planned_par_sums"])

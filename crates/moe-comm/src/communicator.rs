@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result};
 use moe_kernels::door::expect_matrix;
-use moe_kernels::{Exec, View, ViewMut, add_rms_norm_into};
+use moe_kernels::{Exec, View, ViewMut, add_into, add_rms_norm_into, fill_into};
 use serde::{Deserialize, Serialize};
 
 use crate::placement::partition;
@@ -218,6 +218,27 @@ pub trait Communicator: Send + Sync + Debug {
         self.reduce_scatter_v(input, counts, out, ReduceOp::Sum, ex)
     }
 
+    /// Whether sums of so many rows of H elements, of all ranks together, better travel rounded to the model's dtype, by
+    /// [`reduce_scatter_rounded`](Self::reduce_scatter_rounded): the same answer on all ranks.
+    fn rounds_sums(&self, rows: usize, hidden: usize, dtype: DType) -> bool {
+        let _ = (rows, hidden, dtype);
+        false
+    }
+
+    /// [`reduce_scatter_v`](Self::reduce_scatter_v) of sums that each rank has rounded to the dtype of `input`, into `out` f32. With
+    /// `needs` as in [`reduce_scatter_needed`](Self::reduce_scatter_needed). A communicator may keep the sum's f32.
+    fn reduce_scatter_rounded(
+        &self,
+        input: View<'_>,
+        counts: &[usize],
+        needs: Option<&RowNeeds<'_>>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _ = needs;
+        reduce_scatter_rounded(self, input, counts, out, ex)
+    }
+
     /// Reduces all ranks' `input` [world_size * R, ..] and leaves the rank-th R rows of the
     /// result in `out` [R, ..].
     fn reduce_scatter(&self, input: View<'_>, out: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()> {
@@ -288,6 +309,20 @@ pub trait Communicator: Send + Sync + Debug {
     fn watch(&self, _ex: &mut Exec) -> Result<()> {
         self.check()
     }
+}
+
+/// [`Communicator::reduce_scatter_rounded`] by a sum in the dtype that travels.
+pub(crate) fn reduce_scatter_rounded<C: Communicator + ?Sized>(
+    comm: &C,
+    input: View<'_>,
+    counts: &[usize],
+    mut out: ViewMut<'_>,
+    ex: &mut Exec,
+) -> Result<()> {
+    let mut sums = ex.scratch(input.dtype(), out.dims())?;
+    comm.reduce_scatter_v(input, counts, sums.view_mut(), ReduceOp::Sum, ex)?;
+    fill_into(0., out.reborrow(), ex)?;
+    add_into(sums.view(), out, ex)
 }
 
 /// [`Communicator::share_add_rms_norm`] by its three parts. Each rank keeps an even run of the rows.

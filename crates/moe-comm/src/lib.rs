@@ -44,7 +44,7 @@ pub use launch::{DEFAULT_MASTER_PORT, Launch, Launcher, launch_from_env};
 pub use local::SelfComm;
 pub use names::{DeepEpMode, EpBackend, EpBackendChoice, ExpertPlacement, ReplicaChoice};
 #[cfg(feature = "nccl")]
-pub use nccl::NcclComm;
+pub use nccl::{NcclComm, NcclWindow};
 #[cfg(feature = "nccl")]
 pub use peer::{PeerAllReduce, PeerWindow};
 pub use placement::{ExpertLayout, partition};
@@ -54,6 +54,6 @@ pub use run::{Supervised, Supervisor, run_ranks, run_ranks_with};
 pub use shard::{HeadShard, RowShard};
 pub use socket::{Join, Messages, SocketComm, SocketTimeouts, Watch};
 pub use thread::ThreadComm;
-pub use window::Window;
+pub use window::{Transfer, TransferSource, Window};
 
 pub use moe_kernels::{Buffer, Exec, View, ViewMut, candle};

@@ -11,8 +11,8 @@ use moe_kernels::{Dispatched, Exec, Lent, View, WeightAndReduce, add_into, copy_
 use crate::reduce::reduce_into;
 use crate::rows::width;
 
-/// This rank's sums of the rows that arrived, [T', H] f32: the experts' own if they have reduced, else
-/// their slot rows weighted and added.
+/// This rank's sums of the rows that arrived, [T', H]: the experts' own if they have reduced, in f32 or as they travel, else
+/// their f32 slot rows weighted and added.
 pub(crate) fn partial_sums<'a>(
     op: &str,
     expert_out: View<'a>,
@@ -20,13 +20,13 @@ pub(crate) fn partial_sums<'a>(
     strategy: WeightAndReduce,
     ex: &mut Exec,
 ) -> Result<Lent<'a>> {
-    expect_dtype(op, "expert_out", &expert_out, DType::F32)?;
     let (ids, weights) = (dispatched.topk_ids()?, dispatched.topk_weights()?);
     let dims = [ids.rows(), width(dispatched.rows.view())];
     if strategy == WeightAndReduce::NoOp {
         expect_dims(op, "expert_out", &expert_out, &dims)?;
         return Ok(expert_out.into());
     }
+    expect_dtype(op, "expert_out", &expert_out, DType::F32)?;
     let mut sums = ex.scratch(DType::F32, &dims)?;
     reduce_into(op, expert_out, dispatched, (ids, weights), strategy, sums.view_mut(), ex)?;
     Ok(sums.into())

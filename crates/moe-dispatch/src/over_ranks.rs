@@ -276,6 +276,16 @@ impl PrepareFinalize for OverRanks {
         }
     }
 
+    fn reduced_dtype(&self, dispatched: &Dispatched) -> DType {
+        let rows = dispatched.rows.view();
+        match self.combine() {
+            Combine::ByRank if self.ranks.ep.rounds_sums(rows.rows(), width(rows), rows.dtype()) => {
+                rows.dtype()
+            }
+            _ => DType::F32,
+        }
+    }
+
     fn defer_sum(&mut self) -> bool {
         self.deferred = self.combine() == Combine::AllReduce;
         self.deferred
@@ -348,12 +358,19 @@ impl PrepareFinalize for OverRanks {
             }
             Back::Scatter(counts) => {
                 let sums = partial_sums(name, expert_out, dispatched, strategy, ex)?;
-                ranks.for_owned(DType::F32, out, ex, |rows, ex| match self.transport {
-                    Transport::GatherNeeded => {
-                        let needs = ranks.needs(name, dispatched.topk_ids()?)?;
-                        ranks.ep.reduce_scatter_needed(sums.view(), counts, &needs, rows, ex)
+                ranks.for_owned(DType::F32, out, ex, |rows, ex| {
+                    let needs = match self.transport {
+                        Transport::GatherNeeded => Some(ranks.needs(name, dispatched.topk_ids()?)?),
+                        _ => None,
+                    };
+                    let (ep, sums) = (&ranks.ep, sums.view());
+                    match &needs {
+                        _ if sums.dtype() != DType::F32 => {
+                            ep.reduce_scatter_rounded(sums, counts, needs.as_ref(), rows, ex)
+                        }
+                        Some(needs) => ep.reduce_scatter_needed(sums, counts, needs, rows, ex),
+                        None => ep.reduce_scatter_v(sums, counts, rows, ReduceOp::Sum, ex),
                     }
-                    _ => ranks.ep.reduce_scatter_v(sums.view(), counts, rows, ReduceOp::Sum, ex),
                 })
             }
         }

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use candle_core::Result;
+use candle_core::{DType, Result};
 use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
 
 use crate::{LocalExperts, Tokens};
@@ -60,7 +60,7 @@ impl Combine {
 /// | argument | shape, dtype |
 /// |---|---|
 /// | `tokens` | those of [`Tokens`] |
-/// | `expert_out` | [T', K, H], or [E_local, max_tokens, H] where rows are batched, f32, unweighted (see [`Dispatched`]); [T', H] with `NoOp` |
+/// | `expert_out` | [T', K, H], or [E_local, max_tokens, H] where rows are batched, f32, unweighted (see [`Dispatched`]); [T', H] of [`reduced_dtype`](PrepareFinalize::reduced_dtype) with `NoOp` |
 /// | `out` | [T, H] model dtype; all of it is written |
 ///
 /// Experts that split w2 over ranks may return their partial sums with one more leading dimension,
@@ -143,6 +143,13 @@ pub trait PrepareFinalize: Send + Sync {
     fn complete_reduced(&self, out: ViewMut, ex: &mut Exec) -> Result<()> {
         let _ = (out, ex);
         Ok(())
+    }
+
+    /// The dtype in which finalize takes the rows of experts that weight and reduce by themselves: f32, or that of the rows where
+    /// sums travel so.
+    fn reduced_dtype(&self, dispatched: &Dispatched) -> DType {
+        let _ = dispatched;
+        DType::F32
     }
 
     /// Turns [`Combine::AllReduce`] into [`Combine::DeferredToCaller`] from now on; false for a backend that cannot.

@@ -21,14 +21,15 @@ impl ExpertWeights {
     ) -> Result<()> {
         let mut first = 0;
         for pack in self.packs()? {
-            let own = first..first + pack.expert_len()?;
-            let part = range.start.max(own.start)..range.end.min(own.end);
-            if !part.is_empty() {
-                pack.see_expert(slot, |bytes| {
-                    see(part.start, bytes.narrow(part.start - own.start, part.len())?)
-                })?;
-            }
-            first = own.end;
+            pack.see_expert(slot, |place, bytes| {
+                let own = first + place.start..first + place.end;
+                let part = range.start.max(own.start)..range.end.min(own.end);
+                match part.is_empty() {
+                    true => Ok(()),
+                    false => see(part.start, bytes.narrow(part.start - own.start, part.len())?),
+                }
+            })?;
+            first += pack.expert_len()?;
         }
         Ok(())
     }

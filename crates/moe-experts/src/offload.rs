@@ -19,7 +19,7 @@ pub struct Offloaded {
 /// dropped.
 ///
 /// # Errors
-/// A backend that does not compute so; quantised weights; a build without CUDA; memory that the host refuses.
+/// A backend that does not compute so; quantised weights with act-order; a build without CUDA; memory that the host refuses.
 pub fn build_offloaded(
     selection: &Selection,
     weights: &ExpertWeights,
@@ -31,12 +31,6 @@ pub fn build_offloaded(
             "experts in host memory are computed by {}, and these layers run {}",
             Backend::CudaFused,
             selection.chosen
-        )
-    }
-    if weights.quantisation().is_some() {
-        bail!(
-            "experts in host memory: expected floats, got weights of quantisation scheme {}",
-            weights.scheme()
         )
     }
     split(weights, num_slots, measure)
@@ -52,7 +46,10 @@ fn split(weights: &ExpertWeights, num_slots: usize, measure: bool) -> Result<Off
     let ex = Exec::on(weights.device())?;
     let (mut slots, [w13, w2]) = ExpertSlots::split([weights.w13(), weights.w2()], num_slots, &ex)?;
     let bytes_per_second = measure.then(|| slots.measure([&w13, &w2], &ex)).transpose()?;
-    let weights = ExpertWeights::new(w13.to_tensor()?, w2.to_tensor()?, None, None)?;
+    let weights = match weights.quantisation() {
+        Some(_) => ExpertWeights::quantised(w13, w2)?,
+        None => ExpertWeights::new(w13.to_tensor()?, w2.to_tensor()?, None, None)?,
+    };
     let experts = Box::new(CudaFusedExperts::slotted(weights, slots)?);
     Ok(Offloaded { experts, bytes_per_second })
 }

@@ -10,9 +10,18 @@ impl ExpertWeights {
     /// Bytes of one slot.
     ///
     /// # Errors
-    /// Experts with act-order, which have no common form; quantised ones on a device.
+    /// Experts with act-order, which have no common form.
     pub fn slot_len(&self) -> Result<usize> {
         self.packs()?.iter().map(Weight::expert_len).sum()
+    }
+
+    /// What slots of two ranks must have in common beside their length: as [`Weight::expert_form`] says.
+    ///
+    /// # Errors
+    /// As [`slot_len`](Self::slot_len).
+    pub fn slot_form(&self) -> Result<String> {
+        let forms: Vec<String> = self.packs()?.iter().map(Weight::expert_form).collect();
+        Ok(forms.join("; "))
     }
 
     /// The weights of a slot in the order of the packs, `slot_len` bytes. The same expert has the same bytes on every rank, if

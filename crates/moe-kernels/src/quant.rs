@@ -21,6 +21,8 @@ pub(crate) use matrix::check_matrices;
 pub(crate) use matrix::middle;
 pub use matrix::{QuantMatrix, QuantUse};
 pub(crate) use packing::ScalesView;
+#[cfg(feature = "cuda")]
+pub(crate) use slot::ACT_ORDER;
 pub use source::{Opened, QuantPart, QuantSource};
 #[cfg(feature = "cuda")]
 pub(crate) use tiles::{PackedScales, TILE_ROWS, TileRow, TileScratch, Tiles};

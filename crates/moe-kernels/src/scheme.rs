@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use candle_core::DType;
 use serde::Serialize;
 
 /// Quantisation of the weights of one matrix \[N, K\]; activations keep their dtype.
@@ -77,6 +78,18 @@ impl QuantScheme {
     pub fn groups(self, k: usize) -> usize {
         k.div_ceil(self.group_size(k))
     }
+
+    /// About as many bytes as a matrix [N, K] has on a device: integers with scales in f16 and zero points of a byte, FP8 with a scale in f32
+    /// for each eight rows; floats of `dtype` without a scheme.
+    pub fn matrix_bytes(self, (n, k): (usize, usize), dtype: DType) -> usize {
+        match self {
+            Self::None => n * k * dtype.size_in_bytes(),
+            Self::Int { bits, zero_point, .. } => {
+                n * k * usize::from(bits) / 8 + n * self.groups(k) * (2 + usize::from(zero_point))
+            }
+            Self::Fp8 { .. } => n * k + n.div_ceil(8) * self.groups(k) * 4,
+        }
+    }
 }
 
 impl fmt::Display for QuantScheme {
@@ -118,5 +131,24 @@ mod tests {
         assert_eq!(QuantScheme::None.groups(0), 0);
         assert_eq!(int(QuantGroup::Size(32)).to_string(), "int8 group 32 with act-order");
         assert_eq!(block.to_string(), "fp8 block 128x128");
+    }
+
+    #[test]
+    fn a_matrix_has_the_bytes_of_its_values_scales_and_zero_points() {
+        let int = |bits, zero_point| QuantScheme::Int {
+            bits,
+            group: QuantGroup::Size(128),
+            zero_point,
+            act_order: false,
+        };
+        let cases = [
+            (QuantScheme::None, 2 * 64 * 256),
+            (int(4, false), 64 * 128 + 64 * 2 * 2),
+            (int(8, true), 64 * 256 + 64 * 2 * 3),
+            (QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } }, 64 * 256 + 8 * 2 * 4),
+        ];
+        for (scheme, expected) in cases {
+            assert_eq!(scheme.matrix_bytes((64, 256), DType::BF16), expected, "{scheme}");
+        }
     }
 }

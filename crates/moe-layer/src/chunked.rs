@@ -107,7 +107,11 @@ impl Path {
             self.apply(&dispatched, out.reborrow(), ex)?;
             self.prepare.complete_reduced(out.reborrow(), ex)?;
         } else {
-            let mut rows = ex.scratch(DType::F32, &self.experts.out_dims(&dispatched)?)?;
+            let dtype = match strategy {
+                WeightAndReduce::NoOp => self.prepare.reduced_dtype(&dispatched),
+                _ => DType::F32,
+            };
+            let mut rows = ex.scratch(dtype, &self.experts.out_dims(&dispatched)?)?;
             self.apply(&dispatched, rows.view_mut(), ex)?;
             self.prepare.finalize(rows.view(), &dispatched, strategy, out.reborrow(), ex)?;
         }

@@ -1,20 +1,19 @@
 //! The landing of experts on a GPU: a window over the memory of all ranks' GPUs, in which the expert of slot s arrives at byte
 //! s x stride.
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use moe_comm::{Communicator, Window};
+use moe_comm::{Communicator, Transfer, Window};
 use moe_experts::ExpertWeights;
 use moe_kernels::candle::{DType, Result, bail};
 use moe_kernels::{Exec, View, checksum_of_sum, word_sum_into};
 
-use crate::landing::{Landing, Part, Place, stride};
+use crate::landing::{Landing, Part, stride};
 use crate::placed::Table;
 
-/// Ranks put their parts on the window's stream, beside the steps, and settle by words of the hosts: a rank that has waited for its
-/// copies says so in a barrier, and who has passed that reads what came. Slots are written by the stream of the steps, so a step that
-/// is on its way computes with what it began with.
+/// The window carries parts without the hosts, beside the steps if it can, and ranks settle by words of the hosts: a rank that has waited
+/// for its copies says so in a barrier, and who has passed that reads what came. Slots are written by the stream of the steps, so a step
+/// that is on its way computes with what it began with.
 pub(crate) struct DeviceLanding {
     rank: usize,
     slot_len: usize,
@@ -32,11 +31,6 @@ impl DeviceLanding {
         window: Arc<dyn Window>,
     ) -> Result<Self> {
         Ok(Self { rank, slot_len, window, main: Exec::on(weights.device())? })
-    }
-
-    fn put(&self, from: usize, range: Range<usize>, to: Place, weights: &ExpertWeights) -> Result<()> {
-        let first = to.slot * stride(self.slot_len);
-        weights.see_slot(from, range, |at, bytes| self.window.put(bytes, to.rank, first + at))
     }
 
     fn of(&self, slot: usize) -> Result<View<'_>> {
@@ -58,8 +52,19 @@ impl Landing for DeviceLanding {
         _: &dyn Communicator,
         _: &mut Exec,
     ) -> Result<()> {
-        let mut own = parts.iter().filter(|part| part.from.rank == self.rank);
-        own.try_for_each(|part| self.put(part.from.slot, part.range.clone(), part.to, weights))
+        let transfer = |part: &Part| Transfer {
+            from: part.from.rank,
+            to: part.to.rank,
+            at: part.to.slot * stride(self.slot_len) + part.range.start,
+            len: part.range.len(),
+        };
+        let transfers: Vec<Transfer> = parts.iter().map(transfer).collect();
+        self.window.carry(&transfers, &|number, range, show| {
+            let part: &Part = &parts[number];
+            let first = part.range.start;
+            let range = first + range.start..first + range.end;
+            weights.see_slot(part.from.slot, range, |at, bytes| show(at - first, bytes))
+        })
     }
 
     fn is_behind(&self) -> bool {
@@ -74,7 +79,10 @@ impl Landing for DeviceLanding {
         ex: &mut Exec,
     ) -> Result<()> {
         for &(from, slot) in local {
-            self.put(from, 0..self.slot_len, Place { rank: self.rank, slot }, weights)?;
+            let first = slot * stride(self.slot_len);
+            weights.see_slot(from, 0..self.slot_len, |at, bytes| {
+                self.window.put(bytes, self.rank, first + at)
+            })?;
         }
         self.window.context().synchronize()?;
         ep.barrier(ex)

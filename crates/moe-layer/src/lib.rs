@@ -11,6 +11,7 @@ mod landing;
 pub mod legacy;
 mod load;
 mod mlp;
+mod movable;
 mod moving;
 mod offload;
 mod pack;

@@ -5,9 +5,9 @@
 //! things change, together and between two steps: the weights in slots, and the tables from logical to physical ids, whose size and
 //! place in memory stay the same.
 
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
-use moe_comm::{Communicator, ExpertMap, ReplicaChoice, all_gather_bytes, partition};
+use moe_comm::{ExpertMap, ReplicaChoice, partition};
 use moe_experts::ExpertWeights;
 use moe_kernels::candle::{DType, Device, Error, Result, bail};
 use moe_kernels::plan::CopiesForm;
@@ -15,6 +15,7 @@ use moe_kernels::{Buffer, Exec, Log2Phy, Scratch, Spread, View, physical_ids_int
 
 use crate::context::BlockContext;
 use crate::landing::{Landing, landing_bytes};
+use crate::movable::Movable;
 use crate::moving::LayerMove;
 
 /// The placed experts of a layer, as one rank sees them.
@@ -55,16 +56,6 @@ pub(crate) struct Table {
     /// On a device: where the ids of the next map wait for the step that runs to end.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub staged: Option<Buffer>,
-}
-
-/// What moves need beside the weights.
-struct Movable {
-    /// The checksum of each logical expert when it was loaded, \[E\].
-    checksums: Vec<u64>,
-    /// Bytes of a slot, on every rank.
-    slot_len: usize,
-    /// The move under way.
-    current: Mutex<Option<LayerMove>>,
 }
 
 impl PlacedExperts {
@@ -269,42 +260,6 @@ impl StepCopies<'_> {
     /// Where each expert has one copy that computes: this rank's slots by expert, so that experts need no other ids.
     pub fn expert_map(&self) -> Option<View<'_>> {
         (self.form == CopiesForm::Sole).then(|| self.state.tables.sole_here.ids.view())
-    }
-}
-
-impl Movable {
-    fn new(layer: usize, map: &ExpertMap, weights: &ExpertWeights, ep: &dyn Communicator) -> Result<Self> {
-        let failed = |e: Error| e.context(format!("layer {layer}: its experts cannot move"));
-        let own_len = weights.slot_len().map_err(failed)?;
-        let own = std::iter::once(own_len as u64).chain(weights.checksums()?);
-        let own: Vec<u8> = own.flat_map(u64::to_le_bytes).collect();
-        let all = all_gather_bytes(ep, &own, &mut Exec::on(weights.device())?)?;
-        let mut checksums = vec![None; map.num_experts()];
-        let mut len: Option<(usize, u64)> = None;
-        for (rank, words) in all.iter().enumerate() {
-            let mut words = words.as_chunks::<8>().0.iter().map(|&word| u64::from_le_bytes(word));
-            // A rank without slots has a length of nothing.
-            let slot_len = words.next().filter(|_| !map.experts(rank).is_empty());
-            match (len, slot_len) {
-                (Some((other, a)), Some(b)) if a != b => {
-                    bail!("layer {layer}: an expert is {a} bytes on rank {other}, but {b} on rank {rank}")
-                }
-                (None, Some(slot_len)) => len = Some((rank, slot_len)),
-                _ => {}
-            }
-            for (&expert, sum) in map.experts(rank).iter().zip(words) {
-                match checksums[expert as usize].replace((rank, sum)) {
-                    Some((other, before)) if before != sum => bail!(
-                        "layer {layer}: ranks {other} and {rank} hold different copies of expert {expert} \
-                         (checksums {before:016x} and {sum:016x}); do both read the same checkpoint?"
-                    ),
-                    _ => {}
-                }
-            }
-        }
-        let checksums = checksums.into_iter().flatten().map(|(_, sum)| sum).collect();
-        let slot_len = len.map_or(own_len, |(_, len)| len as usize);
-        Ok(Self { checksums, slot_len, current: Mutex::new(None) })
     }
 }
 

@@ -63,7 +63,8 @@ impl TensorSpec {
 /// read.
 ///
 /// # Errors
-/// Sizes that the format cannot hold: groups that do not divide k, sizes that do not fill words of 32 bits.
+/// Sizes that the format cannot hold: groups that do not divide k (but in GPTQ, where the last one may be shorter), sizes
+/// that do not fill words of 32 bits.
 pub fn layout(format: Format, n: usize, k: usize) -> Result<Vec<TensorSpec>, QuantError> {
     let name = format!("{} [{n}, {k}]", format.name());
     if n == 0 || k == 0 {
@@ -122,17 +123,25 @@ fn pack_quantized(int: IntFormat, n: usize, k: usize, groups: usize) -> Vec<Tens
     specs
 }
 
+/// Fails unless whole groups make up the columns.
+pub(crate) fn check_groups(name: &str, int: IntFormat, k: usize) -> Result<(), QuantError> {
+    match int.group {
+        QuantGroup::Size(group) if !k.is_multiple_of(group) => {
+            Err(QuantError::matrix(name, format!("groups of {group} columns do not divide {k} columns")))
+        }
+        _ => Ok(()),
+    }
+}
+
 fn check_sizes(name: &str, format: Format, int: IntFormat, n: usize, k: usize) -> Result<(), QuantError> {
     let awq = matches!(format, Format::Awq { .. });
     if !(int.bits == 4 || int.bits == 8 && !awq) || awq && int.act_order {
         let what = if int.act_order { " with act-order" } else { "" };
         return Err(QuantError::matrix(name, format!("the format has no {} bits{what}", int.bits)));
     }
-    if let QuantGroup::Size(group) = int.group
-        && !k.is_multiple_of(group)
-    {
-        let problem = format!("groups of {group} columns do not divide {k} columns");
-        return Err(QuantError::matrix(name, problem));
+    // GPTQModel and AutoRound end a row with a shorter group; the other makers refuse to.
+    if !matches!(format, Format::Gptq { .. }) {
+        check_groups(name, int, k)?;
     }
     let (rows, columns) = match format {
         Format::Gptq { .. } => (true, true),

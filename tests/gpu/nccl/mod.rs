@@ -3,7 +3,9 @@
 mod chunks;
 mod collectives;
 mod faults;
+mod faulty;
 mod graphs;
+mod killed;
 mod moves;
 mod peer_gather;
 mod peer_needs;

@@ -2,40 +2,48 @@
 //! all ranks.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use moe_comm::{
-    Communicator, EpBackend, ExpertMap, NcclComm, ParallelConfig, ParallelGroups, PeerWindow, ReduceOp,
-    ReplicaChoice, Window,
+    Communicator, EpBackend, ExpertMap, NcclComm, NcclWindow, ParallelConfig, ParallelGroups, PeerWindow,
+    ReduceOp, ReplicaChoice, Window,
 };
 use moe_kernels::cuda::{Graph, device_calls};
-use moe_kernels::{Buffer, Exec, StepContext, TensorView, View};
+use moe_kernels::quant::QuantSource;
+use moe_kernels::{Buffer, Exec, Fp8Scales, QuantScheme, StepContext, TensorView};
 use moe_layer::{
     Activation, BlockContext, BlockOptions, ExpertPlacements, Fusion, MoeForm, MoveRound, MoveStatus,
     PlacedExperts, PlanStep, RouterConfig, SparseMoeBlock, load_block_on,
 };
 
+use super::faulty::{Fault, Faulty};
 use super::{LIMIT, run_nccl_ranks};
 use crate::common::{Rng, assert_close};
+use crate::quant::matrices::{Matrix, Source, fp8, int};
 
 /// Five experts and three copies, four slots on each of two ranks.
 const EXPERTS: usize = 5;
 const COPIES: usize = 3;
 const MOVES: usize = 100;
 
-struct Case {
+#[derive(Clone)]
+pub struct Case {
     dtype: DType,
+    /// Of the experts.
+    scheme: QuantScheme,
     widths: [usize; 2],
     /// Tokens of each rank.
     tokens: usize,
     parallel: ParallelConfig,
     replicas: ReplicaChoice,
+    /// Experts travel by NCCL, not over peer memory.
+    by_nccl: bool,
+    /// Of the largest result.
     bound: f64,
 }
 
-fn cases() -> Vec<Case> {
+pub fn cases() -> Vec<Case> {
     let parallel = |tp, backend: EpBackend| ParallelConfig {
         tp,
         dp: 2 / tp,
@@ -48,12 +56,15 @@ fn cases() -> Vec<Case> {
     let replicas = ReplicaChoice::Hash;
     let bf16 = |tokens, parallel| Case {
         dtype: DType::BF16,
+        scheme: QuantScheme::None,
         widths: [256, 128],
         tokens,
         parallel,
         replicas,
+        by_nccl: false,
         bound: 2e-2,
     };
+    let quantised = |scheme, case: Case| Case { scheme, ..case };
     vec![
         bf16(8, gathers),
         // Sizes of no fast kernel: slots that are no whole number of vectors.
@@ -67,10 +78,23 @@ fn cases() -> Vec<Case> {
         bf16(200, replicated),
         // Each rank of a group has the copies near it, behind the router.
         Case { replicas: ReplicaChoice::LocalFirst, ..bf16(200, replicated) },
+        // Integers, scales and zero points, by kernels of few rows, of many, and of any shape.
+        quantised(int(4, 128, true, false), bf16(8, gathers)),
+        quantised(int(4, 128, false, false), bf16(3, replicated)),
+        quantised(fp8(Fp8Scales::Block { n: 128, k: 128 }), bf16(200, gathers)),
+        quantised(int(8, 32, true, false), Case { by_nccl: true, ..bf16(8, gathers) }),
+        quantised(fp8(Fp8Scales::Channel), Case { dtype: DType::F32, bound: 1e-3, ..bf16(8, gathers) }),
+        Case { by_nccl: true, ..bf16(8, gathers) },
+        Case { by_nccl: true, ..bf16(200, replicated) },
     ]
 }
 
 impl Case {
+    /// The same with experts that travel by NCCL, or over peer memory.
+    pub fn by_nccl(self, by_nccl: bool) -> Self {
+        Self { by_nccl, ..self }
+    }
+
     /// All ranks have the same rows, or each its own.
     fn is_replicated(&self) -> bool {
         self.parallel.tp == 2
@@ -82,67 +106,23 @@ impl Case {
     }
 }
 
-/// A window that flips a bit of the first bytes of every move that it puts into the memory of one rank.
-#[derive(Debug)]
-struct Corrupting {
-    inner: PeerWindow,
-    victim: usize,
-    /// Whether the next bytes for it are the first.
-    first: AtomicBool,
-}
-
-impl Window for Corrupting {
-    fn bytes(&self) -> usize {
-        self.inner.bytes()
-    }
-
-    fn context(&self) -> &Exec {
-        self.inner.context()
-    }
-
-    fn put(&self, from: View<'_>, rank: usize, at: usize) -> Result<()> {
-        if rank != self.victim || !self.first.swap(false, Ordering::SeqCst) {
-            return self.inner.put(from, rank, at);
-        }
-        let ex = self.context();
-        let mut bytes = ex.to_host(from)?.view().cpu::<u8>()?.to_vec();
-        bytes[0] ^= 0x10;
-        let bytes = ex.lend(View::new(&bytes, &[bytes.len()])?)?;
-        self.inner.put(bytes.view(), rank, at)?;
-        ex.synchronize()
-    }
-
-    fn own(&self, at: usize, len: usize) -> Result<View<'_>> {
-        self.inner.own(at, len)
-    }
-
-    fn used_by(&self, ex: &Exec) -> Result<()> {
-        self.inner.used_by(ex)
-    }
-
-    fn wait_unused(&self) -> Result<()> {
-        self.first.store(true, Ordering::SeqCst);
-        self.inner.wait_unused()
-    }
-}
-
 /// Other experts in the same slots: all renamed, so that every expert keeps a slot and none is twice on a rank.
-fn renamed(map: &ExpertMap, rng: &mut Rng) -> Vec<u32> {
+pub fn renamed(map: &ExpertMap, rng: &mut Rng) -> Vec<u32> {
     let names = rng.permutation(map.num_experts());
     map.phy2log().iter().map(|&expert| names[expert as usize]).collect()
 }
 
-/// Rounds until the move has ended.
-fn shift(
+/// Rounds until the move has ended; `hosts` are the ranks as they agree.
+pub fn shift(
     placed: &PlacedExperts,
     (phy2log, bytes): (&[u32], usize),
     window: &Arc<dyn Window>,
-    comm: &NcclComm,
+    hosts: &dyn Communicator,
     ex: &mut Exec,
 ) -> Result<MoveStatus> {
     let round = MoveRound { layer: 0, phy2log: phy2log.to_vec(), sole: Vec::new(), bytes, limit: LIMIT };
     for _ in 0..10_000 {
-        let status = placed.move_round(&round, comm, Some(window), ex)?;
+        let status = placed.move_round(&round, hosts, Some(window), ex)?;
         if status != MoveStatus::Underway {
             return Ok(status);
         }
@@ -151,9 +131,9 @@ fn shift(
 }
 
 /// What a rank computes beside its window: the rows are its own, or in a tensor-parallel group those of all.
-fn block(
+pub fn block(
     case: &Case,
-    tensors: &[(String, Tensor)],
+    model: &Model,
     comm: &NcclComm,
     ex: &mut Exec,
 ) -> Result<(SparseMoeBlock, StepContext)> {
@@ -165,8 +145,9 @@ fn block(
         movable: true,
         ..ExpertPlacements::default()
     };
-    let context = BlockContext { geometry, groups, placements, ..BlockContext::default() };
-    let vb = VarBuilder::from_tensors(tensors.iter().cloned().collect(), case.dtype, ex.device());
+    let quant = model.quant.clone();
+    let context = BlockContext { geometry, groups, placements, quant, ..BlockContext::default() };
+    let vb = VarBuilder::from_tensors(model.tensors.iter().cloned().collect(), case.dtype, ex.device());
     let options = BlockOptions {
         router: RouterConfig { renormalize: true, ..RouterConfig::new(EXPERTS, 2) },
         hidden_size: case.widths[0],
@@ -180,9 +161,8 @@ fn block(
     assert_eq!(block.defer_sum(), case.is_replicated());
     let asked = PlanStep { rows: case.tokens, one_row_each: true, observed: None };
     let form = block.choose(&asked, &[Fusion::Nothing], &ex.machine());
-    assert_eq!(
-        form != MoeForm::Modular,
-        case.is_monolithic(),
+    assert!(
+        case.scheme != QuantScheme::None || (form != MoeForm::Modular) == case.is_monolithic(),
         "{:?}",
         block.plan(&asked, &[Fusion::Nothing], &ex.machine())
     );
@@ -194,35 +174,58 @@ fn block(
     Ok((block, step))
 }
 
-fn tensors(case: &Case, rng: &mut Rng) -> Vec<(String, Tensor)> {
+/// The layer that all ranks load.
+pub struct Model {
+    tensors: Vec<(String, Tensor)>,
+    quant: Option<Arc<dyn QuantSource>>,
+}
+
+pub fn model(case: &Case, rng: &mut Rng) -> Model {
     let [h, i] = case.widths;
-    // Products of about the size of their inputs, so that one bound fits all.
-    let mut tensor = |name: &str, dims: &[usize]| {
+    // Products of about the size of their inputs.
+    let tensor = |name: &str, dims: &[usize], rng: &mut Rng| {
         let scale = 1.7 / (dims[dims.len() - 1] as f64).sqrt();
         let values = rng.floats(DType::F32, dims).into_tensor().unwrap().affine(scale, 0.0).unwrap();
         (name.to_string(), values.to_dtype(case.dtype).unwrap())
     };
-    vec![
-        tensor("gate.weight", &[EXPERTS, h]),
-        tensor("experts.gate_up_proj", &[EXPERTS, 2 * i, h]),
-        tensor("experts.down_proj", &[EXPERTS, h, i]),
-    ]
+    let gate = tensor("gate.weight", &[EXPERTS, h], rng);
+    if case.scheme == QuantScheme::None {
+        let experts = [("experts.gate_up_proj", [EXPERTS, 2 * i, h]), ("experts.down_proj", [EXPERTS, h, i])];
+        let experts = experts.map(|(name, dims)| tensor(name, &dims, rng));
+        return Model { tensors: [gate].into_iter().chain(experts).collect(), quant: None };
+    }
+    let mut source = Source::default();
+    for expert in 0..EXPERTS {
+        for (name, n, k) in [("gate_proj", i, h), ("up_proj", i, h), ("down_proj", h, i)] {
+            source
+                .matrices
+                .insert(format!("experts.{expert}.{name}"), Matrix::new(rng, n, k, case.scheme, 1));
+        }
+    }
+    Model { tensors: vec![gate], quant: Some(Arc::new(source)) }
+}
+
+/// The window through which a rank's experts come.
+pub fn window(case: &Case, bytes: usize, comm: &NcclComm, ex: &mut Exec) -> Result<Box<dyn Window>> {
+    if case.by_nccl {
+        return Ok(Box::new(NcclWindow::new(comm.split(0, comm.rank(), ex)?, bytes, ex)?));
+    }
+    let window = PeerWindow::new(comm, &mut ex.clone(), bytes, ex)?;
+    Ok(Box::new(window.unwrap_or_else(|why| panic!("no shared memory: {why}"))))
 }
 
 /// Moves under one graph; the results before and after each move, and how the moves ended. What comes to `victim` is corrupt.
 fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<MoveStatus>)> {
     let mut rng = Rng::seeded(seed);
-    let tensors = tensors(case, &mut rng);
+    let model = model(case, &mut rng);
     let rows = rng.floats(case.dtype, &[2 * case.tokens, case.widths[0]]).into_tensor().unwrap();
     let on_rank = |comm: &NcclComm, ex: &mut Exec| -> Result<_> {
-        let (block, mut step) = block(case, &tensors, comm, ex)?;
+        let (block, mut step) = block(case, &model, comm, ex)?;
         let placed = block.placed_experts().unwrap();
-        let bytes = placed.landing_bytes().unwrap();
-        let window = PeerWindow::new(comm, &mut ex.clone(), bytes, ex)?;
-        let inner = window.unwrap_or_else(|why| panic!("no shared memory: {why}"));
+        let inner = window(case, placed.landing_bytes().unwrap(), comm, ex)?;
         let window: Arc<dyn Window> = match victim.filter(|&rank| rank != comm.rank()) {
-            Some(victim) => Arc::new(Corrupting { inner, victim, first: AtomicBool::new(false) }),
-            None => Arc::new(inner),
+            Some(victim) => Arc::new(Faulty::new(inner, Fault::Corrupt(victim))),
+            None => Arc::from(inner),
         };
         let first = if case.is_replicated() { 0 } else { comm.rank() * case.tokens };
         let x = rows.narrow(0, first, case.tokens)?.to_device(ex.device())?;
@@ -267,9 +270,9 @@ fn run(case: &Case, seed: u64, victim: Option<usize>) -> Vec<(Vec<Buffer>, Vec<M
 /// One rank on the CPU.
 fn reference(case: &Case, seed: u64) -> Buffer {
     let mut rng = Rng::seeded(seed);
-    let tensors = tensors(case, &mut rng);
+    let model = model(case, &mut rng);
     let rows = rng.floats(case.dtype, &[2 * case.tokens, case.widths[0]]).into_tensor().unwrap();
-    let vb = VarBuilder::from_tensors(tensors.into_iter().collect(), case.dtype, &Device::Cpu);
+    let vb = VarBuilder::from_tensors(model.tensors.into_iter().collect(), case.dtype, &Device::Cpu);
     let options = BlockOptions {
         router: RouterConfig { renormalize: true, ..RouterConfig::new(EXPERTS, 2) },
         hidden_size: case.widths[0],
@@ -278,8 +281,8 @@ fn reference(case: &Case, seed: u64) -> Buffer {
         layer: 0,
         backend: None,
     };
-    let (block, _) =
-        load_block_on(&options, &BlockContext::default(), vb.pp("gate"), vb.pp("experts")).unwrap();
+    let context = BlockContext { quant: model.quant, ..BlockContext::default() };
+    let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts")).unwrap();
     let (x, mut out) = (TensorView::new(&rows).unwrap(), Buffer::zeros(DType::F32, rows.dims()).unwrap());
     block
         .forward_into(x.view().unwrap(), out.view_mut(), &mut StepContext::default(), &mut Exec::cpu())
@@ -291,13 +294,14 @@ fn reference(case: &Case, seed: u64) -> Buffer {
 fn check(case: &Case, rank: usize, want: &Buffer, results: &[Buffer]) {
     let first = if case.is_replicated() { 0 } else { rank * case.tokens };
     let want = Exec::cpu().to_host(want.view().narrow(first, case.tokens).unwrap()).unwrap();
+    let most = want.view().to_f32_vec().unwrap().iter().fold(1f32, |most, x| most.max(x.abs()));
     for (turn, got) in results.iter().enumerate() {
-        let Case { dtype, tokens, parallel, replicas, .. } = case;
+        let Case { dtype, scheme, tokens, parallel, replicas, by_nccl, .. } = case;
         let name = format!(
-            "{dtype:?} {:?} {replicas:?}, {tokens} tokens, rank {rank}, after {turn} moves",
+            "{dtype:?} {scheme} {:?} {replicas:?}, NCCL {by_nccl}, {tokens} tokens, rank {rank}, after {turn} moves",
             parallel.backend
         );
-        assert_close(&name, &want, got, case.bound);
+        assert_close(&name, &want, got, case.bound * f64::from(most));
     }
 }
 
@@ -316,8 +320,8 @@ fn a_graph_computes_the_same_after_every_move() {
 
 #[test]
 fn a_corrupt_transfer_is_found_rolled_back_and_named_on_all_ranks() {
-    for rank in 0..2 {
-        let case = &cases()[rank];
+    for (rank, by_nccl) in [(0, false), (1, false), (1, true)] {
+        let case = &Case { by_nccl, ..cases()[rank].clone() };
         let want = reference(case, 5 + rank as u64);
         let ranks = run(case, 5 + rank as u64, Some(rank));
         assert_eq!(ranks[0].1, ranks[1].1);
@@ -339,9 +343,9 @@ fn a_corrupt_transfer_is_found_rolled_back_and_named_on_all_ranks() {
 #[test]
 fn a_rank_without_a_window_is_refused() {
     let case = &cases()[0];
-    let tensors = tensors(case, &mut Rng::seeded(1));
+    let model = model(case, &mut Rng::seeded(1));
     let on_rank = |comm: &NcclComm, ex: &mut Exec| -> Result<String> {
-        let (block, _) = block(case, &tensors, comm, ex)?;
+        let (block, _) = block(case, &model, comm, ex)?;
         let placed = block.placed_experts().unwrap();
         let target = renamed(&placed.map(), &mut Rng::seeded(2));
         let round = MoveRound { layer: 0, phy2log: target, sole: Vec::new(), bytes: 1, limit: LIMIT };

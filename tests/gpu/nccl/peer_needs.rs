@@ -4,6 +4,7 @@
 use candle_core::{DType, Result};
 use moe_comm::{Communicator, RowNeeds, run_ranks};
 use moe_kernels::cuda::Graph;
+use moe_kernels::half::bf16;
 use moe_kernels::{Buffer, Exec, NO_EXPERT};
 
 use super::peers::peers_of;
@@ -38,8 +39,8 @@ impl Case {
         chosen.iter().any(|&id| self.owners.get(id as usize).is_some_and(|&owner| owner as usize == rank))
     }
 
-    /// Rows of all ranks as this one gets them, and its sums; `in_graph`: replayed.
-    fn play(&self, comm: &dyn Communicator, in_graph: bool, ex: &mut Exec) -> Result<[Buffer; 2]> {
+    /// Rows of all ranks as this one gets them, its sums, and those of parts in bf16; `in_graph`: replayed.
+    fn play(&self, comm: &dyn Communicator, in_graph: bool, ex: &mut Exec) -> Result<[Buffer; 3]> {
         let (rank, total) = (comm.rank(), self.counts.iter().sum::<usize>());
         let put = |host: Buffer| {
             let mut data = ex.zeros(host.dtype(), host.dims())?;
@@ -54,15 +55,20 @@ impl Case {
                 sums.fill(0.0);
             }
         }
+        let narrow: Vec<_> = sums.iter().map(|x| bf16::from_f32(*x)).collect();
         let sums = put(Buffer::from_vec(sums, &[total, self.hidden])?)?;
+        let narrow = put(Buffer::from_vec(narrow, &[total, self.hidden])?)?;
         let ids = put(words(self.ids.clone(), &[total, TOP_K]))?;
         let owners = put(words(self.owners.clone(), &[EXPERTS]))?;
         let mut all = ex.zeros(DType::BF16, &[total, self.hidden])?;
         let mut own = ex.zeros(DType::F32, &[self.counts[rank], self.hidden])?;
+        let mut own_narrow = ex.zeros(DType::F32, own.dims())?;
         let mut call = |ex: &mut Exec| {
             let needs = RowNeeds { ids: ids.view(), owners: owners.view() };
             comm.all_gather_needed(rows.view(), &self.counts, &needs, all.view_mut(), ex)?;
-            comm.reduce_scatter_needed(sums.view(), &self.counts, &needs, own.view_mut(), ex)
+            comm.reduce_scatter_needed(sums.view(), &self.counts, &needs, own.view_mut(), ex)?;
+            let back = own_narrow.view_mut();
+            comm.reduce_scatter_rounded(narrow.view(), &self.counts, Some(&needs), back, ex)
         };
         call(ex)?;
         if in_graph {
@@ -70,7 +76,7 @@ impl Case {
             (0..5).try_for_each(|_| graph.launch())?;
             ex.synchronize()?;
         }
-        Ok([ex.to_host(all.view())?, ex.to_host(own.view())?])
+        Ok([ex.to_host(all.view())?, ex.to_host(own.view())?, ex.to_host(own_narrow.view())?])
     }
 }
 
@@ -105,6 +111,10 @@ fn needed_rows_and_their_sums_are_those_of_cpu_ranks() {
                     // A zero may have lost its sign.
                     let [own, wanted] = [&got[1], &want[1]].map(|sums| sums.view().to_f32_vec().unwrap());
                     assert_eq!(own, wanted, "sums, {what}");
+                    // CPU ranks round the sum, too.
+                    let rounded = got[2].view().to_f32_vec().unwrap().into_iter().map(bf16::from_f32);
+                    let wanted = want[2].view().to_f32_vec().unwrap().into_iter().map(bf16::from_f32);
+                    assert!(rounded.eq(wanted), "sums of rounded parts, {what}");
                 }
             }
         }

@@ -48,15 +48,16 @@ fn all_reduce(comm: &NcclComm, data: &mut Buffer, ex: &mut Exec) -> Result<(f64,
     Ok((eager, replayed(comm, ex, call)?))
 }
 
-/// Rows of f32 over NCCL and over peer memory: the sum, and the sum with what follows it in a decoder layer.
-fn peer_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 4]> {
+/// Rows of f32 over NCCL and over peer memory: the sum, and the sum with what follows it in a decoder layer; at last that of each
+/// rank's share of the rows.
+fn peer_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 5]> {
     let mut data = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
     let mut residual = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
     let (weight, mut out) = (ex.zeros(DType::BF16, &[HIDDEN])?, ex.zeros(DType::BF16, &[tokens, HIDDEN])?);
     // Loaded here and not while another rank's collective waits for this one's.
     add_rms_norm_into(data.view(), weight.view(), 1e-6, residual.view_mut(), out.view_mut(), ex)?;
     ex.synchronize()?;
-    let mut all = [0.0; 4];
+    let mut all = [0.0; 5];
     for (over_peers, times) in [false, true].into_iter().zip(all.chunks_mut(2)) {
         comm.use_peers(over_peers);
         times[0] = replayed(comm, ex, |ex| comm.all_reduce(data.view_mut(), ReduceOp::Sum, ex))?;
@@ -65,6 +66,10 @@ fn peer_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 4]> {
             comm.all_reduce_add_rms_norm(partial, weight.view(), 1e-6, stream, to, ex)
         })?;
     }
+    all[4] = replayed(comm, ex, |ex| {
+        let (partial, stream, to) = (data.view_mut(), residual.view_mut(), out.view_mut());
+        comm.share_add_rms_norm(partial, weight.view(), 1e-6, stream, to, ex)
+    })?;
     Ok(all)
 }
 
@@ -75,11 +80,15 @@ fn peer_table() {
             peers_of(comm);
             let mut text =
                 format!("all_reduce over peer memory, {n} GPUs, f32 rows of {HIDDEN}, us in a graph:\n");
-            text += "| tokens | NCCL | NCCL, then add + norm | peers | peers with add + norm |\n|---|---|---|---|---|\n";
+            text += "| tokens | NCCL | NCCL, then add + norm | peers | peers with add + norm | the same of shares |\n|---|---|---|---|---|---|\n";
             for tokens in (0..=8).map(|i| 1 << i) {
-                let [nccl, separate, peers, fused] = peer_row(comm, tokens, ex)?;
-                writeln!(text, "| {tokens} | {nccl:.1} | {separate:.1} | {peers:.1} | {fused:.1} |").unwrap();
-                assert!(peers < 1000.0 && fused < 1000.0, "{text}");
+                let [nccl, separate, peers, fused, shared] = peer_row(comm, tokens, ex)?;
+                writeln!(
+                    text,
+                    "| {tokens} | {nccl:.1} | {separate:.1} | {peers:.1} | {fused:.1} | {shared:.1} |"
+                )
+                .unwrap();
+                assert!(peers < 1000.0 && fused < 1000.0 && shared < 1000.0, "{text}");
             }
             comm.check()?;
             Ok::<_, candle_core::Error>(text)
@@ -88,8 +97,9 @@ fn peer_table() {
     }
 }
 
-/// A sparse layer's exchange over NCCL and over peer memory: rows in bf16 with 8 ids and weights to all ranks, sums in f32 back.
-fn exchange_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 4]> {
+/// A sparse layer's exchange over NCCL and over peer memory: rows in bf16 with 8 ids and weights to all ranks, sums in f32 back; at
+/// last sums in bf16.
+fn exchange_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 5]> {
     let n = comm.world_size();
     let (rows, mut all_rows) =
         (ex.zeros(DType::BF16, &[tokens, HIDDEN])?, ex.zeros(DType::BF16, &[n * tokens, HIDDEN])?);
@@ -98,8 +108,9 @@ fn exchange_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 4
         (ex.zeros(DType::F32, &[tokens, 8])?, ex.zeros(DType::F32, &[n * tokens, 8])?);
     let (sums, mut back) =
         (ex.zeros(DType::F32, &[n * tokens, HIDDEN])?, ex.zeros(DType::F32, &[tokens, HIDDEN])?);
+    let narrow = ex.zeros(DType::BF16, &[n * tokens, HIDDEN])?;
     let counts = vec![tokens; n];
-    let mut all = [0.0; 4];
+    let mut all = [0.0; 5];
     for (over_peers, times) in [false, true].into_iter().zip(all.chunks_mut(2)) {
         comm.use_peers(over_peers);
         times[0] = replayed(comm, ex, |ex| {
@@ -114,6 +125,9 @@ fn exchange_row(comm: &NcclComm, tokens: usize, ex: &mut Exec) -> Result<[f64; 4
             comm.reduce_scatter_v(sums.view(), &counts, back.view_mut(), ReduceOp::Sum, ex)
         })?;
     }
+    all[4] = replayed(comm, ex, |ex| {
+        comm.reduce_scatter_rounded(narrow.view(), &counts, None, back.view_mut(), ex)
+    })?;
     Ok(all)
 }
 
@@ -166,12 +180,15 @@ fn exchange_table() {
             peers_of(comm);
             let mut text =
                 format!("gather of rows, ids, weights and reduce-scatter, {n} GPUs, us in a graph:\n");
-            text += "| tokens of a rank | NCCL, gather | NCCL, scatter | peers, gather | peers, scatter |\n|---|---|---|---|---|\n";
-            for tokens in (0..=8).map(|i| 1 << i).chain([1024, 4096]) {
-                let [gather, scatter, by_peers, back] = exchange_row(comm, tokens, ex)?;
-                writeln!(text, "| {tokens} | {gather:.1} | {scatter:.1} | {by_peers:.1} | {back:.1} |")
-                    .unwrap();
-                assert!(by_peers < 1000.0 && back < 1000.0, "{text}");
+            text += "| tokens of a rank | NCCL, gather | NCCL, scatter | peers, gather | peers, scatter | of bf16 |\n|---|---|---|---|---|---|\n";
+            for tokens in (0..=8).map(|i| 1 << i).chain([1024, 4096, 8192]) {
+                let [gather, scatter, by_peers, back, narrow] = exchange_row(comm, tokens, ex)?;
+                writeln!(
+                    text,
+                    "| {tokens} | {gather:.1} | {scatter:.1} | {by_peers:.1} | {back:.1} | {narrow:.1} |"
+                )
+                .unwrap();
+                assert!(by_peers < 20_000.0 && back < 20_000.0 && narrow < 20_000.0, "{text}");
             }
             comm.check()?;
             Ok::<_, candle_core::Error>(text)

@@ -136,11 +136,12 @@ pub fn fp8(scales: Fp8Scales) -> QuantScheme {
     QuantScheme::Fp8 { scales }
 }
 
-/// Every kind of scheme that K columns can have.
+/// Every kind of scheme that K columns can have; the last group of 128 may be shorter.
 pub fn schemes(k: usize) -> Vec<QuantScheme> {
     let mut all = Vec::new();
     for bits in [4, 8] {
-        for group in [0, 32, 48, 128].into_iter().filter(|g| *g == 0 || k.is_multiple_of(*g)) {
+        let fits = |g: &usize| *g == 0 || k.is_multiple_of(*g) || (*g == 128 && k > 128);
+        for group in [0, 32, 48, 128].into_iter().filter(fits) {
             all.extend([(false, false), (true, false), (true, true)].map(|(z, a)| int(bits, group, z, a)));
         }
     }

@@ -36,7 +36,12 @@ pub struct DecoderOptions<'a> {
 
 impl DecoderOptions<'_> {
     /// The experts of each layer that live in host memory, where weights are of `dtype`.
-    fn offload(&self, config: &DecoderConfig, dtype: DType) -> Result<Option<ExpertOffload>> {
+    fn offload(
+        &self,
+        config: &DecoderConfig,
+        names: &DecoderNames,
+        dtype: DType,
+    ) -> Result<Option<ExpertOffload>> {
         let Some(bytes) = self.expert_offload else { return Ok(None) };
         if self.path == MoePath::Legacy {
             bail!(
@@ -46,8 +51,19 @@ impl DecoderOptions<'_> {
         let moe =
             config.moe.as_ref().map(|moe| (moe.router.num_experts, moe.router.top_k, moe.intermediate_size));
         let (experts, top_k, width) = moe.unwrap_or_default();
-        let expert = 3 * config.hidden_size * width * dtype.size_in_bytes();
-        ExpertOffload::within(bytes, (experts, top_k), expert, config.moe_layers().len()).map(Some)
+        let layers = config.moe_layers();
+        let module = |name: &str| {
+            let layer = layers.first().copied().unwrap_or(0);
+            format!("{}.{layer}.{}.{}.0.{name}", names.layers, names.mlp, names.experts)
+        };
+        let matrix = |name: &str, dims: (usize, usize)| -> Result<usize> {
+            let scheme =
+                self.context.quant.as_ref().map(|source| source.scheme(&module(name))).transpose()?;
+            Ok(scheme.unwrap_or(QuantScheme::None).matrix_bytes(dims, dtype))
+        };
+        let expert = matrix("gate_proj", (2 * width, config.hidden_size))?
+            + matrix("down_proj", (config.hidden_size, width))?;
+        ExpertOffload::within(bytes, (experts, top_k), expert, layers.len()).map(Some)
     }
 }
 
@@ -68,7 +84,7 @@ impl<A: SelfAttention> Decoder<A> {
     ) -> Result<(Self, Option<BackendSelection>)> {
         let (h, eps) = (config.hidden_size, config.rms_norm_eps);
         let context =
-            &BlockContext { offload: options.offload(config, vb.dtype())?, ..options.context.clone() };
+            &BlockContext { offload: options.offload(config, names, vb.dtype())?, ..options.context.clone() };
         let options = &DecoderOptions { context, ..*options };
         let (layers, experts) = (config.moe_layers().len(), config.num_experts());
         context.placements.check(layers, experts, &context.geometry)?;

@@ -7,7 +7,9 @@ use moe_kernels::{Exec, PreNorm, View, ViewMut, add_rms_norm_into};
 
 use super::comm::{NcclComm, is_recorded};
 use crate::call::Op;
-use crate::communicator::{Collective, Communicator, ReduceOp, RowNeeds, share_add_rms_norm};
+use crate::communicator::{
+    Collective, Communicator, ReduceOp, RowNeeds, reduce_scatter_rounded, share_add_rms_norm,
+};
 use crate::parts::{Request, Verb, exchange_parts, one};
 use crate::peer::PeerAllReduce;
 use crate::round::wait::{Outcome, Stop};
@@ -90,7 +92,7 @@ impl Communicator for NcclComm {
         hidden: usize,
         dtype: DType,
     ) -> std::result::Result<(), &'static str> {
-        match PeerAllReduce::is_small(rows, hidden) {
+        match PeerAllReduce::is_small(rows, hidden, self.world_size()) {
             true => Err("every rank adds up so few rows in one launch"),
             false if self.world_size() == 1 => Err("there is one rank"),
             false if dtype != DType::BF16 => {
@@ -167,6 +169,27 @@ impl Communicator for NcclComm {
         self.collective(Op::ReduceScatter, call, Some(input), out, ex, |input, out| {
             Ok(Request::Scatter { input: needed(input)?, counts, out, op, needs: Some(needs) })
         })
+    }
+
+    fn rounds_sums(&self, rows: usize, hidden: usize, dtype: DType) -> bool {
+        // NCCL would round between the additions, too.
+        self.usable_peers().is_some() && self.shares_residual(rows, hidden, dtype).is_ok()
+    }
+
+    fn reduce_scatter_rounded(
+        &self,
+        input: View<'_>,
+        counts: &[usize],
+        needs: Option<&RowNeeds<'_>>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        match self.peers_for_sums(&input, counts) {
+            Some(peers) => self.on_stream(Op::ReduceScatter, ex, |ex| {
+                peers.reduce_scatter_into(input, counts, needs, out, ex)
+            }),
+            None => reduce_scatter_rounded(self, input, counts, out, ex),
+        }
     }
 
     fn split(&self, color: usize, key: usize, ex: &mut Exec) -> Result<Arc<dyn Communicator>> {

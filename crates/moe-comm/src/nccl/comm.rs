@@ -154,7 +154,7 @@ impl NcclComm {
         self.uses_peers.store(on, Ordering::Relaxed);
     }
 
-    fn usable_peers(&self) -> Option<&PeerAllReduce> {
+    pub(super) fn usable_peers(&self) -> Option<&PeerAllReduce> {
         self.peers.as_ref().ok().filter(|_| self.uses_peers.load(Ordering::Relaxed))
     }
 
@@ -171,6 +171,13 @@ impl NcclComm {
         let (rows, hidden) = (partial.rows(), weight.elem_count());
         let dtypes = (partial.dtype(), weight.dtype()) == (DType::F32, DType::BF16);
         self.usable_peers().filter(|peers| partial.is_cuda() && dtypes && peers.fits_share(rows, hidden))
+    }
+
+    /// The same for [`reduce_scatter_rounded`](crate::Communicator::reduce_scatter_rounded).
+    pub(super) fn peers_for_sums(&self, input: &View<'_>, counts: &[usize]) -> Option<&PeerAllReduce> {
+        let width: usize = input.dims().iter().skip(1).product();
+        let parts: Vec<_> = counts.iter().map(|rows| rows * width).collect();
+        self.usable_peers().filter(|peers| input.is_cuda() && peers.fits_scatter(input.dtype(), &parts))
     }
 
     pub(super) fn place(&self) -> Place {

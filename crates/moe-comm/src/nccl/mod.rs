@@ -8,6 +8,7 @@
 //! | `comm` | a rank: calls, waiting, host views, splits |
 //! | `collectives` | each collective as calls of the library |
 //! | `over_peers` | which of them go over peer memory instead |
+//! | `window` | memory in which bytes of other ranks arrive between steps |
 //!
 //! A collective returns when it is on the stream. Nothing waits for the device, except what
 //! promises a result to the host: barriers and views of host memory.
@@ -20,6 +21,9 @@ mod library;
 mod collectives;
 mod comm;
 mod over_peers;
+#[allow(unsafe_code)]
+mod window;
 mod world;
 
 pub use comm::NcclComm;
+pub use window::NcclWindow;

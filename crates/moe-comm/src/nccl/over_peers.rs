@@ -1,6 +1,6 @@
 //! Which collectives of a group go over peer memory.
 
-use candle_core::Result;
+use candle_core::{DType, Result};
 use moe_kernels::{Exec, ViewMut};
 
 use crate::communicator::ReduceOp;
@@ -20,7 +20,7 @@ pub(super) fn over_peers(
             peers.all_reduce_into(data.reborrow(), ex)?;
         }
         Request::Scatter { input, counts, out, op: ReduceOp::Sum, needs }
-            if peers.fits_scatter(out.dtype(), &parts(out, counts)) =>
+            if out.dtype() == DType::F32 && peers.fits_scatter(DType::F32, &parts(out, counts)) =>
         {
             peers.reduce_scatter_into(*input, counts, *needs, out.reborrow(), ex)?;
         }

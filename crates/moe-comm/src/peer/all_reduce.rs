@@ -71,9 +71,11 @@ impl PeerAllReduce {
         Ok(Ok(Self { buffers, rank, ranks, status, stream, _shared: shared }))
     }
 
-    /// Whether so many rows of H elements in f32 are few enough for every rank to add them all up.
-    pub fn is_small(rows: usize, hidden: usize) -> bool {
-        rows.saturating_mul(hidden).saturating_mul(size_of::<f32>()) <= Self::CAPACITY
+    /// Whether so many rows of H elements in f32 are few enough for every one of so many ranks to add them all up. Two ranks do that
+    /// in one hop; more of them need two hops as sharing the rows does, which moves half of the bytes.
+    pub fn is_small(rows: usize, hidden: usize, ranks: usize) -> bool {
+        let most = if ranks > 2 { Self::CAPACITY / 4 } else { Self::CAPACITY };
+        rows.saturating_mul(hidden).saturating_mul(size_of::<f32>()) <= most
     }
 
     /// Whether [`all_reduce_into`](Self::all_reduce_into) takes so many elements of a dtype: the same on all ranks.
@@ -170,14 +172,14 @@ impl PeerAllReduce {
         self.buffers.all_gather_into(arrays, counts, needs, ex)
     }
 
-    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements of each rank: the same on all
-    /// ranks.
+    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements of each rank, of this dtype: the
+    /// same on all ranks.
     pub fn fits_scatter(&self, dtype: DType, parts: &[usize]) -> bool {
         self.buffers.fits_scatter(dtype, parts)
     }
 
-    /// `out` [counts\[rank\], ..] f32 = this rank's part of the sum over the ranks of `input` [sum(counts), ..] f32; with `needs`
-    /// over those that need the row.
+    /// `out` [counts\[rank\], ..] f32 = this rank's part of the sum over the ranks of `input` [sum(counts), ..] f32 or bf16, added
+    /// in f32; with `needs` over those that need the row.
     ///
     /// # Errors
     /// A context on another stream than the group's; wrong dtypes or numbers of elements; what

@@ -80,6 +80,10 @@ impl PeerWindow {
 }
 
 impl Window for PeerWindow {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
     fn bytes(&self) -> usize {
         self.bytes
     }

@@ -1,7 +1,7 @@
 //! A residual stream of which each rank keeps some rows gives the norms of one that all keep whole.
 
 use half::bf16;
-use moe_comm::candle::Result;
+use moe_comm::candle::{DType, Result};
 use moe_comm::{Communicator, Exec, RowNeeds, View, ViewMut, partition, run_ranks};
 use proptest::prelude::*;
 
@@ -77,4 +77,21 @@ fn needed_rows_and_their_sums_travel() {
     let got: Vec<_> = got.into_iter().map(Result::unwrap).collect();
     assert!(got.iter().all(|(all, _)| *all == [10.0, 10.0, 12.0]));
     assert_eq!(got.into_iter().map(|(_, own)| own).collect::<Vec<_>>(), [vec![7.0, 5.0], vec![], vec![0.0]]);
+}
+
+/// Where nothing says otherwise, rounded parts are added in f32 and the sum is rounded as they are.
+#[test]
+fn rounded_parts_are_summed() {
+    let counts = [1, 2];
+    let got = run_ranks(2, |rank, comm| {
+        assert!(!comm.rounds_sums(100_000, 2048, DType::BF16), "host memory has no reason to");
+        let parts = [[1.0, 256.0, -3.0], [0.5, 1.0, 3.0]][rank].map(bf16::from_f32);
+        let (mut own, ex) = (vec![0f32; counts[rank]], &mut Exec::cpu());
+        let out = ViewMut::new(&mut own, &[counts[rank], 1])?;
+        comm.reduce_scatter_rounded(View::new(&parts, &[3, 1])?, &counts, None, out, ex)?;
+        Ok(own)
+    });
+    let got: Vec<_> = got.into_iter().map(Result::unwrap).collect();
+    // 257 lies between two numbers of bf16, and the even one is below.
+    assert_eq!(got, [vec![1.5], vec![256.0, 0.0]]);
 }

@@ -6,9 +6,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::DType;
 use model_runtime::{BlockContext, CausalLm, Exec, ParallelGroups, RankView, TensorSlice};
-#[cfg(feature = "nccl")]
-use moe_comm::PeerWindow;
 use moe_comm::{Communicator, Geometry, ParallelConfig, ThreadComm, Window};
+#[cfg(feature = "nccl")]
+use moe_comm::{NcclWindow, PeerWindow};
 use moe_layer::ChunkedMoe;
 use tracing::info;
 
@@ -157,7 +157,7 @@ fn load_place<F: ModelFamily>(
             Some(device) => ParallelGroups::new(&geometry, device.clone(), &mut ex)?,
             None => groups.clone(),
         };
-        let tensors = (source.tensors)(slices);
+        let (tensors, owners) = ((source.tensors)(slices), layers.ep.clone());
         let context = BlockContext {
             quant: Some(Arc::new(tensors.clone())),
             geometry: geometry.clone(),
@@ -170,7 +170,7 @@ fn load_place<F: ModelFamily>(
         let vb = tensors.var_builder(source.dtype, ex.device());
         let loaded = F::load(source.config, &(source.options)(context), vb);
         let loaded = loaded.with_context(|| format!("loading rank {}", geometry.rank))?;
-        let window = landing_window(loaded.model.as_ref(), groups.ep.as_ref(), &ex)?;
+        let window = landing_window(loaded.model.as_ref(), (groups.ep.as_ref(), owners), &ex)?;
         Ok((loaded, groups, window))
     };
     let (loaded, groups, window) = load().inspect_err(|e| comm.abort(&format!("{e:#}")))?;
@@ -178,26 +178,35 @@ fn load_place<F: ModelFamily>(
 }
 
 /// Where the experts of a layer that come to this rank's GPU arrive, made before the KV cache takes what memory is left; `None` where
-/// experts do not move between GPUs. A collective of `ep`, the hosts of the ranks that share the experts.
+/// experts do not move between GPUs. They travel over peer memory, or by NCCL where these GPUs have none. A collective of the ranks that
+/// share the experts: of their hosts, and of their GPUs.
 ///
 /// # Errors
-/// GPUs that cannot access each other's memory; no memory left.
+/// No memory left; whatever fails a collective.
 #[cfg(feature = "nccl")]
-fn landing_window(model: &dyn CausalLm, ep: &dyn Communicator, ex: &Exec) -> Result<Option<Arc<dyn Window>>> {
+fn landing_window(
+    model: &dyn CausalLm,
+    (hosts, gpus): (&dyn Communicator, Arc<dyn Communicator>),
+    ex: &Exec,
+) -> Result<Option<Arc<dyn Window>>> {
     let layers = model.info().moe.as_ref().map_or(0, |moe| moe.layers.len());
     let bytes = (0..layers).filter_map(|layer| model.placed_experts(layer)?.landing_bytes()).max();
     let Some(bytes) = bytes.filter(|_| ex.is_cuda()) else { return Ok(None) };
-    match PeerWindow::new(ep, &mut Exec::cpu(), bytes, ex)? {
+    match PeerWindow::new(hosts, &mut Exec::cpu(), bytes, ex)? {
         Ok(window) => Ok(Some(Arc::new(window))),
-        Err(why) => Err(usage(format!(
-            "--enable-eplb moves experts between GPUs that may access each other's memory, and these cannot: {why}; drop it, or \
-             choose GPUs of one host"
-        ))),
+        Err(why) => {
+            info!("experts move by NCCL, between steps: the ranks cannot share memory: {why}");
+            Ok(Some(Arc::new(NcclWindow::new(gpus, bytes, ex)?)))
+        }
     }
 }
 
 /// Experts move in host memory alone.
 #[cfg(not(feature = "nccl"))]
-fn landing_window(_: &dyn CausalLm, _: &dyn Communicator, _: &Exec) -> Result<Option<Arc<dyn Window>>> {
+fn landing_window(
+    _: &dyn CausalLm,
+    _: (&dyn Communicator, Arc<dyn Communicator>),
+    _: &Exec,
+) -> Result<Option<Arc<dyn Window>>> {
     Ok(None)
 }

@@ -64,39 +64,59 @@ __global__ void __launch_bounds__(kSortWarps * 32)
 constexpr int kListThreads = 256;
 constexpr int kListEach = 8;  // slots of a thread at a time
 
-/// A block for each local expert lists its slots in ascending order.
+constexpr int kListSegment = 1 << 14;  // slots of a block, at least
+constexpr int kListBlocks = 16;        // of an expert, at most
+
+/// Of every warp's `mine` the sum over the warps before this one; `total`: over all. `of_warp` is free again after the
+/// next barrier.
+__device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t mine, uint32_t* of_warp, uint32_t* total) {
+  constexpr int kWarps = kListThreads / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t before = warp_exclusive_sum(mine, total);
+  if (lane == 0) of_warp[warp] = *total;
+  __syncthreads();
+  const uint32_t before_warps = warp_exclusive_sum(lane < kWarps ? of_warp[lane] : 0, total);
+  return __shfl_sync(0xffffffffu, before_warps, warp) + before;
+}
+
+/// Lists the slots of each local expert in ascending order: block (expert, i) those of the i-th `segment`, behind as
+/// many as it counts before.
 ///
 /// Floor: every block reads 4 T K bytes of ids out of L2 and writes its part of as many. Predicted: two rounds of
 /// loads, a barrier and the launch to T K = 2,048, 2.2 us; 1 us more for each further 2,048. In place of the one block
-/// of moe_align_tokens, which takes 3.9 us at T K = 512 and 25.7 at 8,192 on an H200.
+/// of moe_align_tokens, which takes 3.9 us at T K = 512 and 25.7 at 8,192 on an H200. 32 experts of 128, measured: 5.1
+/// us at T K = 2,048, 12.2 at 16,384, by one block of each expert; by several 25 at 65,536 and 98 at 262,144, where 22
+/// were predicted: counting, which has 8 loads under way, waits for them.
 __global__ void __launch_bounds__(kListThreads)
-    list_slots(const Ids ids, int count, uint32_t* counts, uint32_t* lists) {
-  constexpr int kWarps = kListThreads / 32;
-  __shared__ uint32_t of_warp[kWarps];
-  const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    list_slots(const Ids ids, int count, int segment, uint32_t* counts, uint32_t* lists) {
+  __shared__ uint32_t of_warp[2][kListThreads / 32];
+  const int expert = blockIdx.x, begin = min(count, static_cast<int>(blockIdx.y) * segment);
+  const int end = min(count, begin + segment);
   uint32_t* list = lists + static_cast<size_t>(expert) * count;
   uint32_t listed = 0;
   pdl_launch_dependents();
   pdl_wait();
-  for (int base = 0; base < count; base += kListThreads * kListEach) {
+  if (begin > 0) {
+    uint32_t mine = 0;
+#pragma unroll 8
+    for (int slot = threadIdx.x; slot < begin; slot += kListThreads) mine += ids.local(slot) == expert ? 1 : 0;
+    block_exclusive_sum(mine, of_warp[1], &listed);
+  }
+  int odd = 0;
+  for (int base = begin; base < end; base += kListThreads * kListEach, odd ^= 1) {
     const int first = base + static_cast<int>(threadIdx.x) * kListEach;
     uint32_t mine = 0;  // a bit for each slot
 #pragma unroll
     for (int i = 0; i < kListEach; ++i)
-      if (first + i < count && ids.local(first + i) == expert) mine |= 1u << i;
+      if (first + i < end && ids.local(first + i) == expert) mine |= 1u << i;
     uint32_t total;
-    const uint32_t before = warp_exclusive_sum(__popc(mine), &total);
-    if (lane == 0) of_warp[warp] = total;
-    __syncthreads();
-    const uint32_t before_warps = warp_exclusive_sum(lane < kWarps ? of_warp[lane] : 0, &total);
-    uint32_t place = listed + __shfl_sync(0xffffffffu, before_warps, warp) + before;
+    uint32_t place = listed + block_exclusive_sum(__popc(mine), of_warp[odd], &total);
 #pragma unroll
     for (int i = 0; i < kListEach; ++i)
       if (mine >> i & 1u) list[place++] = first + i;
     listed += total;
-    __syncthreads();
   }
-  if (threadIdx.x == 0) counts[expert] = listed;
+  if (threadIdx.x == 0 && blockIdx.y == gridDim.y - 1) counts[expert] = listed;
 }
 
 /// Zeroes the rows of slots without a local expert: a block row per slot.
@@ -159,8 +179,10 @@ extern "C" int moe_any_list_slots(const void* topk_ids, const void* expert_map, 
   if (count < 0 || count > 0x7fff0000 || num_ids < 0 || num_local < 0) return cudaErrorInvalidValue;
   if (num_local == 0) return cudaSuccess;
   const Ids ids = {static_cast<const uint32_t*>(topk_ids), static_cast<const int32_t*>(expert_map), num_ids, num_local};
-  return launch(list_slots, {dim3(num_local), dim3(kListThreads), stream}, ids, count, static_cast<uint32_t*>(counts),
-                static_cast<uint32_t*>(lists));
+  const int blocks = min(max(count / kListSegment, 1), kListBlocks);
+  const int segment = round_up(ceil_div(count, blocks), kListThreads * kListEach);
+  return launch(list_slots, {dim3(num_local, blocks), dim3(kListThreads), stream}, ids, count, segment,
+                static_cast<uint32_t*>(counts), static_cast<uint32_t*>(lists));
 }
 
 /// Zeroes the rows of `out` [count, width] f32 whose slot has no local expert.

@@ -3,18 +3,21 @@
 //
 // Floor: 4 T K H bytes of f32 rows out of L2 (Qwen3-30B-A3B, T = 64: 4 MB, under 1 us; 256: 17 MB, 3.5 us), half of it
 // for bf16 rows, which come from memory; the fused form moves 10 T H more (T = 8,192: 436 MB, 95 us at 4.59 TB/s, 107
-// measured). At small T the time is latency: so the fused form takes the place of two launches.
+// measured). At small T the time is latency: so the fused form takes the place of two launches. Where ranks own
+// experts, the sum alone reads the rows of its own slots: of 4 x 8,192 tokens 268 MB instead of 1.07 GB.
 #include "experts/combine.cuh"
 #include "rows/norm.cuh"
 
 namespace moe {
 namespace {
 
-template <class Row>
+constexpr int kFewTokens = 64;  // of which other ranks' slots are read, too: 4 MB of f32 rows, out of L2
+
+template <bool kPresent, class Row>
 __global__ __launch_bounds__(256) void combine(const __grid_constant__ Combine<Row> a) {
   pdl_launch_dependents();
   pdl_wait();
-  combine_share(a);
+  combine_share<kPresent>(a);
 }
 
 /// A token's slot rows for norm_rows, kSlots of them in a part.
@@ -93,7 +96,9 @@ cudaError_t run(const CombineArgs& c, void* stream) {
   const Combine<Row> a = c.output == Output::kF32 ? combine_of<Row>(c, nullptr, static_cast<float*>(c.out))
                                                   : combine_of<Row>(c, static_cast<bf16*>(c.out), nullptr);
   const int64_t blocks = ceil_div(static_cast<int64_t>(c.tokens) * (c.hidden / Combine<Row>::kColumns), 256);
-  return launch(combine<Row>, {dim3(static_cast<unsigned>(blocks)), dim3(256), stream}, a);
+  const Launch l = {dim3(static_cast<unsigned>(blocks)), dim3(256), stream};
+  const bool elsewhere = c.expert_map != nullptr && c.tokens > kFewTokens;
+  return elsewhere ? launch(combine<true, Row>, l, a) : launch(combine<false, Row>, l, a);
 }
 
 template <class Row>

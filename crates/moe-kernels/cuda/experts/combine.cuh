@@ -45,9 +45,9 @@ __device__ __forceinline__ void add_weighted(float weight, const uint4& row, flo
   }
 }
 
-/// The i-th kColumns columns of one token. Rows of slots without a local expert are read, at once with ids and weights,
-/// and not used.
-template <class Row>
+/// The i-th kColumns columns of one token. Rows of slots without a local expert are read at once with ids and weights
+/// and not used, or, if kPresent, not read: where most are other ranks', the bytes saved are worth the wait for ids.
+template <bool kPresent, class Row>
 __device__ __forceinline__ void combine_columns(const Combine<Row>& a, int token, int i) {
   constexpr int kBatch = 8, kColumns = Combine<Row>::kColumns;  // independent loads in flight
   float sum[kColumns] = {};
@@ -60,8 +60,13 @@ __device__ __forceinline__ void combine_columns(const Combine<Row>& a, int token
       const int slot = token * a.top_k + min(k, a.top_k - 1);
       const bool present = k < a.top_k && local_expert(a.topk_ids[slot], a.expert_map, a.num_ids, a.num_local) >= 0;
       weight[b] = present ? a.topk_weights[slot] : 0;
-      row[b] = a.load(slot, i * kColumns);
-      if (!present) row[b] = uint4{0, 0, 0, 0};
+      row[b] = uint4{0, 0, 0, 0};
+      if constexpr (kPresent) {
+        if (present) row[b] = a.load(slot, i * kColumns);
+      } else {
+        const uint4 any = a.load(slot, i * kColumns);
+        if (present) row[b] = any;
+      }
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) add_weighted(weight[b], row[b], sum, 0, Row());
@@ -78,7 +83,7 @@ __device__ __forceinline__ void combine_columns(const Combine<Row>& a, int token
 }
 
 /// This block's share of all tokens and columns.
-template <class Row>
+template <bool kPresent = false, class Row>
 __device__ __forceinline__ void combine_share(const Combine<Row>& a) {
   const int columns = a.hidden / Combine<Row>::kColumns;
   const int64_t total = static_cast<int64_t>(a.tokens) * columns;
@@ -86,7 +91,7 @@ __device__ __forceinline__ void combine_share(const Combine<Row>& a) {
   const int64_t lane_group = static_cast<int64_t>(threadIdx.x / 32) * gridDim.x + blockIdx.x;
   const int64_t step = static_cast<int64_t>(blockDim.x) * gridDim.x;
   for (int64_t at = lane_group * 32 + threadIdx.x % 32; at < total; at += step)
-    combine_columns(a, static_cast<int>(at / columns), static_cast<int>(at % columns));
+    combine_columns<kPresent>(a, static_cast<int>(at / columns), static_cast<int>(at % columns));
 }
 
 }  // namespace moe

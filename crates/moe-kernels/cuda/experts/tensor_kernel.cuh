@@ -71,11 +71,14 @@ __device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
       }
     }
     if (work.product == 1) return;
-    fence_async_proxy();  // the copy engine of another block reads them
+    // The copy engine of another block reads them. This fence waits for nothing; that for the other blocks is one
+    // thread's.
+    fence_async_global();
     named_barrier(1, kConsumers * 32);
     if (threadIdx.x == 0) {
-      add_release(a.counters.progress(work.expert), work.rows);
-      add_release(a.counters.finished(), work.rows);
+      fence_release();
+      add_relaxed(a.counters.progress(work.expert), work.rows);
+      add_relaxed(a.counters.finished(), work.rows);
     }
   });
 }

@@ -14,13 +14,17 @@
 // sums travel back: whether a slot is sent follows from ids that every rank has, so nothing is counted and nothing
 // moves to another place. The first slot of a launch always travels.
 //
-// In short calls each thread sends and then receives. In long ones some warps send while others receive, and what half
-// a buffer does not hold is left to further launches.
+// Sums of thousands of rows of a model in bf16 may travel in bf16, half of the bytes: each rank's part is rounded once,
+// where the model rounds the sum, and they are added in f32 (share.cu says why that is no loss).
+//
+// In short calls each thread sends and then receives. In long ones some warps send while others receive, a sender has
+// several slots under way, and what half a buffer does not hold is left to further launches.
 //
 // Floor for one token of H = 2,048 in bf16 with 8 ids and weights on 4 GPUs: as for a sum (all_reduce.cu), 2 us: 12 KB
 // out. Predicted: 2.7 us, 64 tokens a rank (805 KB out at 350 GB/s) 5 us; the sums back, f32, 2.8 and 7 us. Two GPUs,
 // 1,024 tokens a rank: 4.3 MB out, 12 us and 3 for the launch; the sums back 8.4 MB, 24 + 3 us.
 #include "peer/peer.cuh"
+#include "peer/words.cuh"
 
 namespace moe {
 
@@ -49,41 +53,8 @@ namespace {
 constexpr int kThreads = 128;    // that send, and that receive: the same, or others
 constexpr int kBlocksPerSm = 2;  // all blocks of a launch must be resident at once
 constexpr int kMaxArrays = 4;
+constexpr int kBatch = 4;             // slots that a sender has under way: a short call's to all of four ranks
 constexpr uint32_t kLong = 1u << 17;  // slots of a rank from which on some warps send while others receive: 2 MiB
-
-/// kWords words that begin at a multiple of 2 bytes, or, with `aligned`, of their size.
-template <int kWords>
-__device__ __forceinline__ void load_words(const uint8_t* p, bool aligned, uint32_t (&w)[kWords]) {
-  static_assert(kWords == 2 || kWords == 4, "half a slot or a slot");
-  if (!aligned) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const uint16_t* halves = reinterpret_cast<const uint16_t*>(p) + 2 * i;
-      w[i] = __ldcg(halves) | static_cast<uint32_t>(__ldcg(halves + 1)) << 16;
-    }
-  } else if constexpr (kWords == 2) {
-    const uint2 v = __ldcg(reinterpret_cast<const uint2*>(p));
-    w[0] = v.x, w[1] = v.y;
-  } else {
-    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(p));
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  }
-}
-
-template <int kWords>
-__device__ __forceinline__ void store_words(uint8_t* p, bool aligned, const uint32_t (&w)[kWords]) {
-  if (!aligned) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      uint16_t* halves = reinterpret_cast<uint16_t*>(p) + 2 * i;
-      halves[0] = static_cast<uint16_t>(w[i]), halves[1] = static_cast<uint16_t>(w[i] >> 16);
-    }
-  } else if constexpr (kWords == 2) {
-    *reinterpret_cast<uint2*>(p) = {w[0], w[1]};
-  } else {
-    *reinterpret_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
-  }
-}
 
 /// An array of which each rank has a part.
 struct Array {
@@ -142,10 +113,10 @@ bool fill(const size_t* slots, int ranks, uint32_t most, Range& range) {
 /// Who of a block sends and who receives.
 struct Roles {
   uint32_t first, step;
-  bool sends, receives;
+  bool apart, sends, receives;
 
   __device__ __forceinline__ Roles() {
-    const bool apart = blockDim.x > kThreads;
+    apart = blockDim.x > kThreads;
     first = blockIdx.x * kThreads + threadIdx.x % kThreads;
     step = gridDim.x * kThreads;
     sends = !apart || threadIdx.x < kThreads;
@@ -188,26 +159,44 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
   pdl_wait();
   const Roles roles;
   const int rank = x.peers.rank, ranks = x.peers.ranks;
-  Turn turn = begin_turn(x);
-  if (roles.sends) {
-    for (uint32_t u = roles.first; u < range.sent(rank); u += roles.step) {
+  const uint32_t sent = roles.sends ? range.sent(rank) : 0;
+  Vec16 mine[kBatch];
+  uint32_t to[kBatch];
+  const auto load = [&](uint32_t first) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const uint32_t u = first + b * roles.step;
+      if (u >= sent) continue;
       uint32_t at = range.first + u;
-      const bool exists = u < range.counts[rank];
       const Array& part = arrays.of(rank, at);
-      const Vec16 mine = exists ? part.load(at) : Vec16{};
-      const uint32_t to = u == 0 ? 0xffffffffu : needs.of(arrays.at[0].begins[rank] + range.first + u);
+      mine[b] = u < range.counts[rank] ? part.load(at) : Vec16{};
+      to[b] = u == 0 ? 0xffffffffu : needs.of(arrays.at[0].begins[rank] + range.first + u);
+    }
+  };
+  load(roles.first);  // while the turn begins
+  Turn turn = begin_turn(x);
+  for (uint32_t first = roles.first; first < sent;) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const uint32_t u = first + b * roles.step;
+      if (u >= sent) continue;
       for (int i = 1; i < ranks; ++i) {
         const int p = peer_after(x, i);
-        if (to >> p & 1u) send(slot(x, turn, p, rank * x.vectors + u), mine);
+        if (to[b] >> p & 1u) send(slot(x, turn, p, rank * x.vectors + u), mine[b]);
       }
-      if (exists) part.store(rank, at, mine);
+      if (u >= range.counts[rank]) continue;
+      uint32_t at = range.first + u;
+      const Array& part = arrays.of(rank, at);
+      part.store(rank, at, mine[b]);
     }
+    first += kBatch * roles.step;
+    load(first);
   }
   if (!roles.receives) return;
   for (uint32_t u = roles.first; u < x.vectors; u += roles.step) {
     Vec16 v[kMaxRanks] = {};
     const uint32_t from = senders(x, arrays, range, needs, u);
-    receive(x, turn, v, from, 0, u, x.vectors);
+    receive(x, turn, v, from, 0, u, x.vectors, roles.apart);
 #pragma unroll
     for (int r = 0; r < kMaxRanks; ++r) {
       if (!(from >> r & 1u) || u >= range.counts[r]) continue;
@@ -218,7 +207,7 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
   }
 }
 
-/// All ranks' parts of sums, of vectors of 4.
+/// All ranks' parts of sums, of slots of 4 elements of f32 or 8 of bf16.
 struct Sums {
   const uint8_t* in;           // of this rank
   uint8_t* out;                // its part
@@ -226,7 +215,24 @@ struct Sums {
   bool aligned;
 };
 
-/// out = this rank's part of the sum over the ranks of `in`.
+/// Adds what a slot carries to `sum`, or, as the first that is added, puts it there.
+template <bool kNarrow>
+__device__ __forceinline__ void add_slot(float (&sum)[kNarrow ? 8 : 4], const Vec16& v, bool first) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (kNarrow) {
+      const float2 pair = unpack_bf16(v.word[i]);
+      sum[2 * i] = first ? pair.x : sum[2 * i] + pair.x;
+      sum[2 * i + 1] = first ? pair.y : sum[2 * i + 1] + pair.y;
+    } else {
+      const float x = __uint_as_float(v.word[i]);
+      sum[i] = first ? x : sum[i] + x;
+    }
+  }
+}
+
+/// out f32 = this rank's part of the sum over the ranks of `in`, which is f32 or, with kNarrow, bf16.
+template <bool kNarrow>
 __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
     scatter_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Sums sums,
                    const __grid_constant__ Range range, const __grid_constant__ Needs needs) {
@@ -234,43 +240,60 @@ __global__ void __launch_bounds__(2 * kThreads, kBlocksPerSm)
   pdl_wait();
   const Roles roles;
   const int rank = x.peers.rank, ranks = x.peers.ranks;
-  Turn turn = begin_turn(x);
   const auto part = [&](int r, uint32_t u) -> Vec16 {
     Vec16 v = {};
     if (u < range.counts[r])
       load_words(sums.in + (static_cast<size_t>(sums.begins[r]) + range.first + u) * 16, sums.aligned, v.word);
     return v;
   };
-  if (roles.sends) {
-    for (int i = 1; i < ranks; ++i) {
-      const int p = peer_after(x, i);
-      for (uint32_t u = roles.first; u < range.sent(p); u += roles.step)
-        if (u == 0 || needs.of(sums.begins[p] + range.first + u) >> rank & 1u)
-          send(slot(x, turn, p, rank * x.vectors + u), part(p, u));
+  // A thread's n-th slot to send: its first ones of all peers, then its second ones, because who receives adds up a
+  // slot of all ranks at once.
+  const uint32_t others = ranks - 1;
+  const auto peer = [&](uint32_t n) { return peer_after(x, 1 + static_cast<int>(n % others)); };
+  const auto place = [&](uint32_t n) { return roles.first + n / others * roles.step; };
+  Vec16 mine[kBatch];
+  bool needed[kBatch];
+  const auto load = [&](uint32_t n) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const uint32_t p = peer(n + b), u = place(n + b);
+      needed[b] = u < range.sent(p) && (u == 0 || needs.of(sums.begins[p] + range.first + u) >> rank & 1u);
+      if (needed[b]) mine[b] = part(p, u);
     }
+  };
+  if (roles.sends) load(0);  // while the turn begins
+  Turn turn = begin_turn(x);
+  for (uint32_t n = 0; roles.sends && place(n) < x.vectors;) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b)
+      if (needed[b]) send(slot(x, turn, peer(n + b), rank * x.vectors + place(n + b)), mine[b]);
+    n += kBatch;
+    load(n);
   }
   if (!roles.receives) return;
   const uint32_t peers = ((1u << ranks) - 1) & ~(1u << rank);
   for (uint32_t u = roles.first; u < range.sent(rank); u += roles.step) {
     // Under way while the others' are waited for.
-    const Vec16 mine = part(rank, u);
+    const Vec16 own = part(rank, u);
     Vec16 v[kMaxRanks] = {};
     const uint32_t added = u < range.counts[rank] ? needs.of(sums.begins[rank] + range.first + u) : 0;
-    receive(x, turn, v, peers & (u == 0 ? 0xffffffffu : added), 0, u, x.vectors);
+    receive(x, turn, v, peers & (u == 0 ? 0xffffffffu : added), 0, u, x.vectors, roles.apart);
     if (u >= range.counts[rank]) continue;
 #pragma unroll
     for (int r = 0; r < kMaxRanks; ++r)
-      if (r == rank) v[r] = mine;
-    uint32_t sum[4];
+      if (r == rank) v[r] = own;
+    float sum[kNarrow ? 8 : 4] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float all = added & 1u ? __uint_as_float(v[0].word[i]) : 0.f;
+    for (int r = 0; r < kMaxRanks; ++r)
+      if (r < ranks && (added >> r & 1u)) add_slot<kNarrow>(sum, v[r], r == 0);
+    uint8_t* to = sums.out + (static_cast<size_t>(range.first) + u) * sizeof(sum);
 #pragma unroll
-      for (int r = 1; r < kMaxRanks; ++r)
-        if (r < ranks && (added >> r & 1u)) all += __uint_as_float(v[r].word[i]);
-      sum[i] = __float_as_uint(all);
+    for (int i = 0; i < (kNarrow ? 2 : 1); ++i) {
+      const float* from = sum + 4 * i;
+      const uint32_t words[4] = {__float_as_uint(from[0]), __float_as_uint(from[1]), __float_as_uint(from[2]),
+                                 __float_as_uint(from[3])};
+      store_words(to + 16 * i, sums.aligned, words);
     }
-    store_words(sums.out + (static_cast<size_t>(range.first) + u) * 16, sums.aligned, sum);
   }
 }
 
@@ -301,8 +324,12 @@ cudaError_t launch_ranges(Kernel kernel, const Peers& peers, const size_t* slots
 
 cudaError_t load_gather_kernels() {
   cudaFuncAttributes attributes;
-  const cudaError_t e = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(gather_kernel));
-  return e == cudaSuccess ? cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(scatter_kernel)) : e;
+  const void* kernels[] = {reinterpret_cast<const void*>(gather_kernel),
+                           reinterpret_cast<const void*>(scatter_kernel<false>),
+                           reinterpret_cast<const void*>(scatter_kernel<true>)};
+  for (const void* kernel : kernels)
+    if (const cudaError_t e = cudaFuncGetAttributes(&attributes, kernel); e != cudaSuccess) return e;
+  return cudaSuccess;
 }
 
 }  // namespace moe
@@ -340,20 +367,20 @@ extern "C" int moe_peer_all_gather(const Peers* peers, const PeerArray* arrays, 
   return launch_ranges(gather_kernel, *peers, slots, all, needs, stream);
 }
 
-/// out = this rank's part of the sum over the ranks of `in` f32, which holds `vectors`[r] vectors of 4 for each rank r,
-/// in rank order; added in rank order. Addresses are multiples of 4 bytes. With `needs`, of each row the sum over the
-/// ranks that need it.
-extern "C" int moe_peer_reduce_scatter(const Peers* peers, const float* in, float* out, const uint32_t* vectors,
-                                       const Needs* needs, void* stream) {
+/// out f32 = this rank's part of the sum over the ranks of `in`, f32 or, if `narrow`, bf16, which holds `slots`[r]
+/// slots of 16 bytes for each rank r, in rank order; added in f32 in rank order. Addresses are multiples of 4 bytes, of
+/// bf16 of 2. With `needs`, of each row the sum over the ranks that need it.
+extern "C" int moe_peer_reduce_scatter(const Peers* peers, const void* in, int narrow, float* out,
+                                       const uint32_t* slots, const Needs* needs, void* stream) {
   if (!is_group(*peers) || (needs != nullptr && needs->row_slots == 0)) return cudaErrorInvalidValue;
-  Sums sums = {
-      reinterpret_cast<const uint8_t*>(in), reinterpret_cast<uint8_t*>(out), {}, is_aligned(in) && is_aligned(out)};
-  size_t slots[kMaxRanks] = {};
+  Sums sums = {static_cast<const uint8_t*>(in), reinterpret_cast<uint8_t*>(out), {}, is_aligned(in) && is_aligned(out)};
+  size_t all[kMaxRanks] = {};
   uint32_t begin = 0;
   for (int r = 0; r < peers->ranks; ++r) {
     sums.begins[r] = begin;
-    slots[r] = vectors[r];
-    begin += vectors[r];
+    all[r] = slots[r];
+    begin += slots[r];
   }
-  return launch_ranges(scatter_kernel, *peers, slots, sums, needs, stream);
+  return narrow != 0 ? launch_ranges(scatter_kernel<true>, *peers, all, sums, needs, stream)
+                     : launch_ranges(scatter_kernel<false>, *peers, all, sums, needs, stream);
 }

@@ -202,13 +202,17 @@ __device__ __forceinline__ Vec16 take(const Exchange& x, Turn& turn, uint32_t in
   return v;
 }
 
-/// Waits for the slots base + r * stride of the r in `wanted`, which rank `sender` + r fills, and empties them.
+/// Waits for the slots base + r * stride of the r in `wanted`, which rank `sender` + r fills, and empties them; with
+/// `pauses` as `take` does.
 template <int kCount>
 __device__ __forceinline__ void receive(const Exchange& x, Turn& turn, Vec16 (&v)[kCount], uint32_t wanted, int sender,
-                                        uint32_t base, uint32_t stride) {
+                                        uint32_t base, uint32_t stride, bool pauses = false) {
   const int own = x.peers.rank;
   uint32_t missing = wanted;
+  bool again = false;
   do {
+    if (again && pauses) __nanosleep(200);
+    again = true;
     // All loads are under way before the first is looked at.
 #pragma unroll
     for (int r = 0; r < kCount; ++r)

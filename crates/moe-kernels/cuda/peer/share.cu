@@ -260,7 +260,9 @@ extern "C" int moe_peer_share_add_rms_norm(const moe::Peers* peers, const float*
     const size_t at = static_cast<size_t>(begin) * hidden;
     const Rows a = {partial + at, residual + at, weight, out + at, eps, count, static_cast<uint32_t>(hidden), share};
     const Exchange x = {*peers, half, 0, 0};
-    const unsigned blocks = min(static_cast<unsigned>(kBlocksPerSm * limits.sms), share);
+    // Most of what a rank has to do for a row of its share is to send and take in those of the others.
+    const uint32_t wanted = ranks > 2 ? 2 * share : share;
+    const unsigned blocks = min(static_cast<uint32_t>(kBlocksPerSm * limits.sms), wanted);
     const Launch l = {dim3(blocks), dim3(kThreads), stream, hidden * sizeof(float)};
     if (const cudaError_t e = launch(share_kernel, l, x, a); e != cudaSuccess) return e;
   }

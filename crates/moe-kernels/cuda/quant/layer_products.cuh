@@ -154,6 +154,8 @@ struct Worker {
         mbarrier_wait(a.early() ? s.expert_full(0) : s.active_full(), 0);
         number = *s.number();
       }
+      // Of the kernel behind no block finds room before this one has ended; announced earlier it is slower.
+      if (pass + 1 == tiles.last) pdl_launch_dependents();
       run(pass, number);
       if (!tiles.down(pass)) continue;
       __syncthreads();

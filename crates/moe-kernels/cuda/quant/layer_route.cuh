@@ -69,22 +69,22 @@ __device__ __forceinline__ void stage_rows(const Args& a, const Shared& s, uint2
   }
 }
 
-/// A token's 1 / rms and the logit of expert e, if that is one, by one warp: to shared memory, and to all blocks, with
-/// the launch's number by which they know that it is this launch's.
-__device__ __forceinline__ void publish_logit(const Args& a, const Shared& s, int token, int e,
-                                              const layer::Turn& turn) {
+/// A token's 1 / rms, to all lanes of a warp, and the logit of expert e, if that is one, to all blocks, with the
+/// launch's number by which they know that it is this launch's.
+__device__ __forceinline__ float publish_logit(const Args& a, const Shared& s, int token, int e,
+                                               const layer::Turn& turn) {
   const int lane = threadIdx.x % 32;
   float v = lane < kWarps ? s.sums(token)[lane] : s.sums(a.tokens + token)[lane - kWarps];
 #pragma unroll
   for (int step = kWarps / 2; step > 0; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
   const float squares = __shfl_sync(0xffffffffu, v, 0);
   const float scale = a.norm == nullptr ? 1.0f : rsqrtf(squares * a.mean + a.eps);
-  if (lane == 0) s.scale()[token] = scale;
-  if (lane != kWarps || e >= a.route.experts || a.gate == nullptr) return;
+  if (lane != kWarps || e >= a.route.experts || a.gate == nullptr) return scale;
   float logit = v * scale;
   if (a.gate_bias != nullptr) logit += __bfloat162float(a.gate_bias[e]);
   const uint64_t word = static_cast<uint64_t>(turn.number()) << 32 | __float_as_uint(logit);
   store_relaxed(a.logits() + static_cast<size_t>(token) * a.route.experts + e, word);
+  return scale;
 }
 
 /// Logits of expert e, another one than the block's first, by all warps.
@@ -106,31 +106,39 @@ __device__ __forceinline__ int early_slot(const Args& a, int active) {
   return active < a.route.shared ? a.route.top_k + active : active - a.route.shared;
 }
 
-/// One expert of the only token.
-__device__ __forceinline__ void announce(const Args& a, const Shared& s, int active, uint32_t id) {
+/// What warps need beside the experts: the launch's number and the token's 1 / rms.
+struct Beside {
+  uint32_t number;
+  float scale;
+};
+
+/// One expert of the only token. What is beside it comes with the first one, from the lane that announces it.
+__device__ __forceinline__ void announce(const Args& a, const Shared& s, int active, uint32_t id,
+                                         const Beside& beside) {
+  if (active == 0) *s.number() = beside.number, *s.scale() = beside.scale;
   s.expert()[active] = static_cast<uint32_t>(local_expert(id, nullptr, a.num_ids(), a.num_local));
   mbarrier_arrive(s.expert_full(active));
 }
 
 /// A token's experts, by one warp. Every block makes the same choice.
 template <int kPerLane, bool kPlain>
-__device__ __forceinline__ void route(const Args& a, const Shared& s, int token, uint32_t number) {
+__device__ __forceinline__ void route(const Args& a, const Shared& s, int token, const Beside& beside) {
   const int lane = threadIdx.x % 32, slot = token * a.route.slots() + lane;
   const bool early = a.early();
   Choice c = {kNoExpert, 0.0f};
   if (a.valid == nullptr || static_cast<uint32_t>(token) < __ldcg(a.valid)) {
-    if (early && lane < a.route.shared) announce(a, s, lane, a.route.experts + lane);
+    if (early && lane < a.route.shared) announce(a, s, lane, a.route.experts + lane, beside);
     float score[kPerLane];
-    layer::await_logits(a, token, number, score);
+    layer::await_logits(a, token, beside.number, score);
     Choice* slots = s.chosen() + token * a.route.slots();
     c = choose<kPlain>(a.route, a.routing, token, score, slots, [&](int rank, uint32_t id) {
-      if (early) announce(a, s, a.route.shared + rank, id);
+      if (early) announce(a, s, a.route.shared + rank, id, beside);
     });
     __syncwarp();
     const int active = a.route.shared + lane;  // of ranks that nothing was left for
-    if (early && lane < a.route.top_k && s.expert()[active] == kUnknown) announce(a, s, active, kNoExpert);
+    if (early && lane < a.route.top_k && s.expert()[active] == kUnknown) announce(a, s, active, kNoExpert, beside);
   } else if (early && lane < a.route.slots()) {
-    announce(a, s, lane, kNoExpert);
+    announce(a, s, lane, kNoExpert, beside);
   }
   if (lane >= a.route.slots()) return;
   s.chosen()[slot] = c;

@@ -43,13 +43,14 @@ __global__ void __launch_bounds__(kThreads, 1) quant_layer_kernel(const __grid_c
     s.slot_of(0)[i] = early && i % kMaxTokens == 0 ? early_slot(a, i / kMaxTokens) : kNone;
   if (early && threadIdx.x < a.slots()) s.expert()[threadIdx.x] = kUnknown;
   if (threadIdx.x < kMaxTopK) mbarrier_init(s.expert_full(threadIdx.x), 1);
-  if (threadIdx.x == kMaxTopK) mbarrier_init(s.active_full(), kWarpArrivals);
+  if (threadIdx.x == kMaxTopK) mbarrier_init(s.active_full(), kWarpArrivals * a.tokens);
   pdl_wait();
   const layer::Turn turn(a);
   if (a.tokens == 1) stage_rows<1>(a, s, norm, gate);
   else stage_rows<4>(a, s, norm, gate);
   __syncthreads();
-  if (warp < a.tokens) publish_logit(a, s, warp, blockIdx.x, turn);
+  float scale = 0.0f;
+  if (warp < a.tokens) scale = publish_logit(a, s, warp, blockIdx.x, turn);
   if constexpr (kRoutes) {
     for (int e = blockIdx.x + gridDim.x; e < a.route.experts; e += gridDim.x) {
       __syncthreads();  // the sums before have been read
@@ -59,16 +60,14 @@ __global__ void __launch_bounds__(kThreads, 1) quant_layer_kernel(const __grid_c
     }
   }
   // The first warps choose, one for each token.
-  if (warp < max(a.tokens, 1)) {
-    if (warp == 0 && lane == 0) *s.number() = turn.number();
-    __syncwarp();
-    if constexpr (kRoutes) route<kPerLane, kPlain>(a, s, warp, turn.number());
+  if (warp < a.tokens) {
+    if (!early && lane == 0) s.scale()[warp] = scale;
+    if (!early && threadIdx.x == 0) *s.number() = turn.number();
+    if constexpr (kRoutes) route<kPerLane, kPlain>(a, s, warp, {turn.number(), scale});
     if (!early) {
       named_barrier(1, 32 * a.tokens);
-      if (warp == 0) {
-        build_active(a, s);
-        warp_arrive(s.active_full());
-      }
+      if (warp == 0) build_active(a, s);
+      warp_arrive(s.active_full());
     }
     if (threadIdx.x == 0) turn.end(a);
   }

@@ -85,8 +85,9 @@ __device__ __forceinline__ void unpack(const uint32_t* v, const uint32_t (&zero)
       const uint32_t low = and_or(q, 0x007f007fu, kPair128), top = and_or(q, 0x00800080u, kPair128);
       a[i] = add2(sub2(low, zero[row]), sub2(top, kPair256));
     } else {
-      const uint32_t q = row == 0 ? v[i / 2] << 8 : v[i / 2];
-      a[i] = mul2(and_or(q >> 4, 0x07f007f0u, q & 0x80008000u), kPair2To120);
+      // Both shifts from the word: a shift of what was shifted would be one more mask.
+      const uint32_t q = v[i / 2], rest = row == 0 ? q << 4 : q >> 4, sign = row == 0 ? q << 8 : q;
+      a[i] = mul2(and_or(rest, 0x07f007f0u, sign & 0x80008000u), kPair2To120);
     }
   }
 }

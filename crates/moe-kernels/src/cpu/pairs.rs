@@ -6,7 +6,6 @@
 
 use std::arch::x86_64::*;
 use std::cell::RefCell;
-use std::mem::transmute;
 
 use super::avx512;
 use super::gemm::{Method, UnitWeights, Work, even_parts};
@@ -135,7 +134,7 @@ struct Tile<'a> {
 /// # Safety
 /// The processor must support AVX-512 BF16.
 #[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl")]
-#[allow(clippy::extra_unused_type_parameters)] // `with_rows` names a type.
+#[expect(clippy::extra_unused_type_parameters, reason = "`with_rows` names the type of the weights")]
 unsafe fn multiply<T, const M: usize, const N: usize>(t: Tile) {
     let Some((out, _)) = t.out.split_first_chunk_mut::<M>() else { return };
     let mut acc = [[_mm512_setzero_ps(); N]; M];
@@ -153,9 +152,8 @@ unsafe fn multiply<T, const M: usize, const N: usize>(t: Tile) {
             let x = _mm512_castsi512_ps(_mm512_set1_epi32(x[m] as i32));
             for n in 0..N {
                 // SAFETY: vectors of f32 and of pairs of bf16 are the same 64 bytes.
-                let (x, w) =
-                    unsafe { (transmute::<__m512, __m512bh>(x), transmute::<__m512, __m512bh>(w[n])) };
-                acc[m][n] = _mm512_dpbf16_ps(acc[m][n], x, w);
+                let pairs = |v| unsafe { std::mem::transmute::<__m512, __m512bh>(v) };
+                acc[m][n] = _mm512_dpbf16_ps(acc[m][n], pairs(x), pairs(w[n]));
             }
         }
     }

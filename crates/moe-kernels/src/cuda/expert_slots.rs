@@ -19,7 +19,7 @@ use crate::buffer::Buffer;
 use crate::exec::Exec;
 use crate::residency::{ExpertTraffic, Place, Residency, max_passes};
 use crate::view::View;
-use crate::weight::Weight;
+use crate::weight::{Weight, WeightView};
 
 const OP: &str = "expert_slots";
 
@@ -31,8 +31,8 @@ const MEASUREMENTS: usize = 3;
 pub struct ExpertSlots {
     num_experts: usize,
     num_slots: usize,
-    /// Bytes of an expert's w13 and w2.
-    lens: [usize; 2],
+    /// Bytes of an expert's w13 and w2: of floats one pair, of quantised weights one of integers, of scales and of zero points.
+    lens: Vec<[usize; 2]>,
     /// As `ExpertResidencyArgs` has them: [E], [E], [S], [E], [E], [1 + 2 S], \[2\].
     place: Buffer,
     heat: Buffer,
@@ -47,45 +47,56 @@ pub struct ExpertSlots {
 }
 
 impl ExpertSlots {
-    /// Splits the packs of a layer, w13 [E, 2I, H] and w2 [E, H, I] in rows on a device: the first `num_slots` experts stay there,
-    /// in packs of their own that come along, the others go home. The caller drops the packs that were given, if the
+    /// Splits the packs of a layer, w13 [E, 2I, H] and w2 [E, H, I] in rows or quantised on a device: the first `num_slots` experts stay
+    /// there, in packs of their own that come along, the others go home. The caller drops the packs that were given, if the
     /// memory is to be free.
     ///
     /// # Errors
-    /// Quantised packs; no slot, or one for every expert; experts whose products are no multiples of 16 bytes; memory that the
-    /// device or the host refuses.
+    /// Quantised packs with act-order, or in different formats; no slot, or one for every expert; experts whose arrays are no
+    /// multiples of 16 bytes; memory that the device or the host refuses.
     pub fn split(packs: [&Weight; 2], num_slots: usize, ex: &Exec) -> Result<(Self, [Weight; 2])> {
-        let (num_experts, lens) = (packs[0].dims()[0], [packs[0].expert_len()?, packs[1].expert_len()?]);
+        let num_experts = packs[0].dims()[0];
         if num_slots == num_experts {
             bail!("{OP}: expected fewer slots than the {num_experts} experts, got {num_slots}")
         }
         let residency = Residency::new(num_experts, num_slots)?;
-        if lens.iter().any(|len| !len.is_multiple_of(16)) {
-            bail!("{OP}: expected products of an expert in multiples of 16 bytes, got {lens:?}")
+        packs.iter().try_for_each(|pack| pack.expert_len().map(drop))?;
+        let guards = [packs[0].read()?, packs[1].read()?];
+        let [w13, w2] = [guards[0].view()?.arrays(OP)?, guards[1].view()?.arrays(OP)?];
+        let len = |all: &View| bytes_of(*all) / num_experts;
+        let lens: Vec<[usize; 2]> = w13.iter().zip(&w2).map(|(w13, w2)| [len(w13), len(w2)]).collect();
+        if w13.len() != w2.len() || lens.as_flattened().iter().any(|len| !len.is_multiple_of(16)) {
+            bail!(
+                "{OP}: expected arrays of an expert in multiples of 16 bytes, as many of w13 as of w2, got {lens:?} bytes of {} and {}",
+                w13.len(),
+                w2.len()
+            )
         }
-        let (expert, num_homes) = (lens[0] + lens[1], num_experts - num_slots);
+        let num_homes = num_experts - num_slots;
+        let expert: usize = lens.as_flattened().iter().sum();
         let context = ex.cuda(OP)?.stream.context().clone();
         let mut homes = LockedMemory::new(&context, num_homes.saturating_mul(expert))?;
-        let mut split = |pack: &Weight, first: usize, len: usize| -> Result<Weight> {
-            let guard = pack.read()?;
-            let all = guard.view()?.rows(OP)?;
-            let mut dims = all.dims().to_vec();
-            dims[0] = num_slots;
-            let mut slots = Buffer::unspecified_on(ex.device(), all.dtype(), &dims)?;
-            ex.copy(all.narrow(0, num_slots)?, slots.view_mut())?;
-            for (home, bytes) in homes.chunks_exact_mut(expert).enumerate() {
-                send_home(all.narrow(num_slots + home, 1)?, &mut bytes[first..first + len], ex)?;
-            }
-            Weight::new(slots.into_tensor()?)
+        let mut regions = split_regions(&mut homes, &lens, num_homes);
+        let mut keep = |all: &[View], which: usize| -> Result<Vec<Buffer>> {
+            let each = all.iter().zip(&mut regions).zip(&lens);
+            each.map(|((all, region), lens)| {
+                let places = region.chunks_exact_mut(lens[0] + lens[1]).map(|home| {
+                    let (first, second) = home.split_at_mut(lens[0]);
+                    if which == 0 { first } else { second }
+                });
+                keep_some(*all, num_experts, num_slots, places, ex)
+            })
+            .collect()
         };
-        let slots = split(packs[0], 0, lens[0]).and_then(|w13| Ok([w13, split(packs[1], lens[0], lens[1])?]));
+        let kept = keep(&w13, 0).and_then(|kept| Ok([kept, keep(&w2, 1)?]));
         // Also after a failure: packs and homes may be freed next, so no copy may still be under way.
         ex.synchronize()?;
-        let slots = slots?;
+        let [w13, w2] = kept?;
+        let slots = [packs[0].of_arrays(w13, num_slots)?, packs[1].of_arrays(w2, num_slots)?];
         Ok((Self::new(&residency, lens, homes, ex)?, slots))
     }
 
-    fn new(residency: &Residency, lens: [usize; 2], homes: LockedMemory, ex: &Exec) -> Result<Self> {
+    fn new(residency: &Residency, lens: Vec<[usize; 2]>, homes: LockedMemory, ex: &Exec) -> Result<Self> {
         let (num_experts, num_slots) = (residency.places().len(), residency.held().len());
         let words: Vec<i32> = residency.places().iter().map(|place| word(*place)).collect();
         let held: Vec<i32> = residency.held().iter().map(|&expert| expert as i32).collect();
@@ -129,7 +140,7 @@ impl ExpertSlots {
 
     /// Brings the experts of a pass into the slots: of the step's first one those that `topk_ids` [T, K] u32 names, as far as
     /// there are slots, of later ones those that are left. `packs` are w13 and w2 of the slots, in the order of the stream.
-    pub(crate) fn fetch(&self, first: bool, topk_ids: View, packs: [View; 2]) -> Result<()> {
+    pub(crate) fn fetch(&self, first: bool, topk_ids: View, packs: [WeightView; 2]) -> Result<()> {
         let cuda = &self.cuda;
         let table = |name, buffer: &Buffer| cuda.read(OP, name, buffer.view()).map(<*const c_void>::cast_mut);
         let args = ExpertResidencyArgs {
@@ -151,26 +162,46 @@ impl ExpertSlots {
         self.exchange(packs)
     }
 
-    /// Carries out the list of exchanges.
-    fn exchange(&self, [w13, w2]: [View; 2]) -> Result<()> {
+    /// Carries out the list of exchanges: a launch for each pair of arrays.
+    fn exchange(&self, [w13, w2]: [WeightView; 2]) -> Result<()> {
         let cuda = &self.cuda;
-        for (name, pack, len) in [("w13", w13, self.lens[0]), ("w2", w2, self.lens[1])] {
-            let (expected, got) = (self.num_slots * len, pack.elem_count() * pack.dtype().size_in_bytes());
-            if expected != got {
-                bail!("{OP}: expected {name} of {} slots, {expected} bytes, got {got}", self.num_slots)
+        let (w13, w2) = (w13.arrays(OP)?, w2.arrays(OP)?);
+        let mut homes = self.homes_address;
+        for (i, lens) in self.lens.iter().enumerate() {
+            let pair = [&w13, &w2].map(|arrays| arrays.get(i).copied());
+            let [Some(w13), Some(w2)] = pair else {
+                bail!(
+                    "{OP}: expected {} arrays of each pack, got {} and {}",
+                    self.lens.len(),
+                    w13.len(),
+                    w2.len()
+                )
+            };
+            for (name, array, len) in [("w13", w13, lens[0]), ("w2", w2, lens[1])] {
+                let (expected, got) = (self.num_slots * len, bytes_of(array));
+                if expected != got {
+                    bail!("{OP}: expected {name} of {} slots, {expected} bytes, got {got}", self.num_slots)
+                }
             }
+            let args = ExpertExchangeArgs {
+                exchanges: cuda.read(OP, "exchanges", self.exchanges.view())?,
+                w13: cuda.read::<c_void>(OP, "w13", w13)?.cast_mut(),
+                w2: cuda.read::<c_void>(OP, "w2", w2)?.cast_mut(),
+                homes: homes as *mut _,
+                w13_bytes: i64::try_from(lens[0]).map_err(candle_core::Error::wrap)?,
+                w2_bytes: i64::try_from(lens[1]).map_err(candle_core::Error::wrap)?,
+            };
+            // SAFETY: slots and homes have the sizes checked here and by `split`, the list names some of each, and only launches
+            // of this stream read or write them.
+            cuda.check("expert_exchange", unsafe { ffi::moe_expert_exchange(&args, cuda.raw()?) })?;
+            homes += ((self.num_experts - self.num_slots) * (lens[0] + lens[1])) as u64;
         }
-        let args = ExpertExchangeArgs {
-            exchanges: cuda.read(OP, "exchanges", self.exchanges.view())?,
-            w13: cuda.read::<c_void>(OP, "w13", w13)?.cast_mut(),
-            w2: cuda.read::<c_void>(OP, "w2", w2)?.cast_mut(),
-            homes: self.homes_address as *mut _,
-            w13_bytes: i64::try_from(self.lens[0]).map_err(candle_core::Error::wrap)?,
-            w2_bytes: i64::try_from(self.lens[1]).map_err(candle_core::Error::wrap)?,
-        };
-        // SAFETY: slots and homes have the sizes checked here and by `split`, the list names some of each, and only launches
-        // of this stream read or write them.
-        cuda.check("expert_exchange", unsafe { ffi::moe_expert_exchange(&args, cuda.raw()?) })
+        Ok(())
+    }
+
+    /// Bytes of an expert.
+    fn expert_bytes(&self) -> usize {
+        self.lens.as_flattened().iter().sum()
     }
 
     /// What steps have needed and fetched, after all work before: waits for the device.
@@ -183,7 +214,7 @@ impl ExpertSlots {
         Ok(ExpertTraffic {
             num_experts: self.num_experts,
             num_slots: self.num_slots,
-            expert_bytes: self.lens[0] + self.lens[1],
+            expert_bytes: self.expert_bytes(),
             needed: counts[0] as u64,
             fetched: counts[1] as u64,
         })
@@ -201,7 +232,7 @@ impl ExpertSlots {
         let list = Buffer::from_vec(list, &[1 + 2 * self.num_slots])?;
         ex.copy_from_host(list.view(), self.exchanges.view_mut())?;
         let (w13, w2) = (w13.read()?, w2.read()?);
-        let packs = [w13.view()?.rows(OP)?, w2.view()?.rows(OP)?];
+        let packs = [w13.view()?, w2.view()?];
         let mut best = f64::INFINITY;
         for _ in 0..2 * MEASUREMENTS {
             let start = Instant::now();
@@ -209,7 +240,7 @@ impl ExpertSlots {
             self.cuda.synchronize()?;
             best = best.min(start.elapsed().as_secs_f64());
         }
-        Ok((count * (self.lens[0] + self.lens[1])) as f64 / best)
+        Ok((count * self.expert_bytes()) as f64 / best)
     }
 }
 
@@ -245,11 +276,42 @@ fn on_device(words: Vec<i32>, ex: &Exec) -> Result<Buffer> {
     Ok(copy)
 }
 
+/// Homes as a region for each pair of arrays, which has those of an expert one after the other.
+fn split_regions<'a>(mut homes: &'a mut [u8], lens: &[[usize; 2]], num_homes: usize) -> Vec<&'a mut [u8]> {
+    let region = |lens: &[usize; 2]| {
+        let (region, rest) = std::mem::take(&mut homes).split_at_mut(num_homes * (lens[0] + lens[1]));
+        homes = rest;
+        region
+    };
+    lens.iter().map(region).collect()
+}
+
+/// An array's part of the first experts, copied to memory of its own; those of the others are on their way home.
+fn keep_some<'a>(
+    all: View,
+    num_experts: usize,
+    num_slots: usize,
+    homes: impl Iterator<Item = &'a mut [u8]>,
+    ex: &Exec,
+) -> Result<Buffer> {
+    let all = all.reshape(&[all.elem_count()])?;
+    let each = all.elem_count() / num_experts;
+    let mut kept = Buffer::unspecified_on(ex.device(), all.dtype(), &[num_slots * each])?;
+    ex.copy(all.narrow(0, num_slots * each)?, kept.view_mut())?;
+    for (home, bytes) in homes.enumerate() {
+        send_home(all.narrow((num_slots + home) * each, each)?, bytes, ex)?;
+    }
+    Ok(kept)
+}
+
+fn bytes_of(view: View) -> usize {
+    view.elem_count() * view.dtype().size_in_bytes()
+}
+
 /// Puts a copy from the device to `home` on the stream; the caller waits for it before either side goes.
 fn send_home(expert: View, home: &mut [u8], ex: &Exec) -> Result<()> {
     let cuda = ex.cuda(OP)?;
-    let (address, bytes) =
-        (cuda.read::<u8>(OP, "pack", expert)?, expert.elem_count() * expert.dtype().size_in_bytes());
+    let (address, bytes) = (cuda.read::<u8>(OP, "pack", expert)?, bytes_of(expert));
     if bytes != home.len() {
         bail!("{OP}: expected a home of {bytes} bytes, got {}", home.len())
     }

@@ -111,7 +111,8 @@ launchers! {
         peers: *const PeerBuffers, arrays: *const PeerArray, count: i32, needs: *const PeerNeeds
     );
     moe_peer_reduce_scatter(
-        peers: *const PeerBuffers, input: *const f32, out: *mut f32, vectors: *const u32, needs: *const PeerNeeds
+        peers: *const PeerBuffers, input: *const c_void, narrow: i32, out: *mut f32, slots: *const u32,
+        needs: *const PeerNeeds
     );
 
     // any dtype and shape; pointers aligned to elements

@@ -17,7 +17,7 @@ use crate::exec::Exec;
 use crate::ops::ExpertGroups;
 use crate::plan::{DequantiseCall, DequantiseForm, Form, QuantWeights};
 use crate::quant::{
-    PackedScales, QuantRows, QuantUse, TILE_ROWS, TileRow, TileScratch, Tiles, check_matrices,
+    ACT_ORDER, PackedScales, QuantRows, QuantUse, TILE_ROWS, TileRow, TileScratch, Tiles, check_matrices,
 };
 use crate::scheme::QuantScheme;
 use crate::spec::Activation;
@@ -134,6 +134,57 @@ impl DevicePack {
         of(&self.q)
             + of(&self.scales)
             + [&self.zeros, &self.perm].into_iter().flatten().map(of).sum::<usize>()
+    }
+
+    /// Bytes of one matrix: its integers, scales and zero points.
+    ///
+    /// # Errors
+    /// Matrices each with an order of columns of its own (act-order): they do not take each other's place.
+    pub(crate) fn expert_len(&self) -> Result<usize> {
+        if self.perm.is_some() {
+            bail!("an expert's weights: {ACT_ORDER}")
+        }
+        // Of no matrix nothing is known but that nothing comes.
+        Ok(self.bytes().checked_div(self.tiles.dims[0]).unwrap_or(0))
+    }
+
+    /// The pieces of matrix `expert`, as [`expert_len`](Self::expert_len) counts them.
+    pub(crate) fn expert_pieces(&self, expert: usize) -> Result<Vec<View<'_>>> {
+        let experts = self.tiles.dims[0].max(1);
+        let pieces = self.arrays().into_iter().map(|all| {
+            let len = all.elem_count() / experts;
+            all.narrow(expert * len, len)
+        });
+        pieces.collect()
+    }
+
+    /// Integers, scales and zero points of all matrices, one dimension each.
+    pub(crate) fn arrays(&self) -> Vec<View<'_>> {
+        let all = [Some(&self.q), Some(&self.scales), self.zeros.as_ref()];
+        all.into_iter().flatten().map(Buffer::view).collect()
+    }
+
+    /// Another number of matrices in the order of these, from such arrays.
+    ///
+    /// # Errors
+    /// Other arrays; matrices each with an order of columns of its own.
+    pub(crate) fn of_arrays(&self, arrays: Vec<Buffer>, experts: usize) -> Result<Self> {
+        self.expert_len()?;
+        let mut tiles = self.tiles.clone();
+        tiles.dims[0] = experts;
+        let (Self { device, usage, scale_rows, .. }, mut arrays) = (self, arrays.into_iter());
+        let (Some(q), Some(scales), zeros, None) =
+            (arrays.next(), arrays.next(), arrays.next(), arrays.next())
+        else {
+            bail!("an expert's weights: expected integers, scales and zero points")
+        };
+        let (device, usage, scale_rows) = (device.clone(), *usage, *scale_rows);
+        Ok(Self { tiles, device, usage, q, scales, scale_rows, zeros, perm: None })
+    }
+
+    /// How the scales are kept: two packs may differ in that if their values do.
+    pub(crate) fn scale_form(&self) -> String {
+        format!("scales of {} for {} of {TILE_ROWS} rows", self.scales.dtype().as_str(), self.scale_rows)
     }
 
     /// The pack as launchers take it.

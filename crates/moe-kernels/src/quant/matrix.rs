@@ -57,7 +57,7 @@ impl QuantMatrix {
     /// time, on the threads of `ex` (and once more if the scales turn out not to be f16 after some have been read).
     ///
     /// # Errors
-    /// No matrix; different shapes or schemes; weights that are not quantised; K that groups do not divide; segments that
+    /// No matrix; different shapes or schemes; weights that are not quantised; segments that
     /// do not divide K; an odd number of rows for gate and up; rows that a reader hands over wrong (sizes, integers beyond
     /// their bits, FP8 NaN); what a reader reports.
     pub fn pack(matrices: &[&dyn QuantRows], usage: QuantUse, ex: &Exec) -> Result<Self> {
@@ -248,16 +248,13 @@ pub(crate) fn check_matrices(
             )
         }
     }
-    check(n, width, scheme, usage)?;
+    check(n, scheme, usage)?;
     Ok(((n, width), scheme))
 }
 
 /// Refuses shapes and schemes that do not go together.
-fn check(n: usize, k: usize, scheme: QuantScheme, usage: QuantUse) -> Result<()> {
+fn check(n: usize, scheme: QuantScheme, usage: QuantUse) -> Result<()> {
     match scheme {
-        QuantScheme::Int { bits: 4 | 8, .. } if k > 0 && !k.is_multiple_of(scheme.group_size(k)) => {
-            bail!("{scheme}: groups of {} columns do not divide K = {k}", scheme.group_size(k))
-        }
         QuantScheme::Int { bits: 4 | 8, .. } | QuantScheme::Fp8 { .. } => {}
         other => bail!("expected int4, int8 or fp8 weights to pack, got {other}"),
     }

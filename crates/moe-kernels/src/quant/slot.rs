@@ -13,6 +13,10 @@ use super::QuantMatrix;
 use super::packing::{Scales, ScalesView};
 use crate::cpu::simd::LANES;
 
+/// Why an expert cannot take the place of another one.
+pub(crate) const ACT_ORDER: &str = "experts with act-order have an order of columns of their own and cannot move; requantise without it \
+                                    (desc_act)";
+
 impl QuantMatrix {
     /// Bytes of one expert.
     ///
@@ -20,10 +24,7 @@ impl QuantMatrix {
     /// Experts each with an order of columns of its own (act-order): they do not take each other's place.
     pub(crate) fn expert_len(&self) -> Result<usize> {
         if self.parts.iter().any(|part| part.columns.x.is_some()) {
-            bail!(
-                "an expert's weights: experts with act-order have an order of columns of their own and cannot move; requantise \
-                 without it (desc_act)"
-            )
+            bail!("an expert's weights: {ACT_ORDER}")
         }
         let scales = self.panels() * self.groups() * LANES;
         let zeros = if self.packed.zeros.is_empty() { 0 } else { scales };

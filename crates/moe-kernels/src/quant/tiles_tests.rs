@@ -204,6 +204,8 @@ fn every_weight_lies_where_the_order_says() -> Result<()> {
             ],
         ),
         (200, vec![fp8(Fp8Scales::Block { n: 16, k: 128 }), fp8(Fp8Scales::Channel), int(4, 0, true, false)]),
+        // The last group is shorter.
+        (192, vec![int(4, 128, true, false), int(8, 128, false, false), int(4, 128, true, true)]),
         (128, vec![int(4, 128, false, true), int(8, 32, false, true), fp8(Fp8Scales::Tensor)]),
     ] {
         for scheme in schemes {

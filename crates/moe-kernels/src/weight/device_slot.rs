@@ -1,22 +1,37 @@
 //! One expert of a pack on a device as bytes, without the host: what ranks copy from GPU to GPU when an expert moves.
+//!
+//! An expert of floats lies in one piece, a quantised one in up to three: integers, scales, zero points. Its bytes are those of its
+//! pieces, one after the other.
+
+use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{Result, bail};
 
+use super::quantised::{Pack, Quantised};
 use super::slot::OP;
-use super::{Held, Weight};
+use super::{Held, Weight, WeightView};
+use crate::buffer::Buffer;
 use crate::exec::Exec;
 use crate::storage::{Data, DataMut, DeviceSlice};
 use crate::tensor::TensorView;
 use crate::view::{View, ViewMut};
 
 impl Weight {
-    /// Shows the bytes [`expert_len`](Weight::expert_len) u8 of `expert` of a pack [E, N, K] on a device, in the order that
-    /// [`expert_bytes`](Weight::expert_bytes) has on the CPU.
+    /// Shows the bytes [`expert_len`](Weight::expert_len) u8 of `expert` of a pack [E, N, K] on a device piece by piece, each with its
+    /// place among them.
     ///
     /// # Errors
-    /// A matrix; quantised weights; weights on the CPU; an expert that there is not; those of `see`.
-    pub fn see_expert<R>(&self, expert: usize, see: impl FnOnce(View<'_>) -> Result<R>) -> Result<R> {
-        self.on_device(expert, |bytes, len| see(View::from_data(Data::Device(bytes), &[len])?))
+    /// Those of `expert_len`; weights on the CPU; an expert that there is not; those of `see`.
+    pub fn see_expert(
+        &self,
+        expert: usize,
+        mut see: impl FnMut(Range<usize>, View<'_>) -> Result<()>,
+    ) -> Result<()> {
+        self.each_piece(expert, |place, bytes| {
+            let len = place.len();
+            see(place, View::from_data(Data::Device(bytes), &[len])?)
+        })
     }
 
     /// Overwrites `expert` of a pack on a device, and of all its clones, by bytes there, in the order of the context's stream.
@@ -24,21 +39,67 @@ impl Weight {
     /// # Errors
     /// Those of [`see_expert`](Self::see_expert); another number of bytes, with nothing changed.
     pub fn replace_expert(&self, expert: usize, bytes: View<'_>, ex: &Exec) -> Result<()> {
-        self.on_device(expert, |own, len| {
-            if bytes.elem_count() != len {
-                bail!("{OP}: expected {len} bytes, got {}", bytes.elem_count())
-            }
-            ex.copy(bytes, ViewMut::from_data(DataMut::Device(own), &[len])?)
+        let len = self.checked(expert)?;
+        if bytes.elem_count() != len {
+            bail!("{OP}: expected {len} bytes, got {}", bytes.elem_count())
+        }
+        self.each_piece(expert, |place, own| {
+            let new = bytes.narrow(place.start, place.len())?;
+            ex.copy(new, ViewMut::from_data(DataMut::Device(own), &[place.len()])?)
         })
     }
 
-    fn on_device<R>(&self, expert: usize, f: impl FnOnce(DeviceSlice<'_>, usize) -> Result<R>) -> Result<R> {
-        let len = self.checked(expert)?;
-        let Held::Values(values, _) = &self.0 else { bail!("{OP}: expected floats, got a quantised pack") };
-        let guard = TensorView::new(values)?;
-        match guard.view()?.narrow(expert, 1)?.data() {
-            Data::Device(slice) => f(slice.bytes(), len),
+    /// Another number of experts in the order of this pack, from arrays as [`WeightView::arrays`] shows them.
+    pub(crate) fn of_arrays(&self, mut arrays: Vec<Buffer>, experts: usize) -> Result<Self> {
+        let mut dims = self.dims().to_vec();
+        dims[0] = experts;
+        match &self.0 {
+            Held::Values(..) => match arrays.pop().filter(|_| arrays.is_empty()) {
+                Some(rows) => Self::new(rows.into_tensor()?.reshape(dims)?),
+                None => bail!("{OP}: expected one array of floats"),
+            },
+            Held::Quantised(q) => match &q.pack {
+                Pack::Cuda(pack) => {
+                    let pack = Pack::Cuda(Arc::new(pack.of_arrays(arrays, experts)?));
+                    Ok(Self(Held::Quantised(Quantised { pack, dims, dtype: q.dtype })))
+                }
+                Pack::Cpu(_) => bail!("{OP}: expected a pack on a CUDA device, got one on the CPU"),
+            },
+        }
+    }
+
+    fn each_piece(
+        &self,
+        expert: usize,
+        mut each: impl FnMut(Range<usize>, DeviceSlice<'_>) -> Result<()>,
+    ) -> Result<()> {
+        self.checked(expert)?;
+        let mut first = 0;
+        let mut piece = |piece: View<'_>| match piece.data() {
+            Data::Device(slice) => {
+                let place = first..first + piece.elem_count() * piece.dtype().size_in_bytes();
+                first = place.end;
+                each(place, slice.bytes())
+            }
             _ => bail!("{OP}: expected a pack on a CUDA device, got one on the CPU"),
+        };
+        match &self.0 {
+            Held::Values(values, _) => piece(TensorView::new(values)?.view()?.narrow(expert, 1)?),
+            Held::Quantised(q) => match &q.pack {
+                Pack::Cuda(pack) => pack.expert_pieces(expert)?.into_iter().try_for_each(piece),
+                Pack::Cpu(_) => bail!("{OP}: expected a pack on a CUDA device, got one on the CPU"),
+            },
+        }
+    }
+}
+
+impl<'a> WeightView<'a> {
+    /// What a pack on a device consists of, experts one after the other in each: its rows, or the integers, scales and zero points of a
+    /// quantised one.
+    pub(crate) fn arrays(&self, op: &str) -> Result<Vec<View<'a>>> {
+        match self {
+            Self::Quantised(q) => Ok(q.device_pack(op)?.arrays()),
+            _ => Ok(vec![self.rows(op)?]),
         }
     }
 }

@@ -18,7 +18,7 @@ impl Weight {
     /// Bytes of one expert of a pack [E, N, K], as [`expert_bytes`](Self::expert_bytes) gives them.
     ///
     /// # Errors
-    /// A matrix; quantised experts on a device, or each with an order of columns of its own.
+    /// A matrix; quantised experts each with an order of columns of its own.
     pub fn expert_len(&self) -> Result<usize> {
         let &[_, n, k] = self.dims() else { bail!("{OP}: expected a pack [E, N, K], got {:?}", self.dims()) };
         match &self.0 {
@@ -26,9 +26,7 @@ impl Weight {
             Held::Quantised(q) => match &q.pack {
                 Pack::Cpu(matrix) => matrix.read().expert_len(),
                 #[cfg(feature = "cuda")]
-                Pack::Cuda(_) => {
-                    bail!("{OP}: on a CUDA device quantised experts cannot be replaced one by one")
-                }
+                Pack::Cuda(pack) => pack.expert_len(),
             },
         }
     }
@@ -72,6 +70,18 @@ impl Weight {
                 Pack::Cuda(_) => bail!("{OP}: a pack on a CUDA device"),
             },
         }
+    }
+
+    /// What two packs of equal experts must have in common for [`expert_bytes`](Self::expert_bytes) of one to mean the same in
+    /// the other, beside shape and dtype: on a device the scales of quantised ones, which are kept as short as they all allow.
+    pub fn expert_form(&self) -> String {
+        #[cfg(feature = "cuda")]
+        if let Held::Quantised(q) = &self.0
+            && let Pack::Cuda(pack) = &q.pack
+        {
+            return pack.scale_form();
+        }
+        String::new()
     }
 
     pub(super) fn checked(&self, expert: usize) -> Result<usize> {

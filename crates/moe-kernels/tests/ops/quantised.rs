@@ -103,11 +103,11 @@ pub fn int(bits: u8, group: usize, zero_point: bool, act_order: bool) -> QuantSc
     QuantScheme::Int { bits, group, zero_point, act_order }
 }
 
-/// Every kind of scheme, for K that 96 divides, or any K where the group is the row.
+/// Every kind of scheme, for K that 96 divides, or any K where the group is the row or the last one is shorter.
 pub fn schemes(k: usize) -> Vec<QuantScheme> {
     let mut all = Vec::new();
     for bits in [4, 8] {
-        for group in [0, 32, 48].into_iter().filter(|g| *g == 0 || k.is_multiple_of(*g)) {
+        for group in [0, 32, 48, 40].into_iter().filter(|g| matches!(g, 0 | 40) || k.is_multiple_of(*g)) {
             all.extend([(false, false), (true, false), (true, true)].map(|(z, a)| int(bits, group, z, a)));
         }
     }

@@ -9,7 +9,7 @@ use crate::format::IntFormat;
 /// The groups of columns \[K\], or `None` if they are consecutive and the format says so.
 ///
 /// # Errors
-/// A group out of range; groups that are not of the same size; an order although the format has none.
+/// A group out of range; groups that are not of the same size, the last one aside; an order although the format has none.
 pub(super) fn groups_of_columns(
     int: IntFormat,
     k: usize,
@@ -25,19 +25,21 @@ pub(super) fn groups_of_columns(
     if found.iter().all(|group| *group == -1) {
         found = (0..k).map(|column| (column / size) as i64).collect();
     }
-    let mut counts = vec![0usize; k / size];
+    let mut counts = vec![0usize; k.div_ceil(size)];
     for (column, group) in found.iter().enumerate() {
         let slot = usize::try_from(*group).ok().and_then(|group| counts.get_mut(group));
         let Some(slot) = slot else {
             return Err(format!(
                 "column {column} is of group {group}, but there are groups 0 to {}",
-                k / size - 1
+                counts.len() - 1
             ));
         };
         *slot += 1;
     }
-    if let Some(group) = counts.iter().position(|count| *count != size) {
-        return Err(format!("group {group} has {} columns, expected {size}", counts[group]));
+    // The last one may be shorter.
+    let expected = |group: usize| size.min(k - group * size);
+    if let Some(group) = (0..counts.len()).find(|group| counts[*group] != expected(*group)) {
+        return Err(format!("group {group} has {} columns, expected {}", counts[group], expected(group)));
     }
     if int.act_order {
         return Ok(Some(found.into_iter().map(|group| group as u32).collect()));

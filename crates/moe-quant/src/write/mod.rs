@@ -9,7 +9,7 @@ use safetensors::Dtype;
 
 use crate::error::QuantError;
 use crate::format::{Format, IntFormat};
-use crate::layout::layout;
+use crate::layout::{check_groups, layout};
 
 pub use header::{Exception, header};
 pub use pack::pack;
@@ -86,9 +86,9 @@ impl StoredSpec {
 /// GPTQ has `g_idx` with and without act-order, as its makers write it; `weight_shape` is I64.
 ///
 /// # Errors
-/// A format that is not written; sizes that it cannot hold; another dtype than F16, BF16 and F32.
+/// A format that is not written; sizes that it cannot hold, a shorter last group among them; another dtype than F16, BF16 and F32.
 pub fn stored(format: Format, n: usize, k: usize, scales: Dtype) -> Result<Vec<StoredSpec>, QuantError> {
-    written(format)?;
+    let int = written(format)?;
     if !matches!(scales, Dtype::F16 | Dtype::BF16 | Dtype::F32) {
         let problem = format!("scales are written in F16, BF16 or F32, not in {scales:?}");
         return Err(QuantError::matrix(format.name(), problem));
@@ -99,6 +99,7 @@ pub fn stored(format: Format, n: usize, k: usize, scales: Dtype) -> Result<Vec<S
         _ => Dtype::I32,
     };
     let specs = layout(format, n, k)?.into_iter();
+    check_groups(&format!("{} [{n}, {k}]", format.name()), int, k)?;
     Ok(specs
         .map(|mut spec| StoredSpec {
             suffix: spec.suffix,

@@ -65,6 +65,21 @@ fn g_idx_is_checked() {
     assert_eq!(error, "layer.up_proj.g_idx: group 0 has 31 columns, expected 32");
 }
 
+/// DeepSeek-V2-Lite's dense layer has 85.5 groups of 128 columns.
+#[test]
+fn the_last_group_of_gptq_may_be_shorter() {
+    let format = format(0, 4, 32, false, false);
+    let g_idx_in_order = (0..80).map(|column| column / 32).collect();
+    let mut tensors = pack(format, &Matrix { g_idx: g_idx_in_order, ..plain_matrix(8, 80, 3, 8) });
+    let reader = open(format, (8, 80), &tensors).unwrap();
+    assert_eq!((reader.shape(), reader.scheme().groups(80)), ((8, 80), 3));
+    let error = reader.columns(0..40).unwrap_err().to_string();
+    assert!(error.contains("cut a group of 32 in two; tensor-parallel sizes that work: 1;"), "{error}");
+    g_idx(&mut tensors, 79, 1);
+    let error = open(format, (8, 80), &tensors).unwrap_err().to_string();
+    assert_eq!(error, "layer.up_proj.g_idx: group 1 has 33 columns, expected 32");
+}
+
 #[test]
 fn an_order_without_act_order_is_refused() {
     let mut matrix = plain_matrix(8, 64, 2, 8);
@@ -122,7 +137,7 @@ fn a_shape_that_contradicts_is_refused() {
 fn sizes_that_a_format_cannot_hold() {
     let fault = |format, n, k| layout(format, n, k).unwrap_err().to_string();
     assert!(
-        fault(format(0, 4, 128, false, false), 8, 192).contains("groups of 128 columns do not divide 192")
+        fault(format(2, 4, 128, false, false), 8, 192).contains("groups of 128 columns do not divide 192")
     );
     assert!(fault(format(3, 4, 32, false, false), 8, 48).contains("groups of 32 columns do not divide 48"));
     assert!(
@@ -142,8 +157,8 @@ fn sizes_that_a_format_cannot_hold() {
     let plain = Reader::new("m", Format::Plain, (8, 64), |_| None).unwrap_err().to_string();
     assert!(plain.contains("not quantised"), "{plain}");
     let error =
-        Reader::new("m", format(0, 4, 128, false, false), (8, 192), |_| None).unwrap_err().to_string();
-    assert!(error.starts_with("m (gptq [8, 192]): groups of 128"), "{error}");
+        Reader::new("m", format(3, 4, 128, false, false), (8, 192), |_| None).unwrap_err().to_string();
+    assert!(error.starts_with("m (pack-quantized [8, 192]): groups of 128"), "{error}");
 }
 
 #[test]

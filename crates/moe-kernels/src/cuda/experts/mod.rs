@@ -98,7 +98,7 @@ fn run(args: &FusedExperts, resident: Option<&ExpertSlots>, mut out: ViewMut, ex
         bail!("{op}: no kernel of this device computes experts that come to it in {passes} passes")
     }
     let fetch = |pass: usize| match resident {
-        Some(slots) => slots.fetch(pass == 0, args.topk_ids, [args.w13.rows(op)?, args.w2.rows(op)?]),
+        Some(slots) => slots.fetch(pass == 0, args.topk_ids, [args.w13, args.w2]),
         None => Ok(()),
     };
     fetch(0)?;

@@ -157,16 +157,16 @@ impl PeerBuffers {
         })
     }
 
-    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements of each rank: the same answer on
-    /// all ranks.
+    /// Whether [`reduce_scatter_into`](Self::reduce_scatter_into) takes parts of so many elements of each rank, of this dtype: the
+    /// same answer on all ranks.
     pub fn fits_scatter(&self, dtype: DType, parts: &[usize]) -> bool {
         let ranks = parts.len() == self.ranks as usize;
-        ranks && dtype == DType::F32 && slots_of_all(dtype, parts).is_some()
+        ranks && matches!(dtype, DType::F32 | DType::BF16) && slots_of_all(dtype, parts).is_some()
     }
 
-    /// `out` [counts\[rank\], ..] = this rank's part of the sum over the ranks of `input` [sum(counts), ..], both f32 of any
-    /// alignment: additions in rank order, the same bits in every run. `counts` has one entry per rank and is the same on all ranks.
-    /// With `needs` as in [`all_gather_into`](Self::all_gather_into), of each row the sum over the owners of its token's experts.
+    /// `out` [counts\[rank\], ..] f32 = this rank's part of the sum over the ranks of `input` [sum(counts), ..], f32 or bf16; any
+    /// alignment. Additions in f32 in rank order, the same bits in every run. `counts` has one entry per rank and is the same on
+    /// all ranks. With `needs` as in [`all_gather_into`](Self::all_gather_into), of each row the sum over the owners of its token's experts.
     ///
     /// # Errors
     /// A view that does not lie on the context's device; wrong dtypes or numbers of elements; what
@@ -180,25 +180,25 @@ impl PeerBuffers {
         ex: &mut Exec,
     ) -> Result<()> {
         let (op, cuda) = ("peer reduce_scatter", ex.cuda("peer reduce_scatter")?);
-        expect_dtype(op, "input", &input, DType::F32)?;
-        let vectors = parts(&input, counts)
-            .filter(|parts| self.fits_scatter(out.dtype(), parts))
-            .and_then(|parts| slots_of_all(DType::F32, &parts));
-        let Some(vectors) = vectors else {
-            let dtype = out.dtype().as_str();
+        let dtype = input.dtype();
+        expect_dtype(op, "out", &out, DType::F32)?;
+        let parts = parts(&input, counts).filter(|parts| self.fits_scatter(dtype, parts));
+        let Some((slots, parts)) = parts.and_then(|parts| Some((slots_of_all(dtype, &parts)?, parts))) else {
             bail!(
-                "{op}: expected rows of f32 of {} ranks in vectors of 4, got counts {counts:?} of dims {:?} into {dtype}",
+                "{op}: expected rows of f32 or bf16 of {} ranks in slots of 16 bytes, got counts {counts:?} of {} of dims {:?}",
                 self.ranks,
+                dtype.as_str(),
                 input.dims()
             )
         };
         let needs = needs.map(|needs| PeerNeeds::new(op, &input, needs, cuda)).transpose()?;
-        let own = vectors[self.rank as usize] as usize * 4;
+        let own = parts[self.rank as usize];
         expect_dims(op, "out", &out.as_view().reshape(&[out.elem_count()])?, &[own])?;
         let (input, to) = (cuda.read(op, "input", input)?, cuda.write(op, "out", &mut out)?);
+        let (narrow, slots) = (i32::from(dtype == DType::BF16), slots.as_ptr());
         // SAFETY: dtypes and sizes are checked above; the buffers are the promise of `new`.
         cuda.check(op, unsafe {
-            ffi::moe_peer_reduce_scatter(self, input, to, vectors.as_ptr(), address(&needs), cuda.raw()?)
+            ffi::moe_peer_reduce_scatter(self, input, narrow, to, slots, address(&needs), cuda.raw()?)
         })
     }
 }
@@ -229,7 +229,8 @@ mod tests {
         assert!(gathers([0; 4]) && gathers([128; 4]) && gathers([5000, 0, 17, 256]));
         assert!(!gathers([1 << 32, 0, 0, 0]), "slots are counted in 32 bits");
         assert!(group.fits_scatter(DType::F32, &[2048 * 128, 0, 4, 8]));
-        assert!(!group.fits_scatter(DType::BF16, &[2048; 4]) && !group.fits_scatter(DType::F32, &[6; 4]));
+        assert!(group.fits_scatter(DType::BF16, &[2048; 4]) && !group.fits_scatter(DType::BF16, &[12; 4]));
+        assert!(!group.fits_scatter(DType::F16, &[2048; 4]) && !group.fits_scatter(DType::F32, &[6; 4]));
         assert!(!group.fits_scatter(DType::F32, &[4; 3]), "three parts of four ranks");
         assert!(!group.fits_gather([(DType::F32, &[4; 4][..]); 5].into_iter()));
     }

@@ -1,0 +1,177 @@
+//! A window that a group's own collectives fill: for GPUs of several hosts, or that cannot access each other's memory.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::CudaEvent;
+use candle_core::{DType, Result, bail};
+use moe_kernels::cuda::{mapped_bytes, mapped_bytes_mut};
+use moe_kernels::{Buffer, Exec, View, ViewMut};
+
+use crate::communicator::{Communicator, ReduceOp};
+use crate::round::lock;
+use crate::window::{Transfer, TransferSource, Window, batches};
+
+/// Bytes of a batch: what leaves a rank, and what comes to it, lies in staging memory of this size.
+const STAGE: usize = 32 << 20;
+
+/// The [`Window`] of a rank of a group that exchanges by its communicator.
+///
+/// Exchanges are on the stream of the steps, in order with the collectives of layers, so that two of them never wait for each other on
+/// different GPUs; a step that follows waits for them. Only what reads the arrived bytes runs beside the steps.
+pub struct NcclWindow {
+    comm: Arc<dyn Communicator>,
+    bytes: usize,
+    /// The stream of the steps.
+    main: Exec,
+    side: Exec,
+    ordinal: usize,
+    /// This rank's memory, and its address.
+    _own: Buffer,
+    address: u64,
+    /// What leaves, and what has come.
+    staging: Mutex<[Buffer; 2]>,
+    /// The end of what used the window last.
+    used: Mutex<CudaEvent>,
+}
+
+impl NcclWindow {
+    /// A window of the ranks of `comm`, which exchanges device memory, on the device of `ex`. Each rank has as many bytes as the one that
+    /// asks for most. A collective of `comm`.
+    ///
+    /// # Errors
+    /// A context on the CPU; no memory left; whatever fails a collective of `comm`.
+    pub fn new(comm: Arc<dyn Communicator>, bytes: usize, ex: &Exec) -> Result<Self> {
+        let ordinal = ex.stream()?.context().ordinal();
+        let mut most = [i64::try_from(bytes).map_err(candle_core::Error::wrap)?];
+        comm.all_reduce(ViewMut::new(&mut most, &[1])?, ReduceOp::Max, &mut ex.clone())?;
+        let bytes = most[0].max(1) as usize;
+        let side = Exec::on(&moe_kernels::cuda::device(ordinal)?)?;
+        let used = Mutex::new(side.stream()?.record_event(None).w()?);
+        let stage =
+            || Buffer::unspecified_on(ex.device(), DType::U8, &[STAGE.min(bytes * comm.world_size())]);
+        let staging = Mutex::new([stage()?, stage()?]);
+        let own = Buffer::unspecified_on(ex.device(), DType::U8, &[bytes])?;
+        let address = ex.address("NCCL window", "memory", own.view())? as u64;
+        Ok(Self { comm, bytes, main: ex.clone(), side, ordinal, _own: own, address, staging, used })
+    }
+
+    /// The address of bytes of this rank.
+    fn address(&self, at: usize, len: usize) -> Result<u64> {
+        match at.checked_add(len) {
+            Some(end) if end <= self.bytes => Ok(self.address + at as u64),
+            _ => bail!(
+                "{self:?}: expected {} bytes of a rank, got {at}..{at} + {len} of rank {}",
+                self.bytes,
+                self.rank()
+            ),
+        }
+    }
+
+    fn own_mut(&self, at: usize, len: usize) -> Result<ViewMut<'_>> {
+        let address = self.address(at, len)?;
+        // SAFETY: the memory lives as long as `own`; who reads it waits for this rank's streams, by the contract of `Window`.
+        unsafe { mapped_bytes_mut(address, len, self.ordinal) }
+    }
+
+    /// Exchanges ranges of some transfers, which fit the staging memory.
+    fn exchange(
+        &self,
+        transfers: &[Transfer],
+        batch: &[(usize, Range<usize>)],
+        source: &TransferSource<'_>,
+    ) -> Result<()> {
+        let (rank, ranks) = (self.rank(), self.comm.world_size());
+        let between = |from, to| {
+            batch.iter().filter(move |(i, _)| (transfers[*i].from, transfers[*i].to) == (from, to))
+        };
+        let bytes = |from, to| between(from, to).map(|(_, range)| range.len()).sum::<usize>();
+        let send: Vec<usize> = (0..ranks).map(|to| bytes(rank, to)).collect();
+        let receive: Vec<usize> = (0..ranks).map(|from| bytes(from, rank)).collect();
+        let mut staging = lock(&self.staging);
+        let [leaves, comes] = &mut *staging;
+        // What goes to a rank lies together, in the order of the transfers, and so does what comes from one.
+        let mut first = 0;
+        for (number, range) in (0..ranks).flat_map(|to| between(rank, to)) {
+            source(*number, range.clone(), &mut |place, bytes| {
+                let at = first + place - range.start;
+                self.main.copy(bytes, leaves.view_mut().narrow(at, bytes.elem_count())?)
+            })?;
+            first += range.len();
+        }
+        let (input, out) = (leaves.view().narrow(0, first)?, comes.view_mut());
+        let out = out.narrow(0, receive.iter().sum())?;
+        self.comm.all_to_all_v(input, &send, out, &receive, &mut self.main.clone())?;
+        let mut first = 0;
+        for (number, range) in (0..ranks).flat_map(|from| between(from, rank)) {
+            let to = self.own_mut(transfers[*number].at + range.start, range.len())?;
+            self.main.copy(comes.view().narrow(first, range.len())?, to)?;
+            first += range.len();
+        }
+        Ok(())
+    }
+}
+
+impl Window for NcclWindow {
+    fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn context(&self) -> &Exec {
+        &self.side
+    }
+
+    fn put(&self, from: View<'_>, rank: usize, at: usize) -> Result<()> {
+        if from.dtype() != DType::U8 {
+            bail!("{self:?}: expected bytes, got {}", from.dtype().as_str())
+        }
+        if rank != self.rank() {
+            bail!(
+                "{self:?}: expected bytes for this rank, got some for rank {rank}, which an exchange alone reaches"
+            )
+        }
+        self.side.copy(from, self.own_mut(at, from.elem_count())?)
+    }
+
+    fn carry(&self, transfers: &[Transfer], source: &TransferSource<'_>) -> Result<()> {
+        for batch in batches(transfers, STAGE) {
+            self.exchange(transfers, &batch, source)?;
+        }
+        let arrived = self.main.stream()?.record_event(None).w()?;
+        self.side.stream()?.wait(&arrived).w()
+    }
+
+    fn own(&self, at: usize, len: usize) -> Result<View<'_>> {
+        let address = self.address(at, len)?;
+        // SAFETY: the memory lives as long as `own`, which the view borrows; who writes it is agreed by the users.
+        unsafe { mapped_bytes(address, len, self.ordinal) }
+    }
+
+    fn used_by(&self, ex: &Exec) -> Result<()> {
+        lock(&self.used).record(ex.stream()?).w()
+    }
+
+    fn wait_unused(&self) -> Result<()> {
+        lock(&self.used).synchronize().w()?;
+        self.side.synchronize()
+    }
+}
+
+impl fmt::Debug for NcclWindow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NcclWindow(rank {} of {}, {} bytes)", self.rank(), self.comm.world_size(), self.bytes)
+    }
+}
+
+impl Drop for NcclWindow {
+    fn drop(&mut self) {
+        // Copies of this rank use its memory. There is nobody to tell about a failure.
+        let _ = self.wait_unused().and_then(|()| self.main.synchronize());
+    }
+}
