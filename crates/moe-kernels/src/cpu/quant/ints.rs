@@ -294,8 +294,8 @@ fn step<S: Simd, Q: Quants>(s: S, q: &[u8], i: usize) -> &[u8] {
 }
 
 /// Adds the integer sums of a block of nibbles. Of the four nibbles of 16 bits the second and third are multiplied where
-/// they stand, 16 and 256 times too large, and summed apart: four instructions to unpack in the place of six. The fourth has
-/// sums of its own because those of one would wait for each other. The sums are divided exactly, before those of the third, 256 * 15 * 32767 for a column, can pass 2^31.
+/// they stand, 16 and 256 times too large, and summed apart: four instructions to unpack in the place of six. On wide registers
+/// the fourth has sums of its own, because those of one would wait for each other. The sums are divided exactly, before those of the third, 256 * 15 * 32767 for a column, can pass 2^31.
 #[inline(always)]
 fn in_place<S: Simd, const M: usize, const N: usize>(
     s: S,
@@ -306,6 +306,7 @@ fn in_place<S: Simd, const M: usize, const N: usize>(
     /// Steps with two columns of each place.
     const STEPS: usize = 8;
     const { assert!(2 * STEPS * 256 * 15 * 32767 < 1 << 31) };
+    let apart = S::TILE_VECTORS == 2;
     let (mut second, mut fourth) = ([[s.splat_word(0); N]; M], [[s.splat_word(0); N]; M]);
     for (at, x) in x.chunks(STEPS).enumerate() {
         let mut third = [[s.splat_word(0); N]; M];
@@ -316,7 +317,8 @@ fn in_place<S: Simd, const M: usize, const N: usize>(
                     acc[m][n] = s.dot_i16(acc[m][n], x[0][m], w[0]);
                     second[m][n] = s.dot_i16(second[m][n], x[1][m], w[1]);
                     third[m][n] = s.dot_i16(third[m][n], x[2][m], w[2]);
-                    fourth[m][n] = s.dot_i16(fourth[m][n], x[3][m], w[3]);
+                    let last = if apart { &mut fourth } else { &mut *acc };
+                    last[m][n] = s.dot_i16(last[m][n], x[3][m], w[3]);
                 }
             }
         }
@@ -328,8 +330,10 @@ fn in_place<S: Simd, const M: usize, const N: usize>(
     }
     for m in 0..M {
         for n in 0..N {
-            let last = s.add_words(fourth[m][n], s.sixteenth(second[m][n]));
-            acc[m][n] = s.add_words(acc[m][n], last);
+            acc[m][n] = s.add_words(acc[m][n], s.sixteenth(second[m][n]));
+            if apart {
+                acc[m][n] = s.add_words(acc[m][n], fourth[m][n]);
+            }
         }
     }
 }
