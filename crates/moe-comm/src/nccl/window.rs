@@ -54,7 +54,7 @@ impl NcclWindow {
             || Buffer::unspecified_on(ex.device(), DType::U8, &[STAGE.min(bytes * comm.world_size())]);
         let staging = Mutex::new([stage()?, stage()?]);
         let own = Buffer::unspecified_on(ex.device(), DType::U8, &[bytes])?;
-        let address = ex.address("NCCL window", "memory", own.view())? as u64;
+        let address = ex.address("NCCL window", "memory", own.view())?;
         Ok(Self { comm, bytes, main: ex.clone(), side, ordinal, _own: own, address, staging, used })
     }
 
