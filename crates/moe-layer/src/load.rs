@@ -226,6 +226,10 @@ fn load_quantised(
     if emulates {
         return Ok(ExpertWeights::load(spec, experts)?.emulating(scheme));
     }
+    if !alike(source, &prefix, options.router.num_experts)? {
+        warn!("experts loaded as floats: {prefix}: expected one scheme for all experts, got several");
+        return ExpertWeights::load(spec, experts);
+    }
     let segments = geometry.expert_intermediate(options.intermediate_size)?.local_segments.len();
     let (dtype, ex) = (experts.dtype(), Exec::on(experts.device())?);
     let w13 = Weight::quantised(source, &gate_up, QuantUse::GateUp, dtype, &ex)?;
@@ -244,6 +248,20 @@ fn load_quantised(
         (Opened::Floats, _) => {}
     }
     ExpertWeights::load(spec, experts)
+}
+
+/// Whether each matrix has one scheme in all experts, also in those of other ranks: else a rank whose own are alike would multiply integers
+/// where another multiplies floats, and the bits of a token would depend on the number of ranks.
+fn alike(source: &dyn QuantSource, prefix: &str, experts: usize) -> Result<bool> {
+    for name in ["gate_proj", "up_proj", "down_proj"] {
+        let first = source.scheme(&format!("{prefix}.0.{name}"))?;
+        for id in 1..experts {
+            if source.scheme(&format!("{prefix}.{id}.{name}"))? != first {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
 }
 
 /// The oracle's experts for a prepare/finalize backend.

@@ -261,6 +261,13 @@ fn ranks<F: ModelFamily>(config: &str) {
                 cases.push(Case::new(made.quantised, dtype, parallel));
             }
         }
+        // Experts of two schemes, of which some ranks have one alone: all ranks load floats.
+        let two = |parallel: &ParallelConfig| {
+            name == "gptq dynamic" && parallel.enable_expert_parallel && parallel.tp * parallel.dp == 2
+        };
+        for parallel in backends().into_iter().filter(two) {
+            cases.push(Case::new(made.quantised, DType::BF16, parallel));
+        }
         if name.contains("channel") || ["fp8 tensor", "fp8 static", "gptq4 zeros"].contains(&name) {
             cases.push(Case::new(
                 made.quantised,

@@ -92,7 +92,7 @@ impl Communicator for NcclComm {
         hidden: usize,
         dtype: DType,
     ) -> std::result::Result<(), &'static str> {
-        match PeerAllReduce::is_small(rows, hidden, self.world_size()) {
+        match PeerAllReduce::is_small(rows, hidden) {
             true => Err("every rank adds up so few rows in one launch"),
             false if self.world_size() == 1 => Err("there is one rank"),
             false if dtype != DType::BF16 => {

@@ -71,11 +71,9 @@ impl PeerAllReduce {
         Ok(Ok(Self { buffers, rank, ranks, status, stream, _shared: shared }))
     }
 
-    /// Whether so many rows of H elements in f32 are few enough for every one of so many ranks to add them all up. Two ranks do that
-    /// in one hop; more of them need two hops as sharing the rows does, which moves half of the bytes.
-    pub fn is_small(rows: usize, hidden: usize, ranks: usize) -> bool {
-        let most = if ranks > 2 { Self::CAPACITY / 4 } else { Self::CAPACITY };
-        rows.saturating_mul(hidden).saturating_mul(size_of::<f32>()) <= most
+    /// Whether so many rows of H elements in f32 are few enough for every rank to add them all up.
+    pub fn is_small(rows: usize, hidden: usize) -> bool {
+        rows.saturating_mul(hidden).saturating_mul(size_of::<f32>()) <= Self::CAPACITY
     }
 
     /// Whether [`all_reduce_into`](Self::all_reduce_into) takes so many elements of a dtype: the same on all ranks.
