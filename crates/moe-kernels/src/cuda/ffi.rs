@@ -65,6 +65,8 @@ launchers! {
 
     moe_fp8_places(args: *const Fp8PlacesArgs);
     moe_fp8_quantise(args: *const Fp8QuantiseArgs);
+    moe_fp8_linear(args: *const Fp8LinearArgs);
+    moe_fp8_rows(w: *const QuantPack, rows scales: Out);
     moe_fp8_experts_gate_up(args: *const Fp8ExpertsArgs);
     moe_fp8_experts_down(args: *const Fp8ExpertsArgs);
 
