@@ -8,8 +8,9 @@ use super::{Form, Machine, Reason};
 /// Limits of the one launch.
 const MAX_EXPERTS: usize = 1024;
 const MAX_TOP_K: usize = 32;
-/// Limits of addition and norm inside of it: a block of a cluster makes a row in its registers.
-const MAX_NORMED_ROWS: usize = 128;
+/// Limits of addition and norm inside of it: a block of a cluster makes a row in its registers. With more rows a launch of their
+/// own is faster (docs/kernels-labbook.md).
+const MAX_NORMED_ROWS: usize = 64;
 const MAX_NORMED_HIDDEN: usize = 8192;
 
 /// Sizes of a router whose rule the kernels know (`Gate`).

@@ -192,8 +192,7 @@ fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
     assert_eq!(kernels(63, &machine), (Fusion::AddNorms, three, 7));
     let prompt = "gate_route + experts_wide + combine".to_string();
     assert_eq!(kernels(64, &machine), (Fusion::AddNorms, prompt.clone(), 7));
-    assert_eq!(kernels(128, &machine), (Fusion::AddNorms, prompt.clone(), 7));
-    assert_eq!(kernels(129, &machine), (Fusion::AddNorm, prompt, 5));
+    assert_eq!(kernels(65, &machine), (Fusion::AddNorm, prompt, 5));
     let invariant = Machine { batch_invariant: true, ..machine };
     let apart = "gate product, then route".to_string();
     assert_eq!(kernels(1, &invariant), (Fusion::Nothing, apart.clone(), 1));
