@@ -63,7 +63,7 @@ fn logits(model: &dyn CausalLm) -> Vec<f32> {
     };
     let step = Step::new([sequence], 64).unwrap();
     let logits = run_step(model, &step, &mut cache, None, &mut StepContext::default(), &mut ex).unwrap();
-    let logits = host_logits(model, &logits, &mut ex).unwrap();
+    let logits = host_logits(model, &logits, &ex).unwrap();
     logits.view().cpu::<f32>().unwrap().to_vec()
 }
 
