@@ -1,11 +1,14 @@
-"""Times the experts' products of FP8 weights with FP8 activations, launch by launch, weights rotated, in one graph each."""
+"""Times products of FP8 weights with FP8 activations, launch by launch, weights rotated, in one graph each."""
 import torch
 
 from bench_experts import E, H, I, K, Inputs
-from library import graph_us
-from quant_pack import FP8_BLOCK, RawPack
+from cublaslt import CublasLt, Product
+from library import F32, graph_us
+from quant_pack import FP8_BLOCK, RawPack, pack_fields
 
 SETS = 3
+QKV, O = (5120, 2048), (2048, 4096)
+LINEARS = 16  # matrices of a product, which L2 does not hold
 
 
 def buffers(rows, columns):
@@ -24,9 +27,9 @@ def experts(lib, tokens, results):
         places = torch.empty(slots, **i32), torch.empty(slots, **i32)
         x, act = buffers(slots, H), buffers(slots, I)
         parts = [lambda i: lib.launch("moe_fp8_places", *lists[i], slots, *places, E, slots),
-                 lambda i: lib.launch("moe_fp8_quantise", inputs.x, *x, *places, t, H, K),
+                 lambda i: lib.launch("moe_fp8_quantise", inputs.x, *x, *places, t, H, K, 0),
                  lambda i: lib.launch("moe_fp8_experts_gate_up", *x, weights[i][0], *lists[i], slots, inputs.act, t, K),
-                 lambda i: lib.launch("moe_fp8_quantise", inputs.act, *act, None, None, slots, I, 1),
+                 lambda i: lib.launch("moe_fp8_quantise", inputs.act, *act, None, None, slots, I, 1, 0),
                  lambda i: lib.launch("moe_fp8_experts_down", *act, weights[i][1], *lists[i], slots, inputs.short_rows, t, K)]
 
         def together(i):
@@ -44,5 +47,38 @@ def experts(lib, tokens, results):
         torch.cuda.empty_cache()
 
 
-def run(lib, tokens, results):
-    experts(lib, tokens, results)
+def linears(lib, rows, results, splits=0):
+    """us of dense products, qkv / o_proj: with 16-bit activations, then with FP8: the rows alone, moe_fp8_linear with and without
+    them, the pack as rows, cuBLASLt on these, and all three together."""
+    lt = CublasLt()
+    names = ["16 bits", "x", "fp8_linear", "x, it", "rows", "cuBLASLt", "x, rows, it"]
+    print(f"{'fp8 linears: us':18s}" + "".join(f"{name:>16s}" for name in names))
+    packs = {shape: [RawPack(1, *shape, FP8_BLOCK) for _ in range(LINEARS)] for shape in (QKV, O)}
+    w = {shape: torch.empty(shape, dtype=torch.uint8, device="cuda") for shape in packs}
+    w_scales = {(n, k): torch.empty(n // 128, k // 128, device="cuda") for n, k in packs}
+    w16 = {shape: torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in packs}
+    for m in rows:
+        cells = []
+        for n, k in (QKV, O):
+            shape, out = (n, k), torch.empty(m, n, device="cuda")
+            x, q = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), buffers(m, k)
+            padded = -(-m // 4) * 4
+            product, product16 = Product(lt, padded, n, k, True, True), Product(lt, m, n, k, False, True)
+            wide = torch.empty(padded, n, device="cuda")
+
+            def exact(pack):
+                if m < 512:
+                    return lib.launch("moe_quant_linear_tensor", x, pack, None, out, F32, m, 0)
+                lib.launch("moe_quant_dequantise", *pack_fields(pack), w16[shape])
+                product16(w16[shape], x, out)
+
+            quantise = lambda pack, quads=1: lib.launch("moe_fp8_quantise", x, *q, None, None, m, k, 1, quads)
+            own = lambda pack: lib.launch("moe_fp8_linear", *q, pack, None, out, F32, m, splits)
+            write = lambda pack: lib.launch("moe_fp8_rows", *pack_fields(pack), w[shape], w_scales[shape])
+            blas = lambda pack: product(w[shape], q[0], wide, w_scales[shape], q[1])
+            parts = [exact, quantise, own, lambda p: (quantise(p), own(p)), write, blas, lambda p: (quantise(p, 0), write(p), blas(p))]
+            write(packs[shape][0])
+            us = [graph_us([lambda p=p: part(p) for p in packs[shape]], replays=10) for part in parts]
+            cells.append(us)
+            results.append({"fp8 linear": m, "n": n, "k": k, "us": dict(zip(names, us))})
+        print(f"{m:<18,}" + "".join(f"{f'{a:.1f} / {b:.1f}':>16s}" for a, b in zip(*cells)), flush=True)

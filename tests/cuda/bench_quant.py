@@ -11,6 +11,7 @@ from library import BF16, F32, UNWATCHED
 from quant_pack import FP8_BLOCK, INT4_128, INT4_32Z, INT8_128, RawPack
 
 LINEARS = 36  # matrices of a product that is timed alone: of 4 bits, fewer would stay in L2
+MOST_NORMED = 128  # rows that moe_add_norm_gate_route takes
 SCHEMES = [None, INT4_128, INT4_32Z, INT8_128, FP8_BLOCK]
 
 
@@ -74,11 +75,10 @@ class QuantStep(Step):
     def add_norm(self, i):
         call("moe_add_rms_norm", self.delta, self.residual, self.m.gain, 1e-6, self.x, self.batch, H)
 
-    def products(self, i):
+    def products(self, i, normed=False):
         if self.m.scheme is None:
-            return super().products(i)
-        counts = self.counters[LIB.raw("moe_experts_tensor_counts") :]
-        self.route(i, counts, self.buckets)
+            return super().products(i, normed)
+        counts = self.listed_route(i, normed)
         call("moe_quant_experts_tensor", self.x, self.m.w13[i], self.m.w2[i], self.buckets, counts, self.batch, self.act, self.rows,
              self.counters, self.batch, K, E, 0)
 
@@ -141,10 +141,11 @@ def quant_streams(rows):
 
 
 def quant_layers(rows):
-    """A layer's launches as a step of 8 and more sequences makes them: each alone, and all in their order; us."""
+    """A layer's launches as a step of 8 and more sequences makes them: each alone, and all in their order; us. "norm route": addition,
+    norm and router in one launch, up to 128 rows; "apart": a layer without it."""
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
-    columns = ("qkv", "attention", "o_proj", "add norm", "router", "experts", "sum norm", "layer")
-    print(f"{'us':16s}   B " + " ".join(f"{name:>9s}" for name in columns))
+    columns = ("qkv", "attention", "o_proj", "add norm", "router", "norm route", "experts", "sum norm", "apart", "layer")
+    print(f"{'us':16s}   B " + " ".join(f"{name:>10s}" for name in columns))
     for scheme in SCHEMES:
         model = Model(scheme)
         name = scheme.name if scheme else "bf16"
@@ -153,9 +154,12 @@ def quant_layers(rows):
             us = {"qkv": step.us(step.qkv, LINEARS), "attention": step.us(step.attention), "o_proj": step.us(step.o, LINEARS), "add norm": step.us(step.add_norm)}
             us["router"] = step.us(step.route)
             us["experts"] = step.us(step.products) - us["router"]
-            us["sum norm"], us["layer"] = step.us(step.sum), step.us(step.combined)
+            us["sum norm"], us["apart"] = step.us(step.sum), step.us(step.combined)
+            fits = batch <= MOST_NORMED
+            us["norm route"] = step.us(step.norm_route) if fits else float("nan")
+            us["layer"] = step.us(lambda i: step.combined(i, True)) if fits else us["apart"]
             rows += [{"name": f"{name} B={batch} {what}", "us": value} for what, value in us.items()]
-            print(f"{name:16s} {batch:3d} " + " ".join(f"{us[what]:9.1f}" for what in columns), flush=True)
+            print(f"{name:16s} {batch:3d} " + " ".join(f"{us[what]:10.1f}" for what in columns), flush=True)
             del step
         del model
         torch.cuda.empty_cache()

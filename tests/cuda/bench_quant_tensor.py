@@ -104,6 +104,7 @@ def dequantise(lib, schemes, results):
 
 def run(lib, tokens, names=None, what="linears,experts", splits=0):
     results, schemes = [], [s for s in SCHEMES if not names or (s.name if s else "bf16") in names]
+    what = what.split(",")
     if "linears" in what:
         linears(lib, [m for m in tokens if m <= 512], schemes, results, splits)
     if "experts" in what:
@@ -111,5 +112,7 @@ def run(lib, tokens, names=None, what="linears,experts", splits=0):
     if "dequantise" in what:
         dequantise(lib, schemes, results)
     if "fp8" in what:
-        bench_fp8.run(lib, tokens, results)
+        bench_fp8.experts(lib, tokens, results)
+    if "fp8_linears" in what:
+        bench_fp8.linears(lib, tokens, results, splits)
     return results

@@ -13,6 +13,7 @@ CHECKS = []
 GROUP = 128
 # Of each 128 columns, which lies where: cuda/quant/fp8_quantise.cu.
 ORDER = [64 * h + 16 * j + 2 * c + i % 2 + 8 * (i // 2) for c in range(4) for h in range(2) for j in range(4) for i in range(4)]
+QUADS = [16 * j + 2 * c + i % 2 + 8 * (i // 2) for j in range(8) for c in range(4) for i in range(4)]
 SCHEMES = [FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, Scheme("fp8 blocks of 32 x 128", FP8, 128, scale=F32, rows=32), Scheme("fp8 blocks of 1 x 128", FP8, 128, scale=F32)]
 SHAPES = sized([(8, 2, 128, 128), (16, 4, 384, 256), (5, 1, 640, 1408), (40, 3, 256, 384)], [(8, 2, 128, 128)])
 BOUND = 4e-3
@@ -36,10 +37,10 @@ def fp8_rows(rows, columns):
     return torch.zeros(rows, columns, dtype=torch.uint8, device="cuda"), poison(columns // GROUP, -(-rows // 4) * 4, dtype=torch.float32)
 
 
-def quantise(lib, x, places=None, top_k=1):
+def quantise(lib, x, places=None, top_k=1, quads=0):
     """q in the kernel's order and scales; `places` as `list_places` gives them."""
     q, scales = fp8_rows(x.shape[0] * top_k, x.shape[1])
-    lib.launch("moe_fp8_quantise", x, q, scales, *(places or (None, None)), *x.shape, top_k)
+    lib.launch("moe_fp8_quantise", x, q, scales, *(places or (None, None)), *x.shape, top_k, quads)
     return q, scales
 
 
@@ -50,16 +51,16 @@ def list_places(lib, listed, counts, bucket, slots):
     return slot_at, place_of
 
 
-def in_order(q):
+def in_order(q, order=ORDER):
     """Bytes of rows in order of columns."""
     back = torch.empty_like(q).view(-1, GROUP)
-    back[:, ORDER] = q.view(-1, GROUP)
+    back[:, order] = q.view(-1, GROUP)
     return back.view(q.shape)
 
 
-def values(q, scales):
+def values(q, scales, order=ORDER):
     """What bytes and scales mean, in float64."""
-    return in_order(q).view(torch.float8_e4m3fn).double() * scales.T[: q.shape[0]].double().repeat_interleave(GROUP, 1)
+    return in_order(q, order).view(torch.float8_e4m3fn).double() * scales.T[: q.shape[0]].double().repeat_interleave(GROUP, 1)
 
 
 @check
@@ -72,6 +73,9 @@ def fp8_quantise_has_the_defined_bits(lib):
         want, scale = quantised(x)
         assert torch.equal(scales[:, :rows], scale.T), f"[{rows}, {columns}]: scales differ"
         assert torch.equal(in_order(q), want.view(torch.uint8)), f"[{rows}, {columns}]: bytes differ"
+        quads, scales = quantise(lib, x, quads=1)
+        assert torch.equal(scales[:, :rows], scale.T), f"[{rows}, {columns}] by quads: scales differ"
+        assert torch.equal(in_order(quads, QUADS), want.view(torch.uint8)), f"[{rows}, {columns}] by quads: bytes differ"
 
 
 @check
@@ -166,8 +170,8 @@ def fp8_refuses_what_it_does_not_read(lib):
     assert lib.refused("moe_fp8_experts_gate_up", None, None, w2, *rest)
     assert lib.refused("moe_fp8_experts_down", None, None, w13, *rest)
     assert lib.refused("moe_fp8_experts_down", None, None, Pack(8, 128, 128, INT8_128), *rest)
-    assert lib.refused("moe_fp8_quantise", *args, None, None, 4, 96, 1)
+    assert lib.refused("moe_fp8_quantise", *args, None, None, 4, 96, 1, 0)
     assert lib.refused("moe_fp8_places", None, None, 4, None, None, 8, -1)
     assert lib.raw("moe_fp8_experts_down", None, None, w2, None, None, 4, None, 0, 2, None) == 0, "no tokens is no error"
-    assert lib.raw("moe_fp8_quantise", *args, None, None, 0, 128, 1, None) == 0, "no rows is no error"
+    assert lib.raw("moe_fp8_quantise", *args, None, None, 0, 128, 1, 0, None) == 0, "no rows is no error"
     assert lib.raw("moe_fp8_places", None, None, 4, None, None, 8, 0, None) == 0, "no slots is no error"

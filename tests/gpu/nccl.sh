@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every check of a machine with several GPUs, from the bundle that `cargo xtask dist` packs: the collectives of NCCL
-# against CPU ranks, groups, graphs, products, faults, sums and gathers over peer memory, experts that move, then the tables of latencies. Results go to $OUT (default: results).
+# against CPU ranks, groups, graphs, products, faults, sums and gathers over peer memory, experts that move or are in host memory, then the tables of latencies. Results go to $OUT (default: results).
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
 out=${OUT:-$root/results}
@@ -28,6 +28,9 @@ check peer_needs 60
 check peer_share 90
 check window 60
 check moves 120
+check killed 120
+check rebalance 60
+check offload 60
 check chunks 60
 check processes 60
 check timing 90

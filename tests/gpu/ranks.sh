@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Ranks on GPUs, a process each, from the bundle that `cargo xtask dist` packs:
-#   ranks.sh [short | long | PART...]    parts: parity prompts tokens moves death hosts bench backends prefill mixed skew skew-prompts drift quantised quantised-bench deepseek deepseek-bench
+#   ranks.sh [short | long | PART...]    parts: parity prompts tokens moves death hosts bench backends prefill mixed skew skew-prompts drift drift-prompts quantised quantised-bench deepseek deepseek-bench
 # short (default) is parity, tokens, death, hosts and bench, below 4 minutes on 4 GPUs; long has backends instead of bench: each
 # one at every batch size, below 7 minutes. prompts is the parity of long prompts of a mid-size model (2 minutes; needs torch and
 # transformers), prefill the rate of prompts of 8,192 and 32,768 tokens, below 2 minutes; mixed the set of
 # tests/bench/mixed_workload.py by every form that holds weights once, by replicas and on one GPU, below 5 minutes. moves is the texts
 # while experts move all the time (below a minute), skew and skew-prompts what balancing gains
-# on skewed routing, in decode steps and in prompts, drift where that changes (need numpy; below 3 minutes). deepseek and
+# on skewed routing, in decode steps and in prompts, drift and drift-prompts where that changes (need numpy; below 3 minutes). deepseek and
 # deepseek-bench are those of DeepSeek-V2, about a minute each on 2 GPUs; quantised (needs torch) and quantised-bench those of int4 and FP8. ROWS names the rows of backends, prefill and mixed to run
 # ("dp-allgather dp-deepep"), BATCHES those of backends, REQUESTS how many mixed has. GPUS is the number of ranks (default: all GPUs, at most 4), MOE_PROGRAM the program. Logs and JSON go
 # to $OUT (default: results); tables come last.
@@ -377,7 +377,7 @@ case ${parts[0]} in
 esac
 for part in "${parts[@]}"; do
   case $part in
-    parity | prompts | tokens | moves | death | hosts | bench | backends | prefill | mixed | skew | skew-prompts | drift | quantised | quantised-bench | deepseek | deepseek-bench)
+    parity | prompts | tokens | moves | death | hosts | bench | backends | prefill | mixed | skew | skew-prompts | drift | drift-prompts | quantised | quantised-bench | deepseek | deepseek-bench)
       echo "== $part on $n GPUs ($SECONDS s)" && "${part//-/_}" ;;
     *) echo "unknown part $part" && exit 2 ;;
   esac

@@ -39,7 +39,7 @@ skew_row() {
   # shellcheck disable=SC2086
   check "skew-$name" "$seconds" "$qwen" bench --config "$config" --dummy-weights --dtype bf16 --device cuda --workload \
     "$out/requests-skew.json" --replay-routed-experts "$out/${name%-*}.safetensors" --repeat "${REPEAT:-3}" --log warn \
-    --max-num-seqs 128 ${STEP:+--max-num-batched-tokens $STEP} --json "$out/skew-$name.json" "$@"
+    --max-num-seqs 128 ${STEP:+--max-num-batched-tokens $STEP} --profile "$out/profile-$name.json" --json "$out/skew-$name.json" "$@"
   grep -E "^(expert|waits)" "$out/skew-$name.log"
 }
 
@@ -80,13 +80,15 @@ skew_prompts() {
     INTERVAL=${INTERVAL:-16} BYTES=${BYTES:-1GiB} skew
 }
 
-# A load that drifts: eight times as many requests as run at once, and for every half of these other experts are popular. Beside no
-# balancing, places that are balanced for the whole run, which nobody knows before.
+# A load that drifts: eight times as many requests as run at once, and for every half of these (PERIOD requests a rank) other experts are
+# popular. Beside no balancing, places that are balanced for the whole run, which nobody knows before.
 drift() {
-  local base="--dp $n $ep ${BACKEND:-allgather_reducescatter}" prompt=${PROMPT:-64} output=${OUTPUT:-64} count=$((1024 * n))
-  local balance="--enable-eplb --eplb-window 32 --eplb-interval 32 --eplb-plan-steps 8 --eplb-bytes-per-step 256MiB --eplb-any-cost"
+  local base="--dp $n $ep ${BACKEND:-allgather_reducescatter}" prompt=${PROMPT:-64} output=${OUTPUT:-64} count=${COUNT:-$((1024 * n))}
+  local window=${WINDOW:-32} period=$((${PERIOD:-64} * n))
+  local balance="--enable-eplb --eplb-window $window --eplb-interval $window --eplb-plan-steps $((window / 4)) \
+    --eplb-bytes-per-step ${BYTES:-256MiB} --eplb-any-cost"
   python3 "$root/tests/bench/skewed_routing.py" --out "$out/drift.safetensors" --requests "$out/requests-skew.json" --ranks "$n" \
-    --expert-map "$out/drift-map.json" --json "$out/drift-pars.json" --alpha 1 --drift 32 --period $((61 * 64 * n)) \
+    --expert-map "$out/drift-map.json" --json "$out/drift-pars.json" --alpha 1 --drift 32 --period $((61 * period)) \
     --rows $((61 * count + prompt + output)) --count "$count" --prompt "$prompt" --output "$output" || failed=1
   REPEAT=${REPEAT:-1} rows skew_row 120 <<END
 drift-static $base
@@ -96,10 +98,26 @@ drift-both $base --num-redundant-experts 16 $balance
 END
 }
 
-# Total tok/s of each run of the skewed and the drifting set, the peak over mean load, what plans expected, and the waits of moves.
+# The same in prompts, as skew_prompts has them: a prompt is a step, and the load changes after every 128 of these.
+drift_prompts() {
+  COUNT=${COUNT:-$((384 * n))} PROMPT=${PROMPT:-2048} OUTPUT=${OUTPUT:-2} STEP=${STEP:-2048} PERIOD=${PERIOD:-128} WINDOW=${WINDOW:-16} \
+    BYTES=${BYTES:-1GiB} drift
+}
+
+# Total tok/s of each run of the skewed and the drifting set, what the first rank's GPU takes for a step (the last half of them, by its
+# profile) and how long it idles before the next, the peak over mean load, what plans expected, and the waits of moves.
 skew_table() {
   python3 - "$out"/skew-*.json <<'END'
-import json, sys
+import json, statistics, sys
+def device_steps(path):
+    """What a step of the usual number of rows takes on the device, and how long that idles between two: milliseconds."""
+    events = [e for e in json.load(open(path)) if e["ph"] == "X" and e["tid"] == 1000 and e["name"] == "step"]
+    rows = statistics.mode(e["args"]["index"] for e in events)
+    events = [e for e in sorted(events, key=lambda e: e["ts"])[len(events) // 2 :] if e["args"]["index"] == rows]
+    steps = [e["dur"] / 1e3 for e in events]
+    gaps = sorted((b["ts"] - a["ts"] - a["dur"]) / 1e3 for a, b in zip(events, events[1:]))
+    return (f"{len(steps)} steps of {rows} rows: median {statistics.median(steps):.3f} ms, mean {statistics.mean(steps):.3f}; "
+            f"between {statistics.median(gaps):.3f}, 95 % {gaps[len(gaps) * 95 // 100]:.3f}, longest {gaps[-1]:.3f}")
 for path in sys.argv[1:]:
     try:
         result = json.load(open(path))
@@ -108,6 +126,10 @@ for path in sys.argv[1:]:
     rates = " ".join(f"{run['total_tok_s']:8.0f}" for run in result["runs"])
     first = [run["time_to_first_token_ms"]["p50"] for run in result["runs"]]
     line = f"{path.split('/skew-')[-1][:-5]:16} total tok/s {rates}, first token {min(first):.0f} to {max(first):.0f} ms"
+    try:
+        line += ", " + device_steps(path.replace("/skew-", "/profile-"))
+    except (OSError, ValueError, KeyError):
+        pass
     if stats := result.get("eplb"):
         steps = max(stats["steps"], 1)
         before, expected = (par / max(stats["layers"], 1) for par in stats["planned_par_sums"])

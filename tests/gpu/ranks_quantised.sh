@@ -11,6 +11,8 @@ quantised() {
     rm -rf "$folder" && cp -r "$root/models/qwen3moe/checkpoint" "$folder"
     check "quantise-$scheme" 90 python3 "$root/tests/gpu/quantise.py" "$folder" $scheme
     answers=("$qwen" batch --model "$folder-packed") one=$scheme-one
+    # What would be quantised depends on how many rows a rank has.
+    [ $scheme = fp8-block ] && answers+=(--fp8-activations off)
     generate $one
     while read -r label flags; do
       [[ $scheme = fp8-block && $label = tp* ]] && continue

@@ -36,6 +36,7 @@ const FILES: &[&str] = &[
     "crates/moe-kernels/cuda/*/args.cuh",
     "tests/bench/configs",
     "tests/bench/mixed_workload.py",
+    "tests/bench/skewed_routing.py",
     "tests/bench/peers",
     // What tests/gpu/ranks_quantised.sh quantises. The programs hold the same bytes, so the archive hardly grows.
     "models/qwen3moe/checkpoint",

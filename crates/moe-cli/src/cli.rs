@@ -161,11 +161,11 @@ pub struct RunArgs {
     /// Give a row the same bits whatever rows are computed beside it, with slower kernels (on the CPU always so).
     #[arg(long, help_heading = "MoE")]
     pub batch_invariant: bool,
-    /// Whether experts of prompts quantise activations beside FP8 weights (W8A8) on a GPU: on, off or auto (blocks of 128).
+    /// Whether products of many rows quantise activations beside FP8 weights (W8A8) on a GPU: on, off or auto (blocks of 128).
     #[arg(long, value_name = "WHEN", default_value = "auto", help_heading = "MoE")]
     pub fp8_activations: Fp8Activations,
-    /// Experts in page-locked host memory beside a GPU, in GiB of all layers together (or a size such as 512MiB); they come
-    /// to the GPU when a step needs them. Tokens stay the same.
+    /// Experts in page-locked host memory beside the GPU of each rank, in GiB of all layers together (or a size such as 512MiB);
+    /// they come to the GPU when a step needs them. Tokens stay the same.
     #[arg(long, value_name = "GIB", value_parser = crate::options::parse_gib, help_heading = "MoE")]
     pub expert_offload: Option<usize>,
     /// Ranks and chunks.

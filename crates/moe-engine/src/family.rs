@@ -20,7 +20,7 @@ pub struct LoadOptions {
     pub moe_path: Option<MoePath>,
     /// Form of multi-head latent attention; `None`: absorbed.
     pub mla: Option<MlaForm>,
-    /// Bytes of experts that live in host memory beside a GPU, all layers together; `None`: all are on the device.
+    /// Bytes of experts that live in host memory beside each GPU, all layers together; `None`: all are on the device.
     pub expert_offload: Option<usize>,
     /// This rank's place, and how MoE layers cut their tokens.
     pub context: BlockContext,

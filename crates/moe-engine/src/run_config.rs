@@ -5,7 +5,7 @@ use std::str::FromStr;
 use anyhow::{Result, bail};
 use candle_core::DType;
 use model_runtime::{BlockContext, CpuIsa, Exec, MlaForm};
-use moe_comm::ParallelConfig;
+use moe_comm::{ParallelConfig, launch_from_env};
 use moe_layer::{ChunkedMoe, Fp8Activations, MoePath, SharedExpertsStream};
 
 use crate::device::DeviceChoice;
@@ -53,7 +53,7 @@ pub struct RunConfig {
     pub placements: PlacementConfig,
     /// Moves experts between ranks as their loads change; `None`: never.
     pub eplb: Option<EplbConfig>,
-    /// Bytes of experts that live in host memory beside a GPU, all layers together; `None`: all are on the device.
+    /// Bytes of experts that live in host memory beside the GPU of each rank, all layers together; `None`: all are on the device.
     pub expert_offload: Option<usize>,
 }
 
@@ -97,7 +97,7 @@ impl RunConfig {
         self.eplb.iter().try_for_each(EplbConfig::check)?;
         if let Some(bytes) = self.expert_offload {
             self.check_offload(ranks)?;
-            check_host_memory(bytes, host_memory())?;
+            check_host_memory(bytes, ranks_here(ranks), host_memory())?;
         }
         self.device.check_invariant(self.batch_invariant, ranks)
     }
@@ -108,9 +108,11 @@ impl RunConfig {
             DeviceChoice::Cpu => {
                 Some("keeps experts in host memory beside a GPU, and on the CPU they are there; drop it, or add --device cuda".into())
             }
-            DeviceChoice::Cuda(_) if ranks > 1 => Some(format!(
-                "is for one GPU, and --tp and --dp ask for {ranks} ranks, which hold a part of the experts each; drop it, or them"
-            )),
+            DeviceChoice::Cuda(_) if ranks > 1 && self.parallel.enable_expert_parallel => Some(
+                "keeps a part of every expert beside each GPU, so that each bus carries its part of whatever is popular, and \
+                 --enable-expert-parallel gives whole experts to ranks; drop one of them"
+                    .into(),
+            ),
             DeviceChoice::Cuda(_) if self.moe_path == Some(MoePath::Legacy) => {
                 Some("needs packed experts; drop --moe-path legacy".into())
             }
@@ -153,7 +155,7 @@ impl RunConfig {
     /// What must be the same on all ranks, as names and values. Bits depend on the instruction set, too.
     pub(crate) fn agreed(&self, model: &str, ex: &Exec) -> Vec<(String, String)> {
         let (p, chunks) = (&self.parallel, &self.chunked_moe);
-        let all: [(&str, String); 19] = [
+        let all: [(&str, String); 20] = [
             ("the program's version", env!("CARGO_PKG_VERSION").to_string()),
             ("--model", model.to_string()),
             ("--tp", p.tp.to_string()),
@@ -173,6 +175,7 @@ impl RunConfig {
             ("--mla", format!("{:?}", self.mla)),
             ("--fp8-activations", self.fp8_activations.to_string()),
             ("--shared-experts-stream", format!("{:?}", self.shared_experts_stream)),
+            ("--expert-offload", self.expert_offload.map_or("none".to_string(), |bytes| bytes.to_string())),
         ];
         let eplb = ("--enable-eplb", self.eplb.is_some().to_string());
         all.into_iter()
@@ -183,12 +186,19 @@ impl RunConfig {
     }
 }
 
-/// Page-locked memory cannot be swapped: a system that has not so much would end the program.
-fn check_host_memory(bytes: usize, free: Option<u64>) -> Result<()> {
+/// The ranks that share this host's memory, at most.
+fn ranks_here(ranks: usize) -> usize {
+    // A launcher's environment that is wrong is reported where ranks are placed.
+    let launch = launch_from_env(|name| std::env::var(name).ok()).ok().flatten();
+    launch.and_then(|launch| launch.local_world_size).unwrap_or(ranks)
+}
+
+/// Page-locked memory cannot be swapped: a system that has not so much for its ranks would end the program.
+fn check_host_memory(bytes: usize, ranks: usize, free: Option<u64>) -> Result<()> {
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
-    match free {
+    match free.map(|free| free / ranks.max(1) as u64) {
         Some(free) if bytes as u64 > free => Err(usage(format!(
-            "--expert-offload: expected at most the {:.2} GiB of memory that this host has free, got {:.2}",
+            "--expert-offload: expected at most {:.2} GiB, which this host has free for each of its {ranks} ranks, got {:.2}",
             gib(free),
             gib(bytes as u64)
         ))),
@@ -205,10 +215,17 @@ mod tests {
         let offload = RunConfig { expert_offload: Some(1 << 30), ..RunConfig::default() };
         let cuda = RunConfig { device: DeviceChoice::Cuda(None), ..offload.clone() };
         let legacy = RunConfig { moe_path: Some(MoePath::Legacy), ..cuda.clone() };
-        assert!(cuda.check_offload(1).is_ok());
+        let parallel = |enable_expert_parallel| ParallelConfig {
+            tp: 2,
+            enable_expert_parallel,
+            ..ParallelConfig::default()
+        };
+        let cut = RunConfig { parallel: parallel(false), ..cuda.clone() };
+        let whole = RunConfig { parallel: parallel(true), ..cuda.clone() };
+        assert!(cuda.check_offload(1).is_ok() && cut.check_offload(2).is_ok());
         for (config, ranks, said) in [
             (&offload, 1, "--expert-offload keeps experts in host memory beside a GPU"),
-            (&cuda, 2, "--expert-offload is for one GPU, and --tp and --dp ask for 2 ranks"),
+            (&whole, 2, "--enable-expert-parallel gives whole experts to ranks"),
             (&legacy, 1, "drop --moe-path legacy"),
         ] {
             let error = config.check_offload(ranks).unwrap_err();
@@ -218,11 +235,14 @@ mod tests {
             );
         }
         assert!(
-            check_host_memory(1 << 30, Some(1 << 30)).is_ok() && check_host_memory(1 << 40, None).is_ok()
+            check_host_memory(1 << 30, 2, Some(2 << 30)).is_ok()
+                && check_host_memory(1 << 40, 2, None).is_ok()
         );
-        let error = check_host_memory(3 << 30, Some(1 << 30)).unwrap_err().to_string();
+        let error = check_host_memory(3 << 30, 4, Some(4 << 30)).unwrap_err().to_string();
         assert!(
-            error.contains("expected at most the 1.00 GiB of memory that this host has free, got 3.00"),
+            error.contains(
+                "expected at most 1.00 GiB, which this host has free for each of its 4 ranks, got 3.00"
+            ),
             "{error}"
         );
         assert!(offload.check().unwrap_err().to_string().contains("--expert-offload"));

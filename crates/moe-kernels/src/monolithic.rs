@@ -111,6 +111,19 @@ pub enum MonolithicIo<'a> {
         /// [T, H] model dtype.
         out: ViewMut<'a>,
     },
+    /// `residual` += `delta`, `residual` += sums for `before`(`residual`), then `out` = `norm`(`residual`).
+    AddNorms {
+        /// What the sub-layer ahead leaves to be added, [T, H] f32.
+        delta: View<'a>,
+        /// The residual stream, [T, H] f32.
+        residual: ViewMut<'a>,
+        /// The norm of this sub-layer.
+        before: PreNorm<'a>,
+        /// The norm of the next one.
+        norm: PreNorm<'a>,
+        /// [T, H] model dtype.
+        out: ViewMut<'a>,
+    },
 }
 
 impl MonolithicIo<'_> {
@@ -118,7 +131,7 @@ impl MonolithicIo<'_> {
     pub fn rows(&self) -> View<'_> {
         match self {
             Self::Store { x, .. } | Self::AddNorm { x, .. } => *x,
-            Self::NormAdd { residual, .. } => residual.as_view(),
+            Self::NormAdd { residual, .. } | Self::AddNorms { residual, .. } => residual.as_view(),
         }
     }
 
@@ -128,6 +141,7 @@ impl MonolithicIo<'_> {
             Self::Store { .. } => Fusion::Nothing,
             Self::NormAdd { .. } => Fusion::NormAdd,
             Self::AddNorm { .. } => Fusion::AddNorm,
+            Self::AddNorms { .. } => Fusion::AddNorms,
         }
     }
 }

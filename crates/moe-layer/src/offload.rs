@@ -106,7 +106,7 @@ impl ExpertOffload {
 /// A block whose experts are in slots of the device and in host memory; the whole pack of the layer is on the device for a moment.
 ///
 /// # Errors
-/// Those of `load_block_on`; several ranks; a device or weights for which there is no such backend.
+/// Those of `load_block_on`; expert parallelism; a device or weights for which there is no such backend.
 pub(crate) fn load_offloaded(
     offload: &ExpertOffload,
     options: &BlockOptions,
@@ -114,8 +114,11 @@ pub(crate) fn load_offloaded(
     gate: VarBuilder,
     experts: VarBuilder,
 ) -> Result<(SparseMoeBlock, Selection)> {
-    if context.geometry.world_size > 1 {
-        bail!("experts in host memory: expected one rank, got {}", context.geometry.world_size)
+    if context.geometry.ep_size > 1 {
+        bail!(
+            "experts in host memory: expected a part of every expert on each rank, got expert parallelism over {} ranks",
+            context.geometry.ep_size
+        )
     }
     let part = load_part(options, context, experts)?;
     let weights = part.weights.clone();

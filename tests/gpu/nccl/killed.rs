@@ -59,7 +59,9 @@ fn a_rank_of_it() {
     let hosts = SocketComm::connect(Join { timeouts, ..Join::new(&launch, Vec::new()) }).unwrap();
     let mut ex = context(launch.local_rank).unwrap();
     let id = broadcast_bytes(&hosts, 0, &NcclComm::unique_id().unwrap()).unwrap();
-    let gpus = NcclComm::with_timeout(id.try_into().unwrap(), launch.rank, 2, &ex, limit).unwrap();
+    let gpus = Arc::new(NcclComm::with_timeout(id.try_into().unwrap(), launch.rank, 2, &ex, limit).unwrap());
+    // Exchanges by NCCL would wait for the dead.
+    gpus.end_with(hosts.watcher()).unwrap();
     let case = cases()[0].clone().by_nccl(by_nccl);
     let (block, _) = block(&case, &model(&case, &mut Rng::seeded(1)), &gpus, &mut ex).unwrap();
     let placed = block.placed_experts().unwrap();

@@ -7,6 +7,7 @@ mod faulty;
 mod graphs;
 mod killed;
 mod moves;
+mod offload;
 mod peer_gather;
 mod peer_needs;
 mod peer_runs;

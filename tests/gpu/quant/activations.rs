@@ -5,11 +5,11 @@ use moe_kernels::cuda::{
     FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into, monolithic_experts_into,
 };
 use moe_kernels::half::bf16;
-use moe_kernels::plan::{Fp8Activations, MonolithicForm};
+use moe_kernels::plan::{Form, Fp8Activations, LinearCall, LinearForm, MonolithicForm};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
     Exec, Fp8Scales, Gate, GateScoring, LayerRouting, MonolithicIo, NO_EXPERT, QuantScheme, Weight,
-    quantised_to_fp8,
+    linear_into, quantised_to_fp8,
 };
 
 use super::matrices::{Matrix, Source, fp8};
@@ -177,5 +177,63 @@ fn experts_behind_their_router_are_the_ops_one_by_one() {
         monolithic_experts_into(MonolithicForm::Fp8, &args, io, &mut ex).unwrap();
         let (want, got) = (ex.to_host(want.view()).unwrap(), ex.to_host(got.view()).unwrap());
         assert_same("router and experts", &want, &got);
+    }
+}
+
+/// Few rows keep 16 bits, more are multiplied with the pack, many with its rows, of which the last three are a product of
+/// their own. Blocks of matrices that lie under each other may not be blocks of what they make together.
+#[test]
+fn dense_products_quantise_their_rows() {
+    let mut rng = Rng::new();
+    let few = [(9, vec![128], 128), (70, vec![160], 256), (131, vec![256], 384)];
+    let many = [(512, vec![256], 384), (1031, vec![128, 256], 256), (515, vec![64, 64], 256)];
+    let sizes = few.into_iter().chain(many).collect::<Vec<_>>();
+    for (m, parts, k) in small(sizes, 128, |size| size.0) {
+        for scheme in schemes() {
+            let (n, mut source, mut floats) = (parts.iter().sum(), Source::default(), Vec::new());
+            let names: Vec<String> = (0..parts.len()).map(|i| i.to_string()).collect();
+            for (name, rows) in names.iter().zip(&parts) {
+                let matrix = Matrix::new(&mut rng, *rows, k, scheme, 1);
+                floats.extend(matrix.floats());
+                source.matrices.insert(name.clone(), matrix);
+            }
+            let (p, mut ex) = (Place::new(cuda()), on());
+            let weight = source.weight(&[&names], QuantUse::Linear, DType::BF16, &cuda());
+            let (x, bias) = (rng.floats(DType::BF16, &[m, k]), rng.floats(DType::BF16, &[n]));
+            for bias in [None, Some(&bias)] {
+                let quant = weight.quantisation();
+                let bf16 = DType::BF16;
+                let call =
+                    LinearCall { rows: m, n, k, dtype: bf16, quant, bias: bias.is_some(), aligned: true };
+                let in_blocks = scheme != fp8(Fp8Scales::Channel) && parts.iter().all(|rows| rows % 128 == 0);
+                let form = match m {
+                    ..65 => LinearForm::Tensor,
+                    512.. if in_blocks && bias.is_none() => LinearForm::Fp8Blas,
+                    _ => LinearForm::Fp8,
+                };
+                assert_eq!(
+                    LinearForm::choose(&call, &ex.machine()),
+                    Some(form),
+                    "{scheme} {m} x {parts:?} x {k}"
+                );
+                let rows = x.view().to_f32_vec().unwrap();
+                let rows = if m < 65 { rows } else { quantised_to_fp8(&rows) };
+                let mut want = product(&rows, &floats, (m, n, k));
+                if let Some(bias) = bias {
+                    let bias = bias.view().to_f32_vec().unwrap();
+                    want.iter_mut().enumerate().for_each(|(i, x)| *x += f64::from(bias[i % n]));
+                }
+                let (x, bias) = (p.put(&x), p.put_some(bias));
+                for (dtype, bound) in [(DType::F32, 1e-3), (DType::BF16, 4e-3)] {
+                    let mut out = ex.zeros(dtype, &[m, n]).unwrap();
+                    let guard = weight.read().unwrap();
+                    linear_into(x.view(), guard.view().unwrap(), view_of(&bias), out.view_mut(), &mut ex)
+                        .unwrap();
+                    let got = ex.to_host(out.view()).unwrap().view().to_f32_vec().unwrap();
+                    let off = relative_error(&want, &got);
+                    assert!(off < bound, "{scheme} {m} x {parts:?} x {k}, {form:?}: off by {off}");
+                }
+            }
+        }
     }
 }

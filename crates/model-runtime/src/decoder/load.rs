@@ -5,7 +5,7 @@ use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Error, Result, bail};
 use candle_nn::VarBuilder;
 use moe_kernels::QuantScheme;
 use moe_layer::{
@@ -30,7 +30,7 @@ pub struct DecoderOptions<'a> {
     pub backend: Option<&'a str>,
     /// The rank's place, and how MoE layers cut their tokens.
     pub context: &'a BlockContext,
-    /// Bytes of experts that live in host memory beside a GPU, all layers together; `None`: all are on the device.
+    /// Bytes of this rank's experts that live in host memory beside its GPU, all layers together; `None`: all are on the device.
     pub expert_offload: Option<usize>,
 }
 
@@ -51,6 +51,8 @@ impl DecoderOptions<'_> {
         let moe =
             config.moe.as_ref().map(|moe| (moe.router.num_experts, moe.router.top_k, moe.intermediate_size));
         let (experts, top_k, width) = moe.unwrap_or_default();
+        // What this rank has of them.
+        let width = self.context.geometry.expert_intermediate(width).map_err(Error::wrap)?.range.len();
         let layers = config.moe_layers();
         let module = |name: &str| {
             let layer = layers.first().copied().unwrap_or(0);

@@ -31,14 +31,16 @@ pub struct LayerPlan {
 }
 
 /// What experts may compute beside themselves in a decoder layer, in the order of trial.
-const FUSIONS: [Fusion; 3] = [Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing];
+const FUSIONS: [Fusion; 4] = [Fusion::NormAdd, Fusion::AddNorms, Fusion::AddNorm, Fusion::Nothing];
+/// The same where the norm before them adds a sum over ranks.
+const FUSIONS_OF_RANKS: [Fusion; 3] = [Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing];
 
 impl<A: SelfAttention> DecoderLayer<A> {
     /// What runs this layer in such a step.
     pub(super) fn choose(&self, step: &PlanStep, machine: &Machine) -> LayerForm {
         let mlp = match &self.mlp {
             Mlp::Dense(_) => MoeForm::Modular,
-            Mlp::Sparse(sparse) => sparse.choose(step, &FUSIONS, machine),
+            Mlp::Sparse(sparse) => sparse.choose(step, self.fusions(), machine),
         };
         LayerForm { fused_attention: self.fuses_attention(mlp, step, machine).is_ok(), mlp }
     }
@@ -58,12 +60,16 @@ impl<A: SelfAttention> DecoderLayer<A> {
         }
         let (fusion, mut mlp) = match &self.mlp {
             Mlp::Dense(mlp) => (Fusion::Nothing, mlp.stages(step.rows, machine)),
-            Mlp::Sparse(sparse) => (form.mlp.fusion(), sparse.plan(step, &FUSIONS, machine).stages),
+            Mlp::Sparse(sparse) => (form.mlp.fusion(), sparse.plan(step, self.fusions(), machine).stages),
         };
-        if fusion != Fusion::NormAdd {
+        if !matches!(fusion, Fusion::NormAdd | Fusion::AddNorms) {
             mlp.insert(0, norm_stage(sums.filter(|_| self.deferred[0])));
         }
         LayerPlan { attention, mlp }
+    }
+
+    fn fusions(&self) -> &'static [Fusion] {
+        if self.deferred[0] { &FUSIONS_OF_RANKS } else { &FUSIONS }
     }
 
     /// Norm and addition inside the attention's launches pay where the experts before and behind it leave no norm to share.
@@ -71,6 +77,7 @@ impl<A: SelfAttention> DecoderLayer<A> {
         self.attention.fits_fused(step, machine)?;
         match mlp.fusion() {
             Fusion::NormAdd => Ok(()),
+            Fusion::AddNorms => Err(Reason::NoGain("the router's launch adds and takes the norm behind it")),
             _ => Err(Reason::NoGain("the norm behind it is a launch of its own, which also adds")),
         }
     }

@@ -88,6 +88,10 @@ impl<'a> Residual<'a> {
         self.normed(&layer.input_norm, ex)?;
         let (x, out) = (self.x.view(), self.delta.view_mut());
         layer.attention.forward_into(x, step, rope, kv, out, ex)?;
+        if form.mlp.fusion() == Fusion::AddNorms {
+            self.normed = false; // the experts' launches add `delta`
+            return Ok(());
+        }
         self.add(&layer.post_attention_norm, layer.deferred[0], ex)
     }
 
@@ -124,6 +128,17 @@ impl<'a> Residual<'a> {
                     )
                 })?;
                 self.x = out;
+                Ok(())
+            }
+            (Mlp::Sparse(sparse), Fusion::AddNorms) => {
+                let (delta, residual, out) = (self.delta.view(), self.stream.view_mut(), self.x.view_mut());
+                norm.with_pre_norm(|before| {
+                    next.with_pre_norm(|norm| {
+                        let io = MonolithicIo::AddNorms { delta, residual, before, norm, out };
+                        sparse.fused_into(form.mlp, io, context, ex)
+                    })
+                })?;
+                self.normed = true;
                 Ok(())
             }
             (mlp, _) => {

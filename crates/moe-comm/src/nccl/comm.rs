@@ -20,6 +20,7 @@ use crate::check::Place;
 use crate::parts::Request;
 use crate::peer::PeerAllReduce;
 use crate::round::wait::{Outcome, Stop};
+use crate::socket::Watch;
 
 /// One rank of a group of GPUs that communicate by NCCL.
 ///
@@ -114,6 +115,22 @@ impl NcclComm {
     /// for a process that ends, once no rank has work left.
     pub fn leave(&self) {
         self.world.leave();
+    }
+
+    /// Aborts the world as soon as that of the hosts has failed, with its cause: they know who died, and kernels would wait for
+    /// the dead for ever. Says so from a thread of its own, which ends with the world of the hosts.
+    ///
+    /// # Errors
+    /// No thread.
+    pub fn end_with(self: &Arc<Self>, hosts: Watch) -> Result<()> {
+        let device = Arc::downgrade(self);
+        let end = move || {
+            if let (Some(cause), Some(device)) = (hosts.wait(), device.upgrade()) {
+                device.fail(&format!("aborted: {cause}"));
+            }
+        };
+        std::thread::Builder::new().name("end-nccl".into()).spawn(end)?;
+        Ok(())
     }
 
     /// The rank of a group that its handle is joining.

@@ -55,7 +55,21 @@ impl NcclWindow {
         let staging = Mutex::new([stage()?, stage()?]);
         let own = Buffer::unspecified_on(ex.device(), DType::U8, &[bytes])?;
         let address = ex.address("NCCL window", "memory", own.view())?;
-        Ok(Self { comm, bytes, main: ex.clone(), side, ordinal, _own: own, address, staging, used })
+        let window = Self { comm, bytes, main: ex.clone(), side, ordinal, _own: own, address, staging, used };
+        window.connect()?;
+        Ok(window)
+    }
+
+    /// Exchanges a byte with every rank: NCCL connects ranks in their first exchange, for which a step would wait tens of
+    /// milliseconds.
+    fn connect(&self) -> Result<()> {
+        let mut staging = lock(&self.staging);
+        let [leaves, comes] = &mut *staging;
+        let each = vec![1; self.comm.world_size()];
+        let input = leaves.view().narrow(0, each.len())?;
+        let out = comes.view_mut().narrow(0, each.len())?;
+        self.comm.all_to_all_v(input, &each, out, &each, &mut self.main.clone())?;
+        self.main.synchronize()
     }
 
     /// The address of bytes of this rank.

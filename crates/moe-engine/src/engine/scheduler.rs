@@ -96,7 +96,10 @@ impl Scheduler {
         self.filling |= self.running.is_empty();
         let Limits { max_num_batched_tokens, mixed, .. } = self.limits;
         let decoding = self.running.iter().filter(|sequence| sequence.remaining() == 1).count();
-        let prompts = if decoding < mixed.decode_rows { usize::MAX } else { mixed.prompt_rows };
+        // A burst of requests that still fills the places is over in few steps without the limit, in many with it.
+        let fills = self.filling && !self.waiting.is_empty();
+        let limited = decoding >= mixed.decode_rows && !fills;
+        let prompts = if limited { mixed.prompt_rows } else { usize::MAX };
         let mut budget = Budget { rows: max_num_batched_tokens, prompts };
         let mut rows = Vec::with_capacity(self.running.len());
         let preempted = self.continue_running(&mut rows, &mut budget)?;

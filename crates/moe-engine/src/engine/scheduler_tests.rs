@@ -140,10 +140,9 @@ fn the_shortest_prompts_come_before_anything_decodes() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn prompts_beside_decoding_rows_have_a_limit_of_their_own() -> Result<()> {
+fn limited(max_num_seqs: usize) -> Result<Scheduler> {
     let limits = Limits {
-        max_num_seqs: 8,
+        max_num_seqs,
         max_num_batched_tokens: 64,
         mixed: MixedLimit { decode_rows: 2, prompt_rows: 5 },
         block_size: 4,
@@ -151,17 +150,38 @@ fn prompts_beside_decoding_rows_have_a_limit_of_their_own() -> Result<()> {
         prefix_caching: false,
         prefix_by_prompt_len: false,
     };
-    let mut scheduler = Scheduler::new(limits, 64)?;
-    [sequence(0, 20), sequence(1, 3)].into_iter().for_each(|s| scheduler.add(s));
-    let mut steps = Vec::new();
-    for step in 0..4 {
-        if step == 1 {
-            [sequence(2, 7), sequence(3, 6)].into_iter().for_each(|s| scheduler.add(s));
-        }
-        let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
-        steps.push(plan.parts.iter().map(|part| part.rows).collect::<Vec<_>>());
+    Scheduler::new(limits, 64)
+}
+
+fn rows(scheduler: &mut Scheduler) -> Result<Vec<usize>> {
+    let Some(plan) = scheduler.schedule()? else { candle_core::bail!("nothing to compute") };
+    Ok(plan.parts.iter().map(|part| part.rows).collect())
+}
+
+#[test]
+fn prompts_beside_decoding_rows_have_a_limit_of_their_own() -> Result<()> {
+    let mut scheduler = limited(4)?;
+    [(0, 20), (1, 3), (2, 2), (3, 2), (4, 7), (5, 6)]
+        .into_iter()
+        .for_each(|(id, n)| scheduler.add(sequence(id, n)));
+    // Nothing decodes in the first step, which takes all places.
+    assert_eq!(rows(&mut scheduler)?, [20, 3, 2, 2]);
+    scheduler.remove((2, 0))?;
+    scheduler.remove((3, 0))?;
+    // In the others every decoding row has its place.
+    for expected in [vec![1, 1, 5], vec![1, 1, 2, 3], vec![1, 1, 1, 3]] {
+        assert_eq!(rows(&mut scheduler)?, expected);
     }
-    // Nothing decodes in the first step; in the others every decoding row has its place.
-    assert_eq!(steps, [vec![20, 3], vec![1, 1, 5], vec![1, 1, 2, 3], vec![1, 1, 1, 3]]);
+    Ok(())
+}
+
+#[test]
+fn a_burst_that_fills_the_places_has_no_limit() -> Result<()> {
+    let mut scheduler = limited(8)?;
+    [(0, 60), (1, 4), (2, 40), (3, 30)].into_iter().for_each(|(id, n)| scheduler.add(sequence(id, n)));
+    assert_eq!(rows(&mut scheduler)?, [60, 4]);
+    assert_eq!(rows(&mut scheduler)?, [1, 1, 40, 22]);
+    // Nobody waits any more.
+    assert_eq!(rows(&mut scheduler)?, [1, 1, 1, 5]);
     Ok(())
 }

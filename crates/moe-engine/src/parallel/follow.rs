@@ -185,6 +185,7 @@ mod tests {
         LogitsRows, ModelInfo, Observer, ParallelGroups, SequenceStep, Step, StepContext, StepViews, ViewMut,
     };
     use moe_comm::{Communicator, ParallelConfig, ReduceOp, ThreadComm};
+    use moe_layer::ExpertTraffic;
 
     use super::*;
 
@@ -198,6 +199,10 @@ mod tests {
     impl CausalLm for Adding {
         fn info(&self) -> &ModelInfo {
             &self.info
+        }
+
+        fn expert_traffic(&self) -> Result<Option<ExpertTraffic>> {
+            Ok(Some(ExpertTraffic { needed: self.group.rank() as u64 + 1, ..ExpertTraffic::default() }))
         }
 
         fn forward(
@@ -275,6 +280,11 @@ mod tests {
         assert_eq!(run(&ranks, &[7], 2, &mut kv).unwrap(), 2.0 * (7.0 + 200.0 + 20_000.0 + 2e6));
         let mut kv = KvCache::new(layout, 3, 4).unwrap();
         assert_eq!(run(&ranks, &[7], 2, &mut kv).unwrap(), 2.0 * (7.0 + 200.0 + 30_000.0 + 2e6));
+    }
+
+    #[test]
+    fn a_group_tells_what_its_first_rank_has_fetched() {
+        assert_eq!(group(None).expert_traffic().unwrap().map(|traffic| traffic.needed), Some(1));
     }
 
     #[test]

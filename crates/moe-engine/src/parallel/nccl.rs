@@ -37,13 +37,7 @@ impl Devices {
             );
         }
         let device = Arc::new(device);
-        let (watch, ended) = (comm.watcher(), Arc::downgrade(&device));
-        let end = move || {
-            if let (Some(cause), Some(device)) = (watch.wait(), ended.upgrade()) {
-                device.abort(&cause);
-            }
-        };
-        std::thread::Builder::new().name("end-nccl".into()).spawn(end).context("cannot start a thread")?;
+        device.end_with(comm.watcher())?;
         Ok(Self { comm: device, ex: ex.clone() })
     }
 

@@ -14,7 +14,7 @@ use model_runtime::{
     RunnerSizes, Step, StepContext, StepRanks, StepViews, View, ViewMut,
 };
 use moe_comm::{Communicator, Geometry, ReduceOp, Window};
-use moe_layer::{Machine, MoveRound, MoveStatus, PlacedExperts, PlanStep};
+use moe_layer::{ExpertTraffic, Machine, MoveRound, MoveStatus, PlacedExperts, PlanStep};
 
 use tracing::trace_span;
 
@@ -84,6 +84,10 @@ impl CausalLm for LocalRanks {
 
     fn placed_experts(&self, moe_layer: usize) -> Option<&PlacedExperts> {
         self.first.model.placed_experts(moe_layer)
+    }
+
+    fn expert_traffic(&self) -> Result<Option<ExpertTraffic>> {
+        self.first.model.expert_traffic()
     }
 
     fn plan(&self, step: &PlanStep, machine: &Machine) -> Vec<LayerPlan> {

@@ -2,7 +2,7 @@
 // (tensor_kernel.cuh).
 //
 // `W` is how weights lie in memory and are multiplied: Bf16Weights (tensor.cu), QuantWeights (quant/experts_tensor.cu)
-// or FewWeights (quant/experts_few.cuh). It has
+// or FewWeights (quant/experts_few.cuh, which has gathering warps of its own). It has
 //   kColumns      columns of a stage, a multiple of 64
 //   kBytes        of a stage's weights, kSideBytes of what else it needs (scales), from a Source for each product
 //   load          brings a stage's weights, by one thread
@@ -74,6 +74,8 @@ struct Block {
   __device__ __forceinline__ uint64_t* empty(int s) const { return full(kMaxStages + s); }
   __device__ __forceinline__ uint64_t* work_full(int i) const { return full(2 * kMaxStages + i % kWorkSlots); }
   __device__ __forceinline__ uint64_t* work_empty(int i) const { return work_full(i) + kWorkSlots; }
+  /// What consumers have finished of a work tile, where another warp publishes it.
+  __device__ __forceinline__ uint64_t* done(int i) const { return work_empty(i) + kWorkSlots; }
   __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
   __device__ __forceinline__ bool* flag() const { return reinterpret_cast<bool*>(smem + kHeader - 16); }
   /// (expert, first place) of each touched expert, then (touched experts, all rows).
@@ -83,10 +85,32 @@ struct Block {
   __device__ __forceinline__ uint8_t* rows(int s) const { return weights(s) + W::kBytes; }
   __device__ __forceinline__ uint8_t* side(int s) const { return ring + stages * bytes + s * W::kSideBytes; }
 
-  static_assert((2 * kMaxStages + 2 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= 512 - 16);
+  static_assert((2 * kMaxStages + 3 * kWorkSlots) * 8 <= 512 && kWorkSlots * sizeof(Work) <= 512 - 16);
 };
 
 #if MOE_SM90
+
+/// Barriers and tensor maps for a launch with so many arrivals of gathering lanes at a stage and of warps that read
+/// work tiles. All threads.
+template <class W>
+__device__ __forceinline__ void begin(const Block<W>& b, int gather_arrivals, int readers, const CUtensorMap* w13,
+                                      const CUtensorMap* w2) {
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(w13);
+    prefetch_tensor_map(w2);
+    for (int i = 0; i < b.stages; ++i) {
+      mbarrier_init(b.full(i), 1 + gather_arrivals);
+      mbarrier_init(b.empty(i), kConsumers);
+    }
+    for (int i = 0; i < Block<W>::kWorkSlots; ++i) {
+      mbarrier_init(b.work_full(i), 1);
+      mbarrier_init(b.work_empty(i), readers);
+      mbarrier_init(b.done(i), kConsumers);
+    }
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+}
 
 /// The table of touched experts from the counts of their buckets. One warp; all its loads first.
 template <class W>
@@ -149,8 +173,8 @@ struct Producer {
     const int expert = blockIdx.x / a.tiles(0);
     const int ahead = a.guess && expert < a.num_local ? min(b.stages, a.steps(0)) : 0;
     for (int i = 0; i < ahead; ++i) {
+      if (i > 0) __nanosleep(kPaceNs);
       load(0, expert, blockIdx.x % a.tiles(0), i, i);
-      __nanosleep(kPaceNs);
     }
     return ahead;
   }
@@ -181,7 +205,7 @@ struct Producer {
           // As late as hides its latency: the block that is ahead takes the next work tile.
           if (i == max(steps - 6, 0) && place + kCapacity >= last) taken = atomicAdd(a.counters.tickets(), 1);
           if (i >= ready) {
-            mbarrier_wait(b.empty(at.stage), at.parity ^ 1);
+            mbarrier_sleep(b.empty(at.stage), at.parity ^ 1);
             load(product, expert, tile, i, at.stage);
           }
           at.advance(b.stages);

@@ -1,5 +1,6 @@
 // The kernel of the experts on warpgroup products, for bf16 weights (tensor.cu, which tells the design) and quantised
-// ones (quant/experts_tensor.cu). `W` is explained in tensor.cuh.
+// ones (quant/experts_tensor.cu). `W` is explained in tensor.cuh. What its consuming warps do is also what those of
+// quant/few_kernel.cuh do.
 #pragma once
 
 #include "experts/tensor.cuh"
@@ -20,16 +21,11 @@ __device__ __forceinline__ void compute(const Block<W>& b, const Args<W>& a, con
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const auto row = [](int i) { return i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2; };
   uint32_t place[kResults];  // of each result
-  const auto fetch_places = [&] {
 #pragma unroll
-    for (int i = 0; i < kResults; ++i)
-      place[i] = row(i) >= work.rows ? kNoExpert : work.product == 0 ? work.first + row(i) : work.slots[row(i)];
-  };
-  constexpr bool kLate = kBlocks<W, kCapacity> > 2;  // registers are short, and other blocks hide the latency
-  if constexpr (!kLate) fetch_places();
+  for (int i = 0; i < kResults; ++i)
+    place[i] = row(i) >= work.rows ? kNoExpert : work.product == 0 ? work.first + row(i) : work.slots[row(i)];
   float acc[kColumns / 2] = {};
   W::template multiply<kCapacity, kColumns>(b, a, work, at, acc);
-  if constexpr (kLate) fetch_places();
 #pragma unroll
   for (int i = 0; i < kResults; ++i) {
     if (place[i] == kNoExpert) continue;
@@ -50,18 +46,19 @@ __device__ __forceinline__ void compute(const Block<W>& b, const Args<W>& a, con
 template <class W>
 __device__ __forceinline__ void skip(const Block<W>& b, int steps, Cursor& at) {
   for (int i = 0; i < steps; ++i, at.advance(b.stages)) {
-    mbarrier_wait(b.full(at.stage), at.parity);
+    mbarrier_sleep(b.full(at.stage), at.parity);
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(b.empty(at.stage));
   }
 }
 
-template <int kCapacity, class W>
-__device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
+/// All work tiles of the block; `finish(work)` behind each.
+template <int kCapacity, class W, class Finish>
+__device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a, Finish finish) {
   Cursor at;
   for_each_work(b, [&](const Work& work) {
-    if (work.rows == 0) return skip(b, work.steps, at);
-    if (work.rows <= 8) compute<kCapacity, 8>(b, a, work, at);
+    if (work.rows == 0) skip(b, work.steps, at);
+    else if (work.rows <= 8) compute<kCapacity, 8>(b, a, work, at);
     else if (kCapacity == 16 || work.rows <= 16) compute<kCapacity, 16>(b, a, work, at);
     else if constexpr (kCapacity > 16) {
       if (kCapacity == 32 || work.rows <= 32) compute<kCapacity, 32>(b, a, work, at);
@@ -70,17 +67,16 @@ __device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
         else if constexpr (kCapacity > 64) compute<kCapacity, 128>(b, a, work, at);
       }
     }
-    if (work.product == 1) return;
-    // The copy engine of another block reads them. This fence waits for nothing; that for the other blocks is one
-    // thread's.
-    fence_async_global();
-    named_barrier(1, kConsumers * 32);
-    if (threadIdx.x == 0) {
-      fence_release();
-      add_relaxed(a.counters.progress(work.expert), work.rows);
-      add_relaxed(a.counters.finished(), work.rows);
-    }
+    finish(work);
   });
+}
+
+/// Tells the other blocks of activations that this thread's block has written, which it has seen.
+template <class W>
+__device__ __forceinline__ void publish(const Args<W>& a, const Work& work) {
+  fence_release();
+  add_relaxed(a.counters.progress(work.expert), work.rows);
+  add_relaxed(a.counters.finished(), work.rows);
 }
 
 #endif  // MOE_SM90
@@ -99,21 +95,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<W, kCapacity>)
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block<W> b = {smem, smem + a.ring(), a.stages, stage_bytes<W>(kCapacity)};
   const int warp = threadIdx.x / 32;
-  if (threadIdx.x == 0) {
-    prefetch_tensor_map(&w13);
-    prefetch_tensor_map(&w2);
-    prefetch_tensor_map(&act);
-    for (int i = 0; i < a.stages; ++i) {
-      mbarrier_init(b.full(i), 1 + kGatherLanes);
-      mbarrier_init(b.empty(i), kConsumers);
-    }
-    for (int i = 0; i < Block<W>::kWorkSlots; ++i) {
-      mbarrier_init(b.work_full(i), 1);
-      mbarrier_init(b.work_empty(i), kConsumers + kGatherers);
-    }
-    mbarrier_fence_init();
-  }
-  __syncthreads();
+  if (threadIdx.x == 0) prefetch_tensor_map(&act);
+  begin(b, kGatherLanes, kConsumers + kGatherers, &w13, &w2);
   pdl_launch_dependents();
   Producer<W> producer = {b, a, &w13, &w2};
   int ready = 0;
@@ -123,7 +106,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks<W, kCapacity>)
   fill_table(b, a);
   if (warp < kConsumers) {
     if constexpr (kTaken > 0) take_registers<kTaken>();
-    consume<kCapacity>(b, a);
+    consume<kCapacity>(b, a, [&](const Work& work) {
+      if (work.product == 1 || work.rows == 0) return;
+      // The copy engine of another block reads them. This fence waits for nothing; that for the other blocks is one
+      // thread's.
+      fence_async_global();
+      named_barrier(1, kConsumers * 32);
+      if (threadIdx.x == 0) publish(a, work);
+    });
   } else {
     if constexpr (kTaken > 0) give_registers<3 * kEach - 2 * kTaken>();
     if (warp == kConsumers) {

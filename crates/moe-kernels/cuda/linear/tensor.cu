@@ -16,6 +16,7 @@ namespace moe::linear_tensor {
 /// Rows of bf16, by a tensor map, which writes the swizzle that wgmma reads.
 struct Bf16Weights {
   struct Source {};
+  static constexpr int kLoaders = 1;
   template <int kGroups>
   static constexpr int kMostTokens = kGroups == 1 ? 128 : 256;
 
@@ -24,6 +25,8 @@ struct Bf16Weights {
   template <int kGroups>
   struct Stage {
     static constexpr int kColumns = kTileColumns, kBytes = 64 * kGroups * kTileColumns * 2, kSideBytes = 0;
+    static constexpr int kRowBytes = 2 * kColumns;
+    static constexpr bool kRowScales = false;
 
     struct Side {
       __device__ __forceinline__ Side(const Source&, int, int) {}

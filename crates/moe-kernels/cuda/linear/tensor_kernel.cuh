@@ -1,12 +1,15 @@
 // The kernel of dense products on warpgroup products, for bf16 weights (tensor.cu, which tells the design) and
-// quantised ones (quant/linear_tensor.cu).
+// quantised ones (quant/linear_tensor.cu, with rows of x in FP8 quant/fp8_linear.cu).
 //
-// `W` is how weights lie in memory. It has a Source beside the tensor map, `column`, where a row's results go, and for
-// 64 kGroups rows the most tokens of a tile and a Stage:
+// `W` is how weights lie in memory. It has a Source beside the tensor map, `column`, where a row's results go,
+// kLoaders, warps beside those that multiply, one of which loads (with four, a warpgroup, they leave their registers to
+// the others), and for 64 kGroups rows the most tokens of a tile and a Stage:
 //   kColumns    of a stage, a multiple of 64
 //   kBytes      of its weights, kSideBytes of what else it needs (scales)
+//   kRowBytes   of its columns of a row of x, a multiple of 128; kRowScales whether a row has an f32 scale for them
 //   load        brings its weights, by one thread
 //   Side        a lane's part of copying what lies beside them, by a warp
+//   load_scales brings the scales of rows of x behind what lies beside the weights, by one thread, where there are any
 //   consume     adds the block's share of K to accumulators
 #pragma once
 
@@ -20,6 +23,8 @@ namespace moe::linear_tensor {
 constexpr int kMaxStages = 12;
 constexpr int kMaxSplits = 8;  // blocks of a cluster, each with a part of K
 constexpr int kHeader = 256;   // barriers
+// Of 168 a thread in three warpgroups, of which the loaders' one leaves most to the two others.
+constexpr int kLoaderRegisters = 72, kConsumerRegisters = 216;
 
 template <class W>
 struct Args {
@@ -35,11 +40,13 @@ struct Block {
   using Source = typename W::Source;
   using Stage = typename W::template Stage<kGroups>;
   static constexpr int kRows = 64 * kGroups;
-  static constexpr int kConsumers = 128 * kGroups;
-  static constexpr int kParts = Stage::kColumns / kTileColumns;  // of a stage's token rows, one after the other
-  static constexpr int kPartBytes = kTokens * kTileColumns * 2;
+  static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 32 * W::kLoaders;
+  static constexpr bool kTrades = W::kLoaders == 4;      // registers, between warps
+  static constexpr int kParts = Stage::kRowBytes / 128;  // of a stage's token rows, one after the other
+  static constexpr int kPartBytes = kTokens * 128;
   static constexpr int kWeightBytes = Stage::kBytes;
   static constexpr int kStageBytes = kWeightBytes + kParts * kPartBytes;
+  static constexpr int kSideBytes = Stage::kSideBytes + (Stage::kRowScales ? kTokens * 4 : 0);
 #if MOE_SM90
   static constexpr int kColumns = kTokens < 128 ? kTokens : 128;  // of one wgmma: beyond 128 there are several
   static constexpr int kProducts = kTokens / kColumns;
@@ -62,12 +69,17 @@ __device__ __forceinline__ void produce(const CUtensorMap* w, const CUtensorMap*
       B::Stage::load(ring + stage * B::kStageBytes, w, row, i, full + stage);
     }
     if constexpr (B::Stage::kSideBytes > 0) {
-      beside.copy(side + stage * B::Stage::kSideBytes, i);
+      beside.copy(side + stage * B::kSideBytes, i);
       cp_async_arrive(full + stage);
     }
   };
   const auto tokens = [&](int i, int stage) {
     if (!leads) return;
+    // First: until the rows have come the barrier waits, so it may be told of more bytes.
+    if constexpr (B::Stage::kRowScales) {
+      uint8_t* scales = side + stage * B::kSideBytes + B::Stage::kSideBytes;
+      B::Stage::template load_scales<B>(scales, source, token, i, full + stage);
+    }
     uint8_t* to = ring + stage * B::kStageBytes + B::kWeightBytes;
 #pragma unroll
     for (int part = 0; part < B::kParts; ++part)
@@ -121,7 +133,7 @@ __device__ __forceinline__ void finish(const Args<W>& a, const float* sums, int 
 #endif  // MOE_SM90
 
 template <class W, int kTokens, int kGroups, Output kOutput>
-__global__ void __launch_bounds__(128 * kGroups + 32, 1)
+__global__ void __launch_bounds__(Block<W, kTokens, kGroups>::kThreads, 1)
     tensor_kernel(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x,
                   const __grid_constant__ Args<W> a) {
 #if MOE_SM90
@@ -129,7 +141,7 @@ __global__ void __launch_bounds__(128 * kGroups + 32, 1)
   extern __shared__ __align__(1024) uint8_t smem[];
   uint8_t* ring = smem;
   uint8_t* side = ring + a.stages * B::kStageBytes;
-  uint64_t* full = reinterpret_cast<uint64_t*>(side + a.stages * B::Stage::kSideBytes);
+  uint64_t* full = reinterpret_cast<uint64_t*>(side + a.stages * B::kSideBytes);
   uint64_t* empty = full + kMaxStages;
   float* sums = reinterpret_cast<float*>(smem);  // in place of the ring, when it has been consumed
   const int rank = cluster_rank(), splits = cluster_size();
@@ -148,11 +160,13 @@ __global__ void __launch_bounds__(128 * kGroups + 32, 1)
   __syncthreads();
   pdl_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp == B::kConsumers / 32) {
-    if (lane == 0 || B::Stage::kSideBytes > 0)
+  if (warp >= B::kConsumers / 32) {
+    if constexpr (B::kTrades) give_registers<kLoaderRegisters>();
+    if (warp == B::kConsumers / 32 && (lane == 0 || B::Stage::kSideBytes > 0))
       produce<B>(&w, &x, a.source, ring, side, full, empty, a.stages, row, token, begin, end);
     __syncwarp();
   } else {
+    if constexpr (B::kTrades) take_registers<kConsumerRegisters>();
     float acc[B::kProducts][B::kColumns / 2] = {};
     B::Stage::template consume<B>(ring, side, a.source, full, empty, a.stages, end - begin, acc);
     pdl_wait();                       // for the epilogue; the products have waited through their x
@@ -204,16 +218,18 @@ template <class W, int kTokens, int kGroups, Output kOutput>
 cudaError_t run(const CUtensorMap& w, const bf16* x, Args<W> a, const Shape& s, void* stream) {
   using B = Block<W, kTokens, kGroups>;
   constexpr size_t kSums = sizeof(float) * B::kSumPitch * kTokens;
-  constexpr int kStage = B::kStageBytes + B::Stage::kSideBytes;
+  constexpr int kStage = B::kStageBytes + B::kSideBytes;
   const int chunks = ceil_div(ceil_div(a.k, B::Stage::kColumns), s.splits), fit = static_cast<int>(s.ring / kStage);
   a.stages = fit < kMaxStages ? fit : kMaxStages;
   if (chunks < a.stages) a.stages = chunks;
   const int least = static_cast<int>(ceil_div(kSums, B::kStageBytes));
   if (a.stages < least) a.stages = least;
   CUtensorMap xm;
-  const cudaError_t e = make_tensor_map(&xm, x, a.m, a.k, kTokens);
+  // Rows of whatever they hold, as so many bf16; the last stage may be a part of one.
+  const int64_t columns = int64_t{a.k} * (B::Stage::kRowBytes / 2) / B::Stage::kColumns;
+  const cudaError_t e = make_tensor_map(&xm, x, a.m, static_cast<int>(columns), kTokens);
   if (e != cudaSuccess) return e;
-  Launch l = {dim3(ceil_div(a.n, B::kRows) * s.splits, ceil_div(a.m, kTokens)), dim3(B::kConsumers + 32), stream,
+  Launch l = {dim3(ceil_div(a.n, B::kRows) * s.splits, ceil_div(a.m, kTokens)), dim3(B::kThreads), stream,
               static_cast<size_t>(a.stages) * kStage + kHeader};
   l.cluster = s.splits;
   return launch(tensor_kernel<W, kTokens, kGroups, kOutput>, l, w, xm, a);

@@ -27,6 +27,33 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t 
 }
 
 #undef MOE_STEP
+
+/// The same with a in registers, four words for each 32 columns: lane 4g + t holds of these (g, 4t), (g + 8, 4t), (g,
+/// 4t + 16) and (g + 8, 4t + 16), four columns a word. b has N rows.
+template <int N>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], const uint32_t (&a)[4][4], uint64_t b);
+
+#define MOE_STEP(n, half, a0, a1, a2, a3, b, add)                                                                    \
+  "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" MOE_T##half "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 \
+                                                                           "}, %" #b ", " add ", 1, 1;"
+#define MOE_A(i) "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3])
+/// The numbers behind the accumulators are those of a's words, of b's four places and of a zero.
+#define MOE_WGMMA_E4M3(n, half, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, aa, ab, ac, ad, ae, af, b0, b1, b2, b3, zero) \
+  template <>                                                                                                         \
+  __device__ __forceinline__ void wgmma_e4m3<n>(float (&d)[half], const uint32_t (&a)[4][4], uint64_t b) {            \
+    asm volatile("{ .reg .pred first, rest; setp.ne.b32 first, %" #zero ", 0; setp.eq.b32 rest, %" #zero              \
+                 ", 0;" MOE_STEP(n, half, a0, a1, a2, a3, b0, "first") MOE_STEP(n, half, a4, a5, a6, a7, b1, "rest")  \
+                     MOE_STEP(n, half, a8, a9, aa, ab, b2, "rest") MOE_STEP(n, half, ac, ad, ae, af, b3, "rest") "}"  \
+                 : MOE_O##half                                                                                        \
+                 : MOE_A(0), MOE_A(1), MOE_A(2), MOE_A(3), "l"(b), "l"(b + 2), "l"(b + 4), "l"(b + 6), "r"(0));       \
+  }
+MOE_WGMMA_E4M3(32, 16, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36)
+MOE_WGMMA_E4M3(48, 24, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44)
+MOE_WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52)
+
+#undef MOE_WGMMA_E4M3
+#undef MOE_A
+#undef MOE_STEP
 #undef MOE_O
 
 #endif

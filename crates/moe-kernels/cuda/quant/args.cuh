@@ -150,6 +150,8 @@ struct Fp8QuantiseArgs {
   const uint32_t* slot_at;   // of moe_fp8_places; rows then go to the places of their slots
   const uint32_t* place_of;  // or null: rows keep their places
   int rows, columns, top_k;
+  // Order of each 128 columns: 0: as fp8_product.cuh reads them; else by quads, as moe_fp8_linear does.
+  int quads;
 };
 
 /// Slots in order of experts.
@@ -174,6 +176,18 @@ struct Fp8ExpertsArgs {
   int tokens, top_k;
 };
 
+/// A dense product of FP8 weights and activations.
+struct Fp8LinearArgs {
+  const uint8_t* q;           // [m, k], by quads
+  const float* scales;        // [k / 128, m rounded up to 4]
+  QuantPack w;                // one matrix without gate and up
+  const __nv_bfloat16* bias;  // [n] or null
+  void* out;                  // [m, n]
+  Output output;
+  int m;
+  int splits;  // of k, 1 .. 8; 0: what was measured to be best
+};
+
 }  // namespace moe
 
 extern "C" int moe_quant_experts_tensor(const moe::QuantExpertsTensorArgs* args, void* stream);
@@ -190,4 +204,6 @@ extern "C" int moe_quant_dequantise(const moe::QuantPack* w, __nv_bfloat16* out,
 extern "C" int moe_fp8_quantise(const moe::Fp8QuantiseArgs* args, void* stream);
 extern "C" int moe_fp8_places(const moe::Fp8PlacesArgs* args, void* stream);
 extern "C" int moe_fp8_experts_gate_up(const moe::Fp8ExpertsArgs* args, void* stream);
+extern "C" int moe_fp8_linear(const moe::Fp8LinearArgs* args, void* stream);
+extern "C" int moe_fp8_rows(const moe::QuantPack* w, uint8_t* rows, float* scales, void* stream);
 extern "C" int moe_fp8_experts_down(const moe::Fp8ExpertsArgs* args, void* stream);

@@ -7,8 +7,8 @@
 
 namespace moe::quant {
 
-/// A stage of one weight tile, and how its parts get there.
-template <QuantFormat kFormat, int kColumns, int kShare>
+/// A stage of one weight tile, and how its parts get there. kLanes gather what lies beside the weights.
+template <QuantFormat kFormat, int kColumns, int kShare, int kLanes = experts_tiles::kGatherLanes>
 struct ExpertStage : QuantStage<kFormat, kColumns, kShare, experts_tiles::kTileRows / 16> {
   using Stage = QuantStage<kFormat, kColumns, kShare, experts_tiles::kTileRows / 16>;
   using Source = quant::Source;
@@ -24,7 +24,7 @@ struct ExpertStage : QuantStage<kFormat, kColumns, kShare, experts_tiles::kTileR
     Stage::load_weights(to, map, row_block(a.source[product], expert, tile), step, bar, policy);
   }
 
-  using Side = typename Stage::template SideCopies<experts_tiles::kGatherLanes>;
+  using Side = typename Stage::template SideCopies<kLanes>;
 
   /// A gathering lane's part of what lies beside the weights of a weight tile.
   template <class Args>

@@ -7,8 +7,8 @@
 // the gathering warps bring scales and zero points beside token rows. A consumer warp has 16 rows: it unpacks 32
 // or 64 columns to the A operand in registers while the products of those before run, so weights never return to
 // shared memory. Two or three blocks share an SM where experts have few rows: their warps hide each other's latency.
-// Up to a mean of kMostFew rows the products are mma.sync's (experts_few.cuh).
-#include "quant/experts_few.cuh"
+// Up to a mean of kMostFew rows the products are mma.sync's (few_kernel.cuh).
+#include "quant/few_kernel.cuh"
 
 namespace moe::experts_tensor {
 
@@ -120,7 +120,8 @@ cudaError_t launch(const QuantExpertsTensorArgs& c, const DeviceLimits& limits, 
     const cudaError_t e = prepare(c, kShare, &p);
     if (e != cudaSuccess) return e;
     // Two blocks an SM where few experts are touched, else three.
-    return mean <= 1 ? run<32>(p.args, p.w13, p.w2, limits, stream) : run<16>(p.args, p.w13, p.w2, limits, stream);
+    return mean <= 1 ? experts_few::run<32>(p.args, p.w13, p.w2, limits, stream)
+                     : experts_few::run<16>(p.args, p.w13, p.w2, limits, stream);
   }
   Prepared<QuantWeights<kFormat, kShare>> p;
   const cudaError_t e = prepare(c, kShare, &p);

@@ -1,6 +1,7 @@
 // Activations to FP8 (E4M3), one scale for each row and 128 columns: scale = max |x| / 448, q = x / scale, rounded to
 // nearest. Columns of each 128 lie in the order of fp8_product.cuh: of each 64 columns h byte 16 (2 c + h) + 4 j + i is
-// column 16 j + 2 c + i % 2 + 8 (i / 2). Rows keep their places, or go to those of their slots in order of experts.
+// column 16 j + 2 c + i % 2 + 8 (i / 2); by quads, for fp8_linear.cu, byte 4 c + i of each 16 is column 2 c + i % 2 + 8
+// (i / 2). Rows keep their places, or go to those of their slots in order of experts.
 //
 // Floor: bytes. 8,192 rows of 2,048: 34 MB in, 17 MB out, 12 us at 4.3 TB/s, to the places of eight slots each 134 MB
 // out, 40 us; 65,536 rows of 768: 36 us.
@@ -86,10 +87,11 @@ __global__ void __launch_bounds__(kBlockRows* kLanes)
 #pragma unroll
   for (int c = 0; c < 4; ++c)
     out[c] = pack_e4m3(v[2 * c] * inverse, v[2 * c + 1] * inverse, v[2 * c + 8] * inverse, v[2 * c + 9] * inverse);
-  transpose_words(out);
+  if (a.quads == 0) transpose_words(out);
+  const int chunk = a.quads == 0 ? lane % 4 * 2 + lane / 4 : lane;
   const auto store = [&](uint32_t to) {
     uint8_t* q = a.q + static_cast<size_t>(to) * a.columns + column;
-    reinterpret_cast<uint4*>(q)[lane % 4 * 2 + lane / 4] = {out[0], out[1], out[2], out[3]};
+    reinterpret_cast<uint4*>(q)[chunk] = {out[0], out[1], out[2], out[3]};
     if (lane == 0) a.scales[static_cast<size_t>(blockIdx.x) * scale_rows + to] = scale;
   };
   if (a.place_of == nullptr) {

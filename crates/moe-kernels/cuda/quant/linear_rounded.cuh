@@ -23,6 +23,7 @@ __device__ __forceinline__ int column_of(const QuantSource& s, int row) {
 template <QuantFormat kFormat, int kColumns, int kShare>
 struct RoundedWeights {
   using Source = QuantSource;
+  static constexpr int kLoaders = 1;
   static constexpr bool kOnly128 = true;  // tokens of a tile
 
   static __device__ __forceinline__ int column(const Args<RoundedWeights>& a, int row) {
@@ -32,6 +33,8 @@ struct RoundedWeights {
   template <int kGroups>
   struct Stage : quant::QuantStage<kFormat, kColumns, kShare, 4 * kGroups> {
     using Base = quant::QuantStage<kFormat, kColumns, kShare, 4 * kGroups>;
+    static constexpr int kRowBytes = 2 * Base::kColumns;
+    static constexpr bool kRowScales = false;
 
 #if MOE_SM90
     using Side = typename Base::template SideCopies<32>;

@@ -16,6 +16,7 @@ constexpr int kStageColumns = 128;
 template <QuantFormat kFormat, int kShare>
 struct QuantWeights {
   using Source = QuantSource;
+  static constexpr int kLoaders = 1;
   static constexpr bool kOnly128 = false;
   template <int kGroups>
   static constexpr int kMostTokens = kGroups == 1 ? 128 : 64;  // two sums of each result are in registers
@@ -27,6 +28,8 @@ struct QuantWeights {
   template <int kGroups>
   struct Stage : quant::QuantStage<kFormat, kStageColumns, kShare, 4 * kGroups> {
     using Base = quant::QuantStage<kFormat, kStageColumns, kShare, 4 * kGroups>;
+    static constexpr int kRowBytes = 2 * Base::kColumns;
+    static constexpr bool kRowScales = false;
 
 #if MOE_SM90
     using Side = typename Base::template SideCopies<32>;

@@ -130,6 +130,20 @@ struct QuantStage {
     return o;
   }
 
+  /// Scales of a lane's two rows alone, in f32.
+  static __device__ __forceinline__ void scales(const uint8_t* side, const Source& s, int at, int share,
+                                                float (&scale)[2]) {
+    at += share * 16;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      scale[i] = exact_scale(reinterpret_cast<const uint16_t*>(side)[at + 8 * i], s.f16_scales);
+  }
+
+  /// Their zero points.
+  static __device__ __forceinline__ uint32_t zero(const uint8_t* side, int at, int share, int row) {
+    return side[kScaleBytes + at + share * 16 + 8 * row];
+  }
+
   /// This lane's first scale of a block, as a number of scales from the first.
   static __device__ __forceinline__ int first_scale(const Source& s, int block) {
     return block * kShares * 16 + (!kIntegers && s.scale_rows == 2 ? 0 : static_cast<int>(threadIdx.x) % 32 / 4);

@@ -39,7 +39,7 @@ __device__ __forceinline__ uint32_t and_or(uint32_t v, uint32_t mask, uint32_t b
   return r;
 }
 
-constexpr uint32_t kPair128 = 0x43004300u, kPair256 = 0x43804380u, kPair2To120 = 0x7b807b80u;
+constexpr uint32_t kPairSign = 0x80008000u, kPair128 = 0x43004300u, kPair256 = 0x43804380u, kPair2To120 = 0x7b807b80u;
 
 // ---- what a row's zero point and scale are as operands, twice in a word
 
@@ -90,6 +90,12 @@ __device__ __forceinline__ void unpack(const uint32_t* v, const uint32_t (&zero)
       a[i] = mul2(and_or(rest, 0x07f007f0u, sign & 0x80008000u), kPair2To120);
     }
   }
+}
+
+/// a = 128 + q of the k-step whose word is `v`: where another product takes what is too much away.
+__device__ __forceinline__ void unpack_above(uint32_t v, uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = and_or(v >> (4 * i), 0x000f000fu, kPair128);
 }
 
 }  // namespace moe::quant

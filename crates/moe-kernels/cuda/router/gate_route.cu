@@ -16,6 +16,7 @@
 #include "linear/args.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/ptx.cuh"
+#include "router/own_row.cuh"
 #include "router/route.cuh"
 
 namespace moe {
@@ -29,7 +30,8 @@ constexpr int kCluster = 8;    // blocks of a cluster on Hopper
 constexpr int kBlockK = 32;    // elements of H that a warp takes per step
 constexpr int kSteps = 8;      // steps whose loads are in flight together
 constexpr int kBatch = kSteps * kWarps * kBlockK;
-constexpr int kApart = 512;  // tokens from which on product and choice are a launch each
+constexpr int kApart = 512;          // tokens from which on product and choice are a launch each
+constexpr int kMaxNormTokens = 128;  // with addition and norm
 
 struct GateArgs {
   const bf16* x;               // [T, H]
@@ -38,6 +40,7 @@ struct GateArgs {
   const uint32_t* valid;       // [1] rows that are no padding, or null
   float* logits;               // [T, E]
   int tokens, hidden, groups;  // groups of 8 tokens for each cluster
+  AddNorm before;              // makes x
   RouteArgs route;
   StepRoutingArgs routing;
   CopiesArgs copies;
@@ -47,11 +50,15 @@ struct GateArgs {
 struct Operand {
   Vec16 v[kSteps];
 
+  /// kFresh: of a row that another block of this launch has written.
+  template <bool kFresh>
   __device__ __forceinline__ void load(const bf16* row, int first, int hidden) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int k = first + (s * kWarps + static_cast<int>(threadIdx.x) / 32) * kBlockK;
-      if (k < hidden) v[s] = load_const(row + k + threadIdx.x % 4 * 8);
+      if (k >= hidden) continue;
+      const bf16* from = row + k + threadIdx.x % 4 * 8;
+      v[s] = kFresh ? load_fresh(from) : load_const(from);
     }
   }
 };
@@ -62,8 +69,8 @@ struct GateRows {
 
   __device__ __forceinline__ void load(const GateArgs& a, int expert0, int first) {
     const int g = threadIdx.x % 32 / 4, last = a.route.experts - 1;
-    low.load(a.gate + static_cast<size_t>(min(expert0 + g, last)) * a.hidden, first, a.hidden);
-    high.load(a.gate + static_cast<size_t>(min(expert0 + g + 8, last)) * a.hidden, first, a.hidden);
+    low.load<false>(a.gate + static_cast<size_t>(min(expert0 + g, last)) * a.hidden, first, a.hidden);
+    high.load<false>(a.gate + static_cast<size_t>(min(expert0 + g + 8, last)) * a.hidden, first, a.hidden);
   }
 };
 
@@ -79,20 +86,61 @@ __device__ __forceinline__ void multiply(const GateRows& gate, const Operand& x,
   }
 }
 
-template <int kPerLane, bool kPlain>
+// Logits on their way to the block that routes their token: words that its barrier counts. A cluster barrier behind
+// ordinary stores would wait for all that the block has stored to memory, too.
+
+__device__ __forceinline__ void expect_logits([[maybe_unused]] uint64_t* arrived, [[maybe_unused]] int count) {
+#if MOE_SM90
+  if (threadIdx.x != 0) return;
+  mbarrier_init(arrived, 1);
+  mbarrier_fence_init();
+  arrive_expecting(arrived, count * sizeof(float));
+#endif
+}
+
+__device__ __forceinline__ void send_logit(float* to, [[maybe_unused]] uint32_t rank, float logit,
+                                           [[maybe_unused]] uint64_t* arrived) {
+#if MOE_SM90
+  cluster_send(reinterpret_cast<uint32_t*>(to), __float_as_uint(logit), arrived, rank);
+#else
+  *to = logit;
+#endif
+}
+
+/// Behind the block's own last product, whose barrier orders it where the block is a cluster of its own.
+__device__ __forceinline__ void await_logits([[maybe_unused]] uint64_t* arrived) {
+#if MOE_SM90
+  mbarrier_wait(arrived, 0);
+#endif
+}
+
+/// kNorm: each block first makes one of the cluster's rows.
+template <int kPerLane, bool kPlain, bool kNorm>
 __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_constant__ GateArgs a) {
   __shared__ float partial[kWarps][kExperts][kTokens + 1];
   __shared__ float logits[kTokens][kPerLane * 32];  // of the tokens that this block routes
   __shared__ Choice chosen[kTokens][kMaxTopK];
+  __shared__ uint64_t arrived;  // logits of these tokens
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = cluster_rank(), blocks = cluster_size();
   const int begin = blockIdx.y * kTokens * a.groups, end = min(begin + kTokens * a.groups, a.tokens);
+  expect_logits(&arrived, ceil_div(max(end - begin - rank, 0), blocks) * a.route.experts);
   GateRows gate;
   int held = rank * kExperts, held_first = 0;  // which part of the gate
   gate.load(a, held, held_first);
-  cluster_arrive();
-  pdl_launch_dependents();
-  pdl_wait();
+  if constexpr (kNorm) {
+    OwnRow row(a.before, a.hidden);
+    pdl_launch_dependents();
+    pdl_wait();
+    const bool has_row = begin + rank < end;
+    if (has_row) row.make(a.before, begin + rank, a.hidden);
+    cluster_arrive();
+    if (has_row) row.keep(a.before, begin + rank, a.hidden);
+  } else {
+    cluster_arrive();
+    pdl_launch_dependents();
+    pdl_wait();
+  }
   cluster_wait();  // every block of the cluster runs: its logits may be written to
 
   const auto store = [&](int expert0, int token0) {
@@ -101,7 +149,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
     float sum = a.gate_bias == nullptr ? 0.0f : __bfloat162float(a.gate_bias[e]);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += partial[w][r][threadIdx.x / kExperts];
-    cluster_store(&logits[own / blocks][e], own % blocks, sum);
+    send_logit(&logits[own / blocks][e], own % blocks, sum, &arrived);
     a.logits[static_cast<size_t>(t) * a.route.experts + e] = sum;
   };
   for (int expert0 = rank * kExperts; expert0 < a.route.experts; expert0 += blocks * kExperts) {
@@ -110,7 +158,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
       float acc[4] = {0, 0, 0, 0};
       for (int first = 0; first < a.hidden; first += kBatch) {
         Operand x;
-        x.load(row, first, a.hidden);
+        x.load<kNorm>(row, first, a.hidden);
         if (held != expert0 || held_first != first) gate.load(a, held = expert0, held_first = first);
         multiply(gate, x, first, a.hidden, acc);
       }
@@ -121,33 +169,34 @@ __global__ __launch_bounds__(kWarps * 32, 1) void gate_route(const __grid_consta
       __syncthreads();
     }
   }
-  cluster_sync();
   const int t = begin + warp * blocks + rank;
   if (t >= end) return;
+  await_logits(&arrived);
   if (a.valid == nullptr || static_cast<uint32_t>(t) < *a.valid)
     route_row<kPlain, kPerLane>(a.route, a.routing, a.copies, logits[warp], chosen[warp], t);
   else route_nothing(a.route, t);
 }
 
-template <int kPerLane>
+template <bool kNorm, int kPerLane>
 cudaError_t run(const Launch& l, const GateArgs& a) {
-  return is_plain(a.route, a.routing) ? launch(gate_route<kPerLane, true>, l, a)
-                                      : launch(gate_route<kPerLane, false>, l, a);
+  return is_plain(a.route, a.routing) ? launch(gate_route<kPerLane, true, kNorm>, l, a)
+                                      : launch(gate_route<kPerLane, false, kNorm>, l, a);
 }
 
+template <bool kNorm>
 cudaError_t launch_gate(GateArgs a, const DeviceLimits& limits, void* stream) {
   static_assert(kMaxGroups * kTokens / kCluster <= kTokens && kTokens == kWarps && kExperts * kTokens <= kWarps * 32,
                 "without clusters a warp routes one token");
   // One product per cluster while all clusters run at once, which some groups of SMs have no room for; with
   // more tokens a cluster keeps its gate.
   const int groups = ceil_div(a.tokens, kTokens), together = limits.sms / kCluster - 3;
-  if (limits.major >= 9) a.groups = together < 1 ? kMaxGroups : min(ceil_div(groups, together), kMaxGroups);
+  if (limits.major >= 9 && !kNorm) a.groups = together < 1 ? kMaxGroups : min(ceil_div(groups, together), kMaxGroups);
   Launch l = {dim3(1, ceil_div(groups, a.groups)), dim3(kWarps * 32), stream};
   if (limits.major >= 9) l.cluster = l.grid.x = kCluster;
-  if (a.route.experts <= 128) return run<4>(l, a);
-  if (a.route.experts <= 256) return run<8>(l, a);
-  if (a.route.experts <= 512) return run<16>(l, a);
-  return run<32>(l, a);
+  if (a.route.experts <= 128) return run<kNorm, 4>(l, a);
+  if (a.route.experts <= 256) return run<kNorm, 8>(l, a);
+  if (a.route.experts <= 512) return run<kNorm, 16>(l, a);
+  return run<kNorm, 32>(l, a);
 }
 
 /// A warp for each token, whose logits another launch has written.
@@ -182,6 +231,28 @@ cudaError_t launch_apart(const GateArgs& a, void* stream) {
   return run_logits<32>(l, a);
 }
 
+bool valid(const GateRouteArgs& c) {
+  return c.tokens >= 0 && c.tokens <= 65535 * kTokens && c.hidden > 0 && c.hidden % 64 == 0 && c.experts > 0 &&
+         c.experts <= 1024 && c.top_k > 0 && c.shared >= 0 && c.top_k + c.shared <= kMaxTopK && c.top_k <= c.experts &&
+         (c.copies.log2phy == nullptr || c.copies.width >= 1) && is_code(c.scoring, Scoring::kSqrtSoftplus);
+}
+
+GateArgs gate_args(const GateRouteArgs& c) {
+  return {c.x,
+          c.gate,
+          c.gate_bias,
+          c.valid,
+          c.logits,
+          c.tokens,
+          c.hidden,
+          1,
+          {},
+          {c.correction_bias, c.topk_ids, c.topk_weights, c.experts, c.top_k, c.scoring, c.raw_logits, c.renormalize,
+           c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens, c.shared, c.shared_weight},
+          c.routing,
+          c.copies};
+}
+
 }  // namespace
 }  // namespace moe
 
@@ -191,27 +262,29 @@ cudaError_t launch_apart(const GateArgs& a, void* stream) {
 extern "C" int moe_gate_route(const moe::GateRouteArgs* args, void* stream) {
   using namespace moe;
   const GateRouteArgs& c = *args;
-  if (c.tokens < 0 || c.tokens > 65535 * kTokens || c.hidden <= 0 || c.hidden % 64 != 0 || c.experts <= 0 ||
-      c.experts > 1024 || c.top_k <= 0 || c.shared < 0 || c.top_k + c.shared > kMaxTopK || c.top_k > c.experts ||
-      (c.copies.log2phy != nullptr && c.copies.width < 1) || !is_code(c.scoring, Scoring::kSqrtSoftplus))
-    return cudaErrorInvalidValue;
+  if (!valid(c)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  const GateArgs a = {
-      c.x,
-      c.gate,
-      c.gate_bias,
-      c.valid,
-      c.logits,
-      c.tokens,
-      c.hidden,
-      1,
-      {c.correction_bias, c.topk_ids, c.topk_weights, c.experts, c.top_k, c.scoring, c.raw_logits, c.renormalize,
-       c.scale, c.softcap, c.counts, c.buckets, c.expert_map, c.tokens, c.shared, c.shared_weight},
-      c.routing,
-      c.copies};
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   const bool apart = c.tokens >= kApart && !c.invariant && limits.major >= 9;
-  return apart ? launch_apart(a, stream) : launch_gate(a, limits, stream);
+  return apart ? launch_apart(gate_args(c), stream) : launch_gate<false>(gate_args(c), limits, stream);
+}
+
+/// residual += delta, x = norm(residual), all [T, H], then moe_gate_route of x, whatever args->x is: the bits of
+/// moe_add_rms_norm and moe_gate_route one after the other. Hopper only; at most 128 tokens, H at most 8,192.
+extern "C" int moe_add_norm_gate_route(const moe::GateRouteArgs* args, const float* delta, float* residual,
+                                       const __nv_bfloat16* weight, float eps, __nv_bfloat16* x, void* stream) {
+  using namespace moe;
+  const GateRouteArgs& c = *args;
+  if (!valid(c) || c.tokens > kMaxNormTokens || c.hidden > OwnRow::kMaxHidden) return cudaErrorInvalidValue;
+  if (c.tokens == 0) return cudaSuccess;
+  DeviceLimits limits;
+  const cudaError_t e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  if (limits.major < 9) return cudaErrorNotSupported;
+  GateArgs a = gate_args(c);
+  a.x = x;
+  a.before = {delta, residual, weight, eps, x};
+  return launch_gate<true>(a, limits, stream);
 }

@@ -109,20 +109,32 @@ __device__ __forceinline__ float block_sum(float v, float* parts) {
   return sum;
 }
 
+/// squares += those of a thread's columns. Its order is part of the bits.
+__device__ __forceinline__ void add_squares(const float (&x)[kVector], float& squares) {
+#pragma unroll
+  for (int i = 0; i < kVector; i += 4)
+    squares += x[i] * x[i] + x[i + 1] * x[i + 1] + x[i + 2] * x[i + 2] + x[i + 3] * x[i + 3];
+}
+
+/// What a row is multiplied with, from the sum of its squares.
+__device__ __forceinline__ float norm_scale(float squares, int hidden, float eps) {
+  return 1.f / sqrtf(squares / hidden + eps);
+}
+
+/// A thread's columns of row * scale * norm_weight.
+__device__ __forceinline__ uint4 normed(const float* row, float scale, const uint4& norm_weight) {
+  float w[kVector];
+  widen({{norm_weight.x, norm_weight.y, norm_weight.z, norm_weight.w}}, w);
+  return {
+      pack_bf16(row[0] * scale * w[0], row[1] * scale * w[1]), pack_bf16(row[2] * scale * w[2], row[3] * scale * w[3]),
+      pack_bf16(row[4] * scale * w[4], row[5] * scale * w[5]), pack_bf16(row[6] * scale * w[6], row[7] * scale * w[7])};
+}
+
 /// out = row * scale * norm_weight; a thread reads what it wrote itself.
 __device__ __forceinline__ void write_row(const float* row, const uint4* norm_weight, float scale, bf16* out,
                                           int hidden) {
-  for (int at = threadIdx.x * kVector; at < hidden; at += kTurnColumns) {
-    const uint4 g = norm_weight[at / kVector];
-    float w[kVector];
-    widen({{g.x, g.y, g.z, g.w}}, w);
-    uint4 packed;
-    packed.x = pack_bf16(row[at] * scale * w[0], row[at + 1] * scale * w[1]);
-    packed.y = pack_bf16(row[at + 2] * scale * w[2], row[at + 3] * scale * w[3]);
-    packed.z = pack_bf16(row[at + 4] * scale * w[4], row[at + 5] * scale * w[5]);
-    packed.w = pack_bf16(row[at + 6] * scale * w[6], row[at + 7] * scale * w[7]);
-    *reinterpret_cast<uint4*>(out + at) = packed;
-  }
+  for (int at = threadIdx.x * kVector; at < hidden; at += kTurnColumns)
+    *reinterpret_cast<uint4*>(out + at) = normed(row + at, scale, norm_weight[at / kVector]);
 }
 
 /// residual += what `source` adds, out = norm(residual). A Source has `parts()` of what it adds to a row, copies one
@@ -168,13 +180,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int i = 0; i < kVector; ++i) x[i] += sum[i];
     }
     keep_columns<(Source::kBytes > 0)>(x, kept + column, a.residual + base + column, left);
-    if (static_cast<int>(threadIdx.x) % 32 * kVector < left) {
-#pragma unroll
-      for (int i = 0; i < kVector; i += 4)
-        squares += x[i] * x[i] + x[i + 1] * x[i + 1] + x[i + 2] * x[i + 2] + x[i + 3] * x[i + 3];
-    }
+    if (static_cast<int>(threadIdx.x) % 32 * kVector < left) add_squares(x, squares);
     if (now.turn != 0) continue;
-    const float scale = 1.f / sqrtf(block_sum(squares, warp_parts[turn]) / a.hidden + a.eps);
+    const float scale = norm_scale(block_sum(squares, warp_parts[turn]), a.hidden, a.eps);
     write_row(kept, norm_weight, scale, a.out + base, a.hidden);
     squares = 0.f;
     turn ^= 1;

@@ -222,13 +222,16 @@ arguments! {
         x: In, w: QuantPack, bias: In, out: Out, output: Output, m splits: i32,
     }
     Fp8QuantiseArgs {
-        x: In, q scales: Out, slot_at place_of: In, rows columns top_k: i32,
+        x: In, q scales: Out, slot_at place_of: In, rows columns top_k quads: i32,
     }
     Fp8PlacesArgs {
         slots counts: In, bucket: i32, slot_at place_of: Out, experts num_slots: i32,
     }
     Fp8ExpertsArgs {
         q scales: In, w: QuantPack, slots counts: In, bucket: i32, out: Out, tokens top_k: i32,
+    }
+    Fp8LinearArgs {
+        q scales: In, w: QuantPack, bias: In, out: Out, output: Output, m splits: i32,
     }
     AnyGroupSlotsArgs {
         topk_ids expert_map: In, count top_k num_ids num_local: i32, offsets slots in_rows workspace: Out,

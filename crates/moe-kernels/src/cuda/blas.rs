@@ -12,7 +12,7 @@ use crate::view::{View, ViewMut};
 
 /// Scratch that cuBLAS may use; what its documentation recommends for Hopper. It is given once, so
 /// that products inside a captured graph allocate nothing.
-const WORKSPACE_WORDS: usize = (32 << 20) / 4;
+pub(super) const WORKSPACE_WORDS: usize = (32 << 20) / 4;
 
 /// out [M, N] (bf16 or f32) = x [M, K] · w [N, K]ᵀ, both bf16, summed in f32. The door has checked dims
 /// and dtypes.
@@ -92,7 +92,7 @@ fn output(dtype: DType) -> sys::cudaDataType {
 }
 
 /// candle's handle of this device, with our workspace.
-fn handle(cuda: &CudaExec) -> Result<sys::cublasHandle_t> {
+pub(super) fn handle(cuda: &CudaExec) -> Result<sys::cublasHandle_t> {
     let handle = *cuda.blas.handle();
     cuda.raw()?; // makes the device current
     if cuda.blas_ready.get().is_none() {

@@ -40,6 +40,9 @@ launchers! {
 
     // router, experts
     moe_gate_route(args: *const GateRouteArgs);
+    moe_add_norm_gate_route(
+        args: *const GateRouteArgs, delta: *const f32, residual: *mut f32, weight: *const bf16, eps: f32, x: *mut bf16
+    );
     moe_balance_ids(args: *const BalanceIdsArgs);
     moe_align_tokens(args: *const AlignTokensArgs);
     moe_experts_stream(args: *const ExpertsStreamArgs);
@@ -62,6 +65,8 @@ launchers! {
 
     moe_fp8_places(args: *const Fp8PlacesArgs);
     moe_fp8_quantise(args: *const Fp8QuantiseArgs);
+    moe_fp8_linear(args: *const Fp8LinearArgs);
+    moe_fp8_rows(w: *const QuantPack, rows scales: Out);
     moe_fp8_experts_gate_up(args: *const Fp8ExpertsArgs);
     moe_fp8_experts_down(args: *const Fp8ExpertsArgs);
 

@@ -4,11 +4,14 @@ use std::ptr;
 
 use candle_core::{DType, Result};
 
-use super::args::{Fp8PlacesArgs, Fp8QuantiseArgs, In};
+use super::args::{Fp8LinearArgs, Fp8PlacesArgs, Fp8QuantiseArgs, In, Output};
+use super::blas_lt::{self, Fp8Operand};
+use super::quant::DevicePack;
 use super::{ffi, small};
 use crate::buffer::Scratch;
 use crate::exec::Exec;
 use crate::fp8::FP8_GROUP;
+use crate::view::{View, ViewMut};
 
 /// Lines of scales are copied in pieces of so many.
 const SCALE_PIECE: usize = 4;
@@ -53,7 +56,16 @@ impl SlotPlaces {
     }
 }
 
-/// Rows [R, K] as E4M3, columns in the order of the products' operand, with a scale for each row and 128 columns.
+/// In which order each 128 columns of a row lie.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Columns {
+    /// That of the second operand in shared memory, and of a pack's rows.
+    Rows,
+    /// That of the first operand, a lane's four columns together.
+    Quads,
+}
+
+/// Rows [R, K] as E4M3, with a scale for each row and 128 columns.
 pub(super) struct Fp8Rows {
     /// [R, K] bytes.
     pub q: In,
@@ -70,6 +82,7 @@ impl Fp8Rows {
         op: &str,
         x: In,
         (rows, columns): (usize, usize),
+        order: Columns,
         places: Option<&SlotPlaces>,
         ex: &Exec,
     ) -> Result<Self> {
@@ -88,9 +101,61 @@ impl Fp8Rows {
             rows: small(op, rows)?,
             columns: small(op, columns)?,
             top_k: small(op, top_k)?,
+            quads: i32::from(order == Columns::Quads),
         };
         // SAFETY: the scratch has the sizes that the launcher writes, and the form has checked its conditions.
         cuda.check("fp8_quantise", unsafe { ffi::moe_fp8_quantise(&args, cuda.raw()?) })?;
         Ok(Self { q: args.q.cast_const(), scales: args.scales.cast_const(), _buffers: [q, scales] })
+    }
+}
+
+/// out = x · wᵀ + bias with x quantised; the form has checked the conditions.
+pub(super) fn linear(
+    op: &str,
+    x: View,
+    (w, bias): (&DevicePack, Option<View>),
+    mut out: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    let (cuda, [_, _, k]) = (ex.cuda(op)?, w.dims());
+    let rows = Fp8Rows::new(op, cuda.read(op, "x", x)?, (x.rows(), k), Columns::Quads, None, ex)?;
+    let args = Fp8LinearArgs {
+        q: rows.q,
+        scales: rows.scales,
+        w: w.args(op, cuda)?,
+        bias: cuda.read_or_null(op, "bias", bias)?,
+        output: Output::stored_as(out.dtype()),
+        out: cuda.write(op, "out", &mut out)?,
+        m: small(op, x.rows())?,
+        splits: 0,
+    };
+    // SAFETY: dims and dtypes are checked at the door, the launcher's conditions by the form; its rows were quantised by the
+    // launch before.
+    cuda.check("fp8_linear", unsafe { ffi::moe_fp8_linear(&args, cuda.raw()?) })
+}
+
+/// The same by cuBLASLt, to which the pack is written out as rows.
+pub(super) fn linear_by_rows(op: &str, x: View, w: &DevicePack, out: ViewMut, ex: &Exec) -> Result<()> {
+    let (cuda, [_, n, k]) = (ex.cuda(op)?, w.dims());
+    // It takes rows of x by fours; there are at most three more.
+    let whole = x.rows() / blas_lt::FP8_ROWS * blas_lt::FP8_ROWS;
+    let (head, tail) = out.split_at(whole)?;
+    let head_x = x.narrow(0, whole)?;
+    let rows = Fp8Rows::new(op, cuda.read(op, "x", head_x)?, (whole, k), Columns::Rows, None, ex)?;
+    let mut q = ex.scratch(DType::U8, &[n, k])?;
+    let lines = (k / FP8_GROUP).next_multiple_of(SCALE_PIECE);
+    let mut scales = ex.scratch(DType::F32, &[n / blas_lt::FP8_BLOCK, lines])?;
+    let pack = w.args(op, cuda)?;
+    let q_at = cuda.write(op, "rows of weights", &mut q.view_mut())?;
+    let scales_at = cuda.write(op, "scales", &mut scales.view_mut())?;
+    // SAFETY: the pack lies in the order that the launcher reads and has scales in blocks, the scratch has the sizes that it
+    // writes.
+    cuda.check("fp8_rows", unsafe { ffi::moe_fp8_rows(&pack, q_at, scales_at, cuda.raw()?) })?;
+    let x_operand = Fp8Operand { q: rows.q, scales: rows.scales, rows: whole };
+    let w_operand = Fp8Operand { q: q_at.cast_const(), scales: scales_at.cast_const(), rows: n };
+    blas_lt::fp8_product(cuda, op, &x_operand, &w_operand, k, head)?;
+    match x.rows() - whole {
+        0 => Ok(()),
+        rest => linear(op, x.narrow(whole, rest)?, (w, None), tail, ex),
     }
 }

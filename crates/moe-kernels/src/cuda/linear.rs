@@ -4,7 +4,7 @@ use candle_core::{DType, Result};
 
 use super::args::{LinearStreamArgs, LinearTensorArgs, Output, QuantLinearStreamArgs, QuantLinearTensorArgs};
 use super::quant::DevicePack;
-use super::{aligned, any, blas, ffi, quant, small};
+use super::{aligned, any, blas, ffi, fp8, quant, small};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
 use crate::plan::{Form, FusedLinearForm, LinearCall, LinearForm};
@@ -63,6 +63,8 @@ pub(crate) fn linear(
             pack.dequantise_into(op, floats.view_mut(), ex)?;
             blas::product(cuda, op, x, floats.view(), out)
         }
+        (Some(LinearForm::Fp8Blas), Matrix::Pack(pack)) => fp8::linear_by_rows(op, x, pack, out, ex),
+        (Some(LinearForm::Fp8), Matrix::Pack(pack)) => fp8::linear(op, x, (pack, bias), out, ex),
         (Some(LinearForm::Stream), w) => stream(op, x, None, (w, bias), (&mut out, output), ex),
         (Some(LinearForm::Tensor), w) => tensor(op, x, (w, bias), (&mut out, output), ex),
         (_, Matrix::Rows(w)) => any::linear(ex, op, x, w, bias, out),
@@ -180,7 +182,7 @@ mod tests {
         let schemes = [(int, DType::F16, QuantFormat::Int4), (fp8, DType::F32, QuantFormat::Fp8)];
         let (mut fitting, mut refused) = (0, 0);
         for (scheme, scales, format) in schemes {
-            let quant = QuantWeights { scheme, scales, gate_up: false };
+            let quant = QuantWeights { scheme, scales, gate_up: false, in_blocks: false };
             for rows in 1..=8 {
                 for k in (64..=20_480).step_by(64) {
                     let quantised = Some(quant);

@@ -14,6 +14,7 @@ pub(crate) mod any;
 mod args;
 pub(crate) mod attention;
 mod blas;
+mod blas_lt;
 mod checksum;
 mod counts;
 mod expert_slots;

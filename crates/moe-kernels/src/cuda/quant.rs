@@ -35,6 +35,7 @@ pub(crate) struct DevicePack {
     q: Buffer,
     scales: Buffer,
     scale_rows: usize,
+    in_blocks: bool,
     zeros: Option<Buffer>,
     perm: Option<Buffer>,
 }
@@ -92,6 +93,7 @@ impl DevicePack {
         };
         places.into_par_iter().try_for_each_init(TileScratch::default, fill)?;
         let (scales, scale_rows) = PackedScales::new(tiles.scheme, scales);
+        let in_blocks = scales.in_blocks(tiles.groups, scale_rows);
         let scales = match &scales {
             PackedScales::F16(scales) => upload(scales, ex)?,
             PackedScales::Bf16(scales) => upload(scales, ex)?,
@@ -99,7 +101,8 @@ impl DevicePack {
         };
         let zeros = tiles.own_zeros().then(|| upload(&zeros, ex)).transpose()?;
         let perm = tiles.perm().map(|perm| upload(&perm, ex)).transpose()?;
-        Ok(Self { tiles, device: ex.device().clone(), usage, q, scales, scale_rows, zeros, perm })
+        let device = ex.device().clone();
+        Ok(Self { tiles, device, usage, q, scales, scale_rows, in_blocks, zeros, perm })
     }
 
     /// E, N and K.
@@ -115,7 +118,7 @@ impl DevicePack {
     /// What the choice of kernels sees of it.
     pub(crate) fn weights(&self) -> QuantWeights {
         let Tiles { scheme, gate_up, .. } = self.tiles;
-        QuantWeights { scheme, scales: self.scales.dtype(), gate_up }
+        QuantWeights { scheme, scales: self.scales.dtype(), gate_up, in_blocks: self.in_blocks }
     }
 
     /// What they are packed for.
@@ -172,14 +175,14 @@ impl DevicePack {
         self.expert_len()?;
         let mut tiles = self.tiles.clone();
         tiles.dims[0] = experts;
-        let (Self { device, usage, scale_rows, .. }, mut arrays) = (self, arrays.into_iter());
+        let (Self { device, usage, scale_rows, in_blocks, .. }, mut arrays) = (self, arrays.into_iter());
         let (Some(q), Some(scales), zeros, None) =
             (arrays.next(), arrays.next(), arrays.next(), arrays.next())
         else {
             bail!("an expert's weights: expected integers, scales and zero points")
         };
         let (device, usage, scale_rows) = (device.clone(), *usage, *scale_rows);
-        Ok(Self { tiles, device, usage, q, scales, scale_rows, zeros, perm: None })
+        Ok(Self { tiles, device, usage, q, scales, scale_rows, in_blocks: *in_blocks, zeros, perm: None })
     }
 
     /// How the scales are kept: two packs may differ in that if their values do.

@@ -83,7 +83,7 @@ mod tests {
         let block = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
         let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
         let form = |scheme, scales, k, dtype, aligned| {
-            let quant = QuantWeights { scheme, scales, gate_up: false };
+            let quant = QuantWeights { scheme, scales, gate_up: false, in_blocks: false };
             DequantiseForm::choose(&DequantiseCall { n: 256, k, quant, dtype, aligned }, &machine)
         };
         let (f16, bf16, f32) = (DType::F16, DType::BF16, DType::F32);
@@ -100,7 +100,7 @@ mod tests {
             assert_eq!(other, Some(DequantiseForm::Any));
         }
         let explained = |scheme, scales| {
-            let quant = Some(QuantWeights { scheme, scales, gate_up: false });
+            let quant = Some(QuantWeights { scheme, scales, gate_up: false, in_blocks: false });
             let call =
                 LinearCall { rows: 512, n: 256, k: 512, dtype: bf16, quant, bias: false, aligned: true };
             LinearForm::choose(&call, &machine).map(|form| form.kernel(&call))

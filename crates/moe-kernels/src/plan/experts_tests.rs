@@ -90,7 +90,7 @@ fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
         act_order,
     };
     let call = |tokens, scheme, scales| {
-        let weights = |gate_up| QuantWeights { scheme, scales, gate_up };
+        let weights = |gate_up| QuantWeights { scheme, scales, gate_up, in_blocks: false };
         ExpertsCall { tokens, quant: Some([weights(true), weights(false)]), ..QWEN3_30B }
     };
     let kernel =

@@ -1,16 +1,24 @@
-//! Activations that are quantised to FP8 beside weights in FP8 (W8A8): where the experts of many rows may do so. Dense
-//! products keep 16 bits: cuBLAS on the weights as bf16 is as fast (docs/kernels-labbook.md).
+//! Activations that are quantised to FP8 beside weights in FP8 (W8A8): where products of many rows may do so.
 
 use std::fmt;
 use std::str::FromStr;
 
-use super::linear::expect_steps;
+use super::linear::{expect_bf16, expect_rows, expect_steps};
 use super::quant::{QuantWeights, expect_quantised};
-use super::{Machine, Reason};
+use super::{LinearCall, Machine, Reason};
 use crate::fp8::FP8_GROUP;
 use crate::scheme::{Fp8Scales, QuantScheme};
 
-/// Whether experts of many rows quantise their activations to FP8, where the weights are FP8.
+/// From this many rows on dense products with FP8 activations are faster than those with 16 bits, their quantisation
+/// included: 17.7 and 17.8 us for qkv and o_proj of Qwen3-30B-A3B at 64 rows, 20.3 and 23.9 at 96 (one H200).
+const LINEAR_ROWS: usize = 65;
+/// From this many rows on cuBLASLt is as fast, although it reads rows, which the pack becomes for it: 47.6 us for both at 512
+/// rows and 47.4 without, 50.4 and 56.8 at 768.
+const BLAS_ROWS: usize = 512;
+/// Rows and columns of the weights that share a scale, for cuBLASLt.
+const BLOCK: usize = 128;
+
+/// Whether products of many rows quantise their activations to FP8, where the weights are FP8.
 ///
 /// It changes results: each activation keeps 3 bits behind its first one. Checkpoints with weights in blocks are made for
 /// it, and their reference computes so at every number of rows.
@@ -80,19 +88,51 @@ pub(super) fn expect_fp8_products(
     machine.expect_batch_variant()
 }
 
+/// Whether a dense product quantises its activations and multiplies the pack as it lies.
+///
+/// # Errors
+/// The first reason why not.
+pub(super) fn expect_fp8_linear(call: &LinearCall, machine: &Machine) -> Result<(), Reason> {
+    expect_fp8_products(&[(call.quant, call.n, call.k)], machine)?;
+    expect_bf16(call.dtype)?;
+    if call.quant.is_some_and(|quant| quant.gate_up) {
+        return Err(Reason::Part { part: "gate and up rows in one pack" });
+    }
+    expect_rows(LINEAR_ROWS.., call.rows)?;
+    if call.aligned { Ok(()) } else { Err(Reason::Alignment) }
+}
+
+/// Whether it turns the pack into rows for cuBLASLt instead.
+///
+/// # Errors
+/// The first reason why not.
+pub(super) fn expect_fp8_blas(call: &LinearCall, machine: &Machine) -> Result<(), Reason> {
+    expect_fp8_linear(call, machine)?;
+    if call.bias {
+        return Err(Reason::Bias);
+    }
+    expect_steps("n", call.n, BLOCK)?;
+    match call.quant {
+        Some(QuantWeights { in_blocks: false, .. }) => {
+            Err(Reason::Part { part: "scales that change within 128 rows" })
+        }
+        _ => expect_rows(BLAS_ROWS.., call.rows),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use candle_core::DType;
 
     use super::*;
-    use crate::plan::{ExpertsCall, ExpertsForm, Form, Gpu};
+    use crate::plan::{ExpertsCall, ExpertsForm, Form, Gpu, LinearForm};
 
     fn machine(fp8_activations: Fp8Activations) -> Machine {
         Machine { gpu: Some(Gpu::HOPPER), fp8_activations, ..Machine::default() }
     }
 
     fn weights(scales: Fp8Scales, gate_up: bool) -> QuantWeights {
-        QuantWeights { scheme: QuantScheme::Fp8 { scales }, scales: DType::F32, gate_up }
+        QuantWeights { scheme: QuantScheme::Fp8 { scales }, scales: DType::F32, gate_up, in_blocks: true }
     }
 
     #[test]
@@ -123,6 +163,45 @@ mod tests {
         assert!(why(call(8192, 704, block), &auto).contains("multiple of 128, got 704"));
         let floats = ExpertsCall { quant: None, ..call(8192, 768, block) };
         assert_eq!(ExpertsForm::Fp8.fits(&floats, &auto), Err(Reason::Floats));
+    }
+
+    #[test]
+    fn dense_products_say_why_they_keep_16_bits() {
+        let block = weights(Fp8Scales::Block { n: 128, k: 128 }, false);
+        let apart = QuantWeights { in_blocks: false, ..block };
+        let call = |rows, quant| LinearCall {
+            rows,
+            n: 5120,
+            k: 2048,
+            dtype: DType::BF16,
+            quant: Some(quant),
+            bias: false,
+            aligned: true,
+        };
+        let [auto, on, off] = [Fp8Activations::Auto, Fp8Activations::On, Fp8Activations::Off].map(machine);
+        let exact = Machine { batch_invariant: true, ..on };
+        for (call, machine, form) in [
+            (call(8192, block), auto, LinearForm::Fp8Blas),
+            (call(256, block), auto, LinearForm::Fp8),
+            (call(32, block), auto, LinearForm::Tensor),
+            (call(8192, apart), auto, LinearForm::Fp8),
+            (LinearCall { bias: true, ..call(8192, block) }, auto, LinearForm::Fp8),
+            (LinearCall { n: 160, ..call(8192, block) }, auto, LinearForm::Fp8),
+            (LinearCall { k: 2112, ..call(8192, block) }, auto, LinearForm::QuantBlas),
+            (LinearCall { aligned: false, ..call(256, block) }, auto, LinearForm::QuantAny),
+            (call(8192, weights(Fp8Scales::Channel, false)), auto, LinearForm::QuantBlas),
+            (call(8192, weights(Fp8Scales::Tensor, false)), on, LinearForm::Fp8Blas),
+            (call(256, weights(Fp8Scales::Block { n: 128, k: 128 }, true)), auto, LinearForm::Tensor),
+            (call(8192, block), off, LinearForm::QuantBlas),
+            (call(8192, block), exact, LinearForm::Tensor),
+        ] {
+            assert_eq!(LinearForm::choose(&call, &machine), Some(form), "{call:?} {machine:?}");
+        }
+        let why = |call: &LinearCall, machine: &Machine| {
+            LinearForm::Fp8.fits(call, machine).map_err(|reason| reason.to_string()).unwrap_err()
+        };
+        assert!(why(&call(8192, block), &off).contains("--fp8-activations off"));
+        assert!(why(&call(32, block), &auto).contains("65"));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use candle_core::DType;
 
+use super::fp8::{expect_fp8_blas, expect_fp8_linear};
 use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
 use super::{DequantiseForm, Form, Gpu, Machine, Reason};
 use crate::scheme::QuantScheme;
@@ -51,6 +52,10 @@ pub struct LinearCall {
 pub enum LinearForm {
     /// cuBLAS.
     Blas,
+    /// FP8 weights turned into rows, activations quantised, then cuBLASLt.
+    Fp8Blas,
+    /// FP8 weights, activations quantised (`fp8_linear`, wgmma).
+    Fp8,
     /// Quantised weights turned into bf16, then cuBLAS.
     QuantBlas,
     /// Weights stream past at most four rows (`linear_stream`).
@@ -115,12 +120,23 @@ impl LinearCall {
 impl Form for LinearForm {
     type Call = LinearCall;
 
-    const ALL: &'static [Self] =
-        &[Self::Blas, Self::QuantBlas, Self::Stream, Self::Tensor, Self::QuantAny, Self::Any, Self::Cpu];
+    const ALL: &'static [Self] = &[
+        Self::Blas,
+        Self::Fp8Blas,
+        Self::Fp8,
+        Self::QuantBlas,
+        Self::Stream,
+        Self::Tensor,
+        Self::QuantAny,
+        Self::Any,
+        Self::Cpu,
+    ];
 
     fn name(self) -> &'static str {
         match self {
             Self::Blas => "cublas",
+            Self::Fp8Blas => "fp8_rows + cublasLt (W8A8: activations are quantised)",
+            Self::Fp8 => "fp8_linear (W8A8: activations are quantised)",
             Self::QuantBlas => "dequantise + cublas",
             Self::Stream => "linear_stream",
             Self::Tensor => "linear_tensor",
@@ -150,6 +166,8 @@ impl Form for LinearForm {
                 }
                 expect_rows(BLAS_ROWS.., call.rows)
             }
+            Self::Fp8Blas => expect_fp8_blas(call, machine),
+            Self::Fp8 => expect_fp8_linear(call, machine),
             Self::QuantBlas => {
                 machine.expect_gpu()?;
                 expect_quantised(call.quant)?;
@@ -284,7 +302,7 @@ mod tests {
             QuantScheme::Int { bits: 4, group: QuantGroup::Size(128), zero_point: false, act_order: false };
         let fp8 = QuantScheme::Fp8 { scales: Fp8Scales::Block { n: 128, k: 128 } };
         for (scheme, scales) in [(int4, DType::F16), (fp8, DType::F32)] {
-            let quant = Some(QuantWeights { scheme, scales, gate_up: false });
+            let quant = Some(QuantWeights { scheme, scales, gate_up: false, in_blocks: false });
             for (rows, fused, alone) in [
                 (1, "quant_linear_stream", "quant_linear_stream"),
                 (4, "quant_linear_stream", "quant_linear_stream"),

@@ -22,6 +22,9 @@ pub struct QuantWeights {
     pub scales: DType,
     /// Whether gate and up rows lie together in tiles.
     pub gate_up: bool,
+    /// Whether the rows 128 i to 128 i + 127 have the same scales, for every i: matrices in blocks that were put under
+    /// each other may not.
+    pub in_blocks: bool,
 }
 
 impl QuantWeights {

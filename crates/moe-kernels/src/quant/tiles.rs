@@ -19,6 +19,8 @@ use crate::scheme::QuantScheme;
 
 /// Rows of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
+/// Rows that share scales where a scheme in blocks has them.
+const BLOCK_ROWS: usize = 128;
 /// Bytes of a tile.
 const TILE_BYTES: usize = 512;
 /// Columns of a k-step of the tensor cores.
@@ -323,6 +325,17 @@ pub(crate) enum PackedScales {
 }
 
 impl PackedScales {
+    /// Whether the rows 128 i to 128 i + 127 have the same `groups` scales, for every i; `of_tile`: how many of a group
+    /// a tile row has.
+    pub(crate) fn in_blocks(&self, groups: usize, of_tile: usize) -> bool {
+        let Self::F32(scales) = self else { return false };
+        let tile = groups * of_tile;
+        let mut blocks = scales.chunks_exact(tile * (BLOCK_ROWS / TILE_ROWS));
+        let tiles_agree = blocks.all(|block| block.chunks_exact(tile).all(|other| *other == block[..tile]));
+        let rows_agree = || scales.chunks_exact(of_tile).all(|group| group.iter().all(|s| *s == group[0]));
+        tiles_agree && blocks.remainder().is_empty() && rows_agree()
+    }
+
     /// Integers: the shorter type that holds all of them. FP8: f32, one for eight rows where they agree; how many of a
     /// tile row's groups come along.
     pub(crate) fn new(scheme: QuantScheme, scales: Vec<f32>) -> (Self, usize) {

@@ -255,3 +255,28 @@ fn scales_take_the_shortest_exact_type() {
     halves[3] = 0.0;
     assert_eq!(of(fp8(Fp8Scales::Channel), halves), (DType::F32, 16));
 }
+
+#[test]
+fn blocks_of_128_rows_are_told_from_others() {
+    let groups = 3;
+    // A scale for each row and group: of blocks of so many rows.
+    let scales = |rows: usize, block: usize| -> Vec<f32> {
+        let of_tile = |tile: usize| {
+            (0..groups * TILE_ROWS).map(move |i| {
+                let row = tile * TILE_ROWS + i % TILE_ROWS;
+                (row / block * groups + i / TILE_ROWS) as f32 + 1.0
+            })
+        };
+        (0..rows / TILE_ROWS).flat_map(of_tile).collect()
+    };
+    let in_blocks = |scales| {
+        let (packed, of_tile) = PackedScales::new(fp8(Fp8Scales::Channel), scales);
+        packed.in_blocks(groups, of_tile)
+    };
+    assert!(in_blocks(scales(384, 128)) && in_blocks(scales(384, 384)));
+    for other in [scales(384, 64), scales(384, 96), scales(384, 8), scales(384, 1), scales(320, 128)] {
+        assert!(!in_blocks(other));
+    }
+    let integers = PackedScales::new(int(4, 32, false, false), scales(384, 128));
+    assert!(!integers.0.in_blocks(groups, integers.1));
+}

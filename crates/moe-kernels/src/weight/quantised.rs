@@ -60,7 +60,12 @@ impl Pack {
             Self::Cpu(matrix) => {
                 let matrix = matrix.read();
                 let gate_up = matrix.usage() == QuantUse::GateUp;
-                QuantWeights { scheme: matrix.scheme(), scales: matrix.scale_dtype(), gate_up }
+                QuantWeights {
+                    scheme: matrix.scheme(),
+                    scales: matrix.scale_dtype(),
+                    gate_up,
+                    in_blocks: false,
+                }
             }
             #[cfg(feature = "cuda")]
             Self::Cuda(pack) => pack.weights(),

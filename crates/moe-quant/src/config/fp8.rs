@@ -33,7 +33,7 @@ pub(super) fn read(header: &Header) -> Result<QuantConfig, QuantError> {
     }
     let scheme = header.str(&["activation_scheme"])?.unwrap_or("dynamic");
     let notes = vec![format!(
-        "the header asks for activations in FP8 ({scheme}); here only the weights are, activations keep their dtype but in prompts on a GPU (--fp8-activations)"
+        "the header asks for activations in FP8 ({scheme}); here only the weights are, activations keep their dtype but in steps of many rows on a GPU (--fp8-activations)"
     )];
     Ok(QuantConfig { method: "fp8", rules, otherwise: format, notes })
 }

@@ -4,7 +4,7 @@ use candle_core::{DType, Result, bail};
 
 use super::launch::{Buckets, Inputs, Packs, Rows};
 use crate::cuda::args::Fp8ExpertsArgs;
-use crate::cuda::fp8::{Fp8Rows, SlotPlaces};
+use crate::cuda::fp8::{Columns, Fp8Rows, SlotPlaces};
 use crate::cuda::{ffi, small};
 use crate::exec::Exec;
 use crate::plan::ExpertsCall;
@@ -20,7 +20,7 @@ impl Inputs {
         let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
         let lists = (slots.at, slots.counts);
         let places = SlotPlaces::new(op, lists, (slots.places, s.num_local), (s.tokens, s.top_k), ex)?;
-        let x = Fp8Rows::new(op, self.x, (s.tokens, s.hidden), Some(&places), ex)?;
+        let x = Fp8Rows::new(op, self.x, (s.tokens, s.hidden), Columns::Rows, Some(&places), ex)?;
         let gate_up = Fp8ExpertsArgs {
             q: x.q,
             scales: x.scales,
@@ -35,7 +35,7 @@ impl Inputs {
         // SAFETY: `super::check` has checked dims and dtypes, the form the launchers' conditions; the scratch has the sizes
         // that they ask for, and routing has listed the slots.
         cuda.check("fp8_experts_gate_up", unsafe { ffi::moe_fp8_experts_gate_up(&gate_up, cuda.raw()?) })?;
-        let x = Fp8Rows::new(op, act.cast_const(), (s.slots(), s.inter), None, ex)?;
+        let x = Fp8Rows::new(op, act.cast_const(), (s.slots(), s.inter), Columns::Rows, None, ex)?;
         let down = Fp8ExpertsArgs { q: x.q, scales: x.scales, w: w2, out: slot_rows, ..gate_up };
         // SAFETY: as above; its rows were quantised by the launch before.
         cuda.check("fp8_experts_down", unsafe { ffi::moe_fp8_experts_down(&down, cuda.raw()?) })

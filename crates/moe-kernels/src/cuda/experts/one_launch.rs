@@ -128,7 +128,9 @@ mod tests {
 
     /// bf16, integers of 4 bits, FP8.
     fn weights() -> [Option<[QuantWeights; 2]>; 3] {
-        let pack = |scheme, scales| [true, false].map(|gate_up| QuantWeights { scheme, scales, gate_up });
+        let pack = |scheme, scales| {
+            [true, false].map(|gate_up| QuantWeights { scheme, scales, gate_up, in_blocks: false })
+        };
         let group = QuantGroup::Size(64);
         let int = QuantScheme::Int { bits: 4, group, zero_point: true, act_order: false };
         let fp8 = QuantScheme::Fp8 { scales: Fp8Scales::Channel };

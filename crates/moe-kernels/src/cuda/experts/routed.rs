@@ -8,7 +8,7 @@ use super::{FusedExperts, check, quantisation};
 use crate::buffer::Scratch;
 use crate::cuda::args::{In, Output};
 use crate::cuda::expect_aligned;
-use crate::cuda::router::{self, gate_route};
+use crate::cuda::router::{self, AddNorm, add_norm_gate_route, gate_route};
 use crate::door::{expect, expect_dims, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::monolithic::{Gate, MonolithicIo, PreNorm};
@@ -69,7 +69,7 @@ pub fn monolithic_experts_into(
             MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
             MonolithicIo::Store { x, mut out },
         ) => {
-            let products = Products::new(op, form, x, args, sizes, ex)?;
+            let products = Products::new(op, form, Before::Normed(x), args, sizes, ex)?;
             let out = ex.cuda(op)?.write(op, "out", &mut out)?;
             products.inputs.combine(&sizes, &products.rows, (out, Output::F32), ex)
         }
@@ -77,7 +77,17 @@ pub fn monolithic_experts_into(
             MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
             MonolithicIo::AddNorm { x, mut residual, norm, mut out },
         ) => {
-            let products = Products::new(op, form, x, args, sizes, ex)?;
+            let products = Products::new(op, form, Before::Normed(x), args, sizes, ex)?;
+            let to = (&mut residual, &mut out);
+            products.inputs.combine_add_norm(&sizes, &products.rows, &norm, to, ex)
+        }
+        (
+            MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
+            MonolithicIo::AddNorms { delta, mut residual, before, norm, mut out },
+        ) => {
+            let mut x = ex.scratch(DType::BF16, &[sizes.tokens, sizes.hidden])?;
+            let first = AddNorm { delta, residual: &mut residual, norm: before, x: &mut x };
+            let products = Products::new(op, form, Before::ToNorm(first), args, sizes, ex)?;
             let to = (&mut residual, &mut out);
             products.inputs.combine_add_norm(&sizes, &products.rows, &norm, to, ex)
         }
@@ -156,7 +166,22 @@ fn check_io(op: &str, io: &MonolithicIo, hidden: usize) -> Result<usize> {
             same("residual", residual, tokens, DType::F32)?;
             same("out", out, tokens, DType::BF16).map(|()| tokens)
         }
+        MonolithicIo::AddNorms { delta, residual, before, norm: next, out } => {
+            let tokens = rows("delta", delta, DType::F32)?;
+            norm(before)?;
+            norm(next)?;
+            same("residual", residual, tokens, DType::F32)?;
+            same("out", out, tokens, DType::BF16).map(|()| tokens)
+        }
     }
+}
+
+/// What the router reads.
+enum Before<'a, 'b> {
+    /// [T, H] bf16.
+    Normed(View<'a>),
+    /// Rows that its launch makes.
+    ToNorm(AddNorm<'a, 'b>),
 }
 
 /// Slot rows behind router and products, before their sum.
@@ -172,7 +197,7 @@ impl Products {
     fn new(
         op: &'static str,
         form: MonolithicForm,
-        x: View,
+        before: Before,
         args: &MonolithicExperts,
         sizes: ExpertsCall,
         ex: &Exec,
@@ -188,7 +213,17 @@ impl Products {
             expert_map: ex.cuda(op)?.read_or_null(op, "expert_map", args.expert_map)?,
         };
         let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
-        gate_route(x, args.gate, outputs, buckets, ex)?;
+        let x = match before {
+            Before::Normed(x) => {
+                gate_route(x, args.gate, outputs, buckets, ex)?;
+                x
+            }
+            Before::ToNorm(AddNorm { delta, residual, norm, x }) => {
+                let before = AddNorm { delta, residual, norm, x: &mut *x };
+                add_norm_gate_route(before, args.gate, outputs, buckets, ex)?;
+                x.view()
+            }
+        };
         let MonolithicExperts { w13, w2, expert_map, .. } = *args;
         let (topk_ids, topk_weights) = (ids.view(), weights.view());
         let fused = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map, lists: None };
