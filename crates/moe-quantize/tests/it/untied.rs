@@ -10,12 +10,10 @@ use model_runtime::{
 };
 use moe_engine::{LoadOptions, ModelFamily};
 use moe_quant::QuantGroup;
-
 use moe_quantize::{
     Architecture, Calibration, Dequantised, FileFormat, Indivisible, Method, RandomSettings, Settings,
     TextSettings, quantize, random_checkpoint,
 };
-
 use safetensors::Dtype;
 use safetensors::tensor::{TensorView, serialize};
 
