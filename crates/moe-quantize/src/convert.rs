@@ -1,5 +1,6 @@
 //! Quantising a checkpoint: rounding to nearest tensor by tensor, and what both methods write.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
@@ -60,6 +61,7 @@ pub struct Job<'a> {
     settings: &'a Settings,
     /// What becomes of each tensor, with the dtype of the source's.
     pub items: Vec<(Item, Dtype)>,
+    untied: bool,
     header: Value,
     writer: CheckpointWriter,
     /// What was done so far.
@@ -73,21 +75,27 @@ impl<'a> Job<'a> {
     /// Those of [`quantize`] that show before any weight is read.
     pub fn begin(source: &'a Source, out: &Path, settings: &'a Settings) -> Result<Self> {
         let (mut files, mut report) = (Files::new(), Report::default());
-        let stored = source.files()?;
-        let place = stored.into_iter().flat_map(|(file, tensors)| {
-            tensors.into_iter().map(move |(spec, dtype)| (spec, (file.clone(), dtype)))
-        });
-        let (specs, places): (Vec<_>, Vec<_>) = place.unzip();
-        let Plan { items, header } = plan(specs, settings)?;
-        for (item, (file, dtype)) in items.iter().zip(&places) {
+        let (mut specs, mut places) = (Vec::new(), BTreeMap::new());
+        for (file, tensors) in source.files()? {
+            for (spec, dtype) in tensors {
+                report.bytes.0 += (spec.shape.iter().product::<usize>() * dtype.bitsize() / 8) as u64;
+                places.insert(spec.name.clone(), (file.clone(), dtype));
+                specs.push(spec);
+            }
+        }
+        let is_tied = source.architecture.decoder().tie_word_embeddings;
+        let Plan { items: planned, untied, header } = plan(specs, is_tied, settings)?;
+        let mut items = Vec::new();
+        for item in planned {
+            let name = &item.source.name;
+            let (file, dtype) = places.get(name).with_context(|| format!("tensor {name} is in no file"))?;
             let outputs = item.outputs(settings, *dtype)?;
-            report.bytes.0 += (item.source.shape.iter().product::<usize>() * dtype.bitsize() / 8) as u64;
             report.bytes.1 += outputs.iter().map(|(_, spec)| spec.len() as u64).sum::<u64>();
             files.entry(file.clone()).or_default().extend(outputs);
+            items.push((item, *dtype));
         }
         let writer = CheckpointWriter::create(out, &files)?;
-        let items = items.into_iter().zip(places).map(|(item, (_, dtype))| (item, dtype)).collect();
-        Ok(Self { source, settings, items, header, writer, report })
+        Ok(Self { source, settings, items, untied, header, writer, report })
     }
 
     /// The tensor of the source that becomes an item.
@@ -165,6 +173,9 @@ impl<'a> Job<'a> {
         let mut config = self.source.config.clone();
         if let Some(map) = config.as_object_mut() {
             map.insert("quantization_config".to_string(), self.header);
+            if self.untied {
+                map.insert("tie_word_embeddings".to_string(), Value::Bool(false));
+            }
         }
         self.writer.copy_companions(&self.source.dir)?;
         let report = serde_json::to_string_pretty(&self.report.json(self.settings))? + "\n";

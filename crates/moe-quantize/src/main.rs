@@ -129,7 +129,8 @@ struct Scheme {
     /// Groups with zero points of their own.
     #[arg(long)]
     asym: bool,
-    /// Quantise the vocabulary projection too.
+    /// Quantise the vocabulary projection too. Where it is the embedding, the embedding stays in floats, and the projection becomes a
+    /// matrix of its own.
     #[arg(long)]
     quantise_lm_head: bool,
     /// Modules that stay in floats, such as 'model.layers.*.self_attn.*'; may be repeated.

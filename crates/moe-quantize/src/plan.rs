@@ -13,6 +13,9 @@ use serde_json::Value;
 use crate::exceptions::exceptions;
 use crate::settings::{Indivisible, Settings};
 
+const EMBEDDING: &str = "model.embed_tokens";
+const LM_HEAD: &str = "lm_head";
+
 /// How many modules an error lists.
 const LISTED: usize = 5;
 
@@ -52,8 +55,10 @@ pub struct Item {
 /// What is made of a checkpoint.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The tensors, in the order of the source.
+    /// The tensors, in the order of the source; one that becomes two comes again at the end.
     pub items: Vec<Item>,
+    /// Whether the vocabulary projection, which was the embedding, is a matrix of its own.
+    pub untied: bool,
     /// The `quantization_config`.
     pub header: Value,
 }
@@ -86,23 +91,25 @@ impl Item {
     }
 }
 
-/// The plan for a model's tensors.
+/// The plan for a model's tensors; `is_tied`: its vocabulary projection is the embedding.
 ///
 /// # Errors
 /// Settings that contradict each other; a pattern that names nothing; layers that do not divide, if that is refused;
-/// nothing to quantise; a vocabulary projection that is the embedding.
-pub fn plan(tensors: Vec<TensorSpec>, settings: &Settings) -> Result<Plan> {
+/// nothing to quantise.
+pub fn plan(tensors: Vec<TensorSpec>, is_tied: bool, settings: &Settings) -> Result<Plan> {
     let base = settings.base()?;
-    if settings.lm_head && !tensors.iter().any(|t| t.name == "lm_head.weight") {
-        bail!(
-            "--quantise-lm-head: this checkpoint has no lm_head.weight; its vocabulary projection is the embedding, which \
-             stays in floats"
-        )
+    let unties = is_tied && settings.lm_head;
+    // A tied projection that is stored all the same is the embedding once more.
+    let tensors = tensors.into_iter().filter(|tensor| !(unties && tensor.name == weight_of(LM_HEAD)));
+    let mut items: Vec<Item> = tensors.map(|source| item(source, base, settings.lm_head)).collect();
+    if unties {
+        items.push(own_head(&items, base)?);
     }
-    let mut items: Vec<Item> =
-        tensors.into_iter().map(|source| item(source, base, settings.lm_head)).collect();
     apply_patterns(&mut items, &settings.ignore)?;
     apply_sizes(&mut items, settings.indivisible)?;
+    // A projection that stays in floats stays the embedding.
+    let in_floats = |head: &mut Item| head.linears.iter().all(|linear| linear.format == Format::Plain);
+    let untied = unties && items.pop_if(in_floats).is_none();
     for item in &mut items {
         // A matrix that keeps its name and its floats is copied.
         if matches!(item.linears.as_slice(), [Linear { format: Format::Plain, part: Part::Whole, .. }]) {
@@ -113,9 +120,25 @@ pub fn plan(tensors: Vec<TensorSpec>, settings: &Settings) -> Result<Plan> {
     if decided.iter().all(|(_, format)| *format == Format::Plain) {
         bail!("no linear layer is left to quantise; check --ignore and --indivisible")
     }
-    let header = header(base, settings.lm_head, &exceptions(&decided, base))?;
+    let lm_head = settings.lm_head && untied == is_tied;
+    let header = header(base, lm_head, &exceptions(&decided, base))?;
     check_header(&header, &decided)?;
-    Ok(Plan { items, header })
+    Ok(Plan { items, untied, header })
+}
+
+/// The vocabulary projection of a model that has the embedding in its place.
+fn own_head(items: &[Item], base: Format) -> Result<Item> {
+    let name = weight_of(EMBEDDING);
+    let embedding = items.iter().find(|item| item.source.name == name);
+    let Some((source, &[n, k])) = embedding.map(|item| (&item.source, item.source.shape.as_slice())) else {
+        bail!("--quantise-lm-head: expected the matrix {name}, of which a projection could be made")
+    };
+    let head = Linear { module: LM_HEAD.to_string(), part: Part::Whole, n, k, format: base };
+    Ok(Item { source: source.clone(), linears: vec![head] })
+}
+
+fn weight_of(module: &str) -> String {
+    format!("{module}.weight")
 }
 
 fn item(source: TensorSpec, base: Format, lm_head: bool) -> Item {
@@ -157,7 +180,7 @@ fn linears(source: &TensorSpec, base: Format, lm_head: bool) -> Vec<Linear> {
 fn is_linear(module: &str, lm_head: bool) -> bool {
     match module.rsplit_once('.') {
         Some((parent, last)) => parent.contains("layers.") && last != "gate",
-        None => module == "lm_head" && lm_head,
+        None => module == LM_HEAD && lm_head,
     }
 }
 

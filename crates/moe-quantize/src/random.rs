@@ -51,6 +51,9 @@ pub fn random_checkpoint(config: &Path, out: &Path, settings: &RandomSettings) -
     let companions = config.is_dir().then_some(config);
     let file = if config.is_dir() { config.join("config.json") } else { config.to_path_buf() };
     let mut config = changed(read_config(&file)?, settings.layers, &file)?;
+    if settings.quantised.as_ref().is_some_and(|quantised| quantised.lm_head) {
+        config["tie_word_embeddings"] = json!(false);
+    }
     let architecture = Architecture::new(&config, &file.display().to_string())?;
     let (dtype, float) = match settings.dtype.or(named_dtype(&config)).unwrap_or(DType::BF16) {
         DType::F32 => (Dtype::F32, DType::F32),
@@ -70,7 +73,7 @@ pub fn random_checkpoint(config: &Path, out: &Path, settings: &RandomSettings) -
             bail!("--desc-act: groups in a random order are of the format gptq; use --format gptq")
         }
         Some(quantised) => {
-            let plan = plan(specs.clone(), quantised)?;
+            let plan = plan(specs.clone(), false, quantised)?;
             config["quantization_config"] = plan.header;
             let outputs =
                 plan.items.iter().map(|item| item.outputs(quantised, dtype)).collect::<Result<Vec<_>>>()?;

@@ -51,7 +51,8 @@ pub struct Settings {
     pub desc_act: bool,
     /// How integers are chosen.
     pub method: Method,
-    /// Whether the vocabulary projection is quantised too.
+    /// Whether the vocabulary projection is quantised too. One that is the embedding becomes a matrix of its own, and the
+    /// embedding stays in floats.
     pub lm_head: bool,
     /// Modules that stay in floats; `*` stands for any run of characters.
     pub ignore: Vec<String>,

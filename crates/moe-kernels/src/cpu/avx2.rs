@@ -81,6 +81,7 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     const PANEL_ROWS: usize = 4;
     const PAIRED_ROWS: usize = 2;
     const DIRECT_ROWS: usize = 2;
+    const HAS_BYTE_DOTS: bool = VNNI;
 
     intrinsics! {
         fn splat(x: f32) -> V { [_mm256_set1_ps(x); 2] }
@@ -255,6 +256,22 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         unsafe {
             let x = _mm256_set1_epi32(x as i32);
             [_mm256_dpwssd_avx_epi32(acc[0], x, w[0]), _mm256_dpwssd_avx_epi32(acc[1], x, w[1])]
+        }
+    }
+
+    #[inline(always)]
+    fn dot_bytes(self, acc: Raw, a: Raw, b: Raw) -> Raw {
+        // SAFETY: `self` proves AVX2, and AVX-VNNI where it is used; sums of two products that fit 16 bits do not saturate.
+        unsafe {
+            if VNNI {
+                return [
+                    _mm256_dpbusd_avx_epi32(acc[0], a[0], b[0]),
+                    _mm256_dpbusd_avx_epi32(acc[1], a[1], b[1]),
+                ];
+            }
+            let ones = _mm256_set1_epi16(1);
+            let pairs = both!(_mm256_maddubs_epi16(a, b));
+            both!(_mm256_add_epi32(acc, each!(pairs in pairs => _mm256_madd_epi16(pairs, ones))))
         }
     }
 

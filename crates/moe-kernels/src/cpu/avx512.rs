@@ -37,6 +37,7 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     const TILE_VECTORS: usize = 2;
     const TILE_ROWS: usize = 12;
     const DIRECT_ROWS: usize = 8;
+    const HAS_BYTE_DOTS: bool = VNNI;
 
     intrinsics! {
         fn splat(x: f32) -> __m512 { _mm512_set1_ps(x) }
@@ -186,6 +187,18 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
         unsafe {
             let x = _mm512_set1_epi32(x as i32);
             if VNNI { _mm512_dpwssd_epi32(acc, x, w) } else { _mm512_add_epi32(acc, _mm512_madd_epi16(x, w)) }
+        }
+    }
+
+    #[inline(always)]
+    fn dot_bytes(self, acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: as in `dot_i16`; sums of two products that fit 16 bits do not saturate.
+        unsafe {
+            if VNNI {
+                return _mm512_dpbusd_epi32(acc, a, b);
+            }
+            let pairs = _mm512_maddubs_epi16(a, b);
+            _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))
         }
     }
 

@@ -100,12 +100,24 @@ impl Pairs {
                 [0, 1].map(|i| bytes(&packed[i][..len]))
             }
         };
+        let ask = match work.weights {
+            UnitWeights::Panels(_) => {
+                Some(Ask::new((k - chain.start) * LANES, (work.next - k * LANES) * size_of::<T>()))
+            }
+            UnitWeights::Rows(_) => None,
+        };
         // The chain's first word within a row.
         let length = k / work.segments;
         let word = chain.start / length * words + chain.start % length / 2;
         for (start, m) in Method::<T>::tiles(self, work.m) {
             let x = &work.x[start * work.segments * words + word * m..][..chain.len.div_ceil(2) * m];
-            let tile = Tile { x, w, add: chain.add, fetch: start == 0, out: &mut to[start..start + m] };
+            let tile = Tile {
+                x,
+                w,
+                add: chain.add,
+                ask: ask.filter(|_| start == 0),
+                out: &mut to[start..start + m],
+            };
             // SAFETY: the path has AVX-512 BF16.
             unsafe { with_rows!(m, multiply::<T; 2>(tile)) };
         }
@@ -118,6 +130,22 @@ fn bytes<T: Copy>(values: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
+/// Weights are asked for [`PREFETCH`] bytes ahead, and near the end of a panel from that of the next unit.
+#[derive(Clone, Copy)]
+struct Ask {
+    /// Lines whose successors at that distance lie in the same panel.
+    within: usize,
+    /// Bytes between the panel's end and the next unit's panel.
+    jump: usize,
+}
+
+impl Ask {
+    /// For a chain from whose start so many values follow in the panel.
+    fn new(left: usize, jump: usize) -> Self {
+        Self { within: (left * size_of::<u16>()).saturating_sub(PREFETCH) / CACHE_LINE, jump }
+    }
+}
+
 /// A tile of rows of x over one chain of a unit.
 struct Tile<'a> {
     /// [words]\[m\].
@@ -126,8 +154,8 @@ struct Tile<'a> {
     w: [&'a [u8]; 2],
     /// Add to the sums; else, replace them.
     add: bool,
-    /// Whether the weights come from memory.
-    fetch: bool,
+    /// What to ask for, where the weights come from memory.
+    ask: Option<Ask>,
     out: &'a mut [UnitSums],
 }
 
@@ -139,11 +167,12 @@ unsafe fn multiply<T, const M: usize, const N: usize>(t: Tile) {
     let Some((out, _)) = t.out.split_first_chunk_mut::<M>() else { return };
     let mut acc = [[_mm512_setzero_ps(); N]; M];
     let lines = t.w.map(|w| w.as_chunks::<CACHE_LINE>().0);
-    for ((x, first), second) in t.x.as_chunks::<M>().0.iter().zip(lines[0]).zip(lines[1]) {
+    for (i, ((x, first), second)) in t.x.as_chunks::<M>().0.iter().zip(lines[0]).zip(lines[1]).enumerate() {
         let mut w = [_mm512_setzero_ps(); N];
         for (w, line) in w.iter_mut().zip([first, second]) {
-            if t.fetch {
-                _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().wrapping_add(PREFETCH).cast());
+            if let Some(ask) = t.ask {
+                let ahead = if i < ask.within { PREFETCH } else { PREFETCH + ask.jump };
+                _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().wrapping_add(ahead).cast());
             }
             // SAFETY: a line is 64 bytes.
             *w = unsafe { _mm512_loadu_ps(line.as_ptr().cast()) };

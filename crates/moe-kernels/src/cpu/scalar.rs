@@ -78,6 +78,11 @@ impl Simd for Scalar {
             let product = |w: u32, shift: u32| i32::from((x >> shift) as i16) * i32::from((w >> shift) as i16);
             std::array::from_fn(|i| acc[i].wrapping_add((product(w[i], 0).wrapping_add(product(w[i], 16))) as u32))
         }
+        fn dot_bytes(acc: Self::Raw, a: Self::Raw, b: Self::Raw) -> Self::Raw {
+            let product = |a: u32, b: u32, i: u32| ((a >> (8 * i)) as u8 as i32) * ((b >> (8 * i)) as i8 as i32);
+            let products = |i: usize| (0..4).map(|byte| product(a[i], b[i], byte)).sum::<i32>();
+            std::array::from_fn(|i| acc[i].wrapping_add(products(i) as u32))
+        }
         fn nibbles(v: Self::Raw) -> [Self::Raw; 4] {
             std::array::from_fn(|i| v.map(|w| w >> (4 * i) & 0x000f_000f))
         }

@@ -36,6 +36,8 @@ pub(crate) trait Simd: Copy {
     /// Rows of x of a tile that unpacks quantised weights in registers, at most TILE_ROWS: for more it is better to
     /// unpack them once, into cache.
     const DIRECT_ROWS: usize = 1;
+    /// Whether [`Simd::dot_bytes`] is one instruction.
+    const HAS_BYTE_DOTS: bool = false;
 
     fn splat(self, x: f32) -> Self::V;
     fn load(self, a: &[f32; LANES]) -> Self::V;
@@ -111,6 +113,9 @@ pub(crate) trait Simd: Copy {
     fn nibbles(self, v: Self::Raw) -> [Self::Raw; 4];
     /// The same, but pair 1 is left 16 times and pair 2 256 times as large: without their shifts.
     fn nibbles_in_place(self, v: Self::Raw) -> [Self::Raw; 4];
+    /// acc + the sum of the four products of unsigned bytes of `a` and signed bytes of `b` in each word. The sum of two must fit
+    /// 16 bits.
+    fn dot_bytes(self, acc: Self::Raw, a: Self::Raw, b: Self::Raw) -> Self::Raw;
     /// The low and the high nibble of each byte, as bytes.
     fn nibble_bytes(self, v: Self::Raw) -> [Self::Raw; 2];
     /// Sums of words.

@@ -35,17 +35,25 @@ impl Exec {
     }
 }
 
+/// How often a thread looks for work before it offers its processor to others, which takes as long as a short op.
+const LOOKS: u32 = 64;
+
 /// Runs the pool's jobs as they come.
 ///
 /// A thread may take this job up while it waits inside a part of an op that it has stolen. The call cannot end before that
 /// part has, so the job must end by itself when nothing comes.
 fn stay_awake(is_done: &AtomicBool) {
-    let mut last_work = Instant::now();
-    while !is_done.load(Ordering::Acquire) && last_work.elapsed() < PATIENCE {
+    let (mut last_work, mut looks) = (Instant::now(), 0);
+    while !is_done.load(Ordering::Acquire) {
         if rayon::yield_now() == Some(rayon::Yield::Executed) {
-            last_work = Instant::now();
-        } else {
+            (last_work, looks) = (Instant::now(), 0);
+        } else if looks < LOOKS {
+            looks += 1;
+            std::hint::spin_loop();
+        } else if last_work.elapsed() < PATIENCE {
             std::thread::yield_now();
+        } else {
+            return;
         }
     }
 }

@@ -49,6 +49,19 @@ impl Scales {
 }
 
 impl ScalesView<'_> {
+    /// Asks for the scales of a group of the panel that lies so many behind this one.
+    #[inline(always)]
+    pub(crate) fn ask<S: Simd>(self, s: S, group: usize, panels: usize) {
+        match self {
+            Self::F16(scales) => {
+                s.prefetch(scales.as_ptr().wrapping_add(group * LANES + panels * scales.len()))
+            }
+            Self::F32(scales) => {
+                s.prefetch(scales.as_ptr().wrapping_add(group * LANES + panels * scales.len()))
+            }
+        }
+    }
+
     /// The scales of a group of a panel, [groups, 16].
     #[inline(always)]
     pub(crate) fn group<S: Simd>(self, s: S, group: usize) -> S::V {

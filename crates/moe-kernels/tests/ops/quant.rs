@@ -266,6 +266,48 @@ fn experts_are_dense_products() -> Result<()> {
 }
 
 /// The size is that of the checkpoint; a frozen workspace serves fewer rows; NaN and infinity stay in their row.
+/// Rows for several experts: one that comes again is packed once where columns lie in one order, and anew for another order. Each
+/// slot has the bits of its expert alone.
+#[test]
+fn a_row_for_several_experts() -> Result<()> {
+    let (h, i) = (96, 40);
+    let x = data::<bf16>(2 * h, 1);
+    let (offsets, in_rows) = ([0u32, 1, 2, 3, 4, 6], [1u32, 1, 1, 0, 0, 1]);
+    let gate_up =
+        |matrices: &[&dyn QuantRows], offsets: &[u32], in_rows: &[u32], ex: &mut Exec| -> Result<Vec<bf16>> {
+            let (w, slots) = (QuantMatrix::pack(matrices, QuantUse::GateUp, ex)?, in_rows.len());
+            let in_rows = view(in_rows, &[slots]);
+            let groups =
+                ExpertGroups { offsets: view(offsets, &[offsets.len()]), in_rows, out_rows: in_rows };
+            let mut out = filled::<bf16>(&[slots, i])?;
+            quant_gate_up_into(view(&x, &[2, h]), &groups, &w, None, Activation::SwiGlu, out.view_mut(), ex)?;
+            Ok(values(&out))
+        };
+    for scheme in schemes(h) {
+        // Their orders, where the scheme has one: a, a, b, b, a.
+        let matrices: Vec<Plain> = [1, 1, 2, 2, 1]
+            .into_iter()
+            .zip(10..)
+            .map(|(order, seed)| {
+                let perm = Plain::new(2 * i, h, scheme, true, order).perm;
+                Plain { perm, ..Plain::new(2 * i, h, scheme, true, seed) }
+            })
+            .collect();
+        let all: Vec<&dyn QuantRows> = matrices.iter().map(|m| m as _).collect();
+        for isa in isas() {
+            let ex = &mut exec(isa, 2);
+            let got = gate_up(&all, &offsets, &in_rows, ex)?;
+            for (e, slots) in offsets.windows(2).enumerate() {
+                for slot in slots[0] as usize..slots[1] as usize {
+                    let want = gate_up(&all[e..e + 1], &[0, 1], &in_rows[slot..slot + 1], ex)?;
+                    assert_eq!(bits(&got[slot * i..][..i]), bits(&want), "{scheme} {isa:?} slot {slot}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn memory_and_values_that_are_not_finite() -> Result<()> {
     let (n, k) = (64, 256);

@@ -7,3 +7,4 @@ mod random;
 mod refusals;
 mod rounding;
 mod support;
+mod untied;

@@ -97,9 +97,6 @@ fn settings_that_contradict() {
     contains(&refused(&bundled(), &ordered), &["--desc-act", "--method gptq"]);
     let bits = settings(FileFormat::Gptq, 3, QuantGroup::Channel);
     contains(&refused(&bundled(), &bits), &["--bits", "4 or 8", "got 3"]);
-    let mut tied = channel();
-    tied.lm_head = true;
-    contains(&refused(&bundled(), &tied), &["--quantise-lm-head", "embedding"]);
     let mut pattern = channel();
     pattern.ignore = vec!["model.layers.*.attention".to_string()];
     contains(&refused(&bundled(), &pattern), &["model.layers.*.attention", "names no linear layer"]);

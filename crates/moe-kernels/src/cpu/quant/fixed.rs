@@ -7,7 +7,7 @@
 use super::ints::{STEP_WORDS, TAIL};
 use crate::cpu::Kernel;
 use crate::cpu::simd::{LANES, Lanes, Simd};
-use crate::quant::{BLOCK, Block};
+use crate::quant::{BLOCK, Block, STEP};
 
 /// Rows of x as 16-bit fixed point: for each block its integers, its scale, and minus their sum.
 pub(super) struct PackRows<'a, T, P> {
@@ -62,12 +62,20 @@ fn load<S: Simd, T: Lanes>(s: S, row: &[T], block: Block, order: Option<&[u32]>,
     }
 }
 
-/// The integers of a block. Returns its scale and minus their sum.
+/// The integers of a block of whole steps. Returns its scale and minus their sum.
 #[inline(always)]
 fn fixed(values: &[f32], ints: &mut [i16]) -> [u32; TAIL] {
     /// 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits hold.
     const ROUND: f32 = 12_582_912.0;
-    let largest = values.iter().fold(0, |most, v| (v.to_bits() & 0x7fff_ffff).max(most));
+    // By whole steps, so that the compiler has vectors of one length and no rest.
+    let values = values.as_chunks::<STEP>().0;
+    let mut largest = [0; STEP];
+    for values in values {
+        for (most, value) in largest.iter_mut().zip(values) {
+            *most = (value.to_bits() & 0x7fff_ffff).max(*most);
+        }
+    }
+    let largest = largest.into_iter().fold(0, u32::max);
     // Biased exponents. Below 2^-112 the scale stays; the values are then too small to matter.
     let exponent = (largest >> 23).max(15);
     if exponent == 255 {
@@ -75,16 +83,26 @@ fn fixed(values: &[f32], ints: &mut [i16]) -> [u32; TAIL] {
         return [f32::NAN.to_bits(), 0];
     }
     let inverse = f32::from_bits((268 - exponent) << 23);
-    for (int, value) in ints.iter_mut().zip(values) {
-        *int = (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i16;
+    let mut sums = [0i32; STEP];
+    for (ints, values) in ints.as_chunks_mut::<STEP>().0.iter_mut().zip(values) {
+        for i in 0..STEP {
+            ints[i] = (values[i] * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i16;
+            sums[i] += i32::from(ints[i]);
+        }
     }
-    let sum: i32 = ints.iter().map(|int| i32::from(*int)).sum();
+    let sum: i32 = sums.into_iter().sum();
     [(exponent - 14) << 23, sum.wrapping_neg() as u32]
 }
 
 /// Puts the integers of row `j` of `m` as pairs: word i of row j goes to `out[i * m + j]`.
 #[inline(always)]
 pub(super) fn put_pairs(ints: &[i16], j: usize, m: usize, out: &mut [u32]) {
+    if m == 1 {
+        for (word, pair) in out.iter_mut().zip(ints.as_chunks::<2>().0) {
+            *word = u32::from(pair[0] as u16) | u32::from(pair[1] as u16) << 16;
+        }
+        return;
+    }
     for (words, pair) in out.chunks_exact_mut(m).zip(ints.as_chunks::<2>().0) {
         words[j] = u32::from(pair[0] as u16) | u32::from(pair[1] as u16) << 16;
     }
@@ -93,7 +111,6 @@ pub(super) fn put_pairs(ints: &[i16], j: usize, m: usize, out: &mut [u32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::quant::STEP;
 
     fn words(values: &[f32]) -> (Vec<i16>, f32, i32) {
         let (mut block, mut ints) = ([0.0; STEP], [1; STEP]);

@@ -14,10 +14,10 @@ use std::ops::Range;
 use super::fixed::{PackRows, put_pairs};
 #[cfg(target_arch = "x86_64")]
 use super::matrix_registers;
-use super::{Bytes, Form, Nibbles, PREFETCH, Quants, Unit, unpacked, words};
+use super::{Bytes, Form, Nibbles, PREFETCH, Quants, Unit, one_row, unpacked};
 use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{CACHE_LINE, Shape, UNIT, UnitSums, with_rows};
-use crate::cpu::{Kernel, dispatch};
+use crate::cpu::{Kernel, dispatch, dispatch_ints};
 use crate::exec::CpuIsa;
 use crate::quant::{Block, Columns, QuantMatrix, STEP, ScalesView, middle};
 
@@ -71,7 +71,10 @@ impl<T: Lanes> Form<T> for Ints<'_> {
             };
             return dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
         }
-        let _ = m;
+        if self.in_bytes(m) {
+            let put = |ints: &[i16], _: Block, _: usize, out: &mut [u32]| one_row::put_bytes(ints, out);
+            return dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
+        }
         let put = |ints: &[i16], _: Block, j: usize, out: &mut [u32]| put_pairs(ints, j, rows.len(), out);
         dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
     }
@@ -103,6 +106,18 @@ impl Kernel for DirectRows {
     }
 }
 
+/// Whether products of bytes are instructions of the path.
+struct HasByteDots;
+
+impl Kernel for HasByteDots {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _s: S) -> bool {
+        S::HAS_BYTE_DOTS
+    }
+}
+
 impl Ints<'_> {
     /// Whether m rows of x are multiplied by AMX.
     #[cfg(target_arch = "x86_64")]
@@ -110,9 +125,16 @@ impl Ints<'_> {
         m > dispatch(self.isa, DirectRows) && matrix_registers::fits(self.isa, &self.w.parts[e].columns)
     }
 
+    /// Whether m rows of x are packed as bytes for [`one_row`].
+    fn in_bytes(&self, m: usize) -> bool {
+        m == 1 && self.w.step_bytes() == Nibbles::STEP_BYTES && dispatch_ints(self.isa, HasByteDots)
+    }
+
     /// One tile of x times a unit.
     fn tile<Q: Quants>(&self, e: usize, unit: Unit, x: &[u32], out: &mut [UnitSums], _: Q) {
-        let together = dispatch(self.isa, Shape).0 == 2;
+        // Two panels that follow each other are one stream of memory: one row, which leaves time for nothing else, takes them in turn.
+        let is_pair = unit.second == Some(unit.first + 1);
+        let together = dispatch(self.isa, Shape).0 == 2 && (out.len() > 1 || !is_pair);
         let panels = [Some(unit.first), unit.second];
         let panel = |panel: Option<usize>| panel.map(|panel| self.panel(e, panel));
         let [first, second] = panels.map(panel);
@@ -121,12 +143,10 @@ impl Ints<'_> {
         };
         let middle = u32::from(middle(self.w.scheme));
         let mut run = |panels: [Panel; 2], count, vector| {
-            let out = &mut *out;
-            let quants = PhantomData::<Q>;
-            dispatch(
-                self.isa,
-                Tile { panels, count, vector, middle, columns, segments: segments.clone(), x, out, quants },
-            );
+            let (out, segments, quants) = (&mut *out, segments.clone(), PhantomData::<Q>);
+            let next = if is_pair && together { 2 } else { 1 };
+            let tile = Tile { panels, count, vector, next, middle, columns, segments, x, out, quants };
+            dispatch_ints(self.isa, tile);
         };
         match second {
             Some(second) if together => run([first, second], 2, 0),
@@ -172,6 +192,8 @@ struct Tile<'a, Q> {
     count: usize,
     /// The first one's place in the unit.
     vector: usize,
+    /// Panels from one to that which is likely to be multiplied after it.
+    next: usize,
     /// The zero point where panels have none.
     middle: u32,
     columns: &'a Columns,
@@ -238,15 +260,18 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
             acc[m][n] = s.mul_words(zero, s.splat_word(tail[M + m]));
         }
     }
-    let at = block.step * Q::STEP_BYTES;
-    let bytes = block.steps() * Q::STEP_BYTES;
+    let (at, bytes) = (block.step * Q::STEP_BYTES, block.steps() * Q::STEP_BYTES);
+    // Panels side by side share the distance at which weights are asked for.
+    let ahead = PREFETCH / N;
+    let is_in_panel = at + ahead < t.panels[0].q.len();
+    let ahead = if is_in_panel { ahead } else { ahead + (t.next - 1) * t.panels[0].q.len() };
     let mut q = [&t.panels[0].q[at..][..bytes]; N];
     for n in 1..N {
         q[n] = &t.panels[n].q[at..][..bytes];
     }
     let x = ints.as_chunks::<M>().0.as_chunks::<STEP_WORDS>().0;
     if Q::NIBBLES && M == 1 {
-        in_place::<S, M, N>(s, &q, x, &mut acc);
+        one_row::add::<S, M, N>(s, &q, x, ahead, &mut acc);
     } else {
         // A few sums in wide registers would wait for each other: those of odd pairs are apart.
         let apart = S::TILE_VECTORS == 2 && M <= 2;
@@ -254,7 +279,7 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
         for (i, x) in x.iter().enumerate() {
             let mut w = [[s.splat_word(0); STEP_WORDS]; N];
             for n in 0..N {
-                w[n] = Q::pairs(s, step::<S, Q>(s, q[n], i));
+                w[n] = Q::pairs(s, step::<S, Q>(s, q[n], i, ahead));
             }
             for j in 0..STEP_WORDS {
                 let acc = if apart && j % 2 == 1 { &mut odd } else { &mut acc };
@@ -274,6 +299,7 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
         }
     }
     for n in 0..N {
+        t.panels[n].scales.ask(s, block.group, t.next);
         let scale = t.panels[n].scales.group(s, block.group);
         for m in 0..M {
             let scale = s.mul(s.splat(f32::from_bits(tail[m])), scale);
@@ -283,57 +309,12 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
     }
 }
 
-/// Step `i` of a panel; asks for what comes soon.
+/// Step `i` of a block; asks for what lies `ahead` bytes behind it.
 #[inline(always)]
-fn step<S: Simd, Q: Quants>(s: S, q: &[u8], i: usize) -> &[u8] {
+pub(super) fn step<S: Simd, Q: Quants>(s: S, q: &[u8], i: usize, ahead: usize) -> &[u8] {
     let step = &q[i * Q::STEP_BYTES..][..Q::STEP_BYTES];
     for line in (0..Q::STEP_BYTES).step_by(CACHE_LINE) {
-        s.prefetch(step.as_ptr().wrapping_add(PREFETCH + line));
+        s.prefetch(step.as_ptr().wrapping_add(ahead + line));
     }
     step
-}
-
-/// Adds the integer sums of a block of nibbles. Of the four nibbles of 16 bits the second and third are multiplied where
-/// they stand, 16 and 256 times too large, and summed apart: four instructions to unpack in the place of six. On wide registers
-/// the fourth has sums of its own, because those of one would wait for each other. The sums are divided exactly, before those of the third, 256 * 15 * 32767 for a column, can pass 2^31.
-#[inline(always)]
-fn in_place<S: Simd, const M: usize, const N: usize>(
-    s: S,
-    q: &[&[u8]; N],
-    x: &[[[u32; M]; STEP_WORDS]],
-    acc: &mut [[S::Raw; N]; M],
-) {
-    /// Steps with two columns of each place.
-    const STEPS: usize = 8;
-    const { assert!(2 * STEPS * 256 * 15 * 32767 < 1 << 31) };
-    let apart = S::TILE_VECTORS == 2;
-    let (mut second, mut fourth) = ([[s.splat_word(0); N]; M], [[s.splat_word(0); N]; M]);
-    for (at, x) in x.chunks(STEPS).enumerate() {
-        let mut third = [[s.splat_word(0); N]; M];
-        for (i, x) in x.iter().enumerate() {
-            for n in 0..N {
-                let w = s.nibbles_in_place(words(s, step::<S, Nibbles>(s, q[n], at * STEPS + i)));
-                for m in 0..M {
-                    acc[m][n] = s.dot_i16(acc[m][n], x[0][m], w[0]);
-                    second[m][n] = s.dot_i16(second[m][n], x[1][m], w[1]);
-                    third[m][n] = s.dot_i16(third[m][n], x[2][m], w[2]);
-                    let last = if apart { &mut fourth } else { &mut *acc };
-                    last[m][n] = s.dot_i16(last[m][n], x[3][m], w[3]);
-                }
-            }
-        }
-        for m in 0..M {
-            for n in 0..N {
-                second[m][n] = s.add_words(second[m][n], s.sixteenth(third[m][n]));
-            }
-        }
-    }
-    for m in 0..M {
-        for n in 0..N {
-            acc[m][n] = s.add_words(acc[m][n], s.sixteenth(second[m][n]));
-            if apart {
-                acc[m][n] = s.add_words(acc[m][n], fourth[m][n]);
-            }
-        }
-    }
 }

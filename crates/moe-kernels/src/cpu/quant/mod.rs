@@ -17,10 +17,12 @@ mod floats;
 mod ints;
 #[cfg(target_arch = "x86_64")]
 mod matrix_registers;
+mod one_row;
 mod unpacked;
 
 use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{DType, Result};
 
@@ -166,6 +168,8 @@ struct Piece {
     word: usize,
     /// Words of a packed row.
     row_words: usize,
+    /// Whether its packed row is that of the piece before.
+    shares: bool,
 }
 
 struct Driver<'a, T, E, F> {
@@ -189,9 +193,13 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
             let (first, count) = (bounds[0] as usize, (bounds[1] - bounds[0]) as usize);
             let row_words = if count > 0 { self.form.row_words(group) } else { 0 };
             for (start, rows_of) in even_parts(count, count.div_ceil(PIECE_ROWS)) {
-                wave.push(Piece { group, row: first + start, rows: rows_of, word: words, row_words });
+                let piece =
+                    Piece { group, row: first + start, rows: rows_of, word: words, row_words, shares: false };
+                let same = wave.last().filter(|last| self.have_same_words(last, &piece));
+                let piece = same.map_or(piece, |same| Piece { word: same.word, shares: true, ..piece });
+                words = piece.word + rows_of * row_words;
                 rows += rows_of;
-                words += rows_of * row_words;
+                wave.push(piece);
                 if rows >= WAVE_ROWS {
                     self.wave(&wave, words)?;
                     wave.clear();
@@ -200,6 +208,13 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
             }
         }
         if rows > 0 { self.wave(&wave, words) } else { Ok(()) }
+    }
+
+    /// Whether both are the same row of x, in the same order of columns: a token for one expert after the other.
+    fn have_same_words(&self, a: &Piece, b: &Piece) -> bool {
+        let columns = |piece: &Piece| &self.p.w.parts[piece.group].columns;
+        let row = |piece: &Piece| self.p.index.map_or(piece.row, |index| index[piece.row] as usize);
+        a.rows == 1 && b.rows == 1 && row(a) == row(b) && Arc::ptr_eq(columns(a), columns(b))
     }
 
     /// Packs the rows of the pieces and computes all their units.
@@ -215,7 +230,7 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
         let first = packed.as_ptr().align_offset(CACHE_LINE).min(LANES);
         let packed = &mut packed[first..][..words];
         let (mut rest, mut jobs) = (&mut *packed, Vec::new());
-        for piece in pieces {
+        for piece in pieces.iter().filter(|piece| !piece.shares) {
             let most = self.form.tile_rows(piece.group, piece.rows);
             for (start, m) in even_parts(piece.rows, piece.rows.div_ceil(most)) {
                 let (panel, tail) = rest.split_at_mut(m * piece.row_words);
@@ -227,6 +242,7 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
             self.form.pack(piece.group, piece.rows, &self.x_rows(row, m)[..m], panel);
         });
         let packed = &*packed;
+        let words: usize = pieces.iter().map(|piece| piece.rows * piece.row_words).sum();
         for_each(self.ex, pieces.len() * units, words * units * UNIT, |task| {
             let (piece, unit) = (pieces[task / units], task % units);
             let x = &packed[piece.word..][..piece.rows * piece.row_words];

@@ -1,0 +1,188 @@
+//! Vocabulary projections that are the embedding: quantised, they become matrices of their own.
+
+use std::path::Path;
+
+use candle_core::{DType, Device};
+use model_qwen3moe::Qwen3MoeFamily;
+use model_runtime::{
+    BlockContext, CausalLm, Checkpoint, Exec, Geometry, KvCache, LogitsRows, SequenceStep, Step, StepContext,
+    host_logits, run_step,
+};
+use moe_engine::{LoadOptions, ModelFamily};
+use moe_quant::QuantGroup;
+use moe_quantize::{
+    Architecture, Calibration, Dequantised, FileFormat, Indivisible, Method, RandomSettings, Settings,
+    TextSettings, quantize, random_checkpoint,
+};
+use safetensors::Dtype;
+use safetensors::tensor::{TensorView, serialize};
+
+use crate::support::{bf16, bundled, json, repository, settings, tensors, weights};
+
+/// Ids and hidden size of the bundled model.
+const SHAPE: (usize, usize) = (2048, 256);
+const EMBEDDING: &str = "model.embed_tokens.weight";
+
+fn with_head(format: FileFormat, bits: u8) -> Settings {
+    let group = if bits == 8 { QuantGroup::Channel } else { QuantGroup::Size(32) };
+    Settings { lm_head: true, indivisible: Indivisible::Channel, ..settings(format, bits, group) }
+}
+
+/// The model as the engine loads it.
+fn loaded(dir: &Path, dtype: DType) -> Box<dyn CausalLm> {
+    let checkpoint = Checkpoint::open(dir.to_str().unwrap()).unwrap();
+    let config = Qwen3MoeFamily::config(&checkpoint.config).unwrap();
+    let layout = Qwen3MoeFamily::layout(&config, &Geometry::default(), &|name| checkpoint.has(name)).unwrap();
+    checkpoint.verify(&layout.tensors, Qwen3MoeFamily::ignored(&config)).unwrap();
+    let view = checkpoint.rank_view(&layout.tensors, Vec::new());
+    let context =
+        BlockContext { quant: Some(std::sync::Arc::new(view.clone())), ..LoadOptions::default().context };
+    let options = LoadOptions { context, ..LoadOptions::default() };
+    Qwen3MoeFamily::load(&config, &options, view.var_builder(dtype, &Device::Cpu)).unwrap().model
+}
+
+/// The model with the floats that its integers stand for.
+fn dequantised(dir: &Path) -> Box<dyn CausalLm> {
+    let config = json(&dir.join("config.json"));
+    let weights = Dequantised::open(dir, &config).unwrap().var_builder();
+    Architecture::new(&config, "config.json").unwrap().load(weights).unwrap().model
+}
+
+fn logits(model: &dyn CausalLm) -> Vec<f32> {
+    let ids: Vec<u32> = (0..40).map(|i| (i * 37 + 11) % SHAPE.0 as u32).collect();
+    let mut ex = Exec::cpu();
+    let mut cache = KvCache::new_on(ex.device(), model.info().kv, 1, 64).unwrap();
+    let sequence = SequenceStep {
+        token_ids: &ids,
+        start: 0,
+        prompt_len: ids.len(),
+        blocks: &[0],
+        logits: LogitsRows::All,
+    };
+    let step = Step::new([sequence], 64).unwrap();
+    let logits = run_step(model, &step, &mut cache, None, &mut StepContext::default(), &mut ex).unwrap();
+    let logits = host_logits(model, &logits, &ex).unwrap();
+    logits.view().cpu::<f32>().unwrap().to_vec()
+}
+
+/// How far logits are from others, of these' largest.
+fn distance(got: &[f32], want: &[f32]) -> f32 {
+    assert_eq!(got.len(), want.len());
+    let largest = want.iter().fold(0f32, |most, x| most.max(x.abs()));
+    got.iter().zip(want).fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest
+}
+
+/// The projection's integers are within half a step of the embedding; the embedding is as it was.
+fn check_head(source: &Path, made: &Path) {
+    assert_eq!(json(&made.join("config.json"))["tie_word_embeddings"], false);
+    let (before, after) = (tensors(source), tensors(made));
+    assert_eq!(before[EMBEDDING], after[EMBEDDING]);
+    assert!(!after.contains_key("lm_head.weight"));
+    let (format, got) = weights(made, "lm_head", SHAPE);
+    let (int, size) = (format.int().unwrap(), format.scheme().group_size(SHAPE.1));
+    for (floats, got) in bf16(&before[EMBEDDING].2).chunks(size).zip(got.chunks(size)) {
+        let largest = floats.iter().fold(0f32, |most, w| most.max(w.abs()));
+        let bound = largest / ((1u32 << int.bits) - 1) as f32 * (1. + 1. / 64.);
+        floats.iter().zip(got).for_each(|(a, b)| assert!((a - b).abs() <= bound, "{a} {b}"));
+    }
+}
+
+#[test]
+fn the_logits_are_those_of_the_floats_that_it_means() {
+    let dir = tempfile::tempdir().unwrap();
+    for format in [FileFormat::Gptq, FileFormat::CompressedTensors] {
+        for bits in [4, 8] {
+            let out = dir.path().join(format!("{format:?}-{bits}"));
+            let report = quantize(&bundled(), &out, &with_head(format, bits)).unwrap();
+            assert_eq!(report.quantised, 4 * (4 + 16 * 3) + 1);
+            check_head(&bundled(), &out);
+            let want = logits(dequantised(&out).as_ref());
+            let (exact, short) = (loaded(&out, DType::F32), loaded(&out, DType::BF16));
+            let error = distance(&logits(exact.as_ref()), &want);
+            assert!(error < 1e-5, "{format:?} {bits}: {error}");
+            let error = distance(&logits(short.as_ref()), &want);
+            assert!(error < 0.05, "{format:?} {bits}: bf16 {error}");
+            // Another projection than the tied one: it was rounded.
+            let tied = dir.path().join(format!("{format:?}-{bits}-tied"));
+            quantize(&bundled(), &tied, &Settings { lm_head: false, ..with_head(format, bits) }).unwrap();
+            assert_eq!(json(&tied.join("config.json"))["tie_word_embeddings"], true);
+            let other = logits(dequantised(&tied).as_ref());
+            assert!(distance(&other, &want) > if bits == 8 { 1e-4 } else { 1e-3 });
+        }
+    }
+}
+
+/// Calibrated, it lies nearer to the float model than rounded to nearest.
+#[test]
+fn it_is_calibrated_as_other_layers_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = TextSettings { file: repository().join("LICENSE-APACHE"), samples: 8, length: 128 };
+    let mut settings = with_head(FileFormat::Gptq, 4);
+    settings.ignore = vec!["model.layers.*".to_string()];
+    let divergence = |name: &str, settings: &Settings| {
+        let out = dir.path().join(name);
+        let report = quantize(&bundled(), &out, settings).unwrap();
+        assert_eq!(report.quantised, 1);
+        check_head_shape(&out);
+        moe_quantize::loss(&out, Some(&bundled()), &text).unwrap().divergence.unwrap()
+    };
+    let nearest = divergence("nearest", &settings);
+    settings.method = Method::Gptq(Calibration { text: text.clone(), damping: 0.01, min_tokens: 128 });
+    let calibrated = divergence("calibrated", &settings);
+    assert!(calibrated < 0.9 * nearest, "{calibrated} {nearest}");
+}
+
+fn check_head_shape(made: &Path) {
+    let (format, got) = weights(made, "lm_head", SHAPE);
+    assert!(format.int().is_some() && got.len() == SHAPE.0 * SHAPE.1);
+}
+
+/// A second embedding under the name of the projection is left out: nobody reads it where the config ties both.
+#[test]
+fn a_tied_projection_that_is_stored_is_not_its_source() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = dir.path().join("source");
+    std::fs::create_dir(&source).unwrap();
+    std::fs::copy(bundled().join("config.json"), source.join("config.json")).unwrap();
+    let stored = tensors(&bundled());
+    let other = vec![0; stored[EMBEDDING].2.len()];
+    let mut views: Vec<(&str, TensorView)> = stored
+        .iter()
+        .map(|(name, (_, shape, bytes))| {
+            (name.as_str(), TensorView::new(Dtype::BF16, shape.clone(), bytes).unwrap())
+        })
+        .collect();
+    views.push(("lm_head.weight", TensorView::new(Dtype::BF16, vec![SHAPE.0, SHAPE.1], &other).unwrap()));
+    std::fs::write(source.join("model.safetensors"), serialize(views, None).unwrap()).unwrap();
+    let out = dir.path().join("out");
+    quantize(&source, &out, &with_head(FileFormat::CompressedTensors, 8)).unwrap();
+    check_head(&source, &out);
+}
+
+#[test]
+fn a_projection_that_stays_in_floats_stays_tied() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let mut settings = with_head(FileFormat::CompressedTensors, 8);
+    settings.ignore = vec!["lm_head".to_string()];
+    quantize(&bundled(), &out, &settings).unwrap();
+    let config = json(&out.join("config.json"));
+    assert_eq!(config["tie_word_embeddings"], true);
+    assert!(config["quantization_config"]["ignore"].as_array().unwrap().contains(&"lm_head".into()));
+    assert!(!tensors(&out).keys().any(|name| name.starts_with("lm_head")));
+    let error = distance(&logits(loaded(&out, DType::F32).as_ref()), &logits(dequantised(&out).as_ref()));
+    assert!(error < 1e-5, "{error}");
+}
+
+#[test]
+fn a_random_checkpoint_has_one_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let quantised = Some(with_head(FileFormat::Gptq, 4));
+    let settings = RandomSettings { quantised, dtype: None, layers: Some(1), seed: 3 };
+    random_checkpoint(&bundled(), &out, &settings).unwrap();
+    assert_eq!(json(&out.join("config.json"))["tie_word_embeddings"], false);
+    check_head_shape(&out);
+    let error = distance(&logits(loaded(&out, DType::F32).as_ref()), &logits(dequantised(&out).as_ref()));
+    assert!(error < 1e-5, "{error}");
+}
