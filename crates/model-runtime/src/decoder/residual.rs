@@ -7,6 +7,7 @@ use candle_core::{DType, Result};
 use moe_comm::Communicator;
 use moe_kernels::plan::Fusion;
 use moe_kernels::{Exec, MonolithicIo, Scratch, StepContext, View};
+use moe_layer::AddNorm;
 use tracing::trace_span;
 
 use super::plan::LayerForm;
@@ -139,6 +140,17 @@ impl<'a> Residual<'a> {
                     })
                 })?;
                 self.normed = true;
+                Ok(())
+            }
+            (Mlp::Sparse(sparse), _) if sparse.adds_norm(form.mlp) => {
+                self.normed(norm, ex)?;
+                let mut out = ex.scratch(self.x.dtype(), self.x.dims())?;
+                let (x, residual, to) = (self.x.view(), self.stream.view_mut(), out.view_mut());
+                next.with_pre_norm(|norm| {
+                    let end = AddNorm { residual, norm, out: to };
+                    sparse.forward_add_norm_into(x, end, observe, context, ex)
+                })?;
+                self.x = out;
                 Ok(())
             }
             (mlp, _) => {
