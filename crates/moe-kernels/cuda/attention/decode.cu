@@ -24,6 +24,20 @@
 namespace moe {
 namespace {
 
+/// Zeros for a row of padding.
+template <int D>
+__device__ __forceinline__ void zero_out(const DecodeArgs& a, const Place& p) {
+  if (a.fp8.scales != nullptr) {
+    for (int i = threadIdx.x; i < p.heads * D; i += kThreads) {
+      a.fp8.q[out_at<D>(a, p, i / D) + i % D] = 0;
+      if (i % D == 0) *a.fp8.scale(p.row, p.head + i / D) = 0.f;
+    }
+    return;
+  }
+  for (int i = threadIdx.x; i < p.heads * D; i += kThreads)
+    a.out[out_at<D>(a, p, i / D) + i % D] = __float2bfloat16_rn(0.f);
+}
+
 template <int D>
 __device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) {
   const Place p = place(a);
@@ -68,6 +82,9 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) 
     float out[ThreadSlice<D>::kPer];
 #pragma unroll
     for (int i = 0; i < ThreadSlice<D>::kPer; ++i) out[i] = block.value[i] / block.sum;
+    if constexpr (D == fp8::kGroup) {
+      if (a.fp8.scales != nullptr) return store_fp8(a, p, mine.head, out);
+    }
     if (mine.head < p.heads) store_bf16(a.out + out_at<D>(a, p, mine.head) + mine.d, out);
     return;
   }
@@ -99,6 +116,42 @@ bool valid_splits(int splits) {
   return splits == 1 || splits == 2 || splits == 4 || (splits > 0 && splits % 8 == 0 && splits <= 128);
 }
 
+int run_decode(const AttentionDecodeArgs& c, int beside, const fp8::RowsOut& fp8, void* stream) {
+  if (c.rows < 0 || c.rows > 65535 || c.kv_heads <= 0 || c.heads <= 0 || c.heads % c.kv_heads != 0 ||
+      c.block_size <= 0 || c.window < 0 || !valid_splits(c.splits))
+    return cudaErrorInvalidValue;
+  if (c.rows == 0) return cudaSuccess;
+  DeviceLimits limits;
+  const cudaError_t e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  if (limits.major < 9 && c.splits > 1) return cudaErrorNotSupported;  // needs clusters
+  DecodeArgs a = {c.qkv,
+                  static_cast<const bf16*>(c.q_norm),
+                  static_cast<const bf16*>(c.k_norm),
+                  c.eps,
+                  {c.cos, c.sin, c.angle_index},
+                  c.slots,
+                  c.positions,
+                  c.block_tables,
+                  c.max_blocks,
+                  cache_of(c.k_cache, c.v_cache, c.kv_heads, c.block_size),
+                  static_cast<bf16*>(c.out),
+                  nullptr,
+                  nullptr,
+                  c.heads,
+                  c.scale * kLog2E,
+                  static_cast<uint32_t>(c.window),
+                  c.splits,
+                  beside != 0,
+                  fp8};
+  const size_t groups = static_cast<size_t>(c.rows) * ceil_div(c.heads / c.kv_heads, kHeads) * c.kv_heads;
+  a.arrived = static_cast<uint32_t*>(c.workspace);
+  a.partials = reinterpret_cast<float*>(a.arrived + groups * kHeads);
+  if (c.head_dim == 128) return run<128>(a, c.rows, stream);
+  if (c.head_dim == 64) return run<64>(a, c.rows, stream);
+  return cudaErrorInvalidValue;
+}
+
 }  // namespace
 }  // namespace moe
 
@@ -127,38 +180,19 @@ extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* 
 /// The same, if `beside`, beside the kernel ahead on the stream: one that writes nothing that this one reads, and that
 /// lets this one begin when what came before both is there.
 extern "C" int moe_attention_decode_beside(const moe::AttentionDecodeArgs* args, int beside, void* stream) {
+  return moe::run_decode(*args, beside, {}, stream);
+}
+
+/// The same in FP8, the bits of moe_fp8_quantise behind it: `out` [rows, heads 128] bytes, by quads or not, scales
+/// [heads, lines]. Hopper, heads of 128.
+extern "C" int moe_attention_decode_fp8(const moe::AttentionDecodeArgs* args, int beside, float* scales, int lines,
+                                        int quads, void* stream) {
   using namespace moe;
   const AttentionDecodeArgs& c = *args;
-  if (c.rows < 0 || c.rows > 65535 || c.kv_heads <= 0 || c.heads <= 0 || c.heads % c.kv_heads != 0 ||
-      c.block_size <= 0 || c.window < 0 || !valid_splits(c.splits))
-    return cudaErrorInvalidValue;
-  if (c.rows == 0) return cudaSuccess;
+  const fp8::RowsOut fp8 = {static_cast<uint8_t*>(c.out), scales, lines, quads != 0};
+  if (c.head_dim != fp8::kGroup || !fp8.holds(c.rows, fp8::kGroup)) return cudaErrorInvalidValue;
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
-  if (limits.major < 9 && c.splits > 1) return cudaErrorNotSupported;  // needs clusters
-  DecodeArgs a = {c.qkv,
-                  static_cast<const bf16*>(c.q_norm),
-                  static_cast<const bf16*>(c.k_norm),
-                  c.eps,
-                  {c.cos, c.sin, c.angle_index},
-                  c.slots,
-                  c.positions,
-                  c.block_tables,
-                  c.max_blocks,
-                  cache_of(c.k_cache, c.v_cache, c.kv_heads, c.block_size),
-                  static_cast<bf16*>(c.out),
-                  nullptr,
-                  nullptr,
-                  c.heads,
-                  c.scale * kLog2E,
-                  static_cast<uint32_t>(c.window),
-                  c.splits,
-                  beside != 0};
-  const size_t groups = static_cast<size_t>(c.rows) * ceil_div(c.heads / c.kv_heads, kHeads) * c.kv_heads;
-  a.arrived = static_cast<uint32_t*>(c.workspace);
-  a.partials = reinterpret_cast<float*>(a.arrived + groups * kHeads);
-  if (c.head_dim == 128) return run<128>(a, c.rows, stream);
-  if (c.head_dim == 64) return run<64>(a, c.rows, stream);
-  return cudaErrorInvalidValue;
+  return limits.major < 9 ? static_cast<int>(cudaErrorNotSupported) : run_decode(c, beside, fp8, stream);
 }
