@@ -25,20 +25,20 @@ namespace moe {
 namespace {
 
 /// Zeros for a row of padding.
-template <int D>
+template <int D, bool kFp8>
 __device__ __forceinline__ void zero_out(const DecodeArgs& a, const Place& p) {
-  if (a.fp8.scales != nullptr) {
-    for (int i = threadIdx.x; i < p.heads * D; i += kThreads) {
-      a.fp8.q[out_at<D>(a, p, i / D) + i % D] = 0;
+  for (int i = threadIdx.x; i < p.heads * D; i += kThreads) {
+    const size_t at = out_at<D>(a, p, i / D) + i % D;
+    if constexpr (kFp8) {
+      a.fp8.q[at] = 0;
       if (i % D == 0) *a.fp8.scale(p.row, p.head + i / D) = 0.f;
+    } else {
+      a.out[at] = __float2bfloat16_rn(0.f);
     }
-    return;
   }
-  for (int i = threadIdx.x; i < p.heads * D; i += kThreads)
-    a.out[out_at<D>(a, p, i / D) + i % D] = __float2bfloat16_rn(0.f);
 }
 
-template <int D>
+template <int D, bool kFp8>
 __device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) {
   const Place p = place(a);
   const Range range = split_range(a, p);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) 
   // came before both has ended, and what it wrote, qkv, is read out of L2.
   if (!a.beside) pdl_wait();
   if (range.padding) {
-    zero_out<D>(a, p);
+    zero_out<D, kFp8>(a, p);
     return;
   }
   const NewToken<D> token = prologue<D>(a, p, range.slot, constants, s);
@@ -82,34 +82,32 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) 
     float out[ThreadSlice<D>::kPer];
 #pragma unroll
     for (int i = 0; i < ThreadSlice<D>::kPer; ++i) out[i] = block.value[i] / block.sum;
-    if constexpr (D == fp8::kGroup) {
-      if (a.fp8.scales != nullptr) return store_fp8(a, p, mine.head, out);
-    }
+    if constexpr (kFp8) return store_fp8(a, p, mine.head, out);
     if (mine.head < p.heads) store_bf16(a.out + out_at<D>(a, p, mine.head) + mine.d, out);
     return;
   }
   cluster_wait();
   block.send(s);
   cluster_sync();
-  merge_cluster<D>(a, p, range, s);
+  merge_cluster<D, kFp8>(a, p, range, s);
 }
 
-template <int D>
+template <int D, bool kFp8>
 __global__ void __launch_bounds__(kThreads) decode_kernel(DecodeArgs a) {
   extern __shared__ __align__(128) uint8_t smem[];
   pdl_launch_dependents();
-  attend<D>(a, Shared<D>(smem));
+  attend<D, kFp8>(a, Shared<D>(smem));
   // Beside the kernel ahead, one block waits for it at last, so that the end of this kernel still implies its end.
   const bool last = blockIdx.x == 0 && blockIdx.y + 1 == gridDim.y && blockIdx.z + 1 == gridDim.z;
   if (a.beside && last) pdl_wait();
 }
 
-template <int D>
+template <int D, bool kFp8>
 int run(const DecodeArgs& a, int rows, void* stream) {
   const int groups = ceil_div(a.heads / a.cache.heads, kHeads) * a.cache.heads;
   Launch l = {dim3(a.splits, groups, rows), dim3(kThreads), stream, Shared<D>::kBytes};
   l.cluster = a.splits < kMaxCluster ? a.splits : kMaxCluster;
-  return launch(decode_kernel<D>, l, a);
+  return launch(decode_kernel<D, kFp8>, l, a);
 }
 
 bool valid_splits(int splits) {
@@ -147,8 +145,9 @@ int run_decode(const AttentionDecodeArgs& c, int beside, const fp8::RowsOut& fp8
   const size_t groups = static_cast<size_t>(c.rows) * ceil_div(c.heads / c.kv_heads, kHeads) * c.kv_heads;
   a.arrived = static_cast<uint32_t*>(c.workspace);
   a.partials = reinterpret_cast<float*>(a.arrived + groups * kHeads);
-  if (c.head_dim == 128) return run<128>(a, c.rows, stream);
-  if (c.head_dim == 64) return run<64>(a, c.rows, stream);
+  if (fp8.scales != nullptr) return run<fp8::kGroup, true>(a, c.rows, stream);
+  if (c.head_dim == 128) return run<128, false>(a, c.rows, stream);
+  if (c.head_dim == 64) return run<64, false>(a, c.rows, stream);
   return cudaErrorInvalidValue;
 }
 

@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_merged(const DecodeArgs& a, const Place& p
 }
 
 /// The last cluster of a sequence to arrive merges the partials of one head in the order of clusters.
-template <int D>
+template <int D, bool kFp8>
 __device__ __forceinline__ void merge_clusters(const DecodeArgs& a, const Place& p, size_t group, int head,
                                                int active) {
   __shared__ bool last;
@@ -129,19 +129,17 @@ __device__ __forceinline__ void merge_clusters(const DecodeArgs& a, const Place&
 #pragma unroll
     for (int i = 0; i < 8; ++i) value += __shfl_sync(0xffffffffu, c.weight, (first + i) % 32) * x[i];
   }
-  if constexpr (D == fp8::kGroup) {
-    if (a.fp8.scales != nullptr) {
-      __shared__ float merged[D];
-      merged[threadIdx.x] = value / c.sum;
-      return store_merged(a, p, merged, head, 1);
-    }
+  if constexpr (kFp8) {
+    __shared__ float merged[D];
+    merged[threadIdx.x] = value / c.sum;
+    return store_merged(a, p, merged, head, 1);
   }
   a.out[out_at<D>(a, p, head) + threadIdx.x] = __float2bfloat16_rn(value / c.sum);
 }
 
 /// Merges this block's share of the heads over the cluster; if the sequence has several clusters (of 8 blocks, so one
 /// head per block), leaves the rest to the last of them.
-template <int D, class Shared>
+template <int D, bool kFp8, class Shared>
 __device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& p, const Range& range,
                                               const Shared& s) {
   const int size = cluster_size(), rank = cluster_rank(), share = kHeads / size, lane = threadIdx.x % 32;
@@ -157,7 +155,7 @@ __device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& 
     for (int r = 0; r < kMaxCluster; ++r)
       value += __shfl_sync(0xffffffffu, c.weight, r) * (r < size ? s.inbox()[(r * share + local) * D + d] : 0.f);
     if (active == 1) {
-      if (a.fp8.scales != nullptr) s.values(0)[at] = value / c.sum;  // the block has read what was there
+      if (kFp8) s.values(0)[at] = value / c.sum;  // the block has read what was there
       else if (head < p.heads) a.out[out_at<D>(a, p, head) + d] = __float2bfloat16_rn(value / c.sum);
       continue;
     }
@@ -165,9 +163,9 @@ __device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& 
     to[d] = value;
     if (d == 0) to[D] = c.top, to[D + 1] = c.sum;
   }
-  if (active > 1) merge_clusters<D>(a, p, group, rank, active);
-  if constexpr (D == fp8::kGroup) {
-    if (a.fp8.scales != nullptr && active == 1) store_merged(a, p, s.values(0), rank * share, share);
+  if (active > 1) merge_clusters<D, kFp8>(a, p, group, rank, active);
+  if constexpr (kFp8) {
+    if (active == 1) store_merged(a, p, s.values(0), rank * share, share);
   }
 }
 
