@@ -16,6 +16,7 @@ import torch
 def check(names):
     import bench_latent
     import check_attention
+    import check_fp8_rows
     import check_ids
     import check_layer
     import check_mixed
@@ -27,7 +28,7 @@ def check(names):
     seed = int.from_bytes(os.urandom(4), "little")
     torch.manual_seed(seed)
     failed = []
-    for checks in (check_rows.CHECKS, check_ids.CHECKS, check_offload.CHECKS, check_attention.CHECKS, check_sampling.CHECKS, check_layer.CHECKS, check_mixed.CHECKS, check_quant.CHECKS, [bench_latent.check_latent]):
+    for checks in (check_rows.CHECKS, check_ids.CHECKS, check_offload.CHECKS, check_attention.CHECKS, check_fp8_rows.CHECKS, check_sampling.CHECKS, check_layer.CHECKS, check_mixed.CHECKS, check_quant.CHECKS, [bench_latent.check_latent]):
         for run in checks:
             if names and run.__name__ not in names:
                 continue
