@@ -1,6 +1,7 @@
 """Checks, then times, the decode kernels on a GPU: python tests/cuda/decode.py [check|bench] [NAME ..]
 
-MOE_KERNELS_SO names the library. Fresh random inputs on each run; JSON goes to $OUT/decode.json if OUT is set.
+MOE_KERNELS_SO names the library. Fresh random inputs on each run, but times of layers with the same BENCH_SEED have the same weights,
+rows and so routing, whatever the library; BENCH_BATCHES="8 64": these numbers of rows only. JSON goes to $OUT/decode.json if OUT is set.
 TINY=1: few and small shapes, for compute-sanitizer.
 """
 
@@ -56,7 +57,7 @@ def bench(names):
     import bench_rows
 
     rows = []
-    print(torch.cuda.get_device_name(0), flush=True)
+    print(f"{torch.cuda.get_device_name(0)}, seed {bench_decode.SEED}", flush=True)
     for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES + bench_rows.BENCHES + bench_latent.BENCHES + bench_deepseek.BENCHES + bench_quant.BENCHES + bench_mixed.BENCHES:
         if not names or run.__name__ in names:
             try:
