@@ -17,19 +17,18 @@ def buffers(rows, columns):
 
 def experts(lib, tokens, results):
     weights = [(RawPack(E, 2 * I, H, FP8_BLOCK, True), RawPack(E, H, I, FP8_BLOCK)) for _ in range(SETS)]
-    print(f"{'fp8 experts: us':18s}{'places':>8s}{'x':>8s}{'gate, up':>16s}{'act':>8s}{'down':>16s}{'all (TFLOP/s)':>18s}")
+    print(f"{'fp8 experts: us':18s}{'x':>8s}{'places':>8s}{'gate, up':>16s}{'act':>8s}{'down':>16s}{'all (TFLOP/s)':>18s}")
     for t in tokens:
         inputs = Inputs(t, 0.0, weights, SETS)
         i32, slots = dict(dtype=torch.int32, device="cuda"), t * K
         lists = [(torch.empty(E, slots, **i32), torch.empty(E, **i32)) for _ in inputs.routes]
         for (ids, _), (listed, counts) in zip(inputs.routes, lists):
             lib.launch("moe_any_list_slots", ids, None, slots, E, E, counts, listed)
-        places = torch.empty(slots, **i32), torch.empty(slots, **i32)
-        x, act = buffers(slots, H), buffers(slots, I)
-        parts = [lambda i: lib.launch("moe_fp8_places", *lists[i], slots, *places, E, slots),
-                 lambda i: lib.launch("moe_fp8_quantise", inputs.x, *x, *places, t, H, K, 0),
+        rows, x, act = buffers(t, H), buffers(slots, H), buffers(slots, I)
+        parts = [lambda i: lib.launch("moe_fp8_quantise", inputs.x, *rows, t, H, 0),
+                 lambda i: lib.launch("moe_fp8_places", *rows, *lists[i], slots, *x, t, K, H, E),
                  lambda i: lib.launch("moe_fp8_experts_gate_up", *x, weights[i][0], *lists[i], slots, inputs.act, t, K),
-                 lambda i: lib.launch("moe_fp8_quantise", inputs.act, *act, None, None, slots, I, 1, 0),
+                 lambda i: lib.launch("moe_fp8_quantise", inputs.act, *act, slots, I, 0),
                  lambda i: lib.launch("moe_fp8_experts_down", *act, weights[i][1], *lists[i], slots, inputs.short_rows, t, K)]
 
         def together(i):
@@ -72,7 +71,7 @@ def linears(lib, rows, results, splits=0):
                 lib.launch("moe_quant_dequantise", *pack_fields(pack), w16[shape])
                 product16(w16[shape], x, out)
 
-            quantise = lambda pack, quads=1: lib.launch("moe_fp8_quantise", x, *q, None, None, m, k, 1, quads)
+            quantise = lambda pack, quads=1: lib.launch("moe_fp8_quantise", x, *q, m, k, quads)
             own = lambda pack: lib.launch("moe_fp8_linear", *q, pack, None, out, F32, m, splits)
             write = lambda pack: lib.launch("moe_fp8_rows", *pack_fields(pack), w[shape], w_scales[shape])
             blas = lambda pack: product(w[shape], q[0], wide, w_scales[shape], q[1])

@@ -1,7 +1,7 @@
 """Microseconds per layer of a decode step: attention half, router and experts of layers with weights of their own in one graph."""
 
 import torch
-from bench_decode import D, H, HKV, HQ, QKV, READ, Caches, asked, graph_us, tensors
+from bench_decode import D, H, HKV, HQ, QKV, READ, SEED, Caches, asked, graph_us, tensors
 from check_layer import state_for
 from kernels import LIB, attention_splits, attention_workspace, call, randn
 from library import BF16, F32, UNCOPIED, UNWATCHED, routing
@@ -121,6 +121,8 @@ class Step:
         self.one_launch(i)
 
     def us(self, layer, count=LAYERS):
+        """Of each layer, from the same rows in each call of a seed."""
+        torch.manual_seed(SEED)
         self.residual.normal_()
         self.x.normal_()
         self.weights.uniform_()
@@ -132,6 +134,7 @@ class Step:
 
 
 def layers(rows):
+    torch.manual_seed(SEED)
     model = Model()
     for batch, context in [(b, 256) for b in BATCHES] + [(1, 8192)]:
         step = Step(model, batch, context)

@@ -1,10 +1,8 @@
 """Times the streaming kernels for quantised weights beside those for bf16, layers with weights of their own in one graph."""
 
-import os
-
 import bench_layer
 import torch
-from bench_decode import D, H, HQ, QKV, tensors
+from bench_decode import D, H, HQ, QKV, SEED, tensors
 from bench_layer import E, I, K, LAYERS, Step
 from kernels import LIB, call, randn
 from library import BF16, F32, UNWATCHED
@@ -115,7 +113,7 @@ class QuantStep(Step):
 
 def quant_streams(rows):
     """us and, in brackets, GB/s of the weights."""
-    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    torch.manual_seed(SEED)
     columns = ("norm + qkv", "o_proj", "half layer", "experts", "given ids", "with router", "layer")
     print(f"{'us (GB/s)':16s} B " + " ".join(f"{name:>13s}" for name in columns))
     for scheme in SCHEMES:
@@ -143,7 +141,7 @@ def quant_streams(rows):
 def quant_layers(rows):
     """A layer's launches as a step of 8 and more sequences makes them: each alone, and all in their order; us. "norm route": addition,
     norm and router in one launch, up to 128 rows; "apart": a layer without it."""
-    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    torch.manual_seed(SEED)
     columns = ("qkv", "attention", "o_proj", "add norm", "router", "norm route", "experts", "sum norm", "apart", "layer")
     print(f"{'us':16s}   B " + " ".join(f"{name:>10s}" for name in columns))
     for scheme in SCHEMES:

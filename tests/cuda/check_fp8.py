@@ -6,7 +6,7 @@ multiply, within the noise of the tensor cores' sums (128 columns with about 14 
 import torch
 
 from expert_cases import Case, cases, counters_for, list_slots
-from library import F32, NO_EXPERT, ids_back, poison, rel_error, sized
+from library import F32, ids_back, poison, rel_error, sized
 from quant_pack import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_128, Pack, Scheme
 
 CHECKS = []
@@ -37,18 +37,19 @@ def fp8_rows(rows, columns):
     return torch.zeros(rows, columns, dtype=torch.uint8, device="cuda"), poison(columns // GROUP, -(-rows // 4) * 4, dtype=torch.float32)
 
 
-def quantise(lib, x, places=None, top_k=1, quads=0):
-    """q in the kernel's order and scales; `places` as `list_places` gives them."""
-    q, scales = fp8_rows(x.shape[0] * top_k, x.shape[1])
-    lib.launch("moe_fp8_quantise", x, q, scales, *(places or (None, None)), *x.shape, top_k, quads)
+def quantise(lib, x, quads=0):
+    """q in the kernel's order and scales."""
+    q, scales = fp8_rows(*x.shape)
+    lib.launch("moe_fp8_quantise", x, q, scales, *x.shape, quads)
     return q, scales
 
 
-def list_places(lib, listed, counts, bucket, slots):
-    """(slot of each place, place of each slot)."""
-    slot_at, place_of = (poison(slots, dtype=torch.int32) for _ in range(2))
-    lib.launch("moe_fp8_places", listed, counts, bucket, slot_at, place_of, counts.numel(), slots)
-    return slot_at, place_of
+def to_places(lib, rows, listed, counts, bucket, top_k):
+    """Rows and scales of all slots in order of experts."""
+    tokens, columns = rows[0].shape
+    q, scales = fp8_rows(tokens * top_k, columns)
+    lib.launch("moe_fp8_places", *rows, listed, counts, bucket, q, scales, tokens, top_k, columns, counts.numel())
+    return q, scales
 
 
 def in_order(q, order=ORDER):
@@ -81,13 +82,9 @@ def fp8_quantise_has_the_defined_bits(lib):
 @check
 def fp8_rows_go_to_the_places_of_their_slots(lib):
     for name, case in cases(sized([1, 40, 700], [1, 40]), SHAPES + [(9, 9, 128, 128), (300, 11, 128, 128)]):
-        slots = case.tokens * case.top_k
         listed, counts, bucket = list_slots(lib, case, None, False)
-        places = list_places(lib, listed, counts, bucket, slots)
         order = torch.cat([listed[e, : int(counts[e])] for e in range(case.local)])
-        assert torch.equal(places[0][: order.numel()], order), f"{name}: slots are not in order of experts"
-        assert (ids_back(places[0][order.numel() :]) == NO_EXPERT).all(), f"{name}: places behind the last have slots"
-        q, scales = quantise(lib, case.x, places, case.top_k)
+        q, scales = to_places(lib, quantise(lib, case.x), listed, counts, bucket, case.top_k)
         want, scale = quantised(case.x)
         tokens = order.long() // case.top_k
         assert torch.equal(in_order(q)[: order.numel()], want.view(torch.uint8)[tokens]), f"{name}: bytes differ"
@@ -101,7 +98,7 @@ def run_experts(lib, case, packs, buckets=False):
     slots = tokens * top_k
     listed, counts, bucket = list_slots(lib, case, counters_for(lib, local), buckets)
     act, rows = poison(slots, inter, dtype=torch.bfloat16), poison(slots, hidden, dtype=torch.bfloat16)
-    x = quantise(lib, case.x, list_places(lib, listed, counts, bucket, slots), top_k)
+    x = to_places(lib, quantise(lib, case.x), listed, counts, bucket, top_k)
     lib.launch("moe_fp8_experts_gate_up", *x, packs[0], listed, counts, bucket, act, tokens, top_k)
     acts = quantise(lib, act)
     lib.launch("moe_fp8_experts_down", *acts, packs[1], listed, counts, bucket, rows, tokens, top_k)
@@ -170,8 +167,9 @@ def fp8_refuses_what_it_does_not_read(lib):
     assert lib.refused("moe_fp8_experts_gate_up", None, None, w2, *rest)
     assert lib.refused("moe_fp8_experts_down", None, None, w13, *rest)
     assert lib.refused("moe_fp8_experts_down", None, None, Pack(8, 128, 128, INT8_128), *rest)
-    assert lib.refused("moe_fp8_quantise", *args, None, None, 4, 96, 1, 0)
-    assert lib.refused("moe_fp8_places", None, None, 4, None, None, 8, -1)
+    assert lib.refused("moe_fp8_quantise", *args, 4, 96, 0)
+    assert lib.refused("moe_fp8_places", None, None, None, None, 4, None, None, 4, 2, 96, 8)
+    assert lib.refused("moe_fp8_places", None, None, None, None, 4, None, None, 4, 2, 128, 1025), "more experts than it adds up"
     assert lib.raw("moe_fp8_experts_down", None, None, w2, None, None, 4, None, 0, 2, None) == 0, "no tokens is no error"
-    assert lib.raw("moe_fp8_quantise", *args, None, None, 0, 128, 1, 0, None) == 0, "no rows is no error"
-    assert lib.raw("moe_fp8_places", None, None, 4, None, None, 8, 0, None) == 0, "no slots is no error"
+    assert lib.raw("moe_fp8_quantise", *args, 0, 128, 0, None) == 0, "no rows is no error"
+    assert lib.raw("moe_fp8_places", None, None, None, None, 4, None, None, 0, 2, 128, 8, None) == 0, "no slots is no error"

@@ -1,6 +1,7 @@
 """Checks, then times, the decode kernels on a GPU: python tests/cuda/decode.py [check|bench] [NAME ..]
 
-MOE_KERNELS_SO names the library. Fresh random inputs on each run; JSON goes to $OUT/decode.json if OUT is set.
+MOE_KERNELS_SO names the library. Fresh random inputs on each run, but times of layers with the same BENCH_SEED have the same weights,
+rows and so routing, whatever the library; BENCH_BATCHES="8 64": these numbers of rows only. JSON goes to $OUT/decode.json if OUT is set.
 TINY=1: few and small shapes, for compute-sanitizer.
 """
 
@@ -16,6 +17,7 @@ import torch
 def check(names):
     import bench_latent
     import check_attention
+    import check_fp8_rows
     import check_ids
     import check_layer
     import check_mixed
@@ -27,7 +29,7 @@ def check(names):
     seed = int.from_bytes(os.urandom(4), "little")
     torch.manual_seed(seed)
     failed = []
-    for checks in (check_rows.CHECKS, check_ids.CHECKS, check_offload.CHECKS, check_attention.CHECKS, check_sampling.CHECKS, check_layer.CHECKS, check_mixed.CHECKS, check_quant.CHECKS, [bench_latent.check_latent]):
+    for checks in (check_rows.CHECKS, check_ids.CHECKS, check_offload.CHECKS, check_attention.CHECKS, check_fp8_rows.CHECKS, check_sampling.CHECKS, check_layer.CHECKS, check_mixed.CHECKS, check_quant.CHECKS, [bench_latent.check_latent]):
         for run in checks:
             if names and run.__name__ not in names:
                 continue
@@ -55,7 +57,7 @@ def bench(names):
     import bench_rows
 
     rows = []
-    print(torch.cuda.get_device_name(0), flush=True)
+    print(f"{torch.cuda.get_device_name(0)}, seed {bench_decode.SEED}", flush=True)
     for run in bench_decode.BENCHES + bench_layer.BENCHES + bench_kernels.BENCHES + bench_prefill.BENCHES + bench_rows.BENCHES + bench_latent.BENCHES + bench_deepseek.BENCHES + bench_quant.BENCHES + bench_mixed.BENCHES:
         if not names or run.__name__ in names:
             try:

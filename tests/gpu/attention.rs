@@ -1,13 +1,15 @@
 //! Head norm, rotation, cache write, and paged attention over the cache that they wrote.
 
 use candle_core::DType;
-use moe_kernels::plan::{AttentionCall, Form, Gpu, Machine, MixedCall, MixedForm};
+use moe_kernels::plan::{AttentionCall, Form, Fp8Activations, Gpu, Machine, MixedCall, MixedForm};
+use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    AttentionMeta, Buffer, QkNormRope, StepRows, paged_attention_into, qk_norm_rope_cache_into,
-    rope_attention_into,
+    AttentionMeta, Buffer, Fp8Scales, ProductRows, QkNormRope, StepRows, linear_into, paged_attention_into,
+    qk_norm_rope_cache_into, rope_attention_into,
 };
 
 use crate::common::*;
+use crate::quant::matrices::{Matrix, Source, fp8};
 
 /// Rows of one sequence in a step: the first position and how many.
 type Sequence = (usize, usize);
@@ -33,6 +35,53 @@ struct Data {
     starts: Buffer,
     positions: Buffer,
     tables: Buffer,
+}
+
+/// What an op reads, on a device.
+struct Given {
+    floats: [Placed; 3],
+    norms: [Option<Placed>; 2],
+    words: [Placed; 4],
+}
+
+impl Data {
+    fn placed(&self, p: &Place) -> Given {
+        let norms = self.norms.as_ref();
+        Given {
+            floats: [&self.qkv, &self.cos, &self.sin].map(|data| p.put(data)),
+            norms: [norms.map(|n| &n.0), norms.map(|n| &n.1)].map(|norm| p.put_some(norm)),
+            words: [&self.slots, &self.starts, &self.positions, &self.tables].map(|data| p.put(data)),
+        }
+    }
+}
+
+impl Given {
+    fn args(&self, case: &Case) -> QkNormRope<'_> {
+        let ([qkv, cos, sin], [q_norm, k_norm]) = (&self.floats, &self.norms);
+        QkNormRope {
+            qkv: qkv.view(),
+            q_norm: view_of(q_norm),
+            k_norm: view_of(k_norm),
+            eps: 1e-6,
+            cos: cos.view(),
+            sin: sin.view(),
+            slot_mapping: self.words[0].view(),
+            num_heads: case.heads.0,
+            num_kv_heads: case.heads.1,
+            head_dim: case.head_dim,
+        }
+    }
+
+    fn meta(&self, case: &Case) -> AttentionMeta<'_> {
+        let [_, starts, positions, tables] = &self.words;
+        AttentionMeta {
+            query_start_loc: starts.view(),
+            positions: positions.view(),
+            block_tables: tables.view(),
+            scale: (case.head_dim as f32).powf(-0.5),
+            sliding_window: case.window,
+        }
+    }
 }
 
 impl Case {
@@ -107,32 +156,9 @@ impl Case {
     fn check(&self, rng: &mut Rng, model: DType, stream: DType) {
         let (data, (hq, hkv), d) = (self.data(rng, model, stream), self.heads, self.head_dim);
         let op = |p: &mut Place| {
-            let (qkv, cos, sin) = (p.put(&data.qkv), p.put(&data.cos), p.put(&data.sin));
-            let norms = data.norms.as_ref();
-            let (q_norm, k_norm) = (p.put_some(norms.map(|n| &n.0)), p.put_some(norms.map(|n| &n.1)));
-            let (slots, starts, positions) =
-                (p.put(&data.slots), p.put(&data.starts), p.put(&data.positions));
-            let tables = p.put(&data.tables);
+            let placed = data.placed(p);
+            let (args, meta) = (placed.args(self), placed.meta(self));
             let (mut k, mut v) = (p.put(&data.caches[0]), p.put(&data.caches[1]));
-            let args = QkNormRope {
-                qkv: qkv.view(),
-                q_norm: view_of(&q_norm),
-                k_norm: view_of(&k_norm),
-                eps: 1e-6,
-                cos: cos.view(),
-                sin: sin.view(),
-                slot_mapping: slots.view(),
-                num_heads: hq,
-                num_kv_heads: hkv,
-                head_dim: d,
-            };
-            let meta = AttentionMeta {
-                query_start_loc: starts.view(),
-                positions: positions.view(),
-                block_tables: tables.view(),
-                scale: (d as f32).powf(-0.5),
-                sliding_window: self.window,
-            };
             let mut q = p.out(stream, &[data.rows, hq, d]);
             qk_norm_rope_cache_into(&args, q.view_mut(), k.view_mut(), v.view_mut(), &mut p.ex)?;
             let mut out = p.out(model, &[data.rows, hq * d]);
@@ -231,6 +257,67 @@ fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
                 case.step_rows()
             );
             case.check(&mut rng, DType::BF16, DType::F32);
+        }
+    }
+}
+
+/// Where the output product takes rows in FP8 the launches of a step leave them so, with the bits of rows that are quantised
+/// behind them; other heads are quantised by a launch of their own.
+#[test]
+fn rows_for_a_product_in_fp8_are_those_of_bf16() {
+    let mut rng = Rng::new();
+    let decoding = |n: usize| (0..n).map(|i| (i * 7 % 90, 1)).collect::<Vec<_>>();
+    let with = |mut all: Vec<Sequence>, more: &[Sequence]| {
+        all.extend(more);
+        all
+    };
+    let steps: [(Vec<Sequence>, usize); 5] = [
+        (decoding(70), 6),
+        (vec![(0, 70), (3, 1), (40, 200)], 0),
+        (with(decoding(100), &[(0, 300), (5, 2), (64, 110)]), 0),
+        (with(decoding(1), &[(900, 1), (0, 130)]), 2),
+        (with(decoding(1), &[(1000, 515)]), 0),
+    ];
+    for (sequences, padding) in small(steps, 80, |step| step.0.iter().map(|s| s.1).sum()) {
+        for (heads, head_dim) in [((8, 2), 128), ((4, 4), 64)] {
+            let case = Case {
+                heads,
+                head_dim,
+                block_size: 16,
+                window: None,
+                norms: true,
+                sequences: sequences.clone(),
+                padding,
+            };
+            let (data, columns, n) = (case.data(&mut rng, DType::BF16, DType::F32), heads.0 * head_dim, 128);
+            let scheme = fp8(Fp8Scales::Block { n: 128, k: 128 });
+            let matrix = Matrix::new(&mut rng, n, columns, scheme, 1);
+            let source = Source { matrices: [("o".to_string(), matrix)].into(), inputs: None };
+            let ex = cuda().with_fp8_activations(Fp8Activations::Auto);
+            let weight = source.weight(&[&["o".to_string()]], QuantUse::Linear, DType::BF16, &ex);
+            let mut p = Place::new(ex);
+            let (guard, placed) = (weight.read().unwrap(), data.placed(&p));
+            let product = |rows: &ProductRows, p: &mut Place| {
+                let mut out = p.out(DType::F32, &[data.rows, n]);
+                linear_into(rows.rows(), guard.view().unwrap(), None, out.view_mut(), &mut p.ex).unwrap();
+                out.host(p)
+            };
+            let mut floats = ProductRows::Floats(p.ex.scratch(DType::BF16, &[data.rows, columns]).unwrap());
+            let mut rows = ProductRows::of_product(data.rows, guard.view().unwrap(), false, &p.ex).unwrap();
+            assert_eq!(
+                matches!(rows, ProductRows::Fp8(_)),
+                data.rows < 512 || data.rows % 4 == 0,
+                "{} rows",
+                data.rows
+            );
+            for to in [&mut floats, &mut rows] {
+                let (args, meta) = (placed.args(&case), placed.meta(&case));
+                let [mut k, mut v] = [&data.caches[0], &data.caches[1]].map(|cache| p.put(cache));
+                let (k, v) = (k.view_mut(), v.view_mut());
+                rope_attention_into(&args, &meta, case.step_rows(), k, v, to.rows_mut(), &mut p.ex).unwrap();
+            }
+            let what = format!("{heads:?} heads of {head_dim}, {} rows", data.rows);
+            assert_same(&what, &product(&floats, &mut p), &product(&rows, &mut p));
         }
     }
 }

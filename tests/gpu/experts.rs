@@ -321,8 +321,12 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             .unwrap();
         let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
         let [sums, normed] = &mut got;
-        let io =
-            MonolithicIo::AddNorm { x: x.view(), residual: sums.view_mut(), norm, out: normed.view_mut() };
+        let io = MonolithicIo::AddNorm {
+            x: x.view(),
+            residual: sums.view_mut(),
+            norm,
+            out: normed.view_mut().into(),
+        };
         monolithic_experts_into(next.unwrap(), &experts, io, &mut ex).unwrap();
         let same = |what: &str, want: &[Buffer; 2], got: &[Buffer; 2], ex: &Exec| {
             for (name, a, b) in [("residual", &want[0], &got[0]), ("norm", &want[1], &got[1])] {
@@ -338,8 +342,12 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
         let mut x = ex.zeros(DType::BF16, &[tokens, hidden]).unwrap();
         let [sums, normed] = &mut want;
         add_rms_norm_into(delta.view(), gain.view(), 1e-6, sums.view_mut(), x.view_mut(), &mut ex).unwrap();
-        let io =
-            MonolithicIo::AddNorm { x: x.view(), residual: sums.view_mut(), norm, out: normed.view_mut() };
+        let io = MonolithicIo::AddNorm {
+            x: x.view(),
+            residual: sums.view_mut(),
+            norm,
+            out: normed.view_mut().into(),
+        };
         monolithic_experts_into(next.unwrap(), &experts, io, &mut ex).unwrap();
         let [sums, normed] = &mut got;
         let io = MonolithicIo::AddNorms {
@@ -347,7 +355,7 @@ fn experts_with_the_next_norm_are_the_ops_one_by_one() {
             residual: sums.view_mut(),
             before: norm,
             norm,
-            out: normed.view_mut(),
+            out: normed.view_mut().into(),
         };
         monolithic_experts_into(form, &experts, io, &mut ex).unwrap();
         same("both norms, ", &want, &got, &ex);

@@ -271,6 +271,7 @@ mixed() {
 one-256 --max-num-seqs 256
 tp-512 --tp $n --max-num-seqs 512
 dp-allgather-256 --dp $n $ep allgather_reducescatter --max-num-seqs 256
+dp-allgather-256-eplb --dp $n $ep allgather_reducescatter --max-num-seqs 256 --enable-eplb
 dp-allgather-512 --dp $n $ep allgather_reducescatter --max-num-seqs 512
 dp-deepep-256 --dp $n $ep deepep --max-num-seqs 256
 $(grid tp-dp-allgather-512 $ep allgather_reducescatter --max-num-seqs 512)

@@ -30,6 +30,10 @@ const ALLOWED_SPILLS: &[(&str, &str)] = &[
         "experts_tensor<16, experts_tensor::FewWeights<",
         "up to four words, most of the warps that load, so that three blocks share an SM",
     ),
+    (
+        "experts_tensor<16, experts_tensor::DigitWeights<",
+        "some words, most of the warps that load and none in a loop over stages, so that three blocks share an SM",
+    ),
     ("fp8_product<", "two words of the warp that loads, once a work tile; none of those that multiply"),
     ("dequantise<", "a word around the subroutine of a 64-bit division, once before the loop"),
     ("quant_product<(QuantFormat)1, 1, Store>", "a word, in the tier \"any\", which is not made for speed"),

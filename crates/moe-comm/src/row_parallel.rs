@@ -13,7 +13,7 @@ use std::sync::Arc;
 use candle_core::{DType, Result, bail};
 use moe_kernels::door::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
 use moe_kernels::{
-    Exec, Segment, View, ViewMut, WeightView, add_into, copy_rows_into, linear_into,
+    Exec, RowsView, Segment, View, ViewMut, WeightView, add_into, copy_rows_into, linear_into,
     linear_row_parallel_into, linear_segment_into,
 };
 
@@ -110,9 +110,9 @@ impl RowParallel {
     ///
     /// # Errors
     /// Wrong dims or dtypes.
-    pub fn part_into<'w>(
+    pub fn part_into<'x, 'w>(
         &self,
-        x: View<'_>,
+        x: impl Into<RowsView<'x>>,
         w: impl Into<WeightView<'w>>,
         bias: Option<View<'_>>,
         out: ViewMut<'_>,
@@ -139,22 +139,22 @@ impl RowParallel {
     ///
     /// | argument | shape, dtype |
     /// |---|---|
-    /// | `x` | [T, K_local] model dtype |
+    /// | `x` | [T, K_local] model dtype, or made for this product |
     /// | `w` | [N, K_local] same dtype, in rows or panels |
     /// | `bias` | \[N\] same dtype, the same on all ranks |
     /// | `out` | [T, N] same dtype or f32 |
     ///
     /// # Errors
     /// Wrong dims or dtypes; ranks that disagree, or died.
-    pub fn linear_into<'w>(
+    pub fn linear_into<'x, 'w>(
         &self,
-        x: View<'_>,
+        x: impl Into<RowsView<'x>>,
         w: impl Into<WeightView<'w>>,
         bias: Option<View<'_>>,
         mut out: ViewMut<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
-        let (ranks, rank, w) = (self.comm.world_size(), self.comm.rank(), w.into());
+        let (ranks, rank, x, w) = (self.comm.world_size(), self.comm.rank(), x.into(), w.into());
         if ranks == 1 {
             return linear_row_parallel_into(x, w, bias, out, ex);
         }
@@ -162,6 +162,7 @@ impl RowParallel {
             self.part_into(x, w, bias, out.reborrow(), ex)?;
             return self.add_parts(out, ex);
         }
+        let x = x.floats("row_parallel")?;
         let (t, n) = (x.rows(), expect_matrix("row_parallel", "w", &w)?.0);
         let mut partials = ex.scratch(DType::F32, &[self.segments, t, n])?;
         for index in 0..self.segments {

@@ -17,6 +17,7 @@ mod monolithic;
 mod ops;
 mod philox;
 pub mod plan;
+mod product_rows;
 pub mod quant;
 mod residency;
 mod roof;
@@ -54,6 +55,7 @@ pub use ops::{
     row_parallel_segments, sigmoid_into, softmax_into, weighted_sum_into,
 };
 pub use philox::Philox4x32;
+pub use product_rows::{Fp8Order, Fp8Rows, ProductRows, RowsView, RowsViewMut};
 pub use residency::{Exchange, ExpertTraffic, Pass, Place, Residency, max_passes};
 pub use roof::Roof;
 pub use routed::{ExpertHeat, NO_EXPERT, RoutedExperts, StepContext};

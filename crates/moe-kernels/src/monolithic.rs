@@ -5,6 +5,7 @@ use candle_core::{DType, Result};
 use crate::align::Log2Phy;
 use crate::door::{expect, expect_dims, expect_optional};
 use crate::plan::Fusion;
+use crate::product_rows::RowsViewMut;
 use crate::step_routing::LayerRouting;
 use crate::view::{View, ViewMut};
 
@@ -108,8 +109,8 @@ pub enum MonolithicIo<'a> {
         residual: ViewMut<'a>,
         /// The norm of the next sub-layer.
         norm: PreNorm<'a>,
-        /// [T, H] model dtype.
-        out: ViewMut<'a>,
+        /// [T, H] for the product behind the norm.
+        out: RowsViewMut<'a>,
     },
     /// `residual` += `delta`, `residual` += sums for `before`(`residual`), then `out` = `norm`(`residual`).
     AddNorms {
@@ -121,8 +122,8 @@ pub enum MonolithicIo<'a> {
         before: PreNorm<'a>,
         /// The norm of the next one.
         norm: PreNorm<'a>,
-        /// [T, H] model dtype.
-        out: ViewMut<'a>,
+        /// [T, H] for the product behind the norm.
+        out: RowsViewMut<'a>,
     },
 }
 

@@ -8,11 +8,11 @@ use moe_kernels::half::bf16;
 use moe_kernels::plan::{Form, Fp8Activations, LinearCall, LinearForm, MonolithicForm};
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Exec, Fp8Scales, Gate, GateScoring, LayerRouting, MonolithicIo, NO_EXPERT, QuantScheme, Weight,
-    linear_into, quantised_to_fp8,
+    Exec, Fp8Scales, Gate, GateScoring, LayerRouting, MonolithicIo, NO_EXPERT, PreNorm, ProductRows,
+    QuantScheme, View, Weight, add_into, linear_add_into, linear_into, quantised_to_fp8,
 };
 
-use super::matrices::{Matrix, Source, fp8};
+use super::matrices::{Matrix, Source, fp8, int};
 use super::{product, relative_error};
 use crate::common::*;
 
@@ -124,6 +124,25 @@ fn expert_layers_quantise_rows_and_activations() {
     }
 }
 
+fn gate(weight: View<'_>, top_k: usize) -> Gate<'_> {
+    Gate {
+        weight,
+        bias: None,
+        correction_bias: None,
+        top_k,
+        shared: 0,
+        shared_weight: 1.0,
+        scoring: GateScoring::Softmax,
+        raw_logits: false,
+        renormalize: true,
+        scale: 1.0,
+        softcap: None,
+        padded: false,
+        routing: LayerRouting::default(),
+        log2phy: None,
+    }
+}
+
 /// Router, experts and sum have the bits of the ops one by one, also where the launches before have counted slots.
 #[test]
 fn experts_behind_their_router_are_the_ops_one_by_one() {
@@ -135,22 +154,7 @@ fn experts_behind_their_router_are_the_ops_one_by_one() {
     for _ in 0..3 {
         let x = p.put(&rng.floats(DType::BF16, &[tokens, hidden]));
         let weight = p.put(&rng.floats(DType::BF16, &[experts, hidden]));
-        let gate = Gate {
-            weight: weight.view(),
-            bias: None,
-            correction_bias: None,
-            top_k,
-            shared: 0,
-            shared_weight: 1.0,
-            scoring: GateScoring::Softmax,
-            raw_logits: false,
-            renormalize: true,
-            scale: 1.0,
-            softcap: None,
-            padded: false,
-            routing: LayerRouting::default(),
-            log2phy: None,
-        };
+        let gate = gate(weight.view(), top_k);
         let zeros = |dtype, width| ex.zeros(dtype, &[tokens, width]).unwrap();
         let (mut logits, mut ids) = (zeros(DType::F32, experts), zeros(DType::U32, top_k));
         let (mut weights, mut want) = (zeros(DType::F32, top_k), zeros(DType::F32, hidden));
@@ -207,7 +211,7 @@ fn dense_products_quantise_their_rows() {
                     LinearCall { rows: m, n, k, dtype: bf16, quant, bias: bias.is_some(), aligned: true };
                 let in_blocks = scheme != fp8(Fp8Scales::Channel) && parts.iter().all(|rows| rows % 128 == 0);
                 let form = match m {
-                    ..65 => LinearForm::Tensor,
+                    ..48 => LinearForm::Tensor,
                     512.. if in_blocks && bias.is_none() => LinearForm::Fp8Blas,
                     _ => LinearForm::Fp8,
                 };
@@ -217,7 +221,7 @@ fn dense_products_quantise_their_rows() {
                     "{scheme} {m} x {parts:?} x {k}"
                 );
                 let rows = x.view().to_f32_vec().unwrap();
-                let rows = if m < 65 { rows } else { quantised_to_fp8(&rows) };
+                let rows = if m < 48 { rows } else { quantised_to_fp8(&rows) };
                 let mut want = product(&rows, &floats, (m, n, k));
                 if let Some(bias) = bias {
                     let bias = bias.view().to_f32_vec().unwrap();
@@ -234,6 +238,84 @@ fn dense_products_quantise_their_rows() {
                     assert!(off < bound, "{scheme} {m} x {parts:?} x {k}, {form:?}: off by {off}");
                 }
             }
+        }
+    }
+}
+
+/// A product that adds has the bits of the product and the addition one after the other; rows that were made for another
+/// product are refused.
+#[test]
+fn products_that_add_are_product_and_addition() {
+    let mut rng = Rng::new();
+    let schemes = [fp8(BLOCK), int(4, 128, true, false)];
+    for (m, n, k) in
+        small([(70, 128, 256), (512, 256, 384), (515, 256, 128), (1030, 384, 256)], 0, |size| size.0)
+    {
+        for scheme in schemes {
+            let matrix = Matrix::new(&mut rng, n, k, scheme, 1);
+            let source = Source { matrices: [("w".to_string(), matrix)].into(), inputs: None };
+            let weight = source.weight(&[&["w".to_string()]], QuantUse::Linear, DType::BF16, &cuda());
+            let (p, mut ex) = (Place::new(cuda()), cuda().with_fp8_activations(Fp8Activations::Auto));
+            let guard = weight.read().unwrap();
+            let (x, start) = (p.put(&rng.floats(DType::BF16, &[m, k])), rng.floats(DType::F32, &[m, n]));
+            let (mut want, mut got) = (p.put(&start), p.put(&start));
+            let mut delta = p.out(DType::F32, &[m, n]);
+            linear_into(x.view(), guard.view().unwrap(), None, delta.view_mut(), &mut ex).unwrap();
+            add_into(delta.view(), want.view_mut(), &mut ex).unwrap();
+            linear_add_into(x.view(), guard.view().unwrap(), None, got.view_mut(), &mut ex).unwrap();
+            assert_same(&format!("{scheme} {m} x {n} x {k}"), &want.host(&p), &got.host(&p));
+        }
+    }
+}
+
+/// The norm behind the experts, made for a product in FP8, has the bits of the norm in bf16 that is quantised afterwards.
+#[test]
+fn norms_for_a_product_in_fp8_are_those_of_bf16() {
+    let mut rng = Rng::new();
+    let (experts, top_k, hidden, inter, n) = (8, 2, 256, 128, 256);
+    let (_source, [w13, w2]) = packs(&mut rng, experts, (hidden, inter), fp8(BLOCK));
+    let (w13, w2) = (w13.read().unwrap(), w2.read().unwrap());
+    let matrix = Matrix::new(&mut rng, n, hidden, fp8(BLOCK), 1);
+    let next = Source { matrices: [("qkv".to_string(), matrix)].into(), inputs: None };
+    let next = next.weight(&[&["qkv".to_string()]], QuantUse::Linear, DType::BF16, &cuda());
+    let (next, p, mut ex) = (next.read().unwrap(), Place::new(cuda()), on());
+    for (tokens, in_fp8) in
+        [(9, false), (47, false), (64, true), (70, true), (131, true), (512, true), (515, false)]
+    {
+        let x = p.put(&rng.floats(DType::BF16, &[tokens, hidden]));
+        let [weight, gain] =
+            [&[experts, hidden][..], &[hidden]].map(|dims| p.put(&rng.floats(DType::BF16, dims)));
+        let gate = gate(weight.view(), top_k);
+        let args = MonolithicExperts {
+            gate: &gate,
+            w13: w13.view().unwrap(),
+            w2: w2.view().unwrap(),
+            expert_map: None,
+        };
+        let start = rng.floats(DType::F32, &[tokens, hidden]);
+        let form = if tokens < 256 { MonolithicForm::Tensor } else { MonolithicForm::Fp8 };
+        let made = ProductRows::of_product(tokens, next.view().unwrap(), false, &ex).unwrap();
+        assert_eq!(matches!(made, ProductRows::Fp8(_)), in_fp8, "{tokens} rows");
+        let floats = ProductRows::Floats(ex.scratch(DType::BF16, &[tokens, hidden]).unwrap());
+        let [want, got] = [floats, made].map(|mut rows| {
+            let (mut residual, mut out) = (p.put(&start), p.out(DType::F32, &[tokens, n]));
+            let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
+            let io = MonolithicIo::AddNorm {
+                x: x.view(),
+                residual: residual.view_mut(),
+                norm,
+                out: rows.rows_mut(),
+            };
+            monolithic_experts_into(form, &args, io, &mut ex).unwrap();
+            linear_into(rows.rows(), next.view().unwrap(), None, out.view_mut(), &mut ex).unwrap();
+            [residual.host(&p), out.host(&p)]
+        });
+        assert_same(&format!("stream of {tokens} rows"), &want[0], &got[0]);
+        assert_same(&format!("product of {tokens} rows"), &want[1], &got[1]);
+        if let Ok(other) = ProductRows::of_product(tokens + 1, next.view().unwrap(), false, &ex) {
+            let mut out = p.out(DType::F32, &[tokens, n]);
+            let error = linear_into(other.rows(), next.view().unwrap(), None, out.view_mut(), &mut ex);
+            assert!(error.is_err(), "{tokens} rows of out for one more");
         }
     }
 }

@@ -11,13 +11,13 @@ use candle_nn::VarBuilder;
 
 use moe_comm::RowParallel;
 use moe_kernels::plan::{
-    AttentionCall, AttentionForm, Form, FusedLinearForm, LinearCall, Machine, Reason, Stage,
+    AttentionCall, AttentionForm, Form, FusedLinearForm, LinearCall, LinearForm, Machine, Reason, Stage,
 };
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    AttentionMeta, CpuIsa, Exec, PreNorm, QkNormRope, StepRows, TensorView, View, ViewMut, Weight, Workspace,
-    forward_rows, linear_add_into, linear_into, linear_row_parallel_into, norm_linear_into,
-    rope_attention_into,
+    AttentionMeta, CpuIsa, Exec, PreNorm, ProductRows, QkNormRope, RowsView, RowsViewMut, StepRows,
+    TensorView, View, ViewMut, Weight, Workspace, forward_rows, linear_add_into, linear_into,
+    linear_row_parallel_into, norm_linear_into, rope_attention_into,
 };
 use moe_layer::{BlockContext, PlanStep, load_packed, load_weight};
 use tracing::trace_span;
@@ -143,14 +143,14 @@ impl Attention {
         Self::of(config, weights)
     }
 
-    /// `attended` [T, Hq * D] (model dtype) from the products `qkv` [T, (Hq + 2 Hkv) * D] f32.
+    /// `attended` [T, Hq * D] from the products `qkv` [T, (Hq + 2 Hkv) * D] f32.
     fn attend_into(
         &self,
         qkv: View,
         step: &StepViews,
         rope: &RopeRows,
         kv: &mut KvLayer,
-        attended: ViewMut,
+        attended: RowsViewMut,
         ex: &mut Exec,
     ) -> Result<()> {
         let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = self.config;
@@ -205,7 +205,7 @@ impl Attention {
                 ..*step
             };
             let rows = rope.rows(step.positions, step.rope_len, ex)?;
-            self.forward_into(x, &step, &rows, kv, out, ex)
+            self.forward_into(x.into(), &step, &rows, kv, out, ex)
         })
     }
 }
@@ -221,9 +221,13 @@ impl SelfAttention for Attention {
         self.ranks.as_mut().map(RowParallel::defer_sum).is_some()
     }
 
+    fn input_rows(&self, dims: &[usize], _: DType, ex: &Exec) -> Result<ProductRows> {
+        ProductRows::of_product(dims[0], self.weights.qkv.read()?.view()?, self.config.qkv_bias, ex)
+    }
+
     fn forward_into(
         &self,
-        x: View,
+        x: RowsView,
         step: &StepViews,
         rope: &RopeRows,
         kv: &mut KvLayer,
@@ -231,24 +235,39 @@ impl SelfAttention for Attention {
         ex: &mut Exec,
     ) -> Result<()> {
         let _span = trace_span!("attention").entered();
-        let (t, w) = (x.rows(), &self.weights);
-        // q, k and v are rounded once: k and v when they enter the cache, q never.
-        let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
-        let bias = Lock::new(&w.qkv_bias)?;
-        linear_into(x, w.qkv.read()?.view()?, bias.view()?, qkv.view_mut(), ex)?;
-        let mut attended = ex.scratch(x.dtype(), &[t, self.config.num_heads * self.config.head_dim])?;
-        self.attend_into(qkv.view(), step, rope, kv, attended.view_mut(), ex)?;
-        let (o, bias) = (w.o.read()?, Lock::new(&w.o_bias)?);
+        let attended = self.attended(x, step, rope, kv, ex)?;
+        let (o, bias) = (self.weights.o.read()?, Lock::new(&self.weights.o_bias)?);
         match &self.ranks {
-            None => linear_row_parallel_into(attended.view(), o.view()?, bias.view()?, out, ex),
-            Some(ranks) => ranks.linear_into(attended.view(), o.view()?, bias.view()?, out, ex),
+            None => linear_row_parallel_into(attended.rows(), o.view()?, bias.view()?, out, ex),
+            Some(ranks) => ranks.linear_into(attended.rows(), o.view()?, bias.view()?, out, ex),
+        }
+    }
+
+    fn add_into(
+        &self,
+        x: RowsView,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvLayer,
+        residual: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _span = trace_span!("attention").entered();
+        let attended = self.attended(x, step, rope, kv, ex)?;
+        let (o, bias) = (self.weights.o.read()?, Lock::new(&self.weights.o_bias)?);
+        linear_add_into(attended.rows(), o.view()?, bias.view()?, residual, ex)
+    }
+
+    fn fits_added(&self, step: &PlanStep, machine: &Machine) -> std::result::Result<(), Reason> {
+        self.expect_one_rank()?;
+        match LinearForm::choose(&self.o_call(step.rows), machine) {
+            Some(form) => form.adds(step.rows),
+            None => Err(Reason::NoGain("no kernel multiplies these")),
         }
     }
 
     fn fits_fused(&self, step: &PlanStep, machine: &Machine) -> std::result::Result<(), Reason> {
-        if self.ranks.is_some() {
-            return Err(Reason::Part { part: "the sum over ranks behind its output product" });
-        }
+        self.expect_one_rank()?;
         FusedLinearForm::Stream.fits(&self.qkv_call(step.rows), machine)?;
         FusedLinearForm::Stream.fits(&self.o_call(step.rows), machine)
     }
@@ -294,13 +313,39 @@ impl SelfAttention for Attention {
         let (packed, bias) = (w.qkv.read()?, Lock::new(&w.qkv_bias)?);
         norm_linear_into(residual.as_view(), norm, packed.view()?, bias.view()?, qkv.view_mut(), ex)?;
         let mut attended = ex.scratch(w.qkv.dtype(), &[t, self.config.num_heads * self.config.head_dim])?;
-        self.attend_into(qkv.view(), step, rope, kv, attended.view_mut(), ex)?;
+        self.attend_into(qkv.view(), step, rope, kv, attended.view_mut().into(), ex)?;
         let (o, bias) = (w.o.read()?, Lock::new(&w.o_bias)?);
         linear_add_into(attended.view(), o.view()?, bias.view()?, residual.reborrow(), ex)
     }
 }
 
 impl Attention {
+    /// What the output product reads, from `x` on.
+    fn attended(
+        &self,
+        x: RowsView,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvLayer,
+        ex: &mut Exec,
+    ) -> Result<ProductRows> {
+        let (t, w) = (x.len(), &self.weights);
+        // q, k and v are rounded once: k and v when they enter the cache, q never.
+        let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
+        let bias = Lock::new(&w.qkv_bias)?;
+        linear_into(x, w.qkv.read()?.view()?, bias.view()?, qkv.view_mut(), ex)?;
+        let mut attended = ProductRows::of_product(t, w.o.read()?.view()?, w.o_bias.is_some(), ex)?;
+        self.attend_into(qkv.view(), step, rope, kv, attended.rows_mut(), ex)?;
+        Ok(attended)
+    }
+
+    fn expect_one_rank(&self) -> std::result::Result<(), Reason> {
+        match self.ranks {
+            None => Ok(()),
+            Some(_) => Err(Reason::Part { part: "the sum over ranks behind its output product" }),
+        }
+    }
+
     fn qkv_call(&self, rows: usize) -> LinearCall {
         linear_call(rows, &self.weights.qkv, self.config.qkv_bias)
     }

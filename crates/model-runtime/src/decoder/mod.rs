@@ -13,10 +13,12 @@ mod residual;
 
 use std::sync::Arc;
 
-use candle_core::Result;
+use candle_core::{DType, Result};
 use moe_comm::Communicator;
 use moe_kernels::plan::{Machine, Reason, Stage};
-use moe_kernels::{CpuIsa, Exec, ExpertTraffic, PreNorm, StepContext, View, ViewMut, embedding_into};
+use moe_kernels::{
+    CpuIsa, Exec, ExpertTraffic, PreNorm, ProductRows, RowsView, StepContext, View, ViewMut, embedding_into,
+};
 use moe_layer::{GatedMlp, PlacedExperts, PlanStep, Router, SparseMoeBlock};
 use tracing::trace_span;
 
@@ -48,14 +50,23 @@ pub trait SelfAttention: Send + Sync {
         Ok(self)
     }
 
+    /// Memory for the rows `dims` [T, H] that [`forward_into`](Self::forward_into) reads in such a step, in the model dtype
+    /// `dtype` or as its first product takes them.
+    ///
+    /// # Errors
+    /// No memory left.
+    fn input_rows(&self, dims: &[usize], dtype: DType, ex: &Exec) -> Result<ProductRows> {
+        ex.scratch(dtype, dims).map(ProductRows::Floats)
+    }
+
     /// Attends for the rows of a step: writes what they cache to `kv`, then `out` [T, H] (model dtype or
-    /// f32) from `x` [T, H] (model dtype). `rope` holds the rows' cosines and sines.
+    /// f32) from `x` [T, H] (model dtype, or as [`input_rows`](Self::input_rows) says). `rope` holds the rows' cosines and sines.
     ///
     /// # Errors
     /// Wrong dims or dtypes; another KV layout than this layer's; ranks that disagree, or died.
     fn forward_into(
         &self,
-        x: View,
+        x: RowsView,
         step: &StepViews,
         rope: &RopeRows,
         kv: &mut KvLayer,
@@ -75,6 +86,33 @@ pub trait SelfAttention: Send + Sync {
     fn fits_fused(&self, step: &PlanStep, machine: &Machine) -> std::result::Result<(), Reason> {
         let _ = (step, machine);
         Err(Reason::Part { part: "an attention that takes no norm and addition into its launches" })
+    }
+
+    /// Whether [`add_into`](Self::add_into) computes such a step with the addition inside the launch of its last product.
+    ///
+    /// # Errors
+    /// The first reason why not.
+    fn fits_added(&self, step: &PlanStep, machine: &Machine) -> std::result::Result<(), Reason> {
+        let _ = (step, machine);
+        Err(Reason::Part { part: "an attention whose last product does not add" })
+    }
+
+    /// `residual` [T, H] f32 += what [`forward_into`](Self::forward_into) gives, added by the last product where
+    /// [`fits_added`](Self::fits_added) says so.
+    ///
+    /// # Errors
+    /// An attention that has no such form; those of `forward_into`.
+    fn add_into(
+        &self,
+        x: RowsView,
+        step: &StepViews,
+        rope: &RopeRows,
+        kv: &mut KvLayer,
+        residual: ViewMut,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _ = (x, residual, step, rope, kv, ex);
+        candle_core::bail!("this attention does not add its result")
     }
 
     /// The kernels of such a step, in their order; `fused`: with norm and addition inside.
@@ -198,10 +236,11 @@ impl<A: SelfAttention> CausalLm for Decoder<A> {
             ex.mark("layer", index)?;
             let form = layer.choose(&shape, &ex.machine());
             residual.attention(layer, form, (step, &rope), kv.layer_mut(index)?, ex)?;
-            let (next, is_last) = match self.layers.get(index + 1) {
-                Some(layer) => (&layer.input_norm, false),
-                None => (&self.norm, true),
+            let next = match self.layers.get(index + 1) {
+                Some(layer) => (&layer.input_norm, Some(&layer.attention)),
+                None => (&self.norm, None),
             };
+            let is_last = next.1.is_none();
             let host = ex.clone();
             let mut see = |logits: View<'_>| observe.router(index, logits, &host);
             residual.mlp(layer, form, next, &mut see, context, ex)?;

@@ -12,11 +12,22 @@ use serde::Serialize;
 
 use super::{Decoder, DecoderLayer, Mlp, SelfAttention};
 
+/// What the attention's launches contain beside it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AroundAttention {
+    /// The norm before it and the addition behind it.
+    NormAdd,
+    /// The addition.
+    Add,
+    /// Nothing: the norm behind it adds.
+    Nothing,
+}
+
 /// What runs a layer in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LayerForm {
-    /// Whether the attention's launches contain the norm before it and the addition behind it.
-    pub fused_attention: bool,
+    /// What the attention's launches contain of what is around it.
+    pub attention: AroundAttention,
     /// The experts of a sparse layer.
     pub mlp: MoeForm,
 }
@@ -42,14 +53,22 @@ impl<A: SelfAttention> DecoderLayer<A> {
             Mlp::Dense(_) => MoeForm::Modular,
             Mlp::Sparse(sparse) => sparse.choose(step, self.fusions(), machine),
         };
-        LayerForm { fused_attention: self.fuses_attention(mlp, step, machine).is_ok(), mlp }
+        let attention = if self.fuses_attention(mlp, step, machine).is_ok() {
+            AroundAttention::NormAdd
+        } else if self.adds_attention(mlp, step, machine).is_ok() {
+            AroundAttention::Add
+        } else {
+            AroundAttention::Nothing
+        };
+        LayerForm { attention, mlp }
     }
 
     /// The same, explained; `sums` are those that layers leave to the norms behind them.
     pub(super) fn plan(&self, step: &PlanStep, sums: Option<&RankSums>, machine: &Machine) -> LayerPlan {
         let form = self.choose(step, machine);
-        let mut attention = self.attention.stages(form.fused_attention, step, machine);
-        if !form.fused_attention {
+        let fused = form.attention == AroundAttention::NormAdd;
+        let mut attention = self.attention.stages(fused, step, machine);
+        if !fused {
             attention.insert(0, self.norm_behind(form.mlp, sums));
             if let (Err(reason), Some(qkv)) =
                 (self.fuses_attention(form.mlp, step, machine), attention.get_mut(1))
@@ -57,13 +76,24 @@ impl<A: SelfAttention> DecoderLayer<A> {
                 let kernel = format!("{} with norm and addition", FusedLinearForm::Stream.name());
                 qkv.rejected.insert(0, Rejected { kernel, reason });
             }
+            if let Some(last) = attention.last_mut() {
+                match self.adds_attention(form.mlp, step, machine) {
+                    Ok(()) => last.computes = &["o_proj", "add"],
+                    Err(reason) => {
+                        let kernel = format!("{} with addition", LinearForm::Blas.name());
+                        last.rejected.insert(0, Rejected { kernel, reason });
+                    }
+                }
+            }
         }
         let (fusion, mut mlp) = match &self.mlp {
             Mlp::Dense(mlp) => (Fusion::Nothing, mlp.stages(step.rows, machine)),
             Mlp::Sparse(sparse) => (form.mlp.fusion(), sparse.plan(step, self.fusions(), machine).stages),
         };
-        if !matches!(fusion, Fusion::NormAdd | Fusion::AddNorms) {
-            mlp.insert(0, norm_stage(sums.filter(|_| self.deferred[0])));
+        match (fusion, form.attention) {
+            (Fusion::NormAdd | Fusion::AddNorms, _) => {}
+            (_, AroundAttention::Add) => mlp.insert(0, plain(&["norm"], "rms_norm", Vec::new())),
+            _ => mlp.insert(0, norm_stage(sums.filter(|_| self.deferred[0]))),
         }
         LayerPlan { attention, mlp }
     }
@@ -82,6 +112,15 @@ impl<A: SelfAttention> DecoderLayer<A> {
 
     fn fusions(&self) -> &'static [Fusion] {
         if self.deferred[0] { &FUSIONS_OF_RANKS } else { &FUSIONS }
+    }
+
+    /// The addition inside the attention's last launch pays where a norm of its own follows.
+    fn adds_attention(&self, mlp: MoeForm, step: &PlanStep, machine: &Machine) -> Result<(), Reason> {
+        self.attention.fits_added(step, machine)?;
+        match mlp.fusion() {
+            Fusion::NormAdd | Fusion::AddNorms => Err(Reason::NoGain("the experts' launches add")),
+            Fusion::AddNorm | Fusion::Nothing => Ok(()),
+        }
     }
 
     /// Norm and addition inside the attention's launches pay where the experts before and behind it leave no norm to share.

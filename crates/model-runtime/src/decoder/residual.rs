@@ -6,11 +6,11 @@
 use candle_core::{DType, Result};
 use moe_comm::Communicator;
 use moe_kernels::plan::Fusion;
-use moe_kernels::{Exec, MonolithicIo, Scratch, StepContext, View};
+use moe_kernels::{Exec, MonolithicIo, ProductRows, Scratch, StepContext, View};
 use moe_layer::AddNorm;
 use tracing::trace_span;
 
-use super::plan::LayerForm;
+use super::plan::{AroundAttention, LayerForm};
 use super::{DecoderLayer, Mlp, SelfAttention};
 use crate::kv_cache::KvLayer;
 use crate::layers::RmsNorm;
@@ -22,8 +22,10 @@ pub(super) struct Residual<'a> {
     pub stream: Scratch,
     /// Output of a sub-layer that is to be added, [T, H] f32.
     delta: Scratch,
-    /// Norm of the stream, [T, H] in the model dtype, if `normed`.
-    x: Scratch,
+    /// Norm of the stream, [T, H] as the next sub-layer reads it, if `normed`.
+    x: ProductRows,
+    /// The model dtype.
+    dtype: DType,
     /// Whether `x` is the norm that the next sub-layer reads.
     normed: bool,
     /// The ranks that share each token, where norms add their sums.
@@ -42,31 +44,49 @@ impl<'a> Residual<'a> {
         ex: &Exec,
     ) -> Result<Self> {
         let stream = ex.scratch(DType::F32, dims)?;
-        let (delta, x) = (ex.scratch(DType::F32, dims)?, ex.scratch(dtype, dims)?);
-        Ok(Self { stream, delta, x, normed: false, ranks, shared })
+        let (delta, x) = (ex.scratch(DType::F32, dims)?, ProductRows::Floats(ex.scratch(dtype, dims)?));
+        Ok(Self { stream, delta, x, dtype, normed: false, ranks, shared })
+    }
+
+    /// Takes rows in the model dtype where those of the last norm had another form.
+    fn make_floats(&mut self, ex: &Exec) -> Result<()> {
+        if let ProductRows::Fp8(_) = self.x {
+            self.x = ProductRows::Floats(ex.scratch(self.dtype, self.stream.dims())?);
+        }
+        Ok(())
+    }
+
+    /// Memory for the norm that `reader` reads.
+    fn next_rows<A: SelfAttention>(&self, reader: Option<&A>, ex: &Exec) -> Result<ProductRows> {
+        match reader {
+            Some(attention) => attention.input_rows(self.stream.dims(), self.dtype, ex),
+            None => ex.scratch(self.dtype, self.stream.dims()).map(ProductRows::Floats),
+        }
     }
 
     /// The stream's norm, [T, H] in the model dtype.
     pub fn normed(&mut self, norm: &RmsNorm, ex: &mut Exec) -> Result<View<'_>> {
         if !self.normed {
-            norm.forward_into(self.stream.view(), self.x.view_mut(), ex)?;
+            self.make_floats(ex)?;
+            let x = self.x.rows_mut().floats("norm")?;
+            norm.forward_into(self.stream.view(), x, ex)?;
             self.normed = true;
         }
-        Ok(self.x.view())
+        self.x.rows().floats("norm")
     }
 
     /// Adds `delta`, of which ranks may hold parts, and takes the norm that comes next.
     fn add(&mut self, next: &RmsNorm, deferred: bool, ex: &mut Exec) -> Result<()> {
-        let Self { stream, delta, x, .. } = self;
+        self.make_floats(ex)?;
         self.normed = true;
+        let Self { stream, delta, .. } = self;
+        let x = self.x.rows_mut().floats("norm")?;
         match self.ranks {
             Some(ranks) if self.shared => {
-                next.add_shared_into(ranks, delta.view_mut(), stream.view_mut(), x.view_mut(), ex)
+                next.add_shared_into(ranks, delta.view_mut(), stream.view_mut(), x, ex)
             }
-            Some(ranks) if deferred => {
-                next.add_parts_into(ranks, delta.view_mut(), stream.view_mut(), x.view_mut(), ex)
-            }
-            _ => next.add_forward_into(delta.view(), stream.view_mut(), x.view_mut(), ex),
+            Some(ranks) if deferred => next.add_parts_into(ranks, delta.view_mut(), stream.view_mut(), x, ex),
+            _ => next.add_forward_into(delta.view(), stream.view_mut(), x, ex),
         }
     }
 
@@ -79,15 +99,22 @@ impl<'a> Residual<'a> {
         kv: &mut KvLayer,
         ex: &mut Exec,
     ) -> Result<()> {
-        if form.fused_attention {
+        if form.attention == AroundAttention::NormAdd {
             self.normed = false;
             let stream = self.stream.view_mut();
             return layer
                 .input_norm
                 .with_pre_norm(|norm| layer.attention.add_normed_into(&norm, stream, step, rope, kv, ex));
         }
-        self.normed(&layer.input_norm, ex)?;
-        let (x, out) = (self.x.view(), self.delta.view_mut());
+        if !self.normed {
+            self.normed(&layer.input_norm, ex)?;
+        }
+        if form.attention == AroundAttention::Add {
+            self.normed = false;
+            let (x, stream) = (self.x.rows(), self.stream.view_mut());
+            return layer.attention.add_into(x, step, rope, kv, stream, ex);
+        }
+        let (x, out) = (self.x.rows(), self.delta.view_mut());
         layer.attention.forward_into(x, step, rope, kv, out, ex)?;
         if form.mlp.fusion() == Fusion::AddNorms {
             self.normed = false; // the experts' launches add `delta`
@@ -96,13 +123,13 @@ impl<'a> Residual<'a> {
         self.add(&layer.post_attention_norm, layer.deferred[0], ex)
     }
 
-    /// The MLP or the experts of a layer; `next` is the norm behind them. `observe` sees the router logits of experts that
+    /// The MLP or the experts of a layer; `next` is the norm behind them and what reads it. `observe` sees the router logits of experts that
     /// show them.
-    pub fn mlp<A>(
+    pub fn mlp<A: SelfAttention>(
         &mut self,
         layer: &DecoderLayer<A>,
         form: LayerForm,
-        next: &RmsNorm,
+        (next, reader): (&RmsNorm, Option<&A>),
         observe: &mut dyn FnMut(View<'_>) -> Result<()>,
         context: &mut StepContext,
         ex: &mut Exec,
@@ -118,21 +145,18 @@ impl<'a> Residual<'a> {
             }
             (Mlp::Sparse(sparse), Fusion::AddNorm) => {
                 self.normed(norm, ex)?;
-                let mut out = ex.scratch(self.x.dtype(), self.x.dims())?;
-                let (x, residual, to) = (self.x.view(), self.stream.view_mut(), out.view_mut());
+                let mut next_x = self.next_rows(reader, ex)?;
+                let (x, residual) = (self.x.rows().floats("experts")?, self.stream.view_mut());
+                let out = next_x.rows_mut();
                 next.with_pre_norm(|norm| {
-                    sparse.fused_into(
-                        form.mlp,
-                        MonolithicIo::AddNorm { x, residual, norm, out: to },
-                        context,
-                        ex,
-                    )
+                    sparse.fused_into(form.mlp, MonolithicIo::AddNorm { x, residual, norm, out }, context, ex)
                 })?;
-                self.x = out;
+                self.x = next_x;
                 Ok(())
             }
             (Mlp::Sparse(sparse), Fusion::AddNorms) => {
-                let (delta, residual, out) = (self.delta.view(), self.stream.view_mut(), self.x.view_mut());
+                self.x = self.next_rows(reader, ex)?;
+                let (delta, residual, out) = (self.delta.view(), self.stream.view_mut(), self.x.rows_mut());
                 norm.with_pre_norm(|before| {
                     next.with_pre_norm(|norm| {
                         let io = MonolithicIo::AddNorms { delta, residual, before, norm, out };
@@ -144,18 +168,19 @@ impl<'a> Residual<'a> {
             }
             (Mlp::Sparse(sparse), _) if sparse.adds_norm(form.mlp) => {
                 self.normed(norm, ex)?;
-                let mut out = ex.scratch(self.x.dtype(), self.x.dims())?;
-                let (x, residual, to) = (self.x.view(), self.stream.view_mut(), out.view_mut());
+                let mut out = ex.scratch(self.dtype, self.stream.dims())?;
+                let (x, residual, to) =
+                    (self.x.rows().floats("experts")?, self.stream.view_mut(), out.view_mut());
                 next.with_pre_norm(|norm| {
                     let end = AddNorm { residual, norm, out: to };
                     sparse.forward_add_norm_into(x, end, observe, context, ex)
                 })?;
-                self.x = out;
+                self.x = ProductRows::Floats(out);
                 Ok(())
             }
             (mlp, _) => {
                 self.normed(norm, ex)?;
-                let (x, out) = (self.x.view(), self.delta.view_mut());
+                let (x, out) = (self.x.rows().floats("mlp")?, self.delta.view_mut());
                 match mlp {
                     Mlp::Dense(mlp) => trace_span!("mlp").in_scope(|| mlp.forward_into(x, out, ex))?,
                     Mlp::Sparse(sparse) => sparse.forward_as_into(form.mlp, x, out, observe, context, ex)?,

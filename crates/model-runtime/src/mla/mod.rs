@@ -17,8 +17,8 @@ use candle_nn::VarBuilder;
 use moe_comm::RowParallel;
 use moe_kernels::plan::{Form, FusedLinearForm, Machine, Reason, Stage};
 use moe_kernels::{
-    CpuIsa, Exec, MlaLatent, PreNorm, TensorView, View, ViewMut, linear_add_into, linear_row_parallel_into,
-    mla_cache_into, mla_latent_into, norm_linear_into,
+    CpuIsa, Exec, MlaLatent, PreNorm, RowsView, TensorView, View, ViewMut, linear_add_into,
+    linear_row_parallel_into, mla_cache_into, mla_latent_into, norm_linear_into,
 };
 use moe_layer::{BlockContext, PlanStep};
 use tracing::trace_span;
@@ -291,7 +291,7 @@ impl SelfAttention for MlaAttention {
 
     fn forward_into(
         &self,
-        x: View,
+        x: RowsView,
         step: &StepViews,
         rope: &RopeRows,
         kv: &mut KvLayer,
@@ -299,6 +299,7 @@ impl SelfAttention for MlaAttention {
         ex: &mut Exec,
     ) -> Result<()> {
         let _span = trace_span!("attention").entered();
+        let x = x.floats("latent attention")?;
         let (t, r) = (x.rows(), self.config.qk_rope_head_dim);
         let mut attended = ex.scratch(x.dtype(), &[t, self.config.num_heads * self.config.v_head_dim])?;
         match &self.down {

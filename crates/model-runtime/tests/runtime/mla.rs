@@ -179,7 +179,7 @@ fn run(layer: &MlaAttention, xs: &Tensor, chunk: usize, block_size: usize) -> Re
         let angles = rope.rows(step.positions, step.rope_len, &mut ex)?;
         let mut part = Buffer::zeros(DType::F32, x.dims())?;
         let x = TensorView::new(&x)?;
-        layer.forward_into(x.view()?, &step, &angles, kv.layer_mut(0)?, part.view_mut(), &mut ex)?;
+        layer.forward_into(x.view()?.into(), &step, &angles, kv.layer_mut(0)?, part.view_mut(), &mut ex)?;
         out.extend(part.view().to_f32_vec()?);
     }
     Ok(out)

@@ -112,7 +112,14 @@ impl CausalLm for Tiny {
                 o.observe(Observed::HiddenStates(l), hidden.view())?;
             }
             norm.forward_into(hidden.view(), normed.view_mut(), ex)?;
-            attention.forward_into(normed.view(), step, &rope, kv.layer_mut(l)?, delta.view_mut(), ex)?;
+            attention.forward_into(
+                normed.view().into(),
+                step,
+                &rope,
+                kv.layer_mut(l)?,
+                delta.view_mut(),
+                ex,
+            )?;
             add_into(delta.view(), hidden.view_mut(), ex)?;
         }
         self.norm.forward_into(hidden.view(), normed.view_mut(), ex)?;

@@ -154,6 +154,8 @@ extern "C" int moe_any_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void*
 extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_prefill_wgmma_beside(const moe::PagedAttentionArgs* args, int blocks, void* stream);
+extern "C" int moe_attention_prefill_wgmma_fp8(const moe::PagedAttentionArgs* args, int blocks, float* scales,
+                                               int lines, int quads, void* stream);
 extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_latent(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_latent_values(const moe::PagedAttentionArgs* args, const void* w_uv, void* values,
@@ -171,3 +173,5 @@ extern "C" int moe_any_mla_rows(const moe::MlaRowsArgs* args, void* stream);
 extern "C" int moe_any_per_head(const moe::PerHeadArgs* args, void* stream);
 extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* stream);
 extern "C" int moe_attention_decode_beside(const moe::AttentionDecodeArgs* args, int beside, void* stream);
+extern "C" int moe_attention_decode_fp8(const moe::AttentionDecodeArgs* args, int beside, float* scales, int lines,
+                                        int quads, void* stream);

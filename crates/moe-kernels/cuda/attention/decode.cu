@@ -24,7 +24,21 @@
 namespace moe {
 namespace {
 
-template <int D>
+/// Zeros for a row of padding.
+template <int D, bool kFp8>
+__device__ __forceinline__ void zero_out(const DecodeArgs& a, const Place& p) {
+  for (int i = threadIdx.x; i < p.heads * D; i += kThreads) {
+    const size_t at = out_at<D>(a, p, i / D) + i % D;
+    if constexpr (kFp8) {
+      a.fp8.q[at] = 0;
+      if (i % D == 0) *a.fp8.scale(p.row, p.head + i / D) = 0.f;
+    } else {
+      a.out[at] = __float2bfloat16_rn(0.f);
+    }
+  }
+}
+
+template <int D, bool kFp8>
 __device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) {
   const Place p = place(a);
   const Range range = split_range(a, p);
@@ -41,7 +55,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) 
   // came before both has ended, and what it wrote, qkv, is read out of L2.
   if (!a.beside) pdl_wait();
   if (range.padding) {
-    zero_out<D>(a, p);
+    zero_out<D, kFp8>(a, p);
     return;
   }
   const NewToken<D> token = prologue<D>(a, p, range.slot, constants, s);
@@ -68,35 +82,73 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const Shared<D>& s) 
     float out[ThreadSlice<D>::kPer];
 #pragma unroll
     for (int i = 0; i < ThreadSlice<D>::kPer; ++i) out[i] = block.value[i] / block.sum;
+    if constexpr (kFp8) return store_fp8(a, p, mine.head, out);
     if (mine.head < p.heads) store_bf16(a.out + out_at<D>(a, p, mine.head) + mine.d, out);
     return;
   }
   cluster_wait();
   block.send(s);
   cluster_sync();
-  merge_cluster<D>(a, p, range, s);
+  merge_cluster<D, kFp8>(a, p, range, s);
 }
 
-template <int D>
+template <int D, bool kFp8>
 __global__ void __launch_bounds__(kThreads) decode_kernel(DecodeArgs a) {
   extern __shared__ __align__(128) uint8_t smem[];
   pdl_launch_dependents();
-  attend<D>(a, Shared<D>(smem));
+  attend<D, kFp8>(a, Shared<D>(smem));
   // Beside the kernel ahead, one block waits for it at last, so that the end of this kernel still implies its end.
   const bool last = blockIdx.x == 0 && blockIdx.y + 1 == gridDim.y && blockIdx.z + 1 == gridDim.z;
   if (a.beside && last) pdl_wait();
 }
 
-template <int D>
+template <int D, bool kFp8>
 int run(const DecodeArgs& a, int rows, void* stream) {
   const int groups = ceil_div(a.heads / a.cache.heads, kHeads) * a.cache.heads;
   Launch l = {dim3(a.splits, groups, rows), dim3(kThreads), stream, Shared<D>::kBytes};
   l.cluster = a.splits < kMaxCluster ? a.splits : kMaxCluster;
-  return launch(decode_kernel<D>, l, a);
+  return launch(decode_kernel<D, kFp8>, l, a);
 }
 
 bool valid_splits(int splits) {
   return splits == 1 || splits == 2 || splits == 4 || (splits > 0 && splits % 8 == 0 && splits <= 128);
+}
+
+int run_decode(const AttentionDecodeArgs& c, int beside, const fp8::RowsOut& fp8, void* stream) {
+  if (c.rows < 0 || c.rows > 65535 || c.kv_heads <= 0 || c.heads <= 0 || c.heads % c.kv_heads != 0 ||
+      c.block_size <= 0 || c.window < 0 || !valid_splits(c.splits))
+    return cudaErrorInvalidValue;
+  if (c.rows == 0) return cudaSuccess;
+  DeviceLimits limits;
+  const cudaError_t e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  if (limits.major < 9 && c.splits > 1) return cudaErrorNotSupported;  // needs clusters
+  DecodeArgs a = {c.qkv,
+                  static_cast<const bf16*>(c.q_norm),
+                  static_cast<const bf16*>(c.k_norm),
+                  c.eps,
+                  {c.cos, c.sin, c.angle_index},
+                  c.slots,
+                  c.positions,
+                  c.block_tables,
+                  c.max_blocks,
+                  cache_of(c.k_cache, c.v_cache, c.kv_heads, c.block_size),
+                  static_cast<bf16*>(c.out),
+                  nullptr,
+                  nullptr,
+                  c.heads,
+                  c.scale * kLog2E,
+                  static_cast<uint32_t>(c.window),
+                  c.splits,
+                  beside != 0,
+                  fp8};
+  const size_t groups = static_cast<size_t>(c.rows) * ceil_div(c.heads / c.kv_heads, kHeads) * c.kv_heads;
+  a.arrived = static_cast<uint32_t*>(c.workspace);
+  a.partials = reinterpret_cast<float*>(a.arrived + groups * kHeads);
+  if (fp8.scales != nullptr) return run<fp8::kGroup, true>(a, c.rows, stream);
+  if (c.head_dim == 128) return run<128, false>(a, c.rows, stream);
+  if (c.head_dim == 64) return run<64, false>(a, c.rows, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
@@ -127,38 +179,19 @@ extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* 
 /// The same, if `beside`, beside the kernel ahead on the stream: one that writes nothing that this one reads, and that
 /// lets this one begin when what came before both is there.
 extern "C" int moe_attention_decode_beside(const moe::AttentionDecodeArgs* args, int beside, void* stream) {
+  return moe::run_decode(*args, beside, {}, stream);
+}
+
+/// The same in FP8, the bits of moe_fp8_quantise behind it: `out` [rows, heads 128] bytes, by quads or not, scales
+/// [heads, lines]. Hopper, heads of 128.
+extern "C" int moe_attention_decode_fp8(const moe::AttentionDecodeArgs* args, int beside, float* scales, int lines,
+                                        int quads, void* stream) {
   using namespace moe;
   const AttentionDecodeArgs& c = *args;
-  if (c.rows < 0 || c.rows > 65535 || c.kv_heads <= 0 || c.heads <= 0 || c.heads % c.kv_heads != 0 ||
-      c.block_size <= 0 || c.window < 0 || !valid_splits(c.splits))
-    return cudaErrorInvalidValue;
-  if (c.rows == 0) return cudaSuccess;
+  const fp8::RowsOut fp8 = {static_cast<uint8_t*>(c.out), scales, lines, quads != 0};
+  if (c.head_dim != fp8::kGroup || !fp8.holds(c.rows, fp8::kGroup)) return cudaErrorInvalidValue;
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
-  if (limits.major < 9 && c.splits > 1) return cudaErrorNotSupported;  // needs clusters
-  DecodeArgs a = {c.qkv,
-                  static_cast<const bf16*>(c.q_norm),
-                  static_cast<const bf16*>(c.k_norm),
-                  c.eps,
-                  {c.cos, c.sin, c.angle_index},
-                  c.slots,
-                  c.positions,
-                  c.block_tables,
-                  c.max_blocks,
-                  cache_of(c.k_cache, c.v_cache, c.kv_heads, c.block_size),
-                  static_cast<bf16*>(c.out),
-                  nullptr,
-                  nullptr,
-                  c.heads,
-                  c.scale * kLog2E,
-                  static_cast<uint32_t>(c.window),
-                  c.splits,
-                  beside != 0};
-  const size_t groups = static_cast<size_t>(c.rows) * ceil_div(c.heads / c.kv_heads, kHeads) * c.kv_heads;
-  a.arrived = static_cast<uint32_t*>(c.workspace);
-  a.partials = reinterpret_cast<float*>(a.arrived + groups * kHeads);
-  if (c.head_dim == 128) return run<128>(a, c.rows, stream);
-  if (c.head_dim == 64) return run<64>(a, c.rows, stream);
-  return cudaErrorInvalidValue;
+  return limits.major < 9 ? static_cast<int>(cudaErrorNotSupported) : run_decode(c, beside, fp8, stream);
 }

@@ -5,6 +5,7 @@
 
 #include "attention/head.cuh"
 #include "ptx/cluster.cuh"
+#include "quant/fp8_row.cuh"
 
 namespace moe {
 namespace {
@@ -34,7 +35,8 @@ struct DecodeArgs {
   float scale;  // times log2 e
   uint32_t window;
   int splits;
-  bool beside;  // what this kernel reads was there before the kernel ahead began
+  bool beside;       // what this kernel reads was there before the kernel ahead began
+  fp8::RowsOut fp8;  // in the place of `out`, if it has scales: heads of 128
 };
 
 /// What a block works on.
@@ -195,12 +197,6 @@ struct Ring {
 template <int D>
 __device__ __forceinline__ size_t out_at(const DecodeArgs& a, const Place& p, int head) {
   return (static_cast<size_t>(p.row) * a.heads + p.head + head) * D;
-}
-
-template <int D>
-__device__ __forceinline__ void zero_out(const DecodeArgs& a, const Place& p) {
-  for (int i = threadIdx.x; i < p.heads * D; i += kThreads)
-    a.out[out_at<D>(a, p, i / D) + i % D] = __float2bfloat16_rn(0.f);
 }
 
 /// What the prologue needs and no kernel of this step writes: fetched before pdl_wait().

@@ -98,6 +98,7 @@ extern "C" int moe_attention_expanded(const moe::PagedAttentionArgs* args, const
                                      INT32_MAX,
                                      c.counters,
                                      false,
-                                     0};
+                                     0,
+                                     {}};
   return attention_prefill::launch_expanded(a, all, bases, stream);
 }

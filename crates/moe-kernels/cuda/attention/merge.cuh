@@ -77,8 +77,29 @@ struct BlockPartial {
   }
 };
 
+/// Stores 8 dimensions of one of the block's heads, of which 16 lanes have all, rounded and in FP8. By whole warps.
+__device__ __forceinline__ void store_fp8(const DecodeArgs& a, const Place& p, int head, const float (&x)[8]) {
+  const uint4 columns = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};
+  uint8_t* q = a.fp8.q + out_at<fp8::kGroup>(a, p, head);
+  fp8::store_group(q, a.fp8.scale(p.row, p.head + head), columns, head < p.heads, a.fp8.quads);
+}
+
+/// `share` heads of 128 merged values from `first` on, in FP8.
+__device__ __forceinline__ void store_merged(const DecodeArgs& a, const Place& p, const float* merged, int first,
+                                             int share) {
+  __syncthreads();
+  const int warp_heads = 32 / fp8::kGroupLanes;
+  if (static_cast<int>(threadIdx.x) / 32 * warp_heads >= share) return;
+  const int local = threadIdx.x / fp8::kGroupLanes;
+  float x[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    x[i] = merged[min(local, share - 1) * fp8::kGroup + threadIdx.x % fp8::kGroupLanes * 8 + i];
+  store_fp8(a, p, local < share ? first + local : p.heads, x);
+}
+
 /// The last cluster of a sequence to arrive merges the partials of one head in the order of clusters.
-template <int D>
+template <int D, bool kFp8>
 __device__ __forceinline__ void merge_clusters(const DecodeArgs& a, const Place& p, size_t group, int head,
                                                int active) {
   __shared__ bool last;
@@ -108,12 +129,17 @@ __device__ __forceinline__ void merge_clusters(const DecodeArgs& a, const Place&
 #pragma unroll
     for (int i = 0; i < 8; ++i) value += __shfl_sync(0xffffffffu, c.weight, (first + i) % 32) * x[i];
   }
+  if constexpr (kFp8) {
+    __shared__ float merged[D];
+    merged[threadIdx.x] = value / c.sum;
+    return store_merged(a, p, merged, head, 1);
+  }
   a.out[out_at<D>(a, p, head) + threadIdx.x] = __float2bfloat16_rn(value / c.sum);
 }
 
 /// Merges this block's share of the heads over the cluster; if the sequence has several clusters (of 8 blocks, so one
 /// head per block), leaves the rest to the last of them.
-template <int D, class Shared>
+template <int D, bool kFp8, class Shared>
 __device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& p, const Range& range,
                                               const Shared& s) {
   const int size = cluster_size(), rank = cluster_rank(), share = kHeads / size, lane = threadIdx.x % 32;
@@ -129,14 +155,18 @@ __device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& 
     for (int r = 0; r < kMaxCluster; ++r)
       value += __shfl_sync(0xffffffffu, c.weight, r) * (r < size ? s.inbox()[(r * share + local) * D + d] : 0.f);
     if (active == 1) {
-      if (head < p.heads) a.out[out_at<D>(a, p, head) + d] = __float2bfloat16_rn(value / c.sum);
+      if (kFp8) s.values(0)[at] = value / c.sum;  // the block has read what was there
+      else if (head < p.heads) a.out[out_at<D>(a, p, head) + d] = __float2bfloat16_rn(value / c.sum);
       continue;
     }
     float* to = a.partials + ((group * kHeads + head) * clusters + p.split / kMaxCluster) * (D + 2);
     to[d] = value;
     if (d == 0) to[D] = c.top, to[D + 1] = c.sum;
   }
-  if (active > 1) merge_clusters<D>(a, p, group, rank, active);
+  if (active > 1) merge_clusters<D, kFp8>(a, p, group, rank, active);
+  if constexpr (kFp8) {
+    if (active == 1) store_merged(a, p, s.values(0), rank * share, share);
+  }
 }
 
 }  // namespace

@@ -160,6 +160,19 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(Args a) {
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const int i = warp * 16 + g + 8 * h;
+    if constexpr (D == fp8::kGroup) {
+      if (a.fp8.scales != nullptr) {
+        uint32_t word[D / 8];
+#pragma unroll
+        for (int d = 0; d < D / 8; ++d)
+          word[d] = pack_bf16(mine.values[d][2 * h] / sum, mine.values[d][2 * h + 1] / sum);
+        const size_t at = row_of(i);
+        const int head = kv_head * group + min(first + i, last) % group;
+        float* scale = a.fp8.scale(first_token + min(first + i, last) / group, head);
+        fp8::store_fragments(a.fp8.q + at * D, scale, word, first + i <= last, a.fp8.quads);
+        continue;
+      }
+    }
     if (first + i > last) continue;
     uint32_t* to = reinterpret_cast<uint32_t*>(a.out + row_of(i) * D);
 #pragma unroll
@@ -205,7 +218,30 @@ Args args_of(const PagedAttentionArgs& c) {
           INT32_MAX,
           c.counters,
           false,
-          0};
+          0,
+          {}};
+}
+
+/// `c` on Hopper, sequences with few rows by the kernel for these.
+int run_wgmma(const PagedAttentionArgs& c, int blocks, const fp8::RowsOut& fp8, void* stream) {
+  const bool pages = c.block_size % 128 == 0 || (c.block_size >= 8 && 128 % c.block_size == 0);
+  if (!valid(c) || !pages || c.counters == nullptr ||
+      static_cast<int64_t>(c.num_blocks) * c.kv_heads * c.block_size > INT32_MAX)
+    return cudaErrorInvalidValue;
+  if (c.tokens == 0) return cudaSuccess;
+  Args a = args_of(c);
+  a.blocks = blocks;
+  a.fp8 = fp8;
+  // Keys and values of the step, if it has no other, in half of L2: then all KV heads may be there at once.
+  a.heads_together = static_cast<int64_t>(c.tokens) * c.kv_heads * c.head_dim * 4 <= 24 << 20;
+  const int group = c.heads / c.kv_heads;
+  if (c.invariant || c.sequences <= 1) return launch_wgmma(a, c.head_dim, c.num_blocks, stream);
+  if (static_cast<int64_t>(c.tokens) * group <= kTile) return launch_mma(a, c.head_dim, stream);
+  a.most = kTile;
+  const cudaError_t e = launch_mma(a, c.head_dim, stream);
+  if (e != cudaSuccess) return e;
+  a.least = kTile + 1, a.most = INT32_MAX;
+  return launch_wgmma(a, c.head_dim, c.num_blocks, stream);
 }
 
 }  // namespace
@@ -229,23 +265,14 @@ extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, 
 /// The same with `blocks` blocks beside which the next kernel on the stream may begin: one that reads nothing of this
 /// one, when what came before this one is there.
 extern "C" int moe_attention_prefill_wgmma_beside(const moe::PagedAttentionArgs* args, int blocks, void* stream) {
-  using namespace moe::attention_prefill;
-  const moe::PagedAttentionArgs& c = *args;
-  const bool pages = c.block_size % 128 == 0 || (c.block_size >= 8 && 128 % c.block_size == 0);
-  if (!valid(c) || !pages || c.counters == nullptr ||
-      static_cast<int64_t>(c.num_blocks) * c.kv_heads * c.block_size > INT32_MAX)
-    return cudaErrorInvalidValue;
-  if (c.tokens == 0) return cudaSuccess;
-  Args a = args_of(c);
-  a.blocks = blocks;
-  // Keys and values of the step, if it has no other, in half of L2: then all KV heads may be there at once.
-  a.heads_together = static_cast<int64_t>(c.tokens) * c.kv_heads * c.head_dim * 4 <= 24 << 20;
-  const int group = c.heads / c.kv_heads;
-  if (c.invariant || c.sequences <= 1) return launch_wgmma(a, c.head_dim, c.num_blocks, stream);
-  if (static_cast<int64_t>(c.tokens) * group <= kTile) return launch_mma(a, c.head_dim, stream);
-  a.most = kTile;
-  const cudaError_t e = launch_mma(a, c.head_dim, stream);
-  if (e != cudaSuccess) return e;
-  a.least = kTile + 1, a.most = INT32_MAX;
-  return launch_wgmma(a, c.head_dim, c.num_blocks, stream);
+  return moe::attention_prefill::run_wgmma(*args, blocks, {}, stream);
+}
+
+/// The same in FP8, the bits of moe_fp8_quantise behind it: `out` [tokens, heads 128] bytes, by quads or not, scales
+/// [heads, lines]. Heads of 128.
+extern "C" int moe_attention_prefill_wgmma_fp8(const moe::PagedAttentionArgs* args, int blocks, float* scales,
+                                               int lines, int quads, void* stream) {
+  const moe::fp8::RowsOut fp8 = {static_cast<uint8_t*>(args->out), scales, lines, quads != 0};
+  if (args->head_dim != moe::fp8::kGroup || !fp8.holds(args->tokens, args->head_dim)) return cudaErrorInvalidValue;
+  return moe::attention_prefill::run_wgmma(*args, blocks, fp8, stream);
 }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention/head.cuh"
+#include "quant/fp8_row.cuh"
 
 namespace moe::attention_prefill {
 
@@ -24,6 +25,7 @@ struct Args {
   uint32_t* counters;   // [2] zero before and after a launch
   bool heads_together;  // whether blocks that run together share rows rather than a KV head
   int blocks;           // at most, which let the next kernel run beside them; 0: all SMs
+  fp8::RowsOut fp8;     // in the place of `out`, if it has scales: heads of 128
 };
 
 /// What a block works on; `sequence` is -1 for the blocks beyond the last tile, with their number in `tile`.
@@ -69,6 +71,14 @@ __device__ __forceinline__ int count_tiles(const Args& a, int group) {
 /// Zeros in every `step`-th padding row from the `first` on, `width` columns of it. All threads.
 __device__ __forceinline__ void zero_padding(const Args& a, int first, int step, int column, int width, int row_width) {
   for (int token = a.query_start_loc[a.sequences] + first; token < a.tokens; token += step) {
+    if (a.fp8.scales != nullptr) {
+      uint8_t* q = a.fp8.q + static_cast<size_t>(token) * row_width + column;
+      for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        q[i] = 0;
+        if (i % fp8::kGroup == 0) *a.fp8.scale(token, (column + i) / fp8::kGroup) = 0.f;
+      }
+      continue;
+    }
     bf16* row = a.out + static_cast<size_t>(token) * row_width + column;
     for (int i = threadIdx.x; i < width; i += blockDim.x) row[i] = __float2bfloat16_rn(0.f);
   }

@@ -78,9 +78,8 @@ struct WarpRows {
 
   __device__ __forceinline__ bool has(int r) const { return first + r <= w.last; }
   __device__ __forceinline__ int token(int r) const { return w.first_token + min(first + r, w.last) / group; }
-  __device__ __forceinline__ size_t at(int r) const {
-    return static_cast<size_t>(token(r)) * a.heads + w.kv_head * group + min(first + r, w.last) % group;
-  }
+  __device__ __forceinline__ int head(int r) const { return w.kv_head * group + min(first + r, w.last) % group; }
+  __device__ __forceinline__ size_t at(int r) const { return static_cast<size_t>(token(r)) * a.heads + head(r); }
 };
 
 /// A warp's 16 rows of q as the A operand.
@@ -119,6 +118,20 @@ __device__ __forceinline__ void store_rows(const float (&values)[D / 2], uint8_t
     if (rows.has(r))
       *reinterpret_cast<uint4*>(rows.a.out + rows.at(r) * D + c * 8) =
           *reinterpret_cast<const uint4*>(smem + q_at<D>(r, c));
+  }
+}
+
+/// The same in FP8: a row's 128 columns are with four lanes.
+__device__ __forceinline__ void store_fp8_rows(const float (&values)[fp8::kGroup / 2], const WarpRows& rows) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int r = threadIdx.x % 32 / 4 + 8 * h;
+    uint32_t word[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) word[i] = pack_bf16(values[4 * i + 2 * h], values[4 * i + 2 * h + 1]);
+    const fp8::RowsOut& out = rows.a.fp8;
+    fp8::store_fragments(out.q + rows.at(r) * fp8::kGroup, out.scale(rows.token(r), rows.head(r)), word, rows.has(r),
+                         out.quads);
   }
 }
 
@@ -197,6 +210,9 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
   leave<D>(b.empty_v(at.stage));
   at.advance();
   rows.divide();
+  if constexpr (D::kKey == fp8::kGroup) {
+    if (a.fp8.scales != nullptr) return store_fp8_rows(rows.values, mine);
+  }
   store_rows<D::kValue>(rows.values, b.q(warp), mine);
 }
 

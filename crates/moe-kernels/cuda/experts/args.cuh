@@ -112,3 +112,5 @@ extern "C" int moe_experts_grouped_down(const moe::ExpertsGroupedArgs* args, voi
 extern "C" int moe_combine(const moe::CombineArgs* args, void* stream);
 extern "C" int moe_combine_add_rms_norm(const moe::CombineArgs* args, float* residual, const __nv_bfloat16* weight,
                                         float eps, void* stream);
+extern "C" int moe_combine_add_rms_norm_fp8(const moe::CombineArgs* args, float* residual, const __nv_bfloat16* weight,
+                                            float eps, float* scales, int lines, int quads, void* stream);

@@ -102,11 +102,19 @@ cudaError_t run(const CombineArgs& c, void* stream) {
 }
 
 template <class Row>
-cudaError_t run_add_norm(const CombineArgs& c, float* residual, const bf16* weight, float eps, void* stream) {
+cudaError_t run_add_norm(const CombineArgs& c, const NormRows& rows, void* stream) {
   const SlotRows<Row> source = {combine_of<Row>(c, nullptr, nullptr)};
   constexpr int kStages = sizeof(Row);  // two rows of 8 slots: 83 KB
-  return launch_norm<kStages, 1>(source, {residual, weight, eps, static_cast<bf16*>(c.out), c.tokens, c.hidden},
-                                 stream);
+  return launch_norm<kStages, 1>(source, rows, stream);
+}
+
+/// The sum, added to the residual stream, and its norm to `c.out` or to FP8.
+int add_norm(const CombineArgs& c, float* residual, const bf16* weight, float eps, const fp8::RowsOut& fp8,
+             void* stream) {
+  if (!valid(c) || c.hidden % kVector != 0 || c.output != Output::kBf16) return cudaErrorInvalidValue;
+  if (c.tokens == 0) return cudaSuccess;
+  const NormRows rows = {residual, weight, eps, static_cast<bf16*>(c.out), c.tokens, c.hidden, fp8};
+  return c.rows == Dtype::kF32 ? run_add_norm<float>(c, rows, stream) : run_add_norm<bf16>(c, rows, stream);
 }
 
 }  // namespace
@@ -127,10 +135,19 @@ extern "C" int moe_combine(const moe::CombineArgs* args, void* stream) {
 /// moe_combine and moe_add_rms_norm one after the other; `output` is kBf16, H a multiple of 8.
 extern "C" int moe_combine_add_rms_norm(const moe::CombineArgs* args, float* residual, const __nv_bfloat16* weight,
                                         float eps, void* stream) {
+  return moe::add_norm(*args, residual, weight, eps, {}, stream);
+}
+
+/// The same with the norm in FP8, the bits of moe_fp8_quantise behind it: `out` [T, H] bytes, by quads or not, scales
+/// [H / 128, lines]. Hopper, H a multiple of 128.
+extern "C" int moe_combine_add_rms_norm_fp8(const moe::CombineArgs* args, float* residual, const __nv_bfloat16* weight,
+                                            float eps, float* scales, int lines, int quads, void* stream) {
   using namespace moe;
-  const CombineArgs& c = *args;
-  if (!valid(c) || c.hidden % kVector != 0 || c.output != Output::kBf16) return cudaErrorInvalidValue;
-  if (c.tokens == 0) return cudaSuccess;
-  return c.rows == Dtype::kF32 ? run_add_norm<float>(c, residual, weight, eps, stream)
-                               : run_add_norm<bf16>(c, residual, weight, eps, stream);
+  DeviceLimits limits;
+  const cudaError_t e = device_limits(&limits);
+  if (e != cudaSuccess) return e;
+  if (limits.major < 9) return cudaErrorNotSupported;
+  const fp8::RowsOut fp8 = {static_cast<uint8_t*>(args->out), scales, lines, quads != 0};
+  if (!fp8.holds(args->tokens, args->hidden)) return cudaErrorInvalidValue;
+  return add_norm(*args, residual, weight, eps, fp8, stream);
 }

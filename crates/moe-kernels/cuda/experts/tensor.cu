@@ -16,7 +16,7 @@
 namespace moe::experts_tensor {
 
 /// Rows of bf16, by tensor maps, which write the swizzle that wgmma reads.
-struct Bf16Weights : PlainWeights {
+struct Bf16Weights : PlainWeights, CopiedRows {
   static constexpr int kColumns = kTileColumns, kBytes = kWeightBytes;
   template <int kCapacity>
   static constexpr int kFewBlocks = 1;

@@ -2,14 +2,14 @@
 // (tensor_kernel.cuh).
 //
 // `W` is how weights lie in memory and are multiplied: Bf16Weights (tensor.cu), QuantWeights (quant/experts_tensor.cu)
-// or FewWeights (quant/experts_few.cuh). It has
+// or those of few rows (quant/experts_few.cuh, quant/experts_digits.cuh). It has
 //   kColumns      columns of a stage, a multiple of 64
 //   kBytes        of a stage's weights, kSideBytes of what else it needs (scales), from a Source for each product
 //   load          brings a stage's weights, by one thread
-//   side          a gathering lane's part of copying what lies beside them
-//   multiply      adds a work tile's products to accumulators
-//   kFewBlocks<capacity>          blocks of an SM where up to 32 token rows fit
-//   kConsumerRegisters<capacity>  of a thread, if not what the launch gives
+//   multiply      adds a work tile's products to accumulators, of the token rows that result_row tells
+//   gather        what the gathering warps do, and how often one arrives at a stage (kRowArrivals); with CopiedRows
+//   also side          a gathering lane's part of copying what lies beside weights kFewBlocks<capacity>          blocks
+//   of an SM where up to 32 token rows fit kConsumerRegisters<capacity>  of a thread, if not what the launch gives
 #pragma once
 
 #include "experts/tiles.cuh"
@@ -87,6 +87,9 @@ struct Block {
 };
 
 #if MOE_SM90
+
+/// Keeps a value in a register: where registers are short the compiler would compute it anew for each stage.
+__device__ __forceinline__ void keep(uint32_t& v) { asm volatile("" : "+r"(v)); }
 
 /// The table of touched experts from the counts of their buckets. One warp; all its loads first.
 template <class W>
@@ -291,5 +294,27 @@ __device__ __forceinline__ void gather(const Block<W>& b, const Args<W>& a, cons
 }
 
 #endif  // MOE_SM90
+
+/// Token rows as they are, in the swizzle of warpgroup products.
+struct CopiedRows {
+  static constexpr int kFewestRows = 8;  // of a product
+  static constexpr int kRowArrivals = kGatherLanes;
+
+#if MOE_SM90
+  /// The token row of a lane's i-th result.
+  static __device__ __forceinline__ int result_row(int i) {
+    return i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
+  }
+
+  template <int kCapacity, class W>
+  static __device__ __forceinline__ void gather(const Block<W>& b, const Args<W>& a, const CUtensorMap* act) {
+    experts_tensor::gather<kCapacity>(b, a, act);
+  }
+#endif
+};
+
+/// Sums of a lane for kRows token rows.
+template <int kRows>
+constexpr int kSums = kRows < 8 ? 4 : kRows / 2;
 
 }  // namespace moe::experts_tensor

@@ -13,12 +13,12 @@ constexpr int kBlocks = kCapacity > 32 ? 1 : (W::template kFewBlocks<kCapacity>)
 
 #if MOE_SM90
 
-/// A work tile with up to kColumns rows. Of every 8 columns a lane holds two, of weight rows g and g + 8 of its warp.
+/// A work tile with up to kColumns rows. Of every 4 columns a lane holds one, of weight rows g and g + 8 of its warp.
 template <int kCapacity, int kColumns, class W>
 __device__ __forceinline__ void compute(const Block<W>& b, const Args<W>& a, const Work& work, Cursor& at) {
   constexpr int kResults = kColumns / 4;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
-  const auto row = [](int i) { return i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2; };
+  const auto row = [](int i) { return W::result_row(i); };
   uint32_t place[kResults];  // of each result
   const auto fetch_places = [&] {
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ __forceinline__ void compute(const Block<W>& b, const Args<W>& a, con
   };
   constexpr bool kLate = kBlocks<W, kCapacity> > 2;  // registers are short, and other blocks hide the latency
   if constexpr (!kLate) fetch_places();
-  float acc[kColumns / 2] = {};
+  float acc[kSums<kColumns>] = {};
   W::template multiply<kCapacity, kColumns>(b, a, work, at, acc);
   if constexpr (kLate) fetch_places();
 #pragma unroll
@@ -61,7 +61,8 @@ __device__ __forceinline__ void consume(const Block<W>& b, const Args<W>& a) {
   Cursor at;
   for_each_work(b, [&](const Work& work) {
     if (work.rows == 0) return skip(b, work.steps, at);
-    if (work.rows <= 8) compute<kCapacity, 8>(b, a, work, at);
+    if (W::kFewestRows == 4 && work.rows <= 4) compute<kCapacity, W::kFewestRows>(b, a, work, at);
+    else if (work.rows <= 8) compute<kCapacity, 8>(b, a, work, at);
     else if (kCapacity == 16 || work.rows <= 16) compute<kCapacity, 16>(b, a, work, at);
     else if constexpr (kCapacity > 16) {
       if (kCapacity == 32 || work.rows <= 32) compute<kCapacity, 32>(b, a, work, at);
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<W, kCapacity>)
     prefetch_tensor_map(&w2);
     prefetch_tensor_map(&act);
     for (int i = 0; i < a.stages; ++i) {
-      mbarrier_init(b.full(i), 1 + kGatherLanes);
+      mbarrier_init(b.full(i), 1 + W::kRowArrivals);
       mbarrier_init(b.empty(i), kConsumers);
     }
     for (int i = 0; i < Block<W>::kWorkSlots; ++i) {
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<W, kCapacity>)
       if (elect_one()) producer.template run<kCapacity>(ready);
       __syncwarp();
     } else {
-      gather<kCapacity>(b, a, &act);
+      W::template gather<kCapacity>(b, a, &act);
     }
   }
   clear_counters(a.counters, b.flag());

@@ -289,7 +289,7 @@ extern "C" int moe_peer_combine_add_rms_norm(const moe::Peers* peers, const moe:
                             c.num_ids,
                             c.num_local,
                             c.hidden};
-  const NormRows n = {residual, weight, eps, out, static_cast<int>(counts[peers->rank]), c.hidden};
+  const NormRows n = {residual, weight, eps, out, static_cast<int>(counts[peers->rank]), c.hidden, {}};
   const size_t smem = static_cast<size_t>(c.hidden) * (sizeof(float) + sizeof(bf16));
   if (2 * smem > static_cast<size_t>(limits.block_smem)) return cudaErrorInvalidValue;
   return peers->ranks <= 4 ? run<4>(x, a, owned, n, tasks, smem, limits, stream)

@@ -144,24 +144,24 @@ struct QuantExpertsStreamArgs {
 
 /// Activations to FP8.
 struct Fp8QuantiseArgs {
-  const __nv_bfloat16* x;    // [rows, columns]
-  uint8_t* q;                // out [rows, columns], or [rows top_k, columns] in order of experts
-  float* scales;             // out [columns / 128, q's rows rounded up to 4]
-  const uint32_t* slot_at;   // of moe_fp8_places; rows then go to the places of their slots
-  const uint32_t* place_of;  // or null: rows keep their places
-  int rows, columns, top_k;
+  const __nv_bfloat16* x;  // [rows, columns]
+  uint8_t* q;              // out [rows, columns]
+  float* scales;           // out [columns / 128, rows rounded up to 4]
+  int rows, columns;
   // Order of each 128 columns: 0: as fp8_product.cuh reads them; else by quads, as moe_fp8_linear does.
   int quads;
 };
 
-/// Slots in order of experts.
+/// Rows in FP8 to the places of their slots, in order of experts.
 struct Fp8PlacesArgs {
+  const uint8_t* x;       // [tokens, columns]
+  const float* x_scales;  // [columns / 128, tokens rounded up to 4]
   const uint32_t* slots;
   const uint32_t* counts;
-  int bucket;          // these three as in ExpertsTensorArgs
-  uint32_t* slot_at;   // out [num_slots], kNoExpert behind the last one
-  uint32_t* place_of;  // out [num_slots], of the slots that have a local expert
-  int experts, num_slots;
+  int bucket;     // these three as in ExpertsTensorArgs
+  uint8_t* q;     // out [tokens top_k, columns]: places behind the last slot with an expert here are left alone
+  float* scales;  // out [columns / 128, tokens top_k rounded up to 4]
+  int tokens, top_k, columns, experts;
 };
 
 /// One of the experts' products with FP8 weights and activations.

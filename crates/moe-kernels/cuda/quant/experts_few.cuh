@@ -6,6 +6,8 @@
 // instructions for 64 weights of a lane and 8 rows instead of 178, and warps that wait for nobody but the ring.
 // A stage is read into registers, so nothing but the arrival orders the reads before what fills it next.
 //
+// Integers with fewer rows still are multiplied as they are (experts_digits.cuh).
+//
 // Sums have an order of their own, so batch-invariant calls do not take it.
 #pragma once
 
@@ -16,7 +18,7 @@ namespace moe::experts_tensor {
 
 /// As QuantWeights (experts_tensor.cu), for up to 32 rows of an expert at a time.
 template <QuantFormat kFormat, int kColumns, int kShare>
-struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare> {
+struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
   using typename quant::ExpertStage<kFormat, kColumns, kShare>::Stage;
   using Self = FewWeights;
   template <int kCapacity>
@@ -25,9 +27,6 @@ struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare> {
   static constexpr int kConsumerRegisters = kCapacity == 16 ? 64 : 88;
 
 #if MOE_SM90
-  /// Keeps a value in a register: where registers are short the compiler would compute it anew for each stage.
-  static __device__ __forceinline__ void keep(uint32_t& v) { asm volatile("" : "+r"(v)); }
-
   /// acc += this warp's 16 weight rows x kRows token rows over the work tile's steps, and leaves the ring behind them.
   template <int kCapacity, int kRows>
   static __device__ __forceinline__ void multiply(const Block<Self>& b, const Args<Self>& a, const Work& work,

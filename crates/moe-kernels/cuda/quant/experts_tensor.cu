@@ -7,16 +7,19 @@
 // the gathering warps bring scales and zero points beside token rows. A consumer warp has 16 rows: it unpacks 32
 // or 64 columns to the A operand in registers while the products of those before run, so weights never return to
 // shared memory. Two or three blocks share an SM where experts have few rows: their warps hide each other's latency.
-// Up to a mean of kMostFew rows the products are mma.sync's (experts_few.cuh).
+// Up to a mean of kMostFew rows the products are mma.sync's (experts_few.cuh), of integers below kMostDigits of the
+// integers as they are (experts_digits.cuh).
+#include "quant/experts_digits.cuh"
 #include "quant/experts_few.cuh"
 
 namespace moe::experts_tensor {
 
-constexpr int kColumns = 128;  // of a stage: half as many would double the work around a stage
-constexpr int kMostFew = 9;    // rows of an expert, on average, for which mma.sync is faster
+constexpr int kColumns = 128;   // of a stage: half as many would double the work around a stage
+constexpr int kMostFew = 9;     // rows of an expert, on average, for which mma.sync is faster
+constexpr int kMostDigits = 4;  // and those below which digits are: of more rows, making digits takes too long
 
 template <QuantFormat kFormat, int kShare>
-struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare> {
+struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
   using typename quant::ExpertStage<kFormat, kColumns, kShare>::Stage;
   using Self = QuantWeights;
   /// Warps hide each other's waiting.
@@ -112,16 +115,23 @@ cudaError_t prepare(const QuantExpertsTensorArgs& c, int share, Prepared<W>* p) 
   return quant::make_pack_maps(&p->w13, &p->w2, c, W::kBlockBytes);
 }
 
+/// With few rows: two blocks an SM where few experts are touched, else three.
+template <class W>
+cudaError_t launch_few(const QuantExpertsTensorArgs& c, int share, int mean, const DeviceLimits& limits, void* stream) {
+  Prepared<W> p;
+  const cudaError_t e = prepare(c, share, &p);
+  if (e != cudaSuccess) return e;
+  return mean <= 1 ? run<32>(p.args, p.w13, p.w2, limits, stream) : run<16>(p.args, p.w13, p.w2, limits, stream);
+}
+
 template <QuantFormat kFormat, int kShare>
 cudaError_t launch(const QuantExpertsTensorArgs& c, const DeviceLimits& limits, void* stream) {
   const int mean = c.tokens * c.top_k / c.num_ids;
-  if (mean <= kMostFew && c.invariant == 0) {
-    Prepared<FewWeights<kFormat, kColumns, kShare>> p;
-    const cudaError_t e = prepare(c, kShare, &p);
-    if (e != cudaSuccess) return e;
-    // Two blocks an SM where few experts are touched, else three.
-    return mean <= 1 ? run<32>(p.args, p.w13, p.w2, limits, stream) : run<16>(p.args, p.w13, p.w2, limits, stream);
-  }
+  if constexpr (kFormat != QuantFormat::kFp8)
+    if (mean < kMostDigits && c.invariant == 0)
+      return launch_few<DigitWeights<kFormat, kShare>>(c, kShare, mean, limits, stream);
+  if (mean <= kMostFew && c.invariant == 0)
+    return launch_few<FewWeights<kFormat, kColumns, kShare>>(c, kShare, mean, limits, stream);
   Prepared<QuantWeights<kFormat, kShare>> p;
   const cudaError_t e = prepare(c, kShare, &p);
   return e != cudaSuccess ? e : run(p.args, c.num_ids, p.w13, p.w2, limits, stream);

@@ -75,11 +75,11 @@ extern "C" int moe_embedding(const bf16* table, const uint32_t* ids, float* out,
 /// out [rows, hidden] = x / rms(x) * weight, x f32, rounded once to bf16.
 extern "C" int moe_rms_norm(const float* x, const bf16* weight, float eps, bf16* out, int rows, int hidden,
                             void* stream) {
-  return moe::norm<2>(moe::Nothing{}, {const_cast<float*>(x), weight, eps, out, rows, hidden}, stream);
+  return moe::norm<2>(moe::Nothing{}, {const_cast<float*>(x), weight, eps, out, rows, hidden, {}}, stream);
 }
 
 /// residual += delta, then out = residual / rms(residual) * weight.
 extern "C" int moe_add_rms_norm(const float* delta, float* residual, const bf16* weight, float eps, bf16* out, int rows,
                                 int hidden, void* stream) {
-  return moe::norm<1>(moe::Delta{delta, hidden}, {residual, weight, eps, out, rows, hidden}, stream);
+  return moe::norm<1>(moe::Delta{delta, hidden}, {residual, weight, eps, out, rows, hidden, {}}, stream);
 }

@@ -8,6 +8,7 @@
 
 #include "ptx/common.cuh"
 #include "ptx/ptx.cuh"
+#include "quant/fp8_row.cuh"
 
 namespace moe {
 
@@ -33,6 +34,7 @@ struct NormRows {
   float eps;
   bf16* out;
   int rows, hidden;
+  fp8::RowsOut fp8;  // in the place of `out`, if it has scales; `hidden` is then a multiple of 128
 };
 
 /// A step of a block's work: the `part`-th part of what is added to the `turn`-th columns of a row.
@@ -137,6 +139,18 @@ __device__ __forceinline__ void write_row(const float* row, const uint4* norm_we
     *reinterpret_cast<uint4*>(out + at) = normed(row + at, scale, norm_weight[at / kVector]);
 }
 
+/// The same in FP8.
+__device__ __forceinline__ void write_fp8_row(const float* row, const uint4* norm_weight, float scale,
+                                              const fp8::RowsOut& out, int at_row, int hidden) {
+  for (int first = threadIdx.x / 32 * kWarpColumns; first < hidden; first += kTurnColumns) {
+    const int at = first + static_cast<int>(threadIdx.x) % 32 * kVector, group = at / fp8::kGroup;
+    const bool present = at < hidden;
+    const uint4 columns = present ? normed(row + at, scale, norm_weight[at / kVector]) : uint4{0, 0, 0, 0};
+    uint8_t* q = out.q + static_cast<size_t>(at_row) * hidden + group * fp8::kGroup;
+    fp8::store_group(q, out.scale(at_row, group), columns, present, out.quads);
+  }
+}
+
 /// residual += what `source` adds, out = norm(residual). A Source has `parts()` of what it adds to a row, copies one
 /// for a warp's columns to kBytes by `fetch(to, unit, left)` and adds up the lane's columns by `add(from, part, sum)`;
 /// whole warps call both.
@@ -171,7 +185,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncwarp();
     fetch_unit(source, a, ahead, stage);
     ahead.advance(parts, a.hidden);
-    const size_t base = static_cast<size_t>(now.row) * a.hidden;
+    const int row = now.row;
+    const size_t base = static_cast<size_t>(row) * a.hidden;
     const int column = now.column(), left = a.hidden - column;
     now.advance(parts, a.hidden);
     if (now.part != 0) continue;
@@ -183,7 +198,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (static_cast<int>(threadIdx.x) % 32 * kVector < left) add_squares(x, squares);
     if (now.turn != 0) continue;
     const float scale = norm_scale(block_sum(squares, warp_parts[turn]), a.hidden, a.eps);
-    write_row(kept, norm_weight, scale, a.out + base, a.hidden);
+    if (a.fp8.scales == nullptr) write_row(kept, norm_weight, scale, a.out + base, a.hidden);
+    else write_fp8_row(kept, norm_weight, scale, a.fp8, row, a.hidden);
     squares = 0.f;
     turn ^= 1;
   }

@@ -4,7 +4,7 @@ use super::activation::gated;
 use super::gemm::Epilogue;
 use super::shared::Shared;
 use super::simd::{LANES, Lanes, Simd};
-use super::tile::{UNIT, UnitSums};
+use super::tile::{CACHE_LINE, UNIT, UnitSums};
 use super::{Kernel, dispatch};
 use crate::exec::CpuIsa;
 use crate::spec::Activation;
@@ -30,6 +30,9 @@ impl<T: Lanes, O: Lanes> Epilogue for Store<'_, T, O> {
     }
 }
 
+/// Rows of out that are asked for before they are written: they lie far apart, and a product has pushed them out of the cache.
+const AHEAD: usize = 8;
+
 /// The sums of consecutive rows with one unit: one call for all, since calls of a path's functions are not inlined.
 struct StoreRows<'a, T, O> {
     to: &'a Store<'a, T, O>,
@@ -46,10 +49,15 @@ impl<T: Lanes, O: Lanes> Kernel for StoreRows<'_, T, O> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Self { to, row, column, width, bias, sums } = self;
+        let place = |i: usize| to.rows.map_or(row + i, |rows| rows[row + i] as usize) * to.n + column;
         for (i, sums) in sums.iter().enumerate() {
-            let row = to.rows.map_or(row + i, |rows| rows[row + i] as usize);
+            if i + AHEAD < self.sums.len() {
+                for line in (0..width).step_by(CACHE_LINE / size_of::<O>()) {
+                    s.prefetch(to.out.address(place(i + AHEAD) + line));
+                }
+            }
             // SAFETY: each row of out has one row of sums, and each of its units comes once.
-            let out = unsafe { to.out.range(row * to.n + column, width) };
+            let out = unsafe { to.out.range(place(i), width) };
             StoreRow { sums, bias, out }.run(s);
         }
     }

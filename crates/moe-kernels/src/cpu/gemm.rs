@@ -155,8 +155,11 @@ struct Piece {
 
 /// Start and length of `parts` parts of `total`, which differ by one at most.
 pub(crate) fn even_parts(total: usize, parts: usize) -> impl Iterator<Item = (usize, usize)> {
+    // Divided once: loops over tiles are short.
+    let least = total.checked_div(parts).unwrap_or(0);
+    let longer = total - least * parts;
     (0..parts).scan(0, move |start, i| {
-        let len = total / parts + usize::from(i < total % parts);
+        let len = least + usize::from(i < longer);
         *start += len;
         Some((*start - len, len))
     })

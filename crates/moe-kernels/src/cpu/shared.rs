@@ -20,6 +20,11 @@ impl<'a, T> Shared<'a, T> {
         Self { start: slice.as_mut_ptr(), len: slice.len(), slice: PhantomData }
     }
 
+    /// Where value `at` lies, to ask for it; it need not be there.
+    pub(crate) fn address(&self, at: usize) -> *const T {
+        self.start.wrapping_add(at)
+    }
+
     /// The range `at..at + len`; panics if it is out of bounds.
     ///
     /// # Safety

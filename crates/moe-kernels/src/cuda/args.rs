@@ -50,6 +50,11 @@ impl Output {
     pub(crate) fn stored_as(dtype: DType) -> Self {
         if dtype == DType::BF16 { Self::Bf16 } else { Self::F32 }
     }
+
+    /// Factor of what is there: 0 or 1.
+    pub(crate) fn kept(self) -> f32 {
+        if self == Self::AddF32 { 1. } else { 0. }
+    }
 }
 
 /// How the weights of a quantised pack are coded.
@@ -222,10 +227,10 @@ arguments! {
         x: In, w: QuantPack, bias: In, out: Out, output: Output, m splits: i32,
     }
     Fp8QuantiseArgs {
-        x: In, q scales: Out, slot_at place_of: In, rows columns top_k quads: i32,
+        x: In, q scales: Out, rows columns quads: i32,
     }
     Fp8PlacesArgs {
-        slots counts: In, bucket: i32, slot_at place_of: Out, experts num_slots: i32,
+        x x_scales slots counts: In, bucket: i32, q scales: Out, tokens top_k columns experts: i32,
     }
     Fp8ExpertsArgs {
         q scales: In, w: QuantPack, slots counts: In, bucket: i32, out: Out, tokens top_k: i32,

@@ -2,13 +2,15 @@
 
 use std::ptr::{null, null_mut};
 
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 
 use super::args::{AttentionDecodeArgs, Dtype, PagedAttentionArgs, QkNormRopeArgs};
+use super::fp8::Fp8Place;
 use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
 use crate::ops::{AttentionMeta, QkNormRope, StepRows};
 use crate::plan::{AttentionCall, AttentionForm, Form, MixedCall, MixedForm, PerHeadCall, PerHeadForm};
+use crate::product_rows::RowsViewMut;
 use crate::view::{View, ViewMut};
 
 /// Most rows of a grid.
@@ -66,7 +68,7 @@ pub(crate) fn paged_attention(
     out: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    attend(q, k_cache, v_cache, meta, out, Asked::Attention { blocks: 0 }, ex).map(drop)
+    attend(q, k_cache, v_cache, meta, out.into(), Asked::Attention { blocks: 0 }, ex).map(drop)
 }
 
 /// The same over latent rows with the product behind it, `values` = `w_uv` times the latents, where the launch that merges
@@ -79,7 +81,7 @@ pub(crate) fn latent_values(
     (w_uv, values): (View, ViewMut),
     ex: &Exec,
 ) -> Result<bool> {
-    attend(q, cache, cache, meta, latents, Asked::Product { w_uv, values }, ex)
+    attend(q, cache, cache, meta, latents.into(), Asked::Product { w_uv, values }, ex)
 }
 
 /// What is to be launched.
@@ -97,14 +99,14 @@ fn attend(
     k_cache: View,
     v_cache: View,
     meta: &AttentionMeta,
-    mut out: ViewMut,
+    out: RowsViewMut,
     asked: Asked,
     ex: &Exec,
 ) -> Result<bool> {
     let (op, cuda) = ("paged_attention", ex.cuda("paged_attention")?);
     let (tables, cache) = (meta.block_tables.dims(), k_cache.dims());
     let (rows, heads) = (q.rows(), q.dims()[1]);
-    let value_dim = out.dims()[1] / heads.max(1);
+    let value_dim = out.columns() / heads.max(1);
     let value_row = v_cache.dims()[3];
     let (keys, values) = (cuda.read(op, "k_cache", k_cache)?, cuda.read(op, "v_cache", v_cache)?);
     let latent = cache[1] == 1 && keys == values && value_dim < q.dims()[2];
@@ -120,7 +122,7 @@ fn attend(
         latent,
         dtype: k_cache.dtype(),
         block_size: Some(cache[2]),
-        aligned: aligned(&[q, k_cache, v_cache, out.as_view()]),
+        aligned: aligned(&[q, k_cache, v_cache]) && out.is_aligned(),
     };
     let form = match q.dtype() {
         DType::BF16 => AttentionForm::choose(&call, &ex.machine()),
@@ -157,6 +159,7 @@ fn attend(
         2.. => Some(ex.scratch(DType::F32, &[rows * heads, splits as usize, value_dim + 2])?),
         _ => None,
     };
+    let (to, fp8) = out.place(op, cuda)?;
     let raw = PagedAttentionArgs {
         q: cuda.read(op, "q", q)?,
         k_cache: keys,
@@ -164,7 +167,7 @@ fn attend(
         query_start_loc: cuda.read(op, "query_start_loc", meta.query_start_loc)?,
         positions: cuda.read(op, "positions", meta.positions)?,
         block_tables: cuda.read(op, "block_tables", meta.block_tables)?,
-        out: cuda.write(op, "out", &mut out)?,
+        out: to,
         dtype: Dtype::of(op, k_cache.dtype())?,
         q_dtype: Dtype::of(op, q.dtype())?,
         tokens: small(op, rows)?,
@@ -206,6 +209,19 @@ fn attend(
         cuda.check(op, unsafe { ffi::moe_attention_latent_values(&raw, w_uv, to, cuda.raw()?) })?;
         return Ok(true);
     }
+    if let Some(to) = &fp8 {
+        if form != Some(AttentionForm::Wgmma) {
+            bail!(
+                "{op}: expected sizes of {}, which leaves rows in FP8, got {call:?}",
+                AttentionForm::Wgmma.name()
+            )
+        }
+        // SAFETY: as below; rows in FP8 have the sizes of `out`.
+        cuda.check(op, unsafe {
+            ffi::moe_attention_prefill_wgmma_fp8(&raw, blocks, to.scales, to.lines, to.quads, cuda.raw()?)
+        })?;
+        return Ok(true);
+    }
     if form == Some(AttentionForm::Wgmma) {
         // SAFETY: as below; any number of blocks is right.
         cuda.check(op, unsafe { ffi::moe_attention_prefill_wgmma_beside(&raw, blocks, cuda.raw()?) })?;
@@ -222,7 +238,7 @@ fn attend(
     Ok(true)
 }
 
-fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> AttentionCall {
+pub(super) fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> AttentionCall {
     let QkNormRope { num_heads, head_dim, .. } = *args;
     let (dtype, block_size) = (k_cache.dtype(), Some(k_cache.dims()[2]));
     AttentionCall {
@@ -260,7 +276,7 @@ pub(crate) fn decode_then_prompts(
     step: StepRows,
     mut k_cache: ViewMut,
     mut v_cache: ViewMut,
-    mut out: ViewMut,
+    mut out: RowsViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
     let decode_rows = step.decode;
@@ -277,7 +293,7 @@ pub(crate) fn decode_then_prompts(
         num_kv_heads: args.num_kv_heads,
         prompts: AttentionCall {
             rows: prompt_rows,
-            aligned: aligned(&[k_cache.as_view(), v_cache.as_view(), out.as_view()]),
+            aligned: aligned(&[k_cache.as_view(), v_cache.as_view()]) && out.is_aligned(),
             ..call(args, false, k_cache.as_view(), true)
         },
         decode_scores: step.decode_scores,
@@ -287,9 +303,9 @@ pub(crate) fn decode_then_prompts(
         0 => MixedForm::Apart,
         _ => MixedForm::choose(&mixed, &ex.machine()).unwrap_or(MixedForm::Apart),
     };
-    if form == MixedForm::Apart {
-        let (k, v, out) = (k_cache.reborrow(), v_cache.reborrow(), out.reborrow());
-        decode_attention(&decode_args, &decode, [k, v, out.narrow(0, decode_rows)?], &mixed, form, ex)?;
+    if form == MixedForm::Apart && decode_rows > 0 {
+        let caches = [k_cache.reborrow(), v_cache.reborrow()];
+        decode_attention(&decode_args, &decode, caches, out.first(decode_rows)?, &mixed, form, ex)?;
     }
     if prompt_rows == 0 {
         return Ok(());
@@ -309,10 +325,10 @@ pub(crate) fn decode_then_prompts(
         MixedForm::Apart => 0,
     };
     let (k, v) = (k_cache.as_view(), v_cache.as_view());
-    attend(q.view(), k, v, &prompt, out.reborrow(), Asked::Attention { blocks }, ex)?;
+    attend(q.view(), k, v, &prompt, out.first(rows)?, Asked::Attention { blocks }, ex)?;
     if form == MixedForm::Beside {
-        let out = out.narrow(0, decode_rows)?;
-        decode_attention(&decode_args, &decode, [k_cache, v_cache, out], &mixed, form, ex)?;
+        let out = out.first(decode_rows)?;
+        decode_attention(&decode_args, &decode, [k_cache, v_cache], out, &mixed, form, ex)?;
     }
     Ok(())
 }
@@ -322,7 +338,8 @@ pub(crate) fn decode_then_prompts(
 fn decode_attention(
     args: &QkNormRope,
     meta: &AttentionMeta,
-    [mut k_cache, mut v_cache, mut out]: [ViewMut; 3],
+    [mut k_cache, mut v_cache]: [ViewMut; 2],
+    out: RowsViewMut,
     mixed: &MixedCall,
     form: MixedForm,
     ex: &Exec,
@@ -343,6 +360,7 @@ fn decode_attention(
     let bytes = unsafe { ffi::moe_attention_decode_workspace(rows, heads, kv_heads, head_dim, splits) };
     let workspace = cuda.counters("decode_attention", bytes.div_ceil(4))?;
     let block_size = small(op, k_cache.dims()[2])?;
+    let (out, fp8) = out.place(op, cuda)?;
     let args = AttentionDecodeArgs {
         qkv: cuda.read(op, "qkv", args.qkv)?,
         q_norm: cuda.read_or_null(op, "q_norm", args.q_norm)?,
@@ -357,7 +375,7 @@ fn decode_attention(
         max_blocks: small(op, meta.block_tables.dims()[1])?,
         k_cache: cuda.write(op, "k_cache", &mut k_cache)?,
         v_cache: cuda.write(op, "v_cache", &mut v_cache)?,
-        out: cuda.write(op, "out", &mut out)?,
+        out,
         workspace,
         rows,
         heads,
@@ -369,7 +387,14 @@ fn decode_attention(
         splits,
     };
     let beside = i32::from(form == MixedForm::Beside);
-    // SAFETY: the door has checked dims and dtypes; `is_one_launch` is the launcher's condition. Beside the launch ahead: that
-    // one writes rows of prompts alone.
-    cuda.check(op, unsafe { ffi::moe_attention_decode_beside(&args, beside, cuda.raw()?) })
+    // SAFETY: the door has checked dims and dtypes; `is_one_launch` and, for FP8, `leaves_fp8` are the launchers' conditions.
+    // Beside the launch ahead: that one writes rows of prompts alone.
+    cuda.check(op, unsafe {
+        match fp8 {
+            None => ffi::moe_attention_decode_beside(&args, beside, cuda.raw()?),
+            Some(Fp8Place { scales, lines, quads, .. }) => {
+                ffi::moe_attention_decode_fp8(&args, beside, scales, lines, quads, cuda.raw()?)
+            }
+        }
+    })
 }

@@ -7,6 +7,7 @@ use candle_core::cuda_backend::cudarc::cublas::result::{gemm_ex, gemm_strided_ba
 use candle_core::cuda_backend::cudarc::cublas::sys;
 use candle_core::{DType, Result, bail};
 
+use super::args::Output;
 use super::{CudaExec, small};
 use crate::view::{View, ViewMut};
 
@@ -14,15 +15,21 @@ use crate::view::{View, ViewMut};
 /// that products inside a captured graph allocate nothing.
 pub(super) const WORKSPACE_WORDS: usize = (32 << 20) / 4;
 
-/// out [M, N] (bf16 or f32) = x [M, K] · w [N, K]ᵀ, both bf16, summed in f32. The door has checked dims
-/// and dtypes.
-pub(crate) fn product(cuda: &CudaExec, op: &str, x: View, w: View, mut out: ViewMut) -> Result<()> {
+/// out [M, N] = x [M, K] · w [N, K]ᵀ, both bf16, summed in f32; stored (bf16 or f32) or, if `output` says so, added to the f32
+/// that is there. The door has checked dims and dtypes.
+pub(crate) fn product(
+    cuda: &CudaExec,
+    op: &str,
+    x: View,
+    w: View,
+    (mut out, output): (ViewMut, Output),
+) -> Result<()> {
     let (m, n, k) = (small(op, x.rows())?, small(op, w.rows())?, small(op, w.dims()[1])?);
-    let out_type = output(out.dtype());
+    let out_type = element_type(out.dtype());
     let (x, w) = (cuda.read::<c_void>(op, "x", x)?, cuda.read::<c_void>(op, "w", w)?);
     let out = cuda.write::<c_void>(op, "out", &mut out)?;
-    let (one, zero) = (1f32, 0f32);
-    let (one, zero) = ((&raw const one).cast(), (&raw const zero).cast());
+    let (one, kept) = (1f32, output.kept());
+    let (one, kept) = ((&raw const one).cast(), (&raw const kept).cast());
     let handle = handle(cuda)?;
     let bf16 = sys::cudaDataType::CUDA_R_16BF;
     let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
@@ -32,7 +39,7 @@ pub(crate) fn product(cuda: &CudaExec, op: &str, x: View, w: View, mut out: View
     // SAFETY: the addresses cover [N, K], [M, K] and [M, N] elements on the handle's device.
     unsafe {
         gemm_ex(
-            handle, transposed, plain, n, m, k, one, w, bf16, k, x, bf16, k, zero, out, out_type, n, compute,
+            handle, transposed, plain, n, m, k, one, w, bf16, k, x, bf16, k, kept, out, out_type, n, compute,
             algorithm,
         )
     }
@@ -60,7 +67,7 @@ pub(crate) fn per_head(cuda: &CudaExec, op: &str, p: &PerHead, mut out: ViewMut)
     let (n, k) = (small(op, p.n)?, small(op, p.k)?);
     let (x, [x_row, x_head]) = p.x;
     let (x_row, out_row) = (small(op, x_row)?, small(op, p.out[0])?);
-    let out_type = output(out.dtype());
+    let out_type = element_type(out.dtype());
     let (x, w) = (cuda.read::<c_void>(op, "x", x)?, cuda.read::<c_void>(op, "w", p.w)?);
     let out = cuda.write::<c_void>(op, "out", &mut out)?;
     let (one, zero) = (1f32, 0f32);
@@ -84,7 +91,7 @@ pub(crate) fn per_head(cuda: &CudaExec, op: &str, p: &PerHead, mut out: ViewMut)
 }
 
 /// The type of a result.
-fn output(dtype: DType) -> sys::cudaDataType {
+fn element_type(dtype: DType) -> sys::cudaDataType {
     match dtype {
         DType::F32 => sys::cudaDataType::CUDA_R_32F,
         _ => sys::cudaDataType::CUDA_R_16BF,

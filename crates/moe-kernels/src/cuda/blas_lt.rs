@@ -6,12 +6,10 @@ use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t;
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::{DType, Result, bail};
 
-use super::args::In;
+use super::args::{In, Output};
 use super::{CudaExec, blas, small};
 use crate::view::ViewMut;
 
-/// Rows of x are a multiple of so many.
-pub(super) const FP8_ROWS: usize = 4;
 /// Rows and columns of w that share a scale.
 pub(super) const FP8_BLOCK: usize = 128;
 
@@ -24,14 +22,17 @@ pub(super) struct Fp8Operand {
     pub rows: usize,
 }
 
-/// out [M, N] (bf16 or f32) = x [M, K] · w [N, K]ᵀ, summed in f32; M a multiple of 4, N and K of 128.
+/// out [M, N] = x [M, K] · w [N, K]ᵀ, summed in f32; stored (bf16 or f32) or, if `output` says so, added to the f32 that is
+/// there; M a multiple of [`BLAS_FP8_ROWS`], N and K of 128.
+///
+/// [`BLAS_FP8_ROWS`]: crate::plan::BLAS_FP8_ROWS
 pub(super) fn fp8_product(
     cuda: &CudaExec,
     op: &str,
     x: &Fp8Operand,
     w: &Fp8Operand,
     k: usize,
-    mut out: ViewMut,
+    (mut out, output): (ViewMut, Output),
 ) -> Result<()> {
     // Any cuBLAS handle is one of cuBLASLt.
     let handle: sys::cublasLtHandle_t = blas::handle(cuda)?.cast();
@@ -49,7 +50,7 @@ pub(super) fn fp8_product(
     let out_layout = Layout::new(out_type, n, m)?;
     let product = Product::new(w.scales, x.scales)?;
     let preference = Preference::new(blas::WORKSPACE_WORDS * 4)?;
-    let (one, zero) = (1f32, 0f32);
+    let (one, kept) = (1f32, output.kept());
     // SAFETY: the descriptors live until the end of this function, the addresses cover [N, K], [M, K] and [M, N] elements and
     // the scales that the descriptor names, on the handle's device; the workspace is used on its stream alone.
     unsafe {
@@ -66,7 +67,7 @@ pub(super) fn fp8_product(
             handle,
             product.0,
             (&raw const one).cast(),
-            (&raw const zero).cast(),
+            (&raw const kept).cast(),
             w.q.cast(),
             w_layout.0,
             x.q.cast(),

@@ -30,7 +30,13 @@ launchers! {
     moe_qk_norm_rope_cache(args: *const QkNormRopeArgs);
     moe_attention_prefill(args: *const PagedAttentionArgs);
     moe_attention_prefill_wgmma_beside(args: *const PagedAttentionArgs, blocks: i32);
+    moe_attention_prefill_wgmma_fp8(
+        args: *const PagedAttentionArgs, blocks: i32, scales: *mut f32, lines quads: i32
+    );
     moe_attention_decode_beside(args: *const AttentionDecodeArgs, beside: i32);
+    moe_attention_decode_fp8(
+        args: *const AttentionDecodeArgs, beside: i32, scales: *mut f32, lines quads: i32
+    );
     moe_attention_latent(args: *const PagedAttentionArgs);
     moe_attention_latent_values(args: *const PagedAttentionArgs, w_uv: In, values: Out);
     moe_attention_latent_decode(args: *const PagedAttentionArgs, w_uv: In, values: Out);
@@ -54,6 +60,10 @@ launchers! {
     moe_expert_residency(args: *const ExpertResidencyArgs);
     moe_expert_exchange(args: *const ExpertExchangeArgs);
     moe_combine_add_rms_norm(args: *const CombineArgs, residual: *mut f32, weight: *const bf16, eps: f32);
+    moe_combine_add_rms_norm_fp8(
+        args: *const CombineArgs, residual: *mut f32, weight: *const bf16, eps: f32,
+        scales: *mut f32, lines quads: i32
+    );
 
     // quantised weights
     moe_quant_linear_stream(args: *const QuantLinearStreamArgs);

@@ -1,147 +1,196 @@
 //! Rows in FP8 on a device, which products multiply with FP8 weights.
 
-use std::ptr;
-
 use candle_core::{DType, Result};
 
-use super::args::{Fp8LinearArgs, Fp8PlacesArgs, Fp8QuantiseArgs, In, Output};
+use super::args::{Fp8LinearArgs, Fp8PlacesArgs, Fp8QuantiseArgs, In, Out, Output};
 use super::blas_lt::{self, Fp8Operand};
 use super::quant::DevicePack;
-use super::{ffi, small};
-use crate::buffer::Scratch;
+use super::{CudaExec, aligned, attention, ffi, small};
 use crate::exec::Exec;
 use crate::fp8::FP8_GROUP;
+use crate::ops::QkNormRope;
+use crate::plan::{AttentionCall, AttentionForm, BLAS_FP8_ROWS, Form};
+use crate::product_rows::{Fp8Order, Fp8Rows, RowsViewMut};
 use crate::view::{View, ViewMut};
 
-/// Lines of scales are copied in pieces of so many.
+/// Scales of a pack's rows are read in pieces of so many.
 const SCALE_PIECE: usize = 4;
 
-/// The slots of a step in order of experts: those of expert 0, then those of expert 1, ..
-pub(super) struct SlotPlaces {
-    /// [T K] u32, slot of each place.
-    slot_at: In,
-    /// [T K] u32, place of each slot that has a local expert.
-    place_of: In,
-    top_k: usize,
-    // Until the launches that read them are on the stream.
-    _buffers: [Scratch; 2],
-}
-
-impl SlotPlaces {
-    /// Of the slots [experts, bucket] of each expert, `counts` \[experts\] of them there; `tokens` of `top_k` slots in all.
-    pub(super) fn new(
-        op: &str,
-        (slots, counts): (In, In),
-        (bucket, experts): (usize, usize),
-        (tokens, top_k): (usize, usize),
-        ex: &Exec,
-    ) -> Result<Self> {
-        let cuda = ex.cuda(op)?;
-        let num_slots = tokens * top_k;
-        let mut slot_at = ex.scratch(DType::U32, &[num_slots])?;
-        let mut place_of = ex.scratch(DType::U32, &[num_slots])?;
-        let args = Fp8PlacesArgs {
-            slots,
-            counts,
-            bucket: small(op, bucket)?,
-            slot_at: cuda.write(op, "slots in order", &mut slot_at.view_mut())?,
-            place_of: cuda.write(op, "places", &mut place_of.view_mut())?,
-            experts: small(op, experts)?,
-            num_slots: small(op, num_slots)?,
-        };
-        // SAFETY: routing has listed the slots, each below `num_slots` and in one list; the scratch has that many words.
-        cuda.check("fp8_places", unsafe { ffi::moe_fp8_places(&args, cuda.raw()?) })?;
-        let (at, of) = (args.slot_at.cast_const(), args.place_of.cast_const());
-        Ok(Self { slot_at: at, place_of: of, top_k, _buffers: [slot_at, place_of] })
-    }
-}
-
-/// In which order each 128 columns of a row lie.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Columns {
-    /// That of the second operand in shared memory, and of a pack's rows.
-    Rows,
-    /// That of the first operand, a lane's four columns together.
-    Quads,
-}
-
-/// Rows [R, K] as E4M3, with a scale for each row and 128 columns.
-pub(super) struct Fp8Rows {
-    /// [R, K] bytes.
-    pub q: In,
-    /// [K / 128, R rounded up to 4] f32.
-    pub scales: In,
-    // Until the launches that read them are on the stream.
-    _buffers: [Scratch; 2],
+/// Where a launch leaves rows in FP8: the arguments that all of them take.
+pub(super) struct Fp8Place {
+    pub q: *mut u8,
+    pub scales: *mut f32,
+    pub lines: i32,
+    pub quads: i32,
 }
 
 impl Fp8Rows {
-    /// Quantises `x` [rows, columns] bf16, 16-byte aligned; columns are a multiple of 128. With `places` each row goes to
-    /// those of its slots, so that R is `rows` times the slots of a row.
-    pub(super) fn new(
-        op: &str,
-        x: In,
-        (rows, columns): (usize, usize),
-        order: Columns,
-        places: Option<&SlotPlaces>,
-        ex: &Exec,
-    ) -> Result<Self> {
-        let cuda = ex.cuda(op)?;
-        let (slot_at, place_of, top_k) =
-            places.map_or((ptr::null(), ptr::null(), 1), |p| (p.slot_at, p.place_of, p.top_k));
-        let lines = (rows * top_k).next_multiple_of(SCALE_PIECE);
-        let mut q = ex.scratch(DType::U8, &[rows * top_k, columns])?;
-        let mut scales = ex.scratch(DType::F32, &[columns / FP8_GROUP, lines])?;
-        let args = Fp8QuantiseArgs {
-            x,
-            q: cuda.write(op, "rows in FP8", &mut q.view_mut())?,
-            scales: cuda.write(op, "scales", &mut scales.view_mut())?,
-            slot_at,
-            place_of,
-            rows: small(op, rows)?,
-            columns: small(op, columns)?,
-            top_k: small(op, top_k)?,
-            quads: i32::from(order == Columns::Quads),
-        };
-        // SAFETY: the scratch has the sizes that the launcher writes, and the form has checked its conditions.
-        cuda.check("fp8_quantise", unsafe { ffi::moe_fp8_quantise(&args, cuda.raw()?) })?;
-        Ok(Self { q: args.q.cast_const(), scales: args.scales.cast_const(), _buffers: [q, scales] })
+    /// Where a launch writes them.
+    pub(super) fn place(&mut self, op: &str, cuda: &CudaExec) -> Result<Fp8Place> {
+        Ok(Fp8Place {
+            q: cuda.write(op, "rows in FP8", &mut self.q.view_mut())?,
+            scales: cuda.write(op, "scales", &mut self.scales.view_mut())?,
+            lines: small(op, self.lines())?,
+            quads: i32::from(self.order == Fp8Order::Quads),
+        })
+    }
+
+    /// Where bytes and scales are read.
+    pub(super) fn at(&self, op: &str, cuda: &CudaExec) -> Result<[In; 2]> {
+        Ok([cuda.read(op, "rows in FP8", self.q.view())?, cuda.read(op, "scales", self.scales.view())?])
     }
 }
 
-/// out = x · wᵀ + bias with x quantised; the form has checked the conditions.
+/// Rows that a launch leaves in bf16 or in FP8.
+impl RowsViewMut<'_> {
+    /// K.
+    pub(super) fn columns(&self) -> usize {
+        match self {
+            Self::Floats(rows) => rows.dims()[1],
+            Self::Fp8(rows) => rows.dims()[1],
+        }
+    }
+
+    /// Whether they begin at a multiple of 16 bytes, as scratch does.
+    pub(super) fn is_aligned(&self) -> bool {
+        match self {
+            Self::Floats(rows) => aligned(&[rows.as_view()]),
+            Self::Fp8(_) => true,
+        }
+    }
+
+    /// The same for a launch of the first `rows` of them.
+    pub(super) fn first(&mut self, rows: usize) -> Result<RowsViewMut<'_>> {
+        Ok(match self {
+            Self::Floats(out) => RowsViewMut::Floats(out.reborrow().narrow(0, rows)?),
+            Self::Fp8(out) => RowsViewMut::Fp8(out),
+        })
+    }
+
+    /// Where they are written, and the rest of the place if that is FP8.
+    pub(super) fn place(self, op: &str, cuda: &CudaExec) -> Result<(Out, Option<Fp8Place>)> {
+        match self {
+            Self::Floats(mut out) => Ok((cuda.write(op, "out", &mut out)?, None)),
+            Self::Fp8(out) => {
+                let place = out.place(op, cuda)?;
+                Ok((place.q.cast(), Some(place)))
+            }
+        }
+    }
+}
+
+/// Whether the launches of such a step, of which `decode_rows` rows decode, leave their rows in FP8: those of heads whose
+/// columns share a scale.
+pub(crate) fn leaves_fp8(args: &QkNormRope, decode_rows: usize, k_cache: View, ex: &Exec) -> bool {
+    let prompts = AttentionCall {
+        rows: args.qkv.rows() - decode_rows.min(args.qkv.rows()),
+        ..attention::call(args, false, k_cache, aligned(&[k_cache, args.qkv, args.cos, args.sin]))
+    };
+    args.head_dim == FP8_GROUP
+        && (decode_rows == 0 || attention::is_one_launch(args, decode_rows, k_cache, ex))
+        && (prompts.rows == 0 || AttentionForm::choose(&prompts, &ex.machine()) == Some(AttentionForm::Wgmma))
+}
+
+/// out = `x` [T, K] bf16, quantised.
+pub(crate) fn quantise_rows_into(x: View, out: &mut Fp8Rows, ex: &Exec) -> Result<()> {
+    let op = "quantise_rows";
+    super::expect_aligned(op, &[x])?;
+    quantise(op, ex.cuda(op)?.read(op, "x", x)?, out, ex)
+}
+
+/// `x` [rows, columns] bf16, 16-byte aligned, quantised; columns are a multiple of 128.
+pub(super) fn quantised(
+    op: &str,
+    x: In,
+    [rows, columns]: [usize; 2],
+    order: Fp8Order,
+    ex: &Exec,
+) -> Result<Fp8Rows> {
+    let mut out = Fp8Rows::unspecified([rows, columns], order, ex)?;
+    quantise(op, x, &mut out, ex)?;
+    Ok(out)
+}
+
+/// The same into rows that are there.
+pub(super) fn quantise(op: &str, x: In, out: &mut Fp8Rows, ex: &Exec) -> Result<()> {
+    let (cuda, [rows, columns]) = (ex.cuda(op)?, out.dims());
+    let Fp8Place { q, scales, quads, .. } = out.place(op, cuda)?;
+    let args = Fp8QuantiseArgs {
+        x,
+        q: q.cast(),
+        scales: scales.cast(),
+        rows: small(op, rows)?,
+        columns: small(op, columns)?,
+        quads,
+    };
+    // SAFETY: the rows have the sizes that the launcher writes, and the form has checked its conditions.
+    cuda.check("fp8_quantise", unsafe { ffi::moe_fp8_quantise(&args, cuda.raw()?) })
+}
+
+/// A row for each slot, in order of experts: those of expert 0, then those of expert 1, .. Of the slots [experts, bucket] of
+/// each expert, `counts` \[experts\] of them there; `top_k` slots of a row in all.
+pub(super) fn to_slots(
+    op: &str,
+    rows: &Fp8Rows,
+    (slots, counts): (In, In),
+    (bucket, experts, top_k): (usize, usize, usize),
+    ex: &Exec,
+) -> Result<Fp8Rows> {
+    let (cuda, [tokens, columns]) = (ex.cuda(op)?, rows.dims());
+    let mut out = Fp8Rows::unspecified([tokens * top_k, columns], rows.order, ex)?;
+    let ([x, x_scales], to) = (rows.at(op, cuda)?, out.place(op, cuda)?);
+    let args = Fp8PlacesArgs {
+        x,
+        x_scales,
+        slots,
+        counts,
+        bucket: small(op, bucket)?,
+        q: to.q.cast(),
+        scales: to.scales.cast(),
+        tokens: small(op, tokens)?,
+        top_k: small(op, top_k)?,
+        columns: small(op, columns)?,
+        experts: small(op, experts)?,
+    };
+    // SAFETY: routing has listed the slots, each below `tokens * top_k` and in one list; `out` has a row for each.
+    cuda.check("fp8_places", unsafe { ffi::moe_fp8_places(&args, cuda.raw()?) })?;
+    Ok(out)
+}
+
+/// out = rows · wᵀ + bias, stored or added; the form has checked the conditions.
 pub(super) fn linear(
     op: &str,
-    x: View,
+    rows: &Fp8Rows,
     (w, bias): (&DevicePack, Option<View>),
-    mut out: ViewMut,
+    (mut out, output): (ViewMut, Output),
     ex: &Exec,
 ) -> Result<()> {
-    let (cuda, [_, _, k]) = (ex.cuda(op)?, w.dims());
-    let rows = Fp8Rows::new(op, cuda.read(op, "x", x)?, (x.rows(), k), Columns::Quads, None, ex)?;
+    let cuda = ex.cuda(op)?;
+    let ([q, scales], [m, _]) = (rows.at(op, cuda)?, rows.dims());
     let args = Fp8LinearArgs {
-        q: rows.q,
-        scales: rows.scales,
+        q,
+        scales,
         w: w.args(op, cuda)?,
         bias: cuda.read_or_null(op, "bias", bias)?,
-        output: Output::stored_as(out.dtype()),
+        output,
         out: cuda.write(op, "out", &mut out)?,
-        m: small(op, x.rows())?,
+        m: small(op, m)?,
         splits: 0,
     };
-    // SAFETY: dims and dtypes are checked at the door, the launcher's conditions by the form; its rows were quantised by the
-    // launch before.
+    // SAFETY: dims and dtypes are checked at the door, the launcher's conditions by the form; rows were quantised by a launch
+    // before.
     cuda.check("fp8_linear", unsafe { ffi::moe_fp8_linear(&args, cuda.raw()?) })
 }
 
-/// The same by cuBLASLt, to which the pack is written out as rows.
-pub(super) fn linear_by_rows(op: &str, x: View, w: &DevicePack, out: ViewMut, ex: &Exec) -> Result<()> {
+/// The same by cuBLASLt, to which the pack is written out as rows; of a multiple of [`BLAS_FP8_ROWS`] rows.
+pub(super) fn linear_by_rows(
+    op: &str,
+    rows: &Fp8Rows,
+    w: &DevicePack,
+    (out, output): (ViewMut, Output),
+    ex: &Exec,
+) -> Result<()> {
     let (cuda, [_, n, k]) = (ex.cuda(op)?, w.dims());
-    // It takes rows of x by fours; there are at most three more.
-    let whole = x.rows() / blas_lt::FP8_ROWS * blas_lt::FP8_ROWS;
-    let (head, tail) = out.split_at(whole)?;
-    let head_x = x.narrow(0, whole)?;
-    let rows = Fp8Rows::new(op, cuda.read(op, "x", head_x)?, (whole, k), Columns::Rows, None, ex)?;
     let mut q = ex.scratch(DType::U8, &[n, k])?;
     let lines = (k / FP8_GROUP).next_multiple_of(SCALE_PIECE);
     let mut scales = ex.scratch(DType::F32, &[n / blas_lt::FP8_BLOCK, lines])?;
@@ -151,11 +200,30 @@ pub(super) fn linear_by_rows(op: &str, x: View, w: &DevicePack, out: ViewMut, ex
     // SAFETY: the pack lies in the order that the launcher reads and has scales in blocks, the scratch has the sizes that it
     // writes.
     cuda.check("fp8_rows", unsafe { ffi::moe_fp8_rows(&pack, q_at, scales_at, cuda.raw()?) })?;
-    let x_operand = Fp8Operand { q: rows.q, scales: rows.scales, rows: whole };
+    let ([x, x_scales], [m, _]) = (rows.at(op, cuda)?, rows.dims());
+    let x_operand = Fp8Operand { q: x, scales: x_scales, rows: m };
     let w_operand = Fp8Operand { q: q_at.cast_const(), scales: scales_at.cast_const(), rows: n };
-    blas_lt::fp8_product(cuda, op, &x_operand, &w_operand, k, head)?;
+    blas_lt::fp8_product(cuda, op, &x_operand, &w_operand, k, (out, output))
+}
+
+/// The same of any rows in bf16; those that are left over go the way of [`linear`].
+pub(super) fn linear_by_rows_of(
+    op: &str,
+    x: View,
+    w: &DevicePack,
+    (out, output): (ViewMut, Output),
+    ex: &Exec,
+) -> Result<()> {
+    let (cuda, [_, _, k]) = (ex.cuda(op)?, w.dims());
+    let whole = x.rows() / BLAS_FP8_ROWS * BLAS_FP8_ROWS;
+    let (head, tail) = out.split_at(whole)?;
+    let head_x = cuda.read(op, "x", x.narrow(0, whole)?)?;
+    linear_by_rows(op, &quantised(op, head_x, [whole, k], Fp8Order::Rows, ex)?, w, (head, output), ex)?;
     match x.rows() - whole {
         0 => Ok(()),
-        rest => linear(op, x.narrow(whole, rest)?, (w, None), tail, ex),
+        rest => {
+            let x = cuda.read(op, "x", x.narrow(whole, rest)?)?;
+            linear(op, &quantised(op, x, [rest, k], Fp8Order::Quads, ex)?, (w, None), (tail, output), ex)
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Dense products on CUDA.
 
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 
 use super::args::{LinearStreamArgs, LinearTensorArgs, Output, QuantLinearStreamArgs, QuantLinearTensorArgs};
 use super::quant::DevicePack;
@@ -8,6 +8,7 @@ use super::{aligned, any, blas, ffi, fp8, quant, small};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
 use crate::plan::{Form, FusedLinearForm, LinearCall, LinearForm};
+use crate::product_rows::{Fp8Order, Fp8Rows, RowsView};
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 
@@ -50,26 +51,105 @@ pub(crate) fn linear(
     x: View,
     w: WeightView,
     bias: Option<View>,
-    mut out: ViewMut,
+    out: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    let output = Output::stored_as(out.dtype());
+    multiply(op, x, (w, bias), (out, output), ex)
+}
+
+/// The same, stored or added.
+fn multiply(
+    op: &str,
+    x: View,
+    (w, bias): (WeightView, Option<View>),
+    (mut out, output): (ViewMut, Output),
     ex: &Exec,
 ) -> Result<()> {
     let (cuda, w) = (ex.cuda(op)?, Matrix::of(op, w)?);
     let call = w.call(x.rows(), x.dtype(), bias.is_some(), &[x, out.as_view()]);
-    let output = Output::stored_as(out.dtype());
     match (LinearForm::choose(&call, &ex.machine()), w) {
-        (Some(LinearForm::Blas), Matrix::Rows(w)) => blas::product(cuda, op, x, w, out),
+        (Some(LinearForm::Blas), Matrix::Rows(w)) => blas::product(cuda, op, x, w, (out, output)),
         (Some(LinearForm::QuantBlas), Matrix::Pack(pack)) => {
             let mut floats = ex.scratch(DType::BF16, &[call.n, call.k])?;
             pack.dequantise_into(op, floats.view_mut(), ex)?;
-            blas::product(cuda, op, x, floats.view(), out)
+            blas::product(cuda, op, x, floats.view(), (out, output))
         }
-        (Some(LinearForm::Fp8Blas), Matrix::Pack(pack)) => fp8::linear_by_rows(op, x, pack, out, ex),
-        (Some(LinearForm::Fp8), Matrix::Pack(pack)) => fp8::linear(op, x, (pack, bias), out, ex),
+        (Some(LinearForm::Fp8Blas), Matrix::Pack(pack)) => {
+            fp8::linear_by_rows_of(op, x, pack, (out, output), ex)
+        }
+        (Some(LinearForm::Fp8), Matrix::Pack(pack)) => {
+            let x = cuda.read(op, "x", x)?;
+            let rows = fp8::quantised(op, x, [call.rows, call.k], Fp8Order::Quads, ex)?;
+            fp8::linear(op, &rows, (pack, bias), (out, output), ex)
+        }
         (Some(LinearForm::Stream), w) => stream(op, x, None, (w, bias), (&mut out, output), ex),
         (Some(LinearForm::Tensor), w) => tensor(op, x, (w, bias), (&mut out, output), ex),
+        _ if output == Output::AddF32 => bail!("{op}: expected a product that adds, got {call:?}"),
         (_, Matrix::Rows(w)) => any::linear(ex, op, x, w, bias, out),
         (_, Matrix::Pack(pack)) => quant::linear(op, x, pack, bias, out, ex),
     }
+}
+
+/// Whether the product of so many rows adds to the residual stream.
+pub(crate) fn adds(rows: usize, w: WeightView, bias: bool, views: &[View], ex: &Exec) -> bool {
+    let Ok(matrix) = Matrix::of("a product that adds", w) else { return false };
+    let call = matrix.call(rows, w.dtype(), bias, views);
+    LinearForm::choose(&call, &ex.machine()).is_some_and(|form| form.adds(rows).is_ok())
+}
+
+/// residual += x · wᵀ + bias; [`adds`] has said yes.
+pub(crate) fn add_product(
+    op: &str,
+    x: RowsView,
+    (w, bias): (WeightView, Option<View>),
+    residual: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    match x {
+        RowsView::Floats(x) => multiply(op, x, (w, bias), (residual, Output::AddF32), ex),
+        RowsView::Fp8(rows) => linear_of_fp8(op, rows, (w, bias), (residual, Output::AddF32), ex),
+    }
+}
+
+/// The order in which the product of `rows` rows with `w` reads rows in FP8; `None`: it takes bf16.
+pub(crate) fn fp8_order(rows: usize, w: WeightView, bias: bool, ex: &Exec) -> Result<Option<Fp8Order>> {
+    let call = Matrix::of("a product's rows", w)?.call(rows, w.dtype(), bias, &[]);
+    Ok(LinearForm::choose(&call, &ex.machine()).and_then(|form| form.fp8_order(rows)))
+}
+
+/// out = rows · wᵀ + bias, stored or added, for rows that were made for this product; the door has checked dims and dtypes.
+fn linear_of_fp8(
+    op: &str,
+    rows: &Fp8Rows,
+    (w, bias): (WeightView, Option<View>),
+    (out, output): (ViewMut, Output),
+    ex: &Exec,
+) -> Result<()> {
+    let (reads, [t, _]) = (fp8_order(rows.dims()[0], w, bias.is_some(), ex)?, rows.dims());
+    match (Matrix::of(op, w)?, rows.order) {
+        (Matrix::Pack(pack), order) if reads == Some(order) && aligned(&[out.as_view()]) => match order {
+            Fp8Order::Rows => fp8::linear_by_rows(op, rows, pack, (out, output), ex),
+            Fp8Order::Quads => fp8::linear(op, rows, (pack, bias), (out, output), ex),
+        },
+        (_, order) => bail!(
+            "{op}: {t} rows in FP8, {order:?}, were made for another product: this one reads {reads:?}; make them with \
+             ProductRows::of_product"
+        ),
+    }
+}
+
+/// The same, stored.
+pub(crate) fn linear_of_rows(
+    op: &str,
+    rows: &Fp8Rows,
+    w: WeightView,
+    bias: Option<View>,
+    out: ViewMut,
+    ex: &Exec,
+) -> Result<()> {
+    let output = Output::stored_as(out.dtype());
+    linear_of_fp8(op, rows, (w, bias), (out, output), ex)
 }
 
 /// Whether [`norm_linear`] and [`linear_add`] compute a product of so many rows over these views.

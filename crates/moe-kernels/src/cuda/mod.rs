@@ -53,6 +53,7 @@ pub use experts::{
     ExpertLists, FusedExperts, MonolithicExperts, expert_slot_rows, fused_experts_into,
     monolithic_experts_into, slotted_experts_into,
 };
+pub(crate) use fp8::{leaves_fp8, quantise_rows_into};
 pub use graph::Graph;
 pub(crate) use memory::{DeviceMemory, storage_slice};
 pub use memory::{PinnedWords, mapped_bytes, mapped_bytes_mut};

@@ -8,6 +8,7 @@ use super::{add_into, linear_into, linear_row_parallel_into, rms_norm_into};
 use crate::door::{expect, expect_dtype, expect_matrix};
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
+use crate::product_rows::RowsView;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 
@@ -62,31 +63,52 @@ fn norm_product(
 ///
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `x` | [T, K] model dtype (f32, bf16, f16) |
+/// | `x` | [T, K] model dtype (f32, bf16, f16); or in FP8, made for this product |
 /// | `w` | [N, K] model dtype |
 /// | `bias` | \[N\] model dtype |
 ///
 /// # Errors
 /// Wrong dims or dtypes.
-pub fn linear_add_into<'w>(
-    x: View,
+pub fn linear_add_into<'x, 'w>(
+    x: impl Into<RowsView<'x>>,
     w: impl Into<WeightView<'w>>,
     bias: Option<View>,
     residual: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    product_add(x, w.into(), bias, residual, ex)
+    product_add(x.into(), w.into(), bias, residual, ex)
 }
 
-fn product_add(x: View, w: WeightView, bias: Option<View>, residual: ViewMut, ex: &mut Exec) -> Result<()> {
+fn product_add(
+    x: RowsView,
+    w: WeightView,
+    bias: Option<View>,
+    residual: ViewMut,
+    ex: &mut Exec,
+) -> Result<()> {
     let op = "linear_add";
-    let (t, k) = expect_matrix(op, "x", &x)?;
-    expect_dtype(op, "x", &x, w.dtype())?;
+    let (t, k) = match x {
+        RowsView::Floats(x) => {
+            expect_dtype(op, "x", &x, w.dtype())?;
+            expect_matrix(op, "x", &x)?
+        }
+        RowsView::Fp8(rows) => rows.dims().into(),
+    };
     let n = expect_weight(op, &w, bias, k)?;
     expect(op, "residual", &residual, DType::F32, &[t, n])?;
     #[cfg(feature = "cuda")]
-    if ex.is_cuda() && crate::cuda::linear::fuses(t, w, bias.is_some(), &[x, residual.as_view()], ex) {
-        return crate::cuda::linear::linear_add(op, x, w, bias, residual, ex);
+    if ex.is_cuda() {
+        use crate::cuda::linear;
+        let mut views = vec![residual.as_view()];
+        if let RowsView::Floats(x) = x {
+            views.push(x);
+            if linear::fuses(t, w, bias.is_some(), &views, ex) {
+                return linear::linear_add(op, x, w, bias, residual, ex);
+            }
+        }
+        if linear::adds(t, w, bias.is_some(), &views, ex) {
+            return linear::add_product(op, x, (w, bias), residual, ex);
+        }
     }
     let mut delta = ex.scratch(DType::F32, residual.dims())?;
     linear_row_parallel_into(x, w, bias, delta.view_mut(), ex)?;

@@ -9,6 +9,7 @@ use crate::cpu::shared::Shared;
 use crate::cpu::simd::Lanes;
 use crate::door::{expect_dims, expect_dtype, expect_matrix, expect_optional};
 use crate::exec::Exec;
+use crate::product_rows::RowsView;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 use crate::with_float;
@@ -24,7 +25,7 @@ pub fn row_parallel_segments(k: usize) -> usize {
 ///
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `x` | [T, K] model dtype (f32, bf16, f16) |
+/// | `x` | [T, K] model dtype (f32, bf16, f16); or in FP8, made for this product ([`ProductRows`](crate::ProductRows)) |
 /// | `w` | [N, K] same dtype, in rows or panels; or quantised, packed for this product |
 /// | `bias` | \[N\] same dtype |
 /// | `out` | [T, N] same dtype or f32 |
@@ -33,14 +34,14 @@ pub fn row_parallel_segments(k: usize) -> usize {
 ///
 /// # Errors
 /// A wrong dtype or wrong dims.
-pub fn linear_into<'w>(
-    x: View,
+pub fn linear_into<'x, 'w>(
+    x: impl Into<RowsView<'x>>,
     w: impl Into<WeightView<'w>>,
     bias: Option<View>,
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    product("linear", 1, x, w.into(), bias, out, ex)
+    product("linear", false, x.into(), w.into(), bias, out, ex)
 }
 
 /// [`linear_into`] with K cut into [`row_parallel_segments`] equal segments: each segment's f32
@@ -49,26 +50,35 @@ pub fn linear_into<'w>(
 ///
 /// # Errors
 /// A wrong dtype or wrong dims.
-pub fn linear_row_parallel_into<'w>(
-    x: View,
+pub fn linear_row_parallel_into<'x, 'w>(
+    x: impl Into<RowsView<'x>>,
     w: impl Into<WeightView<'w>>,
     bias: Option<View>,
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
-    let segments = row_parallel_segments(x.dims().last().copied().unwrap_or(0));
-    product("linear_row_parallel", segments, x, w.into(), bias, out, ex)
+    product("linear_row_parallel", true, x.into(), w.into(), bias, out, ex)
 }
 
 fn product(
     op: &str,
-    segments: usize,
-    x: View,
+    row_parallel: bool,
+    x: RowsView,
     w: WeightView,
     bias: Option<View>,
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
+    let x = match x {
+        RowsView::Floats(x) => x,
+        #[cfg(feature = "cuda")]
+        RowsView::Fp8(rows) => {
+            expect_fp8(op, rows, &w, bias, &out)?;
+            return crate::cuda::linear::linear_of_rows(op, rows, w, bias, out, ex);
+        }
+        #[cfg(not(feature = "cuda"))]
+        x => x.floats(op)?,
+    };
     let (t, k) = expect_matrix(op, "x", &x)?;
     expect_dtype(op, "w", &w, x.dtype())?;
     let n = expect_weight(op, &w, bias, k)?;
@@ -81,6 +91,7 @@ fn product(
     if ex.is_cuda() {
         return crate::cuda::linear::linear(op, x, w, bias, out, ex);
     }
+    let segments = if row_parallel { row_parallel_segments(k) } else { 1 };
     if let WeightView::Quantised(w) = w {
         return quant::product(op, segments, x, w.matrix(op)?, bias, out, ex);
     }
@@ -89,6 +100,24 @@ fn product(
         DType::F32 => run::<X, f32>(x, w, bias, rows, out, ex),
         _ => run::<X, X>(x, w, bias, rows, out, ex),
     })
+}
+
+/// Checks what rows in FP8 are multiplied with, and where the result goes.
+#[cfg(feature = "cuda")]
+pub(super) fn expect_fp8(
+    op: &str,
+    rows: &crate::Fp8Rows,
+    w: &WeightView,
+    bias: Option<View>,
+    out: &ViewMut,
+) -> Result<()> {
+    let [t, k] = rows.dims();
+    let n = expect_weight(op, w, bias, k)?;
+    expect_dims(op, "out", out, &[t, n])?;
+    match out.dtype() {
+        DType::BF16 | DType::F32 => Ok(()),
+        other => bail!("{op}: expected out of dtype bf16 or f32, got {}", other.as_str()),
+    }
 }
 
 /// Checks a weight [N, K] and its bias; N.

@@ -11,6 +11,9 @@ use crate::cpu::shared::Shared;
 use crate::cpu::simd::Lanes;
 use crate::door::{Shaped, expect, expect_dims, expect_dtype, expect_optional, expect_stream};
 use crate::exec::Exec;
+#[cfg(feature = "cuda")]
+use crate::product_rows::Fp8Rows;
+use crate::product_rows::RowsViewMut;
 use crate::view::{View, ViewMut};
 use crate::with_float;
 
@@ -129,16 +132,67 @@ fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> R
 /// ([`AttentionForm::Decode`](crate::plan::AttentionForm::Decode)); prompts in the same step take the others, beside it where
 /// that pays ([`MixedForm`](crate::plan::MixedForm)).
 ///
-/// `out` is [T, Hq · D] in the model dtype, the other arguments those of the two ops.
+/// `out` is [T, Hq · D] in the model dtype, or quantised for the product behind it: by the same launches where heads are those
+/// of a scale each, 128 columns, else by one of its own. The other arguments are those of the two ops.
 ///
 /// # Errors
 /// Those of the two ops.
-pub fn rope_attention_into(
+pub fn rope_attention_into<'o>(
     args: &QkNormRope,
     meta: &AttentionMeta,
     rows: StepRows,
-    mut k_cache: ViewMut,
-    mut v_cache: ViewMut,
+    k_cache: ViewMut,
+    v_cache: ViewMut,
+    out: impl Into<RowsViewMut<'o>>,
+    ex: &mut Exec,
+) -> Result<()> {
+    match out.into() {
+        RowsViewMut::Floats(out) => rope_attention(args, meta, rows, [k_cache, v_cache], out, ex),
+        #[cfg(feature = "cuda")]
+        RowsViewMut::Fp8(out) => rope_attention_fp8(args, meta, rows, [k_cache, v_cache], out, ex),
+        #[cfg(not(feature = "cuda"))]
+        out => out.floats("rope_attention").map(drop),
+    }
+}
+
+/// The same to rows in FP8.
+#[cfg(feature = "cuda")]
+fn rope_attention_fp8(
+    args: &QkNormRope,
+    meta: &AttentionMeta,
+    rows: StepRows,
+    caches: [ViewMut; 2],
+    out: &mut Fp8Rows,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (op, [k_cache, v_cache]) = ("rope_attention", caches);
+    let dims = [args.qkv.rows(), args.num_heads * args.head_dim];
+    if out.dims() != dims {
+        bail!("{op}: expected out {dims:?} in FP8, got {:?}", out.dims())
+    }
+    if crate::cuda::leaves_fp8(args, rows.decode, k_cache.as_view(), ex) {
+        check(op, args, &k_cache, &v_cache)?;
+        check_meta(op, meta, dims[0])?;
+        return crate::cuda::attention::decode_then_prompts(
+            args,
+            meta,
+            rows,
+            k_cache,
+            v_cache,
+            RowsViewMut::Fp8(out),
+            ex,
+        );
+    }
+    let mut floats = ex.scratch(k_cache.dtype(), &dims)?;
+    rope_attention(args, meta, rows, [k_cache, v_cache], floats.view_mut(), ex)?;
+    crate::cuda::quantise_rows_into(floats.view(), out, ex)
+}
+
+fn rope_attention(
+    args: &QkNormRope,
+    meta: &AttentionMeta,
+    rows: StepRows,
+    [mut k_cache, mut v_cache]: [ViewMut; 2],
     out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
@@ -153,7 +207,15 @@ pub fn rope_attention_into(
             bail!("{op}: expected at most {t} rows and {sequences} sequences to decode, got {got}")
         }
         expect(op, "out", &out, model, &[t, heads * d])?;
-        return crate::cuda::attention::decode_then_prompts(args, meta, rows, k_cache, v_cache, out, ex);
+        return crate::cuda::attention::decode_then_prompts(
+            args,
+            meta,
+            rows,
+            k_cache,
+            v_cache,
+            out.into(),
+            ex,
+        );
     }
     let _ = rows;
     // The CPU rounds q never, CUDA as it becomes an operand of the tensor cores.

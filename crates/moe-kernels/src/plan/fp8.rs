@@ -9,9 +9,10 @@ use super::{LinearCall, Machine, Reason};
 use crate::fp8::FP8_GROUP;
 use crate::scheme::{Fp8Scales, QuantScheme};
 
-/// From this many rows on dense products with FP8 activations are faster than those with 16 bits, their quantisation
-/// included: 17.7 and 17.8 us for qkv and o_proj of Qwen3-30B-A3B at 64 rows, 20.3 and 23.9 at 96 (one H200).
-const LINEAR_ROWS: usize = 65;
+/// From this many rows on dense products with FP8 activations are not slower than those with 16 bits where a launch of its own
+/// quantises the rows (17.7 and 17.8 us for qkv and o_proj of Qwen3-30B-A3B at 64 rows, 17.0 and 15.3 at 32, one H200), and
+/// 3 us faster where the launches ahead do.
+const LINEAR_ROWS: usize = 48;
 /// From this many rows on cuBLASLt is as fast, although it reads rows, which the pack becomes for it: 47.6 us for both at 512
 /// rows and 47.4 without, 50.4 and 56.8 at 768.
 const BLAS_ROWS: usize = 512;
@@ -125,6 +126,7 @@ mod tests {
     use candle_core::DType;
 
     use super::*;
+    use crate::Fp8Order;
     use crate::plan::{ExpertsCall, ExpertsForm, Form, Gpu, LinearForm};
 
     fn machine(fp8_activations: Fp8Activations) -> Machine {
@@ -197,11 +199,25 @@ mod tests {
         ] {
             assert_eq!(LinearForm::choose(&call, &machine), Some(form), "{call:?} {machine:?}");
         }
+        // Rows of which form the launch ahead leaves; cuBLASLt takes them by fours.
+        for (call, order) in [
+            (call(256, block), Some(Fp8Order::Quads)),
+            (call(131, block), Some(Fp8Order::Quads)),
+            (call(8192, block), Some(Fp8Order::Rows)),
+            (call(8191, block), None),
+            (call(8191, apart), Some(Fp8Order::Quads)),
+            (call(32, block), None),
+        ] {
+            let form = LinearForm::choose(&call, &auto).unwrap();
+            assert_eq!(form.fp8_order(call.rows), order, "{call:?}");
+            let adds = form == LinearForm::Fp8Blas;
+            assert_eq!(form.adds(call.rows).is_ok(), adds, "{call:?}");
+        }
         let why = |call: &LinearCall, machine: &Machine| {
             LinearForm::Fp8.fits(call, machine).map_err(|reason| reason.to_string()).unwrap_err()
         };
         assert!(why(&call(8192, block), &off).contains("--fp8-activations off"));
-        assert!(why(&call(32, block), &auto).contains("65"));
+        assert!(why(&call(32, block), &auto).contains("48"));
     }
 
     #[test]

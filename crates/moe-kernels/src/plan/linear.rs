@@ -5,6 +5,7 @@ use candle_core::DType;
 use super::fp8::{expect_fp8_blas, expect_fp8_linear};
 use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
 use super::{DequantiseForm, Form, Gpu, Machine, Reason};
+use crate::product_rows::Fp8Order;
 use crate::scheme::QuantScheme;
 
 /// Most rows for which streaming the weights beats the tensor-core kernel (docs/kernels.md).
@@ -19,6 +20,10 @@ const BLAS_ROWS: usize = 65;
 /// From this many rows on it is taken although quantised weights become bf16 for it: qkv and o_proj of Qwen3-30B-A3B take
 /// 44.0 us together at 384 rows and 35.6 by `linear_tensor`, 50.5 and 52.9 at 500 (int4, one H200).
 const QUANT_BLAS_ROWS: usize = 512;
+/// From this many rows on products add to the residual stream.
+const ADDING_ROWS: usize = 512;
+/// Rows in FP8 that cuBLASLt takes are a multiple of so many.
+pub(crate) const BLAS_FP8_ROWS: usize = 4;
 /// Most bytes of these floats between the launches.
 const QUANT_BLAS_BYTES: usize = 256 << 20;
 /// From this many weight rows on, a product is a vocabulary projection.
@@ -68,6 +73,31 @@ pub enum LinearForm {
     Any,
     /// The CPU.
     Cpu,
+}
+
+impl LinearForm {
+    /// The order in which the product of `rows` rows reads those that are quantised ahead of it; `None`: it takes the model
+    /// dtype, or quantises them itself.
+    pub fn fp8_order(self, rows: usize) -> Option<Fp8Order> {
+        match self {
+            Self::Fp8 => Some(Fp8Order::Quads),
+            // cuBLASLt takes rows by fours; what is left over goes another way.
+            Self::Fp8Blas if rows.is_multiple_of(BLAS_FP8_ROWS) => Some(Fp8Order::Rows),
+            _ => None,
+        }
+    }
+
+    /// Whether the product of `rows` rows adds to the residual stream where it would store: cuBLAS reads that beside its
+    /// products, and the norm behind it need not.
+    ///
+    /// # Errors
+    /// The reason why not.
+    pub fn adds(self, rows: usize) -> Result<(), Reason> {
+        match self {
+            Self::Blas | Self::Fp8Blas | Self::QuantBlas => expect_rows(ADDING_ROWS.., rows),
+            _ => Err(Reason::NoGain("the norm behind it adds in the same time")),
+        }
+    }
 }
 
 impl LinearCall {
@@ -323,6 +353,19 @@ mod tests {
         {
             assert_eq!(kernel::<FusedLinearForm>(rows, None).as_deref(), Some(fused), "{rows} rows");
             assert_eq!(kernel::<LinearForm>(rows, None).as_deref(), Some(alone), "{rows} rows");
+        }
+    }
+
+    #[test]
+    fn products_of_many_rows_add() {
+        for (form, rows, adds) in [
+            (LinearForm::Blas, 512, true),
+            (LinearForm::QuantBlas, 8191, true),
+            (LinearForm::Blas, 511, false),
+            (LinearForm::Tensor, 512, false),
+            (LinearForm::Cpu, 512, false),
+        ] {
+            assert_eq!(form.adds(rows).is_ok(), adds, "{form:?}, {rows} rows");
         }
     }
 }

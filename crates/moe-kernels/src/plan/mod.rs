@@ -24,6 +24,8 @@ pub use copies::{CopiesCall, CopiesForm};
 pub use dequantise::{DequantiseCall, DequantiseForm};
 pub use experts::{ExpertsCall, ExpertsForm};
 pub use fp8::Fp8Activations;
+#[cfg(feature = "cuda")]
+pub(crate) use linear::BLAS_FP8_ROWS;
 pub use linear::{FusedLinearForm, LinearCall, LinearForm};
 pub use mixed::{MixedCall, MixedForm};
 pub use monolithic::{Fusion, MonolithicCall, MonolithicForm};

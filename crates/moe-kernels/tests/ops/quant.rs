@@ -174,6 +174,36 @@ fn bits_depend_on_the_row_alone() -> Result<()> {
     Ok(())
 }
 
+/// Scales and inputs of any size, NaN too, give many rows the bits that each has alone, where scales are always multiplied: many
+/// rows add exponents in place of that if none can leave its range.
+#[test]
+fn scales_of_any_size() -> Result<()> {
+    let (rows, n, k) = (20, 40, 256);
+    for scheme in [int(4, 32, false, false), int(8, 128, true, false)] {
+        for scale in [0.02f32, 0.0, -0.5, 6e-8, 3e4, 6e4, 1e-30, 1e30, f32::NAN] {
+            let mut plain = Plain::new(n, k, scheme, true, 3);
+            plain.rows.scale[5] = scale;
+            let w = pack(&plain, QuantUse::Linear)?;
+            for factor in [1.0, 0.0, 1e-17, 1e-25, 1e-36, 1e36, f32::NAN] {
+                let mut x = data::<bf16>(rows * k, 4);
+                x[7 * k..][..96].iter_mut().for_each(|x| *x = bf16::from_f32(x.to_f32() * factor));
+                for isa in isas() {
+                    let ex = &mut exec(isa, 1);
+                    let all = linear::<bf16, f32>(&x, &w, None, ex)?;
+                    for row in [0, 7, 19] {
+                        let alone = linear::<bf16, f32>(&x[row * k..][..k], &w, None, ex)?;
+                        for (a, b) in all[row * n..].iter().zip(alone) {
+                            let same = a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan();
+                            assert!(same, "{scheme} {scale} {factor} {isa:?} row {row}: {a} {b}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// A part of K that a rank holds, packed by itself, gives the bits of its segments in the whole.
 #[test]
 fn a_rank_has_the_bits_of_its_segments() -> Result<()> {

@@ -66,7 +66,7 @@ fn run(
         outputs.push(forward_rows(&x, (hidden, DType::F32), &workspace, |x, out, ex| {
             let step = step.views()?;
             let rows = rope.rows(step.positions, step.rope_len, ex)?;
-            layer.forward_into(x, &step, &rows, cache.layer_mut(0)?, out, ex)
+            layer.forward_into(x.into(), &step, &rows, cache.layer_mut(0)?, out, ex)
         })?);
     }
     Ok(Tensor::cat(&outputs, 0)?)

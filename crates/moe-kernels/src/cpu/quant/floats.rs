@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::{Bytes, Form, LOCAL, Nibbles, PREFETCH, Quants, Unit, add, chains, tiles};
+use super::{Bytes, Form, LOCAL, Nibbles, PREFETCH, Quants, Rows, Unit, add, chains, tiles};
 use crate::cpu::product::K_BLOCK;
 use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{Ahead, Shape, Tile, UNIT, UnitSums};
@@ -33,7 +33,7 @@ impl<T: Lanes> Form<T> for Floats<'_> {
         dispatch(self.isa, Shape).1
     }
 
-    fn pack(&self, e: usize, _m: usize, rows: &[&[T]], panel: &mut [u32]) {
+    fn pack(&self, e: usize, _m: usize, rows: &[&[T]], panel: &mut [u32]) -> bool {
         let columns = &self.w.parts[e].columns;
         let first = columns.segments[self.segments.clone()].first().and_then(|r| columns.blocks.get(r.start));
         let start = first.map_or(0, |block| block.start);
@@ -44,9 +44,10 @@ impl<T: Lanes> Form<T> for Floats<'_> {
                 *word = row[i].widen().to_bits();
             }
         }
+        true
     }
 
-    fn unit(&self, e: usize, unit: Unit, words: usize, x: &[u32], sums: &mut [UnitSums]) {
+    fn unit(&self, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
         let panels = [unit.first, unit.second.unwrap_or(unit.first)];
         let (count, _) = dispatch(self.isa, Shape);
         let columns = &self.w.parts[e].columns;
@@ -63,7 +64,7 @@ impl<T: Lanes> Form<T> for Floats<'_> {
                         let w = &mut panel[..length * LANES * count];
                         self.dequantise(e, panels, chain, w);
                         for (start, m) in tiles(self.isa, sums.len()) {
-                            let x = &x[start * words + word * m..][..length * m];
+                            let x = &x.words[start * x.row_words + word * m..][..length * m];
                             let (out, add) = (&mut partial[start..start + m], i > 0);
                             dispatch(self.isa, Tile { x, w, m, vector, out, add, ahead: Ahead::NONE });
                         }

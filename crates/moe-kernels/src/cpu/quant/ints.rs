@@ -11,10 +11,10 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::fixed::{PackRows, put_pairs};
+use super::fixed::{PackPairs, PackRows, put_pairs};
 #[cfg(target_arch = "x86_64")]
 use super::matrix_registers;
-use super::{Bytes, Form, Nibbles, PREFETCH, Quants, Unit, one_row, unpacked};
+use super::{Bytes, Form, Nibbles, PREFETCH, Quants, Rows, Unit, one_row, unpacked};
 use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{CACHE_LINE, Shape, UNIT, UnitSums, with_rows};
 use crate::cpu::{Kernel, dispatch, dispatch_ints};
@@ -59,37 +59,40 @@ impl<T: Lanes> Form<T> for Ints<'_> {
         dispatch(self.isa, Shape).1
     }
 
-    fn pack(&self, e: usize, m: usize, rows: &[&[T]], panel: &mut [u32]) {
+    fn pack(&self, e: usize, m: usize, rows: &[&[T]], panel: &mut [u32]) -> bool {
         let columns = &self.w.parts[e].columns;
         let (blocks, order) = (blocks(columns, &self.segments), columns.x.as_deref());
         #[cfg(target_arch = "x86_64")]
         if self.in_matrix_registers(e, m) {
             let is_nibbles = self.w.step_bytes() == Nibbles::STEP_BYTES;
             let m = rows.len();
-            let put = |ints: &[i16], block: Block, j: usize, out: &mut [u32]| {
+            let put = |ints: &[u16], block: Block, j: usize, out: &mut [u32]| {
                 matrix_registers::put(ints, is_nibbles, block, j, m, out);
             };
             return dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
         }
         if self.in_bytes(m) {
-            let put = |ints: &[i16], _: Block, _: usize, out: &mut [u32]| one_row::put_bytes(ints, out);
+            let put = |ints: &[u16], _: Block, _: usize, out: &mut [u32]| one_row::put_bytes(ints, out);
             return dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
         }
-        let put = |ints: &[i16], _: Block, j: usize, out: &mut [u32]| put_pairs(ints, j, rows.len(), out);
-        dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
+        if rows.len() == 1 {
+            let put = |ints: &[u16], _: Block, _: usize, out: &mut [u32]| put_pairs(ints, out);
+            return dispatch(self.isa, PackRows { rows, blocks, order, panel, put });
+        }
+        dispatch(self.isa, PackPairs { rows, blocks, order, panel })
     }
 
-    fn unit(&self, e: usize, unit: Unit, words: usize, x: &[u32], sums: &mut [UnitSums]) {
+    fn unit(&self, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
         #[cfg(target_arch = "x86_64")]
         if self.in_matrix_registers(e, sums.len()) {
-            return matrix_registers::unit(self, e, unit, words, x, sums);
+            return matrix_registers::unit(self, e, unit, x, sums);
         }
         if sums.len() > dispatch(self.isa, DirectRows) {
-            return unpacked::unit(self, e, unit, words, x, sums);
+            return unpacked::unit(self, e, unit, x, sums);
         }
         match self.w.step_bytes() == Nibbles::STEP_BYTES {
-            true => self.tile(e, unit, x, sums, Nibbles),
-            false => self.tile(e, unit, x, sums, Bytes),
+            true => self.tile(e, unit, x.words, sums, Nibbles),
+            false => self.tile(e, unit, x.words, sums, Bytes),
         }
     }
 }

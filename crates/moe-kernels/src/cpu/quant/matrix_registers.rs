@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::ints::{Ints, Panel, STEP_WORDS, TAIL};
-use super::{LOCAL, Nibbles, PREFETCH, Quants, Unit, add, even_parts, words};
+use super::{LOCAL, Nibbles, PREFETCH, Quants, Rows, Unit, add, even_parts, words};
 use crate::cpu::amx::{ByteSums, configure_bytes, is_supported_int8, multiply_bytes, release, take_bytes};
 use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::tile::{CACHE_LINE, UNIT, UnitSums};
@@ -31,7 +31,7 @@ fn chunk(block: Block) -> usize {
 /// Puts the integers of a block, of row `j` of a tile of `m`, where [`unit`] wants them: for each chunk of columns the high
 /// bytes of all rows, then the low bytes, in the order of the bytes of weights.
 #[inline(always)]
-pub(super) fn put(ints: &[i16], is_nibbles: bool, block: Block, j: usize, m: usize, out: &mut [u32]) {
+pub(super) fn put(ints: &[u16], is_nibbles: bool, block: Block, j: usize, m: usize, out: &mut [u32]) {
     let order = if is_nibbles { [[0, 4, 1, 5], [2, 6, 3, 7]] } else { [[0, 2, 1, 3], [4, 6, 5, 7]] };
     let chunk = chunk(block);
     for (ints, out) in ints.chunks_exact(chunk).zip(out.chunks_exact_mut(chunk / 2 * m)) {
@@ -47,8 +47,8 @@ pub(super) fn put(ints: &[i16], is_nibbles: bool, block: Block, j: usize, m: usi
     }
 }
 
-/// A unit of matrix `e` times packed rows of x of `row_words` each.
-pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, row_words: usize, x: &[u32], sums: &mut [UnitSums]) {
+/// A unit of matrix `e` times packed rows of x.
+pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
     let (columns, middle) = (&ints.w.parts[e].columns, u32::from(middle(ints.w.scheme)));
     // The place of a missing panel repeats the other one.
     let panels = [unit.first, unit.second.unwrap_or(unit.first)].map(|panel| ints.panel(e, panel));
@@ -69,7 +69,8 @@ pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, row_words: usize, x: &[u32
                         configure_bytes(m, chunk);
                         configured = (m, chunk);
                     }
-                    let (x, tail) = x[start * row_words + at * m..][..(len + TAIL) * m].split_at(len * m);
+                    let first = start * x.row_words + at * m;
+                    let (x, tail) = x.words[first..][..(len + TAIL) * m].split_at(len * m);
                     for (i, x) in x.chunks_exact(chunk / 2 * m).enumerate() {
                         let bytes = i * chunk * LANES..(i + 1) * chunk * LANES;
                         let w = w.map(|w| &w[bytes.clone()]);

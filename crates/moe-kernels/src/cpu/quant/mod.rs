@@ -18,11 +18,13 @@ mod ints;
 #[cfg(target_arch = "x86_64")]
 mod matrix_registers;
 mod one_row;
+mod shift;
 mod unpacked;
 
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Result};
 
@@ -79,10 +81,21 @@ trait Form<T>: Sync {
     fn row_words(&self, e: usize) -> usize;
     /// Rows of a tile, at most, where a matrix multiplies `m` rows.
     fn tile_rows(&self, e: usize, m: usize) -> usize;
-    /// Packs a tile of rows, of `m` that matrix `e` multiplies, as [`unit`](Self::unit) wants them.
-    fn pack(&self, e: usize, m: usize, rows: &[&[T]], panel: &mut [u32]);
-    /// The sums of packed rows, of `row_words` words each, with one unit of matrix `e`.
-    fn unit(&self, e: usize, unit: Unit, row_words: usize, x: &[u32], sums: &mut [UnitSums]);
+    /// Packs a tile of rows, of `m` that matrix `e` multiplies, as [`unit`](Self::unit) wants them. Returns whether their scales
+    /// are [in range](shift).
+    fn pack(&self, e: usize, m: usize, rows: &[&[T]], panel: &mut [u32]) -> bool;
+    /// The sums of packed rows with one unit of matrix `e`. All of `sums` are written if there are columns.
+    fn unit(&self, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]);
+}
+
+/// Packed rows of x.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    words: &'a [u32],
+    /// Words of a row.
+    row_words: usize,
+    /// Whether all scales are [in range](shift).
+    are_in_range: bool,
 }
 
 /// Panels of a unit: the second one may be missing.
@@ -238,18 +251,26 @@ impl<T: Lanes, E: Epilogue, F: Form<T>> Driver<'_, T, E, F> {
                 jobs.push((piece, piece.row + start, m, panel));
             }
         }
+        let are_in_range = AtomicBool::new(true);
         for_each_item(self.ex, jobs, words, |(piece, row, m, panel)| {
-            self.form.pack(piece.group, piece.rows, &self.x_rows(row, m)[..m], panel);
+            if !self.form.pack(piece.group, piece.rows, &self.x_rows(row, m)[..m], panel) {
+                are_in_range.store(false, Ordering::Relaxed);
+            }
         });
+        let are_in_range = are_in_range.into_inner();
         let packed = &*packed;
         let words: usize = pieces.iter().map(|piece| piece.rows * piece.row_words).sum();
         for_each(self.ex, pieces.len() * units, words * units * UNIT, |task| {
             let (piece, unit) = (pieces[task / units], task % units);
-            let x = &packed[piece.word..][..piece.rows * piece.row_words];
+            let (row_words, words) = (piece.row_words, &packed[piece.word..][..piece.rows * piece.row_words]);
+            let x = Rows { words, row_words, are_in_range };
             SUMS.with_borrow_mut(|sums| {
-                sums.clear();
-                sums.resize(piece.rows, [0.0; UNIT]);
-                self.form.unit(piece.group, self.panels(unit), piece.row_words, x, sums);
+                sums.resize(sums.len().max(piece.rows), [0.0; UNIT]);
+                let sums = &mut sums[..piece.rows];
+                if row_words == 0 {
+                    sums.fill([0.0; UNIT]);
+                }
+                self.form.unit(piece.group, self.panels(unit), x, sums);
                 self.epilogue.take(piece.group, piece.row, unit, sums);
             });
         });

@@ -50,9 +50,9 @@ fn add_steps<S: Simd, const M: usize, const N: usize>(
 /// of its bytes and 2, 6, 3, 7 in the high ones. An integer is 256 times a signed byte plus an unsigned one: the words of a
 /// step are the signed bytes of both fours, then their unsigned ones.
 #[inline(always)]
-pub(super) fn put_bytes(ints: &[i16], out: &mut [u32]) {
+pub(super) fn put_bytes(ints: &[u16], out: &mut [u32]) {
     const LOW: u64 = 0x00ff_00ff_00ff_00ff;
-    let four = |ints: &[i16; 4]| ints.iter().rev().fold(0, |word, int| word << 16 | u64::from(*int as u16));
+    let four = |ints: &[u16; 4]| ints.iter().rev().fold(0, |word, int| word << 16 | u64::from(*int));
     for (ints, out) in ints.as_chunks().0.as_chunks::<2>().0.iter().zip(out.as_chunks_mut::<STEP_WORDS>().0) {
         let (first, second) = (four(&ints[0]), four(&ints[1]));
         let (signed, unsigned) = (first >> 8 & LOW | second & !LOW, first & LOW | (second & LOW) << 8);
@@ -142,7 +142,7 @@ mod tests {
     use crate::cpu::{Kernel, dispatch_ints, simd::LANES};
     use crate::exec::CpuIsa;
 
-    struct InBytes<'a>(&'a [u8], &'a [i16]);
+    struct InBytes<'a>(&'a [u8], &'a [u16]);
 
     impl Kernel for InBytes<'_> {
         type Output = [u32; LANES];
@@ -185,6 +185,7 @@ mod tests {
                 })
                 .collect();
             for isa in CpuIsa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+                let x: Vec<u16> = x.iter().map(|x| *x as u16).collect();
                 assert_eq!(dispatch_ints(isa, InBytes(&q, &x)).to_vec(), want, "{isa:?} {steps}");
             }
         }

@@ -7,14 +7,15 @@
 use std::marker::PhantomData;
 
 use super::ints::{Ints, Panel, STEP_WORDS, TAIL};
-use super::{Bytes, LOCAL, Nibbles, PREFETCH, Quants, Unit, chains, tiles};
+use super::shift::{AreInRange, Multiplied, ScaleProduct, Shifted};
+use super::{Bytes, LOCAL, Nibbles, PREFETCH, Quants, Rows, Unit, chains, even_parts};
 use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::tile::{CACHE_LINE, Shape, UNIT, UnitSums, with_rows};
 use crate::cpu::{Kernel, dispatch, dispatch_ints};
 use crate::quant::{Block, middle};
 
-/// A unit of matrix `e` times packed rows of x of `row_words` each.
-pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, row_words: usize, x: &[u32], sums: &mut [UnitSums]) {
+/// A unit of matrix `e` times packed rows of x.
+pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
     let (isa, columns) = (ints.isa, &ints.w.parts[e].columns);
     let (count, _) = dispatch(isa, Shape);
     // Places of a missing panel repeat the other one.
@@ -29,18 +30,16 @@ pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, row_words: usize, x: &[u32
                 let (mut begins, add) = (true, segment != ints.segments.start);
                 while let Some(blocks) = chains.next() {
                     let len: usize = blocks.iter().map(|block| block.steps() * STEP_WORDS).sum();
-                    words.resize(words.len().max(len * LANES * count), 0);
-                    let q = &mut words[..len * LANES * count];
-                    unpack(ints, panels, blocks, q);
+                    let (q_len, scales_len) = (len * LANES * count, blocks.len() * LANES * count);
+                    words.resize(words.len().max(q_len + scales_len), 0);
+                    let (q, scales) = words[..q_len + scales_len].split_at_mut(q_len);
+                    unpack(ints, panels, blocks, q, scales);
+                    let is_shifted = x.are_in_range && dispatch(isa, AreInRange(scales));
                     let ends = chains.peek().is_none().then_some(add);
-                    for (start, m) in tiles(isa, sums.len()) {
-                        let x = &x[start * row_words + at * m..];
-                        let (segment, total) = (&mut partial[start..start + m], &mut sums[start..start + m]);
-                        dispatch_ints(
-                            isa,
-                            Tile { panels, blocks, q, x, vector, begins, ends, segment, total },
-                        );
-                    }
+                    let (segment, total) = (&mut partial[..sums.len()], &mut *sums);
+                    let tiles =
+                        Tiles { blocks, q, scales, is_shifted, x, at, vector, begins, ends, segment, total };
+                    dispatch_ints(isa, tiles);
                     at += len + blocks.len() * TAIL;
                     begins = false;
                 }
@@ -49,29 +48,37 @@ pub(super) fn unit(ints: &Ints, e: usize, unit: Unit, row_words: usize, x: &[u32
     });
 }
 
-/// Unpacks blocks of panels to [words][16 * panels].
-fn unpack(ints: &Ints, panels: &[Panel], blocks: &[Block], q: &mut [u32]) {
+/// Unpacks blocks of panels to [words][16 * panels], and their scales to [blocks][16 * panels].
+fn unpack(ints: &Ints, panels: &[Panel], blocks: &[Block], q: &mut [u32], scales: &mut [u32]) {
     let stride = panels.len() * LANES;
     for (i, &panel) in panels.iter().enumerate() {
-        let (middle, out) = (u32::from(middle(ints.w.scheme)), &mut q[i * LANES..]);
+        let middle = u32::from(middle(ints.w.scheme));
+        let (q, scales) = (&mut q[i * LANES..], &mut scales[i * LANES..]);
         match ints.w.step_bytes() == Nibbles::STEP_BYTES {
-            true => dispatch(ints.isa, Unpack::<Nibbles>(panel, middle, blocks, stride, out, PhantomData)),
-            false => dispatch(ints.isa, Unpack::<Bytes>(panel, middle, blocks, stride, out, PhantomData)),
+            true => {
+                dispatch(ints.isa, Unpack::<Nibbles>(panel, middle, blocks, stride, q, scales, PhantomData))
+            }
+            false => {
+                dispatch(ints.isa, Unpack::<Bytes>(panel, middle, blocks, stride, q, scales, PhantomData))
+            }
         }
     }
 }
 
-/// Panel, the zero point where it has none, blocks, words from a pair to the next of the same rows, and where they go.
-struct Unpack<'a, Q>(Panel<'a>, u32, &'a [Block], usize, &'a mut [u32], PhantomData<Q>);
+/// Panel, the zero point where it has none, blocks, words from a pair or a scale to the next of the same rows, and where both go.
+struct Unpack<'a, Q>(Panel<'a>, u32, &'a [Block], usize, &'a mut [u32], &'a mut [u32], PhantomData<Q>);
 
 impl<Q: Quants> Kernel for Unpack<'_, Q> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Self(panel, middle, blocks, stride, out, _) = self;
+        let Self(panel, middle, blocks, stride, out, scales, _) = self;
         let mut at = 0;
-        for block in blocks {
+        for (block, scales) in blocks.iter().zip(scales.chunks_mut(stride)) {
+            if let Some(scales) = scales.first_chunk_mut() {
+                s.store_words(s.to_words(panel.scales.group(s, block.group)), scales);
+            }
             let zero = s.mul_words(panel.zero(s, block.group, middle), s.splat_word(0x0001_0001));
             let q = &panel.q[block.step * Q::STEP_BYTES..][..block.steps() * Q::STEP_BYTES];
             for step in q.chunks_exact(Q::STEP_BYTES) {
@@ -90,15 +97,18 @@ impl<Q: Quants> Kernel for Unpack<'_, Q> {
     }
 }
 
-/// A tile of rows of x times the unpacked blocks of one or two panels.
-struct Tile<'a> {
-    /// For their scales.
-    panels: &'a [Panel<'a>],
+/// Rows of x times the unpacked blocks of one or two panels.
+struct Tiles<'a> {
     blocks: &'a [Block],
     /// [words][16 * panels].
     q: &'a [u32],
-    /// The tile's words from the first block on.
-    x: &'a [u32],
+    /// [blocks][16 * panels], f32.
+    scales: &'a [u32],
+    /// Whether scales of both sides are [in range](super::shift).
+    is_shifted: bool,
+    x: Rows<'a>,
+    /// The first block's first word of a packed row.
+    at: usize,
     /// First panel's place in the unit.
     vector: usize,
     /// Whether the blocks begin their segment.
@@ -110,29 +120,38 @@ struct Tile<'a> {
     total: &'a mut [UnitSums],
 }
 
-impl Kernel for Tile<'_> {
+impl Kernel for Tiles<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        if S::TILE_VECTORS == 2 {
-            with_rows!(self.total.len(), tile::<S; 2>(s, self))
-        } else {
-            with_rows!(self.total.len(), tile::<S; 1>(s, self))
+    fn run<S: Simd>(mut self, s: S) {
+        let rows = self.total.len();
+        for (start, m) in even_parts(rows, rows.div_ceil(S::TILE_ROWS)) {
+            let x = &self.x.words[start * self.x.row_words + self.at * m..];
+            match (S::TILE_VECTORS, self.is_shifted) {
+                (2, true) => with_rows!(m, tile::<S, Shifted; 2>(s, &mut self, start, x)),
+                (2, false) => with_rows!(m, tile::<S, Multiplied; 2>(s, &mut self, start, x)),
+                (_, true) => with_rows!(m, tile::<S, Shifted; 1>(s, &mut self, start, x)),
+                (_, false) => with_rows!(m, tile::<S, Multiplied; 1>(s, &mut self, start, x)),
+            }
         }
     }
 }
 
+/// The tile of rows from `start` on, whose words of x begin with those of the first block.
 #[inline(always)]
-fn tile<S: Simd, const M: usize, const N: usize>(s: S, t: Tile) {
+fn tile<S: Simd, P: ScaleProduct, const M: usize, const N: usize>(
+    s: S,
+    t: &mut Tiles,
+    start: usize,
+    mut x: &[u32],
+) {
     if M > S::TILE_ROWS || N != S::TILE_VECTORS {
         return; // Never taken; keeps tiles that this path does not use out of the binary.
     }
-    let (Some((panels, _)), Some((segment, _)), Some((total, _))) = (
-        t.panels.split_first_chunk::<N>(),
-        t.segment.split_first_chunk_mut::<M>(),
-        t.total.split_first_chunk_mut::<M>(),
-    ) else {
+    let (Some((segment, _)), Some((total, _))) =
+        (t.segment[start..].split_first_chunk_mut::<M>(), t.total[start..].split_first_chunk_mut::<M>())
+    else {
         return;
     };
     if t.begins {
@@ -142,8 +161,8 @@ fn tile<S: Simd, const M: usize, const N: usize>(s: S, t: Tile) {
             }
         }
     }
-    let (mut x, mut q) = (t.x, t.q);
-    for block in t.blocks {
+    let mut q = t.q;
+    for (block, scales) in t.blocks.iter().zip(t.scales.as_chunks::<LANES>().0.as_chunks::<N>().0) {
         let words = block.steps() * STEP_WORDS;
         let (ints, rest) = x.split_at(words * M);
         let (tail, rest) = rest.split_at(TAIL * M);
@@ -160,9 +179,9 @@ fn tile<S: Simd, const M: usize, const N: usize>(s: S, t: Tile) {
             advance(s, &mut acc, x, w);
         }
         for n in 0..N {
-            let scale = panels[n].scales.group(s, block.group);
+            let scale = P::ready(s, s.load_words(&scales[n]));
             for m in 0..M {
-                let scale = s.mul(s.splat(f32::from_bits(tail[m])), scale);
+                let scale = P::times(s, scale, tail[m]);
                 let sum = &mut segment[m].as_chunks_mut().0[t.vector + n];
                 s.store(s.fma(s.ints(acc[m][n]), scale, s.load(sum)), sum);
             }

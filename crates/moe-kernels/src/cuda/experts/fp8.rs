@@ -4,10 +4,10 @@ use candle_core::{DType, Result, bail};
 
 use super::launch::{Buckets, Inputs, Packs, Rows};
 use crate::cuda::args::Fp8ExpertsArgs;
-use crate::cuda::fp8::{Columns, Fp8Rows, SlotPlaces};
-use crate::cuda::{ffi, small};
+use crate::cuda::{ffi, fp8, small};
 use crate::exec::Exec;
 use crate::plan::ExpertsCall;
+use crate::product_rows::Fp8Order;
 
 impl Inputs {
     /// The rows of all slots that have a local expert, in bf16: x is quantised, a row for each slot in order of experts, and
@@ -19,11 +19,12 @@ impl Inputs {
         };
         let (act, slot_rows) = (rows.act.at, rows.slot_rows.at);
         let lists = (slots.at, slots.counts);
-        let places = SlotPlaces::new(op, lists, (slots.places, s.num_local), (s.tokens, s.top_k), ex)?;
-        let x = Fp8Rows::new(op, self.x, (s.tokens, s.hidden), Columns::Rows, Some(&places), ex)?;
+        let rows = fp8::quantised(op, self.x, [s.tokens, s.hidden], Fp8Order::Rows, ex)?;
+        let rows = fp8::to_slots(op, &rows, lists, (slots.places, s.num_local, s.top_k), ex)?;
+        let [q, scales] = rows.at(op, cuda)?;
         let gate_up = Fp8ExpertsArgs {
-            q: x.q,
-            scales: x.scales,
+            q,
+            scales,
             w: w13,
             slots: slots.at,
             counts: slots.counts,
@@ -35,8 +36,9 @@ impl Inputs {
         // SAFETY: `super::check` has checked dims and dtypes, the form the launchers' conditions; the scratch has the sizes
         // that they ask for, and routing has listed the slots.
         cuda.check("fp8_experts_gate_up", unsafe { ffi::moe_fp8_experts_gate_up(&gate_up, cuda.raw()?) })?;
-        let x = Fp8Rows::new(op, act.cast_const(), (s.slots(), s.inter), Columns::Rows, None, ex)?;
-        let down = Fp8ExpertsArgs { q: x.q, scales: x.scales, w: w2, out: slot_rows, ..gate_up };
+        let rows = fp8::quantised(op, act.cast_const(), [s.slots(), s.inter], Fp8Order::Rows, ex)?;
+        let [q, scales] = rows.at(op, cuda)?;
+        let down = Fp8ExpertsArgs { q, scales, w: w2, out: slot_rows, ..gate_up };
         // SAFETY: as above; its rows were quantised by the launch before.
         cuda.check("fp8_experts_down", unsafe { ffi::moe_fp8_experts_down(&down, cuda.raw()?) })
     }

@@ -5,12 +5,11 @@ use candle_core::{DType, Result, bail};
 use super::{ExpertLists, FusedExperts, STREAM_SLOTS};
 use crate::buffer::Scratch;
 use crate::cuda::args::{
-    AlignTokensArgs, CombineArgs, Dtype, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In, Out,
-    Output, QuantExpertsStreamArgs, QuantExpertsTensorArgs, QuantPack,
+    AlignTokensArgs, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In, Out, Output,
+    QuantExpertsStreamArgs, QuantExpertsTensorArgs, QuantPack,
 };
 use crate::cuda::{ffi, small};
 use crate::exec::Exec;
-use crate::monolithic::PreNorm;
 use crate::plan::ExpertsCall;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
@@ -340,61 +339,5 @@ impl Inputs {
             cuda.check("experts_grouped_gate_up", ffi::moe_experts_grouped_gate_up(&args, cuda.raw()?))?;
             cuda.check("experts_grouped_down", ffi::moe_experts_grouped_down(&args, cuda.raw()?))
         }
-    }
-
-    fn combine_args(
-        &self,
-        s: &ExpertsCall,
-        rows: &Rows,
-        (out, output): (Out, Output),
-    ) -> Result<CombineArgs> {
-        let op = self.op;
-        Ok(CombineArgs {
-            slot_rows: rows.slot_rows.at,
-            topk_ids: self.topk_ids,
-            topk_weights: self.topk_weights,
-            expert_map: self.expert_map,
-            out,
-            tokens: small(op, s.tokens)?,
-            top_k: small(op, s.top_k)?,
-            num_ids: small(op, s.num_ids)?,
-            num_local: small(op, s.num_local)?,
-            hidden: small(op, s.hidden)?,
-            rows: Dtype::of(op, rows.dtype)?,
-            output,
-        })
-    }
-
-    /// The weighted sum.
-    pub(super) fn combine(
-        &self,
-        s: &ExpertsCall,
-        rows: &Rows,
-        (out, output): (Out, Output),
-        ex: &Exec,
-    ) -> Result<()> {
-        let cuda = ex.cuda(self.op)?;
-        // SAFETY: as in `tensor`, whose rows this reads.
-        cuda.check("combine", unsafe {
-            ffi::moe_combine(&self.combine_args(s, rows, (out, output))?, cuda.raw()?)
-        })
-    }
-
-    /// The weighted sum, added to `residual` [T, H] f32, and the norm of that to `out` [T, H] bf16.
-    pub(super) fn combine_add_norm(
-        &self,
-        s: &ExpertsCall,
-        rows: &Rows,
-        norm: &PreNorm,
-        (residual, out): (&mut ViewMut, &mut ViewMut),
-        ex: &Exec,
-    ) -> Result<()> {
-        let (op, cuda) = (self.op, ex.cuda(self.op)?);
-        let args = self.combine_args(s, rows, (cuda.write(op, "out", out)?, Output::Bf16))?;
-        let (residual, weight) = (cuda.write(op, "residual", residual)?, cuda.read(op, "norm", norm.weight)?);
-        // SAFETY: as in `tensor`, whose rows this reads; the caller has checked `residual`, `norm` and `out`.
-        cuda.check("combine_add_rms_norm", unsafe {
-            ffi::moe_combine_add_rms_norm(&args, residual, weight, norm.eps, cuda.raw()?)
-        })
     }
 }

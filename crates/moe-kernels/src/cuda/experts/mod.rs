@@ -1,5 +1,6 @@
 //! The whole expert layer on CUDA: from token rows and their top-k to the weighted sum.
 
+mod combine;
 mod fp8;
 mod launch;
 mod one_launch;

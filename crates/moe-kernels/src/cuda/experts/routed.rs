@@ -13,6 +13,7 @@ use crate::door::{expect, expect_dims, expect_matrix, expect_rank3};
 use crate::exec::Exec;
 use crate::monolithic::{Gate, MonolithicIo, PreNorm};
 use crate::plan::{ExpertsCall, Form, MonolithicCall, MonolithicForm};
+use crate::product_rows::RowsViewMut;
 use crate::view::{View, ViewMut};
 use crate::weight::WeightView;
 
@@ -75,20 +76,20 @@ pub fn monolithic_experts_into(
         }
         (
             MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
-            MonolithicIo::AddNorm { x, mut residual, norm, mut out },
+            MonolithicIo::AddNorm { x, mut residual, norm, out },
         ) => {
             let products = Products::new(op, form, Before::Normed(x), args, sizes, ex)?;
-            let to = (&mut residual, &mut out);
+            let to = (&mut residual, out);
             products.inputs.combine_add_norm(&sizes, &products.rows, &norm, to, ex)
         }
         (
             MonolithicForm::Fp8 | MonolithicForm::Tensor | MonolithicForm::Wide,
-            MonolithicIo::AddNorms { delta, mut residual, before, norm, mut out },
+            MonolithicIo::AddNorms { delta, mut residual, before, norm, out },
         ) => {
             let mut x = ex.scratch(DType::BF16, &[sizes.tokens, sizes.hidden])?;
             let first = AddNorm { delta, residual: &mut residual, norm: before, x: &mut x };
             let products = Products::new(op, form, Before::ToNorm(first), args, sizes, ex)?;
-            let to = (&mut residual, &mut out);
+            let to = (&mut residual, out);
             products.inputs.combine_add_norm(&sizes, &products.rows, &norm, to, ex)
         }
         (form, io) => bail!("{op}: {} has no {:?}", form.name(), io.fusion()),
@@ -151,6 +152,13 @@ fn check_io(op: &str, io: &MonolithicIo, hidden: usize) -> Result<usize> {
         expect(op, name, view, dtype, &[tokens, hidden])
     };
     let norm = |norm: &PreNorm| expect(op, "norm", &norm.weight, DType::BF16, &[hidden]);
+    let rows_out = |out: &RowsViewMut, tokens: usize| match out {
+        RowsViewMut::Floats(out) => same("out", out, tokens, DType::BF16),
+        RowsViewMut::Fp8(out) if out.dims() == [tokens, hidden] => Ok(()),
+        RowsViewMut::Fp8(out) => {
+            bail!("{op}: expected out [{tokens}, {hidden}] in FP8, got {:?}", out.dims())
+        }
+    };
     match io {
         MonolithicIo::Store { x, out } => {
             let tokens = rows("x", x, DType::BF16)?;
@@ -164,14 +172,14 @@ fn check_io(op: &str, io: &MonolithicIo, hidden: usize) -> Result<usize> {
             let tokens = rows("x", x, DType::BF16)?;
             norm(next)?;
             same("residual", residual, tokens, DType::F32)?;
-            same("out", out, tokens, DType::BF16).map(|()| tokens)
+            rows_out(out, tokens).map(|()| tokens)
         }
         MonolithicIo::AddNorms { delta, residual, before, norm: next, out } => {
             let tokens = rows("delta", delta, DType::F32)?;
             norm(before)?;
             norm(next)?;
             same("residual", residual, tokens, DType::F32)?;
-            same("out", out, tokens, DType::BF16).map(|()| tokens)
+            rows_out(out, tokens).map(|()| tokens)
         }
     }
 }
