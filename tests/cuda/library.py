@@ -110,6 +110,11 @@ class Library:
         return self.raw(name, *args, None) == INVALID_VALUE
 
 
+def filled(launcher, *values):
+    """The struct that a launcher takes, with these values."""
+    return _filled(STRUCTS[launcher], values)
+
+
 def _filled(kind, values):
     """A struct with these values."""
     def one(of, value):

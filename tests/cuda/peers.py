@@ -16,7 +16,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import torch
 from kernels import LIB, rel, randn
-from library import NO_EXPERT, sized
+from library import BF16, F32, NO_EXPERT, filled, sized
 
 MAX_RANKS = 8
 CAPACITY = 2 << 20  # PeerAllReduce::CAPACITY
@@ -237,6 +237,59 @@ def only_needed_rows_travel():
             assert torch.equal(narrow_backs[r], narrow_added[own]), (counts, hidden, r)
 
 
+def slots_of(group, counts, hidden, top_k, experts):
+    """What each rank's experts leave for the rows of all: slot rows, ids, weights, and which experts are where."""
+    ranks, total = group.ranks, sum(counts)
+    owners = torch.randint(0, ranks, (experts,), device="cuda")
+    ids = torch.randint(0, experts, (total, top_k), device="cuda")
+    ids[torch.rand(total, top_k, device="cuda") < 0.2] = NO_EXPERT
+    weights = torch.rand(total, top_k, device="cuda")
+    maps = [torch.where(owners == r, torch.cumsum(owners == r, 0) - 1, -1).to(torch.int32) for r in range(ranks)]
+    here = [((owners[ids.clamp_max(experts - 1)] == r) & (ids != NO_EXPERT)) for r in range(ranks)]
+    # Rows of slots that are elsewhere hold anything.
+    rows = [torch.where(h[..., None], torch.randn(total, top_k, hidden, device="cuda"), float("nan")) for h in here]
+    return rows, ids.to(torch.int32), weights, maps, here
+
+
+def slots_become_sums_of_ranks_and_norms():
+    """Bit for bit what sum, scatter, and addition with norm are; some ranks without a row, slots without an expert, sums already added."""
+    cases = [([1, 1], 64, 8), ([3, 0], 2048, 8), ([0, 1], 8, 2), ([17, 40], 264, 3), ([100, 90], 2048, 8), ([5, 0, 9], 1000, 1),
+             ([9, 8, 7, 6], 4096, 8), ([1, 2, 0, 4, 3, 0, 2, 1], 2304, 32), ([30, 20], 2048, 0)]
+    for counts, hidden, top_k in sized(cases, [([1, 1], 64, 8), ([3, 0], 264, 2), ([5, 0, 9], 128, 0)]):
+        group, experts, eps = Group(len(counts)), 12, 1e-6
+        ranks, total, weight = group.ranks, sum(counts), randn(hidden)
+        words = (ctypes.c_uint32 * MAX_RANKS)(*counts)
+        for _ in range(3):  # both halves of the buffers, and one again
+            rows, ids, weights, maps, here = slots_of(group, counts, hidden, max(top_k, 1), experts)
+            if top_k == 0:
+                sums = [torch.randn(total, hidden, device="cuda") for _ in range(ranks)]
+            else:
+                sums = [torch.full((total, hidden), float("nan"), device="cuda") for _ in range(ranks)]
+                for r in range(ranks):
+                    LIB.launch("moe_combine", rows[r], ids, weights, maps[r], sums[r], total, top_k, experts, experts, hidden, F32, F32)
+            first = [sum(counts[:r]) for r in range(ranks)]
+            deltas = [sum_of(sums)[first[r]:first[r] + counts[r]].contiguous() for r in range(ranks)]
+            before = [torch.randn(n, hidden, device="cuda") for n in counts]
+            want = [b.clone() for b in before]
+            normed = [torch.empty(n, hidden, dtype=torch.bfloat16, device="cuda") for n in counts]
+            for r in range(ranks):
+                LIB.launch("moe_add_rms_norm", deltas[r], want[r], weight, eps, normed[r], counts[r], hidden)
+            outs = [torch.full((n, hidden), float("nan"), dtype=torch.bfloat16, device="cuda") for n in counts]
+            torch.cuda.synchronize()
+            for r in random.sample(range(ranks), ranks):
+                routed = (sums[r], None, None, None) if top_k == 0 else (rows[r], ids, weights, maps[r])
+                args = filled("moe_combine", *routed, None, total, max(top_k, 1), experts, experts, hidden, F32, F32)
+                group.launch(r, "moe_peer_combine_add_rms_norm", ctypes.byref(args), words, before[r], weight, eps, outs[r])
+            group.finish()
+            for r in range(ranks):
+                assert torch.equal(before[r], want[r]), (counts, hidden, top_k, r, "residual")
+                assert torch.equal(outs[r], normed[r]), (counts, hidden, top_k, r, "norm")
+            if top_k > 0:
+                added = sum(torch.where(h[..., None], x.double(), 0.0).mul(weights.double()[..., None]).sum(1) for x, h in zip(rows, here))
+                for r in range(ranks):
+                    assert counts[r] == 0 or rel(deltas[r], added[first[r]:first[r] + counts[r]]) < 1e-5
+
+
 def calls_follow_each_other_without_a_wait():
     """Ranks drift apart: thousands of calls of every kind and size, whose results pile up."""
     group, hidden = Group(2), 512
@@ -266,7 +319,7 @@ def calls_follow_each_other_without_a_wait():
 
 
 def a_rank_that_stays_away_ends_the_wait():
-    for name in ("share", "gather", "scatter"):
+    for name in ("share", "gather", "scatter", "slots"):
         group = Group(2, seconds=0.3)
         x, out = torch.zeros(300, 256, device="cuda"), torch.zeros(300, 256, dtype=torch.bfloat16, device="cuda")
         start = time.time()
@@ -276,6 +329,9 @@ def a_rank_that_stays_away_ends_the_wait():
             arrays = (PeerArray * 1)()
             arrays[0] = PeerArray(x.data_ptr(), x.data_ptr(), (ctypes.c_uint32 * MAX_RANKS)(64, 64), 0)
             group.launch(0, "moe_peer_all_gather", arrays, 1, None)
+        elif name == "slots":
+            args = filled("moe_combine", x, None, None, None, None, 100, 1, 1, 1, 256, F32, F32)
+            group.launch(0, "moe_peer_combine_add_rms_norm", ctypes.byref(args), (ctypes.c_uint32 * MAX_RANKS)(50, 50), x, out[0], 1e-6, out)
         else:
             group.launch(0, "moe_peer_reduce_scatter", x, 0, x, (ctypes.c_uint32 * MAX_RANKS)(64, 64), None)
         torch.cuda.synchronize()
@@ -289,10 +345,17 @@ def sizes_that_cannot_be_are_refused():
     for rows, hidden in ((-1, 16), (1, 12), (1, 0)):
         code = LIB.raw("moe_peer_share_add_rms_norm", ctypes.byref(group.peers[0]), x, x, out, 1e-6, out, rows, hidden, None)
         assert code == 1, (rows, hidden, code)
+    # Rows that are not those of the ranks, more slots than a warp has lanes, slots in bf16, rows beyond the buffers.
+    for tokens, counts, top_k, rows, hidden in ((3, (1, 1), 1, F32, 16), (2, (1, 1), 33, F32, 16), (2, (1, 1), 1, BF16, 16),
+                                               (2, (1, 1), 1, F32, 12), (1 << 20, (1 << 20, 0), 1, F32, 16)):
+        args = filled("moe_combine", x, x, x, None, None, tokens, top_k, 1, 1, hidden, rows, F32)
+        code = LIB.raw("moe_peer_combine_add_rms_norm", ctypes.byref(group.peers[0]), ctypes.byref(args),
+                       (ctypes.c_uint32 * MAX_RANKS)(*counts), x, out, 1e-6, out, None)
+        assert code == 1, (tokens, counts, top_k, hidden, code)
 
 
 CHECKS = [sums_and_norms_are_shared, words_that_look_empty_arrive, gathers_and_scatters_take_uneven_counts, only_needed_rows_travel,
-          calls_follow_each_other_without_a_wait, a_rank_that_stays_away_ends_the_wait, sizes_that_cannot_be_are_refused]
+          slots_become_sums_of_ranks_and_norms, calls_follow_each_other_without_a_wait, a_rank_that_stays_away_ends_the_wait, sizes_that_cannot_be_are_refused]
 
 if __name__ == "__main__":
     failed = 0

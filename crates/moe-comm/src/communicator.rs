@@ -9,7 +9,10 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result};
 use moe_kernels::door::expect_matrix;
-use moe_kernels::{Exec, View, ViewMut, add_into, add_rms_norm_into, fill_into};
+use moe_kernels::{
+    Exec, PreNorm, SlotRouting, SlotRows, View, ViewMut, add_into, add_rms_norm_into, fill_into,
+    mask_nonlocal_into, weighted_sum_into,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::placement::partition;
@@ -239,6 +242,35 @@ pub trait Communicator: Send + Sync + Debug {
         reduce_scatter_rounded(self, input, counts, out, ex)
     }
 
+    /// Whether [`combine_add_rms_norm`](Self::combine_add_rms_norm) adds up K slots of H elements itself, for so many rows of each rank
+    /// and norms of this dtype, in the launch that sends the sums: the same answer on all ranks.
+    fn combines(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool {
+        let _ = (counts, top_k, hidden, dtype);
+        false
+    }
+
+    /// What ends a sparse layer whose rows came from all ranks: each rank weights and adds the slots that it computed, k ascending in
+    /// f32, `residual` += the ranks' sums of this rank's rows, then `out` = RMS norm of `residual`. Sums are added in rank order.
+    ///
+    /// | argument | shape, dtype |
+    /// |---|---|
+    /// | `slots` | of the rows of all ranks, [sum(counts), ..] in rank order |
+    /// | `counts` | rows of each rank, the same on all ranks |
+    /// | `norm` | its weight \[H\] in the model dtype |
+    /// | `residual` | [counts\[rank\], H] f32 |
+    /// | `out` | [counts\[rank\], H] model dtype |
+    fn combine_add_rms_norm(
+        &self,
+        slots: &SlotRows<'_>,
+        counts: &[usize],
+        norm: &PreNorm<'_>,
+        residual: ViewMut<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        combine_add_rms_norm(self, slots, counts, norm, residual, out, ex)
+    }
+
     /// Reduces all ranks' `input` [world_size * R, ..] and leaves the rank-th R rows of the
     /// result in `out` [R, ..].
     fn reduce_scatter(&self, input: View<'_>, out: ViewMut<'_>, op: ReduceOp, ex: &mut Exec) -> Result<()> {
@@ -323,6 +355,37 @@ pub(crate) fn reduce_scatter_rounded<C: Communicator + ?Sized>(
     comm.reduce_scatter_v(input, counts, sums.view_mut(), ReduceOp::Sum, ex)?;
     fill_into(0., out.reborrow(), ex)?;
     add_into(sums.view(), out, ex)
+}
+
+/// [`Communicator::combine_add_rms_norm`] by its three parts.
+pub(crate) fn combine_add_rms_norm<C: Communicator + ?Sized>(
+    comm: &C,
+    slots: &SlotRows<'_>,
+    counts: &[usize],
+    norm: &PreNorm<'_>,
+    residual: ViewMut<'_>,
+    out: ViewMut<'_>,
+    ex: &mut Exec,
+) -> Result<()> {
+    let (tokens, _, hidden) = slots.check("combine_add_rms_norm")?;
+    let mut sums = ex.scratch(DType::F32, &[tokens, hidden])?;
+    let mut here;
+    let added = match &slots.routing {
+        None => slots.rows,
+        Some(SlotRouting { topk_ids, topk_weights, expert_map }) => {
+            let mut ids = *topk_ids;
+            if let Some(map) = expert_map {
+                here = ex.scratch(DType::U32, topk_ids.dims())?;
+                mask_nonlocal_into(*topk_ids, *map, here.view_mut(), ex)?;
+                ids = here.view();
+            }
+            weighted_sum_into(slots.rows, ids, *topk_weights, sums.view_mut(), ex)?;
+            sums.view()
+        }
+    };
+    let mut own = ex.scratch(DType::F32, residual.dims())?;
+    comm.reduce_scatter_v(added, counts, own.view_mut(), ReduceOp::Sum, ex)?;
+    add_rms_norm_into(own.view(), norm.weight, norm.eps, residual, out, ex)
 }
 
 /// [`Communicator::share_add_rms_norm`] by its three parts. Each rank keeps an even run of the rows.

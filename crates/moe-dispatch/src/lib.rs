@@ -20,7 +20,7 @@ pub use compose::{ExpertsSide, check_composition};
 pub use local_experts::LocalExperts;
 pub use no_ep::NoEp;
 pub use over_ranks::OverRanks;
-pub use prepare_finalize::{Combine, PrepareFinalize, WhoAdds};
+pub use prepare_finalize::{AddNorm, Combine, PrepareFinalize, WhoAdds};
 pub use ranks::EpRanks;
 pub use reduce::{CombineArgs, weight_and_reduce_into};
 pub use tensor::{

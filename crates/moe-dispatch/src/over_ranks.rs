@@ -19,13 +19,15 @@ use std::sync::Arc;
 use candle_core::{DType, Result, bail};
 use moe_comm::{Communicator, ReduceOp, shares};
 use moe_kernels::door::expect_dims;
-use moe_kernels::{ActivationFormat, Dispatched, Exec, Lent, View, ViewMut, WeightAndReduce};
+use moe_kernels::{
+    ActivationFormat, Dispatched, Exec, Lent, SlotRouting, SlotRows, View, ViewMut, WeightAndReduce,
+};
 
 use crate::arrive::{Call, all_to_all, gather};
 use crate::by_rank::{partial_sums, whole_rows};
 use crate::by_slot::{Returns, add_segments, add_slots};
 use crate::local_experts::LocalExperts;
-use crate::prepare_finalize::{Combine, PrepareFinalize, WhoAdds};
+use crate::prepare_finalize::{AddNorm, Combine, PrepareFinalize, WhoAdds};
 use crate::ranks::EpRanks;
 use crate::reduce::reduce_into;
 use crate::rows::width;
@@ -374,5 +376,51 @@ impl PrepareFinalize for OverRanks {
                 })
             }
         }
+    }
+
+    fn combines(&self, dispatched: &Dispatched) -> bool {
+        let gathers = matches!(self.transport, Transport::AllGather | Transport::AllGatherListed(_));
+        let (Ok(Handle { back: Back::Scatter(counts), .. }), true) = (dispatched.handle(self.name), gathers)
+        else {
+            return false;
+        };
+        let (rows, slots) = (dispatched.rows.view(), dispatched.owner_topk_ids);
+        self.ranks.tp.world_size() == 1
+            && !dispatched.weights_applied
+            && self.reduced_dtype(dispatched) == DType::F32
+            && self.ranks.ep.combines(counts, width(slots), width(rows), rows.dtype())
+    }
+
+    fn finalize_add_norm(
+        &self,
+        expert_out: View,
+        dispatched: &Dispatched,
+        strategy: WeightAndReduce,
+        end: AddNorm<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let Handle { backend, back: Back::Scatter(counts) } = dispatched.handle(self.name)? else {
+            bail!("{}: no sums return to the owners of tokens", self.name)
+        };
+        if *backend != self.name || dispatched.weights_applied || self.ranks.tp.world_size() > 1 {
+            bail!(
+                "{}: expected unweighted rows that it prepared for ranks with tokens of their own, got those of {backend}",
+                self.name
+            )
+        }
+        let slots = match strategy {
+            WeightAndReduce::NoOp => SlotRows { rows: expert_out, routing: None },
+            _ => {
+                let dims = dispatched.expert_out_dims()?;
+                let routing = SlotRouting {
+                    topk_ids: dispatched.topk_ids()?,
+                    topk_weights: dispatched.topk_weights()?,
+                    expert_map: dispatched.expert_map,
+                };
+                SlotRows { rows: expert_out.reshape(&dims)?, routing: Some(routing) }
+            }
+        };
+        let AddNorm { residual, norm, out } = end;
+        self.ranks.ep.combine_add_rms_norm(&slots, counts, &norm, residual, out, ex)
     }
 }

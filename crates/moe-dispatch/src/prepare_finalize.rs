@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Result};
-use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce};
+use candle_core::{DType, Result, bail};
+use moe_kernels::{ActivationFormat, Dispatched, Exec, PreNorm, View, ViewMut, WeightAndReduce};
 
 use crate::{LocalExperts, Tokens};
 
@@ -184,4 +184,53 @@ pub trait PrepareFinalize: Send + Sync {
         out: ViewMut,
         ex: &mut Exec,
     ) -> Result<()>;
+
+    /// Whether [`finalize_add_norm`](Self::finalize_add_norm) ends a call in one launch, and adds up slots in it: the same answer on all
+    /// ranks.
+    fn combines(&self, dispatched: &Dispatched) -> bool {
+        let _ = dispatched;
+        false
+    }
+
+    /// [`finalize`](Self::finalize) with what follows it in a decoder layer: `residual` += the sums of this rank's tokens, then `out` =
+    /// norm of `residual`. `expert_out` are slot rows (`Contiguous`), or sums (`NoOp`).
+    ///
+    /// # Errors
+    /// As `finalize`; a call of which [`combines`](Self::combines) says no.
+    fn finalize_add_norm(
+        &self,
+        expert_out: View,
+        dispatched: &Dispatched,
+        strategy: WeightAndReduce,
+        end: AddNorm<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let _ = (expert_out, dispatched, strategy, end, ex);
+        bail!("{}: sums return without a norm behind them", self.name())
+    }
+}
+
+/// What follows the experts of a decoder layer.
+#[derive(Debug)]
+pub struct AddNorm<'a> {
+    /// The residual stream [T, H] f32, which the experts' sums are added to.
+    pub residual: ViewMut<'a>,
+    /// The norm of the next sub-layer.
+    pub norm: PreNorm<'a>,
+    /// Norm of the residual stream, [T, H] model dtype.
+    pub out: ViewMut<'a>,
+}
+
+impl AddNorm<'_> {
+    /// The same of `len` rows from `start` on.
+    ///
+    /// # Errors
+    /// Rows beyond the end.
+    pub fn narrow(&mut self, start: usize, len: usize) -> Result<AddNorm<'_>> {
+        Ok(AddNorm {
+            residual: self.residual.reborrow().narrow(start, len)?,
+            norm: self.norm,
+            out: self.out.reborrow().narrow(start, len)?,
+        })
+    }
 }

@@ -13,9 +13,10 @@ use common::{Problem, bits, expert, run_named_experts};
 use moe_comm::ExpertPlacement;
 use moe_dispatch::candle::Result;
 use moe_dispatch::{
-    ActivationFormat, Combine, Dispatched, EpRanks, Exec, NO_EXPERT, NoEp, OverRanks, PrepareFinalize,
-    ThreadComm, Tokens, View, WeightAndReduce, WhoAdds, run_ranks,
+    ActivationFormat, AddNorm, Combine, Dispatched, EpRanks, Exec, NO_EXPERT, NoEp, OverRanks,
+    PrepareFinalize, ThreadComm, Tokens, View, ViewMut, WeightAndReduce, WhoAdds, run_ranks,
 };
+use moe_kernels::{PreNorm, add_rms_norm_into};
 use proptest::prelude::*;
 use world::{BACKENDS, BOTH, DISABLED, World};
 
@@ -101,6 +102,38 @@ proptest! {
             for (rank, got) in results.into_iter().enumerate() {
                 let (got, want) = (got.unwrap(), &want[rank / world.tp]);
                 prop_assert!(agrees(who, &got, want), "{name} {who:?} on rank {rank}: {got:?}, expected {want:?}");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+    /// With addition and norm, sums that return by rank are those of finalize with both behind it.
+    #[test]
+    fn sums_return_to_the_residual_stream(world in worlds(), reduces: bool) {
+        let fits = world.tp == 1 && !world.on_input;
+        for name in ["allgather_reducescatter", "low_latency"].into_iter().filter(|_| fits) {
+            let results = run_ranks(world.ranks(), |rank, comm| {
+                let (backend, mut ex) = (world.backend(name, WhoAdds::ByRank, Arc::new(comm))?, Exec::cpu());
+                let p = &world.problems[rank];
+                let dims = [p.tokens, p.hidden];
+                let (gain, mut residual) = (vec![1.5f32; p.hidden], p.rows.clone());
+                let norm = PreNorm { weight: View::new(&gain, &[p.hidden])?, eps: 1e-6 };
+                let out = p.output::<f32>(|out| {
+                    let end = AddNorm { residual: ViewMut::new(&mut residual, &dims)?, norm, out };
+                    world.run_add_norm(&backend, rank, reduces, end, &mut ex)
+                })?;
+                let sums = world.run(&backend, rank, reduces, None, &mut ex)?;
+                let mut want = p.rows.clone();
+                let want_out = p.output::<f32>(|out| {
+                    let residual = ViewMut::new(&mut want, &dims)?;
+                    add_rms_norm_into(View::new(&sums, &dims)?, norm.weight, norm.eps, residual, out, &mut ex)
+                })?;
+                Ok((bits(&residual) == bits(&want), bits(&out) == bits(&want_out)))
+            });
+            for (rank, same) in results.into_iter().enumerate() {
+                prop_assert_eq!(same.unwrap(), (true, true), "{} on rank {}", name, rank);
             }
         }
     }
@@ -272,6 +305,9 @@ fn contracts() {
             assert_eq!(experts, (name != DISABLED).then_some((5, 3 - rank)));
             // The collective runs in the whole call: nothing is in flight.
             assert!(!b.applies_router_weight_on_input());
+            let [hidden, ids, weights] = world.problems[0].views()?;
+            let d = b.prepare(Tokens::new(hidden, ids, weights), None, &mut Exec::cpu())?;
+            assert!(!b.combines(&d), "host memory saves no launches");
             assert_eq!(b.defer_sum(), combine == Combine::AllReduce);
             assert_eq!(b.combine() == Combine::DeferredToCaller, combine == Combine::AllReduce);
         }

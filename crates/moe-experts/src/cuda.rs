@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
-use moe_kernels::cuda::{ExpertLists, ExpertSlots, FusedExperts, fused_experts_into, slotted_experts_into};
+use moe_kernels::cuda::{
+    ExpertLists, ExpertSlots, FusedExperts, expert_slot_rows, fused_experts_into, slotted_experts_into,
+};
 use moe_kernels::{
-    ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, ViewMut, WeightAndReduce, fill_into,
+    ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, Scratch, ViewMut, WeightAndReduce, fill_into,
 };
 
 use moe_kernels::plan::QuantWeights;
@@ -62,6 +64,27 @@ impl CudaFusedExperts {
             )
         }
         Ok(Self { slots: Some(Arc::new(slots)), ..Self::new(weights)? })
+    }
+
+    fn with_args<R>(
+        &self,
+        dispatched: &Dispatched,
+        run: impl FnOnce(&FusedExperts) -> Result<R>,
+    ) -> Result<R> {
+        let (name, format) = (self.name(), self.activation_format());
+        if dispatched.format != format || dispatched.weights_applied {
+            bail!("{name}: expected rows in the {format:?} format without their router weights")
+        }
+        let (w13, w2) = (self.weights.w13().read()?, self.weights.w2().read()?);
+        run(&FusedExperts {
+            x: dispatched.rows.view(),
+            w13: w13.view()?,
+            w2: w2.view()?,
+            topk_ids: dispatched.topk_ids()?,
+            topk_weights: dispatched.topk_weights()?,
+            expert_map: dispatched.expert_map,
+            lists: self.lists(dispatched)?,
+        })
     }
 
     /// The slots by expert, which rows in the Listed format bring along.
@@ -121,28 +144,21 @@ impl Experts for CudaFusedExperts {
             .with(DType::F32, &[max_tokens, top_k, shape.hidden_size])
     }
 
-    fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
-        let (name, format) = (self.name(), self.activation_format());
-        if dispatched.format != format || dispatched.weights_applied {
-            bail!("{name}: expected rows in the {format:?} format without their router weights")
+    fn slot_rows(&self, dispatched: &Dispatched, ex: &mut Exec) -> Result<Option<Scratch>> {
+        if self.shape().num_local_experts == 0 || self.slots.is_some() {
+            return Ok(None);
         }
+        self.with_args(dispatched, |args| expert_slot_rows(args, ex))
+    }
+
+    fn apply(&self, dispatched: &Dispatched, out: ViewMut, ex: &mut Exec) -> Result<()> {
         if self.shape().num_local_experts == 0 {
             // More ranks than experts: this one adds nothing.
             return fill_into(0., out, ex);
         }
-        let (w13, w2) = (self.weights.w13().read()?, self.weights.w2().read()?);
-        let args = FusedExperts {
-            x: dispatched.rows.view(),
-            w13: w13.view()?,
-            w2: w2.view()?,
-            topk_ids: dispatched.topk_ids()?,
-            topk_weights: dispatched.topk_weights()?,
-            expert_map: dispatched.expert_map,
-            lists: self.lists(dispatched)?,
-        };
-        match &self.slots {
-            Some(slots) => slotted_experts_into(slots, &args, out, ex),
-            None => fused_experts_into(&args, out, ex),
-        }
+        self.with_args(dispatched, |args| match &self.slots {
+            Some(slots) => slotted_experts_into(slots, args, out, ex),
+            None => fused_experts_into(args, out, ex),
+        })
     }
 }

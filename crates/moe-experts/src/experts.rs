@@ -6,7 +6,7 @@
 use candle_core::{DType, Result, bail};
 use moe_kernels::plan::{Machine, MonolithicCall, QuantWeights, Reason};
 use moe_kernels::{
-    ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, Gate, MonolithicIo, View, ViewMut,
+    ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, Gate, MonolithicIo, Scratch, View, ViewMut,
     WeightAndReduce, Workspace,
 };
 
@@ -96,6 +96,17 @@ pub trait Experts: Send + Sync {
     /// # Errors
     /// Sizes that overflow.
     fn workspace(&self, max_tokens: usize, top_k: usize) -> Result<Reservation>;
+
+    /// The slots' unweighted rows [T' K, H] f32 of experts that else weight and reduce by themselves, where they can be had: a launch
+    /// that sends sums to other ranks may add them up on the way. Rows of slots without a local expert are unspecified. `None`: use
+    /// [`apply`](Self::apply).
+    ///
+    /// # Errors
+    /// As `apply`.
+    fn slot_rows(&self, dispatched: &Dispatched, ex: &mut Exec) -> Result<Option<Scratch>> {
+        let _ = (dispatched, ex);
+        Ok(None)
+    }
 
     /// Computes every slot of a local expert.
     ///

@@ -7,9 +7,10 @@
 
 use std::any::{Any, type_name};
 
-use candle_core::{Result, bail};
+use candle_core::{DType, Result, bail};
 
 use crate::buffer::Scratch;
+use crate::door::{expect, expect_dtype, expect_matrix, expect_rank3};
 use crate::spec::ActivationFormat;
 use crate::view::{Dims, View};
 
@@ -207,6 +208,44 @@ impl<'a> Dispatched<'a> {
     /// still be called: on several ranks it is a collective.
     pub fn is_empty(&self) -> bool {
         self.rows.view().elem_count() == 0
+    }
+}
+
+/// What this rank's experts leave for rows [T', ..] of all ranks, in f32.
+#[derive(Clone, Copy, Debug)]
+pub struct SlotRows<'a> {
+    /// A row for each slot, [T', K, H], unweighted; or their sums [T', H], weighted and added, without a routing.
+    pub rows: View<'a>,
+    /// How slots are weighted and which are here; `None` where they have been added.
+    pub routing: Option<SlotRouting<'a>>,
+}
+
+/// How the slots [T', K] of rows are weighted, and which of them are here.
+#[derive(Clone, Copy, Debug)]
+pub struct SlotRouting<'a> {
+    /// [T', K] u32 physical ids; `u32::MAX` = no expert.
+    pub topk_ids: View<'a>,
+    /// [T', K] f32.
+    pub topk_weights: View<'a>,
+    /// \[P\] i32, physical expert to local slot, -1 = elsewhere; `None` = all are here.
+    pub expert_map: Option<View<'a>>,
+}
+
+impl SlotRows<'_> {
+    /// T', K and H; K is 1 where slots have been added.
+    ///
+    /// # Errors
+    /// Wrong dims or dtypes.
+    pub fn check(&self, op: &str) -> Result<(usize, usize, usize)> {
+        expect_dtype(op, "slots", &self.rows, DType::F32)?;
+        let Some(routing) = &self.routing else {
+            let (tokens, hidden) = expect_matrix(op, "sums", &self.rows)?;
+            return Ok((tokens, 1, hidden));
+        };
+        let (tokens, top_k, hidden) = expect_rank3(op, "slots", &self.rows)?;
+        expect(op, "topk_ids", &routing.topk_ids, DType::U32, &[tokens, top_k])?;
+        expect(op, "topk_weights", &routing.topk_weights, DType::F32, &[tokens, top_k])?;
+        Ok((tokens, top_k, hidden))
     }
 }
 

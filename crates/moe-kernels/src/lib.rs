@@ -38,7 +38,7 @@ pub use align::{
 };
 pub use buffer::{Buffer, Scratch, Workspace};
 pub use checksum::{checksum, checksum_of_sum, word_sum_into};
-pub use dispatched::{Dispatched, Lent};
+pub use dispatched::{Dispatched, Lent, SlotRouting, SlotRows};
 pub use element::{Element, Float};
 pub use exec::{CpuIsa, Exec, compute_capability};
 pub use fp8::{FP8_GROUP, quantised_to_fp8};

@@ -7,7 +7,7 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use moe_dispatch::{PrepareFinalize, Tokens};
+use moe_dispatch::{AddNorm, Combine, PrepareFinalize, Tokens};
 use moe_experts::{Experts, MonolithicExperts};
 use moe_kernels::candle::{DType, Result, Tensor, bail};
 use moe_kernels::plan::Fusion;
@@ -19,7 +19,7 @@ use moe_router::{GateInput, GateStep, RouteOutput, Router};
 use tracing::trace_span;
 
 use crate::check::{check_gate, check_modular};
-use crate::chunked::{Path, Routed};
+use crate::chunked::{End, Path, Routed};
 use crate::placed::{PlacedExperts, StepCopies};
 use crate::plan::{MoeForm, PlanStep};
 use crate::shared::SharedExperts;
@@ -257,8 +257,7 @@ impl SparseMoeBlock {
         ex: &mut Exec,
     ) -> Result<()> {
         if form == MoeForm::Modular {
-            let path = self.path_of(context.only_decode);
-            return self.modular(path, hidden, out, observe, context, ex);
+            return self.modular(hidden, End::Sum(out), observe, context, ex);
         }
         let context = &*context;
         let routed = |out: ViewMut<'_>, ex: &mut Exec| {
@@ -273,6 +272,35 @@ impl SparseMoeBlock {
             Some(shared) => shared.add_to(hidden, out, ex, routed),
             None => routed(out, ex),
         }
+    }
+
+    /// Whether the norm behind the layer is better left to it, by [`forward_add_norm_into`](Self::forward_add_norm_into): where the
+    /// sums of modular experts return from other ranks, and nothing else is added.
+    pub fn adds_norm(&self, form: MoeForm) -> bool {
+        let alone = self.router.config().num_zero_experts == 0 && self.shared.is_none();
+        let returns = |path: &Path| path.prepare.combine() == Combine::ByRank;
+        form == MoeForm::Modular && alone && returns(&self.path) && self.decode.as_ref().is_none_or(returns)
+    }
+
+    /// Modular experts with what follows them in a decoder layer, of which [`adds_norm`](Self::adds_norm) says yes.
+    ///
+    /// # Errors
+    /// As [`forward_into`](Self::forward_into).
+    pub fn forward_add_norm_into(
+        &self,
+        hidden: View<'_>,
+        end: AddNorm<'_>,
+        observe: &mut dyn FnMut(View<'_>) -> Result<()>,
+        context: &mut StepContext,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        if !self.adds_norm(MoeForm::Modular) {
+            bail!(
+                "{}: something else is added behind the experts, or no sums return to it",
+                self.path.prepare.name()
+            )
+        }
+        self.modular(hidden, End::AddNorm(end), observe, context, ex)
     }
 
     /// Monolithic experts with what is fused around them, in a form that [`choose`](Self::choose) chose.
@@ -310,14 +338,14 @@ impl SparseMoeBlock {
     /// computes them chunk by chunk.
     fn modular(
         &self,
-        path: &Path,
         hidden: View<'_>,
-        out: ViewMut<'_>,
+        end: End<'_>,
         observe: &mut dyn FnMut(View<'_>) -> Result<()>,
         context: &mut StepContext,
         ex: &mut Exec,
     ) -> Result<()> {
         let _span = trace_span!("moe").entered();
+        let path = self.path_of(context.only_decode);
         let gate = self.gate.read()?;
         let (tokens, config) = (hidden.rows(), self.router.config());
         let mut logits = ex.scratch(DType::F32, &[tokens, config.num_logits()])?;
@@ -347,7 +375,7 @@ impl SparseMoeBlock {
             shared: self.shared.as_ref(),
             near: placed.filter(|(placed, form)| placed.is_near(*form)).map(|(placed, _)| placed),
         };
-        path.run(&routed, self.chunk, out, context.rank_tokens.as_deref(), ex)
+        path.run(&routed, self.chunk, end, context.rank_tokens.as_deref(), ex)
     }
 
     /// The same on candle tensors: `hidden` [.., H] in the gate's dtype and on its device, in any layout; the result

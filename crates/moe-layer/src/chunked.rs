@@ -6,10 +6,13 @@
 use std::num::NonZeroUsize;
 
 use moe_chunking::ChunkPlan;
-use moe_dispatch::{PrepareFinalize, Tokens};
+use moe_dispatch::{AddNorm, PrepareFinalize, Tokens};
 use moe_experts::Experts;
 use moe_kernels::candle::{DType, Error, Result};
-use moe_kernels::{ActivationFormat, Dispatched, Exec, View, ViewMut, WeightAndReduce, add_scaled_into};
+use moe_kernels::{
+    ActivationFormat, Dispatched, Exec, Scratch, View, ViewMut, WeightAndReduce, add_rms_norm_into,
+    add_scaled_into,
+};
 use tracing::trace_span;
 
 use crate::placed::PlacedExperts;
@@ -43,6 +46,23 @@ impl<'a> Routed<'a> {
     }
 }
 
+/// Where a layer's rows go.
+pub(crate) enum End<'a> {
+    /// [T, H], all of it written.
+    Sum(ViewMut<'a>),
+    /// To the residual stream, and the norm behind it: of layers without zero and shared experts.
+    AddNorm(AddNorm<'a>),
+}
+
+impl End<'_> {
+    fn narrow(&mut self, start: usize, len: usize) -> Result<End<'_>> {
+        Ok(match self {
+            Self::Sum(out) => End::Sum(out.reborrow().narrow(start, len)?),
+            Self::AddNorm(end) => End::AddNorm(end.narrow(start, len)?),
+        })
+    }
+}
+
 impl Path {
     /// All tokens, in chunks of at most `size`, and of no more than the backend takes; `agreed` as in
     /// [`PrepareFinalize::prepare`].
@@ -50,18 +70,18 @@ impl Path {
         &self,
         routed: &Routed,
         size: Option<NonZeroUsize>,
-        mut out: ViewMut,
+        mut end: End,
         agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<()> {
         let limit = self.prepare.max_num_tokens_per_rank().and_then(NonZeroUsize::new);
         let Some(size) = size.into_iter().chain(limit).min() else {
-            return self.chunk(routed, out, agreed, ex);
+            return self.chunk(routed, end, agreed, ex);
         };
         let tokens = routed.tokens.hidden.rows();
         let Some(all) = self.prepare.rank_tokens(tokens, agreed, ex)? else {
             for rows in ChunkPlan::new(tokens, size).ranges() {
-                let to = out.reborrow().narrow(rows.start, rows.len())?;
+                let to = end.narrow(rows.start, rows.len())?;
                 self.chunk(&routed.narrow(rows.start, rows.len())?, to, agreed, ex)?;
             }
             return Ok(());
@@ -71,55 +91,82 @@ impl Path {
         let plan = ChunkPlan::new(tokens, size).with_rounds(rounds).map_err(Error::wrap)?;
         for (round, rows) in plan.ranges().enumerate() {
             let counts = ChunkPlan::rank_tokens(round, &all, size);
-            let to = out.reborrow().narrow(rows.start, rows.len())?;
+            let to = end.narrow(rows.start, rows.len())?;
             self.chunk(&routed.narrow(rows.start, rows.len())?, to, Some(&counts), ex)?;
         }
         Ok(())
     }
 
     /// One pass; on several ranks a collective, also without a token.
-    fn chunk(&self, routed: &Routed, out: ViewMut, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<()> {
-        match routed.shared {
-            Some(shared) => {
+    fn chunk(&self, routed: &Routed, end: End, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<()> {
+        let physical = routed.near.map(|placed| placed.physical(routed.tokens.topk_ids, ex)).transpose()?;
+        let routed = match &physical {
+            Some(ids) => Routed { tokens: Tokens { topk_ids: ids.view(), ..routed.tokens }, ..*routed },
+            None => *routed,
+        };
+        match (end, routed.shared) {
+            (End::AddNorm(end), _) => self.add_norm(&routed, end, agreed, ex),
+            (End::Sum(out), Some(shared)) => {
                 let hidden = routed.tokens.hidden;
-                shared.add_to(hidden, out, ex, |out, ex| self.routed_chunk(routed, out, agreed, ex))
+                shared.add_to(hidden, out, ex, |out, ex| self.sum(&routed, out, agreed, ex))
             }
-            None => self.routed_chunk(routed, out, agreed, ex),
+            (End::Sum(out), None) => self.sum(&routed, out, agreed, ex),
         }
     }
 
-    /// The same without shared experts.
-    fn routed_chunk(
-        &self,
-        routed: &Routed,
-        mut out: ViewMut,
-        agreed: Option<&[usize]>,
-        ex: &mut Exec,
-    ) -> Result<()> {
-        let hidden = routed.tokens.hidden;
-        let physical = routed.near.map(|placed| placed.physical(routed.tokens.topk_ids, ex)).transpose()?;
-        let topk_ids = physical.as_ref().map_or(routed.tokens.topk_ids, |ids| ids.view());
-        let dispatched = self.prepare.prepare(Tokens { topk_ids, ..routed.tokens }, agreed, ex)?;
+    /// The sums, added to the residual stream with the norm behind it: in the launch in which they return from other ranks, if it
+    /// takes them.
+    fn add_norm(&self, routed: &Routed, end: AddNorm, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<()> {
+        let dispatched = self.prepare.prepare(routed.tokens, agreed, ex)?;
+        if self.prepare.combines(&dispatched) {
+            let (rows, strategy) = self.slots_or_sums(&dispatched, ex)?;
+            return self.prepare.finalize_add_norm(rows.view(), &dispatched, strategy, end, ex);
+        }
+        let mut sums = ex.scratch(DType::F32, end.residual.dims())?;
+        self.finish(dispatched, sums.view_mut(), ex)?;
+        add_rms_norm_into(sums.view(), end.norm.weight, end.norm.eps, end.residual, end.out, ex)
+    }
+
+    /// The experts' slot rows, or their sums where they add up themselves.
+    fn slots_or_sums(&self, dispatched: &Dispatched, ex: &mut Exec) -> Result<(Scratch, WeightAndReduce)> {
+        let strategy = self.experts.weight_and_reduce();
+        if strategy == WeightAndReduce::NoOp
+            && !dispatched.is_empty()
+            && let Some(rows) = self.experts.slot_rows(dispatched, ex)?
+        {
+            return Ok((rows, WeightAndReduce::Contiguous));
+        }
+        let mut rows = ex.scratch(DType::F32, &self.experts.out_dims(dispatched)?)?;
+        self.apply(dispatched, rows.view_mut(), ex)?;
+        Ok((rows, strategy))
+    }
+
+    /// The sums, without shared experts.
+    fn sum(&self, routed: &Routed, mut out: ViewMut, agreed: Option<&[usize]>, ex: &mut Exec) -> Result<()> {
+        let dispatched = self.prepare.prepare(routed.tokens, agreed, ex)?;
+        self.finish(dispatched, out.reborrow(), ex)?;
+        match routed.identity {
+            Some(weights) => add_scaled_into(routed.tokens.hidden, weights, out, ex),
+            None => Ok(()),
+        }
+    }
+
+    /// Experts and finalize.
+    fn finish(&self, dispatched: Dispatched, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
         let strategy = self.experts.weight_and_reduce();
         let is_final = strategy == WeightAndReduce::NoOp && self.prepare.combine().is_in_place();
         if is_final && out.dtype() == DType::F32 {
             // The experts' rows are the block's: finalize would only copy them, and add the ranks'.
             self.apply(&dispatched, out.reborrow(), ex)?;
-            self.prepare.complete_reduced(out.reborrow(), ex)?;
-        } else {
-            let dtype = match strategy {
-                WeightAndReduce::NoOp => self.prepare.reduced_dtype(&dispatched),
-                _ => DType::F32,
-            };
-            let mut rows = ex.scratch(dtype, &self.experts.out_dims(&dispatched)?)?;
-            self.apply(&dispatched, rows.view_mut(), ex)?;
-            self.prepare.finalize(rows.view(), &dispatched, strategy, out.reborrow(), ex)?;
+            return self.prepare.complete_reduced(out, ex);
         }
-        drop(dispatched);
-        match routed.identity {
-            Some(weights) => add_scaled_into(hidden, weights, out, ex),
-            None => Ok(()),
-        }
+        let dtype = match strategy {
+            WeightAndReduce::NoOp => self.prepare.reduced_dtype(&dispatched),
+            _ => DType::F32,
+        };
+        let mut rows = ex.scratch(dtype, &self.experts.out_dims(&dispatched)?)?;
+        self.apply(&dispatched, rows.view_mut(), ex)?;
+        self.prepare.finalize(rows.view(), &dispatched, strategy, out, ex)
     }
 
     /// The experts, unless no row has arrived.

@@ -40,7 +40,7 @@ pub use moe_chunking::{ChunkedMoe, DEFAULT_CHUNKED_MOE_SIZE};
 pub use moe_comm::{
     Communicator, ExpertMap, Geometry, ParallelConfig, ParallelGroups, ReplicaChoice, RowParallel, Window,
 };
-pub use moe_dispatch::{LocalExperts, NoEp, PrepareFinalize, WhoAdds};
+pub use moe_dispatch::{AddNorm, LocalExperts, NoEp, PrepareFinalize, WhoAdds};
 pub use moe_experts::{
     Backend, ExpertWeights, Experts, ExpertsShape, Fusion, LoadSpec, Machine, MonolithicCall,
     MonolithicExperts, MonolithicForm, MonolithicKernels, OracleError, Reason, Rejected, Reservation,

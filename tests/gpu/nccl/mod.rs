@@ -8,6 +8,7 @@ mod graphs;
 mod killed;
 mod moves;
 mod offload;
+mod peer_combine;
 mod peer_gather;
 mod peer_needs;
 mod peer_runs;

@@ -69,7 +69,7 @@ impl<A: SelfAttention> DecoderLayer<A> {
         let fused = form.attention == AroundAttention::NormAdd;
         let mut attention = self.attention.stages(fused, step, machine);
         if !fused {
-            attention.insert(0, norm_stage(sums.filter(|_| self.deferred[1])));
+            attention.insert(0, self.norm_behind(form.mlp, sums));
             if let (Err(reason), Some(qkv)) =
                 (self.fuses_attention(form.mlp, step, machine), attention.get_mut(1))
             {
@@ -96,6 +96,18 @@ impl<A: SelfAttention> DecoderLayer<A> {
             _ => mlp.insert(0, norm_stage(sums.filter(|_| self.deferred[0]))),
         }
         LayerPlan { attention, mlp }
+    }
+
+    /// The norm behind the layer's MLP or experts.
+    fn norm_behind(&self, mlp: MoeForm, sums: Option<&RankSums>) -> Stage {
+        match &self.mlp {
+            Mlp::Sparse(sparse) if sparse.adds_norm(mlp) => plain(
+                &["sums over ranks", "add", "norm"],
+                "one launch of few rows over peer memory, else reduce-scatter and add_rms_norm",
+                Vec::new(),
+            ),
+            _ => norm_stage(sums.filter(|_| self.deferred[1])),
+        }
     }
 
     fn fusions(&self) -> &'static [Fusion] {

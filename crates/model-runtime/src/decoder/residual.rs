@@ -7,6 +7,7 @@ use candle_core::{DType, Result};
 use moe_comm::Communicator;
 use moe_kernels::plan::Fusion;
 use moe_kernels::{Exec, MonolithicIo, ProductRows, Scratch, StepContext, View};
+use moe_layer::AddNorm;
 use tracing::trace_span;
 
 use super::plan::{AroundAttention, LayerForm};
@@ -163,6 +164,18 @@ impl<'a> Residual<'a> {
                     })
                 })?;
                 self.normed = true;
+                Ok(())
+            }
+            (Mlp::Sparse(sparse), _) if sparse.adds_norm(form.mlp) => {
+                self.normed(norm, ex)?;
+                let mut out = ex.scratch(self.dtype, self.stream.dims())?;
+                let (x, residual, to) =
+                    (self.x.rows().floats("experts")?, self.stream.view_mut(), out.view_mut());
+                next.with_pre_norm(|norm| {
+                    let end = AddNorm { residual, norm, out: to };
+                    sparse.forward_add_norm_into(x, end, observe, context, ex)
+                })?;
+                self.x = ProductRows::Floats(out);
                 Ok(())
             }
             (mlp, _) => {

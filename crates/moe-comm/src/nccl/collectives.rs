@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
-use moe_kernels::{Exec, PreNorm, View, ViewMut, add_rms_norm_into};
+use moe_kernels::{Exec, PreNorm, SlotRows, View, ViewMut, add_rms_norm_into};
 
 use super::comm::{NcclComm, is_recorded};
 use crate::call::Op;
 use crate::communicator::{
-    Collective, Communicator, ReduceOp, RowNeeds, reduce_scatter_rounded, share_add_rms_norm,
+    Collective, Communicator, ReduceOp, RowNeeds, combine_add_rms_norm, reduce_scatter_rounded,
+    share_add_rms_norm,
 };
 use crate::parts::{Request, Verb, exchange_parts, one};
 use crate::peer::PeerAllReduce;
@@ -189,6 +190,30 @@ impl Communicator for NcclComm {
                 peers.reduce_scatter_into(input, counts, needs, out, ex)
             }),
             None => reduce_scatter_rounded(self, input, counts, out, ex),
+        }
+    }
+
+    fn combines(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool {
+        let fits = |peers: &&PeerAllReduce| peers.fits_combine(counts, top_k, hidden);
+        dtype == DType::BF16 && self.usable_peers().filter(fits).is_some()
+    }
+
+    fn combine_add_rms_norm(
+        &self,
+        slots: &SlotRows<'_>,
+        counts: &[usize],
+        norm: &PreNorm<'_>,
+        residual: ViewMut<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let (_, top_k, hidden) = slots.check("combine_add_rms_norm")?;
+        let peers = self.usable_peers().filter(|_| residual.is_cuda());
+        match peers.filter(|_| self.combines(counts, top_k, hidden, norm.weight.dtype())) {
+            Some(peers) => self.on_stream(Op::ReduceScatter, ex, |ex| {
+                peers.combine_add_norm_into(slots, counts, residual, norm, out, ex)
+            }),
+            None => combine_add_rms_norm(self, slots, counts, norm, residual, out, ex),
         }
     }
 

@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{DType, Result, bail};
-use moe_kernels::PreNorm;
 use moe_kernels::cuda::PeerBuffers;
-use moe_kernels::{Exec, View, ViewMut};
+use moe_kernels::{Exec, PreNorm, SlotRows, View, ViewMut};
 
 use super::join::{Shared, share};
 use super::memory::{Owned, Status, group};
@@ -193,6 +192,30 @@ impl PeerAllReduce {
         self.ready(ex)?;
         let needs = needs.map(|needs| (needs.ids, needs.owners));
         self.buffers.reduce_scatter_into(input, counts, needs, out, ex)
+    }
+
+    /// Whether [`combine_add_norm_into`](Self::combine_add_norm_into) takes K slots of H elements for so many rows of each rank: the same
+    /// on all ranks.
+    pub fn fits_combine(&self, counts: &[usize], top_k: usize, hidden: usize) -> bool {
+        self.buffers.fits_combine(counts, top_k, hidden)
+    }
+
+    /// `residual` [counts\[rank\], H] f32 += the sum over the ranks of what each adds up of these rows' slots; then `out` bf16 = RMS norm
+    /// of `residual`: see [`combine_add_rms_norm`](Communicator::combine_add_rms_norm).
+    ///
+    /// # Errors
+    /// As [`all_reduce_add_norm_into`](Self::all_reduce_add_norm_into), for what [`fits_combine`](Self::fits_combine) refuses.
+    pub fn combine_add_norm_into(
+        &self,
+        slots: &SlotRows<'_>,
+        counts: &[usize],
+        residual: ViewMut<'_>,
+        norm: &PreNorm<'_>,
+        out: ViewMut<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        self.ready(ex)?;
+        self.buffers.combine_add_rms_norm_into(slots, counts, residual, norm, out, ex)
     }
 
     /// An error once a kernel has given up waiting, or [`stop`](Self::stop) was called. To be asked after the work

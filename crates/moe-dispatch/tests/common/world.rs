@@ -6,8 +6,8 @@ use std::sync::Arc;
 use moe_comm::ExpertPlacement;
 use moe_dispatch::candle::{DType, Result};
 use moe_dispatch::{
-    Communicator, Dispatched, EpRanks, Exec, ExpertLayout, OverRanks, PrepareFinalize, Tokens, View, ViewMut,
-    WeightAndReduce, WhoAdds, mask_nonlocal_into, weighted_sum_into,
+    AddNorm, Communicator, Dispatched, EpRanks, Exec, ExpertLayout, OverRanks, PrepareFinalize, Tokens, View,
+    ViewMut, WeightAndReduce, WhoAdds, mask_nonlocal_into, weighted_sum_into,
 };
 
 use super::common::{Problem, run_named_experts};
@@ -117,6 +117,31 @@ impl World {
             let sums = View::new(&sums, &[d.rows.view().rows(), p.hidden])?;
             backend.finalize(sums, &d, WeightAndReduce::NoOp, to, ex)
         })
+    }
+}
+
+impl World {
+    /// The same onto the residual stream, with its norm: of backends whose sums return to the owners of tokens.
+    pub fn run_add_norm(
+        &self,
+        backend: &OverRanks,
+        rank: usize,
+        reduces: bool,
+        end: AddNorm<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        let p = &self.problems[rank];
+        let local = self.layout(rank).local_experts;
+        let [hidden, ids, weights] = p.views()?;
+        let d = backend.prepare(Tokens::new(hidden, ids, weights), None, ex)?;
+        let y = run_named_experts::<f32>(&d, |slot| local[slot] as usize)?;
+        if reduces {
+            let sums = reduced(&d, &y, ex)?;
+            let sums = View::new(&sums, &[d.rows.view().rows(), p.hidden])?;
+            return backend.finalize_add_norm(sums, &d, WeightAndReduce::NoOp, end, ex);
+        }
+        let slots = View::new(&y, &d.expert_out_dims()?)?;
+        backend.finalize_add_norm(slots, &d, WeightAndReduce::Contiguous, end, ex)
     }
 }
 

@@ -288,6 +288,7 @@ extern "C" int moe_peer_buffer_init(void* buffer, size_t bytes, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   cudaError_t e = load_gather_kernels();
   if (e == cudaSuccess) e = load_share_kernel();
+  if (e == cudaSuccess) e = load_combine_kernel();
   if (e == cudaSuccess) e = cudaMemsetAsync(buffer, 0, kControlBytes, s);
   if (e != cudaSuccess) return e;
   return cudaMemsetAsync(static_cast<uint8_t*>(buffer) + kControlBytes, 0xff, bytes - kControlBytes, s);

@@ -94,9 +94,10 @@ inline cudaError_t exchange_slots(const Peers& peers, size_t slots, Exchange* x)
   return cudaSuccess;
 }
 
-/// Load the kernels of gather.cu and share.cu, as moe_peer_buffer_init does those beside it.
+/// Load the kernels of gather.cu, share.cu and combine.cu, as moe_peer_buffer_init does those beside it.
 cudaError_t load_gather_kernels();
 cudaError_t load_share_kernel();
+cudaError_t load_combine_kernel();
 
 // ---- slots
 
@@ -202,11 +203,11 @@ __device__ __forceinline__ Vec16 take(const Exchange& x, Turn& turn, uint32_t in
   return v;
 }
 
-/// Waits for the slots base + r * stride of the r in `wanted`, which rank `sender` + r fills, and empties them; with
+/// Waits for the slots index(i) of the i in `wanted`, which rank `sender` + i % kRanks fills, and empties them; with
 /// `pauses` as `take` does.
-template <int kCount>
-__device__ __forceinline__ void receive(const Exchange& x, Turn& turn, Vec16 (&v)[kCount], uint32_t wanted, int sender,
-                                        uint32_t base, uint32_t stride, bool pauses = false) {
+template <int kRanks, int kCount, class Index>
+__device__ __forceinline__ void receive_at(const Exchange& x, Turn& turn, Vec16 (&v)[kCount], uint32_t wanted,
+                                           int sender, Index index, bool pauses = false) {
   const int own = x.peers.rank;
   uint32_t missing = wanted;
   bool again = false;
@@ -215,15 +216,22 @@ __device__ __forceinline__ void receive(const Exchange& x, Turn& turn, Vec16 (&v
     again = true;
     // All loads are under way before the first is looked at.
 #pragma unroll
-    for (int r = 0; r < kCount; ++r)
-      if (missing >> r & 1u) v[r] = load_system(slot(x, turn, own, base + r * stride));
+    for (int i = 0; i < kCount; ++i)
+      if (missing >> i & 1u) v[i] = load_system(slot(x, turn, own, index(i)));
 #pragma unroll
-    for (int r = 0; r < kCount; ++r)
-      if (is_full(v[r])) missing &= ~(1u << r);
-  } while (missing != 0 && !gives_up(x, turn, sender + __ffs(missing) - 1));
+    for (int i = 0; i < kCount; ++i)
+      if (is_full(v[i])) missing &= ~(1u << i);
+  } while (missing != 0 && !gives_up(x, turn, sender + (__ffs(missing) - 1) % kRanks));
 #pragma unroll
-  for (int r = 0; r < kCount; ++r)
-    if (wanted >> r & 1u) store_system(slot(x, turn, own, base + r * stride), {{kEmpty, kEmpty, kEmpty, kEmpty}});
+  for (int i = 0; i < kCount; ++i)
+    if (wanted >> i & 1u) store_system(slot(x, turn, own, index(i)), {{kEmpty, kEmpty, kEmpty, kEmpty}});
+}
+
+/// The same of the slots base + r * stride.
+template <int kCount>
+__device__ __forceinline__ void receive(const Exchange& x, Turn& turn, Vec16 (&v)[kCount], uint32_t wanted, int sender,
+                                        uint32_t base, uint32_t stride, bool pauses = false) {
+  receive_at<kCount>(x, turn, v, wanted, sender, [=](int r) { return base + r * stride; }, pauses);
 }
 
 }  // namespace moe

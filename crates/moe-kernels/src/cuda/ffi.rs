@@ -122,6 +122,10 @@ launchers! {
         peers: *const PeerBuffers, partial: *const f32, residual: *mut f32, weight: *const bf16, eps: f32,
         out: *mut bf16, rows hidden: i32
     );
+    moe_peer_combine_add_rms_norm(
+        peers: *const PeerBuffers, slots: *const CombineArgs, counts: *const u32, residual: *mut f32,
+        weight: *const bf16, eps: f32, out: *mut bf16
+    );
     moe_peer_all_gather(
         peers: *const PeerBuffers, arrays: *const PeerArray, count: i32, needs: *const PeerNeeds
     );
@@ -217,5 +221,6 @@ unsafe extern "C" {
         block_smem: i32,
     ) -> i32;
     pub(crate) fn moe_peer_buffer_bytes(ranks: i32, capacity: usize) -> usize;
+    pub(crate) fn moe_peer_combine_rows(ranks: i32, capacity: usize, hidden: i32) -> i64;
     pub(crate) fn moe_any_group_slots_workspace(num_local: i32) -> i64;
 }

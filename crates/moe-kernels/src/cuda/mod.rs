@@ -50,8 +50,8 @@ pub(crate) use checksum::word_sum;
 pub use counts::{DeviceCalls, device_calls};
 pub use expert_slots::ExpertSlots;
 pub use experts::{
-    ExpertLists, FusedExperts, MonolithicExperts, fused_experts_into, monolithic_experts_into,
-    slotted_experts_into,
+    ExpertLists, FusedExperts, MonolithicExperts, expert_slot_rows, fused_experts_into,
+    monolithic_experts_into, slotted_experts_into,
 };
 pub(crate) use fp8::{leaves_fp8, quantise_rows_into};
 pub use graph::Graph;

@@ -133,6 +133,11 @@ impl ExpertsCall {
         if format(w13) == format(w2) { Ok(()) } else { Err(Reason::Quant { got: w2.scheme }) }
     }
 
+    /// Whether the kernels of such a step can leave its slots' rows, [T, K, H] f32, to whoever adds them up.
+    pub fn leaves_slots(&self, machine: &Machine) -> bool {
+        self.passes == 1 && ExpertsForm::choose(self, machine) == Some(ExpertsForm::Tensor)
+    }
+
     fn expect_one_pass(&self) -> Result<(), Reason> {
         if self.passes <= 1 { Ok(()) } else { Err(Reason::Passes { passes: self.passes }) }
     }

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use candle_nn::VarBuilder;
-use moe_comm::{DeepEpMode, EpBackend, ParallelConfig, ParallelGroups, ThreadComm, run_ranks};
+use moe_comm::{Communicator, DeepEpMode, EpBackend, ParallelConfig, ParallelGroups, run_ranks};
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
     Activation, BlockContext, BlockOptions, Buffer, ChunkedMoe, CpuIsa, DType, Device, Exec, ExpertHeat,
@@ -126,7 +126,7 @@ fn a_budget_decides_the_size() -> Result<()> {
 }
 
 /// Five experts, an odd number for two ranks, over some tokens, with what a rank loads its part from.
-fn five_experts(tokens: usize) -> Result<(crate::reference::Problem, BlockOptions, VarBuilder<'static>)> {
+pub fn five_experts(tokens: usize) -> Result<(crate::reference::Problem, BlockOptions, VarBuilder<'static>)> {
     let config = RouterConfig { renormalize: true, ..RouterConfig::new(5, 2) };
     let p = problem((5, 16, 8, tokens), config.clone(), None, DType::F32, 11);
     let w = p.weights()?;
@@ -148,15 +148,15 @@ fn five_experts(tokens: usize) -> Result<(crate::reference::Problem, BlockOption
 }
 
 /// Where a rank of two data-parallel ones runs that spread the experts.
-fn spread(
+pub fn spread(
     rank: usize,
-    comm: ThreadComm,
+    comm: Arc<dyn Communicator>,
     parallel: ParallelConfig,
     chunked_moe: ChunkedMoe,
 ) -> Result<BlockContext> {
     let parallel = ParallelConfig { dp: 2, enable_expert_parallel: true, ..parallel };
     let geometry = parallel.geometry(rank)?;
-    let groups = ParallelGroups::new(&geometry, Arc::new(comm), &mut Exec::cpu())?;
+    let groups = ParallelGroups::new(&geometry, comm, &mut Exec::cpu())?;
     Ok(BlockContext { geometry, groups, chunked_moe, ..BlockContext::default() })
 }
 
@@ -172,7 +172,7 @@ fn ranks_agree_on_the_size_of_a_budget() -> Result<()> {
             ParallelConfig { backend: EpBackend::DeepEp.into(), deepep_mode, ..ParallelConfig::default() };
         let results = run_ranks(2, |rank, comm| {
             let chunked = ChunkedMoe::within(60_000);
-            let context = spread(rank, comm, parallel, chunked)?;
+            let context = spread(rank, Arc::new(comm), parallel, chunked)?;
             let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
             let alone = chunked.size(TOKENS, |n| block.chunk_bytes(n).unwrap_or(usize::MAX));
             let rows = x.narrow(0, rank * TOKENS, TOKENS)?;
@@ -206,7 +206,8 @@ fn ranks_run_the_same_rounds() -> Result<()> {
             let results = run_ranks(2, |rank, comm| {
                 let parallel = ParallelConfig { backend: backend.into(), ..ParallelConfig::default() };
                 let chunked = ChunkedMoe::of_size(NonZeroUsize::MIN.saturating_add(1));
-                let context = BlockContext { who_adds: Some(who), ..spread(rank, comm, parallel, chunked)? };
+                let context =
+                    BlockContext { who_adds: Some(who), ..spread(rank, Arc::new(comm), parallel, chunked)? };
                 let (block, _) = load_block_on(&options, &context, vb.pp("gate"), vb.pp("experts"))?;
                 // Rank 1 takes the last rows, so that the ranks have different tokens.
                 let start = if rank == 0 { 0 } else { 9 - rows[1] };

@@ -3,6 +3,7 @@
 // Helpers here may panic like the tests that call them.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod add_norm;
 mod block;
 mod chunks;
 mod errors;

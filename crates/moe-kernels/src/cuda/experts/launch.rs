@@ -109,6 +109,10 @@ impl Lease {
         self.scratch.view()
     }
 
+    pub(super) fn into_scratch(self) -> Scratch {
+        self.scratch
+    }
+
     pub(super) fn view_mut(&mut self) -> ViewMut<'_> {
         self.scratch.view_mut()
     }
@@ -153,7 +157,7 @@ impl Inputs {
     pub(super) fn scratch(&self, s: &ExpertsCall, dtype: DType, ex: &Exec) -> Result<Rows> {
         Ok(Rows {
             act: Lease::new(self.op, DType::BF16, &[s.slots(), s.inter], ex)?,
-            slot_rows: Lease::new(self.op, dtype, &[s.slots(), s.hidden], ex)?,
+            slot_rows: Lease::new(self.op, dtype, &[s.tokens, s.top_k, s.hidden], ex)?,
             dtype,
         })
     }

@@ -64,7 +64,49 @@ pub fn fused_experts_into(args: &FusedExperts, out: ViewMut, ex: &mut Exec) -> R
     run(args, None, out, ex)
 }
 
-/// The same of experts more than the device has slots for: w13 and w2 are of the slots, ids of all experts, and the launches
+/// The unweighted rows [T K, H] f32 of the slots, with the bits that [`fused_experts_into`] adds up, for whoever adds them on
+/// the way to another rank; those of slots without a local expert are unspecified. `None` where the kernels of such a step
+/// add up themselves.
+///
+/// # Errors
+/// As [`fused_experts_into`].
+pub fn expert_slot_rows(args: &FusedExperts, ex: &mut Exec) -> Result<Option<Scratch>> {
+    let op = "expert_slot_rows";
+    let sizes = check(op, args)?;
+    if sizes.tokens == 0 || !sizes.leaves_slots(&ex.machine()) {
+        return Ok(None);
+    }
+    let inputs = Inputs::of(op, args, ex)?;
+    let rows = inputs.scratch(&sizes, DType::F32, ex)?;
+    products(&inputs, args, &sizes, ExpertsForm::Tensor, &rows, ex)?;
+    Ok(Some(rows.slot_rows.into_scratch()))
+}
+
+/// Both products over the slots of each expert, which are listed here where the caller has not.
+fn products(
+    inputs: &Inputs,
+    args: &FusedExperts,
+    sizes: &ExpertsCall,
+    form: ExpertsForm,
+    rows: &Rows,
+    ex: &mut Exec,
+) -> Result<()> {
+    let listed;
+    let lists = match args.lists {
+        Some(lists) => lists,
+        None => {
+            listed = list(args, sizes, ex)?;
+            ExpertLists { counts: listed[0].view(), slots: listed[1].view() }
+        }
+    };
+    let slots = Buckets::of(inputs.op, &lists, sizes, ex)?;
+    match form {
+        ExpertsForm::Fp8 => inputs.fp8(sizes, &slots, rows, ex),
+        _ => inputs.tensor(sizes, slots, rows, ex),
+    }
+}
+
+/// [`fused_experts_into`] of experts more than the device has slots for: w13 and w2 are of the slots, ids of all experts, and the launches
 /// bring what the ids name into the slots, in passes where that is more than there are slots. The bits are those of
 /// experts that are all on the device, by the same kernel.
 ///
@@ -123,19 +165,7 @@ fn run(args: &FusedExperts, resident: Option<&ExpertSlots>, mut out: ViewMut, ex
                 if pass > 0 {
                     fetch(pass)?;
                 }
-                let listed;
-                let lists = match args.lists {
-                    Some(lists) => lists,
-                    None => {
-                        listed = list(args, &sizes, ex)?;
-                        ExpertLists { counts: listed[0].view(), slots: listed[1].view() }
-                    }
-                };
-                let slots = Buckets::of(op, &lists, &sizes, ex)?;
-                match form {
-                    ExpertsForm::Fp8 => inputs.fp8(&sizes, &slots, &scratch, ex)?,
-                    _ => inputs.tensor(&sizes, slots, &scratch, ex)?,
-                }
+                products(&inputs, args, &sizes, form, &scratch, ex)?;
             }
         }
         Some(ExpertsForm::QuantAny) => any_quantised(op, args, &sizes, &mut scratch, ex)?,

@@ -1,9 +1,10 @@
-//! Collectives over memory that the ranks of a host share: the launches of `cuda/peer/all_reduce.cu`, in `gather` those of
-//! `cuda/peer/gather.cu`, and in `share` that of `cuda/peer/share.cu`.
+//! Collectives over memory that the ranks of a host share: the launches of `cuda/peer/all_reduce.cu`, and in `combine`, `gather`
+//! and `share` those of the files of these names.
 //!
 //! Who allocates that memory, maps it and knows the other ranks is the caller (moe-comm's `PeerAllReduce`);
 //! here are the addresses, the checks and the launches.
 
+mod combine;
 mod gather;
 mod share;
 

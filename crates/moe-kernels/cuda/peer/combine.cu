@@ -1,0 +1,297 @@
+// The end of a sparse layer whose tokens came from other ranks, over peer memory: each rank weights and adds the slot
+// rows that its experts left for a token, the token's owner adds the ranks' sums in rank order and then that to its
+// residual stream, and takes the norm of the next sub-layer. Three launches (experts/combine.cu, peer/gather.cu,
+// rows/norm.cuh) in one, bit for bit: sums go from the slots to the other rank without a stop in memory, and one grid
+// boundary is left of three.
+//
+// A block takes a row at a time: first the rows of other ranks, whose sums it sends, then own rows, whose sums it waits
+// for. Who sends waits for nobody, and all blocks are resident at once, so nothing can be stuck. Of a decode step's
+// rows every one has a block of its own. Slots, waiting, and why no barrier is needed: peer.cuh.
+//
+// Floor on 4 GPUs, 64 tokens a rank, 8 slots of which 2 are here, H = 2,048: 1.6 MB out, 3.5 us at 450 GB/s, a hop of
+// 1 us, a grid boundary of 0.65 us, ids and then rows out of L2, 1.2 us: 6.5 us. Predicted 9 us, measured 11.9
+// in place of 16.4 for three launches (docs/kernels-labbook.md).
+#include "experts/combine.cuh"
+#include "peer/peer.cuh"
+#include "rows/norm.cuh"
+
+namespace moe {
+namespace {
+
+/// Blocks of an SM, of up to kRanks ranks.
+template <int kRanks>
+constexpr int kBlocksPerSm = kRanks > 4 ? 1 : 2;
+constexpr int kBatch = 4;  // slot rows that a thread has under way
+constexpr int kWords = 4;  // columns of a slot of 16 bytes
+
+/// The rows of all ranks, in rank order.
+struct Owned {
+  uint32_t counts[kMaxRanks], begins[kMaxRanks];
+
+  /// Rows of a rank that blocks go through: one that nobody stores stands for none, so that every rank hears of every
+  /// other one.
+  __device__ __forceinline__ uint32_t tasks(int rank) const { return max(counts[rank], 1u); }
+};
+
+/// What of a token is here, the same in all lanes but for `weight`, which lane k has for slot k.
+struct Present {
+  uint32_t slots;  // a bit for each
+  float weight;
+};
+
+__device__ __forceinline__ Present present(const Combine<float>& a, int token) {
+  if (a.topk_ids == nullptr) return {1u, 1.f};
+  const int lane = threadIdx.x % 32, slot = token * a.top_k + lane;
+  const bool here =
+      lane < a.top_k && local_expert(__ldcg(a.topk_ids + slot), a.expert_map, a.num_ids, a.num_local) >= 0;
+  return {__ballot_sync(0xffffffffu, here), here ? __ldcg(a.topk_weights + slot) : 0.f};
+}
+
+/// The sum of a token's slots that are here, k ascending, of the four columns from each of at[2] on. Whole warps; lanes
+/// behind the last column have no `valid`.
+__device__ __forceinline__ void weigh(const Combine<float>& a, int token, const Present& p, const int (&at)[2],
+                                      const bool (&valid)[2], float (&sum)[2 * kWords]) {
+#pragma unroll
+  for (float& v : sum) v = 0.f;
+  for (uint32_t left = p.slots; left != 0;) {
+    uint4 row[kBatch][2];
+    float weight[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const bool more = left != 0;
+      const int k = more ? __ffs(left) - 1 : 0;
+      left &= left - 1;  // of none it stays none
+      weight[b] = __shfl_sync(0xffffffffu, p.weight, k);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        row[b][i] = {};
+        if (more && valid[i]) row[b][i] = a.load(token * a.top_k + k, at[i]);
+      }
+      if (!more) weight[b] = 0.f;
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) add_weighted(weight[b], row[b][i], sum, kWords * i, float());
+  }
+}
+
+/// Columns of a lane in a turn. To send: four and, 128 further, four, so that a warp's stores are runs of 512 bytes. To
+/// keep: eight in a row, as norm.cuh adds up squares.
+template <bool kSends>
+__device__ __forceinline__ void columns_of(int turn, int hidden, int (&at)[2], bool (&valid)[2]) {
+  const int warp = turn * kTurnColumns + static_cast<int>(threadIdx.x) / 32 * kWarpColumns, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    at[i] = warp + (kSends ? i * (kWarpColumns / 2) + lane * kWords : lane * kVector + i * kWords);
+    valid[i] = at[i] < hidden;
+  }
+}
+
+__device__ __forceinline__ Vec16 words(const float* x) {
+  return {{__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])}};
+}
+
+/// A block's part of a call, which begins as late as it can: what is summed before costs nothing beside it.
+struct LateTurn {
+  const Exchange& x;
+  Turn turn = {};
+  bool begun = false;
+
+  /// All threads call it.
+  __device__ __forceinline__ Turn& begin() {
+    if (!begun) turn = begin_turn(x);
+    begun = true;
+    return turn;
+  }
+};
+
+/// Sends this rank's sum of row `row` of rank `to`.
+__device__ __forceinline__ void send_row(LateTurn& late, const Combine<float>& a, const Owned& owned, int to,
+                                         uint32_t row) {
+  const Exchange& x = late.x;
+  const uint32_t first = x.peers.rank * x.vectors + row * (a.hidden / kWords);
+  if (row >= owned.counts[to]) {
+    const Turn& turn = late.begin();
+    if (threadIdx.x == 0) send(slot(x, turn, to, first), Vec16{});
+    return;
+  }
+  const int token = owned.begins[to] + row;
+  const Present p = present(a, token);
+  for (int t = 0; t * kTurnColumns < a.hidden; ++t) {
+    int at[2];
+    bool valid[2];
+    float sum[2 * kWords];
+    columns_of<true>(t, a.hidden, at, valid);
+    weigh(a, token, p, at, valid, sum);
+    const Turn& turn = late.begin();
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (valid[i]) send(slot(x, turn, to, first + at[i] / kWords), words(sum + kWords * i));
+  }
+}
+
+/// Adds the other ranks' sums of eight columns to this rank's, in rank order; of up to kRanks ranks.
+template <int kRanks>
+__device__ __forceinline__ void add_ranks(const Exchange& x, Turn& turn, uint32_t vector, float (&sum)[kVector]) {
+  constexpr int kAtOnce = kRanks > 4 ? 1 : 2;  // vectors, as registers allow
+  const int rank = x.peers.rank, ranks = x.peers.ranks;
+  const uint32_t peers = ((1u << ranks) - 1) & ~(1u << rank);
+#pragma unroll
+  for (int half = 0; half < 2; half += kAtOnce) {
+    Vec16 v[kAtOnce * kRanks] = {};
+    receive_at<kRanks>(x, turn, v, kAtOnce == 1 ? peers : peers | peers << kRanks, 0,
+                       [&](int i) { return vector + half + i / kRanks + i % kRanks * x.vectors; });
+#pragma unroll
+    for (int i = 0; i < kAtOnce * kWords; ++i) {
+      float all = 0.f;
+#pragma unroll
+      for (int r = 0; r < kRanks; ++r) {
+        if (r >= ranks) break;
+        const float next =
+            r == rank ? sum[half * kWords + i] : __uint_as_float(v[i / kWords * kRanks + r].word[i % kWords]);
+        all = r == 0 ? next : all + next;
+      }
+      sum[half * kWords + i] = all;
+    }
+  }
+}
+
+/// residual += the ranks' sums of this rank's row `row`, out = norm(residual).
+template <int kRanks>
+__device__ __forceinline__ void take_row(LateTurn& late, const Combine<float>& a, const Owned& owned, const NormRows& n,
+                                         uint32_t row, float* kept, float* parts) {
+  const Exchange& x = late.x;
+  const int own = x.peers.rank;
+  const uint32_t first = row * (a.hidden / kWords);
+  if (row >= owned.counts[own]) {
+    Turn& turn = late.begin();
+    Vec16 nothing[kRanks];
+    const uint32_t peers = ((1u << x.peers.ranks) - 1) & ~(1u << own);
+    if (threadIdx.x == 0) receive(x, turn, nothing, peers, 0, first, x.vectors);
+    return;
+  }
+  const int token = owned.begins[own] + row;
+  const size_t base = static_cast<size_t>(row) * a.hidden;
+  const Present p = present(a, token);
+  float squares = 0.f;
+  for (int t = 0; t * kTurnColumns < a.hidden; ++t) {
+    int at[2];
+    bool valid[2];
+    float sum[kVector], before[kVector];
+    columns_of<false>(t, a.hidden, at, valid);
+    if (valid[0]) {
+      const float4* from = reinterpret_cast<const float4*>(n.residual + base + at[0]);
+      const float4 low = __ldcg(from), high = __ldcg(from + 1);
+      before[0] = low.x, before[1] = low.y, before[2] = low.z, before[3] = low.w;
+      before[4] = high.x, before[5] = high.y, before[6] = high.z, before[7] = high.w;
+    }
+    weigh(a, token, p, at, valid, sum);
+    Turn& turn = late.begin();
+    if (!valid[0]) continue;
+    add_ranks<kRanks>(x, turn, first + at[0] / kWords, sum);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum[i] = before[i] + sum[i];
+    float4* to = reinterpret_cast<float4*>(n.residual + base + at[0]);
+    float4* keep = reinterpret_cast<float4*>(kept + at[0]);
+    to[0] = keep[0] = {sum[0], sum[1], sum[2], sum[3]};
+    to[1] = keep[1] = {sum[4], sum[5], sum[6], sum[7]};
+    add_squares(sum, squares);
+  }
+  const float scale = norm_scale(block_sum(squares, parts), a.hidden, n.eps);
+  write_row(kept, reinterpret_cast<const uint4*>(kept + a.hidden), scale, n.out + base, a.hidden);
+}
+
+template <int kRanks>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kRanks>)
+    combine_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Combine<float> a,
+                   const __grid_constant__ Owned owned, const __grid_constant__ NormRows n) {
+  extern __shared__ __align__(16) float kept[];  // a row, then the norm's weight
+  __shared__ float parts[2][kNormWarps];
+  for (int at = threadIdx.x; at < a.hidden / kVector; at += kThreads)
+    reinterpret_cast<uint4*>(kept + a.hidden)[at] = __ldg(reinterpret_cast<const uint4*>(n.weight) + at);
+  pdl_launch_dependents();
+  pdl_wait();
+  const int rank = x.peers.rank, ranks = x.peers.ranks;
+  LateTurn late = {x};
+  uint32_t task = blockIdx.x;
+  for (int i = 1; i < ranks; ++i) {  // each rank begins with another peer
+    const int to = rank + i < ranks ? rank + i : rank + i - ranks;
+    const uint32_t tasks = owned.tasks(to);
+    for (; task < tasks; task += gridDim.x) send_row(late, a, owned, to, task);
+    task -= tasks;
+  }
+  for (uint32_t odd = 0; task < owned.tasks(rank); task += gridDim.x, odd ^= 1)
+    take_row<kRanks>(late, a, owned, n, task, kept, parts[odd]);
+}
+
+template <int kRanks>
+cudaError_t run(const Exchange& x, const Combine<float>& a, const Owned& owned, const NormRows& n, uint32_t tasks,
+                size_t smem, const DeviceLimits& limits, void* stream) {
+  const int blocks = min(static_cast<int>(tasks), kBlocksPerSm<kRanks> * limits.sms);
+  return launch(combine_kernel<kRanks>, {dim3(blocks), dim3(kThreads), stream, smem}, x, a, owned, n);
+}
+
+}  // namespace
+
+cudaError_t load_combine_kernel() {
+  cudaFuncAttributes attributes;
+  const cudaError_t e = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(combine_kernel<4>));
+  if (e != cudaSuccess) return e;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(combine_kernel<kMaxRanks>));
+}
+
+}  // namespace moe
+
+/// Rows of a rank in a call of moe_peer_combine_add_rms_norm, at most.
+extern "C" int64_t moe_peer_combine_rows(int ranks, size_t capacity, int hidden) {
+  using namespace moe;
+  if (ranks < 2 || ranks > kMaxRanks || hidden <= 0 || hidden % kVector != 0) return 0;
+  return static_cast<int64_t>(half_bytes(ranks, capacity) / 16 / ranks) / (hidden / kWords);
+}
+
+/// residual [counts[rank], H] f32 += the sum over the ranks, in rank order, of what each adds up of these rows' slots,
+/// as moe_combine does; then out bf16 = residual / rms(residual) * weight, as moe_add_rms_norm does. `slots` are those
+/// of all ranks' rows, [sum(counts), K, H] f32, K at most 32; without ids each row has one slot of weight 1, which
+/// every rank has. Its `out` and `output` are not read. H is a multiple of 8; what is read in vectors is aligned to 16
+/// bytes.
+extern "C" int moe_peer_combine_add_rms_norm(const moe::Peers* peers, const moe::CombineArgs* slots,
+                                             const uint32_t* counts, float* residual, const moe::bf16* weight,
+                                             float eps, moe::bf16* out, void* stream) {
+  using namespace moe;
+  const CombineArgs& c = *slots;
+  if (!is_group(*peers) || c.rows != Dtype::kF32 || c.tokens < 0 || c.hidden <= 0 || c.hidden % kVector != 0 ||
+      c.top_k <= 0 || c.top_k > (c.topk_ids == nullptr ? 1 : 32) || c.num_ids <= 0)
+    return cudaErrorInvalidValue;
+  Owned owned = {};
+  uint32_t total = 0, longest = 1, tasks = 0;
+  for (int r = 0; r < peers->ranks; ++r) {
+    owned.begins[r] = total, owned.counts[r] = counts[r];
+    total += counts[r], longest = max(longest, counts[r]), tasks += max(counts[r], 1u);
+  }
+  if (total != static_cast<uint32_t>(c.tokens) ||
+      longest > moe_peer_combine_rows(peers->ranks, peers->capacity, c.hidden))
+    return cudaErrorInvalidValue;
+  if (total == 0) return cudaSuccess;
+  DeviceLimits limits;
+  Exchange x;
+  cudaError_t e = device_limits(&limits);
+  if (e == cudaSuccess) e = exchange_slots(*peers, static_cast<size_t>(longest) * (c.hidden / kWords), &x);
+  if (e != cudaSuccess) return e;
+  const Combine<float> a = {static_cast<const float*>(c.slot_rows),
+                            c.topk_ids,
+                            c.topk_weights,
+                            c.expert_map,
+                            nullptr,
+                            nullptr,
+                            c.tokens,
+                            c.top_k,
+                            c.num_ids,
+                            c.num_local,
+                            c.hidden};
+  const NormRows n = {residual, weight, eps, out, static_cast<int>(counts[peers->rank]), c.hidden, {}};
+  const size_t smem = static_cast<size_t>(c.hidden) * (sizeof(float) + sizeof(bf16));
+  if (2 * smem > static_cast<size_t>(limits.block_smem)) return cudaErrorInvalidValue;
+  return peers->ranks <= 4 ? run<4>(x, a, owned, n, tasks, smem, limits, stream)
+                           : run<kMaxRanks>(x, a, owned, n, tasks, smem, limits, stream);
+}
